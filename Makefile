@@ -1,0 +1,88 @@
+# `make demo` and `make test` do all of their own set-up. `make` alone prints what there is.
+
+PYTHON ?= python3
+VENV ?= .venv
+NO_VENV ?=
+# More than eight workers on one GPU cost memory and gain nothing.
+WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); [ "$$n" -gt 8 ] && echo 8 || echo "$$n")
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+
+# Only these may be missing under NO_VENV=1, and what that leaves out is printed.
+OPTIONAL := ruff mypy xdist hypothesis expecttest einops matplotlib rich triton numpy setuptools wheel build
+
+ifeq ($(NO_VENV),)
+READY := $(VENV)/.flash_dmattn_ready
+RUN := $(VENV)/bin/python
+else
+READY := check-python
+RUN := $(PYTHON)
+endif
+
+# $(call have,module) is a shell condition: can RUN import it?
+have = $(RUN) -c 'import sys; from importlib.util import find_spec; sys.exit(find_spec("$(1)") is None)'
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint wheel clean check-python
+
+help:
+	@echo "make demo    train a small language model with dynamic-mask attention and check its gradients"
+	@echo "make test    ruff, mypy and the whole test suite, in $(WORKERS) workers"
+	@echo "make lint    ruff and mypy alone"
+	@echo "make wheel   build dist/*.whl"
+	@echo "make clean   remove what the above wrote, the virtual environment included"
+	@echo
+	@echo "The first of them makes the virtual environment $(VENV) and installs requirements-dev.txt there."
+	@echo "PYTHON=python3.12      the interpreter to make it with (3.10 or later)"
+	@echo "VENV=path              another virtual environment"
+	@echo "NO_VENV=1              install nothing and use PYTHON as it is, for example beside a GPU build of torch"
+	@echo "WORKERS=n              number of test workers"
+	@echo "PYTEST_ARGS='-k name'  more arguments for pytest;  DEMO_ARGS='--help' more arguments for the demo"
+
+demo: $(READY)
+	@$(RUN) -m flash_dmattn demo $(DEMO_ARGS)
+
+# A worker that dies (a segmentation fault) loses the one case it was in: xdist reports it and starts another worker.
+test: lint
+	@$(call have,pytest) || { echo "make test needs pytest, and $(RUN) does not have it: $(RUN) -m pip install pytest" >&2; exit 1; }
+	@if $(call have,xdist); then \
+		echo "==> pytest, $(WORKERS) workers"; \
+		OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m pytest -n $(WORKERS) --dist loadgroup -rs --durations=10 $(PYTEST_ARGS); \
+	else \
+		echo "==> pytest, in one process: pytest-xdist is not installed"; \
+		$(RUN) -m pytest -rs --durations=10 $(PYTEST_ARGS); \
+	fi
+
+lint: $(READY)
+	@if $(call have,ruff); then echo "==> ruff"; $(RUN) -m ruff check .; \
+	else echo "==> left out: ruff (not installed)"; fi
+	@if $(call have,mypy); then echo "==> mypy"; $(RUN) -m mypy; \
+	else echo "==> left out: mypy (not installed)"; fi
+
+wheel: $(READY)
+	@rm -rf build
+	@$(RUN) -m build --wheel --no-isolation
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	[ ! -e "$(VENV)/.flash_dmattn_ready" ] || rm -rf "$(VENV)"
+	find flash_dmattn reference triton_kernels tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+check-python:
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 10) and f"Python 3.10 or later is needed, and $(PYTHON) is {v}: choose another one with PYTHON=...")'
+ifneq ($(NO_VENV),)
+	@$(PYTHON) -c 'import torch; print("==> no virtual environment: $(PYTHON) as it is, torch", torch.__version__)'
+	@$(PYTHON) -c 'from importlib.util import find_spec; gone = [m for m in "$(OPTIONAL)".split() if find_spec(m) is None]; print("==> optional packages that are missing:", ", ".join(gone) or "none")'
+endif
+
+# --no-build-isolation: setup.py must see the torch that is installed. --no-deps: the pins are the whole list.
+$(VENV)/.flash_dmattn_ready: requirements-dev.txt pyproject.toml setup.py
+	@$(MAKE) --no-print-directory check-python
+	@echo "==> 1/3 virtual environment $(VENV)"
+	@$(RUN) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv "$(VENV)" || \
+		{ echo "$(PYTHON) cannot make a virtual environment; install its venv module (Debian: python3-venv) or choose another with PYTHON=..." >&2; exit 1; }
+	@echo "==> 2/3 requirements-dev.txt (torch is the large one)"
+	@$(RUN) -m pip install --disable-pip-version-check -r requirements-dev.txt
+	@echo "==> 3/3 flash_dmattn, editable"
+	@$(RUN) -m pip install --disable-pip-version-check --no-build-isolation --no-deps -e .
+	@touch $@

@@ -1,0 +1,51 @@
+"""Attention with arbitrary masks and additive biases: one call, several backends, one contract."""
+
+from pathlib import Path as _Path
+
+from ._version import __version__
+
+_root = _Path(__file__).resolve().parent.parent
+if (_root / "setup.py").is_file() and (_root / "csrc").is_dir():
+    # A source checkout: reference/ and triton_kernels/ lie beside the package and are imported only below it.
+    __path__.append(str(_root))
+
+try:
+    import torch as _torch
+except (ImportError, OSError) as _error:
+    # `python -m flash_dmattn info` has to be able to say what is broken; everything else raises on first use.
+    _torch_error = _error
+
+    def __getattr__(name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ImportError(f"flash_dmattn.{name} needs torch, which cannot be imported: {_torch_error}") from _torch_error
+
+else:
+    from . import masks
+    from .api import attention
+    from .errors import BackendError, BackendUnavailableError, BackendUnsupportedError, FallbackWarning
+    from .explanation import Explanation, explain, explain_problem
+    from .problem import AttentionProblem
+    from .selection import available_backends, register_backend
+    from .settings import disable_backends, record_decisions, set_default_backend, set_fallback, use_backend
+
+__all__ = [
+    "AttentionProblem",
+    "BackendError",
+    "BackendUnavailableError",
+    "BackendUnsupportedError",
+    "Explanation",
+    "FallbackWarning",
+    "__version__",
+    "attention",
+    "available_backends",
+    "disable_backends",
+    "explain",
+    "explain_problem",
+    "masks",
+    "record_decisions",
+    "register_backend",
+    "set_default_backend",
+    "set_fallback",
+    "use_backend",
+]

@@ -1,0 +1,124 @@
+"""`attention`: the one public call; its docstring is the specification."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .autograd import Attention
+from .backends.protocol import is_differentiable
+from .problem import describe
+from .selection import select
+from .settings import BackendChoice
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    window_size: tuple[int, int] | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    return_probs: bool = False,
+    backend: BackendChoice = "auto",
+) -> Tensor | tuple[Tensor, ...]:
+    """Softmax attention with an arbitrary boolean mask and an additive bias, both broadcast, both exact.
+
+    Without softcap, window and empty rows it is, in PyTorch::
+
+        G = q.shape[2] // k.shape[2]
+        k, v = k.repeat_interleave(G, 2), v.repeat_interleave(G, 2)
+        s = softmax_scale * torch.einsum("bihd,bjhd->bhij", q, k) + bias
+        p = s.masked_fill(~mask, -math.inf).softmax(-1)
+        out = torch.einsum("bhij,bjhd->bihd", p, v)
+
+    Sizes: B batch, Lq and Lk query and key lengths, Hq query heads and Hk key-value heads with Hq % Hk == 0 (query
+    head h reads key-value head h // (Hq // Hk)), D and Dv head dims. B, Lq and Lk may be 0.
+
+    Args:
+        q: (B, Lq, Hq, D); float16, bfloat16, float32, or float64. Any strides.
+        k: (B, Lk, Hk, D), dtype and device of q.
+        v: (B, Lk, Hk, Dv), dtype and device of q.
+        mask: bool, True where q attends; 4-D, each dimension 1 or full, (B, Hq or Hk, Lq, Lk); 2 or 3 dimensions are
+            read from the right as in torch. A dimension of stride 0 is never materialised. Takes no gradient.
+        bias: added to the scaled scores, itself unscaled; -inf masks. Shaped as mask, of its own shape; any float
+            dtype. Its gradient has its shape and dtype, is accumulated in fp32 and rounded once.
+        is_causal: query i attends keys j <= i + Lk - Lq (aligned bottom-right).
+        softmax_scale: factor on q @ k^T; D ** -0.5 when None. 0.0 is a value.
+        softcap: if positive, scaled scores become softcap * tanh(scores / softcap), before the bias.
+        window_size: (left, right): i + Lk - Lq - left <= j <= i + Lk - Lq + right; -1 is unlimited on that side.
+        deterministic: True asks for results equal bit by bit from run to run, forward and backward, or a refusal;
+            None follows `torch.are_deterministic_algorithms_enabled()`.
+        return_lse: also return lse, differentiable.
+        return_probs: also return the probabilities (B, Hq, Lq, Lk), for looking at; only backend="reference" has them.
+        backend: "auto", a name ("cuda", "triton", "flex", "eager", "reference"), or a pair (forward, backward).
+
+    Returns:
+        out (B, Lq, Hq, Dv) in the dtype of q; or a tuple of it with lse (B, Hq, Lq), the natural log of the sum of
+        exp of the allowed scores, fp32 (fp64 for fp64), and the probabilities, as asked for. A row with nothing
+        allowed has out 0, lse -inf, and zero in every gradient.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: shapes, devices or values do not fit, or the backend is unknown.
+        BackendUnsupportedError: the named backend refuses this call; the message gives every reason.
+        BackendUnavailableError: the named backend does not work on this machine.
+        NotImplementedError: on a second derivative through a kernel backend; backend="eager" has one.
+
+    The recurrence over key blocks is Dao et al., FlashAttention (2022) and FlashAttention-2 (2023); the gradients,
+    with that of the bias, are derived in docs/mathematics.md.
+
+    >>> import torch, flash_dmattn
+    >>> q = torch.randn(1, 5, 4, 16)
+    >>> k, v = torch.randn(1, 7, 2, 16), torch.randn(1, 7, 2, 16)
+    >>> bias = torch.zeros(1, 2, 1, 7, requires_grad=True)  # one learned value per key and key-value head
+    >>> mask = torch.rand(7) > 0.3
+    >>> out = flash_dmattn.attention(q, k, v, mask[None], bias, is_causal=True)
+    >>> out.square().sum().backward()
+    >>> out.shape, bias.grad.shape
+    (torch.Size([1, 5, 4, 16]), torch.Size([1, 2, 1, 7]))
+    """
+    q, k, v = _follow_autocast(q, k, v)
+    problem, mask, bias = describe(
+        q,
+        k,
+        v,
+        mask,
+        bias,
+        is_causal,
+        softmax_scale,
+        softcap,
+        window_size,
+        deterministic,
+        return_lse,
+        return_probs,
+    )
+    forward, backward = select(problem, backend)
+    if is_differentiable(forward):
+        results = forward.attention(problem, q, k, v, mask, bias)
+    elif backward is None:
+        results = forward.forward(problem, q, k, v, mask, bias)
+    else:
+        results = Attention.apply(q, k, v, mask, bias, problem, forward, backward)
+    if return_lse:
+        return results
+    return results[0] if not return_probs else (results[0], results[2])
+
+
+def _follow_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    # As torch's own operators do: everything but fp64 takes autocast's dtype. bias keeps its own.
+    if not isinstance(q, Tensor) or not _autocasts(q.device.type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+    q, k, v = (x if not x.is_floating_point() or x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    return q, k, v
+
+
+def _autocasts(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)

@@ -1,0 +1,109 @@
+"""The one `autograd.Function`: the contract of gradients, shared by every kernel backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .backends.protocol import KernelBackend
+from .problem import AttentionProblem, Need
+
+
+class Attention(torch.autograd.Function):
+    """(out, lse) of a kernel backend, with the four gradients of the contract and nothing that is not needed."""
+
+    @staticmethod
+    def forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        bias: Tensor | None,
+        problem: AttentionProblem,
+        forward_backend: KernelBackend,
+        backward_backend: KernelBackend,
+    ) -> tuple[Tensor, Tensor]:
+        """Run the forward pass of `forward_backend`."""
+        return forward_backend.forward(problem, q, k, v, mask, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        """Keep what the backward pass reads; lse is kept so that no (Lq, Lk) matrix has to be."""
+        q, k, v, mask, bias, problem, _, backward_backend = inputs
+        ctx.save_for_backward(q, k, v, mask, bias, *output)
+        ctx.set_materialize_grads(False)  # an unused lse must not cost a dlse of zeros
+        ctx.problem = problem
+        ctx.backend = backward_backend
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Run the backward pass of `backward_backend`, differentiable again where a graph of it is asked for."""
+        q, k, v, mask, bias, out, lse = ctx.saved_tensors
+        if dout is None:
+            if dlse is None:
+                return (None,) * 8
+            dout = torch.zeros_like(out)
+        if torch.is_grad_enabled():
+            gradients = AttentionBackward.apply(dout, dlse, q, k, v, mask, bias, out, lse, ctx.problem, ctx.backend)
+        else:
+            gradients = ctx.backend.backward(ctx.problem, dout, dlse, q, k, v, mask, bias, out, lse)
+        dq, dk, dv, dbias = gradients
+        return dq, dk, dv, None, dbias, None, None, None
+
+
+class AttentionBackward(torch.autograd.Function):
+    """The backward pass as a function of its own, so that it has a derivative or refuses to have one."""
+
+    @staticmethod
+    def forward(
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        bias: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        problem: AttentionProblem,
+        backend: KernelBackend,
+    ) -> tuple[Tensor | None, ...]:
+        """Run the backward pass; nothing of (Lq, Lk) is kept for the second derivative."""
+        return backend.backward(problem, dout, dlse, q, k, v, mask, bias, out, lse)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
+        """Keep the inputs of the gradients; out and lse are functions of them."""
+        dout, dlse, q, k, v, mask, bias, _, _, problem, backend = inputs
+        ctx.save_for_backward(dout, dlse, q, k, v, mask, bias)
+        ctx.problem = problem
+        ctx.backend = backend
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Differentiate the gradient formula where the backend has one; it recomputes p, dense in (Lq, Lk)."""
+        differentiable_backward = getattr(ctx.backend, "differentiable_backward", None)
+        if differentiable_backward is None:
+            raise NotImplementedError(
+                f"backend {ctx.backend.NAME!r} has no second derivative of attention; "
+                'call attention(..., backend="eager"), which has one'
+            )
+        dout, dlse, q, k, v, mask, bias = ctx.saved_tensors
+        named = {"dout": dout, "dlse": dlse, "q": q, "k": k, "v": v, "bias": bias}
+        present = [name for name, x in named.items() if x is not None]
+        need = ctx.problem.need
+
+        def gradients_needed(*tensors: Tensor) -> tuple[Tensor, ...]:
+            given: dict[str, Any] = dict(zip(present, tensors, strict=True))
+            dlse, bias = given.pop("dlse", None), given.pop("bias", None)
+            gradients = differentiable_backward(ctx.problem, dlse=dlse, mask=mask, bias=bias, **given)
+            return tuple(g for g, needed in zip(gradients, need, strict=True) if needed)
+
+        # torch.func.vjp, unlike autograd.grad, also works under torch.func transforms.
+        _, pull = torch.func.vjp(gradients_needed, *(named[name] for name in present))
+        second = pull(tuple(g for g, needed in zip(cotangents, need, strict=True) if needed))
+        found = dict(zip(present, second, strict=True))
+        dq, dk, dv, dbias = (found.get(name) for name in Need._fields)
+        return found["dout"], found.get("dlse"), dq, dk, dv, None, dbias, None, None, None, None

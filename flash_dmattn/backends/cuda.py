@@ -1,0 +1,60 @@
+"""The CUDA extension for Hopper: what it will accept, and why it cannot be used yet."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+
+from .protocol import Availability, Rule
+
+NAME = "cuda"
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "device",
+        lambda p: p.device == "cuda",
+        lambda p: f"device is {p.device}; the extension runs on NVIDIA GPUs",
+        "move the tensors to a Hopper GPU",
+    ),
+    Rule(
+        "capability",
+        lambda p: p.device != "cuda" or p.capability == (9, 0),
+        lambda p: f"the GPU is {p.architecture}; the kernels are written for sm_90a",
+        "other GPUs are served by the other backends",
+    ),
+    Rule(
+        "dtype",
+        lambda p: p.dtype in (torch.float16, torch.bfloat16),
+        lambda p: f"dtype is {p.dtype}; the tensor cores take float16 or bfloat16",
+        "cast q, k and v",
+    ),
+    Rule(
+        "return_probs",
+        lambda p: not p.return_probs,
+        lambda p: "return_probs is set; this backend never holds the probabilities of a whole call",
+        'use backend="reference"',
+    ),
+)
+AUTO_RULES: tuple[Rule, ...] = ()
+
+_found: Availability | None = None
+
+
+def probe() -> Availability:
+    """Whether the compiled extension can be loaded; the first result is remembered."""
+    global _found
+    if _found is None:
+        _found = _load()
+    return _found
+
+
+def _load() -> Availability:
+    try:
+        importlib.import_module("flash_dmattn._C")
+    except ImportError as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "flash_dmattn._C":
+            reason = "the CUDA extension flash_dmattn._C is not in this installation: this version ships no CUDA kernels"
+            return Availability(False, reason, "use a version that ships them", error)
+        return Availability(False, f"the CUDA extension cannot be loaded: {error}", "rebuild it", error)
+    return Availability(True)

@@ -1,0 +1,127 @@
+"""What a backend module offers: a name, rules, a probe, and either a forward/backward pair or one function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple, Protocol, TypeGuard
+
+from torch import Tensor
+
+from ..problem import AttentionProblem
+
+Pass = Literal["forward", "backward"]
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+class Rule(NamedTuple):
+    """One condition a backend puts on a call.
+
+    `holds` is the fast predicate; `says` gives the reason for a refusal, with the values found; `hint` says what to
+    do about it. `passes` names the passes that need the rule: a backend may accept a forward and refuse its backward.
+    """
+
+    code: str
+    holds: Callable[[AttentionProblem], bool]
+    says: Callable[[AttentionProblem], str]
+    hint: str = ""
+    passes: tuple[Pass, ...] = ("forward", "backward")
+
+
+class Reason(NamedTuple):
+    """Why a backend does not serve a call: a broken rule, a failed probe, or a switch that disables it."""
+
+    backend: str
+    code: str
+    text: str
+    hint: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.text} ({self.hint})" if self.hint else self.text
+
+
+class Availability(NamedTuple):
+    """What `probe()` found: usable, or the reason why not and the exception behind it."""
+
+    usable: bool
+    reason: str = ""
+    hint: str = ""
+    exception: BaseException | None = None
+
+
+class Backend(Protocol):
+    """A module with these names is a backend. `AUTO_RULES` bind only `backend="auto"`, never a forced call."""
+
+    @property
+    def NAME(self) -> str: ...
+
+    @property
+    def RULES(self) -> tuple[Rule, ...]: ...
+
+    @property
+    def AUTO_RULES(self) -> tuple[Rule, ...]: ...
+
+    def probe(self) -> Availability:
+        """Whether the backend works on this machine: lazy, remembered, never raises."""
+        ...
+
+
+class KernelBackend(Backend, Protocol):
+    """A backend made of an explicit forward/backward pair; `flash_dmattn.autograd` differentiates it.
+
+    `mask` and `bias` are None or 4-D with each dimension 1 or full (the heads also `num_heads_k`); a dimension of
+    stride 0 is a broadcast one. `backward` returns None where `problem.need` asks for nothing.
+    """
+
+    def forward(
+        self, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse) of the contract."""
+        ...
+
+    def backward(
+        self,
+        problem: AttentionProblem,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        bias: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+    ) -> Gradients:
+        """(dq, dk, dv, dbias) of the contract."""
+        ...
+
+
+class DifferentiableBackend(Backend, Protocol):
+    """A backend written in differentiable PyTorch: autograd goes through it, no pair needed."""
+
+    def attention(
+        self, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """(out, lse), and the probabilities as a third where the problem asks for them."""
+        ...
+
+
+def is_differentiable(backend: Backend) -> TypeGuard[DifferentiableBackend]:
+    """Whether a backend is one differentiable function rather than a forward/backward pair."""
+    return hasattr(backend, "attention")
+
+
+def broken_rules(backend: Backend, problem: AttentionProblem, passes: tuple[Pass, ...]) -> tuple[Reason, ...]:
+    """Every rule of a backend that a call breaks in the given passes, with the values found."""
+    return tuple(
+        Reason(backend.NAME, rule.code, rule.says(problem), rule.hint)
+        for rule in backend.RULES
+        if any(p in rule.passes for p in passes) and not rule.holds(problem)
+    )
+
+
+def accepts(rules: tuple[Rule, ...], problem: AttentionProblem, only: Pass) -> bool:
+    """The fast predicate: whether every rule of one pass holds."""
+    for rule in rules:  # a plain loop: a generator costs twice as much on this path
+        if only in rule.passes and not rule.holds(problem):
+            return False
+    return True

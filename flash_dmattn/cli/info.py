@@ -1,0 +1,218 @@
+"""`python -m flash_dmattn info`: what is installed, which backends work here and which settings are in force."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from .._version import __version__
+from . import require_torch
+
+Report = dict[str, Any]
+
+# Read by this package or by the libraries that its backends run on.
+ENVIRONMENT = (
+    "FLASH_DMATTN_BACKEND",
+    "FLASH_DMATTN_DISABLE",
+    "FLASH_DMATTN_FALLBACK",
+    "CUDA_VISIBLE_DEVICES",
+    "TRITON_INTERPRET",
+)
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand to the parser of the command line."""
+    parser = commands.add_parser(
+        "info",
+        help="versions, GPUs, backends and settings; --verify computes with each backend",
+        description="Print versions, GPUs, settings and what each backend needs. Works where torch does not.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else on stdout")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="run a small forward and backward per backend and feature against the formula in fp64; exit 1 on failure",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the report; with --verify 1 if a result is wrong, otherwise 0."""
+    report = collect()
+    if not arguments.json:
+        print(render(report), flush=True)
+    passed = True
+    if arguments.verify:
+        require_torch("info --verify")
+        from . import verify
+
+        outcomes = verify.verify(sys.stderr if arguments.json else sys.stdout)
+        report["verify"] = [outcome.to_dict() for outcome in outcomes]
+        passed = all(outcome.passed for outcome in outcomes)
+    if arguments.json:
+        print(json.dumps(report, indent=2))
+    return 0 if passed else 1
+
+
+def collect() -> Report:
+    """Everything the command knows, as plain data."""
+    torch = _imported("torch")
+    if "error" not in torch:
+        torch["cuda"] = importlib.import_module("torch").version.cuda
+    driver, devices = _driver()
+    return {
+        "flash_dmattn": {"version": __version__, "path": str(Path(__file__).resolve().parent.parent)},
+        "python": {"version": platform.python_version(), "executable": sys.executable},
+        "system": platform.platform(),
+        "torch": torch,
+        "triton": _imported("triton"),
+        "driver": driver,
+        "gpus": devices if "error" in torch else _gpus(devices),
+        "settings": _settings(),
+        "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
+        "backends": _backends() if "error" not in torch else {},
+    }
+
+
+def _imported(name: str) -> Report:
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name == name:
+            return {"error": "not installed"}
+        return {"error": f"{type(error).__name__}: {error}"}
+    except Exception as error:  # a broken installation raises whatever it likes, and the report has to say what
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"version": getattr(module, "__version__", "unknown")}
+
+
+def _driver() -> tuple[Report, list[Report]]:
+    """The NVIDIA driver and its GPUs by nvidia-smi, which needs no torch."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return {"error": "nvidia-smi is not on PATH"}, []
+    query = "--query-gpu=driver_version,name,compute_cap,memory.total"
+    try:
+        done = subprocess.run(
+            [program, query, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=30
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return {"error": f"nvidia-smi does not run: {error}"}, []
+    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
+    if done.returncode != 0 or not all(len(row) == 4 for row in rows) or not rows:
+        return {"error": f"nvidia-smi says: {(done.stdout + done.stderr).strip()[:200]}"}, []
+    devices = [
+        {"name": name, "capability": capability, "memory_gib": round(float(mib) / 1024, 1), "seen_by_torch": False}
+        for _, name, capability, mib in rows
+    ]
+    return {"version": rows[0][0]}, devices
+
+
+def _gpus(seen_by_driver: list[Report]) -> list[Report]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return seen_by_driver
+    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [
+        {
+            "name": gpu.name,
+            "capability": f"{gpu.major}.{gpu.minor}",
+            "memory_gib": round(gpu.total_memory / 2**30, 1),
+            "seen_by_torch": True,
+        }
+        for gpu in found
+    ]
+
+
+def _settings() -> Report:
+    from ..settings import process
+
+    return {
+        "default_backend": process.default_backend,
+        "disabled": list(process.disabled),
+        "fallback": process.fallback,
+    }
+
+
+def _backends() -> dict[str, Report]:
+    from ..selection import BACKENDS, probe
+    from ..settings import process
+
+    found: dict[str, Report] = {}
+    for name in BACKENDS:
+        availability = probe(name)
+        exception = availability.exception
+        found[name] = {
+            "usable": availability.usable and name not in process.disabled,
+            "disabled": name in process.disabled,
+            "reason": availability.reason,
+            "hint": availability.hint,
+            "exception": None if exception is None else f"{type(exception).__name__}: {exception}",
+        }
+    return found
+
+
+def render(report: Report) -> str:
+    """The report as an aligned table."""
+
+    def version(part: Report) -> str:
+        return part.get("version") or f"cannot be used: {part['error']}"
+
+    torch = version(report["torch"])
+    if "error" not in report["torch"]:
+        torch += f" (CUDA {report['torch']['cuda']})" if report["torch"]["cuda"] else " (built without CUDA)"
+    gpus = [
+        f"{index}: {gpu['name']}, sm_{gpu['capability'].replace('.', '')}, {gpu['memory_gib']} GiB"
+        + ("" if gpu["seen_by_torch"] else ", seen by the driver but not by torch")
+        for index, gpu in enumerate(report["gpus"])
+    ]
+    settings = report["settings"]
+    default = settings["default_backend"]
+    rows = [
+        ("flash_dmattn", f"{report['flash_dmattn']['version']}, {report['flash_dmattn']['path']}"),
+        ("python", f"{report['python']['version']}, {report['python']['executable']}"),
+        ("system", report["system"]),
+        ("torch", torch),
+        ("triton", version(report["triton"])),
+        ("driver", report["driver"].get("version") or f"none: {report['driver']['error']}"),
+        *_spread("GPUs", gpus or ["none"]),
+        ("", ""),
+        ("default backend", default if isinstance(default, str) else f"{default[0]} forward, {default[1]} backward"),
+        ("disabled", ", ".join(settings["disabled"]) or "none"),
+        ("fallback", settings["fallback"]),
+        *_spread("environment", [f"{name}={value}" for name, value in report["environment"].items()] or ["none set"]),
+        ("", ""),
+        *_backend_rows(report["backends"]),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name.ljust(width)}  {value}".rstrip() for name, value in rows)
+
+
+def _backend_rows(backends: dict[str, Report]) -> list[tuple[str, str]]:
+    if not backends:
+        return [("backends", "none can be used without torch")]
+    rows: list[tuple[str, str]] = []
+    for name, found in backends.items():
+        if found["usable"]:
+            rows.append((f"backend {name}", "usable"))
+            continue
+        reasons = ["it is switched off in this process"] if found["disabled"] else []
+        if found["reason"]:
+            reasons.append(found["reason"] + (f" ({found['hint']})" if found["hint"] else ""))
+        rows.append((f"backend {name}", "not usable: " + "; ".join(reasons)))
+        if found["exception"] is not None:
+            rows.append(("", found["exception"].splitlines()[0]))
+    return rows
+
+
+def _spread(name: str, lines: list[str]) -> list[tuple[str, str]]:
+    return [(name if index == 0 else "", line) for index, line in enumerate(lines)]

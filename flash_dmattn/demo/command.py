@@ -1,0 +1,283 @@
+"""The demo as a command: its arguments, its course, and its verdict."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import time
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+import flash_dmattn
+
+from .gradient_check import RESULTS, CheckedBackend, capture_call, check_call
+from .model import ByteLanguageModel, ModelConfig
+from .picture import draw
+from .report import Report
+from .text import Corpus, even_windows, load_corpus, unigram_entropy
+from .timing import TimedBackend, time_call
+from .training import History, TrainingConfig, train
+
+NATS_PER_BIT = 0.6931471805599453
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# How far under the unigram entropy the held-out loss must end. Measured: 1.1 nats in the full run, 0.6 in the quick one.
+MARGIN, QUICK_MARGIN = 0.8, 0.2
+PICTURED_LAYER, PICTURED_HEAD = 1, 0
+
+
+class TrainedPair(NamedTuple):
+    """Both models after training, and their losses."""
+
+    dynamic: ByteLanguageModel
+    full: ByteLanguageModel
+    dynamic_history: History
+    full_history: History
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The arguments of the demo."""
+    parser = argparse.ArgumentParser(
+        prog="python -m flash_dmattn demo",
+        description="Train a small byte-level language model with dynamic-mask attention on the Python standard "
+        "library's sources, beside the same model with full attention, and check the gradients of a real batch.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--steps", type=_positive, help="training steps per model (default: 500, or 40 with --quick)")
+    add("--batch-size", type=_positive, default=4, help="texts per step")
+    add("--context", type=_positive, default=256, help="bytes per text")
+    add("--keep", type=_positive, default=64, help="keys that each query keeps under the dynamic mask")
+    add("--seed", type=int, default=0, help="of the weights, the batches and the sample")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device to train on")
+    add("--dtype", choices=tuple(DTYPES), help="autocast to it (default: bf16 on a GPU, fp32 on a CPU)")
+    add("--backend", default="auto", help="attention backend to train with")
+    add("--out-dir", type=Path, default=Path("demo_output"), help="folder for the picture; made if missing")
+    add("--quick", action="store_true", help="a smaller model and few steps: every part runs, little is learned")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo and return its exit status.
+
+    Args:
+        argv: the words after ``python -m flash_dmattn demo``; sys.argv's by default.
+
+    Returns:
+        0; or 1 if a gradient is outside its limit or the held-out loss did not end well under the unigram entropy.
+    """
+    arguments = build_parser().parse_args(argv)
+    started = time.perf_counter()
+    report = Report()
+    device = torch.device(arguments.device)
+    dtype = DTYPES[arguments.dtype or ("fp32" if device.type == "cpu" else "bf16")]
+    report.line(_versions(device))
+
+    corpus = load_corpus()
+    entropy = _show_corpus(report, corpus)
+    training = TrainingConfig(
+        steps=arguments.steps or (40 if arguments.quick else 500),
+        batch_size=arguments.batch_size,
+        context=arguments.context,
+        seed=arguments.seed,
+        evaluations=2 if arguments.quick else 10,
+        evaluation_windows=8 if arguments.quick else 40,
+        dtype=dtype,
+    )
+    sizes = {"num_layers": 2, "mlp_size": 256} if arguments.quick else {}
+    config = ModelConfig(**sizes, keep_window_size=arguments.keep, backend=arguments.backend)
+    pair = train_both(report, corpus, config, training, device)
+    _show_losses(report, pair)
+
+    windows = even_windows(corpus.held_out, training.batch_size, training.context + 1).to(device)
+    call = capture_call(pair.dynamic, windows, PICTURED_LAYER, dtype)
+    report.heading(f"The decision for the attention of layer {PICTURED_LAYER} of the trained model")
+    report.line(str(call.explain()))
+    checked = [row for checked_dtype in DTYPES.values() for row in check_call(call.to(checked_dtype))]
+    _show_checks(report, checked)
+    timed = [row for timed_dtype in {dtype: None, torch.float32: None} for row in time_call(call.to(timed_dtype))]
+    _show_times(report, timed, tuple(call.arguments.q.shape))
+
+    _show_sample(report, pair.dynamic, corpus, arguments.seed)
+    mask = call.arguments.mask
+    if mask is None:
+        report.line(f"\nNo picture: --keep {arguments.keep} keeps every key of {training.context} bytes.")
+    else:
+        _save_picture(report, arguments.out_dir, pair, entropy, mask, arguments.keep)
+
+    failures = find_failures(checked, pair.dynamic_history, entropy, QUICK_MARGIN if arguments.quick else MARGIN)
+    report.heading(f"{'FAILED' if failures else 'Done'} in {time.perf_counter() - started:.0f} s")
+    for failure in failures:
+        report.line(f"  {failure}")
+    return 1 if failures else 0
+
+
+def train_both(
+    report: Report, corpus: Corpus, config: ModelConfig, training: TrainingConfig, device: torch.device
+) -> TrainedPair:
+    """Train the model with dynamic-mask attention and with full attention: same start, same batches, same steps."""
+    torch.manual_seed(training.seed)
+    dynamic = ByteLanguageModel(config).to(device)
+    full = ByteLanguageModel(ModelConfig(**{**vars(config), "keep_window_size": None})).to(device)
+    full.load_state_dict({name: dynamic.state_dict()[name] for name in full.state_dict()})
+    parameters = sum(p.numel() for p in dynamic.parameters())
+    report.heading(
+        f"Training: {parameters:,} parameters, {training.steps} steps of {training.batch_size} x {training.context} "
+        f"bytes, backend {config.backend}"
+    )
+    histories = []
+    for title, model in ((f"dynamic mask, {config.keep_window_size} keys", dynamic), ("full attention", full)):
+        with report.progress(f"{title:<22}", training.steps) as show:
+            histories.append(
+                train(
+                    model,
+                    corpus,
+                    training,
+                    lambda step, loss, held_out, show=show: show(step, f"loss {loss:.3f}  held-out {held_out:.3f}"),
+                )
+            )
+    return TrainedPair(dynamic, full, *histories)
+
+
+def find_failures(
+    checked: Sequence[CheckedBackend], history: History, entropy: float, margin: float
+) -> list[str]:
+    """What makes the demo fail, one sentence each: gradients outside their limit, a model that did not learn."""
+    failures = [
+        f"{row.backend} in {_name(row.dtype)}: error of {name} is {row.errors[name]:.1e}, above its limit "
+        f"{row.limits[name]:.1e}"
+        for row in checked
+        for name in row.failed
+    ]
+    loss = history.held_out_loss[-1]
+    if not loss <= entropy - margin:
+        failures.append(
+            f"the held-out loss ends at {loss:.3f} nats per byte; it must end {margin} under the byte-unigram entropy "
+            f"{entropy:.3f}: train for more steps"
+        )
+    return failures
+
+
+def _show_corpus(report: Report, corpus: Corpus) -> float:
+    rows = []
+    for name, files, text in (
+        ("training", corpus.train_files, corpus.train),
+        ("held-out", corpus.held_out_files, corpus.held_out),
+    ):
+        nats = unigram_entropy(text)
+        rows.append((name, str(len(files)), f"{len(text):,}", f"{nats:.3f}", f"{nats / NATS_PER_BIT:.3f}"))
+    report.table(
+        "Text: the standard library of this Python; byte-unigram entropy",
+        ("text", "files", "bytes", "nats/byte", "bits/byte"),
+        rows,
+    )
+    return unigram_entropy(corpus.held_out)
+
+
+def _show_losses(report: Report, pair: TrainedPair) -> None:
+    dynamic, full = pair.dynamic_history, pair.full_history
+    rows = [
+        (str(step), f"{a:.3f}", f"{b:.3f}", f"{a / NATS_PER_BIT:.3f}", f"{b / NATS_PER_BIT:.3f}")
+        for step, a, b in zip(dynamic.held_out_steps, dynamic.held_out_loss, full.held_out_loss, strict=True)
+    ]
+    rows.append(("seconds", f"{dynamic.seconds:.1f}", f"{full.seconds:.1f}", "", ""))
+    report.table(
+        "Loss on held-out text: nats per byte, then bits per byte",
+        ("step", "dynamic mask", "full attention", "dynamic (bits)", "full (bits)"),
+        rows,
+    )
+
+
+def _show_checks(report: Report, checked: Sequence[CheckedBackend]) -> None:
+    rows = []
+    for row in checked:
+        errors = [f"{row.errors[name]:.1e}" if row.errors else "" for name in RESULTS]
+        if row.backend == "formula":
+            result = "yardstick"
+        elif row.reasons:
+            result = f"cannot train this: {row.reasons[0]}"
+        else:
+            result = f"FAIL: {', '.join(row.failed)}" if row.failed else "pass"
+        rows.append((row.backend, _name(row.dtype), *errors, result))
+    report.table(
+        "Gradient check of this batch: ||x - x64|| / ||x64||, at most 1.5 yardsticks + 1e-5",
+        ("backend", "dtype", *RESULTS, "result"),
+        rows,
+    )
+
+
+def _show_times(report: Report, timed: Sequence[TimedBackend], shape: tuple[int, ...]) -> None:
+    rows = [
+        (
+            row.backend,
+            _name(row.dtype),
+            _milliseconds(row.forward_ms),
+            _milliseconds(row.both_ms),
+            "".join(row.reasons[:1]),
+        )
+        for row in timed
+    ]
+    report.table(
+        f"Time of this call, median, q {shape}",
+        ("backend", "dtype", "forward (ms)", "forward + backward (ms)", "why"),
+        rows,
+    )
+
+
+def _show_sample(report: Report, model: ByteLanguageModel, corpus: Corpus, seed: int) -> None:
+    prompt = b"    def __init__(self, "
+    started = time.perf_counter()
+    written = model.generate(prompt, 160, generator=torch.Generator().manual_seed(seed))
+    rate = len(written) / (time.perf_counter() - started)
+    report.heading(f"A continuation, decoded from the KV cache at {rate:.0f} bytes per second")
+    for text in (prompt + written).decode("utf-8", errors="replace").splitlines():
+        report.line(f"  | {text}")
+
+
+def _save_picture(
+    report: Report, out_dir: Path, pair: TrainedPair, entropy: float, mask: torch.Tensor, keep: int
+) -> None:
+    out_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        path = draw(
+            out_dir / "demo.png",
+            pair.dynamic_history,
+            pair.full_history,
+            entropy,
+            mask,
+            keep=keep,
+            layer=PICTURED_LAYER,
+            head=PICTURED_HEAD,
+        )
+    except ImportError as error:
+        report.line(f"\nNo picture: matplotlib cannot be imported ({error}); pip install matplotlib")
+        return
+    report.line(f"\nPicture of the loss curves and of a learned mask: {path}")
+
+
+def _versions(device: torch.device) -> str:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    packages = {"flash_dmattn": flash_dmattn.__version__, "Python": platform.python_version(), "torch": torch.__version__}
+    try:
+        packages["triton"] = version("triton")
+    except PackageNotFoundError:
+        packages["triton"] = "none"
+    return ", ".join(f"{package} {number}" for package, number in packages.items()) + f"; device {device} ({name})"
+
+
+def _milliseconds(value: float | None) -> str:
+    return "no" if value is None else f"{value:.2f}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _positive(word: str) -> int:
+    value = int(word)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{word} is not a positive number")
+    return value

@@ -1,0 +1,303 @@
+"""`explain`: which backend a call would run on, and every reason why not another, as a table or a dict."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .backends.protocol import Pass, Reason
+from .errors import BackendError
+from .problem import AttentionProblem, Need, describe
+from .selection import (
+    BACKENDS,
+    choice_in_force,
+    choose,
+    falls_back,
+    passes_of,
+    reasons_against,
+    refuse_fallback,
+    selected_names,
+)
+from .settings import BackendChoice, process
+
+DTYPES = {
+    **dict.fromkeys(("fp16", "float16", "half"), torch.float16),
+    **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
+    **dict.fromkeys(("fp32", "float32", "float"), torch.float32),
+    **dict.fromkeys(("fp64", "float64", "double"), torch.float64),
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one backend says of a call: whether it serves each pass, every reason why not, and what it would do."""
+
+    backend: str
+    forward: bool
+    backward: bool | None
+    reasons: tuple[Reason, ...]
+    preferences: tuple[Reason, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def accepts(self) -> bool:
+        """Whether a call that names this backend runs."""
+        return not self.reasons
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The choice for one call and the verdict of every backend; prints as a table.
+
+    Attributes:
+        problem: the call.
+        requested: the backend asked for, after settings were applied.
+        forward: the chosen backend of the forward pass; None where the call would raise.
+        backward: the chosen backend of the backward pass; None where nothing needs a gradient.
+        error: the message of the error that the call would raise, or None.
+        verdicts: one per backend, in order of preference.
+    """
+
+    problem: AttentionProblem
+    requested: BackendChoice
+    forward: str | None
+    backward: str | None
+    error: str | None
+    verdicts: tuple[Verdict, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for json.dumps."""
+        return {
+            "problem": str(self.problem),
+            "requested": self.requested,
+            "forward": self.forward,
+            "backward": self.backward,
+            "error": self.error,
+            "backends": {
+                verdict.backend: {
+                    "accepts": verdict.accepts,
+                    "forward": verdict.forward,
+                    "backward": verdict.backward,
+                    "reasons": [reason._asdict() for reason in verdict.reasons],
+                    "preferences": [reason._asdict() for reason in verdict.preferences],
+                    "notes": list(verdict.notes),
+                }
+                for verdict in self.verdicts
+            },
+        }
+
+    def __str__(self) -> str:
+        if self.error is not None:
+            chosen = f"backend={self.requested!r} would raise"
+        elif self.backward is None:
+            chosen = f"backend={self.requested!r} runs {self.forward}"
+        else:
+            chosen = f"backend={self.requested!r} runs {self.forward} forward, {self.backward} backward"
+        header = ("backend", "forward", "backward", "why")
+        rows = [header, *(row for verdict in self.verdicts for row in self._rows(verdict))]
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        table = [
+            "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip()
+            for row in rows
+        ]
+        table.insert(1, "  ".join(["-" * width for width in widths] + ["---"]))
+        return "\n".join([f"attention: {self.problem}", chosen, "", *table])
+
+    def _rows(self, verdict: Verdict) -> list[tuple[str, str, str, str]]:
+        def cell(serves: bool | None, chosen: str | None) -> str:
+            if serves is None:
+                return "-"
+            return ("CHOSEN" if chosen == verdict.backend else "yes") if serves else "no"
+
+        why = [str(reason) for reason in verdict.reasons]
+        why += [f"auto passes it over: {reason}" for reason in verdict.preferences]
+        why += verdict.notes
+        first, *more = why or [""]
+        cells = (verdict.backend, cell(verdict.forward, self.forward), cell(verdict.backward, self.backward), first)
+        return [cells, *(("", "", "", line) for line in more)]
+
+    __repr__ = __str__
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    window_size: tuple[int, int] | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    return_probs: bool = False,
+    backend: BackendChoice = "auto",
+) -> Explanation:
+    """Say which backend `flash_dmattn.attention` would run these arguments on, and why not another; computes nothing.
+
+    Args:
+        q, k, v, mask, bias and the rest: as for `flash_dmattn.attention`.
+
+    Returns:
+        An `Explanation`: print it, or take its `to_dict()`.
+
+    Raises:
+        TypeError, ValueError: the arguments are invalid, as `attention` would say.
+
+    >>> import torch, flash_dmattn
+    >>> x = torch.randn(1, 8, 2, 16)
+    >>> flash_dmattn.explain(x, x, x, is_causal=True).forward
+    'eager'
+    """
+    problem, _, _ = describe(
+        q,
+        k,
+        v,
+        mask,
+        bias,
+        is_causal,
+        softmax_scale,
+        softcap,
+        window_size,
+        deterministic,
+        return_lse,
+        return_probs,
+    )
+    return explain_description(problem, backend)
+
+
+def explain_problem(
+    q: tuple[int, int, int, int],
+    *,
+    kv_heads: int | None = None,
+    seqlen_k: int | None = None,
+    head_dim_v: int | None = None,
+    dtype: str | torch.dtype = "bf16",
+    device: str = "sm_90",
+    mask: tuple[int, ...] | None = None,
+    bias: tuple[int, ...] | None = None,
+    bias_dtype: str | torch.dtype | None = None,
+    grad: bool = False,
+    bias_grad: bool = False,
+    is_causal: bool = False,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    window_size: tuple[int, int] | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    return_probs: bool = False,
+    backend: BackendChoice = "auto",
+) -> Explanation:
+    """Say which backend a call would run on, from shapes alone and for any GPU; no tensor, no memory.
+
+    Args:
+        q: shape of q, (batch, seqlen_q, num_heads, head_dim).
+        kv_heads, seqlen_k, head_dim_v: of k and v; as q where not given.
+        dtype: of q, k and v: "fp16", "bf16", "fp32", "fp64" or a torch.dtype.
+        device: "cpu", or a compute capability such as "sm_80", "sm_90".
+        mask, bias: their shapes, or None; bias_dtype as dtype where not given.
+        grad: whether dq, dk and dv are needed; bias_grad: whether dbias is.
+        The rest as for `flash_dmattn.attention`.
+
+    Raises:
+        TypeError, ValueError: the description is invalid.
+
+    >>> import flash_dmattn
+    >>> e = flash_dmattn.explain_problem(q=(2, 4096, 16, 64), kv_heads=4, dtype="bf16", device="sm_80",
+    ...                                  bias=(1, 16, 4096, 4096), bias_grad=True)
+    >>> e.problem.architecture, e.problem.need.bias
+    ('sm_80', True)
+    """
+    if len(q) != 4:
+        raise ValueError(f"q is {q!r}; it needs 4 sizes: batch, seqlen_q, num_heads, head_dim")
+    batch, seqlen_q, num_heads, head_dim = q
+    kv_heads = num_heads if kv_heads is None else kv_heads
+    seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
+    head_dim_v = head_dim if head_dim_v is None else head_dim_v
+    capability = parse_device(device)
+    q_dtype = parse_dtype("dtype", dtype)
+    bias_torch_dtype = q_dtype if bias_dtype is None else parse_dtype("bias_dtype", bias_dtype)
+
+    def meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    problem, _, _ = describe(
+        meta(q, q_dtype),
+        meta((batch, seqlen_k, kv_heads, head_dim), q_dtype),
+        meta((batch, seqlen_k, kv_heads, head_dim_v), q_dtype),
+        None if mask is None else meta(mask, torch.bool),
+        None if bias is None else meta(bias, bias_torch_dtype),
+        is_causal,
+        softmax_scale,
+        softcap,
+        window_size,
+        deterministic,
+        return_lse,
+        return_probs,
+    )
+    problem = replace(
+        problem,
+        device="cpu" if capability is None else "cuda",
+        capability=capability,
+        need=Need(grad, grad, grad, bias_grad and bias is not None),
+    )
+    return explain_description(problem, backend)
+
+
+def parse_device(device: str) -> tuple[int, int] | None:
+    """Compute capability of "sm_80", "sm80" or "sm_90a"; None for "cpu"."""
+    if device == "cpu":
+        return None
+    match = re.fullmatch(r"sm_?(\d+)(\d)[af]?", device)
+    if match is None:
+        raise ValueError(f"device is {device!r}; it needs to be 'cpu' or a compute capability such as 'sm_90'")
+    return int(match[1]), int(match[2])
+
+
+def parse_dtype(name: str, dtype: str | torch.dtype) -> torch.dtype:
+    """A torch.dtype, or the one a short name stands for."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in DTYPES:
+        raise ValueError(f"{name} is {dtype!r}; it needs to be one of {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def explain_description(problem: AttentionProblem, backend: BackendChoice) -> Explanation:
+    """Explain a problem that is described already."""
+    requested = choice_in_force(backend)
+    forward = backward = error = None
+    try:
+        selection = choose(problem, requested)
+        if process.fallback == "error" and falls_back(problem, requested, selection):
+            refuse_fallback(problem)
+        forward, backward = selected_names(problem, selection)
+    except BackendError as refusal:
+        error = str(refusal)
+    return Explanation(
+        problem, requested, forward, backward, error, tuple(_verdict(name, problem) for name in BACKENDS)
+    )
+
+
+def _verdict(name: str, problem: AttentionProblem) -> Verdict:
+    def serves(only: Pass) -> bool:
+        return not reasons_against(name, problem, (only,))
+
+    passes = passes_of(problem)
+    reasons = reasons_against(name, problem, passes)
+    preferences = tuple(r for r in reasons_against(name, problem, passes, auto=True) if r not in reasons)
+    notes = getattr(BACKENDS[name], "notes", None)
+    return Verdict(
+        name,
+        serves("forward"),
+        serves("backward") if len(passes) == 2 else None,
+        reasons,
+        preferences,
+        tuple(notes(problem)) if notes is not None and not reasons else (),
+    )

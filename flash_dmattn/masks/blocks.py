@@ -1,0 +1,227 @@
+"""Masks seen as tiles: counting them, expanding block masks, smoothing to blocks, statistics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from .arguments import bool_mask, integer, pair
+from .broadcast import collapse, combine, common_shape
+from .builders import causal_mask
+
+# Elements summed at once: padding copies them, and sums in another dtype than the input's widen them first on CPU.
+CHUNK_ELEMENTS = 1 << 24
+
+
+def tile_counts(mask: torch.Tensor, block_size: tuple[int, int]) -> torch.Tensor:
+    """How many True each tile of a (..., Lq, Lk) mask has: int32 (..., ceil(Lq/bq), ceil(Lk/bk))."""
+    block_q, block_k = block_size
+    *lead, seqlen_q, seqlen_k = mask.shape
+    tiles_q, tiles_k = -(-seqlen_q // block_q), -(-seqlen_k // block_k)
+    counts = torch.empty(*lead, tiles_q, tiles_k, dtype=torch.int32, device=mask.device)
+    rows_at_once = max(1, CHUNK_ELEMENTS * seqlen_q // max(1, mask.numel()))
+    step = max(1, rows_at_once // block_q)
+    # Bytes summed in bytes run 25 times faster on CPU than bool summed in int32; up to 255 rows cannot overflow.
+    column_sum = torch.uint8 if block_q <= 255 else torch.int32
+    for tile in range(0, tiles_q, step):
+        rows = mask[..., tile * block_q : (tile + step) * block_q, :]
+        padded = F.pad(rows, (0, -seqlen_k % block_k, 0, -rows.size(-2) % block_q))
+        tiles = padded.unflatten(-1, (tiles_k, block_k)).unflatten(-3, (-1, block_q))
+        counts[..., tile : tile + step, :] = (
+            tiles.view(torch.uint8).sum(-3, dtype=column_sum).sum(-1, dtype=torch.int32)
+        )
+    return counts
+
+
+def tile_sizes(seqlen_q: int, seqlen_k: int, block_size: tuple[int, int], device: torch.device) -> torch.Tensor:
+    """How many positions each tile has, the last ones being cut: int32 (ceil(Lq/bq), ceil(Lk/bk))."""
+    sizes = []
+    for length, block in zip((seqlen_q, seqlen_k), block_size, strict=True):
+        starts = torch.arange(0, length, block, device=device, dtype=torch.int32)
+        sizes.append((length - starts).clamp(max=block))
+    return sizes[0][:, None] * sizes[1]
+
+
+def expand_blocks(
+    block_mask: torch.Tensor, block_size: int | tuple[int, int], seqlen_q: int, seqlen_k: int
+) -> torch.Tensor:
+    """The token mask of a block mask: every token pair of a True block attends.
+
+    Equivalent to `block_mask.repeat_interleave(bq, -2).repeat_interleave(bk, -1)[..., :seqlen_q, :seqlen_k]`.
+    Block masks know nothing of positions inside a block: add `is_causal=True` or a mask where that matters.
+
+    Args:
+        block_mask: bool tensor of 2 to 4 dims, (..., ceil(seqlen_q / bq) or 1, ceil(seqlen_k / bk) or 1).
+        block_size: tokens per block, one int or (bq, bk).
+        seqlen_q, seqlen_k: number of queries and keys; the last blocks may be cut.
+
+    Returns:
+        4-D bool tensor (..., seqlen_q, seqlen_k); a dim with one block stays of size 1.
+
+    Raises:
+        TypeError: `block_mask` is not bool, or a size is not an int.
+        ValueError: the number of blocks does not fit the lengths.
+
+    Example:
+        >>> expand_blocks(torch.tensor([[True, False], [True, True]]), 2, 3, 4)[0, 0].int()
+        tensor([[1, 1, 0, 0],
+                [1, 1, 0, 0],
+                [1, 1, 1, 1]], dtype=torch.int32)
+    """
+    out = bool_mask("block_mask", block_mask)
+    blocks = pair("block_size", block_size, 1)
+    for dim, name, length, block in ((3, "seqlen_k", seqlen_k, blocks[1]), (2, "seqlen_q", seqlen_q, blocks[0])):
+        needed = -(-integer(name, length) // block)
+        if out.size(dim) == 1 and length:
+            continue
+        if out.size(dim) not in (1, needed):
+            raise ValueError(
+                f"block_mask has {out.size(dim)} blocks along {name} (shape {tuple(block_mask.shape)}) and needs "
+                f"{needed}, or 1, for {name} = {length} in blocks of {block}."
+            )
+        out = out.index_select(dim, torch.arange(length, device=out.device) // block)
+    return out
+
+
+def smooth_blocks(
+    mask: torch.Tensor,
+    block_size: int | tuple[int, int],
+    *,
+    is_causal: bool = False,
+    allowed: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Makes whole tiles attend or not by the majority of their allowed positions, so that kernels skip more.
+
+    A tile attends where more than half of the positions that causality and `allowed` leave in it are True. The
+    result stays inside the allowed set, and a row that would lose its last key keeps the keys it had.
+
+    Args:
+        mask: bool tensor of 2 to 4 dims, (..., Lq, Lk); a size of 1 counts as the length that `allowed` has.
+        block_size: tokens per tile, one int or (bq, bk); (1, bk) smooths each row by itself.
+        is_causal: never attend past key i + Lk - Lq, and count no position past it.
+        allowed: bool tensor broadcastable with `mask`; never attend outside it.
+
+    Returns:
+        4-D bool tensor of the broadcast shape.
+
+    Raises:
+        TypeError, ValueError: not a bool mask, a block size below 1, shapes that do not broadcast.
+
+    Example:
+        >>> smooth_blocks(torch.tensor([[True, True, True, False, False, True]]), (1, 3)).int()
+        tensor([[[[1, 1, 1, 0, 0, 0]]]], dtype=torch.int32)
+    """
+    mask = bool_mask("mask", mask)
+    blocks = pair("block_size", block_size, 1)
+    given = [("mask", mask)] if allowed is None else [("mask", mask), ("allowed", bool_mask("allowed", allowed))]
+    # One head of each: grouped heads are for combine to align.
+    seqlen_q, seqlen_k = common_shape([m[:, :1] for _, m in given], [name for name, _ in given])[2:]
+    limit = combine(allowed, causal_mask(seqlen_q, seqlen_k, device=mask.device) if is_causal else None)
+    kept = mask if limit is None else combine(mask, limit)
+    assert kept is not None  # a mask went in
+    kept = kept.expand(*kept.shape[:2], seqlen_q, seqlen_k)
+    if limit is None:
+        possible = tile_sizes(seqlen_q, seqlen_k, blocks, mask.device)
+    else:
+        limit = limit.expand(*limit.shape[:2], seqlen_q, seqlen_k)
+        if limit.size(1) not in (1, kept.size(1)):
+            limit = limit.repeat_interleave(kept.size(1) // limit.size(1), dim=1)
+        possible = tile_counts(limit, blocks)
+    dense = 2 * tile_counts(kept, blocks) > possible
+    smooth = expand_blocks(dense, blocks, seqlen_q, seqlen_k).expand_as(kept)
+    if limit is not None:
+        smooth = smooth & limit
+    return torch.where(smooth.any(-1, keepdim=True), smooth, kept)
+
+
+@dataclass(frozen=True)
+class MaskStats:
+    """How sparse a mask is, for tokens, tiles and rows.
+
+    Attributes:
+        shape: the (batch, heads, seqlen_q, seqlen_k) that was counted.
+        block_size: (queries, keys) of a tile.
+        density: fraction of positions that attend.
+        active_tile_fraction: fraction of tiles with at least one attending position: what a kernel computes.
+        full_tile_fraction: fraction of tiles in which every position attends: no mask needed inside.
+        empty_rows: number of rows, over batch and heads, with nothing to attend to.
+    """
+
+    shape: tuple[int, int, int, int]
+    block_size: tuple[int, int]
+    density: float
+    active_tile_fraction: float
+    full_tile_fraction: float
+    empty_rows: int
+
+    def __str__(self) -> str:
+        rows = self.shape[0] * self.shape[1] * self.shape[2]
+        return (
+            f"{' x '.join(map(str, self.shape))}, density {self.density:.1%}, "
+            f"{self.block_size[0]}x{self.block_size[1]} tiles: {self.active_tile_fraction:.1%} active, "
+            f"{self.full_tile_fraction:.1%} full; empty rows {self.empty_rows} of {rows}"
+        )
+
+
+def mask_stats(
+    mask: torch.Tensor,
+    block_size: int | tuple[int, int] = 128,
+    *,
+    seqlen_q: int | None = None,
+    seqlen_k: int | None = None,
+) -> MaskStats:
+    """Density, active and full tiles, and empty rows of a mask; it waits for the device.
+
+    Equivalent to `mask.float().mean()`, the fraction of tiles with any True or all True, and
+    `(~mask.any(-1)).sum()`.
+
+    Args:
+        mask: bool tensor of 2 to 4 dims.
+        block_size: tokens per tile, one int or (queries, keys); tiles at the end may be cut.
+        seqlen_q, seqlen_k: real lengths, where the mask has size 1 for all queries or all keys.
+
+    Returns:
+        MaskStats. Fractions of nothing (a length of 0) are 0.
+
+    Raises:
+        TypeError, ValueError: not a bool mask, a block size below 1, lengths that do not fit.
+
+    Example:
+        >>> from flash_dmattn.masks import causal_mask
+        >>> stats = mask_stats(causal_mask(4, 4), block_size=2)
+        >>> stats.density, stats.active_tile_fraction, stats.full_tile_fraction, stats.empty_rows
+        (0.625, 0.75, 0.25, 0)
+    """
+    blocks = pair("block_size", block_size, 1)
+    full = expand_lengths(bool_mask("mask", mask), seqlen_q, seqlen_k)
+    batch, num_heads, length_q, length_k = full.shape
+    # Batch and heads that were expanded repeat themselves: count one and multiply.
+    one = collapse(full, dims=(0, 1))
+    copies = batch * num_heads // max(1, one.size(0) * one.size(1))
+    counts = tile_counts(one, blocks)
+    sizes = tile_sizes(length_q, length_k, blocks, mask.device)
+    positions, tiles = max(1, one.numel()), max(1, counts.numel())
+    attending = int(counts.sum(dtype=torch.int64))
+    return MaskStats(
+        shape=(batch, num_heads, length_q, length_k),
+        block_size=blocks,
+        density=attending / positions,
+        active_tile_fraction=int((counts > 0).sum()) / tiles,
+        full_tile_fraction=int((counts == sizes).sum()) / tiles,
+        empty_rows=copies * int((~one.any(-1)).sum()),
+    )
+
+
+def expand_lengths(mask: torch.Tensor, seqlen_q: int | None, seqlen_k: int | None) -> torch.Tensor:
+    """A 4-D mask with its query and key dims expanded, not copied, to the real lengths."""
+    for dim, name, length in ((2, "seqlen_q", seqlen_q), (3, "seqlen_k", seqlen_k)):
+        if length is None:
+            continue
+        if mask.size(dim) not in (1, integer(name, length)):
+            raise ValueError(f"mask has {name} = {mask.size(dim)} (shape {tuple(mask.shape)}), not {length} or 1.")
+        sizes = [-1, -1, -1, -1]
+        sizes[dim] = length
+        mask = mask.expand(*sizes)
+    return mask

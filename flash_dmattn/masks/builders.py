@@ -1,0 +1,278 @@
+"""Masks that follow from positions, lengths and document ids: causal, window, documents, padding, prefix-LM."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from .arguments import (
+    INTEGER_DTYPES,
+    IntsLike,
+    four_dims,
+    integer,
+    integer_tensor,
+    lengths_within,
+    pair,
+    values_can_be_read,
+)
+
+Device = torch.device | str | None
+
+
+def _positions(seqlen_q: int, seqlen_k: int, device: Device) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each query the index of the key it is aligned with, (Lq, 1), and the index of each key, (Lk,)."""
+    integer("seqlen_q", seqlen_q)
+    integer("seqlen_k", seqlen_k)
+    rows = torch.arange(seqlen_k - seqlen_q, seqlen_k, device=device)
+    return rows[:, None], torch.arange(seqlen_k, device=device)
+
+
+def causal_mask(seqlen_q: int, seqlen_k: int, device: Device = None) -> torch.Tensor:
+    """Each query sees the keys up to its own position, the last query all of them (bottom-right aligned).
+
+    Equivalent to `torch.ones(seqlen_q, seqlen_k).tril(seqlen_k - seqlen_q).bool()`. `attention` takes
+    `is_causal=True` instead, which costs no memory; this tensor is for combining and for looking at.
+
+    Args:
+        seqlen_q, seqlen_k: number of queries and keys. With more queries than keys the first rows are empty.
+        device: where to put the mask.
+
+    Returns:
+        Bool tensor (1, 1, seqlen_q, seqlen_k).
+
+    Raises:
+        TypeError, ValueError: a length is not an int >= 0.
+
+    Example:
+        >>> causal_mask(2, 3).int()
+        tensor([[[[1, 1, 0],
+                  [1, 1, 1]]]], dtype=torch.int32)
+    """
+    rows, keys = _positions(seqlen_q, seqlen_k, device)
+    return (keys <= rows)[None, None]
+
+
+def sliding_window_mask(
+    seqlen_q: int, seqlen_k: int, window_size: tuple[int, int], device: Device = None
+) -> torch.Tensor:
+    """Each query sees `left` keys before its position, its own key, and `right` keys after it.
+
+    Query i is aligned with key p = i + seqlen_k - seqlen_q and sees p - left <= j <= p + right. `(-1, 0)` is
+    the causal mask. `attention` takes `window_size=(left, right)` instead, which costs no memory.
+
+    Args:
+        seqlen_q, seqlen_k: number of queries and keys.
+        window_size: `(left, right)`, in keys; -1 is unlimited on that side.
+        device: where to put the mask.
+
+    Returns:
+        Bool tensor (1, 1, seqlen_q, seqlen_k).
+
+    Raises:
+        TypeError, ValueError: a length is not an int >= 0, or `window_size` is not a pair of ints >= -1.
+
+    Source: Beltagy et al., "Longformer: The Long-Document Transformer", 2020.
+
+    Example:
+        >>> sliding_window_mask(3, 3, (1, 0)).int()
+        tensor([[[[1, 0, 0],
+                  [1, 1, 0],
+                  [0, 1, 1]]]], dtype=torch.int32)
+    """
+    if isinstance(window_size, int):
+        raise TypeError(f"window_size is {window_size} and must be a pair (left, right); -1 is unlimited on that side.")
+    left, right = pair("window_size", window_size, -1)
+    rows, keys = _positions(seqlen_q, seqlen_k, device)
+    mask = keys.expand(seqlen_q, -1) >= rows - (left if left >= 0 else seqlen_q + seqlen_k)
+    if right >= 0:
+        mask &= keys <= rows + right
+    return mask[None, None]
+
+
+def document_ids(lengths: IntsLike, total_length: int | None = None) -> torch.Tensor:
+    """The document each position of a packed sequence belongs to, from the lengths of the documents.
+
+    Equivalent to `torch.repeat_interleave(torch.arange(n), lengths)`, filled up to `total_length` with -1,
+    the id that attends to nothing.
+
+    Args:
+        lengths: integer tensor or list, (n,), or (B, n) with another packing in each batch element. A length
+            of 0 is a document without tokens, so shorter rows of a batch are filled with zeros.
+        total_length: length of the packed sequence; by default the (longest) sum, which has to be read from
+            the device. Give it to build the ids on a GPU without waiting for it.
+
+    Returns:
+        int64 tensor (total_length,) or (B, total_length): 0 to n - 1, and -1 past the last document.
+
+    Raises:
+        TypeError: `lengths` is not integer.
+        ValueError: `lengths` has another rank or a negative length, or sums to more than `total_length`. On an
+            accelerator values are not looked at: a negative length counts as 0 and what is too long is cut.
+
+    Example:
+        >>> document_ids([2, 0, 3], total_length=6)
+        tensor([ 0,  0,  2,  2,  2, -1])
+    """
+    lengths = integer_tensor("lengths", lengths, (1, 2))
+    lengths_within("lengths", lengths)
+    ends = lengths.clamp(min=0).cumsum(-1, dtype=torch.int64)
+    longest = int(ends[..., -1].max()) if (total_length is None or values_can_be_read(ends)) and ends.numel() else 0
+    if total_length is None:
+        total_length = longest
+    elif longest > integer("total_length", total_length):
+        raise ValueError(f"lengths sum to {longest}, more than total_length = {total_length}.")
+    positions = torch.arange(total_length, device=ends.device).expand(*ends.shape[:-1], total_length).contiguous()
+    # right=True steps over documents of length 0, whose end is the end of the one before.
+    ids = torch.searchsorted(ends, positions, right=True)
+    return ids.masked_fill(ids == ends.size(-1), -1)
+
+
+def document_mask(ids: IntsLike, ids_k: IntsLike | None = None) -> torch.Tensor:
+    """Each query sees the keys of its own document.
+
+    Equivalent to `(ids[:, :, None] == ids_k[:, None, :]) & (ids >= 0)[:, :, None]`. Combine it with a causal
+    mask, or call `attention(..., is_causal=True)`, for packed language modelling.
+
+    Args:
+        ids: integer tensor or list, (Lq,) or (B, Lq): the document of each query, for instance from
+            `document_ids(lengths)`. Negative ids are padding: such a query sees nothing, such a key is unseen.
+        ids_k: the document of each key, (Lk,) or (B, Lk); `ids` by default.
+
+    Returns:
+        Bool tensor (1, 1, Lq, Lk), or (B, 1, Lq, Lk) where ids depend on the batch.
+
+    Raises:
+        TypeError: ids are not integer.
+        ValueError: ids have another rank, or two different batch sizes.
+
+    Example:
+        >>> document_mask([0, 0, 1, -1]).int()
+        tensor([[[[1, 1, 0, 0],
+                  [1, 1, 0, 0],
+                  [0, 0, 1, 0],
+                  [0, 0, 0, 0]]]], dtype=torch.int32)
+    """
+    of_q = torch.atleast_2d(integer_tensor("ids", ids, (1, 2)))
+    of_k = of_q if ids_k is None else torch.atleast_2d(integer_tensor("ids_k", ids_k, (1, 2)).to(of_q.device))
+    if of_q.size(0) != of_k.size(0) and 1 not in (of_q.size(0), of_k.size(0)):
+        raise ValueError(
+            f"ids_k has batch size {of_k.size(0)} (shape {tuple(of_k.shape)}) and ids has {of_q.size(0)} "
+            f"(shape {tuple(of_q.shape)}); they must be equal, or one of them 1."
+        )
+    mask = of_q[:, :, None] == of_k[:, None, :]
+    mask &= (of_q >= 0)[:, :, None]
+    return mask[:, None]
+
+
+def padding_mask(
+    lengths_or_mask: IntsLike,
+    seqlen: int | None = None,
+    *,
+    side: Literal["right", "left"] = "right",
+    device: Device = None,
+) -> torch.Tensor:
+    """Padding keys are unseen, from lengths or from a 0/1 mask as tokenizers return it.
+
+    Equivalent to `(torch.arange(seqlen) < lengths[:, None])[:, None, None]`, or to `mask.bool()[:, None, None]`.
+
+    Args:
+        lengths_or_mask: (B,) integer lengths, or a (B, seqlen) bool or integer mask, nonzero = keep.
+        seqlen: padded length; needed with lengths, checked with a mask.
+        side: with lengths, the side the padding is on; generation pads on the `"left"`.
+        device: where to put the mask; by default where the argument is.
+
+    Returns:
+        Bool tensor (B, 1, 1, seqlen).
+
+    Raises:
+        TypeError: neither bool nor integer.
+        ValueError: another rank, a mask of another length, lengths without `seqlen`, a length below 0 or above
+            `seqlen` (checked on CPU only; on an accelerator it counts as 0 or `seqlen`), an unknown `side`.
+
+    Example:
+        >>> padding_mask([1, 3], 3)[:, 0, 0].int()
+        tensor([[1, 0, 0],
+                [1, 1, 1]], dtype=torch.int32)
+        >>> padding_mask([[1, 1, 0]]).shape
+        torch.Size([1, 1, 1, 3])
+    """
+    if side not in ("right", "left"):
+        raise ValueError(f"side is {side!r} and must be 'right' or 'left'.")
+    given = torch.as_tensor(lengths_or_mask, device=device)
+    if given.dim() == 2:
+        if given.dtype != torch.bool and given.dtype not in INTEGER_DTYPES:
+            raise TypeError(f"lengths_or_mask has dtype {given.dtype} and must be bool or integer; pass mask > 0.5.")
+        if seqlen is not None and given.size(1) != integer("seqlen", seqlen):
+            raise ValueError(f"lengths_or_mask has shape {tuple(given.shape)} and needs seqlen = {seqlen} keys.")
+        return (given != 0)[:, None, None]
+    lengths = integer_tensor("lengths_or_mask", given if given.numel() else given.long(), (1, 2))
+    if seqlen is None:
+        raise ValueError("seqlen is None and must be the padded length, because lengths_or_mask holds lengths.")
+    lengths_within("lengths_or_mask", lengths, integer("seqlen", seqlen))
+    keys = torch.arange(seqlen, device=lengths.device)
+    if side == "left":
+        keys = keys.flip(0)
+    return (keys < lengths[:, None])[:, None, None]
+
+
+def prefix_lm_mask(prefix_lengths: int | IntsLike, seqlen_q: int, seqlen_k: int, device: Device = None) -> torch.Tensor:
+    """Every query sees the whole prefix; past the prefix the mask is causal (bottom-right aligned).
+
+    Equivalent to `causal_mask(seqlen_q, seqlen_k) | padding_mask(prefix_lengths, seqlen_k)`.
+
+    Args:
+        prefix_lengths: number of keys in the prefix, one int or (B,) of them.
+        seqlen_q, seqlen_k: number of queries and keys.
+        device: where to put the mask; by default where `prefix_lengths` is.
+
+    Returns:
+        Bool tensor (1, 1, seqlen_q, seqlen_k) for one int, (B, 1, seqlen_q, seqlen_k) otherwise.
+
+    Raises:
+        TypeError, ValueError: lengths that are not integers >= 0, or a prefix longer than `seqlen_k` (tensors on
+            an accelerator are not looked at).
+
+    Source: Raffel et al., "Exploring the Limits of Transfer Learning", 2020, section 3.2.1.
+
+    Example:
+        >>> prefix_lm_mask(2, 3, 3).int()
+        tensor([[[[1, 1, 0],
+                  [1, 1, 0],
+                  [1, 1, 1]]]], dtype=torch.int32)
+    """
+    if isinstance(prefix_lengths, int):
+        prefix_lengths = [integer("prefix_lengths", prefix_lengths)]
+    prefix = integer_tensor("prefix_lengths", prefix_lengths, (1,))
+    prefix = prefix if device is None else prefix.to(device)
+    rows, keys = _positions(seqlen_q, seqlen_k, prefix.device)
+    lengths_within("prefix_lengths", prefix, seqlen_k)
+    # One comparison: a key is seen when it is below the row's own limit or below the prefix.
+    limit = torch.maximum(rows + 1, prefix[:, None, None])
+    return (keys < limit)[:, None]
+
+
+def threshold_mask(scores: torch.Tensor, threshold: float = 0.0) -> torch.Tensor:
+    """Each query sees the keys whose score is above a threshold (the "relu" mask with threshold 0).
+
+    Equivalent to `scores > threshold`; NaN is never above. It may leave rows empty, whose output is 0.
+
+    Args:
+        scores: float tensor of 0 to 4 dims, broadcastable to (B, H, Lq, Lk) from the right.
+        threshold: the score that a key must exceed.
+
+    Returns:
+        4-D bool tensor of the shape of `scores`.
+
+    Raises:
+        TypeError: `scores` is not a float tensor.
+        ValueError: `scores` has more than 4 dims.
+
+    Example:
+        >>> threshold_mask(torch.tensor([-1.0, 0.0, 2.0])).int()
+        tensor([[[[0, 0, 1]]]], dtype=torch.int32)
+    """
+    if not isinstance(scores, torch.Tensor) or not scores.is_floating_point():
+        has = f"dtype {scores.dtype}" if isinstance(scores, torch.Tensor) else f"type {type(scores).__name__}"
+        raise TypeError(f"scores has {has} and must be a float tensor.")
+    return four_dims("scores", scores.detach()) > threshold

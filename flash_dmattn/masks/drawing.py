@@ -1,0 +1,149 @@
+"""Pictures of masks: what attends, and which tiles a kernel skips, computes whole, or masks inside."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from .arguments import bool_mask, integer, pair
+from .blocks import expand_lengths, mask_stats, tile_counts, tile_sizes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Blue and orange stay apart for every common form of colour blindness, and in grey.
+EMPTY_TILE, FULL_TILE = (0.94, 0.94, 0.94), (0.12, 0.38, 0.66)
+PARTIAL_MASKED, PARTIAL_ATTENDS = (0.99, 0.90, 0.77), (0.80, 0.36, 0.02)
+MAX_PIXELS = 768
+MAX_GRID_LINES = 48
+
+
+def show(
+    mask: torch.Tensor,
+    *,
+    block_size: int | tuple[int, int] = 128,
+    batch: int = 0,
+    head: int = 0,
+    seqlen_q: int | None = None,
+    seqlen_k: int | None = None,
+    path: str | os.PathLike[str] | None = None,
+    ax: Axes | None = None,
+    title: str | None = None,
+) -> Figure:
+    """Draws one head of a mask and its tiles; large masks are pooled, and no lone key is pooled away.
+
+    Tiles with nothing to compute are grey, tiles in which everything attends blue; the others are orange,
+    darker where more attends. Below the title: shape, density, active tiles, empty rows of what is drawn.
+
+    Args:
+        mask: bool tensor of 2 to 4 dims, broadcastable to (B, H, Lq, Lk).
+        block_size: tokens per tile, one int or (queries, keys).
+        batch, head: which one to draw; any index reaches a dim of size 1.
+        seqlen_q, seqlen_k: real lengths, where the mask has size 1 for all queries or all keys.
+        path: file to save the picture to; its ending chooses the format.
+        ax: matplotlib axes to draw in; by default a new figure.
+        title: first line above the picture.
+
+    Returns:
+        The matplotlib figure. It belongs to no pyplot window; a notebook shows it as the cell's result.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        TypeError, ValueError: not a bool mask, an index or length that does not fit, or nothing to draw.
+
+    Example:
+        >>> from flash_dmattn.masks import causal_mask
+        >>> show(causal_mask(256, 256), block_size=32).axes[0].get_xlabel()
+        'key (token)'
+    """
+    blocks = pair("block_size", block_size, 1)
+    plane = _plane(expand_lengths(bool_mask("mask", mask), seqlen_q, seqlen_k), batch, head)
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+        from matplotlib.ticker import MaxNLocator
+    except ImportError as error:
+        raise ImportError("masks.show needs matplotlib, which is not installed: pip install matplotlib") from error
+
+    length_q, length_k = plane.shape
+    figure: Any
+    legend: Any
+    place: dict[str, Any]
+    if ax is None:
+        height = min(max(6.6 * length_q / length_k, 2.0), 6.6)
+        figure = Figure(figsize=(7.5, height + 2.0), dpi=150, layout="constrained")
+        ax = figure.add_subplot()
+        legend, place = figure.legend, {"loc": "outside lower center"}
+    else:
+        figure = ax.figure
+        legend, place = ax.legend, {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0), "borderaxespad": 4.5}
+    # extent puts the axes in tokens whatever the pooling; "auto" keeps a 1 x 16k mask visible.
+    aspect: Literal["equal", "auto"] = "equal" if 0.2 <= length_q / length_k <= 5.0 else "auto"
+    ax.imshow(_picture(plane, blocks).numpy(), extent=(0, length_k, length_q, 0), aspect=aspect)
+    _draw_grid(ax, length_q, length_k, blocks)
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    ax.yaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    ax.set_xlabel("key (token)")
+    ax.set_ylabel("query (token)")
+
+    stats = mask_stats(plane, blocks)
+    facts = (
+        f"{length_q} x {length_k} (queries x keys), density {stats.density:.1%}, empty rows {stats.empty_rows}\n"
+        f"tiles {blocks[0]}x{blocks[1]}: {stats.active_tile_fraction:.1%} active, {stats.full_tile_fraction:.1%} full"
+    )
+    ax.set_title(facts if title is None else f"{title}\n{facts}", fontsize=10)
+    handles = [
+        Patch(facecolor=EMPTY_TILE, edgecolor="0.6", label="empty tile: skipped"),
+        Patch(facecolor=FULL_TILE, label="full tile: no mask inside"),
+        Patch(facecolor=PARTIAL_ATTENDS, label="partial tile: attends"),
+        Patch(facecolor=PARTIAL_MASKED, edgecolor="0.6", label="partial tile: masked"),
+    ]
+    legend(handles=handles, ncols=2, fontsize=8, frameon=False, **place)
+    if path is not None:
+        figure.savefig(path)
+    return figure
+
+
+def _plane(mask: torch.Tensor, batch: int, head: int) -> torch.Tensor:
+    """The (Lq, Lk) mask of one batch element and head."""
+    index = []
+    for dim, name, value in ((0, "batch", batch), (1, "head", head)):
+        size = mask.size(dim)
+        if integer(name, value) >= size and size != 1:
+            raise ValueError(f"{name} is {value} and mask has {size} (shape {tuple(mask.shape)}); it must be < {size}.")
+        index.append(0 if size == 1 else value)
+    if mask.numel() == 0:
+        raise ValueError(f"mask has shape {tuple(mask.shape)}: there is nothing to draw; every dim must be >= 1.")
+    return mask[index[0], index[1]]
+
+
+def _picture(plane: torch.Tensor, blocks: tuple[int, int]) -> torch.Tensor:
+    """The RGB picture, (rows, columns, 3) on CPU, of at most MAX_PIXELS a side."""
+    length_q, length_k = plane.shape
+    pool = (-(-length_q // MAX_PIXELS), -(-length_k // MAX_PIXELS))
+    density = tile_counts(plane, pool) / tile_sizes(length_q, length_k, pool, plane.device)
+    # A third of the scale for the first key in a pixel, so that a lone key or a thin diagonal stays visible.
+    shade = torch.where(density > 0, density * 2 / 3 + 1 / 3, 0.0) if max(pool) > 1 else density
+    counts = tile_counts(plane, blocks)
+    full = counts == tile_sizes(length_q, length_k, blocks, plane.device)
+    tile_q = (torch.arange(density.size(0), device=plane.device) * pool[0] + pool[0] // 2).clamp(max=length_q - 1)
+    tile_k = (torch.arange(density.size(1), device=plane.device) * pool[1] + pool[1] // 2).clamp(max=length_k - 1)
+    at = (tile_q[:, None] // blocks[0], tile_k // blocks[1])
+
+    def color(rgb: tuple[float, float, float]) -> torch.Tensor:
+        return torch.tensor(rgb, device=plane.device)
+
+    partial = torch.lerp(color(PARTIAL_MASKED), color(PARTIAL_ATTENDS), shade[:, :, None])
+    picture = torch.where((counts > 0)[at][:, :, None], partial, color(EMPTY_TILE))
+    return torch.where(full[at][:, :, None], color(FULL_TILE), picture).cpu()
+
+
+def _draw_grid(ax: Axes, length_q: int, length_k: int, blocks: tuple[int, int]) -> None:
+    """Lines between tiles, along each side that has few enough to tell them apart."""
+    for length, block, line in ((length_q, blocks[0], ax.axhline), (length_k, blocks[1], ax.axvline)):
+        if length / block <= MAX_GRID_LINES:
+            for edge in range(block, length, block):
+                line(edge, color="white", linewidth=0.6)

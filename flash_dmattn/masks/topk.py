@@ -1,0 +1,214 @@
+"""The dynamic mask: for every query the k best scored keys among those it may see, exactly."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from .arguments import bool_mask, four_dims, integer
+from .broadcast import align_heads, collapse, common_shape
+
+# Elements a chunk of rows may hold; about 25 bytes of work each (key, candidates, tie counter).
+CHUNK_ELEMENTS = 1 << 22
+
+
+def topk_mask(
+    scores: torch.Tensor,
+    k: int,
+    *,
+    is_causal: bool = False,
+    mask: torch.Tensor | None = None,
+    seqlen_q: int | None = None,
+) -> torch.Tensor:
+    """Each query sees the `k` highest scored keys among those that `mask` and causality allow it.
+
+    Equivalent, row by row, to a stable descending sort of the allowed scores and keeping the first k::
+
+        allowed = mask & (j <= i + Lk - Lq) & (scores != -inf)
+        order = scores.masked_fill(~allowed, -inf).sort(descending=True, stable=True).indices
+        out = zeros.scatter(-1, order[..., :k], True) & allowed
+
+    A row with k allowed keys or fewer keeps them all. Ties go to the earliest key. No key outside the allowed
+    set is ever kept, so a row is empty only if nothing is allowed to it. A score of -inf forbids the key. NaN
+    ranks below every number. The result carries no gradient.
+
+    With one score per key and `is_causal`, row i keeps the top k of its own prefix. The threshold of a prefix
+    only rises with its length, and all thresholds are found together in O(Lk log Lk); nothing larger than the
+    result is allocated. Scores or masks that vary by query are selected in chunks of rows. No step waits for
+    the device.
+
+    Args:
+        scores: float tensor of 1 to 4 dims, read from the right as (B or 1, H or 1, Lq or 1, Lk).
+        k: number of keys to keep, >= 1; may exceed Lk.
+        is_causal: only keys j <= i + Lk - Lq are allowed to query i.
+        mask: bool tensor broadcastable to (B, H, Lq, Lk), True = allowed. Its heads may be grouped against
+            those of `scores` either way (query head h, key-value head h // G).
+        seqlen_q: number of queries; by default what `scores` or `mask` have, and Lk if they have one row for all
+            queries. Decoding one query against a cache needs `seqlen_q=1`.
+
+    Returns:
+        Bool tensor (B, H, Lq, Lk); (B, H, 1, Lk) where neither scores, mask nor causality vary by query.
+
+    Raises:
+        TypeError: `scores` is not float, `mask` is not bool, or `k` is not an int.
+        ValueError: k < 1, or shapes that do not broadcast.
+
+    Source: the dynamic mask of "Trainable Dynamic Mask Sparse Attention", 2025, made exact per prefix.
+
+    Example:
+        >>> scores = torch.tensor([3.0, 1.0, 2.0, 2.0])
+        >>> topk_mask(scores, 2, is_causal=True)[0, 0].int()
+        tensor([[1, 0, 0, 0],
+                [1, 1, 0, 0],
+                [1, 0, 1, 0],
+                [1, 0, 1, 0]], dtype=torch.int32)
+        >>> topk_mask(scores, 2).shape
+        torch.Size([1, 1, 1, 4])
+    """
+    integer("k", k, 1)
+    if not isinstance(scores, torch.Tensor) or not scores.is_floating_point():
+        has = f"dtype {scores.dtype}" if isinstance(scores, torch.Tensor) else f"type {type(scores).__name__}"
+        raise TypeError(f"scores has {has} and must be a float tensor.")
+    if scores.dim() == 0:
+        raise ValueError("scores is 0-D and must have a dim of keys, the last one.")
+    scores = four_dims("scores", scores.detach())
+    allowed = None if mask is None else bool_mask("mask", mask)
+    if allowed is not None and allowed.device != scores.device:
+        raise ValueError(f"mask is on {allowed.device} and scores on {scores.device}; they must be on one device.")
+    if allowed is not None and allowed.size(3) not in (1, scores.size(3)):
+        raise ValueError(f"mask has {allowed.size(3)} keys, scores {scores.size(3)}; mask needs 1 or as many keys.")
+
+    seqlen_q = _seqlen_q(scores, allowed, seqlen_q)
+    scores = collapse(scores, dims=(0, 1, 2))
+    if allowed is not None:
+        allowed = collapse(allowed)
+        scores, allowed = align_heads([scores, allowed], ["scores", "mask"])
+        common_shape([scores, allowed], ["scores", "mask"])
+
+    per_key = scores.size(2) == 1 and (allowed is None or allowed.size(2) == 1)
+    if not per_key:
+        return _topk_per_row(scores, k, allowed, seqlen_q, is_causal)
+    keys = _sort_keys(scores, allowed)
+    return _topk_per_prefix(keys, k, seqlen_q) if is_causal else _select(keys, k)
+
+
+def _seqlen_q(scores: torch.Tensor, allowed: torch.Tensor | None, seqlen_q: int | None) -> int:
+    """The number of queries that the arguments agree on."""
+    found = {}
+    if seqlen_q is not None:
+        found["seqlen_q"] = integer("seqlen_q", seqlen_q)
+    for name, tensor in (("scores", scores), ("mask", allowed)):
+        if tensor is not None and tensor.size(2) != 1:
+            found[name] = tensor.size(2)
+    if len(set(found.values())) > 1:
+        has = ", ".join(f"{name} has {n}" for name, n in found.items())
+        raise ValueError(f"The numbers of queries differ: {has}; each must be 1 for all queries, or the same.")
+    return next(iter(found.values()), scores.size(3))
+
+
+def _sort_keys(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
+    """Integers in the order of the scores: the lowest for what is not allowed, the next for NaN.
+
+    IEEE floats of one sign compare as their bits do; flipping the lower bits of negative ones puts those in
+    order too. Integers make NaN and -inf ordinary values and tie exactly where floats are equal.
+    """
+    wide = scores.double() if scores.dtype == torch.float64 else scores.float()
+    integers = torch.int64 if wide.dtype == torch.float64 else torch.int32
+    lowest, highest = torch.iinfo(integers).min, torch.iinfo(integers).max
+    bits = (wide + 0.0).view(integers)  # -0.0 + 0.0 is 0.0: the two zeros tie
+    keys = torch.where(bits < 0, bits ^ highest, bits)
+    keys = keys.masked_fill_(wide.isnan(), lowest + 1).masked_fill_(wide == float("-inf"), lowest)
+    return keys if allowed is None else torch.where(allowed, keys, lowest)
+
+
+def _select(keys: torch.Tensor, k: int) -> torch.Tensor:
+    """The first k of each row in descending order of `keys`, the earliest first among equal ones."""
+    allowed = keys > torch.iinfo(keys.dtype).min
+    if k >= keys.size(-1):
+        return allowed
+    # topk promises nothing about ties, so it only provides the k-th value; the count settles the ties.
+    kth = keys.topk(k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    above = keys > kth
+    tied = keys == kth
+    places = k - above.sum(-1, keepdim=True, dtype=torch.int32)
+    above |= tied & (tied.cumsum(-1, dtype=torch.int32) <= places)
+    return above & allowed
+
+
+def _topk_per_row(
+    scores: torch.Tensor, k: int, allowed: torch.Tensor | None, seqlen_q: int, is_causal: bool
+) -> torch.Tensor:
+    """Top k of rows that differ in scores or in what is allowed, in chunks of rows."""
+    batch, num_heads, _, seqlen_k = common_shape(
+        [scores] if allowed is None else [scores, allowed], ["scores", "mask"][: 1 if allowed is None else 2]
+    )
+    out = torch.empty(batch, num_heads, seqlen_q, seqlen_k, dtype=torch.bool, device=scores.device)
+    columns = torch.arange(seqlen_k, device=scores.device)
+    step = max(1, CHUNK_ELEMENTS // max(1, batch * num_heads * seqlen_k))
+    for start in range(0, seqlen_q, step):
+        rows = slice(start, min(start + step, seqlen_q))
+        visible = None if allowed is None else _rows(allowed, rows)
+        if is_causal:
+            limit = torch.arange(rows.start, rows.stop, device=scores.device) + (seqlen_k - seqlen_q)
+            causal = columns <= limit[:, None]
+            visible = causal if visible is None else visible & causal
+        out[:, :, rows] = _select(_sort_keys(_rows(scores, rows), visible), k)
+    return out
+
+
+def _rows(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
+    """These rows of a 4-D tensor, or its only row."""
+    return tensor if tensor.size(2) == 1 else tensor[:, :, rows]
+
+
+def _topk_per_prefix(keys: torch.Tensor, k: int, seqlen_q: int) -> torch.Tensor:
+    """Top k of every causal prefix of one row of keys: (B, H, 1, Lk) to (B, H, Lq, Lk)."""
+    batch, num_heads, _, seqlen_k = keys.shape
+    flat = keys.flatten(0, 2)
+    order = flat.sort(dim=-1, descending=True, stable=True).indices
+    positions = torch.arange(seqlen_k, device=keys.device).expand_as(flat)
+    rank = torch.empty_like(order).scatter_(1, order, positions)
+    prefix = torch.arange(seqlen_k - seqlen_q + 1, seqlen_k + 1, device=keys.device).clamp_(min=0)
+    threshold = _kth_smallest_of_prefixes(rank, prefix.expand(flat.size(0), -1), k)
+    # A rank of seqlen_k is above every threshold: forbidden keys fall out in the one comparison.
+    rank = rank.masked_fill_(flat == torch.iinfo(keys.dtype).min, seqlen_k).to(torch.int32)
+    kept = rank[:, None, :] <= threshold.to(torch.int32)[:, :, None]
+    return kept.tril_(seqlen_k - seqlen_q).view(batch, num_heads, seqlen_q, seqlen_k)
+
+
+def _kth_smallest_of_prefixes(rank: torch.Tensor, prefix: torch.Tensor, k: int) -> torch.Tensor:
+    """The k-th smallest (or else the largest) of the first `prefix` entries of each row of `rank`.
+
+    A wavelet matrix: the answers are found bit by bit, highest first, for all prefixes at once. At each bit the
+    row is partitioned stably into zeros and ones, a query keeps the range of entries that share its higher
+    bits, and whether that range holds enough zeros decides its bit.
+
+    Args:
+        rank: int64 (N, L), each row a permutation of 0 to L - 1.
+        prefix: int64 (N, Q), lengths from 0 to L. The answer for length 0 means nothing.
+        k: which one, from 1.
+
+    Returns:
+        int64 (N, Q).
+
+    Source: Claude, Navarro and Ordonez, "The wavelet matrix", 2015, the quantile query.
+    """
+    length = rank.size(1)
+    positions = torch.arange(length, device=rank.device)
+    low, high = torch.zeros_like(prefix), prefix
+    remaining = prefix.clamp(max=k) - 1
+    answer = torch.zeros_like(prefix)
+    for bit in reversed(range(max(0, length - 1).bit_length())):
+        is_zero = (rank >> bit) & 1 == 0
+        zeros_before = F.pad(is_zero.cumsum(1), (1, 0))
+        zeros = zeros_before[:, -1:]
+        zeros_low, zeros_high = zeros_before.gather(1, low), zeros_before.gather(1, high)
+        found = zeros_high - zeros_low
+        one = remaining >= found
+        answer += one.to(answer.dtype) << bit
+        remaining = torch.where(one, remaining - found, remaining)
+        low = torch.where(one, zeros + low - zeros_low, zeros_low)
+        high = torch.where(one, zeros + high - zeros_high, zeros_high)
+        before = zeros_before[:, :-1]
+        rank = torch.empty_like(rank).scatter_(1, torch.where(is_zero, before, zeros + positions - before), rank)
+    return answer

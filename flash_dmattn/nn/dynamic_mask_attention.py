@@ -1,0 +1,244 @@
+"""The dynamic-mask attention layer: a learned score per key is the bias and, through its top-k, the mask."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import flash_dmattn
+from flash_dmattn.masks import topk_mask
+
+from .kv_cache import KVCache
+from .rotary import apply_rotary, rotary_angles
+
+
+class AttentionArguments(NamedTuple):
+    """The tensors that a layer hands to `flash_dmattn.attention`, in its order."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    mask: torch.Tensor | None
+    bias: torch.Tensor | None
+
+
+class DynamicMaskAttention(nn.Module):
+    """Causal self-attention in which every key-value head learns which keys to keep.
+
+    Equivalent to, with one key-value head per query head and x of shape (B, L, hidden_size)::
+
+        q, k, v = rope(x @ Wq), rope(x @ Wk), x @ Wv                      # (B, H, L, D)
+        s = A * softplus(v_all_heads @ W)                                 # (B, H, 1, L): one score per key
+        keep = topk_mask(s, keep_window_size, is_causal=True)             # (B, H, L, L): best keys of each prefix
+        logits = q @ k.mT * softmax_scale + s                             # s takes a gradient, keep does not
+        out = logits.masked_fill(~keep, -inf).softmax(-1) @ v
+        return out @ Wo
+
+    A layer is never blind to the gradient of its choice: the score that decides whether a key is kept is also added
+    to the logits of the keys that are, so W and A learn through the bias. ``keep_window_size=None`` removes score,
+    bias and mask: the same class is then plain causal attention.
+
+    Args:
+        hidden_size: width of x.
+        num_heads: query heads.
+        num_heads_k: key-value heads, a divisor of num_heads; default num_heads.
+        head_dim: channels per head, even; default hidden_size // num_heads.
+        keep_window_size: number of keys that a query may see, the best by score of those up to its own position;
+            None for full attention.
+        local_window_size: the last keys of each query, its own included, that are kept whatever their score, in
+            addition to keep_window_size; 0 for the plain top-k.
+        rope_theta: base of the rotary wavelengths.
+        softmax_scale: factor of q @ k; default head_dim ** -0.5.
+        qk_norm: normalise q and k per head by their root mean square, with a learned gain, before the rotation.
+        projection_bias: give the four projections a bias of their own.
+        backend: passed to `flash_dmattn.attention`.
+        device, dtype: of the parameters.
+
+    Shapes of the parameters beyond q_proj, k_proj, v_proj, o_proj: score_proj.weight (Hk, Hk * D) is W,
+    score_scale (Hk,) is A.
+
+    Raises:
+        ValueError: heads that do not divide, an odd head_dim, or a window below one key.
+
+    Source: Shi et al., "Trainable Dynamic Mask Sparse Attention", 2025, as used by the Doge models; RoFormer for the
+    positions; Ainslie et al., "GQA", 2023, for the grouped heads.
+
+    >>> layer = DynamicMaskAttention(64, num_heads=4, num_heads_k=2, keep_window_size=8)
+    >>> layer(torch.randn(2, 32, 64)).shape
+    torch.Size([2, 32, 64])
+    >>> layer.attention_arguments(torch.randn(2, 32, 64)).mask.sum(-1).max().item()
+    8
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_heads_k: int | None = None,
+        head_dim: int | None = None,
+        *,
+        keep_window_size: int | None = 2048,
+        local_window_size: int = 0,
+        rope_theta: float = 10000.0,
+        softmax_scale: float | None = None,
+        qk_norm: bool = False,
+        projection_bias: bool = False,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        num_heads_k = num_heads if num_heads_k is None else num_heads_k
+        head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        if num_heads_k < 1 or num_heads % num_heads_k:
+            raise ValueError(f"num_heads is {num_heads}; it must be a multiple of num_heads_k, which is {num_heads_k}")
+        if head_dim < 2 or head_dim % 2:
+            raise ValueError(f"head_dim is {head_dim}; rotary positions need an even number of at least 2")
+        if keep_window_size is not None and keep_window_size < 1:
+            raise ValueError(
+                f"keep_window_size is {keep_window_size}; it must be at least 1 key, or None for full attention"
+            )
+        if local_window_size < 0:
+            raise ValueError(f"local_window_size is {local_window_size}; it must be 0 or more keys")
+        self.hidden_size = hidden_size
+        self.num_heads = num_heads
+        self.num_heads_k = num_heads_k
+        self.head_dim = head_dim
+        self.keep_window_size = keep_window_size
+        self.local_window_size = local_window_size
+        self.rope_theta = rope_theta
+        self.softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+        self.backend = backend
+
+        where = {"device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=projection_bias, **where)
+        self.k_proj = nn.Linear(hidden_size, num_heads_k * head_dim, bias=projection_bias, **where)
+        self.v_proj = nn.Linear(hidden_size, num_heads_k * head_dim, bias=projection_bias, **where)
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=projection_bias, **where)
+        self.q_norm = nn.RMSNorm(head_dim, **where) if qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(head_dim, **where) if qk_norm else nn.Identity()
+        if keep_window_size is not None:
+            self.score_proj = nn.Linear(num_heads_k * head_dim, num_heads_k, bias=False, **where)
+            # Ones, not zeros: with A = 0 all scores tie, top-k keeps the first keys of the text, and W gets no gradient.
+            self.score_scale = nn.Parameter(torch.ones(num_heads_k, **where))
+
+    def forward(
+        self, x: torch.Tensor, attention_mask: torch.Tensor | None = None, cache: KVCache | None = None
+    ) -> torch.Tensor:
+        """Attend from every token of x to the tokens up to it, those in the cache included.
+
+        Equivalent to ``o_proj(flash_dmattn.attention(*attention_arguments(x, ...), is_causal=True).flatten(2))``.
+
+        Args:
+            x: (B, L, hidden_size), the new tokens.
+            attention_mask: (B, Lk) bool or integer, non-zero for a real token, zero for padding, on the left or the
+                right; Lk counts the cached tokens too. None when there is no padding.
+            cache: a `KVCache` of this layer; x is appended to it. None without decoding.
+
+        Returns:
+            (B, L, hidden_size) in x's dtype. A query that sees padding only gets the o_proj of zero.
+
+        Raises:
+            ValueError: x or attention_mask has the wrong shape.
+
+        >>> layer = DynamicMaskAttention(32, num_heads=2, keep_window_size=4).double().requires_grad_(False)
+        >>> x, cache = torch.randn(1, 10, 32, dtype=torch.float64), KVCache()
+        >>> steps = [layer(token, cache=cache) for token in x.split([7, 1, 1, 1], dim=1)]
+        >>> torch.allclose(torch.cat(steps, dim=1), layer(x))
+        True
+        """
+        arguments = self.attention_arguments(x, attention_mask, cache)
+        out = flash_dmattn.attention(
+            *arguments, is_causal=True, softmax_scale=self.softmax_scale, backend=self.backend
+        )
+        return self.o_proj(out.flatten(2))
+
+    def attention_arguments(
+        self, x: torch.Tensor, attention_mask: torch.Tensor | None = None, cache: KVCache | None = None
+    ) -> AttentionArguments:
+        """The q, k, v, mask and bias of this layer for x: what `forward` attends with, for a look or another kernel.
+
+        Args: those of `forward`; a cache is appended to here as well.
+
+        Returns:
+            q (B, L, Hq, D), k and v (B, Lk, Hk, D), mask (B, Hk, L, Lk) bool, bias (B, Hk, 1, Lk) in fp32 at least.
+            The mask is (B, 1, 1, Lk) or None where every key up to the query is kept; the bias is None with full
+            attention.
+
+        >>> layer = DynamicMaskAttention(32, num_heads=4, num_heads_k=2, keep_window_size=4)
+        >>> [tuple(t.shape) for t in layer.attention_arguments(torch.randn(1, 10, 32))]
+        [(1, 10, 4, 8), (1, 10, 2, 8), (1, 10, 2, 8), (1, 2, 10, 10), (1, 2, 1, 10)]
+        """
+        if x.dim() != 3 or x.shape[-1] != self.hidden_size:
+            raise ValueError(f"x has shape {tuple(x.shape)}; it must be (batch, length, {self.hidden_size})")
+        past = 0 if cache is None else cache.length
+        positions = torch.arange(past, past + x.shape[1], device=x.device)
+        angles = rotary_angles(positions, self.head_dim, self.rope_theta)
+        q = apply_rotary(self.q_norm(self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))), angles)
+        k = apply_rotary(self.k_norm(self.k_proj(x).unflatten(-1, (self.num_heads_k, self.head_dim))), angles)
+        v = self.v_proj(x).unflatten(-1, (self.num_heads_k, self.head_dim))
+        scores = self.key_scores(v)
+        if cache is not None:
+            k, v, scores = cache.append(k, v, scores)
+        padding = self._padding_mask(attention_mask, batch=x.shape[0], seqlen_k=k.shape[1])
+        if scores is None:
+            return AttentionArguments(q, k, v, padding, None)
+        bias = scores.transpose(1, 2).unsqueeze(2)
+        return AttentionArguments(q, k, v, self._select_keys(bias.detach(), x.shape[1], padding), bias)
+
+    def key_scores(self, v: torch.Tensor) -> torch.Tensor | None:
+        """s = A * softplus(W v): how much each key-value head wants each key.
+
+        Args:
+            v: (B, L, Hk, D) values.
+
+        Returns:
+            (B, L, Hk) scores, in fp32 at least; None with full attention.
+
+        >>> layer = DynamicMaskAttention(8, num_heads=2)
+        >>> layer.key_scores(torch.zeros(1, 1, 2, 4)).flatten().tolist() == [0.6931471824645996] * 2
+        True
+        """
+        if self.keep_window_size is None:
+            return None
+        wanted = self.score_proj(v.flatten(2))
+        work_dtype = torch.promote_types(wanted.dtype, torch.float32)
+        return self.score_scale.to(work_dtype) * F.softplus(wanted.to(work_dtype))
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_heads={self.num_heads}, num_heads_k={self.num_heads_k}, head_dim={self.head_dim}, "
+            f"keep_window_size={self.keep_window_size}, local_window_size={self.local_window_size}, "
+            f"backend={self.backend!r}"
+        )
+
+    def _select_keys(self, scores: torch.Tensor, seqlen_q: int, padding: torch.Tensor | None) -> torch.Tensor | None:
+        """(B, Hk, L, Lk) mask of the kept keys for the last seqlen_q of the Lk positions."""
+        assert self.keep_window_size is not None
+        seqlen_k = scores.shape[-1]
+        if self.keep_window_size >= seqlen_k:
+            return padding
+        # A single query is the last one and sees every key: one row of all queries then, and no prefixes to sort.
+        if seqlen_q == 1:
+            keep = topk_mask(scores, self.keep_window_size, mask=padding)
+        else:
+            keep = topk_mask(scores, self.keep_window_size, is_causal=True, mask=padding, seqlen_q=seqlen_q)
+        if self.local_window_size:
+            query = torch.arange(seqlen_k - seqlen_q, seqlen_k, device=scores.device)[:, None]
+            key = torch.arange(seqlen_k, device=scores.device)
+            local = (key <= query) & (key > query - self.local_window_size)
+            keep = keep | (local if padding is None else local & padding)
+        return keep
+
+    def _padding_mask(self, attention_mask: torch.Tensor | None, batch: int, seqlen_k: int) -> torch.Tensor | None:
+        if attention_mask is None:
+            return None
+        if tuple(attention_mask.shape) != (batch, seqlen_k):
+            raise ValueError(
+                f"attention_mask has shape {tuple(attention_mask.shape)}; it must be (batch, keys) = "
+                f"({batch}, {seqlen_k}), cached tokens included"
+            )
+        return attention_mask.bool()[:, None, None, :]

@@ -1,0 +1,199 @@
+"""What the user has set outside a call: default backend, disabled backends, fallback policy, decision records."""
+
+from __future__ import annotations
+
+import os
+import threading
+from types import TracebackType
+from typing import Literal, NamedTuple
+
+BackendChoice = str | tuple[str, str]
+Fallback = Literal["warn", "silent", "error"]
+
+_FALLBACKS = ("warn", "silent", "error")
+
+
+class Decision(NamedTuple):
+    """What one call of `attention` ran on; `backward` is None where no gradient is needed."""
+
+    problem: object
+    requested: BackendChoice
+    forward: str
+    backward: str | None
+
+
+class _ProcessSettings:
+    """Settings of the whole process. torch.compile guards on these attributes, so a change recompiles."""
+
+    def __init__(self) -> None:
+        self.default_backend: BackendChoice = parse_choice(os.environ.get("FLASH_DMATTN_BACKEND", "auto"))
+        disabled = os.environ.get("FLASH_DMATTN_DISABLE", "")
+        self.disabled: tuple[str, ...] = tuple(name.strip() for name in disabled.split(",") if name.strip())
+        fallback = os.environ.get("FLASH_DMATTN_FALLBACK", "warn")
+        self.fallback: Fallback = check_fallback(fallback, "environment variable FLASH_DMATTN_FALLBACK")
+
+
+class _ThreadSettings(threading.local):
+    """Settings of `with` blocks. The defaults are set here and not on the class, where torch.compile misses changes."""
+
+    def __init__(self) -> None:
+        self.backend: BackendChoice | None = None
+        self.records: list[Decision] | None = None
+
+
+def parse_choice(text: str) -> BackendChoice:
+    """Read "name" or "forward,backward", as environment variables and the command line give it."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if len(names) == 1:
+        return names[0]
+    if len(names) == 2:
+        return names[0], names[1]
+    raise ValueError(f"backend is {text!r}; it needs to be one name, or forward and backward as 'name,name'")
+
+
+def check_fallback(value: str, source: str = "fallback") -> Fallback:
+    """Refuse anything but the three policies."""
+    if value not in _FALLBACKS:
+        raise ValueError(f"{source} is {value!r}; it needs to be one of {', '.join(map(repr, _FALLBACKS))}")
+    return value  # type: ignore[return-value]
+
+
+process = _ProcessSettings()
+thread = _ThreadSettings()
+
+
+class use_backend:
+    """Choose the backend of every call in a `with` block of this thread that does not name one itself.
+
+    Args:
+        backend: a name, a pair (forward, backward), or "auto".
+
+    Raises:
+        ValueError: the name is unknown.
+
+    >>> import torch, flash_dmattn
+    >>> x = torch.randn(1, 8, 2, 16)
+    >>> with flash_dmattn.use_backend("reference"), flash_dmattn.record_decisions() as decisions:
+    ...     _ = flash_dmattn.attention(x, x, x)
+    >>> decisions[0].forward
+    'reference'
+    """
+
+    def __init__(self, backend: BackendChoice) -> None:
+        self.backend = check_choice(backend)
+
+    def __enter__(self) -> None:
+        self.previous = thread.backend
+        thread.backend = self.backend
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        thread.backend = self.previous
+
+
+def set_default_backend(backend: BackendChoice) -> None:
+    """Choose the backend of every call in this process that neither names one nor stands in a `use_backend` block.
+
+    Args:
+        backend: a name, a pair (forward, backward), or "auto".
+
+    Raises:
+        ValueError: the name is unknown.
+
+    >>> import flash_dmattn
+    >>> flash_dmattn.set_default_backend("eager")
+    >>> flash_dmattn.set_default_backend("auto")
+    """
+    process.default_backend = check_choice(backend)
+
+
+class disable_backends:
+    """Switch backends off in this process, even for calls that name them; as a `with` block, only inside it.
+
+    Args:
+        *names: backends to switch off, in addition to those already off.
+
+    Raises:
+        ValueError: a name is unknown.
+
+    >>> import flash_dmattn
+    >>> with flash_dmattn.disable_backends("flex"):
+    ...     "flex" in flash_dmattn.available_backends()
+    False
+    """
+
+    def __init__(self, *names: str) -> None:
+        for name in names:
+            check_name(name)
+        self.previous = process.disabled
+        process.disabled = tuple(dict.fromkeys(process.disabled + names))
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        process.disabled = self.previous
+
+
+def set_fallback(policy: Fallback) -> None:
+    """Say what happens when "auto" finds only eager PyTorch for a call on an accelerator.
+
+    Args:
+        policy: "warn" (once per cause, the default), "silent", or "error" (raise `BackendUnsupportedError`).
+
+    Raises:
+        ValueError: the policy is none of the three.
+
+    >>> import flash_dmattn
+    >>> flash_dmattn.set_fallback("error")
+    >>> flash_dmattn.set_fallback("warn")
+    """
+    process.fallback = check_fallback(policy)
+
+
+class record_decisions:
+    """Collect a `Decision` for every call of `attention` this thread makes in a `with` block.
+
+    Calls inside a compiled region are traced once and run without Python, so they are not recorded.
+
+    >>> import torch, flash_dmattn
+    >>> x = torch.randn(1, 8, 2, 16)
+    >>> with flash_dmattn.record_decisions() as decisions:
+    ...     _ = flash_dmattn.attention(x, x, x)
+    >>> [(d.forward, d.backward) for d in decisions]
+    [('eager', None)]
+    """
+
+    def __enter__(self) -> list[Decision]:
+        self.previous = thread.records
+        thread.records = records = []
+        return records
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        thread.records = self.previous
+
+
+def check_name(name: str) -> None:
+    """Refuse a backend name that nobody registered."""
+    from .selection import BACKENDS  # the registry imports this module
+
+    if name not in BACKENDS:
+        raise ValueError(f"backend {name!r} is unknown; it needs to be one of {', '.join(map(repr, BACKENDS))}")
+
+
+def check_choice(backend: BackendChoice) -> BackendChoice:
+    """Refuse anything but "auto", a known name, or a pair of known names."""
+    if isinstance(backend, tuple) and len(backend) == 2:
+        for name in backend:
+            check_name(name)
+        return backend
+    if not isinstance(backend, str):
+        raise TypeError(f"backend is {backend!r}; it needs to be a name, a pair (forward, backward), or 'auto'")
+    if backend != "auto":
+        check_name(backend)
+    return backend

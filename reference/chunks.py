@@ -1,0 +1,231 @@
+"""How the eager pair cuts a call into chunks: which rows, which keys, and how many bytes one chunk may hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import formula
+
+DEFAULT_CHUNK_BYTES = 256 * 2**20
+
+# Measured at 8 heads, 2048 x 2048, D 64 on 2 cores with 1 MB of L2 each: the elementwise passes over a chunk of this
+# size run from cache, ten times faster than from memory; chunks of 1 to 8 MB are within 5 % of each other.
+CPU_CHUNK_BYTES = 4 * 2**20
+
+# Below this many rows (queries x group) or keys a matrix product loses speed to packing its operands.
+GOOD_ROWS = 128
+GOOD_KEYS = 1024
+
+
+class Extent(NamedTuple):
+    """How far one chunk reaches in each dimension."""
+
+    batch: int
+    heads: int  # key-value heads; a chunk always takes their whole groups of query heads
+    rows: int
+    keys: int
+
+
+class Block(NamedTuple):
+    """One chunk's place in (batch, key-value head, query); its keys come from :meth:`Chunks.spans`."""
+
+    batch: slice
+    heads: slice
+    rows: slice
+
+    def pick(self, x: Tensor, keys: slice) -> Tensor:
+        """Return the chunk's part of a (B | 1, Hk | 1, G | 1, Lq | 1, Lk | 1) tensor."""
+        wanted = (self.batch, self.heads, slice(None), self.rows, keys)
+        return x[tuple(slice(None) if size == 1 else part for size, part in zip(x.shape, wanted, strict=True))]
+
+    def by_group(self, s: Tensor, group: int) -> Tensor:
+        """View the (pairs, G * rows, keys) scores of the chunk as (batch, heads, G, rows, keys)."""
+        batch, heads, rows = (part.stop - part.start for part in self)
+        return s.view(batch, heads, group, rows, s.shape[2])
+
+
+class Chunks:
+    """One call cut into chunks that fit the byte budget and skip what causal, window and mask leave empty."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        is_causal: bool,
+        window_size: tuple[int, int] | None,
+        chunk_bytes: int,
+        score_buffers: int,
+        key_sums: int,
+    ) -> None:
+        self.batch, self.seqlen_q, self.num_heads, head_dim = q.shape
+        self.seqlen_k, self.num_heads_k = k.shape[1:3]
+        self.group = self.num_heads // self.num_heads_k
+        self.left, self.right = window_size if window_size is not None else (-1, -1)
+        if is_causal:
+            self.right = 0
+        self.device = q.device
+        self.dtype = formula.softmax_dtype(q)
+        self.dims = head_dim + v.shape[3]
+        self.score_buffers = score_buffers
+        self.key_sums = key_sums
+        limit = min(chunk_bytes, CPU_CHUNK_BYTES) if q.device.type == "cpu" else chunk_bytes
+        self.extent = self._extent(limit)
+        self._buffers: dict[int, Tensor] = {}
+        self._occupied = None if mask is None else self._occupancy(mask)
+
+    def bytes_of(self, extent: Extent) -> int:
+        """Bytes of all the temporaries of one chunk of this extent."""
+        batch, heads, rows, keys = extent
+        pairs, rows_all = batch * heads, self.group * rows
+        # An edge of the causal or window band: a bool and two int64 ramps; a cast of a bias is at most one more tile.
+        scores = pairs * rows_all * keys * (self.score_buffers + 1) + rows * keys // 4
+        row_side = pairs * rows_all * (2 * self.dims + 8)  # q and dout, out or dq, their products, row statistics
+        key_side = pairs * keys * self.dims + pairs * self.seqlen_k * self.key_sums
+        return (scores + row_side + key_side) * self.dtype.itemsize
+
+    def _extent(self, limit: int) -> Extent:
+        extent = Extent(self.batch, self.num_heads_k, self.seqlen_q, self.seqlen_k)
+        good_rows = -(-GOOD_ROWS // self.group)
+        # Rows first, down to what the products need; then whole problems; then keys; and only then what is costly.
+        floors = (
+            ("rows", good_rows),
+            ("batch", 1),
+            ("heads", 1),
+            ("keys", GOOD_KEYS),
+            ("rows", 8),
+            ("keys", 64),
+            ("rows", 1),
+            ("keys", 1),
+        )
+        for name, floor in floors:
+            while getattr(extent, name) > floor and self.bytes_of(extent) > limit:
+                extent = extent._replace(**{name: max(floor, -(-getattr(extent, name) // 2))})
+        return extent
+
+    def buffer(self, index: int, shape: tuple[int, int, int]) -> Tensor:
+        """Return one of the score buffers in this shape; each chunk overwrites what the one before left in it."""
+        if index not in self._buffers:
+            batch, heads, rows, keys = self.extent
+            size = batch * heads * self.group * rows * keys
+            self._buffers[index] = torch.empty(size, dtype=self.dtype, device=self.device)
+        return self._buffers[index][: math.prod(shape)].view(shape)
+
+    def pairs(self) -> Iterator[tuple[slice, slice]]:
+        """Yield every (batch, heads) part of the call."""
+        for batch in _slices(self.batch, self.extent.batch):
+            for heads in _slices(self.num_heads_k, self.extent.heads):
+                yield batch, heads
+
+    def blocks(self, batch: slice, heads: slice) -> Iterator[tuple[Block, list[slice]]]:
+        """Yield the blocks of rows of one (batch, heads) part that attend to anything, each with its runs of keys."""
+        for rows in _slices(self.seqlen_q, self.extent.rows):
+            block = Block(batch, heads, rows)
+            spans = self.spans(block)
+            if spans:
+                yield block, spans
+
+    def spans(self, block: Block) -> list[slice]:
+        """Return the runs of keys, each at most one chunk long, that some query of the block may attend."""
+        shift = self.seqlen_k - self.seqlen_q
+        start = 0 if self.left < 0 else max(0, block.rows.start + shift - self.left)
+        stop = self.seqlen_k if self.right < 0 else min(self.seqlen_k, block.rows.stop + shift + self.right)
+        runs = [(start, stop)]
+        if self._occupied is not None:
+            b, h, i = (
+                part.start // size
+                for part, size in zip(block, (self.extent.batch, self.extent.heads, self.extent.rows), strict=True)
+            )
+            per_heads = self._occupied[b if len(self._occupied) > 1 else 0]
+            per_rows = per_heads[h if len(per_heads) > 1 else 0]
+            row = per_rows[i if len(per_rows) > 1 else 0]
+            runs = _clip(_runs(row, self._grain()), start, stop) if len(row) > 1 else runs if row[0] else []
+        size = self.extent.keys
+        return [slice(a, min(a + size, hi)) for lo, hi in runs for a in range(lo, hi, size)]
+
+    def band_edges(self, block: Block, keys: slice) -> Iterator[tuple[slice, Tensor]]:
+        """Yield (columns of the chunk, bool (rows, columns): outside the causal or window band) where there are any."""
+        shift = self.seqlen_k - self.seqlen_q
+        first, last = block.rows.start + shift, block.rows.stop - 1 + shift  # the diagonal at the first and last row
+        # Only the columns that some row must not see are touched: at most as many as the block has rows.
+        if self.right >= 0 and keys.stop > first + self.right + 1:
+            lo = max(keys.start, first + self.right + 1)
+            beyond = self._ramp(lo, keys.stop) > self._ramp(first, last + 1)[:, None] + self.right
+            yield slice(lo - keys.start, None), beyond
+        if self.left >= 0 and keys.start < last - self.left:
+            hi = min(keys.stop, last - self.left)
+            beyond = self._ramp(keys.start, hi) < self._ramp(first, last + 1)[:, None] - self.left
+            yield slice(0, hi - keys.start), beyond
+
+    def skip_nothing(self) -> bool:
+        """Whether every score of the call belongs to some chunk."""
+        return self.left < 0 and self.right < 0 and self._occupied is None
+
+    def _ramp(self, start: int, stop: int) -> Tensor:
+        return torch.arange(start, stop, device=self.device)
+
+    def _grain(self) -> int:
+        # Keys are skipped by the grain: fine enough to follow a block mask, coarse enough for whole products.
+        return max(256, self.extent.keys // 8)
+
+    def _occupancy(self, mask: Tensor) -> list | None:
+        if is_capturing(self.device) or 0 in (self.batch, self.seqlen_q, self.seqlen_k):
+            return None
+        found = grouped_own(mask, self.num_heads_k, self.num_heads).view(torch.uint8)
+        # One reduction and one copy to the host decide every chunk of the call.
+        for dim, size in ((3, self.extent.rows), (4, self._grain()), (0, self.extent.batch), (1, self.extent.heads)):
+            found = _any_per_block(found, dim, size)
+        occupied = found.amax(2).bool().tolist()
+        full = all(cell for per_batch in occupied for per_head in per_batch for row in per_head for cell in row)
+        return None if full else occupied
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being recorded: it cannot wait for the host, and a replay may bring other values."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def grouped_own(x: Tensor, num_heads_k: int, num_heads: int) -> Tensor:
+    """View a mask or bias as (B | 1, Hk | 1, G | 1, Lq | 1, Lk | 1), dims expanded with stride 0 narrowed to 1."""
+    for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            x = x.narrow(dim, 0, 1)
+    return formula.grouped(x, num_heads_k, num_heads)
+
+
+def _any_per_block(x: Tensor, dim: int, size: int) -> Tensor:
+    length = x.shape[dim]
+    if length == 1 or size == 1:
+        return x
+    whole = length - length % size
+    parts = []
+    if whole:
+        parts.append(x.narrow(dim, 0, whole).unflatten(dim, (whole // size, size)).amax(dim + 1))
+    if whole < length:
+        parts.append(x.narrow(dim, whole, length - whole).amax(dim, keepdim=True))
+    return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+
+
+def _runs(occupied: list[bool], grain: int) -> Iterator[tuple[int, int]]:
+    start = None
+    for index, used in enumerate([*occupied, False]):
+        if used and start is None:
+            start = index * grain
+        elif not used and start is not None:
+            yield start, index * grain
+            start = None
+
+
+def _clip(runs: Iterator[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
+    clipped = [(max(lo, start), min(hi, stop)) for lo, hi in runs]
+    return [(lo, hi) for lo, hi in clipped if lo < hi]
+
+
+def _slices(length: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))

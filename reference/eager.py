@@ -1,0 +1,205 @@
+"""The explicit forward and backward of attention in chunks: what the eager backend runs, on any device.
+
+No (Lq, Lk) matrix exists: one chunk of scores at a time is computed, used and overwritten, within `chunk_bytes`.
+Per chunk, in fp32 (fp64 for fp64), with the G query heads of a group folded into the rows::
+
+    forward    s = softmax_scale * q @ k^T + bias;  online softmax over the chunks of a row
+    backward   p = exp(s - lse);  ds = p * (dout @ v^T - delta);  delta = rowsum(dout * out) - dlse
+               dq += softmax_scale * ds @ k;  dk += softmax_scale * ds^T @ q;  dv += p^T @ dout;  dbias += ds reduced
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from . import formula
+from .chunks import DEFAULT_CHUNK_BYTES, Chunks, is_capturing
+from .tiles import BiasGradient, Keys, Rows, Scores, exponential, multiply
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+# From here on the rounding of lse in fp32 (8e-6) is no longer lost in the rounding of the scores themselves: p is then
+# normalised again. At finfo.min, where log(n) vanishes altogether, p would otherwise be n times too large.
+LARGE_LSE = 128.0
+
+
+@torch.no_grad()
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    softmax_scale: float,
+    softcap: float = 0.0,
+    window_size: tuple[int, int] | None = None,
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+) -> tuple[Tensor, Tensor]:
+    """Attend chunk by chunk; the value is that of :func:`formula.attention`.
+
+    Args:
+        q: (B, Lq, Hq, D), fp16 to fp64, any strides.
+        k: (B, Lk, Hk, D), q's dtype.
+        v: (B, Lk, Hk, Dv), q's dtype.
+        mask: bool, True = attend; 4-D, each dim 1 or full (or Hk, or expanded with stride 0).
+        bias: any float dtype, shaped as mask.
+        is_causal, softmax_scale, softcap, window_size: as for :func:`formula.attention`.
+        chunk_bytes: the most that all temporaries of one chunk may take, in bytes.
+
+    Returns:
+        out (B, Lq, Hq, Dv), contiguous, in q's dtype; lse (B, Hq, Lq) in fp32 (fp64 for fp64).
+
+    Raises:
+        RuntimeError: from PyTorch, for shapes that do not fit; arguments are validated by the caller.
+
+    Source: the online softmax of Milakov and Gimelshein (arXiv:1805.02867), tiled as in FlashAttention.
+
+    >>> import torch
+    >>> q, k, v = torch.randn(3, 1, 6, 2, 8, dtype=torch.float64)
+    >>> out, lse = forward(q, k, v, is_causal=True, softmax_scale=8**-0.5, chunk_bytes=1000)
+    >>> torch.allclose(out, formula.attention(q, k, v, is_causal=True)[0])
+    True
+    """
+    out = q.new_zeros(q.shape[:3] + v.shape[3:])
+    lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=formula.softmax_dtype(q))
+    if out.numel() == 0 or k.shape[1] == 0:
+        return out, lse
+    chunks = Chunks(q, k, v, mask, is_causal, window_size, chunk_bytes, score_buffers=1 + (softcap > 0), key_sums=0)
+    scores = Scores(chunks, mask, bias, softmax_scale, softcap)
+    q_rows, out_rows, lse_rows = Rows(q, chunks), Rows(out, chunks), Rows(lse.mT.unsqueeze(3), chunks)
+    k_keys, v_keys = Keys(k, chunks), Keys(v, chunks)
+    for batch, heads in chunks.pairs():
+        for block, spans in chunks.blocks(batch, heads):
+            q_block = q_rows.get(block)
+            acc_o = q_block.new_zeros(q_block.shape[:2] + v.shape[3:])
+            row_sum = q_block.new_zeros(q_block.shape[:2] + (1,))
+            row_max = torch.full_like(row_sum, -math.inf)
+            for keys in spans:
+                s = scores.compute(block, keys, q_block, k_keys.get(block, keys))
+                new_max = torch.maximum(row_max, s.amax(-1, keepdim=True))
+                shift = new_max.masked_fill(new_max == -math.inf, 0.0)  # -inf - -inf is NaN
+                p = exponential(s.sub_(shift))
+                rescale = exponential(row_max.sub_(shift))
+                row_sum.mul_(rescale).add_(p.sum(-1, keepdim=True))
+                multiply(p, v_keys.get(block, keys), acc_o.mul_(rescale), keep=True)
+                row_max = new_max
+            lse_rows.put(block, shift.add_(row_sum.log()))
+            out_rows.put(block, acc_o.div_(row_sum.masked_fill_(row_sum == 0, 1.0)))
+    return out, lse
+
+
+@torch.no_grad()
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    is_causal: bool = False,
+    softmax_scale: float,
+    softcap: float = 0.0,
+    window_size: tuple[int, int] | None = None,
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    need: tuple[bool, bool, bool, bool] = (True, True, True, True),
+) -> Gradients:
+    """Return the gradients asked for, chunk by chunk; each is summed in fp32 (fp64 for fp64) and rounded once.
+
+    Besides one chunk it holds fp32 sums of dk and dv for the heads of one chunk, and one of dbias in bias's own shape
+    where bias is of another dtype and broadcast. It is deterministic: sums are taken in a fixed order.
+
+    Args:
+        dout: (B, Lq, Hq, Dv), any strides.
+        dlse: (B, Hq, Lq), or None for zero.
+        q, k, v, mask, bias, is_causal, softmax_scale, softcap, window_size, chunk_bytes: as given to :func:`forward`.
+        out, lse: as returned by :func:`forward`, or by any other backend.
+        need: which of dq, dk, dv, dbias to compute; nothing is computed for the others.
+
+    Returns:
+        ``(dq, dk, dv, dbias)`` in the shapes and dtypes of q, k, v, bias, contiguous; None where not needed. Of a bias
+        expanded with stride 0, the gradient of each shared number is spread evenly over the positions that share it,
+        itself expanded: summed over them, as autograd does, it is the gradient of that number.
+
+    Raises:
+        RuntimeError: from PyTorch, for shapes that do not fit.
+
+    Source: FlashAttention-2 (arXiv:2307.08691, algorithm 2), with dlse joined to delta, and dbias = ds.
+
+    >>> import torch
+    >>> q, k, v, dout = torch.randn(4, 1, 6, 2, 8, dtype=torch.float64)
+    >>> out, lse = forward(q, k, v, softmax_scale=1.0)
+    >>> grads = backward(dout, None, q, k, v, None, None, out, lse, softmax_scale=1.0, need=(True, False, True, False))
+    >>> [None if x is None else tuple(x.shape) for x in grads]
+    [(1, 6, 2, 8), None, (1, 6, 2, 8), None]
+    """
+    need_q, need_k, need_v, need_bias = need
+    dq, dk, dv = (x.new_zeros(x.shape) if needed else None for x, needed in zip((q, k, v), need))
+    sums_per_key = need_k * q.shape[3] + need_v * v.shape[3]
+    buffers = 2 + (softcap > 0)
+    chunks = Chunks(q, k, v, mask, is_causal, window_size, chunk_bytes, score_buffers=buffers, key_sums=sums_per_key)
+    empty = lse == -math.inf
+    finite_lse = lse.masked_fill(empty, 0.0)  # exp(-inf - 0) is the 0 that exp(-inf - -inf) is not
+    finite_dlse = None if dlse is None else dlse.masked_fill(empty, 0.0)
+    dbias = None if bias is None or not need_bias else BiasGradient(bias, finite_dlse, chunks)
+    need_ds = need_q or need_k or (dbias is not None and dbias.needs_scores)
+    if out.numel() == 0 or k.shape[1] == 0 or not (need_ds or need_v):
+        return dq, dk, dv, None if dbias is None else dbias.result()
+
+    renormalise = is_capturing(q.device) or bool(finite_lse.abs().amax() > LARGE_LSE)
+    scores = Scores(chunks, mask, bias, softmax_scale, softcap, keep_slope=need_q or need_k)
+    q_rows, dout_rows, out_rows = (Rows(x, chunks) for x in (q, dout, out))
+    lse_rows = Rows(finite_lse.mT.unsqueeze(3), chunks)
+    dlse_rows = None if finite_dlse is None else Rows(finite_dlse.mT.unsqueeze(3), chunks)
+    k_keys, v_keys = Keys(k, chunks), Keys(v, chunks)
+    dq_rows = None if dq is None else Rows(dq, chunks)
+    for batch, heads in chunks.pairs():
+        dk_sum = None if dk is None else Keys(dk, chunks).zeros(batch, heads)
+        dv_sum = None if dv is None else Keys(dv, chunks).zeros(batch, heads)
+        for block, spans in chunks.blocks(batch, heads):
+            q_block, dout_block, lse_block = q_rows.get(block), dout_rows.get(block), lse_rows.get(block)
+            dq_sum = torch.zeros_like(q_block) if need_q else None
+            if need_ds:
+                minus_delta = (dout_block * out_rows.get(block)).sum(-1, keepdim=True).neg_()
+                if dlse_rows is not None:
+                    minus_delta += dlse_rows.get(block)
+            total = None
+            if renormalise and len(spans) > 1:
+                total = torch.zeros_like(lse_block)
+                for keys in spans:
+                    s = scores.compute(block, keys, q_block, k_keys.get(block, keys))
+                    total += exponential(s.sub_(lse_block)).sum(-1, keepdim=True)
+            for keys in spans:
+                k_block = k_keys.get(block, keys)
+                p = exponential(scores.compute(block, keys, q_block, k_block).sub_(lse_block))
+                if renormalise:
+                    row_sum = p.sum(-1, keepdim=True) if total is None else total
+                    p.div_(row_sum.masked_fill(row_sum == 0, 1.0))
+                if dv_sum is not None:
+                    multiply(p.mT, dout_block, dv_sum[:, keys], keep=True)
+                if not need_ds:
+                    continue
+                ds = chunks.buffer(1, p.shape).copy_(minus_delta)
+                multiply(dout_block, v_keys.get(block, keys).mT, ds, keep=True).mul_(p)
+                if dbias is not None:
+                    dbias.add(block, keys, ds)
+                if scores.slope is not None:
+                    ds.mul_(scores.slope)
+                if dq_sum is not None:
+                    multiply(ds, k_block, dq_sum, softmax_scale, keep=True)
+                if dk_sum is not None:
+                    multiply(ds.mT, q_block, dk_sum[:, keys], softmax_scale, keep=True)
+            if dq_rows is not None:
+                dq_rows.put(block, dq_sum)
+        for gradient, total in ((dk, dk_sum), (dv, dv_sum)):
+            if gradient is not None:
+                Keys(gradient, chunks).put(batch, heads, total)
+    return dq, dk, dv, None if dbias is None else dbias.result()

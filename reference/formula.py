@@ -1,0 +1,209 @@
+"""The formula of attention with mask and bias, written to be read: in fp64 it is the oracle of every test."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    window_size: tuple[int, int] | None = None,
+    return_probs: bool = False,
+) -> tuple[Tensor, ...]:
+    """Attend with a mask, a bias, a causal limit, a window and a softcap, by the formula and nothing else.
+
+    Equivalent PyTorch, for one head and without softcap::
+
+        s = softmax_scale * q @ k.T + bias
+        s = s.masked_fill(~allowed, -inf)
+        lse = s.logsumexp(-1)
+        out = (s - lse).exp() @ v
+
+    Ordinary autograd differentiates ``out`` and ``lse`` (and ``probs``), twice, in q, k, v and bias. A row with nothing
+    allowed has out 0, lse -inf and gradient 0. fp32 and fp64 are computed in their own dtype. fp16 and bf16 are plain
+    PyTorch in that dtype with the softmax in fp32: the two products round their result, and the probabilities are
+    rounded before ``@ v``.
+
+    Args:
+        q: (B, Lq, Hq, D), float.
+        k: (B, Lk, Hk, D), q's dtype; query head h reads key-value head h // (Hq // Hk).
+        v: (B, Lk, Hk, Dv), q's dtype.
+        mask: bool, True = attend; broadcastable to (B, Hq, Lq, Lk), its head dim may be Hk.
+        bias: float, added to the scaled scores; shaped as mask. -inf masks, any finite number is just a number.
+        is_causal: allow key j for query i only where j <= i + Lk - Lq (bottom-right aligned).
+        softmax_scale: factor of the scores; None means D ** -0.5.
+        softcap: if positive, scores become softcap * tanh(scores / softcap) before the bias.
+        window_size: (left, right), in keys either side of i + Lk - Lq; -1 is unlimited.
+        return_probs: also return the (B, Hq, Lq, Lk) probabilities.
+
+    Returns:
+        ``(out, lse)`` or ``(out, lse, probs)``: out (B, Lq, Hq, Dv) in q's dtype; lse (B, Hq, Lq), the natural log of
+        the sum of exp of the scores, and probs in fp32 (fp64 for fp64).
+
+    Raises:
+        RuntimeError: from PyTorch, for shapes that do not fit; arguments are validated by the caller.
+
+    Source: docs of this repository, "the value"; softcap as in Gemma 2 (arXiv:2408.00118, section 2).
+
+    >>> import torch
+    >>> q = k = v = torch.eye(2, dtype=torch.float64).view(1, 2, 1, 2)
+    >>> out, lse = attention(q, k, v, is_causal=True, softmax_scale=1.0)
+    >>> [[round(x, 3) for x in row] for row in out[0, :, 0].tolist()]  # a row per query: all of key 0, then 1 : e
+    [[1.0, 0.0], [0.269, 0.731]]
+    """
+    s, _ = scores(q, k, mask, bias, is_causal, softmax_scale, softcap, window_size)
+    p, lse = softmax(s)
+    out = torch.einsum("bhgij,bjhd->bihgd", p.to(v.dtype), v).flatten(2, 3)
+    lse = lse.flatten(1, 2)
+    return (out, lse, p.flatten(1, 2)) if return_probs else (out, lse)
+
+
+def gradients(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    window_size: tuple[int, int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the gradients of :func:`attention` by their formulas, themselves differentiable.
+
+    Equivalent PyTorch: ``torch.autograd.grad((out, lse), (q, k, v, bias), (dout, dlse))``. In fp16 and bf16 everything
+    is computed in fp32 and rounded once.
+
+    Args:
+        dout: (B, Lq, Hq, Dv), the gradient of out.
+        dlse: (B, Hq, Lq), the gradient of lse, or None for zero.
+        q, k, v, mask, bias, is_causal, softmax_scale, softcap, window_size: as for :func:`attention`.
+
+    Returns:
+        ``(dq, dk, dv, dbias)`` in the shapes and dtypes of q, k, v, bias; dbias is None without a bias.
+
+    Raises:
+        RuntimeError: from PyTorch, for shapes that do not fit.
+
+    Source: the softmax derivative of FlashAttention (arXiv:2205.14135, appendix B.2), with dlse joined to delta.
+
+    >>> import torch
+    >>> q, k, v = torch.randn(3, 1, 4, 1, 8, dtype=torch.float64).requires_grad_()
+    >>> out, lse = attention(q, k, v)
+    >>> dq, dk, dv, _ = gradients(torch.ones_like(out), None, q, k, v)
+    >>> torch.allclose(dq, torch.autograd.grad(out.sum(), q)[0])
+    True
+    """
+    wide = softmax_dtype(q)
+    num_heads_k = k.shape[2]
+    qg, kg, vg = q.to(wide).unflatten(2, (num_heads_k, -1)), k.to(wide), v.to(wide)
+    dout_g = dout.to(wide).unflatten(2, (num_heads_k, -1))
+    scale = default_scale(q, softmax_scale)
+
+    s, slope = scores(q.to(wide), kg, mask, bias, is_causal, scale, softcap, window_size)
+    p, lse = softmax(s)
+    out = torch.einsum("bhgij,bjhd->bihgd", p, vg)
+
+    delta = (dout_g * out).sum(-1).permute(0, 2, 3, 1)
+    if dlse is not None:
+        # An empty row's lse is the constant -inf: whatever arrives for it, even inf, must not meet p = 0.
+        delta = delta - dlse.to(wide).unflatten(1, (num_heads_k, -1)).masked_fill(lse == -torch.inf, 0.0)
+    ds = p * (torch.einsum("bihgd,bjhd->bhgij", dout_g, vg) - delta.unsqueeze(-1))
+    ds_product = scale * (ds if slope is None else ds * slope)
+
+    dq = torch.einsum("bhgij,bjhd->bihgd", ds_product, kg).flatten(2, 3)
+    dk = torch.einsum("bhgij,bihgd->bjhd", ds_product, qg)
+    dv = torch.einsum("bhgij,bihgd->bjhd", p, dout_g)
+    dbias = None
+    if bias is not None:
+        own = grouped(bias, num_heads_k, q.shape[2]).shape
+        dbias = ds.sum_to_size(own).reshape(bias.shape).to(bias.dtype)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dbias
+
+
+def scores(
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    is_causal: bool,
+    softmax_scale: float | None,
+    softcap: float,
+    window_size: tuple[int, int] | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the (B, Hk, G, Lq, Lk) scores, -inf where not allowed, and the slope of the softcap or None."""
+    (_, seqlen_q, num_heads, _), (_, seqlen_k, num_heads_k, _) = q.shape, k.shape
+    s = torch.einsum("bihgd,bjhd->bhgij", q.unflatten(2, (num_heads_k, -1)), k)
+    s = s.to(softmax_dtype(q)) * default_scale(q, softmax_scale)
+    slope = None
+    if softcap > 0:
+        t = torch.tanh(s / softcap)
+        s, slope = softcap * t, 1 - t * t
+    if bias is not None:
+        s = s + grouped(bias, num_heads_k, num_heads).to(s.dtype)
+    keep = allowed(mask, seqlen_q, seqlen_k, is_causal, window_size, q.device)
+    if keep is not None:
+        s = s.masked_fill(~grouped(keep, num_heads_k, num_heads), -torch.inf)
+    return s, slope
+
+
+def softmax(s: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the probabilities over the last dim and the logsumexp; a row of -inf gives zeros and -inf, without NaN."""
+    # Any constant shift gives the same result, so it needs no gradient; logsumexp also serves rows of no keys at all.
+    shift = s.detach().logsumexp(-1, keepdim=True)
+    weight = torch.exp(s - shift.masked_fill(shift == -torch.inf, 0.0))
+    total = weight.sum(-1, keepdim=True)
+    empty = total == 0
+    total = total.masked_fill(empty, 1.0)
+    return weight / total, (shift + torch.log(total)).squeeze(-1)
+
+
+def allowed(
+    mask: Tensor | None,
+    seqlen_q: int,
+    seqlen_k: int,
+    is_causal: bool,
+    window_size: tuple[int, int] | None,
+    device: torch.device | str | None = None,
+) -> Tensor | None:
+    """Return mask & causal & window as one bool tensor that broadcasts to (B, H, Lq, Lk), or None for no limit."""
+    left, right = window_size if window_size is not None else (-1, -1)
+    if is_causal:
+        right = 0
+    if left < 0 and right < 0:
+        return mask
+    # The distance of key j from the diagonal, which ends in the bottom-right corner.
+    offset = torch.arange(seqlen_k, device=device) - torch.arange(seqlen_q, device=device).unsqueeze(1)
+    offset = offset - (seqlen_k - seqlen_q)
+    for limit in (offset >= -left if left >= 0 else None, offset <= right if right >= 0 else None):
+        if limit is not None:
+            mask = limit if mask is None else mask & limit
+    return mask
+
+
+def grouped(x: Tensor, num_heads_k: int, num_heads: int) -> Tensor:
+    """View a mask or bias of 2 to 4 dims as (B | 1, Hk | 1, G | 1, Lq | 1, Lk | 1)."""
+    x = x[(None,) * (4 - x.dim())]
+    return x.unflatten(1, (num_heads_k, -1)) if x.shape[1] == num_heads else x.unsqueeze(2)
+
+
+def softmax_dtype(q: Tensor) -> torch.dtype:
+    """Return the dtype of the softmax for inputs like q: fp64 for fp64, otherwise fp32."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def default_scale(q: Tensor, softmax_scale: float | None) -> float:
+    """Return softmax_scale, or head_dim ** -0.5 where it is None."""
+    return q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale

@@ -1,0 +1,118 @@
+"""The one comparison rule of the suite: a backend's error against fp64 beside that of plain PyTorch in its dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from cases import Case, Inputs
+from torch import Tensor
+
+from flash_dmattn.reference import formula
+
+Results = dict[str, Tensor | None]
+
+GRADIENTS = ("dq", "dk", "dv", "dbias")
+RATIO, FLOOR = 1.5, 1e-5
+# fp64 backends have no lower-precision yardstick: they differ from the oracle by the order of their sums.
+FLOOR_FP64 = 1e-11
+
+
+def run(function: Callable[..., tuple[Tensor, ...]], case: Case, inputs: Inputs) -> Results:
+    """(out, lse) of a function with the call's signature, and the gradients the case asks for."""
+    leaves = [x.detach().requires_grad_(name in case.need) if x is not None else None for name, x in inputs.floats()]
+    q, k, v, bias = leaves
+    out, lse = function(q, k, v, inputs.mask, bias, **case.flags())[:2]
+    results: Results = {"out": out.detach(), "lse": lse.detach(), **dict.fromkeys(GRADIENTS)}
+    wanted = [x for x in leaves if x is not None and x.requires_grad]
+    if wanted:
+        pairs = [(out, inputs.dout)]
+        if inputs.dlse is not None:
+            # The caller's loss must not use the lse of an empty row, which is -inf whatever the inputs.
+            pairs.append((torch.where(lse > -torch.inf, lse, torch.zeros_like(lse)), inputs.dlse))
+        total = sum((y.to(torch.float64) * dy.to(torch.float64)).sum() for y, dy in pairs)
+        total.backward()
+    for name, x in zip(GRADIENTS, leaves, strict=True):
+        results[name] = None if x is None or not x.requires_grad else x.grad
+    return results
+
+
+def oracle(case: Case, inputs: Inputs) -> Results:
+    """The formula in fp64."""
+    return run(formula.attention, case, inputs.to(torch.float64))
+
+
+def yardstick(case: Case, inputs: Inputs) -> Results:
+    """The formula in the case's own dtype, softmax in fp32: what plain PyTorch makes of it."""
+    return run(formula.attention, case, inputs)
+
+
+def gross(case: Case, inputs: Inputs) -> Results:
+    """The gradients with every term taken by its size: how large the parts are that cancel in a gradient of zero."""
+    x = inputs.to(torch.float64)
+    heads_k = x.k.shape[2]
+    f = case.flags()
+    scale = formula.default_scale(x.q, f["softmax_scale"])
+    s, _ = formula.scores(x.q, x.k, x.mask, x.bias, f["is_causal"], scale, f["softcap"], f["window_size"])
+    p, _ = formula.softmax(s)
+    dout, q = (t.unflatten(2, (heads_k, -1)).abs() for t in (x.dout, x.q))
+    dp = torch.einsum("bihgd,bjhd->bhgij", dout, x.v.abs())
+    ds = p * (dp + (p * dp).sum(-1, keepdim=True))
+    if x.dlse is not None:
+        ds = ds + p * x.dlse.abs().unflatten(1, (heads_k, -1)).unsqueeze(-1)
+    sizes: Results = {
+        "dq": abs(scale) * torch.einsum("bhgij,bjhd->bihgd", ds, x.k.abs()).flatten(2, 3),
+        "dk": abs(scale) * torch.einsum("bhgij,bihgd->bjhd", ds, q),
+        "dv": torch.einsum("bhgij,bihgd->bjhd", p, dout),
+    }
+    if x.bias is not None:
+        own = formula.grouped(x.bias, heads_k, x.q.shape[2]).shape
+        sizes["dbias"] = ds.sum_to_size(own)
+    return sizes
+
+
+def error(x: Tensor, exact: Tensor, size: Tensor | None = None) -> float:
+    """||x - exact|| / ||exact||; infinities must stand in the same places, NaN nowhere.
+
+    A value that is zero in exact arithmetic has no relative error: it is measured against the terms that cancel.
+    """
+    x, exact = x.double().cpu(), exact.double().cpu()
+    if x.shape != exact.shape or not torch.equal(x == -torch.inf, exact == -torch.inf):
+        return float("inf")
+    finite = exact > -torch.inf
+    norm = exact[finite].norm().item()
+    if size is not None:
+        terms = size.norm().item()
+        if norm <= 1e-12 * terms:
+            norm = terms
+    difference = (x[finite] - exact[finite]).norm().item()
+    if difference != difference:
+        return float("inf")
+    return difference / norm if norm > 0 else difference
+
+
+def assert_accurate(got: Results, case: Case, inputs: Inputs, exact: Results | None = None) -> None:
+    """Every result within 1.5x the error of plain PyTorch in that dtype, plus 1e-5; shapes and dtypes as promised."""
+    exact = oracle(case, inputs) if exact is None else exact
+    plain = yardstick(case, inputs)
+    sizes = gross(case, inputs) if case.need else {}
+    like = dict(zip(("out", *GRADIENTS), (inputs.q, inputs.q, inputs.k, inputs.v, inputs.bias), strict=True))
+    failures = []
+    for name, x in got.items():
+        reference = exact[name]
+        if reference is None:
+            assert x is None, f"{case}: {name} was computed though nothing asks for it"
+            continue
+        assert x is not None, f"{case}: {name} is missing"
+        if name in like:
+            assert x.dtype == like[name].dtype, f"{case}: {name} has dtype {x.dtype}"
+        if name in GRADIENTS:
+            assert x.shape == like[name].shape, f"{case}: {name} has shape {tuple(x.shape)}"
+        found = error(x, reference, sizes.get(name))
+        if x.dtype == torch.float64:
+            limit = FLOOR_FP64
+        else:
+            limit = RATIO * error(plain[name], reference, sizes.get(name)) + FLOOR
+        if not found <= limit:
+            failures.append(f"{name}: error {found:.3e}, limit {limit:.3e}")
+    assert not failures, f"{case.repro()}\n  " + "\n  ".join(failures)

@@ -1,0 +1,146 @@
+"""`Case`: one attention call of the suite, built from a seed and printed as one line that rebuilds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAMES = ("q", "k", "v", "bias")
+ALL = NAMES
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The tensors of one call and the gradients that arrive at its outputs."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    bias: Tensor | None
+    dout: Tensor
+    dlse: Tensor | None
+
+    def floats(self) -> list[tuple[str, Tensor | None]]:
+        """The tensors that can take a gradient, by name."""
+        return list(zip(NAMES, (self.q, self.k, self.v, self.bias), strict=True))
+
+    def to(self, dtype: torch.dtype) -> Inputs:
+        """The same values in another dtype; the mask stays bool."""
+        return Inputs(
+            **{
+                f.name: x if x is None or x.dtype == torch.bool else x.detach().to(dtype)
+                for f in fields(self)
+                for x in [getattr(self, f.name)]
+            }
+        )
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes, flags and a seed. `mask` and `bias` are shapes ("Hq" style letters or sizes) or None.
+
+    `mask_kind`: "random", "empty_rows" (every third query), "empty_tiles" (the first half of the keys and a block),
+    "none_allowed", "all_allowed". `bias_kind`: "normal", "inf" (a third of it -inf), "min" (finfo.min), "huge" (1e4).
+    """
+
+    batch: int = 2
+    seqlen_q: int = 9
+    seqlen_k: int = 13
+    num_heads: int = 4
+    num_heads_k: int = 2
+    head_dim: int = 16
+    head_dim_v: int = 0  # as head_dim
+    dtype: torch.dtype = torch.float32
+    bias_dtype: torch.dtype | None = None
+    mask: tuple[str, ...] | None = None
+    mask_kind: str = "random"
+    bias: tuple[str, ...] | None = None
+    bias_kind: str = "normal"
+    is_causal: bool = False
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    window_size: tuple[int, int] | None = None
+    need: tuple[str, ...] = ALL
+    dlse: bool = False
+    logits: float = 1.0  # factor on q
+    seed: int = 0
+
+    def flags(self) -> dict[str, Any]:
+        """The keyword arguments that every implementation of the formula takes."""
+        return {
+            "is_causal": self.is_causal,
+            "softmax_scale": self.softmax_scale,
+            "softcap": self.softcap,
+            "window_size": self.window_size,
+        }
+
+    def repro(self) -> str:
+        """One line that rebuilds this case."""
+        default = Case()
+        changed = [
+            f"{f.name}={getattr(self, f.name)!r}"
+            for f in fields(self)
+            if getattr(self, f.name) != getattr(default, f.name)
+        ]
+        return f"Case({', '.join(changed)})"
+
+    def sizes(self, letters: tuple[str, ...]) -> tuple[int, ...]:
+        """A shape from letters: B, Hq, Hk, Lq, Lk, or 1."""
+        named = {
+            "B": self.batch,
+            "Hq": self.num_heads,
+            "Hk": self.num_heads_k,
+            "Lq": self.seqlen_q,
+            "Lk": self.seqlen_k,
+            "1": 1,
+        }
+        return tuple(named[letter] for letter in letters)
+
+    def build(self, device: str = DEVICE) -> Inputs:
+        """The tensors, the same for the same case on every device."""
+        random = torch.Generator().manual_seed(self.seed)
+
+        def normal(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
+            return torch.randn(shape, generator=random).to(device=device, dtype=dtype)
+
+        head_dim_v = self.head_dim_v or self.head_dim
+        q = normal(self.batch, self.seqlen_q, self.num_heads, self.head_dim) * self.logits
+        k = normal(self.batch, self.seqlen_k, self.num_heads_k, self.head_dim)
+        v = normal(self.batch, self.seqlen_k, self.num_heads_k, head_dim_v)
+        dout = normal(self.batch, self.seqlen_q, self.num_heads, head_dim_v)
+        lse_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
+        dlse = normal(self.batch, self.num_heads, self.seqlen_q, dtype=lse_dtype) if self.dlse else None
+        bias = None
+        if self.bias is not None:
+            bias = normal(*self.sizes(self.bias), dtype=self.bias_dtype or self.dtype)
+            if self.bias_kind in ("inf", "min"):
+                value = -torch.inf if self.bias_kind == "inf" else torch.finfo(bias.dtype).min
+                chosen = torch.rand(bias.shape, generator=random) < 1 / 3
+                bias = bias.masked_fill(chosen.to(device), value)
+            elif self.bias_kind == "huge":
+                bias = bias * 1e4
+        mask = None if self.mask is None else self._mask(random).to(device)
+        return Inputs(q, k, v, mask, bias, dout, dlse)
+
+    def _mask(self, random: torch.Generator) -> Tensor:
+        shape = self.sizes(self.mask or ())
+        mask = torch.rand(shape, generator=random) < 0.6
+        if self.mask_kind == "empty_rows":
+            mask[..., ::3, :] = False
+        elif self.mask_kind == "empty_tiles":
+            mask[..., : shape[-1] // 2] = False
+            mask[..., : shape[-2] // 2, -shape[-1] // 4 :] = False
+        elif self.mask_kind == "none_allowed":
+            mask[:] = False
+        elif self.mask_kind == "all_allowed":
+            mask[:] = True
+        return mask
+
+    def with_(self, **changes: Any) -> Case:
+        """A copy with some fields changed."""
+        return replace(self, **changes)

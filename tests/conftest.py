@@ -1,0 +1,74 @@
+"""Settings of the whole suite: threads, hypothesis, and the fixture that runs a test on every backend."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+from accuracy import Results, run
+from cases import DEVICE, Case, Inputs
+from hypothesis import HealthCheck, settings
+
+import flash_dmattn
+
+# The workers of pytest-xdist share the cores; a small product gains nothing from a second thread.
+torch.set_num_threads(1)
+
+settings.register_profile(
+    "default",
+    deadline=None,  # the first example of a shape pays for imports and allocations
+    derandomize="CI" in os.environ,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("default")
+
+BACKENDS = ("eager", "flex", "triton", "cuda")
+
+
+class Runner:
+    """One backend under test: runs cases on it, or skips with the reasons its own rules give."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def refusal(self, case: Case, inputs: Inputs) -> str | None:
+        """Why the backend does not serve a case, in the words of its rules; None where it does."""
+        x = inputs
+        grads = [t if t is None else t.detach().requires_grad_(n in case.need) for n, t in x.floats()]
+        q, k, v, bias = grads
+        found = flash_dmattn.explain(q, k, v, x.mask, bias, **case.flags(), return_lse=True, backend=self.name)
+        return None if found.error is None else f"{self.name}: {found.error.partition(chr(10))[2].strip()}"
+
+    def __call__(self, case: Case, inputs: Inputs | None = None) -> Results:
+        """(out, lse, gradients) of a case."""
+        inputs = case.build() if inputs is None else inputs
+        refusal = self.refusal(case, inputs)
+        if refusal is not None:
+            pytest.skip(refusal)
+        return run(partial(flash_dmattn.attention, return_lse=True, backend=self.name), case, inputs)
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> Iterator[Runner]:
+    """Every backend in turn. Flex has no compiled backward on CPU; there its eager mathematics are tested."""
+    name: str = request.param
+    availability = flash_dmattn.selection.probe(name)
+    if not availability.usable:
+        pytest.skip(f"{name}: {availability.reason}")
+    if name == "flex" and DEVICE == "cpu":
+        from flex_fixture import eager_flex
+
+        with eager_flex():
+            yield Runner(name)
+    else:
+        yield Runner(name)
+
+
+@pytest.fixture
+def eager() -> Callable[..., Results]:
+    """The eager backend alone, for what every machine can test."""
+    return Runner("eager")

@@ -1,0 +1,32 @@
+"""FlexAttention's dense formula, forward and backward, on CPU: what its compiled kernels are checked against on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from flash_dmattn.backends import flex
+
+# What only the CPU kernel lacks: the formula writes lse and has a backward pass.
+LIFTED = ("cpu_backward", "cpu_lse")
+
+
+@contextmanager
+def eager_flex() -> Iterator[None]:
+    """Within it, `backend="flex"` on CPU traces as ever but runs FlexAttention's own dense formula, gradients included.
+
+    Three things are changed and put back: the graph compiler (dynamo's "eager" instead of Inductor), the refusal of
+    gradients on CPU in `torch.nn.attention.flex_attention`, and the two rules that follow from the CPU kernel alone.
+    """
+    import torch.nn.attention.flex_attention as torch_flex
+
+    from flash_dmattn.backends import flex_graph
+
+    validate, rules, compiler = torch_flex._validate_device, flex.RULES, flex_graph.compiler
+    torch_flex._validate_device = lambda query, key, value: None
+    flex.RULES = tuple(rule for rule in rules if rule.code not in LIFTED)
+    flex_graph.compiler = "eager"
+    try:
+        yield
+    finally:
+        torch_flex._validate_device, flex.RULES, flex_graph.compiler = validate, rules, compiler

@@ -1,0 +1,274 @@
+"""The command line: what each subcommand prints and exits with, with a working torch and with a broken one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import flash_dmattn
+from flash_dmattn.__main__ import main
+from flash_dmattn.backends import eager
+from flash_dmattn.cli import verify
+from flash_dmattn.selection import BACKENDS
+
+ROOT = Path(__file__).resolve().parent.parent
+EXPLAIN = "explain --q 2,4096,16,64 --kv-heads 4 --dtype bf16 --bias 1,16,4096,4096 --bias-grad --arch sm_80"
+
+
+def command(*words: str, path: str = str(ROOT), **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("FLASH_DMATTN_")}
+    return subprocess.run(
+        [sys.executable, "-m", "flash_dmattn", *words],
+        env=inherited | {"PYTHONPATH": path} | environment,
+        text=True,
+        capture_output=True,
+        timeout=300,
+    )
+
+
+def exit_status(line: str) -> int:
+    try:
+        return main(line.split())
+    except SystemExit as leaving:
+        assert isinstance(leaving.code, int)
+        return leaving.code
+
+
+def test_no_arguments_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    for name in ("info", "explain", "demo"):
+        assert re.search(rf"^ +{name}  ", printed, re.MULTILINE), printed
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_status("--version") == 0
+    assert capsys.readouterr().out == f"flash_dmattn {flash_dmattn.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("explain", "the following arguments are required: --q"),
+        ("explain --q 2,3,4", "q is (2, 3, 4); it needs 4 sizes: batch, seqlen_q, num_heads, head_dim"),
+        ("explain --q 2,x,4,8", "argument --q: '2,x,4,8' needs to be integers separated by commas"),
+        ("explain --q 2,-3,4,8", "argument --q: '2,-3,4,8' has -3; it needs integers of at least 0"),
+        ("explain --q 2,4,4,8 --seqlen-k -3", "argument --seqlen-k: '-3' has -3; it needs integers of at least 0"),
+        ("explain --q 2,4,4,8 --kv-heads 3", "q has 4 heads and k has 3;"),
+        ("explain --q 2,4,4,8 --bias 3,1,1,1", "bias has shape (3, 1, 1, 1)"),
+        ("explain --q 2,4,4,8 --bias-grad", "--bias-grad is given without --bias"),
+        ("explain --q 2,4,4,8 --window -2,0", "argument --window: '-2,0' has -2; it needs integers of at least -1"),
+        ("explain --q 2,4,4,8 --window 3", "argument --window: '3' has 1 integers; it needs two"),
+        ("explain --q 2,4,4,8 --softcap=-1", "softcap is -1.0; it needs to be finite and at least 0"),
+        ("explain --q 2,4,4,8 --dtype int8", "dtype is 'int8'; it needs to be one of fp16"),
+        ("explain --q 2,4,4,8 --arch hopper", "device is 'hopper'; it needs to be 'cpu' or a compute capability"),
+        ("explain --q 2,4,4,8 --backend magic", "backend 'magic' is unknown; it needs to be one of 'cuda'"),
+        ("explain --q 2,4,4,8 --backend a,b,c", "backend is 'a,b,c'; it needs to be one name, or forward and backward"),
+        ("explain --q 2,4,4,8 --backend flex,eager", "'flex' is one differentiable function"),
+        ("explain --q 2,4,4,8 --colour red", "unrecognized arguments: --colour red"),
+        ("frobnicate", "invalid choice: 'frobnicate'"),
+    ],
+)
+def test_invalid_arguments_are_one_line_and_exit_2(
+    line: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_status(line) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert message in printed.err
+    assert printed.err.startswith("python -m flash_dmattn") and printed.err.count("\n") == 1, printed.err
+
+
+def test_explain_prints_the_explanation(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(EXPLAIN.split()) == 0
+    expected = flash_dmattn.explain_problem(
+        q=(2, 4096, 16, 64), kv_heads=4, dtype="bf16", device="sm_80", bias=(1, 16, 4096, 4096), bias_grad=True
+    )
+    assert capsys.readouterr().out == f"{expected}\n"
+
+
+def test_explain_hands_every_argument_on(capsys: pytest.CaptureFixture[str]) -> None:
+    line = (
+        "explain --q 2,64,8,32 --kv-heads 2 --seqlen-k 96 --head-dim-v 16 --dtype fp32 --arch cpu --mask 1,1,64,96 "
+        "--bias 2,8,64,1 --bias-dtype fp16 --grad --bias-grad --causal --window -1,7 --softcap 20 --softmax-scale 0.5 "
+        "--deterministic --return-lse --backend eager,eager --json"
+    )
+    assert main(line.split()) == 0
+    printed = json.loads(capsys.readouterr().out)
+    expected = flash_dmattn.explain_problem(
+        q=(2, 64, 8, 32),
+        kv_heads=2,
+        seqlen_k=96,
+        head_dim_v=16,
+        dtype="fp32",
+        device="cpu",
+        mask=(1, 1, 64, 96),
+        bias=(2, 8, 64, 1),
+        bias_dtype="fp16",
+        grad=True,
+        bias_grad=True,
+        is_causal=True,
+        softmax_scale=0.5,
+        softcap=20.0,
+        window_size=(-1, 7),
+        deterministic=True,
+        return_lse=True,
+        backend=("eager", "eager"),
+    )
+    assert printed == json.loads(json.dumps(expected.to_dict()))
+    assert (printed["forward"], printed["backward"]) == ("eager", "eager")
+
+
+def test_explain_of_a_call_that_would_raise_is_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("explain --q 2,64,8,32 --arch cpu --backend cuda".split()) == 0
+    assert "backend='cuda' would raise" in capsys.readouterr().out
+
+
+def test_explain_defaults_to_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("explain --q 1,64,8,32".split()) == 0
+    here = "sm_{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else "cpu"
+    assert f"bfloat16 on {here}," in capsys.readouterr().out.splitlines()[0]
+
+
+def test_info_names_versions_backends_and_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    with flash_dmattn.disable_backends("flex"):
+        assert main(["info"]) == 0
+    printed = capsys.readouterr().out
+    for line in (rf"flash_dmattn +{flash_dmattn.__version__}, ", rf"torch +{re.escape(torch.__version__)} \("):
+        assert re.search(f"^{line}", printed, re.MULTILINE), printed
+    assert re.search(r"^backend eager +usable$", printed, re.MULTILINE), printed
+    assert re.search(r"^backend flex +not usable: it is switched off in this process", printed, re.MULTILINE), printed
+    assert re.search(r"^disabled +flex$", printed, re.MULTILINE), printed
+    column = printed.index(flash_dmattn.__version__)
+    for line in filter(None, printed.splitlines()):
+        assert line[column - 2 : column] == "  " and line[column] != " ", f"not aligned: {line!r}"
+
+
+def test_info_json_is_json_alone() -> None:
+    done = command("info", "--json", FLASH_DMATTN_BACKEND="eager", FLASH_DMATTN_DISABLE="flex")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert set(report["backends"]) == {"cuda", "triton", "flex", "eager", "reference"}
+    assert report["backends"]["eager"]["usable"] and not report["backends"]["flex"]["usable"]
+    assert report["settings"] == {"default_backend": "eager", "disabled": ["flex"], "fallback": "warn"}
+    assert report["environment"]["FLASH_DMATTN_BACKEND"] == "eager"
+    for name, found in report["backends"].items():
+        if not found["usable"] and name != "flex":
+            assert found["reason"] and found["exception"], f"{name} does not say why: {found}"
+
+
+@pytest.fixture
+def no_torch(tmp_path: Path) -> str:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libtorch_cpu.so: cannot open shared object file')")
+    return f"{tmp_path}{os.pathsep}{ROOT}"
+
+
+def test_info_works_with_a_broken_torch(no_torch: str) -> None:
+    plain, as_json = command("info", path=no_torch), command("info", "--json", path=no_torch)
+    assert plain.returncode == as_json.returncode == 0, plain.stderr + as_json.stderr
+    assert re.search(r"^torch +cannot be used: OSError: libtorch_cpu.so: cannot open", plain.stdout, re.MULTILINE)
+    report = json.loads(as_json.stdout)
+    assert report["torch"] == {"error": "OSError: libtorch_cpu.so: cannot open shared object file"}
+    assert report["flash_dmattn"]["version"] == flash_dmattn.__version__
+
+
+@pytest.mark.parametrize("words", [["info", "--verify"], EXPLAIN.split(), ["demo"]])
+def test_what_needs_torch_says_so_in_one_line(words: list[str], no_torch: str) -> None:
+    done = command(*words, path=no_torch)
+    assert done.returncode == 1
+    assert "error: torch cannot be imported: libtorch_cpu.so" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_demo_gets_the_rest_of_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setitem(sys.modules, "flash_dmattn.demo", SimpleNamespace(main=lambda argv: seen.append(argv) or 7))
+    assert main(["demo", "--help", "--steps", "3"]) == 7
+    assert seen == [["--help", "--steps", "3"]]
+
+
+class Wrong:
+    """Eager with one of its results scaled or replaced, to see that the verification notices."""
+
+    NAME, RULES, AUTO_RULES, probe = "wrong", (), (), staticmethod(eager.probe)
+
+    def __init__(self, name: str, factor: float) -> None:
+        self.name, self.factor = name, factor
+
+    def _spoil(self, names: tuple[str, ...], results: tuple[torch.Tensor | None, ...]) -> tuple[object, ...]:
+        return tuple(
+            x * self.factor if name == self.name and x is not None else x for name, x in zip(names, results)
+        )
+
+    def forward(self, *arguments: object) -> tuple[object, ...]:
+        return self._spoil(("out", "lse"), eager.forward(*arguments))
+
+    def backward(self, *arguments: object) -> tuple[object, ...]:
+        return self._spoil(("dq", "dk", "dv", "dbias"), eager.backward(*arguments))
+
+
+@pytest.fixture
+def registered(request: pytest.FixtureRequest) -> Iterator[None]:
+    backend = Wrong(*request.param)
+    flash_dmattn.register_backend(backend)
+    yield
+    del BACKENDS[backend.NAME]
+
+
+def test_verify_passes_and_lists_what_does_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+    with flash_dmattn.disable_backends("flex"):  # compiled: the tests of flex compare it case by case
+        assert main(["info", "--verify"]) == 0
+    printed = capsys.readouterr().out
+    for case in verify.CASES:
+        assert re.search(rf"^eager +{case.name} .*<.* pass$", printed, re.MULTILINE), printed
+    assert re.search(r"^flex +all .* not run\n +because it is switched off", printed, re.MULTILINE), printed
+    assert re.search(r", 0 failed, \d+ not run$", printed, re.MULTILINE), printed
+
+
+@pytest.mark.parametrize(
+    "registered",
+    [("out", 1.001), ("lse", 1.001), ("dq", 1.001), ("dk", 0.999), ("dv", 0.0), ("dbias", -1.0), ("out", float("nan"))],
+    indirect=True,
+)
+def test_verify_notices_a_wrong_result(
+    registered: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with flash_dmattn.disable_backends("flex", "reference"):
+        assert main(["info", "--verify", "--json"]) == 1
+    printed = capsys.readouterr()
+    outcomes = json.loads(printed.out, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))["verify"]
+    verdicts = {(outcome["backend"], outcome["case"]): outcome["verdict"] for outcome in outcomes}
+    assert verdicts["wrong", "all together"] == "FAIL" and verdicts["eager", "all together"] == "pass"
+    assert ">" in printed.err, "the table marks what is over its limit"
+
+
+def test_verify_reports_a_backend_that_raises(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
+        raise RuntimeError("illegal memory access")
+
+    monkeypatch.setattr(eager, "forward", broken)
+    with flash_dmattn.disable_backends("flex"):
+        assert main(["info", "--verify"]) == 1
+    printed = capsys.readouterr().out
+    assert re.search(r"^eager +causal .*FAIL\n +RuntimeError: illegal memory access", printed, re.MULTILINE), printed
+
+
+def test_error_compares_infinities_and_keeps_nan() -> None:
+    oracle = torch.tensor([1.0, -torch.inf, 2.0], dtype=torch.float64)
+    assert verify.error(oracle.float(), oracle) == 0.0
+    assert verify.error(torch.tensor([1.0, 0.0, 2.0]), oracle) == float("inf")
+    assert not verify.error(torch.tensor([torch.nan, -torch.inf, 2.0]), oracle) <= 1.0
+    assert verify.error(torch.tensor([1.0, -torch.inf, torch.inf]), oracle) == float("inf")
+    assert verify.error(torch.full((2,), 3e-3), torch.zeros(2, dtype=torch.float64)) == pytest.approx(3e-3 * 2**0.5)

@@ -1,0 +1,154 @@
+"""Every Python block of README.md and docs/*.md is executed, and every example in a docstring.
+
+By hand: `python tests/test_docs.py docs/masks.md` from the root of the checkout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import importlib
+import io
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import traceback
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if page.is_file()]
+FENCE = re.compile(r"^( *)(`{3,}|~{3,}) *([^\s`]*).*$")
+# A module that needs one of these may be missing it; any other failing import is a failure.
+OPTIONAL = {"triton", "matplotlib", "rich", "numpy", "transformers"}
+
+
+class Block(NamedTuple):
+    """A fenced block: what follows the fence, the line of its first line (from 1), and its text."""
+
+    language: str
+    line: int
+    text: str
+
+
+def fenced_blocks(page: str) -> list[Block]:
+    blocks: list[Block] = []
+    opening: tuple[str, str, int] | None = None
+    body: list[str] = []
+    for number, line in enumerate(page.splitlines(), start=1):
+        fence = FENCE.match(line)
+        if opening is None:
+            if fence:
+                opening, body = (fence[2], fence[3], number + 1), []
+        elif fence and fence[2].startswith(opening[0]) and not fence[3]:
+            blocks.append(Block(opening[1], opening[2], textwrap.dedent("\n".join(body)) + "\n"))
+            opening = None
+        else:
+            body.append(line)
+    assert opening is None, f"the block that starts on line {opening and opening[2] - 1} has no end"
+    return blocks
+
+
+def trimmed(text: str) -> str:
+    return "\n".join(line.rstrip() for line in text.strip("\n").splitlines())
+
+
+def execute(page: Path) -> None:
+    """Run the Python blocks of a page in one namespace; a ```text block that comes next is what the block prints."""
+    blocks = fenced_blocks(page.read_text(encoding="utf-8"))
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for block, following in zip(blocks, [*blocks[1:], None]):
+        if block.language != "python":
+            odd = block.language.lower().startswith(("py", "{"))
+            assert not odd, f"{page.name}:{block.line}: write ```python, not ```{block.language}, so that it runs"
+            continue
+        where = f"{page.name}, the block on line {block.line}"
+        printed = io.StringIO()
+        try:
+            # The empty lines make the line numbers of a traceback those of the page.
+            code = compile("\n" * (block.line - 1) + block.text, str(page), "exec")
+            with contextlib.redirect_stdout(printed):
+                exec(code, namespace)
+        except BaseException:
+            sys.exit(f"{where} fails:\n\n{block.text}\n{traceback.format_exc()}\nIt had printed:\n{printed.getvalue()}")
+        if following is None or following.language != "text":
+            continue
+        if trimmed(printed.getvalue()) != trimmed(following.text):
+            sys.exit(
+                f"{where} does not print what the ```text block on line {following.line} says.\n\n{block.text}\n"
+                f"It prints:\n{printed.getvalue()}\nThe page says:\n{following.text}"
+            )
+    print(f"{page.name}: {sum(block.language == 'python' for block in blocks)} blocks executed")
+
+
+def modules_with_examples() -> list[str]:
+    """Modules whose source has a `>>>`, found by reading, so that collecting the tests imports nothing."""
+    found = []
+    for folder, package in (("flash_dmattn", ""), ("reference", "flash_dmattn."), ("triton_kernels", "flash_dmattn.")):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            # Importing __main__ runs the command line.
+            if file.stem != "__main__" and re.search(r"^\s*>>> ", file.read_text(encoding="utf-8"), re.MULTILINE):
+                parts = file.relative_to(ROOT).with_suffix("").parts
+                found.append(package + ".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_page(page: Path, tmp_path: Path) -> None:
+    # A fresh interpreter per page: what a reader has who copies the blocks, and settings made there stay there.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("FLASH_DMATTN_")}
+    environment |= {"PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"}
+    command = [sys.executable, __file__, str(page)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", modules_with_examples())
+def test_examples_in_docstrings(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in OPTIONAL:
+            raise
+        pytest.skip(f"{name} needs {error.name}, which is not installed")
+    result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
+    assert result.attempted > 0, f"{name} has a >>> that doctest does not find, as in a comment or a private string"
+    assert result.failed == 0, f"{result.failed} of {result.attempted} examples fail"
+
+
+def test_blocks_are_found_where_they_are() -> None:
+    page = "# t\n\n```python\na = 1\n```\n\ntext\n\n1. item\n   ````python\n   b = '```'\n   ````\n```text\nout\n```\n"
+    assert fenced_blocks(page) == [
+        Block("python", 4, "a = 1\n"),
+        Block("python", 11, "b = '```'\n"),
+        Block("text", 14, "out\n"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("page", "message"),
+    [
+        ("```python\nx = 1\n```\n```python\nprint(x)\n```\n```text\n1\n```\n", ""),
+        ("```python\nx = 1\n```\n```python\nprint(x)\n```\n```text\n2\n```\n", "line 5 does not print what"),
+        ("text\n```python\nundefined\n```\n", "the block on line 3 fails"),
+        ("```py\nx = 1\n```\n", "write ```python, not ```py"),
+    ],
+)
+def test_a_wrong_page_is_refused(page: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "page.md"
+    file.write_text(page)
+    if message:
+        with pytest.raises((SystemExit, AssertionError), match=re.escape(message)):
+            execute(file)
+    else:
+        execute(file)
+
+
+if __name__ == "__main__":
+    execute(Path(sys.argv[1]).resolve())

@@ -1,0 +1,107 @@
+"""Corners of the contract on every backend: lengths of 0, 1 and odd, and every layout in memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from accuracy import assert_accurate
+from cases import DEVICE, Case
+from conftest import Runner
+from layouts import LAYOUTS, rearranged
+
+FULL = ("B", "Hq", "Lq", "Lk")
+
+
+@pytest.mark.parametrize("seqlen_q", (1, 2, 63, 65))
+@pytest.mark.parametrize("seqlen_k", (1, 2, 63, 65))
+@pytest.mark.parametrize("is_causal", (False, True))
+def test_lengths(backend: Runner, seqlen_q: int, seqlen_k: int, is_causal: bool) -> None:
+    case = Case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, is_causal=is_causal, bias=("1", "Hk", "1", "Lk"), dlse=True)
+    inputs = case.build()
+    assert_accurate(backend(case, inputs), case, inputs)
+
+
+@pytest.mark.parametrize("empty", ("batch", "seqlen_q", "seqlen_k"))
+@pytest.mark.parametrize("is_causal", (False, True))
+@pytest.mark.parametrize("forms", ((None, None), (FULL, FULL), (("1", "1", "1", "Lk"), ("1", "Hq", "Lq", "1"))))
+def test_sizes_of_zero(backend: Runner, empty: str, is_causal: bool, forms: tuple) -> None:
+    mask, bias = forms
+    case = Case(is_causal=is_causal, mask=mask, bias=bias, dlse=True, **{empty: 0})
+    inputs = case.build()
+    results = backend(case, inputs)
+    assert_accurate(results, case, inputs)
+    if empty == "seqlen_k":
+        assert (results["out"] == 0).all() and (results["lse"] == -torch.inf).all()
+    for name in ("dq", "dk", "dv", "dbias"):
+        assert results[name] is None or (results[name] == 0).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "forms",
+    ((None, None), (FULL, FULL), (("1", "Hk", "1", "Lk"), ("B", "1", "Lq", "1")), (("Lq", "Lk"), ("Hq", "1", "Lk"))),
+)
+def test_layouts(backend: Runner, layout: str, forms: tuple) -> None:
+    mask, bias = forms
+    case = Case(mask=mask, bias=bias, dlse=True, is_causal=True, seqlen_q=13, seqlen_k=19)
+    inputs = case.build()
+    moved = rearranged(inputs, LAYOUTS[layout])
+    assert_accurate(backend(case, moved), case, inputs)
+
+
+@pytest.mark.parametrize("is_batch_1", (False, True))
+def test_absurd_strides_on_sizes_of_one(backend: Runner, is_batch_1: bool) -> None:
+    case = Case(batch=1 if is_batch_1 else 2, num_heads=1, num_heads_k=1, mask=FULL, bias=FULL)
+    inputs = case.build()
+    assert_accurate(backend(case, rearranged(inputs, LAYOUTS["absurd_strides"])), case, inputs)
+
+
+@pytest.mark.parametrize("small", (("1", "Hq", "1", "Lk"), ("1", "1", "Lq", "Lk"), ("B", "1", "1", "1")))
+def test_expanded_mask_and_bias_equal_their_copies(backend: Runner, small: tuple[str, ...]) -> None:
+    case = Case(mask=small, bias=small)
+    inputs = case.build()
+    shape = case.sizes(FULL)
+    expanded = replace(inputs, mask=inputs.mask.expand(shape), bias=inputs.bias.expand(shape))
+    copied = replace(inputs, mask=expanded.mask.contiguous(), bias=expanded.bias.contiguous())
+    exact = case.with_(mask=FULL, bias=FULL)
+    results = backend(exact, expanded)
+    assert results["dbias"].shape == shape
+    assert_accurate(results, exact, copied)
+
+
+def test_expanded_keys_and_values(backend: Runner) -> None:
+    case = Case(mask=FULL)
+    inputs = case.build()
+    shape = inputs.k.shape
+    expanded = replace(inputs, k=inputs.k[:1].expand(shape), v=inputs.v[:, :, :1].expand(shape))
+    copied = replace(expanded, k=expanded.k.contiguous(), v=expanded.v.contiguous())
+    assert_accurate(backend(case, expanded), case, copied)
+
+
+def test_dout_in_a_layout_of_its_own(backend: Runner) -> None:
+    case = Case(bias=FULL)
+    inputs = case.build()
+    for layout in LAYOUTS.values():
+        assert_accurate(backend(case, replace(inputs, dout=layout(inputs.dout))), case, inputs)
+    expanded = replace(inputs, dout=inputs.dout[:, :, :1, :1].expand_as(inputs.dout))
+    assert_accurate(backend(case, expanded), case, replace(expanded, dout=expanded.dout.contiguous()))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="bfloat16 at realistic sizes is what a GPU is for")
+@pytest.mark.parametrize("seqlen", (127, 128, 129, 1000, 1024))
+@pytest.mark.parametrize("form", (None, FULL))
+def test_gpu_sizes(backend: Runner, seqlen: int, form: tuple[str, ...] | None) -> None:
+    case = Case(
+        seqlen_q=seqlen,
+        seqlen_k=seqlen + 40,
+        head_dim=64,
+        dtype=torch.bfloat16,
+        is_causal=True,
+        mask=form,
+        mask_kind="empty_tiles",
+        bias=("1", "Hk", "1", "Lk"),
+    )
+    inputs = case.build()
+    assert_accurate(backend(case, inputs), case, inputs)

@@ -1,0 +1,110 @@
+"""What `import flash_dmattn` costs and loads, and that it survives each optional package being broken."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+MEASURE = """
+import json, sys, time
+import torch
+before = set(sys.modules)
+start = time.perf_counter()
+import flash_dmattn
+seconds = time.perf_counter() - start
+print(json.dumps({"seconds": seconds, "loaded": sorted(set(sys.modules) - before)}))
+"""
+
+# Each costs a second or more to load, or is not installed everywhere, or is a part that few programs use.
+LAZY = (
+    "triton",
+    "torch.nn.attention.flex_attention",
+    "torch._dynamo",
+    "torch._inductor",
+    "matplotlib",
+    "rich",
+    "numpy",
+    "flash_dmattn.nn",
+    "flash_dmattn.demo",
+    "flash_dmattn.cli",
+    "flash_dmattn.__main__",
+)
+
+BROKEN = """
+import sys
+import torch
+
+class Broken:
+    def find_spec(self, name, path=None, target=None):
+        if name == {package!r} or name.startswith({package!r} + "."):
+            raise {error}("this package is broken")
+
+loaded = [name for name in sys.modules if name == {package!r} or name.startswith({package!r} + ".")]
+for name in loaded:
+    del sys.modules[name]
+sys.meta_path.insert(0, Broken())
+
+import flash_dmattn
+q, k, v = torch.randn(3, 2, 6, 2, 8, dtype=torch.float64).unbind()
+q.requires_grad_()
+bias = torch.randn(6, 6, dtype=torch.float64, requires_grad=True)
+scores = torch.einsum("bihd,bjhd->bhij", q, k) * 8**-0.5 + bias
+want = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
+want_grads = torch.autograd.grad(want.square().sum(), (q, bias))
+for backend in ("eager", "auto"):
+    out = flash_dmattn.attention(q, k, v, bias=bias, backend=backend)
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), (q, bias)), want_grads)
+flash_dmattn.available_backends()
+print(flash_dmattn.explain(q, k, v, bias=bias))
+{then}
+"""
+
+FORCE_FLEX = """
+try:
+    flash_dmattn.attention(q.float(), k.float(), v.float(), backend="flex")
+except flash_dmattn.BackendUnavailableError as error:
+    assert type(error.__cause__) is {error}, repr(error.__cause__)
+    assert "this package is broken" in str(error), error
+    assert "eager" in str(error), error
+else:
+    raise AssertionError("flex ran without torch.nn.attention.flex_attention")
+"""
+
+
+def run(code: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("FLASH_DMATTN_")}
+    environment["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, text=True, capture_output=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_import_adds_at_most_50_ms_to_torch() -> None:
+    # The least of five runs: what else the machine does can only add to it.
+    seconds = min(json.loads(run(MEASURE))["seconds"] for _ in range(5))
+    assert seconds <= 0.050, f"import flash_dmattn takes {1e3 * seconds:.0f} ms after torch; 50 ms is the budget"
+
+
+def test_import_loads_nothing_heavy() -> None:
+    loaded = json.loads(run(MEASURE))["loaded"]
+    assert "flash_dmattn" in loaded
+    heavy = [name for name in loaded if any(name == lazy or name.startswith(lazy + ".") for lazy in LAZY)]
+    assert not heavy, f"import flash_dmattn also loads {heavy}"
+
+
+@pytest.mark.parametrize("error", ["ImportError", "OSError"])
+@pytest.mark.parametrize("package", ["triton", "torch.nn.attention.flex_attention", "matplotlib", "rich", "numpy"])
+def test_broken_optional_package_costs_only_what_needs_it(package: str, error: str) -> None:
+    then = FORCE_FLEX.format(error=error) if package.endswith("flex_attention") else ""
+    report = run(BROKEN.format(package=package, error=error, then=then))
+    assert "eager" in report

@@ -1,0 +1,115 @@
+"""The picture of a mask: every pixel's colour, what pooling keeps, its texts, and what it refuses."""
+
+import sys
+
+import pytest
+import torch
+
+from flash_dmattn import masks
+from flash_dmattn.masks import drawing
+
+pytest.importorskip("matplotlib")
+
+LONE_KEY = tuple(m + (a - m) / 3 for m, a in zip(drawing.PARTIAL_MASKED, drawing.PARTIAL_ATTENDS, strict=True))
+
+
+def pixels(figure):
+    """The RGB picture that the figure shows."""
+    return torch.tensor(figure.axes[0].images[0].get_array())
+
+
+def assert_color(pixel, rgb):
+    torch.testing.assert_close(pixel.double(), torch.tensor(rgb, dtype=torch.float64), atol=0.01, rtol=0)
+
+
+@pytest.mark.parametrize("block_size", [1, 2, (3, 4), 128])
+def test_pixels_of_a_small_mask_are_its_tokens_coloured_by_tile(block_size):
+    mask = torch.rand(7, 9, generator=torch.Generator().manual_seed(0)) < 0.5
+    mask[:4, :4] = True
+    mask[3:, 6:] = False
+    picture = pixels(masks.show(mask, block_size=block_size))
+    assert picture.shape == (7, 9, 3)
+    block_q, block_k = (block_size, block_size) if isinstance(block_size, int) else block_size
+    for i in range(7):
+        for j in range(9):
+            top, left = i // block_q * block_q, j // block_k * block_k
+            tile = mask[top : top + block_q, left : left + block_k]
+            partial = drawing.PARTIAL_ATTENDS if mask[i, j] else drawing.PARTIAL_MASKED
+            rgb = drawing.FULL_TILE if tile.all() else partial if tile.any() else drawing.EMPTY_TILE
+            assert_color(picture[i, j], rgb)
+
+
+def test_large_masks_are_pooled_and_a_lone_key_stays_visible():
+    mask = torch.zeros(4000, 3001, dtype=torch.bool)
+    mask[1777, 2999] = True
+    mask[:512, :512] = True
+    figure = masks.show(mask, block_size=256)
+    picture = pixels(figure)
+    assert picture.shape == (667, 751, 3)  # 6 x 4 tokens a pixel
+    assert_color(
+        picture[1777 // 6, 2999 // 4], tuple(c + (d - c) / 36 for c, d in zip(LONE_KEY, drawing.PARTIAL_ATTENDS))
+    )
+    assert_color(picture[0, 0], drawing.FULL_TILE)
+    assert_color(picture[600, 600], drawing.EMPTY_TILE)
+    # The axes stay in tokens.
+    assert figure.axes[0].images[0].get_extent() == [0, 3001, 4000, 0]
+
+
+def test_texts():
+    figure = masks.show(masks.causal_mask(6, 4), block_size=2, title="a name")
+    axes = figure.axes[0]
+    assert axes.get_title() == (
+        "a name\n6 x 4 (queries x keys), density 41.7%, empty rows 2\ntiles 2x2: 50.0% active, 16.7% full"
+    )
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("key (token)", "query (token)")
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "empty tile: skipped",
+        "full tile: no mask inside",
+        "partial tile: attends",
+        "partial tile: masked",
+    ]
+
+
+def test_batch_head_and_lengths_choose_the_plane():
+    mask = torch.zeros(2, 3, 1, 4, dtype=torch.bool)
+    mask[1, 2, 0, 1] = True
+    picture = pixels(masks.show(mask, batch=1, head=2, seqlen_q=5, block_size=1))
+    assert picture.shape == (5, 4, 3)
+    assert_color(picture[4, 1], drawing.FULL_TILE)
+    assert_color(pixels(masks.show(mask, batch=1, head=1, block_size=1))[0, 1], drawing.EMPTY_TILE)
+    # A mask shared by all heads is that of any head.
+    assert_color(pixels(masks.show(mask[1:, 2:], batch=7, head=7, block_size=1))[0, 1], drawing.FULL_TILE)
+
+
+def test_saves_a_png_and_draws_in_given_axes(tmp_path):
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    left, right = figure.subplots(1, 2)
+    assert masks.show(masks.causal_mask(8, 8), ax=right, path=tmp_path / "mask.png") is figure
+    assert not left.images and len(right.images) == 1 and right.get_legend() is not None
+    assert (tmp_path / "mask.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"masks\.show needs matplotlib, .* pip install matplotlib") as caught:
+        masks.show(masks.causal_mask(2, 2))
+    assert caught.value.__cause__ is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"mask": torch.ones(2, 2)}, TypeError, r"mask has dtype torch\.float32 and must be torch\.bool"),
+        ({"batch": 2}, ValueError, r"batch is 2 and mask has 2 \(shape \(2, 3, 4, 4\)\); it must be < 2"),
+        ({"head": 3}, ValueError, r"head is 3 and mask has 3"),
+        ({"head": -1}, ValueError, r"head is -1 and must be >= 0"),
+        ({"block_size": 0}, ValueError, r"block_size\[0\] is 0 and must be >= 1"),
+        ({"seqlen_k": 9}, ValueError, r"mask has seqlen_k = 4 .* not 9 or 1"),
+        ({"mask": torch.ones(3, 0, dtype=torch.bool)}, ValueError, r"nothing to draw; every dim must be >= 1"),
+    ],
+)
+def test_errors(arguments, error, message):
+    with pytest.raises(error, match=message):
+        masks.show(**{"mask": torch.ones(2, 3, 4, 4, dtype=torch.bool), **arguments})

@@ -1,0 +1,301 @@
+"""The choice of a backend: auto, forced, in pairs, registered, broken, and the fallback to eager on an accelerator."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from importlib.abc import MetaPathFinder
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from out_of_tree import Differentiable, KernelPair, registered
+from torch import Tensor
+
+import flash_dmattn
+from flash_dmattn import FallbackWarning, selection, settings
+from flash_dmattn.backends import cuda, reference, triton
+from flash_dmattn.backends.protocol import Availability, Rule
+from flash_dmattn.problem import AttentionProblem, Need
+
+FORWARD_ONLY = Rule("forward_only", lambda p: False, lambda p: "there is no backward kernel yet", "", ("backward",))
+
+
+@pytest.fixture(autouse=True)
+def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn")):
+        monkeypatch.setattr(settings.process, name, value)
+    monkeypatch.setattr(selection, "_warned", set())
+
+
+def inputs(**flags: object) -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    q = torch.randn(2, 5, 4, 8, dtype=torch.float64, requires_grad=True)
+    k, v = torch.randn(2, 2, 7, 2, 8, dtype=torch.float64).requires_grad_().unbind()
+    bias = torch.randn(1, 2, 1, 7, dtype=torch.float64, requires_grad=True)
+    return q, k, v, torch.rand(5, 7) > 0.3, bias
+
+
+def results(backend: object = "auto") -> list[Tensor]:
+    """out, lse and the gradients of q, k and v together, and bias."""
+    q, k, v, mask, bias = inputs()
+    out, lse = flash_dmattn.attention(q, k, v, mask, bias, return_lse=True, backend=backend)
+    return [out, lse, *torch.autograd.grad(out.sin().sum() + lse.cos().sum(), (q, k, v, bias))]
+
+
+def on_gpu(need: bool = False, **changes: object) -> AttentionProblem:
+    """A call on an accelerator that no kernel backend of this version serves."""
+    problem = flash_dmattn.explain_problem((2, 4096, 16, 64), kv_heads=4, device="sm_80", bias=(1, 16, 1, 4096)).problem
+    return dataclasses.replace(problem, need=Need(need, need, need, need), **changes)
+
+
+# Registered backends
+
+
+@pytest.mark.parametrize("requested", ["auto", "ours", ("ours", "ours"), ("ours", "eager"), ("eager", "ours")])
+def test_kernel_backend_out_of_tree_runs_both_passes(requested: object) -> None:
+    ours, want = KernelPair("ours"), results("reference")
+    with registered(ours, before="eager"), flash_dmattn.record_decisions() as decisions:
+        assert flash_dmattn.available_backends().index("ours") < flash_dmattn.available_backends().index("eager")
+        torch.testing.assert_close(results(requested), want)
+    passes = {"auto": ("ours", "ours"), "ours": ("ours", "ours")}.get(requested, requested)
+    assert [(d.forward, d.backward) for d in decisions] == [passes]
+    assert ours.ran == [name for name, backend in zip(("forward", "backward"), passes) if backend == "ours"]
+    assert "ours" not in flash_dmattn.available_backends()
+
+
+def test_differentiable_backend_out_of_tree() -> None:
+    ours, want = Differentiable("ours"), results("reference")
+    with registered(ours, before="eager"), flash_dmattn.record_decisions() as decisions:
+        torch.testing.assert_close(results(), want)
+        for pair in (("ours", "eager"), ("eager", "ours")):
+            with pytest.raises(ValueError, match=r"'ours' is one differentiable function .* two of .*'eager'"):
+                results(pair)
+        torch.testing.assert_close(results(("ours", "ours")), want)
+    assert ours.ran == ["attention", "attention"]
+    assert [(d.forward, d.backward) for d in decisions] == [("ours", "ours")] * 2
+
+
+def test_without_before_a_backend_comes_last() -> None:
+    first, last = KernelPair("first"), KernelPair("last")
+    with registered(first, before="cuda"), registered(last):
+        assert list(selection.BACKENDS) == ["first", "cuda", "triton", "flex", "eager", "reference", "last"]
+        results()
+    assert first.ran == ["forward", "backward"]
+    assert last.ran == []
+
+
+@pytest.mark.parametrize("pair", ["auto", ("ours", "eager")])
+def test_backend_of_a_forward_alone_is_paired(pair: object) -> None:
+    ours, want = KernelPair("ours", rules=(FORWARD_ONLY,)), results("reference")
+    with registered(ours, before="eager"), flash_dmattn.record_decisions() as decisions:
+        torch.testing.assert_close(results(pair), want)
+        with torch.no_grad():
+            q, k, v, mask, bias = inputs()
+            torch.testing.assert_close(flash_dmattn.attention(q, k, v, mask, bias, backend="ours"), want[0])
+        with pytest.raises(flash_dmattn.BackendUnsupportedError, match="there is no backward kernel yet") as caught:
+            results("ours")
+    assert [(d.forward, d.backward) for d in decisions] == [("ours", "eager"), ("ours", None)]
+    assert [reason.code for reason in caught.value.reasons] == ["forward_only"]
+    assert caught.value.accepted_by == ("eager", "reference") or "flex" in caught.value.accepted_by
+
+
+def test_auto_passes_over_what_a_backend_keeps_to_its_name() -> None:
+    shy = KernelPair("shy", auto_rules=(Rule("small", lambda p: p.seqlen_k > 64, lambda p: f"only {p.seqlen_k} keys"),))
+    with registered(shy, before="eager"):
+        results()
+        assert shy.ran == []
+        results("shy")
+    assert shy.ran == ["forward", "backward"]
+
+
+def test_registration_is_checked() -> None:
+    def checked(error: type[Exception], text: str, backend: object, **flags: object) -> None:
+        order = list(selection.BACKENDS)
+        with pytest.raises(error, match=text), registered():
+            flash_dmattn.register_backend(backend, **flags)
+        assert list(selection.BACKENDS) == order
+
+    checked(ValueError, "backend name 'eager' is taken", KernelPair("eager"))
+    checked(ValueError, "backend name 'auto' is taken", KernelPair("auto"))
+    checked(ValueError, "before is 'nope'; it needs to be one of 'cuda', ", KernelPair("ours"), before="nope")
+    parts = {"NAME": "ours", "RULES": (), "AUTO_RULES": (), "probe": lambda: Availability(True)}
+    checked(TypeError, "has no forward, backward; see flash_dmattn.backends.protocol", SimpleNamespace(**parts))
+    for name in parts:
+        whole = {**parts, "attention": reference.attention}
+        del whole[name]
+        checked(TypeError, f"has no {name}; see", SimpleNamespace(**whole))
+
+
+# Refusals
+
+
+def test_forced_backend_that_does_not_work_here() -> None:
+    cause = OSError("libours.so: cannot open shared object file")
+    broken = KernelPair("broken", availability=Availability(False, "libours cannot be loaded", "reinstall", cause))
+    with registered(broken, before="cuda"):
+        with pytest.raises(flash_dmattn.BackendUnavailableError) as caught:
+            results("broken")
+        assert results()[0].shape == (2, 5, 4, 8)
+        assert "broken" not in flash_dmattn.available_backends()
+    error = caught.value
+    assert error.backend == "broken"
+    assert error.__cause__ is cause
+    assert [tuple(reason) for reason in error.reasons] == [
+        ("broken", "unavailable", "libours cannot be loaded", "reinstall")
+    ]
+    assert "eager" in error.accepted_by and "broken" not in error.accepted_by
+    assert "backend 'broken' is not available: batch 2, 5 queries x 7 keys, 4 heads on 2 key-value" in str(error)
+    assert "\n  - libours cannot be loaded (reinstall)\n" in str(error)
+    assert "\n  backends that accept it: " in str(error)
+
+
+def test_forced_backend_that_refuses_the_call_gives_every_reason() -> None:
+    rules = (
+        Rule("dtype", lambda p: p.dtype != torch.float64, lambda p: f"dtype is {p.dtype}", "cast q, k and v"),
+        Rule("heads", lambda p: p.num_heads == p.num_heads_k, lambda p: f"{p.num_heads} heads on {p.num_heads_k}"),
+        Rule("batch", lambda p: p.batch < 9, lambda p: "never said"),
+        FORWARD_ONLY,
+    )
+    with registered(KernelPair("picky", rules=rules)), pytest.raises(flash_dmattn.BackendUnsupportedError) as caught:
+        results("picky")
+    error = caught.value
+    assert isinstance(error, flash_dmattn.BackendError) and isinstance(error, RuntimeError)
+    assert error.__cause__ is None
+    assert [reason.code for reason in error.reasons] == ["dtype", "heads", "forward_only"]
+    for text in ("'picky' does not support this call", "dtype is torch.float64 (cast q, k and v)", "4 heads on 2"):
+        assert text in str(error)
+    assert "'eager', 'reference'" in str(error)
+
+
+def test_probabilities_are_refused_by_every_backend_but_the_reference() -> None:
+    x = torch.randn(1, 3, 2, 8)
+    with pytest.raises(flash_dmattn.BackendUnsupportedError, match="return_probs is set") as caught:
+        flash_dmattn.attention(x, x, x, return_probs=True, backend="eager")
+    assert caught.value.accepted_by == ("reference",)
+    with pytest.raises(flash_dmattn.BackendUnsupportedError, match="no backend accepts this call") as caught:
+        flash_dmattn.attention(x, x, x, return_probs=True)
+    assert caught.value.backend == "auto"
+    assert {reason.backend for reason in caught.value.reasons} == {"cuda", "triton", "flex", "eager", "reference"}
+    assert "by name it can run on: 'reference'" in str(caught.value)
+    out, probs = flash_dmattn.attention(x, x, x, return_probs=True, backend="reference")
+    torch.testing.assert_close(torch.einsum("bhij,bjhd->bihd", probs, x), out)
+    assert len(flash_dmattn.attention(x, x, x, return_probs=True, return_lse=True, backend="reference")) == 3
+
+
+def test_auto_with_everything_disabled_says_so_for_each() -> None:
+    with flash_dmattn.disable_backends(*selection.BACKENDS):
+        with pytest.raises(flash_dmattn.BackendUnsupportedError, match="no backend accepts this call") as caught:
+            results()
+        assert flash_dmattn.available_backends() == ()
+    disabled = [reason.backend for reason in caught.value.reasons if reason.code == "disabled"]
+    assert disabled == list(selection.BACKENDS)
+    assert caught.value.accepted_by == ()
+
+
+# Probes
+
+
+@pytest.mark.parametrize("error", [ImportError, OSError, RuntimeError, AttributeError])
+@pytest.mark.parametrize(
+    ("backend", "module"), [(cuda, "flash_dmattn._C"), (triton, "flash_dmattn.triton_kernels.forward")]
+)
+def test_probe_of_a_broken_install_keeps_the_exception_and_never_raises(
+    backend: ModuleType, module: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts: list[str] = []
+
+    class Broken(MetaPathFinder):
+        def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+            if name == module:
+                attempts.append(name)
+                raise error("undefined symbol: cudaGetDevice")
+
+    monkeypatch.setattr(backend, "_found", None)
+    monkeypatch.delitem(__import__("sys").modules, module, raising=False)
+    monkeypatch.setattr("sys.meta_path", [Broken(), *__import__("sys").meta_path])
+    found = backend.probe()
+    assert backend.probe() is found
+    assert attempts == [module]
+    assert not found.usable
+    assert type(found.exception) is error
+    assert "undefined symbol: cudaGetDevice" in found.reason
+    with pytest.raises(flash_dmattn.BackendUnavailableError, match="undefined symbol") as caught:
+        results(backend.NAME)
+    assert caught.value.__cause__ is found.exception
+    torch.testing.assert_close(results("auto"), results("reference"))
+
+
+def test_probe_is_left_alone_where_a_rule_refuses_already() -> None:
+    probes: list[int] = []
+    ours = KernelPair("ours", rules=(Rule("device", lambda p: p.device == "cuda", lambda p: f"device is {p.device}"),))
+    ours.probe = lambda: probes.append(1) or Availability(True)
+    with registered(ours, before="eager"):
+        results()
+    assert probes == []
+
+
+# The fallback on an accelerator
+
+
+def test_fallback_warns_once_per_cause_with_bytes_and_reasons() -> None:
+    problem = on_gpu()
+    with flash_dmattn.disable_backends("flex"):
+        with pytest.warns(FallbackWarning) as caught:
+            assert selection.select(problem, "auto").forward.NAME == "eager"
+            selection.select(problem, "auto")
+            selection.select(dataclasses.replace(problem, batch=1), "auto")
+        (text,) = [str(warning.message) for warning in caught]
+        with pytest.warns(FallbackWarning, match="dtype is torch.float32"):
+            selection.select(dataclasses.replace(problem, dtype=torch.float32), "auto")
+    # The least of the chunk budget and three copies of 2 * 16 * 4096 * 4096 fp32 scores.
+    assert text.startswith("attention runs on eager PyTorch, with up to 256.0 MB of temporaries: batch 2, 4096 queries")
+    for line in (
+        "\n  - cuda: the GPU is sm_80; the kernels are written for sm_90a",
+        "\n  - triton: flash_dmattn.triton_kernels.forward is not in this installation",
+        "\n  - flex: it is switched off in this process",
+        '\n  set_fallback("error") turns this warning into an error',
+    ):
+        assert line in text
+    assert "  - eager" not in text and "reference" not in text
+
+
+def test_fallback_warning_points_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "falls_back", lambda *_: True)
+    with pytest.warns(FallbackWarning) as caught:
+        results()
+    assert caught[0].filename == __file__
+
+
+def test_small_call_names_few_bytes() -> None:
+    problem = on_gpu(batch=1, num_heads=2, num_heads_k=2, seqlen_q=128, seqlen_k=512, bias=None)
+    with flash_dmattn.disable_backends("flex"), pytest.warns(FallbackWarning, match=r"up to 1\.5 MB of temporaries"):
+        selection.select(problem, "auto")
+
+
+def test_fallback_can_be_an_error_or_silent() -> None:
+    flash_dmattn.disable_backends("flex")
+    flash_dmattn.set_fallback("error")
+    with pytest.raises(flash_dmattn.BackendUnsupportedError, match="attention runs on eager PyTorch") as caught:
+        selection.select(on_gpu(need=True), "auto")
+    assert caught.value.accepted_by == ("eager",)
+    assert {reason.backend for reason in caught.value.reasons} == {"cuda", "triton", "flex"}
+    assert 'set_fallback("error") is in force' in str(caught.value)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert selection.select(on_gpu(), "eager").forward.NAME == "eager"  # by name: no fallback
+        flash_dmattn.set_fallback("silent")
+        assert selection.select(on_gpu(), "auto").forward.NAME == "eager"
+        flash_dmattn.set_fallback("error")
+        results()  # on the CPU eager is no fallback
+
+
+def test_backward_alone_on_eager_is_a_fallback_too() -> None:
+    flash_dmattn.disable_backends("flex")
+    with registered(KernelPair("ours", rules=(FORWARD_ONLY,)), before="eager"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert selection.select(on_gpu(), "auto").forward.NAME == "ours"
+        with pytest.warns(FallbackWarning, match="ours: there is no backward kernel yet"):
+            chosen = selection.select(on_gpu(need=True), "auto")
+    assert (chosen.forward.NAME, chosen.backward.NAME) == ("ours", "eager")

@@ -1,0 +1,246 @@
+"""What is set outside a call: precedence, environment variables, `with` blocks, threads and decision records."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import flash_dmattn
+from flash_dmattn import settings
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn")):
+        monkeypatch.setattr(settings.process, name, value)
+
+
+def ran(**flags: object) -> tuple[str, str | None]:
+    """The backend of each pass of one call with gradients."""
+    x = torch.randn(1, 3, 2, 8, requires_grad=True)
+    with flash_dmattn.record_decisions() as decisions:
+        flash_dmattn.attention(x, x, x, **flags)
+    (decision,) = decisions
+    return decision.forward, decision.backward
+
+
+EAGER, REFERENCE = ("eager", "eager"), ("reference", "reference")
+
+
+def test_argument_beats_block_beats_default_beats_auto() -> None:
+    assert ran() == EAGER
+    flash_dmattn.set_default_backend("reference")
+    assert ran() == REFERENCE
+    with flash_dmattn.use_backend("eager"):
+        assert ran() == EAGER
+        assert ran(backend="reference") == REFERENCE
+    assert ran() == REFERENCE
+    flash_dmattn.set_default_backend("auto")
+    assert ran() == EAGER
+
+
+def test_block_of_auto_beats_the_default() -> None:
+    flash_dmattn.set_default_backend("reference")
+    with flash_dmattn.use_backend("auto"):
+        assert ran() == EAGER
+
+
+def test_blocks_nest_and_end_with_an_exception() -> None:
+    with flash_dmattn.use_backend("reference"):
+        with flash_dmattn.use_backend(("eager", "eager")):
+            assert ran() == EAGER
+        assert ran() == REFERENCE
+        with pytest.raises(ValueError, match="q has 3 dimensions"), flash_dmattn.use_backend("eager"):
+            flash_dmattn.attention(*torch.randn(3, 1, 3, 8))
+        assert ran() == REFERENCE
+    assert ran() == EAGER
+
+
+def test_block_is_of_its_own_thread_and_default_of_the_process() -> None:
+    found: list[tuple[str, str | None]] = []
+
+    def call() -> None:
+        found.append(ran())
+
+    with flash_dmattn.use_backend("reference"):
+        run_thread(call)
+    flash_dmattn.set_default_backend("reference")
+    run_thread(call)
+    assert found == [EAGER, REFERENCE]
+
+
+def test_two_threads_hold_different_blocks_at_once() -> None:
+    barrier = threading.Barrier(2, timeout=30)
+    found: dict[str, list[tuple[str, str | None]]] = {"eager": [], "reference": []}
+
+    def work(name: str) -> None:
+        with flash_dmattn.use_backend(name):
+            for _ in range(20):
+                barrier.wait()
+                found[name].append(ran())
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in found]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {"eager": [EAGER] * 20, "reference": [REFERENCE] * 20}
+
+
+def run_thread(target: object) -> None:
+    thread = threading.Thread(target=target)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("choose", [flash_dmattn.use_backend, flash_dmattn.set_default_backend])
+def test_unknown_choice_is_refused_when_it_is_made(choose: object) -> None:
+    for wrong in ("nope", ("eager", "nope"), ("auto", "eager")):
+        with pytest.raises(ValueError, match=r"backend '(nope|auto)' is unknown; it needs to be one of 'cuda', "):
+            choose(wrong)
+    for wrong in (None, 3, ("eager",), ["eager", "eager"]):
+        with pytest.raises(TypeError, match=r"backend is .*; it needs to be a name, a pair \(forward, backward\), or"):
+            choose(wrong)
+    assert ran() == EAGER
+
+
+def test_disabling_beats_an_explicit_name_until_the_block_ends() -> None:
+    with flash_dmattn.disable_backends("eager"):
+        assert "eager" not in flash_dmattn.available_backends()
+        with pytest.raises(flash_dmattn.BackendUnavailableError, match="'eager' is not available.*\n.*switched off"):
+            ran(backend="eager")
+        with pytest.raises(flash_dmattn.BackendUnavailableError, match="switched off"):
+            ran(backend=("eager", "eager"))
+        with flash_dmattn.disable_backends("reference"):
+            assert {"eager", "reference"}.isdisjoint(flash_dmattn.available_backends())
+        assert ran(backend="reference") == REFERENCE
+    assert ran(backend="eager") == EAGER
+    with pytest.raises(KeyError), flash_dmattn.disable_backends("eager"):
+        raise KeyError
+    assert ran() == EAGER
+
+
+def test_disabling_without_a_block_lasts() -> None:
+    flash_dmattn.disable_backends("reference", "flex")
+    flash_dmattn.disable_backends("reference")
+    assert settings.process.disabled == ("reference", "flex")
+    with pytest.raises(flash_dmattn.BackendUnavailableError, match="switched off"):
+        ran(backend="reference")
+
+
+def test_unknown_name_or_policy_is_refused() -> None:
+    with pytest.raises(ValueError, match="backend 'nope' is unknown"):
+        flash_dmattn.disable_backends("eager", "nope")
+    with pytest.raises(ValueError, match="fallback is 'loud'; it needs to be one of 'warn', 'silent', 'error'"):
+        flash_dmattn.set_fallback("loud")
+    assert settings.process.disabled == ()
+    assert settings.process.fallback == "warn"
+
+
+def test_decisions_say_what_ran_and_for_what() -> None:
+    q, k, v = torch.randn(3, 2, 5, 4, 8).unbind()
+    bias = torch.zeros(1, 4, 1, 5, requires_grad=True)
+    with flash_dmattn.record_decisions() as outer:
+        flash_dmattn.attention(q, k, v)
+        with flash_dmattn.record_decisions() as inner:
+            flash_dmattn.attention(q, k, v, bias=bias, backend="reference", is_causal=True)
+        with torch.no_grad():
+            flash_dmattn.attention(q, k, v, bias=bias, backend=("eager", "eager"))
+    flash_dmattn.attention(q, k, v)
+    assert [(d.requested, d.forward, d.backward) for d in outer] == [
+        ("auto", "eager", None),
+        (("eager", "eager"), "eager", None),
+    ]
+    assert [(d.requested, d.forward, d.backward) for d in inner] == [("reference", "reference", "reference")]
+    problem = inner[0].problem
+    assert problem.need == (False, False, False, True)
+    assert problem.is_causal
+    assert str(problem) == (
+        "batch 2, 5 queries x 5 keys, 4 heads, head_dim 8, float32 on cpu, bias (1, 4, 1, 5) float32, causal, "
+        "gradients dbias"
+    )
+
+
+def test_another_thread_records_nothing_here() -> None:
+    with flash_dmattn.record_decisions() as decisions:
+        run_thread(ran)
+    assert decisions == []
+
+
+CALL = """
+import torch, flash_dmattn
+x = torch.randn(1, 3, 2, 8, requires_grad=True)
+def ran(**flags):
+    with flash_dmattn.record_decisions() as decisions:
+        flash_dmattn.attention(x, x, x, **flags)
+    return decisions[0].forward
+"""
+
+
+def in_environment(code: str, **variables: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("FLASH_DMATTN_")}
+    environment.update(variables, PYTHONPATH=str(ROOT))
+    done = subprocess.run(
+        [sys.executable, "-c", CALL + code], cwd=ROOT, env=environment, text=True, capture_output=True, timeout=120
+    )
+    return done.stdout.strip() if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
+
+
+def test_environment_sets_the_default_that_everything_else_beats() -> None:
+    code = """
+print(ran(), ran(backend="eager"))
+with flash_dmattn.use_backend("eager"):
+    print(ran())
+flash_dmattn.set_default_backend("auto")
+print(ran())
+"""
+    assert in_environment(code, FLASH_DMATTN_BACKEND=" reference ").split() == ["reference", "eager", "eager", "eager"]
+    assert in_environment("print(flash_dmattn.explain(x, x, x).requested)", FLASH_DMATTN_BACKEND="eager,eager") == (
+        "('eager', 'eager')"
+    )
+
+
+def test_environment_disables_and_sets_the_fallback() -> None:
+    code = """
+print(*flash_dmattn.available_backends())
+try:
+    ran(backend="reference")
+except flash_dmattn.BackendUnavailableError as error:
+    print("FLASH_DMATTN_DISABLE" in str(error))
+print(flash_dmattn.explain_problem((1, 8, 2, 64), device="sm_80").error)
+"""
+    lines = in_environment(
+        code, FLASH_DMATTN_DISABLE="reference, flex,cuda,triton", FLASH_DMATTN_FALLBACK="error"
+    ).splitlines()
+    assert lines[:2] == ["eager", "True"]
+    assert lines[2].startswith("attention runs on eager PyTorch, with up to ")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("FLASH_DMATTN_BACKEND", "nope"),
+        ("FLASH_DMATTN_BACKEND", "eager,nope"),
+        ("FLASH_DMATTN_BACKEND", "eager,eager,eager"),
+        ("FLASH_DMATTN_DISABLE", "flex,nope"),
+        ("FLASH_DMATTN_FALLBACK", "loud"),
+    ],
+)
+def test_bad_value_in_the_environment_is_an_error_that_names_the_variable(variable: str, value: str) -> None:
+    line = in_environment("print(ran())", **{variable: value})
+    assert line.startswith("ValueError: ")
+    assert variable in line
+    assert repr(value) in line or "'nope'" in line
+
+
+@pytest.mark.parametrize("variable", ["FLASH_DMATTN_BACKEND", "FLASH_DMATTN_DISABLE", "FLASH_DMATTN_FALLBACK"])
+def test_empty_value_in_the_environment_is_unset(variable: str) -> None:
+    assert in_environment("print(ran())", **{variable: ""}) == "eager"

@@ -1,0 +1,212 @@
+"""The validation shared by all backends: what is refused, with which exception and words, and what is not."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flash_dmattn
+from flash_dmattn.backends import cuda, eager, flex, triton
+
+B, LQ, LK, HQ, HK, D, DV = 2, 3, 5, 4, 2, 8, 6
+
+
+def tensors(**changes: Any) -> dict[str, Any]:
+    given = {"q": torch.randn(B, LQ, HQ, D), "k": torch.randn(B, LK, HK, D), "v": torch.randn(B, LK, HK, DV)}
+    return {**given, **changes}
+
+
+def true(*shape: int) -> Tensor:
+    return torch.ones(shape, dtype=torch.bool)
+
+
+INVALID: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
+    # what changes in a valid call: exception, words of the message
+    "q no tensor": ({"q": [1.0]}, TypeError, ("q is a list", "torch.Tensor")),
+    "k None": ({"k": None}, TypeError, ("k is a NoneType", "torch.Tensor")),
+    "v no tensor": ({"v": 3}, TypeError, ("v is a int", "torch.Tensor")),
+    "mask no tensor": ({"mask": [[True]]}, TypeError, ("mask is a list", "bool torch.Tensor")),
+    "bias no tensor": ({"bias": 0.5}, TypeError, ("bias is a float", "floating-point torch.Tensor")),
+    "q 3-D": ({"q": torch.randn(LQ, HQ, D)}, ValueError, ("q has 3 dimensions", "(3, 4, 8)", "needs 4")),
+    "k 5-D": ({"k": torch.randn(1, B, LK, HK, D)}, ValueError, ("k has 5 dimensions", "needs 4")),
+    "v 2-D": ({"v": torch.randn(LK, DV)}, ValueError, ("v has 2 dimensions", "needs 4")),
+    "q int": ({"q": torch.ones(B, LQ, HQ, D, dtype=torch.int64)}, TypeError, ("q has dtype int64", "float16")),
+    "q complex": ({"q": torch.ones(B, LQ, HQ, D, dtype=torch.complex64)}, TypeError, ("q has dtype complex64",)),
+    "k dtype": ({"k": torch.randn(B, LK, HK, D).half()}, TypeError, ("k has dtype float16", "that of q, float32")),
+    "v dtype": ({"v": torch.randn(B, LK, HK, DV).double()}, TypeError, ("v has dtype float64", "that of q, float32")),
+    "k device": ({"k": torch.randn(B, LK, HK, D, device="meta")}, ValueError, ("k is on meta", "of q, cpu")),
+    "v device": ({"v": torch.randn(B, LK, HK, DV, device="meta")}, ValueError, ("v is on meta", "of q, cpu")),
+    "k batch": ({"k": torch.randn(1, LK, HK, D)}, ValueError, ("k has batch size 1", "that of q, 2")),
+    "v batch": ({"v": torch.randn(3, LK, HK, DV)}, ValueError, ("v has batch size 3", "that of q, 2")),
+    "v length": ({"v": torch.randn(B, LK + 1, HK, DV)}, ValueError, ("v has 6 keys and 2 heads", "those of k, 5 and 2")),
+    "v heads": ({"v": torch.randn(B, LK, 1, DV)}, ValueError, ("v has 5 keys and 1 heads", "those of k, 5 and 2")),
+    "head dims": ({"q": torch.randn(B, LQ, HQ, D + 8)}, ValueError, ("k has head_dim 8", "that of q, 16")),
+    "head dim 0": (
+        {"q": torch.randn(B, LQ, HQ, 0), "k": torch.randn(B, LK, HK, 0)},
+        ValueError,
+        ("head dims 0", "at least 1"),
+    ),
+    "undividable heads": ({"q": torch.randn(B, LQ, 3, D)}, ValueError, ("q has 3 heads and k has 2", "multiple")),
+    "no kv heads": (
+        {"k": torch.randn(B, LK, 0, D), "v": torch.randn(B, LK, 0, DV)},
+        ValueError,
+        ("q has 4 heads and k has 0", "multiple"),
+    ),
+    "mask float": ({"mask": torch.ones(LQ, LK)}, TypeError, ("mask has dtype float32", "needs bool", "bias")),
+    "mask uint8": ({"mask": torch.ones(LQ, LK, dtype=torch.uint8)}, TypeError, ("mask has dtype uint8", "needs bool")),
+    "mask grad": (
+        {"mask": torch.ones(LQ, LK, requires_grad=True)},
+        TypeError,
+        ("mask requires grad", "never takes a gradient", "bias"),
+    ),
+    "bias bool": ({"bias": true(LQ, LK)}, TypeError, ("bias has dtype bool", "float16", "as mask")),
+    "bias int": ({"bias": torch.ones(LQ, LK, dtype=torch.int32)}, TypeError, ("bias has dtype int32", "float16")),
+    "mask device": ({"mask": true(LQ, LK).to("meta")}, ValueError, ("mask is on meta", "of q, cpu")),
+    "bias device": ({"bias": torch.randn(LQ, LK, device="meta")}, ValueError, ("bias is on meta", "of q, cpu")),
+    "mask 1-D": ({"mask": true(LK)}, ValueError, ("mask has 1 dimensions", "(5,)", "needs 2, 3 or 4")),
+    "mask 5-D": ({"mask": true(1, B, HQ, LQ, LK)}, ValueError, ("mask has 5 dimensions", "needs 2, 3 or 4")),
+    "bias 0-D": ({"bias": torch.tensor(1.0)}, ValueError, ("bias has 0 dimensions", "needs 2, 3 or 4")),
+    "mask batch": ({"mask": true(3, 1, 1, LK)}, ValueError, ("mask has shape (3, 1, 1, 5)", "batch in {1, 2}")),
+    "mask heads": ({"mask": true(1, 3, 1, LK)}, ValueError, ("mask has shape (1, 3, 1, 5)", "heads in {1, 2, 4}")),
+    "mask queries": ({"mask": true(LQ + 1, LK)}, ValueError, ("mask has shape (1, 1, 4, 5)", "seqlen_q in {1, 3}")),
+    "mask keys": ({"mask": true(1, LQ, LK - 1)}, ValueError, ("mask has shape (1, 1, 3, 4)", "seqlen_k in {1, 5}")),
+    "bias batch": ({"bias": torch.randn(4, 1, 1, 1)}, ValueError, ("bias has shape (4, 1, 1, 1)", "batch in {1, 2}")),
+    "bias heads": ({"bias": torch.randn(8, LQ, LK)}, ValueError, ("bias has shape (1, 8, 3, 5)", "heads in {1, 2, 4}")),
+    "bias queries": ({"bias": torch.randn(LK, LK)}, ValueError, ("bias has shape (1, 1, 5, 5)", "seqlen_q in {1, 3}")),
+    "bias keys": ({"bias": torch.randn(LQ, 0)}, ValueError, ("bias has shape (1, 1, 3, 0)", "seqlen_k in {1, 5}")),
+    "softcap negative": ({"softcap": -1.0}, ValueError, ("softcap is -1.0", "at least 0")),
+    "softcap infinite": ({"softcap": math.inf}, ValueError, ("softcap is inf", "finite")),
+    "softcap nan": ({"softcap": math.nan}, ValueError, ("softcap is nan", "finite")),
+    "softcap str": ({"softcap": "30"}, TypeError, ("softcap is a str", "number")),
+    "softcap None": ({"softcap": None}, TypeError, ("softcap is a NoneType", "0.0 for none")),
+    "scale infinite": ({"softmax_scale": -math.inf}, ValueError, ("softmax_scale is -inf", "finite")),
+    "scale nan": ({"softmax_scale": math.nan}, ValueError, ("softmax_scale is nan", "finite")),
+    "scale str": ({"softmax_scale": "1"}, TypeError, ("softmax_scale is a str", "number or None")),
+    "scale tensor": ({"softmax_scale": torch.tensor(1.0)}, TypeError, ("softmax_scale is a Tensor", "number or None")),
+    "window int": ({"window_size": 3}, TypeError, ("window_size is 3", "pair (left, right)")),
+    "window three": ({"window_size": (1, 2, 3)}, TypeError, ("window_size is (1, 2, 3)", "pair (left, right)")),
+    "window float": ({"window_size": (1.0, 2)}, TypeError, ("window_size is (1.0, 2)", "ints")),
+    "window bool": ({"window_size": (True, 2)}, TypeError, ("window_size is (True, 2)", "ints")),
+    "window None side": ({"window_size": (None, 2)}, TypeError, ("window_size is (None, 2)", "ints")),
+    "window below -1": ({"window_size": (4, -2)}, ValueError, ("window_size is (4, -2)", "at least -1")),
+    "is_causal int": ({"is_causal": 1}, TypeError, ("is_causal is 1", "True or False")),
+    "is_causal None": ({"is_causal": None}, TypeError, ("is_causal is None", "True or False")),
+    "deterministic str": ({"deterministic": "yes"}, TypeError, ("deterministic is 'yes'", "True or False")),
+    "return_lse int": ({"return_lse": 0}, TypeError, ("return_lse is 0", "True or False")),
+    "return_probs tensor": (
+        {"return_probs": torch.tensor(True)},
+        TypeError,
+        ("return_probs is tensor(True)", "True or False"),
+    ),
+    "backend unknown": ({"backend": "cudnn"}, ValueError, ("backend 'cudnn' is unknown", "'cuda'", "'eager'")),
+    "backend None": ({"backend": None}, TypeError, ("backend is None", "pair (forward, backward)")),
+    "backend list": ({"backend": ["eager", "eager"]}, TypeError, ("backend is ['eager', 'eager']", "pair")),
+    "backend three": ({"backend": ("eager",) * 3}, TypeError, ("backend is ('eager', 'eager', 'eager')", "pair")),
+    "pair unknown": ({"backend": ("eager", "nope")}, ValueError, ("backend 'nope' is unknown", "'triton'")),
+    "pair auto": ({"backend": ("auto", "eager")}, ValueError, ("backend 'auto' is unknown", "'triton'")),
+    "pair of one function": (
+        {"backend": ("eager", "reference")},
+        ValueError,
+        ("backend is ('eager', 'reference')", "'reference' is one differentiable function", "two of", "'eager'"),
+    ),
+}
+
+
+@pytest.mark.parametrize("call", [flash_dmattn.attention, flash_dmattn.explain], ids=["attention", "explain"])
+@pytest.mark.parametrize("name", INVALID)
+def test_invalid_call_names_argument_found_and_needed(name: str, call: Any) -> None:
+    changes, kind, words = INVALID[name]
+    with pytest.raises((TypeError, ValueError)) as caught:
+        call(**tensors(**changes))
+    assert type(caught.value) is kind, repr(caught.value)
+    missing = [word for word in words if word not in str(caught.value)]
+    assert not missing, f"{missing} not in: {caught.value}"
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["q no tensor", "k None", "v no tensor", "k dtype", "q int", "q 3-D"])
+def test_invalid_call_is_the_same_error_under_autocast(name: str) -> None:
+    changes, kind, words = INVALID[name]
+    if name == "k dtype":  # autocast makes fp16 and fp32 one dtype; fp64 it leaves alone
+        changes, words = {"k": torch.randn(B, LK, HK, D).double()}, ("k has dtype float64", "that of q, bfloat16")
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises((TypeError, ValueError)) as caught:
+        flash_dmattn.attention(**tensors(**changes))
+    assert type(caught.value) is kind, repr(caught.value)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_validation_comes_before_any_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    probed: list[str] = []
+    for module in (cuda, triton, flex, eager):
+        monkeypatch.setattr(module, "probe", lambda name=module.NAME: probed.append(name))
+    for name in ("auto", "cuda", "flex", "eager"):
+        with pytest.raises(ValueError, match="undividable|multiple"):
+            flash_dmattn.attention(**tensors(q=torch.randn(B, LQ, 3, D)), backend=name)
+    assert probed == []
+
+
+def expected(given: dict[str, Any]) -> Tensor:
+    """The formula in fp64, with mask and bias expanded by hand."""
+    q, k, v = (given[name].double() for name in "qkv")
+    group = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+    s = torch.einsum("bihd,bjhd->bhij", q, k) * given.get("softmax_scale", q.shape[3] ** -0.5)
+
+    def full(x: Tensor) -> Tensor:
+        x = x[(None,) * (4 - x.dim())]
+        return (x.repeat_interleave(group, 1) if x.shape[1] not in (1, q.shape[2]) else x).expand(s.shape)
+
+    if given.get("bias") is not None:
+        s = s + full(given["bias"]).double()
+    if given.get("mask") is not None:
+        s = s.masked_fill(~full(given["mask"]), -math.inf)
+    p = s.softmax(-1).nan_to_num(0.0) if s.numel() else s
+    return torch.einsum("bhij,bjhd->bihd", p, v)
+
+
+VALID: dict[str, dict[str, Any]] = {
+    "nothing optional": {},
+    "mask 2-D": {"mask": true(LQ, LK).tril(1)},
+    "mask 3-D": {"mask": torch.stack([true(LQ, LK).tril(h) for h in range(HQ)])},
+    "bias 2-D": {"bias": torch.randn(LQ, LK)},
+    "bias 3-D of kv heads": {"bias": torch.randn(HK, LQ, LK)},
+    "mask kv heads": {"mask": torch.rand(B, HK, LQ, LK) > 0.3},
+    "bias kv heads, other float": {"bias": torch.randn(B, HK, 1, LK, dtype=torch.float64)},
+    "mask one key": {"mask": torch.tensor([True, False, True]).view(1, 1, LQ, 1)},
+    "bias one key": {"bias": torch.randn(1, HQ, LQ, 1)},
+    "bias one query": {"bias": torch.randn(B, 1, 1, LK)},
+    "mask and bias of one element": {"mask": true(1, 1), "bias": torch.randn(1, 1, 1, 1)},
+    "bias expanded": {"bias": torch.randn(1, 1, 1, LK).expand(B, HQ, LQ, LK)},
+    "scale 0": {"softmax_scale": 0.0},
+    "scale negative, an int": {"softmax_scale": -1},
+    "batch 0": {"q": torch.randn(0, LQ, HQ, D), "k": torch.randn(0, LK, HK, D), "v": torch.randn(0, LK, HK, DV)},
+    "no query": {"q": torch.randn(B, 0, HQ, D), "mask": true(0, LK)},
+    "no key": {"k": torch.randn(B, 0, HK, D), "v": torch.randn(B, 0, HK, DV), "bias": torch.randn(LQ, 0)},
+    "no key, bias of one": {"k": torch.randn(B, 0, HK, D), "v": torch.randn(B, 0, HK, DV), "bias": torch.randn(LQ, 1)},
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "reference"])
+@pytest.mark.parametrize("name", VALID)
+def test_valid_call_passes_and_is_read_as_the_contract_says(name: str, backend: str) -> None:
+    given = {x: y.double() if x in "qkv" else y for x, y in tensors(**VALID[name]).items()}
+    out = flash_dmattn.attention(**given, backend=backend)
+    torch.testing.assert_close(out, expected(given), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("window", [None, (-1, -1), [-1, -1], (LQ + LK, LQ + LK)])
+def test_unlimited_windows_change_nothing(window: Any) -> None:
+    given = {name: x.double() for name, x in tensors().items()}
+    out = flash_dmattn.attention(**given, window_size=window)
+    torch.testing.assert_close(out, expected(given), rtol=1e-11, atol=1e-11)
+
+
+def test_scale_zero_is_a_value() -> None:
+    given = tensors()
+    out = flash_dmattn.attention(**given, softmax_scale=0.0)
+    mean = given["v"].mean(1, keepdim=True).repeat_interleave(HQ // HK, 2).expand_as(out)
+    torch.testing.assert_close(out, mean)
