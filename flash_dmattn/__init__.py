@@ -10,15 +10,17 @@ if (_root / "setup.py").is_file() and (_root / "csrc").is_dir():
     __path__.append(str(_root))
 
 try:
-    import torch as _torch
-except (ImportError, OSError) as _error:
+    import torch as _torch  # noqa: F401
+except Exception as _error:
     # `python -m flash_dmattn info` has to be able to say what is broken; everything else raises on first use.
     _torch_error = _error
 
     def __getattr__(name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise ImportError(f"flash_dmattn.{name} needs torch, which cannot be imported: {_torch_error}") from _torch_error
+        raise ImportError(
+            f"flash_dmattn.{name} needs torch, which cannot be imported: {_torch_error}"
+        ) from _torch_error
 
 else:
     from . import masks

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .autograd import Attention
 from .backends.protocol import is_differentiable
-from .problem import describe
+from .problem import describe, follow_autocast
 from .selection import select
 from .settings import BackendChoice
 
@@ -84,7 +84,7 @@ def attention(
     >>> out.shape, bias.grad.shape
     (torch.Size([1, 5, 4, 16]), torch.Size([1, 2, 1, 7]))
     """
-    q, k, v = _follow_autocast(q, k, v)
+    q, k, v = follow_autocast(q, k, v)
     problem, mask, bias = describe(
         q,
         k,
@@ -100,25 +100,25 @@ def attention(
         return_probs,
     )
     forward, backward = select(problem, backend)
+    results: tuple[Tensor, ...]
     if is_differentiable(forward):
         results = forward.attention(problem, q, k, v, mask, bias)
-    elif backward is None:
-        results = forward.forward(problem, q, k, v, mask, bias)
     else:
-        results = Attention.apply(q, k, v, mask, bias, problem, forward, backward)
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(forward.NAME, q, k, v, bias)
+        if backward is None:
+            results = forward.forward(problem, q, k, v, mask, bias)
+        else:
+            results = Attention.apply(q, k, v, mask, bias, problem, forward, backward)
     if return_lse:
         return results
     return results[0] if not return_probs else (results[0], results[2])
 
 
-def _follow_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    # As torch's own operators do: everything but fp64 takes autocast's dtype. bias keeps its own.
-    if not isinstance(q, Tensor) or not _autocasts(q.device.type):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(q.device.type)
-    q, k, v = (x if not x.is_floating_point() or x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
-    return q, k, v
-
-
-def _autocasts(device_type: str) -> bool:
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+def _refuse_tangents(backend: str, *inputs: Tensor | None) -> None:
+    # An operator without a forward-mode derivative would drop the tangents and return a derivative of zero.
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in inputs):
+        raise NotImplementedError(
+            f"backend {backend!r} has no forward-mode derivative of attention (torch.func.jvp, jacfwd); "
+            'call attention(..., backend="reference"), which has one'
+        )

@@ -38,7 +38,7 @@ class Attention(torch.autograd.Function):
         ctx.backend = backward_backend
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run the backward pass of `backward_backend`, differentiable again where a graph of it is asked for."""
         q, k, v, mask, bias, out, lse = ctx.saved_tensors
         if dout is None:
@@ -82,7 +82,7 @@ class AttentionBackward(torch.autograd.Function):
         ctx.backend = backend
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         """Differentiate the gradient formula where the backend has one; it recomputes p, dense in (Lq, Lk)."""
         differentiable_backward = getattr(ctx.backend, "differentiable_backward", None)
         if differentiable_backward is None:
@@ -102,7 +102,7 @@ class AttentionBackward(torch.autograd.Function):
             return tuple(g for g, needed in zip(gradients, need, strict=True) if needed)
 
         # torch.func.vjp, unlike autograd.grad, also works under torch.func transforms.
-        _, pull = torch.func.vjp(gradients_needed, *(named[name] for name in present))
+        pull = torch.func.vjp(gradients_needed, *(named[name] for name in present))[1]
         second = pull(tuple(g for g, needed in zip(cotangents, need, strict=True) if needed))
         found = dict(zip(present, second, strict=True))
         dq, dk, dv, dbias = (found.get(name) for name in Need._fields)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .backends.protocol import Pass, Reason
 from .errors import BackendError
-from .problem import AttentionProblem, Need, describe
+from .problem import AttentionProblem, Need, describe, follow_autocast
 from .selection import (
     BACKENDS,
     choice_in_force,
@@ -155,6 +155,7 @@ def explain(
     >>> flash_dmattn.explain(x, x, x, is_causal=True).forward
     'eager'
     """
+    q, k, v = follow_autocast(q, k, v)
     problem, _, _ = describe(
         q,
         k,
@@ -216,6 +217,16 @@ def explain_problem(
     """
     if len(q) != 4:
         raise ValueError(f"q is {q!r}; it needs 4 sizes: batch, seqlen_q, num_heads, head_dim")
+    for name, sizes in (
+        ("q", q),
+        ("kv_heads", kv_heads),
+        ("seqlen_k", seqlen_k),
+        ("head_dim_v", head_dim_v),
+        ("mask", mask),
+        ("bias", bias),
+    ):
+        if any(size < 0 for size in ((sizes,) if isinstance(sizes, int) else sizes or ())):
+            raise ValueError(f"{name} is {sizes!r}; sizes need to be at least 0")
     batch, seqlen_q, num_heads, head_dim = q
     kv_heads = num_heads if kv_heads is None else kv_heads
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k

@@ -95,7 +95,9 @@ class AttentionProblem:
         ]
         for name, spec in (("mask", self.mask), ("bias", self.bias)):
             if spec is not None:
-                parts.append(f"{name} {tuple(spec.shape)}" + ("" if spec.dtype == torch.bool else f" {dtype_name(spec.dtype)}"))
+                parts.append(
+                    f"{name} {tuple(spec.shape)}" + ("" if spec.dtype == torch.bool else f" {dtype_name(spec.dtype)}")
+                )
         flags = [
             (self.is_causal, "causal"),
             (self.has_window, f"window {self.window_size}"),
@@ -128,6 +130,23 @@ def device_capability(device: torch.device) -> tuple[int, int] | None:
         properties = torch.cuda.get_device_properties(index)
         found = _CAPABILITIES[index] = (properties.major, properties.minor)
     return found
+
+
+def follow_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v in the dtype of autocast where it is on; fp64 and bias keep theirs, as in torch's own."""
+    if not isinstance(q, Tensor) or not _autocasts(q.device.type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+
+    def cast(x: Tensor) -> Tensor:
+        follows = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
+        return x.to(dtype) if follows else x  # what cannot follow is for the validation to name
+
+    return cast(q), cast(k), cast(v)
+
+
+def _autocasts(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def describe(
@@ -188,7 +207,9 @@ def describe(
     mask_spec = bias_spec = None
     if mask is not None:
         if not isinstance(mask, Tensor):
-            raise TypeError(f"mask is a {type(mask).__name__}; it needs to be a bool torch.Tensor, True where q attends")
+            raise TypeError(
+                f"mask is a {type(mask).__name__}; it needs to be a bool torch.Tensor, True where q attends"
+            )
         if mask.requires_grad:
             raise TypeError("mask requires grad; a mask never takes a gradient, pass additive values as bias instead")
         if mask.dtype != torch.bool:
@@ -292,7 +313,7 @@ def check_scale(softmax_scale: float | None, head_dim: int) -> float:
     """The factor on q @ k^T: `head_dim ** -0.5` when unset; 0.0 is a value."""
     if softmax_scale is None:
         return head_dim**-0.5
-    if not isinstance(softmax_scale, (int, float)):
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
         raise TypeError(f"softmax_scale is a {type(softmax_scale).__name__}; it needs to be a number or None")
     if not -math.inf < softmax_scale < math.inf:  # not isfinite: torch.compile cannot trace it with dynamic floats
         raise ValueError(f"softmax_scale is {softmax_scale}; it needs to be finite")
@@ -301,7 +322,7 @@ def check_scale(softmax_scale: float | None, head_dim: int) -> float:
 
 def check_softcap(softcap: float) -> float:
     """The softcap as a float: 0.0 is off, negative is refused."""
-    if not isinstance(softcap, (int, float)):
+    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
         raise TypeError(f"softcap is a {type(softcap).__name__}; it needs to be a number, 0.0 for none")
     if not 0 <= softcap < math.inf:
         raise ValueError(f"softcap is {softcap}; it needs to be finite and at least 0 (0 is off)")

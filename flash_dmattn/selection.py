@@ -9,8 +9,8 @@ import torch
 
 from .backends import cuda, eager, flex, reference, triton
 from .backends.protocol import (
+    AnyBackend,
     Availability,
-    Backend,
     KernelBackend,
     Pass,
     Reason,
@@ -20,22 +20,22 @@ from .backends.protocol import (
 )
 from .errors import BackendUnavailableError, BackendUnsupportedError, FallbackWarning
 from .problem import AttentionProblem
-from .settings import BackendChoice, Decision, check_choice, process, thread
+from .settings import BackendChoice, Decision, check_choice, check_environment, process, thread
 
 # The registry: "auto" takes the first that accepts the call.
-BACKENDS: dict[str, Backend] = {
-    module.NAME: cast(Backend, module) for module in (cuda, triton, flex, eager, reference)
+BACKENDS: dict[str, AnyBackend] = {
+    module.NAME: cast(AnyBackend, module) for module in (cuda, triton, flex, eager, reference)
 }
 
 
 class Selection(NamedTuple):
     """The backend of each pass; `backward` is None where no gradient is needed or autograd goes through `forward`."""
 
-    forward: Backend
+    forward: AnyBackend
     backward: KernelBackend | None
 
 
-def register_backend(backend: Backend, *, before: str | None = None) -> None:
+def register_backend(backend: AnyBackend, *, before: str | None = None) -> None:
     """Add an out-of-tree backend: any module or object that satisfies `flash_dmattn.backends.protocol.Backend`.
 
     Args:
@@ -70,11 +70,18 @@ def available_backends() -> tuple[str, ...]:
     >>> "eager" in flash_dmattn.available_backends()
     True
     """
-    return tuple(name for name in BACKENDS if _is_usable(name))
+    if process.environment_unchecked:
+        check_environment()
+    return tuple(name for name in BACKENDS if name not in process.disabled and _works(name))
 
 
-def _is_usable(name: str) -> bool:
-    return name not in process.disabled and BACKENDS[name].probe().usable
+def _works(name: str) -> bool:
+    return BACKENDS[name].probe().usable
+
+
+# A probe imports libraries, which torch.compile cannot trace. This is what torch.compiler.assume_constant_result sets,
+# without the import of dynamo that calling it costs.
+setattr(_works, "_dynamo_marked_constant", True)  # noqa: B010 (a function has no such attribute for mypy)
 
 
 def passes_of(problem: AttentionProblem) -> tuple[Pass, ...]:
@@ -84,6 +91,8 @@ def passes_of(problem: AttentionProblem) -> tuple[Pass, ...]:
 
 def choice_in_force(backend: BackendChoice) -> BackendChoice:
     """The argument, else `use_backend`, else `set_default_backend`, else FLASH_DMATTN_BACKEND, else "auto"."""
+    if process.environment_unchecked:
+        check_environment()
     if backend != "auto":
         return backend
     return thread.backend if thread.backend is not None else process.default_backend
@@ -112,8 +121,10 @@ def choose(problem: AttentionProblem, requested: BackendChoice) -> Selection:
 
 
 def falls_back(problem: AttentionProblem, requested: BackendChoice, selection: Selection) -> bool:
-    """Whether "auto" found nothing better than eager PyTorch on an accelerator."""
-    return requested == "auto" and problem.device != "cpu" and selection.forward.NAME == eager.NAME
+    """Whether "auto" found nothing better than eager PyTorch for some pass on an accelerator."""
+    if requested != "auto" or problem.device == "cpu":
+        return False
+    return eager.NAME in selected_names(problem, selection)
 
 
 def selected_names(problem: AttentionProblem, selection: Selection) -> tuple[str, str | None]:
@@ -149,7 +160,7 @@ def _serves(name: str, problem: AttentionProblem, only: Pass) -> bool:
     # Rules before the probe: a rule costs nanoseconds, a first probe imports a library.
     if name in process.disabled or not accepts(BACKENDS[name].RULES, problem, only):
         return False
-    return BACKENDS[name].probe().usable
+    return _works(name)
 
 
 def _choose_named(problem: AttentionProblem, requested: BackendChoice) -> Selection:
@@ -160,12 +171,14 @@ def _choose_named(problem: AttentionProblem, requested: BackendChoice) -> Select
     needs_backward = any(problem.need)
     forward = BACKENDS[forward_name]
     if forward_name == backward_name:
-        if not (_serves(forward_name, problem, "forward")
-                and (not needs_backward or _serves(forward_name, problem, "backward"))):
+        if not (
+            _serves(forward_name, problem, "forward")
+            and (not needs_backward or _serves(forward_name, problem, "backward"))
+        ):
             _refuse(problem, forward_name, passes_of(problem))
         if is_differentiable(forward) or not needs_backward:
             return Selection(forward, None)
-        return Selection(forward, cast(KernelBackend, forward))
+        return Selection(forward, forward)
     for name in (forward_name, backward_name):
         if is_differentiable(BACKENDS[name]):
             pairs = ", ".join(repr(n) for n, b in BACKENDS.items() if not is_differentiable(b))

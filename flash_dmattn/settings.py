@@ -26,11 +26,37 @@ class _ProcessSettings:
     """Settings of the whole process. torch.compile guards on these attributes, so a change recompiles."""
 
     def __init__(self) -> None:
-        self.default_backend: BackendChoice = parse_choice(os.environ.get("FLASH_DMATTN_BACKEND", "auto"))
-        disabled = os.environ.get("FLASH_DMATTN_DISABLE", "")
-        self.disabled: tuple[str, ...] = tuple(name.strip() for name in disabled.split(",") if name.strip())
-        fallback = os.environ.get("FLASH_DMATTN_FALLBACK", "warn")
-        self.fallback: Fallback = check_fallback(fallback, "environment variable FLASH_DMATTN_FALLBACK")
+        self.default_backend: BackendChoice = "auto"
+        self.disabled: tuple[str, ...] = ()
+        self.fallback: Fallback = "warn"
+        # Raised at the first call and not here, so that `python -m flash_dmattn info` can show what is wrong.
+        self.environment_error: str | None = None
+        self.environment_unchecked = True  # its names: backends may be registered after the import
+        try:
+            self.default_backend = parse_choice(
+                os.environ.get("FLASH_DMATTN_BACKEND") or "auto", "FLASH_DMATTN_BACKEND"
+            )
+            disabled = os.environ.get("FLASH_DMATTN_DISABLE", "")
+            self.disabled = tuple(name.strip() for name in disabled.split(",") if name.strip())
+            self.fallback = check_fallback(os.environ.get("FLASH_DMATTN_FALLBACK") or "warn", "FLASH_DMATTN_FALLBACK")
+        except ValueError as error:
+            self.environment_error = str(error)
+
+
+def check_environment() -> None:
+    """Refuse environment variables that cannot be read or name unknown backends; done once, at the first call."""
+    if process.environment_error is not None:
+        raise ValueError(process.environment_error)
+    from .selection import BACKENDS  # the registry imports this module
+
+    for variable, text in (
+        ("FLASH_DMATTN_BACKEND", os.environ.get("FLASH_DMATTN_BACKEND") or "auto"),
+        ("FLASH_DMATTN_DISABLE", os.environ.get("FLASH_DMATTN_DISABLE", "")),
+    ):
+        for name in filter(None, (part.strip() for part in text.split(","))):
+            if name not in BACKENDS and name != "auto":
+                raise ValueError(f"{variable} names {name!r}; it needs names out of {', '.join(map(repr, BACKENDS))}")
+    process.environment_unchecked = False
 
 
 class _ThreadSettings(threading.local):
@@ -41,14 +67,14 @@ class _ThreadSettings(threading.local):
         self.records: list[Decision] | None = None
 
 
-def parse_choice(text: str) -> BackendChoice:
+def parse_choice(text: str, source: str = "backend") -> BackendChoice:
     """Read "name" or "forward,backward", as environment variables and the command line give it."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if len(names) == 1:
         return names[0]
     if len(names) == 2:
         return names[0], names[1]
-    raise ValueError(f"backend is {text!r}; it needs to be one name, or forward and backward as 'name,name'")
+    raise ValueError(f"{source} is {text!r}; it needs to be one name, or forward and backward as 'name,name'")
 
 
 def check_fallback(value: str, source: str = "fallback") -> Fallback:
@@ -169,7 +195,8 @@ class record_decisions:
 
     def __enter__(self) -> list[Decision]:
         self.previous = thread.records
-        thread.records = records = []
+        records: list[Decision] = []
+        thread.records = records
         return records
 
     def __exit__(

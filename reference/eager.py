@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import formula
 from .chunks import DEFAULT_CHUNK_BYTES, Chunks, is_capturing
-from .tiles import BiasGradient, Keys, Rows, Scores, exponential, multiply
+from .tiles import BiasGradient, Keys, Rows, Scores, exponential, multiply, softmax_backward
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
@@ -69,7 +69,7 @@ def forward(
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=formula.softmax_dtype(q))
     if out.numel() == 0 or k.shape[1] == 0:
         return out, lse
-    chunks = Chunks(q, k, v, mask, is_causal, window_size, chunk_bytes, score_buffers=1 + (softcap > 0), key_sums=0)
+    chunks = Chunks(q, k, v, mask, is_causal, window_size, chunk_bytes, score_buffers=1 + (softcap > 0), sums_per_key=0)
     scores = Scores(chunks, mask, bias, softmax_scale, softcap)
     q_rows, out_rows, lse_rows = Rows(q, chunks), Rows(out, chunks), Rows(lse.mT.unsqueeze(3), chunks)
     k_keys, v_keys = Keys(k, chunks), Keys(v, chunks)
@@ -125,9 +125,7 @@ def backward(
         need: which of dq, dk, dv, dbias to compute; nothing is computed for the others.
 
     Returns:
-        ``(dq, dk, dv, dbias)`` in the shapes and dtypes of q, k, v, bias, contiguous; None where not needed. Of a bias
-        expanded with stride 0, the gradient of each shared number is spread evenly over the positions that share it,
-        itself expanded: summed over them, as autograd does, it is the gradient of that number.
+        ``(dq, dk, dv, dbias)`` in the shapes and dtypes of q, k, v, bias, contiguous; None where not needed.
 
     Raises:
         RuntimeError: from PyTorch, for shapes that do not fit.
@@ -145,17 +143,23 @@ def backward(
     dq, dk, dv = (x.new_zeros(x.shape) if needed else None for x, needed in zip((q, k, v), need))
     sums_per_key = need_k * q.shape[3] + need_v * v.shape[3]
     buffers = 2 + (softcap > 0)
-    chunks = Chunks(q, k, v, mask, is_causal, window_size, chunk_bytes, score_buffers=buffers, key_sums=sums_per_key)
+    chunks = Chunks(
+        q, k, v, mask, is_causal, window_size, chunk_bytes, score_buffers=buffers, sums_per_key=sums_per_key
+    )
     empty = lse == -math.inf
     finite_lse = lse.masked_fill(empty, 0.0)  # exp(-inf - 0) is the 0 that exp(-inf - -inf) is not
-    finite_dlse = None if dlse is None else dlse.masked_fill(empty, 0.0)
+    finite_dlse = None if dlse is None else dlse.to(lse.dtype).masked_fill(empty, 0.0)
     dbias = None if bias is None or not need_bias else BiasGradient(bias, finite_dlse, chunks)
     need_ds = need_q or need_k or (dbias is not None and dbias.needs_scores)
     if out.numel() == 0 or k.shape[1] == 0 or not (need_ds or need_v):
         return dq, dk, dv, None if dbias is None else dbias.result()
 
-    renormalise = is_capturing(q.device) or bool(finite_lse.abs().amax() > LARGE_LSE)
+    # Rows that fit one chunk are normalised again at the cost of one pass. Others need their scores twice.
+    splits_rows = chunks.extent.keys < chunks.seqlen_k
+    renormalise = splits_rows and (is_capturing(q.device) or bool(finite_lse.abs().amax() > LARGE_LSE))
     scores = Scores(chunks, mask, bias, softmax_scale, softcap, keep_slope=need_q or need_k)
+    # A half-precision out is rounded: delta = rowsum(dout * out) would be off by as much, so it is summed from p * dp.
+    sum_delta = need_ds and out.dtype != chunks.dtype
     q_rows, dout_rows, out_rows = (Rows(x, chunks) for x in (q, dout, out))
     lse_rows = Rows(finite_lse.mT.unsqueeze(3), chunks)
     dlse_rows = None if finite_dlse is None else Rows(finite_dlse.mT.unsqueeze(3), chunks)
@@ -167,28 +171,39 @@ def backward(
         for block, spans in chunks.blocks(batch, heads):
             q_block, dout_block, lse_block = q_rows.get(block), dout_rows.get(block), lse_rows.get(block)
             dq_sum = torch.zeros_like(q_block) if need_q else None
-            if need_ds:
-                minus_delta = (dout_block * out_rows.get(block)).sum(-1, keepdim=True).neg_()
-                if dlse_rows is not None:
-                    minus_delta += dlse_rows.get(block)
-            total = None
-            if renormalise and len(spans) > 1:
-                total = torch.zeros_like(lse_block)
-                for keys in spans:
-                    s = scores.compute(block, keys, q_block, k_keys.get(block, keys))
-                    total += exponential(s.sub_(lse_block)).sum(-1, keepdim=True)
+            dlse_block = None if dlse_rows is None else dlse_rows.get(block)
+            row_sum, delta = None, None
+            if len(spans) > 1:
+                if need_ds and not sum_delta:
+                    delta = (dout_block * out_rows.get(block)).sum(-1, keepdim=True)
+                if renormalise or sum_delta:
+                    row_sum, products = torch.zeros_like(lse_block), torch.zeros_like(lse_block)
+                    for keys in spans:
+                        s = scores.compute(block, keys, q_block, k_keys.get(block, keys))
+                        p = exponential(s.sub_(lse_block))
+                        row_sum += p.sum(-1, keepdim=True)
+                        if sum_delta:
+                            dp = multiply(dout_block, v_keys.get(block, keys).mT, chunks.buffer(1, p.shape))
+                            products += dp.mul_(p).sum(-1, keepdim=True)
+                    row_sum.masked_fill_(row_sum == 0, 1.0)
+                    if sum_delta:
+                        delta = products.div_(row_sum)
             for keys in spans:
                 k_block = k_keys.get(block, keys)
                 p = exponential(scores.compute(block, keys, q_block, k_block).sub_(lse_block))
-                if renormalise:
-                    row_sum = p.sum(-1, keepdim=True) if total is None else total
-                    p.div_(row_sum.masked_fill(row_sum == 0, 1.0))
+                if len(spans) == 1:
+                    total = p.sum(-1, keepdim=True)
+                    p.div_(total.masked_fill_(total == 0, 1.0))
+                elif row_sum is not None:
+                    p.div_(row_sum)
                 if dv_sum is not None:
                     multiply(p.mT, dout_block, dv_sum[:, keys], keep=True)
                 if not need_ds:
                     continue
-                ds = chunks.buffer(1, p.shape).copy_(minus_delta)
-                multiply(dout_block, v_keys.get(block, keys).mT, ds, keep=True).mul_(p)
+                ds = multiply(dout_block, v_keys.get(block, keys).mT, chunks.buffer(1, p.shape))
+                softmax_backward(ds, p, delta)
+                if dlse_block is not None:
+                    ds.addcmul_(p, dlse_block)
                 if dbias is not None:
                     dbias.add(block, keys, ds)
                 if scores.slope is not None:
@@ -197,9 +212,9 @@ def backward(
                     multiply(ds, k_block, dq_sum, softmax_scale, keep=True)
                 if dk_sum is not None:
                     multiply(ds.mT, q_block, dk_sum[:, keys], softmax_scale, keep=True)
-            if dq_rows is not None:
+            if dq_rows is not None and dq_sum is not None:
                 dq_rows.put(block, dq_sum)
-        for gradient, total in ((dk, dk_sum), (dv, dv_sum)):
-            if gradient is not None:
-                Keys(gradient, chunks).put(batch, heads, total)
+        for gradient, key_sum in ((dk, dk_sum), (dv, dv_sum)):
+            if gradient is not None and key_sum is not None:
+                Keys(gradient, chunks).put(batch, heads, key_sum)
     return dq, dk, dv, None if dbias is None else dbias.result()

@@ -19,7 +19,7 @@ def attention(
     window_size: tuple[int, int] | None = None,
     return_probs: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Attend with a mask, a bias, a causal limit, a window and a softcap, by the formula and nothing else.
+    """Attend with mask, bias, causal limit, window and softcap, by the formula and nothing else.
 
     Equivalent PyTorch, for one head and without softcap::
 
@@ -28,10 +28,9 @@ def attention(
         lse = s.logsumexp(-1)
         out = (s - lse).exp() @ v
 
-    Ordinary autograd differentiates ``out`` and ``lse`` (and ``probs``), twice, in q, k, v and bias. A row with nothing
-    allowed has out 0, lse -inf and gradient 0. fp32 and fp64 are computed in their own dtype. fp16 and bf16 are plain
-    PyTorch in that dtype with the softmax in fp32: the two products round their result, and the probabilities are
-    rounded before ``@ v``.
+    Autograd differentiates all it returns, twice, in q, k, v and bias. A row with nothing allowed has out 0, lse -inf
+    and gradient 0. fp32 and fp64 are computed in their own dtype. fp16 and bf16 are plain PyTorch in that dtype with
+    the softmax in fp32: both products round their result, and the probabilities are rounded before ``@ v``.
 
     Args:
         q: (B, Lq, Hq, D), float.
@@ -47,12 +46,9 @@ def attention(
 
     Returns:
         ``(out, lse)`` or ``(out, lse, probs)``: out (B, Lq, Hq, Dv) in q's dtype; lse (B, Hq, Lq), the natural log of
-        the sum of exp of the scores, and probs in fp32 (fp64 for fp64).
+        the sum of exp of the scores, and probs in fp32 (fp64 for fp64). The caller validates the arguments.
 
-    Raises:
-        RuntimeError: from PyTorch, for shapes that do not fit; arguments are validated by the caller.
-
-    Source: docs of this repository, "the value"; softcap as in Gemma 2 (arXiv:2408.00118, section 2).
+    Source: Vaswani et al. (arXiv:1706.03762, section 3.2.1); softcap as in Gemma 2 (arXiv:2408.00118, section 2).
 
     >>> import torch
     >>> q = k = v = torch.eye(2, dtype=torch.float64).view(1, 2, 1, 2)
@@ -83,19 +79,16 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of :func:`attention` by their formulas, themselves differentiable.
 
-    Equivalent PyTorch: ``torch.autograd.grad((out, lse), (q, k, v, bias), (dout, dlse))``. In fp16 and bf16 everything
-    is computed in fp32 and rounded once.
+    Equivalent PyTorch: ``torch.autograd.grad((out, lse), (q, k, v, bias), (dout, dlse))``. fp16 and bf16 inputs are
+    computed in fp32 and rounded once.
 
     Args:
         dout: (B, Lq, Hq, Dv), the gradient of out.
         dlse: (B, Hq, Lq), the gradient of lse, or None for zero.
-        q, k, v, mask, bias, is_causal, softmax_scale, softcap, window_size: as for :func:`attention`.
+        the rest: as for :func:`attention`.
 
     Returns:
         ``(dq, dk, dv, dbias)`` in the shapes and dtypes of q, k, v, bias; dbias is None without a bias.
-
-    Raises:
-        RuntimeError: from PyTorch, for shapes that do not fit.
 
     Source: the softmax derivative of FlashAttention (arXiv:2205.14135, appendix B.2), with dlse joined to delta.
 
@@ -111,11 +104,9 @@ def gradients(
     qg, kg, vg = q.to(wide).unflatten(2, (num_heads_k, -1)), k.to(wide), v.to(wide)
     dout_g = dout.to(wide).unflatten(2, (num_heads_k, -1))
     scale = default_scale(q, softmax_scale)
-
     s, slope = scores(q.to(wide), kg, mask, bias, is_causal, scale, softcap, window_size)
     p, lse = softmax(s)
     out = torch.einsum("bhgij,bjhd->bihgd", p, vg)
-
     delta = (dout_g * out).sum(-1).permute(0, 2, 3, 1)
     if dlse is not None:
         # An empty row's lse is the constant -inf: whatever arrives for it, even inf, must not meet p = 0.
@@ -128,8 +119,7 @@ def gradients(
     dv = torch.einsum("bhgij,bihgd->bjhd", p, dout_g)
     dbias = None
     if bias is not None:
-        own = grouped(bias, num_heads_k, q.shape[2]).shape
-        dbias = ds.sum_to_size(own).reshape(bias.shape).to(bias.dtype)
+        dbias = ds.sum_to_size(grouped(bias, num_heads_k, q.shape[2]).shape).reshape(bias.shape).to(bias.dtype)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dbias
 
 
@@ -184,13 +174,13 @@ def allowed(
         right = 0
     if left < 0 and right < 0:
         return mask
-    # The distance of key j from the diagonal, which ends in the bottom-right corner.
-    offset = torch.arange(seqlen_k, device=device) - torch.arange(seqlen_q, device=device).unsqueeze(1)
-    offset = offset - (seqlen_k - seqlen_q)
-    for limit in (offset >= -left if left >= 0 else None, offset <= right if right >= 0 else None):
-        if limit is not None:
-            mask = limit if mask is None else mask & limit
-    return mask
+    # How far key j lies right of the diagonal, which ends in the bottom-right corner.
+    diagonal = torch.arange(seqlen_q, device=device).unsqueeze(1) + (seqlen_k - seqlen_q)
+    offset = torch.arange(seqlen_k, device=device) - diagonal
+    inside = offset >= -left if left >= 0 else torch.ones_like(offset, dtype=torch.bool)
+    if right >= 0:
+        inside &= offset <= right
+    return inside if mask is None else mask & inside
 
 
 def grouped(x: Tensor, num_heads_k: int, num_heads: int) -> Tensor:

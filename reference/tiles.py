@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from . import formula
 from .chunks import Block, Chunks, grouped_own
 
 _LOG2_E = math.log2(math.e)
@@ -24,6 +25,15 @@ def exponential(x: Tensor) -> Tensor:
     # On a CPU torch.exp leaves its vector path for every -inf (1.4 ns an element with 30 % of them); exp2 does not
     # (0.3 ns with the product, whose rounding is that of one more bit in x).
     return x.mul_(_LOG2_E).exp2_()
+
+
+def softmax_backward(dp: Tensor, p: Tensor, delta: Tensor | None) -> Tensor:
+    """Replace dp by p * (dp - delta), with delta = rowsum(p * dp) where it is None, which p's whole rows allow."""
+    if delta is not None:
+        return dp.sub_(delta).mul_(p)
+    # One pass for the sum and one for the result. Where p is nearly 1 at one key, dp - delta cancels, and only a delta
+    # of the same p and dp leaves what plain PyTorch leaves.
+    return torch.ops.aten._softmax_backward_data.out(dp, p, -1, p.dtype, grad_input=dp)
 
 
 class Rows:
@@ -120,34 +130,42 @@ class Scores:
                 s.copy_(bias)
             return bias is not None
         mask = block.pick(self._mask, keys)
-        if s.device.type != "cpu":
-            torch.where(mask, 0.0 if bias is None else bias.to(s.dtype), s.new_tensor(-math.inf), out=s)
-            return True
-        # On a CPU torch.where and masked_fill_ branch on every element: 1.1 ns each for a random mask. The vectorised
-        # minimum of the bias and +inf or -inf makes the same of it in 0.2 ns.
-        s.copy_(mask).sub_(0.5).mul_(math.inf)
-        if bias is None:
-            s.clamp_(max=0.0)
-        else:
-            torch.minimum(s, bias.to(s.dtype), out=s)
+        (_merge_by_minimum if s.device.type == "cpu" else _merge_by_fill)(s, mask, bias)
         return True
 
 
+def _merge_by_fill(s: Tensor, mask: Tensor, bias: Tensor | None) -> None:
+    if bias is None:
+        s.zero_()
+    else:
+        s.copy_(bias)
+    s.masked_fill_(~mask, -math.inf)
+
+
+def _merge_by_minimum(s: Tensor, mask: Tensor, bias: Tensor | None) -> None:
+    # On a CPU masked_fill_ and torch.where branch on every element: 1.1 ns each for a random mask. The vectorised
+    # minimum of the bias and +inf or -inf makes the same of it in 0.2 ns.
+    s.copy_(mask).sub_(0.5).mul_(math.inf)
+    if bias is None:
+        s.clamp_(max=0.0)
+    else:
+        torch.minimum(s, bias.to(s.dtype), out=s)
+
+
 class BiasGradient:
-    """The gradient of bias, summed chunk by chunk in the shape that bias holds in memory."""
+    """The gradient of bias, summed chunk by chunk in bias's own shape."""
 
     def __init__(self, bias: Tensor, dlse: Tensor | None, chunks: Chunks) -> None:
-        own = grouped_own(bias, chunks.num_heads_k, chunks.num_heads).shape
+        own = formula.grouped(bias, chunks.num_heads_k, chunks.num_heads).shape
         full = (chunks.batch, chunks.num_heads_k, chunks.group, chunks.seqlen_q, chunks.seqlen_k)
         self._shape, self._dtype, self._group = bias.shape, bias.dtype, chunks.group
         self._written_once = own == full
-        # Zeroing what every chunk overwrites would cost a tenth of the backward.
-        create = bias.new_empty if self._written_once and chunks.skip_nothing() else bias.new_zeros
-        self._sum = create(own, dtype=bias.dtype if self._written_once else chunks.dtype)
         # A bias that is constant along the keys of a row shifts its lse and leaves p as it is: its gradient is dlse.
         self.needs_scores = own[4] != 1
-        if not self.needs_scores:
-            self._sum.zero_()
+        # Zeroing what every chunk overwrites would cost a tenth of the backward.
+        overwritten = self.needs_scores and self._written_once and chunks.skip_nothing()
+        create = bias.new_empty if overwritten else bias.new_zeros
+        self._sum = create(own, dtype=bias.dtype if self._written_once else chunks.dtype)
         if not self.needs_scores and dlse is not None:
             self._sum += dlse.unflatten(1, full[1:3]).unsqueeze(4).sum_to_size(own)
 
@@ -163,9 +181,4 @@ class BiasGradient:
 
     def result(self) -> Tensor:
         """Return the gradient in bias's shape and dtype."""
-        own = self._sum.shape
-        dbias = self._sum.view(own[0], own[1] * own[2], own[3], own[4])
-        if dbias.shape != self._shape:
-            # Expanded with stride 0: one number read at many places, its gradient spread evenly over them.
-            dbias = dbias / (math.prod(self._shape) // max(1, dbias.numel()))
-        return dbias.to(self._dtype).expand(self._shape)
+        return self._sum.view(self._shape).to(self._dtype)

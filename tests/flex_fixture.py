@@ -1,4 +1,4 @@
-"""FlexAttention's dense formula, forward and backward, on CPU: what its compiled kernels are checked against on a GPU."""
+"""The flex backend on FlexAttention's own dense formula, which has a backward pass on CPU."""
 
 from __future__ import annotations
 

@@ -38,10 +38,10 @@ class OutOfTree:
         *,
         rules: tuple[Rule, ...] = (),
         auto_rules: tuple[Rule, ...] = (),
-        availability: Availability = Availability(True),
+        availability: Availability | None = None,
     ) -> None:
         self.NAME, self.RULES, self.AUTO_RULES = name, rules, auto_rules
-        self.availability = availability
+        self.availability = Availability(True) if availability is None else availability
         self.ran: list[str] = []
 
     def probe(self) -> Availability:

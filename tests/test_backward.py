@@ -43,7 +43,9 @@ def test_dbias_with_an_lse_gradient(backend: Runner, shape: tuple[str, ...]) -> 
 @pytest.mark.parametrize("need", SUBSETS, ids="-".join)
 @pytest.mark.parametrize("dlse", (False, True))
 def test_only_what_is_asked_for(backend: Runner, need: tuple[str, ...], dlse: bool) -> None:
-    check(backend, Case(need=need, dlse=dlse, bias=("1", "Hk", "1", "Lk"), mask=("B", "Hq", "Lq", "Lk"), is_causal=True))
+    check(
+        backend, Case(need=need, dlse=dlse, bias=("1", "Hk", "1", "Lk"), mask=("B", "Hq", "Lq", "Lk"), is_causal=True)
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

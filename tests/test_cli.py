@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,9 +15,6 @@ import torch
 
 import flash_dmattn
 from flash_dmattn.__main__ import main
-from flash_dmattn.backends import eager
-from flash_dmattn.cli import verify
-from flash_dmattn.selection import BACKENDS
 
 ROOT = Path(__file__).resolve().parent.parent
 EXPLAIN = "explain --q 2,4096,16,64 --kv-heads 4 --dtype bf16 --bias 1,16,4096,4096 --bias-grad --arch sm_80"
@@ -78,9 +74,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ("frobnicate", "invalid choice: 'frobnicate'"),
     ],
 )
-def test_invalid_arguments_are_one_line_and_exit_2(
-    line: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_arguments_are_one_line_and_exit_2(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_status(line) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -129,12 +123,12 @@ def test_explain_hands_every_argument_on(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_explain_of_a_call_that_would_raise_is_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main("explain --q 2,64,8,32 --arch cpu --backend cuda".split()) == 0
+    assert exit_status("explain --q 2,64,8,32 --arch cpu --backend cuda") == 0
     assert "backend='cuda' would raise" in capsys.readouterr().out
 
 
 def test_explain_defaults_to_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main("explain --q 1,64,8,32".split()) == 0
+    assert exit_status("explain --q 1,64,8,32") == 0
     here = "sm_{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else "cpu"
     assert f"bfloat16 on {here}," in capsys.readouterr().out.splitlines()[0]
 
@@ -159,11 +153,38 @@ def test_info_json_is_json_alone() -> None:
     report = json.loads(done.stdout)
     assert set(report["backends"]) == {"cuda", "triton", "flex", "eager", "reference"}
     assert report["backends"]["eager"]["usable"] and not report["backends"]["flex"]["usable"]
-    assert report["settings"] == {"default_backend": "eager", "disabled": ["flex"], "fallback": "warn"}
+    assert report["settings"] == {"default_backend": "eager", "disabled": ["flex"], "fallback": "warn", "unknown": []}
     assert report["environment"]["FLASH_DMATTN_BACKEND"] == "eager"
     for name, found in report["backends"].items():
         if not found["usable"] and name != "flex":
             assert found["reason"] and found["exception"], f"{name} does not say why: {found}"
+
+
+def test_info_names_misspelt_settings() -> None:
+    done = command("info", FLASH_DMATTN_BACKEND="eagre", FLASH_DMATTN_DISABLE="flex, tirton")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^unknown names +eagre, tirton$", done.stdout, re.MULTILINE), done.stdout
+
+
+def fake_nvidia_smi(folder: Path, script: str) -> str:
+    (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "nvidia-smi").chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees the GPUs of this machine, so the driver is not asked")
+def test_info_names_a_gpu_that_torch_does_not_see(tmp_path: Path) -> None:
+    search = fake_nvidia_smi(tmp_path, "echo '570.1, NVIDIA H200, 9.0, 143771'")
+    done = command("info", PATH=search)
+    assert re.search(r"^driver +570\.1$", done.stdout, re.MULTILINE), done.stdout
+    gpu = r"^GPUs +0: NVIDIA H200, sm_90, 140\.4 GiB, seen by the driver but not by torch$"
+    assert re.search(gpu, done.stdout, re.MULTILINE), done.stdout
+
+
+def test_info_says_why_there_is_no_driver(tmp_path: Path) -> None:
+    done = command("info", PATH=fake_nvidia_smi(tmp_path, "echo NVIDIA-SMI has failed; exit 9"))
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^driver +none: nvidia-smi says: NVIDIA-SMI has failed$", done.stdout, re.MULTILINE), done.stdout
 
 
 @pytest.fixture
@@ -194,81 +215,3 @@ def test_demo_gets_the_rest_of_the_line(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "flash_dmattn.demo", SimpleNamespace(main=lambda argv: seen.append(argv) or 7))
     assert main(["demo", "--help", "--steps", "3"]) == 7
     assert seen == [["--help", "--steps", "3"]]
-
-
-class Wrong:
-    """Eager with one of its results scaled or replaced, to see that the verification notices."""
-
-    NAME, RULES, AUTO_RULES, probe = "wrong", (), (), staticmethod(eager.probe)
-
-    def __init__(self, name: str, factor: float) -> None:
-        self.name, self.factor = name, factor
-
-    def _spoil(self, names: tuple[str, ...], results: tuple[torch.Tensor | None, ...]) -> tuple[object, ...]:
-        return tuple(
-            x * self.factor if name == self.name and x is not None else x for name, x in zip(names, results)
-        )
-
-    def forward(self, *arguments: object) -> tuple[object, ...]:
-        return self._spoil(("out", "lse"), eager.forward(*arguments))
-
-    def backward(self, *arguments: object) -> tuple[object, ...]:
-        return self._spoil(("dq", "dk", "dv", "dbias"), eager.backward(*arguments))
-
-
-@pytest.fixture
-def registered(request: pytest.FixtureRequest) -> Iterator[None]:
-    backend = Wrong(*request.param)
-    flash_dmattn.register_backend(backend)
-    yield
-    del BACKENDS[backend.NAME]
-
-
-def test_verify_passes_and_lists_what_does_not_run(capsys: pytest.CaptureFixture[str]) -> None:
-    with flash_dmattn.disable_backends("flex"):  # compiled: the tests of flex compare it case by case
-        assert main(["info", "--verify"]) == 0
-    printed = capsys.readouterr().out
-    for case in verify.CASES:
-        assert re.search(rf"^eager +{case.name} .*<.* pass$", printed, re.MULTILINE), printed
-    assert re.search(r"^flex +all .* not run\n +because it is switched off", printed, re.MULTILINE), printed
-    assert re.search(r", 0 failed, \d+ not run$", printed, re.MULTILINE), printed
-
-
-@pytest.mark.parametrize(
-    "registered",
-    [("out", 1.001), ("lse", 1.001), ("dq", 1.001), ("dk", 0.999), ("dv", 0.0), ("dbias", -1.0), ("out", float("nan"))],
-    indirect=True,
-)
-def test_verify_notices_a_wrong_result(
-    registered: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with flash_dmattn.disable_backends("flex", "reference"):
-        assert main(["info", "--verify", "--json"]) == 1
-    printed = capsys.readouterr()
-    outcomes = json.loads(printed.out, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))["verify"]
-    verdicts = {(outcome["backend"], outcome["case"]): outcome["verdict"] for outcome in outcomes}
-    assert verdicts["wrong", "all together"] == "FAIL" and verdicts["eager", "all together"] == "pass"
-    assert ">" in printed.err, "the table marks what is over its limit"
-
-
-def test_verify_reports_a_backend_that_raises(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def broken(*arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
-        raise RuntimeError("illegal memory access")
-
-    monkeypatch.setattr(eager, "forward", broken)
-    with flash_dmattn.disable_backends("flex"):
-        assert main(["info", "--verify"]) == 1
-    printed = capsys.readouterr().out
-    assert re.search(r"^eager +causal .*FAIL\n +RuntimeError: illegal memory access", printed, re.MULTILINE), printed
-
-
-def test_error_compares_infinities_and_keeps_nan() -> None:
-    oracle = torch.tensor([1.0, -torch.inf, 2.0], dtype=torch.float64)
-    assert verify.error(oracle.float(), oracle) == 0.0
-    assert verify.error(torch.tensor([1.0, 0.0, 2.0]), oracle) == float("inf")
-    assert not verify.error(torch.tensor([torch.nan, -torch.inf, 2.0]), oracle) <= 1.0
-    assert verify.error(torch.tensor([1.0, -torch.inf, torch.inf]), oracle) == float("inf")
-    assert verify.error(torch.full((2,), 3e-3), torch.zeros(2, dtype=torch.float64)) == pytest.approx(3e-3 * 2**0.5)

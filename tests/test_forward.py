@@ -60,9 +60,7 @@ def test_rows_with_nothing_allowed_are_zero(backend: Runner, kind: str, is_causa
 @pytest.mark.parametrize("is_causal", (False, True))
 def test_window(backend: Runner, lengths: tuple[int, int], window_size: tuple[int, int], is_causal: bool) -> None:
     seqlen_q, seqlen_k = lengths
-    check(
-        backend, Case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, window_size=window_size, is_causal=is_causal, need=())
-    )
+    check(backend, Case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, window_size=window_size, is_causal=is_causal, need=()))
 
 
 @pytest.mark.parametrize("softcap", (0.5, 30.0))
@@ -81,7 +79,13 @@ def test_grouped_heads(backend: Runner, heads: tuple[int, int]) -> None:
     num_heads, num_heads_k = heads
     check(
         backend,
-        Case(num_heads=num_heads, num_heads_k=num_heads_k, mask=("B", "Hk", "Lq", "Lk"), bias=("1", "Hq", "1", "Lk"), need=()),
+        Case(
+            num_heads=num_heads,
+            num_heads_k=num_heads_k,
+            mask=("B", "Hk", "Lq", "Lk"),
+            bias=("1", "Hq", "1", "Lk"),
+            need=(),
+        ),
     )
 
 
@@ -94,9 +98,7 @@ def test_head_dims(backend: Runner, dims: tuple[int, int]) -> None:
 @pytest.mark.parametrize("bias_kind", ("inf", "min", "huge"))
 @pytest.mark.parametrize("bias_dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("mask", (None, ("B", "1", "Lq", "Lk")))
-def test_extreme_biases(
-    backend: Runner, bias_kind: str, bias_dtype: torch.dtype, mask: tuple[str, ...] | None
-) -> None:
+def test_extreme_biases(backend: Runner, bias_kind: str, bias_dtype: torch.dtype, mask: tuple[str, ...] | None) -> None:
     if bias_kind == "huge" and bias_dtype == torch.float16:
         bias_kind = "min"  # 1e4 times a normal value is beyond float16
     check(backend, Case(bias=("1", "Hq", "Lq", "Lk"), bias_kind=bias_kind, bias_dtype=bias_dtype, mask=mask, need=()))

@@ -66,8 +66,6 @@ def missing_build_requirements() -> list[str]:
 
 MISSING = missing_build_requirements()
 builds = pytest.mark.skipif(bool(MISSING), reason=f"building the package offline needs {', '.join(MISSING)}")
-# One worker runs them all, so that the wheel is built once.
-pytestmark = pytest.mark.xdist_group("packaging")
 
 
 def run(*command: str | Path, cwd: Path, check: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -18,7 +18,10 @@ EXAMPLES = {"eager": 2000, "flex": 200, "triton": 300, "cuda": 500}
 SHARDS = 10  # so that pytest-xdist can share them out
 
 LETTERS = st.tuples(
-    st.sampled_from(("1", "B")), st.sampled_from(("1", "Hk", "Hq")), st.sampled_from(("1", "Lq")), st.sampled_from(("1", "Lk"))
+    st.sampled_from(("1", "B")),
+    st.sampled_from(("1", "Hk", "Hq")),
+    st.sampled_from(("1", "Lq")),
+    st.sampled_from(("1", "Lk")),
 )
 LENGTHS = st.one_of(st.integers(1, 40), st.sampled_from((0, 1, 31, 32, 33, 63, 64, 65, 100)))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16) + ((torch.float64,) if DEVICE == "cpu" else ())
@@ -40,7 +43,9 @@ def cases(draw: st.DrawFn) -> Case:
         dtype=draw(st.sampled_from(DTYPES)),
         bias_dtype=draw(st.sampled_from((None, None, torch.float32, torch.bfloat16))),
         mask=draw(st.none() | LETTERS),
-        mask_kind=draw(st.sampled_from(("random", "random", "empty_rows", "empty_tiles", "none_allowed", "all_allowed"))),
+        mask_kind=draw(
+            st.sampled_from(("random", "random", "empty_rows", "empty_tiles", "none_allowed", "all_allowed"))
+        ),
         bias=draw(st.none() | LETTERS | LETTERS),
         bias_kind=draw(st.sampled_from(("normal", "normal", "inf", "min"))),
         is_causal=draw(st.booleans()),

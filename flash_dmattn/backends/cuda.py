@@ -6,6 +6,7 @@ import importlib
 
 import torch
 
+from ..problem import dtype_name
 from .protocol import Availability, Rule
 
 NAME = "cuda"
@@ -26,7 +27,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "dtype",
         lambda p: p.dtype in (torch.float16, torch.bfloat16),
-        lambda p: f"dtype is {p.dtype}; the tensor cores take float16 or bfloat16",
+        lambda p: f"dtype is {dtype_name(p.dtype)}; the tensor cores take float16 or bfloat16",
         "cast q, k and v",
     ),
     Rule(
@@ -52,9 +53,11 @@ def probe() -> Availability:
 def _load() -> Availability:
     try:
         importlib.import_module("flash_dmattn._C")
-    except ImportError as error:
+    except Exception as error:  # a broken installation raises anything; a probe reports it
         if isinstance(error, ModuleNotFoundError) and error.name == "flash_dmattn._C":
-            reason = "the CUDA extension flash_dmattn._C is not in this installation: this version ships no CUDA kernels"
+            reason = (
+                "the CUDA extension flash_dmattn._C is not in this installation: this version ships no CUDA kernels"
+            )
             return Availability(False, reason, "use a version that ships them", error)
         return Availability(False, f"the CUDA extension cannot be loaded: {error}", "rebuild it", error)
     return Availability(True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..problem import AttentionProblem, TensorSpec, dtype_name
-from .flex_blocks import BLOCK, Band, band_of, block_lists
+from .flex_blocks import BLOCK, Band, band_of, prepare_blocks, prepare_in_graph
 from .protocol import Availability, Rule
 
 NAME = "flex"
@@ -154,8 +154,10 @@ def notes(problem: AttentionProblem) -> tuple[str, ...]:
     if bias is not None and _widens(bias.dtype, problem.need.bias):
         why = "to accumulate its gradient" if problem.need.bias else "FlexAttention's kernels have no use for its width"
         found.append(f"copies bias to float32, {4 * _span(bias) / 2**20:.1f} MB: {why}")
-    if problem.need.bias:
+    if problem.need.bias and bias is not None and not bias.broadcast()[3]:
         found.append("the gradient of bias is added up with atomics: not bitwise repeatable")
+        if bias.broadcast()[2]:
+            found.append("repeats bias over batch and heads, and its gradient until it is summed")
     if any(problem.need) and not (problem.need.q and problem.need.k and problem.need.v):
         found.append("computes dq, dk and dv together, also where only some of them are needed")
     for name, strides in (("q", problem.q_strides), ("k", problem.k_strides), ("v", problem.v_strides)):
@@ -187,35 +189,39 @@ def attention(
     graph = _graph()
     band = band_of(problem)
     mask = None if mask is None else _narrow(mask)
+    row_bias = None
     if bias is not None:
-        bias = _narrow(bias)
+        if not problem.need.bias:
+            bias = _narrow(bias)  # with a gradient it keeps its shape, which each place has its own derivative in
         if _widens(bias.dtype, problem.need.bias):
-            bias = bias.float()
-    lists = block_lists(
-        mask,
-        band,
-        num_heads=problem.num_heads,
-        seqlen_q=problem.seqlen_q,
-        seqlen_k=problem.seqlen_k,
-        device=q.device,
-    )
+            bias = _ToFloat32.apply(bias)
+        if problem.need.bias and bias.shape[3] == 1:
+            row_bias, bias = bias, bias.detach()
+        elif problem.need.bias and bias.shape[2] == 1:
+            bias = _partial_sums(problem, bias)
+    compiling = torch.compiler.is_compiling()
+    prepare = prepare_in_graph if compiling else prepare_blocks
+    lists, lower, upper = prepare(mask, band, problem, q.device)
     form = graph.Form(
         problem.softmax_scale,
         problem.softcap,
         problem.num_heads != problem.num_heads_k,
         problem.return_lse,
-        _shared(mask, problem.num_heads),
-        _shared(bias, problem.num_heads),
+        None if mask is None else graph.shared(mask, problem.num_heads),
+        None if bias is None else graph.shared(bias, problem.num_heads),
+        _bwd_num_stages(problem, mask, bias),
     )
-    mask, bias = _without_shared_dims(mask), _without_shared_dims(bias)
-    if torch.compiler.is_compiling():
-        return graph.run(form, q, k, v, _realise(mask), _realise(bias), *band, lists)
-    # 0-dim tensors filled on the device: a Python int would be compiled in, a copied tensor would wait for the host.
-    lower, upper = (
-        None if limit is None else torch.full((), limit, dtype=torch.int32, device=q.device) for limit in band
-    )
-    function = graph.compiled(form, _specialised(problem, band, bias))
-    return function(q, k, v, mask, bias, lower, upper, lists)
+    if compiling:
+        results = graph.run(form, q, k, v, _realise(mask), _realise(bias), lower, upper, lists)
+        return results if row_bias is None else _through_lse(results, row_bias)
+    specialised = _specialised(problem, band, bias)
+    # With symbolic lengths Inductor's CPU kernel does not always compile (an undeclared name in its C++, torch 2.13).
+    static = problem.device == "cpu" and graph.compiler == "inductor"
+    if static:
+        specialised += (problem.batch, problem.seqlen_q, problem.seqlen_k, None if mask is None else mask.shape)
+    function = graph.compiled(form, specialised, dynamic=False if static else None)
+    results = function(q, k, v, mask, bias, lower, upper, lists)
+    return results if row_bias is None else _through_lse(results, row_bias)
 
 
 def _specialised(problem: AttentionProblem, band: Band, bias: Tensor | None) -> tuple[object, ...]:
@@ -234,6 +240,15 @@ def _specialised(problem: AttentionProblem, band: Band, bias: Tensor | None) -> 
     )
 
 
+def _bwd_num_stages(problem: AttentionProblem, mask: Tensor | None, bias: Tensor | None) -> int | None:
+    # Torch's three stages leave no shared memory for pipelined tiles of a captured tensor: 272 KB of 227 KB at head dim
+    # 128 with a mask and a bias of one value per score (H200, torch 2.11), and the compilation fails.
+    tiles = any(x is not None and x.shape[2] > 1 and x.shape[3] > 1 for x in (mask, bias))
+    if not tiles or problem.device != "cuda" or max(problem.head_dim, problem.head_dim_v) <= 64:
+        return None
+    return 2 if problem.capability == (9, 0) and max(problem.head_dim, problem.head_dim_v) <= 128 else 1
+
+
 def _nothing(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
     # FlexAttention refuses length 0. The sum is of no elements, and gives each input a gradient of zeros.
     inputs = (q, k, v) if bias is None else (q, k, v, bias)
@@ -250,39 +265,52 @@ def _widens(dtype: torch.dtype, needs_grad: bool) -> bool:
     return dtype == torch.float64 or (needs_grad and dtype != torch.float32)
 
 
+def _partial_sums(problem: AttentionProblem, bias: Tensor) -> Tensor:
+    """Repeat a bias of one number per key to (B, Hq, 1, Lk), so that its gradient is many short sums.
+
+    Autograd adds those up in pairs. One sum of a million terms, each added by an atomic, loses 5e-5 in fp32, and the
+    atomics wait for one another.
+    """
+    return _per_query_head(bias, problem.num_heads).expand(problem.batch, -1, -1, -1).contiguous()
+
+
+def _per_query_head(x: Tensor, num_heads: int) -> Tensor:
+    return x.unsqueeze(2).expand(-1, -1, num_heads // x.shape[1], -1, -1).flatten(1, 2)
+
+
+def _through_lse(results: tuple[Tensor, ...], bias: Tensor) -> tuple[Tensor, ...]:
+    """Add the gradient of a bias of one number per query: out does not depend on it, and lse as on a summand.
+
+    Summing ds over the keys would give the same but for the rounding of delta, which is then all that is left of it.
+    """
+    nothing = bias.flatten()[:0].sum()
+    out = results[0] + nothing.to(results[0].dtype)
+    if len(results) == 1:
+        return (out,)
+    lse = results[1]
+    rows = _per_query_head(bias, lse.shape[1]).squeeze(3)
+    return out, lse + torch.where(lse == -torch.inf, 0.0, rows - rows.detach())
+
+
 def _narrow(x: Tensor) -> Tensor:
-    """View dims expanded with stride 0 at size 1, where they hold one number; its gradient is spread evenly."""
+    """View dims expanded with stride 0 at size 1, where they hold one number."""
     for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
         if size > 1 and stride == 0:
-            x = _Narrow.apply(x, dim) if x.requires_grad else x.narrow(dim, 0, 1)  # type: ignore[no-untyped-call]
+            x = x.narrow(dim, 0, 1)
     return x
 
 
-class _Narrow(torch.autograd.Function):
-    """x.narrow(dim, 0, 1) of an expanded dim, whose own derivative would be a dense tensor of the expanded shape."""
+class _ToFloat32(torch.autograd.Function):
+    """x.float() that leaves dims of stride 0 expanded: the conversion of a tensor would fill them with copies."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
-        ctx.dim, ctx.size = dim, x.shape[dim]
-        return x.narrow(dim, 0, 1)
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.dtype = x.dtype
+        return _narrow(x).float().expand(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        shape = list(gradient.shape)
-        shape[ctx.dim] = ctx.size
-        return (gradient / ctx.size).expand(shape), None
-
-
-def _shared(x: Tensor | None, num_heads: int) -> tuple[tuple[bool, ...], int] | None:
-    """Which dims a narrowed mask or bias has, and how many query heads share one of its heads."""
-    if x is None:
-        return None
-    dims = tuple(size > 1 for size in x.shape)
-    return dims, num_heads // x.shape[1] if dims[1] else 1
-
-
-def _without_shared_dims(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.reshape([size for size in x.shape if size > 1] or [1])
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.to(ctx.dtype)
 
 
 def _realise(x: Tensor | None) -> Tensor | None:

@@ -52,30 +52,100 @@ def band_of(problem: AttentionProblem) -> Band:
     return Band(lower, upper)
 
 
-def block_lists(
-    mask: Tensor | None,
-    band: Band,
-    *,
-    num_heads: int,
-    seqlen_q: int,
-    seqlen_k: int,
-    device: torch.device,
-) -> BlockLists | None:
-    """The tile lists of a call, or None where everything is allowed.
+class Blocks(NamedTuple):
+    """What a call's mask, causal limit and window become: tile lists, and the limits as int32 of no dimension.
+
+    Tensors all, filled on the device: a Python int would be compiled into the graph, a copied one would wait for the
+    host. None is no limit; no lists mean that everything is allowed.
+    """
+
+    lists: BlockLists | None
+    lower: Tensor | None
+    upper: Tensor | None
+
+
+def prepare_blocks(mask: Tensor | None, band: Band, problem: AttentionProblem, device: torch.device) -> Blocks:
+    """The lists and limits of a call, without a host synchronisation.
 
     Args:
         mask: (B | 1, Hq | Hk | 1, Lq | 1, Lk | 1) bool, its broadcast dims of size 1, or None.
         band: the causal limit and the window.
-        num_heads: Hq. A mask with Hk heads is summarised at its own size and only its lists are repeated.
-        seqlen_q, seqlen_k: Lq and Lk, at least 1.
-        device: where the lists go. Nothing is read back to the host.
+        problem: for the number of heads and the lengths, at least 1. A mask with Hk heads is summarised at its own size
+            and only its lists are repeated.
+        device: where the tensors go.
+    """
+    if mask is None and band == Band(None, None):
+        return Blocks(None, None, None)
+    lists = block_lists(mask, band, problem.num_heads, problem.seqlen_q, problem.seqlen_k, device)
+    lower, upper = (None if n is None else torch.full((), n, dtype=torch.int32, device=device) for n in band)
+    return Blocks(lists, lower, upper)
 
-    >>> lists = block_lists(None, Band(None, 0), num_heads=1, seqlen_q=256, seqlen_k=256, device=torch.device("cpu"))
+
+def prepare_in_graph(mask: Tensor | None, band: Band, problem: AttentionProblem, device: torch.device) -> Blocks:
+    """`prepare_blocks` as one operator of a caller's graph, where Inductor would otherwise take it apart.
+
+    Captured expressions that are not buffers make Inductor's FlexAttention fail on CPU (torch 2.13).
+    """
+    if mask is None and band == Band(None, None):
+        return Blocks(None, None, None)
+    p = problem
+    *lists, lower, upper = torch.ops.flash_dmattn.flex_blocks(
+        mask, band.lower, band.upper, p.num_heads, p.seqlen_q, p.seqlen_k, device
+    )
+    return Blocks(BlockLists(*lists), None if band.lower is None else lower, None if band.upper is None else upper)
+
+
+_LIBRARY = torch.library.Library("flash_dmattn", "FRAGMENT")
+_LIBRARY.define(
+    "flex_blocks(Tensor? mask, SymInt? lower, SymInt? upper, SymInt num_heads, SymInt seqlen_q, SymInt seqlen_k, "
+    "Device device) -> Tensor[]"
+)
+
+
+def _blocks(
+    mask: Tensor | None,
+    lower: int | None,
+    upper: int | None,
+    num_heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    device: torch.device,
+) -> list[Tensor]:
+    lists = block_lists(mask, Band(lower, upper), num_heads, seqlen_q, seqlen_k, device)
+    # An operator returns no None: an unused limit is filled with 0.
+    limits = [torch.full((), limit or 0, dtype=torch.int32, device=device) for limit in (lower, upper)]
+    return [*lists, *limits]
+
+
+def _blocks_fake(
+    mask: Tensor | None,
+    lower: int | None,
+    upper: int | None,
+    num_heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    device: torch.device,
+) -> list[Tensor]:
+    batch, heads = (1, 1) if mask is None else (mask.shape[0], mask.shape[1])
+    lists = (batch, heads if heads == 1 else num_heads)
+    rows, columns = ((length + BLOCK - 1) // BLOCK for length in (seqlen_q, seqlen_k))
+    shapes = [(*lists, rows), (*lists, rows, columns)] * 2 + [(*lists, columns), (*lists, columns, rows)] * 2 + [()] * 2
+    return [torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes]
+
+
+_LIBRARY.impl("flex_blocks", _blocks, "CompositeExplicitAutograd")
+torch.library.register_fake("flash_dmattn::flex_blocks", _blocks_fake, lib=_LIBRARY)
+
+
+def block_lists(
+    mask: Tensor | None, band: Band, num_heads: int, seqlen_q: int, seqlen_k: int, device: torch.device
+) -> BlockLists:
+    """The tile lists of a mask and a band; arguments as for `prepare_blocks`.
+
+    >>> lists = block_lists(None, Band(None, 0), 1, 256, 256, torch.device("cpu"))
     >>> lists.kv_num_blocks.tolist(), lists.full_kv_num_blocks.tolist()  # the diagonal, and what lies below it
     ([[[1, 1]]], [[[0, 1]]])
     """
-    if mask is None and band == Band(None, None):
-        return None
     partial, full = tile_classes(mask, band, seqlen_q, seqlen_k, device)
     heads = partial.shape[1]
     if heads not in (1, num_heads):

@@ -36,6 +36,14 @@ class Form(NamedTuple):
     return_lse: bool
     mask: Shared | None
     bias: Shared | None
+    bwd_num_stages: int | None  # of the backward kernel's pipeline; None leaves it to torch
+
+
+def shared(x: Tensor, num_heads: int) -> Shared:
+    """How a mask or bias, its broadcast dims of size 1, is shared by `num_heads` query heads."""
+    b, h, i, j = (size > 1 for size in x.shape)
+    # int() makes it a constant also where a caller's graph has symbolic sizes.
+    return Shared((b, h, i, j), int(num_heads // x.shape[1]) if h else 1)
 
 
 def run(
@@ -45,8 +53,8 @@ def run(
     v: Tensor,
     mask: Tensor | None,
     bias: Tensor | None,
-    lower: Tensor | int | None,
-    upper: Tensor | int | None,
+    lower: Tensor | None,
+    upper: Tensor | None,
     lists: BlockLists | None,
 ) -> tuple[Tensor, ...]:
     """FlexAttention on (B, L, H, D) tensors: (out,) or (out, lse).
@@ -54,13 +62,13 @@ def run(
     Args:
         form: the constants.
         q, k, v: as in the contract.
-        mask, bias: holding only the dims that `form` says they have, or one element where they have none.
-        lower, upper: the band's limits: int32 of no dimension on the device, or ints to be compiled in.
+        mask, bias: 4-D, dims that `form` says they do not have being of size 1.
+        lower, upper: the band's limits, int32 of no dimension, on the device.
         lists: the tile lists; None exactly where there is neither mask nor limit.
     """
 
     # Locals, as a closure over `form` would capture every value in it, and floats cannot be captured.
-    mask_index, bias_index = _index(form.mask), _index(form.bias)
+    mask_shared, bias_shared = form.mask, form.bias
     softcap = None
     if form.softcap > 0:
         softcap = form.softcap
@@ -68,14 +76,14 @@ def run(
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         if softcap is not None:
             score = softcap * torch.tanh(score / softcap)
-        if bias is not None:
-            score = score + bias[bias_index(b, h, i, j)]
+        if bias is not None and bias_shared is not None:
+            score = score + bias[_index(bias_shared, b, h, i, j)]
         return score
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         allowed = None
-        if mask is not None:
-            allowed = mask[mask_index(b, h, i, j)]
+        if mask is not None and mask_shared is not None:
+            allowed = mask[_index(mask_shared, b, h, i, j)]
         if lower is not None:
             inside = j - i >= lower
             allowed = inside if allowed is None else allowed & inside
@@ -100,7 +108,8 @@ def run(
             full_q_num_blocks=lists.full_q_num_blocks,
             full_q_indices=lists.full_q_indices,
         )
-    results = flex_attention(
+    kernel_options: Any = None if form.bwd_num_stages is None else {"bwd_num_stages": form.bwd_num_stages}
+    results: Any = flex_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
@@ -108,34 +117,29 @@ def run(
         block_mask=block_mask,
         scale=form.softmax_scale,
         enable_gqa=form.grouped,
+        kernel_options=kernel_options,
         return_aux=AuxRequest(lse=True) if form.return_lse else None,
     )
     if not form.return_lse:
-        return (results.transpose(1, 2),)  # type: ignore[union-attr]
+        return (results.transpose(1, 2),)
     out, aux = results
     # The fill cuts the gradient of an empty row's lse: whatever arrives for it, even inf, must not meet p = 0.
     return out.transpose(1, 2), aux.lse.masked_fill(aux.lse == -torch.inf, -torch.inf)
 
 
-def _index(shared: Shared | None) -> Callable[..., tuple[Tensor, ...]]:
-    if shared is None:
-        return lambda b, h, i, j: ()
+def _index(shared: Shared, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, ...]:
+    # Four tensors always: a dim dropped by a view breaks the CPU kernel with symbolic lengths, and a literal 0 the
+    # gradient of a captured tensor. The compiler folds x * 0.
     (has_b, has_h, has_i, has_j), group = shared
-
-    def index(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, ...]:
-        if group > 1:
-            h = h // group
-        chosen = ((b,) if has_b else ()) + ((h,) if has_h else ()) + ((i,) if has_i else ()) + ((j,) if has_j else ())
-        # FlexAttention differentiates a captured tensor only through indexing, so a single number is a vector of one.
-        return chosen or (b * 0,)
-
-    return index
+    if group > 1:
+        h = h // group
+    return b if has_b else b * 0, h if has_h else h * 0, i if has_i else i * 0, j if has_j else j * 0
 
 
-_compiled: dict[tuple[Any, ...], Callable[..., tuple[Tensor, ...]]] = {}
+_compiled: dict[tuple[object, ...], Callable[..., tuple[Tensor, ...]]] = {}
 
 
-def compiled(form: Form, specialised: tuple[Any, ...]) -> Callable[..., tuple[Tensor, ...]]:
+def compiled(form: Form, specialised: tuple[object, ...], dynamic: bool | None) -> Callable[..., tuple[Tensor, ...]]:
     """The compiled graph of a class of problems, made on its first use.
 
     torch.compile counts recompilations per code object, and remembers per name which sizes have varied. One function
@@ -145,7 +149,8 @@ def compiled(form: Form, specialised: tuple[Any, ...]) -> Callable[..., tuple[Te
     Args:
         form: the constants of the graph.
         specialised: whatever else makes torch compile anew: dtype, head dims, which lengths are 1. Part of the key
-            only. Lengths that vary inside a class are made symbolic by torch on the second one it meets.
+            only.
+        dynamic: as torch.compile has it; None makes a length symbolic when a second value of it is met.
     """
     key = (compiler, form, specialised)
     function = _compiled.get(key)
@@ -156,5 +161,5 @@ def compiled(form: Form, specialised: tuple[Any, ...]) -> Callable[..., tuple[Te
 
         code = call.__code__.replace(co_name=f"flex_attention_{len(_compiled)}")
         own = types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
-        function = _compiled[key] = torch.compile(own, backend=compiler, fullgraph=True)
+        function = _compiled[key] = torch.compile(own, backend=compiler, fullgraph=True, dynamic=dynamic)
     return function

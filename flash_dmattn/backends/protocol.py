@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
 from ..problem import AttentionProblem
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 Pass = Literal["forward", "backward"]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -49,7 +52,12 @@ class Availability(NamedTuple):
 
 
 class Backend(Protocol):
-    """A module with these names is a backend. `AUTO_RULES` bind only `backend="auto"`, never a forced call."""
+    """A module with these names is a backend. `AUTO_RULES` bind only `backend="auto"`, never a forced call.
+
+    Optional: `notes(problem) -> tuple[str, ...]`, what `explain` should say of a call it accepts (copies it makes);
+    and, beside a forward/backward pair, `differentiable_backward(problem, dout, dlse, q, k, v, mask, bias)`, the
+    gradients as differentiable PyTorch, without which a second derivative is refused.
+    """
 
     @property
     def NAME(self) -> str: ...
@@ -105,7 +113,10 @@ class DifferentiableBackend(Backend, Protocol):
         ...
 
 
-def is_differentiable(backend: Backend) -> TypeGuard[DifferentiableBackend]:
+AnyBackend = KernelBackend | DifferentiableBackend
+
+
+def is_differentiable(backend: AnyBackend) -> TypeIs[DifferentiableBackend]:
     """Whether a backend is one differentiable function rather than a forward/backward pair."""
     return hasattr(backend, "attention")
 

@@ -21,7 +21,7 @@ RULES: tuple[Rule, ...] = (
         "dtype",
         lambda p: p.dtype != torch.float64,
         lambda p: "dtype is float64; the kernels compute in at most float32",
-        "cast q, k and v, or use backend=\"eager\"",
+        'cast q, k and v, or use backend="eager"',
     ),
     Rule(
         "return_probs",
@@ -47,7 +47,7 @@ def _load() -> Availability:
     kernels = "flash_dmattn.triton_kernels.forward"
     try:
         importlib.import_module(kernels)
-    except ImportError as error:
+    except Exception as error:  # a broken installation raises anything; a probe reports it
         if isinstance(error, ModuleNotFoundError) and error.name in (kernels, "flash_dmattn.triton_kernels"):
             reason = f"{kernels} is not in this installation: this version ships no Triton kernels"
             return Availability(False, reason, "use a version that ships them", error)

@@ -68,6 +68,7 @@ def collect() -> Report:
     if "error" not in torch:
         torch["cuda"] = importlib.import_module("torch").version.cuda
     driver, devices = _driver()
+    backends = _backends() if "error" not in torch else {}
     return {
         "flash_dmattn": {"version": __version__, "path": str(Path(__file__).resolve().parent.parent)},
         "python": {"version": platform.python_version(), "executable": sys.executable},
@@ -76,9 +77,9 @@ def collect() -> Report:
         "triton": _imported("triton"),
         "driver": driver,
         "gpus": devices if "error" in torch else _gpus(devices),
-        "settings": _settings(),
+        "settings": _settings(backends),
         "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
-        "backends": _backends() if "error" not in torch else {},
+        "backends": backends,
     }
 
 
@@ -133,13 +134,17 @@ def _gpus(seen_by_driver: list[Report]) -> list[Report]:
     ]
 
 
-def _settings() -> Report:
+def _settings(backends: dict[str, Report]) -> Report:
     from ..settings import process
 
+    default = process.default_backend
+    named = {*([default] if isinstance(default, str) else default), *process.disabled}
     return {
-        "default_backend": process.default_backend,
+        "default_backend": default,
         "disabled": list(process.disabled),
         "fallback": process.fallback,
+        # Names come from the environment unchecked, and one that is misspelt switches nothing.
+        "unknown": sorted(named - {"auto", *backends}) if backends else [],
     }
 
 
@@ -189,6 +194,7 @@ def render(report: Report) -> str:
         ("default backend", default if isinstance(default, str) else f"{default[0]} forward, {default[1]} backward"),
         ("disabled", ", ".join(settings["disabled"]) or "none"),
         ("fallback", settings["fallback"]),
+        *([("unknown names", ", ".join(settings["unknown"]))] if settings["unknown"] else []),
         *_spread("environment", [f"{name}={value}" for name, value in report["environment"].items()] or ["none set"]),
         ("", ""),
         *_backend_rows(report["backends"]),

@@ -13,9 +13,6 @@ if TYPE_CHECKING:
 
     from ..backends.protocol import Reason
 
-# The accuracy rule of every test: 1.5 times the error that the plain formula makes in the same dtype, and a floor.
-FACTOR, FLOOR = 1.5, 1e-5
-
 # Odd lengths that differ, so that a tail and the bottom-right alignment are met.
 BATCH, SEQLEN_Q, SEQLEN_K, NUM_HEADS, HEAD_DIM = 2, 37, 53, 4, 32
 OUTPUTS, GRADIENTS = ("out", "lse"), ("dq", "dk", "dv", "dbias")
@@ -101,6 +98,8 @@ def verify(stream: TextIO) -> list[Outcome]:
     """Run every backend on every case and device of this machine; write the table to `stream` row by row."""
     import torch
 
+    from ..reference.yardstick import FLOOR, RATIO
+
     outcomes: list[Outcome] = []
     devices = [("cpu", torch.float32)]
     if torch.cuda.is_available():
@@ -109,7 +108,7 @@ def verify(stream: TextIO) -> list[Outcome]:
         name = str(dtype).removeprefix("torch.")
         stream.write(
             f"\n{name} on {device}: error < limit, where error is |x - x64| / |x64| against the formula in fp64\n"
-            f"and limit is {FACTOR} x the error of the formula in {name} + {FLOOR:.0e}\n\n{_header()}\n"
+            f"and limit is {RATIO} x the error of the formula in {name} + {FLOOR:.0e}\n\n{_header()}\n"
         )
         for outcome in _outcomes(device, dtype, stream):
             remarks = _remarks(outcome, outcomes[-1] if outcomes else None)
@@ -122,9 +121,8 @@ def verify(stream: TextIO) -> list[Outcome]:
 
 
 def _outcomes(device: str, dtype: torch.dtype, stream: TextIO) -> Iterator[Outcome]:
-    import torch
-
     from ..backends.protocol import Reason
+    from ..reference.yardstick import FLOOR, RATIO
     from ..selection import BACKENDS, available_backends, probe
     from ..settings import process
 
@@ -151,8 +149,8 @@ def _outcomes(device: str, dtype: torch.dtype, stream: TextIO) -> Iterator[Outco
             if not wanted:
                 yield Outcome(backend, device, dtype_name, case.name, reasons=reasons)
                 continue
-            oracle, yardstick = inputs.formula(torch.float64, wanted), inputs.formula(dtype, wanted)
-            limits = {name: FACTOR * error(yardstick[name], oracle[name]) + FLOOR for name in wanted}
+            oracle, plain = inputs.oracle(wanted), inputs.yardstick()
+            limits = {name: RATIO * error(plain[name], oracle[name]) + FLOOR for name in wanted}
             try:
                 found = inputs.attention(backend, wanted)
             except Exception as raised:  # any failure of a backend is a result of this report
@@ -214,12 +212,23 @@ class Inputs:
         found = attention(**leaves, **self.flags, return_lse="lse" in wanted, backend=backend)
         return self.results(found if isinstance(found, tuple) else (found,), leaves, wanted)
 
-    def formula(self, dtype: torch.dtype, wanted: tuple[str, ...]) -> dict[str, Tensor]:
-        """The same by the plain formula: the oracle in fp64, the yardstick in the dtype of the case."""
+    def oracle(self, wanted: tuple[str, ...]) -> dict[str, Tensor]:
+        """The same by the formula in fp64."""
+        import torch
+
         from ..reference import formula
 
-        leaves = self.leaves(dtype, wanted)
+        leaves = self.leaves(torch.float64, wanted)
         return self.results(formula.attention(**leaves, **self.flags), leaves, wanted)
+
+    def yardstick(self) -> dict[str, Tensor]:
+        """All results by plain PyTorch in the dtype of the case."""
+        from ..reference import formula, yardstick
+
+        given = {"mask": None, "bias": None, **self.tensors, **self.flags}
+        dlse = self.dlse if "lse" in self.everything else None
+        found = (*formula.attention(**given), *yardstick.gradients(self.dout, dlse, **given))
+        return {name: x for name, x in zip(OUTPUTS + GRADIENTS, found) if x is not None}
 
     def leaves(self, dtype: torch.dtype, wanted: tuple[str, ...]) -> dict[str, Any]:
         """The inputs in a dtype, those whose gradient is wanted as leaves of a new graph."""

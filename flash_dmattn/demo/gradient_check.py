@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 import flash_dmattn
+from flash_dmattn.backends.protocol import Reason
 from flash_dmattn.explanation import Explanation
 from flash_dmattn.nn import AttentionArguments
-from flash_dmattn.reference import formula
+from flash_dmattn.reference import formula, yardstick
 
-from .model import ByteLanguageModel
+from .model import Block, ByteLanguageModel
 from .training import autocast
 
 RESULTS = ("out", "dq", "dk", "dv", "dbias")
-FACTOR, FLOOR = 1.5, 1e-5
 
 
 class Call(NamedTuple):
@@ -31,9 +32,14 @@ class Call(NamedTuple):
         q, k, v, mask, bias = self.arguments
         assert bias is not None
         bias_dtype = dtype if dtype == torch.float64 else bias.dtype
-        leaves = (x.detach().to(x_dtype).requires_grad_() for x, x_dtype in ((q, dtype), (k, dtype), (v, dtype)))
+        q, k, v = (x.detach().to(dtype).requires_grad_() for x in (q, k, v))
         bias = bias.detach().to(bias_dtype).requires_grad_()
-        return Call(AttentionArguments(*leaves, mask, bias), self.softmax_scale, self.dout.to(dtype))
+        return Call(AttentionArguments(q, k, v, mask, bias), self.softmax_scale, self.dout.to(dtype))
+
+    def detached(self) -> Call:
+        """The same call with nothing that needs a gradient."""
+        tensors = (None if x is None else x.detach() for x in self.arguments)
+        return self._replace(arguments=AttentionArguments(*tensors))  # type: ignore[arg-type]
 
     def explain(self) -> Explanation:
         """The decision for this call."""
@@ -41,9 +47,7 @@ class Call(NamedTuple):
 
     def run(self, backend: str) -> torch.Tensor:
         """The output, (B, L, Hq, D)."""
-        out = flash_dmattn.attention(
-            *self.arguments, is_causal=True, softmax_scale=self.softmax_scale, backend=backend
-        )
+        out = flash_dmattn.attention(*self.arguments, is_causal=True, softmax_scale=self.softmax_scale, backend=backend)
         assert isinstance(out, torch.Tensor)
         return out
 
@@ -84,7 +88,9 @@ def capture_call(
         layer: index of the block.
         dtype: of autocast, float32 for none.
     """
-    attention = model.blocks[layer].attention
+    block = model.blocks[layer]
+    assert isinstance(block, Block)
+    attention = block.attention
     seen: dict[str, torch.Tensor] = {}
 
     def keep_input(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -116,29 +122,44 @@ def capture_call(
 def check_call(call: Call) -> list[CheckedBackend]:
     """Compare every backend with the formula in fp64, in the dtype of the call.
 
-    A result x passes when err(x) <= 1.5 * err(formula in this dtype) + 1e-5, with err(x) = ||x - x64|| / ||x64||.
+    A result x passes by the rule of `flash_dmattn.reference.yardstick`.
 
     Returns:
         First the formula in this dtype itself, whose errors are the yardstick, then every backend.
     """
     dtype = call.arguments.q.dtype
     exact = _results(call.to(torch.float64), Call.run_formula)
-    yardstick = _errors(_results(call, Call.run_formula), exact)
-    limits = {name: FACTOR * error + FLOOR for name, error in yardstick.items()}
-    checked = [CheckedBackend("formula", dtype, yardstick, limits, ())]
+    plain = _errors(_plain_results(call), exact)
+    limits = {name: yardstick.RATIO * error + yardstick.FLOOR for name, error in plain.items()}
+    checked = [CheckedBackend("formula", dtype, plain, limits, ())]
     for verdict in call.explain().verdicts:
         if verdict.backend == "reference":  # the formula again, under its name as a backend
             continue
         errors: dict[str, float] = {}
         if verdict.accepts:
-            errors = _errors(_results(call, lambda c, name=verdict.backend: c.run(name)), exact)
-        checked.append(CheckedBackend(verdict.backend, dtype, errors, limits, tuple(map(str, verdict.reasons))))
+            errors = _errors(_results(call, partial(Call.run, backend=verdict.backend)), exact)
+        checked.append(CheckedBackend(verdict.backend, dtype, errors, limits, tuple(map(finding, verdict.reasons))))
     return checked
+
+
+def finding(reason: Reason) -> str:
+    """What a reason found, as "device is cpu", without what follows from it and what to do: `explain` says that."""
+    return reason.text.partition(";")[0]
 
 
 def _results(call: Call, run: Callable[[Call], torch.Tensor]) -> tuple[torch.Tensor, ...]:
     out = run(call)
     return out.detach(), *call.gradients(out)
+
+
+def _plain_results(call: Call) -> tuple[torch.Tensor, ...]:
+    q, k, v, mask, bias = (None if x is None else x.detach() for x in call.arguments)
+    assert q is not None and k is not None and v is not None
+    scale = call.softmax_scale
+    gradients = yardstick.gradients(call.dout, None, q, k, v, mask, bias, is_causal=True, softmax_scale=scale)
+    dq, dk, dv, dbias = gradients
+    assert dbias is not None
+    return call.detached().run_formula(), dq, dk, dv, dbias
 
 
 def _errors(results: tuple[torch.Tensor, ...], exact: tuple[torch.Tensor, ...]) -> dict[str, float]:

@@ -23,6 +23,7 @@ class ModelConfig:
     num_heads_k: int = 2
     mlp_size: int = 512
     keep_window_size: int | None = 64
+    local_window_size: int = 0
     backend: str = "auto"
 
 
@@ -38,6 +39,7 @@ class Block(nn.Module):
             config.num_heads,
             config.num_heads_k,
             keep_window_size=config.keep_window_size,
+            local_window_size=config.local_window_size,
             backend=config.backend,
         )
         self.mlp_norm = nn.RMSNorm(width)
@@ -73,7 +75,7 @@ class ByteLanguageModel(nn.Module):
         """Logits (B, L, 256) of the byte after each of the tokens (B, L); with caches, one per block, it decodes."""
         x = self.embedding(tokens)
         for index, block in enumerate(self.blocks):
-            x = block(x, None if caches is None else caches[index])
+            x = block(x, caches[index] if caches is not None else None)
         return F.linear(self.norm(x), self.embedding.weight)
 
     def loss(self, windows: torch.Tensor) -> torch.Tensor:
@@ -104,6 +106,6 @@ class ByteLanguageModel(nn.Module):
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, Block):
-            # The residual path sums 2 * num_layers branches: their outputs start small so that it starts near unit size.
+            # The residual path sums 2 * num_layers branches: each starts small, so that the sum starts near unit size.
             for branch in (module.attention.o_proj, module.down):
                 nn.init.normal_(branch.weight, std=0.02 / (2 * self.config.num_layers) ** 0.5)

@@ -62,7 +62,7 @@ def draw(
             linewidth=1.8,
             label=f"{name}: ends at {last:.3f} nats",
         )
-    curves.axhline(entropy, color=GREY, linestyle="--", linewidth=1.2, label=f"byte-unigram entropy: {entropy:.3f} nats")
+    curves.axhline(entropy, color=GREY, linestyle="--", label=f"byte-unigram entropy: {entropy:.3f} nats")
     # The untrained model starts at ln 256 = 5.5 nats; what matters happens far below.
     lowest = min(*dynamic.held_out_loss, *full.held_out_loss, *dynamic.train_loss, *full.train_loss)
     curves.set_ylim(max(0.0, lowest - 0.1), entropy + 0.6)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 
+Progress = Callable[[int, float, float], None]
+
 PROGRESS_LINES = 10
 
 
@@ -63,29 +65,30 @@ class Report:
             self.line("  " + "  ".join(aligned).rstrip())
 
     @contextmanager
-    def progress(self, title: str, total: int) -> Iterator[Callable[[int, str], None]]:
-        """Show how far a loop of `total` steps is; yields a function of (step done, message)."""
+    def progress(self, title: str, total: int) -> Iterator[Progress]:
+        """Show how far a training of `total` steps is; yields a function of (step, its loss, last held-out loss)."""
         if self.pretty:
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bar
 
             columns = (
                 TextColumn("{task.description}"),
                 BarColumn(),
                 MofNCompleteColumn(),
                 TimeRemainingColumn(),
-                TextColumn("{task.fields[message]}"),
+                TextColumn("{task.fields[losses]}"),
             )
-            with Progress(*columns) as bar:
-                task = bar.add_task(title, total=total, message="")
-                yield lambda step, message: bar.update(task, completed=step, message=message)
+            with Bar(*columns) as bar:
+                task = bar.add_task(title, total=total, losses="")
+                yield lambda step, loss, held_out: bar.update(task, completed=step, losses=_losses(loss, held_out))
             return
         started = time.perf_counter()
         every = max(1, total // PROGRESS_LINES)
 
-        def plain(step: int, message: str) -> None:
+        def plain(step: int, loss: float, held_out: float) -> None:
             if step % every == 0 or step == total:
-                self.line(f"  {title}  {step:>{len(str(total))}}/{total}  {message}  "
-                          f"{time.perf_counter() - started:5.1f} s")
+                seconds = time.perf_counter() - started
+                self.line(f"  {title}  {step:>{len(str(total))}}/{total}  {_losses(loss, held_out)}  {seconds:5.1f} s")
 
         yield plain
 
@@ -107,6 +110,10 @@ class Report:
 
 def _is_text(columns: Sequence[str], index: int) -> bool:
     return index == 0 or columns[index] in ("why", "result", "dtype")
+
+
+def _losses(loss: float, held_out: float) -> str:
+    return f"loss {loss:.3f}  held-out {held_out:.3f}"
 
 
 def _style(cell: str) -> str:

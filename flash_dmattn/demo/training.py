@@ -20,14 +20,14 @@ EVALUATION_BATCH = 8
 class TrainingConfig:
     """How long and how fast to train; two models with one config see the same windows in the same order."""
 
-    steps: int = 500
+    steps: int = 400
     batch_size: int = 4
     context: int = 256
     learning_rate: float = 3e-3
     weight_decay: float = 0.05
     seed: int = 0
     evaluations: int = 10
-    evaluation_windows: int = 40
+    evaluation_windows: int = 32
     dtype: torch.dtype = torch.float32
 
 
@@ -106,7 +106,7 @@ def learning_rate_factor(step: int, steps: int) -> float:
     """Factor of the learning rate: up in a twenty-fifth of the steps, then down a cosine to 0.1.
 
     >>> [round(learning_rate_factor(step, 100), 2) for step in (0, 3, 52, 99)]
-    [0.25, 1.0, 0.54, 0.1]
+    [0.25, 1.0, 0.55, 0.1]
     """
     warmup = max(1, steps // 25)
     if step < warmup:

@@ -1,4 +1,7 @@
-"""Masks for `attention`: builders, top-k selection, combination, block forms, statistics and pictures."""
+"""Masks for `attention`: builders, top-k selection, combination, block forms, prepared masks, statistics, pictures."""
+
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
 
 from .blocks import MaskStats, expand_blocks, mask_stats, smooth_blocks
 from .broadcast import combine
@@ -14,8 +17,15 @@ from .builders import (
 from .drawing import show
 from .topk import topk_mask
 
+if TYPE_CHECKING:
+    from .prepared import KeyMask, PreparedMask, TileMask, prepare_mask
+    from .prepared_builders import prepare_blocks, prepare_documents, prepare_lengths, prepare_window
+
 __all__ = [
+    "KeyMask",
     "MaskStats",
+    "PreparedMask",
+    "TileMask",
     "causal_mask",
     "combine",
     "document_ids",
@@ -24,9 +34,25 @@ __all__ = [
     "mask_stats",
     "padding_mask",
     "prefix_lm_mask",
+    "prepare_blocks",
+    "prepare_documents",
+    "prepare_lengths",
+    "prepare_mask",
+    "prepare_window",
     "show",
     "sliding_window_mask",
     "smooth_blocks",
     "threshold_mask",
     "topk_mask",
 ]
+
+_PREPARED = ("KeyMask", "PreparedMask", "TileMask", "prepare_mask")
+_BUILDERS = ("prepare_blocks", "prepare_documents", "prepare_lengths", "prepare_window")
+
+
+def __getattr__(name: str) -> object:
+    # On first use: a tenth of the time that importing flash_dmattn may take, for what not every program uses.
+    if name in _PREPARED or name in _BUILDERS:
+        module = _import_module(".prepared" if name in _PREPARED else ".prepared_builders", __name__)
+        return globals().setdefault(name, getattr(module, name))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,11 @@ from flash_dmattn.masks import topk_mask
 
 from .kv_cache import KVCache
 from .rotary import apply_rotary, rotary_angles
+
+# Scores are compared in steps of this size: 0.02 % of an attention weight. One key scored in a long product and in a
+# decoding step differs in its last bits, and equal tokens have equal scores in a first layer: without the steps those
+# bits decide which of them is kept. Measured, fp32, 100 tokens of an alphabet of 4: 4 of 10 texts decoded differently.
+SCORE_STEP = 2.0**-12
 
 
 class AttentionArguments(NamedTuple):
@@ -38,8 +43,9 @@ class DynamicMaskAttention(nn.Module):
         return out @ Wo
 
     A layer is never blind to the gradient of its choice: the score that decides whether a key is kept is also added
-    to the logits of the keys that are, so W and A learn through the bias. ``keep_window_size=None`` removes score,
-    bias and mask: the same class is then plain causal attention.
+    to the logits of the keys that are, so W and A learn through the bias. Scores are ranked in steps of 2**-12, the
+    earliest key first among equals, so that decoding keeps the keys that a full forward keeps.
+    ``keep_window_size=None`` removes score, bias and mask: the same class is then plain causal attention.
 
     Args:
         hidden_size: width of x.
@@ -113,7 +119,7 @@ class DynamicMaskAttention(nn.Module):
         self.softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
         self.backend = backend
 
-        where = {"device": device, "dtype": dtype}
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
         self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=projection_bias, **where)
         self.k_proj = nn.Linear(hidden_size, num_heads_k * head_dim, bias=projection_bias, **where)
         self.v_proj = nn.Linear(hidden_size, num_heads_k * head_dim, bias=projection_bias, **where)
@@ -122,7 +128,7 @@ class DynamicMaskAttention(nn.Module):
         self.k_norm = nn.RMSNorm(head_dim, **where) if qk_norm else nn.Identity()
         if keep_window_size is not None:
             self.score_proj = nn.Linear(num_heads_k * head_dim, num_heads_k, bias=False, **where)
-            # Ones, not zeros: with A = 0 all scores tie, top-k keeps the first keys of the text, and W gets no gradient.
+            # Ones, not zeros: at A = 0 all scores tie, top-k keeps the first keys of the text, W gets no gradient.
             self.score_scale = nn.Parameter(torch.ones(num_heads_k, **where))
 
     def forward(
@@ -151,9 +157,8 @@ class DynamicMaskAttention(nn.Module):
         True
         """
         arguments = self.attention_arguments(x, attention_mask, cache)
-        out = flash_dmattn.attention(
-            *arguments, is_causal=True, softmax_scale=self.softmax_scale, backend=self.backend
-        )
+        out = flash_dmattn.attention(*arguments, is_causal=True, softmax_scale=self.softmax_scale, backend=self.backend)
+        assert isinstance(out, torch.Tensor)
         return self.o_proj(out.flatten(2))
 
     def attention_arguments(
@@ -221,6 +226,7 @@ class DynamicMaskAttention(nn.Module):
         seqlen_k = scores.shape[-1]
         if self.keep_window_size >= seqlen_k:
             return padding
+        scores = (scores / SCORE_STEP).round()
         # A single query is the last one and sees every key: one row of all queries then, and no prefixes to sort.
         if seqlen_q == 1:
             keep = topk_mask(scores, self.keep_window_size, mask=padding)

@@ -73,7 +73,7 @@ class KVCache:
         2
         """
         if not 0 <= length <= self.length:
-            raise ValueError(f"length is {length}; the cache holds {self.length} tokens, so it must be 0..{self.length}")
+            raise ValueError(f"length is {length}; it must be 0 to {self.length}, the tokens that the cache holds")
         self.length = length
 
     def _reserve(self, held: torch.Tensor | None, x: torch.Tensor, end: int) -> torch.Tensor:

@@ -1,0 +1,175 @@
+"""Packing in plain PyTorch, on any device: bits, tile classes, tile lists and key sets; the oracle of the kernels.
+
+`triton_kernels/mask_pack.py` offers `pack_mask`, `list_tiles` and `key_set` with these signatures and these results,
+bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+TILE = 128
+WORD = 32
+TILE_WORDS = TILE // WORD
+EMPTY, PARTIAL, FULL = 0, 1, 2
+
+# Elements packed at once: as many bytes of dense rows, and twice that in temporaries.
+CHUNK_ELEMENTS = 1 << 24
+
+# Eight bools read as one little-endian integer, times this, have their bits in order in the top byte: byte k is
+# moved by 56 - 7k bits, and no two of the 64 partial products meet, so nothing is carried.
+GATHER_EIGHT = 0x0102040810204080
+
+
+class Band(NamedTuple):
+    """The allowed diagonals: query i may attend to key j where `low <= j - i <= high`."""
+
+    low: int
+    high: int
+
+
+class TileLists(NamedTuple):
+    """Tiles in the order in which kernels walk them, by row and by column of tiles (see `TileMask`)."""
+
+    row_full_count: torch.Tensor
+    row_partial_count: torch.Tensor
+    row_indices: torch.Tensor
+    col_full_count: torch.Tensor
+    col_partial_count: torch.Tensor
+    col_indices: torch.Tensor
+
+
+# The keys that a mask without query dim keeps: kept, count, prefix (see `KeyMask`).
+KeySet = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def make_band(seqlen_q: int, seqlen_k: int, is_causal: bool, window_size: tuple[int, int]) -> Band | None:
+    """The diagonals that causality and window leave, bottom-right aligned; None where they forbid nothing."""
+    left, right = window_size
+    if is_causal:
+        right = 0
+    aligned = seqlen_k - seqlen_q
+    # Unlimited sides, and limits beyond the last diagonal, become the diagonal past the last: all sums stay in int32.
+    low = -seqlen_q if left < 0 else max(aligned - left, -seqlen_q)
+    high = seqlen_k if right < 0 else min(aligned + right, seqlen_k)
+    return None if low <= 1 - seqlen_q and high >= seqlen_k - 1 else Band(low, high)
+
+
+def tiles(length: int) -> int:
+    """How many tiles cover a length."""
+    return -(-length // TILE)
+
+
+def pack_words(rows: torch.Tensor) -> torch.Tensor:
+    """The bits of bool rows (..., Lk): int32 (..., 4 * ceil(Lk / 128)), bit j % 32 of word j // 32; padding is 0."""
+    padded = F.pad(rows, (0, -rows.size(-1) % TILE)).contiguous()
+    eights = padded.view(torch.int64) * GATHER_EIGHT >> 56
+    return eights.to(torch.uint8).view(torch.int32)
+
+
+def unpack_words(words: torch.Tensor, seqlen_k: int) -> torch.Tensor:
+    """The inverse of `pack_words`: bool (..., seqlen_k)."""
+    shifts = torch.arange(WORD, dtype=torch.int32, device=words.device)
+    return ((words[..., None] >> shifts) & 1).bool().flatten(-2)[..., :seqlen_k]
+
+
+def band_words(start: int, stop: int, seqlen_k: int, band: Band | None, device: torch.device) -> torch.Tensor:
+    """The bits that a band leaves of all-True rows `start` to `stop`: int32 (stop - start, words)."""
+    first = torch.arange(0, tiles(seqlen_k) * TILE, WORD, device=device)
+    rows = torch.arange(start, stop, device=device)[:, None]
+    if band is None:
+        low, high = torch.zeros_like(rows), torch.full_like(rows, seqlen_k)
+    else:
+        low, high = rows + band.low, (rows + (band.high + 1)).clamp(max=seqlen_k)
+    ones_below = [1 << (limit - first).clamp(0, WORD) for limit in (low, torch.maximum(low, high))]
+    return (ones_below[1] - ones_below[0]).to(torch.int32)
+
+
+def pack_rows(
+    words_of: Callable[[int, int], torch.Tensor],
+    shape: tuple[int, int, int, int],
+    band: Band | None,
+    device: torch.device,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bits and classes of a mask that is known by rows, in chunks, so that little beside the result is allocated.
+
+    Args:
+        words_of: `words_of(start, stop)` is what `pack_words` gives for these rows, its padding bits included.
+        shape: (Bm, Hm, Lq, Lk) of the result.
+        band: what is folded in.
+
+    Returns:
+        bits int32 (Bm, Hm, Lq, words), classes uint8 (Bm, Hm, Tq, Tk).
+    """
+    batch, num_heads, seqlen_q, seqlen_k = shape
+    bits = torch.empty(batch, num_heads, seqlen_q, tiles(seqlen_k) * TILE_WORDS, dtype=torch.int32, device=device)
+    step = max(1, CHUNK_ELEMENTS // max(1, batch * num_heads * seqlen_k))
+    for start in range(0, seqlen_q if bits.numel() else 0, step):
+        stop = min(start + step, seqlen_q)
+        words = words_of(start, stop)
+        bits[:, :, start:stop] = words if band is None else words & band_words(start, stop, seqlen_k, band, device)
+    return bits, classify(bits)
+
+
+def pack_mask(mask: torch.Tensor, band: Band | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bits and classes of a 4-D bool mask of full query and key dims, which may be expanded.
+
+    Args:
+        mask: bool (Bm, Hm, Lq, Lk), any strides, 0 included.
+        band: what is folded in.
+
+    Returns:
+        bits int32 (Bm, Hm, Lq, words), classes uint8 (Bm, Hm, Tq, Tk).
+    """
+    batch, num_heads, seqlen_q, seqlen_k = mask.shape
+    shape = (batch, num_heads, seqlen_q, seqlen_k)
+    return pack_rows(lambda start, stop: pack_words(mask[:, :, start:stop]), shape, band, mask.device)
+
+
+def classify(bits: torch.Tensor) -> torch.Tensor:
+    """Class of every tile of packed rows (..., Lq, words): uint8 (..., Tq, Tk). Missing rows forbid nothing."""
+    tiles_k = bits.size(-1) // TILE_WORDS
+    missing = -bits.size(-2) % TILE
+    seen = (bits != 0).unflatten(-1, (tiles_k, TILE_WORDS)).any(-1)
+    full = (bits == -1).unflatten(-1, (tiles_k, TILE_WORDS)).all(-1)
+    tiles_q = tiles(bits.size(-2))
+    seen = F.pad(seen, (0, 0, 0, missing), value=False).unflatten(-2, (tiles_q, TILE)).any(-2)
+    full = F.pad(full, (0, 0, 0, missing), value=True).unflatten(-2, (tiles_q, TILE)).all(-2)
+    return seen.to(torch.uint8) + full
+
+
+def list_tiles(classes: torch.Tensor) -> TileLists:
+    """The lists of a class table uint8 (Bm, Hm, Tq, Tk), along rows and along columns of tiles."""
+    lists = []
+    for table in (classes, classes.transpose(-1, -2)):
+        order = (FULL - table).argsort(dim=-1, stable=True)
+        counts = [(table == kind).sum(-1, dtype=torch.int32) for kind in (FULL, PARTIAL)]
+        lists += [*counts, order.to(torch.int32).contiguous()]
+    return TileLists(*lists)
+
+
+def key_set(mask: torch.Tensor) -> KeySet:
+    """(kept, count, prefix) of a bool mask (Bm, Hm, 1, Lk), any strides."""
+    flags = mask[:, :, 0]
+    seqlen_k = flags.size(-1)
+    prefix = F.pad(flags.cumsum(-1, dtype=torch.int32), (1, 0))
+    count = prefix[..., -1].contiguous()
+    order = flags.logical_not().to(torch.uint8).argsort(dim=-1, stable=True).to(torch.int32)
+    kept = order.masked_fill_(torch.arange(seqlen_k, device=mask.device) >= count[..., None], seqlen_k)
+    return kept, count, prefix
+
+
+def count_bits(bits: torch.Tensor) -> torch.Tensor:
+    """How many bits are set in all words together: int64 scalar tensor."""
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for x in bits.flatten().split(max(1, CHUNK_ELEMENTS // 4)):
+        # Pairs, nibbles, bytes, then all four bytes at once: Warren, "Hacker's Delight", 2002, section 5-1.
+        x = x - ((x >> 1) & 0x55555555)
+        x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+        x = (x + (x >> 4)) & 0x0F0F0F0F
+        total += (x * 0x01010101 >> 24).sum(dtype=torch.int64)
+    return total

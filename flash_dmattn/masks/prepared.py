@@ -1,0 +1,271 @@
+"""Prepared masks: a bool mask turned, once, into what attention kernels walk: bits and tile lists, or a set of keys."""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+from ..problem import check_flag, check_window
+from . import packing
+from .arguments import bool_mask, integer
+from .blocks import MaskStats
+from .broadcast import collapse
+from .packing import EMPTY, FULL, TILE, Band, TileLists, make_band
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedMask(ABC):
+    """What `prepare_mask` returns: a `TileMask` or a `KeyMask`. It may be used for any number of calls.
+
+    Attributes:
+        seqlen_q, seqlen_k: number of queries and keys of the calls it is for.
+        is_causal, window_size: the band that is part of it, bottom-right aligned; -1 is unlimited on that side.
+    """
+
+    seqlen_q: int
+    seqlen_k: int
+    is_causal: bool
+    window_size: tuple[int, int]
+
+    @property
+    def band(self) -> Band | None:
+        """The diagonals `low <= j - i <= high` that `is_causal` and `window_size` leave; None where that is all."""
+        return make_band(self.seqlen_q, self.seqlen_k, self.is_causal, self.window_size)
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int, int, int]:
+        """(Bm, Hm, Lq or 1, Lk): Bm is 1 or the batch size, Hm is 1 or a number of heads."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+
+    @abstractmethod
+    def dense(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """The bool mask of query rows `start` to `stop`, band included: (Bm, Hm, stop - start, Lk)."""
+
+    @abstractmethod
+    def stats(self) -> MaskStats:
+        """Density, active and full tiles of 128 x 128, and empty rows, band included; it waits for the device.
+
+        As `mask_stats` counts them, but a last tile with fewer than 128 keys is never full: kernels mask its end.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class TileMask(PreparedMask):
+    """A mask that depends on the query, as bits and lists of 128 x 128 tiles, with the band folded in.
+
+    With Tq = ceil(Lq / 128), Tk = ceil(Lk / 128) and W = 4 * Tk, all contiguous and on the mask's device:
+
+    Attributes:
+        bits: int32 (Bm, Hm, Lq, W). Bit j % 32 of word j // 32 says whether the query attends to key j; bits of keys
+            past Lk are 0. Rows are whole multiples of 16 bytes.
+        classes: uint8 (Bm, Hm, Tq, Tk). 0: empty, 1: partial, 2: full. In a full tile all of its queries that exist
+            attend to 128 keys; a last tile with fewer keys is partial at most.
+        row_full_count, row_partial_count: int32 (Bm, Hm, Tq), full and partial tiles in a row of tiles.
+        row_indices: int32 (Bm, Hm, Tq, Tk). For a row of tiles the columns of its full tiles, then those of its partial
+            tiles, then those of its empty tiles, each ascending.
+        col_full_count, col_partial_count, col_indices: the same for the columns of tiles: int32 (Bm, Hm, Tk) and
+            (Bm, Hm, Tk, Tq).
+    """
+
+    bits: torch.Tensor
+    classes: torch.Tensor
+    row_full_count: torch.Tensor
+    row_partial_count: torch.Tensor
+    row_indices: torch.Tensor
+    col_full_count: torch.Tensor
+    col_partial_count: torch.Tensor
+    col_indices: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        batch, num_heads, seqlen_q, _ = self.bits.shape
+        return batch, num_heads, seqlen_q, self.seqlen_k
+
+    @property
+    def device(self) -> torch.device:
+        return self.bits.device
+
+    def dense(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        return packing.unpack_words(self.bits[:, :, start:stop], self.seqlen_k)
+
+    def stats(self) -> MaskStats:
+        attending = int(packing.count_bits(self.bits))
+        return _stats(self.shape, attending, self.classes, int((self.bits == 0).all(-1).sum()))
+
+
+@dataclass(frozen=True, eq=False)
+class KeyMask(PreparedMask):
+    """A mask with one row for all queries, as the set of keys it keeps; the band is not folded in.
+
+    Query i attends to the kept keys among `i + band.low` to `i + band.high`, which are numbers
+    `prefix[max(i + low, 0)]` to `prefix[min(i + high + 1, Lk)]` of `kept`, the end not included.
+
+    Attributes:
+        kept: int32 (Bm, Hm, Lk), the positions of the kept keys, ascending, then Lk for the rest.
+        count: int32 (Bm, Hm), how many are kept.
+        prefix: int32 (Bm, Hm, Lk + 1), how many are kept below each position.
+    """
+
+    kept: torch.Tensor
+    count: torch.Tensor
+    prefix: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        batch, num_heads, seqlen_k = self.kept.shape
+        return batch, num_heads, 1, seqlen_k
+
+    @property
+    def device(self) -> torch.device:
+        return self.kept.device
+
+    def dense(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        start, stop, _ = slice(start, stop).indices(self.seqlen_q)
+        keys = (self.prefix.diff(dim=-1) > 0)[:, :, None].expand(-1, -1, max(0, stop - start), -1)
+        if self.band is None:
+            return keys
+        rows = torch.arange(start, max(start, stop), device=self.device)[:, None]
+        diagonals = torch.arange(self.seqlen_k, device=self.device) - rows
+        return keys & (diagonals >= self.band.low) & (diagonals <= self.band.high)
+
+    def stats(self) -> MaskStats:
+        """As for any prepared mask; `shape` counts Lq rows."""
+        batch, num_heads, _, seqlen_k = self.shape
+        low, high = self.band or Band(-self.seqlen_q, seqlen_k)
+        rows = torch.arange(self.seqlen_q, device=self.device)
+        kept = self._kept_between(rows + low, rows + high + 1)
+        # Together the rows of a tile reach from the lowest key of the first to the highest of the last, without gaps;
+        # what all of them reach is from the lowest of the last to the highest of the first.
+        first_row = torch.arange(0, self.seqlen_q, TILE, device=self.device)[:, None]
+        last_row = (first_row + (TILE - 1)).clamp(max=self.seqlen_q - 1)
+        first_key = torch.arange(0, seqlen_k, TILE, device=self.device)
+        end = first_key + TILE
+        met = self._kept_between(torch.maximum(first_key, first_row + low), torch.minimum(end, last_row + (high + 1)))
+        inside = (first_key >= last_row + low) & (end <= first_row + (high + 1))
+        whole = inside & (self._kept_between(first_key, end)[..., None, :] == TILE)
+        classes = (met > 0).to(torch.uint8) + whole
+        shape = (batch, num_heads, self.seqlen_q, seqlen_k)
+        return _stats(shape, int(kept.sum(dtype=torch.int64)), classes, int((kept == 0).sum()))
+
+    def _kept_between(self, start: torch.Tensor, stop: torch.Tensor) -> torch.Tensor:
+        """How many keys are kept from `start` to `stop`, not included: (Bm, Hm, ...)."""
+        start, stop = (x.clamp(0, self.seqlen_k) for x in (start, stop))
+        return (self.prefix[..., stop] - self.prefix[..., start]).clamp(min=0)
+
+
+def _stats(shape: tuple[int, int, int, int], attending: int, classes: torch.Tensor, empty_rows: int) -> MaskStats:
+    batch, num_heads, seqlen_q, seqlen_k = shape
+    number = max(1, classes.numel())
+    return MaskStats(
+        shape=shape,
+        block_size=(TILE, TILE),
+        density=attending / max(1, batch * num_heads * seqlen_q * seqlen_k),
+        active_tile_fraction=int((classes != EMPTY).sum()) / number,
+        full_tile_fraction=int((classes == FULL).sum()) / number,
+        empty_rows=empty_rows,
+    )
+
+
+def prepare_mask(
+    mask: torch.Tensor,
+    *,
+    seqlen_q: int | None = None,
+    seqlen_k: int | None = None,
+    is_causal: bool = False,
+    window_size: tuple[int, int] | None = None,
+) -> PreparedMask:
+    """Turns a bool mask, with causality and window, into what kernels walk; it is read once.
+
+    The result stands for `mask & causal_mask(Lq, Lk) & sliding_window_mask(Lq, Lk, window_size)`, which is what its
+    method `dense` returns. On a GPU it is made by Triton kernels, elsewhere, or without Triton, by PyTorch, with the
+    same result. Nothing waits for the device. Dims that were expanded (stride 0) count as size 1 and are never
+    materialised.
+
+    A mask of one row for all queries becomes a `KeyMask`, O(Lk) in time and memory, band or no band. Any other becomes
+    a `TileMask`, Lq * Lk / 8 bytes for each of its heads; tiles outside the band are not read.
+
+    Args:
+        mask: bool tensor of 2 to 4 dims, read from the right as (Bm, Hm, Lq or 1, Lk or 1), any strides. Hm may be 1,
+            Hk or Hq: heads stay as they are.
+        seqlen_q, seqlen_k: number of queries and keys; needed where the mask has size 1 for all of them.
+        is_causal: forbid keys past i + Lk - Lq.
+        window_size: `(left, right)` keys around i + Lk - Lq; -1 is unlimited on that side.
+
+    Returns:
+        KeyMask where the mask has one row for all queries, else TileMask.
+
+    Raises:
+        TypeError: not a bool tensor, or a length, flag or window of another type.
+        ValueError: another rank, lengths that are missing or differ from those of the mask, a negative window.
+
+    Example:
+        >>> from flash_dmattn.masks import padding_mask, prepare_mask
+        >>> prepared = prepare_mask(torch.rand(2, 4, 300, 200) < 0.5, is_causal=True)
+        >>> prepared.bits.shape, prepared.classes.shape
+        (torch.Size([2, 4, 300, 8]), torch.Size([2, 4, 3, 2]))
+        >>> prepare_mask(padding_mask([3, 5], 6), seqlen_q=6).kept.tolist()
+        [[[0, 1, 2, 6, 6, 6]], [[0, 1, 2, 3, 4, 6]]]
+    """
+    given = bool_mask("mask", mask)
+    if mask.dim() < 2:
+        raise ValueError(
+            f"mask has shape {tuple(mask.shape)} ({mask.dim()}-D) and must have 2 to 4 dims, the last two of them "
+            f"(seqlen_q, seqlen_k); pass mask[None] for keys."
+        )
+    seqlen_q = _length("seqlen_q", "row", given.size(2), seqlen_q)
+    seqlen_k = _length("seqlen_k", "column", given.size(3), seqlen_k)
+    is_causal, window_size = check_flag("is_causal", is_causal), check_window(window_size)
+    source = collapse(given)
+    if source.size(2) == 1:
+        source = source.expand(-1, -1, 1, seqlen_k)
+        return KeyMask(seqlen_q, seqlen_k, is_causal, window_size, *_packer(source).key_set(source))
+    source = source.expand(-1, -1, seqlen_q, seqlen_k)
+    packer = _packer(source)
+    bits, classes = packer.pack_mask(source, make_band(seqlen_q, seqlen_k, is_causal, window_size))
+    return TileMask(seqlen_q, seqlen_k, is_causal, window_size, bits, classes, *packer.list_tiles(classes))
+
+
+def _length(name: str, what: str, size: int, given: int | None) -> int:
+    """The real length along a dim of a mask, from its size and from the argument."""
+    if given is None:
+        if size == 1:
+            raise ValueError(f"mask has one {what} for all; {name} is None and must be their number.")
+        return size
+    if size not in (1, integer(name, given)):
+        raise ValueError(f"mask has {size} {what}s and {name} is {given}; they must be equal, or the mask have 1.")
+    return given
+
+
+_kernels: ModuleType | None = None
+
+
+def _packer(tensor: torch.Tensor) -> ModuleType:
+    """The module whose `pack_mask`, `list_tiles` and `key_set` serve a tensor: Triton on a GPU, PyTorch elsewhere."""
+    global _kernels
+    if not tensor.is_cuda:
+        return packing
+    if _kernels is None:
+        try:
+            _kernels = importlib.import_module("flash_dmattn.triton_kernels.mask_pack")
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "triton":
+                raise
+            _kernels = packing
+    return _kernels
+
+
+def from_bits(
+    seqlen_k: int, is_causal: bool, window_size: tuple[int, int], bits: torch.Tensor, classes: torch.Tensor
+) -> TileMask:
+    """A `TileMask` from packed bits that have the band folded in, and their classes."""
+    lists: TileLists = _packer(bits).list_tiles(classes)
+    return TileMask(bits.size(2), seqlen_k, is_causal, window_size, bits, classes, *lists)

@@ -1,0 +1,53 @@
+"""The yardstick of accuracy: the error that plain PyTorch makes of the gradient formulas in a low-precision dtype.
+
+A result x of any backend passes where err(x) <= RATIO * err(yardstick) + FLOOR, with err(x) = ||x - x64|| / ||x64||.
+The yardstick of out and lse is :func:`formula.attention` in that dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import formula
+
+RATIO, FLOOR = 1.5, 1e-5
+
+
+def gradients(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    *,
+    is_causal: bool = False,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    window_size: tuple[int, int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradient formulas of the contract in q's dtype: products and what is kept in it, the rest in fp32.
+
+    `formula.gradients` keeps everything in fp32. Here out, p and ds are rounded where a memory-saving implementation
+    has to round them, delta = rowsum(dout * out) included.
+    """
+    heads_k, dtype = k.shape[2], q.dtype
+    scale = formula.default_scale(q, softmax_scale)
+    s, slope = formula.scores(q, k, mask, bias, is_causal, scale, softcap, window_size)
+    p, lse = formula.softmax(s)
+    qg, dout = q.unflatten(2, (heads_k, -1)), dout.unflatten(2, (heads_k, -1))
+    out = torch.einsum("bhgij,bjhd->bihgd", p.to(dtype), v)
+    delta = (dout.to(p.dtype) * out.to(p.dtype)).sum(-1).permute(0, 2, 3, 1)
+    if dlse is not None:
+        delta = delta - dlse.unflatten(1, (heads_k, -1)).masked_fill(lse == -torch.inf, 0.0)
+    ds = p * (torch.einsum("bihgd,bjhd->bhgij", dout, v).to(p.dtype) - delta.unsqueeze(-1))
+    ds_product = (ds if slope is None else ds * slope).to(dtype)
+    dq = torch.einsum("bhgij,bjhd->bihgd", ds_product, k).flatten(2, 3).to(p.dtype) * scale
+    dk = torch.einsum("bhgij,bihgd->bjhd", ds_product, qg).to(p.dtype) * scale
+    dv = torch.einsum("bhgij,bihgd->bjhd", p.to(dtype), dout)
+    dbias = None
+    if bias is not None:
+        dbias = ds.sum_to_size(formula.grouped(bias, heads_k, q.shape[2]).shape).reshape(bias.shape).to(bias.dtype)
+    return dq.to(dtype), dk.to(dtype), dv, dbias

@@ -1,0 +1,103 @@
+"""Autocast: q, k and v follow its dtype, bias and the softmax keep theirs, and the gradients come back in each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import flash_dmattn
+
+BACKENDS = ["eager", "reference"]
+
+
+def leaves(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    torch.manual_seed(0)
+    shapes = (2, 9, 4, 16), (2, 11, 2, 16), (2, 11, 2, 16), (1, 2, 1, 11)
+    return [torch.randn(shape).to(torch.bfloat16).to(dtype).requires_grad_() for shape in shapes]
+
+
+def call(given: list[Tensor], backend: str) -> tuple[Tensor, Tensor]:
+    q, k, v, bias = given
+    return flash_dmattn.attention(q, k, v, None, bias, is_causal=True, return_lse=True, backend=backend)
+
+
+def gradients(out: Tensor, lse: Tensor, given: list[Tensor]) -> tuple[Tensor, ...]:
+    weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)
+    return torch.autograd.grad((out.double() * weight).sum() + lse.double().cos().sum(), given)
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward outside"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_call_under_autocast_is_the_call_on_cast_tensors(backend: str, inside: bool) -> None:
+    given, cast = leaves(), [*leaves(torch.bfloat16)[:3], leaves()[3]]
+    with torch.autocast("cpu", torch.bfloat16):
+        out, lse = call(given, backend)
+        if inside:
+            found = gradients(out, lse, given)
+    if not inside:
+        found = gradients(out, lse, given)
+    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+    assert [g.dtype for g in found] == [torch.float32] * 4
+    want_out, want_lse = call(cast, backend)
+    want = gradients(want_out, want_lse, cast)
+    assert [g.dtype for g in want] == [torch.bfloat16] * 3 + [torch.float32]
+    assert torch.equal(out, want_out) and torch.equal(lse, want_lse)
+    # The values above are those of bf16, so the same numbers went in: nothing inside may have been rounded further.
+    assert all(torch.equal(a, b.float()) for a, b in zip(found, want))
+
+
+def test_softmax_under_autocast_stays_fp32() -> None:
+    given = leaves()
+    with torch.autocast("cpu", torch.bfloat16):
+        out, lse = call(given, "eager")
+    q, k, v, bias = (x.detach().double() for x in given)
+    k, v, bias = k.repeat_interleave(2, 2), v.repeat_interleave(2, 2), bias.repeat_interleave(2, 1)
+    s = torch.einsum("bihd,bjhd->bhij", q, k) / 4 + bias
+    s = s.masked_fill(~torch.ones(9, 11, dtype=torch.bool).tril(2), -torch.inf)
+    torch.testing.assert_close(lse.double(), s.logsumexp(-1), rtol=1e-5, atol=1e-5)
+    exact = torch.einsum("bhij,bjhd->bihd", s.softmax(-1), v)
+    # One rounding to bf16, of half a unit in the last of 8 bits, is all that separates out from fp32.
+    torch.testing.assert_close(out.double(), exact, rtol=2**-8, atol=1e-6)
+
+
+def test_second_derivative_under_autocast() -> None:
+    def second(given: list[Tensor], backend: str) -> tuple[Tensor, ...]:
+        out, lse = call(given, backend)
+        first = torch.autograd.grad(out.double().sin().sum() + lse.double().sum(), given, create_graph=True)
+        return torch.autograd.grad(sum(g.double().sin().sum() for g in first), given)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        found, plain = second(leaves(), "eager"), second(leaves(), "reference")
+    exact = second(leaves(torch.float64), "reference")
+    for name, x, y, x64 in zip(("q", "k", "v", "bias"), found, plain, exact):
+        error, limit = (((g - x64).norm() / x64.norm()).item() for g in (x, y))
+        assert error <= 1.5 * limit + 1e-5, f"{name}: {error}, plain PyTorch {limit}"
+
+
+def test_fp64_is_left_alone() -> None:
+    given, again = leaves(torch.float64), leaves(torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, lse = call(given, "eager")
+        found = gradients(out, lse, given)
+    want_out, want_lse = call(again, "eager")
+    assert out.dtype == torch.float64
+    assert torch.equal(out, want_out) and torch.equal(lse, want_lse)
+    assert all(torch.equal(a, b) for a, b in zip(found, gradients(want_out, want_lse, again)))
+
+
+def test_half_and_float_mix_under_autocast_alone() -> None:
+    q, k, v, bias = leaves()
+    with pytest.raises(TypeError, match="k has dtype bfloat16; it needs that of q, float32"):
+        call([q, k.bfloat16(), v, bias], "eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed, plain = call([q, k.bfloat16(), v.half(), bias], "eager"), call([q, k, v, bias], "eager")
+    assert torch.equal(mixed[0], plain[0])
+
+
+def test_autocast_of_another_device_or_switched_off_changes_nothing() -> None:
+    given = leaves()
+    with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
+        assert call(given, "eager")[0].dtype == torch.float32
+    with torch.autocast("cpu", torch.float16):
+        assert call(given, "eager")[0].dtype == torch.float16

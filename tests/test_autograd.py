@@ -1,0 +1,272 @@
+"""Derivatives through the one call: first and second, lse, functorch, checkpoint, threads, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from out_of_tree import KernelPair, registered
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import flash_dmattn
+
+B, LQ, LK, HQ, HK, D, DV = 2, 2, 3, 4, 2, 2, 3
+BIAS_SHAPES = list(itertools.product((1, B), (1, HK, HQ), (1, LQ), (1, LK)))
+
+
+def fp64(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True)
+
+
+def leaves(bias_shape: tuple[int, ...] = (1, HK, 1, LK)) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return fp64(B, LQ, HQ, D), fp64(B, LK, HK, D, seed=1), fp64(B, LK, HK, DV, seed=2), fp64(*bias_shape, seed=3)
+
+
+def some_empty_rows() -> Tensor:
+    mask = torch.tensor([[True, False, True], [False, True, True]]).repeat(B, HQ, 1, 1)
+    mask[0, 1, 1] = False
+    mask[1, :, 0] = False
+    return mask
+
+
+def finite(lse: Tensor) -> Tensor:
+    return lse.masked_fill(lse == -torch.inf, 0.0)
+
+
+def function(mask: Tensor | None = None, **flags: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = flash_dmattn.attention(q, k, v, mask, bias, return_lse=True, **{"backend": "eager", **flags})
+        return out, finite(lse)
+
+    return run
+
+
+def loss(*tensors: Tensor, **flags: Any) -> Tensor:
+    out, lse = function(some_empty_rows(), **flags)(*tensors)
+    return out.sin().sum() + lse.cos().sum()
+
+
+@pytest.mark.parametrize("shape", BIAS_SHAPES, ids=str)
+def test_gradcheck_and_gradgradcheck(shape: tuple[int, ...]) -> None:
+    run = function(some_empty_rows())
+    assert torch.autograd.gradcheck(run, leaves(shape))
+    assert torch.autograd.gradgradcheck(run, leaves(shape), fast_mode=True)
+
+
+def test_gradcheck_of_expanded_inputs() -> None:
+    run = function(some_empty_rows())
+
+    def expanded(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = k.expand(B, LK, HK, D), v.expand(B, LK, HK, DV)
+        return run(q.expand(B, LQ, HQ, D), k, v, bias.expand(B, HQ, LQ, LK))
+
+    given = fp64(1, LQ, 1, D), fp64(B, 1, HK, D, seed=1), fp64(1, LK, HK, 1, seed=2), fp64(1, 1, LQ, LK, seed=3)
+    assert torch.autograd.gradcheck(expanded, given)
+    assert torch.autograd.gradgradcheck(expanded, given, fast_mode=True)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"is_causal": True},
+        {"softcap": 1.5},
+        {"window_size": (0, 1)},
+        {"softmax_scale": 0.0},
+        {"softcap": 2.0, "is_causal": True, "softmax_scale": -1.3},
+    ],
+    ids=str,
+)
+def test_gradcheck_of_flags_elementwise(flags: dict[str, Any]) -> None:
+    run = function(some_empty_rows(), **flags)
+    assert torch.autograd.gradcheck(run, leaves())
+    assert torch.autograd.gradgradcheck(run, leaves())
+
+
+@pytest.mark.parametrize("need", [n for r in range(1, 5) for n in itertools.combinations(range(4), r)], ids=str)
+def test_second_derivative_of_every_subset(need: tuple[int, ...]) -> None:
+    given = [x.detach().requires_grad_(i in need) for i, x in enumerate(leaves())]
+    wanted = [given[i] for i in need]
+    found, expected = [], []
+    for results, backend in ((found, "eager"), (expected, "reference")):
+        first = torch.autograd.grad(loss(*given, backend=backend), wanted, create_graph=True)
+        results += first
+        results += torch.autograd.grad(sum(g.sin().sum() for g in first), wanted)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("used", ["out", "lse", "both", "neither"])
+def test_only_the_outputs_used_give_gradients(used: str) -> None:
+    def total(backend: str) -> list[Tensor | None]:
+        given = leaves()
+        out, lse = function(some_empty_rows(), backend=backend)(*given)
+        value = fp64(1).sum() + given[0].sum()
+        value = value + (out.sin().sum() if used in ("out", "both") else 0)
+        value = value + (lse.cos().sum() if used in ("lse", "both") else 0)
+        gradients = torch.autograd.grad(value, given, allow_unused=True)
+        return [torch.zeros_like(x) if g is None else g for x, g in zip(given, gradients)]
+
+    torch.testing.assert_close(total("eager"), total("reference"), rtol=1e-10, atol=1e-12)
+
+
+def test_bias_alone_gets_a_gradient_and_nothing_else_is_computed() -> None:
+    ours = KernelPair("ours")
+    q, k, v, bias = leaves()
+    seen: list[Any] = []
+    backward = ours.backward
+    ours.backward = lambda problem, *rest: seen.append(backward(problem, *rest)) or seen[-1]
+    with registered(ours):
+        loss(q.detach(), k.detach(), v.detach(), bias, backend="ours").backward()
+    (gradients,) = seen
+    assert [g is not None for g in gradients] == [False, False, False, True]
+    again = leaves()
+    torch.testing.assert_close(bias.grad, torch.autograd.grad(loss(*again, backend="reference"), again[3])[0])
+    assert q.grad is None
+
+
+def test_no_gradient_no_graph() -> None:
+    given = leaves()
+    ours = KernelPair("ours")
+    with registered(ours), torch.no_grad():
+        assert loss(*given, backend="ours").grad_fn is None
+    with torch.inference_mode():
+        assert not loss(*given).requires_grad
+    assert loss(*(x.detach() for x in given)).grad_fn is None
+    assert ours.ran == ["forward"]
+
+
+def test_graph_can_be_used_again() -> None:
+    given = leaves()
+    value = loss(*given)
+    first = torch.autograd.grad(value, given, retain_graph=True)
+    second = torch.autograd.grad(value, given)
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(value, given)
+
+
+def test_input_changed_in_place_is_noticed() -> None:
+    given = leaves()
+    q = given[0] * 1
+    value = loss(q, *given[1:])
+    q.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.backward()
+
+
+def test_create_graph_works_on_every_backend_without_a_second_derivative() -> None:
+    given = leaves()
+    expected = torch.autograd.grad(loss(*given, backend="reference"), given)
+    with registered(KernelPair("ours")):
+        for backend in ("ours", "eager", ("eager", "ours"), ("ours", "eager")):
+            found = torch.autograd.grad(loss(*given, backend=backend), given, create_graph=True)
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_second_derivative_of_a_kernel_backend_is_refused_with_a_way_out() -> None:
+    given = leaves()
+    with registered(KernelPair("ours")):
+        for backend in ("ours", ("eager", "ours")):
+            first = torch.autograd.grad(loss(*given, backend=backend), given, create_graph=True)
+            with pytest.raises(NotImplementedError, match=r"'ours' has no second derivative.*backend=.eager"):
+                first[3].square().sum().backward()
+        # The pair's backward decides: eager's own serves a forward of any kernel.
+        first = torch.autograd.grad(loss(*given, backend=("ours", "eager")), given, create_graph=True)
+        second = torch.autograd.grad(first[0].square().sum(), given)
+    again = torch.autograd.grad(loss(*given, backend="reference"), given, create_graph=True)
+    expected = torch.autograd.grad(again[0].square().sum(), given)
+    torch.testing.assert_close(second, expected, rtol=1e-9, atol=1e-11)
+
+
+# torch.func
+
+
+@pytest.mark.parametrize("which", range(4), ids="qkvb")
+def test_functional_gradients(which: int) -> None:
+    given = [x.detach() for x in leaves()]
+
+    def of_one(backend: str) -> Callable[[Tensor], Tensor]:
+        return lambda x: loss(*given[:which], x, *given[which + 1 :], backend=backend)
+
+    def twice(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return torch.func.grad(lambda x: torch.func.grad(f)(x).sin().sum())
+
+    x = given[which]
+    leaf = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(of_one("reference")(leaf), leaf)
+    torch.testing.assert_close(torch.func.grad(of_one("eager"))(x), expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(torch.func.vjp(of_one("eager"), x)[1](torch.ones((), dtype=x.dtype))[0], expected)
+    torch.testing.assert_close(twice(of_one("eager"))(x), twice(of_one("reference"))(x), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["no graph", "graph"])
+@pytest.mark.parametrize("which", range(4), ids="qkvb")
+def test_forward_mode_never_drops_a_tangent(which: int, graph: bool) -> None:
+    """A derivative in forward mode is right or refused; zero would be neither."""
+    given = [x.detach().requires_grad_(graph) for x in leaves()]
+
+    def of_one(backend: str) -> Callable[[Tensor], Tensor]:
+        return lambda x: loss(*given[:which], x, *given[which + 1 :], backend=backend)
+
+    x, tangent = given[which], fp64(*given[which].shape, seed=9).detach()
+    _, expected = torch.func.jvp(of_one("reference"), (x,), (tangent,))
+    try:
+        _, found = torch.func.jvp(of_one("eager"), (x,), (tangent,))
+    except NotImplementedError as refusal:
+        assert "forward" in str(refusal)
+    else:
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+def test_vmap_over_a_call_without_gradients() -> None:
+    q, k, v, bias = (x.detach() for x in leaves())
+    many = torch.stack([bias, bias + 1, bias * 2])
+    found = torch.func.vmap(lambda b: flash_dmattn.attention(q, k, v, None, b, backend="eager"))(many)
+    expected = torch.stack([flash_dmattn.attention(q, k, v, None, b, backend="reference") for b in many])
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+# Checkpoint, threads
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint(use_reentrant: bool) -> None:
+    given, again = leaves(), leaves()
+    checkpoint(loss, *given, use_reentrant=use_reentrant).backward()
+    loss(*again, backend="reference").backward()
+    torch.testing.assert_close([x.grad for x in given], [x.grad for x in again], rtol=1e-10, atol=1e-12)
+
+
+def test_two_threads_differentiate_at_once() -> None:
+    found: dict[int, tuple[Tensor, ...]] = {}
+
+    def work(index: int) -> None:
+        given = leaves()
+        with torch.set_grad_enabled(True):
+            found[index] = torch.autograd.grad(loss(*given, softmax_scale=float(index)), given)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index in range(1, 5):
+        given = leaves()
+        expected = torch.autograd.grad(loss(*given, softmax_scale=float(index), backend="reference"), given)
+        torch.testing.assert_close(found[index], expected, rtol=1e-10, atol=1e-12)
+
+
+def test_gradient_hooks_and_accumulation() -> None:
+    given, again = leaves(), leaves()
+    hooked: list[Tensor] = []
+    given[3].register_hook(lambda g: hooked.append(g.clone()))
+    loss(*given).backward()
+    loss(*given).backward()
+    expected = torch.autograd.grad(loss(*again, backend="reference"), again)
+    torch.testing.assert_close(hooked, [expected[3]] * 2, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close([x.grad for x in given], [2 * g for g in expected], rtol=1e-10, atol=1e-12)

@@ -1,0 +1,92 @@
+"""`info --verify`: it passes what is right, notices what is wrong, and lists what does not run."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import flash_dmattn
+from flash_dmattn.__main__ import main
+from flash_dmattn.backends import eager
+from flash_dmattn.cli import verify
+from flash_dmattn.selection import BACKENDS
+
+
+class Wrong:
+    """Eager with one of its results scaled or replaced, to see that the verification notices."""
+
+    NAME, RULES, AUTO_RULES, probe = "wrong", (), (), staticmethod(eager.probe)
+
+    def __init__(self, name: str, factor: float) -> None:
+        self.name, self.factor = name, factor
+
+    def _spoil(self, names: tuple[str, ...], results: tuple[torch.Tensor | None, ...]) -> tuple[object, ...]:
+        return tuple(x * self.factor if name == self.name and x is not None else x for name, x in zip(names, results))
+
+    def forward(self, *arguments: object) -> tuple[object, ...]:
+        return self._spoil(("out", "lse"), eager.forward(*arguments))
+
+    def backward(self, *arguments: object) -> tuple[object, ...]:
+        return self._spoil(("dq", "dk", "dv", "dbias"), eager.backward(*arguments))
+
+
+@pytest.fixture
+def registered(request: pytest.FixtureRequest) -> Iterator[None]:
+    backend = Wrong(*request.param)
+    flash_dmattn.register_backend(backend)
+    yield
+    del BACKENDS[backend.NAME]
+
+
+def test_verify_passes_and_lists_what_does_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+    with flash_dmattn.disable_backends("flex"):  # compiled: the tests of flex compare it case by case
+        assert main(["info", "--verify"]) == 0
+    printed = capsys.readouterr().out
+    for case in verify.CASES:
+        assert re.search(rf"^eager +{case.name} .*<.* pass$", printed, re.MULTILINE), printed
+    assert re.search(r"^flex +all .* not run\n +because it is switched off", printed, re.MULTILINE), printed
+    assert re.search(r", 0 failed, \d+ not run$", printed, re.MULTILINE), printed
+
+
+@pytest.mark.parametrize(
+    "registered",
+    [("out", 1.001), ("lse", 1.001), ("dq", 1.001), ("dk", 0.999), ("dv", 0.0), ("dbias", -1.0), ("out", float("nan"))],
+    indirect=True,
+)
+def test_verify_notices_a_wrong_result(
+    registered: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with flash_dmattn.disable_backends("flex", "reference"):
+        assert main(["info", "--verify", "--json"]) == 1
+    printed = capsys.readouterr()
+    outcomes = json.loads(printed.out, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))["verify"]
+    verdicts = {(outcome["backend"], outcome["case"]): outcome["verdict"] for outcome in outcomes}
+    assert verdicts["wrong", "all together"] == "FAIL" and verdicts["eager", "all together"] == "pass"
+    assert ">" in printed.err, "the table marks what is over its limit"
+
+
+def test_verify_reports_a_backend_that_raises(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
+        raise RuntimeError("illegal memory access")
+
+    monkeypatch.setattr(eager, "forward", broken)
+    with flash_dmattn.disable_backends("flex"):
+        assert main(["info", "--verify"]) == 1
+    printed = capsys.readouterr().out
+    assert re.search(r"^eager +causal .*FAIL\n +RuntimeError: illegal memory access", printed, re.MULTILINE), printed
+
+
+def test_error_compares_infinities_and_keeps_nan() -> None:
+    oracle = torch.tensor([1.0, -torch.inf, 2.0], dtype=torch.float64)
+    assert verify.error(oracle.float(), oracle) == 0.0
+    assert verify.error(torch.tensor([1.0, 0.0, 2.0]), oracle) == float("inf")
+    assert not verify.error(torch.tensor([torch.nan, -torch.inf, 2.0]), oracle) <= 1.0
+    assert verify.error(torch.tensor([1.0, -torch.inf, torch.inf]), oracle) == float("inf")
+    assert verify.error(torch.full((2,), 3e-3), torch.zeros(2, dtype=torch.float64)) == pytest.approx(3e-3 * 2**0.5)

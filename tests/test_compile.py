@@ -1,0 +1,293 @@
+"""torch.compile: one graph, the same values and gradients, no recompilation per tensor, settings that take effect."""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from out_of_tree import Counting, registered
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+import flash_dmattn
+from flash_dmattn import selection, settings
+from flash_dmattn.backends.protocol import Availability
+
+OURS = Counting("out_of_tree_under_compile")  # an operator is defined once per process
+
+
+@pytest.fixture(autouse=True)
+def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn")):
+        monkeypatch.setattr(settings.process, name, value)
+    monkeypatch.setattr(selection, "_warned", set())
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def ours() -> Iterator[Counting]:
+    with registered(OURS, before="eager"):
+        OURS.count = Counter()
+        yield OURS
+
+
+def inputs(seqlen_q: int = 5, seqlen_k: int = 7, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    shapes = (2, seqlen_q, 4, 8), (2, seqlen_k, 2, 8), (2, seqlen_k, 2, 6), (1, 2, 1, seqlen_k)
+    torch.manual_seed(seqlen_q)
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def some_mask(seqlen_q: int = 5, seqlen_k: int = 7, seed: int = 0) -> Tensor:
+    mask = torch.rand(seqlen_q, seqlen_k, generator=torch.Generator().manual_seed(seed)) > 0.3
+    mask[-1] = False
+    return mask
+
+
+def compiled(function: Callable[..., Any], backend: str = "aot_eager", **options: Any) -> tuple[Any, Any]:
+    """The function as one graph, and what counts its compilations."""
+    counter = CompileCounterWithBackend(backend)
+    return torch.compile(function, backend=counter, fullgraph=True, **options), counter
+
+
+def call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    return flash_dmattn.attention(q, k, v, mask, bias, is_causal=True, softcap=3.0, return_lse=True)
+
+
+def all_results(function: Callable[..., Any], given: list[Tensor], mask: Tensor | None) -> list[Tensor]:
+    q, k, v, bias = given
+    out, lse = function(q, k, v, mask, bias)
+    total = out.sin().sum() + lse.masked_fill(lse == -torch.inf, 0.0).cos().sum()
+    return [out, lse, *torch.autograd.grad(total, [x for x in given if x.requires_grad])]
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("backend", "dynamic"),
+    # The reference unrolls into the graph, which costs ten seconds with symbolic sizes.
+    [("auto", False), ("auto", True), ("eager", False), (("eager", "eager"), True), ("reference", False)],
+    ids=str,
+)
+def test_values_and_gradients_are_those_of_eager_mode(backend: Any, dynamic: bool) -> None:
+    def of_backend(*tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        q, k, v, mask, bias = tensors
+        return flash_dmattn.attention(
+            q, k, v, mask, bias, is_causal=True, window_size=(4, -1), return_lse=True, backend=backend
+        )
+
+    run, counter = compiled(of_backend, dynamic=dynamic)
+    compilations = []
+    for sizes in ((5, 7), (11, 8)):
+        given, mask = inputs(*sizes), some_mask(*sizes)
+        assert_same(all_results(run, given, mask), all_results(of_backend, given, mask))
+        compilations.append(counter.frame_count)
+    first, second = compilations
+    assert second == (first if dynamic else first + 1)
+
+
+@pytest.mark.parametrize("bias_shape", [(1, 1, 1, 5), (4, 2, 5, 5)], ids=["bias expanded", "bias full"])
+def test_inductor_forward_and_backward(bias_shape: tuple[int, ...]) -> None:
+    """Inductor relies on the strides of the fakes: outputs and gradients go through fused kernels of its own."""
+
+    def among_others(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = x.mul(2).transpose(2, 3).unbind(0)  # (4, 5, 2, 8), strided
+        added = bias.cos().expand(4, 2, 5, 5)
+        out, lse = flash_dmattn.attention(q, k.sin(), v, None, added, backend="eager", return_lse=True)
+        return torch.relu(out) + 1, lse.exp()
+
+    torch.manual_seed(0)
+    leaves = torch.randn(3, 4, 2, 5, 8, requires_grad=True), torch.randn(bias_shape, requires_grad=True)
+    found, expected = [], []
+    for results, function in ((expected, among_others), (found, compiled(among_others, "inductor")[0])):
+        out, lse = function(*leaves)
+        results += [out, lse, *torch.autograd.grad(out.sin().sum() + lse.sum(), leaves)]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_any_subset_of_gradients() -> None:
+    run, counter = compiled(call)
+    for need in ((3,), (0,), (1, 2), (0, 1, 2, 3)):
+        given = [x.detach().requires_grad_(i in need) for i, x in enumerate(inputs())]
+        assert_same(all_results(run, given, some_mask()), all_results(call, given, some_mask()))
+    assert counter.frame_count == 4
+
+
+def test_other_tensors_of_the_same_kind_compile_nothing() -> None:
+    run, counter = compiled(call)
+    for seed in range(10):
+        given, mask = inputs(), some_mask(seed=seed)
+        assert_same(all_results(run, given, mask), all_results(call, given, mask))
+    assert counter.frame_count == 1
+
+
+def test_mask_and_bias_may_come_and_go() -> None:
+    run, counter = compiled(call)
+    q, k, v, bias = (x.detach() for x in inputs())
+    for _ in range(2):
+        for mask in (None, some_mask(), some_mask()[None].expand(4, 5, 7)):
+            for b in (None, bias):
+                assert_same(run(q, k, v, mask, b), call(q, k, v, mask, b))
+    assert counter.frame_count == 6
+
+
+def test_no_grad_leaves_the_backward_out(ours: Counting) -> None:
+    run, counter = compiled(call)
+    q, k, v, bias = inputs()
+    with torch.no_grad():
+        assert_same(run(q, k, v, None, bias), call(q, k, v, None, bias))
+    assert not run(q.detach(), k.detach(), v.detach(), None, bias.detach())[0].requires_grad
+    assert_same(all_results(run, [q, k, v, bias], None), all_results(call, [q, k, v, bias], None))
+    assert counter.frame_count >= 2
+    assert ours.count["backward"] == 2
+
+
+def test_autocast_inside_and_outside() -> None:
+    def inside(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return call(q, k, v, mask, bias)
+
+    given = inputs(dtype=torch.float32)
+    expected = all_results(inside, given, some_mask())
+    assert expected[0].dtype == torch.bfloat16
+    torch.testing.assert_close(all_results(compiled(inside)[0], given, some_mask()), expected)
+    run, _ = compiled(call)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(all_results(run, given, some_mask()), expected)
+    assert run(*given[:3], None, given[3])[0].dtype == torch.float32
+
+
+def test_module_with_checkpoint() -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = torch.nn.Linear(8, 3 * 2 * 8, dtype=torch.float64)
+            self.bias = torch.nn.Parameter(torch.zeros(1, 2, 1, 5, dtype=torch.float64))
+
+        def attend(self, x: Tensor) -> Tensor:
+            q, k, v = self.project(x).unflatten(2, (3, 2, 8)).unbind(2)
+            return flash_dmattn.attention(q, k, v, None, self.bias, is_causal=True).flatten(2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.attend, x, use_reentrant=False)
+
+    torch.manual_seed(0)
+    layer, x = Layer(), torch.randn(2, 5, 8, dtype=torch.float64)
+    expected = torch.autograd.grad(layer(x).sin().sum(), list(layer.parameters()))
+    run, counter = compiled(layer)
+    assert_same(torch.autograd.grad(run(x).sin().sum(), list(layer.parameters())), expected)
+    assert counter.frame_count == 1
+
+
+# Settings changed between calls take effect: counted inside the operators, where no trace can hide it.
+
+
+def test_settings_changed_between_calls_take_effect(ours: Counting) -> None:
+    run, counter = compiled(call)
+    given = inputs()
+    with flash_dmattn.use_backend("reference"):
+        expected = all_results(call, given, some_mask())
+
+    def passes_of_ours() -> tuple[int, int]:
+        before = Counter(ours.count)
+        assert_same(all_results(run, given, some_mask()), expected)
+        return ours.count["forward"] - before["forward"], ours.count["backward"] - before["backward"]
+
+    assert passes_of_ours() == (1, 1)  # auto prefers it
+    with flash_dmattn.use_backend("eager"):
+        assert passes_of_ours() == (0, 0)
+        with flash_dmattn.use_backend((ours.NAME, "eager")):
+            assert passes_of_ours() == (1, 0)
+        assert passes_of_ours() == (0, 0)
+    assert passes_of_ours() == (1, 1)
+    flash_dmattn.set_default_backend(("eager", ours.NAME))
+    assert passes_of_ours() == (0, 1)
+    flash_dmattn.set_default_backend("auto")
+    with flash_dmattn.disable_backends(ours.NAME):
+        assert passes_of_ours() == (0, 0)
+    assert passes_of_ours() == (1, 1)
+    assert counter.frame_count <= 5  # the settings seen: each compiles once and is found again
+
+
+def test_backend_registered_between_calls_takes_effect() -> None:
+    run, _ = compiled(call)
+    given = inputs()
+    expected = all_results(run, given, None)
+    OURS.count = Counter()
+    with registered(OURS, before="eager"):
+        assert_same(all_results(run, given, None), expected)
+        assert OURS.count == {"forward": 1, "backward": 1}
+    assert_same(all_results(run, given, None), expected)
+    assert OURS.count == {"forward": 1, "backward": 1}
+
+
+def test_setting_inside_the_compiled_function(ours: Counting) -> None:
+    def switched(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        with flash_dmattn.use_backend("eager"):
+            first = call(*tensors)
+        return first[0] + call(*tensors)[0], first[1]
+
+    q, k, v, bias = (x.detach() for x in inputs())
+    run, _ = compiled(switched)
+    found = run(q, k, v, None, bias)
+    assert ours.count == {"forward": 1}
+    assert_same(found, switched(q, k, v, None, bias))
+
+
+def test_deterministic_follows_the_global_switch() -> None:
+    seen: list[bool] = []
+
+    def spy(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+        seen.extend(node.args[-1] for node in graph.graph.nodes if "eager_forward" in str(node.target))
+        return graph.forward
+
+    run = torch.compile(lambda x: flash_dmattn.attention(x, x, x, backend="eager"), backend=spy, fullgraph=True)
+    x = inputs()[1].detach()
+    try:
+        for switch in (False, True, False):
+            torch.use_deterministic_algorithms(switch)
+            run(x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert seen == [False, True]
+
+
+def test_first_call_of_all_may_be_a_compiled_one(monkeypatch: pytest.MonkeyPatch, ours: Counting) -> None:
+    """A first probe imports a library, which no trace may run through."""
+    found: list[Availability] = []
+
+    def probe() -> Availability:
+        if not found:
+            importlib.import_module("json.tool")
+            found.append(Availability(True))
+        return found[0]
+
+    monkeypatch.setattr(ours, "probe", probe)
+    q, k, v, bias = (x.detach() for x in inputs())
+    assert_same(compiled(call)[0](q, k, v, None, bias), call(q, k, v, None, bias))
+    assert ours.count == {"forward": 2}
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("flags", "error", "text"),
+    [
+        ({"backend": "eager", "return_probs": True}, flash_dmattn.BackendUnsupportedError, "return_probs is set"),
+        ({"backend": "cuda"}, flash_dmattn.BackendUnavailableError, "backend 'cuda' is not available"),
+        ({"window_size": (1, -2)}, ValueError, "both sides need to be at least -1"),
+        ({"is_causal": 1}, TypeError, "is_causal is 1; it needs to be True or False"),
+        ({"backend": "nope"}, ValueError, "backend 'nope' is unknown"),
+    ],
+)
+def test_refusal_keeps_its_type_and_words(flags: dict[str, Any], error: type[Exception], text: str) -> None:
+    x = inputs()[1].detach()
+    with pytest.raises(error, match=text):
+        torch.compile(lambda x: flash_dmattn.attention(x, x, x, **flags), backend="aot_eager")(x)

@@ -1,0 +1,209 @@
+"""The demo: its text and split, its gradient check, its verdict, and a quick run from end to end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flash_dmattn.demo import main
+from flash_dmattn.demo.command import find_failures
+from flash_dmattn.demo.gradient_check import RESULTS, Call, CheckedBackend, capture_call, check_call
+from flash_dmattn.demo.model import ByteLanguageModel, ModelConfig
+from flash_dmattn.demo.report import Report
+from flash_dmattn.demo.text import even_windows, load_corpus, unigram_entropy
+from flash_dmattn.demo.training import History, TrainingConfig, train
+from flash_dmattn.nn import KVCache
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = ModelConfig(hidden_size=32, num_layers=2, num_heads=4, num_heads_k=2, mlp_size=48, keep_window_size=8)
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return load_corpus()
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return ByteLanguageModel(SMALL)
+
+
+def test_held_out_files_are_never_trained_on(corpus):
+    train_files, held_out_files = set(corpus.train_files), set(corpus.held_out_files)
+    assert not train_files & held_out_files
+    assert len(held_out_files) >= 5 and len(train_files) >= 5 * len(held_out_files)
+    assert corpus.train.numel() == sum(len(p.read_bytes().replace(b"\r\n", b"\n")) for p in corpus.train_files)
+    assert corpus.held_out.numel() == sum(len(p.read_bytes().replace(b"\r\n", b"\n")) for p in corpus.held_out_files)
+    assert list(corpus.train_files) == sorted(corpus.train_files)
+
+
+def test_the_entropy_is_that_of_the_byte_frequencies(corpus):
+    assert unigram_entropy(torch.arange(256, dtype=torch.uint8)) == pytest.approx(torch.tensor(256.0).log().item())
+    text = bytes(corpus.held_out.tolist())
+    frequencies = [text.count(byte) / len(text) for byte in range(256)]
+    expected = torch.distributions.Categorical(probs=torch.tensor(frequencies, dtype=torch.float64)).entropy()
+    assert unigram_entropy(corpus.held_out) == pytest.approx(expected.item(), rel=1e-9)
+    assert 2.5 < expected < 4.0
+
+
+def test_a_folder_without_sources_is_refused(tmp_path):
+    (tmp_path / "one.py").write_text("x = 1\n")
+    with pytest.raises(FileNotFoundError, match=r"holds 6 bytes of \.py files; the demo needs at least 1000000"):
+        load_corpus(tmp_path)
+
+
+def test_training_sees_the_training_text_alone_and_repeats_itself(corpus):
+    config = TrainingConfig(steps=3, batch_size=2, context=32, evaluations=1, evaluation_windows=2)
+
+    def run(text) -> History:
+        torch.manual_seed(0)
+        return train(ByteLanguageModel(SMALL), text, config)
+
+    first, again = run(corpus), run(corpus)
+    assert first.train_loss == again.train_loss and first.held_out_loss == again.held_out_loss
+    assert first.held_out_steps == [0, 3]
+    other = run(type(corpus)(corpus.train, corpus.train[:100_000], corpus.train_files, ()))
+    assert other.train_loss == first.train_loss and other.held_out_loss != first.held_out_loss
+
+
+def test_generation_from_the_cache_is_the_model_itself(model):
+    prompt = b"def main(argv):\n    return"
+    written = model.generate(prompt, 20, temperature=0)
+    tokens = torch.tensor([list(prompt + written)])
+    with torch.no_grad():
+        logits = model(tokens)[0]
+        caches = [KVCache(8) for _ in model.blocks]
+        decoded = torch.cat([model(piece, caches) for piece in tokens.split(1, dim=1)], dim=1)[0]
+    torch.testing.assert_close(decoded, logits, rtol=1e-4, atol=1e-4)
+    assert written == bytes(logits.argmax(-1)[len(prompt) - 1 : -1].tolist())
+
+
+def test_the_captured_call_is_the_one_the_layer_made(model, corpus):
+    windows = even_windows(corpus.held_out, 2, 49)
+    attention, seen = model.blocks[1].attention, {}
+    handles = (
+        attention.register_forward_pre_hook(lambda _, inputs: seen.update(x=inputs[0].detach())),
+        attention.o_proj.register_forward_pre_hook(lambda _, inputs: seen.update(out=inputs[0])),
+    )
+    model.loss(windows).backward()
+    for handle in handles:
+        handle.remove()
+    projections = (attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight, attention.score_scale)
+    wanted = [parameter.grad.clone() for parameter in projections]
+    call = capture_call(model, windows, layer=1)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+    torch.testing.assert_close(call.run("eager").flatten(2), seen["out"])
+    assert call.dout.square().mean().item() == pytest.approx(1.0, rel=1e-4)
+    # These parameters reach the loss through this call alone: its dout must give their gradients, up to its scale.
+    arguments = attention.attention_arguments(seen["x"])
+    out = call._replace(arguments=arguments).run("eager")
+    for got, exact in zip(torch.autograd.grad(out, projections, call.dout), wanted, strict=True):
+        torch.testing.assert_close(got / got.norm(), exact / exact.norm(), rtol=1e-3, atol=1e-5)
+
+
+def test_the_gradient_check_passes_right_gradients_and_fails_wrong_ones(model, corpus, monkeypatch):
+    call = capture_call(model, even_windows(corpus.held_out, 2, 49), layer=0)
+    rows = {row.backend: row for row in check_call(call)}
+    assert not rows["eager"].failed and set(rows["eager"].errors) == set(RESULTS)
+    assert rows["triton"].reasons and not rows["triton"].errors
+
+    right = Call.gradients
+
+    def too_large_a_dbias(self: Call, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        *gradients, dbias = right(self, out)
+        return *gradients, 1.001 * dbias if dbias.dtype == torch.float32 else dbias
+
+    monkeypatch.setattr(Call, "gradients", too_large_a_dbias)
+    assert {row.backend: row for row in check_call(call)}["formula"].errors["dbias"] == pytest.approx(1e-3, rel=1e-2)
+
+    monkeypatch.undo()
+    monkeypatch.setattr(Call, "run", lambda self, backend: 1.001 * self.run_formula())
+    failed = {row.backend: row for row in check_call(call)}["eager"].failed
+    assert failed == RESULTS
+
+
+def test_the_verdict_names_what_failed():
+    nan = CheckedBackend("flex", torch.float32, {"out": 1e-7, "dq": float("nan")}, {"out": 1e-5, "dq": 1e-5}, ())
+    large = CheckedBackend("eager", torch.bfloat16, {"out": 1e-7, "dq": 0.5}, {"out": 1e-5, "dq": 1e-2}, ())
+    learned, did_not = History(held_out_loss=[5.0, 2.0]), History(held_out_loss=[5.0, 2.9])
+    assert find_failures([], learned, 3.1, 0.8) == []
+    assert find_failures([nan], learned, 3.1, 0.8) == ["flex in float32: error of dq is nan, above its limit 1.0e-05"]
+    assert find_failures([large], learned, 3.1, 0.8) == [
+        "eager in bfloat16: error of dq is 5.0e-01, above its limit 1.0e-02"
+    ]
+    assert "ends at 2.900 nats per byte; it must end 0.8 under" in find_failures([], did_not, 3.1, 0.8)[0]
+    assert find_failures([], History(held_out_loss=[float("nan")]), 3.1, 0.8)
+
+
+def test_the_report_prints_the_same_table_with_and_without_rich(capsys):
+    rows = [("eager", "1.25", ""), ("flex", "", "no [backward] here")]
+    for pretty in (False, True):
+        Report(pretty).table("Times", ("backend", "ms", "why"), rows)
+        text = capsys.readouterr().out
+        for word in ("Times", "backend", "ms", "why", "eager", "1.25", "flex", "no [backward] here"):
+            assert word in text
+        with Report(pretty).progress("training", total=3) as show:
+            for step in (1, 2, 3):
+                show(step, 2.5, 2.75)
+        text = capsys.readouterr().out
+        assert "training" in text and "3/3" in text and "loss 2.500  held-out 2.750" in text
+
+
+def run_demo(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "flash_dmattn", "demo", "--quick", "--device", "cpu", *words],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+        timeout=300,
+    )
+
+
+def test_a_quick_run_from_end_to_end(tmp_path):
+    ran = run_demo("--out-dir", "pictures", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    for heading in (
+        "device cpu",
+        "byte-unigram entropy",
+        "Loss on held-out text",
+        "backend='auto' runs eager forward, eager backward",
+        "Gradient check of this batch",
+        "Time of this call",
+        "decoded from the KV cache",
+        "Done in",
+    ):
+        assert heading in ran.stdout
+    checks = ran.stdout.split("Gradient check")[1].split("Time of this call")[0].splitlines()
+    results = {line.split()[0]: line.split() for line in checks if line.strip()}
+    assert results["eager"][-1] == "pass" and len(results["eager"]) == 2 + len(RESULTS) + 1
+    assert "cannot train this: device is cpu" in " ".join(results["cuda"])
+    picture = (tmp_path / "pictures" / "demo.png").read_bytes()
+    assert picture.startswith(b"\x89PNG\r\n\x1a\n") and picture.rstrip(b"\0").endswith(b"IEND\xaeB`\x82")
+    width, height = (int.from_bytes(picture[start : start + 4], "big") for start in (16, 20))
+    assert width >= 1000 and height >= 500 and len(picture) > 20_000
+
+
+def test_without_matplotlib_the_rest_runs(tmp_path):
+    broken = tmp_path / "broken" / "matplotlib"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise ImportError('no matplotlib here')\n")
+    path = os.pathsep.join((str(broken.parent), str(ROOT)))
+    ran = run_demo("--steps", "2", "--context", "80", cwd=tmp_path, PYTHONPATH=path)
+    assert "No picture: " in ran.stdout and "pip install matplotlib" in ran.stdout
+    # Two steps teach nothing, and the demo says so instead of passing.
+    assert ran.returncode == 1 and "it must end 0.1 under the byte-unigram entropy" in ran.stdout
+
+
+def test_arguments_are_checked(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--steps", "0"])
+    assert stopped.value.code == 2
+    assert "0 is not a positive number" in capsys.readouterr().err

@@ -1,0 +1,300 @@
+"""The chunked pair of the eager backend against the formula, with chunks so small that a call takes many."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from itertools import product
+
+import pytest
+import torch
+from accuracy import FLOOR, RATIO, error
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flash_dmattn.reference import chunks, eager, formula, tiles
+
+INF = math.inf
+B, HK, HQ, LQ, LK, D, DV = 2, 2, 4, 11, 13, 4, 3
+BIAS_SHAPES = list(product((1, B), (1, HK, HQ), (1, LQ), (1, LK)))
+SCALE = {"softmax_scale": 0.6}
+SMALL = 6000  # bytes: a few rows and keys of one head
+
+
+def tensors(dtype=torch.float64, seqlen_q=LQ, seqlen_k=LK, batch=B, heads_k=HK, heads=HQ, dim=D, dim_v=DV):
+    q, dout = torch.randn(batch, seqlen_q, heads, dim), torch.randn(batch, seqlen_q, heads, dim_v)
+    k, v = torch.randn(batch, seqlen_k, heads_k, dim), torch.randn(batch, seqlen_k, heads_k, dim_v)
+    return [x.to(dtype) for x in (q, k, v, dout)] + [torch.randn(batch, heads, seqlen_q)]
+
+
+def pair(q, k, v, dout, dlse, mask, bias, need=(True,) * 4, chunk_bytes=SMALL, **flags):
+    out, lse = eager.forward(q, k, v, mask, bias, chunk_bytes=chunk_bytes, **flags)
+    given = (dout, dlse, q, k, v, mask, bias, out, lse)
+    return out, lse, *eager.backward(*given, chunk_bytes=chunk_bytes, need=need, **flags)
+
+
+def exact(q, k, v, dout, dlse, mask, bias, dtype=torch.float64, **flags):
+    q, k, v, dout = (x.to(dtype) for x in (q, k, v, dout))
+    bias = None if bias is None else bias.double() if dtype == torch.float64 else bias
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, bias) if x is not None]
+    out, lse = formula.attention(*leaves[:3], mask, *leaves[3:], **flags)
+    outputs, cotangents = [out], [dout]
+    if dlse is not None:
+        outputs, cotangents = [out, lse], [dout, dlse.to(lse.dtype)]
+    gradients = torch.autograd.grad(outputs, leaves, cotangents)
+    return out, lse, *gradients, *([] if bias is not None else [None])
+
+
+def assert_same(got, expected, rtol=1e-11, atol=1e-12):
+    for x, y in zip(got, expected, strict=True):
+        if y is None:
+            assert x is None
+        else:
+            assert x.shape == y.shape
+            torch.testing.assert_close(x, y, rtol=rtol, atol=atol)
+
+
+class Watch(TorchDispatchMode):
+    """Count the matrix products and their work, and the bytes alive at the worst moment among tensors made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = self.work = self.alive = self.peak = 0
+        self._references: dict[int, int] = {}
+        self._outside: set[int] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = [x.untyped_storage()._cdata for x in args if isinstance(x, Tensor)]
+        self._outside.update(storage for storage in given if storage not in self._references)
+        result = function(*args, **(kwargs or {}))
+        if "mm" in function.__name__:
+            self.products += 1
+            self.work += result.numel() * args[1].shape[2]
+        for x in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(x, Tensor) and not any(x is a for a in args):
+                self._hold(x)
+        return result
+
+    def _hold(self, x: Tensor) -> None:
+        storage, size = x.untyped_storage()._cdata, x.untyped_storage().nbytes()
+        if storage in self._outside:
+            return
+        self._references[storage] = self._references.get(storage, 0) + 1
+        if self._references[storage] == 1:
+            self.alive += size
+            self.peak = max(self.peak, self.alive)
+        weakref.finalize(x, self._release, storage, size)
+
+    def _release(self, storage: int, size: int) -> None:
+        self._references[storage] -= 1
+        if self._references[storage] == 0:
+            del self._references[storage]
+            self.alive -= size
+
+
+@pytest.mark.parametrize("shape", BIAS_SHAPES, ids=str)
+@pytest.mark.parametrize("flags", [{}, {"is_causal": True, "softcap": 0.9}, {"window_size": (3, 2)}], ids=str)
+def test_every_bias_shape_with_every_mask_form(shape, flags):
+    torch.manual_seed(0)
+    inputs = tensors()
+    bias = torch.randn(shape, dtype=torch.float64)
+    bias[torch.rand(shape) < 0.1] = -INF
+    for mask_shape in (None, (B, 1, LQ, LK), (1, HK, 1, LK), (1, 1, LQ, 1), (B, HQ, LQ, LK)):
+        mask = None if mask_shape is None else torch.rand(mask_shape) < 0.6
+        if mask is not None:
+            mask[-1, -1, 0] = False
+        assert_same(pair(*inputs, mask, bias, **SCALE, **flags), exact(*inputs, mask, bias, **SCALE, **flags))
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 3000, 40_000, 10**8])
+@pytest.mark.parametrize("with_lse", [True, False])
+def test_any_chunk_size(chunk_bytes, with_lse):
+    torch.manual_seed(1)
+    *inputs, dlse = tensors()
+    inputs.append(dlse if with_lse else None)
+    mask, bias = torch.rand(B, 1, LQ, LK) < 0.5, torch.randn(1, HQ, LQ, LK, dtype=torch.float64)
+    for flags in ({**SCALE}, {**SCALE, "is_causal": True, "softcap": 1.1}, {"softmax_scale": 0.0}):
+        got = pair(*inputs, mask, bias, chunk_bytes=chunk_bytes, **flags)
+        assert_same(got, exact(*inputs, mask, bias, **flags))
+
+
+@pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (0, 0), (1, 1), (1, 9), (9, 1), (9, 4), (4, 9)], ids=str)
+@pytest.mark.parametrize("batch", [0, 2])
+def test_lengths(lengths, batch):
+    torch.manual_seed(2)
+    inputs = tensors(seqlen_q=lengths[0], seqlen_k=lengths[1], batch=batch)
+    for shape in ((1, 1, 1, 1), (batch, HQ, *lengths), (1, HK, 1, lengths[1])):
+        mask, bias = torch.rand(shape) < 0.7, torch.randn(shape, dtype=torch.float64)
+        for flags in ({}, {"is_causal": True}, {"window_size": (1, 0)}):
+            assert_same(pair(*inputs, mask, bias, **SCALE, **flags), exact(*inputs, mask, bias, **SCALE, **flags))
+
+
+@pytest.mark.parametrize("need", list(product((False, True), repeat=4)), ids=str)
+@pytest.mark.parametrize("shape", [(1, HQ, LQ, LK), (1, 1, LQ, 1)], ids=str)
+def test_only_what_is_needed_is_computed(need, shape):
+    torch.manual_seed(3)
+    inputs = tensors()
+    bias = torch.randn(shape, dtype=torch.float64)
+    expected = exact(*inputs, None, bias, **SCALE)
+    out, lse = eager.forward(*inputs[:3], None, bias, **SCALE)
+    with Watch() as watch:
+        got = eager.backward(inputs[3], inputs[4], *inputs[:3], None, bias, out, lse, need=need, **SCALE)
+    assert_same(got, [x if needed else None for x, needed in zip(expected[2:], need)])
+    need_q, need_k, need_v, need_bias = need
+    need_ds = need_q or need_k or (need_bias and shape[3] > 1)
+    # One chunk: the scores, dout @ v^T, and one product for each of dq, dk, dv.
+    assert watch.products == (need_ds or need_v) + need_ds + need_q + need_k + need_v
+
+
+def test_any_strides():
+    torch.manual_seed(4)
+    inputs = tensors()
+    mask, bias = torch.rand(B, HK, LQ, LK) < 0.6, torch.randn(1, HQ, LQ, LK, dtype=torch.float64)
+    expected = exact(*inputs, mask, bias, **SCALE)
+    for order in ((0, 2, 1, 3), (3, 2, 1, 0), (1, 0, 3, 2)):
+        back = [order.index(n) for n in range(4)]
+        permuted = [x.permute(order).contiguous().permute(back) for x in inputs[:4]]
+        others = [x.permute(order).contiguous().permute(back) for x in (mask, bias)]
+        dlse = inputs[4].mT.contiguous().mT
+        for chunk_bytes in (SMALL, 10**8):
+            assert_same(pair(*permuted, dlse, *others, chunk_bytes=chunk_bytes, **SCALE), expected)
+    # One key-value head seen as two, one row of dout seen as all, size-1 dims with strides that reach nowhere.
+    q, k, v, dout, dlse = inputs
+    shared = [x[:, :, :1].expand_as(x) for x in (k, v)]
+    dout = dout[:, :1, :, :1].expand_as(dout)
+    odd = bias.as_strided(bias.shape, (10**9, *bias.stride()[1:]))
+    expected = exact(q, *(x.contiguous() for x in shared), dout.contiguous(), dlse, mask, bias, **SCALE)
+    assert_same(pair(q, *shared, dout, dlse, mask, odd, **SCALE), expected)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, LK), (B, 1, 1, 1), (1, HQ, 1, LK), (1, 1, LQ, LK)], ids=str)
+def test_expanded_mask_and_bias_equal_their_small_forms(shape):
+    torch.manual_seed(5)
+    inputs = tensors()
+    mask, bias = torch.rand(shape) < 0.8, torch.randn(shape, dtype=torch.float64)
+    full = (B, HQ, LQ, LK)
+    expected = exact(*inputs, mask, bias, **SCALE)
+    *others, dbias = pair(*inputs, mask.expand(full), bias.expand(full), **SCALE)
+    assert_same(others, expected[:-1])
+    assert dbias.shape == full, "each place has its own gradient, though the values are shared"
+    torch.testing.assert_close(dbias.sum_to_size(shape), expected[-1], rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("flags", [{}, {"is_causal": True}, {"window_size": (30, 0)}, {"softcap": 1.0}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_temporaries_stay_within_the_budget(flags, dtype):
+    torch.manual_seed(6)
+    length, budget = 300, 200_000
+    inputs = tensors(dtype, length, length, dim=16, dim_v=8)
+    whole = B * HQ * length * length * 4
+    for mask_shape, bias_shape in (((B, 1, length, length), (1, HQ, 1, length)), ((1, 1, length, length),) * 2):
+        mask, bias = torch.rand(mask_shape) < 0.7, torch.randn(bias_shape, dtype=dtype)
+        with Watch() as watch:
+            out, lse = eager.forward(*inputs[:3], mask, bias, chunk_bytes=budget, **SCALE, **flags)
+        kept = sum(x.nbytes for x in (out, lse))
+        assert kept < watch.peak <= kept + budget, (watch.peak - kept, budget)
+        given = (*inputs[3:], *inputs[:3], mask, bias, out, lse)
+        with Watch() as watch:
+            gradients = eager.backward(*given, chunk_bytes=budget, **SCALE, **flags)
+        # lse and dlse without infinities; dk and dv of one head, and dbias, in fp32.
+        kept = sum(x.nbytes for x in gradients) + 3 * lse.nbytes + length * (16 + 8) * 4 + 4 * bias.numel()
+        assert watch.peak <= kept + budget, (watch.peak - kept, budget)
+        assert kept + budget < whole
+
+
+def test_empty_chunks_are_skipped():
+    torch.manual_seed(7)
+    length = 1024
+    inputs = tensors(torch.float32, length, length, batch=1, heads_k=1, heads=2)
+    mask = torch.zeros(1, 2, length, length, dtype=torch.bool)
+    mask[:, 0, :256, 256:512] = mask[:, 0, 768:, 512:] = mask[:, 0, 900:, :10] = True
+    mask[:, 1, :256, :256] = True
+    work = {}
+    for name, (m, flags) in {
+        "all": (None, {}),
+        "causal": (None, {"is_causal": True}),
+        "window": (None, {"window_size": (64, 64)}),
+        "mask": (mask, {}),
+        "none": (torch.zeros(1, 1, 1, 1, dtype=torch.bool), {}),
+    }.items():
+        with Watch() as watch:
+            got = pair(*inputs, m, None, chunk_bytes=2**19, **SCALE, **flags)
+        work[name] = watch.work
+        if m is not None:
+            expected = exact(*inputs, m, None, **SCALE, **flags)
+            for x, y in zip(got[:5], expected):
+                assert error(x, y) < 1e-5
+    assert work["none"] == 0
+    assert 0.5 * work["all"] < work["causal"] < 0.6 * work["all"]
+    assert work["window"] < 0.25 * work["all"]
+    # 256 x 512 twice of 1024 x 1024, and a few columns by one grain of 256 keys by 124 rows.
+    assert 0.25 * work["all"] < work["mask"] < 0.33 * work["all"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("bias_shape", [(B, HQ, LQ, LK), (1, HK, 1, LK), (1, 1, LQ, LK), (1, 1, LQ, 1)], ids=str)
+def test_low_precision_keeps_the_accuracy_rule(dtype, bias_shape):
+    torch.manual_seed(8)
+    inputs = tensors(dtype)
+    mask, bias = torch.rand(B, 1, LQ, LK) < 0.7, torch.randn(bias_shape).to(dtype)
+    for flags in ({}, {"is_causal": True, "softcap": 2.0}):
+        got = pair(*inputs, mask, bias, **SCALE, **flags)
+        oracle = exact(*inputs, mask, bias, **SCALE, **flags)
+        plain = exact(*inputs, mask, bias, dtype=dtype, **SCALE, **flags)
+        for x, y, z in zip(got, oracle, plain, strict=True):
+            assert x.dtype == z.dtype
+            assert error(x, y) <= RATIO * error(z, y) + FLOOR
+
+
+@pytest.mark.parametrize("value", [-1e4, 1e4, 3e6, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("chunk_bytes", [SMALL // 2, 10**8])
+def test_large_biases_do_not_lose_the_sum_in_lse(value, chunk_bytes):
+    torch.manual_seed(9)
+    inputs = tensors(torch.float32)
+    bias = torch.full((B, HQ, LQ, LK), value)
+    bias[:, 0] = torch.randn(LQ, LK)
+    got = pair(*inputs, None, bias, chunk_bytes=chunk_bytes, **SCALE)
+    oracle, plain = exact(*inputs, None, bias, **SCALE), exact(*inputs, None, bias, dtype=torch.float32, **SCALE)
+    for x, y, z in zip(got, oracle, plain):
+        assert error(x, y) <= RATIO * error(z, y) + FLOOR
+
+
+@pytest.mark.parametrize("bias", [None, torch.randn(1, 2, 1, LK)], ids=["mask", "mask and bias"])
+def test_both_ways_of_merging_a_mask_agree(bias):
+    torch.manual_seed(10)
+    mask = torch.rand(1, 1, 1, LQ, LK) < 0.5
+    bias = None if bias is None else bias.unsqueeze(1)
+    found = []
+    for merge in (tiles._merge_by_fill, tiles._merge_by_minimum):
+        s = torch.full((2, 1, 2, LQ, LK), math.nan)
+        merge(s, mask, bias)
+        found.append(s)
+    expected = (torch.zeros(()) if bias is None else bias).expand_as(found[0]).masked_fill(~mask, -INF)
+    assert all(torch.equal(s, expected) for s in found)
+
+
+def test_autocast_and_uninitialised_memory_change_nothing():
+    torch.manual_seed(11)
+    inputs = tensors(torch.float32)
+    mask, bias = torch.rand(B, 1, LQ, LK) < 0.4, torch.randn(1, HQ, LQ, LK)
+    expected = pair(*inputs, mask, bias, **SCALE, softcap=1.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = pair(*inputs, mask, bias, **SCALE, softcap=1.0)
+    assert all(torch.equal(x, y) for x, y in zip(got, expected))
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+    try:
+        got = pair(*inputs, mask, bias, **SCALE, softcap=1.0)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(x, y) for x, y in zip(got, expected))
+
+
+def test_chunks_of_long_calls_keep_good_shapes():
+    # The sums of dk and dv of one head outgrow the cache here; they must not shrink the chunk to single rows.
+    for length in (16384, 131072):
+        x = torch.empty(1, length, 8, 64, device="meta")
+        found = chunks.Chunks(x, x, x, None, False, None, chunks.DEFAULT_CHUNK_BYTES, 2, 128)
+        found.device = torch.device("cpu")
+        extent = found._extent(chunks.DEFAULT_CHUNK_BYTES)
+        assert extent.rows == chunks.GOOD_ROWS and extent.keys >= chunks.GOOD_KEYS
+        assert found.chunk_bytes(extent) <= chunks.CPU_CHUNK_BYTES

@@ -1,0 +1,217 @@
+"""`explain` and `explain_problem`: the same answer as the call itself, as a table and as plain data."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from out_of_tree import KernelPair, registered
+from torch import Tensor
+
+import flash_dmattn
+from flash_dmattn import selection, settings
+from flash_dmattn.backends.protocol import Rule
+
+
+@pytest.fixture(autouse=True)
+def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn")):
+        monkeypatch.setattr(settings.process, name, value)
+    monkeypatch.setattr(selection, "_warned", set())
+
+
+def tensors() -> dict[str, Tensor]:
+    q, k, v = torch.randn(2, 5, 4, 8), torch.randn(2, 7, 2, 8), torch.randn(2, 7, 2, 6)
+    return {"q": q, "k": k, "v": v, "mask": torch.rand(5, 7) > 0.3}
+
+
+def with_bias(**flags: Any) -> dict[str, Any]:
+    return {**tensors(), "bias": torch.randn(1, 2, 1, 7, requires_grad=True), **flags}
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": tensors(),
+    "bias gradient": with_bias(),
+    "flags": with_bias(is_causal=True, softcap=3.0, window_size=(2, -1), softmax_scale=0.5, deterministic=True),
+    "by name": with_bias(backend="reference"),
+    "pair": with_bias(backend=("eager", "eager"), return_lse=True),
+    "probabilities": {**tensors(), "backend": "reference", "return_probs": True},
+    "expanded": {**tensors(), "bias": torch.randn(7).expand(2, 4, 5, 7)},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_explanation_is_what_the_call_then_does(name: str) -> None:
+    explanation = flash_dmattn.explain(**CALLS[name])
+    with flash_dmattn.record_decisions() as decisions:
+        flash_dmattn.attention(**CALLS[name])
+    (decision,) = decisions
+    assert explanation.error is None
+    assert decision == (explanation.problem, explanation.requested, explanation.forward, explanation.backward)
+
+
+def test_explanation_follows_settings_no_grad_and_autocast() -> None:
+    with flash_dmattn.use_backend("reference"):
+        explanation = flash_dmattn.explain(**with_bias())
+    assert (explanation.requested, explanation.forward, explanation.backward) == ("reference",) * 3
+    with torch.no_grad():
+        assert flash_dmattn.explain(**with_bias()).backward is None
+    with torch.autocast("cpu", torch.bfloat16), flash_dmattn.record_decisions() as decisions:
+        flash_dmattn.attention(**with_bias(backend="eager"))
+        explanation = flash_dmattn.explain(**with_bias(backend="eager"))
+    assert decisions[0].problem.dtype == torch.bfloat16
+    assert decisions[0].problem == explanation.problem
+
+
+def test_explaining_records_and_warns_nothing_and_computes_nothing() -> None:
+    ours = KernelPair("ours")
+    with warnings.catch_warnings(), flash_dmattn.record_decisions() as decisions, registered(ours, before="eager"):
+        warnings.simplefilter("error")
+        assert flash_dmattn.explain(**with_bias()).forward == "ours"
+        flash_dmattn.explain_problem((2, 4096, 16, 64), device="sm_80")
+    assert decisions == [] and ours.ran == []
+    with flash_dmattn.disable_backends("cuda", "triton", "flex"), pytest.warns(flash_dmattn.FallbackWarning):
+        # explaining did not use up the one warning
+        selection.select(flash_dmattn.explain_problem((2, 4096, 16, 64), device="sm_80").problem, "auto")
+
+
+def test_call_that_would_be_refused_is_explained() -> None:
+    call = with_bias(backend="eager", return_probs=True)
+    explanation = flash_dmattn.explain(**call)
+    with pytest.raises(flash_dmattn.BackendUnsupportedError) as caught:
+        flash_dmattn.attention(**call)
+    assert (explanation.forward, explanation.backward, explanation.error) == (None, None, str(caught.value))
+    assert "\nbackend='eager' would raise\n" in str(explanation)
+    assert not explanation.to_dict()["backends"]["eager"]["accepts"]
+
+
+def test_fallback_that_would_raise_is_explained() -> None:
+    flash_dmattn.set_fallback("error")
+    with flash_dmattn.disable_backends("cuda", "triton", "flex"):
+        explanation = flash_dmattn.explain_problem((2, 4096, 16, 64), device="sm_80")
+        by_name = flash_dmattn.explain_problem((2, 4096, 16, 64), device="sm_80", backend="eager")
+    assert explanation.forward is None
+    assert 'set_fallback("error") is in force' in explanation.error
+    assert (by_name.forward, by_name.error) == ("eager", None)
+
+
+def test_table_has_every_backend_its_reasons_and_the_choice() -> None:
+    shy = Rule("small", lambda p: p.seqlen_k > 64, lambda p: f"only {p.seqlen_k} keys", 'use backend="shy"')
+    half = Rule("half", lambda p: False, lambda p: "no backward yet", "", ("backward",))
+    backends = (KernelPair("shy", auto_rules=(shy,)), KernelPair("forward_only", rules=(half,)))
+    with registered(*backends, before="eager"):
+        explanation = flash_dmattn.explain(**with_bias())
+    lines = str(explanation).splitlines()
+    assert lines[0] == f"attention: {explanation.problem}"
+    assert lines[1] == "backend='auto' runs forward_only forward, eager backward"
+    assert lines[3].split() == ["backend", "forward", "backward", "why"]
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in lines[5:] if not line.startswith(" ")}
+    assert list(rows) == ["cuda", "triton", "flex", "shy", "forward_only", "eager", "reference"]
+    assert rows["cuda"].startswith("no no device is cpu; ")
+    assert rows["shy"] == 'yes yes auto passes it over: only 7 keys (use backend="shy")'
+    assert rows["forward_only"] == "CHOSEN no no backward yet"
+    assert rows["eager"].startswith("yes CHOSEN")
+    assert rows["reference"].startswith("yes yes auto passes it over: ")
+    assert all(len(set(column)) == 1 for column in zip(*(find_columns(line) for line in lines[3:5])))
+    assert repr(explanation) == str(explanation)
+
+
+def find_columns(line: str) -> list[int]:
+    """Where the words of a line begin."""
+    return [i for i, c in enumerate(line) if c != " " and (i == 0 or line[i - 1] == " ")]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_plain_data_survives_json(name: str) -> None:
+    explanation = flash_dmattn.explain(**CALLS[name])
+    data = json.loads(json.dumps(explanation.to_dict()))
+    requested = explanation.requested
+    assert data["problem"] == str(explanation.problem)
+    assert data["requested"] == (list(requested) if isinstance(requested, tuple) else requested)
+    assert (data["forward"], data["backward"], data["error"]) == (explanation.forward, explanation.backward, None)
+    assert list(data["backends"]) == list(selection.BACKENDS)
+    for verdict in explanation.verdicts:
+        told = data["backends"][verdict.backend]
+        assert told["accepts"] is verdict.accepts is (not told["reasons"])
+        assert [tuple(reason.values()) for reason in told["reasons"]] == list(verdict.reasons)
+        assert all(list(reason) == ["backend", "code", "text", "hint"] for reason in told["reasons"])
+        if explanation.backward is None:
+            assert told["backward"] is None
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "codes"),
+    [
+        ("sm_80", (8, 0), {"capability", "unavailable"}),
+        ("sm90", (9, 0), {"unavailable"}),
+        ("sm_90a", (9, 0), {"unavailable"}),
+        ("sm_100", (10, 0), {"capability", "unavailable"}),
+        ("cpu", None, {"device", "unavailable"}),
+    ],
+)
+def test_any_device_can_be_described(device: str, capability: tuple[int, int] | None, codes: set[str]) -> None:
+    explanation = flash_dmattn.explain_problem(
+        (2, 4096, 16, 64), kv_heads=4, dtype="bf16", device=device, bias=(1, 16, 4096, 4096), bias_grad=True
+    )
+    problem = explanation.problem
+    assert problem.capability == capability
+    assert problem.need == (False, False, False, True)
+    assert problem.architecture == ("cpu" if capability is None else "sm_{}{}".format(*capability))
+    (verdict,) = (verdict for verdict in explanation.verdicts if verdict.backend == "cuda")
+    if not flash_dmattn.selection.probe("cuda").usable:
+        assert {reason.code for reason in verdict.reasons} == codes
+    assert str(problem) == (
+        f"batch 2, 4096 queries x 4096 keys, 16 heads on 4 key-value heads, head_dim 64, bfloat16 on "
+        f"{problem.architecture}, bias (1, 16, 4096, 4096) bfloat16, gradients dbias"
+    )
+
+
+def test_description_equals_that_of_such_tensors() -> None:
+    q = torch.randn(2, 5, 4, 8, requires_grad=True)
+    k, v = torch.randn(2, 7, 2, 8, requires_grad=True), torch.randn(2, 7, 2, 6, requires_grad=True)
+    mask, bias = torch.ones(2, 1, 5, 7, dtype=torch.bool), torch.randn(2, 1, 7, dtype=torch.float64)
+    flags = {"is_causal": True, "softcap": 2.0, "window_size": (3, 1), "softmax_scale": 0.0, "return_lse": True}
+    described = flash_dmattn.explain_problem(
+        (2, 5, 4, 8),
+        kv_heads=2,
+        seqlen_k=7,
+        head_dim_v=6,
+        dtype=torch.float32,
+        device="cpu",
+        mask=(2, 1, 5, 7),
+        bias=(2, 1, 7),
+        bias_dtype="fp64",
+        grad=True,
+        bias_grad=False,
+        deterministic=True,
+        **flags,
+    )
+    real = flash_dmattn.explain(q, k, v, mask, bias, deterministic=True, **flags)
+    assert described.problem == real.problem
+    assert hash(described.problem) == hash(real.problem)
+    assert str(described) == str(real)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"device": "gpu"}, "device is 'gpu'; it needs to be 'cpu' or a compute capability such as 'sm_90'"),
+        ({"device": "sm_9"}, "device is 'sm_9'"),
+        ({"dtype": "int8"}, "dtype is 'int8'; it needs to be one of fp16"),
+        ({"bias": (1, 1, 1, 8), "bias_dtype": "fp8"}, "bias_dtype is 'fp8'; it needs to be one of fp16"),
+        ({"q": (8, 2, 16)}, r"q is \(8, 2, 16\); it needs 4 sizes"),
+        ({"q": (1, -8, 2, 16)}, r"q is \(1, -8, 2, 16\); sizes need to be at least 0"),
+        ({"kv_heads": 3}, "q has 2 heads and k has 3"),
+        ({"kv_heads": -1}, "kv_heads is -1; sizes need to be at least 0"),
+        ({"bias": (2, 8, 9)}, r"bias has shape \(1, 2, 8, 9\)"),
+        ({"mask": (8,)}, "mask has 1 dimensions"),
+        ({"backend": "nope"}, "backend 'nope' is unknown"),
+        ({"softcap": -2.0}, "softcap is -2.0"),
+    ],
+)
+def test_bad_description_is_a_value_error(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        flash_dmattn.explain_problem(**{"q": (1, 8, 2, 16), "device": "sm_90", **changes})

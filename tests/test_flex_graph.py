@@ -1,0 +1,241 @@
+"""The flex backend's tile lists against brute force, what it compiles and how often, and its compiled CPU kernel."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from flex_fixture import eager_flex
+from torch import Tensor
+
+import flash_dmattn
+from flash_dmattn.backends import flex, flex_blocks
+from flash_dmattn.backends.flex_blocks import BLOCK, Band, block_lists
+from flash_dmattn.reference import formula
+
+CPU = torch.device("cpu")
+
+
+def brute_force(mask: Tensor | None, band: Band, num_heads: int, seqlen_q: int, seqlen_k: int) -> tuple[Tensor, Tensor]:
+    """(some, every) per tile, from the dense mask."""
+    dense = torch.ones(1, 1, seqlen_q, seqlen_k, dtype=torch.bool)
+    distance = torch.arange(seqlen_k) - torch.arange(seqlen_q)[:, None]
+    if band.lower is not None:
+        dense = dense & (distance >= band.lower)
+    if band.upper is not None:
+        dense = dense & (distance <= band.upper)
+    if mask is not None:
+        heads = mask.shape[1]
+        mask = mask.repeat_interleave(num_heads // heads, 1) if heads not in (1, num_heads) else mask
+        dense = dense & mask
+    rows, columns = -(-seqlen_q // BLOCK), -(-seqlen_k // BLOCK)
+    some = torch.zeros(*dense.shape[:2], rows, columns, dtype=torch.bool)
+    every = some.clone()
+    for row, column in itertools.product(range(rows), range(columns)):
+        tile = dense[..., row * BLOCK : (row + 1) * BLOCK, column * BLOCK : (column + 1) * BLOCK].flatten(2)
+        some[..., row, column], every[..., row, column] = tile.any(-1), tile.all(-1)
+    return some, every
+
+
+def listed(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
+    """The tiles that a list names, bool (..., rows, columns); each once, in order."""
+    found = torch.zeros(*indices.shape[:-1], columns, dtype=torch.bool)
+    for position in itertools.product(*map(range, counts.shape)):
+        named = indices[position][: counts[position]].tolist()
+        assert named == sorted(set(named))
+        found[position][named] = True
+    return found
+
+
+MASK_SHAPES = [None, *itertools.product((1, 2), (1, 2, 4), (1, 300), (1, 270)), (2, 2, 256, 384), (1, 1, 5, 7)]
+
+
+@pytest.mark.parametrize("band", [Band(None, None), Band(None, -30), Band(-140, None), Band(-50, 90), Band(500, 400)])
+@pytest.mark.parametrize("shape", MASK_SHAPES, ids=str)
+def test_tile_lists_against_brute_force(shape: tuple[int, ...] | None, band: Band) -> None:
+    generator = torch.Generator().manual_seed(3)
+    mask = None
+    seqlen_q, seqlen_k = 300, 270
+    if shape is not None:
+        seqlen_q, seqlen_k = (n if shape[2:] in ((256, 384), (5, 7)) else m for n, m in zip(shape[2:], (300, 270)))
+        # Whole tiles on and off, single elements flipped in some: every class of tile occurs.
+        coarse = torch.rand(*shape[:2], -(-shape[2] // BLOCK), -(-shape[3] // BLOCK), generator=generator) < 0.6
+        mask = coarse.repeat_interleave(BLOCK, 2).repeat_interleave(BLOCK, 3)[:, :, : shape[2], : shape[3]]
+        mask = mask ^ (torch.rand(shape, generator=generator) < 1e-4)
+    lists = block_lists(mask, band, 4, seqlen_q, seqlen_k, CPU)
+    some, every = brute_force(mask, band, 4, seqlen_q, seqlen_k)
+    rows, columns = some.shape[2:]
+    partial = listed(lists.kv_num_blocks, lists.kv_indices, columns)
+    full = listed(lists.full_kv_num_blocks, lists.full_kv_indices, columns)
+    assert torch.equal(full.expand_as(every), every)
+    assert not (partial & full).any()
+    assert not (some & ~(partial | full)).any()
+    if mask is None or band == Band(None, None):  # else a tile where both allow something counts as partly allowed
+        assert torch.equal((partial | full).expand_as(some), some)
+    assert torch.equal(listed(lists.q_num_blocks, lists.q_indices, rows), partial.transpose(2, 3))
+    assert torch.equal(listed(lists.full_q_num_blocks, lists.full_q_indices, rows), full.transpose(2, 3))
+    batch, heads = (1, 1) if mask is None else mask.shape[:2]
+    assert lists.kv_indices.shape[:2] == (batch, 1 if heads == 1 else 4)
+    for x in lists:  # the kernels compute offsets as if contiguous
+        assert x.dtype == torch.int32 and x.stride() == torch.empty(x.shape).stride()
+
+
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k", "is_causal", "window_size", "band"),
+    [
+        (5, 9, True, None, Band(None, 4)),
+        (9, 5, True, (2, 7), Band(-6, -4)),
+        (1, 9, True, None, Band(None, None)),
+        (9, 9, False, (8, 8), Band(None, None)),
+        (9, 9, False, (7, 0), Band(-7, 0)),
+        (9, 9, False, (10**12, -1), Band(None, None)),
+    ],
+)
+def test_band(seqlen_q: int, seqlen_k: int, is_causal: bool, window_size: Any, band: Band) -> None:
+    q, k = torch.randn(1, seqlen_q, 1, 16), torch.randn(1, seqlen_k, 1, 16)
+    problem = flash_dmattn.problem.describe(
+        q, k, k, None, None, is_causal, None, 0.0, window_size, False, False, False
+    )[0]
+    assert flex_blocks.band_of(problem) == band
+
+
+class Counter:
+    """How many graphs torch compiled since it was made."""
+
+    def __init__(self) -> None:
+        from torch._dynamo.utils import counters
+
+        self.counters = counters
+        self.start = counters["stats"]["unique_graphs"]
+
+    def __call__(self) -> int:
+        return self.counters["stats"]["unique_graphs"] - self.start
+
+
+def call(seed: int, seqlen_q: int, seqlen_k: int, mask: bool = True, bias: bool = True, **flags: Any) -> None:
+    """One call forward and backward on tensors that are new each time, compared with the formula."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(2, n, 4, 16, generator=generator) for n in (seqlen_q, seqlen_k, seqlen_k))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    allowed = torch.rand(2, 1, seqlen_q, seqlen_k, generator=generator) < 0.1 + 0.8 * (seed % 7) / 7 if mask else None
+    added = torch.randn(1, 4, 1, seqlen_k, generator=generator).requires_grad_() if bias else None
+    leaves = [x for x in (q, k, v, added) if x is not None]
+    out = flash_dmattn.attention(q, k, v, allowed, added, backend="flex", **flags)
+    want = formula.attention(q, k, v, allowed, added, **flags)[0]
+    found, exact = (torch.autograd.grad(x.square().sum(), leaves) for x in (out, want))
+    for x, y in zip((out, *found), (want, *exact), strict=True):
+        assert (x - y).norm() <= 1e-4 * y.norm()
+
+
+def test_fifty_masks_of_one_shape_compile_once() -> None:
+    compilations = Counter()
+    with eager_flex():
+        for seed in range(50):
+            call(seed, 35, 47)
+            assert compilations() == 1
+
+
+def test_ten_biases_of_one_shape_compile_once() -> None:
+    compilations = Counter()
+    with eager_flex():
+        for seed in range(10):
+            call(seed, 36, 48, mask=False, is_causal=True)
+            assert compilations() == 1
+
+
+def test_new_lengths_and_causal_offsets_settle_after_two_compilations() -> None:
+    compilations = Counter()
+    with eager_flex():
+        lengths = [(30, 40), (31, 45), (50, 37), (64, 64), (33, 99), (99, 33), (127, 4)]
+        for seed, (seqlen_q, seqlen_k) in enumerate(lengths):
+            call(seed, seqlen_q, seqlen_k, is_causal=True)
+            assert compilations() <= 2
+
+
+def test_classes_do_not_share_a_recompile_limit() -> None:
+    with eager_flex(), torch._dynamo.config.patch(recompile_limit=2, accumulated_recompile_limit=4):
+        q, k, v = (torch.randn(2, n, 4, 16) for n in (21, 22, 22))
+        for shape in itertools.product((1, 2), (1, 4), (1, 21), (22,)):
+            mask = torch.rand(shape) < 0.7
+            out = flash_dmattn.attention(q, k, v, mask, backend="flex")
+            torch.testing.assert_close(out, formula.attention(q, k, v, mask)[0])
+
+
+def test_the_recompile_limit_is_an_error_and_never_the_dense_formula() -> None:
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    with eager_flex(), torch._dynamo.config.patch(recompile_limit=1, automatic_dynamic_shapes=False):
+        call(0, 23, 24, is_causal=True, softcap=3.0)
+        with pytest.raises(FailOnRecompileLimitHit):
+            call(1, 25, 24, is_causal=True, softcap=3.0)
+
+
+def tensor_sizes(operation: Any) -> set[int]:
+    """Elements of every tensor that an operation makes."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    sizes = set()
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            for x in torch.utils._pytree.tree_leaves(result):
+                if isinstance(x, Tensor):
+                    sizes.add(x.untyped_storage().nbytes())
+            return result
+
+    with Record():
+        operation()
+    return sizes
+
+
+def test_a_small_bias_reaches_the_kernel_small_and_the_summary_of_a_mask_copies_nothing() -> None:
+    mask = torch.rand(2, 1, 400, 600) < 0.5
+    sizes = tensor_sizes(lambda: block_lists(mask, Band(None, 200), 4, 400, 600, CPU)) - {mask.numel()}
+    assert max(sizes) <= mask.numel() // BLOCK * 4 * 1.1
+    bias = torch.randn(1, 2, 1, 600, dtype=torch.bfloat16).requires_grad_()
+    sizes = tensor_sizes(lambda: flex._ToFloat32.apply(bias.expand(2, 2, 400, 600).detach()))
+    assert max(sizes) <= 4 * 2 * 600
+
+
+compiled_on_cpu = pytest.mark.xdist_group("flex_compile")
+
+
+@compiled_on_cpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_cpu_kernel_with_everything(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(2, n, h, 16, generator=generator).to(dtype) for n, h in ((150, 4), (170, 2), (170, 2)))
+    mask = torch.rand(2, 2, 150, 170, generator=generator) < 0.5
+    mask[:, :, 9] = False
+    bias = torch.randn(1, 4, 1, 170, generator=generator)
+    bias[..., 3] = -torch.inf
+    flags = {"is_causal": True, "window_size": (100, -1), "softcap": 4.0}
+    compilations = Counter()
+    for _ in range(3):
+        out = flash_dmattn.attention(q, k, v, mask, bias, backend="flex", **flags)
+        assert compilations() == 1
+        exact = formula.attention(q.double(), k.double(), v.double(), mask, bias.double(), **flags)[0]
+        plain = formula.attention(q, k, v, mask, bias, **flags)[0]
+        assert (out - exact).norm() <= 1.5 * (plain - exact).norm() + 1e-5 * exact.norm()
+        assert not out[:, 9].any()
+        mask = mask.roll(1, 3)
+        mask[:, :, 9] = False
+
+
+@compiled_on_cpu
+def test_inside_a_callers_graph() -> None:
+    generator = torch.Generator().manual_seed(6)
+    q, k, v = (torch.randn(2, n, h, 16, generator=generator) for n, h in ((40, 4), (50, 2), (50, 2)))
+    scores = torch.randn(1, 2, 1, 50, generator=generator)
+
+    def layer(q: Tensor, k: Tensor, v: Tensor, scores: Tensor) -> Tensor:
+        # Mask and bias computed in the graph, as a model does.
+        return 2 * flash_dmattn.attention(q + 1, k, v, scores > -1, scores.exp(), is_causal=True, backend="flex")
+
+    out = torch.compile(layer, fullgraph=True)(q, k, v, scores)
+    q, k, v, bias = (x.double() for x in (q + 1, k, v, scores.exp()))
+    exact = 2 * formula.attention(q, k, v, scores > -1, bias, is_causal=True)[0]
+    assert (out - exact).norm() <= 1e-5 * exact.norm()

@@ -1,0 +1,256 @@
+"""The packing kernels, interpreted on CPU against the plain PyTorch version, and compiled offline for three GPUs.
+
+Triton reads TRITON_INTERPRET when it is imported, and an interpreted kernel that reads far out of bounds ends its
+process: so every group of checks runs in a process of its own. By hand: TRITON_INTERPRET=1 python
+tests/test_mask_pack_interpreter.py layouts
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from flash_dmattn.masks import packing
+from flash_dmattn.masks.packing import make_band
+
+ROOT = Path(__file__).resolve().parent.parent
+MISSING = [name for name in ("triton", "numpy") if find_spec(name) is None]
+
+SHAPES = [
+    (1, 1, 1, 1), (1, 1, 2, 7), (2, 1, 0, 5), (1, 2, 5, 0), (0, 1, 3, 4), (1, 0, 3, 4), (1, 1, 129, 1), (1, 3, 3, 128),
+    (2, 2, 130, 33), (1, 1, 128, 516), (1, 1, 257, 640), (2, 1, 100, 1040), (1, 1, 300, 261),
+]  # fmt: skip
+WINDOWS = [(False, (-1, -1)), (True, (-1, -1)), (False, (40, 9)), (False, (0, 0)), (True, (200, -1)), (False, (-1, 3))]
+
+
+def tiled_mask(*shape: int) -> torch.Tensor:
+    """Random bools with two of three tiles full or empty."""
+    mask = torch.rand(shape) < 0.5
+    for row in range(0, shape[2], 128):
+        for col in range(0, shape[3], 128):
+            if (row + col) // 128 % 3:
+                mask[:, :, row : row + 128, col : col + 128] = (row + col) // 128 % 3 == 1
+    return mask
+
+
+def equal(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...], what: object) -> None:
+    for number, (x, y) in enumerate(zip(found, wanted, strict=True)):
+        assert x.dtype == y.dtype and x.shape == y.shape and x.is_contiguous(), (what, number)
+        assert torch.equal(x, y), (what, number)
+
+
+def check_shapes() -> None:
+    from flash_dmattn.triton_kernels import mask_pack
+
+    for shape in SHAPES:
+        for is_causal, window_size in WINDOWS:
+            mask, band = tiled_mask(*shape), make_band(*shape[2:], is_causal, window_size)
+            found, wanted = mask_pack.pack_mask(mask, band), packing.pack_mask(mask, band)
+            equal(found, wanted, (shape, band))
+            if window_size == (-1, -1):
+                equal(mask_pack.list_tiles(found[1]), packing.list_tiles(wanted[1]), (shape, band))
+
+
+def layouts() -> dict[str, tuple[int, torch.Tensor]]:
+    """Masks of (2, 2, 140, 272), with the bytes that a load may take of each; True lies around the slices."""
+    dense = tiled_mask(2, 2, 140, 272)
+
+    def shifted(offset: int, width: int, rows: int = 140, keys: int = 272) -> torch.Tensor:
+        """`dense` inside a larger allocation, so that a byte read outside shows."""
+        storage = torch.ones(offset + 4 * rows * width + 64, dtype=torch.bool)
+        inside = storage[offset : offset + 4 * rows * width].view(2, 2, rows, width)[:, :, :140, :keys]
+        return inside.copy_(dense[..., :keys])
+
+    return {
+        "contiguous": (16, dense),
+        "aligned slice": (16, shifted(16, 288)),
+        "rows of 4": (4, shifted(4, 276)),
+        "16 in rows, 4 in keys": (4, shifted(0, 288, keys=268)),
+        "offset 1": (1, shifted(1, 272)),
+        "odd rows": (1, shifted(0, 273)),
+        "odd keys": (1, shifted(0, 288, keys=271)),
+        "transposed": (1, dense.mT.contiguous().mT),
+        "heads last": (1, dense.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)),
+        "every third key": (1, dense.repeat_interleave(3, dim=3)[..., ::3]),
+        "every second row": (16, dense.repeat_interleave(2, dim=2)[:, :, ::2]),
+        "one key": (1, dense[..., 5:6].expand(-1, -1, -1, 272)),
+        "one row": (16, dense[:, :, 3:4].expand(-1, -1, 140, -1)),
+        "one of all": (1, dense[:1, :1, :1, :1].expand(2, 2, 140, 272)),
+        "size 1 with an odd stride": (16, dense[1:, :1].as_strided((1, 1, 140, 272), (7, 5, 272, 1), 140 * 272)),
+    }
+
+
+def check_layouts() -> None:
+    from flash_dmattn.triton_kernels import mask_pack
+
+    for name, (vector, mask) in layouts().items():
+        assert mask_pack.vector_bytes(mask) == vector, (name, mask_pack.vector_bytes(mask))
+        for band in (None, make_band(140, mask.size(3), True, (150, 0))):
+            equal(mask_pack.pack_mask(mask, band), packing.pack_mask(mask, band), name)
+    mask, band = tiled_mask(1, 2, 130, 1040), make_band(130, 1040, False, (400, 300))
+    for part in (mask, mask[..., 4:1032], mask[..., 3:1030]):
+        for strip in ((128, 4), (256, 4), (1024, 8)):
+            equal(mask_pack.pack_mask(part, band, strip=strip), packing.pack_mask(part, band), (part.shape, strip))
+
+
+def check_lists_and_keys() -> None:
+    from flash_dmattn.triton_kernels import mask_pack
+
+    with mock.patch.multiple(mask_pack, LIST_BLOCK=16, KEYS_BLOCK=32):  # several chunks in small tables
+        for shape in ((1, 2, 2, 35), (2, 1, 33, 3), (1, 1, 16, 1), (1, 2, 0, 4), (1, 2, 4, 0), (0, 2, 3, 3)):
+            classes = torch.randint(3, shape, dtype=torch.uint8)
+            lists = mask_pack.list_tiles(classes)
+            equal(lists, packing.list_tiles(classes), shape)
+            assert all(part.storage_offset() % 4 == 0 for part in lists)  # else kernels compile for every alignment
+        for kept in (0.0, 0.3, 1.0):
+            for seqlen_k in (0, 1, 31, 32, 33, 150):
+                flags = torch.rand(2, 1, 1, seqlen_k) < kept
+                for mask in (flags, flags.repeat_interleave(2, dim=3)[..., ::2], flags.expand(-1, 4, 1, -1)):
+                    equal(mask_pack.key_set(mask), packing.key_set(mask), (kept, seqlen_k))
+
+
+def check_nothing_outside_is_touched() -> None:
+    """Outputs lie in larger allocations whose margins must keep their value; inputs are covered by `layouts`."""
+    from flash_dmattn.triton_kernels import mask_pack
+
+    allocated = []
+
+    def guarded(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        size = torch.Size(shape).numel()
+        whole = torch.full((size + 4096,), 77, dtype=dtype, device=device)
+        allocated.append((whole, size))
+        return whole[2048 : 2048 + size].view(shape)
+
+    with mock.patch.object(mask_pack.torch, "empty", guarded):
+        for shape in ((1, 2, 5, 7), (1, 1, 130, 640), (1, 1, 3, 1029)):
+            bits, classes = mask_pack.pack_mask(tiled_mask(*shape), make_band(*shape[2:], True, (-1, -1)))
+            mask_pack.list_tiles(classes)
+            mask_pack.key_set(tiled_mask(1, 2, 1, shape[3]))
+            assert bits.numel()
+    assert len(allocated) == 18
+    for whole, size in allocated:
+        assert bool((whole[:2048] == 77).all()) and bool((whole[2048 + size :] == 77).all())
+
+
+def check_offsets_beyond_int32() -> None:
+    """Masks that span up to 2^34 bytes, of which few are touched: the rest is never backed by memory."""
+    from flash_dmattn.triton_kernels import mask_pack
+
+    unreserved = 0x4000  # MAP_NORESERVE of Linux, which the mmap module does not name before Python 3.11
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | unreserved
+    storage = torch.frombuffer(mmap.mmap(-1, (1 << 34) + 4096, flags), dtype=torch.bool)
+    # Loads count their own width, so the wider they are, the farther lies what 32 bits do not reach.
+    for shape, strides in (
+        ((2, 2, 20, 48), (1 << 20, 1 << 21, 1 << 29, 1)),
+        ((2, 2, 20, 48), (1 << 20, 1 << 21, (1 << 29) + 4, 1)),
+        ((2, 2, 20, 48), (1 << 20, 1 << 21, (1 << 27) + 1, 1)),
+        ((2, 2, 20, 48), (1 << 20, 1 << 21, 16, 1 << 26)),
+        ((4, 1, 3, 40), ((1 << 30) + 1, 0, 64, 1)),
+        ((1, 4, 3, 40), (0, (1 << 30) + 1, 64, 1)),
+    ):
+        mask = storage.as_strided(shape, strides)
+        mask.copy_(tiled_mask(*shape))
+        equal(mask_pack.pack_mask(mask, None), packing.pack_mask(mask, None), strides)
+    wide_keys, wide_heads = (1, 1 << 30, 1, 1 << 25), ((1 << 30) + 1, (1 << 30) + 64, 1, 1)
+    for shape, strides in (((2, 2, 1, 70), wide_keys), ((4, 4, 1, 9), wide_heads)):
+        keys = storage.as_strided(shape, strides)
+        keys.copy_(tiled_mask(*shape))
+        equal(mask_pack.key_set(keys), packing.key_set(keys), strides)
+
+
+def compiled(kernel: object, capability: int, constants: dict[str, int], unit: tuple[str, ...], warps: int) -> tuple:
+    """(PTX, registers, bytes of stack, bytes of shared memory) of one variant as it is launched on aligned tensors."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    constants = constants | dict.fromkeys(unit, 1)
+    bytes_of = {"mask_ptr": "*u8", "classes_ptr": "*u8"}
+    signature = {
+        name: "constexpr" if name in constants else bytes_of.get(name, "*i32") if name.endswith("_ptr") else "i32"
+        for name in kernel.arg_names
+    }
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name.endswith("_ptr")}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    target = GPUTarget("cuda", capability, 32)
+    result = triton.compile(source, target=target, options={"num_warps": warps})
+    with tempfile.TemporaryDirectory() as folder:
+        (file := Path(folder) / "kernel.cubin").write_bytes(result.asm["cubin"])
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file]
+        usage = subprocess.run(command, text=True, capture_output=True, check=True).stdout
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+    return result.asm["ptx"], registers, stack, result.metadata.shared
+
+
+def check_compiled(capability: int) -> None:
+    from flash_dmattn.triton_kernels import mask_pack
+
+    for vector, (block_k, num_warps) in mask_pack.STRIP.items():
+        for has_band in (False, True):
+            constants = {"VEC": vector, "HAS_BAND": has_band, "BLOCK_K": block_k, "TILE": packing.TILE}
+            ptx, *usage = compiled(mask_pack._pack_kernel, capability, constants, ("stride_k",), num_warps)
+            loads = set(re.findall(r"ld\.global\.(\S+)", ptx))
+            # One predicate for 16 bytes: a mask that cannot be seen to be uniform would split the loads.
+            assert loads == {{16: "v4.b32", 4: "b32", 1: "b8"}[vector]}, (vector, has_band, loads)
+            assert set(re.findall(r"st\.global\.(\S+)", ptx)) == {"v4.b32", "b8"}, (vector, has_band)
+            fits(usage, (vector, has_band))
+    _, *usage = compiled(
+        mask_pack._list_kernel, capability, {"BLOCK": mask_pack.LIST_BLOCK}, (), mask_pack.LIST_NUM_WARPS
+    )
+    fits(usage, "lists")
+    constants = {"BLOCK": mask_pack.KEYS_BLOCK}
+    _, *usage = compiled(mask_pack._key_set_kernel, capability, constants, ("stride_k",), mask_pack.KEYS_NUM_WARPS)
+    fits(usage, "keys")
+
+
+def fits(usage: list[int], what: object) -> None:
+    registers, stack, shared = usage
+    print(what, "registers", registers, "stack", stack, "shared", shared)
+    # 128 registers let two programs of 256 threads share a multiprocessor: one loads while the other stores.
+    assert registers <= 128 and stack == 0 and shared <= 16384, (what, usage)
+
+
+INTERPRETED: dict[str, Callable[[], None]] = {
+    "shapes": check_shapes,
+    "layouts": check_layouts,
+    "lists_and_keys": check_lists_and_keys,
+    "nothing_outside": check_nothing_outside_is_touched,
+    "beyond_int32": check_offsets_beyond_int32,
+}
+CAPABILITIES = (80, 90, 100)
+
+
+def in_a_process(check: str, interpret: str) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": interpret, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, check]
+    done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=600)
+    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.skipif(bool(MISSING), reason=f"interpreting a kernel needs {' and '.join(MISSING)}")
+@pytest.mark.parametrize("check", INTERPRETED)
+def test_interpreted(check: str) -> None:
+    in_a_process(check, "1")
+
+
+@pytest.mark.skipif("triton" in MISSING, reason="compiling a kernel needs triton")
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_compiles_without_spills_for(capability: int) -> None:
+    in_a_process(f"sm_{capability}", "0")
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    wanted = sys.argv[1]
+    check_compiled(int(wanted[3:])) if wanted.startswith("sm_") else INTERPRETED[wanted]()

@@ -1,0 +1,248 @@
+"""The dynamic-mask attention layer against its formula in fp64, its gradients, its cache, its causality and padding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import flash_dmattn
+from flash_dmattn.masks import topk_mask
+from flash_dmattn.nn import DynamicMaskAttention, KVCache, apply_rotary, rotary_angles
+
+HIDDEN, HEADS, HEADS_K, HEAD_DIM, LENGTH, KEEP = 24, 4, 2, 6, 17, 5
+
+
+def make_layer(**options: object) -> DynamicMaskAttention:
+    torch.manual_seed(0)
+    arguments = {"keep_window_size": KEEP, "dtype": torch.float64, **options}
+    layer = DynamicMaskAttention(HIDDEN, HEADS, HEADS_K, HEAD_DIM, **arguments)
+    with torch.no_grad():
+        for parameter in layer.parameters():  # the norms' gains and A start at one: any other number tests more
+            if parameter.dim() == 1:
+                parameter.uniform_(0.5, 1.5)
+    return layer
+
+
+def make_x(batch: int = 2, length: int = LENGTH) -> torch.Tensor:
+    return torch.randn(batch, length, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def rotate_by_complex_numbers(x: torch.Tensor, theta: float = 10000.0) -> torch.Tensor:
+    """RoPE of (L, D), the textbook way: channels (c, c + D/2) are one complex number times exp(i * angle)."""
+    length, half = x.shape[0], x.shape[1] // 2
+    rows = []
+    for position in range(length):
+        angles = torch.tensor([position * theta ** (-2 * c / (2 * half)) for c in range(half)], dtype=torch.float64)
+        turned = torch.complex(x[position, :half], x[position, half:]) * torch.polar(torch.ones_like(angles), angles)
+        rows.append(torch.cat((turned.real, turned.imag)))
+    return torch.stack(rows)
+
+
+def by_hand(layer: DynamicMaskAttention, x: torch.Tensor) -> torch.Tensor:
+    """The layer by loops over batch, heads and queries, from the formula in its docstring; shares no code with it."""
+    groups = HEADS // HEADS_K
+    batches = []
+    for row in x:
+        q, k, v = (row @ p.weight.T for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+        s = layer.score_scale * torch.log1p(torch.exp(v @ layer.score_proj.weight.T))
+        heads = []
+        for h in range(HEADS):
+            own = slice((h // groups) * HEAD_DIM, (h // groups + 1) * HEAD_DIM)
+            query, key = q[:, h * HEAD_DIM : (h + 1) * HEAD_DIM], k[:, own]
+            if isinstance(layer.q_norm, torch.nn.RMSNorm):
+                eps = torch.finfo(torch.float64).eps
+                query = query / (query.square().mean(-1, keepdim=True) + eps).sqrt() * layer.q_norm.weight
+                key = key / (key.square().mean(-1, keepdim=True) + eps).sqrt() * layer.k_norm.weight
+            query, key = rotate_by_complex_numbers(query), rotate_by_complex_numbers(key)
+            rows = []
+            for i in range(len(row)):
+                scores = s[: i + 1, h // groups]
+                ranked = (scores.detach() * 4096).round()
+                best = ranked.argsort(descending=True, stable=True)[: layer.keep_window_size]
+                near = torch.arange(max(0, i + 1 - layer.local_window_size), i + 1)
+                kept = torch.unique(torch.cat((best, near)))
+                p = torch.softmax(layer.softmax_scale * (key[kept] @ query[i]) + scores[kept], 0)
+                rows.append(p @ v[kept, own])
+            heads.append(torch.stack(rows))
+        batches.append(torch.cat(heads, -1) @ layer.o_proj.weight.T)
+    return torch.stack(batches)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"qk_norm": True}, {"softmax_scale": 0.3}, {"local_window_size": 3}, {"keep_window_size": 100}],
+    ids=lambda options: "-".join(options) or "plain",
+)
+def test_output_and_every_gradient_equal_the_formula(options):
+    layer, x = make_layer(**options), make_x().requires_grad_()
+    dout = torch.randn_like(x)
+    out, expected = layer(x), by_hand(layer, x)
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
+    wanted = {"x": x, **dict(layer.named_parameters())}
+    assert {"score_proj.weight", "score_scale"} < set(wanted)
+    for name, got, exact in zip(
+        wanted,
+        torch.autograd.grad(out, wanted.values(), dout),
+        torch.autograd.grad(expected, wanted.values(), dout),
+        strict=True,
+    ):
+        assert exact.norm() > 0, name
+        torch.testing.assert_close(got, exact, rtol=1e-9, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_the_mask_is_the_causal_topk_of_the_bias_and_takes_no_gradient():
+    layer, x = make_layer(), make_x()
+    q, k, v, mask, bias = layer.attention_arguments(x)
+    assert q.shape == (2, LENGTH, HEADS, HEAD_DIM)
+    assert k.shape == v.shape == (2, LENGTH, HEADS_K, HEAD_DIM)
+    assert bias.shape == (2, HEADS_K, 1, LENGTH) and bias.requires_grad
+    assert mask.shape == (2, HEADS_K, LENGTH, LENGTH) and not mask.requires_grad
+    assert torch.equal(mask, topk_mask((bias * 4096).round(), KEEP, is_causal=True))
+    expected = torch.arange(1, LENGTH + 1).clamp(max=KEEP).expand(2, HEADS_K, LENGTH)
+    assert torch.equal(mask.sum(-1), expected)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"keep_window_size": None}, {"local_window_size": 2}, {"keep_window_size": 99}]
+)
+def test_no_output_depends_on_a_later_token(options):
+    layer, x = make_layer(**options), make_x()
+    out = layer(x)
+    for position in (1, 6, LENGTH - 1):
+        changed = x.clone()
+        changed[:, position:] = 10 * torch.randn_like(changed[:, position:])
+        assert torch.equal(layer(changed)[:, :position], out[:, :position])
+        assert not torch.allclose(layer(changed)[:, position:], out[:, position:])
+
+
+def test_full_attention_is_sdpa_and_has_no_score_parameters():
+    layer, x = make_layer(keep_window_size=None), make_x()
+    q, k, v, mask, bias = layer.attention_arguments(x)
+    assert mask is None and bias is None and layer.key_scores(v) is None
+    assert not any("score" in name for name, _ in layer.named_parameters())
+    expected = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
+    )
+    torch.testing.assert_close(layer(x), layer.o_proj(expected.transpose(1, 2).flatten(2)), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{}, {"keep_window_size": None}, {"local_window_size": 2}, {"qk_norm": True}])
+@pytest.mark.parametrize("pieces", [[1] * LENGTH, [7] + [1] * 10, [3, 8, 1, 5], [LENGTH]], ids=str)
+def test_decoding_from_the_cache_equals_the_full_forward(options, pieces):
+    layer, x = make_layer(**options).requires_grad_(False), make_x()
+    cache = KVCache(max_length=4)  # smaller than the text: it has to grow, more than once
+    out = torch.cat([layer(piece, cache=cache) for piece in x.split(pieces, dim=1)], dim=1)
+    assert cache.length == LENGTH
+    torch.testing.assert_close(out, layer(x), rtol=1e-10, atol=1e-12)
+
+
+def test_decoding_keeps_the_same_keys_where_equal_tokens_tie():
+    layer = make_layer(dtype=torch.float32, keep_window_size=8).requires_grad_(False)
+    generator = torch.Generator().manual_seed(2)
+    alphabet = torch.randn(4, HIDDEN, generator=generator)
+    for _ in range(10):
+        x, cache = alphabet[torch.randint(4, (1, 100), generator=generator)], KVCache()
+        decoded = [layer(piece, cache=cache) for piece in x.split([40] + [1] * 60, dim=1)]
+        torch.testing.assert_close(torch.cat(decoded, dim=1), layer(x), rtol=1e-5, atol=1e-6)
+
+
+def test_a_truncated_cache_forgets_a_draft():
+    layer, x = make_layer().requires_grad_(False), make_x()
+    cache = KVCache()
+    layer(x[:, :9], cache=cache)
+    layer(torch.randn_like(x[:, 9:13]), cache=cache)
+    cache.truncate(9)
+    torch.testing.assert_close(layer(x[:, 9:], cache=cache), layer(x)[:, 9:], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("options", [{}, {"keep_window_size": None}, {"local_window_size": 3}])
+def test_padding_changes_nothing_for_the_real_tokens(side, options):
+    layer, x = make_layer(**options), make_x(batch=1)
+    padding = 100 * torch.randn(1, 6, HIDDEN, dtype=torch.float64)  # large, so that a padding key would win the top-k
+    zeros, ones = torch.zeros(1, 6, dtype=torch.long), torch.ones(1, LENGTH, dtype=torch.long)
+    left = side == "left"
+    padded = torch.cat((padding, x) if left else (x, padding), dim=1)
+    attention_mask = torch.cat((zeros, ones) if left else (ones, zeros), dim=1)
+    out = layer(padded, attention_mask)
+    real = slice(6, None) if left else slice(0, LENGTH)
+    torch.testing.assert_close(out[:, real], layer(x), rtol=1e-9, atol=1e-11)
+    if left:  # such a query sees padding alone
+        assert torch.equal(out[:, :6], torch.zeros_like(out[:, :6]))
+
+
+def test_decoding_with_left_padding_equals_the_full_forward():
+    layer, x = make_layer().requires_grad_(False), make_x()
+    attention_mask = torch.ones(2, LENGTH, dtype=torch.bool)
+    attention_mask[0, :4] = False
+    full, cache = layer(x, attention_mask), KVCache()
+    steps = [
+        layer(x[:, start:stop], attention_mask[:, :stop], cache)
+        for start, stop in [(0, 8), *((i, i + 1) for i in range(8, LENGTH))]
+    ]
+    torch.testing.assert_close(torch.cat(steps, dim=1), full, rtol=1e-10, atol=1e-12)
+
+
+def test_rotary_scores_depend_on_distance_alone_and_keep_lengths():
+    q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64).unbind(0)
+
+    def score(position_q: int, position_k: int) -> torch.Tensor:
+        turned = (apply_rotary(x, rotary_angles(torch.tensor([p]), 8)) for x, p in ((q, position_q), (k, position_k)))
+        return torch.mul(*turned).sum()
+
+    torch.testing.assert_close(score(7, 3), score(100_004, 100_000), rtol=1e-8, atol=1e-10)
+    assert not torch.isclose(score(7, 3), score(7, 4))
+    torch.testing.assert_close(apply_rotary(q, rotary_angles(torch.tensor([12_345]), 8)).norm(), q.norm())
+
+
+def test_autocast_keeps_the_score_in_fp32_and_the_backend_is_passed_on():
+    layer = DynamicMaskAttention(32, 4, 2, keep_window_size=4, backend="reference")
+    with torch.autocast("cpu", dtype=torch.bfloat16), flash_dmattn.record_decisions() as decisions:
+        x = torch.randn(1, 9, 32)
+        q, _, _, _, bias = layer.attention_arguments(x)
+        out = layer(x)
+    assert (q.dtype, bias.dtype, out.dtype) == (torch.bfloat16, torch.float32, torch.bfloat16)
+    assert [decision.forward for decision in decisions] == ["reference"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "says"),
+    [
+        ((24, 4, 3), {}, "num_heads is 4; it must be a multiple of num_heads_k, which is 3"),
+        ((24, 4, 2, 5), {}, "head_dim is 5; rotary positions need an even number"),
+        ((24, 4), {"keep_window_size": 0}, "keep_window_size is 0; it must be at least 1 key, or None"),
+        ((24, 4), {"local_window_size": -1}, "local_window_size is -1; it must be 0 or more"),
+    ],
+)
+def test_construction_says_what_is_wrong(arguments, options, says):
+    with pytest.raises(ValueError, match=says):
+        DynamicMaskAttention(*arguments, **options)
+
+
+def test_calls_say_what_is_wrong():
+    layer, x = make_layer(), make_x()
+    with pytest.raises(ValueError, match=r"x has shape \(2, 17, 23\); it must be \(batch, length, 24\)"):
+        layer(x[..., 1:])
+    with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 16\); it must be .* \(2, 17\)"):
+        layer(x, torch.ones(2, 16))
+    with pytest.raises(RuntimeError, match=r"would lose the gradient .* torch.no_grad\(\)"):
+        layer(x, cache=KVCache())
+    with pytest.raises(ValueError, match="head_dim is 3"):
+        rotary_angles(torch.arange(2), 3)
+
+
+def test_a_cache_says_when_it_is_used_for_something_else():
+    layer, x = make_layer().requires_grad_(False), make_x()
+    cache = KVCache()
+    layer(x, cache=cache)
+    with pytest.raises(ValueError, match=r"k has shape \(1, 17, 2, 6\); the cache holds \(2, 17, 2, 6\)"):
+        layer(x[:1], cache=cache)
+    with pytest.raises(
+        ValueError, match="scores is None; this cache was filled with a tensor: use one cache per layer"
+    ):
+        make_layer(keep_window_size=None).requires_grad_(False)(x, cache=cache)
+    with pytest.raises(ValueError, match="length is 18; it must be 0 to 17"):
+        cache.truncate(18)
+    with pytest.raises(ValueError, match="max_length is 0"):
+        KVCache(0)

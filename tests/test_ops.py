@@ -1,0 +1,162 @@
+"""The `torch.library` operators: schema, fakes that agree with the kernels in shape, stride and dtype, opcheck."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
+
+import flash_dmattn
+from flash_dmattn import ops
+from flash_dmattn.problem import Need
+
+B, LQ, LK, HQ, HK, D, DV = 2, 3, 5, 4, 2, 8, 6
+FORWARD = torch.ops.flash_dmattn.eager_forward.default
+BACKWARD = torch.ops.flash_dmattn.eager_backward.default
+FLAGS = (True, (2, -1), 0.3, 1.5, False)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+def permuted(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Of that shape, laid out (batch, heads, seqlen, dim) and from the second element of its storage on."""
+    b, s, h, d = shape
+    return torch.randn(b * h * s * d + 1)[1:].to(dtype).view(b, h, s, d).transpose(1, 2)
+
+
+MASKS = {
+    "no mask": None,
+    "mask full": torch.rand(B, HQ, LQ, LK) > 0.4,
+    "mask per key": torch.rand(B, 1, 1, LK) > 0.4,
+    "mask expanded": (torch.rand(1, 1, LQ, LK) > 0.4).expand(B, HK, LQ, LK),
+}
+BIASES = {
+    "no bias": None,
+    "bias full": normal(B, HQ, LQ, LK),
+    "bias fp64 per key": normal(1, HK, 1, LK, dtype=torch.float64),
+    "bias transposed": normal(1, HQ, LK, LQ).transpose(2, 3),
+    "bias expanded": normal(1, 1, 1, LK).expand(B, HQ, LQ, LK),
+}
+
+
+def forward_arguments(make: Any, mask: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> tuple[Any, ...]:
+    q, k, v = make(B, LQ, HQ, D, dtype=dtype), make(B, LK, HK, D, dtype=dtype), make(B, LK, HK, DV, dtype=dtype)
+    return (q, k, v, mask, bias, *FLAGS)
+
+
+def backward_arguments(
+    make: Any, mask: Tensor | None, bias: Tensor | None, dtype: torch.dtype, need: Need, dlse: bool
+) -> tuple[Any, ...]:
+    arguments = forward_arguments(make, mask, bias, dtype)
+    out, lse = FORWARD(*arguments)
+    dout = make(*out.shape, dtype=dtype)
+    return (dout, torch.randn_like(lse) if dlse else None, *arguments[:5], out, lse, *FLAGS, list(need))
+
+
+def assert_fake_agrees(operator: Any, arguments: tuple[Any, ...]) -> None:
+    """opcheck compares strides on GPUs only, so they are compared here."""
+    real = operator(*arguments)
+    with FakeTensorMode() as mode:
+        fake = operator(*tree_map(lambda x: mode.from_tensor(x) if isinstance(x, Tensor) else x, arguments))
+    assert len(fake) == len(real)
+    for f, r in zip(fake, real):
+        assert (f.shape, f.dtype, f.device) == (r.shape, r.dtype, r.device)
+        assert f.stride() == r.stride(), f"the fake has strides {f.stride()}, the kernel {r.stride()}"
+
+
+@pytest.mark.parametrize("make", [normal, permuted], ids=["contiguous", "permuted"])
+@pytest.mark.parametrize("bias", BIASES)
+@pytest.mark.parametrize("mask", MASKS)
+def test_fakes_agree_with_what_runs(mask: str, bias: str, make: Any) -> None:
+    given = MASKS[mask], BIASES[bias]
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        assert_fake_agrees(FORWARD, forward_arguments(make, *given, dtype))
+        for need in (Need(True, True, True, given[1] is not None), Need(k=True), Need(v=True)):
+            assert_fake_agrees(BACKWARD, backward_arguments(make, *given, dtype, need, dlse=True))
+
+
+@pytest.mark.parametrize("need", [Need(*n) for n in itertools.product((False, True), repeat=4) if any(n)], ids=str)
+def test_backward_returns_the_gradients_asked_for_in_order(need: Need) -> None:
+    arguments = backward_arguments(permuted, MASKS["mask full"], BIASES["bias fp64 per key"], torch.float32, need, True)
+    found = BACKWARD(*arguments)
+    everything = BACKWARD(*arguments[:-1], [True] * 4)
+    assert len(found) == sum(need)
+    torch.testing.assert_close(found, [g for g, needed in zip(everything, need) if needed])
+    spread = ops.spread(found, need)
+    assert tuple(g is not None for g in spread) == need
+    assert_fake_agrees(BACKWARD, arguments)
+
+
+@pytest.mark.parametrize(
+    ("mask", "bias", "make"),
+    [
+        ("no mask", "no bias", normal),
+        ("mask full", "bias transposed", permuted),
+        ("mask expanded", "bias expanded", permuted),
+        ("mask per key", "bias fp64 per key", normal),
+    ],
+)
+def test_opcheck(mask: str, bias: str, make: Any) -> None:
+    given = MASKS[mask], BIASES[bias]
+    torch.library.opcheck(FORWARD, forward_arguments(make, *given, torch.float32))
+    for need, dlse in ((Need(True, True, True, given[1] is not None), True), (Need(q=True), False)):
+        torch.library.opcheck(BACKWARD, backward_arguments(make, *given, torch.float32, need, dlse))
+
+
+@pytest.mark.parametrize("sizes", [(0, 3, 5), (2, 0, 5), (2, 3, 0)], ids=["no batch", "no query", "no key"])
+def test_fakes_agree_on_empty_inputs(sizes: tuple[int, int, int]) -> None:
+    batch, seqlen_q, seqlen_k = sizes
+    q, k, v = normal(batch, seqlen_q, HQ, D), normal(batch, seqlen_k, HK, D), normal(batch, seqlen_k, HK, DV)
+    bias = normal(1, HQ, seqlen_q, seqlen_k)
+    arguments = (q, k, v, None, bias, *FLAGS)
+    assert_fake_agrees(FORWARD, arguments)
+    out, lse = FORWARD(*arguments)
+    assert_fake_agrees(BACKWARD, (torch.ones_like(out), None, q, k, v, None, bias, out, lse, *FLAGS, [True] * 4))
+
+
+def test_schema_is_the_shared_one_and_mutates_nothing() -> None:
+    for operator, schema in ((FORWARD, ops.FORWARD_SCHEMA), (BACKWARD, ops.BACKWARD_SCHEMA)):
+        found = operator._schema
+        assert str(torch._C.parse_schema(f"{found.name}{schema}")) == str(found)
+        assert not found.is_mutable
+        assert all(argument.alias_info is None for argument in (*found.arguments, *found.returns))
+    names = [argument.name for argument in FORWARD._schema.arguments]
+    assert names == [argument.name for argument in BACKWARD._schema.arguments if argument.name in names]
+
+
+def test_outputs_never_alias_inputs_or_each_other() -> None:
+    for dtype, bias in ((torch.float32, normal(B, HQ, LQ, LK)), (torch.float64, None)):
+        q, k, v = (torch.zeros(1, 1, 1, 1, dtype=dtype) for _ in range(3))
+        if bias is not None:
+            q, k, v = normal(B, LQ, HQ, D), normal(B, LK, HK, D), normal(B, LK, HK, DV)
+        out, lse = FORWARD(q, k, v, None, bias, False, (-1, -1), 1.0, 0.0, False)
+        need = [True, True, True, bias is not None]
+        gradients = BACKWARD(out, None, q, k, v, None, bias, out, lse, False, (-1, -1), 1.0, 0.0, False, need)
+        storages = [x.untyped_storage().data_ptr() for x in (q, k, v, out, lse, *gradients)]
+        assert len(set(storages)) == len(storages)
+
+
+def test_the_call_goes_through_the_operators() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Seen(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.namespace == "flash_dmattn":
+                self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    x = normal(1, 3, 2, 8).requires_grad_()
+    with Seen() as seen:
+        flash_dmattn.attention(x, x, x, backend="eager").sum().backward()
+    assert seen.names == ["flash_dmattn.eager_forward.default", "flash_dmattn.eager_backward.default"]

@@ -1,0 +1,253 @@
+"""Prepared masks against loops over positions and tiles: every field, every broadcast form, every builder."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from flash_dmattn import masks
+from flash_dmattn.masks import packing
+from flash_dmattn.masks.prepared import prepare_mask
+
+SIZES = [(0, 0), (0, 5), (5, 0), (1, 1), (7, 1), (1, 130), (2, 33), (129, 31), (130, 300), (260, 128), (128, 257)]
+BANDS = [
+    {},
+    {"is_causal": True},
+    {"window_size": (40, 3)},
+    {"window_size": (0, 0)},
+    {"window_size": (-1, 9)},
+    {"window_size": (60, -1), "is_causal": True},
+    {"window_size": (10**15, 10**15)},
+]
+
+
+def allowed_positions(mask, seqlen_q, seqlen_k, is_causal=False, window_size=(-1, -1)):
+    """The formula of the contract on the whole square: bool (Bm, Hm, Lq, Lk)."""
+    i, j = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)
+    p = i + seqlen_k - seqlen_q
+    allowed = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
+    if is_causal:
+        allowed &= j <= p
+    if window_size[0] >= 0:
+        allowed &= j >= p - window_size[0]
+    if window_size[1] >= 0:
+        allowed &= j <= p + window_size[1]
+    return mask.broadcast_to(*mask.shape[:2], seqlen_q, seqlen_k) & allowed
+
+
+def tiled_mask(*shape, seed=0):
+    """Random bools with some tiles full, some empty, and some full but for one key or empty but for one."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(shape, generator=generator) < 0.5
+    for number, (row, col) in enumerate(itertools.product(range(0, shape[-2], 128), range(0, shape[-1], 128))):
+        tile = mask[..., row : row + 128, col : col + 128]
+        if number % 5 < 4:
+            tile[:] = number % 2 == 0
+        if number % 5 in (2, 3):
+            tile[..., -1, -1] ^= True
+    return mask
+
+
+def check_tile_mask(prepared, allowed):
+    """Every field of a TileMask, by loops over words and tiles of the allowed positions."""
+    batch, num_heads, seqlen_q, seqlen_k = allowed.shape
+    tiles_q, tiles_k = -(-seqlen_q // 128), -(-seqlen_k // 128)
+    assert prepared.shape == tuple(allowed.shape)
+    assert prepared.bits.shape == (batch, num_heads, seqlen_q, 4 * tiles_k)
+    weights = torch.tensor([1 << t for t in range(32)])
+    for word in range(4 * tiles_k):
+        columns = allowed[..., 32 * word : 32 * word + 32]
+        want = (columns * weights[: columns.size(-1)]).sum(-1)
+        assert torch.equal(prepared.bits[..., word].long() & 0xFFFFFFFF, want)
+    for b, h in itertools.product(range(batch), range(num_heads)):
+        classes = [[tile_class(allowed[b, h], row, col) for col in range(tiles_k)] for row in range(tiles_q)]
+        assert prepared.classes[b, h].tolist() == classes
+        columns = [[classes[row][col] for row in range(tiles_q)] for col in range(tiles_k)]
+        for name, table in (("row", classes), ("col", columns)):
+            want = {
+                "full_count": [line.count(2) for line in table],
+                "partial_count": [line.count(1) for line in table],
+                "indices": [[n for kind in (2, 1, 0) for n, c in enumerate(line) if c == kind] for line in table],
+            }
+            for part, expected in want.items():
+                assert getattr(prepared, f"{name}_{part}")[b, h].tolist() == expected
+    dtypes = {"bits": torch.int32, "classes": torch.uint8}
+    for field in dataclasses.fields(prepared)[4:]:
+        tensor = getattr(prepared, field.name)
+        assert tensor.is_contiguous() and tensor.dtype == dtypes.get(field.name, torch.int32)
+
+
+def tile_class(allowed, row, col):
+    tile = allowed[128 * row : 128 * row + 128, 128 * col : 128 * col + 128]
+    return 0 if not tile.any() else 2 if tile.all() and tile.size(1) == 128 else 1
+
+
+def check_key_mask(prepared, keys):
+    """Every field of a KeyMask, by loops over the keys (Bm, Hm, Lk)."""
+    batch, num_heads, seqlen_k = keys.shape
+    assert prepared.shape == (batch, num_heads, 1, seqlen_k)
+    for b, h in itertools.product(range(batch), range(num_heads)):
+        kept = [j for j in range(seqlen_k) if keys[b, h, j]]
+        assert prepared.kept[b, h].tolist() == kept + [seqlen_k] * (seqlen_k - len(kept))
+        assert prepared.count[b, h] == len(kept)
+        assert prepared.prefix[b, h].tolist() == [sum(j < n for j in kept) for n in range(seqlen_k + 1)]
+    assert all(x.is_contiguous() and x.dtype == torch.int32 for x in (prepared.kept, prepared.count, prepared.prefix))
+
+
+def same(one, other):
+    """Whether two prepared masks are of one class and equal in every tensor."""
+    names = [field.name for field in dataclasses.fields(one)[4:]]
+    return type(one) is type(other) and all(torch.equal(getattr(one, n), getattr(other, n)) for n in names)
+
+
+def check_stats(prepared, allowed):
+    found, want = prepared.stats(), masks.mask_stats(allowed)
+    last = allowed.size(3) % 128 != 0
+    whole = masks.mask_stats(allowed[..., : allowed.size(3) // 128 * 128])
+    tiles_k = max(1, -(-allowed.size(3) // 128))
+    # A last tile with fewer than 128 keys is never full.
+    full = whole.full_tile_fraction * (tiles_k - last) / tiles_k
+    assert found.full_tile_fraction == pytest.approx(full)
+    for name in ("shape", "block_size", "density", "active_tile_fraction", "empty_rows"):
+        assert getattr(found, name) == getattr(want, name), name
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), SIZES)
+def test_tile_mask_against_loops(seqlen_q, seqlen_k, band):
+    mask = tiled_mask(2, 1, seqlen_q, seqlen_k)
+    # A query dim of 1 is a key mask: two queries are the fewest that differ.
+    prepared = prepare_mask(mask, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **band)
+    allowed = allowed_positions(mask, seqlen_q, seqlen_k, **band)
+    if seqlen_q == 1:
+        assert isinstance(prepared, masks.KeyMask)
+    else:
+        assert isinstance(prepared, masks.TileMask)
+        check_tile_mask(prepared, allowed)
+    assert torch.equal(prepared.dense(), allowed)
+    assert torch.equal(prepared.dense(3, 70), allowed[:, :, 3:70])
+    check_stats(prepared, allowed)
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 4), (4, 0), (1, 7), (200, 300), (300, 200), (140, 256)])
+def test_key_mask_against_loops(seqlen_q, seqlen_k, band):
+    keys = torch.rand(2, 3, 1, seqlen_k, generator=torch.Generator().manual_seed(1)) < 0.7
+    keys[0, :, :, 128:256] = True
+    keys[1, 1] = False
+    prepared = prepare_mask(keys, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **band)
+    assert isinstance(prepared, masks.KeyMask)
+    check_key_mask(prepared, keys[:, :, 0])
+    allowed = allowed_positions(keys, seqlen_q, seqlen_k, **band)
+    assert torch.equal(prepared.dense(), allowed)
+    assert torch.equal(prepared.dense(2, 5), allowed[:, :, 2:5])
+    check_stats(prepared, allowed)
+    low, high = prepared.band or (-seqlen_q, seqlen_k)
+    for i in range(0, seqlen_q, 37):
+        ends = prepared.prefix[0, 0, max(i + low, 0) :][:1], prepared.prefix[0, 0, max(0, min(i + high + 1, seqlen_k))]
+        first, last = (int(x) for x in ends) if ends[0].numel() else (0, 0)
+        assert prepared.kept[0, 0, first:last].tolist() == allowed[0, 0, i].nonzero().flatten().tolist()
+
+
+def strided_forms():
+    """(name, mask, the same mask contiguous): layouts in which a mask may come."""
+    dense = tiled_mask(2, 3, 150, 384)
+    yield "transposed", dense.mT.contiguous().mT, dense
+    yield "heads last", dense.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2), dense
+    for offset in (1, 8):
+        storage = torch.zeros(dense.numel() + offset, dtype=torch.bool)
+        yield f"offset {offset}", storage[offset:].view_as(dense).copy_(dense), dense
+    yield "every second key", dense.repeat_interleave(2, dim=3)[..., ::2], dense
+    wide = torch.ones(2, 3, 150, 400, dtype=torch.bool)
+    wide[..., 7:391] = dense
+    yield "slice of wider rows", wide[..., 7:391], dense
+    one = dense[:1, :1]
+    yield "expanded batch and heads", one.expand(2, 3, -1, -1), one
+    yield "expanded keys", dense[..., :1].expand(-1, -1, -1, 384), dense[..., :1].repeat(1, 1, 1, 384)
+    yield "one key for all", dense[..., :1], dense[..., :1].repeat(1, 1, 1, 384)
+    yield "three dims", dense[0], dense[:1]
+    yield "two dims", dense[0, 0], dense[:1, :1]
+
+
+FORMS = {name: (mask, plain) for name, mask, plain in strided_forms()}
+
+
+@pytest.mark.parametrize(("mask", "plain"), FORMS.values(), ids=FORMS)
+def test_layouts_and_broadcast_dims(mask, plain):
+    prepared = prepare_mask(mask, seqlen_k=384, is_causal=True)
+    assert prepared.shape == tuple(plain.shape)
+    check_tile_mask(prepared, allowed_positions(plain, 150, 384, True))
+
+
+def test_one_row_for_all_queries_is_a_key_mask():
+    keys = torch.rand(2, 1, 1, 50, generator=torch.Generator().manual_seed(2)) < 0.5
+    want = prepare_mask(keys, seqlen_q=70, is_causal=True)
+    assert same(prepare_mask(keys.expand(2, 4, 70, 50), is_causal=True), want)
+    assert want.is_causal and want.window_size == (-1, -1) and want.band == (-70, -20)
+    everything = prepare_mask(torch.ones(1, 1, dtype=torch.bool), seqlen_q=9, seqlen_k=5)
+    check_key_mask(everything, torch.ones(1, 1, 5, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("chunk", [1000, 77_000])
+def test_chunks_change_nothing(chunk, monkeypatch):
+    mask = tiled_mask(2, 2, 300, 260)
+    want = prepare_mask(mask, window_size=(100, 20)), masks.prepare_blocks(mask[:, :, :6, :6], 50, 300, 260)
+    monkeypatch.setattr(packing, "CHUNK_ELEMENTS", chunk)
+    assert same(prepare_mask(mask, window_size=(100, 20)), want[0])
+    assert want[0].stats() == prepare_mask(mask, window_size=(100, 20)).stats()
+    assert same(masks.prepare_blocks(mask[:, :, :6, :6], 50, 300, 260), want[1])
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+def test_builders_give_what_the_dense_builders_give(band):
+    blocks = torch.rand(2, 2, 3, 2, generator=torch.Generator().manual_seed(3)) < 0.5
+    for size, lengths in ((128, (300, 250)), ((128, 256), (384, 512)), ((50, 7), (130, 10)), ((3, 128), (8, 256))):
+        for block_mask in (blocks, blocks[0, :, :, :1], blocks[:, :, :1]):
+            dense = masks.expand_blocks(block_mask, size, *lengths)
+            want = prepare_mask(dense, seqlen_q=lengths[0], seqlen_k=lengths[1], **band)
+            assert same(masks.prepare_blocks(block_mask, size, *lengths, **band), want)
+    for lengths in SIZES:
+        if lengths[0] != 1:
+            dense = torch.ones(lengths, dtype=torch.bool)
+            assert same(masks.prepare_window(*lengths, **band), prepare_mask(dense, seqlen_k=lengths[1], **band))
+    ids, ids_k = masks.document_ids([[100, 60], [20, 200]], 230), masks.document_ids([[90], [260]], 300)
+    for of_q, of_k in ((ids, None), (ids[0], None), (ids[0], ids_k), (ids, ids_k[1])):
+        want = prepare_mask(masks.document_mask(of_q, of_k), **band)
+        assert same(masks.prepare_documents(of_q, of_k, **band), want)
+    for side in ("left", "right"):
+        want = prepare_mask(masks.padding_mask([0, 3, 9], 9, side=side), seqlen_q=20, **band)
+        assert same(masks.prepare_lengths([0, 3, 9], 20, 9, side=side, **band), want)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (([True],), TypeError, "mask is a list and must be a torch.bool tensor"),
+        ((torch.ones(2, 2),), TypeError, "mask has dtype torch.float32 and must be torch.bool"),
+        ((torch.ones(4, dtype=torch.bool),), ValueError, r"mask has shape \(4,\).*pass mask\[None\]"),
+        ((torch.ones(1, 4, dtype=torch.bool),), ValueError, "one row for all; seqlen_q is None"),
+        ((torch.ones(4, 1, dtype=torch.bool),), ValueError, "one column for all; seqlen_k is None"),
+        ((torch.ones(3, 4, dtype=torch.bool), {"seqlen_q": 5}), ValueError, "mask has 3 rows and seqlen_q is 5"),
+        ((torch.ones(3, 4, dtype=torch.bool), {"seqlen_k": 2.0}), TypeError, "seqlen_k is 2.0"),
+        ((torch.ones(3, 4, dtype=torch.bool), {"is_causal": 1}), TypeError, "is_causal is 1"),
+        ((torch.ones(3, 4, dtype=torch.bool), {"window_size": (-2, 0)}), ValueError, "at least -1"),
+    ],
+)
+def test_errors_of_prepare_mask(arguments, error, message):
+    with pytest.raises(error, match=message):
+        prepare_mask(arguments[0], **(arguments[1] if len(arguments) > 1 else {}))
+
+
+def test_errors_of_builders():
+    blocks = torch.ones(2, 2, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"2 blocks along seqlen_q .* needs 3, or 1, for seqlen_q = 300"):
+        masks.prepare_blocks(blocks, 128, 300, 256)
+    with pytest.raises(ValueError, match=r"2 blocks along seqlen_k .* needs 3"):
+        masks.prepare_blocks(blocks, 128, 256, 300)
+    with pytest.raises(ValueError, match="lengths has a length of 7, longer than the sequence; at most 6"):
+        masks.prepare_lengths([7], 6, 6)
+    with pytest.raises(ValueError, match="side is 'top'"):
+        masks.prepare_lengths([1], 6, 6, side="top")
+    with pytest.raises(ValueError, match="ids_k has batch size 3"):
+        masks.prepare_documents([[1], [2]], [[1], [2], [3]])

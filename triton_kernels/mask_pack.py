@@ -1,0 +1,326 @@
+"""The packing kernels: a bool mask read once becomes bits, tile classes and tile lists; a key mask becomes a key set.
+
+For the mask m of one head, with low <= j - i <= high the allowed diagonals:
+
+    allowed[i, j] = m[i, j] and low <= j - i <= high
+    bits[i, w]    = sum over t < 32 of allowed[i, 32 w + t] << t
+    class[I, J]   = 0 where no bit of the 128 x 128 tile is set, 2 where all are, 1 otherwise
+
+`_pack_kernel` is bound by reading m: 1 byte per element against 1/8 written. A program takes 128 rows by BLOCK_K keys.
+Aligned rows are read 16 bytes a load; four bools in an int32 become four bits by one product, and eight such nibbles
+are summed to a word, four in each of two neighbouring threads. `_list_kernel` then reads the classes only, 1/16384 of
+the mask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import triton
+import triton.language as tl
+
+from flash_dmattn.masks.packing import TILE, TILE_WORDS, Band, KeySet, TileLists, tiles
+
+# Keys of a strip, and warps, by the bytes of a load. Wide: 64 KB a program, 256 bytes a thread, and a warp reads 512
+# contiguous bytes at once; compiled for sm_90 it takes 56 registers (97 with a band) and 3.0 (4.0) instructions a byte.
+# Narrow: half as many keys, because a thread holds four times the addresses; 5.5 instructions a byte by fours of bytes
+# (8.2 with a band), 13 (16) by single bytes.
+STRIP = {16: (512, 8), 4: (256, 8), 1: (256, 8)}
+# Tiles that a program of the list kernel takes at once: 16 bits hold a count of them.
+LIST_BLOCK, LIST_NUM_WARPS = 256, 2
+# Keys that a program of the key set kernel takes at once. There is one program per head: 32k keys are 16 steps.
+KEYS_BLOCK, KEYS_NUM_WARPS = 2048, 8
+
+
+@triton.jit
+def _ones_below(n):
+    """The n lowest bits set, for any n: none below 1, all 32 above 31."""
+    n = tl.minimum(tl.maximum(n, 0), 32)
+    ones = (tl.full(n.shape, 1, tl.uint32) << tl.minimum(n, 31).to(tl.uint32)) - 1
+    return tl.where(n == 32, tl.full(n.shape, 0xFFFFFFFF, tl.uint32), ones)
+
+
+@triton.jit
+def _tile_in_band(first_key, first_row, low, high, TILE: tl.constexpr):
+    """Whether a band reaches the tile whose first key and row these are."""
+    return (first_key + (TILE - 1) >= first_row + low) & (first_key <= first_row + (TILE - 1) + high)
+
+
+@triton.jit
+def _nibbles(four):
+    """Bit k of each result is the lowest bit of byte k; the bits above the nibble are not cleared."""
+    # Byte k is moved by 28 - 7k bits: its bit arrives at 28 + k, and no two partial products meet.
+    return (four.to(tl.uint32, bitcast=True) * 0x10204080) >> 28
+
+
+@triton.jit
+def _load_wide(
+    mask_ptr, rows, first_row, first_key, seqlen_q, seqlen_k, stride_q, low, high,
+    HAS_BAND: tl.constexpr, BLOCK_K: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Bits of keys with unit stride, 16 bytes a load: rows start and end on 16 bytes, and stride_q counts those."""
+    quads = tl.arange(0, BLOCK_K // 4)
+    # One predicate for all 16 bytes, and seen to be.
+    inside = first_key + quads // 4 * 16 < seqlen_k
+    if HAS_BAND:
+        inside &= _tile_in_band(first_key + quads // (TILE // 4) * TILE, first_row, low, high, TILE)
+    starts = (rows.to(tl.int64) * stride_q)[:, None] * 4
+    four = tl.load(
+        mask_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + starts + (first_key // 4 + quads)[None, :],
+        mask=(rows < seqlen_q)[:, None] & inside[None, :],
+        other=0,
+    )
+    bits = _nibbles(four) << (quads % 8 * 4).to(tl.uint32)[None, :]
+    return tl.sum(tl.reshape(bits, (TILE, BLOCK_K // 32, 8)), axis=2)
+
+
+@triton.jit
+def _load_narrow(
+    mask_ptr, rows, first_row, first_key, seqlen_q, seqlen_k, stride_q, stride_k, low, high,
+    VEC: tl.constexpr, HAS_BAND: tl.constexpr, BLOCK_K: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Bits of keys with any stride and alignment (VEC = 1), or in whole fours of bytes (VEC = 4)."""
+    # Four neighbouring lanes read neighbouring keys of one word, again and again until it is complete: a thread gathers
+    # a quarter of a word in its own register and only two exchanges between lanes remain. All but the first of these
+    # loads hit the first-level cache.
+    word_keys = first_key + tl.arange(0, BLOCK_K // 32) * 32
+    starts = (rows.to(tl.int64) * stride_q)[:, None, None]
+    wanted = (rows < seqlen_q)[:, None, None]
+    if HAS_BAND:
+        wanted &= _tile_in_band(word_keys // TILE * TILE, first_row, low, high, TILE)[None, :, None]
+    bits = tl.zeros((TILE, BLOCK_K // 32, 4), tl.uint32)
+    for step in range(0, 32, 4 * VEC):
+        shifts = step + tl.arange(0, 4) * VEC
+        keys = word_keys[:, None] + shifts[None, :]
+        inside = wanted & (keys < seqlen_k)[None, :, :]
+        if VEC == 4:
+            quads_ptr = mask_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+            some = _nibbles(tl.load(quads_ptr + starts + (keys // 4)[None, :, :], mask=inside, other=0))
+        else:
+            offsets = starts + (keys.to(tl.int64) * stride_k)[None, :, :]
+            some = tl.load(mask_ptr + offsets, mask=inside, other=0).to(tl.uint32)
+        bits |= some << shifts.to(tl.uint32)[None, None, :]
+    return tl.sum(bits, axis=2)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "seqlen_q", "seqlen_k", "num_heads", "stride_b", "stride_h", "low", "high", "tiles_q", "tiles_k",
+        "strips",
+    ]
+)  # fmt: skip
+def _pack_kernel(
+    mask_ptr, bits_ptr, classes_ptr,
+    seqlen_q, seqlen_k, num_heads, stride_b, stride_h, stride_q, stride_k, low, high,
+    tiles_q, tiles_k, strips,
+    VEC: tl.constexpr, HAS_BAND: tl.constexpr, BLOCK_K: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    # Neighbouring programs read neighbouring keys of the same rows.
+    strip = tl.program_id(0) % strips
+    tile_q = tl.program_id(0) // strips % tiles_q
+    head = tl.program_id(0) // strips // tiles_q
+    first_row, first_key = tile_q * TILE, strip * BLOCK_K
+    rows = first_row + tl.arange(0, TILE)
+
+    start = (head // num_heads).to(tl.int64) * stride_b + (head % num_heads).to(tl.int64) * stride_h
+    mask_ptr += start * VEC
+    if VEC == 16:
+        bits = _load_wide(
+            mask_ptr, rows, first_row, first_key, seqlen_q, seqlen_k, stride_q, low, high, HAS_BAND, BLOCK_K, TILE
+        )
+    else:
+        bits = _load_narrow(
+            mask_ptr, rows, first_row, first_key, seqlen_q, seqlen_k, stride_q, stride_k, low, high,
+            VEC, HAS_BAND, BLOCK_K, TILE,
+        )  # fmt: skip
+    words = strip * (BLOCK_K // 32) + tl.arange(0, BLOCK_K // 32)
+    if HAS_BAND:
+        behind = rows[:, None] - words[None, :] * 32
+        # low <= high, so the bits of the second term are among those of the first.
+        bits &= _ones_below(behind + (high + 1)) ^ _ones_below(behind + low)
+
+    # Written so that a row is seen to start on 16 bytes and the predicate to be the same for all of them.
+    row_starts = (head.to(tl.int64) * seqlen_q + rows) * tiles_k * 4
+    stored = (rows < seqlen_q)[:, None] & (words // 4 < tiles_k)[None, :]
+    tl.store(bits_ptr + row_starts[:, None] + words[None, :], bits.to(tl.int32, bitcast=True), mask=stored)
+
+    # Words with any bit are counted in the lower half, words with all bits, missing rows included, in the upper.
+    any_bit = (bits != 0).to(tl.int32)
+    all_bits = ((bits == 0xFFFFFFFF) | (rows >= seqlen_q)[:, None]).to(tl.int32)
+    tally = tl.reshape(any_bit + (all_bits << 16), (TILE, BLOCK_K // TILE, TILE // 32))
+    tally = tl.sum(tl.sum(tally, axis=0), axis=1)  # rows first: a thread holds several, and one word
+    seen = ((tally & 0xFFFF) != 0).to(tl.int32)
+    kind = seen + seen * ((tally >> 16) == TILE * (TILE // 32)).to(tl.int32)
+    tiles = strip * (BLOCK_K // TILE) + tl.arange(0, BLOCK_K // TILE)
+    table_row = (head.to(tl.int64) * tiles_q + tile_q) * tiles_k
+    tl.store(classes_ptr + table_row + tiles, kind.to(tl.uint8), mask=tiles < tiles_k)
+
+
+@triton.jit(do_not_specialize=["heads", "tiles_q", "tiles_k"])
+def _list_kernel(classes_ptr, lists_ptr, heads, tiles_q, tiles_k, BLOCK: tl.constexpr):
+    # One program per row of tiles, then one per column; the parts of lists_ptr are laid out by list_tiles.
+    program = tl.program_id(0).to(tl.int64)
+    num_rows, num_cols = heads.to(tl.int64) * tiles_q, heads.to(tl.int64) * tiles_k
+    is_row = program < num_rows
+    index = tl.where(is_row, program, program - num_rows)
+    length = tl.where(is_row, tiles_k, tiles_q)
+    stride = tl.where(is_row, 1, tiles_k)
+    columns = tl.maximum(tiles_k, 1)  # rows without tiles are counted too
+    classes_ptr += tl.where(is_row, index * tiles_k, index // columns * tiles_q * tiles_k + index % columns)
+    row_part, col_part = (num_rows + 3) // 4 * 4, (num_cols + 3) // 4 * 4
+    table = (num_rows * tiles_k + 3) // 4 * 4
+    counts_ptr = lists_ptr + tl.where(is_row, index, 2 * row_part + index)
+    size = tl.where(is_row, row_part, col_part)
+    lists_ptr += 2 * (row_part + col_part) + tl.where(is_row, index * tiles_k, table + index * tiles_q)
+
+    offsets = tl.arange(0, BLOCK)
+    num_full = 0
+    num_partial = 0
+    for start in range(0, length, BLOCK):
+        tiles = start + offsets
+        kind = tl.load(classes_ptr + tiles.to(tl.int64) * stride, mask=tiles < length, other=0)
+        num_full += tl.sum((kind == 2).to(tl.int32), axis=0)
+        num_partial += tl.sum((kind == 1).to(tl.int32), axis=0)
+    tl.store(counts_ptr, num_full)
+    tl.store(counts_ptr + size, num_partial)
+
+    full_before = 0
+    partial_before = 0
+    for start in range(0, length, BLOCK):
+        tiles = start + offsets
+        kind = tl.load(classes_ptr + tiles.to(tl.int64) * stride, mask=tiles < length, other=0)
+        # One scan for both: full tiles in the lower half, partial ones in the upper.
+        both = (kind == 2).to(tl.int32) + ((kind == 1).to(tl.int32) << 16)
+        upto = tl.cumsum(both, axis=0)
+        full = full_before + (upto & 0xFFFF) - (both & 0xFFFF)
+        partial = partial_before + (upto >> 16) - (both >> 16)
+        empty = tiles - full - partial
+        place = tl.where(kind == 2, full, num_full + tl.where(kind == 1, partial, num_partial + empty))
+        tl.store(lists_ptr + place, tiles, mask=tiles < length)
+        totals = tl.sum(both, axis=0)
+        full_before += totals & 0xFFFF
+        partial_before += totals >> 16
+
+
+@triton.jit(do_not_specialize=["num_heads", "seqlen_k", "stride_b", "stride_h"])
+def _key_set_kernel(
+    mask_ptr, kept_ptr, count_ptr, prefix_ptr, num_heads, seqlen_k, stride_b, stride_h, stride_k, BLOCK: tl.constexpr
+):
+    head = tl.program_id(0).to(tl.int64)
+    mask_ptr += head // num_heads * stride_b + head % num_heads * stride_h
+    kept_ptr += head * seqlen_k
+    prefix_ptr += head * (seqlen_k + 1)
+
+    offsets = tl.arange(0, BLOCK)
+    count = 0
+    for start in range(0, seqlen_k, BLOCK):
+        keys = start + offsets
+        inside = keys < seqlen_k
+        flags = tl.load(mask_ptr + keys.to(tl.int64) * stride_k, mask=inside, other=0).to(tl.int32)
+        before = count + tl.cumsum(flags, axis=0) - flags
+        tl.store(prefix_ptr + keys, before, mask=inside)
+        tl.store(kept_ptr + before, keys, mask=flags != 0)
+        count += tl.sum(flags, axis=0)
+    tl.store(prefix_ptr + seqlen_k, count)
+    tl.store(count_ptr + head, count)
+    for start in range(0, seqlen_k, BLOCK):
+        places = start + offsets
+        tl.store(kept_ptr + places, tl.zeros_like(places) + seqlen_k, mask=(places >= count) & (places < seqlen_k))
+
+
+def vector_bytes(mask: torch.Tensor) -> int:
+    """How many bytes of a 4-D bool mask one load may take: 16 or 4 where every row is aligned to it, else 1."""
+    stride_b, stride_h, stride_q, stride_k = mask.stride()
+    # Only strides that are taken count: a dim of size 1 may have any.
+    taken = [stride for size, stride in zip(mask.shape[:3], (stride_b, stride_h, stride_q), strict=True) if size > 1]
+    if stride_k == 1:
+        for width in (16, 4):
+            if all(x % width == 0 for x in (mask.data_ptr(), mask.size(3), *taken)):
+                return width
+    return 1
+
+
+def pack_mask(
+    mask: torch.Tensor, band: Band | None, *, strip: tuple[int, int] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the packing kernel; the result of `flash_dmattn.masks.packing.pack_mask`.
+
+    Args:
+        mask: bool (Bm, Hm, Lq, Lk), any strides, 0 included.
+        band: what is folded in; tiles outside it are not read.
+        strip: keys of a strip, a power of 2 from 128, and warps; other than those of `STRIP` for the benchmark alone.
+
+    Returns:
+        bits int32 (Bm, Hm, Lq, words), classes uint8 (Bm, Hm, Tq, Tk).
+    """
+    batch, num_heads, seqlen_q, seqlen_k = mask.shape
+    tiles_q, tiles_k = tiles(seqlen_q), tiles(seqlen_k)
+    num_words = tiles_k * TILE_WORDS
+    bits = torch.empty(batch, num_heads, seqlen_q, num_words, dtype=torch.int32, device=mask.device)
+    classes = torch.empty(batch, num_heads, tiles_q, tiles_k, dtype=torch.uint8, device=mask.device)
+    vec = vector_bytes(mask)
+    block_k, num_warps = strip or STRIP[vec]
+    strips = triton.cdiv(seqlen_k, block_k)
+    programs = batch * num_heads * tiles_q * strips
+    if programs:
+        stride_b, stride_h, stride_q, stride_k = mask.stride()
+        with _on_device(mask):
+            _pack_kernel[(programs,)](
+                mask.view(torch.uint8), bits, classes,
+                seqlen_q, seqlen_k, num_heads, stride_b // vec, stride_h // vec, stride_q // vec, stride_k,
+                *(band or (0, 0)), tiles_q, tiles_k, strips,
+                VEC=vec, HAS_BAND=band is not None, BLOCK_K=block_k, TILE=TILE, num_warps=num_warps,
+            )  # fmt: skip
+    return bits, classes
+
+
+def list_tiles(classes: torch.Tensor) -> TileLists:
+    """Launch the list kernel; the result of `flash_dmattn.masks.packing.list_tiles`, in one allocation.
+
+    Args:
+        classes: uint8 (Bm, Hm, Tq, Tk), contiguous.
+    """
+    batch, num_heads, tiles_q, tiles_k = classes.shape
+    heads = batch * num_heads
+    sizes = [heads * n for n in (tiles_q, tiles_q, tiles_k, tiles_k, tiles_q * tiles_k, tiles_q * tiles_k)]
+    # Every part starts on 16 bytes: Triton compiles a kernel anew for pointers that do and pointers that do not.
+    parts = [(size + 3) // 4 * 4 for size in sizes]
+    lists = torch.empty(sum(parts), dtype=torch.int32, device=classes.device)
+    if sizes[0] or sizes[2]:
+        with _on_device(classes):
+            _list_kernel[(heads * (tiles_q + tiles_k),)](
+                classes, lists, heads, tiles_q, tiles_k, BLOCK=LIST_BLOCK, num_warps=LIST_NUM_WARPS
+            )
+    rows, cols = (batch, num_heads, tiles_q), (batch, num_heads, tiles_k)
+    shapes = [rows, rows, cols, cols, (*rows, tiles_k), (*cols, tiles_q)]
+    cut = [part[:size].view(shape) for part, size, shape in zip(lists.split(parts), sizes, shapes, strict=True)]
+    row_full_count, row_partial_count, col_full_count, col_partial_count, row_indices, col_indices = cut
+    return TileLists(row_full_count, row_partial_count, row_indices, col_full_count, col_partial_count, col_indices)
+
+
+def key_set(mask: torch.Tensor) -> KeySet:
+    """Launch the key set kernel; the result of `flash_dmattn.masks.packing.key_set`.
+
+    Args:
+        mask: bool (Bm, Hm, 1, Lk), any strides, 0 included.
+    """
+    batch, num_heads, _, seqlen_k = mask.shape
+    kept = torch.empty(batch, num_heads, seqlen_k, dtype=torch.int32, device=mask.device)
+    count = torch.empty(batch, num_heads, dtype=torch.int32, device=mask.device)
+    prefix = torch.empty(batch, num_heads, seqlen_k + 1, dtype=torch.int32, device=mask.device)
+    if batch * num_heads:
+        stride_b, stride_h, _, stride_k = mask.stride()
+        with _on_device(mask):
+            _key_set_kernel[(batch * num_heads,)](
+                mask.view(torch.uint8), kept, count, prefix, num_heads, seqlen_k, stride_b, stride_h, stride_k,
+                BLOCK=KEYS_BLOCK, num_warps=KEYS_NUM_WARPS,
+            )  # fmt: skip
+    return kept, count, prefix
+
+
+def _on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be the tensor's."""
+    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
+        return torch.cuda.device(tensor.device)
+    return contextlib.nullcontext()
