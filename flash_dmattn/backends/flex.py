@@ -210,6 +210,9 @@ def attention(
         None if mask is None else graph.shared(mask, problem.num_heads),
         None if bias is None else graph.shared(bias, problem.num_heads),
         _bwd_num_stages(problem, mask, bias),
+        # Torch chooses its decoding kernel below 128 queries, and then finds no configuration of it where the queries
+        # of a group of heads fill more than one block (H200, torch 2.11).
+        problem.seqlen_q < BLOCK < problem.seqlen_q * (problem.num_heads // problem.num_heads_k),
     )
     if compiling:
         results = graph.run(form, q, k, v, _realise(mask), _realise(bias), lower, upper, lists)

@@ -37,6 +37,7 @@ class Form(NamedTuple):
     mask: Shared | None
     bias: Shared | None
     bwd_num_stages: int | None  # of the backward kernel's pipeline; None leaves it to torch
+    no_decoding: bool  # keep torch from its kernel for few queries
 
 
 def shared(x: Tensor, num_heads: int) -> Shared:
@@ -108,7 +109,11 @@ def run(
             full_q_num_blocks=lists.full_q_num_blocks,
             full_q_indices=lists.full_q_indices,
         )
-    kernel_options: Any = None if form.bwd_num_stages is None else {"bwd_num_stages": form.bwd_num_stages}
+    kernel_options: Any = {}
+    if form.bwd_num_stages is not None:
+        kernel_options["bwd_num_stages"] = form.bwd_num_stages
+    if form.no_decoding:
+        kernel_options["FORCE_USE_FLEX_ATTENTION"] = True
     results: Any = flex_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
