@@ -1,6 +1,6 @@
 """What `attention()` adds to its backend on the smallest of calls: (1, 8, 2, 16) on the CPU, one thread.
 
-    python benchmarks/dispatch_cost.py
+    python -m benchmarks.dispatch_cost
 
 The bare backend is `backends.eager.forward` and `.backward`, called with a problem described beforehand. Rounds of
 both alternate and the best of each counts: rounds are short, so that some of them find a busy machine idle.

@@ -1,7 +1,7 @@
 """Eager attention on the CPU against F.scaled_dot_product_attention: time with mask and bias, memory at 16k.
 
-python benchmarks/eager_cpu.py           # B1 H8 L2048 D64 fp32, dense mask and bias, all four gradients
-python benchmarks/eager_cpu.py --long    # and the peak memory at L 16384, which SDPA's math path cannot run
+python -m benchmarks.eager_cpu           # B1 H8 L2048 D64 fp32, dense mask and bias, all four gradients
+python -m benchmarks.eager_cpu --long    # and the peak memory at L 16384, which SDPA's math path cannot run
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Check the flex backend on a GPU: random calls, forward and backward, against the formula in fp64.
 
-    python benchmarks/flex_check.py                # compile counts, memory, then 112 calls of 16 classes
-    python benchmarks/flex_check.py --device cpu   # on FlexAttention's own dense formula, to try the script itself
+    python -m benchmarks.flex_check                # compile counts, memory, then 112 calls of 16 classes
+    python -m benchmarks.flex_check --device cpu   # on FlexAttention's own dense formula, to try the script itself
 
 A class is what is compiled once: dtype, heads, head dims, broadcast forms, flags. Its calls differ in lengths, batch,
 window, mask, values and empty rows. A tensor passes where err(x) = |x - x64| / |x64| is at most 1.5 times the error of

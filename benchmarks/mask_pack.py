@@ -1,7 +1,7 @@
 """The packing kernels on a GPU: bits equal to those of plain PyTorch, time, and the share of a copy's bandwidth.
 
-python benchmarks/mask_pack.py           # equality, then the table; exit status 1 where a bit differs
-python benchmarks/mask_pack.py --sweep   # and every strip size, for STRIP in triton_kernels/mask_pack.py
+python -m benchmarks.mask_pack           # equality, then the table; exit status 1 where a bit differs
+python -m benchmarks.mask_pack --sweep   # and every strip size, for STRIP in triton_kernels/mask_pack.py
 """
 
 from __future__ import annotations
