@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -252,8 +252,7 @@ def explain_problem(
         return_lse,
         return_probs,
     )
-    problem = replace(
-        problem,
+    problem = problem._replace(
         device="cpu" if capability is None else "cuda",
         capability=capability,
         need=Need(grad, grad, grad, bias_grad and bias is not None),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -42,8 +41,7 @@ class TensorSpec(NamedTuple):
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
 
-@dataclass(frozen=True)
-class AttentionProblem:
+class AttentionProblem(NamedTuple):
     """Everything a backend may decide on: sizes, strides, dtypes, device and flags of one call, but no tensor.
 
     It is hashable, prints as one line, and can be built for a GPU that this machine does not have
@@ -134,7 +132,7 @@ def device_capability(device: torch.device) -> tuple[int, int] | None:
 
 def follow_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v in the dtype of autocast where it is on; fp64 and bias keep theirs, as in torch's own."""
-    if not isinstance(q, Tensor) or not _autocasts(q.device.type):
+    if not isinstance(q, Tensor) or q.device.type not in _AUTOCAST or not torch.is_autocast_enabled(q.device.type):
         return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)
 
@@ -145,8 +143,8 @@ def follow_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
     return cast(q), cast(k), cast(v)
 
 
-def _autocasts(device_type: str) -> bool:
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+# Asked for once: torch.is_autocast_enabled raises for a device type that has no autocast.
+_AUTOCAST = tuple(name for name in ("cpu", "cuda", "mps", "xpu", "hpu") if torch.amp.is_autocast_available(name))
 
 
 def describe(
@@ -169,32 +167,25 @@ def describe(
         TypeError: an argument is not a tensor, or its dtype is not what the call needs.
         ValueError: shapes, devices or values do not fit together.
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; it needs to be a torch.Tensor of 4 dimensions")
-        if x.dim() != 4:
-            raise ValueError(
-                f"{name} has {x.dim()} dimensions, shape {tuple(x.shape)}; "
-                "it needs 4: (batch, seqlen, num_heads, head_dim)"
-            )
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)) or not (
+        q.dim() == k.dim() == v.dim() == 4
+    ):
+        _refuse_rank(q, k, v)
     dtype, device = q.dtype, q.device
     if dtype not in FLOAT_DTYPES:
         raise TypeError(f"q has dtype {dtype_name(dtype)}; it needs float16, bfloat16, float32 or float64")
+    shape_k, shape_v = k.shape, v.shape
     batch, seqlen_q, num_heads, head_dim = q.shape
-    _, seqlen_k, num_heads_k, head_dim_v = v.shape
-    for name, x in (("k", k), ("v", v)):
-        if x.dtype != dtype:
-            raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it needs that of q, {dtype_name(dtype)}")
-        if x.device != device:
-            raise ValueError(f"{name} is on {x.device}; it needs to be on the device of q, {device}")
-        if x.shape[0] != batch:
-            raise ValueError(f"{name} has batch size {x.shape[0]}; it needs that of q, {batch}")
-    if k.shape[1] != seqlen_k or k.shape[2] != num_heads_k:
-        raise ValueError(
-            f"v has {seqlen_k} keys and {num_heads_k} heads; it needs those of k, {k.shape[1]} and {k.shape[2]}"
-        )
-    if k.shape[3] != head_dim:
-        raise ValueError(f"k has head_dim {k.shape[3]}; it needs that of q, {head_dim}")
+    _, seqlen_k, num_heads_k, head_dim_v = shape_v
+    if not (
+        k.dtype == dtype == v.dtype
+        and k.device == device == v.device
+        and shape_k[0] == batch == shape_v[0]
+        and shape_k[1] == seqlen_k
+        and shape_k[2] == num_heads_k
+        and shape_k[3] == head_dim
+    ):
+        _refuse_mismatch(q, k, v)
     if head_dim == 0 or head_dim_v == 0:
         raise ValueError(f"q, k and v have head dims {head_dim} and {head_dim_v} (v); they need at least 1")
     if num_heads_k == 0 or num_heads % num_heads_k != 0:
@@ -248,8 +239,8 @@ def describe(
         mask_spec,
         bias_spec,
         check_flag("is_causal", is_causal),
-        check_window(window_size),
-        check_scale(softmax_scale, head_dim),
+        _NO_WINDOW if window_size is None else check_window(window_size),
+        head_dim**-0.5 if softmax_scale is None else check_scale(softmax_scale, head_dim),
         check_softcap(softcap),
         torch.are_deterministic_algorithms_enabled()
         if deterministic is None
@@ -264,6 +255,36 @@ def describe(
 
 
 _NEED_NOTHING = Need()
+_NO_WINDOW = (-1, -1)
+
+
+# What names the fault stands apart from the test for one, which every call pays for.
+def _refuse_rank(q: Tensor, k: Tensor, v: Tensor) -> NoReturn:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; it needs to be a torch.Tensor of 4 dimensions")
+        if x.dim() != 4:
+            raise ValueError(
+                f"{name} has {x.dim()} dimensions, shape {tuple(x.shape)}; "
+                "it needs 4: (batch, seqlen, num_heads, head_dim)"
+            )
+    raise AssertionError("q, k and v are tensors of 4 dimensions")
+
+
+def _refuse_mismatch(q: Tensor, k: Tensor, v: Tensor) -> NoReturn:
+    batch, head_dim = q.shape[0], q.shape[3]
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it needs that of q, {dtype_name(q.dtype)}")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device}; it needs to be on the device of q, {q.device}")
+        if x.shape[0] != batch:
+            raise ValueError(f"{name} has batch size {x.shape[0]}; it needs that of q, {batch}")
+    if k.shape[1:3] != v.shape[1:3]:
+        raise ValueError(
+            f"v has {v.shape[1]} keys and {v.shape[2]} heads; it needs those of k, {k.shape[1]} and {k.shape[2]}"
+        )
+    raise ValueError(f"k has head_dim {k.shape[3]}; it needs that of q, {head_dim}")
 
 
 def _describe_broadcast(

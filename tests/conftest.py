@@ -37,8 +37,8 @@ class Runner:
 
     def refusal(self, case: Case, inputs: Inputs) -> str | None:
         """Why the backend does not serve a case, in the words of its rules; None where it does."""
-        if self.name == "flex" and case.bias_kind == "min":
-            return "flex: it computes in base 2, where a bias of finfo.min overflows to -inf (docs/backends.md)"
+        if self.name != "eager" and case.bias_kind == "min":
+            return f"{self.name}: it computes in base 2, where a bias of finfo.min overflows to -inf (docs/backends.md)"
         x = inputs
         grads = [t if t is None else t.detach().requires_grad_(n in case.need) for n, t in x.floats()]
         q, k, v, bias = grads

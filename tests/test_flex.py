@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -221,7 +220,7 @@ def test_every_rule_refuses_with_the_values_found(change: dict[str, Any], code: 
     problem = flash_dmattn.problem.describe(*inputs(37, 45), None, None, False, None, 0.0, None, False, False, False)[0]
     rules = {rule.code: rule for rule in flex.RULES}
     assert all(rule.holds(problem) for rule in flex.RULES)
-    broken = replace(problem, **change)
+    broken = problem._replace(**change)
     assert not rules[code].holds(broken)
     assert text in rules[code].says(broken) and rules[code].hint
 
@@ -232,8 +231,8 @@ def test_spans_at_the_limit_are_accepted() -> None:
     limit = TensorSpec((1, 1, 1, (1 << 31) - 1), (0, 0, 0, 1), torch.bool)
     expanded = TensorSpec((64, 64, 1 << 20, 1 << 20), (0, 0, 0, 1), torch.bool)
     for spec in (limit, expanded):
-        assert rules["mask_span"].holds(replace(problem, mask=spec))
-        assert rules["bias_span"].holds(replace(problem, bias=spec))
+        assert rules["mask_span"].holds(problem._replace(mask=spec))
+        assert rules["bias_span"].holds(problem._replace(bias=spec))
 
 
 def test_refusal_names_who_accepts() -> None:
@@ -253,6 +252,6 @@ def test_notes_list_the_copies() -> None:
     q, k, v = inputs(5, 6)
     bias = random_bias(1, HK, 1, 6).bfloat16().requires_grad_()
     problem = flash_dmattn.problem.describe(q, k, v, None, bias, False, None, 0.0, None, False, False, False)[0]
-    notes = flex.notes(replace(problem, device="cuda"))
+    notes = flex.notes(problem._replace(device="cuda"))
     assert any("copies bias to float32" in note for note in notes) and any("atomics" in note for note in notes)
-    assert flex.notes(replace(problem, bias=None, need=Need())) == ()
+    assert flex.notes(problem._replace(bias=None, need=Need())) == ()

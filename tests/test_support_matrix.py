@@ -236,5 +236,5 @@ class TestMatrix:
 
 def test_problems_hold_no_tensor() -> None:
     for row in support_matrix.rows():
-        assert not any(isinstance(x, torch.Tensor) for x in vars(row.problem).values())
+        assert not any(isinstance(x, torch.Tensor) for x in row.problem)
         assert hash(row.problem) == hash(row.problem)

@@ -209,7 +209,7 @@ def attention(
         problem.return_lse,
         None if mask is None else graph.shared(mask, problem.num_heads),
         None if bias is None else graph.shared(bias, problem.num_heads),
-        _bwd_num_stages(problem, mask, bias),
+        _num_stages(problem, mask, bias),
         # Torch chooses its decoding kernel below 128 queries, and then finds no configuration of it where the queries
         # of a group of heads fill more than one block (H200, torch 2.11).
         problem.seqlen_q < BLOCK < problem.seqlen_q * (problem.num_heads // problem.num_heads_k),
@@ -243,11 +243,12 @@ def _specialised(problem: AttentionProblem, band: Band, bias: Tensor | None) -> 
     )
 
 
-def _bwd_num_stages(problem: AttentionProblem, mask: Tensor | None, bias: Tensor | None) -> int | None:
-    # Torch's three stages leave no shared memory for pipelined tiles of a captured tensor: 272 KB of 227 KB at head dim
-    # 128 with a mask and a bias of one value per score (H200, torch 2.11), and the compilation fails.
+def _num_stages(problem: AttentionProblem, mask: Tensor | None, bias: Tensor | None) -> int | None:
+    # Torch's three stages leave no shared memory for pipelined tiles of a captured tensor, and the compilation fails:
+    # 272 of 227 KB for the backward at head dim 128 with a mask and a bias of one value per score, 240 KB for the
+    # forward at head dim 64 with a bias in fp32 (H200, torch 2.11).
     tiles = any(x is not None and x.shape[2] > 1 and x.shape[3] > 1 for x in (mask, bias))
-    if not tiles or problem.device != "cuda" or max(problem.head_dim, problem.head_dim_v) <= 64:
+    if not tiles or problem.device != "cuda":
         return None
     return 2 if problem.capability == (9, 0) and max(problem.head_dim, problem.head_dim_v) <= 128 else 1
 

@@ -36,7 +36,7 @@ class Form(NamedTuple):
     return_lse: bool
     mask: Shared | None
     bias: Shared | None
-    bwd_num_stages: int | None  # of the backward kernel's pipeline; None leaves it to torch
+    num_stages: int | None  # of the kernels' pipelines; None leaves it to torch
     no_decoding: bool  # keep torch from its kernel for few queries
 
 
@@ -110,8 +110,8 @@ def run(
             full_q_indices=lists.full_q_indices,
         )
     kernel_options: Any = {}
-    if form.bwd_num_stages is not None:
-        kernel_options["bwd_num_stages"] = form.bwd_num_stages
+    if form.num_stages is not None:
+        kernel_options["num_stages"] = form.num_stages
     if form.no_decoding:
         kernel_options["FORCE_USE_FLEX_ATTENTION"] = True
     results: Any = flex_attention(
@@ -166,5 +166,15 @@ def compiled(form: Form, specialised: tuple[object, ...], dynamic: bool | None) 
 
         code = call.__code__.replace(co_name=f"flex_attention_{len(_compiled)}")
         own = types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
-        function = _compiled[key] = torch.compile(own, backend=compiler, fullgraph=True, dynamic=dynamic)
+        function = _compiled[key] = _keep_buffers(torch.compile(own, backend=compiler, fullgraph=True, dynamic=dynamic))
     return function
+
+
+def _keep_buffers(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """Compile, whenever that is, without reusing saved tensors in the backward: it would refuse retain_graph=True."""
+
+    def call(*arguments: Any) -> tuple[Tensor, ...]:
+        with torch._functorch.config.patch(donated_buffer=False):
+            return function(*arguments)
+
+    return call

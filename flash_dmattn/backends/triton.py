@@ -1,14 +1,21 @@
-"""The Triton kernels: what they will accept, and why they cannot be used yet."""
+"""The Triton kernels: one forward, a key- and a query-stationary backward, a mask packed once per pass."""
 
 from __future__ import annotations
 
 import importlib
+from types import ModuleType
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from .protocol import Availability, Rule
+from .. import ops
+from ..problem import AttentionProblem, dtype_name
+from .protocol import Availability, Gradients, Rule
 
 NAME = "triton"
+
+MAX_HEAD_DIM = 256
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -18,10 +25,26 @@ RULES: tuple[Rule, ...] = (
         "move the tensors to a GPU",
     ),
     Rule(
+        "capability",
+        lambda p: p.capability is None or p.capability >= (8, 0),
+        lambda p: f"the GPU is {p.architecture}; the kernels need sm_80 or later",
+        'use backend="eager"',
+    ),
+    Rule(
         "dtype",
-        lambda p: p.dtype != torch.float64,
-        lambda p: "dtype is float64; the kernels compute in at most float32",
-        'cast q, k and v, or use backend="eager"',
+        lambda p: p.dtype != torch.float64 and (p.bias is None or p.bias.dtype != torch.float64),
+        lambda p: (
+            f"dtype is {dtype_name(p.dtype)}"
+            + ("" if p.bias is None else f", that of bias {dtype_name(p.bias.dtype)}")
+            + "; the kernels compute in at most float32"
+        ),
+        'cast, or use backend="eager"',
+    ),
+    Rule(
+        "head_dim",
+        lambda p: max(p.head_dim, p.head_dim_v) <= MAX_HEAD_DIM,
+        lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v); the tiles hold at most {MAX_HEAD_DIM}",
+        'use backend="eager"',
     ),
     Rule(
         "return_probs",
@@ -30,7 +53,23 @@ RULES: tuple[Rule, ...] = (
         'use backend="reference"',
     ),
 )
-AUTO_RULES: tuple[Rule, ...] = ()
+AUTO_RULES: tuple[Rule, ...] = (
+    Rule(
+        "measured_gpu",
+        lambda p: p.capability == (9, 0),
+        lambda p: f"the GPU is {p.architecture}; the kernels have been tested and timed on sm_90 only",
+        'backend="triton" runs it all the same',
+    ),
+    Rule(
+        "measured_head_dim",
+        lambda p: p.head_dim == p.head_dim_v and (p.head_dim <= 64 or p.head_dim == 128),
+        lambda p: (
+            f"head dims are {p.head_dim} and {p.head_dim_v} (v); the 16-bit kernels have been tested on a GPU at equal "
+            "ones up to 64 and at 128"
+        ),
+        'backend="triton" runs it all the same',
+    ),
+)
 
 _found: Availability | None = None
 
@@ -44,12 +83,73 @@ def probe() -> Availability:
 
 
 def _load() -> Availability:
-    kernels = "flash_dmattn.triton_kernels.forward"
     try:
-        importlib.import_module(kernels)
+        _kernels()
     except Exception as error:  # a broken installation raises anything; a probe reports it
-        if isinstance(error, ModuleNotFoundError) and error.name in (kernels, "flash_dmattn.triton_kernels"):
-            reason = f"{kernels} is not in this installation: this version ships no Triton kernels"
-            return Availability(False, reason, "use a version that ships them", error)
         return Availability(False, f"Triton cannot be imported: {error}", "pip install triton", error)
     return Availability(True)
+
+
+def _kernels() -> ModuleType:
+    # Not at the top: importing Triton takes a second, and flash_dmattn has to import without it.
+    return importlib.import_module("flash_dmattn.triton_kernels.launch")
+
+
+def notes(problem: AttentionProblem) -> tuple[str, ...]:
+    """Copies that a call makes."""
+    return tuple(
+        f"copies {name}, whose last stride is {strides[3]}: the kernels read rows of unit stride"
+        for name, strides in (("q", problem.q_strides), ("k", problem.k_strides), ("v", problem.v_strides))
+        if strides[3] != 1 and problem.head_dim > 1
+    )
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    is_causal: bool,
+    window_size: list[int],
+    softmax_scale: float,
+    softcap: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    out, lse = ops.empty_outputs(q, v)
+    if k.shape[1] == 0:
+        return out.zero_(), lse.fill_(-torch.inf)
+    if out.numel() > 0:
+        kernels = _kernels()
+        flags = kernels.Flags(is_causal, tuple(window_size), softmax_scale, softcap)
+        kernels.forward(q, k, v, mask, bias, out, lse, flags)
+    return out, lse
+
+
+def _backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    window_size: list[int],
+    softmax_scale: float,
+    softcap: float,
+    deterministic: bool,
+    need: list[bool],
+) -> Gradients:
+    if out.numel() == 0 or k.shape[1] == 0:
+        inputs: Any = zip((q, k, v, bias), need, strict=True)
+        dq, dk, dv, dbias = (x.new_zeros(x.shape) if x is not None and needed else None for x, needed in inputs)
+        return dq, dk, dv, dbias
+    kernels = _kernels()
+    flags = kernels.Flags(is_causal, tuple(window_size), softmax_scale, softcap)
+    return kernels.backward(dout, dlse, q, k, v, mask, bias, out, lse, flags, tuple(need))
+
+
+forward, backward = ops.define_pair(NAME, _forward, _backward)
