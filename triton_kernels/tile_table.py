@@ -16,7 +16,8 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# Rows of a table: the padded head dim up to which they hold. Measured on an H200 (torch 2.11, Triton 3.6, bf16).
+# Rows of a table: the padded head dim up to which they hold. Measured on an H200 (torch 2.11, Triton 3.6, bf16), but for
+# the rows of 256, which were chosen to fit shared memory and have not been timed.
 # Dense attention, TFLOP/s at L 4096 full and 16384 causal; the next best choice stands behind the semicolon.
 _SM90_DENSE = {
     "forward": {
@@ -26,7 +27,7 @@ _SM90_DENSE = {
     },
     "keys": {
         64: Tile(64, 64, 4, 2),  # 385 and 412, no spill; 32x128 reaches 389 and 414 but spills
-        128: Tile(32, 128, 8, 3),  # 485 and 505, no spill; 64x128 with two stages 447 and 547, spills 64 bytes
+        128: Tile(32, 128, 8, 3),  # 485 and 505, no spill; 64x128 with two stages 447 and 547, but spills
         256: Tile(32, 32, 4, 1),
     },
     "queries": {
