@@ -16,7 +16,7 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# Rows of a table: the padded head dim up to which they hold. Measured on an H200 (torch 2.11, Triton 3.6, bf16), but for
+# Rows of a table: the padded head dim up to which they hold. Measured on an H200 (torch 2.11, Triton 3.6, bf16), except
 # the rows of 256, which were chosen to fit shared memory and have not been timed.
 # Dense attention, TFLOP/s at L 4096 full and 16384 causal; the next best choice stands behind the semicolon.
 _SM90_DENSE = {
