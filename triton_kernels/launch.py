@@ -345,8 +345,7 @@ def _backward_keys(
         dk, dv = (x if x is None else x.unflatten(2, (call.num_heads_k, -1)).sum(3).to(call.k.dtype) for x in (dk, dv))
     dbias = None
     if bias is not None and sums is not None:
-        heads = bias.shape[1] if bias.shape[1] != 1 else 1
-        dbias = sums.sum_to_size((bias.shape[0], heads, call.seqlen_k)).view(bias.shape).to(bias.dtype)
+        dbias = sums.sum_to_size((bias.shape[0], bias.shape[1], call.seqlen_k)).view(bias.shape).to(bias.dtype)
     return dk, dv, dbias
 
 
