@@ -37,7 +37,7 @@ def without_gradients() -> list[Callable[[], object]]:
     """The call and the bare forward, nothing requiring a gradient."""
     q, k, v = torch.randn(3, *SHAPE)
     problem = flash_dmattn.explain(q, k, v).problem
-    return [lambda: flash_dmattn.attention(q, k, v), lambda: eager.forward(problem, q, k, v, None, None)]
+    return [lambda: flash_dmattn.attention(q, k, v), lambda: eager.forward(problem, q, k, v, (), None)]
 
 
 def with_gradients() -> list[Callable[[], object]]:
@@ -50,8 +50,8 @@ def with_gradients() -> list[Callable[[], object]]:
         return torch.autograd.grad(flash_dmattn.attention(*leaves), leaves, dout)
 
     def bare() -> object:
-        out, lse = eager.forward(problem, q, k, v, None, None)
-        return eager.backward(problem, dout, None, q, k, v, None, None, out, lse)
+        out, lse = eager.forward(problem, q, k, v, (), None)
+        return eager.backward(problem, dout, None, q, k, v, (), None, out, lse)
 
     return [ours, bare]
 

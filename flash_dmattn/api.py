@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from .autograd import Attention
 from .backends.protocol import is_differentiable
+from .mask_forms import dense_mask, mask_tensors
 from .problem import describe, follow_autocast
 from .selection import select
 from .settings import BackendChoice
+
+if TYPE_CHECKING:
+    from .masks import PreparedMask
 
 
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None = None,
+    mask: Tensor | PreparedMask | None = None,
     bias: Tensor | None = None,
     *,
     is_causal: bool = False,
@@ -46,7 +52,9 @@ def attention(
         k: (B, Lk, Hk, D), dtype and device of q.
         v: (B, Lk, Hk, Dv), dtype and device of q.
         mask: bool, True where q attends; 4-D, each dimension 1 or full, (B, Hq or Hk, Lq, Lk); 2 or 3 dimensions are
-            read from the right as in torch. A dimension of stride 0 is never materialised. Takes no gradient.
+            read from the right as in torch. A dimension of stride 0 is never materialised. Takes no gradient. Or a
+            prepared mask of `flash_dmattn.masks`, for any number of calls of its lengths: it brings is_causal and
+            window_size, which here stay unset or limit no side in another way.
         bias: added to the scaled scores, itself unscaled; -inf masks. Shaped as mask, of its own shape; any float
             dtype. Its gradient has its shape and dtype, is accumulated in fp32 and rounded once.
         is_causal: query i attends keys j <= i + Lk - Lq (aligned bottom-right).
@@ -102,14 +110,15 @@ def attention(
     forward, backward = select(problem, backend)
     results: tuple[Tensor, ...]
     if is_differentiable(forward):
-        results = forward.attention(problem, q, k, v, mask, bias)
+        results = forward.attention(problem, q, k, v, dense_mask(mask), bias)
     else:
         if forward_ad._current_level >= 0:
             _refuse_tangents(forward.NAME, q, k, v, bias)
+        tensors = () if mask is None else mask_tensors(problem, mask, forward, backward)
         if backward is None:
-            results = forward.forward(problem, q, k, v, mask, bias)
+            results = forward.forward(problem, q, k, v, tensors, bias)
         else:
-            results = Attention.apply(q, k, v, mask, bias, problem, forward, backward)
+            results = Attention.apply(q, k, v, bias, problem, forward, backward, *tensors)
     if return_lse:
         return results
     return results[0] if not return_probs else (results[0], results[2])

@@ -19,11 +19,11 @@ class Attention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: Tensor | None,
         bias: Tensor | None,
         problem: AttentionProblem,
         forward_backend: KernelBackend,
         backward_backend: KernelBackend,
+        *mask: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Run the forward pass of `forward_backend`."""
         return forward_backend.forward(problem, q, k, v, mask, bias)
@@ -31,8 +31,8 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         """Keep what the backward pass reads; lse is kept so that no (Lq, Lk) matrix has to be."""
-        q, k, v, mask, bias, problem, _, backward_backend = inputs
-        ctx.save_for_backward(q, k, v, mask, bias, *output)
+        q, k, v, bias, problem, _, backward_backend, *mask = inputs
+        ctx.save_for_backward(q, k, v, bias, *output, *mask)
         ctx.set_materialize_grads(False)  # an unused lse must not cost a dlse of zeros
         ctx.problem = problem
         ctx.backend = backward_backend
@@ -40,17 +40,17 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run the backward pass of `backward_backend`, differentiable again where a graph of it is asked for."""
-        q, k, v, mask, bias, out, lse = ctx.saved_tensors
+        q, k, v, bias, out, lse, *mask = ctx.saved_tensors
+        rest = (None,) * (3 + len(mask))
         if dout is None:
             if dlse is None:
-                return (None,) * 8
+                return None, None, None, None, *rest
             dout = torch.zeros_like(out)
         if torch.is_grad_enabled():
-            gradients = AttentionBackward.apply(dout, dlse, q, k, v, mask, bias, out, lse, ctx.problem, ctx.backend)
+            gradients = AttentionBackward.apply(dout, dlse, q, k, v, bias, out, lse, ctx.problem, ctx.backend, *mask)
         else:
-            gradients = ctx.backend.backward(ctx.problem, dout, dlse, q, k, v, mask, bias, out, lse)
-        dq, dk, dv, dbias = gradients
-        return dq, dk, dv, None, dbias, None, None, None
+            gradients = ctx.backend.backward(ctx.problem, dout, dlse, q, k, v, tuple(mask), bias, out, lse)
+        return *gradients, *rest
 
 
 class AttentionBackward(torch.autograd.Function):
@@ -63,12 +63,12 @@ class AttentionBackward(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: Tensor | None,
         bias: Tensor | None,
         out: Tensor,
         lse: Tensor,
         problem: AttentionProblem,
         backend: KernelBackend,
+        *mask: Tensor,
     ) -> tuple[Tensor | None, ...]:
         """Run the backward pass; nothing of (Lq, Lk) is kept for the second derivative."""
         return backend.backward(problem, dout, dlse, q, k, v, mask, bias, out, lse)
@@ -76,8 +76,8 @@ class AttentionBackward(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
         """Keep the inputs of the gradients; out and lse are functions of them."""
-        dout, dlse, q, k, v, mask, bias, _, _, problem, backend = inputs
-        ctx.save_for_backward(dout, dlse, q, k, v, mask, bias)
+        dout, dlse, q, k, v, bias, _, _, problem, backend, *mask = inputs
+        ctx.save_for_backward(dout, dlse, q, k, v, bias, *mask)
         ctx.problem = problem
         ctx.backend = backend
 
@@ -90,7 +90,7 @@ class AttentionBackward(torch.autograd.Function):
                 f"backend {ctx.backend.NAME!r} has no second derivative of attention; "
                 'call attention(..., backend="eager"), which has one'
             )
-        dout, dlse, q, k, v, mask, bias = ctx.saved_tensors
+        dout, dlse, q, k, v, bias, *mask = ctx.saved_tensors
         named = {"dout": dout, "dlse": dlse, "q": q, "k": k, "v": v, "bias": bias}
         present = [name for name, x in named.items() if x is not None]
         need = ctx.problem.need
@@ -98,7 +98,7 @@ class AttentionBackward(torch.autograd.Function):
         def gradients_needed(*tensors: Tensor) -> tuple[Tensor, ...]:
             given: dict[str, Any] = dict(zip(present, tensors, strict=True))
             dlse, bias = given.pop("dlse", None), given.pop("bias", None)
-            gradients = differentiable_backward(ctx.problem, dlse=dlse, mask=mask, bias=bias, **given)
+            gradients = differentiable_backward(ctx.problem, dlse=dlse, mask=tuple(mask), bias=bias, **given)
             return tuple(g for g, needed in zip(gradients, need, strict=True) if needed)
 
         # torch.func.vjp, unlike autograd.grad, also works under torch.func transforms.
@@ -106,4 +106,4 @@ class AttentionBackward(torch.autograd.Function):
         second = pull(tuple(g for g, needed in zip(cotangents, need, strict=True) if needed))
         found = dict(zip(present, second, strict=True))
         dq, dk, dv, dbias = (found.get(name) for name in Need._fields)
-        return found["dout"], found.get("dlse"), dq, dk, dv, None, dbias, None, None, None, None
+        return found["dout"], found.get("dlse"), dq, dk, dv, dbias, *(None,) * (4 + len(mask))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .backends.protocol import Pass, Reason
 from .errors import BackendError
+from .mask_forms import unpacked_spec, unpacking_note
 from .problem import AttentionProblem, Need, describe, follow_autocast
 from .selection import (
     BACKENDS,
@@ -23,6 +24,9 @@ from .selection import (
     selected_names,
 )
 from .settings import BackendChoice, process
+
+if TYPE_CHECKING:
+    from .masks import PreparedMask
 
 DTYPES = {
     **dict.fromkeys(("fp16", "float16", "half"), torch.float16),
@@ -127,7 +131,7 @@ def explain(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None = None,
+    mask: Tensor | PreparedMask | None = None,
     bias: Tensor | None = None,
     *,
     is_causal: bool = False,
@@ -183,6 +187,7 @@ def explain_problem(
     device: str = "sm_90",
     mask: tuple[int, ...] | None = None,
     bias: tuple[int, ...] | None = None,
+    mask_prepared: bool = False,
     bias_dtype: str | torch.dtype | None = None,
     grad: bool = False,
     bias_grad: bool = False,
@@ -203,6 +208,7 @@ def explain_problem(
         dtype: of q, k and v: "fp16", "bf16", "fp32", "fp64" or a torch.dtype.
         device: "cpu", or a compute capability such as "sm_80", "sm_90".
         mask, bias: their shapes, or None; bias_dtype as dtype where not given.
+        mask_prepared: whether the mask is the prepared form of one of that shape.
         grad: whether dq, dk and dv are needed; bias_grad: whether dbias is.
         The rest as for `flash_dmattn.attention`.
 
@@ -257,6 +263,12 @@ def explain_problem(
         capability=capability,
         need=Need(grad, grad, grad, bias_grad and bias is not None),
     )
+    if mask_prepared and problem.mask is not None:
+        of_batch, of_heads, of_query, _ = problem.mask.shape
+        problem = problem._replace(
+            mask=unpacked_spec((of_batch, of_heads, of_query, seqlen_k)),
+            mask_form="keys" if of_query == 1 else "tiles",
+        )
     return explain_description(problem, backend)
 
 
@@ -302,12 +314,12 @@ def _verdict(name: str, problem: AttentionProblem) -> Verdict:
     passes = passes_of(problem)
     reasons = reasons_against(name, problem, passes)
     preferences = tuple(r for r in reasons_against(name, problem, passes, auto=True) if r not in reasons)
-    notes = getattr(BACKENDS[name], "notes", None)
+    notes: tuple[str, ...] = ()
+    if not reasons:
+        own = getattr(BACKENDS[name], "notes", None)
+        notes = () if own is None else tuple(own(problem))
+        unpacking = unpacking_note(problem, BACKENDS[name])
+        notes = notes if unpacking is None else (unpacking, *notes)
     return Verdict(
-        name,
-        serves("forward"),
-        serves("backward") if len(passes) == 2 else None,
-        reasons,
-        preferences,
-        tuple(notes(problem)) if notes is not None and not reasons else (),
+        name, serves("forward"), serves("backward") if len(passes) == 2 else None, reasons, preferences, notes
     )

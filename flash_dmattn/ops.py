@@ -7,17 +7,18 @@ Operators are declared with `Library.define` and `impl`, and differentiated by t
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .backends.protocol import Gradients
+from .backends.protocol import Gradients, MaskTensors
 from .problem import AttentionProblem, Need
 
 _LIBRARY = torch.library.Library("flash_dmattn", "DEF")
 
 _FLAGS = "bool is_causal, int[2] window_size, float softmax_scale, float softcap, bool deterministic"
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias"
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? bias"
 FORWARD_SCHEMA = f"({_INPUTS}, {_FLAGS}) -> (Tensor out, Tensor lse)"
 # A list holds the gradients asked for and no others: an operator cannot return None under torch.compile.
 BACKWARD_SCHEMA = f"(Tensor dout, Tensor? dlse, {_INPUTS}, Tensor out, Tensor lse, {_FLAGS}, bool[4] need) -> Tensor[]"
@@ -46,7 +47,7 @@ def _backward_fake(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None,
+    mask: list[Tensor],
     bias: Tensor | None,
     out: Tensor,
     lse: Tensor,
@@ -58,6 +59,24 @@ def _backward_fake(
     need: list[bool],
 ) -> list[Tensor]:
     return [empty_gradient(x) for x, needed in zip((q, k, v, bias), need, strict=True) if needed and x is not None]
+
+
+def _one_by_one(operator: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Any, Any]]:
+    """The rule of `torch.func.vmap`, whose own fallback takes no operator with a list of tensors."""
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+        def at(x: Any, dim: Any, index: int) -> Any:
+            if isinstance(dim, (list, tuple)):
+                return [at(one, d, index) for one, d in zip(x, dim, strict=True)]
+            return x if dim is None else x.select(dim, index)
+
+        each = [
+            operator(*(at(x, dim, index) for x, dim in zip(arguments, in_dims, strict=True)))
+            for index in range(info.batch_size)
+        ]
+        return tuple(torch.stack(x) for x in zip(*each, strict=True)), (0, 0)
+
+    return rule
 
 
 def define_pair(
@@ -80,9 +99,10 @@ def define_pair(
     # The overload packets resolve overloads on every call; `.default` skips that.
     forward_op = getattr(torch.ops.flash_dmattn, f"{name}_forward").default
     backward_op = getattr(torch.ops.flash_dmattn, f"{name}_backward").default
+    torch.library.register_vmap(f"flash_dmattn::{name}_forward", _one_by_one(forward_op), lib=_LIBRARY)
 
     def run_forward(
-        problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None
+        problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, mask: MaskTensors, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         return forward_op(
             q,
@@ -104,7 +124,7 @@ def define_pair(
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: Tensor | None,
+        mask: MaskTensors,
         bias: Tensor | None,
         out: Tensor,
         lse: Tensor,

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from .masks import PreparedMask
+
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 Shape4 = tuple[int, int, int, int]
+# A bool tensor, or a prepared mask: a TileMask or a KeyMask.
+MaskForm = Literal["dense", "tiles", "keys"]
 
 
 class Need(NamedTuple):
@@ -45,7 +50,8 @@ class AttentionProblem(NamedTuple):
     """Everything a backend may decide on: sizes, strides, dtypes, device and flags of one call, but no tensor.
 
     It is hashable, prints as one line, and can be built for a GPU that this machine does not have
-    (`flash_dmattn.explain_problem` does). Strides count elements; `mask` and `bias` are described as 4-D.
+    (`flash_dmattn.explain_problem` does). Strides count elements; `mask` and `bias` are described as 4-D, a prepared
+    mask by the bool tensor that it unpacks to. Its band is that of the call.
     """
 
     device: str
@@ -62,6 +68,7 @@ class AttentionProblem(NamedTuple):
     k_strides: Shape4
     v_strides: Shape4
     mask: TensorSpec | None
+    mask_form: MaskForm | None
     bias: TensorSpec | None
     is_causal: bool
     window_size: tuple[int, int]
@@ -91,7 +98,8 @@ class AttentionProblem(NamedTuple):
             f"batch {self.batch}, {self.seqlen_q} queries x {self.seqlen_k} keys, {heads}, head_dim {dim}",
             f"{dtype_name(self.dtype)} on {self.architecture}",
         ]
-        for name, spec in (("mask", self.mask), ("bias", self.bias)):
+        mask = "mask" if self.mask_form == "dense" else "prepared mask"
+        for name, spec in ((mask, self.mask), ("bias", self.bias)):
             if spec is not None:
                 parts.append(
                     f"{name} {tuple(spec.shape)}" + ("" if spec.dtype == torch.bool else f" {dtype_name(spec.dtype)}")
@@ -151,7 +159,7 @@ def describe(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None,
+    mask: Tensor | PreparedMask | None,
     bias: Tensor | None,
     is_causal: bool,
     softmax_scale: float | None,
@@ -160,8 +168,8 @@ def describe(
     deterministic: bool | None,
     return_lse: bool,
     return_probs: bool,
-) -> tuple[AttentionProblem, Tensor | None, Tensor | None]:
-    """Validate one call; return its description and the mask and bias as 4-D views.
+) -> tuple[AttentionProblem, Tensor | PreparedMask | None, Tensor | None]:
+    """Validate one call; return its description and the mask and bias as 4-D views, a prepared mask as it is.
 
     Raises:
         TypeError: an argument is not a tensor, or its dtype is not what the call needs.
@@ -196,11 +204,8 @@ def describe(
 
     sizes = (batch, num_heads, seqlen_q, seqlen_k)
     mask_spec = bias_spec = None
-    if mask is not None:
-        if not isinstance(mask, Tensor):
-            raise TypeError(
-                f"mask is a {type(mask).__name__}; it needs to be a bool torch.Tensor, True where q attends"
-            )
+    mask_form: MaskForm | None = None
+    if isinstance(mask, Tensor):
         if mask.requires_grad:
             raise TypeError("mask requires grad; a mask never takes a gradient, pass additive values as bias instead")
         if mask.dtype != torch.bool:
@@ -208,7 +213,14 @@ def describe(
                 f"mask has dtype {dtype_name(mask.dtype)}; it needs bool, True where q attends "
                 "(use mask.bool() for 0/1 values, or pass additive values as bias)"
             )
+        mask_form = "dense"
         mask, mask_spec = _describe_broadcast("mask", mask, sizes, num_heads_k, device)
+    elif mask is not None:
+        from .mask_forms import describe_prepared  # which imports this module
+
+        mask_spec, mask_form, is_causal, window_size = describe_prepared(
+            mask, is_causal, window_size, sizes, num_heads_k, device
+        )
     if bias is not None:
         if not isinstance(bias, Tensor):
             raise TypeError(f"bias is a {type(bias).__name__}; it needs to be a floating-point torch.Tensor")
@@ -237,6 +249,7 @@ def describe(
         k.stride(),  # type: ignore[arg-type]
         v.stride(),  # type: ignore[arg-type]
         mask_spec,
+        mask_form,
         bias_spec,
         check_flag("is_causal", is_causal),
         _NO_WINDOW if window_size is None else check_window(window_size),

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from flash_dmattn import ops, register_backend
-from flash_dmattn.backends.protocol import Availability, Gradients, Rule
+from flash_dmattn.backends.protocol import Availability, Gradients, MaskTensors, Rule
+from flash_dmattn.masks import KeyMask, TileMask
 from flash_dmattn.problem import AttentionProblem
 from flash_dmattn.reference import formula
 from flash_dmattn.selection import BACKENDS
@@ -52,10 +53,10 @@ class KernelPair(OutOfTree):
     """A kernel backend without a differentiable backward."""
 
     def forward(
-        self, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None
+        self, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, mask: MaskTensors, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         self.ran.append("forward")
-        out, lse = formula.attention(q, k, v, mask, bias, **flags_of(problem))
+        out, lse = formula.attention(q, k, v, mask[0] if mask else None, bias, **flags_of(problem))
         return out.contiguous(), lse.contiguous()
 
     def backward(
@@ -66,13 +67,13 @@ class KernelPair(OutOfTree):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: Tensor | None,
+        mask: MaskTensors,
         bias: Tensor | None,
         out: Tensor,
         lse: Tensor,
     ) -> Gradients:
         self.ran.append("backward")
-        gradients = formula.gradients(dout, dlse, q, k, v, mask, bias, **flags_of(problem))
+        gradients = formula.gradients(dout, dlse, q, k, v, mask[0] if mask else None, bias, **flags_of(problem))
         dq, dk, dv, dbias = (g if needed else None for g, needed in zip(gradients, problem.need))
         return dq, dk, dv, dbias
 
@@ -97,12 +98,25 @@ def flags_of(problem: AttentionProblem) -> dict[str, object]:
     }
 
 
-class Counting(OutOfTree):
-    """A kernel backend behind operators, which count also where torch.compile has left no Python of it."""
+def unpacked(mask: Sequence[Tensor], seqlen_q: int, seqlen_k: int) -> Tensor | None:
+    """The bool mask of what a pair receives, of any form."""
+    if len(mask) < 2:
+        return mask[0] if mask else None
+    kind = TileMask if len(mask) == 4 else KeyMask
+    return kind(seqlen_q, seqlen_k, False, (-1, -1), *mask).unpacked()
 
-    def __init__(self, name: str) -> None:
+
+class Counting(OutOfTree):
+    """A kernel backend behind operators, which count also where torch.compile has left no Python of it.
+
+    `received` holds the number of tensors that each pass received for its mask.
+    """
+
+    def __init__(self, name: str, *, mask_form: str = "dense") -> None:
         super().__init__(name)
+        self.MASK_FORM = mask_form
         self.count: Counter[str] = Counter()
+        self.received: list[int] = []
         self.forward, self.backward = ops.define_pair(name, self._forward, self._backward)
 
     def _forward(
@@ -110,7 +124,7 @@ class Counting(OutOfTree):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: Tensor | None,
+        mask: list[Tensor],
         bias: Tensor | None,
         is_causal: bool,
         window_size: list[int],
@@ -119,8 +133,11 @@ class Counting(OutOfTree):
         deterministic: bool,
     ) -> tuple[Tensor, Tensor]:
         self.count["forward"] += 1
+        self.received.append(len(mask))
         flags = {"is_causal": is_causal, "softmax_scale": softmax_scale, "softcap": softcap}
-        out, lse = formula.attention(q, k, v, mask, bias, **flags, window_size=tuple(window_size))
+        out, lse = formula.attention(
+            q, k, v, unpacked(mask, q.shape[1], k.shape[1]), bias, **flags, window_size=tuple(window_size)
+        )
         return out.contiguous(), lse.contiguous()
 
     def _backward(
@@ -130,7 +147,7 @@ class Counting(OutOfTree):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: Tensor | None,
+        mask: list[Tensor],
         bias: Tensor | None,
         out: Tensor,
         lse: Tensor,
@@ -142,8 +159,11 @@ class Counting(OutOfTree):
         need: list[bool],
     ) -> Gradients:
         self.count["backward"] += 1
+        self.received.append(len(mask))
         flags = {"is_causal": is_causal, "softmax_scale": softmax_scale, "softcap": softcap}
-        gradients = formula.gradients(dout, dlse, q, k, v, mask, bias, **flags, window_size=tuple(window_size))
+        gradients = formula.gradients(
+            dout, dlse, q, k, v, unpacked(mask, q.shape[1], k.shape[1]), bias, **flags, window_size=tuple(window_size)
+        )
         dq, dk, dv, dbias = (
             torch.empty(g.shape, dtype=g.dtype).copy_(g) if needed and g is not None else None
             for g, needed in zip(gradients, need)

@@ -112,7 +112,7 @@ def check_lists_and_keys() -> None:
             classes = torch.randint(3, shape, dtype=torch.uint8)
             lists = mask_pack.list_tiles(classes)
             equal(lists, packing.list_tiles(classes), shape)
-            assert all(part.storage_offset() % 4 == 0 for part in lists)  # else kernels compile for every alignment
+            assert all(x.storage_offset() == 0 for x in lists)  # no operator may return two views of one allocation
         for kept in (0.0, 0.3, 1.0):
             for seqlen_k in (0, 1, 31, 32, 33, 150):
                 flags = torch.rand(2, 1, 1, seqlen_k) < kept
@@ -138,7 +138,7 @@ def check_nothing_outside_is_touched() -> None:
             mask_pack.list_tiles(classes)
             mask_pack.key_set(tiled_mask(1, 2, 1, shape[3]))
             assert bits.numel()
-    assert len(allocated) == 18
+    assert len(allocated) == 21
     for whole, size in allocated:
         assert bool((whole[:2048] == 77).all()) and bool((whole[2048 + size :] == 77).all())
 

@@ -13,11 +13,13 @@ from torch.utils._pytree import tree_map
 
 import flash_dmattn
 from flash_dmattn import ops
+from flash_dmattn.masks.preparation import prepared_tensors
 from flash_dmattn.problem import Need
 
 B, LQ, LK, HQ, HK, D, DV = 2, 3, 5, 4, 2, 8, 6
 FORWARD = torch.ops.flash_dmattn.eager_forward.default
 BACKWARD = torch.ops.flash_dmattn.eager_backward.default
+PREPARE = torch.ops.flash_dmattn.prepare_mask.default
 FLAGS = (True, (2, -1), 0.3, 1.5, False)
 
 
@@ -48,7 +50,7 @@ BIASES = {
 
 def forward_arguments(make: Any, mask: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> tuple[Any, ...]:
     q, k, v = make(B, LQ, HQ, D, dtype=dtype), make(B, LK, HK, D, dtype=dtype), make(B, LK, HK, DV, dtype=dtype)
-    return (q, k, v, mask, bias, *FLAGS)
+    return (q, k, v, [] if mask is None else [mask], bias, *FLAGS)
 
 
 def backward_arguments(
@@ -115,10 +117,10 @@ def test_fakes_agree_on_empty_inputs(sizes: tuple[int, int, int]) -> None:
     batch, seqlen_q, seqlen_k = sizes
     q, k, v = normal(batch, seqlen_q, HQ, D), normal(batch, seqlen_k, HK, D), normal(batch, seqlen_k, HK, DV)
     bias = normal(1, HQ, seqlen_q, seqlen_k)
-    arguments = (q, k, v, None, bias, *FLAGS)
+    arguments = (q, k, v, [], bias, *FLAGS)
     assert_fake_agrees(FORWARD, arguments)
     out, lse = FORWARD(*arguments)
-    assert_fake_agrees(BACKWARD, (torch.ones_like(out), None, q, k, v, None, bias, out, lse, *FLAGS, [True] * 4))
+    assert_fake_agrees(BACKWARD, (torch.ones_like(out), None, q, k, v, [], bias, out, lse, *FLAGS, [True] * 4))
 
 
 def test_schema_is_the_shared_one_and_mutates_nothing() -> None:
@@ -136,9 +138,9 @@ def test_outputs_never_alias_inputs_or_each_other() -> None:
         q, k, v = (torch.zeros(1, 1, 1, 1, dtype=dtype) for _ in range(3))
         if bias is not None:
             q, k, v = normal(B, LQ, HQ, D), normal(B, LK, HK, D), normal(B, LK, HK, DV)
-        out, lse = FORWARD(q, k, v, None, bias, False, (-1, -1), 1.0, 0.0, False)
+        out, lse = FORWARD(q, k, v, [], bias, False, (-1, -1), 1.0, 0.0, False)
         need = [True, True, True, bias is not None]
-        gradients = BACKWARD(out, None, q, k, v, None, bias, out, lse, False, (-1, -1), 1.0, 0.0, False, need)
+        gradients = BACKWARD(out, None, q, k, v, [], bias, out, lse, False, (-1, -1), 1.0, 0.0, False, need)
         storages = [x.untyped_storage().data_ptr() for x in (q, k, v, out, lse, *gradients)]
         assert len(set(storages)) == len(storages)
 
@@ -160,3 +162,45 @@ def test_the_call_goes_through_the_operators() -> None:
     with Seen() as seen:
         flash_dmattn.attention(x, x, x, backend="eager").sum().backward()
     assert seen.names == ["flash_dmattn.eager_forward.default", "flash_dmattn.eager_backward.default"]
+
+
+def random_mask(*shape: int) -> Tensor:
+    return torch.rand(shape) > 0.4
+
+
+TO_PREPARE = {
+    "full": random_mask(2, 3, 140, 270),
+    "transposed": random_mask(2, 3, 270, 140).transpose(2, 3),
+    "heads last": random_mask(2, 140, 270, 3).permute(0, 3, 1, 2),
+    "one key for all": random_mask(2, 1, 140, 1),
+    "per key": random_mask(1, 3, 1, 270),
+    "per key, heads last": random_mask(2, 1, 270, 3).permute(0, 3, 1, 2),
+    "per key, of one head": random_mask(1, 1, 1, 1),
+    "no head": random_mask(2, 0, 140, 270),
+    "no query": random_mask(2, 3, 0, 270),
+    "no key": random_mask(2, 3, 140, 0),
+    "no key for all": random_mask(2, 3, 1, 0),
+}
+
+
+@pytest.mark.parametrize("band", [(False, (-1, -1)), (True, (30, -1))], ids=str)
+@pytest.mark.parametrize("name", TO_PREPARE)
+def test_operator_that_prepares_a_mask(name: str, band: tuple[bool, tuple[int, int]]) -> None:
+    mask = TO_PREPARE[name]
+    sizes = [full if size == 1 else size for size, full in zip(mask.shape[2:], (140, 270))]
+    arguments = (mask, *sizes, *band)
+    assert_fake_agrees(PREPARE, arguments)
+    found = PREPARE(*arguments)
+    assert len(found) == (3 if mask.shape[2] == 1 else 4)
+    assert all(x.is_contiguous() for x in found)
+    storages = [x.untyped_storage().data_ptr() for x in (mask, *found) if x.numel()]
+    assert len(set(storages)) == len(storages)
+    torch.library.opcheck(PREPARE, arguments)
+
+
+def test_expanded_dims_are_no_dims_of_the_prepared_mask() -> None:
+    one = random_mask(1, 1, 140, 270)
+    assert [x.shape[:2] for x in prepared_tensors(one.expand(2, 3, -1, -1), 140, 270, True, (-1, -1))] == [(1, 1)] * 4
+    row = random_mask(2, 3, 1, 270)
+    found = prepared_tensors(row.expand(-1, -1, 140, -1), 140, 270, True, (-1, -1))
+    torch.testing.assert_close(found, tuple(PREPARE(row, 140, 270, True, (-1, -1))))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tile_ops import LOG2E, bits_by_row, in_band, load_rows, soft_cap
+from .tile_ops import KEYS, LOG2E, TILE, TILES, bits_by_row, in_band, load_bias, load_tile, mask_head, soft_cap
 
 
 @triton.jit
@@ -21,67 +21,42 @@ def backward_bias_kernel(
     dout,
     lse_log2,
     delta,
-    bits,
+    mask_data,
+    mask_index,
     classes,
     dbias,
-    stride_qb,
-    stride_ql,
-    stride_qh,
-    stride_kb,
-    stride_kl,
-    stride_kh,
-    stride_vb,
-    stride_vl,
-    stride_vh,
-    stride_gb,
-    stride_gl,
-    stride_gh,
-    stride_bb,
-    stride_bh,
-    stride_bi,
-    stride_bj,
-    bias_group,
-    stride_mb,
-    stride_mh,
-    stride_mi,
-    stride_tb,
-    stride_th,
-    list_length,
-    mask_group,
+    q_strides,
+    k_strides,
+    v_strides,
+    dout_strides,
+    bias_strides,
+    mask_strides,
+    shape,
     scale_log2,
-    scale,
     softcap,
-    batch,
-    seqlen_q,
-    seqlen_k,
-    num_heads,
-    group,
-    head_dim,
-    head_dim_v,
-    left,
-    right,
+    bias_batch,
+    bias_heads,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    TILE: tl.constexpr,
-    HAS_MASK: tl.constexpr,
+    MASK: tl.constexpr,
     BIAS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
     PAD_D: tl.constexpr,
     PAD_DV: tl.constexpr,
+    TMA: tl.constexpr,
+    WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
-    bias_batch,
-    bias_heads,
 ):
     """dbias (bias_batch, bias_heads, Lq, Lk) is contiguous; `classes` is 0 for a tile with nothing allowed."""
     scale_log2 = tl.cast(scale_log2, tl.float32)  # Inductor passes floats as fp64
     softcap = tl.cast(softcap, tl.float32)
     program = tl.program_id(0)
-    tiles_m = tl.cdiv(seqlen_q, BLOCK_M)
-    tiles_n = tl.cdiv(seqlen_k, BLOCK_N)
+    tiles_m = tl.cdiv(shape.seqlen_q, BLOCK_M)
+    tiles_n = tl.cdiv(shape.seqlen_k, BLOCK_N)
     first_key = program % tiles_n * BLOCK_N
     first = program // tiles_n % tiles_m * BLOCK_M
     owner = program // tiles_n // tiles_m % bias_heads
@@ -90,50 +65,73 @@ def backward_bias_kernel(
     keys = first_key + tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
     dims_v = tl.arange(0, BLOCK_DV)
-    row_ok = rows < seqlen_q
-    key_ok = keys < seqlen_k
-    inside = row_ok[:, None] & key_ok[None, :]
-    place = rows.to(tl.int64)[:, None] * stride_bi + keys.to(tl.int64)[None, :] * stride_bj
-    bias_base = bias + owner_b.to(tl.int64) * stride_bb + owner.to(tl.int64) * stride_bh
-    bias_tile = tl.load(bias_base + place, mask=inside, other=0.0).to(tl.float32) * LOG2E
-    allowed = in_band(rows[:, None], keys[None, :], seqlen_q, seqlen_k, left, right, LEFT, RIGHT)
+    row_ok = rows < shape.seqlen_q
+    members = shape.num_heads // bias_heads
+    entries = shape.batch // bias_batch
+    bias_tile = load_bias(
+        bias, bias_strides, owner_b.to(tl.int64), owner * members, first, first_key, rows, keys, shape,
+        BLOCK_M, BLOCK_N, False, WIDE,
+    )  # fmt: skip
+    last = tl.minimum(first + BLOCK_M, shape.seqlen_q) - 1
+    last_key = tl.minimum(first_key + BLOCK_N, shape.seqlen_k) - 1
+    shift = shape.seqlen_k - shape.seqlen_q
+    visited = entries * members
+    if RIGHT:
+        visited = tl.where(first_key > last + shift + shape.right, 0, visited)
+    if LEFT:
+        visited = tl.where(last_key < first + shift - shape.left, 0, visited)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    members = num_heads // bias_heads
-    entries = batch // bias_batch
-    for entry in range(0, entries * members):
+    for entry in range(0, visited):
         b = (owner_b + entry // members).to(tl.int64)
         h = owner * members + entry % members
-        h_k = h // group
+        h_k = h // shape.group
         visit = True
-        if HAS_MASK:
-            mask_head = (h // mask_group).to(tl.int64)
-            tile_row = b * stride_tb + mask_head * stride_th + first // TILE
-            visit = tl.load(classes + tile_row * list_length + first_key // TILE) != 0
+        if MASK == TILES:
+            h_m = (h // mask_strides.group).to(tl.int64)
+            # A list has two counts before its tiles, and as many tiles as a row of classes.
+            place = b * mask_strides.list_batch + h_m * mask_strides.list_head + first // TILE * mask_strides.list_row
+            line = place // mask_strides.list_row * (mask_strides.list_row - 2)
+            visit = tl.load(classes + line + first_key // TILE) != 0
+        if MASK == KEYS:
+            data, index = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)
+            before = tl.load(index + keys, mask=keys < shape.seqlen_k, other=0)
+            kept = tl.load(index + keys + 1, mask=keys < shape.seqlen_k, other=0) > before
+            visit = tl.max(kept.to(tl.int32)) > 0
         if visit:
-            q_base = q + b * stride_qb + h.to(tl.int64) * stride_qh
-            k_base = k + b * stride_kb + h_k.to(tl.int64) * stride_kh
-            v_base = v + b * stride_vb + h_k.to(tl.int64) * stride_vh
-            g_base = dout + b * stride_gb + h.to(tl.int64) * stride_gh
-            q_tile = load_rows(q_base, rows, seqlen_q, stride_ql, dims, head_dim, True, PAD_D)
-            k_tile = load_rows(k_base, keys, seqlen_k, stride_kl, dims, head_dim, True, PAD_D)
+            q_tile = load_tile(
+                q, q_strides, b, h, first, rows, shape.seqlen_q, dims, shape.head_dim,
+                BLOCK_M, BLOCK_D, TMA, WIDE, True, PAD_D,
+            )  # fmt: skip
+            k_tile = load_tile(
+                k, k_strides, b, h_k, first_key, keys, shape.seqlen_k, dims, shape.head_dim,
+                BLOCK_N, BLOCK_D, TMA, WIDE, True, PAD_D,
+            )  # fmt: skip
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
             if SOFTCAP:
                 s = soft_cap(s * scale_log2)[0] * (softcap * LOG2E)
             else:
                 s = s * scale_log2
-            s += bias_tile
-            if HAS_MASK:
-                bit_base = bits + b * stride_mb + mask_head * stride_mh
-                seen = bits_by_row(bit_base, rows, first_key, seqlen_q, stride_mi, BLOCK_M, BLOCK_N)
-                s = tl.where(seen & allowed, s, float("-inf"))
-            else:
-                s = tl.where(allowed, s, float("-inf"))
-            statistics = (b * num_heads + h) * seqlen_q
+            s += bias_tile.to(tl.float32) * LOG2E
+            allowed = in_band(rows[:, None], keys[None, :], shape, LEFT, RIGHT)
+            if MASK == TILES:
+                data, _ = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)
+                allowed &= bits_by_row(data, first_key, rows, shape.seqlen_q, mask_strides.row, BLOCK_M, BLOCK_N)
+            elif MASK == KEYS:
+                allowed &= kept[None, :]
+            s = tl.where(allowed, s, float("-inf"))
+            statistics = (b * shape.num_heads + h) * shape.seqlen_q
             lse_rows = tl.load(lse_log2 + statistics + rows, mask=row_ok, other=float("inf"))
             d = tl.load(delta + statistics + rows, mask=row_ok, other=0.0)
             p = tl.math.exp2(s - lse_rows[:, None])
-            v_tile = load_rows(v_base, keys, seqlen_k, stride_vl, dims_v, head_dim_v, True, PAD_DV)
-            g_tile = load_rows(g_base, rows, seqlen_q, stride_gl, dims_v, head_dim_v, True, PAD_DV)
+            v_tile = load_tile(
+                v, v_strides, b, h_k, first_key, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
+                BLOCK_N, BLOCK_DV, TMA, WIDE, True, PAD_DV,
+            )  # fmt: skip
+            g_tile = load_tile(
+                dout, dout_strides, b, h, first, rows, shape.seqlen_q, dims_v, shape.head_dim_v,
+                BLOCK_M, BLOCK_DV, TMA, WIDE, True, PAD_DV,
+            )  # fmt: skip
             acc += p * (tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION) - d[:, None])
-    line = ((owner_b * bias_heads + owner).to(tl.int64) * seqlen_q + rows)[:, None] * seqlen_k
+    line = ((owner_b * bias_heads + owner).to(tl.int64) * shape.seqlen_q + rows)[:, None] * shape.seqlen_k
+    inside = row_ok[:, None] & (keys < shape.seqlen_k)[None, :]
     tl.store(dbias + line + keys[None, :], acc.to(dbias.dtype.element_ty), mask=inside)

@@ -18,39 +18,34 @@ def delta_kernel(
     out,
     dlse,
     lse,
-    delta,
     lse_log2,
-    stride_gb,
-    stride_gl,
-    stride_gh,
-    stride_eb,
-    stride_eh,
-    stride_el,
-    seqlen_q,
-    num_heads,
-    head_dim_v,
+    delta,
+    dout_strides,
+    dlse_strides,
+    shape,
     BLOCK_M: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     HAS_DLSE: tl.constexpr,
 ):
     """One tile of rows of one head per program; out and lse are contiguous."""
     program = tl.program_id(0)
-    tiles_m = tl.cdiv(seqlen_q, BLOCK_M)
-    b = (program // tiles_m // num_heads).to(tl.int64)
-    h = program // tiles_m % num_heads
+    tiles_m = tl.cdiv(shape.seqlen_q, BLOCK_M)
+    b = (program // tiles_m // shape.num_heads).to(tl.int64)
+    h = program // tiles_m % shape.num_heads
     rows = program % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_DV)
-    row_ok = rows < seqlen_q
-    ok = row_ok[:, None] & (dims < head_dim_v)[None, :]
-    o = tl.load(out + ((b * seqlen_q + rows) * num_heads + h)[:, None] * head_dim_v + dims[None, :], mask=ok, other=0.0)
-    g_rows = dout + b * stride_gb + h.to(tl.int64) * stride_gh + rows.to(tl.int64)[:, None] * stride_gl
-    g = tl.load(g_rows + dims[None, :], mask=ok, other=0.0)
+    row_ok = rows < shape.seqlen_q
+    ok = row_ok[:, None] & (dims < shape.head_dim_v)[None, :]
+    o_rows = out + ((b * shape.seqlen_q + rows) * shape.num_heads + h)[:, None] * shape.head_dim_v
+    o = tl.load(o_rows + dims[None, :], mask=ok, other=0.0)
+    g_head = dout + b * dout_strides.batch + h.to(tl.int64) * dout_strides.head
+    g = tl.load(g_head + rows.to(tl.int64)[:, None] * dout_strides.row + dims[None, :], mask=ok, other=0.0)
     d = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
-    place = (b * num_heads + h) * seqlen_q + rows
+    place = (b * shape.num_heads + h) * shape.seqlen_q + rows
     natural = tl.load(lse + place, mask=row_ok, other=float("-inf"))
     empty = natural == float("-inf")
     if HAS_DLSE:
-        e_rows = dlse + b * stride_eb + h.to(tl.int64) * stride_eh + rows.to(tl.int64) * stride_el
+        e_rows = dlse + b * dlse_strides[0] + h.to(tl.int64) * dlse_strides[1] + rows.to(tl.int64) * dlse_strides[2]
         d -= tl.where(empty, 0.0, tl.load(e_rows, mask=row_ok, other=0.0).to(tl.float32))
     tl.store(delta + place, d, mask=row_ok)
     tl.store(lse_log2 + place, tl.where(empty, float("inf"), natural * LOG2E), mask=row_ok)

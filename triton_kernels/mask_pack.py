@@ -158,21 +158,17 @@ def _pack_kernel(
 
 
 @triton.jit(do_not_specialize=["heads", "tiles_q", "tiles_k"])
-def _list_kernel(classes_ptr, lists_ptr, heads, tiles_q, tiles_k, BLOCK: tl.constexpr):
-    # One program per row of tiles, then one per column; the parts of lists_ptr are laid out by list_tiles.
+def _list_kernel(classes_ptr, rows_ptr, cols_ptr, heads, tiles_q, tiles_k, BLOCK: tl.constexpr):
+    # One program per row of tiles, then one per column: number of full tiles, of partial ones, then the tiles.
     program = tl.program_id(0).to(tl.int64)
-    num_rows, num_cols = heads.to(tl.int64) * tiles_q, heads.to(tl.int64) * tiles_k
+    num_rows = heads.to(tl.int64) * tiles_q
     is_row = program < num_rows
     index = tl.where(is_row, program, program - num_rows)
     length = tl.where(is_row, tiles_k, tiles_q)
     stride = tl.where(is_row, 1, tiles_k)
     columns = tl.maximum(tiles_k, 1)  # rows without tiles are counted too
     classes_ptr += tl.where(is_row, index * tiles_k, index // columns * tiles_q * tiles_k + index % columns)
-    row_part, col_part = (num_rows + 3) // 4 * 4, (num_cols + 3) // 4 * 4
-    table = (num_rows * tiles_k + 3) // 4 * 4
-    counts_ptr = lists_ptr + tl.where(is_row, index, 2 * row_part + index)
-    size = tl.where(is_row, row_part, col_part)
-    lists_ptr += 2 * (row_part + col_part) + tl.where(is_row, index * tiles_k, table + index * tiles_q)
+    list_ptr = tl.where(is_row, rows_ptr, cols_ptr) + index * (2 + length)
 
     offsets = tl.arange(0, BLOCK)
     num_full = 0
@@ -182,8 +178,8 @@ def _list_kernel(classes_ptr, lists_ptr, heads, tiles_q, tiles_k, BLOCK: tl.cons
         kind = tl.load(classes_ptr + tiles.to(tl.int64) * stride, mask=tiles < length, other=0)
         num_full += tl.sum((kind == 2).to(tl.int32), axis=0)
         num_partial += tl.sum((kind == 1).to(tl.int32), axis=0)
-    tl.store(counts_ptr, num_full)
-    tl.store(counts_ptr + size, num_partial)
+    tl.store(list_ptr, num_full)
+    tl.store(list_ptr + 1, num_partial)
 
     full_before = 0
     partial_before = 0
@@ -197,7 +193,7 @@ def _list_kernel(classes_ptr, lists_ptr, heads, tiles_q, tiles_k, BLOCK: tl.cons
         partial = partial_before + (upto >> 16) - (both >> 16)
         empty = tiles - full - partial
         place = tl.where(kind == 2, full, num_full + tl.where(kind == 1, partial, num_partial + empty))
-        tl.store(lists_ptr + place, tiles, mask=tiles < length)
+        tl.store(list_ptr + 2 + place, tiles, mask=tiles < length)
         totals = tl.sum(both, axis=0)
         full_before += totals & 0xFFFF
         partial_before += totals >> 16
@@ -276,27 +272,22 @@ def pack_mask(
 
 
 def list_tiles(classes: torch.Tensor) -> TileLists:
-    """Launch the list kernel; the result of `flash_dmattn.masks.packing.list_tiles`, in one allocation.
+    """Launch the list kernel; the result of `flash_dmattn.masks.packing.list_tiles`.
 
     Args:
         classes: uint8 (Bm, Hm, Tq, Tk), contiguous.
     """
     batch, num_heads, tiles_q, tiles_k = classes.shape
     heads = batch * num_heads
-    sizes = [heads * n for n in (tiles_q, tiles_q, tiles_k, tiles_k, tiles_q * tiles_k, tiles_q * tiles_k)]
-    # Every part starts on 16 bytes: Triton compiles a kernel anew for pointers that do and pointers that do not.
-    parts = [(size + 3) // 4 * 4 for size in sizes]
-    lists = torch.empty(sum(parts), dtype=torch.int32, device=classes.device)
-    if sizes[0] or sizes[2]:
+    row_lists = torch.empty(batch, num_heads, tiles_q, 2 + tiles_k, dtype=torch.int32, device=classes.device)
+    col_lists = torch.empty(batch, num_heads, tiles_k, 2 + tiles_q, dtype=torch.int32, device=classes.device)
+    programs = heads * (tiles_q + tiles_k)
+    if programs:
         with _on_device(classes):
-            _list_kernel[(heads * (tiles_q + tiles_k),)](
-                classes, lists, heads, tiles_q, tiles_k, BLOCK=LIST_BLOCK, num_warps=LIST_NUM_WARPS
+            _list_kernel[(programs,)](
+                classes, row_lists, col_lists, heads, tiles_q, tiles_k, BLOCK=LIST_BLOCK, num_warps=LIST_NUM_WARPS
             )
-    rows, cols = (batch, num_heads, tiles_q), (batch, num_heads, tiles_k)
-    shapes = [rows, rows, cols, cols, (*rows, tiles_k), (*cols, tiles_q)]
-    cut = [part[:size].view(shape) for part, size, shape in zip(lists.split(parts), sizes, shapes, strict=True)]
-    row_full_count, row_partial_count, col_full_count, col_partial_count, row_indices, col_indices = cut
-    return TileLists(row_full_count, row_partial_count, row_indices, col_full_count, col_partial_count, col_indices)
+    return row_lists, col_lists
 
 
 def key_set(mask: torch.Tensor) -> KeySet:

@@ -1,6 +1,8 @@
-"""Device functions that the attention kernels share: tiles of rows, of scores, and of what is allowed."""
+"""Device functions that the attention kernels share: which tiles a program visits, and what a tile holds."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -8,31 +10,139 @@ import triton.language as tl
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
+# How a mask is read: the band alone, lists of 128 x 128 tiles with bits, or the positions of the kept keys.
+BAND: tl.constexpr = tl.constexpr(0)
+TILES: tl.constexpr = tl.constexpr(1)
+KEYS: tl.constexpr = tl.constexpr(2)
+
 # How a bias is read: not at all, one value per key, one per query, or one per score.
 NO_BIAS: tl.constexpr = tl.constexpr(0)
 KEY_BIAS: tl.constexpr = tl.constexpr(1)
 ROW_BIAS: tl.constexpr = tl.constexpr(2)
 TILE_BIAS: tl.constexpr = tl.constexpr(3)
 
+TILE: tl.constexpr = tl.constexpr(128)  # queries and keys of a tile of a packed mask
+
+
+class Shape(NamedTuple):
+    """Sizes of a call, and its band: -1 is unlimited on that side."""
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    num_heads: int
+    group: int
+    head_dim: int
+    head_dim_v: int
+    left: int
+    right: int
+
+
+class Strides(NamedTuple):
+    """Of a (B, L, H, D) tensor whose last stride is 1."""
+
+    batch: int
+    row: int
+    head: int
+
+
+class BiasStrides(NamedTuple):
+    """Of a bias, 0 where it is broadcast; for a tensor descriptor, 1 where it is not. `group` query heads share one."""
+
+    batch: int
+    head: int
+    row: int
+    key: int
+    group: int
+
+
+class MaskStrides(NamedTuple):
+    """Of bits and lists, or of kept and prefix, 0 where they are broadcast. `group` query heads share one."""
+
+    batch: int
+    head: int
+    row: int
+    list_batch: int
+    list_head: int
+    list_row: int
+    group: int
+
 
 @triton.jit
-def load_rows(base, rows, num_rows, stride, dims, num_dims, CHECK_ROWS: tl.constexpr, CHECK_DIMS: tl.constexpr):
-    """A (rows, dims) tile of a matrix with unit last stride; zero beyond its edges."""
-    pointers = base + rows.to(tl.int64)[:, None] * stride + dims[None, :]
-    if CHECK_ROWS and CHECK_DIMS:
-        return tl.load(pointers, mask=(rows < num_rows)[:, None] & (dims < num_dims)[None, :], other=0.0)
-    elif CHECK_ROWS:
-        return tl.load(pointers, mask=(rows < num_rows)[:, None], other=0.0)
-    elif CHECK_DIMS:
-        return tl.load(pointers, mask=(dims < num_dims)[None, :], other=0.0)
+def load_tile(
+    x,
+    strides,
+    b,
+    h,
+    first,
+    rows,
+    num_rows,
+    dims,
+    num_dims,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TMA: tl.constexpr,
+    WIDE: tl.constexpr,
+    CHECK_ROWS: tl.constexpr,
+    CHECK_DIMS: tl.constexpr,
+):
+    """Rows of one head of a (B, L, H, D) tensor as a (BLOCK, BLOCK_D) tile; zero beyond its edges.
+
+    With TMA, x is a descriptor of (B, H, L, D) and the rows are those from `first`; else they are those of `rows`.
+    """
+    if TMA:
+        return x.load([b.to(tl.int32), h, first, 0]).reshape(BLOCK, BLOCK_D)
     else:
-        return tl.load(pointers)
+        base = x + b * strides.batch + h.to(tl.int64) * strides.head
+        if WIDE:
+            pointers = base + rows.to(tl.int64)[:, None] * strides.row + dims[None, :]
+        else:
+            pointers = base + (rows * strides.row)[:, None] + dims[None, :]
+        if CHECK_ROWS and CHECK_DIMS:
+            return tl.load(pointers, mask=(rows < num_rows)[:, None] & (dims < num_dims)[None, :], other=0.0)
+        elif CHECK_ROWS:
+            return tl.load(pointers, mask=(rows < num_rows)[:, None], other=0.0)
+        elif CHECK_DIMS:
+            return tl.load(pointers, mask=(dims < num_dims)[None, :], other=0.0)
+        else:
+            return tl.load(pointers)
 
 
 @triton.jit
 def load_vector(base, index, length, stride):
     """Values of a strided vector in fp32; zero beyond its end."""
     return tl.load(base + index.to(tl.int64) * stride, mask=index < length, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_bias(
+    bias,
+    strides,
+    b,
+    h,
+    first,
+    first_key,
+    rows,
+    keys,
+    shape,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TMA: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """The (queries, keys) tile of a bias of one value per score, in its own dtype; zero beyond its edges."""
+    h_b = h // strides.group
+    if TMA:
+        place = [(b * strides.batch).to(tl.int32), h_b * strides.head, first, first_key]
+        return bias.load(place).reshape(BLOCK_M, BLOCK_N)
+    else:
+        base = bias + b * strides.batch + h_b.to(tl.int64) * strides.head
+        if WIDE:
+            pointers = base + rows.to(tl.int64)[:, None] * strides.row + keys.to(tl.int64)[None, :] * strides.key
+        else:
+            pointers = base + (rows * strides.row)[:, None] + (keys * strides.key)[None, :]
+        inside = (rows < shape.seqlen_q)[:, None] & (keys < shape.seqlen_k)[None, :]
+        return tl.load(pointers, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -45,36 +155,36 @@ def soft_cap(x):
 
 
 @triton.jit
-def band_of_queries(first, last, seqlen_q, seqlen_k, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+def band_of_queries(first, last, shape, LEFT: tl.constexpr, RIGHT: tl.constexpr):
     """Keys [lo, hi) that some query of first..last sees, and [lo_full, hi_full) that all of them see."""
-    shift = seqlen_k - seqlen_q
+    shift = shape.seqlen_k - shape.seqlen_q
     lo = 0
     lo_full = 0
-    hi = seqlen_k
-    hi_full = seqlen_k
+    hi = shape.seqlen_k
+    hi_full = shape.seqlen_k
     if LEFT:
-        lo = tl.maximum(0, first + shift - left)
-        lo_full = tl.maximum(0, last + shift - left)
+        lo = tl.minimum(shape.seqlen_k, tl.maximum(0, first + shift - shape.left))
+        lo_full = tl.minimum(shape.seqlen_k, tl.maximum(0, last + shift - shape.left))
     if RIGHT:
-        hi = tl.maximum(0, tl.minimum(seqlen_k, last + shift + right + 1))
-        hi_full = tl.maximum(0, tl.minimum(seqlen_k, first + shift + right + 1))
+        hi = tl.maximum(0, tl.minimum(shape.seqlen_k, last + shift + shape.right + 1))
+        hi_full = tl.maximum(0, tl.minimum(shape.seqlen_k, first + shift + shape.right + 1))
     return tl.minimum(lo, hi), lo_full, hi_full, hi
 
 
 @triton.jit
-def band_of_keys(first, last, seqlen_q, seqlen_k, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+def band_of_keys(first, last, shape, LEFT: tl.constexpr, RIGHT: tl.constexpr):
     """Queries [lo, hi) that see some key of first..last, and [lo_full, hi_full) that see all of them."""
-    shift = seqlen_k - seqlen_q
+    shift = shape.seqlen_k - shape.seqlen_q
     lo = 0
     lo_full = 0
-    hi = seqlen_q
-    hi_full = seqlen_q
+    hi = shape.seqlen_q
+    hi_full = shape.seqlen_q
     if RIGHT:
-        lo = tl.maximum(0, first - shift - right)
-        lo_full = tl.maximum(0, last - shift - right)
+        lo = tl.maximum(0, first - shift - shape.right)
+        lo_full = tl.maximum(0, last - shift - shape.right)
     if LEFT:
-        hi = tl.maximum(0, tl.minimum(seqlen_q, last - shift + left + 1))
-        hi_full = tl.maximum(0, tl.minimum(seqlen_q, first - shift + left + 1))
+        hi = tl.maximum(0, tl.minimum(shape.seqlen_q, last - shift + shape.left + 1))
+        hi_full = tl.maximum(0, tl.minimum(shape.seqlen_q, first - shift + shape.left + 1))
     return tl.minimum(lo, hi), lo_full, hi_full, hi
 
 
@@ -82,38 +192,116 @@ def band_of_keys(first, last, seqlen_q, seqlen_k, left, right, LEFT: tl.constexp
 def blocks_of(lo, lo_full, hi_full, hi, BLOCK: tl.constexpr):
     """A band in blocks: [start, full) and [end, stop) touch an edge of it, [full, end) lie inside."""
     start = lo // BLOCK
-    stop = tl.cdiv(hi, BLOCK)
+    stop = tl.maximum(tl.cdiv(hi, BLOCK), start)
     full = tl.minimum(tl.maximum(tl.cdiv(lo_full, BLOCK), start), stop)
     end = tl.minimum(tl.maximum(hi_full // BLOCK, full), stop)
     return start, full, end, stop
 
 
 @triton.jit
-def in_band(rows, keys, seqlen_q, seqlen_k, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+def mask_head(data, index, strides, b, h, MASK: tl.constexpr):
+    """Data and index of the head of a mask that query head h reads; zeros where there is no mask."""
+    if MASK == BAND:
+        return 0, 0
+    else:
+        h_m = (h // strides.group).to(tl.int64)
+        return data + b * strides.batch + h_m * strides.head, index + b * strides.list_batch + h_m * strides.list_head
+
+
+@triton.jit
+def keys_of_queries(
+    first, last, index, strides, shape, MASK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The blocks of keys that queries first..last visit: (walk, start, inside, before, after), for `block_at`.
+
+    `inside` blocks need no look at the mask, `before` + `after` do. Blocks of kept keys are blocks of places in `kept`.
+    """
+    if MASK == TILES:
+        row = index + (first // TILE).to(tl.int64) * strides.list_row
+        return row, 0, tl.load(row) * (TILE // BLOCK), tl.load(row + 1) * (TILE // BLOCK), 0
+    else:
+        lo, lo_full, hi_full, hi = band_of_queries(first, last, shape, LEFT, RIGHT)
+        if MASK == KEYS:
+            lo, lo_full = tl.load(index + lo), tl.load(index + lo_full)
+            hi_full, hi = tl.load(index + hi_full), tl.load(index + hi)
+        start, full, end, stop = blocks_of(lo, lo_full, hi_full, hi, BLOCK)
+        return index, full, end - full, full - start, stop - end
+
+
+@triton.jit
+def queries_of_keys(
+    first,
+    last,
+    tile,
+    whole,
+    index,
+    strides,
+    shape,
+    MASK: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The blocks of queries that see keys first..last, of column `tile` of tiles, in the same form.
+
+    Where the block of keys is not `whole`, reaching beyond the last key, every query has to look at the mask.
+    """
+    if MASK == TILES:
+        column = index + tile.to(tl.int64) * strides.list_row
+        return column, 0, tl.load(column) * (TILE // BLOCK), tl.load(column + 1) * (TILE // BLOCK), 0
+    else:
+        lo, lo_full, hi_full, hi = band_of_keys(first, last, shape, LEFT, RIGHT)
+        lo_full = tl.where(whole, lo_full, shape.seqlen_q)
+        start, full, end, stop = blocks_of(lo, lo_full, hi_full, hi, BLOCK)
+        return index, full, end - full, full - start, stop - end
+
+
+@triton.jit
+def block_at(step, walk, start, inside, before, EDGE: tl.constexpr, MASK: tl.constexpr, BLOCK: tl.constexpr):
+    """The first place of the block that a walk visits at a step of its inside blocks, or of those at an EDGE.
+
+    A list is read in the loop itself: Triton's pipeline then reads it ahead of the tiles, for which it keeps half of
+    its stages. Carried from step to step by hand it is slower.
+    """
+    if MASK == TILES:
+        SPLIT: tl.constexpr = TILE // BLOCK
+        place = step
+        if EDGE:
+            place += inside
+        block = tl.load(walk + 2 + place // SPLIT) * SPLIT + place % SPLIT
+    elif EDGE:
+        block = start + tl.where(step < before, step - before, inside + step - before)
+    else:
+        block = start + step
+    return tl.multiple_of(block * BLOCK, BLOCK)
+
+
+@triton.jit
+def in_band(rows, keys, shape, LEFT: tl.constexpr, RIGHT: tl.constexpr):
     """Whether keys are inside the tensors and the band of rows; the two broadcast against each other."""
-    shift = seqlen_k - seqlen_q
-    allowed = (keys < seqlen_k) & (rows < seqlen_q)
+    shift = shape.seqlen_k - shape.seqlen_q
+    allowed = (keys < shape.seqlen_k) & (rows < shape.seqlen_q)
     if LEFT:
-        allowed = allowed & (keys >= rows + (shift - left))
+        allowed = allowed & (keys >= rows + (shift - shape.left))
     if RIGHT:
-        allowed = allowed & (keys <= rows + (shift + right))
+        allowed = allowed & (keys <= rows + (shift + shape.right))
     return allowed
 
 
 @triton.jit
-def bits_by_row(base, rows, first_key, seqlen_q, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def bits_by_row(data, first_key, rows, seqlen_q, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The (queries, keys) tile of a packed mask, bit j % 32 of word j // 32; `first_key` is a multiple of 32."""
     # Words are spread by a shift and a reshape. A word load per score costs six times as much as the whole attention.
-    words_at = base + rows.to(tl.int64)[:, None] * stride + (first_key // 32 + tl.arange(0, BLOCK_N // 32))[None, :]
-    words = tl.load(words_at, mask=(rows < seqlen_q)[:, None], other=0)
+    at = data + rows.to(tl.int64)[:, None] * stride + (first_key // 32 + tl.arange(0, BLOCK_N // 32))[None, :]
+    words = tl.load(at, mask=(rows < seqlen_q)[:, None], other=0)
     bits = (words[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
     return tl.reshape(bits.to(tl.int8), (BLOCK_M, BLOCK_N)) != 0
 
 
 @triton.jit
-def bits_by_key(base, rows, first_key, seqlen_q, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def bits_by_key(data, first_key, rows, seqlen_q, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The same tile as (keys, queries)."""
-    words_at = base + rows.to(tl.int64)[None, :] * stride + (first_key // 32 + tl.arange(0, BLOCK_N // 32))[:, None]
-    words = tl.load(words_at, mask=(rows < seqlen_q)[None, :], other=0)
+    at = data + rows.to(tl.int64)[None, :] * stride + (first_key // 32 + tl.arange(0, BLOCK_N // 32))[:, None]
+    words = tl.load(at, mask=(rows < seqlen_q)[None, :], other=0)
     bits = (words[:, None, :] >> tl.arange(0, 32)[None, :, None]) & 1
     return tl.reshape(bits.to(tl.int8), (BLOCK_N, BLOCK_M)) != 0

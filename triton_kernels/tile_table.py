@@ -6,67 +6,93 @@ from typing import NamedTuple
 
 import torch
 
+from .tile_ops import BAND, KEYS, TILE_BIAS
+
 
 class Tile(NamedTuple):
-    """Queries and keys of a tile, warps of a program, and stages of its pipeline."""
+    """Queries and keys of a tile, warps of a program, and stages of its pipeline.
+
+    `edge_stages` are those of the loop over blocks that need a look at the mask; 0 stands for the same.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    edge_stages: int = 0
 
 
 # Rows of a table: the padded head dim up to which they hold. Measured on an H200 (torch 2.11, Triton 3.6, bf16), except
-# the rows of 256, which were chosen to fit shared memory and have not been timed.
-# Dense attention, TFLOP/s at L 4096 full and 16384 causal; the next best choice stands behind the semicolon.
-_SM90_DENSE = {
+# the rows of 256, which were chosen to fit shared memory. TFLOP/s; the next best choice stands behind the semicolon.
+# Without a mask: L 4096 full at D 64, the same and 16384 causal at D 128.
+_SM90 = {
     "forward": {
-        64: Tile(64, 128, 4, 3),  # 416 and 423 with TMA; 388 and 383 for 128x64 at 8 warps
-        128: Tile(64, 64, 4, 3),  # 494 and 474 with TMA; 453 and 489 for 128x128 at 8 warps without
+        64: Tile(64, 128, 4, 3),  # 453; 417 for 128x64 at 4 warps
+        128: Tile(64, 64, 4, 3),  # 488 to 506, and 522 to 550; 128x64 at 8 warps 417 and 442
         256: Tile(64, 32, 4, 2),
     },
     "keys": {
-        64: Tile(64, 64, 4, 2),  # 385 and 412, no spill; 32x128 reaches 389 and 414 but spills
-        128: Tile(32, 128, 8, 3),  # 485 and 505, no spill; 64x128 with two stages 447 and 547, but spills
+        64: Tile(64, 64, 4, 3),  # 454; 476 for 128x64, which spills
+        128: Tile(64, 64, 4, 2),  # 602 and 596, with 18 to 26 registers spilled; 32x64, which spills none, 474
         256: Tile(32, 32, 4, 1),
     },
     "queries": {
-        64: Tile(64, 64, 4, 2),  # 561 and 515; 128x64 at 8 warps 577 and 462
-        128: Tile(128, 64, 8, 3),  # 558 and 579; 128x128 526 and 537
+        64: Tile(128, 64, 8, 3),  # 588; 611 and, in another run, 572 for 4 warps
+        128: Tile(128, 64, 8, 3),  # 617 and 637; 128x128 525 and 539
         256: Tile(32, 32, 4, 1),
     },
 }
-# With a mask: milliseconds of a causal top-k of 1024 keys at B1 H16/4 L8192 with a bias per key, packing included.
-_SM90_MASK = {
-    "forward": {
-        64: Tile(64, 64, 4, 2),  # 0.70; 0.68 with three stages, 0.74 for 128x64 at 8 warps
-        128: Tile(64, 64, 4, 2),  # 0.90; 1.00 for 128x128 at 8 warps
-        256: Tile(64, 32, 4, 2),
-    },
-    "keys": {
-        128: Tile(64, 64, 4, 2),  # 1.30 at D 64, 2.03 at D 128; 1.53 and 2.07 for 64x128 at 8 warps
-        256: Tile(32, 32, 4, 1),
-    },
-    "queries": {
-        128: Tile(64, 64, 4, 2),  # 0.77 at D 64, 1.09 at D 128; 0.93 and 1.15 for 128x64 at 8 warps
-        256: Tile(32, 32, 4, 1),
-    },
-}
-# With a bias of one value per score and no mask: milliseconds at B4 H16 L2048 D64 and at B1 H16 L4096 D128.
+# With a bias of one value per score: milliseconds at B4 H16 L2048 D64 and at B1 H16 L4096 D128.
 _SM90_BIAS = {
     "forward": {
-        64: Tile(64, 64, 4, 2),  # 0.27; 0.29 for 128x64 at 8 warps
-        128: Tile(128, 64, 8, 3),  # 0.41; 0.42 for 64x64
+        64: Tile(128, 64, 8, 3),  # 0.24; 0.27 for 128x64 at 4 warps
+        128: Tile(128, 64, 8, 3),  # 0.35; 0.40 for 64x64
         256: Tile(64, 32, 4, 2),
     },
     "keys": {
-        128: Tile(64, 64, 4, 2),  # 0.59 at D 64, 0.76 at D 128; 0.62 and 0.78 for 32x128 at 8 warps
+        64: Tile(64, 64, 4, 3),  # 0.45 with dbias stored; 0.56 with two stages or for 32x64
+        128: Tile(64, 64, 4, 2),  # 0.64; 0.72 for 32x64 with four stages
         256: Tile(32, 32, 4, 1),
     },
     "queries": {
-        128: Tile(128, 64, 8, 3),  # 0.60 at D 64, 0.68 at D 128; 0.63 and 0.80 for 64x64
+        128: Tile(128, 64, 8, 3),  # 0.53 at B8 D64 with a bias shared by the batch; 0.57 for 64x64
         256: Tile(32, 32, 4, 1),
     },
+    "product": {
+        64: Tile(128, 64, 4, 4),  # 0.15, nothing near it is slower
+        128: Tile(128, 128, 8, 3),  # 0.16
+        256: Tile(64, 32, 4, 2),
+    },
+    "bias": {
+        128: Tile(64, 64, 4, 2),  # 0.59 at B8 D64, bound by L2; 0.58 for 64x128, which spills
+        256: Tile(32, 32, 4, 1),
+    },
+}
+# With lists of tiles: a causal top-k of 1024 keys, L 8192, and 128-blocks of density 0.1, L 16384, both H16/4 D128.
+_SM90_TILES = {
+    "forward": {
+        64: Tile(64, 64, 4, 3),
+        # 0.82 and 0.51: two programs to a processor, which the shared memory of more stages at an edge would not leave;
+        # 0.82 and 0.55 for two stages.
+        128: Tile(64, 64, 4, 5, 3),
+        256: Tile(64, 32, 4, 2),
+    },
+    "keys": {
+        64: Tile(64, 64, 4, 3),
+        128: Tile(64, 64, 4, 2),  # 1.60 and 0.93; 1.78 and 1.12 for 64x128 at 8 warps
+        256: Tile(32, 32, 4, 1),
+    },
+    "queries": {
+        64: Tile(64, 64, 4, 3),
+        128: Tile(64, 64, 4, 2),  # 0.86 and 0.63; 0.96 and 0.64 for 128x64 at 8 warps
+        256: Tile(32, 32, 4, 1),
+    },
+}
+# With kept keys, which are gathered: not through the tensor memory accelerator.
+_SM90_KEYS = {
+    "forward": {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 4, 3), 256: Tile(64, 32, 4, 2)},
+    "keys": {128: Tile(64, 64, 4, 2), 256: Tile(32, 32, 4, 1)},
+    "queries": {128: Tile(64, 64, 4, 3), 256: Tile(32, 32, 4, 1)},
 }
 # Fits the 99 KB of shared memory of every GPU since Ampere; not tuned.
 _SMALL = {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(32, 32, 4, 1)}
@@ -79,18 +105,16 @@ def _row(table: dict[int, Tile], block_d: int) -> Tile:
 
 
 def tile_of(
-    kernel: str,
-    dtype: torch.dtype,
-    block_d: int,
-    capability: tuple[int, int] | None,
-    *,
-    has_mask: bool = False,
-    has_tile_bias: bool = False,
+    kernel: str, dtype: torch.dtype, block_d: int, capability: tuple[int, int] | None, *, mask: int, bias: int
 ) -> Tile:
-    """The tile of "forward", "keys", "queries" or "bias" for the larger of the padded head dims."""
+    """The tile of a kernel ("forward", "keys", "queries", "product", "bias") for the larger of the padded head dims."""
     if dtype == torch.float32:
         return _row(_FP32, block_d)
-    if capability != (9, 0) or kernel == "bias":
+    if capability != (9, 0):
         return _row(_SMALL, block_d)
-    table = _SM90_MASK if has_mask else _SM90_BIAS if has_tile_bias else _SM90_DENSE
+    has_tile_bias = bias == TILE_BIAS.value
+    masked = _SM90_KEYS if mask == KEYS.value else _SM90_TILES
+    table = _SM90_BIAS if has_tile_bias or kernel in ("product", "bias") else _SM90
+    if mask != BAND.value and kernel in masked and not has_tile_bias:
+        table = masked
     return _row(table[kernel], block_d)

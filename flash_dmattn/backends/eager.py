@@ -9,7 +9,7 @@ from .. import ops
 from ..problem import AttentionProblem
 from ..reference import eager as chunked
 from ..reference import formula
-from .protocol import Availability, Gradients, Rule
+from .protocol import Availability, Gradients, MaskTensors, Rule
 
 NAME = "eager"
 
@@ -49,14 +49,15 @@ def workspace_bytes(problem: AttentionProblem) -> int:
     """Bytes of temporaries a call can hold at once: what the fallback warning names."""
     width = 8 if problem.dtype == torch.float64 else 4
     scores = problem.batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k * width
-    return min(_chunk_bytes, 3 * scores)
+    unpacked = 0 if problem.mask is None or problem.mask_form == "dense" else problem.mask.span()
+    return unpacked + min(_chunk_bytes, 3 * scores)
 
 
 def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None,
+    mask: list[Tensor],
     bias: Tensor | None,
     is_causal: bool,
     window_size: list[int],
@@ -69,7 +70,7 @@ def _forward(
         q,
         k,
         v,
-        mask,
+        mask[0] if mask else None,
         bias,
         is_causal=is_causal,
         softmax_scale=softmax_scale,
@@ -85,7 +86,7 @@ def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None,
+    mask: list[Tensor],
     bias: Tensor | None,
     out: Tensor,
     lse: Tensor,
@@ -104,7 +105,7 @@ def _backward(
         q,
         k,
         v,
-        mask,
+        mask[0] if mask else None,
         bias,
         out,
         lse,
@@ -127,7 +128,7 @@ def differentiable_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None,
+    mask: MaskTensors,
     bias: Tensor | None,
 ) -> Gradients:
     """The gradients as differentiable PyTorch, whose own derivative is the second derivative of attention."""
@@ -137,7 +138,7 @@ def differentiable_backward(
         q,
         k,
         v,
-        mask,
+        mask[0] if mask else None,
         bias,
         is_causal=problem.is_causal,
         softmax_scale=problem.softmax_scale,

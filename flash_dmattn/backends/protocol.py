@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 Pass = Literal["forward", "backward"]
+# What a forward/backward pair receives of a mask, told apart by the number of tensors: see `KernelBackend`.
+MaskTensors = tuple[Tensor, ...]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -56,8 +58,9 @@ class Backend(Protocol):
     """A module with these names is a backend. `AUTO_RULES` bind only `backend="auto"`, never a forced call.
 
     Optional: `notes(problem) -> tuple[str, ...]`, what `explain` should say of a call it accepts (copies it makes);
-    and, beside a forward/backward pair, `differentiable_backward(problem, dout, dlse, q, k, v, mask, bias)`, the
-    gradients as differentiable PyTorch, without which a second derivative is refused.
+    and, beside a forward/backward pair, `MASK_FORM = "prepared"` where it reads prepared masks, and
+    `differentiable_backward(problem, dout, dlse, q, k, v, mask, bias)`, the gradients as differentiable PyTorch,
+    without which a second derivative is refused.
     """
 
     @property
@@ -77,12 +80,15 @@ class Backend(Protocol):
 class KernelBackend(Backend, Protocol):
     """A backend made of an explicit forward/backward pair; `flash_dmattn.autograd` differentiates it.
 
-    `mask` and `bias` are None or 4-D with each dimension 1 or full (the heads also `num_heads_k`); a dimension of
-    stride 0 is a broadcast one. `backward` returns None where `problem.need` asks for nothing.
+    `bias` is None or 4-D with each dimension 1 or full (the heads also `num_heads_k`); a dimension of stride 0 is a
+    broadcast one. `mask` is `()` for none, or `(dense,)`, one bool tensor of that kind. With `MASK_FORM = "prepared"`
+    it may also be the three tensors of a `KeyMask` or the four of a `TileMask`; both passes of a call receive the same.
+    The band of the problem applies to every form, and is folded into that of a `TileMask` already. `backward` returns
+    None where `problem.need` asks for nothing.
     """
 
     def forward(
-        self, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None
+        self, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, mask: MaskTensors, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """(out, lse) of the contract."""
         ...
@@ -95,7 +101,7 @@ class KernelBackend(Backend, Protocol):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: Tensor | None,
+        mask: MaskTensors,
         bias: Tensor | None,
         out: Tensor,
         lse: Tensor,
@@ -105,7 +111,10 @@ class KernelBackend(Backend, Protocol):
 
 
 class DifferentiableBackend(Backend, Protocol):
-    """A backend written in differentiable PyTorch: autograd goes through it, no pair needed."""
+    """A backend written in differentiable PyTorch: autograd goes through it, no pair needed.
+
+    `mask` is None or a bool tensor, 4-D as `bias` is; a prepared mask is unpacked for it.
+    """
 
     def attention(
         self, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None

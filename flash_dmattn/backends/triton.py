@@ -14,6 +14,7 @@ from ..problem import AttentionProblem, dtype_name
 from .protocol import Availability, Gradients, Rule
 
 NAME = "triton"
+MASK_FORM = "prepared"
 
 MAX_HEAD_DIM = 256
 
@@ -108,7 +109,7 @@ def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None,
+    mask: list[Tensor],
     bias: Tensor | None,
     is_causal: bool,
     window_size: list[int],
@@ -132,7 +133,7 @@ def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None,
+    mask: list[Tensor],
     bias: Tensor | None,
     out: Tensor,
     lse: Tensor,

@@ -32,16 +32,8 @@ class Band(NamedTuple):
     high: int
 
 
-class TileLists(NamedTuple):
-    """Tiles in the order in which kernels walk them, by row and by column of tiles (see `TileMask`)."""
-
-    row_full_count: torch.Tensor
-    row_partial_count: torch.Tensor
-    row_indices: torch.Tensor
-    col_full_count: torch.Tensor
-    col_partial_count: torch.Tensor
-    col_indices: torch.Tensor
-
+# Tiles in the order in which kernels walk them: row_lists, col_lists (see `TileMask`).
+TileLists = tuple[torch.Tensor, torch.Tensor]
 
 # The keys that a mask without query dim keeps: kept, count, prefix (see `KeyMask`).
 KeySet = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -73,8 +65,8 @@ def pack_words(rows: torch.Tensor) -> torch.Tensor:
 
 def unpack_words(words: torch.Tensor, seqlen_k: int) -> torch.Tensor:
     """The inverse of `pack_words`: bool (..., seqlen_k)."""
-    shifts = torch.arange(WORD, dtype=torch.int32, device=words.device)
-    return ((words[..., None] >> shifts) & 1).bool().flatten(-2)[..., :seqlen_k]
+    eights = words.view(torch.uint8)[..., None] >> torch.arange(8, dtype=torch.uint8, device=words.device)
+    return (eights.flatten(-2)[..., :seqlen_k] & 1).bool()
 
 
 def band_words(start: int, stop: int, seqlen_k: int, band: Band | None, device: torch.device) -> torch.Tensor:
@@ -144,20 +136,21 @@ def classify(bits: torch.Tensor) -> torch.Tensor:
 
 def list_tiles(classes: torch.Tensor) -> TileLists:
     """The lists of a class table uint8 (Bm, Hm, Tq, Tk), along rows and along columns of tiles."""
-    lists = []
-    for table in (classes, classes.transpose(-1, -2)):
-        order = (FULL - table).argsort(dim=-1, stable=True)
-        counts = [(table == kind).sum(-1, dtype=torch.int32) for kind in (FULL, PARTIAL)]
-        lists += [*counts, order.to(torch.int32).contiguous()]
-    return TileLists(*lists)
+
+    def along(table: torch.Tensor) -> torch.Tensor:
+        order = (FULL - table).argsort(dim=-1, stable=True).to(torch.int32)
+        counts = [(table == kind).sum(-1, keepdim=True, dtype=torch.int32) for kind in (FULL, PARTIAL)]
+        return torch.cat([*counts, order], dim=-1).contiguous()
+
+    return along(classes), along(classes.transpose(-1, -2))
 
 
 def key_set(mask: torch.Tensor) -> KeySet:
     """(kept, count, prefix) of a bool mask (Bm, Hm, 1, Lk), any strides."""
-    flags = mask[:, :, 0]
+    flags = mask[:, :, 0].contiguous()  # what follows keeps the strides it is given
     seqlen_k = flags.size(-1)
     prefix = F.pad(flags.cumsum(-1, dtype=torch.int32), (1, 0))
-    count = prefix[..., -1].contiguous()
+    count = prefix[..., -1].clone(memory_format=torch.contiguous_format)  # of one head it would be a view
     order = flags.logical_not().to(torch.uint8).argsort(dim=-1, stable=True).to(torch.int32)
     kept = order.masked_fill_(torch.arange(seqlen_k, device=mask.device) >= count[..., None], seqlen_k)
     return kept, count, prefix

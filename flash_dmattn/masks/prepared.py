@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from types import ModuleType
+from typing import ClassVar, Literal
 
 import torch
 
@@ -13,8 +12,8 @@ from ..problem import check_flag, check_window
 from . import packing
 from .arguments import bool_mask, integer
 from .blocks import MaskStats
-from .broadcast import collapse
-from .packing import EMPTY, FULL, TILE, Band, TileLists, make_band
+from .packing import EMPTY, FULL, TILE, Band, make_band
+from .preparation import packer, prepared_tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +23,10 @@ class PreparedMask(ABC):
     Attributes:
         seqlen_q, seqlen_k: number of queries and keys of the calls it is for.
         is_causal, window_size: the band that is part of it, bottom-right aligned; -1 is unlimited on that side.
+        form: "tiles" of a `TileMask`, "keys" of a `KeyMask`.
     """
+
+    form: ClassVar[Literal["tiles", "keys"]]
 
     seqlen_q: int
     seqlen_k: int
@@ -43,8 +45,17 @@ class PreparedMask(ABC):
 
     @property
     @abstractmethod
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What a kernel backend receives: the fields that are tensors, in their order."""
+
+    @property
+    @abstractmethod
     def device(self) -> torch.device:
         """Where its tensors are."""
+
+    @abstractmethod
+    def unpacked(self) -> torch.Tensor:
+        """The bool mask of `shape`, contiguous, that allows what this one does together with the band."""
 
     @abstractmethod
     def dense(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
@@ -69,21 +80,17 @@ class TileMask(PreparedMask):
             past Lk are 0. Rows are whole multiples of 16 bytes.
         classes: uint8 (Bm, Hm, Tq, Tk). 0: empty, 1: partial, 2: full. In a full tile all of its queries that exist
             attend to 128 keys; a last tile with fewer keys is partial at most.
-        row_full_count, row_partial_count: int32 (Bm, Hm, Tq), full and partial tiles in a row of tiles.
-        row_indices: int32 (Bm, Hm, Tq, Tk). For a row of tiles the columns of its full tiles, then those of its partial
-            tiles, then those of its empty tiles, each ascending.
-        col_full_count, col_partial_count, col_indices: the same for the columns of tiles: int32 (Bm, Hm, Tk) and
-            (Bm, Hm, Tk, Tq).
+        row_lists: int32 (Bm, Hm, Tq, 2 + Tk). For a row of tiles the number of its full tiles, that of its partial
+            tiles, then the columns of its full, of its partial and of its empty tiles, each ascending.
+        col_lists: int32 (Bm, Hm, Tk, 2 + Tq), the same for the columns of tiles.
     """
+
+    form: ClassVar[Literal["tiles", "keys"]] = "tiles"
 
     bits: torch.Tensor
     classes: torch.Tensor
-    row_full_count: torch.Tensor
-    row_partial_count: torch.Tensor
-    row_indices: torch.Tensor
-    col_full_count: torch.Tensor
-    col_partial_count: torch.Tensor
-    col_indices: torch.Tensor
+    row_lists: torch.Tensor
+    col_lists: torch.Tensor
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -93,6 +100,43 @@ class TileMask(PreparedMask):
     @property
     def device(self) -> torch.device:
         return self.bits.device
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.bits, self.classes, self.row_lists, self.col_lists
+
+    @property
+    def row_full_count(self) -> torch.Tensor:
+        """Full tiles in a row of tiles: a view (Bm, Hm, Tq) of `row_lists`."""
+        return self.row_lists[..., 0]
+
+    @property
+    def row_partial_count(self) -> torch.Tensor:
+        """Partial tiles in a row of tiles: a view (Bm, Hm, Tq) of `row_lists`."""
+        return self.row_lists[..., 1]
+
+    @property
+    def row_indices(self) -> torch.Tensor:
+        """Columns of the full, the partial and the empty tiles: a view (Bm, Hm, Tq, Tk) of `row_lists`."""
+        return self.row_lists[..., 2:]
+
+    @property
+    def col_full_count(self) -> torch.Tensor:
+        """Full tiles in a column of tiles: a view (Bm, Hm, Tk) of `col_lists`."""
+        return self.col_lists[..., 0]
+
+    @property
+    def col_partial_count(self) -> torch.Tensor:
+        """Partial tiles in a column of tiles: a view (Bm, Hm, Tk) of `col_lists`."""
+        return self.col_lists[..., 1]
+
+    @property
+    def col_indices(self) -> torch.Tensor:
+        """Rows of the full, the partial and the empty tiles: a view (Bm, Hm, Tk, Tq) of `col_lists`."""
+        return self.col_lists[..., 2:]
+
+    def unpacked(self) -> torch.Tensor:
+        return self.dense()
 
     def dense(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         return packing.unpack_words(self.bits[:, :, start:stop], self.seqlen_k)
@@ -115,6 +159,8 @@ class KeyMask(PreparedMask):
         prefix: int32 (Bm, Hm, Lk + 1), how many are kept below each position.
     """
 
+    form: ClassVar[Literal["tiles", "keys"]] = "keys"
+
     kept: torch.Tensor
     count: torch.Tensor
     prefix: torch.Tensor
@@ -128,9 +174,16 @@ class KeyMask(PreparedMask):
     def device(self) -> torch.device:
         return self.kept.device
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.kept, self.count, self.prefix
+
+    def unpacked(self) -> torch.Tensor:
+        return (self.prefix.diff(dim=-1) > 0)[:, :, None]
+
     def dense(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         start, stop, _ = slice(start, stop).indices(self.seqlen_q)
-        keys = (self.prefix.diff(dim=-1) > 0)[:, :, None].expand(-1, -1, max(0, stop - start), -1)
+        keys = self.unpacked().expand(-1, -1, max(0, stop - start), -1)
         if self.band is None:
             return keys
         rows = torch.arange(start, max(start, stop), device=self.device)[:, None]
@@ -224,14 +277,9 @@ def prepare_mask(
     seqlen_q = _length("seqlen_q", "row", given.size(2), seqlen_q)
     seqlen_k = _length("seqlen_k", "column", given.size(3), seqlen_k)
     is_causal, window_size = check_flag("is_causal", is_causal), check_window(window_size)
-    source = collapse(given)
-    if source.size(2) == 1:
-        source = source.expand(-1, -1, 1, seqlen_k)
-        return KeyMask(seqlen_q, seqlen_k, is_causal, window_size, *_packer(source).key_set(source))
-    source = source.expand(-1, -1, seqlen_q, seqlen_k)
-    packer = _packer(source)
-    bits, classes = packer.pack_mask(source, make_band(seqlen_q, seqlen_k, is_causal, window_size))
-    return TileMask(seqlen_q, seqlen_k, is_causal, window_size, bits, classes, *packer.list_tiles(classes))
+    tensors = prepared_tensors(given, seqlen_q, seqlen_k, is_causal, window_size)
+    kind = KeyMask if len(tensors) == 3 else TileMask
+    return kind(seqlen_q, seqlen_k, is_causal, window_size, *tensors)
 
 
 def _length(name: str, what: str, size: int, given: int | None) -> int:
@@ -245,27 +293,8 @@ def _length(name: str, what: str, size: int, given: int | None) -> int:
     return given
 
 
-_kernels: ModuleType | None = None
-
-
-def _packer(tensor: torch.Tensor) -> ModuleType:
-    """The module whose `pack_mask`, `list_tiles` and `key_set` serve a tensor: Triton on a GPU, PyTorch elsewhere."""
-    global _kernels
-    if not tensor.is_cuda:
-        return packing
-    if _kernels is None:
-        try:
-            _kernels = importlib.import_module("flash_dmattn.triton_kernels.mask_pack")
-        except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] != "triton":
-                raise
-            _kernels = packing
-    return _kernels
-
-
 def from_bits(
     seqlen_k: int, is_causal: bool, window_size: tuple[int, int], bits: torch.Tensor, classes: torch.Tensor
 ) -> TileMask:
     """A `TileMask` from packed bits that have the band folded in, and their classes."""
-    lists: TileLists = _packer(bits).list_tiles(classes)
-    return TileMask(bits.size(2), seqlen_k, is_causal, window_size, bits, classes, *lists)
+    return TileMask(bits.size(2), seqlen_k, is_causal, window_size, bits, classes, *packer(bits).list_tiles(classes))

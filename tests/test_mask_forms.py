@@ -1,0 +1,309 @@
+"""Prepared masks in a call: what the dense mask gives, on every backend; packed once; errors; explain."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from flex_fixture import eager_flex
+from mask_forms import (
+    DENSE,
+    FORMS,
+    HK,
+    HQ,
+    LK,
+    LQ,
+    PREPARED,
+    B,
+    D,
+    assert_same,
+    both_registered,
+    leaves,
+    random_mask,
+    results,
+)
+from out_of_tree import KernelPair, registered
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flash_dmattn
+from flash_dmattn import masks, selection, settings
+from flash_dmattn.masks import PreparedMask, prepare_mask
+
+
+@pytest.fixture(autouse=True)
+def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn")):
+        monkeypatch.setattr(settings.process, name, value)
+    monkeypatch.setattr(selection, "_warned", set())
+    with both_registered():
+        yield
+
+
+BANDS: list[dict[str, Any]] = [{}, {"is_causal": True}, {"window_size": (20, 3)}]
+BACKENDS = ("eager", "reference", "flex", PREPARED.NAME, (PREPARED.NAME, "eager"), ("eager", PREPARED.NAME))
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+@pytest.mark.parametrize("band", BANDS, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_prepared_mask_gives_what_the_dense_mask_gives(form: str, band: dict[str, Any], backend: Any) -> None:
+    prepared = prepare_mask(FORMS[form], seqlen_q=LQ, seqlen_k=LK, **band)
+    if backend == "flex":
+        given = leaves(torch.float32)
+        with eager_flex():
+            found = results(given, prepared, backend=backend)
+        assert_same(found, results(given, FORMS[form], backend="reference", **band), rtol=1e-4, atol=1e-4)
+    else:
+        expected = results(leaves(), FORMS[form], backend="reference", **band)
+        assert_same(results(leaves(), prepared, backend=backend), expected)
+        assert_same(results(leaves(), prepared, backend=backend, **band), expected)
+
+
+@pytest.mark.parametrize("backend", ["eager", PREPARED.NAME])
+def test_masks_made_from_what_defines_them(backend: str) -> None:
+    blocks = random_mask(1, HK, 2, 2)
+    ids_q, ids_k = masks.document_ids([40, 100]), masks.document_ids([70, 80])
+    made = {
+        "blocks": (masks.prepare_blocks(blocks, 128, LQ, LK), masks.expand_blocks(blocks, 128, LQ, LK)),
+        "window": (masks.prepare_window(LQ, LK, window_size=(9, -1)), masks.sliding_window_mask(LQ, LK, (9, -1))),
+        "documents": (masks.prepare_documents(ids_q, ids_k), masks.document_mask(ids_q, ids_k)),
+        "lengths": (masks.prepare_lengths([30, 150], LQ, LK), masks.padding_mask([30, 150], LK)),
+    }
+    for prepared, dense in made.values():
+        assert_same(results(leaves(), prepared, backend=backend), results(leaves(), dense, backend="reference"))
+
+
+def test_one_query_and_none() -> None:
+    for seqlen_q in (0, 1):
+        given = leaves(seqlen_q=seqlen_q)
+        for prepared, dense in (
+            (masks.prepare_window(seqlen_q, LK, is_causal=True), None),  # of tiles, though of one row at most
+            (prepare_mask(random_mask(B, 1, 1, LK), seqlen_q=seqlen_q, is_causal=True), random_mask(B, 1, 1, LK)),
+        ):
+            expected = results(given, dense, is_causal=True, backend="reference")
+            for backend in ("eager", PREPARED.NAME):
+                assert_same(results(given, prepared, backend=backend), expected)
+
+
+def test_two_layers_share_one_mask() -> None:
+    prepared = prepare_mask(FORMS["full"], is_causal=True)
+    before = [x.clone() for x in prepared.tensors]
+
+    def layers(mask: Tensor | PreparedMask, backend: str, **band: Any) -> list[Tensor]:
+        q, k, v, bias = given = leaves()
+        x = flash_dmattn.attention(q, k, v, mask, bias, backend=backend, **band)
+        x = flash_dmattn.attention(x, k, v, mask, 2 * bias, softcap=3.0, backend=backend, **band)
+        return [x, *torch.autograd.grad(x.sin().sum(), given)]
+
+    expected = layers(FORMS["full"], "reference", is_causal=True)
+    for backend in ("eager", PREPARED.NAME):
+        assert_same(layers(prepared, backend), expected)
+    assert PREPARED.received == [4, 4, 4, 4]
+    assert all(torch.equal(x, y) for x, y in zip(prepared.tensors, before))
+
+
+# What the backends receive, and how often a mask is packed
+
+
+class Seen(TorchDispatchMode):
+    """The operators of the package that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "flash_dmattn":
+            self.names.append(func._schema.name.removeprefix("flash_dmattn::"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("backend", "form", "prepared", "received"),
+    [
+        (PREPARED.NAME, "full", False, [4, 4]),
+        (PREPARED.NAME, "per key", False, [3, 3]),
+        (PREPARED.NAME, "expanded queries", False, [3, 3]),
+        (PREPARED.NAME, "full", True, [4, 4]),
+        (PREPARED.NAME, "per key", True, [3, 3]),
+        (DENSE.NAME, "full", False, [1, 1]),
+        (DENSE.NAME, "full", True, [1, 1]),
+        ((PREPARED.NAME, DENSE.NAME), "full", False, [1, 1]),
+        ((DENSE.NAME, PREPARED.NAME), "full", True, [1, 1]),
+    ],
+)
+def test_what_a_forward_and_its_backward_receive(backend: Any, form: str, prepared: bool, received: list[int]) -> None:
+    mask = prepare_mask(FORMS[form], seqlen_q=LQ) if prepared else FORMS[form]
+    with Seen() as seen:
+        results(leaves(), mask, backend=backend)
+    assert PREPARED.received + DENSE.received == received
+    names = (backend, backend) if isinstance(backend, str) else backend
+    packed = ["prepare_mask"] if received[0] > 1 and not prepared else []  # once for both passes
+    assert seen.names == [*packed, f"{names[0]}_forward", f"{names[1]}_backward"]
+
+
+def test_one_pass_packs_as_it_likes() -> None:
+    """Without a backward pass nothing is shared: the backend receives the dense tensor, which may be the better."""
+    q, k, v, bias = (x.detach() for x in leaves())
+    for mask in (FORMS["full"], None, prepare_mask(FORMS["full"])):
+        flash_dmattn.attention(q, k, v, mask, bias, backend=PREPARED.NAME)
+    assert PREPARED.received == [1, 0, 4]
+
+
+def test_backend_of_plain_functions_receives_dense_masks() -> None:
+    ours = KernelPair("ours")  # says nothing of the forms it reads
+    prepared = prepare_mask(FORMS["key-value heads"], is_causal=True)
+    with registered(ours):
+        found = results(leaves(), prepared, backend="ours")
+    assert ours.ran == ["forward", "backward"]
+    assert_same(found, results(leaves(), FORMS["key-value heads"], is_causal=True, backend="reference"))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_unpacked_masks_are_as_the_problem_says(form: str) -> None:
+    prepared = prepare_mask(FORMS[form], seqlen_q=LQ, seqlen_k=LK, is_causal=True)
+    q, k, v, bias = leaves()
+    problem = flash_dmattn.explain(q, k, v, prepared, bias).problem
+    unpacked = prepared.unpacked()
+    assert problem.mask == (tuple(unpacked.shape), unpacked.stride(), torch.bool)
+    assert problem.mask_form == prepared.form == ("keys" if unpacked.shape[2] == 1 else "tiles")
+    assert problem.mask.span() == unpacked.numel()
+    assert torch.equal(unpacked & masks.causal_mask(LQ, LK), prepared.dense())
+
+
+# Errors
+
+
+def prepared_for(seqlen_q: int = LQ, seqlen_k: int = LK, **band: Any) -> PreparedMask:
+    mask = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
+    return prepare_mask(mask, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **band)
+
+
+@pytest.mark.parametrize("function", [flash_dmattn.attention, flash_dmattn.explain])
+@pytest.mark.parametrize(
+    ("mask", "text"),
+    [
+        (prepared_for(seqlen_q=LQ - 1), "mask was prepared for seqlen_q 139; it needs that of the call, 140"),
+        (prepared_for(seqlen_k=1), "mask was prepared for seqlen_k 1; it needs that of the call, 150"),
+        (prepare_mask(torch.ones(1, LK, dtype=torch.bool), seqlen_q=7), "mask was prepared for seqlen_q 7"),
+        (prepare_mask(random_mask(3, 1, LQ, LK)), "mask has shape (3, 1, 140, 150), read as"),
+        (prepare_mask(random_mask(1, 3, 1, LK), seqlen_q=LQ), "mask has shape (1, 3, 1, 150), read as"),
+        (masks.prepare_window(LQ, LK, device="meta"), "mask is on meta; it needs to be on the device of q, cpu"),
+    ],
+)
+def test_mask_of_another_call_is_refused(function: Callable[..., Any], mask: PreparedMask, text: str) -> None:
+    q, k, v, bias = leaves()
+    with pytest.raises(ValueError, match=re.escape(text)):
+        function(q, k, v, mask, bias)
+
+
+def test_neither_tensor_nor_prepared_mask() -> None:
+    with pytest.raises(TypeError, match=r"mask is a tuple; it needs to be a bool torch.Tensor.*or a prepared mask"):
+        flash_dmattn.attention(*leaves()[:3], prepared_for().tensors)
+
+
+KEYS = prepare_mask(torch.ones(1, LK, dtype=torch.bool), seqlen_q=LQ, window_size=(5, 0))
+
+
+@pytest.mark.parametrize(
+    ("mask", "flags", "text"),
+    [
+        (prepared_for(), {"is_causal": True}, "is_causal is True, but mask was prepared with is_causal=False"),
+        (prepared_for(is_causal=True), {"window_size": (4, -1)}, "window_size is (4, -1), but mask was prepared with"),
+        (prepared_for(is_causal=True), {"window_size": (-1, 2)}, "window_size is (-1, 2), but"),
+        (prepared_for(window_size=(4, 4)), {"window_size": (4, 5)}, "window_size=(4, 4)"),
+        (prepared_for(window_size=(4, 4)), {"is_causal": True, "window_size": (4, 4)}, "is_causal is True, but"),
+        (KEYS, {"window_size": (6, 0)}, "pass is_causal and window_size to prepare_mask"),
+    ],
+)
+def test_other_limits_than_the_mask_has_are_refused(mask: PreparedMask, flags: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        flash_dmattn.attention(*leaves()[:3], mask, **flags)
+    with pytest.raises(TypeError, match="is_causal is 1"):
+        flash_dmattn.attention(*leaves()[:3], mask, is_causal=1)
+
+
+@pytest.mark.parametrize(
+    ("mask", "flags"),
+    [
+        (prepared_for(is_causal=True), {"window_size": (-1, 0)}),
+        (prepared_for(window_size=(7, 0)), {"is_causal": True}),
+        (prepared_for(window_size=(7, 0)), {"is_causal": True, "window_size": (7, 3)}),
+        (prepared_for(is_causal=True, window_size=(7, 3)), {"window_size": (7, -1)}),
+        (KEYS, {"is_causal": True}),
+    ],
+)
+def test_the_same_limits_in_other_words(mask: PreparedMask, flags: dict[str, Any]) -> None:
+    q, k, v, _ = leaves()
+    for backend in ("eager", PREPARED.NAME):
+        found = flash_dmattn.attention(q, k, v, mask, backend=backend, **flags)
+        assert_same([found], [flash_dmattn.attention(q, k, v, mask.dense(), backend="reference")])
+
+
+# explain
+
+
+def test_explain_says_prepared_and_what_is_unpacked() -> None:
+    q, k, v, bias = leaves()
+    prepared = prepare_mask(FORMS["full"], is_causal=True)
+    explanation = flash_dmattn.explain(q, k, v, prepared, bias)
+    assert f", prepared mask ({B}, {HQ}, {LQ}, {LK}), bias " in str(explanation.problem)
+    assert ", causal, " in str(explanation.problem)
+    notes = {verdict.backend: verdict.notes for verdict in explanation.verdicts}
+    unpacks = f"unpacks the prepared mask to a dense bool tensor of {FORMS['full'].numel() / 2**20:.1f} MB"
+    for backend in ("eager", "reference", DENSE.NAME):
+        assert notes[backend] == (unpacks,)
+    assert notes[PREPARED.NAME] == ()
+    dense = flash_dmattn.explain(q, k, v, FORMS["full"], bias)
+    assert dense.problem.mask_form == "dense" and "prepared mask" not in str(dense)
+    assert flash_dmattn.explain(q, k, v).problem.mask_form is None
+    with flash_dmattn.record_decisions() as decisions:
+        flash_dmattn.attention(q, k, v, prepared, bias)
+    assert decisions[0].problem == explanation.problem
+
+
+def test_flex_notes_what_it_unpacks() -> None:
+    explanation = flash_dmattn.explain_problem(
+        q=(1, 16384, 16, 128), kv_heads=4, device="sm_80", mask=(1, 4, 16384, 16384), mask_prepared=True
+    )
+    (flex,) = (verdict for verdict in explanation.verdicts if verdict.backend == "flex")
+    assert flex.notes == ("unpacks the prepared mask to a dense bool tensor of 1024.0 MB",)
+
+
+@pytest.mark.parametrize("form", ["full", "one key for all", "per key", "per key and head"])
+def test_prepared_mask_described_by_its_shape(form: str) -> None:
+    q, k, v, _ = (x.detach() for x in leaves())
+    given = FORMS[form]
+    described = flash_dmattn.explain_problem(
+        (B, LQ, HQ, D),
+        kv_heads=HK,
+        seqlen_k=LK,
+        dtype="fp64",
+        device="cpu",
+        mask=tuple(given.shape),
+        mask_prepared=True,
+        is_causal=True,
+    )
+    real = flash_dmattn.explain(q, k, v, prepare_mask(given, seqlen_q=LQ, seqlen_k=LK, is_causal=True))
+    assert described.problem == real.problem
+    assert str(described) == str(real)
+
+
+def test_fallback_counts_what_it_unpacks() -> None:
+    def workspace(**flags: Any) -> float:
+        with (
+            flash_dmattn.disable_backends("cuda", "triton", "flex"),
+            pytest.warns(flash_dmattn.FallbackWarning) as told,
+        ):
+            shape = {"mask": (1, 1, 4096, 4096), "dtype": "fp64"}
+            selection._warned.clear()
+            selection.select(
+                flash_dmattn.explain_problem((1, 4096, 2, 64), device="sm_80", **shape, **flags).problem, "auto"
+            )
+        return float(re.search(r"up to ([\d.]+) MB", str(told[0].message))[1])
+
+    assert workspace(mask_prepared=True) == workspace() + 16.0

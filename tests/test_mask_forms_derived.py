@@ -1,0 +1,144 @@
+"""Calls with a mask in any form under torch.func, checkpoint, second derivatives and torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from mask_forms import FORMS, LQ, PREPARED, B, assert_same, both_registered, leaves, results
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+import flash_dmattn
+from flash_dmattn.masks import prepare_mask
+
+
+@pytest.fixture(autouse=True)
+def both_backends() -> Iterator[None]:
+    with both_registered():
+        yield
+
+
+def loss(*tensors: Tensor, mask: Any, **flags: Any) -> Tensor:
+    q, k, v, bias = tensors
+    return flash_dmattn.attention(q, k, v, mask, bias, **flags).sin().sum()
+
+
+@pytest.mark.parametrize("form", ["full", "per key"])
+def test_second_derivative(form: str) -> None:
+    mask = FORMS[form]
+    prepared = prepare_mask(mask, seqlen_q=LQ, is_causal=True)
+    found: dict[str, list[Tensor]] = {}
+    for name, flags in (
+        ("prepared", {"mask": prepared, "backend": "eager"}),
+        ("dense", {"mask": mask, "is_causal": True, "backend": "reference"}),
+    ):
+        given = leaves()
+        first = torch.autograd.grad(loss(*given, **flags), given, create_graph=True)
+        found[name] = [*first, *torch.autograd.grad(sum(g.sin().sum() for g in first), given)]
+    assert_same(found["prepared"], found["dense"])
+
+
+@pytest.mark.parametrize("mask", [FORMS["full"], FORMS["per key"], None], ids=["tiles", "keys", "none"])
+def test_second_derivative_of_a_backend_without_one_is_refused(mask: Tensor | None) -> None:
+    given = leaves()
+    first = torch.autograd.grad(loss(*given, mask=mask, backend=PREPARED.NAME), given, create_graph=True)
+    assert_same(list(first), list(torch.autograd.grad(loss(*given, mask=mask, backend="reference"), given)))
+    with pytest.raises(NotImplementedError, match=f"{PREPARED.NAME}. has no second derivative"):
+        first[0].sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["eager", PREPARED.NAME])
+@pytest.mark.parametrize("form", ["full", "per key"])
+def test_functional_gradient_and_checkpoint(form: str, backend: str) -> None:
+    mask, given = FORMS[form], leaves()
+    expected = torch.autograd.grad(loss(*given, mask=mask, backend="reference"), given)
+    for given_mask in (mask, prepare_mask(mask, seqlen_q=LQ)):
+
+        def run(*tensors: Tensor, mask: Any = given_mask) -> Tensor:
+            return loss(*tensors, mask=mask, backend=backend)
+
+        plain = [x.detach() for x in given]
+        assert_same(list(torch.func.grad(run, argnums=(0, 1, 2, 3))(*plain)), list(expected))
+        for use_reentrant in (False, True):
+            value = checkpoint(run, *given, use_reentrant=use_reentrant)
+            again = [x.grad for x in given]
+            assert again == [None] * 4
+            value.backward()
+            assert_same([x.grad for x in given], list(expected))
+            for x in given:
+                x.grad = None
+
+
+def test_vmap_over_a_call_without_gradients() -> None:
+    q, k, v, bias = (x.detach() for x in leaves())
+    prepared = prepare_mask(FORMS["full"])
+    many = torch.stack([FORMS["full"], ~FORMS["full"]])
+    of_bias = torch.func.vmap(lambda b: flash_dmattn.attention(q, k, v, prepared, b, backend=PREPARED.NAME))
+    expected = flash_dmattn.attention(q, k, v, FORMS["full"], bias, backend="reference")
+    assert_same([of_bias(torch.stack([bias, bias]))[1]], [expected])
+    of_mask = torch.func.vmap(lambda m: flash_dmattn.attention(q, k, v, m, bias, backend="eager"))
+    assert_same([of_mask(many)[0]], [expected])
+
+
+# torch.compile
+
+
+@pytest.mark.parametrize("backend", ["eager", PREPARED.NAME])
+@pytest.mark.parametrize("form", ["queries and keys", "per key", "expanded queries"])
+@pytest.mark.parametrize("how", ["dense", "prepared inside", "prepared outside"])
+def test_one_graph(how: str, form: str, backend: str) -> None:
+    mask = FORMS[form]
+
+    def call(q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Tensor) -> tuple[Tensor, Tensor]:
+        if how == "prepared inside":
+            mask = prepare_mask(mask, seqlen_q=q.shape[1], is_causal=True)
+        is_causal = how == "dense"
+        return flash_dmattn.attention(q, k, v, mask, bias, is_causal=is_causal, return_lse=True, backend=backend)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    given_mask = prepare_mask(mask, seqlen_q=LQ, is_causal=True) if how == "prepared outside" else mask
+    given = leaves()
+    expected = results(given, mask, is_causal=True, backend="reference")
+    q, k, v, bias = given
+    for _ in range(2):
+        out, lse = compiled(q, k, v, given_mask, bias)
+        total = out.sin().sum() + lse.masked_fill(lse == -torch.inf, 0.0).cos().sum()
+        assert_same([out, lse, *torch.autograd.grad(total, given)], expected)
+    with torch.no_grad():
+        assert_same(list(compiled(q, k, v, given_mask, bias)), expected[:2])
+
+
+def test_another_prepared_mask_compiles_nothing_and_takes_effect() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    q, k, v, bias = (x.detach() for x in leaves())
+    compiled = torch.compile(lambda m: flash_dmattn.attention(q, k, v, m, bias), backend=counter, fullgraph=True)
+    for mask in (FORMS["full"], ~FORMS["full"], FORMS["none allowed"].expand(B, -1, -1, -1).contiguous()):
+        expected = flash_dmattn.attention(q, k, v, mask, bias, backend="reference")
+        assert_same([compiled(prepare_mask(mask))], [expected])
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("mask", [FORMS["full"], FORMS["expanded queries"]], ids=["tiles", "keys"])
+def test_inductor_relies_on_the_fakes(mask: Tensor) -> None:
+    """Prepared inside the graph from an expression, for both passes, beside fused kernels."""
+
+    def among_others(scores: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, bias = given
+        out = flash_dmattn.attention(q, k, v, scores > 0.5, bias, is_causal=True, backend=PREPARED.NAME)
+        prepared = prepare_mask(scores > 0.5, window_size=(9, -1))
+        return torch.relu(out) + flash_dmattn.attention(q, k, v, prepared, bias, backend="eager")
+
+    torch._dynamo.reset()
+    compiled = torch.compile(among_others, fullgraph=True)
+    found, expected = [], []
+    for answers, function in ((expected, among_others), (found, compiled)):
+        given = leaves()
+        out = function(mask.to(torch.float64), *given)
+        answers += [out, *torch.autograd.grad(out.sin().sum(), given)]
+    assert_same(found, expected)

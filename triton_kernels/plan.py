@@ -1,0 +1,210 @@
+"""What plans of both passes are made of: a launch with everything decided but its tensors, and what a call decides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .tile_ops import (
+    BAND,
+    KEY_BIAS,
+    KEYS,
+    LOG2E,
+    NO_BIAS,
+    ROW_BIAS,
+    TILE_BIAS,
+    TILES,
+    BiasStrides,
+    MaskStrides,
+    Shape,
+)
+from .tile_table import Tile, tile_of
+
+MaskTensors = Sequence[Tensor]
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+Need = tuple[bool, bool, bool, bool]
+
+
+class Flags(NamedTuple):
+    """The numbers of a call that are no tensors."""
+
+    is_causal: bool
+    window_size: tuple[int, int]
+    softmax_scale: float
+    softcap: float
+
+
+class Descriptor(NamedTuple):
+    """How a tensor becomes a descriptor of the tensor memory accelerator: the argument it is, and its view."""
+
+    slot: int
+    shape: list[int]
+    strides: list[int]
+    block: list[int]
+
+
+class Launch:
+    """One kernel with everything decided but its tensors: `launch(*tensors)`, in the order of the kernel's arguments.
+
+    From the second call on the compiled kernel is called directly. Triton's own look-up of it, by type, alignment and
+    value of every argument, takes longer than everything else on the way; here a plan is only found by calls that agree
+    in all of them.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        programs: int,
+        numbers: tuple[Any, ...],
+        constants: tuple[Any, ...],
+        tile: Tile | None = None,
+        descriptors: Sequence[Descriptor] = (),
+    ) -> None:
+        self.kernel, self.grid, self.rest = kernel, (programs, 1, 1), (*numbers, *constants)
+        self.options = {} if tile is None else {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        self.descriptors = tuple(descriptors)
+        self.compiled: Any = None
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        arguments: Any = tensors
+        if self.descriptors:
+            arguments = list(tensors)
+            for slot, shape, strides, block in self.descriptors:
+                arguments[slot] = TensorDescriptor(arguments[slot], shape, strides, block)
+        if self.compiled is not None:
+            self.compiled[self.grid](*arguments, *self.rest)
+        else:
+            self.compiled = self.kernel[self.grid](*arguments, *self.rest, **self.options)
+
+
+def read_of(mask: MaskTensors, columns: bool = False) -> tuple[Tensor | None, Tensor | None]:
+    """What a kernel reads of the tensors of a mask: bits and lists, or kept and prefix."""
+    if not mask:
+        return None, None
+    return mask[0], mask[3 if columns and len(mask) == 4 else 2]
+
+
+class Call:
+    """What one class of calls decides for all of its launches."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskTensors, bias: Tensor | None, flags: Flags) -> None:
+        self.q, self.k, self.v, self.bias, self.mask, self.flags = q, k, v, bias, mask, flags
+        batch, seqlen_q, num_heads, head_dim = q.shape
+        _, seqlen_k, num_heads_k, head_dim_v = v.shape
+        left, right = flags.window_size
+        right = 0 if flags.is_causal else right
+        group = num_heads // num_heads_k
+        self.shape = Shape(batch, seqlen_q, seqlen_k, num_heads, group, head_dim, head_dim_v, left, right)
+        self.num_heads_k = num_heads_k
+        # Equal, or both at least 64: with 32 and 16 the forward kernel that Triton 3.6 makes for unaligned rows reads
+        # beyond its shared memory (found by compute-sanitizer on an H200), and out is wrong.
+        padded_d, padded_dv = _padded(head_dim), _padded(head_dim_v)
+        self.block_d, self.block_dv = max(padded_d, min(padded_dv, 64)), max(padded_dv, min(padded_d, 64))
+        self.pads = (self.block_d != head_dim, self.block_dv != head_dim_v)
+        properties = torch.cuda.get_device_properties(q.device) if q.is_cuda else None
+        self.capability = None if properties is None else (properties.major, properties.minor)
+        self.processors = 1 if properties is None else properties.multi_processor_count
+        self.mask_kind = (BAND if not mask else TILES if len(mask) == 4 else KEYS).value
+        self.bias_kind = _bias_kind(bias)
+        # The band is folded into lists of tiles.
+        self.band = (False, False) if self.mask_kind == TILES.value else (left >= 0, right >= 0)
+        softcap, scale = flags.softcap, flags.softmax_scale
+        self.scale_log2 = scale / softcap if softcap > 0 else scale * LOG2E.value
+        self.precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+    def tile(self, kernel: str) -> Tile:
+        """The row of the tile table for a kernel."""
+        block_d = max(self.block_d, self.block_dv)
+        return tile_of(kernel, self.q.dtype, block_d, self.capability, mask=self.mask_kind, bias=self.bias_kind)
+
+    def constants(self, tile: Tile) -> tuple[Any, ...]:
+        """Constants that the kernels take first."""
+        sizes = (tile.block_m, tile.block_n, self.block_d, self.block_dv)
+        return (*sizes, self.mask_kind, self.bias_kind, self.flags.softcap > 0, *self.band, *self.pads)
+
+    def mask_strides(self, columns: bool = False) -> MaskStrides:
+        """Of what a kernel reads of the mask."""
+        data, index = read_of(self.mask, columns)
+        if data is None or index is None:
+            return MaskStrides(0, 0, 0, 0, 0, 0, 1)
+        row, list_row = (0, 0) if self.mask_kind == KEYS.value else (data.stride(2), index.stride(2))
+        return MaskStrides(*_broadcast(data)[:2], row, *_broadcast(index)[:2], list_row, self._sharing(data))
+
+    def bias_strides(self, tma: bool = False) -> BiasStrides:
+        """Of the bias, or the steps of its descriptor."""
+        if self.bias is None:
+            return BiasStrides(0, 0, 0, 0, 1)
+        strides = [int(size > 1) for size in self.bias.shape] if tma else _broadcast(self.bias)
+        return BiasStrides(*strides, self._sharing(self.bias))
+
+    def _sharing(self, x: Tensor) -> int:
+        return self.shape.group if x.shape[1] == self.num_heads_k else 1
+
+    def edges(self, rest: int) -> bool:
+        """Whether some block needs a look at the mask, where `rest` rows are left over from whole blocks."""
+        return self.mask_kind != BAND.value or self.band != (False, False) or rest != 0
+
+    def wide(self, *tensors: Tensor) -> bool:
+        """Whether offsets within one head of these tensors or of the bias need 64 bits."""
+        spans = [x.shape[1] * x.stride(1) for x in tensors]
+        if self.bias is not None and self.bias_kind == TILE_BIAS.value:
+            spans.append(sum(n * stride for n, stride in zip(self.bias.shape[2:], self.bias.stride()[2:], strict=True)))
+        return max(spans) + 1024 > 2**31 - 1  # blocks reach beyond the ends
+
+    def tma(self, *tensors: Tensor) -> bool:
+        """Whether tiles of (B, L, H, D) tensors go through the tensor memory accelerator."""
+        return self.capability == (9, 0) and self.q.dtype != torch.float32 and all(_fits_tma(x) for x in tensors)
+
+    def bias_tma(self) -> bool:
+        """Whether tiles of the bias do."""
+        bias = self.bias
+        read_in_tiles = self.bias_kind == TILE_BIAS.value and self.mask_kind != KEYS.value
+        return read_in_tiles and bias is not None and bias.stride(3) == 1 and self.tma(bias)
+
+    def rows_descriptor(self, slot: int, x: Tensor, block: int, block_d: int) -> Descriptor:
+        """Of (B, L, H, D) read as (B, H, L, D), a block of rows of one head at a time."""
+        return _descriptor(slot, x.transpose(1, 2), [1, 1, block, block_d])
+
+    def bias_descriptor(self, slot: int, x: Tensor, tile: Tile) -> Descriptor:
+        """Of a bias or its gradient, a tile at a time."""
+        return _descriptor(slot, x, [1, 1, tile.block_m, tile.block_n])
+
+
+def _padded(dim: int) -> int:
+    return max(16, triton.next_power_of_2(dim))
+
+
+def _broadcast(x: Tensor) -> list[int]:
+    # A dim of size 1 may have any stride; it is read for every index.
+    return [0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]
+
+
+def _bias_kind(bias: Tensor | None) -> int:
+    if bias is None:
+        return NO_BIAS.value
+    strides = _broadcast(bias)
+    if strides[3] == 0:
+        return ROW_BIAS.value
+    return (KEY_BIAS if strides[2] == 0 else TILE_BIAS).value
+
+
+def _fits_tma(x: Tensor) -> bool:
+    # Addresses and strides in units of 16 bytes, strides that are not 0.
+    units = [stride * x.element_size() for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
+    return x.data_ptr() % 16 == 0 and all(0 < unit < 2**40 and unit % 16 == 0 for unit in units)
+
+
+def _descriptor(slot: int, x: Tensor, block: list[int]) -> Descriptor:
+    # A dim of size 1 may have any stride, but the accelerator wants units of 16 bytes.
+    strides = [stride if size > 1 else 16 for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
+    return Descriptor(slot, list(x.shape), [*strides, 1], block)
+
+
+def splits_of(programs: int, blocks: int, processors: int) -> int:
+    """Among how many programs to share each loop over blocks so that all processors have work, four blocks to each."""
+    return 1 if programs >= processors else max(1, min(2 * processors // programs, blocks // 4, 64))

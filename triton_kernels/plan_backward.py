@@ -1,0 +1,288 @@
+"""The plan of a backward pass: which kernels make the gradients asked for, and what each is launched with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from .backward_bias import backward_bias_kernel
+from .backward_delta import delta_kernel
+from .backward_gather import backward_gather_kernel
+from .backward_keys import KEY_SUM, NO_DBIAS, STORE, backward_keys_kernel
+from .backward_product import backward_product_kernel
+from .backward_queries import backward_queries_kernel
+from .plan import Call, Descriptor, Gradients, Launch, MaskTensors, Need, read_of, splits_of
+from .tile_ops import BAND, KEYS, TILES, Strides
+from .tile_table import Tile
+
+# Parts of dk and dv that take more memory than this are not made where they can be done without.
+MAX_PARTS_BYTES = 64 * 2**20
+
+
+def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, need: Need) -> Callable[..., Gradients]:
+    """How a class of calls makes its gradients: run(dout, dlse, q, k, v, mask, bias, out, lse)."""
+    need_q, need_k, need_v, need_bias = need
+    bias, shape = call.bias, call.shape
+    per_row = per_key = per_score = stored = product = False
+    if need_bias and bias is not None:
+        per_row = bias.shape[3] == 1
+        per_key = not per_row and bias.shape[2] == 1
+        per_score = not per_row and not per_key
+        stored = per_score and bias.shape[:2] == (shape.batch, shape.num_heads)
+        # dq is read off a stored ds: not with a softcap, whose slope comes after it, nor where ds is stored in another
+        # 16-bit type than that of the products.
+        product = stored and call.flags.softcap == 0 and bias.dtype in (call.q.dtype, torch.float32)
+    delta_of = _plan_delta(call, dout, dlse)
+    keys_of = None
+    if need_k or need_v or per_key or stored:
+        dbias_kind = KEY_SUM if per_key else STORE if stored else NO_DBIAS
+        keys_of = _plan_keys(call, dout, need_k, need_v, dbias_kind.value)
+    queries_of = _plan_queries(call, dout) if need_q and not product else None
+    product_of = _plan_product(call, bias) if need_q and product and bias is not None else None
+    bias_of = _plan_bias(call, dout, bias) if per_score and not stored and bias is not None else None
+
+    def run(
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: MaskTensors,
+        bias: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+    ) -> Gradients:
+        read = (q, k, v, bias, dout, *delta_of(dout, out, dlse, lse))
+        dq = dk = dv = dbias = None
+        if keys_of is not None:
+            dk, dv, dbias = keys_of(read, mask)
+        if queries_of is not None:
+            dq = queries_of(read, mask)
+        elif product_of is not None:
+            dq = product_of(q, k, dbias, mask)
+        if bias_of is not None:
+            dbias = bias_of(read, mask)
+        elif per_row and bias is not None:
+            dbias = _row_gradient(bias, dlse, lse, call.num_heads_k)
+        return dq, dk, dv, dbias
+
+    return run
+
+
+def _all_strides(call: Call, dout: Tensor) -> tuple[Strides, ...]:
+    return tuple(Strides(*x.stride()[:3]) for x in (call.q, call.k, call.v, dout))
+
+
+def _plan_delta(call: Call, dout: Tensor, dlse: Tensor | None) -> Callable[..., tuple[Tensor, Tensor]]:
+    """lse in base 2, and delta = rowsum(dout * out) - dlse."""
+    shape, block = call.shape, 32
+    strides = (Strides(*dout.stride()[:3]), (0, 0, 0) if dlse is None else tuple(dlse.stride()))
+    programs = triton.cdiv(shape.seqlen_q, block) * shape.batch * shape.num_heads
+    launch = Launch(delta_kernel, programs, (*strides, shape), (block, call.block_dv, dlse is not None))
+
+    def run(dout: Tensor, out: Tensor, dlse: Tensor | None, lse: Tensor) -> tuple[Tensor, Tensor]:
+        lse_log2, delta = torch.empty_like(lse), torch.empty_like(lse)
+        launch(dout, out, dlse, lse, lse_log2, delta)
+        return lse_log2, delta
+
+    return run
+
+
+def _plan_keys(
+    call: Call, dout: Tensor, need_k: bool, need_v: bool, dbias_kind: int
+) -> Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]:
+    """dk, dv, and the gradient of a bias of one value per key, or per score of every head."""
+    shape, bias, num_heads_k, tile = call.shape, call.bias, call.num_heads_k, call.tile("keys")
+    has_key_mask = call.mask_kind == KEYS.value
+    per_key, stored = dbias_kind == KEY_SUM.value, dbias_kind == STORE.value
+    # A bias with a head for each query head needs its sums apart; a key mask of that kind has other keys for each.
+    apart = (bias if per_key else None, call.mask[0] if has_key_mask else None)
+    split = shape.group > 1 and any(x is not None and x.shape[1] == shape.num_heads for x in apart)
+    owners = shape.num_heads if split else num_heads_k
+    tiles = triton.cdiv(shape.seqlen_k, tile.block_n)
+    programs = tiles * shape.batch * owners
+    grid_tiles = tiles * splits_of(programs, triton.cdiv(shape.seqlen_q, tile.block_m), call.processors)
+    num_parts = shape.batch * owners * grid_tiles * tile.block_n
+    small = num_parts * (shape.head_dim + shape.head_dim_v) * 4 <= MAX_PARTS_BYTES
+    # A key mask may keep few keys, and then the programs of the others help with those.
+    parts = split or grid_tiles > tiles or (has_key_mask and small)
+
+    tma = shape.seqlen_q > 2 * tile.block_m and call.tma(call.q, dout)
+    bias_tma = tma and call.bias_tma()
+    descriptors = []
+    if tma:
+        descriptors.append(call.rows_descriptor(0, call.q, tile.block_m, call.block_d))
+        descriptors.append(call.rows_descriptor(4, dout, tile.block_m, call.block_dv))
+    if bias_tma and bias is not None:
+        descriptors.append(call.bias_descriptor(3, bias, tile))
+    dbias_tma = stored and bias is not None and tma and not has_key_mask and _rows_fit_tma(bias)
+    if dbias_tma and bias is not None:
+        descriptors.append(_dbias_descriptor(11, bias, tile))
+    numbers = (call.bias_strides(bias_tma), call.mask_strides(columns=True), shape, call.scale_log2)
+    constants = (
+        *call.constants(tile),
+        tma,
+        bias_tma,
+        call.wide(call.q, dout),
+        call.precision,
+        need_k,
+        need_v,
+        dbias_kind,
+        parts,
+        dbias_tma,
+        call.edges(shape.seqlen_q % tile.block_m or shape.seqlen_k % tile.block_n),
+    )
+    launch = Launch(
+        backward_keys_kernel,
+        grid_tiles * shape.batch * owners,
+        (*_all_strides(call, dout), *numbers, call.flags.softmax_scale, call.flags.softcap, owners, grid_tiles),
+        constants,
+        tile,
+        descriptors,
+    )
+    block = 32
+    gather = Launch(
+        backward_gather_kernel,
+        triton.cdiv(shape.seqlen_k, block) * shape.batch * num_heads_k,
+        (call.mask_strides(), shape, owners, grid_tiles),
+        (block, tile.block_n, call.block_d, call.block_dv, call.mask_kind, need_k, need_v, per_key),
+    )
+    # Keys that a key mask leaves out are zero where no gather writes them, and always are in a dbias of every score.
+    empty = torch.zeros if has_key_mask and not parts else torch.empty
+    empty_scores = torch.zeros if has_key_mask else torch.empty
+
+    def run(read: tuple[Any, ...], mask: MaskTensors) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        _, k, v, bias = read[:4]
+        dk = empty(k.shape, dtype=k.dtype, device=k.device) if need_k else None
+        dv = empty(v.shape, dtype=v.dtype, device=v.device) if need_v else None
+        dbias = empty_scores(bias.shape, dtype=bias.dtype, device=k.device) if stored else None
+        sums = None
+        if per_key:
+            sums = empty((shape.batch, owners, shape.seqlen_k), dtype=torch.float32, device=k.device)
+        if parts:
+            dims = (shape.head_dim if need_k else 0, shape.head_dim_v if need_v else 0, 1 if per_key else 0)
+            pieces = [torch.empty(num_parts * n, dtype=torch.float32, device=k.device) if n else None for n in dims]
+            launch(*read, *read_of(mask, columns=True), *pieces[:2], dbias if stored else pieces[2])
+            gather(*pieces, *read_of(mask), dk, dv, sums)
+        else:
+            launch(*read, *read_of(mask, columns=True), dk, dv, dbias if stored else sums)
+        if sums is not None:
+            dbias = sums.sum_to_size((bias.shape[0], bias.shape[1], shape.seqlen_k)).view(bias.shape).to(bias.dtype)
+        return dk, dv, dbias
+
+    return run
+
+
+def _rows_fit_tma(dbias: Tensor) -> bool:
+    # Of the contiguous gradient: rows of whole 16 bytes.
+    return dbias.shape[3] * dbias.element_size() % 16 == 0
+
+
+def _dbias_descriptor(slot: int, bias: Tensor, tile: Tile) -> Descriptor:
+    _, heads, seqlen_q, seqlen_k = bias.shape
+    strides = [heads * seqlen_q * seqlen_k, seqlen_q * seqlen_k, seqlen_k, 1]
+    return Descriptor(slot, list(bias.shape), strides, [1, 1, tile.block_m, tile.block_n])
+
+
+def _plan_queries(call: Call, dout: Tensor) -> Callable[..., Tensor]:
+    """dq, with ds computed again."""
+    shape, tile = call.shape, call.tile("queries")
+    tma = call.mask_kind != KEYS.value and shape.seqlen_k > 2 * tile.block_n and call.tma(call.k, call.v)
+    bias_tma = tma and call.bias_tma()
+    descriptors = []
+    if tma:
+        descriptors.append(call.rows_descriptor(1, call.k, tile.block_n, call.block_d))
+        descriptors.append(call.rows_descriptor(2, call.v, tile.block_n, call.block_dv))
+    if bias_tma and call.bias is not None:
+        descriptors.append(call.bias_descriptor(3, call.bias, tile))
+    numbers = (call.bias_strides(bias_tma), call.mask_strides(), shape, call.scale_log2)
+    wide, edges = call.wide(call.k, call.v), call.edges(shape.seqlen_k % tile.block_n)
+    launch = Launch(
+        backward_queries_kernel,
+        triton.cdiv(shape.seqlen_q, tile.block_m) * shape.batch * shape.num_heads,
+        (*_all_strides(call, dout), *numbers, call.flags.softmax_scale, call.flags.softcap),
+        (*call.constants(tile), tma, bias_tma, wide, call.precision, edges),
+        tile,
+        descriptors,
+    )
+
+    def run(read: tuple[Any, ...], mask: MaskTensors) -> Tensor:
+        dq = torch.empty(read[0].shape, dtype=read[0].dtype, device=read[0].device)
+        launch(*read, *read_of(mask), dq)
+        return dq
+
+    return run
+
+
+def _plan_product(call: Call, bias: Tensor) -> Callable[..., Tensor]:
+    """dq, from ds as dbias holds it."""
+    shape, tile = call.shape, call.tile("product")
+    # Every block of the band is read under a key mask: what it leaves out is zero, and the rest need not be gathered.
+    mask_kind = BAND.value if call.mask_kind == KEYS.value else call.mask_kind
+    tma = shape.seqlen_k > 2 * tile.block_n and call.tma(call.k)
+    dbias_tma = tma and _rows_fit_tma(bias)
+    descriptors = []
+    if tma:
+        descriptors.append(call.rows_descriptor(0, call.k, tile.block_n, call.block_d))
+    if dbias_tma:
+        descriptors.append(_dbias_descriptor(1, bias, tile))
+    sizes = (tile.block_m, tile.block_n, call.block_d)
+    launch = Launch(
+        backward_product_kernel,
+        triton.cdiv(shape.seqlen_q, tile.block_m) * shape.batch * shape.num_heads,
+        (Strides(*call.k.stride()[:3]), call.mask_strides(), shape, call.flags.softmax_scale),
+        (*sizes, mask_kind, *call.band, call.pads[0], tma, dbias_tma, call.wide(call.k), call.precision),
+        tile,
+        descriptors,
+    )
+
+    def run(q: Tensor, k: Tensor, dbias: Tensor, mask: MaskTensors) -> Tensor:
+        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        launch(k, dbias, *(read_of(mask) if mask_kind == TILES.value else (None, None)), dq)
+        return dq
+
+    return run
+
+
+def _plan_bias(call: Call, dout: Tensor, bias: Tensor) -> Callable[..., Tensor]:
+    """The gradient of a bias of one value per score that batch entries or heads share."""
+    shape, tile = call.shape, call.tile("bias")
+    tma = call.tma(call.q, call.k, call.v, dout)
+    descriptors = []
+    if tma:
+        descriptors.append(call.rows_descriptor(0, call.q, tile.block_m, call.block_d))
+        descriptors.append(call.rows_descriptor(1, call.k, tile.block_n, call.block_d))
+        descriptors.append(call.rows_descriptor(2, call.v, tile.block_n, call.block_dv))
+        descriptors.append(call.rows_descriptor(4, dout, tile.block_m, call.block_dv))
+    tiles = triton.cdiv(shape.seqlen_q, tile.block_m) * triton.cdiv(shape.seqlen_k, tile.block_n)
+    numbers = (call.bias_strides(), call.mask_strides(), shape, call.scale_log2, call.flags.softcap, *bias.shape[:2])
+    launch = Launch(
+        backward_bias_kernel,
+        tiles * bias.shape[0] * bias.shape[1],
+        (*_all_strides(call, dout), *numbers),
+        (*call.constants(tile), tma, call.wide(call.q, call.k, call.v, dout), call.precision),
+        tile,
+        descriptors,
+    )
+
+    def run(read: tuple[Any, ...], mask: MaskTensors) -> Tensor:
+        bias = read[3]
+        dbias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
+        launch(*read, *read_of(mask), mask[1] if len(mask) == 4 else None, dbias)
+        return dbias
+
+    return run
+
+
+def _row_gradient(bias: Tensor, dlse: Tensor | None, lse: Tensor, num_heads_k: int) -> Tensor:
+    """The gradient of a bias of one value per query: it shifts lse and leaves p as it is, so it is the reduced dlse."""
+    if dlse is None:
+        return torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device)
+    rows = dlse.to(torch.float32).masked_fill(lse == -torch.inf, 0.0)
+    if bias.shape[1] == num_heads_k != rows.shape[1]:
+        rows = rows.unflatten(1, (num_heads_k, -1)).sum(2)
+    return rows.sum_to_size(bias.shape[:3]).view(bias.shape).to(bias.dtype)

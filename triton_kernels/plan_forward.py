@@ -1,0 +1,57 @@
+"""The plan of a forward pass: one kernel, or one for shares of the keys and one that combines them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+from torch import Tensor
+
+from .forward import forward_kernel
+from .forward_combine import combine_kernel
+from .plan import Call, Launch, MaskTensors, read_of, splits_of
+from .tile_ops import KEYS, Strides
+
+
+def plan_forward(call: Call) -> Callable[..., None]:
+    """How a class of calls makes out and lse: run(q, k, v, mask, bias, out, lse)."""
+    shape, flags, tile = call.shape, call.flags, call.tile("forward")
+    # A short loop does not pay for the host time of descriptors.
+    tma = call.mask_kind != KEYS.value and shape.seqlen_k > 2 * tile.block_n and call.tma(call.k, call.v)
+    bias_tma = tma and call.bias_tma()
+    descriptors = []
+    if tma:
+        descriptors.append(call.rows_descriptor(1, call.k, tile.block_n, call.block_d))
+        descriptors.append(call.rows_descriptor(2, call.v, tile.block_n, call.block_dv))
+    if bias_tma and call.bias is not None:
+        descriptors.append(call.bias_descriptor(3, call.bias, tile))
+    programs = triton.cdiv(shape.seqlen_q, tile.block_m) * shape.batch * shape.num_heads
+    splits = splits_of(programs, triton.cdiv(shape.seqlen_k, tile.block_n), call.processors)
+    strides = [Strides(*x.stride()[:3]) for x in (call.q, call.k, call.v)]
+    numbers = (call.bias_strides(bias_tma), call.mask_strides(), shape, abs(call.scale_log2), flags.softcap, splits)
+    constants = (
+        *call.constants(tile),
+        tma,
+        bias_tma,
+        call.wide(call.k, call.v),
+        call.precision,
+        splits > 1,
+        flags.softmax_scale < 0,
+        call.edges(shape.seqlen_k % tile.block_n),
+        tile.num_stages,
+        tile.edge_stages or tile.num_stages,
+    )
+    launch = Launch(forward_kernel, programs * splits, (*strides, *numbers), constants, tile, descriptors)
+    if splits == 1:
+        return lambda q, k, v, mask, bias, out, lse: launch(q, k, v, bias, *read_of(mask), out, lse)
+    rows, block = shape.batch * shape.num_heads * shape.seqlen_q, 16
+    combine = Launch(combine_kernel, triton.cdiv(rows, block), (shape, splits, rows), (block, call.block_dv))
+
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: MaskTensors, bias: Tensor | None, out: Tensor, lse: Tensor) -> None:
+        parts = torch.empty((splits, *out.shape), dtype=torch.float32, device=out.device)
+        parts_lse = torch.empty((splits, *lse.shape), dtype=torch.float32, device=out.device)
+        launch(q, k, v, bias, *read_of(mask), parts, parts_lse)
+        combine(parts, parts_lse, out, lse)
+
+    return run
