@@ -46,13 +46,10 @@ def measure(
             events, and the samples say so.
         rep_ms: about how long each pass is timed, in milliseconds.
     """
-    # A backward pass runs on the stream of its forward, and the default stream cannot be captured.
-    stream = torch.cuda.Stream() if as_graph else torch.cuda.current_stream()
     torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        with torch.no_grad():
-            forward = sample(call, as_graph, rep_ms)
-        backward = sample(partial(gradients, call(), leaves, dout), as_graph, rep_ms)
+    with torch.no_grad():
+        forward = sample(call, as_graph, rep_ms)
+    backward = sample(partial(gradients, call(), leaves, dout), as_graph, rep_ms)
     torch.cuda.synchronize()
     return forward, backward
 
@@ -97,8 +94,7 @@ def _elapsed(run: Callable[[], object], times: int) -> float:
 def run_once(call: Call, leaves: dict[str, Tensor], dout: Tensor) -> dict[str, Tensor]:
     """out and the gradients of one forward and backward."""
     out = call()
-    # Detached: a graph kept alive would tie the leaves to this stream, and their backward could not be captured on another.
-    return {"out": out.detach(), **dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), dout), strict=True))}
+    return {"out": out, **dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), dout), strict=True))}
 
 
 def peak_mb(call: Call, leaves: dict[str, Tensor], dout: Tensor) -> float:

@@ -12,14 +12,12 @@ from torch import Tensor
 from flash_dmattn.masks.broadcast import collapse
 from flash_dmattn.masks.preparation import prepare
 
+from .kernel_launch import MAX_REMEMBERED
 from .plan import Call, Flags, Gradients, MaskTensors, Need
 from .plan_backward import plan_backward
 from .plan_forward import plan_forward
 
 __all__ = ["Flags", "backward", "forward"]
-
-# A program that meets more classes of calls than this forgets them and starts again.
-MAX_PLANS = 4096
 
 
 def forward(
@@ -64,7 +62,7 @@ _plans: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
 
 def _remember(key: tuple[Any, ...], plan: Callable[..., Any]) -> Callable[..., Any]:
-    if len(_plans) >= MAX_PLANS:
+    if len(_plans) >= MAX_REMEMBERED:
         _plans.clear()
     _plans[key] = plan
     return plan

@@ -22,6 +22,8 @@ import triton.language as tl
 
 from flash_dmattn.masks.packing import TILE, TILE_WORDS, Band, KeySet, TileLists, tiles
 
+from .kernel_launch import launch
+
 # Keys of a strip, and warps, by the bytes of a load. Wide: 64 KB a program, 256 bytes a thread, and a warp reads 512
 # contiguous bytes at once; compiled for sm_90 it takes 56 registers (97 with a band) and 3.0 (4.0) instructions a byte.
 # Narrow: half as many keys, because a thread holds four times the addresses; 5.5 instructions a byte by fours of bytes
@@ -262,12 +264,10 @@ def pack_mask(
     if programs:
         stride_b, stride_h, stride_q, stride_k = mask.stride()
         with _on_device(mask):
-            _pack_kernel[(programs,)](
-                mask.view(torch.uint8), bits, classes,
-                seqlen_q, seqlen_k, num_heads, stride_b // vec, stride_h // vec, stride_q // vec, stride_k,
-                *(band or (0, 0)), tiles_q, tiles_k, strips,
-                VEC=vec, HAS_BAND=band is not None, BLOCK_K=block_k, TILE=TILE, num_warps=num_warps,
-            )  # fmt: skip
+            strides = (stride_b // vec, stride_h // vec, stride_q // vec, stride_k)
+            numbers = (seqlen_q, seqlen_k, num_heads, *strides, *(band or (0, 0)), tiles_q, tiles_k, strips)
+            constants = (vec, band is not None, block_k, TILE)
+            launch(_pack_kernel, programs, (mask.view(torch.uint8), bits, classes), numbers, constants, num_warps)
     return bits, classes
 
 
@@ -284,9 +284,8 @@ def list_tiles(classes: torch.Tensor) -> TileLists:
     programs = heads * (tiles_q + tiles_k)
     if programs:
         with _on_device(classes):
-            _list_kernel[(programs,)](
-                classes, row_lists, col_lists, heads, tiles_q, tiles_k, BLOCK=LIST_BLOCK, num_warps=LIST_NUM_WARPS
-            )
+            tensors, numbers = (classes, row_lists, col_lists), (heads, tiles_q, tiles_k)
+            launch(_list_kernel, programs, tensors, numbers, (LIST_BLOCK,), LIST_NUM_WARPS)
     return row_lists, col_lists
 
 
@@ -303,10 +302,9 @@ def key_set(mask: torch.Tensor) -> KeySet:
     if batch * num_heads:
         stride_b, stride_h, _, stride_k = mask.stride()
         with _on_device(mask):
-            _key_set_kernel[(batch * num_heads,)](
-                mask.view(torch.uint8), kept, count, prefix, num_heads, seqlen_k, stride_b, stride_h, stride_k,
-                BLOCK=KEYS_BLOCK, num_warps=KEYS_NUM_WARPS,
-            )  # fmt: skip
+            tensors = (mask.view(torch.uint8), kept, count, prefix)
+            numbers = (num_heads, seqlen_k, stride_b, stride_h, stride_k)
+            launch(_key_set_kernel, batch * num_heads, tensors, numbers, (KEYS_BLOCK,), KEYS_NUM_WARPS)
     return kept, count, prefix
 
 

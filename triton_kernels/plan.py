@@ -1,4 +1,4 @@
-"""What plans of both passes are made of: a launch with everything decided but its tensors, and what a call decides."""
+"""What plans of both passes are made of: all that a class of calls decides for its launches."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .kernel_launch import Descriptor
 from .tile_ops import (
     BAND,
     KEY_BIAS,
@@ -37,49 +37,6 @@ class Flags(NamedTuple):
     window_size: tuple[int, int]
     softmax_scale: float
     softcap: float
-
-
-class Descriptor(NamedTuple):
-    """How a tensor becomes a descriptor of the tensor memory accelerator: the argument it is, and its view."""
-
-    slot: int
-    shape: list[int]
-    strides: list[int]
-    block: list[int]
-
-
-class Launch:
-    """One kernel with everything decided but its tensors: `launch(*tensors)`, in the order of the kernel's arguments.
-
-    From the second call on the compiled kernel is called directly. Triton's own look-up of it, by type, alignment and
-    value of every argument, takes longer than everything else on the way; here a plan is only found by calls that agree
-    in all of them.
-    """
-
-    def __init__(
-        self,
-        kernel: Any,
-        programs: int,
-        numbers: tuple[Any, ...],
-        constants: tuple[Any, ...],
-        tile: Tile | None = None,
-        descriptors: Sequence[Descriptor] = (),
-    ) -> None:
-        self.kernel, self.grid, self.rest = kernel, (programs, 1, 1), (*numbers, *constants)
-        self.options = {} if tile is None else {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-        self.descriptors = tuple(descriptors)
-        self.compiled: Any = None
-
-    def __call__(self, *tensors: Tensor | None) -> None:
-        arguments: Any = tensors
-        if self.descriptors:
-            arguments = list(tensors)
-            for slot, shape, strides, block in self.descriptors:
-                arguments[slot] = TensorDescriptor(arguments[slot], shape, strides, block)
-        if self.compiled is not None:
-            self.compiled[self.grid](*arguments, *self.rest)
-        else:
-            self.compiled = self.kernel[self.grid](*arguments, *self.rest, **self.options)
 
 
 def read_of(mask: MaskTensors, columns: bool = False) -> tuple[Tensor | None, Tensor | None]:
@@ -115,6 +72,8 @@ class Call:
         self.band = (False, False) if self.mask_kind == TILES.value else (left >= 0, right >= 0)
         softcap, scale = flags.softcap, flags.softmax_scale
         self.scale_log2 = scale / softcap if softcap > 0 else scale * LOG2E.value
+        # Descriptors cost the host 20 us each (H200, Triton 3.6), more than a small call takes the GPU.
+        self.pays_for_tma = batch * num_heads * seqlen_q * seqlen_k * (head_dim + head_dim_v) > 2**32
         self.precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
     def tile(self, kernel: str) -> Tile:
@@ -158,7 +117,8 @@ class Call:
 
     def tma(self, *tensors: Tensor) -> bool:
         """Whether tiles of (B, L, H, D) tensors go through the tensor memory accelerator."""
-        return self.capability == (9, 0) and self.q.dtype != torch.float32 and all(_fits_tma(x) for x in tensors)
+        serves = self.capability == (9, 0) and self.q.dtype != torch.float32 and self.pays_for_tma
+        return serves and all(_fits_tma(x) for x in tensors)
 
     def bias_tma(self) -> bool:
         """Whether tiles of the bias do."""

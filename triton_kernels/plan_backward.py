@@ -15,7 +15,8 @@ from .backward_gather import backward_gather_kernel
 from .backward_keys import KEY_SUM, NO_DBIAS, STORE, backward_keys_kernel
 from .backward_product import backward_product_kernel
 from .backward_queries import backward_queries_kernel
-from .plan import Call, Descriptor, Gradients, Launch, MaskTensors, Need, read_of, splits_of
+from .kernel_launch import Descriptor, Launch
+from .plan import Call, Gradients, MaskTensors, Need, read_of, splits_of
 from .tile_ops import BAND, KEYS, TILES, Strides
 from .tile_table import Tile
 
@@ -141,7 +142,7 @@ def _plan_keys(
         grid_tiles * shape.batch * owners,
         (*_all_strides(call, dout), *numbers, call.flags.softmax_scale, call.flags.softcap, owners, grid_tiles),
         constants,
-        tile,
+        tile.options,
         descriptors,
     )
     block = 32
@@ -206,7 +207,7 @@ def _plan_queries(call: Call, dout: Tensor) -> Callable[..., Tensor]:
         triton.cdiv(shape.seqlen_q, tile.block_m) * shape.batch * shape.num_heads,
         (*_all_strides(call, dout), *numbers, call.flags.softmax_scale, call.flags.softcap),
         (*call.constants(tile), tma, bias_tma, wide, call.precision, edges),
-        tile,
+        tile.options,
         descriptors,
     )
 
@@ -236,7 +237,7 @@ def _plan_product(call: Call, bias: Tensor) -> Callable[..., Tensor]:
         triton.cdiv(shape.seqlen_q, tile.block_m) * shape.batch * shape.num_heads,
         (Strides(*call.k.stride()[:3]), call.mask_strides(), shape, call.flags.softmax_scale),
         (*sizes, mask_kind, *call.band, call.pads[0], tma, dbias_tma, call.wide(call.k), call.precision),
-        tile,
+        tile.options,
         descriptors,
     )
 
@@ -265,7 +266,7 @@ def _plan_bias(call: Call, dout: Tensor, bias: Tensor) -> Callable[..., Tensor]:
         tiles * bias.shape[0] * bias.shape[1],
         (*_all_strides(call, dout), *numbers),
         (*call.constants(tile), tma, call.wide(call.q, call.k, call.v, dout), call.precision),
-        tile,
+        tile.options,
         descriptors,
     )
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .forward import forward_kernel
 from .forward_combine import combine_kernel
-from .plan import Call, Launch, MaskTensors, read_of, splits_of
+from .kernel_launch import Launch
+from .plan import Call, MaskTensors, read_of, splits_of
 from .tile_ops import KEYS, Strides
 
 
@@ -42,7 +43,7 @@ def plan_forward(call: Call) -> Callable[..., None]:
         tile.num_stages,
         tile.edge_stages or tile.num_stages,
     )
-    launch = Launch(forward_kernel, programs * splits, (*strides, *numbers), constants, tile, descriptors)
+    launch = Launch(forward_kernel, programs * splits, (*strides, *numbers), constants, tile.options, descriptors)
     if splits == 1:
         return lambda q, k, v, mask, bias, out, lse: launch(q, k, v, bias, *read_of(mask), out, lse)
     rows, block = shape.batch * shape.num_heads * shape.seqlen_q, 16

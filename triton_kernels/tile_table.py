@@ -21,6 +21,11 @@ class Tile(NamedTuple):
     num_stages: int
     edge_stages: int = 0
 
+    @property
+    def options(self) -> dict[str, int]:
+        """What Triton compiles a kernel with."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
 
 # Rows of a table: the padded head dim up to which they hold. Measured on an H200 (torch 2.11, Triton 3.6, bf16), except
 # the rows of 256, which were chosen to fit shared memory. TFLOP/s; the next best choice stands behind the semicolon.

@@ -73,6 +73,7 @@ AUTO_RULES: tuple[Rule, ...] = (
 )
 
 _found: Availability | None = None
+_launch: ModuleType | None = None
 
 
 def probe() -> Availability:
@@ -93,7 +94,10 @@ def _load() -> Availability:
 
 def _kernels() -> ModuleType:
     # Not at the top: importing Triton takes a second, and flash_dmattn has to import without it.
-    return importlib.import_module("flash_dmattn.triton_kernels.launch")
+    global _launch
+    if _launch is None:
+        _launch = importlib.import_module("flash_dmattn.triton_kernels.launch")
+    return _launch
 
 
 def notes(problem: AttentionProblem) -> tuple[str, ...]:
