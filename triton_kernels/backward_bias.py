@@ -98,6 +98,9 @@ def backward_bias_kernel(
             kept = tl.load(index + keys + 1, mask=keys < shape.seqlen_k, other=0) > before
             visit = tl.max(kept.to(tl.int32)) > 0
         if visit:
+            statistics = (b * shape.num_heads + h) * shape.seqlen_q
+            lse_rows = tl.load(lse_log2 + statistics + rows, mask=row_ok, other=float("inf"))
+            d = tl.load(delta + statistics + rows, mask=row_ok, other=0.0)
             q_tile = load_tile(
                 q, q_strides, b, h, first, rows, shape.seqlen_q, dims, shape.head_dim,
                 BLOCK_M, BLOCK_D, TMA, WIDE, True, PAD_D,
@@ -119,9 +122,6 @@ def backward_bias_kernel(
             elif MASK == KEYS:
                 allowed &= kept[None, :]
             s = tl.where(allowed, s, float("-inf"))
-            statistics = (b * shape.num_heads + h) * shape.seqlen_q
-            lse_rows = tl.load(lse_log2 + statistics + rows, mask=row_ok, other=float("inf"))
-            d = tl.load(delta + statistics + rows, mask=row_ok, other=0.0)
             p = tl.math.exp2(s - lse_rows[:, None])
             v_tile = load_tile(
                 v, v_strides, b, h_k, first_key, keys, shape.seqlen_k, dims_v, shape.head_dim_v,

@@ -178,6 +178,8 @@ def backward_keys_kernel(
                         BLOCK_M, BLOCK_D, TMA, WIDE, True, PAD_D,
                     )  # fmt: skip
                     lse_rows = tl.load(lse_log2 + statistics + rows, mask=row_ok, other=float("inf"))
+                    if NEED_K or DBIAS != NO_DBIAS:  # here, so that it has arrived when it is needed
+                        d = tl.load(delta + statistics + rows, mask=row_ok, other=0.0)
                     s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
                     if SOFTCAP:
                         t, slope = soft_cap(s * scale_log2)
@@ -210,8 +212,7 @@ def backward_keys_kernel(
                     )  # fmt: skip
                     if NEED_V:
                         acc_dv = tl.dot(p.to(g_tile.dtype), g_tile, acc_dv, input_precision=PRECISION)
-                    if NEED_K or DBIAS != 0:
-                        d = tl.load(delta + statistics + rows, mask=row_ok, other=0.0)
+                    if NEED_K or DBIAS != NO_DBIAS:
                         ds = p * (tl.dot(v_tile, tl.trans(g_tile), input_precision=PRECISION) - d[None, :])
                         if DBIAS == KEY_SUM:
                             acc_bias += tl.sum(ds, 1)
