@@ -25,6 +25,8 @@ def forward(
 ) -> None:
     """Write out (B, Lq, Hq, Dv) and lse (B, Hq, Lq), both contiguous; `mask` as `KernelBackend` has it."""
     q, k, v = _unit_rows(q), _unit_rows(k), _unit_rows(v)
+    if takes_group_rows(q, k, mask, flags):
+        return forward_group_rows(q, k, v, mask, bias, out, lse, flags)
     with _on_device(q):
         mask = _packed(mask, q.shape[1], k.shape[1], flags)
         key = ("forward", flags, *_signature(q, k, v, bias, *mask))
@@ -32,6 +34,40 @@ def forward(
         if plan is None:
             plan = _remember(key, plan_forward(Call(q, k, v, mask, bias, flags)))
         plan(q, k, v, mask, bias, out, lse)
+
+
+# From this many keys on, reading k and v once for a whole group pays for one more copy of out.
+GROUP_ROWS_FROM = 512
+
+
+def takes_group_rows(q: Tensor, k: Tensor, mask: MaskTensors, flags: Flags) -> bool:
+    """Whether the one query of each head of a group can be a row of one tile: then k and v are read once for all."""
+    if q.shape[1] != 1 or q.shape[2] == k.shape[2] or k.shape[1] < GROUP_ROWS_FROM or flags.window_size[0] >= 0:
+        return False
+    # A key set for each query head is not one for each row.
+    return len(mask) in (0, 1) or (len(mask) == 3 and mask[0].shape[1] != q.shape[2])
+
+
+def forward_group_rows(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskTensors, bias: Tensor | None, out: Tensor, lse: Tensor, flags: Flags
+) -> None:
+    """The forward pass of one query, its G heads of a group taken as G queries of one key-value head.
+
+    Causality says nothing to the last query, nor does a window's right side.
+    """
+    num_heads, num_heads_k = q.shape[2], k.shape[2]
+
+    def rows(x: Tensor) -> Tensor:
+        """(B, Hq, 1, Lk) as (B, Hk, G, Lk); with fewer heads it holds for every row as it is."""
+        return x.unflatten(1, (num_heads_k, -1)).squeeze(3) if x.shape[1] == num_heads else x
+
+    q = q.unflatten(2, (num_heads_k, -1)).squeeze(1).transpose(1, 2)
+    grouped = torch.empty((*q.shape[:3], v.shape[3]), dtype=out.dtype, device=out.device)
+    mask = [rows(mask[0])] if len(mask) == 1 else mask
+    bias = None if bias is None else rows(bias)
+    flags = Flags(False, (-1, -1), flags.softmax_scale, flags.softcap)
+    forward(q, k, v, mask, bias, grouped, lse.view(q.shape[0], num_heads_k, -1), flags)
+    out.view(q.shape[0], num_heads_k, -1, v.shape[3]).copy_(grouped.transpose(1, 2))
 
 
 def backward(

@@ -37,14 +37,14 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, need: Need) -> 
         # dq is read off a stored ds: not with a softcap, whose slope comes after it, nor where ds is stored in another
         # 16-bit type than that of the products.
         product = stored and call.flags.softcap == 0 and bias.dtype in (call.q.dtype, torch.float32)
-    delta_of = _plan_delta(call, dout, dlse)
+    delta_of = plan_delta(call, dout, dlse)
     keys_of = None
     if need_k or need_v or per_key or stored:
         dbias_kind = KEY_SUM if per_key else STORE if stored else NO_DBIAS
-        keys_of = _plan_keys(call, dout, need_k, need_v, dbias_kind.value)
-    queries_of = _plan_queries(call, dout) if need_q and not product else None
-    product_of = _plan_product(call, bias) if need_q and product and bias is not None else None
-    bias_of = _plan_bias(call, dout, bias) if per_score and not stored and bias is not None else None
+        keys_of = plan_keys(call, dout, need_k, need_v, dbias_kind.value)
+    queries_of = plan_queries(call, dout) if need_q and not product else None
+    product_of = plan_product(call, bias) if need_q and product and bias is not None else None
+    bias_of = plan_bias(call, dout, bias) if per_score and not stored and bias is not None else None
 
     def run(
         dout: Tensor,
@@ -78,7 +78,7 @@ def _all_strides(call: Call, dout: Tensor) -> tuple[Strides, ...]:
     return tuple(Strides(*x.stride()[:3]) for x in (call.q, call.k, call.v, dout))
 
 
-def _plan_delta(call: Call, dout: Tensor, dlse: Tensor | None) -> Callable[..., tuple[Tensor, Tensor]]:
+def plan_delta(call: Call, dout: Tensor, dlse: Tensor | None) -> Callable[..., tuple[Tensor, Tensor]]:
     """lse in base 2, and delta = rowsum(dout * out) - dlse."""
     shape, block = call.shape, 32
     strides = (Strides(*dout.stride()[:3]), (0, 0, 0) if dlse is None else tuple(dlse.stride()))
@@ -93,7 +93,7 @@ def _plan_delta(call: Call, dout: Tensor, dlse: Tensor | None) -> Callable[..., 
     return run
 
 
-def _plan_keys(
+def plan_keys(
     call: Call, dout: Tensor, need_k: bool, need_v: bool, dbias_kind: int
 ) -> Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]:
     """dk, dv, and the gradient of a bias of one value per key, or per score of every head."""
@@ -172,7 +172,8 @@ def _plan_keys(
         else:
             launch(*read, *read_of(mask, columns=True), dk, dv, dbias if stored else sums)
         if sums is not None:
-            dbias = sums.sum_to_size((bias.shape[0], bias.shape[1], shape.seqlen_k)).view(bias.shape).to(bias.dtype)
+            dbias = _over_heads(sums, bias, num_heads_k).sum_to_size((*bias.shape[:2], shape.seqlen_k))
+            dbias = dbias.view(bias.shape).to(bias.dtype)
         return dk, dv, dbias
 
     return run
@@ -189,7 +190,7 @@ def _dbias_descriptor(slot: int, bias: Tensor, tile: Tile) -> Descriptor:
     return Descriptor(slot, list(bias.shape), strides, [1, 1, tile.block_m, tile.block_n])
 
 
-def _plan_queries(call: Call, dout: Tensor) -> Callable[..., Tensor]:
+def plan_queries(call: Call, dout: Tensor) -> Callable[..., Tensor]:
     """dq, with ds computed again."""
     shape, tile = call.shape, call.tile("queries")
     tma = call.mask_kind != KEYS.value and shape.seqlen_k > 2 * tile.block_n and call.tma(call.k, call.v)
@@ -219,7 +220,7 @@ def _plan_queries(call: Call, dout: Tensor) -> Callable[..., Tensor]:
     return run
 
 
-def _plan_product(call: Call, bias: Tensor) -> Callable[..., Tensor]:
+def plan_product(call: Call, bias: Tensor) -> Callable[..., Tensor]:
     """dq, from ds as dbias holds it."""
     shape, tile = call.shape, call.tile("product")
     # Every block of the band is read under a key mask: what it leaves out is zero, and the rest need not be gathered.
@@ -249,7 +250,7 @@ def _plan_product(call: Call, bias: Tensor) -> Callable[..., Tensor]:
     return run
 
 
-def _plan_bias(call: Call, dout: Tensor, bias: Tensor) -> Callable[..., Tensor]:
+def plan_bias(call: Call, dout: Tensor, bias: Tensor) -> Callable[..., Tensor]:
     """The gradient of a bias of one value per score that batch entries or heads share."""
     shape, tile = call.shape, call.tile("bias")
     tma = call.tma(call.q, call.k, call.v, dout)
@@ -284,6 +285,11 @@ def _row_gradient(bias: Tensor, dlse: Tensor | None, lse: Tensor, num_heads_k: i
     if dlse is None:
         return torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device)
     rows = dlse.to(torch.float32).masked_fill(lse == -torch.inf, 0.0)
-    if bias.shape[1] == num_heads_k != rows.shape[1]:
-        rows = rows.unflatten(1, (num_heads_k, -1)).sum(2)
-    return rows.sum_to_size(bias.shape[:3]).view(bias.shape).to(bias.dtype)
+    return _over_heads(rows, bias, num_heads_k).sum_to_size(bias.shape[:3]).view(bias.shape).to(bias.dtype)
+
+
+def _over_heads(x: Tensor, bias: Tensor, num_heads_k: int) -> Tensor:
+    """Sums (B, H, L) of query heads, added up over the groups that share one head of a bias where they do."""
+    if bias.shape[1] == num_heads_k != x.shape[1]:
+        return x.unflatten(1, (num_heads_k, -1)).sum(2)
+    return x

@@ -27,82 +27,98 @@ class Tile(NamedTuple):
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-# Rows of a table: the padded head dim up to which they hold. Measured on an H200 (torch 2.11, Triton 3.6, bf16), except
-# the rows of 256, which were chosen to fit shared memory. TFLOP/s; the next best choice stands behind the semicolon.
-# Without a mask: L 4096 full at D 64, the same and 16384 causal at D 128.
+# Rows of a table: the padded head dim up to which they hold. Measured on an H200 (torch 2.11, Triton 3.6) by
+# benchmarks/tiles.py, whose cases the comments name; milliseconds, and the next best choice behind the semicolon.
 _SM90 = {
     "forward": {
-        64: Tile(64, 128, 4, 3),  # 453; 417 for 128x64 at 4 warps
-        128: Tile(64, 64, 4, 3),  # 488 to 506, and 522 to 550; 128x64 at 8 warps 417 and 442
-        256: Tile(64, 32, 4, 2),
+        64: Tile(64, 128, 4, 3),  # d32 0.895 and d64 1.21; 0.919 and 1.32 for 64x64 and 128x64
+        128: Tile(64, 64, 4, 3),  # d128 1.120; 1.083 for 128x64 with two stages, which spills
+        256: Tile(64, 128, 4, 1),  # d256 0.891; 1.075 for 128x64 at 8 warps
     },
     "keys": {
-        64: Tile(64, 64, 4, 3),  # 454; 476 for 128x64, which spills
-        128: Tile(64, 64, 4, 2),  # 602 and 596, with 18 to 26 registers spilled; 32x64, which spills none, 474
-        256: Tile(32, 32, 4, 1),
+        32: Tile(128, 64, 4, 3),  # d32 1.426; 1.529 for 64x128
+        64: Tile(64, 64, 4, 3),  # d64 2.42; 2.31 for 128x64, which spills
+        128: Tile(64, 64, 4, 2),  # d128 1.80, spilling 18 to 26 registers; 2.32 for 32x64, which spills none
+        256: Tile(64, 64, 8, 2),  # d256 3.467; 4.529 for 32x64
     },
     "queries": {
-        64: Tile(128, 64, 8, 3),  # 588; 611 and, in another run, 572 for 4 warps
-        128: Tile(128, 64, 8, 3),  # 617 and 637; 128x128 525 and 539
-        256: Tile(32, 32, 4, 1),
+        32: Tile(64, 64, 4, 3),  # d32 1.027; 1.039 for 128x64
+        64: Tile(128, 64, 8, 3),  # d64 1.29 to 1.40; 1.35 to 1.44 for 4 warps
+        128: Tile(64, 64, 4, 2),  # d128 1.336; 1.396 for 128x64 at 8 warps
+        256: Tile(128, 32, 8, 3),  # d256 1.434; 1.509 for 64x64 at 4 warps
     },
 }
-# With a bias of one value per score: milliseconds at B4 H16 L2048 D64 and at B1 H16 L4096 D128.
+# With a bias of one value per score.
 _SM90_BIAS = {
     "forward": {
-        64: Tile(128, 64, 8, 3),  # 0.24; 0.27 for 128x64 at 4 warps
-        128: Tile(128, 64, 8, 3),  # 0.35; 0.40 for 64x64
-        256: Tile(64, 32, 4, 2),
+        64: Tile(128, 64, 8, 3),  # bias-d64 0.24; 0.27 for 128x64 at 4 warps
+        128: Tile(128, 64, 4, 2),  # bias-d128 0.331, spilling 16 registers; 0.356 for 8 warps and three stages
+        256: Tile(64, 64, 4, 2),
     },
     "keys": {
-        64: Tile(64, 64, 4, 3),  # 0.45 with dbias stored; 0.56 with two stages or for 32x64
-        128: Tile(64, 64, 4, 2),  # 0.64; 0.72 for 32x64 with four stages
-        256: Tile(32, 32, 4, 1),
+        64: Tile(64, 64, 4, 3),  # bias-d64 0.45 with dbias stored; 0.56 with two stages or for 32x64
+        128: Tile(64, 64, 4, 2),  # bias-d128 0.631; 0.635 for 64x128 at 8 warps
+        256: Tile(32, 32, 4, 2),
     },
     "queries": {
-        128: Tile(128, 64, 8, 3),  # 0.53 at B8 D64 with a bias shared by the batch; 0.57 for 64x64
-        256: Tile(32, 32, 4, 1),
+        128: Tile(128, 64, 8, 3),  # shared-bias-d64 0.50; 0.57 for 64x64
+        256: Tile(64, 32, 4, 2),
     },
     "product": {
-        64: Tile(128, 64, 4, 4),  # 0.15, nothing near it is slower
-        128: Tile(128, 128, 8, 3),  # 0.16
+        64: Tile(128, 64, 4, 4),  # bias-d64 0.15, nothing near it is slower
+        128: Tile(128, 64, 4, 3),  # bias-d128 0.149; 0.155 for 128x128
         256: Tile(64, 32, 4, 2),
     },
     "bias": {
-        128: Tile(64, 64, 4, 2),  # 0.59 at B8 D64, bound by L2; 0.58 for 64x128, which spills
+        128: Tile(64, 64, 4, 2),  # shared-bias-d64 0.53, bound by L2
         256: Tile(32, 32, 4, 1),
     },
 }
-# With lists of tiles: a causal top-k of 1024 keys, L 8192, and 128-blocks of density 0.1, L 16384, both H16/4 D128.
+# With lists of tiles.
 _SM90_TILES = {
     "forward": {
         64: Tile(64, 64, 4, 3),
-        # 0.82 and 0.51: two programs to a processor, which the shared memory of more stages at an edge would not leave;
-        # 0.82 and 0.55 for two stages.
-        128: Tile(64, 64, 4, 5, 3),
-        256: Tile(64, 32, 4, 2),
+        128: Tile(128, 64, 4, 2),  # tiles-d128 0.445, spilling 60 registers at edges; 0.503 for 64x64
+        256: Tile(64, 64, 4, 2),
     },
     "keys": {
         64: Tile(64, 64, 4, 3),
-        128: Tile(64, 64, 4, 2),  # 1.60 and 0.93; 1.78 and 1.12 for 64x128 at 8 warps
-        256: Tile(32, 32, 4, 1),
+        128: Tile(64, 64, 4, 2),  # tiles-d128 0.877, and 1.60 for a causal top-k; 1.066 and 1.78 for 64x128 at 8 warps
+        256: Tile(32, 32, 4, 2),
     },
     "queries": {
         64: Tile(64, 64, 4, 3),
-        128: Tile(64, 64, 4, 2),  # 0.86 and 0.63; 0.96 and 0.64 for 128x64 at 8 warps
+        128: Tile(64, 64, 4, 2),  # tiles-d128 0.560; 0.578 for 64x128 with one stage
+        256: Tile(64, 32, 4, 2),
+    },
+}
+# With kept keys, which are gathered, not read through the tensor memory accelerator.
+_SM90_KEYS = {
+    "forward": {
+        64: Tile(64, 128, 4, 2),  # keys-d64 0.840; 0.842 for 128x64
+        128: Tile(64, 64, 4, 3),
+        256: Tile(64, 32, 4, 2),
+    },
+    "keys": {
+        64: Tile(32, 128, 4, 3),  # keys-d64 1.284; 1.354 for 64x64
+        128: Tile(64, 64, 4, 2),
+        256: Tile(32, 32, 4, 1),
+    },
+    "queries": {
+        64: Tile(64, 64, 4, 2),  # keys-d64 0.828; 0.869 with three stages
+        128: Tile(64, 64, 4, 3),
         256: Tile(32, 32, 4, 1),
     },
 }
-# With kept keys, which are gathered: not through the tensor memory accelerator.
-_SM90_KEYS = {
-    "forward": {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 4, 3), 256: Tile(64, 32, 4, 2)},
-    "keys": {128: Tile(64, 64, 4, 2), 256: Tile(32, 32, 4, 1)},
-    "queries": {128: Tile(64, 64, 4, 3), 256: Tile(32, 32, 4, 1)},
+# fp32 products run outside the tensor cores unless TF32 is allowed, and their tiles take twice the room.
+_SM90_FP32 = {
+    "forward": {64: Tile(32, 128, 4, 2)},  # fp32-d64 0.948; 1.231 for 64x64
+    "keys": {64: Tile(64, 32, 4, 1)},  # fp32-d64 2.808; 2.886 for 32x64
+    "queries": {64: Tile(32, 128, 4, 2)},  # fp32-d64 1.621; 1.634 for 64x128 at 8 warps
 }
+_FP32 = {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 4, 1), 256: Tile(16, 32, 4, 1)}
 # Fits the 99 KB of shared memory of every GPU since Ampere; not tuned.
 _SMALL = {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(32, 32, 4, 1)}
-# fp32 products run outside the tensor cores unless TF32 is allowed, and their tiles take twice the room.
-_FP32 = {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 4, 1), 256: Tile(16, 32, 4, 1)}
 
 
 def _row(table: dict[int, Tile], block_d: int) -> Tile:
@@ -114,7 +130,8 @@ def tile_of(
 ) -> Tile:
     """The tile of a kernel ("forward", "keys", "queries", "product", "bias") for the larger of the padded head dims."""
     if dtype == torch.float32:
-        return _row(_FP32, block_d)
+        tuned = capability == (9, 0) and block_d <= 64 and kernel in _SM90_FP32
+        return _row(_SM90_FP32[kernel] if tuned else _FP32, block_d)
     if capability != (9, 0):
         return _row(_SMALL, block_d)
     has_tile_bias = bias == TILE_BIAS.value

@@ -1,0 +1,239 @@
+"""Times tile choices of the Triton kernels, and writes the fastest into their table.
+
+    python -m benchmarks.tiles --list
+    python -m benchmarks.tiles d256 fp32-d64 --kernels forward keys
+    python -m benchmarks.tiles d128 --write
+
+Every choice is checked against the choice in the table before it is timed. Compiling takes longest, so processes share
+it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+TABLE = Path(__file__).resolve().parent.parent / "triton_kernels" / "tile_table.py"
+SHARED_BYTES = 232448  # of one program on sm_90
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
+
+
+class Case(NamedTuple):
+    """A row of a table, and the call that decides it."""
+
+    table: str
+    row: int
+    batch: int
+    heads: int
+    heads_k: int
+    seqlen: int
+    head_dim: int
+    is_causal: bool = False
+    mask: str = ""
+    bias: str = ""
+    dtype: torch.dtype = torch.bfloat16
+
+
+CASES = {
+    "d32": Case("_SM90", 32, 4, 32, 32, 4096, 32),
+    "d64": Case("_SM90", 64, 4, 32, 32, 4096, 64),
+    "d128": Case("_SM90", 128, 4, 16, 16, 4096, 128),
+    "d256": Case("_SM90", 256, 4, 8, 8, 4096, 256),
+    "bias-d64": Case("_SM90_BIAS", 64, 4, 16, 16, 2048, 64, bias="full"),
+    "bias-d128": Case("_SM90_BIAS", 128, 1, 16, 16, 4096, 128, bias="full"),
+    "shared-bias-d64": Case("_SM90_BIAS", 64, 8, 16, 16, 2048, 64, bias="shared"),
+    "tiles-d64": Case("_SM90_TILES", 64, 1, 16, 4, 16384, 64, mask="blocks"),
+    "tiles-d128": Case("_SM90_TILES", 128, 1, 16, 4, 16384, 128, mask="blocks"),
+    "keys-d64": Case("_SM90_KEYS", 64, 8, 16, 16, 4096, 64, mask="keys"),
+    "keys-d128": Case("_SM90_KEYS", 128, 8, 16, 16, 4096, 128, mask="keys"),
+    "fp32-d64": Case("_SM90_FP32", 64, 2, 8, 8, 2048, 64, dtype=torch.float32),
+    "fp32-d128": Case("_SM90_FP32", 128, 2, 8, 8, 2048, 128, dtype=torch.float32),
+}
+KERNELS = ("forward", "keys", "queries", "product", "bias")
+
+
+def kernels_of(case: Case) -> tuple[str, ...]:
+    """The kernels that a case runs."""
+    last = {"full": ("product",), "shared": ("queries", "bias")}.get(case.bias, ("queries",))
+    return ("forward", "keys", *last)
+
+
+def candidates(case: Case, kernel: str) -> Iterator[tuple[int, int, int, int]]:
+    """Tiles that may be good: registers that hold their sums and scores, and are used, and stages that fit."""
+    width = case.dtype.itemsize
+    for block_m, block_n, num_warps, num_stages in product((32, 64, 128), (32, 64, 128), (4, 8), (1, 2, 3, 4)):
+        threads = 32 * num_warps
+        scores = block_m * block_n / threads
+        rows = {"keys": 2 * block_n, "bias": 0}.get(kernel, block_m)  # whose sums are kept
+        streamed = {"keys": block_m, "bias": block_m + block_n, "product": block_n}.get(kernel, block_n)
+        shared = streamed * case.head_dim * width * (1 if kernel == "product" else 2) * num_stages
+        if 8 <= scores <= 64 and rows * case.head_dim / threads <= 160 and shared <= SHARED_BYTES:
+            yield block_m, block_n, num_warps, num_stages
+
+
+def inputs(case: Case) -> tuple[list[Tensor], tuple[Tensor, ...], Tensor | None]:
+    """q, k, v, dout; the mask packed; the bias."""
+    from flash_dmattn import masks
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=case.dtype, device="cuda", generator=generator)
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    c = case
+    rows = [random(c.batch, c.seqlen, heads, c.head_dim) for heads in (c.heads, c.heads_k, c.heads_k, c.heads)]
+    packed: tuple[Tensor, ...] = ()
+    if c.mask == "blocks":
+        blocks = torch.rand(1, c.heads_k, c.seqlen // 128, c.seqlen // 128, device="cuda", generator=generator) < 0.1
+        packed = masks.prepare_blocks(blocks, 128, c.seqlen, c.seqlen).tensors
+    elif c.mask == "keys":
+        lengths = torch.randint(1, c.seqlen + 1, (c.batch,), device="cuda", generator=generator)
+        packed = masks.prepare_lengths(lengths, c.seqlen, c.seqlen).tensors
+    batch = {"full": c.batch, "shared": 1}.get(c.bias)
+    return rows, packed, None if batch is None else random(batch, c.heads, c.seqlen, c.seqlen)
+
+
+def runner(case: Case, kernel: str, given: Any) -> Callable[[], list[Tensor]]:
+    """What runs one kernel of a case with the tile that is in force."""
+    from flash_dmattn.triton_kernels import launch, plan_backward, plan_forward
+    from flash_dmattn.triton_kernels.backward_keys import NO_DBIAS, STORE
+    from flash_dmattn.triton_kernels.plan import Call
+
+    (q, k, v, dout), packed, bias = given
+    flags = launch.Flags(case.is_causal, (-1, -1), case.head_dim**-0.5, 0.0)
+    call = Call(q, k, v, packed, bias, flags)
+    out, lse = torch.empty_like(q), q.new_empty(case.batch, case.heads, case.seqlen, dtype=torch.float32)
+    run = plan_forward.plan_forward(call)
+    if kernel == "forward":
+        return lambda: [run(q, k, v, packed, bias, out, lse), out][1:]
+    run(q, k, v, packed, bias, out, lse)
+    read = (q, k, v, bias, dout, *plan_backward.plan_delta(call, dout, None)(dout, out, None, lse))
+    if kernel == "keys":
+        kind = STORE if case.bias == "full" else NO_DBIAS
+        keys = plan_backward.plan_keys(call, dout, True, True, kind.value)
+        return lambda: [x for x in keys(read, packed) if x is not None]
+    if kernel == "product":
+        _, _, dbias = plan_backward.plan_keys(call, dout, True, True, STORE.value)(read, packed)
+        of_ds = plan_backward.plan_product(call, bias)
+        return lambda: [of_ds(q, k, dbias, packed)]
+    if kernel == "bias":
+        shared = plan_backward.plan_bias(call, dout, bias)
+        return lambda: [shared(read, packed)]
+    queries = plan_backward.plan_queries(call, dout)
+    return lambda: [queries(read, packed)]
+
+
+def with_tile(case: Case, kernel: str, tile: tuple[int, ...], given: Any) -> Callable[[], list[Tensor]]:
+    """The same with a tile of our choice."""
+    from flash_dmattn.triton_kernels import plan, tile_table
+
+    plan.tile_of = lambda name, *a, **b: tile_table.Tile(*tile) if name == kernel else tile_table.tile_of(name, *a, **b)
+    try:
+        return runner(case, kernel, given)
+    finally:
+        plan.tile_of = tile_table.tile_of
+
+
+def jobs(names: list[str], kernels: list[str]) -> list[tuple[str, str, tuple[int, int, int, int]]]:
+    """Everything to try, in order."""
+    return [(n, k, t) for n in names for k in kernels_of(CASES[n]) if k in kernels for t in candidates(CASES[n], k)]
+
+
+def compile_share(chosen: list[tuple[str, str, Any]], index: int, count: int) -> None:
+    """Compile every count-th job into Triton's cache."""
+    given: dict[str, Any] = {}
+    for name, kernel, tile in chosen[index::count]:
+        if name not in given:
+            given = {name: inputs(CASES[name])}
+        try:
+            with_tile(CASES[name], kernel, tile, given[name])()
+        except Exception as error:  # a tile that cannot run is reported where it is timed
+            print(f"{name} {kernel} {tile}: {str(error).splitlines()[0][:100]}", file=sys.stderr)
+
+
+def sweep(names: list[str], kernels: list[str], processes: int) -> dict[tuple[str, str], list[tuple[float, Any]]]:
+    """Milliseconds of every tile of every case and kernel, fastest first; a table is printed as it grows."""
+    from triton.testing import do_bench
+
+    started = time.monotonic()
+    command = [sys.executable, "-m", "benchmarks.tiles", *names, "--kernels", *kernels, "--processes", str(processes)]
+    shares = [subprocess.Popen([*command, "--share", str(i)], stderr=subprocess.DEVNULL) for i in range(processes)]
+    for share in shares:
+        share.wait()
+    print(f"compiled in {time.monotonic() - started:.0f} s", flush=True)
+    found: dict[tuple[str, str], list[tuple[float, Any]]] = {}
+    for name in names:
+        case, given = CASES[name], inputs(CASES[name])
+        for kernel in (k for k in kernels_of(case) if k in kernels):
+            wanted = [x.clone() for x in runner(case, kernel, given)()]
+            times = found[name, kernel] = []
+            for tile in candidates(case, kernel):
+                try:
+                    run = with_tile(case, kernel, tile, given)
+                    error = max(float((x - y).norm() / y.norm()) for x, y in zip(run(), wanted, strict=True))
+                    if not error < TOLERANCE[case.dtype]:
+                        print(f"{name} {kernel} {tile}: wrong, {error:.0e} from the tile of the table", flush=True)
+                        continue
+                    times.append((do_bench(run, warmup=5, rep=30, return_mode="median"), tile))
+                except Exception as error:
+                    print(f"{name} {kernel} {tile}: {str(error).splitlines()[0][:100]}", flush=True)
+            times.sort()
+            print(f"{name} {kernel}: " + "; ".join(f"{ms:.3f} {tile}" for ms, tile in times[:5]), flush=True)
+    return found
+
+
+def rewritten(source: str, table: str, kernel: str, row: int, tile: tuple[int, ...], reason: str) -> str:
+    """The table's source with one row replaced; a table without kernels has one row for all of them."""
+    start = source.index(f"\n{table} = {{")
+    inner = source.find(f'\n    "{kernel}": {{', start)
+    end = source.index("\n}", start)
+    start = inner if 0 <= inner < end else start
+    replaced, count = re.subn(
+        rf"(\n\s*{row}: )Tile\([^)]*\),[^\n]*", rf"\g<1>Tile{tile},  # {reason}", source[start:end], count=1
+    )
+    if not count:
+        raise ValueError(f"{table} has no row {row} for {kernel!r} in {TABLE}; add one and run again")
+    return source[:start] + replaced + source[end:]
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", choices=[*CASES, []], help="cases; all of them by default")
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
+    parser.add_argument("--processes", type=int, default=12, help="that compile")
+    parser.add_argument("--write", action="store_true", help=f"write the fastest tiles to {TABLE.name}")
+    parser.add_argument("--list", action="store_true", help="print the cases")
+    parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    names = arguments.names or list(CASES)
+    if arguments.list:
+        for name, case in CASES.items():
+            print(f"{name:16} {case.table:12} {' '.join(kernels_of(case))}")
+        return 0
+    if not torch.cuda.is_available():
+        print("benchmarks.tiles needs a GPU", file=sys.stderr)
+        return 2
+    if arguments.share is not None:
+        compile_share(jobs(names, arguments.kernels), arguments.share, arguments.processes)
+        return 0
+    found = sweep(names, arguments.kernels, arguments.processes)
+    if arguments.write:
+        for (name, kernel), times in found.items():
+            case, (ms, tile) = CASES[name], times[0]
+            reason = f"{ms:.3f} ms, {name} of benchmarks.tiles; {times[1][0]:.3f} for {times[1][1]}"
+            TABLE.write_text(rewritten(TABLE.read_text(), case.table, kernel, case.row, tile, reason))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
