@@ -1,9 +1,12 @@
 """Run the Triton kernels in Triton's interpreter on CPU tensors: `python interpreted_triton.py <seed> <cases>`.
 
+With "bugs" in the place of the seed, the calls of `predecessor_cases.py`, each with its mask dense and prepared.
+
 A process of its own, because Triton decides at its import whether it interprets, and because an access far out of
 bounds is a segmentation fault there. Random cases in fp32 and fp16 (bf16 products are wrong there), with NaN
-margins round every input, a third of the masks prepared, against the fp64 formula; every failure prints the line that
-rebuilds it.
+margins round inputs, a third of the masks prepared, against the fp64 formula; on tiles of several shapes, and as if the
+GPU had more processors than the call has programs. What the kernels write to is NaN before, and so is what lies round
+it, then and afterwards. Every failure prints the lines that rebuild it.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,45 +25,95 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch  # noqa: E402
 from accuracy import assert_accurate, run  # noqa: E402
-from cases import ALL, Case  # noqa: E402
+from cases import ALL, Case, Inputs  # noqa: E402
 from layouts import LAYOUTS, rearranged  # noqa: E402
+from predecessor_cases import CALLS, build  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import flash_dmattn  # noqa: E402
 from flash_dmattn.backends import triton as backend  # noqa: E402
 from flash_dmattn.masks import prepare_mask  # noqa: E402
-from flash_dmattn.triton_kernels import tile_table  # noqa: E402
+from flash_dmattn.triton_kernels import launch, plan_backward, tile_table  # noqa: E402
+from flash_dmattn.triton_kernels.plan import Call  # noqa: E402
+from flash_dmattn.triton_kernels.tile_table import Tile  # noqa: E402
 
 # The interpreter takes the same time for a step of any size, and a few steps show every edge.
-SMALL = tile_table.Tile(16, 32, 4, 1)
+TILES = (Tile(16, 32, 4, 1), Tile(16, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 64, 4, 1))
+# More processors than programs: loops over blocks are shared among programs.
+PROCESSORS = (1, 64)
+# Each has a kernel of its own for its gradient, or a way of storing it, and is too rare among all shapes.
+SCORE_BIASES = tuple((*heads, "Lq", "Lk") for heads in (("B", "Hq"), ("1", "Hq"), ("B", "1"), ("1", "Hk")))
+# At 0, a key mask whose programs need no parts does without them.
+PARTS_BYTES = (plan_backward.MAX_PARTS_BYTES, plan_backward.MAX_PARTS_BYTES, 0)
+
+MARGIN = 64
+_allocated: list[tuple[Tensor, int]] = []
 
 
 def admit_cpu() -> None:
     """Lift the rule on the device, which the interpreter does not need."""
     backend.RULES = tuple(rule for rule in backend.RULES if rule.code != "device")
-    tile_table._FP32 = tile_table._SMALL = {256: SMALL}
+
+
+def set_up(tile: Tile, processors: int, parts_bytes: int) -> None:
+    """Make the plans of the next calls with these tiles, and as on a GPU of so many processors."""
+
+    def call(*given: Any) -> Call:
+        made = Call(*given)
+        made.processors = processors
+        return made
+
+    tile_table._FP32 = tile_table._SMALL = {256: tile}
+    plan_backward.MAX_PARTS_BYTES = parts_bytes
+    launch.Call = call
+    launch._plans.clear()
+
+
+def guarded_empty(*shape: Any, dtype: torch.dtype = torch.float32, device: object = None) -> Tensor:
+    """`torch.empty`, of NaN and between margins of NaN: what a kernel leaves out or writes beside its output shows."""
+    sizes = torch.Size(shape if isinstance(shape[0], int) else shape[0])
+    if not dtype.is_floating_point:
+        return torch.full(sizes, 77, dtype=dtype)
+    whole = torch.full((sizes.numel() + 2 * MARGIN,), torch.nan, dtype=dtype)
+    _allocated.append((whole, sizes.numel()))
+    return whole[MARGIN : MARGIN + sizes.numel()].view(sizes)
+
+
+def assert_margins() -> None:
+    """Nothing was written beside what was allocated since the last call."""
+    for whole, size in _allocated:
+        assert bool(whole[:MARGIN].isnan().all()), "written before an output"
+        assert bool(whole[MARGIN + size :].isnan().all()), "written behind an output"
+    _allocated.clear()
 
 
 def draw(rng: random.Random) -> Case:
     """A random call of at most a few tiles."""
 
-    def letters() -> tuple[str, ...]:
-        return rng.choice("1B"), rng.choice(("1", "Hk", "Hq")), rng.choice(("1", "Lq")), rng.choice(("1", "Lk"))
+    def letters(*keys: str) -> tuple[str, ...]:
+        return rng.choice("1B"), rng.choice(("1", "Hk", "Hq")), rng.choice(("1", "Lq")), rng.choice(keys)
 
     heads_k = rng.choice((1, 1, 2))
+    seqlen_q, seqlen_k = rng.choice((0, 1, 7, 31, 32, 33, 40)), rng.choice((0, 1, 5, 16, 17, 31, 33, 40, 70))
+    # Now and then several tiles of a packed mask, or so many blocks that programs share them.
+    length = rng.random()
+    if length < 0.1:
+        seqlen_q, seqlen_k = rng.choice(((130, seqlen_k), (seqlen_q, 140), (130, 140)))
+    elif length < 0.25:
+        seqlen_q, seqlen_k = rng.choice(((1, 300), (17, 290), (150, 20), (200, 33), (140, 70)))
     return Case(
         batch=rng.choice((1, 2)),
-        seqlen_q=rng.choice((0, 1, 7, 31, 32, 33, 40)) if rng.random() < 0.9 else 130,
-        seqlen_k=rng.choice((0, 1, 5, 16, 17, 31, 33, 40)) if rng.random() < 0.9 else 140,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
         num_heads=heads_k * rng.choice((1, 2)),
         num_heads_k=heads_k,
         head_dim=rng.choice((8, 16, 24)),
         head_dim_v=rng.choice((0, 0, 8, 32)),
         dtype=rng.choice((torch.float32, torch.float32, torch.float16)),
         bias_dtype=rng.choice((None, None, torch.float32)),
-        mask=letters() if rng.random() < 0.5 else None,
+        mask=letters("1", "Lk", "Lk", "Lk") if rng.random() < 0.6 else None,
         mask_kind=rng.choice(("random", "random", "empty_rows", "empty_tiles", "none_allowed", "all_allowed")),
-        bias=letters() if rng.random() < 0.7 else None,
+        bias=rng.choice((None, letters("1", "Lk"), letters("1", "Lk"), rng.choice(SCORE_BIASES))),
         bias_kind=rng.choice(("normal", "normal", "inf")),
         is_causal=rng.random() < 0.5,
         softmax_scale=rng.choice((None, None, 0.0, 0.7, -0.2)),
@@ -82,28 +136,56 @@ def with_prepared_mask(
     return flash_dmattn.attention(q, k, v, prepared, bias, return_lse=True, backend="triton", **flags)
 
 
-def main(seed: int, count: int) -> int:
-    """Run the cases; the number of failures is the exit status."""
-    admit_cpu()
-    torch.set_num_threads(1)
-    rng, failures = random.Random(seed), 0
+Settings = tuple[Tile, int, int]
+
+
+def failure_of(case: Case, inputs: Inputs, layout: str | None, prepared: bool, settings: Settings) -> str | None:
+    """Run a call; None where every result is as it has to be."""
+    moved = inputs if layout is None else rearranged(inputs, LAYOUTS[layout])
     attention = partial(flash_dmattn.attention, return_lse=True, backend="triton")
+    _allocated.clear()
+    try:
+        set_up(*settings)
+        assert_accurate(run(with_prepared_mask if prepared else attention, case, moved), case, inputs)
+        assert_margins()
+    except Exception as failure:  # the other cases still count
+        where = f"layout {layout}, prepared {prepared}, set_up{settings}"
+        return f"{case.repro()}\n  {where}\n{type(failure).__name__}: {failure}"[:2000]
+    return None
+
+
+def random_calls(seed: int, count: int) -> Iterator[str | None]:
+    """Outcomes of random calls."""
+    rng = random.Random(seed)
     for _ in range(count):
         case, layout = draw(rng), rng.choice((None, None, *LAYOUTS))
-        prepared = case.seed % 3 == 0
-        inputs = case.build()
-        moved = inputs if layout is None else rearranged(inputs, LAYOUTS[layout])
-        try:
-            assert_accurate(run(with_prepared_mask if prepared else attention, case, moved), case, inputs)
-        except Exception as failure:  # the others still count
-            failures += 1
-            print(
-                f"{case.repro()} layout {layout} prepared {prepared}\n{type(failure).__name__}: {failure}"[-1500:],
-                flush=True,
-            )
-    print(f"{count - failures} passed, {failures} failed")
-    return min(failures, 100)
+        settings = rng.choice(TILES), rng.choice(PROCESSORS), rng.choice(PARTS_BYTES)
+        yield failure_of(case, case.build(), layout, case.seed % 3 == 0, settings)
+
+
+def predecessor_calls() -> Iterator[str | None]:
+    """Outcomes of what the predecessor answered wrongly."""
+    for name in CALLS:
+        case, inputs = build(name)
+        # Whole tiles of a mask are 128 x 128, and small blocks of them take the interpreter too long.
+        tile = Tile(64, 64, 4, 1) if case.seqlen_q > 100 else TILES[0]
+        for prepared in (False, True):
+            yield failure_of(case, inputs, None, prepared, (tile, 1, PARTS_BYTES[0]))
+
+
+def main(outcomes: Iterator[str | None]) -> int:
+    """Print the failures; their number is the exit status."""
+    admit_cpu()
+    torch.set_num_threads(1)
+    torch.empty, torch.empty_like = guarded_empty, lambda x: guarded_empty(x.shape, dtype=x.dtype)
+    passed = failed = 0
+    for outcome in outcomes:
+        passed, failed = passed + (outcome is None), failed + (outcome is not None)
+        if outcome is not None:
+            print(outcome, flush=True)
+    print(f"{passed} passed, {failed} failed")
+    return min(failed, 100)
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
+    sys.exit(main(predecessor_calls() if sys.argv[1] == "bugs" else random_calls(int(sys.argv[1]), int(sys.argv[2]))))

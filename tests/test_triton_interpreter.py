@@ -1,4 +1,4 @@
-"""The Triton kernels in Triton's interpreter: random calls in fp32 and fp16, in processes of their own."""
+"""The Triton kernels in Triton's interpreter: calls in fp32 and fp16, in processes of their own."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 from cases import DEVICE
+from predecessor_cases import CALLS
 
-SCRIPT = Path(__file__).with_name("interpreted_triton.py")
-CASES = 40
+TESTS = Path(__file__).parent
+CASES = 48
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
@@ -19,10 +20,23 @@ pytestmark = [
 ]
 
 
+def interpret(script: str, *arguments: str) -> str:
+    """What a script prints, which has to end well."""
+    command = [sys.executable, str(TESTS / script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout[-4000:]}{done.stderr[-2000:]}"
+    return done.stdout
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_random_calls(seed: int) -> None:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(seed), str(CASES)], capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert f"{CASES} passed, 0 failed" in done.stdout
+    assert f"{CASES} passed, 0 failed" in interpret("interpreted_triton.py", str(seed), str(CASES))
+
+
+def test_bugs_of_the_predecessor() -> None:
+    assert f"{2 * len(CALLS)} passed, 0 failed" in interpret("interpreted_triton.py", "bugs")
+
+
+@pytest.mark.parametrize("what", ("strides", "entries"))
+def test_offsets_beyond_int32(what: str) -> None:
+    interpret("interpreted_far.py", what)

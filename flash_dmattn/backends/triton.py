@@ -61,17 +61,10 @@ AUTO_RULES: tuple[Rule, ...] = (
         lambda p: f"the GPU is {p.architecture}; the kernels have been tested and timed on sm_90 only",
         'backend="triton" runs it all the same',
     ),
-    Rule(
-        "measured_head_dim",
-        lambda p: p.head_dim == p.head_dim_v and (p.head_dim <= 64 or p.head_dim == 128),
-        lambda p: (
-            f"head dims are {p.head_dim} and {p.head_dim_v} (v); the 16-bit kernels have been tested on a GPU at equal "
-            "ones up to 64 and at 128"
-        ),
-        'backend="triton" runs it all the same',
-    ),
 )
 
+# Not imported at the top: importing Triton takes a second, and flash_dmattn has to import without it.
+_MODULE = "flash_dmattn.triton_kernels.launch"
 _found: Availability | None = None
 _launch: ModuleType | None = None
 
@@ -86,17 +79,17 @@ def probe() -> Availability:
 
 def _load() -> Availability:
     try:
-        _kernels()
+        importlib.import_module(_MODULE)
     except Exception as error:  # a broken installation raises anything; a probe reports it
         return Availability(False, f"Triton cannot be imported: {error}", "pip install triton", error)
     return Availability(True)
 
 
 def _kernels() -> ModuleType:
-    # Not at the top: importing Triton takes a second, and flash_dmattn has to import without it.
+    # Found once: the import system takes two microseconds to find it again.
     global _launch
     if _launch is None:
-        _launch = importlib.import_module("flash_dmattn.triton_kernels.launch")
+        _launch = importlib.import_module(_MODULE)
     return _launch
 
 

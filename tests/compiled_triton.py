@@ -1,0 +1,149 @@
+"""Compile what the plans of the Triton backend launch for a GPU that need not be here, and tell what each kernel takes.
+
+The tensors are meta tensors: a plan reads sizes, strides, dtypes and alignment, never a value.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from flash_dmattn.triton_kernels.kernel_launch import Launch
+from flash_dmattn.triton_kernels.plan import Call, Flags, MaskTensors
+from flash_dmattn.triton_kernels.plan_backward import plan_backward
+from flash_dmattn.triton_kernels.plan_forward import plan_forward
+
+
+class Kernel(NamedTuple):
+    """A compiled kernel: its tile, registers of a thread, bytes of its stack and of shared memory, and its PTX."""
+
+    name: str
+    block_m: int
+    block_n: int
+    registers: int
+    stack: int
+    shared: int
+    ptx: str
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A call by what decides its kernels: sizes and flags as `Case` has them, letters for the shape of the bias."""
+
+    head_dim: int
+    mask: str = "none"  # "tiles", "keys"
+    bias: tuple[str, ...] | None = None
+    is_causal: bool = False
+    batch: int = 2
+    seqlen_q: int = 2048
+    seqlen_k: int = 2048
+    num_heads: int = 16
+    num_heads_k: int = 16
+    dtype: torch.dtype = torch.bfloat16
+    bias_dtype: torch.dtype | None = None
+    softcap: float = 0.0
+    row_stride: int = 0  # elements from a row of q, k, v and dout to the next; 0: contiguous
+
+    def rows(self, seqlen: int, num_heads: int) -> Tensor:
+        """A (B, L, H, D) tensor."""
+        row = self.row_stride or num_heads * self.head_dim
+        strides = (seqlen * row, row, self.head_dim, 1)
+        shape = (self.batch, seqlen, num_heads, self.head_dim)
+        return torch.empty_strided(shape, strides, dtype=self.dtype, device="meta")
+
+    def mask_tensors(self) -> MaskTensors:
+        """Of a mask with a head for each key-value head, or for all of them where it is one row."""
+        tiles_q, tiles_k = triton.cdiv(self.seqlen_q, 128), triton.cdiv(self.seqlen_k, 128)
+        shapes: list[tuple[int, ...]] = []
+        if self.mask == "tiles":
+            shapes = [(self.seqlen_q, 4 * tiles_k), (tiles_q, tiles_k), (tiles_q, 2 + tiles_k), (tiles_k, 2 + tiles_q)]
+            shapes = [(self.batch, self.num_heads_k, *shape) for shape in shapes]
+        elif self.mask == "keys":
+            shapes = [(self.batch, 1, self.seqlen_k), (self.batch, 1), (self.batch, 1, self.seqlen_k + 1)]
+        tensors = [torch.empty(shape, dtype=torch.int32, device="meta") for shape in shapes]
+        if self.mask == "tiles":
+            tensors[1] = tensors[1].to(torch.uint8)
+        return tensors
+
+    def call(self, capability: int) -> Call:
+        """The call on a GPU with as many processors as an H200."""
+        sizes = {
+            "B": self.batch,
+            "Hq": self.num_heads,
+            "Hk": self.num_heads_k,
+            "Lq": self.seqlen_q,
+            "Lk": self.seqlen_k,
+        }
+        bias = None
+        if self.bias is not None:
+            shape = [sizes.get(letter, 1) for letter in self.bias]
+            bias = torch.empty(shape, dtype=self.bias_dtype or self.dtype, device="meta")
+        q, k, v = (
+            self.rows(seqlen, heads)
+            for seqlen, heads in (
+                (self.seqlen_q, self.num_heads),
+                (self.seqlen_k, self.num_heads_k),
+                (self.seqlen_k, self.num_heads_k),
+            )
+        )
+        flags = Flags(self.is_causal, (-1, -1), self.head_dim**-0.5, self.softcap)
+        call = Call(q, k, v, self.mask_tensors(), bias, flags)
+        call.capability, call.processors = (capability // 10, capability % 10), 132
+        return call
+
+
+def run_plans(call: Call, launch: Callable[..., None]) -> None:
+    """Run both passes of a call with every gradient asked for, with another function in the place of each launch."""
+    q, k, v, mask, bias = call.q, call.k, call.v, call.mask, call.bias
+    out, dout = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(q)
+    lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], device=q.device)
+    with mock.patch.object(Launch, "__call__", launch):
+        plan_forward(call)(q, k, v, mask, bias, out, lse)
+        plan_backward(call, dout, None, (True,) * 4)(dout, None, q, k, v, mask, bias, out, lse)
+
+
+def kernels_of(variant: Variant, capability: int) -> list[Kernel]:
+    """What both passes of a call launch on a GPU, compiled."""
+    found = []
+
+    def compile_launch(launch: Launch, *tensors: Tensor | None) -> None:
+        arguments: list[Any] = list(tensors)
+        for slot, shape, strides, block in launch.descriptors:
+            arguments[slot] = TensorDescriptor(arguments[slot], shape, strides, block)
+        found.append(_compiled(launch.kernel, [*arguments, *launch.rest], launch.options, capability))
+
+    run_plans(variant.call(capability), compile_launch)
+    return found
+
+
+def _compiled(kernel: Any, arguments: list[Any], options: dict[str, int], capability: int) -> Kernel:
+    target = GPUTarget("cuda", capability, 32)
+    backend = make_backend(target)
+    # What Triton does at a launch: the type, alignment and value of every argument decide the kernel.
+    bound, specialization, _ = create_function_from_signature(kernel.signature, kernel.params, backend)(*arguments)
+    _, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, None)
+    source = ASTSource(kernel, signature, constants, attributes)
+    result = triton.compile(source, target=target, options=options)
+    with tempfile.TemporaryDirectory() as folder:
+        (file := Path(folder) / "kernel.cubin").write_bytes(result.asm["cubin"])
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file]
+        usage = subprocess.run(command, text=True, capture_output=True, check=True).stdout
+    numbers = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert numbers is not None, usage
+    registers, stack = map(int, numbers.groups())
+    name, tile = kernel.__name__.removesuffix("_kernel"), (bound.get("BLOCK_M", 0), bound.get("BLOCK_N", 0))
+    return Kernel(name, *tile, registers, stack, result.metadata.shared, result.asm["ptx"])

@@ -1,0 +1,102 @@
+"""The calls that the tests on a GPU share: every form of mask and bias, through autograd and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from cases import Case, Inputs
+from conftest import Runner
+from torch import Tensor
+
+import flash_dmattn
+from flash_dmattn.masks import prepare_mask
+
+# A backend that does not work here skips in the fixture, one that refuses a call in `served`, each with its reason.
+on_kernels = pytest.mark.parametrize("backend", ("triton", "cuda"), indirect=True)
+
+BASE = Case(seqlen_q=200, seqlen_k=330, head_dim=64, dtype=torch.bfloat16, dlse=True)
+LARGE = BASE.with_(seqlen_q=2048, seqlen_k=2200, num_heads=16, num_heads_k=8)
+FORMS = {
+    "plain": BASE.with_(is_causal=True),
+    "dense mask": BASE.with_(mask=("B", "Hk", "Lq", "Lk"), mask_kind="empty_rows"),
+    "prepared mask": BASE.with_(mask=("B", "Hk", "Lq", "Lk"), bias=("B", "Hq", "Lq", "Lk"), is_causal=True),
+    "bias": BASE.with_(bias=("B", "Hq", "Lq", "Lk"), softcap=5.0),
+    "shared bias": BASE.with_(bias=("1", "Hk", "Lq", "Lk"), mask=("1", "1", "Lq", "Lk"), mask_kind="empty_tiles"),
+    "key mask": BASE.with_(mask=("B", "Hk", "1", "Lk"), bias=("1", "Hq", "1", "Lk"), is_causal=True),
+    "prepared key mask": BASE.with_(mask=("B", "1", "1", "Lk"), bias=("B", "Hq", "Lq", "1"), window_size=(90, 0)),
+    # Split among programs: over keys in the forward pass, over queries in the backward one.
+    "few queries": BASE.with_(batch=1, seqlen_q=3, seqlen_k=2500, bias=("1", "Hq", "1", "Lk"), is_causal=True),
+    "few keys": BASE.with_(batch=1, seqlen_q=2500, seqlen_k=65, bias=("1", "1", "Lq", "Lk")),
+    # Large enough to pay for tensor descriptors.
+    "large": LARGE.with_(bias=("B", "Hq", "Lq", "Lk"), is_causal=True),
+    "large mask": LARGE.with_(bias=("1", "1", "Lq", "Lk"), mask=("1", "Hk", "Lq", "Lk"), mask_kind="empty_tiles"),
+}
+every_form = pytest.mark.parametrize("form", FORMS)
+
+
+def served(backend: Runner, case: Case) -> Inputs:
+    """The tensors of a case, or a skip with the reasons for which the backend refuses it."""
+    inputs = case.build()
+    refusal = backend.refusal(case, inputs)
+    if refusal is not None:
+        pytest.skip(refusal)
+    return inputs
+
+
+def of_form(form: str, case: Case, inputs: Inputs) -> Inputs:
+    """The inputs with their mask as the form has it: prepared beforehand, or as it is."""
+    if not form.startswith("prepared"):
+        return inputs
+    band = {"is_causal": case.is_causal, "window_size": case.window_size}
+    return replace(inputs, mask=prepare_mask(inputs.mask, seqlen_q=case.seqlen_q, seqlen_k=case.seqlen_k, **band))
+
+
+def buffers(inputs: Inputs) -> list[Tensor]:
+    """All tensors of a call, those of a prepared mask among them."""
+    given = [x for f in fields(inputs) for x in [getattr(inputs, f.name)] if x is not None]
+    return [y for x in given for y in ([x] if isinstance(x, Tensor) else x.tensors)]
+
+
+def leaves_of(inputs: Inputs) -> list[Tensor | None]:
+    """q, k, v and bias, new leaves that share the memory of the inputs."""
+    return [None if x is None else x.detach().requires_grad_() for _, x in inputs.floats()]
+
+
+def attend(
+    backend: Runner, case: Case, inputs: Inputs, leaves: Sequence[Tensor | None], **flags: Any
+) -> tuple[Tensor, ...]:
+    """(out, lse) of the call on the backend."""
+    q, k, v, bias = leaves
+    flags = {**case.flags(), "return_lse": True, "backend": backend.name, **flags}
+    return flash_dmattn.attention(q, k, v, inputs.mask, bias, **flags)
+
+
+def results(backend: Runner, case: Case, inputs: Inputs, **flags: Any) -> list[Tensor]:
+    """out, lse and all gradients."""
+    leaves = leaves_of(inputs)
+    return with_gradients(attend(backend, case, inputs, leaves, **flags), leaves, inputs)
+
+
+def with_gradients(outputs: tuple[Tensor, ...], leaves: list[Tensor | None], inputs: Inputs) -> list[Tensor]:
+    """The outputs and the gradients of the leaves, with nothing between the two passes."""
+    out, lse = outputs
+    wanted = [x for x in leaves if x is not None]
+    pairs = [(out, inputs.dout)] if inputs.dlse is None else [(out, inputs.dout), (lse, inputs.dlse)]
+    gradients = torch.autograd.grad([y for y, _ in pairs], wanted, [dy for _, dy in pairs])
+    return [out.detach(), lse.detach(), *gradients]
+
+
+def assert_equal(found: list[Tensor], expected: list[Tensor], note: str = "") -> None:
+    """Bit for bit, NaN excluded: the results hold none."""
+    names = ("out", "lse", "dq", "dk", "dv", "dbias")
+    assert len(found) == len(expected)
+    for name, x, y in zip(names, found, expected):
+        assert x.dtype == y.dtype and x.shape == y.shape, f"{name} {note}: {x.dtype} {tuple(x.shape)}"
+        if not torch.equal(x, y):
+            number = int((x != y).sum())
+            worst = (x.double() - y.double()).nan_to_num().abs().max().item()
+            raise AssertionError(f"{name} {note}: {number} of {x.numel()} values differ, by up to {worst:.3e}")

@@ -1,0 +1,152 @@
+"""Offsets beyond 2^31 in the attention kernels, interpreted: `python interpreted_far.py strides|entries`.
+
+A process of its own, as `interpreted_triton.py` is. The tensors are virtual: memory that is mapped and never reserved,
+of which a call touches a few pages. An offset that overflows wraps in the interpreter as it does on a GPU, and then the
+kernel reads or writes elsewhere. The same call on small contiguous tensors says what has to come out, bit for bit.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+os.environ["TRITON_INTERPRET"] = "1"
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+from triton.runtime.interpreter import interpreter_builder  # noqa: E402
+
+from flash_dmattn.masks.preparation import prepare  # noqa: E402
+from flash_dmattn.triton_kernels import launch, tile_table  # noqa: E402
+from flash_dmattn.triton_kernels.kernel_launch import Launch  # noqa: E402
+from flash_dmattn.triton_kernels.launch import Flags  # noqa: E402
+
+BEYOND = 2**31 + 2**12
+Results = list[Tensor | None]
+
+
+def virtual(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A strided tensor in memory that is backed where it is touched."""
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    unreserved = 0x4000  # MAP_NORESERVE of Linux, which the mmap module does not name before Python 3.11
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | unreserved
+    storage = torch.frombuffer(mmap.mmap(-1, elements * dtype.itemsize + 2**16, flags), dtype=dtype)
+    return storage.as_strided(tuple(shape), tuple(strides))
+
+
+def far(x: Tensor, dim: int) -> Tensor:
+    """The same values, the last along `dim` beyond 2^31 elements; by a stride that itself has 32 bits."""
+    steps = x.shape[dim] - 1
+    if steps < 2:  # the offset is a stride, or nothing
+        return x
+    strides = list(x.contiguous().stride())
+    strides[dim] = BEYOND // steps + 1
+    return virtual(x.shape, strides, x.dtype).copy_(x)
+
+
+def results(
+    q: Tensor, k: Tensor, v: Tensor, mask: list[Tensor], bias: Tensor | None, dout: Tensor, dlse: Tensor, flags: Flags
+) -> Results:
+    """out, lse and every gradient."""
+    out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype)
+    lse = torch.empty(q.shape[0], q.shape[2], q.shape[1])
+    launch.forward(q, k, v, mask, bias, out, lse, flags)
+    need = (True, True, True, bias is not None)
+    return [out, lse, *launch.backward(dout, dlse, q, k, v, mask, bias, out, lse, flags, need)]
+
+
+def assert_equal(found: Results, expected: Results, what: object) -> None:
+    for name, x, y in zip(("out", "lse", "dq", "dk", "dv", "dbias"), found, expected, strict=True):
+        assert (x is None) == (y is None), (what, name)
+        assert x is None or y is None or torch.equal(x, y), (what, name)
+
+
+def mask_of(form: str, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int) -> list[Tensor]:
+    """The tensors of a random prepared mask; some of its tiles are empty."""
+    if form == "none":
+        return []
+    shape = (batch, num_heads, 1 if form == "keys" else seqlen_q, seqlen_k)
+    mask = torch.rand(shape) < 0.6
+    mask[..., :128, 128:256] = False
+    return prepare(mask, seqlen_q, seqlen_k, False, (-1, -1))
+
+
+def check_strides() -> None:
+    """Every dim of every input far, a dim of each of them at a time."""
+    calls: list[tuple[tuple[int, ...], tuple[int, ...] | None, str]] = [
+        # (batch, queries, keys, heads), the shape of the bias, the mask; three of each, for two steps along every dim.
+        ((3, 20, 40, 3), (3, 3, 20, 40), "none"),
+        ((3, 20, 40, 3), (3, 1, 20, 40), "tiles"),
+        ((3, 20, 40, 3), (1, 3, 20, 40), "keys"),
+        ((3, 20, 40, 3), (3, 3, 1, 40), "keys"),
+        ((3, 20, 40, 3), (3, 3, 20, 1), "none"),
+        ((1, 260, 270, 1), (1, 1, 260, 270), "tiles"),  # three rows and columns of tiles
+    ]
+    for (batch, seqlen_q, seqlen_k, heads), shape, form in calls:
+        q, dout = torch.randn(batch, seqlen_q, heads, 16), torch.randn(batch, seqlen_q, heads, 16)
+        k, v = torch.randn(batch, seqlen_k, heads, 16), torch.randn(batch, seqlen_k, heads, 16)
+        bias, dlse = shape and torch.randn(shape), torch.randn(batch, heads, seqlen_q)
+        mask, flags = mask_of(form, batch, heads, seqlen_q, seqlen_k), Flags(False, (-1, -1), 0.25, 0.0)
+        expected = results(q, k, v, mask, bias, dout, dlse, flags)
+        # The kernel of a shared bias finds the classes of tiles by the strides of their lists, so those stay.
+        keep = (1, 2, 3) if form == "tiles" and shape == (3, 1, 20, 40) else (1,)
+        for dim in range(4):
+            rows = [far(x, dim) if dim < 3 else x for x in (q, k, v, dout)]
+            moved = [x if i in keep or dim >= x.dim() - 1 else far(x, dim) for i, x in enumerate(mask)]
+            far_dlse = far(dlse, dim) if dim < 3 else dlse
+            found = results(*rows[:3], moved, bias is not None and far(bias, dim), rows[3], far_dlse, flags)
+            assert_equal(found, expected, (shape, form, dim))
+
+
+def check_entries() -> None:
+    """The last of so many batch entries that every tensor of rows and every dbias of scores has more than 2^31."""
+    batch, heads, heads_k, length, dim = 2**21 + 8, 8, 4, 16, 16
+    empty = torch.empty
+
+    def virtual_empty(*shape: Any, dtype: torch.dtype = torch.float32, device: object = None) -> Tensor:
+        sizes = torch.Size(shape if isinstance(shape[0], int) else shape[0])
+        return virtual(sizes, empty(sizes, device="meta").stride(), dtype)
+
+    def last_entry(run: Launch, *tensors: Tensor | None) -> None:
+        programs = run.grid[0]
+        set_dim, set_index = interpreter_builder.set_grid_dim, interpreter_builder.set_grid_idx
+        skipped = programs - programs // batch
+        with mock.patch.multiple(
+            interpreter_builder,
+            set_grid_dim=lambda x, y, z: set_dim(programs, y, z),
+            set_grid_idx=lambda x, y, z: set_index(skipped + x, y, z),
+        ):
+            run.kernel[(programs // batch,)](*tensors, *run.rest)
+
+    for shape, form, mask_heads in (
+        ((batch, heads, length, length), "tiles", heads_k),
+        ((batch, heads_k, length, length), "none", 1),
+        (None, "keys", heads),
+    ):
+        torch.manual_seed(0)
+        q, dout = (torch.randn(1, length, heads, dim).half() for _ in range(2))
+        k, v = (torch.randn(1, length, heads_k, dim).half() for _ in range(2))
+        bias, dlse = shape and torch.randn(1, *shape[1:]).half(), torch.randn(1, heads, length)
+        mask, flags = mask_of(form, 1, mask_heads, length, length), Flags(False, (-1, -1), 0.25, 0.0)
+        expected = results(q, k, v, mask, bias, dout, dlse, flags)
+        with mock.patch.object(torch, "empty", virtual_empty), mock.patch.object(Launch, "__call__", last_entry):
+            many = []
+            for x in (q, k, v, dout, dlse, *(() if bias is None else (bias,))):
+                many.append(torch.empty((batch, *x.shape[1:]), dtype=x.dtype))
+                many[-1][-1:] = x
+            found = results(*many[:3], mask, many[5] if shape else None, *many[3:5], flags)
+        assert_equal([x if x is None else x[-1:] for x in found], expected, (shape, form))
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    tile_table._FP32 = tile_table._SMALL = {256: tile_table.Tile(64, 64, 4, 1)}
+    {"strides": check_strides, "entries": check_entries}[sys.argv[1]]()

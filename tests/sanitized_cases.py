@@ -1,0 +1,121 @@
+"""Small calls that reach every Triton kernel, for compute-sanitizer: `python tests/sanitized_cases.py [first] [count]`.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/sanitized_cases.py 0 8
+
+Each call runs once forward and once backward; its results are compared with the formula in fp64 on the CPU, so that
+the tool watches little else than the kernels. Without caching every tensor is an allocation of its own, and an access
+beyond its end is seen. Prints one line a call; the number of wrong ones is the exit status.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import torch  # noqa: E402
+from accuracy import GRADIENTS, Results, assert_accurate  # noqa: E402
+from cases import DEVICE, Case, Inputs  # noqa: E402
+from descriptors import descriptors_wherever_they_serve  # noqa: E402
+from layouts import offset_by_one, rearranged  # noqa: E402
+
+import flash_dmattn  # noqa: E402
+
+BASE = Case(batch=1, seqlen_q=65, seqlen_k=130, num_heads=2, head_dim=64, dtype=torch.bfloat16, dlse=True)
+FP32 = torch.float32
+FULL = ("B", "Hq", "Lq", "Lk")
+TILES = ("B", "Hk", "Lq", "Lk")
+KEYS = ("B", "1", "1", "Lk")
+
+PLAIN = (
+    # No mask and no bias: blocks at every edge, and the band.
+    BASE,
+    BASE.with_(seqlen_q=130, seqlen_k=65, is_causal=True),
+    BASE.with_(seqlen_q=257, seqlen_k=1),
+    BASE.with_(seqlen_q=130, seqlen_k=130, head_dim=40, head_dim_v=64, window_size=(20, 5)),
+    BASE.with_(seqlen_k=65, head_dim=128, head_dim_v=40, softcap=5.0, softmax_scale=-0.2),
+    # Few queries or few keys: shares of a row, combined or gathered.
+    BASE.with_(seqlen_q=1, seqlen_k=257, head_dim=40, num_heads=4, dtype=FP32),
+    BASE.with_(seqlen_q=1, seqlen_k=520, head_dim=128),
+    BASE.with_(seqlen_q=257, seqlen_k=33, dtype=FP32, is_causal=True),
+    BASE.with_(seqlen_q=520, seqlen_k=65, num_heads=4, num_heads_k=1),
+    # Every class of the gradient of a bias.
+    BASE.with_(seqlen_q=130, seqlen_k=257, bias=FULL, is_causal=True),
+    BASE.with_(bias=FULL, bias_dtype=FP32, softcap=5.0),
+    BASE.with_(batch=2, seqlen_q=65, seqlen_k=257, head_dim=40, bias=("1", "Hq", "Lq", "Lk"), window_size=(40, 0)),
+    BASE.with_(num_heads=4, dtype=FP32, bias=("B", "Hk", "Lq", "Lk")),
+    BASE.with_(seqlen_q=257, batch=2, bias=("1", "Hk", "1", "Lk"), is_causal=True),
+    BASE.with_(num_heads=4, bias=("B", "Hq", "1", "Lk"), need=("k", "bias")),
+    BASE.with_(bias=("B", "Hq", "Lq", "1"), head_dim=128, mask=FULL, mask_kind="none_allowed"),
+    # Masks of tiles: rows that are read 16 bytes at a time, 4, and 1.
+    BASE.with_(seqlen_q=130, seqlen_k=272, head_dim=128, mask=("1", "1", "Lq", "Lk"), is_causal=True),
+    BASE.with_(seqlen_k=132, mask=TILES, mask_kind="empty_tiles", window_size=(-1, 30)),
+    BASE.with_(seqlen_q=257, mask=FULL, mask_kind="empty_rows", dtype=FP32),
+    BASE.with_(seqlen_q=257, mask=TILES, mask_kind="empty_tiles", bias=FULL),
+    BASE.with_(batch=2, seqlen_q=130, mask=TILES, bias=("1", "1", "Lq", "Lk")),
+    # Masks of keys.
+    BASE.with_(seqlen_q=130, seqlen_k=257, mask=KEYS, is_causal=True),
+    BASE.with_(mask=KEYS, bias=FULL, head_dim=128),
+    BASE.with_(num_heads=4, mask=("B", "Hq", "1", "Lk"), bias=("1", "Hq", "1", "Lk"), dtype=FP32),
+    BASE.with_(seqlen_q=5, seqlen_k=520, mask=KEYS, mask_kind="empty_tiles", bias=("1", "Hq", "Lq", "Lk"), batch=2),
+)
+# Through tensor descriptors, at sizes that do not pay for them.
+DESCRIPTORS = (
+    BASE.with_(seqlen_q=257, seqlen_k=257, head_dim=128, is_causal=True),
+    BASE.with_(seqlen_q=130, seqlen_k=264, head_dim=128, bias=FULL),
+    BASE.with_(seqlen_q=257, seqlen_k=264, head_dim=40, mask=TILES, mask_kind="empty_tiles", bias=FULL),
+    BASE.with_(batch=2, seqlen_q=257, seqlen_k=264, mask=TILES, bias=("1", "Hk", "Lq", "Lk")),
+)
+# One element into their storage, where no row is aligned.
+UNALIGNED = (
+    BASE.with_(seqlen_q=257, seqlen_k=257, is_causal=True),
+    BASE.with_(seqlen_q=130, mask=TILES, bias=FULL, head_dim=40, dtype=FP32),
+    BASE.with_(mask=KEYS, bias=("1", "Hk", "1", "Lk"), head_dim=128, seqlen_k=257),
+)
+CASES = tuple(
+    (case, how)
+    for how, cases in (("plain", PLAIN), ("descriptors", DESCRIPTORS), ("unaligned", UNALIGNED))
+    for case in cases
+)
+
+
+def call(case: Case, how: str) -> tuple[Results, Inputs]:
+    """What the kernels return for a case, and its inputs, both on the CPU."""
+    inputs = case.build("cpu")
+    there = rearranged(inputs, lambda x: x.to(DEVICE))
+    if how == "unaligned":
+        there = rearranged(there, offset_by_one)
+    leaves = [x if x is None else x.requires_grad_(name in case.need) for name, x in there.floats()]
+    q, k, v, bias = leaves
+    flags = {**case.flags(), "return_lse": True, "backend": "triton"}
+    wanted = [x for x in leaves if x is not None and x.requires_grad]
+    with descriptors_wherever_they_serve() if how == "descriptors" else nullcontext():
+        out, lse = flash_dmattn.attention(q, k, v, there.mask, bias, **flags)
+        found = iter(torch.autograd.grad((out, lse), wanted, (there.dout, there.dlse)))
+    results: Results = {"out": out.detach().cpu(), "lse": lse.detach().cpu()}
+    for name, x in zip(GRADIENTS, leaves, strict=True):
+        results[name] = next(found).cpu() if x is not None and x.requires_grad else None
+    return results, inputs
+
+
+def main(first: int, count: int) -> int:
+    """Run the calls from the first on; returns how many were wrong."""
+    failures = 0
+    for number, (case, how) in list(enumerate(CASES))[first : first + count]:
+        line = f"{number:2} {how} {case.repro()}"
+        results, inputs = call(case, how)
+        try:
+            assert_accurate(results, case, inputs)
+            print(f"{line} ok", flush=True)
+        except AssertionError as failure:  # the others still count
+            failures += 1
+            print(f"{line} WRONG: {failure}", flush=True)
+    return failures
+
+
+if __name__ == "__main__":
+    arguments = [int(x) for x in sys.argv[1:3]]
+    sys.exit(main(*arguments, *(0, len(CASES))[len(arguments) :]))

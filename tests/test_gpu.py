@@ -1,0 +1,198 @@
+"""Kernel backends on a GPU: graphs, torch.compile, streams, devices, bitwise repeats, autocast and checkpoint.
+
+Every result here is compared bit for bit with the plain call, whose accuracy is for the other tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from conftest import Runner
+from gpu_calls import (
+    FORMS,
+    assert_equal,
+    attend,
+    buffers,
+    every_form,
+    leaves_of,
+    of_form,
+    on_kernels,
+    results,
+    served,
+    with_gradients,
+)
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+import flash_dmattn
+
+pytestmark = on_kernels
+
+# Half a second of an H200, many times what the host needs for a call that it has made before.
+SLEEP_CYCLES = 10**9
+
+
+@every_form
+def test_a_captured_graph_replays_new_values(backend: Runner, form: str) -> None:
+    case = FORMS[form]
+    first, second = (of_form(form, c, served(backend, c)) for c in (case, case.with_(seed=1)))
+    static = of_form(form, case, case.build())
+    expected = [results(backend, case, inputs, deterministic=True) for inputs in (first, second)]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # what a first call compiles and allocates stays outside of the graph
+        results(backend, case, static, deterministic=True)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = results(backend, case, static, deterministic=True)
+    for inputs, of_inputs in zip((second, first), reversed(expected)):
+        for place, x in zip(buffers(static), buffers(inputs)):
+            place.copy_(x)
+        for x in found:
+            x.zero_()
+        graph.replay()
+        assert_equal(found, of_inputs, "of a replay")
+
+
+@every_form
+@pytest.mark.parametrize("dynamic", (False, True), ids=("static", "dynamic"))
+def test_compiled_calls(backend: Runner, form: str, dynamic: bool) -> None:
+    """One graph without breaks; with dynamic shapes it serves other lengths as well."""
+    torch._dynamo.reset()
+    case = FORMS[form]
+
+    def call(q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        flags = {**case.flags(), "return_lse": True, "deterministic": True, "backend": backend.name}
+        return flash_dmattn.attention(q, k, v, mask, bias, **flags)
+
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(call, backend=counter, fullgraph=True, dynamic=dynamic)
+    compilations = []
+    for seqlen_k in (case.seqlen_k, case.seqlen_k + 64):
+        other = case.with_(seqlen_k=seqlen_k)
+        inputs = of_form(form, other, served(backend, other))
+        leaves = leaves_of(inputs)
+        q, k, v, bias = leaves
+        found = with_gradients(compiled(q, k, v, inputs.mask, bias), leaves, inputs)
+        assert_equal(found, results(backend, other, inputs, deterministic=True), f"compiled, {seqlen_k} keys")
+        compilations.append(counter.frame_count)
+    # The lengths of a mask that was prepared outside are constants of its graph.
+    if dynamic and not form.startswith("prepared"):
+        assert compilations[1] == compilations[0]
+
+
+@every_form
+def test_a_busy_stream(backend: Runner, form: str) -> None:
+    """The kernels run on the current stream, behind what is on it, and the host does not wait for them."""
+    case = FORMS[form]
+    inputs = of_form(form, case, served(backend, case))
+    late = of_form(form, case, case.build())
+    expected = results(backend, case, inputs, deterministic=True)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        results(backend, case, inputs, deterministic=True)  # memory of this stream: to ask the driver for it may wait
+        for x in buffers(late):
+            x.zero_()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(SLEEP_CYCLES)
+        for place, x in zip(buffers(late), buffers(inputs)):
+            place.copy_(x)
+        found = results(backend, case, late, deterministic=True)
+    assert not stream.query(), "the host waited for the device, or the sleep is too short for this machine"
+    stream.synchronize()
+    assert_equal(found, expected, "on a busy stream")
+
+
+@every_form
+def test_torch_never_waits_for_the_device(backend: Runner, form: str) -> None:
+    """With a mask that is packed inside the call, or prepared there and then."""
+    case = FORMS[form]
+    inputs = served(backend, case)
+    expected = results(backend, case, of_form(form, case, inputs), deterministic=True)
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        found = results(backend, case, of_form(form, case, inputs), deterministic=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_equal(found, expected)
+
+
+@every_form
+def test_a_device_that_is_not_the_current_one(backend: Runner, form: str) -> None:
+    case = FORMS[form]
+    inputs = served(backend, case)
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs two GPUs and finds {torch.cuda.device_count()}")
+    expected = results(backend, case, of_form(form, case, inputs), deterministic=True)
+    there = of_form(form, case, case.build("cuda:1"))
+    assert torch.cuda.current_device() == 0
+    found = results(backend, case, there, deterministic=True)
+    assert torch.cuda.current_device() == 0
+    assert {x.device.index for x in found} == {1}
+    assert_equal([x.cpu() for x in found], [x.cpu() for x in expected])
+
+
+@every_form
+def test_repeats_are_bitwise_equal(backend: Runner, form: str) -> None:
+    """A hundred runs, while products on another stream move the order in which programs start and end."""
+    case = FORMS[form]
+    inputs = of_form(form, case, served(backend, case))
+    first = results(backend, case, inputs, deterministic=True)
+    other = torch.cuda.Stream()
+    x = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
+    product = torch.empty_like(x)
+    torch.cuda.synchronize()
+    for repeat in range(100):
+        with torch.cuda.stream(other):
+            for _ in range(1 + repeat % 3):
+                torch.mm(x, x, out=product)
+        assert_equal(results(backend, case, inputs, deterministic=True), first, f"in repeat {repeat}")
+    torch.cuda.synchronize()
+
+
+@every_form
+def test_nothing_is_read_before_it_is_written(backend: Runner, form: str) -> None:
+    """Under deterministic algorithms torch fills every new tensor with NaN, or with the largest integer."""
+    case = FORMS[form]
+    inputs = served(backend, case)
+    expected = results(backend, case, of_form(form, case, inputs), deterministic=True)
+    try:
+        torch.use_deterministic_algorithms(True)
+        found = results(backend, case, of_form(form, case, inputs))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_equal(found, expected, "with memory that was filled")
+
+
+@every_form
+def test_autocast(backend: Runner, form: str) -> None:
+    """fp32 leaves of values that bf16 holds: the same numbers as in bf16, gradients in fp32."""
+    case = FORMS[form].with_(bias_dtype=torch.float32)
+    low = of_form(form, case, served(backend, case))
+    high = replace(low, q=low.q.float(), k=low.k.float(), v=low.v.float())
+    with torch.autocast("cuda", torch.bfloat16):
+        found = results(backend, case, high, deterministic=True)
+    expected = results(backend, case, low, deterministic=True)
+    assert_equal(found, [*expected[:2], *(x.float() for x in expected[2:])], "under autocast")
+
+
+@every_form
+@pytest.mark.parametrize("use_reentrant", (False, True), ids=("plain", "reentrant"))
+def test_checkpoint(backend: Runner, form: str, use_reentrant: bool) -> None:
+    case = FORMS[form]
+    inputs = of_form(form, case, served(backend, case))
+    leaves = leaves_of(inputs)
+    outputs = checkpoint(
+        lambda *given: attend(backend, case, inputs, given, deterministic=True), *leaves, use_reentrant=use_reentrant
+    )
+    # A reentrant checkpoint refuses torch.autograd.grad.
+    torch.autograd.backward(outputs, (inputs.dout, inputs.dlse))
+    found = [*(x.detach() for x in outputs), *(x.grad for x in leaves if x is not None)]
+    assert_equal(found, results(backend, case, inputs, deterministic=True), "through a checkpoint")
