@@ -48,7 +48,7 @@ class Variant:
     mask: str = "none"  # "tiles", "keys"
     bias: tuple[str, ...] | None = None
     is_causal: bool = False
-    batch: int = 2
+    batch: int = 4  # more work than the least that pays for descriptors
     seqlen_q: int = 2048
     seqlen_k: int = 2048
     num_heads: int = 16

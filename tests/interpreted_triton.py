@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch  # noqa: E402
-from accuracy import assert_accurate, run  # noqa: E402
+from accuracy import assert_accurate, assert_empty_rows_ignore_dlse, run  # noqa: E402
 from cases import ALL, Case, Inputs  # noqa: E402
 from layouts import LAYOUTS, rearranged  # noqa: E402
 from predecessor_cases import CALLS, build  # noqa: E402
@@ -173,6 +173,19 @@ def predecessor_calls() -> Iterator[str | None]:
             yield failure_of(case, inputs, None, prepared, (tile, 1, PARTS_BYTES[0]))
 
 
+def empty_row_calls() -> Iterator[str | None]:
+    """Outcomes of gradients that come back through the lse of empty rows."""
+    attention = partial(flash_dmattn.attention, return_lse=True, backend="triton")
+    for bias in (("1", "Hk", "Lq", "1"), ("B", "1", "1", "Lk"), ("B", "Hq", "Lq", "Lk")):
+        case = Case(mask=("B", "1", "Lq", "Lk"), mask_kind="empty_rows", bias=bias)
+        set_up(TILES[0], 1, PARTS_BYTES[0])
+        try:
+            assert_empty_rows_ignore_dlse(attention, case, case.build())
+            yield None
+        except AssertionError as failure:
+            yield f"{case.repro()}\n{failure}"
+
+
 def main(outcomes: Iterator[str | None]) -> int:
     """Print the failures; their number is the exit status."""
     admit_cpu()
@@ -188,4 +201,5 @@ def main(outcomes: Iterator[str | None]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(predecessor_calls() if sys.argv[1] == "bugs" else random_calls(int(sys.argv[1]), int(sys.argv[2]))))
+    fixed = {"bugs": predecessor_calls, "empty rows": empty_row_calls}.get(sys.argv[1])
+    sys.exit(main(random_calls(int(sys.argv[1]), int(sys.argv[2])) if fixed is None else fixed()))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from accuracy import assert_accurate
+from accuracy import assert_accurate, assert_empty_rows_ignore_dlse
 from cases import DEVICE, Case
 from conftest import Runner
 from layouts import LAYOUTS, rearranged
+
+import flash_dmattn
 
 FULL = ("B", "Hq", "Lq", "Lk")
 
@@ -36,6 +39,17 @@ def test_sizes_of_zero(backend: Runner, empty: str, is_causal: bool, forms: tupl
         assert (results["out"] == 0).all() and (results["lse"] == -torch.inf).all()
     for name in ("dq", "dk", "dv", "dbias"):
         assert results[name] is None or (results[name] == 0).all()
+
+
+@pytest.mark.parametrize("bias", (("1", "Hk", "Lq", "1"), ("B", "1", "1", "Lk"), FULL))
+def test_the_lse_of_an_empty_row_takes_no_gradient(backend: Runner, bias: tuple) -> None:
+    case = Case(mask=("B", "1", "Lq", "Lk"), mask_kind="empty_rows", bias=bias)
+    inputs = case.build()
+    refusal = backend.refusal(case, inputs)
+    if refusal is not None:
+        pytest.skip(refusal)
+    attention = partial(flash_dmattn.attention, return_lse=True, backend=backend.name)
+    assert_empty_rows_ignore_dlse(attention, case, inputs)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -37,6 +37,10 @@ def test_bugs_of_the_predecessor() -> None:
     assert f"{2 * len(CALLS)} passed, 0 failed" in interpret("interpreted_triton.py", "bugs")
 
 
+def test_the_lse_of_an_empty_row_takes_no_gradient() -> None:
+    assert "3 passed, 0 failed" in interpret("interpreted_triton.py", "empty rows")
+
+
 @pytest.mark.parametrize("what", ("strides", "entries"))
 def test_offsets_beyond_int32(what: str) -> None:
     interpret("interpreted_far.py", what)

@@ -73,7 +73,7 @@ class Call:
         softcap, scale = flags.softcap, flags.softmax_scale
         self.scale_log2 = scale / softcap if softcap > 0 else scale * LOG2E.value
         # Descriptors cost the host 20 us each (H200, Triton 3.6), more than a small call takes the GPU.
-        self.pays_for_tma = batch * num_heads * seqlen_q * seqlen_k * (head_dim + head_dim_v) > 2**34
+        self.pays_for_tma = batch * num_heads * seqlen_q * seqlen_k * (head_dim + head_dim_v) >= 2**34
         self.precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
     def tile(self, kernel: str) -> Tile:

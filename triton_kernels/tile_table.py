@@ -136,9 +136,9 @@ def tile_of(
         return _row(_SM90_FP32[kernel] if tuned else _FP32, block_d)
     if capability != (9, 0):
         return _row(_SMALL, block_d)
-    has_tile_bias = bias == TILE_BIAS.value
-    masked = _SM90_KEYS if mask == KEYS.value else _SM90_TILES
-    table = _SM90_BIAS if has_tile_bias or kernel in ("product", "bias") else _SM90
-    if mask != BAND.value and kernel in masked and not has_tile_bias:
-        table = masked
-    return _row(table[kernel], block_d)
+    if mask == KEYS.value and kernel in _SM90_KEYS:
+        # The pointers of a bias that is gathered too take the registers of larger tiles.
+        return _row(_SMALL if bias == TILE_BIAS.value else _SM90_KEYS[kernel], block_d)
+    if bias == TILE_BIAS.value or kernel in ("product", "bias"):
+        return _row(_SM90_BIAS[kernel], block_d)
+    return _row((_SM90 if mask == BAND.value else _SM90_TILES)[kernel], block_d)
