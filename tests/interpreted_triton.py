@@ -11,6 +11,7 @@ it, then and afterwards. Every failure prints the lines that rebuild it.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
@@ -186,6 +187,30 @@ def empty_row_calls() -> Iterator[str | None]:
             yield f"{case.repro()}\n{failure}"
 
 
+def forgetting_calls() -> Iterator[str | None]:
+    """Outcomes of asking whether the tensors of a call are freed after it, while its plans are remembered."""
+    attention = partial(flash_dmattn.attention, return_lse=True, backend="triton")
+    full = ("B", "Hq", "Lq", "Lk")
+    for mask, bias in (
+        (None, None),
+        (full, full),
+        (("B", "Hk", "1", "Lk"), ("1", "Hk", "1", "Lk")),
+        (full, full[:3] + ("1",)),
+        (None, ("1", *full[1:])),
+    ):
+        for processors in PROCESSORS:
+            case = Case(mask=mask, bias=bias, dlse=True)
+            set_up(TILES[0], processors, PARTS_BYTES[0])
+            inputs = case.build()
+            given = {x.data_ptr() for x in (inputs.mask, *(x for _, x in inputs.floats())) if x is not None}
+            run(attention, case, inputs)
+            _allocated.clear()
+            del inputs
+            gc.collect()
+            alive = sum(type(x) is Tensor and x.data_ptr() in given for x in gc.get_objects())
+            yield f"{case.repro()}\n{alive} tensors on its memory are kept" if alive or not launch._plans else None
+
+
 def main(outcomes: Iterator[str | None]) -> int:
     """Print the failures; their number is the exit status."""
     admit_cpu()
@@ -201,5 +226,5 @@ def main(outcomes: Iterator[str | None]) -> int:
 
 
 if __name__ == "__main__":
-    fixed = {"bugs": predecessor_calls, "empty rows": empty_row_calls}.get(sys.argv[1])
+    fixed = {"bugs": predecessor_calls, "empty rows": empty_row_calls, "freed": forgetting_calls}.get(sys.argv[1])
     sys.exit(main(random_calls(int(sys.argv[1]), int(sys.argv[2])) if fixed is None else fixed()))

@@ -41,6 +41,10 @@ def test_the_lse_of_an_empty_row_takes_no_gradient() -> None:
     assert "3 passed, 0 failed" in interpret("interpreted_triton.py", "empty rows")
 
 
+def test_remembered_plans_hold_no_tensor() -> None:
+    assert "10 passed, 0 failed" in interpret("interpreted_triton.py", "freed")
+
+
 @pytest.mark.parametrize("what", ("strides", "entries"))
 def test_offsets_beyond_int32(what: str) -> None:
     interpret("interpreted_far.py", what)

@@ -94,6 +94,7 @@ def backward(
         return plan(dout, dlse, q, k, v, mask, bias, out, lse)
 
 
+# By what decides a launch. A plan must not hold on to the tensors of the call it was made for.
 _plans: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
 

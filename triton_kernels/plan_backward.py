@@ -27,7 +27,7 @@ MAX_PARTS_BYTES = 64 * 2**20
 def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, need: Need) -> Callable[..., Gradients]:
     """How a class of calls makes its gradients: run(dout, dlse, q, k, v, mask, bias, out, lse)."""
     need_q, need_k, need_v, need_bias = need
-    bias, shape = call.bias, call.shape
+    bias, shape, num_heads_k = call.bias, call.shape, call.num_heads_k
     per_row = per_key = per_score = stored = product = False
     if need_bias and bias is not None:
         per_row = bias.shape[3] == 1
@@ -68,7 +68,7 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, need: Need) -> 
         if bias_of is not None:
             dbias = bias_of(read, mask)
         elif per_row and bias is not None:
-            dbias = _row_gradient(bias, dlse, lse, call.num_heads_k)
+            dbias = _row_gradient(bias, dlse, lse, num_heads_k)
         return dq, dk, dv, dbias
 
     return run
