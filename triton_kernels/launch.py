@@ -13,7 +13,7 @@ from flash_dmattn.masks.broadcast import collapse
 from flash_dmattn.masks.preparation import prepare
 
 from .kernel_launch import MAX_REMEMBERED
-from .plan import Call, Flags, Gradients, MaskTensors, Need
+from .plan import Call, Flags, Gradients, MaskTensors, Need, tf32_is_allowed
 from .plan_backward import plan_backward
 from .plan_forward import plan_forward
 
@@ -108,7 +108,7 @@ def _remember(key: tuple[Any, ...], plan: Callable[..., Any]) -> Callable[..., A
 def _signature(q: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     """What decides a launch: device, precision, and shape, strides, dtype and alignment of every tensor."""
     parts = [None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in (q, *others)]
-    return (q.device.index, torch.backends.cuda.matmul.allow_tf32, *parts)
+    return (q.device.index, tf32_is_allowed(), *parts)
 
 
 def _unit_rows(x: Tensor) -> Tensor:

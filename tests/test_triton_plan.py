@@ -1,0 +1,36 @@
+"""What plans of Triton launches decide from the process, not from the call."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+SETTINGS = {
+    "unset": ("pass", "ieee"),
+    "older": ("torch.backends.cuda.matmul.allow_tf32 = True", "tf32"),
+    "newer": ("torch.backends.cuda.matmul.fp32_precision = 'tf32'", "tf32"),
+    "of all backends": ("torch.backends.fp32_precision = 'tf32'", "tf32"),
+    "highest": ("torch.set_float32_matmul_precision('highest')", "ieee"),
+}
+
+
+@pytest.fixture
+def precision() -> None:
+    """The setting as it was, after the test: by the name that every other one can be read by."""
+    before = torch.backends.cuda.matmul.fp32_precision, torch.backends.fp32_precision
+    yield
+    torch.backends.cuda.matmul.fp32_precision, torch.backends.fp32_precision = before
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_tf32_is_taken_where_torch_allows_it(setting: str, precision: None) -> None:
+    from flash_dmattn.triton_kernels.plan import Call, Flags
+
+    statement, wanted = SETTINGS[setting]
+    exec(statement, {"torch": torch})
+    q = torch.zeros(1, 4, 1, 16)
+    assert Call(q, q, q, (), None, Flags(False, (-1, -1), 0.25, 0.0)).precision == wanted
