@@ -65,7 +65,7 @@ wheel: $(READY)
 	@$(RUN) -m build --wheel --no-isolation
 
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info flash_dmattn/_C.abi3.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	[ ! -e "$(VENV)/.flash_dmattn_ready" ] || rm -rf "$(VENV)"
 	find flash_dmattn reference triton_kernels tests -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -1,10 +1,17 @@
 """Which packages the distribution has, and whether the CUDA extension is built; the rest is in pyproject.toml."""
 
 import os
-import shutil
+import re
 import sys
+from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "csrc"))  # a build backend runs this file without its folder on the path
+
+import build_cuda  # noqa: E402
 
 # The two folders are at the top of the tree to be easy to find, and are imported only below flash_dmattn: their bare
 # names belong to other packages on PyPI.
@@ -17,19 +24,33 @@ PACKAGE_DIR = {
 BUILDING = {"build", "build_ext", "bdist_wheel", "editable_wheel", "develop", "install"}
 
 
-def find_nvcc() -> str | None:
-    """Return the path of the CUDA compiler, or None."""
-    homes = [os.environ.get(variable) for variable in ("CUDA_HOME", "CUDA_PATH")]
-    folders = [os.path.join(home, "bin") for home in homes if home] + [os.environ.get("PATH", os.defpath)]
-    return shutil.which("nvcc", path=os.pathsep.join(folders))
+def say(text: str) -> None:
+    """Print a line of the build at once, between those of ninja."""
+    print(f"flash_dmattn: {text}", flush=True)
 
 
-def reasons_not_to_build_cuda() -> list[str]:
-    """Return every reason why the CUDA extension cannot be built here."""
-    reasons = ["this version has no CUDA sources: csrc/ holds no kernel yet"]
-    if find_nvcc() is None:
-        reasons.append("nvcc was not found in CUDA_HOME, in CUDA_PATH or on PATH")
-    return reasons
+class BuildCuda(build_ext):
+    """setuptools' step of the build, with nvcc and ninja in the place of its compiler."""
+
+    def build_extension(self, ext: Extension) -> None:
+        """Build the one extension; `ext.optional` is FLASH_DMATTN_BUILD_CUDA=auto, which goes on without it."""
+        output = Path(self.get_ext_fullpath(ext.name))
+        version = re.search(r'__version__ = "(.+)"', (ROOT / "flash_dmattn" / "_version.py").read_text())[1]
+        try:
+            kernels = build_cuda.build(output, Path(self.build_temp, "cuda"), version)
+        except build_cuda.BuildError as error:
+            if not ext.optional:
+                sys.exit(f"FLASH_DMATTN_BUILD_CUDA=force, but the CUDA extension could not be built: {error}.")
+            say(f"the CUDA extension is not built: {error}.")
+            return
+        for kernel in kernels:
+            say(str(kernel))
+        spilling = [kernel.name for kernel in kernels if kernel.spilled_bytes]
+        if spilling and not ext.optional:
+            output.unlink()
+            sys.exit(f"FLASH_DMATTN_BUILD_CUDA=force refuses kernels that spill registers: {', '.join(spilling)}.")
+        if spilling:
+            say(f"warning: kernels that spill registers are slow: {', '.join(spilling)}.")
 
 
 def cuda_extensions(building: bool) -> list[Extension]:
@@ -39,18 +60,22 @@ def cuda_extensions(building: bool) -> list[Extension]:
         sys.exit(f"FLASH_DMATTN_BUILD_CUDA is {wish!r}; it must be 'auto' (as when unset), 'force' or 'skip'.")
     if wish == "skip" or not building:
         return []
-    reasons = "; ".join(reasons_not_to_build_cuda())
-    if wish == "force":
+    reasons = "; ".join(build_cuda.reasons_not_to_build())
+    if reasons and wish == "force":
         sys.exit(
             f"FLASH_DMATTN_BUILD_CUDA=force, but the CUDA extension cannot be built: {reasons}. "
             "Use 'auto' or 'skip' to install without it."
         )
-    print(f"flash_dmattn: the CUDA extension is not built: {reasons}.", flush=True)
-    return []
+    if reasons:
+        say(f"the CUDA extension is not built: {reasons}.")
+        return []
+    return [Extension("flash_dmattn._C", sources=[], py_limited_api=True, optional=wish == "auto")]
 
 
 setup(
     packages=[*find_packages(include=["flash_dmattn", "flash_dmattn.*"]), *list(PACKAGE_DIR)[1:]],
     package_dir=PACKAGE_DIR,
     ext_modules=cuda_extensions(building=not BUILDING.isdisjoint(sys.argv)),
+    cmdclass={"build_ext": BuildCuda},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},  # of no effect on a wheel without an extension
 )

@@ -23,7 +23,7 @@ BEGIN, END = "<!-- support matrix: begin -->", "<!-- support matrix: end -->"
 
 # Backends whose kernels are source files of their own, and how to see whether this version has them.
 KERNELS: dict[str, Callable[[], bool]] = {
-    "cuda": lambda: any((ROOT / "csrc").rglob("*.cu")),
+    "cuda": lambda: any((ROOT / "csrc").rglob("*forward*")),
     "triton": lambda: (ROOT / "triton_kernels" / "forward.py").is_file(),
 }
 

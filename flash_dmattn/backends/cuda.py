@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-
 import torch
 
+from .. import extension
 from ..problem import dtype_name
 from .protocol import Availability, Rule
 
@@ -52,12 +51,14 @@ def probe() -> Availability:
 
 def _load() -> Availability:
     try:
-        importlib.import_module("flash_dmattn._C")
+        extension.load()
+    except extension.ExtensionMismatchError as error:
+        return Availability(False, str(error), "rebuild it, or install what it needs: docs/building.md", error)
     except Exception as error:  # a broken installation raises anything; a probe reports it
-        if isinstance(error, ModuleNotFoundError) and error.name == "flash_dmattn._C":
-            reason = (
-                "the CUDA extension flash_dmattn._C is not in this installation: this version ships no CUDA kernels"
+        if isinstance(error, ModuleNotFoundError) and error.name == extension.NAME:
+            return Availability(
+                False, f"{error}; in this version it has no attention kernels", "use another backend", error
             )
-            return Availability(False, reason, "use a version that ships them", error)
         return Availability(False, f"the CUDA extension cannot be loaded: {error}", "rebuild it", error)
-    return Availability(True)
+    missing = NotImplementedError("the extension has no attention kernels yet")
+    return Availability(False, str(missing), "use another backend", missing)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .._version import __version__
+from ..extension import build_info, find
 from . import require_torch
 
 Report = dict[str, Any]
@@ -75,6 +76,7 @@ def collect() -> Report:
         "system": platform.platform(),
         "torch": torch,
         "triton": _imported("triton"),
+        "extension": _extension(),
         "driver": driver,
         "gpus": devices if "error" in torch else _gpus(devices),
         "settings": _settings(backends),
@@ -93,6 +95,15 @@ def _imported(name: str) -> Report:
     except Exception as error:  # a broken installation raises whatever it likes, and the report has to say what
         return {"error": f"{type(error).__name__}: {error}"}
     return {"version": getattr(module, "__version__", "unknown")}
+
+
+def _extension() -> Report:
+    """The record of the build in the compiled extension, which is read without loading it."""
+    try:
+        path = find()
+        return {"error": "not built"} if path is None else {"path": str(path), **build_info(path)}
+    except Exception as error:  # as in _imported
+        return {"error": f"{type(error).__name__}: {error}"}
 
 
 def _driver() -> tuple[Report, list[Report]]:
@@ -188,6 +199,7 @@ def render(report: Report) -> str:
         ("system", report["system"]),
         ("torch", torch),
         ("triton", version(report["triton"])),
+        ("extension", _extension_row(report["extension"])),
         ("driver", report["driver"].get("version") or f"none: {report['driver']['error']}"),
         *_spread("GPUs", gpus or ["none"]),
         ("", ""),
@@ -201,6 +213,15 @@ def render(report: Report) -> str:
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name.ljust(width)}  {value}".rstrip() for name, value in rows)
+
+
+def _extension_row(found: Report) -> str:
+    if "error" in found:
+        return f"none: {found['error']}"
+    return (
+        f"{found['version']} for {', '.join(found['arches'])} and torch >= {found['torch_target']}, built by nvcc "
+        f"{found['nvcc']} from commit {found['commit'][:12]}, {found['path']}"
+    )
 
 
 def _backend_rows(backends: dict[str, Report]) -> list[tuple[str, str]]:

@@ -1,0 +1,124 @@
+// The operator of mask packing, as torch sees it.
+//
+// flash_dmattn::cuda_pack_mask is compiled, inspected and loaded by the tests, but it has not run on a GPU yet. Until
+// it has, no backend calls it: masks are packed by triton_kernels/mask_pack.py or flash_dmattn/masks/packing.py.
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include <cuda_runtime_api.h>
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include "../sm90/mask/mask.h"
+
+// In every libtorch_cuda; torch's header declares it under USE_CUDA only, which would need more CUDA headers.
+extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
+
+namespace flash_dmattn {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int64_t kMaxInt = std::numeric_limits<int32_t>::max();
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+void check(cudaError_t error, const char* what) {
+  STD_TORCH_CHECK(error == cudaSuccess, "cuda_pack_mask: ", what, ": ", cudaGetErrorString(error));
+}
+
+// Whether every row of the mask starts and ends on 16 bytes and its keys have unit stride. Only strides that are taken
+// count: a dim of size 1 may have any.
+bool rows_are_aligned(const Tensor& mask) {
+  bool aligned = mask.stride(3) == 1 && mask.size(3) % 16 == 0;
+  aligned &= reinterpret_cast<uintptr_t>(mask.const_data_ptr()) % 16 == 0;
+  for (int dim = 0; dim < 3; ++dim) aligned &= mask.size(dim) <= 1 || mask.stride(dim) % 16 == 0;
+  return aligned;
+}
+
+// (bits, classes, row_lists, col_lists) of a bool mask (B, H, Lq, Lk) of any strides, 0 included, with the band
+// low <= j - i <= high folded in where has_band: the TileMask of flash_dmattn/masks/prepared.py.
+std::vector<Tensor> pack_mask(Tensor mask, int64_t low, int64_t high, bool has_band) {
+  STD_TORCH_CHECK(mask.is_cuda(), "cuda_pack_mask: mask is not on a CUDA device; the kernel is written for sm_90a");
+  STD_TORCH_CHECK(mask.scalar_type() == ScalarType::Bool, "cuda_pack_mask: mask is not bool");
+  STD_TORCH_CHECK(mask.dim() == 4, "cuda_pack_mask: mask has ", mask.dim(), " dims; it needs 4: (B, H, Lq, Lk)");
+  const int64_t batch = mask.size(0), num_heads = mask.size(1), seqlen_q = mask.size(2), seqlen_k = mask.size(3);
+  // The sums of the kernel, rows and keys of the last block included, stay in int32.
+  STD_TORCH_CHECK(seqlen_q + seqlen_k <= kMaxInt - 2 * kStripKeys, "cuda_pack_mask: mask has ", seqlen_q,
+                  " queries and ", seqlen_k, " keys; together they may be ", kMaxInt - 2 * kStripKeys);
+  const int64_t tiles_q = ceil_div(seqlen_q, kTile), tiles_k = ceil_div(seqlen_k, kTile);
+  const int64_t strips = ceil_div(seqlen_k, kStripKeys), heads = batch * num_heads;
+  const int64_t pack_blocks = heads * tiles_q * strips;
+  const int64_t num_lists = heads * (tiles_q + tiles_k), list_blocks = ceil_div(num_lists, kListsPerBlock);
+  STD_TORCH_CHECK(std::max({heads, pack_blocks, list_blocks}) <= kMaxInt, "cuda_pack_mask: mask of ", heads,
+                  " heads by ", seqlen_q, " by ", seqlen_k, " needs more than 2^31 - 1 blocks");
+
+  const int32_t device = mask.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  const auto empty = [&](std::array<int64_t, 4> shape, ScalarType dtype) {
+    return torch::stable::new_empty(mask, {shape.data(), shape.size()}, dtype);
+  };
+  Tensor bits = empty({batch, num_heads, seqlen_q, tiles_k * kTileWords}, ScalarType::Int);
+  Tensor classes = empty({batch, num_heads, tiles_q, tiles_k}, ScalarType::Byte);
+  Tensor row_lists = empty({batch, num_heads, tiles_q, 2 + tiles_k}, ScalarType::Int);
+  Tensor col_lists = empty({batch, num_heads, tiles_k, 2 + tiles_q}, ScalarType::Int);
+
+  void* current = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &current));
+  const auto stream = static_cast<cudaStream_t>(current);
+  check(cudaSetDevice(device), "setting the device");  // the static runtime's own; the guard sets torch's
+
+  auto* const classes_ptr = static_cast<uint8_t*>(classes.mutable_data_ptr());
+  if (pack_blocks > 0) {
+    PackMaskParams params{};
+    params.mask = static_cast<const uint8_t*>(mask.const_data_ptr());
+    params.bits = static_cast<int32_t*>(bits.mutable_data_ptr());
+    params.classes = classes_ptr;
+    params.stride_b = mask.stride(0);
+    params.stride_h = mask.stride(1);
+    params.stride_q = mask.stride(2);
+    params.stride_k = mask.stride(3);
+    params.num_heads = static_cast<int>(num_heads);
+    params.seqlen_q = static_cast<int>(seqlen_q);
+    params.seqlen_k = static_cast<int>(seqlen_k);
+    params.tiles_q = static_cast<int>(tiles_q);
+    params.tiles_k = static_cast<int>(tiles_k);
+    params.strips = static_cast<int>(strips);
+    // Limits beyond the last diagonal say no more than the diagonal past the last.
+    params.low = static_cast<int>(std::clamp(low, -seqlen_q, seqlen_k));
+    params.high = static_cast<int>(std::clamp(high, -seqlen_q, seqlen_k));
+    check(launch_pack_mask(params, static_cast<unsigned>(pack_blocks), rows_are_aligned(mask), has_band, stream),
+          "launching the packing kernel");
+  }
+  if (num_lists > 0) {
+    ListTilesParams params{};
+    params.classes = classes_ptr;
+    params.row_lists = static_cast<int32_t*>(row_lists.mutable_data_ptr());
+    params.col_lists = static_cast<int32_t*>(col_lists.mutable_data_ptr());
+    params.num_rows = heads * tiles_q;
+    params.num_lists = num_lists;
+    params.tiles_q = static_cast<int>(tiles_q);
+    params.tiles_k = static_cast<int>(tiles_k);
+    check(launch_list_tiles(params, static_cast<unsigned>(list_blocks), stream), "launching the list kernel");
+  }
+  return {bits, classes, row_lists, col_lists};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(flash_dmattn, m) {
+  m.def("cuda_pack_mask(Tensor mask, int low, int high, bool has_band) -> Tensor[]");
+}
+
+// The one function for both, so that a CPU tensor gets its sentence and not torch's about a missing kernel.
+STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, m) { m.impl("cuda_pack_mask", TORCH_BOX(&pack_mask)); }
+STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CPU, m) { m.impl("cuda_pack_mask", TORCH_BOX(&pack_mask)); }
+
+}  // namespace flash_dmattn

@@ -1,0 +1,26 @@
+// The Python module flash_dmattn._C: importing it registers the operators; it has one function of its own.
+#define Py_LIMITED_API 0x030a0000  // Python 3.10
+#include <Python.h>
+
+#include "build_info.h"  // written by the build
+
+namespace {
+
+// Found in the file by flash_dmattn/extension.py, which reads it before it loads the file: one string, prefix and JSON.
+__attribute__((used)) const char kBuildInfo[] = FLASH_DMATTN_BUILD_INFO_PREFIX FLASH_DMATTN_BUILD_INFO;
+
+PyObject* build_info(PyObject*, PyObject*) {
+  return PyUnicode_FromString(kBuildInfo + sizeof(FLASH_DMATTN_BUILD_INFO_PREFIX) - 1);
+}
+
+PyMethodDef methods[] = {
+    {"build_info", build_info, METH_NOARGS, "What this extension was built from and for, as JSON."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "flash_dmattn._C", nullptr, 0, methods, nullptr, nullptr, nullptr,
+                      nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__C() { return PyModuleDef_Init(&module); }

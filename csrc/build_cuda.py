@@ -1,0 +1,267 @@
+"""The build of the CUDA extension: nvcc and ninja, without torch's CUDAExtension, which refuses a CPU torch.
+
+`setup.py` calls it. What is built against the CPU wheel of torch is what is built against a CUDA one: only headers of
+torch's stable ABI are included, and a stub stands in for libtorch_cuda.so at link time.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import NamedTuple
+
+CSRC = Path(__file__).resolve().parent
+SOURCES = ("api/mask.cpp", "api/module.cpp", "sm90/mask/list.cu", "sm90/mask/pack.cu")
+STUB = "api/stub_libtorch_cuda.cpp"
+
+ARCH = "sm_90a"
+TORCH_TARGET = (2, 10)  # the first with lists of tensors in the stable ABI
+OLDEST_NVCC = (12, 0)  # the first that knows sm_90a
+GIB_PER_JOB = 6  # what a unit of attention takes to compile
+
+INFO_PREFIX = "FLASH_DMATTN_BUILD_INFO "
+
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-cudart static",
+    "-Xcompiler -fPIC,-fvisibility=hidden",
+    f"-DTORCH_TARGET_VERSION=0x{TORCH_TARGET[0]:02x}{TORCH_TARGET[1]:02x}000000000000",
+)
+# Not compute_90: that compiles too, but without the instructions of Hopper.
+GENCODE = f"-gencode arch=compute_{ARCH[3:]},code={ARCH}"
+DEVICE_FLAGS = (GENCODE, "-Xptxas -v")
+
+# `rule cuda` keeps what ptxas says in a file, for builds that find the unit compiled already.
+NINJA = """\
+nvcc = {nvcc}
+flags = {flags}
+
+rule cpp
+  command = $nvcc $flags -MD -MF $out.d -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+  description = $unit
+
+rule cuda
+  command = $nvcc $flags {device_flags} -MD -MF $out.d -c $in -o $out > $out.log 2>&1 || {{ cat $out.log; exit 1; }}
+  depfile = $out.d
+  deps = gcc
+  description = $unit
+
+rule stub
+  command = $nvcc -shared -cudart none -Xcompiler -fPIC -Xlinker -soname=libtorch_cuda.so $in -o $out
+  description = $unit
+
+rule link
+  command = $nvcc -shared -cudart static {gencode} $objects -o $out -L. -L{torch_lib} -Xlinker $
+    --no-as-needed,--exclude-libs=ALL -ltorch_cuda -ltorch_cpu
+  description = {output_name}
+"""
+
+
+class BuildError(Exception):
+    """Why the extension cannot be built; the text says all there is to say."""
+
+
+class Kernel(NamedTuple):
+    """What ptxas says of one kernel."""
+
+    name: str
+    registers: int
+    spilled_bytes: int
+
+    def __str__(self) -> str:
+        spills = f"{self.spilled_bytes} bytes spilled" if self.spilled_bytes else "no spills"
+        return f"{self.name}: {self.registers} registers, {spills}"
+
+
+def find_nvcc() -> str | None:
+    """Return the path of the CUDA compiler, or None."""
+    homes = [os.environ.get(variable) for variable in ("CUDA_HOME", "CUDA_PATH")]
+    folders = [os.path.join(home, "bin") for home in homes if home] + [os.environ.get("PATH", os.defpath)]
+    return shutil.which("nvcc", path=os.pathsep.join(folders))
+
+
+def find_ninja() -> list[str] | None:
+    """Return the command of ninja, or None: the wheel of this interpreter, else the program on PATH."""
+    if importlib.util.find_spec("ninja") is not None:
+        return [sys.executable, "-m", "ninja"]
+    program = shutil.which("ninja")
+    return None if program is None else [program]
+
+
+def nvcc_version(nvcc: str) -> tuple[int, int] | None:
+    """Return the release of the compiler, or None where it does not say."""
+    try:
+        said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=60).stdout
+    except OSError:
+        return None
+    found = re.search(r"release (\d+)\.(\d+)", said)
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
+def find_torch() -> tuple[Path, str] | None:
+    """Return the folder and the version of the installed torch, without importing it, or None."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    return Path(spec.origin).parent, importlib.metadata.version("torch")
+
+
+def reasons_not_to_build() -> list[str]:
+    """Return every reason why the extension cannot be built here."""
+    reasons = []
+    if sys.platform != "linux":
+        reasons.append(f"the platform is {sys.platform}; the build is written for Linux")
+    nvcc = find_nvcc()
+    if nvcc is None:
+        reasons.append("nvcc was not found in CUDA_HOME, in CUDA_PATH or on PATH")
+    else:
+        version = nvcc_version(nvcc)
+        if version is None:
+            reasons.append(f"{nvcc} --version names no release")
+        elif version < OLDEST_NVCC:
+            reasons.append(f"{nvcc} is release {_dotted(version)}; {ARCH} needs {_dotted(OLDEST_NVCC)}")
+    if find_ninja() is None:
+        reasons.append("ninja was not found (pip install ninja)")
+    torch = find_torch()
+    if torch is None:
+        reasons.append("torch is not installed beside the build (install it, then use --no-build-isolation)")
+    elif _numbers(torch[1]) < TORCH_TARGET:
+        reasons.append(f"torch is {torch[1]}; its stable ABI is used as of {_dotted(TORCH_TARGET)}")
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        reasons.append(f"Python.h is not in {sysconfig.get_path('include')}")
+    return reasons
+
+
+def jobs() -> int:
+    """Return how many units to compile at once: MAX_JOBS, or what cores and memory allow."""
+    wish = os.environ.get("MAX_JOBS")
+    if wish is not None:
+        if not wish.isdecimal() or int(wish) == 0:
+            raise BuildError(f"MAX_JOBS is {wish!r}; it must be a positive number")
+        return int(wish)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(len(os.sched_getaffinity(0)), memory // (GIB_PER_JOB << 30)))
+
+
+def build(output: Path, folder: Path, version: str) -> list[Kernel]:
+    """Build the extension.
+
+    Args:
+        output: the file to write.
+        folder: where everything else is written; kept, it saves the next build what has not changed.
+        version: of the package, to be embedded.
+
+    Returns:
+        What ptxas says of each kernel.
+
+    Raises:
+        BuildError: it cannot be built here, or a command failed, whose output is printed by then.
+    """
+    reasons = reasons_not_to_build()
+    if reasons:
+        raise BuildError("; ".join(reasons))
+    nvcc, ninja, found = find_nvcc(), find_ninja(), find_torch()
+    assert nvcc is not None and ninja is not None and found is not None
+    torch, torch_version = found
+    folder.mkdir(parents=True, exist_ok=True)
+    folder, output = folder.resolve(), output.resolve()
+    output.parent.mkdir(parents=True, exist_ok=True)
+
+    release = nvcc_version(nvcc)
+    assert release is not None
+    info = {
+        "version": version,
+        "torch_target": _dotted(TORCH_TARGET),
+        "torch_built_with": torch_version,
+        "python": ">=3.10",
+        "arches": [ARCH],
+        "nvcc": _dotted(release),
+        "flags": [*FLAGS, *DEVICE_FLAGS],
+        "commit": _commit(),
+    }
+    _write_if_changed(
+        folder / "build_info.h",
+        f"#define FLASH_DMATTN_BUILD_INFO_PREFIX {json.dumps(INFO_PREFIX)}\n"
+        f"#define FLASH_DMATTN_BUILD_INFO {json.dumps(json.dumps(info))}\n",
+    )
+    includes = (folder, torch / "include", sysconfig.get_path("include"))
+    flags = " ".join([*FLAGS, *(f"-isystem {shlex.quote(str(path))}" for path in includes)])
+    rules = NINJA.format(
+        nvcc=shlex.quote(nvcc), flags=flags, gencode=GENCODE, device_flags=" ".join(DEVICE_FLAGS),
+        torch_lib=shlex.quote(str(torch / "lib")), output_name=output.name,
+    )  # fmt: skip
+    objects = {source: source.replace("/", "_") + ".o" for source in SOURCES}
+    edges = [
+        f"build {unit}: {'cuda' if source.endswith('.cu') else 'cpp'} {_escaped(CSRC / source)}\n  unit = {source}"
+        for source, unit in objects.items()
+    ]
+    edges.append(f"build libtorch_cuda.so: stub {_escaped(CSRC / STUB)}\n  unit = {STUB}")
+    edges.append(
+        f"build {_escaped(output)}: link {' '.join(objects.values())} | libtorch_cuda.so\n"
+        f"  objects = {' '.join(objects.values())}"
+    )
+    _write_if_changed(folder / "build.ninja", "\n".join([rules, *edges, ""]))
+
+    # Its output is ours: the lines [n/m] appear as units are done.
+    done = subprocess.run([*ninja, "-C", str(folder), "-j", str(jobs())])
+    if done.returncode != 0:
+        raise BuildError("a command of the build failed, and what it said is above")
+    logs = [folder / f"{unit}.log" for source, unit in objects.items() if source.endswith(".cu")]
+    return [kernel for log in logs for kernel in parse_ptxas(log.read_text())]
+
+
+def parse_ptxas(log: str) -> list[Kernel]:
+    """Return what `-Xptxas -v` says of each kernel."""
+    found = re.findall(
+        r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
+        log,
+        re.DOTALL,
+    )
+    return [Kernel(_demangled(name), int(used), int(stores) + int(loads)) for name, stores, loads, used in found]
+
+
+def _demangled(name: str) -> str:
+    program = shutil.which("c++filt")
+    if program is None:
+        return name
+    said = subprocess.run([program, name], capture_output=True, text=True, check=True).stdout.strip()
+    return re.sub(r"\(anonymous namespace\)::|flash_dmattn::|^void |\([^()]*\)$", "", said)
+
+
+def _write_if_changed(path: Path, text: str) -> None:
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+
+
+def _escaped(path: Path | str) -> str:
+    """A path as ninja reads it."""
+    return re.sub(r"([$: ])", r"$\1", str(path))
+
+
+def _numbers(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+def _commit() -> str:
+    root = CSRC.parent
+    if not (root / ".git").exists() or shutil.which("git") is None:
+        return "unknown"
+    done = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"

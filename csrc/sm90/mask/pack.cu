@@ -1,0 +1,160 @@
+// The packing kernel: a bool mask, read once, becomes bits and tile classes.
+//
+//     allowed[i, j] = mask[i, j] and low <= j - i <= high
+//     bits[i, w]    = sum over t < 32 of allowed[i, 32 w + t] << t, 0 beyond the last key
+//     class[I, J]   = 0 where no bit of the 128 x 128 tile is set, 2 where all are, 1 otherwise; missing rows forbid
+//                     nothing, missing keys are not allowed
+//
+// The same results, bit for bit, as flash_dmattn/masks/packing.py and triton_kernels/mask_pack.py. Bound by reading the
+// mask: 1 byte per element against 1/8 written. A block takes 128 rows by 512 keys; a warp takes whole rows of it, and
+// lane n holds the keys 16 n to 16 n + 15 as 16 bits, whichever way they were read.
+#include "../../dispatch.h"
+#include "mask.h"
+
+namespace flash_dmattn {
+namespace {
+
+constexpr int kWarps = 8;
+constexpr int kRowsPerWarp = kTile / kWarps;
+constexpr int kLaneKeys = kStripKeys / 32;
+constexpr int kStripTiles = kStripKeys / kTile;
+constexpr int kTileLanes = kTile / kLaneKeys;
+constexpr unsigned kAll = 0xffffffffu;
+constexpr unsigned kLaneFull = (1u << kLaneKeys) - 1;
+// Wide loads of a thread that are on their way together: 8 x 16 bytes, in 32 registers.
+constexpr int kInFlight = 8;
+static_assert(kLaneKeys == 16 && kStripTiles == 4, "a lane holds one 16-byte load, a warp row has four tiles");
+
+template <bool kWideLoads, bool kBand>
+struct PackTraits {
+  static constexpr bool kWide = kWideLoads;
+  static constexpr bool kHasBand = kBand;
+};
+
+// Bit k of the result is byte k, each 0 or 1: byte k is moved by 28 - 7k bits, and no two partial products meet.
+__device__ unsigned nibble(unsigned four) { return (four * 0x10204080u) >> 28; }
+
+__device__ unsigned bits_of(const uint4& keys) {
+  return nibble(keys.x) | nibble(keys.y) << 4 | nibble(keys.z) << 8 | nibble(keys.w) << 12;
+}
+
+// The n lowest of a lane's bits, for any n.
+__device__ unsigned ones_below(int n) { return (1u << min(max(n, 0), kLaneKeys)) - 1; }
+
+// Bits of the lane's 16 keys, from bytes of any stride: the warp reads 32 neighbouring keys at once and votes. Lane
+// 8 t of wanted_lanes says whether tile t of the strip is read.
+__device__ unsigned load_narrow(const uint8_t* row, int64_t stride_k, int first_key, int seqlen_k,
+                                unsigned wanted_lanes, int lane) {
+  unsigned lane_bits = 0;
+#pragma unroll
+  for (int word = 0; word < kStripKeys / kWord; ++word) {
+    const int key = first_key + word * kWord + lane;
+    const bool wanted = wanted_lanes >> word / kTileWords * kTileLanes & 1;  // the word lies in one tile
+    const bool allowed = wanted && key < seqlen_k && __ldg(row + key * stride_k) != 0;
+    const unsigned voted = __ballot_sync(kAll, allowed);
+    if (lane / 2 == word) lane_bits = voted >> lane % 2 * kLaneKeys & kLaneFull;
+  }
+  return lane_bits;
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(kWarps * 32) pack_mask_kernel(const __grid_constant__ PackMaskParams p) {
+  // Neighbouring blocks read neighbouring keys of the same rows.
+  const int strip = blockIdx.x % p.strips;
+  const int tile_q = blockIdx.x / p.strips % p.tiles_q;
+  const int head = blockIdx.x / p.strips / p.tiles_q;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int first_row = tile_q * kTile, strip_key = strip * kStripKeys;
+  const int lane_key = strip_key + lane * kLaneKeys;
+
+  // A tile that the band does not reach is not read. All lanes of a tile agree.
+  const int tile_key = strip_key + lane / kTileLanes * kTile;
+  const bool reached = !Traits::kHasBand || (tile_key + (kTile - 1) >= first_row + p.low &&
+                                             tile_key <= first_row + (kTile - 1) + p.high);
+
+  const uint8_t* mask = p.mask + head / p.num_heads * p.stride_b + head % p.num_heads * p.stride_h;
+  const int words = p.tiles_k * kTileWords;
+  const int word = lane_key / kWord;
+  int32_t* bits = p.bits + static_cast<int64_t>(head) * p.seqlen_q * words;
+  unsigned seen = 0, full = kLaneFull;
+
+  auto finish_row = [&](int row, unsigned lane_bits) {
+    if (Traits::kHasBand) {
+      const int behind = row - lane_key;
+      lane_bits &= ones_below(behind + p.high + 1) & ~ones_below(behind + p.low);
+    }
+    const unsigned upper = __shfl_down_sync(kAll, lane_bits, 1);
+    if (row < p.seqlen_q) {
+      seen |= lane_bits;
+      full &= lane_bits;
+      if (lane % 2 == 0 && word < words) {
+        bits[static_cast<int64_t>(row) * words + word] = static_cast<int32_t>(lane_bits | upper << kLaneKeys);
+      }
+    }
+  };
+
+  if constexpr (Traits::kWide) {
+    const bool inside = reached && lane_key < p.seqlen_k;  // for all 16 keys: seqlen_k counts whole loads
+#pragma unroll 1
+    for (int start = 0; start < kRowsPerWarp; start += kInFlight) {
+      uint4 keys[kInFlight];
+#pragma unroll
+      for (int n = 0; n < kInFlight; ++n) {
+        const int row = first_row + (start + n) * kWarps + warp;
+        keys[n] = make_uint4(0, 0, 0, 0);
+        if (inside && row < p.seqlen_q) {
+          keys[n] = __ldg(reinterpret_cast<const uint4*>(mask + row * p.stride_q + lane_key));
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < kInFlight; ++n) finish_row(first_row + (start + n) * kWarps + warp, bits_of(keys[n]));
+    }
+  } else {
+    const unsigned reached_lanes = __ballot_sync(kAll, reached);
+#pragma unroll 1
+    for (int n = 0; n < kRowsPerWarp; ++n) {
+      const int row = first_row + n * kWarps + warp;
+      const unsigned wanted_lanes = row < p.seqlen_q ? reached_lanes : 0;
+      finish_row(row, load_narrow(mask + row * p.stride_q, p.stride_k, strip_key, p.seqlen_k, wanted_lanes, lane));
+    }
+  }
+
+  // Lanes 8 t to 8 t + 7 hold tile t of the strip, each for the warp's rows.
+  __shared__ unsigned seen_lanes[kWarps], full_lanes[kWarps];
+  const unsigned any_seen = __ballot_sync(kAll, seen != 0);
+  const unsigned all_full = __ballot_sync(kAll, full == kLaneFull);
+  if (lane == 0) {
+    seen_lanes[warp] = any_seen;
+    full_lanes[warp] = all_full;
+  }
+  __syncthreads();  // the four threads below read what all warps wrote
+  const int tile = strip * kStripTiles + threadIdx.x;
+  if (threadIdx.x < kStripTiles && tile < p.tiles_k) {
+    unsigned any = 0, all = kAll;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      any |= seen_lanes[w];
+      all &= full_lanes[w];
+    }
+    constexpr unsigned kLanes = (1u << kTileLanes) - 1;
+    any = any >> threadIdx.x * kTileLanes & kLanes;
+    all = all >> threadIdx.x * kTileLanes & kLanes;
+    const int64_t row_of_tiles = static_cast<int64_t>(head) * p.tiles_q + tile_q;
+    p.classes[row_of_tiles * p.tiles_k + tile] = any == 0 ? 0 : all == kLanes ? 2 : 1;
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_pack_mask(const PackMaskParams& params, unsigned blocks, bool wide, bool has_band,
+                             cudaStream_t stream) {
+  return with_bool(wide, [&](auto wide_) {
+    return with_bool(has_band, [&](auto band_) {
+      using Traits = PackTraits<decltype(wide_)::value, decltype(band_)::value>;
+      pack_mask_kernel<Traits><<<blocks, kWarps * 32, 0, stream>>>(params);
+      return cudaGetLastError();
+    });
+  });
+}
+
+}  // namespace flash_dmattn
