@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 # A program that meets more classes of calls than this forgets them and starts again.
 MAX_REMEMBERED = 4096
+
+T = TypeVar("T")
+
+
+def remembered(table: dict[tuple[Any, ...], T], key: tuple[Any, ...], make: Callable[[], T]) -> T:
+    """What a table has for a class of calls, made at the first of them."""
+    found = table.get(key)
+    if found is None:
+        if len(table) >= MAX_REMEMBERED:
+            table.clear()
+        found = table[key] = make()
+    return found
+
+
+def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be the tensor's."""
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
+        return torch.cuda.device(x.device)
+    return contextlib.nullcontext()
 
 
 class Descriptor(NamedTuple):
@@ -67,12 +88,9 @@ def launch(
     constants: tuple[Any, ...],
     num_warps: int,
 ) -> None:
-    """Launch a kernel as its `Launch`, made at the first call with these numbers, dtypes and alignments."""
+    """Launch a kernel on its tensors' device as a `Launch` remembered by these numbers, dtypes and alignments."""
     found = tuple([(x.dtype, x.data_ptr() % 16) for x in tensors])
     key = (id(kernel), tensors[0].device.index, programs, numbers, constants, num_warps, found)
-    remembered = _launches.get(key)
-    if remembered is None:
-        if len(_launches) >= MAX_REMEMBERED:
-            _launches.clear()
-        remembered = _launches[key] = Launch(kernel, programs, numbers, constants, {"num_warps": num_warps})
-    remembered(*tensors)
+    options = {"num_warps": num_warps}
+    with on_device(tensors[0]):
+        remembered(_launches, key, lambda: Launch(kernel, programs, numbers, constants, options))(*tensors)

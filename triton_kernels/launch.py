@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flash_dmattn.backends.protocol import Gradients
 from flash_dmattn.masks.broadcast import collapse
 from flash_dmattn.masks.preparation import prepare
 
-from .kernel_launch import MAX_REMEMBERED
-from .plan import Call, Flags, Gradients, MaskTensors, Need, tf32_is_allowed
+from .kernel_launch import on_device, remembered
+from .plan import Call, Flags, MaskTensors, Need, tf32_is_allowed
 from .plan_backward import plan_backward
 from .plan_forward import plan_forward
 
@@ -27,12 +27,10 @@ def forward(
     q, k, v = _unit_rows(q), _unit_rows(k), _unit_rows(v)
     if takes_group_rows(q, k, mask, flags):
         return forward_group_rows(q, k, v, mask, bias, out, lse, flags)
-    with _on_device(q):
+    with on_device(q):
         mask = _packed(mask, q.shape[1], k.shape[1], flags)
         key = ("forward", flags, *_signature(q, k, v, bias, *mask))
-        plan = _plans.get(key)
-        if plan is None:
-            plan = _remember(key, plan_forward(Call(q, k, v, mask, bias, flags)))
+        plan = remembered(_plans, key, lambda: plan_forward(Call(q, k, v, mask, bias, flags)))
         plan(q, k, v, mask, bias, out, lse)
 
 
@@ -85,24 +83,15 @@ def backward(
 ) -> Gradients:
     """The gradients asked for; every sum is taken in fp32, in a fixed order, and rounded once."""
     q, k, v, dout, out, lse = (*(_unit_rows(x) for x in (q, k, v, dout)), out.contiguous(), lse.contiguous())
-    with _on_device(q):
+    with on_device(q):
         mask = _packed(mask, q.shape[1], k.shape[1], flags)
         key = ("backward", need, flags, *_signature(q, k, v, bias, dout, dlse, out, lse, *mask))
-        plan = _plans.get(key)
-        if plan is None:
-            plan = _remember(key, plan_backward(Call(q, k, v, mask, bias, flags), dout, dlse, need))
+        plan = remembered(_plans, key, lambda: plan_backward(Call(q, k, v, mask, bias, flags), dout, dlse, need))
         return plan(dout, dlse, q, k, v, mask, bias, out, lse)
 
 
 # By what decides a launch. A plan must not hold on to the tensors of the call it was made for.
 _plans: dict[tuple[Any, ...], Callable[..., Any]] = {}
-
-
-def _remember(key: tuple[Any, ...], plan: Callable[..., Any]) -> Callable[..., Any]:
-    if len(_plans) >= MAX_REMEMBERED:
-        _plans.clear()
-    _plans[key] = plan
-    return plan
 
 
 def _signature(q: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
@@ -120,10 +109,3 @@ def _packed(mask: MaskTensors, seqlen_q: int, seqlen_k: int, flags: Flags) -> Ma
     if len(mask) != 1:
         return mask
     return prepare(collapse(mask[0]), seqlen_q, seqlen_k, flags.is_causal, flags.window_size)
-
-
-def _on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Triton launches on the current device, which may be another one."""
-    if x.is_cuda and x.device.index != torch.cuda.current_device():
-        return torch.cuda.device(x.device)
-    return contextlib.nullcontext()

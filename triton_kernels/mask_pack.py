@@ -14,8 +14,6 @@ the mask.
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 import triton
 import triton.language as tl
@@ -263,11 +261,10 @@ def pack_mask(
     programs = batch * num_heads * tiles_q * strips
     if programs:
         stride_b, stride_h, stride_q, stride_k = mask.stride()
-        with _on_device(mask):
-            strides = (stride_b // vec, stride_h // vec, stride_q // vec, stride_k)
-            numbers = (seqlen_q, seqlen_k, num_heads, *strides, *(band or (0, 0)), tiles_q, tiles_k, strips)
-            constants = (vec, band is not None, block_k, TILE)
-            launch(_pack_kernel, programs, (mask.view(torch.uint8), bits, classes), numbers, constants, num_warps)
+        strides = (stride_b // vec, stride_h // vec, stride_q // vec, stride_k)
+        numbers = (seqlen_q, seqlen_k, num_heads, *strides, *(band or (0, 0)), tiles_q, tiles_k, strips)
+        constants = (vec, band is not None, block_k, TILE)
+        launch(_pack_kernel, programs, (mask.view(torch.uint8), bits, classes), numbers, constants, num_warps)
     return bits, classes
 
 
@@ -283,9 +280,8 @@ def list_tiles(classes: torch.Tensor) -> TileLists:
     col_lists = torch.empty(batch, num_heads, tiles_k, 2 + tiles_q, dtype=torch.int32, device=classes.device)
     programs = heads * (tiles_q + tiles_k)
     if programs:
-        with _on_device(classes):
-            tensors, numbers = (classes, row_lists, col_lists), (heads, tiles_q, tiles_k)
-            launch(_list_kernel, programs, tensors, numbers, (LIST_BLOCK,), LIST_NUM_WARPS)
+        tensors, numbers = (classes, row_lists, col_lists), (heads, tiles_q, tiles_k)
+        launch(_list_kernel, programs, tensors, numbers, (LIST_BLOCK,), LIST_NUM_WARPS)
     return row_lists, col_lists
 
 
@@ -301,15 +297,7 @@ def key_set(mask: torch.Tensor) -> KeySet:
     prefix = torch.empty(batch, num_heads, seqlen_k + 1, dtype=torch.int32, device=mask.device)
     if batch * num_heads:
         stride_b, stride_h, _, stride_k = mask.stride()
-        with _on_device(mask):
-            tensors = (mask.view(torch.uint8), kept, count, prefix)
-            numbers = (num_heads, seqlen_k, stride_b, stride_h, stride_k)
-            launch(_key_set_kernel, batch * num_heads, tensors, numbers, (KEYS_BLOCK,), KEYS_NUM_WARPS)
+        tensors = (mask.view(torch.uint8), kept, count, prefix)
+        numbers = (num_heads, seqlen_k, stride_b, stride_h, stride_k)
+        launch(_key_set_kernel, batch * num_heads, tensors, numbers, (KEYS_BLOCK,), KEYS_NUM_WARPS)
     return kept, count, prefix
-
-
-def _on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be the tensor's."""
-    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
-        return torch.cuda.device(tensor.device)
-    return contextlib.nullcontext()

@@ -26,7 +26,6 @@ from .tile_ops import (
 from .tile_table import Tile, tile_of
 
 MaskTensors = Sequence[Tensor]
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 Need = tuple[bool, bool, bool, bool]
 
 
@@ -131,12 +130,27 @@ class Call:
         read_in_tiles = self.bias_kind == TILE_BIAS.value and self.mask_kind != KEYS.value
         return read_in_tiles and bias is not None and bias.stride(3) == 1 and self.tma(bias)
 
+    def key_descriptors(self, tile: Tile) -> tuple[bool, bool, list[Descriptor]]:
+        """Whether tiles of k and v, and of the bias, go through the accelerator in a loop over keys; their descriptors.
+
+        For a kernel whose first arguments are q, k, v and bias.
+        """
+        tma = self.mask_kind != KEYS.value and self.shape.seqlen_k > 2 * tile.block_n and self.tma(self.k, self.v)
+        bias_tma = tma and self.bias_tma()
+        descriptors = []
+        if tma:
+            descriptors.append(self.rows_descriptor(1, self.k, tile.block_n, self.block_d))
+            descriptors.append(self.rows_descriptor(2, self.v, tile.block_n, self.block_dv))
+        if bias_tma and self.bias is not None:
+            descriptors.append(self.bias_descriptor(3, self.bias, tile))
+        return tma, bias_tma, descriptors
+
     def rows_descriptor(self, slot: int, x: Tensor, block: int, block_d: int) -> Descriptor:
         """Of (B, L, H, D) read as (B, H, L, D), a block of rows of one head at a time."""
         return _descriptor(slot, x.transpose(1, 2), [1, 1, block, block_d])
 
     def bias_descriptor(self, slot: int, x: Tensor, tile: Tile) -> Descriptor:
-        """Of a bias or its gradient, a tile at a time."""
+        """Of a bias, a tile at a time."""
         return _descriptor(slot, x, [1, 1, tile.block_m, tile.block_n])
 
 

@@ -9,6 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
+from flash_dmattn.backends.protocol import Gradients
+
 from .backward_bias import backward_bias_kernel
 from .backward_delta import delta_kernel
 from .backward_gather import backward_gather_kernel
@@ -16,7 +18,7 @@ from .backward_keys import KEY_SUM, NO_DBIAS, STORE, backward_keys_kernel
 from .backward_product import backward_product_kernel
 from .backward_queries import backward_queries_kernel
 from .kernel_launch import Descriptor, Launch
-from .plan import Call, Gradients, MaskTensors, Need, read_of, splits_of
+from .plan import Call, MaskTensors, Need, read_of, splits_of
 from .tile_ops import BAND, KEYS, TILES, Strides
 from .tile_table import Tile
 
@@ -193,14 +195,7 @@ def _dbias_descriptor(slot: int, bias: Tensor, tile: Tile) -> Descriptor:
 def plan_queries(call: Call, dout: Tensor) -> Callable[..., Tensor]:
     """dq, with ds computed again."""
     shape, tile = call.shape, call.tile("queries")
-    tma = call.mask_kind != KEYS.value and shape.seqlen_k > 2 * tile.block_n and call.tma(call.k, call.v)
-    bias_tma = tma and call.bias_tma()
-    descriptors = []
-    if tma:
-        descriptors.append(call.rows_descriptor(1, call.k, tile.block_n, call.block_d))
-        descriptors.append(call.rows_descriptor(2, call.v, tile.block_n, call.block_dv))
-    if bias_tma and call.bias is not None:
-        descriptors.append(call.bias_descriptor(3, call.bias, tile))
+    tma, bias_tma, descriptors = call.key_descriptors(tile)
     numbers = (call.bias_strides(bias_tma), call.mask_strides(), shape, call.scale_log2)
     wide, edges = call.wide(call.k, call.v), call.edges(shape.seqlen_k % tile.block_n)
     launch = Launch(

@@ -12,21 +12,13 @@ from .forward import forward_kernel
 from .forward_combine import combine_kernel
 from .kernel_launch import Launch
 from .plan import Call, MaskTensors, read_of, splits_of
-from .tile_ops import KEYS, Strides
+from .tile_ops import Strides
 
 
 def plan_forward(call: Call) -> Callable[..., None]:
     """How a class of calls makes out and lse: run(q, k, v, mask, bias, out, lse)."""
     shape, flags, tile = call.shape, call.flags, call.tile("forward")
-    # A short loop does not pay for the host time of descriptors.
-    tma = call.mask_kind != KEYS.value and shape.seqlen_k > 2 * tile.block_n and call.tma(call.k, call.v)
-    bias_tma = tma and call.bias_tma()
-    descriptors = []
-    if tma:
-        descriptors.append(call.rows_descriptor(1, call.k, tile.block_n, call.block_d))
-        descriptors.append(call.rows_descriptor(2, call.v, tile.block_n, call.block_dv))
-    if bias_tma and call.bias is not None:
-        descriptors.append(call.bias_descriptor(3, call.bias, tile))
+    tma, bias_tma, descriptors = call.key_descriptors(tile)
     programs = triton.cdiv(shape.seqlen_q, tile.block_m) * shape.batch * shape.num_heads
     splits = splits_of(programs, triton.cdiv(shape.seqlen_k, tile.block_n), call.processors)
     strides = [Strides(*x.stride()[:3]) for x in (call.q, call.k, call.v)]
