@@ -20,13 +20,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 CSRC = Path(__file__).resolve().parent
-SOURCES = ("api/mask.cpp", "api/module.cpp", "sm90/mask/list.cu", "sm90/mask/pack.cu")
+SOURCES = ("api/forward.cpp", "api/mask.cpp", "api/module.cpp", "sm90/mask/list.cu", "sm90/mask/pack.cu")
+FORWARD = "sm90/forward/instantiate.cu"
 STUB = "api/stub_libtorch_cuda.cpp"
 
 ARCH = "sm_90a"
 TORCH_TARGET = (2, 10)  # the first with lists of tensors in the stable ABI
 OLDEST_NVCC = (12, 0)  # the first that knows sm_90a
 GIB_PER_JOB = 6  # what a unit of attention takes to compile
+
+# A unit of attention is compiled for each of these (head_dim, head_dim_v) in each dtype; a call takes the first that
+# holds its own. FLASH_DMATTN_HEAD_DIMS keeps those of the head dims it names, FLASH_DMATTN_DTYPES the dtypes.
+HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+DTYPES = {"fp16": ("__half", "Half"), "bf16": ("__nv_bfloat16", "BFloat16")}
 
 INFO_PREFIX = "FLASH_DMATTN_BUILD_INFO "
 
@@ -53,7 +59,7 @@ rule cpp
   description = $unit
 
 rule cuda
-  command = $nvcc $flags {device_flags} -MD -MF $out.d -c $in -o $out > $out.log 2>&1 || {{ cat $out.log; exit 1; }}
+  command = $nvcc $flags {device_flags} $defines -MD -MF $out.d -c $in -o $out > $out.log 2>&1 || {{ cat $out.log; exit 1; }}
   depfile = $out.d
   deps = gcc
   description = $unit
@@ -71,6 +77,14 @@ rule link
 
 class BuildError(Exception):
     """Why the extension cannot be built; the text says all there is to say."""
+
+
+class Unit(NamedTuple):
+    """One compilation: a source below csrc, what is defined for it, and the name of the result."""
+
+    source: str
+    defines: str
+    name: str
 
 
 class Kernel(NamedTuple):
@@ -155,6 +169,43 @@ def jobs() -> int:
     return max(1, min(len(os.sched_getaffinity(0)), memory // (GIB_PER_JOB << 30)))
 
 
+def forward_units() -> list[Unit]:
+    """Return the units of the forward pass, narrowed by FLASH_DMATTN_HEAD_DIMS and FLASH_DMATTN_DTYPES."""
+    dims = _chosen("FLASH_DMATTN_HEAD_DIMS", sorted({str(d) for d, _ in HEAD_DIMS}, key=int))
+    dtypes = _chosen("FLASH_DMATTN_DTYPES", list(DTYPES))
+    return [
+        Unit(
+            FORWARD,
+            f"-DFLASH_DMATTN_ELEMENT={DTYPES[dtype][0]} -DFLASH_DMATTN_HEAD_DIM={d} -DFLASH_DMATTN_HEAD_DIM_V={dv}",
+            f"forward_d{d}_{dtype}" if d == dv else f"forward_d{d}_{dv}_{dtype}",
+        )
+        for d, dv in HEAD_DIMS
+        if str(d) in dims
+        for dtype in dtypes
+    ]
+
+
+def _chosen(variable: str, known: list[str]) -> list[str]:
+    wish = os.environ.get(variable)
+    if wish is None:
+        return known
+    named = [name.strip() for name in wish.split(",")]
+    unknown = [name for name in named if name not in known]
+    if unknown:
+        raise BuildError(f"{variable} names {', '.join(unknown)}; it takes some of {','.join(known)}")
+    return [name for name in known if name in named]
+
+
+def _units_header(units: list[Unit]) -> str:
+    """The list of units for the code that chooses among them: X(element, torch's name of it, head_dim, head_dim_v)."""
+    scalars = dict(DTYPES.values())
+    rows = []
+    for unit in units:
+        element, d, dv = re.findall(r"=(\S+)", unit.defines)
+        rows.append(f"X({element}, {scalars[element]}, {d}, {dv})")
+    return "#define FLASH_DMATTN_UNITS(X) " + " \\\n  ".join(rows) + "\n"
+
+
 def build(output: Path, folder: Path, version: str) -> list[Kernel]:
     """Build the extension.
 
@@ -181,12 +232,15 @@ def build(output: Path, folder: Path, version: str) -> list[Kernel]:
 
     release = nvcc_version(nvcc)
     assert release is not None
+    attention = forward_units()
+    units = [*attention, *(Unit(source, "", source.replace("/", "_")) for source in SOURCES)]
     info = {
         "version": version,
         "torch_target": _dotted(TORCH_TARGET),
         "torch_built_with": torch_version,
         "python": ">=3.10",
         "arches": [ARCH],
+        "units": [unit.name for unit in attention],
         "nvcc": _dotted(release),
         "flags": [*FLAGS, *DEVICE_FLAGS],
         "commit": _commit(),
@@ -196,21 +250,22 @@ def build(output: Path, folder: Path, version: str) -> list[Kernel]:
         f"#define FLASH_DMATTN_BUILD_INFO_PREFIX {json.dumps(INFO_PREFIX)}\n"
         f"#define FLASH_DMATTN_BUILD_INFO {json.dumps(json.dumps(info))}\n",
     )
+    _write_if_changed(folder / "build_units.h", _units_header(attention))
     includes = (folder, torch / "include", sysconfig.get_path("include"))
     flags = " ".join([*FLAGS, *(f"-isystem {shlex.quote(str(path))}" for path in includes)])
     rules = NINJA.format(
         nvcc=shlex.quote(nvcc), flags=flags, gencode=GENCODE, device_flags=" ".join(DEVICE_FLAGS),
         torch_lib=shlex.quote(str(torch / "lib")), output_name=output.name,
     )  # fmt: skip
-    objects = {source: source.replace("/", "_") + ".o" for source in SOURCES}
     edges = [
-        f"build {unit}: {'cuda' if source.endswith('.cu') else 'cpp'} {_escaped(CSRC / source)}\n  unit = {source}"
-        for source, unit in objects.items()
+        f"build {unit.name}.o: {'cuda' if unit.source.endswith('.cu') else 'cpp'} {_escaped(CSRC / unit.source)}\n"
+        f"  unit = {unit.name}\n  defines = {unit.defines}"
+        for unit in units
     ]
+    objects = " ".join(f"{unit.name}.o" for unit in units)
     edges.append(f"build libtorch_cuda.so: stub {_escaped(CSRC / STUB)}\n  unit = {STUB}")
     edges.append(
-        f"build {_escaped(output)}: link {' '.join(objects.values())} | libtorch_cuda.so\n"
-        f"  objects = {' '.join(objects.values())}"
+        f"build {_escaped(output)}: link {objects} | libtorch_cuda.so\n  objects = {objects}"
     )
     _write_if_changed(folder / "build.ninja", "\n".join([rules, *edges, ""]))
 
@@ -218,7 +273,7 @@ def build(output: Path, folder: Path, version: str) -> list[Kernel]:
     done = subprocess.run([*ninja, "-C", str(folder), "-j", str(jobs())])
     if done.returncode != 0:
         raise BuildError("a command of the build failed, and what it said is above")
-    logs = [folder / f"{unit}.log" for source, unit in objects.items() if source.endswith(".cu")]
+    logs = [folder / f"{unit.name}.o.log" for unit in units if unit.source.endswith(".cu")]
     return [kernel for log in logs for kernel in parse_ptxas(log.read_text())]
 
 

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include <cuda.h>
+
 namespace flash_dmattn {
 
 constexpr int kTile = 128;  // queries and keys of a mask tile
@@ -29,6 +31,43 @@ struct ListTilesParams {
   int64_t num_rows;        // B * H * Tq
   int64_t num_lists;       // B * H * (Tq + Tk)
   int tiles_q, tiles_k;
+};
+
+// Hq / Hk query and key-value heads, D / Dv head dims of q, k and of v. A band allows key j to query i where
+// low <= j - i <= high.
+struct ForwardParams {
+  // (D, Lq, Hq, B), (D, Lk, Hk, B), (Dv, Lk, Hk, B) and, of a bias tile, (Lk, Lq, Hbias, Bbias), innermost first.
+  CUtensorMap q, k, v, bias;
+  void* out;   // (B, Lq, Hq, Dv), contiguous
+  float* lse;  // (B, Hq, Lq), contiguous, natural logarithm
+
+  int batch, num_heads, seqlen_q, seqlen_k, head_dim_v;
+  int queries_per_group;   // Hq / Hk
+  int low, high;           // the band, both in [-Lq, Lk]
+
+  // Scores are scale * f(q k), plus bias. f(x) = x where softcap and pre_scale are 0, softcap * tanh(pre_scale * x)
+  // where softcap is positive, pre_scale * x otherwise; scale is positive.
+  float scale, softcap, pre_scale;
+  bool transforms;  // whether f is not x
+
+  // A mask of tiles; heads_per_mask is the query heads that share one, mask_batch_stride 0 where batches do.
+  const int32_t* mask_bits;   // (Bm, Hm, Lq, 4 Tk)
+  const int32_t* mask_lists;  // (Bm, Hm, Tq, 2 + Tk)
+  int heads_per_mask, mask_heads;
+  bool mask_has_batch;
+
+  // A bias of one value per key, or of one per query, in elements of bias_dtype.
+  const void* bias_vector;
+  int64_t bias_stride_b, bias_stride_h, bias_stride_l;
+  int bias_dtype;  // 0 float32, 1 float16, 2 bfloat16
+  int heads_per_bias;
+  bool bias_has_batch;
+  bool bias_is_per_query;
+
+  // The order of work: sections of this many (batch, head) pairs, in each the last rows of all first.
+  int section, blocks_q, total;
+  bool batch_is_inner;
+  int* next;  // counts the work handed out beyond the first per block; null to share it out evenly
 };
 
 }  // namespace flash_dmattn

@@ -1,7 +1,4 @@
 // The operator of mask packing, as torch sees it.
-//
-// flash_dmattn::cuda_pack_mask is compiled, inspected and loaded by the tests, but it has not run on a GPU yet. Until
-// it has, no backend calls it: masks are packed by triton_kernels/mask_pack.py or flash_dmattn/masks/packing.py.
 #include <algorithm>
 #include <array>
 #include <cstdint>
@@ -16,9 +13,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "../sm90/mask/mask.h"
-
-// In every libtorch_cuda; torch's header declares it under USE_CUDA only, which would need more CUDA headers.
-extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
+#include "common.h"
 
 namespace flash_dmattn {
 namespace {
@@ -30,9 +25,7 @@ constexpr int64_t kMaxInt = std::numeric_limits<int32_t>::max();
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-void check(cudaError_t error, const char* what) {
-  STD_TORCH_CHECK(error == cudaSuccess, "cuda_pack_mask: ", what, ": ", cudaGetErrorString(error));
-}
+constexpr const char* kName = "cuda_pack_mask";
 
 // Whether every row of the mask starts and ends on 16 bytes and its keys have unit stride. Only strides that are taken
 // count: a dim of size 1 may have any.
@@ -70,10 +63,8 @@ std::vector<Tensor> pack_mask(Tensor mask, int64_t low, int64_t high, bool has_b
   Tensor row_lists = empty({batch, num_heads, tiles_q, 2 + tiles_k}, ScalarType::Int);
   Tensor col_lists = empty({batch, num_heads, tiles_k, 2 + tiles_q}, ScalarType::Int);
 
-  void* current = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &current));
-  const auto stream = static_cast<cudaStream_t>(current);
-  check(cudaSetDevice(device), "setting the device");  // the static runtime's own; the guard sets torch's
+  const cudaStream_t stream = current_stream(device);
+  check(cudaSetDevice(device), kName, "setting the device");  // the static runtime's own; the guard sets torch's
 
   auto* const classes_ptr = static_cast<uint8_t*>(classes.mutable_data_ptr());
   if (pack_blocks > 0) {
@@ -94,7 +85,7 @@ std::vector<Tensor> pack_mask(Tensor mask, int64_t low, int64_t high, bool has_b
     // Limits beyond the last diagonal say no more than the diagonal past the last.
     params.low = static_cast<int>(std::clamp(low, -seqlen_q, seqlen_k));
     params.high = static_cast<int>(std::clamp(high, -seqlen_q, seqlen_k));
-    check(launch_pack_mask(params, static_cast<unsigned>(pack_blocks), rows_are_aligned(mask), has_band, stream),
+    check(launch_pack_mask(params, static_cast<unsigned>(pack_blocks), rows_are_aligned(mask), has_band, stream), kName,
           "launching the packing kernel");
   }
   if (num_lists > 0) {
@@ -106,7 +97,7 @@ std::vector<Tensor> pack_mask(Tensor mask, int64_t low, int64_t high, bool has_b
     params.num_lists = num_lists;
     params.tiles_q = static_cast<int>(tiles_q);
     params.tiles_k = static_cast<int>(tiles_k);
-    check(launch_list_tiles(params, static_cast<unsigned>(list_blocks), stream), "launching the list kernel");
+    check(launch_list_tiles(params, static_cast<unsigned>(list_blocks), stream), kName, "launching the list kernel");
   }
   return {bits, classes, row_lists, col_lists};
 }

@@ -1,0 +1,26 @@
+// What the operators share: errors with the name of the operator, and torch's stream.
+#pragma once
+
+#include <cstdint>
+
+#include <cuda_runtime_api.h>
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/library.h>
+
+// In every libtorch_cuda; torch's header declares it under USE_CUDA only, which would need more CUDA headers.
+extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
+
+namespace flash_dmattn {
+
+inline void check(cudaError_t error, const char* name, const char* what) {
+  STD_TORCH_CHECK(error == cudaSuccess, name, ": ", what, ": ", cudaGetErrorString(error));
+}
+
+inline cudaStream_t current_stream(int32_t device) {
+  void* current = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &current));
+  return static_cast<cudaStream_t>(current);
+}
+
+}  // namespace flash_dmattn

@@ -1,0 +1,384 @@
+// A consumer: a warpgroup that computes 64 rows of out.
+//
+// In the accumulator of a matrix instruction a thread holds rows n / 4 and n / 4 + 8 of its warp's 16, n its lane, and
+// of every 8 columns the two from 2 (n % 4) on: element 4 c + 2 r + e is row n / 4 + 8 r, column 8 c + 2 (n % 4) + e.
+#pragma once
+
+#include "../../device/ptx.h"
+#include "producer.h"
+#include "traits.h"
+#include "work.h"
+
+namespace flash_dmattn {
+
+constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+constexpr int kFirstNamedBarrier = 1;  // 0 is __syncthreads
+
+__device__ __forceinline__ uint32_t pack(float low, float high, __nv_bfloat16) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+__device__ __forceinline__ uint32_t pack(float low, float high, __half) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+__device__ __forceinline__ float2 unpack(uint32_t pair, __nv_bfloat16) {
+  return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+}
+__device__ __forceinline__ float2 unpack(uint32_t pair, __half) {
+  return __half22float2(reinterpret_cast<const __half2&>(pair));
+}
+
+// tanh(x) as (1 - e) / (1 + e), e = exp(-2 |x|), which cannot overflow.
+__device__ __forceinline__ float tanh_exact(float x) {
+  const float e = exp2_approx(-2.0f * kLog2e * fabsf(x));
+  return copysignf((1.0f - e) * reciprocal_approx(1.0f + e), x);
+}
+
+// The four threads of a row.
+__device__ __forceinline__ float max_of_row(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+__device__ __forceinline__ float sum_of_row(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+// Word k of lane l of the four lanes of a row becomes word l of lane k.
+__device__ __forceinline__ void transpose_words(uint32_t& w0, uint32_t& w1, uint32_t& w2, uint32_t& w3, int lane) {
+  const bool odd = lane & 1, high = lane & 2;
+  auto swap = [](uint32_t& low, uint32_t& up, bool sends_low, int distance) {
+    const uint32_t received = __shfl_xor_sync(0xffffffffu, sends_low ? low : up, distance);
+    (sends_low ? low : up) = received;
+  };
+  swap(w0, w1, odd, 1);
+  swap(w2, w3, odd, 1);
+  swap(w0, w2, high, 2);
+  swap(w1, w3, high, 2);
+}
+
+template <class Traits>
+struct Consumer {
+  using Element = typename Traits::Element;
+  static constexpr int kD = Traits::kD, kDv = Traits::kDv, kKeys = Traits::kKeys;
+  static constexpr int kScores = kKeys / 2, kOut = kDv / 2;  // of a thread
+  static constexpr int kWords = kKeys / kWord;
+
+  const ForwardParams& p;
+  ForwardStorage<Traits>& shared;
+  const int group, lane, row_of_warp;  // which warpgroup; its row of the work, of the thread's first row
+  float (&out)[kOut];
+  float row_max[2], row_sum[2];
+
+  // What forbids keys in a block with an edge.
+  struct Edge {
+    uint32_t words[2][kWords];
+  };
+
+  __device__ __forceinline__ void start_scores(float (&scores)[kScores], int stage) {
+    const uint64_t q = matrix_descriptor(shared_address(shared.q) + group * 64 * kRowBytes, 16);
+    const uint64_t k = matrix_descriptor(shared_address(shared.k[stage]), 16);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kD / 16; ++i) {
+      Wgmma<Element, kKeys>::run(scores, step_by_columns<Traits::kRows>(q, i), step_by_columns<kKeys>(k, i), i > 0);
+    }
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void start_out(const uint32_t (&probs)[kKeys / 16][4], int stage, bool accumulate) {
+    const uint64_t v = matrix_descriptor(shared_address(shared.v[stage]), kKeys * kRowBytes);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kKeys / 16; ++i) {
+      Wgmma<Element, kDv>::run(out, probs[i], step_by_rows(v, i), accumulate || i > 0);
+    }
+    wgmma_commit();
+  }
+
+  // One arrival of every warp: a warp's wait says that its own part of the products has been read.
+  __device__ __forceinline__ void release(uint64_t* empty) {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(empty);
+  }
+
+  __device__ __forceinline__ void load_edge(Edge& edge, const Work& work, int block) {
+    if constexpr (Traits::kHasMask) {
+      const int tiles_k = (p.seqlen_k + kTile - 1) / kTile;
+      const int64_t mask =
+          static_cast<int64_t>(p.mask_has_batch ? work.batch : 0) * p.mask_heads + work.head / p.heads_per_mask;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = min(work.first_row + row_of_warp + 8 * r, p.seqlen_q - 1);
+        const int32_t* bits = p.mask_bits + (mask * p.seqlen_q + row) * (tiles_k * kTileWords) + block * kWords;
+        if constexpr (kWords == 4) {
+          const int4 four = __ldg(reinterpret_cast<const int4*>(bits));
+          edge.words[r][0] = four.x, edge.words[r][1] = four.y, edge.words[r][2] = four.z, edge.words[r][3] = four.w;
+        } else {
+          const int2 two = __ldg(reinterpret_cast<const int2*>(bits));
+          edge.words[r][0] = two.x, edge.words[r][1] = two.y;
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void forbid(float (&scores)[kScores], const Edge& edge, const Work& work, int block) {
+    const int column = 2 * (lane % 4);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if constexpr (Traits::kHasMask) {
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) {
+          const uint32_t word = edge.words[r][w] >> column;
+#pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            const int bit = i / 2 * 8 + i % 2;
+            float& score = scores[4 * (4 * w + i / 2) + 2 * r + i % 2];
+            score = word & 1u << bit ? score : -INFINITY;
+          }
+        }
+      } else {
+        const int row = work.first_row + row_of_warp + 8 * r;
+        const int from = row + p.low - block * kKeys - column;
+        const int to = min(row + p.high, p.seqlen_k - 1) - block * kKeys - column;
+#pragma unroll
+        for (int i = 0; i < kScores / 2; ++i) {
+          const int at = i / 2 * 8 + i % 2;
+          float& score = scores[4 * (i / 2) + 2 * r + i % 2];
+          score = at >= from && at <= to ? score : -INFINITY;
+        }
+      }
+    }
+  }
+
+  // Scores in units of p.scale: f of the product, then the bias over the scale.
+  __device__ __forceinline__ void finish_scores(float (&scores)[kScores], int stage, uint32_t phase) {
+    if (p.transforms) {
+      if (p.softcap > 0) {
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) scores[i] = p.softcap * tanh_exact(p.pre_scale * scores[i]);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) scores[i] *= p.pre_scale;
+      }
+    }
+    if constexpr (Traits::kBias == Bias::kTile) {
+      const float inverse_scale = 1.0f / p.scale;
+      barrier_wait(&shared.bias_full[stage], phase);
+      // The lane's row of the four matrices of a load: rows 0 to 7 and 8 to 15 of two neighbouring chunks.
+      const int row = group * 64 + threadIdx.x % 128 / 32 * 16 + lane % 16;
+      const uint32_t tile = shared_address(shared.bias[stage]) + row * kRowBytes;
+#pragma unroll
+      for (int c = 0; c < kKeys / 16; ++c) {
+        const int chunk = 2 * (c % 4) + lane / 16;
+        uint32_t pairs[4];
+        load_matrices(pairs, tile + c / 4 * (Traits::kRows * kRowBytes) + ((chunk ^ (row % 8)) << 4));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float2 bias = unpack(pairs[i], Element{});
+          scores[8 * c + 2 * i] = fmaf(bias.x, inverse_scale, scores[8 * c + 2 * i]);
+          scores[8 * c + 2 * i + 1] = fmaf(bias.y, inverse_scale, scores[8 * c + 2 * i + 1]);
+        }
+      }
+      release(&shared.bias_empty[stage]);
+    }
+    if constexpr (Traits::kBias == Bias::kVector) {
+      barrier_wait(&shared.bias_full[stage], phase);
+      const float2* bias = reinterpret_cast<const float2*>(shared.bias[stage]) + lane % 4;
+#pragma unroll
+      for (int c = 0; c < kKeys / 8; ++c) {
+        const float2 pair = bias[4 * c];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          scores[4 * c + 2 * r] += pair.x;
+          scores[4 * c + 2 * r + 1] += pair.y;
+        }
+      }
+      release(&shared.bias_empty[stage]);
+    }
+  }
+
+  // Scores become probabilities up to the factor of the row; returns what out so far is to be multiplied with.
+  __device__ __forceinline__ void softmax(float (&scores)[kScores], float (&correction)[2]) {
+    const float scale = p.scale * kLog2e;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float top = row_max[r];
+#pragma unroll
+      for (int c = 0; c < kScores / 4; ++c) top = fmaxf(top, fmaxf(scores[4 * c + 2 * r], scores[4 * c + 2 * r + 1]));
+      top = max_of_row(top);
+      // A row of which nothing has been allowed yet.
+      const float shift = top == -INFINITY ? 0.0f : top * scale;
+      correction[r] = exp2_approx(fmaf(row_max[r], scale, -shift));
+      row_max[r] = top;
+      float sum = 0;
+#pragma unroll
+      for (int c = 0; c < kScores / 4; ++c) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& score = scores[4 * c + 2 * r + e];
+          score = exp2_approx(fmaf(score, scale, -shift));
+          sum += score;
+        }
+      }
+      row_sum[r] = fmaf(row_sum[r], correction[r], sum);
+    }
+  }
+
+  __device__ __forceinline__ static void to_operand(const float (&scores)[kScores], uint32_t (&probs)[kKeys / 16][4]) {
+#pragma unroll
+    for (int i = 0; i < kKeys / 16; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) probs[i][e] = pack(scores[8 * i + 2 * e], scores[8 * i + 2 * e + 1], Element{});
+    }
+  }
+
+  __device__ __forceinline__ void correct_out(const float (&correction)[2]) {
+#pragma unroll
+    for (int i = 0; i < kOut; ++i) out[i] *= correction[i / 2 % 2];
+  }
+
+  // out and lse of the work.
+  __device__ __forceinline__ void store(const Work& work) {
+    const bool per_query = Traits::kBias == Bias::kNone && p.bias_is_per_query;
+    float lse[2], factor[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float sum = sum_of_row(row_sum[r]);
+      lse[r] = sum > 0 ? fmaf(row_max[r], p.scale, logf(sum)) : -INFINITY;
+      factor[r] = sum > 0 ? 1.0f / sum : 0.0f;
+      const int row = work.first_row + row_of_warp + 8 * r;
+      if (per_query && row < p.seqlen_q) {
+        const float bias = load_bias(p, bias_offset(p, work) + row * p.bias_stride_l);
+        lse[r] += bias;
+        if (bias == -INFINITY) factor[r] = 0.0f;  // the row attends nothing
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = work.first_row + row_of_warp + 8 * r;
+      const bool exists = row < p.seqlen_q;
+      if (exists && lane % 4 == 0) {
+        p.lse[(static_cast<int64_t>(work.batch) * p.num_heads + work.head) * p.seqlen_q + row] = lse[r];
+      }
+      Element* to = static_cast<Element*>(p.out) +
+                    ((static_cast<int64_t>(work.batch) * p.seqlen_q + row) * p.num_heads + work.head) * p.head_dim_v;
+#pragma unroll
+      for (int c = 0; c < kDv / 32; ++c) {
+        uint32_t words[4];
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+          const int i = 4 * (4 * c + w) + 2 * r;
+          // Not 0 * x: what has been summed for a row that attends nothing may be anything.
+          words[w] = factor[r] == 0.0f ? 0u : pack(out[i] * factor[r], out[i + 1] * factor[r], Element{});
+        }
+        transpose_words(words[0], words[1], words[2], words[3], lane);
+        const int column = 8 * (4 * c + lane % 4);
+        if (exists && column < p.head_dim_v) {
+          *reinterpret_cast<uint4*>(to + column) = make_uint4(words[0], words[1], words[2], words[3]);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void wait_turn() {
+    if constexpr (Traits::kTakesTurns) named_barrier_sync(kFirstNamedBarrier + group, 256);
+  }
+  __device__ __forceinline__ void pass_turn() {
+    if constexpr (Traits::kTakesTurns) {
+      named_barrier_arrive(kFirstNamedBarrier + (group + 1 == Traits::kConsumers ? 0 : group + 1), 256);
+    }
+  }
+
+  // The loop over blocks of keys: scores of a step are computed while the step before is multiplied with v.
+  __device__ __forceinline__ void run(const Work& work, const Walk<Traits>& walk, Ring<Traits::kStages>& ring_k,
+                                      Ring<Traits::kStages>& ring_v) {
+    float correction[2];
+    uint32_t probs[kKeys / 16][4];
+    {
+      float scores[kScores];
+      bool has_edge;
+      const int block = walk.at(0, has_edge);
+      Edge edge;
+      if (has_edge) load_edge(edge, work, block);
+      barrier_wait(&shared.k_full[ring_k.stage], ring_k.phase);
+      start_scores(scores, ring_k.stage);
+      wgmma_wait<0>();
+      release(&shared.k_empty[ring_k.stage]);
+      finish_scores(scores, ring_k.stage, ring_k.phase);
+      if (has_edge) forbid(scores, edge, work, block);
+      softmax(scores, correction);
+      to_operand(scores, probs);
+      ring_k.advance();
+    }
+#pragma unroll 1
+    for (int step = 1; step < walk.steps; ++step) {
+      float scores[kScores];
+      bool has_edge;
+      const int block = walk.at(step, has_edge);
+      Edge edge;
+      if (has_edge) load_edge(edge, work, block);
+      barrier_wait(&shared.k_full[ring_k.stage], ring_k.phase);
+      wait_turn();
+      start_scores(scores, ring_k.stage);
+      barrier_wait(&shared.v_full[ring_v.stage], ring_v.phase);
+      start_out(probs, ring_v.stage, step > 1);
+      pass_turn();
+      wgmma_wait<1>();
+      pin(scores);
+      release(&shared.k_empty[ring_k.stage]);
+      finish_scores(scores, ring_k.stage, ring_k.phase);
+      if (has_edge) forbid(scores, edge, work, block);
+      softmax(scores, correction);
+      wgmma_wait<0>();
+      pin(out);
+      release(&shared.v_empty[ring_v.stage]);
+      to_operand(scores, probs);
+      correct_out(correction);
+      ring_k.advance();
+      ring_v.advance();
+    }
+    release(&shared.q_empty);
+    barrier_wait(&shared.v_full[ring_v.stage], ring_v.phase);
+    start_out(probs, ring_v.stage, walk.steps > 1);
+    wgmma_wait<0>();
+    pin(out);
+    release(&shared.v_empty[ring_v.stage]);
+    ring_v.advance();
+  }
+};
+
+template <class Traits>
+__device__ __forceinline__ void consume(const ForwardParams& p, ForwardStorage<Traits>& shared, int group) {
+  const int lane = threadIdx.x % 32;
+  const int row_of_warp = group * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
+  Ring<Traits::kStages> ring_k, ring_v;
+  Ring<2> ring_work;
+  uint32_t phase_q = 0;
+  // The first warpgroup has the first turn: its barrier is filled by the last one.
+  if (Traits::kTakesTurns && group == Traits::kConsumers - 1) named_barrier_arrive(kFirstNamedBarrier, 256);
+  for (;;) {
+    barrier_wait(&shared.work_full[ring_work.stage], ring_work.phase);
+    const int index = shared.work[ring_work.stage];
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&shared.work_empty[ring_work.stage]);
+    ring_work.advance();
+    if (index >= p.total) break;
+
+    const Work work = work_at(p, index, Traits::kRows);
+    const Walk<Traits> walk(p, work);
+    float out[Traits::kDv / 2];
+    Consumer<Traits> consumer{p, shared, group, lane, row_of_warp, out, {-INFINITY, -INFINITY}, {0.0f, 0.0f}};
+    if (walk.steps > 0) {
+      barrier_wait(&shared.q_full, phase_q);
+      phase_q ^= 1;
+      consumer.run(work, walk, ring_k, ring_v);
+    }
+    consumer.store(work);
+  }
+  // Nobody leaves with an arrival of another outstanding: the last turn passed is taken by the first.
+  if (Traits::kTakesTurns && group == 0) named_barrier_sync(kFirstNamedBarrier, 256);
+}
+
+}  // namespace flash_dmattn

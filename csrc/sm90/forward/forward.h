@@ -1,0 +1,68 @@
+// The forward kernel, persistent: a producer warpgroup and two or three consumers share work until there is none.
+//
+//     out = softmax(scale * f(q k^T) + bias) v over the keys allowed, lse = log of the softmax's denominator
+//
+// The online softmax of FlashAttention (arXiv:2205.14135); the overlap of products and softmax is that of
+// FlashAttention-3 (arXiv:2407.08608), sections 3.1 and 3.2.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "consumer.h"
+#include "launch.h"
+#include "producer.h"
+#include "traits.h"
+
+namespace flash_dmattn {
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1) forward_kernel(const __grid_constant__ ForwardParams p) {
+  extern __shared__ __align__(1024) uint8_t memory[];
+  auto& shared = *reinterpret_cast<ForwardStorage<Traits>*>(memory);
+  constexpr int kConsumerWarps = 4 * Traits::kConsumers;
+  if (threadIdx.x == 0) {
+    barrier_init(&shared.q_full, 1);
+    barrier_init(&shared.q_empty, kConsumerWarps);
+    for (int stage = 0; stage < Traits::kStages; ++stage) {
+      barrier_init(&shared.k_full[stage], 1);
+      barrier_init(&shared.k_empty[stage], kConsumerWarps);
+      barrier_init(&shared.v_full[stage], 1);
+      barrier_init(&shared.v_empty[stage], kConsumerWarps);
+      barrier_init(&shared.bias_full[stage], 1);
+      barrier_init(&shared.bias_empty[stage], kConsumerWarps);
+    }
+    for (int stage = 0; stage < 2; ++stage) {
+      barrier_init(&shared.work_full[stage], 1);
+      barrier_init(&shared.work_empty[stage], kConsumerWarps + (Traits::kBias == Bias::kVector));
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // the same for all, and known to be
+  if (warpgroup == 0) {
+    registers_release<Traits::kProducerRegisters>();
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    if (warp == 0) {
+      if (threadIdx.x == 0) copy_tiles<Traits>(p, shared);
+    } else if (Traits::kBias == Bias::kVector && warp == 1) {
+      write_key_bias<Traits>(p, shared);
+    }
+  } else {
+    registers_acquire<Traits::kConsumerRegisters>();
+    consume<Traits>(p, shared, warpgroup - 1);
+  }
+}
+
+template <class Traits>
+cudaError_t launch_forward_kernel(const ForwardParams& params, int blocks, cudaStream_t stream) {
+  constexpr int kBytes = sizeof(ForwardStorage<Traits>);
+  static_assert(kBytes <= 227 * 1024, "shared memory of a block");
+  const auto kernel = forward_kernel<Traits>;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (error != cudaSuccess) return error;
+  kernel<<<blocks, Traits::kThreads, kBytes, stream>>>(params);
+  return cudaGetLastError();
+}
+
+}  // namespace flash_dmattn

@@ -1,0 +1,43 @@
+// The forward kernels of one dtype and one pair of head dims. The build compiles this file once for each of them, and
+// says which by FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM and FLASH_DMATTN_HEAD_DIM_V.
+#include <type_traits>
+
+#include "../../dispatch.h"
+#include "forward.h"
+
+namespace flash_dmattn {
+namespace {
+
+template <Bias kBias, bool kHasMask>
+using Traits = ForwardTraits<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V, kBias, kHasMask>;
+
+// Calls f with the traits of the kernel that serves a call.
+template <class F>
+auto with_traits(Bias bias, bool has_mask, F f) {
+  return with_bool(has_mask, [&](auto has_mask_) {
+    constexpr bool kHasMask = decltype(has_mask_)::value;
+    if (bias == Bias::kTile) return f(Traits<Bias::kTile, kHasMask>{});
+    if (bias == Bias::kVector) return f(Traits<Bias::kVector, kHasMask>{});
+    return f(Traits<Bias::kNone, kHasMask>{});
+  });
+}
+
+}  // namespace
+
+template <>
+cudaError_t launch_forward<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V>(
+    const ForwardParams& params, Bias bias, bool has_mask, int blocks, cudaStream_t stream) {
+  return with_traits(bias, has_mask, [&](auto traits) {
+    return launch_forward_kernel<decltype(traits)>(params, blocks, stream);
+  });
+}
+
+template <>
+ForwardTile forward_tile<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V>(Bias bias,
+                                                                                               bool has_mask) {
+  return with_traits(bias, has_mask, [](auto traits) {
+    return ForwardTile{decltype(traits)::kRows, decltype(traits)::kKeys};
+  });
+}
+
+}  // namespace flash_dmattn

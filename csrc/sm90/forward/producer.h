@@ -1,0 +1,155 @@
+// The producer: one thread hands out work and has tiles copied; one warp writes the bias of keys.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "../../device/ptx.h"
+#include "traits.h"
+#include "work.h"
+
+namespace flash_dmattn {
+
+// The place in a ring of stages.
+template <int kStages>
+struct Ring {
+  int stage = 0;
+  uint32_t phase = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+// One panel of 64 columns after another, `kRows` rows each.
+template <int kPanels, int kRows>
+__device__ __forceinline__ void copy_panels(uint8_t* to, const CUtensorMap* map, uint64_t* full, int first_column,
+                                            int row, int head, int batch) {
+  barrier_arrive_expect(full, kPanels * kRows * kRowBytes);
+#pragma unroll
+  for (int panel = 0; panel < kPanels; ++panel) {
+    copy_tensor(to + panel * kRows * kRowBytes, map, full, first_column + panel * kPanelColumns, row, head, batch);
+  }
+}
+
+template <class Traits>
+__device__ __forceinline__ void copy_tiles(const ForwardParams& p, ForwardStorage<Traits>& shared) {
+  constexpr int kKeys = Traits::kKeys;
+  prefetch_tensor_map(&p.q);
+  prefetch_tensor_map(&p.k);
+  prefetch_tensor_map(&p.v);
+  if (Traits::kBias == Bias::kTile) prefetch_tensor_map(&p.bias);
+
+  Ring<Traits::kStages> ring_k, ring_v;
+  Ring<2> ring_work;
+  uint32_t phase_q = 0;
+  for (int index = blockIdx.x;;) {
+    barrier_wait(&shared.work_empty[ring_work.stage], ring_work.phase ^ 1);
+    shared.work[ring_work.stage] = index;
+    barrier_arrive(&shared.work_full[ring_work.stage]);
+    ring_work.advance();
+    if (index >= p.total) return;
+    // Asked for now, its answer is there when this work's copies are under way.
+    const int next = p.next != nullptr ? atomicAdd(p.next, 1) + gridDim.x : index + gridDim.x;
+
+    const Work work = work_at(p, index, Traits::kRows);
+    const Walk<Traits> walk(p, work);
+    const int head_k = work.head / p.queries_per_group;
+    const int head_bias = Traits::kBias == Bias::kTile ? work.head / p.heads_per_bias : 0;
+    const int batch_bias = p.bias_has_batch ? work.batch : 0;
+
+    auto copy_keys = [&](int block) {
+      barrier_wait(&shared.k_empty[ring_k.stage], ring_k.phase ^ 1);
+      copy_panels<Traits::kPanels, kKeys>(shared.k[ring_k.stage], &p.k, &shared.k_full[ring_k.stage], 0, block * kKeys,
+                                          head_k, work.batch);
+      if constexpr (Traits::kBias == Bias::kTile) {
+        barrier_wait(&shared.bias_empty[ring_k.stage], ring_k.phase ^ 1);
+        copy_panels<kKeys / kPanelColumns, Traits::kRows>(shared.bias[ring_k.stage], &p.bias,
+                                                          &shared.bias_full[ring_k.stage], block * kKeys,
+                                                          work.first_row, head_bias, batch_bias);
+      }
+      ring_k.advance();
+    };
+    auto copy_values = [&](int block) {
+      barrier_wait(&shared.v_empty[ring_v.stage], ring_v.phase ^ 1);
+      copy_panels<Traits::kPanelsV, kKeys>(shared.v[ring_v.stage], &p.v, &shared.v_full[ring_v.stage], 0,
+                                           block * kKeys, head_k, work.batch);
+      ring_v.advance();
+    };
+
+    if (walk.steps > 0) {
+      bool has_edge;
+      int block = walk.at(0, has_edge);
+      barrier_wait(&shared.q_empty, phase_q ^ 1);
+      phase_q ^= 1;
+      copy_panels<Traits::kPanels, Traits::kRows>(shared.q, &p.q, &shared.q_full, 0, work.first_row, work.head,
+                                                  work.batch);
+      copy_keys(block);
+      // In the order in which they are read: the keys of a step before the values of the step before.
+#pragma unroll 1
+      for (int step = 1; step < walk.steps; ++step) {
+        const int next_block = walk.at(step, has_edge);
+        copy_keys(next_block);
+        copy_values(block);
+        block = next_block;
+      }
+      copy_values(block);
+    }
+    index = next;
+  }
+}
+
+__device__ __forceinline__ float load_bias(const ForwardParams& p, int64_t offset) {
+  if (p.bias_dtype == 0) return __ldg(static_cast<const float*>(p.bias_vector) + offset);
+  if (p.bias_dtype == 1) return __half2float(__ldg(static_cast<const __half*>(p.bias_vector) + offset));
+  return __bfloat162float(__ldg(static_cast<const __nv_bfloat16*>(p.bias_vector) + offset));
+}
+
+__device__ __forceinline__ int64_t bias_offset(const ForwardParams& p, const Work& work) {
+  return (p.bias_has_batch ? work.batch : 0) * p.bias_stride_b + work.head / p.heads_per_bias * p.bias_stride_h;
+}
+
+// The bias of each block of keys over the scale, fp32; one warp.
+template <class Traits>
+__device__ __forceinline__ void write_key_bias(const ForwardParams& p, ForwardStorage<Traits>& shared) {
+  constexpr int kPerLane = Traits::kKeys / 32;
+  const int lane = threadIdx.x % 32;
+  const float inverse_scale = 1.0f / p.scale;
+  Ring<Traits::kStages> ring;
+  Ring<2> ring_work;
+  for (;;) {
+    barrier_wait(&shared.work_full[ring_work.stage], ring_work.phase);
+    const int index = shared.work[ring_work.stage];
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&shared.work_empty[ring_work.stage]);
+    ring_work.advance();
+    if (index >= p.total) return;
+
+    const Work work = work_at(p, index, Traits::kRows);
+    const Walk<Traits> walk(p, work);
+    const int64_t start = bias_offset(p, work);
+#pragma unroll 1
+    for (int step = 0; step < walk.steps; ++step) {
+      bool has_edge;
+      const int first = walk.at(step, has_edge) * Traits::kKeys;
+      float values[kPerLane];
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        const int key = min(first + i * 32 + lane, p.seqlen_k - 1);
+        values[i] = load_bias(p, start + key * p.bias_stride_l);
+      }
+      barrier_wait(&shared.bias_empty[ring.stage], ring.phase ^ 1);
+      float* to = reinterpret_cast<float*>(shared.bias[ring.stage]);
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) to[i * 32 + lane] = values[i] * inverse_scale;
+      __syncwarp();
+      if (lane == 0) barrier_arrive(&shared.bias_full[ring.stage]);
+      ring.advance();
+    }
+  }
+}
+
+}  // namespace flash_dmattn

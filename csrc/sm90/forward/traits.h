@@ -1,0 +1,56 @@
+// The shapes of the forward kernel: every tile choice, with its reason.
+#pragma once
+
+#include "../../device/wgmma.h"
+#include "../../params.h"
+#include "launch.h"
+
+namespace flash_dmattn {
+
+template <class T, int kHeadDim, int kHeadDimV, Bias kBiasForm, bool kMaskTiles>
+struct ForwardTraits {
+  using Element = T;
+  static constexpr int kD = kHeadDim, kDv = kHeadDimV;
+  static constexpr Bias kBias = kBiasForm;
+  static constexpr bool kHasMask = kMaskTiles;
+
+  // Rows of a warpgroup are those of one matrix instruction. Where registers and shared memory allow a third consumer,
+  // a tile of k and v serves 192 rows; tiles of a mask are 128 rows, and a third tile of bias does not fit.
+  static constexpr int kConsumers = kD <= 64 && kDv <= 64 && !kHasMask && kBias == Bias::kNone ? 3 : 2;
+  static constexpr int kRows = 64 * kConsumers;
+  // 128 keys where two stages of k and v and two of bias fit beside q in 227 KB.
+  static constexpr int kKeys = kD <= 128 && kDv <= 128 ? 128 : 64;
+  static constexpr int kStages = 2;
+
+  static constexpr int kPanels = (kD + kPanelColumns - 1) / kPanelColumns;
+  static constexpr int kPanelsV = (kDv + kPanelColumns - 1) / kPanelColumns;
+  static constexpr int kQueryBytes = kRows * kPanels * kRowBytes;
+  static constexpr int kKeyBytes = kKeys * kPanels * kRowBytes;
+  static constexpr int kValueBytes = kKeys * kPanelsV * kRowBytes;
+  static constexpr int kBiasTileBytes = kRows * kKeys * 2;
+  static constexpr int kBiasBytes = kBias == Bias::kTile ? kBiasTileBytes : kBias == Bias::kVector ? kKeys * 4 : 0;
+
+  static constexpr int kThreads = 128 * (1 + kConsumers);
+  // Of 504 registers a thread of each warpgroup can be given together, in steps of 8.
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
+  // Consumers take turns: one issues its products while another is at its softmax.
+  static constexpr bool kTakesTurns = kD <= 128;
+};
+
+// The barriers come last: each one's phase is over when what it names has happened.
+template <class Traits>
+struct alignas(1024) ForwardStorage {
+  alignas(1024) uint8_t q[Traits::kQueryBytes];
+  alignas(1024) uint8_t k[Traits::kStages][Traits::kKeyBytes];
+  alignas(1024) uint8_t v[Traits::kStages][Traits::kValueBytes];
+  alignas(1024) uint8_t bias[Traits::kStages][Traits::kBiasBytes > 0 ? Traits::kBiasBytes : 16];
+  uint64_t q_full, q_empty;
+  uint64_t k_full[Traits::kStages], k_empty[Traits::kStages];
+  uint64_t v_full[Traits::kStages], v_empty[Traits::kStages];
+  uint64_t bias_full[Traits::kStages], bias_empty[Traits::kStages];
+  uint64_t work_full[2], work_empty[2];
+  int work[2];
+};
+
+}  // namespace flash_dmattn

@@ -1,0 +1,76 @@
+// What a block works on: which rows of which head, and which blocks of keys those rows walk.
+#pragma once
+
+#include "../../params.h"
+
+namespace flash_dmattn {
+
+struct Work {
+  int batch, head, first_row, block_q;
+};
+
+__device__ __forceinline__ Work work_at(const ForwardParams& p, int index, int rows) {
+  const int per_section = p.section * p.blocks_q;
+  const int section = index / per_section, place = index - section * per_section;
+  const int first = section * p.section;
+  const int width = min(p.section, p.batch * p.num_heads - first);
+  const int row = place / width, pair = first + place - row * width;
+  Work work;
+  work.block_q = p.blocks_q - 1 - row;  // under causality the longest first
+  work.first_row = work.block_q * rows;
+  if (p.batch_is_inner) {
+    work.head = pair / p.batch;
+    work.batch = pair - work.head * p.batch;
+  } else {
+    work.batch = pair / p.num_heads;
+    work.head = pair - work.batch * p.num_heads;
+  }
+  return work;
+}
+
+// The blocks of kKeys keys that some row of the work attends, in the order of the walk. `at` gives the block of a step
+// and whether a key of it may be forbidden.
+template <class Traits>
+struct Walk {
+  int steps;
+  // Under a mask of tiles: the list of the row of tiles, whose partial tiles come last; they are walked first.
+  const int32_t* list;
+  int num_full;
+  // Else: the blocks [stop - steps, stop), walked downwards; those in [start_inside, stop_inside) are free of edges.
+  int stop, start_inside, stop_inside;
+
+  static constexpr int kBlocksPerTile = kTile / Traits::kKeys;
+
+  __device__ __forceinline__ Walk(const ForwardParams& p, const Work& work) {
+    if constexpr (Traits::kHasMask) {
+      const int tiles_k = (p.seqlen_k + kTile - 1) / kTile, tiles_q = (p.seqlen_q + kTile - 1) / kTile;
+      const int64_t mask =
+          static_cast<int64_t>(p.mask_has_batch ? work.batch : 0) * p.mask_heads + work.head / p.heads_per_mask;
+      list = p.mask_lists + (mask * tiles_q + work.block_q) * (2 + tiles_k);
+      num_full = __ldg(list);
+      steps = (num_full + __ldg(list + 1)) * kBlocksPerTile;
+      list += 2;
+    } else {
+      const int last_row = min(work.first_row + Traits::kRows, p.seqlen_q) - 1;
+      const int first_key = max(work.first_row + p.low, 0), last_key = min(last_row + p.high, p.seqlen_k - 1);
+      steps = last_key < first_key ? 0 : last_key / Traits::kKeys + 1 - first_key / Traits::kKeys;
+      stop = last_key / Traits::kKeys + 1;
+      start_inside = (max(last_row + p.low, 0) + Traits::kKeys - 1) / Traits::kKeys;
+      stop_inside = max(min(work.first_row + p.high, p.seqlen_k - 1) + 1, 0) / Traits::kKeys;
+    }
+  }
+
+  __device__ __forceinline__ int at(int step, bool& has_edge) const {
+    if constexpr (Traits::kHasMask) {
+      const int place = steps / kBlocksPerTile - 1 - step / kBlocksPerTile;
+      has_edge = place >= num_full;
+      return __ldg(list + place) * kBlocksPerTile + (kBlocksPerTile - 1 - step % kBlocksPerTile);
+    } else {
+      const int block = stop - 1 - step;
+      has_edge = block < start_inside || block >= stop_inside;
+      return block;
+    }
+  }
+};
+
+}  // namespace flash_dmattn
