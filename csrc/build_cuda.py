@@ -27,12 +27,17 @@ STUB = "api/stub_libtorch_cuda.cpp"
 ARCH = "sm_90a"
 TORCH_TARGET = (2, 10)  # the first with lists of tensors in the stable ABI
 OLDEST_NVCC = (12, 0)  # the first that knows sm_90a
-GIB_PER_JOB = 6  # what a unit of attention takes to compile
+GIB_PER_JOB = 1  # every unit takes 0.2 GiB, by nvcc 13.0
 
-# A unit of attention is compiled for each of these (head_dim, head_dim_v) in each dtype; a call takes the first that
-# holds its own. FLASH_DMATTN_HEAD_DIMS keeps those of the head dims it names, FLASH_DMATTN_DTYPES the dtypes.
+# A forward unit is compiled for each of these (head_dim, head_dim_v) in each dtype. A call takes the first that holds
+# its own head dims, so a pair comes before every pair that is larger.
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
-DTYPES = {"fp16": ("__half", "Half"), "bf16": ("__nv_bfloat16", "BFloat16")}
+DTYPES = {"fp16": ("__half", "Half"), "bf16": ("__nv_bfloat16", "BFloat16")}  # the name in CUDA, and in torch
+
+# Spilled bytes are those of the stores and the loads in a kernel's code, each counted once. At head dim 256 a thread
+# holds 128 sums of out beside its scores in 232 registers, and nvcc 13.0 spills up to 260 bytes. The bound is 40
+# registers stored and loaded once: a kernel that lost those sums would spill 1024 bytes.
+SPILLED_BYTES_ALLOWED = 320
 
 INFO_PREFIX = "FLASH_DMATTN_BUILD_INFO "
 
@@ -43,7 +48,7 @@ FLAGS = (
     "-Xcompiler -fPIC,-fvisibility=hidden",
     f"-DTORCH_TARGET_VERSION=0x{TORCH_TARGET[0]:02x}{TORCH_TARGET[1]:02x}000000000000",
 )
-# Not compute_90: that compiles too, but without the instructions of Hopper.
+# Not compute_90: ptxas refuses the matrix instructions for that, because they are inline assembly behind no condition.
 GENCODE = f"-gencode arch=compute_{ARCH[3:]},code={ARCH}"
 DEVICE_FLAGS = (GENCODE, "-Xptxas -v")
 
@@ -59,7 +64,8 @@ rule cpp
   description = $unit
 
 rule cuda
-  command = $nvcc $flags {device_flags} $defines -MD -MF $out.d -c $in -o $out > $out.log 2>&1 || {{ cat $out.log; exit 1; }}
+  command = $nvcc $flags {device_flags} $defines -MD -MF $out.d -c $in -o $out > $out.log 2>&1 || $
+    {{ cat $out.log; exit 1; }}
   depfile = $out.d
   deps = gcc
   description = $unit
@@ -80,16 +86,23 @@ class BuildError(Exception):
 
 
 class Unit(NamedTuple):
-    """One compilation: a source below csrc, what is defined for it, and the name of the result."""
+    """One compilation: its name, its source below csrc, what is defined for it, and its row in build_units.h."""
 
-    source: str
-    defines: str
     name: str
+    source: str
+    defines: str = ""
+    row: str = ""
+
+    @property
+    def object(self) -> str:
+        """The file it is compiled to."""
+        return self.name.replace("/", "_") + ".o"
 
 
 class Kernel(NamedTuple):
-    """What ptxas says of one kernel."""
+    """What ptxas says of one kernel; `symbol` is its name in the file, `name` that in the source."""
 
+    symbol: str
     name: str
     registers: int
     spilled_bytes: int
@@ -170,40 +183,36 @@ def jobs() -> int:
 
 
 def forward_units() -> list[Unit]:
-    """Return the units of the forward pass, narrowed by FLASH_DMATTN_HEAD_DIMS and FLASH_DMATTN_DTYPES."""
-    dims = _chosen("FLASH_DMATTN_HEAD_DIMS", sorted({str(d) for d, _ in HEAD_DIMS}, key=int))
+    """Return the units of the forward pass.
+
+    FLASH_DMATTN_HEAD_DIMS keeps those whose head dim of q and k it names, FLASH_DMATTN_DTYPES those of its dtypes.
+    """
+    head_dims = _chosen("FLASH_DMATTN_HEAD_DIMS", list(dict.fromkeys(str(d) for d, _ in HEAD_DIMS)))
     dtypes = _chosen("FLASH_DMATTN_DTYPES", list(DTYPES))
-    return [
-        Unit(
-            FORWARD,
-            f"-DFLASH_DMATTN_ELEMENT={DTYPES[dtype][0]} -DFLASH_DMATTN_HEAD_DIM={d} -DFLASH_DMATTN_HEAD_DIM_V={dv}",
-            f"forward_d{d}_{dtype}" if d == dv else f"forward_d{d}_{dv}_{dtype}",
-        )
-        for d, dv in HEAD_DIMS
-        if str(d) in dims
-        for dtype in dtypes
-    ]
+    units = []
+    for d, dv in HEAD_DIMS:
+        for dtype in dtypes if str(d) in head_dims else []:
+            element, scalar = DTYPES[dtype]
+            name = f"forward_d{d}_{dtype}" if d == dv else f"forward_d{d}_{dv}_{dtype}"
+            defines = f"-DFLASH_DMATTN_ELEMENT={element} -DFLASH_DMATTN_HEAD_DIM={d} -DFLASH_DMATTN_HEAD_DIM_V={dv}"
+            units.append(Unit(name, FORWARD, defines, f"X({element}, {scalar}, {d}, {dv})"))
+    return units
 
 
 def _chosen(variable: str, known: list[str]) -> list[str]:
+    """Those of `known` that the environment variable names, all where it is not set."""
     wish = os.environ.get(variable)
     if wish is None:
         return known
-    named = [name.strip() for name in wish.split(",")]
-    unknown = [name for name in named if name not in known]
-    if unknown:
-        raise BuildError(f"{variable} names {', '.join(unknown)}; it takes some of {','.join(known)}")
+    named = {name.strip() for name in wish.split(",")}
+    if not named <= set(known):
+        raise BuildError(f"{variable} is {wish!r}; it must name some of {','.join(known)}, separated by commas")
     return [name for name in known if name in named]
 
 
-def _units_header(units: list[Unit]) -> str:
-    """The list of units for the code that chooses among them: X(element, torch's name of it, head_dim, head_dim_v)."""
-    scalars = dict(DTYPES.values())
-    rows = []
-    for unit in units:
-        element, d, dv = re.findall(r"=(\S+)", unit.defines)
-        rows.append(f"X({element}, {scalars[element]}, {d}, {dv})")
-    return "#define FLASH_DMATTN_UNITS(X) " + " \\\n  ".join(rows) + "\n"
+def units_header(units: list[Unit]) -> str:
+    """Return the list of units for the code that chooses: X(element, torch's name of it, head_dim, head_dim_v)."""
+    return " \\\n  ".join(["#define FLASH_DMATTN_UNITS(X)", *(unit.row for unit in units)]) + "\n"
 
 
 def build(output: Path, folder: Path, version: str) -> list[Kernel]:
@@ -233,7 +242,7 @@ def build(output: Path, folder: Path, version: str) -> list[Kernel]:
     release = nvcc_version(nvcc)
     assert release is not None
     attention = forward_units()
-    units = [*attention, *(Unit(source, "", source.replace("/", "_")) for source in SOURCES)]
+    units = [*attention, *(Unit(source, source) for source in SOURCES)]
     info = {
         "version": version,
         "torch_target": _dotted(TORCH_TARGET),
@@ -250,7 +259,7 @@ def build(output: Path, folder: Path, version: str) -> list[Kernel]:
         f"#define FLASH_DMATTN_BUILD_INFO_PREFIX {json.dumps(INFO_PREFIX)}\n"
         f"#define FLASH_DMATTN_BUILD_INFO {json.dumps(json.dumps(info))}\n",
     )
-    _write_if_changed(folder / "build_units.h", _units_header(attention))
+    _write_if_changed(folder / "build_units.h", units_header(attention))
     includes = (folder, torch / "include", sysconfig.get_path("include"))
     flags = " ".join([*FLAGS, *(f"-isystem {shlex.quote(str(path))}" for path in includes)])
     rules = NINJA.format(
@@ -258,22 +267,20 @@ def build(output: Path, folder: Path, version: str) -> list[Kernel]:
         torch_lib=shlex.quote(str(torch / "lib")), output_name=output.name,
     )  # fmt: skip
     edges = [
-        f"build {unit.name}.o: {'cuda' if unit.source.endswith('.cu') else 'cpp'} {_escaped(CSRC / unit.source)}\n"
+        f"build {unit.object}: {'cuda' if unit.source.endswith('.cu') else 'cpp'} {_escaped(CSRC / unit.source)}\n"
         f"  unit = {unit.name}\n  defines = {unit.defines}"
         for unit in units
     ]
-    objects = " ".join(f"{unit.name}.o" for unit in units)
+    objects = " ".join(unit.object for unit in units)
     edges.append(f"build libtorch_cuda.so: stub {_escaped(CSRC / STUB)}\n  unit = {STUB}")
-    edges.append(
-        f"build {_escaped(output)}: link {objects} | libtorch_cuda.so\n  objects = {objects}"
-    )
+    edges.append(f"build {_escaped(output)}: link {objects} | libtorch_cuda.so\n  objects = {objects}")
     _write_if_changed(folder / "build.ninja", "\n".join([rules, *edges, ""]))
 
     # Its output is ours: the lines [n/m] appear as units are done.
     done = subprocess.run([*ninja, "-C", str(folder), "-j", str(jobs())])
     if done.returncode != 0:
         raise BuildError("a command of the build failed, and what it said is above")
-    logs = [folder / f"{unit.name}.o.log" for unit in units if unit.source.endswith(".cu")]
+    logs = [folder / f"{unit.object}.log" for unit in units if unit.source.endswith(".cu")]
     return [kernel for log in logs for kernel in parse_ptxas(log.read_text())]
 
 
@@ -284,7 +291,7 @@ def parse_ptxas(log: str) -> list[Kernel]:
         log,
         re.DOTALL,
     )
-    return [Kernel(_demangled(name), int(used), int(stores) + int(loads)) for name, stores, loads, used in found]
+    return [Kernel(name, _demangled(name), int(used), int(stores) + int(loads)) for name, stores, loads, used in found]
 
 
 def _demangled(name: str) -> str:

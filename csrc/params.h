@@ -33,6 +33,8 @@ struct ListTilesParams {
   int tiles_q, tiles_k;
 };
 
+enum class BiasDtype { kFloat32, kFloat16, kBFloat16 };
+
 // Hq / Hk query and key-value heads, D / Dv head dims of q, k and of v. A band allows key j to query i where
 // low <= j - i <= high.
 struct ForwardParams {
@@ -56,13 +58,14 @@ struct ForwardParams {
   int heads_per_mask, mask_heads;
   bool mask_has_batch;
 
-  // A bias of one value per key, or of one per query, in elements of bias_dtype.
-  const void* bias_vector;
-  int64_t bias_stride_b, bias_stride_h, bias_stride_l;
-  int bias_dtype;  // 0 float32, 1 float16, 2 bfloat16
+  // A bias that is not copied as tiles, its strides in elements of bias_dtype, 0 where one value serves every index.
+  const void* bias_values;
+  int64_t bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k;
+  BiasDtype bias_dtype;
+  // Of any bias: the query heads that share one, and whether batches have their own.
   int heads_per_bias;
   bool bias_has_batch;
-  bool bias_is_per_query;
+  bool bias_is_per_query;  // one value per query, which moves lse alone
 
   // The order of work: sections of this many (batch, head) pairs, in each the last rows of all first.
   int section, blocks_q, total;

@@ -16,7 +16,7 @@ NAME = "flash_dmattn._C"
 
 # What stands before the JSON in the file; csrc/build_cuda.py writes it.
 _PREFIX = b"FLASH_DMATTN_BUILD_INFO "
-_KEYS = ("version", "torch_target", "torch_built_with", "python", "arches", "nvcc", "flags", "commit")
+_KEYS = ("version", "torch_target", "torch_built_with", "python", "arches", "units", "nvcc", "flags", "commit")
 
 
 class ExtensionMismatchError(ImportError):
@@ -37,7 +37,7 @@ def build_info(path: Path) -> dict[str, Any]:
 
     Returns:
         `version` of flash_dmattn, `torch_target` (the oldest torch that can load it), `torch_built_with`, `python`,
-        `arches`, `nvcc`, `flags` and `commit`.
+        `arches`, `units` (the forward kernels it holds, as `forward_d128_bf16`), `nvcc`, `flags` and `commit`.
 
     Raises:
         ExtensionMismatchError: the file holds no such record.

@@ -79,26 +79,24 @@ def _one_by_one(operator: Callable[..., tuple[Tensor, Tensor]]) -> Callable[...,
     return rule
 
 
+Forward = Callable[..., tuple[Tensor, Tensor]]
+Backward = Callable[..., Gradients]
+
+
 def define_pair(
-    name: str,
-    forward: Callable[..., tuple[Tensor, Tensor]],
-    backward: Callable[..., Gradients],
-    dispatch_key: str = "CompositeExplicitAutograd",
-) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Gradients]]:
+    name: str, forward: Forward, backward: Backward, dispatch_key: str = "CompositeExplicitAutograd"
+) -> tuple[Forward, Backward]:
     """Register `<name>_forward` and `<name>_backward`; return the pair as `KernelBackend` methods that call them."""
+    return define_forward(name, forward, dispatch_key), define_backward(name, backward, dispatch_key)
+
+
+def define_forward(name: str, forward: Forward, dispatch_key: str = "CompositeExplicitAutograd") -> Forward:
+    """Register `<name>_forward` alone; return the `KernelBackend` method that calls it."""
     _LIBRARY.define(f"{name}_forward{FORWARD_SCHEMA}")
-    _LIBRARY.define(f"{name}_backward{BACKWARD_SCHEMA}")
-
-    def backward_list(*args: object) -> list[Tensor]:
-        return [gradient for gradient in backward(*args) if gradient is not None]
-
     _LIBRARY.impl(f"{name}_forward", forward, dispatch_key)
-    _LIBRARY.impl(f"{name}_backward", backward_list, dispatch_key)
     torch.library.register_fake(f"flash_dmattn::{name}_forward", _forward_fake, lib=_LIBRARY)
-    torch.library.register_fake(f"flash_dmattn::{name}_backward", _backward_fake, lib=_LIBRARY)
     # The overload packets resolve overloads on every call; `.default` skips that.
     forward_op = getattr(torch.ops.flash_dmattn, f"{name}_forward").default
-    backward_op = getattr(torch.ops.flash_dmattn, f"{name}_backward").default
     torch.library.register_vmap(f"flash_dmattn::{name}_forward", _one_by_one(forward_op), lib=_LIBRARY)
 
     def run_forward(
@@ -116,6 +114,20 @@ def define_pair(
             problem.softcap,
             problem.deterministic,
         )
+
+    return run_forward
+
+
+def define_backward(name: str, backward: Backward, dispatch_key: str = "CompositeExplicitAutograd") -> Backward:
+    """Register `<name>_backward` alone; return the `KernelBackend` method that calls it."""
+    _LIBRARY.define(f"{name}_backward{BACKWARD_SCHEMA}")
+
+    def backward_list(*args: object) -> list[Tensor]:
+        return [gradient for gradient in backward(*args) if gradient is not None]
+
+    _LIBRARY.impl(f"{name}_backward", backward_list, dispatch_key)
+    torch.library.register_fake(f"flash_dmattn::{name}_backward", _backward_fake, lib=_LIBRARY)
+    backward_op = getattr(torch.ops.flash_dmattn, f"{name}_backward").default
 
     def run_backward(
         problem: AttentionProblem,
@@ -148,7 +160,7 @@ def define_pair(
         )
         return spread(gradients, problem.need)
 
-    return run_forward, run_backward
+    return run_backward
 
 
 def spread(gradients: list[Tensor], need: Need) -> Gradients:

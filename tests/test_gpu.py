@@ -67,7 +67,7 @@ def test_compiled_calls(backend: Runner, form: str, dynamic: bool) -> None:
     case = FORMS[form]
 
     def call(q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        flags = {**case.flags(), "return_lse": True, "deterministic": True, "backend": backend.name}
+        flags = {**case.flags(), "return_lse": True, "deterministic": True, "backend": backend.choice}
         return flash_dmattn.attention(q, k, v, mask, bias, **flags)
 
     counter = CompileCounterWithBackend("inductor")

@@ -107,6 +107,37 @@ int multiprocessors(int device) {
   return count;
 }
 
+// Whether the copy engine can read tiles of a bias: rows of unit stride, on 16 bytes, in the dtype of q.
+bool can_copy_tiles(const Tensor& bias, const Tensor& q) {
+  bool can = bias.scalar_type() == q.scalar_type() && bias.stride(3) == 1;
+  can &= reinterpret_cast<uintptr_t>(bias.const_data_ptr()) % 16 == 0;
+  for (int dim = 0; dim < 3; ++dim) can &= is_broadcast(bias, dim) || bias.stride(dim) % 8 == 0;
+  return can;
+}
+
+// How the kernel reads a bias, and what it needs for that beside a tensor map.
+Bias describe_bias(const Tensor& bias, const Tensor& q, ForwardParams& params) {
+  const int64_t num_heads = q.size(2);
+  const auto stride = [&](int dim) { return is_broadcast(bias, dim) ? 0 : bias.stride(dim); };
+  const ScalarType dtype = bias.scalar_type();
+  CHECK_ARGUMENT(dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16,
+                 "bias needs to be float32, float16 or bfloat16");
+  params.bias_values = bias.const_data_ptr();
+  params.bias_dtype = dtype == ScalarType::Float  ? BiasDtype::kFloat32
+                      : dtype == ScalarType::Half ? BiasDtype::kFloat16
+                                                  : BiasDtype::kBFloat16;
+  params.bias_stride_b = stride(0);
+  params.bias_stride_h = stride(1);
+  params.bias_stride_q = stride(2);
+  params.bias_stride_k = stride(3);
+  params.heads_per_bias = static_cast<int>(is_broadcast(bias, 1) ? num_heads : num_heads / bias.size(1));
+  params.bias_has_batch = !is_broadcast(bias, 0);
+  params.bias_is_per_query = is_broadcast(bias, 3);
+  if (params.bias_is_per_query) return Bias::kNone;
+  if (is_broadcast(bias, 2)) return Bias::kVector;
+  return can_copy_tiles(bias, q) ? Bias::kTile : Bias::kStrided;
+}
+
 // Writes out and lse. mask is {} or (bits, row_lists) of a TileMask; low and high are the band where there is none.
 void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::optional<Tensor> bias, Tensor out, Tensor lse,
              int64_t low, int64_t high, double softmax_scale, double softcap) {
@@ -119,35 +150,16 @@ void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::option
   const Unit unit = unit_of(q.scalar_type(), head_dim, head_dim_v);
 
   ForwardParams params{};
-  Bias form = Bias::kNone;
-  bool bias_has_tiles = false;
-  if (bias.has_value()) {
-    const bool one_query = is_broadcast(*bias, 2), one_key = is_broadcast(*bias, 3);
-    params.heads_per_bias = static_cast<int>(is_broadcast(*bias, 1) ? num_heads : num_heads / bias->size(1));
-    params.bias_has_batch = !is_broadcast(*bias, 0);
-    bias_has_tiles = !one_query && !one_key;
-    form = one_key ? Bias::kNone : one_query ? Bias::kVector : Bias::kTile;
-    if (!bias_has_tiles) {
-      params.bias_vector = bias->const_data_ptr();
-      params.bias_stride_b = bias->stride(0);
-      params.bias_stride_h = is_broadcast(*bias, 1) ? 0 : bias->stride(1);
-      params.bias_is_per_query = one_key;
-      params.bias_stride_l = one_key ? (one_query ? 0 : bias->stride(2)) : bias->stride(3);
-      const ScalarType dtype = bias->scalar_type();
-      params.bias_dtype = dtype == ScalarType::Float ? 0 : dtype == ScalarType::Half ? 1 : 2;
-      CHECK_ARGUMENT(params.bias_dtype != 2 || dtype == ScalarType::BFloat16, "bias has a dtype it cannot read");
-    }
-  }
+  const Bias form = bias.has_value() ? describe_bias(*bias, q, params) : Bias::kNone;
   const bool has_mask = !mask.empty();
   const ForwardTile tile = unit.tile(form, has_mask);
 
   params.q = rows_map(q, "q", tile.rows);
   params.k = rows_map(k, "k", tile.keys);
   params.v = rows_map(v, "v", tile.keys);
-  if (bias_has_tiles) {
-    CHECK_ARGUMENT(bias->scalar_type() == q.scalar_type(), "bias needs the dtype of q where it has queries and keys");
-    const bool one_head = is_broadcast(*bias, 1), one_batch = is_broadcast(*bias, 0);
-    params.bias = tensor_map(*bias, "bias", {seqlen_k, seqlen_q, one_head ? 1 : bias->size(1), one_batch ? 1 : batch},
+  if (form == Bias::kTile) {
+    const int64_t heads = is_broadcast(*bias, 1) ? 1 : bias->size(1), batches = is_broadcast(*bias, 0) ? 1 : batch;
+    params.bias = tensor_map(*bias, "bias", {seqlen_k, seqlen_q, heads, batches},
                              {bias->stride(3), bias->stride(2), bias->stride(1), bias->stride(0)}, tile.rows);
   }
   params.out = out.mutable_data_ptr();
@@ -195,8 +207,9 @@ void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::option
   CHECK_ARGUMENT(pairs * blocks_q <= std::numeric_limits<int32_t>::max() / 2, "there are more than 2^30 tiles of rows");
   params.blocks_q = static_cast<int>(blocks_q);
   params.total = static_cast<int>(pairs * blocks_q);
+  const bool has_bias_tiles = form == Bias::kTile || form == Bias::kStrided;
   const bool shares_over_batch =
-      batch > 1 && ((bias_has_tiles && !params.bias_has_batch) || (has_mask && !params.mask_has_batch));
+      batch > 1 && ((has_bias_tiles && !params.bias_has_batch) || (has_mask && !params.mask_has_batch));
   params.batch_is_inner = shares_over_batch;
   const int64_t group = num_heads / num_heads_k;
   const int64_t group_bytes = seqlen_k * (head_dim + head_dim_v) * 2;

@@ -1,14 +1,44 @@
-"""The CUDA extension for Hopper: what it will accept, and why it cannot be used yet."""
+"""The CUDA extension for Hopper: a forward pass of its own, whose lse another backend's backward pass reads."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from .. import extension
-from ..problem import dtype_name
+import torch
+from torch import Tensor
+
+from .. import extension, ops
+from ..problem import AttentionProblem, Shape4, dtype_name
 from .protocol import Availability, Rule
 
 NAME = "cuda"
+MASK_FORM = "prepared"
+
+# (head_dim, head_dim_v) that kernels are compiled for; a call takes the first that holds its own.
+UNITS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+_BIAS_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+# The names of the units in the file that is loaded; None before that, and then every unit counts as built.
+_built: frozenset[str] | None = None
+
+
+def _unit(p: AttentionProblem) -> str | None:
+    """The name of the unit that serves a call, as the build gives it; None where no unit is large enough."""
+    for d, d_v in UNITS:
+        if p.head_dim <= d and p.head_dim_v <= d_v:
+            name = f"forward_d{d}_{_DTYPES.get(p.dtype)}" if d == d_v else f"forward_d{d}_{d_v}_{_DTYPES.get(p.dtype)}"
+            if _built is None or name in _built:
+                return name
+    return None
+
+
+def _has_key_mask(p: AttentionProblem) -> bool:
+    if p.mask is None or p.mask_form == "tiles":
+        return False
+    return p.mask_form == "keys" or p.mask.broadcast()[2]
+
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -25,9 +55,30 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "dtype",
-        lambda p: p.dtype in (torch.float16, torch.bfloat16),
+        lambda p: p.dtype in _DTYPES,
         lambda p: f"dtype is {dtype_name(p.dtype)}; the tensor cores take float16 or bfloat16",
         "cast q, k and v",
+    ),
+    Rule(
+        "bias_dtype",
+        lambda p: p.bias is None or p.bias.dtype in _BIAS_DTYPES,
+        lambda p: f"bias has dtype {dtype_name(p.bias.dtype)}; the scores are float32" if p.bias is not None else "",
+        "cast bias",
+    ),
+    Rule(
+        "head_dim",
+        lambda p: p.head_dim % 8 == 0 == p.head_dim_v % 8 and _unit(p) is not None,
+        lambda p: (
+            f"head dims are {p.head_dim} and {p.head_dim_v} (v); the kernels that are built take multiples of 8 up to "
+            + " or ".join(f"{d} and {d_v}" for d, d_v in _built_dims(p.dtype))
+        ),
+        'use backend="triton"',
+    ),
+    Rule(
+        "key_mask",
+        lambda p: not _has_key_mask(p),
+        lambda p: "mask has one row for all queries; the kernels read masks as tiles and would visit keys left out",
+        'backend="triton" gathers the kept keys',
     ),
     Rule(
         "return_probs",
@@ -35,8 +86,41 @@ RULES: tuple[Rule, ...] = (
         lambda p: "return_probs is set; this backend never holds the probabilities of a whole call",
         'use backend="reference"',
     ),
+    Rule(
+        "no_backward",
+        lambda p: False,
+        lambda p: "the extension has no backward kernels yet",
+        'backend=("cuda", "triton") runs its forward pass and the backward pass of the other',
+        passes=("backward",),
+    ),
 )
-AUTO_RULES: tuple[Rule, ...] = ()
+
+# A tile of rows, and the processors of an H200.
+_ROWS, _PROCESSORS = 128, 132
+
+
+def _tiles_of_rows(p: AttentionProblem) -> int:
+    return p.batch * p.num_heads * -(-p.seqlen_q // _ROWS)
+
+
+AUTO_RULES: tuple[Rule, ...] = (
+    Rule(
+        "few_rows",
+        lambda p: p.seqlen_q >= _ROWS // 2,
+        lambda p: f"there are {p.seqlen_q} queries; a tile is {_ROWS}, and the triton kernels split the keys",
+        'backend="cuda" runs it all the same',
+    ),
+)
+
+
+def _built_dims(dtype: torch.dtype) -> list[tuple[int, int]]:
+    return [
+        dims
+        for dims in UNITS
+        if _built is None
+        or any(name.startswith(f"forward_d{dims[0]}_") and name.endswith(f"_{_DTYPES.get(dtype)}") for name in _built)
+    ]
+
 
 _found: Availability | None = None
 
@@ -50,15 +134,105 @@ def probe() -> Availability:
 
 
 def _load() -> Availability:
+    global _built
     try:
         extension.load()
     except extension.ExtensionMismatchError as error:
         return Availability(False, str(error), "rebuild it, or install what it needs: docs/building.md", error)
     except Exception as error:  # a broken installation raises anything; a probe reports it
         if isinstance(error, ModuleNotFoundError) and error.name == extension.NAME:
-            return Availability(
-                False, f"{error}; in this version it has no attention kernels", "use another backend", error
-            )
+            return Availability(False, str(error), "build it: docs/building.md", error)
         return Availability(False, f"the CUDA extension cannot be loaded: {error}", "rebuild it", error)
-    missing = NotImplementedError("the extension has no attention kernels yet")
-    return Availability(False, str(missing), "use another backend", missing)
+    path = extension.find()
+    assert path is not None, "it has been loaded"
+    _built = frozenset(extension.build_info(path)["units"])
+    return Availability(True)
+
+
+def notes(problem: AttentionProblem) -> tuple[str, ...]:
+    """Copies that a call makes."""
+    return tuple(
+        f"copies {name}, of strides {tuple(strides)}: the copy engine reads rows of unit stride that start on 16 bytes"
+        for name, shape, strides in (
+            ("q", _shape(problem, problem.seqlen_q, problem.num_heads, problem.head_dim), problem.q_strides),
+            ("k", _shape(problem, problem.seqlen_k, problem.num_heads_k, problem.head_dim), problem.k_strides),
+            ("v", _shape(problem, problem.seqlen_k, problem.num_heads_k, problem.head_dim_v), problem.v_strides),
+        )
+        if not _can_copy_rows(shape, strides)
+    )
+
+
+def _shape(p: AttentionProblem, seqlen: int, num_heads: int, head_dim: int) -> Shape4:
+    return p.batch, seqlen, num_heads, head_dim
+
+
+def _can_copy_rows(shape: Any, strides: Any) -> bool:
+    """Whether the copy engine takes these strides; that of a dim of size 1 is never used, and 0 is none it knows."""
+    return strides[3] == 1 and all(
+        size == 1 or (stride > 0 and stride % 8 == 0)
+        for size, stride in zip(shape[:3], strides[:3], strict=True)
+    )
+
+
+def _rows(x: Tensor) -> Tensor:
+    # The smallest copy that the copy engine can read is that of the one tensor.
+    readable = x.data_ptr() % 16 == 0 and _can_copy_rows(x.shape, x.stride())
+    return x if readable else x.clone(memory_format=torch.contiguous_format)
+
+
+class _Kernels(NamedTuple):
+    """What a call uses: the extension's operators, and what folds a band and an expanded mask."""
+
+    attend: Callable[..., Any]
+    pack_mask: Callable[..., Any]
+    make_band: Callable[..., Any]
+    collapse: Callable[..., Any]
+
+
+_found_kernels: _Kernels | None = None
+
+
+def _kernels() -> _Kernels:
+    # Looked up once: torch.ops takes a microsecond to find an operator, and importing flash_dmattn needs no masks.
+    global _found_kernels
+    if _found_kernels is None:
+        from ..masks.broadcast import collapse
+        from ..masks.packing import make_band
+
+        operators = torch.ops.flash_dmattn  # the probe has loaded the extension
+        attend, pack_mask = operators.cuda_forward_kernel.default, operators.cuda_pack_mask.default
+        _found_kernels = _Kernels(attend, pack_mask, make_band, collapse)
+    return _found_kernels
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: list[Tensor],
+    bias: Tensor | None,
+    is_causal: bool,
+    window_size: list[int],
+    softmax_scale: float,
+    softcap: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    out, lse = ops.empty_outputs(q, v)
+    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+    if seqlen_k == 0:
+        return out.zero_(), lse.fill_(-torch.inf)
+    if out.numel() == 0:
+        return out, lse
+    kernels = _kernels()
+    left, right = window_size
+    band = kernels.make_band(seqlen_q, seqlen_k, is_causal, (left, right))
+    low, high = (-seqlen_q, seqlen_k) if band is None else band
+    if len(mask) == 1:
+        dense = kernels.collapse(mask[0]).expand(-1, -1, seqlen_q, seqlen_k)
+        mask = kernels.pack_mask(dense, low, high, band is not None)
+    tiles = [mask[0], mask[2]] if mask else []
+    kernels.attend(_rows(q), _rows(k), _rows(v), tiles, bias, out, lse, low, high, softmax_scale, softcap)
+    return out, lse
+
+
+forward = ops.define_forward(NAME, _forward)

@@ -153,7 +153,8 @@ struct Consumer {
   }
 
   // Scores in units of p.scale: f of the product, then the bias over the scale.
-  __device__ __forceinline__ void finish_scores(float (&scores)[kScores], int stage, uint32_t phase) {
+  __device__ __forceinline__ void finish_scores(float (&scores)[kScores], const Work& work, int block,
+                                                Ring<Traits::kBiasStages>& ring) {
     if (p.transforms) {
       if (p.softcap > 0) {
 #pragma unroll
@@ -165,10 +166,10 @@ struct Consumer {
     }
     if constexpr (Traits::kBias == Bias::kTile) {
       const float inverse_scale = 1.0f / p.scale;
-      barrier_wait(&shared.bias_full[stage], phase);
+      barrier_wait(&shared.bias_full[ring.stage], ring.phase);
       // The lane's row of the four matrices of a load: rows 0 to 7 and 8 to 15 of two neighbouring chunks.
       const int row = group * 64 + threadIdx.x % 128 / 32 * 16 + lane % 16;
-      const uint32_t tile = shared_address(shared.bias[stage]) + row * kRowBytes;
+      const uint32_t tile = shared_address(shared.bias[ring.stage]) + row * kRowBytes;
 #pragma unroll
       for (int c = 0; c < kKeys / 16; ++c) {
         const int chunk = 2 * (c % 4) + lane / 16;
@@ -181,11 +182,12 @@ struct Consumer {
           scores[8 * c + 2 * i + 1] = fmaf(bias.y, inverse_scale, scores[8 * c + 2 * i + 1]);
         }
       }
-      release(&shared.bias_empty[stage]);
+      release(&shared.bias_empty[ring.stage]);
+      ring.advance();
     }
     if constexpr (Traits::kBias == Bias::kVector) {
-      barrier_wait(&shared.bias_full[stage], phase);
-      const float2* bias = reinterpret_cast<const float2*>(shared.bias[stage]) + lane % 4;
+      barrier_wait(&shared.bias_full[ring.stage], ring.phase);
+      const float2* bias = reinterpret_cast<const float2*>(shared.bias[ring.stage]) + lane % 4;
 #pragma unroll
       for (int c = 0; c < kKeys / 8; ++c) {
         const float2 pair = bias[4 * c];
@@ -195,7 +197,21 @@ struct Consumer {
           scores[4 * c + 2 * r + 1] += pair.y;
         }
       }
-      release(&shared.bias_empty[stage]);
+      release(&shared.bias_empty[ring.stage]);
+      ring.advance();
+    }
+    if constexpr (Traits::kBias == Bias::kStrided) {
+      const float inverse_scale = 1.0f / p.scale;
+      const int first_key = block * kKeys + 2 * (lane % 4);
+      with_bias(p, work, [&](auto bias) {
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) {
+          // Beyond the end any value will do: the row is not stored, the key is forbidden.
+          const int row = min(work.first_row + row_of_warp + i / 2 % 2 * 8, p.seqlen_q - 1);
+          const int key = min(first_key + i / 4 * 8 + i % 2, p.seqlen_k - 1);
+          scores[i] = fmaf(bias(row, key), inverse_scale, scores[i]);
+        }
+      });
     }
   }
 
@@ -250,7 +266,8 @@ struct Consumer {
       factor[r] = sum > 0 ? 1.0f / sum : 0.0f;
       const int row = work.first_row + row_of_warp + 8 * r;
       if (per_query && row < p.seqlen_q) {
-        const float bias = load_bias(p, bias_offset(p, work) + row * p.bias_stride_l);
+        float bias;
+        with_bias(p, work, [&](auto bias_at) { bias = bias_at(row, 0); });
         lse[r] += bias;
         if (bias == -INFINITY) factor[r] = 0.0f;  // the row attends nothing
       }
@@ -293,7 +310,7 @@ struct Consumer {
 
   // The loop over blocks of keys: scores of a step are computed while the step before is multiplied with v.
   __device__ __forceinline__ void run(const Work& work, const Walk<Traits>& walk, Ring<Traits::kStages>& ring_k,
-                                      Ring<Traits::kStages>& ring_v) {
+                                      Ring<Traits::kStages>& ring_v, Ring<Traits::kBiasStages>& ring_bias) {
     float correction[2];
     uint32_t probs[kKeys / 16][4];
     {
@@ -306,7 +323,7 @@ struct Consumer {
       start_scores(scores, ring_k.stage);
       wgmma_wait<0>();
       release(&shared.k_empty[ring_k.stage]);
-      finish_scores(scores, ring_k.stage, ring_k.phase);
+      finish_scores(scores, work, block, ring_bias);
       if (has_edge) forbid(scores, edge, work, block);
       softmax(scores, correction);
       to_operand(scores, probs);
@@ -328,7 +345,7 @@ struct Consumer {
       wgmma_wait<1>();
       pin(scores);
       release(&shared.k_empty[ring_k.stage]);
-      finish_scores(scores, ring_k.stage, ring_k.phase);
+      finish_scores(scores, work, block, ring_bias);
       if (has_edge) forbid(scores, edge, work, block);
       softmax(scores, correction);
       wgmma_wait<0>();
@@ -354,6 +371,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, ForwardStorage<T
   const int lane = threadIdx.x % 32;
   const int row_of_warp = group * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
   Ring<Traits::kStages> ring_k, ring_v;
+  Ring<Traits::kBiasStages> ring_bias;
   Ring<2> ring_work;
   uint32_t phase_q = 0;
   // The first warpgroup has the first turn: its barrier is filled by the last one.
@@ -373,7 +391,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, ForwardStorage<T
     if (walk.steps > 0) {
       barrier_wait(&shared.q_full, phase_q);
       phase_q ^= 1;
-      consumer.run(work, walk, ring_k, ring_v);
+      consumer.run(work, walk, ring_k, ring_v, ring_bias);
     }
     consumer.store(work);
   }

@@ -28,12 +28,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) forward_kernel(const __gr
       barrier_init(&shared.k_empty[stage], kConsumerWarps);
       barrier_init(&shared.v_full[stage], 1);
       barrier_init(&shared.v_empty[stage], kConsumerWarps);
+    }
+    for (int stage = 0; stage < Traits::kBiasStages; ++stage) {
       barrier_init(&shared.bias_full[stage], 1);
       barrier_init(&shared.bias_empty[stage], kConsumerWarps);
     }
     for (int stage = 0; stage < 2; ++stage) {
       barrier_init(&shared.work_full[stage], 1);
-      barrier_init(&shared.work_empty[stage], kConsumerWarps + (Traits::kBias == Bias::kVector));
+      barrier_init(&shared.work_empty[stage], kConsumerWarps + Traits::kSuppliesBias);
     }
     barrier_init_fence();
   }
@@ -45,8 +47,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) forward_kernel(const __gr
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (warp == 0) {
       if (threadIdx.x == 0) copy_tiles<Traits>(p, shared);
-    } else if (Traits::kBias == Bias::kVector && warp == 1) {
-      write_key_bias<Traits>(p, shared);
+    } else if (Traits::kSuppliesBias && warp == 1) {
+      supply_bias<Traits>(p, shared);
     }
   } else {
     registers_acquire<Traits::kConsumerRegisters>();

@@ -18,6 +18,7 @@ auto with_traits(Bias bias, bool has_mask, F f) {
     constexpr bool kHasMask = decltype(has_mask_)::value;
     if (bias == Bias::kTile) return f(Traits<Bias::kTile, kHasMask>{});
     if (bias == Bias::kVector) return f(Traits<Bias::kVector, kHasMask>{});
+    if (bias == Bias::kStrided) return f(Traits<Bias::kStrided, kHasMask>{});
     return f(Traits<Bias::kNone, kHasMask>{});
   });
 }

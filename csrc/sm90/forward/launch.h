@@ -10,9 +10,10 @@
 namespace flash_dmattn {
 
 enum class Bias {
-  kNone,   // none, or one value per query, which moves lse alone
-  kTile,   // one value per query and key, in the dtype of q, copied as tiles
-  kVector  // one value per key, of any dtype and stride
+  kNone,    // none, or one value per query, which moves lse alone
+  kTile,    // one value per query and key, in the dtype of q, copied as tiles
+  kVector,  // one value per key, of any dtype and stride
+  kStrided  // one value per query and key, of any dtype and strides: slower, but never refused and never copied
 };
 
 // Defined for the dtypes and head dims that the extension is built with. Returns the error of the launch, which is on

@@ -1,10 +1,8 @@
-// The producer: one thread hands out work and has tiles copied; one warp writes the bias of keys.
+// The producer: one thread hands out work and has q, k and v copied; one warp supplies the bias.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "../../device/ptx.h"
+#include "bias.h"
 #include "traits.h"
 #include "work.h"
 
@@ -41,7 +39,6 @@ __device__ __forceinline__ void copy_tiles(const ForwardParams& p, ForwardStorag
   prefetch_tensor_map(&p.q);
   prefetch_tensor_map(&p.k);
   prefetch_tensor_map(&p.v);
-  if (Traits::kBias == Bias::kTile) prefetch_tensor_map(&p.bias);
 
   Ring<Traits::kStages> ring_k, ring_v;
   Ring<2> ring_work;
@@ -58,19 +55,11 @@ __device__ __forceinline__ void copy_tiles(const ForwardParams& p, ForwardStorag
     const Work work = work_at(p, index, Traits::kRows);
     const Walk<Traits> walk(p, work);
     const int head_k = work.head / p.queries_per_group;
-    const int head_bias = Traits::kBias == Bias::kTile ? work.head / p.heads_per_bias : 0;
-    const int batch_bias = p.bias_has_batch ? work.batch : 0;
 
     auto copy_keys = [&](int block) {
       barrier_wait(&shared.k_empty[ring_k.stage], ring_k.phase ^ 1);
       copy_panels<Traits::kPanels, kKeys>(shared.k[ring_k.stage], &p.k, &shared.k_full[ring_k.stage], 0, block * kKeys,
                                           head_k, work.batch);
-      if constexpr (Traits::kBias == Bias::kTile) {
-        barrier_wait(&shared.bias_empty[ring_k.stage], ring_k.phase ^ 1);
-        copy_panels<kKeys / kPanelColumns, Traits::kRows>(shared.bias[ring_k.stage], &p.bias,
-                                                          &shared.bias_full[ring_k.stage], block * kKeys,
-                                                          work.first_row, head_bias, batch_bias);
-      }
       ring_k.advance();
     };
     auto copy_values = [&](int block) {
@@ -102,23 +91,13 @@ __device__ __forceinline__ void copy_tiles(const ForwardParams& p, ForwardStorag
   }
 }
 
-__device__ __forceinline__ float load_bias(const ForwardParams& p, int64_t offset) {
-  if (p.bias_dtype == 0) return __ldg(static_cast<const float*>(p.bias_vector) + offset);
-  if (p.bias_dtype == 1) return __half2float(__ldg(static_cast<const __half*>(p.bias_vector) + offset));
-  return __bfloat162float(__ldg(static_cast<const __nv_bfloat16*>(p.bias_vector) + offset));
-}
-
-__device__ __forceinline__ int64_t bias_offset(const ForwardParams& p, const Work& work) {
-  return (p.bias_has_batch ? work.batch : 0) * p.bias_stride_b + work.head / p.heads_per_bias * p.bias_stride_h;
-}
-
-// The bias of each block of keys over the scale, fp32; one warp.
+// The bias of each block of keys, by one warp: tiles are copied, one value per key is written, fp32, over the scale.
 template <class Traits>
-__device__ __forceinline__ void write_key_bias(const ForwardParams& p, ForwardStorage<Traits>& shared) {
-  constexpr int kPerLane = Traits::kKeys / 32;
+__device__ __forceinline__ void supply_bias(const ForwardParams& p, ForwardStorage<Traits>& shared) {
+  constexpr int kKeys = Traits::kKeys, kPerLane = kKeys / 32;
   const int lane = threadIdx.x % 32;
   const float inverse_scale = 1.0f / p.scale;
-  Ring<Traits::kStages> ring;
+  Ring<Traits::kBiasStages> ring;
   Ring<2> ring_work;
   for (;;) {
     barrier_wait(&shared.work_full[ring_work.stage], ring_work.phase);
@@ -130,23 +109,31 @@ __device__ __forceinline__ void write_key_bias(const ForwardParams& p, ForwardSt
 
     const Work work = work_at(p, index, Traits::kRows);
     const Walk<Traits> walk(p, work);
-    const int64_t start = bias_offset(p, work);
 #pragma unroll 1
     for (int step = 0; step < walk.steps; ++step) {
       bool has_edge;
-      const int first = walk.at(step, has_edge) * Traits::kKeys;
-      float values[kPerLane];
+      const int first_key = walk.at(step, has_edge) * kKeys;
+      if constexpr (Traits::kBias == Bias::kTile) {
+        barrier_wait(&shared.bias_empty[ring.stage], ring.phase ^ 1);
+        if (lane == 0) {
+          copy_panels<kKeys / kPanelColumns, Traits::kRows>(shared.bias[ring.stage], &p.bias,
+                                                            &shared.bias_full[ring.stage], first_key, work.first_row,
+                                                            work.head / p.heads_per_bias,
+                                                            p.bias_has_batch ? work.batch : 0);
+        }
+      } else {
+        float values[kPerLane];
+        with_bias(p, work, [&](auto bias) {
 #pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
-        const int key = min(first + i * 32 + lane, p.seqlen_k - 1);
-        values[i] = load_bias(p, start + key * p.bias_stride_l);
+          for (int i = 0; i < kPerLane; ++i) values[i] = bias(0, min(first_key + i * 32 + lane, p.seqlen_k - 1));
+        });
+        barrier_wait(&shared.bias_empty[ring.stage], ring.phase ^ 1);
+        float* to = reinterpret_cast<float*>(shared.bias[ring.stage]);
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) to[i * 32 + lane] = values[i] * inverse_scale;
+        __syncwarp();
+        if (lane == 0) barrier_arrive(&shared.bias_full[ring.stage]);
       }
-      barrier_wait(&shared.bias_empty[ring.stage], ring.phase ^ 1);
-      float* to = reinterpret_cast<float*>(shared.bias[ring.stage]);
-#pragma unroll
-      for (int i = 0; i < kPerLane; ++i) to[i * 32 + lane] = values[i] * inverse_scale;
-      __syncwarp();
-      if (lane == 0) barrier_arrive(&shared.bias_full[ring.stage]);
       ring.advance();
     }
   }

@@ -21,6 +21,9 @@ struct ForwardTraits {
   // 128 keys where two stages of k and v and two of bias fit beside q in 227 KB.
   static constexpr int kKeys = kD <= 128 && kDv <= 128 ? 128 : 64;
   static constexpr int kStages = 2;
+  // Tiles of bias come from device memory, k and v mostly from L2: bias needs more on its way, where it fits.
+  static constexpr bool kSuppliesBias = kBias == Bias::kTile || kBias == Bias::kVector;
+  static constexpr int kBiasStages = kBias == Bias::kTile ? (kD <= 64 && kDv <= 64 ? 4 : 2) : 4;
 
   static constexpr int kPanels = (kD + kPanelColumns - 1) / kPanelColumns;
   static constexpr int kPanelsV = (kDv + kPanelColumns - 1) / kPanelColumns;
@@ -28,7 +31,7 @@ struct ForwardTraits {
   static constexpr int kKeyBytes = kKeys * kPanels * kRowBytes;
   static constexpr int kValueBytes = kKeys * kPanelsV * kRowBytes;
   static constexpr int kBiasTileBytes = kRows * kKeys * 2;
-  static constexpr int kBiasBytes = kBias == Bias::kTile ? kBiasTileBytes : kBias == Bias::kVector ? kKeys * 4 : 0;
+  static constexpr int kBiasBytes = kBias == Bias::kTile ? kBiasTileBytes : kBias == Bias::kVector ? kKeys * 4 : 16;
 
   static constexpr int kThreads = 128 * (1 + kConsumers);
   // Of 504 registers a thread of each warpgroup can be given together, in steps of 8.
@@ -44,11 +47,11 @@ struct alignas(1024) ForwardStorage {
   alignas(1024) uint8_t q[Traits::kQueryBytes];
   alignas(1024) uint8_t k[Traits::kStages][Traits::kKeyBytes];
   alignas(1024) uint8_t v[Traits::kStages][Traits::kValueBytes];
-  alignas(1024) uint8_t bias[Traits::kStages][Traits::kBiasBytes > 0 ? Traits::kBiasBytes : 16];
+  alignas(1024) uint8_t bias[Traits::kBiasStages][Traits::kBiasBytes];
   uint64_t q_full, q_empty;
   uint64_t k_full[Traits::kStages], k_empty[Traits::kStages];
   uint64_t v_full[Traits::kStages], v_empty[Traits::kStages];
-  uint64_t bias_full[Traits::kStages], bias_empty[Traits::kStages];
+  uint64_t bias_full[Traits::kBiasStages], bias_empty[Traits::kBiasStages];
   uint64_t work_full[2], work_empty[2];
   int work[2];
 };

@@ -1,0 +1,35 @@
+// A bias that is read by plain loads.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "work.h"
+
+namespace flash_dmattn {
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+// Calls use with a function from (query, key) to the bias of the work's head, fp32.
+template <class F>
+__device__ __forceinline__ void with_bias(const ForwardParams& p, const Work& work, F use) {
+  const int64_t start =
+      (p.bias_has_batch ? work.batch : 0) * p.bias_stride_b + work.head / p.heads_per_bias * p.bias_stride_h;
+  auto with = [&](auto* values) {
+    values += start;
+    use([=](int query, int key) {
+      return to_float(__ldg(values + query * p.bias_stride_q + key * p.bias_stride_k));
+    });
+  };
+  if (p.bias_dtype == BiasDtype::kFloat32) {
+    with(static_cast<const float*>(p.bias_values));
+  } else if (p.bias_dtype == BiasDtype::kFloat16) {
+    with(static_cast<const __half*>(p.bias_values));
+  } else {
+    with(static_cast<const __nv_bfloat16*>(p.bias_values));
+  }
+}
+
+}  // namespace flash_dmattn
