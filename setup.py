@@ -55,9 +55,12 @@ class BuildCuda(build_ext):
                 f"FLASH_DMATTN_BUILD_CUDA=force refuses kernels that spill more than {allowed} bytes of registers: "
                 f"{', '.join(refused)}."
             )
-        spilling = [kernel.name for kernel in kernels if kernel.spilled_bytes]
-        if spilling:
-            say(f"warning: kernels that spill registers are slower than they could be: {', '.join(spilling)}.")
+        spilled = [kernel.spilled_bytes for kernel in kernels if kernel.spilled_bytes]
+        if spilled:
+            say(
+                f"warning: {len(spilled)} of {len(kernels)} kernels spill registers, up to {max(spilled)} bytes, and "
+                "may be slower for it; they are named above."
+            )
 
 
 def cuda_extensions(building: bool) -> list[Extension]:

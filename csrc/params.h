@@ -49,7 +49,7 @@ struct ForwardParams {
 
   // Scores are scale * f(q k), plus bias. f(x) = x where softcap and pre_scale are 0, softcap * tanh(pre_scale * x)
   // where softcap is positive, pre_scale * x otherwise; scale is positive.
-  float scale, softcap, pre_scale;
+  float scale, inverse_scale, softcap, pre_scale;
   bool transforms;  // whether f is not x
 
   // A mask of tiles; heads_per_mask is the query heads that share one, mask_batch_stride 0 where batches do.

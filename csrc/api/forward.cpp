@@ -188,6 +188,7 @@ void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::option
   } else {
     params.scale = static_cast<float>(softmax_scale);
   }
+  params.inverse_scale = 1.0f / params.scale;
 
   if (has_mask) {
     CHECK_ARGUMENT(mask.size() == 2, "mask has ", mask.size(), " tensors; it needs bits and lists of rows");

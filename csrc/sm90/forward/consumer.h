@@ -4,10 +4,8 @@
 // of every 8 columns the two from 2 (n % 4) on: element 4 c + 2 r + e is row n / 4 + 8 r, column 8 c + 2 (n % 4) + e.
 #pragma once
 
-#include "../../device/ptx.h"
-#include "producer.h"
-#include "traits.h"
-#include "work.h"
+#include "bias.h"
+#include "storage.h"
 
 namespace flash_dmattn {
 
@@ -69,7 +67,7 @@ struct Consumer {
   ForwardStorage<Traits>& shared;
   const int group, lane, row_of_warp;  // which warpgroup; its row of the work, of the thread's first row
   float (&out)[kOut];
-  float row_max[2], row_sum[2];
+  float (&row_max)[2], (&row_sum)[2];
 
   // What forbids keys in a block with an edge.
   struct Edge {
@@ -165,7 +163,6 @@ struct Consumer {
       }
     }
     if constexpr (Traits::kBias == Bias::kTile) {
-      const float inverse_scale = 1.0f / p.scale;
       barrier_wait(&shared.bias_full[ring.stage], ring.phase);
       // The lane's row of the four matrices of a load: rows 0 to 7 and 8 to 15 of two neighbouring chunks.
       const int row = group * 64 + threadIdx.x % 128 / 32 * 16 + lane % 16;
@@ -178,8 +175,8 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float2 bias = unpack(pairs[i], Element{});
-          scores[8 * c + 2 * i] = fmaf(bias.x, inverse_scale, scores[8 * c + 2 * i]);
-          scores[8 * c + 2 * i + 1] = fmaf(bias.y, inverse_scale, scores[8 * c + 2 * i + 1]);
+          scores[8 * c + 2 * i] = fmaf(bias.x, p.inverse_scale, scores[8 * c + 2 * i]);
+          scores[8 * c + 2 * i + 1] = fmaf(bias.y, p.inverse_scale, scores[8 * c + 2 * i + 1]);
         }
       }
       release(&shared.bias_empty[ring.stage]);
@@ -201,7 +198,6 @@ struct Consumer {
       ring.advance();
     }
     if constexpr (Traits::kBias == Bias::kStrided) {
-      const float inverse_scale = 1.0f / p.scale;
       const int first_key = block * kKeys + 2 * (lane % 4);
       with_bias(p, work, [&](auto bias) {
 #pragma unroll
@@ -209,7 +205,7 @@ struct Consumer {
           // Beyond the end any value will do: the row is not stored, the key is forbidden.
           const int row = min(work.first_row + row_of_warp + i / 2 % 2 * 8, p.seqlen_q - 1);
           const int key = min(first_key + i / 4 * 8 + i % 2, p.seqlen_k - 1);
-          scores[i] = fmaf(bias(row, key), inverse_scale, scores[i]);
+          scores[i] = fmaf(bias(row, key), p.inverse_scale, scores[i]);
         }
       });
     }
@@ -255,32 +251,58 @@ struct Consumer {
     for (int i = 0; i < kOut; ++i) out[i] *= correction[i / 2 % 2];
   }
 
-  // out and lse of the work.
-  __device__ __forceinline__ void store(const Work& work) {
-    const bool per_query = Traits::kBias == Bias::kNone && p.bias_is_per_query;
-    float lse[2], factor[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float sum = sum_of_row(row_sum[r]);
-      lse[r] = sum > 0 ? fmaf(row_max[r], p.scale, logf(sum)) : -INFINITY;
-      factor[r] = sum > 0 ? 1.0f / sum : 0.0f;
-      const int row = work.first_row + row_of_warp + 8 * r;
-      if (per_query && row < p.seqlen_q) {
-        float bias;
-        with_bias(p, work, [&](auto bias_at) { bias = bias_at(row, 0); });
-        lse[r] += bias;
-        if (bias == -INFINITY) factor[r] = 0.0f;  // the row attends nothing
-      }
-    }
+  __device__ __forceinline__ int64_t lse_at(const Work& work, int row) const {
+    return (static_cast<int64_t>(work.batch) * p.num_heads + work.head) * p.seqlen_q + row;
+  }
+  __device__ __forceinline__ Element* out_at(const Work& work, int row) const {
+    return static_cast<Element*>(p.out) +
+           ((static_cast<int64_t>(work.batch) * p.seqlen_q + row) * p.num_heads + work.head) * p.head_dim_v;
+  }
+
+  // out and lse of work that attends nothing.
+  __device__ __forceinline__ void store_nothing(const Work& work) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = work.first_row + row_of_warp + 8 * r;
       const bool exists = row < p.seqlen_q;
-      if (exists && lane % 4 == 0) {
-        p.lse[(static_cast<int64_t>(work.batch) * p.num_heads + work.head) * p.seqlen_q + row] = lse[r];
+      if (exists && lane % 4 == 0) p.lse[lse_at(work, row)] = -INFINITY;
+#pragma unroll
+      for (int c = 0; c < kDv / 32; ++c) {
+        const int column = 8 * (4 * c + lane % 4);
+        if (exists && column < p.head_dim_v) {
+          *reinterpret_cast<uint4*>(out_at(work, row) + column) = make_uint4(0, 0, 0, 0);
+        }
       }
-      Element* to = static_cast<Element*>(p.out) +
-                    ((static_cast<int64_t>(work.batch) * p.seqlen_q + row) * p.num_heads + work.head) * p.head_dim_v;
+    }
+  }
+
+  // Once the last scores of the work are in: lse, and what its out is to be multiplied with; the rows start afresh.
+  __device__ __forceinline__ void finish_rows(const Work& work, float (&factor)[2]) {
+    const bool per_query = Traits::kBias == Bias::kNone && p.bias_is_per_query;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = work.first_row + row_of_warp + 8 * r;
+      const float sum = sum_of_row(row_sum[r]);
+      float lse = sum > 0 ? fmaf(row_max[r], p.scale, logf(sum)) : -INFINITY;
+      factor[r] = sum > 0 ? 1.0f / sum : 0.0f;
+      if (per_query && row < p.seqlen_q) {
+        float bias;
+        with_bias(p, work, [&](auto bias_at) { bias = bias_at(row, 0); });
+        lse += bias;
+        if (bias == -INFINITY) factor[r] = 0.0f;  // the row attends nothing
+      }
+      if (row < p.seqlen_q && lane % 4 == 0) p.lse[lse_at(work, row)] = lse;
+      row_max[r] = -INFINITY;
+      row_sum[r] = 0.0f;
+    }
+  }
+
+  __device__ __forceinline__ void store(const Work& work, const float (&factor)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = work.first_row + row_of_warp + 8 * r;
+      const bool exists = row < p.seqlen_q;
+      Element* to = out_at(work, row);
 #pragma unroll
       for (int c = 0; c < kDv / 32; ++c) {
         uint32_t words[4];
@@ -308,64 +330,11 @@ struct Consumer {
     }
   }
 
-  // The loop over blocks of keys: scores of a step are computed while the step before is multiplied with v.
-  __device__ __forceinline__ void run(const Work& work, const Walk<Traits>& walk, Ring<Traits::kStages>& ring_k,
-                                      Ring<Traits::kStages>& ring_v, Ring<Traits::kBiasStages>& ring_bias) {
-    float correction[2];
-    uint32_t probs[kKeys / 16][4];
-    {
-      float scores[kScores];
-      bool has_edge;
-      const int block = walk.at(0, has_edge);
-      Edge edge;
-      if (has_edge) load_edge(edge, work, block);
-      barrier_wait(&shared.k_full[ring_k.stage], ring_k.phase);
-      start_scores(scores, ring_k.stage);
-      wgmma_wait<0>();
-      release(&shared.k_empty[ring_k.stage]);
-      finish_scores(scores, work, block, ring_bias);
-      if (has_edge) forbid(scores, edge, work, block);
-      softmax(scores, correction);
-      to_operand(scores, probs);
-      ring_k.advance();
-    }
-#pragma unroll 1
-    for (int step = 1; step < walk.steps; ++step) {
-      float scores[kScores];
-      bool has_edge;
-      const int block = walk.at(step, has_edge);
-      Edge edge;
-      if (has_edge) load_edge(edge, work, block);
-      barrier_wait(&shared.k_full[ring_k.stage], ring_k.phase);
-      wait_turn();
-      start_scores(scores, ring_k.stage);
-      barrier_wait(&shared.v_full[ring_v.stage], ring_v.phase);
-      start_out(probs, ring_v.stage, step > 1);
-      pass_turn();
-      wgmma_wait<1>();
-      pin(scores);
-      release(&shared.k_empty[ring_k.stage]);
-      finish_scores(scores, work, block, ring_bias);
-      if (has_edge) forbid(scores, edge, work, block);
-      softmax(scores, correction);
-      wgmma_wait<0>();
-      pin(out);
-      release(&shared.v_empty[ring_v.stage]);
-      to_operand(scores, probs);
-      correct_out(correction);
-      ring_k.advance();
-      ring_v.advance();
-    }
-    release(&shared.q_empty);
-    barrier_wait(&shared.v_full[ring_v.stage], ring_v.phase);
-    start_out(probs, ring_v.stage, walk.steps > 1);
-    wgmma_wait<0>();
-    pin(out);
-    release(&shared.v_empty[ring_v.stage]);
-    ring_v.advance();
-  }
 };
 
+// All work of a block, one step after another: while the scores of a step are computed, the step before is multiplied
+// with v, be it of the same piece of work or of the one before. So the matrix units are busy through the end of one
+// piece and the start of the next.
 template <class Traits>
 __device__ __forceinline__ void consume(const ForwardParams& p, ForwardStorage<Traits>& shared, int group) {
   const int lane = threadIdx.x % 32;
@@ -374,26 +343,79 @@ __device__ __forceinline__ void consume(const ForwardParams& p, ForwardStorage<T
   Ring<Traits::kBiasStages> ring_bias;
   Ring<2> ring_work;
   uint32_t phase_q = 0;
+
+  float out[Traits::kDv / 2], factor[2], row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {0, 0};
+  uint32_t probs[Traits::kKeys / 16][4];
+#pragma unroll
+  for (int i = 0; i < Traits::kKeys / 16; ++i) probs[i][0] = probs[i][1] = probs[i][2] = probs[i][3] = 0;
+#pragma unroll
+  for (int i = 0; i < Traits::kDv / 2; ++i) out[i] = 0;
+  Consumer<Traits> consumer{p, shared, group, lane, row_of_warp, out, row_max, row_sum};
+  // The step that is not multiplied with v yet: whether there is one, of which work, and whether it adds to out.
+  bool has_step = false, adds = false;
+  Work previous;
+
   // The first warpgroup has the first turn: its barrier is filled by the last one.
   if (Traits::kTakesTurns && group == Traits::kConsumers - 1) named_barrier_arrive(kFirstNamedBarrier, 256);
   for (;;) {
-    barrier_wait(&shared.work_full[ring_work.stage], ring_work.phase);
-    const int index = shared.work[ring_work.stage];
-    __syncwarp();
-    if (lane == 0) barrier_arrive(&shared.work_empty[ring_work.stage]);
-    ring_work.advance();
-    if (index >= p.total) break;
-
-    const Work work = work_at(p, index, Traits::kRows);
-    const Walk<Traits> walk(p, work);
-    float out[Traits::kDv / 2];
-    Consumer<Traits> consumer{p, shared, group, lane, row_of_warp, out, {-INFINITY, -INFINITY}, {0.0f, 0.0f}};
+    const Item<Traits> item = take_work(shared, ring_work);
+    if (!item.exists) break;
+    const Work& work = item.work;
+    const Walk<Traits>& walk = item.walk;
+    // Not an if with a continue: the compiler would no longer see that the warps stay together in the loop.
+    if (walk.steps == 0) consumer.store_nothing(work);
     if (walk.steps > 0) {
       barrier_wait(&shared.q_full, phase_q);
       phase_q ^= 1;
-      consumer.run(work, walk, ring_k, ring_v, ring_bias);
     }
-    consumer.store(work);
+#pragma unroll 1
+    for (int step = 0; step < walk.steps; ++step) {
+      float scores[Traits::kKeys / 2];
+      bool has_edge;
+      const int block = walk.at(step, has_edge);
+      typename Consumer<Traits>::Edge edge;
+      if (has_edge) consumer.load_edge(edge, work, block);
+      barrier_wait(&shared.k_full[ring_k.stage], ring_k.phase);
+      consumer.wait_turn();
+      consumer.start_scores(scores, ring_k.stage);
+      // The very first product with v is of zeros and whatever lies there; what it gives is never used.
+      if (has_step) barrier_wait(&shared.v_full[ring_v.stage], ring_v.phase);
+      consumer.start_out(probs, ring_v.stage, adds);
+      consumer.pass_turn();
+      wgmma_wait<1>();
+      pin(scores);
+      consumer.release(&shared.k_empty[ring_k.stage]);
+      ring_k.advance();
+      if (step + 1 == walk.steps) consumer.release(&shared.q_empty);
+      consumer.finish_scores(scores, work, block, ring_bias);
+      if (has_edge) consumer.forbid(scores, edge, work, block);
+
+      float correction[2];
+      consumer.softmax(scores, correction);
+      wgmma_wait<0>();
+      pin(out);
+      if (has_step) {
+        consumer.release(&shared.v_empty[ring_v.stage]);
+        ring_v.advance();
+      }
+      Consumer<Traits>::to_operand(scores, probs);
+      adds = step > 0;
+      if (adds) {
+        consumer.correct_out(correction);
+      } else if (has_step) {
+        consumer.store(previous, factor);
+      }
+      has_step = true;
+      if (step + 1 == walk.steps) consumer.finish_rows(work, factor);
+    }
+    if (walk.steps > 0) previous = work;
+  }
+  if (has_step) {
+    barrier_wait(&shared.v_full[ring_v.stage], ring_v.phase);
+    consumer.start_out(probs, ring_v.stage, adds);
+    wgmma_wait<0>();
+    pin(out);
+    consumer.store(previous, factor);
   }
   // Nobody leaves with an arrival of another outstanding: the last turn passed is taken by the first.
   if (Traits::kTakesTurns && group == 0) named_barrier_sync(kFirstNamedBarrier, 256);

@@ -11,7 +11,7 @@
 #include "consumer.h"
 #include "launch.h"
 #include "producer.h"
-#include "traits.h"
+#include "storage.h"
 
 namespace flash_dmattn {
 

@@ -1,26 +1,10 @@
 // The producer: one thread hands out work and has q, k and v copied; one warp supplies the bias.
 #pragma once
 
-#include "../../device/ptx.h"
 #include "bias.h"
-#include "traits.h"
-#include "work.h"
+#include "storage.h"
 
 namespace flash_dmattn {
-
-// The place in a ring of stages.
-template <int kStages>
-struct Ring {
-  int stage = 0;
-  uint32_t phase = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-};
 
 // One panel of 64 columns after another, `kRows` rows each.
 template <int kPanels, int kRows>
@@ -44,16 +28,21 @@ __device__ __forceinline__ void copy_tiles(const ForwardParams& p, ForwardStorag
   Ring<2> ring_work;
   uint32_t phase_q = 0;
   for (int index = blockIdx.x;;) {
+    Item<Traits> item;
+    item.exists = index < p.total;
+    if (item.exists) {
+      item.work = work_at(p, index, Traits::kRows);
+      item.walk = Walk<Traits>::of(p, item.work);
+    }
     barrier_wait(&shared.work_empty[ring_work.stage], ring_work.phase ^ 1);
-    shared.work[ring_work.stage] = index;
+    shared.work[ring_work.stage] = item;
     barrier_arrive(&shared.work_full[ring_work.stage]);
     ring_work.advance();
-    if (index >= p.total) return;
+    if (!item.exists) return;
     // Asked for now, its answer is there when this work's copies are under way.
     const int next = p.next != nullptr ? atomicAdd(p.next, 1) + gridDim.x : index + gridDim.x;
-
-    const Work work = work_at(p, index, Traits::kRows);
-    const Walk<Traits> walk(p, work);
+    const Work& work = item.work;
+    const Walk<Traits>& walk = item.walk;
     const int head_k = work.head / p.queries_per_group;
 
     auto copy_keys = [&](int block) {
@@ -96,19 +85,13 @@ template <class Traits>
 __device__ __forceinline__ void supply_bias(const ForwardParams& p, ForwardStorage<Traits>& shared) {
   constexpr int kKeys = Traits::kKeys, kPerLane = kKeys / 32;
   const int lane = threadIdx.x % 32;
-  const float inverse_scale = 1.0f / p.scale;
   Ring<Traits::kBiasStages> ring;
   Ring<2> ring_work;
   for (;;) {
-    barrier_wait(&shared.work_full[ring_work.stage], ring_work.phase);
-    const int index = shared.work[ring_work.stage];
-    __syncwarp();
-    if (lane == 0) barrier_arrive(&shared.work_empty[ring_work.stage]);
-    ring_work.advance();
-    if (index >= p.total) return;
-
-    const Work work = work_at(p, index, Traits::kRows);
-    const Walk<Traits> walk(p, work);
+    const Item<Traits> item = take_work(shared, ring_work);
+    if (!item.exists) return;
+    const Work& work = item.work;
+    const Walk<Traits>& walk = item.walk;
 #pragma unroll 1
     for (int step = 0; step < walk.steps; ++step) {
       bool has_edge;
@@ -130,7 +113,7 @@ __device__ __forceinline__ void supply_bias(const ForwardParams& p, ForwardStora
         barrier_wait(&shared.bias_empty[ring.stage], ring.phase ^ 1);
         float* to = reinterpret_cast<float*>(shared.bias[ring.stage]);
 #pragma unroll
-        for (int i = 0; i < kPerLane; ++i) to[i * 32 + lane] = values[i] * inverse_scale;
+        for (int i = 0; i < kPerLane; ++i) to[i * 32 + lane] = values[i] * p.inverse_scale;
         __syncwarp();
         if (lane == 0) barrier_arrive(&shared.bias_full[ring.stage]);
       }

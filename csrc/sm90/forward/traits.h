@@ -41,19 +41,4 @@ struct ForwardTraits {
   static constexpr bool kTakesTurns = kD <= 128;
 };
 
-// The barriers come last: each one's phase is over when what it names has happened.
-template <class Traits>
-struct alignas(1024) ForwardStorage {
-  alignas(1024) uint8_t q[Traits::kQueryBytes];
-  alignas(1024) uint8_t k[Traits::kStages][Traits::kKeyBytes];
-  alignas(1024) uint8_t v[Traits::kStages][Traits::kValueBytes];
-  alignas(1024) uint8_t bias[Traits::kBiasStages][Traits::kBiasBytes];
-  uint64_t q_full, q_empty;
-  uint64_t k_full[Traits::kStages], k_empty[Traits::kStages];
-  uint64_t v_full[Traits::kStages], v_empty[Traits::kStages];
-  uint64_t bias_full[Traits::kBiasStages], bias_empty[Traits::kBiasStages];
-  uint64_t work_full[2], work_empty[2];
-  int work[2];
-};
-
 }  // namespace flash_dmattn

@@ -28,8 +28,7 @@ __device__ __forceinline__ Work work_at(const ForwardParams& p, int index, int r
   return work;
 }
 
-// The blocks of kKeys keys that some row of the work attends, in the order of the walk. `at` gives the block of a step
-// and whether a key of it may be forbidden.
+// The blocks of kKeys keys that some row of the work attends, in the order of the walk.
 template <class Traits>
 struct Walk {
   int steps;
@@ -41,25 +40,28 @@ struct Walk {
 
   static constexpr int kBlocksPerTile = kTile / Traits::kKeys;
 
-  __device__ __forceinline__ Walk(const ForwardParams& p, const Work& work) {
+  __device__ __forceinline__ static Walk of(const ForwardParams& p, const Work& work) {
+    Walk walk;
     if constexpr (Traits::kHasMask) {
       const int tiles_k = (p.seqlen_k + kTile - 1) / kTile, tiles_q = (p.seqlen_q + kTile - 1) / kTile;
       const int64_t mask =
           static_cast<int64_t>(p.mask_has_batch ? work.batch : 0) * p.mask_heads + work.head / p.heads_per_mask;
-      list = p.mask_lists + (mask * tiles_q + work.block_q) * (2 + tiles_k);
-      num_full = __ldg(list);
-      steps = (num_full + __ldg(list + 1)) * kBlocksPerTile;
-      list += 2;
+      const int32_t* list = p.mask_lists + (mask * tiles_q + work.block_q) * (2 + tiles_k);
+      walk.num_full = __ldg(list);
+      walk.steps = (walk.num_full + __ldg(list + 1)) * kBlocksPerTile;
+      walk.list = list + 2;
     } else {
       const int last_row = min(work.first_row + Traits::kRows, p.seqlen_q) - 1;
       const int first_key = max(work.first_row + p.low, 0), last_key = min(last_row + p.high, p.seqlen_k - 1);
-      steps = last_key < first_key ? 0 : last_key / Traits::kKeys + 1 - first_key / Traits::kKeys;
-      stop = last_key / Traits::kKeys + 1;
-      start_inside = (max(last_row + p.low, 0) + Traits::kKeys - 1) / Traits::kKeys;
-      stop_inside = max(min(work.first_row + p.high, p.seqlen_k - 1) + 1, 0) / Traits::kKeys;
+      walk.steps = last_key < first_key ? 0 : last_key / Traits::kKeys + 1 - first_key / Traits::kKeys;
+      walk.stop = last_key / Traits::kKeys + 1;
+      walk.start_inside = (max(last_row + p.low, 0) + Traits::kKeys - 1) / Traits::kKeys;
+      walk.stop_inside = max(min(work.first_row + p.high, p.seqlen_k - 1) + 1, 0) / Traits::kKeys;
     }
+    return walk;
   }
 
+  // The block of a step, and whether a key of it may be forbidden.
   __device__ __forceinline__ int at(int step, bool& has_edge) const {
     if constexpr (Traits::kHasMask) {
       const int place = steps / kBlocksPerTile - 1 - step / kBlocksPerTile;
@@ -71,6 +73,14 @@ struct Walk {
       return block;
     }
   }
+};
+
+// What the thread that hands out work tells the others of one piece.
+template <class Traits>
+struct Item {
+  bool exists;  // false after the last
+  Work work;
+  Walk<Traits> walk;
 };
 
 }  // namespace flash_dmattn

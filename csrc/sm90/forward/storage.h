@@ -1,0 +1,50 @@
+// The shared memory of a block, and how its warps hand it to each other.
+#pragma once
+
+#include "../../device/ptx.h"
+#include "traits.h"
+#include "work.h"
+
+namespace flash_dmattn {
+
+// The barriers come last: each one's phase is over when what it names has happened.
+template <class Traits>
+struct alignas(1024) ForwardStorage {
+  alignas(1024) uint8_t q[Traits::kQueryBytes];
+  alignas(1024) uint8_t k[Traits::kStages][Traits::kKeyBytes];
+  alignas(1024) uint8_t v[Traits::kStages][Traits::kValueBytes];
+  alignas(1024) uint8_t bias[Traits::kBiasStages][Traits::kBiasBytes];
+  uint64_t q_full, q_empty;
+  uint64_t k_full[Traits::kStages], k_empty[Traits::kStages];
+  uint64_t v_full[Traits::kStages], v_empty[Traits::kStages];
+  uint64_t bias_full[Traits::kBiasStages], bias_empty[Traits::kBiasStages];
+  uint64_t work_full[2], work_empty[2];
+  Item<Traits> work[2];
+};
+
+// The place in a ring of stages.
+template <int kStages>
+struct Ring {
+  int stage = 0;
+  uint32_t phase = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+// The next piece of work, for a whole warp.
+template <class Traits>
+__device__ __forceinline__ Item<Traits> take_work(ForwardStorage<Traits>& shared, Ring<2>& ring) {
+  barrier_wait(&shared.work_full[ring.stage], ring.phase);
+  const Item<Traits> item = shared.work[ring.stage];
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier_arrive(&shared.work_empty[ring.stage]);
+  ring.advance();
+  return item;
+}
+
+}  // namespace flash_dmattn
