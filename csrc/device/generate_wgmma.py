@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 HEADER = Path(__file__).with_name("wgmma_instructions.h")
-WIDTHS = (64, 96, 128, 192, 256)
+WIDTHS = (64, 96, 128, 160, 176, 192, 256)
 DTYPES = {"__half": "f16", "__nv_bfloat16": "bf16"}
 
 PREAMBLE = """\

@@ -92,6 +92,10 @@ __device__ __forceinline__ void load_matrices(uint32_t (&out)[4], uint32_t addre
                : "memory");
 }
 
+__device__ __forceinline__ void load_pair(uint32_t& first, uint32_t& second, uint32_t address) {
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(first), "=r"(second) : "r"(address) : "memory");
+}
+
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -67,7 +67,7 @@ struct Consumer {
   ForwardStorage<Traits>& shared;
   const int group, lane, row_of_warp;  // which warpgroup; its row of the work, of the thread's first row
   float (&out)[kOut];
-  float (&row_max)[2], (&row_sum)[2];
+  float row_max[2], row_sum[2];
 
   // What forbids keys in a block with an edge.
   struct Edge {
@@ -101,15 +101,25 @@ struct Consumer {
     if (lane == 0) barrier_arrive(empty);
   }
 
-  __device__ __forceinline__ void load_edge(Edge& edge, const Work& work, int block) {
+  // Where the bits of the thread's two rows start; a row beyond the last has those of the last.
+  __device__ __forceinline__ void find_bits(const Work& work, const int32_t* (&rows)[2]) {
     if constexpr (Traits::kHasMask) {
-      const int tiles_k = (p.seqlen_k + kTile - 1) / kTile;
+      const int64_t words = (p.seqlen_k + kTile - 1) / kTile * kTileWords;
       const int64_t mask =
           static_cast<int64_t>(p.mask_has_batch ? work.batch : 0) * p.mask_heads + work.head / p.heads_per_mask;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = min(work.first_row + row_of_warp + 8 * r, p.seqlen_q - 1);
-        const int32_t* bits = p.mask_bits + (mask * p.seqlen_q + row) * (tiles_k * kTileWords) + block * kWords;
+        rows[r] = p.mask_bits + (mask * p.seqlen_q + row) * words;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load_edge(Edge& edge, const int32_t* const (&rows)[2], int block) {
+    if constexpr (Traits::kHasMask) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int32_t* bits = rows[r] + block * kWords;
         if constexpr (kWords == 4) {
           const int4 four = __ldg(reinterpret_cast<const int4*>(bits));
           edge.words[r][0] = four.x, edge.words[r][1] = four.y, edge.words[r][2] = four.z, edge.words[r][3] = four.w;
@@ -150,9 +160,48 @@ struct Consumer {
     }
   }
 
+  // The bias of a step, as it lies in shared memory: pairs of 16-bit values of kTile, one float2 for both rows of kVector.
+  static constexpr int kBiasWords = kKeys / 4;
+  using BiasWords = uint32_t[kBiasWords];
+
+  __device__ __forceinline__ void load_bias(BiasWords& bias, Ring<Traits::kBiasStages>& ring) {
+    barrier_wait(&shared.bias_full[ring.stage], ring.phase);
+    if constexpr (Traits::kBias == Bias::kTile) {
+      // The lane's row of the four matrices of a load: rows 0 to 7 and 8 to 15 of two neighbouring chunks.
+      const int row = group * 64 + threadIdx.x % 128 / 32 * 16 + lane % 16;
+      const uint32_t tile = shared_address(shared.bias[ring.stage]) + row * kRowBytes;
+#pragma unroll
+      for (int c = 0; c < kKeys / 16; ++c) {
+        const int chunk = 2 * (c % 4) + lane / 16;
+        load_matrices(reinterpret_cast<uint32_t(&)[4]>(bias[4 * c]),
+                      tile + c / 4 * (Traits::kRows * kRowBytes) + ((chunk ^ (row % 8)) << 4));
+      }
+    } else {
+      const uint32_t start = shared_address(shared.bias[ring.stage]) + lane % 4 * 8;
+#pragma unroll
+      for (int c = 0; c < kKeys / 8; ++c) load_pair(bias[2 * c], bias[2 * c + 1], start + c * 32);
+    }
+    release(&shared.bias_empty[ring.stage]);
+    ring.advance();
+  }
+
+  __device__ __forceinline__ void add_bias(float (&scores)[kScores], const BiasWords& bias) {
+    if constexpr (Traits::kBias == Bias::kTile) {
+#pragma unroll
+      for (int i = 0; i < kBiasWords; ++i) {
+        const float2 pair = unpack(bias[i], Element{});
+        scores[2 * i] = fmaf(pair.x, p.inverse_scale, scores[2 * i]);
+        scores[2 * i + 1] = fmaf(pair.y, p.inverse_scale, scores[2 * i + 1]);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) scores[i] += __uint_as_float(bias[2 * (i / 4) + i % 2]);
+    }
+  }
+
   // Scores in units of p.scale: f of the product, then the bias over the scale.
   __device__ __forceinline__ void finish_scores(float (&scores)[kScores], const Work& work, int block,
-                                                Ring<Traits::kBiasStages>& ring) {
+                                                BiasWords& bias, Ring<Traits::kBiasStages>& ring) {
     if (p.transforms) {
       if (p.softcap > 0) {
 #pragma unroll
@@ -162,40 +211,9 @@ struct Consumer {
         for (int i = 0; i < kScores; ++i) scores[i] *= p.pre_scale;
       }
     }
-    if constexpr (Traits::kBias == Bias::kTile) {
-      barrier_wait(&shared.bias_full[ring.stage], ring.phase);
-      // The lane's row of the four matrices of a load: rows 0 to 7 and 8 to 15 of two neighbouring chunks.
-      const int row = group * 64 + threadIdx.x % 128 / 32 * 16 + lane % 16;
-      const uint32_t tile = shared_address(shared.bias[ring.stage]) + row * kRowBytes;
-#pragma unroll
-      for (int c = 0; c < kKeys / 16; ++c) {
-        const int chunk = 2 * (c % 4) + lane / 16;
-        uint32_t pairs[4];
-        load_matrices(pairs, tile + c / 4 * (Traits::kRows * kRowBytes) + ((chunk ^ (row % 8)) << 4));
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float2 bias = unpack(pairs[i], Element{});
-          scores[8 * c + 2 * i] = fmaf(bias.x, p.inverse_scale, scores[8 * c + 2 * i]);
-          scores[8 * c + 2 * i + 1] = fmaf(bias.y, p.inverse_scale, scores[8 * c + 2 * i + 1]);
-        }
-      }
-      release(&shared.bias_empty[ring.stage]);
-      ring.advance();
-    }
-    if constexpr (Traits::kBias == Bias::kVector) {
-      barrier_wait(&shared.bias_full[ring.stage], ring.phase);
-      const float2* bias = reinterpret_cast<const float2*>(shared.bias[ring.stage]) + lane % 4;
-#pragma unroll
-      for (int c = 0; c < kKeys / 8; ++c) {
-        const float2 pair = bias[4 * c];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          scores[4 * c + 2 * r] += pair.x;
-          scores[4 * c + 2 * r + 1] += pair.y;
-        }
-      }
-      release(&shared.bias_empty[ring.stage]);
-      ring.advance();
+    if constexpr (Traits::kSuppliesBias) {
+      if constexpr (!Traits::kLoadsBiasEarly) load_bias(bias, ring);
+      add_bias(scores, bias);
     }
     if constexpr (Traits::kBias == Bias::kStrided) {
       const int first_key = block * kKeys + 2 * (lane % 4);
@@ -211,19 +229,35 @@ struct Consumer {
     }
   }
 
-  // Scores become probabilities up to the factor of the row; returns what out so far is to be multiplied with.
-  __device__ __forceinline__ void softmax(float (&scores)[kScores], float (&correction)[2]) {
+  // Scores become probabilities up to the factor of the row, which is exp of what is subtracted: a maximum so far. A
+  // greater one is subtracted only where it is greater by more than kSlack (in powers of 2), so that out and the sum
+  // rarely have to be corrected; probabilities then reach 2^kSlack, which neither fp32 nor 16 bits mind. Returns whether
+  // a row of the warp is to be corrected. Source: FlashAttention-4's rule for skipping the correction.
+  __device__ __forceinline__ bool softmax(float (&scores)[kScores], float (&correction)[2]) {
+    constexpr float kSlack = 8.0f;
     const float scale = p.scale * kLog2e;
+    float top[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float top = row_max[r];
+      top[r] = row_max[r];
 #pragma unroll
-      for (int c = 0; c < kScores / 4; ++c) top = fmaxf(top, fmaxf(scores[4 * c + 2 * r], scores[4 * c + 2 * r + 1]));
-      top = max_of_row(top);
-      // A row of which nothing has been allowed yet.
-      const float shift = top == -INFINITY ? 0.0f : top * scale;
-      correction[r] = exp2_approx(fmaf(row_max[r], scale, -shift));
-      row_max[r] = top;
+      for (int c = 0; c < kScores / 4; ++c) {
+        top[r] = fmaxf(top[r], fmaxf(scores[4 * c + 2 * r], scores[4 * c + 2 * r + 1]));
+      }
+      top[r] = max_of_row(top[r]);
+    }
+    const bool corrects =
+        !Traits::kSkipsCorrection ||
+        __any_sync(0xffffffffu, (top[0] - row_max[0]) * scale > kSlack || (top[1] - row_max[1]) * scale > kSlack);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (corrects) {
+        // Of a row of which nothing has been allowed yet both are -inf, and out and the sum are 0.
+        correction[r] = top[r] == -INFINITY ? 1.0f : exp2_approx((row_max[r] - top[r]) * scale);
+        row_sum[r] *= correction[r];
+        row_max[r] = top[r];
+      }
+      const float shift = row_max[r] == -INFINITY ? 0.0f : row_max[r] * scale;
       float sum = 0;
 #pragma unroll
       for (int c = 0; c < kScores / 4; ++c) {
@@ -234,8 +268,9 @@ struct Consumer {
           sum += score;
         }
       }
-      row_sum[r] = fmaf(row_sum[r], correction[r], sum);
+      row_sum[r] += sum;
     }
+    return corrects;
   }
 
   __device__ __forceinline__ static void to_operand(const float (&scores)[kScores], uint32_t (&probs)[kKeys / 16][4]) {
@@ -251,58 +286,32 @@ struct Consumer {
     for (int i = 0; i < kOut; ++i) out[i] *= correction[i / 2 % 2];
   }
 
-  __device__ __forceinline__ int64_t lse_at(const Work& work, int row) const {
-    return (static_cast<int64_t>(work.batch) * p.num_heads + work.head) * p.seqlen_q + row;
-  }
-  __device__ __forceinline__ Element* out_at(const Work& work, int row) const {
-    return static_cast<Element*>(p.out) +
-           ((static_cast<int64_t>(work.batch) * p.seqlen_q + row) * p.num_heads + work.head) * p.head_dim_v;
-  }
-
-  // out and lse of work that attends nothing.
-  __device__ __forceinline__ void store_nothing(const Work& work) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = work.first_row + row_of_warp + 8 * r;
-      const bool exists = row < p.seqlen_q;
-      if (exists && lane % 4 == 0) p.lse[lse_at(work, row)] = -INFINITY;
-#pragma unroll
-      for (int c = 0; c < kDv / 32; ++c) {
-        const int column = 8 * (4 * c + lane % 4);
-        if (exists && column < p.head_dim_v) {
-          *reinterpret_cast<uint4*>(out_at(work, row) + column) = make_uint4(0, 0, 0, 0);
-        }
-      }
-    }
-  }
-
-  // Once the last scores of the work are in: lse, and what its out is to be multiplied with; the rows start afresh.
-  __device__ __forceinline__ void finish_rows(const Work& work, float (&factor)[2]) {
+  // out and lse of the work.
+  __device__ __forceinline__ void store(const Work& work) {
     const bool per_query = Traits::kBias == Bias::kNone && p.bias_is_per_query;
+    float lse[2], factor[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = work.first_row + row_of_warp + 8 * r;
       const float sum = sum_of_row(row_sum[r]);
-      float lse = sum > 0 ? fmaf(row_max[r], p.scale, logf(sum)) : -INFINITY;
+      lse[r] = sum > 0 ? fmaf(row_max[r], p.scale, logf(sum)) : -INFINITY;
       factor[r] = sum > 0 ? 1.0f / sum : 0.0f;
+      const int row = work.first_row + row_of_warp + 8 * r;
       if (per_query && row < p.seqlen_q) {
         float bias;
         with_bias(p, work, [&](auto bias_at) { bias = bias_at(row, 0); });
-        lse += bias;
+        lse[r] += bias;
         if (bias == -INFINITY) factor[r] = 0.0f;  // the row attends nothing
       }
-      if (row < p.seqlen_q && lane % 4 == 0) p.lse[lse_at(work, row)] = lse;
-      row_max[r] = -INFINITY;
-      row_sum[r] = 0.0f;
     }
-  }
-
-  __device__ __forceinline__ void store(const Work& work, const float (&factor)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = work.first_row + row_of_warp + 8 * r;
       const bool exists = row < p.seqlen_q;
-      Element* to = out_at(work, row);
+      if (exists && lane % 4 == 0) {
+        p.lse[(static_cast<int64_t>(work.batch) * p.num_heads + work.head) * p.seqlen_q + row] = lse[r];
+      }
+      Element* to = static_cast<Element*>(p.out) +
+                    ((static_cast<int64_t>(work.batch) * p.seqlen_q + row) * p.num_heads + work.head) * p.head_dim_v;
 #pragma unroll
       for (int c = 0; c < kDv / 32; ++c) {
         uint32_t words[4];
@@ -330,11 +339,70 @@ struct Consumer {
     }
   }
 
+  // The loop over blocks of keys: scores of a step are computed while the step before is multiplied with v.
+  __device__ __forceinline__ void run(const Work& work, const Walk<Traits>& walk, Ring<Traits::kStages>& ring_k,
+                                      Ring<Traits::kStages>& ring_v, Ring<Traits::kBiasStages>& ring_bias) {
+    float correction[2];
+    uint32_t probs[kKeys / 16][4];
+    const int32_t* bits[2];
+    find_bits(work, bits);
+    {
+      float scores[kScores];
+      bool has_edge;
+      const int block = walk.at(0, has_edge);
+      Edge edge;
+      if (has_edge) load_edge(edge, bits, block);
+      barrier_wait(&shared.k_full[ring_k.stage], ring_k.phase);
+      start_scores(scores, ring_k.stage);
+      BiasWords bias;
+      if constexpr (Traits::kLoadsBiasEarly) load_bias(bias, ring_bias);
+      wgmma_wait<0>();
+      release(&shared.k_empty[ring_k.stage]);
+      finish_scores(scores, work, block, bias, ring_bias);
+      if (has_edge) forbid(scores, edge, work, block);
+      softmax(scores, correction);  // of nothing so far
+      to_operand(scores, probs);
+      ring_k.advance();
+    }
+#pragma unroll 1
+    for (int step = 1; step < walk.steps; ++step) {
+      float scores[kScores];
+      bool has_edge;
+      const int block = walk.at(step, has_edge);
+      Edge edge;
+      if (has_edge) load_edge(edge, bits, block);
+      barrier_wait(&shared.k_full[ring_k.stage], ring_k.phase);
+      wait_turn();
+      start_scores(scores, ring_k.stage);
+      barrier_wait(&shared.v_full[ring_v.stage], ring_v.phase);
+      start_out(probs, ring_v.stage, step > 1);
+      pass_turn();
+      BiasWords bias;
+      if constexpr (Traits::kLoadsBiasEarly) load_bias(bias, ring_bias);
+      wgmma_wait<1>();
+      pin(scores);
+      release(&shared.k_empty[ring_k.stage]);
+      finish_scores(scores, work, block, bias, ring_bias);
+      if (has_edge) forbid(scores, edge, work, block);
+      const bool corrects = softmax(scores, correction);
+      wgmma_wait<0>();
+      pin(out);
+      release(&shared.v_empty[ring_v.stage]);
+      to_operand(scores, probs);
+      if (corrects) correct_out(correction);
+      ring_k.advance();
+      ring_v.advance();
+    }
+    release(&shared.q_empty);
+    barrier_wait(&shared.v_full[ring_v.stage], ring_v.phase);
+    start_out(probs, ring_v.stage, walk.steps > 1);
+    wgmma_wait<0>();
+    pin(out);
+    release(&shared.v_empty[ring_v.stage]);
+    ring_v.advance();
+  }
 };
 
-// All work of a block, one step after another: while the scores of a step are computed, the step before is multiplied
-// with v, be it of the same piece of work or of the one before. So the matrix units are busy through the end of one
-// piece and the start of the next.
 template <class Traits>
 __device__ __forceinline__ void consume(const ForwardParams& p, ForwardStorage<Traits>& shared, int group) {
   const int lane = threadIdx.x % 32;
@@ -343,79 +411,22 @@ __device__ __forceinline__ void consume(const ForwardParams& p, ForwardStorage<T
   Ring<Traits::kBiasStages> ring_bias;
   Ring<2> ring_work;
   uint32_t phase_q = 0;
-
-  float out[Traits::kDv / 2], factor[2], row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {0, 0};
-  uint32_t probs[Traits::kKeys / 16][4];
-#pragma unroll
-  for (int i = 0; i < Traits::kKeys / 16; ++i) probs[i][0] = probs[i][1] = probs[i][2] = probs[i][3] = 0;
-#pragma unroll
-  for (int i = 0; i < Traits::kDv / 2; ++i) out[i] = 0;
-  Consumer<Traits> consumer{p, shared, group, lane, row_of_warp, out, row_max, row_sum};
-  // The step that is not multiplied with v yet: whether there is one, of which work, and whether it adds to out.
-  bool has_step = false, adds = false;
-  Work previous;
-
   // The first warpgroup has the first turn: its barrier is filled by the last one.
   if (Traits::kTakesTurns && group == Traits::kConsumers - 1) named_barrier_arrive(kFirstNamedBarrier, 256);
   for (;;) {
-    const Item<Traits> item = take_work(shared, ring_work);
+    const Item<Traits>& item = take_work(shared, ring_work);
     if (!item.exists) break;
     const Work& work = item.work;
     const Walk<Traits>& walk = item.walk;
-    // Not an if with a continue: the compiler would no longer see that the warps stay together in the loop.
-    if (walk.steps == 0) consumer.store_nothing(work);
+    float out[Traits::kDv / 2];
+    Consumer<Traits> consumer{p, shared, group, lane, row_of_warp, out, {-INFINITY, -INFINITY}, {0.0f, 0.0f}};
     if (walk.steps > 0) {
       barrier_wait(&shared.q_full, phase_q);
       phase_q ^= 1;
+      consumer.run(work, walk, ring_k, ring_v, ring_bias);
     }
-#pragma unroll 1
-    for (int step = 0; step < walk.steps; ++step) {
-      float scores[Traits::kKeys / 2];
-      bool has_edge;
-      const int block = walk.at(step, has_edge);
-      typename Consumer<Traits>::Edge edge;
-      if (has_edge) consumer.load_edge(edge, work, block);
-      barrier_wait(&shared.k_full[ring_k.stage], ring_k.phase);
-      consumer.wait_turn();
-      consumer.start_scores(scores, ring_k.stage);
-      // The very first product with v is of zeros and whatever lies there; what it gives is never used.
-      if (has_step) barrier_wait(&shared.v_full[ring_v.stage], ring_v.phase);
-      consumer.start_out(probs, ring_v.stage, adds);
-      consumer.pass_turn();
-      wgmma_wait<1>();
-      pin(scores);
-      consumer.release(&shared.k_empty[ring_k.stage]);
-      ring_k.advance();
-      if (step + 1 == walk.steps) consumer.release(&shared.q_empty);
-      consumer.finish_scores(scores, work, block, ring_bias);
-      if (has_edge) consumer.forbid(scores, edge, work, block);
-
-      float correction[2];
-      consumer.softmax(scores, correction);
-      wgmma_wait<0>();
-      pin(out);
-      if (has_step) {
-        consumer.release(&shared.v_empty[ring_v.stage]);
-        ring_v.advance();
-      }
-      Consumer<Traits>::to_operand(scores, probs);
-      adds = step > 0;
-      if (adds) {
-        consumer.correct_out(correction);
-      } else if (has_step) {
-        consumer.store(previous, factor);
-      }
-      has_step = true;
-      if (step + 1 == walk.steps) consumer.finish_rows(work, factor);
-    }
-    if (walk.steps > 0) previous = work;
-  }
-  if (has_step) {
-    barrier_wait(&shared.v_full[ring_v.stage], ring_v.phase);
-    consumer.start_out(probs, ring_v.stage, adds);
-    wgmma_wait<0>();
-    pin(out);
-    consumer.store(previous, factor);
+    consumer.store(work);
+    give_back_work(shared, ring_work);
   }
   // Nobody leaves with an arrival of another outstanding: the last turn passed is taken by the first.
   if (Traits::kTakesTurns && group == 0) named_barrier_sync(kFirstNamedBarrier, 256);

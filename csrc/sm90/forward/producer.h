@@ -88,7 +88,7 @@ __device__ __forceinline__ void supply_bias(const ForwardParams& p, ForwardStora
   Ring<Traits::kBiasStages> ring;
   Ring<2> ring_work;
   for (;;) {
-    const Item<Traits> item = take_work(shared, ring_work);
+    const Item<Traits>& item = take_work(shared, ring_work);
     if (!item.exists) return;
     const Work& work = item.work;
     const Walk<Traits>& walk = item.walk;
@@ -119,6 +119,7 @@ __device__ __forceinline__ void supply_bias(const ForwardParams& p, ForwardStora
       }
       ring.advance();
     }
+    give_back_work(shared, ring_work);
   }
 }
 

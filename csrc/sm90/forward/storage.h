@@ -36,15 +36,18 @@ struct Ring {
   }
 };
 
-// The next piece of work, for a whole warp.
+// The next piece of work, for a whole warp, to be read until the warp gives it back.
 template <class Traits>
-__device__ __forceinline__ Item<Traits> take_work(ForwardStorage<Traits>& shared, Ring<2>& ring) {
+__device__ __forceinline__ const Item<Traits>& take_work(ForwardStorage<Traits>& shared, const Ring<2>& ring) {
   barrier_wait(&shared.work_full[ring.stage], ring.phase);
-  const Item<Traits> item = shared.work[ring.stage];
+  return shared.work[ring.stage];
+}
+
+template <class Traits>
+__device__ __forceinline__ void give_back_work(ForwardStorage<Traits>& shared, Ring<2>& ring) {
   __syncwarp();
   if (threadIdx.x % 32 == 0) barrier_arrive(&shared.work_empty[ring.stage]);
   ring.advance();
-  return item;
 }
 
 }  // namespace flash_dmattn

@@ -14,16 +14,16 @@ struct ForwardTraits {
   static constexpr Bias kBias = kBiasForm;
   static constexpr bool kHasMask = kMaskTiles;
 
-  // Rows of a warpgroup are those of one matrix instruction. Where registers and shared memory allow a third consumer,
-  // a tile of k and v serves 192 rows; tiles of a mask are 128 rows, and a third tile of bias does not fit.
-  static constexpr int kConsumers = kD <= 64 && kDv <= 64 && !kHasMask && kBias == Bias::kNone ? 3 : 2;
+  // Rows of a warpgroup are those of one matrix instruction. Where registers allow a third consumer, a tile of k and v
+  // serves 192 rows, and a third warpgroup hides the softmax of two; tiles of a mask are 128 rows.
+  static constexpr int kConsumers = kD <= 64 && kDv <= 64 && !kHasMask && kBias != Bias::kStrided ? 3 : 2;
   static constexpr int kRows = 64 * kConsumers;
   // 128 keys where two stages of k and v and two of bias fit beside q in 227 KB.
   static constexpr int kKeys = kD <= 128 && kDv <= 128 ? 128 : 64;
   static constexpr int kStages = 2;
   // Tiles of bias come from device memory, k and v mostly from L2: bias needs more on its way, where it fits.
   static constexpr bool kSuppliesBias = kBias == Bias::kTile || kBias == Bias::kVector;
-  static constexpr int kBiasStages = kBias == Bias::kTile ? (kD <= 64 && kDv <= 64 ? 4 : 2) : 4;
+  static constexpr int kBiasStages = kBias == Bias::kTile ? (kConsumers == 2 && kD <= 64 && kDv <= 64 ? 4 : 2) : 4;
 
   static constexpr int kPanels = (kD + kPanelColumns - 1) / kPanelColumns;
   static constexpr int kPanelsV = (kDv + kPanelColumns - 1) / kPanelColumns;
@@ -37,6 +37,10 @@ struct ForwardTraits {
   // Of 504 registers a thread of each warpgroup can be given together, in steps of 8.
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
+  // Skipping the correction of out saves more than finding out whether it can be skipped where out is wide.
+  static constexpr bool kSkipsCorrection = kDv > 64;
+  // Registers for the bias of a step, so that it is read while the scores are computed.
+  static constexpr bool kLoadsBiasEarly = kSuppliesBias && kConsumers == 2 && kDv <= 128;
   // Consumers take turns: one issues its products while another is at its softmax.
   static constexpr bool kTakesTurns = kD <= 128;
 };
