@@ -26,7 +26,7 @@ STUB = "api/stub_libtorch_cuda.cpp"
 
 ARCH = "sm_90a"
 TORCH_TARGET = (2, 10)  # the first with lists of tensors in the stable ABI
-OLDEST_NVCC = (12, 0)  # the first that knows sm_90a
+OLDEST_NVCC = (12, 5)  # the first whose runtime finds a function of the driver by its version
 GIB_PER_JOB = 1  # every unit takes 0.2 GiB, by nvcc 13.0
 
 # A forward unit is compiled for each of these (head_dim, head_dim_v) in each dtype. A call takes the first that holds

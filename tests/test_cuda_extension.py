@@ -378,8 +378,8 @@ def test_symbols_are_of_the_stable_abis_alone(built: Built) -> None:
     of_python = {name for name in needed if name.startswith(("Py", "_Py"))}
     of_torch = {name for name in needed if re.match(r"(aoti_torch|torch)_\w+$", name)}
     assert set(needed) - of_system - of_python - of_torch - linker == set()
-    # Both are in the limited API since before 3.10: https://docs.python.org/3/c-api/stable.html
-    assert of_python == {"PyModuleDef_Init", "PyUnicode_FromString"}
+    # All are in the limited API since before 3.10: https://docs.python.org/3/c-api/stable.html
+    assert of_python == {"PyModuleDef_Init", "PyUnicode_FromString", "Py_BuildValue"}
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     exported = {line.split()[-1] for line in output(nm, "-D", "--defined-only", library).splitlines()}
     assert of_torch - exported == {"aoti_torch_get_current_cuda_stream"}
@@ -514,15 +514,23 @@ def test_every_torch_from_the_target_fits(release: str, monkeypatch: pytest.Monk
     assert extension.mismatch(INFO) == ""
 
 
-def test_probe_of_an_extension_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("driver", (13000, 13010, 12090, 0))
+def test_probe_of_an_extension_that_loads(driver: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "_C.abi3.so"
     file.write_bytes(FITS)
+    module = ModuleType(extension.NAME)
+    setattr(module, "cuda_versions", lambda: (driver, 13000))  # noqa: B010 (a module has no such attribute for mypy)
     monkeypatch.setattr(extension, "find", lambda: file)
-    monkeypatch.setattr(extension, "load", lambda: ModuleType(extension.NAME))
+    monkeypatch.setattr(extension, "load", lambda: module)
     monkeypatch.setattr(cuda, "_found", None)
     monkeypatch.setattr(cuda, "_built", None)
-    assert cuda.probe().usable
-    assert cuda._built == set(INFO["units"])
+    found = cuda.probe()
+    assert found.usable == (driver >= 13000)
+    if found.usable:
+        assert cuda._built == set(INFO["units"])
+    else:
+        version = f"{driver // 1000}.{driver % 1000 // 10}"
+        assert found.reason == f"the driver is of CUDA {version}; the extension holds the runtime of 13.0"
 
 
 def test_backend_knows_the_units_of_the_build() -> None:

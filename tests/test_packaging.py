@@ -188,7 +188,7 @@ class TestCudaSwitch:
     COMPILERS = {
         "none": ("", NO_NVCC),
         "silent": ("exit 0", "nvcc --version names no release"),
-        "old": ("echo release 11.8", "nvcc is release 11.8; sm_90a needs 12.0"),
+        "old": ("echo release 11.8", "nvcc is release 11.8; sm_90a needs 12.5"),
     }
 
     def build(self, tree: Path, out: Path, value: str, nvcc: str = "") -> subprocess.CompletedProcess[str]:

@@ -83,7 +83,9 @@ class Call:
     def tile(self, kernel: str) -> Tile:
         """The row of the tile table for a kernel."""
         block_d = max(self.block_d, self.block_dv)
-        return tile_of(kernel, self.q.dtype, block_d, self.capability, mask=self.mask_kind, bias=self.bias_kind)
+        bias_tma = self.bias_tma() and self.tma(self.k, self.v)
+        kinds = {"mask": self.mask_kind, "bias": self.bias_kind, "bias_tma": bias_tma}
+        return tile_of(kernel, self.q.dtype, block_d, self.capability, **kinds)
 
     def constants(self, tile: Tile) -> tuple[Any, ...]:
         """Constants that the kernels take first."""

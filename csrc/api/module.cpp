@@ -1,6 +1,8 @@
-// The Python module flash_dmattn._C: importing it registers the operators; it has one function of its own.
+// The Python module flash_dmattn._C: importing it registers the operators; it has two functions of its own.
 #define Py_LIMITED_API 0x030a0000  // Python 3.10
 #include <Python.h>
+
+#include <cuda_runtime_api.h>
 
 #include "build_info.h"  // written by the build
 
@@ -13,8 +15,17 @@ PyObject* build_info(PyObject*, PyObject*) {
   return PyUnicode_FromString(kBuildInfo + sizeof(FLASH_DMATTN_BUILD_INFO_PREFIX) - 1);
 }
 
+PyObject* cuda_versions(PyObject*, PyObject*) {
+  int driver = 0, runtime = 0;
+  // A failure leaves 0, which is older than everything.
+  if (cudaDriverGetVersion(&driver) != cudaSuccess) driver = 0;
+  if (cudaRuntimeGetVersion(&runtime) != cudaSuccess) runtime = 0;
+  return Py_BuildValue("(ii)", driver, runtime);
+}
+
 PyMethodDef methods[] = {
     {"build_info", build_info, METH_NOARGS, "What this extension was built from and for, as JSON."},
+    {"cuda_versions", cuda_versions, METH_NOARGS, "(driver, runtime), 13000 for 13.0; 0 where there is no driver."},
     {nullptr, nullptr, 0, nullptr},
 };
 

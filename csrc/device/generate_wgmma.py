@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 HEADER = Path(__file__).with_name("wgmma_instructions.h")
-WIDTHS = (64, 96, 128, 160, 176, 192, 256)
+WIDTHS = (64, 96, 128, 192, 256)
 DTYPES = {"__half": "f16", "__nv_bfloat16": "bf16"}
 
 PREAMBLE = """\
@@ -73,7 +73,8 @@ struct Wgmma<{dtype}, {n}> {{
   __device__ static __forceinline__ void run(float (&d)[{count}], uint64_t a, uint64_t b, bool accumulate) {{
 {shared}  }}
   // A from registers, B from shared memory, N-major.
-  __device__ static __forceinline__ void run(float (&d)[{count}], const uint32_t (&a)[4], uint64_t b, bool accumulate) {{
+  __device__ static __forceinline__ void run(float (&d)[{count}], const uint32_t (&a)[4], uint64_t b,
+                                             bool accumulate) {{
 {registers}  }}
 }};
 """

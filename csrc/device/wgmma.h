@@ -39,12 +39,6 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kGroups) : "memory");
 }
 
-// Has a sum of exponentials, and so all of them, computed before what follows. Without it ptxas places a wait for
-// products before the exponentials that are to run beside them. The trap is never taken: the sum is not negative.
-__device__ __forceinline__ void compute_before(float sum) {
-  asm volatile("{ .reg .pred negative; setp.lt.f32 negative, %0, 0f00000000; @negative trap; }" ::"f"(sum) : "memory");
-}
-
 // Keeps the compiler from moving what reads or writes these registers across this point.
 template <int kCount>
 __device__ __forceinline__ void pin(float (&x)[kCount]) {

@@ -95,20 +95,55 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 
-# A tile of rows, and the processors of an H200.
-_ROWS, _PROCESSORS = 128, 132
+# Where the triton kernels are faster, and by how much, on an H200 (bf16; their time over that of cuda, both forward).
+# A persistent kernel starts later, and does not share a row among processors: it needs work for all of them.
+_ROWS = 128
 
 
 def _tiles_of_rows(p: AttentionProblem) -> int:
     return p.batch * p.num_heads * -(-p.seqlen_q // _ROWS)
 
 
+def _bias_per_score(p: AttentionProblem) -> bool:
+    return p.bias is not None and not any(p.bias.broadcast()[2:])
+
+
+def _least_tiles(p: AttentionProblem) -> int:
+    """From how many tiles of rows on cuda is as fast."""
+    if max(p.head_dim, p.head_dim_v) > 64 or p.mask is not None or _bias_per_score(p):
+        # D128: 64 tiles 0.85, 128 1.19, 256 1.20; a bias per score 32 tiles 2.1, 128 tiles 4.3.
+        # D64 with a mask: 32 tiles 0.92, 128 tiles 1.27; with a bias per score 0.88 and 1.01.
+        return 128
+    return 512  # D64: 128 tiles 0.82, 256 tiles 0.94 to 0.98, 512 tiles 1.15
+
+
 AUTO_RULES: tuple[Rule, ...] = (
     Rule(
-        "few_rows",
-        lambda p: p.seqlen_q >= _ROWS // 2,
-        lambda p: f"there are {p.seqlen_q} queries; a tile is {_ROWS}, and the triton kernels split the keys",
+        "few_rows",  # 64 queries, 4096 keys, 512 tiles: D64 0.43, D128 0.71; 128 queries: 0.83 and 1.32
+        lambda p: p.seqlen_q >= _ROWS,
+        lambda p: f"there are {p.seqlen_q} queries, less than the {_ROWS} of a tile",
         'backend="cuda" runs it all the same',
+    ),
+    Rule(
+        "few_tiles",
+        lambda p: _tiles_of_rows(p) >= _least_tiles(p),
+        lambda p: (
+            f"there are {_tiles_of_rows(p)} tiles of {_ROWS} queries of a head; "
+            f"from {_least_tiles(p)} on there is work enough for every processor"
+        ),
+        'backend="cuda" runs it all the same',
+    ),
+    Rule(
+        "narrow_heads",  # D32 beside D64's tiles: 0.82, with a bias per score 0.97, with a mask 1.07
+        lambda p: p.mask is not None or max(p.head_dim, p.head_dim_v) > 32,
+        lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v); without a mask the triton kernels are faster",
+        'backend="cuda" runs it all the same',
+    ),
+    Rule(
+        "bias_copies",  # float32 beside bfloat16: D64 0.59, D128 0.87
+        lambda p: p.bias is None or p.bias.dtype == p.dtype or not _bias_per_score(p),
+        lambda p: "bias is not of the dtype of q, so its tiles are not copied but read value by value",
+        'cast bias, or backend="cuda" runs it all the same',
     ),
 )
 
@@ -136,17 +171,29 @@ def probe() -> Availability:
 def _load() -> Availability:
     global _built
     try:
-        extension.load()
+        loaded = extension.load()
     except extension.ExtensionMismatchError as error:
         return Availability(False, str(error), "rebuild it, or install what it needs: docs/building.md", error)
     except Exception as error:  # a broken installation raises anything; a probe reports it
         if isinstance(error, ModuleNotFoundError) and error.name == extension.NAME:
             return Availability(False, str(error), "build it: docs/building.md", error)
         return Availability(False, f"the CUDA extension cannot be loaded: {error}", "rebuild it", error)
+    driver, runtime = loaded.cuda_versions()
+    if driver // 1000 < runtime // 1000:
+        return Availability(
+            False,
+            f"the driver is of CUDA {_dotted(driver)}; the extension holds the runtime of {_dotted(runtime)}",
+            "update the driver, or build the extension with an older nvcc",
+        )
     path = extension.find()
     assert path is not None, "it has been loaded"
     _built = frozenset(extension.build_info(path)["units"])
     return Availability(True)
+
+
+def _dotted(version: int) -> str:
+    """13000 as 13.0, as CUDA counts."""
+    return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def notes(problem: AttentionProblem) -> tuple[str, ...]:

@@ -330,13 +330,10 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void wait_turn() {
-    if constexpr (Traits::kTakesTurns) named_barrier_sync(kFirstNamedBarrier + group, 256);
-  }
+  // Consumers take turns: one issues its products while the others are at their softmax.
+  __device__ __forceinline__ void wait_turn() { named_barrier_sync(kFirstNamedBarrier + group, 2 * 128); }
   __device__ __forceinline__ void pass_turn() {
-    if constexpr (Traits::kTakesTurns) {
-      named_barrier_arrive(kFirstNamedBarrier + (group + 1 == Traits::kConsumers ? 0 : group + 1), 256);
-    }
+    named_barrier_arrive(kFirstNamedBarrier + (group + 1 == Traits::kConsumers ? 0 : group + 1), 2 * 128);
   }
 
   // The loop over blocks of keys: scores of a step are computed while the step before is multiplied with v.
@@ -412,7 +409,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, ForwardStorage<T
   Ring<2> ring_work;
   uint32_t phase_q = 0;
   // The first warpgroup has the first turn: its barrier is filled by the last one.
-  if (Traits::kTakesTurns && group == Traits::kConsumers - 1) named_barrier_arrive(kFirstNamedBarrier, 256);
+  if (group == Traits::kConsumers - 1) named_barrier_arrive(kFirstNamedBarrier, 2 * 128);
   for (;;) {
     const Item<Traits>& item = take_work(shared, ring_work);
     if (!item.exists) break;
@@ -429,7 +426,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, ForwardStorage<T
     give_back_work(shared, ring_work);
   }
   // Nobody leaves with an arrival of another outstanding: the last turn passed is taken by the first.
-  if (Traits::kTakesTurns && group == 0) named_barrier_sync(kFirstNamedBarrier, 256);
+  if (group == 0) named_barrier_sync(kFirstNamedBarrier, 2 * 128);
 }
 
 }  // namespace flash_dmattn
