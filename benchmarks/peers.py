@@ -2,7 +2,7 @@
 
     python -m benchmarks.peers                               # all workloads, about eight minutes on an H200
     python -m benchmarks.peers --quick                       # one workload of each kind, timed for less long
-    python -m benchmarks.peers --only keys topk --backends triton cuda
+    python -m benchmarks.peers --only keys topk --backends triton
     python -m benchmarks.peers --list                        # the workloads; needs no GPU
 
 Writes peers.json after every workload, and peers.md and peers.png at the end, to --out; `python -m benchmarks.report`
@@ -23,10 +23,13 @@ from pathlib import Path
 
 import torch
 
+from flash_dmattn.selection import BACKENDS, probe
+
 from . import report
 from .compare import Record, compare
 from .workloads import WORKLOADS, Workload
 
+OURS = ("cuda", "triton")
 REP_MS, QUICK_REP_MS = 40.0, 15.0
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -35,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the arguments choose."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="workloads whose name contains one of these")
-    parser.add_argument("--backends", nargs="+", default=["triton"], help="ours, by name (default: triton)")
+    what = f"ours, by name (default: what works here of {', '.join(OURS)})"
+    parser.add_argument("--backends", nargs="+", choices=tuple(BACKENDS), metavar="BACKEND", help=what)
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no workload after this time")
     parser.add_argument("--quick", action="store_true", help="one workload of each kind, timed for less long")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of what is written")
@@ -51,7 +55,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("benchmarks.peers times GPU kernels, and torch finds no GPU on this machine.", file=sys.stderr)
         return 2
-    return run(chosen, given.backends, QUICK_REP_MS if given.quick else REP_MS, given.budget, given.out, given.commit)
+    backends = given.backends or usable()
+    return run(chosen, backends, QUICK_REP_MS if given.quick else REP_MS, given.budget, given.out, given.commit)
+
+
+def usable() -> list[str]:
+    """Our kernel backends that work here; says why another does not."""
+    found = {name: probe(name) for name in OURS}
+    for name, availability in found.items():
+        if not availability.usable:
+            print(f"{name} is left out: {availability.reason}", flush=True)
+    return [name for name, availability in found.items() if availability.usable]
 
 
 def choose(only: list[str] | None, quick: bool) -> list[Workload]:

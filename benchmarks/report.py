@@ -14,6 +14,8 @@ from typing import Any
 
 Record = dict[str, Any]
 PASSES = ("forward", "backward")
+# What the column has to say of a pair.
+PAIRED = ["`cuda` is its own forward pass and the backward pass of triton."]
 
 # Okabe and Ito's colours, which stay apart for every common form of colour blindness. Ours are the strong ones.
 OURS = ("#D55E00", "#E69F00", "#882255", "#CC79A7")
@@ -99,6 +101,7 @@ def markdown(result: Record) -> str:
     page += [
         "Median milliseconds, forward / backward, bf16. `-`: it failed or has no kernel for it, and the workload's own",
         "table says why. A result marked * is wrong. docs/benchmarks.md says how all this is measured.",
+        *PAIRED * any(name.startswith("cuda") for name in names),
         "",
         *_table(["workload", "B,Hq,Hk,L,D", *names, "floor"], _overview(result, names)),
     ]

@@ -17,6 +17,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash_dmattn
 from flash_dmattn import masks
+from flash_dmattn.backends.protocol import accepts
+from flash_dmattn.selection import BACKENDS
+from flash_dmattn.settings import BackendChoice
 
 from .timing import Call
 from .workloads import TILE, Inputs, Workload
@@ -24,6 +27,8 @@ from .workloads import TILE, Inputs, Workload
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+# What a column of ours names in its calls, where it is not its own name: the forward and the backward of a pair.
+PAIRS = {"cuda": ("cuda", "triton")}
 # The graph compiler of FlexAttention. On CPU "eager" runs its dense formula, which has a backward pass there.
 flex_compiler = "inductor"
 # How Triton and Inductor say that a kernel needs more shared memory than there is.
@@ -47,9 +52,9 @@ class System(NamedTuple):
 
 
 def systems(workload: Workload, backends: list[str]) -> list[System]:
-    """Ours, then the peers that have a kernel for such a call at all."""
+    """Ours whose rules take such a call, then the peers that have a kernel for it at all."""
     found = []
-    for backend in backends:
+    for backend in (name for name in backends if takes(name, workload)):
         found.append(System(backend, partial(ours, backend), ours=True))
         if workload.mask is not None:
             found.append(System(f"{backend}, prepared", partial(ours_prepared, backend), True, True))
@@ -61,10 +66,25 @@ def systems(workload: Workload, backends: list[str]) -> list[System]:
     return found
 
 
+def takes(backend: str, workload: Workload) -> bool:
+    """Whether no rule of a backend of ours, or of either half of a pair, refuses a workload on the GPU there is."""
+    on_gpu = torch.cuda.is_available()
+    problem = workload.problem("sm_{}{}".format(*torch.cuda.get_device_capability()) if on_gpu else "sm_90")
+    forward, backward = PAIRS.get(backend, (backend, backend))
+    return accepts(BACKENDS[forward].RULES, problem, "forward") and accepts(
+        BACKENDS[backward].RULES, problem, "backward"
+    )
+
+
+def choice(backend: str) -> BackendChoice:
+    """What the calls of a column of ours name."""
+    return PAIRS.get(backend, backend)
+
+
 def ours(backend: str, inputs: Inputs) -> Call:
     """`flash_dmattn.attention` with the bool tensor as it is: packing it is timed."""
     q, k, v, _, mask, bias, is_causal = inputs
-    return partial(flash_dmattn.attention, q, k, v, mask, bias, is_causal=is_causal, backend=backend)
+    return partial(flash_dmattn.attention, q, k, v, mask, bias, is_causal=is_causal, backend=choice(backend))
 
 
 def ours_prepared(backend: str, inputs: Inputs) -> Call:
@@ -72,7 +92,7 @@ def ours_prepared(backend: str, inputs: Inputs) -> Call:
     q, k, v, _, mask, bias, is_causal = inputs
     seqlen = q.shape[1]
     prepared = masks.prepare_mask(mask, seqlen_q=seqlen, seqlen_k=seqlen, is_causal=is_causal)
-    return partial(flash_dmattn.attention, q, k, v, prepared, bias, is_causal=is_causal, backend=backend)
+    return partial(flash_dmattn.attention, q, k, v, prepared, bias, is_causal=is_causal, backend=choice(backend))
 
 
 def sdpa(kernel: SDPBackend, inputs: Inputs) -> Call:

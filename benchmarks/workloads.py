@@ -8,7 +8,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_dmattn import masks
+from flash_dmattn import explain_problem, masks
+from flash_dmattn.problem import AttentionProblem
 
 TILE = 128
 BLOCK_DENSITY = 0.1
@@ -52,6 +53,31 @@ class Workload:
     @property
     def shape(self) -> str:
         return f"{self.batch},{self.heads},{self.heads_k},{self.seqlen},{self.head_dim}"
+
+    @property
+    def mask_shape(self) -> tuple[int, int, int, int] | None:
+        """(B,Hk,1,L) of "keys", (1,1,L,L) of "band", else (B,Hk,L,L)."""
+        if self.mask is None:
+            return None
+        if self.mask.kind == "band":
+            return 1, 1, self.seqlen, self.seqlen
+        return self.batch, self.heads_k, 1 if self.mask.kind == "keys" else self.seqlen, self.seqlen
+
+    @property
+    def bias_shape(self) -> tuple[int, int, int, int] | None:
+        """As `bias` says."""
+        if self.bias == "row":
+            return self.batch, self.heads_k, 1, self.seqlen
+        if self.bias is None:
+            return None
+        return self.batch if self.bias == "bhll" else 1, self.heads, self.seqlen, self.seqlen
+
+    def problem(self, device: str = "sm_90") -> AttentionProblem:
+        """The call as the rules of a backend see it."""
+        q = (self.batch, self.seqlen, self.heads, self.head_dim)
+        shapes = {"kv_heads": self.heads_k, "mask": self.mask_shape, "bias": self.bias_shape}
+        flags = {"is_causal": self.is_causal, "grad": True, "bias_grad": True}
+        return explain_problem(q, dtype="bf16", device=device, **shapes, **flags).problem
 
     @property
     def what(self) -> str:
@@ -147,10 +173,7 @@ def make_inputs(workload: Workload, device: torch.device, dtype: torch.dtype = t
     row = normal(w.batch, w.heads_k, 1, w.seqlen)
     mask, bias = None, None
     if w.bias is not None:
-        bias = (
-            row.clone() if w.bias == "row" else normal(w.batch if w.bias == "bhll" else 1, w.heads, w.seqlen, w.seqlen)
-        )
-        bias.requires_grad_()
+        bias = (row.clone() if w.bias == "row" else normal(*w.bias_shape)).requires_grad_()
     if w.mask is not None:
         kind, size = w.mask
         if kind in ("keys", "topk"):

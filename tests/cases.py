@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -11,6 +12,18 @@ from torch import Tensor
 NAMES = ("q", "k", "v", "bias")
 ALL = NAMES
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def default_dtype(name: str) -> torch.dtype:
+    """The dtype of a case that names none, as FLASH_DMATTN_TEST_DTYPE gives it."""
+    dtypes = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+    if name not in dtypes:
+        raise ValueError(f"FLASH_DMATTN_TEST_DTYPE is {name!r}; it needs to be one of {', '.join(map(repr, dtypes))}")
+    return dtypes[name]
+
+
+# Backends that refuse float32 see nearly all of the suite in 16 bits only.
+DTYPE = default_dtype(os.environ.get("FLASH_DMATTN_TEST_DTYPE") or "float32")
 
 
 @dataclass(frozen=True)
@@ -55,7 +68,7 @@ class Case:
     num_heads_k: int = 2
     head_dim: int = 16
     head_dim_v: int = 0  # as head_dim
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype = DTYPE
     bias_dtype: torch.dtype | None = None
     mask: tuple[str, ...] | None = None
     mask_kind: str = "random"
@@ -80,12 +93,12 @@ class Case:
         }
 
     def repro(self) -> str:
-        """One line that rebuilds this case."""
+        """One line that rebuilds this case, whatever its default dtype there."""
         default = Case()
         changed = [
             f"{f.name}={getattr(self, f.name)!r}"
             for f in fields(self)
-            if getattr(self, f.name) != getattr(default, f.name)
+            if f.name == "dtype" or getattr(self, f.name) != getattr(default, f.name)
         ]
         return f"Case({', '.join(changed)})"
 

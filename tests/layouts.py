@@ -1,9 +1,10 @@
-"""Awkward memory layouts of the same values: NaN margins, transposes, expanded and absurd strides, odd offsets."""
+"""Awkward memory layouts of the same values: NaN margins, transposes, absurd strides, odd offsets."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 
 import torch
 from cases import Inputs
@@ -12,10 +13,24 @@ from torch import Tensor
 
 def nan_margins(x: Tensor) -> Tensor:
     """The same values inside a larger buffer, NaN (True for a mask) on every side and between the rows."""
-    poison = True if x.dtype == torch.bool else torch.nan
-    frame = torch.full([size + 2 for size in x.shape], poison, dtype=x.dtype, device=x.device)
-    inner = frame[tuple(slice(1, 1 + size) for size in x.shape)]
-    return inner.copy_(x)
+    return _framed(x, 1, 1)
+
+
+def aligned_margins(x: Tensor) -> Tensor:
+    """The same with rows that start on 8 elements, and so are read by wide loads and by the copy engine."""
+    return _framed(x, 8, 8 + -x.shape[-1] % 8)
+
+
+def _framed(x: Tensor, before: int, after: int) -> Tensor:
+    # Margins of so many elements around a row; of one row, head or batch around those.
+    sizes = [size + 2 for size in x.shape[:-1]] + [before + x.shape[-1] + after]
+    frame = torch.full(sizes, _poison(x), dtype=x.dtype, device=x.device)
+    places = [slice(1, 1 + size) for size in x.shape[:-1]] + [slice(before, before + x.shape[-1])]
+    return frame[tuple(places)].copy_(x)
+
+
+def _poison(x: Tensor) -> float:
+    return True if x.dtype == torch.bool else torch.nan
 
 
 def transposed(x: Tensor) -> Tensor:
@@ -29,10 +44,10 @@ def heads_first(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() == 4 else x
 
 
-def offset_by_one(x: Tensor) -> Tensor:
-    """The same values one element into their storage, so that no row is aligned."""
-    buffer = torch.zeros(x.numel() + 1, dtype=x.dtype, device=x.device)
-    return buffer[1:].view(x.shape).copy_(x)
+def offset(x: Tensor, elements: int) -> Tensor:
+    """The same values that many elements into their storage, which ends with them; NaN (True for a mask) before."""
+    buffer = torch.full((elements + x.numel(),), _poison(x), dtype=x.dtype, device=x.device)
+    return buffer[elements:].view(x.shape).copy_(x)
 
 
 def absurd_strides(x: Tensor) -> Tensor:
@@ -43,9 +58,10 @@ def absurd_strides(x: Tensor) -> Tensor:
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "nan_margins": nan_margins,
+    "aligned_margins": aligned_margins,
     "transposed": transposed,
     "heads_first": heads_first,
-    "offset_by_one": offset_by_one,
+    "offset_by_one": partial(offset, elements=1),  # no row is aligned
     "absurd_strides": absurd_strides,
 }
 

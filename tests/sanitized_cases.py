@@ -1,14 +1,15 @@
-"""Small calls that reach every Triton kernel, for compute-sanitizer: `python tests/sanitized_cases.py [first] [count]`.
+"""Small calls that reach every kernel of a backend, for compute-sanitizer: `python tests/sanitized_cases.py --help`.
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/sanitized_cases.py 0 8
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/sanitized_cases.py --backend cuda
 
-Each call runs once forward and once backward; its results are compared with the formula in fp64 on the CPU, so that
-the tool watches little else than the kernels. Without caching every tensor is an allocation of its own, and an access
-beyond its end is seen. Prints one line a call; the number of wrong ones is the exit status.
+Each call runs once forward and, on triton, once backward; its results are compared with the formula in fp64 on the
+CPU, so that the tool watches little else than the kernels. Without caching every tensor is an allocation of its own,
+and an access beyond its end is seen. Prints one line a call; the number of wrong ones is the exit status.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch  # noqa: E402
 from accuracy import GRADIENTS, Results, assert_accurate  # noqa: E402
 from cases import DEVICE, Case, Inputs  # noqa: E402
 from descriptors import descriptors_wherever_they_serve  # noqa: E402
-from layouts import offset_by_one, rearranged  # noqa: E402
+from layouts import LAYOUTS, rearranged  # noqa: E402
 
 import flash_dmattn  # noqa: E402
 
@@ -75,38 +76,99 @@ UNALIGNED = (
     BASE.with_(seqlen_q=130, mask=TILES, bias=FULL, head_dim=40, dtype=FP32),
     BASE.with_(mask=KEYS, bias=("1", "Hk", "1", "Lk"), head_dim=128, seqlen_k=257),
 )
-CASES = tuple(
-    (case, how)
-    for how, cases in (("plain", PLAIN), ("descriptors", DESCRIPTORS), ("unaligned", UNALIGNED))
-    for case in cases
+
+
+def _numbered(**groups: tuple[Case, ...]) -> tuple[tuple[Case, str], ...]:
+    return tuple((case, how) for how, cases in groups.items() for case in cases)
+
+
+# The forward kernels of cuda: of each form of bias with and without a mask, all at 64 and 128, some at other head dims.
+FORWARD = BASE.with_(need=(), dlse=False)
+FP16 = torch.float16
+PER_KEY = ("1", "Hk", "1", "Lk")
+MANY = {"batch": 2, "num_heads": 96, "num_heads_k": 48}  # more pieces of work than multiprocessors
+D64 = (
+    # A block computes 192 rows without a mask, 128 with one, against 128 keys.
+    FORWARD.with_(**MANY, seqlen_k=72),
+    FORWARD.with_(seqlen_q=193, seqlen_k=129, dtype=FP16, is_causal=True),
+    FORWARD.with_(seqlen_q=257, seqlen_k=130, mask=TILES, mask_kind="empty_tiles", is_causal=True),
+    FORWARD.with_(seqlen_q=193, seqlen_k=264, bias=FULL, is_causal=True),
+    FORWARD.with_(seqlen_q=130, seqlen_k=392, bias=FULL, mask=FULL, mask_kind="empty_rows", num_heads=4),
+    FORWARD.with_(seqlen_q=130, seqlen_k=257, bias=PER_KEY, window_size=(20, 5), dtype=FP16),
+    FORWARD.with_(batch=2, bias=("B", "Hq", "1", "Lk"), bias_dtype=FP32, mask=("1", "1", "Lq", "Lk")),
+    FORWARD.with_(bias=("1", "Hq", "Lq", "Lk"), softcap=5.0),
+    FORWARD.with_(seqlen_q=129, bias=FULL, bias_dtype=FP32, mask=TILES, softmax_scale=-0.2),
+    FORWARD.with_(seqlen_q=1, seqlen_k=257, bias=("B", "Hq", "Lq", "1")),
 )
+WIDE = FORWARD.with_(head_dim=128)
+D128 = (
+    WIDE.with_(seqlen_q=129, seqlen_k=1),
+    WIDE.with_(seqlen_q=257, seqlen_k=177, mask=("B", "1", "Lq", "1"), mask_kind="none_allowed", dtype=FP16),
+    WIDE.with_(**MANY, seqlen_k=72, mask=TILES, mask_kind="empty_tiles", is_causal=True),
+    WIDE.with_(batch=2, seqlen_q=129, seqlen_k=264, bias=("1", "1", "Lq", "Lk"), window_size=(40, 0), dtype=FP16),
+    WIDE.with_(**MANY, seqlen_k=136, bias=("1", "Hk", "Lq", "Lk"), mask=TILES, is_causal=True),
+    WIDE.with_(seqlen_q=130, seqlen_k=353, bias=("B", "Hq", "1", "Lk"), softcap=5.0),
+    WIDE.with_(seqlen_q=130, bias=PER_KEY, mask=FULL, mask_kind="empty_rows", softmax_scale=0.0, head_dim=104),
+    WIDE.with_(seqlen_q=257, seqlen_k=136, bias=FULL, bias_dtype=FP16, is_causal=True),
+    WIDE.with_(seqlen_k=257, bias=FULL, mask=TILES, dtype=FP16, num_heads=4, num_heads_k=1),
+    WIDE.with_(bias=("1", "Hk", "Lq", "1"), mask=TILES, mask_kind="empty_rows", head_dim_v=72),
+)
+# (192, 128), 192 and 256 walk 64 keys at a time.
+OTHERS = (
+    FORWARD.with_(head_dim=96, seqlen_k=136, bias=FULL, mask=TILES),
+    FORWARD.with_(head_dim=96, seqlen_q=130, bias=PER_KEY, dtype=FP16, is_causal=True),
+    FORWARD.with_(head_dim=192, head_dim_v=128, seqlen_q=129, is_causal=True),
+    FORWARD.with_(
+        head_dim=192, head_dim_v=128, seqlen_k=264, bias=FULL, mask=TILES, mask_kind="empty_tiles", dtype=FP16
+    ),
+    FORWARD.with_(head_dim=192, seqlen_k=65, bias=FULL, mask=FULL),
+    FORWARD.with_(head_dim=192, bias=PER_KEY, window_size=(-1, 30), dtype=FP16),
+    FORWARD.with_(head_dim=256, seqlen_k=72, bias=FULL),
+    FORWARD.with_(head_dim=256, bias=PER_KEY, mask=TILES, mask_kind="empty_rows", dtype=FP16),
+)
+# One element into their storage: q, k and v are copied, and a bias is read by plain loads.
+FORWARD_UNALIGNED = (
+    FORWARD.with_(seqlen_q=193, seqlen_k=136, bias=FULL, is_causal=True),
+    FORWARD.with_(head_dim=128, seqlen_k=136, bias=FULL, mask=TILES, dtype=FP16),
+    FORWARD.with_(head_dim=192, head_dim_v=128, seqlen_k=65, bias=PER_KEY, mask=TILES),
+    FORWARD.with_(head_dim=256, seqlen_k=129, bias=FULL, mask=FULL, is_causal=True),
+)
+CASES = {
+    "triton": _numbered(plain=PLAIN, descriptors=DESCRIPTORS, unaligned=UNALIGNED),
+    "cuda": _numbered(plain=D64 + D128 + OTHERS, unaligned=FORWARD_UNALIGNED),
+}
 
 
-def call(case: Case, how: str) -> tuple[Results, Inputs]:
+def place(inputs: Inputs, how: str) -> Inputs:
+    """The inputs on the device, in the layout of a call."""
+    there = rearranged(inputs, lambda x: x.to(DEVICE))
+    return rearranged(there, LAYOUTS["offset_by_one"]) if how == "unaligned" else there
+
+
+def call(case: Case, how: str, backend: str) -> tuple[Results, Inputs]:
     """What the kernels return for a case, and its inputs, both on the CPU."""
     inputs = case.build("cpu")
-    there = rearranged(inputs, lambda x: x.to(DEVICE))
-    if how == "unaligned":
-        there = rearranged(there, offset_by_one)
+    there = place(inputs, how)
     leaves = [x if x is None else x.requires_grad_(name in case.need) for name, x in there.floats()]
     q, k, v, bias = leaves
-    flags = {**case.flags(), "return_lse": True, "backend": "triton"}
+    flags = {**case.flags(), "return_lse": True, "backend": backend}
     wanted = [x for x in leaves if x is not None and x.requires_grad]
     with descriptors_wherever_they_serve() if how == "descriptors" else nullcontext():
         out, lse = flash_dmattn.attention(q, k, v, there.mask, bias, **flags)
-        found = iter(torch.autograd.grad((out, lse), wanted, (there.dout, there.dlse)))
+        found = iter(torch.autograd.grad((out, lse), wanted, (there.dout, there.dlse)) if wanted else ())
     results: Results = {"out": out.detach().cpu(), "lse": lse.detach().cpu()}
     for name, x in zip(GRADIENTS, leaves, strict=True):
         results[name] = next(found).cpu() if x is not None and x.requires_grad else None
     return results, inputs
 
 
-def main(first: int, count: int) -> int:
+def main(backend: str, first: int, count: int | None) -> int:
     """Run the calls from the first on; returns how many were wrong."""
     failures = 0
-    for number, (case, how) in list(enumerate(CASES))[first : first + count]:
+    stop = None if count is None else first + count
+    for number, (case, how) in list(enumerate(CASES[backend]))[first:stop]:
         line = f"{number:2} {how} {case.repro()}"
-        results, inputs = call(case, how)
+        results, inputs = call(case, how, backend)
         try:
             assert_accurate(results, case, inputs)
             print(f"{line} ok", flush=True)
@@ -117,5 +179,8 @@ def main(first: int, count: int) -> int:
 
 
 if __name__ == "__main__":
-    arguments = [int(x) for x in sys.argv[1:3]]
-    sys.exit(main(*arguments, *(0, len(CASES))[len(arguments) :]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("first", nargs="?", type=int, default=0, help="the number of the first call (default: 0)")
+    parser.add_argument("count", nargs="?", type=int, help="how many to run (default: all from there on)")
+    parser.add_argument("--backend", choices=tuple(CASES), default="triton")
+    sys.exit(main(**vars(parser.parse_args())))

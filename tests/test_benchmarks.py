@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend
 import flash_dmattn
 from benchmarks import compare, floors, peers, report, systems, timing, truth, workloads
 from benchmarks.workloads import Inputs, Workload
+from flash_dmattn.backends.protocol import Availability
 
 CPU = torch.device("cpu")
 # What a mask of 1024 keys or a band of 1024 is at 16k becomes at 256 keys.
@@ -180,6 +181,39 @@ def test_which_systems() -> None:
     assert by_name["dense-d64"] == ["triton", "cuDNN", "mem-efficient", "flash", "flex"]
     assert by_name["band"] == ["triton", "triton, prepared", "cuDNN", "mem-efficient", "flex"]
     assert by_name["bias-1hll-d64"] == ["triton", "cuDNN", "mem-efficient", "flex"]
+
+
+def test_a_backend_has_a_column_where_its_rules_take_the_call() -> None:
+    both = {w.name: [s.name for s in systems.systems(w, ["cuda", "triton"]) if s.ours] for w in workloads.WORKLOADS}
+    assert both["dense-d64"] == ["cuda", "triton"]
+    assert both["topk-8k"] == ["cuda", "cuda, prepared", "triton", "triton, prepared"]
+    assert both["keys-8k"] == ["triton", "triton, prepared"]  # cuda leaves masks of keys to triton
+
+
+def test_the_column_of_cuda_is_a_pair(inputs: Inputs) -> None:
+    for call in (
+        systems.ours("cuda", inputs),
+        *([systems.ours_prepared("cuda", inputs)] if inputs.mask is not None else []),
+    ):
+        assert call.keywords["backend"] == ("cuda", "triton")
+
+
+@pytest.mark.parametrize("workload", SMALL, ids=lambda w: w.name)
+def test_problem_describes_the_inputs(workload: Workload) -> None:
+    made, described = workloads.make_inputs(workload, CPU), workload.problem()
+    for x, spec in ((made.mask, described.mask), (made.bias, described.bias)):
+        assert (None if x is None else tuple(x.shape)) == (None if spec is None else tuple(spec.shape))
+    assert (described.q_strides, described.k_strides) == (made.q.stride(), made.k.stride())
+    assert described.dtype == made.q.dtype and described.is_causal == made.is_causal
+
+
+def test_default_backends_are_those_that_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {"cuda": Availability(False, "it is not built"), "triton": Availability(True)}
+    monkeypatch.setattr(peers, "probe", found.get)
+    assert peers.usable() == ["triton"]
+    assert capsys.readouterr().out == "cuda is left out: it is not built\n"
 
 
 def test_the_rule_is_stricter_with_ours() -> None:

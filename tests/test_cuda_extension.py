@@ -523,14 +523,22 @@ def test_probe_of_an_extension_that_loads(driver: int, tmp_path: Path, monkeypat
     monkeypatch.setattr(extension, "find", lambda: file)
     monkeypatch.setattr(extension, "load", lambda: module)
     monkeypatch.setattr(cuda, "_found", None)
-    monkeypatch.setattr(cuda, "_built", None)
     found = cuda.probe()
     assert found.usable == (driver >= 13000)
-    if found.usable:
-        assert cuda._built == set(INFO["units"])
-    else:
+    if not found.usable:
         version = f"{driver // 1000}.{driver % 1000 // 10}"
         assert found.reason == f"the driver is of CUDA {version}; the extension holds the runtime of 13.0"
+
+
+def test_installed_units_are_read_without_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "_C.abi3.so"
+    units_of = cuda.installed_units.__wrapped__  # what it remembers is of the installation
+    for content, units in ((FITS, frozenset(INFO["units"])), (b"no record", None)):
+        file.write_bytes(content)
+        monkeypatch.setattr(extension, "find", lambda: file)
+        assert units_of() == units
+    monkeypatch.setattr(extension, "find", lambda: None)
+    assert units_of() is None
 
 
 def test_backend_knows_the_units_of_the_build() -> None:

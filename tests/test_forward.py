@@ -116,4 +116,7 @@ def test_a_row_of_minus_infinity_is_an_empty_row(backend: Runner) -> None:
 @pytest.mark.parametrize("logits", (1e2, 1e3, 1e4))
 @pytest.mark.parametrize("seqlen_k", (31, 64, 65))
 def test_huge_logits(backend: Runner, logits: float, seqlen_k: int) -> None:
-    check(backend, Case(logits=logits, seqlen_k=seqlen_k, bias=("B", "Hq", "Lq", "Lk"), need=()))
+    case = Case(logits=logits, seqlen_k=seqlen_k, bias=("B", "Hq", "Lq", "Lk"), need=())
+    if case.dtype == torch.float16:
+        case = case.with_(logits=min(logits, 2e3))  # plain PyTorch's products are float16, where those of 1e4 overflow
+    check(backend, case)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -156,11 +157,14 @@ def test_many_elements_of_out(backend: Runner) -> None:
         {"mask": ("B", "Hq", "Lq", "Lk"), "bias": ("B", "Hq", "Lq", "Lk")},
         {"mask": ("B", "Hq", "1", "Lk"), "bias": ("B", "Hq", "1", "Lk")},
         {"bias": ("1", "Hq", "Lq", "Lk"), "is_causal": True},
+        {"bias": ("B", "Hq", "Lq", "Lk"), "seqlen_k": 8},  # rows of 16 bytes, which are copied as tiles
+        {"bias": ("B", "Hk", "1", "Lk"), "is_causal": True},
     ),
-    ids=("full", "per key", "shared"),
+    ids=("full", "per key", "shared", "aligned", "bias per key"),
 )
-def test_more_heads_than_a_grid_dimension_holds(backend: Runner, forms: dict[str, tuple[str, ...]]) -> None:
-    case = SMALL.with_(batch=700, num_heads=100, num_heads_k=50, seqlen_q=3, seqlen_k=5, head_dim=16, **forms)
+def test_more_heads_than_a_grid_dimension_holds(backend: Runner, forms: dict[str, Any]) -> None:
+    sizes = {"batch": 700, "num_heads": 100, "num_heads_k": 50, "seqlen_q": 3, "seqlen_k": 5, "head_dim": 16}
+    case = SMALL.with_(**{**sizes, **forms})
     assert case.batch * case.num_heads > 65_535
     inputs = served(backend, case)
     assert_accurate(backend(case, inputs), case, inputs)

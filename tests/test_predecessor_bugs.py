@@ -28,7 +28,7 @@ def test_answer(backend: Runner, bug: str) -> None:
 )
 def test_almost_right_is_refused(name: str, spoilt: Callable[[Tensor], Tensor], eager: Runner) -> None:
     """Its tests asked for 95 % of the elements within 0.1, where a dq of zeros has up to 77 % of them."""
-    case = Case(bias=("B", "Hq", "Lq", "Lk"))
+    case = Case(dtype=torch.float32, bias=("B", "Hq", "Lq", "Lk"))
     results = eager(case)
     assert_accurate(results, case, case.build())
     with pytest.raises(AssertionError, match=name):

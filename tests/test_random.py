@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import NamedTuple
 
 import pytest
 import torch
 from accuracy import assert_accurate
 from cases import ALL, DEVICE, Case
 from conftest import Runner
+from cuda_forms import ALL_UNITS, BIAS_FORMS, bias_form, described, unit_of
 from descriptors import descriptors_wherever_they_serve
+from draws import CUDA_EDGES, CUDA_FORMS, DRAWS, FORMS, HEAD_DIMS, TILE_EDGES, draw_cuda, draw_triton
 from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
-from layouts import LAYOUTS, rearranged
+from layouts import LAYOUTS, offset, rearranged
 
+from flash_dmattn.backends import cuda
+from flash_dmattn.backends.protocol import broken_rules
 from flash_dmattn.masks import prepare_mask
 
 EXAMPLES = {"eager": 2000, "flex": 200}
@@ -98,75 +100,28 @@ def test_random_configurations(backend: Runner, shard: int) -> None:
         assert not refused, "eager serves every valid call"
 
 
-FORMS = tuple(itertools.product(("1", "B"), ("1", "Hk", "Hq"), ("1", "Lq"), ("1", "Lk")))
-# A step of a kernel takes 32 to 128 of them, and a tile of a prepared mask 128; from 512 on programs share a row.
-TILE_EDGES = (1, 63, 64, 65, 127, 128, 129, 130, 200, 257, 300) * 2 + (5, 600, 1100)
-HEAD_DIMS = (8, 16, 24, 32, 40, 64, 72, 96, 128, 160, 192, 256, 20, 33, 100) + (64, 128) * 4
-
-
-class Drawn(NamedTuple):
-    """A call of a kernel: its layout, whether its mask is prepared beforehand, and whether it may use descriptors."""
-
-    case: Case
-    layout: str | None
-    prepared: bool
-    descriptors: bool
-
-
-def draw(number: int) -> Drawn:
-    """The call of a number; 72 of them go through all forms of mask and bias."""
-    rng = random.Random(number)
-    num_heads_k = rng.choice((1, 2, 3))
-    dtype = rng.choice((torch.bfloat16, torch.bfloat16, torch.float16, torch.float32))
-    # Without tensor cores the products of a large tile take long to compile.
-    dims = [d for d in HEAD_DIMS if d <= 64 or dtype != torch.float32]
-    head_dim = rng.choice(dims)
-    case = Case(
-        batch=rng.choice((1, 2, 3)),
-        seqlen_q=rng.choice(TILE_EDGES),
-        seqlen_k=rng.choice(TILE_EDGES),
-        num_heads=num_heads_k * rng.choice((1, 1, 2, 3)),
-        num_heads_k=num_heads_k,
-        head_dim=head_dim,
-        head_dim_v=rng.choice((head_dim, head_dim, rng.choice(dims))),
-        dtype=dtype,
-        bias_dtype=rng.choice((None, None, torch.float32, torch.bfloat16)),
-        mask=FORMS[number // 2 % len(FORMS)] if rng.random() < 0.8 else None,
-        mask_kind=rng.choice(("random", "random", "empty_rows", "empty_tiles", "none_allowed", "all_allowed")),
-        bias=FORMS[number // 3 % len(FORMS)] if rng.random() < 0.8 else None,
-        bias_kind=rng.choice(("normal", "normal", "inf")),
-        is_causal=rng.random() < 0.4,
-        softmax_scale=rng.choice((None, None, None, 0.0, 0.7, -0.2)),
-        softcap=rng.choice((0.0, 0.0, 0.0, 5.0)),
-        window_size=rng.choice((None, None, (-1, 2), (20, -1), (90, 40), (3, 0))),
-        need=rng.choice((ALL, ALL, ALL, (), ("bias",), ("q",), ("k", "bias"), ("v",), ("q", "k", "v"))),
-        dlse=rng.random() < 0.5,
-        logits=rng.choice((1.0, 1.0, 30.0)),
-        seed=number,
-    )
-    layout = rng.choice((None, None, None, *("nan_margins",) * 4, *LAYOUTS))
-    return Drawn(case, layout, number % 2 == 1, rng.random() < 0.5)
-
-
-@pytest.mark.parametrize("backend", ("triton", "cuda"), indirect=True)
+@pytest.mark.parametrize("backend", DRAWS, indirect=True)
 @pytest.mark.parametrize("number", range(KERNEL_EXAMPLES) if DEVICE == "cuda" else range(1))
 def test_random_configurations_of_kernels(backend: Runner, number: int) -> None:
-    case, layout, prepared, descriptors = drawn = draw(number)
+    case, layout, *_ = drawn = DRAWS[backend.name](number)
     print(f"{case.repro()} {drawn[1:]}")  # pytest shows it beside whatever fails
     inputs = case.build()
     given = inputs if layout is None else rearranged(inputs, LAYOUTS[layout])
-    if prepared and given.mask is not None:
+    if drawn.offset:
+        pair = {"mask": given.mask, "bias": given.bias}
+        given = replace(given, **{name: x if x is None else offset(x, drawn.offset) for name, x in pair.items()})
+    if drawn.prepared and given.mask is not None:
         band = {"is_causal": case.is_causal, "window_size": case.window_size}
         mask = prepare_mask(given.mask, seqlen_q=case.seqlen_q, seqlen_k=case.seqlen_k, **band)
         given = replace(given, mask=mask)
-    with descriptors_wherever_they_serve() if descriptors and backend.name == "triton" else nullcontext():
+    with descriptors_wherever_they_serve() if drawn.descriptors else nullcontext():
         results = backend(case, given)
     assert_accurate(results, case, inputs)
 
 
 def test_the_kernels_meet_every_form() -> None:
     """In the cases that 200 numbers stand for, forward and backward."""
-    drawn = [draw(number) for number in range(200)]
+    drawn = [draw_triton(number) for number in range(200)]
     cases = [x.case for x in drawn]
     for prepared in (False, True):
         assert {x.case.mask for x in drawn if x.prepared is prepared} == {None, *FORMS}
@@ -174,3 +129,28 @@ def test_the_kernels_meet_every_form() -> None:
     assert {(x.layout, x.descriptors) for x in drawn} == set(itertools.product((None, *LAYOUTS), (False, True)))
     assert {case.head_dim for case in cases} == set(HEAD_DIMS)
     assert {case.seqlen_q for case in cases} == {case.seqlen_k for case in cases} == set(TILE_EDGES)
+
+
+def test_cuda_meets_every_form() -> None:
+    """In the cases that 200 numbers stand for; no rule of its forward pass refuses one of them."""
+    drawn = [draw_cuda(number) for number in range(200)]
+    cases = [x.case for x in drawn]
+    assert not [r for x in drawn for r in broken_rules(cuda, described(x.case, x.prepared), ("forward",))]
+    for prepared in (False, True):
+        assert {x.case.mask for x in drawn if x.prepared is prepared} == {None, *CUDA_FORMS}
+    assert {case.bias for case in cases} == {None, *FORMS}
+    assert {case.bias_dtype for case in cases} == {None, torch.float32, torch.float16, torch.bfloat16}
+    assert {x.layout for x in drawn} == {None, *LAYOUTS} and {x.offset for x in drawn} == set(range(8))
+    assert {case.seqlen_q for case in cases} == {case.seqlen_k for case in cases} == set(TILE_EDGES + CUDA_EDGES)
+
+
+def test_cuda_runs_every_kernel() -> None:
+    """In the cases that 500 numbers stand for."""
+    kernels = set()
+    for x in map(draw_cuda, range(500)):
+        case, bias = x.case, None
+        if case.bias is not None:
+            bias = torch.empty(case.sizes(case.bias), dtype=case.bias_dtype or case.dtype, device="meta")
+            bias = offset(bias, x.offset) if x.layout is None else LAYOUTS[x.layout](bias)
+        kernels.add((unit_of(case), bias_form(bias, case.dtype), case.mask is not None))
+    assert kernels == set(itertools.product(ALL_UNITS, BIAS_FORMS, (False, True)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,18 +21,42 @@ UNITS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _BIAS_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-# The names of the units in the file that is loaded; None before that, and then every unit counts as built.
-_built: frozenset[str] | None = None
+@cache
+def installed_units() -> frozenset[str] | None:
+    """The names of the units in the extension, which is not loaded for that; None where there is no extension."""
+    try:
+        path = extension.find()
+        return None if path is None else frozenset(extension.build_info(path)["units"])
+    except extension.ExtensionMismatchError:  # for the probe to report
+        return None
 
 
-def _unit(p: AttentionProblem) -> str | None:
-    """The name of the unit that serves a call, as the build gives it; None where no unit is large enough."""
-    for d, d_v in UNITS:
-        if p.head_dim <= d and p.head_dim_v <= d_v:
-            name = f"forward_d{d}_{_DTYPES.get(p.dtype)}" if d == d_v else f"forward_d{d}_{d_v}_{_DTYPES.get(p.dtype)}"
-            if _built is None or name in _built:
-                return name
-    return None
+def _built_dims(dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
+    """The head dims that a call of this dtype can have; of a dtype that no unit has, another rule speaks."""
+    return _dims_of(installed_units(), dtype)
+
+
+@cache
+def _dims_of(units: frozenset[str] | None, dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
+    if units is None or dtype not in _DTYPES:
+        return UNITS
+    name = _DTYPES[dtype]
+    return tuple((d, d_v) for d, d_v in UNITS if f"forward_d{d}{f'_{d_v}' if d_v != d else ''}_{name}" in units)
+
+
+# A file is read, which torch.compile cannot trace; see `selection._works`.
+setattr(_built_dims, "_dynamo_marked_constant", True)  # noqa: B010
+
+
+def _has_unit(p: AttentionProblem) -> bool:
+    return any(p.head_dim <= d and p.head_dim_v <= d_v for d, d_v in _built_dims(p.dtype))
+
+
+def _units_text(p: AttentionProblem) -> str:
+    dims = " or ".join(f"{d} and {d_v}" for d, d_v in _built_dims(p.dtype))
+    if not dims:
+        return f"this build has no kernels of {dtype_name(p.dtype)}"
+    return f"the kernels that are built take multiples of 8 up to {dims}"
 
 
 def _has_key_mask(p: AttentionProblem) -> bool:
@@ -62,22 +87,22 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "bias_dtype",
         lambda p: p.bias is None or p.bias.dtype in _BIAS_DTYPES,
-        lambda p: f"bias has dtype {dtype_name(p.bias.dtype)}; the scores are float32" if p.bias is not None else "",
+        lambda p: f"bias has dtype {'none' if p.bias is None else dtype_name(p.bias.dtype)}; the scores are float32",
         "cast bias",
     ),
     Rule(
         "head_dim",
-        lambda p: p.head_dim % 8 == 0 == p.head_dim_v % 8 and _unit(p) is not None,
-        lambda p: (
-            f"head dims are {p.head_dim} and {p.head_dim_v} (v); the kernels that are built take multiples of 8 up to "
-            + " or ".join(f"{d} and {d_v}" for d, d_v in _built_dims(p.dtype))
-        ),
+        lambda p: p.head_dim % 8 == 0 == p.head_dim_v % 8 and _has_unit(p),
+        lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v); {_units_text(p)}",
         'use backend="triton"',
     ),
     Rule(
         "key_mask",
         lambda p: not _has_key_mask(p),
-        lambda p: "mask has one row for all queries; the kernels read masks as tiles and would visit keys left out",
+        lambda p: (
+            f"mask, of shape {None if p.mask is None else tuple(p.mask.shape)}, has one row for all queries; "
+            "the kernels read masks as tiles and would visit keys left out"
+        ),
         'backend="triton" gathers the kept keys',
     ),
     Rule(
@@ -89,7 +114,11 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "no_backward",
         lambda p: False,
-        lambda p: "the extension has no backward kernels yet",
+        lambda p: (
+            "gradients of "
+            + ", ".join(name for name, needed in zip(p.need._fields, p.need, strict=True) if needed)
+            + " are needed; the extension has no backward kernels yet"
+        ),
         'backend=("cuda", "triton") runs its forward pass and the backward pass of the other',
         passes=("backward",),
     ),
@@ -148,15 +177,6 @@ AUTO_RULES: tuple[Rule, ...] = (
 )
 
 
-def _built_dims(dtype: torch.dtype) -> list[tuple[int, int]]:
-    return [
-        dims
-        for dims in UNITS
-        if _built is None
-        or any(name.startswith(f"forward_d{dims[0]}_") and name.endswith(f"_{_DTYPES.get(dtype)}") for name in _built)
-    ]
-
-
 _found: Availability | None = None
 
 
@@ -169,7 +189,6 @@ def probe() -> Availability:
 
 
 def _load() -> Availability:
-    global _built
     try:
         loaded = extension.load()
     except extension.ExtensionMismatchError as error:
@@ -185,9 +204,6 @@ def _load() -> Availability:
             f"the driver is of CUDA {_dotted(driver)}; the extension holds the runtime of {_dotted(runtime)}",
             "update the driver, or build the extension with an older nvcc",
         )
-    path = extension.find()
-    assert path is not None, "it has been loaded"
-    _built = frozenset(extension.build_info(path)["units"])
     return Availability(True)
 
 

@@ -1,0 +1,125 @@
+"""Seeded calls of the kernel backends, at sizes around the edges of their tiles: `DRAWS[backend](number)`."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from cases import ALL, Case
+from layouts import LAYOUTS
+
+from flash_dmattn.backends.cuda import UNITS
+
+FORMS = tuple(itertools.product(("1", "B"), ("1", "Hk", "Hq"), ("1", "Lq"), ("1", "Lk")))
+MASK_KINDS = ("random", "random", "empty_rows", "empty_tiles", "none_allowed", "all_allowed")
+WINDOWS = (None, None, (-1, 2), (20, -1), (90, 40), (3, 0))
+# A step of a kernel takes 32 to 128 of them, and a tile of a prepared mask 128; from 512 on programs share a row.
+TILE_EDGES = (1, 63, 64, 65, 127, 128, 129, 130, 200, 257, 300) * 2 + (5, 600, 1100)
+HEAD_DIMS = (8, 16, 24, 32, 40, 64, 72, 96, 128, 160, 192, 256, 20, 33, 100) + (64, 128) * 4
+
+
+class Drawn(NamedTuple):
+    """A call of a kernel: how its tensors lie, and whether its mask is prepared beforehand.
+
+    `descriptors`: whether triton uses tensor descriptors wherever they serve. `offset`: so many elements into their
+    storage start mask and bias.
+    """
+
+    case: Case
+    layout: str | None
+    prepared: bool
+    descriptors: bool = False
+    offset: int = 0
+
+
+def draw_triton(number: int) -> Drawn:
+    """The call of a number; 72 of them go through all forms of mask and bias."""
+    rng = random.Random(number)
+    num_heads_k = rng.choice((1, 2, 3))
+    dtype = rng.choice((torch.bfloat16, torch.bfloat16, torch.float16, torch.float32))
+    # Without tensor cores the products of a large tile take long to compile.
+    dims = [d for d in HEAD_DIMS if d <= 64 or dtype != torch.float32]
+    head_dim = rng.choice(dims)
+    case = Case(
+        batch=rng.choice((1, 2, 3)),
+        seqlen_q=rng.choice(TILE_EDGES),
+        seqlen_k=rng.choice(TILE_EDGES),
+        num_heads=num_heads_k * rng.choice((1, 1, 2, 3)),
+        num_heads_k=num_heads_k,
+        head_dim=head_dim,
+        head_dim_v=rng.choice((head_dim, head_dim, rng.choice(dims))),
+        dtype=dtype,
+        bias_dtype=rng.choice((None, None, torch.float32, torch.bfloat16)),
+        mask=FORMS[number // 2 % len(FORMS)] if rng.random() < 0.8 else None,
+        mask_kind=rng.choice(MASK_KINDS),
+        bias=FORMS[number // 3 % len(FORMS)] if rng.random() < 0.8 else None,
+        bias_kind=rng.choice(("normal", "normal", "inf")),
+        is_causal=rng.random() < 0.4,
+        softmax_scale=rng.choice((None, None, None, 0.0, 0.7, -0.2)),
+        softcap=rng.choice((0.0, 0.0, 0.0, 5.0)),
+        window_size=rng.choice(WINDOWS),
+        need=rng.choice((ALL, ALL, ALL, (), ("bias",), ("q",), ("k", "bias"), ("v",), ("q", "k", "v"))),
+        dlse=rng.random() < 0.5,
+        logits=rng.choice((1.0, 1.0, 30.0)),
+        seed=number,
+    )
+    layout = rng.choice((None, None, None, *("nan_margins",) * 4, *LAYOUTS))
+    return Drawn(case, layout, number % 2 == 1, rng.random() < 0.5)
+
+
+# Tiles are 128 or 192 rows and 64, 128 or 176 keys. Rows of a bias of a multiple of 8 keys are copied as tiles.
+CUDA_EDGES = tuple(n + i for n in (176, 192, 384) for i in (-1, 0, 1)) + (176, 192, 384, 64, 128, 200, 600)
+CUDA_FORMS = tuple(form for form in FORMS if form[2] == "Lq")  # it refuses a mask of one row for all queries
+PER_QUERY = tuple(form for form in FORMS if form[3] == "1")
+PER_KEY = tuple(form for form in FORMS if form[2:] == ("1", "Lk"))
+PER_SCORE = tuple(form for form in FORMS if form[2:] == ("Lq", "Lk"))
+CUDA_BIASES: tuple[tuple[tuple[str, ...] | None, ...], ...] = ((None,), PER_QUERY, PER_KEY, *3 * (PER_SCORE,))
+
+
+def draw_cuda(number: int) -> Drawn:
+    """The call of a number, which breaks no rule of cuda; mostly without gradients, which are those of triton.
+
+    144 of them go through all pairs of a unit (the kernels of some head dims and a dtype) and a kind of mask and bias.
+    """
+    rng = random.Random(number)
+    rest, unit = divmod(number, len(UNITS))
+    rest, dtype = divmod(rest, 2)
+    rest, has_mask = divmod(rest, 2)
+    head_dim, head_dim_v = (d - rng.choice((0, 0, rng.randrange(0, 57, 8))) for d in UNITS[unit])
+    # With 8, there are more tiles of rows than multiprocessors.
+    num_heads_k = rng.choice((1, 2, 3, 8))
+    lengths = TILE_EDGES + CUDA_EDGES
+    need = ALL if rng.random() < 0.2 else ()
+    case = Case(
+        batch=rng.choice((1, 2, 3)),
+        seqlen_q=rng.choice([n for n in lengths if n > 1 or not has_mask]),  # else it is of one row for all queries
+        seqlen_k=rng.choice(lengths),
+        num_heads=num_heads_k * rng.choice((1, 1, 2, 3)),
+        num_heads_k=num_heads_k,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        dtype=(torch.bfloat16, torch.float16)[dtype],
+        bias_dtype=rng.choice((None, None, None, torch.float32, torch.float16, torch.bfloat16)),
+        mask=rng.choice(CUDA_FORMS) if has_mask else None,
+        mask_kind=rng.choice(MASK_KINDS),
+        bias=rng.choice(CUDA_BIASES[rest % len(CUDA_BIASES)]),
+        bias_kind=rng.choice(("normal", "normal", "inf")),
+        is_causal=rng.random() < 0.4,
+        # Below 1e-6 the scale is applied before the bias, and just above it the bias is divided by it.
+        softmax_scale=rng.choice((None, None, None, None, 0.0, 1e-7, 2e-6, 0.7, -0.2)),
+        softcap=rng.choice((0.0, 0.0, 0.0, 5.0)),
+        window_size=rng.choice(WINDOWS),
+        need=need,
+        dlse=bool(need) and rng.random() < 0.5,
+        logits=rng.choice((1.0, 1.0, 30.0)),
+        seed=number,
+    )
+    layout = rng.choice((None, None, None, *("aligned_margins",) * 4, *LAYOUTS))
+    offset = rng.choice((0, 0, *range(1, 8))) if layout is None else 0
+    return Drawn(case, layout, rng.random() < 0.5, offset=offset)
+
+
+DRAWS: dict[str, Callable[[int], Drawn]] = {"triton": draw_triton, "cuda": draw_cuda}

@@ -1,0 +1,228 @@
+"""The rules of the cuda backend on calls that are described for a Hopper GPU: what it says, and who serves the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import flash_dmattn
+from flash_dmattn import selection, settings
+from flash_dmattn.backends import cuda, triton
+from flash_dmattn.backends.protocol import Availability, Rule
+
+Q = (2, 4096, 16, 64)
+KEY_MASK = (2, 1, 1, 4096)
+GRADIENTS = {"grad": True}
+ALL_RULES = (*cuda.RULES, *cuda.AUTO_RULES)
+
+
+@pytest.fixture(autouse=True)
+def on_a_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every unit is built, cuda and triton work, and nobody has chosen a backend."""
+    monkeypatch.setattr(cuda, "installed_units", lambda: None)
+    for backend in (cuda, triton):
+        monkeypatch.setattr(backend, "probe", lambda: Availability(True))
+    for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn")):
+        monkeypatch.setattr(settings.process, name, value)
+
+
+def explained(**changes: Any) -> flash_dmattn.explanation.Explanation:
+    """A bf16 call on sm_90 without mask, bias and gradients, but for the changes."""
+    return flash_dmattn.explain_problem(**{"q": Q, "device": "sm_90", **changes})
+
+
+# The code of each rule, a call that breaks it and no other, and what is said of it.
+BROKEN: dict[str, tuple[dict[str, Any], str]] = {
+    "device": ({"device": "cpu"}, "device is cpu; .*NVIDIA GPUs"),
+    "capability": ({"device": "sm_80"}, "the GPU is sm_80; .*sm_90a"),
+    "dtype": ({"dtype": "fp32"}, "dtype is float32; .*float16 or bfloat16"),
+    "bias_dtype": ({"bias": (1, 16, 4096, 4096), "bias_dtype": "fp64"}, "bias has dtype float64; "),
+    "head_dim": ({"q": (2, 4096, 16, 100)}, r"head dims are 100 and 100 \(v\); .* multiples of 8 up to 64 and 64 or "),
+    "key_mask": ({"mask": KEY_MASK}, "mask.* has one row for all queries; "),
+    "return_probs": ({"return_probs": True}, "return_probs is set; "),
+    "no_backward": (GRADIENTS, "the extension has no backward kernels yet"),
+}
+# The code of each preference, and a call that auto passes over for it alone.
+PASSED_OVER: dict[str, tuple[dict[str, Any], str]] = {
+    "few_rows": ({"q": (64, 1, 16, 64), "seqlen_k": 4096}, "there are 1 queries"),
+    "few_tiles": ({"q": (1, 256, 4, 128), "seqlen_k": 4096}, "there are 8 tiles"),
+    "narrow_heads": ({"q": (2, 4096, 16, 32)}, "head dims are 32 and 32"),
+    "bias_copies": ({"bias": (2, 16, 4096, 4096), "bias_dtype": "fp32"}, "bias is not of the dtype of q"),
+}
+NEVER_TAKEN = (
+    ("dtype", {"dtype": "fp64"}),
+    ("head_dim", {"q": (2, 4096, 16, 264)}),
+    ("head_dim", {"q": (2, 4096, 16, 128), "head_dim_v": 132}),
+    ("key_mask", {"mask": (1, 1)}),
+    ("key_mask", {"mask": KEY_MASK, "mask_prepared": True}),
+    ("key_mask", {"q": (2, 1, 16, 64), "mask": (2, 16, 1, 4096), "seqlen_k": 4096}),
+    ("no_backward", {"bias": (1, 16, 1, 4096), "bias_grad": True}),
+    ("capability", {"device": "sm_100"}),
+)
+TAKEN = (
+    {},
+    {"dtype": "fp16", "bias": (2, 16, 4096, 4096), "bias_dtype": "fp32"},
+    {"bias": (1, 1, 1, 4096), "bias_dtype": "fp16"},
+    {"bias": (2, 16, 4096, 1), "softcap": 30.0},
+    {"mask": (1, 1, 4096, 4096), "mask_prepared": True, "is_causal": True},
+    {"mask": (2, 16, 4096, 1)},
+    {"q": (2, 4096, 16, 192), "head_dim_v": 128, "kv_heads": 4, "window_size": (100, 0)},
+    {"q": (2, 4096, 16, 8), "head_dim_v": 256, "softmax_scale": -1.0},
+    {"q": (0, 64, 16, 64), "seqlen_k": 0, "return_lse": True, "deterministic": True},
+)
+
+
+def test_every_rule_is_here() -> None:
+    assert list(BROKEN) == [rule.code for rule in cuda.RULES]
+    assert list(PASSED_OVER) == [rule.code for rule in cuda.AUTO_RULES]
+
+
+@pytest.mark.parametrize("code", BROKEN)
+def test_a_broken_rule_says_what_it_found_and_what_to_do(code: str) -> None:
+    call, text = BROKEN[code]
+    explanation = explained(**call, backend="cuda")
+    (reason,) = explanation.verdicts[0].reasons
+    assert reason.backend == "cuda" and reason.code == code and reason.hint
+    assert explanation.error is not None and f"\n  - {reason}" in explanation.error
+    with pytest.raises(flash_dmattn.BackendUnsupportedError, match=text) as caught:
+        selection.choose(explanation.problem, "cuda")
+    assert caught.value.reasons == (reason,)
+
+
+@pytest.mark.parametrize(("code", "call"), NEVER_TAKEN)
+def test_what_it_does_not_take(code: str, call: dict[str, Any]) -> None:
+    assert [reason.code for reason in explained(**call).verdicts[0].reasons] == [code]
+
+
+@pytest.mark.parametrize("call", TAKEN, ids=str)
+def test_what_it_takes(call: dict[str, Any]) -> None:
+    explanation = explained(**call, backend="cuda")
+    assert explanation.verdicts[0].accepts
+    assert (explanation.forward, explanation.backward) == ("cuda", None)
+    pair = explained(**call, grad=True, bias_grad="bias" in call, backend=("cuda", "triton"))
+    assert (pair.forward, pair.backward) == ("cuda", "triton")
+
+
+@pytest.mark.parametrize("needs", (GRADIENTS, {"bias": (1, 16, 1, 4096), "bias_grad": True}))
+def test_gradients_are_those_of_triton(needs: dict[str, Any]) -> None:
+    for backend in ("auto", ("cuda", "triton")):
+        explanation = explained(**needs, backend=backend)
+        assert (explanation.forward, explanation.backward, explanation.error) == ("cuda", "triton", None)
+    refused = explained(**needs, backend="cuda").error
+    assert refused is not None and refused.startswith("backend 'cuda' does not support this call: ")
+    assert 'backend=("cuda", "triton") runs its forward pass and the backward pass of the other' in refused
+
+
+def test_without_triton_gradients_are_those_of_eager() -> None:
+    with flash_dmattn.disable_backends("triton"):
+        explanation = explained(**GRADIENTS)
+    assert (explanation.forward, explanation.backward) == ("cuda", "eager")
+
+
+@pytest.mark.parametrize(
+    "call", [call for code, (call, _) in BROKEN.items() if code in ("dtype", "head_dim", "key_mask")]
+)
+def test_triton_serves_what_it_refuses(call: dict[str, Any]) -> None:
+    explanation = explained(**call, **GRADIENTS)
+    assert (explanation.forward, explanation.backward) == ("triton", "triton")
+
+
+@pytest.mark.parametrize("code", PASSED_OVER)
+def test_what_auto_leaves_to_triton(code: str) -> None:
+    call, text = PASSED_OVER[code]
+    explanation = explained(**call, **GRADIENTS)
+    assert (explanation.forward, explanation.backward) == ("triton", "triton")
+    (preference,) = explanation.verdicts[0].preferences
+    assert preference.code == code and preference.text.startswith(text) and preference.hint
+    assert explained(**call, backend="cuda").forward == "cuda"
+
+
+def test_a_build_of_some_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A larger unit serves lesser head dims; what no unit serves goes to triton, and the units there are get named."""
+    units = frozenset({"forward_d128_bf16", "forward_d192_128_bf16"})
+    monkeypatch.setattr(cuda, "installed_units", lambda: units)
+    for dim, chosen in ((64, "cuda"), (128, "cuda"), (256, "triton")):
+        assert explained(q=(2, 4096, 16, dim)).forward == chosen
+    assert explained(q=(2, 4096, 16, 192), head_dim_v=128).forward == "cuda"
+    (reason,) = explained(q=(2, 4096, 16, 192)).verdicts[0].reasons
+    assert reason.text.endswith("up to 128 and 128 or 192 and 128")
+    (reason,) = explained(dtype="fp16").verdicts[0].reasons
+    assert reason.code == "head_dim" and "float16" in reason.text
+    assert [reason.code for reason in explained(dtype="fp32").verdicts[0].reasons] == ["dtype"]
+
+
+@pytest.mark.parametrize(
+    ("strides", "copied"),
+    (
+        ((4096 * 1024, 1024, 64, 1), False),
+        ((4096 * 1028, 1028, 64, 1), True),  # rows of 2056 bytes
+        ((4096 * 1024, 1024, 1, 16), True),
+        ((0, 1024, 64, 1), True),  # expanded over the batch
+    ),
+)
+def test_notes_name_the_tensors_that_are_copied(strides: tuple[int, ...], copied: bool) -> None:
+    notes = cuda.notes(explained().problem._replace(k_strides=strides))
+    assert [note.partition(",")[0] for note in notes] == ["copies k"] * copied
+
+
+SIZES = st.sampled_from((0, 1, 2, 63, 64, 4095))
+DIMS = st.sampled_from((1, 8, 64, 100, 128, 192, 256, 257, 512))
+SHAPES = st.none() | st.tuples(*[st.booleans()] * 4)
+DTYPES = st.sampled_from(("fp16", "bf16", "fp32", "fp64"))
+BUILDS = st.none() | st.frozensets(
+    st.sampled_from([f"forward_d{d}_bf16" for d in (64, 96, 128, 192, 256)] + ["forward_d192_128_bf16"])
+)
+
+
+@given(
+    q=st.tuples(SIZES, SIZES, st.sampled_from((2, 4)), DIMS),
+    seqlen_k=SIZES,
+    head_dim_v=st.none() | DIMS,
+    dtypes=st.tuples(DTYPES, DTYPES),
+    device=st.sampled_from(("cpu", "sm_75", "sm_80", "sm_90", "sm_100")),
+    mask=SHAPES,
+    bias=SHAPES,
+    flags=st.fixed_dictionaries(dict.fromkeys(("mask_prepared", "grad", "bias_grad", "return_probs"), st.booleans())),
+    built=BUILDS,
+)
+def test_a_broken_rule_is_a_sentence(
+    q: tuple[int, ...],
+    seqlen_k: int,
+    head_dim_v: int | None,
+    dtypes: tuple[str, str],
+    device: str,
+    mask: tuple[bool, ...] | None,
+    bias: tuple[bool, ...] | None,
+    flags: dict[str, bool],
+    built: frozenset[str] | None,
+) -> None:
+    sizes = (q[0], q[2], q[1], seqlen_k)
+    shapes = [None if x is None else tuple(n if full else 1 for full, n in zip(x, sizes)) for x in (mask, bias)]
+    problem = flash_dmattn.explain_problem(
+        q,
+        kv_heads=2,
+        seqlen_k=seqlen_k,
+        head_dim_v=head_dim_v,
+        dtype=dtypes[0],
+        bias_dtype=dtypes[1],
+        device=device,
+        mask=shapes[0],
+        bias=shapes[1],
+        backend="reference",
+        **flags,
+    ).problem
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "installed_units", lambda: built)
+        for rule in (rule for rule in ALL_RULES if set(rule.passes) & set(selection.passes_of(problem))):
+            assert is_a_sentence(rule, problem), f"{rule.code}: {rule.says(problem)!r}"
+
+
+def is_a_sentence(rule: Rule, problem: flash_dmattn.problem.AttentionProblem) -> bool:
+    """Where the rule is broken: at least three words, none of them empty, as where a list of values is."""
+    if rule.holds(problem):
+        return True
+    words = rule.says(problem).split(" ")
+    return len(words) > 2 and all(words)
