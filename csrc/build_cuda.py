@@ -51,6 +51,8 @@ FLAGS = (
 # Not compute_90: ptxas refuses the matrix instructions for that, because they are inline assembly behind no condition.
 GENCODE = f"-gencode arch=compute_{ARCH[3:]},code={ARCH}"
 DEVICE_FLAGS = (GENCODE, "-Xptxas -v")
+# For compute-sanitizer --tool racecheck alone: see barrier_arrive_of_warp in device/ptx.h.
+RACECHECK_FLAG = "-DFLASH_DMATTN_RACECHECK"
 
 # `rule cuda` keeps what ptxas says in a file, for builds that find the unit compiled already.
 NINJA = """\
@@ -199,6 +201,13 @@ def forward_units() -> list[Unit]:
     return units
 
 
+def _for_racecheck() -> bool:
+    wish = os.environ.get("FLASH_DMATTN_RACECHECK", "0")
+    if wish not in ("0", "1"):
+        raise BuildError(f"FLASH_DMATTN_RACECHECK is {wish!r}; it must be '0' (as when unset) or '1'")
+    return wish == "1"
+
+
 def _chosen(variable: str, known: list[str]) -> list[str]:
     """Those of `known` that the environment variable names, all where it is not set."""
     wish = os.environ.get(variable)
@@ -242,6 +251,7 @@ def build(output: Path, folder: Path, version: str) -> list[Kernel]:
     release = nvcc_version(nvcc)
     assert release is not None
     attention = forward_units()
+    device_flags = [*DEVICE_FLAGS, RACECHECK_FLAG] if _for_racecheck() else DEVICE_FLAGS
     units = [*attention, *(Unit(source, source) for source in SOURCES)]
     info = {
         "version": version,
@@ -251,7 +261,7 @@ def build(output: Path, folder: Path, version: str) -> list[Kernel]:
         "arches": [ARCH],
         "units": [unit.name for unit in attention],
         "nvcc": _dotted(release),
-        "flags": [*FLAGS, *DEVICE_FLAGS],
+        "flags": [*FLAGS, *device_flags],
         "commit": _commit(),
     }
     _write_if_changed(
@@ -263,7 +273,7 @@ def build(output: Path, folder: Path, version: str) -> list[Kernel]:
     includes = (folder, torch / "include", sysconfig.get_path("include"))
     flags = " ".join([*FLAGS, *(f"-isystem {shlex.quote(str(path))}" for path in includes)])
     rules = NINJA.format(
-        nvcc=shlex.quote(nvcc), flags=flags, gencode=GENCODE, device_flags=" ".join(DEVICE_FLAGS),
+        nvcc=shlex.quote(nvcc), flags=flags, gencode=GENCODE, device_flags=" ".join(device_flags),
         torch_lib=shlex.quote(str(torch / "lib")), output_name=output.name,
     )  # fmt: skip
     edges = [

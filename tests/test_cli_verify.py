@@ -12,6 +12,7 @@ import torch
 import flash_dmattn
 from flash_dmattn.__main__ import main
 from flash_dmattn.backends import eager
+from flash_dmattn.backends.protocol import Rule
 from flash_dmattn.cli import verify
 from flash_dmattn.selection import BACKENDS
 
@@ -81,6 +82,26 @@ def test_verify_reports_a_backend_that_raises(
         assert main(["info", "--verify"]) == 1
     printed = capsys.readouterr().out
     assert re.search(r"^eager +causal .*FAIL\n +RuntimeError: illegal memory access", printed, re.MULTILINE), printed
+
+
+def test_verify_completes_a_forward_pass_by_the_backward_pass_of_another(capsys: pytest.CaptureFixture[str]) -> None:
+    class ForwardAlone(Wrong):
+        NAME = "alone"
+        RULES = (Rule("no_backward", lambda p: False, lambda p: "it has no backward pass", passes=("backward",)),)
+
+        def backward(self, *arguments: object) -> tuple[object, ...]:
+            raise AssertionError("its rules refuse this pass")
+
+    flash_dmattn.register_backend(ForwardAlone("none", 1.0))
+    try:
+        with flash_dmattn.disable_backends("flex", "reference"):
+            assert main(["info", "--verify"]) == 0
+    finally:
+        del BACKENDS["alone"]
+    printed = capsys.readouterr().out
+    for case in verify.CASES:
+        assert re.search(rf"^alone +{case.name} .*<.* pass$", printed, re.MULTILINE), printed
+    assert "gradients by eager, because it has no backward pass" in printed
 
 
 def test_error_compares_infinities_and_keeps_nan() -> None:

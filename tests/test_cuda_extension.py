@@ -541,6 +541,17 @@ def test_installed_units_are_read_without_loading(tmp_path: Path, monkeypatch: p
     assert units_of() is None
 
 
+def test_build_for_racecheck_is_asked_for_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLASH_DMATTN_RACECHECK", raising=False)
+    assert not build_cuda._for_racecheck()
+    for wish in ("0", "1"):
+        monkeypatch.setenv("FLASH_DMATTN_RACECHECK", wish)
+        assert build_cuda._for_racecheck() == (wish == "1")
+    monkeypatch.setenv("FLASH_DMATTN_RACECHECK", "yes")
+    with pytest.raises(build_cuda.BuildError, match="FLASH_DMATTN_RACECHECK is 'yes'; it must be '0'"):
+        build_cuda._for_racecheck()
+
+
 def test_backend_knows_the_units_of_the_build() -> None:
     assert cuda.UNITS == build_cuda.HEAD_DIMS
     assert list(cuda._DTYPES.values()) == list(build_cuda.DTYPES)

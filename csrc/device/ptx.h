@@ -26,6 +26,19 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
+// The arrival of a warp, of one lane: __syncwarp orders before it what the others have read and written. racecheck of
+// compute-sanitizer knows that of the lane alone; a build with FLASH_DMATTN_RACECHECK=1, for it, has all lanes arrive.
+#ifdef FLASH_DMATTN_RACECHECK
+constexpr int kArrivalsOfWarp = 32;
+__device__ __forceinline__ void barrier_arrive_of_warp(uint64_t* barrier) { barrier_arrive(barrier); }
+#else
+constexpr int kArrivalsOfWarp = 1;
+__device__ __forceinline__ void barrier_arrive_of_warp(uint64_t* barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
+#endif
+
 // Arrives, and has the phase wait for this many bytes of copies.
 __device__ __forceinline__ void barrier_arrive_expect(uint64_t* barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..backends.protocol import Reason
+    from ..settings import BackendChoice
 
 # Odd lengths that differ, so that a tail and the bottom-right alignment are met.
 BATCH, SEQLEN_Q, SEQLEN_K, NUM_HEADS, HEAD_DIM = 2, 37, 53, 4, 32
@@ -62,6 +63,7 @@ class Outcome:
     limits: dict[str, float] = field(default_factory=dict)
     reasons: tuple[Reason, ...] = ()
     exception: str | None = None
+    backward: str | None = None  # the backend of the backward pass, where it is another
 
     @property
     def passed(self) -> bool:
@@ -75,7 +77,7 @@ class Outcome:
             return "FAIL"
         if not self.errors:
             return "not run"
-        return "pass, in part" if self.reasons else "pass"
+        return "pass, in part" if self.reasons and self.backward is None else "pass"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for json.dumps."""
@@ -84,6 +86,7 @@ class Outcome:
         numbers = {name: {"error": finite[name], "limit": self.limits[name]} for name in finite}
         return {
             "backend": self.backend,
+            "backward": self.backward,
             "device": self.device,
             "dtype": self.dtype,
             "case": self.case,
@@ -141,7 +144,8 @@ def _outcomes(device: str, dtype: torch.dtype, stream: TextIO) -> Iterator[Outco
             inputs = Inputs(case, device, dtype)
             reasons = inputs.reasons_against(backend, inputs.everything)
             wanted: tuple[str, ...] = inputs.everything
-            if reasons:
+            partner = inputs.backward_partner(backend) if reasons else None
+            if reasons and partner is None:
                 # Less of the same call, on one case only: compiling a part for each would take minutes.
                 parts = (OUTPUTS, OUTPUTS[:1]) if not part_shown else ()
                 wanted = next((part for part in parts if not inputs.reasons_against(backend, part)), ())
@@ -152,13 +156,15 @@ def _outcomes(device: str, dtype: torch.dtype, stream: TextIO) -> Iterator[Outco
             oracle, plain = inputs.oracle(wanted), inputs.yardstick()
             limits = {name: RATIO * error(plain[name], oracle[name]) + FLOOR for name in wanted}
             try:
-                found = inputs.attention(backend, wanted)
+                found = inputs.attention(backend if partner is None else (backend, partner), wanted)
             except Exception as raised:  # any failure of a backend is a result of this report
                 text = f"{type(raised).__name__}: {raised}"
-                yield Outcome(backend, device, dtype_name, case.name, reasons=reasons, exception=text)
+                yield Outcome(
+                    backend, device, dtype_name, case.name, reasons=reasons, exception=text, backward=partner
+                )
                 continue
             errors = {name: error(found[name], oracle[name]) for name in wanted}
-            yield Outcome(backend, device, dtype_name, case.name, errors, limits, reasons)
+            yield Outcome(backend, device, dtype_name, case.name, errors, limits, reasons, backward=partner)
 
 
 class Inputs:
@@ -204,7 +210,23 @@ class Inputs:
         (verdict,) = (verdict for verdict in explanation.verdicts if verdict.backend == backend)
         return verdict.reasons
 
-    def attention(self, backend: str, wanted: tuple[str, ...]) -> dict[str, Tensor]:
+    def backward_partner(self, backend: str) -> str | None:
+        """The backend whose backward pass completes the forward pass of this one; None where there is none."""
+        from ..backends.protocol import is_differentiable
+        from ..explanation import explain
+        from ..selection import BACKENDS, available_backends
+
+        if is_differentiable(BACKENDS[backend]):
+            return None
+        leaves = self.leaves(self.dtype, self.everything)
+        for other in available_backends():
+            if other != backend and not is_differentiable(BACKENDS[other]):
+                explanation = explain(**leaves, **self.flags, return_lse=True, backend=(backend, other))
+                if explanation.error is None:
+                    return other
+        return None
+
+    def attention(self, backend: BackendChoice, wanted: tuple[str, ...]) -> dict[str, Tensor]:
         """These results by `flash_dmattn.attention`."""
         from ..api import attention
 
@@ -289,7 +311,8 @@ def _remarks(outcome: Outcome, previous: Outcome | None) -> list[str]:
     def causes(of: Outcome) -> list[tuple[str, str]]:
         return [(reason.backend, reason.code) for reason in of.reasons]
 
-    lines = [f"because {reason.text}" for reason in outcome.reasons]
+    by = "" if outcome.backward is None else f"gradients by {outcome.backward}, "
+    lines = [f"{by}because {reason.text}" for reason in outcome.reasons]
     if lines and previous is not None and causes(previous) == causes(outcome):
         lines = ["for the same reasons"]
     return lines if outcome.exception is None else [*lines, outcome.exception.splitlines()[0]]

@@ -95,12 +95,6 @@ struct Consumer {
     wgmma_commit();
   }
 
-  // One arrival of every warp: a warp's wait says that its own part of the products has been read.
-  __device__ __forceinline__ void release(uint64_t* empty) {
-    __syncwarp();
-    if (lane == 0) barrier_arrive(empty);
-  }
-
   // Where the bits of the thread's two rows start; a row beyond the last has those of the last.
   __device__ __forceinline__ void find_bits(const Work& work, const int32_t* (&rows)[2]) {
     if constexpr (Traits::kHasMask) {
@@ -181,7 +175,7 @@ struct Consumer {
 #pragma unroll
       for (int c = 0; c < kKeys / 8; ++c) load_pair(bias[2 * c], bias[2 * c + 1], start + c * 32);
     }
-    release(&shared.bias_empty[ring.stage]);
+    barrier_arrive_of_warp(&shared.bias_empty[ring.stage]);
     ring.advance();
   }
 
@@ -354,7 +348,7 @@ struct Consumer {
       BiasWords bias;
       if constexpr (Traits::kLoadsBiasEarly) load_bias(bias, ring_bias);
       wgmma_wait<0>();
-      release(&shared.k_empty[ring_k.stage]);
+      barrier_arrive_of_warp(&shared.k_empty[ring_k.stage]);  // every warp for itself: its part of the products is done
       finish_scores(scores, work, block, bias, ring_bias);
       if (has_edge) forbid(scores, edge, work, block);
       softmax(scores, correction);  // of nothing so far
@@ -378,24 +372,24 @@ struct Consumer {
       if constexpr (Traits::kLoadsBiasEarly) load_bias(bias, ring_bias);
       wgmma_wait<1>();
       pin(scores);
-      release(&shared.k_empty[ring_k.stage]);
+      barrier_arrive_of_warp(&shared.k_empty[ring_k.stage]);
       finish_scores(scores, work, block, bias, ring_bias);
       if (has_edge) forbid(scores, edge, work, block);
       const bool corrects = softmax(scores, correction);
       wgmma_wait<0>();
       pin(out);
-      release(&shared.v_empty[ring_v.stage]);
+      barrier_arrive_of_warp(&shared.v_empty[ring_v.stage]);
       to_operand(scores, probs);
       if (corrects) correct_out(correction);
       ring_k.advance();
       ring_v.advance();
     }
-    release(&shared.q_empty);
+    barrier_arrive_of_warp(&shared.q_empty);
     barrier_wait(&shared.v_full[ring_v.stage], ring_v.phase);
     start_out(probs, ring_v.stage, walk.steps > 1);
     wgmma_wait<0>();
     pin(out);
-    release(&shared.v_empty[ring_v.stage]);
+    barrier_arrive_of_warp(&shared.v_empty[ring_v.stage]);
     ring_v.advance();
   }
 };

@@ -19,23 +19,23 @@ template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1) forward_kernel(const __grid_constant__ ForwardParams p) {
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& shared = *reinterpret_cast<ForwardStorage<Traits>*>(memory);
-  constexpr int kConsumerWarps = 4 * Traits::kConsumers;
+  constexpr int kArrivals = 4 * Traits::kConsumers * kArrivalsOfWarp;  // of all warps that consume
   if (threadIdx.x == 0) {
     barrier_init(&shared.q_full, 1);
-    barrier_init(&shared.q_empty, kConsumerWarps);
+    barrier_init(&shared.q_empty, kArrivals);
     for (int stage = 0; stage < Traits::kStages; ++stage) {
       barrier_init(&shared.k_full[stage], 1);
-      barrier_init(&shared.k_empty[stage], kConsumerWarps);
+      barrier_init(&shared.k_empty[stage], kArrivals);
       barrier_init(&shared.v_full[stage], 1);
-      barrier_init(&shared.v_empty[stage], kConsumerWarps);
+      barrier_init(&shared.v_empty[stage], kArrivals);
     }
     for (int stage = 0; stage < Traits::kBiasStages; ++stage) {
-      barrier_init(&shared.bias_full[stage], 1);
-      barrier_init(&shared.bias_empty[stage], kConsumerWarps);
+      barrier_init(&shared.bias_full[stage], Traits::kBias == Bias::kVector ? kArrivalsOfWarp : 1);
+      barrier_init(&shared.bias_empty[stage], kArrivals);
     }
     for (int stage = 0; stage < 2; ++stage) {
       barrier_init(&shared.work_full[stage], 1);
-      barrier_init(&shared.work_empty[stage], kConsumerWarps + Traits::kSuppliesBias);
+      barrier_init(&shared.work_empty[stage], kArrivals + kArrivalsOfWarp * Traits::kSuppliesBias);
     }
     barrier_init_fence();
   }

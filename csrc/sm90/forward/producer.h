@@ -114,8 +114,7 @@ __device__ __forceinline__ void supply_bias(const ForwardParams& p, ForwardStora
         float* to = reinterpret_cast<float*>(shared.bias[ring.stage]);
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) to[i * 32 + lane] = values[i] * p.inverse_scale;
-        __syncwarp();
-        if (lane == 0) barrier_arrive(&shared.bias_full[ring.stage]);
+        barrier_arrive_of_warp(&shared.bias_full[ring.stage]);
       }
       ring.advance();
     }

@@ -45,8 +45,7 @@ __device__ __forceinline__ const Item<Traits>& take_work(ForwardStorage<Traits>&
 
 template <class Traits>
 __device__ __forceinline__ void give_back_work(ForwardStorage<Traits>& shared, Ring<2>& ring) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier_arrive(&shared.work_empty[ring.stage]);
+  barrier_arrive_of_warp(&shared.work_empty[ring.stage]);
   ring.advance();
 }
 
