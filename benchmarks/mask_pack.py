@@ -1,4 +1,4 @@
-"""The packing kernels on a GPU: bits equal to those of plain PyTorch, time, and the share of a copy's bandwidth.
+"""The packing kernels of Triton and CUDA on a GPU: bits equal to those of PyTorch, time, share of a copy's bandwidth.
 
 python -m benchmarks.mask_pack           # equality, then the table; exit status 1 where a bit differs
 python -m benchmarks.mask_pack --sweep   # and every strip size, for STRIP in triton_kernels/mask_pack.py
@@ -17,8 +17,9 @@ from functools import partial
 
 import torch
 
+from flash_dmattn.backends import cuda
 from flash_dmattn.masks import TileMask, packing, prepare_mask
-from flash_dmattn.masks.packing import make_band
+from flash_dmattn.masks.packing import Band, make_band
 from flash_dmattn.triton_kernels import mask_pack
 
 STRIPS = [(keys, warps) for keys in (128, 256, 512, 1024) for warps in (2, 4, 8, 16)]
@@ -52,7 +53,13 @@ def equality_cases() -> Iterator[tuple[str, torch.Tensor]]:
     yield "2.6e9 elements by columns", random_mask(1, 1, 40000, 65536).mT
 
 
-def compare() -> bool:
+def cuda_tile_mask(mask: torch.Tensor, band: Band | None) -> list[torch.Tensor]:
+    """Bits, classes and lists by the operator of the CUDA extension, which has to be loaded."""
+    low, high = band or (0, 0)
+    return torch.ops.flash_dmattn.cuda_pack_mask(mask, low, high, band is not None)  # type: ignore[no-any-return]
+
+
+def compare(extension: bool) -> bool:
     """Print where the kernels and plain PyTorch on the same GPU differ; return whether they do nowhere."""
     good = True
     for name, mask in equality_cases():
@@ -66,6 +73,11 @@ def compare() -> bool:
             lists = zip(mask_pack.list_tiles(classes), packing.list_tiles(wanted_classes), strict=True)
             pairs += [(field, *pair) for field, pair in zip(("row_lists", "col_lists"), lists, strict=True)]
             differs += [f"{field} (band {band})" for field, x, y in pairs if not torch.equal(x, y)]
+            if extension:
+                wanted = (wanted_bits, wanted_classes, *packing.list_tiles(wanted_classes))
+                equal = [torch.equal(x, y) for x, y in zip(cuda_tile_mask(mask, band), wanted, strict=True)]
+                differs += [] if all(equal) else [f"cuda (band {band})"]
+                del wanted
             del bits, wanted_bits, pairs
         keys = mask[:, :, -1:]
         pairs = zip(("kept", "count", "prefix"), mask_pack.key_set(keys), packing.key_set(keys), strict=True)
@@ -114,9 +126,9 @@ def result_bytes(prepared: object) -> int:
     return sum(x.numel() * x.element_size() for x in fields if isinstance(x, torch.Tensor))
 
 
-def table(copy: float) -> None:
-    """Print the time of packing alone, of the lists, and of `prepare_mask`, which is both."""
-    print(f"{'mask':34}{'load':>6}{'pack ms':>9}{'lists ms':>9}{'both ms':>9}{'GB/s':>7}{'of copy':>9}")
+def table(copy: float, extension: bool) -> None:
+    """Print the time of packing alone, of the lists, of `prepare_mask`, which is both, and of both by the extension."""
+    print(f"{'mask':34}{'load':>6}{'pack ms':>9}{'lists ms':>9}{'both ms':>9}{'GB/s':>7}{'of copy':>9}{'cuda ms':>9}")
     for length, is_causal in itertools.product((16384, 8192, 16380, 16383), (False, True)):
         mask = random_mask(1, 4, length, length)
         band = make_band(length, length, is_causal, (-1, -1))
@@ -132,7 +144,8 @@ def table(copy: float) -> None:
         rate = (read + result_bytes(prepared)) / (1e-3 * both)
         name = f"(1, 4, {length}, {length})" + (" causal" if is_causal else "")
         load = mask_pack.vector_bytes(mask)
-        print(f"{name:34}{load:>5}B{pack:9.3f}{lists:9.3f}{both:9.3f}{1e-9 * rate:7.0f}{rate / copy:9.1%}")
+        by_cuda = f"{milliseconds(partial(cuda_tile_mask, mask, band)):9.3f}" if extension else ""
+        print(f"{name:34}{load:>5}B{pack:9.3f}{lists:9.3f}{both:9.3f}{1e-9 * rate:7.0f}{rate / copy:9.1%}{by_cuda}")
     keys = random_mask(2, 8, 2, 32768)[:, :, :1]
     print(f"{'keys (2, 8, 1, 32768)':34}{'':6}{milliseconds(lambda: prepare_mask(keys, seqlen_q=32768)):27.3f}")
     small = random_mask(1, 2, 128, 128)
@@ -157,10 +170,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true", help="time every strip size")
     arguments = parser.parse_args()
-    good = compare()
+    availability = cuda.probe()
+    if not availability.usable:
+        print(f"without the kernels of the CUDA extension: {availability.reason}")
+    good = compare(availability.usable)
     copy = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}: copy {1e-9 * copy:.0f} GB/s")
-    table(copy)
+    table(copy, availability.usable)
     if arguments.sweep:
         sweep(copy)
     return 0 if good else 1

@@ -153,6 +153,9 @@ void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::option
   const int64_t batch = q.size(0), seqlen_q = q.size(1), num_heads = q.size(2), head_dim = q.size(3);
   const int64_t seqlen_k = k.size(1), num_heads_k = k.size(2), head_dim_v = v.size(3);
   CHECK_ARGUMENT(seqlen_q > 0 && seqlen_k > 0 && batch * num_heads > 0, "there is nothing to attend");
+  // Sums of a row, a key and a band stay in int32.
+  CHECK_ARGUMENT(seqlen_q + seqlen_k <= std::numeric_limits<int32_t>::max() / 2, "there are ", seqlen_q,
+                 " queries and ", seqlen_k, " keys; together they may be 2^30 - 1");
   CHECK_ARGUMENT(head_dim % 8 == 0 && head_dim_v % 8 == 0, "head dims are ", head_dim, " and ", head_dim_v,
                  " (v); they need to be multiples of 8");
   const Unit unit = unit_of(q.scalar_type(), head_dim, head_dim_v);

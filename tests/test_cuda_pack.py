@@ -1,0 +1,61 @@
+"""Mask packing by the CUDA extension, bit for bit against plain PyTorch; `benchmarks.mask_pack` has larger masks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_dmattn.backends import cuda
+from flash_dmattn.masks import packing
+
+SHAPES = ((2, 3, 1, 1), (1, 2, 7, 130), (2, 2, 300, 1040), (1, 1, 1000, 4096), (2, 1, 129, 4095))
+BANDS = ((False, (-1, -1)), (True, (-1, -1)), (False, (200, 30)), (True, (0, -1)))
+
+
+@pytest.fixture(autouse=True)
+def extension() -> None:
+    availability = cuda.probe()
+    if not availability.usable:
+        pytest.skip(f"cuda: {availability.reason}")
+
+
+def check(mask: Tensor) -> None:
+    seqlen_q, seqlen_k = mask.shape[2:]
+    for is_causal, window_size in BANDS:
+        band = packing.make_band(seqlen_q, seqlen_k, is_causal, window_size)
+        found = torch.ops.flash_dmattn.cuda_pack_mask(mask, *(band or (0, 0)), band is not None)
+        bits, classes = packing.pack_mask(mask, band)
+        wanted = (bits, classes, *packing.list_tiles(classes))
+        for name, x, y in zip(("bits", "classes", "row_lists", "col_lists"), found, wanted, strict=True):
+            assert torch.equal(x, y), f"{name} of {tuple(mask.shape)}, strides {mask.stride()}, band {band}"
+
+
+def random_mask(*shape: int) -> Tensor:
+    """Random bools, with some tiles full and some empty."""
+    mask = torch.rand(shape, device="cuda") < 0.5
+    mask[..., : shape[-2] // 3, : shape[-1] // 2] = True
+    mask[..., shape[-2] // 2 :, : shape[-1] // 3] = False
+    return mask
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_size(shape: tuple[int, ...]) -> None:
+    check(random_mask(*shape))
+
+
+@pytest.mark.parametrize("offset", (1, 4, 8, 16))
+def test_rows_that_start_between_wide_loads(offset: int) -> None:
+    check(random_mask(2, 2, 500, 1200)[..., offset : 1024 + offset])
+
+
+def test_any_strides() -> None:
+    wide = random_mask(2, 2, 500, 1200)
+    for mask in (
+        wide.mT,
+        wide[..., ::2],
+        wide.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2),
+        wide[..., :1].expand(-1, -1, -1, 700),
+        wide[:1, :1, :1].expand(2, 2, 300, -1),
+    ):
+        check(mask)
