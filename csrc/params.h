@@ -52,7 +52,7 @@ struct ForwardParams {
   float scale, inverse_scale, softcap, pre_scale;
   bool transforms;  // whether f is not x
 
-  // A mask of tiles; heads_per_mask is the query heads that share one, mask_batch_stride 0 where batches do.
+  // A mask of tiles; heads_per_mask: the query heads that share one.
   const int32_t* mask_bits;   // (Bm, Hm, Lq, 4 Tk)
   const int32_t* mask_lists;  // (Bm, Hm, Tq, 2 + Tk)
   int heads_per_mask, mask_heads;

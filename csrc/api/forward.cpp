@@ -227,8 +227,8 @@ void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::option
   const int64_t group_bytes = seqlen_k * (head_dim + head_dim_v) * 2;
   const int64_t unit_pairs = shares_over_batch ? batch : group;
   const int64_t unit_bytes = shares_over_batch ? group_bytes * batch : group_bytes;
-  params.section =
-      static_cast<int>(std::min(pairs, std::max<int64_t>(1, kSectionBytes / std::max<int64_t>(1, unit_bytes)) * unit_pairs));
+  const int64_t units = std::max<int64_t>(1, kSectionBytes / std::max<int64_t>(1, unit_bytes));
+  params.section = static_cast<int>(std::min(pairs, units * unit_pairs));
 
   const int blocks = static_cast<int>(std::min<int64_t>(params.total, multiprocessors(device)));
   const bool even = !has_mask && low <= -seqlen_q && high >= seqlen_k;

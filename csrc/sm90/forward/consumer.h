@@ -9,7 +9,7 @@
 
 namespace flash_dmattn {
 
-constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+constexpr float kLog2e = 1.4426950408889634f;
 constexpr int kFirstNamedBarrier = 1;  // 0 is __syncthreads
 
 __device__ __forceinline__ uint32_t pack(float low, float high, __nv_bfloat16) {
@@ -99,8 +99,7 @@ struct Consumer {
   __device__ __forceinline__ void find_bits(const Work& work, const int32_t* (&rows)[2]) {
     if constexpr (Traits::kHasMask) {
       const int64_t words = (p.seqlen_k + kTile - 1) / kTile * kTileWords;
-      const int64_t mask =
-          static_cast<int64_t>(p.mask_has_batch ? work.batch : 0) * p.mask_heads + work.head / p.heads_per_mask;
+      const int64_t mask = mask_of(p, work);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = min(work.first_row + row_of_warp + 8 * r, p.seqlen_q - 1);
@@ -154,7 +153,7 @@ struct Consumer {
     }
   }
 
-  // The bias of a step, as it lies in shared memory: pairs of 16-bit values of kTile, one float2 for both rows of kVector.
+  // The bias of a step, as it lies in shared memory: pairs of 16-bit values of kTile, floats for both rows of kVector.
   static constexpr int kBiasWords = kKeys / 4;
   using BiasWords = uint32_t[kBiasWords];
 
@@ -225,8 +224,8 @@ struct Consumer {
 
   // Scores become probabilities up to the factor of the row, which is exp of what is subtracted: a maximum so far. A
   // greater one is subtracted only where it is greater by more than kSlack (in powers of 2), so that out and the sum
-  // rarely have to be corrected; probabilities then reach 2^kSlack, which neither fp32 nor 16 bits mind. Returns whether
-  // a row of the warp is to be corrected. Source: FlashAttention-4's rule for skipping the correction.
+  // rarely have to be corrected; probabilities then reach 2^kSlack, which neither fp32 nor 16 bits mind. Returns
+  // whether a row of the warp is to be corrected. Source: FlashAttention-4's rule for skipping the correction.
   __device__ __forceinline__ bool softmax(float (&scores)[kScores], float (&correction)[2]) {
     constexpr float kSlack = 8.0f;
     const float scale = p.scale * kLog2e;

@@ -15,8 +15,8 @@ struct ForwardTraits {
   static constexpr bool kHasMask = kMaskTiles;
 
   // Rows of a warpgroup are those of one matrix instruction. Where registers allow a third consumer, a tile of k and v
-  // serves 192 rows, and a third warpgroup hides the softmax of two: 517 TFLOP/s at D64 instead of 430, and 0.23 ms with
-  // a bias instead of 0.25. Tiles of a mask are 128 rows.
+  // serves 192 rows, and a third warpgroup hides the softmax of two: 517 TFLOP/s at D64 instead of 430, and 0.23 ms
+  // with a bias instead of 0.25. Tiles of a mask are 128 rows.
   static constexpr int kConsumers = kD <= 64 && kDv <= 64 && !kHasMask && kBias != Bias::kStrided ? 3 : 2;
   static constexpr int kRows = 64 * kConsumers;
   // 128 keys where two stages of k and v and two of bias fit beside q in 227 KB.

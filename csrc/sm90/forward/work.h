@@ -28,6 +28,11 @@ __device__ __forceinline__ Work work_at(const ForwardParams& p, int index, int r
   return work;
 }
 
+// Which of the masks, counted over batches and heads, is the work's.
+__device__ __forceinline__ int64_t mask_of(const ForwardParams& p, const Work& work) {
+  return static_cast<int64_t>(p.mask_has_batch ? work.batch : 0) * p.mask_heads + work.head / p.heads_per_mask;
+}
+
 // The blocks of kKeys keys that some row of the work attends, in the order of the walk.
 template <class Traits>
 struct Walk {
@@ -44,9 +49,7 @@ struct Walk {
     Walk walk;
     if constexpr (Traits::kHasMask) {
       const int tiles_k = (p.seqlen_k + kTile - 1) / kTile, tiles_q = (p.seqlen_q + kTile - 1) / kTile;
-      const int64_t mask =
-          static_cast<int64_t>(p.mask_has_batch ? work.batch : 0) * p.mask_heads + work.head / p.heads_per_mask;
-      const int32_t* list = p.mask_lists + (mask * tiles_q + work.block_q) * (2 + tiles_k);
+      const int32_t* list = p.mask_lists + (mask_of(p, work) * tiles_q + work.block_q) * (2 + tiles_k);
       walk.num_full = __ldg(list);
       walk.steps = (walk.num_full + __ldg(list + 1)) * kBlocksPerTile;
       walk.list = list + 2;
