@@ -196,6 +196,30 @@ def test_one_row_for_all_queries_is_a_key_mask():
     check_key_mask(everything, torch.ones(1, 1, 5, dtype=torch.bool))
 
 
+PLACES = ("meta", "cuda") if torch.cuda.is_available() else ("meta",)
+
+
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("rows", (1, 70), ids=("keys", "tiles"))
+def test_to_another_device(rows, device):
+    prepared = prepare_mask(torch.rand(2, 4, rows, 50) < 0.5, seqlen_q=70, window_size=(30, 2))
+    assert prepared.to("cpu") is prepared and prepared.to(torch.device("cpu")) is prepared
+    moved = prepared.to(device, non_blocking=True)
+    assert type(moved) is type(prepared) and moved.device.type == device
+    for name in ("shape", "seqlen_q", "seqlen_k", "is_causal", "window_size", "band"):
+        assert getattr(moved, name) == getattr(prepared, name)
+    assert [(x.shape, x.dtype) for x in moved.tensors] == [(x.shape, x.dtype) for x in prepared.tensors]
+    if device == "cuda":
+        assert same(moved.to("cpu"), prepared)
+
+
+def test_printing_shows_no_values():
+    tiles, keys = (prepare_mask(torch.ones(1, 2, n, 50, dtype=torch.bool), seqlen_q=70) for n in (70, 1))
+    shown = "seqlen_q=70, is_causal=False, window_size=(-1, -1), device='cpu')"
+    assert repr(tiles) == f"TileMask(shape=(1, 2, 70, 50), {shown}"
+    assert repr(keys) == f"KeyMask(shape=(1, 2, 1, 50), {shown}"
+
+
 @pytest.mark.parametrize("chunk", [1000, 77_000])
 def test_chunks_change_nothing(chunk, monkeypatch):
     mask = tiled_mask(2, 2, 300, 260)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
@@ -15,8 +15,11 @@ from .blocks import MaskStats
 from .packing import EMPTY, FULL, TILE, Band, make_band
 from .preparation import packer, prepared_tensors
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(frozen=True, eq=False, repr=False)
 class PreparedMask(ABC):
     """What `prepare_mask` returns: a `TileMask` or a `KeyMask`. It may be used for any number of calls.
 
@@ -53,6 +56,26 @@ class PreparedMask(ABC):
     def device(self) -> torch.device:
         """Where its tensors are."""
 
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
+        """The same mask on a device, as `torch.Tensor.to` has it: itself where it is there already.
+
+        >>> import torch
+        >>> from flash_dmattn.masks import prepare_mask
+        >>> prepare_mask(torch.ones(8, 8, dtype=torch.bool), is_causal=True).to("cpu")
+        TileMask(shape=(1, 1, 8, 8), seqlen_q=8, is_causal=True, window_size=(-1, -1), device='cpu')
+        """
+        tensors = [x.to(device, non_blocking=non_blocking) for x in self.tensors]
+        if all(moved is x for moved, x in zip(tensors, self.tensors, strict=True)):
+            return self
+        return type(self)(self.seqlen_q, self.seqlen_k, self.is_causal, self.window_size, *tensors)
+
+    def __repr__(self) -> str:
+        # Not the values: printing them waits for the device, and there may be millions.
+        return (
+            f"{type(self).__name__}(shape={self.shape}, seqlen_q={self.seqlen_q}, is_causal={self.is_causal}, "
+            f"window_size={self.window_size}, device={str(self.device)!r})"
+        )
+
     @abstractmethod
     def unpacked(self) -> torch.Tensor:
         """The bool mask of `shape`, contiguous, that allows what this one does together with the band."""
@@ -69,7 +92,7 @@ class PreparedMask(ABC):
         """
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class TileMask(PreparedMask):
     """A mask that depends on the query, as bits and lists of 128 x 128 tiles, with the band folded in.
 
@@ -146,7 +169,7 @@ class TileMask(PreparedMask):
         return _stats(self.shape, attending, self.classes, int((self.bits == 0).all(-1).sum()))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class KeyMask(PreparedMask):
     """A mask with one row for all queries, as the set of keys it keeps; the band is not folded in.
 
