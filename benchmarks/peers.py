@@ -1,6 +1,6 @@
 """Our backends beside their peers: one run, the same inputs, every result checked before it is timed.
 
-    python -m benchmarks.peers                               # all workloads, about eight minutes on an H200
+    python -m benchmarks.peers                               # all workloads, about four minutes on an H200
     python -m benchmarks.peers --quick                       # one workload of each kind, timed for less long
     python -m benchmarks.peers --only keys topk --backends triton
     python -m benchmarks.peers --list                        # the workloads; needs no GPU

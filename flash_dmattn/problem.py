@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn
 
 import torch
@@ -121,6 +122,17 @@ class AttentionProblem(NamedTuple):
 def dtype_name(dtype: torch.dtype) -> str:
     """The short name of a dtype, without the module."""
     return str(dtype).removeprefix("torch.")
+
+
+def fits_copy_engine(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
+    """Whether Hopper's copy engine (TMA) can walk the first three dims of a tensor that starts on 16 bytes.
+
+    Args:
+        shape, strides: of the tensor, strides in elements; that of a dim of size 1 is never taken.
+        itemsize: bytes of an element.
+    """
+    units = [stride * itemsize for size, stride in zip(shape[:3], strides[:3], strict=True) if size > 1]
+    return all(0 < unit < 2**40 and unit % 16 == 0 for unit in units)
 
 
 _CAPABILITIES: dict[int, tuple[int, int]] = {}

@@ -9,6 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
+from flash_dmattn.problem import fits_copy_engine
+
 from .kernel_launch import Descriptor
 from .tile_ops import (
     BAND,
@@ -175,9 +177,7 @@ def _bias_kind(bias: Tensor | None) -> int:
 
 
 def _fits_tma(x: Tensor) -> bool:
-    # Addresses and strides in units of 16 bytes, strides that are not 0.
-    units = [stride * x.element_size() for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
-    return x.data_ptr() % 16 == 0 and all(0 < unit < 2**40 and unit % 16 == 0 for unit in units)
+    return x.data_ptr() % 16 == 0 and fits_copy_engine(x.shape, x.stride(), x.element_size())
 
 
 def _descriptor(slot: int, x: Tensor, block: list[int]) -> Descriptor:

@@ -1,7 +1,8 @@
-// What the operators share: errors with the name of the operator, and torch's stream.
+// What the operators share: errors with the name of the operator, arithmetic of grids, and torch's stream.
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include <cuda_runtime_api.h>
 
@@ -11,7 +12,14 @@
 // In every libtorch_cuda; torch's header declares it under USE_CUDA only, which would need more CUDA headers.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
 
+// In a function of an operator, whose file has its name as kName.
+#define CHECK_ARGUMENT(condition, ...) STD_TORCH_CHECK(condition, kName, ": ", __VA_ARGS__)
+
 namespace flash_dmattn {
+
+constexpr int64_t kMaxInt = std::numeric_limits<int32_t>::max();
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 inline void check(cudaError_t error, const char* name, const char* what) {
   STD_TORCH_CHECK(error == cudaSuccess, name, ": ", what, ": ", cudaGetErrorString(error));

@@ -3,7 +3,6 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
-#include <limits>
 #include <optional>
 #include <vector>
 
@@ -28,8 +27,6 @@ using torch::stable::Tensor;
 constexpr const char* kName = "cuda_forward_kernel";
 // Keys and values of the heads that are worked on at a time stay in the 50 MB of L2, with room for q, bias and out.
 constexpr int64_t kSectionBytes = 24 << 20;
-
-#define CHECK_ARGUMENT(condition, ...) STD_TORCH_CHECK(condition, kName, ": ", __VA_ARGS__)
 
 // One value is read for every index.
 bool is_broadcast(const Tensor& x, int dim) { return x.size(dim) == 1 || x.stride(dim) == 0; }
@@ -154,7 +151,7 @@ void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::option
   const int64_t seqlen_k = k.size(1), num_heads_k = k.size(2), head_dim_v = v.size(3);
   CHECK_ARGUMENT(seqlen_q > 0 && seqlen_k > 0 && batch * num_heads > 0, "there is nothing to attend");
   // Sums of a row, a key and a band stay in int32.
-  CHECK_ARGUMENT(seqlen_q + seqlen_k <= std::numeric_limits<int32_t>::max() / 2, "there are ", seqlen_q,
+  CHECK_ARGUMENT(seqlen_q + seqlen_k <= kMaxInt / 2, "there are ", seqlen_q,
                  " queries and ", seqlen_k, " keys; together they may be 2^30 - 1");
   CHECK_ARGUMENT(head_dim % 8 == 0 && head_dim_v % 8 == 0, "head dims are ", head_dim, " and ", head_dim_v,
                  " (v); they need to be multiples of 8");
@@ -215,8 +212,8 @@ void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::option
   const cudaStream_t stream = current_stream(device);
   check(cudaSetDevice(device), kName, "setting the device");  // the static runtime's own; the guard sets torch's
 
-  const int64_t pairs = batch * num_heads, blocks_q = (seqlen_q + tile.rows - 1) / tile.rows;
-  CHECK_ARGUMENT(pairs * blocks_q <= std::numeric_limits<int32_t>::max() / 2, "there are more than 2^30 tiles of rows");
+  const int64_t pairs = batch * num_heads, blocks_q = ceil_div(seqlen_q, tile.rows);
+  CHECK_ARGUMENT(pairs * blocks_q <= kMaxInt / 2, "there are more than 2^30 tiles of rows");
   params.blocks_q = static_cast<int>(blocks_q);
   params.total = static_cast<int>(pairs * blocks_q);
   const bool has_bias_tiles = form == Bias::kTile || form == Bias::kStrided;

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
-#include <limits>
 #include <vector>
 
 #include <cuda_runtime_api.h>
@@ -21,10 +20,6 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int64_t kMaxInt = std::numeric_limits<int32_t>::max();
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 constexpr const char* kName = "cuda_pack_mask";
 
 // Whether every row of the mask starts and ends on 16 bytes and its keys have unit stride. Only strides that are taken
@@ -39,18 +34,18 @@ bool rows_are_aligned(const Tensor& mask) {
 // (bits, classes, row_lists, col_lists) of a bool mask (B, H, Lq, Lk) of any strides, 0 included, with the band
 // low <= j - i <= high folded in where has_band: the TileMask of flash_dmattn/masks/prepared.py.
 std::vector<Tensor> pack_mask(Tensor mask, int64_t low, int64_t high, bool has_band) {
-  STD_TORCH_CHECK(mask.is_cuda(), "cuda_pack_mask: mask is not on a CUDA device; the kernel is written for sm_90a");
-  STD_TORCH_CHECK(mask.scalar_type() == ScalarType::Bool, "cuda_pack_mask: mask is not bool");
-  STD_TORCH_CHECK(mask.dim() == 4, "cuda_pack_mask: mask has ", mask.dim(), " dims; it needs 4: (B, H, Lq, Lk)");
+  CHECK_ARGUMENT(mask.is_cuda(), "mask is not on a CUDA device; the kernel is written for sm_90a");
+  CHECK_ARGUMENT(mask.scalar_type() == ScalarType::Bool, "mask is not bool");
+  CHECK_ARGUMENT(mask.dim() == 4, "mask has ", mask.dim(), " dims; it needs 4: (B, H, Lq, Lk)");
   const int64_t batch = mask.size(0), num_heads = mask.size(1), seqlen_q = mask.size(2), seqlen_k = mask.size(3);
   // The sums of the kernel, rows and keys of the last block included, stay in int32.
-  STD_TORCH_CHECK(seqlen_q + seqlen_k <= kMaxInt - 2 * kStripKeys, "cuda_pack_mask: mask has ", seqlen_q,
+  CHECK_ARGUMENT(seqlen_q + seqlen_k <= kMaxInt - 2 * kStripKeys, "mask has ", seqlen_q,
                   " queries and ", seqlen_k, " keys; together they may be ", kMaxInt - 2 * kStripKeys);
   const int64_t tiles_q = ceil_div(seqlen_q, kTile), tiles_k = ceil_div(seqlen_k, kTile);
   const int64_t strips = ceil_div(seqlen_k, kStripKeys), heads = batch * num_heads;
   const int64_t pack_blocks = heads * tiles_q * strips;
   const int64_t num_lists = heads * (tiles_q + tiles_k), list_blocks = ceil_div(num_lists, kListsPerBlock);
-  STD_TORCH_CHECK(std::max({heads, pack_blocks, list_blocks}) <= kMaxInt, "cuda_pack_mask: mask of ", heads,
+  CHECK_ARGUMENT(std::max({heads, pack_blocks, list_blocks}) <= kMaxInt, "mask of ", heads,
                   " heads by ", seqlen_q, " by ", seqlen_k, " needs more than 2^31 - 1 blocks");
 
   const int32_t device = mask.get_device_index();

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import extension, ops
-from ..problem import AttentionProblem, Shape4, dtype_name
+from ..problem import AttentionProblem, dtype_name, fits_copy_engine
 from .protocol import Availability, Rule
 
 NAME = "cuda"
@@ -20,6 +20,7 @@ MASK_FORM = "prepared"
 UNITS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _BIAS_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
 
 @cache
 def installed_units() -> frozenset[str] | None:
@@ -214,32 +215,22 @@ def _dotted(version: int) -> str:
 
 def notes(problem: AttentionProblem) -> tuple[str, ...]:
     """Copies that a call makes."""
+    p = problem
     return tuple(
         f"copies {name}, of strides {tuple(strides)}: the copy engine reads rows of unit stride that start on 16 bytes"
         for name, shape, strides in (
-            ("q", _shape(problem, problem.seqlen_q, problem.num_heads, problem.head_dim), problem.q_strides),
-            ("k", _shape(problem, problem.seqlen_k, problem.num_heads_k, problem.head_dim), problem.k_strides),
-            ("v", _shape(problem, problem.seqlen_k, problem.num_heads_k, problem.head_dim_v), problem.v_strides),
+            ("q", (p.batch, p.seqlen_q, p.num_heads, p.head_dim), p.q_strides),
+            ("k", (p.batch, p.seqlen_k, p.num_heads_k, p.head_dim), p.k_strides),
+            ("v", (p.batch, p.seqlen_k, p.num_heads_k, p.head_dim_v), p.v_strides),
         )
-        if not _can_copy_rows(shape, strides)
-    )
-
-
-def _shape(p: AttentionProblem, seqlen: int, num_heads: int, head_dim: int) -> Shape4:
-    return p.batch, seqlen, num_heads, head_dim
-
-
-def _can_copy_rows(shape: Any, strides: Any) -> bool:
-    """Whether the copy engine takes these strides; that of a dim of size 1 is never used, and 0 is none it knows."""
-    return strides[3] == 1 and all(
-        size == 1 or (stride > 0 and stride % 8 == 0)
-        for size, stride in zip(shape[:3], strides[:3], strict=True)
+        if not (strides[3] == 1 and fits_copy_engine(shape, strides, p.dtype.itemsize))
     )
 
 
 def _rows(x: Tensor) -> Tensor:
     # The smallest copy that the copy engine can read is that of the one tensor.
-    readable = x.data_ptr() % 16 == 0 and _can_copy_rows(x.shape, x.stride())
+    strides = x.stride()
+    readable = strides[3] == 1 and x.data_ptr() % 16 == 0 and fits_copy_engine(x.shape, strides, x.element_size())
     return x if readable else x.clone(memory_format=torch.contiguous_format)
 
 

@@ -159,9 +159,7 @@ def _outcomes(device: str, dtype: torch.dtype, stream: TextIO) -> Iterator[Outco
                 found = inputs.attention(backend if partner is None else (backend, partner), wanted)
             except Exception as raised:  # any failure of a backend is a result of this report
                 text = f"{type(raised).__name__}: {raised}"
-                yield Outcome(
-                    backend, device, dtype_name, case.name, reasons=reasons, exception=text, backward=partner
-                )
+                yield Outcome(backend, device, dtype_name, case.name, reasons=reasons, exception=text, backward=partner)
                 continue
             errors = {name: error(found[name], oracle[name]) for name in wanted}
             yield Outcome(backend, device, dtype_name, case.name, errors, limits, reasons, backward=partner)
