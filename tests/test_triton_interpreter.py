@@ -45,6 +45,10 @@ def test_remembered_plans_hold_no_tensor() -> None:
     assert "10 passed, 0 failed" in interpret("interpreted_triton.py", "freed")
 
 
+def test_few_keys_do_not_feel_the_rounding_of_out() -> None:
+    assert "27 passed, 0 failed" in interpret("interpreted_triton.py", "few keys")
+
+
 @pytest.mark.parametrize("what", ("strides", "entries"))
 def test_offsets_beyond_int32(what: str) -> None:
     interpret("interpreted_far.py", what)

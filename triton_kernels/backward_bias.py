@@ -50,6 +50,7 @@ def backward_bias_kernel(
     TMA: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
+    FEW_KEYS: tl.constexpr,
 ):
     """dbias (bias_batch, bias_heads, Lq, Lk) is contiguous; `classes` is 0 for a tile with nothing allowed."""
     scale_log2 = tl.cast(scale_log2, tl.float32)  # Inductor passes floats as fp64
@@ -131,7 +132,10 @@ def backward_bias_kernel(
                 dout, dout_strides, b, h, first, rows, shape.seqlen_q, dims_v, shape.head_dim_v,
                 BLOCK_M, BLOCK_DV, TMA, WIDE, True, PAD_DV,
             )  # fmt: skip
-            acc += p * (tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION) - d[:, None])
+            dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
+            if FEW_KEYS:
+                d += tl.sum(p * dp, 1)
+            acc += p * (dp - d[:, None])
     line = ((owner_b * bias_heads + owner).to(tl.int64) * shape.seqlen_q + rows)[:, None] * shape.seqlen_k
     inside = row_ok[:, None] & (keys < shape.seqlen_k)[None, :]
     tl.store(dbias + line + keys[None, :], acc.to(dbias.dtype.element_ty), mask=inside)

@@ -1,5 +1,8 @@
 """The kernel before the backward ones: delta = rowsum(dout * out) - dlse, and lse in base 2.
 
+Of few keys (`FEW_KEYS`) it leaves out the sum, which the kernels then take from p and dp, all in one tile: a row of few
+keys does not average out the rounding of out to 16 bits.
+
 An empty row has lse -inf; it is written as +inf, with which p = exp2(s - lse) is 0 and not NaN, and its dlse counts for
 nothing.
 """
@@ -26,6 +29,7 @@ def delta_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     HAS_DLSE: tl.constexpr,
+    FEW_KEYS: tl.constexpr,
 ):
     """One tile of rows of one head per program; out and lse are contiguous."""
     program = tl.program_id(0)
@@ -35,12 +39,14 @@ def delta_kernel(
     rows = program % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_DV)
     row_ok = rows < shape.seqlen_q
-    ok = row_ok[:, None] & (dims < shape.head_dim_v)[None, :]
-    o_rows = out + ((b * shape.seqlen_q + rows) * shape.num_heads + h)[:, None] * shape.head_dim_v
-    o = tl.load(o_rows + dims[None, :], mask=ok, other=0.0)
-    g_head = dout + b * dout_strides.batch + h.to(tl.int64) * dout_strides.head
-    g = tl.load(g_head + rows.to(tl.int64)[:, None] * dout_strides.row + dims[None, :], mask=ok, other=0.0)
-    d = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
+    d = tl.zeros([BLOCK_M], tl.float32)
+    if not FEW_KEYS:
+        ok = row_ok[:, None] & (dims < shape.head_dim_v)[None, :]
+        o_rows = out + ((b * shape.seqlen_q + rows) * shape.num_heads + h)[:, None] * shape.head_dim_v
+        o = tl.load(o_rows + dims[None, :], mask=ok, other=0.0)
+        g_head = dout + b * dout_strides.batch + h.to(tl.int64) * dout_strides.head
+        g = tl.load(g_head + rows.to(tl.int64)[:, None] * dout_strides.row + dims[None, :], mask=ok, other=0.0)
+        d = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
     place = (b * shape.num_heads + h) * shape.seqlen_q + rows
     natural = tl.load(lse + place, mask=row_ok, other=float("-inf"))
     empty = natural == float("-inf")

@@ -97,6 +97,7 @@ def backward_keys_kernel(
     PARTS: tl.constexpr,
     DBIAS_TMA: tl.constexpr,
     EDGES: tl.constexpr,
+    FEW_KEYS: tl.constexpr,
 ):
     """One block of keys of one owner, a key-value head or a query head; its queries in turn.
 
@@ -213,7 +214,10 @@ def backward_keys_kernel(
                     if NEED_V:
                         acc_dv = tl.dot(p.to(g_tile.dtype), g_tile, acc_dv, input_precision=PRECISION)
                     if NEED_K or DBIAS != NO_DBIAS:
-                        ds = p * (tl.dot(v_tile, tl.trans(g_tile), input_precision=PRECISION) - d[None, :])
+                        dp = tl.dot(v_tile, tl.trans(g_tile), input_precision=PRECISION)
+                        if FEW_KEYS:
+                            d += tl.sum(p * dp, 0)
+                        ds = p * (dp - d[None, :])
                         if DBIAS == KEY_SUM:
                             acc_bias += tl.sum(ds, 1)
                         elif DBIAS == STORE:

@@ -65,6 +65,7 @@ def backward_queries_kernel(
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     EDGES: tl.constexpr,
+    FEW_KEYS: tl.constexpr,
 ):
     """dq (B, Lq, Hq, D) is contiguous."""
     scale_log2 = tl.cast(scale_log2, tl.float32)  # Inductor passes floats as fp64
@@ -139,7 +140,10 @@ def backward_queries_kernel(
                 v, v_strides, b, h_k, place, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
                 BLOCK_N, BLOCK_DV, TMA, WIDE, phase == 1, PAD_DV,
             )  # fmt: skip
-            ds = p * (tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION) - d[:, None])
+            dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
+            if FEW_KEYS:
+                d += tl.sum(p * dp, 1)
+            ds = p * (dp - d[:, None])
             if SOFTCAP:
                 ds = ds * slope
             acc_dq = tl.dot(ds.to(k_tile.dtype), k_tile, acc_dq, input_precision=PRECISION)

@@ -22,6 +22,8 @@ from .plan import Call, MaskTensors, Need, read_of, splits_of
 from .tile_ops import BAND, KEYS, TILES, Strides
 from .tile_table import Tile
 
+# From the first to this many keys lie in one tile of every kernel, and delta is taken from what is computed there.
+MOST_FEW_KEYS = 32
 # Parts of dk and dv that take more memory than this are not made where they can be done without.
 MAX_PARTS_BYTES = 64 * 2**20
 
@@ -76,6 +78,10 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, need: Need) -> 
     return run
 
 
+def _has_few_keys(call: Call) -> bool:
+    return call.shape.seqlen_k <= MOST_FEW_KEYS
+
+
 def _all_strides(call: Call, dout: Tensor) -> tuple[Strides, ...]:
     return tuple(Strides(*x.stride()[:3]) for x in (call.q, call.k, call.v, dout))
 
@@ -85,7 +91,8 @@ def plan_delta(call: Call, dout: Tensor, dlse: Tensor | None) -> Callable[..., t
     shape, block = call.shape, 32
     strides = (Strides(*dout.stride()[:3]), (0, 0, 0) if dlse is None else tuple(dlse.stride()))
     programs = triton.cdiv(shape.seqlen_q, block) * shape.batch * shape.num_heads
-    launch = Launch(delta_kernel, programs, (*strides, shape), (block, call.block_dv, dlse is not None))
+    constants = (block, call.block_dv, dlse is not None, _has_few_keys(call))
+    launch = Launch(delta_kernel, programs, (*strides, shape), constants)
 
     def run(dout: Tensor, out: Tensor, dlse: Tensor | None, lse: Tensor) -> tuple[Tensor, Tensor]:
         lse_log2, delta = torch.empty_like(lse), torch.empty_like(lse)
@@ -138,6 +145,7 @@ def plan_keys(
         parts,
         dbias_tma,
         call.edges(shape.seqlen_q % tile.block_m or shape.seqlen_k % tile.block_n),
+        _has_few_keys(call),
     )
     launch = Launch(
         backward_keys_kernel,
@@ -202,7 +210,7 @@ def plan_queries(call: Call, dout: Tensor) -> Callable[..., Tensor]:
         backward_queries_kernel,
         triton.cdiv(shape.seqlen_q, tile.block_m) * shape.batch * shape.num_heads,
         (*_all_strides(call, dout), *numbers, call.flags.softmax_scale, call.flags.softcap),
-        (*call.constants(tile), tma, bias_tma, wide, call.precision, edges),
+        (*call.constants(tile), tma, bias_tma, wide, call.precision, edges, _has_few_keys(call)),
         tile.options,
         descriptors,
     )
@@ -261,7 +269,7 @@ def plan_bias(call: Call, dout: Tensor, bias: Tensor) -> Callable[..., Tensor]:
         backward_bias_kernel,
         tiles * bias.shape[0] * bias.shape[1],
         (*_all_strides(call, dout), *numbers),
-        (*call.constants(tile), tma, call.wide(call.q, call.k, call.v, dout), call.precision),
+        (*call.constants(tile), tma, call.wide(call.q, call.k, call.v, dout), call.precision, _has_few_keys(call)),
         tile.options,
         descriptors,
     )
