@@ -23,12 +23,13 @@ endif
 have = $(RUN) -c 'import sys; from importlib.util import find_spec; sys.exit(find_spec("$(1)") is None)'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint wheel clean check-python
+.PHONY: help demo test lint bench wheel clean check-python
 
 help:
 	@echo "make demo    train a small language model with dynamic-mask attention and check its gradients"
 	@echo "make test    ruff, mypy and the whole test suite, in $(WORKERS) workers"
 	@echo "make lint    ruff and mypy alone"
+	@echo "make bench   the quick benchmarks: what every system computes and how fast, in a minute; on a CPU too"
 	@echo "make wheel   build dist/*.whl"
 	@echo "make clean   remove what the above wrote, the virtual environment included"
 	@echo
@@ -59,6 +60,11 @@ lint: $(READY)
 	else echo "==> left out: ruff (not installed)"; fi
 	@if $(call have,mypy); then echo "==> mypy"; $(RUN) -m mypy; \
 	else echo "==> left out: mypy (not installed)"; fi
+
+bench: $(READY)
+	@for suite in equivalence performance; do \
+		OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m benchmarks $$suite --quick || exit; \
+	done
 
 wheel: $(READY)
 	@rm -rf build

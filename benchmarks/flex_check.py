@@ -17,7 +17,7 @@ import random
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,7 +84,7 @@ class Call(NamedTuple):
     v: Tensor
     mask: Tensor | None
     bias: Tensor | None
-    flags: dict[str, object]
+    flags: dict[str, Any]
 
 
 def shape_of(form: str, batch: int, heads: tuple[int, int], seqlen_q: int, seqlen_k: int) -> tuple[int, ...]:
@@ -119,7 +119,7 @@ def draw(kind: Class, rng: random.Random, device: str) -> Call:
         if bias.shape[3] > 8:
             bias[..., rng.randrange(bias.shape[3])] = -torch.inf
         bias = bias.to(rng.choice((kind.dtype, FP32)) if "b" not in kind.need else kind.dtype)
-    flags: dict[str, object] = {"is_causal": "causal" in kind.flags}
+    flags: dict[str, Any] = {"is_causal": "causal" in kind.flags}
     if "window" in kind.flags:
         flags["window_size"] = (rng.randint(0, 400), rng.choice((0, 20)))
     if "softcap" in kind.flags:
@@ -190,14 +190,17 @@ def error(x: Tensor, exact: Tensor) -> float:
 
 def ratios(kind: Class, call: Call, seed: int) -> dict[str, float]:
     """err / bound of each tensor of one call."""
-    leaves = leaves_of(call, kind.need)
+    leaves: list[Any] = leaves_of(call, kind.need)
     returns_lse = "lse" in kind.flags
+    q, k, v, bias = leaves
     output = flash_dmattn.attention(
-        *leaves[:3], call.mask, leaves[3], return_lse=returns_lse, backend="flex", deterministic=False, **call.flags
+        q, k, v, call.mask, bias, return_lse=returns_lse, backend="flex", deterministic=False, **call.flags
     )
-    found = results(*(output if returns_lse else (output, None)), leaves, seed, at_empty_rows=torch.inf)
-    exact_leaves = leaves_of(call, kind.need, torch.float64)
-    out, lse = formula.attention(*exact_leaves[:3], call.mask, exact_leaves[3], **call.flags)
+    given_out, given_lse = output if isinstance(output, tuple) else (output, None)
+    found = results(given_out, given_lse, leaves, seed, at_empty_rows=torch.inf)
+    exact_leaves: list[Any] = leaves_of(call, kind.need, torch.float64)
+    q, k, v, bias = exact_leaves
+    out, lse = formula.attention(q, k, v, call.mask, bias, **call.flags)
     exact = results(out, lse if returns_lse else None, exact_leaves, seed)
     plain = plain_results(kind, call, seed)
     return {
@@ -221,7 +224,8 @@ def check_classes(per_class: int, seed: int, device: str, budget: float) -> tupl
         if time.perf_counter() - start > budget:
             print(f"time budget of {budget:.0f} s spent: {len(CLASSES) - number} classes were not run", flush=True)
             return done, worst, False
-        before, seen, first_call = graphs_compiled(), {}, 0.0
+        before, first_call = graphs_compiled(), 0.0
+        seen: dict[str, float] = {}
         class_start = time.perf_counter()
         for index in range(per_class):
             call_seed = rng.randrange(2**31)
@@ -262,6 +266,7 @@ def attend(batch: int, seqlen: int, heads: int, device: str, masks: int, backwar
         synchronize(device)
         start = time.perf_counter()
         out = flash_dmattn.attention(q, k, v, mask, bias, is_causal=True, backend="flex")
+        assert isinstance(out, Tensor)
         if backward:
             out.sum().backward()
         synchronize(device)

@@ -1,6 +1,6 @@
-"""The least time that the arithmetic and the memory traffic of a call take on one H200, and what a time says of both.
+"""The least time that the arithmetic and the memory traffic of a call take on a device.
 
-    floor = max(FLOP / 790e12, bytes / 4.3e12) seconds
+    floor = max(FLOP / rate of a large product, bytes / rate of a copy)
 
 FLOP are those of the allowed pairs alone: 4 D a pair for the forward (q k^T, p v), 10 D for the backward (s and dp
 again, dq, dk, dv). Bytes are those of every tensor that the pass has to read or write, each once.
@@ -8,33 +8,45 @@ again, dq, dk, dv). Bytes are those of every tensor that the pass has to read or
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from .workloads import Inputs
+from .inputs import Inputs
 
-# Measured on the H200: a large bf16 matrix product, and a copy (bytes read and bytes written).
-FLOPS, BANDWIDTH = 790e12, 4.3e12
+
+class Rates(NamedTuple):
+    """FLOP a second of a large bf16 matrix product, and bytes read and written a second by a copy."""
+
+    flop: float
+    bytes: float
+    source: str
+
+
+# Measured once, with cold and hot clocks alike; a device that is not here is measured at the start of each run.
+KNOWN = {"NVIDIA H200": Rates(790e12, 4.3e12, "known")}
 
 
 class Floor(NamedTuple):
-    """Of one pass: the FLOP of its pairs, the bytes it must move, and the milliseconds that these take at least."""
+    """Of one pass: the FLOP of its pairs and the bytes it must move."""
 
     flop: float
     moved: float
 
-    @property
-    def ms(self) -> float:
-        return 1e3 * max(self.flop / FLOPS, self.moved / BANDWIDTH)
+    def ms(self, rates: Rates) -> float:
+        """The milliseconds that these take at least."""
+        return 1e3 * max(self.flop / rates.flop, self.moved / rates.bytes)
 
 
 def _size(x: Tensor | None) -> int:
     return 0 if x is None else x.numel() * x.element_size()
 
 
-def floors(inputs: Inputs, pairs: float, *, reads_mask: bool) -> tuple[Floor, Floor]:
-    """The floors of forward and backward.
+def floors(inputs: Inputs, pairs: float, *, reads_mask: bool) -> dict[str, Floor]:
+    """The floors of forward, backward and of both, the step.
 
     Args:
         inputs: the call.
@@ -49,6 +61,32 @@ def floors(inputs: Inputs, pairs: float, *, reads_mask: bool) -> tuple[Floor, Fl
     read = _size(mask) if reads_mask else 0
     if mask is not None and mask.shape[2] > 1 and is_causal:
         read = read * (seqlen + 1) // (2 * seqlen)  # nothing above the diagonal has to be looked at
-    forward = operands + _size(dout) + lse + read
-    backward = 2 * operands + 2 * _size(dout) + lse  # out and dout are read, and a gradient is written per operand
-    return Floor(4.0 * head_dim * pairs, forward), Floor(10.0 * head_dim * pairs, backward)
+    forward = Floor(4.0 * head_dim * pairs, operands + _size(dout) + lse + read)
+    # out and dout are read, and a gradient is written per operand.
+    backward = Floor(10.0 * head_dim * pairs, 2 * operands + 2 * _size(dout) + lse)
+    step = Floor(forward.flop + backward.flop, forward.moved + backward.moved)
+    return {"forward": forward, "backward": backward, "step": step}
+
+
+def rates_of(device: torch.device, name: str) -> Rates:
+    """What is known of a device by its name, or else measured now, in less than a second."""
+    if name in KNOWN:
+        return KNOWN[name]
+    size = 4096 if device.type == "cuda" else 512
+    x = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    source = torch.empty(size * size * 16, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    product = _best_seconds(lambda: x @ x, device)
+    copy = _best_seconds(lambda: target.copy_(source), device)
+    return Rates(2.0 * size**3 / product, 2.0 * source.numel() / copy, "measured")
+
+
+def _best_seconds(run: Callable[[], object], device: torch.device) -> float:
+    best = float("inf")
+    for _ in range(10):
+        started = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - started)
+    return best

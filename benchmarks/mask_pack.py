@@ -1,7 +1,7 @@
 """The packing kernels of Triton and CUDA on a GPU: bits equal to those of PyTorch, time, share of a copy's bandwidth.
 
 python -m benchmarks.mask_pack           # equality, then the table; exit status 1 where a bit differs
-python -m benchmarks.mask_pack --sweep   # and every strip size, for STRIP in triton_kernels/mask_pack.py
+python -m benchmarks sweep strips        # every strip size, for STRIP in triton_kernels/mask_pack.py
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -56,7 +57,7 @@ def equality_cases() -> Iterator[tuple[str, torch.Tensor]]:
 def cuda_tile_mask(mask: torch.Tensor, band: Band | None) -> list[torch.Tensor]:
     """Bits, classes and lists by the operator of the CUDA extension, which has to be loaded."""
     low, high = band or (0, 0)
-    return torch.ops.flash_dmattn.cuda_pack_mask(mask, low, high, band is not None)  # type: ignore[no-any-return]
+    return torch.ops.flash_dmattn.cuda_pack_mask(mask, low, high, band is not None)
 
 
 def compare(extension: bool) -> bool:
@@ -80,8 +81,8 @@ def compare(extension: bool) -> bool:
                 del wanted
             del bits, wanted_bits, pairs
         keys = mask[:, :, -1:]
-        pairs = zip(("kept", "count", "prefix"), mask_pack.key_set(keys), packing.key_set(keys), strict=True)
-        differs += [field for field, x, y in pairs if not torch.equal(x, y)]
+        sets = zip(("kept", "count", "prefix"), mask_pack.key_set(keys), packing.key_set(keys), strict=True)
+        differs += [field for field, x, y in sets if not torch.equal(x, y)]
         print(f"{'DIFFERENT' if differs else 'equal':10}{name} {', '.join(differs)}")
         good &= not differs
     return good
@@ -168,8 +169,7 @@ def sweep(copy: float) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", action="store_true", help="time every strip size")
-    arguments = parser.parse_args()
+    parser.parse_args()
     availability = cuda.probe()
     if not availability.usable:
         print(f"without the kernels of the CUDA extension: {availability.reason}")
@@ -177,9 +177,22 @@ def main() -> int:
     copy = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}: copy {1e-9 * copy:.0f} GB/s")
     table(copy, availability.usable)
-    if arguments.sweep:
-        sweep(copy)
     return 0 if good else 1
+
+
+def run_sweep(given: argparse.Namespace) -> int:
+    """Print every strip size."""
+    if not torch.cuda.is_available():
+        print("sweep strips: torch finds no GPU on this machine.", file=sys.stderr)
+        return 2
+    sweep(copy_bandwidth())
+    return 0
+
+
+def add_parser(searches: Any) -> None:
+    """Add the sweep to the command line."""
+    command = searches.add_parser("strips", help="strips of the mask packing of Triton")
+    command.set_defaults(run=run_sweep)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Times tile choices of the Triton kernels, and writes the fastest into their table.
+"""Times tile choices of the Triton kernels, proposes the rows of their table that are faster, and may write them.
 
-    python -m benchmarks.tiles --list
-    python -m benchmarks.tiles d256 fp32-d64 --kernels forward keys
-    python -m benchmarks.tiles d128 --write
+    python -m benchmarks sweep tiles --list
+    python -m benchmarks sweep tiles d256 fp32-d64 --kernels forward keys
+    python -m benchmarks sweep tiles d128 --write
 
 Every choice is checked against the choice in the table before it is timed. Compiling takes longest, so processes share
-it.
+it. The tiles of the CUDA kernels are constants of their templates (csrc/sm90/forward/traits.h), chosen by hand.
 """
 
 from __future__ import annotations
@@ -165,7 +165,8 @@ def sweep(names: list[str], kernels: list[str], processes: int) -> dict[tuple[st
     from triton.testing import do_bench
 
     started = time.monotonic()
-    command = [sys.executable, "-m", "benchmarks.tiles", *names, "--kernels", *kernels, "--processes", str(processes)]
+    chosen = [*names, "--kernels", *kernels, "--processes", str(processes)]
+    command = [sys.executable, "-m", "benchmarks", "sweep", "tiles", *chosen]
     shares = [subprocess.Popen([*command, "--share", str(i)], stderr=subprocess.DEVNULL) for i in range(processes)]
     for share in shares:
         share.wait()
@@ -205,35 +206,46 @@ def rewritten(source: str, table: str, kernel: str, row: int, tile: tuple[int, .
     return source[:start] + replaced + source[end:]
 
 
-def main() -> int:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", choices=[*CASES, []], help="cases; all of them by default")
-    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
-    parser.add_argument("--processes", type=int, default=12, help="that compile")
-    parser.add_argument("--write", action="store_true", help=f"write the fastest tiles to {TABLE.name}")
-    parser.add_argument("--list", action="store_true", help="print the cases")
-    parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    names = arguments.names or list(CASES)
-    if arguments.list:
+def proposal(name: str, kernel: str, times: list[tuple[float, Any]]) -> tuple[tuple[int, ...], str]:
+    """The fastest tile of a case and kernel, and the reason that stands beside it in the table."""
+    (ms, tile), *others = times
+    reason = f"{ms:.3f} ms, {name} of benchmarks/tiles.py"
+    return tile, reason + (f"; {others[0][0]:.3f} for {others[0][1]}" if others else "")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Search what the arguments choose, and print the rows that the fastest tiles make."""
+    names = given.names or list(CASES)
+    if given.list:
         for name, case in CASES.items():
             print(f"{name:16} {case.table:12} {' '.join(kernels_of(case))}")
         return 0
     if not torch.cuda.is_available():
-        print("benchmarks.tiles needs a GPU", file=sys.stderr)
+        print("sweep tiles: torch finds no GPU on this machine.", file=sys.stderr)
         return 2
-    if arguments.share is not None:
-        compile_share(jobs(names, arguments.kernels), arguments.share, arguments.processes)
+    if given.share is not None:
+        compile_share(jobs(names, given.kernels), given.share, given.processes)
         return 0
-    found = sweep(names, arguments.kernels, arguments.processes)
-    if arguments.write:
-        for (name, kernel), times in found.items():
-            case, (ms, tile) = CASES[name], times[0]
-            reason = f"{ms:.3f} ms, {name} of benchmarks.tiles; {times[1][0]:.3f} for {times[1][1]}"
+    found = sweep(names, given.kernels, given.processes)
+    for (name, kernel), times in found.items():
+        if not times:
+            print(f"{name} {kernel}: no tile ran")
+            continue
+        case = CASES[name]
+        tile, reason = proposal(name, kernel, times)
+        print(f"{case.table} {kernel!r} {case.row}: Tile{tile},  # {reason}")
+        if given.write:
             TABLE.write_text(rewritten(TABLE.read_text(), case.table, kernel, case.row, tile, reason))
     return 0
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def add_parser(searches: Any) -> None:
+    """Add the subcommand to the command line."""
+    command = searches.add_parser("tiles", help="tiles of the Triton kernels")
+    command.add_argument("names", nargs="*", choices=[*CASES, []], metavar="CASE", help="cases; all of them by default")
+    command.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
+    command.add_argument("--processes", type=int, default=12, help="that compile")
+    command.add_argument("--write", action="store_true", help=f"write the fastest tiles to {TABLE.name}")
+    command.add_argument("--list", action="store_true", help="print the cases")
+    command.add_argument("--share", type=int, help=argparse.SUPPRESS)
+    command.set_defaults(run=run)

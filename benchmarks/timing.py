@@ -1,32 +1,54 @@
-"""Time and peak memory of one attention call on the GPU, forward and backward apart."""
+"""Time of several attention calls side by side: every repetition of one is followed by one of each of the others."""
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 Call = Callable[[], Tensor]
-How = Literal["events", "graph"]
+How = Literal["events", "graph", "wall clock"]
 
-REPLAYS = 10
+# Below this a launch takes as long as the kernel, and CUDA graphs are replayed instead.
+GRAPH_MS = 0.1
+CAPTURED_MS = 1.0  # beside such a run, up to here; what takes longer is not bound by its launches
+REPLAYED_MS = 0.5  # of work in one graph
+LONG_MS = 10.0  # of a run whose launches are nothing beside it
+# The buffer that empties the L2 cache. Writing it takes some 250 microseconds on an H200, in which the host enqueues
+# the run: without that, events round a small run would time the host.
+FLUSH_BYTES = 1 << 30
 
 
-class Samples(NamedTuple):
-    """Milliseconds of single runs, and how they were taken: by events round each, or by replaying a CUDA graph."""
+@dataclass
+class Runner:
+    """One system's pass while it is timed: milliseconds of single runs, or why there are none."""
 
-    ms: list[float]
-    how: How
+    run: Callable[[], object]
+    how: How = "events"
+    ms: list[float] = field(default_factory=list)
+    host_us: float | None = None
+    error: Exception | None = None
+    estimate: float = 0.0
+    graph: torch.cuda.CUDAGraph | None = None
+    calls: int = 1
 
-    def summary(self) -> tuple[float, float, float]:
-        """Median, 20th and 80th percentile."""
+    def summary(self) -> dict[str, Any]:
+        """Median, 20th and 80th percentile, least, how many runs, how they were taken, and the host's part."""
         ordered = sorted(self.ms)
         last = len(ordered) - 1
-        return statistics.median(ordered), ordered[round(0.2 * last)], ordered[round(0.8 * last)]
+        spread = {"p20": ordered[round(0.2 * last)], "p80": ordered[round(0.8 * last)], "min": ordered[0]}
+        return {
+            "ms": statistics.median(ordered),
+            **spread,
+            "runs": len(ordered),
+            "how": self.how,
+            "host_us": self.host_us,
+        }
 
 
 def gradients(out: Tensor, leaves: Sequence[Tensor], dout: Tensor) -> tuple[Tensor, ...]:
@@ -34,74 +56,114 @@ def gradients(out: Tensor, leaves: Sequence[Tensor], dout: Tensor) -> tuple[Tens
     return torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
 
-def measure(
-    call: Call, leaves: Sequence[Tensor], dout: Tensor, *, as_graph: bool, rep_ms: float
-) -> tuple[Samples, Samples]:
-    """Time a call without gradients, then the backward of one with them.
+def measure(runners: list[Runner], device: torch.device, *, rep_ms: float, least: int, most: int) -> None:
+    """Time runs in turns, each repetition apart.
+
+    On CUDA by events, with the L2 cache emptied before each run; where one of the runs takes less than 0.1 ms, all
+    below 1 ms that can be captured are replayed as CUDA graphs of several runs instead. On CPU by the clock.
 
     Args:
-        call: the forward; of `leaves`, whose gradients are taken.
-        dout: gradient of what it returns.
-        as_graph: replay CUDA graphs, so that only the device's time counts. A pass that cannot be captured is timed by
-            events, and the samples say so.
-        rep_ms: about how long each pass is timed, in milliseconds.
+        runners: what to time; an exception ends the runs of one and is kept in it.
+        device: where.
+        rep_ms: about how long each is timed in all, in milliseconds.
+        least, most: bounds of the number of its runs, whatever they take.
     """
-    torch.cuda.synchronize()
-    with torch.no_grad():
-        forward = sample(call, as_graph, rep_ms)
-    backward = sample(partial(gradients, call(), leaves, dout), as_graph, rep_ms)
-    torch.cuda.synchronize()
-    return forward, backward
-
-
-def sample(run: Callable[[], object], as_graph: bool, rep_ms: float) -> Samples:
-    """Times of single runs on the current stream."""
-    if as_graph:
+    stopwatch = Stopwatch(device)
+    for runner in runners:
+        _attempt(runner, lambda runner=runner: _warm_up(runner, stopwatch))  # type: ignore[misc]
+    alive = [runner for runner in runners if runner.error is None]
+    if device.type == "cuda" and any(runner.estimate < GRAPH_MS for runner in alive):
+        for runner in (runner for runner in alive if runner.estimate < CAPTURED_MS):
+            _capture(runner)
+    counts = [int(min(max(rep_ms / (r.estimate * r.calls), least), most)) for r in alive]
+    rounds = max(counts, default=0)
+    for index in range(rounds):
+        for runner, count in zip(alive, counts, strict=True):
+            if runner.error is None and index * count // rounds != (index + 1) * count // rounds:
+                _attempt(runner, lambda runner=runner: stopwatch.start(runner))  # type: ignore[misc]
         try:
-            return Samples(_replayed(run, rep_ms), "graph")
-        except RuntimeError as error:
-            print(f"    not capturable, timed by events: {str(error).splitlines()[0]}", flush=True)
-            torch.cuda.synchronize()
-    from triton.testing import do_bench
+            stopwatch.collect()
+        except Exception as error:  # of a kernel that was launched earlier, and nobody knows of which
+            for runner in alive:
+                runner.error = runner.error or error
+            break
+    for runner in alive:
+        runner.graph = None  # its memory
 
-    return Samples(do_bench(run, warmup=rep_ms / 4, rep=rep_ms, return_mode="all"), "events")
 
+class Stopwatch:
+    """Times single runs on the current stream of a device."""
 
-def _replayed(run: Callable[[], object], rep_ms: float) -> list[float]:
-    # As triton.testing.do_bench_cudagraph, which opens a stream of its own, where no backward can be captured.
-    for _ in range(3):
-        run()
-    calls = max(1, int(rep_ms / REPLAYS / _elapsed(run, 5)))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        for _ in range(calls):
+    def __init__(self, device: torch.device) -> None:
+        self.on_gpu = device.type == "cuda"
+        self.flushed = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if self.on_gpu else None
+        self.pending: list[tuple[Runner, Any, Any]] = []
+
+    def start(self, runner: Runner) -> None:
+        """Enqueue one run between two events; on CPU, run it."""
+        run = runner.run if runner.graph is None else runner.graph.replay
+        if self.flushed is None:
+            started = time.perf_counter()
             run()
-    graph.replay()
-    return [_elapsed(graph.replay, 1) / calls for _ in range(REPLAYS)]
-
-
-def _elapsed(run: Callable[[], object], times: int) -> float:
-    """Milliseconds of one of `times` runs in a row."""
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(times):
+            runner.ms.append(1e3 * (time.perf_counter() - started))
+            return
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.flushed.zero_()
+        first.record()
         run()
-    stop.record()
+        last.record()
+        self.pending.append((runner, first, last))
+
+    def collect(self) -> None:
+        """Wait for the runs that were started, and give each its time."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        for runner, first, last in self.pending:
+            runner.ms.append(first.elapsed_time(last) / runner.calls)
+        self.pending.clear()
+
+
+def _attempt(runner: Runner, action: Callable[[], None]) -> None:
+    try:
+        action()
+    except Exception as error:
+        runner.error = error
+
+
+def _warm_up(runner: Runner, stopwatch: Stopwatch) -> None:
+    """Run once, then once or thrice to see how long it takes; of a short run, also what the host needs for it."""
+    runner.how = "events" if stopwatch.on_gpu else "wall clock"
+    runner.run()
+    for _ in range(3):
+        stopwatch.start(runner)
+        stopwatch.collect()
+        if runner.ms[-1] > LONG_MS:
+            break
+    runner.estimate = max(1e-4, statistics.median(runner.ms))
+    runner.ms.clear()
+    if stopwatch.on_gpu and runner.estimate <= LONG_MS:
+        host = []
+        for _ in range(5):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            runner.run()
+            host.append(1e6 * (time.perf_counter() - started))
+        runner.host_us = statistics.median(host)
+        torch.cuda.synchronize()
+
+
+def _capture(runner: Runner) -> None:
+    """Capture several runs as one CUDA graph; what cannot be captured stays with events, and its rows say so."""
+    calls = max(1, int(REPLAYED_MS / runner.estimate))
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            for _ in range(calls):
+                runner.run()
+    except Exception as error:
+        print(f"    not capturable, timed by events: {str(error).splitlines()[0]}", flush=True)
+        torch.cuda.synchronize()
+        return
+    runner.graph, runner.calls, runner.how = graph, calls, "graph"
+    graph.replay()
     torch.cuda.synchronize()
-    return start.elapsed_time(stop) / times
-
-
-def run_once(call: Call, leaves: dict[str, Tensor], dout: Tensor) -> dict[str, Tensor]:
-    """out and the gradients of one forward and backward."""
-    out = call()
-    return {"out": out, **dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), dout), strict=True))}
-
-
-def peak_mb(call: Call, leaves: dict[str, Tensor], dout: Tensor) -> float:
-    """Most memory that one forward and backward, out and gradients included, hold at once above the inputs, in MiB."""
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    run_once(call, leaves, dout)
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20

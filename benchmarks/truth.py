@@ -2,62 +2,93 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn.reference import formula, yardstick
 
-from .workloads import Inputs
+from .inputs import Inputs
 
-# Beyond this a peer is wrong. Ours has to meet the accuracy rule instead, which is some ten times stricter: a peer may
-# round what we do not, for instance sum the gradient of a bias in bf16.
+Results = dict[str, Tensor]
+
+# Beyond this the time of a peer is not used. Ours has to meet the accuracy rule instead, which is some ten times
+# stricter: a peer may round what we do not, for instance sum the gradient of a bias in bf16.
 PEER_LIMIT = 3e-2
 
 
-def truth(inputs: Inputs) -> dict[str, Tensor]:
-    """out, dq, dk, dv and dbias in fp64, chunk by chunk by the eager backend."""
-    leaves = {name: x.detach().double().requires_grad_() for name, x in inputs.leaves.items()}
+def truth(inputs: Inputs, gradients: bool = True) -> Results:
+    """out, lse and, if asked for, dq, dk, dv and dbias in fp64, chunk by chunk by the eager backend."""
+    leaves = {name: x.detach().double().requires_grad_(gradients) for name, x in inputs.leaves.items()}
     q, k, v = (leaves[name] for name in ("dq", "dk", "dv"))
-    out = flash_dmattn.attention(q, k, v, inputs.mask, leaves.get("dbias"), is_causal=inputs.is_causal, backend="eager")
-    gradients = torch.autograd.grad(out, list(leaves.values()), inputs.dout.double())
-    return {"out": out.detach(), **dict(zip(leaves, gradients, strict=True))}
+    out, lse = flash_dmattn.attention(
+        q,
+        k,
+        v,
+        inputs.mask,
+        leaves.get("dbias"),
+        is_causal=inputs.is_causal,
+        return_lse=True,
+        backend="eager",
+    )
+    found = {"out": out.detach(), "lse": lse.detach()}
+    if gradients:
+        taken = torch.autograd.grad(out, list(leaves.values()), inputs.dout.double())
+        found |= dict(zip(leaves, taken, strict=True))
+    return found
 
 
-@torch.no_grad()
-def allowances(inputs: Inputs, exact: dict[str, Tensor]) -> dict[str, float]:
-    """The largest error that the accuracy rule permits, by tensor: 1.5 times that of plain PyTorch, plus 1e-5.
+class Yardstick:
+    """Plain PyTorch in the dtype of the call, and by it the largest error that the accuracy rule permits.
 
-    The error of plain PyTorch is measured on the first key-value head and its group, in every batch element: the whole
-    (B, Hq, L, L) matrices, which it needs, would not fit the memory at 16k.
+    It needs whole (B, H, Lq, Lk) matrices, which of all heads would not fit the memory at 16k, so it computes the first
+    key-value head and its group, in every batch element; all heads where one bias is shared by them.
     """
-    heads_k = inputs.k.shape[2]
 
-    def first(x: Tensor | None, dim: int) -> Tensor | None:
-        return x if x is None or x.shape[dim] == 1 else x.narrow(dim, 0, x.shape[dim] // heads_k)
+    @torch.no_grad()
+    def __init__(self, inputs: Inputs, exact: Results) -> None:
+        shared = inputs.bias is not None and inputs.bias.shape[1] == 1
+        self.parts = 1 if shared else inputs.k.shape[2]
+        q, k, v, dout = (self.part("dq", x) for x in inputs[:4])
+        mask, bias = (x if x is None else self.part("dbias", x) for x in (inputs.mask, inputs.bias))
+        out, lse = formula.attention(q, k, v, mask, bias, is_causal=inputs.is_causal)[:2]
+        plain: Results = {"out": out, "lse": lse}
+        if "dq" in exact:
+            gradients = yardstick.gradients(dout, None, q, k, v, mask, bias, is_causal=inputs.is_causal)
+            named = zip(("dq", "dk", "dv", "dbias"), gradients, strict=True)
+            plain |= {name: x for name, x in named if x is not None}
+        self.plain = plain
+        self.errors = {name: error(plain[name], self.part(name, x)) for name, x in exact.items()}
+        self.limits = {name: yardstick.RATIO * x + yardstick.FLOOR for name, x in self.errors.items()}
 
-    q, k, v, dout = (first(x, 2) for x in inputs[:4])
-    mask, bias = first(inputs.mask, 1), first(inputs.bias, 1)
-    out = formula.attention(q, k, v, mask, bias, is_causal=inputs.is_causal)[0]
-    gradients = yardstick.gradients(dout, None, q, k, v, mask, bias, is_causal=inputs.is_causal)
-    plain = {"out": out, **dict(zip(("dq", "dk", "dv", "dbias"), gradients, strict=True))}
-    limits = {}
-    for name, x in exact.items():
-        part = first(x, 1 if name == "dbias" else 2)
-        limits[name] = yardstick.RATIO * error(plain[name], part) + yardstick.FLOOR
-    return limits
+    def part(self, name: str, x: Tensor) -> Tensor:
+        """The heads of a tensor that plain PyTorch computes."""
+        dim = 1 if name in ("dbias", "lse") else 2
+        return x if x.shape[dim] == 1 else x.narrow(dim, 0, x.shape[dim] // self.parts)
+
+    def distances(self, results: Results) -> dict[str, float]:
+        """||x - plain|| / ||plain|| of every result, over the heads that plain PyTorch computes."""
+        return {name: error(self.part(name, x), self.plain[name]) for name, x in results.items()}
 
 
 def error(x: Tensor, exact: Tensor) -> float:
-    """||x - exact|| / ||exact||; NaN where x has one."""
+    """||x - exact|| / ||exact|| over finite elements; infinite where x has -inf in another place, NaN with a NaN."""
     if x.shape != exact.shape:
         raise ValueError(f"a result has shape {tuple(x.shape)} and needs {tuple(exact.shape)}")
-    return float((x.detach().double() - exact).norm() / exact.norm())
+    x, exact = x.detach().double(), exact.detach().double()
+    empty = exact == -math.inf
+    if bool(empty.any()):
+        if not torch.equal(x == -math.inf, empty):
+            return math.inf
+        x, exact = x[~empty], exact[~empty]
+    return float((x - exact).norm() / exact.norm())
 
 
-def errors(results: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
-    """The error of every tensor of `exact`, in its order."""
-    return {name: error(results[name], x) for name, x in exact.items()}
+def errors(results: Results, exact: Results) -> dict[str, float]:
+    """The error of every result, in the order of `exact`."""
+    return {name: error(results[name], x) for name, x in exact.items() if name in results}
 
 
 def wrong(found: dict[str, float], limits: dict[str, float], ours: bool) -> list[str]:

@@ -20,8 +20,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 CSRC = Path(__file__).resolve().parent
-SOURCES = ("api/forward.cpp", "api/mask.cpp", "api/module.cpp", "sm90/mask/list.cu", "sm90/mask/pack.cu")
+SOURCES = (
+    "api/backward.cpp",
+    "api/forward.cpp",
+    "api/mask.cpp",
+    "api/module.cpp",
+    "api/tensor_map.cpp",
+    "sm90/backward/rows.cu",
+    "sm90/mask/list.cu",
+    "sm90/mask/pack.cu",
+)
 FORWARD = "sm90/forward/instantiate.cu"
+BACKWARD = "sm90/backward/instantiate.cu"
 STUB = "api/stub_libtorch_cuda.cpp"
 
 ARCH = "sm_90a"
@@ -29,9 +39,10 @@ TORCH_TARGET = (2, 10)  # the first with lists of tensors in the stable ABI
 OLDEST_NVCC = (12, 5)  # the first whose runtime finds a function of the driver by its version
 GIB_PER_JOB = 1  # every unit takes 0.2 GiB, by nvcc 13.0
 
-# A forward unit is compiled for each of these (head_dim, head_dim_v) in each dtype. A call takes the first that holds
-# its own head dims, so a pair comes before every pair that is larger.
+# A unit is compiled for each of these (head_dim, head_dim_v) in each dtype. A call takes the first that holds its own
+# head dims, so a pair comes before every pair that is larger.
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+BACKWARD_HEAD_DIMS = ((64, 64), (128, 128))
 DTYPES = {"fp16": ("__half", "Half"), "bf16": ("__nv_bfloat16", "BFloat16")}  # the name in CUDA, and in torch
 
 # Spilled bytes are those of the stores and the loads in a kernel's code, each counted once. At head dim 256 a thread
@@ -189,15 +200,24 @@ def forward_units() -> list[Unit]:
 
     FLASH_DMATTN_HEAD_DIMS keeps those whose head dim of q and k it names, FLASH_DMATTN_DTYPES those of its dtypes.
     """
+    return _units("forward", FORWARD, HEAD_DIMS)
+
+
+def backward_units() -> list[Unit]:
+    """Return the units of the backward pass, chosen by the same variables: none where they name other head dims."""
+    return _units("backward", BACKWARD, BACKWARD_HEAD_DIMS)
+
+
+def _units(name: str, source: str, pairs: tuple[tuple[int, int], ...]) -> list[Unit]:
     head_dims = _chosen("FLASH_DMATTN_HEAD_DIMS", list(dict.fromkeys(str(d) for d, _ in HEAD_DIMS)))
     dtypes = _chosen("FLASH_DMATTN_DTYPES", list(DTYPES))
     units = []
-    for d, dv in HEAD_DIMS:
+    for d, dv in pairs:
         for dtype in dtypes if str(d) in head_dims else []:
             element, scalar = DTYPES[dtype]
-            name = f"forward_d{d}_{dtype}" if d == dv else f"forward_d{d}_{dv}_{dtype}"
+            dims = f"d{d}" if d == dv else f"d{d}_{dv}"
             defines = f"-DFLASH_DMATTN_ELEMENT={element} -DFLASH_DMATTN_HEAD_DIM={d} -DFLASH_DMATTN_HEAD_DIM_V={dv}"
-            units.append(Unit(name, FORWARD, defines, f"X({element}, {scalar}, {d}, {dv})"))
+            units.append(Unit(f"{name}_{dims}_{dtype}", source, defines, f"X({element}, {scalar}, {d}, {dv})"))
     return units
 
 
@@ -219,9 +239,12 @@ def _chosen(variable: str, known: list[str]) -> list[str]:
     return [name for name in known if name in named]
 
 
-def units_header(units: list[Unit]) -> str:
-    """Return the list of units for the code that chooses: X(element, torch's name of it, head_dim, head_dim_v)."""
-    return " \\\n  ".join(["#define FLASH_DMATTN_UNITS(X)", *(unit.row for unit in units)]) + "\n"
+def units_header(forward: list[Unit], backward: list[Unit]) -> str:
+    """Return the lists of units for the code that chooses: X(element, torch's name of it, head_dim, head_dim_v)."""
+    lists = {"FLASH_DMATTN_UNITS": forward, "FLASH_DMATTN_BACKWARD_UNITS": backward}
+    return "".join(
+        " \\\n  ".join([f"#define {name}(X)", *(unit.row for unit in units)]) + "\n" for name, units in lists.items()
+    )
 
 
 def build(output: Path, folder: Path, version: str) -> list[Kernel]:
@@ -250,7 +273,8 @@ def build(output: Path, folder: Path, version: str) -> list[Kernel]:
 
     release = nvcc_version(nvcc)
     assert release is not None
-    attention = forward_units()
+    forward, backward = forward_units(), backward_units()
+    attention = [*forward, *backward]
     device_flags = [*DEVICE_FLAGS, RACECHECK_FLAG] if _for_racecheck() else DEVICE_FLAGS
     units = [*attention, *(Unit(source, source) for source in SOURCES)]
     info = {
@@ -269,7 +293,7 @@ def build(output: Path, folder: Path, version: str) -> list[Kernel]:
         f"#define FLASH_DMATTN_BUILD_INFO_PREFIX {json.dumps(INFO_PREFIX)}\n"
         f"#define FLASH_DMATTN_BUILD_INFO {json.dumps(json.dumps(info))}\n",
     )
-    _write_if_changed(folder / "build_units.h", units_header(attention))
+    _write_if_changed(folder / "build_units.h", units_header(forward, backward))
     includes = (folder, torch / "include", sysconfig.get_path("include"))
     flags = " ".join([*FLAGS, *(f"-isystem {shlex.quote(str(path))}" for path in includes)])
     rules = NINJA.format(

@@ -73,4 +73,76 @@ struct ForwardParams {
   int* next;  // counts the work handed out beyond the first per block; null to share it out evenly
 };
 
+// The backward pass. dq is summed in fp32, in pieces of 64 queries and 64 columns that lie as the matrix instructions
+// hold them (`csrc/sm90/backward/pieces.h`); lse and delta have rows for whole tiles of queries.
+struct BackwardParams {
+  // (D, Lq, Hq, B), (D, Lk, Hk, B), (Dv, Lk, Hk, B), (Dv, Lq, Hq, B) and, of tiles of bias and dbias, (Lk, Lq, Hbias,
+  // Bbias), innermost first.
+  CUtensorMap q, k, v, dout, bias, dbias;
+  void* dk;           // (B, Lk, Hk, D), contiguous; null where it is not needed, or summed
+  void* dv;           // (B, Lk, Hk, Dv), contiguous; null where it is not needed, or summed
+  float* dk_sums;     // (B, Hk, 2 Tk, panels of D, 4096), zeros, where heads of a group are works of their own; else null
+  float* dv_sums;     // the same of Dv
+  float* dq_sums;     // (B, Hq, 2 Tq, panels of D, 4096), zeros; null where dq is not needed
+  int* dq_turns;      // (B, Hq, blocks of queries), zeros: how many tiles of keys have added to a block; null where they
+                      // need not take turns
+  float* dbias_sums;  // (B, Hq, Lk), of a bias per key; null where it is not needed
+  const float* lse;    // (B, Hq, 128 Tq), in base 2; +inf for an empty row and beyond the last
+  const float* delta;  // (B, Hq, 128 Tq)
+
+  int batch, num_heads, seqlen_q, seqlen_k, head_dim, head_dim_v;
+  int queries_per_group;  // Hq / Hk
+  int low, high;          // the band, both in [-Lq, Lk]
+  float softmax_scale;
+
+  // A mask of tiles; heads_per_mask: the query heads that share one.
+  const int32_t* mask_bits;       // (Bm, Hm, Lq, 4 Tk)
+  const int32_t* mask_lists;      // (Bm, Hm, Tk, 2 + Tq), of columns
+  const int32_t* mask_row_lists;  // (Bm, Hm, Tq, 2 + Tk); read where tiles of keys take turns
+  int heads_per_mask, mask_heads;
+  bool mask_has_batch;
+
+  // A bias per key, its strides in elements of bias_dtype, 0 where one value serves every index.
+  const void* bias_values;
+  int64_t bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k;
+  BiasDtype bias_dtype;
+  // Of any bias: the query heads that share one, and whether batches have their own.
+  int heads_per_bias;
+  bool bias_has_batch;
+
+  // The order of work: sections of this many (batch, heads) pairs, in each the first keys of all first. A work is a tile
+  // of keys and this many query heads: one, or all of a group.
+  int section, blocks_k, total, heads_per_work;
+  int* next;  // counts the work handed out beyond the first per block; null to share it out evenly
+};
+
+// Before the backward pass: lse in base 2, delta = rowsum(dout * out) - dlse, and zeros for dq_sums.
+struct BackwardRowsParams {
+  const void* out;    // (B, Lq, Hq, Dv), contiguous
+  const void* dout;   // (B, Lq, Hq, Dv), rows on 16 bytes
+  const float* lse;   // (B, Hq, Lq), contiguous
+  const float* dlse;  // (B, Hq, Lq), any strides; null for zeros
+  int64_t dout_stride_b, dout_stride_q, dout_stride_h;
+  int64_t dlse_stride_b, dlse_stride_h, dlse_stride_q;
+  // A bias of one value per query, which moves lse; null for none.
+  const void* bias_values;
+  int64_t bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k;
+  BiasDtype bias_dtype;
+  int heads_per_bias;
+  bool bias_has_batch;
+  float* lse_log2;  // (B, Hq, 128 Tq)
+  float* delta;     // (B, Hq, 128 Tq)
+  float* dq_sums;   // null where dq is not needed
+  int batch, num_heads, seqlen_q, head_dim_v;
+  int dq_columns;   // of a row of dq_sums: 64 times the panels of D
+};
+
+// After it: dq, or dk or dv of groups, from its sums, in the dtype of q.
+struct BackwardSumsParams {
+  const float* sums;  // (B, H, 2 T, panels, 4096), T = ceil(L / 128)
+  void* out;          // (B, L, H, columns), contiguous
+  int batch, num_heads, seqlen, columns, panels;
+  float factor;
+};
+
 }  // namespace flash_dmattn

@@ -35,18 +35,29 @@ class Runner:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        # Its own forward pass; gradients by another backend, which reads the same lse.
-        self.choice: Any = ("cuda", "triton") if name == "cuda" else name
+
+    def choice(self, case: Case, inputs: Inputs, **flags: Any) -> Any:
+        """What to pass as `backend`.
+
+        Of cuda both passes, or, where its rules refuse the gradients, those of triton, which reads the same lse.
+        """
+        alone = self._error(self.name, case, inputs, **flags)
+        return ("cuda", "triton") if self.name == "cuda" and alone is not None else self.name
 
     def refusal(self, case: Case, inputs: Inputs) -> str | None:
         """Why the backend does not serve a case, in the words of its rules; None where it does."""
         if self.name != "eager" and case.bias_kind == "min":
             return f"{self.name}: it computes in base 2, where a bias of finfo.min overflows to -inf (docs/backends.md)"
+        error = self._error(self.choice(case, inputs), case, inputs)
+        return None if error is None else f"{self.name}: {error.partition(chr(10))[2].strip()}"
+
+    @staticmethod
+    def _error(choice: Any, case: Case, inputs: Inputs, **flags: Any) -> str | None:
         x = inputs
         grads = [t if t is None else t.detach().requires_grad_(n in case.need) for n, t in x.floats()]
         q, k, v, bias = grads
-        found = flash_dmattn.explain(q, k, v, x.mask, bias, **case.flags(), return_lse=True, backend=self.choice)
-        return None if found.error is None else f"{self.name}: {found.error.partition(chr(10))[2].strip()}"
+        flags = {**case.flags(), "return_lse": True, "backend": choice, **flags}
+        return flash_dmattn.explain(q, k, v, x.mask, bias, **flags).error
 
     def __call__(self, case: Case, inputs: Inputs | None = None) -> Results:
         """(out, lse, gradients) of a case."""
@@ -54,7 +65,8 @@ class Runner:
         refusal = self.refusal(case, inputs)
         if refusal is not None:
             pytest.skip(refusal)
-        return run(partial(flash_dmattn.attention, return_lse=True, backend=self.choice), case, inputs)
+        attention = partial(flash_dmattn.attention, return_lse=True, backend=self.choice(case, inputs))
+        return run(attention, case, inputs)
 
 
 @pytest.fixture(params=BACKENDS)

@@ -11,9 +11,10 @@ import torch
 from cases import ALL, Case
 from layouts import LAYOUTS
 
-from flash_dmattn.backends.cuda import UNITS
+from flash_dmattn.backends.cuda_rules import BACKWARD_UNITS, UNITS
 
 FORMS = tuple(itertools.product(("1", "B"), ("1", "Hk", "Hq"), ("1", "Lq"), ("1", "Lk")))
+NEEDS = (ALL, ALL, ALL, (), ("bias",), ("q",), ("k", "bias"), ("v",), ("q", "k", "v"))
 MASK_KINDS = ("random", "random", "empty_rows", "empty_tiles", "none_allowed", "all_allowed")
 WINDOWS = (None, None, (-1, 2), (20, -1), (90, 40), (3, 0))
 # A step of a kernel takes 32 to 128 of them, and a tile of a prepared mask 128; from 512 on programs share a row.
@@ -61,7 +62,7 @@ def draw_triton(number: int) -> Drawn:
         softmax_scale=rng.choice((None, None, None, 0.0, 0.7, -0.2)),
         softcap=rng.choice((0.0, 0.0, 0.0, 5.0)),
         window_size=rng.choice(WINDOWS),
-        need=rng.choice((ALL, ALL, ALL, (), ("bias",), ("q",), ("k", "bias"), ("v",), ("q", "k", "v"))),
+        need=rng.choice(NEEDS),
         dlse=rng.random() < 0.5,
         logits=rng.choice((1.0, 1.0, 30.0)),
         seed=number,
@@ -80,7 +81,7 @@ CUDA_BIASES: tuple[tuple[tuple[str, ...] | None, ...], ...] = ((None,), PER_QUER
 
 
 def draw_cuda(number: int) -> Drawn:
-    """The call of a number, which breaks no rule of cuda; mostly without gradients, which are those of triton.
+    """The call of a number, which breaks no rule of its forward pass, and mostly none of its backward pass.
 
     144 of them go through all pairs of a unit (the kernels of some head dims and a dtype) and a kind of mask and bias.
     """
@@ -92,7 +93,9 @@ def draw_cuda(number: int) -> Drawn:
     # With 8, there are more tiles of rows than multiprocessors.
     num_heads_k = rng.choice((1, 2, 3, 8))
     lengths = TILE_EDGES + CUDA_EDGES
-    need = ALL if rng.random() < 0.2 else ()
+    # Gradients of other head dims are those of triton, compiled for nearly every call.
+    differentiable = any(head_dim <= d and head_dim_v <= d_v for d, d_v in BACKWARD_UNITS)
+    has_gradients = rng.random() < (0.9 if differentiable else 0.2)
     case = Case(
         batch=rng.choice((1, 2, 3)),
         seqlen_q=rng.choice([n for n in lengths if n > 1 or not has_mask]),  # else it is of one row for all queries
@@ -112,14 +115,30 @@ def draw_cuda(number: int) -> Drawn:
         softmax_scale=rng.choice((None, None, None, None, 0.0, 1e-7, 2e-6, 0.7, -0.2)),
         softcap=rng.choice((0.0, 0.0, 0.0, 5.0)),
         window_size=rng.choice(WINDOWS),
-        need=need,
-        dlse=bool(need) and rng.random() < 0.5,
+        need=(),
         logits=rng.choice((1.0, 1.0, 30.0)),
         seed=number,
     )
     layout = rng.choice((None, None, None, *("aligned_margins",) * 4, *LAYOUTS))
     offset = rng.choice((0, 0, *range(1, 8))) if layout is None else 0
-    return Drawn(case, layout, rng.random() < 0.5, offset=offset)
+    prepared = rng.random() < 0.5
+    if has_gradients:
+        case = case.with_(need=rng.choice((*NEEDS, *2 * (("q", "k", "v"),))), dlse=rng.random() < 0.5)
+        if differentiable and rng.random() < 0.9:
+            case = _differentiable(case, rng)
+    return Drawn(case, layout, prepared, offset=offset)
+
+
+def _differentiable(case: Case, rng: random.Random) -> Case:
+    """The case with what the backward kernels of cuda ask for, where its layout keeps rows on 16 bytes."""
+    per_score = case.bias in PER_SCORE
+    seqlen_k = case.seqlen_k
+    if seqlen_k <= 32 or (per_score and seqlen_k % 8 != 0):
+        seqlen_k = rng.choice([n for n in CUDA_EDGES if n % 8 == 0])
+    case = case.with_(softcap=0.0, seqlen_k=seqlen_k)
+    if not per_score:
+        return case
+    return case.with_(bias_dtype=None, bias=("B", "Hq", "Lq", "Lk") if "bias" in case.need else case.bias)
 
 
 DRAWS: dict[str, Callable[[int], Drawn]] = {"triton": draw_triton, "cuda": draw_cuda}

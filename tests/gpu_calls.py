@@ -71,7 +71,7 @@ def attend(
 ) -> tuple[Tensor, ...]:
     """(out, lse) of the call on the backend."""
     q, k, v, bias = leaves
-    flags = {**case.flags(), "return_lse": True, "backend": backend.choice, **flags}
+    flags = {**case.flags(), "return_lse": True, "backend": backend.choice(case, inputs, **flags), **flags}
     return flash_dmattn.attention(q, k, v, inputs.mask, bias, **flags)
 
 

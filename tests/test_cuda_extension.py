@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -20,14 +21,16 @@ import torch
 
 import flash_dmattn
 from flash_dmattn import extension
-from flash_dmattn.backends import cuda
+from flash_dmattn.backends import cuda, cuda_rules
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in")
 WIDE, NARROW = "PackTraitsILb1E", "PackTraitsILb0E"
-# One forward unit stands for all: they are one source.
+# One unit of a pass stands for all: they are one source.
 ONE_UNIT = {"FLASH_DMATTN_HEAD_DIMS": "64", "FLASH_DMATTN_DTYPES": "bf16"}
-UNIT = "forward_d64_bf16"
+UNIT, BACKWARD_UNIT = "forward_d64_bf16", "backward_d64_bf16"
+# The kernels beside those of the units, and how many there are of each.
+OTHERS = {"backward_rows_kernel": 2, "backward_sums_kernel": 2, "list_tiles_kernel": 1, "pack_mask_kernel": 4}
 
 
 def load_build_cuda() -> ModuleType:
@@ -144,13 +147,14 @@ def test_wheel_holds_one_file_for_every_python(built: Built) -> None:
 
 @builds
 def test_build_shows_progress_and_every_kernel(built: Built) -> None:
-    for unit in (UNIT, "sm90/mask/pack.cu", "api/forward.cpp"):
+    for unit in (UNIT, BACKWARD_UNIT, "sm90/backward/rows.cu", "sm90/mask/pack.cu", "api/forward.cpp"):
         assert re.search(rf"\[\d+/\d+\] {re.escape(unit)}$", built.printed, re.MULTILINE), built.printed
     row = r"^flash_dmattn: (.+): \d+ registers, (?:no spills|\d+ bytes spilled)$"
     kernels = re.findall(row, built.printed, re.MULTILINE)
-    forward = [name for name in kernels if "forward_kernel" in name]
-    assert len(kernels) == len(set(kernels)) == len(forward) + 5, built.printed
-    assert forward and any("list_tiles_kernel" in name for name in kernels), built.printed
+    found = Counter(re.split("[<:]", name)[0] for name in kernels)
+    # Eight of a pass: four forms of a bias, with a mask and without.
+    assert len(set(kernels)) == len(kernels), built.printed
+    assert found == {"forward_kernel": 8, "backward_kernel": 8, **OTHERS}, built.printed
 
 
 @builds
@@ -167,9 +171,11 @@ def test_second_build_compiles_nothing_and_reports_the_same(built: Built) -> Non
 @pytest.mark.parametrize(
     ("result", "needs"),
     [
-        ("api_forward.cpp.o", {"build_units.h", "launch.h", "params.h"}),
+        ("api_forward.cpp.o", {"build_units.h", "launch.h", "params.h", "tensor_map.h"}),
+        ("api_backward.cpp.o", {"build_units.h", "launch.h", "params.h", "tensor_map.h"}),
         ("api_module.cpp.o", {"build_info.h"}),
         (f"{UNIT}.o", {"forward.h", "wgmma_instructions.h", "ptx.h", "params.h"}),
+        (f"{BACKWARD_UNIT}.o", {"backward.h", "wgmma_instructions.h", "ptx.h", "params.h"}),
     ],
 )
 def test_headers_that_change_compile_what_includes_them(built: Built, result: str, needs: set[str]) -> None:
@@ -181,7 +187,7 @@ def test_headers_that_change_compile_what_includes_them(built: Built, result: st
 def test_editable_install_puts_it_into_the_checkout(built: Built, tmp_path: Path) -> None:
     done = build(built.tree, tmp_path, hook="build_editable")
     assert done.returncode == 0, done.stdout
-    assert f"] {UNIT}" not in done.stdout, "it compiled what the wheel had compiled"
+    assert not re.search(r"\] \w+_d64_bf16", done.stdout), "it compiled what the wheel had compiled"
     done = call("from flash_dmattn import extension; print(extension.find())", built.tree)
     assert done.stdout.strip() == str(built.tree / "flash_dmattn" / "_C.abi3.so")
 
@@ -242,56 +248,89 @@ def test_unknown_units_stop_the_build_with_a_sentence(variable: str, known: str,
 # The choice of units
 
 
-def chosen_units(monkeypatch: pytest.MonkeyPatch, head_dims: str | None, dtypes: str | None) -> list[str]:
+def choose_units(monkeypatch: pytest.MonkeyPatch, head_dims: str | None, dtypes: str | None) -> None:
     for name, value in (("FLASH_DMATTN_HEAD_DIMS", head_dims), ("FLASH_DMATTN_DTYPES", dtypes)):
         monkeypatch.delenv(name, raising=False)
         if value is not None:
             monkeypatch.setenv(name, value)
-    return [unit.name for unit in build_cuda.forward_units()]
 
 
 @pytest.mark.parametrize(
-    ("head_dims", "dtypes", "names"),
+    ("head_dims", "dtypes", "forward", "backward"),
     [
-        ("64", "bf16", [UNIT]),
-        ("128, 64", "fp16", ["forward_d64_fp16", "forward_d128_fp16"]),
-        ("192", None, [f"forward_d192{tail}" for tail in ("_128_fp16", "_128_bf16", "_fp16", "_bf16")]),
+        ("64", "bf16", [UNIT], [BACKWARD_UNIT]),
+        (
+            "128, 64",
+            "fp16",
+            ["forward_d64_fp16", "forward_d128_fp16"],
+            ["backward_d64_fp16", "backward_d128_fp16"],
+        ),
+        ("192", None, [f"forward_d192{tail}" for tail in ("_128_fp16", "_128_bf16", "_fp16", "_bf16")], []),
         (
             None,
             "bf16,bf16",
             [f"forward_d{dims}_bf16" for dims in ("64", "96", "128", "192_128", "192", "256")],
+            ["backward_d64_bf16", "backward_d128_bf16"],
         ),
     ],
 )
 def test_units_are_chosen_by_head_dim_and_dtype(
-    head_dims: str | None, dtypes: str | None, names: list[str], monkeypatch: pytest.MonkeyPatch
+    head_dims: str | None,
+    dtypes: str | None,
+    forward: list[str],
+    backward: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert chosen_units(monkeypatch, head_dims, dtypes) == names
+    choose_units(monkeypatch, head_dims, dtypes)
+    assert [unit.name for unit in build_cuda.forward_units()] == forward
+    assert [unit.name for unit in build_cuda.backward_units()] == backward
 
 
 def test_every_unit_is_built_when_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = chosen_units(monkeypatch, None, None)
-    assert len(names) == len(set(names)) == len(build_cuda.HEAD_DIMS) * len(build_cuda.DTYPES)
+    choose_units(monkeypatch, None, None)
+    units = [*build_cuda.forward_units(), *build_cuda.backward_units()]
+    pairs = len(build_cuda.HEAD_DIMS) + len(build_cuda.BACKWARD_HEAD_DIMS)
+    assert len(units) == len({unit.name for unit in units}) == pairs * len(build_cuda.DTYPES)
 
 
 @pytest.mark.parametrize("value", ["", "64,", "64;128", "65", "x"])
 def test_unknown_head_dim_is_a_sentence(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sentence = f"FLASH_DMATTN_HEAD_DIMS is '{value}'; it must name some of 64,96,128,192,256, separated by commas"
     with pytest.raises(build_cuda.BuildError, match=f"^{re.escape(sentence)}$"):
-        chosen_units(monkeypatch, value, None)
+        choose_units(monkeypatch, value, None)
+        build_cuda.backward_units()
 
 
 def test_header_lists_the_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen_units(monkeypatch, "192", "bf16")
-    assert build_cuda.units_header(build_cuda.forward_units()) == (
+    choose_units(monkeypatch, "192", "bf16")
+    assert build_cuda.units_header(build_cuda.forward_units(), build_cuda.backward_units()) == (
         "#define FLASH_DMATTN_UNITS(X) \\\n"
         "  X(__nv_bfloat16, BFloat16, 192, 128) \\\n"
         "  X(__nv_bfloat16, BFloat16, 192, 192)\n"
+        "#define FLASH_DMATTN_BACKWARD_UNITS(X)\n"
+    )
+    choose_units(monkeypatch, "128", "fp16")
+    assert build_cuda.units_header(build_cuda.forward_units(), build_cuda.backward_units()) == (
+        "#define FLASH_DMATTN_UNITS(X) \\\n  X(__half, Half, 128, 128)\n"
+        "#define FLASH_DMATTN_BACKWARD_UNITS(X) \\\n  X(__half, Half, 128, 128)\n"
     )
 
 
-def test_first_unit_that_holds_a_call_is_the_smallest() -> None:
-    places = {pair: place for place, pair in enumerate(build_cuda.HEAD_DIMS)}
+@builds
+def test_the_operators_compile_without_backward_units(built: Built, tmp_path: Path) -> None:
+    """Where none of the head dims that are built has any."""
+    (tmp_path / "build_units.h").write_text(build_cuda.units_header(build_cuda.forward_units(), []))
+    said = output(*build_cuda.find_ninja(), "-C", built.folder, "-t", "commands", "-s", "api_backward.cpp.o")
+    command = said.strip().replace(f"-isystem {built.folder}", f"-isystem {tmp_path}", 1)
+    command = command.replace("api_backward.cpp.o", str(tmp_path / "backward.o"))
+    subprocess.run(command, shell=True, cwd=built.folder, check=True, timeout=300)
+    text = (tmp_path / "backward.o").read_bytes()
+    assert b"launch_backward_main" not in text and b"was not built for gradients" in text
+
+
+@pytest.mark.parametrize("pairs", [build_cuda.HEAD_DIMS, build_cuda.BACKWARD_HEAD_DIMS], ids=str)
+def test_first_unit_that_holds_a_call_is_the_smallest(pairs: tuple[tuple[int, int], ...]) -> None:
+    places = {pair: place for place, pair in enumerate(pairs)}
     for d, dv in places:
         assert all(places[d, dv] <= place for (e, ev), place in places.items() if e >= d and ev >= dv)
 
@@ -317,12 +356,13 @@ def test_jobs_by_cores_and_memory(cores: int, gib: int, jobs: int, monkeypatch: 
 
 
 @builds
-def test_plain_compute_90_does_not_compile(built: Built, tmp_path: Path) -> None:
+@pytest.mark.parametrize("unit", [UNIT, BACKWARD_UNIT])
+def test_plain_compute_90_does_not_compile(unit: str, built: Built, tmp_path: Path) -> None:
     """Code for sm_90 without the a would run without wgmma: here it has no way to compile."""
-    said = output(*build_cuda.find_ninja(), "-C", built.folder, "-t", "commands", "-s", f"{UNIT}.o")
+    said = output(*build_cuda.find_ninja(), "-C", built.folder, "-t", "commands", "-s", f"{unit}.o")
     (command,) = (line for line in said.splitlines() if build_cuda.GENCODE in line)
     command = command.replace(build_cuda.GENCODE, "-gencode arch=compute_90,code=sm_90")
-    command = command.replace(f"{UNIT}.o", str(tmp_path / "plain.o"))
+    command = command.replace(f"{unit}.o", str(tmp_path / "plain.o"))
     done = subprocess.run(command, shell=True, cwd=built.folder, capture_output=True, text=True, timeout=300)
     assert done.returncode != 0 and not (tmp_path / "plain.o").exists()
     assert re.search(r"wgmma\.mma_async\b.*'sm_90'", done.stdout), done.stdout[-2000:]
@@ -330,12 +370,14 @@ def test_plain_compute_90_does_not_compile(built: Built, tmp_path: Path) -> None
 
 def local_bytes(sass: str) -> int:
     """The bytes of the loads and stores of local memory in the code, each instruction counted once."""
+    sizes = {".128": 16, ".64": 8, ".U16": 2, ".S16": 2, ".U8": 1, ".S8": 1}
     forms = re.findall(r"\b(?:LDL|STL)\b([.\w]*)", sass)
-    return sum(16 if ".128" in form else 8 if ".64" in form else 4 for form in forms)
+    return sum(next((size for part, size in sizes.items() if part in form), 4) for form in forms)
 
 
 def test_local_bytes() -> None:
     assert local_bytes("STL [R1], R2 ; STL.64 [R1+8], R2 ; LDL.LU.128 R4, [R1] ; LDL.LU R9, [R1] ; LDG.E.64 R2") == 32
+    assert local_bytes("STL.S16 [R1], R2 ; LDL.U8 R2, [R1]") == 3
 
 
 @builds
@@ -348,10 +390,13 @@ def test_sass_is_of_hopper_and_uses_local_memory_for_reported_spills_alone(built
     assert {name for name, _ in found} == set(built.spilled_bytes)
     for name, sass in found:
         assert local_bytes(sass) <= built.spilled_bytes[name], name
-        if "forward_kernel" in name:
+        if "forward_kernel" in name or "backward_kernel" in name:
             assert re.search(r"\bHGMMA\.64x", sass) and re.search(r"\bUTMALDG\b", sass), name
             continue
         wide = re.findall(r"LDG\.E\.128\S*", sass)
+        if "backward" in name:
+            assert wide, name
+            continue
         assert len(wide) == (8 if WIDE in name else 0), name  # all 8 of a thread on their way together
         if NARROW in name:
             assert len(re.findall(r"LDG\.E\.U8\S*", sass)) == 16, name
@@ -405,6 +450,7 @@ lse = torch.empty(1, 1, 4)
 calls = {{
     "cuda_pack_mask": (torch.ones(1, 1, 4, 4, dtype=torch.bool), 0, 0, False),
     "cuda_forward_kernel": (q, q, q, [], None, torch.empty_like(q), lse, -4, 4, 0.125, 0.0),
+    "cuda_backward_kernel": (q, None, q, q, q, [], None, q, lse, None, q.clone(), None, None, lse, -4, 4, 0.125),
 }}
 for name, arguments in calls.items():
     operator = getattr(torch.ops.flash_dmattn, name)
@@ -419,18 +465,24 @@ FORWARD_SCHEMA = (
     "flash_dmattn::cuda_forward_kernel(Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? bias, Tensor(a!) out, "
     "Tensor(b!) lse, int low, int high, float softmax_scale, float softcap) -> ()"
 )
+BACKWARD_SCHEMA = (
+    "flash_dmattn::cuda_backward_kernel(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor[] mask, "
+    "Tensor? bias, Tensor out, Tensor lse, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dbias, "
+    "Tensor(e!)? dbias_sums, int low, int high, float softmax_scale) -> ()"
+)
 
 
 @builds
 def test_operators_are_registered_and_refuse_cpu_tensors(built: Built, tmp_path: Path) -> None:
     done = call(LOAD.format(stub=str(built.folder / "libtorch_cuda.so"), file=str(built.file)), tmp_path)
     assert done.returncode == 0, done.stdout
-    info, pack, pack_refusal, forward, forward_refusal = done.stdout.splitlines()
+    info, pack, pack_refusal, forward, forward_refusal, backward, backward_refusal = done.stdout.splitlines()
     assert json.loads(info) == extension.build_info(built.file)
-    assert pack == PACK_SCHEMA and forward == FORWARD_SCHEMA
+    assert (pack, forward, backward) == (PACK_SCHEMA, FORWARD_SCHEMA, BACKWARD_SCHEMA)
     sentence = "is not on a CUDA device; the kernel is written for sm_90a"
     assert f"cuda_pack_mask: mask {sentence}" in pack_refusal
     assert f"cuda_forward_kernel: q {sentence}" in forward_refusal
+    assert f"cuda_backward_kernel: q {sentence}" in backward_refusal
 
 
 PROBE = "from flash_dmattn.backends import cuda; print(cuda.probe().reason)"
@@ -440,7 +492,7 @@ PROBE = "from flash_dmattn.backends import cuda; print(cuda.probe().reason)"
 def test_record_of_the_build(built: Built) -> None:
     info = extension.build_info(built.file)
     assert info["version"] == flash_dmattn.__version__
-    assert info["torch_target"] == "2.10" and info["arches"] == ["sm_90a"] and info["units"] == [UNIT]
+    assert info["torch_target"] == "2.10" and info["arches"] == ["sm_90a"] and info["units"] == [UNIT, BACKWARD_UNIT]
     assert any("compute_90a" in flag for flag in info["flags"])
     assert info["commit"] == "unknown"  # the copy that was built is no repository
     assert re.fullmatch(r"\d+\.\d+", info["nvcc"])
@@ -532,7 +584,7 @@ def test_probe_of_an_extension_that_loads(driver: int, tmp_path: Path, monkeypat
 
 def test_installed_units_are_read_without_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "_C.abi3.so"
-    units_of = cuda.installed_units.__wrapped__  # what it remembers is of the installation
+    units_of = cuda_rules.installed_units.__wrapped__  # what it remembers is of the installation
     for content, units in ((FITS, frozenset(INFO["units"])), (b"no record", None)):
         file.write_bytes(content)
         monkeypatch.setattr(extension, "find", lambda: file)
@@ -553,8 +605,8 @@ def test_build_for_racecheck_is_asked_for_by_one(monkeypatch: pytest.MonkeyPatch
 
 
 def test_backend_knows_the_units_of_the_build() -> None:
-    assert cuda.UNITS == build_cuda.HEAD_DIMS
-    assert list(cuda._DTYPES.values()) == list(build_cuda.DTYPES)
+    assert (cuda_rules.UNITS, cuda_rules.BACKWARD_UNITS) == (build_cuda.HEAD_DIMS, build_cuda.BACKWARD_HEAD_DIMS)
+    assert list(cuda_rules._DTYPES.values()) == list(build_cuda.DTYPES)
 
 
 def test_ptxas_report() -> None:

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from flash_dmattn.backends import cuda
-from flash_dmattn.masks import packing
+from flash_dmattn.masks import packing, prepare_mask
+from flash_dmattn.masks.preparation import packs_by_extension
 
 SHAPES = ((2, 3, 1, 1), (1, 2, 7, 130), (2, 2, 300, 1040), (1, 1, 1000, 4096), (2, 1, 129, 4095))
+EMPTY_SHAPES = ((2, 1, 0, 5), (1, 2, 130, 0), (0, 1, 3, 4), (1, 0, 3, 4), (1, 1, 0, 0))
 BANDS = ((False, (-1, -1)), (True, (-1, -1)), (False, (200, 30)), (True, (0, -1)))
 
 
@@ -39,7 +41,7 @@ def random_mask(*shape: int) -> Tensor:
     return mask
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", (*SHAPES, *EMPTY_SHAPES), ids=str)
 def test_every_size(shape: tuple[int, ...]) -> None:
     check(random_mask(*shape))
 
@@ -59,3 +61,12 @@ def test_any_strides() -> None:
         wide[:1, :1, :1].expand(2, 2, 300, -1),
     ):
         check(mask)
+
+
+def test_prepared_masks_are_packed_by_it() -> None:
+    mask = random_mask(2, 1, 300, 1040)
+    assert packs_by_extension(mask) and not packs_by_extension(mask.cpu())
+    for found, wanted in zip(
+        prepare_mask(mask, is_causal=True).tensors, prepare_mask(mask.cpu(), is_causal=True).tensors, strict=True
+    ):
+        assert torch.equal(found.cpu(), wanted)

@@ -10,19 +10,21 @@ from hypothesis import strategies as st
 
 import flash_dmattn
 from flash_dmattn import selection, settings
-from flash_dmattn.backends import cuda, triton
+from flash_dmattn.backends import cuda, cuda_rules, triton
 from flash_dmattn.backends.protocol import Availability, Rule
 
 Q = (2, 4096, 16, 64)
 KEY_MASK = (2, 1, 1, 4096)
+PER_SCORE = (2, 16, 4096, 4096)
 GRADIENTS = {"grad": True}
+DBIAS = {"bias": PER_SCORE, "bias_grad": True}
 ALL_RULES = (*cuda.RULES, *cuda.AUTO_RULES)
 
 
 @pytest.fixture(autouse=True)
 def on_a_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every unit is built, cuda and triton work, and nobody has chosen a backend."""
-    monkeypatch.setattr(cuda, "installed_units", lambda: None)
+    monkeypatch.setattr(cuda_rules, "installed_units", lambda: None)
     for backend in (cuda, triton):
         monkeypatch.setattr(backend, "probe", lambda: Availability(True))
     for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn")):
@@ -30,8 +32,14 @@ def on_a_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def explained(**changes: Any) -> flash_dmattn.explanation.Explanation:
-    """A bf16 call on sm_90 without mask, bias and gradients, but for the changes."""
-    return flash_dmattn.explain_problem(**{"q": Q, "device": "sm_90", **changes})
+    """A bf16 call on sm_90 without mask, bias and gradients, but for the changes; `bias_strides` are of a bias."""
+    strides = changes.pop("bias_strides", None)
+    explanation = flash_dmattn.explain_problem(**{"q": Q, "device": "sm_90", **changes})
+    if strides is None:
+        return explanation
+    problem = explanation.problem
+    problem = problem._replace(bias=problem.bias._replace(strides=strides))
+    return flash_dmattn.explanation.explain_description(problem, changes.get("backend", "auto"))
 
 
 # The code of each rule, a call that breaks it and no other, and what is said of it.
@@ -43,14 +51,41 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "head_dim": ({"q": (2, 4096, 16, 100)}, r"head dims are 100 and 100 \(v\); .* multiples of 8 up to 64 and 64 or "),
     "key_mask": ({"mask": KEY_MASK}, "mask.* has one row for all queries; "),
     "return_probs": ({"return_probs": True}, "return_probs is set; "),
-    "no_backward": (GRADIENTS, "the extension has no backward kernels yet"),
+    "backward_head_dim": (
+        {"q": (2, 4096, 16, 64), "head_dim_v": 136, **GRADIENTS},
+        r"head dims are 64 and 136 \(v\); the backward kernels .* multiples of 8 up to 64 and 64 or 128 and 128 ",
+    ),
+    "backward_softcap": ({"softcap": 30.0, **GRADIENTS}, "softcap is 30 and gradients of q, k, v are needed; "),
+    "rounded_delta": ({"seqlen_k": 32, **GRADIENTS}, "there are 32 keys; "),
+    "tile_bias_dtype": (
+        {"bias": PER_SCORE, "bias_dtype": "fp32", **GRADIENTS},
+        "bias has dtype float32 beside bfloat16; ",
+    ),
+    "tile_bias_rows": (
+        {"bias": (2, 16, 4096, 4095), "seqlen_k": 4095, **GRADIENTS},
+        r"bias has strides \(268369920, 16773120, 4095, 1\); ",
+    ),
+    "shared_dbias": (
+        {"bias": (1, 16, 4096, 4096), "bias_grad": True},
+        r"the gradient of bias, of shape \(1, 16, 4096, 4096\) and strides \(.*\), is needed; .* the 16 query heads",
+    ),
+    "dbias_rows": (
+        {
+            "bias": (2, 16, 4096, 4095),
+            "bias_strides": (2**28, 2**24, 2**12, 1),
+            "bias_grad": True,
+            "seqlen_k": 4095,
+        },
+        "the gradient of bias, of rows of 4095 keys, is needed; ",
+    ),
 }
 # The code of each preference, and a call that auto passes over for it alone.
 PASSED_OVER: dict[str, tuple[dict[str, Any], str]] = {
     "few_rows": ({"q": (64, 1, 16, 64), "seqlen_k": 4096}, "there are 1 queries"),
     "few_tiles": ({"q": (1, 256, 4, 128), "seqlen_k": 4096}, "there are 8 tiles"),
     "narrow_heads": ({"q": (2, 4096, 16, 32)}, "head dims are 32 and 32"),
-    "bias_copies": ({"bias": (2, 16, 4096, 4096), "bias_dtype": "fp32"}, "bias is not of the dtype of q"),
+    "bias_copies": ({"bias": PER_SCORE, "bias_dtype": "fp32"}, "bias is not of the dtype of q"),
+    "few_keys": ({"seqlen_k": 127}, "there are 127 keys"),
 }
 NEVER_TAKEN = (
     ("dtype", {"dtype": "fp64"}),
@@ -59,8 +94,35 @@ NEVER_TAKEN = (
     ("key_mask", {"mask": (1, 1)}),
     ("key_mask", {"mask": KEY_MASK, "mask_prepared": True}),
     ("key_mask", {"q": (2, 1, 16, 64), "mask": (2, 16, 1, 4096), "seqlen_k": 4096}),
-    ("no_backward", {"bias": (1, 16, 1, 4096), "bias_grad": True}),
     ("capability", {"device": "sm_100"}),
+    ("capability", {"device": "sm_80", **GRADIENTS, "bias": (1, 16, 1, 4096), "bias_grad": True}),
+)
+# Its forward pass serves these, its backward pass does not, for this reason.
+NEVER_DIFFERENTIATED = (
+    ("backward_head_dim", {"q": (2, 4096, 16, 192), "head_dim_v": 128, **GRADIENTS}),
+    ("backward_softcap", {"softcap": 1.0, "bias": (1, 16, 1, 4096), "bias_grad": True}),
+    ("tile_bias_rows", {"bias": PER_SCORE, "bias_strides": (2**28, 2**24, 1, 2**12), **GRADIENTS}),
+    ("shared_dbias", {"kv_heads": 4, "bias": (2, 4, 4096, 4096), "bias_grad": True}),
+    # Its gradient has the shape of what was expanded.
+    ("shared_dbias", {**DBIAS, "bias_strides": (2**16, 2**12, 0, 1)}),
+    ("shared_dbias", {**DBIAS, "bias_strides": (2**16, 2**12, 1, 0)}),
+)
+DIFFERENTIATED = (
+    GRADIENTS,
+    DBIAS,
+    {**DBIAS, **GRADIENTS, "softmax_scale": -0.3, "is_causal": True},
+    {**DBIAS, "bias_strides": (0, 0, 2**12, 1)},
+    {**DBIAS, "deterministic": True},
+    {**GRADIENTS, "kv_heads": 4, "deterministic": True},
+    {"bias": (1, 1, 4096, 4096), **GRADIENTS, "kv_heads": 2},
+    {"bias": (2, 16, 4096, 4095), "bias_strides": (2**28, 2**24, 2**12, 1), "seqlen_k": 4095, **GRADIENTS},
+    {"bias": PER_SCORE, "bias_dtype": "fp32", "bias_strides": (2**12, 1, 0, 2**13), **GRADIENTS},
+    {"bias": (2, 4, 1, 4095), "bias_dtype": "fp32", "bias_grad": True, "kv_heads": 4, "seqlen_k": 4095, **GRADIENTS},
+    {"bias": (1, 16, 4096, 1), "bias_dtype": "fp16", "bias_grad": True},
+    {"q": (2, 4096, 16, 8), "head_dim_v": 128, "mask": (1, 1, 4096, 4096), "mask_prepared": True, **GRADIENTS},
+    {"q": (0, 64, 16, 64), "seqlen_k": 0, **GRADIENTS},
+    {"q": (2, 1, 16, 64), "seqlen_k": 33, **GRADIENTS},
+    {"deterministic": True, "kv_heads": 4, "bias": (2, 4, 1, 4096), "bias_grad": True},
 )
 TAKEN = (
     {},
@@ -106,19 +168,41 @@ def test_what_it_takes(call: dict[str, Any]) -> None:
     assert (pair.forward, pair.backward) == ("cuda", "triton")
 
 
-@pytest.mark.parametrize("needs", (GRADIENTS, {"bias": (1, 16, 1, 4096), "bias_grad": True}))
-def test_gradients_are_those_of_triton(needs: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("code", "call"), NEVER_DIFFERENTIATED, ids=str)
+def test_what_it_does_not_differentiate(code: str, call: dict[str, Any]) -> None:
+    """Triton does then: by itself under auto, and in the pair that the error of a call by name speaks of."""
     for backend in ("auto", ("cuda", "triton")):
-        explanation = explained(**needs, backend=backend)
+        explanation = explained(**call, backend=backend)
         assert (explanation.forward, explanation.backward, explanation.error) == ("cuda", "triton", None)
-    refused = explained(**needs, backend="cuda").error
+    (reason,) = explained(**call).verdicts[0].reasons
+    assert reason.code == code
+    refused = explained(**call, backend="cuda").error
     assert refused is not None and refused.startswith("backend 'cuda' does not support this call: ")
     assert 'backend=("cuda", "triton") runs its forward pass and the backward pass of the other' in refused
 
 
+@pytest.mark.parametrize("call", DIFFERENTIATED, ids=str)
+def test_what_it_differentiates(call: dict[str, Any]) -> None:
+    explanation = explained(**call, backend="cuda")
+    assert (explanation.forward, explanation.backward, explanation.error) == ("cuda", "cuda", None)
+
+
+@pytest.mark.parametrize("call", (GRADIENTS, DBIAS, {"mask": (1, 1, 4096, 4096), **GRADIENTS}), ids=str)
+def test_auto_takes_both_passes(call: dict[str, Any]) -> None:
+    explanation = explained(**call)
+    assert (explanation.forward, explanation.backward) == ("cuda", "cuda")
+
+
+@pytest.mark.parametrize("call", (GRADIENTS, DBIAS, {"mask": (1, 1, 4096, 4096), **GRADIENTS}), ids=str)
+def test_its_backward_pass_completes_the_forward_pass_of_another(call: dict[str, Any]) -> None:
+    for other in ("triton", "eager"):
+        explanation = explained(**call, backend=(other, "cuda"))
+        assert (explanation.forward, explanation.backward) == (other, "cuda")
+
+
 def test_without_triton_gradients_are_those_of_eager() -> None:
     with flash_dmattn.disable_backends("triton"):
-        explanation = explained(**GRADIENTS)
+        explanation = explained(**GRADIENTS, softcap=1.0)
     assert (explanation.forward, explanation.backward) == ("cuda", "eager")
 
 
@@ -134,7 +218,9 @@ def test_triton_serves_what_it_refuses(call: dict[str, Any]) -> None:
 def test_what_auto_leaves_to_triton(code: str) -> None:
     call, text = PASSED_OVER[code]
     explanation = explained(**call, **GRADIENTS)
-    assert (explanation.forward, explanation.backward) == ("triton", "triton")
+    (rule,) = (rule for rule in cuda.AUTO_RULES if rule.code == code)
+    forward = "triton" if "forward" in rule.passes else "cuda"
+    assert (explanation.forward, explanation.backward) == (forward, "triton")
     (preference,) = explanation.verdicts[0].preferences
     assert preference.code == code and preference.text.startswith(text) and preference.hint
     assert explained(**call, backend="cuda").forward == "cuda"
@@ -142,8 +228,8 @@ def test_what_auto_leaves_to_triton(code: str) -> None:
 
 def test_a_build_of_some_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """A larger unit serves lesser head dims; what no unit serves goes to triton, and the units there are get named."""
-    units = frozenset({"forward_d128_bf16", "forward_d192_128_bf16"})
-    monkeypatch.setattr(cuda, "installed_units", lambda: units)
+    units = frozenset({"forward_d128_bf16", "forward_d192_128_bf16", "backward_d128_bf16"})
+    monkeypatch.setattr(cuda_rules, "installed_units", lambda: units)
     for dim, chosen in ((64, "cuda"), (128, "cuda"), (256, "triton")):
         assert explained(q=(2, 4096, 16, dim)).forward == chosen
     assert explained(q=(2, 4096, 16, 192), head_dim_v=128).forward == "cuda"
@@ -152,6 +238,10 @@ def test_a_build_of_some_units(monkeypatch: pytest.MonkeyPatch) -> None:
     (reason,) = explained(dtype="fp16").verdicts[0].reasons
     assert reason.code == "head_dim" and "float16" in reason.text
     assert [reason.code for reason in explained(dtype="fp32").verdicts[0].reasons] == ["dtype"]
+    assert explained(**GRADIENTS, backend="cuda").backward == "cuda"
+    monkeypatch.setattr(cuda_rules, "installed_units", lambda: units - {"backward_d128_bf16"})
+    (reason,) = explained(**GRADIENTS).verdicts[0].reasons
+    assert reason.text.endswith("this build has no backward kernels of bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -173,8 +263,12 @@ DIMS = st.sampled_from((1, 8, 64, 100, 128, 192, 256, 257, 512))
 SHAPES = st.none() | st.tuples(*[st.booleans()] * 4)
 DTYPES = st.sampled_from(("fp16", "bf16", "fp32", "fp64"))
 BUILDS = st.none() | st.frozensets(
-    st.sampled_from([f"forward_d{d}_bf16" for d in (64, 96, 128, 192, 256)] + ["forward_d192_128_bf16"])
+    st.sampled_from(
+        [f"forward_d{d}_bf16" for d in (64, 96, 128, 192, 256)]
+        + ["forward_d192_128_bf16", "backward_d64_bf16", "backward_d128_bf16"]
+    )
 )
+FLAGS = ("mask_prepared", "grad", "bias_grad", "return_probs", "deterministic", "softcap")
 
 
 @given(
@@ -185,7 +279,7 @@ BUILDS = st.none() | st.frozensets(
     device=st.sampled_from(("cpu", "sm_75", "sm_80", "sm_90", "sm_100")),
     mask=SHAPES,
     bias=SHAPES,
-    flags=st.fixed_dictionaries(dict.fromkeys(("mask_prepared", "grad", "bias_grad", "return_probs"), st.booleans())),
+    flags=st.fixed_dictionaries(dict.fromkeys(FLAGS, st.booleans())),
     built=BUILDS,
 )
 def test_a_broken_rule_is_a_sentence(
@@ -212,10 +306,10 @@ def test_a_broken_rule_is_a_sentence(
         mask=shapes[0],
         bias=shapes[1],
         backend="reference",
-        **flags,
+        **{**flags, "softcap": 30.0 * flags["softcap"]},
     ).problem
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda, "installed_units", lambda: built)
+        patch.setattr(cuda_rules, "installed_units", lambda: built)
         for rule in (rule for rule in ALL_RULES if set(rule.passes) & set(selection.passes_of(problem))):
             assert is_a_sentence(rule, problem), f"{rule.code}: {rule.says(problem)!r}"
 

@@ -14,18 +14,20 @@ from dataclasses import replace
 import pytest
 import torch
 from accuracy import assert_accurate
-from cases import ALL, DEVICE, Case
+from cases import ALL, DEVICE, NAMES, Case, Inputs
 from conftest import Runner
 from cuda_forms import ALL_UNITS, BIAS_FORMS, bias_form, described, unit_of
 from descriptors import descriptors_wherever_they_serve
-from draws import CUDA_EDGES, CUDA_FORMS, DRAWS, FORMS, HEAD_DIMS, TILE_EDGES, draw_cuda, draw_triton
+from draws import CUDA_EDGES, CUDA_FORMS, DRAWS, FORMS, HEAD_DIMS, TILE_EDGES, Drawn, draw_cuda, draw_triton
 from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 from layouts import LAYOUTS, offset, rearranged
+from torch import Tensor
 
-from flash_dmattn.backends import cuda
+from flash_dmattn.backends import cuda, cuda_rules
 from flash_dmattn.backends.protocol import broken_rules
 from flash_dmattn.masks import prepare_mask
+from flash_dmattn.problem import AttentionProblem, Need, TensorSpec
 
 EXAMPLES = {"eager": 2000, "flex": 200}
 SHARDS = 10  # so that pytest-xdist can share them out
@@ -131,6 +133,13 @@ def test_the_kernels_meet_every_form() -> None:
     assert {case.seqlen_q for case in cases} == {case.seqlen_k for case in cases} == set(TILE_EDGES)
 
 
+@pytest.fixture
+def every_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All units of cuda count as built, whatever this checkout has."""
+    monkeypatch.setattr(cuda_rules, "installed_units", lambda: None)
+
+
+@pytest.mark.usefixtures("every_unit")
 def test_cuda_meets_every_form() -> None:
     """In the cases that 200 numbers stand for; no rule of its forward pass refuses one of them."""
     drawn = [draw_cuda(number) for number in range(200)]
@@ -144,13 +153,37 @@ def test_cuda_meets_every_form() -> None:
     assert {case.seqlen_q for case in cases} == {case.seqlen_k for case in cases} == set(TILE_EDGES + CUDA_EDGES)
 
 
+def laid_out(drawn: Drawn) -> tuple[AttentionProblem, Tensor | None]:
+    """The description of a drawn call of cuda, gradients included, its bias as it lies in memory, and the bias."""
+    case, bias = drawn.case, None
+    problem = described(case, drawn.prepared)._replace(need=Need(*(name in case.need for name in NAMES)))
+    if case.bias is not None:
+        bias = torch.empty(case.sizes(case.bias), dtype=case.bias_dtype or case.dtype, device="meta")
+        bias = offset(bias, drawn.offset) if drawn.layout is None else LAYOUTS[drawn.layout](bias)
+        problem = problem._replace(bias=TensorSpec(bias.shape, bias.stride(), bias.dtype))
+    return problem, bias
+
+
+@pytest.mark.usefixtures("every_unit")
 def test_cuda_runs_every_kernel() -> None:
     """In the cases that 500 numbers stand for."""
-    kernels = set()
+    kernels, differentiated = set(), set()
+    refused = with_gradients = 0
     for x in map(draw_cuda, range(500)):
-        case, bias = x.case, None
-        if case.bias is not None:
-            bias = torch.empty(case.sizes(case.bias), dtype=case.bias_dtype or case.dtype, device="meta")
-            bias = offset(bias, x.offset) if x.layout is None else LAYOUTS[x.layout](bias)
+        case, (problem, bias) = x.case, laid_out(x)
         kernels.add((unit_of(case), bias_form(bias, case.dtype), case.mask is not None))
+        if any(problem.need):
+            with_gradients += 1
+            if broken_rules(cuda, problem, ("backward",)):
+                refused += 1
+                continue
+            dims = max(case.head_dim, case.head_dim_v)
+            unit = next((*unit, case.dtype) for unit in cuda_rules.BACKWARD_UNITS if dims <= unit[0])
+            form = bias_form(bias, case.dtype) if bias is None or 1 in bias.shape[2:] else "tile"
+            stored = form == "tile" and problem.need.bias
+            differentiated.add((unit, "stored tile" if stored else form, case.mask is not None))
     assert kernels == set(itertools.product(ALL_UNITS, BIAS_FORMS, (False, True)))
+    units = [(*unit, dtype) for unit in cuda_rules.BACKWARD_UNITS for dtype in (torch.float16, torch.bfloat16)]
+    forms = ("none", "vector", "tile", "stored tile")
+    assert differentiated == set(itertools.product(units, forms, (False, True)))
+    assert with_gradients > 200 and refused < with_gradients / 2

@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from flash_dmattn.backends.gradients import key_gradient, query_gradient
 from flash_dmattn.backends.protocol import Gradients
 
 from .backward_bias import backward_bias_kernel
@@ -72,7 +73,7 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, need: Need) -> 
         if bias_of is not None:
             dbias = bias_of(read, mask)
         elif per_row and bias is not None:
-            dbias = _row_gradient(bias, dlse, lse, num_heads_k)
+            dbias = query_gradient(bias, dlse, lse, num_heads_k)
         return dq, dk, dv, dbias
 
     return run
@@ -182,8 +183,7 @@ def plan_keys(
         else:
             launch(*read, *read_of(mask, columns=True), dk, dv, dbias if stored else sums)
         if sums is not None:
-            dbias = _over_heads(sums, bias, num_heads_k).sum_to_size((*bias.shape[:2], shape.seqlen_k))
-            dbias = dbias.view(bias.shape).to(bias.dtype)
+            dbias = key_gradient(bias, sums, num_heads_k)
         return dk, dv, dbias
 
     return run
@@ -281,18 +281,3 @@ def plan_bias(call: Call, dout: Tensor, bias: Tensor) -> Callable[..., Tensor]:
         return dbias
 
     return run
-
-
-def _row_gradient(bias: Tensor, dlse: Tensor | None, lse: Tensor, num_heads_k: int) -> Tensor:
-    """The gradient of a bias of one value per query: it shifts lse and leaves p as it is, so it is the reduced dlse."""
-    if dlse is None:
-        return torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device)
-    rows = dlse.to(torch.float32).masked_fill(lse == -torch.inf, 0.0)
-    return _over_heads(rows, bias, num_heads_k).sum_to_size(bias.shape[:3]).view(bias.shape).to(bias.dtype)
-
-
-def _over_heads(x: Tensor, bias: Tensor, num_heads_k: int) -> Tensor:
-    """Sums (B, H, L) of query heads, added up over the groups that share one head of a bias where they do."""
-    if bias.shape[1] == num_heads_k != x.shape[1]:
-        return x.unflatten(1, (num_heads_k, -1)).sum(2)
-    return x

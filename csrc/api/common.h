@@ -12,8 +12,10 @@
 // In every libtorch_cuda; torch's header declares it under USE_CUDA only, which would need more CUDA headers.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
 
+// In a function that several operators call, which one of them did.
+#define CHECK_FOR(op, condition, ...) STD_TORCH_CHECK(condition, op, ": ", __VA_ARGS__)
 // In a function of an operator, whose file has its name as kName.
-#define CHECK_ARGUMENT(condition, ...) STD_TORCH_CHECK(condition, kName, ": ", __VA_ARGS__)
+#define CHECK_ARGUMENT(condition, ...) CHECK_FOR(kName, condition, __VA_ARGS__)
 
 namespace flash_dmattn {
 

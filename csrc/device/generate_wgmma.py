@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 HEADER = Path(__file__).with_name("wgmma_instructions.h")
-WIDTHS = (64, 96, 128, 192, 256)
+WIDTHS = (8, 64, 96, 128, 192, 256)
 DTYPES = {"__half": "f16", "__nv_bfloat16": "bf16"}
 
 PREAMBLE = """\
@@ -64,18 +64,28 @@ def instruction(dtype: str, n: int) -> str:
 """
 
     shared = body(f"%{count}", '"l"(a)', "1, 1, 0, 0", 2)
+    turned = body(f"%{count}", '"l"(a)', "1, 1, 0, 1", 2)
     quads = ", ".join(f"%{count + i}" for i in range(4))
-    registers = body(f"{{{quads}}}", ", ".join(f'"r"(a[{i}])' for i in range(4)), "1, 1, 1", 5)
+    fragment = ", ".join(f'"r"(a[{i}])' for i in range(4))
+    registers = body(f"{{{quads}}}", fragment, "1, 1, 1", 5)
+    registers_columns = body(f"{{{quads}}}", fragment, "1, 1, 0", 5)
     return f"""\
 template <>
 struct Wgmma<{dtype}, {n}> {{
   // A and B from shared memory, both K-major.
   __device__ static __forceinline__ void run(float (&d)[{count}], uint64_t a, uint64_t b, bool accumulate) {{
 {shared}  }}
+  // A and B from shared memory, A K-major, B N-major.
+  __device__ static __forceinline__ void run_rows(float (&d)[{count}], uint64_t a, uint64_t b, bool accumulate) {{
+{turned}  }}
   // A from registers, B from shared memory, N-major.
   __device__ static __forceinline__ void run(float (&d)[{count}], const uint32_t (&a)[4], uint64_t b,
                                              bool accumulate) {{
 {registers}  }}
+  // A from registers, B from shared memory, K-major.
+  __device__ static __forceinline__ void run_columns(float (&d)[{count}], const uint32_t (&a)[4], uint64_t b,
+                                                     bool accumulate) {{
+{registers_columns}  }}
 }};
 """
 

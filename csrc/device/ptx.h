@@ -86,6 +86,51 @@ __device__ __forceinline__ void copy_tensor(void* to, const CUtensorMap* map, ui
       : "memory");
 }
 
+// Copies `bytes`, a multiple of 16, from device memory.
+__device__ __forceinline__ void copy_bytes(void* to, const void* from, int bytes, uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(to)),
+               "l"(from), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+}
+
+// Copies a box from shared memory to (c0, c1, c2, c3); what lies outside the tensor is not written.
+__device__ __forceinline__ void store_tensor(const CUtensorMap* map, const void* from, int c0, int c1, int c2, int c3) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+               "r"(shared_address(from)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+               : "memory");
+}
+
+// Until shared memory has been read by all stores of this thread.
+__device__ __forceinline__ void wait_for_stores_to_read() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// What this thread has written to shared memory becomes visible to matrix instructions and the copy engine.
+__device__ __forceinline__ void shared_memory_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// --- device memory ----------------------------------------------------------------------------------------------
+
+// Reads what another block has written before it has added to this with `add_released`.
+__device__ __forceinline__ int load_acquired(const int* from) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+
+// Adds, after what this thread and those it has met at a barrier have written.
+__device__ __forceinline__ void add_released(int* to, int value) {
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+
+// Adds four values, each at once but in any order among threads.
+__device__ __forceinline__ void add_four(float* to, float a, float b, float c, float d) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d)
+               : "memory");
+}
+
 // --- registers --------------------------------------------------------------------------------------------------
 
 template <int kRegisters>
@@ -104,6 +149,21 @@ __device__ __forceinline__ void load_matrices(uint32_t (&out)[4], uint32_t addre
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
                : "r"(address)
+               : "memory");
+}
+
+// The same with every matrix turned: the lane receives elements n / 4 of rows 2 (n % 4) and 2 (n % 4) + 1.
+__device__ __forceinline__ void load_matrices_turned(uint32_t (&out)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "r"(address)
+               : "memory");
+}
+
+// And its reverse.
+__device__ __forceinline__ void store_matrices_turned(const uint32_t (&in)[4], uint32_t address) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(in[0]),
+               "r"(in[1]), "r"(in[2]), "r"(in[3])
                : "memory");
 }
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import torch
 
+from ..backends import cuda
+from ..problem import device_capability
+from ..settings import process
 from . import packing
 from .broadcast import collapse
-from .packing import TILE_WORDS, make_band, tiles
+from .packing import TILE_WORDS, Band, make_band, tiles
 
 _LIBRARY = torch.library.Library("flash_dmattn", "FRAGMENT")
 _LIBRARY.define(
@@ -57,13 +60,42 @@ def prepare(
     mask: torch.Tensor, seqlen_q: int, seqlen_k: int, is_causal: bool, window_size: Sequence[int]
 ) -> list[torch.Tensor]:
     """What the operator does, for a collapsed mask."""
-    pack = packer(mask)
     if mask.size(2) == 1:
-        return list(pack.key_set(mask.expand(-1, -1, 1, seqlen_k)))
+        return list(packer(mask).key_set(mask.expand(-1, -1, 1, seqlen_k)))
     left, right = window_size
-    band = make_band(seqlen_q, seqlen_k, is_causal, (left, right))
-    bits, classes = pack.pack_mask(mask.expand(-1, -1, seqlen_q, seqlen_k), band)
+    return pack_tiles(mask, seqlen_q, seqlen_k, make_band(seqlen_q, seqlen_k, is_causal, (left, right)))
+
+
+def pack_tiles(mask: torch.Tensor, seqlen_q: int, seqlen_k: int, band: Band | None) -> list[torch.Tensor]:
+    """The tensors of a `TileMask` of a collapsed mask, even of one with a single row: bits, classes, both lists."""
+    dense = mask.expand(-1, -1, seqlen_q, seqlen_k)
+    if packs_by_extension(mask):
+        low, high = (0, 0) if band is None else band
+        return _extension_packer()(dense, low, high, band is not None)
+    pack = packer(mask)
+    bits, classes = pack.pack_mask(dense, band)
     return [bits, classes, *pack.list_tiles(classes)]
+
+
+def packs_by_extension(tensor: torch.Tensor) -> bool:
+    """Whether the CUDA extension packs a mask: on a Hopper GPU where it works and nobody has disabled its backend."""
+    return (
+        tensor.is_cuda
+        and device_capability(tensor.device) == (9, 0)
+        and cuda.NAME not in process.disabled
+        and cuda.probe().usable
+    )
+
+
+_pack_mask: Callable[..., list[torch.Tensor]] | None = None
+
+
+def _extension_packer() -> Callable[..., list[torch.Tensor]]:
+    # Looked up once, after the probe has loaded the extension: torch.ops takes a microsecond to find an operator.
+    global _pack_mask
+    if _pack_mask is None:
+        _pack_mask = torch.ops.flash_dmattn.cuda_pack_mask.default
+    return _pack_mask
 
 
 def _prepare_fake(

@@ -1,59 +1,18 @@
 // A consumer: a warpgroup that computes 64 rows of out.
-//
-// In the accumulator of a matrix instruction a thread holds rows n / 4 and n / 4 + 8 of its warp's 16, n its lane, and
-// of every 8 columns the two from 2 (n % 4) on: element 4 c + 2 r + e is row n / 4 + 8 r, column 8 c + 2 (n % 4) + e.
 #pragma once
 
-#include "bias.h"
+#include "../../device/fragments.h"
+#include "../operands.h"
 #include "storage.h"
 
 namespace flash_dmattn {
 
-constexpr float kLog2e = 1.4426950408889634f;
 constexpr int kFirstNamedBarrier = 1;  // 0 is __syncthreads
-
-__device__ __forceinline__ uint32_t pack(float low, float high, __nv_bfloat16) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return reinterpret_cast<const uint32_t&>(pair);
-}
-__device__ __forceinline__ uint32_t pack(float low, float high, __half) {
-  const __half2 pair = __floats2half2_rn(low, high);
-  return reinterpret_cast<const uint32_t&>(pair);
-}
-__device__ __forceinline__ float2 unpack(uint32_t pair, __nv_bfloat16) {
-  return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
-}
-__device__ __forceinline__ float2 unpack(uint32_t pair, __half) {
-  return __half22float2(reinterpret_cast<const __half2&>(pair));
-}
 
 // tanh(x) as (1 - e) / (1 + e), e = exp(-2 |x|), which cannot overflow.
 __device__ __forceinline__ float tanh_exact(float x) {
   const float e = exp2_approx(-2.0f * kLog2e * fabsf(x));
   return copysignf((1.0f - e) * reciprocal_approx(1.0f + e), x);
-}
-
-// The four threads of a row.
-__device__ __forceinline__ float max_of_row(float x) {
-  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
-}
-__device__ __forceinline__ float sum_of_row(float x) {
-  x += __shfl_xor_sync(0xffffffffu, x, 1);
-  return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
-
-// Word k of lane l of the four lanes of a row becomes word l of lane k.
-__device__ __forceinline__ void transpose_words(uint32_t& w0, uint32_t& w1, uint32_t& w2, uint32_t& w3, int lane) {
-  const bool odd = lane & 1, high = lane & 2;
-  auto swap = [](uint32_t& low, uint32_t& up, bool sends_low, int distance) {
-    const uint32_t received = __shfl_xor_sync(0xffffffffu, sends_low ? low : up, distance);
-    (sends_low ? low : up) = received;
-  };
-  swap(w0, w1, odd, 1);
-  swap(w2, w3, odd, 1);
-  swap(w0, w2, high, 2);
-  swap(w1, w3, high, 2);
 }
 
 template <class Traits>
@@ -250,14 +209,31 @@ struct Consumer {
         row_sum[r] *= correction[r];
         row_max[r] = top[r];
       }
-      const float shift = row_max[r] == -INFINITY ? 0.0f : row_max[r] * scale;
+    }
+    float shift[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) shift[r] = row_max[r] == -INFINITY ? 0.0f : row_max[r] * scale;
+    // Rounded, a great shift leaves the exponent of the maximum above or below 0 by up to 2^-24 of it; rounded to 16
+    // bits such a probability is no longer what the sum counts, and a row of one key is not exact.
+    constexpr float kGreatShift = 128.0f;
+    if (__any_sync(0xffffffffu, fabsf(shift[0]) > kGreatShift || fabsf(shift[1]) > kGreatShift)) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float top_or_0 = row_max[r] == -INFINITY ? 0.0f : row_max[r];
+        shift[r] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kScores / 2; ++i) scores[4 * (i / 2) + 2 * r + i % 2] -= top_or_0;
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
       float sum = 0;
 #pragma unroll
       for (int c = 0; c < kScores / 4; ++c) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& score = scores[4 * c + 2 * r + e];
-          score = exp2_approx(fmaf(score, scale, -shift));
+          score = exp2_approx(fmaf(score, scale, -shift[r]));
           sum += score;
         }
       }

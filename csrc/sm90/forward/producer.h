@@ -1,21 +1,10 @@
 // The producer: one thread hands out work and has q, k and v copied; one warp supplies the bias.
 #pragma once
 
-#include "bias.h"
+#include "../operands.h"
 #include "storage.h"
 
 namespace flash_dmattn {
-
-// One panel of 64 columns after another, `kRows` rows each.
-template <int kPanels, int kRows>
-__device__ __forceinline__ void copy_panels(uint8_t* to, const CUtensorMap* map, uint64_t* full, int first_column,
-                                            int row, int head, int batch) {
-  barrier_arrive_expect(full, kPanels * kRows * kRowBytes);
-#pragma unroll
-  for (int panel = 0; panel < kPanels; ++panel) {
-    copy_tensor(to + panel * kRows * kRowBytes, map, full, first_column + panel * kPanelColumns, row, head, batch);
-  }
-}
 
 template <class Traits>
 __device__ __forceinline__ void copy_tiles(const ForwardParams& p, ForwardStorage<Traits>& shared) {

@@ -1,7 +1,7 @@
 // The shared memory of a block, and how its warps hand it to each other.
 #pragma once
 
-#include "../../device/ptx.h"
+#include "../../device/pipeline.h"
 #include "traits.h"
 #include "work.h"
 
@@ -20,20 +20,6 @@ struct alignas(1024) ForwardStorage {
   uint64_t bias_full[Traits::kBiasStages], bias_empty[Traits::kBiasStages];
   uint64_t work_full[2], work_empty[2];
   Item<Traits> work[2];
-};
-
-// The place in a ring of stages.
-template <int kStages>
-struct Ring {
-  int stage = 0;
-  uint32_t phase = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
 };
 
 // The next piece of work, for a whole warp, to be read until the warp gives it back.

@@ -1,7 +1,7 @@
 // What a block works on: which rows of which head, and which blocks of keys those rows walk.
 #pragma once
 
-#include "../../params.h"
+#include "../operands.h"
 
 namespace flash_dmattn {
 
@@ -26,11 +26,6 @@ __device__ __forceinline__ Work work_at(const ForwardParams& p, int index, int r
     work.head = pair - work.batch * p.num_heads;
   }
   return work;
-}
-
-// Which of the masks, counted over batches and heads, is the work's.
-__device__ __forceinline__ int64_t mask_of(const ForwardParams& p, const Work& work) {
-  return static_cast<int64_t>(p.mask_has_batch ? work.batch : 0) * p.mask_heads + work.head / p.heads_per_mask;
 }
 
 // The blocks of kKeys keys that some row of the work attends, in the order of the walk.

@@ -1,20 +1,26 @@
-// A bias that is read by plain loads.
+// Which mask and which bias are those of a head.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "work.h"
+#include "../params.h"
 
 namespace flash_dmattn {
+
+// Which of the masks, counted over batches and heads, is the work's.
+template <class Params, class Work>
+__device__ __forceinline__ int64_t mask_of(const Params& p, const Work& work) {
+  return static_cast<int64_t>(p.mask_has_batch ? work.batch : 0) * p.mask_heads + work.head / p.heads_per_mask;
+}
 
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 
-// Calls use with a function from (query, key) to the bias of the work's head, fp32.
-template <class F>
-__device__ __forceinline__ void with_bias(const ForwardParams& p, const Work& work, F use) {
+// Of a bias that is read by plain loads: calls use with a function from (query, key) to the bias of the work's head, fp32.
+template <class Params, class Work, class F>
+__device__ __forceinline__ void with_bias(const Params& p, const Work& work, F use) {
   const int64_t start =
       (p.bias_has_batch ? work.batch : 0) * p.bias_stride_b + work.head / p.heads_per_bias * p.bias_stride_h;
   auto with = [&](auto* values) {

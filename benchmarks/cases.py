@@ -1,0 +1,288 @@
+"""The one table of cases that every suite draws from: shapes, masks, biases and what is swept, without tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from flash_dmattn import Explanation, explain_problem
+
+Pass = Literal["forward", "backward", "step"]
+MaskKind = Literal["keys", "topk", "blocks", "band", "random", "documents", "padding"]
+
+TILE = 128
+PASSES: tuple[Pass, ...] = ("forward", "backward", "step")
+# Dims of a mask or bias: b batch, h query heads, k key-value heads, i queries, j keys; one that is missing is 1.
+MASK_FORMS = {"keys": "bkj", "topk": "bkij", "blocks": "bkij", "band": "ij", "documents": "bij", "padding": "bj"}
+
+
+class MaskRule(NamedTuple):
+    """How a mask is made.
+
+    "keys": the `size` highest scored keys, the same for every query. "topk": for every query the `size` highest scored
+    keys of its causal prefix. "blocks": tiles of `size`, each kept with probability `density`, and the diagonal.
+    "band": keys at most `size` away. "documents": `size` packed documents of random lengths. "padding": every batch
+    element ends somewhere in its second half. "random": every element by itself with probability `density`.
+    """
+
+    kind: MaskKind
+    size: int = 0
+    density: float = 0.1
+    form: str = ""
+
+    @property
+    def dims(self) -> str:
+        """Its form in letters; `form` is that of "random" alone."""
+        return self.form or MASK_FORMS[self.kind]
+
+    def __str__(self) -> str:
+        said = {
+            "keys": f"{self.size} keys kept",
+            "topk": f"top {self.size} per query",
+            "blocks": f"{self.size}-blocks, density {self.density:g}",
+            "band": f"band of ±{self.size}",
+            "documents": f"{self.size} documents",
+            "padding": "padded lengths",
+            "random": f"random, density {self.density:g}",
+        }
+        return said[self.kind]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention call, with the gradients of q, k, v and, where it has one, of the bias.
+
+    Attributes:
+        group: "workload", "decode", "memory", "form", or what the case is a point of: "length", "density", ...
+        x: the value of what is swept, in a sweep.
+        seqlen: of the keys, and of the queries unless `queries` says otherwise.
+        bias: the letters of its dims, or None. With "bkj" it also is the score that "keys" and "topk" select by.
+        passes: what is timed.
+        all_systems: timed with those systems too that are known to be far behind; one workload of each kind is.
+        quick: one of the few that `--quick` keeps.
+    """
+
+    name: str
+    group: str
+    batch: int
+    heads: int
+    heads_k: int
+    seqlen: int
+    head_dim: int
+    is_causal: bool = False
+    mask: MaskRule | None = None
+    bias: str | None = None
+    queries: int | None = None
+    x: float | str | None = None
+    passes: tuple[Pass, ...] = PASSES
+    all_systems: bool = False
+    quick: bool = False
+
+    @property
+    def seqlen_q(self) -> int:
+        """Number of queries."""
+        return self.seqlen if self.queries is None else self.queries
+
+    @property
+    def shape(self) -> str:
+        """B,Hq,Hk,L,D as tables have it; two lengths where they differ."""
+        lengths = f"{self.seqlen}" if self.queries is None else f"{self.queries}x{self.seqlen}"
+        return f"{self.batch},{self.heads},{self.heads_k},{lengths},{self.head_dim}"
+
+    def shape_of(self, form: str) -> tuple[int, int, int, int]:
+        """The 4-D shape of a mask or bias of these dims."""
+        heads = self.heads if "h" in form else self.heads_k if "k" in form else 1
+        return (
+            self.batch if "b" in form else 1,
+            heads,
+            self.seqlen_q if "i" in form else 1,
+            self.seqlen if "j" in form else 1,
+        )
+
+    @property
+    def what(self) -> str:
+        """In words, for tables."""
+        parts = ["causal"] if self.is_causal else []
+        if self.mask is not None:
+            parts.append(f"mask {spelled(self.mask.dims)}: {self.mask}")
+        if self.bias is not None:
+            parts.append(f"bias {spelled(self.bias)}")
+        return ", ".join(parts) or "full"
+
+    @property
+    def takes_gradients(self) -> bool:
+        """Whether any timed pass needs a gradient."""
+        return self.passes != ("forward",)
+
+    def explain(self, device: str, *, gradients: bool | None = None, return_lse: bool = False) -> Explanation:
+        """What the rules of every backend say of the call on "cpu" or, for example, "sm_90".
+
+        The forward pass is timed without gradients: `gradients=False`. None stands for those that the case takes.
+        """
+        grad = self.takes_gradients if gradients is None else gradients
+        return explain_problem(
+            (self.batch, self.seqlen_q, self.heads, self.head_dim),
+            kv_heads=self.heads_k,
+            seqlen_k=self.seqlen,
+            dtype="bf16",
+            device=device,
+            mask=None if self.mask is None else self.shape_of(self.mask.dims),
+            bias=None if self.bias is None else self.shape_of(self.bias),
+            is_causal=self.is_causal,
+            return_lse=return_lse,
+            grad=grad,
+            bias_grad=grad and self.bias is not None,
+        )
+
+    def reduced(self, seqlen: int) -> Case:
+        """The same kind of call, small enough for a CPU: at most `seqlen` keys, 2 batch elements, 4 heads, 32 dims."""
+        heads = min(self.heads, 4)
+        size = {"keys": seqlen // 6, "topk": seqlen // 6, "band": seqlen // 4, "blocks": TILE, "documents": 3}
+        rule = self.mask and self.mask._replace(size=size.get(self.mask.kind, 0))
+        return replace(
+            self,
+            batch=min(self.batch, 2),
+            heads=heads,
+            heads_k=max(1, heads * self.heads_k // self.heads),
+            seqlen=min(self.seqlen, seqlen),
+            queries=self.queries and min(self.queries, seqlen),
+            head_dim=min(self.head_dim, 32),
+            mask=rule,
+        )
+
+
+def spelled(form: str) -> str:
+    """The dims of a form as the documentation writes them: "bkj" is (B,Hk,1,L)."""
+    heads = "Hq" if "h" in form else "Hk" if "k" in form else "1"
+    return f"({'B' if 'b' in form else '1'},{heads},{'L' if 'i' in form else '1'},{'L' if 'j' in form else '1'})"
+
+
+def _workloads() -> Iterator[Case]:
+    def case(
+        name: str,
+        *sizes: int,
+        causal: bool = False,
+        mask: MaskRule | None = None,
+        bias: str | None = None,
+        all_systems: bool = False,
+        quick: bool = False,
+    ) -> Case:
+        batch, heads, heads_k, seqlen, head_dim = sizes
+        made = Case(name, "workload", batch, heads, heads_k, seqlen, head_dim, causal, mask, bias)
+        return replace(made, all_systems=all_systems, quick=quick)
+
+    top, row = MaskRule("topk", 1024), "bkj"
+    kept = MaskRule("keys", 1024)
+    yield case("dense-d64", 4, 32, 32, 4096, 64)
+    yield case("dense-d128", 4, 16, 16, 4096, 128, all_systems=True)
+    yield case("causal-d64", 1, 32, 32, 16384, 64, causal=True)
+    yield case("causal-d128", 1, 16, 16, 16384, 128, causal=True)
+    yield case("causal-gqa", 4, 32, 8, 4096, 128, causal=True, all_systems=True, quick=True)
+    yield case("bias-bhll-d64", 4, 16, 16, 2048, 64, bias="bhij", all_systems=True, quick=True)
+    yield case("bias-bhll-d128", 1, 16, 16, 4096, 128, bias="bhij")
+    yield case("bias-1hll-d64", 8, 16, 16, 2048, 64, bias="hij", all_systems=True)
+    yield case("keys-2k", 1, 2, 1, 2048, 64, causal=True, mask=kept, bias=row)
+    yield case("keys-8k", 1, 2, 1, 8192, 64, causal=True, mask=kept, bias=row, all_systems=True)
+    yield case("keys-32k", 1, 2, 1, 32768, 64, causal=True, mask=kept, bias=row)
+    yield case("topk-8k", 1, 16, 4, 8192, 128, causal=True, mask=top, bias=row, all_systems=True, quick=True)
+    yield case("topk-16k", 1, 16, 4, 16384, 128, causal=True, mask=top, bias=row)
+    yield case("blocks", 1, 16, 4, 16384, 128, mask=MaskRule("blocks", TILE), all_systems=True)
+    yield case("band", 1, 16, 4, 16384, 128, mask=MaskRule("band", 1024), all_systems=True)
+
+
+def _sweeps() -> Iterator[Case]:
+    for length in (512, 1024, 2048, 4096, 16384):
+        yield Case(f"length-{length}", "length", 16384 // length, 16, 16, length, 128, True, x=length)
+    for dim in (64, 96, 128, 192, 256):
+        yield Case(f"head-dim-{dim}", "head dim", 2, 2048 // dim, 2048 // dim, 4096, dim, True, x=dim)
+    for heads_k in (32, 8, 4, 1):
+        yield Case(f"heads-{heads_k}", "key-value heads", 1, 32, heads_k, 4096, 128, True, x=heads_k)
+    for batch in (1, 4, 16):
+        yield Case(f"batch-{batch}", "batch", batch, 16, 16, 1024, 64, bias="hij", x=batch)
+    for density in (0.02, 0.1, 0.3, 1.0):
+        rule = MaskRule("blocks", TILE, density)
+        yield Case(f"density-{density:g}", "density", 1, 16, 4, 8192, 128, mask=rule, x=density)
+    rules = (
+        MaskRule("padding"),
+        MaskRule("documents", 16),
+        MaskRule("band", 1024),
+        MaskRule("random", 0, 0.1, "bkij"),
+        MaskRule("keys", 1024),
+    )
+    for rule in rules:
+        yield Case(f"mask-{rule.kind}", "mask kind", 2, 16, 4, 4096, 64, mask=rule, x=rule.kind)
+    for form in ("bhij", "bij", "hij", "ij", "bhj", "hj"):
+        yield Case(f"bias-{form}", "bias class", 2, 16, 16, 2048, 128, True, bias=form, x=spelled(form))
+
+
+def _decode() -> Iterator[Case]:
+    for length in (8192, 65536):
+        name, quick = f"decode-{length // 1024}k", length == 8192
+        yield Case(name, "decode", 8, 32, 8, length, 128, queries=1, passes=("forward",), quick=quick)
+    kept = MaskRule("keys", 2048)
+    yield Case("decode-keys-64k", "decode", 8, 32, 8, 65536, 128, mask=kept, queries=1, passes=("forward",))
+
+
+def _memory() -> Iterator[Case]:
+    # The call of which the predecessor reported that its backward pass came from 448 to 320 MB.
+    yield Case("predecessor", "memory", 1, 2, 1, 4096, 64, True, bias="hj", quick=True)
+    yield Case("memory-dense", "memory", 1, 32, 8, 8192, 128, True)
+    yield Case("memory-bias-bhll", "memory", 4, 16, 16, 2048, 64, bias="bhij")
+    yield Case("memory-bias-1hll", "memory", 8, 16, 16, 2048, 64, bias="hij", quick=True)
+    yield Case("memory-topk", "memory", 1, 16, 4, 8192, 128, True, MaskRule("topk", 1024), "bkj")
+
+
+def _forms() -> Iterator[Case]:
+    """Small calls of every form, whose whole score matrices fit in fp64; lengths that no tile divides."""
+
+    def form(name: str, mask: MaskRule | None = None, bias: str | None = None, **rest: object) -> Case:
+        sizes = {"batch": 2, "heads": 8, "heads_k": 4, "seqlen": 384, "head_dim": 64, **rest}
+        return Case(f"form-{name}", "form", mask=mask, bias=bias, **sizes)  # type: ignore[arg-type]
+
+    yield form("full", quick=True)
+    yield form("causal", is_causal=True)
+    yield form("causal-d128-odd", is_causal=True, seqlen=509, head_dim=128)
+    yield form("d256", heads=4, heads_k=4, head_dim=256, is_causal=True)
+    yield form("one-key-value-head", heads_k=1, is_causal=True)
+    yield form("few-queries", queries=130, is_causal=True, seqlen=509)
+    yield form("decode", queries=1, seqlen=1024)
+    kinds: tuple[MaskKind, ...] = ("topk", "keys")
+    for kind in kinds:
+        yield form(kind, MaskRule(kind, 100), "bkj", is_causal=True, quick=kind == "topk")
+    yield form("blocks", MaskRule("blocks", TILE, 0.3))
+    yield form("band", MaskRule("band", 100))
+    yield form("documents", MaskRule("documents", 5), is_causal=True)
+    yield form("padding", MaskRule("padding"), quick=True)
+    for dims in ("bhij", "bkij", "ij", "bj"):
+        yield form(f"random-{dims}", MaskRule("random", 0, 0.5, dims), seqlen=509)
+    for dims in ("bhij", "hij", "bij", "ij", "bhj", "hj"):
+        yield form(f"bias-{dims}", bias=dims, heads=4, heads_k=4, quick=dims in ("bhij", "hj"))
+    yield form("bias-odd", bias="bhij", seqlen=509, is_causal=True)
+    yield form("mask-and-bias", MaskRule("random", 0, 0.5, "bkij"), "bhij")
+
+
+CASES = (*_workloads(), *_sweeps(), *_decode(), *_memory(), *_forms())
+GROUPS = {
+    "equivalence": ("form",),
+    "performance": (
+        "workload",
+        "length",
+        "head dim",
+        "key-value heads",
+        "batch",
+        "density",
+        "mask kind",
+        "bias class",
+        "decode",
+    ),
+    "memory": ("memory",),
+}
+
+
+def cases_of(suite: str, only: list[str] | None = None, quick: bool = False) -> list[Case]:
+    """The cases of a suite whose name or group contains one of `only`; with `quick`, of those the ones marked so."""
+    chosen = [case for case in CASES if case.group in GROUPS[suite]]
+    if only is not None:
+        chosen = [case for case in chosen if any(part in case.name or part in case.group for part in only)]
+    return [case for case in chosen if case.quick] if quick else chosen

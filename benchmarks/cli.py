@@ -1,0 +1,166 @@
+"""The command line of the benchmarks.
+
+    python -m benchmarks all                           # every suite, then the report; goes on where it stopped
+    python -m benchmarks performance --quick           # a few cases, for less long, into build/benchmarks
+    python -m benchmarks performance forward --only topk density --systems cuda triton flexattention
+    python -m benchmarks performance decode
+    python -m benchmarks equivalence --device cpu
+    python -m benchmarks memory
+    python -m benchmarks sweep tiles d128 --write      # tiles of the Triton kernels; proposes rows of their table
+    python -m benchmarks sweep strips                  # the same for the packing of masks
+    python -m benchmarks report                        # tables and plots of all results; --pages for README and docs
+    python -m benchmarks list
+
+A run writes DIR/<suite>.json after every case and, at its end, tables and plots made from it. The same command goes on
+where the last one stopped, as long as device, versions and commit are the same. docs/benchmarks.md says how to read it.
+
+Exit status: 0; 1 where one of our backends failed or is less accurate than the accuracy rule demands; 2 for a wrong
+command, or results of another run in the way; 3 where cases are left, the budget being spent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from . import dispatch, machine, mask_pack, pages, runner, tiles
+from .cases import PASSES, cases_of
+from .report import write
+from .results import OtherRun
+from .systems import ALL, DEFAULT
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+DECODE = "decode"
+# Quick results are for looking at, not for the repository.
+QUICK_RESULTS = ROOT / "build" / "benchmarks"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what the arguments choose, and return the exit status."""
+    given = parser().parse_args(arguments)
+    try:
+        status: int = given.run(given)
+    except OtherRun as other:
+        print(other, file=sys.stderr)
+        return runner.USAGE
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command goes on where this one stopped", file=sys.stderr)
+        return runner.UNFINISHED
+    return status
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser, whose subcommands set `run`."""
+    top = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+    says = {
+        "equivalence": "errors of every output of every system beside fp64 and beside plain PyTorch",
+        "performance": "times of forward, backward, training step and decoding, beside the floor",
+        "memory": "peak memory above the inputs",
+        "all": "the three of them, then the report",
+    }
+    for name, help_text in says.items():
+        command = commands.add_parser(name, help=help_text, description=help_text)
+        if name == "performance":
+            kinds = [*PASSES, DECODE]
+            said = f"of {', '.join(kinds)}; default: all that each case has"
+            command.add_argument("passes", nargs="*", choices=[*kinds, []], metavar="PASS", help=said)
+        _add_run_options(command)
+        command.set_defaults(run=run_suites, suites=list(runner.SUITES) if name == "all" else [name])
+    sweep = commands.add_parser("sweep", help="search the best tiles, and propose rows of their table")
+    searches = sweep.add_subparsers(required=True, metavar="WHAT")
+    tiles.add_parser(searches)
+    mask_pack.add_parser(searches)
+    dispatch.add_parser(commands)
+    report = commands.add_parser("report", help="tables and plots from the JSON alone")
+    report.add_argument("folders", nargs="*", type=Path, help="default: every folder of benchmarks/results")
+    report.add_argument("--pages", action="store_true", help="and the figures of README.md and docs/benchmarks.md")
+    report.set_defaults(run=run_report)
+    listing = commands.add_parser("list", help="the cases of every suite, and the systems")
+    listing.set_defaults(run=print_list)
+    return top
+
+
+def _add_run_options(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--quick", action="store_true", help="a few cases, for less long; always anew, into build/benchmarks")
+    add("--only", nargs="+", metavar="NAME", help="cases whose name or group contains one of these")
+    known = [system.name for system in ALL]
+    add("--systems", nargs="+", choices=known, metavar="NAME", help=f"of {', '.join(known)}")
+    add("--device", choices=("cuda", "cpu"), help="default: the GPU where there is one")
+    add("--budget", type=float, metavar="SECONDS", help="start no case that may not end within this time")
+    add("--out", type=Path, metavar="DIR", help="folder of the results (default: benchmarks/results/<device>)")
+    add("--commit", help="what is timed, where git cannot tell")
+    add("--fresh", action="store_true", help="start anew, whatever there is")
+
+
+def run_suites(given: argparse.Namespace) -> int:
+    """Run the suites that were named, each followed by its tables and plots."""
+    started = time.monotonic()
+    kind = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cuda" and not torch.cuda.is_available():
+        print("--device cuda: torch finds no GPU on this machine.", file=sys.stderr)
+        return runner.USAGE
+    if given.only is not None and not any(cases_of(suite, given.only, given.quick) for suite in given.suites):
+        known = "; python -m benchmarks list prints them"
+        print(f"no case has a name or group with {' or '.join(given.only)} in it{known}", file=sys.stderr)
+        return runner.USAGE
+    passes = [name for name in getattr(given, "passes", []) if name != DECODE]
+    if passes != getattr(given, "passes", []) and not passes:
+        given.only = [DECODE]  # a group of cases, of which only the forward is timed
+    device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
+    described = machine.describe(device, given.commit)
+    options = runner.Options(
+        device=device,
+        out=given.out or (QUICK_RESULTS if given.quick else RESULTS) / machine.slug(described),
+        machine=described,
+        only=given.only,
+        systems=given.systems,
+        passes=passes or PASSES,
+        quick=given.quick,
+        deadline=None if given.budget is None else started + given.budget,
+        fresh=given.fresh or given.quick,
+    )
+    statuses = []
+    for suite in given.suites:
+        if given.only is None or cases_of(suite, given.only, given.quick):
+            statuses.append(runner.run(suite, options))
+    for path in write(options.out, given.suites):
+        print(f"written: {path}")
+    return runner.UNFINISHED if runner.UNFINISHED in statuses else max(statuses)
+
+
+def run_report(given: argparse.Namespace) -> int:
+    """Write tables and plots of the folders, and the pages if asked for."""
+    folders = given.folders or [path.parent for path in sorted(RESULTS.glob("*/performance.json"))]
+    for folder in folders:
+        for path in write(folder):
+            print(f"written: {path}")
+    if given.pages:
+        full = pages.full_run(RESULTS)
+        if full is None:
+            print(f"no full run on a GPU is under {RESULTS}: the pages stay as they are", file=sys.stderr)
+            return runner.UNFINISHED
+        for path in pages.write(ROOT, full):
+            print(f"written: {path}")
+    return runner.PASSED
+
+
+def print_list(given: argparse.Namespace) -> int:
+    """Print every case and every system."""
+    for suite in runner.SUITES:
+        print(suite)
+        for case in cases_of(suite):
+            print(f"    {case.name:26}{case.group:18}{case.shape:26}{case.what}{' (quick)' if case.quick else ''}")
+    print("systems")
+    for system in ALL:
+        print(f"    {system.name:18}{', '.join(suite for suite in runner.SUITES if system.name in DEFAULT[suite])}")
+    return runner.PASSED

@@ -1,0 +1,117 @@
+"""The tensors of a case from a seed, and the pairs that its mask and causality allow."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_dmattn import masks
+
+from .cases import TILE, Case, MaskRule
+
+
+class Inputs(NamedTuple):
+    """The tensors of one call: q, k, v, dout (B, L, H, D), a bool mask, a bias; q, k, v and bias may take gradients."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    mask: Tensor | None
+    bias: Tensor | None
+    is_causal: bool
+
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        """What takes a gradient, by the gradient's name."""
+        named = {"dq": self.q, "dk": self.k, "dv": self.v, "dbias": self.bias}
+        return {name: x for name, x in named.items() if x is not None}
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Numbers of queries and of keys."""
+        return self.q.shape[1], self.k.shape[1]
+
+    @property
+    def group(self) -> int:
+        """Query heads per key-value head."""
+        return self.q.shape[2] // self.k.shape[2]
+
+    def allowed(self) -> Tensor | None:
+        """Mask and causality as one dense bool tensor (B | 1, H | 1, Lq, Lk), or None where everything is allowed."""
+        seqlen_q, seqlen_k = self.lengths
+        allowed = self.mask
+        if self.is_causal:
+            causal = masks.causal_mask(seqlen_q, seqlen_k, self.q.device)
+            allowed = causal if allowed is None else allowed & causal
+        return allowed if allowed is None else allowed.expand(-1, -1, seqlen_q, seqlen_k)
+
+
+def make_inputs(case: Case, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Inputs:
+    """Random normal inputs, the same for every call; they require gradients where the case takes any."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    c = case
+    q, dout = (normal(c.batch, c.seqlen_q, c.heads, c.head_dim) for _ in range(2))
+    k, v = (normal(c.batch, c.seqlen, c.heads_k, c.head_dim) for _ in range(2))
+    scores = normal(*c.shape_of("bkj"))
+    bias = None
+    if c.bias is not None:
+        bias = scores.clone() if c.bias == "bkj" else normal(*c.shape_of(c.bias))
+    mask = None if c.mask is None else make_mask(c, c.mask, scores, generator)
+    inputs = Inputs(q, k, v, dout, mask, bias, c.is_causal)
+    for x in inputs.leaves.values():
+        x.requires_grad_(c.takes_gradients)
+    return inputs
+
+
+def make_mask(case: Case, rule: MaskRule, scores: Tensor, generator: torch.Generator) -> Tensor:
+    """The bool mask of a case by its rule; `scores` (B, Hk, 1, L) are what "keys" and "topk" select by."""
+    device, (seqlen_q, seqlen_k) = scores.device, (case.seqlen_q, case.seqlen)
+    if rule.kind in ("keys", "topk"):
+        return masks.topk_mask(scores, min(rule.size, seqlen_k), is_causal=rule.kind == "topk")
+    if rule.kind == "band":
+        return masks.sliding_window_mask(seqlen_q, seqlen_k, (rule.size, rule.size), device)
+    if rule.kind == "blocks":
+        rows, columns = -(-seqlen_q // rule.size), -(-seqlen_k // rule.size)
+        chance = torch.rand(case.batch, case.heads_k, rows, columns, generator=generator, device=device)
+        kept = (chance < rule.density) | torch.eye(rows, columns, dtype=torch.bool, device=device)
+        return masks.expand_blocks(kept, rule.size, seqlen_q, seqlen_k)
+    if rule.kind == "random":
+        chance = torch.rand(case.shape_of(rule.dims), generator=generator, device=device)
+        mask = chance < rule.density
+        mask[..., 0] = True  # no row is empty: some peers have no value for one
+        return mask
+    place = torch.arange(seqlen_k, device=device)
+    if rule.kind == "padding":
+        lengths = torch.randint(seqlen_k // 2, seqlen_k + 1, (case.batch, 1), generator=generator, device=device)
+        return (place < lengths)[:, None, None]
+    starts = torch.randint(1, seqlen_k, (case.batch, rule.size - 1), generator=generator, device=device)
+    documents = (place >= starts.sort(-1).values[..., None]).sum(1)
+    return (documents[:, None, -seqlen_q:, None] == documents[:, None, None, :]).contiguous()
+
+
+class Counts(NamedTuple):
+    """What a call allows, causality included, over batch and query heads."""
+
+    pairs: int
+    density: float
+    active_tiles: float  # fraction of the 128 x 128 tiles in which something is allowed
+    empty_rows: int
+
+
+def count(inputs: Inputs) -> Counts:
+    """Count the allowed pairs in the dense mask, by plain PyTorch: no kernel under test has a part in it."""
+    (batch, _, heads, _), allowed = inputs.q.shape, inputs.allowed()
+    seqlen_q, seqlen_k = inputs.lengths
+    if allowed is None:
+        return Counts(batch * heads * seqlen_q * seqlen_k, 1.0, 1.0, 0)
+    copies = batch * heads // (allowed.shape[0] * allowed.shape[1])
+    stats = masks.mask_stats(allowed, TILE)
+    pairs = copies * int(allowed.sum(dtype=torch.int64))
+    return Counts(pairs, stats.density, stats.active_tile_fraction, copies * stats.empty_rows)

@@ -1,0 +1,69 @@
+"""Device, driver, versions and commit: what a run is of, and what has to be the same for one to be resumed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .floors import rates_of
+
+ROOT = Path(__file__).resolve().parent.parent
+PEER_PACKAGES = ("flash-attn-4",)
+
+
+def describe(device: torch.device, commit: str | None = None) -> dict[str, Any]:
+    """The machine as results have it; `commit` names what runs where git cannot tell."""
+    on_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_properties(device).name if on_gpu else "CPU"
+    found: dict[str, Any] = {"device": name, "kind": device.type}
+    if on_gpu:
+        query = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        found |= {"driver": query.partition("\n")[0], "cuda": str(torch.version.cuda)}
+        found["cudnn"] = str(torch.backends.cudnn.version())
+    else:
+        found["threads"] = torch.get_num_threads()
+    found["torch"] = torch.__version__
+    for package in ("triton", *PEER_PACKAGES):
+        version = _version(package)
+        if version is not None:
+            found[package] = version
+    found["commit"] = commit or _output("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*")
+    found["rates"] = rates_of(device, name)._asdict()
+    return found
+
+
+def identity(machine: dict[str, Any]) -> dict[str, Any]:
+    """What two runs have to share for their rows to stand in one table: all but rates that were measured."""
+    return {name: value for name, value in machine.items() if name != "rates"}
+
+
+def line(machine: dict[str, Any]) -> str:
+    """On one line, for headings."""
+    plain = {name: value for name, value in identity(machine).items() if name not in ("device", "kind")}
+    return ", ".join([machine["device"], *(f"{name} {value}" for name, value in plain.items())])
+
+
+def slug(machine: dict[str, Any]) -> str:
+    """The name of the folder of its results: "nvidia-h200", "cpu"."""
+    return re.sub(r"[^a-z0-9]+", "-", machine["device"].lower()).strip("-")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _output(program: str, *arguments: str) -> str:
+    """What a program prints; "unknown" where it is not installed or refuses."""
+    if shutil.which(program) is None:
+        return "unknown"
+    done = subprocess.run([program, *arguments], capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"

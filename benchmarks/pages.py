@@ -1,0 +1,231 @@
+"""The figures of README.md and docs/benchmarks.md, generated from a full run on a GPU; nothing there is typed.
+
+A generated part is a whole section: from its heading to the next one of the same rank.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from . import machine as machines
+from .report.summary import Standing, standings
+from .report.tables import table
+from .report.text import label, mb, ms
+from .results import load, missing
+
+Record = dict[str, Any]
+README_SECTION = "## Measured"
+DOCS_SECTION = "## Where we stand"
+# What the predecessor's authors report of its backward pass on the case "predecessor", before and after a change.
+REPORTED_MB = (448, 320)
+# By as much the same kernel moves from process to process.
+LEVEL = 0.03
+
+
+def full_run(results: Path) -> Path | None:
+    """The folder of the full run on a GPU: one whose performance has every case and is no quick one."""
+    for path in sorted(results.glob("*/performance.json")):
+        content = load(path)
+        if content["machine"]["kind"] == "cuda" and not content["settings"]["quick"] and not missing(content):
+            return path.parent
+    return None
+
+
+def write(root: Path, folder: Path) -> list[Path]:
+    """Write the sections of both pages from the run in a folder below `root`; return the files."""
+    files = {
+        root / "README.md": (README_SECTION, readme_section(folder, root)),
+        root / "docs" / "benchmarks.md": (DOCS_SECTION, docs_section(folder, root)),
+    }
+    for path, (heading, body) in files.items():
+        path.write_text(replace_section(path.read_text(encoding="utf-8"), heading, body), encoding="utf-8")
+    return list(files)
+
+
+def replace_section(page: str, heading: str, body: str) -> str:
+    """A page with the text of one section replaced.
+
+    Raises:
+        ValueError: the page has no such heading.
+    """
+    found = re.search(rf"^{re.escape(heading)}\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
+    if found is None:
+        raise ValueError(f"there is no section {heading!r} to write to")
+    tail = "\n" if page[found.end() :] else ""
+    return f"{page[: found.start()]}{heading}\n\n{body.strip()}\n{tail}{page[found.end() :]}"
+
+
+def readme_section(folder: Path, root: Path) -> str:
+    """What README.md has: every workload, what "auto" takes beside the fastest peer."""
+    content = load(folder / "performance.json")
+    workloads = [row for row in content["rows"] if row["group"] == "workload"]
+    where = folder.relative_to(root).as_posix()
+    lines = [
+        *wrapped(
+            f"Milliseconds, forward / backward, bf16, {machines.line(content['machine'])}. Ours is what "
+            '`backend="auto"` takes, its mask a dense bool tensor whose packing is timed; a peer is the fastest one '
+            "with right results, its own form of the mask made beforehand and not timed. Every output was checked in "
+            f"the same run. All of it: [{where}/performance.md]({where}/performance.md); how it is measured, and "
+            "where we are ahead or behind: [docs/benchmarks.md](docs/benchmarks.md)."
+        ),
+        "",
+        *_standings_table(standings(workloads)),
+        "",
+        *wrapped(verdict(standings(workloads))),
+        "",
+        f"![times of the workloads, beside their floor]({where}/performance-workload.png)",
+    ]
+    return "\n".join(lines)
+
+
+def docs_section(folder: Path, root: Path) -> str:
+    """What docs/benchmarks.md has: ahead, behind and by how much; memory; accuracy."""
+    content = load(folder / "performance.json")
+    where = f"../{folder.relative_to(root).as_posix()}"
+    found = standings(content["rows"])
+    behind = sorted((s for s in found if place(s) == "behind"), key=lambda s: s.ratio or 0.0)
+    lines = [
+        f"{machines.line(content['machine'])}.",
+        "",
+        *wrapped(verdict(found)),
+        "",
+        "All figures:",
+        *(f"* [{suite}]({where}/{suite}.md)" for suite in ("performance", "equivalence", "memory")),
+        "",
+        *_groups_table(found),
+        "",
+        f"![times of the workloads, beside their floor]({where}/performance-workload.png)",
+        "",
+        "### Behind",
+        "",
+        *(_ratio_table(behind) if behind else ["Nowhere."]),
+    ]
+    for suite, part in (("memory", _memory_lines), ("equivalence", _equivalence_lines)):
+        if (folder / f"{suite}.json").exists():
+            lines += ["", *part(load(folder / f"{suite}.json"))]
+    return "\n".join(lines)
+
+
+def place(s: Standing) -> str:
+    """Where we are: "ahead" of the fastest peer, "level", "behind", or "alone" where none has a right result."""
+    if s.ratio is None:
+        return "alone"
+    return "level" if abs(s.ratio - 1.0) <= LEVEL else "ahead" if s.ratio > 1.0 else "behind"
+
+
+def verdict(found: list[Standing]) -> str:
+    """Ahead, level, behind and alone in one sentence for each pass."""
+    said = []
+    for name in ("forward", "backward"):
+        places = [place(s) for s in found if s.name == name]
+        if not places:
+            continue
+        counted = ", ".join(f"{places.count(x)} {x}" for x in ("ahead", "level", "behind") if x in places)
+        alone = f"; in {places.count('alone')} no peer has a right result" if "alone" in places else ""
+        said.append(f"The {name} passes of {len(places)} cases: {counted or 'none compared'}{alone}.")
+    said.append(f"Level is within {LEVEL:.0%}, by which the same kernel moves between runs.")
+    return " ".join(said)
+
+
+def _groups_table(found: list[Standing]) -> list[str]:
+    """By group of cases and pass: how many are ahead, level and behind, and the ratios."""
+    body = []
+    for group in dict.fromkeys(s.row["group"] for s in found):
+        for name in ("forward", "backward"):
+            some = [s for s in found if s.row["group"] == group and s.name == name]
+            if not some:
+                continue
+            places = [place(s) for s in some]
+            counts = [str(places.count(x)) for x in ("ahead", "level", "behind", "alone")]
+            ratios = [s.ratio for s in some if s.ratio is not None]
+            spread = [f"{of(ratios):.2f}" if ratios else "-" for of in (min, statistics.median, max)]
+            shares = [s.floor_ms / s.ours.ms for s in some]
+            body.append([group, name, *counts, *spread, f"{min(shares):.0%} to {max(shares):.0%}"])
+    head = ["cases", "pass", "ahead", "level", "behind", "no peer", "times as fast, least", "median", "most"]
+    return table([*head, "of the floor"], body)
+
+
+def _standings_table(found: list[Standing]) -> list[str]:
+    by_case: dict[str, dict[str, Standing]] = {}
+    for s in found:
+        by_case.setdefault(s.row["name"], {})[s.name] = s
+    body = []
+    for passes in by_case.values():
+        row = next(iter(passes.values())).row
+        some = list(passes.values())
+        peers = " / ".join(ms(s.peer and s.peer.ms) for s in some)
+        named = ", ".join(dict.fromkeys(label(s.peer.system) for s in some if s.peer is not None))
+        ratios = " / ".join("-" if s.ratio is None else f"{s.ratio:.2f}" for s in some)
+        times = " / ".join(ms(s.ours.ms) for s in some)
+        backends = ", ".join(dict.fromkeys(f"`{x}`" for x in row["auto"] if x))
+        floor = " / ".join(ms(s.floor_ms) for s in some)
+        body.append([row["what"], row["shape"], times, backends, peers, named or "none", ratios, floor])
+    head = ["call", "B,Hq,Hk,L,D", "ours", "backends", "fastest peer", "which", "times as fast", "floor"]
+    return table(head, body)
+
+
+def _ratio_table(some: list[Standing]) -> list[str]:
+    body = [
+        [
+            s.row["name"],
+            s.row["what"],
+            s.row["shape"],
+            s.name,
+            ms(s.ours.ms),
+            f"{ms(s.peer.ms)} ({label(s.peer.system)})",
+            f"{s.ratio:.2f}",
+            f"{s.floor_ms / s.ours.ms:.0%}",
+        ]
+        for s in some
+        if s.peer is not None
+    ]
+    head = ["case", "call", "B,Hq,Hk,L,D", "pass", "ours, ms", "fastest peer, ms", "times as fast", "of the floor"]
+    return table(head, body)
+
+
+def _memory_lines(content: Record) -> list[str]:
+    lines = ["### Memory", ""]
+    for row in (row for row in content["rows"] if row["name"] == "predecessor"):
+        peaks = {line["system"]: line["peaks"] for line in row["systems"] if line["peaks"]}
+        ours = [f"{label(n)} {mb(p['backward'])}" for n, p in peaks.items() if p["backward"] is not None]
+        lines += wrapped(
+            f"The call of which flash-dmattn 1.x reports that its backward pass came from {REPORTED_MB[0]} to "
+            f"{REPORTED_MB[1]} MB ({row['shape']}, {row['what']}); MiB of the backward pass above what was there "
+            f"before: {', '.join(ours)}."
+        )
+        lines.append("")
+    names = list(dict.fromkeys(line["system"] for row in content["rows"] for line in row["systems"]))
+    body = []
+    for row in (row for row in content["rows"] if "error" not in row):
+        by_name = {line["system"]: line["peaks"] or {} for line in row["systems"]}
+        cells = [mb(by_name.get(name, {}).get("both")) for name in names]
+        body.append([row["name"], row["what"], row["shape"], *cells, mb(row["returned_mb"])])
+    return lines + table(["case, MiB of both", "call", "B,Hq,Hk,L,D", *map(label, names), "out, gradients"], body)
+
+
+def _equivalence_lines(content: Record) -> list[str]:
+    counts = {"ours": [0, 0], "peers": [0, 0]}
+    for row in content["rows"]:
+        for line in row["systems"]:
+            if line["verdict"] in ("pass", "fail"):
+                some = counts["ours" if line["ours"] else "peers"]
+                some[0] += line["verdict"] == "pass"
+                some[1] += 1
+    (ours, of_ours), (peers, of_peers) = counts.values()
+    return [
+        "### Accuracy",
+        "",
+        *wrapped(
+            f"Over {len(content['rows'])} forms of call, our backends meet the accuracy rule in {ours} of {of_ours} "
+            f"runs, the peers in {peers} of {of_peers} of those that they have a kernel for."
+        ),
+    ]
+
+
+def wrapped(text: str) -> list[str]:
+    """Lines of at most 120 characters."""
+    return textwrap.wrap(text, 120, break_long_words=False, break_on_hyphens=False)

@@ -1,0 +1,80 @@
+"""What a row of performance says of us: the time of what "auto" takes, beside the fastest peer with right results."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+Record = dict[str, Any]
+
+
+class Time(NamedTuple):
+    """Milliseconds of one pass, and of which system."""
+
+    ms: float
+    system: str
+
+
+class Standing(NamedTuple):
+    """One pass of one case: ours, with its mask building charged, the fastest peer, without, and the floor."""
+
+    row: Record
+    name: str
+    ours: Time
+    peer: Time | None
+    floor_ms: float
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times as fast as the fastest peer; None where no peer has a right result."""
+        return None if self.peer is None else self.peer.ms / self.ours.ms
+
+
+def is_right(column: Record) -> bool:
+    """Whether a column's times may be compared with others."""
+    return not column["failed"] and not column["wrong"]
+
+
+def fastest_peer(row: Record, name: str) -> Time | None:
+    """The fastest peer with right results in one pass, its mask prepared beforehand where that is faster."""
+    times = [
+        Time(column[name]["ms"], line["system"])
+        for line in row["systems"]
+        if not line["ours"]
+        for column in line["columns"].values()
+        if column[name] is not None and is_right(column)
+    ]
+    return min(times, default=None)
+
+
+def ours(row: Record, name: str) -> Time | None:
+    """The time of what "auto" takes for a pass, with the mask as a bool tensor."""
+    forward, backward = row["auto"]
+    for line in row["systems"]:
+        column = line["columns"].get("call")
+        if not line["ours"] or column is None or column[name] is None or not is_right(column):
+            continue
+        pair = line["backends"]
+        fits = {
+            "forward": pair[0] == forward,
+            "backward": pair[-1] == backward,
+            "step": pair[0] == forward and pair[-1] == backward,
+        }
+        if fits[name]:
+            return Time(column[name]["ms"], line["system"])
+    return None
+
+
+def standings(rows: list[Record], names: tuple[str, ...] = ("forward", "backward")) -> list[Standing]:
+    """Every pass of every row that "auto" was timed in."""
+    found = []
+    for row in (row for row in rows if "error" not in row):
+        for name in (name for name in names if name in row["floor_ms"]):
+            mine = ours(row, name)
+            if mine is not None:
+                found.append(Standing(row, name, mine, fastest_peer(row, name), row["floor_ms"][name]))
+    return found
+
+
+def systems_of(rows: list[Record]) -> dict[str, bool]:
+    """The systems of all rows in order of appearance, and whether they are ours."""
+    return {line["system"]: line["ours"] for row in rows for line in row["systems"]}

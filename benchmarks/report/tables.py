@@ -1,0 +1,197 @@
+"""A suite's results as a Markdown page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from .. import machine as machines
+from ..results import missing
+from . import summary, text
+from .text import PASSES, label, mb, ms
+
+Record = dict[str, Any]
+
+
+def page(content: Record) -> str:
+    """The whole page."""
+    bodies = {"equivalence": _equivalence, "performance": _performance, "memory": _memory}
+    lines = [f"# {content['suite'].capitalize()}", "", f"{machines.line(content['machine'])}.", ""]
+    lines += bodies[content["suite"]](content)
+    reasons = content.get("left_out", {})
+    if reasons:
+        lines += ["", f"Left out: {'; '.join(f'{label(name)}: {reason}' for name, reason in reasons.items())}."]
+    if missing(content):
+        lines += ["", f"Not run yet: {', '.join(missing(content))}."]
+    return "\n".join(lines) + "\n"
+
+
+def table(head: list[str], rows: Iterable[list[str]]) -> list[str]:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return ["| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines]
+
+
+def _performance(content: Record) -> list[str]:
+    rows = content["rows"]
+    lines = [
+        "Median milliseconds, bf16. Overview: forward / backward with the mask as a bool tensor, and what a system",
+        "makes of it timed; `*` marks results that are wrong, `-` what was not timed: the tables below say why.",
+        "docs/benchmarks.md says how all of it is measured.",
+    ]
+    names = list(summary.systems_of(rows))
+    for group in dict.fromkeys(row["group"] for row in rows):
+        some = [row for row in rows if row["group"] == group]
+        used = [name for name in names if any(name == line["system"] for row in some for line in row["systems"])]
+        lines += ["", f"## {group[0].upper()}{group[1:]}", ""]
+        lines += table(["case", "call", "B,Hq,Hk,L,D", *map(label, used), "floor"], _overview(some, used))
+    for row in rows:
+        lines += ["", f"### {row['name']}: {row['shape']}, {row['what']}", ""]
+        if "error" in row:
+            lines.append(f"{row['error']}")
+            continue
+        counts = row["counts"]
+        floors, tiled = (" / ".join(ms(x) for x in row[key].values()) for key in ("floor_ms", "tile_floor_ms"))
+        lines += [
+            f"Density {counts['density']:.4f}, active tiles {counts['active_tiles']:.4f}, empty rows "
+            f"{counts['empty_rows']}; floor {floors} ms, on whole tiles {tiled} ms; `auto` takes "
+            f"{' and '.join(x for x in row['auto'] if x)}.",
+            "",
+        ]
+        timed = [name for name in PASSES if name in row["floor_ms"]]
+        columns = [f"{name} ms, mask building {how}" for name in timed for how in ("charged", "not charged")]
+        head = ["system", *columns, "20 to 80 %", "timed by", "host us", "TFLOP/s", "of the floor", "peak MB"]
+        lines += table([*head, "first call s", "relative errors", "note"], _details(row, timed))
+    return lines
+
+
+def _overview(rows: list[Record], names: list[str]) -> Iterator[list[str]]:
+    for row in rows:
+        by_name = {line["system"]: line for line in row["systems"]}
+        cells = [_cell(by_name.get(name)) for name in names]
+        floor = " / ".join(ms(row["floor_ms"][p]) for p in ("forward", "backward") if p in row.get("floor_ms", {}))
+        yield [row["name"], row["what"], row["shape"], *cells, floor or row.get("error", "")]
+
+
+def _cell(line: Record | None) -> str:
+    if line is None or line["columns"]["call"]["forward"] is None:
+        return "-"
+    column = line["columns"]["call"]
+    times = [ms(column[name]["ms"]) if column[name] else "-" for name in ("forward", "backward")]
+    return " / ".join(times) + "*" * bool(column["wrong"])
+
+
+def _details(row: Record, timed: list[str]) -> Iterator[list[str]]:
+    for line in row["systems"]:
+        call, prepared = line["columns"]["call"], line["columns"].get("prepared")
+        # Where there is nothing to prepare, nothing was charged either.
+        alone = prepared if prepared is not None else None if row["has_mask"] else call
+        times = []
+        for name in timed:
+            times += [ms(column and column[name] and column[name]["ms"]) for column in (call, alone)]
+        found = [call[name] for name in timed]
+
+        def each(key: str, form: str, found: list[Record | None] = found) -> str:
+            return " / ".join("-" if x is None or x[key] is None else format(x[key], form) for x in found)
+
+        spread = " / ".join("-" if x is None else f"{ms(x['p20'])}-{ms(x['p80'])}" for x in found)
+        notes = dict.fromkeys(_note(column) for column in line["columns"].values())
+        yield [
+            label(line["system"]) + _pair(line["backends"]),
+            *times,
+            spread,
+            " / ".join("-" if x is None else x["how"] for x in found),
+            each("host_us", ".0f"),
+            each("tflops", ".0f"),
+            each("of_floor", ".0%"),
+            mb(call["peak_mb"]),
+            "-" if call["first_call_s"] is None else f"{call['first_call_s']:.1f}",
+            text.errors(call["errors"]),
+            "; ".join(note for note in notes if note),
+        ]
+
+
+def _pair(backends: list[str]) -> str:
+    return f" (backward of {backends[1]})" if len(set(backends)) == 2 else ""
+
+
+def _note(column: Record) -> str:
+    wrong = f"wrong: {', '.join(column['wrong'])}" if column["wrong"] else ""
+    return "; ".join(part for part in (wrong, column["reason"]) if part)
+
+
+def _equivalence(content: Record) -> list[str]:
+    rows = content["rows"]
+    lines = [
+        "Relative errors beside fp64, `||x - x64|| / ||x64||`, bf16. A system passes where each of its errors is at",
+        "most 1.5 times that of plain PyTorch in the same dtype, plus 1e-5; peers are held to the same rule here, and",
+        "** marks what breaks it. In brackets the distance from what plain PyTorch computes.",
+        "",
+        *table(["system", "pass", "fail", "failed", "refused", "worst error / limit"], _verdicts(rows)),
+    ]
+    for row in rows:
+        lines += ["", f"## {row['name']}: {row['shape']}, {row['what']}", ""]
+        if "error" in row:
+            lines.append(row["error"])
+            continue
+        names = list(row["limits"])
+        body = [
+            ["plain PyTorch", "", *(f"{row['plain'][name]:.1e}" for name in names), ""],
+            ["limit", "", *(f"{row['limits'][name]:.1e}" for name in names), ""],
+        ]
+        body += [
+            [
+                label(line["system"]) + _pair(line.get("backends", [])),
+                line["verdict"],
+                *(_error(line, name) for name in names),
+                line["reason"],
+            ]
+            for line in row["systems"]
+        ]
+        lines += table(["system", "verdict", *names, "note"], body)
+    return lines
+
+
+def _error(line: Record, name: str) -> str:
+    if name not in line.get("errors", {}):
+        return "-"
+    found, distance = (line[key][name] for key in ("errors", "from_plain"))
+    mark = " **" if name in line["failing"] else ""
+    return f"{_number(found)} ({_number(distance)}){mark}"
+
+
+def _number(x: float | None) -> str:
+    return "NaN" if x is None else f"{x:.1e}"
+
+
+def _verdicts(rows: list[Record]) -> Iterator[list[str]]:
+    for name in summary.systems_of(rows):
+        lines = [(row, line) for row in rows for line in row["systems"] if line["system"] == name]
+        counts = [str(sum(line["verdict"] == v for _, line in lines)) for v in ("pass", "fail", "failed", "refused")]
+        shares = [
+            x / row["limits"][tensor]
+            for row, line in lines
+            for tensor, x in line.get("errors", {}).items()
+            if x is not None
+        ]
+        yield [label(name), *counts, f"{max(shares):.2f}" if shares else "-"]
+
+
+def _memory(content: Record) -> list[str]:
+    lines = [
+        "MiB above the inputs. Forward: while it runs and keeps what its backward needs. Backward: above what was",
+        "there when it began. Both: over the two, out and gradients included.",
+    ]
+    for row in content["rows"]:
+        lines += ["", f"## {row['name']}: {row['shape']}, {row['what']}", ""]
+        if "error" in row:
+            lines.append(row["error"])
+            continue
+        lines += [f"Inputs {mb(row['inputs_mb'])} MB, out and gradients {mb(row['returned_mb'])} MB.", ""]
+        body = []
+        for line in row["systems"]:
+            peaks = line["peaks"] or {}
+            numbers = [mb(peaks.get(name)) for name in ("forward", "backward", "both")]
+            body.append([label(line["system"]) + _pair(line["backends"]), *numbers, line["reason"]])
+        lines += table(["system", "forward", "backward", "both", "note"], body)
+    return lines

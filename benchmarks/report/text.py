@@ -1,0 +1,83 @@
+"""Results in words: one row on a terminal, and the cells that tables share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Record = dict[str, Any]
+PASSES = ("forward", "backward", "step")
+LABELS = {
+    "cuda": "cuda",
+    "triton": "triton",
+    "flex": "flex",
+    "eager": "eager",
+    "reference": "reference",
+    "sdpa-cudnn": "SDPA, cuDNN",
+    "sdpa-flash": "SDPA, flash",
+    "sdpa-mem": "SDPA, mem-efficient",
+    "sdpa-math": "SDPA, math",
+    "flexattention": "FlexAttention",
+    "fa4": "FlashAttention-4",
+    "flash-dmattn-1": "flash-dmattn 1.x",
+}
+
+
+def label(system: str) -> str:
+    """What tables and plots call a system."""
+    return LABELS.get(system, system)
+
+
+def ms(x: float | None) -> str:
+    """Milliseconds to three digits."""
+    if x is None:
+        return "-"
+    return f"{x:.0f}" if x >= 100 else f"{x:.1f}" if x >= 10 else f"{x:.2f}" if x >= 1 else f"{x:.3f}"
+
+
+def mb(x: float | None) -> str:
+    """MiB, with a decimal below ten."""
+    return "-" if x is None else f"{x:.1f}" if x < 10 else f"{x:.0f}"
+
+
+def errors(found: Record) -> str:
+    """Relative errors; None stands for one that is NaN or infinite."""
+    return ", ".join(f"{name} {'NaN' if x is None else format(x, '.1e')}" for name, x in found.items())
+
+
+def row(suite: str, record: Record) -> str:
+    """A row on a few lines of a terminal."""
+    head = f"    {record['shape']}, {record['what']}"
+    if "error" in record:
+        return f"{head}\n    {record['error']}"
+    lines = {"equivalence": _equivalence, "performance": _performance, "memory": _memory}[suite](record)
+    return "\n".join([head, *(f"    {line}" for line in lines)])
+
+
+def _equivalence(record: Record) -> list[str]:
+    return [
+        f"{line['system']:16}{line['verdict']:9}{errors(line.get('errors', {}))}  {line['reason']}".rstrip()
+        for line in record["systems"]
+    ]
+
+
+def _performance(record: Record) -> list[str]:
+    floor = "  ".join(f"{name} {ms(x)}" for name, x in record["floor_ms"].items())
+    counts = record["counts"]
+    found = [f"density {counts['density']:.4f}, active tiles {counts['active_tiles']:.4f}, floor {floor} ms"]
+    for line in record["systems"]:
+        for mode, column in line["columns"].items():
+            name = line["system"] + ("" if mode == "call" else f", {mode}")
+            times = "".join(f"{ms(column[p] and column[p]['ms']):>9}" for p in PASSES)
+            wrong = f"WRONG: {', '.join(column['wrong'])}" if column["wrong"] else ""
+            memory = "" if column["peak_mb"] is None else f"{mb(column['peak_mb'])} MB"
+            found.append(f"{name:26}{times} ms  {memory:10} {wrong}{column['reason']}".rstrip())
+    return found
+
+
+def _memory(record: Record) -> list[str]:
+    found = [f"inputs {mb(record['inputs_mb'])} MB, out and gradients {mb(record['returned_mb'])} MB"]
+    for line in record["systems"]:
+        peaks = line["peaks"] or {}
+        numbers = "".join(f"{mb(peaks.get(name)):>9}" for name in ("forward", "backward", "both"))
+        found.append(f"{line['system']:16}{numbers} MB  {line['reason']}".rstrip())
+    return found

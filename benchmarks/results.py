@@ -1,0 +1,91 @@
+"""The file of one suite's results: JSON that is whole after every row, and from which a run goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from . import machine as machines
+
+Record = dict[str, Any]
+SCHEMA = 1
+
+
+class OtherRun(Exception):
+    """The file holds rows of another machine, commit or choice of systems."""
+
+
+class Results:
+    """Rows by the name of their case, kept in a file.
+
+    Args:
+        path: the file; its folder is made.
+        head: what the rows have in common: "suite", "machine", "settings", "planned".
+        fresh: start anew, whatever the file has.
+
+    Raises:
+        OtherRun: the file has rows that do not belong to this run, and `fresh` is not set.
+    """
+
+    def __init__(self, path: Path, head: Record, *, fresh: bool = False) -> None:
+        self.path = path
+        self.content: Record = {"schema": SCHEMA, **head, "rows": []}
+        if path.exists() and not fresh:
+            found = load(path)
+            differs = [name for name, pair in _compared(found, self.content).items() if pair[0] != pair[1]]
+            if differs:
+                pairs = _compared(found, self.content)
+                said = "; ".join(f"{name} {pairs[name][0]} there, {pairs[name][1]} here" for name in differs)
+                raise OtherRun(f"{path} is of another run ({said}); --fresh replaces it")
+            self.content["rows"] = found["rows"]
+
+    def __contains__(self, name: str) -> bool:
+        return any(row["name"] == name for row in self.content["rows"])
+
+    def add(self, row: Record) -> None:
+        """Take a row, in the place that the plan gives it, and write the file."""
+        planned = self.content["planned"]
+        rows = [row, *(old for old in self.content["rows"] if old["name"] != row["name"])]
+        self.content["rows"] = sorted(rows, key=lambda row: planned.index(row["name"]))
+        self.save()
+
+    def save(self) -> None:
+        """Write the file whole: an interruption leaves the one before."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        written = self.path.with_suffix(".tmp")
+        written.write_text(json.dumps(rounded(self.content), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        os.replace(written, self.path)
+
+
+def rounded(x: Any) -> Any:
+    """The same with six significant digits: what a clock or an error has behind them is noise."""
+    if isinstance(x, dict):
+        return {name: rounded(value) for name, value in x.items()}
+    if isinstance(x, (list, tuple)):
+        return [rounded(value) for value in x]
+    return float(f"{x:.6g}") if isinstance(x, float) else x
+
+
+def load(path: Path) -> Record:
+    """The content of a file of results."""
+    content: Record = json.loads(path.read_text(encoding="utf-8"))
+    if content.get("schema") != SCHEMA:
+        raise OtherRun(f"{path} has schema {content.get('schema')!r}, and this version reads {SCHEMA}")
+    return content
+
+
+def missing(content: Record) -> list[str]:
+    """The planned cases that have no row."""
+    done = {row["name"] for row in content["rows"]}
+    return [name for name in content["planned"] if name not in done]
+
+
+def _compared(found: Record, wanted: Record) -> dict[str, tuple[Any, Any]]:
+    pairs: dict[str, tuple[Any, Any]] = {}
+    for part in ("machine", "settings"):
+        read = machines.identity if part == "machine" else dict
+        old, new = read(found[part]), read(wanted[part])
+        pairs |= {name: (old.get(name), new.get(name)) for name in {**old, **new}}
+    return pairs

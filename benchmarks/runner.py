@@ -1,0 +1,169 @@
+"""One suite from its first case to its last: what is done already, the budget, interruptions, and the exit status."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import machine as machines
+from . import systems
+from .cases import PASSES, Case, Pass, cases_of
+from .floors import Rates
+from .progress import progress
+from .report import text
+from .results import Record, Results, missing
+from .suites import equivalence, memory, performance
+from .suites.trial import device_is_lost, worded
+
+PASSED, FAILED, USAGE, UNFINISHED = 0, 1, 2, 3
+SUITES = ("equivalence", "performance", "memory")
+FAILURES: dict[str, Callable[[Record], list[str]]] = {
+    "equivalence": equivalence.failures,
+    "performance": performance.failures,
+    "memory": memory.failures,
+}
+# Keys of the cases that run on a CPU, where a call of 16k would take minutes.
+CPU_SEQLEN, CPU_SEQLEN_QUICK = 1024, 256
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line chose.
+
+    Attributes:
+        out: the folder of this device's results.
+        machine: as `machine.describe` gives it.
+        only: parts of names or groups of cases.
+        systems: names, or None for all that a suite has.
+        passes: of the performance suite.
+        deadline: seconds on the monotonic clock after which no case is begun.
+        fresh: start anew instead of going on.
+    """
+
+    device: torch.device
+    out: Path
+    machine: Record
+    only: list[str] | None = None
+    systems: list[str] | None = None
+    passes: Sequence[Pass] = PASSES
+    quick: bool = False
+    deadline: float | None = None
+    fresh: bool = False
+
+    def settings(self, suite: str) -> Record:
+        """What has to be the same for a run to go on."""
+        names = systems.chosen(suite, self.systems, quick=self.quick, device=self.device)
+        found: Record = {"quick": self.quick, "systems": names}
+        return found | ({"passes": list(self.passes)} if suite == "performance" else {})
+
+
+def plan(suite: str, options: Options) -> list[Case]:
+    """All cases of a suite that a run of these options is of, small ones on a CPU; `only` does not count here."""
+    found = cases_of(suite, None, options.quick)
+    if suite == "performance":
+        found = [case for case in found if set(case.passes) & set(options.passes)]
+    if options.device.type == "cpu" and suite != "equivalence":
+        found = [case.reduced(CPU_SEQLEN_QUICK if options.quick else CPU_SEQLEN) for case in found]
+    return found
+
+
+def run(suite: str, options: Options) -> int:
+    """Run what is missing of a suite, writing its file after every row; return the exit status.
+
+    Raises:
+        OtherRun: the file is of another machine, commit or choice.
+    """
+    planned = plan(suite, options)
+    head: Record = {"suite": suite, "machine": options.machine, "settings": options.settings(suite)}
+    head["planned"] = [case.name for case in planned]
+    results = Results(options.out / f"{suite}.json", head, fresh=options.fresh)
+    wanted = {case.name for case in cases_of(suite, options.only, options.quick)} & set(head["planned"])
+    todo = [case for case in planned if case.name in wanted and case.name not in results]
+    found, reasons = systems.available(head["settings"]["systems"], options.device)
+    print(f"{suite}: {machines.line(options.machine)}", flush=True)
+    for name, reason in reasons.items():
+        print(f"    {name} is left out: {reason}", flush=True)
+    results.content["left_out"] = reasons
+    results.save()
+    _rows(suite, todo, len(wanted), found, results, options)
+    failures = [said for row in results.content["rows"] for said in FAILURES[suite](row)]
+    for failure in failures:
+        print(f"FAILED {failure}", flush=True)
+    left = [name for name in missing(results.content) if name in wanted]
+    if left:
+        print(f"{suite}: {len(left)} of {len(planned)} cases are left; the same command goes on with {left[0]}")
+    return UNFINISHED if left else FAILED if failures else PASSED
+
+
+def _rows(
+    suite: str,
+    todo: list[Case],
+    total: int,
+    found: list[systems.System],
+    results: Results,
+    options: Options,
+) -> None:
+    longest = 0.0
+    with progress(suite, total, total - len(todo)) as bar:
+        for case in todo:
+            started = time.monotonic()
+            if options.deadline is not None and started + longest > options.deadline:
+                return
+            bar.case(case.name)
+            row = make_row(suite, case, found, options)
+            results.add(row)
+            bar.line(text.row(suite, row))
+            bar.done()
+            longest = max(longest, time.monotonic() - started)
+            if row.get("lost"):
+                bar.line(f"{row['lost']} left the GPU unusable for this process; run again to go on")
+                return
+            forget(options.device)
+
+
+def make_row(suite: str, case: Case, found: list[systems.System], options: Options) -> Record:
+    """The row of a case; an exception outside any system, for instance no memory for the inputs, is its error."""
+    device = options.device
+    functions: dict[str, Callable[..., Record]] = {
+        "equivalence": equivalence.row,
+        "memory": memory.row,
+        "performance": partial(
+            performance.row,
+            passes=options.passes,
+            effort=performance.QUICK if options.quick else performance.FULL,
+            rates=Rates(**options.machine["rates"]),
+        ),
+    }
+    in_full = case.all_systems or suite != "performance" or device.type == "cpu"
+    taken = [system for system in found if in_full or not system.slow]
+    # Autograd ties leaves to the stream of their first use, and the default stream cannot be captured.
+    stream: Any = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
+    try:
+        with stream:
+            row = functions[suite](case, taken, device)
+        json.dumps(row, allow_nan=False)
+    except Exception as error:
+        row = {"name": case.name, "group": case.group, "shape": case.shape, "what": case.what}
+        row |= {"error": worded(error), "systems": []}
+        if device_is_lost(device):
+            row["lost"] = "the case"
+    return row
+
+
+def forget(device: torch.device) -> None:
+    """Free what a case leaves behind: memory, and compiled graphs, of which torch limits how many one function has."""
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,181 @@
+"""How fast every system is on the same tensors: checked first, then timed in turns, and related to the floor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..cases import TILE, Case, Pass
+from ..floors import Floor, Rates, floors
+from ..inputs import Inputs, count, make_inputs
+from ..peak_memory import peaks
+from ..systems import System
+from ..systems.ours import architecture
+from ..timing import Call, Runner, gradients, measure
+from ..truth import Results, Yardstick, errors, truth, wrong
+from .equivalence import finite
+from .trial import Trial, attempt, device_is_lost, worded
+
+Record = dict[str, Any]
+
+
+class Effort(NamedTuple):
+    """How long each pass of each system is timed, in milliseconds, and bounds of the number of its runs."""
+
+    rep_ms: float
+    least: int
+    most: int
+
+
+FULL, QUICK = Effort(60.0, 5, 50), Effort(10.0, 3, 10)
+
+
+def row(
+    case: Case, systems: list[System], device: torch.device, *, passes: Sequence[Pass], effort: Effort, rates: Rates
+) -> Record:
+    """Check, weigh and time every system.
+
+    Args:
+        case: what to run.
+        systems: which.
+        device: where.
+        passes: of those of the case, the ones to time.
+        effort: how long.
+        rates: of the device, for floors.
+    """
+    inputs = make_inputs(case, device)
+    record = describe(case, inputs, device, rates)
+    exact = truth(inputs, case.takes_gradients)
+    limits = record["limits"] = Yardstick(inputs, exact).limits
+    columns: list[tuple[Record, Trial]] = []
+    for system in systems:
+        line: Record = {"system": system.name, "ours": system.ours, "backends": [], "columns": {}}
+        record["systems"].append(line)
+        for name, mode in system.modes(case).items():
+            if record.get("lost"):
+                line["columns"][name] = _empty(f"not run: {record['lost']} left the GPU unusable", failed=True)
+                continue
+            trial = attempt(system, mode, case, inputs)
+            line["backends"] = list(trial.needs.backends)
+            column = line["columns"][name] = check(trial, exact, limits, inputs)
+            if trial.failed and device_is_lost(device):
+                record["lost"] = system.name
+            columns.append((column, trial))
+    del exact
+    for name in (name for name in case.passes if name in passes):
+        if record.get("lost"):
+            break
+        time_pass(name, columns, inputs, effort)
+        broken = [trial.system.name for column, trial in columns if column["failed"]]
+        if broken and device_is_lost(device):
+            record["lost"] = " or ".join(dict.fromkeys(broken))
+    pairs = record["counts"]["pairs"]
+    for column, trial in columns:
+        of_passes = floors(inputs, pairs, reads_mask=not trial.mode.prepared)
+        for name in case.passes:
+            relate(column[name], of_passes[name], rates)
+    return record
+
+
+def describe(case: Case, inputs: Inputs, device: torch.device, rates: Rates) -> Record:
+    """Shape, counts and floors: of the allowed pairs, and of all pairs of the 128 x 128 tiles that allow something."""
+    counts = count(inputs)
+    batch, _, heads, _ = inputs.q.shape
+    seqlen_q, seqlen_k = inputs.lengths
+    of_tiles = counts.active_tiles * batch * heads * seqlen_q * (-(-seqlen_k // TILE) * TILE)
+    record: Record = {"name": case.name, "group": case.group, "x": case.x, "shape": case.shape, "what": case.what}
+    record["has_mask"] = case.mask is not None
+    chosen = case.explain(architecture(device))
+    record["auto"] = [chosen.forward, chosen.backward]
+    record["counts"] = counts._asdict()
+    for key, pairs in (("floor_ms", counts.pairs), ("tile_floor_ms", of_tiles)):
+        found = floors(inputs, pairs, reads_mask=True)
+        record[key] = {name: found[name].ms(rates) for name in case.passes}
+    record["systems"] = []
+    return record
+
+
+def check(trial: Trial, exact: Results, limits: dict[str, float], inputs: Inputs) -> Record:
+    """The column of a system before it is timed: what it got wrong, and its memory."""
+    column = _empty(trial.reason, trial.failed)
+    column["first_call_s"] = trial.first_call_s
+    if trial.call is None:
+        return column
+    found = errors(trial.results, exact)
+    column["errors"] = finite(found)
+    column["wrong"] = wrong(found, limits, trial.system.ours)
+    trial.results = {}
+    if trial.failed:
+        return column
+    leaves = list(inputs.leaves.values())
+    try:
+        weighed = peaks(trial.out, leaves, inputs.dout, backward=trial.has_backward)
+        column["peak_mb"] = weighed.both if trial.has_backward else weighed.forward
+    except Exception as error:
+        column |= {"reason": worded(error), "failed": True}
+    return column
+
+
+def _empty(reason: str, failed: bool) -> Record:
+    column: Record = {"reason": reason, "failed": failed, "first_call_s": None, "peak_mb": None}
+    return column | {"errors": {}, "wrong": [], "forward": None, "backward": None, "step": None}
+
+
+def time_pass(name: Pass, columns: list[tuple[Record, Trial]], inputs: Inputs, effort: Effort) -> None:
+    """Time one pass of all systems that have it, in turns, and write it to their columns."""
+    leaves = list(inputs.leaves.values())
+    timed: list[tuple[Record, Runner]] = []
+    for column, trial in columns:
+        if trial.call is None or column["failed"] or (name != "forward" and not trial.has_backward):
+            continue
+        try:
+            timed.append((column, Runner(runs(name, trial.out, leaves, inputs.dout))))
+        except Exception as error:
+            column |= {"reason": f"{name}: {worded(error)}", "failed": True}
+    with torch.set_grad_enabled(name != "forward"):
+        measure([runner for _, runner in timed], inputs.q.device, **effort._asdict())
+    for column, runner in timed:
+        if runner.error is not None:
+            column |= {"reason": f"{name}: {worded(runner.error)}", "failed": True}
+        else:
+            column[name] = runner.summary()
+
+
+def runs(name: Pass, call: Call, leaves: list[Tensor], dout: Tensor) -> Callable[[], object]:
+    """What one repetition of a pass runs; the backward alone goes through a graph that is kept."""
+    if name == "forward":
+        return call
+    if name == "step":
+        return lambda: torch.autograd.grad(call(), leaves, dout)
+    with torch.enable_grad():
+        return partial(gradients, call(), leaves, dout)
+
+
+def relate(timed: Record | None, floor: Floor, rates: Rates) -> None:
+    """Add to a timed pass what its time means: TFLOP/s on the allowed pairs, and the share of the floor reached."""
+    if timed is not None:
+        timed["tflops"] = floor.flop / timed["ms"] / 1e9
+        timed["of_floor"] = floor.ms(rates) / timed["ms"]
+
+
+def failures(record: Record) -> list[str]:
+    """Ours that failed or are less accurate than the rule demands, one line each."""
+    found = []
+    for line in (line for line in record["systems"] if line["ours"]):
+        for mode, column in line["columns"].items():
+            if column["failed"] or column["wrong"]:
+                limits = ", ".join(
+                    f"{name} {_number(column['errors'][name])} above {record['limits'][name]:.1e}"
+                    for name in column["wrong"]
+                )
+                which = "" if mode == "call" else f" ({mode})"
+                found.append(f"{record['name']}, {line['system']}{which}: {limits or column['reason']}")
+    return found
+
+
+def _number(x: float | None) -> str:
+    return "NaN" if x is None else f"{x:.1e}"

@@ -1,0 +1,52 @@
+"""The systems that are compared: our backends, and the peers that a user of PyTorch would take instead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from . import flexattention, ours, packages, sdpa
+from .protocol import Bound, Mode, Needs, System
+
+__all__ = ["ALL", "DEFAULT", "Bound", "Mode", "Needs", "System", "available", "by_name", "chosen"]
+
+ALL: tuple[System, ...] = (*ours.SYSTEMS, *sdpa.SYSTEMS, *flexattention.SYSTEMS, *packages.SYSTEMS)
+
+# `reference` holds every score in fp32; the suites of speed and memory leave it out.
+DEFAULT = {
+    "equivalence": tuple(system.name for system in ALL),
+    "performance": tuple(system.name for system in ALL if system.name != "reference"),
+    "memory": tuple(system.name for system in ALL if system.name != "reference"),
+}
+
+
+def by_name(name: str) -> System:
+    """The system of a name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for system in ALL:
+        if system.name == name:
+            return system
+    raise ValueError(f"no system is called {name!r}; there are {', '.join(system.name for system in ALL)}")
+
+
+def available(names: Sequence[str], device: torch.device) -> tuple[list[System], dict[str, str]]:
+    """Those of the named systems that work here, and why the others do not."""
+    reasons = {name: by_name(name).missing(device) for name in names}
+    return (
+        [by_name(name) for name, reason in reasons.items() if not reason],
+        {name: reason for name, reason in reasons.items() if reason},
+    )
+
+
+def chosen(suite: str, names: Sequence[str] | None, *, quick: bool, device: torch.device) -> list[str]:
+    """The names that a run takes: those asked for, else all of the suite; a quick one on a GPU compiles no graphs."""
+    if names is not None:
+        return [by_name(name).name for name in names]
+    found = [by_name(name) for name in DEFAULT[suite]]
+    if quick:
+        found = [system for system in found if not (system.compiles and (device.type == "cuda" or system.ours))]
+    return [system.name for system in found]

@@ -1,0 +1,93 @@
+"""Our backends as columns: each by name, `cuda` with the backward pass of `triton` where it has none for a call."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+import flash_dmattn
+from flash_dmattn import masks
+from flash_dmattn.backends.protocol import Pass, accepts, broken_rules
+from flash_dmattn.problem import AttentionProblem
+from flash_dmattn.selection import BACKENDS, probe
+from flash_dmattn.settings import BackendChoice
+
+from ..cases import Case
+from ..inputs import Inputs
+from .protocol import Bound, Mode, Needs, System
+
+NAMES = ("cuda", "triton", "flex", "eager", "reference")
+# Whose backward pass a forward of ours is paired with where its own refuses.
+PAIRED = {"cuda": "triton"}
+
+
+def architecture(device: torch.device) -> str:
+    """A device as the rules know it: "cpu", "sm_90"."""
+    return "cpu" if device.type == "cpu" else "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+
+
+def needs(name: str, case: Case, device: torch.device) -> Needs:
+    """What the rules of a backend say of a case."""
+    where = architecture(device)
+    alone = case.explain(where, gradients=False).problem
+    with_lse = case.explain(where, gradients=False, return_lse=True).problem
+    forward, lse = (refusal(name, problem, ("forward",)) for problem in (alone, with_lse))
+    if forward or not case.takes_gradients:
+        return Needs(forward, "", lse, (name,))
+    problem = case.explain(where).problem
+    backward = refusal(name, problem, ("forward", "backward"))
+    other = PAIRED.get(name)
+    if refusal(name, problem, ("backward",)) and other is not None and not refusal(other, problem, ("backward",)):
+        return Needs("", "", lse, (name, other))
+    return Needs("", backward, lse, (name, name))
+
+
+def refusal(name: str, problem: AttentionProblem, passes: tuple[Pass, ...]) -> str:
+    """Every rule of a backend that some passes of a call break, in words."""
+    return "; ".join(str(reason) for reason in broken_rules(BACKENDS[name], problem, passes))
+
+
+def missing(name: str, device: torch.device) -> str:
+    """Why a backend does not work here."""
+    if name in ("cuda", "triton") and device.type == "cpu":
+        return "its kernels run on GPUs"
+    return probe(name).reason
+
+
+def bind(name: str, inputs: Inputs, mode: Mode) -> Bound:
+    """`flash_dmattn.attention`, with the bool tensor as it is or prepared beforehand, causality folded in."""
+    q, k, v, _, mask, bias, is_causal = inputs
+    seqlen_q, seqlen_k = inputs.lengths
+    given: torch.Tensor | masks.PreparedMask | None = mask
+    if mode.prepared and mask is not None:
+        given = masks.prepare_mask(mask, seqlen_q=seqlen_q, seqlen_k=seqlen_k, is_causal=is_causal)
+    choice: BackendChoice = name
+    if name in PAIRED and q.requires_grad:
+        problem = flash_dmattn.explain(q, k, v, given, bias, is_causal=is_causal).problem
+        if not accepts(BACKENDS[name].RULES, problem, "backward"):
+            choice = (name, PAIRED[name])
+    returns = mode.with_lse
+    call = partial(
+        flash_dmattn.attention, q, k, v, given, bias, is_causal=is_causal, return_lse=returns, backend=choice
+    )
+
+    def results() -> tuple[torch.Tensor, ...]:
+        found = call()
+        return found if isinstance(found, tuple) else (found,)
+
+    return results
+
+
+SYSTEMS = tuple(
+    System(
+        name,
+        partial(bind, name),
+        partial(needs, name),
+        partial(missing, name),
+        ours=True,
+        compiles=name == "flex",
+        slow=name in ("flex", "eager"),
+    )
+    for name in NAMES
+)

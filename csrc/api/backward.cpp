@@ -1,0 +1,239 @@
+// The operator of the backward pass, as torch sees it: what flash_dmattn/backends/cuda.py has prepared becomes params.
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include <cuda_runtime_api.h>
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include "../sm90/backward/launch.h"
+#include "bias.h"
+#include "build_units.h"  // written by the build
+#include "call.h"
+#include "common.h"
+#include "tensor_map.h"
+#include "work.h"
+
+namespace flash_dmattn {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr const char* kName = "cuda_backward_kernel";
+constexpr int kPieceColumns = 64;  // of the sums
+constexpr int64_t kWorksEnough = 8;  // for each multiprocessor, so that none waits long for the last
+
+// The kernels of one dtype and one pair of head dims; those of the rows are of the dtype alone.
+struct Unit {
+  decltype(&launch_backward_main<__half, 64, 64>) main;
+  decltype(&launch_backward_rows<__half>) rows;
+  decltype(&launch_backward_sums<__half>) sums;
+  int tile_rows;
+  int64_t head_dim, head_dim_v;
+};
+
+// The smallest built head dims that hold those of a call.
+Unit unit_of(ScalarType dtype, int64_t head_dim, int64_t head_dim_v) {
+#define FLASH_DMATTN_UNIT(element, scalar, d, dv)                                                             \
+  if (dtype == ScalarType::scalar && head_dim <= d && head_dim_v <= dv) {                                     \
+    return {&launch_backward_main<element, d, dv>, &launch_backward_rows<element>,                            \
+            &launch_backward_sums<element>, backward_rows(d, dv), d, dv};                                     \
+  }
+  FLASH_DMATTN_BACKWARD_UNITS(FLASH_DMATTN_UNIT)
+#undef FLASH_DMATTN_UNIT
+  CHECK_ARGUMENT(false, "the extension was not built for gradients of head dims ", head_dim, " and ", head_dim_v,
+                 " (v) of this dtype");
+}
+
+template <class T = void>
+T* data_of(const std::optional<Tensor>& x) {
+  return x.has_value() ? static_cast<T*>(x->mutable_data_ptr()) : nullptr;
+}
+
+// How the main kernel reads a bias. One of a value per query only moves lse, which the kernel of the rows does.
+BackwardBias describe_bias(const Tensor& bias, const Tensor& q, bool stores_dbias, bool sums_dbias) {
+  if (sums_dbias) {
+    CHECK_ARGUMENT(is_broadcast(bias, 2), "dbias_sums are of a bias of one value per key, and bias has one per query");
+    return BackwardBias::kVector;
+  }
+  const bool is_per_score = !is_broadcast(bias, 2) && !is_broadcast(bias, 3);
+  CHECK_ARGUMENT(is_per_score || !stores_dbias, "dbias is of a bias of one value per query and key");
+  if (!is_per_score) return is_broadcast(bias, 3) ? BackwardBias::kNone : BackwardBias::kVector;
+  CHECK_ARGUMENT(bias.scalar_type() == q.scalar_type(), "bias of one value per query and key needs the dtype of q");
+  return stores_dbias ? BackwardBias::kTileStore : BackwardBias::kTile;
+}
+
+// Writes those of dq, dk, dv, dbias and dbias_sums that are given, all contiguous: dbias (B, Hq, Lq, Lk) of a bias per
+// query and key, in its dtype, in those tiles that band and mask do not leave empty; dbias_sums (B, Hq, Lk) of a bias
+// per key, in fp32. mask is {} or (bits, col_lists) of a TileMask; low and high are the band where there is none.
+void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask,
+              std::optional<Tensor> bias, Tensor out, Tensor lse, std::optional<Tensor> dq, std::optional<Tensor> dk,
+              std::optional<Tensor> dv, std::optional<Tensor> dbias, std::optional<Tensor> dbias_sums, int64_t low,
+              int64_t high, double softmax_scale, bool deterministic) {
+  const Sizes sizes = sizes_of(kName, q, k, v);
+  const Unit unit = unit_of(q.scalar_type(), sizes.head_dim, sizes.head_dim_v);
+  CHECK_ARGUMENT(out.is_contiguous() && lse.is_contiguous(), "out and lse need to be contiguous");
+  CHECK_ARGUMENT(bias.has_value() || !(dbias.has_value() || dbias_sums.has_value()), "there is no bias for a dbias");
+
+  const int64_t tiles_q = ceil_div(sizes.seqlen_q, kTile), blocks_k = ceil_div(sizes.seqlen_k, kTile);
+  const int64_t pairs = sizes.batch * sizes.num_heads, pairs_k = sizes.batch * sizes.num_heads_k;
+  CHECK_ARGUMENT(pairs * tiles_q <= kMaxInt / 4, "there are more than 2^29 tiles of queries");
+  CHECK_ARGUMENT(pairs_k * blocks_k <= kMaxInt / 2, "there are more than 2^30 tiles of keys");
+
+  BackwardParams params{};
+  BackwardRowsParams rows{};
+  BackwardBias form = BackwardBias::kNone;
+  if (bias.has_value()) {
+    form = describe_bias(*bias, q, dbias.has_value(), dbias_sums.has_value());
+    set_bias(kName, *bias, sizes.num_heads, params);
+    if (form == BackwardBias::kNone) {
+      rows.bias_values = params.bias_values;
+      rows.bias_stride_b = params.bias_stride_b;
+      rows.bias_stride_h = params.bias_stride_h;
+      rows.bias_stride_q = params.bias_stride_q;
+      rows.bias_dtype = params.bias_dtype;
+      rows.heads_per_bias = params.heads_per_bias;
+      rows.bias_has_batch = params.bias_has_batch;
+    }
+  }
+
+  params.q = rows_map(kName, q, "q", unit.tile_rows);
+  params.k = rows_map(kName, k, "k", kTile);
+  params.v = rows_map(kName, v, "v", kTile);
+  params.dout = rows_map(kName, dout, "dout", unit.tile_rows);
+  if (form == BackwardBias::kTile || form == BackwardBias::kTileStore) {
+    params.bias = scores_map(kName, *bias, "bias", unit.tile_rows);
+  }
+  if (form == BackwardBias::kTileStore) params.dbias = scores_map(kName, *dbias, "dbias", unit.tile_rows);
+  params.dk = data_of(dk);
+  params.dv = data_of(dv);
+  params.dbias_sums = data_of<float>(dbias_sums);
+  set_sizes(sizes, params);
+  params.head_dim = static_cast<int>(sizes.head_dim);
+  params.softmax_scale = static_cast<float>(softmax_scale);
+  set_band(sizes, low, high, params);
+  const bool has_mask = !mask.empty();
+  if (has_mask) {
+    CHECK_ARGUMENT(mask.size() == 3, "mask has ", mask.size(), " tensors; it needs bits and lists of rows and columns");
+    set_mask(mask[0], mask[2], sizes, params);
+    params.mask_row_lists = static_cast<const int32_t*>(mask[1].const_data_ptr());
+  }
+
+  const int32_t device = q.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  const cudaStream_t stream = current_stream(device);
+  check(cudaSetDevice(device), kName, "setting the device");  // the static runtime's own; the guard sets torch's
+
+  // lse in base 2 and delta, one behind the other.
+  const int64_t padded_rows = pairs * tiles_q * kTile;
+  const std::array<int64_t, 2> of_rows{2, padded_rows};
+  const Tensor numbers = torch::stable::new_empty(q, {of_rows.data(), of_rows.size()}, ScalarType::Float);
+  rows.lse_log2 = static_cast<float*>(numbers.mutable_data_ptr());
+  rows.delta = rows.lse_log2 + padded_rows;
+  Tensor sums, turns;
+  const int64_t dq_columns = ceil_div(unit.head_dim, kPieceColumns) * kPieceColumns;
+  if (dq.has_value()) {
+    const int64_t length = padded_rows * dq_columns;
+    sums = torch::stable::new_empty(q, {&length, 1}, ScalarType::Float);
+    rows.dq_sums = static_cast<float*>(sums.mutable_data_ptr());
+  }
+  if (dq.has_value() && deterministic) {
+    const int64_t blocks = padded_rows / unit.tile_rows;
+    turns = torch::stable::new_empty(q, {&blocks, 1}, ScalarType::Int);
+    params.dq_turns = static_cast<int*>(turns.mutable_data_ptr());
+    check(cudaMemsetAsync(params.dq_turns, 0, blocks * sizeof(int), stream), kName, "clearing the turns of dq");
+  }
+  params.lse = rows.lse_log2;
+  params.delta = rows.delta;
+  params.dq_sums = rows.dq_sums;
+
+  rows.out = out.const_data_ptr();
+  rows.dout = dout.const_data_ptr();
+  rows.lse = static_cast<const float*>(lse.const_data_ptr());
+  rows.dout_stride_b = dout.stride(0);
+  rows.dout_stride_q = dout.stride(1);
+  rows.dout_stride_h = dout.stride(2);
+  if (dlse.has_value()) {
+    CHECK_ARGUMENT(dlse->scalar_type() == ScalarType::Float, "dlse needs to be float32, as lse");
+    rows.dlse = static_cast<const float*>(dlse->const_data_ptr());
+    rows.dlse_stride_b = dlse->stride(0);
+    rows.dlse_stride_h = dlse->stride(1);
+    rows.dlse_stride_q = dlse->stride(2);
+  }
+  rows.batch = params.batch;
+  rows.num_heads = params.num_heads;
+  rows.seqlen_q = params.seqlen_q;
+  rows.head_dim_v = params.head_dim_v;
+  rows.dq_columns = static_cast<int>(dq_columns);
+  check(unit.rows(rows, stream), kName, "launching the kernel of the rows");
+
+  params.blocks_k = static_cast<int>(blocks_k);
+  // Heads of a group as works of their own are more works, whose dk and dv have to be added in device memory.
+  const int device_processors = multiprocessors(kName, device);
+  const bool splits = !deterministic && pairs != pairs_k && pairs_k * blocks_k < kWorksEnough * device_processors;
+  params.heads_per_work = splits ? 1 : params.queries_per_group;
+  const int64_t owners = splits ? pairs : pairs_k;
+  params.total = static_cast<int>(owners * blocks_k);
+  Tensor key_sums;
+  const int64_t dv_columns = ceil_div(unit.head_dim_v, kPieceColumns) * kPieceColumns;
+  if (splits && (dk.has_value() || dv.has_value())) {
+    const int64_t rows_k = pairs_k * blocks_k * kTile;
+    const int64_t length = rows_k * ((dk.has_value() ? dq_columns : 0) + (dv.has_value() ? dv_columns : 0));
+    key_sums = torch::stable::new_empty(q, {&length, 1}, ScalarType::Float);
+    float* const start = static_cast<float*>(key_sums.mutable_data_ptr());
+    check(cudaMemsetAsync(start, 0, length * sizeof(float), stream), kName, "clearing the sums of dk and dv");
+    if (dk.has_value()) params.dk_sums = start;
+    if (dv.has_value()) params.dv_sums = start + (dk.has_value() ? rows_k * dq_columns : 0);
+    params.dk = params.dv = nullptr;
+  }
+  // q, dout and the sums of dq of the query heads of a section.
+  const int64_t row_bytes = (sizes.head_dim + sizes.head_dim_v) * 2 + (dq.has_value() ? dq_columns * 4 : 0);
+  const int64_t work_bytes = params.heads_per_work * sizes.seqlen_q * row_bytes;
+  params.section = static_cast<int>(std::clamp<int64_t>(kSectionBytes / work_bytes, 1, owners));
+  const int blocks = std::min(params.total, device_processors);
+  const bool even = !has_mask && low <= -sizes.seqlen_q && high >= sizes.seqlen_k;
+  Tensor next;
+  if (!even && params.total > blocks) {
+    next = work_counter(kName, q, stream);
+    params.next = static_cast<int*>(next.mutable_data_ptr());
+  }
+  check(unit.main(params, form, has_mask, blocks, stream), kName, "launching the kernel");
+
+  const auto finish = [&](const float* from, const std::optional<Tensor>& to, int64_t columns, double factor) {
+    if (from == nullptr) return;
+    BackwardSumsParams finished{};
+    finished.sums = from;
+    finished.out = to->mutable_data_ptr();
+    finished.batch = static_cast<int>(to->size(0));
+    finished.seqlen = static_cast<int>(to->size(1));
+    finished.num_heads = static_cast<int>(to->size(2));
+    finished.columns = static_cast<int>(to->size(3));
+    finished.panels = static_cast<int>(columns / kPieceColumns);
+    finished.factor = static_cast<float>(factor);
+    check(unit.sums(finished, stream), kName, "launching the kernel of the sums");
+  };
+  finish(params.dq_sums, dq, dq_columns, softmax_scale);
+  finish(params.dk_sums, dk, dq_columns, softmax_scale);
+  finish(params.dv_sums, dv, dv_columns, 1.0);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(flash_dmattn, m) {
+  m.def(
+      "cuda_backward_kernel(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? bias, "
+      "Tensor out, Tensor lse, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dbias, "
+      "Tensor(e!)? dbias_sums, int low, int high, float softmax_scale, bool deterministic) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, m) { m.impl("cuda_backward_kernel", TORCH_BOX(&backward)); }
+STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CPU, m) { m.impl("cuda_backward_kernel", TORCH_BOX(&backward)); }
+
+}  // namespace flash_dmattn

@@ -1,0 +1,56 @@
+// How a bias (B, H, Lq, Lk) lies in memory, and what the kernels are told of it.
+#pragma once
+
+#include <cstdint>
+
+#include <torch/csrc/stable/tensor.h>
+
+#include "../params.h"
+#include "common.h"
+
+namespace flash_dmattn {
+
+// One value is read for every index.
+inline bool is_broadcast(const torch::stable::Tensor& x, int dim) { return x.size(dim) == 1 || x.stride(dim) == 0; }
+
+// Whether the copy engine can read tiles of a bias: rows of unit stride, on 16 bytes, in the dtype of q.
+inline bool can_copy_tiles(const torch::stable::Tensor& bias, const torch::stable::Tensor& q) {
+  bool can = bias.scalar_type() == q.scalar_type() && bias.stride(3) == 1;
+  can &= reinterpret_cast<uintptr_t>(bias.const_data_ptr()) % 16 == 0;
+  for (int dim = 0; dim < 3; ++dim) can &= is_broadcast(bias, dim) || bias.stride(dim) % 8 == 0;
+  return can;
+}
+
+inline BiasDtype bias_dtype(const char* op, const torch::stable::Tensor& bias) {
+  using torch::headeronly::ScalarType;
+  const ScalarType dtype = bias.scalar_type();
+  CHECK_FOR(op, dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16,
+            "bias needs to be float32, float16 or bfloat16");
+  return dtype == ScalarType::Float  ? BiasDtype::kFloat32
+         : dtype == ScalarType::Half ? BiasDtype::kFloat16
+                                     : BiasDtype::kBFloat16;
+}
+
+// Strides of 0 where one value serves every index.
+inline int64_t bias_stride(const torch::stable::Tensor& bias, int dim) {
+  return is_broadcast(bias, dim) ? 0 : bias.stride(dim);
+}
+
+inline int heads_per_bias(const torch::stable::Tensor& bias, int64_t num_heads) {
+  return static_cast<int>(is_broadcast(bias, 1) ? num_heads : num_heads / bias.size(1));
+}
+
+// The fields of a bias in the params of either pass.
+template <class Params>
+void set_bias(const char* op, const torch::stable::Tensor& bias, int64_t num_heads, Params& params) {
+  params.bias_dtype = bias_dtype(op, bias);
+  params.bias_values = bias.const_data_ptr();
+  params.bias_stride_b = bias_stride(bias, 0);
+  params.bias_stride_h = bias_stride(bias, 1);
+  params.bias_stride_q = bias_stride(bias, 2);
+  params.bias_stride_k = bias_stride(bias, 3);
+  params.heads_per_bias = heads_per_bias(bias, num_heads);
+  params.bias_has_batch = !is_broadcast(bias, 0);
+}
+
+}  // namespace flash_dmattn

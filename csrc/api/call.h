@@ -1,0 +1,62 @@
+// One call as both passes describe it: its sizes, its band and its mask.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include <torch/csrc/stable/tensor.h>
+
+#include "../params.h"
+#include "common.h"
+
+namespace flash_dmattn {
+
+struct Sizes {
+  int64_t batch, seqlen_q, seqlen_k, num_heads, num_heads_k, head_dim, head_dim_v;
+};
+
+// Of q (B, Lq, Hq, D), k and v, which the kernels can count.
+inline Sizes sizes_of(const char* op, const torch::stable::Tensor& q, const torch::stable::Tensor& k,
+                      const torch::stable::Tensor& v) {
+  CHECK_FOR(op, q.is_cuda(), "q is not on a CUDA device; the kernel is written for sm_90a");
+  const Sizes sizes{q.size(0), q.size(1), k.size(1), q.size(2), k.size(2), q.size(3), v.size(3)};
+  CHECK_FOR(op, sizes.seqlen_q > 0 && sizes.seqlen_k > 0 && sizes.batch * sizes.num_heads > 0,
+            "there is nothing to attend");
+  // Sums of a row, a key and a band stay in int32.
+  CHECK_FOR(op, sizes.seqlen_q + sizes.seqlen_k <= kMaxInt / 2, "there are ", sizes.seqlen_q, " queries and ",
+            sizes.seqlen_k, " keys; together they may be 2^30 - 1");
+  CHECK_FOR(op, sizes.head_dim % 8 == 0 && sizes.head_dim_v % 8 == 0, "head dims are ", sizes.head_dim, " and ",
+            sizes.head_dim_v, " (v); they need to be multiples of 8");
+  return sizes;
+}
+
+template <class Params>
+void set_sizes(const Sizes& sizes, Params& params) {
+  params.batch = static_cast<int>(sizes.batch);
+  params.num_heads = static_cast<int>(sizes.num_heads);
+  params.seqlen_q = static_cast<int>(sizes.seqlen_q);
+  params.seqlen_k = static_cast<int>(sizes.seqlen_k);
+  params.head_dim_v = static_cast<int>(sizes.head_dim_v);
+  params.queries_per_group = static_cast<int>(sizes.num_heads / sizes.num_heads_k);
+}
+
+// Limits beyond the last diagonal say no more than the diagonal past the last.
+template <class Params>
+void set_band(const Sizes& sizes, int64_t low, int64_t high, Params& params) {
+  params.low = static_cast<int>(std::clamp(low, -sizes.seqlen_q, sizes.seqlen_k));
+  params.high = static_cast<int>(std::clamp(high, -sizes.seqlen_q, sizes.seqlen_k));
+}
+
+// Those of a TileMask, `lists` of rows or of columns.
+template <class Params>
+void set_mask(const torch::stable::Tensor& bits, const torch::stable::Tensor& lists, const Sizes& sizes,
+              Params& params) {
+  params.mask_bits = static_cast<const int32_t*>(bits.const_data_ptr());
+  params.mask_lists = static_cast<const int32_t*>(lists.const_data_ptr());
+  params.mask_heads = static_cast<int>(bits.size(1));
+  params.heads_per_mask = static_cast<int>(sizes.num_heads / bits.size(1));
+  params.mask_has_batch = bits.size(0) > 1;
+}
+
+}  // namespace flash_dmattn

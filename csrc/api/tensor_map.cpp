@@ -1,0 +1,75 @@
+#include "tensor_map.h"
+
+#include <array>
+#include <cstdint>
+
+#include <cuda_runtime_api.h>
+
+#include "bias.h"
+#include "common.h"
+
+namespace flash_dmattn {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
+                            const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                            CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+// From the driver, whose library is not linked.
+Encode encoder(const char* op) {
+  static const Encode found = [op] {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &result);
+    CHECK_FOR(op, error == cudaSuccess && result == cudaDriverEntryPointSuccess,
+              "the driver has no cuTensorMapEncodeTiled; it needs to be of CUDA 12.0 or later");
+    return reinterpret_cast<Encode>(entry);
+  }();
+  return found;
+}
+
+// The map of a tensor of 16-bit values, its dims and strides (in elements) given innermost first.
+CUtensorMap tensor_map(const char* op, const Tensor& x, const char* name, std::array<int64_t, 4> sizes,
+                       std::array<int64_t, 4> strides, int rows) {
+  CHECK_FOR(op, strides[0] == 1 || sizes[0] == 1, name, " has no unit stride in its last dim");
+  cuuint64_t dims[4], bytes[3];
+  for (int dim = 0; dim < 4; ++dim) {
+    dims[dim] = static_cast<cuuint64_t>(sizes[dim]);
+    if (dim == 0) continue;
+    // The stride of a dim of size 1 is never taken.
+    bytes[dim - 1] = sizes[dim] == 1 ? 16 : static_cast<cuuint64_t>(strides[dim] * 2);
+    CHECK_FOR(op, bytes[dim - 1] % 16 == 0 && bytes[dim - 1] > 0, name, " has a stride of ", strides[dim],
+              " elements; the copy engine takes positive multiples of 8");
+  }
+  auto* const data = const_cast<void*>(x.const_data_ptr());
+  CHECK_FOR(op, reinterpret_cast<uintptr_t>(data) % 16 == 0, name, " does not start on 16 bytes");
+  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(rows), 1, 1}, steps[4] = {1, 1, 1, 1};
+  const auto dtype = x.scalar_type() == ScalarType::Half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                          : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  CUtensorMap map;
+  const CUresult result = encoder(op)(&map, dtype, 4, data, dims, bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  CHECK_FOR(op, result == CUDA_SUCCESS, "cuTensorMapEncodeTiled refused ", name, " with error ",
+            static_cast<int>(result));
+  return map;
+}
+
+}  // namespace
+
+CUtensorMap rows_map(const char* op, const Tensor& x, const char* name, int rows) {
+  return tensor_map(op, x, name, {x.size(3), x.size(1), x.size(2), x.size(0)},
+                    {x.stride(3), x.stride(1), x.stride(2), x.stride(0)}, rows);
+}
+
+CUtensorMap scores_map(const char* op, const Tensor& x, const char* name, int rows) {
+  const int64_t heads = is_broadcast(x, 1) ? 1 : x.size(1), batches = is_broadcast(x, 0) ? 1 : x.size(0);
+  return tensor_map(op, x, name, {x.size(3), x.size(2), heads, batches},
+                    {x.stride(3), x.stride(2), x.stride(1), x.stride(0)}, rows);
+}
+
+}  // namespace flash_dmattn

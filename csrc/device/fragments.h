@@ -1,0 +1,54 @@
+// What threads hold of a matrix, and how they exchange it.
+//
+// In the accumulator of a matrix instruction a thread holds rows n / 4 and n / 4 + 8 of its warp's 16, n its lane, and
+// of every 8 columns the two from 2 (n % 4) on: element 4 c + 2 r + e is row n / 4 + 8 r, column 8 c + 2 (n % 4) + e.
+#pragma once
+
+#include <cstdint>
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+namespace flash_dmattn {
+
+constexpr float kLog2e = 1.4426950408889634f;
+
+__device__ __forceinline__ uint32_t pack(float low, float high, __nv_bfloat16) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+__device__ __forceinline__ uint32_t pack(float low, float high, __half) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+__device__ __forceinline__ float2 unpack(uint32_t pair, __nv_bfloat16) {
+  return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+}
+__device__ __forceinline__ float2 unpack(uint32_t pair, __half) {
+  return __half22float2(reinterpret_cast<const __half2&>(pair));
+}
+
+// The four threads of a row.
+__device__ __forceinline__ float max_of_row(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+__device__ __forceinline__ float sum_of_row(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+// Word k of lane l of the four lanes of a row becomes word l of lane k.
+__device__ __forceinline__ void transpose_words(uint32_t& w0, uint32_t& w1, uint32_t& w2, uint32_t& w3, int lane) {
+  const bool odd = lane & 1, high = lane & 2;
+  auto swap = [](uint32_t& low, uint32_t& up, bool sends_low, int distance) {
+    const uint32_t received = __shfl_xor_sync(0xffffffffu, sends_low ? low : up, distance);
+    (sends_low ? low : up) = received;
+  };
+  swap(w0, w1, odd, 1);
+  swap(w2, w3, odd, 1);
+  swap(w0, w2, high, 2);
+  swap(w1, w3, high, 2);
+}
+
+}  // namespace flash_dmattn

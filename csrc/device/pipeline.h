@@ -1,0 +1,40 @@
+// Stages of shared memory that copies fill while others are read.
+#pragma once
+
+#include "ptx.h"
+#include "wgmma.h"
+
+namespace flash_dmattn {
+
+// The place in a ring of stages.
+template <int kStages>
+struct Ring {
+  int stage = 0;
+  uint32_t phase = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+// One panel of 64 columns after another, `kRows` rows each; one arrival at the barrier, with their bytes.
+template <int kPanels, int kRows>
+__device__ __forceinline__ void copy_panels(uint8_t* to, const CUtensorMap* map, uint64_t* full, int first_column,
+                                            int row, int head, int batch) {
+  barrier_arrive_expect(full, kPanels * kRows * kRowBytes);
+#pragma unroll
+  for (int panel = 0; panel < kPanels; ++panel) {
+    copy_tensor(to + panel * kRows * kRowBytes, map, full, first_column + panel * kPanelColumns, row, head, batch);
+  }
+}
+
+// A vector of `count` floats; one arrival at the barrier, with its bytes.
+__device__ __forceinline__ void copy_floats(float* to, const float* from, int count, uint64_t* full) {
+  barrier_arrive_expect(full, count * 4);
+  copy_bytes(to, from, count * 4, full);
+}
+
+}  // namespace flash_dmattn

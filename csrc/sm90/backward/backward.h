@@ -1,0 +1,83 @@
+// The backward kernel, persistent: a producer warpgroup and two consumers share blocks of keys until there is none.
+//
+//     p = exp2(scale log2(e) q k^T + bias log2(e) - lse),  dp = dout v^T,  ds = p (dp - delta)
+//     dv = p^T dout,  dk = scale ds^T q,  dq = scale ds k,  dbias = ds
+//
+// Source: FlashAttention-2 (arXiv:2307.08691), section 3.1.2.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "consumer.h"
+#include "launch.h"
+#include "producer.h"
+#include "storage.h"
+
+namespace flash_dmattn {
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1) backward_kernel(const __grid_constant__ BackwardParams p) {
+  extern __shared__ __align__(1024) uint8_t memory[];
+  auto& shared = *reinterpret_cast<BackwardStorage<Traits>*>(memory);
+  constexpr int kArrivals = 4 * Traits::kConsumers * kArrivalsOfWarp;  // of all warps that consume
+  const bool takes_turns = p.dq_turns != nullptr;
+  if (threadIdx.x == 0) {
+    barrier_init(&shared.keys_full, 2);  // k and v
+    barrier_init(&shared.keys_empty, kArrivals);
+    for (int stage = 0; stage < Traits::kStages; ++stage) {
+      barrier_init(&shared.q_full[stage], 2);  // q and lse
+      barrier_init(&shared.q_empty[stage], kArrivals);
+      barrier_init(&shared.dout_full[stage], 2);  // dout and delta
+      barrier_init(&shared.dout_empty[stage], kArrivals);
+      barrier_init(&shared.ds_full[stage], kArrivals);
+      barrier_init(&shared.ds_empty[stage], kArrivals + kArrivalsOfWarp * Traits::kStoresDbias);
+      barrier_init(&shared.bias_full[stage], 1);
+      barrier_init(&shared.bias_empty[stage], kArrivals);
+    }
+    for (int stage = 0; stage < 2; ++stage) {
+      barrier_init(&shared.work_full[stage], 1);
+      barrier_init(&shared.work_empty[stage],
+                   kArrivals + kArrivalsOfWarp * (Traits::kHasBiasTiles + Traits::kStoresDbias + takes_turns));
+    }
+    barrier_init_fence();
+  }
+  if constexpr (Traits::kBias == BackwardBias::kVector) {
+    if (threadIdx.x < Traits::kOnesBytes / 4) {
+      const uint32_t pair = pack(1.0f, 1.0f, typename Traits::Element{});
+      reinterpret_cast<uint32_t*>(shared.ones)[threadIdx.x] = pair;
+      shared_memory_fence();
+    }
+  }
+  __syncthreads();
+
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // the same for all, and known to be
+  if (warpgroup == 0) {
+    registers_release<Traits::kProducerRegisters>();
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    if (warp == 0) {
+      if (threadIdx.x == 0) copy_operands<Traits>(p, shared);
+    } else if (Traits::kHasBiasTiles && warp == 1) {
+      copy_bias<Traits>(p, shared);
+    } else if (Traits::kStoresDbias && warp == 2) {
+      store_dbias<Traits>(p, shared);
+    } else if (warp == 3 && takes_turns) {
+      order_dq<Traits>(p, shared);
+    }
+  } else {
+    registers_acquire<Traits::kConsumerRegisters>();
+    consume_backward<Traits>(p, shared, warpgroup - 1);
+  }
+}
+
+template <class Traits>
+cudaError_t launch_backward_kernel(const BackwardParams& params, int blocks, cudaStream_t stream) {
+  constexpr int kBytes = sizeof(BackwardStorage<Traits>);
+  static_assert(kBytes <= 227 * 1024, "shared memory of a block");
+  const auto kernel = backward_kernel<Traits>;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (error != cudaSuccess) return error;
+  kernel<<<blocks, Traits::kThreads, kBytes, stream>>>(params);
+  return cudaGetLastError();
+}
+
+}  // namespace flash_dmattn

@@ -1,0 +1,32 @@
+// The launch of the backward kernels, for those who do not compile them.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime_api.h>
+
+#include "../../params.h"
+
+namespace flash_dmattn {
+
+enum class BackwardBias {
+  kNone,       // none, or one value per query, which moves lse alone
+  kTile,       // one value per query and key, in the dtype of q, copied as tiles; takes no gradient
+  kTileStore,  // the same, and its gradient, one for every query head, is stored as tiles in the dtype of q
+  kVector      // one value per key, of any dtype and stride
+};
+
+// Rows of the tiles of q, dout, bias and dbias; those of k and v have kTile.
+constexpr int backward_rows(int head_dim, int head_dim_v) { return head_dim <= 64 && head_dim_v <= 64 ? 128 : 64; }
+
+// Defined for the dtypes and head dims that the extension is built with. Each returns the error of its launch, which is
+// on the current device. `rows` is before `main`, and `sums` after it, for every result that it has summed.
+template <class T, int kHeadDim, int kHeadDimV>
+cudaError_t launch_backward_main(const BackwardParams& params, BackwardBias bias, bool has_mask, int blocks,
+                                 cudaStream_t stream);
+template <class T>
+cudaError_t launch_backward_rows(const BackwardRowsParams& params, cudaStream_t stream);
+template <class T>
+cudaError_t launch_backward_sums(const BackwardSumsParams& params, cudaStream_t stream);
+
+}  // namespace flash_dmattn

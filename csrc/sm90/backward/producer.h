@@ -1,0 +1,148 @@
+// The producer: one thread hands out work and has tensors copied; one warp has the bias copied, one stores dbias.
+#pragma once
+
+#include "storage.h"
+
+namespace flash_dmattn {
+
+template <class Traits>
+__device__ __forceinline__ void copy_operands(const BackwardParams& p, BackwardStorage<Traits>& shared) {
+  constexpr int kRows = Traits::kRows;
+  prefetch_tensor_map(&p.q);
+  prefetch_tensor_map(&p.k);
+  prefetch_tensor_map(&p.v);
+  prefetch_tensor_map(&p.dout);
+  const int padded_rows = (p.seqlen_q + kTile - 1) / kTile * kTile;
+
+  Ring<Traits::kStages> ring;
+  Ring<2> ring_work;
+  uint32_t phase_keys = 0;
+  for (int index = blockIdx.x;;) {
+    KeyItem<Traits> item;
+    item.exists = index < p.total;
+    const KeyWork work = key_work_at(p, item.exists ? index : 0);
+    const int members = item.exists ? p.heads_per_work : 1, head_k = work.head / p.queries_per_group;
+#pragma unroll 1
+    for (int member = 0; member < members; ++member) {
+      item.is_first = member == 0;
+      item.is_last = member == members - 1;
+      item.batch = work.batch;
+      item.head = work.head + member;
+      item.block_k = work.block_k;
+      if (item.exists) item.walk = QueryWalk<Traits>::of(p, item);
+      barrier_wait(&shared.work_empty[ring_work.stage], ring_work.phase ^ 1);
+      shared.work[ring_work.stage] = item;
+      barrier_arrive(&shared.work_full[ring_work.stage]);
+      ring_work.advance();
+      if (!item.exists) return;
+      if (item.is_first) {
+        barrier_wait(&shared.keys_empty, phase_keys ^ 1);
+        phase_keys ^= 1;
+        copy_panels<Traits::kPanels, kTile>(shared.k, &p.k, &shared.keys_full, 0, work.block_k * kTile, head_k,
+                                            work.batch);
+        copy_panels<Traits::kPanelsV, kTile>(shared.v, &p.v, &shared.keys_full, 0, work.block_k * kTile, head_k,
+                                             work.batch);
+      }
+      const int64_t rows = (static_cast<int64_t>(item.batch) * p.num_heads + item.head) * padded_rows;
+#pragma unroll 1
+      for (int step = 0; step < item.walk.steps; ++step) {
+        bool has_edge;
+        const int row = item.walk.at(step, has_edge) * kRows;
+        uint64_t* full = &shared.q_full[ring.stage];
+        barrier_wait(&shared.q_empty[ring.stage], ring.phase ^ 1);
+        copy_panels<Traits::kPanels, kRows>(shared.q[ring.stage], &p.q, full, 0, row, item.head, item.batch);
+        copy_floats(shared.lse[ring.stage], p.lse + rows + row, kRows, full);
+        full = &shared.dout_full[ring.stage];
+        barrier_wait(&shared.dout_empty[ring.stage], ring.phase ^ 1);
+        copy_panels<Traits::kPanelsV, kRows>(shared.dout[ring.stage], &p.dout, full, 0, row, item.head, item.batch);
+        copy_floats(shared.delta[ring.stage], p.delta + rows + row, kRows, full);
+        ring.advance();
+      }
+    }
+    index = p.next != nullptr ? atomicAdd(p.next, 1) + gridDim.x : index + gridDim.x;
+  }
+}
+
+// The bias of each block of queries, by one warp.
+template <class Traits>
+__device__ __forceinline__ void copy_bias(const BackwardParams& p, BackwardStorage<Traits>& shared) {
+  Ring<Traits::kStages> ring;
+  Ring<2> ring_work;
+  for (;;) {
+    const KeyItem<Traits>& item = take_work(shared, ring_work);
+    if (!item.exists) return;
+    const int head = item.head / p.heads_per_bias, batch = p.bias_has_batch ? item.batch : 0;
+#pragma unroll 1
+    for (int step = 0; step < item.walk.steps; ++step) {
+      bool has_edge;
+      const int row = item.walk.at(step, has_edge) * Traits::kRows;
+      barrier_wait(&shared.bias_empty[ring.stage], ring.phase ^ 1);
+      if (threadIdx.x % 32 == 0) {
+        copy_panels<kTile / kPanelColumns, Traits::kRows>(shared.bias[ring.stage], &p.bias,
+                                                          &shared.bias_full[ring.stage], item.block_k * kTile, row,
+                                                          head, batch);
+      }
+      ring.advance();
+    }
+    give_back_work(shared, ring_work);
+  }
+}
+
+// dbias of each block of queries, by one warp, as the consumers leave ds in shared memory.
+template <class Traits>
+__device__ __forceinline__ void store_dbias(const BackwardParams& p, BackwardStorage<Traits>& shared) {
+  Ring<Traits::kStages> ring;
+  Ring<2> ring_work;
+  for (;;) {
+    const KeyItem<Traits>& item = take_work(shared, ring_work);
+    if (!item.exists) return;
+#pragma unroll 1
+    for (int step = 0; step < item.walk.steps; ++step) {
+      bool has_edge;
+      const int row = item.walk.at(step, has_edge) * Traits::kRows;
+      barrier_wait(&shared.ds_full[ring.stage], ring.phase);
+      if (threadIdx.x % 32 == 0) {
+#pragma unroll
+        for (int panel = 0; panel < kTile / kPanelColumns; ++panel) {
+          store_tensor(&p.dbias, shared.ds[ring.stage] + panel * Traits::kRows * kRowBytes,
+                       item.block_k * kTile + panel * kPanelColumns, row, item.head, item.batch);
+        }
+        wait_for_stores_to_read();
+      }
+      barrier_arrive_of_warp(&shared.ds_empty[ring.stage]);
+      ring.advance();
+    }
+    give_back_work(shared, ring_work);
+  }
+}
+
+// Has the tiles of keys add to dq in their order, by one warp: the consumers add to a block of queries once it lets them,
+// and it lets the next tile once they have. A tile waits for earlier ones of its head alone, whose work was handed out
+// before its own, so there is always one that waits for none.
+template <class Traits>
+__device__ __forceinline__ void order_dq(const BackwardParams& p, BackwardStorage<Traits>& shared) {
+  const int blocks = (p.seqlen_q + kTile - 1) / kTile * (kTile / Traits::kRows);
+  Ring<2> ring_work;
+  for (;;) {
+    const KeyItem<Traits>& item = take_work(shared, ring_work);
+    if (!item.exists) return;
+    int* const turns = p.dq_turns + (static_cast<int64_t>(item.batch) * p.num_heads + item.head) * blocks;
+#pragma unroll 1
+    for (int step = 0; step < item.walk.steps; ++step) {
+      bool has_edge;
+      const int block = item.walk.at(step, has_edge);
+      const int before = tiles_before<Traits>(p, item, block);
+      if (threadIdx.x % 32 == 0) {
+        while (load_acquired(turns + block) != before) {
+        }
+      }
+      __syncwarp();
+      for (int group = 0; group < Traits::kConsumers; ++group) named_barrier_arrive(kMayAddBarrier + group, 128 + 32);
+      for (int group = 0; group < Traits::kConsumers; ++group) named_barrier_sync(kHasAddedBarrier + group, 128 + 32);
+      if (threadIdx.x % 32 == 0) add_released(turns + block, 1);
+    }
+    give_back_work(shared, ring_work);
+  }
+}
+
+}  // namespace flash_dmattn

@@ -1,0 +1,144 @@
+// The kernels before and after the backward kernel: lse and delta of every row, and results from
+// their sums.
+#include "../../device/fragments.h"
+#include "../operands.h"
+#include "launch.h"
+#include "pieces.h"
+
+namespace flash_dmattn {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kLanes = 16;  // of a row; each takes 8 values at a time
+constexpr int kMaxBlocks = 1 << 20;
+
+// What an item of work, a row, says of itself to with_bias.
+struct Row {
+  int batch, head;
+};
+
+template <class Element>
+__global__ void __launch_bounds__(kThreads) backward_rows_kernel(const __grid_constant__ BackwardRowsParams p,
+                                                                 int64_t rows) {
+  const int padded = (p.seqlen_q + kTile - 1) / kTile * kTile;
+  const int lane = threadIdx.x % kLanes;
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * (kThreads / kLanes);
+  // Of whole tiles there are whole blocks: all threads of a warp take as many turns.
+  for (int64_t at = static_cast<int64_t>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes; at < rows;
+       at += stride) {
+    const int64_t pair = at / padded;
+    const int row = static_cast<int>(at - pair * padded);
+    const Row work{static_cast<int>(pair / p.num_heads), static_cast<int>(pair % p.num_heads)};
+    float sum = 0.0f;
+    const bool exists = row < p.seqlen_q;
+    if (exists) {
+      const Element* out = static_cast<const Element*>(p.out) +
+                           ((static_cast<int64_t>(work.batch) * p.seqlen_q + row) * p.num_heads + work.head) * p.head_dim_v;
+      const Element* dout = static_cast<const Element*>(p.dout) + work.batch * p.dout_stride_b + row * p.dout_stride_q +
+                            work.head * p.dout_stride_h;
+      for (int column = lane * 8; column < p.head_dim_v; column += kLanes * 8) {
+        const uint4 a = __ldg(reinterpret_cast<const uint4*>(out + column));
+        const uint4 b = __ldg(reinterpret_cast<const uint4*>(dout + column));
+        const uint32_t as[4] = {a.x, a.y, a.z, a.w}, bs[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float2 x = unpack(as[i], Element{}), y = unpack(bs[i], Element{});
+          sum = fmaf(x.x, y.x, sum);
+          sum = fmaf(x.y, y.y, sum);
+        }
+      }
+    }
+    for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+      sum += __shfl_xor_sync(0xffffffffu, sum, distance, kLanes);
+    }
+    if (lane == 0) {
+      float lse = INFINITY;
+      if (exists) {
+        const float natural = p.lse[pair * p.seqlen_q + row];
+        if (natural != -INFINITY) {
+          if (p.dlse != nullptr) {
+            sum -= p.dlse[work.batch * p.dlse_stride_b + work.head * p.dlse_stride_h + row * p.dlse_stride_q];
+          }
+          float bias = 0.0f;
+          if (p.bias_values != nullptr) with_bias(p, work, [&](auto bias_at) { bias = bias_at(row, 0); });
+          lse = (natural - bias) * kLog2e;
+        }
+      }
+      p.lse_log2[at] = lse;
+      p.delta[at] = exists ? sum : 0.0f;
+    }
+    if (p.dq_sums != nullptr) {
+      float4* sums = reinterpret_cast<float4*>(p.dq_sums + at * p.dq_columns);
+      for (int i = lane; i < p.dq_columns / 4; i += kLanes) sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+  }
+}
+
+// A warpgroup for each piece of the sums.
+template <class Element>
+__global__ void __launch_bounds__(128) backward_sums_kernel(const __grid_constant__ BackwardSumsParams p,
+                                                            int64_t pieces) {
+  const int pieces_per_head = (p.seqlen + kTile - 1) / kTile * (kTile / kPieceRows);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  for (int64_t piece = blockIdx.x; piece < pieces; piece += gridDim.x) {
+    const int panel = static_cast<int>(piece % p.panels);
+    const int64_t line = piece / p.panels, pair = line / pieces_per_head;
+    const int first_row = static_cast<int>(line - pair * pieces_per_head) * kPieceRows;
+    if (first_row >= p.seqlen) continue;
+    const int64_t batch = pair / p.num_heads, head = pair - batch * p.num_heads;
+    const float* from = p.sums + piece * kPieceFloats;
+    float4 sums[kPieceColumns / 8];
+#pragma unroll
+    for (int c = 0; c < kPieceColumns / 8; ++c) {
+      sums[c] = *reinterpret_cast<const float4*>(from + place_in_piece(c, threadIdx.x));
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = first_row + warp * 16 + lane / 4 + 8 * r;
+      Element* to = static_cast<Element*>(p.out) + ((batch * p.seqlen + row) * p.num_heads + head) * p.columns;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32_t words[4];
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+          const float4 four = sums[4 * half + w];
+          words[w] = r == 0 ? pack(four.x * p.factor, four.y * p.factor, Element{})
+                            : pack(four.z * p.factor, four.w * p.factor, Element{});
+        }
+        transpose_words(words[0], words[1], words[2], words[3], lane);
+        const int column = panel * kPieceColumns + 8 * (4 * half + lane % 4);
+        if (row < p.seqlen && column < p.columns) {
+          *reinterpret_cast<uint4*>(to + column) = make_uint4(words[0], words[1], words[2], words[3]);
+        }
+      }
+    }
+  }
+}
+
+int blocks_for(int64_t count) { return static_cast<int>(count < kMaxBlocks ? count : kMaxBlocks); }
+
+int64_t tiles_of(int seqlen) { return (seqlen + kTile - 1) / kTile; }
+
+}  // namespace
+
+template <class T>
+cudaError_t launch_backward_rows(const BackwardRowsParams& params, cudaStream_t stream) {
+  const int64_t rows = static_cast<int64_t>(params.batch) * params.num_heads * tiles_of(params.seqlen_q) * kTile;
+  backward_rows_kernel<T><<<blocks_for(rows / (kThreads / kLanes)), kThreads, 0, stream>>>(params, rows);
+  return cudaGetLastError();
+}
+
+template <class T>
+cudaError_t launch_backward_sums(const BackwardSumsParams& params, cudaStream_t stream) {
+  const int64_t pieces = static_cast<int64_t>(params.batch) * params.num_heads * tiles_of(params.seqlen) *
+                         (kTile / kPieceRows) * params.panels;
+  backward_sums_kernel<T><<<blocks_for(pieces), 128, 0, stream>>>(params, pieces);
+  return cudaGetLastError();
+}
+
+template cudaError_t launch_backward_rows<__half>(const BackwardRowsParams&, cudaStream_t);
+template cudaError_t launch_backward_rows<__nv_bfloat16>(const BackwardRowsParams&, cudaStream_t);
+template cudaError_t launch_backward_sums<__half>(const BackwardSumsParams&, cudaStream_t);
+template cudaError_t launch_backward_sums<__nv_bfloat16>(const BackwardSumsParams&, cudaStream_t);
+
+}  // namespace flash_dmattn

@@ -1,0 +1,42 @@
+// The shapes of the backward kernel: every tile choice, with its reason.
+#pragma once
+
+#include "../../device/wgmma.h"
+#include "../../params.h"
+#include "launch.h"
+
+namespace flash_dmattn {
+
+template <class T, int kHeadDim, int kHeadDimV, BackwardBias kBiasForm, bool kMaskTiles>
+struct BackwardTraits {
+  using Element = T;
+  static constexpr int kD = kHeadDim, kDv = kHeadDimV;
+  static constexpr BackwardBias kBias = kBiasForm;
+  static constexpr bool kHasMask = kMaskTiles;
+  static constexpr bool kHasBiasTiles = kBias == BackwardBias::kTile || kBias == BackwardBias::kTileStore;
+  static constexpr bool kStoresDbias = kBias == BackwardBias::kTileStore;
+
+  // A consumer has 64 keys, whose dk and dv it holds, beside scores of all queries of a tile: 2 D floats a thread and 4
+  // times kRows / 8 make 224 of 232 registers at D64 and at D128.
+  static constexpr int kConsumers = 2, kKeys = kTile;
+  static constexpr int kRows = backward_rows(kD, kDv);
+  static constexpr int kStages = 2;
+
+  static constexpr int kPanels = (kD + kPanelColumns - 1) / kPanelColumns;
+  static constexpr int kPanelsV = (kDv + kPanelColumns - 1) / kPanelColumns;
+  static constexpr int kKeyBytes = kKeys * kPanels * kRowBytes;
+  static constexpr int kValueBytes = kKeys * kPanelsV * kRowBytes;
+  static constexpr int kQueryBytes = kRows * kPanels * kRowBytes;
+  static constexpr int kDoutBytes = kRows * kPanelsV * kRowBytes;
+  static constexpr int kScoreBytes = kRows * kKeys * 2;
+  static constexpr int kBiasBytes = kHasBiasTiles ? kScoreBytes : 16;
+  static constexpr int kOnesBytes = kBias == BackwardBias::kVector ? kSwizzleBytes : 16;
+
+  static constexpr int kThreads = 128 * (1 + kConsumers);
+  // Of 504 registers a thread of each warpgroup can be given together, in steps of 8.
+  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+
+  static_assert(kPanels * kRows == 128, "of dq, each consumer multiplies a piece of 64 queries and 64 columns");
+};
+
+}  // namespace flash_dmattn

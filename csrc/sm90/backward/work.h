@@ -1,0 +1,100 @@
+// What a block works on: the keys of a tile and the queries of one head that walk them.
+#pragma once
+
+#include "../operands.h"
+
+namespace flash_dmattn {
+
+// What is at a place in the order of work: a tile of keys, and the first of its query heads.
+struct KeyWork {
+  int batch, head, block_k;
+};
+
+__device__ __forceinline__ KeyWork key_work_at(const BackwardParams& p, int index) {
+  const int works = p.num_heads / p.heads_per_work;  // of a batch entry and a tile
+  const int per_section = p.section * p.blocks_k;
+  const int section = index / per_section, place = index - section * per_section;
+  const int first = section * p.section;
+  const int width = min(p.section, p.batch * works - first);
+  KeyWork work;
+  work.block_k = place / width;  // under causality the longest first
+  const int pair = first + place - work.block_k * width;
+  work.batch = pair / works;
+  work.head = (pair - work.batch * works) * p.heads_per_work;
+  return work;
+}
+
+// The blocks of kRows queries that attend some key of the work, in the order of the walk.
+template <class Traits>
+struct QueryWalk {
+  int steps;
+  // Under a mask of tiles: the list of the column of tiles, whose partial tiles come last.
+  const int32_t* list;
+  int num_full;
+  // Else: the blocks [start, start + steps); those in [start_inside, stop_inside) are free of edges.
+  int start, start_inside, stop_inside;
+
+  static constexpr int kBlocksPerTile = kTile / Traits::kRows;
+
+  template <class Work>
+  __device__ __forceinline__ static QueryWalk of(const BackwardParams& p, const Work& work) {
+    QueryWalk walk;
+    if constexpr (Traits::kHasMask) {
+      const int tiles_k = (p.seqlen_k + kTile - 1) / kTile, tiles_q = (p.seqlen_q + kTile - 1) / kTile;
+      const int32_t* list = p.mask_lists + (mask_of(p, work) * tiles_k + work.block_k) * (2 + tiles_q);
+      walk.num_full = __ldg(list);
+      walk.steps = (walk.num_full + __ldg(list + 1)) * kBlocksPerTile;
+      walk.list = list + 2;
+    } else {
+      const int first_key = work.block_k * kTile, end = first_key + kTile;
+      const int first = max(first_key - p.high, 0);
+      const int last = min(min(end, p.seqlen_k) - 1 - p.low, p.seqlen_q - 1);
+      walk.start = first / Traits::kRows;
+      walk.steps = last < first ? 0 : last / Traits::kRows + 1 - walk.start;
+      walk.start_inside = (max(end - 1 - p.high, 0) + Traits::kRows - 1) / Traits::kRows;
+      // A block of keys that is not whole has an edge everywhere.
+      walk.stop_inside = end > p.seqlen_k ? 0 : max(first_key - p.low + 1, 0) / Traits::kRows;
+    }
+    return walk;
+  }
+
+  // The block of a step, and whether a query of it may be forbidden some key.
+  __device__ __forceinline__ int at(int step, bool& has_edge) const {
+    if constexpr (Traits::kHasMask) {
+      const int place = step / kBlocksPerTile;
+      has_edge = place >= num_full;
+      return __ldg(list + place) * kBlocksPerTile + step % kBlocksPerTile;
+    } else {
+      const int block = start + step;
+      has_edge = block < start_inside || block >= stop_inside;
+      return block;
+    }
+  }
+};
+
+// How many tiles of keys before that of the work have queries of the block in their walk, by a whole warp.
+template <class Traits, class Work>
+__device__ __forceinline__ int tiles_before(const BackwardParams& p, const Work& work, int block) {
+  if constexpr (Traits::kHasMask) {
+    const int tiles_k = (p.seqlen_k + kTile - 1) / kTile, tiles_q = (p.seqlen_q + kTile - 1) / kTile;
+    const int tile_q = block * Traits::kRows / kTile;
+    const int32_t* list = p.mask_row_lists + (mask_of(p, work) * tiles_q + tile_q) * (2 + tiles_k);
+    const int length = __ldg(list) + __ldg(list + 1);
+    int count = 0;
+    for (int i = threadIdx.x % 32; i < length; i += 32) count += __ldg(list + 2 + i) < work.block_k;
+    return __reduce_add_sync(0xffffffffu, count);
+  } else {
+    return work.block_k - max(block * Traits::kRows + p.low, 0) / kTile;
+  }
+}
+
+// What the thread that hands out work tells the others: the keys, and one head of queries that walk them.
+template <class Traits>
+struct KeyItem {
+  bool exists;  // false after the last
+  bool is_first, is_last;  // of the heads of these keys
+  int batch, head, block_k;
+  QueryWalk<Traits> walk;
+};
+
+}  // namespace flash_dmattn

@@ -1,0 +1,265 @@
+"""The rules of the cuda backend: what its kernels take, which of them are built, and what auto leaves to triton."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from .. import extension
+from ..problem import AttentionProblem, dtype_name, fits_copy_engine
+from .protocol import Pass, Rule
+
+# (head_dim, head_dim_v) that kernels are compiled for; a call takes the first that holds its own.
+UNITS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+BACKWARD_UNITS = ((64, 64), (128, 128))
+_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+_BIAS_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@cache
+def installed_units() -> frozenset[str] | None:
+    """The names of the units in the extension, which is not loaded for that; None where there is no extension."""
+    try:
+        path = extension.find()
+        return None if path is None else frozenset(extension.build_info(path)["units"])
+    except extension.ExtensionMismatchError:  # for the probe to report
+        return None
+
+
+def _built_dims(dtype: torch.dtype, only: Pass) -> tuple[tuple[int, int], ...]:
+    """The head dims that a pass of this dtype can have; of a dtype that no unit has, another rule speaks."""
+    return _dims_of(installed_units(), dtype, only)
+
+
+@cache
+def _dims_of(units: frozenset[str] | None, dtype: torch.dtype, only: Pass) -> tuple[tuple[int, int], ...]:
+    pairs = UNITS if only == "forward" else BACKWARD_UNITS
+    if units is None or dtype not in _DTYPES:
+        return pairs
+    name = _DTYPES[dtype]
+    return tuple((d, d_v) for d, d_v in pairs if f"{only}_d{d}{f'_{d_v}' if d_v != d else ''}_{name}" in units)
+
+
+# A file is read, which torch.compile cannot trace; see `selection._works`.
+setattr(_built_dims, "_dynamo_marked_constant", True)  # noqa: B010
+
+
+def _has_unit(p: AttentionProblem, only: Pass) -> bool:
+    return any(p.head_dim <= d and p.head_dim_v <= d_v for d, d_v in _built_dims(p.dtype, only))
+
+
+def _units_text(p: AttentionProblem, only: Pass) -> str:
+    kernels = "kernels" if only == "forward" else "backward kernels"
+    dims = " or ".join(f"{d} and {d_v}" for d, d_v in _built_dims(p.dtype, only))
+    if not dims:
+        return f"this build has no {kernels} of {dtype_name(p.dtype)}"
+    return f"the {kernels} that are built take multiples of 8 up to {dims}"
+
+
+def _has_key_mask(p: AttentionProblem) -> bool:
+    if p.mask is None or p.mask_form == "tiles":
+        return False
+    return p.mask_form == "keys" or p.mask.broadcast()[2]
+
+
+def _bias_per_score(p: AttentionProblem) -> bool:
+    return p.bias is not None and not any(p.bias.broadcast()[2:])
+
+
+def _dbias_per_score(p: AttentionProblem) -> bool:
+    # A gradient has the shape of its bias, also where that was expanded.
+    return p.need.bias and p.bias is not None and 1 not in p.bias.shape[2:]
+
+
+def _bias_fits_copy_engine(p: AttentionProblem) -> bool:
+    if p.bias is None:
+        return True
+    shape = [1 if shared else size for size, shared in zip(p.bias.shape, p.bias.broadcast(), strict=True)]
+    return p.bias.strides[3] == 1 and fits_copy_engine(shape, p.bias.strides, p.bias.dtype.itemsize)
+
+
+def _needed(p: AttentionProblem) -> str:
+    return ", ".join(name for name, needed in zip(p.need._fields, p.need, strict=True) if needed)
+
+
+def _dbias_is_whole(p: AttentionProblem) -> bool:
+    return p.bias is not None and p.bias.shape[:2] == (p.batch, p.num_heads) and _bias_per_score(p)
+
+
+_FEW_KEYS = 32
+_PAIR = 'backend=("cuda", "triton") runs its forward pass and the backward pass of the other'
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "device",
+        lambda p: p.device == "cuda",
+        lambda p: f"device is {p.device}; the extension runs on NVIDIA GPUs",
+        "move the tensors to a Hopper GPU",
+    ),
+    Rule(
+        "capability",
+        lambda p: p.device != "cuda" or p.capability == (9, 0),
+        lambda p: f"the GPU is {p.architecture}; the kernels are written for sm_90a",
+        "other GPUs are served by the other backends",
+    ),
+    Rule(
+        "dtype",
+        lambda p: p.dtype in _DTYPES,
+        lambda p: f"dtype is {dtype_name(p.dtype)}; the tensor cores take float16 or bfloat16",
+        "cast q, k and v",
+    ),
+    Rule(
+        "bias_dtype",
+        lambda p: p.bias is None or p.bias.dtype in _BIAS_DTYPES,
+        lambda p: f"bias has dtype {'none' if p.bias is None else dtype_name(p.bias.dtype)}; the scores are float32",
+        "cast bias",
+    ),
+    Rule(
+        "head_dim",
+        lambda p: p.head_dim % 8 == 0 == p.head_dim_v % 8 and _has_unit(p, "forward"),
+        lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v); {_units_text(p, 'forward')}",
+        'use backend="triton"',
+    ),
+    Rule(
+        "key_mask",
+        lambda p: not _has_key_mask(p),
+        lambda p: (
+            f"mask, of shape {None if p.mask is None else tuple(p.mask.shape)}, has one row for all queries; "
+            "the kernels read masks as tiles and would visit keys left out"
+        ),
+        'backend="triton" gathers the kept keys',
+    ),
+    Rule(
+        "return_probs",
+        lambda p: not p.return_probs,
+        lambda p: "return_probs is set; this backend never holds the probabilities of a whole call",
+        'use backend="reference"',
+    ),
+    Rule(
+        "backward_head_dim",
+        lambda p: _has_unit(p, "backward"),
+        lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v); {_units_text(p, 'backward')}",
+        _PAIR,
+        passes=("backward",),
+    ),
+    Rule(
+        "backward_softcap",
+        lambda p: p.softcap == 0,
+        lambda p: (
+            f"softcap is {p.softcap:g} and gradients of {_needed(p)} are needed; "
+            "the backward kernels leave out the slope of tanh"
+        ),
+        _PAIR,
+        passes=("backward",),
+    ),
+    Rule(
+        # Simulated in PyTorch, 30 of 2100 random calls with 2 to 32 keys miss the accuracy rule of the tests for it; of
+        # 800 with more keys none does.
+        "rounded_delta",
+        lambda p: not 0 < p.seqlen_k <= _FEW_KEYS,
+        lambda p: (
+            f"there are {p.seqlen_k} keys; delta is taken from out in 16 bits, "
+            f"whose rounding shows in the gradients of up to {_FEW_KEYS} keys"
+        ),
+        _PAIR,
+        passes=("backward",),
+    ),
+    Rule(
+        "tile_bias_dtype",
+        lambda p: p.bias is None or not _bias_per_score(p) or p.bias.dtype == p.dtype,
+        lambda p: (
+            f"bias has dtype {'none' if p.bias is None else dtype_name(p.bias.dtype)} beside {dtype_name(p.dtype)}; "
+            "the backward kernels copy tiles of a bias per query and key in the dtype of q"
+        ),
+        f"cast bias, or {_PAIR}",
+        passes=("backward",),
+    ),
+    Rule(
+        "tile_bias_rows",
+        lambda p: not _bias_per_score(p) or _bias_fits_copy_engine(p),
+        lambda p: (
+            f"bias has strides {None if p.bias is None else tuple(p.bias.strides)}; "
+            "the copy engine reads rows of unit stride that start on 16 bytes"
+        ),
+        f"pad its rows to a multiple of 8 keys, or {_PAIR}",
+        passes=("backward",),
+    ),
+    Rule(
+        "shared_dbias",
+        lambda p: not _dbias_per_score(p) or _dbias_is_whole(p),
+        lambda p: (
+            f"the gradient of bias, of shape {None if p.bias is None else tuple(p.bias.shape)} and strides "
+            f"{None if p.bias is None else tuple(p.bias.strides)}, is needed; the backward kernels store one value for "
+            f"each batch entry and each of the {p.num_heads} query heads, of a bias not expanded over queries or keys"
+        ),
+        _PAIR,
+        passes=("backward",),
+    ),
+    Rule(
+        "dbias_rows",
+        lambda p: not _dbias_per_score(p) or p.seqlen_k % 8 == 0,
+        lambda p: (
+            f"the gradient of bias, of rows of {p.seqlen_k} keys, is needed; "
+            "the copy engine writes rows that start on 16 bytes"
+        ),
+        f"pad k, v and bias to a multiple of 8 keys, or {_PAIR}",
+        passes=("backward",),
+    ),
+)
+
+# Where the triton kernels are faster, and by how much, on an H200 (bf16; their time over that of cuda, both forward).
+# A persistent kernel starts later, and does not share a row among processors: it needs work for all of them.
+_ROWS = _KEYS = 128
+
+
+def _tiles_of_rows(p: AttentionProblem) -> int:
+    return p.batch * p.num_heads * -(-p.seqlen_q // _ROWS)
+
+
+def _least_tiles(p: AttentionProblem) -> int:
+    """From how many tiles of rows on cuda is as fast."""
+    if max(p.head_dim, p.head_dim_v) > 64 or p.mask is not None or _bias_per_score(p):
+        # D128: 64 tiles 0.85, 128 1.19, 256 1.20; a bias per score 32 tiles 2.1, 128 tiles 4.3.
+        # D64 with a mask: 32 tiles 0.92, 128 tiles 1.27; with a bias per score 0.88 and 1.01.
+        return 128
+    return 512  # D64: 128 tiles 0.82, 256 tiles 0.94 to 0.98, 512 tiles 1.15
+
+
+AUTO_RULES: tuple[Rule, ...] = (
+    Rule(
+        "few_rows",  # 64 queries, 4096 keys, 512 tiles: D64 0.43, D128 0.71; 128 queries: 0.83 and 1.32
+        lambda p: p.seqlen_q >= _ROWS,
+        lambda p: f"there are {p.seqlen_q} queries, less than the {_ROWS} of a tile",
+        'backend="cuda" runs it all the same',
+    ),
+    Rule(
+        "few_tiles",
+        lambda p: _tiles_of_rows(p) >= _least_tiles(p),
+        lambda p: (
+            f"there are {_tiles_of_rows(p)} tiles of {_ROWS} queries of a head; "
+            f"from {_least_tiles(p)} on there is work enough for every processor"
+        ),
+        'backend="cuda" runs it all the same',
+    ),
+    Rule(
+        "narrow_heads",  # D32 beside D64's tiles: 0.82, with a bias per score 0.97, with a mask 1.07
+        lambda p: p.mask is not None or max(p.head_dim, p.head_dim_v) > 32,
+        lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v); without a mask the triton kernels are faster",
+        'backend="cuda" runs it all the same',
+    ),
+    Rule(
+        "bias_copies",  # float32 beside bfloat16: D64 0.59, D128 0.87
+        lambda p: p.bias is None or p.bias.dtype == p.dtype or not _bias_per_score(p),
+        lambda p: "bias is not of the dtype of q, so its tiles are not copied but read value by value",
+        'cast bias, or backend="cuda" runs it all the same',
+    ),
+    # Of the backward pass, beside those above.
+    Rule(
+        "few_keys",
+        lambda p: p.seqlen_k >= _KEYS,
+        lambda p: f"there are {p.seqlen_k} keys, less than the {_KEYS} of a tile",
+        'backend="cuda" runs it all the same',
+        passes=("backward",),
+    ),
+)

@@ -1,0 +1,50 @@
+"""Gradients that kernels leave to PyTorch: of empty calls, and of a bias of one value per query or per key."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .protocol import Gradients
+
+
+def zero_gradients(inputs: Sequence[Tensor | None], need: Sequence[bool]) -> Gradients:
+    """The gradients of (q, k, v, bias) where there is nothing to attend: zeros where they are needed."""
+    dq, dk, dv, dbias = (
+        torch.zeros(x.shape, dtype=x.dtype, device=x.device) if x is not None and needed else None
+        for x, needed in zip(inputs, need, strict=True)
+    )
+    return dq, dk, dv, dbias
+
+
+def query_gradient(bias: Tensor, dlse: Tensor | None, lse: Tensor, num_heads_k: int) -> Tensor:
+    """The gradient of a bias of one value per query: it shifts lse and leaves p as it is, so it is the reduced dlse.
+
+    Args:
+        bias: (Bb, Hb, Lq or 1, 1), each dimension 1 or full, the heads also `num_heads_k`.
+        dlse, lse: (B, Hq, Lq).
+    """
+    if dlse is None:
+        return torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device)
+    rows = dlse.to(torch.float32).masked_fill(lse == -torch.inf, 0.0)
+    return _over_heads(rows, bias, num_heads_k).sum_to_size(bias.shape[:3]).view(bias.shape).to(bias.dtype)
+
+
+def key_gradient(bias: Tensor, sums: Tensor, num_heads_k: int) -> Tensor:
+    """The gradient of a bias of one value per key.
+
+    Args:
+        bias: (Bb, Hb, 1, Lk), each dimension 1 or full, the heads also `num_heads_k`.
+        sums: of ds over the queries, (B, H, Lk) in fp32, H the query heads or those of k.
+    """
+    keys = _over_heads(sums, bias, num_heads_k).sum_to_size((*bias.shape[:2], sums.shape[2]))
+    return keys.view(bias.shape).to(bias.dtype)
+
+
+def _over_heads(x: Tensor, bias: Tensor, num_heads_k: int) -> Tensor:
+    """Sums (B, H, L) of query heads, added up over the groups that share one head of a bias where they do."""
+    if bias.shape[1] == num_heads_k != x.shape[1]:
+        return x.unflatten(1, (num_heads_k, -1)).sum(2)
+    return x

@@ -1,0 +1,287 @@
+"""What is made of the benchmarks' JSON: who is ahead, tables, plots, and the generated sections of the pages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import cli, pages
+from benchmarks.report import plots, summary, tables, text, write
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+Record = dict[str, Any]
+
+MACHINE = {
+    **{"device": "NVIDIA H200", "kind": "cuda", "driver": "580", "torch": "2.11", "commit": "abc"},
+    "rates": {"flop": 790e12, "bytes": 4.3e12, "source": "known"},
+}
+
+
+def timed(ms: float) -> Record:
+    spread = {"p20": 0.9 * ms, "p80": 1.1 * ms, "min": 0.8 * ms, "runs": 9, "how": "events", "host_us": 42.0}
+    return {"ms": ms, **spread, "tflops": 100 / ms, "of_floor": 0.1 / ms}
+
+
+def column(forward: float | None, backward: float | None = None, **rest: Any) -> Record:
+    found: Record = {"reason": "", "failed": False, "first_call_s": 1.5, "peak_mb": 12.0, "errors": {"out": 2e-3}}
+    times = {"forward": forward, "backward": backward, "step": None}
+    return {**found, "wrong": [], **{name: x and timed(x) for name, x in times.items()}, **rest}
+
+
+def line(system: str, call: Record, prepared: Record | None = None, backends: tuple[str, ...] = ()) -> Record:
+    columns = {"call": call} | ({} if prepared is None else {"prepared": prepared})
+    return {"system": system, "ours": bool(backends), "backends": list(backends), "columns": columns}
+
+
+def row(
+    name: str, *lines: Record, group: str = "workload", x: Any = None, auto: tuple[str, ...] = ("cuda", "triton")
+) -> Record:
+    counts = {"pairs": 1, "density": 0.25, "active_tiles": 0.5, "empty_rows": 3}
+    floor = {"forward": 0.1, "backward": 0.2, "step": 0.3}
+    made = {"name": name, "group": group, "x": x, "shape": "1,2,1,64,16", "what": f"call {name}", "has_mask": True}
+    made |= {"auto": list(auto), "counts": counts, "floor_ms": floor, "tile_floor_ms": floor, "limits": {"out": 5e-3}}
+    return {**made, "systems": list(lines)}
+
+
+def content(*rows: Record, suite: str = "performance", **rest: Any) -> Record:
+    head = {"schema": 1, "suite": suite, "machine": MACHINE, "settings": {"quick": False}, "left_out": {}}
+    return {**head, "planned": [row["name"] for row in rows], "rows": list(rows), **rest}
+
+
+MIXED = row(
+    "mixed",
+    line("cuda", column(0.5, 2.0), column(0.25, 2.0), ("cuda", "triton")),
+    line("triton", column(0.4, 1.9), None, ("triton", "triton")),
+    line("sdpa-cudnn", column(0.9, 1.0), column(0.8, 1.5)),
+    line("sdpa-mem", column(0.1, 0.1, wrong=["dq"])),
+    line("flexattention", column(None, None, reason="RuntimeError: a | b", failed=True)),
+)
+ALONE = row("alone", line("triton", column(1.0, 1.0), None, ("triton", "triton")), auto=("triton", "triton"))
+LEVEL = row("level", line("triton", column(1.0), None, ("triton",)), line("fa4", column(1.02)), auto=("triton", None))
+DENSITIES = [
+    row(
+        f"density-{x}",
+        line("cuda", column(x), column(x / 2), ("cuda", "cuda")),
+        line("fa4", column(2 * x)),
+        group="density",
+        x=x,
+        auto=("cuda", "cuda"),
+    )
+    for x in (0.1, 1.0)
+]
+FAILED_ROW = {"name": "none", "group": "workload", "shape": "1", "what": "w", "error": "no memory", "systems": []}
+PERFORMANCE = content(MIXED, ALONE, LEVEL, *DENSITIES, FAILED_ROW, left_out={"fa4": "not installed"})
+MEMORY = content(
+    {
+        **{"name": "predecessor", "group": "memory", "shape": "1,2,1,4096,64", "what": "causal, bias (1,Hq,1,L)"},
+        **{"inputs_mb": 2.0, "returned_mb": 1.5},
+        "systems": [
+            {
+                **{"system": "cuda", "ours": True, "backends": ["cuda", "triton"], "failed": False, "reason": ""},
+                "peaks": {"forward": 1.0, "backward": 3.25, "both": 4.0},
+            },
+            {
+                **{"system": "sdpa-mem", "ours": False, "backends": [], "failed": True, "reason": "RuntimeError: no"},
+                "peaks": None,
+            },
+        ],
+    },
+    suite="memory",
+)
+EQUIVALENCE = content(
+    {
+        **{"name": "form", "group": "form", "shape": "1,2,1,64,16", "what": "full"},
+        **{"plain": {"out": 4e-3, "dq": 4e-3}, "limits": {"out": 6e-3, "dq": 6e-3}},
+        "systems": [
+            {
+                **{"system": "cuda", "ours": True, "backends": ["cuda", "triton"], "reason": "", "verdict": "pass"},
+                **{"errors": {"out": 3e-3, "dq": 3e-3}, "from_plain": {"out": 5e-3, "dq": 5e-3}, "failing": []},
+            },
+            {
+                **{"system": "fa4", "ours": False, "backends": [], "reason": "", "verdict": "fail"},
+                **{"errors": {"out": 3e-3, "dq": None}, "from_plain": {"out": 5e-3, "dq": None}, "failing": ["dq"]},
+            },
+        ],
+    },
+    suite="equivalence",
+)
+
+
+def test_standings() -> None:
+    mixed, alone, level = (summary.standings([x]) for x in (MIXED, ALONE, LEVEL))
+    # What auto takes, its mask charged; a peer's mask not charged; wrong and failed ones do not count.
+    assert mixed[0].ours == (0.5, "cuda") and mixed[0].peer == (0.8, "sdpa-cudnn")
+    assert mixed[1].ours == (2.0, "cuda") and mixed[1].peer == (1.0, "sdpa-cudnn")
+    assert [s.ratio for s in mixed] == [pytest.approx(1.6), 0.5]
+    assert [s.ratio for s in alone] == [None, None]
+    assert [pages.place(s) for s in (*mixed, *alone, *level)] == ["ahead", "behind", "alone", "alone", "level"]
+    # The backward pass of auto, where its forward is of another system.
+    crossed = {**MIXED, "auto": ["triton", "triton"]}
+    assert [s.ours for s in summary.standings([crossed])] == [(0.4, "triton"), (2.0, "cuda")]
+    wrong = row("wrong", line("cuda", column(0.1, wrong=["out"]), None, ("cuda", "triton")))
+    assert summary.standings([wrong, FAILED_ROW]) == []
+
+
+def test_page_of_performance() -> None:
+    page = tables.page(PERFORMANCE)
+    assert page.startswith("# Performance\n\nNVIDIA H200, driver 580, torch 2.11, commit abc.\n")
+    assert (
+        "| mixed | call mixed | 1,2,1,64,16 | 0.500 / 2.00 | 0.400 / 1.90 | 0.900 / 1.00 | 0.100 / 0.100* | - |" in page
+    )
+    details = next(line for line in page.splitlines() if line.startswith("| cuda (backward of triton) |"))
+    cells = [cell.strip() for cell in details.strip("|").split("|")]
+    # forward, backward and step, each with mask building charged and not charged
+    assert cells[1:7] == ["0.500", "0.250", "2.00", "2.00", "-", "-"]
+    assert cells[8] == "events / events / -" and cells[9] == "42 / 42 / -"
+    assert "| RuntimeError: a / b |" in page and "wrong: dq" in page  # a bar would be a column
+    widths = {len(line.split("|")) for line in page.splitlines() if line.startswith("| cuda (b")}
+    assert len(widths) == 1
+    assert "density 0.2500, active tiles 0.5000, empty rows 3" in page.lower()
+    assert "no memory" in page and "Left out: FlashAttention-4: not installed." in page
+    assert "Not run yet: later." in tables.page({**PERFORMANCE, "planned": [*PERFORMANCE["planned"], "later"]})
+
+
+def test_pages_of_memory_and_equivalence() -> None:
+    page = tables.page(MEMORY)
+    assert "| cuda (backward of triton) | 1.0 | 3.2 | 4.0 |  |" in page
+    assert "| SDPA, mem-efficient | - | - | - | RuntimeError: no |" in page
+    page = tables.page(EQUIVALENCE)
+    assert "| cuda | 1 | 0 | 0 | 0 | 0.50 |" in page and "| FlashAttention-4 | 0 | 1 | 0 | 0 | 0.50 |" in page
+    assert "| FlashAttention-4 | fail | 3.0e-03 (5.0e-03) | NaN (NaN) ** |  |" in page
+
+
+def test_a_row_on_a_terminal() -> None:
+    said = text.row("performance", MIXED)
+    assert "cuda, prepared" in said and "WRONG: dq" in said and "RuntimeError: a | b" in said
+    assert "SDPA" not in said and "    no memory" in text.row("performance", FAILED_ROW)
+    assert "dq NaN" in text.row("equivalence", EQUIVALENCE["rows"][0])
+    assert "inputs 2.0 MB, out and gradients 1.5 MB" in text.row("memory", MEMORY["rows"][0])
+    assert [text.ms(x) for x in (None, 0.0123, 1.234, 12.34, 123.4)] == ["-", "0.012", "1.23", "12.3", "123"]
+
+
+def saved(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    for suite in (PERFORMANCE, MEMORY, EQUIVALENCE):
+        (folder / f"{suite['suite']}.json").write_text(json.dumps(suite))
+    return folder
+
+
+def test_plots(tmp_path: Path) -> None:
+    """Axes with units, a legend with every system that has a result, the floor; the same file each time."""
+    pytest.importorskip("matplotlib")
+    workloads = plots.bars([MIXED, ALONE, LEVEL], PERFORMANCE)
+    assert [axes.get_ylabel() for axes in workloads.axes] == ["forward, milliseconds", "backward, milliseconds"]
+    names = [label.get_text() for label in workloads.legends[0].get_texts()]
+    assert sorted(names) == sorted(
+        ["cuda", "triton", "SDPA, cuDNN", "SDPA, mem-efficient", "FlashAttention-4", "floor"]
+    )
+    assert workloads.axes[0].get_yscale() == "log"
+    swept = plots.curves(DENSITIES, PERFORMANCE)
+    assert swept.axes[0].get_xlabel() == "fraction of the blocks kept"
+    curves = {line.get_label(): list(line.get_ydata()) for line in swept.axes[0].lines}
+    assert curves["cuda"] == [0.1, 1.0] and curves["FlashAttention-4"] == [0.2, 2.0] and curves["floor"] == [0.1, 0.1]
+    assert [0.05, 0.5] in [list(line.get_ydata()) for line in swept.axes[0].lines]  # prepared
+    assert plots.errors(EQUIVALENCE["rows"], EQUIVALENCE).axes[0].get_ylabel().startswith("error / largest")
+    assert "MiB" in plots.memory(MEMORY["rows"], MEMORY).axes[0].get_ylabel()
+    folder = saved(tmp_path / "nvidia-h200")
+    names = {path.name for path in write(folder)}
+    wanted = {"performance-workload", "performance-density", "memory", "equivalence"}
+    assert names == {f"{x}.{y}" for x in wanted for y in ("png", "svg")} | {
+        f"{x}.md" for x in ("performance", "memory", "equivalence")
+    }
+    assert (folder / "memory.png").read_bytes().startswith(b"\x89PNG")
+    first = (folder / "performance-density.svg").read_bytes()
+    write(folder)
+    assert (folder / "performance-density.svg").read_bytes() == first
+
+
+def test_a_section_is_replaced_and_nothing_else() -> None:
+    page = "# T\n\n## A\n\nold\n\n### sub\n\nold\n\n## B\n\nkept\n"
+    changed = pages.replace_section(page, "## A", "new")
+    assert changed == "# T\n\n## A\n\nnew\n\n## B\n\nkept\n"
+    assert pages.replace_section(changed, "## A", "new") == changed
+    assert pages.replace_section(page, "## B", "new").endswith("kept\n") is False
+    with pytest.raises(ValueError, match="no section '## C'"):
+        pages.replace_section(page, "## C", "new")
+
+
+def test_generated_sections(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "benchmarks" / "results" / "nvidia-h200")
+    readme = pages.readme_section(folder, tmp_path)
+    assert "NVIDIA H200, driver 580, torch 2.11, commit abc" in readme
+    assert (
+        "| call mixed | 1,2,1,64,16 | 0.500 / 2.00 | `cuda`, `triton` | 0.800 / 1.00 | SDPA, cuDNN | 1.60 / 0.50 "
+        "| 0.100 / 0.200 |" in readme
+    )
+    assert "density" not in readme and "(benchmarks/results/nvidia-h200/performance.md)" in readme
+    docs = pages.docs_section(folder, tmp_path)
+    assert "The forward passes of 5 cases: 3 ahead, 1 level; in 1 no peer has a right result." in docs
+    assert "| mixed | call mixed | 1,2,1,64,16 | backward | 2.00 | 1.00 (SDPA, cuDNN) | 0.50 | 10% |" in docs
+    assert "| density | forward | 2 | 0 | 0 | 0 | 2.00 | 2.00 | 2.00 |" in docs
+    one_line = " ".join(docs.split())
+    assert "from 448 to 320 MB" in one_line and "cuda 3.2." in one_line
+    assert "our backends meet the accuracy rule in 1 of 1 runs, the peers in 0 of 1" in one_line
+    assert all(len(line) <= 120 for line in (readme + docs).splitlines() if not line.startswith(("|", "!")))
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text("# t\n\n## Measured\n\nold\n\n## Next\n")
+    (tmp_path / "docs" / "benchmarks.md").write_text("# t\n\n## Where we stand\n\nold\n")
+    for path in pages.write(tmp_path, folder):
+        assert "old" not in path.read_text() and "mixed" in path.read_text()
+    assert (tmp_path / "README.md").read_text().endswith("\n\n## Next\n")
+
+
+def test_which_run_the_pages_are_of(tmp_path: Path) -> None:
+    assert pages.full_run(tmp_path) is None
+    folder = saved(tmp_path / "nvidia-h200")
+    path = folder / "performance.json"
+    for changes in (
+        {"planned": [*PERFORMANCE["planned"], "later"]},
+        {"machine": {**MACHINE, "kind": "cpu"}},
+        {"settings": {"quick": True}},
+    ):
+        path.write_text(json.dumps({**PERFORMANCE, **changes}))
+        assert pages.full_run(tmp_path) is None
+    path.write_text(json.dumps(PERFORMANCE))
+    assert pages.full_run(tmp_path) == folder
+
+
+def test_report_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(cli, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(cli, "ROOT", tmp_path)
+    assert cli.main(["report", "--pages"]) == 3
+    assert "the pages stay as they are" in capsys.readouterr().err
+    folder = saved(tmp_path / "results" / "nvidia-h200")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text("## Measured\n\nold\n")
+    (tmp_path / "docs" / "benchmarks.md").write_text("## Where we stand\n\nold\n")
+    assert cli.main(["report", "--pages"]) == 0
+    assert (folder / "performance.md").read_text() == tables.page(PERFORMANCE)
+    assert "old" not in (tmp_path / "README.md").read_text()
+
+
+def test_the_pages_have_their_sections() -> None:
+    for page, heading in (("README.md", pages.README_SECTION), ("docs/benchmarks.md", pages.DOCS_SECTION)):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert pages.replace_section(text, heading, "new").count(heading + "\n\nnew\n") == 1
+
+
+def test_committed_pages_are_of_the_committed_run() -> None:
+    """What README.md, docs/benchmarks.md and the tables show is what the JSON beside them says."""
+    folder = pages.full_run(RESULTS)
+    if folder is None:
+        pytest.skip(f"no full run on a GPU is under {RESULTS.relative_to(ROOT)}")
+    for suite in ("performance", "memory", "equivalence"):
+        path = folder / f"{suite}.json"
+        if path.exists():
+            assert (folder / f"{suite}.md").read_text(encoding="utf-8") == tables.page(json.loads(path.read_text()))
+    sections = {
+        "README.md": (pages.README_SECTION, pages.readme_section(folder, ROOT)),
+        "docs/benchmarks.md": (pages.DOCS_SECTION, pages.docs_section(folder, ROOT)),
+    }
+    for page, (heading, body) in sections.items():
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert pages.replace_section(text, heading, body) == text, f"run: python -m benchmarks report --pages ({page})"
