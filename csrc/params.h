@@ -81,11 +81,11 @@ struct BackwardParams {
   CUtensorMap q, k, v, dout, bias, dbias;
   void* dk;           // (B, Lk, Hk, D), contiguous; null where it is not needed, or summed
   void* dv;           // (B, Lk, Hk, Dv), contiguous; null where it is not needed, or summed
-  float* dk_sums;     // (B, Hk, 2 Tk, panels of D, 4096), zeros, where heads of a group are works of their own; else null
+  float* dk_sums;     // (B, Hk, 2 Tk, panels of D, 4096), zeros, where a work has not all heads of a group; else null
   float* dv_sums;     // the same of Dv
   float* dq_sums;     // (B, Hq, 2 Tq, panels of D, 4096), zeros; null where dq is not needed
-  int* dq_turns;      // (B, Hq, blocks of queries), zeros: how many tiles of keys have added to a block; null where they
-                      // need not take turns
+  int* dq_turns;      // (B, Hq, blocks of queries), zeros: how many tiles of keys have added to a block; null where
+                      // they need not take turns
   float* dbias_sums;  // (B, Hq, Lk), of a bias per key; null where it is not needed
   const float* lse;    // (B, Hq, 128 Tq), in base 2; +inf for an empty row and beyond the last
   const float* delta;  // (B, Hq, 128 Tq)
@@ -110,10 +110,12 @@ struct BackwardParams {
   int heads_per_bias;
   bool bias_has_batch;
 
-  // The order of work: sections of this many (batch, heads) pairs, in each the first keys of all first. A work is a tile
-  // of keys and this many query heads: one, or all of a group.
+  // The order of work: sections of this many (batch, heads) pairs, in each the first keys of all first. A work is a
+  // tile of keys and this many query heads: one, or all of a group.
   int section, blocks_k, total, heads_per_work;
-  int* next;  // counts the work handed out beyond the first per block; null to share it out evenly
+  // Counts the work handed out, without the first of each block where tiles need not take turns; null to share it out
+  // evenly.
+  int* next;
 };
 
 // Before the backward pass: lse in base 2, delta = rowsum(dout * out) - dlse, and zeros for dq_sums.

@@ -109,11 +109,11 @@ def attention(
     )
     forward, backward = select(problem, backend)
     results: tuple[Tensor, ...]
+    if forward_ad._current_level >= 0 and forward.NAME != "reference":
+        _refuse_tangents(forward.NAME, q, k, v, bias)
     if is_differentiable(forward):
         results = forward.attention(problem, q, k, v, dense_mask(mask), bias)
     else:
-        if forward_ad._current_level >= 0:
-            _refuse_tangents(forward.NAME, q, k, v, bias)
         tensors = () if mask is None else mask_tensors(problem, mask, forward, backward)
         if backward is None:
             results = forward.forward(problem, q, k, v, tensors, bias)
@@ -125,7 +125,7 @@ def attention(
 
 
 def _refuse_tangents(backend: str, *inputs: Tensor | None) -> None:
-    # An operator without a forward-mode derivative would drop the tangents and return a derivative of zero.
+    # An operator without a forward-mode derivative, FlexAttention's too, drops the tangents: a derivative of zero.
     if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in inputs):
         raise NotImplementedError(
             f"backend {backend!r} has no forward-mode derivative of attention (torch.func.jvp, jacfwd); "

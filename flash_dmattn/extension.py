@@ -37,7 +37,8 @@ def build_info(path: Path) -> dict[str, Any]:
 
     Returns:
         `version` of flash_dmattn, `torch_target` (the oldest torch that can load it), `torch_built_with`, `python`,
-        `arches`, `units` (the forward kernels it holds, as `forward_d128_bf16`), `nvcc`, `flags` and `commit`.
+        `arches`, `units` (the kernels it holds, as `forward_d128_bf16` or `backward_d64_fp16`), `nvcc`, `flags` and
+        `commit`.
 
     Raises:
         ExtensionMismatchError: the file holds no such record.

@@ -1,18 +1,24 @@
-"""How the cuda backend sees a call on a Hopper GPU, said without one: its description, and the kernel it takes."""
+"""How the cuda backend sees a call on a Hopper GPU, said without one: its description, and the kernels it takes."""
 
 from __future__ import annotations
 
 import torch
-from cases import Case
+from cases import NAMES, Case
 from torch import Tensor
 
 import flash_dmattn
-from flash_dmattn.backends import cuda
-from flash_dmattn.problem import AttentionProblem
+from flash_dmattn.backends import cuda, cuda_rules
+from flash_dmattn.problem import AttentionProblem, Need
 
 ALL_UNITS = tuple((*dims, dtype) for dims in cuda.UNITS for dtype in (torch.float16, torch.bfloat16))
 # A unit has a kernel for each of these with a mask and one without. A bias per query is "none": it moves lse alone.
 BIAS_FORMS = ("none", "vector", "tile", "strided")
+# The same of the backward kernels.
+ALL_BACKWARD_UNITS = tuple(
+    (*dims, dtype) for dims in cuda_rules.BACKWARD_UNITS for dtype in (torch.float16, torch.bfloat16)
+)
+BACKWARD_FORMS = ("none", "vector", "tile", "stored tile")
+PROCESSORS = 132  # of an H200
 
 
 def described(case: Case, prepared: bool = False) -> AttentionProblem:
@@ -34,6 +40,12 @@ def described(case: Case, prepared: bool = False) -> AttentionProblem:
     ).problem
 
 
+def differentiated(case: Case, deterministic: bool = False) -> AttentionProblem:
+    """Both passes of a case, the same way."""
+    need = Need(*(name in case.need for name in NAMES))
+    return described(case)._replace(need=need, deterministic=deterministic)
+
+
 def unit_of(case: Case) -> tuple[int, int, torch.dtype]:
     """The head dims and the dtype of the unit that serves a case where all are built."""
     dims = case.head_dim, case.head_dim_v or case.head_dim
@@ -51,6 +63,39 @@ def bias_form(bias: Tensor | None, dtype: torch.dtype) -> str:
     aligned = bias.storage_offset() * bias.element_size() % 16 == 0
     rows = bias.stride(3) == 1 and all(_is_broadcast(bias, dim) or bias.stride(dim) % 8 == 0 for dim in range(3))
     return "tile" if bias.dtype == dtype and aligned and rows else "strided"
+
+
+def backward_unit_of(case: Case) -> tuple[int, int, torch.dtype]:
+    """The same of the backward pass."""
+    largest = max(case.head_dim, case.head_dim_v)
+    d, d_v = next(unit for unit in cuda_rules.BACKWARD_UNITS if largest <= min(unit))
+    return d, d_v, case.dtype
+
+
+def backward_form(problem: AttentionProblem) -> str:
+    """How the backward kernel reads a bias, as `describe_bias` of csrc/api/backward.cpp decides it."""
+    if problem.bias is None or problem.bias.broadcast()[3]:
+        return "none"
+    if problem.bias.broadcast()[2]:
+        return "vector"
+    return "stored tile" if problem.need.bias else "tile"
+
+
+def backward_works(problem: AttentionProblem) -> tuple[str, str]:
+    """What a block works on, and how the blocks of an H200 share it, as csrc/api/backward.cpp decides it."""
+    p = problem
+    groups, blocks = p.batch * p.num_heads_k, -(-p.seqlen_k // 128)
+    heads, total = "its own", groups * blocks
+    if p.num_heads != p.num_heads_k:
+        splits = not p.deterministic and total < 8 * PROCESSORS
+        heads = "one of a group" if splits else "a group"
+        total *= p.num_heads // p.num_heads_k if splits else 1
+    if p.deterministic and p.need.q:
+        return heads, "in order"
+    if total <= PROCESSORS:
+        return heads, "one each"
+    is_even = p.mask is None and not p.is_causal and p.window_size == (-1, -1)
+    return heads, "evenly" if is_even else "as they finish"
 
 
 def _is_broadcast(x: Tensor, dim: int) -> bool:

@@ -2,9 +2,10 @@
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/sanitized_cases.py --backend cuda
 
-Each call runs once forward and, on triton, once backward; its results are compared with the formula in fp64 on the
-CPU, so that the tool watches little else than the kernels. Without caching every tensor is an allocation of its own,
-and an access beyond its end is seen. Prints one line a call; the number of wrong ones is the exit status.
+Each call runs once forward and, but for those of `cuda`, once backward; `cuda-backward` are calls of that backend with
+their gradients. The results are compared with the formula in fp64 on the CPU, so that the tool watches little else than
+the kernels. Without caching every tensor is an allocation of its own, and an access beyond its end is seen. Prints one
+line a call; the number of wrong ones is the exit status.
 """
 
 from __future__ import annotations
@@ -133,9 +134,66 @@ FORWARD_UNALIGNED = (
     FORWARD.with_(head_dim=192, head_dim_v=128, seqlen_k=65, bias=PER_KEY, mask=TILES),
     FORWARD.with_(head_dim=256, seqlen_k=129, bias=FULL, mask=FULL, is_causal=True),
 )
+# The backward kernels of cuda: of each dtype, pair of head dims and form of bias, with and without a mask, one call. Of
+# the two dtypes one is asked for sums in a fixed order. A block has 128 keys, against 128 queries at 64, 64 at 128.
+FP16_BASE = BASE.with_(dtype=FP16)
+WIDE_BASE, WIDE_FP16 = BASE.with_(head_dim=128), FP16_BASE.with_(head_dim=128)
+QKV = ("q", "k", "v")
+PER_QUERY = ("B", "Hq", "Lq", "1")
+SHARED = {"num_heads": 4, "num_heads_k": 1}
+# So many groups that a block walks the heads of each; the two of MANY are works of their own where the order is free.
+GROUPS = {"batch": 8, "num_heads": 132, "num_heads_k": 66, "seqlen_q": 9}
+BACKWARD = (
+    # No bias.
+    BASE.with_(**GROUPS, seqlen_k=129, is_causal=True),
+    FP16_BASE.with_(**MANY, seqlen_k=72, mask=TILES, mask_kind="empty_tiles", need=("q", "v")),
+    WIDE_FP16.with_(**MANY, seqlen_k=72),
+    WIDE_BASE.with_(seqlen_q=193, seqlen_k=257, mask=TILES, mask_kind="empty_tiles", head_dim=72, is_causal=True),
+    # One value per key.
+    FP16_BASE.with_(seqlen_q=127, seqlen_k=193, bias=PER_KEY, window_size=(20, 5), head_dim=40, head_dim_v=64),
+    WIDE_BASE.with_(**SHARED, seqlen_q=1, seqlen_k=191, bias=PER_KEY, need=("bias",)),
+    # One per score, which takes no gradient.
+    BASE.with_(seqlen_q=129, seqlen_k=136, bias=("1", "1", "Lq", "Lk"), is_causal=True, need=QKV),
+    FP16_BASE.with_(**SHARED, seqlen_k=264, bias=FULL, mask=FULL, mask_kind="empty_rows", need=QKV),
+    WIDE_FP16.with_(seqlen_q=64, seqlen_k=264, bias=FULL, head_dim_v=40, need=QKV, dlse=False),
+    # One per score, which takes one.
+    BASE.with_(**SHARED, batch=2, seqlen_q=130, seqlen_k=200, bias=FULL, mask=("1", "1", "Lq", "Lk"), is_causal=True),
+    WIDE_FP16.with_(**MANY, seqlen_k=136, bias=FULL, is_causal=True),
+    WIDE_FP16.with_(seqlen_q=193, seqlen_k=272, bias=FULL, mask=FULL, mask_kind="empty_rows", need=("bias",)),
+)
+BACKWARD_IN_ORDER = (
+    FP16_BASE.with_(seqlen_q=127, seqlen_k=257, bias=("1", "Hk", "Lq", "1"), window_size=(20, 5)),
+    BASE.with_(
+        **SHARED, seqlen_q=193, seqlen_k=129, bias=PER_QUERY, bias_dtype=FP32, mask=FULL, mask_kind="empty_rows"
+    ),
+    WIDE_BASE.with_(seqlen_q=129, seqlen_k=257, head_dim=104, head_dim_v=128, is_causal=True),
+    WIDE_FP16.with_(seqlen_q=63, seqlen_k=191, bias=PER_QUERY, mask=("B", "1", "Lq", "1"), mask_kind="none_allowed"),
+    BASE.with_(**MANY, seqlen_q=129, seqlen_k=65, bias=("B", "Hq", "1", "Lk"), is_causal=True),
+    FP16_BASE.with_(seqlen_q=63, seqlen_k=65, bias=("1", "1", "1", "Lk"), mask=TILES),
+    WIDE_FP16.with_(batch=2, seqlen_q=130, seqlen_k=257, bias=KEYS, bias_dtype=FP32, window_size=(40, 0)),
+    WIDE_BASE.with_(**GROUPS, seqlen_k=129, bias=PER_KEY, mask=TILES, mask_kind="empty_rows"),
+    FP16_BASE.with_(**GROUPS, seqlen_k=136, bias=("1", "Hk", "Lq", "Lk"), need=QKV),
+    BASE.with_(batch=2, seqlen_q=257, seqlen_k=264, bias=("1", "Hq", "Lq", "Lk"), mask=TILES, need=("q",)),
+    WIDE_BASE.with_(**SHARED, seqlen_q=257, seqlen_k=136, bias=("B", "Hk", "Lq", "Lk"), is_causal=True, need=QKV),
+    WIDE_FP16.with_(
+        **MANY, seqlen_k=72, bias=("1", "Hq", "Lq", "Lk"), mask=TILES, mask_kind="empty_tiles", need=("q", "k")
+    ),
+    FP16_BASE.with_(seqlen_q=128, seqlen_k=128, bias=FULL, softmax_scale=-0.2),
+    FP16_BASE.with_(seqlen_k=392, bias=FULL, mask=TILES, mask_kind="empty_tiles", head_dim_v=24, need=("q", "bias")),
+    WIDE_BASE.with_(seqlen_q=191, seqlen_k=264, bias=FULL, window_size=(-1, 30)),
+    WIDE_BASE.with_(**SHARED, seqlen_q=129, seqlen_k=392, bias=FULL, mask=TILES, mask_kind="empty_tiles"),
+)
+# Copied first are q, k, v, dout and a bias per score.
+BACKWARD_UNALIGNED = (
+    BASE.with_(seqlen_q=257, bias=KEYS, bias_dtype=FP32, mask=FULL, mask_kind="empty_rows", need=("k", "bias")),
+    BASE.with_(seqlen_q=193, seqlen_k=136, bias=FULL, is_causal=True),
+    WIDE_FP16.with_(batch=2, seqlen_k=129, bias=("B", "Hq", "1", "Lk"), mask=("1", "1", "Lq", "Lk")),
+    WIDE_BASE.with_(seqlen_q=130, seqlen_k=136, bias=FULL, mask=TILES, need=QKV),
+)
 CASES = {
     "triton": _numbered(plain=PLAIN, descriptors=DESCRIPTORS, unaligned=UNALIGNED),
     "cuda": _numbered(plain=D64 + D128 + OTHERS, unaligned=FORWARD_UNALIGNED),
+    "cuda-backward": _numbered(plain=BACKWARD, in_order=BACKWARD_IN_ORDER, unaligned=BACKWARD_UNALIGNED),
 }
 
 
@@ -145,17 +203,20 @@ def place(inputs: Inputs, how: str) -> Inputs:
     return rearranged(there, LAYOUTS["offset_by_one"]) if how == "unaligned" else there
 
 
-def call(case: Case, how: str, backend: str) -> tuple[Results, Inputs]:
-    """What the kernels return for a case, and its inputs, both on the CPU."""
+def call(case: Case, how: str, calls: str) -> tuple[Results, Inputs]:
+    """What the kernels return for a case of some calls, and its inputs, both on the CPU."""
     inputs = case.build("cpu")
     there = place(inputs, how)
     leaves = [x if x is None else x.requires_grad_(name in case.need) for name, x in there.floats()]
     q, k, v, bias = leaves
-    flags = {**case.flags(), "return_lse": True, "backend": backend}
+    flags = {**case.flags(), "return_lse": True, "deterministic": how == "in_order"}
+    backend = calls.removesuffix("-backward")
     wanted = [x for x in leaves if x is not None and x.requires_grad]
     with descriptors_wherever_they_serve() if how == "descriptors" else nullcontext():
-        out, lse = flash_dmattn.attention(q, k, v, there.mask, bias, **flags)
-        found = iter(torch.autograd.grad((out, lse), wanted, (there.dout, there.dlse)) if wanted else ())
+        out, lse = flash_dmattn.attention(q, k, v, there.mask, bias, backend=backend, **flags)
+        pairs = [(out, there.dout)] if there.dlse is None else [(out, there.dout), (lse, there.dlse)]
+        outputs, arrived = zip(*pairs)
+        found = iter(torch.autograd.grad(outputs, wanted, arrived) if wanted else ())
     results: Results = {"out": out.detach().cpu(), "lse": lse.detach().cpu()}
     for name, x in zip(GRADIENTS, leaves, strict=True):
         results[name] = next(found).cpu() if x is not None and x.requires_grad else None
@@ -182,5 +243,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("first", nargs="?", type=int, default=0, help="the number of the first call (default: 0)")
     parser.add_argument("count", nargs="?", type=int, help="how many to run (default: all from there on)")
-    parser.add_argument("--backend", choices=tuple(CASES), default="triton")
+    parser.add_argument("--backend", choices=tuple(CASES), default="triton", help="and which of its calls")
     sys.exit(main(**vars(parser.parse_args())))

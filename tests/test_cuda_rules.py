@@ -85,7 +85,9 @@ PASSED_OVER: dict[str, tuple[dict[str, Any], str]] = {
     "few_tiles": ({"q": (1, 256, 4, 128), "seqlen_k": 4096}, "there are 8 tiles"),
     "narrow_heads": ({"q": (2, 4096, 16, 32)}, "head dims are 32 and 32"),
     "bias_copies": ({"bias": PER_SCORE, "bias_dtype": "fp32"}, "bias is not of the dtype of q"),
-    "few_keys": ({"seqlen_k": 127}, "there are 127 keys"),
+    "few_keys": ({"seqlen_k": 128}, "there are 128 keys"),
+    "fixed_order": ({"deterministic": True}, "deterministic is True"),
+    "partial_dbias": ({"bias": PER_SCORE, "bias_grad": True, "is_causal": True}, "the gradient of bias is needed"),
 }
 NEVER_TAKEN = (
     ("dtype", {"dtype": "fp64"}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -235,6 +235,20 @@ def test_spans_at_the_limit_are_accepted() -> None:
         assert rules["bias_span"].holds(problem._replace(bias=spec))
 
 
+@pytest.mark.parametrize("without_gradients", (torch.no_grad, torch.inference_mode))
+def test_inputs_that_require_gradients_where_none_is_recorded(
+    without_gradients: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the hint of `cpu_backward` recommends; the refusal of FlexAttention itself stays in place here."""
+    monkeypatch.setattr(flex._graph(), "compiler", "eager")
+    q, k, v, bias = (x.requires_grad_() for x in (*inputs(37, 45), random_bias(1, HK, 1, 45)))
+    with without_gradients():
+        out = flash_dmattn.attention(q, k, v, None, bias, backend="flex")
+    assert not out.requires_grad
+    exact = formula.attention(*(x.detach().double() for x in (q, k, v)), None, bias.detach().double())[0]
+    assert error(out, exact) <= 1e-5
+
+
 def test_refusal_names_who_accepts() -> None:
     q, k, v = inputs(5, 6)
     with pytest.raises(flash_dmattn.BackendUnsupportedError, match="no compiled backward pass") as caught:
@@ -255,3 +269,12 @@ def test_notes_list_the_copies() -> None:
     notes = flex.notes(problem._replace(device="cuda"))
     assert any("copies bias to float32" in note for note in notes) and any("atomics" in note for note in notes)
     assert flex.notes(problem._replace(bias=None, need=Need())) == ()
+
+
+def test_forward_mode_is_refused() -> None:
+    """FlexAttention would drop the tangent."""
+    q, k, v = (torch.randn(1, 8, 2, 16) for _ in range(3))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(NotImplementedError, match="'flex' has no forward-mode derivative"):
+            flash_dmattn.attention(dual, k, v, backend="flex")

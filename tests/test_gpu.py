@@ -14,12 +14,15 @@ from conftest import Runner
 from gpu_calls import (
     BASE,
     FORMS,
+    Products,
     assert_equal,
     attend,
-    buffers,
+    captured,
     every_form,
+    fill,
     leaves_of,
     of_form,
+    on_a_busy_stream,
     on_kernels,
     results,
     served,
@@ -42,8 +45,6 @@ RACES = {
     "no mask": RACY.with_(batch=8, seqlen_k=1100),
     "bias per key": RACY.with_(batch=8, seqlen_k=1100, bias=("1", "Hk", "1", "Lk")),
 }
-# Half a second of an H200, many times what the host needs for a call that it has made before.
-SLEEP_CYCLES = 10**9
 
 
 @every_form
@@ -52,17 +53,9 @@ def test_a_captured_graph_replays_new_values(backend: Runner, form: str) -> None
     first, second = (of_form(form, c, served(backend, c)) for c in (case, case.with_(seed=1)))
     static = of_form(form, case, case.build())
     expected = [results(backend, case, inputs, deterministic=True) for inputs in (first, second)]
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # what a first call compiles and allocates stays outside of the graph
-        results(backend, case, static, deterministic=True)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = results(backend, case, static, deterministic=True)
+    graph, found = captured(lambda: results(backend, case, static, deterministic=True))
     for inputs, of_inputs in zip((second, first), reversed(expected)):
-        for place, x in zip(buffers(static), buffers(inputs)):
-            place.copy_(x)
+        fill(static, inputs)
         for x in found:
             x.zero_()
         graph.replay()
@@ -105,20 +98,7 @@ def test_a_busy_stream(backend: Runner, form: str) -> None:
     inputs = of_form(form, case, served(backend, case))
     late = of_form(form, case, case.build())
     expected = results(backend, case, inputs, deterministic=True)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        results(backend, case, inputs, deterministic=True)  # memory of this stream: to ask the driver for it may wait
-        for x in buffers(late):
-            x.zero_()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(SLEEP_CYCLES)
-        for place, x in zip(buffers(late), buffers(inputs)):
-            place.copy_(x)
-        found = results(backend, case, late, deterministic=True)
-    assert not stream.query(), "the host waited for the device, or the sleep is too short for this machine"
-    stream.synchronize()
+    found = on_a_busy_stream(lambda given: results(backend, case, given, deterministic=True), late, inputs)
     assert_equal(found, expected, "on a busy stream")
 
 
@@ -157,14 +137,9 @@ def test_repeats_are_bitwise_equal(backend: Runner, form: str) -> None:
     case = FORMS[form]
     inputs = of_form(form, case, served(backend, case))
     first = results(backend, case, inputs, deterministic=True)
-    other = torch.cuda.Stream()
-    x = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
-    product = torch.empty_like(x)
-    torch.cuda.synchronize()
+    products = Products(4096)
     for repeat in range(100):
-        with torch.cuda.stream(other):
-            for _ in range(1 + repeat % 3):
-                torch.mm(x, x, out=product)
+        products.start(1 + repeat % 3)
         assert_equal(results(backend, case, inputs, deterministic=True), first, f"in repeat {repeat}")
     torch.cuda.synchronize()
 
@@ -177,14 +152,10 @@ def test_a_thousand_forward_passes_are_bitwise_equal(backend: Runner, race: str)
     given = [x for _, x in inputs.floats()]
     first = attend(backend, case, inputs, given)
     differs = torch.zeros(1000, dtype=torch.bool, device="cuda")
-    other = torch.cuda.Stream()
-    x = torch.randn(2048, 2048, dtype=torch.bfloat16, device="cuda")
-    product = torch.empty_like(x)
-    torch.cuda.synchronize()
+    products = Products(2048)
     for repeat in range(len(differs)):
         if repeat % 3 == 0:
-            with torch.cuda.stream(other):
-                torch.mm(x, x, out=product)
+            products.start()
         out, lse = attend(backend, case, inputs, given)
         differs[repeat] = (out != first[0]).any() | (lse != first[1]).any()
     wrong = differs.nonzero().flatten().tolist()

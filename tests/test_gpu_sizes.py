@@ -175,7 +175,7 @@ def test_more_heads_than_a_grid_dimension_holds(backend: Runner, forms: dict[str
 
 @pytest.mark.parametrize("batch", (1, 4), ids=("shared by the batch", "full"))
 def test_peak_memory_with_a_bias(backend: Runner, batch: int) -> None:
-    """No more than what is returned and a tenth: above all no second (B, Hq, Lq, Lk) buffer, and none for (1, ...)."""
+    """Little more than what is returned: above all no second (B, Hq, Lq, Lk) buffer, and none for (1, ...)."""
     needs(backend, 6)
     seqlen = 2048
     case = SMALL.with_(
@@ -194,4 +194,9 @@ def test_peak_memory_with_a_bias(backend: Runner, batch: int) -> None:
     returned = results(backend, case, inputs)
     peak = torch.cuda.max_memory_allocated() - before
     size = sum(x.numel() * x.element_size() for x in returned)
-    assert peak <= 1.1 * size, f"{peak / 2**20:.0f} MB at the peak, {size / 2**20:.0f} MB returned"
+    limit = 1.1 * size
+    if backend.choice(case, inputs) == "cuda":
+        # dq in fp32, lse in base 2 and delta; the allocator may add up to a megabyte to each tensor.
+        sums = 4 * (inputs.q.numel() + 2 * case.batch * case.num_heads * seqlen)
+        limit = 1.02 * (size + sums)
+    assert peak <= limit, f"{peak / 2**20:.0f} MB at the peak, {size / 2**20:.0f} MB returned"

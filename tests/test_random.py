@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 import torch
 from accuracy import assert_accurate
-from cases import ALL, DEVICE, NAMES, Case, Inputs
+from cases import ALL, DEVICE, NAMES, Case
 from conftest import Runner
 from cuda_forms import ALL_UNITS, BIAS_FORMS, bias_form, described, unit_of
 from descriptors import descriptors_wherever_they_serve

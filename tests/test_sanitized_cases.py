@@ -10,9 +10,20 @@ from typing import Any
 import pytest
 import sanitized_cases
 import torch
-from cuda_forms import BIAS_FORMS, bias_form, described, unit_of
+from cuda_forms import (
+    ALL_BACKWARD_UNITS,
+    BACKWARD_FORMS,
+    BIAS_FORMS,
+    backward_form,
+    backward_unit_of,
+    backward_works,
+    bias_form,
+    described,
+    differentiated,
+    unit_of,
+)
 
-from flash_dmattn.backends import cuda
+from flash_dmattn.backends import cuda, cuda_rules
 from flash_dmattn.backends import triton as backend
 from flash_dmattn.backends.protocol import broken_rules
 
@@ -75,3 +86,25 @@ def test_the_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatch) -> Non
     assert set(reached) == set(cuda.UNITS) and all(len(kernels) >= 2 for kernels in reached.values())
     assert dtypes == {(*dims, dtype) for dims in cuda.UNITS for dtype in (torch.float16, torch.bfloat16)}
     assert len(sanitized_cases.CASES["cuda"]) == 32
+
+
+def test_the_backward_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rule refuses a call; each kernel has one, each form in either order, and the work is shared in every way."""
+    monkeypatch.setattr(cuda_rules, "installed_units", lambda: None)
+    kernels, orders, works = set(), set(), set()
+    for case, how in sanitized_cases.CASES["cuda-backward"]:
+        in_order = how == "in_order"
+        problem = differentiated(case, in_order)
+        assert not broken_rules(cuda, problem, ("forward", "backward")) and case.need, case.repro()
+        unit, form, has_mask = backward_unit_of(case), backward_form(problem), case.mask is not None
+        kernels.add((unit, form, has_mask))
+        orders.add((unit[:2], form, has_mask, in_order))
+        works.add((in_order, *backward_works(problem)))
+    flags = (False, True)
+    assert kernels == set(itertools.product(ALL_BACKWARD_UNITS, BACKWARD_FORMS, flags))
+    assert orders == set(itertools.product(cuda_rules.BACKWARD_UNITS, BACKWARD_FORMS, flags, flags))
+    heads = {(in_order, heads) for in_order, heads, _ in works}
+    assert heads == {(o, h) for o in flags for h in ("its own", "a group")} | {(False, "one of a group")}
+    shares = {(in_order, share) for in_order, _, share in works}
+    assert {(True, "in order"), *itertools.product((False,), ("one each", "evenly", "as they finish"))} <= shares
+    assert len(sanitized_cases.CASES["cuda-backward"]) == 32

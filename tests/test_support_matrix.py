@@ -200,7 +200,7 @@ class TestMatrix:
         (tmp_path / "triton_kernels").mkdir()
         monkeypatch.setattr(support_matrix, "ROOT", tmp_path)
         row = next(row for row in support_matrix.rows() if row.name == "causal")
-        assert support_matrix.cell(BACKENDS["cuda"], row.problem).word == "forward"
+        assert support_matrix.cell(BACKENDS["cuda"], row.problem).word == "yes"
         assert support_matrix.cell(BACKENDS["triton"], row.problem).word == "not yet"
         assert "`triton` has no kernels yet" in support_matrix.legend(SHIPPED)
 

@@ -104,6 +104,11 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
     }
   }
 
+  const int32_t device = q.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  const cudaStream_t stream = current_stream(device);
+  check(cudaSetDevice(device), kName, "setting the device");  // the static runtime's own; the guard sets torch's
+
   params.q = rows_map(kName, q, "q", unit.tile_rows);
   params.k = rows_map(kName, k, "k", kTile);
   params.v = rows_map(kName, v, "v", kTile);
@@ -125,11 +130,6 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
     set_mask(mask[0], mask[2], sizes, params);
     params.mask_row_lists = static_cast<const int32_t*>(mask[1].const_data_ptr());
   }
-
-  const int32_t device = q.get_device_index();
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  const cudaStream_t stream = current_stream(device);
-  check(cudaSetDevice(device), kName, "setting the device");  // the static runtime's own; the guard sets torch's
 
   // lse in base 2 and delta, one behind the other.
   const int64_t padded_rows = pairs * tiles_q * kTile;
@@ -200,7 +200,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   const int blocks = std::min(params.total, device_processors);
   const bool even = !has_mask && low <= -sizes.seqlen_q && high >= sizes.seqlen_k;
   Tensor next;
-  if (!even && params.total > blocks) {
+  if (params.dq_turns != nullptr || (!even && params.total > blocks)) {
     next = work_counter(kName, q, stream);
     params.next = static_cast<int*>(next.mutable_data_ptr());
   }

@@ -63,6 +63,11 @@ void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::option
   const bool has_mask = !mask.empty();
   const ForwardTile tile = unit.tile(form, has_mask);
 
+  const int32_t device = q.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  const cudaStream_t stream = current_stream(device);
+  check(cudaSetDevice(device), kName, "setting the device");  // the static runtime's own; the guard sets torch's
+
   params.q = rows_map(kName, q, "q", tile.rows);
   params.k = rows_map(kName, k, "k", tile.keys);
   params.v = rows_map(kName, v, "v", tile.keys);
@@ -92,11 +97,6 @@ void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::option
     CHECK_ARGUMENT(mask.size() == 2, "mask has ", mask.size(), " tensors; it needs bits and lists of rows");
     set_mask(mask[0], mask[1], sizes, params);
   }
-
-  const int32_t device = q.get_device_index();
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  const cudaStream_t stream = current_stream(device);
-  check(cudaSetDevice(device), kName, "setting the device");  // the static runtime's own; the guard sets torch's
 
   const int64_t pairs = sizes.batch * sizes.num_heads, blocks_q = ceil_div(sizes.seqlen_q, tile.rows);
   CHECK_ARGUMENT(pairs * blocks_q <= kMaxInt / 2, "there are more than 2^30 tiles of rows");

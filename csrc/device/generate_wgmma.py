@@ -12,7 +12,12 @@ import sys
 from pathlib import Path
 
 HEADER = Path(__file__).with_name("wgmma_instructions.h")
-WIDTHS = (8, 64, 96, 128, 192, 256)
+# Of each width the methods that kernels use.
+METHODS = {
+    8: ("registers_by_columns",),
+    64: ("shared_by_columns", "shared_by_rows", "registers_by_rows"),
+    **dict.fromkeys((96, 128, 192, 256), ("shared_by_columns", "registers_by_rows")),
+}
 DTYPES = {"__half": "f16", "__nv_bfloat16": "bf16"}
 
 PREAMBLE = """\
@@ -41,12 +46,12 @@ def _listed(items: list[str], start: str, width: int = 8) -> str:
 
 
 def instruction(dtype: str, n: int) -> str:
-    """The struct of one dtype and width, with A from shared memory or from registers."""
+    """The struct of one dtype and width, with a method for each place and order of the operands."""
     count = n // 2
     name = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{DTYPES[dtype]}.{DTYPES[dtype]}"
     numbers = [f"%{i}" for i in range(count)]
     rows = [", ".join(numbers[i : i + 16]) for i in range(0, count, 16)]
-    places = ", \"\n        \"".join(rows)
+    places = ', "\n        "'.join(rows)
     outputs = _listed([f'"+f"(d[{i}])' for i in range(count)], " " * 10)
 
     def body(a: str, inputs: str, tail: str, used: int) -> str:
@@ -63,36 +68,40 @@ def instruction(dtype: str, n: int) -> str:
         : {inputs}, "l"(b), "r"(static_cast<int>(accumulate)));
 """
 
-    shared = body(f"%{count}", '"l"(a)', "1, 1, 0, 0", 2)
-    turned = body(f"%{count}", '"l"(a)', "1, 1, 0, 1", 2)
     quads = ", ".join(f"%{count + i}" for i in range(4))
-    fragment = ", ".join(f'"r"(a[{i}])' for i in range(4))
-    registers = body(f"{{{quads}}}", fragment, "1, 1, 1", 5)
-    registers_columns = body(f"{{{quads}}}", fragment, "1, 1, 0", 5)
-    return f"""\
-template <>
-struct Wgmma<{dtype}, {n}> {{
-  // A and B from shared memory, both K-major.
-  __device__ static __forceinline__ void run(float (&d)[{count}], uint64_t a, uint64_t b, bool accumulate) {{
-{shared}  }}
-  // A and B from shared memory, A K-major, B N-major.
-  __device__ static __forceinline__ void run_rows(float (&d)[{count}], uint64_t a, uint64_t b, bool accumulate) {{
-{turned}  }}
-  // A from registers, B from shared memory, N-major.
-  __device__ static __forceinline__ void run(float (&d)[{count}], const uint32_t (&a)[4], uint64_t b,
-                                             bool accumulate) {{
-{registers}  }}
-  // A from registers, B from shared memory, K-major.
-  __device__ static __forceinline__ void run_columns(float (&d)[{count}], const uint32_t (&a)[4], uint64_t b,
-                                                     bool accumulate) {{
-{registers_columns}  }}
-}};
-"""
+    fragment = f"{{{quads}}}", ", ".join(f'"r"(a[{i}])' for i in range(4))
+    descriptor = f"%{count}", '"l"(a)'
+    sums = f"float (&d)[{count}]"
+    in_shared = f"({sums}, uint64_t a, uint64_t b, bool accumulate)"
+    methods = {
+        "shared_by_columns": (
+            "A and B from shared memory, both K-major.", "run", in_shared, body(*descriptor, "1, 1, 0, 0", 2),
+        ),
+        "shared_by_rows": (
+            "A and B from shared memory, A K-major, B N-major.", "run_rows", in_shared,
+            body(*descriptor, "1, 1, 0, 1", 2),
+        ),
+        "registers_by_rows": (
+            "A from registers, B from shared memory, N-major.", "run",
+            f"({sums}, const uint32_t (&a)[4], uint64_t b,\n{' ' * 45}bool accumulate)",
+            body(*fragment, "1, 1, 1", 5),
+        ),
+        "registers_by_columns": (
+            "A from registers, B from shared memory, K-major.", "run_columns",
+            f"({sums}, const uint32_t (&a)[4], uint64_t b,\n{' ' * 53}bool accumulate)",
+            body(*fragment, "1, 1, 0", 5),
+        ),
+    }  # fmt: skip
+    written = []
+    for key in METHODS[n]:
+        said, method, arguments, text = methods[key]
+        written.append(f"  // {said}\n  __device__ static __forceinline__ void {method}{arguments} {{\n{text}  }}\n")
+    return f"template <>\nstruct Wgmma<{dtype}, {n}> {{\n{''.join(written)}}};\n"
 
 
 def text() -> str:
     """The whole header."""
-    parts = [instruction(dtype, n) for dtype in DTYPES for n in WIDTHS]
+    parts = [instruction(dtype, n) for dtype in DTYPES for n in METHODS]
     return "\n".join([PREAMBLE, *parts, "}  // namespace flash_dmattn\n"])
 
 

@@ -18,7 +18,7 @@ __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 
-// Of a bias that is read by plain loads: calls use with a function from (query, key) to the bias of the work's head, fp32.
+// Of a bias that is read by plain loads: calls use with a function from (query, key) to that of the work's head, fp32.
 template <class Params, class Work, class F>
 __device__ __forceinline__ void with_bias(const Params& p, const Work& work, F use) {
   const int64_t start =

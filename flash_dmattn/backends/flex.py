@@ -186,6 +186,10 @@ def attention(
     """
     if problem.batch == 0 or problem.seqlen_q == 0 or problem.seqlen_k == 0:
         return _nothing(problem, q, k, v, bias)
+    if not any(problem.need):
+        # On CPU FlexAttention refuses what requires a gradient, also where none is recorded.
+        q, k, v = _detached(q), _detached(k), _detached(v)
+        bias = None if bias is None else _detached(bias)
     graph = _graph()
     band = band_of(problem)
     mask = None if mask is None else _narrow(mask)
@@ -251,6 +255,10 @@ def _num_stages(problem: AttentionProblem, mask: Tensor | None, bias: Tensor | N
     if not tiles or problem.device != "cuda":
         return None
     return 2 if problem.capability == (9, 0) and max(problem.head_dim, problem.head_dim_v) <= 128 else 1
+
+
+def _detached(x: Tensor) -> Tensor:
+    return x.detach() if x.requires_grad else x
 
 
 def _nothing(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:

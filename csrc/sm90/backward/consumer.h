@@ -21,7 +21,7 @@ struct BackwardConsumer {
   using Operand = uint32_t[kSteps][4];  // scores in 16 bits, as a matrix instruction reads them
   using Ring2 = Ring<Traits::kStages>;
 
-  // Places in the rings of stages: of q and dout, of ds where it is written and where dq is multiplied, and of the bias.
+  // Places in the rings of stages: of q and dout; of ds where it is written, and where dq is multiplied; of the bias.
   struct Rings {
     Ring2 rows, ds, dq, bias;
   };
@@ -31,8 +31,8 @@ struct BackwardConsumer {
   const int group, warp, lane;  // which warpgroup; the warp of it
   float (&dk)[kD / 2];
   float (&dv)[kDv / 2];
-  float key_bias[2];  // of the thread's two keys, in units of log2
-  float dbias[4];  // sums of ds over queries, of the first key and of the second, each twice
+  float key_bias[2];    // of the thread's two keys, in units of log2
+  float dbias[4];       // sums of ds over queries, of the first key and of the second, each twice
 
   __device__ __forceinline__ int key_of_block(int r) const { return group * 64 + warp * 16 + lane / 4 + 8 * r; }
 
@@ -203,7 +203,7 @@ struct BackwardConsumer {
   }
 
   // From p and dp their operands p and ds, in 16 bits: two scores at a time, so that the registers of both suffice.
-  __device__ __forceinline__ void finish_ds(const Scores& p_, const Scores& dp, int stage, Operand& probs,
+  __device__ __forceinline__ void finish_ds(const Scores& exps, const Scores& dp, int stage, Operand& probs,
                                             Operand& ds) {
     const float* delta = shared.delta[stage] + 2 * (lane % 4);
 #pragma unroll
@@ -212,8 +212,8 @@ struct BackwardConsumer {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int i = 4 * c + 2 * r;
-        const float low = p_[i] * (dp[i] - pair.x), high = p_[i + 1] * (dp[i + 1] - pair.y);
-        probs[c / 2][c % 2 * 2 + r] = pack(p_[i], p_[i + 1], Element{});
+        const float low = exps[i] * (dp[i] - pair.x), high = exps[i + 1] * (dp[i + 1] - pair.y);
+        probs[c / 2][c % 2 * 2 + r] = pack(exps[i], exps[i + 1], Element{});
         ds[c / 2][c % 2 * 2 + r] = pack(low, high, Element{});
       }
     }
@@ -234,7 +234,7 @@ struct BackwardConsumer {
   __device__ __forceinline__ void wait_turn() { named_barrier_sync(kTurnBarrier + group, 2 * 128); }
   __device__ __forceinline__ void pass_turn() { named_barrier_arrive(kTurnBarrier + (group ^ 1), 2 * 128); }
 
-  // The block of a step, what forbids keys there, and lse of its queries.
+  // The block of a step, and what forbids keys there.
   struct Block {
     int index;
     bool has_edge;
@@ -246,10 +246,10 @@ struct BackwardConsumer {
     if (block.has_edge) load_edge(block.words, item, block.index);
   }
 
-  // One block of queries, whose scores are there; with kHasNext those of the next block are, at the end. dq of a step is
-  // multiplied a step later, when the other consumer's part of ds has long been there.
+  // One block of queries, whose scores are there; with kHasNext those of the next block are, at the end. dq of a step
+  // is multiplied a step later, when the other consumer's part of ds has long been there.
   template <bool kHasNext>
-  __device__ __forceinline__ void step(const KeyItem<Traits>& item, int step, Scores& scores, Block& block,
+  __device__ __forceinline__ void step(const KeyItem<Traits>& item, int i, Scores& scores, Block& block,
                                        int& last_index, Rings& rings) {
     Scores dp;
     const int stage = rings.rows.stage;
@@ -260,9 +260,9 @@ struct BackwardConsumer {
     finish_scores(scores, stage, bias);
     if (block.has_edge) forbid(scores, block.words, item, block.index);
     const int index = block.index;
-    if constexpr (kHasNext) find_block(block, item, step + 1);  // it has arrived by the time it is needed
+    if constexpr (kHasNext) find_block(block, item, i + 1);  // it has arrived by the time it is needed
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) scores[i] = exp2_approx(scores[i]);
+    for (int s = 0; s < kScores; ++s) scores[s] = exp2_approx(scores[s]);
     wgmma_wait<0>();
     pin(dp);
     Operand probs, ds;
@@ -275,7 +275,7 @@ struct BackwardConsumer {
     Piece dq;
     // Of the first step there is none behind it: the product is of whatever lies there, and is not added. A branch
     // round products costs registers.
-    if (step > 0) barrier_wait(&shared.ds_full[rings.dq.stage], rings.dq.phase);
+    if (i > 0) barrier_wait(&shared.ds_full[rings.dq.stage], rings.dq.phase);
     start_dq(dq, rings.dq.stage);
     wgmma_wait<2>();
     barrier_arrive_of_warp(&shared.dout_empty[stage]);
@@ -292,7 +292,7 @@ struct BackwardConsumer {
     pin(dv);
     if constexpr (Traits::kBias == BackwardBias::kVector) pin(dbias);
     pin(dq);
-    if (step > 0) {
+    if (i > 0) {
       barrier_arrive_of_warp(&shared.ds_empty[rings.dq.stage]);
       rings.dq.advance();
       if (p.dq_sums != nullptr) add_dq(dq, item, last_index);

@@ -1,4 +1,4 @@
-// How sums of dq, dk and dv lie in device memory: in pieces of 64 rows and 64 columns, as a warpgroup's threads hold them.
+// How sums of dq, dk and dv lie in device memory: pieces of 64 rows and 64 columns, as a warpgroup's threads hold them.
 #pragma once
 
 #include <cstdint>

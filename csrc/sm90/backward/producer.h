@@ -17,7 +17,11 @@ __device__ __forceinline__ void copy_operands(const BackwardParams& p, BackwardS
   Ring<Traits::kStages> ring;
   Ring<2> ring_work;
   uint32_t phase_keys = 0;
-  for (int index = blockIdx.x;;) {
+  // Where tiles of keys take turns every work comes from the counter, the first too: one that is waited for is then held
+  // by a block that runs. Else the first is at hand.
+  const bool takes_turns = p.dq_turns != nullptr;
+  const int skipped = takes_turns ? 0 : gridDim.x;
+  for (int index = takes_turns ? atomicAdd(p.next, 1) : blockIdx.x;;) {
     KeyItem<Traits> item;
     item.exists = index < p.total;
     const KeyWork work = key_work_at(p, item.exists ? index : 0);
@@ -59,7 +63,7 @@ __device__ __forceinline__ void copy_operands(const BackwardParams& p, BackwardS
         ring.advance();
       }
     }
-    index = p.next != nullptr ? atomicAdd(p.next, 1) + gridDim.x : index + gridDim.x;
+    index = p.next != nullptr ? atomicAdd(p.next, 1) + skipped : index + gridDim.x;
   }
 }
 
@@ -116,9 +120,9 @@ __device__ __forceinline__ void store_dbias(const BackwardParams& p, BackwardSto
   }
 }
 
-// Has the tiles of keys add to dq in their order, by one warp: the consumers add to a block of queries once it lets them,
-// and it lets the next tile once they have. A tile waits for earlier ones of its head alone, whose work was handed out
-// before its own, so there is always one that waits for none.
+// Has the tiles of keys add to dq in their order, by one warp: the consumers add to a block of queries once it lets
+// them, and it lets the next tile once they have. A tile waits for earlier ones of its head alone, whose work was
+// handed out before its own, so there is always one that waits for none.
 template <class Traits>
 __device__ __forceinline__ void order_dq(const BackwardParams& p, BackwardStorage<Traits>& shared) {
   const int blocks = (p.seqlen_q + kTile - 1) / kTile * (kTile / Traits::kRows);

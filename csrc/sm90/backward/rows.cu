@@ -32,8 +32,8 @@ __global__ void __launch_bounds__(kThreads) backward_rows_kernel(const __grid_co
     float sum = 0.0f;
     const bool exists = row < p.seqlen_q;
     if (exists) {
-      const Element* out = static_cast<const Element*>(p.out) +
-                           ((static_cast<int64_t>(work.batch) * p.seqlen_q + row) * p.num_heads + work.head) * p.head_dim_v;
+      const int64_t line = (static_cast<int64_t>(work.batch) * p.seqlen_q + row) * p.num_heads + work.head;
+      const Element* out = static_cast<const Element*>(p.out) + line * p.head_dim_v;
       const Element* dout = static_cast<const Element*>(p.dout) + work.batch * p.dout_stride_b + row * p.dout_stride_q +
                             work.head * p.dout_stride_h;
       for (int column = lane * 8; column < p.head_dim_v; column += kLanes * 8) {

@@ -1,0 +1,198 @@
+"""The gradients of cuda against fp64, at one to three tiles: every bias with every mask, needs, lengths, layouts.
+
+What cuda does not differentiate itself runs as the pair with triton, whose backward kernels read the same lse and mask.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from accuracy import assert_accurate, run
+from cases import ALL, Case, Inputs
+from conftest import Runner
+from layouts import LAYOUTS, rearranged
+from torch import Tensor
+
+import flash_dmattn
+from flash_dmattn.masks import prepare_mask
+
+pytestmark = pytest.mark.parametrize("backend", ("cuda",), indirect=True)
+
+TILE = 128
+BASE = Case(seqlen_q=193, seqlen_k=264, head_dim=64, dtype=torch.bfloat16, dlse=True)
+FULL = ("B", "Hq", "Lq", "Lk")
+TILES = ("B", "Hk", "Lq", "Lk")
+PER_KEY = ("1", "Hk", "1", "Lk")
+BIAS_SHAPES = tuple(itertools.product(("1", "B"), ("1", "Hk", "Hq"), ("1", "Lq"), ("1", "Lk")))
+# How cuda reads a bias: not at all, by its rows, per key, and in tiles.
+BIASES = {"no bias": None, "per query": ("B", "Hq", "Lq", "1"), "per key": PER_KEY, "per score": FULL}
+# Groups of 1, 4 and 8 heads: of queries, of keys, and the head dim.
+HEADS = ((2, 2, 64), (2, 2, 128), (8, 2, 128), (16, 2, 64))
+SUBSETS = tuple(s for n in range(1, 5) for s in itertools.combinations(ALL, n))
+# Around the edges of a tile, and of the 64 queries of which a block of head dim 128 takes a step.
+LENGTHS = (63, 64, 65, 127, 128, 129, 191, 193)
+
+every_bias = pytest.mark.parametrize("bias", BIASES)
+both_orders = pytest.mark.parametrize("deterministic", (False, True), ids=("any order", "fixed order"))
+
+
+def every_second_tile(mask: Tensor) -> None:
+    for i, j in itertools.product(range(0, mask.shape[2], TILE), range(0, mask.shape[3], TILE)):
+        if (i + j) // TILE % 2:
+            mask[:, :, i : i + TILE, j : j + TILE] = False
+
+
+def first_tiles(mask: Tensor) -> None:
+    mask[:, :, :TILE] = False
+    mask[:, :, :, :TILE] = False
+
+
+# What a case has besides, and what is then left out of its mask.
+MASKS: dict[str, tuple[dict[str, Any], Callable[[Tensor], None] | None]] = {
+    "none": ({}, None),
+    "causal": ({"is_causal": True}, None),
+    "full": ({"mask": FULL}, None),
+    "prepared": ({"mask": TILES, "is_causal": True}, None),
+    "empty rows": ({"mask": TILES, "mask_kind": "empty_rows"}, None),
+    "empty tiles": ({"mask": TILES, "mask_kind": "all_allowed"}, every_second_tile),
+    "first tiles empty": ({"mask": ("1", "Hq", "Lq", "Lk")}, first_tiles),
+    "all empty": ({"mask": ("B", "1", "Lq", "Lk"), "mask_kind": "none_allowed"}, None),
+}
+every_mask = pytest.mark.parametrize("form", MASKS)
+
+
+def check(backend: Runner, case: Case, inputs: Inputs, given: Inputs | None = None, **flags: Any) -> None:
+    """Everything that a case returns against fp64; `given`: the same tensors in another form."""
+    given = inputs if given is None else given
+    refusal = backend.refusal(case, given)
+    if refusal is not None:
+        pytest.skip(refusal)
+    attention = partial(flash_dmattn.attention, return_lse=True, backend=backend.choice(case, given, **flags), **flags)
+    assert_accurate(run(attention, case, given), case, inputs)
+
+
+def check_masked(backend: Runner, case: Case, form: str, **flags: Any) -> None:
+    """The same of a case with a mask of that form."""
+    changes, leave_out = MASKS[form]
+    case = case.with_(**changes)
+    inputs = given = case.build()
+    if leave_out is not None:
+        leave_out(inputs.mask)
+    if form == "prepared":
+        sizes = {"seqlen_q": case.seqlen_q, "seqlen_k": case.seqlen_k, "is_causal": case.is_causal}
+        given = replace(inputs, mask=prepare_mask(inputs.mask, **sizes))
+    check(backend, case, inputs, given, **flags)
+
+
+@every_mask
+@pytest.mark.parametrize("shape", BIAS_SHAPES, ids="-".join)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_dbias(backend: Runner, heads: tuple[int, int, int], shape: tuple[str, ...], form: str) -> None:
+    num_heads, num_heads_k, head_dim = heads
+    case = BASE.with_(num_heads=num_heads, num_heads_k=num_heads_k, head_dim=head_dim, bias=shape)
+    check_masked(backend, case, form)
+
+
+@every_mask
+@every_bias
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_sums_in_a_fixed_order(backend: Runner, heads: tuple[int, int, int], bias: str, form: str) -> None:
+    num_heads, num_heads_k, head_dim = heads
+    case = BASE.with_(num_heads=num_heads, num_heads_k=num_heads_k, head_dim=head_dim, bias=BIASES[bias])
+    check_masked(backend, case.with_(dtype=torch.float16), form, deterministic=True)
+
+
+@every_mask
+@pytest.mark.parametrize("shape", (("1", "1", "Lq", "Lk"), ("1", "Hk", "Lq", "Lk"), FULL), ids="-".join)
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_a_bias_that_takes_no_gradient(backend: Runner, head_dim: int, shape: tuple[str, ...], form: str) -> None:
+    check_masked(backend, BASE.with_(head_dim=head_dim, bias=shape, need=("q", "k", "v")), form)
+
+
+@pytest.mark.parametrize("need", SUBSETS, ids="-".join)
+@every_bias
+@pytest.mark.parametrize("dlse", (False, True), ids=("out alone", "out and lse"))
+@both_orders
+def test_only_what_is_asked_for(
+    backend: Runner, deterministic: bool, dlse: bool, bias: str, need: tuple[str, ...]
+) -> None:
+    case = BASE.with_(need=need, dlse=dlse, bias=BIASES[bias], mask=FULL, is_causal=True)
+    check(backend, case, case.build(), deterministic=deterministic)
+
+
+@pytest.mark.parametrize("seqlen_q", LENGTHS)
+@pytest.mark.parametrize("seqlen_k", LENGTHS)
+@pytest.mark.parametrize("head_dim", (64, 128))
+@both_orders
+def test_lengths(backend: Runner, deterministic: bool, head_dim: int, seqlen_k: int, seqlen_q: int) -> None:
+    case = BASE.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, bias=PER_KEY, is_causal=True)
+    check(backend, case, case.build(), deterministic=deterministic)
+
+
+@pytest.mark.parametrize("seqlen_q", LENGTHS)
+@pytest.mark.parametrize("seqlen_k", (64, 128, 136, 192))
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_lengths_with_a_stored_gradient(backend: Runner, head_dim: int, seqlen_k: int, seqlen_q: int) -> None:
+    case = BASE.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, bias=FULL, mask=TILES)
+    check(backend, case, case.build())
+
+
+@pytest.mark.parametrize("window_size", ((0, 0), (70, -1), (-1, 2), (130, 65)), ids=str)
+@pytest.mark.parametrize("lengths", ((193, 264), (264, 200), (65, 520)), ids=str)
+@every_bias
+def test_windows(backend: Runner, bias: str, lengths: tuple[int, int], window_size: tuple[int, int]) -> None:
+    seqlen_q, seqlen_k = lengths
+    case = BASE.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k, window_size=window_size, bias=BIASES[bias])
+    check(backend, case, case.build())
+
+
+@pytest.mark.parametrize("dims", ((8, 8), (40, 64), (64, 24), (72, 72), (104, 128), (128, 40)), ids=str)
+@every_bias
+def test_head_dims(backend: Runner, bias: str, dims: tuple[int, int]) -> None:
+    head_dim, head_dim_v = dims
+    case = BASE.with_(head_dim=head_dim, head_dim_v=head_dim_v, bias=BIASES[bias], is_causal=True)
+    check(backend, case, case.build())
+
+
+@pytest.mark.parametrize("bias_kind", ("inf", "huge"))
+@pytest.mark.parametrize("softmax_scale", (None, 0.0, -0.3))
+@pytest.mark.parametrize("bias", ("per query", "per key", "per score"))
+def test_extreme_scores(backend: Runner, bias: str, softmax_scale: float | None, bias_kind: str) -> None:
+    case = BASE.with_(bias=BIASES[bias], bias_kind=bias_kind, softmax_scale=softmax_scale, logits=30.0)
+    check(backend, case, case.build())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@every_bias
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_layouts(backend: Runner, head_dim: int, bias: str, layout: str) -> None:
+    case = BASE.with_(head_dim=head_dim, bias=BIASES[bias], mask=TILES, is_causal=True)
+    inputs = case.build()
+    check(backend, case, inputs, rearranged(inputs, LAYOUTS[layout]))
+
+
+@every_bias
+def test_dout_in_a_layout_of_its_own(backend: Runner, bias: str) -> None:
+    case = BASE.with_(bias=BIASES[bias])
+    inputs = case.build()
+    for layout in LAYOUTS.values():
+        check(backend, case, inputs, replace(inputs, dout=layout(inputs.dout)))
+    expanded = replace(inputs, dout=inputs.dout[:, :, :1, :1].expand_as(inputs.dout))
+    check(backend, case, expanded)
+
+
+@pytest.mark.parametrize("seqlen_k", (72, 129))
+@pytest.mark.parametrize("is_causal", (False, True))
+@both_orders
+def test_more_work_than_processors(backend: Runner, deterministic: bool, is_causal: bool, seqlen_k: int) -> None:
+    """Handed out evenly, or as blocks finish; the heads of a group one by one, or of many groups all by one block."""
+    few = BASE.with_(seqlen_q=65, seqlen_k=seqlen_k, num_heads=200, num_heads_k=100, is_causal=is_causal)
+    many = few.with_(batch=6, seqlen_q=9, num_heads_k=200, num_heads=400)
+    for case in (few, many):
+        check(backend, case, case.build(), deterministic=deterministic)
