@@ -79,21 +79,36 @@ def _one_by_one(operator: Callable[..., tuple[Tensor, Tensor]]) -> Callable[...,
     return rule
 
 
+_TENSORS = (Tensor, torch.nn.Parameter)
+
+
+def _is_watched(*tensors: Tensor | None) -> bool:
+    """Whether anything needs to see an operator: a compiler, a dispatch mode, a functorch transform, a tensor subclass.
+
+    Where nothing does, the function behind an operator is called in its place, which saves the dispatcher's way into
+    Python and back.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or any(type(x) not in _TENSORS for x in tensors if x is not None)
+    )
+
+
 Forward = Callable[..., tuple[Tensor, Tensor]]
 Backward = Callable[..., Gradients]
 
 
-def define_pair(
-    name: str, forward: Forward, backward: Backward, dispatch_key: str = "CompositeExplicitAutograd"
-) -> tuple[Forward, Backward]:
+def define_pair(name: str, forward: Forward, backward: Backward) -> tuple[Forward, Backward]:
     """Register `<name>_forward` and `<name>_backward`; return the pair as `KernelBackend` methods that call them."""
-    return define_forward(name, forward, dispatch_key), define_backward(name, backward, dispatch_key)
+    return define_forward(name, forward), define_backward(name, backward)
 
 
-def define_forward(name: str, forward: Forward, dispatch_key: str = "CompositeExplicitAutograd") -> Forward:
+def define_forward(name: str, forward: Forward) -> Forward:
     """Register `<name>_forward` alone; return the `KernelBackend` method that calls it."""
     _LIBRARY.define(f"{name}_forward{FORWARD_SCHEMA}")
-    _LIBRARY.impl(f"{name}_forward", forward, dispatch_key)
+    _LIBRARY.impl(f"{name}_forward", forward, "CompositeExplicitAutograd")
     torch.library.register_fake(f"flash_dmattn::{name}_forward", _forward_fake, lib=_LIBRARY)
     # The overload packets resolve overloads on every call; `.default` skips that.
     forward_op = getattr(torch.ops.flash_dmattn, f"{name}_forward").default
@@ -102,11 +117,12 @@ def define_forward(name: str, forward: Forward, dispatch_key: str = "CompositeEx
     def run_forward(
         problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, mask: MaskTensors, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        return forward_op(
+        run = forward_op if _is_watched(q, k, v, bias, *mask) else forward
+        return run(
             q,
             k,
             v,
-            mask,
+            list(mask),
             bias,
             problem.is_causal,
             problem.window_size,
@@ -118,14 +134,14 @@ def define_forward(name: str, forward: Forward, dispatch_key: str = "CompositeEx
     return run_forward
 
 
-def define_backward(name: str, backward: Backward, dispatch_key: str = "CompositeExplicitAutograd") -> Backward:
+def define_backward(name: str, backward: Backward) -> Backward:
     """Register `<name>_backward` alone; return the `KernelBackend` method that calls it."""
     _LIBRARY.define(f"{name}_backward{BACKWARD_SCHEMA}")
 
     def backward_list(*args: object) -> list[Tensor]:
         return [gradient for gradient in backward(*args) if gradient is not None]
 
-    _LIBRARY.impl(f"{name}_backward", backward_list, dispatch_key)
+    _LIBRARY.impl(f"{name}_backward", backward_list, "CompositeExplicitAutograd")
     torch.library.register_fake(f"flash_dmattn::{name}_backward", _backward_fake, lib=_LIBRARY)
     backward_op = getattr(torch.ops.flash_dmattn, f"{name}_backward").default
 
@@ -141,16 +157,8 @@ def define_backward(name: str, backward: Backward, dispatch_key: str = "Composit
         out: Tensor,
         lse: Tensor,
     ) -> Gradients:
-        gradients = backward_op(
-            dout,
-            dlse,
-            q,
-            k,
-            v,
-            mask,
-            bias,
-            out,
-            lse,
+        tensors = (dout, dlse, q, k, v, list(mask), bias, out, lse)
+        flags = (
             problem.is_causal,
             problem.window_size,
             problem.softmax_scale,
@@ -158,7 +166,9 @@ def define_backward(name: str, backward: Backward, dispatch_key: str = "Composit
             problem.deterministic,
             problem.need,
         )
-        return spread(gradients, problem.need)
+        if _is_watched(dout, dlse, q, k, v, bias, out, lse, *mask):
+            return spread(backward_op(*tensors, *flags), problem.need)
+        return backward(*tensors, *flags)
 
     return run_backward
 

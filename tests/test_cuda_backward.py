@@ -146,10 +146,13 @@ def test_lengths_with_a_stored_gradient(backend: Runner, head_dim: int, seqlen_k
 @pytest.mark.parametrize("window_size", ((0, 0), (70, -1), (-1, 2), (130, 65)), ids=str)
 @pytest.mark.parametrize("lengths", ((193, 264), (264, 200), (65, 520)), ids=str)
 @every_bias
-def test_windows(backend: Runner, bias: str, lengths: tuple[int, int], window_size: tuple[int, int]) -> None:
+@both_orders
+def test_windows(
+    backend: Runner, deterministic: bool, bias: str, lengths: tuple[int, int], window_size: tuple[int, int]
+) -> None:
     seqlen_q, seqlen_k = lengths
     case = BASE.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k, window_size=window_size, bias=BIASES[bias])
-    check(backend, case, case.build())
+    check(backend, case, case.build(), deterministic=deterministic)
 
 
 @pytest.mark.parametrize("dims", ((8, 8), (40, 64), (64, 24), (72, 72), (104, 128), (128, 40)), ids=str)

@@ -85,6 +85,7 @@ else:
 def run(code: str) -> str:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FLASH_DMATTN_")}
     environment["PYTHONPATH"] = str(ROOT)
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # users do not compile the package at every import
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, text=True, capture_output=True, timeout=300
     )

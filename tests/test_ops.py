@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import flash_dmattn
@@ -204,3 +205,29 @@ def test_expanded_dims_are_no_dims_of_the_prepared_mask() -> None:
     row = random_mask(2, 3, 1, 270)
     found = prepared_tensors(row.expand(-1, -1, 140, -1), 140, 270, True, (-1, -1))
     torch.testing.assert_close(found, tuple(PREPARE(row, 140, 270, True, (-1, -1))))
+
+
+class Watch(TorchDispatchMode):
+    """Records the names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(operator))
+        return operator(*args, **(kwargs or {}))
+
+
+def test_a_dispatch_mode_sees_the_operators() -> None:
+    """Where nothing looks, the functions behind them are called in their place: the same results."""
+    q, k, v = (normal(B, n, h, D).requires_grad_() for n, h in ((LQ, HQ), (LK, HK), (LK, HK)))
+
+    def results() -> list[Tensor]:
+        out = flash_dmattn.attention(q, k, v, backend="eager")
+        return [out, *torch.autograd.grad(out.sum(), (q, k, v))]
+
+    with Watch() as watch:
+        watched = results()
+    assert {"flash_dmattn.eager_forward.default", "flash_dmattn.eager_backward.default"} <= set(watch.seen)
+    assert all(torch.equal(x, y) for x, y in zip(watched, results(), strict=True))

@@ -107,7 +107,9 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   const int32_t device = q.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);
-  check(cudaSetDevice(device), kName, "setting the device");  // the static runtime's own; the guard sets torch's
+  // The static runtime's own; the guard sets torch's. Before the maps, whose encoder needs a context: a thread of
+  // autograd that has not called CUDA yet has none.
+  check(cudaSetDevice(device), kName, "setting the device");
 
   params.q = rows_map(kName, q, "q", unit.tile_rows);
   params.k = rows_map(kName, k, "k", kTile);
