@@ -1,0 +1,239 @@
+"""Every check that needs a GPU, side by side on one machine: `python tests/gpu_checks.py --help`.
+
+    python tests/gpu_checks.py                      # all of it; the same command goes on where the last one stopped
+    python tests/gpu_checks.py --only bf16 random --budget 500
+    python tests/gpu_checks.py --only racecheck --racecheck-extension build/race/_C.abi3.so
+
+Parts run at the same time as far as there are cores for their workers, the longest first. Each writes a log, and
+checks.json in the same folder says after every part what has come of it at this commit. Exit status: 0; 1 where a part
+failed; 3 where parts are left, the budget being spent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+PASSED, FAILED, UNFINISHED = 0, 1, 3
+TOOLS = ("memcheck", "initcheck", "racecheck")
+SANITIZED = ("triton", "cuda", "cuda-backward")
+SANITIZED_CALLS, SANITIZED_AT_ONCE = 32, 8
+SHARED_SUITE = tuple(f"tests/test_{name}.py" for name in ("forward", "edges", "properties", "backward"))
+# initcheck does not see what the copy engine stores: it reports that a gradient stored so is read by the host. Such a
+# part is not clean whatever the kernels do; what they store is compared with fp64 in the same calls.
+NO_VERDICT = "Uninitialized access to 0x"
+
+
+class Part(NamedTuple):
+    """One process: `slots` of the machine's cores are kept for it, and `seconds` is what an H200 machine took."""
+
+    name: str
+    command: tuple[str, ...]
+    slots: int
+    seconds: int
+    environment: dict[str, str] = {}
+    needs_racecheck_build: bool = False
+
+
+def pytest_part(name: str, files: Sequence[str], slots: int, seconds: int, chosen: str = "", **env: str) -> Part:
+    """Some tests, in as many workers as it has slots."""
+    select = ("-k", chosen) if chosen else ()
+    flags = ("-q", "-rf", "-p", "no:cacheprovider", "-p", "no:benchmark", "-n", str(slots))
+    return Part(name, (sys.executable, "-m", "pytest", *flags, *select, *files), slots, seconds, env)
+
+
+def sanitizer_parts() -> list[Part]:
+    """A part for each tool and eight of the calls of a backend."""
+    parts = []
+    for tool in TOOLS:
+        for backend in SANITIZED:
+            for first in range(0, SANITIZED_CALLS, SANITIZED_AT_ONCE):
+                script = ("tests/sanitized_cases.py", str(first), str(SANITIZED_AT_ONCE), "--backend", backend)
+                check = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "1", sys.executable, *script)
+                name, alone = f"{tool}-{backend}-{first}", {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+                parts.append(Part(name, check, 1, 120, alone, tool == "racecheck" and backend != "triton"))
+    return parts
+
+
+def all_parts() -> list[Part]:
+    """Everything docs/testing.md names, in the order in which it starts: the longest first."""
+    kernels = "triton or cuda"
+    dtypes = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    command = (sys.executable, "-m", "flash_dmattn")
+    parts = [
+        pytest_part("random", ["tests/test_random.py"], 6, 420, f"kernels and ({kernels})"),
+        *(
+            pytest_part(name, SHARED_SUITE, 5, 300, kernels, FLASH_DMATTN_TEST_DTYPE=dtype)
+            for name, dtype in dtypes.items()
+        ),
+        pytest_part("gradients", ["tests/test_cuda_backward.py"], 4, 180),
+        pytest_part("gpu", ["tests/test_gpu.py", "tests/test_gpu_backward.py"], 4, 120, kernels),
+        pytest_part("bugs", ["tests/test_predecessor_bugs.py"], 2, 60, kernels),
+        pytest_part("sizes", ["tests/test_gpu_sizes.py", "tests/test_cuda_pack.py"], 2, 100),
+        Part("verify", (*command, "info", "--verify"), 1, 200),
+        Part("demo", (*command, "demo", "--quick"), 1, 100),
+        *sanitizer_parts(),
+    ]
+    return sorted(parts, key=lambda part: -part.seconds)
+
+
+@dataclass
+class Board:
+    """What has come of each part at one commit, kept in a file."""
+
+    path: Path
+    commit: str
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: Path, commit: str) -> Board:
+        """The board of that commit; that of another one is forgotten."""
+        board = cls(path, commit)
+        if path.exists():
+            content = json.loads(path.read_text())
+            if content["commit"] == commit:
+                board.rows = content["parts"]
+        return board
+
+    def add(self, part: Part, status: str, seconds: float, last_line: str) -> None:
+        """Write down a part that has ended."""
+        self.rows[part.name] = {"status": status, "seconds": round(seconds), "last_line": last_line}
+        self.path.write_text(json.dumps({"commit": self.commit, "parts": self.rows}, indent=1))
+
+    def has(self, part: Part) -> bool:
+        """Whether it need not run again; one that ran out of time does."""
+        return self.rows.get(part.name, {}).get("status") in ("passed", "no verdict")
+
+
+@dataclass
+class Running:
+    """A part on its way."""
+
+    part: Part
+    process: subprocess.Popen[bytes]
+    log: Path
+    started: float
+
+
+def run(
+    parts: Sequence[Part], board: Board, folder: Path, *, slots: int, deadline: float, where: dict[str, Path]
+) -> int:
+    """Run what the board has not; return the exit status.
+
+    Args:
+        parts: in the order in which they start.
+        board: what is done already.
+        folder: of the logs.
+        slots: how many may be taken at once; a part that needs more runs alone.
+        deadline: on the monotonic clock; what still runs then is ended.
+        where: the folder to run a part in, by name; the repository for others.
+    """
+    waiting = [part for part in parts if not board.has(part)]
+    running: list[Running] = []
+    while running or (waiting and time.monotonic() < deadline):
+        if time.monotonic() < deadline:
+            for part in list(waiting):
+                taken = sum(each.part.slots for each in running)
+                if not running or taken + part.slots <= slots:
+                    waiting.remove(part)
+                    running.append(start(part, folder, where.get(part.name, ROOT)))
+        for each in list(running):
+            is_late = time.monotonic() >= deadline
+            if each.process.poll() is None and not is_late:
+                continue
+            running.remove(each)
+            finish(each, board, is_late)
+        time.sleep(0.05)
+    counts = dict.fromkeys(("passed", "no verdict", "failed", "left"), 0)
+    for part in parts:
+        status = board.rows.get(part.name, {}).get("status", "late")
+        counts["left" if status == "late" else status] += 1
+    print(f"\n{len(parts)} parts: {', '.join(f'{count} {what}' for what, count in counts.items())}", flush=True)
+    return FAILED if counts["failed"] else UNFINISHED if counts["left"] else PASSED
+
+
+def start(part: Part, folder: Path, where: Path) -> Running:
+    """Start the process of a part, its output in a log."""
+    log = folder / f"{part.name}.log"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **part.environment}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            part.command, cwd=where, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    return Running(part, process, log, time.monotonic())
+
+
+def finish(each: Running, board: Board, is_late: bool) -> None:
+    """Write down and print what came of a part."""
+    seconds = time.monotonic() - each.started
+    code = each.process.poll()
+    if code is None:
+        os.killpg(each.process.pid, 9)  # its workers too
+        each.process.wait()
+    said = each.log.read_text(errors="replace")
+    lines = [line for line in said.splitlines() if line.strip()]
+    status = "passed" if code == 0 else "late" if code is None and is_late else "failed"
+    if status == "failed" and "initcheck" in each.part.name and NO_VERDICT in said and "WRONG" not in said:
+        status = "no verdict"
+    last_line = lines[-1][:100] if lines else ""
+    board.add(each.part, status, seconds, last_line)
+    print(f"{status:10} {seconds:5.0f} s  {each.part.name:24} {last_line}", flush=True)
+
+
+def commit_of(folder: Path) -> str:
+    """The commit that git names, or "unknown" where there is no repository."""
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=folder, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Read the command line and run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="parts whose name contains one of these")
+    parser.add_argument("--budget", type=float, default=3600, metavar="SECONDS", help="end what still runs then")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "build" / "gpu_checks", metavar="DIR", help="logs and results"
+    )
+    parser.add_argument("--commit", default=None, help="what is checked, where git cannot tell")
+    parser.add_argument("--slots", type=int, default=os.cpu_count() or 1, help="cores to share out (default: all)")
+    parser.add_argument(
+        "--racecheck-extension",
+        type=Path,
+        metavar="FILE",
+        help="the extension built with FLASH_DMATTN_RACECHECK=1; without it racecheck of cuda is left out",
+    )
+    parser.add_argument("--list", action="store_true", help="print the parts and end")
+    chosen = parser.parse_args(arguments)
+    parts = [part for part in all_parts() if not chosen.only or any(name in part.name for name in chosen.only)]
+    if chosen.racecheck_extension is None:
+        parts = [part for part in parts if not part.needs_racecheck_build]
+    if chosen.list:
+        for part in parts:
+            print(f"{part.name:28} {part.slots:2} workers, some {part.seconds} s")
+        return PASSED
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + chosen.budget
+    board = Board.load(chosen.out / "checks.json", chosen.commit or commit_of(ROOT))
+    with tempfile.TemporaryDirectory() as copy:
+        where: dict[str, Path] = {}
+        if chosen.racecheck_extension is not None:
+            tree = Path(copy) / "tree"
+            shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv", "build"))
+            shutil.copy(chosen.racecheck_extension, tree / "flash_dmattn" / "_C.abi3.so")
+            where = {part.name: tree for part in parts if part.needs_racecheck_build}
+        return run(parts, board, chosen.out, slots=chosen.slots, deadline=deadline, where=where)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""The runner of the checks on a GPU, with parts that need none."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import gpu_checks
+import pytest
+from gpu_checks import FAILED, PASSED, UNFINISHED, Board, Part, all_parts, run
+
+ROOT = Path(__file__).resolve().parent.parent
+FOREVER = time.monotonic() + 10**6
+
+
+def part(name: str, code: str, slots: int = 1, **environment: str) -> Part:
+    return Part(name, (sys.executable, "-c", code), slots, 1, environment)
+
+
+def go(parts: list[Part], folder: Path, deadline: float = FOREVER, slots: int = 2, commit: str = "a") -> int:
+    board = Board.load(folder / "checks.json", commit)
+    return run(parts, board, folder, slots=slots, deadline=deadline, where={})
+
+
+def statuses(folder: Path) -> dict[str, str]:
+    rows = json.loads((folder / "checks.json").read_text())["parts"]
+    return {name: row["status"] for name, row in rows.items()}
+
+
+def test_parts_pass_or_fail_with_their_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = part("good", "import os; print('hello', os.environ['WHO'])", WHO="you")
+    assert go([good, part("bad", "print('it broke'); raise SystemExit(1)")], tmp_path) == FAILED
+    assert statuses(tmp_path) == {"good": "passed", "bad": "failed"}
+    assert (tmp_path / "good.log").read_text() == "hello you\n"
+    printed = capsys.readouterr().out
+    assert "it broke" in printed and "2 parts: 1 passed, 0 no verdict, 1 failed, 0 left" in printed
+
+
+def test_what_passed_does_not_run_again_at_the_same_commit(tmp_path: Path) -> None:
+    counting = part("counted", f"open({str(tmp_path / 'count')!r}, 'a').write('x')")
+    for commit, runs in (("a", 1), ("a", 1), ("b", 2)):
+        assert go([counting], tmp_path, commit=commit) == PASSED
+        assert len((tmp_path / "count").read_text()) == runs
+
+
+def test_what_is_late_is_ended_with_its_children_and_runs_again(tmp_path: Path) -> None:
+    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    parts = [part("slow", child), part("after it", "pass", slots=2)]
+    started = time.monotonic()
+    assert go(parts, tmp_path, deadline=started + 1.0) == UNFINISHED
+    assert time.monotonic() - started < 20
+    assert statuses(tmp_path) == {"slow": "late"}
+    assert go([part("slow", "pass"), parts[1]], tmp_path) == PASSED
+
+
+def test_no_more_run_at_once_than_there_are_slots(tmp_path: Path) -> None:
+    mark = (
+        f"import pathlib, time, os; me = pathlib.Path({str(tmp_path)!r}) / f'on-{{os.getpid()}}'; me.touch(); "
+        "time.sleep(0.4); n = len(list(me.parent.glob('on-*'))); me.unlink(); raise SystemExit(n > {most})"
+    )
+    parts = [part(f"two-{i}", mark.replace("{most}", "1"), slots=2) for i in range(2)]
+    parts += [part("more than there are", mark.replace("{most}", "1"), slots=9)]
+    parts += [part(f"one-{i}", mark.replace("{most}", "2")) for i in range(4)]
+    assert go(parts, tmp_path) == PASSED
+
+
+def test_initcheck_has_no_verdict_on_what_the_copy_engine_stores(tmp_path: Path) -> None:
+    said = "print('Uninitialized access to 0x7f on access by cudaMemcpy source'); raise SystemExit(1)"
+    parts = [part("initcheck-cuda-0", said), part("memcheck-cuda-0", said)]
+    parts += [part("initcheck-cuda-8", "print('3 WRONG'); " + said)]
+    assert go(parts, tmp_path) == FAILED
+    assert statuses(tmp_path) == {
+        "initcheck-cuda-0": "no verdict",
+        "memcheck-cuda-0": "failed",
+        "initcheck-cuda-8": "failed",
+    }
+
+
+def test_every_file_it_names_is_there() -> None:
+    parts = all_parts()
+    assert len({each.name for each in parts}) == len(parts)
+    named = {word for each in parts for word in each.command if word.startswith("tests/")}
+    assert {"tests/sanitized_cases.py", "tests/test_gpu_sizes.py", "tests/test_cuda_backward.py"} <= named
+    assert all((ROOT / name).exists() for name in named)
+    assert [each.seconds for each in parts] == sorted((each.seconds for each in parts), reverse=True)
+
+
+def test_the_command_lists_and_chooses() -> None:
+    command = [sys.executable, gpu_checks.__file__, "--list", "--only", "racecheck"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert [line.split()[0] for line in listed] == [f"racecheck-triton-{first}" for first in (0, 8, 16, 24)]
+    listed = subprocess.run([*command, "--racecheck-extension", "x.so"], capture_output=True, text=True, check=True)
+    assert len(listed.stdout.splitlines()) == 12
