@@ -20,6 +20,19 @@ struct Ring {
   }
 };
 
+// The next piece of work, for a whole warp, to be read until the warp gives it back.
+template <class Storage>
+__device__ __forceinline__ const auto& take_work(Storage& shared, const Ring<2>& ring) {
+  barrier_wait(&shared.work_full[ring.stage], ring.phase);
+  return shared.work[ring.stage];
+}
+
+template <class Storage>
+__device__ __forceinline__ void give_back_work(Storage& shared, Ring<2>& ring) {
+  barrier_arrive_of_warp(&shared.work_empty[ring.stage]);
+  ring.advance();
+}
+
 // One panel of 64 columns after another, `kRows` rows each; one arrival at the barrier, with their bytes.
 template <int kPanels, int kRows>
 __device__ __forceinline__ void copy_panels(uint8_t* to, const CUtensorMap* map, uint64_t* full, int first_column,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import ops
 from ..problem import AttentionProblem, dtype_name
+from .gradients import zero_gradients
 from .protocol import Availability, Gradients, Rule
 
 NAME = "triton"
@@ -142,9 +142,7 @@ def _backward(
     need: list[bool],
 ) -> Gradients:
     if out.numel() == 0 or k.shape[1] == 0:
-        inputs: Any = zip((q, k, v, bias), need, strict=True)
-        dq, dk, dv, dbias = (x.new_zeros(x.shape) if x is not None and needed else None for x, needed in inputs)
-        return dq, dk, dv, dbias
+        return zero_gradients((q, k, v, bias), need)
     kernels = _kernels()
     flags = kernels.Flags(is_causal, tuple(window_size), softmax_scale, softcap)
     return kernels.backward(dout, dlse, q, k, v, mask, bias, out, lse, flags, tuple(need))

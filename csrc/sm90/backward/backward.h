@@ -6,8 +6,7 @@
 // Source: FlashAttention-2 (arXiv:2307.08691), section 3.1.2.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
+#include "../persistent.h"
 #include "consumer.h"
 #include "launch.h"
 #include "producer.h"
@@ -71,13 +70,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) backward_kernel(const __g
 
 template <class Traits>
 cudaError_t launch_backward_kernel(const BackwardParams& params, int blocks, cudaStream_t stream) {
-  constexpr int kBytes = sizeof(BackwardStorage<Traits>);
-  static_assert(kBytes <= 227 * 1024, "shared memory of a block");
-  const auto kernel = backward_kernel<Traits>;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (error != cudaSuccess) return error;
-  kernel<<<blocks, Traits::kThreads, kBytes, stream>>>(params);
-  return cudaGetLastError();
+  return launch_persistent<Traits, BackwardStorage<Traits>>(backward_kernel<Traits>, params, blocks, stream);
 }
 
 }  // namespace flash_dmattn

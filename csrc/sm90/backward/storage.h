@@ -33,17 +33,4 @@ struct alignas(1024) BackwardStorage {
   KeyItem<Traits> work[2];
 };
 
-// The next piece of work, for a whole warp, to be read until the warp gives it back.
-template <class Traits>
-__device__ __forceinline__ const KeyItem<Traits>& take_work(BackwardStorage<Traits>& shared, const Ring<2>& ring) {
-  barrier_wait(&shared.work_full[ring.stage], ring.phase);
-  return shared.work[ring.stage];
-}
-
-template <class Traits>
-__device__ __forceinline__ void give_back_work(BackwardStorage<Traits>& shared, Ring<2>& ring) {
-  barrier_arrive_of_warp(&shared.work_empty[ring.stage]);
-  ring.advance();
-}
-
 }  // namespace flash_dmattn

@@ -6,8 +6,7 @@
 // FlashAttention-3 (arXiv:2407.08608), sections 3.1 and 3.2.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
+#include "../persistent.h"
 #include "consumer.h"
 #include "launch.h"
 #include "producer.h"
@@ -58,13 +57,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) forward_kernel(const __gr
 
 template <class Traits>
 cudaError_t launch_forward_kernel(const ForwardParams& params, int blocks, cudaStream_t stream) {
-  constexpr int kBytes = sizeof(ForwardStorage<Traits>);
-  static_assert(kBytes <= 227 * 1024, "shared memory of a block");
-  const auto kernel = forward_kernel<Traits>;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (error != cudaSuccess) return error;
-  kernel<<<blocks, Traits::kThreads, kBytes, stream>>>(params);
-  return cudaGetLastError();
+  return launch_persistent<Traits, ForwardStorage<Traits>>(forward_kernel<Traits>, params, blocks, stream);
 }
 
 }  // namespace flash_dmattn
