@@ -7,7 +7,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -27,7 +26,6 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr const char* kName = "cuda_backward_kernel";
-constexpr int kPieceColumns = 64;  // of the sums
 constexpr int64_t kWorksEnough = 8;  // for each multiprocessor, so that none waits long for the last
 
 // The kernels of one dtype and one pair of head dims; those of the rows are of the dtype alone.
@@ -72,7 +70,8 @@ BackwardBias describe_bias(const Tensor& bias, const Tensor& q, bool stores_dbia
 
 // Writes those of dq, dk, dv, dbias and dbias_sums that are given, all contiguous: dbias (B, Hq, Lq, Lk) of a bias per
 // query and key, in its dtype, in those tiles that band and mask do not leave empty; dbias_sums (B, Hq, Lk) of a bias
-// per key, in fp32. mask is {} or (bits, col_lists) of a TileMask; low and high are the band where there is none.
+// per key, in fp32. mask is {} or (bits, row_lists, col_lists) of a TileMask; low and high are the band where there is
+// none.
 void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask,
               std::optional<Tensor> bias, Tensor out, Tensor lse, std::optional<Tensor> dq, std::optional<Tensor> dk,
               std::optional<Tensor> dv, std::optional<Tensor> dbias, std::optional<Tensor> dbias_sums, int64_t low,
@@ -92,24 +91,14 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   BackwardBias form = BackwardBias::kNone;
   if (bias.has_value()) {
     form = describe_bias(*bias, q, dbias.has_value(), dbias_sums.has_value());
-    set_bias(kName, *bias, sizes.num_heads, params);
     if (form == BackwardBias::kNone) {
-      rows.bias_values = params.bias_values;
-      rows.bias_stride_b = params.bias_stride_b;
-      rows.bias_stride_h = params.bias_stride_h;
-      rows.bias_stride_q = params.bias_stride_q;
-      rows.bias_dtype = params.bias_dtype;
-      rows.heads_per_bias = params.heads_per_bias;
-      rows.bias_has_batch = params.bias_has_batch;
+      set_bias(kName, *bias, sizes.num_heads, rows);
+    } else {
+      set_bias(kName, *bias, sizes.num_heads, params);
     }
   }
 
-  const int32_t device = q.get_device_index();
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  const cudaStream_t stream = current_stream(device);
-  // The static runtime's own; the guard sets torch's. Before the maps, whose encoder needs a context: a thread of
-  // autograd that has not called CUDA yet has none.
-  check(cudaSetDevice(device), kName, "setting the device");
+  const CurrentDevice device(kName, q);  // before the maps, whose encoder needs its context
 
   params.q = rows_map(kName, q, "q", unit.tile_rows);
   params.k = rows_map(kName, k, "k", kTile);
@@ -150,7 +139,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
     const int64_t blocks = padded_rows / unit.tile_rows;
     turns = torch::stable::new_empty(q, {&blocks, 1}, ScalarType::Int);
     params.dq_turns = static_cast<int*>(turns.mutable_data_ptr());
-    check(cudaMemsetAsync(params.dq_turns, 0, blocks * sizeof(int), stream), kName, "clearing the turns of dq");
+    check(cudaMemsetAsync(params.dq_turns, 0, blocks * sizeof(int), device.stream), kName, "clearing the turns of dq");
   }
   params.lse = rows.lse_log2;
   params.delta = rows.delta;
@@ -174,11 +163,11 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   rows.seqlen_q = params.seqlen_q;
   rows.head_dim_v = params.head_dim_v;
   rows.dq_columns = static_cast<int>(dq_columns);
-  check(unit.rows(rows, stream), kName, "launching the kernel of the rows");
+  check(unit.rows(rows, device.stream), kName, "launching the kernel of the rows");
 
   params.blocks_k = static_cast<int>(blocks_k);
   // Heads of a group as works of their own are more works, whose dk and dv have to be added in device memory.
-  const int device_processors = multiprocessors(kName, device);
+  const int device_processors = multiprocessors(kName, device.index);
   const bool splits = !deterministic && pairs != pairs_k && pairs_k * blocks_k < kWorksEnough * device_processors;
   params.heads_per_work = splits ? 1 : params.queries_per_group;
   const int64_t owners = splits ? pairs : pairs_k;
@@ -190,7 +179,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
     const int64_t length = rows_k * ((dk.has_value() ? dq_columns : 0) + (dv.has_value() ? dv_columns : 0));
     key_sums = torch::stable::new_empty(q, {&length, 1}, ScalarType::Float);
     float* const start = static_cast<float*>(key_sums.mutable_data_ptr());
-    check(cudaMemsetAsync(start, 0, length * sizeof(float), stream), kName, "clearing the sums of dk and dv");
+    check(cudaMemsetAsync(start, 0, length * sizeof(float), device.stream), kName, "clearing the sums of dk and dv");
     if (dk.has_value()) params.dk_sums = start;
     if (dv.has_value()) params.dv_sums = start + (dk.has_value() ? rows_k * dq_columns : 0);
     params.dk = params.dv = nullptr;
@@ -203,10 +192,10 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   const bool even = !has_mask && low <= -sizes.seqlen_q && high >= sizes.seqlen_k;
   Tensor next;
   if (params.dq_turns != nullptr || (!even && params.total > blocks)) {
-    next = work_counter(kName, q, stream);
+    next = work_counter(kName, q, device.stream);
     params.next = static_cast<int*>(next.mutable_data_ptr());
   }
-  check(unit.main(params, form, has_mask, blocks, stream), kName, "launching the kernel");
+  check(unit.main(params, form, has_mask, blocks, device.stream), kName, "launching the kernel");
 
   const auto finish = [&](const float* from, const std::optional<Tensor>& to, int64_t columns, double factor) {
     if (from == nullptr) return;
@@ -219,7 +208,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
     finished.columns = static_cast<int>(to->size(3));
     finished.panels = static_cast<int>(columns / kPieceColumns);
     finished.factor = static_cast<float>(factor);
-    check(unit.sums(finished, stream), kName, "launching the kernel of the sums");
+    check(unit.sums(finished, device.stream), kName, "launching the kernel of the sums");
   };
   finish(params.dq_sums, dq, dq_columns, softmax_scale);
   finish(params.dk_sums, dk, dq_columns, softmax_scale);

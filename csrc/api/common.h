@@ -7,7 +7,9 @@
 #include <cuda_runtime_api.h>
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
 
 // In every libtorch_cuda; torch's header declares it under USE_CUDA only, which would need more CUDA headers.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
@@ -32,5 +34,18 @@ inline cudaStream_t current_stream(int32_t device) {
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &current));
   return static_cast<cudaStream_t>(current);
 }
+
+// The device of a tensor as the current one, while this lives, and torch's stream there. A thread of autograd that has
+// not called CUDA yet has no context; this gives it one.
+struct CurrentDevice {
+  int32_t index;
+  torch::stable::accelerator::DeviceGuard guard;
+  cudaStream_t stream;
+
+  CurrentDevice(const char* op, const torch::stable::Tensor& x)
+      : index(x.get_device_index()), guard(index), stream(current_stream(index)) {
+    check(cudaSetDevice(index), op, "setting the device");  // of the static runtime; the guard sets that of torch
+  }
+};
 
 }  // namespace flash_dmattn

@@ -6,7 +6,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
@@ -63,12 +62,7 @@ void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::option
   const bool has_mask = !mask.empty();
   const ForwardTile tile = unit.tile(form, has_mask);
 
-  const int32_t device = q.get_device_index();
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  const cudaStream_t stream = current_stream(device);
-  // The static runtime's own; the guard sets torch's. Before the maps, whose encoder needs a context: a thread of
-  // autograd that has not called CUDA yet has none.
-  check(cudaSetDevice(device), kName, "setting the device");
+  const CurrentDevice device(kName, q);  // before the maps, whose encoder needs its context
 
   params.q = rows_map(kName, q, "q", tile.rows);
   params.k = rows_map(kName, k, "k", tile.keys);
@@ -115,14 +109,14 @@ void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::option
   const int64_t units = std::max<int64_t>(1, kSectionBytes / std::max<int64_t>(1, unit_bytes));
   params.section = static_cast<int>(std::min(pairs, units * unit_pairs));
 
-  const int blocks = static_cast<int>(std::min<int64_t>(params.total, multiprocessors(kName, device)));
+  const int blocks = static_cast<int>(std::min<int64_t>(params.total, multiprocessors(kName, device.index)));
   const bool even = !has_mask && low <= -sizes.seqlen_q && high >= sizes.seqlen_k;
   Tensor next;
   if (!even && params.total > blocks) {
-    next = work_counter(kName, q, stream);
+    next = work_counter(kName, q, device.stream);
     params.next = static_cast<int*>(next.mutable_data_ptr());
   }
-  check(unit.launch(params, form, has_mask, blocks, stream), kName, "launching the kernel");
+  check(unit.launch(params, form, has_mask, blocks, device.stream), kName, "launching the kernel");
 }
 
 }  // namespace

@@ -6,7 +6,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -48,8 +47,7 @@ std::vector<Tensor> pack_mask(Tensor mask, int64_t low, int64_t high, bool has_b
   CHECK_ARGUMENT(std::max({heads, pack_blocks, list_blocks}) <= kMaxInt, "mask of ", heads,
                   " heads by ", seqlen_q, " by ", seqlen_k, " needs more than 2^31 - 1 blocks");
 
-  const int32_t device = mask.get_device_index();
-  const torch::stable::accelerator::DeviceGuard guard(device);
+  const CurrentDevice device(kName, mask);
   const auto empty = [&](std::array<int64_t, 4> shape, ScalarType dtype) {
     return torch::stable::new_empty(mask, {shape.data(), shape.size()}, dtype);
   };
@@ -57,9 +55,6 @@ std::vector<Tensor> pack_mask(Tensor mask, int64_t low, int64_t high, bool has_b
   Tensor classes = empty({batch, num_heads, tiles_q, tiles_k}, ScalarType::Byte);
   Tensor row_lists = empty({batch, num_heads, tiles_q, 2 + tiles_k}, ScalarType::Int);
   Tensor col_lists = empty({batch, num_heads, tiles_k, 2 + tiles_q}, ScalarType::Int);
-
-  const cudaStream_t stream = current_stream(device);
-  check(cudaSetDevice(device), kName, "setting the device");  // the static runtime's own; the guard sets torch's
 
   auto* const classes_ptr = static_cast<uint8_t*>(classes.mutable_data_ptr());
   if (pack_blocks > 0) {
@@ -80,8 +75,8 @@ std::vector<Tensor> pack_mask(Tensor mask, int64_t low, int64_t high, bool has_b
     // Limits beyond the last diagonal say no more than the diagonal past the last.
     params.low = static_cast<int>(std::clamp(low, -seqlen_q, seqlen_k));
     params.high = static_cast<int>(std::clamp(high, -seqlen_q, seqlen_k));
-    check(launch_pack_mask(params, static_cast<unsigned>(pack_blocks), rows_are_aligned(mask), has_band, stream), kName,
-          "launching the packing kernel");
+    check(launch_pack_mask(params, static_cast<unsigned>(pack_blocks), rows_are_aligned(mask), has_band, device.stream),
+          kName, "launching the packing kernel");
   }
   if (num_lists > 0) {
     ListTilesParams params{};
@@ -92,7 +87,8 @@ std::vector<Tensor> pack_mask(Tensor mask, int64_t low, int64_t high, bool has_b
     params.num_lists = num_lists;
     params.tiles_q = static_cast<int>(tiles_q);
     params.tiles_k = static_cast<int>(tiles_k);
-    check(launch_list_tiles(params, static_cast<unsigned>(list_blocks), stream), kName, "launching the list kernel");
+    check(launch_list_tiles(params, static_cast<unsigned>(list_blocks), device.stream), kName,
+          "launching the list kernel");
   }
   return {bits, classes, row_lists, col_lists};
 }

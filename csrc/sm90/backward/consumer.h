@@ -31,8 +31,8 @@ struct BackwardConsumer {
   const int group, warp, lane;  // which warpgroup; the warp of it
   float (&dk)[kD / 2];
   float (&dv)[kDv / 2];
-  float key_bias[2];    // of the thread's two keys, in units of log2
-  float dbias[4];       // sums of ds over queries, of the first key and of the second, each twice
+  float key_bias[2];  // of the thread's two keys, in units of log2
+  float dbias[4];     // sums of ds over queries, of the first key and of the second, each twice
 
   __device__ __forceinline__ int key_of_block(int r) const { return group * 64 + warp * 16 + lane / 4 + 8 * r; }
 

@@ -16,6 +16,9 @@ enum class BackwardBias {
   kVector      // one value per key, of any dtype and stride
 };
 
+// Sums that several blocks add to lie in pieces.
+constexpr int kPieceRows = 64, kPieceColumns = 64, kPieceFloats = kPieceRows * kPieceColumns;
+
 // Rows of the tiles of q, dout, bias and dbias; those of k and v have kTile.
 constexpr int backward_rows(int head_dim, int head_dim_v) { return head_dim <= 64 && head_dim_v <= 64 ? 128 : 64; }
 

@@ -17,8 +17,8 @@ __device__ __forceinline__ void copy_operands(const BackwardParams& p, BackwardS
   Ring<Traits::kStages> ring;
   Ring<2> ring_work;
   uint32_t phase_keys = 0;
-  // Where tiles of keys take turns every work comes from the counter, the first too: one that is waited for is then held
-  // by a block that runs. Else the first is at hand.
+  // Where tiles of keys take turns every work comes from the counter, the first too: one that is waited for is then
+  // held by a block that runs. Else the first is at hand.
   const bool takes_turns = p.dq_turns != nullptr;
   const int skipped = takes_turns ? 0 : gridDim.x;
   for (int index = takes_turns ? atomicAdd(p.next, 1) : blockIdx.x;;) {

@@ -1,5 +1,4 @@
-// The kernels before and after the backward kernel: lse and delta of every row, and results from
-// their sums.
+// The kernels before and after the backward kernel: lse and delta of every row, and results from their sums.
 #include "../../device/fragments.h"
 #include "../operands.h"
 #include "launch.h"

@@ -16,8 +16,8 @@ struct BackwardTraits {
   static constexpr bool kHasBiasTiles = kBias == BackwardBias::kTile || kBias == BackwardBias::kTileStore;
   static constexpr bool kStoresDbias = kBias == BackwardBias::kTileStore;
 
-  // A consumer has 64 keys, whose dk and dv it holds, beside scores of all queries of a tile: 2 D floats a thread and 4
-  // times kRows / 8 make 224 of 232 registers at D64 and at D128.
+  // A consumer has 64 keys, whose dk and dv it holds, D floats a thread, beside scores and dp of all queries of a tile,
+  // kRows floats: 192 of its 240 registers at D64 and at D128.
   static constexpr int kConsumers = 2, kKeys = kTile;
   static constexpr int kRows = backward_rows(kD, kDv);
   static constexpr int kStages = 2;
