@@ -85,8 +85,8 @@ _TENSORS = (Tensor, torch.nn.Parameter)
 def _is_watched(*tensors: Tensor | None) -> bool:
     """Whether anything needs to see an operator: a compiler, a dispatch mode, a functorch transform, a tensor subclass.
 
-    Where nothing does, the function behind an operator is called in its place, which saves the dispatcher's way into
-    Python and back.
+    Where nothing does, the function behind an operator is called in its place, with arguments of the same types, which
+    saves the dispatcher's way into Python and back.
     """
     return (
         torch.compiler.is_compiling()
@@ -125,7 +125,7 @@ def define_forward(name: str, forward: Forward) -> Forward:
             list(mask),
             bias,
             problem.is_causal,
-            problem.window_size,
+            list(problem.window_size),
             problem.softmax_scale,
             problem.softcap,
             problem.deterministic,
@@ -160,11 +160,11 @@ def define_backward(name: str, backward: Backward) -> Backward:
         tensors = (dout, dlse, q, k, v, list(mask), bias, out, lse)
         flags = (
             problem.is_causal,
-            problem.window_size,
+            list(problem.window_size),
             problem.softmax_scale,
             problem.softcap,
             problem.deterministic,
-            problem.need,
+            list(problem.need),
         )
         if _is_watched(dout, dlse, q, k, v, bias, out, lse, *mask):
             return spread(backward_op(*tensors, *flags), problem.need)

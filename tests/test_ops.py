@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -231,3 +232,25 @@ def test_a_dispatch_mode_sees_the_operators() -> None:
         watched = results()
     assert {"flash_dmattn.eager_forward.default", "flash_dmattn.eager_backward.default"} <= set(watch.seen)
     assert all(torch.equal(x, y) for x, y in zip(watched, results(), strict=True))
+
+
+def test_functions_receive_the_same_types_from_the_dispatcher_and_without_it() -> None:
+    received: list[list[type]] = []
+
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        received.append([type(x) for x in arguments])
+        return ops.empty_outputs(arguments[0], arguments[2])
+
+    def backward(*arguments: Any) -> tuple[Tensor | None, ...]:
+        received.append([type(x) for x in arguments])
+        return tuple(ops.empty_gradient(x) for x in arguments[2:5]) + (None,)
+
+    run_forward, run_backward = ops.define_pair("typed", forward, backward)
+    q, k, v, mask = (torch.zeros(B, n, HK, D) for n in (LQ, LK, LK, 1))
+    problem = flash_dmattn.explain(*(x.requires_grad_() for x in (q, k, v))).problem
+    q, k, v = (x.detach() for x in (q, k, v))
+    for watch in (Watch(), nullcontext()):
+        with watch:
+            out, lse = run_forward(problem, q, k, v, (mask,), None)
+            run_backward(problem, out, None, q, k, v, (mask,), None, out, lse)
+    assert received[:2] == received[2:] and list in received[0]
