@@ -31,7 +31,7 @@ import torch
 from . import dispatch, machine, mask_pack, pages, runner, tiles
 from .cases import PASSES, cases_of
 from .report import write
-from .results import OtherRun
+from .results import SUITES, OtherRun
 from .systems import ALL, DEFAULT
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
             said = f"of {', '.join(kinds)}; default: all that each case has"
             command.add_argument("passes", nargs="*", choices=[*kinds, []], metavar="PASS", help=said)
         _add_run_options(command)
-        command.set_defaults(run=run_suites, suites=list(runner.SUITES) if name == "all" else [name])
+        command.set_defaults(run=run_suites, suites=list(SUITES) if name == "all" else [name])
     sweep = commands.add_parser("sweep", help="search the best tiles, and propose rows of their table")
     searches = sweep.add_subparsers(required=True, metavar="WHAT")
     tiles.add_parser(searches)
@@ -140,7 +140,10 @@ def run_suites(given: argparse.Namespace) -> int:
 
 def run_report(given: argparse.Namespace) -> int:
     """Write tables and plots of the folders, and the pages if asked for."""
-    folders = given.folders or [path.parent for path in sorted(RESULTS.glob("*/performance.json"))]
+    folders = given.folders or sorted({path.parent for suite in SUITES for path in RESULTS.glob(f"*/{suite}.json")})
+    if not folders and not given.pages:
+        print(f"no results are under {RESULTS}; python -m benchmarks all makes them", file=sys.stderr)
+        return runner.UNFINISHED
     for folder in folders:
         for path in write(folder):
             print(f"written: {path}")
@@ -156,11 +159,11 @@ def run_report(given: argparse.Namespace) -> int:
 
 def print_list(given: argparse.Namespace) -> int:
     """Print every case and every system."""
-    for suite in runner.SUITES:
+    for suite in SUITES:
         print(suite)
         for case in cases_of(suite):
             print(f"    {case.name:26}{case.group:18}{case.shape:26}{case.what}{' (quick)' if case.quick else ''}")
     print("systems")
     for system in ALL:
-        print(f"    {system.name:18}{', '.join(suite for suite in runner.SUITES if system.name in DEFAULT[suite])}")
+        print(f"    {system.name:18}{', '.join(suite for suite in SUITES if system.name in DEFAULT[suite])}")
     return runner.PASSED

@@ -26,7 +26,6 @@ from .suites import equivalence, memory, performance
 from .suites.trial import device_is_lost, worded
 
 PASSED, FAILED, USAGE, UNFINISHED = 0, 1, 2, 3
-SUITES = ("equivalence", "performance", "memory")
 FAILURES: dict[str, Callable[[Record], list[str]]] = {
     "equivalence": equivalence.failures,
     "performance": performance.failures,

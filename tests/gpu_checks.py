@@ -6,7 +6,7 @@
 
 Parts run at the same time as far as there are cores for their workers, the longest first. Each writes a log, and
 checks.json in the same folder says after every part what has come of it at this commit. Exit status: 0; 1 where a part
-failed; 3 where parts are left, the budget being spent.
+failed; 2 where there is no GPU; 3 where parts are left, the budget being spent.
 """
 
 from __future__ import annotations
@@ -191,6 +191,13 @@ def finish(each: Running, board: Board, is_late: bool) -> None:
     print(f"{status:10} {seconds:5.0f} s  {each.part.name:24} {last_line}", flush=True)
 
 
+def has_gpu() -> bool:
+    """Whether torch has one."""
+    import torch  # here, for --list needs none
+
+    return torch.cuda.is_available()
+
+
 def commit_of(folder: Path) -> str:
     """The commit that git names, or "unknown" where there is no repository."""
     done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=folder, capture_output=True, text=True)
@@ -222,6 +229,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for part in parts:
             print(f"{part.name:28} {part.slots:2} workers, some {part.seconds} s")
         return PASSED
+    if not has_gpu():  # the tests would skip, and pass
+        parser.error("torch finds no GPU, and every part needs one; --list prints them")
+    if shutil.which("compute-sanitizer") is None and any(part.command[0] == "compute-sanitizer" for part in parts):
+        print("left out: memcheck, initcheck and racecheck (compute-sanitizer, of the CUDA toolkit, is not installed)")
+        parts = [part for part in parts if part.command[0] != "compute-sanitizer"]
     chosen.out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + chosen.budget
     board = Board.load(chosen.out / "checks.json", chosen.commit or commit_of(ROOT))

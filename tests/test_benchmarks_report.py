@@ -252,6 +252,8 @@ def test_which_run_the_pages_are_of(tmp_path: Path) -> None:
 def test_report_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(cli, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(cli, "ROOT", tmp_path)
+    assert cli.main(["report"]) == 3
+    assert f"no results are under {tmp_path / 'results'}; python -m benchmarks all" in capsys.readouterr().err
     assert cli.main(["report", "--pages"]) == 3
     assert "the pages stay as they are" in capsys.readouterr().err
     folder = saved(tmp_path / "results" / "nvidia-h200")

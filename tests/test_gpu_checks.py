@@ -94,3 +94,23 @@ def test_the_command_lists_and_chooses() -> None:
     assert [line.split()[0] for line in listed] == [f"racecheck-triton-{first}" for first in (0, 8, 16, 24)]
     listed = subprocess.run([*command, "--racecheck-extension", "x.so"], capture_output=True, text=True, check=True)
     assert len(listed.stdout.splitlines()) == 12
+
+
+def test_without_a_gpu_nothing_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_checks, "has_gpu", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        gpu_checks.main(["--out", str(tmp_path / "out")])
+    assert ended.value.code == 2 and "torch finds no GPU" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_compute_sanitizer_its_parts_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_checks, "has_gpu", lambda: True)
+    monkeypatch.setattr(gpu_checks.shutil, "which", lambda _: None)
+    assert gpu_checks.main(["--only", "memcheck", "--out", str(tmp_path)]) == PASSED
+    printed = capsys.readouterr().out
+    assert "left out: memcheck" in printed and "0 parts" in printed

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..results import load
+from ..results import SUITES, load
 from . import plots, tables
-
-SUITES = ("equivalence", "performance", "memory")
 
 
 def write(folder: Path, suites: Sequence[str] = SUITES) -> list[Path]:
