@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from . import compiling, systems
 from . import machine as machines
-from . import systems
 from .cases import PASSES, Case, Pass, cases_of
 from .floors import Rates
 from .progress import progress
 from .report import text
 from .results import Record, Results, missing
 from .suites import equivalence, memory, performance
-from .suites.trial import device_is_lost, worded
+from .suites.trial import device_is_lost, forget, stream_of, worded
 
 PASSED, FAILED, USAGE, UNFINISHED = 0, 1, 2, 3
 FAILURES: dict[str, Callable[[Record], list[str]]] = {
@@ -94,6 +90,7 @@ def run(suite: str, options: Options) -> int:
         print(f"    {name} is left out: {reason}", flush=True)
     results.content["left_out"] = reasons
     results.save()
+    compile_todo(suite, todo, found, options)
     _rows(suite, todo, len(wanted), found, results, options)
     failures = [said for row in results.content["rows"] for said in FAILURES[suite](row)]
     for failure in failures:
@@ -130,6 +127,31 @@ def _rows(
             forget(options.device)
 
 
+def systems_of(suite: str, case: Case, found: list[systems.System], device: torch.device) -> list[systems.System]:
+    """Those that run a case: on a GPU the slow ones are timed on one case of each kind alone."""
+    in_full = case.all_systems or suite != "performance" or device.type == "cpu"
+    return [system for system in found if in_full or not system.slow]
+
+
+def compile_todo(suite: str, todo: list[Case], found: list[systems.System], options: Options) -> None:
+    """Have everything compiled that the cases need, on a GPU."""
+    device = options.device
+    if device.type != "cuda":
+        return
+    jobs = []
+    for case in todo:
+        taken = [system for system in systems_of(suite, case, found, device) if system.compiles or system.ours]
+        runs = tuple((system.name, _modes_of(suite, system, case)) for system in taken)
+        jobs.append(compiling.Job(case, runs, device))
+    compiling.compile_ahead(suite, jobs, options.deadline)
+
+
+def _modes_of(suite: str, system: systems.System, case: Case) -> tuple[systems.Mode, ...]:
+    if suite == "performance":
+        return tuple(system.modes(case).values())
+    return (systems.Mode(with_lse=suite == "equivalence"),)
+
+
 def make_row(suite: str, case: Case, found: list[systems.System], options: Options) -> Record:
     """The row of a case; an exception outside any system, for instance no memory for the inputs, is its error."""
     device = options.device
@@ -143,13 +165,9 @@ def make_row(suite: str, case: Case, found: list[systems.System], options: Optio
             rates=Rates(**options.machine["rates"]),
         ),
     }
-    in_full = case.all_systems or suite != "performance" or device.type == "cpu"
-    taken = [system for system in found if in_full or not system.slow]
-    # Autograd ties leaves to the stream of their first use, and the default stream cannot be captured.
-    stream: Any = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
     try:
-        with stream:
-            row = functions[suite](case, taken, device)
+        with stream_of(device):
+            row = functions[suite](case, systems_of(suite, case, found, device), device)
         json.dumps(row, allow_nan=False)
     except Exception as error:
         row = {"name": case.name, "group": case.group, "shape": case.shape, "what": case.what}
@@ -157,12 +175,3 @@ def make_row(suite: str, case: Case, found: list[systems.System], options: Optio
         if device_is_lost(device):
             row["lost"] = "the case"
     return row
-
-
-def forget(device: torch.device) -> None:
-    """Free what a case leaves behind: memory, and compiled graphs, of which torch limits how many one function has."""
-    if "torch._dynamo" in sys.modules:
-        sys.modules["torch._dynamo"].reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

@@ -22,6 +22,8 @@ LONG_MS = 10.0  # of a run whose launches are nothing beside it
 # The buffer that empties the L2 cache. Writing it takes some 250 microseconds on an H200, in which the host enqueues
 # the run: without that, events round a small run would time the host.
 FLUSH_BYTES = 1 << 30
+# Such buffers before the first run after a wait: there the host has nothing enqueued ahead yet.
+FLUSHES_AHEAD = 4
 
 
 @dataclass
@@ -108,7 +110,8 @@ class Stopwatch:
             runner.ms.append(1e3 * (time.perf_counter() - started))
             return
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self.flushed.zero_()
+        for _ in range(1 if self.pending else FLUSHES_AHEAD):
+            self.flushed.zero_()
         first.record()
         run()
         last.record()

@@ -70,7 +70,11 @@ def _performance(record: Record) -> list[str]:
             times = "".join(f"{ms(column[p] and column[p]['ms']):>9}" for p in PASSES)
             wrong = f"WRONG: {', '.join(column['wrong'])}" if column["wrong"] else ""
             memory = "" if column["peak_mb"] is None else f"{mb(column['peak_mb'])} MB"
-            found.append(f"{name:26}{times} ms  {memory:10} {wrong}{column['reason']}".rstrip())
+            first = column["first_call_s"]
+            compiled = "" if first is None or first < 1 else f"first call {first:.0f} s "
+            found.append(f"{name:26}{times} ms  {memory:10} {compiled}{wrong}{column['reason']}".rstrip())
+    if "seconds" in record:
+        found.append("seconds: " + ", ".join(f"{name} {x:.1f}" for name, x in record["seconds"].items()))
     return found
 
 

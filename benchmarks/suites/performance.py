@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,6 +32,22 @@ class Effort(NamedTuple):
     most: int
 
 
+class Laps:
+    """Seconds of the parts of a row, the device waited for at the end of each."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seconds: dict[str, float] = {}
+        self.started = time.perf_counter()
+
+    def __call__(self, name: str) -> None:
+        """What began where the last part ended has ended."""
+        if self.device.type == "cuda" and not device_is_lost(self.device):
+            torch.cuda.synchronize(self.device)
+        now = time.perf_counter()
+        self.seconds[name], self.started = now - self.started, now
+
+
 FULL, QUICK = Effort(60.0, 5, 50), Effort(10.0, 3, 10)
 
 
@@ -47,10 +64,13 @@ def row(
         effort: how long.
         rates: of the device, for floors.
     """
+    lap = Laps(device)
     inputs = make_inputs(case, device)
     record = describe(case, inputs, device, rates)
+    lap("inputs")
     exact = truth(inputs, case.takes_gradients)
     limits = record["limits"] = Yardstick(inputs, exact).limits
+    lap("truth")
     columns: list[tuple[Record, Trial]] = []
     for system in systems:
         line: Record = {"system": system.name, "ours": system.ours, "backends": [], "columns": {}}
@@ -66,6 +86,7 @@ def row(
                 record["lost"] = system.name
             columns.append((column, trial))
     del exact
+    lap("first runs")
     for name in (name for name in case.passes if name in passes):
         if record.get("lost"):
             break
@@ -73,6 +94,8 @@ def row(
         broken = [trial.system.name for column, trial in columns if column["failed"]]
         if broken and device_is_lost(device):
             record["lost"] = " or ".join(dict.fromkeys(broken))
+    lap("timed runs")
+    record["seconds"] = lap.seconds
     pairs = record["counts"]["pairs"]
     for column, trial in columns:
         of_passes = floors(inputs, pairs, reads_mask=not trial.mode.prepared)

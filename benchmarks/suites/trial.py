@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import time
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -99,7 +102,21 @@ def device_is_lost(device: torch.device) -> bool:
     return False
 
 
-def worded(error: Exception, warned: list[str] | None = None) -> str:
+def stream_of(device: torch.device) -> AbstractContextManager[object]:
+    """The stream of a case: autograd ties leaves to that of their first use, and the default one cannot be captured."""
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
+
+
+def forget(device: torch.device) -> None:
+    """Free what a case leaves behind: memory, and compiled graphs, of which torch limits how many one function has."""
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def worded(error: BaseException, warned: list[str] | None = None) -> str:
     """An exception in one line, with what SDPA warned of the kernel it was pinned to."""
     said = [f"{type(error).__name__}: {' '.join(str(error).split())}"[:REASON_LENGTH]]
     for text in dict.fromkeys(text.partition(" (Triggered")[0] for text in warned or ()):
