@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend
+from torch.nn.attention.flex_attention import create_block_mask
 
 import flash_dmattn
 from benchmarks import systems
@@ -88,6 +90,20 @@ def test_lengths_that_differ(backward_on_cpu: None) -> None:
     results_agree(flexattention.bind(inputs, Mode()), inputs)
 
 
+@pytest.mark.parametrize("heads_k", [1, 2, 4])
+@pytest.mark.parametrize("name", [case.name for case in CASES if case.mask is not None])
+def test_block_masks_are_those_of_torch(name: str, heads_k: int) -> None:
+    case = replace(named(name).reduced(300), heads=4, heads_k=heads_k)
+    inputs = make_inputs(case, CPU)
+    made = flexattention.block_mask_maker(inputs)()
+    assert made is not None and inputs.mask is not None
+    batch, heads = (None if inputs.mask.shape[dim] == 1 else size for dim, size in ((0, case.batch), (1, case.heads)))
+    exact = create_block_mask(made.mask_mod, batch, heads, *inputs.lengths, device="cpu")
+    for lists in ("kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices"):
+        assert torch.equal(getattr(made, lists), getattr(exact, lists))
+        assert torch.equal(getattr(made, f"full_{lists}"), getattr(exact, f"full_{lists}"))
+
+
 def test_flexattention_with_too_many_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
     build = flexattention.build
@@ -115,7 +131,8 @@ def test_the_block_mask_is_made_of_one_function(inputs: Inputs) -> None:
     if allowed is None:
         assert first is None
         return
-    assert first is not second and first.mask_mod is second.mask_mod
+    assert (first is second) == (inputs.mask is None)  # that of causality belongs to the lengths, and is kept
+    assert first.mask_mod is second.mask_mod
     heads = first.kv_num_blocks.shape[1]
     tiles = allowed.unflatten(3, (2, 128)).unflatten(2, (2, 128)).any(5).any(3)
     wanted = tiles.repeat_interleave(heads // tiles.shape[1], 1) if heads > 1 else tiles
@@ -153,9 +170,10 @@ def test_needs_on_cpu() -> None:
 
 def test_which_columns() -> None:
     flex, cuda, fa4 = (systems.by_name(name) for name in ("flexattention", "cuda", "fa4"))
-    assert list(flex.modes(named("causal-gqa"))) == ["call", "prepared"]  # causality too is a BlockMask to it
-    assert list(cuda.modes(named("causal-gqa"))) == list(fa4.modes(named("causal-gqa"))) == ["call"]
-    assert list(cuda.modes(named("band"))) == ["call", "prepared"]
+    for system in (flex, cuda, fa4):
+        assert list(system.modes(named("causal-gqa"))) == ["call"]
+    assert list(cuda.modes(named("band"))) == list(flex.modes(named("band"))) == ["call", "prepared"]
+    assert list(fa4.modes(named("band"))) == ["call"]
     with pytest.raises(ValueError, match="no system is called 'nothing'; there are cuda, triton"):
         systems.by_name("nothing")
     chosen = systems.chosen("performance", None, quick=True, device=torch.device("cuda"))

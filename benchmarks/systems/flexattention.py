@@ -1,7 +1,7 @@
 """FlexAttention as a user writes it: compiled, lengths constant, mask and bias captured, a BlockMask per mask.
 
-"prepared" is with the BlockMask made beforehand. On CPU, where compiling takes longer than any call and there is no
-backward pass, its dense formula runs uncompiled.
+"prepared" is with the BlockMask of the mask made beforehand. On CPU, where compiling takes longer than any call and
+there is no backward pass, its dense formula runs uncompiled.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..cases import Case
+from ..cases import TILE, Case
 from ..inputs import Inputs
 from .protocol import Bound, Mode, Needs, System
 
@@ -103,30 +103,51 @@ def build(inputs: Inputs, mode: Mode, options: dict[str, int]) -> Bound:
 
 
 def block_mask_maker(inputs: Inputs) -> Callable[[], BlockMask | None]:
-    """What makes the BlockMask of mask and causality by torch's own builder; it gives None where all is allowed."""
-    from torch.nn.attention.flex_attention import create_block_mask
+    """What makes the BlockMask of a call; it gives None where all is allowed.
 
-    mask, group, is_causal = inputs.mask, inputs.group, inputs.is_causal
-    if mask is None and not is_causal:
-        return lambda: None
+    That of causality alone is made once, for it belongs to the lengths. That of a mask is counted tile by tile out of
+    the bool tensor: `create_block_mask` would hold an index of 8 bytes for every score, and compiled by Inductor it is
+    a kernel that took minutes to compile for each shape.
+    """
+    from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+    mask, is_causal = inputs.mask, inputs.is_causal
     seqlen_q, seqlen_k = inputs.lengths
-    dims = None if mask is None else _dims(mask)
-    per_query_head = mask is None or mask.shape[1] == inputs.q.shape[2]
     offset = seqlen_k - seqlen_q
+    if mask is None:
+        if not is_causal:
+            return lambda: None
+
+        def causal_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return j <= i + offset
+
+        made = create_block_mask(causal_mod, None, None, seqlen_q, seqlen_k, device=inputs.q.device)
+        return lambda: made
+
+    group, dims = inputs.group, _dims(mask)
+    per_query_head = mask.shape[1] == inputs.q.shape[2]
+    copies = 1 if per_query_head or mask.shape[1] == 1 else group
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        if mask is None or dims is None:
-            return j <= i + offset
         kept = mask[_places(dims, b, h if per_query_head else h // group, i, j)]
         return kept & (j <= i + offset) if is_causal else kept
 
-    # Dims of which the mask has one are left to broadcast, as its documentation advises.
-    batch = None if mask is None or mask.shape[0] == 1 else mask.shape[0]
-    heads = None if mask is None or mask.shape[1] == 1 else inputs.q.shape[2]
-    device = inputs.q.device
-    create = torch.compile(create_block_mask, dynamic=False) if device.type == "cuda" else create_block_mask
-    # One function for all calls of a case: the graph compiled for it is found by it.
-    return lambda: create(mask_mod, batch, heads, seqlen_q, seqlen_k, device=device)
+    def make() -> BlockMask:
+        allowed = inputs.allowed()
+        assert allowed is not None
+        padded = torch.nn.functional.pad(allowed, (0, -seqlen_k % TILE, 0, -seqlen_q % TILE))
+        counts = padded.unflatten(3, (-1, TILE)).unflatten(2, (-1, TILE)).sum((3, 5), dtype=torch.int32)
+        counts = counts.repeat_interleave(copies, 1)
+        is_full = counts == TILE * TILE
+        lists = (*_listed((counts > 0) & ~is_full), *_listed(is_full))
+        return BlockMask.from_kv_blocks(*lists, TILE, mask_mod, (seqlen_q, seqlen_k))
+
+    return make
+
+
+def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """How many tiles of every row are set, and their indices first in a row of all."""
+    return tiles.sum(-1, dtype=torch.int32), tiles.byte().argsort(dim=-1, descending=True, stable=True).int()
 
 
 def _dims(x: Tensor) -> tuple[bool, bool, bool, bool]:
@@ -140,4 +161,4 @@ def _places(dims: tuple[bool, ...], b: Tensor, h: Tensor, i: Tensor, j: Tensor) 
     return b if has_b else b * 0, h if has_h else h * 0, i if has_i else i * 0, j if has_j else j * 0
 
 
-SYSTEMS = (System("flexattention", bind, needs, lambda device: "", prepares="all", compiles=True),)
+SYSTEMS = (System("flexattention", bind, needs, lambda device: "", compiles=True),)

@@ -98,6 +98,6 @@ def predecessor_needs(case: Case, device: torch.device) -> Needs:
 
 
 SYSTEMS = (
-    System("fa4", bind_fa4, fa4_needs, fa4_missing, prepares=""),
-    System("flash-dmattn-1", bind_predecessor, predecessor_needs, predecessor_missing, prepares=""),
+    System("fa4", bind_fa4, fa4_needs, fa4_missing, prepares=False),
+    System("flash-dmattn-1", bind_predecessor, predecessor_needs, predecessor_missing, prepares=False),
 )

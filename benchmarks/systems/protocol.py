@@ -41,7 +41,7 @@ class System(NamedTuple):
         needs: what it says of a case on a device, before anything is made.
         missing: why it does not work on this machine, or "".
         ours: held to the accuracy rule; a failure of it fails the run.
-        prepares: the masks that it turns into another form: "mask", also causality ("all"), or nothing.
+        prepares: it turns a mask into another form, which can be done beforehand.
         compiles: it traces and compiles a graph for each case, which takes seconds.
         slow: known to be far behind, or to need memory for every score; timed on a case of each kind alone.
     """
@@ -51,13 +51,13 @@ class System(NamedTuple):
     needs: Callable[[Case, torch.device], Needs]
     missing: Callable[[torch.device], str]
     ours: bool = False
-    prepares: str = "mask"
+    prepares: bool = True
     compiles: bool = False
     slow: bool = False
 
     def modes(self, case: Case) -> dict[str, Mode]:
         """The columns of a case: the whole call, and where there is a mask to prepare, the call without that."""
         found = {"call": Mode()}
-        if case.mask is not None or (case.is_causal and self.prepares == "all"):
+        if case.mask is not None and self.prepares:
             found["prepared"] = Mode(prepared=True)
-        return found if self.prepares else {"call": Mode()}
+        return found
