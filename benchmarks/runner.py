@@ -22,7 +22,7 @@ from .floors import Rates
 from .progress import progress
 from .report import text
 from .results import Record, Results, missing
-from .suites import equivalence, memory, performance
+from .suites import equivalence, memory, model, performance
 from .suites.trial import device_is_lost, worded
 
 PASSED, FAILED, USAGE, UNFINISHED = 0, 1, 2, 3
@@ -30,6 +30,7 @@ FAILURES: dict[str, Callable[[Record], list[str]]] = {
     "equivalence": equivalence.failures,
     "performance": performance.failures,
     "memory": memory.failures,
+    "model": model.failures,
 }
 # Keys of the cases that run on a CPU, where a call of 16k would take minutes.
 CPU_SEQLEN, CPU_SEQLEN_QUICK = 1024, 256
@@ -133,17 +134,19 @@ def _rows(
 def make_row(suite: str, case: Case, found: list[systems.System], options: Options) -> Record:
     """The row of a case; an exception outside any system, for instance no memory for the inputs, is its error."""
     device = options.device
+    effort = performance.QUICK if options.quick else performance.FULL
     functions: dict[str, Callable[..., Record]] = {
         "equivalence": equivalence.row,
         "memory": memory.row,
         "performance": partial(
             performance.row,
             passes=options.passes,
-            effort=performance.QUICK if options.quick else performance.FULL,
+            effort=effort,
             rates=Rates(**options.machine["rates"]),
         ),
+        "model": partial(model.row, effort=effort),
     }
-    in_full = case.all_systems or suite != "performance" or device.type == "cpu"
+    in_full = case.all_systems or suite not in ("performance", "model") or device.type == "cpu"
     taken = [system for system in found if in_full or not system.slow]
     # Autograd ties leaves to the stream of their first use, and the default stream cannot be captured.
     stream: Any = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
