@@ -198,20 +198,22 @@ def _memory(content: Record) -> list[str]:
 
 
 MODEL_HEAD = ("system", "step ms", "20 to 80 %", "attention ms", "of the step", "peak MB", "masks MB")
+MODEL_YARDSTICK = (("plain PyTorch", "plain"), ("limit", "limits"))
 
 
-def model_rows(row: Record) -> Iterator[list[str]]:
-    """The cells of `MODEL_HEAD` for a decoder without attention, then for every system."""
+def model_rows(row: Record) -> Iterator[tuple[list[str], str]]:
+    """The cells of `MODEL_HEAD` and a note, for a decoder without attention, then for every system."""
     bare = row["without_attention"]
     if bare is not None:
-        yield ["no attention", ms(bare["ms"]), f"{ms(bare['p20'])}-{ms(bare['p80'])}", "-", "-", "-", "-"]
+        yield ["no attention", ms(bare["ms"]), f"{ms(bare['p20'])}-{ms(bare['p80'])}", "-", "-", "-", "-"], ""
     for line in row["systems"]:
         timed, cells = line["step"], ["-"] * 4
         if timed is not None:
             attention = None if bare is None else timed["ms"] - bare["ms"]
             share = "-" if attention is None else f"{attention / timed['ms']:.0%}"
             cells = [ms(timed["ms"]), f"{ms(timed['p20'])}-{ms(timed['p80'])}", ms(attention), share]
-        yield [label(line["system"]) + _pair(line["backends"]), *cells, mb(line["peak_mb"]), mb(line["masks_mb"])]
+        memory = [mb(line[key]) for key in ("peak_mb", "masks_mb")]
+        yield [label(line["system"]) + _pair(line["backends"]), *cells, *memory], text.failed(line)
 
 
 def _model(content: Record) -> list[str]:
@@ -233,19 +235,11 @@ def _model(content: Record) -> list[str]:
             f"{' and '.join(x for x in row['auto'] if x)}.",
             "",
         ]
-        blank = ["-"] * (len(MODEL_HEAD) - 1)
-        body = [
-            ["plain PyTorch", *blank, "-", *(f"{row['plain'][name]:.1e}" for name in names), ""],
-            ["limit", *blank, "-", *(f"{row['limits'][name]:.1e}" for name in names), ""],
-        ]
-        offset = len(list(model_rows(row))) - len(row["systems"])
-        for index, cells in enumerate(model_rows(row)):
-            if index < offset:
-                body.append([*cells, "-", *("-" for _ in names), ""])
-                continue
-            line = row["systems"][index - offset]
+        lines += table([*MODEL_HEAD, "note"], [[*cells, note] for cells, note in model_rows(row)])
+        body = [[said, "-", *(f"{row[key][name]:.1e}" for name in names)] for said, key in MODEL_YARDSTICK]
+        for line in row["systems"]:
             first = "-" if line["first_call_s"] is None else f"{line['first_call_s']:.1f}"
             found = (_number(line["errors"][name]) if name in line["errors"] else "-" for name in names)
-            body.append([*cells, first, *found, text.failed(line)])
-        lines += table([*MODEL_HEAD, "first call s", *names, "note"], body)
+            body.append([label(line["system"]), first, *found])
+        lines += ["", *table(["system", "first step s", *names], body)]
     return lines

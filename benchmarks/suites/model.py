@@ -178,11 +178,13 @@ def failures(record: Record) -> list[str]:
     found = []
     for line in record["systems"]:
         if line["ours"] and (line["failed"] or line["wrong"]):
-            errors = {name: line["errors"].get(name) for name in line["wrong"]}
-            broken = ", ".join(f"{n} {_number(x)} above {record['limits'][n]:.1e}" for n, x in errors.items())
+            broken = ", ".join(_said(line, n, record["limits"][n]) for n in line["wrong"])
             found.append(f"{record['name']}, {line['system']}: {broken or line['reason']}")
     return found
 
 
-def _number(x: float | None) -> str:
-    return "NaN" if x is None else f"{x:.1e}"
+def _said(line: Record, name: str, limit: float) -> str:
+    if name not in line["errors"]:
+        return f"{name} is missing"
+    x = line["errors"][name]
+    return f"{name} {'NaN' if x is None else format(x, '.1e')} above {limit:.1e}"

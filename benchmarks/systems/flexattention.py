@@ -187,7 +187,7 @@ def layers(case: Case, given: Sequence[Tensor]) -> list[Attend]:
     def works(made: list[Attend]) -> None:
         shapes = [(case.batch, case.seqlen, heads, case.head_dim) for heads in (case.heads, case.heads_k, case.heads_k)]
         q, k, v = (torch.zeros(x, device=device, dtype=torch.bfloat16, requires_grad=True) for x in shapes)
-        bias = torch.zeros(bias_shape, device=device, requires_grad=True)
+        bias = torch.nn.Parameter(torch.zeros(bias_shape, device=device))  # a plain tensor would be another graph
         out = made[0](q, k, v, bias)
         torch.autograd.grad(out, (q, k, v, bias), torch.zeros_like(out))
 
