@@ -62,7 +62,7 @@ lint: $(READY)
 	else echo "==> left out: mypy (not installed)"; fi
 
 bench: $(READY)
-	@for suite in equivalence performance; do \
+	@for suite in equivalence performance model; do \
 		OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m benchmarks $$suite --quick || exit; \
 	done
 

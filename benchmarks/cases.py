@@ -54,10 +54,11 @@ class Case:
     """One attention call, with the gradients of q, k, v and, where it has one, of the bias.
 
     Attributes:
-        group: "workload", "decode", "memory", "form", or what the case is a point of: "length", "density", ...
+        group: "workload", "decode", "memory", "form", "model", or what the case is a point of: "length", "density", ...
         x: the value of what is swept, in a sweep.
         seqlen: of the keys, and of the queries unless `queries` says otherwise.
         bias: the letters of its dims, or None. With "bkj" it also is the score that "keys" and "topk" select by.
+        layers: of a model, all of whose attention is this call; None for the call alone.
         passes: what is timed.
         all_systems: timed with those systems too that are known to be far behind; one workload of each kind is.
         quick: one of the few that `--quick` keeps.
@@ -75,6 +76,7 @@ class Case:
     bias: str | None = None
     queries: int | None = None
     x: float | str | None = None
+    layers: int | None = None
     passes: tuple[Pass, ...] = PASSES
     all_systems: bool = False
     quick: bool = False
@@ -103,7 +105,8 @@ class Case:
     @property
     def what(self) -> str:
         """In words, for tables."""
-        parts = ["causal"] if self.is_causal else []
+        parts = [] if self.layers is None else [f"decoder of {self.layers} layers"]
+        parts += ["causal"] if self.is_causal else []
         if self.mask is not None:
             parts.append(f"mask {spelled(self.mask.dims)}: {self.mask}")
         if self.bias is not None:
@@ -136,7 +139,10 @@ class Case:
         )
 
     def reduced(self, seqlen: int) -> Case:
-        """The same kind of call, small enough for a CPU: at most `seqlen` keys, 2 batch elements, 4 heads, 32 dims."""
+        """The same kind of call, small enough for a CPU: at most `seqlen` keys, 2 batch elements, 4 heads, 32 dims.
+
+        A model keeps 2 of its layers.
+        """
         heads = min(self.heads, 4)
         size = {"keys": seqlen // 6, "topk": seqlen // 6, "band": seqlen // 4, "blocks": TILE, "documents": 3}
         rule = self.mask and self.mask._replace(size=size.get(self.mask.kind, 0))
@@ -148,6 +154,7 @@ class Case:
             seqlen=min(self.seqlen, seqlen),
             queries=self.queries and min(self.queries, seqlen),
             head_dim=min(self.head_dim, 32),
+            layers=self.layers and min(self.layers, 2),
             mask=rule,
         )
 
@@ -233,6 +240,11 @@ def _memory() -> Iterator[Case]:
     yield Case("memory-topk", "memory", 1, 16, 4, 8192, 128, True, MaskRule("topk", 1024), "bkj")
 
 
+def _models() -> Iterator[Case]:
+    rule, sizes = MaskRule("topk", 1024), (1, 16, 4, 8192, 128)
+    yield Case("decoder-topk-8k", "model", *sizes, True, rule, "bkj", layers=12, passes=("step",), quick=True)
+
+
 def _forms() -> Iterator[Case]:
     """Small calls of every form, whose whole score matrices fit in fp64; lengths that no tile divides."""
 
@@ -262,7 +274,7 @@ def _forms() -> Iterator[Case]:
     yield form("mask-and-bias", MaskRule("random", 0, 0.5, "bkij"), "bhij")
 
 
-CASES = (*_workloads(), *_sweeps(), *_decode(), *_memory(), *_forms())
+CASES = (*_workloads(), *_sweeps(), *_decode(), *_memory(), *_models(), *_forms())
 GROUPS = {
     "equivalence": ("form",),
     "performance": (
@@ -277,6 +289,7 @@ GROUPS = {
         "decode",
     ),
     "memory": ("memory",),
+    "model": ("model",),
 }
 
 

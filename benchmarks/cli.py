@@ -6,6 +6,7 @@
     python -m benchmarks performance decode
     python -m benchmarks equivalence --device cpu
     python -m benchmarks memory
+    python -m benchmarks model                         # the training step of a decoder
     python -m benchmarks sweep tiles d128 --write      # tiles of the Triton kernels; proposes rows of their table
     python -m benchmarks sweep strips                  # the same for the packing of masks
     python -m benchmarks report                        # tables and plots of all results; --pages for README and docs
@@ -65,7 +66,8 @@ def parser() -> argparse.ArgumentParser:
         "equivalence": "errors of every output of every system beside fp64 and beside plain PyTorch",
         "performance": "times of forward, backward, training step and decoding, beside the floor",
         "memory": "peak memory above the inputs",
-        "all": "the three of them, then the report",
+        "model": "the training step of a decoder, with the attention of every system",
+        "all": "the four of them, then the report",
     }
     for name, help_text in says.items():
         command = commands.add_parser(name, help=help_text, description=help_text)

@@ -41,12 +41,17 @@ class Inputs(NamedTuple):
 
     def allowed(self) -> Tensor | None:
         """Mask and causality as one dense bool tensor (B | 1, H | 1, Lq, Lk), or None where everything is allowed."""
-        seqlen_q, seqlen_k = self.lengths
-        allowed = self.mask
-        if self.is_causal:
-            causal = masks.causal_mask(seqlen_q, seqlen_k, self.q.device)
-            allowed = causal if allowed is None else allowed & causal
-        return allowed if allowed is None else allowed.expand(-1, -1, seqlen_q, seqlen_k)
+        return allowed_by(self.mask, self.is_causal, *self.lengths, self.q.device)
+
+
+def allowed_by(
+    mask: Tensor | None, is_causal: bool, seqlen_q: int, seqlen_k: int, device: torch.device
+) -> Tensor | None:
+    """A mask and causality as one dense bool tensor (B | 1, H | 1, Lq, Lk), or None where everything is allowed."""
+    if is_causal:
+        causal = masks.causal_mask(seqlen_q, seqlen_k, device)
+        mask = causal if mask is None else mask & causal
+    return mask if mask is None else mask.expand(-1, -1, seqlen_q, seqlen_k)
 
 
 def make_inputs(case: Case, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Inputs:

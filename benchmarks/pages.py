@@ -13,7 +13,7 @@ from typing import Any
 
 from . import machine as machines
 from .report.summary import Standing, standings
-from .report.tables import table
+from .report.tables import MODEL_HEAD, model_rows, table
 from .report.text import label, mb, ms
 from .results import load, missing
 
@@ -87,6 +87,7 @@ def docs_section(folder: Path, root: Path) -> str:
     content = load(folder / "performance.json")
     where = f"../{folder.relative_to(root).as_posix()}"
     found = standings(content["rows"])
+    figures = ["performance", "equivalence", "memory"] + ["model"] * (folder / "model.json").exists()
     behind = sorted((s for s in found if place(s) == "behind"), key=lambda s: s.ratio or 0.0)
     lines = [
         f"{machines.line(content['machine'])}.",
@@ -94,7 +95,7 @@ def docs_section(folder: Path, root: Path) -> str:
         *wrapped(verdict(found)),
         "",
         "All figures:",
-        *(f"* [{suite}]({where}/{suite}.md)" for suite in ("performance", "equivalence", "memory")),
+        *(f"* [{suite}]({where}/{suite}.md)" for suite in figures),
         "",
         *_groups_table(found),
         "",
@@ -104,7 +105,8 @@ def docs_section(folder: Path, root: Path) -> str:
         "",
         *(_ratio_table(behind) if behind else ["Nowhere."]),
     ]
-    for suite, part in (("memory", _memory_lines), ("equivalence", _equivalence_lines)):
+    parts = (("model", _model_lines), ("memory", _memory_lines), ("equivalence", _equivalence_lines))
+    for suite, part in parts:
         if (folder / f"{suite}.json").exists():
             lines += ["", *part(load(folder / f"{suite}.json"))]
     return "\n".join(lines)
@@ -185,6 +187,23 @@ def _ratio_table(some: list[Standing]) -> list[str]:
     ]
     head = ["case", "call", "B,Hq,Hk,L,D", "pass", "ours, ms", "fastest peer, ms", "times as fast", "of the floor"]
     return table(head, body)
+
+
+def _model_lines(content: Record) -> list[str]:
+    lines = ["### A training step"]
+    for row in (row for row in content["rows"] if "error" not in row):
+        lines += [
+            "",
+            *wrapped(
+                f"{row['shape']}, {row['what']}, {row['parameters'] / 1e6:.0f} million parameters: forward and "
+                "backward, the masks and what a system makes of them beforehand and not timed. Attention is what the "
+                "step takes beyond the same decoder without it. Loss and gradients were checked in the same run by "
+                "the accuracy rule over the whole model, and are right except where it says FAILED."
+            ),
+            "",
+            *table([*MODEL_HEAD, "note"], [[*cells, note] for cells, note in model_rows(row)]),
+        ]
+    return lines
 
 
 def _memory_lines(content: Record) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from .timing import Call
 
 MIB = 2**20
+T = TypeVar("T")
 
 
 class Peaks(NamedTuple):
@@ -44,6 +45,14 @@ def peaks(call: Call, leaves: list[Tensor], dout: Tensor, *, backward: bool = Tr
         return Peaks(forward / MIB, None, None)
     peak, _ = watch(run_backward)
     return Peaks(forward / MIB, peak / MIB, max(forward, held + peak) / MIB)
+
+
+def held(make: Callable[[], T], device: torch.device) -> tuple[T, float]:
+    """What `make` gives, and the MiB that it holds, with all that was allocated on the way and not freed."""
+    made: list[T] = []
+    watch = _watch_gpu if device.type == "cuda" else _watch_cpu
+    _, kept = watch(lambda: made.append(make()))
+    return made[0], kept / MIB
 
 
 def _watch_gpu(run: Callable[[], None]) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from . import machine as machines
 
 Record = dict[str, Any]
 SCHEMA = 1
-SUITES = ("equivalence", "performance", "memory")  # a file each
+SUITES = ("equivalence", "performance", "memory", "model")  # a file each
 
 
 class OtherRun(Exception):

@@ -18,7 +18,7 @@ from .floors import Rates
 from .progress import progress
 from .report import text
 from .results import Record, Results, missing
-from .suites import equivalence, memory, performance
+from .suites import equivalence, memory, model, performance
 from .suites.trial import device_is_lost, forget, stream_of, worded
 
 PASSED, FAILED, USAGE, UNFINISHED = 0, 1, 2, 3
@@ -26,6 +26,7 @@ FAILURES: dict[str, Callable[[Record], list[str]]] = {
     "equivalence": equivalence.failures,
     "performance": performance.failures,
     "memory": memory.failures,
+    "model": model.failures,
 }
 # Keys of the cases that run on a CPU, where a call of 16k would take minutes.
 CPU_SEQLEN, CPU_SEQLEN_QUICK = 1024, 256
@@ -129,14 +130,14 @@ def _rows(
 
 def systems_of(suite: str, case: Case, found: list[systems.System], device: torch.device) -> list[systems.System]:
     """Those that run a case: on a GPU the slow ones are timed on one case of each kind alone."""
-    in_full = case.all_systems or suite != "performance" or device.type == "cpu"
+    in_full = case.all_systems or suite not in ("performance", "model") or device.type == "cpu"
     return [system for system in found if in_full or not system.slow]
 
 
 def compile_todo(suite: str, todo: list[Case], found: list[systems.System], options: Options) -> None:
     """Have everything compiled that the cases need, on a GPU."""
     device = options.device
-    if device.type != "cuda":
+    if device.type != "cuda" or suite == "model":  # which is one case
         return
     jobs = []
     for case in todo:
@@ -155,15 +156,17 @@ def _modes_of(suite: str, system: systems.System, case: Case) -> tuple[systems.M
 def make_row(suite: str, case: Case, found: list[systems.System], options: Options) -> Record:
     """The row of a case; an exception outside any system, for instance no memory for the inputs, is its error."""
     device = options.device
+    effort = performance.QUICK if options.quick else performance.FULL
     functions: dict[str, Callable[..., Record]] = {
         "equivalence": equivalence.row,
         "memory": memory.row,
         "performance": partial(
             performance.row,
             passes=options.passes,
-            effort=performance.QUICK if options.quick else performance.FULL,
+            effort=effort,
             rates=Rates(**options.machine["rates"]),
         ),
+        "model": partial(model.row, effort=effort),
     }
     try:
         with stream_of(device):

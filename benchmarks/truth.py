@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,6 +73,46 @@ class Yardstick:
     def distances(self, results: Results) -> dict[str, float]:
         """||x - plain|| / ||plain|| of every result, over the heads that plain PyTorch computes."""
         return {name: error(self.part(name, x), self.plain[name]) for name, x in results.items()}
+
+
+def plain_attention(mask: Tensor, is_causal: bool) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Plain PyTorch's attention in the dtype of q, as a function of q, k, v and bias for a mask (B | 1, Hk, L, L).
+
+    Each key-value head and its group by itself, and the backward pass by the formulas of the yardstick from nothing
+    that the forward kept: of a whole call, or of several layers, the matrices of scores would not fit the memory.
+    """
+
+    def per_head(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice]]:
+        group = q.shape[2] // k.shape[2]
+        for head in range(k.shape[2]):
+            yield slice(head * group, (head + 1) * group), slice(head, head + 1)
+
+    class Plain(torch.autograd.Function):
+        """out, and the gradients of q, k, v and bias."""
+
+        @staticmethod
+        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+            ctx.save_for_backward(q, k, v, bias)
+            out = [
+                formula.attention(q[:, :, g], k[:, :, h], v[:, :, h], mask[:, h], bias[:, h], is_causal=is_causal)[0]
+                for g, h in per_head(q, k)
+            ]
+            return torch.cat(out, 2)
+
+        @staticmethod
+        def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
+            q, k, v, bias = ctx.saved_tensors
+            parts = [
+                yardstick.gradients(
+                    *(dout[:, :, g], None, q[:, :, g], k[:, :, h], v[:, :, h], mask[:, h], bias[:, h]),
+                    is_causal=is_causal,
+                )
+                for g, h in per_head(q, k)
+            ]
+            dq, dk, dv, dbias = zip(*parts, strict=True)
+            return torch.cat(dq, 2), torch.cat(dk, 2), torch.cat(dv, 2), torch.cat(dbias, 1)
+
+    return Plain.apply
 
 
 def error(x: Tensor, exact: Tensor) -> float:

@@ -44,7 +44,7 @@ def test_the_table_of_cases() -> None:
     for suite in GROUPS:
         quick = cases_of(suite, quick=True)
         assert quick and len(quick) <= 5
-        assert {case.bias is None for case in quick} == ({True, False} if suite != "memory" else {False})
+        assert {case.bias is None for case in quick} == ({False} if suite in ("memory", "model") else {True, False})
     workloads = [case for case in CASES if case.group == "workload"]
     assert {kind(case) for case in workloads} == {kind(case) for case in workloads if case.all_systems}
     assert [case.name for case in cases_of("performance", ["topk", "decode"])] == [

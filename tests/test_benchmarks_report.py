@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import cli, pages
 from benchmarks.report import plots, summary, tables, text, write
+from benchmarks.results import SUITES
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -276,7 +277,7 @@ def test_committed_pages_are_of_the_committed_run() -> None:
     folder = pages.full_run(RESULTS)
     if folder is None:
         pytest.skip(f"no full run on a GPU is under {RESULTS.relative_to(ROOT)}")
-    for suite in ("performance", "memory", "equivalence"):
+    for suite in SUITES:
         path = folder / f"{suite}.json"
         if path.exists():
             assert (folder / f"{suite}.md").read_text(encoding="utf-8") == tables.page(json.loads(path.read_text()))

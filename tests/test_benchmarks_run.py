@@ -139,7 +139,8 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert cli.main([*command, "--only", "topk", "form-full", "predecessor"]) == 0
     said = capsys.readouterr().out
     assert "[1/" in said and "cuda is left out: its kernels run on GPUs" in said
-    for suite, cases in (("performance", ["topk-8k"]), ("equivalence", ["form-full", "form-topk"])):
+    wanted = {"performance": ["topk-8k"], "equivalence": ["form-full", "form-topk"], "model": ["decoder-topk-8k"]}
+    for suite, cases in wanted.items():
         assert names_in(tmp_path / f"{suite}.json") == cases
         assert (tmp_path / f"{suite}.md").exists()
     row = results.load(tmp_path / "performance.json")["rows"][0]

@@ -118,8 +118,11 @@ def test_events_round_every_run_after_a_flush(monkeypatch: pytest.MonkeyPatch) -
     assert (a["ms"], a["runs"], a["how"]) == (pytest.approx(0.5), 10, "events")
     assert (b["ms"], b["runs"], b["how"]) == (pytest.approx(20.0), 2, "events")
     assert a["host_us"] is not None and b["host_us"] is None  # of a long run it says nothing
-    turns = gpu.log[-24:]
-    assert set(turns[::2]) == {"flush"} and turns[1::2].count("b") == 2
+    ahead = timing.FLUSHES_AHEAD - 1  # of each of the ten rounds, before its first run
+    turns = gpu.log[-24 - 10 * ahead :]
+    assert [turn for turn in turns if turn != "flush"].count("b") == 2 and turns.count("flush") == 12 + 10 * ahead
+    assert all("flush" in (turn, before) for before, turn in zip(turns, turns[1:], strict=False))
+    assert turns[: ahead + 2] == ["flush"] * (ahead + 1) + [turns[ahead + 1]] and turns[ahead + 1] != "flush"
 
 
 def test_graphs_where_a_run_is_short(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

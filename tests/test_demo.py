@@ -10,13 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from flash_dmattn.demo import main
-from flash_dmattn.demo.command import find_failures
+from flash_dmattn.backends import cuda, cuda_rules, triton
+from flash_dmattn.backends.protocol import Availability
+from flash_dmattn.demo import main, sizes
+from flash_dmattn.demo.command import DTYPES, find_failures
 from flash_dmattn.demo.gradient_check import RESULTS, Call, CheckedBackend, capture_call, check_call
 from flash_dmattn.demo.model import ByteLanguageModel, ModelConfig
 from flash_dmattn.demo.report import Report
 from flash_dmattn.demo.text import even_windows, load_corpus, unigram_entropy
-from flash_dmattn.demo.training import History, TrainingConfig, train
+from flash_dmattn.demo.training import History, TrainingConfig, train, training_call
+from flash_dmattn.explanation import explain_description
 from flash_dmattn.nn import KVCache
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -130,6 +133,34 @@ def test_the_gradient_check_passes_right_gradients_and_fails_wrong_ones(model, c
     assert failed == RESULTS
 
 
+@pytest.mark.parametrize("keep", [sizes.ON_HOPPER.keep, None], ids=["dynamic mask", "full attention"])
+def test_on_a_hopper_gpu_auto_trains_on_cuda(keep, monkeypatch):
+    """The call that a layer makes here at the sizes for Hopper, described for such a GPU with the extension built."""
+    monkeypatch.setattr(cuda_rules, "installed_units", lambda: None)
+    for backend in (cuda, triton):
+        monkeypatch.setattr(backend, "probe", lambda: Availability(True))
+    chosen = sizes.ON_HOPPER
+    model = ByteLanguageModel(ModelConfig(chosen.hidden_size, num_layers=1, mlp_size=8, keep_window_size=keep))
+    config = TrainingConfig(batch_size=chosen.batch_size, context=chosen.context, dtype=DTYPES[chosen.dtype])
+    here = training_call(model, config)
+    assert here.forward == here.backward == "eager" and any(here.problem.need)
+    there = here.problem._replace(device="cuda", capability=sizes.HOPPER)
+    rules = (*cuda.RULES, *cuda.AUTO_RULES)
+    assert [rule.code for rule in rules if not rule.holds(there)] == []
+    found = explain_description(there, "auto")
+    assert found.forward == found.backward == "cuda"
+    # The held-out windows go through in such batches too, without gradients.
+    assert explain_description(there._replace(need=type(there.need)()), "auto").forward == "cuda"
+
+
+def test_sizes_by_device(monkeypatch):
+    gpu = torch.device("cuda", 0)
+    assert sizes.sizes_for(torch.device("cpu")) == sizes.SMALL
+    for capability, chosen in (((9, 0), sizes.ON_HOPPER), ((8, 0), sizes.SMALL), ((10, 0), sizes.SMALL)):
+        monkeypatch.setattr(sizes, "device_capability", lambda device, found=capability: found)
+        assert sizes.sizes_for(gpu) == chosen
+
+
 def test_the_verdict_names_what_failed():
     nan = CheckedBackend("flex", torch.float32, {"out": 1e-7, "dq": float("nan")}, {"out": 1e-5, "dq": 1e-5}, ())
     large = CheckedBackend("eager", torch.bfloat16, {"out": 1e-7, "dq": 0.5}, {"out": 1e-5, "dq": 1e-2}, ())
@@ -174,6 +205,9 @@ def test_a_quick_run_from_end_to_end(tmp_path):
     for heading in (
         "device cpu",
         "byte-unigram entropy",
+        "4 x 256 bytes, float32, backend auto",
+        "dynamic mask, 64 keys: attention by eager forward, eager backward",
+        "full attention: attention by eager forward, eager backward",
         "Loss on held-out text",
         "backend='auto' runs eager forward, eager backward",
         "Gradient check of this batch",

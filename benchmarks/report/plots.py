@@ -48,6 +48,8 @@ def write(content: Record, folder: Path) -> list[Path]:
             figures[f"performance-{group.replace(' ', '-')}"] = (curves if swept else bars)(some, content)
     elif content["suite"] == "memory" and rows:
         figures["memory"] = memory(rows, content)
+    elif content["suite"] == "model" and rows:
+        figures["model"] = model(rows, content)
     elif rows:
         figures["equivalence"] = errors(rows, content)
     written = []
@@ -231,6 +233,30 @@ def memory(rows: list[Record], content: Record) -> Figure:
     axes.set_xlim(-0.6, len(rows) - 0.4)
     _grid(axes)
     return _finish(figure, content, "lower is better")
+
+
+def model(rows: list[Record], content: Record) -> Figure:
+    """Bars of milliseconds of a training step, what it takes without attention grey, and of its peak memory."""
+    places = [(row, line) for row in rows for line in row["systems"] if line["step"] is not None]
+    figure = _figure(max(8.0, 1.6 * len(places) + 2), 4.6)
+    times, memory = figure.subplots(1, 2)
+    for place, (row, line) in enumerate(places):
+        color = STYLES.get(line["system"], ("#BBBBBB", "o"))[0]
+        hatch = "////" if line["wrong"] else None
+        bare = row["without_attention"]["ms"] if row["without_attention"] else 0.0
+        times.bar(place, min(bare, line["step"]["ms"]), color="#CCCCCC")
+        rest = max(0.0, line["step"]["ms"] - bare)
+        times.bar(place, rest, bottom=bare, color=color, hatch=hatch, edgecolor="white", lw=0.3)
+        times.annotate(f"{line['step']['ms']:.0f}", (place, line["step"]["ms"]), ha="center", va="bottom", fontsize=8)
+        memory.bar(place, line["peak_mb"] / 1024, color=color)
+    names = [label(line["system"]) + (f"\n{row['name']}" if len(rows) > 1 else "") for row, line in places]
+    for axes, said in ((times, "training step, milliseconds"), (memory, "peak of a step, GiB above the parameters")):
+        axes.set_xticks(range(len(places)), names, rotation=20, ha="right")
+        axes.set_ylabel(said)
+        _grid(axes)
+    times.bar(float("nan"), float("nan"), color="#CCCCCC", label="all but attention")
+    times.bar(float("nan"), float("nan"), color="#666666", label="attention, in the colour of its system")
+    return _finish(figure, content, f"{rows[0]['shape']} {rows[0]['what']}; lower is better; hatched: wrong")
 
 
 def errors(rows: list[Record], content: Record) -> Figure:

@@ -15,7 +15,7 @@ Record = dict[str, Any]
 
 def page(content: Record) -> str:
     """The whole page."""
-    bodies = {"equivalence": _equivalence, "performance": _performance, "memory": _memory}
+    bodies = {"equivalence": _equivalence, "performance": _performance, "memory": _memory, "model": _model}
     lines = [f"# {content['suite'].capitalize()}", "", f"{machines.line(content['machine'])}.", ""]
     lines += bodies[content["suite"]](content)
     reasons = content.get("left_out", {})
@@ -194,4 +194,52 @@ def _memory(content: Record) -> list[str]:
             numbers = [mb(peaks.get(name)) for name in ("forward", "backward", "both")]
             body.append([label(line["system"]) + _pair(line["backends"]), *numbers, line["reason"]])
         lines += table(["system", "forward", "backward", "both", "note"], body)
+    return lines
+
+
+MODEL_HEAD = ("system", "step ms", "20 to 80 %", "attention ms", "of the step", "peak MB", "masks MB")
+MODEL_YARDSTICK = (("plain PyTorch", "plain"), ("limit", "limits"))
+
+
+def model_rows(row: Record) -> Iterator[tuple[list[str], str]]:
+    """The cells of `MODEL_HEAD` and a note, for a decoder without attention, then for every system."""
+    bare = row["without_attention"]
+    if bare is not None:
+        yield ["no attention", ms(bare["ms"]), f"{ms(bare['p20'])}-{ms(bare['p80'])}", "-", "-", "-", "-"], ""
+    for line in row["systems"]:
+        timed, cells = line["step"], ["-"] * 4
+        if timed is not None:
+            attention = None if bare is None else timed["ms"] - bare["ms"]
+            share = "-" if attention is None else f"{attention / timed['ms']:.0%}"
+            cells = [ms(timed["ms"]), f"{ms(timed['p20'])}-{ms(timed['p80'])}", ms(attention), share]
+        memory = [mb(line[key]) for key in ("peak_mb", "masks_mb")]
+        yield [label(line["system"]) + _pair(line["backends"]), *cells, *memory], text.failed(line)
+
+
+def _model(content: Record) -> list[str]:
+    lines = [
+        "One training step, forward and backward without an optimizer, bf16, median milliseconds. The masks, and all",
+        "that a system makes of them, are made beforehand and not timed. Attention: the step less that of the same",
+        "decoder with q + k + v in its place. Peak: of a step, above parameters, masks and what was made of them.",
+        "Errors are those of loss and gradients beside the same step in fp64; FAILED marks what disagrees with it.",
+        "docs/benchmarks.md says how it is measured.",
+    ]
+    for row in content["rows"]:
+        lines += ["", f"## {row['name']}: {row['shape']}, {row['what']}", ""]
+        if "error" in row:
+            lines.append(row["error"])
+            continue
+        names = list(row["limits"])
+        lines += [
+            f"{row['parameters']:,} parameters, loss {row['loss']:.4f}; `auto` takes "
+            f"{' and '.join(x for x in row['auto'] if x)}.",
+            "",
+        ]
+        lines += table([*MODEL_HEAD, "note"], [[*cells, note] for cells, note in model_rows(row)])
+        body = [[said, "-", *(f"{row[key][name]:.1e}" for name in names)] for said, key in MODEL_YARDSTICK]
+        for line in row["systems"]:
+            first = "-" if line["first_call_s"] is None else f"{line['first_call_s']:.1f}"
+            found = (_number(line["errors"][name]) if name in line["errors"] else "-" for name in names)
+            body.append([label(line["system"]), first, *found])
+        lines += ["", *table(["system", "first step s", *names], body)]
     return lines

@@ -49,7 +49,8 @@ def row(suite: str, record: Record) -> str:
     head = f"    {record['shape']}, {record['what']}"
     if "error" in record:
         return f"{head}\n    {record['error']}"
-    lines = {"equivalence": _equivalence, "performance": _performance, "memory": _memory}[suite](record)
+    said = {"equivalence": _equivalence, "performance": _performance, "memory": _memory, "model": _model}
+    lines = said[suite](record)
     return "\n".join([head, *(f"    {line}" for line in lines)])
 
 
@@ -75,6 +76,24 @@ def _performance(record: Record) -> list[str]:
             found.append(f"{name:26}{times} ms  {memory:10} {compiled}{wrong}{column['reason']}".rstrip())
     if "seconds" in record:
         found.append("seconds: " + ", ".join(f"{name} {x:.1f}" for name, x in record["seconds"].items()))
+    return found
+
+
+def failed(line: Record) -> str:
+    """The note of a system in a model: that its row failed and by what, or what else there is to say."""
+    found = [f"FAILED: {', '.join(line['wrong'])}"] if line["wrong"] else []
+    if line["reason"]:
+        found.append(f"FAILED: {line['reason']}" if line["failed"] else line["reason"])
+    return "; ".join(found)
+
+
+def _model(record: Record) -> list[str]:
+    bare = record["without_attention"]
+    found = [f"{'without attention':18}{ms(bare and bare['ms']):>9} ms"]
+    for line in record["systems"]:
+        memory = "" if line["peak_mb"] is None else f"{mb(line['peak_mb'])} MB"
+        time = ms(line["step"] and line["step"]["ms"])
+        found.append(f"{line['system']:18}{time:>9} ms  {memory:10} {errors(line['errors'])}  {failed(line)}".rstrip())
     return found
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from . import flexattention, ours, packages, sdpa
-from .protocol import Bound, Mode, Needs, System
+from .protocol import Attend, Bound, Mode, Needs, System
 
-__all__ = ["ALL", "DEFAULT", "Bound", "Mode", "Needs", "System", "available", "by_name", "chosen"]
+__all__ = ["ALL", "DEFAULT", "Attend", "Bound", "Mode", "Needs", "System", "available", "by_name", "chosen"]
 
 ALL: tuple[System, ...] = (*ours.SYSTEMS, *sdpa.SYSTEMS, *flexattention.SYSTEMS, *packages.SYSTEMS)
 
@@ -18,6 +18,8 @@ DEFAULT = {
     "equivalence": tuple(system.name for system in ALL),
     "performance": tuple(system.name for system in ALL if system.name != "reference"),
     "memory": tuple(system.name for system in ALL if system.name != "reference"),
+    # Of the kernels of SDPA the fastest that takes a dense mask, and the formula, which stands in for it on a CPU.
+    "model": ("cuda", "triton", "eager", "sdpa-cudnn", "sdpa-math", "flexattention"),
 }
 
 

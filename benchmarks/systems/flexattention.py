@@ -6,18 +6,23 @@ there is no backward pass, its dense formula runs uncompiled.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from flash_dmattn import masks
+
 from ..cases import TILE, Case
 from ..inputs import Inputs
-from .protocol import Bound, Mode, Needs, System
+from .protocol import Attend, Bound, Mode, Needs, System
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
+
+T = TypeVar("T")
 
 # How Triton and Inductor say that a kernel needs more shared memory than there is.
 OUT_OF_SHARED_MEMORY = ("out of resource", "OutOfResources", "NoValidChoices")
@@ -30,22 +35,32 @@ def needs(case: Case, device: torch.device) -> Needs:
 
 
 def bind(inputs: Inputs, mode: Mode) -> Bound:
-    """The call, compiled anew for the case, with its backward where gradients are enabled.
+    """The call, compiled anew for the case, with its backward where gradients are enabled."""
+    import torch._functorch.config
+
+    torch._functorch.config.donated_buffer = False  # else the compiled backward refuses retain_graph=True
+
+    def works(call: Bound) -> None:
+        out = call()[0]
+        if out.requires_grad:
+            torch.autograd.grad(out, list(inputs.leaves.values()), inputs.dout)
+
+    return with_fewer_stages(lambda options: build(inputs, mode, options), works)
+
+
+def with_fewer_stages(make: Callable[[dict[str, int]], T], works: Callable[[T], None]) -> T:
+    """What `make` gives for the first kernel options that `works` does not refuse.
 
     Tiles of a captured tensor in its pipeline can exceed the shared memory, and torch does not choose other options by
     itself: then fewer stages are tried, as its error message advises.
     """
     import torch._dynamo
-    import torch._functorch.config
 
-    torch._functorch.config.donated_buffer = False  # else the compiled backward refuses retain_graph=True
     for stages in (None, 2, 1):
-        call = build(inputs, mode, {} if stages is None else {"num_stages": stages})
+        made = make({} if stages is None else {"num_stages": stages})
         try:
-            out = call()[0]
-            if out.requires_grad:
-                torch.autograd.grad(out, list(inputs.leaves.values()), inputs.dout)
-            return call
+            works(made)
+            return made
         except Exception as error:
             if stages == 1 or not any(sign in str(error) for sign in OUT_OF_SHARED_MEMORY):
                 raise
@@ -58,30 +73,9 @@ def build(inputs: Inputs, mode: Mode, options: dict[str, int]) -> Bound:
     """The call with given kernel options."""
     from torch.nn.attention import flex_attention as torch_flex
 
-    group = inputs.group
-    dims = None if inputs.bias is None else _dims(inputs.bias)
-    per_query_head = inputs.bias is None or inputs.bias.shape[1] == inputs.q.shape[2]
-    attend: Any = torch_flex.flex_attention
     aux = {"return_aux": torch_flex.AuxRequest(lse=True)} if mode.with_lse else {}
-
-    def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, block_mask: BlockMask | None) -> Any:
-        def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            assert bias is not None and dims is not None
-            return score + bias[_places(dims, b, h if per_query_head else h // group, i, j)]
-
-        added = None if bias is None else score_mod
-        return attend(
-            q,
-            k,
-            v,
-            score_mod=added,
-            block_mask=block_mask,
-            enable_gqa=group > 1,
-            kernel_options=options or None,
-            **aux,
-        )
-
-    compiled = torch.compile(run, fullgraph=True, dynamic=False) if inputs.q.is_cuda else run
+    bias_shape = None if inputs.bias is None else inputs.bias.shape
+    compiled = attention(bias_shape, inputs.q.shape[2], inputs.group, inputs.q.is_cuda, options, aux)
     make_block_mask = block_mask_maker(inputs)
     beforehand = make_block_mask() if mode.prepared else None
 
@@ -102,30 +96,74 @@ def build(inputs: Inputs, mode: Mode, options: dict[str, int]) -> Bound:
     return call
 
 
+def attention(
+    bias_shape: Sequence[int] | None,
+    heads: int,
+    group: int,
+    compiles: bool,
+    options: dict[str, int] | None = None,
+    aux: dict[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """`flex_attention` of (q, k, v, bias, block_mask), heads before lengths, the bias captured by its score_mod."""
+    from torch.nn.attention import flex_attention as torch_flex
+
+    dims = None if bias_shape is None else _dims(bias_shape)
+    per_query_head = bias_shape is None or bias_shape[1] == heads
+    attend: Any = torch_flex.flex_attention
+
+    def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, block_mask: BlockMask | None) -> Any:
+        def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            assert bias is not None and dims is not None
+            return score + bias[_places(dims, b, h if per_query_head else h // group, i, j)]
+
+        added = None if bias is None else score_mod
+        return attend(
+            q,
+            k,
+            v,
+            score_mod=added,
+            block_mask=block_mask,
+            enable_gqa=group > 1,
+            kernel_options=options or None,
+            **(aux or {}),
+        )
+
+    return torch.compile(run, fullgraph=True, dynamic=False) if compiles else run
+
+
 def block_mask_maker(inputs: Inputs) -> Callable[[], BlockMask | None]:
     """What makes the BlockMask of a call; it gives None where all is allowed.
 
-    That of causality alone is made once, for it belongs to the lengths. That of a mask is counted tile by tile out of
-    the bool tensor: `create_block_mask` would hold an index of 8 bytes for every score, and compiled by Inductor it is
-    a kernel that took minutes to compile for each shape.
+    That of causality alone is made once, for it belongs to the lengths.
     """
-    from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+    from torch.nn.attention.flex_attention import create_block_mask
 
-    mask, is_causal = inputs.mask, inputs.is_causal
     seqlen_q, seqlen_k = inputs.lengths
-    offset = seqlen_k - seqlen_q
-    if mask is None:
-        if not is_causal:
-            return lambda: None
+    if inputs.mask is not None:
+        return mask_counter(inputs.mask, inputs.is_causal, inputs.q.shape[2], inputs.group, inputs.lengths)
+    if not inputs.is_causal:
+        return lambda: None
 
-        def causal_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return j <= i + offset
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return j <= i + seqlen_k - seqlen_q
 
-        made = create_block_mask(causal_mod, None, None, seqlen_q, seqlen_k, device=inputs.q.device)
-        return lambda: made
+    made = create_block_mask(mask_mod, None, None, seqlen_q, seqlen_k, device=inputs.q.device)
+    return lambda: made
 
-    group, dims = inputs.group, _dims(mask)
-    per_query_head = mask.shape[1] == inputs.q.shape[2]
+
+def mask_counter(
+    mask: Tensor, is_causal: bool, query_heads: int, group: int, lengths: tuple[int, int]
+) -> Callable[[], BlockMask]:
+    """What makes the BlockMask of a bool mask: it counts what each tile of the tensor allows.
+
+    `create_block_mask` would hold an index of 8 bytes for every score, and compiled by Inductor it is a kernel that
+    took minutes to compile for each shape.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    seqlen_q, seqlen_k = lengths
+    dims, offset = _dims(mask.shape), seqlen_k - seqlen_q
+    per_query_head = mask.shape[1] == query_heads
     copies = 1 if per_query_head or mask.shape[1] == 1 else group
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -133,14 +171,15 @@ def block_mask_maker(inputs: Inputs) -> Callable[[], BlockMask | None]:
         return kept & (j <= i + offset) if is_causal else kept
 
     def make() -> BlockMask:
-        allowed = inputs.allowed()
-        assert allowed is not None
+        allowed = mask.expand(-1, -1, seqlen_q, seqlen_k)
+        if is_causal:
+            allowed = allowed & masks.causal_mask(seqlen_q, seqlen_k, mask.device)
         padded = torch.nn.functional.pad(allowed, (0, -seqlen_k % TILE, 0, -seqlen_q % TILE))
         counts = padded.unflatten(3, (-1, TILE)).unflatten(2, (-1, TILE)).sum((3, 5), dtype=torch.int32)
         counts = counts.repeat_interleave(copies, 1)
         is_full = counts == TILE * TILE
         lists = (*_listed((counts > 0) & ~is_full), *_listed(is_full))
-        return BlockMask.from_kv_blocks(*lists, TILE, mask_mod, (seqlen_q, seqlen_k))
+        return BlockMask.from_kv_blocks(*lists, TILE, mask_mod, lengths)
 
     return make
 
@@ -150,8 +189,32 @@ def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
     return tiles.sum(-1, dtype=torch.int32), tiles.byte().argsort(dim=-1, descending=True, stable=True).int()
 
 
-def _dims(x: Tensor) -> tuple[bool, bool, bool, bool]:
-    b, h, i, j = (size > 1 for size in x.shape)
+def layers(case: Case, given: Sequence[Tensor]) -> list[Attend]:
+    """One compiled function for all layers, and a BlockMask for each, made beforehand."""
+    device, group = given[0].device, case.heads // case.heads_k
+    lengths, bias_shape = (case.seqlen_q, case.seqlen), case.shape_of(case.bias or "")
+    block_masks = [mask_counter(mask, case.is_causal, case.heads, group, lengths)() for mask in given]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, run: Any, block_mask: BlockMask) -> Tensor:
+        out: Tensor = run(*(x.transpose(1, 2) for x in (q, k, v)), bias, block_mask)
+        return out.transpose(1, 2)
+
+    def make(options: dict[str, int]) -> list[Attend]:
+        run = attention(bias_shape, case.heads, group, device.type == "cuda", options)
+        return [partial(attend, run=run, block_mask=block_mask) for block_mask in block_masks]
+
+    def works(made: list[Attend]) -> None:
+        shapes = [(case.batch, case.seqlen, heads, case.head_dim) for heads in (case.heads, case.heads_k, case.heads_k)]
+        q, k, v = (torch.zeros(x, device=device, dtype=torch.bfloat16, requires_grad=True) for x in shapes)
+        bias = torch.nn.Parameter(torch.zeros(bias_shape, device=device))  # a plain tensor would be another graph
+        out = made[0](q, k, v, bias)
+        torch.autograd.grad(out, (q, k, v, bias), torch.zeros_like(out))
+
+    return with_fewer_stages(make, works)
+
+
+def _dims(shape: Sequence[int]) -> tuple[bool, bool, bool, bool]:
+    b, h, i, j = (size > 1 for size in shape)
     return b, h, i, j
 
 
@@ -161,4 +224,4 @@ def _places(dims: tuple[bool, ...], b: Tensor, h: Tensor, i: Tensor, j: Tensor) 
     return b if has_b else b * 0, h if has_h else h * 0, i if has_i else i * 0, j if has_j else j * 0
 
 
-SYSTEMS = (System("flexattention", bind, needs, lambda device: "", compiles=True),)
+SYSTEMS = (System("flexattention", bind, needs, lambda device: "", compiles=True, layers=layers),)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -15,7 +16,7 @@ from flash_dmattn.settings import BackendChoice
 
 from ..cases import Case
 from ..inputs import Inputs
-from .protocol import Bound, Mode, Needs, System
+from .protocol import Attend, Bound, Mode, Needs, System
 
 NAMES = ("cuda", "triton", "flex", "eager", "reference")
 # Whose backward pass a forward of ours is paired with where its own refuses.
@@ -79,6 +80,25 @@ def bind(name: str, inputs: Inputs, mode: Mode) -> Bound:
     return results
 
 
+def layers(name: str, case: Case, given: Sequence[torch.Tensor]) -> list[Attend]:
+    """`flash_dmattn.attention` with the prepared mask of each layer, causality folded in."""
+    forward, backward = needs(name, case, given[0].device).backends
+    choice: BackendChoice = name if forward == backward else (forward, backward)
+    prepared = [
+        masks.prepare_mask(mask, seqlen_q=case.seqlen_q, seqlen_k=case.seqlen, is_causal=case.is_causal)
+        for mask in given
+    ]
+
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, *, mask: masks.PreparedMask
+    ) -> torch.Tensor:
+        out = flash_dmattn.attention(q, k, v, mask, bias, is_causal=case.is_causal, backend=choice)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    return [partial(attend, mask=mask) for mask in prepared]
+
+
 SYSTEMS = tuple(
     System(
         name,
@@ -88,6 +108,7 @@ SYSTEMS = tuple(
         ours=True,
         compiles=name == "flex",
         slow=name in ("flex", "eager"),
+        layers=partial(layers, name),
     )
     for name in NAMES
 )

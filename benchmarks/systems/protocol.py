@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,6 +30,8 @@ class Needs(NamedTuple):
 
 # The call: (out,) or (out, lse).
 Bound = Callable[[], tuple[Tensor, ...]]
+# The attention of a layer, its mask and causality known: out of q, k, v (B, L, H, D) and bias (B | 1, Hk, 1, L).
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class System(NamedTuple):
@@ -44,6 +46,8 @@ class System(NamedTuple):
         prepares: it turns a mask into another form, which can be done beforehand.
         compiles: it traces and compiles a graph for each case, which takes seconds.
         slow: known to be far behind, or to need memory for every score; timed on a case of each kind alone.
+        layers: the attention of every layer of a model, from its case and the bool mask of each layer; all that can be
+            made of a mask is made here. None where a system is no part of models.
     """
 
     name: str
@@ -54,6 +58,7 @@ class System(NamedTuple):
     prepares: bool = True
     compiles: bool = False
     slow: bool = False
+    layers: Callable[[Case, Sequence[Tensor]], list[Attend]] | None = None
 
     def modes(self, case: Case) -> dict[str, Mode]:
         """The columns of a case: the whole call, and where there is a mask to prepare, the call without that."""

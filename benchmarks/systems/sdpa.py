@@ -6,6 +6,7 @@ to, anew in every call; "prepared" is with mask and causality folded beforehand.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -14,8 +15,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..cases import Case
-from ..inputs import Inputs
-from .protocol import Bound, Mode, Needs, System
+from ..inputs import Inputs, allowed_by
+from .protocol import Attend, Bound, Mode, Needs, System
 
 KERNELS = {
     "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -100,7 +101,35 @@ def per_query_head(x: Tensor | None, inputs: Inputs) -> Tensor | None:
     return x if x is None or x.shape[1] in (1, heads) else x.repeat_interleave(heads // x.shape[1], 1)
 
 
+def layers(kernel: SDPBackend, case: Case, given: Sequence[Tensor]) -> list[Attend]:
+    """The pinned call of each layer; its mask, with causality, is dense, and the bias is folded into it in each call.
+
+    The kernel of cuDNN gives no gradient of what is added, so it gets the bias without.
+    """
+    group = case.heads // case.heads_k
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, allowed: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        bias = bias.detach() if kernel is SDPBackend.CUDNN_ATTENTION else bias
+        added = torch.where(allowed, bias.to(q.dtype).repeat_interleave(group, 1), -torch.inf)
+        native = group > 1 and _serves_groups(kernel, q, k, v, added, False)
+        keys, values = (k, v) if native or group == 1 else (x.repeat_interleave(group, 1) for x in (k, v))
+        with sdpa_kernel(kernel):
+            return F.scaled_dot_product_attention(q, keys, values, added, enable_gqa=native).transpose(1, 2)
+
+    lengths = case.seqlen_q, case.seqlen
+    dense = (allowed_by(mask, case.is_causal, *lengths, mask.device) for mask in given)
+    return [partial(attend, allowed=allowed.repeat_interleave(group, 1)) for allowed in dense if allowed is not None]
+
+
 SYSTEMS = tuple(
-    System(name, partial(bind, kernel), partial(needs, name), partial(missing, name), slow=name == "sdpa-math")
+    System(
+        name,
+        partial(bind, kernel),
+        partial(needs, name),
+        partial(missing, name),
+        slow=name == "sdpa-math",
+        layers=partial(layers, kernel),
+    )
     for name, kernel in KERNELS.items()
 )

@@ -19,9 +19,10 @@ from .gradient_check import RESULTS, CheckedBackend, capture_call, check_call
 from .model import ByteLanguageModel, ModelConfig
 from .picture import draw
 from .report import Report
+from .sizes import ON_HOPPER, SMALL, sizes_for
 from .text import Corpus, even_windows, load_corpus, unigram_entropy
 from .timing import TimedBackend, time_call
-from .training import History, TrainingConfig, train
+from .training import History, TrainingConfig, train, training_call
 
 NATS_PER_BIT = math.log(2)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -39,26 +40,39 @@ class TrainedPair(NamedTuple):
     full_history: History
 
 
+class _DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds the defaults to the help, except None, where the help says what it stands for."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The arguments of the demo."""
     parser = argparse.ArgumentParser(
         prog="python -m flash_dmattn demo",
         description="Train a small byte-level language model with dynamic-mask attention on the Python standard "
         "library's sources, beside the same model with full attention, and check the gradients of a real batch.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_DefaultsFormatter,
     )
     add = parser.add_argument
     add("--steps", type=_positive, help="training steps per model (default: 400, or 60 with --quick)")
-    add("--batch-size", type=_positive, default=4, help="texts per step")
-    add("--context", type=_positive, default=256, help="bytes per text")
-    add("--keep", type=_positive, default=64, help="keys that each query keeps under the dynamic mask")
+    # None stands for what `sizes_for` says of the device.
+    for name, field, said in (
+        ("--batch-size", "batch_size", "texts per step"),
+        ("--context", "context", "bytes per text"),
+        ("--keep", "keep", "keys that each query keeps under the dynamic mask"),
+    ):
+        small, on_hopper = getattr(SMALL, field), getattr(ON_HOPPER, field)
+        add(name, type=_positive, help=f"{said} (default: {small}, on a Hopper GPU {on_hopper})")
     add("--local-window", type=_positive, help="nearest keys kept besides, whatever their score (default: none)")
     add("--seed", type=int, default=0, help="of the weights, the batches and the sample")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device to train on")
     # Measured on 2 cores, both models, 40 steps: 6 s with two threads and 11 s with one where nothing else runs; over
     # 100 s and 11 s beside other work, where threads spin for one another.
     add("--threads", type=_positive, default=1, help="threads of PyTorch; more than one is for an idle machine")
-    add("--dtype", choices=tuple(DTYPES), default="fp32", help="bf16 trains under autocast")
+    said = f"bf16 trains under autocast (default: {SMALL.dtype}, on a Hopper GPU {ON_HOPPER.dtype})"
+    add("--dtype", choices=tuple(DTYPES), help=said)
     add("--backend", default="auto", help="attention backend to train with")
     add("--out-dir", type=Path, default=Path("demo_output"), help="folder for the picture; made if missing")
     add("--quick", action="store_true", help="a smaller model and few steps: every part runs, little is learned")
@@ -81,24 +95,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(arguments.threads)
     report = Report()
     device = torch.device(arguments.device)
-    dtype = DTYPES[arguments.dtype]
+    sizes = sizes_for(device)
+    dtype = DTYPES[arguments.dtype or sizes.dtype]
+    keep, batch_size = arguments.keep or sizes.keep, arguments.batch_size or sizes.batch_size
     report.line(_versions(device))
 
     corpus = load_corpus()
     entropy = _show_corpus(report, corpus)
     training = TrainingConfig(
         steps=arguments.steps or (60 if arguments.quick else 400),
-        batch_size=arguments.batch_size,
-        context=arguments.context,
+        batch_size=batch_size,
+        context=arguments.context or sizes.context,
         seed=arguments.seed,
         evaluations=2 if arguments.quick else 10,
-        evaluation_windows=8 if arguments.quick else 32,
+        evaluation_windows=max(batch_size, 8 if arguments.quick else 32),
         dtype=dtype,
     )
-    sizes = {"num_layers": 2, "mlp_size": 256} if arguments.quick else {}
     config = ModelConfig(
-        **sizes,
-        keep_window_size=arguments.keep,
+        hidden_size=sizes.hidden_size,
+        num_layers=2 if arguments.quick else 4,
+        mlp_size=sizes.quick_mlp_size if arguments.quick else sizes.mlp_size,
+        keep_window_size=keep,
         local_window_size=arguments.local_window or 0,
         backend=arguments.backend,
     )
@@ -119,9 +136,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     _show_sample(report, pair.dynamic, corpus, arguments.seed)
     mask = call.arguments.mask
     if mask is None:
-        report.line(f"\nNo picture: --keep {arguments.keep} keeps every key of {training.context} bytes.")
+        report.line(f"\nNo picture: --keep {keep} keeps every key of {training.context} bytes.")
     else:
-        _save_picture(report, arguments.out_dir, pair, entropy, mask, arguments.keep)
+        _save_picture(report, arguments.out_dir, pair, entropy, mask, keep)
 
     failures = find_failures(checked, pair.dynamic_history, entropy, QUICK_MARGIN if arguments.quick else MARGIN)
     report.heading(f"{'FAILED' if failures else 'Done'} in {time.perf_counter() - started:.0f} s")
@@ -141,10 +158,12 @@ def train_both(
     parameters = sum(p.numel() for p in dynamic.parameters())
     report.heading(
         f"Training: {parameters:,} parameters, {training.steps} steps of {training.batch_size} x {training.context} "
-        f"bytes, backend {config.backend}"
+        f"bytes, {_name(training.dtype)}, backend {config.backend}"
     )
     histories = []
     for title, model in ((f"dynamic mask, {config.keep_window_size} keys", dynamic), ("full attention", full)):
+        chosen = training_call(model, training)
+        report.line(f"  {title}: attention by {chosen.forward} forward, {chosen.backward} backward")
         with report.progress(f"{title:<22}", training.steps) as show:
             histories.append(train(model, corpus, training, show))
     return TrainedPair(dynamic, full, *histories)

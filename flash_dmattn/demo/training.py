@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+import flash_dmattn
+from flash_dmattn.explanation import Explanation
+from flash_dmattn.nn import DynamicMaskAttention
+
 from .model import ByteLanguageModel
 from .text import Corpus, even_windows, random_windows
-
-EVALUATION_BATCH = 8
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def train(
     history = History()
     started = time.perf_counter()
     history.held_out_steps.append(0)
-    history.held_out_loss.append(evaluate(model, held_out, config.dtype))
+    history.held_out_loss.append(evaluate(model, held_out, config.batch_size, config.dtype))
     for step in range(1, config.steps + 1):
         windows = random_windows(corpus.train, config.batch_size, config.context + 1, generator).to(device)
         with autocast(device, config.dtype):
@@ -81,20 +83,35 @@ def train(
         history.train_loss.append(loss.item())
         if step in evaluate_at:
             history.held_out_steps.append(step)
-            history.held_out_loss.append(evaluate(model, held_out, config.dtype))
+            history.held_out_loss.append(evaluate(model, held_out, config.batch_size, config.dtype))
         on_step(step, history.train_loss[-1], history.held_out_loss[-1])
     history.seconds = time.perf_counter() - started
     return history
 
 
 @torch.no_grad()
-def evaluate(model: ByteLanguageModel, windows: torch.Tensor, dtype: torch.dtype = torch.float32) -> float:
-    """Mean loss, in nats per byte, of windows (N, L + 1), a few at a time."""
+def evaluate(
+    model: ByteLanguageModel, windows: torch.Tensor, batch_size: int, dtype: torch.dtype = torch.float32
+) -> float:
+    """Mean loss, in nats per byte, of windows (N, L + 1), as many at a time as in training."""
     total = 0.0
-    for batch in windows.split(EVALUATION_BATCH):
+    for batch in windows.split(batch_size):
         with autocast(windows.device, dtype):
             total += model.loss(batch).item() * len(batch)
     return total / len(windows)
+
+
+def training_call(model: ByteLanguageModel, config: TrainingConfig) -> Explanation:
+    """The decision for the attention that a layer of a model calls in every step of its training."""
+    attention = model.blocks[0].attention
+    assert isinstance(attention, DynamicMaskAttention)
+    device = model.embedding.weight.device
+    x = torch.zeros(config.batch_size, config.context, attention.hidden_size, device=device)
+    with autocast(device, config.dtype):
+        arguments = attention.attention_arguments(x)
+        return flash_dmattn.explain(
+            *arguments, is_causal=True, softmax_scale=attention.softmax_scale, backend=attention.backend
+        )
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[object]:

@@ -1,0 +1,42 @@
+"""The sizes of the demo: small ones anywhere, and on a Hopper GPU those at which "auto" takes the cuda backend."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from flash_dmattn.problem import device_capability
+
+HOPPER = (9, 0)
+
+
+class Sizes(NamedTuple):
+    """What the command line leaves open: the batches, the masks, the dtype and the width of the model.
+
+    The number of layers, and the width of the MLP, are smaller in a quick run.
+    """
+
+    batch_size: int
+    context: int
+    keep: int
+    dtype: str
+    hidden_size: int
+    mlp_size: int
+    quick_mlp_size: int
+
+
+# A run of two minutes on two CPU cores. Other GPUs train it too: their kernels take every call of it in fp32.
+SMALL = Sizes(4, 256, 64, "fp32", 128, 512, 256)
+# `cuda_rules` asks for 16 bits, and of calls without a mask (the model with full attention) for heads wider than 32 and
+# 512 tiles of 128 queries: 16 texts x 4 heads x 8 tiles. A quarter of the keys is kept, as in the small sizes.
+ON_HOPPER = Sizes(16, 1024, 256, "bf16", 256, 1024, 512)
+
+
+def sizes_for(device: torch.device) -> Sizes:
+    """The sizes of a run on a device.
+
+    >>> sizes_for(torch.device("cpu")).context
+    256
+    """
+    return ON_HOPPER if device_capability(device) == HOPPER else SMALL
