@@ -121,7 +121,7 @@ def test_events_round_every_run_after_a_flush(monkeypatch: pytest.MonkeyPatch) -
     ahead = timing.FLUSHES_AHEAD - 1  # of each of the ten rounds, before its first run
     turns = gpu.log[-24 - 10 * ahead :]
     assert [turn for turn in turns if turn != "flush"].count("b") == 2 and turns.count("flush") == 12 + 10 * ahead
-    assert all("flush" in (turn, before) for before, turn in zip(turns, turns[1:], strict=False))
+    assert all("flush" in (turn, before) for before, turn in pairwise(turns))
     assert turns[: ahead + 2] == ["flush"] * (ahead + 1) + [turns[ahead + 1]] and turns[ahead + 1] != "flush"
 
 
