@@ -26,6 +26,7 @@ SOURCES = (
     "api/mask.cpp",
     "api/module.cpp",
     "api/tensor_map.cpp",
+    "sm90/backward/order.cu",
     "sm90/backward/rows.cu",
     "sm90/mask/list.cu",
     "sm90/mask/pack.cu",

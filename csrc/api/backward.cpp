@@ -27,6 +27,8 @@ using torch::stable::Tensor;
 
 constexpr const char* kName = "cuda_backward_kernel";
 constexpr int64_t kWorksEnough = 8;  // for each multiprocessor, so that none waits long for the last
+// Heads of a section whose tiles of keys take turns, so that fewer of one head wait for each other at a time.
+constexpr int64_t kOwnersOfTurns = 4;
 
 // The kernels of one dtype and one pair of head dims; those of the rows are of the dtype alone.
 struct Unit {
@@ -66,6 +68,25 @@ BackwardBias describe_bias(const Tensor& bias, const Tensor& q, bool stores_dbia
   if (!is_per_score) return is_broadcast(bias, 3) ? BackwardBias::kNone : BackwardBias::kVector;
   CHECK_ARGUMENT(bias.scalar_type() == q.scalar_type(), "bias of one value per query and key needs the dtype of q");
   return stores_dbias ? BackwardBias::kTileStore : BackwardBias::kTile;
+}
+
+// Has params read the lists of columns in one order, and the turns of their tiles; they lie in the tensor.
+Tensor order_lists(const std::vector<Tensor>& mask, const Tensor& q, int64_t tiles_q, int64_t tiles_k,
+                   BackwardParams& params, cudaStream_t stream) {
+  OrderListsParams order{};
+  order.row_lists = static_cast<const int32_t*>(mask[1].const_data_ptr());
+  order.col_lists = static_cast<const int32_t*>(mask[2].const_data_ptr());
+  order.num_lists = mask[2].size(0) * mask[2].size(1) * tiles_k;
+  order.tiles_q = static_cast<int>(tiles_q);
+  order.tiles_k = static_cast<int>(tiles_k);
+  const int64_t length = order.num_lists * (2 + tiles_q + tiles_q);
+  const Tensor lists = torch::stable::new_empty(q, {&length, 1}, ScalarType::Int);
+  order.ordered = static_cast<int32_t*>(lists.mutable_data_ptr());
+  order.turns = order.ordered + order.num_lists * (2 + tiles_q);
+  check(launch_order_lists(order, stream), kName, "launching the kernel of the lists");
+  params.mask_lists = order.ordered;
+  params.mask_turns = order.turns;
+  return lists;
 }
 
 // Writes those of dq, dk, dv, dbias and dbias_sums that are given, all contiguous: dbias (B, Hq, Lq, Lk) of a bias per
@@ -119,7 +140,6 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   if (has_mask) {
     CHECK_ARGUMENT(mask.size() == 3, "mask has ", mask.size(), " tensors; it needs bits and lists of rows and columns");
     set_mask(mask[0], mask[2], sizes, params);
-    params.mask_row_lists = static_cast<const int32_t*>(mask[1].const_data_ptr());
   }
 
   // lse in base 2 and delta, one behind the other.
@@ -128,7 +148,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   const Tensor numbers = torch::stable::new_empty(q, {of_rows.data(), of_rows.size()}, ScalarType::Float);
   rows.lse_log2 = static_cast<float*>(numbers.mutable_data_ptr());
   rows.delta = rows.lse_log2 + padded_rows;
-  Tensor sums, turns;
+  Tensor sums, turns, ordered_lists;
   const int64_t dq_columns = ceil_div(unit.head_dim, kPieceColumns) * kPieceColumns;
   if (dq.has_value()) {
     const int64_t length = padded_rows * dq_columns;
@@ -140,6 +160,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
     turns = torch::stable::new_empty(q, {&blocks, 1}, ScalarType::Int);
     params.dq_turns = static_cast<int*>(turns.mutable_data_ptr());
     check(cudaMemsetAsync(params.dq_turns, 0, blocks * sizeof(int), device.stream), kName, "clearing the turns of dq");
+    if (has_mask) ordered_lists = order_lists(mask, q, tiles_q, blocks_k, params, device.stream);
   }
   params.lse = rows.lse_log2;
   params.delta = rows.delta;
@@ -187,7 +208,8 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   // q, dout and the sums of dq of the query heads of a section.
   const int64_t row_bytes = (sizes.head_dim + sizes.head_dim_v) * 2 + (dq.has_value() ? dq_columns * 4 : 0);
   const int64_t work_bytes = params.heads_per_work * sizes.seqlen_q * row_bytes;
-  params.section = static_cast<int>(std::clamp<int64_t>(kSectionBytes / work_bytes, 1, owners));
+  const int64_t section = std::max<int64_t>(kSectionBytes / work_bytes, params.dq_turns != nullptr ? kOwnersOfTurns : 1);
+  params.section = static_cast<int>(std::min(section, owners));
   const int blocks = std::min(params.total, device_processors);
   const bool even = !has_mask && low <= -sizes.seqlen_q && high >= sizes.seqlen_k;
   Tensor next;

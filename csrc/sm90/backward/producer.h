@@ -120,8 +120,10 @@ __device__ __forceinline__ void store_dbias(const BackwardParams& p, BackwardSto
   }
 }
 
-// Has the tiles of keys add to dq in their order, by one warp: the consumers add to a block of queries once it lets
-// them, and it lets the next tile once they have. A tile waits for earlier ones of its head alone, whose work was
+// Has the tiles of keys add to dq in a fixed order, the last keys first, by one warp: the consumers add to a block of
+// queries once it lets them, and it lets the next tile once they have. Tiles walk ascending queries, and of a band those
+// of the last keys start at the last queries: tiles that run at the same time come to a block in their order, and so do
+// those of all heads of a group, one after the other. A tile waits for later keys of its head alone, whose work was
 // handed out before its own, so there is always one that waits for none.
 template <class Traits>
 __device__ __forceinline__ void order_dq(const BackwardParams& p, BackwardStorage<Traits>& shared) {
@@ -135,7 +137,7 @@ __device__ __forceinline__ void order_dq(const BackwardParams& p, BackwardStorag
     for (int step = 0; step < item.walk.steps; ++step) {
       bool has_edge;
       const int block = item.walk.at(step, has_edge);
-      const int before = tiles_before<Traits>(p, item, block);
+      const int before = tiles_before<Traits>(p, item, step, block);
       if (threadIdx.x % 32 == 0) {
         while (load_acquired(turns + block) != before) {
         }
