@@ -86,6 +86,8 @@ struct BackwardParams {
   float* dq_sums;     // (B, Hq, 2 Tq, panels of D, 4096), zeros; null where dq is not needed
   int* dq_turns;      // (B, Hq, blocks of queries), zeros: how many tiles of keys have added to a block; null where
                       // they need not take turns
+  int* key_turns;     // (B, Hk, Tk), zeros: how many heads of a group have added to dk_sums and dv_sums of a tile of
+                      // keys; null without dq_turns or those sums
   float* dbias_sums;  // (B, Hq, Lk), of a bias per key; null where it is not needed
   const float* lse;    // (B, Hq, 128 Tq), in base 2; +inf for an empty row and beyond the last
   const float* delta;  // (B, Hq, 128 Tq)

@@ -27,8 +27,8 @@ using torch::stable::Tensor;
 
 constexpr const char* kName = "cuda_backward_kernel";
 constexpr int64_t kWorksEnough = 8;  // for each multiprocessor, so that none waits long for the last
-// Heads of a section whose tiles of keys take turns, so that fewer of one head wait for each other at a time.
-constexpr int64_t kOwnersOfTurns = 4;
+// Heads, or groups of them in one work, of a section whose tiles of keys take turns: fewer of one head wait at a time.
+constexpr int64_t kOwnersOfTurns = 8;
 
 // The kernels of one dtype and one pair of head dims; those of the rows are of the dtype alone.
 struct Unit {
@@ -155,11 +155,13 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
     sums = torch::stable::new_empty(q, {&length, 1}, ScalarType::Float);
     rows.dq_sums = static_cast<float*>(sums.mutable_data_ptr());
   }
-  if (dq.has_value() && deterministic) {
-    const int64_t blocks = padded_rows / unit.tile_rows;
-    turns = torch::stable::new_empty(q, {&blocks, 1}, ScalarType::Int);
+  const bool takes_turns = dq.has_value() && deterministic;
+  const int64_t blocks_q = padded_rows / unit.tile_rows;
+  if (takes_turns) {
+    const int64_t length = blocks_q + pairs_k * blocks_k;
+    turns = torch::stable::new_empty(q, {&length, 1}, ScalarType::Int);
     params.dq_turns = static_cast<int*>(turns.mutable_data_ptr());
-    check(cudaMemsetAsync(params.dq_turns, 0, blocks * sizeof(int), device.stream), kName, "clearing the turns of dq");
+    check(cudaMemsetAsync(params.dq_turns, 0, length * sizeof(int), device.stream), kName, "clearing the turns");
     if (has_mask) ordered_lists = order_lists(mask, q, tiles_q, blocks_k, params, device.stream);
   }
   params.lse = rows.lse_log2;
@@ -189,7 +191,8 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   params.blocks_k = static_cast<int>(blocks_k);
   // Heads of a group as works of their own are more works, whose dk and dv have to be added in device memory.
   const int device_processors = multiprocessors(kName, device.index);
-  const bool splits = !deterministic && pairs != pairs_k && pairs_k * blocks_k < kWorksEnough * device_processors;
+  const bool few_works = pairs != pairs_k && pairs_k * blocks_k < kWorksEnough * device_processors;
+  const bool splits = few_works && (!deterministic || takes_turns);
   params.heads_per_work = splits ? 1 : params.queries_per_group;
   const int64_t owners = splits ? pairs : pairs_k;
   params.total = static_cast<int>(owners * blocks_k);
@@ -204,16 +207,17 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
     if (dk.has_value()) params.dk_sums = start;
     if (dv.has_value()) params.dv_sums = start + (dk.has_value() ? rows_k * dq_columns : 0);
     params.dk = params.dv = nullptr;
+    if (takes_turns) params.key_turns = params.dq_turns + blocks_q;
   }
   // q, dout and the sums of dq of the query heads of a section.
   const int64_t row_bytes = (sizes.head_dim + sizes.head_dim_v) * 2 + (dq.has_value() ? dq_columns * 4 : 0);
   const int64_t work_bytes = params.heads_per_work * sizes.seqlen_q * row_bytes;
-  const int64_t section = std::max<int64_t>(kSectionBytes / work_bytes, params.dq_turns != nullptr ? kOwnersOfTurns : 1);
+  const int64_t section = std::max<int64_t>(kSectionBytes / work_bytes, takes_turns ? kOwnersOfTurns : 1);
   params.section = static_cast<int>(std::min(section, owners));
   const int blocks = std::min(params.total, device_processors);
   const bool even = !has_mask && low <= -sizes.seqlen_q && high >= sizes.seqlen_k;
   Tensor next;
-  if (params.dq_turns != nullptr || (!even && params.total > blocks)) {
+  if (takes_turns || (!even && params.total > blocks)) {
     next = work_counter(kName, q, device.stream);
     params.next = static_cast<int*>(next.mutable_data_ptr());
   }

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) backward_kernel(const __g
     } else if (Traits::kStoresDbias && warp == 2) {
       store_dbias<Traits>(p, shared);
     } else if (warp == 3 && takes_turns) {
-      order_dq<Traits>(p, shared);
+      order_sums<Traits>(p, shared);
     }
   } else {
     registers_acquire<Traits::kConsumerRegisters>();

@@ -431,8 +431,10 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& p, Backwa
     consumer.store_key_sums(item);
     if (item.is_last) {
       barrier_arrive_of_warp(&shared.keys_empty);
+      if (p.key_turns != nullptr) named_barrier_sync(kMayAddBarrier + group, 128 + 32);
       consumer.store(dk, p.dk, p.dk_sums, p.head_dim, p.softmax_scale, item);
       consumer.store(dv, p.dv, p.dv_sums, p.head_dim_v, 1.0f, item);
+      if (p.key_turns != nullptr) named_barrier_arrive(kHasAddedBarrier + group, 128 + 32);
     }
     give_back_work(shared, ring_work);
   }

@@ -1,8 +1,8 @@
 // The kernel before the backward kernel where tiles of keys take turns to add to dq: the lists of columns in one order,
 // full and partial tiles together, and the turn of each.
 //
-// A list of full tiles and then partial ones, as the mask has it, meets the queries of a tile late where the list of the
-// next keys meets them early, and the one waits for the other at every step. A warp writes one list.
+// A list of full tiles and then partial ones, as the mask has it, comes to some queries late where the list of the keys
+// beside comes to them early, and the one waits for most of the other. A warp writes one list.
 #include "launch.h"
 
 namespace flash_dmattn {
