@@ -26,6 +26,7 @@ SOURCES = (
     "api/mask.cpp",
     "api/module.cpp",
     "api/tensor_map.cpp",
+    "sm90/backward/order.cu",
     "sm90/backward/rows.cu",
     "sm90/mask/list.cu",
     "sm90/mask/pack.cu",
@@ -48,7 +49,7 @@ DTYPES = {"fp16": ("__half", "Half"), "bf16": ("__nv_bfloat16", "BFloat16")}  # 
 # Spilled bytes are those of the stores and the loads in a kernel's code, each counted once. At head dim 256 a thread
 # holds 128 sums of out beside its scores in 232 registers, and nvcc 13.0 spills up to 260 bytes. The bound is 40
 # registers stored and loaded once: a kernel that lost those sums would spill 1024 bytes. In the backward kernels it is
-# the producer that spills, up to 280 bytes: with 24 registers it leaves 240 to each consumer, which spills nothing.
+# the producer that spills, up to 288 bytes: with 24 registers it leaves 240 to each consumer, which spills nothing.
 SPILLED_BYTES_ALLOWED = 320
 
 INFO_PREFIX = "FLASH_DMATTN_BUILD_INFO "

@@ -86,6 +86,8 @@ struct BackwardParams {
   float* dq_sums;     // (B, Hq, 2 Tq, panels of D, 4096), zeros; null where dq is not needed
   int* dq_turns;      // (B, Hq, blocks of queries), zeros: how many tiles of keys have added to a block; null where
                       // they need not take turns
+  int* key_turns;     // (B, Hk, Tk), zeros: how many heads of a group have added to dk_sums and dv_sums of a tile of
+                      // keys; null without dq_turns or those sums
   float* dbias_sums;  // (B, Hq, Lk), of a bias per key; null where it is not needed
   const float* lse;    // (B, Hq, 128 Tq), in base 2; +inf for an empty row and beyond the last
   const float* delta;  // (B, Hq, 128 Tq)
@@ -97,8 +99,8 @@ struct BackwardParams {
 
   // A mask of tiles; heads_per_mask: the query heads that share one.
   const int32_t* mask_bits;       // (Bm, Hm, Lq, 4 Tk)
-  const int32_t* mask_lists;      // (Bm, Hm, Tk, 2 + Tq), of columns
-  const int32_t* mask_row_lists;  // (Bm, Hm, Tq, 2 + Tk); read where tiles of keys take turns
+  const int32_t* mask_lists;      // (Bm, Hm, Tk, 2 + Tq), of columns; where tiles of keys take turns, `ordered` below
+  const int32_t* mask_turns;      // (Bm, Hm, Tk, Tq), `turns` below; null where they do not
   int heads_per_mask, mask_heads;
   bool mask_has_batch;
 
@@ -110,12 +112,22 @@ struct BackwardParams {
   int heads_per_bias;
   bool bias_has_batch;
 
-  // The order of work: sections of this many (batch, heads) pairs, in each the first keys of all first. A work is a
-  // tile of keys and this many query heads: one, or all of a group.
+  // The order of work: sections of this many (batch, heads) pairs, in each the first keys of all first, or the last
+  // where tiles of keys take turns. A work is a tile of keys and this many query heads: one, or all of a group.
   int section, blocks_k, total, heads_per_work;
   // Counts the work handed out, without the first of each block where tiles need not take turns; null to share it out
   // evenly.
   int* next;
+};
+
+// Before the backward pass whose tiles of keys take turns: lists of columns in which the tiles of queries ascend.
+struct OrderListsParams {
+  const int32_t* row_lists;  // (Bm, Hm, Tq, 2 + Tk)
+  const int32_t* col_lists;  // (Bm, Hm, Tk, 2 + Tq)
+  int32_t* ordered;          // (Bm, Hm, Tk, 2 + Tq): 0, how many, and the tiles that are not empty
+  int32_t* turns;            // (Bm, Hm, Tk, Tq), for each of them: how many tiles of later keys its row has
+  int64_t num_lists;         // Bm * Hm * Tk
+  int tiles_q, tiles_k;
 };
 
 // Before the backward pass: lse in base 2, delta = rowsum(dout * out) - dlse, and zeros for dq_sums.

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import assert_accurate, run
+from accuracy import assert_accurate, error, oracle, run
 from cases import ALL, Case, Inputs
 from conftest import Runner
 from layouts import LAYOUTS, rearranged
@@ -51,6 +51,14 @@ def every_second_tile(mask: Tensor) -> None:
 def first_tiles(mask: Tensor) -> None:
     mask[:, :, :TILE] = False
     mask[:, :, :, :TILE] = False
+
+
+def tiles_of_every_kind(mask: Tensor) -> None:
+    """Rows and columns of tiles in which full, empty and partial ones follow each other without a pattern of bands."""
+    kinds = torch.randint(3, (mask.shape[0], mask.shape[1], 16, 16), generator=torch.Generator().manual_seed(1))
+    of_each = kinds.to(mask.device).repeat_interleave(TILE, 2).repeat_interleave(TILE, 3)
+    of_each = of_each[:, :, : mask.shape[2], : mask.shape[3]]
+    mask.logical_and_(of_each != 0).logical_or_(of_each == 1)
 
 
 # What a case has besides, and what is then left out of its mask.
@@ -106,6 +114,54 @@ def test_sums_in_a_fixed_order(backend: Runner, heads: tuple[int, int, int], bia
     num_heads, num_heads_k, head_dim = heads
     case = BASE.with_(num_heads=num_heads, num_heads_k=num_heads_k, head_dim=head_dim, bias=BIASES[bias])
     check_masked(backend, case.with_(dtype=torch.float16), form, deterministic=True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    (
+        {"mask": TILES},
+        {"mask": ("1", "Hq", "Lq", "Lk"), "bias": PER_KEY},
+        {"mask": TILES, "num_heads_k": 8, "bias": FULL},
+        {"is_causal": True},
+        {"window_size": (300, 0)},
+        {"window_size": (150, 260)},
+        {"seqlen_q": 700, "window_size": (-1, 40)},
+        {},
+    ),
+    ids=str,
+)
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_turns_of_many_tiles(backend: Runner, head_dim: int, changes: dict[str, Any]) -> None:
+    """Tiles of keys that add to the same queries: all at once, in bands, and in lists of full and partial tiles."""
+    case = BASE.with_(seqlen_q=1190, seqlen_k=1096, num_heads=8, head_dim=head_dim, **changes)
+    inputs = case.build()
+    if inputs.mask is not None:
+        tiles_of_every_kind(inputs.mask)
+    check(backend, case, inputs, deterministic=True)
+    choice = backend.choice(case, inputs, deterministic=True)
+    attention = partial(flash_dmattn.attention, return_lse=True, deterministic=True, backend=choice)
+    first = run(attention, case, inputs)
+    for _ in range(5):
+        again = run(attention, case, inputs)
+        for name, x in first.items():
+            assert x is None or torch.equal(x, again[name]), name
+
+
+@pytest.mark.parametrize("lengths", ((193, 264), (1190, 70)), ids=str)
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_dbias_per_key_is_summed_before_it_is_rounded(backend: Runner, head_dim: int, lengths: tuple[int, int]) -> None:
+    """Of a loss of lse alone, which delta has in fp32, ds in 16 bits would be all that is rounded: 1e-3 of it."""
+    seqlen_q, seqlen_k = lengths
+    case = BASE.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, bias=PER_KEY, need=("bias",))
+    case = case.with_(bias_dtype=torch.float32)
+    inputs = case.build()
+    inputs = replace(inputs, dout=torch.zeros_like(inputs.dout))
+    if backend.choice(case, inputs) != "cuda":
+        pytest.skip("the backward kernels of this case are not built")
+    attention = partial(flash_dmattn.attention, return_lse=True, backend="cuda")
+    dbias = run(attention, case, inputs)["dbias"]
+    assert dbias is not None
+    assert error(dbias, oracle(case, inputs)["dbias"]) < 1e-5
 
 
 @every_mask

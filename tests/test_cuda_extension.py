@@ -30,7 +30,13 @@ WIDE, NARROW = "PackTraitsILb1E", "PackTraitsILb0E"
 ONE_UNIT = {"FLASH_DMATTN_HEAD_DIMS": "64", "FLASH_DMATTN_DTYPES": "bf16"}
 UNIT, BACKWARD_UNIT = "forward_d64_bf16", "backward_d64_bf16"
 # The kernels beside those of the units, and how many there are of each.
-OTHERS = {"backward_rows_kernel": 2, "backward_sums_kernel": 2, "list_tiles_kernel": 1, "pack_mask_kernel": 4}
+OTHERS = {
+    "backward_rows_kernel": 2,
+    "backward_sums_kernel": 2,
+    "list_tiles_kernel": 1,
+    "order_lists_kernel": 1,
+    "pack_mask_kernel": 4,
+}
 
 
 def load_build_cuda() -> ModuleType:

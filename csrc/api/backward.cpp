@@ -27,6 +27,8 @@ using torch::stable::Tensor;
 
 constexpr const char* kName = "cuda_backward_kernel";
 constexpr int64_t kWorksEnough = 8;  // for each multiprocessor, so that none waits long for the last
+// Heads, or groups of them in one work, of a section whose tiles of keys take turns: fewer of one head wait at a time.
+constexpr int64_t kOwnersOfTurns = 8;
 
 // The kernels of one dtype and one pair of head dims; those of the rows are of the dtype alone.
 struct Unit {
@@ -66,6 +68,25 @@ BackwardBias describe_bias(const Tensor& bias, const Tensor& q, bool stores_dbia
   if (!is_per_score) return is_broadcast(bias, 3) ? BackwardBias::kNone : BackwardBias::kVector;
   CHECK_ARGUMENT(bias.scalar_type() == q.scalar_type(), "bias of one value per query and key needs the dtype of q");
   return stores_dbias ? BackwardBias::kTileStore : BackwardBias::kTile;
+}
+
+// Has params read the lists of columns in one order, and the turns of their tiles; they lie in the tensor.
+Tensor order_lists(const std::vector<Tensor>& mask, const Tensor& q, int64_t tiles_q, int64_t tiles_k,
+                   BackwardParams& params, cudaStream_t stream) {
+  OrderListsParams order{};
+  order.row_lists = static_cast<const int32_t*>(mask[1].const_data_ptr());
+  order.col_lists = static_cast<const int32_t*>(mask[2].const_data_ptr());
+  order.num_lists = mask[2].size(0) * mask[2].size(1) * tiles_k;
+  order.tiles_q = static_cast<int>(tiles_q);
+  order.tiles_k = static_cast<int>(tiles_k);
+  const int64_t length = order.num_lists * (2 + tiles_q + tiles_q);
+  const Tensor lists = torch::stable::new_empty(q, {&length, 1}, ScalarType::Int);
+  order.ordered = static_cast<int32_t*>(lists.mutable_data_ptr());
+  order.turns = order.ordered + order.num_lists * (2 + tiles_q);
+  check(launch_order_lists(order, stream), kName, "launching the kernel of the lists");
+  params.mask_lists = order.ordered;
+  params.mask_turns = order.turns;
+  return lists;
 }
 
 // Writes those of dq, dk, dv, dbias and dbias_sums that are given, all contiguous: dbias (B, Hq, Lq, Lk) of a bias per
@@ -119,7 +140,6 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   if (has_mask) {
     CHECK_ARGUMENT(mask.size() == 3, "mask has ", mask.size(), " tensors; it needs bits and lists of rows and columns");
     set_mask(mask[0], mask[2], sizes, params);
-    params.mask_row_lists = static_cast<const int32_t*>(mask[1].const_data_ptr());
   }
 
   // lse in base 2 and delta, one behind the other.
@@ -128,18 +148,21 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   const Tensor numbers = torch::stable::new_empty(q, {of_rows.data(), of_rows.size()}, ScalarType::Float);
   rows.lse_log2 = static_cast<float*>(numbers.mutable_data_ptr());
   rows.delta = rows.lse_log2 + padded_rows;
-  Tensor sums, turns;
+  Tensor sums, turns, ordered_lists;
   const int64_t dq_columns = ceil_div(unit.head_dim, kPieceColumns) * kPieceColumns;
   if (dq.has_value()) {
     const int64_t length = padded_rows * dq_columns;
     sums = torch::stable::new_empty(q, {&length, 1}, ScalarType::Float);
     rows.dq_sums = static_cast<float*>(sums.mutable_data_ptr());
   }
-  if (dq.has_value() && deterministic) {
-    const int64_t blocks = padded_rows / unit.tile_rows;
-    turns = torch::stable::new_empty(q, {&blocks, 1}, ScalarType::Int);
+  const bool takes_turns = dq.has_value() && deterministic;
+  const int64_t blocks_q = padded_rows / unit.tile_rows;
+  if (takes_turns) {
+    const int64_t length = blocks_q + pairs_k * blocks_k;
+    turns = torch::stable::new_empty(q, {&length, 1}, ScalarType::Int);
     params.dq_turns = static_cast<int*>(turns.mutable_data_ptr());
-    check(cudaMemsetAsync(params.dq_turns, 0, blocks * sizeof(int), device.stream), kName, "clearing the turns of dq");
+    check(cudaMemsetAsync(params.dq_turns, 0, length * sizeof(int), device.stream), kName, "clearing the turns");
+    if (has_mask) ordered_lists = order_lists(mask, q, tiles_q, blocks_k, params, device.stream);
   }
   params.lse = rows.lse_log2;
   params.delta = rows.delta;
@@ -168,7 +191,8 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   params.blocks_k = static_cast<int>(blocks_k);
   // Heads of a group as works of their own are more works, whose dk and dv have to be added in device memory.
   const int device_processors = multiprocessors(kName, device.index);
-  const bool splits = !deterministic && pairs != pairs_k && pairs_k * blocks_k < kWorksEnough * device_processors;
+  const bool few_works = pairs != pairs_k && pairs_k * blocks_k < kWorksEnough * device_processors;
+  const bool splits = few_works && (!deterministic || takes_turns);
   params.heads_per_work = splits ? 1 : params.queries_per_group;
   const int64_t owners = splits ? pairs : pairs_k;
   params.total = static_cast<int>(owners * blocks_k);
@@ -183,15 +207,17 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
     if (dk.has_value()) params.dk_sums = start;
     if (dv.has_value()) params.dv_sums = start + (dk.has_value() ? rows_k * dq_columns : 0);
     params.dk = params.dv = nullptr;
+    if (takes_turns) params.key_turns = params.dq_turns + blocks_q;
   }
   // q, dout and the sums of dq of the query heads of a section.
   const int64_t row_bytes = (sizes.head_dim + sizes.head_dim_v) * 2 + (dq.has_value() ? dq_columns * 4 : 0);
   const int64_t work_bytes = params.heads_per_work * sizes.seqlen_q * row_bytes;
-  params.section = static_cast<int>(std::clamp<int64_t>(kSectionBytes / work_bytes, 1, owners));
+  const int64_t section = std::max<int64_t>(kSectionBytes / work_bytes, takes_turns ? kOwnersOfTurns : 1);
+  params.section = static_cast<int>(std::min(section, owners));
   const int blocks = std::min(params.total, device_processors);
   const bool even = !has_mask && low <= -sizes.seqlen_q && high >= sizes.seqlen_k;
   Tensor next;
-  if (params.dq_turns != nullptr || (!even && params.total > blocks)) {
+  if (takes_turns || (!even && params.total > blocks)) {
     next = work_counter(kName, q, device.stream);
     params.next = static_cast<int*>(next.mutable_data_ptr());
   }

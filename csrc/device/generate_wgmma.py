@@ -14,7 +14,6 @@ from pathlib import Path
 HEADER = Path(__file__).with_name("wgmma_instructions.h")
 # Of each width the methods that kernels use.
 METHODS = {
-    8: ("registers_by_columns",),
     64: ("shared_by_columns", "shared_by_rows", "registers_by_rows"),
     **dict.fromkeys((96, 128, 192, 256), ("shared_by_columns", "registers_by_rows")),
 }
@@ -85,11 +84,6 @@ def instruction(dtype: str, n: int) -> str:
             "A from registers, B from shared memory, N-major.", "run",
             f"({sums}, const uint32_t (&a)[4], uint64_t b,\n{' ' * 45}bool accumulate)",
             body(*fragment, "1, 1, 1", 5),
-        ),
-        "registers_by_columns": (
-            "A from registers, B from shared memory, K-major.", "run_columns",
-            f"({sums}, const uint32_t (&a)[4], uint64_t b,\n{' ' * 53}bool accumulate)",
-            body(*fragment, "1, 1, 0", 5),
         ),
     }  # fmt: skip
     written = []

@@ -15,24 +15,6 @@ template <class T, int kN>
 struct Wgmma;
 
 template <>
-struct Wgmma<__half, 8> {
-  // A from registers, B from shared memory, K-major.
-  __device__ static __forceinline__ void run_columns(float (&d)[4], const uint32_t (&a)[4], uint64_t b,
-                                                     bool accumulate) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.b32 p, %9, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 "
-        "{%0, %1, %2, %3}, "
-        "{%4, %5, %6, %7}, %8, p, 1, 1, 0;\n"
-        "}\n"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
-  }
-};
-
-template <>
 struct Wgmma<__half, 64> {
   // A and B from shared memory, both K-major.
   __device__ static __forceinline__ void run(float (&d)[32], uint64_t a, uint64_t b, bool accumulate) {
@@ -318,24 +300,6 @@ struct Wgmma<__half, 256> {
           "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),
           "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
           "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
-  }
-};
-
-template <>
-struct Wgmma<__nv_bfloat16, 8> {
-  // A from registers, B from shared memory, K-major.
-  __device__ static __forceinline__ void run_columns(float (&d)[4], const uint32_t (&a)[4], uint64_t b,
-                                                     bool accumulate) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.b32 p, %9, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
-        "{%0, %1, %2, %3}, "
-        "{%4, %5, %6, %7}, %8, p, 1, 1, 0;\n"
-        "}\n"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
   }
 };

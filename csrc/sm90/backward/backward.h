@@ -40,13 +40,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) backward_kernel(const __g
     }
     barrier_init_fence();
   }
-  if constexpr (Traits::kBias == BackwardBias::kVector) {
-    if (threadIdx.x < Traits::kOnesBytes / 4) {
-      const uint32_t pair = pack(1.0f, 1.0f, typename Traits::Element{});
-      reinterpret_cast<uint32_t*>(shared.ones)[threadIdx.x] = pair;
-      shared_memory_fence();
-    }
-  }
   __syncthreads();
 
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // the same for all, and known to be
@@ -60,7 +53,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) backward_kernel(const __g
     } else if (Traits::kStoresDbias && warp == 2) {
       store_dbias<Traits>(p, shared);
     } else if (warp == 3 && takes_turns) {
-      order_dq<Traits>(p, shared);
+      order_sums<Traits>(p, shared);
     }
   } else {
     registers_acquire<Traits::kConsumerRegisters>();

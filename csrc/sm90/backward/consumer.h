@@ -17,6 +17,7 @@ struct BackwardConsumer {
   static constexpr int kD = Traits::kD, kDv = Traits::kDv, kRows = Traits::kRows;
   static constexpr int kScores = kRows / 2;  // of a thread
   static constexpr int kSteps = kRows / 16;  // of 16 queries
+  static constexpr bool kHasKeyBias = Traits::kBias == BackwardBias::kVector;
   using Scores = float[kScores];
   using Operand = uint32_t[kSteps][4];  // scores in 16 bits, as a matrix instruction reads them
   using Ring2 = Ring<Traits::kStages>;
@@ -32,7 +33,6 @@ struct BackwardConsumer {
   float (&dk)[kD / 2];
   float (&dv)[kDv / 2];
   float key_bias[2];  // of the thread's two keys, in units of log2
-  float dbias[4];     // sums of ds over queries, of the first key and of the second, each twice
 
   __device__ __forceinline__ int key_of_block(int r) const { return group * 64 + warp * 16 + lane / 4 + 8 * r; }
 
@@ -73,12 +73,6 @@ struct BackwardConsumer {
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) Wgmma<Element, kD>::run(dk, ds[i], step_by_rows(q, i), true);
-    if constexpr (Traits::kBias == BackwardBias::kVector) {
-      // The gradient of a bias per key is ds times ones: as sums of registers it costs those that dk needs.
-      const uint64_t ones = matrix_descriptor(shared_address(shared.ones), 16);
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) Wgmma<Element, 8>::run_columns(dbias, ds[i], ones, true);
-    }
     wgmma_commit();
   }
 
@@ -189,7 +183,7 @@ struct BackwardConsumer {
           const float2 values = unpack(bias[c / 2][c % 2 * 2 + r], Element{});
           add[0] = fmaf(values.x, kLog2e, add[0]);
           add[1] = fmaf(values.y, kLog2e, add[1]);
-        } else if constexpr (Traits::kBias == BackwardBias::kVector) {
+        } else if constexpr (kHasKeyBias) {
           add[0] += key_bias[r];
           add[1] += key_bias[r];
         }
@@ -202,20 +196,29 @@ struct BackwardConsumer {
     }
   }
 
-  // From p and dp their operands p and ds, in 16 bits: two scores at a time, so that the registers of both suffice.
+  // From p and dp their operands p and ds, in 16 bits: two scores at a time, so that the registers of both suffice. The
+  // gradient of a bias per key is the sum of ds before it is rounded. It is added up in shared memory after each block:
+  // sums that stay in registers are put off by the compiler to the next one, and all of ds with them.
   __device__ __forceinline__ void finish_ds(const Scores& exps, const Scores& dp, int stage, Operand& probs,
                                             Operand& ds) {
     const float* delta = shared.delta[stage] + 2 * (lane % 4);
+    float sums[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int c = 0; c < kRows / 8; ++c) {
       const float2 pair = *reinterpret_cast<const float2*>(delta + 8 * c);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int i = 4 * c + 2 * r;
-        const float low = exps[i] * (dp[i] - pair.x), high = exps[i + 1] * (dp[i + 1] - pair.y);
+        const float low = dp[i] - pair.x, high = dp[i + 1] - pair.y;
         probs[c / 2][c % 2 * 2 + r] = pack(exps[i], exps[i + 1], Element{});
-        ds[c / 2][c % 2 * 2 + r] = pack(low, high, Element{});
+        ds[c / 2][c % 2 * 2 + r] = pack(exps[i] * low, exps[i + 1] * high, Element{});
+        // Not of the products at hand: that takes two registers more than there are.
+        if constexpr (kHasKeyBias) sums[r] = fmaf(exps[i], low, fmaf(exps[i + 1], high, sums[r]));
       }
+    }
+    if constexpr (kHasKeyBias) {
+      float2& total = key_sums();
+      total = make_float2(total.x + sums[0], total.y + sums[1]);
     }
   }
 
@@ -290,7 +293,6 @@ struct BackwardConsumer {
     wgmma_wait<kHasNext ? 1 : 0>();
     pin(dk);
     pin(dv);
-    if constexpr (Traits::kBias == BackwardBias::kVector) pin(dbias);
     pin(dq);
     if (i > 0) {
       barrier_arrive_of_warp(&shared.ds_empty[rings.dq.stage]);
@@ -371,8 +373,12 @@ struct BackwardConsumer {
     }
   }
 
+  // The thread's sums of ds over queries, of its two keys, by every fourth pair of queries.
+  __device__ __forceinline__ float2& key_sums() { return shared.key_sums[group * 128 + warp * 32 + lane]; }
+
   __device__ __forceinline__ void load_key_bias(const KeyItem<Traits>& item) {
-    if constexpr (Traits::kBias == BackwardBias::kVector) {
+    if constexpr (kHasKeyBias) {
+      key_sums() = make_float2(0.0f, 0.0f);
       with_bias(p, item, [&](auto bias) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -383,13 +389,17 @@ struct BackwardConsumer {
   }
 
   __device__ __forceinline__ void store_key_sums(const KeyItem<Traits>& item) {
-    if constexpr (Traits::kBias == BackwardBias::kVector) {
+    if constexpr (kHasKeyBias) {
       if (p.dbias_sums == nullptr) return;
       float* to = p.dbias_sums + (static_cast<int64_t>(item.batch) * p.num_heads + item.head) * p.seqlen_k;
+      const float2 of_thread = key_sums();
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
+        float sum = r == 0 ? of_thread.x : of_thread.y;
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
         const int key = item.block_k * kTile + key_of_block(r);
-        if (lane % 4 == 0 && key < p.seqlen_k) to[key] = dbias[2 * r];
+        if (lane % 4 == 0 && key < p.seqlen_k) to[key] = sum;
       }
     }
   }
@@ -407,7 +417,7 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& p, Backwa
   for (;;) {
     const KeyItem<Traits>& item = take_work(shared, ring_work);
     if (!item.exists) break;
-    BackwardConsumer<Traits> consumer{p, shared, group, warp, lane, dk, dv, {}, {}};
+    BackwardConsumer<Traits> consumer{p, shared, group, warp, lane, dk, dv, {}};
     if (item.is_first) {
 #pragma unroll
       for (int i = 0; i < Traits::kD / 2; ++i) dk[i] = 0.0f;
@@ -421,8 +431,10 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& p, Backwa
     consumer.store_key_sums(item);
     if (item.is_last) {
       barrier_arrive_of_warp(&shared.keys_empty);
+      if (p.key_turns != nullptr) named_barrier_sync(kMayAddBarrier + group, 128 + 32);
       consumer.store(dk, p.dk, p.dk_sums, p.head_dim, p.softmax_scale, item);
       consumer.store(dv, p.dv, p.dv_sums, p.head_dim_v, 1.0f, item);
+      if (p.key_turns != nullptr) named_barrier_arrive(kHasAddedBarrier + group, 128 + 32);
     }
     give_back_work(shared, ring_work);
   }

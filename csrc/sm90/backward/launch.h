@@ -1,6 +1,8 @@
 // The launch of the backward kernels, for those who do not compile them.
 #pragma once
 
+#include <cstdint>
+
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
@@ -19,11 +21,15 @@ enum class BackwardBias {
 // Sums that several blocks add to lie in pieces.
 constexpr int kPieceRows = 64, kPieceColumns = 64, kPieceFloats = kPieceRows * kPieceColumns;
 
+// Of an entry of an ordered list (OrderListsParams): every query of the tile may attend every key.
+constexpr int32_t kFullTile = INT32_MIN;
+
 // Rows of the tiles of q, dout, bias and dbias; those of k and v have kTile.
 constexpr int backward_rows(int head_dim, int head_dim_v) { return head_dim <= 64 && head_dim_v <= 64 ? 128 : 64; }
 
 // Defined for the dtypes and head dims that the extension is built with. Each returns the error of its launch, which is
 // on the current device. `rows` is before `main`, and `sums` after it, for every result that it has summed.
+// `launch_order_lists` is before it too, for a mask and tiles of keys that take turns; there is one for all units.
 template <class T, int kHeadDim, int kHeadDimV>
 cudaError_t launch_backward_main(const BackwardParams& params, BackwardBias bias, bool has_mask, int blocks,
                                  cudaStream_t stream);
@@ -31,5 +37,6 @@ template <class T>
 cudaError_t launch_backward_rows(const BackwardRowsParams& params, cudaStream_t stream);
 template <class T>
 cudaError_t launch_backward_sums(const BackwardSumsParams& params, cudaStream_t stream);
+cudaError_t launch_order_lists(const OrderListsParams& params, cudaStream_t stream);
 
 }  // namespace flash_dmattn

@@ -120,30 +120,40 @@ __device__ __forceinline__ void store_dbias(const BackwardParams& p, BackwardSto
   }
 }
 
-// Has the tiles of keys add to dq in their order, by one warp: the consumers add to a block of queries once it lets
-// them, and it lets the next tile once they have. A tile waits for earlier ones of its head alone, whose work was
-// handed out before its own, so there is always one that waits for none.
+// Lets the consumers add once so many others have, and lets the next.
 template <class Traits>
-__device__ __forceinline__ void order_dq(const BackwardParams& p, BackwardStorage<Traits>& shared) {
+__device__ __forceinline__ void let_add(int* turn, int before) {
+  if (threadIdx.x % 32 == 0) {
+    while (load_acquired(turn) != before) {
+    }
+  }
+  __syncwarp();
+  for (int group = 0; group < Traits::kConsumers; ++group) named_barrier_arrive(kMayAddBarrier + group, 128 + 32);
+  for (int group = 0; group < Traits::kConsumers; ++group) named_barrier_sync(kHasAddedBarrier + group, 128 + 32);
+  if (threadIdx.x % 32 == 0) add_released(turn, 1);
+}
+
+// Has the tiles of keys add to dq in a fixed order, the last keys first, by one warp, and then the heads of a group to
+// dk and dv, the first first. Tiles walk ascending queries, and of a band those of the last keys start at the last
+// queries: tiles that run at the same time come to a block in their order. A work waits for later keys of its head and
+// for earlier heads of its keys, which were handed out before it, so there is always one that waits for none.
+template <class Traits>
+__device__ __forceinline__ void order_sums(const BackwardParams& p, BackwardStorage<Traits>& shared) {
   const int blocks = (p.seqlen_q + kTile - 1) / kTile * (kTile / Traits::kRows);
   Ring<2> ring_work;
   for (;;) {
     const KeyItem<Traits>& item = take_work(shared, ring_work);
     if (!item.exists) return;
-    int* const turns = p.dq_turns + (static_cast<int64_t>(item.batch) * p.num_heads + item.head) * blocks;
+    const int64_t head = static_cast<int64_t>(item.batch) * p.num_heads + item.head;
 #pragma unroll 1
     for (int step = 0; step < item.walk.steps; ++step) {
       bool has_edge;
       const int block = item.walk.at(step, has_edge);
-      const int before = tiles_before<Traits>(p, item, block);
-      if (threadIdx.x % 32 == 0) {
-        while (load_acquired(turns + block) != before) {
-        }
-      }
-      __syncwarp();
-      for (int group = 0; group < Traits::kConsumers; ++group) named_barrier_arrive(kMayAddBarrier + group, 128 + 32);
-      for (int group = 0; group < Traits::kConsumers; ++group) named_barrier_sync(kHasAddedBarrier + group, 128 + 32);
-      if (threadIdx.x % 32 == 0) add_released(turns + block, 1);
+      let_add<Traits>(p.dq_turns + head * blocks + block, tiles_before<Traits>(p, item, step, block));
+    }
+    if (p.key_turns != nullptr) {
+      const int64_t head_k = head / p.queries_per_group;
+      let_add<Traits>(p.key_turns + head_k * p.blocks_k + item.block_k, item.head % p.queries_per_group);
     }
     give_back_work(shared, ring_work);
   }

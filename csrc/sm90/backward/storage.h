@@ -7,8 +7,8 @@
 
 namespace flash_dmattn {
 
-// Named barriers, one for each consumer of: its turn to issue products; leave to add to dq, and that it has. 0 is that
-// of __syncthreads.
+// Named barriers, one for each consumer of: its turn to issue products; leave to add to sums in device memory, and that
+// it has. 0 is that of __syncthreads.
 constexpr int kTurnBarrier = 1, kMayAddBarrier = 3, kHasAddedBarrier = 5;
 
 // The barriers come last: each one's phase is over when what it names has happened.
@@ -21,7 +21,7 @@ struct alignas(1024) BackwardStorage {
   alignas(1024) uint8_t dout[kStages][Traits::kDoutBytes];
   alignas(1024) uint8_t ds[kStages][Traits::kScoreBytes];  // (queries, keys) in panels of 64 keys
   alignas(1024) uint8_t bias[kStages][Traits::kBiasBytes];
-  alignas(1024) uint8_t ones[Traits::kOnesBytes];  // in 16 bits, 8 rows of them
+  float2 key_sums[Traits::kKeySums];  // one of each thread of the consumers
   alignas(16) float lse[kStages][Traits::kRows];
   alignas(16) float delta[kStages][Traits::kRows];
   uint64_t keys_full, keys_empty;

@@ -30,7 +30,7 @@ struct BackwardTraits {
   static constexpr int kDoutBytes = kRows * kPanelsV * kRowBytes;
   static constexpr int kScoreBytes = kRows * kKeys * 2;
   static constexpr int kBiasBytes = kHasBiasTiles ? kScoreBytes : 16;
-  static constexpr int kOnesBytes = kBias == BackwardBias::kVector ? kSwizzleBytes : 16;
+  static constexpr int kKeySums = kBias == BackwardBias::kVector ? 128 * kConsumers : 1;
 
   static constexpr int kThreads = 128 * (1 + kConsumers);
   // Of 504 registers a thread of each warpgroup can be given together, in steps of 8.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../operands.h"
+#include "launch.h"
 
 namespace flash_dmattn {
 
@@ -19,6 +20,7 @@ __device__ __forceinline__ KeyWork key_work_at(const BackwardParams& p, int inde
   KeyWork work;
   work.block_k = place / width;  // under causality the longest first
   const int pair = first + place - work.block_k * width;
+  if (p.dq_turns != nullptr) work.block_k = p.blocks_k - 1 - work.block_k;
   work.batch = pair / works;
   work.head = (pair - work.batch * works) * p.heads_per_work;
   return work;
@@ -28,7 +30,7 @@ __device__ __forceinline__ KeyWork key_work_at(const BackwardParams& p, int inde
 template <class Traits>
 struct QueryWalk {
   int steps;
-  // Under a mask of tiles: the list of the column of tiles, whose partial tiles come last.
+  // Under a mask of tiles: the list of the column of tiles, whose partial tiles come last, or have no kFullTile.
   const int32_t* list;
   int num_full;
   // Else: the blocks [start, start + steps); those in [start_inside, stop_inside) are free of edges.
@@ -61,9 +63,9 @@ struct QueryWalk {
   // The block of a step, and whether a query of it may be forbidden some key.
   __device__ __forceinline__ int at(int step, bool& has_edge) const {
     if constexpr (Traits::kHasMask) {
-      const int place = step / kBlocksPerTile;
-      has_edge = place >= num_full;
-      return __ldg(list + place) * kBlocksPerTile + step % kBlocksPerTile;
+      const int place = step / kBlocksPerTile, tile = __ldg(list + place);
+      has_edge = place >= num_full && !(tile & kFullTile);
+      return (tile & ~kFullTile) * kBlocksPerTile + step % kBlocksPerTile;
     } else {
       const int block = start + step;
       has_edge = block < start_inside || block >= stop_inside;
@@ -72,19 +74,17 @@ struct QueryWalk {
   }
 };
 
-// How many tiles of keys before that of the work have queries of the block in their walk, by a whole warp.
+// How many tiles of keys add before the work to the block of a step: those of later keys that have it in their walk.
 template <class Traits, class Work>
-__device__ __forceinline__ int tiles_before(const BackwardParams& p, const Work& work, int block) {
+__device__ __forceinline__ int tiles_before(const BackwardParams& p, const Work& work, int step, int block) {
   if constexpr (Traits::kHasMask) {
     const int tiles_k = (p.seqlen_k + kTile - 1) / kTile, tiles_q = (p.seqlen_q + kTile - 1) / kTile;
-    const int tile_q = block * Traits::kRows / kTile;
-    const int32_t* list = p.mask_row_lists + (mask_of(p, work) * tiles_q + tile_q) * (2 + tiles_k);
-    const int length = __ldg(list) + __ldg(list + 1);
-    int count = 0;
-    for (int i = threadIdx.x % 32; i < length; i += 32) count += __ldg(list + 2 + i) < work.block_k;
-    return __reduce_add_sync(0xffffffffu, count);
+    const int32_t* turns = p.mask_turns + (mask_of(p, work) * tiles_k + work.block_k) * tiles_q;
+    return __ldg(turns + step / QueryWalk<Traits>::kBlocksPerTile);
   } else {
-    return work.block_k - max(block * Traits::kRows + p.low, 0) / kTile;
+    // The last whose first key is in reach of the last query.
+    const int query = min((block + 1) * Traits::kRows, p.seqlen_q) - 1;
+    return min(query + p.high, p.seqlen_k - 1) / kTile - work.block_k;
   }
 }
 

@@ -1,0 +1,64 @@
+// The kernel before the backward kernel where tiles of keys take turns to add to dq: the lists of columns in one order,
+// full and partial tiles together, and the turn of each.
+//
+// A list of full tiles and then partial ones, as the mask has it, comes to some queries late where the list of the keys
+// beside comes to them early, and the one waits for most of the other. A warp writes one list.
+#include "launch.h"
+
+namespace flash_dmattn {
+namespace {
+
+constexpr int kListsPerBlock = 4;
+
+// Of ascending values: how many are less than the bound.
+__device__ __forceinline__ int count_below(const int32_t* values, int count, int bound) {
+  int low = 0, high = count;
+  while (low < high) {
+    const int middle = (low + high) / 2;
+    if (__ldg(values + middle) < bound) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+__global__ void __launch_bounds__(kListsPerBlock * 32) order_lists_kernel(const __grid_constant__ OrderListsParams p) {
+  const int64_t list = static_cast<int64_t>(blockIdx.x) * kListsPerBlock + threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  if (list >= p.num_lists) return;
+  const int64_t mask = list / p.tiles_k;
+  const int tile_k = static_cast<int>(list - mask * p.tiles_k);
+  const int32_t* full = p.col_lists + list * (2 + p.tiles_q) + 2;
+  const int num_full = __ldg(full - 2), num_partial = __ldg(full - 1);
+  const int32_t* partial = full + num_full;
+  int32_t* ordered = p.ordered + list * (2 + p.tiles_q);
+  if (lane == 0) {
+    ordered[0] = 0;
+    ordered[1] = num_full + num_partial;
+  }
+  for (int i = lane; i < num_full + num_partial; i += 32) {
+    const int tile_q = __ldg(full + i);
+    const bool is_full = i < num_full;
+    const int place = is_full ? i + count_below(partial, num_partial, tile_q)
+                              : i - num_full + count_below(full, num_full, tile_q);
+    ordered[2 + place] = is_full ? tile_q | kFullTile : tile_q;
+    // Tiles of later keys come before this one.
+    const int32_t* row = p.row_lists + (mask * p.tiles_q + tile_q) * (2 + p.tiles_k) + 2;
+    const int row_full = __ldg(row - 2), row_partial = __ldg(row - 1);
+    const int up_to_this =
+        count_below(row, row_full, tile_k + 1) + count_below(row + row_full, row_partial, tile_k + 1);
+    p.turns[list * p.tiles_q + place] = row_full + row_partial - up_to_this;
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_order_lists(const OrderListsParams& params, cudaStream_t stream) {
+  const int64_t blocks = (params.num_lists + kListsPerBlock - 1) / kListsPerBlock;
+  order_lists_kernel<<<static_cast<unsigned>(blocks), kListsPerBlock * 32, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+}  // namespace flash_dmattn
