@@ -25,6 +25,7 @@ SOURCES = (
     "api/forward.cpp",
     "api/mask.cpp",
     "api/module.cpp",
+    "api/shared_dbias.cpp",
     "api/tensor_map.cpp",
     "sm90/backward/order.cu",
     "sm90/backward/rows.cu",
@@ -33,6 +34,7 @@ SOURCES = (
 )
 FORWARD = "sm90/forward/instantiate.cu"
 BACKWARD = "sm90/backward/instantiate.cu"
+SHARED_DBIAS = "sm90/shared_dbias/instantiate.cu"
 STUB = "api/stub_libtorch_cuda.cpp"
 
 ARCH = "sm_90a"
@@ -210,6 +212,11 @@ def backward_units() -> list[Unit]:
     return _units("backward", BACKWARD, BACKWARD_HEAD_DIMS)
 
 
+def shared_dbias_units() -> list[Unit]:
+    """Return the units of a shared bias' gradient: one for each of the backward pass, which calls it."""
+    return _units("shared_dbias", SHARED_DBIAS, BACKWARD_HEAD_DIMS)
+
+
 def _units(name: str, source: str, pairs: tuple[tuple[int, int], ...]) -> list[Unit]:
     head_dims = _chosen("FLASH_DMATTN_HEAD_DIMS", list(dict.fromkeys(str(d) for d, _ in HEAD_DIMS)))
     dtypes = _chosen("FLASH_DMATTN_DTYPES", list(DTYPES))
@@ -276,7 +283,7 @@ def build(output: Path, folder: Path, version: str) -> list[Kernel]:
     release = nvcc_version(nvcc)
     assert release is not None
     forward, backward = forward_units(), backward_units()
-    attention = [*forward, *backward]
+    attention = [*forward, *backward, *shared_dbias_units()]
     device_flags = [*DEVICE_FLAGS, RACECHECK_FLAG] if _for_racecheck() else DEVICE_FLAGS
     units = [*attention, *(Unit(source, source) for source in SOURCES)]
     info = {

@@ -130,6 +130,37 @@ struct OrderListsParams {
   int tiles_q, tiles_k;
 };
 
+// The gradient of a bias per query and key, where several heads of attention share one of its values.
+struct SharedDbiasParams {
+  // (D, Lq, Hq, B), (D, Lk, Hk, B), (Dv, Lk, Hk, B), (Dv, Lq, Hq, B) and (Lk, Lq, Hbias, Bbias), innermost first.
+  CUtensorMap q, k, v, dout, bias;
+  void* dbias;         // (Bd, Hd, Lq, Lk), contiguous, Lk a multiple of 8
+  const float* lse;    // (B, Hq, 128 Tq), in base 2; +inf for an empty row and beyond the last
+  const float* delta;  // (B, Hq, 128 Tq)
+
+  int batch, num_heads, seqlen_q, seqlen_k, head_dim_v;
+  int queries_per_group;  // Hq / Hk
+  int low, high;          // the band, both in [-Lq, Lk]
+  float softmax_scale;
+
+  // A mask of tiles; heads_per_mask: the query heads that share one.
+  const int32_t* mask_bits;   // (Bm, Hm, Lq, 4 Tk)
+  const int32_t* mask_lists;  // (Bm, Hm, Tq, 2 + Tk)
+  int heads_per_mask, mask_heads;
+  bool mask_has_batch;
+
+  // The bias, which may be expanded where dbias is not: the query heads that share one, and whether batches have their
+  // own.
+  int heads_per_bias;
+  bool bias_has_batch;
+
+  // The query heads that share a head of dbias, Hq / Hd, and how many heads are summed there, over all batch entries.
+  int dbias_heads, heads_per_dbias, heads_summed;
+
+  int tiles_q, tiles_k, total;
+  int* next;  // counts the work handed out beyond the first per block; null to share it out evenly
+};
+
 // Before the backward pass: lse in base 2, delta = rowsum(dout * out) - dlse, and zeros for dq_sums.
 struct BackwardRowsParams {
   const void* out;    // (B, Lq, Hq, Dv), contiguous

@@ -255,3 +255,130 @@ def test_more_work_than_processors(backend: Runner, deterministic: bool, is_caus
     many = few.with_(batch=6, seqlen_q=9, num_heads_k=200, num_heads=400)
     for case in (few, many):
         check(backend, case, case.build(), deterministic=deterministic)
+
+
+# The gradient of a bias that heads or batch entries share
+
+SHARED = tuple((batch, heads, "Lq", "Lk") for batch in ("1", "B") for heads in ("1", "Hk", "Hq"))[:-1]
+every_shared = pytest.mark.parametrize("shape", SHARED, ids="-".join)
+GROUPED = BASE.with_(num_heads=8, num_heads_k=2)
+
+
+@pytest.fixture
+def unwritten_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the backend allocates is NaN until a kernel writes it."""
+    empty = torch.empty
+
+    def filled(*args: Any, **kwargs: Any) -> Tensor:
+        x = empty(*args, **kwargs)
+        return x.fill_(torch.nan) if x.is_floating_point() else x
+
+    monkeypatch.setattr(torch, "empty", filled)
+
+
+def check_shared(backend: Runner, case: Case, inputs: Inputs, given: Inputs | None = None) -> None:
+    """`check` of a case whose gradients are all of cuda."""
+    if backend.refusal(case, inputs if given is None else given) is None:
+        assert backend.choice(case, inputs if given is None else given) == "cuda"
+    check(backend, case, inputs, given)
+
+
+def other_tiles_of_each_head(mask: Tensor) -> None:
+    """Leaves out a third of the tiles, and with them all of the tile that each head of attention starts with."""
+    for b, h in itertools.product(range(mask.shape[0]), range(mask.shape[1])):
+        for i, j in itertools.product(range(0, mask.shape[2], TILE), range(0, mask.shape[3], TILE)):
+            if (b + h + (i + 2 * j) // TILE) % 3 == 0:
+                mask[b, h, i : i + TILE, j : j + TILE] = False
+
+
+@every_mask
+@every_shared
+@pytest.mark.parametrize("head_dim", (64, 80, 128))
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
+def test_shared_dbias(
+    backend: Runner, dtype: torch.dtype, head_dim: int, shape: tuple[str, ...], form: str, unwritten_is_nan: None
+) -> None:
+    check_masked(backend, GROUPED.with_(head_dim=head_dim, dtype=dtype, bias=shape, need=("bias",)), form)
+
+
+@every_shared
+@pytest.mark.parametrize("seqlen_q", LENGTHS)
+@pytest.mark.parametrize("seqlen_k", (64, 128, 136, 192))
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_lengths_with_a_shared_gradient(
+    backend: Runner, head_dim: int, seqlen_k: int, seqlen_q: int, shape: tuple[str, ...], unwritten_is_nan: None
+) -> None:
+    case = GROUPED.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, bias=shape, is_causal=True)
+    check_shared(backend, case, case.build())
+
+
+@pytest.mark.parametrize("window_size", ((0, 0), (70, -1), (-1, 2), (130, 65)), ids=str)
+@pytest.mark.parametrize("lengths", ((193, 264), (264, 200), (65, 520)), ids=str)
+@every_shared
+def test_windows_with_a_shared_gradient(
+    backend: Runner,
+    shape: tuple[str, ...],
+    lengths: tuple[int, int],
+    window_size: tuple[int, int],
+    unwritten_is_nan: None,
+) -> None:
+    seqlen_q, seqlen_k = lengths
+    case = GROUPED.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k, window_size=window_size, bias=shape, need=("k", "bias"))
+    check_shared(backend, case, case.build())
+
+
+@every_shared
+@pytest.mark.parametrize("masked", (False, True))
+def test_more_heads_that_share_than_a_warp_has_lanes(
+    backend: Runner, masked: bool, shape: tuple[str, ...], unwritten_is_nan: None
+) -> None:
+    """80 and 40 of them, of which a tile leaves others out, also all of a warp's."""
+    case = GROUPED.with_(batch=5, num_heads=80, num_heads_k=2, bias=shape, mask=FULL if masked else None)
+    inputs = case.with_(mask_kind="all_allowed").build()
+    if masked:
+        other_tiles_of_each_head(inputs.mask)
+        inputs.mask[:2, :, :TILE, :TILE] = False
+        inputs.mask[3:, :, TILE:] = False
+    check_shared(backend, case, inputs)
+
+
+@pytest.mark.parametrize("form", ("none", "causal", "full"))
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_more_tiles_of_a_shared_gradient_than_processors(
+    backend: Runner, head_dim: int, form: str, unwritten_is_nan: None
+) -> None:
+    case = GROUPED.with_(seqlen_q=1100, seqlen_k=1048, head_dim=head_dim, bias=("1", "Hq", "Lq", "Lk"))
+    check_masked(backend, case, form)
+
+
+@pytest.mark.parametrize("heads", ("1", "Hk"))
+def test_a_shared_gradient_of_a_bias_that_is_expanded(backend: Runner, heads: str, unwritten_is_nan: None) -> None:
+    """Over batch entries, and heads of k, that have a gradient each; the bias has one value, and strides of 0."""
+    case = GROUPED.with_(bias=("B", heads, "Lq", "Lk"))
+    inputs = case.build()
+    assert inputs.bias is not None
+    check_shared(backend, case, replace(inputs, bias=inputs.bias[:1, :1].expand_as(inputs.bias)))
+
+
+@pytest.mark.parametrize("bias_kind", ("inf", "huge"))
+@pytest.mark.parametrize("softmax_scale", (None, 0.0, -0.3))
+def test_extreme_scores_with_a_shared_gradient(
+    backend: Runner, softmax_scale: float | None, bias_kind: str, unwritten_is_nan: None
+) -> None:
+    case = GROUPED.with_(bias=("1", "Hk", "Lq", "Lk"), bias_kind=bias_kind, softmax_scale=softmax_scale, logits=30.0)
+    check_shared(backend, case, case.build())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_layouts_with_a_shared_gradient(backend: Runner, head_dim: int, layout: str, unwritten_is_nan: None) -> None:
+    case = GROUPED.with_(head_dim=head_dim, bias=("1", "Hk", "Lq", "Lk"), mask=TILES, is_causal=True)
+    inputs = case.build()
+    check(backend, case, inputs, rearranged(inputs, LAYOUTS[layout]))
+
+
+def test_a_shared_gradient_is_the_same_every_time(backend: Runner) -> None:
+    case = GROUPED.with_(batch=5, seqlen_q=1100, seqlen_k=1048, bias=("1", "1", "Lq", "Lk"), is_causal=True)
+    inputs = case.build()
+    first, *others = (backend(case, inputs)["dbias"] for _ in range(20))
+    assert all(torch.equal(first, other) for other in others)

@@ -28,7 +28,7 @@ FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "
 WIDE, NARROW = "PackTraitsILb1E", "PackTraitsILb0E"
 # One unit of a pass stands for all: they are one source.
 ONE_UNIT = {"FLASH_DMATTN_HEAD_DIMS": "64", "FLASH_DMATTN_DTYPES": "bf16"}
-UNIT, BACKWARD_UNIT = "forward_d64_bf16", "backward_d64_bf16"
+UNIT, BACKWARD_UNIT, DBIAS_UNIT = "forward_d64_bf16", "backward_d64_bf16", "shared_dbias_d64_bf16"
 # The kernels beside those of the units, and how many there are of each.
 OTHERS = {
     "backward_rows_kernel": 2,
@@ -153,14 +153,14 @@ def test_wheel_holds_one_file_for_every_python(built: Built) -> None:
 
 @builds
 def test_build_shows_progress_and_every_kernel(built: Built) -> None:
-    for unit in (UNIT, BACKWARD_UNIT, "sm90/backward/rows.cu", "sm90/mask/pack.cu", "api/forward.cpp"):
+    for unit in (UNIT, BACKWARD_UNIT, DBIAS_UNIT, "sm90/backward/rows.cu", "sm90/mask/pack.cu", "api/forward.cpp"):
         assert re.search(rf"\[\d+/\d+\] {re.escape(unit)}$", built.printed, re.MULTILINE), built.printed
     row = r"^flash_dmattn: (.+): \d+ registers, (?:no spills|\d+ bytes spilled)$"
     kernels = re.findall(row, built.printed, re.MULTILINE)
     found = Counter(re.split("[<:]", name)[0] for name in kernels)
-    # Eight of a pass: four forms of a bias, with a mask and without.
+    # Eight of a pass: four forms of a bias, with a mask and without; of a shared bias there is one form.
     assert len(set(kernels)) == len(kernels), built.printed
-    assert found == {"forward_kernel": 8, "backward_kernel": 8, **OTHERS}, built.printed
+    assert found == {"forward_kernel": 8, "backward_kernel": 8, "shared_dbias_kernel": 2, **OTHERS}, built.printed
 
 
 @builds
@@ -182,6 +182,7 @@ def test_second_build_compiles_nothing_and_reports_the_same(built: Built) -> Non
         ("api_module.cpp.o", {"build_info.h"}),
         (f"{UNIT}.o", {"forward.h", "wgmma_instructions.h", "ptx.h", "params.h"}),
         (f"{BACKWARD_UNIT}.o", {"backward.h", "wgmma_instructions.h", "ptx.h", "params.h"}),
+        (f"{DBIAS_UNIT}.o", {"shared_dbias.h", "wgmma_instructions.h", "ptx.h", "params.h"}),
     ],
 )
 def test_headers_that_change_compile_what_includes_them(built: Built, result: str, needs: set[str]) -> None:
@@ -290,12 +291,14 @@ def test_units_are_chosen_by_head_dim_and_dtype(
     choose_units(monkeypatch, head_dims, dtypes)
     assert [unit.name for unit in build_cuda.forward_units()] == forward
     assert [unit.name for unit in build_cuda.backward_units()] == backward
+    shared = [name.replace("backward", "shared_dbias") for name in backward]
+    assert [unit.name for unit in build_cuda.shared_dbias_units()] == shared
 
 
 def test_every_unit_is_built_when_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     choose_units(monkeypatch, None, None)
-    units = [*build_cuda.forward_units(), *build_cuda.backward_units()]
-    pairs = len(build_cuda.HEAD_DIMS) + len(build_cuda.BACKWARD_HEAD_DIMS)
+    units = [*build_cuda.forward_units(), *build_cuda.backward_units(), *build_cuda.shared_dbias_units()]
+    pairs = len(build_cuda.HEAD_DIMS) + 2 * len(build_cuda.BACKWARD_HEAD_DIMS)
     assert len(units) == len({unit.name for unit in units}) == pairs * len(build_cuda.DTYPES)
 
 
@@ -362,7 +365,7 @@ def test_jobs_by_cores_and_memory(cores: int, gib: int, jobs: int, monkeypatch: 
 
 
 @builds
-@pytest.mark.parametrize("unit", [UNIT, BACKWARD_UNIT])
+@pytest.mark.parametrize("unit", [UNIT, BACKWARD_UNIT, DBIAS_UNIT])
 def test_plain_compute_90_does_not_compile(unit: str, built: Built, tmp_path: Path) -> None:
     """Code for sm_90 without the a would run without wgmma: here it has no way to compile."""
     said = output(*build_cuda.find_ninja(), "-C", built.folder, "-t", "commands", "-s", f"{unit}.o")
@@ -396,7 +399,7 @@ def test_sass_is_of_hopper_and_uses_local_memory_for_reported_spills_alone(built
     assert {name for name, _ in found} == set(built.spilled_bytes)
     for name, sass in found:
         assert local_bytes(sass) <= built.spilled_bytes[name], name
-        if "forward_kernel" in name or "backward_kernel" in name:
+        if any(kernel in name for kernel in ("forward_kernel", "backward_kernel", "shared_dbias_kernel")):
             assert re.search(r"\bHGMMA\.64x", sass) and re.search(r"\bUTMALDG\b", sass), name
             continue
         wide = re.findall(r"LDG\.E\.128\S*", sass)
@@ -500,7 +503,8 @@ PROBE = "from flash_dmattn.backends import cuda; print(cuda.probe().reason)"
 def test_record_of_the_build(built: Built) -> None:
     info = extension.build_info(built.file)
     assert info["version"] == flash_dmattn.__version__
-    assert info["torch_target"] == "2.10" and info["arches"] == ["sm_90a"] and info["units"] == [UNIT, BACKWARD_UNIT]
+    assert info["torch_target"] == "2.10" and info["arches"] == ["sm_90a"]
+    assert info["units"] == [UNIT, BACKWARD_UNIT, DBIAS_UNIT]
     assert any("compute_90a" in flag for flag in info["flags"])
     assert info["commit"] == "unknown"  # the copy that was built is no repository
     assert re.fullmatch(r"\d+\.\d+", info["nvcc"])

@@ -76,7 +76,7 @@ class Operators:
         softmax_scale: float,
         deterministic: bool,
     ) -> None:
-        """`cuda_backward_kernel`: a tile of dbias is written where some of it is allowed."""
+        """`cuda_backward_kernel`: a tile of a dbias of every head is written where some of it is allowed."""
         self.calls.append({"dq": dq, "dk": dk, "dv": dv, "dbias": dbias, "sums": sums, "deterministic": deterministic})
         assert all(can_copy(x) for x in (dout, q, k, v)) and out.is_contiguous() and lse.is_contiguous()
         allowed = self.allowed(q, k, mask, low, high)
@@ -98,7 +98,11 @@ class Operators:
             assert sums.dtype == torch.float32
             sums.copy_(ds.sum(2))
         if dbias is not None:
-            assert dbias.is_contiguous() and dbias.shape == ds.shape
+            assert dbias.is_contiguous()
+            if dbias.shape[:2] != ds.shape[:2]:
+                shared = ds.unflatten(1, (dbias.shape[1], -1)).sum(2)
+                dbias.copy_(shared.sum_to_size(dbias.shape))
+                return
             for row in range(0, q.shape[1], TILE):
                 for key in range(0, k.shape[1], TILE):
                     tile = (..., slice(row, row + TILE), slice(key, key + TILE))
@@ -139,6 +143,9 @@ def check(case: Case, given: Inputs | None = None, mask: list[Tensor] | None = N
 BIASES = (
     None,
     ("B", "Hq", "Lq", "Lk"),
+    ("1", "Hq", "Lq", "Lk"),
+    ("B", "Hk", "Lq", "Lk"),
+    ("1", "1", "Lq", "Lk"),
     ("B", "Hq", "1", "Lk"),
     ("1", "Hk", "1", "Lk"),
     ("B", "1", "1", "Lk"),

@@ -65,9 +65,9 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         {"bias": (2, 16, 4096, 4095), "seqlen_k": 4095, **GRADIENTS},
         r"bias has strides \(268369920, 16773120, 4095, 1\); ",
     ),
-    "shared_dbias": (
-        {"bias": (1, 16, 4096, 4096), "bias_grad": True},
-        r"the gradient of bias, of shape \(1, 16, 4096, 4096\) and strides \(.*\), is needed; .* the 16 query heads",
+    "expanded_dbias": (
+        {**DBIAS, "bias_strides": (2**16, 2**12, 0, 1)},
+        r"the gradient of bias, of shape \(2, 16, 4096, 4096\) and strides \(65536, 4096, 0, 1\), is needed; ",
     ),
     "dbias_rows": (
         {
@@ -87,7 +87,7 @@ PASSED_OVER: dict[str, tuple[dict[str, Any], str]] = {
     "bias_copies": ({"bias": PER_SCORE, "bias_dtype": "fp32"}, "bias is not of the dtype of q"),
     "few_keys": ({"seqlen_k": 128}, "there are 128 keys"),
     "fixed_order": ({"deterministic": True}, "deterministic is True"),
-    "partial_dbias": ({"bias": PER_SCORE, "bias_grad": True, "is_causal": True}, "the gradient of bias is needed"),
+    "partial_dbias": ({"bias": PER_SCORE, "bias_grad": True, "is_causal": True}, "the gradient of bias, of a value"),
 }
 NEVER_TAKEN = (
     ("dtype", {"dtype": "fp64"}),
@@ -104,10 +104,14 @@ NEVER_DIFFERENTIATED = (
     ("backward_head_dim", {"q": (2, 4096, 16, 192), "head_dim_v": 128, **GRADIENTS}),
     ("backward_softcap", {"softcap": 1.0, "bias": (1, 16, 1, 4096), "bias_grad": True}),
     ("tile_bias_rows", {"bias": PER_SCORE, "bias_strides": (2**28, 2**24, 1, 2**12), **GRADIENTS}),
-    ("shared_dbias", {"kv_heads": 4, "bias": (2, 4, 4096, 4096), "bias_grad": True}),
     # Its gradient has the shape of what was expanded.
-    ("shared_dbias", {**DBIAS, "bias_strides": (2**16, 2**12, 0, 1)}),
-    ("shared_dbias", {**DBIAS, "bias_strides": (2**16, 2**12, 1, 0)}),
+    ("expanded_dbias", {**DBIAS, "bias_strides": (2**16, 2**12, 0, 1)}),
+    ("expanded_dbias", {**DBIAS, "bias_strides": (2**16, 2**12, 1, 0)}),
+    ("expanded_dbias", {"bias": (1, 16, 4096, 4096), "bias_strides": (2**16, 2**12, 1, 0), "bias_grad": True}),
+    (
+        "dbias_rows",
+        {"bias": (1, 1, 4096, 4095), "bias_strides": (2**24, 2**24, 2**12, 1), "seqlen_k": 4095, "bias_grad": True},
+    ),
 )
 DIFFERENTIATED = (
     GRADIENTS,
@@ -115,6 +119,11 @@ DIFFERENTIATED = (
     {**DBIAS, **GRADIENTS, "softmax_scale": -0.3, "is_causal": True},
     {**DBIAS, "bias_strides": (0, 0, 2**12, 1)},
     {**DBIAS, "deterministic": True},
+    {"bias": (1, 16, 4096, 4096), "bias_grad": True},
+    {"bias": (2, 1, 4096, 4096), "bias_grad": True, "is_causal": True, "deterministic": True},
+    {"bias": (2, 1, 4096, 4096), "bias_strides": (0, 0, 2**12, 1), "bias_grad": True, **GRADIENTS},
+    {"bias": (1, 1, 4096, 4096), "bias_grad": True, **GRADIENTS, "mask": (2, 16, 4096, 4096)},
+    {"kv_heads": 4, "bias": (2, 4, 4096, 4096), "bias_grad": True, **GRADIENTS},
     {**GRADIENTS, "kv_heads": 4, "deterministic": True},
     {"bias": (1, 1, 4096, 4096), **GRADIENTS, "kv_heads": 2},
     {"bias": (2, 16, 4096, 4095), "bias_strides": (2**28, 2**24, 2**12, 1), "seqlen_k": 4095, **GRADIENTS},
@@ -189,7 +198,16 @@ def test_what_it_differentiates(call: dict[str, Any]) -> None:
     assert (explanation.forward, explanation.backward, explanation.error) == ("cuda", "cuda", None)
 
 
-@pytest.mark.parametrize("call", (GRADIENTS, DBIAS, {"mask": (1, 1, 4096, 4096), **GRADIENTS}), ids=str)
+@pytest.mark.parametrize(
+    "call",
+    (
+        GRADIENTS,
+        DBIAS,
+        {"mask": (1, 1, 4096, 4096), **GRADIENTS},
+        {"bias": (1, 16, 4096, 4096), "bias_grad": True, "is_causal": True, **GRADIENTS},
+    ),
+    ids=str,
+)
 def test_auto_takes_both_passes(call: dict[str, Any]) -> None:
     explanation = explained(**call)
     assert (explanation.forward, explanation.backward) == ("cuda", "cuda")

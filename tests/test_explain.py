@@ -161,7 +161,7 @@ def test_any_device_can_be_described(device: str, capability: tuple[int, int] | 
     assert problem.need == (False, False, False, True)
     assert problem.architecture == ("cpu" if capability is None else "sm_{}{}".format(*capability))
     (verdict,) = (verdict for verdict in explanation.verdicts if verdict.backend == "cuda")
-    assert {reason.code for reason in verdict.reasons} - {"unavailable"} == {*codes, "shared_dbias"}
+    assert {reason.code for reason in verdict.reasons} - {"unavailable"} == codes
     assert ("unavailable" in {reason.code for reason in verdict.reasons}) != selection.probe("cuda").usable
     assert str(problem) == (
         f"batch 2, 4096 queries x 4096 keys, 16 heads on 4 key-value heads, head_dim 64, bfloat16 on "

@@ -16,6 +16,7 @@
 #include "build_units.h"  // written by the build
 #include "call.h"
 #include "common.h"
+#include "shared_dbias.h"
 #include "tensor_map.h"
 #include "work.h"
 
@@ -35,6 +36,7 @@ struct Unit {
   decltype(&launch_backward_main<__half, 64, 64>) main;
   decltype(&launch_backward_rows<__half>) rows;
   decltype(&launch_backward_sums<__half>) sums;
+  decltype(&launch_shared_dbias<__half, 64, 64>) shared_dbias;
   int tile_rows;
   int64_t head_dim, head_dim_v;
 };
@@ -44,7 +46,8 @@ Unit unit_of(ScalarType dtype, int64_t head_dim, int64_t head_dim_v) {
 #define FLASH_DMATTN_UNIT(element, scalar, d, dv)                                                             \
   if (dtype == ScalarType::scalar && head_dim <= d && head_dim_v <= dv) {                                     \
     return {&launch_backward_main<element, d, dv>, &launch_backward_rows<element>,                            \
-            &launch_backward_sums<element>, backward_rows(d, dv), d, dv};                                     \
+            &launch_backward_sums<element>, &launch_shared_dbias<element, d, dv>, backward_rows(d, dv), d,    \
+            dv};                                                                                              \
   }
   FLASH_DMATTN_BACKWARD_UNITS(FLASH_DMATTN_UNIT)
 #undef FLASH_DMATTN_UNIT
@@ -57,8 +60,9 @@ T* data_of(const std::optional<Tensor>& x) {
   return x.has_value() ? static_cast<T*>(x->mutable_data_ptr()) : nullptr;
 }
 
-// How the main kernel reads a bias. One of a value per query only moves lse, which the kernel of the rows does.
-BackwardBias describe_bias(const Tensor& bias, const Tensor& q, bool stores_dbias, bool sums_dbias) {
+// How the main kernel reads a bias. One of a value per query only moves lse, which the kernel of the rows does; it is
+// another one that adds up the gradient of a bias per score that heads share.
+BackwardBias describe_bias(const Tensor& bias, const Tensor& q, bool stores_dbias, bool shares_dbias, bool sums_dbias) {
   if (sums_dbias) {
     CHECK_ARGUMENT(is_broadcast(bias, 2), "dbias_sums are of a bias of one value per key, and bias has one per query");
     return BackwardBias::kVector;
@@ -67,7 +71,7 @@ BackwardBias describe_bias(const Tensor& bias, const Tensor& q, bool stores_dbia
   CHECK_ARGUMENT(is_per_score || !stores_dbias, "dbias is of a bias of one value per query and key");
   if (!is_per_score) return is_broadcast(bias, 3) ? BackwardBias::kNone : BackwardBias::kVector;
   CHECK_ARGUMENT(bias.scalar_type() == q.scalar_type(), "bias of one value per query and key needs the dtype of q");
-  return stores_dbias ? BackwardBias::kTileStore : BackwardBias::kTile;
+  return stores_dbias && !shares_dbias ? BackwardBias::kTileStore : BackwardBias::kTile;
 }
 
 // Has params read the lists of columns in one order, and the turns of their tiles; they lie in the tensor.
@@ -89,10 +93,10 @@ Tensor order_lists(const std::vector<Tensor>& mask, const Tensor& q, int64_t til
   return lists;
 }
 
-// Writes those of dq, dk, dv, dbias and dbias_sums that are given, all contiguous: dbias (B, Hq, Lq, Lk) of a bias per
-// query and key, in its dtype, in those tiles that band and mask do not leave empty; dbias_sums (B, Hq, Lk) of a bias
-// per key, in fp32. mask is {} or (bits, row_lists, col_lists) of a TileMask; low and high are the band where there is
-// none.
+// Writes those of dq, dk, dv, dbias and dbias_sums that are given, all contiguous: dbias of a bias per query and key, in
+// its dtype, (B, Hq, Lq, Lk) in those tiles that band and mask do not leave empty, or all of one with fewer heads or
+// batch entries; dbias_sums (B, Hq, Lk) of a bias per key, in fp32. mask is {} or (bits, row_lists, col_lists) of a
+// TileMask; low and high are the band where there is none.
 void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask,
               std::optional<Tensor> bias, Tensor out, Tensor lse, std::optional<Tensor> dq, std::optional<Tensor> dk,
               std::optional<Tensor> dv, std::optional<Tensor> dbias, std::optional<Tensor> dbias_sums, int64_t low,
@@ -110,8 +114,9 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   BackwardParams params{};
   BackwardRowsParams rows{};
   BackwardBias form = BackwardBias::kNone;
+  const bool shares_dbias = dbias.has_value() && is_shared(*dbias, sizes);
   if (bias.has_value()) {
-    form = describe_bias(*bias, q, dbias.has_value(), dbias_sums.has_value());
+    form = describe_bias(*bias, q, dbias.has_value(), shares_dbias, dbias_sums.has_value());
     if (form == BackwardBias::kNone) {
       set_bias(kName, *bias, sizes.num_heads, rows);
     } else {
@@ -187,6 +192,12 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   rows.head_dim_v = params.head_dim_v;
   rows.dq_columns = static_cast<int>(dq_columns);
   check(unit.rows(rows, device.stream), kName, "launching the kernel of the rows");
+
+  if (shares_dbias) {
+    const SharedDbiasCall call{dout, q, k, v, *bias, mask, params.lse, params.delta, low, high, softmax_scale};
+    store_shared_dbias(kName, unit.shared_dbias, device, sizes, call, *dbias);
+    if (!(dq.has_value() || dk.has_value() || dv.has_value())) return;
+  }
 
   params.blocks_k = static_cast<int>(blocks_k);
   // Heads of a group as works of their own are more works, whose dk and dv have to be added in device memory.

@@ -84,7 +84,7 @@ def _needed(p: AttentionProblem) -> str:
 
 
 def _dbias_is_whole(p: AttentionProblem) -> bool:
-    return p.bias is not None and p.bias.shape[:2] == (p.batch, p.num_heads) and _bias_per_score(p)
+    return _dbias_per_score(p) and p.bias is not None and p.bias.shape[:2] == (p.batch, p.num_heads)
 
 
 _FEW_KEYS = 32
@@ -186,12 +186,12 @@ RULES: tuple[Rule, ...] = (
         passes=("backward",),
     ),
     Rule(
-        "shared_dbias",
-        lambda p: not _dbias_per_score(p) or _dbias_is_whole(p),
+        "expanded_dbias",
+        lambda p: not _dbias_per_score(p) or _bias_per_score(p),
         lambda p: (
             f"the gradient of bias, of shape {None if p.bias is None else tuple(p.bias.shape)} and strides "
-            f"{None if p.bias is None else tuple(p.bias.strides)}, is needed; the backward kernels store one value for "
-            f"each batch entry and each of the {p.num_heads} query heads, of a bias not expanded over queries or keys"
+            f"{None if p.bias is None else tuple(p.bias.strides)}, is needed; "
+            "the backward kernels read tiles of a bias that is not expanded over queries or keys"
         ),
         _PAIR,
         passes=("backward",),
@@ -272,8 +272,11 @@ AUTO_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "partial_dbias",  # causal D64 0.91
-        lambda p: not _dbias_per_score(p) or not (p.is_causal or p.has_window or p.mask),
-        lambda p: "the gradient of bias is needed where a mask leaves tiles out; it is filled with zeros before",
+        lambda p: not _dbias_is_whole(p) or not (p.is_causal or p.has_window or p.mask),
+        lambda p: (
+            "the gradient of bias, of a value for each head, is needed where a mask leaves tiles out; "
+            "it is filled with zeros before"
+        ),
         'backend="cuda" runs it all the same',
         passes=("backward",),
     ),

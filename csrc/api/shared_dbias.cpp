@@ -1,0 +1,57 @@
+#include "shared_dbias.h"
+
+#include <algorithm>
+
+#include <torch/csrc/stable/ops.h>
+
+#include "bias.h"
+#include "tensor_map.h"
+#include "work.h"
+
+namespace flash_dmattn {
+
+void store_shared_dbias(const char* op, decltype(&launch_shared_dbias<__half, 64, 64>) launch,
+                        const CurrentDevice& device, const Sizes& sizes, const SharedDbiasCall& call,
+                        const torch::stable::Tensor& dbias) {
+  const int64_t entries = dbias.size(0), heads = dbias.size(1);
+  const int64_t tiles_q = ceil_div(sizes.seqlen_q, kTile), tiles_k = ceil_div(sizes.seqlen_k, kTile);
+  CHECK_FOR(op, (entries == 1 || entries == sizes.batch) && sizes.num_heads % heads == 0, "dbias has ", entries,
+            " batch entries and ", heads, " heads; it needs 1 or ", sizes.batch, ", and a divisor of ",
+            sizes.num_heads);
+  CHECK_FOR(op, sizes.seqlen_k % 8 == 0, "rows of dbias have ", sizes.seqlen_k, " keys; they need a multiple of 8");
+  CHECK_FOR(op, entries * heads * tiles_q <= kMaxInt / 2 / tiles_k, "dbias has more than 2^30 tiles");
+
+  SharedDbiasParams params{};
+  params.q = rows_map(op, call.q, "q", kTile);
+  params.k = rows_map(op, call.k, "k", kTile);
+  params.v = rows_map(op, call.v, "v", kTile);
+  params.dout = rows_map(op, call.dout, "dout", kTile);
+  params.bias = scores_map(op, call.bias, "bias", kTile);
+  params.dbias = dbias.mutable_data_ptr();
+  params.lse = call.lse;
+  params.delta = call.delta;
+  set_sizes(sizes, params);
+  set_band(sizes, call.low, call.high, params);
+  params.softmax_scale = static_cast<float>(call.softmax_scale);
+  const bool has_mask = !call.mask.empty();
+  if (has_mask) set_mask(call.mask[0], call.mask[1], sizes, params);
+  params.heads_per_bias = heads_per_bias(call.bias, sizes.num_heads);
+  params.bias_has_batch = !is_broadcast(call.bias, 0);
+  params.dbias_heads = static_cast<int>(heads);
+  params.heads_per_dbias = static_cast<int>(sizes.num_heads / heads);
+  params.heads_summed = static_cast<int>(sizes.batch / entries) * params.heads_per_dbias;
+  params.tiles_q = static_cast<int>(tiles_q);
+  params.tiles_k = static_cast<int>(tiles_k);
+  params.total = static_cast<int>(entries * heads * tiles_q * tiles_k);
+
+  const int blocks = std::min(params.total, multiprocessors(op, device.index));
+  const bool even = !has_mask && call.low <= -sizes.seqlen_q && call.high >= sizes.seqlen_k;
+  torch::stable::Tensor next;
+  if (!even && params.total > blocks) {
+    next = work_counter(op, call.q, device.stream);
+    params.next = static_cast<int*>(next.mutable_data_ptr());
+  }
+  check(launch(params, has_mask, blocks, device.stream), op, "launching the kernel of dbias");
+}
+
+}  // namespace flash_dmattn

@@ -1,0 +1,35 @@
+// The gradient of a bias per query and key that several heads of attention share: a part of the backward pass.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include <torch/csrc/stable/tensor.h>
+
+#include "../sm90/shared_dbias/launch.h"
+#include "call.h"
+#include "common.h"
+
+namespace flash_dmattn {
+
+// What it reads: mask is {} or (bits, row_lists, col_lists), low and high the band where there is none; lse and delta
+// are those of BackwardParams.
+struct SharedDbiasCall {
+  const torch::stable::Tensor &dout, &q, &k, &v, &bias;
+  const std::vector<torch::stable::Tensor>& mask;
+  const float *lse, *delta;
+  int64_t low, high;
+  double softmax_scale;
+};
+
+// Whether dbias, (Bd, Hd, Lq, Lk), has fewer heads than the call.
+inline bool is_shared(const torch::stable::Tensor& dbias, const Sizes& sizes) {
+  return dbias.size(0) != sizes.batch || dbias.size(1) != sizes.num_heads;
+}
+
+// Writes all of dbias, contiguous and in the dtype of q; `launch` is of the unit that holds the call.
+void store_shared_dbias(const char* op, decltype(&launch_shared_dbias<__half, 64, 64>) launch,
+                        const CurrentDevice& device, const Sizes& sizes, const SharedDbiasCall& call,
+                        const torch::stable::Tensor& dbias);
+
+}  // namespace flash_dmattn

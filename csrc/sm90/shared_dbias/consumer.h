@@ -1,0 +1,201 @@
+// A consumer: a warpgroup that sums ds of 64 queries and 128 keys over heads.
+#pragma once
+
+#include "../../device/fragments.h"
+#include "storage.h"
+
+namespace flash_dmattn {
+
+template <class Traits>
+struct SharedDbiasConsumer {
+  using Element = typename Traits::Element;
+  static constexpr int kScores = kTile / 2;  // of a thread
+  using Scores = float[kScores];
+
+  const SharedDbiasParams& p;
+  SharedDbiasStorage<Traits>& shared;
+  const int group, warp, lane;  // which warpgroup; the warp of it
+  Scores& sums;
+  Ring<Traits::kSlots>& ring;
+  const int bias_stage;
+
+  __device__ __forceinline__ int row_of_tile() const { return group * 64 + warp * 16 + lane / 4; }
+
+  // --- products -------------------------------------------------------------------------------------------------
+
+  template <int kColumns>
+  __device__ __forceinline__ void start_product(Scores& scores, int slot) {
+    const uint64_t rows = matrix_descriptor(shared_address(shared.rows[slot]) + group * 64 * kRowBytes, 16);
+    const uint64_t keys = matrix_descriptor(shared_address(shared.keys[slot]), 16);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kColumns / 16; ++i) {
+      Wgmma<Element, kTile>::run(scores, step_by_columns<kTile>(rows, i), step_by_columns<kTile>(keys, i), i > 0);
+    }
+    wgmma_commit();
+  }
+
+  // Of the thread's two rows, lse or delta.
+  struct Pair {
+    float of_row[2];
+  };
+
+  __device__ __forceinline__ Pair numbers_of(int slot) const {
+    const float* numbers = shared.numbers[slot] + row_of_tile();
+    return {{numbers[0], numbers[8]}};
+  }
+
+  // --- scores ---------------------------------------------------------------------------------------------------
+
+  // Bits of the keys of the tile, for the thread's two rows.
+  using Words = uint32_t[2][kTileWords];
+
+  __device__ __forceinline__ void load_words(Words& words, const DbiasWork& work, const Head& head) {
+    if constexpr (Traits::kHasMask) {
+      const int64_t first = mask_of(p, head) * p.seqlen_q, row_words = p.tiles_k * kTileWords;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        // A row beyond the last has the bits of the last; it is not stored.
+        const int row = min(work.block_q * kTile + row_of_tile() + 8 * r, p.seqlen_q - 1);
+        const int32_t* bits = p.mask_bits + (first + row) * row_words + work.block_k * kTileWords;
+        const int4 four = __ldg(reinterpret_cast<const int4*>(bits));
+        words[r][0] = four.x, words[r][1] = four.y, words[r][2] = four.z, words[r][3] = four.w;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void forbid(Scores& scores, const Words& words, const DbiasWork& work) {
+    const int column = 2 * (lane % 4);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if constexpr (Traits::kHasMask) {
+#pragma unroll
+        for (int w = 0; w < kTileWords; ++w) {
+          const uint32_t word = words[r][w] >> column;
+#pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            float& score = scores[4 * (4 * w + i / 2) + 2 * r + i % 2];
+            score = word & 1u << (i / 2 * 8 + i % 2) ? score : -INFINITY;
+          }
+        }
+      } else {
+        // Keys beyond the last are not forbidden: they are not stored.
+        const int row = work.block_q * kTile + row_of_tile() + 8 * r, first = work.block_k * kTile + column;
+        const int from = row + p.low - first, to = row + p.high - first;
+#pragma unroll
+        for (int i = 0; i < kScores / 2; ++i) {
+          const int at = i / 2 * 8 + i % 2;
+          float& score = scores[4 * (i / 2) + 2 * r + i % 2];
+          score = at >= from && at <= to ? score : -INFINITY;
+        }
+      }
+    }
+  }
+
+  // Scores in units of log2, with the bias and less lse.
+  __device__ __forceinline__ void finish_scores(Scores& scores, const Pair& lse) {
+    const float scale = p.softmax_scale * kLog2e;
+    // The lane's row of the four matrices of a load: rows 0 to 7 and 8 to 15 of two neighbouring chunks.
+    const int row = group * 64 + warp * 16 + lane % 16;
+    const uint32_t tile = shared_address(shared.bias[bias_stage]) + row * kRowBytes;
+#pragma unroll
+    for (int c = 0; c < kTile / 16; ++c) {
+      const int chunk = 2 * (c % 4) + lane / 16;
+      uint32_t bias[4];
+      load_matrices(bias, tile + c / 4 * Traits::kPanelBytes + ((chunk ^ (row % 8)) << 4));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 pair = unpack(bias[i], Element{});
+        float& low = scores[8 * c + 2 * i];
+        float& high = scores[8 * c + 2 * i + 1];
+        low = fmaf(low, scale, fmaf(pair.x, kLog2e, -lse.of_row[i % 2]));
+        high = fmaf(high, scale, fmaf(pair.y, kLog2e, -lse.of_row[i % 2]));
+      }
+    }
+  }
+
+  // --- the walk -------------------------------------------------------------------------------------------------
+
+  // Adds ds of one head.
+  __device__ __forceinline__ void add_head(const DbiasWork& work, const Head& head, bool has_edge) {
+    Words words;
+    if (has_edge) load_words(words, work, head);
+    Scores scores, dp;
+    const int first = ring.stage;
+    barrier_wait(&shared.slot_full[first], ring.phase);
+    start_product<Traits::kD>(scores, first);
+    ring.advance();
+    const int second = ring.stage;
+    barrier_wait(&shared.slot_full[second], ring.phase);
+    start_product<Traits::kDv>(dp, second);
+    ring.advance();
+    const Pair lse = numbers_of(first), delta = numbers_of(second);
+    wgmma_wait<1>();
+    pin(scores);
+    barrier_arrive_of_warp(&shared.slot_empty[first]);
+    finish_scores(scores, lse);
+    if (has_edge) forbid(scores, words, work);
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) scores[i] = exp2_approx(scores[i]);
+    wgmma_wait<0>();
+    pin(dp);
+    barrier_arrive_of_warp(&shared.slot_empty[second]);
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) sums[i] = fmaf(scores[i], dp[i] - delta.of_row[i / 2 % 2], sums[i]);
+  }
+
+  // The thread's rows of dbias, (B, H, Lq, Lk), of whole 16 bytes.
+  __device__ __forceinline__ void store(const DbiasWork& work) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int query = work.block_q * kTile + row_of_tile() + 8 * r;
+      Element* row = static_cast<Element*>(p.dbias) + (work.owner * p.seqlen_q + query) * p.seqlen_k;
+#pragma unroll
+      for (int c = 0; c < kScores / 16; ++c) {
+        uint32_t parts[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int at = 4 * (4 * c + i) + 2 * r;
+          parts[i] = pack(sums[at], sums[at + 1], Element{});
+        }
+        transpose_words(parts[0], parts[1], parts[2], parts[3], lane);
+        const int key = work.block_k * kTile + 8 * (4 * c + lane % 4);
+        if (query < p.seqlen_q && key < p.seqlen_k) {
+          *reinterpret_cast<uint4*>(row + key) = make_uint4(parts[0], parts[1], parts[2], parts[3]);
+        }
+      }
+    }
+  }
+};
+
+template <class Traits>
+__device__ __forceinline__ void sum_heads(const SharedDbiasParams& p, SharedDbiasStorage<Traits>& shared, int group) {
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x % 128 / 32, 0), lane = threadIdx.x % 32;
+  Ring<Traits::kSlots> ring;
+  Ring<Traits::kBiasStages> ring_bias;
+  Ring<2> ring_work;
+  float sums[kTile / 2];
+  for (;;) {
+    const DbiasItem& item = take_work(shared, ring_work);
+    if (!item.exists) return;
+    if (item.is_first) {
+#pragma unroll
+      for (int i = 0; i < kTile / 2; ++i) sums[i] = 0.0f;
+    }
+    if (item.takes_bias) barrier_wait(&shared.bias_full[ring_bias.stage], ring_bias.phase);
+    SharedDbiasConsumer<Traits> consumer{p, shared, group, warp, lane, sums, ring, ring_bias.stage};
+#pragma unroll 1
+    for (uint32_t left = item.visited; left != 0; left &= left - 1) {
+      const int place = __ffs(left) - 1;
+      consumer.add_head(item.work, summed_head(p, item.work, item.first_place + place), item.edges >> place & 1u);
+    }
+    if (item.frees_bias) {
+      barrier_arrive_of_warp(&shared.bias_empty[ring_bias.stage]);
+      ring_bias.advance();
+    }
+    if (item.is_last) consumer.store(item.work);
+    give_back_work(shared, ring_work);
+  }
+}
+
+}  // namespace flash_dmattn

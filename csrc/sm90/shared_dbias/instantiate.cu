@@ -1,0 +1,18 @@
+// The kernels of a shared bias' gradient of one dtype and one pair of head dims. The build compiles this file once for
+// each of them, and says which by FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM and FLASH_DMATTN_HEAD_DIM_V.
+#include "../../dispatch.h"
+#include "shared_dbias.h"
+
+namespace flash_dmattn {
+
+template <>
+cudaError_t launch_shared_dbias<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V>(
+    const SharedDbiasParams& params, bool has_mask, int blocks, cudaStream_t stream) {
+  return with_bool(has_mask, [&](auto has_mask_) {
+    using Traits = SharedDbiasTraits<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V,
+                                     decltype(has_mask_)::value>;
+    return launch_shared_dbias_kernel<Traits>(params, blocks, stream);
+  });
+}
+
+}  // namespace flash_dmattn

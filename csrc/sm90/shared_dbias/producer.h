@@ -1,0 +1,104 @@
+// The producer: one warp hands out work and has tensors copied.
+#pragma once
+
+#include "storage.h"
+
+namespace flash_dmattn {
+
+// Of one head, what there is to copy.
+struct Sources {
+  int batch, head, head_k;
+};
+
+__device__ __forceinline__ Sources of_lane(const Sources& sources, int lane) {
+  constexpr unsigned kAll = 0xffffffffu;
+  return {__shfl_sync(kAll, sources.batch, lane), __shfl_sync(kAll, sources.head, lane),
+          __shfl_sync(kAll, sources.head_k, lane)};
+}
+
+// The operands of one product, and a number of each row; by a whole warp.
+template <int kPanels, class Traits>
+__device__ __forceinline__ void fill_slot(const SharedDbiasParams& p, SharedDbiasStorage<Traits>& shared,
+                                          Ring<Traits::kSlots>& ring, const CUtensorMap* rows, const CUtensorMap* keys,
+                                          const float* numbers, const DbiasWork& work, const Sources& sources) {
+  uint64_t* full = &shared.slot_full[ring.stage];
+  barrier_wait(&shared.slot_empty[ring.stage], ring.phase ^ 1);
+  if (threadIdx.x == 0) {
+    const int row = work.block_q * kTile, key = work.block_k * kTile;
+    const int64_t first = (static_cast<int64_t>(sources.batch) * p.num_heads + sources.head) * p.tiles_q * kTile;
+    copy_panels<kPanels, kTile>(shared.rows[ring.stage], rows, full, 0, row, sources.head, sources.batch);
+    copy_panels<kPanels, kTile>(shared.keys[ring.stage], keys, full, 0, key, sources.head_k, sources.batch);
+    copy_floats(shared.numbers[ring.stage], numbers + first + row, kTile, full);
+  }
+  ring.advance();
+}
+
+// By the first warp: each lane looks up the tile's class for one of 32 heads, and the first one has them copied.
+template <class Traits>
+__device__ __forceinline__ void copy_heads(const SharedDbiasParams& p, SharedDbiasStorage<Traits>& shared) {
+  constexpr unsigned kAll = 0xffffffffu;
+  const int lane = threadIdx.x;
+  if (lane == 0) {
+    prefetch_tensor_map(&p.q);
+    prefetch_tensor_map(&p.k);
+    prefetch_tensor_map(&p.v);
+    prefetch_tensor_map(&p.dout);
+    prefetch_tensor_map(&p.bias);
+  }
+  Ring<Traits::kSlots> ring;
+  Ring<Traits::kBiasStages> ring_bias;
+  Ring<2> ring_work;
+  for (int index = blockIdx.x;;) {
+    DbiasItem item;
+    item.exists = index < p.total;
+    item.work = dbias_work_at(p, item.exists ? index : 0);
+    const int places = item.exists ? p.heads_summed : 1;
+    bool has_bias = false;
+#pragma unroll 1
+    for (int first = 0; first < places; first += kHeadsOfItem) {
+      const Head own = summed_head(p, item.work, min(first + lane, places - 1));
+      const Sources sources{own.batch, own.head, own.head / p.queries_per_group};
+      const bool is_summed = item.exists && first + lane < places;
+      const TileClass found = is_summed ? class_of<Traits>(p, item.work, own) : TileClass::kEmpty;
+      item.visited = __ballot_sync(kAll, found != TileClass::kEmpty);
+      item.edges = __ballot_sync(kAll, found == TileClass::kPartial);
+      item.first_place = first;
+      item.is_first = first == 0;
+      item.is_last = first + kHeadsOfItem >= places;
+      item.takes_bias = !has_bias && item.visited != 0;
+      has_bias |= item.takes_bias;
+      item.frees_bias = has_bias && item.is_last;
+      barrier_wait(&shared.work_empty[ring_work.stage], ring_work.phase ^ 1);
+      if (lane == 0) {
+        shared.work[ring_work.stage] = item;
+        barrier_arrive(&shared.work_full[ring_work.stage]);
+      }
+      ring_work.advance();
+      if (item.takes_bias) {
+        barrier_wait(&shared.bias_empty[ring_bias.stage], ring_bias.phase ^ 1);
+        if (lane == 0) {
+          copy_panels<Traits::kBiasPanels, kTile>(
+              shared.bias[ring_bias.stage], &p.bias, &shared.bias_full[ring_bias.stage], item.work.block_k * kTile,
+              item.work.block_q * kTile, item.work.first_head / p.heads_per_bias,
+              p.bias_has_batch ? item.work.batch : 0);
+        }
+        ring_bias.advance();
+      }
+#pragma unroll 1
+      for (uint32_t left = item.visited; left != 0; left &= left - 1) {
+        const Sources next = of_lane(sources, __ffs(left) - 1);
+        fill_slot<Traits::kPanels>(p, shared, ring, &p.q, &p.k, p.lse, item.work, next);
+        fill_slot<Traits::kPanelsV>(p, shared, ring, &p.dout, &p.v, p.delta, item.work, next);
+      }
+    }
+    if (!item.exists) return;
+    int next = index + gridDim.x;
+    if (p.next != nullptr) {
+      if (lane == 0) next = atomicAdd(p.next, 1) + gridDim.x;
+      next = __shfl_sync(kAll, next, 0);
+    }
+    index = next;
+  }
+}
+
+}  // namespace flash_dmattn
