@@ -78,7 +78,14 @@ def backward_form(problem: AttentionProblem) -> str:
         return "none"
     if problem.bias.broadcast()[2]:
         return "vector"
-    return "stored tile" if problem.need.bias else "tile"
+    return "stored tile" if problem.need.bias and not shares_dbias(problem) else "tile"
+
+
+def shares_dbias(problem: AttentionProblem) -> bool:
+    """Whether heads or batch entries share the gradient of a bias per score, which has a kernel of its own."""
+    p = problem
+    per_score = p.need.bias and p.bias is not None and not any(p.bias.broadcast()[2:])
+    return per_score and p.bias is not None and p.bias.shape[:2] != (p.batch, p.num_heads)
 
 
 def backward_works(problem: AttentionProblem) -> tuple[str, str]:

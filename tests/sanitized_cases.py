@@ -190,10 +190,24 @@ BACKWARD_UNALIGNED = (
     WIDE_FP16.with_(batch=2, seqlen_k=129, bias=("B", "Hq", "1", "Lk"), mask=("1", "1", "Lq", "Lk")),
     WIDE_BASE.with_(seqlen_q=130, seqlen_k=136, bias=FULL, mask=TILES, need=QKV),
 )
+# A bias per score that heads share, whose gradient has kernels of its own: of each unit with a mask and without. Tiles
+# of dbias are in patches that are whole and not, of few heads and of more than a warp has lanes.
+BACKWARD_SHARED = (
+    BASE.with_(batch=3, seqlen_q=129, seqlen_k=264, bias=("1", "Hq", "Lq", "Lk")),
+    BASE.with_(batch=2, seqlen_q=130, seqlen_k=200, bias=("1", "1", "Lq", "Lk"), mask=TILES, mask_kind="empty_tiles"),
+    FP16_BASE.with_(batch=9, **SHARED, seqlen_q=65, seqlen_k=136, bias=("1", "1", "Lq", "Lk"), is_causal=True),
+    FP16_BASE.with_(batch=9, **SHARED, seqlen_k=72, bias=("1", "Hk", "Lq", "Lk"), mask=FULL, mask_kind="empty_rows"),
+    WIDE_BASE.with_(**SHARED, seqlen_q=257, seqlen_k=264, bias=("B", "Hk", "Lq", "Lk"), window_size=(40, 0)),
+    WIDE_BASE.with_(batch=2, seqlen_q=193, seqlen_k=136, bias=("1", "Hq", "Lq", "Lk"), mask=FULL, is_causal=True),
+    WIDE_FP16.with_(batch=2, seqlen_q=63, seqlen_k=392, head_dim_v=40, bias=("B", "1", "Lq", "Lk")),
+    WIDE_FP16.with_(**SHARED, seqlen_k=264, bias=("B", "1", "Lq", "Lk"), mask=("1", "1", "Lq", "Lk")),
+)
 CASES = {
     "triton": _numbered(plain=PLAIN, descriptors=DESCRIPTORS, unaligned=UNALIGNED),
     "cuda": _numbered(plain=D64 + D128 + OTHERS, unaligned=FORWARD_UNALIGNED),
-    "cuda-backward": _numbered(plain=BACKWARD, in_order=BACKWARD_IN_ORDER, unaligned=BACKWARD_UNALIGNED),
+    "cuda-backward": _numbered(
+        plain=BACKWARD + BACKWARD_SHARED, in_order=BACKWARD_IN_ORDER, unaligned=BACKWARD_UNALIGNED
+    ),
 }
 
 

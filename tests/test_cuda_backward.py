@@ -133,7 +133,8 @@ def test_sums_in_a_fixed_order(backend: Runner, heads: tuple[int, int, int], bia
 @pytest.mark.parametrize("head_dim", (64, 128))
 def test_turns_of_many_tiles(backend: Runner, head_dim: int, changes: dict[str, Any]) -> None:
     """Tiles of keys that add to the same queries: all at once, in bands, and in lists of full and partial tiles."""
-    case = BASE.with_(seqlen_q=1190, seqlen_k=1096, num_heads=8, head_dim=head_dim, **changes)
+    sizes = {"seqlen_q": 1190, "seqlen_k": 1096, "num_heads": 8, "head_dim": head_dim}
+    case = BASE.with_(**{**sizes, **changes})
     inputs = case.build()
     if inputs.mask is not None:
         tiles_of_every_kind(inputs.mask)

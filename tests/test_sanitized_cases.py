@@ -20,6 +20,7 @@ from cuda_forms import (
     bias_form,
     described,
     differentiated,
+    shares_dbias,
     unit_of,
 )
 
@@ -91,20 +92,23 @@ def test_the_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_backward_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     """No rule refuses a call; each kernel has one, each form in either order, and the work is shared in every way."""
     monkeypatch.setattr(cuda_rules, "installed_units", lambda: None)
-    kernels, orders, works = set(), set(), set()
+    kernels, shared, orders, works = set(), set(), set(), set()
     for case, how in sanitized_cases.CASES["cuda-backward"]:
         in_order = how == "in_order"
         problem = differentiated(case, in_order)
         assert not broken_rules(cuda, problem, ("forward", "backward")) and case.need, case.repro()
         unit, form, has_mask = backward_unit_of(case), backward_form(problem), case.mask is not None
         kernels.add((unit, form, has_mask))
+        if shares_dbias(problem):
+            shared.add((unit, has_mask))
         orders.add((unit[:2], form, has_mask, in_order))
         works.add((in_order, *backward_works(problem)))
     flags = (False, True)
     assert kernels == set(itertools.product(ALL_BACKWARD_UNITS, BACKWARD_FORMS, flags))
+    assert shared == set(itertools.product(ALL_BACKWARD_UNITS, flags))
     assert orders == set(itertools.product(cuda_rules.BACKWARD_UNITS, BACKWARD_FORMS, flags, flags))
     heads = {(in_order, heads) for in_order, heads, _ in works}
     assert heads == {(o, h) for o in flags for h in ("its own", "a group")} | {(False, "one of a group")}
     shares = {(in_order, share) for in_order, _, share in works}
     assert {(True, "in order"), *itertools.product((False,), ("one each", "evenly", "as they finish"))} <= shares
-    assert len(sanitized_cases.CASES["cuda-backward"]) == 32
+    assert len(sanitized_cases.CASES["cuda-backward"]) == 40

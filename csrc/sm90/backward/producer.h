@@ -120,40 +120,76 @@ __device__ __forceinline__ void store_dbias(const BackwardParams& p, BackwardSto
   }
 }
 
-// Lets the consumers add once so many others have, and lets the next.
-template <class Traits>
-__device__ __forceinline__ void let_add(int* turn, int before) {
-  if (threadIdx.x % 32 == 0) {
-    while (load_acquired(turn) != before) {
-    }
+// A place in an order of additions, in device memory: whose turn it is once so many others have added.
+struct Turn {
+  int* count;
+  int before;
+
+  // By a whole warp.
+  __device__ __forceinline__ bool has_come() const {
+    return __any_sync(0xffffffffu, threadIdx.x % 32 == 0 && load_acquired(count) == before);
   }
-  __syncwarp();
+  __device__ __forceinline__ void pass() const {
+    if (threadIdx.x % 32 == 0) add_released(count, 1);
+  }
+};
+
+template <class Traits>
+__device__ __forceinline__ void let_add() {
   for (int group = 0; group < Traits::kConsumers; ++group) named_barrier_arrive(kMayAddBarrier + group, 128 + 32);
+}
+
+template <class Traits>
+__device__ __forceinline__ void wait_until_added() {
   for (int group = 0; group < Traits::kConsumers; ++group) named_barrier_sync(kHasAddedBarrier + group, 128 + 32);
-  if (threadIdx.x % 32 == 0) add_released(turn, 1);
+}
+
+// The turn of a step of the work; of the step behind the last, that of its head to add to dk and dv.
+template <class Traits>
+__device__ __forceinline__ Turn turn_of(const BackwardParams& p, const KeyItem<Traits>& item, int step) {
+  const int64_t head = static_cast<int64_t>(item.batch) * p.num_heads + item.head;
+  if (step == item.walk.steps) {
+    return {p.key_turns + head / p.queries_per_group * p.blocks_k + item.block_k, item.head % p.queries_per_group};
+  }
+  const int blocks = (p.seqlen_q + kTile - 1) / kTile * (kTile / Traits::kRows);
+  bool has_edge;
+  const int block = item.walk.at(step, has_edge);
+  return {p.dq_turns + head * blocks + block, tiles_before<Traits>(p, item, step, block)};
 }
 
 // Has the tiles of keys add to dq in a fixed order, the last keys first, by one warp, and then the heads of a group to
 // dk and dv, the first first. Tiles walk ascending queries, and of a band those of the last keys start at the last
 // queries: tiles that run at the same time come to a block in their order. A work waits for later keys of its head and
 // for earlier heads of its keys, which were handed out before it, so there is always one that waits for none.
+//
+// To tell others takes longer than to add, for it waits until all additions have arrived: where the next turn has come
+// by then, the consumers learn of that first.
 template <class Traits>
 __device__ __forceinline__ void order_sums(const BackwardParams& p, BackwardStorage<Traits>& shared) {
-  const int blocks = (p.seqlen_q + kTile - 1) / kTile * (kTile / Traits::kRows);
   Ring<2> ring_work;
   for (;;) {
     const KeyItem<Traits>& item = take_work(shared, ring_work);
     if (!item.exists) return;
-    const int64_t head = static_cast<int64_t>(item.batch) * p.num_heads + item.head;
+    const int turns = item.walk.steps + (p.key_turns != nullptr ? 1 : 0);
+    bool has_come = false;
+    Turn turn, next{};
+    if (turns > 0) next = turn_of<Traits>(p, item, 0);
 #pragma unroll 1
-    for (int step = 0; step < item.walk.steps; ++step) {
-      bool has_edge;
-      const int block = item.walk.at(step, has_edge);
-      let_add<Traits>(p.dq_turns + head * blocks + block, tiles_before<Traits>(p, item, step, block));
-    }
-    if (p.key_turns != nullptr) {
-      const int64_t head_k = head / p.queries_per_group;
-      let_add<Traits>(p.key_turns + head_k * p.blocks_k + item.block_k, item.head % p.queries_per_group);
+    for (int i = 0; i < turns; ++i) {
+      turn = next;
+      if (!has_come) {
+        while (!turn.has_come()) {
+        }
+        let_add<Traits>();
+      }
+      has_come = false;
+      if (i + 1 < turns) {
+        next = turn_of<Traits>(p, item, i + 1);
+        has_come = next.has_come();
+      }
+      wait_until_added<Traits>();
+      if (has_come) let_add<Traits>();
+      turn.pass();
     }
     give_back_work(shared, ring_work);
   }

@@ -3,6 +3,7 @@
 
 #include "../../device/wgmma.h"
 #include "../../params.h"
+#include "launch.h"
 
 namespace flash_dmattn {
 
@@ -15,6 +16,9 @@ struct SharedDbiasTraits {
   // A consumer has 64 queries and the 128 keys of a mask tile: 64 registers of sums, and as many of scores and of dp.
   static constexpr int kConsumers = 2;
 
+  static constexpr Patch kPatch = shared_dbias_patch(kHasMask);
+  static constexpr int kCluster = kPatch.q * kPatch.k;
+
   static constexpr int kPanels = (kD + kPanelColumns - 1) / kPanelColumns;
   static constexpr int kPanelsV = (kDv + kPanelColumns - 1) / kPanelColumns;
   static constexpr int kPanelBytes = kTile * kRowBytes;
@@ -22,8 +26,8 @@ struct SharedDbiasTraits {
   static constexpr int kBiasPanels = kTile / kPanelColumns;
   static constexpr int kBiasBytes = kBiasPanels * kPanelBytes;
 
-  // What 227 KB hold. A slot has the operands of one product: at D128 a third one is filled while those of scores and of
-  // dp are read. A second tile of bias comes while the last head of the first is at work.
+  // What 227 KB hold. A slot has the operands of one product: at D128 a third one is filled while those of scores and
+  // of dp are read. A second tile of bias comes while the last heads of the first are at work.
   static constexpr int kSlots = kOperandBytes > kPanelBytes ? 3 : 5;
   static constexpr int kBiasStages = kOperandBytes > kPanelBytes ? 1 : 2;
 
