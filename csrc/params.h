@@ -157,9 +157,8 @@ struct SharedDbiasParams {
   // The query heads that share a head of dbias, Hq / Hd, and how many heads are summed there, over all batch entries.
   int dbias_heads, heads_per_dbias, heads_summed;
 
-  int tiles_q, tiles_k;
-  int patches_q, patches_k, total;  // of tiles, what a cluster of blocks works at
-  int* next;  // counts the patches handed out
+  int tiles_q, tiles_k, total;
+  int* next;  // counts the tiles handed out beyond the first of each block; null to share them out evenly
 };
 
 // Before the backward pass: lse in base 2, delta = rowsum(dout * out) - dlse, and zeros for dq_sums.

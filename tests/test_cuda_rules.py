@@ -86,7 +86,7 @@ PASSED_OVER: dict[str, tuple[dict[str, Any], str]] = {
     "narrow_heads": ({"q": (2, 4096, 16, 32)}, "head dims are 32 and 32"),
     "bias_copies": ({"bias": PER_SCORE, "bias_dtype": "fp32"}, "bias is not of the dtype of q"),
     "few_keys": ({"seqlen_k": 128}, "there are 128 keys"),
-    "fixed_order": ({"deterministic": True}, "deterministic is True"),
+    "fixed_order": ({"bias": PER_SCORE, "bias_grad": True, "deterministic": True}, "deterministic is True and"),
     "partial_dbias": ({"bias": PER_SCORE, "bias_grad": True, "is_causal": True}, "the gradient of bias, of a value"),
 }
 NEVER_TAKEN = (

@@ -28,8 +28,9 @@ using torch::stable::Tensor;
 
 constexpr const char* kName = "cuda_backward_kernel";
 constexpr int64_t kWorksEnough = 8;  // for each multiprocessor, so that none waits long for the last
-// Heads, or groups of them in one work, of a section whose tiles of keys take turns: fewer of one head wait at a time.
-constexpr int64_t kOwnersOfTurns = 8;
+// Of a section whose tiles of keys take turns: with more heads at work fewer tiles of one wait for each other. Under a
+// mask so many at least; in a band, whose tiles come in their order, as many as L2 has room for.
+constexpr int64_t kHeadsOfTurns = 8, kBytesOfTurns = 36 << 20;
 
 // The kernels of one dtype and one pair of head dims; those of the rows are of the dtype alone.
 struct Unit {
@@ -223,7 +224,8 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   // q, dout and the sums of dq of the query heads of a section.
   const int64_t row_bytes = (sizes.head_dim + sizes.head_dim_v) * 2 + (dq.has_value() ? dq_columns * 4 : 0);
   const int64_t work_bytes = params.heads_per_work * sizes.seqlen_q * row_bytes;
-  const int64_t section = std::max<int64_t>(kSectionBytes / work_bytes, takes_turns ? kOwnersOfTurns : 1);
+  const int64_t turns_need = has_mask ? kHeadsOfTurns : std::max<int64_t>(kBytesOfTurns / work_bytes, 2);
+  const int64_t section = std::max<int64_t>(kSectionBytes / work_bytes, takes_turns ? turns_need : 1);
   params.section = static_cast<int>(std::min(section, owners));
   const int blocks = std::min(params.total, device_processors);
   const bool even = !has_mask && low <= -sizes.seqlen_q && high >= sizes.seqlen_k;

@@ -22,12 +22,11 @@ void store_shared_dbias(const char* op, decltype(&launch_shared_dbias<__half, 64
   CHECK_FOR(op, entries * heads * tiles_q <= kMaxInt / 2 / tiles_k, "dbias has more than 2^30 tiles");
 
   const bool has_mask = !call.mask.empty();
-  const Patch patch = shared_dbias_patch(has_mask);
   SharedDbiasParams params{};
-  params.q = rows_map(op, call.q, "q", kTile / patch.k);
-  params.k = rows_map(op, call.k, "k", kTile / patch.q);
-  params.v = rows_map(op, call.v, "v", kTile / patch.q);
-  params.dout = rows_map(op, call.dout, "dout", kTile / patch.k);
+  params.q = rows_map(op, call.q, "q", kTile);
+  params.k = rows_map(op, call.k, "k", kTile);
+  params.v = rows_map(op, call.v, "v", kTile);
+  params.dout = rows_map(op, call.dout, "dout", kTile);
   params.bias = scores_map(op, call.bias, "bias", kTile);
   params.dbias = dbias.mutable_data_ptr();
   params.lse = call.lse;
@@ -43,16 +42,15 @@ void store_shared_dbias(const char* op, decltype(&launch_shared_dbias<__half, 64
   params.heads_summed = static_cast<int>(sizes.batch / entries) * params.heads_per_dbias;
   params.tiles_q = static_cast<int>(tiles_q);
   params.tiles_k = static_cast<int>(tiles_k);
-  params.patches_q = static_cast<int>(ceil_div(tiles_q, patch.q));
-  params.patches_k = static_cast<int>(ceil_div(tiles_k, patch.k));
-  params.total = static_cast<int>(entries * heads * params.patches_q * params.patches_k);
-
-  // All patches come from a counter: a cluster for which the GPU has no room at first would keep one that were its own.
-  const int cluster = patch.q * patch.k;
-  const int clusters = std::min(params.total, std::max(1, multiprocessors(op, device.index) / cluster));
-  const torch::stable::Tensor next = work_counter(op, call.q, device.stream);
-  params.next = static_cast<int*>(next.mutable_data_ptr());
-  check(launch(params, has_mask, clusters * cluster, device.stream), op, "launching the kernel of dbias");
+  params.total = static_cast<int>(entries * heads * tiles_q * tiles_k);
+  const int blocks = std::min(params.total, multiprocessors(op, device.index));
+  const bool even = !has_mask && call.low <= -sizes.seqlen_q && call.high >= sizes.seqlen_k;
+  torch::stable::Tensor next;
+  if (!even && params.total > blocks) {
+    next = work_counter(op, call.q, device.stream);
+    params.next = static_cast<int*>(next.mutable_data_ptr());
+  }
+  check(launch(params, has_mask, blocks, device.stream), op, "launching the kernel of dbias");
 }
 
 }  // namespace flash_dmattn

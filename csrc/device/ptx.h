@@ -60,50 +60,6 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
       : "memory");
 }
 
-// --- clusters ---------------------------------------------------------------------------------------------------
-
-// Of blocks whose shared memory all of them reach. A rank of one is its place among them.
-__device__ __forceinline__ uint32_t rank_in_cluster() {
-  uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-
-// Until all threads of the cluster are here.
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
-  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
-}
-
-// The address, in a block of the cluster, of what lies in this one's shared memory at `pointer`.
-__device__ __forceinline__ uint32_t address_in_cluster(const void* pointer, uint32_t rank) {
-  uint32_t address;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(pointer)), "r"(rank));
-  return address;
-}
-
-__device__ __forceinline__ void barrier_arrive_in_cluster(uint64_t* barrier, uint32_t rank) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in_cluster(barrier, rank))
-               : "memory");
-}
-
-// As barrier_wait, where what another block has written before it arrived is to be read.
-__device__ __forceinline__ void barrier_wait_in_cluster(uint64_t* barrier, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}\n" ::"r"(shared_address(barrier)),
-      "r"(parity)
-      : "memory");
-}
-
-__device__ __forceinline__ void store_in_cluster(int* to, uint32_t rank, int value) {
-  asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(address_in_cluster(to, rank)), "r"(value) : "memory");
-}
-
 // --- named barriers ---------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
@@ -127,16 +83,6 @@ __device__ __forceinline__ void copy_tensor(void* to, const CUtensorMap* map, ui
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
       "[%2];" ::"r"(shared_address(to)),
       "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-      : "memory");
-}
-
-// The same to all blocks of the cluster whose ranks are bits of the mask; the barrier of each counts its bytes.
-__device__ __forceinline__ void copy_tensor_to_blocks(void* to, const CUtensorMap* map, uint64_t* barrier,
-                                                      uint16_t ranks, int c0, int c1, int c2, int c3) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-      "[%1, {%4, %5, %6, %7}], [%2], %3;" ::"r"(shared_address(to)),
-      "l"(map), "r"(shared_address(barrier)), "h"(ranks), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
 

@@ -8,7 +8,8 @@ namespace flash_dmattn {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kLanes = 16;  // of a row; each takes 8 values at a time
+constexpr int kLanes = 8;  // of a row; each takes 8 values at a time
+constexpr int kTimes = 2;  // and so often, for head dims up to 128; both are loaded before either is used
 constexpr int kMaxBlocks = 1 << 20;
 
 // What an item of work, a row, says of itself to with_bias.
@@ -35,10 +36,17 @@ __global__ void __launch_bounds__(kThreads) backward_rows_kernel(const __grid_co
       const Element* out = static_cast<const Element*>(p.out) + line * p.head_dim_v;
       const Element* dout = static_cast<const Element*>(p.dout) + work.batch * p.dout_stride_b + row * p.dout_stride_q +
                             work.head * p.dout_stride_h;
-      for (int column = lane * 8; column < p.head_dim_v; column += kLanes * 8) {
-        const uint4 a = __ldg(reinterpret_cast<const uint4*>(out + column));
-        const uint4 b = __ldg(reinterpret_cast<const uint4*>(dout + column));
-        const uint32_t as[4] = {a.x, a.y, a.z, a.w}, bs[4] = {b.x, b.y, b.z, b.w};
+      uint4 a[kTimes], b[kTimes];
+#pragma unroll
+      for (int t = 0; t < kTimes; ++t) {
+        const int column = (t * kLanes + lane) * 8;
+        const bool is_inside = column < p.head_dim_v;
+        a[t] = is_inside ? __ldg(reinterpret_cast<const uint4*>(out + column)) : make_uint4(0, 0, 0, 0);
+        b[t] = is_inside ? __ldg(reinterpret_cast<const uint4*>(dout + column)) : make_uint4(0, 0, 0, 0);
+      }
+#pragma unroll
+      for (int t = 0; t < kTimes; ++t) {
+        const uint32_t as[4] = {a[t].x, a[t].y, a[t].z, a[t].w}, bs[4] = {b[t].x, b[t].y, b[t].z, b[t].w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float2 x = unpack(as[i], Element{}), y = unpack(bs[i], Element{});

@@ -23,6 +23,7 @@ constexpr unsigned kAll = 0xffffffffu;
 constexpr unsigned kLaneFull = (1u << kLaneKeys) - 1;
 // Wide loads of a thread that are on their way together: 8 x 16 bytes, in 32 registers.
 constexpr int kInFlight = 8;
+static_assert(kTileWords == 4, "the bits of a row of a tile are 16 bytes");
 static_assert(kLaneKeys == 16 && kStripTiles == 4, "a lane holds one 16-byte load, a warp row has four tiles");
 
 template <bool kWideLoads, bool kBand>
@@ -57,6 +58,20 @@ __device__ unsigned load_narrow(const uint8_t* row, int64_t stride_k, int first_
   return lane_bits;
 }
 
+// The results of a block that the band does not reach: under causality they are half of all.
+__device__ void write_nothing(const PackMaskParams& p, int head, int tile_q, int strip) {
+  const int64_t row_of_tiles = static_cast<int64_t>(head) * p.tiles_q + tile_q;
+  uint4* const bits = reinterpret_cast<uint4*>(p.bits) + static_cast<int64_t>(head) * p.seqlen_q * p.tiles_k;
+#pragma unroll
+  for (int i = threadIdx.x; i < kTile * kStripTiles; i += kWarps * 32) {
+    const int row = tile_q * kTile + i / kStripTiles, tile = strip * kStripTiles + i % kStripTiles;
+    const int64_t place = static_cast<int64_t>(row) * p.tiles_k + tile;
+    if (row < p.seqlen_q && tile < p.tiles_k) bits[place] = make_uint4(0, 0, 0, 0);
+  }
+  const int tile = strip * kStripTiles + threadIdx.x;
+  if (threadIdx.x < kStripTiles && tile < p.tiles_k) p.classes[row_of_tiles * p.tiles_k + tile] = 0;
+}
+
 template <class Traits>
 __global__ void __launch_bounds__(kWarps * 32) pack_mask_kernel(const __grid_constant__ PackMaskParams p) {
   // Neighbouring blocks read neighbouring keys of the same rows.
@@ -66,6 +81,11 @@ __global__ void __launch_bounds__(kWarps * 32) pack_mask_kernel(const __grid_con
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int first_row = tile_q * kTile, strip_key = strip * kStripKeys;
   const int lane_key = strip_key + lane * kLaneKeys;
+
+  if (Traits::kHasBand &&
+      (strip_key + (kStripKeys - 1) < first_row + p.low || strip_key > first_row + (kTile - 1) + p.high)) {
+    return write_nothing(p, head, tile_q, strip);
+  }
 
   // A tile that the band does not reach is not read. All lanes of a tile agree.
   const int tile_key = strip_key + lane / kTileLanes * kTile;

@@ -17,7 +17,7 @@ struct SharedDbiasConsumer {
   const int group, warp, lane;  // which warpgroup; the warp of it
   Scores& sums;
   Ring<Traits::kSlots>& ring;
-  const int bias_stage, rank;
+  const int bias_stage;
 
   __device__ __forceinline__ int row_of_tile() const { return group * 64 + warp * 16 + lane / 4; }
 
@@ -33,22 +33,6 @@ struct SharedDbiasConsumer {
       Wgmma<Element, kTile>::run(scores, step_by_columns<kTile>(rows, i), step_by_columns<kTile>(keys, i), i > 0);
     }
     wgmma_commit();
-  }
-
-  // To all blocks that copy to this one.
-  __device__ __forceinline__ void free_slot(int slot) {
-    uint64_t* const empty = &shared.slot_empty[slot];
-    if constexpr (Traits::kCluster == 1) {
-      barrier_arrive_of_warp(empty);
-    } else {
-      __syncwarp();
-#pragma unroll
-      for (int arrival = 0; arrival < kArrivalsOfWarp; ++arrival) {
-        constexpr int kColumns = Traits::kPatch.k;
-        const bool shares = lane / kColumns == rank / kColumns || lane % kColumns == rank % kColumns;
-        if (lane < Traits::kCluster && shares) barrier_arrive_in_cluster(empty, lane);
-      }
-    }
   }
 
   // Of the thread's two rows, lse or delta.
@@ -71,9 +55,9 @@ struct SharedDbiasConsumer {
       const int64_t first = mask_of(p, head) * p.seqlen_q, row_words = p.tiles_k * kTileWords;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        // A row beyond the last has the bits of the last, and so has a tile; neither is stored.
+        // A row beyond the last has the bits of the last; it is not stored.
         const int row = min(work.block_q * kTile + row_of_tile() + 8 * r, p.seqlen_q - 1);
-        const int word = min(work.block_k, p.tiles_k - 1) * kTileWords;
+        const int word = work.block_k * kTileWords;
         const int32_t* bits = p.mask_bits + (first + row) * row_words + word;
         const int4 four = __ldg(reinterpret_cast<const int4*>(bits));
         words[r][0] = four.x, words[r][1] = four.y, words[r][2] = four.z, words[r][3] = four.w;
@@ -149,14 +133,14 @@ struct SharedDbiasConsumer {
     const Pair lse = numbers_of(first), delta = numbers_of(second);
     wgmma_wait<1>();
     pin(scores);
-    free_slot(first);
+    barrier_arrive_of_warp(&shared.slot_empty[first]);
     finish_scores(scores, lse);
     if (has_edge) forbid(scores, words, work);
 #pragma unroll
     for (int i = 0; i < kScores; ++i) scores[i] = exp2_approx(scores[i]);
     wgmma_wait<0>();
     pin(dp);
-    free_slot(second);
+    barrier_arrive_of_warp(&shared.slot_empty[second]);
 #pragma unroll
     for (int i = 0; i < kScores; ++i) sums[i] = fmaf(scores[i], dp[i] - delta.of_row[i / 2 % 2], sums[i]);
   }
@@ -186,8 +170,7 @@ struct SharedDbiasConsumer {
 };
 
 template <class Traits>
-__device__ __forceinline__ void sum_heads(const SharedDbiasParams& p, SharedDbiasStorage<Traits>& shared, int group,
-                                          int rank) {
+__device__ __forceinline__ void sum_heads(const SharedDbiasParams& p, SharedDbiasStorage<Traits>& shared, int group) {
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x % 128 / 32, 0), lane = threadIdx.x % 32;
   Ring<Traits::kSlots> ring;
   Ring<Traits::kBiasStages> ring_bias;
@@ -201,8 +184,7 @@ __device__ __forceinline__ void sum_heads(const SharedDbiasParams& p, SharedDbia
       for (int i = 0; i < kTile / 2; ++i) sums[i] = 0.0f;
     }
     if (item.takes_bias) barrier_wait(&shared.bias_full[ring_bias.stage], ring_bias.phase);
-    SharedDbiasConsumer<Traits> consumer{p, shared, group, warp, lane, sums, ring, ring_bias.stage,
-                                         rank};
+    SharedDbiasConsumer<Traits> consumer{p, shared, group, warp, lane, sums, ring, ring_bias.stage};
 #pragma unroll 1
     for (uint32_t left = item.visited; left != 0; left &= left - 1) {
       const int place = __ffs(left) - 1;

@@ -16,46 +16,36 @@
 namespace flash_dmattn {
 
 template <class Traits>
-__global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Traits::kThreads, 1)
+__global__ void __launch_bounds__(Traits::kThreads, 1)
     shared_dbias_kernel(const __grid_constant__ SharedDbiasParams p) {
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& shared = *reinterpret_cast<SharedDbiasStorage<Traits>*>(memory);
-  constexpr int kArrivals = 4 * Traits::kConsumers * kArrivalsOfWarp;      // of all warps that consume
-  constexpr int kBlocksOfSlot = Traits::kPatch.q + Traits::kPatch.k - 1;  // that this one copies to
+  constexpr int kArrivals = 4 * Traits::kConsumers * kArrivalsOfWarp;  // of all warps that consume
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < Traits::kSlots; ++slot) {
-      barrier_init(&shared.slot_full[slot], 2);  // rows and keys; a number of each row
-      barrier_init(&shared.slot_empty[slot], kArrivals * kBlocksOfSlot);
+      barrier_init(&shared.slot_full[slot], 3);  // rows, keys and a number of each row
+      barrier_init(&shared.slot_empty[slot], kArrivals);
     }
     for (int stage = 0; stage < Traits::kBiasStages; ++stage) {
       barrier_init(&shared.bias_full[stage], 1);
       barrier_init(&shared.bias_empty[stage], kArrivals);
     }
-    barrier_init(&shared.next_full, 1);
-    barrier_init(&shared.next_empty, Traits::kCluster > 1 ? Traits::kCluster - 1 : 1);
     for (int stage = 0; stage < 2; ++stage) {
       barrier_init(&shared.work_full[stage], 1);
       barrier_init(&shared.work_empty[stage], kArrivals);
     }
     barrier_init_fence();
   }
-  if constexpr (Traits::kCluster > 1) {
-    cluster_sync();
-  } else {
-    __syncthreads();
-  }
+  __syncthreads();
 
-  const int rank = Traits::kCluster > 1 ? __shfl_sync(0xffffffffu, rank_in_cluster(), 0) : 0;
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // the same for all, and known to be
   if (warpgroup == 0) {
     registers_release<Traits::kProducerRegisters>();
-    if (threadIdx.x < 32) copy_heads<Traits>(p, shared, rank);
+    if (threadIdx.x < 32) copy_heads<Traits>(p, shared);
   } else {
     registers_acquire<Traits::kConsumerRegisters>();
-    sum_heads<Traits>(p, shared, warpgroup - 1, rank);
+    sum_heads<Traits>(p, shared, warpgroup - 1);
   }
-  // No block leaves while another may arrive at its barriers.
-  if constexpr (Traits::kCluster > 1) cluster_sync();
 }
 
 template <class Traits>

@@ -17,10 +17,8 @@ struct alignas(1024) SharedDbiasStorage {
   alignas(16) float numbers[Traits::kSlots][kTile];
   uint64_t slot_full[Traits::kSlots], slot_empty[Traits::kSlots];
   uint64_t bias_full[Traits::kBiasStages], bias_empty[Traits::kBiasStages];
-  uint64_t next_full, next_empty;
   uint64_t work_full[2], work_empty[2];
   DbiasItem work[2];
-  int next;  // the patch that comes next, where the first block of the cluster has written it
 };
 
 }  // namespace flash_dmattn

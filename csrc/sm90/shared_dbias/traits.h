@@ -16,9 +16,6 @@ struct SharedDbiasTraits {
   // A consumer has 64 queries and the 128 keys of a mask tile: 64 registers of sums, and as many of scores and of dp.
   static constexpr int kConsumers = 2;
 
-  static constexpr Patch kPatch = shared_dbias_patch(kHasMask);
-  static constexpr int kCluster = kPatch.q * kPatch.k;
-
   static constexpr int kPanels = (kD + kPanelColumns - 1) / kPanelColumns;
   static constexpr int kPanelsV = (kDv + kPanelColumns - 1) / kPanelColumns;
   static constexpr int kPanelBytes = kTile * kRowBytes;

@@ -11,24 +11,21 @@ constexpr int kRowsOfTiles = 8;
 struct DbiasWork {
   int batch, first_head;  // the first of those that are summed
   int64_t owner;          // the head of dbias, counted over its batch entries
-  int block_q, block_k;   // may lie beyond the last, in a patch that is not whole
+  int block_q, block_k;
 };
 
-// That of a block in the cluster that has the patch `index`.
-template <class Traits>
-__device__ __forceinline__ DbiasWork dbias_work_at(const SharedDbiasParams& p, int index, int rank) {
-  constexpr int kRows = kRowsOfTiles / Traits::kPatch.q;
-  const int patches = p.patches_q * p.patches_k;
+__device__ __forceinline__ DbiasWork dbias_work_at(const SharedDbiasParams& p, int index) {
+  const int tiles = p.tiles_q * p.tiles_k;
   DbiasWork work;
-  const int owner = index / patches;
+  const int owner = index / tiles;
   work.owner = owner;
   work.batch = owner / p.dbias_heads;
   work.first_head = (owner - work.batch * p.dbias_heads) * p.heads_per_dbias;
-  const int place = index - owner * patches, band = place / (kRows * p.patches_k);
-  const int first = band * kRows, rows = min(kRows, p.patches_q - first);
-  const int place_of_band = place - first * p.patches_k, column = place_of_band / rows;
-  work.block_q = (first + place_of_band - column * rows) * Traits::kPatch.q + rank / Traits::kPatch.k;
-  work.block_k = column * Traits::kPatch.k + rank % Traits::kPatch.k;
+  const int place = index - owner * tiles, band = place / (kRowsOfTiles * p.tiles_k);
+  const int first = band * kRowsOfTiles, rows = min(kRowsOfTiles, p.tiles_q - first);
+  const int place_of_band = place - first * p.tiles_k;
+  work.block_k = place_of_band / rows;
+  work.block_q = first + place_of_band - work.block_k * rows;
   return work;
 }
 
@@ -61,7 +58,6 @@ __device__ __forceinline__ bool list_has(const int32_t* list, int from, int to, 
 // What the mask, or the band, leaves of a tile for one head.
 template <class Traits>
 __device__ __forceinline__ TileClass class_of(const SharedDbiasParams& p, int block_q, int block_k, const Head& head) {
-  if (block_q >= p.tiles_q || block_k >= p.tiles_k) return TileClass::kEmpty;
   if constexpr (Traits::kHasMask) {
     const int32_t* list = p.mask_lists + (mask_of(p, head) * p.tiles_q + block_q) * (2 + p.tiles_k);
     const int num_full = __ldg(list), num_partial = __ldg(list + 1);
@@ -87,7 +83,7 @@ struct DbiasItem {
   bool takes_bias, frees_bias;
   DbiasWork work;
   int first_place;          // of the first head among those that are summed
-  // The heads of which some tile of the patch is not empty, and those of which something of this tile is forbidden.
+  // The heads of which something of the tile is allowed, and those of them of which something is forbidden.
   uint32_t visited, edges;
 };
 
