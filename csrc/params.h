@@ -158,7 +158,7 @@ struct SharedDbiasParams {
   int dbias_heads, heads_per_dbias, heads_summed;
 
   int tiles_q, tiles_k, total;
-  int* next;  // counts the tiles handed out beyond the first of each block; null to share them out evenly
+  int* next;  // counts the tiles handed out beyond the first of each block; null where there are no others
 };
 
 // Before the backward pass: lse in base 2, delta = rowsum(dout * out) - dlse, and zeros for dq_sums.

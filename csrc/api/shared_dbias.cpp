@@ -44,9 +44,9 @@ void store_shared_dbias(const char* op, decltype(&launch_shared_dbias<__half, 64
   params.tiles_k = static_cast<int>(tiles_k);
   params.total = static_cast<int>(entries * heads * tiles_q * tiles_k);
   const int blocks = std::min(params.total, multiprocessors(op, device.index));
-  const bool even = !has_mask && call.low <= -sizes.seqlen_q && call.high >= sizes.seqlen_k;
+  // Also where all tiles are alike: shared out evenly they took a tenth longer (8 entries of 16 heads at 2048, D64).
   torch::stable::Tensor next;
-  if (!even && params.total > blocks) {
+  if (params.total > blocks) {
     next = work_counter(op, call.q, device.stream);
     params.next = static_cast<int*>(next.mutable_data_ptr());
   }

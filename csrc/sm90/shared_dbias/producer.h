@@ -95,8 +95,9 @@ __device__ __forceinline__ void copy_heads(const SharedDbiasParams& p, SharedDbi
       }
     }
     if (!item.exists) return;
-    if (lane == 0) index = p.next != nullptr ? atomicAdd(p.next, 1) + gridDim.x : index + gridDim.x;
-    index = __shfl_sync(kAll, index, 0);
+    int handed_out = 0;
+    if (lane == 0 && p.next != nullptr) handed_out = atomicAdd(p.next, 1);
+    index = gridDim.x + __shfl_sync(kAll, handed_out, 0);
   }
 }
 
