@@ -190,8 +190,8 @@ BACKWARD_UNALIGNED = (
     WIDE_FP16.with_(batch=2, seqlen_k=129, bias=("B", "Hq", "1", "Lk"), mask=("1", "1", "Lq", "Lk")),
     WIDE_BASE.with_(seqlen_q=130, seqlen_k=136, bias=FULL, mask=TILES, need=QKV),
 )
-# A bias per score that heads share, whose gradient has kernels of its own: of each unit with a mask and without. Tiles
-# of dbias are in patches that are whole and not, of few heads and of more than a warp has lanes.
+# A bias per score that heads share, whose gradient has kernels of its own: of each unit with a mask and without, of few
+# heads and of more than a warp has lanes.
 BACKWARD_SHARED = (
     BASE.with_(batch=3, seqlen_q=129, seqlen_k=264, bias=("1", "Hq", "Lq", "Lk")),
     BASE.with_(batch=2, seqlen_q=130, seqlen_k=200, bias=("1", "1", "Lq", "Lk"), mask=TILES, mask_kind="empty_tiles"),

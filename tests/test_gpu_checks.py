@@ -10,6 +10,7 @@ from pathlib import Path
 
 import gpu_checks
 import pytest
+import sanitized_cases
 from gpu_checks import FAILED, PASSED, UNFINISHED, Board, Part, all_parts, run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -88,12 +89,16 @@ def test_every_file_it_names_is_there() -> None:
     assert [each.seconds for each in parts] == sorted((each.seconds for each in parts), reverse=True)
 
 
+def test_every_call_of_the_sanitizers_is_in_a_part() -> None:
+    assert {name: len(calls) for name, calls in sanitized_cases.CASES.items()} == gpu_checks.SANITIZED
+
+
 def test_the_command_lists_and_chooses() -> None:
     command = [sys.executable, gpu_checks.__file__, "--list", "--only", "racecheck"]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert [line.split()[0] for line in listed] == [f"racecheck-triton-{first}" for first in (0, 8, 16, 24)]
     listed = subprocess.run([*command, "--racecheck-extension", "x.so"], capture_output=True, text=True, check=True)
-    assert len(listed.stdout.splitlines()) == 12
+    assert len(listed.stdout.splitlines()) == 4 + 4 + 5
 
 
 def test_without_a_gpu_nothing_passes(
