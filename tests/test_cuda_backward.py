@@ -122,6 +122,7 @@ def test_sums_in_a_fixed_order(backend: Runner, heads: tuple[int, int, int], bia
         {"mask": TILES},
         {"mask": ("1", "Hq", "Lq", "Lk"), "bias": PER_KEY},
         {"mask": TILES, "num_heads_k": 8, "bias": FULL},
+        {"batch": 2, "mask": TILES, "bias": ("1", "Hq", "Lq", "Lk")},
         {"is_causal": True},
         {"window_size": (300, 0)},
         {"window_size": (150, 260)},

@@ -29,7 +29,7 @@ using torch::stable::Tensor;
 constexpr const char* kName = "cuda_backward_kernel";
 constexpr int64_t kWorksEnough = 8;  // for each multiprocessor, so that none waits long for the last
 // Of a section whose tiles of keys take turns: with more heads at work fewer tiles of one wait for each other. Under a
-// mask so many at least; in a band, whose tiles come in their order, as many as L2 has room for.
+// mask so many at least; without one, where tiles come in their order, as many as L2 has room for.
 constexpr int64_t kHeadsOfTurns = 8, kBytesOfTurns = 36 << 20;
 
 // The kernels of one dtype and one pair of head dims; those of the rows are of the dtype alone.
@@ -94,8 +94,8 @@ Tensor order_lists(const std::vector<Tensor>& mask, const Tensor& q, int64_t til
   return lists;
 }
 
-// Writes those of dq, dk, dv, dbias and dbias_sums that are given, all contiguous: dbias of a bias per query and key, in
-// its dtype, (B, Hq, Lq, Lk) in those tiles that band and mask do not leave empty, or all of one with fewer heads or
+// Writes those of dq, dk, dv, dbias and dbias_sums that are given, all contiguous: dbias of a bias per query and key,
+// in its dtype, (B, Hq, Lq, Lk) in those tiles that band and mask do not leave empty, or all of one with fewer heads or
 // batch entries; dbias_sums (B, Hq, Lk) of a bias per key, in fp32. mask is {} or (bits, row_lists, col_lists) of a
 // TileMask; low and high are the band where there is none.
 void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask,
@@ -104,6 +104,8 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
               int64_t high, double softmax_scale, bool deterministic) {
   const Sizes sizes = sizes_of(kName, q, k, v);
   const Unit unit = unit_of(q.scalar_type(), sizes.head_dim, sizes.head_dim_v);
+  CHECK_ARGUMENT(sizes.head_dim_v <= kMaxRowColumns, "rows of out have ", sizes.head_dim_v, " columns, more than ",
+                 kMaxRowColumns);
   CHECK_ARGUMENT(out.is_contiguous() && lse.is_contiguous(), "out and lse need to be contiguous");
   CHECK_ARGUMENT(bias.has_value() || !(dbias.has_value() || dbias_sums.has_value()), "there is no bias for a dbias");
 

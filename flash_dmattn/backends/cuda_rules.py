@@ -200,8 +200,7 @@ RULES: tuple[Rule, ...] = (
         "dbias_rows",
         lambda p: not _dbias_per_score(p) or p.seqlen_k % 8 == 0,
         lambda p: (
-            f"the gradient of bias, of rows of {p.seqlen_k} keys, is needed; "
-            "the copy engine writes rows that start on 16 bytes"
+            f"the gradient of bias, of rows of {p.seqlen_k} keys, is needed; rows of it are written 16 bytes at a time"
         ),
         f"pad k, v and bias to a multiple of 8 keys, or {_PAIR}",
         passes=("backward",),

@@ -13,10 +13,13 @@ namespace flash_dmattn {
 
 enum class BackwardBias {
   kNone,       // none, or one value per query, which moves lse alone
-  kTile,       // one value per query and key, in the dtype of q, copied as tiles; takes no gradient
+  kTile,       // one value per query and key, in the dtype of q, copied as tiles; its gradient is not stored
   kTileStore,  // the same, and its gradient, one for every query head, is stored as tiles in the dtype of q
   kVector      // one value per key, of any dtype and stride
 };
+
+// Of out and dout the kernel of the rows reads so many columns at most.
+constexpr int kMaxRowColumns = 128;
 
 // Sums that several blocks add to lie in pieces.
 constexpr int kPieceRows = 64, kPieceColumns = 64, kPieceFloats = kPieceRows * kPieceColumns;

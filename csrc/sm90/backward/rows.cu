@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kLanes = 8;  // of a row; each takes 8 values at a time
-constexpr int kTimes = 2;  // and so often, for head dims up to 128; both are loaded before either is used
+constexpr int kTimes = kMaxRowColumns / (kLanes * 8);  // and so often; all are loaded before any is used
 constexpr int kMaxBlocks = 1 << 20;
 
 // What an item of work, a row, says of itself to with_bias.

@@ -16,14 +16,14 @@ __device__ __forceinline__ Sources of_lane(const Sources& sources, int lane) {
           __shfl_sync(kAll, sources.head_k, lane)};
 }
 
-// The operands of one product, and a number of each row; by a whole warp.
+// The operands of one product, and a number of each row; the first lane of the warp waits and has them copied.
 template <int kPanels, class Traits>
 __device__ __forceinline__ void fill_slot(const SharedDbiasParams& p, SharedDbiasStorage<Traits>& shared,
                                           Ring<Traits::kSlots>& ring, const CUtensorMap* rows, const CUtensorMap* keys,
                                           const float* numbers, const DbiasWork& work, const Sources& sources) {
-  uint64_t* full = &shared.slot_full[ring.stage];
-  barrier_wait(&shared.slot_empty[ring.stage], ring.phase ^ 1);
   if (threadIdx.x == 0) {
+    uint64_t* full = &shared.slot_full[ring.stage];
+    barrier_wait(&shared.slot_empty[ring.stage], ring.phase ^ 1);
     const int64_t head = static_cast<int64_t>(sources.batch) * p.num_heads + sources.head;
     copy_panels<kPanels, kTile>(shared.rows[ring.stage], rows, full, 0, work.block_q * kTile, sources.head,
                                 sources.batch);
@@ -71,15 +71,15 @@ __device__ __forceinline__ void copy_heads(const SharedDbiasParams& p, SharedDbi
       item.takes_bias = !has_bias && item.visited != 0;
       has_bias |= item.takes_bias;
       item.frees_bias = has_bias && item.is_last;
-      barrier_wait(&shared.work_empty[ring_work.stage], ring_work.phase ^ 1);
       if (lane == 0) {
+        barrier_wait(&shared.work_empty[ring_work.stage], ring_work.phase ^ 1);
         shared.work[ring_work.stage] = item;
         barrier_arrive(&shared.work_full[ring_work.stage]);
       }
       ring_work.advance();
       if (item.takes_bias) {
-        barrier_wait(&shared.bias_empty[ring_bias.stage], ring_bias.phase ^ 1);
         if (lane == 0) {
+          barrier_wait(&shared.bias_empty[ring_bias.stage], ring_bias.phase ^ 1);
           copy_panels<Traits::kBiasPanels, kTile>(
               shared.bias[ring_bias.stage], &p.bias, &shared.bias_full[ring_bias.stage], item.work.block_k * kTile,
               item.work.block_q * kTile, item.work.first_head / p.heads_per_bias,

@@ -24,7 +24,7 @@ struct SharedDbiasTraits {
   static constexpr int kBiasBytes = kBiasPanels * kPanelBytes;
 
   // What 227 KB hold. A slot has the operands of one product: at D128 a third one is filled while those of scores and
-  // of dp are read. A second tile of bias comes while the last heads of the first are at work.
+  // of dp are read. At D64 a second tile of bias comes while the last heads of the first are at work.
   static constexpr int kSlots = kOperandBytes > kPanelBytes ? 3 : 5;
   static constexpr int kBiasStages = kOperandBytes > kPanelBytes ? 1 : 2;
 
