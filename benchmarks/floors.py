@@ -58,14 +58,27 @@ def floors(inputs: Inputs, pairs: float, *, reads_mask: bool) -> dict[str, Floor
     batch, seqlen, heads, head_dim = q.shape
     lse = 4 * batch * heads * seqlen
     operands = _size(q) + _size(k) + _size(v) + _size(bias)
+    needed = _size(q) + attended_keys(inputs) * (_size(k) + _size(v) + _size(bias))
     read = _size(mask) if reads_mask else 0
     if mask is not None and mask.shape[2] > 1 and is_causal:
         read = read * (seqlen + 1) // (2 * seqlen)  # nothing above the diagonal has to be looked at
-    forward = Floor(4.0 * head_dim * pairs, operands + _size(dout) + lse + read)
+    forward = Floor(4.0 * head_dim * pairs, needed + _size(dout) + lse + read)
     # out and dout are read, and a gradient is written per operand.
-    backward = Floor(10.0 * head_dim * pairs, 2 * operands + 2 * _size(dout) + lse)
+    backward = Floor(10.0 * head_dim * pairs, needed + operands + 2 * _size(dout) + lse)
     step = Floor(forward.flop + backward.flop, forward.moved + backward.moved)
     return {"forward": forward, "backward": backward, "step": step}
+
+
+def attended_keys(inputs: Inputs) -> float:
+    """The fraction of keys, over batch and key-value heads, that a mask with one row for all queries leaves to attend.
+
+    Of any other mask it is 1: each key has a query that may attend it, or as good as each.
+    """
+    mask, heads_k = inputs.mask, inputs.k.shape[2]
+    if mask is None or mask.shape[2] > 1:
+        return 1.0
+    of_groups = mask if mask.shape[1] in (1, heads_k) else mask.unflatten(1, (heads_k, -1)).any(2)
+    return float(of_groups.double().mean())
 
 
 def rates_of(device: torch.device, name: str) -> Rates:

@@ -140,6 +140,22 @@ def test_floors(name: str, pairs: int, forward: float, backward: float) -> None:
         assert prepared["backward"] == found["backward"]
 
 
+def test_keys_that_nobody_attends_need_not_be_read() -> None:
+    case = dataclasses.replace(named("decode-keys-64k"), batch=1, seqlen=1024)
+    call = make_inputs(case, CPU)
+    assert call.mask is not None and call.mask.shape == (1, 8, 1, 1024)
+    call.mask[:] = torch.arange(1024) % 4 == 0
+    whole = floors(call._replace(mask=None), 0, reads_mask=False)
+    quarter = floors(call, 0, reads_mask=False)
+    keys = 2 * 2 * call.k.numel()
+    assert whole["forward"].moved - quarter["forward"].moved == keys * 3 / 4
+    assert whole["backward"].moved - quarter["backward"].moved == keys * 3 / 4  # gradients are written whole
+    # Of query heads that share keys, each may have others.
+    per_head = torch.arange(1024) % 4 == torch.arange(32)[:, None] % 2
+    of_group = floors(call._replace(mask=per_head[None, :, None]), 0, reads_mask=False)
+    assert whole["forward"].moved - of_group["forward"].moved == keys / 2
+
+
 def test_yardstick_of_the_first_heads_and_of_all() -> None:
     """Plain PyTorch on a part of the heads is plain PyTorch, and a bias that heads share needs all of them."""
     case = named("form-topk").reduced(256)

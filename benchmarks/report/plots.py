@@ -132,8 +132,10 @@ def bars(rows: list[Record], content: Record) -> Figure:
                         axes.plot(place + offset, prepared, marker="_", color="black", ms=260 * width / 4, mew=1.2)
         _floor_lines(axes, rows, name)
         _log_scale(axes)
-        # The floor of the smallest calls is far below what a launch takes: it may lie outside the picture.
-        axes.set_ylim(bottom=0.5 * min(lowest, default=1.0))
+        # The floor of the smallest calls is far below what a launch takes: there it may lie outside the picture.
+        least = min(lowest, default=1.0)
+        floors = [row["floor_ms"][name] for row in rows if name in row["floor_ms"]]
+        axes.set_ylim(bottom=0.7 * min([least, *(x for x in floors if x > 0.1 * least)]))
         axes.set_ylabel(f"{name}, milliseconds")
         axes.set_xticks(range(len(rows)), [str(row["x"] or row["name"]) for row in rows], rotation=20, ha="right")
         axes.set_xlim(-0.6, len(rows) - 0.4)
