@@ -214,9 +214,10 @@ def forgetting_calls() -> Iterator[str | None]:
 
 
 def few_keys_calls() -> Iterator[str | None]:
-    """Outcomes of asking whether the rounding of out to 16 bits stays out of the gradients of few keys.
+    """Outcomes of asking whether two roundings stay out of the gradients of few keys: of out to 16 bits, and of lse.
 
-    dbias, in fp32, has no other: with delta taken from out it is off by 1e-4 and more.
+    dbias, in fp32, feels no other of 16 bits: with delta taken from out it is off by 1e-4 and more. lse is about 3e4
+    with a huge bias, and kept to 2e-3: by so much p would be off, and ds by more where the terms of delta cancel.
     """
     attention = partial(flash_dmattn.attention, return_lse=True, backend="triton")
     for seqlen_k in (2, 20, plan_backward.MOST_FEW_KEYS):
@@ -228,6 +229,14 @@ def few_keys_calls() -> Iterator[str | None]:
                 inputs = case.build()
                 found = error(run(attention, case, inputs)["dbias"], oracle(case, inputs)["dbias"])
                 yield None if found < 5e-6 else f"{case.repro()}\n  dbias is off by {found:.1e}"
+    for mask in (None, ("B", "Hk", "Lq", "Lk"), ("B", "1", "1", "Lk")):
+        for bias in (("1", "1", "Lq", "Lk"), ("B", "Hq", "Lq", "Lk"), ("1", "Hk", "1", "Lk")):
+            case = Case(dtype=torch.float32, dlse=True, mask=mask, bias=bias, bias_kind="huge")
+            set_up(TILES[0], 1, PARTS_BYTES[0])
+            inputs = case.build()
+            got, exact = run(attention, case, inputs), oracle(case, inputs)
+            off = {name: error(got[name], exact[name]) for name in ("dq", "dk", "dv", "dbias")}
+            yield None if max(off.values()) < 1e-5 else f"{case.repro()}\n  {off}"
 
 
 def main(outcomes: Iterator[str | None]) -> int:

@@ -9,7 +9,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tile_ops import KEYS, LOG2E, TILE, TILES, bits_by_row, in_band, load_bias, load_tile, mask_head, soft_cap
+from .tile_ops import (
+    KEYS,
+    LOG2E,
+    TILE,
+    TILES,
+    bits_by_row,
+    in_band,
+    load_bias,
+    load_tile,
+    mask_head,
+    over_sum,
+    soft_cap,
+)
 
 
 @triton.jit
@@ -124,6 +136,8 @@ def backward_bias_kernel(
                 allowed &= kept[None, :]
             s = tl.where(allowed, s, float("-inf"))
             p = tl.math.exp2(s - lse_rows[:, None])
+            if FEW_KEYS:
+                p = over_sum(p, 1)
             v_tile = load_tile(
                 v, v_strides, b, h_k, first_key, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
                 BLOCK_N, BLOCK_DV, TMA, WIDE, True, PAD_DV,

@@ -23,6 +23,7 @@ from .tile_ops import (
     load_tile,
     load_vector,
     mask_head,
+    over_sum,
     soft_cap,
 )
 
@@ -136,6 +137,8 @@ def backward_queries_kernel(
                     allowed = in_band(rows[:, None], keys[None, :], shape, LEFT, RIGHT)
                 s = tl.where(allowed, s, float("-inf"))
             p = tl.math.exp2(s - lse_rows[:, None])
+            if FEW_KEYS:
+                p = over_sum(p, 1)
             v_tile = load_tile(
                 v, v_strides, b, h_k, place, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
                 BLOCK_N, BLOCK_DV, TMA, WIDE, phase == 1, PAD_DV,

@@ -155,6 +155,13 @@ def soft_cap(x):
 
 
 @triton.jit
+def over_sum(p, axis: tl.constexpr):
+    """p of all keys of a row, which this tile has, over their sum: that is 1 but for the rounding of a great lse."""
+    total = tl.sum(p, axis)
+    return p / tl.expand_dims(tl.where(total > 0.0, total, 1.0), axis)
+
+
+@triton.jit
 def band_of_queries(first, last, shape, LEFT: tl.constexpr, RIGHT: tl.constexpr):
     """Keys [lo, hi) that some query of first..last sees, and [lo_full, hi_full) that all of them see."""
     shift = shape.seqlen_k - shape.seqlen_q
