@@ -141,7 +141,8 @@ def compile_todo(suite: str, todo: list[Case], found: list[systems.System], opti
         return
     jobs = []
     for case in todo:
-        taken = [system for system in systems_of(suite, case, found, device) if system.compiles or system.ours]
+        taken = systems_of(suite, case, found, device)
+        taken = [system for system in taken if system.compiles or (system.ours and not system.slow)]
         runs = tuple((system.name, _modes_of(suite, system, case)) for system in taken)
         jobs.append(compiling.Job(case, runs, device))
     compiling.compile_ahead(suite, jobs, options.deadline)
