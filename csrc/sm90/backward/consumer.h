@@ -3,9 +3,15 @@
 // Scores have keys as rows and queries as columns, so that p and ds, in registers, are operands of dv and dk as they
 // are. ds goes to shared memory too, turned: from there both consumers multiply it with k, each for its part of dq, and
 // a warp of the producer stores it as dbias.
+//
+// With a softcap a score stays tanh until dp is there: then p and the slope of tanh are made of it at once, and need no
+// registers of their own, of which none are left.
 #pragma once
 
+#include <cfloat>
+
 #include "../../device/fragments.h"
+#include "../../device/softcap.h"
 #include "pieces.h"
 #include "storage.h"
 
@@ -20,11 +26,14 @@ struct BackwardConsumer {
   static constexpr bool kHasKeyBias = Traits::kBias == BackwardBias::kVector;
   using Scores = float[kScores];
   using Operand = uint32_t[kSteps][4];  // scores in 16 bits, as a matrix instruction reads them
-  using Ring2 = Ring<Traits::kStages>;
+  using RingDs = Ring<Traits::kDsStages>;
+  using RingBias = Ring<Traits::kBiasStages>;
 
   // Places in the rings of stages: of q and dout; of ds where it is written, and where dq is multiplied; of the bias.
   struct Rings {
-    Ring2 rows, ds, dq, bias;
+    Ring<Traits::kStages> rows;
+    RingDs ds, dq;
+    RingBias bias;
   };
 
   const BackwardParams& p;
@@ -159,13 +168,31 @@ struct BackwardConsumer {
 
   using BiasWords = uint32_t[kSteps][4];
 
-  __device__ __forceinline__ void load_bias(BiasWords& bias, Ring2& ring) {
+  __device__ __forceinline__ void load_bias(BiasWords& bias, RingBias& ring) {
     barrier_wait(&shared.bias_full[ring.stage], ring.phase);
     const uint32_t tile = shared_address(shared.bias[ring.stage]) + place_of_matrices();
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) load_matrices_turned(bias[i], tile + i * 16 * kRowBytes);
     barrier_arrive_of_warp(&shared.bias_empty[ring.stage]);
     ring.advance();
+  }
+
+  // What is added to two scores of the thread's key r, in units of log2: bias, less lse of their queries.
+  __device__ __forceinline__ float2 added(float2 lse, const BiasWords& bias, int c, int r) const {
+    float2 add = make_float2(-lse.x, -lse.y);
+    if constexpr (Traits::kHasBiasTiles) {
+      const float2 values = unpack(bias[c / 2][c % 2 * 2 + r], Element{});
+      add.x = fmaf(values.x, kLog2e, add.x);
+      add.y = fmaf(values.y, kLog2e, add.y);
+    } else if constexpr (kHasKeyBias) {
+      add.x += key_bias[r];
+      add.y += key_bias[r];
+    }
+    // With a softcap keys are forbidden before: -inf, which an overflow to inf would make NaN.
+    if constexpr (Traits::kHasBiasTiles && Traits::kHasSoftcap) {
+      add = make_float2(fminf(add.x, FLT_MAX), fminf(add.y, FLT_MAX));
+    }
+    return add;
   }
 
   // Scores in units of log2, less lse.
@@ -175,22 +202,13 @@ struct BackwardConsumer {
 #pragma unroll
     for (int c = 0; c < kRows / 8; ++c) {
       const float2 pair = *reinterpret_cast<const float2*>(lse + 8 * c);
-      const float shift[2] = {-pair.x, -pair.y};
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        float add[2] = {shift[0], shift[1]};
-        if constexpr (Traits::kHasBiasTiles) {
-          const float2 values = unpack(bias[c / 2][c % 2 * 2 + r], Element{});
-          add[0] = fmaf(values.x, kLog2e, add[0]);
-          add[1] = fmaf(values.y, kLog2e, add[1]);
-        } else if constexpr (kHasKeyBias) {
-          add[0] += key_bias[r];
-          add[1] += key_bias[r];
-        }
+        const float2 add = added(pair, bias, c, r);
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& score = scores[4 * c + 2 * r + e];
-          score = fmaf(score, scale, add[e]);
+          score = fmaf(score, scale, e == 0 ? add.x : add.y);
         }
       }
     }
@@ -216,19 +234,76 @@ struct BackwardConsumer {
         if constexpr (kHasKeyBias) sums[r] = fmaf(exps[i], low, fmaf(exps[i + 1], high, sums[r]));
       }
     }
-    if constexpr (kHasKeyBias) {
-      float2& total = key_sums();
-      total = make_float2(total.x + sums[0], total.y + sums[1]);
-    }
+    if constexpr (kHasKeyBias) add_key_sums(sums);
   }
 
-  __device__ __forceinline__ void share_ds(const Operand& ds, const Ring2& ring) {
-    barrier_wait(&shared.ds_empty[ring.stage], ring.phase ^ 1);
-    const uint32_t tile = shared_address(shared.ds[ring.stage]) + place_of_matrices();
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) store_matrices_turned(ds[i], tile + i * 16 * kRowBytes);
+  __device__ __forceinline__ uint32_t place_of_ds(const RingDs& ring) const {
+    return shared_address(shared.ds[ring.stage]) + place_of_matrices();
+  }
+
+  // What the warp has written becomes visible to products and copies, which learn of it.
+  __device__ __forceinline__ void tell_ds(const RingDs& ring) {
     shared_memory_fence();
     barrier_arrive_of_warp(&shared.ds_full[ring.stage]);
+  }
+
+  __device__ __forceinline__ void share_ds(const Operand& ds, const RingDs& ring) {
+    barrier_wait(&shared.ds_empty[ring.stage], ring.phase ^ 1);
+    const uint32_t tile = place_of_ds(ring);
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) store_matrices_turned(ds[i], tile + i * 16 * kRowBytes);
+    tell_ds(ring);
+  }
+
+  // With a softcap: of a product its tanh, from which share_capped makes the rest.
+  __device__ __forceinline__ void cap_scores(Scores& scores) {
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) scores[i] = tanh_exact(p.pre_scale * scores[i]);
+  }
+
+  // With a softcap: finish_scores, p, finish_ds and share_ds in one, of scores that cap_scores has left as tanh, or
+  // forbid as -inf. ds has the slope of tanh, which the gradients of a bias have not.
+  //
+  // 16 queries at a time go to shared memory, which is what makes ptxas finish with their registers: it reads lse and
+  // delta of the next ones after that. Else it puts off ds until dk is multiplied, and up to 90 registers spill.
+  __device__ __forceinline__ void share_capped(const Scores& tanhs, const Scores& dp, Rings& rings, Operand& probs,
+                                               Operand& ds) {
+    const float cap = p.softcap * kLog2e;
+    const float* lse = shared.lse[rings.rows.stage] + 2 * (lane % 4);
+    const float* delta = shared.delta[rings.rows.stage] + 2 * (lane % 4);
+    const uint32_t bias_tile = shared_address(shared.bias[rings.bias.stage]) + place_of_matrices();
+    const uint32_t ds_tile = place_of_ds(rings.ds);
+    BiasWords bias, dbias;
+    if constexpr (Traits::kHasBiasTiles) barrier_wait(&shared.bias_full[rings.bias.stage], rings.bias.phase);
+    barrier_wait(&shared.ds_empty[rings.ds.stage], rings.ds.phase ^ 1);
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      if constexpr (Traits::kHasBiasTiles) load_matrices_turned(bias[i], bias_tile + i * 16 * kRowBytes);
+      float sums[2] = {0.0f, 0.0f};
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const int c = 2 * i + w / 2, r = w % 2, at = 4 * c + 2 * r;
+        const float2 delta_pair = *reinterpret_cast<const float2*>(delta + 8 * c);
+        const float2 add = added(*reinterpret_cast<const float2*>(lse + 8 * c), bias, c, r);
+        const float p_low = exp2_approx(fmaf(tanhs[at], cap, add.x));
+        const float p_high = exp2_approx(fmaf(tanhs[at + 1], cap, add.y));
+        const float low = dp[at] - delta_pair.x, high = dp[at + 1] - delta_pair.y;
+        const float ds_low = p_low * low, ds_high = p_high * high;
+        probs[i][w] = pack(p_low, p_high, Element{});
+        ds[i][w] = pack(ds_low * slope_of_tanh(tanhs[at]), ds_high * slope_of_tanh(tanhs[at + 1]), Element{});
+        if constexpr (Traits::kReplacesBias) dbias[i][w] = pack(ds_low, ds_high, Element{});
+        if constexpr (kHasKeyBias) sums[r] = fmaf(p_low, low, fmaf(p_high, high, sums[r]));
+      }
+      store_matrices_turned(ds[i], ds_tile + i * 16 * kRowBytes);
+      // Over the matrices that the warp has just read.
+      if constexpr (Traits::kReplacesBias) store_matrices_turned(dbias[i], bias_tile + i * 16 * kRowBytes);
+      if constexpr (kHasKeyBias) add_key_sums(sums);
+    }
+    tell_ds(rings.ds);
+    if constexpr (Traits::kHasBiasTiles) {
+      if constexpr (!Traits::kReplacesBias) barrier_arrive_of_warp(&shared.bias_empty[rings.bias.stage]);
+      rings.bias.advance();
+    }
   }
 
   // --- the walk -------------------------------------------------------------------------------------------------
@@ -249,30 +324,15 @@ struct BackwardConsumer {
     if (block.has_edge) load_edge(block.words, item, block.index);
   }
 
-  // One block of queries, whose scores are there; with kHasNext those of the next block are, at the end. dq of a step
-  // is multiplied a step later, when the other consumer's part of ds has long been there.
+  // The products of a block of queries: its dv and dk, and dq of the step before, when the other consumer's part of ds has
+  // long been there. With kHasNext the scores of the next block are being multiplied at the end.
   template <bool kHasNext>
-  __device__ __forceinline__ void step(const KeyItem<Traits>& item, int i, Scores& scores, Block& block,
-                                       int& last_index, Rings& rings) {
-    Scores dp;
+  __device__ __forceinline__ void multiply(const KeyItem<Traits>& item, int i, const Operand& probs, const Operand& ds,
+                                           Scores& scores, int last_index, Rings& rings) {
     const int stage = rings.rows.stage;
-    barrier_wait(&shared.dout_full[stage], rings.rows.phase);
-    start_dp(dp, stage);
-    BiasWords bias;
-    if constexpr (Traits::kHasBiasTiles) load_bias(bias, rings.bias);
-    finish_scores(scores, stage, bias);
-    if (block.has_edge) forbid(scores, block.words, item, block.index);
-    const int index = block.index;
-    if constexpr (kHasNext) find_block(block, item, i + 1);  // it has arrived by the time it is needed
-#pragma unroll
-    for (int s = 0; s < kScores; ++s) scores[s] = exp2_approx(scores[s]);
-    wgmma_wait<0>();
-    pin(dp);
-    Operand probs, ds;
-    finish_ds(scores, dp, stage, probs, ds);
     wait_turn();
     start_dv(probs, stage);
-    share_ds(ds, rings.ds);
+    if constexpr (!Traits::kHasSoftcap) share_ds(ds, rings.ds);  // else it has been
     rings.ds.advance();
     start_dk(ds, stage);
     Piece dq;
@@ -299,10 +359,60 @@ struct BackwardConsumer {
       rings.dq.advance();
       if (p.dq_sums != nullptr) add_dq(dq, item, last_index);
     }
+  }
+
+  // One block of queries, whose scores are there; with kHasNext those of the next block are, at the end.
+  template <bool kHasNext>
+  __device__ __forceinline__ void step(const KeyItem<Traits>& item, int i, Scores& scores, Block& block,
+                                       int& last_index, Rings& rings) {
+    Scores dp;
+    const int stage = rings.rows.stage;
+    barrier_wait(&shared.dout_full[stage], rings.rows.phase);
+    start_dp(dp, stage);
+    BiasWords bias;
+    if constexpr (Traits::kHasBiasTiles) load_bias(bias, rings.bias);
+    finish_scores(scores, stage, bias);
+    if (block.has_edge) forbid(scores, block.words, item, block.index);
+    const int index = block.index;
+    if constexpr (kHasNext) find_block(block, item, i + 1);  // it has arrived by the time it is needed
+#pragma unroll
+    for (int s = 0; s < kScores; ++s) scores[s] = exp2_approx(scores[s]);
+    wgmma_wait<0>();
+    pin(dp);
+    Operand probs, ds;
+    finish_ds(scores, dp, stage, probs, ds);
+    multiply<kHasNext>(item, i, probs, ds, scores, last_index, rings);
     if constexpr (kHasNext) {
       wgmma_wait<0>();
       pin(scores);
     }
+    last_index = index;
+  }
+
+  // With a softcap: of a block whose product of scores is under way, tanh and dp. The first wait is what keeps ptxas from
+  // moving tanh before the product of dp.
+  __device__ __forceinline__ void start_capped(const KeyItem<Traits>& item, Scores& scores, Scores& dp,
+                                               const Block& block, const Rings& rings) {
+    barrier_wait(&shared.dout_full[rings.rows.stage], rings.rows.phase);
+    start_dp(dp, rings.rows.stage);
+    wgmma_wait<1>();
+    pin(scores);
+    cap_scores(scores);
+    if (block.has_edge) forbid(scores, block.words, item, block.index);
+    wgmma_wait<0>();
+    pin(dp);
+  }
+
+  // With a softcap: one block of queries, whose tanh and dp are there; with kHasNext those of the next are, at the end.
+  template <bool kHasNext>
+  __device__ __forceinline__ void step_capped(const KeyItem<Traits>& item, int i, Scores& scores, Scores& dp,
+                                              Block& block, int& last_index, Rings& rings) {
+    const int index = block.index;
+    if constexpr (kHasNext) find_block(block, item, i + 1);  // it has arrived by the time it is needed
+    Operand probs, ds;
+    share_capped(scores, dp, rings, probs, ds);
+    multiply<kHasNext>(item, i, probs, ds, scores, last_index, rings);
+    if constexpr (kHasNext) start_capped(item, scores, dp, block, rings);
     last_index = index;
   }
 
@@ -315,11 +425,19 @@ struct BackwardConsumer {
     Scores scores;
     barrier_wait(&shared.q_full[rings.rows.stage], rings.rows.phase);
     start_scores(scores, rings.rows.stage);
-    wgmma_wait<0>();
-    pin(scores);
+    if constexpr (Traits::kHasSoftcap) {
+      Scores dp;
+      start_capped(item, scores, dp, block, rings);
 #pragma unroll 1
-    for (int i = 0; i < last; ++i) step<true>(item, i, scores, block, last_index, rings);
-    step<false>(item, last, scores, block, last_index, rings);
+      for (int i = 0; i < last; ++i) step_capped<true>(item, i, scores, dp, block, last_index, rings);
+      step_capped<false>(item, last, scores, dp, block, last_index, rings);
+    } else {
+      wgmma_wait<0>();
+      pin(scores);
+#pragma unroll 1
+      for (int i = 0; i < last; ++i) step<true>(item, i, scores, block, last_index, rings);
+      step<false>(item, last, scores, block, last_index, rings);
+    }
     if (p.dq_sums != nullptr) {
       Piece dq;
       barrier_wait(&shared.ds_full[rings.dq.stage], rings.dq.phase);
@@ -375,6 +493,11 @@ struct BackwardConsumer {
 
   // The thread's sums of ds over queries, of its two keys, by every fourth pair of queries.
   __device__ __forceinline__ float2& key_sums() { return shared.key_sums[group * 128 + warp * 32 + lane]; }
+
+  __device__ __forceinline__ void add_key_sums(const float (&sums)[2]) {
+    float2& total = key_sums();
+    total = make_float2(total.x + sums[0], total.y + sums[1]);
+  }
 
   __device__ __forceinline__ void load_key_bias(const KeyItem<Traits>& item) {
     if constexpr (kHasKeyBias) {
