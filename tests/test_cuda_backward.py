@@ -324,6 +324,18 @@ def test_softcap_with_extreme_biases(backend: Runner, bias: str, form: str, bias
     check_masked(backend, CAPPED.with_(bias=BIASES[bias], bias_kind=bias_kind), form)
 
 
+@pytest.mark.parametrize("shape", (("B", "Hq", "1", "Lk"), FULL), ids="-".join)
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_softcap_with_a_great_bias_of_keys_left_out(backend: Runner, head_dim: int, shape: tuple[str, ...]) -> None:
+    """Such a bias over log 2 is inf, and what marks a key left out is -inf."""
+    case = CAPPED.with_(bias=shape, head_dim=head_dim, mask=("B", "1", "Lq", "Lk"), mask_kind="all_allowed")
+    inputs = case.build()
+    assert inputs.bias is not None and inputs.mask is not None
+    inputs.mask[..., ::3] = False
+    inputs.bias[..., ::3] = torch.finfo(inputs.bias.dtype).max
+    check(backend, case, inputs)
+
+
 @every_bias
 @pytest.mark.parametrize("head_dim", (64, 128))
 @both_orders

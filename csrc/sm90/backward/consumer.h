@@ -506,6 +506,7 @@ struct BackwardConsumer {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           key_bias[r] = bias(0, min(item.block_k * kTile + key_of_block(r), p.seqlen_k - 1)) * kLog2e;
+          if constexpr (Traits::kHasSoftcap) key_bias[r] = fminf(key_bias[r], FLT_MAX);  // as in `added`
         }
       });
     }
