@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,11 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("default")
+
+if "FLASH_DMATTN_EMULATED" in os.environ:  # the file that tests/emulation/build.py has written
+    from emulated_cuda import admit_cpu
+
+    admit_cpu(Path(os.environ["FLASH_DMATTN_EMULATED"]))
 
 BACKENDS = ("eager", "flex", "triton", "cuda")
 

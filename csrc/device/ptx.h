@@ -110,6 +110,25 @@ __device__ __forceinline__ void wait_for_stores_to_read() {
 // What this thread has written to shared memory becomes visible to matrix instructions and the copy engine.
 __device__ __forceinline__ void shared_memory_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// --- matrix instructions: their order; the instructions themselves are in wgmma_instructions.h ----------------------
+
+// Before the first product whose registers other instructions have written.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Until at most kGroups of the committed groups are unfinished.
+template <int kGroups>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kGroups) : "memory");
+}
+
+// Keeps the compiler from moving what reads or writes these registers across this point.
+template <int kCount>
+__device__ __forceinline__ void pin(float (&x)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(x[i])::"memory");
+}
+
 // --- device memory ----------------------------------------------------------------------------------------------
 
 // Reads what another block has written before it has added to this with `add_released`.

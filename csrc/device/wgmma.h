@@ -1,6 +1,7 @@
-// Products of a warpgroup: descriptors of operands in shared memory, and the order of their instructions.
+// Products of a warpgroup: descriptors of operands in shared memory.
 #pragma once
 
+#include "ptx.h"
 #include "wgmma_instructions.h"
 
 namespace flash_dmattn {
@@ -27,23 +28,6 @@ __device__ __forceinline__ uint64_t step_by_columns(uint64_t tile, int k) {
 // Rows are the dimension that is summed over: step k of 16 rows.
 __device__ __forceinline__ uint64_t step_by_rows(uint64_t tile, int k) {
   return tile + static_cast<uint64_t>((k * 16 * kRowBytes) >> 4);
-}
-
-// Before the first product whose registers other instructions have written.
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
-// Until at most kGroups of the committed groups are unfinished.
-template <int kGroups>
-__device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kGroups) : "memory");
-}
-
-// Keeps the compiler from moving what reads or writes these registers across this point.
-template <int kCount>
-__device__ __forceinline__ void pin(float (&x)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }
 
 }  // namespace flash_dmattn

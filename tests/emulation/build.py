@@ -1,0 +1,152 @@
+"""The build of the emulated extension: csrc by a C++ compiler, with a GPU of `machine.cpp` under it.
+
+csrc is copied, the two files with assembly are replaced by those of `device/`, and two forms that only nvcc knows, a
+launch and shared memory of a size given at launch, are rewritten.
+
+    python tests/emulation/build.py flash_dmattn_emulated.so --head-dims 64,128 --dtypes bf16
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from types import ModuleType
+
+HERE = Path(__file__).resolve().parent
+CSRC = HERE.parents[1] / "csrc"
+REPLACED = ("device/ptx.h", "device/wgmma_instructions.h")
+NOT_BUILT = ("api/module.cpp",)  # the Python module, which tells of drivers
+REWRITES = (
+    (re.compile(r"([\w:]+(?:<[^<>;]*>)?)<<<(.*?)>>>\((.*?)\);", re.DOTALL), r"::emulation::Launch(\2).run(\1, \3);"),
+    (re.compile(r"extern __shared__ .*?(\w+) (\w+)\[\];"), r"\1* const \2 = ::emulation::shared_memory();"),
+    # Operators ask for the device of their tensors.
+    (re.compile(r"\b\w+\.is_cuda\(\)"), "true"),
+)
+# -O1: twice as fast to compile as -O2, and kernels spend their time in the machine. Its loops are vectorised.
+FLAGS = "-std=c++20 -O1 -g1 -fPIC -fvisibility=hidden -w -Wno-psabi"
+MACHINE_FLAGS = "-O3 -march=native"
+
+
+def _build_cuda() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("build_cuda", CSRC / "build_cuda.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault("build_cuda", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def reasons_not_to_build() -> list[str]:
+    """Every reason why it cannot be built here."""
+    reasons: list[str] = _build_cuda().reasons_not_to_build()
+    if platform.machine() != "x86_64":
+        reasons.append(f"the processor is {platform.machine()}; fibers are switched by code for x86-64")
+    return reasons
+
+
+def _rewritten(text: str) -> str:
+    for form, by in REWRITES:
+        text = form.sub(by, text)
+    return text
+
+
+def _write_if_changed(path: Path, text: str) -> None:
+    if not path.exists() or path.read_text() != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def build(output: Path, folder: Path, head_dims: str, dtypes: str) -> None:
+    """Build the units of these head dims and dtypes, as FLASH_DMATTN_HEAD_DIMS and FLASH_DMATTN_DTYPES name them.
+
+    Args:
+        output: the file to write.
+        folder: where everything else is written; kept, it saves the next build what has not changed.
+        head_dims: head dims of q and k, separated by commas.
+        dtypes: of "fp16" and "bf16", separated by commas.
+
+    Raises:
+        SystemExit: it cannot be built here, or a command failed, whose output is printed by then.
+    """
+    reasons = reasons_not_to_build()
+    if reasons:
+        raise SystemExit("; ".join(reasons))
+    cuda = _build_cuda()
+    os.environ.update(FLASH_DMATTN_HEAD_DIMS=head_dims, FLASH_DMATTN_DTYPES=dtypes)
+    folder, output = folder.resolve(), output.resolve()
+    source = folder / "csrc"
+    for path in [*CSRC.rglob("*.h"), *CSRC.rglob("*.cu"), *CSRC.rglob("*.cpp")]:
+        place = path.relative_to(CSRC)
+        if str(place) not in REPLACED:
+            _write_if_changed(
+                source / place.with_suffix(".cpp" if path.suffix == ".cu" else path.suffix),
+                _rewritten(path.read_text()),
+            )
+    for place in REPLACED:
+        _write_if_changed(source / place, (HERE / place).read_text())
+    for path in [*HERE.glob("*.h"), *HERE.glob("*.cpp")]:
+        _write_if_changed(source / path.name, path.read_text())
+    forward, backward = cuda.forward_units(), cuda.backward_units()
+    _write_if_changed(source / "build_units.h", cuda.units_header(forward, backward))
+
+    units = [*forward, *backward, *cuda.shared_dbias_units()]
+    units += [cuda.Unit(name, name) for name in cuda.SOURCES if name not in NOT_BUILT]
+    found = cuda.find_torch()
+    assert found is not None
+    torch = found[0]
+    includes = f"-I{source} -isystem {torch / 'include'} -isystem {sysconfig.get_path('include')} -isystem {_cuda_include(cuda.find_nvcc())}"
+    target = f"-DTORCH_TARGET_VERSION=0x{cuda.TORCH_TARGET[0]:02x}{cuda.TORCH_TARGET[1]:02x}000000000000"
+    lines = [
+        f"flags = {FLAGS} {target} {includes} -include cuda_functions.h",
+        "rule cpp",
+        "  command = g++ $flags $more -MD -MF $out.d -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "  description = $out",
+        "rule link",
+        f"  command = g++ -shared -Wl,-Bsymbolic $in -o $out -L{torch / 'lib'} -ltorch_cpu",
+        "  description = $out",
+    ]
+    objects = []
+    for unit in units:
+        path = (source / unit.source).with_suffix(".cpp")
+        lines += [f"build {unit.object}: cpp {path}", f"  more = {unit.defines}"]
+        objects.append(unit.object)
+    for name in ("machine", "runtime"):
+        lines += [f"build {name}.o: cpp {source / name}.cpp", f"  more = {MACHINE_FLAGS}"]
+        objects.append(f"{name}.o")
+    lines += [f"build {output}: link {' '.join(objects)}", ""]
+    _write_if_changed(folder / "build.ninja", "\n".join(lines))
+    output.with_suffix(".json").write_text(json.dumps([unit.name for unit in units]))
+    ninja = cuda.find_ninja()
+    if subprocess.run([*ninja, "-C", str(folder), "-j", str(cuda.jobs())]).returncode != 0:
+        raise SystemExit("a command of the build failed, and what it said is above")
+
+
+def _cuda_include(nvcc: str) -> Path:
+    said = subprocess.run([nvcc, "--dryrun", "-E", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
+    top = re.search(r"TOP=(.*)", said)
+    for folder in [Path(top[1].strip()) / "include", *Path(top[1].strip()).glob("targets/*/include")] if top else []:
+        if (folder / "cuda_runtime_api.h").is_file():
+            return folder.resolve()
+    raise SystemExit(f"the headers of CUDA were not found beside {nvcc}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--folder", type=Path, default=Path("build/emulation"))
+    parser.add_argument("--head-dims", default="64,128")
+    parser.add_argument("--dtypes", default="bf16")
+    given = parser.parse_args()
+    build(given.output, given.folder, given.head_dims, given.dtypes)

@@ -1,0 +1,193 @@
+// csrc/device/ptx.h for the emulated GPU: the same functions, with what their instructions do.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include <cuda.h>
+
+#include "../cuda_functions.h"
+
+namespace flash_dmattn {
+
+inline uint32_t shared_address(const void* pointer) { return emulation::shared_address(pointer); }
+
+// --- mbarrier ---------------------------------------------------------------------------------------------------
+
+inline emulation::Barrier& barrier_of(uint64_t* barrier) {
+  return emulation::current->block->barrier(shared_address(barrier));
+}
+
+inline void barrier_init(uint64_t* barrier, int arrivals) {
+  emulation::Barrier& it = barrier_of(barrier);
+  it.expected = it.pending = static_cast<uint32_t>(arrivals);
+  it.phase = 0;
+  it.bytes = 0;
+}
+inline void barrier_init_fence() {}
+
+inline void barrier_arrive(uint64_t* barrier) { barrier_of(barrier).arrive(); }
+
+constexpr int kArrivalsOfWarp = 1;
+inline void barrier_arrive_of_warp(uint64_t* barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
+
+inline void barrier_arrive_expect(uint64_t* barrier, int bytes) {
+  barrier_of(barrier).bytes += bytes;
+  barrier_of(barrier).arrive();
+}
+
+inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
+  const emulation::Barrier& it = barrier_of(barrier);
+  emulation::wait_until("an mbarrier", [&it, parity] { return it.phase != parity; });
+}
+
+// --- named barriers ---------------------------------------------------------------------------------------------
+
+inline void named_barrier_sync(int id, int threads) { emulation::named_barrier_sync(id, threads); }
+inline void named_barrier_arrive(int id, int threads) { emulation::named_barrier_arrive(id, threads); }
+
+// --- bulk tensor copies -----------------------------------------------------------------------------------------
+
+inline void prefetch_tensor_map(const CUtensorMap*) {}
+
+// Now, or while others run; then it tells the barrier.
+template <class F>
+void copy_with(uint64_t* barrier, int bytes, F copy) {
+  emulation::Block* const block = emulation::current->block;
+  const uint32_t place = shared_address(barrier);
+  const auto operation = [=] {
+    copy(*block);
+    block->barrier(place).add_bytes(-bytes);
+  };
+  if (emulation::acts_at_once()) {
+    operation();
+  } else {
+    emulation::do_later(operation);
+  }
+}
+
+inline void copy_tensor(void* to, const CUtensorMap* map, uint64_t* barrier, int c0, int c1, int c2, int c3) {
+  const auto of = *reinterpret_cast<const emulation::TensorMap*>(map);
+  const uint32_t address = shared_address(to);
+  copy_with(barrier, static_cast<int>(of.box[0] * of.box[1] * 2),
+            [=](emulation::Block& block) { emulation::load_box(of, {c0, c1, c2, c3}, block, address); });
+}
+
+inline void copy_bytes(void* to, const void* from, int bytes, uint64_t* barrier) {
+  const uint32_t address = shared_address(to);
+  if (address % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0 || bytes % 16 != 0) {
+    emulation::fail("copy_bytes is not on 16 bytes");
+  }
+  copy_with(barrier, bytes, [=](emulation::Block& block) {
+    std::memcpy(block.at(address, static_cast<size_t>(bytes)), from, static_cast<size_t>(bytes));
+  });
+}
+
+inline void store_tensor(const CUtensorMap* map, const void* from, int c0, int c1, int c2, int c3) {
+  const auto of = *reinterpret_cast<const emulation::TensorMap*>(map);
+  const uint32_t address = shared_address(from);
+  emulation::Block* const block = emulation::current->block;
+  const auto operation = [=] { emulation::store_box(of, {c0, c1, c2, c3}, *block, address); };
+  if (emulation::acts_at_once()) {
+    operation();
+  } else {
+    emulation::current->stores.push_back(operation);
+  }
+}
+
+inline void wait_for_stores_to_read() {
+  for (const auto& store : emulation::current->stores) store();
+  emulation::current->stores.clear();
+}
+
+inline void shared_memory_fence() {}
+
+// --- matrix instructions ----------------------------------------------------------------------------------------
+
+inline void wgmma_fence() {}
+inline void wgmma_commit() { emulation::commit_products(); }
+template <int kGroups>
+void wgmma_wait() {
+  emulation::wait_for_products(kGroups);
+}
+template <int kCount>
+void pin(float (&)[kCount]) {}
+
+// --- device memory ----------------------------------------------------------------------------------------------
+
+inline int load_acquired(const int* from) {
+  emulation::spin();
+  return *from;
+}
+inline void add_released(int* to, int value) { *to += value; }
+inline void add_four(float* to, float a, float b, float c, float d) {
+  if (reinterpret_cast<uintptr_t>(to) % 16 != 0) emulation::fail("add_four is not on 16 bytes");
+  to[0] += a;
+  to[1] += b;
+  to[2] += c;
+  to[3] += d;
+}
+
+// --- registers --------------------------------------------------------------------------------------------------
+
+template <int kRegisters>
+void registers_release() {}
+template <int kRegisters>
+void registers_acquire() {}
+
+inline uint16_t load_16_bits(uint32_t address) {
+  uint16_t bits;
+  std::memcpy(&bits, emulation::current->block->at(address, 2), 2);
+  return bits;
+}
+
+// Calls f with each of four matrices' number and the addresses of the lane's two elements there.
+template <class F>
+void for_each_matrix(const char* name, uint32_t address, bool is_turned, F f) {
+  if (address % 16 != 0) emulation::fail("a row of a matrix is not on 16 bytes");
+  const auto rows = emulation::exchange(name, address);
+  const uint32_t lane = threadIdx.x % 32;
+  for (uint32_t i = 0; i < 4; ++i) {
+    uint32_t places[2];
+    for (uint32_t e = 0; e < 2; ++e) {
+      const uint32_t row = is_turned ? lane % 4 * 2 + e : lane / 4, column = is_turned ? lane / 4 : lane % 4 * 2 + e;
+      places[e] = static_cast<uint32_t>(rows[8 * i + row]) + column * 2;
+    }
+    f(i, places);
+  }
+}
+
+inline void load_matrices(uint32_t (&out)[4], uint32_t address) {
+  for_each_matrix("load_matrices", address, false, [&](uint32_t i, const uint32_t (&places)[2]) {
+    out[i] = load_16_bits(places[0]) | static_cast<uint32_t>(load_16_bits(places[1])) << 16;
+  });
+}
+inline void load_matrices_turned(uint32_t (&out)[4], uint32_t address) {
+  for_each_matrix("load_matrices_turned", address, true, [&](uint32_t i, const uint32_t (&places)[2]) {
+    out[i] = load_16_bits(places[0]) | static_cast<uint32_t>(load_16_bits(places[1])) << 16;
+  });
+}
+inline void store_matrices_turned(const uint32_t (&in)[4], uint32_t address) {
+  for_each_matrix("store_matrices_turned", address, true, [&](uint32_t i, const uint32_t (&places)[2]) {
+    for (int e = 0; e < 2; ++e) {
+      const uint16_t bits = static_cast<uint16_t>(in[i] >> 16 * e);
+      std::memcpy(emulation::current->block->at(places[e], 2), &bits, 2);
+    }
+  });
+}
+
+inline void load_pair(uint32_t& first, uint32_t& second, uint32_t address) {
+  if (address % 8 != 0) emulation::fail("load_pair is not on 8 bytes");
+  std::memcpy(&first, emulation::current->block->at(address, 8), 4);
+  std::memcpy(&second, emulation::current->block->at(address + 4, 4), 4);
+}
+
+// What is too small for a normal number becomes 0.
+inline float flushed(float x) { return std::fabs(x) < 1.17549435e-38f ? std::copysign(0.0f, x) : x; }
+inline float exp2_approx(float x) { return flushed(std::exp2(flushed(x))); }
+inline float reciprocal_approx(float x) { return flushed(1.0f / flushed(x)); }
+
+}  // namespace flash_dmattn

@@ -1,0 +1,24 @@
+// csrc/device/wgmma_instructions.h for the emulated GPU: the same methods.
+#pragma once
+
+#include "../cuda_functions.h"
+
+namespace flash_dmattn {
+
+template <class T, int kN>
+struct Wgmma {
+  static_assert(kN % 8 == 0 && kN <= 256);
+  static constexpr bool kIsHalf = std::is_same_v<T, __half>;
+
+  static void run(float (&d)[kN / 2], uint64_t a, uint64_t b, bool accumulate) {
+    emulation::issue_product(kN, kIsHalf, false, d, nullptr, a, b, accumulate);
+  }
+  static void run_rows(float (&d)[kN / 2], uint64_t a, uint64_t b, bool accumulate) {
+    emulation::issue_product(kN, kIsHalf, true, d, nullptr, a, b, accumulate);
+  }
+  static void run(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+    emulation::issue_product(kN, kIsHalf, true, d, a, 0, b, accumulate);
+  }
+};
+
+}  // namespace flash_dmattn

@@ -1,0 +1,204 @@
+// A GPU of which only what programs can see is there: blocks of threads, shared memory, barriers, asynchronous copies and
+// matrix instructions. Every CUDA thread is a fiber of one thread of the CPU.
+//
+// Copies and products take effect at once, or as late as the program allows, by a seed: a buffer that is written too early
+// or read too soon then changes the result. Warps run in an order of the seed too. What is not modelled: fences between
+// kinds of access, the order of writes to device memory, registers, time.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace emulation {
+
+// What the program does that a GPU would answer with an error, or with anything at all.
+[[noreturn]] void fail(const std::string& what);
+
+constexpr int kLanes = 32, kWarpgroupThreads = 128;
+
+struct Dim {
+  unsigned x = 1, y = 1, z = 1;
+};
+
+struct Block;
+
+// A matrix instruction of a warpgroup, as its threads give it.
+struct Product {
+  int columns;  // N
+  bool is_half;  // else bfloat16
+  bool a_in_registers, b_by_rows, accumulate;
+  uint64_t a, b;  // descriptors
+  std::array<float*, kWarpgroupThreads> d;
+  std::array<const uint32_t*, kWarpgroupThreads> a_registers;
+  int threads = 0;  // that have given it
+};
+
+struct Warpgroup {
+  std::deque<Product> products;  // issued and not yet computed, of which the first is number `computed`
+  int64_t computed = 0;
+};
+
+struct Warp {
+  // Of the exchange under way and the one before it, which some lanes may still read.
+  std::array<std::array<uint64_t, kLanes>, 2> values{};
+  std::array<const char*, 2> names{};
+  int arrived = 0;
+  int64_t exchanged = 0;
+};
+
+struct Thread {
+  Block* block = nullptr;
+  unsigned index = 0;
+  void* stack_pointer = nullptr;
+  bool done = false;
+  // What it waits for, if anything.
+  bool (*ready)(void*) = nullptr;
+  void* condition = nullptr;
+  const char* waits_for = "nothing";
+  bool spins = false;  // it came back to ask again
+  int64_t exchanges = 0, products = 0;
+  std::vector<int64_t> groups;  // of products: how many had been issued at each commit
+  std::vector<std::function<void()>> stores;  // of the copy engine, not yet read from shared memory
+
+  Warp& warp() const;
+  Warpgroup& warpgroup() const;
+  int lane() const { return static_cast<int>(index % kLanes); }
+};
+
+struct NamedBarrier {
+  int arrived = 0, threads = 0;
+  int64_t phase = 0;
+};
+
+// Lies in shared memory, in the 8 bytes of an mbarrier.
+struct Barrier {
+  uint32_t expected : 15, pending : 16, phase : 1;
+  int32_t bytes;  // that are yet to come
+
+  void arrive();
+  void add_bytes(int count);
+
+ private:
+  void finish_phase();
+};
+static_assert(sizeof(Barrier) == 8);
+
+struct Block {
+  unsigned index = 0;
+  std::vector<Thread> threads;
+  std::vector<Warp> warps;
+  std::vector<Warpgroup> warpgroups;
+  std::array<NamedBarrier, 16> barriers{};
+  uint8_t* shared = nullptr;
+  size_t shared_bytes = 0;
+
+  // The bytes from a shared-memory address on, of which `count` have to exist.
+  uint8_t* at(uint32_t address, size_t count);
+  Barrier& barrier(uint32_t address) { return *reinterpret_cast<Barrier*>(at(address, sizeof(Barrier))); }
+};
+
+// The fiber that runs, and the grid it belongs to.
+extern Thread* current;
+extern Dim grid_dim, block_dim;
+
+// --- for the code of threads --------------------------------------------------------------------------------------
+
+void leave();  // to the other threads, until `current->ready` says so
+
+// Until the condition holds.
+template <class F>
+void wait_until(const char* what, F condition) {
+  if (condition()) return;
+  current->waits_for = what;
+  current->ready = [](void* f) { return (*static_cast<F*>(f))(); };
+  current->condition = &condition;
+  leave();
+  current->ready = nullptr;
+}
+
+// Lets the others run; for a thread that asks device memory again and again.
+void spin();
+
+// Whether an operation that may take effect later does so at once.
+bool acts_at_once();
+// To be done while others run, in any order.
+void do_later(std::function<void()> operation);
+
+// Gives `value` to the warp; when all lanes have, returns those of all. `name` says what all lanes have to be at.
+const std::array<uint64_t, kLanes>& exchange(const char* name, uint64_t value);
+
+template <class T>
+uint64_t to_bits(T value) {
+  static_assert(sizeof(T) <= 8);
+  uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(T));
+  return bits;
+}
+template <class T>
+T from_bits(uint64_t bits) {
+  T value;
+  std::memcpy(&value, &bits, sizeof(T));
+  return value;
+}
+
+void named_barrier_arrive(int id, int threads);
+void named_barrier_sync(int id, int threads);
+
+void issue_product(int columns, bool is_half, bool b_by_rows, float* d, const uint32_t* a_registers, uint64_t a,
+                   uint64_t b, bool accumulate);
+void commit_products();
+void wait_for_products(int groups);
+
+inline uint8_t* shared_memory() { return current->block->shared; }
+uint32_t shared_address(const void* pointer);
+
+// --- for the host -------------------------------------------------------------------------------------------------
+
+// How many blocks a persistent kernel is told that fit, and what decides the order of everything.
+struct Settings {
+  int multiprocessors = 3;
+  uint64_t seed = 0;
+};
+extern Settings settings;
+
+void run_grid(unsigned blocks, unsigned threads, size_t shared_bytes, const std::function<void()>& kernel);
+
+struct Launch {
+  unsigned blocks, threads;
+  size_t shared_bytes;
+  void* stream;
+
+  Launch(unsigned blocks, unsigned threads, size_t shared_bytes = 0, void* stream = nullptr)
+      : blocks(blocks), threads(threads), shared_bytes(shared_bytes), stream(stream) {}
+
+  template <class... Parameters, class... Arguments>
+  void run(void (*kernel)(Parameters...), const Arguments&... arguments) const {
+    run_grid(blocks, threads, shared_bytes, [&] { kernel(arguments...); });
+  }
+};
+
+// What the driver keeps of a tensor map: the dims innermost first, strides in bytes from the second on.
+struct TensorMap {
+  uint8_t* data;
+  uint64_t sizes[4], strides[3];
+  uint32_t box[4];
+  uint64_t is_one;
+
+  static constexpr uint64_t kIsOne = 0x70616d20726f736e;
+};
+static_assert(sizeof(TensorMap) <= 128);
+
+// The box at these coordinates, between device memory and shared memory, where its rows of 128 bytes are swizzled.
+void load_box(const TensorMap& map, const std::array<int, 4>& at, Block& block, uint32_t to);
+void store_box(const TensorMap& map, const std::array<int, 4>& at, Block& block, uint32_t from);
+
+}  // namespace emulation

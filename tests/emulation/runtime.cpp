@@ -1,0 +1,75 @@
+// The functions of CUDA and of torch's CUDA part that csrc calls, for the emulated GPU.
+#include <cstdlib>
+#include <cstring>
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include "machine.h"
+
+namespace {
+
+CUresult encode(CUtensorMap* to, CUtensorMapDataType dtype, cuuint32_t rank, void* data, const cuuint64_t* sizes,
+                const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t* steps,
+                CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle, CUtensorMapL2promotion,
+                CUtensorMapFloatOOBfill fill) {
+  bool can = rank == 4 && interleave == CU_TENSOR_MAP_INTERLEAVE_NONE && swizzle == CU_TENSOR_MAP_SWIZZLE_128B &&
+             fill == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE && box[0] == 64 && box[1] <= 256 && box[2] == 1 && box[3] == 1;
+  can &= dtype == CU_TENSOR_MAP_DATA_TYPE_FLOAT16 || dtype == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  can &= reinterpret_cast<uintptr_t>(data) % 16 == 0;
+  emulation::TensorMap map{};
+  map.data = static_cast<uint8_t*>(data);
+  map.is_one = emulation::TensorMap::kIsOne;
+  for (int dim = 0; dim < 4; ++dim) {
+    can &= steps[dim] == 1 && sizes[dim] >= 1 && sizes[dim] <= cuuint64_t{1} << 32;
+    map.sizes[dim] = sizes[dim];
+    map.box[dim] = box[dim];
+    if (dim == 3) continue;
+    can &= strides[dim] % 16 == 0 && strides[dim] < cuuint64_t{1} << 40;
+    map.strides[dim] = strides[dim];
+  }
+  if (!can) return CUDA_ERROR_INVALID_VALUE;
+  std::memcpy(to, &map, sizeof(map));
+  return CUDA_SUCCESS;
+}
+
+}  // namespace
+
+extern "C" {
+
+int aoti_torch_get_current_cuda_stream(int32_t, void** stream) {
+  *stream = nullptr;
+  return 0;
+}
+int aoti_torch_create_device_guard(int32_t, void** guard) {
+  *guard = nullptr;
+  return 0;
+}
+int aoti_torch_delete_device_guard(void*) { return 0; }
+
+cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+const char* cudaGetErrorString(cudaError_t) { return "an error of the emulated GPU"; }
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  if (attribute != cudaDevAttrMultiProcessorCount) return cudaErrorInvalidValue;
+  *value = emulation::settings.multiprocessors;
+  return cudaSuccess;
+}
+cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
+  std::memset(to, value, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** entry, unsigned, unsigned long long,
+                                             cudaDriverEntryPointQueryResult* found) {
+  const bool known = std::strcmp(name, "cuTensorMapEncodeTiled") == 0;
+  *entry = known ? reinterpret_cast<void*>(&encode) : nullptr;
+  *found = known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  return cudaSuccess;
+}
+
+// For Python, by ctypes.
+__attribute__((visibility("default"))) void emulation_configure(int multiprocessors, uint64_t seed) {
+  emulation::settings = {multiprocessors, seed};
+}
+
+}  // extern "C"
