@@ -27,7 +27,7 @@ template <class Traits>
 __device__ __forceinline__ bool join_parts(const ForwardParams& p, int part, int row, float (&out)[Traits::kDv / 2],
                                            float (&row_max)[2], float (&row_sum)[2]) {
   constexpr int kFours = Traits::kDv / 8, kThreads = 32 * kPartWarps<Traits>;
-  const int thread = threadIdx.x - 128, lane = thread % 32;
+  const int thread = threadIdx.x - 128, lane = threadIdx.x % 32;
   if (__shfl_sync(0xffffffffu, row, 0) >= p.seqlen_q) return false;
   const bool exists = row < p.seqlen_q;
 
@@ -45,6 +45,7 @@ __device__ __forceinline__ bool join_parts(const ForwardParams& p, int part, int
   __syncwarp();
   int arrived = 0;
   if (lane == 0) arrived = add_and_return(p.part_arrivals + piece * kPartWarps<Traits> + thread / 32, 1);
+  __syncwarp();  // what follows the count for one lane follows it for all
   arrived = __shfl_sync(0xffffffffu, arrived, 0);
   if (arrived != p.parts - 1) return false;
 
