@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import emulated_cuda
 import pytest
 import torch
 from accuracy import Results, assert_accurate, run
@@ -29,8 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 on_cuda = pytest.mark.parametrize("backend", ("cuda",), indirect=True)
 
 TILE = 128
-# The emulated GPU (tests/emulation/) has three.
-PROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count if DEVICE == "cuda" else 3
+# Of the emulated GPU (tests/emulation/) these many, of which each that has work takes time here.
+PROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count if DEVICE == "cuda" else 20
 BASE = Case(batch=1, seqlen_q=193, seqlen_k=520, head_dim=64, dtype=torch.bfloat16, need=())
 FULL = ("B", "Hq", "Lq", "Lk")
 TILES = ("B", "Hk", "Lq", "Lk")
@@ -61,6 +62,8 @@ MASKS: dict[str, Callable[[Tensor], None] | None] = {
 @pytest.fixture
 def share_keys(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Sets into how many parts pieces of work come."""
+    if DEVICE == "cpu":
+        emulated_cuda.configure(PROCESSORS)
     return lambda key_parts: monkeypatch.setattr(cuda, "KEY_PARTS", key_parts)
 
 
