@@ -52,7 +52,7 @@ Bias describe_bias(const Tensor& bias, const Tensor& q, ForwardParams& params) {
   return can_copy_tiles(bias, q) ? Bias::kTile : Bias::kStrided;
 }
 
-// Blocks of keys of the longest piece of work. How many a mask leaves the host does not know: it is taken for a quarter.
+// Blocks of keys of the longest piece of work. How many a mask leaves the host does not know: a quarter is assumed.
 int64_t steps_of_piece(const Sizes& sizes, bool has_mask, const ForwardTile& tile, const ForwardParams& params) {
   const int64_t all = ceil_div(sizes.seqlen_k, tile.keys);
   if (has_mask) return ceil_div(all, 4);

@@ -13,8 +13,8 @@ struct KeyParts {
   int64_t whole, parts;
 };
 
-// The pieces of a call that are left when every processor has had as many as every other: the last round of them, or all
-// where they are few. It takes as long as one piece, however few they are; in parts it can be shorter. The times of the
+// The pieces of a call that are left when every processor has had as many as every other: the last round of them, or
+// all where they are few. It takes as long as one piece, however few they are; in parts it can be shorter. The times of the
 // round are counted in steps, blocks of keys of one piece:
 //
 //     rounds(parts) * (steps of a part + what a piece has besides them) + reading the parts
