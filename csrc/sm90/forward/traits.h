@@ -45,6 +45,10 @@ struct ForwardTraits {
   // Whether registers are left to read the bias of a step while its scores are computed.
   static constexpr bool kLoadsBiasEarly = kSuppliesBias && kConsumers == 2 && kDv <= 128;
 
+  // Whether products are added to the bias and not the bias to products: it is then read and converted before a
+  // consumer's turn, not between its products and its softmax. Not measured, so in the kernels of parts alone.
+  static constexpr bool kStartsWithBias = kHasParts && kBias == Bias::kTile && !kLoadsBiasEarly;
+
   // Whether pieces of work may come in parts, which kernels of their own take: those of whole pieces keep the machine
   // code that was measured. Where no goal asks for them there are none, which keeps the file small.
   static constexpr bool kSplits = kHasParts;
