@@ -4,6 +4,7 @@
 #include "../../device/fragments.h"
 #include "../../device/softcap.h"
 #include "../operands.h"
+#include "parts.h"
 #include "storage.h"
 
 namespace flash_dmattn {
@@ -34,7 +35,8 @@ struct Consumer {
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kD / 16; ++i) {
-      Wgmma<Element, kKeys>::run(scores, step_by_columns<Traits::kRows>(q, i), step_by_columns<kKeys>(k, i), i > 0);
+      Wgmma<Element, kKeys>::run(scores, step_by_columns<Traits::kRows>(q, i), step_by_columns<kKeys>(k, i),
+                                 Traits::kStartsWithBias || i > 0);
     }
     wgmma_commit();
   }
@@ -146,6 +148,18 @@ struct Consumer {
     }
   }
 
+  // What the products of a step are added to, where that is the bias: 0 where f comes between the two.
+  __device__ __forceinline__ void start_with_bias(float (&scores)[kScores], Ring<Traits::kBiasStages>& ring) {
+    if constexpr (Traits::kStartsWithBias) {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) scores[i] = 0.0f;
+      if (p.transforms) return;
+      BiasWords bias;
+      load_bias(bias, ring);
+      add_bias(scores, bias);
+    }
+  }
+
   // Scores in units of p.scale: f of the product, then the bias over the scale.
   __device__ __forceinline__ void finish_scores(float (&scores)[kScores], const Work& work, int block,
                                                 BiasWords& bias, Ring<Traits::kBiasStages>& ring) {
@@ -159,8 +173,10 @@ struct Consumer {
       }
     }
     if constexpr (Traits::kSuppliesBias) {
-      if constexpr (!Traits::kLoadsBiasEarly) load_bias(bias, ring);
-      add_bias(scores, bias);
+      if (!Traits::kStartsWithBias || p.transforms) {
+        if constexpr (!Traits::kLoadsBiasEarly) load_bias(bias, ring);
+        add_bias(scores, bias);
+      }
     }
     if constexpr (Traits::kBias == Bias::kStrided) {
       const int first_key = block * kKeys + 2 * (lane % 4);
@@ -313,6 +329,7 @@ struct Consumer {
       const int block = walk.at(0, has_edge);
       Edge edge;
       if (has_edge) load_edge(edge, bits, block);
+      start_with_bias(scores, ring_bias);
       barrier_wait(&shared.k_full[ring_k.stage], ring_k.phase);
       start_scores(scores, ring_k.stage);
       BiasWords bias;
@@ -332,6 +349,7 @@ struct Consumer {
       const int block = walk.at(step, has_edge);
       Edge edge;
       if (has_edge) load_edge(edge, bits, block);
+      start_with_bias(scores, ring_bias);
       barrier_wait(&shared.k_full[ring_k.stage], ring_k.phase);
       wait_turn();
       start_scores(scores, ring_k.stage);
@@ -386,7 +404,14 @@ __device__ __forceinline__ void consume(const ForwardParams& p, ForwardStorage<T
       phase_q ^= 1;
       consumer.run(work, walk, ring_k, ring_v, ring_bias);
     }
-    consumer.store(work);
+    bool has_piece = true;
+    if constexpr (Traits::kSplits) {
+      if (item.part >= 0) {
+        has_piece = join_parts<Traits>(p, item.part, work.first_row + row_of_warp, out, consumer.row_max,
+                                       consumer.row_sum);
+      }
+    }
+    if (has_piece) consumer.store(work);
     give_back_work(shared, ring_work);
   }
   // Nobody leaves with an arrival of another outstanding: the last turn passed is taken by the first.
