@@ -1,7 +1,9 @@
 // The producer: one thread hands out work and has tensors copied; one warp has the bias copied, one stores dbias.
 #pragma once
 
-#include "storage.h"
+#include "../../device/pipeline.h"
+#include "barriers.h"
+#include "work.h"
 
 namespace flash_dmattn {
 
@@ -82,8 +84,8 @@ __device__ __forceinline__ void copy_bias(const BackwardParams& p, Storage& shar
       barrier_wait(&shared.bias_empty[ring.stage], ring.phase ^ 1);
       if (threadIdx.x % 32 == 0) {
         copy_panels<Traits::kKeys / kPanelColumns, Traits::kRows>(shared.bias[ring.stage], &p.bias,
-                                                          &shared.bias_full[ring.stage], item.block_k * Traits::kKeys, row,
-                                                          head, batch);
+                                                                  &shared.bias_full[ring.stage],
+                                                                  item.block_k * Traits::kKeys, row, head, batch);
       }
       ring.advance();
     }
@@ -156,9 +158,9 @@ __device__ __forceinline__ Turn turn_of(const BackwardParams& p, const KeyItem<T
   return {p.dq_turns + head * blocks + block, blocks_before<Traits>(p, item, step, block)};
 }
 
-// Has the tiles of keys add to dq in a fixed order, the last keys first, by one warp, and then the heads of a group to
-// dk and dv, the first first. Tiles walk ascending queries, and of a band those of the last keys start at the last
-// queries: tiles that run at the same time come to a block in their order. A work waits for later keys of its head and
+// Has the blocks of keys add to dq in a fixed order, the last keys first, by one warp, and then the heads of a group to
+// dk and dv, the first first. They walk ascending queries, and of a band those of the last keys start at the last
+// queries: those that run at the same time come to a block of queries in their order. A work waits for later keys of its head and
 // for earlier heads of its keys, which were handed out before it, so there is always one that waits for none.
 //
 // To tell others takes longer than to add, for it waits until all additions have arrived: where the next turn has come
@@ -191,6 +193,21 @@ __device__ __forceinline__ void order_sums(const BackwardParams& p, Storage& sha
       turn.pass();
     }
     give_back_work(shared, ring_work);
+  }
+}
+
+// The producer warpgroup, each warp in its role.
+template <class Traits, class Storage>
+__device__ __forceinline__ void produce_backward(const BackwardParams& p, Storage& shared) {
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  if (warp == 0) {
+    if (threadIdx.x == 0) copy_operands<Traits>(p, shared);
+  } else if (Traits::kHasBiasTiles && warp == 1) {
+    copy_bias<Traits>(p, shared);
+  } else if (Traits::kStoresDbias && warp == 2) {
+    store_dbias<Traits>(p, shared);
+  } else if (warp == 3 && p.dq_turns != nullptr) {
+    order_sums<Traits>(p, shared);
   }
 }
 
