@@ -45,7 +45,16 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) backward_kernel(const __g
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // the same for all, and known to be
   if (warpgroup == 0) {
     registers_release<Traits::kProducerRegisters>();
-    produce_backward<Traits>(p, shared);
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    if (warp == 0) {
+      if (threadIdx.x == 0) copy_operands<Traits>(p, shared);
+    } else if (Traits::kHasBiasTiles && warp == 1) {
+      copy_bias<Traits>(p, shared);
+    } else if (Traits::kStoresDbias && warp == 2) {
+      store_dbias<Traits>(p, shared);
+    } else if (warp == 3 && takes_turns) {
+      order_sums<Traits>(p, shared);
+    }
   } else {
     registers_acquire<Traits::kConsumerRegisters>();
     consume_backward<Traits>(p, shared, warpgroup - 1);

@@ -196,19 +196,4 @@ __device__ __forceinline__ void order_sums(const BackwardParams& p, Storage& sha
   }
 }
 
-// The producer warpgroup, each warp in its role.
-template <class Traits, class Storage>
-__device__ __forceinline__ void produce_backward(const BackwardParams& p, Storage& shared) {
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  if (warp == 0) {
-    if (threadIdx.x == 0) copy_operands<Traits>(p, shared);
-  } else if (Traits::kHasBiasTiles && warp == 1) {
-    copy_bias<Traits>(p, shared);
-  } else if (Traits::kStoresDbias && warp == 2) {
-    store_dbias<Traits>(p, shared);
-  } else if (warp == 3 && p.dq_turns != nullptr) {
-    order_sums<Traits>(p, shared);
-  }
-}
-
 }  // namespace flash_dmattn
