@@ -1,24 +1,45 @@
-"""The CUDA kernels on the emulated GPU of `emulation/`, for CPU tensors, as `backend="cuda"` of this process."""
+"""The CUDA kernels on the emulated GPU of `emulation/`, for CPU tensors: `python emulated_cuda.py FILE FIRST COUNT`.
+
+FILE is what `emulation/build.py` has written. Runs COUNT of the random calls of `draws.py` from number FIRST on, those
+that its kernels take, each as on a GPU of some number of multiprocessors and in some order of its warps, against the
+fp64 formula; some a second time in another order, for the same bits. A process of its own: the backend is changed.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-import torch
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from flash_dmattn.backends import cuda, cuda_rules
-from flash_dmattn.backends.protocol import Availability
+import torch  # noqa: E402
+from accuracy import assert_accurate, run  # noqa: E402
+from cases import Case, Inputs  # noqa: E402
+from cuda_forms import unit_of  # noqa: E402
+from draws import Drawn, draw_cuda  # noqa: E402
+from layouts import LAYOUTS, offset, rearranged  # noqa: E402
 
+import flash_dmattn  # noqa: E402
+from flash_dmattn.backends import cuda, cuda_rules  # noqa: E402
+from flash_dmattn.backends.protocol import Availability  # noqa: E402
+from flash_dmattn.masks import prepare_mask  # noqa: E402
+
+# An H200 has 132; with fewer, blocks take several pieces of work each.
+MULTIPROCESSORS = (1, 2, 3, 5, 132)
+MOST_SCORES = 400_000  # of a call; they take a second
 _loaded: ctypes.CDLL | None = None
 
 
 def admit_cpu(path: Path) -> None:
-    """Have the backend run the operators of an extension that `emulation/build.py` has written.
-
-    Of its rules the one on the device is lifted; all others stand.
-    """
+    """Have the backend run the operators of an emulated extension; of its rules that on the device is lifted."""
     global _loaded
     torch.ops.load_library(path)
     _loaded = ctypes.CDLL(str(path))
@@ -33,3 +54,99 @@ def configure(multiprocessors: int = 3, seed: int = 0) -> None:
     """Set how many multiprocessors the GPU has, and in which order its next kernel runs; each later one has another."""
     assert _loaded is not None
     _loaded.emulation_configure(multiprocessors, seed)
+
+
+def smaller(case: Case) -> Case:
+    """The case with fewer heads, and where that is not enough fewer queries and keys."""
+    heads_k = min(case.num_heads_k, 2)
+    heads = heads_k * min(case.num_heads // case.num_heads_k, 3)
+    case = case.with_(batch=min(case.batch, 2), num_heads_k=heads_k, num_heads=heads)
+    while case.batch * heads * case.seqlen_q * case.seqlen_k > MOST_SCORES:
+        if case.seqlen_q >= case.seqlen_k:
+            case = case.with_(seqlen_q=case.seqlen_q // 2)
+        else:
+            case = case.with_(seqlen_k=case.seqlen_k // 16 * 8 + case.seqlen_k % 8)
+    return case
+
+
+def given_inputs(drawn: Drawn, case: Case, inputs: Inputs) -> Inputs:
+    """The tensors as they are drawn to lie in memory."""
+    given = inputs if drawn.layout is None else rearranged(inputs, LAYOUTS[drawn.layout])
+    if drawn.offset:
+        mask, bias = (x if x is None else offset(x, drawn.offset) for x in (given.mask, given.bias))
+        given = replace(given, mask=mask, bias=bias)
+    if drawn.prepared and given.mask is not None:
+        sizes = {"seqlen_q": case.seqlen_q, "seqlen_k": case.seqlen_k}
+        mask = prepare_mask(given.mask, is_causal=case.is_causal, window_size=case.window_size, **sizes)
+        given = replace(given, mask=mask)
+    return given
+
+
+def failure_of(number: int, drawn: Drawn) -> str | None:
+    """Run a call; None where every result is as it has to be.
+
+    Raises:
+        flash_dmattn.BackendUnsupportedError: a rule refuses it.
+    """
+    case, rng = smaller(drawn.case), random.Random(number)
+    deterministic, multiprocessors = rng.random() < 0.5, rng.choice(MULTIPROCESSORS)
+    inputs = case.build("cpu")
+    given = given_inputs(drawn, case, inputs)
+    attention = partial(flash_dmattn.attention, return_lse=True, backend="cuda", deterministic=deterministic)
+    try:
+        configure(multiprocessors, 2 * number)
+        results = run(attention, case, given)
+        assert_accurate(results, case, inputs)
+        if rng.random() < 0.3:
+            configure(multiprocessors, 2 * number + 1)
+            again = run(attention, case, given)
+            for name, x in results.items():
+                if x is not None and (deterministic or name in ("out", "lse")):
+                    assert torch.equal(x, again[name]), f"{name} differs in another order"
+    except flash_dmattn.BackendUnsupportedError:
+        raise
+    except Exception as failure:  # the other calls still count
+        where = f"number {number}, {drawn[1:]}, multiprocessors {multiprocessors}, deterministic {deterministic}"
+        return f"{case.repro()}\n  {where}\n{type(failure).__name__}: {failure}"[:2000]
+    return None
+
+
+def random_calls(first: int, count: int) -> Iterator[str | None]:
+    """Outcomes of the calls that are not refused."""
+    for number in itertools.count(first):
+        drawn = draw_cuda(number)
+        if not _is_built(drawn.case):
+            continue
+        try:
+            yield failure_of(number, drawn)
+        except flash_dmattn.BackendUnsupportedError:
+            continue
+        count -= 1
+        if count == 0:
+            return
+
+
+def _is_built(case: Case) -> bool:
+    """Whether there are kernels of its head dims and dtype, so that it is worth building."""
+    head_dim, head_dim_v, dtype = unit_of(case)
+    dims = f"d{head_dim}" if head_dim == head_dim_v else f"d{head_dim}_{head_dim_v}"
+    name = f"{dims}_{'fp16' if dtype == torch.float16 else 'bf16'}"
+    units = cuda_rules.installed_units() or frozenset()
+    return f"{'backward' if case.need else 'forward'}_{name}" in units
+
+
+def main(outcomes: Iterator[str | None]) -> int:
+    """Print the failures; their number is the exit status."""
+    torch.set_num_threads(1)
+    passed = failed = 0
+    for outcome in outcomes:
+        passed, failed = passed + (outcome is None), failed + (outcome is not None)
+        if outcome is not None:
+            print(outcome, flush=True)
+    print(f"{passed} passed, {failed} failed")
+    return min(failed, 100)
+
+
+if __name__ == "__main__":
+    admit_cpu(Path(sys.argv[1]))
+    sys.exit(main(random_calls(int(sys.argv[2]), int(sys.argv[3]))))

@@ -1,9 +1,13 @@
-"""Mask packing by the CUDA extension, bit for bit against plain PyTorch; `benchmarks.mask_pack` has larger masks."""
+"""Mask packing by the CUDA extension, bit for bit against plain PyTorch; `benchmarks.mask_pack` has larger masks.
+
+It runs on a GPU, and on the emulated one.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from cases import DEVICE
 from torch import Tensor
 
 from flash_dmattn.backends import cuda
@@ -35,7 +39,7 @@ def check(mask: Tensor) -> None:
 
 def random_mask(*shape: int) -> Tensor:
     """Random bools, with some tiles full and some empty."""
-    mask = torch.rand(shape, device="cuda") < 0.5
+    mask = torch.rand(shape, device=DEVICE) < 0.5
     mask[..., : shape[-2] // 3, : shape[-1] // 2] = True
     mask[..., shape[-2] // 2 :, : shape[-1] // 3] = False
     return mask
@@ -63,6 +67,7 @@ def test_any_strides() -> None:
         check(mask)
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="masks on the CPU are packed by PyTorch")
 def test_prepared_masks_are_packed_by_it() -> None:
     mask = random_mask(2, 1, 300, 1040)
     assert packs_by_extension(mask) and not packs_by_extension(mask.cpu())

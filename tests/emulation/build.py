@@ -14,8 +14,6 @@ import json
 import os
 import platform
 import re
-import shlex
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -104,7 +102,8 @@ def build(output: Path, folder: Path, head_dims: str, dtypes: str) -> None:
     found = cuda.find_torch()
     assert found is not None
     torch = found[0]
-    includes = f"-I{source} -isystem {torch / 'include'} -isystem {sysconfig.get_path('include')} -isystem {_cuda_include(cuda.find_nvcc())}"
+    others = (torch / "include", sysconfig.get_path("include"), _cuda_include(cuda.find_nvcc()))
+    includes = " ".join([f"-I{source}", *(f"-isystem {path}" for path in others)])
     target = f"-DTORCH_TARGET_VERSION=0x{cuda.TORCH_TARGET[0]:02x}{cuda.TORCH_TARGET[1]:02x}000000000000"
     lines = [
         f"flags = {FLAGS} {target} {includes} -include cuda_functions.h",

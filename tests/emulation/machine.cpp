@@ -118,18 +118,22 @@ void do_one(size_t place) {
 void run_to_the_end(std::vector<Block*> blocks) {
   int idle = 0;
   while (!blocks.empty()) {
-    bool progresses = false;
+    bool progresses = false, some_spin = false;
     for (Block* block : blocks) {
       const size_t warps = block->warps.size(), first = random_numbers() % warps;
       for (size_t i = 0; i < warps; ++i) {
-        const size_t warp = (first + i) % warps;
-        for (size_t lane = 0; lane < kLanes; ++lane) {
-          Thread& thread = block->threads[warp * kLanes + lane];
-          if (thread.done || (thread.ready != nullptr && !thread.ready(thread.condition))) continue;
-          thread.spins = false;
-          resume(thread);
-          progresses |= !thread.spins;
+        Thread* const threads = &block->threads[(first + i) % warps * kLanes];
+        bool resumes = false, spins = false;
+        for (Thread* thread = threads; thread != threads + kLanes; ++thread) {
+          if (thread->done || (thread->ready != nullptr && !thread->ready(thread->condition))) continue;
+          thread->spins = false;
+          resume(*thread);
+          resumes = true;
+          spins |= thread->spins;
         }
+        // Lanes that wait for one that asks again and again get no further than that one.
+        progresses |= resumes && !spins;
+        some_spin |= spins;
       }
     }
     blocks.erase(std::remove_if(blocks.begin(), blocks.end(),
@@ -139,9 +143,6 @@ void run_to_the_end(std::vector<Block*> blocks) {
                                 }),
                  blocks.end());
     idle = progresses ? 0 : idle + 1;
-    const bool some_spin = std::any_of(blocks.begin(), blocks.end(), [](const Block* block) {
-      return std::any_of(block->threads.begin(), block->threads.end(), [](const Thread& t) { return t.spins; });
-    });
     if (!later.empty() && (!progresses || random_numbers() % 8 >= late_of_8)) {
       do_one(random_numbers() % later.size());
     } else if (!blocks.empty() && !progresses && (!some_spin || idle > kSpinsAllowed)) {
