@@ -221,9 +221,7 @@ def shared_dbias_units() -> list[Unit]:
     return _units("shared_dbias", BACKWARD_HEAD_DIMS, lambda pair: SHARED_DBIAS)
 
 
-def _units(
-    name: str, pairs: tuple[tuple[int, int], ...], source_of: Callable[[tuple[int, int]], str]
-) -> list[Unit]:
+def _units(name: str, pairs: tuple[tuple[int, int], ...], source_of: Callable[[tuple[int, int]], str]) -> list[Unit]:
     head_dims = _chosen("FLASH_DMATTN_HEAD_DIMS", list(dict.fromkeys(str(d) for d, _ in HEAD_DIMS)))
     dtypes = _chosen("FLASH_DMATTN_DTYPES", list(DTYPES))
     units = []
@@ -232,7 +230,9 @@ def _units(
             element, scalar = DTYPES[dtype]
             dims = f"d{d}" if d == dv else f"d{d}_{dv}"
             defines = f"-DFLASH_DMATTN_ELEMENT={element} -DFLASH_DMATTN_HEAD_DIM={d} -DFLASH_DMATTN_HEAD_DIM_V={dv}"
-            units.append(Unit(f"{name}_{dims}_{dtype}", source_of((d, dv)), defines, f"X({element}, {scalar}, {d}, {dv})"))
+            units.append(
+                Unit(f"{name}_{dims}_{dtype}", source_of((d, dv)), defines, f"X({element}, {scalar}, {d}, {dv})")
+            )
     return units
 
 
