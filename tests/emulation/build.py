@@ -124,7 +124,9 @@ def build(output: Path, folder: Path, head_dims: str, dtypes: str) -> None:
     for name in ("machine", "runtime"):
         lines += [f"build {name}.o: cpp {source / name}.cpp", f"  more = {MACHINE_FLAGS}"]
         objects.append(f"{name}.o")
-    lines += [f"build {output}: link {' '.join(objects)}", ""]
+    lines += [f"build {output}: link {' '.join(objects)}"]
+    lines += ["rule program", "  command = g++ $in -o $out", "  description = $out"]
+    lines += [f"build mistakes.o: cpp {source / 'mistakes.cpp'}", "build mistakes: program mistakes.o machine.o", ""]
     _write_if_changed(folder / "build.ninja", "\n".join(lines))
     output.with_suffix(".json").write_text(json.dumps([unit.name for unit in units]))
     ninja = cuda.find_ninja()

@@ -50,7 +50,7 @@ const std::function<void()>* running_kernel = nullptr;
 std::exception_ptr error;
 std::mt19937_64 random_numbers;
 unsigned late_of_8 = 0;  // of the operations that may be late, how many of 8 are
-std::vector<std::function<void()>> later;
+std::vector<std::function<void()>> later_copies, later_products;
 
 // Stacks are kept for the next grid. Below each lies a page that cannot be touched.
 struct Stacks {
@@ -108,10 +108,14 @@ std::string whereabouts(const std::vector<Block*>& blocks) {
   return text.str();
 }
 
-void do_one(size_t place) {
-  std::swap(later[place], later.back());
-  const std::function<void()> operation = std::move(later.back());
-  later.pop_back();
+// One of the operations that are late, any.
+void do_one_late() {
+  const size_t place = random_numbers() % (later_copies.size() + later_products.size());
+  const bool is_copy = place < later_copies.size();
+  std::vector<std::function<void()>>& of = is_copy ? later_copies : later_products;
+  std::swap(of[is_copy ? place : place - later_copies.size()], of.back());
+  const std::function<void()> operation = std::move(of.back());
+  of.pop_back();
   operation();
 }
 
@@ -143,8 +147,9 @@ void run_to_the_end(std::vector<Block*> blocks) {
                                 }),
                  blocks.end());
     idle = progresses ? 0 : idle + 1;
-    if (!later.empty() && (!progresses || random_numbers() % 8 >= late_of_8)) {
-      do_one(random_numbers() % later.size());
+    const bool some_are_late = !later_copies.empty() || !later_products.empty();
+    if (some_are_late && (!progresses || random_numbers() % 8 >= late_of_8)) {
+      do_one_late();
     } else if (!blocks.empty() && !progresses && (!some_spin || idle > kSpinsAllowed)) {
       fail("no thread can go on:" + whereabouts(blocks));
     }
@@ -249,8 +254,8 @@ void for_each_sum(const Product& product, F f) {
   }
 }
 
-// The first products of the queue that add to the same registers, up to `count`; returns how many there were.
-int compute_products(Warpgroup& group, Block& block, int64_t count) {
+// The first products of the queue that add to the same registers, up to `count`.
+void compute_products(Warpgroup& group, Block& block, int64_t count) {
   static float sums[kRows][kMaxColumns];
   static Operands operands;
   const Product first = group.products.front();
@@ -259,11 +264,9 @@ int compute_products(Warpgroup& group, Block& block, int64_t count) {
   } else {
     std::memset(sums, 0, sizeof(sums));
   }
-  int done = 0;
-  while (done < count && !group.products.empty()) {
+  for (int64_t done = 0; done < count; ++done) {
     const Product& product = group.products.front();
-    if (product.threads < kWarpgroupThreads || product.d != first.d) break;
-    if (done > 0 && !product.accumulate) break;
+    if (product.d != first.d || (done > 0 && !product.accumulate)) break;
     load_operands(product, block, operands);
     for (int row = 0; row < kRows; ++row) {
       for (int k = 0; k < kDepth; ++k) {
@@ -273,19 +276,13 @@ int compute_products(Warpgroup& group, Block& block, int64_t count) {
     }
     group.products.pop_front();
     ++group.computed;
-    ++done;
   }
   for_each_sum(first, [&](float& sum, int row, int column) { sum = sums[row][column]; });
-  return done;
 }
 
-// Computes up to this number of products; whether it got there.
-bool compute_until(Warpgroup& group, Block& block, int64_t number) {
-  while (group.computed < number) {
-    if (group.products.empty() || group.products.front().threads < kWarpgroupThreads) return false;
-    compute_products(group, block, number - group.computed);
-  }
-  return true;
+// Computes up to this number of products, which all threads have issued.
+void compute_until(Warpgroup& group, Block& block, int64_t number) {
+  while (group.computed < number) compute_products(group, block, number - group.computed);
 }
 
 }  // namespace
@@ -332,7 +329,7 @@ void spin() {
 
 bool acts_at_once() { return random_numbers() % 8 >= late_of_8; }
 
-void do_later(std::function<void()> operation) { later.push_back(std::move(operation)); }
+void copy_later(std::function<void()> copy) { later_copies.push_back(std::move(copy)); }
 
 const std::array<uint64_t, kLanes>& exchange(const char* name, uint64_t value) {
   Warp& warp = current->warp();
@@ -389,17 +386,26 @@ void issue_product(int columns, bool is_half, bool a_by_rows, bool b_by_rows, fl
 
 void commit_products() {
   Warpgroup& group = current->warpgroup();
-  current->groups.push_back(current->products);
-  if (acts_at_once()) compute_until(group, *current->block, current->products);
+  Block& block = *current->block;
+  const int64_t number = current->products;
+  current->groups.push_back(number);
+  // The last thread starts them.
+  const bool starts = group.computed < number && group.products[number - 1 - group.computed].threads == kWarpgroupThreads;
+  if (!starts) return;
+  const auto operation = [&group, &block, number] { compute_until(group, block, number); };
+  if (acts_at_once()) {
+    operation();
+  } else {
+    later_products.push_back(operation);
+  }
 }
 
 void wait_for_products(int groups) {
   const std::vector<int64_t>& ends = current->groups;
   if (ends.size() <= static_cast<size_t>(groups)) return;
   const int64_t number = ends[ends.size() - 1 - groups];
-  Block& block = *current->block;
-  Warpgroup& group = current->warpgroup();
-  wait_until("its matrix instructions", [&, number] { return compute_until(group, block, number); });
+  const Warpgroup& group = current->warpgroup();
+  wait_until("its matrix instructions", [&group, number] { return group.computed >= number; });
 }
 
 uint32_t shared_address(const void* pointer) {
@@ -414,7 +420,8 @@ void run_grid(unsigned blocks, unsigned threads, size_t shared_bytes, const std:
   random_numbers.seed(settings.seed++);
   constexpr unsigned kLate[] = {0, 4, 8};
   late_of_8 = kLate[random_numbers() % 3];
-  later.clear();
+  later_copies.clear();
+  later_products.clear();
   error = nullptr;
   grid_dim.x = blocks;
   block_dim.x = threads;
@@ -460,7 +467,7 @@ void run_grid(unsigned blocks, unsigned threads, size_t shared_bytes, const std:
         if (!group.products.empty()) fail("a block ends before its matrix instructions");
       }
     }
-    if (!later.empty()) fail("blocks end before their copies");
+    if (!later_copies.empty()) fail("blocks end before their copies");
   }
 }
 

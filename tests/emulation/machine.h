@@ -130,8 +130,8 @@ void spin();
 
 // Whether an operation that may take effect later does so at once.
 bool acts_at_once();
-// To be done while others run, in any order.
-void do_later(std::function<void()> operation);
+// A copy to be made while others run, in any order.
+void copy_later(std::function<void()> copy);
 
 // Gives `value` to the warp; when all lanes have, returns those of all. `name` says what all lanes have to be at.
 const std::array<uint64_t, kLanes>& exchange(const char* name, uint64_t value);

@@ -65,7 +65,7 @@ void copy_with(uint64_t* barrier, int bytes, F copy) {
   if (emulation::acts_at_once()) {
     operation();
   } else {
-    emulation::do_later(operation);
+    emulation::copy_later(operation);
   }
 }
 

@@ -1,0 +1,88 @@
+"""The CUDA kernels on an emulated GPU: random calls, the tests of packing, and what the emulation notices."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from cases import DEVICE
+
+TESTS = Path(__file__).parent
+BUILD = TESTS / "emulation" / "build.py"
+CASES = 60
+HEAD_DIMS, DTYPES = "64,128", "bf16"
+
+
+def _reasons() -> str:
+    spec = importlib.util.spec_from_file_location("emulation_build", BUILD)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return "; ".join(module.reasons_not_to_build())
+
+
+REASONS = _reasons()
+pytestmark = [
+    pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves"),
+    pytest.mark.skipif(bool(REASONS), reason=REASONS),
+]
+
+
+class Built(NamedTuple):
+    """What `emulation/build.py` has made: the operators, and the program of mistakes."""
+
+    extension: Path
+    mistakes: Path
+
+
+def run(*command: str | Path, **environment: str) -> str:
+    """What a command prints, which has to end well."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env={**os.environ, **environment})
+    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout[-4000:]}{done.stderr[-2000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    base = tmp_path_factory.getbasetemp()
+    # The workers of pytest-xdist have folders side by side; the first to come builds for all.
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "emulation"
+    folder.mkdir(exist_ok=True)
+    extension = folder / "emulated.so"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        run(sys.executable, BUILD, extension, "--folder", folder, "--head-dims", HEAD_DIMS, "--dtypes", DTYPES)
+    return Built(extension, folder / "mistakes")
+
+
+@pytest.mark.parametrize("first", range(0, 16000, 2000))
+def test_random_calls(built: Built, first: int) -> None:
+    said = run(sys.executable, TESTS / "emulated_cuda.py", built.extension, str(first), str(CASES))
+    assert f"{CASES} passed, 0 failed" in said
+
+
+def test_packing(built: Built) -> None:
+    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", TESTS / "test_cuda_pack.py")
+    assert "15 passed, 1 skipped" in run(*command, FLASH_DMATTN_EMULATED=str(built.extension))
+
+
+def test_what_the_emulation_notices(built: Built) -> None:
+    said = run(built.mistakes)
+    found = {
+        name: (int(right), error) for name, right, error in re.findall(r"(.*): (\d+) of 40 runs right; (.*)", said)
+    }
+    assert found.pop("none") == (40, "")
+    assert len(found) == 7 and all(right < 40 for right, _ in found.values()), said
+    for name, message in (
+        ("never gives back", "no thread can go on"),
+        ("lanes part", "a lane is at __ballot_sync while others of its warp are at __syncwarp"),
+        ("leaves shared memory", "shared memory ends before address"),
+    ):
+        assert found[name][0] == 0 and message in found[name][1], said
