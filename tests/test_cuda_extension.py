@@ -31,7 +31,7 @@ ONE_UNIT = {"FLASH_DMATTN_HEAD_DIMS": "64", "FLASH_DMATTN_DTYPES": "bf16"}
 UNIT, BACKWARD_UNIT, DBIAS_UNIT = "forward_d64_bf16", "backward_d64_bf16", "shared_dbias_d64_bf16"
 # The kernels beside those of the units, and how many there are of each.
 OTHERS = {
-    "backward_rows_kernel": 2,
+    "backward_rows_kernel": 4,
     "backward_sums_kernel": 2,
     "list_tiles_kernel": 1,
     "order_lists_kernel": 1,
