@@ -113,8 +113,8 @@ struct BackwardParams {
   bool bias_has_batch;
 
   // The order of work: sections of this many (batch, heads) pairs, in each the first keys of all first, or the last
-  // where blocks of keys take turns. A work is a block of keys, a tile or half of one (of the last tile too, where it may
-  // be empty), and this many query heads: one, or all of a group.
+  // where blocks of keys take turns. A work is a block of keys, a tile or half of one (of the last tile too, where it
+  // may be empty), and this many query heads: one, or all of a group.
   int section, blocks_k, total, heads_per_work;
   // Counts the work handed out, without the first of each block where tiles need not take turns; null to share it out
   // evenly.

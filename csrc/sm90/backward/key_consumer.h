@@ -1,8 +1,8 @@
 // What the consumers of both backward kernels do with scores: a warpgroup has those of 64 keys, and of the queries of a
 // block.
 //
-// Scores have keys as rows and queries as columns. p and ds, in 16 bits, are operands as they lie in registers, and go to
-// shared memory turned.
+// Scores have keys as rows and queries as columns. p and ds, in 16 bits, are operands as they lie in registers, and go
+// to shared memory turned.
 #pragma once
 
 #include "../../device/fragments.h"

@@ -19,7 +19,7 @@ __device__ __forceinline__ void copy_operands(const BackwardParams& p, Storage& 
   Ring<Traits::kStages> ring;
   Ring<2> ring_work;
   uint32_t phase_keys = 0;
-  // Where tiles of keys take turns every work comes from the counter, the first too: one that is waited for is then
+  // Where blocks of keys take turns every work comes from the counter, the first too: one that is waited for is then
   // held by a block that runs. Else the first is at hand.
   const bool takes_turns = p.dq_turns != nullptr;
   const int skipped = takes_turns ? 0 : gridDim.x;
@@ -160,8 +160,9 @@ __device__ __forceinline__ Turn turn_of(const BackwardParams& p, const KeyItem<T
 
 // Has the blocks of keys add to dq in a fixed order, the last keys first, by one warp, and then the heads of a group to
 // dk and dv, the first first. They walk ascending queries, and of a band those of the last keys start at the last
-// queries: those that run at the same time come to a block of queries in their order. A work waits for later keys of its head and
-// for earlier heads of its keys, which were handed out before it, so there is always one that waits for none.
+// queries: those that run at the same time come to a block of queries in their order. A work waits for later keys of
+// its head and for earlier heads of its keys, which were handed out before it, so there is always one that waits for
+// none.
 //
 // To tell others takes longer than to add, for it waits until all additions have arrived: where the next turn has come
 // by then, the consumers learn of that first.

@@ -1,8 +1,8 @@
 // A consumer: a warpgroup that computes scores of every second block of queries, and of all blocks dv, or dk, and its
 // part of dq.
 //
-// dk and dv of 64 keys are more than the registers of one warpgroup, so each holds one of them. p and ds, which both are
-// the products of, go through shared memory: whoever has computed the scores of a block puts them there.
+// dk and dv of 64 keys are more than the registers of one warpgroup, so each holds one of them. p and ds, which both
+// multiply, go through shared memory: whoever has computed the scores of a block puts them there.
 #pragma once
 
 #include "../backward/barriers.h"

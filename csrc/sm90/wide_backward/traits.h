@@ -15,8 +15,8 @@ struct WideBackwardTraits {
   static constexpr bool kHasBiasTiles = kBias == BackwardBias::kTile || kBias == BackwardBias::kTileStore;
   static constexpr bool kStoresDbias = kBias == BackwardBias::kTileStore;
 
-  // One consumer holds dv of the block's keys and the other dk: 128 registers a thread for 64 keys at D256, beside 64 of
-  // scores and dp, or of dq. Of 96 keys they were 192.
+  // One consumer holds dv of the block's keys and the other dk: 128 registers a thread for 64 keys at D256, beside 64
+  // of scores and dp, or of dq. Of 96 keys they were 192.
   static constexpr int kConsumers = 2;
   static constexpr int kKeys = backward_keys(kD, kDv), kRows = backward_rows(kD, kDv);
 

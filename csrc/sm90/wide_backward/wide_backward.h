@@ -1,10 +1,10 @@
-// The backward kernel for head dims above 128, persistent: a producer warpgroup and two consumers share blocks of 64 keys
-// until there is none. What it computes stands in ../backward/backward.h.
+// The backward kernel for head dims above 128, persistent: a producer warpgroup and two consumers share blocks of 64
+// keys until there is none. What it computes stands in ../backward/backward.h.
 //
-// What bounds it at D256, of a block of 64 keys and 64 queries, 10.5 MFLOP and 2560 clocks of the tensor cores: operands
-// of its products are 2048 clocks of shared memory, copies into it 512, p and ds 128, additions to dq as much as 512
-// more, if they pass there; through L2 come 64 KB of q and dout, and 64 KB of additions to dq, 80 FLOP a byte, twice what
-// the kernel of 128 keys has at D128.
+// What bounds it at D256, of a block of 64 keys and 64 queries, 10.5 MFLOP and 2560 clocks of the tensor cores:
+// operands of its products are 2048 clocks of shared memory, copies into it 512, p and ds 128, additions to dq up to
+// 512 more, if they pass there; through L2 come 64 KB of q and dout, and 64 KB of additions to dq, 80 FLOP a byte,
+// half of what the kernel of 128 keys has at D128.
 #pragma once
 
 #include "../backward/producer.h"
