@@ -9,7 +9,6 @@ launch and shared memory of a size given at launch, are rewritten.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import platform
@@ -18,10 +17,13 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
-from types import ModuleType
 
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parents[1] / "csrc"
+sys.path.insert(0, str(CSRC))
+
+import build_cuda  # noqa: E402
+
 REPLACED = ("device/ptx.h", "device/wgmma_instructions.h")
 NOT_BUILT = ("api/module.cpp",)  # the Python module, which tells of drivers
 REWRITES = (
@@ -31,22 +33,13 @@ REWRITES = (
     (re.compile(r"\b\w+\.is_cuda\(\)"), "true"),
 )
 # -O1: twice as fast to compile as -O2, and kernels spend their time in the machine. Its loops are vectorised.
-FLAGS = "-std=c++20 -O1 -g1 -fPIC -fvisibility=hidden -w -Wno-psabi"
+FLAGS = "-std=c++20 -O1 -fPIC -fvisibility=hidden -w -Wno-psabi"
 MACHINE_FLAGS = "-O3 -march=native"
-
-
-def _build_cuda() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("build_cuda", CSRC / "build_cuda.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault("build_cuda", module)
-    spec.loader.exec_module(module)
-    return module
 
 
 def reasons_not_to_build() -> list[str]:
     """Every reason why it cannot be built here."""
-    reasons: list[str] = _build_cuda().reasons_not_to_build()
+    reasons = build_cuda.reasons_not_to_build()
     if platform.machine() != "x86_64":
         reasons.append(f"the processor is {platform.machine()}; fibers are switched by code for x86-64")
     return reasons
@@ -79,7 +72,6 @@ def build(output: Path, folder: Path, head_dims: str, dtypes: str) -> None:
     reasons = reasons_not_to_build()
     if reasons:
         raise SystemExit("; ".join(reasons))
-    cuda = _build_cuda()
     os.environ.update(FLASH_DMATTN_HEAD_DIMS=head_dims, FLASH_DMATTN_DTYPES=dtypes)
     folder, output = folder.resolve(), output.resolve()
     source = folder / "csrc"
@@ -94,17 +86,17 @@ def build(output: Path, folder: Path, head_dims: str, dtypes: str) -> None:
         _write_if_changed(source / place, (HERE / place).read_text())
     for path in [*HERE.glob("*.h"), *HERE.glob("*.cpp")]:
         _write_if_changed(source / path.name, path.read_text())
-    forward, backward = cuda.forward_units(), cuda.backward_units()
-    _write_if_changed(source / "build_units.h", cuda.units_header(forward, backward))
+    forward, backward = build_cuda.forward_units(), build_cuda.backward_units()
+    _write_if_changed(source / "build_units.h", build_cuda.units_header(forward, backward))
 
-    units = [*forward, *backward, *cuda.shared_dbias_units()]
-    units += [cuda.Unit(name, name) for name in cuda.SOURCES if name not in NOT_BUILT]
-    found = cuda.find_torch()
+    units = [*forward, *backward, *build_cuda.shared_dbias_units()]
+    units += [build_cuda.Unit(name, name) for name in build_cuda.SOURCES if name not in NOT_BUILT]
+    found = build_cuda.find_torch()
     assert found is not None
     torch = found[0]
-    others = (torch / "include", sysconfig.get_path("include"), _cuda_include(cuda.find_nvcc()))
+    others = (torch / "include", sysconfig.get_path("include"), _cuda_include(build_cuda.find_nvcc()))
     includes = " ".join([f"-I{source}", *(f"-isystem {path}" for path in others)])
-    target = f"-DTORCH_TARGET_VERSION=0x{cuda.TORCH_TARGET[0]:02x}{cuda.TORCH_TARGET[1]:02x}000000000000"
+    target = f"-DTORCH_TARGET_VERSION=0x{build_cuda.TORCH_TARGET[0]:02x}{build_cuda.TORCH_TARGET[1]:02x}000000000000"
     lines = [
         f"flags = {FLAGS} {target} {includes} -include cuda_functions.h",
         "rule cpp",
@@ -129,8 +121,8 @@ def build(output: Path, folder: Path, head_dims: str, dtypes: str) -> None:
     lines += [f"build mistakes.o: cpp {source / 'mistakes.cpp'}", "build mistakes: program mistakes.o machine.o", ""]
     _write_if_changed(folder / "build.ninja", "\n".join(lines))
     output.with_suffix(".json").write_text(json.dumps([unit.name for unit in units]))
-    ninja = cuda.find_ninja()
-    if subprocess.run([*ninja, "-C", str(folder), "-j", str(cuda.jobs())]).returncode != 0:
+    ninja = build_cuda.find_ninja()
+    if subprocess.run([*ninja, "-C", str(folder), "-j", str(build_cuda.jobs())]).returncode != 0:
         raise SystemExit("a command of the build failed, and what it said is above")
 
 
