@@ -71,6 +71,11 @@ struct ForwardParams {
   int section, blocks_q, total;
   bool batch_is_inner;
   int* next;  // counts the work handed out beyond the first per block; null to share it out evenly
+
+  // Pieces of work from the one of this number on are handed out in parts, each a share of the keys; total counts them.
+  int whole, parts;     // parts of a piece; 1 where none is split, else whole, too, is of use
+  float* part_results;  // (pieces split, parts, ForwardTile::part_floats), as csrc/sm90/forward/parts.h has them
+  int* part_arrivals;   // (pieces split, warps that consume), zeros
 };
 
 // The backward pass. dq is summed in fp32, in pieces of 64 queries and 64 columns that lie as the matrix instructions

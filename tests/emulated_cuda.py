@@ -1,8 +1,9 @@
 """The CUDA kernels on the emulated GPU of `emulation/`, for CPU tensors: `python emulated_cuda.py FILE FIRST COUNT`.
 
 FILE is what `emulation/build.py` has written. Runs COUNT of the random calls of `draws.py` from number FIRST on, those
-that its kernels take, each as on a GPU of some number of multiprocessors and in some order of its warps, against the
-fp64 formula; some a second time in another order, for the same bits. A process of its own: the backend is changed.
+that its kernels take, each as on a GPU of some number of multiprocessors, in some order of its warps and with some
+number of blocks that share keys, against the fp64 formula; some a second time in another order, for the same bits. A
+process of its own: the backend is changed.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ from flash_dmattn.backends import cuda, cuda_rules  # noqa: E402
 from flash_dmattn.backends.protocol import Availability  # noqa: E402
 from flash_dmattn.masks import prepare_mask  # noqa: E402
 
-# An H200 has 132; with fewer, blocks take several pieces of work each.
-MULTIPROCESSORS = (1, 2, 3, 5, 132)
+# An H200 has 132; with fewer, blocks take several pieces of work each. The threads of more than some 60 blocks at once
+# are more stacks than Linux maps for a process.
+MULTIPROCESSORS = (1, 2, 3, 5, 40)
+KEY_PARTS = (1, 1, 0, 2, 3, 7)
 MOST_SCORES = 400_000  # of a call; they take a second
 _loaded: ctypes.CDLL | None = None
 
@@ -90,6 +93,7 @@ def failure_of(number: int, drawn: Drawn) -> str | None:
     """
     case, rng = smaller(drawn.case), random.Random(number)
     deterministic, multiprocessors = rng.random() < 0.5, rng.choice(MULTIPROCESSORS)
+    cuda.KEY_PARTS = rng.choice(KEY_PARTS)
     inputs = case.build("cpu")
     given = given_inputs(drawn, case, inputs)
     attention = partial(flash_dmattn.attention, return_lse=True, backend="cuda", deterministic=deterministic)
@@ -106,7 +110,8 @@ def failure_of(number: int, drawn: Drawn) -> str | None:
     except flash_dmattn.BackendUnsupportedError:
         raise
     except Exception as failure:  # the other calls still count
-        where = f"number {number}, {drawn[1:]}, multiprocessors {multiprocessors}, deterministic {deterministic}"
+        where = f"number {number}, {drawn[1:]}, multiprocessors {multiprocessors}, deterministic {deterministic}, "
+        where += f"{cuda.KEY_PARTS} parts"
         return f"{case.repro()}\n  {where}\n{type(failure).__name__}: {failure}"[:2000]
     return None
 

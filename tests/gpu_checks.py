@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 PASSED, FAILED, UNFINISHED = 0, 1, 3
 TOOLS = ("memcheck", "initcheck", "racecheck")
-SANITIZED = {"triton": 32, "cuda": 32, "cuda-backward": 100}  # calls of each
+SANITIZED = {"triton": 32, "cuda": 48, "cuda-backward": 100}  # calls of each
 SANITIZED_AT_ONCE = 8
 SHARED_SUITE = tuple(f"tests/test_{name}.py" for name in ("forward", "edges", "properties", "backward"))
 # initcheck does not see what the copy engine stores: it reports that a gradient stored so is read by the host. Such a
@@ -78,6 +78,7 @@ def all_parts() -> list[Part]:
             for name, dtype in dtypes.items()
         ),
         pytest_part("gradients", ["tests/test_cuda_backward.py"], 4, 180),
+        pytest_part("parts", ["tests/test_cuda_parts.py"], 2, 60),
         pytest_part("gpu", ["tests/test_gpu.py", "tests/test_gpu_backward.py"], 4, 120, kernels),
         pytest_part("bugs", ["tests/test_predecessor_bugs.py"], 2, 60, kernels),
         pytest_part("sizes", ["tests/test_gpu_sizes.py", "tests/test_cuda_pack.py"], 2, 100),

@@ -26,6 +26,7 @@ from descriptors import descriptors_wherever_they_serve  # noqa: E402
 from layouts import LAYOUTS, rearranged  # noqa: E402
 
 import flash_dmattn  # noqa: E402
+from flash_dmattn.backends import cuda  # noqa: E402
 
 BASE = Case(batch=1, seqlen_q=65, seqlen_k=130, num_heads=2, head_dim=64, dtype=torch.bfloat16, dlse=True)
 FP32 = torch.float32
@@ -135,6 +136,26 @@ FORWARD_UNALIGNED = (
     FORWARD.with_(head_dim=192, head_dim_v=128, seqlen_k=65, bias=PER_KEY, mask=TILES),
     FORWARD.with_(head_dim=256, seqlen_k=129, bias=FULL, mask=FULL, is_causal=True),
 )
+# Pieces of work whose keys several blocks share: of each form that there is a kernel for, with and without a mask, at
+# 64, 96 and 128. A call of MANY has, behind pieces that stay whole, parts of the last ones.
+FORWARD_PARTS = (
+    FORWARD.with_(**MANY, seqlen_k=392),
+    FORWARD.with_(seqlen_q=193, seqlen_k=520, dtype=FP16, is_causal=True),
+    FORWARD.with_(**MANY, seqlen_k=264, mask=TILES, mask_kind="empty_tiles"),
+    FORWARD.with_(seqlen_q=193, seqlen_k=520, bias=FULL),
+    FORWARD.with_(**MANY, seqlen_q=193, seqlen_k=264, bias=FULL),
+    FORWARD.with_(seqlen_q=130, seqlen_k=392, bias=FULL, mask=FULL, mask_kind="empty_rows", dtype=FP16),
+    FORWARD.with_(seqlen_q=1, seqlen_k=1030, bias=PER_KEY, num_heads=4),
+    FORWARD.with_(seqlen_q=17, seqlen_k=520, bias=("B", "Hq", "1", "Lk"), mask=("1", "1", "Lq", "Lk")),
+    WIDE.with_(seqlen_q=1, seqlen_k=1030, num_heads=4, num_heads_k=1, dtype=FP16),
+    WIDE.with_(seqlen_q=193, seqlen_k=520, mask=TILES, mask_kind="none_allowed", bias=("B", "Hq", "Lq", "1")),
+    WIDE.with_(seqlen_q=129, seqlen_k=392, bias=FULL, window_size=(40, 0)),
+    WIDE.with_(**MANY, seqlen_k=392, bias=("1", "Hk", "Lq", "Lk"), mask=TILES, dtype=FP16),
+    WIDE.with_(seqlen_q=130, seqlen_k=520, bias=PER_KEY, softcap=5.0),
+    WIDE.with_(seqlen_q=130, seqlen_k=392, bias=PER_KEY, mask=FULL, mask_kind="empty_rows", head_dim=104),
+    FORWARD.with_(head_dim=96, seqlen_q=130, seqlen_k=392, is_causal=True),
+    FORWARD.with_(head_dim=96, seqlen_k=264, bias=FULL, mask=TILES, dtype=FP16),
+)
 # The backward kernels of cuda: of each dtype, pair of head dims and form of bias, with and without a mask, one call. Of
 # the two dtypes one is asked for sums in a fixed order. A block has 128 keys, against 128 queries at 64, 64 at 128; 64
 # against 64 above.
@@ -228,7 +249,7 @@ def _wide_backward() -> tuple[list[Case], list[Case], list[Case]]:
 BACKWARD_WIDE, BACKWARD_WIDE_IN_ORDER, BACKWARD_WIDE_SHARED = map(tuple, _wide_backward())
 CASES = {
     "triton": _numbered(plain=PLAIN, descriptors=DESCRIPTORS, unaligned=UNALIGNED),
-    "cuda": _numbered(plain=D64 + D128 + OTHERS, unaligned=FORWARD_UNALIGNED),
+    "cuda": _numbered(plain=D64 + D128 + OTHERS, unaligned=FORWARD_UNALIGNED, parts=FORWARD_PARTS),
     "cuda-backward": _numbered(
         plain=BACKWARD + BACKWARD_SHARED + BACKWARD_WIDE + BACKWARD_WIDE_SHARED,
         in_order=BACKWARD_IN_ORDER + BACKWARD_WIDE_IN_ORDER,
@@ -251,6 +272,7 @@ def call(case: Case, how: str, calls: str) -> tuple[Results, Inputs]:
     q, k, v, bias = leaves
     flags = {**case.flags(), "return_lse": True, "deterministic": how == "in_order"}
     backend = calls.removesuffix("-backward")
+    cuda.KEY_PARTS = 3 if how == "parts" else 1
     wanted = [x for x in leaves if x is not None and x.requires_grad]
     with descriptors_wherever_they_serve() if how == "descriptors" else nullcontext():
         out, lse = flash_dmattn.attention(q, k, v, there.mask, bias, backend=backend, **flags)

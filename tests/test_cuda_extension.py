@@ -158,9 +158,10 @@ def test_build_shows_progress_and_every_kernel(built: Built) -> None:
     row = r"^flash_dmattn: (.+): \d+ registers, (?:no spills|\d+ bytes spilled)$"
     kernels = re.findall(row, built.printed, re.MULTILINE)
     found = Counter(re.split("[<:]", name)[0] for name in kernels)
-    # Eight of a pass: four forms of a bias, with a mask and without; of a shared bias there is one form.
+    # Eight of a pass: four forms of a bias, with a mask and without; of a shared bias there is one. Three forms have
+    # kernels whose blocks share keys.
     assert len(set(kernels)) == len(kernels), built.printed
-    assert found == {"forward_kernel": 8, "backward_kernel": 8, "shared_dbias_kernel": 2, **OTHERS}, built.printed
+    assert found == {"forward_kernel": 8 + 6, "backward_kernel": 8, "shared_dbias_kernel": 2, **OTHERS}, built.printed
 
 
 @builds
@@ -471,7 +472,7 @@ q = torch.ones(1, 4, 1, 64, dtype=torch.bfloat16)
 lse = torch.empty(1, 1, 4)
 calls = {{
     "cuda_pack_mask": (torch.ones(1, 1, 4, 4, dtype=torch.bool), 0, 0, False),
-    "cuda_forward_kernel": (q, q, q, [], None, torch.empty_like(q), lse, -4, 4, 0.125, 0.0),
+    "cuda_forward_kernel": (q, q, q, [], None, torch.empty_like(q), lse, -4, 4, 0.125, 0.0, 1),
     "cuda_backward_kernel": (
         q, None, q, q, q, [], None, q, lse, None, q.clone(), None, None, lse, -4, 4, 0.125, False
     ),
@@ -487,7 +488,7 @@ for name, arguments in calls.items():
 PACK_SCHEMA = "flash_dmattn::cuda_pack_mask(Tensor mask, int low, int high, bool has_band) -> Tensor[]"
 FORWARD_SCHEMA = (
     "flash_dmattn::cuda_forward_kernel(Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? bias, Tensor(a!) out, "
-    "Tensor(b!) lse, int low, int high, float softmax_scale, float softcap) -> ()"
+    "Tensor(b!) lse, int low, int high, float softmax_scale, float softcap, int key_parts) -> ()"
 )
 BACKWARD_SCHEMA = (
     "flash_dmattn::cuda_backward_kernel(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor[] mask, "

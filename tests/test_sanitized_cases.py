@@ -76,17 +76,21 @@ def test_the_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatch) -> Non
     """No rule refuses a call; with and without a mask each form of bias has one at 64 and 128, and most at others."""
     monkeypatch.setattr(sanitized_cases, "DEVICE", "cpu")
     reached: dict[tuple[int, int], set[tuple[str, bool]]] = {}
+    in_parts: dict[tuple[int, int], set[tuple[str, bool]]] = {}
     dtypes = set()
     for case, how in sanitized_cases.CASES["cuda"]:
         assert not broken_rules(cuda, described(case), ("forward",)) and not case.need, case.repro()
         bias = sanitized_cases.place(case.build("cpu"), how).bias
         d, d_v, dtype = unit_of(case)
-        reached.setdefault((d, d_v), set()).add((bias_form(bias, dtype), case.mask is not None))
+        kernels = in_parts if how == "parts" else reached
+        kernels.setdefault((d, d_v), set()).add((bias_form(bias, dtype), case.mask is not None))
         dtypes.add((d, d_v, dtype))
     assert reached[64, 64] == reached[128, 128] == set(itertools.product(BIAS_FORMS, (False, True)))
+    shared = set(itertools.product(("none", "vector", "tile"), (False, True)))
+    assert in_parts[64, 64] == in_parts[128, 128] == shared and set(in_parts) == {(d, d) for d in (64, 96, 128)}
     assert set(reached) == set(cuda.UNITS) and all(len(kernels) >= 2 for kernels in reached.values())
     assert dtypes == {(*dims, dtype) for dims in cuda.UNITS for dtype in (torch.float16, torch.bfloat16)}
-    assert len(sanitized_cases.CASES["cuda"]) == 32
+    assert len(sanitized_cases.CASES["cuda"]) == 48
 
 
 def test_the_backward_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatch) -> None:

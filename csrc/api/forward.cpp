@@ -14,6 +14,7 @@
 #include "build_units.h"  // written by the build
 #include "call.h"
 #include "common.h"
+#include "key_parts.h"
 #include "tensor_map.h"
 #include "work.h"
 
@@ -51,9 +52,18 @@ Bias describe_bias(const Tensor& bias, const Tensor& q, ForwardParams& params) {
   return can_copy_tiles(bias, q) ? Bias::kTile : Bias::kStrided;
 }
 
+// Blocks of keys of the longest piece of work. How many a mask leaves the host does not know: a quarter is assumed.
+int64_t steps_of_piece(const Sizes& sizes, bool has_mask, const ForwardTile& tile, const ForwardParams& params) {
+  const int64_t all = ceil_div(sizes.seqlen_k, tile.keys);
+  if (has_mask) return ceil_div(all, 4);
+  return std::min(all, ceil_div(std::max(tile.rows + params.high - params.low, 0), tile.keys) + 1);
+}
+
 // Writes out and lse. mask is {} or (bits, row_lists) of a TileMask; low and high are the band where there is none.
+// key_parts: how many blocks share the keys of a piece of work that would leave others without one; 1 for one, 0 for
+// what `estimate_key_parts` finds best.
 void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::optional<Tensor> bias, Tensor out, Tensor lse,
-             int64_t low, int64_t high, double softmax_scale, double softcap) {
+             int64_t low, int64_t high, double softmax_scale, double softcap, int64_t key_parts) {
   const Sizes sizes = sizes_of(kName, q, k, v);
   const Unit unit = unit_of(q.scalar_type(), sizes.head_dim, sizes.head_dim_v);
 
@@ -97,7 +107,6 @@ void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::option
   const int64_t pairs = sizes.batch * sizes.num_heads, blocks_q = ceil_div(sizes.seqlen_q, tile.rows);
   CHECK_ARGUMENT(pairs * blocks_q <= kMaxInt / 2, "there are more than 2^30 tiles of rows");
   params.blocks_q = static_cast<int>(blocks_q);
-  params.total = static_cast<int>(pairs * blocks_q);
   const bool has_bias_tiles = form == Bias::kTile || form == Bias::kStrided;
   const bool shares_over_batch =
       sizes.batch > 1 && ((has_bias_tiles && !params.bias_has_batch) || (has_mask && !params.mask_has_batch));
@@ -109,12 +118,35 @@ void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::option
   const int64_t units = std::max<int64_t>(1, kSectionBytes / std::max<int64_t>(1, unit_bytes));
   params.section = static_cast<int>(std::min(pairs, units * unit_pairs));
 
-  const int blocks = static_cast<int>(std::min<int64_t>(params.total, multiprocessors(kName, device.index)));
-  const bool even = !has_mask && low <= -sizes.seqlen_q && high >= sizes.seqlen_k;
-  Tensor next;
-  if (!even && params.total > blocks) {
-    next = work_counter(kName, q, device.stream);
-    params.next = static_cast<int*>(next.mutable_data_ptr());
+  const int processors = multiprocessors(kName, device.index);
+  const bool has_band = low > -sizes.seqlen_q || high < sizes.seqlen_k;
+  CHECK_ARGUMENT(key_parts >= 0 && key_parts <= kMaxParts, "key_parts is ", key_parts, "; it may be 0 to ", kMaxParts);
+  const int64_t pieces = pairs * blocks_q;
+  KeyParts split{pieces, 1};
+  if (tile.part_floats > 0) {
+    const int64_t steps = steps_of_piece(sizes, has_mask, tile, params);
+    split = key_parts == 0 ? estimate_key_parts(pieces, steps, processors, has_band)
+                           : KeyParts{pieces - pieces % processors, key_parts};
+  }
+  const int64_t pieces_split = split.parts > 1 ? pieces - split.whole : 0;
+  params.whole = static_cast<int>(pieces - pieces_split);
+  params.parts = pieces_split > 0 ? static_cast<int>(split.parts) : 1;
+  params.total = static_cast<int>(params.whole + pieces_split * params.parts);
+
+  const int blocks = std::min(params.total, processors);
+  // Work that is alike is shared out evenly.
+  const bool counts_work = (has_mask || has_band) && params.total > blocks;
+  Tensor counters, results;
+  if (counts_work || pieces_split > 0) {
+    counters = zero_counters(kName, q, 1 + pieces_split * tile.part_warps, device.stream);
+    int* const first = static_cast<int*>(counters.mutable_data_ptr());
+    if (counts_work) params.next = first;
+    params.part_arrivals = first + 1;
+  }
+  if (pieces_split > 0) {
+    const int64_t length = pieces_split * params.parts * tile.part_floats;
+    results = torch::stable::new_empty(q, {&length, 1}, ScalarType::Float);
+    params.part_results = static_cast<float*>(results.mutable_data_ptr());
   }
   check(unit.launch(params, form, has_mask, blocks, device.stream), kName, "launching the kernel");
 }
@@ -124,7 +156,7 @@ void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::option
 STABLE_TORCH_LIBRARY_FRAGMENT(flash_dmattn, m) {
   m.def(
       "cuda_forward_kernel(Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? bias, Tensor(a!) out, Tensor(b!) lse, "
-      "int low, int high, float softmax_scale, float softcap) -> ()");
+      "int low, int high, float softmax_scale, float softcap, int key_parts) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, m) { m.impl("cuda_forward_kernel", TORCH_BOX(&forward)); }

@@ -29,12 +29,17 @@ inline int multiprocessors(const char* op, int device) {
   return count;
 }
 
-// A counter of the work handed out, at 0; it lies on the device of `like`, and lives as long as what is returned.
+// Counters at 0; they lie on the device of `like`, and live as long as what is returned.
+inline torch::stable::Tensor zero_counters(const char* op, const torch::stable::Tensor& like, int64_t count,
+                                           cudaStream_t stream) {
+  torch::stable::Tensor counters = torch::stable::new_empty(like, {&count, 1}, torch::headeronly::ScalarType::Int);
+  check(cudaMemsetAsync(counters.mutable_data_ptr(), 0, count * sizeof(int), stream), op, "clearing counters");
+  return counters;
+}
+
+// One, of the work handed out.
 inline torch::stable::Tensor work_counter(const char* op, const torch::stable::Tensor& like, cudaStream_t stream) {
-  const int64_t one = 1;
-  torch::stable::Tensor next = torch::stable::new_empty(like, {&one, 1}, torch::headeronly::ScalarType::Int);
-  check(cudaMemsetAsync(next.mutable_data_ptr(), 0, sizeof(int), stream), op, "clearing the counter of work");
-  return next;
+  return zero_counters(op, like, 1, stream);
 }
 
 }  // namespace flash_dmattn

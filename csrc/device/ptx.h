@@ -144,6 +144,14 @@ __device__ __forceinline__ void add_released(int* to, int value) {
   asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 
+// Adds, after what this thread and those it has met at a barrier have written, and before what they read; returns what
+// was there.
+__device__ __forceinline__ int add_and_return(int* to, int value) {
+  int before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(to), "r"(value) : "memory");
+  return before;
+}
+
 // Adds four values, each at once but in any order among threads.
 __device__ __forceinline__ void add_four(float* to, float a, float b, float c, float d) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d)

@@ -18,6 +18,9 @@ __all__ = ["AUTO_RULES", "MASK_FORM", "NAME", "RULES", "UNITS", "backward", "for
 
 NAME = "cuda"
 MASK_FORM = "prepared"
+# How many blocks share the keys of a piece of work that would leave others without one: 1, so none is shared; 0 would
+# have the operator estimate it (csrc/api/key_parts.h), which has not been measured: docs/notes/cuda.md.
+KEY_PARTS = 1
 
 _found: Availability | None = None
 
@@ -136,7 +139,7 @@ def _forward(
     if len(mask) == 1:
         mask = kernels.pack_tiles(kernels.collapse(mask[0]), seqlen_q, seqlen_k, band)
     rows = [mask[0], mask[2]] if mask else []
-    kernels.attend(_rows(q), _rows(k), _rows(v), rows, bias, out, lse, low, high, softmax_scale, softcap)
+    kernels.attend(_rows(q), _rows(k), _rows(v), rows, bias, out, lse, low, high, softmax_scale, softcap, KEY_PARTS)
     return out, lse
 
 

@@ -3,6 +3,7 @@
 
 #include "../../device/fragments.h"
 #include "../operands.h"
+#include "parts.h"
 #include "storage.h"
 
 namespace flash_dmattn {
@@ -391,7 +392,14 @@ __device__ __forceinline__ void consume(const ForwardParams& p, ForwardStorage<T
       phase_q ^= 1;
       consumer.run(work, walk, ring_k, ring_v, ring_bias);
     }
-    consumer.store(work);
+    bool has_piece = true;
+    if constexpr (Traits::kSplits) {
+      if (item.part >= 0) {
+        has_piece = join_parts<Traits>(p, item.part, work.first_row + row_of_warp, out, consumer.row_max,
+                                       consumer.row_sum);
+      }
+    }
+    if (has_piece) consumer.store(work);
     give_back_work(shared, ring_work);
   }
   // Nobody leaves with an arrival of another outstanding: the last turn passed is taken by the first.

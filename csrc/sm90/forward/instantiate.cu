@@ -8,10 +8,11 @@
 namespace flash_dmattn {
 namespace {
 
-template <Bias kBias, bool kHasMask>
-using Traits = ForwardTraits<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V, kBias, kHasMask>;
+template <Bias kBias, bool kHasMask, bool kSplits = false>
+using Traits =
+    ForwardTraits<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V, kBias, kHasMask, kSplits>;
 
-// Calls f with the traits of the kernel that serves a call.
+// Calls f with the traits of the kernel that serves a call whose pieces come whole.
 template <class F>
 auto with_traits(Bias bias, bool has_mask, F f) {
   return with_bool(has_mask, [&](auto has_mask_) {
@@ -29,7 +30,13 @@ template <>
 cudaError_t launch_forward<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V>(
     const ForwardParams& params, Bias bias, bool has_mask, int blocks, cudaStream_t stream) {
   return with_traits(bias, has_mask, [&](auto traits) {
-    return launch_forward_kernel<decltype(traits)>(params, blocks, stream);
+    using Whole = decltype(traits);
+    if constexpr (Whole::kCanSplit) {
+      if (params.parts > 1) {
+        return launch_forward_kernel<Traits<Whole::kBias, Whole::kHasMask, true>>(params, blocks, stream);
+      }
+    }
+    return launch_forward_kernel<Whole>(params, blocks, stream);
   });
 }
 
@@ -37,7 +44,9 @@ template <>
 ForwardTile forward_tile<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V>(Bias bias,
                                                                                                bool has_mask) {
   return with_traits(bias, has_mask, [](auto traits) {
-    return ForwardTile{decltype(traits)::kRows, decltype(traits)::kKeys};
+    using Whole = decltype(traits);
+    constexpr bool kCan = Whole::kCanSplit;
+    return ForwardTile{Whole::kRows, Whole::kKeys, kCan ? kPartFloats<Whole> : 0, kCan ? kPartWarps<Whole> : 0};
   });
 }
 

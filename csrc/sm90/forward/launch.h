@@ -17,13 +17,15 @@ enum class Bias {
 };
 
 // Defined for the dtypes and head dims that the extension is built with. Returns the error of the launch, which is on
-// the current device.
+// the current device; pieces come in parts where params.parts is not 1.
 template <class T, int kHeadDim, int kHeadDimV>
 cudaError_t launch_forward(const ForwardParams& params, Bias bias, bool has_mask, int blocks, cudaStream_t stream);
 
-// Rows of out that a block computes at a time, and keys of a tile.
+// Rows of out that a block computes at a time, and keys of a tile. Where its keys may come in parts, what a part leaves
+// behind, and the warps that do; else 0.
 struct ForwardTile {
   int rows, keys;
+  int part_floats, part_warps;
 };
 template <class T, int kHeadDim, int kHeadDimV>
 ForwardTile forward_tile(Bias bias, bool has_mask);

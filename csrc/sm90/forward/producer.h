@@ -20,8 +20,16 @@ __device__ __forceinline__ void copy_tiles(const ForwardParams& p, ForwardStorag
     Item<Traits> item;
     item.exists = index < p.total;
     if (item.exists) {
-      item.work = work_at(p, index, Traits::kRows);
-      item.walk = Walk<Traits>::of(p, item.work);
+      if constexpr (Traits::kSplits) {
+        item.part = index - p.whole;
+        const int piece = item.part < 0 ? index : p.whole + item.part / p.parts;
+        item.work = work_at(p, piece, Traits::kRows);
+        item.walk = Walk<Traits>::of(p, item.work);
+        if (item.part >= 0) item.walk.keep_part(item.part % p.parts, p.parts);
+      } else {
+        item.work = work_at(p, index, Traits::kRows);
+        item.walk = Walk<Traits>::of(p, item.work);
+      }
     }
     barrier_wait(&shared.work_empty[ring_work.stage], ring_work.phase ^ 1);
     shared.work[ring_work.stage] = item;

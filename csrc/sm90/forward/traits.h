@@ -7,7 +7,7 @@
 
 namespace flash_dmattn {
 
-template <class T, int kHeadDim, int kHeadDimV, Bias kBiasForm, bool kMaskTiles>
+template <class T, int kHeadDim, int kHeadDimV, Bias kBiasForm, bool kMaskTiles, bool kHasParts = false>
 struct ForwardTraits {
   using Element = T;
   static constexpr int kD = kHeadDim, kDv = kHeadDimV;
@@ -44,6 +44,12 @@ struct ForwardTraits {
   static constexpr bool kSkipsCorrection = kDv > 64;
   // Whether registers are left to read the bias of a step while its scores are computed.
   static constexpr bool kLoadsBiasEarly = kSuppliesBias && kConsumers == 2 && kDv <= 128;
+
+  // Whether pieces of work may come in parts, which kernels of their own take: those of whole pieces keep the machine
+  // code that was measured. Where no goal asks for them there are none, which keeps the file small.
+  static constexpr bool kSplits = kHasParts;
+  static constexpr bool kCanSplit = kD <= 128 && kDv <= 128 && kBias != Bias::kStrided;
+  static_assert(kCanSplit || !kSplits, "no kernel of parts is built for these");
 };
 
 }  // namespace flash_dmattn

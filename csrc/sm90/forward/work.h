@@ -59,6 +59,21 @@ struct Walk {
     return walk;
   }
 
+  // Has the walk be one of `parts` shares of its steps: of tiles, where a mask has lists of those.
+  __device__ __forceinline__ void keep_part(int part, int parts) {
+    const int each = Traits::kHasMask ? kBlocksPerTile : 1;
+    const int all = steps / each, even = all / parts, more = all - even * parts;  // the first have one more
+    const int count = even + (part < more), before = even * part + min(part, more);
+    if constexpr (Traits::kHasMask) {
+      const int after = all - before - count;  // a list is walked from its end
+      list += after;
+      num_full -= after;
+    } else {
+      stop -= before;
+    }
+    steps = count * each;
+  }
+
   // The block of a step, and whether a key of it may be forbidden.
   __device__ __forceinline__ int at(int step, bool& has_edge) const {
     if constexpr (Traits::kHasMask) {
@@ -73,9 +88,17 @@ struct Walk {
   }
 };
 
-// What the thread that hands out work tells the others of one piece.
+// Which part of a piece, counted over all parts; negative for a whole piece, as they all are without parts.
+template <bool kSplits>
+struct ItemPart {};
+template <>
+struct ItemPart<true> {
+  int part;
+};
+
+// What the thread that hands out work tells the others of one piece, or of one part.
 template <class Traits>
-struct Item {
+struct Item : ItemPart<Traits::kSplits> {
   bool exists;  // false after the last
   Work work;
   Walk<Traits> walk;

@@ -123,6 +123,11 @@ inline int load_acquired(const int* from) {
   return *from;
 }
 inline void add_released(int* to, int value) { *to += value; }
+inline int add_and_return(int* to, int value) {
+  const int before = *to;
+  *to = before + value;
+  return before;
+}
 inline void add_four(float* to, float a, float b, float c, float d) {
   if (reinterpret_cast<uintptr_t>(to) % 16 != 0) emulation::fail("add_four is not on 16 bytes");
   to[0] += a;

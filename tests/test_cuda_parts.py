@@ -1,0 +1,296 @@
+"""Pieces of work whose keys are shared by several blocks, in the forward pass of cuda: against fp64, and repeated.
+
+The backend shares none by itself: the tests set `cuda.KEY_PARTS`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import shutil
+import subprocess
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import emulated_cuda
+import pytest
+import torch
+from accuracy import Results, assert_accurate, run
+from cases import DEVICE, Case, Inputs
+from conftest import Runner
+from gpu_calls import Products, captured
+from layouts import LAYOUTS, rearranged
+from torch import Tensor
+
+import flash_dmattn
+from flash_dmattn.backends import cuda
+
+ROOT = Path(__file__).resolve().parent.parent
+on_cuda = pytest.mark.parametrize("backend", ("cuda",), indirect=True)
+
+TILE = 128
+# Of the emulated GPU (tests/emulation/) these many, of which each that has work takes time here.
+PROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count if DEVICE == "cuda" else 20
+BASE = Case(batch=1, seqlen_q=193, seqlen_k=520, head_dim=64, dtype=torch.bfloat16, need=())
+FULL = ("B", "Hq", "Lq", "Lk")
+TILES = ("B", "Hk", "Lq", "Lk")
+BIASES = {"no bias": None, "per query": ("B", "Hq", "Lq", "1"), "per key": ("1", "Hk", "1", "Lk"), "per score": FULL}
+every_bias = pytest.mark.parametrize("bias", BIASES)
+both_dims = pytest.mark.parametrize("head_dim", (64, 128))
+# The estimate; fewer than there are blocks of keys, and more.
+every_number = pytest.mark.parametrize("key_parts", (0, 2, 3, 9))
+
+
+def every_kind_of_row(mask: Tensor) -> None:
+    """Rows of tiles with none, one and some of their tiles, full and partial ones in turn."""
+    for i, j in itertools.product(range(-(-mask.shape[2] // TILE)), range(-(-mask.shape[3] // TILE))):
+        tile = mask[:, :, i * TILE : (i + 1) * TILE, j * TILE : (j + 1) * TILE]
+        if i == 0 or (i == 1 and j != 2) or (i + j) % 3 == 0:
+            tile.fill_(False)
+        elif (i + j) % 3 == 1:
+            tile.fill_(True)
+
+
+MASKS: dict[str, Callable[[Tensor], None] | None] = {
+    "partial tiles": None,
+    "every kind of row": every_kind_of_row,
+    "nothing allowed": lambda mask: mask.fill_(False),
+}
+
+
+@pytest.fixture
+def share_keys(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets into how many parts pieces of work come."""
+    if DEVICE == "cpu":
+        emulated_cuda.configure(PROCESSORS)
+    return lambda key_parts: monkeypatch.setattr(cuda, "KEY_PARTS", key_parts)
+
+
+def attend(case: Case, inputs: Inputs) -> Results:
+    """(out, lse) of cuda."""
+    return run(partial(flash_dmattn.attention, return_lse=True, backend="cuda"), case, inputs)
+
+
+def check(backend: Runner, case: Case, inputs: Inputs, given: Inputs | None = None) -> None:
+    """What cuda returns is what fp64 says, and the same again; `given`: the same tensors in another form."""
+    given = inputs if given is None else given
+    refusal = backend.refusal(case, given)
+    if refusal is not None:
+        pytest.skip(refusal)
+    results, again = attend(case, given), attend(case, given)
+    for name in ("out", "lse"):
+        assert torch.equal(results[name], again[name]), name
+    assert_accurate(results, case, inputs)
+
+
+def more_than_processors(case: Case) -> Case:
+    """The case with so many heads that some pieces of work stay whole, and those of the last round do not."""
+    rows = -(-case.seqlen_q // TILE)
+    return case.with_(num_heads=2 * (-(-4 * PROCESSORS // (3 * rows)) // 2) + 2)
+
+
+@on_cuda
+@every_number
+@both_dims
+@every_bias
+@pytest.mark.parametrize("is_causal", (False, True))
+def test_few_pieces(
+    backend: Runner, is_causal: bool, bias: str, head_dim: int, key_parts: int, share_keys: Callable[[int], None]
+) -> None:
+    share_keys(key_parts)
+    case = BASE.with_(head_dim=head_dim, bias=BIASES[bias], is_causal=is_causal)
+    check(backend, case, case.build())
+
+
+@on_cuda
+@every_number
+@both_dims
+@every_bias
+@pytest.mark.parametrize("form", MASKS)
+def test_masks(
+    backend: Runner, form: str, bias: str, head_dim: int, key_parts: int, share_keys: Callable[[int], None]
+) -> None:
+    share_keys(key_parts)
+    case = BASE.with_(seqlen_q=400, head_dim=head_dim, bias=BIASES[bias], mask=TILES)
+    inputs = case.build()
+    leave_out = MASKS[form]
+    if leave_out is not None:
+        leave_out(inputs.mask)
+    check(backend, case, inputs)
+
+
+@on_cuda
+@every_number
+@both_dims
+@pytest.mark.parametrize("form", ("dense", "causal", "per score", "mask"))
+def test_the_last_round(
+    backend: Runner, form: str, head_dim: int, key_parts: int, share_keys: Callable[[int], None]
+) -> None:
+    """Pieces that stay whole, shared out evenly or as blocks finish, and behind them parts."""
+    share_keys(key_parts)
+    case = more_than_processors(BASE.with_(head_dim=head_dim, is_causal=form == "causal"))
+    case = case.with_(bias=FULL if form == "per score" else None, mask=TILES if form == "mask" else None)
+    check(backend, case, case.build())
+
+
+@on_cuda
+@pytest.mark.parametrize("seqlen_q", (1, 15, 16, 17, 64, 65, 129, 191))
+@both_dims
+def test_few_rows(backend: Runner, head_dim: int, seqlen_q: int, share_keys: Callable[[int], None]) -> None:
+    """Warps with all of their rows, some of them and none."""
+    share_keys(4)
+    for changes in ({}, {"is_causal": True, "num_heads_k": 1}, {"bias": BIASES["per key"], "head_dim_v": head_dim - 8}):
+        case = BASE.with_(seqlen_q=seqlen_q, seqlen_k=1030, head_dim=head_dim, **changes)
+        check(backend, case, case.build())
+
+
+@on_cuda
+@pytest.mark.parametrize("window_size", ((0, 0), (70, -1), (-1, 2), (130, 65)), ids=str)
+@pytest.mark.parametrize("lengths", ((193, 520), (520, 200), (65, 1030)), ids=str)
+def test_windows(
+    backend: Runner, lengths: tuple[int, int], window_size: tuple[int, int], share_keys: Callable[[int], None]
+) -> None:
+    """Parts without a block of keys, and rows without a key."""
+    share_keys(3)
+    case = BASE.with_(seqlen_q=lengths[0], seqlen_k=lengths[1], window_size=window_size)
+    for bias in BIASES.values():
+        check(backend, case.with_(bias=bias), case.with_(bias=bias).build())
+
+
+@on_cuda
+@pytest.mark.parametrize("bias_kind", ("inf", "huge"))
+@pytest.mark.parametrize("softmax_scale", (None, 0.0, -0.3))
+@every_bias
+def test_extreme_scores(
+    backend: Runner, bias: str, softmax_scale: float | None, bias_kind: str, share_keys: Callable[[int], None]
+) -> None:
+    """Parts whose maxima lie far apart, and rows that a bias of -inf leaves empty in some parts or in all."""
+    share_keys(3)
+    for softcap in (0.0, 5.0):
+        case = BASE.with_(bias=BIASES[bias], bias_kind=bias_kind, softmax_scale=softmax_scale, softcap=softcap)
+        check(backend, case.with_(logits=30.0), case.with_(logits=30.0).build())
+
+
+@on_cuda
+@both_dims
+@every_bias
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(backend: Runner, layout: str, bias: str, head_dim: int, share_keys: Callable[[int], None]) -> None:
+    """A bias that is read by plain loads is shared by no blocks."""
+    share_keys(3)
+    case = BASE.with_(head_dim=head_dim, bias=BIASES[bias], mask=TILES)
+    inputs = case.build()
+    check(backend, case, inputs, rearranged(inputs, LAYOUTS[layout]))
+
+
+@on_cuda
+@pytest.mark.parametrize("head_dim", (96, 192, 256))
+def test_other_head_dims(backend: Runner, head_dim: int, share_keys: Callable[[int], None]) -> None:
+    """Those over 128 have no kernels for it, and pieces stay whole."""
+    share_keys(3)
+    case = BASE.with_(head_dim=head_dim, dtype=torch.float16)
+    check(backend, case, case.build())
+
+
+@on_cuda
+def test_how_many_is_said_by_a_number(backend: Runner, share_keys: Callable[[int], None]) -> None:
+    case = BASE.with_(seqlen_q=9)
+    inputs = case.build()
+    for key_parts in (-1, 65):
+        share_keys(key_parts)
+        with pytest.raises(RuntimeError, match=f"key_parts is {key_parts}; it may be 0 to 64"):
+            attend(case, inputs)
+
+
+@on_cuda
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("form", ("dense", "per score", "mask", "few rows"))
+def test_the_order_in_which_parts_end_changes_nothing(
+    backend: Runner, form: str, share_keys: Callable[[int], None]
+) -> None:
+    """A thousand runs beside products on another stream, and replays of a graph."""
+    share_keys(5)
+    case = BASE.with_(seqlen_q=1, num_heads=16, seqlen_k=8200) if form == "few rows" else more_than_processors(BASE)
+    case = case.with_(bias=FULL if form == "per score" else None, mask=TILES if form == "mask" else None)
+    inputs = case.build()
+    first = attend(case, inputs)
+    differs = torch.zeros(1000, dtype=torch.bool, device="cuda")
+    products = Products(2048)
+    for repeat in range(len(differs)):
+        if repeat % 3 == 0:
+            products.start()
+        found = attend(case, inputs)
+        differs[repeat] = (found["out"] != first["out"]).any() | (found["lse"] != first["lse"]).any()
+    assert not differs.any(), f"{int(differs.sum())} of {len(differs)} differ from the first"
+    graph, found = captured(lambda: list(attend(case, inputs).values())[:2])
+    for _ in range(3):
+        for x in found:
+            x.zero_()
+        graph.replay()
+        assert torch.equal(found[0], first["out"]) and torch.equal(found[1], first["lse"])
+
+
+# How many parts: csrc/api/key_parts.h, compiled alone
+
+ESTIMATE = """
+#include "api/key_parts.h"
+extern "C" void estimate(int64_t pieces, int64_t steps, int64_t processors, int uneven, int64_t* result) {
+  const flash_dmattn::KeyParts found = flash_dmattn::estimate_key_parts(pieces, steps, processors, uneven);
+  result[0] = found.whole;
+  result[1] = found.parts;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def estimate(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[int, int]]:
+    """`estimate_key_parts` on 132 processors: (whole, parts)."""
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    folder = tmp_path_factory.mktemp("estimate")
+    (folder / "estimate.cpp").write_text(ESTIMATE)
+    flags = ("-std=c++17", "-shared", "-fPIC", f"-I{ROOT / 'csrc'}")
+    subprocess.run([compiler, *flags, folder / "estimate.cpp", "-o", folder / "estimate.so"], check=True)
+    function = ctypes.CDLL(str(folder / "estimate.so")).estimate
+    function.argtypes = (*3 * (ctypes.c_int64,), ctypes.c_int, ctypes.POINTER(ctypes.c_int64))
+
+    def call(pieces: int, steps: int, uneven: bool = False) -> tuple[int, int]:
+        found = (ctypes.c_int64 * 2)()
+        function(pieces, steps, 132, uneven, found)
+        return found[0], found[1]
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("pieces", "steps", "found"),
+    (
+        (704, 16, (660, 3)),  # a bias at D64, (4, 16, 2048): 44 pieces are left, and 132 parts
+        (2816, 32, (2772, 3)),  # dense D64, (4, 32, 4096)
+        (2048, 32, (1980, 3)),  # dense D128, (4, 16, 4096): 68 pieces in two rounds of thirds
+        (512, 32, (396, 1)),  # of a round that is nearly full nothing is gained
+        (1408, 16, (1320, 1)),
+        (660, 16, (660, 1)),  # no piece is left
+        (1, 8, (0, 4)),  # the more parts, the more there is to read in the end
+        (32, 512, (0, 4)),  # decoding: 32 heads
+        (4, 512, (0, 32)),
+        (1, 1, (0, 1)),
+        (44, 0, (0, 1)),
+    ),
+)
+def test_estimate(pieces: int, steps: int, found: tuple[int, int], estimate: Callable[..., tuple[int, int]]) -> None:
+    assert estimate(pieces, steps) == found
+
+
+def test_estimate_of_pieces_that_differ(estimate: Callable[..., tuple[int, int]]) -> None:
+    """Under a band the pieces of the last round are the shortest; where they are few, all of them are split."""
+    assert estimate(704, 16, True) == (704, 1)
+    assert estimate(64, 32, True) == (0, 2)
+
+
+def test_estimate_splits_no_more_than_there_is(estimate: Callable[..., tuple[int, int]]) -> None:
+    for pieces, steps in itertools.product(range(1, 400, 7), (1, 2, 3, 16, 100, 1 << 23)):
+        whole, parts = estimate(pieces, steps)
+        assert whole == pieces - pieces % 132 and 1 <= parts <= min(steps, 64)
