@@ -115,4 +115,4 @@ def test_the_backward_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatc
     assert heads == {(o, h) for o in flags for h in ("its own", "a group")} | {(False, "one of a group")}
     shares = {(in_order, share) for in_order, _, share in works}
     assert {(True, "in order"), *itertools.product((False,), ("one each", "evenly", "as they finish"))} <= shares
-    assert len(sanitized_cases.CASES["cuda-backward"]) == 40
+    assert len(sanitized_cases.CASES["cuda-backward"]) == 100

@@ -7,28 +7,24 @@
 
 namespace flash_dmattn {
 
-// Named barriers, one for each consumer of: its turn to issue products; leave to add to sums in device memory, and that
-// it has. 0 is that of __syncthreads.
-constexpr int kTurnBarrier = 1, kMayAddBarrier = 3, kHasAddedBarrier = 5;
-
 // The barriers come last: each one's phase is over when what it names has happened.
 template <class Traits>
 struct alignas(1024) BackwardStorage {
-  static constexpr int kStages = Traits::kStages;
+  static constexpr int kStages = Traits::kStages, kScoreStages = Traits::kScoreStages;
   alignas(1024) uint8_t k[Traits::kKeyBytes];
   alignas(1024) uint8_t v[Traits::kValueBytes];
   alignas(1024) uint8_t q[kStages][Traits::kQueryBytes];
   alignas(1024) uint8_t dout[kStages][Traits::kDoutBytes];
-  alignas(1024) uint8_t ds[kStages][Traits::kScoreBytes];  // (queries, keys) in panels of 64 keys
-  alignas(1024) uint8_t bias[kStages][Traits::kBiasBytes];
+  alignas(1024) uint8_t ds[kScoreStages][Traits::kScoreBytes];  // (queries, keys) in panels of 64 keys
+  alignas(1024) uint8_t bias[kScoreStages][Traits::kBiasBytes];
   float2 key_sums[Traits::kKeySums];  // one of each thread of the consumers
   alignas(16) float lse[kStages][Traits::kRows];
   alignas(16) float delta[kStages][Traits::kRows];
   uint64_t keys_full, keys_empty;
   uint64_t q_full[kStages], q_empty[kStages];          // q and lse
   uint64_t dout_full[kStages], dout_empty[kStages];    // dout and delta
-  uint64_t ds_full[kStages], ds_empty[kStages];
-  uint64_t bias_full[kStages], bias_empty[kStages];
+  uint64_t ds_full[kScoreStages], ds_empty[kScoreStages];
+  uint64_t bias_full[kScoreStages], bias_empty[kScoreStages];
   uint64_t work_full[2], work_empty[2];
   KeyItem<Traits> work[2];
 };

@@ -20,7 +20,7 @@ struct BackwardTraits {
   // kRows floats: 192 of its 240 registers at D64 and at D128.
   static constexpr int kConsumers = 2, kKeys = kTile;
   static constexpr int kRows = backward_rows(kD, kDv);
-  static constexpr int kStages = 2;
+  static constexpr int kStages = 2, kScoreStages = 2;
 
   static constexpr int kPanels = (kD + kPanelColumns - 1) / kPanelColumns;
   static constexpr int kPanelsV = (kDv + kPanelColumns - 1) / kPanelColumns;
