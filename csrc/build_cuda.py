@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ SOURCES = (
 )
 FORWARD = "sm90/forward/instantiate.cu"
 BACKWARD = "sm90/backward/instantiate.cu"
+WIDE_BACKWARD = "sm90/wide_backward/instantiate.cu"
 SHARED_DBIAS = "sm90/shared_dbias/instantiate.cu"
 STUB = "api/stub_libtorch_cuda.cpp"
 
@@ -45,7 +47,8 @@ GIB_PER_JOB = 1  # every unit takes 0.2 GiB, by nvcc 13.0
 # A unit is compiled for each of these (head_dim, head_dim_v) in each dtype. A call takes the first that holds its own
 # head dims, so a pair comes before every pair that is larger.
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
-BACKWARD_HEAD_DIMS = ((64, 64), (128, 128))
+WIDE_BACKWARD_HEAD_DIMS = ((192, 128), (192, 192), (256, 256))
+BACKWARD_HEAD_DIMS = ((64, 64), (128, 128), *WIDE_BACKWARD_HEAD_DIMS)
 DTYPES = {"fp16": ("__half", "Half"), "bf16": ("__nv_bfloat16", "BFloat16")}  # the name in CUDA, and in torch
 
 # Spilled bytes are those of the stores and the loads in a kernel's code, each counted once. At head dim 256 a thread
@@ -204,20 +207,21 @@ def forward_units() -> list[Unit]:
 
     FLASH_DMATTN_HEAD_DIMS keeps those whose head dim of q and k it names, FLASH_DMATTN_DTYPES those of its dtypes.
     """
-    return _units("forward", FORWARD, HEAD_DIMS)
+    return _units("forward", HEAD_DIMS, lambda pair: FORWARD)
 
 
 def backward_units() -> list[Unit]:
     """Return the units of the backward pass, chosen by the same variables: none where they name other head dims."""
-    return _units("backward", BACKWARD, BACKWARD_HEAD_DIMS)
+    source = lambda pair: WIDE_BACKWARD if pair in WIDE_BACKWARD_HEAD_DIMS else BACKWARD
+    return _units("backward", BACKWARD_HEAD_DIMS, source)
 
 
 def shared_dbias_units() -> list[Unit]:
     """Return the units of a shared bias' gradient: one for each of the backward pass, which calls it."""
-    return _units("shared_dbias", SHARED_DBIAS, BACKWARD_HEAD_DIMS)
+    return _units("shared_dbias", BACKWARD_HEAD_DIMS, lambda pair: SHARED_DBIAS)
 
 
-def _units(name: str, source: str, pairs: tuple[tuple[int, int], ...]) -> list[Unit]:
+def _units(name: str, pairs: tuple[tuple[int, int], ...], source_of: Callable[[tuple[int, int]], str]) -> list[Unit]:
     head_dims = _chosen("FLASH_DMATTN_HEAD_DIMS", list(dict.fromkeys(str(d) for d, _ in HEAD_DIMS)))
     dtypes = _chosen("FLASH_DMATTN_DTYPES", list(DTYPES))
     units = []
@@ -226,7 +230,9 @@ def _units(name: str, source: str, pairs: tuple[tuple[int, int], ...]) -> list[U
             element, scalar = DTYPES[dtype]
             dims = f"d{d}" if d == dv else f"d{d}_{dv}"
             defines = f"-DFLASH_DMATTN_ELEMENT={element} -DFLASH_DMATTN_HEAD_DIM={d} -DFLASH_DMATTN_HEAD_DIM_V={dv}"
-            units.append(Unit(f"{name}_{dims}_{dtype}", source, defines, f"X({element}, {scalar}, {d}, {dv})"))
+            units.append(
+                Unit(f"{name}_{dims}_{dtype}", source_of((d, dv)), defines, f"X({element}, {scalar}, {d}, {dv})")
+            )
     return units
 
 

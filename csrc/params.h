@@ -89,10 +89,10 @@ struct BackwardParams {
   float* dk_sums;     // (B, Hk, 2 Tk, panels of D, 4096), zeros, where a work has not all heads of a group; else null
   float* dv_sums;     // the same of Dv
   float* dq_sums;     // (B, Hq, 2 Tq, panels of D, 4096), zeros; null where dq is not needed
-  int* dq_turns;      // (B, Hq, blocks of queries), zeros: how many tiles of keys have added to a block; null where
+  int* dq_turns;      // (B, Hq, blocks of queries), zeros: how many blocks of keys have added to a block; null where
                       // they need not take turns
-  int* key_turns;     // (B, Hk, Tk), zeros: how many heads of a group have added to dk_sums and dv_sums of a tile of
-                      // keys; null without dq_turns or those sums
+  int* key_turns;     // (B, Hk, blocks_k), zeros: how many heads of a group have added to dk_sums and dv_sums of a
+                      // block of keys; null without dq_turns or those sums
   float* dbias_sums;  // (B, Hq, Lk), of a bias per key; null where it is not needed
   const float* lse;    // (B, Hq, 128 Tq), in base 2; +inf for an empty row and beyond the last
   const float* delta;  // (B, Hq, 128 Tq)
@@ -118,7 +118,8 @@ struct BackwardParams {
   bool bias_has_batch;
 
   // The order of work: sections of this many (batch, heads) pairs, in each the first keys of all first, or the last
-  // where tiles of keys take turns. A work is a tile of keys and this many query heads: one, or all of a group.
+  // where blocks of keys take turns. A work is a block of keys, a tile or half of one (of the last tile too, where it
+  // may be empty), and this many query heads: one, or all of a group.
   int section, blocks_k, total, heads_per_work;
   // Counts the work handed out, without the first of each block where tiles need not take turns; null to share it out
   // evenly.

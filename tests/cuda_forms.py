@@ -48,9 +48,12 @@ def differentiated(case: Case, deterministic: bool = False) -> AttentionProblem:
 
 def unit_of(case: Case) -> tuple[int, int, torch.dtype]:
     """The head dims and the dtype of the unit that serves a case where all are built."""
+    return (*_smallest(cuda.UNITS, case), case.dtype)
+
+
+def _smallest(units: tuple[tuple[int, int], ...], case: Case) -> tuple[int, int]:
     dims = case.head_dim, case.head_dim_v or case.head_dim
-    d, d_v = next(unit for unit in cuda.UNITS if dims[0] <= unit[0] and dims[1] <= unit[1])
-    return d, d_v, case.dtype
+    return next(unit for unit in units if dims[0] <= unit[0] and dims[1] <= unit[1])
 
 
 def bias_form(bias: Tensor | None, dtype: torch.dtype) -> str:
@@ -67,9 +70,7 @@ def bias_form(bias: Tensor | None, dtype: torch.dtype) -> str:
 
 def backward_unit_of(case: Case) -> tuple[int, int, torch.dtype]:
     """The same of the backward pass."""
-    largest = max(case.head_dim, case.head_dim_v)
-    d, d_v = next(unit for unit in cuda_rules.BACKWARD_UNITS if largest <= min(unit))
-    return d, d_v, case.dtype
+    return (*_smallest(cuda_rules.BACKWARD_UNITS, case), case.dtype)
 
 
 def backward_form(problem: AttentionProblem) -> str:
@@ -91,7 +92,8 @@ def shares_dbias(problem: AttentionProblem) -> bool:
 def backward_works(problem: AttentionProblem) -> tuple[str, str]:
     """What a block works on, and how the blocks of an H200 share it, as csrc/api/backward.cpp decides it."""
     p = problem
-    groups, blocks = p.batch * p.num_heads_k, -(-p.seqlen_k // 128)
+    blocks = -(-p.seqlen_k // 128) * (1 if max(p.head_dim, p.head_dim_v) <= 128 else 2)
+    groups = p.batch * p.num_heads_k
     heads, total = "its own", groups * blocks
     if p.num_heads != p.num_heads_k:
         splits = not p.deterministic and total < 8 * PROCESSORS

@@ -11,7 +11,7 @@ import torch
 from cases import ALL, Case
 from layouts import LAYOUTS
 
-from flash_dmattn.backends.cuda_rules import BACKWARD_UNITS, UNITS
+from flash_dmattn.backends.cuda_rules import UNITS
 
 FORMS = tuple(itertools.product(("1", "B"), ("1", "Hk", "Hq"), ("1", "Lq"), ("1", "Lk")))
 NEEDS = (ALL, ALL, ALL, (), ("bias",), ("q",), ("k", "bias"), ("v",), ("q", "k", "v"))
@@ -93,9 +93,7 @@ def draw_cuda(number: int) -> Drawn:
     # With 8, there are more tiles of rows than multiprocessors.
     num_heads_k = rng.choice((1, 2, 3, 8))
     lengths = TILE_EDGES + CUDA_EDGES
-    # Gradients of other head dims are those of triton, compiled for nearly every call.
-    differentiable = any(head_dim <= d and head_dim_v <= d_v for d, d_v in BACKWARD_UNITS)
-    has_gradients = rng.random() < (0.9 if differentiable else 0.2)
+    has_gradients = rng.random() < 0.9
     case = Case(
         batch=rng.choice((1, 2, 3)),
         seqlen_q=rng.choice([n for n in lengths if n > 1 or not has_mask]),  # else it is of one row for all queries
@@ -124,7 +122,7 @@ def draw_cuda(number: int) -> Drawn:
     prepared = rng.random() < 0.5
     if has_gradients:
         case = case.with_(need=rng.choice((*NEEDS, *2 * (("q", "k", "v"),))), dlse=rng.random() < 0.5)
-        if differentiable and rng.random() < 0.9:
+        if rng.random() < 0.9:
             case = _differentiable(case, rng)
     return Drawn(case, layout, prepared, offset=offset)
 

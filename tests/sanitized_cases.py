@@ -11,6 +11,7 @@ line a call; the number of wrong ones is the exit status.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,7 +21,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch  # noqa: E402
 from accuracy import GRADIENTS, Results, assert_accurate  # noqa: E402
-from cases import DEVICE, Case, Inputs  # noqa: E402
+from cases import ALL, DEVICE, Case, Inputs  # noqa: E402
 from descriptors import descriptors_wherever_they_serve  # noqa: E402
 from layouts import LAYOUTS, rearranged  # noqa: E402
 
@@ -156,7 +157,8 @@ FORWARD_PARTS = (
     FORWARD.with_(head_dim=96, seqlen_k=264, bias=FULL, mask=TILES, dtype=FP16),
 )
 # The backward kernels of cuda: of each dtype, pair of head dims and form of bias, with and without a mask, one call. Of
-# the two dtypes one is asked for sums in a fixed order. A block has 128 keys, against 128 queries at 64, 64 at 128.
+# the two dtypes one is asked for sums in a fixed order. A block has 128 keys, against 128 queries at 64, 64 at 128; 64
+# against 64 above.
 FP16_BASE = BASE.with_(dtype=FP16)
 WIDE_BASE, WIDE_FP16 = BASE.with_(head_dim=128), FP16_BASE.with_(head_dim=128)
 QKV = ("q", "k", "v")
@@ -239,11 +241,35 @@ BACKWARD_SHARED = (
     WIDE_FP16.with_(batch=2, seqlen_q=63, seqlen_k=392, head_dim_v=40, bias=("B", "1", "Lq", "Lk")),
     WIDE_FP16.with_(**SHARED, seqlen_k=264, bias=("B", "1", "Lq", "Lk"), mask=("1", "1", "Lq", "Lk")),
 )
+WIDE_DIMS = ((192, 128), (192, 192), (256, 256))
+
+
+def _wide_backward() -> tuple[list[Case], list[Case], list[Case]]:
+    """The same above head dim 128: in any order, in a fixed one, and of a bias per score that heads share."""
+    any_order, in_order, shared = [], [], []
+    dtypes = (BASE.dtype, FP16)
+    lengths = itertools.cycle(((65, 136), (193, 72), (130, 264), (127, 200), (64, 392)))
+    forms = ((None, QKV), (PER_KEY, ALL), (("1", "Hk", "Lq", "Lk"), QKV), (FULL, ALL))
+    for i, ((d, d_v), mask, (bias, need)) in enumerate(itertools.product(WIDE_DIMS, (None, TILES), forms)):
+        seqlen_q, seqlen_k = next(lengths)
+        case = BASE.with_(head_dim=d - i % 2 * 8, head_dim_v=d_v - i % 3 * 8, mask=mask, mask_kind="empty_tiles")
+        case = case.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k, bias=bias, need=need, is_causal=i % 5 < 2)
+        any_order.append(case.with_(dtype=dtypes[i % 2], num_heads=4, num_heads_k=2))
+        in_order.append(case.with_(dtype=dtypes[1 - i % 2]))
+    for i, ((d, d_v), mask, dtype) in enumerate(itertools.product(WIDE_DIMS, (None, TILES), dtypes)):
+        case = BASE.with_(head_dim=d, head_dim_v=d_v, mask=mask, mask_kind="empty_tiles", dtype=dtype, is_causal=i < 6)
+        shared.append(case.with_(batch=2, seqlen_k=136, bias=("1", "Hq", "Lq", "Lk"), need=("bias",)))
+    return any_order, in_order, shared
+
+
+BACKWARD_WIDE, BACKWARD_WIDE_IN_ORDER, BACKWARD_WIDE_SHARED = map(tuple, _wide_backward())
 CASES = {
     "triton": _numbered(plain=PLAIN, descriptors=DESCRIPTORS, unaligned=UNALIGNED),
     "cuda": _numbered(plain=D64 + D128 + OTHERS, unaligned=FORWARD_UNALIGNED, parts=FORWARD_PARTS),
     "cuda-backward": _numbered(
-        plain=BACKWARD + BACKWARD_CAPPED + BACKWARD_SHARED, in_order=BACKWARD_IN_ORDER, unaligned=BACKWARD_UNALIGNED
+        plain=BACKWARD + BACKWARD_CAPPED + BACKWARD_SHARED + BACKWARD_WIDE + BACKWARD_WIDE_SHARED,
+        in_order=BACKWARD_IN_ORDER + BACKWARD_WIDE_IN_ORDER,
+        unaligned=BACKWARD_UNALIGNED,
     ),
 }
 

@@ -32,10 +32,12 @@ PER_KEY = ("1", "Hk", "1", "Lk")
 BIAS_SHAPES = tuple(itertools.product(("1", "B"), ("1", "Hk", "Hq"), ("1", "Lq"), ("1", "Lk")))
 # How cuda reads a bias: not at all, by its rows, per key, and in tiles.
 BIASES = {"no bias": None, "per query": ("B", "Hq", "Lq", "1"), "per key": PER_KEY, "per score": FULL}
-# Groups of 1, 4 and 8 heads: of queries, of keys, and the head dim.
-HEADS = ((2, 2, 64), (2, 2, 128), (8, 2, 128), (16, 2, 64))
+# Groups of 1, 2, 4 and 8 heads: of queries, of keys, and the head dim.
+HEADS = ((2, 2, 64), (2, 2, 128), (8, 2, 128), (16, 2, 64), (4, 2, 192), (2, 2, 256))
+# One of each kernel of its own: 128 queries a step, 64, and 64 keys a block, by three stages of q and dout and by two.
+HEAD_DIMS = (64, 128, 192, 256)
 SUBSETS = tuple(s for n in range(1, 5) for s in itertools.combinations(ALL, n))
-# Around the edges of a tile, and of the 64 queries of which a block of head dim 128 takes a step.
+# Around the edges of a tile, and of the 64 queries of a step from head dim 128 on, or the 64 keys of a block above it.
 LENGTHS = (63, 64, 65, 127, 128, 129, 191, 193)
 
 every_bias = pytest.mark.parametrize("bias", BIASES)
@@ -131,7 +133,7 @@ def test_sums_in_a_fixed_order(backend: Runner, heads: tuple[int, int, int], bia
     ),
     ids=str,
 )
-@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_turns_of_many_tiles(backend: Runner, head_dim: int, changes: dict[str, Any]) -> None:
     """Tiles of keys that add to the same queries: all at once, in bands, and in lists of full and partial tiles."""
     sizes = {"seqlen_q": 1190, "seqlen_k": 1096, "num_heads": 8, "head_dim": head_dim}
@@ -150,7 +152,7 @@ def test_turns_of_many_tiles(backend: Runner, head_dim: int, changes: dict[str, 
 
 
 @pytest.mark.parametrize("lengths", ((193, 264), (1190, 70)), ids=str)
-@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_dbias_per_key_is_summed_before_it_is_rounded(backend: Runner, head_dim: int, lengths: tuple[int, int]) -> None:
     """Of a loss of lse alone, which delta has in fp32, ds in 16 bits would be all that is rounded: 1e-3 of it."""
     seqlen_q, seqlen_k = lengths
@@ -168,7 +170,7 @@ def test_dbias_per_key_is_summed_before_it_is_rounded(backend: Runner, head_dim:
 
 @every_mask
 @pytest.mark.parametrize("shape", (("1", "1", "Lq", "Lk"), ("1", "Hk", "Lq", "Lk"), FULL), ids="-".join)
-@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_a_bias_that_takes_no_gradient(backend: Runner, head_dim: int, shape: tuple[str, ...], form: str) -> None:
     check_masked(backend, BASE.with_(head_dim=head_dim, bias=shape, need=("q", "k", "v")), form)
 
@@ -186,7 +188,7 @@ def test_only_what_is_asked_for(
 
 @pytest.mark.parametrize("seqlen_q", LENGTHS)
 @pytest.mark.parametrize("seqlen_k", LENGTHS)
-@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @both_orders
 def test_lengths(backend: Runner, deterministic: bool, head_dim: int, seqlen_k: int, seqlen_q: int) -> None:
     case = BASE.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, bias=PER_KEY, is_causal=True)
@@ -195,7 +197,7 @@ def test_lengths(backend: Runner, deterministic: bool, head_dim: int, seqlen_k: 
 
 @pytest.mark.parametrize("seqlen_q", LENGTHS)
 @pytest.mark.parametrize("seqlen_k", (64, 128, 136, 192))
-@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_lengths_with_a_stored_gradient(backend: Runner, head_dim: int, seqlen_k: int, seqlen_q: int) -> None:
     case = BASE.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, bias=FULL, mask=TILES)
     check(backend, case, case.build())
@@ -213,7 +215,11 @@ def test_windows(
     check(backend, case, case.build(), deterministic=deterministic)
 
 
-@pytest.mark.parametrize("dims", ((8, 8), (40, 64), (64, 24), (72, 72), (104, 128), (128, 40)), ids=str)
+@pytest.mark.parametrize(
+    "dims",
+    ((8, 8), (40, 64), (64, 24), (72, 72), (104, 128), (128, 40), (136, 64), (192, 128), (40, 192), (200, 256)),
+    ids=str,
+)
 @every_bias
 def test_head_dims(backend: Runner, bias: str, dims: tuple[int, int]) -> None:
     head_dim, head_dim_v = dims
@@ -231,7 +237,7 @@ def test_extreme_scores(backend: Runner, bias: str, softmax_scale: float | None,
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @every_bias
-@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_layouts(backend: Runner, head_dim: int, bias: str, layout: str) -> None:
     case = BASE.with_(head_dim=head_dim, bias=BIASES[bias], mask=TILES, is_causal=True)
     inputs = case.build()
@@ -382,7 +388,7 @@ def other_tiles_of_each_head(mask: Tensor) -> None:
 
 @every_mask
 @every_shared
-@pytest.mark.parametrize("head_dim", (64, 80, 128))
+@pytest.mark.parametrize("head_dim", (64, 80, 128, 192, 256))
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
 def test_shared_dbias(
     backend: Runner, dtype: torch.dtype, head_dim: int, shape: tuple[str, ...], form: str, unwritten_is_nan: None
@@ -393,7 +399,7 @@ def test_shared_dbias(
 @every_shared
 @pytest.mark.parametrize("seqlen_q", LENGTHS)
 @pytest.mark.parametrize("seqlen_k", (64, 128, 136, 192))
-@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_lengths_with_a_shared_gradient(
     backend: Runner, head_dim: int, seqlen_k: int, seqlen_q: int, shape: tuple[str, ...], unwritten_is_nan: None
 ) -> None:
@@ -432,7 +438,7 @@ def test_more_heads_that_share_than_a_warp_has_lanes(
 
 
 @pytest.mark.parametrize("form", ("none", "causal", "full"))
-@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_more_tiles_of_a_shared_gradient_than_processors(
     backend: Runner, head_dim: int, form: str, unwritten_is_nan: None
 ) -> None:
@@ -459,7 +465,7 @@ def test_extreme_scores_with_a_shared_gradient(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_layouts_with_a_shared_gradient(backend: Runner, head_dim: int, layout: str, unwritten_is_nan: None) -> None:
     case = GROUPED.with_(head_dim=head_dim, bias=("1", "Hk", "Lq", "Lk"), mask=TILES, is_causal=True)
     inputs = case.build()

@@ -31,7 +31,7 @@ ONE_UNIT = {"FLASH_DMATTN_HEAD_DIMS": "64", "FLASH_DMATTN_DTYPES": "bf16"}
 UNIT, BACKWARD_UNIT, DBIAS_UNIT = "forward_d64_bf16", "backward_d64_bf16", "shared_dbias_d64_bf16"
 # The kernels beside those of the units, and how many there are of each.
 OTHERS = {
-    "backward_rows_kernel": 2,
+    "backward_rows_kernel": 4,
     "backward_sums_kernel": 2,
     "list_tiles_kernel": 1,
     "order_lists_kernel": 1,
@@ -273,12 +273,18 @@ def choose_units(monkeypatch: pytest.MonkeyPatch, head_dims: str | None, dtypes:
             ["forward_d64_fp16", "forward_d128_fp16"],
             ["backward_d64_fp16", "backward_d128_fp16"],
         ),
-        ("192", None, [f"forward_d192{tail}" for tail in ("_128_fp16", "_128_bf16", "_fp16", "_bf16")], []),
+        (
+            "192",
+            None,
+            [f"forward_d192{tail}" for tail in ("_128_fp16", "_128_bf16", "_fp16", "_bf16")],
+            [f"backward_d192{tail}" for tail in ("_128_fp16", "_128_bf16", "_fp16", "_bf16")],
+        ),
+        ("96", "fp16", ["forward_d96_fp16"], []),
         (
             None,
             "bf16,bf16",
             [f"forward_d{dims}_bf16" for dims in ("64", "96", "128", "192_128", "192", "256")],
-            ["backward_d64_bf16", "backward_d128_bf16"],
+            [f"backward_d{dims}_bf16" for dims in ("64", "128", "192_128", "192", "256")],
         ),
     ],
 )
@@ -317,6 +323,13 @@ def test_header_lists_the_units(monkeypatch: pytest.MonkeyPatch) -> None:
         "#define FLASH_DMATTN_UNITS(X) \\\n"
         "  X(__nv_bfloat16, BFloat16, 192, 128) \\\n"
         "  X(__nv_bfloat16, BFloat16, 192, 192)\n"
+        "#define FLASH_DMATTN_BACKWARD_UNITS(X) \\\n"
+        "  X(__nv_bfloat16, BFloat16, 192, 128) \\\n"
+        "  X(__nv_bfloat16, BFloat16, 192, 192)\n"
+    )
+    choose_units(monkeypatch, "96", "bf16")
+    assert build_cuda.units_header(build_cuda.forward_units(), build_cuda.backward_units()) == (
+        "#define FLASH_DMATTN_UNITS(X) \\\n  X(__nv_bfloat16, BFloat16, 96, 96)\n"
         "#define FLASH_DMATTN_BACKWARD_UNITS(X)\n"
     )
     choose_units(monkeypatch, "128", "fp16")

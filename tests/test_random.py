@@ -16,7 +16,7 @@ import torch
 from accuracy import assert_accurate
 from cases import ALL, DEVICE, NAMES, Case
 from conftest import Runner
-from cuda_forms import ALL_UNITS, BIAS_FORMS, bias_form, described, unit_of
+from cuda_forms import ALL_BACKWARD_UNITS, ALL_UNITS, BIAS_FORMS, backward_unit_of, bias_form, described, unit_of
 from descriptors import descriptors_wherever_they_serve
 from draws import CUDA_EDGES, CUDA_FORMS, DRAWS, FORMS, HEAD_DIMS, TILE_EDGES, Drawn, draw_cuda, draw_triton
 from hypothesis import Phase, given, seed, settings
@@ -166,10 +166,10 @@ def laid_out(drawn: Drawn) -> tuple[AttentionProblem, Tensor | None]:
 
 @pytest.mark.usefixtures("every_unit")
 def test_cuda_runs_every_kernel() -> None:
-    """In the cases that 500 numbers stand for."""
+    """In the cases that 800 numbers stand for."""
     kernels, differentiated = set(), set()
     refused = with_gradients = 0
-    for x in map(draw_cuda, range(500)):
+    for x in map(draw_cuda, range(800)):
         case, (problem, bias) = x.case, laid_out(x)
         kernels.add((unit_of(case), bias_form(bias, case.dtype), case.mask is not None))
         if any(problem.need):
@@ -177,13 +177,11 @@ def test_cuda_runs_every_kernel() -> None:
             if broken_rules(cuda, problem, ("backward",)):
                 refused += 1
                 continue
-            dims = max(case.head_dim, case.head_dim_v)
-            unit = next((*unit, case.dtype) for unit in cuda_rules.BACKWARD_UNITS if dims <= unit[0])
+            unit = backward_unit_of(case)
             form = bias_form(bias, case.dtype) if bias is None or 1 in bias.shape[2:] else "tile"
             stored = form == "tile" and problem.need.bias
             differentiated.add((unit, "stored tile" if stored else form, case.mask is not None))
     assert kernels == set(itertools.product(ALL_UNITS, BIAS_FORMS, (False, True)))
-    units = [(*unit, dtype) for unit in cuda_rules.BACKWARD_UNITS for dtype in (torch.float16, torch.bfloat16)]
     forms = ("none", "vector", "tile", "stored tile")
-    assert differentiated == set(itertools.product(units, forms, (False, True)))
-    assert with_gradients > 200 and refused < with_gradients / 2
+    assert differentiated == set(itertools.product(ALL_BACKWARD_UNITS, forms, (False, True)))
+    assert with_gradients > 500 and refused < with_gradients / 2

@@ -116,8 +116,8 @@ def test_the_backward_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatc
             shared.add((unit, has_mask))
         orders.add((unit[:2], form, has_mask, in_order))
         works.add((in_order, *backward_works(problem)))
-    assert capped == set(itertools.product(cuda_rules.BACKWARD_UNITS, BACKWARD_FORMS))
-    assert capped_shared == set(cuda_rules.BACKWARD_UNITS)
+    assert capped == set(itertools.product(((64, 64), (128, 128)), BACKWARD_FORMS))
+    assert capped_shared == {(64, 64), (128, 128)}
     flags = (False, True)
     assert kernels == set(itertools.product(ALL_BACKWARD_UNITS, BACKWARD_FORMS, flags))
     assert shared == set(itertools.product(ALL_BACKWARD_UNITS, flags))
@@ -126,4 +126,4 @@ def test_the_backward_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatc
     assert heads == {(o, h) for o in flags for h in ("its own", "a group")} | {(False, "one of a group")}
     shares = {(in_order, share) for in_order, _, share in works}
     assert {(True, "in order"), *itertools.product((False,), ("one each", "evenly", "as they finish"))} <= shares
-    assert len(sanitized_cases.CASES["cuda-backward"]) == 50
+    assert len(sanitized_cases.CASES["cuda-backward"]) == 110

@@ -38,7 +38,7 @@ struct Unit {
   decltype(&launch_backward_rows<__half>) rows;
   decltype(&launch_backward_sums<__half>) sums;
   decltype(&launch_shared_dbias<__half, 64, 64>) shared_dbias;
-  int tile_rows;
+  int tile_rows, tile_keys;
   int64_t head_dim, head_dim_v;
 };
 
@@ -47,8 +47,8 @@ Unit unit_of(ScalarType dtype, int64_t head_dim, int64_t head_dim_v) {
 #define FLASH_DMATTN_UNIT(element, scalar, d, dv)                                                             \
   if (dtype == ScalarType::scalar && head_dim <= d && head_dim_v <= dv) {                                     \
     return {&launch_backward_main<element, d, dv>, &launch_backward_rows<element>,                            \
-            &launch_backward_sums<element>, &launch_shared_dbias<element, d, dv>, backward_rows(d, dv), d,    \
-            dv};                                                                                              \
+            &launch_backward_sums<element>, &launch_shared_dbias<element, d, dv>, backward_rows(d, dv),       \
+            backward_keys(d, dv), d, dv};                                                                     \
   }
   FLASH_DMATTN_BACKWARD_UNITS(FLASH_DMATTN_UNIT)
 #undef FLASH_DMATTN_UNIT
@@ -106,13 +106,15 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   const Unit unit = unit_of(q.scalar_type(), sizes.head_dim, sizes.head_dim_v);
   CHECK_ARGUMENT(sizes.head_dim_v <= kMaxRowColumns, "rows of out have ", sizes.head_dim_v, " columns, more than ",
                  kMaxRowColumns);
+  CHECK_ARGUMENT(!(softcap > 0) || unit.tile_keys == kTile, "the kernels of head dims above 128 have no softcap");
   CHECK_ARGUMENT(out.is_contiguous() && lse.is_contiguous(), "out and lse need to be contiguous");
   CHECK_ARGUMENT(bias.has_value() || !(dbias.has_value() || dbias_sums.has_value()), "there is no bias for a dbias");
 
-  const int64_t tiles_q = ceil_div(sizes.seqlen_q, kTile), blocks_k = ceil_div(sizes.seqlen_k, kTile);
+  const int64_t tiles_q = ceil_div(sizes.seqlen_q, kTile), tiles_k = ceil_div(sizes.seqlen_k, kTile);
+  const int64_t blocks_k = tiles_k * (kTile / unit.tile_keys);
   const int64_t pairs = sizes.batch * sizes.num_heads, pairs_k = sizes.batch * sizes.num_heads_k;
   CHECK_ARGUMENT(pairs * tiles_q <= kMaxInt / 4, "there are more than 2^29 tiles of queries");
-  CHECK_ARGUMENT(pairs_k * blocks_k <= kMaxInt / 2, "there are more than 2^30 tiles of keys");
+  CHECK_ARGUMENT(pairs_k * blocks_k <= kMaxInt / 2, "there are more than 2^30 blocks of keys");
 
   BackwardParams params{};
   BackwardRowsParams rows{};
@@ -130,8 +132,8 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   const CurrentDevice device(kName, q);  // before the maps, whose encoder needs its context
 
   params.q = rows_map(kName, q, "q", unit.tile_rows);
-  params.k = rows_map(kName, k, "k", kTile);
-  params.v = rows_map(kName, v, "v", kTile);
+  params.k = rows_map(kName, k, "k", unit.tile_keys);
+  params.v = rows_map(kName, v, "v", unit.tile_keys);
   params.dout = rows_map(kName, dout, "dout", unit.tile_rows);
   if (form == BackwardBias::kTile || form == BackwardBias::kTileStore) {
     params.bias = scores_map(kName, *bias, "bias", unit.tile_rows);
@@ -171,7 +173,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
     turns = torch::stable::new_empty(q, {&length, 1}, ScalarType::Int);
     params.dq_turns = static_cast<int*>(turns.mutable_data_ptr());
     check(cudaMemsetAsync(params.dq_turns, 0, length * sizeof(int), device.stream), kName, "clearing the turns");
-    if (has_mask) ordered_lists = order_lists(mask, q, tiles_q, blocks_k, params, device.stream);
+    if (has_mask) ordered_lists = order_lists(mask, q, tiles_q, tiles_k, params, device.stream);
   }
   params.lse = rows.lse_log2;
   params.delta = rows.delta;
@@ -215,7 +217,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   Tensor key_sums;
   const int64_t dv_columns = ceil_div(unit.head_dim_v, kPieceColumns) * kPieceColumns;
   if (splits && (dk.has_value() || dv.has_value())) {
-    const int64_t rows_k = pairs_k * blocks_k * kTile;
+    const int64_t rows_k = pairs_k * tiles_k * kTile;
     const int64_t length = rows_k * ((dk.has_value() ? dq_columns : 0) + (dv.has_value() ? dv_columns : 0));
     key_sums = torch::stable::new_empty(q, {&length, 1}, ScalarType::Float);
     float* const start = static_cast<float*>(key_sums.mutable_data_ptr());

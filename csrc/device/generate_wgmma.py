@@ -15,7 +15,9 @@ HEADER = Path(__file__).with_name("wgmma_instructions.h")
 # Of each width the methods that kernels use.
 METHODS = {
     64: ("shared_by_columns", "shared_by_rows", "registers_by_rows"),
-    **dict.fromkeys((96, 128, 192, 256), ("shared_by_columns", "registers_by_rows")),
+    96: ("shared_by_columns", "registers_by_rows"),
+    128: ("shared_by_columns", "shared_by_rows", "shared_turned_by_rows", "registers_by_rows"),
+    **dict.fromkeys((192, 256), ("shared_by_columns", "shared_turned_by_rows", "registers_by_rows")),
 }
 DTYPES = {"__half": "f16", "__nv_bfloat16": "bf16"}
 
@@ -79,6 +81,10 @@ def instruction(dtype: str, n: int) -> str:
         "shared_by_rows": (
             "A and B from shared memory, A K-major, B N-major.", "run_rows", in_shared,
             body(*descriptor, "1, 1, 0, 1", 2),
+        ),
+        "shared_turned_by_rows": (
+            "A and B from shared memory, A M-major, B N-major.", "run_turned", in_shared,
+            body(*descriptor, "1, 1, 1, 1", 2),
         ),
         "registers_by_rows": (
             "A from registers, B from shared memory, N-major.", "run",

@@ -12,7 +12,7 @@ from .protocol import Pass, Rule
 
 # (head_dim, head_dim_v) that kernels are compiled for; a call takes the first that holds its own.
 UNITS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
-BACKWARD_UNITS = ((64, 64), (128, 128))
+BACKWARD_UNITS = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256))
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _BIAS_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -84,6 +84,7 @@ def _dbias_is_whole(p: AttentionProblem) -> bool:
 
 
 _FEW_KEYS = 32
+_CAPPED_HEAD_DIM = 128
 _PAIR = 'backend=("cuda", "triton") runs its forward pass and the backward pass of the other'
 
 RULES: tuple[Rule, ...] = (
@@ -136,6 +137,16 @@ RULES: tuple[Rule, ...] = (
         "backward_head_dim",
         lambda p: _has_unit(p, "backward"),
         lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v); {_units_text(p, 'backward')}",
+        _PAIR,
+        passes=("backward",),
+    ),
+    Rule(
+        "backward_softcap",
+        lambda p: p.softcap == 0 or max(p.head_dim, p.head_dim_v) <= _CAPPED_HEAD_DIM,
+        lambda p: (
+            f"softcap is {p.softcap:g} and head dims are {p.head_dim} and {p.head_dim_v} (v); "
+            f"the backward kernels above {_CAPPED_HEAD_DIM} leave out the slope of tanh"
+        ),
         _PAIR,
         passes=("backward",),
     ),
@@ -196,6 +207,7 @@ RULES: tuple[Rule, ...] = (
 # Where the triton kernels are faster, and by how much, on an H200 (bf16; their time over that of cuda, both forward).
 # A persistent kernel starts later, and does not share a row among processors: it needs work for all of them.
 _ROWS = _KEYS = 128
+_MEASURED_HEAD_DIM = 128
 
 
 def _tiles_of_rows(p: AttentionProblem) -> int:
@@ -245,6 +257,16 @@ AUTO_RULES: tuple[Rule, ...] = (
         "few_keys",  # 4096 queries of 64 heads: 128 keys of D64 0.86, 77 of D128 1.08
         lambda p: p.seqlen_k > _KEYS,
         lambda p: f"there are {p.seqlen_k} keys, no more than the {_KEYS} of a tile",
+        'backend="cuda" runs it all the same',
+        passes=("backward",),
+    ),
+    Rule(
+        "wide_gradients",  # kernels that have not run on a GPU
+        lambda p: max(p.head_dim, p.head_dim_v) <= _MEASURED_HEAD_DIM,
+        lambda p: (
+            f"head dims are {p.head_dim} and {p.head_dim_v} (v); "
+            f"the backward kernels above {_MEASURED_HEAD_DIM} are not measured yet"
+        ),
         'backend="cuda" runs it all the same',
         passes=("backward",),
     ),

@@ -231,7 +231,9 @@ void load_operands(const Product& product, Block& block, Operands& to) {
   } else {
     const Descriptor a(product.a);
     for (int row = 0; row < kRows; ++row) {
-      for (int k = 0; k < kDepth; ++k) to.a[row][k] = read(a.by_columns(row, k));
+      for (int k = 0; k < kDepth; ++k) {
+        to.a[row][k] = read(product.a_by_rows ? a.by_rows(row, k) : a.by_columns(row, k));
+      }
     }
   }
   const Descriptor b(product.b);
@@ -363,16 +365,17 @@ void named_barrier_sync(int id, int threads) {
   wait_until("a named barrier", [&barrier, phase] { return barrier.phase != phase; });
 }
 
-void issue_product(int columns, bool is_half, bool b_by_rows, float* d, const uint32_t* a_registers, uint64_t a,
-                   uint64_t b, bool accumulate) {
+void issue_product(int columns, bool is_half, bool a_by_rows, bool b_by_rows, float* d, const uint32_t* a_registers,
+                   uint64_t a, uint64_t b, bool accumulate) {
   Warpgroup& group = current->warpgroup();
   const int64_t number = current->products++;
   const size_t place = static_cast<size_t>(number - group.computed);
   if (place == group.products.size()) {
-    group.products.push_back({columns, is_half, a_registers != nullptr, b_by_rows, accumulate, a, b, {}, {}});
+    group.products.push_back({columns, is_half, a_registers != nullptr, a_by_rows, b_by_rows, accumulate, a, b, {}, {}});
   }
   Product& product = group.products.at(place);
-  const bool same = product.columns == columns && product.is_half == is_half && product.b_by_rows == b_by_rows &&
+  const bool same = product.columns == columns && product.is_half == is_half && product.a_by_rows == a_by_rows &&
+                    product.b_by_rows == b_by_rows &&
                     product.a_in_registers == (a_registers != nullptr) && product.accumulate == accumulate &&
                     product.a == a && product.b == b;
   if (!same) fail("the warps of a warpgroup issue different matrix instructions");

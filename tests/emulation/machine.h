@@ -35,7 +35,7 @@ struct Block;
 struct Product {
   int columns;  // N
   bool is_half;  // else bfloat16
-  bool a_in_registers, b_by_rows, accumulate;
+  bool a_in_registers, a_by_rows, b_by_rows, accumulate;
   uint64_t a, b;  // descriptors
   std::array<float*, kWarpgroupThreads> d;
   std::array<const uint32_t*, kWarpgroupThreads> a_registers;
@@ -153,8 +153,8 @@ T from_bits(uint64_t bits) {
 void named_barrier_arrive(int id, int threads);
 void named_barrier_sync(int id, int threads);
 
-void issue_product(int columns, bool is_half, bool b_by_rows, float* d, const uint32_t* a_registers, uint64_t a,
-                   uint64_t b, bool accumulate);
+void issue_product(int columns, bool is_half, bool a_by_rows, bool b_by_rows, float* d, const uint32_t* a_registers,
+                   uint64_t a, uint64_t b, bool accumulate);
 void commit_products();
 void wait_for_products(int groups);
 

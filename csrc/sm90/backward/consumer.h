@@ -8,24 +8,20 @@
 // registers of their own, of which none are left.
 #pragma once
 
-#include <cfloat>
-
-#include "../../device/fragments.h"
 #include "../../device/softcap.h"
-#include "pieces.h"
+#include "barriers.h"
+#include "key_consumer.h"
 #include "storage.h"
 
 namespace flash_dmattn {
 
 template <class Traits>
-struct BackwardConsumer {
-  using Element = typename Traits::Element;
-  static constexpr int kD = Traits::kD, kDv = Traits::kDv, kRows = Traits::kRows;
-  static constexpr int kScores = kRows / 2;  // of a thread
-  static constexpr int kSteps = kRows / 16;  // of 16 queries
-  static constexpr bool kHasKeyBias = Traits::kBias == BackwardBias::kVector;
-  using Scores = float[kScores];
-  using Operand = uint32_t[kSteps][4];  // scores in 16 bits, as a matrix instruction reads them
+struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
+  using Base = KeyConsumer<Traits, BackwardStorage<Traits>>;
+  using typename Base::BiasWords, typename Base::Block, typename Base::Element, typename Base::Operand,
+      typename Base::Scores;
+  using Base::group, Base::kD, Base::kDv, Base::kHasKeyBias, Base::kRows, Base::kScores, Base::kSteps, Base::lane,
+      Base::p, Base::shared, Base::warp;
   using RingDs = Ring<Traits::kDsStages>;
   using RingBias = Ring<Traits::kBiasStages>;
 
@@ -36,38 +32,10 @@ struct BackwardConsumer {
     RingBias bias;
   };
 
-  const BackwardParams& p;
-  BackwardStorage<Traits>& shared;
-  const int group, warp, lane;  // which warpgroup; the warp of it
   float (&dk)[kD / 2];
   float (&dv)[kDv / 2];
-  float key_bias[2];  // of the thread's two keys, in units of log2
-
-  __device__ __forceinline__ int key_of_block(int r) const { return group * 64 + warp * 16 + lane / 4 + 8 * r; }
 
   // --- products -------------------------------------------------------------------------------------------------
-
-  __device__ __forceinline__ void start_scores(Scores& scores, int stage) {
-    const uint64_t k = matrix_descriptor(shared_address(shared.k) + group * 64 * kRowBytes, 16);
-    const uint64_t q = matrix_descriptor(shared_address(shared.q[stage]), 16);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < kD / 16; ++i) {
-      Wgmma<Element, kRows>::run(scores, step_by_columns<kTile>(k, i), step_by_columns<kRows>(q, i), i > 0);
-    }
-    wgmma_commit();
-  }
-
-  __device__ __forceinline__ void start_dp(Scores& dp, int stage) {
-    const uint64_t v = matrix_descriptor(shared_address(shared.v) + group * 64 * kRowBytes, 16);
-    const uint64_t dout = matrix_descriptor(shared_address(shared.dout[stage]), 16);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < kDv / 16; ++i) {
-      Wgmma<Element, kRows>::run(dp, step_by_columns<kTile>(v, i), step_by_columns<kRows>(dout, i), i > 0);
-    }
-    wgmma_commit();
-  }
 
   __device__ __forceinline__ void start_dv(const Operand& probs, int stage) {
     const uint64_t dout = matrix_descriptor(shared_address(shared.dout[stage]), kRows * kRowBytes);
@@ -115,130 +83,11 @@ struct BackwardConsumer {
 
   // --- scores ---------------------------------------------------------------------------------------------------
 
-  // Bits of the keys of the thread's warp: of query 32 t + lane of the block.
-  using Words = uint32_t[kRows / 32];
-
-  __device__ __forceinline__ void load_edge(Words& words, const KeyItem<Traits>& item, int block) {
-    if constexpr (Traits::kHasMask) {
-      const int64_t row_words = (p.seqlen_k + kTile - 1) / kTile * kTileWords;
-      const int64_t first = mask_of(p, item) * p.seqlen_q;
-      const int word = item.block_k * kTileWords + group * 2 + warp / 2;
-#pragma unroll
-      for (int t = 0; t < kRows / 32; ++t) {
-        // A row beyond the last has those of the last; its lse forbids all.
-        const int row = min(block * kRows + 32 * t + lane, p.seqlen_q - 1);
-        words[t] = __ldg(p.mask_bits + (first + row) * row_words + word);
-      }
-    }
-  }
-
-  __device__ __forceinline__ void forbid(Scores& scores, const Words& words, const KeyItem<Traits>& item, int block) {
-    if constexpr (Traits::kHasMask) {
-      const int shift = warp % 2 * 16 + lane / 4;
-#pragma unroll
-      for (int c = 0; c < kRows / 8; ++c) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const uint32_t word = __shfl_sync(0xffffffffu, words[c / 4], 8 * (c % 4) + 2 * (lane % 4) + e) >> shift;
-          scores[4 * c + e] = word & 1u ? scores[4 * c + e] : -INFINITY;
-          scores[4 * c + 2 + e] = word & 1u << 8 ? scores[4 * c + 2 + e] : -INFINITY;
-        }
-      }
-    } else {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int key = item.block_k * kTile + key_of_block(r);
-        const int query = block * kRows + 2 * (lane % 4);
-        const int from = key - p.high - query, to = key < p.seqlen_k ? key - p.low - query : -1;
-#pragma unroll
-        for (int i = 0; i < kScores / 2; ++i) {
-          const int at = i / 2 * 8 + i % 2;
-          float& score = scores[4 * (i / 2) + 2 * r + i % 2];
-          score = at >= from && at <= to ? score : -INFINITY;
-        }
-      }
-    }
-  }
-
-  // Where the lane's row of the four matrices of step 0 lies in a tile of scores: 16 queries and the warp's 16 keys.
-  __device__ __forceinline__ uint32_t place_of_matrices() const {
-    const int row = lane % 8, matrix = lane / 8, chunk = 2 * warp + matrix % 2;
-    return group * kRows * kRowBytes + (matrix / 2 * 8 + row) * kRowBytes + ((chunk ^ row) << 4);
-  }
-
-  using BiasWords = uint32_t[kSteps][4];
-
   __device__ __forceinline__ void load_bias(BiasWords& bias, RingBias& ring) {
     barrier_wait(&shared.bias_full[ring.stage], ring.phase);
-    const uint32_t tile = shared_address(shared.bias[ring.stage]) + place_of_matrices();
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) load_matrices_turned(bias[i], tile + i * 16 * kRowBytes);
+    this->read_bias(bias, ring.stage);
     barrier_arrive_of_warp(&shared.bias_empty[ring.stage]);
     ring.advance();
-  }
-
-  // What is added to two scores of the thread's key r, in units of log2: bias, less lse of their queries.
-  __device__ __forceinline__ float2 added(float2 lse, const BiasWords& bias, int c, int r) const {
-    float2 add = make_float2(-lse.x, -lse.y);
-    if constexpr (Traits::kHasBiasTiles) {
-      const float2 values = unpack(bias[c / 2][c % 2 * 2 + r], Element{});
-      add.x = fmaf(values.x, kLog2e, add.x);
-      add.y = fmaf(values.y, kLog2e, add.y);
-    } else if constexpr (kHasKeyBias) {
-      add.x += key_bias[r];
-      add.y += key_bias[r];
-    }
-    // With a softcap keys are forbidden before: -inf, which an overflow to inf would make NaN.
-    if constexpr (Traits::kHasBiasTiles && Traits::kHasSoftcap) {
-      add = make_float2(fminf(add.x, FLT_MAX), fminf(add.y, FLT_MAX));
-    }
-    return add;
-  }
-
-  // Scores in units of log2, less lse.
-  __device__ __forceinline__ void finish_scores(Scores& scores, int stage, const BiasWords& bias) {
-    const float scale = p.softmax_scale * kLog2e;
-    const float* lse = shared.lse[stage] + 2 * (lane % 4);
-#pragma unroll
-    for (int c = 0; c < kRows / 8; ++c) {
-      const float2 pair = *reinterpret_cast<const float2*>(lse + 8 * c);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float2 add = added(pair, bias, c, r);
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& score = scores[4 * c + 2 * r + e];
-          score = fmaf(score, scale, e == 0 ? add.x : add.y);
-        }
-      }
-    }
-  }
-
-  // From p and dp their operands p and ds, in 16 bits: two scores at a time, so that the registers of both suffice. The
-  // gradient of a bias per key is the sum of ds before it is rounded. It is added up in shared memory after each block:
-  // sums that stay in registers are put off by the compiler to the next one, and all of ds with them.
-  __device__ __forceinline__ void finish_ds(const Scores& exps, const Scores& dp, int stage, Operand& probs,
-                                            Operand& ds) {
-    const float* delta = shared.delta[stage] + 2 * (lane % 4);
-    float sums[2] = {0.0f, 0.0f};
-#pragma unroll
-    for (int c = 0; c < kRows / 8; ++c) {
-      const float2 pair = *reinterpret_cast<const float2*>(delta + 8 * c);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int i = 4 * c + 2 * r;
-        const float low = dp[i] - pair.x, high = dp[i + 1] - pair.y;
-        probs[c / 2][c % 2 * 2 + r] = pack(exps[i], exps[i + 1], Element{});
-        ds[c / 2][c % 2 * 2 + r] = pack(exps[i] * low, exps[i + 1] * high, Element{});
-        // Not of the products at hand: that takes two registers more than there are.
-        if constexpr (kHasKeyBias) sums[r] = fmaf(exps[i], low, fmaf(exps[i + 1], high, sums[r]));
-      }
-    }
-    if constexpr (kHasKeyBias) add_key_sums(sums);
-  }
-
-  __device__ __forceinline__ uint32_t place_of_ds(const RingDs& ring) const {
-    return shared_address(shared.ds[ring.stage]) + place_of_matrices();
   }
 
   // What the warp has written becomes visible to products and copies, which learn of it.
@@ -249,9 +98,7 @@ struct BackwardConsumer {
 
   __device__ __forceinline__ void share_ds(const Operand& ds, const RingDs& ring) {
     barrier_wait(&shared.ds_empty[ring.stage], ring.phase ^ 1);
-    const uint32_t tile = place_of_ds(ring);
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) store_matrices_turned(ds[i], tile + i * 16 * kRowBytes);
+    this->write_turned(ds, shared.ds[ring.stage]);
     tell_ds(ring);
   }
 
@@ -271,8 +118,8 @@ struct BackwardConsumer {
     const float cap = p.softcap * kLog2e;
     const float* lse = shared.lse[rings.rows.stage] + 2 * (lane % 4);
     const float* delta = shared.delta[rings.rows.stage] + 2 * (lane % 4);
-    const uint32_t bias_tile = shared_address(shared.bias[rings.bias.stage]) + place_of_matrices();
-    const uint32_t ds_tile = place_of_ds(rings.ds);
+    const uint32_t bias_tile = shared_address(shared.bias[rings.bias.stage]) + this->place_of_matrices();
+    const uint32_t ds_tile = shared_address(shared.ds[rings.ds.stage]) + this->place_of_matrices();
     BiasWords bias, dbias;
     if constexpr (Traits::kHasBiasTiles) barrier_wait(&shared.bias_full[rings.bias.stage], rings.bias.phase);
     barrier_wait(&shared.ds_empty[rings.ds.stage], rings.ds.phase ^ 1);
@@ -284,7 +131,7 @@ struct BackwardConsumer {
       for (int w = 0; w < 4; ++w) {
         const int c = 2 * i + w / 2, r = w % 2, at = 4 * c + 2 * r;
         const float2 delta_pair = *reinterpret_cast<const float2*>(delta + 8 * c);
-        const float2 add = added(*reinterpret_cast<const float2*>(lse + 8 * c), bias, c, r);
+        const float2 add = this->added(*reinterpret_cast<const float2*>(lse + 8 * c), bias, c, r);
         const float p_low = exp2_approx(fmaf(tanhs[at], cap, add.x));
         const float p_high = exp2_approx(fmaf(tanhs[at + 1], cap, add.y));
         const float low = dp[at] - delta_pair.x, high = dp[at + 1] - delta_pair.y;
@@ -312,18 +159,6 @@ struct BackwardConsumer {
   __device__ __forceinline__ void wait_turn() { named_barrier_sync(kTurnBarrier + group, 2 * 128); }
   __device__ __forceinline__ void pass_turn() { named_barrier_arrive(kTurnBarrier + (group ^ 1), 2 * 128); }
 
-  // The block of a step, and what forbids keys there.
-  struct Block {
-    int index;
-    bool has_edge;
-    Words words;
-  };
-
-  __device__ __forceinline__ void find_block(Block& block, const KeyItem<Traits>& item, int step) {
-    block.index = item.walk.at(step, block.has_edge);
-    if (block.has_edge) load_edge(block.words, item, block.index);
-  }
-
   // The products of a block of queries: its dv and dk, and dq of the step before, when the other consumer's part of ds has
   // long been there. With kHasNext the scores of the next block are being multiplied at the end.
   template <bool kHasNext>
@@ -347,7 +182,7 @@ struct BackwardConsumer {
     rings.rows.advance();
     if constexpr (kHasNext) {
       barrier_wait(&shared.q_full[rings.rows.stage], rings.rows.phase);
-      start_scores(scores, rings.rows.stage);
+      this->start_scores(scores, rings.rows.stage);
     }
     pass_turn();
     wgmma_wait<kHasNext ? 1 : 0>();
@@ -368,19 +203,21 @@ struct BackwardConsumer {
     Scores dp;
     const int stage = rings.rows.stage;
     barrier_wait(&shared.dout_full[stage], rings.rows.phase);
-    start_dp(dp, stage);
+    this->start_dp(dp, stage);
     BiasWords bias;
     if constexpr (Traits::kHasBiasTiles) load_bias(bias, rings.bias);
-    finish_scores(scores, stage, bias);
-    if (block.has_edge) forbid(scores, block.words, item, block.index);
+    this->finish_scores(scores, stage, bias);
+    if (block.has_edge) this->forbid(scores, block.words, item, block.index);
     const int index = block.index;
-    if constexpr (kHasNext) find_block(block, item, i + 1);  // it has arrived by the time it is needed
+    if constexpr (kHasNext) this->find_block(block, item, i + 1);  // it has arrived by the time it is needed
 #pragma unroll
     for (int s = 0; s < kScores; ++s) scores[s] = exp2_approx(scores[s]);
     wgmma_wait<0>();
     pin(dp);
     Operand probs, ds;
-    finish_ds(scores, dp, stage, probs, ds);
+    float sums[2];
+    this->finish_ds(scores, dp, stage, probs, ds, sums);
+    if constexpr (kHasKeyBias) add_key_sums(sums);
     multiply<kHasNext>(item, i, probs, ds, scores, last_index, rings);
     if constexpr (kHasNext) {
       wgmma_wait<0>();
@@ -394,11 +231,11 @@ struct BackwardConsumer {
   __device__ __forceinline__ void start_capped(const KeyItem<Traits>& item, Scores& scores, Scores& dp,
                                                const Block& block, const Rings& rings) {
     barrier_wait(&shared.dout_full[rings.rows.stage], rings.rows.phase);
-    start_dp(dp, rings.rows.stage);
+    this->start_dp(dp, rings.rows.stage);
     wgmma_wait<1>();
     pin(scores);
     cap_scores(scores);
-    if (block.has_edge) forbid(scores, block.words, item, block.index);
+    if (block.has_edge) this->forbid(scores, block.words, item, block.index);
     wgmma_wait<0>();
     pin(dp);
   }
@@ -408,7 +245,7 @@ struct BackwardConsumer {
   __device__ __forceinline__ void step_capped(const KeyItem<Traits>& item, int i, Scores& scores, Scores& dp,
                                               Block& block, int& last_index, Rings& rings) {
     const int index = block.index;
-    if constexpr (kHasNext) find_block(block, item, i + 1);  // it has arrived by the time it is needed
+    if constexpr (kHasNext) this->find_block(block, item, i + 1);  // it has arrived by the time it is needed
     Operand probs, ds;
     share_capped(scores, dp, rings, probs, ds);
     multiply<kHasNext>(item, i, probs, ds, scores, last_index, rings);
@@ -421,10 +258,10 @@ struct BackwardConsumer {
     if (last < 0) return;
     int last_index = 0;
     Block block;
-    find_block(block, item, 0);
+    this->find_block(block, item, 0);
     Scores scores;
     barrier_wait(&shared.q_full[rings.rows.stage], rings.rows.phase);
-    start_scores(scores, rings.rows.stage);
+    this->start_scores(scores, rings.rows.stage);
     if constexpr (Traits::kHasSoftcap) {
       Scores dp;
       start_capped(item, scores, dp, block, rings);
@@ -450,47 +287,6 @@ struct BackwardConsumer {
     rings.dq.advance();
   }
 
-  // --- results --------------------------------------------------------------------------------------------------
-
-  // dk or dv, (B, Lk, Hk, columns), or its part of the sums, pieces as those of dq.
-  template <int kCount>
-  __device__ __forceinline__ void store(const float (&x)[kCount], void* to, float* sums, int columns, float factor,
-                                        const KeyItem<Traits>& item) {
-    const int heads_k = p.num_heads / p.queries_per_group, head_k = item.head / p.queries_per_group;
-    if (sums != nullptr) {
-      const int64_t head = static_cast<int64_t>(item.batch) * heads_k + head_k;
-      constexpr int kPanels = kCount * 2 / kPieceColumns;
-      float* piece = sums + (head * 2 * p.blocks_k + item.block_k * 2 + group) * kPanels * kPieceFloats;
-#pragma unroll
-      for (int c = 0; c < kCount / 4; ++c) {
-        add_four(piece + c / 8 * kPieceFloats + place_in_piece(c % 8, threadIdx.x % 128), x[4 * c], x[4 * c + 1],
-                 x[4 * c + 2], x[4 * c + 3]);
-      }
-      return;
-    }
-    if (to == nullptr) return;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int key = item.block_k * kTile + key_of_block(r);
-      Element* row = static_cast<Element*>(to) +
-                     ((static_cast<int64_t>(item.batch) * p.seqlen_k + key) * heads_k + head_k) * columns;
-#pragma unroll
-      for (int c = 0; c < kCount / 16; ++c) {
-        uint32_t words[4];
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-          const int i = 4 * (4 * c + w) + 2 * r;
-          words[w] = pack(x[i] * factor, x[i + 1] * factor, Element{});
-        }
-        transpose_words(words[0], words[1], words[2], words[3], lane);
-        const int column = 8 * (4 * c + lane % 4);
-        if (key < p.seqlen_k && column < columns) {
-          *reinterpret_cast<uint4*>(row + column) = make_uint4(words[0], words[1], words[2], words[3]);
-        }
-      }
-    }
-  }
-
   // The thread's sums of ds over queries, of its two keys, by every fourth pair of queries.
   __device__ __forceinline__ float2& key_sums() { return shared.key_sums[group * 128 + warp * 32 + lane]; }
 
@@ -499,17 +295,8 @@ struct BackwardConsumer {
     total = make_float2(total.x + sums[0], total.y + sums[1]);
   }
 
-  __device__ __forceinline__ void load_key_bias(const KeyItem<Traits>& item) {
-    if constexpr (kHasKeyBias) {
-      key_sums() = make_float2(0.0f, 0.0f);
-      with_bias(p, item, [&](auto bias) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          key_bias[r] = bias(0, min(item.block_k * kTile + key_of_block(r), p.seqlen_k - 1)) * kLog2e;
-          if constexpr (Traits::kHasSoftcap) key_bias[r] = fminf(key_bias[r], FLT_MAX);  // as in `added`
-        }
-      });
-    }
+  __device__ __forceinline__ void start_key_sums() {
+    if constexpr (kHasKeyBias) key_sums() = make_float2(0.0f, 0.0f);
   }
 
   __device__ __forceinline__ void store_key_sums(const KeyItem<Traits>& item) {
@@ -522,7 +309,7 @@ struct BackwardConsumer {
         float sum = r == 0 ? of_thread.x : of_thread.y;
         sum += __shfl_xor_sync(0xffffffffu, sum, 1);
         sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-        const int key = item.block_k * kTile + key_of_block(r);
+        const int key = this->first_key(item) + this->key_of_block(r);
         if (lane % 4 == 0 && key < p.seqlen_k) to[key] = sum;
       }
     }
@@ -541,7 +328,7 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& p, Backwa
   for (;;) {
     const KeyItem<Traits>& item = take_work(shared, ring_work);
     if (!item.exists) break;
-    BackwardConsumer<Traits> consumer{p, shared, group, warp, lane, dk, dv, {}};
+    BackwardConsumer<Traits> consumer{{p, shared, group, warp, lane, {}}, dk, dv};
     if (item.is_first) {
 #pragma unroll
       for (int i = 0; i < Traits::kD / 2; ++i) dk[i] = 0.0f;
@@ -550,6 +337,7 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& p, Backwa
       barrier_wait(&shared.keys_full, phase_keys);
       phase_keys ^= 1;
     }
+    consumer.start_key_sums();
     consumer.load_key_bias(item);
     consumer.run(item, rings);
     consumer.store_key_sums(item);

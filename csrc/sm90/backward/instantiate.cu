@@ -1,9 +1,7 @@
 // The backward kernels of one dtype and one pair of head dims. The build compiles this file once for each of them, and
 // says which by FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM and FLASH_DMATTN_HEAD_DIM_V.
-#include <type_traits>
-
-#include "../../dispatch.h"
 #include "backward.h"
+#include "dispatch.h"
 
 namespace flash_dmattn {
 
@@ -11,18 +9,10 @@ template <>
 cudaError_t launch_backward_main<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V>(
     const BackwardParams& params, BackwardBias bias, bool has_mask, int blocks, cudaStream_t stream) {
   return with_bool(params.softcap > 0, [&](auto has_softcap) {
-    return with_bool(has_mask, [&](auto has_mask_) {
-      const auto launch = [&](auto form) {
-        using Traits = BackwardTraits<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V,
-                                      decltype(form)::value, decltype(has_mask_)::value, decltype(has_softcap)::value>;
-        return launch_backward_kernel<Traits>(params, blocks, stream);
-      };
-      if (bias == BackwardBias::kTile) return launch(std::integral_constant<BackwardBias, BackwardBias::kTile>{});
-      if (bias == BackwardBias::kTileStore) {
-        return launch(std::integral_constant<BackwardBias, BackwardBias::kTileStore>{});
-      }
-      if (bias == BackwardBias::kVector) return launch(std::integral_constant<BackwardBias, BackwardBias::kVector>{});
-      return launch(std::integral_constant<BackwardBias, BackwardBias::kNone>{});
+    return with_backward_form(bias, has_mask, [&](auto form, auto has_mask_) {
+      using Traits = BackwardTraits<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V,
+                                    decltype(form)::value, decltype(has_mask_)::value, decltype(has_softcap)::value>;
+      return launch_backward_kernel<Traits>(params, blocks, stream);
     });
   });
 }

@@ -19,7 +19,7 @@ enum class BackwardBias {
 };
 
 // Of out and dout the kernel of the rows reads so many columns at most.
-constexpr int kMaxRowColumns = 128;
+constexpr int kMaxRowColumns = 256;
 
 // Sums that several blocks add to lie in pieces.
 constexpr int kPieceRows = 64, kPieceColumns = 64, kPieceFloats = kPieceRows * kPieceColumns;
@@ -27,8 +27,9 @@ constexpr int kPieceRows = 64, kPieceColumns = 64, kPieceFloats = kPieceRows * k
 // Of an entry of an ordered list (OrderListsParams): every query of the tile may attend every key.
 constexpr int32_t kFullTile = INT32_MIN;
 
-// Rows of the tiles of q, dout, bias and dbias; those of k and v have kTile.
+// Rows of the tiles of q, dout, bias and dbias; and of k and v, those of a mask tile or half of them.
 constexpr int backward_rows(int head_dim, int head_dim_v) { return head_dim <= 64 && head_dim_v <= 64 ? 128 : 64; }
+constexpr int backward_keys(int head_dim, int head_dim_v) { return head_dim <= 128 && head_dim_v <= 128 ? kTile : 64; }
 
 // Defined for the dtypes and head dims that the extension is built with. Each returns the error of its launch, which is
 // on the current device. `rows` is before `main`, and `sums` after it, for every result that it has summed.

@@ -1,12 +1,14 @@
 // The producer: one thread hands out work and has tensors copied; one warp has the bias copied, one stores dbias.
 #pragma once
 
-#include "storage.h"
+#include "../../device/pipeline.h"
+#include "barriers.h"
+#include "work.h"
 
 namespace flash_dmattn {
 
-template <class Traits>
-__device__ __forceinline__ void copy_operands(const BackwardParams& p, BackwardStorage<Traits>& shared) {
+template <class Traits, class Storage>
+__device__ __forceinline__ void copy_operands(const BackwardParams& p, Storage& shared) {
   constexpr int kRows = Traits::kRows;
   prefetch_tensor_map(&p.q);
   prefetch_tensor_map(&p.k);
@@ -17,7 +19,7 @@ __device__ __forceinline__ void copy_operands(const BackwardParams& p, BackwardS
   Ring<Traits::kStages> ring;
   Ring<2> ring_work;
   uint32_t phase_keys = 0;
-  // Where tiles of keys take turns every work comes from the counter, the first too: one that is waited for is then
+  // Where blocks of keys take turns every work comes from the counter, the first too: one that is waited for is then
   // held by a block that runs. Else the first is at hand.
   const bool takes_turns = p.dq_turns != nullptr;
   const int skipped = takes_turns ? 0 : gridDim.x;
@@ -42,10 +44,9 @@ __device__ __forceinline__ void copy_operands(const BackwardParams& p, BackwardS
       if (item.is_first) {
         barrier_wait(&shared.keys_empty, phase_keys ^ 1);
         phase_keys ^= 1;
-        copy_panels<Traits::kPanels, kTile>(shared.k, &p.k, &shared.keys_full, 0, work.block_k * kTile, head_k,
-                                            work.batch);
-        copy_panels<Traits::kPanelsV, kTile>(shared.v, &p.v, &shared.keys_full, 0, work.block_k * kTile, head_k,
-                                             work.batch);
+        const int key = work.block_k * Traits::kKeys;
+        copy_panels<Traits::kPanels, Traits::kKeys>(shared.k, &p.k, &shared.keys_full, 0, key, head_k, work.batch);
+        copy_panels<Traits::kPanelsV, Traits::kKeys>(shared.v, &p.v, &shared.keys_full, 0, key, head_k, work.batch);
       }
       const int64_t rows = (static_cast<int64_t>(item.batch) * p.num_heads + item.head) * padded_rows;
 #pragma unroll 1
@@ -68,8 +69,8 @@ __device__ __forceinline__ void copy_operands(const BackwardParams& p, BackwardS
 }
 
 // The bias of each block of queries, by one warp.
-template <class Traits>
-__device__ __forceinline__ void copy_bias(const BackwardParams& p, BackwardStorage<Traits>& shared) {
+template <class Traits, class Storage>
+__device__ __forceinline__ void copy_bias(const BackwardParams& p, Storage& shared) {
   Ring<Traits::kBiasStages> ring;
   Ring<2> ring_work;
   for (;;) {
@@ -82,9 +83,9 @@ __device__ __forceinline__ void copy_bias(const BackwardParams& p, BackwardStora
       const int row = item.walk.at(step, has_edge) * Traits::kRows;
       barrier_wait(&shared.bias_empty[ring.stage], ring.phase ^ 1);
       if (threadIdx.x % 32 == 0) {
-        copy_panels<kTile / kPanelColumns, Traits::kRows>(shared.bias[ring.stage], &p.bias,
-                                                          &shared.bias_full[ring.stage], item.block_k * kTile, row,
-                                                          head, batch);
+        copy_panels<Traits::kKeys / kPanelColumns, Traits::kRows>(shared.bias[ring.stage], &p.bias,
+                                                                  &shared.bias_full[ring.stage],
+                                                                  item.block_k * Traits::kKeys, row, head, batch);
       }
       ring.advance();
     }
@@ -94,8 +95,8 @@ __device__ __forceinline__ void copy_bias(const BackwardParams& p, BackwardStora
 
 // dbias of each block of queries, by one warp, as the consumers leave ds in shared memory, or with it, in place of the
 // bias.
-template <class Traits>
-__device__ __forceinline__ void store_dbias(const BackwardParams& p, BackwardStorage<Traits>& shared) {
+template <class Traits, class Storage>
+__device__ __forceinline__ void store_dbias(const BackwardParams& p, Storage& shared) {
   Ring<Traits::kDsStages> ring;
   Ring<Traits::kBiasStages> ring_bias;
   Ring<2> ring_work;
@@ -110,9 +111,9 @@ __device__ __forceinline__ void store_dbias(const BackwardParams& p, BackwardSto
       if (threadIdx.x % 32 == 0) {
         const uint8_t* dbias = Traits::kReplacesBias ? shared.bias[ring_bias.stage] : shared.ds[ring.stage];
 #pragma unroll
-        for (int panel = 0; panel < kTile / kPanelColumns; ++panel) {
+        for (int panel = 0; panel < Traits::kKeys / kPanelColumns; ++panel) {
           store_tensor(&p.dbias, dbias + panel * Traits::kRows * kRowBytes,
-                       item.block_k * kTile + panel * kPanelColumns, row, item.head, item.batch);
+                       item.block_k * Traits::kKeys + panel * kPanelColumns, row, item.head, item.batch);
         }
         wait_for_stores_to_read();
       }
@@ -159,18 +160,19 @@ __device__ __forceinline__ Turn turn_of(const BackwardParams& p, const KeyItem<T
   const int blocks = (p.seqlen_q + kTile - 1) / kTile * (kTile / Traits::kRows);
   bool has_edge;
   const int block = item.walk.at(step, has_edge);
-  return {p.dq_turns + head * blocks + block, tiles_before<Traits>(p, item, step, block)};
+  return {p.dq_turns + head * blocks + block, blocks_before<Traits>(p, item, step, block)};
 }
 
-// Has the tiles of keys add to dq in a fixed order, the last keys first, by one warp, and then the heads of a group to
-// dk and dv, the first first. Tiles walk ascending queries, and of a band those of the last keys start at the last
-// queries: tiles that run at the same time come to a block in their order. A work waits for later keys of its head and
-// for earlier heads of its keys, which were handed out before it, so there is always one that waits for none.
+// Has the blocks of keys add to dq in a fixed order, the last keys first, by one warp, and then the heads of a group to
+// dk and dv, the first first. They walk ascending queries, and of a band those of the last keys start at the last
+// queries: those that run at the same time come to a block of queries in their order. A work waits for later keys of
+// its head and for earlier heads of its keys, which were handed out before it, so there is always one that waits for
+// none.
 //
 // To tell others takes longer than to add, for it waits until all additions have arrived: where the next turn has come
 // by then, the consumers learn of that first.
-template <class Traits>
-__device__ __forceinline__ void order_sums(const BackwardParams& p, BackwardStorage<Traits>& shared) {
+template <class Traits, class Storage>
+__device__ __forceinline__ void order_sums(const BackwardParams& p, Storage& shared) {
   Ring<2> ring_work;
   for (;;) {
     const KeyItem<Traits>& item = take_work(shared, ring_work);

@@ -9,7 +9,6 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kLanes = 8;  // of a row; each takes 8 values at a time
-constexpr int kTimes = kMaxRowColumns / (kLanes * 8);  // and so often; all are loaded before any is used
 constexpr int kMaxBlocks = 1 << 20;
 
 // What an item of work, a row, says of itself to with_bias.
@@ -17,9 +16,11 @@ struct Row {
   int batch, head;
 };
 
-template <class Element>
+// Rows of out and dout are up to kColumns.
+template <class Element, int kColumns>
 __global__ void __launch_bounds__(kThreads) backward_rows_kernel(const __grid_constant__ BackwardRowsParams p,
                                                                  int64_t rows) {
+  constexpr int kTimes = kColumns / (kLanes * 8);  // that a lane loads; all are before any is used
   const int padded = (p.seqlen_q + kTile - 1) / kTile * kTile;
   const int lane = threadIdx.x % kLanes;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * (kThreads / kLanes);
@@ -131,7 +132,12 @@ int64_t tiles_of(int seqlen) { return (seqlen + kTile - 1) / kTile; }
 template <class T>
 cudaError_t launch_backward_rows(const BackwardRowsParams& params, cudaStream_t stream) {
   const int64_t rows = static_cast<int64_t>(params.batch) * params.num_heads * tiles_of(params.seqlen_q) * kTile;
-  backward_rows_kernel<T><<<blocks_for(rows / (kThreads / kLanes)), kThreads, 0, stream>>>(params, rows);
+  const int blocks = blocks_for(rows / (kThreads / kLanes));
+  if (params.head_dim_v <= kMaxRowColumns / 2) {
+    backward_rows_kernel<T, kMaxRowColumns / 2><<<blocks, kThreads, 0, stream>>>(params, rows);
+  } else {
+    backward_rows_kernel<T, kMaxRowColumns><<<blocks, kThreads, 0, stream>>>(params, rows);
+  }
   return cudaGetLastError();
 }
 

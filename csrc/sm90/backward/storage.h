@@ -7,10 +7,6 @@
 
 namespace flash_dmattn {
 
-// Named barriers, one for each consumer of: its turn to issue products; leave to add to sums in device memory, and that
-// it has. 0 is that of __syncthreads.
-constexpr int kTurnBarrier = 1, kMayAddBarrier = 3, kHasAddedBarrier = 5;
-
 // The barriers come last: each one's phase is over when what it names has happened.
 template <class Traits>
 struct alignas(1024) BackwardStorage {

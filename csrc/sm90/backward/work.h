@@ -1,4 +1,4 @@
-// What a block works on: the keys of a tile and the queries of one head that walk them.
+// What a block works on: a block of keys, a mask tile or a half of one, and the queries of one head that walk them.
 #pragma once
 
 #include "../operands.h"
@@ -6,13 +6,13 @@
 
 namespace flash_dmattn {
 
-// What is at a place in the order of work: a tile of keys, and the first of its query heads.
+// What is at a place in the order of work: a block of keys, and the first of its query heads.
 struct KeyWork {
   int batch, head, block_k;
 };
 
 __device__ __forceinline__ KeyWork key_work_at(const BackwardParams& p, int index) {
-  const int works = p.num_heads / p.heads_per_work;  // of a batch entry and a tile
+  const int works = p.num_heads / p.heads_per_work;  // of a batch entry and a block
   const int per_section = p.section * p.blocks_k;
   const int section = index / per_section, place = index - section * per_section;
   const int first = section * p.section;
@@ -26,7 +26,7 @@ __device__ __forceinline__ KeyWork key_work_at(const BackwardParams& p, int inde
   return work;
 }
 
-// The blocks of kRows queries that attend some key of the work, in the order of the walk.
+// The blocks of kRows queries that attend some of the kKeys keys of the work, in the order of the walk.
 template <class Traits>
 struct QueryWalk {
   int steps;
@@ -36,23 +36,31 @@ struct QueryWalk {
   // Else: the blocks [start, start + steps); those in [start_inside, stop_inside) are free of edges.
   int start, start_inside, stop_inside;
 
-  static constexpr int kBlocksPerTile = kTile / Traits::kRows;
+  static constexpr int kBlocksPerTile = kTile / Traits::kRows, kKeyBlocksPerTile = kTile / Traits::kKeys;
 
   template <class Work>
   __device__ __forceinline__ static QueryWalk of(const BackwardParams& p, const Work& work) {
     QueryWalk walk;
     if constexpr (Traits::kHasMask) {
       const int tiles_k = (p.seqlen_k + kTile - 1) / kTile, tiles_q = (p.seqlen_q + kTile - 1) / kTile;
-      const int32_t* list = p.mask_lists + (mask_of(p, work) * tiles_k + work.block_k) * (2 + tiles_q);
+      const int tile_k = work.block_k / kKeyBlocksPerTile;
+      const int32_t* list = p.mask_lists + (mask_of(p, work) * tiles_k + tile_k) * (2 + tiles_q);
       walk.num_full = __ldg(list);
       walk.steps = (walk.num_full + __ldg(list + 1)) * kBlocksPerTile;
       walk.list = list + 2;
+      if constexpr (kKeyBlocksPerTile > 1) {
+        // A block beyond the last key walks its tile's list only where its turns are counted.
+        if (work.block_k * Traits::kKeys >= p.seqlen_k && p.dq_turns == nullptr) walk.steps = 0;
+      }
     } else {
-      const int first_key = work.block_k * kTile, end = first_key + kTile;
+      const int first_key = work.block_k * Traits::kKeys, end = first_key + Traits::kKeys;
       const int first = max(first_key - p.high, 0);
       const int last = min(min(end, p.seqlen_k) - 1 - p.low, p.seqlen_q - 1);
       walk.start = first / Traits::kRows;
       walk.steps = last < first ? 0 : last / Traits::kRows + 1 - walk.start;
+      if constexpr (kKeyBlocksPerTile > 1) {
+        if (first_key >= p.seqlen_k) walk.steps = 0;
+      }
       walk.start_inside = (max(end - 1 - p.high, 0) + Traits::kRows - 1) / Traits::kRows;
       // A block of keys that is not whole has an edge everywhere.
       walk.stop_inside = end > p.seqlen_k ? 0 : max(first_key - p.low + 1, 0) / Traits::kRows;
@@ -74,17 +82,19 @@ struct QueryWalk {
   }
 };
 
-// How many tiles of keys add before the work to the block of a step: those of later keys that have it in their walk.
+// How many blocks of keys add before the work to the block of a step: those of later keys that have it in their walk.
 template <class Traits, class Work>
-__device__ __forceinline__ int tiles_before(const BackwardParams& p, const Work& work, int step, int block) {
+__device__ __forceinline__ int blocks_before(const BackwardParams& p, const Work& work, int step, int block) {
   if constexpr (Traits::kHasMask) {
     const int tiles_k = (p.seqlen_k + kTile - 1) / kTile, tiles_q = (p.seqlen_q + kTile - 1) / kTile;
-    const int32_t* turns = p.mask_turns + (mask_of(p, work) * tiles_k + work.block_k) * tiles_q;
-    return __ldg(turns + step / QueryWalk<Traits>::kBlocksPerTile);
+    constexpr int kBlocks = QueryWalk<Traits>::kKeyBlocksPerTile;
+    const int32_t* turns = p.mask_turns + (mask_of(p, work) * tiles_k + work.block_k / kBlocks) * tiles_q;
+    const int tiles = __ldg(turns + step / QueryWalk<Traits>::kBlocksPerTile);
+    return tiles * kBlocks + kBlocks - 1 - work.block_k % kBlocks;
   } else {
     // The last whose first key is in reach of the last query.
     const int query = min((block + 1) * Traits::kRows, p.seqlen_q) - 1;
-    return min(query + p.high, p.seqlen_k - 1) / kTile - work.block_k;
+    return min(query + p.high, p.seqlen_k - 1) / Traits::kKeys - work.block_k;
   }
 }
 

@@ -24,16 +24,36 @@ struct SharedDbiasConsumer {
 
   // --- products -------------------------------------------------------------------------------------------------
 
+  // The slots of a product of kColumns columns.
   template <int kColumns>
-  __device__ __forceinline__ void start_product(Scores& scores, int slot) {
+  struct Slots {
+    static constexpr int kEach = Traits::kSlotPanels * kPanelColumns;
+    static constexpr int kCount = (kColumns + kEach - 1) / kEach;
+    int of[kCount];
+  };
+
+  // The part of a product whose operands are in the i-th of its slots, which is the next one.
+  template <int i, int kColumns>
+  __device__ __forceinline__ void start_part(Scores& scores, Slots<kColumns>& slots) {
+    constexpr int kEach = Slots<kColumns>::kEach, kLeft = kColumns - i * kEach;
+    const int slot = slots.of[i] = ring.stage;
+    barrier_wait(&shared.slot_full[slot], ring.phase);
     const uint64_t rows = matrix_descriptor(shared_address(shared.rows[slot]) + group * 64 * kRowBytes, 16);
     const uint64_t keys = matrix_descriptor(shared_address(shared.keys[slot]), 16);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kColumns / 16; ++i) {
-      Wgmma<Element, kTile>::run(scores, step_by_columns<kTile>(rows, i), step_by_columns<kTile>(keys, i), i > 0);
+    for (int c = 0; c < (kLeft < kEach ? kLeft : kEach) / 16; ++c) {
+      Wgmma<Element, kTile>::run(scores, step_by_columns<kTile>(rows, c), step_by_columns<kTile>(keys, c),
+                                 i > 0 || c > 0);
     }
     wgmma_commit();
+    ring.advance();
+  }
+
+  template <int kColumns>
+  __device__ __forceinline__ void give_back(const Slots<kColumns>& slots) {
+#pragma unroll
+    for (int i = 0; i < Slots<kColumns>::kCount; ++i) barrier_arrive_of_warp(&shared.slot_empty[slots.of[i]]);
   }
 
   // Of the thread's two rows, lse or delta.
@@ -127,25 +147,24 @@ struct SharedDbiasConsumer {
     Words words;
     if (has_edge) load_words(words, work, head);
     Scores scores, dp;
-    const int first = ring.stage;
-    barrier_wait(&shared.slot_full[first], ring.phase);
-    start_product<Traits::kD>(scores, first);
-    ring.advance();
-    const int second = ring.stage;
-    barrier_wait(&shared.slot_full[second], ring.phase);
-    start_product<Traits::kDv>(dp, second);
-    ring.advance();
-    const Pair lse = numbers_of(first), delta = numbers_of(second);
+    Slots<Traits::kD> first;
+    Slots<Traits::kDv> second;
+    constexpr bool kIsSplit = first.kCount > 1, kIsSplitV = second.kCount > 1;
+    start_part<0>(scores, first);
+    if constexpr (kIsSplit) start_part<1>(scores, first);
+    start_part<0>(dp, second);
+    const Pair lse = numbers_of(first.of[0]), delta = numbers_of(second.of[0]);
     wgmma_wait<1>();
     pin(scores);
-    barrier_arrive_of_warp(&shared.slot_empty[first]);
+    give_back(first);
     finish_scores(scores, lse);
     if (has_edge) forbid(scores, words, work);
 #pragma unroll
     for (int i = 0; i < kScores; ++i) scores[i] = exp2_approx(scores[i]);
+    if constexpr (kIsSplitV) start_part<1>(dp, second);
     wgmma_wait<0>();
     pin(dp);
-    barrier_arrive_of_warp(&shared.slot_empty[second]);
+    give_back(second);
 #pragma unroll
     for (int i = 0; i < kScores; ++i) sums[i] = fmaf(scores[i], dp[i] - delta.of_row[i / 2 % 2], sums[i]);
   }

@@ -16,22 +16,27 @@ __device__ __forceinline__ Sources of_lane(const Sources& sources, int lane) {
           __shfl_sync(kAll, sources.head_k, lane)};
 }
 
-// The operands of one product, and a number of each row; the first lane of the warp waits and has them copied.
-template <int kPanels, class Traits>
-__device__ __forceinline__ void fill_slot(const SharedDbiasParams& p, SharedDbiasStorage<Traits>& shared,
-                                          Ring<Traits::kSlots>& ring, const CUtensorMap* rows, const CUtensorMap* keys,
-                                          const float* numbers, const DbiasWork& work, const Sources& sources) {
+// The operands of one product, a slot for every kSlotPanels panels of them, each with a number of each row; the first
+// lane of the warp waits and has them copied.
+template <int kPanels, class Traits, int kFirst = 0>
+__device__ __forceinline__ void fill_slots(const SharedDbiasParams& p, SharedDbiasStorage<Traits>& shared,
+                                           Ring<Traits::kSlots>& ring, const CUtensorMap* rows, const CUtensorMap* keys,
+                                           const float* numbers, const DbiasWork& work, const Sources& sources) {
+  constexpr int kCopied = kPanels - kFirst < Traits::kSlotPanels ? kPanels - kFirst : Traits::kSlotPanels;
   if (threadIdx.x == 0) {
     uint64_t* full = &shared.slot_full[ring.stage];
     barrier_wait(&shared.slot_empty[ring.stage], ring.phase ^ 1);
     const int64_t head = static_cast<int64_t>(sources.batch) * p.num_heads + sources.head;
-    copy_panels<kPanels, kTile>(shared.rows[ring.stage], rows, full, 0, work.block_q * kTile, sources.head,
-                                sources.batch);
-    copy_panels<kPanels, kTile>(shared.keys[ring.stage], keys, full, 0, work.block_k * kTile, sources.head_k,
-                                sources.batch);
+    copy_panels<kCopied, kTile>(shared.rows[ring.stage], rows, full, kFirst * kPanelColumns, work.block_q * kTile,
+                                sources.head, sources.batch);
+    copy_panels<kCopied, kTile>(shared.keys[ring.stage], keys, full, kFirst * kPanelColumns, work.block_k * kTile,
+                                sources.head_k, sources.batch);
     copy_floats(shared.numbers[ring.stage], numbers + (head * p.tiles_q + work.block_q) * kTile, kTile, full);
   }
   ring.advance();
+  if constexpr (kFirst + kCopied < kPanels) {
+    fill_slots<kPanels, Traits, kFirst + kCopied>(p, shared, ring, rows, keys, numbers, work, sources);
+  }
 }
 
 // By the first warp: each lane looks up the tile for one of 32 heads, and the first one has operands copied.
@@ -90,8 +95,8 @@ __device__ __forceinline__ void copy_heads(const SharedDbiasParams& p, SharedDbi
 #pragma unroll 1
       for (uint32_t left = item.visited; left != 0; left &= left - 1) {
         const Sources next = of_lane(sources, __ffs(left) - 1);
-        fill_slot<Traits::kPanels>(p, shared, ring, &p.q, &p.k, p.lse, item.work, next);
-        fill_slot<Traits::kPanelsV>(p, shared, ring, &p.dout, &p.v, p.delta, item.work, next);
+        fill_slots<Traits::kPanels, Traits>(p, shared, ring, &p.q, &p.k, p.lse, item.work, next);
+        fill_slots<Traits::kPanelsV, Traits>(p, shared, ring, &p.dout, &p.v, p.delta, item.work, next);
       }
     }
     if (!item.exists) return;

@@ -10,7 +10,7 @@ namespace flash_dmattn {
 // The barriers come last: each one's phase is over when what it names has happened.
 template <class Traits>
 struct alignas(1024) SharedDbiasStorage {
-  // A head takes two slots in turn: q, k and lse, then dout, v and delta.
+  // A head takes slots in turn: columns of q and k, with lse, then columns of dout and v, with delta.
   alignas(1024) uint8_t rows[Traits::kSlots][Traits::kOperandBytes];
   alignas(1024) uint8_t keys[Traits::kSlots][Traits::kOperandBytes];
   alignas(1024) uint8_t bias[Traits::kBiasStages][Traits::kBiasBytes];

@@ -19,12 +19,16 @@ struct SharedDbiasTraits {
   static constexpr int kPanels = (kD + kPanelColumns - 1) / kPanelColumns;
   static constexpr int kPanelsV = (kDv + kPanelColumns - 1) / kPanelColumns;
   static constexpr int kPanelBytes = kTile * kRowBytes;
-  static constexpr int kOperandBytes = (kPanels > kPanelsV ? kPanels : kPanelsV) * kPanelBytes;
+  // Panels of an operand that a product reads at a time: those of D256 are as many bytes as two products of D128 have.
+  static constexpr int kMostPanels = kPanels > kPanelsV ? kPanels : kPanelsV;
+  static constexpr int kSlotPanels = kMostPanels < 2 ? kMostPanels : 2;
+  static constexpr int kOperandBytes = kSlotPanels * kPanelBytes;
   static constexpr int kBiasPanels = kTile / kPanelColumns;
   static constexpr int kBiasBytes = kBiasPanels * kPanelBytes;
 
-  // What 227 KB hold. A slot has the operands of one product: at D128 a third one is filled while those of scores and
-  // of dp are read. At D64 a second tile of bias comes while the last heads of the first are at work.
+  // What 227 KB hold. A slot has the operands of one product, or of up to 128 of its columns: from D128 on a third one
+  // is filled while those of scores and of dp are read. At D64 a second tile of bias comes while the last heads of the
+  // first are at work.
   static constexpr int kSlots = kOperandBytes > kPanelBytes ? 3 : 5;
   static constexpr int kBiasStages = kOperandBytes > kPanelBytes ? 1 : 2;
 

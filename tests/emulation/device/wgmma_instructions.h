@@ -11,13 +11,16 @@ struct Wgmma {
   static constexpr bool kIsHalf = std::is_same_v<T, __half>;
 
   static void run(float (&d)[kN / 2], uint64_t a, uint64_t b, bool accumulate) {
-    emulation::issue_product(kN, kIsHalf, false, d, nullptr, a, b, accumulate);
+    emulation::issue_product(kN, kIsHalf, false, false, d, nullptr, a, b, accumulate);
   }
   static void run_rows(float (&d)[kN / 2], uint64_t a, uint64_t b, bool accumulate) {
-    emulation::issue_product(kN, kIsHalf, true, d, nullptr, a, b, accumulate);
+    emulation::issue_product(kN, kIsHalf, false, true, d, nullptr, a, b, accumulate);
+  }
+  static void run_turned(float (&d)[kN / 2], uint64_t a, uint64_t b, bool accumulate) {
+    emulation::issue_product(kN, kIsHalf, true, true, d, nullptr, a, b, accumulate);
   }
   static void run(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
-    emulation::issue_product(kN, kIsHalf, true, d, a, 0, b, accumulate);
+    emulation::issue_product(kN, kIsHalf, false, true, d, a, 0, b, accumulate);
   }
 };
 

@@ -1,0 +1,11 @@
+// The named barriers of the backward kernels. 0 is that of __syncthreads.
+#pragma once
+
+namespace flash_dmattn {
+
+// One for each consumer of: its turn to issue products; leave to add to sums in device memory, and that it has.
+constexpr int kTurnBarrier = 1, kMayAddBarrier = 3, kHasAddedBarrier = 5;
+// Where both consumers meet to add up what they have summed for a bias per key.
+constexpr int kKeySumsBarrier = 7;
+
+}  // namespace flash_dmattn

@@ -1,0 +1,256 @@
+// What the consumers of both backward kernels do with scores: a warpgroup has those of 64 keys, and of the queries of a
+// block.
+//
+// Scores have keys as rows and queries as columns. p and ds, in 16 bits, are operands as they lie in registers, and go
+// to shared memory turned.
+#pragma once
+
+#include <cfloat>
+
+#include "../../device/fragments.h"
+#include "../../device/pipeline.h"
+#include "pieces.h"
+#include "work.h"
+
+namespace flash_dmattn {
+
+template <class Traits, class Storage>
+struct KeyConsumer {
+  using Element = typename Traits::Element;
+  static constexpr int kD = Traits::kD, kDv = Traits::kDv, kRows = Traits::kRows;
+  static constexpr int kScores = kRows / 2;  // of a thread
+  static constexpr int kSteps = kRows / 16;  // of 16 queries
+  static constexpr bool kHasKeyBias = Traits::kBias == BackwardBias::kVector;
+  using Scores = float[kScores];
+  using Operand = uint32_t[kSteps][4];  // scores in 16 bits, as a matrix instruction reads them
+
+  const BackwardParams& p;
+  Storage& shared;
+  const int group, warp, lane;  // which 64 keys of the block; the warp of the warpgroup
+  float key_bias[2];            // of the thread's two keys, in units of log2
+
+  __device__ __forceinline__ static int first_key(const KeyItem<Traits>& item) { return item.block_k * Traits::kKeys; }
+  __device__ __forceinline__ int key_of_block(int r) const { return group * 64 + warp * 16 + lane / 4 + 8 * r; }
+
+  // --- products -------------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ void start_scores(Scores& scores, int stage) {
+    const uint64_t k = matrix_descriptor(shared_address(shared.k) + group * 64 * kRowBytes, 16);
+    const uint64_t q = matrix_descriptor(shared_address(shared.q[stage]), 16);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kD / 16; ++i) {
+      Wgmma<Element, kRows>::run(scores, step_by_columns<Traits::kKeys>(k, i), step_by_columns<kRows>(q, i), i > 0);
+    }
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void start_dp(Scores& dp, int stage) {
+    const uint64_t v = matrix_descriptor(shared_address(shared.v) + group * 64 * kRowBytes, 16);
+    const uint64_t dout = matrix_descriptor(shared_address(shared.dout[stage]), 16);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kDv / 16; ++i) {
+      Wgmma<Element, kRows>::run(dp, step_by_columns<Traits::kKeys>(v, i), step_by_columns<kRows>(dout, i), i > 0);
+    }
+    wgmma_commit();
+  }
+
+  // --- scores ---------------------------------------------------------------------------------------------------
+
+  // Bits of the keys of the thread's warp: of query 32 t + lane of the block.
+  using Words = uint32_t[kRows / 32];
+
+  __device__ __forceinline__ void load_edge(Words& words, const KeyItem<Traits>& item, int block) {
+    if constexpr (Traits::kHasMask) {
+      const int64_t row_words = (p.seqlen_k + kTile - 1) / kTile * kTileWords;
+      const int64_t first = mask_of(p, item) * p.seqlen_q;
+      const int word = item.block_k * (Traits::kKeys / kWord) + group * 2 + warp / 2;
+#pragma unroll
+      for (int t = 0; t < kRows / 32; ++t) {
+        // A row beyond the last has those of the last; its lse forbids all.
+        const int row = min(block * kRows + 32 * t + lane, p.seqlen_q - 1);
+        words[t] = __ldg(p.mask_bits + (first + row) * row_words + word);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void forbid(Scores& scores, const Words& words, const KeyItem<Traits>& item, int block) {
+    if constexpr (Traits::kHasMask) {
+      const int shift = warp % 2 * 16 + lane / 4;
+#pragma unroll
+      for (int c = 0; c < kRows / 8; ++c) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const uint32_t word = __shfl_sync(0xffffffffu, words[c / 4], 8 * (c % 4) + 2 * (lane % 4) + e) >> shift;
+          scores[4 * c + e] = word & 1u ? scores[4 * c + e] : -INFINITY;
+          scores[4 * c + 2 + e] = word & 1u << 8 ? scores[4 * c + 2 + e] : -INFINITY;
+        }
+      }
+    } else {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int key = first_key(item) + key_of_block(r);
+        const int query = block * kRows + 2 * (lane % 4);
+        const int from = key - p.high - query, to = key < p.seqlen_k ? key - p.low - query : -1;
+#pragma unroll
+        for (int i = 0; i < kScores / 2; ++i) {
+          const int at = i / 2 * 8 + i % 2;
+          float& score = scores[4 * (i / 2) + 2 * r + i % 2];
+          score = at >= from && at <= to ? score : -INFINITY;
+        }
+      }
+    }
+  }
+
+  // Where the lane's row of the four matrices of step 0 lies in a tile of scores: 16 queries and the warp's 16 keys.
+  __device__ __forceinline__ uint32_t place_of_matrices() const {
+    const int row = lane % 8, matrix = lane / 8, chunk = 2 * warp + matrix % 2;
+    return group * kRows * kRowBytes + (matrix / 2 * 8 + row) * kRowBytes + ((chunk ^ row) << 4);
+  }
+
+  using BiasWords = uint32_t[kSteps][4];
+
+  // The block's tile of bias; its barriers are those of the consumer.
+  __device__ __forceinline__ void read_bias(BiasWords& bias, int stage) {
+    const uint32_t tile = shared_address(shared.bias[stage]) + place_of_matrices();
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) load_matrices_turned(bias[i], tile + i * 16 * kRowBytes);
+  }
+
+  // What is added to two scores of the thread's key r, in units of log2: bias, less lse of their queries.
+  __device__ __forceinline__ float2 added(float2 lse, const BiasWords& bias, int c, int r) const {
+    float2 add = make_float2(-lse.x, -lse.y);
+    if constexpr (Traits::kHasBiasTiles) {
+      const float2 values = unpack(bias[c / 2][c % 2 * 2 + r], Element{});
+      add.x = fmaf(values.x, kLog2e, add.x);
+      add.y = fmaf(values.y, kLog2e, add.y);
+    } else if constexpr (kHasKeyBias) {
+      add.x += key_bias[r];
+      add.y += key_bias[r];
+    }
+    // With a softcap keys are forbidden before: -inf, which an overflow to inf would make NaN.
+    if constexpr (Traits::kHasBiasTiles && Traits::kHasSoftcap) {
+      add = make_float2(fminf(add.x, FLT_MAX), fminf(add.y, FLT_MAX));
+    }
+    return add;
+  }
+
+  // Scores in units of log2, less lse.
+  __device__ __forceinline__ void finish_scores(Scores& scores, int stage, const BiasWords& bias) {
+    const float scale = p.softmax_scale * kLog2e;
+    const float* lse = shared.lse[stage] + 2 * (lane % 4);
+#pragma unroll
+    for (int c = 0; c < kRows / 8; ++c) {
+      const float2 pair = *reinterpret_cast<const float2*>(lse + 8 * c);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float2 add = added(pair, bias, c, r);
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& score = scores[4 * c + 2 * r + e];
+          score = fmaf(score, scale, e == 0 ? add.x : add.y);
+        }
+      }
+    }
+  }
+
+  // From p and dp their operands p and ds, in 16 bits: two scores at a time, so that the registers of both suffice. The
+  // gradient of a bias per key is the sum of ds before it is rounded: of the thread's two keys, and its queries of the
+  // block. What takes it adds it to shared memory at once: sums that stay in registers are put off by the compiler to
+  // the next block, and all of ds with them.
+  __device__ __forceinline__ void finish_ds(const Scores& exps, const Scores& dp, int stage, Operand& probs,
+                                            Operand& ds, float (&sums)[2]) {
+    const float* delta = shared.delta[stage] + 2 * (lane % 4);
+    sums[0] = sums[1] = 0.0f;
+#pragma unroll
+    for (int c = 0; c < kRows / 8; ++c) {
+      const float2 pair = *reinterpret_cast<const float2*>(delta + 8 * c);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int i = 4 * c + 2 * r;
+        const float low = dp[i] - pair.x, high = dp[i + 1] - pair.y;
+        probs[c / 2][c % 2 * 2 + r] = pack(exps[i], exps[i + 1], Element{});
+        ds[c / 2][c % 2 * 2 + r] = pack(exps[i] * low, exps[i + 1] * high, Element{});
+        // Not of the products at hand: that takes two registers more than there are.
+        if constexpr (kHasKeyBias) sums[r] = fmaf(exps[i], low, fmaf(exps[i + 1], high, sums[r]));
+      }
+    }
+  }
+
+  // Scores in 16 bits to a tile of shared memory, (queries, keys).
+  __device__ __forceinline__ void write_turned(const Operand& x, const uint8_t* to) {
+    const uint32_t tile = shared_address(to) + place_of_matrices();
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) store_matrices_turned(x[i], tile + i * 16 * kRowBytes);
+  }
+
+  // --- the walk -------------------------------------------------------------------------------------------------
+
+  // The block of a step, and what forbids keys there.
+  struct Block {
+    int index;
+    bool has_edge;
+    Words words;
+  };
+
+  __device__ __forceinline__ void find_block(Block& block, const KeyItem<Traits>& item, int step) {
+    block.index = item.walk.at(step, block.has_edge);
+    if (block.has_edge) load_edge(block.words, item, block.index);
+  }
+
+  // --- results --------------------------------------------------------------------------------------------------
+
+  // dk or dv, (B, Lk, Hk, columns), or its part of the sums, pieces as those of dq.
+  template <int kCount>
+  __device__ __forceinline__ void store(const float (&x)[kCount], void* to, float* sums, int columns, float factor,
+                                        const KeyItem<Traits>& item) {
+    const int heads_k = p.num_heads / p.queries_per_group, head_k = item.head / p.queries_per_group;
+    if (sums != nullptr) {
+      const int64_t head = static_cast<int64_t>(item.batch) * heads_k + head_k;
+      constexpr int kPanels = kCount * 2 / kPieceColumns, kPieces = Traits::kKeys / kPieceRows;
+      float* piece = sums + (head * kPieces * p.blocks_k + item.block_k * kPieces + group) * kPanels * kPieceFloats;
+#pragma unroll
+      for (int c = 0; c < kCount / 4; ++c) {
+        add_four(piece + c / 8 * kPieceFloats + place_in_piece(c % 8, threadIdx.x % 128), x[4 * c], x[4 * c + 1],
+                 x[4 * c + 2], x[4 * c + 3]);
+      }
+      return;
+    }
+    if (to == nullptr) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int key = first_key(item) + key_of_block(r);
+      Element* row = static_cast<Element*>(to) +
+                     ((static_cast<int64_t>(item.batch) * p.seqlen_k + key) * heads_k + head_k) * columns;
+#pragma unroll
+      for (int c = 0; c < kCount / 16; ++c) {
+        uint32_t words[4];
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+          const int i = 4 * (4 * c + w) + 2 * r;
+          words[w] = pack(x[i] * factor, x[i + 1] * factor, Element{});
+        }
+        transpose_words(words[0], words[1], words[2], words[3], lane);
+        const int column = 8 * (4 * c + lane % 4);
+        if (key < p.seqlen_k && column < columns) {
+          *reinterpret_cast<uint4*>(row + column) = make_uint4(words[0], words[1], words[2], words[3]);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load_key_bias(const KeyItem<Traits>& item) {
+    if constexpr (kHasKeyBias) {
+      with_bias(p, item, [&](auto bias) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          key_bias[r] = bias(0, min(first_key(item) + key_of_block(r), p.seqlen_k - 1)) * kLog2e;
+          if constexpr (Traits::kHasSoftcap) key_bias[r] = fminf(key_bias[r], FLT_MAX);  // as in `added`
+        }
+      });
+    }
+  }
+};
+
+}  // namespace flash_dmattn

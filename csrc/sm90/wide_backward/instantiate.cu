@@ -1,0 +1,18 @@
+// The backward kernels of one dtype and one pair of head dims, one of them above 128. The build compiles this file once
+// for each of them, and says which by FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM and FLASH_DMATTN_HEAD_DIM_V.
+#include "../backward/dispatch.h"
+#include "wide_backward.h"
+
+namespace flash_dmattn {
+
+template <>
+cudaError_t launch_backward_main<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V>(
+    const BackwardParams& params, BackwardBias bias, bool has_mask, int blocks, cudaStream_t stream) {
+  return with_backward_form(bias, has_mask, [&](auto form, auto has_mask_) {
+    using Traits = WideBackwardTraits<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V,
+                                      decltype(form)::value, decltype(has_mask_)::value>;
+    return launch_wide_backward_kernel<Traits>(params, blocks, stream);
+  });
+}
+
+}  // namespace flash_dmattn
