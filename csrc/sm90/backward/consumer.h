@@ -159,8 +159,8 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
   __device__ __forceinline__ void wait_turn() { named_barrier_sync(kTurnBarrier + group, 2 * 128); }
   __device__ __forceinline__ void pass_turn() { named_barrier_arrive(kTurnBarrier + (group ^ 1), 2 * 128); }
 
-  // The products of a block of queries: its dv and dk, and dq of the step before, when the other consumer's part of ds has
-  // long been there. With kHasNext the scores of the next block are being multiplied at the end.
+  // The products of a block of queries: its dv and dk, and dq of the step before, when the other consumer's part of ds
+  // has long been there. With kHasNext the scores of the next block are being multiplied at the end.
   template <bool kHasNext>
   __device__ __forceinline__ void multiply(const KeyItem<Traits>& item, int i, const Operand& probs, const Operand& ds,
                                            Scores& scores, int last_index, Rings& rings) {
@@ -226,8 +226,8 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     last_index = index;
   }
 
-  // With a softcap: of a block whose product of scores is under way, tanh and dp. The first wait is what keeps ptxas from
-  // moving tanh before the product of dp.
+  // With a softcap: of a block whose product of scores is under way, tanh and dp. The first wait is what keeps ptxas
+  // from moving tanh before the product of dp.
   __device__ __forceinline__ void start_capped(const KeyItem<Traits>& item, Scores& scores, Scores& dp,
                                                const Block& block, const Rings& rings) {
     barrier_wait(&shared.dout_full[rings.rows.stage], rings.rows.phase);

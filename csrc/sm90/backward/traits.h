@@ -16,8 +16,8 @@ struct BackwardTraits {
   static constexpr bool kHasBiasTiles = kBias == BackwardBias::kTile || kBias == BackwardBias::kTileStore;
   static constexpr bool kStoresDbias = kBias == BackwardBias::kTileStore;
   static constexpr bool kHasSoftcap = kSoftcap;
-  // With a softcap the slope of tanh is in ds as dq takes it, not as it is stored: dbias then replaces the bias in shared
-  // memory, in the tile whose values have just been read.
+  // With a softcap the slope of tanh is in ds as dq takes it, not as it is stored: dbias then replaces the bias in
+  // shared memory, in the tile whose values have just been read.
   static constexpr bool kReplacesBias = kStoresDbias && kHasSoftcap;
 
   // A consumer has 64 keys, whose dk and dv it holds, D floats a thread, beside scores and dp of all queries of a tile,
@@ -26,8 +26,8 @@ struct BackwardTraits {
   static constexpr int kRows = backward_rows(kD, kDv);
   static constexpr int kStages = 2;
   // With a softcap ds is written before a consumer's turn, when the other may still multiply the last but one: a third
-  // stage. There is room for it at D64 since the bias is read late, right before that: its next tile has the products and
-  // tanh of a step to come in.
+  // stage. There is room for it at D64 since the bias is read late, right before that: its next tile has the products
+  // and tanh of a step to come in.
   static constexpr int kDsStages = kHasSoftcap ? 3 : kStages, kBiasStages = kHasSoftcap ? 1 : kStages;
 
   static constexpr int kPanels = (kD + kPanelColumns - 1) / kPanelColumns;
