@@ -124,6 +124,9 @@ struct BackwardParams {
   // Counts the work handed out, without the first of each block where tiles need not take turns; null to share it out
   // evenly.
   int* next;
+
+  // Scores are softcap * tanh(pre_scale * q k), plus bias, the numbers of ForwardParams; 0 without a softcap.
+  float softcap, pre_scale;
 };
 
 // Before the backward pass whose tiles of keys take turns: lists of columns in which the tiles of queries ascend.
@@ -165,6 +168,8 @@ struct SharedDbiasParams {
 
   int tiles_q, tiles_k, total;
   int* next;  // counts the tiles handed out beyond the first of each block; null where there are no others
+
+  float softcap, pre_scale;  // as in BackwardParams
 };
 
 // Before the backward pass: lse in base 2, delta = rowsum(dout * out) - dlse, and zeros for dq_sums.

@@ -184,6 +184,22 @@ BACKWARD = (
     WIDE_FP16.with_(**MANY, seqlen_k=136, bias=FULL, is_causal=True),
     WIDE_FP16.with_(seqlen_q=193, seqlen_k=272, bias=FULL, mask=FULL, mask_kind="empty_rows", need=("bias",)),
 )
+# With a softcap: each form of bias, with a mask and without.
+BACKWARD_CAPPED = tuple(
+    case.with_(softcap=5.0)
+    for case in (
+        BASE.with_(seqlen_q=193, seqlen_k=257, is_causal=True),
+        FP16_BASE.with_(seqlen_q=257, seqlen_k=193, bias=PER_KEY, mask=TILES, mask_kind="empty_tiles"),
+        BASE.with_(seqlen_q=257, seqlen_k=264, bias=FULL, window_size=(40, 0)),
+        FP16_BASE.with_(**SHARED, seqlen_q=130, seqlen_k=264, bias=FULL, mask=TILES, need=QKV),
+        WIDE_FP16.with_(seqlen_q=193, seqlen_k=257, mask=TILES, mask_kind="empty_rows"),
+        WIDE_BASE.with_(**SHARED, seqlen_q=257, seqlen_k=193, bias=PER_KEY, is_causal=True),
+        WIDE_FP16.with_(**MANY, seqlen_q=193, seqlen_k=136, bias=FULL, mask=TILES),
+        WIDE_BASE.with_(seqlen_q=130, seqlen_k=264, bias=FULL, need=QKV),
+        BASE.with_(batch=2, seqlen_q=129, seqlen_k=136, bias=("1", "Hq", "Lq", "Lk")),
+        WIDE_FP16.with_(**SHARED, seqlen_k=264, bias=("B", "1", "Lq", "Lk"), mask=TILES, is_causal=True),
+    )
+)
 BACKWARD_IN_ORDER = (
     FP16_BASE.with_(seqlen_q=127, seqlen_k=257, bias=("1", "Hk", "Lq", "1"), window_size=(20, 5)),
     BASE.with_(
@@ -251,7 +267,7 @@ CASES = {
     "triton": _numbered(plain=PLAIN, descriptors=DESCRIPTORS, unaligned=UNALIGNED),
     "cuda": _numbered(plain=D64 + D128 + OTHERS, unaligned=FORWARD_UNALIGNED, parts=FORWARD_PARTS),
     "cuda-backward": _numbered(
-        plain=BACKWARD + BACKWARD_SHARED + BACKWARD_WIDE + BACKWARD_WIDE_SHARED,
+        plain=BACKWARD + BACKWARD_CAPPED + BACKWARD_SHARED + BACKWARD_WIDE + BACKWARD_WIDE_SHARED,
         in_order=BACKWARD_IN_ORDER + BACKWARD_WIDE_IN_ORDER,
         unaligned=BACKWARD_UNALIGNED,
     ),

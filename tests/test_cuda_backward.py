@@ -265,6 +265,93 @@ def test_more_work_than_processors(backend: Runner, deterministic: bool, is_caus
         check(backend, case, case.build(), deterministic=deterministic)
 
 
+# A softcap, whose slope dq and dk have and the gradients of a bias have not
+
+CAPPED = BASE.with_(softcap=2.0, logits=3.0)  # from where tanh is a line to where it is flat
+
+
+def check_capped(backend: Runner, case: Case, **flags: Any) -> None:
+    """`check` of a case whose gradients are all of cuda."""
+    inputs = case.build()
+    if backend.refusal(case, inputs) is None:
+        assert backend.choice(case, inputs, **flags) == "cuda"
+    check(backend, case, inputs, **flags)
+
+
+@every_mask
+@every_bias
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
+def test_softcap(backend: Runner, dtype: torch.dtype, heads: tuple[int, int, int], bias: str, form: str) -> None:
+    num_heads, num_heads_k, head_dim = heads
+    case = CAPPED.with_(num_heads=num_heads, num_heads_k=num_heads_k, head_dim=head_dim, dtype=dtype)
+    check_masked(backend, case.with_(bias=BIASES[bias]), form)
+
+
+@every_mask
+@pytest.mark.parametrize("shape", (("1", "1", "Lq", "Lk"), ("1", "Hk", "Lq", "Lk"), FULL), ids="-".join)
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_softcap_with_a_bias_that_takes_no_gradient(
+    backend: Runner, head_dim: int, shape: tuple[str, ...], form: str
+) -> None:
+    check_masked(backend, CAPPED.with_(head_dim=head_dim, bias=shape, need=("q", "k", "v")), form)
+
+
+@pytest.mark.parametrize("need", SUBSETS, ids="-".join)
+@every_bias
+@both_orders
+def test_softcap_of_what_is_asked_for(backend: Runner, deterministic: bool, bias: str, need: tuple[str, ...]) -> None:
+    case = CAPPED.with_(need=need, bias=BIASES[bias], mask=FULL, is_causal=True)
+    check(backend, case, case.build(), deterministic=deterministic)
+
+
+@pytest.mark.parametrize("seqlen_q", LENGTHS)
+@pytest.mark.parametrize("seqlen_k", (64, 128, 136, 192))
+@pytest.mark.parametrize("head_dim", (64, 128))
+@every_bias
+def test_softcap_at_lengths(backend: Runner, bias: str, head_dim: int, seqlen_k: int, seqlen_q: int) -> None:
+    case = CAPPED.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, bias=BIASES[bias], is_causal=True)
+    check_capped(backend, case)
+
+
+@pytest.mark.parametrize("softcap", (0.02, 0.5, 30.0, 1000.0))
+@pytest.mark.parametrize("softmax_scale", (None, 0.0, -0.3))
+@every_bias
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_softcaps(backend: Runner, head_dim: int, bias: str, softmax_scale: float | None, softcap: float) -> None:
+    case = CAPPED.with_(softcap=softcap, softmax_scale=softmax_scale, logits=30.0, head_dim=head_dim)
+    check_capped(backend, case.with_(bias=BIASES[bias]))
+
+
+@pytest.mark.parametrize("bias_kind", ("inf", "min", "huge"))
+@every_mask
+@pytest.mark.parametrize("bias", ("per query", "per key", "per score"))
+def test_softcap_with_extreme_biases(backend: Runner, bias: str, form: str, bias_kind: str) -> None:
+    check_masked(backend, CAPPED.with_(bias=BIASES[bias], bias_kind=bias_kind), form)
+
+
+@pytest.mark.parametrize("shape", (("B", "Hq", "1", "Lk"), FULL), ids="-".join)
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_softcap_with_a_great_bias_of_keys_left_out(backend: Runner, head_dim: int, shape: tuple[str, ...]) -> None:
+    """Such a bias over log 2 is inf, and what marks a key left out is -inf."""
+    case = CAPPED.with_(bias=shape, head_dim=head_dim, mask=("B", "1", "Lq", "Lk"), mask_kind="all_allowed")
+    inputs = case.build()
+    assert inputs.bias is not None and inputs.mask is not None
+    inputs.mask[..., ::3] = False
+    inputs.bias[..., ::3] = torch.finfo(inputs.bias.dtype).max
+    check(backend, case, inputs)
+
+
+@every_bias
+@pytest.mark.parametrize("head_dim", (64, 128))
+@both_orders
+def test_softcap_of_many_tiles(backend: Runner, deterministic: bool, head_dim: int, bias: str) -> None:
+    """Rings of stages go round, and processors take one tile of keys after the other."""
+    case = CAPPED.with_(seqlen_q=1190, seqlen_k=1096, num_heads=8, head_dim=head_dim, bias=BIASES[bias])
+    for window_size in (None, (300, 0)):
+        check_capped(backend, case.with_(window_size=window_size), deterministic=deterministic)
+
+
 # The gradient of a bias that heads or batch entries share
 
 SHARED = tuple((batch, heads, "Lq", "Lk") for batch in ("1", "B") for heads in ("1", "Hk", "Hq"))[:-1]
@@ -383,6 +470,16 @@ def test_layouts_with_a_shared_gradient(backend: Runner, head_dim: int, layout: 
     case = GROUPED.with_(head_dim=head_dim, bias=("1", "Hk", "Lq", "Lk"), mask=TILES, is_causal=True)
     inputs = case.build()
     check(backend, case, inputs, rearranged(inputs, LAYOUTS[layout]))
+
+
+@every_mask
+@every_shared
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_softcap_with_a_shared_gradient(
+    backend: Runner, head_dim: int, shape: tuple[str, ...], form: str, unwritten_is_nan: None
+) -> None:
+    case = GROUPED.with_(head_dim=head_dim, bias=shape, softcap=2.0, logits=3.0)
+    check_masked(backend, case, form)
 
 
 def test_a_shared_gradient_is_the_same_every_time(backend: Runner) -> None:

@@ -474,7 +474,7 @@ calls = {{
     "cuda_pack_mask": (torch.ones(1, 1, 4, 4, dtype=torch.bool), 0, 0, False),
     "cuda_forward_kernel": (q, q, q, [], None, torch.empty_like(q), lse, -4, 4, 0.125, 0.0, 1),
     "cuda_backward_kernel": (
-        q, None, q, q, q, [], None, q, lse, None, q.clone(), None, None, lse, -4, 4, 0.125, False
+        q, None, q, q, q, [], None, q, lse, None, q.clone(), None, None, lse, -4, 4, 0.125, 0.0, False
     ),
 }}
 for name, arguments in calls.items():
@@ -493,7 +493,7 @@ FORWARD_SCHEMA = (
 BACKWARD_SCHEMA = (
     "flash_dmattn::cuda_backward_kernel(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor[] mask, "
     "Tensor? bias, Tensor out, Tensor lse, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dbias, "
-    "Tensor(e!)? dbias_sums, int low, int high, float softmax_scale, bool deterministic) -> ()"
+    "Tensor(e!)? dbias_sums, int low, int high, float softmax_scale, float softcap, bool deterministic) -> ()"
 )
 
 

@@ -74,6 +74,7 @@ class Operators:
         low: int,
         high: int,
         softmax_scale: float,
+        softcap: float,
         deterministic: bool,
     ) -> None:
         """`cuda_backward_kernel`: a tile of a dbias of every head is written where some of it is allowed."""
@@ -86,9 +87,9 @@ class Operators:
         if bias is not None:
             repeat = q.shape[2] // bias.shape[1] if bias.shape[1] > 1 else 1
             scores = scores + bias.repeat_interleave(repeat, 1)
-        found = formula.gradients(
-            dout, dlse, q, k, v, allowed.expand(-1, -1, *scores.shape[2:]), scores, softmax_scale=softmax_scale
-        )
+        flags = {"softmax_scale": softmax_scale, "softcap": softcap}
+        allowed_each = allowed.expand(-1, -1, *scores.shape[2:])
+        found = formula.gradients(dout, dlse, q, k, v, allowed_each, scores, **flags)
         for to, x in zip((dq, dk, dv), found[:3], strict=True):
             if to is not None:
                 assert to.is_contiguous()
@@ -135,7 +136,9 @@ def check(case: Case, given: Inputs | None = None, mask: list[Tensor] | None = N
     scale = formula.default_scale(x.q, case.softmax_scale)
     need = [name in case.need and (name != "bias" or x.bias is not None) for name in NAMES]
     dlse = None if x.dlse is None else x.dlse.masked_fill(lse == -torch.inf, 0.0)
-    gradients = cuda._backward(x.dout, dlse, x.q, x.k, x.v, mask, x.bias, out, lse, *band, scale, 0.0, False, need)
+    gradients = cuda._backward(
+        x.dout, dlse, x.q, x.k, x.v, mask, x.bias, out, lse, *band, scale, case.softcap, False, need
+    )
     names = ("dq", "dk", "dv", "dbias")
     assert_accurate({"out": out, "lse": lse, **dict(zip(names, gradients, strict=True))}, case, inputs)
 
@@ -162,6 +165,11 @@ def test_gradients(
 ) -> None:
     check(BASE.with_(bias=bias, mask=mask, mask_kind="empty_tiles", is_causal=is_causal))
     assert len(operators.calls) == 1
+
+
+def test_a_softcap_reaches_the_kernels(operators: Operators) -> None:
+    for bias in BIASES:
+        check(BASE.with_(bias=bias, softcap=0.5))
 
 
 def test_a_bias_that_is_read_but_takes_no_gradient(operators: Operators) -> None:

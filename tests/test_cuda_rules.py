@@ -55,7 +55,10 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         {"q": (2, 4096, 16, 192), "head_dim_v": 128, **GRADIENTS},
         r"head dims are 192 and 128 \(v\); the backward kernels .* multiples of 8 up to 64 and 64 or 128 and 128 ",
     ),
-    "backward_softcap": ({"softcap": 30.0, **GRADIENTS}, "softcap is 30 and gradients of q, k, v are needed; "),
+    "backward_softcap": (
+        {"softcap": 30.0, "q": (2, 4096, 16, 192), "head_dim_v": 128, **GRADIENTS},
+        r"softcap is 30 and head dims are 192 and 128 \(v\); ",
+    ),
     "rounded_delta": ({"seqlen_k": 32, **GRADIENTS}, "there are 32 keys; "),
     "tile_bias_dtype": (
         {"bias": PER_SCORE, "bias_dtype": "fp32", **GRADIENTS},
@@ -91,6 +94,7 @@ PASSED_OVER: dict[str, tuple[dict[str, Any], str]] = {
     "few_keys": ({"seqlen_k": 128}, "there are 128 keys"),
     "wide_gradients": ({"q": (2, 4096, 16, 192), "head_dim_v": 128}, "head dims are 192 and 128"),
     "fixed_order": ({"bias": PER_SCORE, "bias_grad": True, "deterministic": True}, "deterministic is True and"),
+    "softcap": ({"softcap": 30.0}, "softcap is 30; "),
     "partial_dbias": ({"bias": PER_SCORE, "bias_grad": True, "is_causal": True}, "the gradient of bias, of a value"),
 }
 NEVER_TAKEN = (
@@ -105,8 +109,8 @@ NEVER_TAKEN = (
 )
 # Its forward pass serves these, its backward pass does not, for this reason.
 NEVER_DIFFERENTIATED = (
+    ("backward_softcap", {"softcap": 1.0, "q": (2, 4096, 16, 256), "bias": (1, 16, 1, 4096), "bias_grad": True}),
     ("backward_head_dim", {"q": (2, 4096, 16, 192), "head_dim_v": 128, **GRADIENTS}),
-    ("backward_softcap", {"softcap": 1.0, "bias": (1, 16, 1, 4096), "bias_grad": True}),
     ("tile_bias_rows", {"bias": PER_SCORE, "bias_strides": (2**28, 2**24, 1, 2**12), **GRADIENTS}),
     # Its gradient has the shape of what was expanded.
     ("expanded_dbias", {**DBIAS, "bias_strides": (2**16, 2**12, 0, 1)}),
@@ -140,6 +144,9 @@ DIFFERENTIATED = (
     {"q": (0, 64, 16, 64), "seqlen_k": 0, **GRADIENTS},
     {"q": (2, 1, 16, 64), "seqlen_k": 33, **GRADIENTS},
     {"deterministic": True, "kv_heads": 4, "bias": (2, 4, 1, 4096), "bias_grad": True},
+    {"softcap": 1.0, "bias": (1, 16, 1, 4096), "bias_grad": True},
+    {"softcap": 30.0, **DBIAS, **GRADIENTS, "is_causal": True},
+    {"softcap": 30.0, "bias": (1, 1, 4096, 4096), "bias_grad": True, "mask": (2, 16, 4096, 4096), **GRADIENTS},
 )
 TAKEN = (
     {},
@@ -230,7 +237,7 @@ def test_its_backward_pass_completes_the_forward_pass_of_another(call: dict[str,
 
 def test_without_triton_gradients_are_those_of_eager() -> None:
     with flash_dmattn.disable_backends("triton"):
-        explanation = explained(**GRADIENTS, softcap=1.0)
+        explanation = explained(**GRADIENTS, q=(2, 4096, 16, 192))
     assert (explanation.forward, explanation.backward) == ("cuda", "eager")
 
 

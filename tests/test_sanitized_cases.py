@@ -94,19 +94,30 @@ def test_the_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_backward_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No rule refuses a call; each kernel has one, each form in either order, and the work is shared in every way."""
+    """No rule refuses a call; each kernel has one, each form in either order, and the work is shared in every way.
+
+    Those with a softcap: one of each form at 64 and 128.
+    """
     monkeypatch.setattr(cuda_rules, "installed_units", lambda: None)
     kernels, shared, orders, works = set(), set(), set(), set()
+    capped, capped_shared = set(), set()
     for case, how in sanitized_cases.CASES["cuda-backward"]:
         in_order = how == "in_order"
         problem = differentiated(case, in_order)
         assert not broken_rules(cuda, problem, ("forward", "backward")) and case.need, case.repro()
         unit, form, has_mask = backward_unit_of(case), backward_form(problem), case.mask is not None
+        if case.softcap > 0:
+            capped.add((unit[:2], form))
+            if shares_dbias(problem):
+                capped_shared.add(unit[:2])
+            continue
         kernels.add((unit, form, has_mask))
         if shares_dbias(problem):
             shared.add((unit, has_mask))
         orders.add((unit[:2], form, has_mask, in_order))
         works.add((in_order, *backward_works(problem)))
+    assert capped == set(itertools.product(((64, 64), (128, 128)), BACKWARD_FORMS))
+    assert capped_shared == {(64, 64), (128, 128)}
     flags = (False, True)
     assert kernels == set(itertools.product(ALL_BACKWARD_UNITS, BACKWARD_FORMS, flags))
     assert shared == set(itertools.product(ALL_BACKWARD_UNITS, flags))
@@ -115,4 +126,4 @@ def test_the_backward_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatc
     assert heads == {(o, h) for o in flags for h in ("its own", "a group")} | {(False, "one of a group")}
     shares = {(in_order, share) for in_order, _, share in works}
     assert {(True, "in order"), *itertools.product((False,), ("one each", "evenly", "as they finish"))} <= shares
-    assert len(sanitized_cases.CASES["cuda-backward"]) == 100
+    assert len(sanitized_cases.CASES["cuda-backward"]) == 110

@@ -101,11 +101,12 @@ Tensor order_lists(const std::vector<Tensor>& mask, const Tensor& q, int64_t til
 void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask,
               std::optional<Tensor> bias, Tensor out, Tensor lse, std::optional<Tensor> dq, std::optional<Tensor> dk,
               std::optional<Tensor> dv, std::optional<Tensor> dbias, std::optional<Tensor> dbias_sums, int64_t low,
-              int64_t high, double softmax_scale, bool deterministic) {
+              int64_t high, double softmax_scale, double softcap, bool deterministic) {
   const Sizes sizes = sizes_of(kName, q, k, v);
   const Unit unit = unit_of(q.scalar_type(), sizes.head_dim, sizes.head_dim_v);
   CHECK_ARGUMENT(sizes.head_dim_v <= kMaxRowColumns, "rows of out have ", sizes.head_dim_v, " columns, more than ",
                  kMaxRowColumns);
+  CHECK_ARGUMENT(!(softcap > 0) || unit.tile_keys == kTile, "the kernels of head dims above 128 have no softcap");
   CHECK_ARGUMENT(out.is_contiguous() && lse.is_contiguous(), "out and lse need to be contiguous");
   CHECK_ARGUMENT(bias.has_value() || !(dbias.has_value() || dbias_sums.has_value()), "there is no bias for a dbias");
 
@@ -144,6 +145,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   set_sizes(sizes, params);
   params.head_dim = static_cast<int>(sizes.head_dim);
   params.softmax_scale = static_cast<float>(softmax_scale);
+  set_softcap(softmax_scale, softcap, params);
   set_band(sizes, low, high, params);
   const bool has_mask = !mask.empty();
   if (has_mask) {
@@ -198,7 +200,8 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   check(unit.rows(rows, device.stream), kName, "launching the kernel of the rows");
 
   if (shares_dbias) {
-    const SharedDbiasCall call{dout, q, k, v, *bias, mask, params.lse, params.delta, low, high, softmax_scale};
+    const SharedDbiasCall call{dout, q, k, v, *bias, mask, params.lse, params.delta, low, high, softmax_scale,
+                               softcap};
     store_shared_dbias(kName, unit.shared_dbias, device, sizes, call, *dbias);
     if (!(dq.has_value() || dk.has_value() || dv.has_value())) return;
   }
@@ -263,7 +266,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flash_dmattn, m) {
   m.def(
       "cuda_backward_kernel(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? bias, "
       "Tensor out, Tensor lse, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dbias, "
-      "Tensor(e!)? dbias_sums, int low, int high, float softmax_scale, bool deterministic) -> ()");
+      "Tensor(e!)? dbias_sums, int low, int high, float softmax_scale, float softcap, bool deterministic) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, m) { m.impl("cuda_backward_kernel", TORCH_BOX(&backward)); }

@@ -48,6 +48,14 @@ void set_band(const Sizes& sizes, int64_t low, int64_t high, Params& params) {
   params.high = static_cast<int>(std::clamp(high, -sizes.seqlen_q, sizes.seqlen_k));
 }
 
+// Scores are softcap * tanh(pre_scale * q k) where softcap is positive: the same numbers in both passes.
+template <class Params>
+void set_softcap(double softmax_scale, double softcap, Params& params) {
+  if (!(softcap > 0)) return;
+  params.softcap = static_cast<float>(softcap);
+  params.pre_scale = static_cast<float>(softmax_scale / softcap);
+}
+
 // Those of a TileMask, `lists` of rows or of columns.
 template <class Params>
 void set_mask(const torch::stable::Tensor& bits, const torch::stable::Tensor& lists, const Sizes& sizes,

@@ -89,8 +89,7 @@ void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::option
   if (softcap > 0) {
     params.transforms = true;
     params.scale = 1.0f;
-    params.softcap = static_cast<float>(softcap);
-    params.pre_scale = static_cast<float>(softmax_scale / softcap);
+    set_softcap(softmax_scale, softcap, params);
   } else if (softmax_scale < kLeastScale) {
     params.transforms = true;
     params.scale = 1.0f;

@@ -34,6 +34,7 @@ void store_shared_dbias(const char* op, decltype(&launch_shared_dbias<__half, 64
   set_sizes(sizes, params);
   set_band(sizes, call.low, call.high, params);
   params.softmax_scale = static_cast<float>(call.softmax_scale);
+  set_softcap(call.softmax_scale, call.softcap, params);
   if (has_mask) set_mask(call.mask[0], call.mask[1], sizes, params);
   params.heads_per_bias = heads_per_bias(call.bias, sizes.num_heads);
   params.bias_has_batch = !is_broadcast(call.bias, 0);

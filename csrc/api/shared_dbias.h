@@ -19,7 +19,7 @@ struct SharedDbiasCall {
   const std::vector<torch::stable::Tensor>& mask;
   const float *lse, *delta;
   int64_t low, high;
-  double softmax_scale;
+  double softmax_scale, softcap;
 };
 
 // Whether dbias, (Bd, Hd, Lq, Lk), has fewer heads than the call.

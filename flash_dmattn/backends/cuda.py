@@ -185,7 +185,7 @@ def _backward(
         tiles = [mask[0], *mask[2:]] if mask else []
         tensors = (_rows(dout), dlse, _rows(q), _rows(k), _rows(v), tiles, None if bias is None else _tiles(bias))
         results = (out.contiguous(), lse.contiguous(), dq, dk, dv, stored, sums)
-        kernels.differentiate(*tensors, *results, low, high, softmax_scale, deterministic)
+        kernels.differentiate(*tensors, *results, low, high, softmax_scale, softcap, deterministic)
     if bias is not None and sums is not None:
         dbias = key_gradient(bias, sums, num_heads_k)
     return dq, dk, dv, dbias

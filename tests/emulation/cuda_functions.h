@@ -43,6 +43,7 @@ constexpr std::common_type_t<A, B> max(A a, B b) {
 
 inline float __uint_as_float(unsigned bits) { return emulation::from_bits<float>(bits); }
 inline unsigned __float_as_uint(float x) { return static_cast<unsigned>(emulation::to_bits(x)); }
+inline float __saturatef(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }  // 0 of NaN
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }

@@ -3,6 +3,10 @@
 //     p = exp2(scale log2(e) q k^T + bias log2(e) - lse),  dp = dout v^T,  ds = p (dp - delta)
 //     dv = p^T dout,  dk = scale ds^T q,  dq = scale ds k,  dbias = ds
 //
+// With a softcap, t = tanh(scale q k^T / softcap):
+//
+//     p = exp2(softcap log2(e) t + bias log2(e) - lse),  dk = scale (ds (1 - t^2))^T q,  dq = scale ds (1 - t^2) k
+//
 // Source: FlashAttention-2 (arXiv:2307.08691), section 3.1.2.
 #pragma once
 
@@ -23,15 +27,21 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) backward_kernel(const __g
   if (threadIdx.x == 0) {
     barrier_init(&shared.keys_full, 2);  // k and v
     barrier_init(&shared.keys_empty, kArrivals);
-    for (int stage = 0; stage < Traits::kStages; ++stage) {
-      barrier_init(&shared.q_full[stage], 2);  // q and lse
-      barrier_init(&shared.q_empty[stage], kArrivals);
-      barrier_init(&shared.dout_full[stage], 2);  // dout and delta
-      barrier_init(&shared.dout_empty[stage], kArrivals);
+    for (int stage = 0; stage < Traits::kDsStages; ++stage) {
+      if (stage < Traits::kStages) {
+        barrier_init(&shared.q_full[stage], 2);  // q and lse
+        barrier_init(&shared.q_empty[stage], kArrivals);
+        barrier_init(&shared.dout_full[stage], 2);  // dout and delta
+        barrier_init(&shared.dout_empty[stage], kArrivals);
+      }
+      // Where dbias replaces the bias, it is dbias that is read last there, by the warp that stores it.
       barrier_init(&shared.ds_full[stage], kArrivals);
-      barrier_init(&shared.ds_empty[stage], kArrivals + kArrivalsOfWarp * Traits::kStoresDbias);
-      barrier_init(&shared.bias_full[stage], 1);
-      barrier_init(&shared.bias_empty[stage], kArrivals);
+      barrier_init(&shared.ds_empty[stage],
+                   kArrivals + kArrivalsOfWarp * (Traits::kStoresDbias && !Traits::kReplacesBias));
+      if (stage < Traits::kBiasStages) {
+        barrier_init(&shared.bias_full[stage], 1);
+        barrier_init(&shared.bias_empty[stage], Traits::kReplacesBias ? kArrivalsOfWarp : kArrivals);
+      }
     }
     for (int stage = 0; stage < 2; ++stage) {
       barrier_init(&shared.work_full[stage], 1);

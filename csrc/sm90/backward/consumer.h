@@ -3,8 +3,12 @@
 // Scores have keys as rows and queries as columns, so that p and ds, in registers, are operands of dv and dk as they
 // are. ds goes to shared memory too, turned: from there both consumers multiply it with k, each for its part of dq, and
 // a warp of the producer stores it as dbias.
+//
+// With a softcap a score stays tanh until dp is there: then p and the slope of tanh are made of it at once, and need no
+// registers of their own, of which none are left.
 #pragma once
 
+#include "../../device/softcap.h"
 #include "barriers.h"
 #include "key_consumer.h"
 #include "storage.h"
@@ -18,11 +22,14 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
       typename Base::Scores;
   using Base::group, Base::kD, Base::kDv, Base::kHasKeyBias, Base::kRows, Base::kScores, Base::kSteps, Base::lane,
       Base::p, Base::shared, Base::warp;
-  using Ring2 = Ring<Traits::kStages>;
+  using RingDs = Ring<Traits::kDsStages>;
+  using RingBias = Ring<Traits::kBiasStages>;
 
   // Places in the rings of stages: of q and dout; of ds where it is written, and where dq is multiplied; of the bias.
   struct Rings {
-    Ring2 rows, ds, dq, bias;
+    Ring<Traits::kStages> rows;
+    RingDs ds, dq;
+    RingBias bias;
   };
 
   float (&dk)[kD / 2];
@@ -76,18 +83,74 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
 
   // --- scores ---------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ void load_bias(BiasWords& bias, Ring2& ring) {
+  __device__ __forceinline__ void load_bias(BiasWords& bias, RingBias& ring) {
     barrier_wait(&shared.bias_full[ring.stage], ring.phase);
     this->read_bias(bias, ring.stage);
     barrier_arrive_of_warp(&shared.bias_empty[ring.stage]);
     ring.advance();
   }
 
-  __device__ __forceinline__ void share_ds(const Operand& ds, const Ring2& ring) {
-    barrier_wait(&shared.ds_empty[ring.stage], ring.phase ^ 1);
-    this->write_turned(ds, shared.ds[ring.stage]);
+  // What the warp has written becomes visible to products and copies, which learn of it.
+  __device__ __forceinline__ void tell_ds(const RingDs& ring) {
     shared_memory_fence();
     barrier_arrive_of_warp(&shared.ds_full[ring.stage]);
+  }
+
+  __device__ __forceinline__ void share_ds(const Operand& ds, const RingDs& ring) {
+    barrier_wait(&shared.ds_empty[ring.stage], ring.phase ^ 1);
+    this->write_turned(ds, shared.ds[ring.stage]);
+    tell_ds(ring);
+  }
+
+  // With a softcap: of a product its tanh, from which share_capped makes the rest.
+  __device__ __forceinline__ void cap_scores(Scores& scores) {
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) scores[i] = tanh_exact(p.pre_scale * scores[i]);
+  }
+
+  // With a softcap: finish_scores, p, finish_ds and share_ds in one, of scores that cap_scores has left as tanh, or
+  // forbid as -inf. ds has the slope of tanh, which the gradients of a bias have not.
+  //
+  // 16 queries at a time go to shared memory, which is what makes ptxas finish with their registers: it reads lse and
+  // delta of the next ones after that. Else it puts off ds until dk is multiplied, and up to 90 registers spill.
+  __device__ __forceinline__ void share_capped(const Scores& tanhs, const Scores& dp, Rings& rings, Operand& probs,
+                                               Operand& ds) {
+    const float cap = p.softcap * kLog2e;
+    const float* lse = shared.lse[rings.rows.stage] + 2 * (lane % 4);
+    const float* delta = shared.delta[rings.rows.stage] + 2 * (lane % 4);
+    const uint32_t bias_tile = shared_address(shared.bias[rings.bias.stage]) + this->place_of_matrices();
+    const uint32_t ds_tile = shared_address(shared.ds[rings.ds.stage]) + this->place_of_matrices();
+    BiasWords bias, dbias;
+    if constexpr (Traits::kHasBiasTiles) barrier_wait(&shared.bias_full[rings.bias.stage], rings.bias.phase);
+    barrier_wait(&shared.ds_empty[rings.ds.stage], rings.ds.phase ^ 1);
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      if constexpr (Traits::kHasBiasTiles) load_matrices_turned(bias[i], bias_tile + i * 16 * kRowBytes);
+      float sums[2] = {0.0f, 0.0f};
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const int c = 2 * i + w / 2, r = w % 2, at = 4 * c + 2 * r;
+        const float2 delta_pair = *reinterpret_cast<const float2*>(delta + 8 * c);
+        const float2 add = this->added(*reinterpret_cast<const float2*>(lse + 8 * c), bias, c, r);
+        const float p_low = exp2_approx(fmaf(tanhs[at], cap, add.x));
+        const float p_high = exp2_approx(fmaf(tanhs[at + 1], cap, add.y));
+        const float low = dp[at] - delta_pair.x, high = dp[at + 1] - delta_pair.y;
+        const float ds_low = p_low * low, ds_high = p_high * high;
+        probs[i][w] = pack(p_low, p_high, Element{});
+        ds[i][w] = pack(ds_low * slope_of_tanh(tanhs[at]), ds_high * slope_of_tanh(tanhs[at + 1]), Element{});
+        if constexpr (Traits::kReplacesBias) dbias[i][w] = pack(ds_low, ds_high, Element{});
+        if constexpr (kHasKeyBias) sums[r] = fmaf(p_low, low, fmaf(p_high, high, sums[r]));
+      }
+      store_matrices_turned(ds[i], ds_tile + i * 16 * kRowBytes);
+      // Over the matrices that the warp has just read.
+      if constexpr (Traits::kReplacesBias) store_matrices_turned(dbias[i], bias_tile + i * 16 * kRowBytes);
+      if constexpr (kHasKeyBias) add_key_sums(sums);
+    }
+    tell_ds(rings.ds);
+    if constexpr (Traits::kHasBiasTiles) {
+      if constexpr (!Traits::kReplacesBias) barrier_arrive_of_warp(&shared.bias_empty[rings.bias.stage]);
+      rings.bias.advance();
+    }
   }
 
   // --- the walk -------------------------------------------------------------------------------------------------
@@ -96,35 +159,15 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
   __device__ __forceinline__ void wait_turn() { named_barrier_sync(kTurnBarrier + group, 2 * 128); }
   __device__ __forceinline__ void pass_turn() { named_barrier_arrive(kTurnBarrier + (group ^ 1), 2 * 128); }
 
-  // One block of queries, whose scores are there; with kHasNext those of the next block are, at the end. dq of a step
-  // is multiplied a step later, when the other consumer's part of ds has long been there.
+  // The products of a block of queries: its dv and dk, and dq of the step before, when the other consumer's part of ds
+  // has long been there. With kHasNext the scores of the next block are being multiplied at the end.
   template <bool kHasNext>
-  __device__ __forceinline__ void step(const KeyItem<Traits>& item, int i, Scores& scores, Block& block,
-                                       int& last_index, Rings& rings) {
-    Scores dp;
+  __device__ __forceinline__ void multiply(const KeyItem<Traits>& item, int i, const Operand& probs, const Operand& ds,
+                                           Scores& scores, int last_index, Rings& rings) {
     const int stage = rings.rows.stage;
-    barrier_wait(&shared.dout_full[stage], rings.rows.phase);
-    this->start_dp(dp, stage);
-    BiasWords bias;
-    if constexpr (Traits::kHasBiasTiles) load_bias(bias, rings.bias);
-    this->finish_scores(scores, stage, bias);
-    if (block.has_edge) this->forbid(scores, block.words, item, block.index);
-    const int index = block.index;
-    if constexpr (kHasNext) this->find_block(block, item, i + 1);  // it has arrived by the time it is needed
-#pragma unroll
-    for (int s = 0; s < kScores; ++s) scores[s] = exp2_approx(scores[s]);
-    wgmma_wait<0>();
-    pin(dp);
-    Operand probs, ds;
-    float sums[2];
-    this->finish_ds(scores, dp, stage, probs, ds, sums);
-    if constexpr (kHasKeyBias) {
-      float2& total = key_sums();
-      total = make_float2(total.x + sums[0], total.y + sums[1]);
-    }
     wait_turn();
     start_dv(probs, stage);
-    share_ds(ds, rings.ds);
+    if constexpr (!Traits::kHasSoftcap) share_ds(ds, rings.ds);  // else it has been
     rings.ds.advance();
     start_dk(ds, stage);
     Piece dq;
@@ -151,10 +194,62 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
       rings.dq.advance();
       if (p.dq_sums != nullptr) add_dq(dq, item, last_index);
     }
+  }
+
+  // One block of queries, whose scores are there; with kHasNext those of the next block are, at the end.
+  template <bool kHasNext>
+  __device__ __forceinline__ void step(const KeyItem<Traits>& item, int i, Scores& scores, Block& block,
+                                       int& last_index, Rings& rings) {
+    Scores dp;
+    const int stage = rings.rows.stage;
+    barrier_wait(&shared.dout_full[stage], rings.rows.phase);
+    this->start_dp(dp, stage);
+    BiasWords bias;
+    if constexpr (Traits::kHasBiasTiles) load_bias(bias, rings.bias);
+    this->finish_scores(scores, stage, bias);
+    if (block.has_edge) this->forbid(scores, block.words, item, block.index);
+    const int index = block.index;
+    if constexpr (kHasNext) this->find_block(block, item, i + 1);  // it has arrived by the time it is needed
+#pragma unroll
+    for (int s = 0; s < kScores; ++s) scores[s] = exp2_approx(scores[s]);
+    wgmma_wait<0>();
+    pin(dp);
+    Operand probs, ds;
+    float sums[2];
+    this->finish_ds(scores, dp, stage, probs, ds, sums);
+    if constexpr (kHasKeyBias) add_key_sums(sums);
+    multiply<kHasNext>(item, i, probs, ds, scores, last_index, rings);
     if constexpr (kHasNext) {
       wgmma_wait<0>();
       pin(scores);
     }
+    last_index = index;
+  }
+
+  // With a softcap: of a block whose product of scores is under way, tanh and dp. The first wait is what keeps ptxas
+  // from moving tanh before the product of dp.
+  __device__ __forceinline__ void start_capped(const KeyItem<Traits>& item, Scores& scores, Scores& dp,
+                                               const Block& block, const Rings& rings) {
+    barrier_wait(&shared.dout_full[rings.rows.stage], rings.rows.phase);
+    this->start_dp(dp, rings.rows.stage);
+    wgmma_wait<1>();
+    pin(scores);
+    cap_scores(scores);
+    if (block.has_edge) this->forbid(scores, block.words, item, block.index);
+    wgmma_wait<0>();
+    pin(dp);
+  }
+
+  // With a softcap: one block of queries, whose tanh and dp are there; with kHasNext those of the next are, at the end.
+  template <bool kHasNext>
+  __device__ __forceinline__ void step_capped(const KeyItem<Traits>& item, int i, Scores& scores, Scores& dp,
+                                              Block& block, int& last_index, Rings& rings) {
+    const int index = block.index;
+    if constexpr (kHasNext) this->find_block(block, item, i + 1);  // it has arrived by the time it is needed
+    Operand probs, ds;
+    share_capped(scores, dp, rings, probs, ds);
+    multiply<kHasNext>(item, i, probs, ds, scores, last_index, rings);
+    if constexpr (kHasNext) start_capped(item, scores, dp, block, rings);
     last_index = index;
   }
 
@@ -167,11 +262,19 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     Scores scores;
     barrier_wait(&shared.q_full[rings.rows.stage], rings.rows.phase);
     this->start_scores(scores, rings.rows.stage);
-    wgmma_wait<0>();
-    pin(scores);
+    if constexpr (Traits::kHasSoftcap) {
+      Scores dp;
+      start_capped(item, scores, dp, block, rings);
 #pragma unroll 1
-    for (int i = 0; i < last; ++i) step<true>(item, i, scores, block, last_index, rings);
-    step<false>(item, last, scores, block, last_index, rings);
+      for (int i = 0; i < last; ++i) step_capped<true>(item, i, scores, dp, block, last_index, rings);
+      step_capped<false>(item, last, scores, dp, block, last_index, rings);
+    } else {
+      wgmma_wait<0>();
+      pin(scores);
+#pragma unroll 1
+      for (int i = 0; i < last; ++i) step<true>(item, i, scores, block, last_index, rings);
+      step<false>(item, last, scores, block, last_index, rings);
+    }
     if (p.dq_sums != nullptr) {
       Piece dq;
       barrier_wait(&shared.ds_full[rings.dq.stage], rings.dq.phase);
@@ -186,6 +289,11 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
 
   // The thread's sums of ds over queries, of its two keys, by every fourth pair of queries.
   __device__ __forceinline__ float2& key_sums() { return shared.key_sums[group * 128 + warp * 32 + lane]; }
+
+  __device__ __forceinline__ void add_key_sums(const float (&sums)[2]) {
+    float2& total = key_sums();
+    total = make_float2(total.x + sums[0], total.y + sums[1]);
+  }
 
   __device__ __forceinline__ void start_key_sums() {
     if constexpr (kHasKeyBias) key_sums() = make_float2(0.0f, 0.0f);

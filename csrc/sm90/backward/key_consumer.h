@@ -5,6 +5,8 @@
 // to shared memory turned.
 #pragma once
 
+#include <cfloat>
+
 #include "../../device/fragments.h"
 #include "../../device/pipeline.h"
 #include "pieces.h"
@@ -116,6 +118,24 @@ struct KeyConsumer {
     for (int i = 0; i < kSteps; ++i) load_matrices_turned(bias[i], tile + i * 16 * kRowBytes);
   }
 
+  // What is added to two scores of the thread's key r, in units of log2: bias, less lse of their queries.
+  __device__ __forceinline__ float2 added(float2 lse, const BiasWords& bias, int c, int r) const {
+    float2 add = make_float2(-lse.x, -lse.y);
+    if constexpr (Traits::kHasBiasTiles) {
+      const float2 values = unpack(bias[c / 2][c % 2 * 2 + r], Element{});
+      add.x = fmaf(values.x, kLog2e, add.x);
+      add.y = fmaf(values.y, kLog2e, add.y);
+    } else if constexpr (kHasKeyBias) {
+      add.x += key_bias[r];
+      add.y += key_bias[r];
+    }
+    // With a softcap keys are forbidden before: -inf, which an overflow to inf would make NaN.
+    if constexpr (Traits::kHasBiasTiles && Traits::kHasSoftcap) {
+      add = make_float2(fminf(add.x, FLT_MAX), fminf(add.y, FLT_MAX));
+    }
+    return add;
+  }
+
   // Scores in units of log2, less lse.
   __device__ __forceinline__ void finish_scores(Scores& scores, int stage, const BiasWords& bias) {
     const float scale = p.softmax_scale * kLog2e;
@@ -123,22 +143,13 @@ struct KeyConsumer {
 #pragma unroll
     for (int c = 0; c < kRows / 8; ++c) {
       const float2 pair = *reinterpret_cast<const float2*>(lse + 8 * c);
-      const float shift[2] = {-pair.x, -pair.y};
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        float add[2] = {shift[0], shift[1]};
-        if constexpr (Traits::kHasBiasTiles) {
-          const float2 values = unpack(bias[c / 2][c % 2 * 2 + r], Element{});
-          add[0] = fmaf(values.x, kLog2e, add[0]);
-          add[1] = fmaf(values.y, kLog2e, add[1]);
-        } else if constexpr (kHasKeyBias) {
-          add[0] += key_bias[r];
-          add[1] += key_bias[r];
-        }
+        const float2 add = added(pair, bias, c, r);
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& score = scores[4 * c + 2 * r + e];
-          score = fmaf(score, scale, add[e]);
+          score = fmaf(score, scale, e == 0 ? add.x : add.y);
         }
       }
     }
@@ -235,6 +246,7 @@ struct KeyConsumer {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           key_bias[r] = bias(0, min(first_key(item) + key_of_block(r), p.seqlen_k - 1)) * kLog2e;
+          if constexpr (Traits::kHasSoftcap) key_bias[r] = fminf(key_bias[r], FLT_MAX);  // as in `added`
         }
       });
     }

@@ -71,7 +71,7 @@ __device__ __forceinline__ void copy_operands(const BackwardParams& p, Storage& 
 // The bias of each block of queries, by one warp.
 template <class Traits, class Storage>
 __device__ __forceinline__ void copy_bias(const BackwardParams& p, Storage& shared) {
-  Ring<Traits::kScoreStages> ring;
+  Ring<Traits::kBiasStages> ring;
   Ring<2> ring_work;
   for (;;) {
     const KeyItem<Traits>& item = take_work(shared, ring_work);
@@ -93,10 +93,12 @@ __device__ __forceinline__ void copy_bias(const BackwardParams& p, Storage& shar
   }
 }
 
-// dbias of each block of queries, by one warp, as the consumers leave ds in shared memory.
+// dbias of each block of queries, by one warp, as the consumers leave ds in shared memory, or with it, in place of the
+// bias.
 template <class Traits, class Storage>
 __device__ __forceinline__ void store_dbias(const BackwardParams& p, Storage& shared) {
-  Ring<Traits::kScoreStages> ring;
+  Ring<Traits::kDsStages> ring;
+  Ring<Traits::kBiasStages> ring_bias;
   Ring<2> ring_work;
   for (;;) {
     const KeyItem<Traits>& item = take_work(shared, ring_work);
@@ -107,15 +109,18 @@ __device__ __forceinline__ void store_dbias(const BackwardParams& p, Storage& sh
       const int row = item.walk.at(step, has_edge) * Traits::kRows;
       barrier_wait(&shared.ds_full[ring.stage], ring.phase);
       if (threadIdx.x % 32 == 0) {
+        const uint8_t* dbias = Traits::kReplacesBias ? shared.bias[ring_bias.stage] : shared.ds[ring.stage];
 #pragma unroll
         for (int panel = 0; panel < Traits::kKeys / kPanelColumns; ++panel) {
-          store_tensor(&p.dbias, shared.ds[ring.stage] + panel * Traits::kRows * kRowBytes,
+          store_tensor(&p.dbias, dbias + panel * Traits::kRows * kRowBytes,
                        item.block_k * Traits::kKeys + panel * kPanelColumns, row, item.head, item.batch);
         }
         wait_for_stores_to_read();
       }
-      barrier_arrive_of_warp(&shared.ds_empty[ring.stage]);
+      barrier_arrive_of_warp(Traits::kReplacesBias ? &shared.bias_empty[ring_bias.stage]
+                                                   : &shared.ds_empty[ring.stage]);
       ring.advance();
+      ring_bias.advance();
     }
     give_back_work(shared, ring_work);
   }

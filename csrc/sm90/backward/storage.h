@@ -10,21 +10,21 @@ namespace flash_dmattn {
 // The barriers come last: each one's phase is over when what it names has happened.
 template <class Traits>
 struct alignas(1024) BackwardStorage {
-  static constexpr int kStages = Traits::kStages, kScoreStages = Traits::kScoreStages;
+  static constexpr int kStages = Traits::kStages, kDsStages = Traits::kDsStages, kBiasStages = Traits::kBiasStages;
   alignas(1024) uint8_t k[Traits::kKeyBytes];
   alignas(1024) uint8_t v[Traits::kValueBytes];
   alignas(1024) uint8_t q[kStages][Traits::kQueryBytes];
   alignas(1024) uint8_t dout[kStages][Traits::kDoutBytes];
-  alignas(1024) uint8_t ds[kScoreStages][Traits::kScoreBytes];  // (queries, keys) in panels of 64 keys
-  alignas(1024) uint8_t bias[kScoreStages][Traits::kBiasBytes];
+  alignas(1024) uint8_t ds[kDsStages][Traits::kScoreBytes];  // (queries, keys) in panels of 64 keys
+  alignas(1024) uint8_t bias[kBiasStages][Traits::kBiasBytes];
   float2 key_sums[Traits::kKeySums];  // one of each thread of the consumers
   alignas(16) float lse[kStages][Traits::kRows];
   alignas(16) float delta[kStages][Traits::kRows];
   uint64_t keys_full, keys_empty;
   uint64_t q_full[kStages], q_empty[kStages];          // q and lse
   uint64_t dout_full[kStages], dout_empty[kStages];    // dout and delta
-  uint64_t ds_full[kScoreStages], ds_empty[kScoreStages];
-  uint64_t bias_full[kScoreStages], bias_empty[kScoreStages];
+  uint64_t ds_full[kDsStages], ds_empty[kDsStages];
+  uint64_t bias_full[kBiasStages], bias_empty[kBiasStages];
   uint64_t work_full[2], work_empty[2];
   KeyItem<Traits> work[2];
 };

@@ -7,7 +7,7 @@
 
 namespace flash_dmattn {
 
-template <class T, int kHeadDim, int kHeadDimV, BackwardBias kBiasForm, bool kMaskTiles>
+template <class T, int kHeadDim, int kHeadDimV, BackwardBias kBiasForm, bool kMaskTiles, bool kSoftcap>
 struct BackwardTraits {
   using Element = T;
   static constexpr int kD = kHeadDim, kDv = kHeadDimV;
@@ -15,12 +15,20 @@ struct BackwardTraits {
   static constexpr bool kHasMask = kMaskTiles;
   static constexpr bool kHasBiasTiles = kBias == BackwardBias::kTile || kBias == BackwardBias::kTileStore;
   static constexpr bool kStoresDbias = kBias == BackwardBias::kTileStore;
+  static constexpr bool kHasSoftcap = kSoftcap;
+  // With a softcap the slope of tanh is in ds as dq takes it, not as it is stored: dbias then replaces the bias in
+  // shared memory, in the tile whose values have just been read.
+  static constexpr bool kReplacesBias = kStoresDbias && kHasSoftcap;
 
   // A consumer has 64 keys, whose dk and dv it holds, D floats a thread, beside scores and dp of all queries of a tile,
   // kRows floats: 192 of its 240 registers at D64 and at D128.
   static constexpr int kConsumers = 2, kKeys = kTile;
   static constexpr int kRows = backward_rows(kD, kDv);
-  static constexpr int kStages = 2, kScoreStages = 2;
+  static constexpr int kStages = 2;
+  // With a softcap ds is written before a consumer's turn, when the other may still multiply the last but one: a third
+  // stage. There is room for it at D64 since the bias is read late, right before that: its next tile has the products
+  // and tanh of a step to come in.
+  static constexpr int kDsStages = kHasSoftcap ? 3 : kStages, kBiasStages = kHasSoftcap ? 1 : kStages;
 
   static constexpr int kPanels = (kD + kPanelColumns - 1) / kPanelColumns;
   static constexpr int kPanelsV = (kDv + kPanelColumns - 1) / kPanelColumns;

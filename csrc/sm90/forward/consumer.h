@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../../device/fragments.h"
+#include "../../device/softcap.h"
 #include "../operands.h"
 #include "parts.h"
 #include "storage.h"
@@ -9,12 +10,6 @@
 namespace flash_dmattn {
 
 constexpr int kFirstNamedBarrier = 1;  // 0 is __syncthreads
-
-// tanh(x) as (1 - e) / (1 + e), e = exp(-2 |x|), which cannot overflow.
-__device__ __forceinline__ float tanh_exact(float x) {
-  const float e = exp2_approx(-2.0f * kLog2e * fabsf(x));
-  return copysignf((1.0f - e) * reciprocal_approx(1.0f + e), x);
-}
 
 template <class Traits>
 struct Consumer {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../../device/fragments.h"
+#include "../../device/softcap.h"
 #include "storage.h"
 
 namespace flash_dmattn {
@@ -115,7 +116,7 @@ struct SharedDbiasConsumer {
 
   // Scores in units of log2, with the bias and less lse.
   __device__ __forceinline__ void finish_scores(Scores& scores, const Pair& lse) {
-    const float scale = p.softmax_scale * kLog2e;
+    const float scale = (Traits::kHasSoftcap ? p.softcap : p.softmax_scale) * kLog2e;
     // The lane's row of the four matrices of a load: rows 0 to 7 and 8 to 15 of two neighbouring chunks.
     const int row = group * 64 + warp * 16 + lane % 16;
     const uint32_t tile = shared_address(shared.bias[bias_stage]) + row * kRowBytes;
@@ -129,6 +130,10 @@ struct SharedDbiasConsumer {
         const float2 pair = unpack(bias[i], Element{});
         float& low = scores[8 * c + 2 * i];
         float& high = scores[8 * c + 2 * i + 1];
+        if constexpr (Traits::kHasSoftcap) {
+          low = tanh_exact(p.pre_scale * low);
+          high = tanh_exact(p.pre_scale * high);
+        }
         low = fmaf(low, scale, fmaf(pair.x, kLog2e, -lse.of_row[i % 2]));
         high = fmaf(high, scale, fmaf(pair.y, kLog2e, -lse.of_row[i % 2]));
       }

@@ -8,10 +8,12 @@ namespace flash_dmattn {
 template <>
 cudaError_t launch_shared_dbias<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V>(
     const SharedDbiasParams& params, bool has_mask, int blocks, cudaStream_t stream) {
-  return with_bool(has_mask, [&](auto has_mask_) {
-    using Traits = SharedDbiasTraits<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V,
-                                     decltype(has_mask_)::value>;
-    return launch_shared_dbias_kernel<Traits>(params, blocks, stream);
+  return with_bool(params.softcap > 0, [&](auto has_softcap) {
+    return with_bool(has_mask, [&](auto has_mask_) {
+      using Traits = SharedDbiasTraits<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V,
+                                       decltype(has_mask_)::value, decltype(has_softcap)::value>;
+      return launch_shared_dbias_kernel<Traits>(params, blocks, stream);
+    });
   });
 }
 

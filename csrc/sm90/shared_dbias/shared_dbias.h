@@ -3,6 +3,8 @@
 //
 //     p = exp2(scale log2(e) q k^T + bias log2(e) - lse),  dp = dout v^T,  dbias = the sum over heads of p (dp - delta)
 //
+// where scale q k^T becomes softcap tanh(scale q k^T / softcap) with a softcap, whose slope dbias does not have.
+//
 // A tile stays in registers, in fp32, while the heads that share it come one after the other: dbias is written once,
 // always the same, and nothing is added in device memory. What that costs are two products for each head, again.
 #pragma once

@@ -7,11 +7,11 @@
 
 namespace flash_dmattn {
 
-template <class T, int kHeadDim, int kHeadDimV, bool kMaskTiles>
+template <class T, int kHeadDim, int kHeadDimV, bool kMaskTiles, bool kSoftcap>
 struct SharedDbiasTraits {
   using Element = T;
   static constexpr int kD = kHeadDim, kDv = kHeadDimV;
-  static constexpr bool kHasMask = kMaskTiles;
+  static constexpr bool kHasMask = kMaskTiles, kHasSoftcap = kSoftcap;
 
   // A consumer has 64 queries and the 128 keys of a mask tile: 64 registers of sums, and as many of scores and of dp.
   static constexpr int kConsumers = 2;

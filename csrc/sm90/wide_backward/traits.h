@@ -14,6 +14,7 @@ struct WideBackwardTraits {
   static constexpr bool kHasMask = kMaskTiles;
   static constexpr bool kHasBiasTiles = kBias == BackwardBias::kTile || kBias == BackwardBias::kTileStore;
   static constexpr bool kStoresDbias = kBias == BackwardBias::kTileStore;
+  static constexpr bool kHasSoftcap = false, kReplacesBias = false;  // not written
 
   // One consumer holds dv of the block's keys and the other dk: 128 registers a thread for 64 keys at D256, beside 64
   // of scores and dp, or of dq. Of 96 keys they were 192.
@@ -32,7 +33,7 @@ struct WideBackwardTraits {
   // Blocks of q and dout that are there or on their way: of 227 KB two of 64 KB fit at D256, and three at D192.
   static constexpr int kStages = kPanels + kPanelsV > 6 ? 2 : 3;
   // Blocks whose p and ds are there: one of each consumer.
-  static constexpr int kScoreStages = kConsumers;
+  static constexpr int kScoreStages = kConsumers, kDsStages = kScoreStages, kBiasStages = kScoreStages;
 
   // dq of a block, 64 queries and all columns, is multiplied by both. At D192 the one that holds dv, which has fewer
   // columns at Dv 128 and as many at Dv 192, takes two panels of three.
