@@ -27,6 +27,7 @@ from cases import Case, Inputs  # noqa: E402
 from cuda_forms import unit_of  # noqa: E402
 from draws import Drawn, draw_cuda  # noqa: E402
 from layouts import LAYOUTS, offset, rearranged  # noqa: E402
+from outcomes import report  # noqa: E402
 
 import flash_dmattn  # noqa: E402
 from flash_dmattn.backends import cuda, cuda_rules  # noqa: E402
@@ -140,18 +141,6 @@ def _is_built(case: Case) -> bool:
     return f"{'backward' if case.need else 'forward'}_{name}" in units
 
 
-def main(outcomes: Iterator[str | None]) -> int:
-    """Print the failures; their number is the exit status."""
-    torch.set_num_threads(1)
-    passed = failed = 0
-    for outcome in outcomes:
-        passed, failed = passed + (outcome is None), failed + (outcome is not None)
-        if outcome is not None:
-            print(outcome, flush=True)
-    print(f"{passed} passed, {failed} failed")
-    return min(failed, 100)
-
-
 if __name__ == "__main__":
     admit_cpu(Path(sys.argv[1]))
-    sys.exit(main(random_calls(int(sys.argv[2]), int(sys.argv[3]))))
+    sys.exit(report(random_calls(int(sys.argv[2]), int(sys.argv[3]))))

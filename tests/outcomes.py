@@ -1,0 +1,19 @@
+"""How a script that runs many calls in a process of its own says what came of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+
+def report(outcomes: Iterator[str | None]) -> int:
+    """Print the failures, None being none, and a line of counts; returns the exit status of the script."""
+    torch.set_num_threads(1)
+    passed = failed = 0
+    for outcome in outcomes:
+        passed, failed = passed + (outcome is None), failed + (outcome is not None)
+        if outcome is not None:
+            print(outcome, flush=True)
+    print(f"{passed} passed, {failed} failed")
+    return min(failed, 100)
