@@ -49,7 +49,8 @@ void* scheduler_stack = nullptr;
 const std::function<void()>* running_kernel = nullptr;
 std::exception_ptr error;
 std::mt19937_64 random_numbers;
-unsigned late_of_8 = 0;  // of the operations that may be late, how many of 8 are
+unsigned late_of_8 = 0;    // of the operations that may be late, how many of 8 are
+unsigned copies_of_8 = 0;  // of those that are done at last, how many of 8 are copies while products are late too
 std::vector<std::function<void()>> later_copies, later_products;
 
 // Stacks are kept for the next grid. Below each lies a page that cannot be touched.
@@ -108,12 +109,11 @@ std::string whereabouts(const std::vector<Block*>& blocks) {
   return text.str();
 }
 
-// One of the operations that are late, any.
+// One of the operations that are late: of the kind that goes first in this grid, if there is one.
 void do_one_late() {
-  const size_t place = random_numbers() % (later_copies.size() + later_products.size());
-  const bool is_copy = place < later_copies.size();
+  const bool is_copy = later_products.empty() || (!later_copies.empty() && random_numbers() % 8 < copies_of_8);
   std::vector<std::function<void()>>& of = is_copy ? later_copies : later_products;
-  std::swap(of[is_copy ? place : place - later_copies.size()], of.back());
+  std::swap(of[random_numbers() % of.size()], of.back());
   const std::function<void()> operation = std::move(of.back());
   of.pop_back();
   operation();
@@ -418,8 +418,9 @@ uint32_t shared_address(const void* pointer) {
 void run_grid(unsigned blocks, unsigned threads, size_t shared_bytes, const std::function<void()>& kernel) {
   if (threads % kLanes != 0) fail("a block has no whole warps");
   random_numbers.seed(settings.seed++);
-  constexpr unsigned kLate[] = {0, 4, 8};
-  late_of_8 = kLate[random_numbers() % 3];
+  constexpr unsigned kOf8[] = {0, 4, 8, 8};  // what shows most mistakes comes most often
+  late_of_8 = kOf8[random_numbers() % 4];
+  copies_of_8 = kOf8[random_numbers() % 4];
   later_copies.clear();
   later_products.clear();
   error = nullptr;
