@@ -101,4 +101,7 @@ def main(only: list[str]) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="calls whose name contains one of these")
-    sys.exit(main(parser.parse_args().only))
+    given = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("the kernels run on a GPU, and torch finds none")
+    sys.exit(main(given.only))

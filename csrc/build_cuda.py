@@ -59,12 +59,13 @@ SPILLED_BYTES_ALLOWED = 320
 
 INFO_PREFIX = "FLASH_DMATTN_BUILD_INFO "
 
+TORCH_DEFINE = f"-DTORCH_TARGET_VERSION=0x{TORCH_TARGET[0]:02x}{TORCH_TARGET[1]:02x}000000000000"
 FLAGS = (
     "-std=c++17",
     "-O3",
     "-cudart static",
     "-Xcompiler -fPIC,-fvisibility=hidden",
-    f"-DTORCH_TARGET_VERSION=0x{TORCH_TARGET[0]:02x}{TORCH_TARGET[1]:02x}000000000000",
+    TORCH_DEFINE,
 )
 # Not compute_90: ptxas refuses the matrix instructions for that, because they are inline assembly behind no condition.
 GENCODE = f"-gencode arch=compute_{ARCH[3:]},code={ARCH}"
@@ -303,12 +304,12 @@ def build(output: Path, folder: Path, version: str) -> list[Kernel]:
         "flags": [*FLAGS, *device_flags],
         "commit": _commit(),
     }
-    _write_if_changed(
+    write_if_changed(
         folder / "build_info.h",
         f"#define FLASH_DMATTN_BUILD_INFO_PREFIX {json.dumps(INFO_PREFIX)}\n"
         f"#define FLASH_DMATTN_BUILD_INFO {json.dumps(json.dumps(info))}\n",
     )
-    _write_if_changed(folder / "build_units.h", units_header(forward, backward))
+    write_if_changed(folder / "build_units.h", units_header(forward, backward))
     includes = (folder, torch / "include", sysconfig.get_path("include"))
     flags = " ".join([*FLAGS, *(f"-isystem {shlex.quote(str(path))}" for path in includes)])
     rules = NINJA.format(
@@ -323,7 +324,7 @@ def build(output: Path, folder: Path, version: str) -> list[Kernel]:
     objects = " ".join(unit.object for unit in units)
     edges.append(f"build libtorch_cuda.so: stub {_escaped(CSRC / STUB)}\n  unit = {STUB}")
     edges.append(f"build {_escaped(output)}: link {objects} | libtorch_cuda.so\n  objects = {objects}")
-    _write_if_changed(folder / "build.ninja", "\n".join([rules, *edges, ""]))
+    write_if_changed(folder / "build.ninja", "\n".join([rules, *edges, ""]))
 
     # Its output is ours: the lines [n/m] appear as units are done.
     done = subprocess.run([*ninja, "-C", str(folder), "-j", str(jobs())])
@@ -351,8 +352,10 @@ def _demangled(name: str) -> str:
     return re.sub(r"\(anonymous namespace\)::|flash_dmattn::|^void |\([^()]*\)$", "", said)
 
 
-def _write_if_changed(path: Path, text: str) -> None:
+def write_if_changed(path: Path, text: str) -> None:
+    """Write a file, and its folders, unless that is what it holds: what depends on it is then not built again."""
     if not path.exists() or path.read_text() != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from cases import ALL, Case
-from layouts import LAYOUTS
+from cases import ALL, Case, Inputs
+from layouts import LAYOUTS, offset, rearranged
 
 from flash_dmattn.backends.cuda_rules import UNITS
+from flash_dmattn.masks import prepare_mask
 
 FORMS = tuple(itertools.product(("1", "B"), ("1", "Hk", "Hq"), ("1", "Lq"), ("1", "Lk")))
 NEEDS = (ALL, ALL, ALL, (), ("bias",), ("q",), ("k", "bias"), ("v",), ("q", "k", "v"))
@@ -34,6 +36,19 @@ class Drawn(NamedTuple):
     prepared: bool
     descriptors: bool = False
     offset: int = 0
+
+
+def placed(drawn: Drawn, case: Case, inputs: Inputs) -> Inputs:
+    """The tensors of a case as those of a drawn call lie in memory, and the mask prepared where it is there."""
+    given = inputs if drawn.layout is None else rearranged(inputs, LAYOUTS[drawn.layout])
+    if drawn.offset:
+        mask, bias = (x if x is None else offset(x, drawn.offset) for x in (given.mask, given.bias))
+        given = replace(given, mask=mask, bias=bias)
+    if drawn.prepared and given.mask is not None:
+        band = {"is_causal": case.is_causal, "window_size": case.window_size}
+        mask = prepare_mask(given.mask, seqlen_q=case.seqlen_q, seqlen_k=case.seqlen_k, **band)
+        given = replace(given, mask=mask)
+    return given
 
 
 def draw_triton(number: int) -> Drawn:

@@ -14,7 +14,6 @@ import json
 import random
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -23,16 +22,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch  # noqa: E402
 from accuracy import assert_accurate, run  # noqa: E402
-from cases import Case, Inputs  # noqa: E402
-from cuda_forms import unit_of  # noqa: E402
-from draws import Drawn, draw_cuda  # noqa: E402
-from layouts import LAYOUTS, offset, rearranged  # noqa: E402
+from cases import Case  # noqa: E402
+from cuda_forms import described  # noqa: E402
+from draws import Drawn, draw_cuda, placed  # noqa: E402
 from outcomes import report  # noqa: E402
 
 import flash_dmattn  # noqa: E402
 from flash_dmattn.backends import cuda, cuda_rules  # noqa: E402
-from flash_dmattn.backends.protocol import Availability  # noqa: E402
-from flash_dmattn.masks import prepare_mask  # noqa: E402
+from flash_dmattn.backends.protocol import Availability, Pass  # noqa: E402
 
 # An H200 has 132; with fewer, blocks take several pieces of work each. The threads of more than some 60 blocks at once
 # are more stacks than Linux maps for a process.
@@ -73,19 +70,6 @@ def smaller(case: Case) -> Case:
     return case
 
 
-def given_inputs(drawn: Drawn, case: Case, inputs: Inputs) -> Inputs:
-    """The tensors as they are drawn to lie in memory."""
-    given = inputs if drawn.layout is None else rearranged(inputs, LAYOUTS[drawn.layout])
-    if drawn.offset:
-        mask, bias = (x if x is None else offset(x, drawn.offset) for x in (given.mask, given.bias))
-        given = replace(given, mask=mask, bias=bias)
-    if drawn.prepared and given.mask is not None:
-        sizes = {"seqlen_q": case.seqlen_q, "seqlen_k": case.seqlen_k}
-        mask = prepare_mask(given.mask, is_causal=case.is_causal, window_size=case.window_size, **sizes)
-        given = replace(given, mask=mask)
-    return given
-
-
 def failure_of(number: int, drawn: Drawn) -> str | None:
     """Run a call; None where every result is as it has to be.
 
@@ -96,7 +80,7 @@ def failure_of(number: int, drawn: Drawn) -> str | None:
     deterministic, multiprocessors = rng.random() < 0.5, rng.choice(MULTIPROCESSORS)
     cuda.KEY_PARTS = rng.choice(KEY_PARTS)
     inputs = case.build("cpu")
-    given = given_inputs(drawn, case, inputs)
+    given = placed(drawn, case, inputs)
     attention = partial(flash_dmattn.attention, return_lse=True, backend="cuda", deterministic=deterministic)
     try:
         configure(multiprocessors, 2 * number)
@@ -133,12 +117,9 @@ def random_calls(first: int, count: int) -> Iterator[str | None]:
 
 
 def _is_built(case: Case) -> bool:
-    """Whether there are kernels of its head dims and dtype, so that it is worth building."""
-    head_dim, head_dim_v, dtype = unit_of(case)
-    dims = f"d{head_dim}" if head_dim == head_dim_v else f"d{head_dim}_{head_dim_v}"
-    name = f"{dims}_{'fp16' if dtype == torch.float16 else 'bf16'}"
-    units = cuda_rules.installed_units() or frozenset()
-    return f"{'backward' if case.need else 'forward'}_{name}" in units
+    """Whether there are kernels for its head dims and dtype, so that it is worth building."""
+    passes: tuple[Pass, ...] = ("forward", "backward") if case.need else ("forward",)
+    return all(cuda_rules._has_unit(described(case), only) for only in passes)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import os
 from contextlib import nullcontext
-from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from cases import ALL, DEVICE, NAMES, Case
 from conftest import Runner
 from cuda_forms import ALL_BACKWARD_UNITS, ALL_UNITS, BIAS_FORMS, backward_unit_of, bias_form, described, unit_of
 from descriptors import descriptors_wherever_they_serve
-from draws import CUDA_EDGES, CUDA_FORMS, DRAWS, FORMS, HEAD_DIMS, TILE_EDGES, Drawn, draw_cuda, draw_triton
+from draws import CUDA_EDGES, CUDA_FORMS, DRAWS, FORMS, HEAD_DIMS, TILE_EDGES, Drawn, draw_cuda, draw_triton, placed
 from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 from layouts import LAYOUTS, offset, rearranged
@@ -26,7 +25,6 @@ from torch import Tensor
 
 from flash_dmattn.backends import cuda, cuda_rules
 from flash_dmattn.backends.protocol import broken_rules
-from flash_dmattn.masks import prepare_mask
 from flash_dmattn.problem import AttentionProblem, Need, TensorSpec
 
 EXAMPLES = {"eager": 2000, "flex": 200}
@@ -105,17 +103,11 @@ def test_random_configurations(backend: Runner, shard: int) -> None:
 @pytest.mark.parametrize("backend", DRAWS, indirect=True)
 @pytest.mark.parametrize("number", range(KERNEL_EXAMPLES) if DEVICE == "cuda" else range(1))
 def test_random_configurations_of_kernels(backend: Runner, number: int) -> None:
-    case, layout, *_ = drawn = DRAWS[backend.name](number)
+    drawn = DRAWS[backend.name](number)
+    case = drawn.case
     print(f"{case.repro()} {drawn[1:]}")  # pytest shows it beside whatever fails
     inputs = case.build()
-    given = inputs if layout is None else rearranged(inputs, LAYOUTS[layout])
-    if drawn.offset:
-        pair = {"mask": given.mask, "bias": given.bias}
-        given = replace(given, **{name: x if x is None else offset(x, drawn.offset) for name, x in pair.items()})
-    if drawn.prepared and given.mask is not None:
-        band = {"is_causal": case.is_causal, "window_size": case.window_size}
-        mask = prepare_mask(given.mask, seqlen_q=case.seqlen_q, seqlen_k=case.seqlen_k, **band)
-        given = replace(given, mask=mask)
+    given = placed(drawn, case, inputs)
     with descriptors_wherever_they_serve() if drawn.descriptors else nullcontext():
         results = backend(case, given)
     assert_accurate(results, case, inputs)

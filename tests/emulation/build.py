@@ -53,12 +53,6 @@ def _rewritten(text: str) -> str:
     return text
 
 
-def _write_if_changed(path: Path, text: str) -> None:
-    if not path.exists() or path.read_text() != text:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-
-
 def build(output: Path, folder: Path, head_dims: str, dtypes: str) -> None:
     """Build the units of these head dims and dtypes, as FLASH_DMATTN_HEAD_DIMS and FLASH_DMATTN_DTYPES name them.
 
@@ -80,16 +74,16 @@ def build(output: Path, folder: Path, head_dims: str, dtypes: str) -> None:
     for path in [*CSRC.rglob("*.h"), *CSRC.rglob("*.cu"), *CSRC.rglob("*.cpp")]:
         place = path.relative_to(CSRC)
         if str(place) not in REPLACED:
-            _write_if_changed(
+            build_cuda.write_if_changed(
                 source / place.with_suffix(".cpp" if path.suffix == ".cu" else path.suffix),
                 _rewritten(path.read_text()),
             )
     for place in REPLACED:
-        _write_if_changed(source / place, (HERE / place).read_text())
+        build_cuda.write_if_changed(source / place, (HERE / place).read_text())
     for path in [*HERE.glob("*.h"), *HERE.glob("*.cpp")]:
-        _write_if_changed(source / path.name, path.read_text())
+        build_cuda.write_if_changed(source / path.name, path.read_text())
     forward, backward = build_cuda.forward_units(), build_cuda.backward_units()
-    _write_if_changed(source / "build_units.h", build_cuda.units_header(forward, backward))
+    build_cuda.write_if_changed(source / "build_units.h", build_cuda.units_header(forward, backward))
 
     units = [*forward, *backward, *build_cuda.shared_dbias_units()]
     units += [build_cuda.Unit(name, name) for name in build_cuda.SOURCES if name not in NOT_BUILT]
@@ -98,9 +92,8 @@ def build(output: Path, folder: Path, head_dims: str, dtypes: str) -> None:
     torch = found[0]
     others = (torch / "include", sysconfig.get_path("include"), _cuda_include(build_cuda.find_nvcc()))
     includes = " ".join([f"-I{source}", *(f"-isystem {path}" for path in others)])
-    target = f"-DTORCH_TARGET_VERSION=0x{build_cuda.TORCH_TARGET[0]:02x}{build_cuda.TORCH_TARGET[1]:02x}000000000000"
     lines = [
-        f"flags = {FLAGS} {target} {includes} -include cuda_functions.h",
+        f"flags = {FLAGS} {build_cuda.TORCH_DEFINE} {includes} -include cuda_functions.h",
         "rule cpp",
         "  command = g++ $flags $more -MD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
@@ -121,8 +114,8 @@ def build(output: Path, folder: Path, head_dims: str, dtypes: str) -> None:
     lines += [f"build {output}: link {' '.join(objects)}"]
     lines += ["rule program", "  command = g++ $in -o $out", "  description = $out"]
     lines += [f"build mistakes.o: cpp {source / 'mistakes.cpp'}", "build mistakes: program mistakes.o machine.o", ""]
-    _write_if_changed(folder / "build.ninja", "\n".join(lines))
-    output.with_suffix(".json").write_text(json.dumps([unit.name for unit in units]))
+    build_cuda.write_if_changed(folder / "build.ninja", "\n".join(lines))
+    build_cuda.write_if_changed(output.with_suffix(".json"), json.dumps([unit.name for unit in units]))
     ninja = build_cuda.find_ninja()
     if subprocess.run([*ninja, "-C", str(folder), "-j", str(build_cuda.jobs())]).returncode != 0:
         raise SystemExit("a command of the build failed, and what it said is above")

@@ -29,7 +29,6 @@
 
 #define threadIdx (::emulation::Dim{::emulation::current->index, 0, 0})
 #define blockIdx (::emulation::Dim{::emulation::current->block->index, 0, 0})
-#define blockDim (::emulation::block_dim)
 #define gridDim (::emulation::grid_dim)
 
 template <class A, class B>
@@ -42,11 +41,9 @@ constexpr std::common_type_t<A, B> max(A a, B b) {
 }
 
 inline float __uint_as_float(unsigned bits) { return emulation::from_bits<float>(bits); }
-inline unsigned __float_as_uint(float x) { return static_cast<unsigned>(emulation::to_bits(x)); }
 inline float __saturatef(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }  // 0 of NaN
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
-inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
 
 template <class T>
 T __ldg(const T* from) {
@@ -65,7 +62,6 @@ cudaError_t cudaFuncSetAttribute(void (*)(Parameters...), cudaFuncAttribute, int
   return cudaSuccess;
 }
 
-inline void __threadfence() {}
 inline void __syncthreads() {
   emulation::named_barrier_sync(0, static_cast<int>(emulation::current->block->threads.size()));
 }
@@ -113,4 +109,3 @@ inline unsigned __ballot_sync(unsigned mask, bool holds) {
   return votes;
 }
 inline bool __any_sync(unsigned mask, bool holds) { return __ballot_sync(mask, holds) != 0; }
-inline bool __all_sync(unsigned mask, bool holds) { return __ballot_sync(mask, holds) == 0xffffffffu; }

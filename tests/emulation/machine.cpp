@@ -37,7 +37,7 @@ emulation_switch:
 namespace emulation {
 
 Thread* current = nullptr;
-Dim grid_dim, block_dim;
+Dim grid_dim;
 Settings settings;
 
 namespace {
@@ -425,7 +425,6 @@ void run_grid(unsigned blocks, unsigned threads, size_t shared_bytes, const std:
   later_products.clear();
   error = nullptr;
   grid_dim.x = blocks;
-  block_dim.x = threads;
   running_kernel = &kernel;
   // Blocks of a persistent kernel, which has shared memory of a size of its own, may wait for each other; others run
   // one after another, since their static shared memory is one for all.

@@ -108,7 +108,7 @@ struct Block {
 
 // The fiber that runs, and the grid it belongs to.
 extern Thread* current;
-extern Dim grid_dim, block_dim;
+extern Dim grid_dim;
 
 // --- for the code of threads --------------------------------------------------------------------------------------
 
@@ -175,10 +175,9 @@ void run_grid(unsigned blocks, unsigned threads, size_t shared_bytes, const std:
 struct Launch {
   unsigned blocks, threads;
   size_t shared_bytes;
-  void* stream;
 
-  Launch(unsigned blocks, unsigned threads, size_t shared_bytes = 0, void* stream = nullptr)
-      : blocks(blocks), threads(threads), shared_bytes(shared_bytes), stream(stream) {}
+  Launch(unsigned blocks, unsigned threads, size_t shared_bytes = 0, void* /*stream*/ = nullptr)
+      : blocks(blocks), threads(threads), shared_bytes(shared_bytes) {}
 
   template <class... Parameters, class... Arguments>
   void run(void (*kernel)(Parameters...), const Arguments&... arguments) const {
