@@ -21,6 +21,7 @@ import flash_dmattn
 from flash_dmattn.backends import cuda
 from flash_dmattn.masks import prepare_mask
 
+from .suites.trial import stream_of
 from .timing import Runner, measure
 
 PARTS = (1, 0, 2, 3, 4, 6, 8, 16, 32)
@@ -104,4 +105,5 @@ if __name__ == "__main__":
     given = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("the kernels run on a GPU, and torch finds none")
-    sys.exit(main(given.only))
+    with stream_of(torch.device("cuda")):  # small calls are captured
+        sys.exit(main(given.only))

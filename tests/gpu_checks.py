@@ -77,8 +77,8 @@ def all_parts() -> list[Part]:
             pytest_part(name, SHARED_SUITE, 5, 300, kernels, FLASH_DMATTN_TEST_DTYPE=dtype)
             for name, dtype in dtypes.items()
         ),
-        pytest_part("gradients", ["tests/test_cuda_backward.py"], 4, 180),
-        pytest_part("parts", ["tests/test_cuda_parts.py"], 2, 60),
+        pytest_part("gradients", ["tests/test_cuda_backward.py"], 8, 200),
+        pytest_part("parts", ["tests/test_cuda_parts.py"], 2, 30),
         pytest_part("gpu", ["tests/test_gpu.py", "tests/test_gpu_backward.py"], 4, 120, kernels),
         pytest_part("bugs", ["tests/test_predecessor_bugs.py"], 2, 60, kernels),
         pytest_part("sizes", ["tests/test_gpu_sizes.py", "tests/test_cuda_pack.py"], 2, 100),

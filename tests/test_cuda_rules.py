@@ -88,13 +88,11 @@ PARTIAL_BUILDS = {"backward_head_dim": frozenset(f"{name}_bf16" for name in FEW_
 # The code of each preference, and a call that auto passes over for it alone.
 PASSED_OVER: dict[str, tuple[dict[str, Any], str]] = {
     "few_rows": ({"q": (64, 1, 16, 64), "seqlen_k": 4096}, "there are 1 queries"),
-    "few_tiles": ({"q": (1, 256, 4, 128), "seqlen_k": 4096}, "there are 8 tiles"),
+    "few_tiles": ({"q": (1, 256, 4, 128), "seqlen_k": 4096}, "there are 8 tiles of 128 queries of a head; from 128 on"),
     "narrow_heads": ({"q": (2, 4096, 16, 32)}, "head dims are 32 and 32"),
     "bias_copies": ({"bias": PER_SCORE, "bias_dtype": "fp32"}, "bias is not of the dtype of q"),
     "few_keys": ({"seqlen_k": 128}, "there are 128 keys"),
-    "wide_gradients": ({"q": (2, 4096, 16, 192), "head_dim_v": 128}, "head dims are 192 and 128"),
     "fixed_order": ({"bias": PER_SCORE, "bias_grad": True, "deterministic": True}, "deterministic is True and"),
-    "softcap": ({"softcap": 30.0}, "softcap is 30; "),
     "partial_dbias": ({"bias": PER_SCORE, "bias_grad": True, "is_causal": True}, "the gradient of bias, of a value"),
 }
 NEVER_TAKEN = (
@@ -237,7 +235,7 @@ def test_its_backward_pass_completes_the_forward_pass_of_another(call: dict[str,
 
 def test_without_triton_gradients_are_those_of_eager() -> None:
     with flash_dmattn.disable_backends("triton"):
-        explanation = explained(**GRADIENTS, q=(2, 4096, 16, 192))
+        explanation = explained(**GRADIENTS, q=(2, 4096, 16, 192), softcap=1.0)
     assert (explanation.forward, explanation.backward) == ("cuda", "eager")
 
 
@@ -261,6 +259,32 @@ def test_what_auto_leaves_to_triton(code: str) -> None:
     assert explained(**call, backend="cuda").forward == "cuda"
 
 
+@pytest.mark.parametrize(
+    ("call", "chosen"),
+    (
+        # Of few tiles, those whose keys blocks share; with another mask, window or dtype they do not, or not well.
+        ({"q": (1, 256, 8, 64), "seqlen_k": 4096, "bias": (1, 8, 256, 4096)}, "cuda"),
+        ({"q": (1, 256, 8, 64), "seqlen_k": 4088, "bias": (1, 8, 256, 4088)}, "triton"),
+        ({"q": (1, 256, 8, 64), "seqlen_k": 4096, "bias": (1, 8, 256, 4096), "window_size": (9, 0)}, "triton"),
+        ({"q": (1, 256, 8, 256), "seqlen_k": 4096, "bias": (1, 8, 256, 4096)}, "triton"),
+        ({"q": (1, 128, 4, 128), "seqlen_k": 8192}, "cuda"),
+        ({"q": (1, 128, 4, 128), "seqlen_k": 8192, "mask": (1, 1, 128, 8192)}, "triton"),
+        ({"q": (1, 128, 3, 128), "seqlen_k": 8192}, "triton"),
+        ({"q": (1, 128, 4, 64), "seqlen_k": 8192}, "triton"),
+    ),
+    ids=str,
+)
+def test_few_tiles(call: dict[str, Any], chosen: str) -> None:
+    assert explained(**call).forward == chosen
+
+
+@pytest.mark.parametrize("wide", ({"q": (2, 4096, 16, 256)}, {"softcap": 30.0}), ids=str)
+@pytest.mark.parametrize("flags", ({}, {"deterministic": True}, {"is_causal": True}), ids=str)
+def test_wide_heads_and_softcap_train_on_cuda(wide: dict[str, Any], flags: dict[str, Any]) -> None:
+    explanation = explained(**wide, **flags, **DBIAS, **GRADIENTS)
+    assert (explanation.forward, explanation.backward) == ("cuda", "cuda")
+
+
 def test_a_build_of_some_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """A larger unit serves lesser head dims; what no unit serves goes to triton, and the units there are get named."""
     units = frozenset({"forward_d128_bf16", "forward_d192_128_bf16", "backward_d128_bf16"})
@@ -274,6 +298,10 @@ def test_a_build_of_some_units(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason.code == "head_dim" and "float16" in reason.text
     assert [reason.code for reason in explained(dtype="fp32").verdicts[0].reasons] == ["dtype"]
     assert explained(**GRADIENTS, backend="cuda").backward == "cuda"
+    monkeypatch.setattr(cuda_rules, "installed_units", lambda: units - {"backward_d128_bf16"} | {"backward_d256_bf16"})
+    assert explained(**GRADIENTS, backend="cuda").backward == "cuda"  # by the wide kernels, which have no softcap
+    (reason,) = explained(**GRADIENTS, softcap=1.0).verdicts[0].reasons
+    assert reason.code == "backward_softcap"
     monkeypatch.setattr(cuda_rules, "installed_units", lambda: units - {"backward_d128_bf16"})
     (reason,) = explained(**GRADIENTS).verdicts[0].reasons
     assert reason.text.endswith("this build has no backward kernels of bfloat16")

@@ -45,8 +45,19 @@ def _dims_of(units: frozenset[str] | None, dtype: torch.dtype, only: Pass) -> tu
 setattr(_built_dims, "_dynamo_marked_constant", True)  # noqa: B010
 
 
+def _unit(p: AttentionProblem, only: Pass) -> tuple[int, int] | None:
+    """The head dims of the kernels that serve the call; None where no kernels do."""
+    fitting = ((d, d_v) for d, d_v in _built_dims(p.dtype, only) if p.head_dim <= d and p.head_dim_v <= d_v)
+    return next(fitting, None)
+
+
 def _has_unit(p: AttentionProblem, only: Pass) -> bool:
-    return any(p.head_dim <= d and p.head_dim_v <= d_v for d, d_v in _built_dims(p.dtype, only))
+    return _unit(p, only) is not None
+
+
+def _has_slope_of_softcap(p: AttentionProblem) -> bool:
+    unit = _unit(p, "backward")
+    return unit is None or max(unit) <= _CAPPED_HEAD_DIM  # where there is none, another rule speaks
 
 
 def _units_text(p: AttentionProblem, only: Pass) -> str:
@@ -142,10 +153,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "backward_softcap",
-        lambda p: p.softcap == 0 or max(p.head_dim, p.head_dim_v) <= _CAPPED_HEAD_DIM,
+        lambda p: p.softcap == 0 or _has_slope_of_softcap(p),
         lambda p: (
             f"softcap is {p.softcap:g} and head dims are {p.head_dim} and {p.head_dim_v} (v); "
-            f"the backward kernels above {_CAPPED_HEAD_DIM} leave out the slope of tanh"
+            f"the backward kernels for these, which serve dims above {_CAPPED_HEAD_DIM}, leave out the slope of tanh"
         ),
         _PAIR,
         passes=("backward",),
@@ -207,16 +218,27 @@ RULES: tuple[Rule, ...] = (
 # Where the triton kernels are faster, and by how much, on an H200 (bf16; their time over that of cuda, both forward).
 # A persistent kernel starts later, and does not share a row among processors: it needs work for all of them.
 _ROWS = _KEYS = 128
-_MEASURED_HEAD_DIM = 128
+_LONG = 4096  # keys, which blocks share where rows are few
 
 
 def _tiles_of_rows(p: AttentionProblem) -> int:
     return p.batch * p.num_heads * -(-p.seqlen_q // _ROWS)
 
 
+def _triton_is_slow(p: AttentionProblem) -> bool:
+    """Whether its backward kernels are, with a bias too: head dims above 128 1.15 to 2.6, a softcap 1.6 to 2.7."""
+    return p.softcap > 0 or max(p.head_dim, p.head_dim_v) > 128
+
+
 def _least_tiles(p: AttentionProblem) -> int:
     """From how many tiles of rows on cuda is as fast."""
-    if max(p.head_dim, p.head_dim_v) > 64 or p.mask is not None or _bias_per_score(p):
+    widest = max(p.head_dim, p.head_dim_v)
+    shares_keys = widest <= 128 and p.mask is None and not p.has_window and _bias_fits_copy_engine(p)
+    if shares_keys and _bias_per_score(p) and p.seqlen_k >= _LONG:
+        return 16  # 256 queries, 4096 keys: 16 tiles of D64 1.08, of D128 1.13, 64 tiles 1.07 and 1.51
+    if shares_keys and widest > 64 and p.seqlen_k >= 2 * _LONG:
+        return 4  # 128 queries, 8192 keys of D128: 4 tiles 1.38, 16 tiles 1.03, 32 tiles 0.99, 64 tiles 1.21
+    if widest > 64 or p.mask is not None or _bias_per_score(p):
         # D128: 64 tiles 0.85, 128 1.19, 256 1.20; a bias per score 32 tiles 2.1, 128 tiles 4.3.
         # D64 with a mask: 32 tiles 0.92, 128 tiles 1.27; with a bias per score 0.88 and 1.01.
         return 128
@@ -261,32 +283,15 @@ AUTO_RULES: tuple[Rule, ...] = (
         passes=("backward",),
     ),
     Rule(
-        "wide_gradients",  # kernels that have not run on a GPU
-        lambda p: max(p.head_dim, p.head_dim_v) <= _MEASURED_HEAD_DIM,
-        lambda p: (
-            f"head dims are {p.head_dim} and {p.head_dim_v} (v); "
-            f"the backward kernels above {_MEASURED_HEAD_DIM} are not measured yet"
-        ),
-        'backend="cuda" runs it all the same',
-        passes=("backward",),
-    ),
-    Rule(
         "fixed_order",  # a full bias 0.88, D128 0.96; else 1.1 to 1.5, but a random tenth of all blocks 0.84
-        lambda p: not (p.deterministic and p.need.q and _dbias_is_whole(p)),
+        lambda p: _triton_is_slow(p) or not (p.deterministic and p.need.q and _dbias_is_whole(p)),
         lambda p: "deterministic is True and the gradient of bias, of a value per head and score, is needed too",
         'backend="cuda" runs it all the same',
         passes=("backward",),
     ),
     Rule(
-        "softcap",  # not measured
-        lambda p: p.softcap == 0,
-        lambda p: f"softcap is {p.softcap:g}; how long the backward kernels take with one has not been measured",
-        'backend="cuda" runs it all the same',
-        passes=("backward",),
-    ),
-    Rule(
         "partial_dbias",  # causal D64 0.91
-        lambda p: not _dbias_is_whole(p) or not (p.is_causal or p.has_window or p.mask),
+        lambda p: _triton_is_slow(p) or not (_dbias_is_whole(p) and (p.is_causal or p.has_window or p.mask)),
         lambda p: (
             "the gradient of bias, of a value for each head, is needed where a mask leaves tiles out; "
             "it is filled with zeros before"

@@ -25,8 +25,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) backward_kernel(const __g
   constexpr int kArrivals = 4 * Traits::kConsumers * kArrivalsOfWarp;  // of all warps that consume
   const bool takes_turns = p.dq_turns != nullptr;
   if (threadIdx.x == 0) {
-    barrier_init(&shared.keys_full, 2);  // k and v
-    barrier_init(&shared.keys_empty, kArrivals);
+    for (int stage = 0; stage < Traits::kKeyStages; ++stage) {
+      barrier_init(&shared.keys_full[stage], 2);  // k and v
+      barrier_init(&shared.keys_empty[stage], kArrivals);
+    }
     for (int stage = 0; stage < Traits::kDsStages; ++stage) {
       if (stage < Traits::kStages) {
         barrier_init(&shared.q_full[stage], 2);  // q and lse

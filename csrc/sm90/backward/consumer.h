@@ -59,7 +59,7 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
   __device__ __forceinline__ void start_dq(Piece& dq, int stage) {
     const int row = kRows == 128 ? group * 64 : 0, panel = kRows == 128 ? 0 : group;
     const uint64_t ds = matrix_descriptor(shared_address(shared.ds[stage]) + row * kRowBytes, 16);
-    const uint64_t k = matrix_descriptor(shared_address(shared.k) + panel * kTile * kRowBytes, 16);
+    const uint64_t k = matrix_descriptor(shared_address(shared.k[this->key_stage]) + panel * kTile * kRowBytes, 16);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kTile / 16; ++i) {
@@ -320,29 +320,29 @@ template <class Traits>
 __device__ __forceinline__ void consume_backward(const BackwardParams& p, BackwardStorage<Traits>& shared, int group) {
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x % 128 / 32, 0), lane = threadIdx.x % 32;
   typename BackwardConsumer<Traits>::Rings rings;
+  Ring<Traits::kKeyStages> ring_keys;
   Ring<2> ring_work;
-  uint32_t phase_keys = 0;
   float dk[Traits::kD / 2], dv[Traits::kDv / 2];
   // The first consumer has the first turn: its barrier is filled by the other.
   if (group == 1) named_barrier_arrive(kTurnBarrier, 2 * 128);
   for (;;) {
     const KeyItem<Traits>& item = take_work(shared, ring_work);
     if (!item.exists) break;
-    BackwardConsumer<Traits> consumer{{p, shared, group, warp, lane, {}}, dk, dv};
+    BackwardConsumer<Traits> consumer{{p, shared, group, warp, lane, ring_keys.stage, {}}, dk, dv};
     if (item.is_first) {
 #pragma unroll
       for (int i = 0; i < Traits::kD / 2; ++i) dk[i] = 0.0f;
 #pragma unroll
       for (int i = 0; i < Traits::kDv / 2; ++i) dv[i] = 0.0f;
-      barrier_wait(&shared.keys_full, phase_keys);
-      phase_keys ^= 1;
+      barrier_wait(&shared.keys_full[ring_keys.stage], ring_keys.phase);
     }
     consumer.start_key_sums();
     consumer.load_key_bias(item);
     consumer.run(item, rings);
     consumer.store_key_sums(item);
     if (item.is_last) {
-      barrier_arrive_of_warp(&shared.keys_empty);
+      barrier_arrive_of_warp(&shared.keys_empty[ring_keys.stage]);
+      ring_keys.advance();
       if (p.key_turns != nullptr) named_barrier_sync(kMayAddBarrier + group, 128 + 32);
       consumer.store(dk, p.dk, p.dk_sums, p.head_dim, p.softmax_scale, item);
       consumer.store(dv, p.dv, p.dv_sums, p.head_dim_v, 1.0f, item);

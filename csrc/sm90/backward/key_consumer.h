@@ -27,6 +27,7 @@ struct KeyConsumer {
   const BackwardParams& p;
   Storage& shared;
   const int group, warp, lane;  // which 64 keys of the block; the warp of the warpgroup
+  const int key_stage;          // of k and v
   float key_bias[2];            // of the thread's two keys, in units of log2
 
   __device__ __forceinline__ static int first_key(const KeyItem<Traits>& item) { return item.block_k * Traits::kKeys; }
@@ -35,7 +36,7 @@ struct KeyConsumer {
   // --- products -------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ void start_scores(Scores& scores, int stage) {
-    const uint64_t k = matrix_descriptor(shared_address(shared.k) + group * 64 * kRowBytes, 16);
+    const uint64_t k = matrix_descriptor(shared_address(shared.k[key_stage]) + group * 64 * kRowBytes, 16);
     const uint64_t q = matrix_descriptor(shared_address(shared.q[stage]), 16);
     wgmma_fence();
 #pragma unroll
@@ -46,7 +47,7 @@ struct KeyConsumer {
   }
 
   __device__ __forceinline__ void start_dp(Scores& dp, int stage) {
-    const uint64_t v = matrix_descriptor(shared_address(shared.v) + group * 64 * kRowBytes, 16);
+    const uint64_t v = matrix_descriptor(shared_address(shared.v[key_stage]) + group * 64 * kRowBytes, 16);
     const uint64_t dout = matrix_descriptor(shared_address(shared.dout[stage]), 16);
     wgmma_fence();
 #pragma unroll

@@ -18,7 +18,7 @@ __device__ __forceinline__ void copy_operands(const BackwardParams& p, Storage& 
 
   Ring<Traits::kStages> ring;
   Ring<2> ring_work;
-  uint32_t phase_keys = 0;
+  Ring<Traits::kKeyStages> ring_keys;
   // Where blocks of keys take turns every work comes from the counter, the first too: one that is waited for is then
   // held by a block that runs. Else the first is at hand.
   const bool takes_turns = p.dq_turns != nullptr;
@@ -42,11 +42,12 @@ __device__ __forceinline__ void copy_operands(const BackwardParams& p, Storage& 
       ring_work.advance();
       if (!item.exists) return;
       if (item.is_first) {
-        barrier_wait(&shared.keys_empty, phase_keys ^ 1);
-        phase_keys ^= 1;
-        const int key = work.block_k * Traits::kKeys;
-        copy_panels<Traits::kPanels, Traits::kKeys>(shared.k, &p.k, &shared.keys_full, 0, key, head_k, work.batch);
-        copy_panels<Traits::kPanelsV, Traits::kKeys>(shared.v, &p.v, &shared.keys_full, 0, key, head_k, work.batch);
+        const int stage = ring_keys.stage, key = work.block_k * Traits::kKeys;
+        uint64_t* full = &shared.keys_full[stage];
+        barrier_wait(&shared.keys_empty[stage], ring_keys.phase ^ 1);
+        copy_panels<Traits::kPanels, Traits::kKeys>(shared.k[stage], &p.k, full, 0, key, head_k, work.batch);
+        copy_panels<Traits::kPanelsV, Traits::kKeys>(shared.v[stage], &p.v, full, 0, key, head_k, work.batch);
+        ring_keys.advance();
       }
       const int64_t rows = (static_cast<int64_t>(item.batch) * p.num_heads + item.head) * padded_rows;
 #pragma unroll 1

@@ -21,6 +21,7 @@ struct Consumer {
   const ForwardParams& p;
   ForwardStorage<Traits>& shared;
   const int group, lane, row_of_warp;  // which warpgroup; its row of the work, of the thread's first row
+  const int query_stage;
   float (&out)[kOut];
   float row_max[2], row_sum[2];
 
@@ -30,13 +31,12 @@ struct Consumer {
   };
 
   __device__ __forceinline__ void start_scores(float (&scores)[kScores], int stage) {
-    const uint64_t q = matrix_descriptor(shared_address(shared.q) + group * 64 * kRowBytes, 16);
+    const uint64_t q = matrix_descriptor(shared_address(shared.q[query_stage]) + group * 64 * kRowBytes, 16);
     const uint64_t k = matrix_descriptor(shared_address(shared.k[stage]), 16);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kD / 16; ++i) {
-      Wgmma<Element, kKeys>::run(scores, step_by_columns<Traits::kRows>(q, i), step_by_columns<kKeys>(k, i),
-                                 Traits::kStartsWithBias || i > 0);
+      Wgmma<Element, kKeys>::run(scores, step_by_columns<Traits::kRows>(q, i), step_by_columns<kKeys>(k, i), i > 0);
     }
     wgmma_commit();
   }
@@ -148,18 +148,6 @@ struct Consumer {
     }
   }
 
-  // What the products of a step are added to, where that is the bias: 0 where f comes between the two.
-  __device__ __forceinline__ void start_with_bias(float (&scores)[kScores], Ring<Traits::kBiasStages>& ring) {
-    if constexpr (Traits::kStartsWithBias) {
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) scores[i] = 0.0f;
-      if (p.transforms) return;
-      BiasWords bias;
-      load_bias(bias, ring);
-      add_bias(scores, bias);
-    }
-  }
-
   // Scores in units of p.scale: f of the product, then the bias over the scale.
   __device__ __forceinline__ void finish_scores(float (&scores)[kScores], const Work& work, int block,
                                                 BiasWords& bias, Ring<Traits::kBiasStages>& ring) {
@@ -173,10 +161,8 @@ struct Consumer {
       }
     }
     if constexpr (Traits::kSuppliesBias) {
-      if (!Traits::kStartsWithBias || p.transforms) {
-        if constexpr (!Traits::kLoadsBiasEarly) load_bias(bias, ring);
-        add_bias(scores, bias);
-      }
+      if constexpr (!Traits::kLoadsBiasEarly) load_bias(bias, ring);
+      add_bias(scores, bias);
     }
     if constexpr (Traits::kBias == Bias::kStrided) {
       const int first_key = block * kKeys + 2 * (lane % 4);
@@ -329,7 +315,6 @@ struct Consumer {
       const int block = walk.at(0, has_edge);
       Edge edge;
       if (has_edge) load_edge(edge, bits, block);
-      start_with_bias(scores, ring_bias);
       barrier_wait(&shared.k_full[ring_k.stage], ring_k.phase);
       start_scores(scores, ring_k.stage);
       BiasWords bias;
@@ -349,7 +334,6 @@ struct Consumer {
       const int block = walk.at(step, has_edge);
       Edge edge;
       if (has_edge) load_edge(edge, bits, block);
-      start_with_bias(scores, ring_bias);
       barrier_wait(&shared.k_full[ring_k.stage], ring_k.phase);
       wait_turn();
       start_scores(scores, ring_k.stage);
@@ -372,7 +356,7 @@ struct Consumer {
       ring_k.advance();
       ring_v.advance();
     }
-    barrier_arrive_of_warp(&shared.q_empty);
+    barrier_arrive_of_warp(&shared.q_empty[query_stage]);
     barrier_wait(&shared.v_full[ring_v.stage], ring_v.phase);
     start_out(probs, ring_v.stage, walk.steps > 1);
     wgmma_wait<0>();
@@ -387,9 +371,9 @@ __device__ __forceinline__ void consume(const ForwardParams& p, ForwardStorage<T
   const int lane = threadIdx.x % 32;
   const int row_of_warp = group * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
   Ring<Traits::kStages> ring_k, ring_v;
+  Ring<Traits::kQueryStages> ring_q;
   Ring<Traits::kBiasStages> ring_bias;
   Ring<2> ring_work;
-  uint32_t phase_q = 0;
   // The first warpgroup has the first turn: its barrier is filled by the last one.
   if (group == Traits::kConsumers - 1) named_barrier_arrive(kFirstNamedBarrier, 2 * 128);
   for (;;) {
@@ -398,11 +382,11 @@ __device__ __forceinline__ void consume(const ForwardParams& p, ForwardStorage<T
     const Work& work = item.work;
     const Walk<Traits>& walk = item.walk;
     float out[Traits::kDv / 2];
-    Consumer<Traits> consumer{p, shared, group, lane, row_of_warp, out, {-INFINITY, -INFINITY}, {0.0f, 0.0f}};
+    Consumer<Traits> consumer{p, shared, group, lane, row_of_warp, ring_q.stage, out, {-INFINITY, -INFINITY}, {0.0f, 0.0f}};
     if (walk.steps > 0) {
-      barrier_wait(&shared.q_full, phase_q);
-      phase_q ^= 1;
+      barrier_wait(&shared.q_full[ring_q.stage], ring_q.phase);
       consumer.run(work, walk, ring_k, ring_v, ring_bias);
+      ring_q.advance();
     }
     bool has_piece = true;
     if constexpr (Traits::kSplits) {

@@ -20,8 +20,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) forward_kernel(const __gr
   auto& shared = *reinterpret_cast<ForwardStorage<Traits>*>(memory);
   constexpr int kArrivals = 4 * Traits::kConsumers * kArrivalsOfWarp;  // of all warps that consume
   if (threadIdx.x == 0) {
-    barrier_init(&shared.q_full, 1);
-    barrier_init(&shared.q_empty, kArrivals);
+    for (int stage = 0; stage < Traits::kQueryStages; ++stage) {
+      barrier_init(&shared.q_full[stage], 1);
+      barrier_init(&shared.q_empty[stage], kArrivals);
+    }
     for (int stage = 0; stage < Traits::kStages; ++stage) {
       barrier_init(&shared.k_full[stage], 1);
       barrier_init(&shared.k_empty[stage], kArrivals);

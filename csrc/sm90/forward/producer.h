@@ -14,8 +14,8 @@ __device__ __forceinline__ void copy_tiles(const ForwardParams& p, ForwardStorag
   prefetch_tensor_map(&p.v);
 
   Ring<Traits::kStages> ring_k, ring_v;
+  Ring<Traits::kQueryStages> ring_q;
   Ring<2> ring_work;
-  uint32_t phase_q = 0;
   for (int index = blockIdx.x;;) {
     Item<Traits> item;
     item.exists = index < p.total;
@@ -58,10 +58,10 @@ __device__ __forceinline__ void copy_tiles(const ForwardParams& p, ForwardStorag
     if (walk.steps > 0) {
       bool has_edge;
       int block = walk.at(0, has_edge);
-      barrier_wait(&shared.q_empty, phase_q ^ 1);
-      phase_q ^= 1;
-      copy_panels<Traits::kPanels, Traits::kRows>(shared.q, &p.q, &shared.q_full, 0, work.first_row, work.head,
-                                                  work.batch);
+      barrier_wait(&shared.q_empty[ring_q.stage], ring_q.phase ^ 1);
+      copy_panels<Traits::kPanels, Traits::kRows>(shared.q[ring_q.stage], &p.q, &shared.q_full[ring_q.stage], 0,
+                                                  work.first_row, work.head, work.batch);
+      ring_q.advance();
       copy_keys(block);
       // In the order in which they are read: the keys of a step before the values of the step before.
 #pragma unroll 1

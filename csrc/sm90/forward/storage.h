@@ -10,11 +10,11 @@ namespace flash_dmattn {
 // The barriers come last: each one's phase is over when what it names has happened.
 template <class Traits>
 struct alignas(1024) ForwardStorage {
-  alignas(1024) uint8_t q[Traits::kQueryBytes];
+  alignas(1024) uint8_t q[Traits::kQueryStages][Traits::kQueryBytes];
   alignas(1024) uint8_t k[Traits::kStages][Traits::kKeyBytes];
   alignas(1024) uint8_t v[Traits::kStages][Traits::kValueBytes];
   alignas(1024) uint8_t bias[Traits::kBiasStages][Traits::kBiasBytes];
-  uint64_t q_full, q_empty;
+  uint64_t q_full[Traits::kQueryStages], q_empty[Traits::kQueryStages];
   uint64_t k_full[Traits::kStages], k_empty[Traits::kStages];
   uint64_t v_full[Traits::kStages], v_empty[Traits::kStages];
   uint64_t bias_full[Traits::kBiasStages], bias_empty[Traits::kBiasStages];

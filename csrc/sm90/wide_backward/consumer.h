@@ -92,7 +92,7 @@ struct WideBackwardConsumer : KeyConsumer<Traits, WideBackwardStorage<Traits>> {
 
   __device__ __forceinline__ void start_dq(Piece& dq, const Place& at) {
     const uint64_t ds = matrix_descriptor(shared_address(shared.ds[at.scores.stage]), 16);
-    const uint64_t k = matrix_descriptor(shared_address(shared.k) + kFirstDqPanel * Traits::kKeys * kRowBytes,
+    const uint64_t k = matrix_descriptor(shared_address(shared.k[this->key_stage]) + kFirstDqPanel * Traits::kKeys * kRowBytes,
                                          Traits::kKeys * kRowBytes);
     wgmma_fence();
 #pragma unroll
@@ -195,25 +195,25 @@ __device__ __forceinline__ void consume_wide_backward(const BackwardParams& p, W
   using Consumer = WideBackwardConsumer<Traits, kGroup>;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x % 128 / 32, 0), lane = threadIdx.x % 32;
   typename Consumer::Place made, multiplied;
+  Ring<Traits::kKeyStages> ring_keys;
   Ring<2> ring_work;
-  uint32_t phase_keys = 0;
   typename Consumer::Sums sums;
   for (;;) {
     const KeyItem<Traits>& item = take_work(shared, ring_work);
     if (!item.exists) return;
-    Consumer consumer{{p, shared, 0, warp, lane, {}}, sums};
+    Consumer consumer{{p, shared, 0, warp, lane, ring_keys.stage, {}}, sums};
     if (item.is_first) {
 #pragma unroll
       for (int i = 0; i < Consumer::kColumns / 2; ++i) sums[i] = 0.0f;
-      barrier_wait(&shared.keys_full, phase_keys);
-      phase_keys ^= 1;
+      barrier_wait(&shared.keys_full[ring_keys.stage], ring_keys.phase);
     }
     consumer.start_key_sums();
     consumer.load_key_bias(item);
     consumer.run(item, made, multiplied);
     consumer.store_key_sums(item);
     if (item.is_last) {
-      barrier_arrive_of_warp(&shared.keys_empty);
+      barrier_arrive_of_warp(&shared.keys_empty[ring_keys.stage]);
+      ring_keys.advance();
       if (p.key_turns != nullptr) named_barrier_sync(kMayAddBarrier + kGroup, 128 + 32);
       if constexpr (Consumer::kHasDv) {
         consumer.store(sums, p.dv, p.dv_sums, p.head_dim_v, 1.0f, item);

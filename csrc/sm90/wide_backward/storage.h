@@ -11,8 +11,8 @@ namespace flash_dmattn {
 template <class Traits>
 struct alignas(1024) WideBackwardStorage {
   static constexpr int kStages = Traits::kStages, kScoreStages = Traits::kScoreStages;
-  alignas(1024) uint8_t k[Traits::kKeyBytes];
-  alignas(1024) uint8_t v[Traits::kValueBytes];
+  alignas(1024) uint8_t k[Traits::kKeyStages][Traits::kKeyBytes];
+  alignas(1024) uint8_t v[Traits::kKeyStages][Traits::kValueBytes];
   alignas(1024) uint8_t q[kStages][Traits::kQueryBytes];
   alignas(1024) uint8_t dout[kStages][Traits::kDoutBytes];
   // Of a block in the stage of the consumer that computes its scores, (queries, keys).
@@ -21,7 +21,7 @@ struct alignas(1024) WideBackwardStorage {
   float key_sums[Traits::kConsumers][Traits::kKeySums];
   alignas(16) float lse[kStages][Traits::kRows];
   alignas(16) float delta[kStages][Traits::kRows];
-  uint64_t keys_full, keys_empty;
+  uint64_t keys_full[Traits::kKeyStages], keys_empty[Traits::kKeyStages];  // k and v
   uint64_t q_full[kStages], q_empty[kStages];        // q and lse
   uint64_t dout_full[kStages], dout_empty[kStages];  // dout and delta
   uint64_t ds_full[kScoreStages], ds_empty[kScoreStages];  // ds and p

@@ -30,6 +30,7 @@ struct WideBackwardTraits {
   static constexpr int kScoreBytes = kRows * kKeys * 2;
   static constexpr int kKeySums = kBias == BackwardBias::kVector ? kKeys : 1;
 
+  static constexpr int kKeyStages = 1;  // k and v of a work
   // Blocks of q and dout that are there or on their way: of 227 KB two of 64 KB fit at D256, and three at D192.
   static constexpr int kStages = kPanels + kPanelsV > 6 ? 2 : 3;
   // Blocks whose p and ds are there: one of each consumer.

@@ -22,8 +22,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   constexpr int kOfOne = 4 * kArrivalsOfWarp, kOfBoth = 2 * kOfOne;  // arrivals of all warps of a consumer
   const bool takes_turns = p.dq_turns != nullptr;
   if (threadIdx.x == 0) {
-    barrier_init(&shared.keys_full, 2);  // k and v
-    barrier_init(&shared.keys_empty, kOfBoth);
+    for (int stage = 0; stage < Traits::kKeyStages; ++stage) {
+      barrier_init(&shared.keys_full[stage], 2);  // k and v
+      barrier_init(&shared.keys_empty[stage], kOfBoth);
+    }
     for (int stage = 0; stage < Traits::kStages; ++stage) {
       barrier_init(&shared.q_full[stage], 2);  // q and lse
       barrier_init(&shared.q_empty[stage], kOfBoth);
