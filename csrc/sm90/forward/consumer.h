@@ -382,7 +382,8 @@ __device__ __forceinline__ void consume(const ForwardParams& p, ForwardStorage<T
     const Work& work = item.work;
     const Walk<Traits>& walk = item.walk;
     float out[Traits::kDv / 2];
-    Consumer<Traits> consumer{p, shared, group, lane, row_of_warp, ring_q.stage, out, {-INFINITY, -INFINITY}, {0.0f, 0.0f}};
+    Consumer<Traits> consumer{p,   shared, group, lane, row_of_warp, ring_q.stage,
+                              out, {-INFINITY, -INFINITY}, {0.0f, 0.0f}};
     if (walk.steps > 0) {
       barrier_wait(&shared.q_full[ring_q.stage], ring_q.phase);
       consumer.run(work, walk, ring_k, ring_v, ring_bias);
