@@ -39,6 +39,7 @@ struct Unit {
   decltype(&launch_backward_sums<__half>) sums;
   decltype(&launch_shared_dbias<__half, 64, 64>) shared_dbias;
   int tile_rows, tile_keys;
+  bool stores_dbias_of_softcap;
   int64_t head_dim, head_dim_v;
 };
 
@@ -48,7 +49,7 @@ Unit unit_of(ScalarType dtype, int64_t head_dim, int64_t head_dim_v) {
   if (dtype == ScalarType::scalar && head_dim <= d && head_dim_v <= dv) {                                     \
     return {&launch_backward_main<element, d, dv>, &launch_backward_rows<element>,                            \
             &launch_backward_sums<element>, &launch_shared_dbias<element, d, dv>, backward_rows(d, dv),       \
-            backward_keys(d, dv), d, dv};                                                                     \
+            backward_keys(d, dv), backward_stores_dbias(d, dv, true), d, dv};                                 \
   }
   FLASH_DMATTN_BACKWARD_UNITS(FLASH_DMATTN_UNIT)
 #undef FLASH_DMATTN_UNIT
@@ -62,7 +63,7 @@ T* data_of(const std::optional<Tensor>& x) {
 }
 
 // How the main kernel reads a bias. One of a value per query only moves lse, which the kernel of the rows does; it is
-// another one that adds up the gradient of a bias per score that heads share.
+// another one that adds up the gradient of a bias per score that heads share, or that the main kernel does not store.
 BackwardBias describe_bias(const Tensor& bias, const Tensor& q, bool stores_dbias, bool shares_dbias, bool sums_dbias) {
   if (sums_dbias) {
     CHECK_ARGUMENT(is_broadcast(bias, 2), "dbias_sums are of a bias of one value per key, and bias has one per query");
@@ -106,7 +107,6 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   const Unit unit = unit_of(q.scalar_type(), sizes.head_dim, sizes.head_dim_v);
   CHECK_ARGUMENT(sizes.head_dim_v <= kMaxRowColumns, "rows of out have ", sizes.head_dim_v, " columns, more than ",
                  kMaxRowColumns);
-  CHECK_ARGUMENT(!(softcap > 0) || unit.tile_keys == kTile, "the kernels of head dims above 128 have no softcap");
   CHECK_ARGUMENT(out.is_contiguous() && lse.is_contiguous(), "out and lse need to be contiguous");
   CHECK_ARGUMENT(bias.has_value() || !(dbias.has_value() || dbias_sums.has_value()), "there is no bias for a dbias");
 
@@ -119,7 +119,8 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   BackwardParams params{};
   BackwardRowsParams rows{};
   BackwardBias form = BackwardBias::kNone;
-  const bool shares_dbias = dbias.has_value() && is_shared(*dbias, sizes);
+  const bool stores_whole = !(softcap > 0) || unit.stores_dbias_of_softcap;
+  const bool shares_dbias = dbias.has_value() && (is_shared(*dbias, sizes) || !stores_whole);
   if (bias.has_value()) {
     form = describe_bias(*bias, q, dbias.has_value(), shares_dbias, dbias_sums.has_value());
     if (form == BackwardBias::kNone) {

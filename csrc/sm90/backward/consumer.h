@@ -3,12 +3,8 @@
 // Scores have keys as rows and queries as columns, so that p and ds, in registers, are operands of dv and dk as they
 // are. ds goes to shared memory too, turned: from there both consumers multiply it with k, each for its part of dq, and
 // a warp of the producer stores it as dbias.
-//
-// With a softcap a score stays tanh until dp is there: then p and the slope of tanh are made of it at once, and need no
-// registers of their own, of which none are left.
 #pragma once
 
-#include "../../device/softcap.h"
 #include "barriers.h"
 #include "key_consumer.h"
 #include "storage.h"
@@ -102,20 +98,12 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     tell_ds(ring);
   }
 
-  // With a softcap: of a product its tanh, from which share_capped makes the rest.
-  __device__ __forceinline__ void cap_scores(Scores& scores) {
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) scores[i] = tanh_exact(p.pre_scale * scores[i]);
-  }
-
-  // With a softcap: finish_scores, p, finish_ds and share_ds in one, of scores that cap_scores has left as tanh, or
-  // forbid as -inf. ds has the slope of tanh, which the gradients of a bias have not.
+  // With a softcap: finish_scores, p, finish_ds and share_ds in one.
   //
   // 16 queries at a time go to shared memory, which is what makes ptxas finish with their registers: it reads lse and
   // delta of the next ones after that. Else it puts off ds until dk is multiplied, and up to 90 registers spill.
   __device__ __forceinline__ void share_capped(const Scores& tanhs, const Scores& dp, Rings& rings, Operand& probs,
                                                Operand& ds) {
-    const float cap = p.softcap * kLog2e;
     const float* lse = shared.lse[rings.rows.stage] + 2 * (lane % 4);
     const float* delta = shared.delta[rings.rows.stage] + 2 * (lane % 4);
     const uint32_t bias_tile = shared_address(shared.bias[rings.bias.stage]) + this->place_of_matrices();
@@ -127,20 +115,7 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     for (int i = 0; i < kSteps; ++i) {
       if constexpr (Traits::kHasBiasTiles) load_matrices_turned(bias[i], bias_tile + i * 16 * kRowBytes);
       float sums[2] = {0.0f, 0.0f};
-#pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        const int c = 2 * i + w / 2, r = w % 2, at = 4 * c + 2 * r;
-        const float2 delta_pair = *reinterpret_cast<const float2*>(delta + 8 * c);
-        const float2 add = this->added(*reinterpret_cast<const float2*>(lse + 8 * c), bias, c, r);
-        const float p_low = exp2_approx(fmaf(tanhs[at], cap, add.x));
-        const float p_high = exp2_approx(fmaf(tanhs[at + 1], cap, add.y));
-        const float low = dp[at] - delta_pair.x, high = dp[at + 1] - delta_pair.y;
-        const float ds_low = p_low * low, ds_high = p_high * high;
-        probs[i][w] = pack(p_low, p_high, Element{});
-        ds[i][w] = pack(ds_low * slope_of_tanh(tanhs[at]), ds_high * slope_of_tanh(tanhs[at + 1]), Element{});
-        if constexpr (Traits::kReplacesBias) dbias[i][w] = pack(ds_low, ds_high, Element{});
-        if constexpr (kHasKeyBias) sums[r] = fmaf(p_low, low, fmaf(p_high, high, sums[r]));
-      }
+      this->finish_capped(i, tanhs, dp, lse, delta, bias, probs[i], ds[i], dbias[i], sums);
       store_matrices_turned(ds[i], ds_tile + i * 16 * kRowBytes);
       // Over the matrices that the warp has just read.
       if constexpr (Traits::kReplacesBias) store_matrices_turned(dbias[i], bias_tile + i * 16 * kRowBytes);
@@ -234,7 +209,7 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     this->start_dp(dp, rings.rows.stage);
     wgmma_wait<1>();
     pin(scores);
-    cap_scores(scores);
+    this->cap_scores(scores);
     if (block.has_edge) this->forbid(scores, block.words, item, block.index);
     wgmma_wait<0>();
     pin(dp);

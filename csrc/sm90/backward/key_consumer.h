@@ -3,12 +3,16 @@
 //
 // Scores have keys as rows and queries as columns. p and ds, in 16 bits, are operands as they lie in registers, and go
 // to shared memory turned.
+//
+// With a softcap a score stays tanh until dp is there: then p and the slope of tanh are made of it at once, and need no
+// registers of their own, of which none are left.
 #pragma once
 
 #include <cfloat>
 
 #include "../../device/fragments.h"
 #include "../../device/pipeline.h"
+#include "../../device/softcap.h"
 #include "pieces.h"
 #include "work.h"
 
@@ -176,6 +180,37 @@ struct KeyConsumer {
         // Not of the products at hand: that takes two registers more than there are.
         if constexpr (kHasKeyBias) sums[r] = fmaf(exps[i], low, fmaf(exps[i + 1], high, sums[r]));
       }
+    }
+  }
+
+  // With a softcap: of a product its tanh, from which finish_capped makes the rest.
+  __device__ __forceinline__ void cap_scores(Scores& scores) {
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) scores[i] = tanh_exact(p.pre_scale * scores[i]);
+  }
+
+  using Quarter = uint32_t[4];  // of an operand or a tile of bias: 16 queries
+
+  // With a softcap: finish_scores, p and finish_ds in one, of the i-th 16 queries, whose scores cap_scores has left as
+  // tanh, or forbid as -inf. ds has the slope of tanh, which the gradients of a bias have not: dbias where that replaces
+  // the bias, and what is added to sums. lse and delta are those of the block, from the thread's first query on.
+  __device__ __forceinline__ void finish_capped(int i, const Scores& tanhs, const Scores& dp, const float* lse,
+                                                const float* delta, const BiasWords& bias, Quarter& probs, Quarter& ds,
+                                                Quarter& dbias, float (&sums)[2]) const {
+    const float cap = p.softcap * kLog2e;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const int c = 2 * i + w / 2, r = w % 2, at = 4 * c + 2 * r;
+      const float2 delta_pair = *reinterpret_cast<const float2*>(delta + 8 * c);
+      const float2 add = added(*reinterpret_cast<const float2*>(lse + 8 * c), bias, c, r);
+      const float p_low = exp2_approx(fmaf(tanhs[at], cap, add.x));
+      const float p_high = exp2_approx(fmaf(tanhs[at + 1], cap, add.y));
+      const float low = dp[at] - delta_pair.x, high = dp[at + 1] - delta_pair.y;
+      const float ds_low = p_low * low, ds_high = p_high * high;
+      probs[w] = pack(p_low, p_high, Element{});
+      ds[w] = pack(ds_low * slope_of_tanh(tanhs[at]), ds_high * slope_of_tanh(tanhs[at + 1]), Element{});
+      if constexpr (Traits::kReplacesBias) dbias[w] = pack(ds_low, ds_high, Element{});
+      if constexpr (kHasKeyBias) sums[r] = fmaf(p_low, low, fmaf(p_high, high, sums[r]));
     }
   }
 

@@ -31,6 +31,11 @@ constexpr int32_t kFullTile = INT32_MIN;
 constexpr int backward_rows(int head_dim, int head_dim_v) { return head_dim <= 64 && head_dim_v <= 64 ? 128 : 64; }
 constexpr int backward_keys(int head_dim, int head_dim_v) { return head_dim <= 128 && head_dim_v <= 128 ? kTile : 64; }
 
+// Whether there are kernels of kTileStore. Where there are none, the kernel of a shared bias' gradient stores any.
+constexpr bool backward_stores_dbias(int head_dim, int head_dim_v, bool has_softcap) {
+  return !has_softcap || (head_dim <= 128 && head_dim_v <= 128);
+}
+
 // Defined for the dtypes and head dims that the extension is built with. Each returns the error of its launch, which is
 // on the current device. `rows` is before `main`, and `sums` after it, for every result that it has summed.
 // `launch_order_lists` is before it too, for a mask and tiles of keys that take turns; there is one for all units.

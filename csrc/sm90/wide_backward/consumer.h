@@ -41,15 +41,9 @@ struct WideBackwardConsumer : KeyConsumer<Traits, WideBackwardStorage<Traits>> {
 
   // --- scores ---------------------------------------------------------------------------------------------------
 
-  // p and ds of a block of its own, to shared memory.
-  __device__ __forceinline__ void make_scores(const KeyItem<Traits>& item, int step, const Place& at) {
-    Block block;
-    this->find_block(block, item, step);
-    Scores scores, dp;
-    barrier_wait(&shared.q_full[at.rows.stage], at.rows.phase);
-    this->start_scores(scores, at.rows.stage);
-    barrier_wait(&shared.dout_full[at.rows.stage], at.rows.phase);
-    this->start_dp(dp, at.rows.stage);
+  // Of a block of its own, whose products are under way, p and ds to shared memory.
+  __device__ __forceinline__ void share_scores(Scores& scores, Scores& dp, const Block& block,
+                                               const KeyItem<Traits>& item, const Place& at) {
     BiasWords bias;
     if constexpr (Traits::kHasBiasTiles) {
       barrier_wait(&shared.bias_full[at.scores.stage], at.scores.phase);
@@ -71,6 +65,50 @@ struct WideBackwardConsumer : KeyConsumer<Traits, WideBackwardStorage<Traits>> {
     barrier_wait(&shared.ds_empty[at.scores.stage], at.scores.phase ^ 1);
     this->write_turned(probs, shared.bias[at.scores.stage]);
     this->write_turned(ds, shared.ds[at.scores.stage]);
+  }
+
+  // The same with a softcap, 16 queries at a time once dp is there.
+  __device__ __forceinline__ void share_capped(Scores& scores, Scores& dp, const Block& block,
+                                               const KeyItem<Traits>& item, const Place& at) {
+    wgmma_wait<1>();
+    pin(scores);
+    this->cap_scores(scores);
+    if (block.has_edge) this->forbid(scores, block.words, item, block.index);
+    wgmma_wait<0>();
+    pin(dp);
+    const float* lse = shared.lse[at.rows.stage] + 2 * (lane % 4);
+    const float* delta = shared.delta[at.rows.stage] + 2 * (lane % 4);
+    const uint32_t bias_tile = shared_address(shared.bias[at.scores.stage]) + this->place_of_matrices();
+    const uint32_t ds_tile = shared_address(shared.ds[at.scores.stage]) + this->place_of_matrices();
+    BiasWords bias;
+    float of_keys[2] = {0.0f, 0.0f};
+    if constexpr (Traits::kHasBiasTiles) barrier_wait(&shared.bias_full[at.scores.stage], at.scores.phase);
+    barrier_wait(&shared.ds_empty[at.scores.stage], at.scores.phase ^ 1);
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      if constexpr (Traits::kHasBiasTiles) load_matrices_turned(bias[i], bias_tile + i * 16 * kRowBytes);
+      typename Base::Quarter probs, ds, unused;
+      this->finish_capped(i, scores, dp, lse, delta, bias, probs, ds, unused, of_keys);
+      // Over the matrices that the warp has just read.
+      store_matrices_turned(probs, bias_tile + i * 16 * kRowBytes);
+      store_matrices_turned(ds, ds_tile + i * 16 * kRowBytes);
+    }
+    add_key_sums(of_keys);
+  }
+
+  __device__ __forceinline__ void make_scores(const KeyItem<Traits>& item, int step, const Place& at) {
+    Block block;
+    this->find_block(block, item, step);
+    Scores scores, dp;
+    barrier_wait(&shared.q_full[at.rows.stage], at.rows.phase);
+    this->start_scores(scores, at.rows.stage);
+    barrier_wait(&shared.dout_full[at.rows.stage], at.rows.phase);
+    this->start_dp(dp, at.rows.stage);
+    if constexpr (Traits::kHasSoftcap) {
+      share_capped(scores, dp, block, item, at);
+    } else {
+      share_scores(scores, dp, block, item, at);
+    }
     shared_memory_fence();
     barrier_arrive_of_warp(&shared.ds_full[at.scores.stage]);
   }

@@ -6,7 +6,7 @@
 
 namespace flash_dmattn {
 
-template <class T, int kHeadDim, int kHeadDimV, BackwardBias kBiasForm, bool kMaskTiles>
+template <class T, int kHeadDim, int kHeadDimV, BackwardBias kBiasForm, bool kMaskTiles, bool kSoftcap>
 struct WideBackwardTraits {
   using Element = T;
   static constexpr int kD = kHeadDim, kDv = kHeadDimV;
@@ -14,7 +14,9 @@ struct WideBackwardTraits {
   static constexpr bool kHasMask = kMaskTiles;
   static constexpr bool kHasBiasTiles = kBias == BackwardBias::kTile || kBias == BackwardBias::kTileStore;
   static constexpr bool kStoresDbias = kBias == BackwardBias::kTileStore;
-  static constexpr bool kHasSoftcap = false, kReplacesBias = false;  // not written
+  // With a softcap dbias is not ds as dq takes it. Beside p, in the place of the bias, there is no room for both: the
+  // kernel of a shared bias' gradient stores it.
+  static constexpr bool kHasSoftcap = kSoftcap, kReplacesBias = false;
 
   // One consumer holds dv of the block's keys and the other dk: 128 registers a thread for 64 keys at D256, beside 64
   // of scores and dp, or of dq. Of 96 keys they were 192.
@@ -44,6 +46,7 @@ struct WideBackwardTraits {
   // Of 504 registers a thread of each warpgroup can be given together, in steps of 8.
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 
+  static_assert(!(kHasSoftcap && kStoresDbias), "ds has the slope of tanh, and dbias has not");
   static_assert(kKeys == 64 && kRows == 64, "a matrix instruction has 64 rows, of scores keys, and of dq queries");
   static_assert(kPanels == 3 || kPanels == 4, "each consumer multiplies one or two panels of dq");
 };
