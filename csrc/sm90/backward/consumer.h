@@ -104,6 +104,7 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
   // delta of the next ones after that. Else it puts off ds until dk is multiplied, and up to 90 registers spill.
   __device__ __forceinline__ void share_capped(const Scores& tanhs, const Scores& dp, Rings& rings, Operand& probs,
                                                Operand& ds) {
+    const float cap = p.softcap * kLog2e;
     const float* lse = shared.lse[rings.rows.stage] + 2 * (lane % 4);
     const float* delta = shared.delta[rings.rows.stage] + 2 * (lane % 4);
     const uint32_t bias_tile = shared_address(shared.bias[rings.bias.stage]) + this->place_of_matrices();
@@ -115,7 +116,7 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     for (int i = 0; i < kSteps; ++i) {
       if constexpr (Traits::kHasBiasTiles) load_matrices_turned(bias[i], bias_tile + i * 16 * kRowBytes);
       float sums[2] = {0.0f, 0.0f};
-      this->finish_capped(i, tanhs, dp, lse, delta, bias, probs[i], ds[i], dbias[i], sums);
+      this->finish_capped(i, tanhs, dp, cap, lse, delta, bias, probs[i], ds[i], dbias[i], sums);
       store_matrices_turned(ds[i], ds_tile + i * 16 * kRowBytes);
       // Over the matrices that the warp has just read.
       if constexpr (Traits::kReplacesBias) store_matrices_turned(dbias[i], bias_tile + i * 16 * kRowBytes);

@@ -194,10 +194,9 @@ struct KeyConsumer {
   // With a softcap: finish_scores, p and finish_ds in one, of the i-th 16 queries, whose scores cap_scores has left as
   // tanh, or forbid as -inf. ds has the slope of tanh, which the gradients of a bias have not: dbias where that replaces
   // the bias, and what is added to sums. lse and delta are those of the block, from the thread's first query on.
-  __device__ __forceinline__ void finish_capped(int i, const Scores& tanhs, const Scores& dp, const float* lse,
-                                                const float* delta, const BiasWords& bias, Quarter& probs, Quarter& ds,
-                                                Quarter& dbias, float (&sums)[2]) const {
-    const float cap = p.softcap * kLog2e;
+  __device__ __forceinline__ void finish_capped(int i, const Scores& tanhs, const Scores& dp, float cap,
+                                                const float* lse, const float* delta, const BiasWords& bias,
+                                                Quarter& probs, Quarter& ds, Quarter& dbias, float (&sums)[2]) const {
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
       const int c = 2 * i + w / 2, r = w % 2, at = 4 * c + 2 * r;

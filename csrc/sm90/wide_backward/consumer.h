@@ -76,6 +76,7 @@ struct WideBackwardConsumer : KeyConsumer<Traits, WideBackwardStorage<Traits>> {
     if (block.has_edge) this->forbid(scores, block.words, item, block.index);
     wgmma_wait<0>();
     pin(dp);
+    const float cap = p.softcap * kLog2e;
     const float* lse = shared.lse[at.rows.stage] + 2 * (lane % 4);
     const float* delta = shared.delta[at.rows.stage] + 2 * (lane % 4);
     const uint32_t bias_tile = shared_address(shared.bias[at.scores.stage]) + this->place_of_matrices();
@@ -88,7 +89,7 @@ struct WideBackwardConsumer : KeyConsumer<Traits, WideBackwardStorage<Traits>> {
     for (int i = 0; i < kSteps; ++i) {
       if constexpr (Traits::kHasBiasTiles) load_matrices_turned(bias[i], bias_tile + i * 16 * kRowBytes);
       typename Base::Quarter probs, ds, unused;
-      this->finish_capped(i, scores, dp, lse, delta, bias, probs, ds, unused, of_keys);
+      this->finish_capped(i, scores, dp, cap, lse, delta, bias, probs, ds, unused, of_keys);
       // Over the matrices that the warp has just read.
       store_matrices_turned(probs, bias_tile + i * 16 * kRowBytes);
       store_matrices_turned(ds, ds_tile + i * 16 * kRowBytes);
