@@ -148,8 +148,7 @@ def _differentiable(case: Case, rng: random.Random) -> Case:
     seqlen_k = case.seqlen_k
     if seqlen_k <= 32 or (per_score and seqlen_k % 8 != 0):
         seqlen_k = rng.choice([n for n in CUDA_EDGES if n % 8 == 0])
-    has_softcap = max(case.head_dim, case.head_dim_v) <= 128
-    case = case.with_(softcap=case.softcap if has_softcap else 0.0, seqlen_k=seqlen_k)
+    case = case.with_(seqlen_k=seqlen_k)
     if not per_score:
         return case
     return case.with_(bias_dtype=None, bias=("B", "Hq", "Lq", "Lk") if "bias" in case.need else case.bias)

@@ -280,17 +280,17 @@ def check_capped(backend: Runner, case: Case, **flags: Any) -> None:
 
 @every_mask
 @every_bias
-@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("heads", (*HEADS, (4, 2, 192, 128)), ids=str)
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
-def test_softcap(backend: Runner, dtype: torch.dtype, heads: tuple[int, int, int], bias: str, form: str) -> None:
-    num_heads, num_heads_k, head_dim = heads
+def test_softcap(backend: Runner, dtype: torch.dtype, heads: tuple[int, ...], bias: str, form: str) -> None:
+    num_heads, num_heads_k, head_dim, *other = heads
     case = CAPPED.with_(num_heads=num_heads, num_heads_k=num_heads_k, head_dim=head_dim, dtype=dtype)
-    check_masked(backend, case.with_(bias=BIASES[bias]), form)
+    check_masked(backend, case.with_(head_dim_v=other[0] if other else 0, bias=BIASES[bias]), form)
 
 
 @every_mask
 @pytest.mark.parametrize("shape", (("1", "1", "Lq", "Lk"), ("1", "Hk", "Lq", "Lk"), FULL), ids="-".join)
-@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_softcap_with_a_bias_that_takes_no_gradient(
     backend: Runner, head_dim: int, shape: tuple[str, ...], form: str
 ) -> None:
@@ -299,15 +299,18 @@ def test_softcap_with_a_bias_that_takes_no_gradient(
 
 @pytest.mark.parametrize("need", SUBSETS, ids="-".join)
 @every_bias
+@pytest.mark.parametrize("head_dim", (64, 192))
 @both_orders
-def test_softcap_of_what_is_asked_for(backend: Runner, deterministic: bool, bias: str, need: tuple[str, ...]) -> None:
-    case = CAPPED.with_(need=need, bias=BIASES[bias], mask=FULL, is_causal=True)
+def test_softcap_of_what_is_asked_for(
+    backend: Runner, deterministic: bool, head_dim: int, bias: str, need: tuple[str, ...]
+) -> None:
+    case = CAPPED.with_(head_dim=head_dim, need=need, bias=BIASES[bias], mask=FULL, is_causal=True)
     check(backend, case, case.build(), deterministic=deterministic)
 
 
 @pytest.mark.parametrize("seqlen_q", LENGTHS)
 @pytest.mark.parametrize("seqlen_k", (64, 128, 136, 192))
-@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @every_bias
 def test_softcap_at_lengths(backend: Runner, bias: str, head_dim: int, seqlen_k: int, seqlen_q: int) -> None:
     case = CAPPED.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, bias=BIASES[bias], is_causal=True)
@@ -317,7 +320,7 @@ def test_softcap_at_lengths(backend: Runner, bias: str, head_dim: int, seqlen_k:
 @pytest.mark.parametrize("softcap", (0.02, 0.5, 30.0, 1000.0))
 @pytest.mark.parametrize("softmax_scale", (None, 0.0, -0.3))
 @every_bias
-@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_softcaps(backend: Runner, head_dim: int, bias: str, softmax_scale: float | None, softcap: float) -> None:
     case = CAPPED.with_(softcap=softcap, softmax_scale=softmax_scale, logits=30.0, head_dim=head_dim)
     check_capped(backend, case.with_(bias=BIASES[bias]))
@@ -326,12 +329,13 @@ def test_softcaps(backend: Runner, head_dim: int, bias: str, softmax_scale: floa
 @pytest.mark.parametrize("bias_kind", ("inf", "min", "huge"))
 @every_mask
 @pytest.mark.parametrize("bias", ("per query", "per key", "per score"))
-def test_softcap_with_extreme_biases(backend: Runner, bias: str, form: str, bias_kind: str) -> None:
-    check_masked(backend, CAPPED.with_(bias=BIASES[bias], bias_kind=bias_kind), form)
+@pytest.mark.parametrize("head_dim", (64, 192))
+def test_softcap_with_extreme_biases(backend: Runner, head_dim: int, bias: str, form: str, bias_kind: str) -> None:
+    check_masked(backend, CAPPED.with_(head_dim=head_dim, bias=BIASES[bias], bias_kind=bias_kind), form)
 
 
-@pytest.mark.parametrize("shape", (("B", "Hq", "1", "Lk"), FULL), ids="-".join)
-@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("shape", (("B", "Hq", "1", "Lk"), ("1", "Hq", "Lq", "Lk"), FULL), ids="-".join)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_softcap_with_a_great_bias_of_keys_left_out(backend: Runner, head_dim: int, shape: tuple[str, ...]) -> None:
     """Such a bias over log 2 is inf, and what marks a key left out is -inf."""
     case = CAPPED.with_(bias=shape, head_dim=head_dim, mask=("B", "1", "Lq", "Lk"), mask_kind="all_allowed")
@@ -343,7 +347,7 @@ def test_softcap_with_a_great_bias_of_keys_left_out(backend: Runner, head_dim: i
 
 
 @every_bias
-@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @both_orders
 def test_softcap_of_many_tiles(backend: Runner, deterministic: bool, head_dim: int, bias: str) -> None:
     """Rings of stages go round, and processors take one tile of keys after the other."""
@@ -473,11 +477,12 @@ def test_layouts_with_a_shared_gradient(backend: Runner, head_dim: int, layout: 
 
 
 @every_mask
-@every_shared
-@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("shape", (*SHARED, FULL), ids="-".join)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_softcap_with_a_shared_gradient(
     backend: Runner, head_dim: int, shape: tuple[str, ...], form: str, unwritten_is_nan: None
 ) -> None:
+    """Above head dim 128 the same kernel stores one that nobody shares."""
     case = GROUPED.with_(head_dim=head_dim, bias=shape, softcap=2.0, logits=3.0)
     check_masked(backend, case, form)
 

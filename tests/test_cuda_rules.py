@@ -55,10 +55,6 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         {"q": (2, 4096, 16, 192), "head_dim_v": 128, **GRADIENTS},
         r"head dims are 192 and 128 \(v\); the backward kernels .* multiples of 8 up to 64 and 64 or 128 and 128 ",
     ),
-    "backward_softcap": (
-        {"softcap": 30.0, "q": (2, 4096, 16, 192), "head_dim_v": 128, **GRADIENTS},
-        r"softcap is 30 and head dims are 192 and 128 \(v\); ",
-    ),
     "rounded_delta": ({"seqlen_k": 32, **GRADIENTS}, "there are 32 keys; "),
     "tile_bias_dtype": (
         {"bias": PER_SCORE, "bias_dtype": "fp32", **GRADIENTS},
@@ -94,6 +90,10 @@ PASSED_OVER: dict[str, tuple[dict[str, Any], str]] = {
     "few_keys": ({"seqlen_k": 128}, "there are 128 keys"),
     "fixed_order": ({"bias": PER_SCORE, "bias_grad": True, "deterministic": True}, "deterministic is True and"),
     "partial_dbias": ({"bias": PER_SCORE, "bias_grad": True, "is_causal": True}, "the gradient of bias, of a value"),
+    "wide_softcap": (
+        {"softcap": 30.0, "q": (2, 4096, 16, 192), "head_dim_v": 128},
+        "softcap is 30 and head dims are 192 and 128 (v); ",
+    ),
 }
 NEVER_TAKEN = (
     ("dtype", {"dtype": "fp64"}),
@@ -107,7 +107,6 @@ NEVER_TAKEN = (
 )
 # Its forward pass serves these, its backward pass does not, for this reason.
 NEVER_DIFFERENTIATED = (
-    ("backward_softcap", {"softcap": 1.0, "q": (2, 4096, 16, 256), "bias": (1, 16, 1, 4096), "bias_grad": True}),
     ("backward_head_dim", {"q": (2, 4096, 16, 192), "head_dim_v": 128, **GRADIENTS}),
     ("tile_bias_rows", {"bias": PER_SCORE, "bias_strides": (2**28, 2**24, 1, 2**12), **GRADIENTS}),
     # Its gradient has the shape of what was expanded.
@@ -145,6 +144,10 @@ DIFFERENTIATED = (
     {"softcap": 1.0, "bias": (1, 16, 1, 4096), "bias_grad": True},
     {"softcap": 30.0, **DBIAS, **GRADIENTS, "is_causal": True},
     {"softcap": 30.0, "bias": (1, 1, 4096, 4096), "bias_grad": True, "mask": (2, 16, 4096, 4096), **GRADIENTS},
+    {"softcap": 50.0, "q": (2, 4096, 16, 256), "kv_heads": 8, "window_size": (4096, 0), **GRADIENTS},
+    {"softcap": 1.0, "q": (2, 4096, 16, 192), "head_dim_v": 128, "bias": (1, 16, 1, 4096), "bias_grad": True},
+    {"softcap": 30.0, "q": (2, 4096, 16, 256), **DBIAS, **GRADIENTS, "is_causal": True, "deterministic": True},
+    {"softcap": 30.0, "q": (2, 4096, 16, 192), "bias": (1, 1, 4096, 4096), "bias_grad": True, **GRADIENTS},
 )
 TAKEN = (
     {},
@@ -235,7 +238,7 @@ def test_its_backward_pass_completes_the_forward_pass_of_another(call: dict[str,
 
 def test_without_triton_gradients_are_those_of_eager() -> None:
     with flash_dmattn.disable_backends("triton"):
-        explanation = explained(**GRADIENTS, q=(2, 4096, 16, 192), softcap=1.0)
+        explanation = explained(**GRADIENTS, seqlen_k=32)
     assert (explanation.forward, explanation.backward) == ("cuda", "eager")
 
 
@@ -299,9 +302,10 @@ def test_a_build_of_some_units(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [reason.code for reason in explained(dtype="fp32").verdicts[0].reasons] == ["dtype"]
     assert explained(**GRADIENTS, backend="cuda").backward == "cuda"
     monkeypatch.setattr(cuda_rules, "installed_units", lambda: units - {"backward_d128_bf16"} | {"backward_d256_bf16"})
-    assert explained(**GRADIENTS, backend="cuda").backward == "cuda"  # by the wide kernels, which have no softcap
-    (reason,) = explained(**GRADIENTS, softcap=1.0).verdicts[0].reasons
-    assert reason.code == "backward_softcap"
+    assert explained(**GRADIENTS, backend="cuda").backward == "cuda"
+    explanation = explained(**GRADIENTS, softcap=1.0)  # by the wide kernels, which are not timed with one
+    assert [preference.code for preference in explanation.verdicts[0].preferences] == ["wide_softcap"]
+    assert (explanation.forward, explanation.backward) == ("cuda", "triton")
     monkeypatch.setattr(cuda_rules, "installed_units", lambda: units - {"backward_d128_bf16"})
     (reason,) = explained(**GRADIENTS).verdicts[0].reasons
     assert reason.text.endswith("this build has no backward kernels of bfloat16")

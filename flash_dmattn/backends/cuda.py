@@ -175,7 +175,7 @@ def _backward(
         elif bias.shape[2] == 1:
             sums = torch.empty((*lse.shape[:2], seqlen_k), dtype=torch.float32, device=q.device)
         else:
-            # Of one value for each head the kernel writes the tiles that it visits; a shared gradient is written whole.
+            # Of one value for each head the kernel may write just the tiles that it visits; a shared gradient is whole.
             is_whole = bias.shape[:2] == lse.shape[:2]
             allocate = torch.zeros if is_whole and (mask or band is not None) else torch.empty
             dbias = stored = allocate(bias.shape, dtype=bias.dtype, device=bias.device)

@@ -55,11 +55,6 @@ def _has_unit(p: AttentionProblem, only: Pass) -> bool:
     return _unit(p, only) is not None
 
 
-def _has_slope_of_softcap(p: AttentionProblem) -> bool:
-    unit = _unit(p, "backward")
-    return unit is None or max(unit) <= _CAPPED_HEAD_DIM  # where there is none, another rule speaks
-
-
 def _units_text(p: AttentionProblem, only: Pass) -> str:
     kernels = "kernels" if only == "forward" else "backward kernels"
     dims = " or ".join(f"{d} and {d_v}" for d, d_v in _built_dims(p.dtype, only))
@@ -95,7 +90,6 @@ def _dbias_is_whole(p: AttentionProblem) -> bool:
 
 
 _FEW_KEYS = 32
-_CAPPED_HEAD_DIM = 128
 _PAIR = 'backend=("cuda", "triton") runs its forward pass and the backward pass of the other'
 
 RULES: tuple[Rule, ...] = (
@@ -148,16 +142,6 @@ RULES: tuple[Rule, ...] = (
         "backward_head_dim",
         lambda p: _has_unit(p, "backward"),
         lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v); {_units_text(p, 'backward')}",
-        _PAIR,
-        passes=("backward",),
-    ),
-    Rule(
-        "backward_softcap",
-        lambda p: p.softcap == 0 or _has_slope_of_softcap(p),
-        lambda p: (
-            f"softcap is {p.softcap:g} and head dims are {p.head_dim} and {p.head_dim_v} (v); "
-            f"the backward kernels for these, which serve dims above {_CAPPED_HEAD_DIM}, leave out the slope of tanh"
-        ),
         _PAIR,
         passes=("backward",),
     ),
@@ -219,6 +203,7 @@ RULES: tuple[Rule, ...] = (
 # A persistent kernel starts later, and does not share a row among processors: it needs work for all of them.
 _ROWS = _KEYS = 128
 _LONG = 4096  # keys, which blocks share where rows are few
+_NARROW = 128  # head dims, above which the backward kernels are others
 
 
 def _tiles_of_rows(p: AttentionProblem) -> int:
@@ -227,7 +212,12 @@ def _tiles_of_rows(p: AttentionProblem) -> int:
 
 def _triton_is_slow(p: AttentionProblem) -> bool:
     """Whether its backward kernels are, with a bias too: head dims above 128 1.15 to 2.6, a softcap 1.6 to 2.7."""
-    return p.softcap > 0 or max(p.head_dim, p.head_dim_v) > 128
+    return p.softcap > 0 or max(p.head_dim, p.head_dim_v) > _NARROW
+
+
+def _is_timed_with_softcap(p: AttentionProblem) -> bool:
+    unit = _unit(p, "backward")
+    return unit is None or max(unit) <= _NARROW  # where there is none, another rule speaks
 
 
 def _least_tiles(p: AttentionProblem) -> int:
@@ -295,6 +285,16 @@ AUTO_RULES: tuple[Rule, ...] = (
         lambda p: (
             "the gradient of bias, of a value for each head, is needed where a mask leaves tiles out; "
             "it is filled with zeros before"
+        ),
+        'backend="cuda" runs it all the same',
+        passes=("backward",),
+    ),
+    Rule(
+        "wide_softcap",
+        lambda p: p.softcap == 0 or _is_timed_with_softcap(p),
+        lambda p: (
+            f"softcap is {p.softcap:g} and head dims are {p.head_dim} and {p.head_dim_v} (v); "
+            f"the backward kernels for these, which serve dims above {_NARROW}, have not been timed with a softcap"
         ),
         'backend="cuda" runs it all the same',
         passes=("backward",),
