@@ -83,10 +83,14 @@ def backward_form(problem: AttentionProblem) -> str:
 
 
 def shares_dbias(problem: AttentionProblem) -> bool:
-    """Whether heads or batch entries share the gradient of a bias per score, which has a kernel of its own."""
+    """Whether the gradient of a bias per score has a kernel of its own: heads or batch entries share it.
+
+    Or there is a softcap beside head dims above 128, where all units are built.
+    """
     p = problem
     per_score = p.need.bias and p.bias is not None and not any(p.bias.broadcast()[2:])
-    return per_score and p.bias is not None and p.bias.shape[:2] != (p.batch, p.num_heads)
+    stores_none = p.softcap > 0 and max(p.head_dim, p.head_dim_v) > 128
+    return per_score and p.bias is not None and (stores_none or p.bias.shape[:2] != (p.batch, p.num_heads))
 
 
 def backward_works(problem: AttentionProblem) -> tuple[str, str]:

@@ -262,12 +262,28 @@ def _wide_backward() -> tuple[list[Case], list[Case], list[Case]]:
     return any_order, in_order, shared
 
 
+def _wide_capped() -> tuple[Case, ...]:
+    """With a softcap above head dim 128: each form of bias. Of a tile the kernel of a shared gradient stores dbias."""
+    cases = []
+    for i, ((d, d_v), bias) in enumerate(itertools.product(WIDE_DIMS, (None, PER_KEY, FULL))):
+        case = BASE.with_(head_dim=d, head_dim_v=d_v, bias=bias, mask=(TILES, None)[i % 2], mask_kind="empty_tiles")
+        case = case.with_(seqlen_q=193, seqlen_k=136, softcap=5.0, is_causal=i % 5 < 2)
+        cases.append(case.with_(dtype=(BASE.dtype, FP16)[i // 2 % 2]))
+    return tuple(cases)
+
+
 BACKWARD_WIDE, BACKWARD_WIDE_IN_ORDER, BACKWARD_WIDE_SHARED = map(tuple, _wide_backward())
+BACKWARD_WIDE_CAPPED = _wide_capped()
 CASES = {
     "triton": _numbered(plain=PLAIN, descriptors=DESCRIPTORS, unaligned=UNALIGNED),
     "cuda": _numbered(plain=D64 + D128 + OTHERS, unaligned=FORWARD_UNALIGNED, parts=FORWARD_PARTS),
     "cuda-backward": _numbered(
-        plain=BACKWARD + BACKWARD_CAPPED + BACKWARD_SHARED + BACKWARD_WIDE + BACKWARD_WIDE_SHARED,
+        plain=BACKWARD
+        + BACKWARD_CAPPED
+        + BACKWARD_SHARED
+        + BACKWARD_WIDE
+        + BACKWARD_WIDE_SHARED
+        + BACKWARD_WIDE_CAPPED,
         in_order=BACKWARD_IN_ORDER + BACKWARD_WIDE_IN_ORDER,
         unaligned=BACKWARD_UNALIGNED,
     ),

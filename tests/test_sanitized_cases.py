@@ -97,7 +97,7 @@ def test_the_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_backward_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     """No rule refuses a call; each kernel has one, each form in either order, and the work is shared in every way.
 
-    Those with a softcap: one of each form at 64 and 128.
+    Those with a softcap: one of each form of a unit, and one that has the kernel of a shared gradient.
     """
     monkeypatch.setattr(cuda_rules, "installed_units", lambda: None)
     kernels, shared, orders, works = set(), set(), set(), set()
@@ -117,8 +117,9 @@ def test_the_backward_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatc
             shared.add((unit, has_mask))
         orders.add((unit[:2], form, has_mask, in_order))
         works.add((in_order, *backward_works(problem)))
-    assert capped == set(itertools.product(((64, 64), (128, 128)), BACKWARD_FORMS))
-    assert capped_shared == {(64, 64), (128, 128)}
+    narrow = itertools.product(((64, 64), (128, 128)), BACKWARD_FORMS)
+    wide = itertools.product(sanitized_cases.WIDE_DIMS, ("none", "vector", "tile"))
+    assert capped == {*narrow, *wide} and capped_shared == set(cuda_rules.BACKWARD_UNITS)
     flags = (False, True)
     assert kernels == set(itertools.product(ALL_BACKWARD_UNITS, BACKWARD_FORMS, flags))
     assert shared == set(itertools.product(ALL_BACKWARD_UNITS, flags))
@@ -127,4 +128,4 @@ def test_the_backward_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatc
     assert heads == {(o, h) for o in flags for h in ("its own", "a group")} | {(False, "one of a group")}
     shares = {(in_order, share) for in_order, _, share in works}
     assert {(True, "in order"), *itertools.product((False,), ("one each", "evenly", "as they finish"))} <= shares
-    assert len(sanitized_cases.CASES["cuda-backward"]) == 110
+    assert len(sanitized_cases.CASES["cuda-backward"]) == 119
