@@ -70,6 +70,7 @@ def rows() -> tuple[Row, ...]:
         _row("flags", "causal", is_causal=True, in_readme=True),
         _row("flags", "sliding window", window_size=(256, 0), in_readme=True),
         _row("flags", "softcap", softcap=30.0, in_readme=True),
+        _row("flags", "softcap, head dim 256", q=(2, 4096, 16, 256), softcap=30.0),
         _row("flags", "lse returned", return_lse=True, in_readme=True),
         _row("flags", "probabilities returned", return_probs=True, in_readme=True),
         _row("mask", "(B, H, Lq, Lk)", mask=full, in_readme=True),

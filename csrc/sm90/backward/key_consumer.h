@@ -192,7 +192,7 @@ struct KeyConsumer {
   using Quarter = uint32_t[4];  // of an operand or a tile of bias: 16 queries
 
   // With a softcap: finish_scores, p and finish_ds in one, of the i-th 16 queries, whose scores cap_scores has left as
-  // tanh, or forbid as -inf. ds has the slope of tanh, which the gradients of a bias have not: dbias where that replaces
+  // tanh, or forbid as -inf. ds has the slope of tanh, which the gradients of a bias have not: dbias, where it replaces
   // the bias, and what is added to sums. lse and delta are those of the block, from the thread's first query on.
   __device__ __forceinline__ void finish_capped(int i, const Scores& tanhs, const Scores& dp, float cap,
                                                 const float* lse, const float* delta, const BiasWords& bias,

@@ -11,8 +11,9 @@ cudaError_t launch_backward_main<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FL
   return with_bool(params.softcap > 0, [&](auto has_softcap) {
     return with_backward_form(bias, has_mask, [&](auto form, auto has_mask_) {
       constexpr bool kHasSoftcap = decltype(has_softcap)::value;
-      if constexpr (kHasSoftcap && decltype(form)::value == BackwardBias::kTileStore) {
-        return cudaErrorNotSupported;  // backward_stores_dbias says so
+      constexpr bool kStores = backward_stores_dbias(FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V, kHasSoftcap);
+      if constexpr (decltype(form)::value == BackwardBias::kTileStore && !kStores) {
+        return cudaErrorNotSupported;  // nobody calls it
       } else {
         using Traits = WideBackwardTraits<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V,
                                           decltype(form)::value, decltype(has_mask_)::value, kHasSoftcap>;
