@@ -265,7 +265,7 @@ def test_what_auto_leaves_to_triton(code: str) -> None:
 @pytest.mark.parametrize(
     ("call", "chosen"),
     (
-        # Of few tiles, those whose keys blocks share; with another mask, window or dtype they do not, or not well.
+        # Of few tiles, those whose keys blocks share: not with few keys, a mask, a window or wide heads.
         ({"q": (1, 256, 8, 64), "seqlen_k": 4096, "bias": (1, 8, 256, 4096)}, "cuda"),
         ({"q": (1, 256, 8, 64), "seqlen_k": 4088, "bias": (1, 8, 256, 4088)}, "triton"),
         ({"q": (1, 256, 8, 64), "seqlen_k": 4096, "bias": (1, 8, 256, 4096), "window_size": (9, 0)}, "triton"),

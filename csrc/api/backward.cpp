@@ -39,7 +39,6 @@ struct Unit {
   decltype(&launch_backward_sums<__half>) sums;
   decltype(&launch_shared_dbias<__half, 64, 64>) shared_dbias;
   int tile_rows, tile_keys;
-  bool stores_dbias_of_softcap;
   int64_t head_dim, head_dim_v;
 };
 
@@ -49,7 +48,7 @@ Unit unit_of(ScalarType dtype, int64_t head_dim, int64_t head_dim_v) {
   if (dtype == ScalarType::scalar && head_dim <= d && head_dim_v <= dv) {                                     \
     return {&launch_backward_main<element, d, dv>, &launch_backward_rows<element>,                            \
             &launch_backward_sums<element>, &launch_shared_dbias<element, d, dv>, backward_rows(d, dv),       \
-            backward_keys(d, dv), backward_stores_dbias(d, dv, true), d, dv};                                 \
+            backward_keys(d, dv), d, dv};                                                                     \
   }
   FLASH_DMATTN_BACKWARD_UNITS(FLASH_DMATTN_UNIT)
 #undef FLASH_DMATTN_UNIT
@@ -119,7 +118,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   BackwardParams params{};
   BackwardRowsParams rows{};
   BackwardBias form = BackwardBias::kNone;
-  const bool stores_whole = !(softcap > 0) || unit.stores_dbias_of_softcap;
+  const bool stores_whole = backward_stores_dbias(unit.head_dim, unit.head_dim_v, softcap > 0);
   const bool shares_dbias = dbias.has_value() && (is_shared(*dbias, sizes) || !stores_whole);
   if (bias.has_value()) {
     form = describe_bias(*bias, q, dbias.has_value(), shares_dbias, dbias_sums.has_value());

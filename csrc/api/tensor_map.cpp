@@ -52,8 +52,7 @@ CUtensorMap tensor_map(const char* op, const Tensor& x, const char* name, std::a
                                                           : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   CUtensorMap map;
   const CUresult result = encoder(op)(&map, dtype, 4, data, dims, bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                      CU_TENSOR_MAP_SWIZZLE_128B, promotion,
-                                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                                      CU_TENSOR_MAP_SWIZZLE_128B, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   CHECK_FOR(op, result == CUDA_SUCCESS, "cuTensorMapEncodeTiled refused ", name, " with error ",
             static_cast<int>(result));
   return map;

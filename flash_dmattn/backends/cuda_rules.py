@@ -203,7 +203,7 @@ RULES: tuple[Rule, ...] = (
 # A persistent kernel starts later, and does not share a row among processors: it needs work for all of them.
 _ROWS = _KEYS = 128
 _LONG = 4096  # keys, which blocks share where rows are few
-_NARROW = 128  # head dims, above which the backward kernels are others
+_NARROW = 128  # head dims, above which the backward kernels are others, and blocks do not share keys
 
 
 def _tiles_of_rows(p: AttentionProblem) -> int:
@@ -223,7 +223,7 @@ def _is_timed_with_softcap(p: AttentionProblem) -> bool:
 def _least_tiles(p: AttentionProblem) -> int:
     """From how many tiles of rows on cuda is as fast."""
     widest = max(p.head_dim, p.head_dim_v)
-    shares_keys = widest <= 128 and p.mask is None and not p.has_window and _bias_fits_copy_engine(p)
+    shares_keys = widest <= _NARROW and p.mask is None and not p.has_window and _bias_fits_copy_engine(p)
     if shares_keys and _bias_per_score(p) and p.seqlen_k >= _LONG:
         return 16  # 256 queries, 4096 keys: 16 tiles of D64 1.08, of D128 1.13, 64 tiles 1.07 and 1.51
     if shares_keys and widest > 64 and p.seqlen_k >= 2 * _LONG:

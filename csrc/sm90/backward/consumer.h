@@ -202,18 +202,12 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     last_index = index;
   }
 
-  // With a softcap: of a block whose product of scores is under way, tanh and dp. The first wait is what keeps ptxas
-  // from moving tanh before the product of dp.
+  // With a softcap: of a block whose product of scores is under way, tanh and dp.
   __device__ __forceinline__ void start_capped(const KeyItem<Traits>& item, Scores& scores, Scores& dp,
                                                const Block& block, const Rings& rings) {
     barrier_wait(&shared.dout_full[rings.rows.stage], rings.rows.phase);
     this->start_dp(dp, rings.rows.stage);
-    wgmma_wait<1>();
-    pin(scores);
-    this->cap_scores(scores);
-    if (block.has_edge) this->forbid(scores, block.words, item, block.index);
-    wgmma_wait<0>();
-    pin(dp);
+    this->cap_scores(scores, dp, block, item);
   }
 
   // With a softcap: one block of queries, whose tanh and dp are there; with kHasNext those of the next are, at the end.

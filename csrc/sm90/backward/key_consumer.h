@@ -183,17 +183,11 @@ struct KeyConsumer {
     }
   }
 
-  // With a softcap: of a product its tanh, from which finish_capped makes the rest.
-  __device__ __forceinline__ void cap_scores(Scores& scores) {
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) scores[i] = tanh_exact(p.pre_scale * scores[i]);
-  }
-
   using Quarter = uint32_t[4];  // of an operand or a tile of bias: 16 queries
 
   // With a softcap: finish_scores, p and finish_ds in one, of the i-th 16 queries, whose scores cap_scores has left as
-  // tanh, or forbid as -inf. ds has the slope of tanh, which the gradients of a bias have not: dbias, where it replaces
-  // the bias, and what is added to sums. lse and delta are those of the block, from the thread's first query on.
+  // tanh. ds has the slope of tanh, which the gradients of a bias have not: dbias, where it replaces the bias, and what is
+  // added to sums. lse and delta are those of the block, from the thread's first query on.
   __device__ __forceinline__ void finish_capped(int i, const Scores& tanhs, const Scores& dp, float cap,
                                                 const float* lse, const float* delta, const BiasWords& bias,
                                                 Quarter& probs, Quarter& ds, Quarter& dbias, float (&sums)[2]) const {
@@ -232,6 +226,19 @@ struct KeyConsumer {
   __device__ __forceinline__ void find_block(Block& block, const KeyItem<Traits>& item, int step) {
     block.index = item.walk.at(step, block.has_edge);
     if (block.has_edge) load_edge(block.words, item, block.index);
+  }
+
+  // With a softcap: of a block whose products are under way, those of scores first, waits for both and leaves tanh, or
+  // -inf, in place of scores. The first wait is what keeps ptxas from moving tanh before the product of dp.
+  __device__ __forceinline__ void cap_scores(Scores& scores, Scores& dp, const Block& block,
+                                             const KeyItem<Traits>& item) {
+    wgmma_wait<1>();
+    pin(scores);
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) scores[i] = tanh_exact(p.pre_scale * scores[i]);
+    if (block.has_edge) forbid(scores, block.words, item, block.index);
+    wgmma_wait<0>();
+    pin(dp);
   }
 
   // --- results --------------------------------------------------------------------------------------------------

@@ -70,12 +70,7 @@ struct WideBackwardConsumer : KeyConsumer<Traits, WideBackwardStorage<Traits>> {
   // The same with a softcap, 16 queries at a time once dp is there.
   __device__ __forceinline__ void share_capped(Scores& scores, Scores& dp, const Block& block,
                                                const KeyItem<Traits>& item, const Place& at) {
-    wgmma_wait<1>();
-    pin(scores);
-    this->cap_scores(scores);
-    if (block.has_edge) this->forbid(scores, block.words, item, block.index);
-    wgmma_wait<0>();
-    pin(dp);
+    this->cap_scores(scores, dp, block, item);
     const float cap = p.softcap * kLog2e;
     const float* lse = shared.lse[at.rows.stage] + 2 * (lane % 4);
     const float* delta = shared.delta[at.rows.stage] + 2 * (lane % 4);
@@ -131,8 +126,8 @@ struct WideBackwardConsumer : KeyConsumer<Traits, WideBackwardStorage<Traits>> {
 
   __device__ __forceinline__ void start_dq(Piece& dq, const Place& at) {
     const uint64_t ds = matrix_descriptor(shared_address(shared.ds[at.scores.stage]), 16);
-    const uint64_t k = matrix_descriptor(shared_address(shared.k[this->key_stage]) + kFirstDqPanel * Traits::kKeys * kRowBytes,
-                                         Traits::kKeys * kRowBytes);
+    const uint32_t keys = shared_address(shared.k[this->key_stage]) + kFirstDqPanel * Traits::kKeys * kRowBytes;
+    const uint64_t k = matrix_descriptor(keys, Traits::kKeys * kRowBytes);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < Traits::kKeys / 16; ++i) {
