@@ -73,7 +73,7 @@ struct ForwardParams {
   int* next;  // counts the work handed out beyond the first per block; null to share it out evenly
 
   // Pieces of work from the one of this number on are handed out in parts, each a share of the keys; total counts them.
-  int whole, parts;     // parts of a piece; 1 where none is split, else whole, too, is of use
+  int whole, parts;     // parts of such a piece; 1 where there is none
   float* part_results;  // (pieces split, parts, ForwardTile::part_floats), as csrc/sm90/forward/parts.h has them
   int* part_arrivals;   // (pieces split, warps that consume), zeros
 };
@@ -118,8 +118,8 @@ struct BackwardParams {
   bool bias_has_batch;
 
   // The order of work: sections of this many (batch, heads) pairs, in each the first keys of all first, or the last
-  // where blocks of keys take turns. A work is a block of keys, a tile or half of one (of the last tile too, where it
-  // may be empty), and this many query heads: one, or all of a group.
+  // where blocks of keys take turns. A work is a block of keys, a tile, two, or half of one (of the last tile too,
+  // where it may be empty), and this many query heads: one, or all of a group.
   int section, blocks_k, total, heads_per_work;
   // Counts the work handed out, without the first of each block where tiles need not take turns; null to share it out
   // evenly.

@@ -32,13 +32,21 @@ constexpr int64_t kWorksEnough = 8;  // for each multiprocessor, so that none wa
 // mask so many at least; without one, where tiles come in their order, as many as L2 has room for.
 constexpr int64_t kHeadsOfTurns = 8, kBytesOfTurns = 36 << 20;
 
+// A block of two tiles of keys takes 5/3 of the time of a block of one where dbias is stored: it moves less through L2,
+// which is what bounds those kernels at head dim 64. There are half as many to share out. Behind a band it is slower:
+// 0.497 ms for 0.476 of causal queries at (4, 16, 2048), 1.00 for 0.83 at (1, 8, 8192).
+bool pays_to_take_two(int64_t pairs, int64_t tiles_k, int64_t processors) {
+  const auto rounds = [&](int64_t blocks) { return ceil_div(pairs * blocks, processors); };
+  return 5 * rounds(ceil_div(tiles_k, 2)) <= 3 * rounds(tiles_k);
+}
+
 // The kernels of one dtype and one pair of head dims; those of the rows are of the dtype alone.
 struct Unit {
   decltype(&launch_backward_main<__half, 64, 64>) main;
   decltype(&launch_backward_rows<__half>) rows;
   decltype(&launch_backward_sums<__half>) sums;
   decltype(&launch_shared_dbias<__half, 64, 64>) shared_dbias;
-  int tile_rows, tile_keys;
+  int tile_keys;
   int64_t head_dim, head_dim_v;
 };
 
@@ -47,8 +55,8 @@ Unit unit_of(ScalarType dtype, int64_t head_dim, int64_t head_dim_v) {
 #define FLASH_DMATTN_UNIT(element, scalar, d, dv)                                                             \
   if (dtype == ScalarType::scalar && head_dim <= d && head_dim_v <= dv) {                                     \
     return {&launch_backward_main<element, d, dv>, &launch_backward_rows<element>,                            \
-            &launch_backward_sums<element>, &launch_shared_dbias<element, d, dv>, backward_rows(d, dv),       \
-            backward_keys(d, dv), d, dv};                                                                     \
+            &launch_backward_sums<element>, &launch_shared_dbias<element, d, dv>, backward_keys(d, dv),       \
+            d, dv};                                                                                           \
   }
   FLASH_DMATTN_BACKWARD_UNITS(FLASH_DMATTN_UNIT)
 #undef FLASH_DMATTN_UNIT
@@ -110,10 +118,9 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   CHECK_ARGUMENT(bias.has_value() || !(dbias.has_value() || dbias_sums.has_value()), "there is no bias for a dbias");
 
   const int64_t tiles_q = ceil_div(sizes.seqlen_q, kTile), tiles_k = ceil_div(sizes.seqlen_k, kTile);
-  const int64_t blocks_k = tiles_k * (kTile / unit.tile_keys);
   const int64_t pairs = sizes.batch * sizes.num_heads, pairs_k = sizes.batch * sizes.num_heads_k;
   CHECK_ARGUMENT(pairs * tiles_q <= kMaxInt / 4, "there are more than 2^29 tiles of queries");
-  CHECK_ARGUMENT(pairs_k * blocks_k <= kMaxInt / 2, "there are more than 2^30 blocks of keys");
+  CHECK_ARGUMENT(pairs_k * tiles_k <= kMaxInt / 4, "there are more than 2^29 tiles of keys");
 
   BackwardParams params{};
   BackwardRowsParams rows{};
@@ -130,15 +137,22 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   }
 
   const CurrentDevice device(kName, q);  // before the maps, whose encoder needs its context
+  const int device_processors = multiprocessors(kName, device.index);
 
-  params.q = rows_map(kName, q, "q", unit.tile_rows);
-  params.k = rows_map(kName, k, "k", unit.tile_keys);
-  params.v = rows_map(kName, v, "v", unit.tile_keys);
-  params.dout = rows_map(kName, dout, "dout", unit.tile_rows);
-  if (form == BackwardBias::kTile || form == BackwardBias::kTileStore) {
-    params.bias = scores_map(kName, *bias, "bias", unit.tile_rows);
-  }
-  if (form == BackwardBias::kTileStore) params.dbias = scores_map(kName, *dbias, "dbias", unit.tile_rows);
+  const bool has_mask = !mask.empty(), has_bias_tiles = form == BackwardBias::kTile || form == BackwardBias::kTileStore;
+  const bool has_band = low > -sizes.seqlen_q || high < sizes.seqlen_k;
+  const bool takes_two = form == BackwardBias::kTileStore && !has_mask && !has_band && !(softcap > 0) &&
+                         has_two_key_tiles(unit.head_dim, unit.head_dim_v) &&
+                         pays_to_take_two(pairs_k, tiles_k, device_processors);
+  const int block_keys = takes_two ? 2 * kTile : unit.tile_keys;
+  const int tile_rows = backward_rows(unit.head_dim, unit.head_dim_v, block_keys);
+  const int64_t blocks_k = takes_two ? ceil_div(tiles_k, 2) : tiles_k * (kTile / block_keys);
+  params.q = rows_map(kName, q, "q", tile_rows);
+  params.k = rows_map(kName, k, "k", block_keys);
+  params.v = rows_map(kName, v, "v", block_keys);
+  params.dout = rows_map(kName, dout, "dout", tile_rows);
+  if (has_bias_tiles) params.bias = scores_map(kName, *bias, "bias", tile_rows);
+  if (form == BackwardBias::kTileStore) params.dbias = scores_map(kName, *dbias, "dbias", tile_rows);
   params.dk = data_of(dk);
   params.dv = data_of(dv);
   params.dbias_sums = data_of<float>(dbias_sums);
@@ -147,7 +161,6 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   params.softmax_scale = static_cast<float>(softmax_scale);
   set_softcap(softmax_scale, softcap, params);
   set_band(sizes, low, high, params);
-  const bool has_mask = !mask.empty();
   if (has_mask) {
     CHECK_ARGUMENT(mask.size() == 3, "mask has ", mask.size(), " tensors; it needs bits and lists of rows and columns");
     set_mask(mask[0], mask[2], sizes, params);
@@ -167,7 +180,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
     rows.dq_sums = static_cast<float*>(sums.mutable_data_ptr());
   }
   const bool takes_turns = dq.has_value() && deterministic;
-  const int64_t blocks_q = padded_rows / unit.tile_rows;
+  const int64_t blocks_q = padded_rows / tile_rows;
   if (takes_turns) {
     const int64_t length = blocks_q + pairs_k * blocks_k;
     turns = torch::stable::new_empty(q, {&length, 1}, ScalarType::Int);
@@ -208,7 +221,6 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
 
   params.blocks_k = static_cast<int>(blocks_k);
   // Heads of a group as works of their own are more works, whose dk and dv have to be added in device memory.
-  const int device_processors = multiprocessors(kName, device.index);
   const bool few_works = pairs != pairs_k && pairs_k * blocks_k < kWorksEnough * device_processors;
   const bool splits = few_works && (!deterministic || takes_turns);
   params.heads_per_work = splits ? 1 : params.queries_per_group;
@@ -234,13 +246,12 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   const int64_t section = std::max<int64_t>(kSectionBytes / work_bytes, takes_turns ? turns_need : 1);
   params.section = static_cast<int>(std::min(section, owners));
   const int blocks = std::min(params.total, device_processors);
-  const bool even = !has_mask && low <= -sizes.seqlen_q && high >= sizes.seqlen_k;
   Tensor next;
-  if (takes_turns || (!even && params.total > blocks)) {
+  if (takes_turns || ((has_mask || has_band) && params.total > blocks)) {
     next = work_counter(kName, q, device.stream);
     params.next = static_cast<int*>(next.mutable_data_ptr());
   }
-  check(unit.main(params, form, has_mask, blocks, device.stream), kName, "launching the kernel");
+  check(unit.main(params, form, has_mask, block_keys, blocks, device.stream), kName, "launching the kernel");
 
   const auto finish = [&](const float* from, const std::optional<Tensor>& to, int64_t columns, double factor) {
     if (from == nullptr) return;

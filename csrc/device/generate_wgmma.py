@@ -14,6 +14,7 @@ from pathlib import Path
 HEADER = Path(__file__).with_name("wgmma_instructions.h")
 # Of each width the methods that kernels use.
 METHODS = {
+    32: ("shared_by_rows",),
     64: ("shared_by_columns", "shared_by_rows", "registers_by_rows"),
     96: ("shared_by_columns", "registers_by_rows"),
     128: ("shared_by_columns", "shared_by_rows", "shared_turned_by_rows", "registers_by_rows"),

@@ -203,6 +203,7 @@ RULES: tuple[Rule, ...] = (
 # A persistent kernel starts later, and does not share a row among processors: it needs work for all of them.
 _ROWS = _KEYS = 128
 _LONG = 4096  # keys, which blocks share where rows are few
+_PAIRS_ENOUGH = 512  # of tiles of keys, from which on they are surely taken where dbias is stored and nothing masked
 _NARROW = 128  # head dims, above which the backward kernels are others, and blocks do not share keys
 
 
@@ -210,14 +211,13 @@ def _tiles_of_rows(p: AttentionProblem) -> int:
     return p.batch * p.num_heads * -(-p.seqlen_q // _ROWS)
 
 
+def _pairs_of_key_tiles(p: AttentionProblem) -> int:
+    return p.batch * p.num_heads * -(-p.seqlen_k // (2 * _KEYS))
+
+
 def _triton_is_slow(p: AttentionProblem) -> bool:
-    """Whether its backward kernels are, with a bias too: head dims above 128 1.15 to 2.6, a softcap 1.6 to 2.7."""
+    """Whether its backward kernels are, with a bias too: head dims above 128 1.15 to 2.6, a softcap 1.6 to 4.6."""
     return p.softcap > 0 or max(p.head_dim, p.head_dim_v) > _NARROW
-
-
-def _is_timed_with_softcap(p: AttentionProblem) -> bool:
-    unit = _unit(p, "backward")
-    return unit is None or max(unit) <= _NARROW  # where there is none, another rule speaks
 
 
 def _least_tiles(p: AttentionProblem) -> int:
@@ -273,8 +273,14 @@ AUTO_RULES: tuple[Rule, ...] = (
         passes=("backward",),
     ),
     Rule(
-        "fixed_order",  # a full bias 0.88, D128 0.96; else 1.1 to 1.5, but a random tenth of all blocks 0.84
-        lambda p: _triton_is_slow(p) or not (p.deterministic and p.need.q and _dbias_is_whole(p)),
+        # A full bias of D128 0.96, of D64 0.88, and 1.16 by pairs of tiles; else 1.1 to 1.5, but a random tenth of all
+        # blocks 0.84.
+        "fixed_order",
+        lambda p: (
+            _triton_is_slow(p)
+            or not (p.deterministic and p.need.q and _dbias_is_whole(p))
+            or (max(p.head_dim, p.head_dim_v) <= 64 and _pairs_of_key_tiles(p) >= _PAIRS_ENOUGH)
+        ),
         lambda p: "deterministic is True and the gradient of bias, of a value per head and score, is needed too",
         'backend="cuda" runs it all the same',
         passes=("backward",),
@@ -285,16 +291,6 @@ AUTO_RULES: tuple[Rule, ...] = (
         lambda p: (
             "the gradient of bias, of a value for each head, is needed where a mask leaves tiles out; "
             "it is filled with zeros before"
-        ),
-        'backend="cuda" runs it all the same',
-        passes=("backward",),
-    ),
-    Rule(
-        "wide_softcap",
-        lambda p: p.softcap == 0 or _is_timed_with_softcap(p),
-        lambda p: (
-            f"softcap is {p.softcap:g} and head dims are {p.head_dim} and {p.head_dim_v} (v); "
-            f"the backward kernels for these, which serve dims above {_NARROW}, have not been timed with a softcap"
         ),
         'backend="cuda" runs it all the same',
         passes=("backward",),

@@ -1,4 +1,4 @@
-// A consumer: a warpgroup that computes dk and dv of 64 keys, and its part of dq.
+// A consumer: a warpgroup that computes dk and dv of 64 keys of each of the block's tiles, and its part of dq.
 //
 // Scores have keys as rows and queries as columns, so that p and ds, in registers, are operands of dv and dk as they
 // are. ds goes to shared memory too, turned: from there both consumers multiply it with k, each for its part of dq, and
@@ -18,6 +18,7 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
       typename Base::Scores;
   using Base::group, Base::kD, Base::kDv, Base::kHasKeyBias, Base::kRows, Base::kScores, Base::kSteps, Base::lane,
       Base::p, Base::shared, Base::warp;
+  static constexpr int kKeyTiles = Traits::kKeyTiles;
   using RingDs = Ring<Traits::kDsStages>;
   using RingBias = Ring<Traits::kBiasStages>;
 
@@ -28,51 +29,79 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     RingBias bias;
   };
 
-  float (&dk)[kD / 2];
-  float (&dv)[kDv / 2];
+  float (&dk)[kKeyTiles][kD / 2];
+  float (&dv)[kKeyTiles][kDv / 2];
 
   // --- products -------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ void start_dv(const Operand& probs, int stage) {
+  __device__ __forceinline__ void start_dv(const Operand& probs, int stage, int tile) {
     const uint64_t dout = matrix_descriptor(shared_address(shared.dout[stage]), kRows * kRowBytes);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) Wgmma<Element, kDv>::run(dv, probs[i], step_by_rows(dout, i), true);
+    for (int i = 0; i < kSteps; ++i) Wgmma<Element, kDv>::run(dv[tile], probs[i], step_by_rows(dout, i), true);
     wgmma_commit();
   }
 
-  __device__ __forceinline__ void start_dk(const Operand& ds, int stage) {
+  __device__ __forceinline__ void start_dk(const Operand& ds, int stage, int tile) {
     const uint64_t q = matrix_descriptor(shared_address(shared.q[stage]), kRows * kRowBytes);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) Wgmma<Element, kD>::run(dk, ds[i], step_by_rows(q, i), true);
+    for (int i = 0; i < kSteps; ++i) Wgmma<Element, kD>::run(dk[tile], ds[i], step_by_rows(q, i), true);
     wgmma_commit();
   }
 
-  // The consumer's piece of dq: its 64 of 128 queries, or its 64 of 128 columns.
-  using Piece = float[kPieceFloats / 128];
+  // The consumer's piece of dq: its 64 of 128 queries, or its 64 of 128 columns; or, of 64 queries and 64 columns, half
+  // of the columns.
+  static constexpr int kDqColumns = Traits::kDqColumns;
+  using Piece = float[kDqColumns / 2];
 
-  __device__ __forceinline__ void start_dq(Piece& dq, int stage) {
-    const int row = kRows == 128 ? group * 64 : 0, panel = kRows == 128 ? 0 : group;
-    const uint64_t ds = matrix_descriptor(shared_address(shared.ds[stage]) + row * kRowBytes, 16);
-    const uint64_t k = matrix_descriptor(shared_address(shared.k[this->key_stage]) + panel * kTile * kRowBytes, 16);
+  // Of the keys of all tiles, whose ds lie one stage behind the other.
+  __device__ __forceinline__ void start_dq(Piece& dq, RingDs ring) {
+    constexpr int kColumnBytes = kDqColumns == kPieceColumns ? kTile * kRowBytes : kDqColumns * 2;
+    const int row = kRows == 128 ? group * 64 : 0, column = kRows == 128 ? 0 : group;
+    const uint64_t k = matrix_descriptor(shared_address(shared.k[this->key_stage]) + column * kColumnBytes, 16);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kTile / 16; ++i) {
-      Wgmma<Element, kPieceColumns>::run_rows(dq, step_by_columns<kRows>(ds, i), step_by_rows(k, i), i > 0);
+    for (int tile = 0; tile < kKeyTiles; ++tile) {
+      const uint64_t ds = matrix_descriptor(shared_address(shared.ds[ring.stage]) + row * kRowBytes, 16);
+#pragma unroll
+      for (int i = 0; i < kTile / 16; ++i) {
+        Wgmma<Element, kDqColumns>::run_rows(dq, step_by_columns<kRows>(ds, i),
+                                             step_by_rows(k, tile * (kTile / 16) + i), tile > 0 || i > 0);
+      }
+      ring.advance();
     }
     wgmma_commit();
   }
 
+  __device__ __forceinline__ void wait_for_ds(RingDs ring) {
+#pragma unroll
+    for (int tile = 0; tile < kKeyTiles; ++tile) {
+      barrier_wait(&shared.ds_full[ring.stage], ring.phase);
+      ring.advance();
+    }
+  }
+
+  __device__ __forceinline__ void give_back_ds(RingDs& ring) {
+#pragma unroll
+    for (int tile = 0; tile < kKeyTiles; ++tile) {
+      barrier_arrive_of_warp(&shared.ds_empty[ring.stage]);
+      ring.advance();
+    }
+  }
+
   __device__ __forceinline__ void add_dq(const Piece& dq, const KeyItem<Traits>& item, int block) {
     const int tiles_q = (p.seqlen_q + kTile - 1) / kTile;
-    const int row = block * (kRows / 64) + (kRows == 128 ? group : 0), panel = kRows == 128 ? 0 : group;
+    const int row = block * (kRows / 64) + (kRows == 128 ? group : 0);
+    const int panel = Traits::kPanels == 2 ? group : 0;
+    const int first = kDqColumns < kPieceColumns ? group * (kDqColumns / 8) : 0;
     const int64_t head = static_cast<int64_t>(item.batch) * p.num_heads + item.head;
     if (p.dq_turns != nullptr) named_barrier_sync(kMayAddBarrier + group, 128 + 32);
     float* to = p.dq_sums + ((head * 2 * tiles_q + row) * Traits::kPanels + panel) * kPieceFloats;
 #pragma unroll
-    for (int c = 0; c < kPieceColumns / 8; ++c) {
-      add_four(to + place_in_piece(c, threadIdx.x % 128), dq[4 * c], dq[4 * c + 1], dq[4 * c + 2], dq[4 * c + 3]);
+    for (int c = 0; c < kDqColumns / 8; ++c) {
+      float* four = to + place_in_piece(first + c, threadIdx.x % 128);
+      add_four(four, dq[4 * c], dq[4 * c + 1], dq[4 * c + 2], dq[4 * c + 3]);
     }
     if (p.dq_turns != nullptr) named_barrier_arrive(kHasAddedBarrier + group, 128 + 32);
   }
@@ -135,57 +164,82 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
   __device__ __forceinline__ void wait_turn() { named_barrier_sync(kTurnBarrier + group, 2 * 128); }
   __device__ __forceinline__ void pass_turn() { named_barrier_arrive(kTurnBarrier + (group ^ 1), 2 * 128); }
 
-  // The products of a block of queries: its dv and dk, and dq of the step before, when the other consumer's part of ds
-  // has long been there. With kHasNext the scores of the next block are being multiplied at the end.
-  template <bool kHasNext>
+  // The products of a block of queries and a tile of keys: dv and dk, and with the first tile dq of the step before,
+  // when the other consumer's part of ds has long been there. With kHasNext the scores of the next tile, or of the next
+  // block, are being multiplied at the end.
+  template <bool kHasNext, int kKeyTile>
   __device__ __forceinline__ void multiply(const KeyItem<Traits>& item, int i, const Operand& probs, const Operand& ds,
                                            Scores& scores, int last_index, Rings& rings) {
+    constexpr bool kIsLast = kKeyTile == kKeyTiles - 1;  // of the tiles
     const int stage = rings.rows.stage;
+    // With two tiles of keys there are stages to write ds before the turn, which is then for products alone.
+    if constexpr (kKeyTiles == 2) share_ds(ds, rings.ds);
     wait_turn();
-    start_dv(probs, stage);
-    if constexpr (!Traits::kHasSoftcap) share_ds(ds, rings.ds);  // else it has been
+    start_dv(probs, stage, kKeyTile);
+    if constexpr (kKeyTiles == 1 && !Traits::kHasSoftcap) share_ds(ds, rings.ds);  // else it has been
     rings.ds.advance();
-    start_dk(ds, stage);
+    start_dk(ds, stage, kKeyTile);
+    const auto start_next = [&] {
+      if constexpr (kHasNext) {
+        const bool is_there = kKeyTiles == 1 || i + 1 < item.walk.steps;
+        if (kIsLast && is_there) barrier_wait(&shared.q_full[rings.rows.stage], rings.rows.phase);
+        this->start_scores(scores, rings.rows.stage, kIsLast ? 0 : kKeyTile + 1);
+      }
+    };
+    if constexpr (kKeyTile > 0) {
+      // There is no dq behind dk for the tensor cores to be at when scores are started.
+      static_assert(kIsLast && kHasNext);
+      rings.rows.advance();
+      start_next();
+      wgmma_wait<2>();
+      barrier_arrive_of_warp(&shared.dout_empty[stage]);
+      wgmma_wait<1>();
+      barrier_arrive_of_warp(&shared.q_empty[stage]);
+      pass_turn();
+      pin(dk[kKeyTile]);
+      pin(dv[kKeyTile]);
+      return;
+    }
     Piece dq;
     // Of the first step there is none behind it: the product is of whatever lies there, and is not added. A branch
     // round products costs registers.
-    if (i > 0) barrier_wait(&shared.ds_full[rings.dq.stage], rings.dq.phase);
-    start_dq(dq, rings.dq.stage);
+    if (i > 0) wait_for_ds(rings.dq);
+    start_dq(dq, rings.dq);
     wgmma_wait<2>();
-    barrier_arrive_of_warp(&shared.dout_empty[stage]);
+    if constexpr (kIsLast) barrier_arrive_of_warp(&shared.dout_empty[stage]);
     wgmma_wait<1>();
-    barrier_arrive_of_warp(&shared.q_empty[stage]);
-    rings.rows.advance();
-    if constexpr (kHasNext) {
-      barrier_wait(&shared.q_full[rings.rows.stage], rings.rows.phase);
-      this->start_scores(scores, rings.rows.stage);
+    if constexpr (kIsLast) {
+      barrier_arrive_of_warp(&shared.q_empty[stage]);
+      rings.rows.advance();
     }
+    start_next();
     pass_turn();
     wgmma_wait<kHasNext ? 1 : 0>();
-    pin(dk);
-    pin(dv);
+    pin(dk[kKeyTile]);
+    pin(dv[kKeyTile]);
     pin(dq);
     if (i > 0) {
-      barrier_arrive_of_warp(&shared.ds_empty[rings.dq.stage]);
-      rings.dq.advance();
+      give_back_ds(rings.dq);
       if (p.dq_sums != nullptr) add_dq(dq, item, last_index);
     }
   }
 
-  // One block of queries, whose scores are there; with kHasNext those of the next block are, at the end.
-  template <bool kHasNext>
+  // One block of queries and one tile of keys, whose scores are there; with kHasNext those of the next tile, or of the
+  // next block, are, at the end.
+  template <bool kHasNext, int kKeyTile>
   __device__ __forceinline__ void step(const KeyItem<Traits>& item, int i, Scores& scores, Block& block,
                                        int& last_index, Rings& rings) {
+    constexpr bool kIsLast = kKeyTile == kKeyTiles - 1;
     Scores dp;
     const int stage = rings.rows.stage;
-    barrier_wait(&shared.dout_full[stage], rings.rows.phase);
-    this->start_dp(dp, stage);
+    if constexpr (kKeyTile == 0) barrier_wait(&shared.dout_full[stage], rings.rows.phase);
+    this->start_dp(dp, stage, kKeyTile);
     BiasWords bias;
     if constexpr (Traits::kHasBiasTiles) load_bias(bias, rings.bias);
     this->finish_scores(scores, stage, bias);
-    if (block.has_edge) this->forbid(scores, block.words, item, block.index);
+    if (block.has_edge) this->forbid(scores, block.words, item, block.index, kKeyTile);
     const int index = block.index;
-    if constexpr (kHasNext) this->find_block(block, item, i + 1);  // it has arrived by the time it is needed
+    if constexpr (kHasNext && kIsLast) this->find_block(block, item, i + 1);  // it has arrived by the time it is needed
 #pragma unroll
     for (int s = 0; s < kScores; ++s) scores[s] = exp2_approx(scores[s]);
     wgmma_wait<0>();
@@ -194,12 +248,12 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     float sums[2];
     this->finish_ds(scores, dp, stage, probs, ds, sums);
     if constexpr (kHasKeyBias) add_key_sums(sums);
-    multiply<kHasNext>(item, i, probs, ds, scores, last_index, rings);
+    multiply<kHasNext, kKeyTile>(item, i, probs, ds, scores, last_index, rings);
     if constexpr (kHasNext) {
       wgmma_wait<0>();
       pin(scores);
     }
-    last_index = index;
+    if constexpr (kIsLast) last_index = index;
   }
 
   // With a softcap: of a block whose product of scores is under way, tanh and dp.
@@ -218,14 +272,16 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     if constexpr (kHasNext) this->find_block(block, item, i + 1);  // it has arrived by the time it is needed
     Operand probs, ds;
     share_capped(scores, dp, rings, probs, ds);
-    multiply<kHasNext>(item, i, probs, ds, scores, last_index, rings);
+    multiply<kHasNext, 0>(item, i, probs, ds, scores, last_index, rings);
     if constexpr (kHasNext) start_capped(item, scores, dp, block, rings);
     last_index = index;
   }
 
   __device__ __forceinline__ void run(const KeyItem<Traits>& item, Rings& rings) {
     const int last = item.walk.steps - 1;
-    if (last < 0) return;
+    // With two tiles ptxas is not to know that the loop below runs: it would keep descriptors of dq there for the one
+    // of the last step, behind it, and spill.
+    if (kKeyTiles == 1 ? last < 0 : last == -1) return;
     int last_index = 0;
     Block block;
     this->find_block(block, item, 0);
@@ -241,20 +297,28 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     } else {
       wgmma_wait<0>();
       pin(scores);
+      if constexpr (kKeyTiles == 1) {
 #pragma unroll 1
-      for (int i = 0; i < last; ++i) step<true>(item, i, scores, block, last_index, rings);
-      step<false>(item, last, scores, block, last_index, rings);
+        for (int i = 0; i < last; ++i) step<true, 0>(item, i, scores, block, last_index, rings);
+        step<false, 0>(item, last, scores, block, last_index, rings);
+      } else {
+        // The last step is as the others, and multiplies scores of whatever lies behind its q: half the instructions.
+#pragma unroll 1
+        for (int i = 0; i < item.walk.steps; ++i) {
+          step<true, 0>(item, i, scores, block, last_index, rings);
+          step<true, 1>(item, i, scores, block, last_index, rings);
+        }
+      }
     }
     if (p.dq_sums != nullptr) {
       Piece dq;
-      barrier_wait(&shared.ds_full[rings.dq.stage], rings.dq.phase);
-      start_dq(dq, rings.dq.stage);
+      wait_for_ds(rings.dq);
+      start_dq(dq, rings.dq);
       wgmma_wait<0>();
       pin(dq);
       add_dq(dq, item, last_index);
     }
-    barrier_arrive_of_warp(&shared.ds_empty[rings.dq.stage]);
-    rings.dq.advance();
+    give_back_ds(rings.dq);
   }
 
   // The thread's sums of ds over queries, of its two keys, by every fourth pair of queries.
@@ -292,7 +356,7 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& p, Backwa
   typename BackwardConsumer<Traits>::Rings rings;
   Ring<Traits::kKeyStages> ring_keys;
   Ring<2> ring_work;
-  float dk[Traits::kD / 2], dv[Traits::kDv / 2];
+  float dk[Traits::kKeyTiles][Traits::kD / 2], dv[Traits::kKeyTiles][Traits::kDv / 2];
   // The first consumer has the first turn: its barrier is filled by the other.
   if (group == 1) named_barrier_arrive(kTurnBarrier, 2 * 128);
   for (;;) {
@@ -301,9 +365,12 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& p, Backwa
     BackwardConsumer<Traits> consumer{{p, shared, group, warp, lane, ring_keys.stage, {}}, dk, dv};
     if (item.is_first) {
 #pragma unroll
-      for (int i = 0; i < Traits::kD / 2; ++i) dk[i] = 0.0f;
+      for (int tile = 0; tile < Traits::kKeyTiles; ++tile) {
 #pragma unroll
-      for (int i = 0; i < Traits::kDv / 2; ++i) dv[i] = 0.0f;
+        for (float& sum : dk[tile]) sum = 0.0f;
+#pragma unroll
+        for (float& sum : dv[tile]) sum = 0.0f;
+      }
       barrier_wait(&shared.keys_full[ring_keys.stage], ring_keys.phase);
     }
     consumer.start_key_sums();
@@ -314,8 +381,11 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& p, Backwa
       barrier_arrive_of_warp(&shared.keys_empty[ring_keys.stage]);
       ring_keys.advance();
       if (p.key_turns != nullptr) named_barrier_sync(kMayAddBarrier + group, 128 + 32);
-      consumer.store(dk, p.dk, p.dk_sums, p.head_dim, p.softmax_scale, item);
-      consumer.store(dv, p.dv, p.dv_sums, p.head_dim_v, 1.0f, item);
+#pragma unroll
+      for (int tile = 0; tile < Traits::kKeyTiles; ++tile) {
+        consumer.store(dk[tile], p.dk, p.dk_sums, p.head_dim, p.softmax_scale, item, tile);
+        consumer.store(dv[tile], p.dv, p.dv_sums, p.head_dim_v, 1.0f, item, tile);
+      }
       if (p.key_turns != nullptr) named_barrier_arrive(kHasAddedBarrier + group, 128 + 32);
     }
     give_back_work(shared, ring_work);

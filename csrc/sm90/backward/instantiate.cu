@@ -7,11 +7,19 @@ namespace flash_dmattn {
 
 template <>
 cudaError_t launch_backward_main<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V>(
-    const BackwardParams& params, BackwardBias bias, bool has_mask, int blocks, cudaStream_t stream) {
+    const BackwardParams& params, BackwardBias bias, bool has_mask, int keys, int blocks, cudaStream_t stream) {
+  using Element = FLASH_DMATTN_ELEMENT;
+  constexpr int kD = FLASH_DMATTN_HEAD_DIM, kDv = FLASH_DMATTN_HEAD_DIM_V;
+  if constexpr (has_two_key_tiles(kD, kDv)) {
+    if (keys > kTile) {
+      using Traits = BackwardTraits<Element, kD, kDv, BackwardBias::kTileStore, false, false, 2 * kTile>;
+      return launch_backward_kernel<Traits>(params, blocks, stream);
+    }
+  }
   return with_bool(params.softcap > 0, [&](auto has_softcap) {
     return with_backward_form(bias, has_mask, [&](auto form, auto has_mask_) {
-      using Traits = BackwardTraits<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V,
-                                    decltype(form)::value, decltype(has_mask_)::value, decltype(has_softcap)::value>;
+      using Traits = BackwardTraits<Element, kD, kDv, decltype(form)::value, decltype(has_mask_)::value,
+                                    decltype(has_softcap)::value>;
       return launch_backward_kernel<Traits>(params, blocks, stream);
     });
   });

@@ -30,17 +30,21 @@ struct KeyConsumer {
 
   const BackwardParams& p;
   Storage& shared;
-  const int group, warp, lane;  // which 64 keys of the block; the warp of the warpgroup
+  const int group, warp, lane;  // which 64 keys of a tile of the block; the warp of the warpgroup
   const int key_stage;          // of k and v
   float key_bias[2];            // of the thread's two keys, in units of log2
 
   __device__ __forceinline__ static int first_key(const KeyItem<Traits>& item) { return item.block_k * Traits::kKeys; }
-  __device__ __forceinline__ int key_of_block(int r) const { return group * 64 + warp * 16 + lane / 4 + 8 * r; }
+  // The thread's key r of a tile of the block, where it has two tiles.
+  __device__ __forceinline__ int key_of_block(int r, int tile = 0) const {
+    return tile * kTile + group * 64 + warp * 16 + lane / 4 + 8 * r;
+  }
 
   // --- products -------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ void start_scores(Scores& scores, int stage) {
-    const uint64_t k = matrix_descriptor(shared_address(shared.k[key_stage]) + group * 64 * kRowBytes, 16);
+  __device__ __forceinline__ void start_scores(Scores& scores, int stage, int tile = 0) {
+    const int first = tile * kTile + group * 64;
+    const uint64_t k = matrix_descriptor(shared_address(shared.k[key_stage]) + first * kRowBytes, 16);
     const uint64_t q = matrix_descriptor(shared_address(shared.q[stage]), 16);
     wgmma_fence();
 #pragma unroll
@@ -50,8 +54,9 @@ struct KeyConsumer {
     wgmma_commit();
   }
 
-  __device__ __forceinline__ void start_dp(Scores& dp, int stage) {
-    const uint64_t v = matrix_descriptor(shared_address(shared.v[key_stage]) + group * 64 * kRowBytes, 16);
+  __device__ __forceinline__ void start_dp(Scores& dp, int stage, int tile = 0) {
+    const int first = tile * kTile + group * 64;
+    const uint64_t v = matrix_descriptor(shared_address(shared.v[key_stage]) + first * kRowBytes, 16);
     const uint64_t dout = matrix_descriptor(shared_address(shared.dout[stage]), 16);
     wgmma_fence();
 #pragma unroll
@@ -80,7 +85,8 @@ struct KeyConsumer {
     }
   }
 
-  __device__ __forceinline__ void forbid(Scores& scores, const Words& words, const KeyItem<Traits>& item, int block) {
+  __device__ __forceinline__ void forbid(Scores& scores, const Words& words, const KeyItem<Traits>& item, int block,
+                                         int tile = 0) {
     if constexpr (Traits::kHasMask) {
       const int shift = warp % 2 * 16 + lane / 4;
 #pragma unroll
@@ -95,7 +101,7 @@ struct KeyConsumer {
     } else {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int key = first_key(item) + key_of_block(r);
+        const int key = first_key(item) + key_of_block(r, tile);
         const int query = block * kRows + 2 * (lane % 4);
         const int from = key - p.high - query, to = key < p.seqlen_k ? key - p.low - query : -1;
 #pragma unroll
@@ -246,12 +252,17 @@ struct KeyConsumer {
   // dk or dv, (B, Lk, Hk, columns), or its part of the sums, pieces as those of dq.
   template <int kCount>
   __device__ __forceinline__ void store(const float (&x)[kCount], void* to, float* sums, int columns, float factor,
-                                        const KeyItem<Traits>& item) {
+                                        const KeyItem<Traits>& item, int tile = 0) {
     const int heads_k = p.num_heads / p.queries_per_group, head_k = item.head / p.queries_per_group;
     if (sums != nullptr) {
       const int64_t head = static_cast<int64_t>(item.batch) * heads_k + head_k;
       constexpr int kPanels = kCount * 2 / kPieceColumns, kPieces = Traits::kKeys / kPieceRows;
-      float* piece = sums + (head * kPieces * p.blocks_k + item.block_k * kPieces + group) * kPanels * kPieceFloats;
+      // Of two tiles of a block the last may lie beyond the pieces.
+      if (Traits::kKeyTiles > 1 && first_key(item) + tile * kTile >= p.seqlen_k) return;
+      constexpr int kOfTile = kTile / kPieceRows;
+      const int64_t before = Traits::kKeyTiles == 1 ? head * kPieces * p.blocks_k
+                                                    : head * kOfTile * ((p.seqlen_k + kTile - 1) / kTile);
+      float* piece = sums + (before + item.block_k * kPieces + tile * kOfTile + group) * kPanels * kPieceFloats;
 #pragma unroll
       for (int c = 0; c < kCount / 4; ++c) {
         add_four(piece + c / 8 * kPieceFloats + place_in_piece(c % 8, threadIdx.x % 128), x[4 * c], x[4 * c + 1],
@@ -262,7 +273,7 @@ struct KeyConsumer {
     if (to == nullptr) return;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int key = first_key(item) + key_of_block(r);
+      const int key = first_key(item) + key_of_block(r, tile);
       Element* row = static_cast<Element*>(to) +
                      ((static_cast<int64_t>(item.batch) * p.seqlen_k + key) * heads_k + head_k) * columns;
 #pragma unroll

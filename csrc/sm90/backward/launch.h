@@ -27,8 +27,12 @@ constexpr int kPieceRows = 64, kPieceColumns = 64, kPieceFloats = kPieceRows * k
 // Of an entry of an ordered list (OrderListsParams): every query of the tile may attend every key.
 constexpr int32_t kFullTile = INT32_MIN;
 
-// Rows of the tiles of q, dout, bias and dbias; and of k and v, those of a mask tile or half of them.
-constexpr int backward_rows(int head_dim, int head_dim_v) { return head_dim <= 64 && head_dim_v <= 64 ? 128 : 64; }
+// Rows of the tiles of q, dout, bias and dbias; and of k and v, those of a mask tile or half of them, or of two: such
+// blocks there are where dbias is stored as tiles, without a mask or a softcap.
+constexpr int backward_rows(int head_dim, int head_dim_v, int keys) {
+  return head_dim <= 64 && head_dim_v <= 64 && keys <= kTile ? 128 : 64;
+}
+constexpr bool has_two_key_tiles(int head_dim, int head_dim_v) { return head_dim <= 64 && head_dim_v <= 64; }
 constexpr int backward_keys(int head_dim, int head_dim_v) { return head_dim <= 128 && head_dim_v <= 128 ? kTile : 64; }
 
 // Whether there are kernels of kTileStore. Where there are none, the kernel of a shared bias' gradient stores any.
@@ -37,10 +41,11 @@ constexpr bool backward_stores_dbias(int head_dim, int head_dim_v, bool has_soft
 }
 
 // Defined for the dtypes and head dims that the extension is built with. Each returns the error of its launch, which is
-// on the current device. `rows` is before `main`, and `sums` after it, for every result that it has summed.
-// `launch_order_lists` is before it too, for a mask and tiles of keys that take turns; there is one for all units.
+// on the current device. `rows` is before `main`, and `sums` after it, for every result that it has summed. `keys` are
+// those of a block. `launch_order_lists` is before it too, for a mask and tiles of keys that take turns; there is one
+// for all units.
 template <class T, int kHeadDim, int kHeadDimV>
-cudaError_t launch_backward_main(const BackwardParams& params, BackwardBias bias, bool has_mask, int blocks,
+cudaError_t launch_backward_main(const BackwardParams& params, BackwardBias bias, bool has_mask, int keys, int blocks,
                                  cudaStream_t stream);
 template <class T>
 cudaError_t launch_backward_rows(const BackwardRowsParams& params, cudaStream_t stream);

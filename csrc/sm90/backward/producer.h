@@ -72,6 +72,7 @@ __device__ __forceinline__ void copy_operands(const BackwardParams& p, Storage& 
 // The bias of each block of queries, by one warp.
 template <class Traits, class Storage>
 __device__ __forceinline__ void copy_bias(const BackwardParams& p, Storage& shared) {
+  constexpr int kPanels = Traits::kKeys / Traits::kKeyTiles / kPanelColumns;
   Ring<Traits::kBiasStages> ring;
   Ring<2> ring_work;
   for (;;) {
@@ -82,13 +83,15 @@ __device__ __forceinline__ void copy_bias(const BackwardParams& p, Storage& shar
     for (int step = 0; step < item.walk.steps; ++step) {
       bool has_edge;
       const int row = item.walk.at(step, has_edge) * Traits::kRows;
-      barrier_wait(&shared.bias_empty[ring.stage], ring.phase ^ 1);
-      if (threadIdx.x % 32 == 0) {
-        copy_panels<Traits::kKeys / kPanelColumns, Traits::kRows>(shared.bias[ring.stage], &p.bias,
-                                                                  &shared.bias_full[ring.stage],
-                                                                  item.block_k * Traits::kKeys, row, head, batch);
+#pragma unroll
+      for (int tile = 0; tile < Traits::kKeyTiles; ++tile) {
+        barrier_wait(&shared.bias_empty[ring.stage], ring.phase ^ 1);
+        if (threadIdx.x % 32 == 0) {
+          copy_panels<kPanels, Traits::kRows>(shared.bias[ring.stage], &p.bias, &shared.bias_full[ring.stage],
+                                              item.block_k * Traits::kKeys + tile * kTile, row, head, batch);
+        }
+        ring.advance();
       }
-      ring.advance();
     }
     give_back_work(shared, ring_work);
   }
@@ -108,20 +111,24 @@ __device__ __forceinline__ void store_dbias(const BackwardParams& p, Storage& sh
     for (int step = 0; step < item.walk.steps; ++step) {
       bool has_edge;
       const int row = item.walk.at(step, has_edge) * Traits::kRows;
-      barrier_wait(&shared.ds_full[ring.stage], ring.phase);
-      if (threadIdx.x % 32 == 0) {
-        const uint8_t* dbias = Traits::kReplacesBias ? shared.bias[ring_bias.stage] : shared.ds[ring.stage];
 #pragma unroll
-        for (int panel = 0; panel < Traits::kKeys / kPanelColumns; ++panel) {
-          store_tensor(&p.dbias, dbias + panel * Traits::kRows * kRowBytes,
-                       item.block_k * Traits::kKeys + panel * kPanelColumns, row, item.head, item.batch);
+      for (int tile = 0; tile < Traits::kKeyTiles; ++tile) {
+        barrier_wait(&shared.ds_full[ring.stage], ring.phase);
+        if (threadIdx.x % 32 == 0) {
+          const uint8_t* dbias = Traits::kReplacesBias ? shared.bias[ring_bias.stage] : shared.ds[ring.stage];
+          const int key = item.block_k * Traits::kKeys + tile * kTile;
+#pragma unroll
+          for (int panel = 0; panel < Traits::kKeys / Traits::kKeyTiles / kPanelColumns; ++panel) {
+            store_tensor(&p.dbias, dbias + panel * Traits::kRows * kRowBytes, key + panel * kPanelColumns, row,
+                         item.head, item.batch);
+          }
+          wait_for_stores_to_read();
         }
-        wait_for_stores_to_read();
+        barrier_arrive_of_warp(Traits::kReplacesBias ? &shared.bias_empty[ring_bias.stage]
+                                                     : &shared.ds_empty[ring.stage]);
+        ring.advance();
+        ring_bias.advance();
       }
-      barrier_arrive_of_warp(Traits::kReplacesBias ? &shared.bias_empty[ring_bias.stage]
-                                                   : &shared.ds_empty[ring.stage]);
-      ring.advance();
-      ring_bias.advance();
     }
     give_back_work(shared, ring_work);
   }

@@ -15,7 +15,7 @@ struct alignas(1024) BackwardStorage {
   alignas(1024) uint8_t v[Traits::kKeyStages][Traits::kValueBytes];
   alignas(1024) uint8_t q[kStages][Traits::kQueryBytes];
   alignas(1024) uint8_t dout[kStages][Traits::kDoutBytes];
-  alignas(1024) uint8_t ds[kDsStages][Traits::kScoreBytes];  // (queries, keys) in panels of 64 keys
+  alignas(1024) uint8_t ds[kDsStages][Traits::kScoreBytes];  // (queries, keys of a tile) in panels of 64 keys
   alignas(1024) uint8_t bias[kBiasStages][Traits::kBiasBytes];
   float2 key_sums[Traits::kKeySums];  // one of each thread of the consumers
   alignas(16) float lse[kStages][Traits::kRows];

@@ -1,4 +1,5 @@
-// What a block works on: a block of keys, a mask tile or a half of one, and the queries of one head that walk them.
+// What a block works on: a block of keys, a mask tile, a half of one or two of them, and the queries of one head that
+// walk them.
 #pragma once
 
 #include "../operands.h"

@@ -24,6 +24,9 @@ struct Consumer {
   const int query_stage;
   float (&out)[kOut];
   float row_max[2], row_sum[2];
+  float threshold[2];  // a score above it asks for a greater row_max
+  // Where the lane's row of the first four matrices of a warp's bias lies in a panel of the tile.
+  const uint32_t bias_place;
 
   // What forbids keys in a block with an edge.
   struct Edge {
@@ -116,14 +119,12 @@ struct Consumer {
   __device__ __forceinline__ void load_bias(BiasWords& bias, Ring<Traits::kBiasStages>& ring) {
     barrier_wait(&shared.bias_full[ring.stage], ring.phase);
     if constexpr (Traits::kBias == Bias::kTile) {
-      // The lane's row of the four matrices of a load: rows 0 to 7 and 8 to 15 of two neighbouring chunks.
-      const int row = group * 64 + threadIdx.x % 128 / 32 * 16 + lane % 16;
-      const uint32_t tile = shared_address(shared.bias[ring.stage]) + row * kRowBytes;
+      const uint32_t first = shared_address(shared.bias[ring.stage]) + bias_place;
 #pragma unroll
       for (int c = 0; c < kKeys / 16; ++c) {
-        const int chunk = 2 * (c % 4) + lane / 16;
+        // Two chunks of 16 bytes further, which the swizzle has where these bits say.
         load_matrices(reinterpret_cast<uint32_t(&)[4]>(bias[4 * c]),
-                      tile + c / 4 * (Traits::kRows * kRowBytes) + ((chunk ^ (row % 8)) << 4));
+                      (first ^ (c % 4 * 32)) + c / 4 * (Traits::kRows * kRowBytes));
       }
     } else {
       const uint32_t start = shared_address(shared.bias[ring.stage]) + lane % 4 * 8;
@@ -178,42 +179,69 @@ struct Consumer {
     }
   }
 
-  // Scores become probabilities up to the factor of the row, which is exp of what is subtracted: a maximum so far. A
-  // greater one is subtracted only where it is greater by more than kSlack (in powers of 2), so that out and the sum
-  // rarely have to be corrected; probabilities then reach 2^kSlack, which neither fp32 nor 16 bits mind. Returns
-  // whether a row of the warp is to be corrected. Source: FlashAttention-4's rule for skipping the correction.
+  // Scores become probabilities up to the factor of the row, which is exp of what is subtracted: row_max, the greatest
+  // score when it was last set. It is set again only when a score of the warp's rows is greater by more than kSlack (in
+  // powers of 2): then out and the sum have to be corrected, and the four threads of a row to tell each other their
+  // maxima. Probabilities reach 2^kSlack, which neither fp32 nor 16 bits mind. Returns whether out is to be corrected.
+  // Source: FlashAttention-4's rule for skipping the correction.
   __device__ __forceinline__ bool softmax(float (&scores)[kScores], float (&correction)[2]) {
-    constexpr float kSlack = 8.0f;
     const float scale = p.scale * kLog2e;
-    float top[2];
+    bool exceeds = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      top[r] = row_max[r];
+      // By their bits, as integers: three of those are compared at once. Where a score is positive this is the greatest
+      // of them; where none is it is something negative, below every threshold.
+      int top = __float_as_int(scores[2 * r]);
 #pragma unroll
       for (int c = 0; c < kScores / 4; ++c) {
-        top[r] = fmaxf(top[r], fmaxf(scores[4 * c + 2 * r], scores[4 * c + 2 * r + 1]));
+        top = max(max(top, __float_as_int(scores[4 * c + 2 * r])), __float_as_int(scores[4 * c + 2 * r + 1]));
       }
-      top[r] = max_of_row(top[r]);
-    }
-    const bool corrects =
-        !Traits::kSkipsCorrection ||
-        __any_sync(0xffffffffu, (top[0] - row_max[0]) * scale > kSlack || (top[1] - row_max[1]) * scale > kSlack);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if (corrects) {
-        // Of a row of which nothing has been allowed yet both are -inf, and out and the sum are 0.
-        correction[r] = top[r] == -INFINITY ? 1.0f : exp2_approx((row_max[r] - top[r]) * scale);
-        row_sum[r] *= correction[r];
-        row_max[r] = top[r];
-      }
+      exceeds |= !(__int_as_float(top) <= threshold[r]);
     }
     float shift[2];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) shift[r] = row_max[r] == -INFINITY ? 0.0f : row_max[r] * scale;
+    for (int r = 0; r < 2; ++r) shift[r] = row_max[r] * scale;
+    const bool corrects = __any_sync(0xffffffffu, exceeds);
+    if (corrects) raise_maxima(scores, correction, shift);
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale, -shift[i / 2 % 2]));
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float sum = 0;
+#pragma unroll
+      for (int i = 0; i < kScores / 2; ++i) sum += scores[4 * (i / 2) + 2 * r + i % 2];
+      row_sum[r] += sum;
+    }
+    return corrects;
+  }
+
+  // Sets row_max, and what goes with it, to the greatest scores so far. `shift` is what is to be subtracted.
+  __device__ __forceinline__ void raise_maxima(float (&scores)[kScores], float (&correction)[2], float (&shift)[2]) {
+    constexpr float kSlack = 8.0f;
     // Rounded, a great shift leaves the exponent of the maximum above or below 0 by up to 2^-24 of it; rounded to 16
     // bits such a probability is no longer what the sum counts, and a row of one key is not exact.
     constexpr float kGreatShift = 128.0f;
-    if (__any_sync(0xffffffffu, fabsf(shift[0]) > kGreatShift || fabsf(shift[1]) > kGreatShift)) {
+    const float scale = p.scale * kLog2e;
+    bool is_great = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float top = row_max[r];
+#pragma unroll
+      for (int c = 0; c < kScores / 4; ++c) {
+        top = fmaxf(top, fmaxf(scores[4 * c + 2 * r], scores[4 * c + 2 * r + 1]));
+      }
+      top = max_of_row(top);
+      // Of a row of which nothing has been allowed yet both are -inf, and out and the sum are 0.
+      correction[r] = top == -INFINITY ? 1.0f : exp2_approx((row_max[r] - top) * scale);
+      row_sum[r] *= correction[r];
+      row_max[r] = top;
+      shift[r] = top == -INFINITY ? 0.0f : top * scale;
+      is_great |= fabsf(shift[r]) > kGreatShift;
+      // NaN, which every step exceeds, where a negative score may be too great, or a shift is.
+      const float bound = top + kSlack / kLog2e * p.inverse_scale;
+      threshold[r] = bound >= 0.0f && fabsf(shift[r]) <= kGreatShift ? bound : NAN;
+    }
+    if (__any_sync(0xffffffffu, is_great)) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float top_or_0 = row_max[r] == -INFINITY ? 0.0f : row_max[r];
@@ -222,21 +250,6 @@ struct Consumer {
         for (int i = 0; i < kScores / 2; ++i) scores[4 * (i / 2) + 2 * r + i % 2] -= top_or_0;
       }
     }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float sum = 0;
-#pragma unroll
-      for (int c = 0; c < kScores / 4; ++c) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& score = scores[4 * c + 2 * r + e];
-          score = exp2_approx(fmaf(score, scale, -shift[r]));
-          sum += score;
-        }
-      }
-      row_sum[r] += sum;
-    }
-    return corrects;
   }
 
   __device__ __forceinline__ static void to_operand(const float (&scores)[kScores], uint32_t (&probs)[kKeys / 16][4]) {
@@ -339,13 +352,17 @@ struct Consumer {
       start_scores(scores, ring_k.stage);
       barrier_wait(&shared.v_full[ring_v.stage], ring_v.phase);
       start_out(probs, ring_v.stage, step > 1);
-      pass_turn();
+      if constexpr (!Traits::kPassesTurnLate) pass_turn();
       BiasWords bias;
       if constexpr (Traits::kLoadsBiasEarly) load_bias(bias, ring_bias);
       wgmma_wait<1>();
       pin(scores);
       barrier_arrive_of_warp(&shared.k_empty[ring_k.stage]);
       finish_scores(scores, work, block, bias, ring_bias);
+      if constexpr (Traits::kPassesTurnLate) {
+        pin(scores);
+        pass_turn();
+      }
       if (has_edge) forbid(scores, edge, work, block);
       const bool corrects = softmax(scores, correction);
       wgmma_wait<0>();
@@ -366,6 +383,15 @@ struct Consumer {
   }
 };
 
+// Consumer::bias_place: rows 0 to 7 and 8 to 15 of two neighbouring chunks of 16 bytes.
+template <class Traits>
+__device__ __forceinline__ uint32_t place_of_bias(int group) {
+  const int lane = threadIdx.x % 32, row = group * 64 + threadIdx.x % 128 / 32 * 16 + lane % 16;
+  uint32_t place = row * kRowBytes + ((lane / 16 ^ row % 8) << 4);
+  asm volatile("" : "+r"(place));  // else it is computed again in each step
+  return place;
+}
+
 template <class Traits>
 __device__ __forceinline__ void consume(const ForwardParams& p, ForwardStorage<Traits>& shared, int group) {
   const int lane = threadIdx.x % 32;
@@ -376,6 +402,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, ForwardStorage<T
   Ring<2> ring_work;
   // The first warpgroup has the first turn: its barrier is filled by the last one.
   if (group == Traits::kConsumers - 1) named_barrier_arrive(kFirstNamedBarrier, 2 * 128);
+  const uint32_t bias_place = place_of_bias<Traits>(group);
   for (;;) {
     const Item<Traits>& item = take_work(shared, ring_work);
     if (!item.exists) break;
@@ -383,7 +410,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, ForwardStorage<T
     const Walk<Traits>& walk = item.walk;
     float out[Traits::kDv / 2];
     Consumer<Traits> consumer{p,   shared, group, lane, row_of_warp, ring_q.stage,
-                              out, {-INFINITY, -INFINITY}, {0.0f, 0.0f}};
+                              out, {-INFINITY, -INFINITY}, {0.0f, 0.0f}, {NAN, NAN}, bias_place};
     if (walk.steps > 0) {
       barrier_wait(&shared.q_full[ring_q.stage], ring_q.phase);
       consumer.run(work, walk, ring_k, ring_v, ring_bias);

@@ -1,18 +1,15 @@
 // The forward kernels of one dtype and one pair of head dims. The build compiles this file once for each of them, and
 // says which by FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM and FLASH_DMATTN_HEAD_DIM_V.
-#include <type_traits>
-
 #include "../../dispatch.h"
 #include "forward.h"
 
 namespace flash_dmattn {
 namespace {
 
-template <Bias kBias, bool kHasMask, bool kSplits = false>
-using Traits =
-    ForwardTraits<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V, kBias, kHasMask, kSplits>;
+template <Bias kBias, bool kHasMask>
+using Traits = ForwardTraits<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V, kBias, kHasMask>;
 
-// Calls f with the traits of the kernel that serves a call whose pieces come whole.
+// Calls f with the traits of the kernel that serves a call.
 template <class F>
 auto with_traits(Bias bias, bool has_mask, F f) {
   return with_bool(has_mask, [&](auto has_mask_) {
@@ -30,13 +27,7 @@ template <>
 cudaError_t launch_forward<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V>(
     const ForwardParams& params, Bias bias, bool has_mask, int blocks, cudaStream_t stream) {
   return with_traits(bias, has_mask, [&](auto traits) {
-    using Whole = decltype(traits);
-    if constexpr (Whole::kCanSplit) {
-      if (params.parts > 1) {
-        return launch_forward_kernel<Traits<Whole::kBias, Whole::kHasMask, true>>(params, blocks, stream);
-      }
-    }
-    return launch_forward_kernel<Whole>(params, blocks, stream);
+    return launch_forward_kernel<decltype(traits)>(params, blocks, stream);
   });
 }
 
@@ -44,9 +35,8 @@ template <>
 ForwardTile forward_tile<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V>(Bias bias,
                                                                                                bool has_mask) {
   return with_traits(bias, has_mask, [](auto traits) {
-    using Whole = decltype(traits);
-    constexpr bool kCan = Whole::kCanSplit;
-    return ForwardTile{Whole::kRows, Whole::kKeys, kCan ? kPartFloats<Whole> : 0, kCan ? kPartWarps<Whole> : 0};
+    using Of = decltype(traits);
+    return ForwardTile{Of::kRows, Of::kKeys, Of::kSplits ? kPartFloats<Of> : 0, Of::kSplits ? kPartWarps<Of> : 0};
   });
 }
 

@@ -7,7 +7,7 @@ namespace flash_dmattn {
 
 template <>
 cudaError_t launch_backward_main<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V>(
-    const BackwardParams& params, BackwardBias bias, bool has_mask, int blocks, cudaStream_t stream) {
+    const BackwardParams& params, BackwardBias bias, bool has_mask, int /*keys*/, int blocks, cudaStream_t stream) {
   return with_bool(params.softcap > 0, [&](auto has_softcap) {
     return with_backward_form(bias, has_mask, [&](auto form, auto has_mask_) {
       constexpr bool kHasSoftcap = decltype(has_softcap)::value;

@@ -21,7 +21,7 @@ struct WideBackwardTraits {
   // One consumer holds dv of the block's keys and the other dk: 128 registers a thread for 64 keys at D256, beside 64
   // of scores and dp, or of dq. Of 96 keys they were 192.
   static constexpr int kConsumers = 2;
-  static constexpr int kKeys = backward_keys(kD, kDv), kRows = backward_rows(kD, kDv);
+  static constexpr int kKeys = backward_keys(kD, kDv), kKeyTiles = 1, kRows = backward_rows(kD, kDv, kKeys);
 
   static constexpr int kPanels = (kD + kPanelColumns - 1) / kPanelColumns;
   static constexpr int kPanelsV = (kDv + kPanelColumns - 1) / kPanelColumns;
