@@ -9,8 +9,9 @@ from torch.autograd import forward_ad
 
 from .autograd import Attention
 from .backends.protocol import is_differentiable
+from .call_classes import look_up, remember
 from .mask_forms import dense_mask, mask_tensors
-from .problem import describe, follow_autocast
+from .problem import as_scores, describe, follow_autocast
 from .selection import select
 from .settings import BackendChoice
 
@@ -93,21 +94,17 @@ def attention(
     (torch.Size([1, 5, 4, 16]), torch.Size([1, 2, 1, 7]))
     """
     q, k, v = follow_autocast(q, k, v)
-    problem, mask, bias = describe(
-        q,
-        k,
-        v,
-        mask,
-        bias,
-        is_causal,
-        softmax_scale,
-        softcap,
-        window_size,
-        deterministic,
-        return_lse,
-        return_probs,
-    )
-    forward, backward = select(problem, backend)
+    flags = (is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, return_probs)
+    key, found = look_up(q, k, v, mask, bias, flags, backend)
+    if found is None:
+        problem, mask, bias = describe(q, k, v, mask, bias, *flags)
+        forward, backward = selection = select(problem, backend)
+        if key is not None:
+            remember(key, problem, selection, backend)
+    else:
+        problem, forward, backward = found
+        mask = as_scores(mask) if isinstance(mask, Tensor) else None
+        bias = None if bias is None else as_scores(bias)
     results: tuple[Tensor, ...]
     if forward_ad._current_level >= 0 and forward.NAME != "reference":
         _refuse_tangents(forward.NAME, q, k, v, bias)

@@ -27,9 +27,22 @@ BACKWARD_SCHEMA = f"(Tensor dout, Tensor? dlse, {_INPUTS}, Tensor out, Tensor ls
 def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Uninitialised (out, lse) as every backend returns them: contiguous, lse fp32 (fp64 for fp64)."""
     batch, seqlen_q, num_heads, _ = q.shape
-    out = torch.empty((batch, seqlen_q, num_heads, v.shape[3]), dtype=q.dtype, device=q.device)
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return out, torch.empty((batch, num_heads, seqlen_q), dtype=lse_dtype, device=q.device)
+    return _empty_outputs(batch, seqlen_q, num_heads, v.shape[3], q.dtype, q.device)
+
+
+def empty_outputs_of(problem: AttentionProblem, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The same for a call that is described."""
+    p = problem
+    return _empty_outputs(p.batch, p.seqlen_q, p.num_heads, p.head_dim_v, p.dtype, device)
+
+
+def _empty_outputs(
+    batch: int, seqlen_q: int, num_heads: int, head_dim_v: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    # Sizes one by one: torch takes a third longer to read them from a tuple.
+    out = torch.empty(batch, seqlen_q, num_heads, head_dim_v, dtype=dtype, device=device)
+    lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    return out, torch.empty(batch, num_heads, seqlen_q, dtype=lse_dtype, device=device)
 
 
 def empty_gradient(x: Tensor) -> Tensor:
@@ -79,33 +92,43 @@ def _one_by_one(operator: Callable[..., tuple[Tensor, Tensor]]) -> Callable[...,
     return rule
 
 
-_TENSORS = (Tensor, torch.nn.Parameter)
-
-
-def _is_watched(*tensors: Tensor | None) -> bool:
+def is_watched(*tensors: object) -> bool:
     """Whether anything needs to see an operator: a compiler, a dispatch mode, a functorch transform, a tensor subclass.
 
     Where nothing does, the function behind an operator is called in its place, with arguments of the same types, which
-    saves the dispatcher's way into Python and back.
+    saves the dispatcher's way into Python and back. What is neither None nor a tensor counts as a subclass.
     """
-    return (
+    if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or any(type(x) not in _TENSORS for x in tensors if x is not None)
-    )
+    ):
+        return True
+    for x in tensors:  # a plain loop: a generator costs twice as much on this path
+        if x is not None and type(x) is not Tensor and type(x) is not torch.nn.Parameter:
+            return True
+    return False
 
 
 Forward = Callable[..., tuple[Tensor, Tensor]]
 Backward = Callable[..., Gradients]
 
 
-def define_pair(name: str, forward: Forward, backward: Backward) -> tuple[Forward, Backward]:
-    """Register `<name>_forward` and `<name>_backward`; return the pair as `KernelBackend` methods that call them."""
-    return define_forward(name, forward), define_backward(name, backward)
+def define_pair(
+    name: str, forward: Forward, backward: Backward, maskless: Forward | None = None
+) -> tuple[Forward, Backward]:
+    """Register `<name>_forward` and `<name>_backward`; return the pair as `KernelBackend` methods that call them.
+
+    Args:
+        name: of the backend.
+        forward, backward: what the operators run, called as their schemas say.
+        maskless: what a forward pass without a mask runs in the place of `forward` where no operator is needed, called
+            as (problem, q, k, v, bias): what the problem says need not be asked of the tensors again.
+    """
+    return define_forward(name, forward, maskless), define_backward(name, backward)
 
 
-def define_forward(name: str, forward: Forward) -> Forward:
+def define_forward(name: str, forward: Forward, maskless: Forward | None = None) -> Forward:
     """Register `<name>_forward` alone; return the `KernelBackend` method that calls it."""
     _LIBRARY.define(f"{name}_forward{FORWARD_SCHEMA}")
     _LIBRARY.impl(f"{name}_forward", forward, "CompositeExplicitAutograd")
@@ -117,7 +140,12 @@ def define_forward(name: str, forward: Forward) -> Forward:
     def run_forward(
         problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, mask: MaskTensors, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        run = forward_op if _is_watched(q, k, v, bias, *mask) else forward
+        if is_watched(q, k, v, bias, *mask):
+            run = forward_op
+        elif maskless is not None and not mask:
+            return maskless(problem, q, k, v, bias)
+        else:
+            run = forward
         return run(
             q,
             k,
@@ -166,7 +194,7 @@ def define_backward(name: str, backward: Backward) -> Backward:
             problem.deterministic,
             list(problem.need),
         )
-        if _is_watched(dout, dlse, q, k, v, bias, out, lse, *mask):
+        if is_watched(dout, dlse, q, k, v, bias, out, lse, *mask):
             return spread(backward_op(*tensors, *flags), problem.need)
         return backward(*tensors, *flags)
 

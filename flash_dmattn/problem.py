@@ -152,12 +152,14 @@ def device_capability(device: torch.device) -> tuple[int, int] | None:
 
 def follow_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v in the dtype of autocast where it is on; fp64 and bias keep theirs, as in torch's own."""
-    if not isinstance(q, Tensor) or q.device.type not in _AUTOCAST or not torch.is_autocast_enabled(q.device.type):
+    # On the path of every call: torch spells the device's name anew each time that it is asked for.
+    kind = "" if not isinstance(q, Tensor) else "cuda" if q.is_cuda else q.device.type
+    if kind not in _AUTOCAST or not torch.is_autocast_enabled(kind):
         return q, k, v
-    dtype = torch.get_autocast_dtype(q.device.type)
+    dtype = torch.get_autocast_dtype(kind)
 
     def cast(x: Tensor) -> Tensor:
-        follows = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
+        follows = isinstance(x, Tensor) and x.dtype != dtype and x.is_floating_point() and x.dtype != torch.float64
         return x.to(dtype) if follows else x  # what cannot follow is for the validation to name
 
     return cast(q), cast(k), cast(v)
@@ -318,16 +320,21 @@ def _describe_broadcast(
     if x.device != device:
         raise ValueError(f"{name} is on {x.device}; it needs to be on the device of q, {device}")
     dims = x.dim()
-    if dims != 4:
-        if dims not in (2, 3):
-            raise ValueError(
-                f"{name} has {dims} dimensions, shape {tuple(x.shape)}; it needs 2, 3 or 4, "
-                "read from the right as (batch, heads, seqlen_q, seqlen_k)"
-            )
-        x = x[None] if dims == 3 else x[None, None]
+    if dims not in (2, 3, 4):
+        raise ValueError(
+            f"{name} has {dims} dimensions, shape {tuple(x.shape)}; it needs 2, 3 or 4, "
+            "read from the right as (batch, heads, seqlen_q, seqlen_k)"
+        )
+    x = as_scores(x)
     shape = x.shape
     check_broadcast(name, shape, sizes, num_heads_k)
     return x, TensorSpec(shape, x.stride(), x.dtype)  # type: ignore[arg-type]
+
+
+def as_scores(x: Tensor) -> Tensor:
+    """A mask or a bias of 2, 3 or 4 dimensions, read from the right as (batch, heads, seqlen_q, seqlen_k)."""
+    dims = x.dim()
+    return x if dims == 4 else x[None] if dims == 3 else x[None, None]
 
 
 def check_broadcast(name: str, shape: tuple[int, ...], sizes: Shape4, num_heads_k: int) -> None:

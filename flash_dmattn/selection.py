@@ -61,6 +61,9 @@ def register_backend(backend: AnyBackend, *, before: str | None = None) -> None:
     order.insert(position, (name, backend))
     BACKENDS.clear()
     BACKENDS.update(order)
+    from .call_classes import forget  # which imports this module
+
+    forget()
 
 
 def available_backends() -> tuple[str, ...]:

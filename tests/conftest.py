@@ -15,6 +15,7 @@ from cases import DEVICE, Case, Inputs
 from hypothesis import HealthCheck, settings
 
 import flash_dmattn
+from flash_dmattn import call_classes
 
 # The workers of pytest-xdist share the cores; a small product gains nothing from a second thread.
 torch.set_num_threads(1)
@@ -34,6 +35,12 @@ if "FLASH_DMATTN_EMULATED" in os.environ:  # the file that tests/emulation/build
     admit_cpu(Path(os.environ["FLASH_DMATTN_EMULATED"]))
 
 BACKENDS = ("eager", "flex", "triton", "cuda")
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered_of_calls() -> None:
+    """A test may have other rules, probes and backends than the one before it."""
+    call_classes.forget()
 
 
 class Runner:

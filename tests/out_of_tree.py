@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flash_dmattn import ops, register_backend
 from flash_dmattn.backends.protocol import Availability, Gradients, MaskTensors, Rule
+from flash_dmattn.call_classes import forget
 from flash_dmattn.masks import KeyMask, TileMask
 from flash_dmattn.problem import AttentionProblem
 from flash_dmattn.reference import formula
@@ -28,6 +29,7 @@ def registered(*backends: object, before: str | None = None) -> Iterator[None]:
     finally:
         BACKENDS.clear()
         BACKENDS.update(order)
+        forget()
 
 
 class OutOfTree:

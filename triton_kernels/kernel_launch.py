@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 # A program that meets more classes of calls than this forgets them and starts again.
@@ -26,11 +28,15 @@ def remembered(table: dict[tuple[Any, ...], T], key: tuple[Any, ...], make: Call
     return found
 
 
+def is_current_device(x: Tensor) -> bool:
+    """Whether Triton, which launches on the current device, would launch on the tensor's."""
+    # Not torch.cuda.current_device: it looks first whether CUDA is initialised, as it is where there is such a tensor.
+    return not x.is_cuda or x.get_device() == torch._C._cuda_getDevice()
+
+
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be the tensor's."""
-    if x.is_cuda and x.device.index != torch.cuda.current_device():
-        return torch.cuda.device(x.device)
-    return contextlib.nullcontext()
+    """Make the tensor's device the current one, where it is not."""
+    return contextlib.nullcontext() if is_current_device(x) else torch.cuda.device(x.device)
 
 
 class Descriptor(NamedTuple):
@@ -45,9 +51,12 @@ class Descriptor(NamedTuple):
 class Launch:
     """One kernel with everything decided but its tensors: `launch(*tensors)`, in the order of the kernel's arguments.
 
+    It is for one device, the current one at every call.
+
     From the second call on the compiled kernel is called directly. Triton's own look-up of it, by type, alignment and
     value of every argument, takes longer than everything else on the way; here a plan is only found by calls that agree
-    in all of them.
+    in all of them. Nor does a call go through `compiled[grid]`, which makes a record of each for hooks, set or not, and
+    asks the driver of each tensor whether its memory is the GPU's: a backend's rules have seen to that.
     """
 
     def __init__(
@@ -62,19 +71,37 @@ class Launch:
         self.kernel, self.grid, self.rest = kernel, (programs, 1, 1), (*numbers, *constants)
         self.options = options or {}
         self.descriptors = tuple(descriptors)
-        self.run: Any = None
+        self.compiled: Any = None  # stays so in the interpreter, which compiles nothing
+        self.device = 0
 
     def __call__(self, *tensors: Tensor | None) -> None:
-        arguments: Any = tensors
-        if self.descriptors:
-            arguments = list(tensors)
-            for slot, shape, strides, block in self.descriptors:
-                arguments[slot] = TensorDescriptor(arguments[slot], shape, strides, block)
-        if self.run is not None:
-            self.run(*arguments, *self.rest)
-        else:
-            compiled = self.kernel[self.grid](*arguments, *self.rest, **self.options)
-            self.run = compiled and compiled[self.grid]  # the interpreter compiles nothing
+        compiled = self.compiled
+        if compiled is None or self.descriptors or _hooks_are_set():
+            self._launch_by_triton(tensors)
+            return
+        stream, no_hooks = driver.active.get_current_stream(self.device), (None, None, None)
+        addresses = [None if x is None else x.data_ptr() for x in tensors]
+        function, metadata = compiled.function, compiled.packed_metadata
+        compiled.run(*self.grid, stream, function, metadata, *no_hooks, *addresses, *self.rest)
+
+    def _launch_by_triton(self, tensors: Sequence[Tensor | None]) -> None:
+        arguments: list[Any] = [*tensors]
+        for slot, shape, strides, block in self.descriptors:
+            arguments[slot] = TensorDescriptor(arguments[slot], shape, strides, block)
+        if self.compiled is not None:
+            self.compiled[self.grid](*arguments, *self.rest)
+            return
+        self.compiled = self.kernel[self.grid](*arguments, *self.rest, **self.options)
+        if self.compiled is not None:
+            self.device = driver.active.get_current_device()
+
+
+def _hooks_are_set() -> bool:
+    """Whether someone, a profiler say, is to be told of launches; a chain of no hooks is told nothing."""
+    for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
+        if hook is not None and getattr(hook, "calls", True):
+            return True
+    return False
 
 
 _launches: dict[tuple[Any, ...], Launch] = {}

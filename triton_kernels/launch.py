@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,13 +12,14 @@ from torch import Tensor
 from flash_dmattn.backends.protocol import Gradients
 from flash_dmattn.masks.broadcast import collapse
 from flash_dmattn.masks.preparation import prepare
+from flash_dmattn.problem import AttentionProblem
 
-from .kernel_launch import on_device, remembered
-from .plan import Call, Flags, MaskTensors, Need, tf32_is_allowed
+from .kernel_launch import is_current_device, on_device, remembered
+from .plan import Call, Flags, MaskTensors, Need, takes_tf32
 from .plan_backward import plan_backward
 from .plan_forward import plan_forward
 
-__all__ = ["Flags", "backward", "forward"]
+__all__ = ["Flags", "backward", "forward", "forward_maskless"]
 
 
 def forward(
@@ -32,6 +34,33 @@ def forward(
         key = ("forward", flags, *_signature(q, k, v, bias, *mask))
         plan = remembered(_plans, key, lambda: plan_forward(Call(q, k, v, mask, bias, flags)))
         plan(q, k, v, mask, bias, out, lse)
+
+
+def forward_maskless(
+    problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor
+) -> None:
+    """`forward` without a mask, of a call that is described: but for the tensors' places that decides the launch.
+
+    Small calls wait for the host, and what a problem says is looked up in a third of the time that every tensor takes
+    to say it.
+    """
+    places = (q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16, None if bias is None else bias.data_ptr() % 16)
+    key = (problem, q.get_device(), takes_tf32(problem.dtype), *places)
+    plan = _plans.get(key) or remembered(_plans, key, lambda: _plan_maskless(problem, q, k, v, bias))
+    if is_current_device(q):
+        plan(q, k, v, (), bias, out, lse)
+    else:
+        with torch.cuda.device(q.device):
+            plan(q, k, v, (), bias, out, lse)
+
+
+def _plan_maskless(
+    problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
+) -> Callable[..., None]:
+    flags = Flags(problem.is_causal, problem.window_size, problem.softmax_scale, problem.softcap)
+    if _has_unit_rows(q) and _has_unit_rows(k) and _has_unit_rows(v) and not takes_group_rows(q, k, (), flags):
+        return plan_forward(Call(q, k, v, (), bias, flags))
+    return partial(forward, flags=flags)  # which plans for the copies that the kernels read
 
 
 # From this many keys on, reading k and v once for a whole group pays for one more copy of out.
@@ -97,12 +126,16 @@ _plans: dict[tuple[Any, ...], Callable[..., Any]] = {}
 def _signature(q: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     """What decides a launch: device, precision, and shape, strides, dtype and alignment of every tensor."""
     parts = [None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in (q, *others)]
-    return (q.device.index, tf32_is_allowed(), *parts)
+    return (q.get_device(), takes_tf32(q.dtype), *parts)
+
+
+def _has_unit_rows(x: Tensor) -> bool:
+    return x.stride()[3] == 1 or x.shape[3] == 1  # stride(3) would take twice as long
 
 
 def _unit_rows(x: Tensor) -> Tensor:
     # The kernels read rows of unit stride; the smallest copy that gives them is that of the one tensor.
-    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+    return x if _has_unit_rows(x) else x.contiguous()
 
 
 def _packed(mask: MaskTensors, seqlen_q: int, seqlen_k: int, flags: Flags) -> MaskTensors:

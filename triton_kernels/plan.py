@@ -40,9 +40,13 @@ class Flags(NamedTuple):
     softcap: float
 
 
-def tf32_is_allowed() -> bool:
-    """Whether fp32 products may be taken in TF32; `allow_tf32`, the older name, raises where the newer one was set."""
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+def takes_tf32(dtype: torch.dtype) -> bool:
+    """Whether products of this dtype are taken in TF32: of fp32, where torch allows it.
+
+    `allow_tf32`, the older name, raises where the newer one was set. Other dtypes do not ask, which takes torch longer
+    than all else that tells one launch from another.
+    """
+    return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def read_of(mask: MaskTensors, columns: bool = False) -> tuple[Tensor | None, Tensor | None]:
@@ -80,7 +84,7 @@ class Call:
         self.scale_log2 = scale / softcap if softcap > 0 else scale * LOG2E.value
         # Descriptors cost the host 20 us each (H200, Triton 3.6), more than a small call takes the GPU.
         self.pays_for_tma = batch * num_heads * seqlen_q * seqlen_k * (head_dim + head_dim_v) >= 2**34
-        self.precision = "tf32" if tf32_is_allowed() else "ieee"
+        self.precision = "tf32" if takes_tf32(q.dtype) else "ieee"
 
     def tile(self, kernel: str) -> Tile:
         """The row of the tile table for a kernel."""

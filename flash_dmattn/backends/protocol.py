@@ -22,8 +22,9 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 class Rule(NamedTuple):
     """One condition a backend puts on a call.
 
-    `holds` is the fast predicate; `says` gives the reason for a refusal, with the values found; `hint` says what to
-    do about it. `passes` names the passes that need the rule: a backend may accept a forward and refuse its backward.
+    `holds` is the fast predicate, of the problem alone: its answer is remembered for calls that are alike. `says` gives
+    the reason for a refusal, with the values found; `hint` says what to do about it. `passes` names the passes that
+    need the rule: a backend may accept a forward and refuse its backward.
     """
 
     code: str

@@ -124,6 +124,17 @@ def _forward(
     return out, lse
 
 
+def _forward_maskless(
+    problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    p = problem
+    if not (p.batch and p.seqlen_q and p.num_heads and p.seqlen_k):
+        return _forward(q, k, v, [], bias, p.is_causal, [*p.window_size], p.softmax_scale, p.softcap, p.deterministic)
+    out, lse = ops.empty_outputs_of(problem, q.device)
+    _kernels().forward_maskless(problem, q, k, v, bias, out, lse)
+    return out, lse
+
+
 def _backward(
     dout: Tensor,
     dlse: Tensor | None,
@@ -148,4 +159,4 @@ def _backward(
     return kernels.backward(dout, dlse, q, k, v, mask, bias, out, lse, flags, tuple(need))
 
 
-forward, backward = ops.define_pair(NAME, _forward, _backward)
+forward, backward = ops.define_pair(NAME, _forward, _backward, _forward_maskless)

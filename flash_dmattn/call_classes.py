@@ -1,0 +1,103 @@
+"""Calls that are alike, found by one look-up: their description, and the backends that serve them.
+
+Describing a call and choosing its backends takes the host longer than a small call takes a GPU. Both follow from what a
+key holds, which is no tensor: a call that agrees with an earlier one in all of it has been validated with it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .backends.protocol import AnyBackend, KernelBackend
+from .ops import is_watched
+from .problem import AttentionProblem
+from .selection import Selection, choice_in_force, falls_back
+from .settings import BackendChoice, process, thread
+
+if TYPE_CHECKING:
+    from .masks import PreparedMask
+
+Key = tuple[Any, ...]
+
+
+class CallClass(NamedTuple):
+    """What the calls of a class have in common."""
+
+    problem: AttentionProblem
+    forward: AnyBackend
+    backward: KernelBackend | None
+
+
+# A program that meets more classes of calls than this, one that decodes say, forgets them and starts again.
+MAX_REMEMBERED = 1024
+
+_classes: dict[Key, CallClass] = {}
+
+
+def forget() -> None:
+    """Describe and choose anew in the next call of every class: there are other backends now, or other rules."""
+    _classes.clear()
+
+
+def look_up(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | PreparedMask | None,
+    bias: Tensor | None,
+    flags: tuple[Any, ...],
+    backend: BackendChoice,
+) -> tuple[Key | None, CallClass | None]:
+    """The key of a call, None where it has to be looked at itself, and what is remembered under it.
+
+    Args:
+        flags: the other arguments of `describe`, in its order.
+
+    A call has no key where its sizes may be symbols, where it has a prepared mask, where it is recorded, before the
+    environment has been checked, and where something is so wrong that only validation can name it.
+    """
+    window_size = flags[3]
+    if (
+        is_watched(q, k, v, mask, bias)
+        or process.environment_unchecked
+        or thread.records is not None
+        or not (window_size is None or type(window_size) is tuple)
+    ):
+        return None, None
+    kinds = tuple(map(type, flags if window_size is None else (*flags, *window_size)))  # True == 1 == 1.0
+    try:
+        key = (
+            _of(q),
+            _of(k),
+            _of(v),
+            None if mask is None else _of(mask),  # type: ignore[arg-type]
+            None if bias is None else _of(bias),
+            flags,
+            kinds,
+            torch.is_grad_enabled(),
+            torch.are_deterministic_algorithms_enabled(),
+            choice_in_force(backend),
+            process.disabled,
+        )
+        return key, _classes.get(key)
+    except (AttributeError, TypeError, RuntimeError):  # None for a tensor, a list for a name, a tensor without strides
+        return None, None
+
+
+def remember(key: Key, problem: AttentionProblem, selection: Selection, backend: BackendChoice) -> None:
+    """Let later calls of the class do without a description and a choice of their own.
+
+    Not where "auto" falls back to eager: every such call warns or is refused, as the policy is at its time.
+    """
+    if type(problem.seqlen_q) is not int or falls_back(problem, choice_in_force(backend), selection):
+        return  # under torch.jit.trace sizes are tensors
+    if len(_classes) >= MAX_REMEMBERED:
+        _classes.clear()
+    _classes[key] = CallClass(problem, *selection)
+
+
+def _of(x: Tensor) -> Key:
+    return x.shape, x.stride(), x.dtype, x.device, x.requires_grad

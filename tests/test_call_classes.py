@@ -1,0 +1,248 @@
+"""Calls that are alike are described once, and only those: what a class of calls is told apart by."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from out_of_tree import KernelPair, registered
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+import flash_dmattn
+from flash_dmattn import api, call_classes, selection, settings
+from flash_dmattn.backends import eager
+from flash_dmattn.masks import prepare_mask
+from flash_dmattn.selection import Selection
+
+Q, K = (2, 6, 4, 8), (2, 9, 2, 8)
+
+
+@pytest.fixture(autouse=True)
+def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name, value in (
+        ("default_backend", "auto"),
+        ("disabled", ()),
+        ("fallback", "warn"),
+        ("environment_unchecked", False),
+    ):
+        monkeypatch.setattr(settings.process, name, value)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def described(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each call that was described, which is validated and has a backend chosen with it."""
+    calls: list[int] = []
+    describe = api.describe
+
+    def counted(*arguments: Any) -> Any:
+        calls.append(1)
+        return describe(*arguments)
+
+    monkeypatch.setattr(api, "describe", counted)
+    return calls
+
+
+def inputs() -> dict[str, Any]:
+    """A call: q, k, v, a mask and a bias of two dimensions."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(Q), torch.randn(K), torch.randn(K)
+    return {"q": q, "k": k, "v": v, "mask": torch.rand(6, 9) > 0.3, "bias": torch.randn(6, 9)}
+
+
+def attend(**changes: Any) -> Any:
+    return flash_dmattn.attention(**{**inputs(), **changes})
+
+
+def test_calls_that_are_alike_are_described_once(described: list[int]) -> None:
+    first = attend(return_lse=True, window_size=(3, 3))
+    for _ in range(2):
+        torch.testing.assert_close(attend(return_lse=True, window_size=(3, 3)), first, rtol=0, atol=0)
+    assert len(described) == 1
+    # Another mask and another bias of the same form are read, not remembered.
+    others = {"mask": torch.rand(6, 9) > 0.6, "bias": torch.randn(6, 9)}
+    want = attend(**others, backend="reference")
+    torch.testing.assert_close(attend(**others, return_lse=True)[0], want)
+    assert len(described) == 3
+
+
+def strided(shape: tuple[int, ...]) -> Tensor:
+    return torch.randn(*shape[:-1], 2 * shape[-1])[..., : shape[-1]]
+
+
+CHANGES: dict[str, Callable[[], dict[str, Any]]] = {
+    "batch": lambda: {"q": torch.randn(1, *Q[1:]), "k": torch.randn(1, *K[1:]), "v": torch.randn(1, *K[1:])},
+    "heads": lambda: {"q": torch.randn(2, 6, 2, 8)},
+    "head_dim_v": lambda: {"v": torch.randn(2, 9, 2, 5)},
+    "dtype": lambda: {name: inputs()[name].double() for name in "qkv"},
+    "strides of q": lambda: {"q": strided(Q)},
+    "strides of k": lambda: {"k": strided(K)},
+    "strides of v": lambda: {"v": strided(K)},
+    "no mask": lambda: {"mask": None},
+    "shape of mask": lambda: {"mask": torch.ones(1, 9, dtype=torch.bool)},
+    "dimensions of mask": lambda: {"mask": torch.ones(1, 6, 9, dtype=torch.bool)},
+    "strides of mask": lambda: {"mask": torch.ones(1, 1, dtype=torch.bool).expand(6, 9)},
+    "no bias": lambda: {"bias": None},
+    "shape of bias": lambda: {"bias": torch.randn(1, 9)},
+    "strides of bias": lambda: {"bias": strided((6, 9))},
+    "dtype of bias": lambda: {"bias": torch.randn(6, 9).half()},
+    "gradient of q": lambda: {"q": inputs()["q"].requires_grad_()},
+    "gradient of k": lambda: {"k": inputs()["k"].requires_grad_()},
+    "gradient of v": lambda: {"v": inputs()["v"].requires_grad_()},
+    "gradient of bias": lambda: {"bias": inputs()["bias"].requires_grad_()},
+    "is_causal": lambda: {"is_causal": True},
+    "softmax_scale": lambda: {"softmax_scale": 0.1},
+    "softcap": lambda: {"softcap": 3.0},
+    "window_size": lambda: {"window_size": (1, 2)},
+    "deterministic": lambda: {"deterministic": True},
+    "return_lse": lambda: {"return_lse": True},
+    "backend": lambda: {"backend": "eager"},
+    "pair": lambda: {"backend": ("eager", "eager")},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_argument_makes_another_class(change: str, described: list[int]) -> None:
+    attend()
+    changed = CHANGES[change]()
+    with flash_dmattn.use_backend("auto"):
+        got = attend(**changed)
+    assert len(described) == 2
+    want = attend(**changed, **({} if "backend" in changed else {"backend": "reference"}))
+    pairs = zip(*((x if isinstance(x, tuple) else (x,)) for x in (got, want)), strict=True)
+    for x, y in pairs:
+        torch.testing.assert_close(x, y)
+        assert x.requires_grad == y.requires_grad
+
+
+def test_grad_mode_makes_another_class(described: list[int]) -> None:
+    q = inputs()["q"].requires_grad_()
+    assert attend(q=q).requires_grad
+    with torch.no_grad():
+        assert not attend(q=q).requires_grad
+    with torch.inference_mode():
+        assert not attend(q=q).requires_grad
+    assert attend(q=q).requires_grad
+    assert len(described) == 2  # inference mode is no grad
+
+
+def test_settings_outside_of_the_call_are_noticed(described: list[int]) -> None:
+    def ran() -> tuple[str, bool]:
+        with flash_dmattn.record_decisions() as decisions:
+            attend()
+        attend()
+        return decisions[0].forward, decisions[0].problem.deterministic
+
+    assert ran() == ("eager", False)
+    with flash_dmattn.use_backend("reference"):
+        assert ran() == ("reference", False)
+    flash_dmattn.set_default_backend("reference")
+    assert ran() == ("reference", False)
+    with pytest.raises(flash_dmattn.BackendUnavailableError), flash_dmattn.disable_backends("reference"):
+        attend()
+    flash_dmattn.set_default_backend("auto")
+    torch.use_deterministic_algorithms(True)
+    assert ran() == ("eager", True)
+    attend(backend="eager")
+    with flash_dmattn.disable_backends("eager"), pytest.raises(flash_dmattn.BackendUnavailableError):
+        attend(backend="eager")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert attend().dtype == torch.bfloat16
+    assert attend().dtype == torch.float32
+
+
+def test_what_is_remembered_runs_on_the_backend_of_its_time() -> None:
+    attend(backend="auto")
+    ours = KernelPair("ours")
+    with registered(ours, before="eager"):
+        attend()
+        attend()
+    attend()
+    assert ours.ran == ["forward", "forward"]
+
+
+def test_every_call_is_recorded(described: list[int]) -> None:
+    attend()
+    with flash_dmattn.record_decisions() as decisions:
+        attend()
+        attend()
+    assert [d.forward for d in decisions] == ["eager", "eager"]
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "error"),
+    [
+        ({"is_causal": True}, {"is_causal": 1}, TypeError),
+        ({"return_lse": False}, {"return_lse": 0}, TypeError),
+        ({"deterministic": False}, {"deterministic": 0}, TypeError),
+        ({"softmax_scale": 1.0}, {"softmax_scale": True}, TypeError),
+        ({"softcap": 0.0}, {"softcap": False}, TypeError),
+        ({"window_size": (1, 1)}, {"window_size": (1, True)}, TypeError),
+        ({"window_size": (1, 1)}, {"window_size": (1.0, 1)}, TypeError),
+        ({}, {"q": None}, TypeError),
+        ({}, {"k": torch.nested.nested_tensor([torch.zeros(K[1:]), torch.zeros(5, *K[2:])])}, RuntimeError),
+        ({}, {"bias": "none"}, TypeError),
+        ({}, {"backend": ["eager"]}, TypeError),
+        ({}, {"backend": "nope"}, ValueError),
+    ],
+)
+def test_what_only_equals_a_valid_argument_is_refused(
+    good: dict[str, Any], bad: dict[str, Any], error: type[Exception], described: list[int]
+) -> None:
+    attend(**good)
+    for _ in range(2):
+        with pytest.raises(error):
+            attend(**bad)
+    assert len(described) == 3
+    attend(**good)
+    assert len(described) == 3
+
+
+def test_what_may_not_be_looked_up_is_described(described: list[int]) -> None:
+    """Prepared masks, lists, and tensors whose sizes may be symbols."""
+    given = inputs()
+    prepared = prepare_mask(given["mask"], seqlen_q=6, seqlen_k=9)
+    for _ in range(2):
+        attend(mask=prepared)
+        attend(window_size=[1, 2])
+        torch.vmap(lambda q: flash_dmattn.attention(q, given["k"], given["v"]))(given["q"][None])
+        with FakeTensorMode():
+            attend()
+    assert len(described) == 8
+    assert not call_classes._classes
+
+
+def test_no_tensor_is_held() -> None:
+    given = inputs()
+    given["bias"].requires_grad_()
+    flash_dmattn.attention(**given).sum().backward()
+    alive = [weakref.ref(x) for x in given.values()]
+    assert call_classes._classes
+    del given
+    gc.collect()
+    assert not any(x() is not None for x in alive)
+
+
+def test_a_fallback_is_chosen_anew_by_every_call() -> None:
+    """So that it warns or is refused as the policy says at its time."""
+    problem = flash_dmattn.explain_problem((2, 4096, 16, 64), device="sm_80").problem
+    chosen = Selection(eager, None)
+    assert selection.falls_back(problem, "auto", chosen)
+    call_classes.remember(("key",), problem, chosen, "auto")
+    assert not call_classes._classes
+    call_classes.remember(("key",), problem, chosen, "eager")
+    assert call_classes._classes == {("key",): (problem, eager, None)}
+
+
+def test_as_many_classes_as_may_be_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_classes, "MAX_REMEMBERED", 3)
+    for length in range(1, 9):
+        x = torch.randn(1, length, 1, 4)
+        flash_dmattn.attention(x, x, x)
+        assert 1 <= len(call_classes._classes) <= 3
