@@ -203,7 +203,7 @@ def test_lengths_with_a_stored_gradient(backend: Runner, head_dim: int, seqlen_k
     check(backend, case, case.build())
 
 
-@pytest.mark.parametrize("window_size", ((0, 0), (70, -1), (-1, 2), (130, 65)), ids=str)
+@pytest.mark.parametrize("window_size", ((32, 0), (70, -1), (-1, 2), (130, 65)), ids=str)
 @pytest.mark.parametrize("lengths", ((193, 264), (264, 200), (65, 520)), ids=str)
 @every_bias
 @both_orders
@@ -411,7 +411,7 @@ def test_lengths_with_a_shared_gradient(
     check_shared(backend, case, case.build())
 
 
-@pytest.mark.parametrize("window_size", ((0, 0), (70, -1), (-1, 2), (130, 65)), ids=str)
+@pytest.mark.parametrize("window_size", ((32, 0), (70, -1), (-1, 2), (130, 65)), ids=str)
 @pytest.mark.parametrize("lengths", ((193, 264), (264, 200), (65, 520)), ids=str)
 @every_shared
 def test_windows_with_a_shared_gradient(
