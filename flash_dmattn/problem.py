@@ -382,6 +382,17 @@ def check_softcap(softcap: float) -> float:
     return float(softcap)
 
 
+def keys_of_query(seqlen_k: int, is_causal: bool, window_size: Sequence[int]) -> int:
+    """How many keys a query may attend, by their number and its window.
+
+    >>> keys_of_query(4096, True, (15, -1)), keys_of_query(4096, False, (15, -1))
+    (16, 4096)
+    """
+    left, right = window_size
+    right = 0 if is_causal else right
+    return seqlen_k if left < 0 or right < 0 else min(seqlen_k, left + right + 1)
+
+
 def check_window(window_size: tuple[int, int] | None) -> tuple[int, int]:
     """The window as (left, right), -1 for an unlimited side; None is (-1, -1)."""
     if window_size is None:

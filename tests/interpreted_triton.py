@@ -230,6 +230,14 @@ def few_keys_calls() -> Iterator[str | None]:
                 inputs = case.build()
                 found = error(run(attention, case, inputs)["dbias"], oracle(case, inputs)["dbias"])
                 yield None if found < 5e-6 else f"{case.repro()}\n  dbias is off by {found:.1e}"
+    for window_size in ((3, 0), (20, 11), (31, 0)):
+        for mask in (None, ("1", "1", "Lq", "Lk"), ("B", "Hk", "1", "Lk")):
+            case = Case(seqlen_q=63, seqlen_k=96, dtype=torch.float16, bias_dtype=torch.float32, dlse=True, mask=mask)
+            case = case.with_(bias=("B", "Hq", "Lq", "Lk"), window_size=window_size)
+            set_up(TILES[0], 1, PARTS_BYTES[0])
+            inputs = case.build()
+            found = error(run(attention, case, inputs)["dbias"], oracle(case, inputs)["dbias"])
+            yield None if found < 5e-6 else f"{case.repro()}\n  dbias is off by {found:.1e}"
     for mask in (None, ("B", "Hk", "Lq", "Lk"), ("B", "1", "1", "Lk")):
         for bias in (("1", "1", "Lq", "Lk"), ("B", "Hq", "Lq", "Lk"), ("1", "Hk", "1", "Lk")):
             case = Case(dtype=torch.float32, dlse=True, mask=mask, bias=bias, bias_kind="huge")

@@ -308,6 +308,18 @@ def test_windows_of_few_keys_train_on_triton(flags: dict[str, Any], chosen: str)
     assert explained(**flags, **GRADIENTS).backward == chosen
 
 
+def test_triton_says_where_it_computes_out_once_more() -> None:
+    def notes(**call: Any) -> list[tuple[str, ...]]:
+        return [verdict.notes for verdict in explained(**call).verdicts if verdict.backend == "triton"]
+
+    ((note,),) = notes(window_size=(31, 0), **GRADIENTS)
+    assert note == "for the gradients copies q, k, v to fp32 and computes out anew: few keys feel its rounding"
+    assert (
+        notes(window_size=(32, 0), **GRADIENTS) == notes(window_size=(31, 0)) == notes(seqlen_k=32, **GRADIENTS) == [()]
+    )
+    assert notes(window_size=(31, 0), dtype="fp32", **GRADIENTS) == [()]
+
+
 def test_fixed_order_of_a_whole_dbias() -> None:
     """At head dim 64 by pairs of tiles of keys, where there are enough of them, it is faster than triton."""
     call = {**DBIAS, **GRADIENTS, "deterministic": True}

@@ -12,11 +12,11 @@ from torch import Tensor
 from flash_dmattn.backends.protocol import Gradients
 from flash_dmattn.masks.broadcast import collapse
 from flash_dmattn.masks.preparation import prepare
-from flash_dmattn.problem import AttentionProblem
+from flash_dmattn.problem import AttentionProblem, keys_of_query
 
 from .kernel_launch import is_current_device, on_device, remembered
 from .plan import Call, Flags, MaskTensors, Need, takes_tf32
-from .plan_backward import plan_backward
+from .plan_backward import MOST_FEW_KEYS, plan_backward
 from .plan_forward import plan_forward
 
 __all__ = ["Flags", "backward", "forward", "forward_maskless"]
@@ -114,9 +114,28 @@ def backward(
     q, k, v, dout, out, lse = (*(_unit_rows(x) for x in (q, k, v, dout)), out.contiguous(), lse.contiguous())
     with on_device(q):
         mask = _packed(mask, q.shape[1], k.shape[1], flags)
+        if feels_rounding(q.dtype, k.shape[1], flags.is_causal, flags.window_size) and (need[0] or need[1] or need[3]):
+            out = _out_in_fp32(q, k, v, mask, bias, flags)
         key = ("backward", need, flags, *_signature(q, k, v, bias, dout, dlse, out, lse, *mask))
         plan = remembered(_plans, key, lambda: plan_backward(Call(q, k, v, mask, bias, flags), dout, dlse, need))
         return plan(dout, dlse, q, k, v, mask, bias, out, lse)
+
+
+def feels_rounding(dtype: torch.dtype, seqlen_k: int, is_causal: bool, window_size: tuple[int, int]) -> bool:
+    """Whether delta must not come from out in 16 bits: a row of few keys does not average out its rounding.
+
+    Where all keys are few the kernels take delta from p and dp; behind a window those lie in several tiles.
+    """
+    few = keys_of_query(seqlen_k, is_causal, window_size) <= MOST_FEW_KEYS
+    return few and seqlen_k > MOST_FEW_KEYS and dtype != torch.float32
+
+
+def _out_in_fp32(q: Tensor, k: Tensor, v: Tensor, mask: MaskTensors, bias: Tensor | None, flags: Flags) -> Tensor:
+    q, k, v = q.float(), k.float(), v.float()
+    batch, seqlen_q, num_heads, _ = q.shape
+    out = torch.empty(batch, seqlen_q, num_heads, v.shape[3], device=q.device)
+    forward(q, k, v, mask, bias, out, torch.empty(batch, num_heads, seqlen_q, device=q.device), flags)
+    return out
 
 
 # By what decides a launch. A plan must not hold on to the tensors of the call it was made for.

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 from .. import extension
-from ..problem import AttentionProblem, dtype_name, fits_copy_engine
+from ..problem import AttentionProblem, dtype_name, fits_copy_engine, keys_of_query
 from .protocol import Pass, Rule
 
 # (head_dim, head_dim_v) that kernels are compiled for; a call takes the first that holds its own.
@@ -89,11 +89,8 @@ def _dbias_is_whole(p: AttentionProblem) -> bool:
     return _dbias_per_score(p) and p.bias is not None and p.bias.shape[:2] == (p.batch, p.num_heads)
 
 
-def _keys_of_query(p: AttentionProblem) -> int:
-    """How many keys a query may attend by its window."""
-    left, right = p.window_size
-    right = 0 if p.is_causal else right
-    return p.seqlen_k if left < 0 or right < 0 else min(p.seqlen_k, left + right + 1)
+def _most_keys(p: AttentionProblem) -> int:
+    return keys_of_query(p.seqlen_k, p.is_causal, p.window_size)
 
 
 _FEW_KEYS = 32
@@ -157,9 +154,9 @@ RULES: tuple[Rule, ...] = (
         # 800 with more keys none does. A window of so few keys is the same: 5 queries, 4 keys each, dk 1.50e-3 off for
         # 1.36e-3, 1.35e-3 of it by that rounding.
         "rounded_delta",
-        lambda p: not 0 < _keys_of_query(p) <= _FEW_KEYS,
+        lambda p: not 0 < _most_keys(p) <= _FEW_KEYS,
         lambda p: (
-            f"a query attends {_keys_of_query(p)} keys at most; delta is taken from out in 16 bits, "
+            f"a query attends {_most_keys(p)} keys at most; delta is taken from out in 16 bits, "
             f"whose rounding shows in the gradients of up to {_FEW_KEYS} keys"
         ),
         _PAIR,

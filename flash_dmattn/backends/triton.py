@@ -95,11 +95,17 @@ def _kernels() -> ModuleType:
 
 def notes(problem: AttentionProblem) -> tuple[str, ...]:
     """Copies that a call makes."""
-    return tuple(
+    p = problem
+    copies = [
         f"copies {name}, whose last stride is {strides[3]}: the kernels read rows of unit stride"
-        for name, strides in (("q", problem.q_strides), ("k", problem.k_strides), ("v", problem.v_strides))
-        if strides[3] != 1 and problem.head_dim > 1
-    )
+        for name, strides in (("q", p.q_strides), ("k", p.k_strides), ("v", p.v_strides))
+        if strides[3] != 1 and p.head_dim > 1
+    ]
+    needs_delta = p.need.q or p.need.k or p.need.bias
+    in_fp32 = probe().usable and _kernels().feels_rounding(p.dtype, p.seqlen_k, p.is_causal, p.window_size)
+    if needs_delta and in_fp32:
+        copies.append("for the gradients copies q, k, v to fp32 and computes out anew: few keys feel its rounding")
+    return tuple(copies)
 
 
 def _forward(

@@ -56,7 +56,11 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=_DefaultsFormatter,
     )
     add = parser.add_argument
-    add("--steps", type=_positive, help="training steps per model (default: 400, or 60 with --quick)")
+    add(
+        "--steps",
+        type=_positive,
+        help="training steps per model (default: 400; with --quick 60, or 180 on a Hopper GPU)",
+    )
     # None stands for what `sizes_for` says of the device.
     for name, field, said in (
         ("--batch-size", "batch_size", "texts per step"),
@@ -103,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     corpus = load_corpus()
     entropy = _show_corpus(report, corpus)
     training = TrainingConfig(
-        steps=arguments.steps or (60 if arguments.quick else 400),
+        steps=arguments.steps or (sizes.quick_steps if arguments.quick else 400),
         batch_size=batch_size,
         context=arguments.context or sizes.context,
         seed=arguments.seed,
