@@ -93,10 +93,24 @@ def shares_dbias(problem: AttentionProblem) -> bool:
     return per_score and p.bias is not None and (stores_none or p.bias.shape[:2] != (p.batch, p.num_heads))
 
 
+def takes_pairs_of_key_tiles(problem: AttentionProblem) -> bool:
+    """Whether blocks have two tiles of keys on an H200, as `pays_to_take_two` of csrc/api/backward.cpp decides it."""
+    p = problem
+    if backward_form(p) != "stored tile" or max(p.head_dim, p.head_dim_v) > 64 or p.softcap > 0:
+        return False
+    if p.mask is not None or p.is_causal or p.has_window:
+        return False
+    tiles, pairs = -(-p.seqlen_k // 128), -(-p.seqlen_k // 256)
+    rounds = [-(-p.batch * p.num_heads_k * blocks // PROCESSORS) for blocks in (tiles, pairs)]
+    return 5 * rounds[1] <= 3 * rounds[0]
+
+
 def backward_works(problem: AttentionProblem) -> tuple[str, str]:
     """What a block works on, and how the blocks of an H200 share it, as csrc/api/backward.cpp decides it."""
     p = problem
     blocks = -(-p.seqlen_k // 128) * (1 if max(p.head_dim, p.head_dim_v) <= 128 else 2)
+    if takes_pairs_of_key_tiles(p):
+        blocks = -(-p.seqlen_k // 256)
     groups = p.batch * p.num_heads_k
     heads, total = "its own", groups * blocks
     if p.num_heads != p.num_heads_k:

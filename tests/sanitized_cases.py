@@ -173,7 +173,7 @@ BACKWARD = (
     WIDE_FP16.with_(**MANY, seqlen_k=72),
     WIDE_BASE.with_(seqlen_q=193, seqlen_k=257, mask=TILES, mask_kind="empty_tiles", head_dim=72, is_causal=True),
     # One value per key.
-    FP16_BASE.with_(seqlen_q=127, seqlen_k=193, bias=PER_KEY, window_size=(20, 5), head_dim=40, head_dim_v=64),
+    FP16_BASE.with_(seqlen_q=127, seqlen_k=193, bias=PER_KEY, window_size=(20, 15), head_dim=40, head_dim_v=64),
     WIDE_BASE.with_(**SHARED, seqlen_q=1, seqlen_k=191, bias=PER_KEY, need=("bias",)),
     # One per score, which takes no gradient.
     BASE.with_(seqlen_q=129, seqlen_k=136, bias=("1", "1", "Lq", "Lk"), is_causal=True, need=QKV),
@@ -185,6 +185,12 @@ BACKWARD = (
     WIDE_FP16.with_(seqlen_q=193, seqlen_k=272, bias=FULL, mask=FULL, mask_kind="empty_rows", need=("bias",)),
 )
 # With a softcap: each form of bias, with a mask and without.
+# So many that blocks of two tiles of keys, the last of them with one, are done in fewer rounds.
+BACKWARD_PAIRS = (
+    FP16_BASE.with_(batch=8, num_heads=8, num_heads_k=8, seqlen_q=70, seqlen_k=264, bias=FULL),
+    BASE.with_(batch=8, num_heads=16, num_heads_k=8, seqlen_q=130, seqlen_k=504, bias=FULL, head_dim=40),
+)
+BACKWARD_PAIRS_IN_ORDER = (BASE.with_(batch=8, num_heads=16, num_heads_k=8, seqlen_q=65, seqlen_k=384, bias=FULL),)
 BACKWARD_CAPPED = tuple(
     case.with_(softcap=5.0)
     for case in (
@@ -201,7 +207,7 @@ BACKWARD_CAPPED = tuple(
     )
 )
 BACKWARD_IN_ORDER = (
-    FP16_BASE.with_(seqlen_q=127, seqlen_k=257, bias=("1", "Hk", "Lq", "1"), window_size=(20, 5)),
+    FP16_BASE.with_(seqlen_q=127, seqlen_k=257, bias=("1", "Hk", "Lq", "1"), window_size=(20, 15)),
     BASE.with_(
         **SHARED, seqlen_q=193, seqlen_k=129, bias=PER_QUERY, bias_dtype=FP32, mask=FULL, mask_kind="empty_rows"
     ),
@@ -279,12 +285,13 @@ CASES = {
     "cuda": _numbered(plain=D64 + D128 + OTHERS, unaligned=FORWARD_UNALIGNED, parts=FORWARD_PARTS),
     "cuda-backward": _numbered(
         plain=BACKWARD
+        + BACKWARD_PAIRS
         + BACKWARD_CAPPED
         + BACKWARD_SHARED
         + BACKWARD_WIDE
         + BACKWARD_WIDE_SHARED
         + BACKWARD_WIDE_CAPPED,
-        in_order=BACKWARD_IN_ORDER + BACKWARD_WIDE_IN_ORDER,
+        in_order=BACKWARD_IN_ORDER + BACKWARD_PAIRS_IN_ORDER + BACKWARD_WIDE_IN_ORDER,
         unaligned=BACKWARD_UNALIGNED,
     ),
 }

@@ -16,6 +16,7 @@ import torch
 from accuracy import assert_accurate, error, oracle, run
 from cases import ALL, Case, Inputs
 from conftest import Runner
+from cuda_forms import differentiated, takes_pairs_of_key_tiles
 from layouts import LAYOUTS, rearranged
 from torch import Tensor
 
@@ -149,6 +150,21 @@ def test_turns_of_many_tiles(backend: Runner, head_dim: int, changes: dict[str, 
         again = run(attention, case, inputs)
         for name, x in first.items():
             assert x is None or torch.equal(x, again[name]), name
+
+
+@pytest.mark.parametrize("need", (ALL, ("bias",), ("k", "bias"), ("q", "v", "bias")), ids="-".join)
+@pytest.mark.parametrize("deterministic", (False, True), ids=("any_order", "in_order"))
+@pytest.mark.parametrize("lengths", ((1, 264), (65, 384), (193, 512), (300, 776)), ids=str)
+@pytest.mark.parametrize("heads", ((8, 8, 64), (16, 8, 40)), ids=str)
+def test_two_tiles_of_keys_at_a_time(
+    backend: Runner, heads: tuple[int, int, int], lengths: tuple[int, int], deterministic: bool, need: tuple[str, ...]
+) -> None:
+    """Blocks of 256 keys, of which the last may have one tile: where there are so many that fewer rounds pay."""
+    (num_heads, num_heads_k, head_dim), (seqlen_q, seqlen_k) = heads, lengths
+    case = BASE.with_(batch=8, num_heads=num_heads, num_heads_k=num_heads_k, head_dim=head_dim, bias=FULL, need=need)
+    case = case.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    assert takes_pairs_of_key_tiles(differentiated(case, deterministic))
+    check(backend, case, case.build(), deterministic=deterministic)
 
 
 @pytest.mark.parametrize("lengths", ((193, 264), (1190, 70)), ids=str)

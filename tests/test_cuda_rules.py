@@ -55,7 +55,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         {"q": (2, 4096, 16, 192), "head_dim_v": 128, **GRADIENTS},
         r"head dims are 192 and 128 \(v\); the backward kernels .* multiples of 8 up to 64 and 64 or 128 and 128 ",
     ),
-    "rounded_delta": ({"seqlen_k": 32, **GRADIENTS}, "a query attends 32 keys at most; "),
+    "rounded_delta": ({"seqlen_k": 32, **GRADIENTS}, "of 32 keys a query attends 32 at most; "),
     "tile_bias_dtype": (
         {"bias": PER_SCORE, "bias_dtype": "fp32", **GRADIENTS},
         "bias has dtype float32 beside bfloat16; ",

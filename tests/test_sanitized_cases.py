@@ -21,6 +21,7 @@ from cuda_forms import (
     described,
     differentiated,
     shares_dbias,
+    takes_pairs_of_key_tiles,
     unit_of,
 )
 
@@ -101,7 +102,7 @@ def test_the_backward_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatc
     """
     monkeypatch.setattr(cuda_rules, "installed_units", lambda: None)
     kernels, shared, orders, works = set(), set(), set(), set()
-    capped, capped_shared = set(), set()
+    capped, capped_shared, pairs = set(), set(), set()
     for case, how in sanitized_cases.CASES["cuda-backward"]:
         in_order = how == "in_order"
         problem = differentiated(case, in_order)
@@ -117,6 +118,8 @@ def test_the_backward_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatc
             shared.add((unit, has_mask))
         orders.add((unit[:2], form, has_mask, in_order))
         works.add((in_order, *backward_works(problem)))
+        if takes_pairs_of_key_tiles(problem):
+            pairs.add((in_order, case.num_heads > case.num_heads_k, case.seqlen_k % 256 > 128))
     narrow = itertools.product(((64, 64), (128, 128)), BACKWARD_FORMS)
     wide = itertools.product(sanitized_cases.WIDE_DIMS, ("none", "vector", "tile"))
     assert capped == {*narrow, *wide} and capped_shared == set(cuda_rules.BACKWARD_UNITS)
@@ -124,8 +127,9 @@ def test_the_backward_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatc
     assert kernels == set(itertools.product(ALL_BACKWARD_UNITS, BACKWARD_FORMS, flags))
     assert shared == set(itertools.product(ALL_BACKWARD_UNITS, flags))
     assert orders == set(itertools.product(cuda_rules.BACKWARD_UNITS, BACKWARD_FORMS, flags, flags))
+    assert {(False, False, False), (False, True, True), (True, True, False)} <= pairs  # the last block with one or two
     heads = {(in_order, heads) for in_order, heads, _ in works}
     assert heads == {(o, h) for o in flags for h in ("its own", "a group")} | {(False, "one of a group")}
     shares = {(in_order, share) for in_order, _, share in works}
     assert {(True, "in order"), *itertools.product((False,), ("one each", "evenly", "as they finish"))} <= shares
-    assert len(sanitized_cases.CASES["cuda-backward"]) == 119
+    assert len(sanitized_cases.CASES["cuda-backward"]) == 122

@@ -156,7 +156,7 @@ RULES: tuple[Rule, ...] = (
         "rounded_delta",
         lambda p: not 0 < _most_keys(p) <= _FEW_KEYS,
         lambda p: (
-            f"a query attends {_most_keys(p)} keys at most; delta is taken from out in 16 bits, "
+            f"of {p.seqlen_k} keys a query attends {_most_keys(p)} at most; delta is taken from out in 16 bits, "
             f"whose rounding shows in the gradients of up to {_FEW_KEYS} keys"
         ),
         _PAIR,
