@@ -325,6 +325,10 @@ def test_fixed_order_of_a_whole_dbias() -> None:
     call = {**DBIAS, **GRADIENTS, "deterministic": True}
     assert explained(**call).backward == "cuda"
     assert explained(**call, q=(2, 4096, 16, 128)).backward == "triton"
+    assert explained(**call, kv_heads=8).backward == "triton"  # works are of key-value heads
+    odd = {**call, "q": (64, 300, 16, 64), "seqlen_k": 384, "bias": (64, 16, 300, 384)}
+    assert explained(**odd).backward == "triton"  # the last block has one tile, and takes as long
+    assert explained(**{**odd, "seqlen_k": 512, "bias": (64, 16, 300, 512)}).backward == "cuda"
 
 
 def test_a_build_of_some_units(monkeypatch: pytest.MonkeyPatch) -> None:

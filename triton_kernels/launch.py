@@ -114,20 +114,23 @@ def backward(
     q, k, v, dout, out, lse = (*(_unit_rows(x) for x in (q, k, v, dout)), out.contiguous(), lse.contiguous())
     with on_device(q):
         mask = _packed(mask, q.shape[1], k.shape[1], flags)
-        if feels_rounding(q.dtype, k.shape[1], flags.is_causal, flags.window_size) and (need[0] or need[1] or need[3]):
+        if feels_rounding(q.dtype, k.shape[1], flags.is_causal, flags.window_size, need):
             out = _out_in_fp32(q, k, v, mask, bias, flags)
         key = ("backward", need, flags, *_signature(q, k, v, bias, dout, dlse, out, lse, *mask))
         plan = remembered(_plans, key, lambda: plan_backward(Call(q, k, v, mask, bias, flags), dout, dlse, need))
         return plan(dout, dlse, q, k, v, mask, bias, out, lse)
 
 
-def feels_rounding(dtype: torch.dtype, seqlen_k: int, is_causal: bool, window_size: tuple[int, int]) -> bool:
-    """Whether delta must not come from out in 16 bits: a row of few keys does not average out its rounding.
+def feels_rounding(
+    dtype: torch.dtype, seqlen_k: int, is_causal: bool, window_size: tuple[int, int], need: Need
+) -> bool:
+    """Whether delta, which all gradients but dv take, must not come from out in 16 bits.
 
-    Where all keys are few the kernels take delta from p and dp; behind a window those lie in several tiles.
+    A row of few keys does not average out its rounding. Where all keys are few the kernels take delta from p and dp;
+    behind a window those lie in several tiles.
     """
-    few = keys_of_query(seqlen_k, is_causal, window_size) <= MOST_FEW_KEYS
-    return few and seqlen_k > MOST_FEW_KEYS and dtype != torch.float32
+    few = keys_of_query(seqlen_k, is_causal, window_size) <= MOST_FEW_KEYS < seqlen_k
+    return few and dtype != torch.float32 and (need[0] or need[1] or need[3])
 
 
 def _out_in_fp32(q: Tensor, k: Tensor, v: Tensor, mask: MaskTensors, bias: Tensor | None, flags: Flags) -> Tensor:

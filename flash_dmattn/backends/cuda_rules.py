@@ -208,7 +208,7 @@ RULES: tuple[Rule, ...] = (
 # A persistent kernel starts later, and does not share a row among processors: it needs work for all of them.
 _ROWS = _KEYS = 128
 _LONG = 4096  # keys, which blocks share where rows are few
-_PAIRS_ENOUGH = 512  # of tiles of keys, from which on they are surely taken where dbias is stored and nothing masked
+_PAIRS_ENOUGH = 512  # of tiles of keys: so many are fewer rounds on any GPU
 _NARROW = 128  # head dims, above which the backward kernels are others, and blocks do not share keys
 
 
@@ -216,8 +216,11 @@ def _tiles_of_rows(p: AttentionProblem) -> int:
     return p.batch * p.num_heads * -(-p.seqlen_q // _ROWS)
 
 
-def _pairs_of_key_tiles(p: AttentionProblem) -> int:
-    return p.batch * p.num_heads * -(-p.seqlen_k // (2 * _KEYS))
+def _takes_pairs_of_key_tiles(p: AttentionProblem) -> bool:
+    """Whether `pays_to_take_two` of csrc/api/backward.cpp surely holds, where dbias is stored and nothing masked."""
+    tiles = -(-p.seqlen_k // _KEYS)
+    enough = p.batch * p.num_heads_k * tiles >= 2 * _PAIRS_ENOUGH
+    return max(p.head_dim, p.head_dim_v) <= 64 and tiles % 2 == 0 and enough
 
 
 def _triton_is_slow(p: AttentionProblem) -> bool:
@@ -284,7 +287,7 @@ AUTO_RULES: tuple[Rule, ...] = (
         lambda p: (
             _triton_is_slow(p)
             or not (p.deterministic and p.need.q and _dbias_is_whole(p))
-            or (max(p.head_dim, p.head_dim_v) <= 64 and _pairs_of_key_tiles(p) >= _PAIRS_ENOUGH)
+            or _takes_pairs_of_key_tiles(p)
         ),
         lambda p: "deterministic is True and the gradient of bias, of a value per head and score, is needed too",
         'backend="cuda" runs it all the same',

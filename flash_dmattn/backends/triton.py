@@ -101,9 +101,7 @@ def notes(problem: AttentionProblem) -> tuple[str, ...]:
         for name, strides in (("q", p.q_strides), ("k", p.k_strides), ("v", p.v_strides))
         if strides[3] != 1 and p.head_dim > 1
     ]
-    needs_delta = p.need.q or p.need.k or p.need.bias
-    in_fp32 = probe().usable and _kernels().feels_rounding(p.dtype, p.seqlen_k, p.is_causal, p.window_size)
-    if needs_delta and in_fp32:
+    if probe().usable and _kernels().feels_rounding(p.dtype, p.seqlen_k, p.is_causal, p.window_size, p.need):
         copies.append("for the gradients copies q, k, v to fp32 and computes out anew: few keys feel its rounding")
     return tuple(copies)
 
