@@ -69,7 +69,7 @@ struct ForwardParams {
 
   // The order of work: sections of this many (batch, head) pairs, in each the last rows of all first.
   int section, blocks_q, total;
-  bool batch_is_inner;
+  bool batch_is_inner;  // batch entries of a head follow each other; else heads of a batch entry
   int* next;  // counts the work handed out beyond the first per block; null to share it out evenly
 
   // Pieces of work from the one of this number on are handed out in parts, each a share of the keys; total counts them.
@@ -121,6 +121,7 @@ struct BackwardParams {
   // where blocks of keys take turns. A work is a block of keys, a tile, two, or half of one (of the last tile too,
   // where it may be empty), and this many query heads: one, or all of a group.
   int section, blocks_k, total, heads_per_work;
+  bool batch_is_inner;  // batch entries of a head follow each other; else heads of a batch entry
   // Counts the work handed out, without the first of each block where tiles need not take turns; null to share it out
   // evenly.
   int* next;

@@ -140,8 +140,8 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   const int device_processors = multiprocessors(kName, device.index);
 
   const bool has_mask = !mask.empty(), has_bias_tiles = form == BackwardBias::kTile || form == BackwardBias::kTileStore;
-  const bool has_band = low > -sizes.seqlen_q || high < sizes.seqlen_k;
-  const bool takes_two = form == BackwardBias::kTileStore && !has_mask && !has_band && !(softcap > 0) &&
+  const bool is_banded = has_band(sizes, low, high);
+  const bool takes_two = form == BackwardBias::kTileStore && !has_mask && !is_banded && !(softcap > 0) &&
                          has_two_key_tiles(unit.head_dim, unit.head_dim_v) &&
                          pays_to_take_two(pairs_k, tiles_k, device_processors);
   const int block_keys = takes_two ? 2 * kTile : unit.tile_keys;
@@ -245,9 +245,10 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   const int64_t turns_need = has_mask ? kHeadsOfTurns : std::max<int64_t>(kBytesOfTurns / work_bytes, 2);
   const int64_t section = std::max<int64_t>(kSectionBytes / work_bytes, takes_turns ? turns_need : 1);
   params.section = static_cast<int>(std::min(section, owners));
+  params.batch_is_inner = shares_over_batch(params, has_bias_tiles, has_mask);
   const int blocks = std::min(params.total, device_processors);
   Tensor next;
-  if (takes_turns || ((has_mask || has_band) && params.total > blocks)) {
+  if (takes_turns || ((has_mask || is_banded) && params.total > blocks)) {
     next = work_counter(kName, q, device.stream);
     params.next = static_cast<int*>(next.mutable_data_ptr());
   }

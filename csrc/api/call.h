@@ -48,6 +48,19 @@ void set_band(const Sizes& sizes, int64_t low, int64_t high, Params& params) {
   params.high = static_cast<int>(std::clamp(high, -sizes.seqlen_q, sizes.seqlen_k));
 }
 
+// Whether the band forbids anything.
+inline bool has_band(const Sizes& sizes, int64_t low, int64_t high) {
+  return low > -sizes.seqlen_q || high < sizes.seqlen_k;
+}
+
+// Whether batch entries read the same bias per score, or the same mask: their works then follow each other, so that it
+// is in L2. The bias and the mask have been set.
+template <class Params>
+bool shares_over_batch(const Params& params, bool has_bias_per_score, bool has_mask) {
+  return params.batch > 1 &&
+         ((has_bias_per_score && !params.bias_has_batch) || (has_mask && !params.mask_has_batch));
+}
+
 // Scores are softcap * tanh(pre_scale * q k) where softcap is positive: the same numbers in both passes.
 template <class Params>
 void set_softcap(double softmax_scale, double softcap, Params& params) {

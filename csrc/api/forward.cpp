@@ -107,24 +107,22 @@ void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::option
   CHECK_ARGUMENT(pairs * blocks_q <= kMaxInt / 2, "there are more than 2^30 tiles of rows");
   params.blocks_q = static_cast<int>(blocks_q);
   const bool has_bias_tiles = form == Bias::kTile || form == Bias::kStrided;
-  const bool shares_over_batch =
-      sizes.batch > 1 && ((has_bias_tiles && !params.bias_has_batch) || (has_mask && !params.mask_has_batch));
-  params.batch_is_inner = shares_over_batch;
+  params.batch_is_inner = shares_over_batch(params, has_bias_tiles, has_mask);
   // Keys and values of the heads of a section.
   const int64_t group_bytes = sizes.seqlen_k * (sizes.head_dim + sizes.head_dim_v) * 2;
-  const int64_t unit_pairs = shares_over_batch ? sizes.batch : sizes.num_heads / sizes.num_heads_k;
-  const int64_t unit_bytes = shares_over_batch ? group_bytes * sizes.batch : group_bytes;
+  const int64_t unit_pairs = params.batch_is_inner ? sizes.batch : sizes.num_heads / sizes.num_heads_k;
+  const int64_t unit_bytes = params.batch_is_inner ? group_bytes * sizes.batch : group_bytes;
   const int64_t units = std::max<int64_t>(1, kSectionBytes / std::max<int64_t>(1, unit_bytes));
   params.section = static_cast<int>(std::min(pairs, units * unit_pairs));
 
   const int processors = multiprocessors(kName, device.index);
-  const bool has_band = low > -sizes.seqlen_q || high < sizes.seqlen_k;
+  const bool is_banded = has_band(sizes, low, high);
   CHECK_ARGUMENT(key_parts >= 0 && key_parts <= kMaxParts, "key_parts is ", key_parts, "; it may be 0 to ", kMaxParts);
   const int64_t pieces = pairs * blocks_q;
   KeyParts split{pieces, 1};
   if (tile.part_floats > 0) {
     const int64_t steps = steps_of_piece(sizes, has_mask, tile, params);
-    split = key_parts == 0 ? estimate_key_parts(pieces, steps, processors, has_band)
+    split = key_parts == 0 ? estimate_key_parts(pieces, steps, processors, is_banded)
                            : KeyParts{pieces - pieces % processors, key_parts};
   }
   const int64_t pieces_split = split.parts > 1 ? pieces - split.whole : 0;
@@ -134,7 +132,7 @@ void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::option
 
   const int blocks = std::min(params.total, processors);
   // Work that is alike is shared out evenly.
-  const bool counts_work = (has_mask || has_band) && params.total > blocks;
+  const bool counts_work = (has_mask || is_banded) && params.total > blocks;
   Tensor counters, results;
   if (counts_work || pieces_split > 0) {
     counters = zero_counters(kName, q, 1 + pieces_split * tile.part_warps, device.stream);

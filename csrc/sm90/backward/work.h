@@ -22,8 +22,15 @@ __device__ __forceinline__ KeyWork key_work_at(const BackwardParams& p, int inde
   work.block_k = place / width;  // under causality the longest first
   const int pair = first + place - work.block_k * width;
   if (p.dq_turns != nullptr) work.block_k = p.blocks_k - 1 - work.block_k;
-  work.batch = pair / works;
-  work.head = (pair - work.batch * works) * p.heads_per_work;
+  int unit;  // the works of a batch entry, counted
+  if (p.batch_is_inner) {
+    unit = pair / p.batch;
+    work.batch = pair - unit * p.batch;
+  } else {
+    work.batch = pair / works;
+    unit = pair - work.batch * works;
+  }
+  work.head = unit * p.heads_per_work;
   return work;
 }
 
