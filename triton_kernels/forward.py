@@ -22,6 +22,7 @@ from .tile_ops import (
     ROW_BIAS,
     TILE_BIAS,
     TILES,
+    batch_and_head,
     bits_by_row,
     block_at,
     in_band,
@@ -68,6 +69,7 @@ def forward_kernel(
     BIAS_TMA: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
+    BATCH_INNER: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
     NEGATIVE: tl.constexpr,
     EDGES: tl.constexpr,
@@ -89,8 +91,7 @@ def forward_kernel(
     if SPLIT_KEYS:
         part = head % splits
         head = head // splits
-    b = (head // shape.num_heads).to(tl.int64)
-    h = head % shape.num_heads
+    b, h = batch_and_head(head, shape, shape.num_heads, BATCH_INNER)
     h_k = h // shape.group
 
     first = tile_m * BLOCK_M

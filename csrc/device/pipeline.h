@@ -33,14 +33,21 @@ __device__ __forceinline__ void give_back_work(Storage& shared, Ring<2>& ring) {
   ring.advance();
 }
 
-// One panel of 64 columns after another, `kRows` rows each; one arrival at the barrier, with their bytes.
-template <int kPanels, int kRows>
+// One panel of 64 columns after another, `kRows` rows each; one arrival at the barrier, with their bytes. What is read
+// once L2 need not keep.
+template <int kPanels, int kRows, bool kOnce = false>
 __device__ __forceinline__ void copy_panels(uint8_t* to, const CUtensorMap* map, uint64_t* full, int first_column,
                                             int row, int head, int batch) {
   barrier_arrive_expect(full, kPanels * kRows * kRowBytes);
 #pragma unroll
   for (int panel = 0; panel < kPanels; ++panel) {
-    copy_tensor(to + panel * kRows * kRowBytes, map, full, first_column + panel * kPanelColumns, row, head, batch);
+    uint8_t* const start = to + panel * kRows * kRowBytes;
+    const int column = first_column + panel * kPanelColumns;
+    if constexpr (kOnce) {
+      copy_tensor_once(start, map, full, column, row, head, batch);
+    } else {
+      copy_tensor(start, map, full, column, row, head, batch);
+    }
   }
 }
 

@@ -86,6 +86,20 @@ __device__ __forceinline__ void copy_tensor(void* to, const CUtensorMap* map, ui
       : "memory");
 }
 
+// The same of what is read once: L2 gives it up before anything else.
+__device__ __forceinline__ void copy_tensor_once(void* to, const CUtensorMap* map, uint64_t* barrier, int c0, int c1,
+                                                 int c2, int c3) {
+  asm volatile(
+      "{\n"
+      ".reg .b64 policy;\n"
+      "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2], policy;\n"
+      "}\n" ::"r"(shared_address(to)),
+      "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+
 // Copies `bytes`, a multiple of 16, from device memory.
 __device__ __forceinline__ void copy_bytes(void* to, const void* from, int bytes, uint64_t* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(

@@ -1,6 +1,8 @@
 // The producer: one thread hands out work and has q, k and v copied; one warp supplies the bias.
 #pragma once
 
+#include <type_traits>
+
 #include "../operands.h"
 #include "storage.h"
 
@@ -82,6 +84,7 @@ template <class Traits>
 __device__ __forceinline__ void supply_bias(const ForwardParams& p, ForwardStorage<Traits>& shared) {
   constexpr int kKeys = Traits::kKeys, kPerLane = kKeys / 32;
   const int lane = threadIdx.x % 32;
+  const bool is_read_once = p.heads_per_bias == 1 && (p.bias_has_batch || p.batch == 1);
   Ring<Traits::kBiasStages> ring;
   Ring<2> ring_work;
   for (;;) {
@@ -96,10 +99,17 @@ __device__ __forceinline__ void supply_bias(const ForwardParams& p, ForwardStora
       if constexpr (Traits::kBias == Bias::kTile) {
         barrier_wait(&shared.bias_empty[ring.stage], ring.phase ^ 1);
         if (lane == 0) {
-          copy_panels<kKeys / kPanelColumns, Traits::kRows>(shared.bias[ring.stage], &p.bias,
-                                                            &shared.bias_full[ring.stage], first_key, work.first_row,
-                                                            work.head / p.heads_per_bias,
-                                                            p.bias_has_batch ? work.batch : 0);
+          const auto copy = [&](auto once) {
+            copy_panels<kKeys / kPanelColumns, Traits::kRows, decltype(once)::value>(
+                shared.bias[ring.stage], &p.bias, &shared.bias_full[ring.stage], first_key, work.first_row,
+                work.head / p.heads_per_bias, p.bias_has_batch ? work.batch : 0);
+          };
+          // Else a bias of every head drives k and v out of L2: 0.1895 ms for 0.1947 at D64.
+          if (is_read_once) {
+            copy(std::true_type{});
+          } else {
+            copy(std::false_type{});
+          }
         }
       } else {
         float values[kPerLane];

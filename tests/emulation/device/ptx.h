@@ -76,6 +76,10 @@ inline void copy_tensor(void* to, const CUtensorMap* map, uint64_t* barrier, int
             [=](emulation::Block& block) { emulation::load_box(of, {c0, c1, c2, c3}, block, address); });
 }
 
+inline void copy_tensor_once(void* to, const CUtensorMap* map, uint64_t* barrier, int c0, int c1, int c2, int c3) {
+  copy_tensor(to, map, barrier, c0, c1, c2, c3);
+}
+
 inline void copy_bytes(void* to, const void* from, int bytes, uint64_t* barrier) {
   const uint32_t address = shared_address(to);
   if (address % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0 || bytes % 16 != 0) {
