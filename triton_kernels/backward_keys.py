@@ -18,7 +18,6 @@ from .tile_ops import (
     TILE,
     TILE_BIAS,
     TILES,
-    batch_and_head,
     bits_by_key,
     block_at,
     in_band,
@@ -93,7 +92,6 @@ def backward_keys_kernel(
     BIAS_TMA: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
-    BATCH_INNER: tl.constexpr,
     NEED_K: tl.constexpr,
     NEED_V: tl.constexpr,
     DBIAS: tl.constexpr,
@@ -113,7 +111,9 @@ def backward_keys_kernel(
     softcap = tl.cast(softcap, tl.float32)
     program = tl.program_id(0)
     slot = program % grid_tiles
-    b, owner = batch_and_head(program // grid_tiles, shape, owners, BATCH_INNER)
+    head = program // grid_tiles
+    b = (head // owners).to(tl.int64)
+    owner = head % owners
     members = shape.num_heads // owners
     h_k = owner * members // shape.group
     data, index = mask_head(mask_data, mask_index, mask_strides, b, owner * members, MASK)
@@ -246,7 +246,7 @@ def backward_keys_kernel(
                             first = tl.where(step < start - before, step, step + visited) * BLOCK_M
                         store_tile(dbias, nothing, b, h, first, first_key, keys, shape, BLOCK_M, BLOCK_N, DBIAS_TMA)
         if PARTS:
-            place = ((b * owners + owner) * grid_tiles + slot) * BLOCK_N + tl.arange(0, BLOCK_N)
+            place = (head.to(tl.int64) * grid_tiles + slot) * BLOCK_N + tl.arange(0, BLOCK_N)
             stored_keys = places < count
         else:
             place = (b * shape.seqlen_k + keys) * owners + owner

@@ -15,7 +15,6 @@ from .tile_ops import (
     ROW_BIAS,
     TILE_BIAS,
     TILES,
-    batch_and_head,
     bits_by_row,
     block_at,
     in_band,
@@ -66,7 +65,6 @@ def backward_queries_kernel(
     BIAS_TMA: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
-    BATCH_INNER: tl.constexpr,
     EDGES: tl.constexpr,
     FEW_KEYS: tl.constexpr,
 ):
@@ -77,7 +75,8 @@ def backward_queries_kernel(
     program = tl.program_id(0)
     tiles_m = tl.cdiv(shape.seqlen_q, BLOCK_M)
     tile_m = tiles_m - 1 - program % tiles_m  # under a causal band the longest rows start first
-    b, h = batch_and_head(program // tiles_m, shape, shape.num_heads, BATCH_INNER)
+    b = (program // tiles_m // shape.num_heads).to(tl.int64)
+    h = program // tiles_m % shape.num_heads
     h_k = h // shape.group
     first = tile_m * BLOCK_M
     last = tl.minimum(first + BLOCK_M, shape.seqlen_q) - 1

@@ -22,7 +22,6 @@ from .tile_ops import (
     ROW_BIAS,
     TILE_BIAS,
     TILES,
-    batch_and_head,
     bits_by_row,
     block_at,
     in_band,
@@ -69,7 +68,6 @@ def forward_kernel(
     BIAS_TMA: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
-    BATCH_INNER: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
     NEGATIVE: tl.constexpr,
     EDGES: tl.constexpr,
@@ -91,7 +89,8 @@ def forward_kernel(
     if SPLIT_KEYS:
         part = head % splits
         head = head // splits
-    b, h = batch_and_head(head, shape, shape.num_heads, BATCH_INNER)
+    b = (head // shape.num_heads).to(tl.int64)
+    h = head % shape.num_heads
     h_k = h // shape.group
 
     first = tile_m * BLOCK_M

@@ -120,12 +120,6 @@ class Call:
         """Whether some block needs a look at the mask, where `rest` rows are left over from whole blocks."""
         return self.mask_kind != BAND.value or self.band != (False, False) or rest != 0
 
-    def batch_is_inner(self) -> bool:
-        """Whether batch entries read the same bias per score."""
-        if self.bias is None or self.bias_kind != TILE_BIAS.value:
-            return False
-        return self.shape.batch > 1 and _broadcast(self.bias)[0] == 0
-
     def wide(self, *tensors: Tensor) -> bool:
         """Whether offsets within one head of these tensors or of the bias need 64 bits."""
         spans = [x.shape[1] * x.stride(1) for x in tensors]

@@ -29,7 +29,6 @@ def plan_forward(call: Call) -> Callable[..., None]:
         bias_tma,
         call.wide(call.k, call.v),
         call.precision,
-        call.batch_is_inner(),
         splits > 1,
         flags.softmax_scale < 0,
         call.edges(shape.seqlen_k % tile.block_n),

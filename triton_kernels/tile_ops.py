@@ -69,19 +69,6 @@ class MaskStrides(NamedTuple):
 
 
 @triton.jit
-def batch_and_head(pair, shape, heads, BATCH_INNER: tl.constexpr):
-    """Of a pair, counted, the batch entry and the head, one of `heads`.
-
-    With BATCH_INNER the batch entries of a head follow each other: programs that run at the same time then read the
-    same bias, which is in L2.
-    """
-    if BATCH_INNER:
-        return (pair % shape.batch).to(tl.int64), pair // shape.batch
-    else:
-        return (pair // heads).to(tl.int64), pair % heads
-
-
-@triton.jit
 def load_tile(
     x,
     strides,
