@@ -273,6 +273,10 @@ def test_what_auto_leaves_to_triton(code: str) -> None:
         ({"q": (1, 128, 4, 128), "seqlen_k": 8192, "mask": (1, 1, 128, 8192)}, "triton"),
         ({"q": (1, 128, 3, 128), "seqlen_k": 8192}, "triton"),
         ({"q": (1, 128, 4, 64), "seqlen_k": 8192}, "triton"),
+        # Of long rows half as many are work enough.
+        ({"q": (1, 2048, 16, 64), "seqlen_k": 2048}, "cuda"),
+        ({"q": (1, 2048, 15, 64), "seqlen_k": 2048}, "triton"),
+        ({"q": (1, 2048, 16, 64), "seqlen_k": 2047}, "triton"),
     ),
     ids=str,
 )

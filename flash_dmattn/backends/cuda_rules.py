@@ -240,7 +240,9 @@ def _least_tiles(p: AttentionProblem) -> int:
         # D128: 64 tiles 0.85, 128 1.19, 256 1.20; a bias per score 32 tiles 2.1, 128 tiles 4.3.
         # D64 with a mask: 32 tiles 0.92, 128 tiles 1.27; with a bias per score 0.88 and 1.01.
         return 128
-    return 512  # D64: 128 tiles 0.82, 256 tiles 0.94 to 0.98, 512 tiles 1.15
+    # D64: 128 tiles 0.78 to 0.85, 256 tiles of up to 1024 keys 0.87 to 0.99, of 2048 and 4096 1.03 to 1.15, 512 tiles
+    # of 128 queries 0.97, else 1.15.
+    return 256 if p.seqlen_k >= _LONG // 2 else 512
 
 
 AUTO_RULES: tuple[Rule, ...] = (
