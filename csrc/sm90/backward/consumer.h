@@ -108,9 +108,18 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
 
   // --- scores ---------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ void load_bias(BiasWords& bias, RingBias& ring) {
+  // finish_scores, with a tile of bias. It is read 16 queries ahead of where it is added: behind all of it lse would be
+  // waited for. Full bias D64 0.4505 ms for 0.4549, D128 0.6637 for 0.6674.
+  __device__ __forceinline__ void finish_with_bias(Scores& scores, int stage, RingBias& ring) {
+    BiasWords bias;
+    const uint32_t tile = shared_address(shared.bias[ring.stage]) + this->place_of_matrices();
     barrier_wait(&shared.bias_full[ring.stage], ring.phase);
-    this->read_bias(bias, ring.stage);
+    this->read_sixteen(bias, 0, tile);
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      if (i + 1 < kSteps) this->read_sixteen(bias, i + 1, tile);
+      this->finish_sixteen(i, scores, stage, bias);
+    }
     barrier_arrive_of_warp(&shared.bias_empty[ring.stage]);
     ring.advance();
   }
@@ -234,9 +243,11 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     const int stage = rings.rows.stage;
     if constexpr (kKeyTile == 0) barrier_wait(&shared.dout_full[stage], rings.rows.phase);
     this->start_dp(dp, stage, kKeyTile);
-    BiasWords bias;
-    if constexpr (Traits::kHasBiasTiles) load_bias(bias, rings.bias);
-    this->finish_scores(scores, stage, bias);
+    if constexpr (Traits::kHasBiasTiles) {
+      finish_with_bias(scores, stage, rings.bias);
+    } else {
+      this->finish_scores(scores, stage, {});
+    }
     if (block.has_edge) this->forbid(scores, block.words, item, block.index, kKeyTile);
     const int index = block.index;
     if constexpr (kHasNext && kIsLast) this->find_block(block, item, i + 1);  // it has arrived by the time it is needed

@@ -122,11 +122,16 @@ struct KeyConsumer {
 
   using BiasWords = uint32_t[kSteps][4];
 
+  // The bias of the i-th 16 queries, of a tile whose matrices start there.
+  __device__ __forceinline__ void read_sixteen(BiasWords& bias, int i, uint32_t tile) {
+    load_matrices_turned(bias[i], tile + i * 16 * kRowBytes);
+  }
+
   // The block's tile of bias; its barriers are those of the consumer.
   __device__ __forceinline__ void read_bias(BiasWords& bias, int stage) {
     const uint32_t tile = shared_address(shared.bias[stage]) + place_of_matrices();
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) load_matrices_turned(bias[i], tile + i * 16 * kRowBytes);
+    for (int i = 0; i < kSteps; ++i) read_sixteen(bias, i, tile);
   }
 
   // What is added to two scores of the thread's key r, in units of log2: bias, less lse of their queries.
@@ -149,10 +154,16 @@ struct KeyConsumer {
 
   // Scores in units of log2, less lse.
   __device__ __forceinline__ void finish_scores(Scores& scores, int stage, const BiasWords& bias) {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) finish_sixteen(i, scores, stage, bias);
+  }
+
+  // The same of the i-th 16 queries.
+  __device__ __forceinline__ void finish_sixteen(int i, Scores& scores, int stage, const BiasWords& bias) {
     const float scale = p.softmax_scale * kLog2e;
     const float* lse = shared.lse[stage] + 2 * (lane % 4);
 #pragma unroll
-    for (int c = 0; c < kRows / 8; ++c) {
+    for (int c = 2 * i; c < 2 * i + 2; ++c) {
       const float2 pair = *reinterpret_cast<const float2*>(lse + 8 * c);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
