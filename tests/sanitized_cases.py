@@ -184,13 +184,13 @@ BACKWARD = (
     WIDE_FP16.with_(**MANY, seqlen_k=136, bias=FULL, is_causal=True),
     WIDE_FP16.with_(seqlen_q=193, seqlen_k=272, bias=FULL, mask=FULL, mask_kind="empty_rows", need=("bias",)),
 )
-# With a softcap: each form of bias, with a mask and without.
 # So many that blocks of two tiles of keys, the last of them with one, are done in fewer rounds.
 BACKWARD_PAIRS = (
     FP16_BASE.with_(batch=8, num_heads=8, num_heads_k=8, seqlen_q=70, seqlen_k=264, bias=FULL),
     BASE.with_(batch=8, num_heads=16, num_heads_k=8, seqlen_q=130, seqlen_k=504, bias=FULL, head_dim=40),
 )
 BACKWARD_PAIRS_IN_ORDER = (BASE.with_(batch=8, num_heads=16, num_heads_k=8, seqlen_q=65, seqlen_k=384, bias=FULL),)
+# With a softcap: each form of bias, with a mask and without.
 BACKWARD_CAPPED = tuple(
     case.with_(softcap=5.0)
     for case in (

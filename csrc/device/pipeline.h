@@ -33,6 +33,26 @@ __device__ __forceinline__ void give_back_work(Storage& shared, Ring<2>& ring) {
   ring.advance();
 }
 
+// Turns of two consumers: one issues its products while the other is at its scores. Each has a named barrier, this one
+// or the next, which the other fills.
+constexpr int kTurnBarrier = 1;  // 0 is __syncthreads
+
+struct Turns {
+  const int group;  // which of them
+
+  __device__ __forceinline__ void wait() const { named_barrier_sync(kTurnBarrier + group, 2 * 128); }
+  __device__ __forceinline__ void pass() const { named_barrier_arrive(kTurnBarrier + (group ^ 1), 2 * 128); }
+
+  // The first consumer has the first turn: its barrier is filled by the other.
+  __device__ __forceinline__ void start() const {
+    if (group == 1) named_barrier_arrive(kTurnBarrier, 2 * 128);
+  }
+  // Nobody leaves with an arrival of the other outstanding: the last turn passed is taken by the first.
+  __device__ __forceinline__ void end() const {
+    if (group == 0) named_barrier_sync(kTurnBarrier, 2 * 128);
+  }
+};
+
 // One panel of 64 columns after another, `kRows` rows each; one arrival at the barrier, with their bytes. What is read
 // once L2 need not keep.
 template <int kPanels, int kRows, bool kOnce = false>

@@ -1,10 +1,10 @@
-// The named barriers of the backward kernels. 0 is that of __syncthreads.
+// The named barriers of the backward kernels, behind those of the turns (pipeline.h).
 #pragma once
 
 namespace flash_dmattn {
 
-// One for each consumer of: its turn to issue products; leave to add to sums in device memory, and that it has.
-constexpr int kTurnBarrier = 1, kMayAddBarrier = 3, kHasAddedBarrier = 5;
+// One for each consumer of: leave to add to sums in device memory, and that it has.
+constexpr int kMayAddBarrier = 3, kHasAddedBarrier = 5;
 // Where both consumers meet to add up what they have summed for a bias per key.
 constexpr int kKeySumsBarrier = 7;
 

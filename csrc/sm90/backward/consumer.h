@@ -169,10 +169,6 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
 
   // --- the walk -------------------------------------------------------------------------------------------------
 
-  // Consumers take turns: one issues its products while the other is at its scores.
-  __device__ __forceinline__ void wait_turn() { named_barrier_sync(kTurnBarrier + group, 2 * 128); }
-  __device__ __forceinline__ void pass_turn() { named_barrier_arrive(kTurnBarrier + (group ^ 1), 2 * 128); }
-
   // The products of a block of queries and a tile of keys: dv and dk, and with the first tile dq of the step before,
   // when the other consumer's part of ds has long been there. With kHasNext the scores of the next tile, or of the next
   // block, are being multiplied at the end.
@@ -183,7 +179,8 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     const int stage = rings.rows.stage;
     // With two tiles of keys there are stages to write ds before the turn, which is then for products alone.
     if constexpr (kKeyTiles == 2) share_ds(ds, rings.ds);
-    wait_turn();
+    const Turns turns{group};
+    turns.wait();
     start_dv(probs, stage, kKeyTile);
     if constexpr (kKeyTiles == 1 && !Traits::kHasSoftcap) share_ds(ds, rings.ds);  // else it has been
     rings.ds.advance();
@@ -204,7 +201,7 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
       barrier_arrive_of_warp(&shared.dout_empty[stage]);
       wgmma_wait<1>();
       barrier_arrive_of_warp(&shared.q_empty[stage]);
-      pass_turn();
+      turns.pass();
       pin(dk[kKeyTile]);
       pin(dv[kKeyTile]);
       return;
@@ -222,7 +219,7 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
       rings.rows.advance();
     }
     start_next();
-    pass_turn();
+    turns.pass();
     wgmma_wait<kHasNext ? 1 : 0>();
     pin(dk[kKeyTile]);
     pin(dv[kKeyTile]);
@@ -368,8 +365,8 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& p, Backwa
   Ring<Traits::kKeyStages> ring_keys;
   Ring<2> ring_work;
   float dk[Traits::kKeyTiles][Traits::kD / 2], dv[Traits::kKeyTiles][Traits::kDv / 2];
-  // The first consumer has the first turn: its barrier is filled by the other.
-  if (group == 1) named_barrier_arrive(kTurnBarrier, 2 * 128);
+  const Turns turns{group};
+  turns.start();
   for (;;) {
     const KeyItem<Traits>& item = take_work(shared, ring_work);
     if (!item.exists) break;
@@ -401,8 +398,7 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& p, Backwa
     }
     give_back_work(shared, ring_work);
   }
-  // Nobody leaves with an arrival of the other outstanding: the last turn passed is taken by the first.
-  if (group == 0) named_barrier_sync(kTurnBarrier, 2 * 128);
+  turns.end();
 }
 
 }  // namespace flash_dmattn

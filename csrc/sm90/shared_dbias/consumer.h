@@ -7,8 +7,6 @@
 
 namespace flash_dmattn {
 
-constexpr int kFirstTurnBarrier = 1;  // of the two consumers; 0 is __syncthreads
-
 template <class Traits>
 struct SharedDbiasConsumer {
   using Element = typename Traits::Element;
@@ -144,13 +142,9 @@ struct SharedDbiasConsumer {
 
   // --- the walk -------------------------------------------------------------------------------------------------
 
-  // Consumers take turns: one has its products computed and adds the bias while the other is at its exponentials.
-  // 0.342 ms for 0.362, 8 entries of 16 heads at 2048, D64; the turn passed with the products under way 0.375, behind
-  // the scores 0.366, behind the exponentials 0.354.
-  __device__ __forceinline__ void wait_turn() { named_barrier_sync(kFirstTurnBarrier + group, 2 * 128); }
-  __device__ __forceinline__ void pass_turn() { named_barrier_arrive(kFirstTurnBarrier + (group ^ 1), 2 * 128); }
-
-  // Adds ds of one head.
+  // Adds ds of one head. Consumers take turns: one has its products computed and adds the bias while the other is at
+  // its exponentials. 0.342 ms for 0.362, 8 entries of 16 heads at 2048, D64; the turn passed with the products under
+  // way 0.375, behind the scores 0.366, behind the exponentials 0.354.
   __device__ __forceinline__ void add_head(const DbiasWork& work, const Head& head, bool has_edge) {
     Words words;
     if (has_edge) load_words(words, work, head);
@@ -158,7 +152,8 @@ struct SharedDbiasConsumer {
     Slots<Traits::kD> first;
     Slots<Traits::kDv> second;
     constexpr bool kIsSplit = first.kCount > 1, kIsSplitV = second.kCount > 1;
-    wait_turn();
+    const Turns turns{group};
+    turns.wait();
     start_part<0>(scores, first);
     if constexpr (kIsSplit) start_part<1>(scores, first);
     start_part<0>(dp, second);
@@ -168,7 +163,7 @@ struct SharedDbiasConsumer {
     give_back(first);
     finish_scores(scores, lse);
     pin(scores);
-    pass_turn();
+    turns.pass();
     if (has_edge) forbid(scores, words, work);
 #pragma unroll
     for (int i = 0; i < kScores; ++i) scores[i] = exp2_approx(scores[i]);
@@ -211,8 +206,8 @@ __device__ __forceinline__ void sum_heads(const SharedDbiasParams& p, SharedDbia
   Ring<Traits::kBiasStages> ring_bias;
   Ring<2> ring_work;
   float sums[kTile / 2];
-  // The first consumer has the first turn: its barrier is filled by the other.
-  if (group == 1) named_barrier_arrive(kFirstTurnBarrier, 2 * 128);
+  const Turns turns{group};
+  turns.start();
   for (;;) {
     const DbiasItem& item = take_work(shared, ring_work);
     if (!item.exists) break;
@@ -234,8 +229,7 @@ __device__ __forceinline__ void sum_heads(const SharedDbiasParams& p, SharedDbia
     if (item.is_last) consumer.store(item.work);
     give_back_work(shared, ring_work);
   }
-  // Nobody leaves with an arrival of the other outstanding: the last turn passed is taken by the first.
-  if (group == 0) named_barrier_sync(kFirstTurnBarrier, 2 * 128);
+  turns.end();
 }
 
 }  // namespace flash_dmattn
