@@ -94,6 +94,8 @@ struct BackwardParams {
   int* key_turns;     // (B, Hk, blocks_k), zeros: how many heads of a group have added to dk_sums and dv_sums of a
                       // block of keys; null without dq_turns or those sums
   float* dbias_sums;  // (B, Hq, Lk), of a bias per key; null where it is not needed
+  void* summed_dbias;  // (1, Hq, Lq, Lk), contiguous, Lk a multiple of 8, of a bias that batch entries share; else null
+  int cluster;         // blocks that sum it, one of each batch entry; else 1
   const float* lse;    // (B, Hq, 128 Tq), in base 2; +inf for an empty row and beyond the last
   const float* delta;  // (B, Hq, 128 Tq)
 

@@ -83,6 +83,21 @@ BackwardBias describe_bias(const Tensor& bias, const Tensor& q, bool stores_dbia
   return stores_dbias && !shares_dbias ? BackwardBias::kTileStore : BackwardBias::kTile;
 }
 
+// How many clusters run at the same time whose blocks sum dbias, one of each batch entry; 0 where the kernel of a shared
+// dbias stores it: where heads share the bias too, or other numbers of entries, or a mask has the blocks of a cluster walk
+// different queries.
+int clusters_of_batch(int device, const Sizes& sizes, const Unit& unit, const Tensor& dbias,
+                      const std::vector<Tensor>& mask, bool has_softcap) {
+  const bool is_power_of_two = sizes.batch == 2 || sizes.batch == 4 || sizes.batch == 8;
+  if (!is_power_of_two || dbias.size(1) != sizes.num_heads || (!mask.empty() && mask[0].size(0) > 1) ||
+      !backward_sums_dbias(static_cast<int>(unit.head_dim), static_cast<int>(unit.head_dim_v), has_softcap)) {
+    return 0;
+  }
+  int clusters = 0;
+  check(count_clusters(device, static_cast<int>(sizes.batch), clusters), kName, "asking for clusters");
+  return clusters;
+}
+
 // Has params read the lists of columns in one order, and the turns of their tiles; they lie in the tensor.
 Tensor order_lists(const std::vector<Tensor>& mask, const Tensor& q, int64_t tiles_q, int64_t tiles_k,
                    BackwardParams& params, cudaStream_t stream) {
@@ -212,11 +227,24 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   rows.dq_columns = static_cast<int>(dq_columns);
   check(unit.rows(rows, device.stream), kName, "launching the kernel of the rows");
 
-  if (shares_dbias) {
+  const bool needs_more = dq.has_value() || dk.has_value() || dv.has_value();
+  const int clusters =
+      shares_dbias && needs_more ? clusters_of_batch(device.index, sizes, unit, *dbias, mask, softcap > 0) : 0;
+  params.cluster = 1;
+  if (clusters > 0) {
+    CHECK_ARGUMENT(dbias->is_contiguous() && sizes.seqlen_k % 8 == 0, "dbias is not contiguous, or not of whole 16 bytes");
+    form = BackwardBias::kTileSum;
+    params.cluster = static_cast<int>(sizes.batch);
+    params.summed_dbias = dbias->mutable_data_ptr();
+    if (has_mask || is_banded) {
+      const size_t bytes = static_cast<size_t>(dbias->numel()) * dbias->element_size();
+      check(cudaMemsetAsync(params.summed_dbias, 0, bytes, device.stream), kName, "clearing dbias");
+    }
+  } else if (shares_dbias) {
     const SharedDbiasCall call{dout, q, k, v, *bias, mask, params.lse, params.delta, low, high, softmax_scale,
                                softcap};
     store_shared_dbias(kName, unit.shared_dbias, device, sizes, call, *dbias);
-    if (!(dq.has_value() || dk.has_value() || dv.has_value())) return;
+    if (!needs_more) return;
   }
 
   params.blocks_k = static_cast<int>(blocks_k);
@@ -244,9 +272,10 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   const int64_t work_bytes = params.heads_per_work * sizes.seqlen_q * row_bytes;
   const int64_t turns_need = has_mask ? kHeadsOfTurns : std::max<int64_t>(kBytesOfTurns / work_bytes, 2);
   const int64_t section = std::max<int64_t>(kSectionBytes / work_bytes, takes_turns ? turns_need : 1);
-  params.section = static_cast<int>(std::min(section, owners));
-  params.batch_is_inner = shares_over_batch(params, has_bias_tiles, has_mask);
-  const int blocks = std::min(params.total, device_processors);
+  // The works of a cluster are batch entries of the same heads, in one section.
+  params.section = static_cast<int>(std::min(ceil_div(section, params.cluster) * params.cluster, owners));
+  params.batch_is_inner = clusters > 0 || shares_over_batch(params, has_bias_tiles, has_mask);
+  const int blocks = std::min(params.total, clusters > 0 ? clusters * params.cluster : device_processors);
   Tensor next;
   if (takes_turns || ((has_mask || is_banded) && params.total > blocks)) {
     next = work_counter(kName, q, device.stream);

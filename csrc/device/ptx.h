@@ -1,6 +1,8 @@
-// Hopper's instructions, one per function: barriers in shared memory, bulk tensor copies, fences, register moves.
+// Hopper's instructions, one per function: barriers in shared memory, bulk tensor copies, clusters, fences, register
+// moves.
 //
-// Source of every form: the PTX ISA, sections on mbarrier, cp.async.bulk.tensor, ldmatrix, bar and setmaxnreg.
+// Source of every form: the PTX ISA, sections on mbarrier, cp.async.bulk, st.async, mapa, barrier.cluster, ldmatrix, bar
+// and setmaxnreg.
 #pragma once
 
 #include <cstdint>
@@ -121,6 +123,60 @@ __device__ __forceinline__ void wait_for_stores_to_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
+// --- clusters ---------------------------------------------------------------------------------------------------
+
+// The block's number in its cluster.
+__device__ __forceinline__ int cluster_rank() {
+  int rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// What has this address in a block's own shared memory, in that of another block: an address in the cluster.
+__device__ __forceinline__ uint32_t address_in_block(uint32_t address, int rank) {
+  uint32_t there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+
+// Until all threads of the cluster that have not left are here.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// Arrives at a barrier of the cluster: what this thread has read may be written over.
+__device__ __forceinline__ void barrier_arrive_in_cluster(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// The arrival of a warp (barrier_arrive_of_warp) at the barrier of this address in each of so many blocks.
+__device__ __forceinline__ void barrier_arrive_of_warp_in_blocks(uint64_t* barrier, int blocks) {
+#ifdef FLASH_DMATTN_RACECHECK
+  for (int rank = 0; rank < blocks; ++rank) barrier_arrive_in_cluster(address_in_block(shared_address(barrier), rank));
+#else
+  __syncwarp();
+  const int lane = threadIdx.x % 32;
+  if (lane < blocks) barrier_arrive_in_cluster(address_in_block(shared_address(barrier), lane));
+#endif
+}
+
+// Copies `bytes`, a multiple of 16, from the block's shared memory to an address in the cluster; the barrier, too, is one
+// of the block there.
+__device__ __forceinline__ void copy_in_cluster(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "r"(shared_address(from)), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
+// The same of one value in a register.
+__device__ __forceinline__ void store_in_cluster(uint32_t to, int value, uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(value),
+               "r"(barrier)
+               : "memory");
+}
+
+// --- fences -----------------------------------------------------------------------------------------------------
+
 // What this thread has written to shared memory becomes visible to matrix instructions and the copy engine.
 __device__ __forceinline__ void shared_memory_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -210,6 +266,13 @@ __device__ __forceinline__ void store_matrices_turned(const uint32_t (&in)[4], u
 
 __device__ __forceinline__ void load_pair(uint32_t& first, uint32_t& second, uint32_t address) {
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(first), "=r"(second) : "r"(address) : "memory");
+}
+
+__device__ __forceinline__ void load_four(uint32_t (&out)[4], uint32_t address) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "r"(address)
+               : "memory");
 }
 
 __device__ __forceinline__ float exp2_approx(float x) {

@@ -29,7 +29,7 @@
 
 #define threadIdx (::emulation::Dim{::emulation::current->index, 0, 0})
 #define blockIdx (::emulation::Dim{::emulation::current->block->index, 0, 0})
-#define gridDim (::emulation::grid_dim)
+static const ::emulation::Dim& gridDim = ::emulation::grid_dim;  // no macro: a launch has a field of this name
 
 template <class A, class B>
 constexpr std::common_type_t<A, B> min(A a, B b) {
@@ -61,6 +61,22 @@ T atomicAdd(T* to, T value) {
 
 template <class... Parameters>
 cudaError_t cudaFuncSetAttribute(void (*)(Parameters...), cudaFuncAttribute, int) {
+  return cudaSuccess;
+}
+
+// The C++ forms of the runtime's functions for clusters; of an attribute only their size is read.
+template <class... Parameters>
+cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, void (*)(Parameters...), const cudaLaunchConfig_t* config) {
+  const int blocks = static_cast<int>(config->attrs[0].val.clusterDim.x);
+  *clusters = max(emulation::settings.multiprocessors / blocks, 1);
+  return cudaSuccess;
+}
+template <class... Parameters, class... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               const Arguments&... arguments) {
+  emulation::Launch launch(config->gridDim.x, config->blockDim.x, config->dynamicSmemBytes);
+  launch.cluster = config->attrs[0].val.clusterDim.x;
+  launch.run(kernel, arguments...);
   return cudaSuccess;
 }
 

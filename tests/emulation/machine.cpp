@@ -77,6 +77,7 @@ void run_thread() {
     if (!error) error = std::current_exception();
   }
   current->done = true;
+  --current->block->cluster->threads;
   leave();
 }
 
@@ -141,10 +142,7 @@ void run_to_the_end(std::vector<Block*> blocks) {
       }
     }
     blocks.erase(std::remove_if(blocks.begin(), blocks.end(),
-                                [](const Block* block) {
-                                  return std::all_of(block->threads.begin(), block->threads.end(),
-                                                     [](const Thread& thread) { return thread.done; });
-                                }),
+                                [](const Block* block) { return block->has_ended(); }),
                  blocks.end());
     idle = progresses ? 0 : idle + 1;
     const bool some_are_late = !later_copies.empty() || !later_products.empty();
@@ -302,6 +300,10 @@ uint8_t* Block::at(uint32_t address, size_t count) {
   return shared + address;
 }
 
+bool Block::has_ended() const {
+  return std::all_of(threads.begin(), threads.end(), [](const Thread& thread) { return thread.done; });
+}
+
 void Barrier::arrive() {
   if (expected == 0 || expected < pending) fail("an mbarrier is used before it is initialised");
   --pending;
@@ -365,6 +367,19 @@ void named_barrier_sync(int id, int threads) {
   wait_until("a named barrier", [&barrier, phase] { return barrier.phase != phase; });
 }
 
+void cluster_sync() {
+  Cluster& cluster = *current->block->cluster;
+  const int64_t phase = cluster.phase;
+  ++cluster.arrived;
+  wait_until("the barrier of the cluster", [&cluster, phase] {
+    if (cluster.phase == phase && cluster.arrived == cluster.threads) {
+      cluster.arrived = 0;
+      ++cluster.phase;
+    }
+    return cluster.phase != phase;
+  });
+}
+
 void issue_product(int columns, bool is_half, bool a_by_rows, bool b_by_rows, float* d, const uint32_t* a_registers,
                    uint64_t a, uint64_t b, bool accumulate) {
   Warpgroup& group = current->warpgroup();
@@ -415,8 +430,10 @@ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(byte - block.shared);
 }
 
-void run_grid(unsigned blocks, unsigned threads, size_t shared_bytes, const std::function<void()>& kernel) {
+void run_grid(unsigned blocks, unsigned threads, size_t shared_bytes, unsigned cluster,
+              const std::function<void()>& kernel) {
   if (threads % kLanes != 0) fail("a block has no whole warps");
+  if (blocks % cluster != 0) fail("a grid has no whole clusters");
   random_numbers.seed(settings.seed++);
   constexpr unsigned kOf8[] = {0, 4, 8, 8};  // what shows most mistakes comes most often
   late_of_8 = kOf8[random_numbers() % 4];
@@ -428,7 +445,7 @@ void run_grid(unsigned blocks, unsigned threads, size_t shared_bytes, const std:
   running_kernel = &kernel;
   // Blocks of a persistent kernel, which has shared memory of a size of its own, may wait for each other; others run
   // one after another, since their static shared memory is one for all.
-  const unsigned together = shared_bytes > 0 ? blocks : 1;
+  const unsigned together = shared_bytes > 0 ? blocks : cluster;
   std::vector<uint8_t*> taken;
   struct Return {
     std::vector<uint8_t*>& taken;
@@ -437,12 +454,18 @@ void run_grid(unsigned blocks, unsigned threads, size_t shared_bytes, const std:
   for (unsigned first = 0; first < blocks; first += together) {
     std::vector<std::unique_ptr<Block>> made;
     std::vector<Block*> running;
+    std::vector<std::unique_ptr<Cluster>> clusters;
     std::vector<std::unique_ptr<uint8_t, void (*)(void*)>> memories;
     size_t stack = 0;
     for (unsigned index = first; index < first + together; ++index) {
       made.push_back(std::make_unique<Block>());
       Block& block = *made.back();
       block.index = index;
+      block.rank = static_cast<int>(index % cluster);
+      if (block.rank == 0) clusters.push_back(std::make_unique<Cluster>());
+      block.cluster = clusters.back().get();
+      block.cluster->blocks.push_back(&block);
+      block.cluster->threads += static_cast<int>(threads);
       block.warps.resize(threads / kLanes);
       block.warpgroups.resize((threads + kWarpgroupThreads - 1) / kWarpgroupThreads);
       block.shared_bytes = (shared_bytes + 1023) / 1024 * 1024;

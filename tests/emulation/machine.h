@@ -31,6 +31,13 @@ struct Dim {
 
 struct Block;
 
+// Blocks that run at the same time and reach each other's shared memory.
+struct Cluster {
+  std::vector<Block*> blocks;
+  int threads = 0, arrived = 0;  // that have not ended; of them at the barrier
+  int64_t phase = 0;
+};
+
 // A matrix instruction of a warpgroup, as its threads give it.
 struct Product {
   int columns;  // N
@@ -94,6 +101,8 @@ static_assert(sizeof(Barrier) == 8);
 
 struct Block {
   unsigned index = 0;
+  int rank = 0;  // in its cluster
+  Cluster* cluster = nullptr;
   std::vector<Thread> threads;
   std::vector<Warp> warps;
   std::vector<Warpgroup> warpgroups;
@@ -103,6 +112,7 @@ struct Block {
 
   // The bytes from a shared-memory address on, of which `count` have to exist.
   uint8_t* at(uint32_t address, size_t count);
+  bool has_ended() const;
   Barrier& barrier(uint32_t address) { return *reinterpret_cast<Barrier*>(at(address, sizeof(Barrier))); }
 };
 
@@ -152,6 +162,7 @@ T from_bits(uint64_t bits) {
 
 void named_barrier_arrive(int id, int threads);
 void named_barrier_sync(int id, int threads);
+void cluster_sync();
 
 void issue_product(int columns, bool is_half, bool a_by_rows, bool b_by_rows, float* d, const uint32_t* a_registers,
                    uint64_t a, uint64_t b, bool accumulate);
@@ -170,18 +181,20 @@ struct Settings {
 };
 extern Settings settings;
 
-void run_grid(unsigned blocks, unsigned threads, size_t shared_bytes, const std::function<void()>& kernel);
+void run_grid(unsigned blocks, unsigned threads, size_t shared_bytes, unsigned cluster,
+              const std::function<void()>& kernel);
 
 struct Launch {
   unsigned blocks, threads;
   size_t shared_bytes;
+  unsigned cluster = 1;
 
   Launch(unsigned blocks, unsigned threads, size_t shared_bytes = 0, void* /*stream*/ = nullptr)
       : blocks(blocks), threads(threads), shared_bytes(shared_bytes) {}
 
   template <class... Parameters, class... Arguments>
   void run(void (*kernel)(Parameters...), const Arguments&... arguments) const {
-    run_grid(blocks, threads, shared_bytes, [&] { kernel(arguments...); });
+    run_grid(blocks, threads, shared_bytes, cluster, [&] { kernel(arguments...); });
   }
 };
 

@@ -7,6 +7,8 @@
 //
 //     p = exp2(softcap log2(e) t + bias log2(e) - lse),  dk = scale (ds (1 - t^2))^T q,  dq = scale ds (1 - t^2) k
 //
+// With a bias that batch entries share, blocks of a cluster have one of them each and sum dbias (cluster.h).
+//
 // Source: FlashAttention-2 (arXiv:2307.08691), section 3.1.2.
 #pragma once
 
@@ -23,6 +25,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) backward_kernel(const __g
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& shared = *reinterpret_cast<BackwardStorage<Traits>*>(memory);
   constexpr int kArrivals = 4 * Traits::kConsumers * kArrivalsOfWarp;  // of all warps that consume
+  constexpr int kSummingWarps = 4;
+  const int senders = Traits::kSumsDbias ? p.cluster : 0;  // blocks that tell of a stage of ds that it has arrived
   const bool takes_turns = p.dq_turns != nullptr;
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Traits::kKeyStages; ++stage) {
@@ -37,9 +41,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) backward_kernel(const __g
         barrier_init(&shared.dout_empty[stage], kArrivals);
       }
       // Where dbias replaces the bias, it is dbias that is read last there, by the warp that stores it.
-      barrier_init(&shared.ds_full[stage], kArrivals);
+      for (int part = 0; part < Traits::kParts; ++part) {
+        barrier_init(&shared.ds_full[stage * Traits::kParts + part], kArrivals / Traits::kParts);
+      }
       barrier_init(&shared.ds_empty[stage],
-                   kArrivals + kArrivalsOfWarp * (Traits::kStoresDbias && !Traits::kReplacesBias));
+                   kArrivals + kArrivalsOfWarp * ((Traits::kStoresDbias && !Traits::kReplacesBias) + senders));
       if (stage < Traits::kBiasStages) {
         barrier_init(&shared.bias_full[stage], 1);
         barrier_init(&shared.bias_empty[stage], Traits::kReplacesBias ? kArrivalsOfWarp : kArrivals);
@@ -48,11 +54,24 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) backward_kernel(const __g
     for (int stage = 0; stage < 2; ++stage) {
       barrier_init(&shared.work_full[stage], 1);
       barrier_init(&shared.work_empty[stage],
-                   kArrivals + kArrivalsOfWarp * (Traits::kHasBiasTiles + Traits::kStoresDbias + takes_turns));
+                   kArrivals + kArrivalsOfWarp * (Traits::kHasBiasTiles + Traits::kStoresDbias + takes_turns +
+                                                  (Traits::kSumsDbias ? 1 + kSummingWarps : 0)));
+    }
+    if constexpr (Traits::kSumsDbias) {
+      for (int stage = 0; stage < Traits::kPartStages; ++stage) {
+        barrier_init(&shared.parts_full[stage], 1);
+        barrier_init(&shared.parts_empty[stage], kArrivalsOfWarp * kSummingWarps * p.cluster);
+      }
+      barrier_init(&shared.next_full, 1);
+      barrier_init(&shared.next_empty, p.cluster);
     }
     barrier_init_fence();
   }
-  __syncthreads();
+  if constexpr (Traits::kSumsDbias) {
+    cluster_sync();
+  } else {
+    __syncthreads();
+  }
 
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // the same for all, and known to be
   if (warpgroup == 0) {
@@ -64,18 +83,26 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) backward_kernel(const __g
       copy_bias<Traits>(p, shared);
     } else if (Traits::kStoresDbias && warp == 2) {
       store_dbias<Traits>(p, shared);
+    } else if (Traits::kSumsDbias && warp == 2) {
+      send_ds<Traits>(p, shared);
     } else if (warp == 3 && takes_turns) {
       order_sums<Traits>(p, shared);
     }
-  } else {
+  } else if (warpgroup <= Traits::kConsumers) {
     registers_acquire<Traits::kConsumerRegisters>();
     consume_backward<Traits>(p, shared, warpgroup - 1);
+  } else if constexpr (Traits::kSumsDbias) {
+    registers_release<Traits::kSumRegisters>();
+    sum_dbias<Traits>(p, shared);
   }
+  // Nobody leaves while another may still write to its shared memory.
+  if constexpr (Traits::kSumsDbias) cluster_sync();
 }
 
 template <class Traits>
 cudaError_t launch_backward_kernel(const BackwardParams& params, int blocks, cudaStream_t stream) {
-  return launch_persistent<Traits, BackwardStorage<Traits>>(backward_kernel<Traits>, params, blocks, stream);
+  return launch_persistent<Traits, BackwardStorage<Traits>>(backward_kernel<Traits>, params, blocks, stream,
+                                                            params.cluster);
 }
 
 }  // namespace flash_dmattn

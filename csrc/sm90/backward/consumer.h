@@ -77,7 +77,10 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
   __device__ __forceinline__ void wait_for_ds(RingDs ring) {
 #pragma unroll
     for (int tile = 0; tile < kKeyTiles; ++tile) {
-      barrier_wait(&shared.ds_full[ring.stage], ring.phase);
+#pragma unroll
+      for (int part = 0; part < Traits::kParts; ++part) {
+        barrier_wait(&shared.ds_full[ring.stage * Traits::kParts + part], ring.phase);
+      }
       ring.advance();
     }
   }
@@ -127,7 +130,7 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
   // What the warp has written becomes visible to products and copies, which learn of it.
   __device__ __forceinline__ void tell_ds(const RingDs& ring) {
     shared_memory_fence();
-    barrier_arrive_of_warp(&shared.ds_full[ring.stage]);
+    barrier_arrive_of_warp(&shared.ds_full[ring.stage * Traits::kParts + group % Traits::kParts]);
   }
 
   __device__ __forceinline__ void share_ds(const Operand& ds, const RingDs& ring) {

@@ -8,7 +8,7 @@
 
 namespace flash_dmattn {
 
-// Calls f with integral constants of the bias form and of whether there is a mask.
+// Calls f with integral constants of the bias form, any but kTileSum, and of whether there is a mask.
 template <class F>
 cudaError_t with_backward_form(BackwardBias bias, bool has_mask, F f) {
   return with_bool(has_mask, [&](auto has_mask_) {

@@ -16,6 +16,12 @@ cudaError_t launch_backward_main<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FL
       return launch_backward_kernel<Traits>(params, blocks, stream);
     }
   }
+  if (bias == BackwardBias::kTileSum) {
+    return with_bool(has_mask, [&](auto has_mask_) {
+      using Traits = BackwardTraits<Element, kD, kDv, BackwardBias::kTileSum, decltype(has_mask_)::value, false>;
+      return launch_backward_kernel<Traits>(params, blocks, stream);
+    });
+  }
   return with_bool(params.softcap > 0, [&](auto has_softcap) {
     return with_backward_form(bias, has_mask, [&](auto form, auto has_mask_) {
       using Traits = BackwardTraits<Element, kD, kDv, decltype(form)::value, decltype(has_mask_)::value,

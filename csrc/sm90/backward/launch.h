@@ -15,6 +15,7 @@ enum class BackwardBias {
   kNone,       // none, or one value per query, which moves lse alone
   kTile,       // one value per query and key, in the dtype of q, copied as tiles; its gradient is not stored
   kTileStore,  // the same, and its gradient, one for every query head, is stored as tiles in the dtype of q
+  kTileSum,    // the same, and the gradients of all batch entries are summed, by the blocks of a cluster, and stored
   kVector      // one value per key, of any dtype and stride
 };
 
@@ -40,6 +41,11 @@ constexpr bool backward_stores_dbias(int head_dim, int head_dim_v, bool has_soft
   return !has_softcap || (head_dim <= 128 && head_dim_v <= 128);
 }
 
+// Whether there are kernels of kTileSum.
+constexpr bool backward_sums_dbias(int head_dim, int head_dim_v, bool has_softcap) {
+  return head_dim <= 128 && head_dim_v <= 128 && !has_softcap;
+}
+
 // Defined for the dtypes and head dims that the extension is built with. Each returns the error of its launch, which is
 // on the current device. `rows` is before `main`, and `sums` after it, for every result that it has summed. `keys` are
 // those of a block. `launch_order_lists` is before it too, for a mask and tiles of keys that take turns; there is one
@@ -52,5 +58,8 @@ cudaError_t launch_backward_rows(const BackwardRowsParams& params, cudaStream_t 
 template <class T>
 cudaError_t launch_backward_sums(const BackwardSumsParams& params, cudaStream_t stream);
 cudaError_t launch_order_lists(const OrderListsParams& params, cudaStream_t stream);
+// How many clusters of so many blocks of a main kernel the device, which is the current one, runs at the same time; 0
+// where it has no room for one.
+cudaError_t count_clusters(int device, int cluster, int& clusters);
 
 }  // namespace flash_dmattn

@@ -3,6 +3,7 @@
 
 #include "../../device/pipeline.h"
 #include "barriers.h"
+#include "cluster.h"
 #include "work.h"
 
 namespace flash_dmattn {
@@ -19,14 +20,26 @@ __device__ __forceinline__ void copy_operands(const BackwardParams& p, Storage& 
   Ring<Traits::kStages> ring;
   Ring<2> ring_work;
   Ring<Traits::kKeyStages> ring_keys;
+  // A cluster takes a work for each of its blocks at once.
+  const int cluster = Traits::kSumsDbias ? p.cluster : 1, rank = Traits::kSumsDbias ? cluster_rank() : 0;
+  const int takers = gridDim.x / cluster;
+  [[maybe_unused]] uint32_t next_phase = 0;
+  const auto take = [&] {
+    if constexpr (Traits::kSumsDbias) {
+      return next_of_cluster(p, shared, next_phase);
+    } else {
+      return atomicAdd(p.next, 1);
+    }
+  };
   // Where blocks of keys take turns every work comes from the counter, the first too: one that is waited for is then
   // held by a block that runs. Else the first is at hand.
   const bool takes_turns = p.dq_turns != nullptr;
-  const int skipped = takes_turns ? 0 : gridDim.x;
-  for (int index = takes_turns ? atomicAdd(p.next, 1) : blockIdx.x;;) {
+  const int skipped = takes_turns ? 0 : takers;
+  for (int index = takes_turns ? take() : blockIdx.x / cluster;;) {
     KeyItem<Traits> item;
-    item.exists = index < p.total;
-    const KeyWork work = key_work_at(p, item.exists ? index : 0);
+    const int place = index * cluster + rank;
+    item.exists = place < p.total;
+    const KeyWork work = key_work_at(p, item.exists ? place : 0);
     const int members = item.exists ? p.heads_per_work : 1, head_k = work.head / p.queries_per_group;
 #pragma unroll 1
     for (int member = 0; member < members; ++member) {
@@ -65,7 +78,7 @@ __device__ __forceinline__ void copy_operands(const BackwardParams& p, Storage& 
         ring.advance();
       }
     }
-    index = p.next != nullptr ? atomicAdd(p.next, 1) + skipped : index + gridDim.x;
+    index = p.next != nullptr ? take() + skipped : index + takers;
   }
 }
 

@@ -42,6 +42,7 @@ struct ForwardTraits {
   // producer it spills.
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
+  static constexpr int kRegisters = kProducerRegisters + kConsumers * kConsumerRegisters;  // of all warpgroups
   // Of three consumers that read tiles of bias each passes its turn when it has added them, which spaces them out: when
   // it passed it with its products under way, their exponentials met. Bias D64 0.1926 ms for 0.1963, batch-shared 0.318
   // for 0.333. Without a bias it makes no difference, and two consumers lose 1 %.

@@ -35,6 +35,7 @@ struct SharedDbiasTraits {
   static constexpr int kThreads = 128 * (1 + kConsumers);
   // Of 504 registers a thread of each warpgroup can be given together, in steps of 8.
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  static constexpr int kRegisters = kProducerRegisters + kConsumers * kConsumerRegisters;  // of all warpgroups
 };
 
 }  // namespace flash_dmattn

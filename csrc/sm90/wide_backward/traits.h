@@ -13,7 +13,7 @@ struct WideBackwardTraits {
   static constexpr BackwardBias kBias = kBiasForm;
   static constexpr bool kHasMask = kMaskTiles;
   static constexpr bool kHasBiasTiles = kBias == BackwardBias::kTile || kBias == BackwardBias::kTileStore;
-  static constexpr bool kStoresDbias = kBias == BackwardBias::kTileStore;
+  static constexpr bool kStoresDbias = kBias == BackwardBias::kTileStore, kSumsDbias = false;
   // With a softcap dbias is not ds as dq takes it. Beside p, in the place of the bias, there is no room for both: the
   // kernel of a shared bias' gradient stores it.
   static constexpr bool kHasSoftcap = kSoftcap, kReplacesBias = false;
@@ -45,6 +45,7 @@ struct WideBackwardTraits {
   static constexpr int kThreads = 128 * (1 + kConsumers);
   // Of 504 registers a thread of each warpgroup can be given together, in steps of 8.
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+  static constexpr int kRegisters = kProducerRegisters + kConsumers * kConsumerRegisters;  // of all warpgroups
 
   static_assert(!(kHasSoftcap && kStoresDbias), "ds has the slope of tanh, and dbias has not");
   static_assert(kKeys == 64 && kRows == 64, "a matrix instruction has 64 rows, of scores keys, and of dq queries");

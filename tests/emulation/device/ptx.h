@@ -107,6 +107,64 @@ inline void wait_for_stores_to_read() {
   emulation::current->stores.clear();
 }
 
+// --- clusters ---------------------------------------------------------------------------------------------------
+
+// An address in the cluster: the block's rank and one, above the address in its own shared memory.
+constexpr int kRankShift = 24;
+
+inline int cluster_rank() { return emulation::current->block->rank; }
+inline uint32_t address_in_block(uint32_t address, int rank) {
+  return static_cast<uint32_t>(rank + 1) << kRankShift | address;
+}
+inline emulation::Block& block_of(uint32_t address) {
+  const size_t rank = (address >> kRankShift) - 1;
+  const auto& blocks = emulation::current->block->cluster->blocks;
+  if (rank >= blocks.size()) emulation::fail("an address is not one in the cluster");
+  return *blocks[rank];
+}
+constexpr uint32_t place_of(uint32_t address) { return address & ((1u << kRankShift) - 1); }
+
+inline void cluster_sync() { emulation::cluster_sync(); }
+
+inline void barrier_arrive_in_cluster(uint32_t barrier) { block_of(barrier).barrier(place_of(barrier)).arrive(); }
+inline void barrier_arrive_of_warp_in_blocks(uint64_t* barrier, int blocks) {
+  __syncwarp();
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  if (lane < blocks) barrier_arrive_in_cluster(address_in_block(shared_address(barrier), lane));
+}
+
+// Writes to a block of the cluster, now or while others run, what `read` says then of the block that sends it.
+template <class F>
+void write_in_cluster(uint32_t to, size_t bytes, uint32_t barrier, F read) {
+  emulation::Block &from = *emulation::current->block, &there = block_of(to);
+  if (&block_of(barrier) != &there) emulation::fail("the barrier of a copy is not in the block that it goes to");
+  const uint32_t place = place_of(to), place_of_barrier = place_of(barrier);
+  const auto operation = [=, &from, &there] {
+    if (there.has_ended()) emulation::fail("a copy goes to a block that has ended");
+    std::memcpy(there.at(place, bytes), read(from), bytes);
+    there.barrier(place_of_barrier).add_bytes(-static_cast<int>(bytes));
+  };
+  if (emulation::acts_at_once()) {
+    operation();
+  } else {
+    emulation::copy_later(operation);
+  }
+}
+
+inline void copy_in_cluster(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+  const uint32_t address = shared_address(from);
+  const size_t count = static_cast<size_t>(bytes);
+  if (to % 16 != 0 || address % 16 != 0 || bytes % 16 != 0) emulation::fail("copy_in_cluster is not on 16 bytes");
+  write_in_cluster(to, count, barrier, [=](emulation::Block& block) { return block.at(address, count); });
+}
+
+inline void store_in_cluster(uint32_t to, int value, uint32_t barrier) {
+  if (to % 4 != 0) emulation::fail("store_in_cluster is not on 4 bytes");
+  write_in_cluster(to, sizeof(value), barrier, [value](emulation::Block&) { return &value; });
+}
+
+// --- fences -----------------------------------------------------------------------------------------------------
+
 inline void shared_memory_fence() {}
 
 // --- matrix instructions ----------------------------------------------------------------------------------------
@@ -192,6 +250,11 @@ inline void load_pair(uint32_t& first, uint32_t& second, uint32_t address) {
   if (address % 8 != 0) emulation::fail("load_pair is not on 8 bytes");
   std::memcpy(&first, emulation::current->block->at(address, 8), 4);
   std::memcpy(&second, emulation::current->block->at(address + 4, 4), 4);
+}
+
+inline void load_four(uint32_t (&out)[4], uint32_t address) {
+  if (address % 16 != 0) emulation::fail("load_four is not on 16 bytes");
+  std::memcpy(out, emulation::current->block->at(address, 16), 16);
 }
 
 // What is too small for a normal number becomes 0.

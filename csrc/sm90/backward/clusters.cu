@@ -1,0 +1,35 @@
+// How many clusters of blocks of the backward kernels run at the same time.
+#include <array>
+#include <atomic>
+
+#include "../persistent.h"
+#include "launch.h"
+
+namespace flash_dmattn {
+namespace {
+
+// Stands for them: its blocks, too, leave no room for another on a multiprocessor.
+__global__ void fill_multiprocessor() {}
+
+constexpr int kBytes = 227 * 1024, kThreads = 512, kMaxCluster = 16;
+
+}  // namespace
+
+cudaError_t count_clusters(int device, int cluster, int& clusters) {
+  // Asked for once. Two threads that ask at once write the same.
+  static std::array<std::array<std::atomic<int>, kMaxCluster>, 64> known{};  // one more than there are; 0 for unknown
+  std::atomic<int>& count = known[static_cast<size_t>(device) % known.size()][static_cast<size_t>(cluster)];
+  if (count == 0) {
+    cudaError_t error =
+        cudaFuncSetAttribute(fill_multiprocessor, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    if (error != cudaSuccess) return error;
+    ClusterLaunch launch(cluster, cluster, kThreads, kBytes, nullptr);
+    error = cudaOccupancyMaxActiveClusters(&clusters, fill_multiprocessor, &launch.config);
+    if (error != cudaSuccess) return error;
+    count = clusters + 1;
+  }
+  clusters = count - 1;
+  return cudaSuccess;
+}
+
+}  // namespace flash_dmattn
