@@ -43,6 +43,12 @@ __device__ __forceinline__ void barrier_arrive_of_warp(uint64_t* barrier) {
 }
 #endif
 
+// Has the phase wait for this many bytes of copies.
+__device__ __forceinline__ void barrier_expect(uint64_t* barrier, int bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+
 // Arrives, and has the phase wait for this many bytes of copies.
 __device__ __forceinline__ void barrier_arrive_expect(uint64_t* barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
@@ -160,8 +166,8 @@ __device__ __forceinline__ void barrier_arrive_of_warp_in_blocks(uint64_t* barri
 #endif
 }
 
-// Copies `bytes`, a multiple of 16, from the block's shared memory to an address in the cluster; the barrier, too, is one
-// of the block there.
+// Copies `bytes`, a multiple of 16, from the block's shared memory to that of another, at an address in the cluster; the
+// barrier, too, is one there.
 __device__ __forceinline__ void copy_in_cluster(uint32_t to, const void* from, int bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "r"(shared_address(from)), "r"(bytes), "r"(barrier)

@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) backward_kernel(const __g
     }
     if constexpr (Traits::kSumsDbias) {
       for (int stage = 0; stage < Traits::kPartStages; ++stage) {
-        barrier_init(&shared.parts_full[stage], 1);
+        barrier_init(&shared.parts_full[stage], kArrivalsOfWarp);
         barrier_init(&shared.parts_empty[stage], kArrivalsOfWarp * kSummingWarps * p.cluster);
       }
       barrier_init(&shared.next_full, 1);

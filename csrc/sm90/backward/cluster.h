@@ -31,7 +31,8 @@ __device__ __forceinline__ int next_of_cluster(const BackwardParams& p, Storage&
   return taken;
 }
 
-// ds of each block of queries, sent by one warp, a lane for each block of the cluster.
+// ds of each block of queries, sent by one warp, a lane for each other block of the cluster. Its own lines it copies as
+// any thread does: the copy engine is for those of others.
 template <class Traits, class Storage>
 __device__ __forceinline__ void send_ds(const BackwardParams& p, Storage& shared) {
   constexpr int kParts = Traits::kParts;
@@ -39,7 +40,7 @@ __device__ __forceinline__ void send_ds(const BackwardParams& p, Storage& shared
   Ring<Traits::kPartStages> ring_parts;
   Ring<2> ring_work;
   const int rank = cluster_rank(), lane = threadIdx.x % 32, bytes = Traits::kPartBytes / p.cluster;
-  const int to = (rank + lane) % p.cluster;  // not all at once to the same block
+  const int to = (rank + 1 + lane) % p.cluster;  // not all at once to the same block
   const uint32_t parts = address_in_block(shared_address(shared.parts) + rank * bytes, to);
   const uint32_t full = address_in_block(shared_address(shared.parts_full), to);
   for (;;) {
@@ -53,13 +54,18 @@ __device__ __forceinline__ void send_ds(const BackwardParams& p, Storage& shared
       for (int part = 0; part < kParts; ++part) {
         barrier_wait(&shared.ds_full[ring.stage * kParts + part], ring.phase);
         barrier_wait(&shared.parts_empty[ring_parts.stage], ring_parts.phase ^ 1);
-        if (lane == 0) barrier_arrive_expect(&shared.parts_full[ring_parts.stage], Traits::kPartBytes);
-        if (lane < p.cluster) {
-          copy_in_cluster(parts + ring_parts.stage * Traits::kPartBytes,
-                          shared.ds[ring.stage] + part * Traits::kPartBytes + to * bytes, bytes,
+        const uint8_t* const ds = shared.ds[ring.stage] + part * Traits::kPartBytes;
+        if (lane < p.cluster - 1) {
+          copy_in_cluster(parts + ring_parts.stage * Traits::kPartBytes, ds + to * bytes, bytes,
                           full + ring_parts.stage * sizeof(uint64_t));
         }
-        __syncwarp();
+        uint8_t* const own = shared.parts[ring_parts.stage] + rank * bytes;
+#pragma unroll 1
+        for (int at = lane * 16; at < bytes; at += 32 * 16) {
+          *reinterpret_cast<uint4*>(own + at) = *reinterpret_cast<const uint4*>(ds + rank * bytes + at);
+        }
+        if (lane == 0) barrier_expect(&shared.parts_full[ring_parts.stage], Traits::kPartBytes - bytes);
+        barrier_arrive_of_warp(&shared.parts_full[ring_parts.stage]);
         ring_parts.advance();
       }
       ring.advance();
@@ -72,7 +78,7 @@ template <class Traits, class Storage>
 __device__ __forceinline__ void sum_dbias(const BackwardParams& p, Storage& shared) {
   using Element = typename Traits::Element;
   constexpr int kParts = Traits::kParts, kLines = Traits::kPartBytes / kRowBytes;
-  constexpr int kAtOnce = 2;  // of the cluster's blocks, which are an even number
+  constexpr int kAtOnce = Traits::kSumsFast ? 2 : 1;  // of the blocks, an even number
   Ring<Traits::kDsStages> ring_ds;
   Ring<Traits::kPartStages> ring;
   Ring<2> ring_work;

@@ -34,6 +34,8 @@ inline void barrier_arrive_of_warp(uint64_t* barrier) {
   if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
 }
 
+inline void barrier_expect(uint64_t* barrier, int bytes) { barrier_of(barrier).bytes += bytes; }
+
 inline void barrier_arrive_expect(uint64_t* barrier, int bytes) {
   barrier_of(barrier).bytes += bytes;
   barrier_of(barrier).arrive();
@@ -154,6 +156,7 @@ void write_in_cluster(uint32_t to, size_t bytes, uint32_t barrier, F read) {
 inline void copy_in_cluster(uint32_t to, const void* from, int bytes, uint32_t barrier) {
   const uint32_t address = shared_address(from);
   const size_t count = static_cast<size_t>(bytes);
+  if (&block_of(to) == emulation::current->block) emulation::fail("copy_in_cluster is to the block itself");
   if (to % 16 != 0 || address % 16 != 0 || bytes % 16 != 0) emulation::fail("copy_in_cluster is not on 16 bytes");
   write_in_cluster(to, count, barrier, [=](emulation::Block& block) { return block.at(address, count); });
 }
