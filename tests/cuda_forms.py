@@ -18,6 +18,7 @@ ALL_BACKWARD_UNITS = tuple(
     (*dims, dtype) for dims in cuda_rules.BACKWARD_UNITS for dtype in (torch.float16, torch.bfloat16)
 )
 BACKWARD_FORMS = ("none", "vector", "tile", "stored tile")
+SUMMED = "summed tile"  # of head dims up to 128
 PROCESSORS = 132  # of an H200
 
 
@@ -74,23 +75,34 @@ def backward_unit_of(case: Case) -> tuple[int, int, torch.dtype]:
 
 
 def backward_form(problem: AttentionProblem) -> str:
-    """How the backward kernel reads a bias, as `describe_bias` of csrc/api/backward.cpp decides it."""
+    """How the backward kernel reads a bias, and what it does with its gradient, as csrc/api/backward.cpp decides it."""
     if problem.bias is None or problem.bias.broadcast()[3]:
         return "none"
     if problem.bias.broadcast()[2]:
         return "vector"
+    if sums_in_clusters(problem):
+        return SUMMED
     return "stored tile" if problem.need.bias and not shares_dbias(problem) else "tile"
 
 
 def shares_dbias(problem: AttentionProblem) -> bool:
-    """Whether the gradient of a bias per score has a kernel of its own: heads or batch entries share it.
+    """Whether the gradient of a bias per score is not stored by the main kernel's blocks, each its own.
 
-    Or there is a softcap beside head dims above 128, where all units are built.
+    Heads or batch entries share it. Or there is a softcap beside head dims above 128, where all units are built.
     """
     p = problem
     per_score = p.need.bias and p.bias is not None and not any(p.bias.broadcast()[2:])
     stores_none = p.softcap > 0 and max(p.head_dim, p.head_dim_v) > 128
     return per_score and p.bias is not None and (stores_none or p.bias.shape[:2] != (p.batch, p.num_heads))
+
+
+def sums_in_clusters(problem: AttentionProblem) -> bool:
+    """Whether the main kernel's clusters sum it; else it has a kernel. As `clusters_of_batch` decides it."""
+    p = problem
+    if not shares_dbias(p) or p.bias is None or p.softcap > 0 or max(p.head_dim, p.head_dim_v) > 128:
+        return False
+    of_batch = p.bias.shape[:2] == (1, p.num_heads) and p.batch in (2, 4, 8)
+    return of_batch and any(p.need[:3]) and (p.mask is None or p.mask.shape[0] == 1)
 
 
 def takes_pairs_of_key_tiles(problem: AttentionProblem) -> bool:

@@ -247,6 +247,24 @@ BACKWARD_SHARED = (
     WIDE_FP16.with_(batch=2, seqlen_q=63, seqlen_k=392, head_dim_v=40, bias=("B", "1", "Lq", "Lk")),
     WIDE_FP16.with_(**SHARED, seqlen_k=264, bias=("B", "1", "Lq", "Lk"), mask=("1", "1", "Lq", "Lk")),
 )
+# One that batch entries share, which the blocks of a cluster sum: of each unit with a mask and without. Of the first ones
+# there are more works than clusters, behind a band or in order.
+OF_BATCH = {"bias": ("1", "Hq", "Lq", "Lk"), "mask_kind": "empty_tiles"}
+EVERY_BATCH = ("1", "1", "Lq", "Lk")
+BACKWARD_CLUSTERS = (
+    BASE.with_(**OF_BATCH, batch=8, num_heads=18, seqlen_q=9, seqlen_k=136, is_causal=True),
+    BASE.with_(**OF_BATCH, batch=2, seqlen_q=193, seqlen_k=264, mask=EVERY_BATCH, need=("k", "bias")),
+    FP16_BASE.with_(**OF_BATCH, batch=4, **SHARED, seqlen_q=130, seqlen_k=392, window_size=(40, 0), head_dim=40),
+    WIDE_BASE.with_(**OF_BATCH, batch=8, **SHARED, seqlen_q=65, seqlen_k=264, mask=EVERY_BATCH),
+    WIDE_FP16.with_(**OF_BATCH, batch=2, seqlen_q=191, seqlen_k=136, head_dim_v=72),
+)
+BACKWARD_CLUSTERS_IN_ORDER = (
+    WIDE_FP16.with_(**OF_BATCH, batch=8, num_heads=18, seqlen_q=65, seqlen_k=136, mask=EVERY_BATCH),
+    BASE.with_(**OF_BATCH, batch=2, seqlen_q=129, seqlen_k=264),
+    FP16_BASE.with_(**OF_BATCH, batch=8, seqlen_q=193, seqlen_k=200, mask=EVERY_BATCH, is_causal=True),
+    WIDE_BASE.with_(**OF_BATCH, batch=4, **SHARED, seqlen_q=127, seqlen_k=264, is_causal=True),
+    FP16_BASE.with_(**OF_BATCH, batch=4, seqlen_q=65, seqlen_k=136, mask=EVERY_BATCH, head_dim_v=24),
+)
 WIDE_DIMS = ((192, 128), (192, 192), (256, 256))
 
 
@@ -288,10 +306,11 @@ CASES = {
         + BACKWARD_PAIRS
         + BACKWARD_CAPPED
         + BACKWARD_SHARED
+        + BACKWARD_CLUSTERS
         + BACKWARD_WIDE
         + BACKWARD_WIDE_SHARED
         + BACKWARD_WIDE_CAPPED,
-        in_order=BACKWARD_IN_ORDER + BACKWARD_PAIRS_IN_ORDER + BACKWARD_WIDE_IN_ORDER,
+        in_order=BACKWARD_IN_ORDER + BACKWARD_PAIRS_IN_ORDER + BACKWARD_CLUSTERS_IN_ORDER + BACKWARD_WIDE_IN_ORDER,
         unaligned=BACKWARD_UNALIGNED,
     ),
 }

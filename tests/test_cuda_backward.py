@@ -16,7 +16,7 @@ import torch
 from accuracy import assert_accurate, error, oracle, run
 from cases import ALL, Case, Inputs
 from conftest import Runner
-from cuda_forms import differentiated, takes_pairs_of_key_tiles
+from cuda_forms import differentiated, sums_in_clusters, takes_pairs_of_key_tiles
 from layouts import LAYOUTS, rearranged
 from torch import Tensor
 
@@ -501,6 +501,62 @@ def test_softcap_with_a_shared_gradient(
     """Above head dim 128 the same kernel stores one that nobody shares."""
     case = GROUPED.with_(head_dim=head_dim, bias=shape, softcap=2.0, logits=3.0)
     check_masked(backend, case, form)
+
+
+@pytest.mark.parametrize("form", ("none", "causal", "of all entries", "first tiles empty"))
+@both_orders
+@pytest.mark.parametrize("lengths", ((2, 8), (65, 264), (193, 136), (300, 776)), ids=str)
+@pytest.mark.parametrize("batch", (2, 4, 8))
+@pytest.mark.parametrize("heads", ((2, 2, 64), (4, 1, 40), (2, 2, 128), (6, 2, 104)), ids=str)
+def test_a_gradient_that_clusters_sum(
+    backend: Runner,
+    heads: tuple[int, int, int],
+    batch: int,
+    lengths: tuple[int, int],
+    deterministic: bool,
+    form: str,
+    unwritten_is_nan: None,
+) -> None:
+    """Of a bias that batch entries share: their blocks send each other ds, and walk the same tiles."""
+    (num_heads, num_heads_k, head_dim), (seqlen_q, seqlen_k) = heads, lengths
+    case = BASE.with_(batch=batch, num_heads=num_heads, num_heads_k=num_heads_k, head_dim=head_dim)
+    case = case.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k, bias=("1", "Hq", "Lq", "Lk"))
+    if form == "of all entries":
+        case, form = case.with_(mask=("1", "1", "Lq", "Lk"), mask_kind="empty_rows"), "none"
+    assert sums_in_clusters(differentiated(case, deterministic))
+    check_masked(backend, case, form, deterministic=deterministic)
+
+
+@both_orders
+@pytest.mark.parametrize("changes", ({}, {"is_causal": True}, {"mask": ("1", "1", "Lq", "Lk")}), ids=str)
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_more_works_than_clusters(
+    backend: Runner, head_dim: int, changes: dict[str, Any], deterministic: bool, unwritten_is_nan: None
+) -> None:
+    """Shared out evenly, as clusters finish, and in the order of turns; dbias is the same in every one."""
+    case = BASE.with_(batch=8, num_heads=20, num_heads_k=10, seqlen_q=200, seqlen_k=392, head_dim=head_dim, **changes)
+    case = case.with_(bias=("1", "Hq", "Lq", "Lk"))
+    assert sums_in_clusters(differentiated(case, deterministic))
+    inputs = case.build()
+    if inputs.mask is not None:
+        tiles_of_every_kind(inputs.mask)
+    check(backend, case, inputs, deterministic=deterministic)
+    choice = backend.choice(case, inputs, deterministic=deterministic)
+    attention = partial(flash_dmattn.attention, return_lse=True, deterministic=deterministic, backend=choice)
+    first = run(attention, case, inputs)
+    for _ in range(5):
+        again = run(attention, case, inputs)
+        for name, x in first.items():
+            assert x is None or torch.equal(x, again[name]) or not (deterministic or name == "dbias"), name
+
+
+@pytest.mark.parametrize("need", (("q", "bias"), ("k", "bias"), ("v", "bias"), ("q", "v", "bias")), ids="-".join)
+@both_orders
+def test_what_clusters_are_asked_for(
+    backend: Runner, deterministic: bool, need: tuple[str, ...], unwritten_is_nan: None
+) -> None:
+    case = GROUPED.with_(batch=4, seqlen_k=264, bias=("1", "Hq", "Lq", "Lk"), need=need, dlse=True)
+    check(backend, case, case.build(), deterministic=deterministic)
 
 
 def test_a_shared_gradient_is_the_same_every_time(backend: Runner) -> None:

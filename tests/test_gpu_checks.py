@@ -98,7 +98,7 @@ def test_the_command_lists_and_chooses() -> None:
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert [line.split()[0] for line in listed] == [f"racecheck-triton-{first}" for first in (0, 8, 16, 24)]
     listed = subprocess.run([*command, "--racecheck-extension", "x.so"], capture_output=True, text=True, check=True)
-    assert len(listed.stdout.splitlines()) == 4 + 6 + 16
+    assert len(listed.stdout.splitlines()) == 4 + 6 + 17
 
 
 def test_without_a_gpu_nothing_passes(

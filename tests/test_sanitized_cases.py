@@ -14,6 +14,8 @@ from cuda_forms import (
     ALL_BACKWARD_UNITS,
     BACKWARD_FORMS,
     BIAS_FORMS,
+    PROCESSORS,
+    SUMMED,
     backward_form,
     backward_unit_of,
     backward_works,
@@ -21,6 +23,7 @@ from cuda_forms import (
     described,
     differentiated,
     shares_dbias,
+    sums_in_clusters,
     takes_pairs_of_key_tiles,
     unit_of,
 )
@@ -102,7 +105,7 @@ def test_the_backward_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatc
     """
     monkeypatch.setattr(cuda_rules, "installed_units", lambda: None)
     kernels, shared, orders, works = set(), set(), set(), set()
-    capped, capped_shared, pairs = set(), set(), set()
+    capped, capped_shared, pairs, clusters = set(), set(), set(), set()
     for case, how in sanitized_cases.CASES["cuda-backward"]:
         in_order = how == "in_order"
         problem = differentiated(case, in_order)
@@ -114,7 +117,10 @@ def test_the_backward_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatc
                 capped_shared.add(unit[:2])
             continue
         kernels.add((unit, form, has_mask))
-        if shares_dbias(problem):
+        if sums_in_clusters(problem):
+            tiles = case.batch * case.num_heads * -(-case.seqlen_k // 128)
+            clusters.add((in_order, case.batch, tiles > PROCESSORS))
+        elif shares_dbias(problem):
             shared.add((unit, has_mask))
         orders.add((unit[:2], form, has_mask, in_order))
         works.add((in_order, *backward_works(problem)))
@@ -124,12 +130,18 @@ def test_the_backward_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatc
     wide = itertools.product(sanitized_cases.WIDE_DIMS, ("none", "vector", "tile"))
     assert capped == {*narrow, *wide} and capped_shared == set(cuda_rules.BACKWARD_UNITS)
     flags = (False, True)
-    assert kernels == set(itertools.product(ALL_BACKWARD_UNITS, BACKWARD_FORMS, flags))
+    summed = [unit for unit in ALL_BACKWARD_UNITS if max(unit[:2]) <= 128]
+    every = {*itertools.product(ALL_BACKWARD_UNITS, BACKWARD_FORMS, flags), *itertools.product(summed, [SUMMED], flags)}
+    assert kernels == every
+    assert {batch for _, batch, _ in clusters} == {2, 4, 8}
+    # Works of one cluster after another: told by its first block, in order and not.
+    assert {(False, True), (True, True)} <= {(in_order, many) for in_order, _, many in clusters}
     assert shared == set(itertools.product(ALL_BACKWARD_UNITS, flags))
-    assert orders == set(itertools.product(cuda_rules.BACKWARD_UNITS, BACKWARD_FORMS, flags, flags))
+    of_units = {*itertools.product(cuda_rules.BACKWARD_UNITS, BACKWARD_FORMS), *((unit[:2], SUMMED) for unit in summed)}
+    assert orders == {(*form, has_mask, order) for form in of_units for has_mask in flags for order in flags}
     assert {(False, False, False), (False, True, True), (True, True, False)} <= pairs  # the last block with one or two
     heads = {(in_order, heads) for in_order, heads, _ in works}
     assert heads == {(o, h) for o in flags for h in ("its own", "a group")} | {(False, "one of a group")}
     shares = {(in_order, share) for in_order, _, share in works}
     assert {(True, "in order"), *itertools.product((False,), ("one each", "evenly", "as they finish"))} <= shares
-    assert len(sanitized_cases.CASES["cuda-backward"]) == 122
+    assert len(sanitized_cases.CASES["cuda-backward"]) == 132
