@@ -247,8 +247,8 @@ BACKWARD_SHARED = (
     WIDE_FP16.with_(batch=2, seqlen_q=63, seqlen_k=392, head_dim_v=40, bias=("B", "1", "Lq", "Lk")),
     WIDE_FP16.with_(**SHARED, seqlen_k=264, bias=("B", "1", "Lq", "Lk"), mask=("1", "1", "Lq", "Lk")),
 )
-# One that batch entries share, which the blocks of a cluster sum: of each unit with a mask and without. Of the first ones
-# there are more works than clusters, behind a band or in order.
+# One that batch entries share, which the blocks of a cluster sum: of each unit with a mask and without. Of the first of
+# either order there are more works than clusters.
 OF_BATCH = {"bias": ("1", "Hq", "Lq", "Lk"), "mask_kind": "empty_tiles"}
 EVERY_BATCH = ("1", "1", "Lq", "Lk")
 BACKWARD_CLUSTERS = (

@@ -220,6 +220,7 @@ def test_what_it_differentiates(call: dict[str, Any]) -> None:
         DBIAS,
         {"mask": (1, 1, 4096, 4096), **GRADIENTS},
         {"bias": (1, 16, 4096, 4096), "bias_grad": True, "is_causal": True, **GRADIENTS},
+        {"q": (2, 4096, 16, 128), **DBIAS, "is_causal": True, **GRADIENTS},
     ),
     ids=str,
 )

@@ -83,13 +83,14 @@ BackwardBias describe_bias(const Tensor& bias, const Tensor& q, bool stores_dbia
   return stores_dbias && !shares_dbias ? BackwardBias::kTileStore : BackwardBias::kTile;
 }
 
-// How many clusters run at the same time whose blocks sum dbias, one of each batch entry; 0 where the kernel of a shared
-// dbias stores it: where heads share the bias too, or other numbers of entries, or a mask has the blocks of a cluster walk
-// different queries.
+// How many clusters run at the same time whose blocks sum dbias, one of each batch entry; 0 where the kernel of a
+// shared dbias stores it: where heads share the bias too, or other numbers of entries do, or a mask has the blocks of a
+// cluster walk different queries.
 int clusters_of_batch(int device, const Sizes& sizes, const Unit& unit, const Tensor& dbias,
                       const std::vector<Tensor>& mask, bool has_softcap) {
-  const bool is_power_of_two = sizes.batch == 2 || sizes.batch == 4 || sizes.batch == 8;
-  if (!is_power_of_two || dbias.size(1) != sizes.num_heads || (!mask.empty() && mask[0].size(0) > 1) ||
+  const bool has_cluster = sizes.batch == 2 || sizes.batch == 4 || sizes.batch == 8;
+  const bool is_of_batch = dbias.size(0) == 1 && dbias.size(1) == sizes.num_heads;
+  if (!has_cluster || !is_of_batch || (!mask.empty() && mask[0].size(0) > 1) ||
       !backward_sums_dbias(static_cast<int>(unit.head_dim), static_cast<int>(unit.head_dim_v), has_softcap)) {
     return 0;
   }
@@ -232,7 +233,9 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
       shares_dbias && needs_more ? clusters_of_batch(device.index, sizes, unit, *dbias, mask, softcap > 0) : 0;
   params.cluster = 1;
   if (clusters > 0) {
-    CHECK_ARGUMENT(dbias->is_contiguous() && sizes.seqlen_k % 8 == 0, "dbias is not contiguous, or not of whole 16 bytes");
+    CHECK_ARGUMENT(dbias->is_contiguous(), "dbias needs to be contiguous");
+    CHECK_ARGUMENT(sizes.seqlen_k % 8 == 0, "rows of dbias have ", sizes.seqlen_k,
+                   " keys; they need a multiple of 8");
     form = BackwardBias::kTileSum;
     params.cluster = static_cast<int>(sizes.batch);
     params.summed_dbias = dbias->mutable_data_ptr();
