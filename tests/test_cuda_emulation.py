@@ -1,4 +1,4 @@
-"""The CUDA kernels on an emulated GPU: random calls, the tests of packing, and what the emulation notices."""
+"""The CUDA kernels on an emulated GPU: random calls, tests of packing and of clusters, what the emulation notices."""
 
 from __future__ import annotations
 
@@ -71,6 +71,13 @@ def test_random_calls(built: Built, first: int) -> None:
 def test_packing(built: Built) -> None:
     command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", TESTS / "test_cuda_pack.py")
     assert "15 passed, 1 skipped" in run(*command, FLASH_DMATTN_EMULATED=str(built.extension))
+
+
+def test_a_gradient_that_clusters_sum(built: Built) -> None:
+    """Of four blocks, whose works are handed out one after the other, in any order and in a fixed one."""
+    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", TESTS / "test_cuda_backward.py")
+    said = run(*command, "-k", "what_clusters_are_asked_for", FLASH_DMATTN_EMULATED=str(built.extension))
+    assert "8 passed" in said
 
 
 def test_what_the_emulation_notices(built: Built) -> None:
