@@ -39,8 +39,8 @@ struct BackwardTraits {
   // Of two tiles of keys each has a stage of ds and of the bias.
   static constexpr int kDsStages = kHasSoftcap ? 3 : kStages * kKeyTiles;
   static constexpr int kBiasStages = kHasSoftcap || kD <= 64 ? kKeyTiles : kStages;
-  // What the blocks of a cluster send each other, ds of a tile, or of each consumer as soon as it has written it: as a
-  // tile at a time in one stage, which is all there is room for at D64, 1.29 ms for 1.01; a quarter at a time 1.12.
+  // What the blocks of a cluster send each other at once: ds of a tile, or at D64 of each consumer as soon as it has
+  // written it, for there is room for two such parts. One of a whole tile took 1.29 ms for 1.01, four quarters 1.12.
   static constexpr int kParts = kSumsDbias && kRows == 128 ? kConsumers : 1, kPartStages = 2;
 
   static constexpr int kPanels = (kD + kPanelColumns - 1) / kPanelColumns;
