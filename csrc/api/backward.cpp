@@ -228,14 +228,17 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   rows.dq_columns = static_cast<int>(dq_columns);
   check(unit.rows(rows, device.stream), kName, "launching the kernel of the rows");
 
+  if (shares_dbias) {
+    // Written 16 bytes at a time, by either kernel.
+    CHECK_ARGUMENT(dbias->is_contiguous(), "dbias needs to be contiguous");
+    CHECK_ARGUMENT(sizes.seqlen_k % 8 == 0, "rows of dbias have ", sizes.seqlen_k,
+                   " keys; they need a multiple of 8");
+  }
   const bool needs_more = dq.has_value() || dk.has_value() || dv.has_value();
   const int clusters =
       shares_dbias && needs_more ? clusters_of_batch(device.index, sizes, unit, *dbias, mask, softcap > 0) : 0;
   params.cluster = 1;
   if (clusters > 0) {
-    CHECK_ARGUMENT(dbias->is_contiguous(), "dbias needs to be contiguous");
-    CHECK_ARGUMENT(sizes.seqlen_k % 8 == 0, "rows of dbias have ", sizes.seqlen_k,
-                   " keys; they need a multiple of 8");
     form = BackwardBias::kTileSum;
     params.cluster = static_cast<int>(sizes.batch);
     params.summed_dbias = dbias->mutable_data_ptr();

@@ -18,7 +18,6 @@ void store_shared_dbias(const char* op, decltype(&launch_shared_dbias<__half, 64
   CHECK_FOR(op, (entries == 1 || entries == sizes.batch) && sizes.num_heads % heads == 0, "dbias has ", entries,
             " batch entries and ", heads, " heads; it needs 1 or ", sizes.batch, ", and a divisor of ",
             sizes.num_heads);
-  CHECK_FOR(op, sizes.seqlen_k % 8 == 0, "rows of dbias have ", sizes.seqlen_k, " keys; they need a multiple of 8");
   CHECK_FOR(op, entries * heads * tiles_q <= kMaxInt / 2 / tiles_k, "dbias has more than 2^30 tiles");
 
   const bool has_mask = !call.mask.empty();

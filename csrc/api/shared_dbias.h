@@ -27,7 +27,8 @@ inline bool is_shared(const torch::stable::Tensor& dbias, const Sizes& sizes) {
   return dbias.size(0) != sizes.batch || dbias.size(1) != sizes.num_heads;
 }
 
-// Writes all of dbias, contiguous and in the dtype of q; `launch` is of the unit that holds the call.
+// Writes all of dbias, contiguous, in the dtype of q, its rows a multiple of 8 keys; `launch` is of the unit that holds
+// the call.
 void store_shared_dbias(const char* op, decltype(&launch_shared_dbias<__half, 64, 64>) launch,
                         const CurrentDevice& device, const Sizes& sizes, const SharedDbiasCall& call,
                         const torch::stable::Tensor& dbias);
