@@ -84,9 +84,11 @@ struct BackwardParams {
   // (D, Lq, Hq, B), (D, Lk, Hk, B), (Dv, Lk, Hk, B), (Dv, Lq, Hq, B) and, of tiles of bias and dbias, (Lk, Lq, Hbias,
   // Bbias), innermost first.
   CUtensorMap q, k, v, dout, bias, dbias;
-  void* dk;           // (B, Lk, Hk, D), contiguous; null where it is not needed, or summed
-  void* dv;           // (B, Lk, Hk, Dv), contiguous; null where it is not needed, or summed
-  float* dk_sums;     // (B, Hk, 2 Tk, panels of D, 4096), zeros, where a work has not all heads of a group; else null
+  void* dk;           // (B, Lk, Hk, D), contiguous; null where it is not needed
+  void* dv;           // (B, Lk, Hk, Dv), contiguous; null where it is not needed
+  // (pairs, blocks_k, kKeys / 64, panels of D, 4096), zeros, of those pairs of batch and head of k whose query heads
+  // are works of their own; null where there are none, or it is not needed.
+  float* dk_sums;
   float* dv_sums;     // the same of Dv
   float* dq_sums;     // (B, Hq, 2 Tq, panels of D, 4096), zeros; null where dq is not needed
   int* dq_turns;      // (B, Hq, blocks of queries), zeros: how many blocks of keys have added to a block; null where
@@ -119,10 +121,11 @@ struct BackwardParams {
   int heads_per_bias;
   bool bias_has_batch;
 
-  // The order of work: sections of this many (batch, heads) pairs, in each the first keys of all first, or the last
-  // where blocks of keys take turns. A work is a block of keys, a tile, two, or half of one (of the last tile too,
-  // where it may be empty), and this many query heads: one, or all of a group.
-  int section, blocks_k, total, heads_per_work;
+  // The order of work. A work is a block of keys, a tile, two, or half of one (of the last tile too, where it may be
+  // empty), and the query heads that walk them: of the first `whole_pairs` pairs of batch and head of k all of a group,
+  // of the others one. Both come in sections of so many pairs of batch and heads, in each the first keys of all first,
+  // or the last where blocks of keys take turns.
+  int whole_pairs, whole_section, section, blocks_k, total;
   bool batch_is_inner;  // batch entries of a head follow each other; else heads of a batch entry
   // Counts the work handed out, without the first of each block where tiles need not take turns; null to share it out
   // evenly.
@@ -175,7 +178,7 @@ struct SharedDbiasParams {
   float softcap, pre_scale;  // as in BackwardParams
 };
 
-// Before the backward pass: lse in base 2, delta = rowsum(dout * out) - dlse, and zeros for dq_sums.
+// Before the backward pass: lse in base 2, delta = rowsum(dout * out) - dlse, and zeros for what is added to.
 struct BackwardRowsParams {
   const void* out;    // (B, Lq, Hq, Dv), contiguous
   const void* dout;   // (B, Lq, Hq, Dv), rows on 16 bytes
@@ -191,17 +194,27 @@ struct BackwardRowsParams {
   bool bias_has_batch;
   float* lse_log2;  // (B, Hq, 128 Tq)
   float* delta;     // (B, Hq, 128 Tq)
-  float* dq_sums;   // null where dq is not needed
   int batch, num_heads, seqlen_q, head_dim_v;
-  int dq_columns;   // of a row of dq_sums: 64 times the panels of D
+  // Zeros are written there, sixteen bytes for each of `zeros`.
+  void* cleared;
+  int64_t zeros;
 };
 
-// After it: dq, or dk or dv of groups, from its sums, in the dtype of q.
+// After it: dq, and dk and dv of groups, from their sums, in the dtype of q.
 struct BackwardSumsParams {
-  const float* sums;  // (B, H, 2 T, panels, 4096), T = ceil(L / 128)
-  void* out;          // (B, L, H, columns), contiguous
-  int batch, num_heads, seqlen, columns, panels;
-  float factor;
+  struct Result {
+    const float* sums;  // (pairs, rows_per_pair / 64, panels, 4096)
+    void* out;          // (B, L, H, columns), contiguous
+    int64_t pieces;     // of all pairs, and of the results before this one
+    // Sums are of the pairs of batch and head from this one on; batch entries of a head follow each other, or heads of a
+    // batch entry do.
+    int first_pair;
+    bool batch_is_inner;
+    int batch, num_heads, seqlen, rows_per_pair, columns, panels;
+    float factor;
+  };
+  static constexpr int kResults = 3;
+  Result results[kResults];  // those that are not wanted have no pieces of their own
 };
 
 }  // namespace flash_dmattn

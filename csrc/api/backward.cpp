@@ -118,6 +118,29 @@ Tensor order_lists(const std::vector<Tensor>& mask, const Tensor& q, int64_t til
   return lists;
 }
 
+// Parts of a tensor of floats, each on 16 bytes: one allocation for all of them.
+struct Scratch {
+  int64_t length = 0;
+
+  // Where a part of so many starts.
+  int64_t add(int64_t count) {
+    const int64_t start = length;
+    length += ceil_div(count, 4) * 4;
+    return start;
+  }
+};
+
+// Of how many pairs of batch and head of k a work has all query heads. Query heads as works of their own are more works,
+// whose dk and dv have to be added in device memory: where works are few, those of the last one to two rounds.
+int64_t count_whole_pairs(const BackwardParams& params, int64_t pairs_k, int64_t processors, bool deterministic,
+                          bool takes_turns) {
+  const int64_t works = pairs_k * params.blocks_k;
+  if (params.queries_per_group == 1 || works >= kWorksEnough * processors) return pairs_k;
+  if (deterministic) return takes_turns ? 0 : pairs_k;
+  const int64_t rounds = std::max<int64_t>(works / processors - 1, 0), together = params.batch_is_inner ? params.batch : 1;
+  return rounds * processors / params.blocks_k / together * together;
+}
+
 // Writes those of dq, dk, dv, dbias and dbias_sums that are given, all contiguous: dbias of a bias per query and key,
 // in its dtype, (B, Hq, Lq, Lk) in those tiles that band and mask do not leave empty, or all of one with fewer heads or
 // batch entries; dbias_sums (B, Hq, Lk) of a bias per key, in fp32. mask is {} or (bits, row_lists, col_lists) of a
@@ -143,6 +166,12 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   BackwardBias form = BackwardBias::kNone;
   const bool stores_whole = backward_stores_dbias(unit.head_dim, unit.head_dim_v, softcap > 0);
   const bool shares_dbias = dbias.has_value() && (is_shared(*dbias, sizes) || !stores_whole);
+  if (shares_dbias) {
+    // Written 16 bytes at a time, by either kernel.
+    CHECK_ARGUMENT(dbias->is_contiguous(), "dbias needs to be contiguous");
+    CHECK_ARGUMENT(sizes.seqlen_k % 8 == 0, "rows of dbias have ", sizes.seqlen_k,
+                   " keys; they need a multiple of 8");
+  }
   if (bias.has_value()) {
     form = describe_bias(*bias, q, dbias.has_value(), shares_dbias, dbias_sums.has_value());
     if (form == BackwardBias::kNone) {
@@ -182,31 +211,69 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
     set_mask(mask[0], mask[2], sizes, params);
   }
 
-  // lse in base 2 and delta, one behind the other.
-  const int64_t padded_rows = pairs * tiles_q * kTile;
-  const std::array<int64_t, 2> of_rows{2, padded_rows};
-  const Tensor numbers = torch::stable::new_empty(q, {of_rows.data(), of_rows.size()}, ScalarType::Float);
-  rows.lse_log2 = static_cast<float*>(numbers.mutable_data_ptr());
-  rows.delta = rows.lse_log2 + padded_rows;
-  Tensor sums, turns, ordered_lists;
-  const int64_t dq_columns = ceil_div(unit.head_dim, kPieceColumns) * kPieceColumns;
-  if (dq.has_value()) {
-    const int64_t length = padded_rows * dq_columns;
-    sums = torch::stable::new_empty(q, {&length, 1}, ScalarType::Float);
-    rows.dq_sums = static_cast<float*>(sums.mutable_data_ptr());
+  const bool needs_more = dq.has_value() || dk.has_value() || dv.has_value();
+  const int clusters =
+      shares_dbias && needs_more ? clusters_of_batch(device.index, sizes, unit, *dbias, mask, softcap > 0) : 0;
+  params.cluster = 1;
+  if (clusters > 0) {
+    form = BackwardBias::kTileSum;
+    params.cluster = static_cast<int>(sizes.batch);
+    params.summed_dbias = dbias->mutable_data_ptr();
   }
+
+  // The works, and how they are shared out.
   const bool takes_turns = dq.has_value() && deterministic;
+  const int64_t dq_columns = ceil_div(unit.head_dim, kPieceColumns) * kPieceColumns;
+  const int64_t dv_columns = ceil_div(unit.head_dim_v, kPieceColumns) * kPieceColumns;
+  params.blocks_k = static_cast<int>(blocks_k);
+  params.batch_is_inner = clusters > 0 || shares_over_batch(params, has_bias_tiles, has_mask);
+  const int64_t whole_pairs = count_whole_pairs(params, pairs_k, device_processors, deterministic, takes_turns);
+  const int64_t summed_pairs = pairs_k - whole_pairs, single_heads = pairs - whole_pairs * params.queries_per_group;
+  params.whole_pairs = static_cast<int>(whole_pairs);
+  params.total = static_cast<int>((whole_pairs + single_heads) * blocks_k);
+  // Of so many pairs of batch and this many heads, a section: q, dout and the sums of dq of its heads.
+  const auto section_of = [&](int64_t count, int64_t heads) {
+    const int64_t row_bytes = (sizes.head_dim + sizes.head_dim_v) * 2 + (dq.has_value() ? dq_columns * 4 : 0);
+    const int64_t work_bytes = heads * sizes.seqlen_q * row_bytes;
+    const int64_t turns_need = has_mask ? kHeadsOfTurns : std::max<int64_t>(kBytesOfTurns / work_bytes, 2);
+    const int64_t section = std::max<int64_t>(kSectionBytes / work_bytes, takes_turns ? turns_need : 1);
+    // The works of a cluster are batch entries of the same heads, in one section.
+    const int64_t together = ceil_div(section, params.cluster) * params.cluster;
+    return static_cast<int>(std::clamp<int64_t>(count, 1, together));
+  };
+  params.whole_section = section_of(whole_pairs, params.queries_per_group);
+  params.section = section_of(single_heads, 1);
+  const int blocks = std::min(params.total, clusters > 0 ? clusters * params.cluster : device_processors);
+  const bool works_differ = has_mask || is_banded || (whole_pairs > 0 && summed_pairs > 0);
+  const bool has_works = needs_more || !shares_dbias;
+  const bool hands_out = has_works && (takes_turns || (works_differ && params.total > blocks));
+
+  // lse in base 2 and delta, and what starts as zeros.
+  const int64_t padded_rows = pairs * tiles_q * kTile, summed_rows = summed_pairs * blocks_k * block_keys;
   const int64_t blocks_q = padded_rows / tile_rows;
-  if (takes_turns) {
-    const int64_t length = blocks_q + pairs_k * blocks_k;
-    turns = torch::stable::new_empty(q, {&length, 1}, ScalarType::Int);
-    params.dq_turns = static_cast<int*>(turns.mutable_data_ptr());
-    check(cudaMemsetAsync(params.dq_turns, 0, length * sizeof(int), device.stream), kName, "clearing the turns");
-    if (has_mask) ordered_lists = order_lists(mask, q, tiles_q, tiles_k, params, device.stream);
-  }
+  Scratch scratch;
+  scratch.add(2 * padded_rows);
+  const int64_t next_at = scratch.add(hands_out ? 1 : 0), dq_turns_at = scratch.add(takes_turns ? blocks_q : 0);
+  const int64_t key_turns_at = scratch.add(takes_turns ? pairs_k * blocks_k : 0);
+  const int64_t dk_at = scratch.add(dk.has_value() ? summed_rows * dq_columns : 0);
+  const int64_t dv_at = scratch.add(dv.has_value() ? summed_rows * dv_columns : 0);
+  const int64_t dq_at = scratch.add(dq.has_value() ? padded_rows * dq_columns : 0);
+  const Tensor memory = torch::stable::new_empty(q, {&scratch.length, 1}, ScalarType::Float);
+  float* const start = static_cast<float*>(memory.mutable_data_ptr());
+  rows.lse_log2 = start;
+  rows.delta = start + padded_rows;
+  rows.cleared = start + next_at;
+  rows.zeros = (scratch.length - next_at) / 4;
   params.lse = rows.lse_log2;
   params.delta = rows.delta;
-  params.dq_sums = rows.dq_sums;
+  if (hands_out) params.next = reinterpret_cast<int*>(start + next_at);
+  if (takes_turns) params.dq_turns = reinterpret_cast<int*>(start + dq_turns_at);
+  if (dq.has_value()) params.dq_sums = start + dq_at;
+  if (summed_pairs > 0 && (dk.has_value() || dv.has_value())) {
+    params.dk_sums = start + dk_at;
+    params.dv_sums = start + dv_at;
+    if (takes_turns) params.key_turns = reinterpret_cast<int*>(start + key_turns_at);
+  }
 
   rows.out = out.const_data_ptr();
   rows.dout = dout.const_data_ptr();
@@ -225,86 +292,51 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   rows.num_heads = params.num_heads;
   rows.seqlen_q = params.seqlen_q;
   rows.head_dim_v = params.head_dim_v;
-  rows.dq_columns = static_cast<int>(dq_columns);
-  check(unit.rows(rows, device.stream), kName, "launching the kernel of the rows");
 
-  if (shares_dbias) {
-    // Written 16 bytes at a time, by either kernel.
-    CHECK_ARGUMENT(dbias->is_contiguous(), "dbias needs to be contiguous");
-    CHECK_ARGUMENT(sizes.seqlen_k % 8 == 0, "rows of dbias have ", sizes.seqlen_k,
-                   " keys; they need a multiple of 8");
+  // Before the first kernel: others start while the one before ends, but not behind a memset.
+  if (clusters > 0 && (has_mask || is_banded)) {
+    const size_t bytes = static_cast<size_t>(dbias->numel()) * dbias->element_size();
+    check(cudaMemsetAsync(params.summed_dbias, 0, bytes, device.stream), kName, "clearing dbias");
   }
-  const bool needs_more = dq.has_value() || dk.has_value() || dv.has_value();
-  const int clusters =
-      shares_dbias && needs_more ? clusters_of_batch(device.index, sizes, unit, *dbias, mask, softcap > 0) : 0;
-  params.cluster = 1;
-  if (clusters > 0) {
-    form = BackwardBias::kTileSum;
-    params.cluster = static_cast<int>(sizes.batch);
-    params.summed_dbias = dbias->mutable_data_ptr();
-    if (has_mask || is_banded) {
-      const size_t bytes = static_cast<size_t>(dbias->numel()) * dbias->element_size();
-      check(cudaMemsetAsync(params.summed_dbias, 0, bytes, device.stream), kName, "clearing dbias");
-    }
-  } else if (shares_dbias) {
+  Tensor ordered_lists;
+  if (takes_turns && has_mask) ordered_lists = order_lists(mask, q, tiles_q, tiles_k, params, device.stream);
+  check(unit.rows(rows, device.stream), kName, "launching the kernel of the rows");
+  if (shares_dbias && clusters == 0) {
     const SharedDbiasCall call{dout, q, k, v, *bias, mask, params.lse, params.delta, low, high, softmax_scale,
                                softcap};
     store_shared_dbias(kName, unit.shared_dbias, device, sizes, call, *dbias);
-    if (!needs_more) return;
   }
-
-  params.blocks_k = static_cast<int>(blocks_k);
-  // Heads of a group as works of their own are more works, whose dk and dv have to be added in device memory.
-  const bool few_works = pairs != pairs_k && pairs_k * blocks_k < kWorksEnough * device_processors;
-  const bool splits = few_works && (!deterministic || takes_turns);
-  params.heads_per_work = splits ? 1 : params.queries_per_group;
-  const int64_t owners = splits ? pairs : pairs_k;
-  params.total = static_cast<int>(owners * blocks_k);
-  Tensor key_sums;
-  const int64_t dv_columns = ceil_div(unit.head_dim_v, kPieceColumns) * kPieceColumns;
-  if (splits && (dk.has_value() || dv.has_value())) {
-    const int64_t rows_k = pairs_k * tiles_k * kTile;
-    const int64_t length = rows_k * ((dk.has_value() ? dq_columns : 0) + (dv.has_value() ? dv_columns : 0));
-    key_sums = torch::stable::new_empty(q, {&length, 1}, ScalarType::Float);
-    float* const start = static_cast<float*>(key_sums.mutable_data_ptr());
-    check(cudaMemsetAsync(start, 0, length * sizeof(float), device.stream), kName, "clearing the sums of dk and dv");
-    if (dk.has_value()) params.dk_sums = start;
-    if (dv.has_value()) params.dv_sums = start + (dk.has_value() ? rows_k * dq_columns : 0);
-    params.dk = params.dv = nullptr;
-    if (takes_turns) params.key_turns = params.dq_turns + blocks_q;
-  }
-  // q, dout and the sums of dq of the query heads of a section.
-  const int64_t row_bytes = (sizes.head_dim + sizes.head_dim_v) * 2 + (dq.has_value() ? dq_columns * 4 : 0);
-  const int64_t work_bytes = params.heads_per_work * sizes.seqlen_q * row_bytes;
-  const int64_t turns_need = has_mask ? kHeadsOfTurns : std::max<int64_t>(kBytesOfTurns / work_bytes, 2);
-  const int64_t section = std::max<int64_t>(kSectionBytes / work_bytes, takes_turns ? turns_need : 1);
-  // The works of a cluster are batch entries of the same heads, in one section.
-  params.section = static_cast<int>(std::min(ceil_div(section, params.cluster) * params.cluster, owners));
-  params.batch_is_inner = clusters > 0 || shares_over_batch(params, has_bias_tiles, has_mask);
-  const int blocks = std::min(params.total, clusters > 0 ? clusters * params.cluster : device_processors);
-  Tensor next;
-  if (takes_turns || ((has_mask || is_banded) && params.total > blocks)) {
-    next = work_counter(kName, q, device.stream);
-    params.next = static_cast<int*>(next.mutable_data_ptr());
-  }
+  if (!has_works) return;
   check(unit.main(params, form, has_mask, block_keys, blocks, device.stream), kName, "launching the kernel");
 
-  const auto finish = [&](const float* from, const std::optional<Tensor>& to, int64_t columns, double factor) {
-    if (from == nullptr) return;
-    BackwardSumsParams finished{};
-    finished.sums = from;
-    finished.out = to->mutable_data_ptr();
-    finished.batch = static_cast<int>(to->size(0));
-    finished.seqlen = static_cast<int>(to->size(1));
-    finished.num_heads = static_cast<int>(to->size(2));
-    finished.columns = static_cast<int>(to->size(3));
-    finished.panels = static_cast<int>(columns / kPieceColumns);
-    finished.factor = static_cast<float>(factor);
-    check(unit.sums(finished, device.stream), kName, "launching the kernel of the sums");
+  BackwardSumsParams finished{};
+  int64_t pieces = 0;
+  const auto finish = [&](int result, const std::optional<Tensor>& to, const float* from, int64_t rows_summed,
+                          int64_t columns, double factor) {
+    BackwardSumsParams::Result& it = finished.results[result];
+    if (to.has_value() && from != nullptr) {
+      pieces += rows_summed / kPieceRows * (columns / kPieceColumns);
+      it.sums = from;
+      it.out = to->mutable_data_ptr();
+      it.batch = static_cast<int>(to->size(0));
+      it.seqlen = static_cast<int>(to->size(1));
+      it.num_heads = static_cast<int>(to->size(2));
+      it.columns = static_cast<int>(to->size(3));
+      it.panels = static_cast<int>(columns / kPieceColumns);
+      it.factor = static_cast<float>(factor);
+    }
+    it.pieces = pieces;
   };
-  finish(params.dq_sums, dq, dq_columns, softmax_scale);
-  finish(params.dk_sums, dk, dq_columns, softmax_scale);
-  finish(params.dv_sums, dv, dv_columns, 1.0);
+  finish(0, dq, params.dq_sums, padded_rows, dq_columns, softmax_scale);
+  finished.results[0].rows_per_pair = static_cast<int>(tiles_q * kTile);
+  finish(1, dk, params.dk_sums, summed_rows, dq_columns, softmax_scale);
+  finish(2, dv, params.dv_sums, summed_rows, dv_columns, 1.0);
+  for (int result : {1, 2}) {
+    finished.results[result].rows_per_pair = static_cast<int>(blocks_k * block_keys);
+    finished.results[result].first_pair = params.whole_pairs;
+    finished.results[result].batch_is_inner = params.batch_is_inner;
+  }
+  if (pieces > 0) check(unit.sums(finished, device.stream), kName, "launching the kernel of the sums");
 }
 
 }  // namespace

@@ -181,6 +181,15 @@ __device__ __forceinline__ void store_in_cluster(uint32_t to, int value, uint32_
                : "memory");
 }
 
+// --- kernels of a stream ----------------------------------------------------------------------------------------------
+
+// Until the kernel before is done and what it wrote can be read; then the one behind may start (sm90/kernel_launch.h), not
+// earlier: what the kernel before reads would be in caches that the one behind finds.
+__device__ __forceinline__ void wait_for_kernel_before() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 // --- fences -----------------------------------------------------------------------------------------------------
 
 // What this thread has written to shared memory becomes visible to matrix instructions and the copy engine.

@@ -1,28 +1,9 @@
 // The launch of a persistent kernel.
 #pragma once
 
-#include <cuda_runtime_api.h>
+#include "kernel_launch.h"
 
 namespace flash_dmattn {
-
-// What the runtime asks of a launch in clusters.
-struct ClusterLaunch {
-  cudaLaunchAttribute attribute{};
-  cudaLaunchConfig_t config{};
-
-  ClusterLaunch(int blocks, int cluster, int threads, int bytes, cudaStream_t stream) {
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = cluster;
-    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-    config.gridDim = dim3(blocks);
-    config.blockDim = dim3(threads);
-    config.dynamicSmemBytes = bytes;
-    config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-  }
-  ClusterLaunch(const ClusterLaunch&) = delete;  // config points to the attribute
-};
 
 // Blocks of Traits::kThreads threads with a Storage each, in clusters of so many. Returns the error of the launch.
 template <class Traits, class Storage, class Params>
@@ -36,12 +17,7 @@ cudaError_t launch_persistent(void (*kernel)(Params), const Params& params, int 
   static_assert(Traits::kRegisters <= kWarpgroups * kRegisters, "registers of a block");
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
-  if (cluster > 1) {
-    ClusterLaunch launch(blocks, cluster, Traits::kThreads, kBytes, stream);
-    return cudaLaunchKernelEx(&launch.config, kernel, params);
-  }
-  kernel<<<blocks, Traits::kThreads, kBytes, stream>>>(params);
-  return cudaGetLastError();
+  return KernelLaunch(blocks, Traits::kThreads, stream, kBytes, cluster).run(kernel, params);
 }
 
 }  // namespace flash_dmattn

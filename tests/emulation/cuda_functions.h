@@ -64,19 +64,28 @@ cudaError_t cudaFuncSetAttribute(void (*)(Parameters...), cudaFuncAttribute, int
   return cudaSuccess;
 }
 
-// The C++ forms of the runtime's functions for clusters; of an attribute only their size is read.
+// The C++ forms of the runtime's functions for launches with attributes.
+inline emulation::Launch emulation_launch(const cudaLaunchConfig_t& config) {
+  emulation::Launch launch(config.gridDim.x, config.blockDim.x, config.dynamicSmemBytes);
+  for (unsigned i = 0; i < config.numAttrs; ++i) {
+    const cudaLaunchAttribute& it = config.attrs[i];
+    if (it.id == cudaLaunchAttributeClusterDimension) launch.cluster = it.val.clusterDim.x;
+    if (it.id == cudaLaunchAttributeProgrammaticStreamSerialization) {
+      launch.starts_early = it.val.programmaticStreamSerializationAllowed != 0;
+    }
+  }
+  return launch;
+}
 template <class... Parameters>
 cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, void (*)(Parameters...), const cudaLaunchConfig_t* config) {
-  const int blocks = static_cast<int>(config->attrs[0].val.clusterDim.x);
+  const int blocks = static_cast<int>(emulation_launch(*config).cluster);
   *clusters = max(emulation::settings.multiprocessors / blocks, 1);
   return cudaSuccess;
 }
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                const Arguments&... arguments) {
-  emulation::Launch launch(config->gridDim.x, config->blockDim.x, config->dynamicSmemBytes);
-  launch.cluster = config->attrs[0].val.clusterDim.x;
-  launch.run(kernel, arguments...);
+  emulation_launch(*config).run(kernel, arguments...);
   return cudaSuccess;
 }
 

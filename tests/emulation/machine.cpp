@@ -430,8 +430,8 @@ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(byte - block.shared);
 }
 
-void run_grid(unsigned blocks, unsigned threads, size_t shared_bytes, unsigned cluster,
-              const std::function<void()>& kernel) {
+void run_grid(const Launch& launch, const std::function<void()>& kernel) {
+  const auto [blocks, threads, shared_bytes, cluster, starts_early] = launch;
   if (threads % kLanes != 0) fail("a block has no whole warps");
   if (blocks % cluster != 0) fail("a grid has no whole clusters");
   random_numbers.seed(settings.seed++);
@@ -488,6 +488,9 @@ void run_grid(unsigned blocks, unsigned threads, size_t shared_bytes, unsigned c
     for (const auto& block : made) {
       for (const Warpgroup& group : block->warpgroups) {
         if (!group.products.empty()) fail("a block ends before its matrix instructions");
+      }
+      for (const Thread& thread : block->threads) {
+        if (starts_early && !thread.waited_for_kernel_before) fail("a thread does not wait for the kernel before");
       }
     }
     if (!later_copies.empty()) fail("blocks end before their copies");

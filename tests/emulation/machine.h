@@ -67,6 +67,7 @@ struct Thread {
   unsigned index = 0;
   void* stack_pointer = nullptr;
   bool done = false;
+  bool waited_for_kernel_before = false;
   // What it waits for, if anything.
   bool (*ready)(void*) = nullptr;
   void* condition = nullptr;
@@ -181,20 +182,21 @@ struct Settings {
 };
 extern Settings settings;
 
-void run_grid(unsigned blocks, unsigned threads, size_t shared_bytes, unsigned cluster,
-              const std::function<void()>& kernel);
+struct Launch;
+void run_grid(const Launch& launch, const std::function<void()>& kernel);
 
 struct Launch {
   unsigned blocks, threads;
   size_t shared_bytes;
   unsigned cluster = 1;
+  bool starts_early = false;  // before the kernel before is done
 
   Launch(unsigned blocks, unsigned threads, size_t shared_bytes = 0, void* /*stream*/ = nullptr)
       : blocks(blocks), threads(threads), shared_bytes(shared_bytes) {}
 
   template <class... Parameters, class... Arguments>
   void run(void (*kernel)(Parameters...), const Arguments&... arguments) const {
-    run_grid(blocks, threads, shared_bytes, cluster, [&] { kernel(arguments...); });
+    run_grid(*this, [&] { kernel(arguments...); });
   }
 };
 

@@ -67,6 +67,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) backward_kernel(const __g
     }
     barrier_init_fence();
   }
+  wait_for_kernel_before();
   if constexpr (Traits::kSumsDbias) {
     cluster_sync();
   } else {

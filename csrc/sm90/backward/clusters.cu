@@ -2,7 +2,7 @@
 #include <array>
 #include <atomic>
 
-#include "../persistent.h"
+#include "../kernel_launch.h"
 #include "launch.h"
 
 namespace flash_dmattn {
@@ -23,7 +23,7 @@ cudaError_t count_clusters(int device, int cluster, int& clusters) {
     cudaError_t error =
         cudaFuncSetAttribute(fill_multiprocessor, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     if (error != cudaSuccess) return error;
-    ClusterLaunch launch(cluster, cluster, kThreads, kBytes, nullptr);
+    const KernelLaunch launch(cluster, kThreads, nullptr, kBytes, cluster);
     error = cudaOccupancyMaxActiveClusters(&clusters, fill_multiprocessor, &launch.config);
     if (error != cudaSuccess) return error;
     count = clusters + 1;

@@ -265,15 +265,11 @@ struct KeyConsumer {
   __device__ __forceinline__ void store(const float (&x)[kCount], void* to, float* sums, int columns, float factor,
                                         const KeyItem<Traits>& item, int tile = 0) {
     const int heads_k = p.num_heads / p.queries_per_group, head_k = item.head / p.queries_per_group;
-    if (sums != nullptr) {
-      const int64_t head = static_cast<int64_t>(item.batch) * heads_k + head_k;
+    if (to == nullptr) return;
+    if (item.summed_pair >= 0) {
       constexpr int kPanels = kCount * 2 / kPieceColumns, kPieces = Traits::kKeys / kPieceRows;
-      // Of two tiles of a block the last may lie beyond the pieces.
-      if (Traits::kKeyTiles > 1 && first_key(item) + tile * kTile >= p.seqlen_k) return;
-      constexpr int kOfTile = kTile / kPieceRows;
-      const int64_t before = Traits::kKeyTiles == 1 ? head * kPieces * p.blocks_k
-                                                    : head * kOfTile * ((p.seqlen_k + kTile - 1) / kTile);
-      float* piece = sums + (before + item.block_k * kPieces + tile * kOfTile + group) * kPanels * kPieceFloats;
+      const int64_t block = static_cast<int64_t>(item.summed_pair) * p.blocks_k + item.block_k;
+      float* piece = sums + (block * kPieces + tile * (kTile / kPieceRows) + group) * kPanels * kPieceFloats;
 #pragma unroll
       for (int c = 0; c < kCount / 4; ++c) {
         add_four(piece + c / 8 * kPieceFloats + place_in_piece(c % 8, threadIdx.x % 128), x[4 * c], x[4 * c + 1],
@@ -281,7 +277,6 @@ struct KeyConsumer {
       }
       return;
     }
-    if (to == nullptr) return;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int key = first_key(item) + key_of_block(r, tile);

@@ -3,6 +3,7 @@
 //
 // A list of full tiles and then partial ones, as the mask has it, comes to some queries late where the list of the keys
 // beside comes to them early, and the one waits for most of the other. A warp writes one list.
+#include "../kernel_launch.h"
 #include "launch.h"
 
 namespace flash_dmattn {
@@ -25,6 +26,7 @@ __device__ __forceinline__ int count_below(const int32_t* values, int count, int
 }
 
 __global__ void __launch_bounds__(kListsPerBlock * 32) order_lists_kernel(const __grid_constant__ OrderListsParams p) {
+  wait_for_kernel_before();
   const int64_t list = static_cast<int64_t>(blockIdx.x) * kListsPerBlock + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   if (list >= p.num_lists) return;
@@ -57,8 +59,7 @@ __global__ void __launch_bounds__(kListsPerBlock * 32) order_lists_kernel(const 
 
 cudaError_t launch_order_lists(const OrderListsParams& params, cudaStream_t stream) {
   const int64_t blocks = (params.num_lists + kListsPerBlock - 1) / kListsPerBlock;
-  order_lists_kernel<<<static_cast<unsigned>(blocks), kListsPerBlock * 32, 0, stream>>>(params);
-  return cudaGetLastError();
+  return KernelLaunch(blocks, kListsPerBlock * 32, stream).run(order_lists_kernel, params);
 }
 
 }  // namespace flash_dmattn

@@ -1,5 +1,8 @@
-// The kernels before and after the backward kernel: lse and delta of every row, and results from their sums.
+// The kernels before and after the backward kernel: lse and delta of every row and zeros for sums, and results from sums.
+#include <algorithm>
+
 #include "../../device/fragments.h"
+#include "../kernel_launch.h"
 #include "../operands.h"
 #include "launch.h"
 #include "pieces.h"
@@ -10,6 +13,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kLanes = 8;  // of a row; each takes 8 values at a time
 constexpr int kMaxBlocks = 1 << 20;
+constexpr int kZerosOfThread = 8;  // where there are fewer rows than that takes
 
 // What an item of work, a row, says of itself to with_bias.
 struct Row {
@@ -20,6 +24,7 @@ struct Row {
 template <class Element, int kColumns>
 __global__ void __launch_bounds__(kThreads) backward_rows_kernel(const __grid_constant__ BackwardRowsParams p,
                                                                  int64_t rows) {
+  wait_for_kernel_before();
   constexpr int kTimes = kColumns / (kLanes * 8);  // that a lane loads; all are before any is used
   const int padded = (p.seqlen_q + kTile - 1) / kTile * kTile;
   const int lane = threadIdx.x % kLanes;
@@ -75,25 +80,32 @@ __global__ void __launch_bounds__(kThreads) backward_rows_kernel(const __grid_co
       p.lse_log2[at] = lse;
       p.delta[at] = exists ? sum : 0.0f;
     }
-    if (p.dq_sums != nullptr) {
-      float4* sums = reinterpret_cast<float4*>(p.dq_sums + at * p.dq_columns);
-      for (int i = lane; i < p.dq_columns / 4; i += kLanes) sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    }
+  }
+  uint4* cleared = static_cast<uint4*>(p.cleared);
+  for (int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; at < p.zeros;
+       at += static_cast<int64_t>(gridDim.x) * kThreads) {
+    cleared[at] = make_uint4(0, 0, 0, 0);
   }
 }
 
 // A warpgroup for each piece of the sums.
 template <class Element>
-__global__ void __launch_bounds__(128) backward_sums_kernel(const __grid_constant__ BackwardSumsParams p,
-                                                            int64_t pieces) {
-  const int pieces_per_head = (p.seqlen + kTile - 1) / kTile * (kTile / kPieceRows);
+__global__ void __launch_bounds__(128) backward_sums_kernel(const __grid_constant__ BackwardSumsParams params) {
+  wait_for_kernel_before();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int64_t piece = blockIdx.x; piece < pieces; piece += gridDim.x) {
-    const int panel = static_cast<int>(piece % p.panels);
-    const int64_t line = piece / p.panels, pair = line / pieces_per_head;
-    const int first_row = static_cast<int>(line - pair * pieces_per_head) * kPieceRows;
+  const int64_t total = params.results[BackwardSumsParams::kResults - 1].pieces;
+  for (int64_t at = blockIdx.x; at < total; at += gridDim.x) {
+    int result = 0;
+    while (at >= params.results[result].pieces) ++result;
+    const BackwardSumsParams::Result& p = params.results[result];
+    const int64_t piece = at - (result > 0 ? params.results[result - 1].pieces : 0);
+    const int panel = static_cast<int>(piece % p.panels), lines = p.rows_per_pair / kPieceRows;
+    const int64_t line = piece / p.panels, place = line / lines;
+    const int first_row = static_cast<int>(line - place * lines) * kPieceRows;
     if (first_row >= p.seqlen) continue;
-    const int64_t batch = pair / p.num_heads, head = pair - batch * p.num_heads;
+    const int64_t pair = p.first_pair + place, outer = pair / (p.batch_is_inner ? p.batch : p.num_heads);
+    const int64_t inner = pair - outer * (p.batch_is_inner ? p.batch : p.num_heads);
+    const int64_t batch = p.batch_is_inner ? inner : outer, head = p.batch_is_inner ? outer : inner;
     const float* from = p.sums + piece * kPieceFloats;
     float4 sums[kPieceColumns / 8];
 #pragma unroll
@@ -123,30 +135,24 @@ __global__ void __launch_bounds__(128) backward_sums_kernel(const __grid_constan
   }
 }
 
-int blocks_for(int64_t count) { return static_cast<int>(count < kMaxBlocks ? count : kMaxBlocks); }
-
-int64_t tiles_of(int seqlen) { return (seqlen + kTile - 1) / kTile; }
+int64_t blocks_for(int64_t count) { return std::min<int64_t>(count, kMaxBlocks); }
 
 }  // namespace
 
 template <class T>
 cudaError_t launch_backward_rows(const BackwardRowsParams& params, cudaStream_t stream) {
-  const int64_t rows = static_cast<int64_t>(params.batch) * params.num_heads * tiles_of(params.seqlen_q) * kTile;
-  const int blocks = blocks_for(rows / (kThreads / kLanes));
-  if (params.head_dim_v <= kMaxRowColumns / 2) {
-    backward_rows_kernel<T, kMaxRowColumns / 2><<<blocks, kThreads, 0, stream>>>(params, rows);
-  } else {
-    backward_rows_kernel<T, kMaxRowColumns><<<blocks, kThreads, 0, stream>>>(params, rows);
-  }
-  return cudaGetLastError();
+  const int64_t tiles = (params.seqlen_q + kTile - 1) / kTile;
+  const int64_t rows = static_cast<int64_t>(params.batch) * params.num_heads * tiles * kTile;
+  const int64_t blocks = std::max(rows / (kThreads / kLanes), params.zeros / (kThreads * kZerosOfThread));
+  const auto kernel = params.head_dim_v <= kMaxRowColumns / 2 ? backward_rows_kernel<T, kMaxRowColumns / 2>
+                                                              : backward_rows_kernel<T, kMaxRowColumns>;
+  return KernelLaunch(blocks_for(blocks), kThreads, stream).run(kernel, params, rows);
 }
 
 template <class T>
 cudaError_t launch_backward_sums(const BackwardSumsParams& params, cudaStream_t stream) {
-  const int64_t pieces = static_cast<int64_t>(params.batch) * params.num_heads * tiles_of(params.seqlen) *
-                         (kTile / kPieceRows) * params.panels;
-  backward_sums_kernel<T><<<blocks_for(pieces), 128, 0, stream>>>(params, pieces);
-  return cudaGetLastError();
+  const int64_t pieces = params.results[BackwardSumsParams::kResults - 1].pieces;
+  return KernelLaunch(blocks_for(pieces), 128, stream).run(backward_sums_kernel<T>, params);
 }
 
 template cudaError_t launch_backward_rows<__half>(const BackwardRowsParams&, cudaStream_t);

@@ -7,18 +7,26 @@
 
 namespace flash_dmattn {
 
-// What is at a place in the order of work: a block of keys, and the first of its query heads.
+// What is at a place in the order of work: a block of keys, and the first and the number of its query heads.
 struct KeyWork {
-  int batch, head, block_k;
+  int batch, head, block_k, heads;
+  // Where they are not all of a group: the pair of batch and head of k, counted from the first such; else -1.
+  int summed_pair;
 };
 
 __device__ __forceinline__ KeyWork key_work_at(const BackwardParams& p, int index) {
-  const int works = p.num_heads / p.heads_per_work;  // of a batch entry and a block
-  const int per_section = p.section * p.blocks_k;
-  const int section = index / per_section, place = index - section * per_section;
-  const int first = section * p.section;
-  const int width = min(p.section, p.batch * works - first);
+  const int group = p.queries_per_group, whole = p.whole_pairs * p.blocks_k;
+  const bool is_whole = index < whole;
   KeyWork work;
+  work.heads = is_whole ? group : 1;
+  const int works = p.num_heads / work.heads;  // of a batch entry and a block
+  // Pairs of batch and `heads` heads.
+  const int start = is_whole ? 0 : p.whole_pairs * group, end = is_whole ? p.whole_pairs : p.batch * works;
+  const int in_section = is_whole ? p.whole_section : p.section;
+  const int from = is_whole ? index : index - whole;
+  const int section = from / (in_section * p.blocks_k), place = from - section * in_section * p.blocks_k;
+  const int first = start + section * in_section;
+  const int width = min(in_section, end - first);
   work.block_k = place / width;  // under causality the longest first
   const int pair = first + place - work.block_k * width;
   if (p.dq_turns != nullptr) work.block_k = p.blocks_k - 1 - work.block_k;
@@ -30,7 +38,11 @@ __device__ __forceinline__ KeyWork key_work_at(const BackwardParams& p, int inde
     work.batch = pair / works;
     unit = pair - work.batch * works;
   }
-  work.head = unit * p.heads_per_work;
+  work.head = unit * work.heads;
+  const int head_k = work.head / group;
+  work.summed_pair = is_whole ? -1
+                              : (p.batch_is_inner ? head_k * p.batch + work.batch
+                                                  : work.batch * (p.num_heads / group) + head_k) - p.whole_pairs;
   return work;
 }
 
@@ -112,6 +124,7 @@ struct KeyItem {
   bool exists;  // false after the last
   bool is_first, is_last;  // of the heads of these keys
   int batch, head, block_k;
+  int summed_pair;  // KeyWork's
   QueryWalk<Traits> walk;
 };
 

@@ -3,6 +3,7 @@
 //     list = number of full tiles, number of partial tiles, then the indices: full, partial, empty, each ascending
 //
 // A warp writes one list. It reads the classes alone, 1/16384 of the mask, twice: to count, then to place.
+#include "../kernel_launch.h"
 #include "mask.h"
 
 namespace flash_dmattn {
@@ -12,6 +13,7 @@ constexpr unsigned kAll = 0xffffffffu;
 constexpr int kPartial = 1, kFull = 2;
 
 __global__ void __launch_bounds__(kListsPerBlock * 32) list_tiles_kernel(const __grid_constant__ ListTilesParams p) {
+  wait_for_kernel_before();
   const int64_t list = static_cast<int64_t>(blockIdx.x) * kListsPerBlock + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   if (list >= p.num_lists) return;  // whole warps
@@ -61,8 +63,7 @@ __global__ void __launch_bounds__(kListsPerBlock * 32) list_tiles_kernel(const _
 }  // namespace
 
 cudaError_t launch_list_tiles(const ListTilesParams& params, unsigned blocks, cudaStream_t stream) {
-  list_tiles_kernel<<<blocks, kListsPerBlock * 32, 0, stream>>>(params);
-  return cudaGetLastError();
+  return KernelLaunch(blocks, kListsPerBlock * 32, stream).run(list_tiles_kernel, params);
 }
 
 }  // namespace flash_dmattn

@@ -9,6 +9,7 @@
 // mask: 1 byte per element against 1/8 written. A block takes 128 rows by 512 keys; a warp takes whole rows of it, and
 // lane n holds the keys 16 n to 16 n + 15 as 16 bits, whichever way they were read.
 #include "../../dispatch.h"
+#include "../kernel_launch.h"
 #include "mask.h"
 
 namespace flash_dmattn {
@@ -74,6 +75,7 @@ __device__ void write_nothing(const PackMaskParams& p, int head, int tile_q, int
 
 template <class Traits>
 __global__ void __launch_bounds__(kWarps * 32) pack_mask_kernel(const __grid_constant__ PackMaskParams p) {
+  wait_for_kernel_before();
   // Neighbouring blocks read neighbouring keys of the same rows.
   const int strip = blockIdx.x % p.strips;
   const int tile_q = blockIdx.x / p.strips % p.tiles_q;
@@ -171,8 +173,7 @@ cudaError_t launch_pack_mask(const PackMaskParams& params, unsigned blocks, bool
   return with_bool(wide, [&](auto wide_) {
     return with_bool(has_band, [&](auto band_) {
       using Traits = PackTraits<decltype(wide_)::value, decltype(band_)::value>;
-      pack_mask_kernel<Traits><<<blocks, kWarps * 32, 0, stream>>>(params);
-      return cudaGetLastError();
+      return KernelLaunch(blocks, kWarps * 32, stream).run(pack_mask_kernel<Traits>, params);
     });
   });
 }

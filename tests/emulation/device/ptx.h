@@ -51,6 +51,10 @@ inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
 inline void named_barrier_sync(int id, int threads) { emulation::named_barrier_sync(id, threads); }
 inline void named_barrier_arrive(int id, int threads) { emulation::named_barrier_arrive(id, threads); }
 
+// --- kernels of a stream ----------------------------------------------------------------------------------------------
+
+inline void wait_for_kernel_before() { emulation::current->waited_for_kernel_before = true; }
+
 // --- bulk tensor copies -----------------------------------------------------------------------------------------
 
 inline void prefetch_tensor_map(const CUtensorMap*) {}
