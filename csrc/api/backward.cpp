@@ -131,12 +131,15 @@ struct Scratch {
 };
 
 // Of how many pairs of batch and head of k a work has all query heads. Query heads as works of their own are more works,
-// whose dk and dv have to be added in device memory: where works are few, those of the last one to two rounds.
-int64_t count_whole_pairs(const BackwardParams& params, int64_t pairs_k, int64_t processors, bool deterministic,
-                          bool takes_turns) {
+// whose dk and dv have to be added in device memory. Where works are few all are; under a mask, whose works are as long at
+// the end as at the start, only those of the last one or two rounds: blocks 0.1 1.10 ms for 1.13, but causal queries,
+// groups of 4, at 8k 2.43 for 2.36.
+int64_t count_whole_pairs(const BackwardParams& params, int64_t pairs_k, int64_t processors, bool has_mask,
+                          bool deterministic, bool takes_turns) {
   const int64_t works = pairs_k * params.blocks_k;
   if (params.queries_per_group == 1 || works >= kWorksEnough * processors) return pairs_k;
   if (deterministic) return takes_turns ? 0 : pairs_k;
+  if (!has_mask) return 0;
   const int64_t rounds = std::max<int64_t>(works / processors - 1, 0), together = params.batch_is_inner ? params.batch : 1;
   return rounds * processors / params.blocks_k / together * together;
 }
@@ -227,7 +230,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   const int64_t dv_columns = ceil_div(unit.head_dim_v, kPieceColumns) * kPieceColumns;
   params.blocks_k = static_cast<int>(blocks_k);
   params.batch_is_inner = clusters > 0 || shares_over_batch(params, has_bias_tiles, has_mask);
-  const int64_t whole_pairs = count_whole_pairs(params, pairs_k, device_processors, deterministic, takes_turns);
+  const int64_t whole_pairs = count_whole_pairs(params, pairs_k, device_processors, has_mask, deterministic, takes_turns);
   const int64_t summed_pairs = pairs_k - whole_pairs, single_heads = pairs - whole_pairs * params.queries_per_group;
   params.whole_pairs = static_cast<int>(whole_pairs);
   params.total = static_cast<int>((whole_pairs + single_heads) * blocks_k);
@@ -270,8 +273,8 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   if (takes_turns) params.dq_turns = reinterpret_cast<int*>(start + dq_turns_at);
   if (dq.has_value()) params.dq_sums = start + dq_at;
   if (summed_pairs > 0 && (dk.has_value() || dv.has_value())) {
-    params.dk_sums = start + dk_at;
-    params.dv_sums = start + dv_at;
+    if (dk.has_value()) params.dk_sums = start + dk_at;
+    if (dv.has_value()) params.dv_sums = start + dv_at;
     if (takes_turns) params.key_turns = reinterpret_cast<int*>(start + key_turns_at);
   }
 

@@ -394,8 +394,8 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& p, Backwa
       if (p.key_turns != nullptr) named_barrier_sync(kMayAddBarrier + group, 128 + 32);
 #pragma unroll
       for (int tile = 0; tile < Traits::kKeyTiles; ++tile) {
-        consumer.store(dk[tile], p.dk, p.dk_sums, p.head_dim, p.softmax_scale, item, tile);
-        consumer.store(dv[tile], p.dv, p.dv_sums, p.head_dim_v, 1.0f, item, tile);
+        consumer.store(dk[tile], p.dk, consumer.sums_of(item, p.dk_sums), p.head_dim, p.softmax_scale, item, tile);
+        consumer.store(dv[tile], p.dv, consumer.sums_of(item, p.dv_sums), p.head_dim_v, 1.0f, item, tile);
       }
       if (p.key_turns != nullptr) named_barrier_arrive(kHasAddedBarrier + group, 128 + 32);
     }

@@ -40,15 +40,15 @@ __device__ __forceinline__ void copy_operands(const BackwardParams& p, Storage& 
     const int place = index * cluster + rank;
     item.exists = place < p.total;
     const KeyWork work = key_work_at(p, item.exists ? place : 0);
-    const int members = item.exists ? work.heads : 1, head_k = work.head / p.queries_per_group;
+    const int members = item.exists && work.is_whole ? p.queries_per_group : 1, head_k = work.head / p.queries_per_group;
 #pragma unroll 1
     for (int member = 0; member < members; ++member) {
       item.is_first = member == 0;
       item.is_last = member == members - 1;
+      item.is_whole = work.is_whole;
       item.batch = work.batch;
       item.head = work.head + member;
       item.block_k = work.block_k;
-      item.summed_pair = work.summed_pair;
       if (item.exists) item.walk = QueryWalk<Traits>::of(p, item);
       barrier_wait(&shared.work_empty[ring_work.stage], ring_work.phase ^ 1);
       shared.work[ring_work.stage] = item;

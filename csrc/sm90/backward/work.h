@@ -7,23 +7,21 @@
 
 namespace flash_dmattn {
 
-// What is at a place in the order of work: a block of keys, and the first and the number of its query heads.
+// What is at a place in the order of work: a block of keys, and the first of its query heads.
 struct KeyWork {
-  int batch, head, block_k, heads;
-  // Where they are not all of a group: the pair of batch and head of k, counted from the first such; else -1.
-  int summed_pair;
+  int batch, head, block_k;
+  bool is_whole;  // whether it has all heads of a group, or one
 };
 
 __device__ __forceinline__ KeyWork key_work_at(const BackwardParams& p, int index) {
   const int group = p.queries_per_group, whole = p.whole_pairs * p.blocks_k;
-  const bool is_whole = index < whole;
   KeyWork work;
-  work.heads = is_whole ? group : 1;
-  const int works = p.num_heads / work.heads;  // of a batch entry and a block
-  // Pairs of batch and `heads` heads.
-  const int start = is_whole ? 0 : p.whole_pairs * group, end = is_whole ? p.whole_pairs : p.batch * works;
-  const int in_section = is_whole ? p.whole_section : p.section;
-  const int from = is_whole ? index : index - whole;
+  work.is_whole = index < whole;
+  const int heads = work.is_whole ? group : 1, works = p.num_heads / heads;  // of a batch entry and a block
+  // Pairs of batch and so many heads.
+  const int start = work.is_whole ? 0 : p.whole_pairs * group, end = work.is_whole ? p.whole_pairs : p.batch * works;
+  const int in_section = work.is_whole ? p.whole_section : p.section;
+  const int from = work.is_whole ? index : index - whole;
   const int section = from / (in_section * p.blocks_k), place = from - section * in_section * p.blocks_k;
   const int first = start + section * in_section;
   const int width = min(in_section, end - first);
@@ -38,11 +36,7 @@ __device__ __forceinline__ KeyWork key_work_at(const BackwardParams& p, int inde
     work.batch = pair / works;
     unit = pair - work.batch * works;
   }
-  work.head = unit * work.heads;
-  const int head_k = work.head / group;
-  work.summed_pair = is_whole ? -1
-                              : (p.batch_is_inner ? head_k * p.batch + work.batch
-                                                  : work.batch * (p.num_heads / group) + head_k) - p.whole_pairs;
+  work.head = unit * heads;
   return work;
 }
 
@@ -123,8 +117,8 @@ template <class Traits>
 struct KeyItem {
   bool exists;  // false after the last
   bool is_first, is_last;  // of the heads of these keys
+  bool is_whole;           // KeyWork's
   int batch, head, block_k;
-  int summed_pair;  // KeyWork's
   QueryWalk<Traits> walk;
 };
 

@@ -250,9 +250,9 @@ __device__ __forceinline__ void consume_wide_backward(const BackwardParams& p, W
       ring_keys.advance();
       if (p.key_turns != nullptr) named_barrier_sync(kMayAddBarrier + kGroup, 128 + 32);
       if constexpr (Consumer::kHasDv) {
-        consumer.store(sums, p.dv, p.dv_sums, p.head_dim_v, 1.0f, item);
+        consumer.store(sums, p.dv, consumer.sums_of(item, p.dv_sums), p.head_dim_v, 1.0f, item);
       } else {
-        consumer.store(sums, p.dk, p.dk_sums, p.head_dim, p.softmax_scale, item);
+        consumer.store(sums, p.dk, consumer.sums_of(item, p.dk_sums), p.head_dim, p.softmax_scale, item);
       }
       if (p.key_turns != nullptr) named_barrier_arrive(kHasAddedBarrier + kGroup, 128 + 32);
     }
