@@ -117,24 +117,42 @@ def takes_pairs_of_key_tiles(problem: AttentionProblem) -> bool:
     return 5 * rounds[1] <= 3 * rounds[0]
 
 
+def whole_pairs(problem: AttentionProblem, processors: int = PROCESSORS) -> int:
+    """Of how many pairs of batch and head of k a work has all query heads, as `count_whole_pairs` decides it."""
+    p = problem
+    pairs, blocks = p.batch * p.num_heads_k, _key_blocks(p)
+    if p.num_heads == p.num_heads_k or pairs * blocks >= 8 * processors:
+        return pairs
+    if p.deterministic:
+        return 0 if p.need.q else pairs
+    if p.mask is None:
+        return 0
+    per_score = p.bias is not None and not any(p.bias.broadcast()[2:])
+    shares = p.mask.broadcast()[0] or (per_score and p.bias is not None and p.bias.broadcast()[0])
+    together = p.batch if sums_in_clusters(p) or (p.batch > 1 and shares) else 1
+    return max(pairs * blocks // processors - 1, 0) * processors // blocks // together * together
+
+
 def backward_works(problem: AttentionProblem) -> tuple[str, str]:
     """What a block works on, and how the blocks of an H200 share it, as csrc/api/backward.cpp decides it."""
     p = problem
-    blocks = -(-p.seqlen_k // 128) * (1 if max(p.head_dim, p.head_dim_v) <= 128 else 2)
-    if takes_pairs_of_key_tiles(p):
-        blocks = -(-p.seqlen_k // 256)
-    groups = p.batch * p.num_heads_k
-    heads, total = "its own", groups * blocks
+    pairs, whole, heads = p.batch * p.num_heads_k, whole_pairs(p), "its own"
     if p.num_heads != p.num_heads_k:
-        splits = not p.deterministic and total < 8 * PROCESSORS
-        heads = "one of a group" if splits else "a group"
-        total *= p.num_heads // p.num_heads_k if splits else 1
+        heads = "one of a group" if whole == 0 else "a group" if whole == pairs else "a group, then one"
+    total = (whole + (pairs - whole) * p.num_heads // p.num_heads_k) * _key_blocks(p)
     if p.deterministic and p.need.q:
         return heads, "in order"
     if total <= PROCESSORS:
         return heads, "one each"
     is_even = p.mask is None and not p.is_causal and p.window_size == (-1, -1)
     return heads, "evenly" if is_even else "as they finish"
+
+
+def _key_blocks(problem: AttentionProblem) -> int:
+    p = problem
+    if takes_pairs_of_key_tiles(p):
+        return -(-p.seqlen_k // 256)
+    return -(-p.seqlen_k // 128) * (1 if max(p.head_dim, p.head_dim_v) <= 128 else 2)
 
 
 def _is_broadcast(x: Tensor, dim: int) -> bool:

@@ -265,6 +265,11 @@ BACKWARD_CLUSTERS_IN_ORDER = (
     WIDE_BASE.with_(**OF_BATCH, batch=4, **SHARED, seqlen_q=127, seqlen_k=264, is_causal=True),
     FP16_BASE.with_(**OF_BATCH, batch=4, seqlen_q=65, seqlen_k=136, mask=EVERY_BATCH, head_dim_v=24),
 )
+# Under a mask, works of a group and then of single heads.
+BACKWARD_GROUPS_THEN_HEADS = (
+    BASE.with_(batch=2, num_heads=90, num_heads_k=45, seqlen_q=9, seqlen_k=257, mask=TILES, mask_kind="empty_tiles"),
+    WIDE_FP16.with_(batch=2, num_heads=68, num_heads_k=34, seqlen_q=9, seqlen_k=392, bias=PER_KEY, mask=EVERY_BATCH),
+)
 WIDE_DIMS = ((192, 128), (192, 192), (256, 256))
 
 
@@ -307,6 +312,7 @@ CASES = {
         + BACKWARD_CAPPED
         + BACKWARD_SHARED
         + BACKWARD_CLUSTERS
+        + BACKWARD_GROUPS_THEN_HEADS
         + BACKWARD_WIDE
         + BACKWARD_WIDE_SHARED
         + BACKWARD_WIDE_CAPPED,

@@ -16,7 +16,7 @@ import torch
 from accuracy import assert_accurate, error, oracle, run
 from cases import ALL, Case, Inputs
 from conftest import Runner
-from cuda_forms import differentiated, sums_in_clusters, takes_pairs_of_key_tiles
+from cuda_forms import differentiated, sums_in_clusters, takes_pairs_of_key_tiles, whole_pairs
 from layouts import LAYOUTS, rearranged
 from torch import Tensor
 
@@ -40,6 +40,9 @@ HEAD_DIMS = (64, 128, 192, 256)
 SUBSETS = tuple(s for n in range(1, 5) for s in itertools.combinations(ALL, n))
 # Around the edges of a tile, and of the 64 queries of a step from head dim 128 on, or the 64 keys of a block above it.
 LENGTHS = (63, 64, 65, 127, 128, 129, 191, 193)
+
+# Of the GPU, or of the emulated one.
+PROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 3
 
 every_bias = pytest.mark.parametrize("bias", BIASES)
 both_orders = pytest.mark.parametrize("deterministic", (False, True), ids=("any order", "fixed order"))
@@ -111,6 +114,18 @@ def check_masked(backend: Runner, case: Case, form: str, **flags: Any) -> None:
         sizes = {"seqlen_q": case.seqlen_q, "seqlen_k": case.seqlen_k, "is_causal": case.is_causal}
         given = replace(inputs, mask=prepare_mask(inputs.mask, **sizes))
     check(backend, case, inputs, given, **flags)
+
+
+@pytest.fixture
+def unwritten_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the backend allocates is NaN until a kernel writes it."""
+    empty = torch.empty
+
+    def filled(*args: Any, **kwargs: Any) -> Tensor:
+        x = empty(*args, **kwargs)
+        return x.fill_(torch.nan) if x.is_floating_point() else x
+
+    monkeypatch.setattr(torch, "empty", filled)
 
 
 @every_mask
@@ -287,6 +302,20 @@ def test_more_work_than_processors(backend: Runner, deterministic: bool, is_caus
         check(backend, case, case.build(), deterministic=deterministic)
 
 
+@pytest.mark.parametrize("need", (("q",), ("k",), ("v", "bias"), ALL), ids="-".join)
+@pytest.mark.parametrize("mask", (TILES, ("1", "1", "Lq", "Lk")), ids="-".join)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_groups_first_and_then_heads(
+    backend: Runner, head_dim: int, mask: tuple[str, ...], need: tuple[str, ...], unwritten_is_nan: None
+) -> None:
+    """Works of a group store dk and dv, those of a head behind them add to sums: of pairs by batch, or by head."""
+    tiles = -(-3 * PROCESSORS // 10)
+    case = BASE.with_(batch=2, num_heads=15, num_heads_k=5, seqlen_k=tiles * TILE - 31, head_dim=head_dim, need=need)
+    case = case.with_(mask=mask, mask_kind="empty_tiles", bias=PER_KEY)
+    assert 0 < whole_pairs(differentiated(case, False), PROCESSORS) < 10
+    check(backend, case, case.build())
+
+
 # A softcap, whose slope dq and dk have and the gradients of a bias have not
 
 CAPPED = BASE.with_(softcap=2.0, logits=3.0)  # from where tanh is a line to where it is flat
@@ -383,18 +412,6 @@ def test_softcap_of_many_tiles(backend: Runner, deterministic: bool, head_dim: i
 SHARED = tuple((batch, heads, "Lq", "Lk") for batch in ("1", "B") for heads in ("1", "Hk", "Hq"))[:-1]
 every_shared = pytest.mark.parametrize("shape", SHARED, ids="-".join)
 GROUPED = BASE.with_(num_heads=8, num_heads_k=2)
-
-
-@pytest.fixture
-def unwritten_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the backend allocates is NaN until a kernel writes it."""
-    empty = torch.empty
-
-    def filled(*args: Any, **kwargs: Any) -> Tensor:
-        x = empty(*args, **kwargs)
-        return x.fill_(torch.nan) if x.is_floating_point() else x
-
-    monkeypatch.setattr(torch, "empty", filled)
 
 
 def check_shared(backend: Runner, case: Case, inputs: Inputs, given: Inputs | None = None) -> None:

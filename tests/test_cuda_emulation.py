@@ -80,16 +80,24 @@ def test_a_gradient_that_clusters_sum(built: Built) -> None:
     assert "8 passed" in said
 
 
+def test_groups_first_and_then_heads(built: Built) -> None:
+    """Works of whole groups, and of heads of which several add to dk and dv."""
+    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", TESTS / "test_cuda_backward.py")
+    said = run(*command, "-k", "groups_first and 64", FLASH_DMATTN_EMULATED=str(built.extension))
+    assert "8 passed" in said
+
+
 def test_what_the_emulation_notices(built: Built) -> None:
     said = run(built.mistakes)
     found = {
         name: (int(right), error) for name, right, error in re.findall(r"(.*): (\d+) of 40 runs right; (.*)", said)
     }
     assert found.pop("none") == (40, "")
-    assert len(found) == 7 and all(right < 40 for right, _ in found.values()), said
+    assert len(found) == 8 and all(right < 40 for right, _ in found.values()), said
     for name, message in (
         ("never gives back", "no thread can go on"),
         ("lanes part", "a lane is at __ballot_sync while others of its warp are at __syncwarp"),
         ("leaves shared memory", "shared memory ends before address"),
+        ("starts too early", "a thread does not wait for the kernel before"),
     ):
         assert found[name][0] == 0 and message in found[name][1], said

@@ -18,7 +18,8 @@ enum class Mistake {
   kNeverGivesBack,
   kExpectsTooFew,
   kLanesPart,
-  kLeavesSharedMemory
+  kLeavesSharedMemory,
+  kStartsTooEarly
 };
 
 constexpr int kSize = 64, kDepth = 128, kRounds = kDepth / kPanelColumns, kTileBytes = kSize * kRowBytes;
@@ -30,6 +31,7 @@ struct Storage {
 
 template <Mistake kMistake>
 void product_kernel(CUtensorMap a, CUtensorMap b, float* out) {
+  if (kMistake != Mistake::kStartsTooEarly || threadIdx.x > 0) wait_for_kernel_before();
   auto& shared = *reinterpret_cast<Storage*>(emulation::shared_memory());
   if (threadIdx.x == 0) {
     barrier_init(&shared.full, 2);
@@ -105,7 +107,9 @@ void try_out(const char* name) {
     emulation::settings.seed = static_cast<uint64_t>(run);
     std::fill(out.begin(), out.end(), NAN);
     try {
-      emulation::Launch(1, 256, sizeof(Storage)).run(product_kernel<kMistake>, map_of(a), map_of(b), out.data());
+      emulation::Launch launch(1, 256, sizeof(Storage));
+      launch.starts_early = true;
+      launch.run(product_kernel<kMistake>, map_of(a), map_of(b), out.data());
       right += out == wanted;
     } catch (const std::exception& failure) {
       error = failure.what();
@@ -127,4 +131,5 @@ int main() {
   try_out<Mistake::kExpectsTooFew>("expects too few");
   try_out<Mistake::kLanesPart>("lanes part");
   try_out<Mistake::kLeavesSharedMemory>("leaves shared memory");
+  try_out<Mistake::kStartsTooEarly>("starts too early");
 }
