@@ -69,15 +69,15 @@ def sanitizer_parts() -> list[Part]:
 def all_parts() -> list[Part]:
     """Everything docs/testing.md names, in the order in which it starts: the longest first."""
     kernels = "triton or cuda"
-    dtypes = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    dtypes = {"fp32": ("float32", 440), "bf16": ("bfloat16", 300), "fp16": ("float16", 300)}
     command = (sys.executable, "-m", "flash_dmattn")
     parts = [
         pytest_part("random", ["tests/test_random.py"], 10, 420, f"kernels and ({kernels})"),
         *(
-            pytest_part(name, SHARED_SUITE, 5, 300, kernels, FLASH_DMATTN_TEST_DTYPE=dtype)
-            for name, dtype in dtypes.items()
+            pytest_part(name, SHARED_SUITE, 5, seconds, kernels, FLASH_DMATTN_TEST_DTYPE=dtype)
+            for name, (dtype, seconds) in dtypes.items()
         ),
-        pytest_part("gradients", ["tests/test_cuda_backward.py"], 8, 200),
+        pytest_part("gradients", ["tests/test_cuda_backward.py"], 14, 300),
         pytest_part("parts", ["tests/test_cuda_parts.py"], 2, 30),
         pytest_part("gpu", ["tests/test_gpu.py", "tests/test_gpu_backward.py"], 4, 120, kernels),
         pytest_part("bugs", ["tests/test_predecessor_bugs.py"], 2, 60, kernels),

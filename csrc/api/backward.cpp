@@ -141,9 +141,63 @@ int64_t count_whole_pairs(const BackwardParams& params, int64_t pairs_k, int64_t
   if (params.queries_per_group == 1 || works >= kWorksEnough * processors) return pairs_k;
   if (deterministic) return takes_turns ? 0 : pairs_k;
   if (!has_mask) return 0;
-  const int64_t rounds = std::max<int64_t>(works / processors - 1, 0), together = params.batch_is_inner ? params.batch : 1;
+  const int64_t rounds = std::max<int64_t>(works / processors - 1, 0);
+  const int64_t together = params.batch_is_inner ? params.batch : 1;
   return rounds * processors / params.blocks_k / together * together;
 }
+
+BackwardRowsParams describe_rows(const Tensor& out, const Tensor& dout, const Tensor& lse,
+                                 const std::optional<Tensor>& dlse) {
+  CHECK_ARGUMENT(out.is_contiguous() && lse.is_contiguous(), "out and lse need to be contiguous");
+  BackwardRowsParams rows{};
+  rows.out = out.const_data_ptr();
+  rows.dout = dout.const_data_ptr();
+  rows.lse = static_cast<const float*>(lse.const_data_ptr());
+  rows.dout_stride_b = dout.stride(0);
+  rows.dout_stride_q = dout.stride(1);
+  rows.dout_stride_h = dout.stride(2);
+  if (dlse.has_value()) {
+    CHECK_ARGUMENT(dlse->scalar_type() == ScalarType::Float, "dlse needs to be float32, as lse");
+    rows.dlse = static_cast<const float*>(dlse->const_data_ptr());
+    rows.dlse_stride_b = dlse->stride(0);
+    rows.dlse_stride_h = dlse->stride(1);
+    rows.dlse_stride_q = dlse->stride(2);
+  }
+  rows.batch = static_cast<int>(out.size(0));
+  rows.seqlen_q = static_cast<int>(out.size(1));
+  rows.num_heads = static_cast<int>(out.size(2));
+  rows.head_dim_v = static_cast<int>(out.size(3));
+  return rows;
+}
+
+// What the kernel of the sums makes results of.
+struct Finish {
+  BackwardSumsParams params{};
+  int count = 0;
+  int64_t pieces = 0;
+
+  // The result of `pairs` pairs of batch and head, from first_pair on, with so many rows of sums each; none where it is
+  // not wanted, or not summed.
+  void add(const std::optional<Tensor>& result, const float* sums, int64_t first_pair, int64_t pairs,
+           int64_t rows_per_pair, int64_t columns, double factor, bool batch_is_inner) {
+    BackwardSumsParams::Result& it = params.results[count++];
+    if (sums != nullptr) {
+      pieces += pairs * (rows_per_pair / kPieceRows) * (columns / kPieceColumns);
+      it.sums = sums;
+      it.out = result->mutable_data_ptr();
+      it.first_pair = static_cast<int>(first_pair);
+      it.batch_is_inner = batch_is_inner;
+      it.batch = static_cast<int>(result->size(0));
+      it.seqlen = static_cast<int>(result->size(1));
+      it.num_heads = static_cast<int>(result->size(2));
+      it.rows_per_pair = static_cast<int>(rows_per_pair);
+      it.columns = static_cast<int>(result->size(3));
+      it.panels = static_cast<int>(columns / kPieceColumns);
+      it.factor = static_cast<float>(factor);
+    }
+    it.pieces = pieces;
+  }
+};
 
 // Writes those of dq, dk, dv, dbias and dbias_sums that are given, all contiguous: dbias of a bias per query and key,
 // in its dtype, (B, Hq, Lq, Lk) in those tiles that band and mask do not leave empty, or all of one with fewer heads or
@@ -157,7 +211,6 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   const Unit unit = unit_of(q.scalar_type(), sizes.head_dim, sizes.head_dim_v);
   CHECK_ARGUMENT(sizes.head_dim_v <= kMaxRowColumns, "rows of out have ", sizes.head_dim_v, " columns, more than ",
                  kMaxRowColumns);
-  CHECK_ARGUMENT(out.is_contiguous() && lse.is_contiguous(), "out and lse need to be contiguous");
   CHECK_ARGUMENT(bias.has_value() || !(dbias.has_value() || dbias_sums.has_value()), "there is no bias for a dbias");
 
   const int64_t tiles_q = ceil_div(sizes.seqlen_q, kTile), tiles_k = ceil_div(sizes.seqlen_k, kTile);
@@ -166,7 +219,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   CHECK_ARGUMENT(pairs_k * tiles_k <= kMaxInt / 4, "there are more than 2^29 tiles of keys");
 
   BackwardParams params{};
-  BackwardRowsParams rows{};
+  BackwardRowsParams rows = describe_rows(out, dout, lse, dlse);
   BackwardBias form = BackwardBias::kNone;
   const bool stores_whole = backward_stores_dbias(unit.head_dim, unit.head_dim_v, softcap > 0);
   const bool shares_dbias = dbias.has_value() && (is_shared(*dbias, sizes) || !stores_whole);
@@ -231,7 +284,8 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   const int64_t dv_columns = ceil_div(unit.head_dim_v, kPieceColumns) * kPieceColumns;
   params.blocks_k = static_cast<int>(blocks_k);
   params.batch_is_inner = clusters > 0 || shares_over_batch(params, has_bias_tiles, has_mask);
-  const int64_t whole_pairs = count_whole_pairs(params, pairs_k, device_processors, has_mask, deterministic, takes_turns);
+  const int64_t whole_pairs =
+      count_whole_pairs(params, pairs_k, device_processors, has_mask, deterministic, takes_turns);
   const int64_t summed_pairs = pairs_k - whole_pairs, single_heads = pairs - whole_pairs * params.queries_per_group;
   params.whole_pairs = static_cast<int>(whole_pairs);
   params.total = static_cast<int>((whole_pairs + single_heads) * blocks_k);
@@ -248,9 +302,8 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   params.whole_section = section_of(whole_pairs, params.queries_per_group);
   params.section = section_of(single_heads, 1);
   const int blocks = std::min(params.total, clusters > 0 ? clusters * params.cluster : device_processors);
-  const bool works_differ = has_mask || is_banded || (whole_pairs > 0 && summed_pairs > 0);
   const bool has_works = needs_more || !shares_dbias;
-  const bool hands_out = has_works && (takes_turns || (works_differ && params.total > blocks));
+  const bool hands_out = has_works && (takes_turns || ((has_mask || is_banded) && params.total > blocks));
 
   // lse in base 2 and delta, and what starts as zeros.
   const int64_t padded_rows = pairs * tiles_q * kTile, summed_rows = summed_pairs * blocks_k * block_keys;
@@ -279,24 +332,6 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
     if (takes_turns) params.key_turns = reinterpret_cast<int*>(start + key_turns_at);
   }
 
-  rows.out = out.const_data_ptr();
-  rows.dout = dout.const_data_ptr();
-  rows.lse = static_cast<const float*>(lse.const_data_ptr());
-  rows.dout_stride_b = dout.stride(0);
-  rows.dout_stride_q = dout.stride(1);
-  rows.dout_stride_h = dout.stride(2);
-  if (dlse.has_value()) {
-    CHECK_ARGUMENT(dlse->scalar_type() == ScalarType::Float, "dlse needs to be float32, as lse");
-    rows.dlse = static_cast<const float*>(dlse->const_data_ptr());
-    rows.dlse_stride_b = dlse->stride(0);
-    rows.dlse_stride_h = dlse->stride(1);
-    rows.dlse_stride_q = dlse->stride(2);
-  }
-  rows.batch = params.batch;
-  rows.num_heads = params.num_heads;
-  rows.seqlen_q = params.seqlen_q;
-  rows.head_dim_v = params.head_dim_v;
-
   // Before the first kernel: others start while the one before ends, but not behind a memset.
   if (clusters > 0 && (has_mask || is_banded)) {
     const size_t bytes = static_cast<size_t>(dbias->numel()) * dbias->element_size();
@@ -313,34 +348,13 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   if (!has_works) return;
   check(unit.main(params, form, has_mask, block_keys, blocks, device.stream), kName, "launching the kernel");
 
-  BackwardSumsParams finished{};
-  int64_t pieces = 0;
-  const auto finish = [&](int result, const std::optional<Tensor>& to, const float* from, int64_t rows_summed,
-                          int64_t columns, double factor) {
-    BackwardSumsParams::Result& it = finished.results[result];
-    if (to.has_value() && from != nullptr) {
-      pieces += rows_summed / kPieceRows * (columns / kPieceColumns);
-      it.sums = from;
-      it.out = to->mutable_data_ptr();
-      it.batch = static_cast<int>(to->size(0));
-      it.seqlen = static_cast<int>(to->size(1));
-      it.num_heads = static_cast<int>(to->size(2));
-      it.columns = static_cast<int>(to->size(3));
-      it.panels = static_cast<int>(columns / kPieceColumns);
-      it.factor = static_cast<float>(factor);
-    }
-    it.pieces = pieces;
-  };
-  finish(0, dq, params.dq_sums, padded_rows, dq_columns, softmax_scale);
-  finished.results[0].rows_per_pair = static_cast<int>(tiles_q * kTile);
-  finish(1, dk, params.dk_sums, summed_rows, dq_columns, softmax_scale);
-  finish(2, dv, params.dv_sums, summed_rows, dv_columns, 1.0);
-  for (int result : {1, 2}) {
-    finished.results[result].rows_per_pair = static_cast<int>(blocks_k * block_keys);
-    finished.results[result].first_pair = params.whole_pairs;
-    finished.results[result].batch_is_inner = params.batch_is_inner;
-  }
-  if (pieces > 0) check(unit.sums(finished, device.stream), kName, "launching the kernel of the sums");
+  Finish finish;
+  finish.add(dq, params.dq_sums, 0, pairs, tiles_q * kTile, dq_columns, softmax_scale, false);
+  finish.add(dk, params.dk_sums, whole_pairs, summed_pairs, blocks_k * block_keys, dq_columns, softmax_scale,
+             params.batch_is_inner);
+  finish.add(dv, params.dv_sums, whole_pairs, summed_pairs, blocks_k * block_keys, dv_columns, 1.0,
+             params.batch_is_inner);
+  if (finish.pieces > 0) check(unit.sums(finish.params, device.stream), kName, "launching the kernel of the sums");
 }
 
 }  // namespace

@@ -68,6 +68,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) backward_kernel(const __g
     barrier_init_fence();
   }
   wait_for_kernel_before();
+  if (p.dq_sums != nullptr) let_next_kernel_start();  // the kernel of the sums
   if constexpr (Traits::kSumsDbias) {
     cluster_sync();
   } else {

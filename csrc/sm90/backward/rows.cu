@@ -25,6 +25,7 @@ template <class Element, int kColumns>
 __global__ void __launch_bounds__(kThreads) backward_rows_kernel(const __grid_constant__ BackwardRowsParams p,
                                                                  int64_t rows) {
   wait_for_kernel_before();
+  let_next_kernel_start();
   constexpr int kTimes = kColumns / (kLanes * 8);  // that a lane loads; all are before any is used
   const int padded = (p.seqlen_q + kTile - 1) / kTile * kTile;
   const int lane = threadIdx.x % kLanes;

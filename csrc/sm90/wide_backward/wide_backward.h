@@ -46,6 +46,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     barrier_init_fence();
   }
   wait_for_kernel_before();
+  if (p.dq_sums != nullptr) let_next_kernel_start();  // the kernel of the sums
   __syncthreads();
 
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // the same for all, and known to be

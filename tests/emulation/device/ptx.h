@@ -54,6 +54,7 @@ inline void named_barrier_arrive(int id, int threads) { emulation::named_barrier
 // --- kernels of a stream ----------------------------------------------------------------------------------------------
 
 inline void wait_for_kernel_before() { emulation::current->waited_for_kernel_before = true; }
+inline void let_next_kernel_start() {}
 
 // --- bulk tensor copies -----------------------------------------------------------------------------------------
 
