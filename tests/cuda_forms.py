@@ -125,10 +125,10 @@ def whole_pairs(problem: AttentionProblem, processors: int = PROCESSORS) -> int:
         return pairs
     if p.deterministic:
         return 0 if p.need.q else pairs
-    if p.mask is None:
+    if p.mask is None and (p.is_causal or p.has_window):
         return 0
     per_score = p.bias is not None and not any(p.bias.broadcast()[2:])
-    shares = p.mask.broadcast()[0] or (per_score and p.bias is not None and p.bias.broadcast()[0])
+    shares = (p.mask is not None and p.mask.broadcast()[0]) or (per_score and p.bias is not None and p.bias.broadcast()[0])
     together = p.batch if sums_in_clusters(p) or (p.batch > 1 and shares) else 1
     return max(pairs * blocks // processors - 1, 0) * processors // blocks // together * together
 
@@ -144,7 +144,7 @@ def backward_works(problem: AttentionProblem) -> tuple[str, str]:
         return heads, "in order"
     if total <= PROCESSORS:
         return heads, "one each"
-    is_even = p.mask is None and not p.is_causal and p.window_size == (-1, -1)
+    is_even = p.mask is None and not p.is_causal and not p.has_window and heads != "a group, then one"
     return heads, "evenly" if is_even else "as they finish"
 
 

@@ -303,10 +303,10 @@ def test_more_work_than_processors(backend: Runner, deterministic: bool, is_caus
 
 
 @pytest.mark.parametrize("need", (("q",), ("k",), ("v", "bias"), ALL), ids="-".join)
-@pytest.mark.parametrize("mask", (TILES, ("1", "1", "Lq", "Lk")), ids="-".join)
+@pytest.mark.parametrize("mask", (None, TILES, ("1", "1", "Lq", "Lk")), ids=str)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_groups_first_and_then_heads(
-    backend: Runner, head_dim: int, mask: tuple[str, ...], need: tuple[str, ...], unwritten_is_nan: None
+    backend: Runner, head_dim: int, mask: tuple[str, ...] | None, need: tuple[str, ...], unwritten_is_nan: None
 ) -> None:
     """Works of a group store dk and dv, those of a head behind them add to sums: of pairs by batch, or by head."""
     tiles = -(-3 * PROCESSORS // 10)
