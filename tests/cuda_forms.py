@@ -105,30 +105,30 @@ def sums_in_clusters(problem: AttentionProblem) -> bool:
     return of_batch and any(p.need[:3]) and (p.mask is None or p.mask.shape[0] == 1)
 
 
-def takes_pairs_of_key_tiles(problem: AttentionProblem) -> bool:
-    """Whether blocks have two tiles of keys on an H200, as `pays_to_take_two` of csrc/api/backward.cpp decides it."""
+def takes_pairs_of_key_tiles(problem: AttentionProblem, processors: int = PROCESSORS) -> bool:
+    """Whether blocks have two tiles of keys, as `pays_to_take_two` of csrc/api/backward.cpp decides it."""
     p = problem
     if backward_form(p) != "stored tile" or max(p.head_dim, p.head_dim_v) > 64 or p.softcap > 0:
         return False
     if p.mask is not None or p.is_causal or p.has_window:
         return False
     tiles, pairs = -(-p.seqlen_k // 128), -(-p.seqlen_k // 256)
-    rounds = [-(-p.batch * p.num_heads_k * blocks // PROCESSORS) for blocks in (tiles, pairs)]
+    rounds = [-(-p.batch * p.num_heads_k * blocks // processors) for blocks in (tiles, pairs)]
     return 5 * rounds[1] <= 3 * rounds[0]
 
 
 def whole_pairs(problem: AttentionProblem, processors: int = PROCESSORS) -> int:
     """Of how many pairs of batch and head of k a work has all query heads, as `count_whole_pairs` decides it."""
     p = problem
-    pairs, blocks = p.batch * p.num_heads_k, _key_blocks(p)
+    pairs, blocks = p.batch * p.num_heads_k, _key_blocks(p, processors)
     if p.num_heads == p.num_heads_k or pairs * blocks >= 8 * processors:
         return pairs
     if p.deterministic:
         return 0 if p.need.q else pairs
     if p.mask is None and (p.is_causal or p.has_window):
         return 0
-    per_score = p.bias is not None and not any(p.bias.broadcast()[2:])
-    shares = (p.mask is not None and p.mask.broadcast()[0]) or (per_score and p.bias is not None and p.bias.broadcast()[0])
+    tiles_of_bias = p.bias if p.bias is not None and not any(p.bias.broadcast()[2:]) else None
+    shares = any(x is not None and x.broadcast()[0] for x in (p.mask, tiles_of_bias))
     together = p.batch if sums_in_clusters(p) or (p.batch > 1 and shares) else 1
     return max(pairs * blocks // processors - 1, 0) * processors // blocks // together * together
 
@@ -139,7 +139,7 @@ def backward_works(problem: AttentionProblem) -> tuple[str, str]:
     pairs, whole, heads = p.batch * p.num_heads_k, whole_pairs(p), "its own"
     if p.num_heads != p.num_heads_k:
         heads = "one of a group" if whole == 0 else "a group" if whole == pairs else "a group, then one"
-    total = (whole + (pairs - whole) * p.num_heads // p.num_heads_k) * _key_blocks(p)
+    total = (whole + (pairs - whole) * p.num_heads // p.num_heads_k) * _key_blocks(p, PROCESSORS)
     if p.deterministic and p.need.q:
         return heads, "in order"
     if total <= PROCESSORS:
@@ -148,9 +148,9 @@ def backward_works(problem: AttentionProblem) -> tuple[str, str]:
     return heads, "evenly" if is_even else "as they finish"
 
 
-def _key_blocks(problem: AttentionProblem) -> int:
+def _key_blocks(problem: AttentionProblem, processors: int) -> int:
     p = problem
-    if takes_pairs_of_key_tiles(p):
+    if takes_pairs_of_key_tiles(p, processors):
         return -(-p.seqlen_k // 256)
     return -(-p.seqlen_k // 128) * (1 if max(p.head_dim, p.head_dim_v) <= 128 else 2)
 

@@ -316,6 +316,16 @@ def test_groups_first_and_then_heads(
     check(backend, case, case.build())
 
 
+@pytest.mark.parametrize("need", (("v", "bias"), ALL), ids="-".join)
+def test_groups_first_of_two_tiles_of_keys(backend: Runner, need: tuple[str, ...], unwritten_is_nan: None) -> None:
+    """The same where a work has two tiles of keys; the last has one and a part."""
+    tiles = -(-3 * PROCESSORS // 10) * 2
+    case = BASE.with_(batch=2, num_heads=15, num_heads_k=5, seqlen_k=tiles * TILE - 24, bias=FULL, need=need)
+    problem = differentiated(case, False)
+    assert takes_pairs_of_key_tiles(problem, PROCESSORS) and 0 < whole_pairs(problem, PROCESSORS) < 10
+    check(backend, case, case.build())
+
+
 # A softcap, whose slope dq and dk have and the gradients of a bias have not
 
 CAPPED = BASE.with_(softcap=2.0, logits=3.0)  # from where tanh is a line to where it is flat

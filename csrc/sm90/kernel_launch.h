@@ -1,7 +1,6 @@
 // The launch of a kernel. All of csrc are launched by this, and begin with wait_for_kernel_before: their blocks start
 // when those of the kernel before are done, or leave room for them (let_next_kernel_start), not when all it wrote has
-// arrived.
-// Gradients of (4, 16, 512), causal, D128, take 0.0635 ms for 0.0662.
+// arrived. Gradients of (4, 16, 512), causal, D128, take 0.0636 ms for 0.0662.
 #pragma once
 
 #include <cstdint>
