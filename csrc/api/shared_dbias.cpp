@@ -47,7 +47,7 @@ void store_shared_dbias(const char* op, decltype(&launch_shared_dbias<__half, 64
   // Also where all tiles are alike: shared out evenly they took a tenth longer (8 entries of 16 heads at 2048, D64).
   torch::stable::Tensor next;
   if (params.total > blocks) {
-    next = work_counter(op, call.q, device.stream);
+    next = zero_counters(op, call.q, 1, device.stream);
     params.next = static_cast<int*>(next.mutable_data_ptr());
   }
   check(launch(params, has_mask, blocks, device.stream), op, "launching the kernel of dbias");

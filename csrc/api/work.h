@@ -37,9 +37,4 @@ inline torch::stable::Tensor zero_counters(const char* op, const torch::stable::
   return counters;
 }
 
-// One, of the work handed out.
-inline torch::stable::Tensor work_counter(const char* op, const torch::stable::Tensor& like, cudaStream_t stream) {
-  return zero_counters(op, like, 1, stream);
-}
-
 }  // namespace flash_dmattn

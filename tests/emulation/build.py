@@ -1,7 +1,7 @@
 """The build of the emulated extension: csrc by a C++ compiler, with a GPU of `machine.cpp` under it.
 
-csrc is copied, the two files with assembly are replaced by those of `device/`, and two forms that only nvcc knows, a
-launch and shared memory of a size given at launch, are rewritten.
+csrc is copied, the two files with assembly are replaced by those of `device/`, and shared memory of a size given at
+launch, which only nvcc knows, is rewritten.
 
     python tests/emulation/build.py flash_dmattn_emulated.so --head-dims 64,128 --dtypes bf16
 """
@@ -27,7 +27,6 @@ import build_cuda  # noqa: E402
 REPLACED = ("device/ptx.h", "device/wgmma_instructions.h")
 NOT_BUILT = ("api/module.cpp",)  # the Python module, which tells of drivers
 REWRITES = (
-    (re.compile(r"([\w:]+(?:<[^<>;]*>)?)<<<(.*?)>>>\((.*?)\);", re.DOTALL), r"::emulation::Launch(\2).run(\1, \3);"),
     (re.compile(r"extern __shared__ .*?(\w+) (\w+)\[\];"), r"\1* const \2 = ::emulation::shared_memory();"),
     # Operators ask for the device of their tensors.
     (re.compile(r"\b\w+\.is_cuda\(\)"), "true"),

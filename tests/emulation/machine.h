@@ -191,7 +191,7 @@ struct Launch {
   unsigned cluster = 1;
   bool starts_early = false;  // before the kernel before is done
 
-  Launch(unsigned blocks, unsigned threads, size_t shared_bytes = 0, void* /*stream*/ = nullptr)
+  Launch(unsigned blocks, unsigned threads, size_t shared_bytes)
       : blocks(blocks), threads(threads), shared_bytes(shared_bytes) {}
 
   template <class... Parameters, class... Arguments>
