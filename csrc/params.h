@@ -206,8 +206,8 @@ struct BackwardSumsParams {
     const float* sums;  // (pairs, rows_per_pair / 64, panels, 4096)
     void* out;          // (B, L, H, columns), contiguous
     int64_t pieces;     // of all pairs, and of the results before this one
-    // Sums are of the pairs of batch and head from this one on; batch entries of a head follow each other, or heads of a
-    // batch entry do.
+    // Sums are of the pairs of batch and head from this one on; batch entries of a head follow each other, or heads of
+    // a batch entry do.
     int first_pair;
     bool batch_is_inner;
     int batch, num_heads, seqlen, rows_per_pair, columns, panels;

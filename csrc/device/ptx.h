@@ -181,14 +181,14 @@ __device__ __forceinline__ void store_in_cluster(uint32_t to, int value, uint32_
                : "memory");
 }
 
-// --- kernels of a stream ----------------------------------------------------------------------------------------------
+// --- kernels of a stream ------------------------------------------------------------------------------------------
 
 // Until the kernel before is done and what it wrote can be read.
 __device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// Has the kernel behind start once all blocks are here or done; else it starts when they are done. For kernels whose next
-// is known to read nothing that they write by __ldg, which is for what does not change while a kernel runs. Only after
-// wait_for_kernel_before, so that never more than two kernels run.
+// Has the kernel behind start once all blocks are here or done; else it starts when they are done. For kernels whose
+// next is known to read nothing that they write by __ldg, which is for what does not change while a kernel runs. Only
+// after wait_for_kernel_before, so that never more than two kernels run.
 __device__ __forceinline__ void let_next_kernel_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }

@@ -47,9 +47,9 @@ constexpr bool backward_sums_dbias(int head_dim, int head_dim_v, bool has_softca
 }
 
 // Defined for the dtypes and head dims that the extension is built with. Each returns the error of its launch, which is
-// on the current device. `rows` is before `main`, and `sums` after it, for every result that it has summed. `keys` are
-// those of a block. `launch_order_lists` is before it too, for a mask and tiles of keys that take turns; there is one
-// for all units.
+// on the current device. `rows` is before `main`, and `sums` after it where it has summed results. `keys` are those of a
+// block. `launch_order_lists` is before it too, for a mask and tiles of keys that take turns; there is one for all
+// units.
 template <class T, int kHeadDim, int kHeadDimV>
 cudaError_t launch_backward_main(const BackwardParams& params, BackwardBias bias, bool has_mask, int keys, int blocks,
                                  cudaStream_t stream);

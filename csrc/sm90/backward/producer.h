@@ -40,7 +40,8 @@ __device__ __forceinline__ void copy_operands(const BackwardParams& p, Storage& 
     const int place = index * cluster + rank;
     item.exists = place < p.total;
     const KeyWork work = key_work_at(p, item.exists ? place : 0);
-    const int members = item.exists && work.is_whole ? p.queries_per_group : 1, head_k = work.head / p.queries_per_group;
+    const int members = item.exists && work.is_whole ? p.queries_per_group : 1;
+    const int head_k = work.head / p.queries_per_group;
 #pragma unroll 1
     for (int member = 0; member < members; ++member) {
       item.is_first = member == 0;

@@ -1,4 +1,5 @@
-// The kernels before and after the backward kernel: lse and delta of every row and zeros for sums, and results from sums.
+// The kernels before and after the backward kernel: lse and delta of every row and zeros for sums, and results from
+// sums.
 #include <algorithm>
 
 #include "../../device/fragments.h"

@@ -51,7 +51,7 @@ inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
 inline void named_barrier_sync(int id, int threads) { emulation::named_barrier_sync(id, threads); }
 inline void named_barrier_arrive(int id, int threads) { emulation::named_barrier_arrive(id, threads); }
 
-// --- kernels of a stream ----------------------------------------------------------------------------------------------
+// --- kernels of a stream ------------------------------------------------------------------------------------------
 
 inline void wait_for_kernel_before() { emulation::current->waited_for_kernel_before = true; }
 inline void let_next_kernel_start() {}
