@@ -15,7 +15,7 @@ import torch
 
 import flash_dmattn
 from flash_dmattn.backends.protocol import KernelBackend, accepts
-from flash_dmattn.selection import BACKENDS, probe
+from flash_dmattn.dispatch.registry import BACKENDS, probe
 
 GOAL_US = 15.0
 SHAPE = (1, 8, 2, 16)

@@ -3,8 +3,8 @@
     python -m benchmarks.key_parts
     python -m benchmarks.key_parts --only bias decode
 
-Parts are those of `KEY_PARTS` in flash_dmattn/backends/cuda.py: 1, none; 0, as csrc/api/key_parts.h estimates. All
-numbers of a call are timed in turns, and compared with the result of 1; exit status 1 where one is off.
+Parts are those of `KEY_PARTS` in flash_dmattn/backends/cuda/backend.py: 1, none; 0, as csrc/api/key_parts.h
+estimates. All numbers of a call are timed in turns, and compared with the result of 1; exit status 1 where one is off.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import flash_dmattn
-from flash_dmattn.backends import cuda
+from flash_dmattn.backends.cuda import backend as cuda
 from flash_dmattn.masks import prepare_mask
 
 from .suites.trial import stream_of

@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
-from flash_dmattn.backends import cuda
-from flash_dmattn.masks import TileMask, packing, prepare_mask
-from flash_dmattn.masks.packing import Band, make_band
+from flash_dmattn.backends.cuda import backend as cuda
+from flash_dmattn.masks import TileMask, prepare_mask
+from flash_dmattn.masks.prepared import packing
+from flash_dmattn.problem import Band, make_band
 from flash_dmattn.triton_kernels import mask_pack
 
 STRIPS = [(keys, warps) for keys in (128, 256, 512, 1024) for warps in (2, 4, 8, 16)]

@@ -25,11 +25,12 @@ except Exception as _error:
 else:
     from . import masks
     from .api import attention
-    from .errors import BackendError, BackendUnavailableError, BackendUnsupportedError, FallbackWarning
+    from .dispatch.errors import BackendError, BackendUnavailableError, BackendUnsupportedError, FallbackWarning
+    from .dispatch.registry import register_backend, unregister_backend
+    from .dispatch.selection import available_backends
+    from .dispatch.settings import disable_backends, record_decisions, set_default_backend, set_fallback, use_backend
     from .explanation import Explanation, explain, explain_problem
     from .problem import AttentionProblem
-    from .selection import available_backends, register_backend
-    from .settings import disable_backends, record_decisions, set_default_backend, set_fallback, use_backend
 
 __all__ = [
     "AttentionProblem",
@@ -49,5 +50,6 @@ __all__ = [
     "register_backend",
     "set_default_backend",
     "set_fallback",
+    "unregister_backend",
     "use_backend",
 ]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ._version import __version__
-from .cli import PROGRAM, explain_command, info, require_torch
+from .tools.cli import PROGRAM, explain_command, info, require_torch
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["demo"]:
         require_torch("demo")
-        from .demo import main as demo
+        from .tools.demo import main as demo
 
         return demo(words[1:])
     parser = build_parser()

@@ -9,11 +9,12 @@ from torch.autograd import forward_ad
 
 from .autograd import Attention
 from .backends.protocol import is_differentiable
-from .call_classes import look_up, remember
-from .mask_forms import dense_mask, mask_tensors
-from .problem import as_scores, describe, follow_autocast
-from .selection import select
-from .settings import BackendChoice
+from .dispatch.call_cache import look_up, remember
+from .dispatch.mask_forms import dense_mask, mask_tensors
+from .dispatch.selection import select
+from .dispatch.settings import BackendChoice
+from .problem import as_scores
+from .validation import describe, follow_autocast
 
 if TYPE_CHECKING:
     from .masks import PreparedMask

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backends.protocol import Gradients, MaskTensors
-from .problem import AttentionProblem, Need
+from .problem import AttentionProblem, Gradients, MaskTensors, Need
 
 _LIBRARY = torch.library.Library("flash_dmattn", "DEF")
 

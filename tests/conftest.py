@@ -15,7 +15,7 @@ from cases import DEVICE, Case, Inputs
 from hypothesis import HealthCheck, settings
 
 import flash_dmattn
-from flash_dmattn import call_classes
+from flash_dmattn.dispatch import call_cache as call_classes
 
 # The workers of pytest-xdist share the cores; a small product gains nothing from a second thread.
 torch.set_num_threads(1)
@@ -86,7 +86,7 @@ class Runner:
 def backend(request: pytest.FixtureRequest) -> Iterator[Runner]:
     """Every backend in turn. Flex has no compiled backward on CPU; there its eager mathematics are tested."""
     name: str = request.param
-    availability = flash_dmattn.selection.probe(name)
+    availability = flash_dmattn.dispatch.registry.probe(name)
     if not availability.usable:
         pytest.skip(f"{name}: {availability.reason}")
     if name == "flex" and DEVICE == "cpu":

@@ -7,7 +7,8 @@ from cases import NAMES, Case
 from torch import Tensor
 
 import flash_dmattn
-from flash_dmattn.backends import cuda, cuda_rules
+from flash_dmattn.backends.cuda import backend as cuda
+from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.problem import AttentionProblem, Need
 
 ALL_UNITS = tuple((*dims, dtype) for dims in cuda.UNITS for dtype in (torch.float16, torch.bfloat16))

@@ -12,7 +12,7 @@ import torch
 from cases import ALL, Case, Inputs
 from layouts import LAYOUTS, offset, rearranged
 
-from flash_dmattn.backends.cuda_rules import UNITS
+from flash_dmattn.backends.cuda.rules import UNITS
 from flash_dmattn.masks import prepare_mask
 
 FORMS = tuple(itertools.product(("1", "B"), ("1", "Hk", "Hq"), ("1", "Lq"), ("1", "Lk")))

@@ -28,7 +28,8 @@ from draws import Drawn, draw_cuda, placed  # noqa: E402
 from outcomes import report  # noqa: E402
 
 import flash_dmattn  # noqa: E402
-from flash_dmattn.backends import cuda, cuda_rules  # noqa: E402
+from flash_dmattn.backends.cuda import backend as cuda  # noqa: E402
+from flash_dmattn.backends.cuda import rules as cuda_rules  # noqa: E402
 from flash_dmattn.backends.protocol import Availability, Pass  # noqa: E402
 
 # An H200 has 132; with fewer, blocks take several pieces of work each. The threads of more than some 60 blocks at once

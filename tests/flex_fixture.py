@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from flash_dmattn.backends import flex
+from flash_dmattn.backends.flex import backend as flex
 
 # What only the CPU kernel lacks: the formula writes lse and has a backward pass.
 LIFTED = ("cpu_backward", "cpu_lse")
@@ -20,7 +20,7 @@ def eager_flex() -> Iterator[None]:
     """
     import torch.nn.attention.flex_attention as torch_flex
 
-    from flash_dmattn.backends import flex_graph
+    from flash_dmattn.backends.flex import graph as flex_graph
 
     validate, rules, compiler = torch_flex._validate_device, flex.RULES, flex_graph.compiler
     torch_flex._validate_device = lambda query, key, value: None

@@ -23,7 +23,7 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 from triton.runtime.interpreter import interpreter_builder  # noqa: E402
 
-from flash_dmattn.masks.preparation import prepare  # noqa: E402
+from flash_dmattn.masks.prepared.operator import prepare  # noqa: E402
 from flash_dmattn.triton_kernels import launch, tile_table  # noqa: E402
 from flash_dmattn.triton_kernels.kernel_launch import Launch  # noqa: E402
 from flash_dmattn.triton_kernels.launch import Flags  # noqa: E402

@@ -35,7 +35,7 @@ from predecessor_cases import CALLS, build  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import flash_dmattn  # noqa: E402
-from flash_dmattn.backends import triton as backend  # noqa: E402
+from flash_dmattn.backends.triton import backend  # noqa: E402
 from flash_dmattn.masks import prepare_mask  # noqa: E402
 from flash_dmattn.triton_kernels import launch, plan_backward, tile_table  # noqa: E402
 from flash_dmattn.triton_kernels.plan import Call  # noqa: E402

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from flash_dmattn import ops, register_backend
-from flash_dmattn.backends.protocol import Availability, Gradients, MaskTensors, Rule
-from flash_dmattn.call_classes import forget
+from flash_dmattn import operators, register_backend
+from flash_dmattn.backends.protocol import Availability, Rule
+from flash_dmattn.dispatch.call_cache import forget
+from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.masks import KeyMask, TileMask
-from flash_dmattn.problem import AttentionProblem
+from flash_dmattn.problem import AttentionProblem, Gradients, MaskTensors
 from flash_dmattn.reference import formula
-from flash_dmattn.selection import BACKENDS
 
 
 @contextmanager
@@ -119,7 +119,7 @@ class Counting(OutOfTree):
         self.MASK_FORM = mask_form
         self.count: Counter[str] = Counter()
         self.received: list[int] = []
-        self.forward, self.backward = ops.define_pair(name, self._forward, self._backward)
+        self.forward, self.backward = operators.define_pair(name, self._forward, self._backward)
 
     def _forward(
         self,

@@ -26,7 +26,7 @@ from descriptors import descriptors_wherever_they_serve  # noqa: E402
 from layouts import LAYOUTS, rearranged  # noqa: E402
 
 import flash_dmattn  # noqa: E402
-from flash_dmattn.backends import cuda  # noqa: E402
+from flash_dmattn.backends.cuda import backend as cuda  # noqa: E402
 
 BASE = Case(batch=1, seqlen_q=65, seqlen_k=130, num_heads=2, head_dim=64, dtype=torch.bfloat16, dlse=True)
 FP32 = torch.float32

@@ -23,8 +23,10 @@ from benchmarks.suites import model
 from benchmarks.suites.performance import Effort
 from benchmarks.systems import Attend, Needs, System, flexattention, ours, sdpa
 from benchmarks.truth import errors, plain_attention
-from flash_dmattn.backends import cuda, cuda_rules, triton
+from flash_dmattn.backends.cuda import backend as cuda
+from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.protocol import Availability
+from flash_dmattn.backends.triton import backend as triton
 from flash_dmattn.reference import formula
 
 EFFORT = Effort(1.0, 2, 2)

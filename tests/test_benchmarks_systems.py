@@ -19,7 +19,7 @@ from benchmarks.suites.trial import outputs
 from benchmarks.systems import Mode, flexattention, ours, packages, sdpa
 from benchmarks.truth import errors, truth
 from flash_dmattn.backends.protocol import accepts
-from flash_dmattn.selection import BACKENDS
+from flash_dmattn.dispatch.registry import BACKENDS
 
 CPU = torch.device("cpu")
 NAMES = ("causal-gqa", "bias-1hll-d64", "keys-8k", "topk-8k", "blocks", "band", "mask-documents", "mask-padding")

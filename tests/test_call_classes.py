@@ -14,10 +14,12 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import flash_dmattn
-from flash_dmattn import api, call_classes, selection, settings
+from flash_dmattn import api
 from flash_dmattn.backends import eager
+from flash_dmattn.dispatch import call_cache as call_classes
+from flash_dmattn.dispatch import selection, settings
+from flash_dmattn.dispatch.selection import Selection
 from flash_dmattn.masks import prepare_mask
-from flash_dmattn.selection import Selection
 
 Q, K = (2, 6, 4, 8), (2, 9, 2, 8)
 

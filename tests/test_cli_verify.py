@@ -13,8 +13,8 @@ import flash_dmattn
 from flash_dmattn.__main__ import main
 from flash_dmattn.backends import eager
 from flash_dmattn.backends.protocol import Rule
-from flash_dmattn.cli import verify
-from flash_dmattn.selection import BACKENDS
+from flash_dmattn.dispatch.registry import BACKENDS
+from flash_dmattn.tools.cli import verify
 
 
 class Wrong:

@@ -15,8 +15,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import flash_dmattn
-from flash_dmattn import selection, settings
 from flash_dmattn.backends.protocol import Availability
+from flash_dmattn.dispatch import refusals, settings
 
 OURS = Counting("out_of_tree_under_compile")  # an operator is defined once per process
 
@@ -25,7 +25,7 @@ OURS = Counting("out_of_tree_under_compile")  # an operator is defined once per 
 def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn")):
         monkeypatch.setattr(settings.process, name, value)
-    monkeypatch.setattr(selection, "_warned", set())
+    monkeypatch.setattr(refusals, "_warned", set())
     torch._dynamo.reset()
 
 

@@ -20,8 +20,9 @@ import pytest
 import torch
 
 import flash_dmattn
-from flash_dmattn import extension
-from flash_dmattn.backends import cuda, cuda_rules
+from flash_dmattn.backends.cuda import backend as cuda
+from flash_dmattn.backends.cuda import extension
+from flash_dmattn.backends.cuda import rules as cuda_rules
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in")

@@ -14,9 +14,13 @@ from cases import ALL, NAMES, Case, Inputs
 from layouts import LAYOUTS, offset, rearranged
 from torch import Tensor
 
-from flash_dmattn.backends import cuda
-from flash_dmattn.masks import packing, preparation, prepare_mask
+from flash_dmattn.backends.cuda import backend as cuda
+from flash_dmattn.dispatch import packers
+from flash_dmattn.masks import prepare_mask
 from flash_dmattn.masks.broadcast import collapse
+from flash_dmattn.masks.prepared import operator as preparation
+from flash_dmattn.masks.prepared import packing
+from flash_dmattn.problem import Band, make_band
 from flash_dmattn.reference import formula
 
 BASE = Case(seqlen_q=150, seqlen_k=264, head_dim=8, num_heads=4, num_heads_k=2, dtype=torch.float32, dlse=True)
@@ -115,7 +119,7 @@ class Operators:
 def operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[Operators]:
     """The stand-ins, with memory that is not written full of NaN."""
     found = Operators()
-    kernels = cuda._Kernels(None, found.differentiate, packing.make_band, collapse, preparation.pack_tiles)
+    kernels = cuda._Kernels(None, found.differentiate, make_band, collapse, preparation.pack_tiles)
     monkeypatch.setattr(cuda, "_found_kernels", kernels)
     torch.use_deterministic_algorithms(True)
     try:
@@ -263,10 +267,10 @@ def test_the_extension_packs_where_it_works(
     packs: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(preparation, "device_capability", lambda device: capability)
-    monkeypatch.setattr(preparation.process, "disabled", disabled)
+    monkeypatch.setattr(packers, "device_capability", lambda device: capability)
+    monkeypatch.setattr(packers.process, "disabled", disabled)
     monkeypatch.setattr(cuda, "probe", lambda: SimpleNamespace(usable=usable))
-    assert preparation.packs_by_extension(SimpleNamespace(is_cuda=is_cuda, device="cuda:0")) == packs
+    assert packers.packs_by_extension(SimpleNamespace(is_cuda=is_cuda, device="cuda:0")) == packs
 
 
 @pytest.mark.parametrize("shape", ((2, 1, 150, 300), (1, 2, 150, 1)), ids=str)
@@ -279,10 +283,10 @@ def test_its_operator_receives_the_whole_mask_and_the_band(
 
     def pack(dense: Tensor, low: int, high: int, has_band: bool) -> list[Tensor]:
         assert dense.shape == (*shape[:2], 150, 300)
-        bits, classes = packing.pack_mask(dense, packing.Band(low, high) if has_band else None)
+        bits, classes = packing.pack_mask(dense, Band(low, high) if has_band else None)
         return [bits, classes, *packing.list_tiles(classes)]
 
-    monkeypatch.setattr(preparation, "packs_by_extension", lambda tensor: True)
-    monkeypatch.setattr(preparation, "_pack_mask", pack)
+    monkeypatch.setattr(packers, "packs_by_extension", lambda tensor: True)
+    monkeypatch.setattr(packers, "_extension_packer", lambda: packers.around_extension(pack))
     found = preparation.prepare(mask, 150, 300, is_causal, (-1, -1))
     assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))

@@ -24,7 +24,7 @@ from layouts import LAYOUTS, rearranged
 from torch import Tensor
 
 import flash_dmattn
-from flash_dmattn.backends import cuda
+from flash_dmattn.backends.cuda import backend as cuda
 
 ROOT = Path(__file__).resolve().parent.parent
 on_cuda = pytest.mark.parametrize("backend", ("cuda",), indirect=True)

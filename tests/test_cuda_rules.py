@@ -9,9 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flash_dmattn
-from flash_dmattn import selection, settings
-from flash_dmattn.backends import cuda, cuda_rules, triton
+from flash_dmattn.backends.cuda import backend as cuda
+from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.protocol import Availability, Rule
+from flash_dmattn.backends.triton import backend as triton
+from flash_dmattn.dispatch import refusals, selection, settings
 
 Q = (2, 4096, 16, 64)
 KEY_MASK = (2, 1, 1, 4096)
@@ -423,7 +425,7 @@ def test_a_broken_rule_is_a_sentence(
     ).problem
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_rules, "installed_units", lambda: built)
-        for rule in (rule for rule in ALL_RULES if set(rule.passes) & set(selection.passes_of(problem))):
+        for rule in (rule for rule in ALL_RULES if set(rule.passes) & set(refusals.passes_of(problem))):
             assert is_a_sentence(rule, problem), f"{rule.code}: {rule.says(problem)!r}"
 
 

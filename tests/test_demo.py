@@ -10,17 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from flash_dmattn.backends import cuda, cuda_rules, triton
+from flash_dmattn.backends.cuda import backend as cuda
+from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.protocol import Availability
-from flash_dmattn.demo import main, sizes
-from flash_dmattn.demo.command import DTYPES, find_failures
-from flash_dmattn.demo.gradient_check import RESULTS, Call, CheckedBackend, capture_call, check_call
-from flash_dmattn.demo.model import ByteLanguageModel, ModelConfig
-from flash_dmattn.demo.report import Report
-from flash_dmattn.demo.text import even_windows, load_corpus, unigram_entropy
-from flash_dmattn.demo.training import History, TrainingConfig, train, training_call
+from flash_dmattn.backends.triton import backend as triton
 from flash_dmattn.explanation import explain_description
 from flash_dmattn.nn import KVCache
+from flash_dmattn.tools.demo import main, sizes
+from flash_dmattn.tools.demo.command import DTYPES, find_failures
+from flash_dmattn.tools.demo.gradient_check import RESULTS, Call, CheckedBackend, capture_call, check_call
+from flash_dmattn.tools.demo.model import ByteLanguageModel, ModelConfig
+from flash_dmattn.tools.demo.report import Report
+from flash_dmattn.tools.demo.text import even_windows, load_corpus, unigram_entropy
+from flash_dmattn.tools.demo.training import History, TrainingConfig, train, training_call
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ModelConfig(hidden_size=32, num_layers=2, num_heads=4, num_heads_k=2, mlp_size=48, keep_window_size=8)

@@ -12,15 +12,15 @@ from out_of_tree import KernelPair, registered
 from torch import Tensor
 
 import flash_dmattn
-from flash_dmattn import selection, settings
 from flash_dmattn.backends.protocol import Rule
+from flash_dmattn.dispatch import refusals, registry, selection, settings
 
 
 @pytest.fixture(autouse=True)
 def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn")):
         monkeypatch.setattr(settings.process, name, value)
-    monkeypatch.setattr(selection, "_warned", set())
+    monkeypatch.setattr(refusals, "_warned", set())
 
 
 def tensors() -> dict[str, Tensor]:
@@ -132,7 +132,7 @@ def test_plain_data_survives_json(name: str) -> None:
     assert data["problem"] == str(explanation.problem)
     assert data["requested"] == (list(requested) if isinstance(requested, tuple) else requested)
     assert (data["forward"], data["backward"], data["error"]) == (explanation.forward, explanation.backward, None)
-    assert list(data["backends"]) == list(selection.BACKENDS)
+    assert list(data["backends"]) == list(registry.BACKENDS)
     for verdict in explanation.verdicts:
         told = data["backends"][verdict.backend]
         assert told["accepts"] is verdict.accepts is (not told["reasons"])
@@ -162,7 +162,7 @@ def test_any_device_can_be_described(device: str, capability: tuple[int, int] | 
     assert problem.architecture == ("cpu" if capability is None else "sm_{}{}".format(*capability))
     (verdict,) = (verdict for verdict in explanation.verdicts if verdict.backend == "cuda")
     assert {reason.code for reason in verdict.reasons} - {"unavailable"} == codes
-    assert ("unavailable" in {reason.code for reason in verdict.reasons}) != selection.probe("cuda").usable
+    assert ("unavailable" in {reason.code for reason in verdict.reasons}) != registry.probe("cuda").usable
     assert str(problem) == (
         f"batch 2, 4096 queries x 4096 keys, 16 heads on 4 key-value heads, head_dim 64, bfloat16 on "
         f"{problem.architecture}, bias (1, 16, 4096, 4096) bfloat16, gradients dbias"

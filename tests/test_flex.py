@@ -12,7 +12,7 @@ from flex_fixture import eager_flex
 from torch import Tensor
 
 import flash_dmattn
-from flash_dmattn.backends import flex
+from flash_dmattn.backends.flex import backend as flex
 from flash_dmattn.problem import Need, TensorSpec
 from flash_dmattn.reference import formula
 

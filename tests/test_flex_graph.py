@@ -11,8 +11,9 @@ from flex_fixture import eager_flex
 from torch import Tensor
 
 import flash_dmattn
-from flash_dmattn.backends import flex, flex_blocks
-from flash_dmattn.backends.flex_blocks import BLOCK, Band, block_lists
+from flash_dmattn.backends.flex import backend as flex
+from flash_dmattn.backends.flex import blocks as flex_blocks
+from flash_dmattn.backends.flex.blocks import BLOCK, Band, block_lists
 from flash_dmattn.reference import formula
 
 CPU = torch.device("cpu")

@@ -32,8 +32,8 @@ LAZY = (
     "rich",
     "numpy",
     "flash_dmattn.nn",
-    "flash_dmattn.demo",
-    "flash_dmattn.cli",
+    "flash_dmattn.tools.demo",
+    "flash_dmattn.tools.cli",
     "flash_dmattn.__main__",
 )
 

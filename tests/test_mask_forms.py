@@ -30,7 +30,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_dmattn
-from flash_dmattn import masks, selection, settings
+from flash_dmattn import masks
+from flash_dmattn.dispatch import refusals, selection, settings
 from flash_dmattn.masks import PreparedMask, prepare_mask
 
 
@@ -38,7 +39,7 @@ from flash_dmattn.masks import PreparedMask, prepare_mask
 def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn")):
         monkeypatch.setattr(settings.process, name, value)
-    monkeypatch.setattr(selection, "_warned", set())
+    monkeypatch.setattr(refusals, "_warned", set())
     with both_registered():
         yield
 
@@ -300,7 +301,7 @@ def test_fallback_counts_what_it_unpacks() -> None:
             pytest.warns(flash_dmattn.FallbackWarning) as told,
         ):
             shape = {"mask": (1, 1, 4096, 4096), "dtype": "fp64"}
-            selection._warned.clear()
+            refusals._warned.clear()
             selection.select(
                 flash_dmattn.explain_problem((1, 4096, 2, 64), device="sm_80", **shape, **flags).problem, "auto"
             )

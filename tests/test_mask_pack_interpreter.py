@@ -21,8 +21,8 @@ from unittest import mock
 import pytest
 import torch
 
-from flash_dmattn.masks import packing
-from flash_dmattn.masks.packing import make_band
+from flash_dmattn.masks.prepared import packing
+from flash_dmattn.problem import make_band
 
 ROOT = Path(__file__).resolve().parent.parent
 MISSING = [name for name in ("triton", "numpy") if find_spec(name) is None]

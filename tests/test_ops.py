@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import flash_dmattn
-from flash_dmattn import ops
-from flash_dmattn.masks.preparation import prepared_tensors
+from flash_dmattn import operators
+from flash_dmattn.masks.prepared.operator import prepared_tensors
 from flash_dmattn.problem import Need
 
 B, LQ, LK, HQ, HK, D, DV = 2, 3, 5, 4, 2, 8, 6
@@ -93,7 +93,7 @@ def test_backward_returns_the_gradients_asked_for_in_order(need: Need) -> None:
     everything = BACKWARD(*arguments[:-1], [True] * 4)
     assert len(found) == sum(need)
     torch.testing.assert_close(found, [g for g, needed in zip(everything, need) if needed])
-    spread = ops.spread(found, need)
+    spread = operators.spread(found, need)
     assert tuple(g is not None for g in spread) == need
     assert_fake_agrees(BACKWARD, arguments)
 
@@ -126,7 +126,7 @@ def test_fakes_agree_on_empty_inputs(sizes: tuple[int, int, int]) -> None:
 
 
 def test_schema_is_the_shared_one_and_mutates_nothing() -> None:
-    for operator, schema in ((FORWARD, ops.FORWARD_SCHEMA), (BACKWARD, ops.BACKWARD_SCHEMA)):
+    for operator, schema in ((FORWARD, operators.FORWARD_SCHEMA), (BACKWARD, operators.BACKWARD_SCHEMA)):
         found = operator._schema
         assert str(torch._C.parse_schema(f"{found.name}{schema}")) == str(found)
         assert not found.is_mutable
@@ -239,13 +239,13 @@ def test_functions_receive_the_same_types_from_the_dispatcher_and_without_it() -
 
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         received.append([type(x) for x in arguments])
-        return ops.empty_outputs(arguments[0], arguments[2])
+        return operators.empty_outputs(arguments[0], arguments[2])
 
     def backward(*arguments: Any) -> tuple[Tensor | None, ...]:
         received.append([type(x) for x in arguments])
-        return tuple(ops.empty_gradient(x) for x in arguments[2:5]) + (None,)
+        return tuple(operators.empty_gradient(x) for x in arguments[2:5]) + (None,)
 
-    run_forward, run_backward = ops.define_pair("typed", forward, backward)
+    run_forward, run_backward = operators.define_pair("typed", forward, backward)
     q, k, v, mask = (torch.zeros(B, n, HK, D) for n in (LQ, LK, LK, 1))
     problem = flash_dmattn.explain(*(x.requires_grad_() for x in (q, k, v))).problem
     q, k, v = (x.detach() for x in (q, k, v))

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from flash_dmattn import masks
-from flash_dmattn.masks import packing
-from flash_dmattn.masks.prepared import prepare_mask
+from flash_dmattn.masks.prepared import packing
+from flash_dmattn.masks.prepared.types import prepare_mask
 
 SIZES = [(0, 0), (0, 5), (5, 0), (1, 1), (7, 1), (1, 130), (2, 33), (129, 31), (130, 300), (260, 128), (128, 257)]
 BANDS = [

@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from layouts import LAYOUTS, offset, rearranged
 from torch import Tensor
 
-from flash_dmattn.backends import cuda, cuda_rules
+from flash_dmattn.backends.cuda import backend as cuda
+from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.protocol import broken_rules
 from flash_dmattn.problem import AttentionProblem, Need, TensorSpec
 

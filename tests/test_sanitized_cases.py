@@ -28,9 +28,10 @@ from cuda_forms import (
     unit_of,
 )
 
-from flash_dmattn.backends import cuda, cuda_rules
-from flash_dmattn.backends import triton as backend
+from flash_dmattn.backends.cuda import backend as cuda
+from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.protocol import broken_rules
+from flash_dmattn.backends.triton import backend
 
 KERNELS = {
     "forward_kernel",

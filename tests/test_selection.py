@@ -13,9 +13,12 @@ from out_of_tree import Differentiable, KernelPair, registered
 from torch import Tensor
 
 import flash_dmattn
-from flash_dmattn import FallbackWarning, selection, settings
-from flash_dmattn.backends import cuda, reference, triton
+from flash_dmattn import FallbackWarning
+from flash_dmattn.backends import reference
+from flash_dmattn.backends.cuda import backend as cuda
 from flash_dmattn.backends.protocol import Availability, Rule
+from flash_dmattn.backends.triton import backend as triton
+from flash_dmattn.dispatch import refusals, registry, selection, settings
 from flash_dmattn.problem import AttentionProblem, Need
 
 FORWARD_ONLY = Rule("forward_only", lambda p: False, lambda p: "there is no backward kernel yet", "", ("backward",))
@@ -25,7 +28,7 @@ FORWARD_ONLY = Rule("forward_only", lambda p: False, lambda p: "there is no back
 def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn")):
         monkeypatch.setattr(settings.process, name, value)
-    monkeypatch.setattr(selection, "_warned", set())
+    monkeypatch.setattr(refusals, "_warned", set())
 
 
 def inputs() -> tuple[Tensor, ...]:
@@ -79,7 +82,7 @@ def test_differentiable_backend_out_of_tree() -> None:
 def test_without_before_a_backend_comes_last() -> None:
     first, last = KernelPair("first"), KernelPair("last")
     with registered(first, before="cuda"), registered(last):
-        assert list(selection.BACKENDS) == ["first", "cuda", "triton", "flex", "eager", "reference", "last"]
+        assert list(registry.BACKENDS) == ["first", "cuda", "triton", "flex", "eager", "reference", "last"]
         results()
     assert first.ran == ["forward", "backward"]
     assert last.ran == []
@@ -111,10 +114,10 @@ def test_auto_passes_over_what_a_backend_keeps_to_its_name() -> None:
 
 def test_registration_is_checked() -> None:
     def checked(error: type[Exception], text: str, backend: object, **flags: object) -> None:
-        order = list(selection.BACKENDS)
+        order = list(registry.BACKENDS)
         with pytest.raises(error, match=text), registered():
             flash_dmattn.register_backend(backend, **flags)
-        assert list(selection.BACKENDS) == order
+        assert list(registry.BACKENDS) == order
 
     checked(ValueError, "backend name 'eager' is taken", KernelPair("eager"))
     checked(ValueError, "backend name 'auto' is taken", KernelPair("auto"))
@@ -184,12 +187,12 @@ def test_probabilities_are_refused_by_every_backend_but_the_reference() -> None:
 
 
 def test_auto_with_everything_disabled_says_so_for_each() -> None:
-    with flash_dmattn.disable_backends(*selection.BACKENDS):
+    with flash_dmattn.disable_backends(*registry.BACKENDS):
         with pytest.raises(flash_dmattn.BackendUnsupportedError, match="no backend accepts this call") as caught:
             results()
         assert flash_dmattn.available_backends() == ()
     disabled = [reason.backend for reason in caught.value.reasons if reason.code == "disabled"]
-    assert disabled == list(selection.BACKENDS)
+    assert disabled == list(registry.BACKENDS)
     assert caught.value.accepted_by == ()
 
 
@@ -257,7 +260,7 @@ def test_fallback_warns_once_per_cause_with_bytes_and_reasons() -> None:
     assert text.startswith("attention runs on eager PyTorch, with up to 256.0 MB of temporaries: batch 2, 4096 queries")
     lines = text.splitlines()
     names = ("cuda", "triton", "flex")
-    reasons = [r for name in names for r in selection.reasons_against(name, problem, ("forward",), auto=True)]
+    reasons = [r for name in names for r in refusals.reasons_against(name, problem, ("forward",), auto=True)]
     assert {"disabled", "capability"} <= {reason.code for reason in reasons}
     assert lines[1:-1] == [f"  - {reason.backend}: {reason}" for reason in reasons]
     assert lines[-1].startswith('  set_fallback("error") turns this warning into an error')

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import flash_dmattn
-from flash_dmattn import settings
+from flash_dmattn.dispatch import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -11,12 +11,14 @@ import pytest
 import torch
 
 import flash_dmattn
-from flash_dmattn import support_matrix
-from flash_dmattn.backends import cuda_rules
+from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.protocol import Backend, Rule, accepts, broken_rules, is_differentiable
-from flash_dmattn.errors import BackendError
+from flash_dmattn.dispatch.errors import BackendError
+from flash_dmattn.dispatch.refusals import passes_of, reasons_against
+from flash_dmattn.dispatch.registry import BACKENDS
+from flash_dmattn.dispatch.selection import choose, selected_names
 from flash_dmattn.problem import AttentionProblem, dtype_name
-from flash_dmattn.selection import BACKENDS, choose, passes_of, reasons_against, selected_names
+from flash_dmattn.tools import support_matrix
 
 ROOT = Path(__file__).resolve().parent.parent
 SHIPPED = ("cuda", "triton", "flex", "eager", "reference")
@@ -166,7 +168,7 @@ class TestMatrix:
         monkeypatch.setattr(cuda_rules, "installed_units", lambda: None)  # whichever this checkout has built
         expected = support_matrix.pages(ROOT, SHIPPED)[ROOT / page]
         found = (ROOT / page).read_text(encoding="utf-8")
-        assert found == expected, f"{page} is not current: run python -m flash_dmattn.support_matrix --write"
+        assert found == expected, f"{page} is not current: run python -m flash_dmattn.tools.support_matrix --write"
 
     @pytest.mark.parametrize("name", SHIPPED)
     def test_cells_are_what_the_rules_say(self, name: str) -> None:
@@ -185,26 +187,6 @@ class TestMatrix:
             else:
                 assert word in ("no", "forward") and set(reasons) == set(broken) and reasons, where
                 assert (word == "forward") == accepts(backend.RULES, row.problem, "forward"), where
-
-    @pytest.mark.parametrize("name", SHIPPED)
-    def test_says_honestly_what_is_not_in_this_version(self, name: str) -> None:
-        words = {support_matrix.cell(BACKENDS[name], row.problem).word for row in support_matrix.rows()}
-        if name in support_matrix.KERNELS and not support_matrix.KERNELS[name]():
-            assert words <= {"no", "not yet"}
-            assert not BACKENDS[name].probe().usable
-            assert f"`{name}`" in support_matrix.legend(SHIPPED).splitlines()[-1]
-        else:
-            assert "not yet" not in words
-
-    def test_kernels_in_the_tree_are_noticed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        (tmp_path / "csrc" / "sm90").mkdir(parents=True)
-        (tmp_path / "csrc" / "sm90" / "forward.cu").touch()
-        (tmp_path / "triton_kernels").mkdir()
-        monkeypatch.setattr(support_matrix, "ROOT", tmp_path)
-        row = next(row for row in support_matrix.rows() if row.name == "causal")
-        assert support_matrix.cell(BACKENDS["cuda"], row.problem).word == "yes"
-        assert support_matrix.cell(BACKENDS["triton"], row.problem).word == "not yet"
-        assert "`triton` has no kernels yet" in support_matrix.legend(SHIPPED)
 
     def test_a_rule_changes_the_page(self, monkeypatch: pytest.MonkeyPatch) -> None:
         no_softcap = Rule("softcap", lambda p: p.softcap == 0, lambda p: f"softcap is {p.softcap:g}", "leave it out")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import flash_dmattn
-from flash_dmattn.backends import triton as backend
+from flash_dmattn.backends.triton import backend
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -189,7 +189,7 @@ def test_only_fp32_asks_whether_tf32_is_allowed(plans: dict[Any, Any]) -> None:
 
 def test_a_plan_without_a_mask_is_also_found_for_a_problem_that_only_equals(plans: dict[Any, Any]) -> None:
     for _ in range(2):
-        flash_dmattn.call_classes.forget()
+        flash_dmattn.dispatch.call_cache.forget()
         attend(torch.randn(SHAPE))
     assert len(plans) == 1
 

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 import flash_dmattn
-from flash_dmattn.backends import cuda, eager, flex, triton
+from flash_dmattn.backends import eager
+from flash_dmattn.backends.cuda import backend as cuda
+from flash_dmattn.backends.flex import backend as flex
+from flash_dmattn.backends.triton import backend as triton
 
 B, LQ, LK, HQ, HK, D, DV = 2, 3, 5, 4, 2, 8, 6
 

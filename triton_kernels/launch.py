@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_dmattn.backends.protocol import Gradients
 from flash_dmattn.masks.broadcast import collapse
-from flash_dmattn.masks.preparation import prepare
-from flash_dmattn.problem import AttentionProblem, keys_of_query
+from flash_dmattn.masks.prepared.operator import prepare
+from flash_dmattn.problem import AttentionProblem, Gradients, keys_of_query
 
 from .kernel_launch import is_current_device, on_device, remembered
 from .plan import Call, Flags, MaskTensors, Need, takes_tf32

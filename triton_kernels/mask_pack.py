@@ -18,7 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from flash_dmattn.masks.packing import TILE, TILE_WORDS, Band, KeySet, TileLists, tiles
+from flash_dmattn.masks.prepared.packing import TILE, TILE_WORDS, KeySet, TileLists, tiles
+from flash_dmattn.problem import Band
 
 from .kernel_launch import launch
 
@@ -240,7 +241,7 @@ def vector_bytes(mask: torch.Tensor) -> int:
 def pack_mask(
     mask: torch.Tensor, band: Band | None, *, strip: tuple[int, int] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the packing kernel; the result of `flash_dmattn.masks.packing.pack_mask`.
+    """Launch the packing kernel; the result of `flash_dmattn.masks.prepared.packing.pack_mask`.
 
     Args:
         mask: bool (Bm, Hm, Lq, Lk), any strides, 0 included.
@@ -269,7 +270,7 @@ def pack_mask(
 
 
 def list_tiles(classes: torch.Tensor) -> TileLists:
-    """Launch the list kernel; the result of `flash_dmattn.masks.packing.list_tiles`.
+    """Launch the list kernel; the result of `flash_dmattn.masks.prepared.packing.list_tiles`.
 
     Args:
         classes: uint8 (Bm, Hm, Tq, Tk), contiguous.
@@ -286,7 +287,7 @@ def list_tiles(classes: torch.Tensor) -> TileLists:
 
 
 def key_set(mask: torch.Tensor) -> KeySet:
-    """Launch the key set kernel; the result of `flash_dmattn.masks.packing.key_set`.
+    """Launch the key set kernel; the result of `flash_dmattn.masks.prepared.packing.key_set`.
 
     Args:
         mask: bool (Bm, Hm, 1, Lk), any strides, 0 included.

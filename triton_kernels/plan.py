@@ -9,22 +9,10 @@ import torch
 import triton
 from torch import Tensor
 
-from flash_dmattn.problem import fits_copy_engine
+from flash_dmattn.problem import fits_tma
 
 from .kernel_launch import Descriptor
-from .tile_ops import (
-    BAND,
-    KEY_BIAS,
-    KEYS,
-    LOG2E,
-    NO_BIAS,
-    ROW_BIAS,
-    TILE_BIAS,
-    TILES,
-    BiasStrides,
-    MaskStrides,
-    Shape,
-)
+from .tile_ops import BAND, KEY_BIAS, KEYS, LOG2E, NO_BIAS, ROW_BIAS, TILE_BIAS, TILES, BiasStrides, MaskStrides, Shape
 from .tile_table import Tile, tile_of
 
 MaskTensors = Sequence[Tensor]
@@ -181,7 +169,7 @@ def _bias_kind(bias: Tensor | None) -> int:
 
 
 def _fits_tma(x: Tensor) -> bool:
-    return x.data_ptr() % 16 == 0 and fits_copy_engine(x.shape, x.stride(), x.element_size())
+    return x.data_ptr() % 16 == 0 and fits_tma(x.shape, x.stride(), x.element_size())
 
 
 def _descriptor(slot: int, x: Tensor, block: list[int]) -> Descriptor:

@@ -9,8 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
-from flash_dmattn.backends.gradients import key_gradient, query_gradient
-from flash_dmattn.backends.protocol import Gradients
+from flash_dmattn.gradients import key_gradient, query_gradient
+from flash_dmattn.problem import Gradients
 
 from .backward_bias import backward_bias_kernel
 from .backward_delta import delta_kernel

@@ -10,9 +10,9 @@ import torch
 import flash_dmattn
 from flash_dmattn import masks
 from flash_dmattn.backends.protocol import Pass, accepts, broken_rules
+from flash_dmattn.dispatch.registry import BACKENDS, probe
+from flash_dmattn.dispatch.settings import BackendChoice
 from flash_dmattn.problem import AttentionProblem
-from flash_dmattn.selection import BACKENDS, probe
-from flash_dmattn.settings import BackendChoice
 
 from ..cases import Case
 from ..inputs import Inputs

@@ -1,1 +1,1 @@
-"""The backends, one module each; `flash_dmattn.selection` holds them in order of preference."""
+"""The backends, one module each; `flash_dmattn.dispatch.selection` holds them in order of preference."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..problem import AttentionProblem
+from .. import operators
+from ..problem import AttentionProblem, Gradients, MaskTensors
 from ..reference import eager as chunked
 from ..reference import formula
-from .protocol import Availability, Gradients, MaskTensors, Rule
+from .protocol import Availability, Rule
 
 NAME = "eager"
 
@@ -118,7 +118,7 @@ def _backward(
     )
 
 
-forward, backward = ops.define_pair(NAME, _forward, _backward)
+forward, backward = operators.define_pair(NAME, _forward, _backward)
 
 
 def differentiable_backward(

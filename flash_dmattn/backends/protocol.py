@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-from ..problem import AttentionProblem
+from ..problem import AttentionProblem, Gradients, MaskTensors
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 Pass = Literal["forward", "backward"]
-# What a forward/backward pair receives of a mask, told apart by the number of tensors: see `KernelBackend`.
-MaskTensors = tuple[Tensor, ...]
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 class Rule(NamedTuple):

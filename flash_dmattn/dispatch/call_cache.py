@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .backends.protocol import AnyBackend, KernelBackend
-from .ops import is_watched
-from .problem import AttentionProblem
+from ..backends.protocol import AnyBackend, KernelBackend
+from ..operators import is_watched
+from ..problem import AttentionProblem
+from .registry import on_change
 from .selection import Selection, choice_in_force, falls_back
 from .settings import BackendChoice, process, thread
 
 if TYPE_CHECKING:
-    from .masks import PreparedMask
+    from ..masks import PreparedMask
 
 Key = tuple[Any, ...]
 
@@ -40,6 +41,9 @@ _classes: dict[Key, CallClass] = {}
 def forget() -> None:
     """Describe and choose anew in the next call of every class: there are other backends now, or other rules."""
     _classes.clear()
+
+
+on_change.append(forget)
 
 
 def look_up(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .backends.protocol import Reason
+    from ..backends.protocol import Reason
 
 
 class BackendError(RuntimeError):

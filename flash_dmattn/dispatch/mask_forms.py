@@ -1,79 +1,16 @@
-"""The forms of a mask: how a prepared one becomes part of a call, and what of a mask a backend receives."""
+"""What of a mask a backend receives: a dense one, or the tensors of a prepared one."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from .backends.protocol import AnyBackend, KernelBackend, MaskTensors
-from .problem import AttentionProblem, MaskForm, Shape4, TensorSpec, check_broadcast, check_flag, check_window
+from ..backends.protocol import AnyBackend, KernelBackend
+from ..problem import AttentionProblem, MaskTensors
 
 if TYPE_CHECKING:
-    from .masks import PreparedMask
-
-
-def describe_prepared(
-    mask: PreparedMask,
-    is_causal: bool,
-    window_size: tuple[int, int] | None,
-    sizes: Shape4,
-    num_heads_k: int,
-    device: torch.device,
-) -> tuple[TensorSpec, MaskForm, bool, tuple[int, int]]:
-    """Validate a prepared mask for a call; return its description, its form, and the band, which it decides.
-
-    Args:
-        mask: what the call has as its mask, no tensor.
-        is_causal, window_size: those of the call. What they limit, the mask has to limit by the same numbers.
-        sizes: (batch, heads, seqlen_q, seqlen_k) of the call.
-
-    Raises:
-        TypeError: neither a prepared mask nor a tensor.
-        ValueError: it was prepared for other sizes, on another device or with another band.
-    """
-    # Not at the top: only a program that has made a prepared mask pays for the import, and it has done so already.
-    from .masks.prepared import PreparedMask
-
-    if not isinstance(mask, PreparedMask):
-        raise TypeError(
-            f"mask is a {type(mask).__name__}; it needs to be a bool torch.Tensor, True where q attends, "
-            "or a prepared mask"
-        )
-    if mask.device != device:
-        raise ValueError(f"mask is on {mask.device}; it needs to be on the device of q, {device}")
-    for name, has, needs in (("seqlen_q", mask.seqlen_q, sizes[2]), ("seqlen_k", mask.seqlen_k, sizes[3])):
-        if has != needs:
-            raise ValueError(f"mask was prepared for {name} {has}; it needs that of the call, {needs}")
-    shape = mask.shape
-    check_broadcast("mask", shape, sizes, num_heads_k)
-    _check_band(mask, check_flag("is_causal", is_causal), check_window(window_size))
-    return unpacked_spec(shape), mask.form, mask.is_causal, mask.window_size
-
-
-def _check_band(mask: PreparedMask, is_causal: bool, window_size: tuple[int, int]) -> None:
-    right = 0 if mask.is_causal else mask.window_size[1]
-    if is_causal:
-        if right != 0:
-            _refuse_band(mask, "is_causal is True")
-    elif window_size[1] not in (-1, right):
-        _refuse_band(mask, f"window_size is {window_size}")
-    if window_size[0] not in (-1, mask.window_size[0]):
-        _refuse_band(mask, f"window_size is {window_size}")
-
-
-def _refuse_band(mask: PreparedMask, given: str) -> NoReturn:
-    raise ValueError(
-        f"{given}, but mask was prepared with is_causal={mask.is_causal}, window_size={mask.window_size}; "
-        "a prepared mask brings its own limits: pass is_causal and window_size to prepare_mask"
-    )
-
-
-def unpacked_spec(shape: Shape4) -> TensorSpec:
-    """The description of the contiguous bool tensor that `PreparedMask.unpacked` makes."""
-    _, h, i, j = shape
-    return TensorSpec(shape, (h * i * j, i * j, j, 1), torch.bool)
+    from ..masks import PreparedMask
 
 
 def takes_prepared(backend: AnyBackend) -> bool:
@@ -111,7 +48,7 @@ def mask_tensors(
         return mask.tensors if prepared else (mask.unpacked(),)
     if backward is None or not prepared:
         return (mask,)
-    from .masks.preparation import prepared_tensors  # not at the top: importing flash_dmattn does not need it
+    from ..masks.prepared.operator import prepared_tensors  # not at the top: importing flash_dmattn does not need it
 
     p = problem
     return prepared_tensors(mask, p.seqlen_q, p.seqlen_k, p.is_causal, p.window_size)

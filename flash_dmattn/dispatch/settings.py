@@ -7,6 +7,8 @@ import threading
 from types import TracebackType
 from typing import Literal, NamedTuple
 
+from .registry import BACKENDS, check_name
+
 BackendChoice = str | tuple[str, str]
 Fallback = Literal["warn", "silent", "error"]
 
@@ -47,8 +49,6 @@ def check_environment() -> None:
     """Refuse environment variables that cannot be read or name unknown backends; done once, at the first call."""
     if process.environment_error is not None:
         raise ValueError(process.environment_error)
-    from .selection import BACKENDS  # the registry imports this module
-
     for variable, text in (
         ("FLASH_DMATTN_BACKEND", os.environ.get("FLASH_DMATTN_BACKEND") or "auto"),
         ("FLASH_DMATTN_DISABLE", os.environ.get("FLASH_DMATTN_DISABLE", "")),
@@ -203,14 +203,6 @@ class record_decisions:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         thread.records = self.previous
-
-
-def check_name(name: str) -> None:
-    """Refuse a backend name that nobody registered."""
-    from .selection import BACKENDS  # the registry imports this module
-
-    if name not in BACKENDS:
-        raise ValueError(f"backend {name!r} is unknown; it needs to be one of {', '.join(map(repr, BACKENDS))}")
 
 
 def check_choice(backend: BackendChoice) -> BackendChoice:

@@ -18,8 +18,8 @@ from .drawing import show
 from .topk import topk_mask
 
 if TYPE_CHECKING:
-    from .prepared import KeyMask, PreparedMask, TileMask, prepare_mask
-    from .prepared_builders import prepare_blocks, prepare_documents, prepare_lengths, prepare_window
+    from .prepared.builders import prepare_blocks, prepare_documents, prepare_lengths, prepare_window
+    from .prepared.types import KeyMask, PreparedMask, TileMask, prepare_mask
 
 __all__ = [
     "KeyMask",
@@ -46,13 +46,16 @@ __all__ = [
     "topk_mask",
 ]
 
-_PREPARED = ("KeyMask", "PreparedMask", "TileMask", "prepare_mask")
-_BUILDERS = ("prepare_blocks", "prepare_documents", "prepare_lengths", "prepare_window")
+_LAZY = {
+    **dict.fromkeys(("KeyMask", "PreparedMask", "TileMask", "prepare_mask"), ".prepared.types"),
+    **dict.fromkeys(
+        ("prepare_blocks", "prepare_documents", "prepare_lengths", "prepare_window"), ".prepared.builders"
+    ),
+}
 
 
 def __getattr__(name: str) -> object:
     # On first use: a tenth of the time that importing flash_dmattn may take, for what not every program uses.
-    if name in _PREPARED or name in _BUILDERS:
-        module = _import_module(".prepared" if name in _PREPARED else ".prepared_builders", __name__)
-        return globals().setdefault(name, getattr(module, name))
+    if name in _LAZY:
+        return globals().setdefault(name, getattr(_import_module(_LAZY[name], __name__), name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The support matrix, generated from the rule tables of the backends: `python -m flash_dmattn.support_matrix --write`.
+"""The support matrix, made from the rules of the backends: `python -m flash_dmattn.tools.support_matrix --write`.
 
 Every cell is what a backend's rules answer to one problem; nothing is said here that the selection does not act on.
 """
@@ -8,24 +8,18 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .backends.protocol import Backend, Pass, Reason, Rule, accepts
-from .explanation import explain_problem
-from .problem import AttentionProblem
-from .selection import BACKENDS
+from ..backends.protocol import Backend, Pass, Reason, Rule, accepts
+from ..dispatch.registry import BACKENDS
+from ..explanation import explain_problem
+from ..problem import AttentionProblem
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- support matrix: begin -->", "<!-- support matrix: end -->"
-
-# Backends whose kernels are source files of their own, and how to see whether this version has them.
-KERNELS: dict[str, Callable[[], bool]] = {
-    "cuda": lambda: any((ROOT / "csrc").rglob("*forward*")),
-    "triton": lambda: (ROOT / "triton_kernels" / "forward.py").is_file(),
-}
 
 
 @dataclass(frozen=True)
@@ -105,17 +99,11 @@ def cell(backend: Backend, problem: AttentionProblem) -> Cell:
     refused = tuple(only for only in passes if not accepts(backend.RULES, problem, only))
     if "forward" in refused:
         return Cell("no", _reasons(backend, backend.RULES, problem, passes))
-    if not _has_kernels(backend.NAME):
-        return Cell("not yet", _reasons(backend, backend.RULES, problem, refused))
     if refused:
         return Cell("forward", _reasons(backend, backend.RULES, problem, refused))
     if any(not accepts(backend.AUTO_RULES, problem, only) for only in passes):
         return Cell("by name", _reasons(backend, backend.AUTO_RULES, problem, passes))
     return Cell("yes")
-
-
-def _has_kernels(name: str) -> bool:
-    return name not in KERNELS or KERNELS[name]()
 
 
 def _reasons(
@@ -146,36 +134,25 @@ def table(chosen: Sequence[Row], names: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def legend(names: Sequence[str]) -> str:
-    """What the words of the table mean, and which backends have kernels in this version."""
-    missing = [f"`{name}`" for name in names if not _has_kernels(name)]
-    words = [
-        "**yes**: forward and every gradient asked for",
-        "**forward**: no gradients",
-        '**by name**: served when the call names the backend, while `backend="auto"` passes it over',
-        "**no**: refused, with the reason in the note",
-    ]
-    if missing:
-        words.append("**not yet**: no rule refuses it, but the kernels are not in this version")
-    text = "\n".join(f"* {word}." for word in words)
-    if missing:
-        kernels = "has no kernels" if len(missing) == 1 else "have no kernels"
-        text += f"\n\nIn this version {' and '.join(missing)} {kernels} yet: no call can run on them."
-    return text
+LEGEND = """\
+* **yes**: forward and every gradient asked for.
+* **forward**: no gradients.
+* **by name**: served when the call names the backend, while `backend="auto"` passes it over.
+* **no**: refused, with the reason in the note."""
 
 
 def document(names: Sequence[str]) -> str:
     """The whole of docs/support.md."""
     return f"""# What each backend serves
 
-This page is generated from the rules of the backends by `python -m flash_dmattn.support_matrix --write`, and a test
-asserts that it is current. The same rules decide each call and give the reasons in every error, so
+This page is generated from the rules of the backends by `python -m flash_dmattn.tools.support_matrix --write`, and a
+test asserts that it is current. The same rules decide each call and give the reasons in every error, so
 `flash_dmattn.explain(...)` says the same about your own call, and also whether a backend works on your machine.
 
 Unless a row says otherwise, the call is bf16 on sm_90 with batch 2, 4096 queries and keys, 16 heads of dim 64, and all
 gradients are needed.
 
-{legend(names)}
+{LEGEND}
 
 {table(rows(), names)}
 """
@@ -184,7 +161,7 @@ gradients are needed.
 def readme_block(names: Sequence[str]) -> str:
     """What stands between the markers in README.md."""
     chosen = [row for row in rows() if row.in_readme]
-    return f"{BEGIN}\n{legend(names)}\n\n{table(chosen, names)}\n{END}"
+    return f"{BEGIN}\n{LEGEND}\n\n{table(chosen, names)}\n{END}"
 
 
 def rewritten(readme: str, names: Sequence[str]) -> str:
@@ -211,14 +188,13 @@ def pages(root: Path, names: Sequence[str]) -> dict[Path, str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the page, or with --write rewrite the files that hold it."""
     parser = argparse.ArgumentParser(
-        prog="python -m flash_dmattn.support_matrix", description="Generate the support matrix from the rules."
+        prog="python -m flash_dmattn.tools.support_matrix", description="Generate the support matrix from the rules."
     )
     parser.add_argument("--write", action="store_true", help="rewrite docs/support.md and the block in README.md")
     arguments = parser.parse_args(argv)
     names = tuple(BACKENDS)
     if not (ROOT / "csrc").is_dir():
-        # An installed package does not show which kernels its version has.
-        print(f"{parser.prog}: error: {ROOT} is not a checkout of the sources, which it reads", file=sys.stderr)
+        print(f"{parser.prog}: error: {ROOT} is not a checkout of the sources, whose pages it writes", file=sys.stderr)
         return 1
     if not arguments.write:
         print(document(names), end="")

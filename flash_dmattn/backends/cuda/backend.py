@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import extension, ops
-from ..problem import AttentionProblem, fits_copy_engine
-from .cuda_rules import AUTO_RULES, RULES, UNITS
-from .gradients import key_gradient, query_gradient, zero_gradients
-from .protocol import Availability, Gradients
+from ... import operators
+from ...gradients import key_gradient, query_gradient, zero_gradients
+from ...problem import AttentionProblem, Gradients, fits_tma, make_band
+from ..protocol import Availability
+from . import extension
+from .rules import AUTO_RULES, RULES, UNITS
 
 __all__ = ["AUTO_RULES", "MASK_FORM", "NAME", "RULES", "UNITS", "backward", "forward", "notes", "probe"]
 
@@ -67,14 +68,14 @@ def notes(problem: AttentionProblem) -> tuple[str, ...]:
             ("k", (p.batch, p.seqlen_k, p.num_heads_k, p.head_dim), p.k_strides),
             ("v", (p.batch, p.seqlen_k, p.num_heads_k, p.head_dim_v), p.v_strides),
         )
-        if not (strides[3] == 1 and fits_copy_engine(shape, strides, p.dtype.itemsize))
+        if not (strides[3] == 1 and fits_tma(shape, strides, p.dtype.itemsize))
     )
 
 
 def _rows(x: Tensor) -> Tensor:
     # The smallest copy that the copy engine can read is that of the one tensor.
     strides = x.stride()
-    readable = strides[3] == 1 and x.data_ptr() % 16 == 0 and fits_copy_engine(x.shape, strides, x.element_size())
+    readable = strides[3] == 1 and x.data_ptr() % 16 == 0 and fits_tma(x.shape, strides, x.element_size())
     return x if readable else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -104,9 +105,8 @@ def _kernels() -> _Kernels:
     # Looked up once: torch.ops takes a microsecond to find an operator, and importing flash_dmattn needs no masks.
     global _found_kernels
     if _found_kernels is None:
-        from ..masks.broadcast import collapse
-        from ..masks.packing import make_band
-        from ..masks.preparation import pack_tiles
+        from ...masks.broadcast import collapse
+        from ...masks.prepared.operator import pack_tiles
 
         operators = torch.ops.flash_dmattn  # the probe has loaded the extension
         attend, differentiate = operators.cuda_forward_kernel.default, operators.cuda_backward_kernel.default
@@ -126,7 +126,7 @@ def _forward(
     softcap: float,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
-    out, lse = ops.empty_outputs(q, v)
+    out, lse = operators.empty_outputs(q, v)
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
     if seqlen_k == 0:
         return out.zero_(), lse.fill_(-torch.inf)
@@ -167,7 +167,9 @@ def _backward(
     left, right = window_size
     band = kernels.make_band(seqlen_q, seqlen_k, is_causal, (left, right))
     low, high = (-seqlen_q, seqlen_k) if band is None else band
-    dq, dk, dv = (ops.empty_gradient(x) if needed else None for x, needed in zip((q, k, v), need[:3], strict=True))
+    dq, dk, dv = (
+        operators.empty_gradient(x) if needed else None for x, needed in zip((q, k, v), need[:3], strict=True)
+    )
     dbias = stored = sums = None
     if bias is not None and need[3]:
         if bias.shape[3] == 1:
@@ -191,4 +193,4 @@ def _backward(
     return dq, dk, dv, dbias
 
 
-forward, backward = ops.define_pair(NAME, _forward, _backward)
+forward, backward = operators.define_pair(NAME, _forward, _backward)

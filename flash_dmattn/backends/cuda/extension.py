@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ._version import __version__
+from ..._version import __version__
 
 NAME = "flash_dmattn._C"
 

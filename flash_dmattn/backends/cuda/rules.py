@@ -6,9 +6,9 @@ from functools import cache
 
 import torch
 
-from .. import extension
-from ..problem import AttentionProblem, dtype_name, fits_copy_engine, keys_of_query
-from .protocol import Pass, Rule
+from ...problem import AttentionProblem, dtype_name, fits_tma, keys_of_query
+from ..protocol import Pass, Rule
+from . import extension
 
 # (head_dim, head_dim_v) that kernels are compiled for; a call takes the first that holds its own.
 UNITS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
@@ -41,7 +41,7 @@ def _dims_of(units: frozenset[str] | None, dtype: torch.dtype, only: Pass) -> tu
     return tuple((d, d_v) for d, d_v in pairs if f"{only}_d{d}{f'_{d_v}' if d_v != d else ''}_{name}" in units)
 
 
-# A file is read, which torch.compile cannot trace; see `selection._works`.
+# A file is read, which torch.compile cannot trace; see `registry.works`.
 setattr(_built_dims, "_dynamo_marked_constant", True)  # noqa: B010
 
 
@@ -78,11 +78,11 @@ def _dbias_per_score(p: AttentionProblem) -> bool:
     return p.need.bias and p.bias is not None and 1 not in p.bias.shape[2:]
 
 
-def _bias_fits_copy_engine(p: AttentionProblem) -> bool:
+def _bias_fits_tma(p: AttentionProblem) -> bool:
     if p.bias is None:
         return True
     shape = [1 if shared else size for size, shared in zip(p.bias.shape, p.bias.broadcast(), strict=True)]
-    return p.bias.strides[3] == 1 and fits_copy_engine(shape, p.bias.strides, p.bias.dtype.itemsize)
+    return p.bias.strides[3] == 1 and fits_tma(shape, p.bias.strides, p.bias.dtype.itemsize)
 
 
 def _dbias_is_whole(p: AttentionProblem) -> bool:
@@ -174,7 +174,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "tile_bias_rows",
-        lambda p: not _bias_per_score(p) or _bias_fits_copy_engine(p),
+        lambda p: not _bias_per_score(p) or _bias_fits_tma(p),
         lambda p: (
             f"bias has strides {None if p.bias is None else tuple(p.bias.strides)}; "
             "the copy engine reads rows of unit stride that start on 16 bytes"
@@ -231,7 +231,7 @@ def _triton_is_slow(p: AttentionProblem) -> bool:
 def _least_tiles(p: AttentionProblem) -> int:
     """From how many tiles of rows on cuda is as fast."""
     widest = max(p.head_dim, p.head_dim_v)
-    shares_keys = widest <= _NARROW and p.mask is None and not p.has_window and _bias_fits_copy_engine(p)
+    shares_keys = widest <= _NARROW and p.mask is None and not p.has_window and _bias_fits_tma(p)
     if shares_keys and _bias_per_score(p) and p.seqlen_k >= _LONG:
         return 16  # 256 queries, 4096 keys: 16 tiles of D64 1.08, of D128 1.13, 64 tiles 1.07 and 1.51
     if shares_keys and widest > 64 and p.seqlen_k >= 2 * _LONG:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem import AttentionProblem, TensorSpec, dtype_name
-from .flex_blocks import BLOCK, Band, band_of, prepare_blocks, prepare_in_graph
-from .protocol import Availability, Rule
+from ...problem import AttentionProblem, TensorSpec, dtype_name
+from ..protocol import Availability, Rule
+from .blocks import BLOCK, Band, band_of, prepare_blocks, prepare_in_graph
 
 NAME = "flex"
 
@@ -142,7 +142,7 @@ def _load() -> Availability:
 
 def _graph() -> ModuleType:
     # An import statement, not importlib: under torch.compile dynamo runs the former and refuses the latter.
-    from . import flex_graph
+    from . import graph as flex_graph
 
     return flex_graph
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..problem import AttentionProblem
+from ...problem import AttentionProblem
 
 # FlexAttention's own default; every tile its kernels pick for the head dims it accepts divides it.
 BLOCK = 128

@@ -1,6 +1,6 @@
 """The FlexAttention graph of a call, and the compiled functions: one per class of problem, each compiled once.
 
-Importing this module imports FlexAttention, and with it a part of dynamo; `flash_dmattn.backends.flex` does it lazily.
+Importing this module imports FlexAttention, and with it a part of dynamo; `backend.py` does it lazily.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from .flex_blocks import BLOCK, BlockLists
+from .blocks import BLOCK, BlockLists
 
 # The graph compiler given to torch.compile. Tests set "eager": FlexAttention's own dense formula, which has a backward
 # pass on CPU.

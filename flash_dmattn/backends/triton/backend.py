@@ -8,10 +8,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..problem import AttentionProblem, dtype_name
-from .gradients import zero_gradients
-from .protocol import Availability, Gradients, Rule
+from ... import operators
+from ...gradients import zero_gradients
+from ...problem import AttentionProblem, Gradients, dtype_name
+from ..protocol import Availability, Rule
 
 NAME = "triton"
 MASK_FORM = "prepared"
@@ -118,7 +118,7 @@ def _forward(
     softcap: float,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
-    out, lse = ops.empty_outputs(q, v)
+    out, lse = operators.empty_outputs(q, v)
     if k.shape[1] == 0:
         return out.zero_(), lse.fill_(-torch.inf)
     if out.numel() > 0:
@@ -134,7 +134,7 @@ def _forward_maskless(
     p = problem
     if not (p.batch and p.seqlen_q and p.num_heads and p.seqlen_k):
         return _forward(q, k, v, [], bias, p.is_causal, [*p.window_size], p.softmax_scale, p.softcap, p.deterministic)
-    out, lse = ops.empty_outputs_of(problem, q.device)
+    out, lse = operators.empty_outputs_of(problem, q.device)
     _kernels().forward_maskless(problem, q, k, v, bias, out, lse)
     return out, lse
 
@@ -163,4 +163,4 @@ def _backward(
     return kernels.backward(dout, dlse, q, k, v, mask, bias, out, lse, flags, tuple(need))
 
 
-forward, backward = ops.define_pair(NAME, _forward, _backward, _forward_maskless)
+forward, backward = operators.define_pair(NAME, _forward, _backward, _forward_maskless)

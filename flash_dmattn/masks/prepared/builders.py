@@ -6,13 +6,13 @@ from typing import Literal
 
 import torch
 
-from ..problem import check_flag, check_window
-from .arguments import IntsLike, bool_mask, integer, integer_tensor, lengths_within, pair
-from .blocks import expand_blocks
-from .broadcast import collapse
-from .builders import Device
-from .packing import band_words, make_band, pack_rows, pack_words
-from .prepared import KeyMask, PreparedMask, TileMask, from_bits, prepare_mask
+from ...problem import check_flag, check_window, make_band
+from ..arguments import IntsLike, bool_mask, integer, integer_tensor, lengths_within, pair
+from ..blocks import expand_blocks
+from ..broadcast import collapse
+from ..builders import Device
+from .packing import band_words, pack_rows, pack_words
+from .types import KeyMask, PreparedMask, TileMask, from_bits, prepare_mask
 
 
 def prepare_blocks(

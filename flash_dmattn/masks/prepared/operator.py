@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Sequence
-from types import ModuleType
+from collections.abc import Sequence
 
 import torch
 
-from ..backends import cuda
-from ..problem import device_capability
-from ..settings import process
-from . import packing
-from .broadcast import collapse
-from .packing import TILE_WORDS, Band, make_band, tiles
+from ...problem import Band, make_band
+from ..broadcast import collapse
+from .packers import packer
+from .packing import TILE_WORDS, tiles
 
 _LIBRARY = torch.library.Library("flash_dmattn", "FRAGMENT")
 _LIBRARY.define(
@@ -38,24 +34,6 @@ def prepared_tensors(
     return tuple(_OPERATOR(collapse(mask), seqlen_q, seqlen_k, is_causal, window_size))
 
 
-_kernels: ModuleType | None = None
-
-
-def packer(tensor: torch.Tensor) -> ModuleType:
-    """The module whose `pack_mask`, `list_tiles` and `key_set` serve a tensor: Triton on a GPU, PyTorch elsewhere."""
-    global _kernels
-    if not tensor.is_cuda:
-        return packing
-    if _kernels is None:
-        try:
-            _kernels = importlib.import_module("flash_dmattn.triton_kernels.mask_pack")
-        except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] != "triton":
-                raise
-            _kernels = packing
-    return _kernels
-
-
 def prepare(
     mask: torch.Tensor, seqlen_q: int, seqlen_k: int, is_causal: bool, window_size: Sequence[int]
 ) -> list[torch.Tensor]:
@@ -68,34 +46,7 @@ def prepare(
 
 def pack_tiles(mask: torch.Tensor, seqlen_q: int, seqlen_k: int, band: Band | None) -> list[torch.Tensor]:
     """The tensors of a `TileMask` of a collapsed mask, even of one with a single row: bits, classes, both lists."""
-    dense = mask.expand(-1, -1, seqlen_q, seqlen_k)
-    if packs_by_extension(mask):
-        low, high = (0, 0) if band is None else band
-        return _extension_packer()(dense, low, high, band is not None)
-    pack = packer(mask)
-    bits, classes = pack.pack_mask(dense, band)
-    return [bits, classes, *pack.list_tiles(classes)]
-
-
-def packs_by_extension(tensor: torch.Tensor) -> bool:
-    """Whether the CUDA extension packs a mask: on a Hopper GPU where it works and nobody has disabled its backend."""
-    return (
-        tensor.is_cuda
-        and device_capability(tensor.device) == (9, 0)
-        and cuda.NAME not in process.disabled
-        and cuda.probe().usable
-    )
-
-
-_pack_mask: Callable[..., list[torch.Tensor]] | None = None
-
-
-def _extension_packer() -> Callable[..., list[torch.Tensor]]:
-    # Looked up once, after the probe has loaded the extension: torch.ops takes a microsecond to find an operator.
-    global _pack_mask
-    if _pack_mask is None:
-        _pack_mask = torch.ops.flash_dmattn.cuda_pack_mask.default
-    return _pack_mask
+    return packer(mask).pack_tiles(mask.expand(-1, -1, seqlen_q, seqlen_k), band)
 
 
 def _prepare_fake(

@@ -7,10 +7,11 @@ bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+from ...problem import Band
 
 TILE = 128
 WORD = 32
@@ -25,30 +26,11 @@ CHUNK_ELEMENTS = 1 << 24
 GATHER_EIGHT = 0x0102040810204080
 
 
-class Band(NamedTuple):
-    """The allowed diagonals: query i may attend to key j where `low <= j - i <= high`."""
-
-    low: int
-    high: int
-
-
 # Tiles in the order in which kernels walk them: row_lists, col_lists (see `TileMask`).
 TileLists = tuple[torch.Tensor, torch.Tensor]
 
 # The keys that a mask without query dim keeps: kept, count, prefix (see `KeyMask`).
 KeySet = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def make_band(seqlen_q: int, seqlen_k: int, is_causal: bool, window_size: tuple[int, int]) -> Band | None:
-    """The diagonals that causality and window leave, bottom-right aligned; None where they forbid nothing."""
-    left, right = window_size
-    if is_causal:
-        right = 0
-    aligned = seqlen_k - seqlen_q
-    # Unlimited sides, and limits beyond the last diagonal, become the diagonal past the last: all sums stay in int32.
-    low = -seqlen_q if left < 0 else max(aligned - left, -seqlen_q)
-    high = seqlen_k if right < 0 else min(aligned + right, seqlen_k)
-    return None if low <= 1 - seqlen_q and high >= seqlen_k - 1 else Band(low, high)
 
 
 def tiles(length: int) -> int:

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
-from ..problem import check_flag, check_window
+from ...problem import Band, check_flag, check_window, make_band
+from ..arguments import bool_mask, integer
+from ..blocks import MaskStats
 from . import packing
-from .arguments import bool_mask, integer
-from .blocks import MaskStats
-from .packing import EMPTY, FULL, TILE, Band, make_band
-from .preparation import packer, prepared_tensors
+from .operator import prepared_tensors
+from .packers import packer
+from .packing import EMPTY, FULL, TILE
 
 if TYPE_CHECKING:
     from typing_extensions import Self

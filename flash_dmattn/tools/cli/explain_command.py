@@ -89,8 +89,8 @@ def join_window(words: list[str]) -> list[str]:
 def run(arguments: argparse.Namespace) -> int:
     """Print the explanation; 0 whatever it says, 2 where no such call can exist."""
     require_torch("explain")
-    from ..explanation import explain_problem
-    from ..settings import parse_choice
+    from ...dispatch.settings import parse_choice
+    from ...explanation import explain_problem
 
     try:
         if arguments.bias_grad and arguments.bias is None:

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .._version import __version__
-from ..extension import build_info, find
+from ..._version import __version__
+from ...backends.cuda.extension import build_info, find
 from . import require_torch
 
 Report = dict[str, Any]
@@ -71,7 +71,7 @@ def collect() -> Report:
     driver, devices = _driver()
     backends = _backends() if "error" not in torch else {}
     return {
-        "flash_dmattn": {"version": __version__, "path": str(Path(__file__).resolve().parent.parent)},
+        "flash_dmattn": {"version": __version__, "path": str(Path(__file__).resolve().parents[2])},
         "python": {"version": platform.python_version(), "executable": sys.executable},
         "system": platform.platform(),
         "torch": torch,
@@ -146,7 +146,7 @@ def _gpus(seen_by_driver: list[Report]) -> list[Report]:
 
 
 def _settings(backends: dict[str, Report]) -> Report:
-    from ..settings import process
+    from ...dispatch.settings import process
 
     default = process.default_backend
     named = {*([default] if isinstance(default, str) else default), *process.disabled}
@@ -160,8 +160,8 @@ def _settings(backends: dict[str, Report]) -> Report:
 
 
 def _backends() -> dict[str, Report]:
-    from ..selection import BACKENDS, probe
-    from ..settings import process
+    from ...dispatch.registry import BACKENDS, probe
+    from ...dispatch.settings import process
 
     found: dict[str, Report] = {}
     for name in BACKENDS:

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ..backends.protocol import Reason
-    from ..settings import BackendChoice
+    from ...backends.protocol import Reason
+    from ...dispatch.settings import BackendChoice
 
 # Odd lengths that differ, so that a tail and the bottom-right alignment are met.
 BATCH, SEQLEN_Q, SEQLEN_K, NUM_HEADS, HEAD_DIM = 2, 37, 53, 4, 32
@@ -101,7 +101,7 @@ def verify(stream: TextIO) -> list[Outcome]:
     """Run every backend on every case and device of this machine; write the table to `stream` row by row."""
     import torch
 
-    from ..reference.yardstick import FLOOR, RATIO
+    from ...reference.yardstick import FLOOR, RATIO
 
     outcomes: list[Outcome] = []
     devices = [("cpu", torch.float32)]
@@ -124,10 +124,11 @@ def verify(stream: TextIO) -> list[Outcome]:
 
 
 def _outcomes(device: str, dtype: torch.dtype, stream: TextIO) -> Iterator[Outcome]:
-    from ..backends.protocol import Reason
-    from ..reference.yardstick import FLOOR, RATIO
-    from ..selection import BACKENDS, available_backends, probe
-    from ..settings import process
+    from ...backends.protocol import Reason
+    from ...dispatch.registry import BACKENDS, probe
+    from ...dispatch.selection import available_backends
+    from ...dispatch.settings import process
+    from ...reference.yardstick import FLOOR, RATIO
 
     dtype_name = str(dtype).removeprefix("torch.")
     for backend in BACKENDS:
@@ -202,7 +203,7 @@ class Inputs:
 
     def reasons_against(self, backend: str, wanted: tuple[str, ...]) -> tuple[Reason, ...]:
         """Every reason why a backend does not compute these results."""
-        from ..explanation import explain
+        from ...explanation import explain
 
         explanation = explain(**self.leaves(self.dtype, wanted), **self.flags, return_lse="lse" in wanted)
         (verdict,) = (verdict for verdict in explanation.verdicts if verdict.backend == backend)
@@ -210,9 +211,10 @@ class Inputs:
 
     def backward_partner(self, backend: str) -> str | None:
         """The backend whose backward pass completes the forward pass of this one; None where there is none."""
-        from ..backends.protocol import is_differentiable
-        from ..explanation import explain
-        from ..selection import BACKENDS, available_backends
+        from ...backends.protocol import is_differentiable
+        from ...dispatch.registry import BACKENDS
+        from ...dispatch.selection import available_backends
+        from ...explanation import explain
 
         if is_differentiable(BACKENDS[backend]):
             return None
@@ -226,7 +228,7 @@ class Inputs:
 
     def attention(self, backend: BackendChoice, wanted: tuple[str, ...]) -> dict[str, Tensor]:
         """These results by `flash_dmattn.attention`."""
-        from ..api import attention
+        from ...api import attention
 
         leaves = self.leaves(self.dtype, wanted)
         found = attention(**leaves, **self.flags, return_lse="lse" in wanted, backend=backend)
@@ -236,14 +238,14 @@ class Inputs:
         """The same by the formula in fp64."""
         import torch
 
-        from ..reference import formula
+        from ...reference import formula
 
         leaves = self.leaves(torch.float64, wanted)
         return self.results(formula.attention(**leaves, **self.flags), leaves, wanted)
 
     def yardstick(self) -> dict[str, Tensor]:
         """All results by plain PyTorch in the dtype of the case."""
-        from ..reference import formula, yardstick
+        from ...reference import formula, yardstick
 
         given = {"mask": None, "bias": None, **self.tensors, **self.flags}
         dlse = self.dlse if "lse" in self.everything else None

@@ -10,20 +10,14 @@ import torch
 from torch import Tensor
 
 from .backends.protocol import Pass, Reason
-from .errors import BackendError
-from .mask_forms import unpacked_spec, unpacking_note
-from .problem import AttentionProblem, Need, describe, follow_autocast
-from .selection import (
-    BACKENDS,
-    choice_in_force,
-    choose,
-    falls_back,
-    passes_of,
-    reasons_against,
-    refuse_fallback,
-    selected_names,
-)
-from .settings import BackendChoice, process
+from .dispatch.errors import BackendError
+from .dispatch.mask_forms import unpacking_note
+from .dispatch.refusals import passes_of, reasons_against, refuse_fallback
+from .dispatch.registry import BACKENDS
+from .dispatch.selection import choice_in_force, choose, falls_back, selected_names
+from .dispatch.settings import BackendChoice, process
+from .problem import AttentionProblem, Need, unpacked_spec
+from .validation import describe, follow_autocast
 
 if TYPE_CHECKING:
     from .masks import PreparedMask

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .protocol import Gradients
+from .problem import Gradients
 
 
 def zero_gradients(inputs: Sequence[Tensor | None], need: Sequence[bool]) -> Gradients:

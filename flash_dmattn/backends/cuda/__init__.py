@@ -1,0 +1,1 @@
+"""The CUDA extension for Hopper: its rules, and its binding."""

@@ -1,0 +1,1 @@
+"""FlexAttention as a backend."""

@@ -1,0 +1,110 @@
+"""Why a call is refused or falls back: the reasons of every backend, and the errors and warnings made of them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import NoReturn
+
+import torch
+
+from ..backends import eager, reference
+from ..backends.protocol import Pass, Reason, broken_rules
+from ..problem import AttentionProblem
+from .errors import BackendUnavailableError, BackendUnsupportedError, FallbackWarning
+from .registry import BACKENDS, probe
+from .settings import process
+
+
+def passes_of(problem: AttentionProblem) -> tuple[Pass, ...]:
+    """The passes a call will run."""
+    return ("forward", "backward") if any(problem.need) else ("forward",)
+
+
+def reasons_against(
+    name: str, problem: AttentionProblem, passes: tuple[Pass, ...], *, auto: bool = False
+) -> tuple[Reason, ...]:
+    """Every reason why a backend does not serve these passes of a call; with `auto`, its preferences too."""
+    backend = BACKENDS[name]
+    reasons: list[Reason] = []
+    if name in process.disabled:
+        hint = "leave disable_backends, or take it out of FLASH_DMATTN_DISABLE"
+        reasons.append(Reason(name, "disabled", "it is switched off in this process", hint))
+    reasons += broken_rules(backend, problem, passes)
+    availability = probe(name)
+    if not availability.usable:
+        reasons.append(Reason(name, "unavailable", availability.reason, availability.hint))
+    if auto:
+        reasons += [
+            Reason(name, rule.code, rule.says(problem), rule.hint)
+            for rule in backend.AUTO_RULES
+            if any(p in rule.passes for p in passes) and not rule.holds(problem)
+        ]
+    return tuple(reasons)
+
+
+def backends_accepting(problem: AttentionProblem) -> tuple[str, ...]:
+    """The backends that would serve every pass of a call on this machine."""
+    return tuple(name for name in BACKENDS if not reasons_against(name, problem, passes_of(problem)))
+
+
+def refuse(problem: AttentionProblem, name: str, passes: tuple[Pass, ...]) -> NoReturn:
+    reasons = reasons_against(name, problem, passes)
+    accepted_by = backends_accepting(problem)
+    availability = probe(name)
+    out_of_service = not availability.usable or name in process.disabled
+    verdict = "is not available" if out_of_service else "does not support this call"
+    lines = [f"backend {name!r} {verdict}: {problem}", *(f"  - {reason}" for reason in reasons)]
+    if accepted_by:
+        lines.append(f"  backends that accept it: {', '.join(map(repr, accepted_by))}")
+    kind = BackendUnavailableError if out_of_service else BackendUnsupportedError
+    raise kind("\n".join(lines), backend=name, reasons=reasons, accepted_by=accepted_by) from availability.exception
+
+
+def _all_reasons(problem: AttentionProblem, skip: tuple[str, ...] = ()) -> tuple[Reason, ...]:
+    return tuple(
+        reason
+        for name in BACKENDS
+        if name not in skip
+        for reason in reasons_against(name, problem, passes_of(problem), auto=True)
+    )
+
+
+def refuse_all(problem: AttentionProblem) -> NoReturn:
+    reasons = _all_reasons(problem)
+    lines = [f"no backend accepts this call: {problem}", *(f"  - {reason.backend}: {reason}" for reason in reasons)]
+    accepted_by = backends_accepting(problem)
+    if accepted_by:
+        lines.append(f"  by name it can run on: {', '.join(map(repr, accepted_by))}")
+    raise BackendUnsupportedError("\n".join(lines), backend="auto", reasons=reasons, accepted_by=accepted_by)
+
+
+_warned: set[tuple[tuple[str, str], ...]] = set()
+
+
+def fallback_message(problem: AttentionProblem, reasons: tuple[Reason, ...]) -> str:
+    """Why a call falls back to eager PyTorch, and the memory that costs."""
+    megabytes = eager.workspace_bytes(problem) / 2**20
+    lines = [f"attention runs on eager PyTorch, with up to {megabytes:.1f} MB of temporaries: {problem}"]
+    return "\n".join([*lines, *(f"  - {reason.backend}: {reason}" for reason in reasons)])
+
+
+def refuse_fallback(problem: AttentionProblem) -> NoReturn:
+    """Raise what `set_fallback("error")` asks for."""
+    reasons = _all_reasons(problem, skip=(eager.NAME, reference.NAME))
+    hint = '\n  set_fallback("error") is in force; set_fallback("warn") would let the call run'
+    message = fallback_message(problem, reasons) + hint
+    raise BackendUnsupportedError(message, backend="auto", reasons=reasons, accepted_by=(eager.NAME,))
+
+
+def report_fallback(problem: AttentionProblem) -> None:
+    if process.fallback == "error":
+        refuse_fallback(problem)
+    if process.fallback == "silent" or torch.compiler.is_compiling():
+        return
+    reasons = _all_reasons(problem, skip=(eager.NAME, reference.NAME))
+    cause = tuple((reason.backend, reason.code) for reason in reasons)
+    if cause in _warned:
+        return
+    _warned.add(cause)
+    hint = '\n  set_fallback("error") turns this warning into an error, set_fallback("silent") hides it'
+    warnings.warn(fallback_message(problem, reasons) + hint, FallbackWarning, stacklevel=4)

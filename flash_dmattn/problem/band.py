@@ -1,0 +1,36 @@
+"""The band of a call: the diagonals that causality and a window leave, aligned bottom-right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Band(NamedTuple):
+    """The allowed diagonals: query i may attend to key j where `low <= j - i <= high`."""
+
+    low: int
+    high: int
+
+
+def make_band(seqlen_q: int, seqlen_k: int, is_causal: bool, window_size: tuple[int, int]) -> Band | None:
+    """The diagonals that causality and window leave, bottom-right aligned; None where they forbid nothing."""
+    left, right = window_size
+    if is_causal:
+        right = 0
+    aligned = seqlen_k - seqlen_q
+    # Unlimited sides, and limits beyond the last diagonal, become the diagonal past the last: all sums stay in int32.
+    low = -seqlen_q if left < 0 else max(aligned - left, -seqlen_q)
+    high = seqlen_k if right < 0 else min(aligned + right, seqlen_k)
+    return None if low <= 1 - seqlen_q and high >= seqlen_k - 1 else Band(low, high)
+
+
+def keys_of_query(seqlen_k: int, is_causal: bool, window_size: Sequence[int]) -> int:
+    """How many keys a query may attend, by their number and its window.
+
+    >>> keys_of_query(4096, True, (15, -1)), keys_of_query(4096, False, (15, -1))
+    (16, 4096)
+    """
+    left, right = window_size
+    right = 0 if is_causal else right
+    return seqlen_k if left < 0 or right < 0 else min(seqlen_k, left + right + 1)

@@ -1,0 +1,75 @@
+"""Checks of single arguments, shared by `attention` and the builders of masks."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from .description import Shape4
+
+
+def as_scores(x: Tensor) -> Tensor:
+    """A mask or a bias of 2, 3 or 4 dimensions, read from the right as (batch, heads, seqlen_q, seqlen_k)."""
+    dims = x.dim()
+    return x if dims == 4 else x[None] if dims == 3 else x[None, None]
+
+
+def check_broadcast(name: str, shape: tuple[int, ...], sizes: Shape4, num_heads_k: int) -> None:
+    """Refuse a 4-D mask or bias shape that does not broadcast to (batch, heads, seqlen_q, seqlen_k)."""
+    b, h, i, j = shape
+    if (
+        (b == 1 or b == sizes[0])
+        and (h == 1 or h == sizes[1] or h == num_heads_k)
+        and (i == 1 or i == sizes[2])
+        and (j == 1 or j == sizes[3])
+    ):
+        return
+    heads = f"{{1, {num_heads_k}, {sizes[1]}}}" if num_heads_k != sizes[1] else f"{{1, {sizes[1]}}}"
+    raise ValueError(
+        f"{name} has shape {tuple(shape)}, read as (batch, heads, seqlen_q, seqlen_k); "
+        f"it needs batch in {{1, {sizes[0]}}}, heads in {heads}, "
+        f"seqlen_q in {{1, {sizes[2]}}} and seqlen_k in {{1, {sizes[3]}}}"
+    )
+
+
+def check_flag(name: str, value: bool) -> bool:
+    """Refuse anything but a bool, so that a tensor or a string never silently counts as True."""
+    if value is True or value is False:
+        return value
+    raise TypeError(f"{name} is {value!r}; it needs to be True or False")
+
+
+def check_scale(softmax_scale: float | None, head_dim: int) -> float:
+    """The factor on q @ k^T: `head_dim ** -0.5` when unset; 0.0 is a value."""
+    if softmax_scale is None:
+        return head_dim**-0.5
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
+        raise TypeError(f"softmax_scale is a {type(softmax_scale).__name__}; it needs to be a number or None")
+    if not -math.inf < softmax_scale < math.inf:  # not isfinite: torch.compile cannot trace it with dynamic floats
+        raise ValueError(f"softmax_scale is {softmax_scale}; it needs to be finite")
+    return float(softmax_scale)
+
+
+def check_softcap(softcap: float) -> float:
+    """The softcap as a float: 0.0 is off, negative is refused."""
+    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
+        raise TypeError(f"softcap is a {type(softcap).__name__}; it needs to be a number, 0.0 for none")
+    if not 0 <= softcap < math.inf:
+        raise ValueError(f"softcap is {softcap}; it needs to be finite and at least 0 (0 is off)")
+    return float(softcap)
+
+
+def check_window(window_size: tuple[int, int] | None) -> tuple[int, int]:
+    """The window as (left, right), -1 for an unlimited side; None is (-1, -1)."""
+    if window_size is None:
+        return (-1, -1)
+    if not (isinstance(window_size, (tuple, list)) and len(window_size) == 2):
+        raise TypeError(f"window_size is {window_size!r}; it needs to be None or a pair (left, right) of ints")
+    left, right = window_size
+    for side in (left, right):
+        if isinstance(side, bool) or not isinstance(side, int):
+            raise TypeError(f"window_size is {window_size!r}; both sides need to be ints, -1 for unlimited")
+        if side < -1:
+            raise ValueError(f"window_size is {window_size!r}; both sides need to be at least -1 (-1 is unlimited)")
+    return (left, right)

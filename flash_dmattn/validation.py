@@ -1,0 +1,264 @@
+"""The only validation of the input of a call, and its description as an `AttentionProblem`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+from torch import Tensor
+
+from .problem import (
+    FLOAT_DTYPES,
+    AttentionProblem,
+    MaskForm,
+    Need,
+    Shape4,
+    TensorSpec,
+    as_scores,
+    check_broadcast,
+    check_flag,
+    check_scale,
+    check_softcap,
+    check_window,
+    device_capability,
+    dtype_name,
+    unpacked_spec,
+)
+
+if TYPE_CHECKING:
+    from .masks import PreparedMask
+
+
+def follow_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v in the dtype of autocast where it is on; fp64 and bias keep theirs, as in torch's own."""
+    # On the path of every call: torch spells the device's name anew each time that it is asked for.
+    kind = "" if not isinstance(q, Tensor) else "cuda" if q.is_cuda else q.device.type
+    if kind not in _AUTOCAST or not torch.is_autocast_enabled(kind):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(kind)
+
+    def cast(x: Tensor) -> Tensor:
+        follows = isinstance(x, Tensor) and x.dtype != dtype and x.is_floating_point() and x.dtype != torch.float64
+        return x.to(dtype) if follows else x  # what cannot follow is for the validation to name
+
+    return cast(q), cast(k), cast(v)
+
+
+# Asked for once: torch.is_autocast_enabled raises for a device type that has no autocast.
+_AUTOCAST = tuple(name for name in ("cpu", "cuda", "mps", "xpu", "hpu") if torch.amp.is_autocast_available(name))
+
+
+def describe(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | PreparedMask | None,
+    bias: Tensor | None,
+    is_causal: bool,
+    softmax_scale: float | None,
+    softcap: float,
+    window_size: tuple[int, int] | None,
+    deterministic: bool | None,
+    return_lse: bool,
+    return_probs: bool,
+) -> tuple[AttentionProblem, Tensor | PreparedMask | None, Tensor | None]:
+    """Validate one call; return its description and the mask and bias as 4-D views, a prepared mask as it is.
+
+    Raises:
+        TypeError: an argument is not a tensor, or its dtype is not what the call needs.
+        ValueError: shapes, devices or values do not fit together.
+    """
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)) or not (
+        q.dim() == k.dim() == v.dim() == 4
+    ):
+        _refuse_rank(q, k, v)
+    dtype, device = q.dtype, q.device
+    if dtype not in FLOAT_DTYPES:
+        raise TypeError(f"q has dtype {dtype_name(dtype)}; it needs float16, bfloat16, float32 or float64")
+    shape_k, shape_v = k.shape, v.shape
+    batch, seqlen_q, num_heads, head_dim = q.shape
+    _, seqlen_k, num_heads_k, head_dim_v = shape_v
+    if not (
+        k.dtype == dtype == v.dtype
+        and k.device == device == v.device
+        and shape_k[0] == batch == shape_v[0]
+        and shape_k[1] == seqlen_k
+        and shape_k[2] == num_heads_k
+        and shape_k[3] == head_dim
+    ):
+        _refuse_mismatch(q, k, v)
+    if head_dim == 0 or head_dim_v == 0:
+        raise ValueError(f"q, k and v have head dims {head_dim} and {head_dim_v} (v); they need at least 1")
+    if num_heads_k == 0 or num_heads % num_heads_k != 0:
+        raise ValueError(
+            f"q has {num_heads} heads and k has {num_heads_k}; "
+            "the heads of q need to be a multiple of the heads of k (grouped-query attention)"
+        )
+
+    sizes = (batch, num_heads, seqlen_q, seqlen_k)
+    mask_spec = bias_spec = None
+    mask_form: MaskForm | None = None
+    if isinstance(mask, Tensor):
+        if mask.requires_grad:
+            raise TypeError("mask requires grad; a mask never takes a gradient, pass additive values as bias instead")
+        if mask.dtype != torch.bool:
+            raise TypeError(
+                f"mask has dtype {dtype_name(mask.dtype)}; it needs bool, True where q attends "
+                "(use mask.bool() for 0/1 values, or pass additive values as bias)"
+            )
+        mask_form = "dense"
+        mask, mask_spec = _describe_broadcast("mask", mask, sizes, num_heads_k, device)
+    elif mask is not None:
+        mask_spec, mask_form, is_causal, window_size = _describe_prepared(
+            mask, is_causal, window_size, sizes, num_heads_k, device
+        )
+    if bias is not None:
+        if not isinstance(bias, Tensor):
+            raise TypeError(f"bias is a {type(bias).__name__}; it needs to be a floating-point torch.Tensor")
+        if bias.dtype not in FLOAT_DTYPES:
+            raise TypeError(
+                f"bias has dtype {dtype_name(bias.dtype)}; it needs float16, bfloat16, float32 or float64"
+                + (" (pass a bool tensor as mask)" if bias.dtype == torch.bool else "")
+            )
+        bias, bias_spec = _describe_broadcast("bias", bias, sizes, num_heads_k, device)
+
+    # Specialised on purpose under torch.compile: kernels are chosen and scaled by the head dims.
+    head_dim, head_dim_v = int(head_dim), int(head_dim_v)
+    grad = torch.is_grad_enabled()
+    problem = AttentionProblem(
+        device.type,
+        None if device.type == "cpu" else device_capability(device),
+        dtype,
+        batch,
+        seqlen_q,
+        seqlen_k,
+        num_heads,
+        num_heads_k,
+        head_dim,
+        head_dim_v,
+        q.stride(),  # type: ignore[arg-type]
+        k.stride(),  # type: ignore[arg-type]
+        v.stride(),  # type: ignore[arg-type]
+        mask_spec,
+        mask_form,
+        bias_spec,
+        check_flag("is_causal", is_causal),
+        _NO_WINDOW if window_size is None else check_window(window_size),
+        head_dim**-0.5 if softmax_scale is None else check_scale(softmax_scale, head_dim),
+        check_softcap(softcap),
+        torch.are_deterministic_algorithms_enabled()
+        if deterministic is None
+        else check_flag("deterministic", deterministic),
+        check_flag("return_lse", return_lse),
+        check_flag("return_probs", return_probs),
+        Need(q.requires_grad, k.requires_grad, v.requires_grad, bias is not None and bias.requires_grad)
+        if grad
+        else _NEED_NOTHING,
+    )
+    return problem, mask, bias
+
+
+_NEED_NOTHING = Need()
+_NO_WINDOW = (-1, -1)
+
+
+# What names the fault stands apart from the test for one, which every call pays for.
+def _refuse_rank(q: Tensor, k: Tensor, v: Tensor) -> NoReturn:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; it needs to be a torch.Tensor of 4 dimensions")
+        if x.dim() != 4:
+            raise ValueError(
+                f"{name} has {x.dim()} dimensions, shape {tuple(x.shape)}; "
+                "it needs 4: (batch, seqlen, num_heads, head_dim)"
+            )
+    raise AssertionError("q, k and v are tensors of 4 dimensions")
+
+
+def _refuse_mismatch(q: Tensor, k: Tensor, v: Tensor) -> NoReturn:
+    batch, head_dim = q.shape[0], q.shape[3]
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it needs that of q, {dtype_name(q.dtype)}")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device}; it needs to be on the device of q, {q.device}")
+        if x.shape[0] != batch:
+            raise ValueError(f"{name} has batch size {x.shape[0]}; it needs that of q, {batch}")
+    if k.shape[1:3] != v.shape[1:3]:
+        raise ValueError(
+            f"v has {v.shape[1]} keys and {v.shape[2]} heads; it needs those of k, {k.shape[1]} and {k.shape[2]}"
+        )
+    raise ValueError(f"k has head_dim {k.shape[3]}; it needs that of q, {head_dim}")
+
+
+def _describe_broadcast(
+    name: str, x: Tensor, sizes: Shape4, num_heads_k: int, device: torch.device
+) -> tuple[Tensor, TensorSpec]:
+    if x.device != device:
+        raise ValueError(f"{name} is on {x.device}; it needs to be on the device of q, {device}")
+    dims = x.dim()
+    if dims not in (2, 3, 4):
+        raise ValueError(
+            f"{name} has {dims} dimensions, shape {tuple(x.shape)}; it needs 2, 3 or 4, "
+            "read from the right as (batch, heads, seqlen_q, seqlen_k)"
+        )
+    x = as_scores(x)
+    shape = x.shape
+    check_broadcast(name, shape, sizes, num_heads_k)
+    return x, TensorSpec(shape, x.stride(), x.dtype)  # type: ignore[arg-type]
+
+
+def _describe_prepared(
+    mask: PreparedMask,
+    is_causal: bool,
+    window_size: tuple[int, int] | None,
+    sizes: Shape4,
+    num_heads_k: int,
+    device: torch.device,
+) -> tuple[TensorSpec, MaskForm, bool, tuple[int, int]]:
+    """Validate a prepared mask for a call; return its description, its form, and the band, which it decides.
+
+    Args:
+        mask: what the call has as its mask, no tensor.
+        is_causal, window_size: those of the call. What they limit, the mask has to limit by the same numbers.
+        sizes: (batch, heads, seqlen_q, seqlen_k) of the call.
+
+    Raises:
+        TypeError: neither a prepared mask nor a tensor.
+        ValueError: it was prepared for other sizes, on another device or with another band.
+    """
+    # Not at the top: only a program that has made a prepared mask pays for the import, and it has done so already.
+    from .masks.prepared.types import PreparedMask
+
+    if not isinstance(mask, PreparedMask):
+        raise TypeError(
+            f"mask is a {type(mask).__name__}; it needs to be a bool torch.Tensor, True where q attends, "
+            "or a prepared mask"
+        )
+    if mask.device != device:
+        raise ValueError(f"mask is on {mask.device}; it needs to be on the device of q, {device}")
+    for name, has, needs in (("seqlen_q", mask.seqlen_q, sizes[2]), ("seqlen_k", mask.seqlen_k, sizes[3])):
+        if has != needs:
+            raise ValueError(f"mask was prepared for {name} {has}; it needs that of the call, {needs}")
+    shape = mask.shape
+    check_broadcast("mask", shape, sizes, num_heads_k)
+    _check_band(mask, check_flag("is_causal", is_causal), check_window(window_size))
+    return unpacked_spec(shape), mask.form, mask.is_causal, mask.window_size
+
+
+def _check_band(mask: PreparedMask, is_causal: bool, window_size: tuple[int, int]) -> None:
+    right = 0 if mask.is_causal else mask.window_size[1]
+    if is_causal:
+        if right != 0:
+            _refuse_band(mask, "is_causal is True")
+    elif window_size[1] not in (-1, right):
+        _refuse_band(mask, f"window_size is {window_size}")
+    if window_size[0] not in (-1, mask.window_size[0]):
+        _refuse_band(mask, f"window_size is {window_size}")
+
+
+def _refuse_band(mask: PreparedMask, given: str) -> NoReturn:
+    raise ValueError(
+        f"{given}, but mask was prepared with is_causal={mask.is_causal}, window_size={mask.window_size}; "
+        "a prepared mask brings its own limits: pass is_causal and window_size to prepare_mask"
+    )
