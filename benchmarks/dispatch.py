@@ -16,6 +16,7 @@ import torch
 import flash_dmattn
 from flash_dmattn.backends.protocol import KernelBackend, accepts
 from flash_dmattn.dispatch.registry import BACKENDS, probe
+from flash_dmattn.problem import MaskView
 
 GOAL_US = 15.0
 SHAPE = (1, 8, 2, 16)
@@ -49,19 +50,19 @@ def pairs(name: str, device: torch.device) -> dict[str, list[Callable[[], object
         return flash_dmattn.attention(q, k, v, backend=name)
 
     def bare_forward() -> object:
-        return backend.forward(alone, q, k, v, (), None)
+        return backend.forward(alone, q, k, v, MaskView(), None)
 
     def both() -> object:
         return torch.autograd.grad(flash_dmattn.attention(*leaves, backend=name), leaves, dout)
 
     def bare_both() -> object:
-        out, lse = backend.forward(problem, q, k, v, (), None)
-        return backend.backward(problem, dout, None, q, k, v, (), None, out, lse)
+        out, lse = backend.forward(problem, q, k, v, MaskView(), None)
+        return backend.backward(problem, dout, None, q, k, v, MaskView(), None, out, lse)
 
     found: dict[str, list[Callable[[], object]]] = {}
-    if accepts(backend.RULES, alone, "forward"):
+    if accepts(backend, alone, "forward"):
         found["forward, no grad"] = [forward, bare_forward]
-        if accepts(backend.RULES, problem, "backward"):
+        if accepts(backend, problem, "backward"):
             found["forward + backward"] = [both, bare_both]
     return found
 

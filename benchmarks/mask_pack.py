@@ -21,7 +21,7 @@ import torch
 from flash_dmattn.backends.cuda import backend as cuda
 from flash_dmattn.masks import TileMask, prepare_mask
 from flash_dmattn.masks.prepared import packing
-from flash_dmattn.problem import Band, make_band
+from flash_dmattn.problem import Band, causal_window, make_band
 from flash_dmattn.triton_kernels import mask_pack
 
 STRIPS = [(keys, warps) for keys in (128, 256, 512, 1024) for warps in (2, 4, 8, 16)]
@@ -68,7 +68,7 @@ def compare(extension: bool) -> bool:
         seqlen_q, seqlen_k = mask.shape[2:]
         differs = []
         for is_causal, window_size in ((False, (-1, -1)), (True, (-1, -1)), (False, (200, 30))):
-            band = make_band(seqlen_q, seqlen_k, is_causal, window_size)
+            band = make_band(seqlen_q, seqlen_k, causal_window(is_causal, window_size))
             bits, classes = mask_pack.pack_mask(mask, band)
             wanted_bits, wanted_classes = packing.pack_mask(mask, band)
             pairs = [("bits", bits, wanted_bits), ("classes", classes, wanted_classes)]
@@ -133,7 +133,7 @@ def table(copy: float, extension: bool) -> None:
     print(f"{'mask':34}{'load':>6}{'pack ms':>9}{'lists ms':>9}{'both ms':>9}{'GB/s':>7}{'of copy':>9}{'cuda ms':>9}")
     for length, is_causal in itertools.product((16384, 8192, 16380, 16383), (False, True)):
         mask = random_mask(1, 4, length, length)
-        band = make_band(length, length, is_causal, (-1, -1))
+        band = make_band(length, length, causal_window(is_causal, (-1, -1)))
         prepared = prepare_mask(mask, is_causal=is_causal)
         assert isinstance(prepared, TileMask)  # only a mask of one row is not
         pack = milliseconds(partial(mask_pack.pack_mask, mask, band))
@@ -159,7 +159,7 @@ def table(copy: float, extension: bool) -> None:
 def sweep(copy: float) -> None:
     """Print packing alone for every strip size, best first, for each load width, without and with a causal band."""
     for length, is_causal in itertools.product((16384, 16380, 16383), (False, True)):
-        mask, band = random_mask(1, 4, length, length), make_band(length, length, is_causal, (-1, -1))
+        mask, band = random_mask(1, 4, length, length), make_band(length, length, causal_window(is_causal, (-1, -1)))
         runs = {strip: partial(mask_pack.pack_mask, mask, band, strip=strip) for strip in STRIPS}
         times = sorted((milliseconds(run), strip) for strip, run in runs.items())
         print(f"{mask_pack.vector_bytes(mask)} bytes a load, {'causal' if is_causal else 'no band'}:")

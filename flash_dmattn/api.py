@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .autograd import Attention
-from .backends.protocol import is_differentiable
+from .backends.protocol import has_forward_ad, is_differentiable
 from .dispatch.call_cache import look_up, remember
-from .dispatch.mask_forms import dense_mask, mask_tensors
+from .dispatch.mask_view import dense_mask, mask_view
 from .dispatch.selection import select
 from .dispatch.settings import BackendChoice
 from .problem import as_scores
@@ -104,19 +104,19 @@ def attention(
             remember(key, problem, selection, backend)
     else:
         problem, forward, backward = found
-        mask = as_scores(mask) if isinstance(mask, Tensor) else None
+        mask = as_scores(mask) if isinstance(mask, Tensor) else mask
         bias = None if bias is None else as_scores(bias)
     results: tuple[Tensor, ...]
-    if forward_ad._current_level >= 0 and forward.NAME != "reference":
+    if forward_ad._current_level >= 0 and not has_forward_ad(forward):
         _refuse_tangents(forward.NAME, q, k, v, bias)
     if is_differentiable(forward):
         results = forward.attention(problem, q, k, v, dense_mask(mask), bias)
     else:
-        tensors = () if mask is None else mask_tensors(problem, mask, forward, backward)
+        view = mask_view(problem, mask, forward, backward)
         if backward is None:
-            results = forward.forward(problem, q, k, v, tensors, bias)
+            results = forward.forward(problem, q, k, v, view, bias)
         else:
-            results = Attention.apply(q, k, v, bias, problem, forward, backward, *tensors)
+            results = Attention.apply(q, k, v, bias, problem, forward, backward, view.form, *view.tensors)
     if return_lse:
         return results
     return results[0] if not return_probs else (results[0], results[2])

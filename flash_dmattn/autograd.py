@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .backends.protocol import KernelBackend
-from .problem import AttentionProblem, Need
+from .problem import AttentionProblem, MaskForm, MaskView, Need
 
 
 class Attention(torch.autograd.Function):
@@ -23,33 +23,38 @@ class Attention(torch.autograd.Function):
         problem: AttentionProblem,
         forward_backend: KernelBackend,
         backward_backend: KernelBackend,
+        mask_form: MaskForm,
         *mask: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Run the forward pass of `forward_backend`."""
-        return forward_backend.forward(problem, q, k, v, mask, bias)
+        return forward_backend.forward(problem, q, k, v, MaskView(mask_form, mask), bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         """Keep what the backward pass reads; lse is kept so that no (Lq, Lk) matrix has to be."""
-        q, k, v, bias, problem, _, backward_backend, *mask = inputs
+        q, k, v, bias, problem, _, backward_backend, mask_form, *mask = inputs
         ctx.save_for_backward(q, k, v, bias, *output, *mask)
         ctx.set_materialize_grads(False)  # an unused lse must not cost a dlse of zeros
         ctx.problem = problem
         ctx.backend = backward_backend
+        ctx.mask_form = mask_form
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run the backward pass of `backward_backend`, differentiable again where a graph of it is asked for."""
         q, k, v, bias, out, lse, *mask = ctx.saved_tensors
-        rest = (None,) * (3 + len(mask))
+        rest = (None,) * (4 + len(mask))
         if dout is None:
             if dlse is None:
                 return None, None, None, None, *rest
             dout = torch.zeros_like(out)
         if torch.is_grad_enabled():
-            gradients = AttentionBackward.apply(dout, dlse, q, k, v, bias, out, lse, ctx.problem, ctx.backend, *mask)
+            gradients = AttentionBackward.apply(
+                dout, dlse, q, k, v, bias, out, lse, ctx.problem, ctx.backend, ctx.mask_form, *mask
+            )
         else:
-            gradients = ctx.backend.backward(ctx.problem, dout, dlse, q, k, v, tuple(mask), bias, out, lse)
+            view = MaskView(ctx.mask_form, tuple(mask))
+            gradients = ctx.backend.backward(ctx.problem, dout, dlse, q, k, v, view, bias, out, lse)
         return *gradients, *rest
 
 
@@ -68,18 +73,20 @@ class AttentionBackward(torch.autograd.Function):
         lse: Tensor,
         problem: AttentionProblem,
         backend: KernelBackend,
+        mask_form: MaskForm,
         *mask: Tensor,
     ) -> tuple[Tensor | None, ...]:
         """Run the backward pass; nothing of (Lq, Lk) is kept for the second derivative."""
-        return backend.backward(problem, dout, dlse, q, k, v, mask, bias, out, lse)
+        return backend.backward(problem, dout, dlse, q, k, v, MaskView(mask_form, mask), bias, out, lse)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
         """Keep the inputs of the gradients; out and lse are functions of them."""
-        dout, dlse, q, k, v, bias, _, _, problem, backend, *mask = inputs
+        dout, dlse, q, k, v, bias, _, _, problem, backend, mask_form, *mask = inputs
         ctx.save_for_backward(dout, dlse, q, k, v, bias, *mask)
         ctx.problem = problem
         ctx.backend = backend
+        ctx.mask_form = mask_form
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -94,11 +101,12 @@ class AttentionBackward(torch.autograd.Function):
         named = {"dout": dout, "dlse": dlse, "q": q, "k": k, "v": v, "bias": bias}
         present = [name for name, x in named.items() if x is not None]
         need = ctx.problem.need
+        view = MaskView(ctx.mask_form, tuple(mask))
 
         def gradients_needed(*tensors: Tensor) -> tuple[Tensor, ...]:
             given: dict[str, Any] = dict(zip(present, tensors, strict=True))
             dlse, bias = given.pop("dlse", None), given.pop("bias", None)
-            gradients = differentiable_backward(ctx.problem, dlse=dlse, mask=tuple(mask), bias=bias, **given)
+            gradients = differentiable_backward(ctx.problem, dlse=dlse, mask=view, bias=bias, **given)
             return tuple(g for g, needed in zip(gradients, need, strict=True) if needed)
 
         # torch.func.vjp, unlike autograd.grad, also works under torch.func transforms.
@@ -106,4 +114,4 @@ class AttentionBackward(torch.autograd.Function):
         second = pull(tuple(g for g, needed in zip(cotangents, need, strict=True) if needed))
         found = dict(zip(present, second, strict=True))
         dq, dk, dv, dbias = (found.get(name) for name in Need._fields)
-        return found["dout"], found.get("dlse"), dq, dk, dv, dbias, *(None,) * (4 + len(mask))
+        return found["dout"], found.get("dlse"), dq, dk, dv, dbias, *(None,) * (5 + len(mask))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +10,12 @@ from torch import Tensor
 
 from .backends.protocol import Pass, Reason
 from .dispatch.errors import BackendError
-from .dispatch.mask_forms import unpacking_note
+from .dispatch.mask_view import unpacking_note
 from .dispatch.refusals import passes_of, reasons_against, refuse_fallback
 from .dispatch.registry import BACKENDS
 from .dispatch.selection import choice_in_force, choose, falls_back, selected_names
 from .dispatch.settings import BackendChoice, process
-from .problem import AttentionProblem, Need, unpacked_spec
+from .problem import AttentionProblem, Need, parse_arch, unpacked_spec
 from .validation import describe, follow_autocast
 
 if TYPE_CHECKING:
@@ -200,7 +199,7 @@ def explain_problem(
         q: shape of q, (batch, seqlen_q, num_heads, head_dim).
         kv_heads, seqlen_k, head_dim_v: of k and v; as q where not given.
         dtype: of q, k and v: "fp16", "bf16", "fp32", "fp64" or a torch.dtype.
-        device: "cpu", or a compute capability such as "sm_80", "sm_90".
+        device: "cpu", or the architecture of a GPU such as "sm_80", "sm_90", "gfx942".
         mask, bias: their shapes, or None; bias_dtype as dtype where not given.
         mask_prepared: whether the mask is the prepared form of one of that shape.
         grad: whether dq, dk and dv are needed; bias_grad: whether dbias is.
@@ -212,7 +211,7 @@ def explain_problem(
     >>> import flash_dmattn
     >>> e = flash_dmattn.explain_problem(q=(2, 4096, 16, 64), kv_heads=4, dtype="bf16", device="sm_80",
     ...                                  bias=(1, 16, 4096, 4096), bias_grad=True)
-    >>> e.problem.architecture, e.problem.need.bias
+    >>> e.problem.arch, e.problem.need.bias
     ('sm_80', True)
     """
     if len(q) != 4:
@@ -231,7 +230,7 @@ def explain_problem(
     kv_heads = num_heads if kv_heads is None else kv_heads
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
-    capability = parse_device(device)
+    arch = parse_arch(device)
     q_dtype = parse_dtype("dtype", dtype)
     bias_torch_dtype = q_dtype if bias_dtype is None else parse_dtype("bias_dtype", bias_dtype)
 
@@ -253,8 +252,8 @@ def explain_problem(
         return_probs,
     )
     problem = problem._replace(
-        device="cpu" if capability is None else "cuda",
-        capability=capability,
+        device="cpu" if arch == "cpu" else "cuda",
+        arch=arch,
         need=Need(grad, grad, grad, bias_grad and bias is not None),
     )
     if mask_prepared and problem.mask is not None:
@@ -264,16 +263,6 @@ def explain_problem(
             mask_form="keys" if of_query == 1 else "tiles",
         )
     return explain_description(problem, backend)
-
-
-def parse_device(device: str) -> tuple[int, int] | None:
-    """Compute capability of "sm_80", "sm80" or "sm_90a"; None for "cpu"."""
-    if device == "cpu":
-        return None
-    match = re.fullmatch(r"sm_?(\d+)(\d)[af]?", device)
-    if match is None:
-        raise ValueError(f"device is {device!r}; it needs to be 'cpu' or a compute capability such as 'sm_90'")
-    return int(match[1]), int(match[2])
 
 
 def parse_dtype(name: str, dtype: str | torch.dtype) -> torch.dtype:

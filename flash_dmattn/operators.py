@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .problem import AttentionProblem, Gradients, MaskTensors, Need
+from .problem import AttentionProblem, Flags, Gradients, MaskForm, MaskView, Need
 
 _LIBRARY = torch.library.Library("flash_dmattn", "DEF")
 
-_FLAGS = "bool is_causal, int[2] window_size, float softmax_scale, float softcap, bool deterministic"
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? bias"
+# `Flags`, one by one; `mask` and `mask_form` are the fields of a `MaskView`.
+_FLAGS = "int left, int right, float softmax_scale, float softcap, bool deterministic"
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor[] mask, str mask_form, Tensor? bias"
 FORWARD_SCHEMA = f"({_INPUTS}, {_FLAGS}) -> (Tensor out, Tensor lse)"
 # A list holds the gradients asked for and no others: an operator cannot return None under torch.compile.
 BACKWARD_SCHEMA = f"(Tensor dout, Tensor? dlse, {_INPUTS}, Tensor out, Tensor lse, {_FLAGS}, bool[4] need) -> Tensor[]"
@@ -60,11 +61,12 @@ def _backward_fake(
     k: Tensor,
     v: Tensor,
     mask: list[Tensor],
+    mask_form: MaskForm,
     bias: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    is_causal: bool,
-    window_size: list[int],
+    left: int,
+    right: int,
     softmax_scale: float,
     softcap: float,
     deterministic: bool,
@@ -109,66 +111,80 @@ def is_watched(*tensors: object) -> bool:
     return False
 
 
-Forward = Callable[..., tuple[Tensor, Tensor]]
+# What runs a pass: forward(q, k, v, mask, bias, flags) -> (out, lse), and
+# backward(dout, dlse, q, k, v, mask, bias, out, lse, flags, need) -> gradients.
+Forward = Callable[[Tensor, Tensor, Tensor, MaskView, Tensor | None, Flags], tuple[Tensor, Tensor]]
 Backward = Callable[..., Gradients]
 
 
 def define_pair(
-    name: str, forward: Forward, backward: Backward, maskless: Forward | None = None
-) -> tuple[Forward, Backward]:
+    name: str, forward: Forward, backward: Backward, maskless: Callable[..., tuple[Tensor, Tensor]] | None = None
+) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Gradients]]:
     """Register `<name>_forward` and `<name>_backward`; return the pair as `KernelBackend` methods that call them.
 
     Args:
         name: of the backend.
-        forward, backward: what the operators run, called as their schemas say.
+        forward: run by the operator, called as forward(q, k, v, mask, bias, flags) with a `MaskView` and `Flags`.
+        backward: called as backward(dout, dlse, q, k, v, mask, bias, out, lse, flags, need) with a `Need`.
         maskless: what a forward pass without a mask runs in the place of `forward` where no operator is needed, called
             as (problem, q, k, v, bias): what the problem says need not be asked of the tensors again.
     """
     return define_forward(name, forward, maskless), define_backward(name, backward)
 
 
-def define_forward(name: str, forward: Forward, maskless: Forward | None = None) -> Forward:
+def define_forward(
+    name: str, forward: Forward, maskless: Callable[..., tuple[Tensor, Tensor]] | None = None
+) -> Callable[..., tuple[Tensor, Tensor]]:
     """Register `<name>_forward` alone; return the `KernelBackend` method that calls it."""
+
+    def operator(
+        q: Tensor, k: Tensor, v: Tensor, mask: list[Tensor], mask_form: MaskForm, bias: Tensor | None, *flags: Any
+    ) -> tuple[Tensor, Tensor]:
+        return forward(q, k, v, MaskView(mask_form, tuple(mask)), bias, Flags(*flags))
+
     _LIBRARY.define(f"{name}_forward{FORWARD_SCHEMA}")
-    _LIBRARY.impl(f"{name}_forward", forward, "CompositeExplicitAutograd")
+    _LIBRARY.impl(f"{name}_forward", operator, "CompositeExplicitAutograd")
     torch.library.register_fake(f"flash_dmattn::{name}_forward", _forward_fake, lib=_LIBRARY)
     # The overload packets resolve overloads on every call; `.default` skips that.
     forward_op = getattr(torch.ops.flash_dmattn, f"{name}_forward").default
     torch.library.register_vmap(f"flash_dmattn::{name}_forward", _one_by_one(forward_op), lib=_LIBRARY)
 
     def run_forward(
-        problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, mask: MaskTensors, bias: Tensor | None
+        problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        if is_watched(q, k, v, bias, *mask):
-            run = forward_op
-        elif maskless is not None and not mask:
+        if is_watched(q, k, v, bias, *mask.tensors):
+            out, lse = forward_op(q, k, v, list(mask.tensors), mask.form, bias, *problem.flags)
+            return out, lse
+        if maskless is not None and mask.form == "none":
             return maskless(problem, q, k, v, bias)
-        else:
-            run = forward
-        return run(
-            q,
-            k,
-            v,
-            list(mask),
-            bias,
-            problem.is_causal,
-            list(problem.window_size),
-            problem.softmax_scale,
-            problem.softcap,
-            problem.deterministic,
-        )
+        return forward(q, k, v, mask, bias, problem.flags)
 
     return run_forward
 
 
-def define_backward(name: str, backward: Backward) -> Backward:
+def define_backward(name: str, backward: Backward) -> Callable[..., Gradients]:
     """Register `<name>_backward` alone; return the `KernelBackend` method that calls it."""
+
+    def operator(
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: list[Tensor],
+        mask_form: MaskForm,
+        bias: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        *flags_and_need: Any,
+    ) -> list[Tensor]:
+        *flags, need = flags_and_need
+        view = MaskView(mask_form, tuple(mask))
+        gradients = backward(dout, dlse, q, k, v, view, bias, out, lse, Flags(*flags), Need(*need))
+        return [gradient for gradient in gradients if gradient is not None]
+
     _LIBRARY.define(f"{name}_backward{BACKWARD_SCHEMA}")
-
-    def backward_list(*args: object) -> list[Tensor]:
-        return [gradient for gradient in backward(*args) if gradient is not None]
-
-    _LIBRARY.impl(f"{name}_backward", backward_list, "CompositeExplicitAutograd")
+    _LIBRARY.impl(f"{name}_backward", operator, "CompositeExplicitAutograd")
     torch.library.register_fake(f"flash_dmattn::{name}_backward", _backward_fake, lib=_LIBRARY)
     backward_op = getattr(torch.ops.flash_dmattn, f"{name}_backward").default
 
@@ -179,23 +195,18 @@ def define_backward(name: str, backward: Backward) -> Backward:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: MaskTensors,
+        mask: MaskView,
         bias: Tensor | None,
         out: Tensor,
         lse: Tensor,
     ) -> Gradients:
-        tensors = (dout, dlse, q, k, v, list(mask), bias, out, lse)
-        flags = (
-            problem.is_causal,
-            list(problem.window_size),
-            problem.softmax_scale,
-            problem.softcap,
-            problem.deterministic,
-            list(problem.need),
-        )
-        if is_watched(dout, dlse, q, k, v, bias, out, lse, *mask):
-            return spread(backward_op(*tensors, *flags), problem.need)
-        return backward(*tensors, *flags)
+        flags, need = problem.flags, problem.need
+        if is_watched(dout, dlse, q, k, v, bias, out, lse, *mask.tensors):
+            found = backward_op(
+                dout, dlse, q, k, v, list(mask.tensors), mask.form, bias, out, lse, *flags, list(need)
+            )
+            return spread(found, need)
+        return backward(dout, dlse, q, k, v, mask, bias, out, lse, flags, need)
 
     return run_backward
 

@@ -20,7 +20,7 @@ from .problem import (
     check_scale,
     check_softcap,
     check_window,
-    device_capability,
+    device_arch,
     dtype_name,
     unpacked_spec,
 )
@@ -97,7 +97,7 @@ def describe(
 
     sizes = (batch, num_heads, seqlen_q, seqlen_k)
     mask_spec = bias_spec = None
-    mask_form: MaskForm | None = None
+    mask_form: MaskForm = "none"
     if isinstance(mask, Tensor):
         if mask.requires_grad:
             raise TypeError("mask requires grad; a mask never takes a gradient, pass additive values as bias instead")
@@ -127,7 +127,7 @@ def describe(
     grad = torch.is_grad_enabled()
     problem = AttentionProblem(
         device.type,
-        None if device.type == "cpu" else device_capability(device),
+        device_arch(device),
         dtype,
         batch,
         seqlen_q,

@@ -102,7 +102,7 @@ class Variant:
         )
         flags = Flags(self.is_causal, (-1, -1), self.head_dim**-0.5, self.softcap)
         call = Call(q, k, v, self.mask_tensors(), bias, flags)
-        call.capability, call.processors = (capability // 10, capability % 10), 132
+        call.arch, call.processors = f"sm_{capability}", 132
         return call
 
 

@@ -73,7 +73,7 @@ def test_on_a_hopper_gpu_auto_takes_cuda(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(cuda_rules, "installed_units", lambda: None)
     for backend in (cuda, triton):
         monkeypatch.setattr(backend, "probe", lambda: Availability(True))
-    monkeypatch.setattr(ours, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(ours, "device_arch", lambda device: "sm_90")
     found = CASE.explain("sm_90")
     assert (found.forward, found.backward) == ("cuda", "cuda")
     for name in ("cuda", "triton"):

@@ -140,7 +140,7 @@ def test_the_block_mask_is_made_of_one_function(inputs: Inputs) -> None:
 
 
 def test_needs_are_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ours, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(ours, "device_arch", lambda device: "sm_90")
     seen = set()
     for case in CASES:
         problem = case.explain("sm_90").problem

@@ -66,7 +66,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ("explain --q 2,4,4,8 --window 3", "argument --window: '3' has 1 integers; it needs two"),
         ("explain --q 2,4,4,8 --softcap=-1", "softcap is -1.0; it needs to be finite and at least 0"),
         ("explain --q 2,4,4,8 --dtype int8", "dtype is 'int8'; it needs to be one of fp16"),
-        ("explain --q 2,4,4,8 --arch hopper", "device is 'hopper'; it needs to be 'cpu' or a compute capability"),
+        ("explain --q 2,4,4,8 --arch hopper", "device is 'hopper'; it needs to be 'cpu' or the architecture of a GPU"),
         ("explain --q 2,4,4,8 --backend magic", "backend 'magic' is unknown; it needs to be one of 'cuda'"),
         ("explain --q 2,4,4,8 --backend a,b,c", "backend is 'a,b,c'; it needs to be one name, or forward and backward"),
         ("explain --q 2,4,4,8 --backend flex,eager", "'flex' is one differentiable function"),

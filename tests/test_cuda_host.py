@@ -248,26 +248,26 @@ def test_nothing_to_attend(sizes: dict[str, int], operators: Operators) -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_cuda", "capability", "disabled", "usable", "packs"),
+    ("is_cuda", "arch", "disabled", "usable", "packs"),
     (
-        (True, (9, 0), (), True, True),
-        (True, (9, 0), ("triton",), True, True),
-        (True, (9, 0), ("cuda",), True, False),
-        (True, (9, 0), (), False, False),
-        (True, (8, 0), (), True, False),
-        (True, (10, 0), (), True, False),
-        (False, None, (), True, False),
+        (True, "sm_90", (), True, True),
+        (True, "sm_90", ("triton",), True, True),
+        (True, "sm_90", ("cuda",), True, False),
+        (True, "sm_90", (), False, False),
+        (True, "sm_80", (), True, False),
+        (True, "gfx942", (), True, False),
+        (False, "cpu", (), True, False),
     ),
 )
 def test_the_extension_packs_where_it_works(
     is_cuda: bool,
-    capability: tuple[int, int] | None,
+    arch: str,
     disabled: tuple[str, ...],
     usable: bool,
     packs: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(packers, "device_capability", lambda device: capability)
+    monkeypatch.setattr(packers, "device_arch", lambda device: arch)
     monkeypatch.setattr(packers.process, "disabled", disabled)
     monkeypatch.setattr(cuda, "probe", lambda: SimpleNamespace(usable=usable))
     assert packers.packs_by_extension(SimpleNamespace(is_cuda=is_cuda, device="cuda:0")) == packs

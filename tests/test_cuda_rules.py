@@ -47,7 +47,7 @@ def explained(**changes: Any) -> flash_dmattn.explanation.Explanation:
 # The code of each rule, a call that breaks it and no other, and what is said of it.
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "device": ({"device": "cpu"}, "device is cpu; .*NVIDIA GPUs"),
-    "capability": ({"device": "sm_80"}, "the GPU is sm_80; .*sm_90a"),
+    "arch": ({"device": "sm_80"}, "the GPU is sm_80; .*sm_90a"),
     "dtype": ({"dtype": "fp32"}, "dtype is float32; .*float16 or bfloat16"),
     "bias_dtype": ({"bias": (1, 16, 4096, 4096), "bias_dtype": "fp64"}, "bias has dtype float64; "),
     "head_dim": ({"q": (2, 4096, 16, 100)}, r"head dims are 100 and 100 \(v\); .* multiples of 8 up to 64 and 64 or "),
@@ -103,8 +103,8 @@ NEVER_TAKEN = (
     ("key_mask", {"mask": (1, 1)}),
     ("key_mask", {"mask": KEY_MASK, "mask_prepared": True}),
     ("key_mask", {"q": (2, 1, 16, 64), "mask": (2, 16, 1, 4096), "seqlen_k": 4096}),
-    ("capability", {"device": "sm_100"}),
-    ("capability", {"device": "sm_80", **GRADIENTS, "bias": (1, 16, 1, 4096), "bias_grad": True}),
+    ("arch", {"device": "sm_100"}),
+    ("arch", {"device": "sm_80", **GRADIENTS, "bias": (1, 16, 1, 4096), "bias_grad": True}),
 )
 # Its forward pass serves these, its backward pass does not, for this reason.
 NEVER_DIFFERENTIATED = (

@@ -146,7 +146,7 @@ def test_on_a_hopper_gpu_auto_trains_on_cuda(keep, monkeypatch):
     config = TrainingConfig(batch_size=chosen.batch_size, context=chosen.context, dtype=DTYPES[chosen.dtype])
     here = training_call(model, config)
     assert here.forward == here.backward == "eager" and any(here.problem.need)
-    there = here.problem._replace(device="cuda", capability=sizes.HOPPER)
+    there = here.problem._replace(device="cuda", arch=sizes.HOPPER)
     rules = (*cuda.RULES, *cuda.AUTO_RULES)
     assert [rule.code for rule in rules if not rule.holds(there)] == []
     found = explain_description(there, "auto")
@@ -158,8 +158,8 @@ def test_on_a_hopper_gpu_auto_trains_on_cuda(keep, monkeypatch):
 def test_sizes_by_device(monkeypatch):
     gpu = torch.device("cuda", 0)
     assert sizes.sizes_for(torch.device("cpu")) == sizes.SMALL
-    for capability, chosen in (((9, 0), sizes.ON_HOPPER), ((8, 0), sizes.SMALL), ((10, 0), sizes.SMALL)):
-        monkeypatch.setattr(sizes, "device_capability", lambda device, found=capability: found)
+    for arch, chosen in (("sm_90", sizes.ON_HOPPER), ("sm_80", sizes.SMALL), ("gfx942", sizes.SMALL)):
+        monkeypatch.setattr(sizes, "device_arch", lambda device, found=arch: found)
         assert sizes.sizes_for(gpu) == chosen
 
 

@@ -56,7 +56,7 @@ def test_every_kernel_of_triton_is_launched(monkeypatch: pytest.MonkeyPatch) -> 
 
     def on_an_h200(self: plan.Call, *arguments: Any) -> None:
         plain(self, *arguments)
-        self.capability, self.processors = (9, 0), 132
+        self.arch, self.processors = "sm_90", 132
         seen.append(self.mask_kind)
 
     def record(self: kernel_launch.Launch, *_: Any) -> None:

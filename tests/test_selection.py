@@ -261,7 +261,7 @@ def test_fallback_warns_once_per_cause_with_bytes_and_reasons() -> None:
     lines = text.splitlines()
     names = ("cuda", "triton", "flex")
     reasons = [r for name in names for r in refusals.reasons_against(name, problem, ("forward",), auto=True)]
-    assert {"disabled", "capability"} <= {reason.code for reason in reasons}
+    assert {"disabled", "arch"} <= {reason.code for reason in reasons}
     assert lines[1:-1] == [f"  - {reason.backend}: {reason}" for reason in reasons]
     assert lines[-1].startswith('  set_fallback("error") turns this warning into an error')
 

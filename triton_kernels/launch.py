@@ -9,20 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_dmattn.masks.broadcast import collapse
-from flash_dmattn.masks.prepared.operator import prepare
-from flash_dmattn.problem import AttentionProblem, Gradients, keys_of_query
+from flash_dmattn.masks.prepared.operator import prepared_view
+from flash_dmattn.problem import AttentionProblem, Flags, Gradients, MaskView, Need, keys_of_query
 
 from .kernel_launch import is_current_device, on_device, remembered
-from .plan import Call, Flags, MaskTensors, Need, takes_tf32
+from .plan import Call, takes_tf32
 from .plan_backward import MOST_FEW_KEYS, plan_backward
 from .plan_forward import plan_forward
 
-__all__ = ["Flags", "backward", "forward", "forward_maskless"]
-
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskTensors, bias: Tensor | None, out: Tensor, lse: Tensor, flags: Flags
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None, out: Tensor, lse: Tensor, flags: Flags
 ) -> None:
     """Write out (B, Lq, Hq, Dv) and lse (B, Hq, Lq), both contiguous; `mask` as `KernelBackend` has it."""
     q, k, v = _unit_rows(q), _unit_rows(k), _unit_rows(v)
@@ -30,7 +27,7 @@ def forward(
         return forward_group_rows(q, k, v, mask, bias, out, lse, flags)
     with on_device(q):
         mask = _packed(mask, q.shape[1], k.shape[1], flags)
-        key = ("forward", flags, *_signature(q, k, v, bias, *mask))
+        key = ("forward", mask.form, flags, *_signature(q, k, v, bias, *mask.tensors))
         plan = remembered(_plans, key, lambda: plan_forward(Call(q, k, v, mask, bias, flags)))
         plan(q, k, v, mask, bias, out, lse)
 
@@ -47,35 +44,37 @@ def forward_maskless(
     key = (problem, q.get_device(), takes_tf32(problem.dtype), *places)
     plan = _plans.get(key) or remembered(_plans, key, lambda: _plan_maskless(problem, q, k, v, bias))
     if is_current_device(q):
-        plan(q, k, v, (), bias, out, lse)
+        plan(q, k, v, NO_MASK, bias, out, lse)
     else:
         with torch.cuda.device(q.device):
-            plan(q, k, v, (), bias, out, lse)
+            plan(q, k, v, NO_MASK, bias, out, lse)
 
 
 def _plan_maskless(
     problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
 ) -> Callable[..., None]:
-    flags = Flags(problem.is_causal, problem.window_size, problem.softmax_scale, problem.softcap)
-    if _has_unit_rows(q) and _has_unit_rows(k) and _has_unit_rows(v) and not takes_group_rows(q, k, (), flags):
-        return plan_forward(Call(q, k, v, (), bias, flags))
+    flags = problem.flags
+    if _has_unit_rows(q) and _has_unit_rows(k) and _has_unit_rows(v) and not takes_group_rows(q, k, NO_MASK, flags):
+        return plan_forward(Call(q, k, v, NO_MASK, bias, flags))
     return partial(forward, flags=flags)  # which plans for the copies that the kernels read
 
 
+NO_MASK = MaskView()
 # From this many keys on, reading k and v once for a whole group pays for one more copy of out.
 GROUP_ROWS_FROM = 512
 
 
-def takes_group_rows(q: Tensor, k: Tensor, mask: MaskTensors, flags: Flags) -> bool:
+def takes_group_rows(q: Tensor, k: Tensor, mask: MaskView, flags: Flags) -> bool:
     """Whether the one query of each head of a group can be a row of one tile: then k and v are read once for all."""
-    if q.shape[1] != 1 or q.shape[2] == k.shape[2] or k.shape[1] < GROUP_ROWS_FROM or flags.window_size[0] >= 0:
+    if q.shape[1] != 1 or q.shape[2] == k.shape[2] or k.shape[1] < GROUP_ROWS_FROM or flags.left >= 0:
         return False
-    # A key set for each query head is not one for each row.
-    return len(mask) in (0, 1) or (len(mask) == 3 and mask[0].shape[1] != q.shape[2])
+    if mask.form == "keys":
+        return mask.tensors[0].shape[1] != q.shape[2]  # a key set for each query head is not one for each row
+    return mask.form != "tiles"
 
 
 def forward_group_rows(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskTensors, bias: Tensor | None, out: Tensor, lse: Tensor, flags: Flags
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None, out: Tensor, lse: Tensor, flags: Flags
 ) -> None:
     """The forward pass of one query, its G heads of a group taken as G queries of one key-value head.
 
@@ -89,9 +88,9 @@ def forward_group_rows(
 
     q = q.unflatten(2, (num_heads_k, -1)).squeeze(1).transpose(1, 2)
     grouped = torch.empty((*q.shape[:3], v.shape[3]), dtype=out.dtype, device=out.device)
-    mask = [rows(mask[0])] if len(mask) == 1 else mask
+    mask = mask if mask.dense is None else MaskView("dense", (rows(mask.dense),))
     bias = None if bias is None else rows(bias)
-    flags = Flags(False, (-1, -1), flags.softmax_scale, flags.softcap)
+    flags = flags._replace(left=-1, right=-1)
     forward(q, k, v, mask, bias, grouped, lse.view(q.shape[0], num_heads_k, -1), flags)
     out.view(q.shape[0], num_heads_k, -1, v.shape[3]).copy_(grouped.transpose(1, 2))
 
@@ -102,7 +101,7 @@ def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: MaskTensors,
+    mask: MaskView,
     bias: Tensor | None,
     out: Tensor,
     lse: Tensor,
@@ -113,26 +112,24 @@ def backward(
     q, k, v, dout, out, lse = (*(_unit_rows(x) for x in (q, k, v, dout)), out.contiguous(), lse.contiguous())
     with on_device(q):
         mask = _packed(mask, q.shape[1], k.shape[1], flags)
-        if feels_rounding(q.dtype, k.shape[1], flags.is_causal, flags.window_size, need):
+        if feels_rounding(q.dtype, k.shape[1], flags.window, need):
             out = _out_in_fp32(q, k, v, mask, bias, flags)
-        key = ("backward", need, flags, *_signature(q, k, v, bias, dout, dlse, out, lse, *mask))
+        key = ("backward", mask.form, need, flags, *_signature(q, k, v, bias, dout, dlse, out, lse, *mask.tensors))
         plan = remembered(_plans, key, lambda: plan_backward(Call(q, k, v, mask, bias, flags), dout, dlse, need))
         return plan(dout, dlse, q, k, v, mask, bias, out, lse)
 
 
-def feels_rounding(
-    dtype: torch.dtype, seqlen_k: int, is_causal: bool, window_size: tuple[int, int], need: Need
-) -> bool:
+def feels_rounding(dtype: torch.dtype, seqlen_k: int, window: tuple[int, int], need: Need) -> bool:
     """Whether delta, which all gradients but dv take, must not come from out in 16 bits.
 
     A row of few keys does not average out its rounding. Where all keys are few the kernels take delta from p and dp;
     behind a window those lie in several tiles.
     """
-    few = keys_of_query(seqlen_k, is_causal, window_size) <= MOST_FEW_KEYS < seqlen_k
-    return few and dtype != torch.float32 and (need[0] or need[1] or need[3])
+    few = keys_of_query(seqlen_k, window) <= MOST_FEW_KEYS < seqlen_k
+    return few and dtype != torch.float32 and (need.q or need.k or need.bias)
 
 
-def _out_in_fp32(q: Tensor, k: Tensor, v: Tensor, mask: MaskTensors, bias: Tensor | None, flags: Flags) -> Tensor:
+def _out_in_fp32(q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None, flags: Flags) -> Tensor:
     q, k, v = q.float(), k.float(), v.float()
     batch, seqlen_q, num_heads, _ = q.shape
     out = torch.empty(batch, seqlen_q, num_heads, v.shape[3], device=q.device)
@@ -159,7 +156,5 @@ def _unit_rows(x: Tensor) -> Tensor:
     return x if _has_unit_rows(x) else x.contiguous()
 
 
-def _packed(mask: MaskTensors, seqlen_q: int, seqlen_k: int, flags: Flags) -> MaskTensors:
-    if len(mask) != 1:
-        return mask
-    return prepare(collapse(mask[0]), seqlen_q, seqlen_k, flags.is_causal, flags.window_size)
+def _packed(mask: MaskView, seqlen_q: int, seqlen_k: int, flags: Flags) -> MaskView:
+    return mask if mask.dense is None else prepared_view(mask.dense, seqlen_q, seqlen_k, flags.window)

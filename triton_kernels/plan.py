@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from flash_dmattn.problem import fits_tma
+from flash_dmattn.problem import Flags, MaskView, bias_class, device_arch, fits_tma
 
 from .kernel_launch import Descriptor
 from .tile_ops import BAND, KEY_BIAS, KEYS, LOG2E, NO_BIAS, ROW_BIAS, TILE_BIAS, TILES, BiasStrides, MaskStrides, Shape
 from .tile_table import Tile, tile_of
-
-MaskTensors = Sequence[Tensor]
-Need = tuple[bool, bool, bool, bool]
-
-
-class Flags(NamedTuple):
-    """The numbers of a call that are no tensors."""
-
-    is_causal: bool
-    window_size: tuple[int, int]
-    softmax_scale: float
-    softcap: float
 
 
 def takes_tf32(dtype: torch.dtype) -> bool:
@@ -37,22 +24,34 @@ def takes_tf32(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
-def read_of(mask: MaskTensors, columns: bool = False) -> tuple[Tensor | None, Tensor | None]:
+def read_of(mask: MaskView, columns: bool = False) -> tuple[Tensor | None, Tensor | None]:
     """What a kernel reads of the tensors of a mask: bits and lists, or kept and prefix."""
-    if not mask:
+    if mask.form == "none":
         return None, None
-    return mask[0], mask[3 if columns and len(mask) == 4 else 2]
+    if mask.form == "keys":
+        kept, _, prefix = mask.tensors
+        return kept, prefix
+    bits, _, row_lists, col_lists = mask.tensors
+    return bits, col_lists if columns else row_lists
+
+
+def classes_of(mask: MaskView) -> Tensor | None:
+    """The classes of the tiles of a mask that has some."""
+    return mask.tensors[1] if mask.form == "tiles" else None
+
+
+_MASK_KINDS = {"none": BAND.value, "tiles": TILES.value, "keys": KEYS.value}
+_BIAS_KINDS = {"query": ROW_BIAS.value, "key": KEY_BIAS.value, "score": TILE_BIAS.value}
 
 
 class Call:
     """What one class of calls decides for all of its launches."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskTensors, bias: Tensor | None, flags: Flags) -> None:
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None, flags: Flags) -> None:
         self.q, self.k, self.v, self.bias, self.mask, self.flags = q, k, v, bias, mask, flags
         batch, seqlen_q, num_heads, head_dim = q.shape
         _, seqlen_k, num_heads_k, head_dim_v = v.shape
-        left, right = flags.window_size
-        right = 0 if flags.is_causal else right
+        left, right = flags.window
         group = num_heads // num_heads_k
         self.shape = Shape(batch, seqlen_q, seqlen_k, num_heads, group, head_dim, head_dim_v, left, right)
         self.num_heads_k = num_heads_k
@@ -62,10 +61,10 @@ class Call:
         self.block_d, self.block_dv = max(padded_d, min(padded_dv, 64)), max(padded_dv, min(padded_d, 64))
         self.pads = (self.block_d != head_dim, self.block_dv != head_dim_v)
         properties = torch.cuda.get_device_properties(q.device) if q.is_cuda else None
-        self.capability = None if properties is None else (properties.major, properties.minor)
+        self.arch = device_arch(q.device)
         self.processors = 1 if properties is None else properties.multi_processor_count
-        self.mask_kind = (BAND if not mask else TILES if len(mask) == 4 else KEYS).value
-        self.bias_kind = _bias_kind(bias)
+        self.mask_kind = _MASK_KINDS[mask.form]
+        self.bias_kind = NO_BIAS.value if bias is None else _BIAS_KINDS[bias_class(bias.shape, bias.stride())]
         # The band is folded into lists of tiles.
         self.band = (False, False) if self.mask_kind == TILES.value else (left >= 0, right >= 0)
         softcap, scale = flags.softcap, flags.softmax_scale
@@ -79,7 +78,7 @@ class Call:
         block_d = max(self.block_d, self.block_dv)
         bias_tma = self.bias_tma() and self.tma(self.k, self.v)
         kinds = {"mask": self.mask_kind, "bias": self.bias_kind, "bias_tma": bias_tma}
-        return tile_of(kernel, self.q.dtype, block_d, self.capability, **kinds)
+        return tile_of(kernel, self.q.dtype, block_d, self.arch, **kinds)
 
     def constants(self, tile: Tile) -> tuple[Any, ...]:
         """Constants that the kernels take first."""
@@ -117,7 +116,7 @@ class Call:
 
     def tma(self, *tensors: Tensor) -> bool:
         """Whether tiles of (B, L, H, D) tensors go through the tensor memory accelerator."""
-        serves = self.capability == (9, 0) and self.q.dtype != torch.float32 and self.pays_for_tma
+        serves = self.arch == "sm_90" and self.q.dtype != torch.float32 and self.pays_for_tma
         return serves and all(_fits_tma(x) for x in tensors)
 
     def bias_tma(self) -> bool:
@@ -157,15 +156,6 @@ def _padded(dim: int) -> int:
 def _broadcast(x: Tensor) -> list[int]:
     # A dim of size 1 may have any stride; it is read for every index.
     return [0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]
-
-
-def _bias_kind(bias: Tensor | None) -> int:
-    if bias is None:
-        return NO_BIAS.value
-    strides = _broadcast(bias)
-    if strides[3] == 0:
-        return ROW_BIAS.value
-    return (KEY_BIAS if strides[2] == 0 else TILE_BIAS).value
 
 
 def _fits_tma(x: Tensor) -> bool:

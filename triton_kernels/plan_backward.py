@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from flash_dmattn.gradients import key_gradient, query_gradient
-from flash_dmattn.problem import Gradients
+from flash_dmattn.problem import Gradients, MaskView, Need, bias_class
 
 from .backward_bias import backward_bias_kernel
 from .backward_delta import delta_kernel
@@ -19,7 +19,7 @@ from .backward_keys import KEY_SUM, NO_DBIAS, STORE, backward_keys_kernel
 from .backward_product import backward_product_kernel
 from .backward_queries import backward_queries_kernel
 from .kernel_launch import Descriptor, Launch
-from .plan import Call, MaskTensors, Need, read_of, splits_of
+from .plan import Call, classes_of, read_of, splits_of
 from .tile_ops import BAND, KEYS, TILES, Strides
 from .tile_table import Tile
 
@@ -35,9 +35,8 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, need: Need) -> 
     bias, shape, num_heads_k = call.bias, call.shape, call.num_heads_k
     per_row = per_key = per_score = stored = product = False
     if need_bias and bias is not None:
-        per_row = bias.shape[3] == 1
-        per_key = not per_row and bias.shape[2] == 1
-        per_score = not per_row and not per_key
+        dbias_class = bias_class(bias.shape)
+        per_row, per_key, per_score = (dbias_class == name for name in ("query", "key", "score"))
         stored = per_score and bias.shape[:2] == (shape.batch, shape.num_heads)
         # dq is read off a stored ds: not with a softcap, whose slope comes after it, nor where ds is stored in another
         # 16-bit type than that of the products.
@@ -57,7 +56,7 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, need: Need) -> 
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: MaskTensors,
+        mask: MaskView,
         bias: Tensor | None,
         out: Tensor,
         lse: Tensor,
@@ -111,7 +110,7 @@ def plan_keys(
     has_key_mask = call.mask_kind == KEYS.value
     per_key, stored = dbias_kind == KEY_SUM.value, dbias_kind == STORE.value
     # A bias with a head for each query head needs its sums apart; a key mask of that kind has other keys for each.
-    apart = (bias if per_key else None, call.mask[0] if has_key_mask else None)
+    apart = (bias if per_key else None, call.mask.tensors[0] if has_key_mask else None)
     split = shape.group > 1 and any(x is not None and x.shape[1] == shape.num_heads for x in apart)
     owners = shape.num_heads if split else num_heads_k
     tiles = triton.cdiv(shape.seqlen_k, tile.block_n)
@@ -167,7 +166,7 @@ def plan_keys(
     empty = torch.zeros if has_key_mask and not parts else torch.empty
     empty_scores = torch.zeros if has_key_mask else torch.empty
 
-    def run(read: tuple[Any, ...], mask: MaskTensors) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def run(read: tuple[Any, ...], mask: MaskView) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         _, k, v, bias = read[:4]
         dk = empty(k.shape, dtype=k.dtype, device=k.device) if need_k else None
         dv = empty(v.shape, dtype=v.dtype, device=v.device) if need_v else None
@@ -215,7 +214,7 @@ def plan_queries(call: Call, dout: Tensor) -> Callable[..., Tensor]:
         descriptors,
     )
 
-    def run(read: tuple[Any, ...], mask: MaskTensors) -> Tensor:
+    def run(read: tuple[Any, ...], mask: MaskView) -> Tensor:
         dq = torch.empty(read[0].shape, dtype=read[0].dtype, device=read[0].device)
         launch(*read, *read_of(mask), dq)
         return dq
@@ -245,7 +244,7 @@ def plan_product(call: Call, bias: Tensor) -> Callable[..., Tensor]:
         descriptors,
     )
 
-    def run(q: Tensor, k: Tensor, dbias: Tensor, mask: MaskTensors) -> Tensor:
+    def run(q: Tensor, k: Tensor, dbias: Tensor, mask: MaskView) -> Tensor:
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         launch(k, dbias, *(read_of(mask) if mask_kind == TILES.value else (None, None)), dq)
         return dq
@@ -274,10 +273,10 @@ def plan_bias(call: Call, dout: Tensor, bias: Tensor) -> Callable[..., Tensor]:
         descriptors,
     )
 
-    def run(read: tuple[Any, ...], mask: MaskTensors) -> Tensor:
+    def run(read: tuple[Any, ...], mask: MaskView) -> Tensor:
         bias = read[3]
         dbias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
-        launch(*read, *read_of(mask), mask[1] if len(mask) == 4 else None, dbias)
+        launch(*read, *read_of(mask), classes_of(mask), dbias)
         return dbias
 
     return run

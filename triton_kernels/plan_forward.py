@@ -8,10 +8,12 @@ import torch
 import triton
 from torch import Tensor
 
+from flash_dmattn.problem import MaskView
+
 from .forward import forward_kernel
 from .forward_combine import combine_kernel
 from .kernel_launch import Launch
-from .plan import Call, MaskTensors, read_of, splits_of
+from .plan import Call, read_of, splits_of
 from .tile_ops import Strides
 
 
@@ -41,7 +43,7 @@ def plan_forward(call: Call) -> Callable[..., None]:
     rows, block = shape.batch * shape.num_heads * shape.seqlen_q, 16
     combine = Launch(combine_kernel, triton.cdiv(rows, block), (shape, splits, rows), (block, call.block_dv))
 
-    def run(q: Tensor, k: Tensor, v: Tensor, mask: MaskTensors, bias: Tensor | None, out: Tensor, lse: Tensor) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None, out: Tensor, lse: Tensor) -> None:
         parts = torch.empty((splits, *out.shape), dtype=torch.float32, device=out.device)
         parts_lse = torch.empty((splits, *lse.shape), dtype=torch.float32, device=out.device)
         launch(q, k, v, bias, *read_of(mask), parts, parts_lse)

@@ -140,7 +140,7 @@ def tile_of(
     kernel: str,
     dtype: torch.dtype,
     block_d: int,
-    capability: tuple[int, int] | None,
+    arch: str,
     *,
     mask: int,
     bias: int,
@@ -151,9 +151,9 @@ def tile_of(
     `bias_tma`: whether a bias of one value per score is read in tiles through the tensor memory accelerator.
     """
     if dtype == torch.float32:
-        tuned = capability == (9, 0) and block_d <= 64 and kernel in _SM90_FP32
+        tuned = arch == "sm_90" and block_d <= 64 and kernel in _SM90_FP32
         return _row(_SM90_FP32[kernel] if tuned else _FP32, block_d)
-    if capability != (9, 0):
+    if arch != "sm_90":
         return _row(_SMALL, block_d)
     if mask == KEYS.value and kernel in _SM90_KEYS:
         # The pointers of a bias that is gathered too take the registers of larger tiles.

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 import flash_dmattn
+from flash_dmattn.problem import device_arch
 from flash_dmattn.reference import yardstick
 
 from ..cases import Case
 from ..decoder import Decoder, without_attention
 from ..peak_memory import held, peaks
 from ..systems import Attend, System
-from ..systems.ours import architecture
 from ..timing import Runner, measure
 from ..truth import Results, errors, plain_attention, wrong
 from .equivalence import finite
@@ -75,7 +75,7 @@ def row(case: Case, systems: list[System], device: torch.device, *, effort: Effo
     """Check, weigh and time the step of every system."""
     decoder = Decoder(case, device)
     record: Record = {"name": case.name, "group": case.group, "shape": case.shape, "what": case.what}
-    chosen = case.explain(architecture(device))
+    chosen = case.explain(device_arch(device))
     record |= {"auto": [chosen.forward, chosen.backward], "without_attention": None, "systems": []}
     record["parameters"] = sum(parameter.numel() for parameter in decoder.parameters())
     exact = truth(decoder, case)

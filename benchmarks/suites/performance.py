@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flash_dmattn.problem import device_arch
+
 from ..cases import TILE, Case, Pass
 from ..floors import Floor, Rates, floors
 from ..inputs import Inputs, count, make_inputs
 from ..peak_memory import peaks
 from ..systems import System
-from ..systems.ours import architecture
 from ..timing import Call, Runner, gradients, measure
 from ..truth import Results, Yardstick, errors, truth, wrong
 from .equivalence import finite
@@ -112,7 +113,7 @@ def describe(case: Case, inputs: Inputs, device: torch.device, rates: Rates) -> 
     of_tiles = counts.active_tiles * batch * heads * seqlen_q * (-(-seqlen_k // TILE) * TILE)
     record: Record = {"name": case.name, "group": case.group, "x": case.x, "shape": case.shape, "what": case.what}
     record["has_mask"] = case.mask is not None
-    chosen = case.explain(architecture(device))
+    chosen = case.explain(device_arch(device))
     record["auto"] = [chosen.forward, chosen.backward]
     record["counts"] = counts._asdict()
     for key, pairs in (("floor_ms", counts.pairs), ("tile_floor_ms", of_tiles)):

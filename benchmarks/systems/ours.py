@@ -12,7 +12,7 @@ from flash_dmattn import masks
 from flash_dmattn.backends.protocol import Pass, accepts, broken_rules
 from flash_dmattn.dispatch.registry import BACKENDS, probe
 from flash_dmattn.dispatch.settings import BackendChoice
-from flash_dmattn.problem import AttentionProblem
+from flash_dmattn.problem import AttentionProblem, device_arch
 
 from ..cases import Case
 from ..inputs import Inputs
@@ -23,14 +23,9 @@ NAMES = ("cuda", "triton", "flex", "eager", "reference")
 PAIRED = {"cuda": "triton"}
 
 
-def architecture(device: torch.device) -> str:
-    """A device as the rules know it: "cpu", "sm_90"."""
-    return "cpu" if device.type == "cpu" else "sm_{}{}".format(*torch.cuda.get_device_capability(device))
-
-
 def needs(name: str, case: Case, device: torch.device) -> Needs:
     """What the rules of a backend say of a case."""
-    where = architecture(device)
+    where = device_arch(device)
     alone = case.explain(where, gradients=False).problem
     with_lse = case.explain(where, gradients=False, return_lse=True).problem
     forward, lse = (refusal(name, problem, ("forward",)) for problem in (alone, with_lse))
@@ -66,7 +61,7 @@ def bind(name: str, inputs: Inputs, mode: Mode) -> Bound:
     choice: BackendChoice = name
     if name in PAIRED and q.requires_grad:
         problem = flash_dmattn.explain(q, k, v, given, bias, is_causal=is_causal).problem
-        if not accepts(BACKENDS[name].RULES, problem, "backward"):
+        if not accepts(BACKENDS[name], problem, "backward"):
             choice = (name, PAIRED[name])
     returns = mode.with_lse
     call = partial(

@@ -6,21 +6,15 @@ import torch
 from torch import Tensor
 
 from .. import operators
-from ..problem import AttentionProblem, Gradients, MaskTensors
+from ..problem import AttentionProblem, Flags, Gradients, MaskView, Need
 from ..reference import eager as chunked
 from ..reference import formula
 from .protocol import Availability, Rule
 
 NAME = "eager"
 
-RULES: tuple[Rule, ...] = (
-    Rule(
-        "return_probs",
-        lambda p: not p.return_probs,
-        lambda p: "return_probs is set; this backend never holds the probabilities of a whole call",
-        'use backend="reference"',
-    ),
-)
+FEATURES = frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"})
+RULES: tuple[Rule, ...] = ()
 AUTO_RULES: tuple[Rule, ...] = ()
 
 
@@ -54,28 +48,17 @@ def workspace_bytes(problem: AttentionProblem) -> int:
 
 
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: list[Tensor],
-    bias: Tensor | None,
-    is_causal: bool,
-    window_size: list[int],
-    softmax_scale: float,
-    softcap: float,
-    deterministic: bool,
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None, flags: Flags
 ) -> tuple[Tensor, Tensor]:
-    left, right = window_size
     return chunked.forward(
         q,
         k,
         v,
-        mask[0] if mask else None,
+        mask.dense,
         bias,
-        is_causal=is_causal,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        window_size=(left, right),
+        softmax_scale=flags.softmax_scale,
+        softcap=flags.softcap,
+        window_size=flags.window,
         chunk_bytes=_chunk_bytes,
     )
 
@@ -86,35 +69,28 @@ def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: list[Tensor],
+    mask: MaskView,
     bias: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    is_causal: bool,
-    window_size: list[int],
-    softmax_scale: float,
-    softcap: float,
-    deterministic: bool,
-    need: list[bool],
+    flags: Flags,
+    need: Need,
 ) -> Gradients:
-    left, right = window_size
-    need_q, need_k, need_v, need_bias = need
     return chunked.backward(
         dout,
         dlse,
         q,
         k,
         v,
-        mask[0] if mask else None,
+        mask.dense,
         bias,
         out,
         lse,
-        is_causal=is_causal,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        window_size=(left, right),
+        softmax_scale=flags.softmax_scale,
+        softcap=flags.softcap,
+        window_size=flags.window,
         chunk_bytes=_chunk_bytes,
-        need=(need_q, need_k, need_v, need_bias),
+        need=need,
     )
 
 
@@ -128,7 +104,7 @@ def differentiable_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: MaskTensors,
+    mask: MaskView,
     bias: Tensor | None,
 ) -> Gradients:
     """The gradients as differentiable PyTorch, whose own derivative is the second derivative of attention."""
@@ -138,7 +114,7 @@ def differentiable_backward(
         q,
         k,
         v,
-        mask[0] if mask else None,
+        mask.dense,
         bias,
         is_causal=problem.is_causal,
         softmax_scale=problem.softmax_scale,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-from ..problem import AttentionProblem, Gradients, MaskTensors
+from ..problem import FEATURES, AttentionProblem, Gradients, MaskView
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -55,14 +55,23 @@ class Availability(NamedTuple):
 class Backend(Protocol):
     """A module with these names is a backend. `AUTO_RULES` bind only `backend="auto"`, never a forced call.
 
-    Optional: `notes(problem) -> tuple[str, ...]`, what `explain` should say of a call it accepts (copies it makes);
-    and, beside a forward/backward pair, `MASK_FORM = "prepared"` where it reads prepared masks, and
-    `differentiable_backward(problem, dout, dlse, q, k, v, mask, bias)`, the gradients as differentiable PyTorch,
-    without which a second derivative is refused.
+    Optional names:
+        notes(problem) -> tuple[str, ...]: what `explain` should say of a call that it accepts, such as copies it makes.
+        MASK_FORM = "prepared": a forward/backward pair that reads prepared masks.
+        differentiable_backward(problem, dout, dlse, q, k, v, mask, bias): the gradients of a pair as differentiable
+            PyTorch, without which a second derivative is refused.
+        HAS_FORWARD_AD = True: forward-mode derivatives (torch.func.jvp) go through it.
+        workspace_bytes(problem) -> int: it takes every call on every device; auto falls back to it, and warns of so
+            many bytes.
     """
 
     @property
     def NAME(self) -> str: ...
+
+    @property
+    def FEATURES(self) -> frozenset[str]:
+        """The arguments of `attention` that it has, out of `flash_dmattn.problem.FEATURES`; others are refused."""
+        ...
 
     @property
     def RULES(self) -> tuple[Rule, ...]: ...
@@ -79,14 +88,13 @@ class KernelBackend(Backend, Protocol):
     """A backend made of an explicit forward/backward pair; `flash_dmattn.autograd` differentiates it.
 
     `bias` is None or 4-D with each dimension 1 or full (the heads also `num_heads_k`); a dimension of stride 0 is a
-    broadcast one. `mask` is `()` for none, or `(dense,)`, one bool tensor of that kind. With `MASK_FORM = "prepared"`
-    it may also be the three tensors of a `KeyMask` or the four of a `TileMask`; both passes of a call receive the same.
-    The band of the problem applies to every form, and is folded into that of a `TileMask` already. `backward` returns
-    None where `problem.need` asks for nothing.
+    broadcast one. `mask` has the form "none" or "dense", with `MASK_FORM = "prepared"` also "tiles" or "keys"; both
+    passes of a call receive the same. The band of the problem applies to every form, and is folded into that of
+    "tiles" already. `backward` returns None where `problem.need` asks for nothing.
     """
 
     def forward(
-        self, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, mask: MaskTensors, bias: Tensor | None
+        self, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """(out, lse) of the contract."""
         ...
@@ -99,7 +107,7 @@ class KernelBackend(Backend, Protocol):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: MaskTensors,
+        mask: MaskView,
         bias: Tensor | None,
         out: Tensor,
         lse: Tensor,
@@ -131,17 +139,48 @@ def is_differentiable(backend: AnyBackend) -> TypeIs[DifferentiableBackend]:
     return hasattr(backend, "attention")
 
 
+def reads_prepared_masks(backend: AnyBackend) -> bool:
+    """Whether a backend reads prepared masks; one that does not say receives dense ones."""
+    return getattr(backend, "MASK_FORM", "dense") == "prepared"
+
+
+def has_forward_ad(backend: AnyBackend) -> bool:
+    """Whether forward-mode derivatives go through a backend."""
+    return getattr(backend, "HAS_FORWARD_AD", False)
+
+
+def is_fallback(backend: AnyBackend) -> bool:
+    """Whether auto takes a backend only when nothing better is left, and warns on an accelerator."""
+    return hasattr(backend, "workspace_bytes")
+
+
 def broken_rules(backend: Backend, problem: AttentionProblem, passes: tuple[Pass, ...]) -> tuple[Reason, ...]:
-    """Every rule of a backend that a call breaks in the given passes, with the values found."""
+    """Why a backend refuses the given passes of a call: features that it lacks, and rules that the call breaks."""
+    missing = [name for name in FEATURES if name in problem.features - backend.FEATURES]
+    return (
+        *(Reason(backend.NAME, name, f"{name} is used, and this backend does not have it") for name in missing),
+        *unmet(backend, backend.RULES, problem, passes),
+    )
+
+
+def unmet(
+    backend: Backend, rules: tuple[Rule, ...], problem: AttentionProblem, passes: tuple[Pass, ...]
+) -> tuple[Reason, ...]:
+    """The rules out of some of a backend that a call breaks in the given passes, with the values found."""
     return tuple(
         Reason(backend.NAME, rule.code, rule.says(problem), rule.hint)
-        for rule in backend.RULES
+        for rule in rules
         if any(p in rule.passes for p in passes) and not rule.holds(problem)
     )
 
 
-def accepts(rules: tuple[Rule, ...], problem: AttentionProblem, only: Pass) -> bool:
-    """The fast predicate: whether every rule of one pass holds."""
+def accepts(backend: Backend, problem: AttentionProblem, only: Pass) -> bool:
+    """Whether a backend serves one pass of a call: the fast form of `broken_rules`."""
+    return problem.features <= backend.FEATURES and all_hold(backend.RULES, problem, only)
+
+
+def all_hold(rules: tuple[Rule, ...], problem: AttentionProblem, only: Pass) -> bool:
+    """Whether every rule of one pass holds."""
     for rule in rules:  # a plain loop: a generator costs twice as much on this path
         if only in rule.passes and not rule.holds(problem):
             return False

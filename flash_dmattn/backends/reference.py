@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..problem import FEATURES as FEATURE_NAMES
 from ..problem import AttentionProblem
 from ..reference import formula
 from .protocol import Availability, Rule
 
 NAME = "reference"
+HAS_FORWARD_AD = True
+FEATURES = frozenset(FEATURE_NAMES)
 RULES: tuple[Rule, ...] = ()
 AUTO_RULES: tuple[Rule, ...] = (
     Rule(

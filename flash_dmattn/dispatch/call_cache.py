@@ -60,12 +60,13 @@ def look_up(
     Args:
         flags: the other arguments of `describe`, in its order.
 
-    A call has no key where its sizes may be symbols, where it has a prepared mask, where it is recorded, before the
-    environment has been checked, and where something is so wrong that only validation can name it.
+    A call has no key where its sizes may be symbols, where it is recorded, before the environment has been checked, and
+    where something is so wrong that only validation can name it.
     """
     window_size = flags[3]
+    mask_key = getattr(mask, "call_key", None)  # of a prepared mask
     if (
-        is_watched(q, k, v, mask, bias)
+        is_watched(q, k, v, bias, *((mask,) if mask_key is None else mask.tensors))  # type: ignore[union-attr]
         or process.environment_unchecked
         or thread.records is not None
         or not (window_size is None or type(window_size) is tuple)
@@ -77,7 +78,7 @@ def look_up(
             _of(q),
             _of(k),
             _of(v),
-            None if mask is None else _of(mask),  # type: ignore[arg-type]
+            None if mask is None else mask_key or _of(mask),  # type: ignore[arg-type]
             None if bias is None else _of(bias),
             flags,
             kinds,

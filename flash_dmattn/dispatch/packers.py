@@ -11,7 +11,7 @@ import torch
 from ..backends.cuda import backend as cuda
 from ..masks.prepared import packers
 from ..masks.prepared.packers import Packer
-from ..problem import Band, device_capability
+from ..problem import Band, device_arch
 from .settings import process
 
 
@@ -19,7 +19,7 @@ def packs_by_extension(tensor: torch.Tensor) -> bool:
     """Whether the CUDA extension packs a mask: on a Hopper GPU where it works and nobody has disabled its backend."""
     return (
         tensor.is_cuda
-        and device_capability(tensor.device) == (9, 0)
+        and device_arch(tensor.device) == "sm_90"
         and cuda.NAME not in process.disabled
         and cuda.probe().usable
     )

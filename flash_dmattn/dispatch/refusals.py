@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
+from collections.abc import Iterable
 from typing import NoReturn
 
 import torch
 
-from ..backends import eager, reference
-from ..backends.protocol import Pass, Reason, broken_rules
+from ..backends.protocol import Pass, Reason, broken_rules, unmet
 from ..problem import AttentionProblem
 from .errors import BackendUnavailableError, BackendUnsupportedError, FallbackWarning
-from .registry import BACKENDS, probe
+from .registry import BACKENDS, fallback, probe
 from .settings import process
 
 
@@ -34,11 +35,7 @@ def reasons_against(
     if not availability.usable:
         reasons.append(Reason(name, "unavailable", availability.reason, availability.hint))
     if auto:
-        reasons += [
-            Reason(name, rule.code, rule.says(problem), rule.hint)
-            for rule in backend.AUTO_RULES
-            if any(p in rule.passes for p in passes) and not rule.holds(problem)
-        ]
+        reasons += unmet(backend, backend.AUTO_RULES, problem, passes)
     return tuple(reasons)
 
 
@@ -60,17 +57,17 @@ def refuse(problem: AttentionProblem, name: str, passes: tuple[Pass, ...]) -> No
     raise kind("\n".join(lines), backend=name, reasons=reasons, accepted_by=accepted_by) from availability.exception
 
 
-def _all_reasons(problem: AttentionProblem, skip: tuple[str, ...] = ()) -> tuple[Reason, ...]:
-    return tuple(
-        reason
-        for name in BACKENDS
-        if name not in skip
-        for reason in reasons_against(name, problem, passes_of(problem), auto=True)
-    )
+def _all_reasons(problem: AttentionProblem, names: Iterable[str]) -> tuple[Reason, ...]:
+    passes = passes_of(problem)
+    return tuple(reason for name in names for reason in reasons_against(name, problem, passes, auto=True))
+
+
+def _better_than_fallback(problem: AttentionProblem) -> tuple[Reason, ...]:
+    return _all_reasons(problem, itertools.takewhile(lambda name: name != fallback().NAME, BACKENDS))
 
 
 def refuse_all(problem: AttentionProblem) -> NoReturn:
-    reasons = _all_reasons(problem)
+    reasons = _all_reasons(problem, BACKENDS)
     lines = [f"no backend accepts this call: {problem}", *(f"  - {reason.backend}: {reason}" for reason in reasons)]
     accepted_by = backends_accepting(problem)
     if accepted_by:
@@ -83,17 +80,17 @@ _warned: set[tuple[tuple[str, str], ...]] = set()
 
 def fallback_message(problem: AttentionProblem, reasons: tuple[Reason, ...]) -> str:
     """Why a call falls back to eager PyTorch, and the memory that costs."""
-    megabytes = eager.workspace_bytes(problem) / 2**20
-    lines = [f"attention runs on eager PyTorch, with up to {megabytes:.1f} MB of temporaries: {problem}"]
+    megabytes = fallback().workspace_bytes(problem) / 2**20
+    lines = [f"attention runs on {fallback().NAME} PyTorch, with up to {megabytes:.1f} MB of temporaries: {problem}"]
     return "\n".join([*lines, *(f"  - {reason.backend}: {reason}" for reason in reasons)])
 
 
 def refuse_fallback(problem: AttentionProblem) -> NoReturn:
     """Raise what `set_fallback("error")` asks for."""
-    reasons = _all_reasons(problem, skip=(eager.NAME, reference.NAME))
+    reasons = _better_than_fallback(problem)
     hint = '\n  set_fallback("error") is in force; set_fallback("warn") would let the call run'
     message = fallback_message(problem, reasons) + hint
-    raise BackendUnsupportedError(message, backend="auto", reasons=reasons, accepted_by=(eager.NAME,))
+    raise BackendUnsupportedError(message, backend="auto", reasons=reasons, accepted_by=(fallback().NAME,))
 
 
 def report_fallback(problem: AttentionProblem) -> None:
@@ -101,7 +98,7 @@ def report_fallback(problem: AttentionProblem) -> None:
         refuse_fallback(problem)
     if process.fallback == "silent" or torch.compiler.is_compiling():
         return
-    reasons = _all_reasons(problem, skip=(eager.NAME, reference.NAME))
+    reasons = _better_than_fallback(problem)
     cause = tuple((reason.backend, reason.code) for reason in reasons)
     if cause in _warned:
         return

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 from ..backends import eager, reference
 from ..backends.cuda import backend as cuda
 from ..backends.flex import backend as flex
-from ..backends.protocol import AnyBackend, Availability, is_differentiable
+from ..backends.protocol import AnyBackend, Availability, is_differentiable, is_fallback
 from ..backends.triton import backend as triton
+from ..problem import FEATURES
 
 # "auto" takes the first that accepts the call.
 BACKENDS: dict[str, AnyBackend] = {
@@ -25,18 +26,23 @@ def register_backend(backend: AnyBackend, *, before: str | None = None) -> None:
     """Add an out-of-tree backend: any module or object that satisfies `flash_dmattn.backends.protocol.Backend`.
 
     Args:
-        backend: NAME, RULES, AUTO_RULES, probe(), and either forward() and backward(), or attention().
+        backend: NAME, FEATURES, RULES, AUTO_RULES, probe(), and either forward() and backward(), or attention().
         before: the backend that "auto" shall prefer it to; by default it comes last.
 
     Raises:
-        ValueError: the name is taken, or `before` is unknown.
+        ValueError: the name is taken, `before` is unknown, or FEATURES names no argument of `attention`.
         TypeError: something the protocol asks for is missing.
     """
-    missing = [name for name in ("NAME", "RULES", "AUTO_RULES", "probe") if not hasattr(backend, name)]
+    missing = [name for name in ("NAME", "FEATURES", "RULES", "AUTO_RULES", "probe") if not hasattr(backend, name)]
     if not is_differentiable(backend):
         missing += [name for name in ("forward", "backward") if not hasattr(backend, name)]
     if missing:
         raise TypeError(f"backend {backend!r} has no {', '.join(missing)}; see flash_dmattn.backends.protocol.Backend")
+    unknown = sorted(backend.FEATURES - FEATURES.keys())
+    if unknown:
+        raise ValueError(
+            f"FEATURES of {backend!r} names {', '.join(unknown)}; it needs names out of {', '.join(FEATURES)}"
+        )
     name = backend.NAME
     if name in BACKENDS or name == "auto":
         raise ValueError(f"backend name {name!r} is taken; it needs to be a new one")
@@ -60,10 +66,15 @@ def unregister_backend(name: str) -> None:
         ValueError: nobody registered the name, or it is the last resort of "auto".
     """
     check_name(name)
-    if BACKENDS[name] is eager:
+    if is_fallback(BACKENDS[name]):
         raise ValueError(f"backend {name!r} is what \"auto\" falls back to; it cannot be unregistered")
     del BACKENDS[name]
     _changed()
+
+
+def fallback() -> Any:
+    """The backend that takes every call: what "auto" falls back to."""
+    return next(backend for backend in BACKENDS.values() if is_fallback(backend))
 
 
 def _changed() -> None:

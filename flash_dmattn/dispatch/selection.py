@@ -6,8 +6,15 @@ from typing import NamedTuple, cast
 
 import torch
 
-from ..backends import eager
-from ..backends.protocol import AnyBackend, KernelBackend, Pass, accepts, is_differentiable
+from ..backends.protocol import (
+    AnyBackend,
+    KernelBackend,
+    Pass,
+    accepts,
+    all_hold,
+    is_differentiable,
+    is_fallback,
+)
 from ..problem import AttentionProblem
 from .refusals import passes_of, refuse, refuse_all, report_fallback
 from .registry import BACKENDS, works
@@ -65,10 +72,10 @@ def choose(problem: AttentionProblem, requested: BackendChoice) -> Selection:
 
 
 def falls_back(problem: AttentionProblem, requested: BackendChoice, selection: Selection) -> bool:
-    """Whether "auto" found nothing better than eager PyTorch for some pass on an accelerator."""
+    """Whether "auto" found nothing better than its last resort for some pass on an accelerator."""
     if requested != "auto" or problem.device == "cpu":
         return False
-    return eager.NAME in selected_names(problem, selection)
+    return any(backend is not None and is_fallback(backend) for backend in selection)
 
 
 def selected_names(problem: AttentionProblem, selection: Selection) -> tuple[str, str | None]:
@@ -82,10 +89,10 @@ def _choose_auto(problem: AttentionProblem) -> Selection:
     needs_backward = any(problem.need)
     for name, backend in BACKENDS.items():
         # The few rules of auto first: they turn most calls on a CPU away from the others at once.
-        if not accepts(backend.AUTO_RULES, problem, "forward") or not _serves(name, problem, "forward"):
+        if not all_hold(backend.AUTO_RULES, problem, "forward") or not _serves(name, problem, "forward"):
             continue
         if is_differentiable(backend):
-            if needs_backward and not accepts(backend.RULES, problem, "backward"):
+            if needs_backward and not accepts(backend, problem, "backward"):
                 continue
             return Selection(backend, None)
         if not needs_backward:
@@ -95,7 +102,7 @@ def _choose_auto(problem: AttentionProblem) -> Selection:
             if (
                 not is_differentiable(BACKENDS[other])
                 and _serves(other, problem, "backward")
-                and accepts(BACKENDS[other].AUTO_RULES, problem, "backward")
+                and all_hold(BACKENDS[other].AUTO_RULES, problem, "backward")
             ):
                 return Selection(backend, cast(KernelBackend, BACKENDS[other]))
     refuse_all(problem)
@@ -103,7 +110,7 @@ def _choose_auto(problem: AttentionProblem) -> Selection:
 
 def _serves(name: str, problem: AttentionProblem, only: Pass) -> bool:
     # Rules before the probe: a rule costs nanoseconds, a first probe imports a library.
-    if name in process.disabled or not accepts(BACKENDS[name].RULES, problem, only):
+    if name in process.disabled or not accepts(BACKENDS[name], problem, only):
         return False
     return works(name)
 

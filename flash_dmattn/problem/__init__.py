@@ -1,14 +1,17 @@
 """One attention call described without tensors: sizes, layouts, band, flags, architecture, and checks of arguments."""
 
-from .arch import device_capability
-from .band import Band, keys_of_query, make_band
+from .arch import device_arch, parse_arch, sm_number
+from .band import Band, causal_window, keys_of_query, make_band
+from .bias import BiasClass, bias_class
 from .checks import as_scores, check_broadcast, check_flag, check_scale, check_softcap, check_window
 from .description import (
+    FEATURES,
     FLOAT_DTYPES,
     AttentionProblem,
+    Flags,
     Gradients,
     MaskForm,
-    MaskTensors,
+    MaskView,
     Need,
     Shape4,
     TensorSpec,
@@ -18,25 +21,32 @@ from .description import (
 from .tma import fits_tma
 
 __all__ = [
+    "FEATURES",
     "FLOAT_DTYPES",
     "AttentionProblem",
     "Band",
+    "BiasClass",
+    "Flags",
     "Gradients",
     "MaskForm",
-    "MaskTensors",
+    "MaskView",
     "Need",
     "Shape4",
     "TensorSpec",
     "as_scores",
+    "bias_class",
+    "causal_window",
     "check_broadcast",
     "check_flag",
     "check_scale",
     "check_softcap",
     "check_window",
-    "device_capability",
+    "device_arch",
     "dtype_name",
     "fits_tma",
     "keys_of_query",
     "make_band",
+    "parse_arch",
+    "sm_number",
     "unpacked_spec",
 ]

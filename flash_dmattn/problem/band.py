@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -13,11 +12,15 @@ class Band(NamedTuple):
     high: int
 
 
-def make_band(seqlen_q: int, seqlen_k: int, is_causal: bool, window_size: tuple[int, int]) -> Band | None:
-    """The diagonals that causality and window leave, bottom-right aligned; None where they forbid nothing."""
+def causal_window(is_causal: bool, window_size: tuple[int, int]) -> tuple[int, int]:
+    """Causality and a window as one window (left, right), -1 for an unlimited side: causality is a right side of 0."""
     left, right = window_size
-    if is_causal:
-        right = 0
+    return left, 0 if is_causal else right
+
+
+def make_band(seqlen_q: int, seqlen_k: int, window: tuple[int, int]) -> Band | None:
+    """The diagonals that a window leaves, as `causal_window` has it; None where it forbids nothing."""
+    left, right = window
     aligned = seqlen_k - seqlen_q
     # Unlimited sides, and limits beyond the last diagonal, become the diagonal past the last: all sums stay in int32.
     low = -seqlen_q if left < 0 else max(aligned - left, -seqlen_q)
@@ -25,12 +28,11 @@ def make_band(seqlen_q: int, seqlen_k: int, is_causal: bool, window_size: tuple[
     return None if low <= 1 - seqlen_q and high >= seqlen_k - 1 else Band(low, high)
 
 
-def keys_of_query(seqlen_k: int, is_causal: bool, window_size: Sequence[int]) -> int:
+def keys_of_query(seqlen_k: int, window: tuple[int, int]) -> int:
     """How many keys a query may attend, by their number and its window.
 
-    >>> keys_of_query(4096, True, (15, -1)), keys_of_query(4096, False, (15, -1))
+    >>> keys_of_query(4096, (15, 0)), keys_of_query(4096, (15, -1))
     (16, 4096)
     """
-    left, right = window_size
-    right = 0 if is_causal else right
+    left, right = window
     return seqlen_k if left < 0 or right < 0 else min(seqlen_k, left + right + 1)

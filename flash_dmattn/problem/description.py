@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .band import causal_window
+from .bias import BiasClass, bias_class
+
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 Shape4 = tuple[int, int, int, int]
-# A bool tensor, or a prepared mask: a TileMask or a KeyMask.
-MaskForm = Literal["dense", "tiles", "keys"]
-# What a forward/backward pair receives of a mask, told apart by the number of tensors: see `KernelBackend`.
-MaskTensors = tuple[Tensor, ...]
+# No mask, a bool tensor, or a prepared mask: a TileMask or a KeyMask.
+MaskForm = Literal["none", "dense", "tiles", "keys"]
 # (dq, dk, dv, dbias), None where a gradient is not needed.
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
@@ -27,6 +29,41 @@ class Need(NamedTuple):
     bias: bool = False
 
 
+class MaskView(NamedTuple):
+    """A mask as kernels receive it: its form, and the tensors of that form.
+
+    "none" has no tensors; "dense" one bool tensor (Bm, Hm, Lq or 1, Lk or 1), in which a stride of 0 is a broadcast
+    dim; "tiles" has bits, classes, row_lists and col_lists of a `TileMask`; "keys" has kept, count and prefix of a
+    `KeyMask`.
+    """
+
+    form: MaskForm = "none"
+    tensors: tuple[Tensor, ...] = ()
+
+    @property
+    def dense(self) -> Tensor | None:
+        """The bool tensor of the form "dense"; None of "none"."""
+        return self.tensors[0] if self.form == "dense" else None
+
+
+class Flags(NamedTuple):
+    """The numbers of a call that are no tensors, in the order of the operators' schemas.
+
+    `left` and `right` are the window with causality folded in, -1 for an unlimited side: see `causal_window`.
+    """
+
+    left: int
+    right: int
+    softmax_scale: float
+    softcap: float
+    deterministic: bool
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """(left, right)."""
+        return self.left, self.right
+
+
 class TensorSpec(NamedTuple):
     """Shape, strides (in elements) and dtype of a mask or a bias, read as (batch, heads, seqlen_q, seqlen_k)."""
 
@@ -38,6 +75,11 @@ class TensorSpec(NamedTuple):
         """For each dimension, whether one element is read for every index: size 1, or an expanded stride of 0."""
         b, h, i, j = (size == 1 or stride == 0 for size, stride in zip(self.shape, self.strides, strict=True))
         return b, h, i, j
+
+    @property
+    def bias_class(self) -> BiasClass:
+        """What a bias has one value for, as kernels read it."""
+        return bias_class(self.shape, self.strides)
 
     def span(self) -> int:
         """Elements of memory between the first and the last one, both included; 0 for an empty tensor."""
@@ -55,7 +97,7 @@ class AttentionProblem(NamedTuple):
     """
 
     device: str
-    capability: tuple[int, int] | None
+    arch: str
     dtype: torch.dtype
     batch: int
     seqlen_q: int
@@ -68,7 +110,7 @@ class AttentionProblem(NamedTuple):
     k_strides: Shape4
     v_strides: Shape4
     mask: TensorSpec | None
-    mask_form: MaskForm | None
+    mask_form: MaskForm
     bias: TensorSpec | None
     is_causal: bool
     window_size: tuple[int, int]
@@ -80,14 +122,34 @@ class AttentionProblem(NamedTuple):
     need: Need
 
     @property
-    def architecture(self) -> str:
-        """The device as users name it: "cpu", "sm_90", "mps"."""
-        return self.device if self.capability is None else "sm_{}{}".format(*self.capability)
-
-    @property
     def has_window(self) -> bool:
         """Whether `window_size` limits either side."""
         return self.window_size != (-1, -1)
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """`window_size` with causality folded in."""
+        return causal_window(self.is_causal, self.window_size)
+
+    @property
+    def flags(self) -> Flags:
+        """What the operators of a kernel backend take beside tensors."""
+        return Flags(*self.window, self.softmax_scale, self.softcap, self.deterministic)
+
+    @property
+    def bias_class(self) -> BiasClass | None:
+        """What the bias has one value for, as kernels read it; None without a bias."""
+        return None if self.bias is None else self.bias.bias_class
+
+    @property
+    def dbias_class(self) -> BiasClass | None:
+        """What the gradient of the bias has one value for; None where it is not needed."""
+        return None if self.bias is None or not self.need.bias else bias_class(self.bias.shape)
+
+    @property
+    def features(self) -> frozenset[str]:
+        """The arguments of `attention` that this call makes use of: see `FEATURES`."""
+        return frozenset(name for name, is_used in FEATURES.items() if is_used(self))
 
     def __str__(self) -> str:
         heads = f"{self.num_heads} heads"
@@ -96,9 +158,9 @@ class AttentionProblem(NamedTuple):
         dim = str(self.head_dim) if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
         parts = [
             f"batch {self.batch}, {self.seqlen_q} queries x {self.seqlen_k} keys, {heads}, head_dim {dim}",
-            f"{dtype_name(self.dtype)} on {self.architecture}",
+            f"{dtype_name(self.dtype)} on {self.arch}",
         ]
-        mask = "mask" if self.mask_form == "dense" else "prepared mask"
+        mask = "prepared mask" if self.mask_form in ("tiles", "keys") else "mask"
         for name, spec in ((mask, self.mask), ("bias", self.bias)):
             if spec is not None:
                 parts.append(
@@ -116,6 +178,20 @@ class AttentionProblem(NamedTuple):
         wanted = [f"d{name}" for name, needed in zip(Need._fields, self.need, strict=True) if needed]
         parts.append("gradients " + " ".join(wanted) if wanted else "no gradient")
         return ", ".join(parts)
+
+
+# The arguments of `attention` that a backend may lack, and whether a call uses them. A backend lists those that it has,
+# and a call that uses another is refused: an argument that is added here is dropped by nobody.
+FEATURES: dict[str, Callable[[AttentionProblem], bool]] = {
+    "mask": lambda p: p.mask is not None,
+    "bias": lambda p: p.bias is not None,
+    "is_causal": lambda p: p.is_causal,
+    "softcap": lambda p: p.softcap > 0,
+    "window_size": lambda p: p.has_window,
+    "deterministic": lambda p: p.deterministic,
+    "return_lse": lambda p: p.return_lse,
+    "return_probs": lambda p: p.return_probs,
+}
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..backends.protocol import Backend, Pass, Reason, Rule, accepts
+from ..backends.protocol import Backend, Pass, Reason, accepts, all_hold, broken_rules, unmet
 from ..dispatch.registry import BACKENDS
 from ..explanation import explain_problem
 from ..problem import AttentionProblem
@@ -96,24 +96,14 @@ class Cell(NamedTuple):
 def cell(backend: Backend, problem: AttentionProblem) -> Cell:
     """Ask the rules of one backend; whether it works on this machine plays no part."""
     passes: tuple[Pass, ...] = ("forward", "backward") if any(problem.need) else ("forward",)
-    refused = tuple(only for only in passes if not accepts(backend.RULES, problem, only))
+    refused = tuple(only for only in passes if not accepts(backend, problem, only))
     if "forward" in refused:
-        return Cell("no", _reasons(backend, backend.RULES, problem, passes))
+        return Cell("no", broken_rules(backend, problem, passes))
     if refused:
-        return Cell("forward", _reasons(backend, backend.RULES, problem, refused))
-    if any(not accepts(backend.AUTO_RULES, problem, only) for only in passes):
-        return Cell("by name", _reasons(backend, backend.AUTO_RULES, problem, passes))
+        return Cell("forward", broken_rules(backend, problem, refused))
+    if any(not all_hold(backend.AUTO_RULES, problem, only) for only in passes):
+        return Cell("by name", unmet(backend, backend.AUTO_RULES, problem, passes))
     return Cell("yes")
-
-
-def _reasons(
-    backend: Backend, rules: tuple[Rule, ...], problem: AttentionProblem, passes: tuple[Pass, ...]
-) -> tuple[Reason, ...]:
-    return tuple(
-        Reason(backend.NAME, rule.code, rule.says(problem), rule.hint)
-        for rule in rules
-        if any(only in rule.passes for only in passes) and not rule.holds(problem)
-    )
 
 
 def table(chosen: Sequence[Row], names: Sequence[str]) -> str:

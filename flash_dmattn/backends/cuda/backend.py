@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,14 +10,25 @@ from torch import Tensor
 
 from ... import operators
 from ...gradients import key_gradient, query_gradient, zero_gradients
-from ...problem import AttentionProblem, Gradients, fits_tma, make_band
+from ...problem import (
+    AttentionProblem,
+    Band,
+    Flags,
+    Gradients,
+    MaskView,
+    Need,
+    bias_class,
+    fits_tma,
+    make_band,
+)
 from ..protocol import Availability
 from . import extension
 from .rules import AUTO_RULES, RULES, UNITS
 
-__all__ = ["AUTO_RULES", "MASK_FORM", "NAME", "RULES", "UNITS", "backward", "forward", "notes", "probe"]
+__all__ = ["AUTO_RULES", "FEATURES", "MASK_FORM", "NAME", "RULES", "UNITS", "backward", "forward", "notes", "probe"]
 
 NAME = "cuda"
+FEATURES = frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"})
 MASK_FORM = "prepared"
 # How many blocks share the keys of a piece of work that would leave others without one: 0 has the operator estimate it
 # (csrc/api/key_parts.h); 1 is none. Another number is for `python -m benchmarks.key_parts` and for tests.
@@ -81,7 +92,7 @@ def _rows(x: Tensor) -> Tensor:
 
 def _tiles(bias: Tensor) -> Tensor:
     """A bias of any form, where it is one per query and key as the copy engine can read it."""
-    if bias.data_ptr() % 16 == 0 or any(bias.shape[dim] == 1 or bias.stride(dim) == 0 for dim in (2, 3)):
+    if bias.data_ptr() % 16 == 0 or bias_class(bias.shape, bias.stride()) != "score":
         return bias
     values = _kernels().collapse(bias)
     padded = values.new_empty((*values.shape[:3], -(-values.shape[3] // 8) * 8))
@@ -89,11 +100,10 @@ def _tiles(bias: Tensor) -> Tensor:
 
 
 class _Kernels(NamedTuple):
-    """What a call uses: the extension's operators, and what prepares a mask and folds a band."""
+    """What a call uses: the extension's operators, and what prepares a mask."""
 
     attend: Callable[..., Any]
     differentiate: Callable[..., Any]
-    make_band: Callable[..., Any]
     collapse: Callable[..., Tensor]
     pack_tiles: Callable[..., list[Tensor]]
 
@@ -110,21 +120,20 @@ def _kernels() -> _Kernels:
 
         operators = torch.ops.flash_dmattn  # the probe has loaded the extension
         attend, differentiate = operators.cuda_forward_kernel.default, operators.cuda_backward_kernel.default
-        _found_kernels = _Kernels(attend, differentiate, make_band, collapse, pack_tiles)
+        _found_kernels = _Kernels(attend, differentiate, collapse, pack_tiles)
     return _found_kernels
 
 
+def _tile_tensors(mask: MaskView, seqlen_q: int, seqlen_k: int, band: Band | None) -> tuple[Tensor, ...]:
+    """bits, classes, row_lists and col_lists of a mask, packed here where it is dense; none without a mask."""
+    if mask.dense is None:
+        return mask.tensors
+    kernels = _kernels()
+    return tuple(kernels.pack_tiles(kernels.collapse(mask.dense), seqlen_q, seqlen_k, band))
+
+
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: list[Tensor],
-    bias: Tensor | None,
-    is_causal: bool,
-    window_size: list[int],
-    softmax_scale: float,
-    softcap: float,
-    deterministic: bool,
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None, flags: Flags
 ) -> tuple[Tensor, Tensor]:
     out, lse = operators.empty_outputs(q, v)
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
@@ -132,14 +141,14 @@ def _forward(
         return out.zero_(), lse.fill_(-torch.inf)
     if out.numel() == 0:
         return out, lse
-    kernels = _kernels()
-    left, right = window_size
-    band = kernels.make_band(seqlen_q, seqlen_k, is_causal, (left, right))
+    band = make_band(seqlen_q, seqlen_k, flags.window)
     low, high = (-seqlen_q, seqlen_k) if band is None else band
-    if len(mask) == 1:
-        mask = kernels.pack_tiles(kernels.collapse(mask[0]), seqlen_q, seqlen_k, band)
-    rows = [mask[0], mask[2]] if mask else []
-    kernels.attend(_rows(q), _rows(k), _rows(v), rows, bias, out, lse, low, high, softmax_scale, softcap, KEY_PARTS)
+    tiles: Sequence[Tensor] = ()
+    if mask.form != "none":
+        bits, _, row_lists, _ = _tile_tensors(mask, seqlen_q, seqlen_k, band)
+        tiles = [bits, row_lists]
+    numbers = (low, high, flags.softmax_scale, flags.softcap, KEY_PARTS)
+    _kernels().attend(_rows(q), _rows(k), _rows(v), tiles, bias, out, lse, *numbers)
     return out, lse
 
 
@@ -149,45 +158,42 @@ def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: list[Tensor],
+    mask: MaskView,
     bias: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    is_causal: bool,
-    window_size: list[int],
-    softmax_scale: float,
-    softcap: float,
-    deterministic: bool,
-    need: list[bool],
+    flags: Flags,
+    need: Need,
 ) -> Gradients:
     seqlen_q, seqlen_k, num_heads_k = q.shape[1], k.shape[1], k.shape[2]
     if out.numel() == 0 or seqlen_k == 0:
         return zero_gradients((q, k, v, bias), need)
-    kernels = _kernels()
-    left, right = window_size
-    band = kernels.make_band(seqlen_q, seqlen_k, is_causal, (left, right))
+    band = make_band(seqlen_q, seqlen_k, flags.window)
     low, high = (-seqlen_q, seqlen_k) if band is None else band
     dq, dk, dv = (
         operators.empty_gradient(x) if needed else None for x, needed in zip((q, k, v), need[:3], strict=True)
     )
     dbias = stored = sums = None
-    if bias is not None and need[3]:
-        if bias.shape[3] == 1:
+    if bias is not None and need.bias:
+        dbias_class = bias_class(bias.shape)
+        if dbias_class == "query":
             dbias = query_gradient(bias, dlse, lse, num_heads_k)
-        elif bias.shape[2] == 1:
+        elif dbias_class == "key":
             sums = torch.empty((*lse.shape[:2], seqlen_k), dtype=torch.float32, device=q.device)
         else:
-            # Of one value for each head the kernel may write just the tiles that it visits; a shared gradient is whole.
-            is_whole = bias.shape[:2] == lse.shape[:2]
-            allocate = torch.zeros if is_whole and (mask or band is not None) else torch.empty
+            # A dbias per head is written tile by tile; the tiles that a mask or band skips must be zeroed first.
+            skips_tiles = bias.shape[:2] == lse.shape[:2] and (mask.form != "none" or band is not None)
+            allocate = torch.zeros if skips_tiles else torch.empty
             dbias = stored = allocate(bias.shape, dtype=bias.dtype, device=bias.device)
     if any(x is not None for x in (dq, dk, dv, stored, sums)):
-        if len(mask) == 1:
-            mask = kernels.pack_tiles(kernels.collapse(mask[0]), seqlen_q, seqlen_k, band)
-        tiles = [mask[0], *mask[2:]] if mask else []
+        tiles: Sequence[Tensor] = ()
+        if mask.form != "none":
+            bits, _, row_lists, col_lists = _tile_tensors(mask, seqlen_q, seqlen_k, band)
+            tiles = [bits, row_lists, col_lists]
         tensors = (_rows(dout), dlse, _rows(q), _rows(k), _rows(v), tiles, None if bias is None else _tiles(bias))
         results = (out.contiguous(), lse.contiguous(), dq, dk, dv, stored, sums)
-        kernels.differentiate(*tensors, *results, low, high, softmax_scale, softcap, deterministic)
+        numbers = (low, high, flags.softmax_scale, flags.softcap, flags.deterministic)
+        _kernels().differentiate(*tensors, *results, *numbers)
     if bias is not None and sums is not None:
         dbias = key_gradient(bias, sums, num_heads_k)
     return dq, dk, dv, dbias

@@ -69,15 +69,6 @@ def _has_key_mask(p: AttentionProblem) -> bool:
     return p.mask_form == "keys" or p.mask.broadcast()[2]
 
 
-def _bias_per_score(p: AttentionProblem) -> bool:
-    return p.bias is not None and not any(p.bias.broadcast()[2:])
-
-
-def _dbias_per_score(p: AttentionProblem) -> bool:
-    # A gradient has the shape of its bias, also where that was expanded.
-    return p.need.bias and p.bias is not None and 1 not in p.bias.shape[2:]
-
-
 def _bias_fits_tma(p: AttentionProblem) -> bool:
     if p.bias is None:
         return True
@@ -86,11 +77,11 @@ def _bias_fits_tma(p: AttentionProblem) -> bool:
 
 
 def _dbias_is_whole(p: AttentionProblem) -> bool:
-    return _dbias_per_score(p) and p.bias is not None and p.bias.shape[:2] == (p.batch, p.num_heads)
+    return p.dbias_class == "score" and p.bias is not None and p.bias.shape[:2] == (p.batch, p.num_heads)
 
 
 def _most_keys(p: AttentionProblem) -> int:
-    return keys_of_query(p.seqlen_k, p.is_causal, p.window_size)
+    return keys_of_query(p.seqlen_k, p.window)
 
 
 _FEW_KEYS = 32
@@ -104,9 +95,9 @@ RULES: tuple[Rule, ...] = (
         "move the tensors to a Hopper GPU",
     ),
     Rule(
-        "capability",
-        lambda p: p.device != "cuda" or p.capability == (9, 0),
-        lambda p: f"the GPU is {p.architecture}; the kernels are written for sm_90a",
+        "arch",
+        lambda p: p.device != "cuda" or p.arch == "sm_90",
+        lambda p: f"the GPU is {p.arch}; the kernels are written for sm_90a",
         "other GPUs are served by the other backends",
     ),
     Rule(
@@ -137,12 +128,6 @@ RULES: tuple[Rule, ...] = (
         'backend="triton" gathers the kept keys',
     ),
     Rule(
-        "return_probs",
-        lambda p: not p.return_probs,
-        lambda p: "return_probs is set; this backend never holds the probabilities of a whole call",
-        'use backend="reference"',
-    ),
-    Rule(
         "backward_head_dim",
         lambda p: _has_unit(p, "backward"),
         lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v); {_units_text(p, 'backward')}",
@@ -164,7 +149,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "tile_bias_dtype",
-        lambda p: p.bias is None or not _bias_per_score(p) or p.bias.dtype == p.dtype,
+        lambda p: p.bias is None or p.bias_class != "score" or p.bias.dtype == p.dtype,
         lambda p: (
             f"bias has dtype {'none' if p.bias is None else dtype_name(p.bias.dtype)} beside {dtype_name(p.dtype)}; "
             "the backward kernels copy tiles of a bias per query and key in the dtype of q"
@@ -174,7 +159,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "tile_bias_rows",
-        lambda p: not _bias_per_score(p) or _bias_fits_tma(p),
+        lambda p: p.bias_class != "score" or _bias_fits_tma(p),
         lambda p: (
             f"bias has strides {None if p.bias is None else tuple(p.bias.strides)}; "
             "the copy engine reads rows of unit stride that start on 16 bytes"
@@ -184,7 +169,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "expanded_dbias",
-        lambda p: not _dbias_per_score(p) or _bias_per_score(p),
+        lambda p: p.dbias_class != "score" or p.bias_class == "score",
         lambda p: (
             f"the gradient of bias, of shape {None if p.bias is None else tuple(p.bias.shape)} and strides "
             f"{None if p.bias is None else tuple(p.bias.strides)}, is needed; "
@@ -195,7 +180,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "dbias_rows",
-        lambda p: not _dbias_per_score(p) or p.seqlen_k % 8 == 0,
+        lambda p: p.dbias_class != "score" or p.seqlen_k % 8 == 0,
         lambda p: (
             f"the gradient of bias, of rows of {p.seqlen_k} keys, is needed; rows of it are written 16 bytes at a time"
         ),
@@ -232,11 +217,11 @@ def _least_tiles(p: AttentionProblem) -> int:
     """From how many tiles of rows on cuda is as fast."""
     widest = max(p.head_dim, p.head_dim_v)
     shares_keys = widest <= _NARROW and p.mask is None and not p.has_window and _bias_fits_tma(p)
-    if shares_keys and _bias_per_score(p) and p.seqlen_k >= _LONG:
+    if shares_keys and p.bias_class == "score" and p.seqlen_k >= _LONG:
         return 16  # 256 queries, 4096 keys: 16 tiles of D64 1.08, of D128 1.13, 64 tiles 1.07 and 1.51
     if shares_keys and widest > 64 and p.seqlen_k >= 2 * _LONG:
         return 4  # 128 queries, 8192 keys of D128: 4 tiles 1.38, 16 tiles 1.03, 32 tiles 0.99, 64 tiles 1.21
-    if widest > 64 or p.mask is not None or _bias_per_score(p):
+    if widest > 64 or p.mask is not None or p.bias_class == "score":
         # D128: 64 tiles 0.85, 128 1.19, 256 1.20; a bias per score 32 tiles 2.1, 128 tiles 4.3.
         # D64 with a mask: 32 tiles 0.92, 128 tiles 1.27; with a bias per score 0.88 and 1.01.
         return 128
@@ -269,7 +254,7 @@ AUTO_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "bias_copies",  # float32 beside bfloat16: D64 0.59, D128 0.87
-        lambda p: p.bias is None or p.bias.dtype == p.dtype or not _bias_per_score(p),
+        lambda p: p.bias is None or p.bias.dtype == p.dtype or p.bias_class != "score",
         lambda p: "bias is not of the dtype of q, so its tiles are not copied but read value by value",
         'cast bias, or backend="cuda" runs it all the same',
     ),

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ...problem import AttentionProblem, TensorSpec, dtype_name
 from ..protocol import Availability, Rule
-from .blocks import BLOCK, Band, band_of, prepare_blocks, prepare_in_graph
+from .blocks import BLOCK, Limits, limits_of, prepare_blocks, prepare_in_graph
 
 NAME = "flex"
+FEATURES = frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"})
 
 _INT32_MAX = 2**31 - 1
 
@@ -103,12 +104,6 @@ RULES: tuple[Rule, ...] = (
         'use backend="eager", or deterministic=False',
         ("backward",),
     ),
-    Rule(
-        "return_probs",
-        lambda p: not p.return_probs,
-        lambda p: "return_probs is set; this backend never holds the probabilities of a whole call",
-        'use backend="reference"',
-    ),
 )
 
 AUTO_RULES: tuple[Rule, ...] = (
@@ -191,7 +186,7 @@ def attention(
         q, k, v = _detached(q), _detached(k), _detached(v)
         bias = None if bias is None else _detached(bias)
     graph = _graph()
-    band = band_of(problem)
+    limits = limits_of(problem)
     mask = None if mask is None else _narrow(mask)
     row_bias = None
     if bias is not None:
@@ -205,7 +200,7 @@ def attention(
             bias = _partial_sums(problem, bias)
     compiling = torch.compiler.is_compiling()
     prepare = prepare_in_graph if compiling else prepare_blocks
-    lists, lower, upper = prepare(mask, band, problem, q.device)
+    lists, lower, upper = prepare(mask, limits, problem, q.device)
     form = graph.Form(
         problem.softmax_scale,
         problem.softcap,
@@ -221,7 +216,7 @@ def attention(
     if compiling:
         results = graph.run(form, q, k, v, _realise(mask), _realise(bias), lower, upper, lists)
         return results if row_bias is None else _through_lse(results, row_bias)
-    specialised = _specialised(problem, band, bias)
+    specialised = _specialised(problem, limits, bias)
     # With symbolic lengths Inductor's CPU kernel does not always compile (an undeclared name in its C++, torch 2.13).
     static = problem.device == "cpu" and graph.compiler == "inductor"
     if static:
@@ -231,7 +226,7 @@ def attention(
     return results if row_bias is None else _through_lse(results, row_bias)
 
 
-def _specialised(problem: AttentionProblem, band: Band, bias: Tensor | None) -> tuple[object, ...]:
+def _specialised(problem: AttentionProblem, limits: Limits, bias: Tensor | None) -> tuple[object, ...]:
     # What torch compiles anew for, whatever the sizes are called: it takes every length of 1 for a constant.
     p = problem
     return (
@@ -241,7 +236,7 @@ def _specialised(problem: AttentionProblem, band: Band, bias: Tensor | None) -> 
         (p.num_heads, p.num_heads_k, p.head_dim, p.head_dim_v),
         p.need,
         torch.is_grad_enabled(),
-        (band.lower is None, band.upper is None),
+        (limits.lower is None, limits.upper is None),
         (p.batch == 1, p.seqlen_q == 1, p.seqlen_k == 1, p.seqlen_q <= BLOCK, p.seqlen_k <= BLOCK),
         tuple((s[1] >= s[2], s[3] == 1) for s in (p.q_strides, p.k_strides, p.v_strides)),
     )
@@ -254,7 +249,7 @@ def _num_stages(problem: AttentionProblem, mask: Tensor | None, bias: Tensor | N
     tiles = any(x is not None and x.shape[2] > 1 and x.shape[3] > 1 for x in (mask, bias))
     if not tiles or problem.device != "cuda":
         return None
-    return 2 if problem.capability == (9, 0) and max(problem.head_dim, problem.head_dim_v) <= 128 else 1
+    return 2 if problem.arch == "sm_90" and max(problem.head_dim, problem.head_dim_v) <= 128 else 1
 
 
 def _detached(x: Tensor) -> Tensor:

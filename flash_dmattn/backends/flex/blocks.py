@@ -13,8 +13,8 @@ from ...problem import AttentionProblem
 BLOCK = 128
 
 
-class Band(NamedTuple):
-    """Causal and window as one condition on a key and a query, lower <= j - i <= upper; None is no limit."""
+class Limits(NamedTuple):
+    """The band of a call as conditions on a key and a query, lower <= j - i <= upper; None is no condition."""
 
     lower: int | None
     upper: int | None
@@ -37,19 +37,17 @@ class BlockLists(NamedTuple):
     full_q_indices: Tensor
 
 
-def band_of(problem: AttentionProblem) -> Band:
+def limits_of(problem: AttentionProblem) -> Limits:
     """The band of a call, without the limits that exclude nothing: those of a query of length 1, or a wide window."""
     offset = problem.seqlen_k - problem.seqlen_q
-    left, right = problem.window_size
+    left, right = problem.window
     lower = offset - left if left >= 0 else None
     upper = offset + right if right >= 0 else None
-    if problem.is_causal:
-        upper = offset if upper is None else min(upper, offset)
     if lower is not None and lower <= 1 - problem.seqlen_q:
         lower = None
     if upper is not None and upper >= problem.seqlen_k - 1:
         upper = None
-    return Band(lower, upper)
+    return Limits(lower, upper)
 
 
 class Blocks(NamedTuple):
@@ -64,35 +62,35 @@ class Blocks(NamedTuple):
     upper: Tensor | None
 
 
-def prepare_blocks(mask: Tensor | None, band: Band, problem: AttentionProblem, device: torch.device) -> Blocks:
+def prepare_blocks(mask: Tensor | None, limits: Limits, problem: AttentionProblem, device: torch.device) -> Blocks:
     """The lists and limits of a call, without a host synchronisation.
 
     Args:
         mask: (B | 1, Hq | Hk | 1, Lq | 1, Lk | 1) bool, its broadcast dims of size 1, or None.
-        band: the causal limit and the window.
+        limits: the causal limit and the window.
         problem: for the number of heads and the lengths, at least 1. A mask with Hk heads is summarised at its own size
             and only its lists are repeated.
         device: where the tensors go.
     """
-    if mask is None and band == Band(None, None):
+    if mask is None and limits == Limits(None, None):
         return Blocks(None, None, None)
-    lists = block_lists(mask, band, problem.num_heads, problem.seqlen_q, problem.seqlen_k, device)
-    lower, upper = (None if n is None else torch.full((), n, dtype=torch.int32, device=device) for n in band)
+    lists = block_lists(mask, limits, problem.num_heads, problem.seqlen_q, problem.seqlen_k, device)
+    lower, upper = (None if n is None else torch.full((), n, dtype=torch.int32, device=device) for n in limits)
     return Blocks(lists, lower, upper)
 
 
-def prepare_in_graph(mask: Tensor | None, band: Band, problem: AttentionProblem, device: torch.device) -> Blocks:
+def prepare_in_graph(mask: Tensor | None, limits: Limits, problem: AttentionProblem, device: torch.device) -> Blocks:
     """`prepare_blocks` as one operator of a caller's graph, where Inductor would otherwise take it apart.
 
     Captured expressions that are not buffers make Inductor's FlexAttention fail on CPU (torch 2.13).
     """
-    if mask is None and band == Band(None, None):
+    if mask is None and limits == Limits(None, None):
         return Blocks(None, None, None)
     p = problem
     *lists, lower, upper = torch.ops.flash_dmattn.flex_blocks(
-        mask, band.lower, band.upper, p.num_heads, p.seqlen_q, p.seqlen_k, device
+        mask, limits.lower, limits.upper, p.num_heads, p.seqlen_q, p.seqlen_k, device
     )
-    return Blocks(BlockLists(*lists), None if band.lower is None else lower, None if band.upper is None else upper)
+    return Blocks(BlockLists(*lists), None if limits.lower is None else lower, None if limits.upper is None else upper)
 
 
 _LIBRARY = torch.library.Library("flash_dmattn", "FRAGMENT")
@@ -111,7 +109,7 @@ def _blocks(
     seqlen_k: int,
     device: torch.device,
 ) -> list[Tensor]:
-    lists = block_lists(mask, Band(lower, upper), num_heads, seqlen_q, seqlen_k, device)
+    lists = block_lists(mask, Limits(lower, upper), num_heads, seqlen_q, seqlen_k, device)
     # An operator returns no None: an unused limit is filled with 0.
     limits = [torch.full((), limit or 0, dtype=torch.int32, device=device) for limit in (lower, upper)]
     return [*lists, *limits]
@@ -138,15 +136,15 @@ torch.library.register_fake("flash_dmattn::flex_blocks", _blocks_fake, lib=_LIBR
 
 
 def block_lists(
-    mask: Tensor | None, band: Band, num_heads: int, seqlen_q: int, seqlen_k: int, device: torch.device
+    mask: Tensor | None, limits: Limits, num_heads: int, seqlen_q: int, seqlen_k: int, device: torch.device
 ) -> BlockLists:
-    """The tile lists of a mask and a band; arguments as for `prepare_blocks`.
+    """The tile lists of a mask and a limits; arguments as for `prepare_blocks`.
 
-    >>> lists = block_lists(None, Band(None, 0), 1, 256, 256, torch.device("cpu"))
+    >>> lists = block_lists(None, Limits(None, 0), 1, 256, 256, torch.device("cpu"))
     >>> lists.kv_num_blocks.tolist(), lists.full_kv_num_blocks.tolist()  # the diagonal, and what lies below it
     ([[[1, 1]]], [[[0, 1]]])
     """
-    partial, full = tile_classes(mask, band, seqlen_q, seqlen_k, device)
+    partial, full = tile_classes(mask, limits, seqlen_q, seqlen_k, device)
     heads = partial.shape[1]
     if heads not in (1, num_heads):
         # The kernels look a query head up modulo the number of lists, where grouped heads need it divided.
@@ -160,15 +158,15 @@ def block_lists(
 
 
 def tile_classes(
-    mask: Tensor | None, band: Band, seqlen_q: int, seqlen_k: int, device: torch.device
+    mask: Tensor | None, limits: Limits, seqlen_q: int, seqlen_k: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Which tiles are (partly, wholly) allowed, bool (B | 1, H | 1, ceil(Lq / 128), ceil(Lk / 128)), disjoint.
 
-    A tile where mask and band each allow something, but nothing in common, counts as partly allowed: it costs time,
+    A tile where mask and limits each allow something, but nothing in common, counts as partly allowed: it costs time,
     not correctness, as every element of such a tile is tested again.
     """
     rows, keys = _bounds(seqlen_q, device), _bounds(seqlen_k, device)
-    some, every = _band_classes(band, rows, keys)
+    some, every = _band_classes(limits, rows, keys)
     if mask is not None:
         mask_some, mask_every = _mask_classes(mask, rows, keys)
         some, every = some & mask_some, every & mask_every
@@ -181,16 +179,16 @@ def _bounds(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return first, (first + (BLOCK - 1)).clamp(max=length - 1)
 
 
-def _band_classes(band: Band, rows: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _band_classes(limits: Limits, rows: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     # j - i takes every value between its extremes on a tile, so the extremes decide.
     (first_row, last_row), (first_key, last_key) = rows, keys
     least = first_key[None, :] - last_row[:, None]
     most = last_key[None, :] - first_row[:, None]
     some = every = torch.ones_like(least, dtype=torch.bool)[None, None]
-    if band.lower is not None:
-        some, every = some & (most >= band.lower), every & (least >= band.lower)
-    if band.upper is not None:
-        some, every = some & (least <= band.upper), every & (most <= band.upper)
+    if limits.lower is not None:
+        some, every = some & (most >= limits.lower), every & (least >= limits.lower)
+    if limits.upper is not None:
+        some, every = some & (least <= limits.upper), every & (most <= limits.upper)
     return some, every
 
 

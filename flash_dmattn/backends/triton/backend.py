@@ -10,10 +10,11 @@ from torch import Tensor
 
 from ... import operators
 from ...gradients import zero_gradients
-from ...problem import AttentionProblem, Gradients, dtype_name
+from ...problem import AttentionProblem, Flags, Gradients, MaskView, Need, dtype_name, sm_number
 from ..protocol import Availability, Rule
 
 NAME = "triton"
+FEATURES = frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"})
 MASK_FORM = "prepared"
 
 MAX_HEAD_DIM = 256
@@ -26,9 +27,9 @@ RULES: tuple[Rule, ...] = (
         "move the tensors to a GPU",
     ),
     Rule(
-        "capability",
-        lambda p: p.capability is None or p.capability >= (8, 0),
-        lambda p: f"the GPU is {p.architecture}; the kernels need sm_80 or later",
+        "arch",
+        lambda p: (sm_number(p.arch) or 80) >= 80,
+        lambda p: f"the GPU is {p.arch}; the kernels need sm_80 or later",
         'use backend="eager"',
     ),
     Rule(
@@ -47,18 +48,12 @@ RULES: tuple[Rule, ...] = (
         lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v); the tiles hold at most {MAX_HEAD_DIM}",
         'use backend="eager"',
     ),
-    Rule(
-        "return_probs",
-        lambda p: not p.return_probs,
-        lambda p: "return_probs is set; this backend never holds the probabilities of a whole call",
-        'use backend="reference"',
-    ),
 )
 AUTO_RULES: tuple[Rule, ...] = (
     Rule(
         "measured_gpu",
-        lambda p: p.capability == (9, 0),
-        lambda p: f"the GPU is {p.architecture}; the kernels have been tested and timed on sm_90 only",
+        lambda p: p.device != "cuda" or p.arch == "sm_90",
+        lambda p: f"the GPU is {p.arch}; the kernels have been tested and timed on sm_90 only",
         'backend="triton" runs it all the same',
     ),
 )
@@ -101,30 +96,19 @@ def notes(problem: AttentionProblem) -> tuple[str, ...]:
         for name, strides in (("q", p.q_strides), ("k", p.k_strides), ("v", p.v_strides))
         if strides[3] != 1 and p.head_dim > 1
     ]
-    if probe().usable and _kernels().feels_rounding(p.dtype, p.seqlen_k, p.is_causal, p.window_size, p.need):
+    if probe().usable and _kernels().feels_rounding(p.dtype, p.seqlen_k, p.window, p.need):
         copies.append("for the gradients copies q, k, v to fp32 and computes out anew: few keys feel its rounding")
     return tuple(copies)
 
 
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: list[Tensor],
-    bias: Tensor | None,
-    is_causal: bool,
-    window_size: list[int],
-    softmax_scale: float,
-    softcap: float,
-    deterministic: bool,
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None, flags: Flags
 ) -> tuple[Tensor, Tensor]:
     out, lse = operators.empty_outputs(q, v)
     if k.shape[1] == 0:
         return out.zero_(), lse.fill_(-torch.inf)
     if out.numel() > 0:
-        kernels = _kernels()
-        flags = kernels.Flags(is_causal, tuple(window_size), softmax_scale, softcap)
-        kernels.forward(q, k, v, mask, bias, out, lse, flags)
+        _kernels().forward(q, k, v, mask, bias, out, lse, flags)
     return out, lse
 
 
@@ -133,7 +117,7 @@ def _forward_maskless(
 ) -> tuple[Tensor, Tensor]:
     p = problem
     if not (p.batch and p.seqlen_q and p.num_heads and p.seqlen_k):
-        return _forward(q, k, v, [], bias, p.is_causal, [*p.window_size], p.softmax_scale, p.softcap, p.deterministic)
+        return _forward(q, k, v, MaskView(), bias, p.flags)
     out, lse = operators.empty_outputs_of(problem, q.device)
     _kernels().forward_maskless(problem, q, k, v, bias, out, lse)
     return out, lse
@@ -145,22 +129,17 @@ def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: list[Tensor],
+    mask: MaskView,
     bias: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    is_causal: bool,
-    window_size: list[int],
-    softmax_scale: float,
-    softcap: float,
-    deterministic: bool,
-    need: list[bool],
+    flags: Flags,
+    need: Need,
 ) -> Gradients:
     if out.numel() == 0 or k.shape[1] == 0:
         return zero_gradients((q, k, v, bias), need)
-    kernels = _kernels()
-    flags = kernels.Flags(is_causal, tuple(window_size), softmax_scale, softcap)
-    return kernels.backward(dout, dlse, q, k, v, mask, bias, out, lse, flags, tuple(need))
+    gradients: Gradients = _kernels().backward(dout, dlse, q, k, v, mask, bias, out, lse, flags, need)
+    return gradients
 
 
 forward, backward = operators.define_pair(NAME, _forward, _backward, _forward_maskless)

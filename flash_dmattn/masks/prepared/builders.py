@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from ...problem import check_flag, check_window, make_band
+from ...problem import causal_window, check_flag, check_window, make_band
 from ..arguments import IntsLike, bool_mask, integer, integer_tensor, lengths_within, pair
 from ..blocks import expand_blocks
 from ..broadcast import collapse
@@ -66,7 +66,7 @@ def prepare_blocks(
         of_row = torch.arange(start, stop, device=blocks.device) // block_q - start // block_q
         return pack_words(keys).index_select(2, of_row)
 
-    band = make_band(seqlen_q, seqlen_k, is_causal, window_size)
+    band = make_band(seqlen_q, seqlen_k, causal_window(is_causal, window_size))
     shape = (blocks.size(0), blocks.size(1), seqlen_q, seqlen_k)
     return from_bits(seqlen_k, is_causal, window_size, *pack_rows(words_of, shape, band, blocks.device))
 
@@ -102,7 +102,7 @@ def prepare_window(
     """
     shape = (1, 1, integer("seqlen_q", seqlen_q), integer("seqlen_k", seqlen_k))
     is_causal, window_size = check_flag("is_causal", is_causal), check_window(window_size)
-    band = make_band(seqlen_q, seqlen_k, is_causal, window_size)
+    band = make_band(seqlen_q, seqlen_k, causal_window(is_causal, window_size))
     where = torch.empty(0, device=device).device
 
     def words_of(start: int, stop: int) -> torch.Tensor:
@@ -154,7 +154,7 @@ def prepare_documents(
         return pack_words((rows == of_k[:, None, :]) & (rows >= 0))[:, None]
 
     seqlen_q, seqlen_k = of_q.size(1), of_k.size(1)
-    band = make_band(seqlen_q, seqlen_k, is_causal, window_size)
+    band = make_band(seqlen_q, seqlen_k, causal_window(is_causal, window_size))
     shape = (max(of_q.size(0), of_k.size(0)), 1, seqlen_q, seqlen_k)
     return from_bits(seqlen_k, is_causal, window_size, *pack_rows(words_of, shape, band, of_q.device))
 

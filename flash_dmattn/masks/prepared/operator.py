@@ -2,46 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from ...problem import Band, make_band
+from ...problem import Band, MaskView, make_band
 from ..broadcast import collapse
 from .packers import packer
 from .packing import TILE_WORDS, tiles
 
 _LIBRARY = torch.library.Library("flash_dmattn", "FRAGMENT")
-_LIBRARY.define(
-    "prepare_mask(Tensor mask, SymInt seqlen_q, SymInt seqlen_k, bool is_causal, int[2] window_size) -> Tensor[]"
-)
+_LIBRARY.define("prepare_mask(Tensor mask, SymInt seqlen_q, SymInt seqlen_k, int left, int right) -> Tensor[]")
 
 
-def prepared_tensors(
-    mask: torch.Tensor, seqlen_q: int, seqlen_k: int, is_causal: bool, window_size: tuple[int, int]
-) -> tuple[torch.Tensor, ...]:
-    """The tensors of the prepared form of a mask: those of a `KeyMask` where it has one row for all queries.
+def prepared_view(mask: torch.Tensor, seqlen_q: int, seqlen_k: int, window: tuple[int, int]) -> MaskView:
+    """The prepared form of a mask: "keys" where it has one row for all queries, else "tiles".
 
     Args:
         mask: bool (Bm, Hm, Lq or 1, Lk or 1), any strides; an expanded dim (stride 0) counts as size 1.
-        seqlen_q, seqlen_k, is_causal, window_size: valid, as `prepare_mask` has them.
+        seqlen_q, seqlen_k: of the call.
+        window: as `causal_window` has it.
 
     Returns:
-        kept, count, prefix of a `KeyMask`, or bits, classes, row_lists, col_lists of a `TileMask`; no two of them
-        share memory.
+        The tensors of a `KeyMask` or of a `TileMask`; no two of them share memory.
     """
     # Collapsed before the operator, so that sizes alone decide what it returns: compilers change strides.
-    return tuple(_OPERATOR(collapse(mask), seqlen_q, seqlen_k, is_causal, window_size))
+    mask = collapse(mask)
+    return MaskView("keys" if mask.size(2) == 1 else "tiles", tuple(_OPERATOR(mask, seqlen_q, seqlen_k, *window)))
 
 
-def prepare(
-    mask: torch.Tensor, seqlen_q: int, seqlen_k: int, is_causal: bool, window_size: Sequence[int]
-) -> list[torch.Tensor]:
+def prepare(mask: torch.Tensor, seqlen_q: int, seqlen_k: int, left: int, right: int) -> list[torch.Tensor]:
     """What the operator does, for a collapsed mask."""
     if mask.size(2) == 1:
         return list(packer(mask).key_set(mask.expand(-1, -1, 1, seqlen_k)))
-    left, right = window_size
-    return pack_tiles(mask, seqlen_q, seqlen_k, make_band(seqlen_q, seqlen_k, is_causal, (left, right)))
+    return pack_tiles(mask, seqlen_q, seqlen_k, make_band(seqlen_q, seqlen_k, (left, right)))
 
 
 def pack_tiles(mask: torch.Tensor, seqlen_q: int, seqlen_k: int, band: Band | None) -> list[torch.Tensor]:
@@ -50,7 +42,7 @@ def pack_tiles(mask: torch.Tensor, seqlen_q: int, seqlen_k: int, band: Band | No
 
 
 def _prepare_fake(
-    mask: torch.Tensor, seqlen_q: int, seqlen_k: int, is_causal: bool, window_size: list[int]
+    mask: torch.Tensor, seqlen_q: int, seqlen_k: int, left: int, right: int
 ) -> list[torch.Tensor]:
     heads = mask.shape[:2]
     shapes: list[tuple[int, ...]]

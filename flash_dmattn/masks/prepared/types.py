@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
-from ...problem import Band, check_flag, check_window, make_band
+from ...problem import Band, MaskView, causal_window, check_flag, check_window, make_band
 from ..arguments import bool_mask, integer
 from ..blocks import MaskStats
 from . import packing
-from .operator import prepared_tensors
+from .operator import prepared_view
 from .packers import packer
 from .packing import EMPTY, FULL, TILE
 
@@ -40,7 +41,7 @@ class PreparedMask(ABC):
     @property
     def band(self) -> Band | None:
         """The diagonals `low <= j - i <= high` that `is_causal` and `window_size` leave; None where that is all."""
-        return make_band(self.seqlen_q, self.seqlen_k, self.is_causal, self.window_size)
+        return make_band(self.seqlen_q, self.seqlen_k, causal_window(self.is_causal, self.window_size))
 
     @property
     @abstractmethod
@@ -50,12 +51,23 @@ class PreparedMask(ABC):
     @property
     @abstractmethod
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What a kernel backend receives: the fields that are tensors, in their order."""
+        """The fields that are tensors, in their order."""
 
     @property
     @abstractmethod
     def device(self) -> torch.device:
         """Where its tensors are."""
+
+    @property
+    def view(self) -> MaskView:
+        """What a kernel backend receives."""
+        return MaskView(self.form, self.tensors)
+
+    @cached_property
+    def call_key(self) -> tuple[object, ...]:
+        """What calls with such a mask have in common, whatever the mask allows; hashable."""
+        tensors = tuple((x.shape, x.dtype) for x in self.tensors)
+        return self.form, self.seqlen_q, self.seqlen_k, self.is_causal, self.window_size, self.device, tensors
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
         """The same mask on a device, as `torch.Tensor.to` has it: itself where it is there already.
@@ -301,9 +313,9 @@ def prepare_mask(
     seqlen_q = _length("seqlen_q", "row", given.size(2), seqlen_q)
     seqlen_k = _length("seqlen_k", "column", given.size(3), seqlen_k)
     is_causal, window_size = check_flag("is_causal", is_causal), check_window(window_size)
-    tensors = prepared_tensors(given, seqlen_q, seqlen_k, is_causal, window_size)
-    kind = KeyMask if len(tensors) == 3 else TileMask
-    return kind(seqlen_q, seqlen_k, is_causal, window_size, *tensors)
+    view = prepared_view(given, seqlen_q, seqlen_k, causal_window(is_causal, window_size))
+    kind = KeyMask if view.form == "keys" else TileMask
+    return kind(seqlen_q, seqlen_k, is_causal, window_size, *view.tensors)
 
 
 def _length(name: str, what: str, size: int, given: int | None) -> int:

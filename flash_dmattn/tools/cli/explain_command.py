@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
             seqlen_k=arguments.seqlen_k,
             head_dim_v=arguments.head_dim_v,
             dtype=arguments.dtype,
-            device=arguments.arch or architecture_here(),
+            device=arguments.arch or arch_here(),
             mask=arguments.mask,
             bias=arguments.bias,
             bias_dtype=arguments.bias_dtype,
@@ -122,10 +122,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def architecture_here() -> str:
-    """This machine's first GPU as "sm_XX", or "cpu"."""
+def arch_here() -> str:
+    """The architecture of this machine's first GPU, or "cpu"."""
     import torch
 
-    if not torch.cuda.is_available():
-        return "cpu"
-    return "sm_{}{}".format(*torch.cuda.get_device_capability())
+    from ...problem import device_arch
+
+    return device_arch(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from flash_dmattn.problem import device_capability
+from flash_dmattn.problem import device_arch
 
-HOPPER = (9, 0)
+HOPPER = "sm_90"
 
 
 class Sizes(NamedTuple):
@@ -42,4 +42,4 @@ def sizes_for(device: torch.device) -> Sizes:
     >>> sizes_for(torch.device("cpu")).context
     256
     """
-    return ON_HOPPER if device_capability(device) == HOPPER else SMALL
+    return ON_HOPPER if device_arch(device) == HOPPER else SMALL

@@ -1,0 +1,54 @@
+"""What of the mask of a call its backends receive: nothing, a dense mask, or a prepared one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ..backends.protocol import AnyBackend, KernelBackend, reads_prepared_masks
+from ..problem import AttentionProblem, MaskView
+
+if TYPE_CHECKING:
+    from ..masks import PreparedMask
+
+_NONE = MaskView()
+
+
+def dense_mask(mask: Tensor | PreparedMask | None) -> Tensor | None:
+    """The mask of a call for a differentiable backend: 4-D bool, or None."""
+    return mask if mask is None or isinstance(mask, Tensor) else mask.unpacked()
+
+
+def mask_view(
+    problem: AttentionProblem,
+    mask: Tensor | PreparedMask | None,
+    forward: AnyBackend,
+    backward: KernelBackend | None,
+) -> MaskView:
+    """The mask of a call as both passes of a pair receive it.
+
+    A dense mask is prepared here where two passes share the result; a forward pass alone prepares it itself, since it
+    may do without.
+
+    Args:
+        mask: as `describe` returns it.
+        forward, backward: the backends of the passes; backward is None where no gradient is needed.
+    """
+    if mask is None:
+        return _NONE
+    prepared = reads_prepared_masks(forward) and (backward is None or reads_prepared_masks(backward))
+    if not isinstance(mask, Tensor):
+        return mask.view if prepared else MaskView("dense", (mask.unpacked(),))
+    if backward is None or not prepared:
+        return MaskView("dense", (mask,))
+    from ..masks.prepared.operator import prepared_view  # not at the top: importing flash_dmattn does not need it
+
+    return prepared_view(mask, problem.seqlen_q, problem.seqlen_k, problem.window)
+
+
+def unpacking_note(problem: AttentionProblem, backend: AnyBackend) -> str | None:
+    """What `explain` says of a prepared mask beside a backend that reads dense ones; None where there is none."""
+    if problem.mask is None or problem.mask_form == "dense" or reads_prepared_masks(backend):
+        return None
+    return f"unpacks the prepared mask to a dense bool tensor of {problem.mask.span() / 2**20:.1f} MB"
