@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flash_dmattn.problem import MaskView
+
 TABLE = Path(__file__).resolve().parent.parent / "triton_kernels" / "tile_table.py"
 SHARED_BYTES = 232448  # of one program on sm_90
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
@@ -81,9 +83,10 @@ def candidates(case: Case, kernel: str) -> Iterator[tuple[int, int, int, int]]:
             yield block_m, block_n, num_warps, num_stages
 
 
-def inputs(case: Case) -> tuple[list[Tensor], tuple[Tensor, ...], Tensor | None]:
+def inputs(case: Case) -> tuple[list[Tensor], MaskView, Tensor | None]:
     """q, k, v, dout; the mask packed; the bias."""
     from flash_dmattn import masks
+
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=case.dtype, device="cuda", generator=generator)
@@ -91,25 +94,26 @@ def inputs(case: Case) -> tuple[list[Tensor], tuple[Tensor, ...], Tensor | None]
     generator = torch.Generator("cuda").manual_seed(0)
     c = case
     rows = [random(c.batch, c.seqlen, heads, c.head_dim) for heads in (c.heads, c.heads_k, c.heads_k, c.heads)]
-    packed: tuple[Tensor, ...] = ()
+    packed = MaskView()
     if c.mask == "blocks":
         blocks = torch.rand(1, c.heads_k, c.seqlen // 128, c.seqlen // 128, device="cuda", generator=generator) < 0.1
-        packed = masks.prepare_blocks(blocks, 128, c.seqlen, c.seqlen).tensors
+        packed = masks.prepare_blocks(blocks, 128, c.seqlen, c.seqlen).view
     elif c.mask == "keys":
         lengths = torch.randint(1, c.seqlen + 1, (c.batch,), device="cuda", generator=generator)
-        packed = masks.prepare_lengths(lengths, c.seqlen, c.seqlen).tensors
+        packed = masks.prepare_lengths(lengths, c.seqlen, c.seqlen).view
     batch = {"full": c.batch, "shared": 1}.get(c.bias)
     return rows, packed, None if batch is None else random(batch, c.heads, c.seqlen, c.seqlen)
 
 
 def runner(case: Case, kernel: str, given: Any) -> Callable[[], list[Tensor]]:
     """What runs one kernel of a case with the tile that is in force."""
-    from flash_dmattn.triton_kernels import launch, plan_backward, plan_forward
+    from flash_dmattn.problem import Flags
+    from flash_dmattn.triton_kernels import plan_backward, plan_forward
     from flash_dmattn.triton_kernels.backward_keys import NO_DBIAS, STORE
     from flash_dmattn.triton_kernels.plan import Call
 
     (q, k, v, dout), packed, bias = given
-    flags = launch.Flags(case.is_causal, (-1, -1), case.head_dim**-0.5, 0.0)
+    flags = Flags(-1, 0 if case.is_causal else -1, case.head_dim**-0.5, 0.0, False)
     call = Call(q, k, v, packed, bias, flags)
     out, lse = torch.empty_like(q), q.new_empty(case.batch, case.heads, case.seqlen, dtype=torch.float32)
     run = plan_forward.plan_forward(call)

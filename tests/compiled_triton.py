@@ -22,8 +22,9 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from flash_dmattn.problem import Flags, MaskForm, MaskView
 from flash_dmattn.triton_kernels.kernel_launch import Launch
-from flash_dmattn.triton_kernels.plan import Call, Flags, MaskTensors
+from flash_dmattn.triton_kernels.plan import Call
 from flash_dmattn.triton_kernels.plan_backward import plan_backward
 from flash_dmattn.triton_kernels.plan_forward import plan_forward
 
@@ -45,7 +46,7 @@ class Variant:
     """A call by what decides its kernels: sizes and flags as `Case` has them, letters for the shape of the bias."""
 
     head_dim: int
-    mask: str = "none"  # "tiles", "keys"
+    mask: MaskForm = "none"
     bias: tuple[str, ...] | None = None
     is_causal: bool = False
     batch: int = 4  # more work than the least that pays for descriptors
@@ -65,8 +66,8 @@ class Variant:
         shape = (self.batch, seqlen, num_heads, self.head_dim)
         return torch.empty_strided(shape, strides, dtype=self.dtype, device="meta")
 
-    def mask_tensors(self) -> MaskTensors:
-        """Of a mask with a head for each key-value head, or for all of them where it is one row."""
+    def mask_view(self) -> MaskView:
+        """A mask with a head for each key-value head, or for all of them where it is one row."""
         tiles_q, tiles_k = triton.cdiv(self.seqlen_q, 128), triton.cdiv(self.seqlen_k, 128)
         shapes: list[tuple[int, ...]] = []
         if self.mask == "tiles":
@@ -77,7 +78,7 @@ class Variant:
         tensors = [torch.empty(shape, dtype=torch.int32, device="meta") for shape in shapes]
         if self.mask == "tiles":
             tensors[1] = tensors[1].to(torch.uint8)
-        return tensors
+        return MaskView(self.mask, tuple(tensors))
 
     def call(self, capability: int) -> Call:
         """The call on a GPU with as many processors as an H200."""
@@ -100,8 +101,8 @@ class Variant:
                 (self.seqlen_k, self.num_heads_k),
             )
         )
-        flags = Flags(self.is_causal, (-1, -1), self.head_dim**-0.5, self.softcap)
-        call = Call(q, k, v, self.mask_tensors(), bias, flags)
+        flags = Flags(-1, 0 if self.is_causal else -1, self.head_dim**-0.5, self.softcap, False)
+        call = Call(q, k, v, self.mask_view(), bias, flags)
         call.arch, call.processors = f"sm_{capability}", 132
         return call
 

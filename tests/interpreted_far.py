@@ -23,10 +23,10 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 from triton.runtime.interpreter import interpreter_builder  # noqa: E402
 
-from flash_dmattn.masks.prepared.operator import prepare  # noqa: E402
+from flash_dmattn.masks.prepared.operator import prepared_view  # noqa: E402
+from flash_dmattn.problem import Flags, MaskView, Need  # noqa: E402
 from flash_dmattn.triton_kernels import launch, tile_table  # noqa: E402
 from flash_dmattn.triton_kernels.kernel_launch import Launch  # noqa: E402
-from flash_dmattn.triton_kernels.launch import Flags  # noqa: E402
 
 BEYOND = 2**31 + 2**12
 Results = list[Tensor | None]
@@ -52,13 +52,13 @@ def far(x: Tensor, dim: int) -> Tensor:
 
 
 def results(
-    q: Tensor, k: Tensor, v: Tensor, mask: list[Tensor], bias: Tensor | None, dout: Tensor, dlse: Tensor, flags: Flags
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None, dout: Tensor, dlse: Tensor, flags: Flags
 ) -> Results:
     """out, lse and every gradient."""
     out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1])
     launch.forward(q, k, v, mask, bias, out, lse, flags)
-    need = (True, True, True, bias is not None)
+    need = Need(True, True, True, bias is not None)
     return [out, lse, *launch.backward(dout, dlse, q, k, v, mask, bias, out, lse, flags, need)]
 
 
@@ -68,14 +68,14 @@ def assert_equal(found: Results, expected: Results, what: object) -> None:
         assert x is None or y is None or torch.equal(x, y), (what, name)
 
 
-def mask_of(form: str, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int) -> list[Tensor]:
-    """The tensors of a random prepared mask; some of its tiles are empty."""
+def mask_of(form: str, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int) -> MaskView:
+    """A random prepared mask; some of its tiles are empty."""
     if form == "none":
-        return []
+        return MaskView()
     shape = (batch, num_heads, 1 if form == "keys" else seqlen_q, seqlen_k)
     mask = torch.rand(shape) < 0.6
     mask[..., :128, 128:256] = False
-    return prepare(mask, seqlen_q, seqlen_k, False, (-1, -1))
+    return prepared_view(mask, seqlen_q, seqlen_k, (-1, -1))
 
 
 def check_strides() -> None:
@@ -93,7 +93,7 @@ def check_strides() -> None:
         q, dout = torch.randn(batch, seqlen_q, heads, 16), torch.randn(batch, seqlen_q, heads, 16)
         k, v = torch.randn(batch, seqlen_k, heads, 16), torch.randn(batch, seqlen_k, heads, 16)
         bias, dlse = shape and torch.randn(shape), torch.randn(batch, heads, seqlen_q)
-        mask, flags = mask_of(form, batch, heads, seqlen_q, seqlen_k), Flags(False, (-1, -1), 0.25, 0.0)
+        mask, flags = mask_of(form, batch, heads, seqlen_q, seqlen_k), Flags(-1, -1, 0.25, 0.0, False)
         expected = results(q, k, v, mask, bias, dout, dlse, flags)
         # The kernel of a shared bias finds the classes of tiles by the strides of their lists, so those stay.
         keep = (1, 2, 3) if form == "tiles" and shape == (3, 1, 20, 40) else (1,)
@@ -134,7 +134,7 @@ def check_entries() -> None:
         q, dout = (torch.randn(1, length, heads, dim).half() for _ in range(2))
         k, v = (torch.randn(1, length, heads_k, dim).half() for _ in range(2))
         bias, dlse = shape and torch.randn(1, *shape[1:]).half(), torch.randn(1, heads, length)
-        mask, flags = mask_of(form, 1, mask_heads, length, length), Flags(False, (-1, -1), 0.25, 0.0)
+        mask, flags = mask_of(form, 1, mask_heads, length, length), Flags(-1, -1, 0.25, 0.0, False)
         expected = results(q, k, v, mask, bias, dout, dlse, flags)
         with mock.patch.object(torch, "empty", virtual_empty), mock.patch.object(Launch, "__call__", last_entry):
             many = []

@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flash_dmattn import operators, register_backend
+from flash_dmattn import operators, register_backend, unregister_backend
 from flash_dmattn.backends.protocol import Availability, Rule
-from flash_dmattn.dispatch.call_cache import forget
-from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.masks import KeyMask, TileMask
-from flash_dmattn.problem import AttentionProblem, Gradients, MaskTensors
+from flash_dmattn.problem import FEATURES, AttentionProblem, Flags, Gradients, MaskView, Need
 from flash_dmattn.reference import formula
 
 
 @contextmanager
 def registered(*backends: object, before: str | None = None) -> Iterator[None]:
     """Register backends for the length of a `with` block."""
-    order = dict(BACKENDS)
+    names: list[str] = []
     try:
         for backend in backends:
-            register_backend(backend, before=before)
+            register_backend(backend, before=before)  # type: ignore[arg-type]
+            names.append(backend.NAME)  # type: ignore[attr-defined]
         yield
     finally:
-        BACKENDS.clear()
-        BACKENDS.update(order)
-        forget()
+        for name in names:
+            unregister_backend(name)
 
 
 class OutOfTree:
@@ -44,6 +43,7 @@ class OutOfTree:
         availability: Availability | None = None,
     ) -> None:
         self.NAME, self.RULES, self.AUTO_RULES = name, rules, auto_rules
+        self.FEATURES = frozenset(FEATURES)
         self.availability = Availability(True) if availability is None else availability
         self.ran: list[str] = []
 
@@ -55,10 +55,10 @@ class KernelPair(OutOfTree):
     """A kernel backend without a differentiable backward."""
 
     def forward(
-        self, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, mask: MaskTensors, bias: Tensor | None
+        self, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         self.ran.append("forward")
-        out, lse = formula.attention(q, k, v, mask[0] if mask else None, bias, **flags_of(problem))
+        out, lse = formula.attention(q, k, v, mask.dense, bias, **flags_of(problem))
         return out.contiguous(), lse.contiguous()
 
     def backward(
@@ -69,13 +69,13 @@ class KernelPair(OutOfTree):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: MaskTensors,
+        mask: MaskView,
         bias: Tensor | None,
         out: Tensor,
         lse: Tensor,
     ) -> Gradients:
         self.ran.append("backward")
-        gradients = formula.gradients(dout, dlse, q, k, v, mask[0] if mask else None, bias, **flags_of(problem))
+        gradients = formula.gradients(dout, dlse, q, k, v, mask.dense, bias, **flags_of(problem))
         dq, dk, dv, dbias = (g if needed else None for g, needed in zip(gradients, problem.need))
         return dq, dk, dv, dbias
 
@@ -100,46 +100,34 @@ def flags_of(problem: AttentionProblem) -> dict[str, object]:
     }
 
 
-def unpacked(mask: Sequence[Tensor], seqlen_q: int, seqlen_k: int) -> Tensor | None:
+def unpacked(mask: MaskView, seqlen_q: int, seqlen_k: int) -> Tensor | None:
     """The bool mask of what a pair receives, of any form."""
-    if len(mask) < 2:
-        return mask[0] if mask else None
-    kind = TileMask if len(mask) == 4 else KeyMask
-    return kind(seqlen_q, seqlen_k, False, (-1, -1), *mask).unpacked()
+    if mask.form in ("none", "dense"):
+        return mask.dense
+    kind = TileMask if mask.form == "tiles" else KeyMask
+    return kind(seqlen_q, seqlen_k, False, (-1, -1), *mask.tensors).unpacked()
 
 
 class Counting(OutOfTree):
     """A kernel backend behind operators, which count also where torch.compile has left no Python of it.
 
-    `received` holds the number of tensors that each pass received for its mask.
+    `received` holds the form of the mask that each pass received.
     """
 
     def __init__(self, name: str, *, mask_form: str = "dense") -> None:
         super().__init__(name)
         self.MASK_FORM = mask_form
         self.count: Counter[str] = Counter()
-        self.received: list[int] = []
+        self.received: list[str] = []
         self.forward, self.backward = operators.define_pair(name, self._forward, self._backward)
 
     def _forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: list[Tensor],
-        bias: Tensor | None,
-        is_causal: bool,
-        window_size: list[int],
-        softmax_scale: float,
-        softcap: float,
-        deterministic: bool,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None, flags: Flags
     ) -> tuple[Tensor, Tensor]:
         self.count["forward"] += 1
-        self.received.append(len(mask))
-        flags = {"is_causal": is_causal, "softmax_scale": softmax_scale, "softcap": softcap}
-        out, lse = formula.attention(
-            q, k, v, unpacked(mask, q.shape[1], k.shape[1]), bias, **flags, window_size=tuple(window_size)
-        )
+        self.received.append(mask.form)
+        dense = unpacked(mask, q.shape[1], k.shape[1])
+        out, lse = formula.attention(q, k, v, dense, bias, **numbers_of(flags))
         return out.contiguous(), lse.contiguous()
 
     def _backward(
@@ -149,25 +137,24 @@ class Counting(OutOfTree):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: list[Tensor],
+        mask: MaskView,
         bias: Tensor | None,
         out: Tensor,
         lse: Tensor,
-        is_causal: bool,
-        window_size: list[int],
-        softmax_scale: float,
-        softcap: float,
-        deterministic: bool,
-        need: list[bool],
+        flags: Flags,
+        need: Need,
     ) -> Gradients:
         self.count["backward"] += 1
-        self.received.append(len(mask))
-        flags = {"is_causal": is_causal, "softmax_scale": softmax_scale, "softcap": softcap}
-        gradients = formula.gradients(
-            dout, dlse, q, k, v, unpacked(mask, q.shape[1], k.shape[1]), bias, **flags, window_size=tuple(window_size)
-        )
+        self.received.append(mask.form)
+        dense = unpacked(mask, q.shape[1], k.shape[1])
+        gradients = formula.gradients(dout, dlse, q, k, v, dense, bias, **numbers_of(flags))
         dq, dk, dv, dbias = (
             torch.empty(g.shape, dtype=g.dtype).copy_(g) if needed and g is not None else None
             for g, needed in zip(gradients, need)
         )
         return dq, dk, dv, dbias
+
+
+def numbers_of(flags: Flags) -> dict[str, Any]:
+    """Flags as the keyword arguments of the formula."""
+    return {"softmax_scale": flags.softmax_scale, "softcap": flags.softcap, "window_size": flags.window}

@@ -145,9 +145,9 @@ def test_needs_are_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     for case in CASES:
         problem = case.explain("sm_90").problem
         needs = ours.needs("cuda", case, CPU)
-        assert bool(needs.refusal) != accepts(BACKENDS["cuda"].RULES, problem, "forward")
+        assert bool(needs.refusal) != accepts(BACKENDS["cuda"], problem, "forward")
         if not needs.refusal and case.takes_gradients:
-            own = accepts(BACKENDS["cuda"].RULES, problem, "backward")
+            own = accepts(BACKENDS["cuda"], problem, "backward")
             assert needs.backends == ("cuda", "cuda" if own else "triton") and not needs.backward_refusal
         seen.add(needs.backends)
     assert {("cuda",), ("cuda", "triton")} <= seen

@@ -207,17 +207,46 @@ def test_what_only_equals_a_valid_argument_is_refused(
 
 
 def test_what_may_not_be_looked_up_is_described(described: list[int]) -> None:
-    """Prepared masks, lists, and tensors whose sizes may be symbols."""
+    """Lists, and tensors whose sizes may be symbols."""
     given = inputs()
-    prepared = prepare_mask(given["mask"], seqlen_q=6, seqlen_k=9)
     for _ in range(2):
-        attend(mask=prepared)
         attend(window_size=[1, 2])
         torch.vmap(lambda q: flash_dmattn.attention(q, given["k"], given["v"]))(given["q"][None])
         with FakeTensorMode():
             attend()
-    assert len(described) == 8
+    assert len(described) == 6
     assert not call_classes._classes
+
+
+PREPARED = {
+    "the same again": (lambda mask: prepare_mask(mask, seqlen_q=6, seqlen_k=9), 1),
+    "another mask of its form": (lambda mask: prepare_mask(~mask, seqlen_q=6, seqlen_k=9), 1),
+    "with a band": (lambda mask: prepare_mask(mask, seqlen_q=6, seqlen_k=9, is_causal=True), 2),
+    "with more heads": (lambda mask: prepare_mask(mask.expand(2, 4, 6, 9).clone(), seqlen_q=6, seqlen_k=9), 2),
+    "one row for all queries": (lambda mask: prepare_mask(mask[:1], seqlen_q=6, seqlen_k=9), 2),
+    "dense": (lambda mask: mask, 2),
+}
+
+
+@pytest.mark.parametrize("change", PREPARED)
+def test_calls_with_prepared_masks_are_remembered_by_the_form_of_the_mask(change: str, described: list[int]) -> None:
+    mask = inputs()["mask"]
+    prepare, classes = PREPARED[change]
+    attend(mask=prepare_mask(mask, seqlen_q=6, seqlen_k=9))
+    found = attend(mask=prepare(mask))
+    assert len(described) == classes
+    torch.testing.assert_close(found, attend(mask=prepare(mask), backend="reference"))
+
+
+def test_a_backend_that_is_taken_out_no_longer_runs_remembered_calls() -> None:
+    pair = KernelPair("ours")
+    flash_dmattn.register_backend(pair, before="eager")
+    attend()
+    attend()
+    assert pair.ran == ["forward"] * 2
+    flash_dmattn.unregister_backend("ours")
+    torch.testing.assert_close(attend(), attend(backend="reference"))
+    assert pair.ran == ["forward"] * 2 and "ours" not in flash_dmattn.available_backends()
 
 
 def test_no_tensor_is_held() -> None:

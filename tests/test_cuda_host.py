@@ -20,7 +20,7 @@ from flash_dmattn.masks import prepare_mask
 from flash_dmattn.masks.broadcast import collapse
 from flash_dmattn.masks.prepared import operator as preparation
 from flash_dmattn.masks.prepared import packing
-from flash_dmattn.problem import Band, make_band
+from flash_dmattn.problem import Band, Flags, MaskView, Need, causal_window
 from flash_dmattn.reference import formula
 
 BASE = Case(seqlen_q=150, seqlen_k=264, head_dim=8, num_heads=4, num_heads_k=2, dtype=torch.float32, dlse=True)
@@ -119,7 +119,7 @@ class Operators:
 def operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[Operators]:
     """The stand-ins, with memory that is not written full of NaN."""
     found = Operators()
-    kernels = cuda._Kernels(None, found.differentiate, make_band, collapse, preparation.pack_tiles)
+    kernels = cuda._Kernels(None, found.differentiate, collapse, preparation.pack_tiles)
     monkeypatch.setattr(cuda, "_found_kernels", kernels)
     torch.use_deterministic_algorithms(True)
     try:
@@ -128,20 +128,20 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[Operators]:
         torch.use_deterministic_algorithms(False)
 
 
-def check(case: Case, given: Inputs | None = None, mask: list[Tensor] | None = None) -> None:
+def check(case: Case, given: Inputs | None = None, mask: MaskView | None = None) -> None:
     """The gradients that the backend returns for a case, by the accuracy rule."""
     inputs = case.build("cpu")
     x = inputs if given is None else given
     if mask is None:
-        mask = [] if x.mask is None else [x.mask]
+        mask = MaskView() if x.mask is None else MaskView("dense", (x.mask,))
     flags = case.flags()
     out, lse = formula.attention(x.q, x.k, x.v, x.mask, x.bias, **flags)
-    band = case.is_causal, list(case.window_size or (-1, -1))
+    window = causal_window(case.is_causal, case.window_size or (-1, -1))
     scale = formula.default_scale(x.q, case.softmax_scale)
-    need = [name in case.need and (name != "bias" or x.bias is not None) for name in NAMES]
+    need = Need(*(name in case.need and (name != "bias" or x.bias is not None) for name in NAMES))
     dlse = None if x.dlse is None else x.dlse.masked_fill(lse == -torch.inf, 0.0)
     gradients = cuda._backward(
-        x.dout, dlse, x.q, x.k, x.v, mask, x.bias, out, lse, *band, scale, case.softcap, False, need
+        x.dout, dlse, x.q, x.k, x.v, mask, x.bias, out, lse, Flags(*window, scale, case.softcap, False), need
     )
     names = ("dq", "dk", "dv", "dbias")
     assert_accurate({"out": out, "lse": lse, **dict(zip(names, gradients, strict=True))}, case, inputs)
@@ -220,9 +220,8 @@ def test_dout_that_is_expanded_is_copied(operators: Operators) -> None:
     inputs = case.build("cpu")
     ones = replace(inputs, dout=torch.ones(1, 1, 1, 1).expand(inputs.dout.shape))
     out, lse = formula.attention(inputs.q, inputs.k, inputs.v)
-    scale, need = formula.default_scale(inputs.q, None), [True] * 3 + [False]
-    flags = (False, [-1, -1], scale, 0.0, False, need)
-    found = cuda._backward(ones.dout, None, inputs.q, inputs.k, inputs.v, [], None, out, lse, *flags)
+    flags = Flags(-1, -1, formula.default_scale(inputs.q, None), 0.0, False), Need(True, True, True, False)
+    found = cuda._backward(ones.dout, None, inputs.q, inputs.k, inputs.v, MaskView(), None, out, lse, *flags)
     wanted = formula.gradients(ones.dout, None, inputs.q, inputs.k, inputs.v)
     for x, y in zip(found[:3], wanted[:3], strict=True):
         torch.testing.assert_close(x, y)
@@ -233,7 +232,7 @@ def test_prepared_masks_are_read_as_they_are(operators: Operators, monkeypatch: 
     inputs = case.build("cpu")
     prepared = prepare_mask(inputs.mask, seqlen_q=case.seqlen_q, seqlen_k=case.seqlen_k, is_causal=True)
     monkeypatch.setattr(operators, "calls", [])
-    check(case, inputs, list(prepared.tensors))
+    check(case, inputs, prepared.view)
     assert len(operators.calls) == 1
 
 
@@ -279,7 +278,7 @@ def test_its_operator_receives_the_whole_mask_and_the_band(
     shape: tuple[int, ...], is_causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mask = torch.rand(shape) < 0.4
-    wanted = preparation.prepare(mask, 150, 300, is_causal, (-1, -1))
+    wanted = preparation.prepare(mask, 150, 300, -1, 0 if is_causal else -1)
 
     def pack(dense: Tensor, low: int, high: int, has_band: bool) -> list[Tensor]:
         assert dense.shape == (*shape[:2], 150, 300)
@@ -288,5 +287,5 @@ def test_its_operator_receives_the_whole_mask_and_the_band(
 
     monkeypatch.setattr(packers, "packs_by_extension", lambda tensor: True)
     monkeypatch.setattr(packers, "_extension_packer", lambda: packers.around_extension(pack))
-    found = preparation.prepare(mask, 150, 300, is_causal, (-1, -1))
+    found = preparation.prepare(mask, 150, 300, -1, 0 if is_causal else -1)
     assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))

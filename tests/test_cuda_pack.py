@@ -14,7 +14,7 @@ from flash_dmattn.backends.cuda import backend as cuda
 from flash_dmattn.dispatch.packers import packs_by_extension
 from flash_dmattn.masks import prepare_mask
 from flash_dmattn.masks.prepared import packing
-from flash_dmattn.problem import make_band
+from flash_dmattn.problem import causal_window, make_band
 
 SHAPES = ((2, 3, 1, 1), (1, 2, 7, 130), (2, 2, 300, 1040), (1, 1, 1000, 4096), (2, 1, 129, 4095))
 EMPTY_SHAPES = ((2, 1, 0, 5), (1, 2, 130, 0), (0, 1, 3, 4), (1, 0, 3, 4), (1, 1, 0, 0))
@@ -31,7 +31,7 @@ def extension() -> None:
 def check(mask: Tensor) -> None:
     seqlen_q, seqlen_k = mask.shape[2:]
     for is_causal, window_size in BANDS:
-        band = make_band(seqlen_q, seqlen_k, is_causal, window_size)
+        band = make_band(seqlen_q, seqlen_k, causal_window(is_causal, window_size))
         found = torch.ops.flash_dmattn.cuda_pack_mask(mask, *(band or (0, 0)), band is not None)
         bits, classes = packing.pack_mask(mask, band)
         wanted = (bits, classes, *packing.list_tiles(classes))

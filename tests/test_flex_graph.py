@@ -13,13 +13,15 @@ from torch import Tensor
 import flash_dmattn
 from flash_dmattn.backends.flex import backend as flex
 from flash_dmattn.backends.flex import blocks as flex_blocks
-from flash_dmattn.backends.flex.blocks import BLOCK, Band, block_lists
+from flash_dmattn.backends.flex.blocks import BLOCK, Limits, block_lists
 from flash_dmattn.reference import formula
 
 CPU = torch.device("cpu")
 
 
-def brute_force(mask: Tensor | None, band: Band, num_heads: int, seqlen_q: int, seqlen_k: int) -> tuple[Tensor, Tensor]:
+def brute_force(
+    mask: Tensor | None, band: Limits, num_heads: int, seqlen_q: int, seqlen_k: int
+) -> tuple[Tensor, Tensor]:
     """(some, every) per tile, from the dense mask."""
     dense = torch.ones(1, 1, seqlen_q, seqlen_k, dtype=torch.bool)
     distance = torch.arange(seqlen_k) - torch.arange(seqlen_q)[:, None]
@@ -53,9 +55,11 @@ def listed(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
 MASK_SHAPES = [None, *itertools.product((1, 2), (1, 2, 4), (1, 300), (1, 270)), (2, 2, 256, 384), (1, 1, 5, 7)]
 
 
-@pytest.mark.parametrize("band", [Band(None, None), Band(None, -30), Band(-140, None), Band(-50, 90), Band(500, 400)])
+@pytest.mark.parametrize(
+    "band", [Limits(None, None), Limits(None, -30), Limits(-140, None), Limits(-50, 90), Limits(500, 400)]
+)
 @pytest.mark.parametrize("shape", MASK_SHAPES, ids=str)
-def test_tile_lists_against_brute_force(shape: tuple[int, ...] | None, band: Band) -> None:
+def test_tile_lists_against_brute_force(shape: tuple[int, ...] | None, band: Limits) -> None:
     generator = torch.Generator().manual_seed(3)
     mask = None
     seqlen_q, seqlen_k = 300, 270
@@ -73,7 +77,7 @@ def test_tile_lists_against_brute_force(shape: tuple[int, ...] | None, band: Ban
     assert torch.equal(full.expand_as(every), every)
     assert not (partial & full).any()
     assert not (some & ~(partial | full)).any()
-    if mask is None or band == Band(None, None):  # else a tile where both allow something counts as partly allowed
+    if mask is None or band == Limits(None, None):  # else a tile where both allow something counts as partly allowed
         assert torch.equal((partial | full).expand_as(some), some)
     assert torch.equal(listed(lists.q_num_blocks, lists.q_indices, rows), partial.transpose(2, 3))
     assert torch.equal(listed(lists.full_q_num_blocks, lists.full_q_indices, rows), full.transpose(2, 3))
@@ -86,20 +90,20 @@ def test_tile_lists_against_brute_force(shape: tuple[int, ...] | None, band: Ban
 @pytest.mark.parametrize(
     ("seqlen_q", "seqlen_k", "is_causal", "window_size", "band"),
     [
-        (5, 9, True, None, Band(None, 4)),
-        (9, 5, True, (2, 7), Band(-6, -4)),
-        (1, 9, True, None, Band(None, None)),
-        (9, 9, False, (8, 8), Band(None, None)),
-        (9, 9, False, (7, 0), Band(-7, 0)),
-        (9, 9, False, (10**12, -1), Band(None, None)),
+        (5, 9, True, None, Limits(None, 4)),
+        (9, 5, True, (2, 7), Limits(-6, -4)),
+        (1, 9, True, None, Limits(None, None)),
+        (9, 9, False, (8, 8), Limits(None, None)),
+        (9, 9, False, (7, 0), Limits(-7, 0)),
+        (9, 9, False, (10**12, -1), Limits(None, None)),
     ],
 )
-def test_band(seqlen_q: int, seqlen_k: int, is_causal: bool, window_size: Any, band: Band) -> None:
+def test_band(seqlen_q: int, seqlen_k: int, is_causal: bool, window_size: Any, band: Limits) -> None:
     q, k = torch.randn(1, seqlen_q, 1, 16), torch.randn(1, seqlen_k, 1, 16)
-    problem = flash_dmattn.problem.describe(
+    problem = flash_dmattn.validation.describe(
         q, k, k, None, None, is_causal, None, 0.0, window_size, False, False, False
     )[0]
-    assert flex_blocks.band_of(problem) == band
+    assert flex_blocks.limits_of(problem) == band
 
 
 class Counter:
@@ -194,7 +198,7 @@ def tensor_sizes(operation: Any) -> set[int]:
 
 def test_a_small_bias_reaches_the_kernel_small_and_the_summary_of_a_mask_copies_nothing() -> None:
     mask = torch.rand(2, 1, 400, 600) < 0.5
-    sizes = tensor_sizes(lambda: block_lists(mask, Band(None, 200), 4, 400, 600, CPU)) - {mask.numel()}
+    sizes = tensor_sizes(lambda: block_lists(mask, Limits(None, 200), 4, 400, 600, CPU)) - {mask.numel()}
     assert max(sizes) <= mask.numel() // BLOCK * 4 * 1.1
     bias = torch.randn(1, 2, 1, 600, dtype=torch.bfloat16).requires_grad_()
     sizes = tensor_sizes(lambda: flex._ToFloat32.apply(bias.expand(2, 2, 400, 600).detach()))

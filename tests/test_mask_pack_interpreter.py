@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from flash_dmattn.masks.prepared import packing
-from flash_dmattn.problem import make_band
+from flash_dmattn.problem import causal_window, make_band
 
 ROOT = Path(__file__).resolve().parent.parent
 MISSING = [name for name in ("triton", "numpy") if find_spec(name) is None]
@@ -55,7 +55,7 @@ def check_shapes() -> None:
 
     for shape in SHAPES:
         for is_causal, window_size in WINDOWS:
-            mask, band = tiled_mask(*shape), make_band(*shape[2:], is_causal, window_size)
+            mask, band = tiled_mask(*shape), make_band(*shape[2:], causal_window(is_causal, window_size))
             found, wanted = mask_pack.pack_mask(mask, band), packing.pack_mask(mask, band)
             equal(found, wanted, (shape, band))
             if window_size == (-1, -1):
@@ -96,9 +96,9 @@ def check_layouts() -> None:
 
     for name, (vector, mask) in layouts().items():
         assert mask_pack.vector_bytes(mask) == vector, (name, mask_pack.vector_bytes(mask))
-        for band in (None, make_band(140, mask.size(3), True, (150, 0))):
+        for band in (None, make_band(140, mask.size(3), (150, 0))):
             equal(mask_pack.pack_mask(mask, band), packing.pack_mask(mask, band), name)
-    mask, band = tiled_mask(1, 2, 130, 1040), make_band(130, 1040, False, (400, 300))
+    mask, band = tiled_mask(1, 2, 130, 1040), make_band(130, 1040, (400, 300))
     for part in (mask, mask[..., 4:1032], mask[..., 3:1030]):
         for strip in ((128, 4), (256, 4), (1024, 8)):
             equal(mask_pack.pack_mask(part, band, strip=strip), packing.pack_mask(part, band), (part.shape, strip))
@@ -134,7 +134,7 @@ def check_nothing_outside_is_touched() -> None:
 
     with mock.patch.object(mask_pack.torch, "empty", guarded):
         for shape in ((1, 2, 5, 7), (1, 1, 130, 640), (1, 1, 3, 1029)):
-            bits, classes = mask_pack.pack_mask(tiled_mask(*shape), make_band(*shape[2:], True, (-1, -1)))
+            bits, classes = mask_pack.pack_mask(tiled_mask(*shape), make_band(*shape[2:], (-1, 0)))
             mask_pack.list_tiles(classes)
             mask_pack.key_set(tiled_mask(1, 2, 1, shape[3]))
             assert bits.numel()

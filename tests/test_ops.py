@@ -15,14 +15,15 @@ from torch.utils._pytree import tree_map
 
 import flash_dmattn
 from flash_dmattn import operators
-from flash_dmattn.masks.prepared.operator import prepared_tensors
-from flash_dmattn.problem import Need
+from flash_dmattn.masks.prepared.operator import prepared_view
+from flash_dmattn.problem import Flags, MaskView, Need, causal_window
 
 B, LQ, LK, HQ, HK, D, DV = 2, 3, 5, 4, 2, 8, 6
 FORWARD = torch.ops.flash_dmattn.eager_forward.default
 BACKWARD = torch.ops.flash_dmattn.eager_backward.default
 PREPARE = torch.ops.flash_dmattn.prepare_mask.default
-FLAGS = (True, (2, -1), 0.3, 1.5, False)
+NO_MASK = ([], "none")
+FLAGS = Flags(2, 0, 0.3, 1.5, False)
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -52,7 +53,7 @@ BIASES = {
 
 def forward_arguments(make: Any, mask: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> tuple[Any, ...]:
     q, k, v = make(B, LQ, HQ, D, dtype=dtype), make(B, LK, HK, D, dtype=dtype), make(B, LK, HK, DV, dtype=dtype)
-    return (q, k, v, [] if mask is None else [mask], bias, *FLAGS)
+    return (q, k, v, *NO_MASK, bias, *FLAGS) if mask is None else (q, k, v, [mask], "dense", bias, *FLAGS)
 
 
 def backward_arguments(
@@ -61,7 +62,7 @@ def backward_arguments(
     arguments = forward_arguments(make, mask, bias, dtype)
     out, lse = FORWARD(*arguments)
     dout = make(*out.shape, dtype=dtype)
-    return (dout, torch.randn_like(lse) if dlse else None, *arguments[:5], out, lse, *FLAGS, list(need))
+    return (dout, torch.randn_like(lse) if dlse else None, *arguments[:6], out, lse, *FLAGS, list(need))
 
 
 def assert_fake_agrees(operator: Any, arguments: tuple[Any, ...]) -> None:
@@ -119,10 +120,10 @@ def test_fakes_agree_on_empty_inputs(sizes: tuple[int, int, int]) -> None:
     batch, seqlen_q, seqlen_k = sizes
     q, k, v = normal(batch, seqlen_q, HQ, D), normal(batch, seqlen_k, HK, D), normal(batch, seqlen_k, HK, DV)
     bias = normal(1, HQ, seqlen_q, seqlen_k)
-    arguments = (q, k, v, [], bias, *FLAGS)
+    arguments = (q, k, v, *NO_MASK, bias, *FLAGS)
     assert_fake_agrees(FORWARD, arguments)
     out, lse = FORWARD(*arguments)
-    assert_fake_agrees(BACKWARD, (torch.ones_like(out), None, q, k, v, [], bias, out, lse, *FLAGS, [True] * 4))
+    assert_fake_agrees(BACKWARD, (torch.ones_like(out), None, q, k, v, *NO_MASK, bias, out, lse, *FLAGS, [True] * 4))
 
 
 def test_schema_is_the_shared_one_and_mutates_nothing() -> None:
@@ -140,9 +141,9 @@ def test_outputs_never_alias_inputs_or_each_other() -> None:
         q, k, v = (torch.zeros(1, 1, 1, 1, dtype=dtype) for _ in range(3))
         if bias is not None:
             q, k, v = normal(B, LQ, HQ, D), normal(B, LK, HK, D), normal(B, LK, HK, DV)
-        out, lse = FORWARD(q, k, v, [], bias, False, (-1, -1), 1.0, 0.0, False)
+        out, lse = FORWARD(q, k, v, *NO_MASK, bias, -1, -1, 1.0, 0.0, False)
         need = [True, True, True, bias is not None]
-        gradients = BACKWARD(out, None, q, k, v, [], bias, out, lse, False, (-1, -1), 1.0, 0.0, False, need)
+        gradients = BACKWARD(out, None, q, k, v, *NO_MASK, bias, out, lse, -1, -1, 1.0, 0.0, False, need)
         storages = [x.untyped_storage().data_ptr() for x in (q, k, v, out, lse, *gradients)]
         assert len(set(storages)) == len(storages)
 
@@ -190,7 +191,7 @@ TO_PREPARE = {
 def test_operator_that_prepares_a_mask(name: str, band: tuple[bool, tuple[int, int]]) -> None:
     mask = TO_PREPARE[name]
     sizes = [full if size == 1 else size for size, full in zip(mask.shape[2:], (140, 270))]
-    arguments = (mask, *sizes, *band)
+    arguments = (mask, *sizes, *causal_window(*band))
     assert_fake_agrees(PREPARE, arguments)
     found = PREPARE(*arguments)
     assert len(found) == (3 if mask.shape[2] == 1 else 4)
@@ -202,10 +203,11 @@ def test_operator_that_prepares_a_mask(name: str, band: tuple[bool, tuple[int, i
 
 def test_expanded_dims_are_no_dims_of_the_prepared_mask() -> None:
     one = random_mask(1, 1, 140, 270)
-    assert [x.shape[:2] for x in prepared_tensors(one.expand(2, 3, -1, -1), 140, 270, True, (-1, -1))] == [(1, 1)] * 4
+    assert [x.shape[:2] for x in prepared_view(one.expand(2, 3, -1, -1), 140, 270, (-1, 0)).tensors] == [(1, 1)] * 4
     row = random_mask(2, 3, 1, 270)
-    found = prepared_tensors(row.expand(-1, -1, 140, -1), 140, 270, True, (-1, -1))
-    torch.testing.assert_close(found, tuple(PREPARE(row, 140, 270, True, (-1, -1))))
+    found = prepared_view(row.expand(-1, -1, 140, -1), 140, 270, (-1, 0))
+    assert found.form == "keys"
+    torch.testing.assert_close(found.tensors, tuple(PREPARE(row, 140, 270, -1, 0)))
 
 
 class Watch(TorchDispatchMode):
@@ -251,6 +253,6 @@ def test_functions_receive_the_same_types_from_the_dispatcher_and_without_it() -
     q, k, v = (x.detach() for x in (q, k, v))
     for watch in (Watch(), nullcontext()):
         with watch:
-            out, lse = run_forward(problem, q, k, v, (mask,), None)
-            run_backward(problem, out, None, q, k, v, (mask,), None, out, lse)
-    assert received[:2] == received[2:] and list in received[0]
+            out, lse = run_forward(problem, q, k, v, MaskView("dense", (mask,)), None)
+            run_backward(problem, out, None, q, k, v, MaskView("dense", (mask,)), None, out, lse)
+    assert received[:2] == received[2:] and {Flags, MaskView} <= set(received[0])

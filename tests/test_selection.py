@@ -123,6 +123,11 @@ def test_registration_is_checked() -> None:
     checked(ValueError, "backend name 'auto' is taken", KernelPair("auto"))
     checked(ValueError, "before is 'nope'; it needs to be one of 'cuda', ", KernelPair("ours"), before="nope")
     parts = {"NAME": "ours", "RULES": (), "AUTO_RULES": (), "probe": lambda: Availability(True)}
+    checked(TypeError, "has no FEATURES, forward, backward; see", SimpleNamespace(**parts))
+    parts["FEATURES"] = frozenset()
+    unknown = KernelPair("ours")
+    unknown.FEATURES = frozenset({"mask", "sink"})
+    checked(ValueError, "FEATURES of .* names sink; it needs names out of mask, bias, ", unknown)
     checked(TypeError, "has no forward, backward; see flash_dmattn.backends.protocol", SimpleNamespace(**parts))
     for name in parts:
         whole = {**parts, "attention": reference.attention}

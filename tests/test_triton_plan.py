@@ -28,9 +28,10 @@ def precision() -> None:
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_tf32_is_taken_where_torch_allows_it(setting: str, precision: None) -> None:
-    from flash_dmattn.triton_kernels.plan import Call, Flags
+    from flash_dmattn.problem import Flags, MaskView
+    from flash_dmattn.triton_kernels.plan import Call
 
     statement, wanted = SETTINGS[setting]
     exec(statement, {"torch": torch})
     q = torch.zeros(1, 4, 1, 16)
-    assert Call(q, q, q, (), None, Flags(False, (-1, -1), 0.25, 0.0)).precision == wanted
+    assert Call(q, q, q, MaskView(), None, Flags(-1, -1, 0.25, 0.0, False)).precision == wanted

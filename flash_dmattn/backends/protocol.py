@@ -158,7 +158,7 @@ def broken_rules(backend: Backend, problem: AttentionProblem, passes: tuple[Pass
     """Why a backend refuses the given passes of a call: features that it lacks, and rules that the call breaks."""
     missing = [name for name in FEATURES if name in problem.features - backend.FEATURES]
     return (
-        *(Reason(backend.NAME, name, f"{name} is used, and this backend does not have it") for name in missing),
+        *(Reason(backend.NAME, name, f"{name} is set; this backend does not have it") for name in missing),
         *unmet(backend, backend.RULES, problem, passes),
     )
 

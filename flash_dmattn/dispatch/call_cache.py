@@ -64,9 +64,9 @@ def look_up(
     where something is so wrong that only validation can name it.
     """
     window_size = flags[3]
-    mask_key = getattr(mask, "call_key", None)  # of a prepared mask
+    is_prepared = not (mask is None or isinstance(mask, Tensor))
     if (
-        is_watched(q, k, v, bias, *((mask,) if mask_key is None else mask.tensors))  # type: ignore[union-attr]
+        is_watched(q, k, v, None if is_prepared else mask, bias)
         or process.environment_unchecked
         or thread.records is not None
         or not (window_size is None or type(window_size) is tuple)
@@ -74,11 +74,13 @@ def look_up(
         return None, None
     kinds = tuple(map(type, flags if window_size is None else (*flags, *window_size)))  # True == 1 == 1.0
     try:
+        if is_prepared and is_watched(*mask.tensors):  # type: ignore[union-attr]
+            return None, None
         key = (
             _of(q),
             _of(k),
             _of(v),
-            None if mask is None else mask_key or _of(mask),  # type: ignore[arg-type]
+            None if mask is None else mask.call_key if is_prepared else _of(mask),  # type: ignore[union-attr, arg-type]
             None if bias is None else _of(bias),
             flags,
             kinds,

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
+from ..backends.cuda import rules
 from ..backends.protocol import Backend, Pass, Reason, accepts, all_hold, broken_rules, unmet
 from ..dispatch.registry import BACKENDS
 from ..explanation import explain_problem
@@ -186,12 +188,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not (ROOT / "csrc").is_dir():
         print(f"{parser.prog}: error: {ROOT} is not a checkout of the sources, whose pages it writes", file=sys.stderr)
         return 1
-    if not arguments.write:
-        print(document(names), end="")
-        return 0
-    for path, text in pages(ROOT, names).items():
-        path.write_text(text, encoding="utf-8")
-        print(f"wrote {path}")
+    # The pages tell of every kernel there is, not of those that this checkout happens to have built.
+    with patch.object(rules, "installed_units", lambda: None):
+        if not arguments.write:
+            print(document(names), end="")
+            return 0
+        for path, text in pages(ROOT, names).items():
+            path.write_text(text, encoding="utf-8")
+            print(f"wrote {path}")
     return 0
 
 

@@ -1,0 +1,70 @@
+"""An argument of `attention` is served or refused, never dropped: what a backend lists is what it may be asked for."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from out_of_tree import KernelPair, registered
+
+import flash_dmattn
+from flash_dmattn.dispatch.registry import BACKENDS
+from flash_dmattn.problem import FEATURES
+
+# How a call makes use of each argument.
+USES = {
+    "mask": {"mask": torch.ones(3, 5, dtype=torch.bool)},
+    "bias": {"bias": torch.zeros(3, 5)},
+    "is_causal": {"is_causal": True},
+    "softcap": {"softcap": 2.0},
+    "window_size": {"window_size": (1, -1)},
+    "deterministic": {"deterministic": True},
+    "return_lse": {"return_lse": True},
+    "return_probs": {"return_probs": True},
+}
+# Every backend takes these: tensors, a factor that every call has, and the choice itself.
+IN_EVERY_CALL = {"q", "k", "v", "softmax_scale", "backend"}
+
+
+def call(**changes: object) -> object:
+    q, k = torch.randn(1, 3, 2, 8), torch.randn(1, 5, 2, 8)
+    return flash_dmattn.attention(q, k, k, **changes)  # type: ignore[arg-type]
+
+
+def test_every_argument_is_a_feature() -> None:
+    arguments = set(inspect.signature(flash_dmattn.attention).parameters)
+    assert arguments - IN_EVERY_CALL == FEATURES.keys() == USES.keys()
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_call_uses_the_features_that_it_names(name: str) -> None:
+    with flash_dmattn.use_backend("reference"), flash_dmattn.record_decisions() as decisions:
+        call()
+        call(**USES[name])
+    assert [decision.problem.features for decision in decisions] == [frozenset(), {name}]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_what_a_backend_does_not_list_is_refused(name: str) -> None:
+    pair = KernelPair("ours")
+    pair.FEATURES = frozenset(FEATURES) - {name}
+    with registered(pair, before="cuda"):
+        call(backend="ours")
+        with pytest.raises(flash_dmattn.BackendUnsupportedError, match=f"- {name} is set; this backend") as caught:
+            call(**USES[name], backend="ours")
+        assert [reason.code for reason in caught.value.reasons] == [name]
+        with flash_dmattn.use_backend("reference" if name == "return_probs" else "auto"):
+            call(**USES[name])
+        assert pair.ran == ["forward"], "auto runs it although it does not have the feature"
+
+
+def test_only_the_reference_returns_probabilities() -> None:
+    assert [name for name, backend in BACKENDS.items() if "return_probs" in backend.FEATURES] == ["reference"]
+
+
+def test_what_auto_falls_back_to_stays() -> None:
+    with pytest.raises(ValueError, match="backend 'eager' is what \"auto\" falls back to"):
+        flash_dmattn.unregister_backend("eager")
+    with pytest.raises(ValueError, match="backend 'nope' is unknown; it needs to be one of 'cuda'"):
+        flash_dmattn.unregister_backend("nope")
