@@ -217,7 +217,7 @@ def test_an_expanded_bias_has_a_gradient_at_each_place(eager: None) -> None:
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_every_rule_refuses_with_the_values_found(change: dict[str, Any], code: str, text: str) -> None:
-    problem = flash_dmattn.validation.describe(*inputs(37, 45), None, None, False, None, 0.0, None, False, False, False)[0]
+    problem = flash_dmattn.explain(*inputs(37, 45), return_lse=False).problem
     rules = {rule.code: rule for rule in flex.RULES}
     assert all(rule.holds(problem) for rule in flex.RULES)
     broken = problem._replace(**change)
@@ -227,7 +227,7 @@ def test_every_rule_refuses_with_the_values_found(change: dict[str, Any], code: 
 
 def test_spans_at_the_limit_are_accepted() -> None:
     rules = {rule.code: rule for rule in flex.RULES}
-    problem = flash_dmattn.validation.describe(*inputs(37, 45), None, None, False, None, 0.0, None, False, False, False)[0]
+    problem = flash_dmattn.explain(*inputs(37, 45), return_lse=False).problem
     limit = TensorSpec((1, 1, 1, (1 << 31) - 1), (0, 0, 0, 1), torch.bool)
     expanded = TensorSpec((64, 64, 1 << 20, 1 << 20), (0, 0, 0, 1), torch.bool)
     for spec in (limit, expanded):
