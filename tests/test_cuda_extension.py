@@ -596,7 +596,10 @@ def test_mismatch_is_a_sentence(case: str, tmp_path: Path, monkeypatch: pytest.M
     assert found.hint == "rebuild it, or install what it needs: docs/building.md"
 
 
-@pytest.mark.parametrize("record", [None, "nvcc was not found\n\n", "a command failed\ncommon.h(34): error: é\nstopped\n"])
+RECORDS = (None, "nvcc was not found\n\n", "a command failed\ncommon.h(34): error: é\nstopped\n")
+
+
+@pytest.mark.parametrize("record", RECORDS)
 def test_no_extension_is_explained(record: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By what a build wrote; every line of it stands in the error of a call, and in `info`."""
     file = tmp_path / "_C.not_built.txt"
