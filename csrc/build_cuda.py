@@ -220,8 +220,9 @@ def reason_not_to_use() -> str:
     if CAPABILITY in found:
         return ""
     others = ", ".join(sorted(set(found)))
-    seen = f"the GPUs of this machine have compute capability {others}" if found else "this machine shows no NVIDIA GPU"
-    return f"{seen}, and only a Hopper GPU (compute capability {CAPABILITY}) can run it"
+    # In words that are still right where the package is used on another machine.
+    seen = f"had GPUs of compute capability {others}" if found else "showed no NVIDIA GPU"
+    return f"the machine of the build {seen}, and only a Hopper GPU (compute capability {CAPABILITY}) can run it"
 
 
 def decide() -> tuple[str, str]:
@@ -239,7 +240,7 @@ def decide() -> tuple[str, str]:
         return wish, "FLASH_DMATTN_BUILD_CUDA was 'skip'"
     useless = reason_not_to_use() if wish == "auto" else ""
     if useless:
-        return wish, f"{useless}; {FORCE} builds it all the same"
+        return wish, useless
     missing = "; ".join(reasons_not_to_build())
     if missing and wish == "force":
         raise BuildError(
