@@ -30,7 +30,7 @@ help:
 	@echo "make test    ruff, mypy and the whole test suite, in $(WORKERS) workers"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make bench   the quick benchmarks: what every system computes and how fast, in a minute; on a CPU too"
-	@echo "make wheel   build dist/*.whl"
+	@echo "make wheel   build dist/*.whl with the CUDA extension, GPU or none; without it: FLASH_DMATTN_BUILD_CUDA=skip"
 	@echo "make clean   remove what the above wrote, the virtual environment included"
 	@echo
 	@echo "The first of them makes the virtual environment $(VENV) and installs requirements-dev.txt there."
@@ -68,10 +68,10 @@ bench: $(READY)
 
 wheel: $(READY)
 	@rm -rf build
-	@$(RUN) -m build --wheel --no-isolation
+	@FLASH_DMATTN_BUILD_CUDA=$${FLASH_DMATTN_BUILD_CUDA:-force} $(RUN) -m build --wheel --no-isolation
 
 clean:
-	rm -rf build dist *.egg-info flash_dmattn/_C.abi3.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info flash_dmattn/_C.abi3.so flash_dmattn/_C.not_built.txt .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	[ ! -e "$(VENV)/.flash_dmattn_ready" ] || rm -rf "$(VENV)"
 	find flash_dmattn reference triton_kernels tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -84,13 +84,16 @@ ifneq ($(NO_VENV),)
 endif
 
 # --no-build-isolation: setup.py must see the torch that is installed. --no-deps: the pins are the whole list.
+# -v where the CUDA extension is built: pip would hide the progress of some minutes.
+# --no-compile: pip would compile 7500 files for most of a minute; Python compiles those that are imported.
 $(VENV)/.flash_dmattn_ready: requirements-dev.txt pyproject.toml setup.py
 	@$(MAKE) --no-print-directory check-python
 	@echo "==> 1/3 virtual environment $(VENV)"
 	@$(RUN) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv "$(VENV)" || \
 		{ echo "$(PYTHON) cannot make a virtual environment; install its venv module (Debian: python3-venv) or choose another with PYTHON=..." >&2; exit 1; }
 	@echo "==> 2/3 requirements-dev.txt (torch is the large one)"
-	@$(RUN) -m pip install --disable-pip-version-check -r requirements-dev.txt
+	@$(RUN) -m pip install --disable-pip-version-check --no-compile -r requirements-dev.txt
 	@echo "==> 3/3 flash_dmattn, editable"
-	@$(RUN) -m pip install --disable-pip-version-check --no-build-isolation --no-deps -e .
+	@verbose=; if $(RUN) csrc/build_cuda.py; then verbose=-v; fi; \
+		$(RUN) -m pip install --disable-pip-version-check --no-build-isolation --no-deps $$verbose -e .
 	@touch $@

@@ -1,11 +1,12 @@
 """Which packages the distribution has, and whether the CUDA extension is built; the rest is in pyproject.toml."""
 
-import os
 import re
 import sys
 from pathlib import Path
+from typing import ClassVar
 
-from setuptools import Extension, find_packages, setup
+from setuptools import Command, Extension, find_packages, setup
+from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
@@ -22,6 +23,8 @@ PACKAGE_DIR = {
 }
 # setup.py runs once for each step of an installation; only these steps build, so only these speak or fail.
 BUILDING = {"build", "build_ext", "bdist_wheel", "editable_wheel", "develop", "install"}
+# Read by flash_dmattn/backends/cuda/extension.py: why there is no extension, and below that line the last that a compiler said.
+NOT_BUILT = "_C.not_built.txt"
 
 
 def say(text: str) -> None:
@@ -41,9 +44,11 @@ class BuildCuda(build_ext):
             kernels = build_cuda.build(output, ROOT / "build" / "cuda", version)
         except build_cuda.BuildError as error:
             output.unlink(missing_ok=True)  # what an earlier build left does not go into this wheel
+            above = ", and what it said is above" if error.output else ""
             if not ext.optional:
-                sys.exit(f"FLASH_DMATTN_BUILD_CUDA=force, but the CUDA extension could not be built: {error}.")
-            say(f"the CUDA extension is not built: {error}.")
+                sys.exit(f"{build_cuda.FORCE}, but the CUDA extension could not be built: {error}{above}.")
+            say(f"the CUDA extension is not built: {error}{above}.")
+            KeepReason.reason, KeepReason.output = str(error), error.output
             return
         for kernel in kernels:
             say(str(kernel))
@@ -52,7 +57,7 @@ class BuildCuda(build_ext):
         if refused and not ext.optional:
             output.unlink()
             sys.exit(
-                f"FLASH_DMATTN_BUILD_CUDA=force refuses kernels that spill more than {allowed} bytes of registers: "
+                f"{build_cuda.FORCE} refuses kernels that spill more than {allowed} bytes of registers: "
                 f"{', '.join(refused)}."
             )
         spilled = [kernel.spilled_bytes for kernel in kernels if kernel.spilled_bytes]
@@ -62,22 +67,73 @@ class BuildCuda(build_ext):
                 "may be slower for it; they are named above."
             )
 
+    def copy_extensions_to_source(self) -> None:
+        """End an editable installation; a build that failed does not leave the extension of an earlier one there."""
+        if KeepReason.reason:
+            for ext in self.extensions:
+                Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
+            self.extensions = []  # or an installation by links would look for it
+        super().copy_extensions_to_source()
+
+
+class KeepReason(Command):
+    """The last step of a build: why there is no extension goes where the extension would be.
+
+    In the checkout where the installation is editable, else in the wheel. A build that made one leaves no such file.
+    """
+
+    user_options: ClassVar[list[tuple[str, str, str]]] = []
+    reason: ClassVar[str] = ""
+    output: ClassVar[str] = ""
+
+    def initialize_options(self) -> None:
+        """As setuptools wants it; it sets `editable_mode` after this."""
+        self.editable_mode = False
+        self.build_lib = None
+
+    def finalize_options(self) -> None:
+        """Take the folder of the other steps."""
+        self.set_undefined_options("build", ("build_lib", "build_lib"))
+
+    def run(self) -> None:
+        """Write the file, or remove that of an earlier build."""
+        path = Path(ROOT if self.editable_mode else self.build_lib, "flash_dmattn", NOT_BUILT)
+        if self.reason:
+            path.write_text(f"{self.reason}\n{self.output}\n", encoding="utf-8")
+        else:
+            path.unlink(missing_ok=True)
+
+    def get_outputs(self) -> list[str]:
+        """Name the file, as if in a wheel."""
+        return [str(Path(self.build_lib, "flash_dmattn", NOT_BUILT))] if self.reason else []
+
+    def get_output_mapping(self) -> dict[str, str]:
+        """Say where an editable installation finds it."""
+        return {path: str(ROOT / "flash_dmattn" / NOT_BUILT) for path in self.get_outputs() if self.editable_mode}
+
+    def get_source_files(self) -> list[str]:
+        """Add nothing to a source distribution."""
+        return []
+
+
+class Build(build):
+    """setuptools' build, with the step above at its end."""
+
+    sub_commands = [*build.sub_commands, ("keep_reason", None)]
+
 
 def cuda_extensions(building: bool) -> list[Extension]:
-    """Return the extensions to build, as FLASH_DMATTN_BUILD_CUDA=auto|force|skip asks."""
-    wish = os.environ.get("FLASH_DMATTN_BUILD_CUDA", "auto")
-    if wish not in ("auto", "force", "skip"):
-        sys.exit(f"FLASH_DMATTN_BUILD_CUDA is {wish!r}; it must be 'auto' (as when unset), 'force' or 'skip'.")
-    if wish == "skip" or not building:
+    """Return the extensions to build, as FLASH_DMATTN_BUILD_CUDA asks."""
+    if not building:
         return []
-    reasons = "; ".join(build_cuda.reasons_not_to_build())
-    if reasons and wish == "force":
-        sys.exit(
-            f"FLASH_DMATTN_BUILD_CUDA=force, but the CUDA extension cannot be built: {reasons}. "
-            "Use 'auto' or 'skip' to install without it."
-        )
-    if reasons:
-        say(f"the CUDA extension is not built: {reasons}.")
+    try:
+        wish, reason = build_cuda.decide()
+    except build_cuda.BuildError as error:
+        sys.exit(f"{error}.")
+    if wish != "skip" and reason:
+        say(f"the CUDA extension is not built: {reason}.")
+    KeepReason.reason = reason
+    if reason:
         return []
     return [Extension("flash_dmattn._C", sources=[], py_limited_api=True, optional=wish == "auto")]
 
@@ -86,6 +142,6 @@ setup(
     packages=[*find_packages(include=["flash_dmattn", "flash_dmattn.*"]), *list(PACKAGE_DIR)[1:]],
     package_dir=PACKAGE_DIR,
     ext_modules=cuda_extensions(building=not BUILDING.isdisjoint(sys.argv)),
-    cmdclass={"build_ext": BuildCuda},
+    cmdclass={"build": Build, "build_ext": BuildCuda, "keep_reason": KeepReason},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},  # of no effect on a wheel without an extension
 )

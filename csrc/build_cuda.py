@@ -1,11 +1,13 @@
 """The build of the CUDA extension: nvcc and ninja, without torch's CUDAExtension, which refuses a CPU torch.
 
-`setup.py` calls it. What is built against the CPU wheel of torch is what is built against a CUDA one: only headers of
-torch's stable ABI are included, and a stub stands in for libtorch_cuda.so at link time.
+`setup.py` calls it; `python csrc/build_cuda.py` says whether it would. What is built against the CPU wheel of torch is
+what is built against a CUDA one: only headers of torch's stable ABI are included, and a stub stands in for
+libtorch_cuda.so at link time.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import importlib.util
 import json
@@ -16,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -41,6 +44,7 @@ SHARED_DBIAS = "sm90/shared_dbias/instantiate.cu"
 STUB = "api/stub_libtorch_cuda.cpp"
 
 ARCH = "sm_90a"
+CAPABILITY = "9.0"  # of the GPUs that run code for ARCH
 TORCH_TARGET = (2, 10)  # the first with lists of tensors in the stable ABI
 OLDEST_NVCC = (12, 5)  # the first whose runtime finds a function of the driver by its version
 GIB_PER_JOB = 1  # every unit takes 0.2 GiB, by nvcc 13.0
@@ -59,6 +63,7 @@ DTYPES = {"fp16": ("__half", "Half"), "bf16": ("__nv_bfloat16", "BFloat16")}  # 
 # which spills nothing.
 SPILLED_BYTES_ALLOWED = 480
 
+FORCE = "FLASH_DMATTN_BUILD_CUDA=force"
 INFO_PREFIX = "FLASH_DMATTN_BUILD_INFO "
 
 TORCH_DEFINE = f"-DTORCH_TARGET_VERSION=0x{TORCH_TARGET[0]:02x}{TORCH_TARGET[1]:02x}000000000000"
@@ -104,8 +109,17 @@ rule link
 """
 
 
+# What is kept of a compiler's output: an error in a header of torch takes five lines, and command lines are long.
+KEPT_LINES = 20
+KEPT_COLUMNS = 240
+
+
 class BuildError(Exception):
-    """Why the extension cannot be built; the text says all there is to say."""
+    """Why the extension cannot be built, in a sentence; `output` is the last that a compiler said, where one ran."""
+
+    def __init__(self, sentence: str, output: str = "") -> None:
+        super().__init__(sentence)
+        self.output = output
 
 
 class Unit(NamedTuple):
@@ -166,6 +180,73 @@ def find_torch() -> tuple[Path, str] | None:
     if spec is None or spec.origin is None:
         return None
     return Path(spec.origin).parent, importlib.metadata.version("torch")
+
+
+def compute_capabilities() -> list[str]:
+    """Return the compute capability of each GPU of this machine, as "9.0", without importing torch.
+
+    nvidia-smi says it. Where that does not run, as in a container without it, the library of the driver does.
+    """
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return _capabilities_by_driver()
+    return re.findall(r"^\d+\.\d+$", done.stdout, re.MULTILINE) if done.returncode == 0 else _capabilities_by_driver()
+
+
+def _capabilities_by_driver() -> list[str]:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return []
+    count, device, number = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return []
+    found = []
+    for ordinal in range(count.value):
+        driver.cuDeviceGet(ctypes.byref(device), ordinal)
+        numbers = []
+        for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+            driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, device)
+            numbers.append(number.value)
+        found.append("{}.{}".format(*numbers))
+    return found
+
+
+def reason_not_to_use() -> str:
+    """Return why this machine could not run the extension; empty where it has a GPU for it."""
+    found = compute_capabilities()
+    if CAPABILITY in found:
+        return ""
+    others = ", ".join(sorted(set(found)))
+    # In words that are still right where the package is used on another machine.
+    seen = f"had GPUs of compute capability {others}" if found else "showed no NVIDIA GPU"
+    return f"the machine of the build {seen}, and only a Hopper GPU (compute capability {CAPABILITY}) can run it"
+
+
+def decide() -> tuple[str, str]:
+    """Return what FLASH_DMATTN_BUILD_CUDA says, and why the extension is not to be built; empty where it is.
+
+    `auto`, as when unset, builds where a GPU can run it: nobody waits for minutes for what cannot be used.
+
+    Raises:
+        BuildError: the variable has another value than these, or `force` cannot be done.
+    """
+    wish = os.environ.get("FLASH_DMATTN_BUILD_CUDA", "auto")
+    if wish not in ("auto", "force", "skip"):
+        raise BuildError(f"FLASH_DMATTN_BUILD_CUDA is {wish!r}; it must be 'auto' (as when unset), 'force' or 'skip'")
+    if wish == "skip":
+        return wish, "FLASH_DMATTN_BUILD_CUDA was 'skip'"
+    useless = reason_not_to_use() if wish == "auto" else ""
+    if useless:
+        return wish, useless
+    missing = "; ".join(reasons_not_to_build())
+    if missing and wish == "force":
+        raise BuildError(
+            f"{FORCE}, but the CUDA extension cannot be built: {missing}. Use 'auto' or 'skip' to install without it"
+        )
+    return wish, missing
 
 
 def reasons_not_to_build() -> list[str]:
@@ -294,7 +375,7 @@ def build(output: Path, folder: Path, version: str) -> list[Kernel]:
     forward, backward = forward_units(), backward_units()
     attention = [*forward, *backward, *shared_dbias_units()]
     device_flags = [*DEVICE_FLAGS, RACECHECK_FLAG] if _for_racecheck() else DEVICE_FLAGS
-    units = [*attention, *(Unit(source, source) for source in SOURCES)]
+    units = [*(Unit(source, source) for source in SOURCES), *attention]
     info = {
         "version": version,
         "torch_target": _dotted(TORCH_TARGET),
@@ -318,22 +399,46 @@ def build(output: Path, folder: Path, version: str) -> list[Kernel]:
         nvcc=shlex.quote(nvcc), flags=flags, gencode=GENCODE, device_flags=" ".join(device_flags),
         torch_lib=shlex.quote(str(torch / "lib")), output_name=output.name,
     )  # fmt: skip
-    edges = [
-        f"build {unit.object}: {'cuda' if unit.source.endswith('.cu') else 'cpp'} {_escaped(CSRC / unit.source)}\n"
-        f"  unit = {unit.name}\n  defines = {unit.defines}"
-        for unit in units
-    ]
+    # Kernels wait for the host code, which takes seconds: a torch whose headers do not fit then costs no more.
+    of_torch = [unit.object for unit in units if unit.source.endswith(".cpp")]
+    edges = [f"build host: phony {' '.join(of_torch)}"]
+    for unit in units:
+        source = _escaped(CSRC / unit.source)
+        step = f"cuda {source} || host" if unit.source.endswith(".cu") else f"cpp {source}"
+        edges.append(f"build {unit.object}: {step}\n  unit = {unit.name}\n  defines = {unit.defines}")
     objects = " ".join(unit.object for unit in units)
     edges.append(f"build libtorch_cuda.so: stub {_escaped(CSRC / STUB)}\n  unit = {STUB}")
     edges.append(f"build {_escaped(output)}: link {objects} | libtorch_cuda.so\n  objects = {objects}")
     write_if_changed(folder / "build.ninja", "\n".join([rules, *edges, ""]))
 
-    # Its output is ours: the lines [n/m] appear as units are done.
-    done = subprocess.run([*ninja, "-C", str(folder), "-j", str(jobs())])
-    if done.returncode != 0:
-        raise BuildError("a command of the build failed, and what it said is above")
+    is_done, output_of_ninja = _run_ninja([*ninja, "-C", str(folder), "-j", str(jobs())])
+    if not is_done:
+        tools = f"nvcc {info['nvcc']}, torch {torch_version}"
+        raise BuildError(f"a command of the build failed ({tools})", output_of_ninja)
     logs = [folder / f"{unit.object}.log" for unit in units if unit.source.endswith(".cu")]
     return [kernel for log in logs for kernel in parse_ptxas(log.read_text())]
+
+
+def _run_ninja(command: list[str]) -> tuple[bool, str]:
+    """Run it, and return whether it ended well, and its last lines without those of progress.
+
+    What it says is printed at once, so that the lines [n/m] appear as units are done.
+    """
+    last: deque[str] = deque(maxlen=KEPT_LINES)
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=os.environ | {"LC_ALL": "C"},  # compilers then speak English, in characters that every terminal can print
+        encoding="ascii",
+        errors="backslashreplace",
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            if not re.match(r"\[\d+/\d+\] |ninja: Entering ", line):
+                last.append(line.rstrip()[:KEPT_COLUMNS])
+    return process.returncode == 0, "\n".join(last)
 
 
 def parse_ptxas(log: str) -> list[Kernel]:
@@ -381,3 +486,17 @@ def _commit() -> str:
         return "unknown"
     done = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True)
     return done.stdout.strip() or "unknown"
+
+
+def main() -> int:
+    """Say whether an installation here would build the extension; 0 where it would."""
+    try:
+        _, reason = decide()
+    except BuildError as error:
+        reason = str(error)
+    print(f"the CUDA extension is not built: {reason}" if reason else "the CUDA extension is built, in some minutes")
+    return 1 if reason else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

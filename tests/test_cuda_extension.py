@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ import flash_dmattn
 from flash_dmattn.backends.cuda import backend as cuda
 from flash_dmattn.backends.cuda import extension
 from flash_dmattn.backends.cuda import rules as cuda_rules
+from flash_dmattn.tools.cli import info
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in")
@@ -74,6 +75,10 @@ class Built(NamedTuple):
 
 
 def copy_checkout(tree: Path) -> Path:
+    """Copy what a build needs, and a program that shows a Hopper GPU, without which `auto` would build nothing."""
+    (tree / "tools").mkdir()
+    (tree / "tools" / "nvidia-smi").write_text("#!/bin/sh\necho 9.0\n")
+    (tree / "tools" / "nvidia-smi").chmod(0o755)
     for folder in ("flash_dmattn", "reference", "triton_kernels", "csrc"):
         shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for file in FILES:
@@ -99,7 +104,9 @@ def build(
     tree: Path, out: Path, hook: str = "build_wheel", wish: str = "force", **environment: str
 ) -> subprocess.CompletedProcess[str]:
     code = f"from setuptools import build_meta; build_meta.{hook}({str(out)!r})"
-    return call(code, tree, **{"FLASH_DMATTN_BUILD_CUDA": wish, "MAX_JOBS": "2", **ONE_UNIT, **environment})
+    path = os.pathsep.join([str(tree / "tools"), os.environ.get("PATH", os.defpath)])
+    wishes = {"PATH": path, "FLASH_DMATTN_BUILD_CUDA": wish, "MAX_JOBS": "2"}
+    return call(code, tree, **{**wishes, **ONE_UNIT, **environment})
 
 
 @pytest.fixture(scope="session")
@@ -200,7 +207,7 @@ def test_editable_install_puts_it_into_the_checkout(built: Built, tmp_path: Path
     done = build(built.tree, tmp_path, hook="build_editable")
     assert done.returncode == 0, done.stdout
     assert not re.search(r"\] \w+_d64_bf16", done.stdout), "it compiled what the wheel had compiled"
-    done = call("from flash_dmattn import extension; print(extension.find())", built.tree)
+    done = call("from flash_dmattn.backends.cuda import extension; print(extension.find())", built.tree)
     assert done.stdout.strip() == str(built.tree / "flash_dmattn" / "_C.abi3.so")
 
 
@@ -210,7 +217,8 @@ def test_failed_compilation_stops_force_alone(wish: str, built: Built, small_uni
     small_unit.write_text("#error this unit is broken\n")
     done = build(built.tree, tmp_path, wish=wish)
     assert "this unit is broken" in done.stdout
-    assert "built: a command of the build failed, and what it said is above." in done.stdout
+    said = r"built: a command of the build failed \(nvcc \d+\.\d+, torch \S+\), and what it said is above\.$"
+    assert re.search(said, done.stdout, re.MULTILINE), done.stdout
     assert (done.returncode == 0) == (wish == "auto"), done.stdout
     wheels = [zipfile.ZipFile(path).namelist() for path in tmp_path.glob("*.whl")]
     assert len(wheels) == (1 if wish == "auto" else 0)
@@ -514,7 +522,7 @@ def test_operators_are_registered_and_refuse_cpu_tensors(built: Built, tmp_path:
     assert f"cuda_backward_kernel: q {sentence}" in backward_refusal
 
 
-PROBE = "from flash_dmattn.backends import cuda; print(cuda.probe().reason)"
+PROBE = "from flash_dmattn.backends.cuda import backend as cuda; print(cuda.probe().reason)"
 
 
 @builds
@@ -587,6 +595,68 @@ def test_mismatch_is_a_sentence(case: str, tmp_path: Path, monkeypatch: pytest.M
     assert re.search(sentence, found.reason), found.reason
     assert isinstance(found.exception, extension.ExtensionMismatchError)
     assert found.hint == "rebuild it, or install what it needs: docs/building.md"
+
+
+RECORDS = (None, "nvcc was not found\n\n", "a command failed\ncommon.h(34): error: é\nstopped\n")
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_no_extension_is_explained(record: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what a build wrote; every line of it stands in the error of a call, and in `info`."""
+    file = tmp_path / "_C.not_built.txt"
+    if record is not None:
+        file.write_text(record, encoding="utf-8")
+    monkeypatch.setattr(extension, "_NOT_BUILT", file)
+    monkeypatch.setattr(extension, "find", lambda: None)
+    monkeypatch.setattr(info, "find", lambda: None)
+    monkeypatch.setattr(cuda, "_found", None)
+    reason, *output = (record or "").splitlines() or [""]
+    output = [line for line in output if line]
+    sentence = "the CUDA extension flash_dmattn._C is not in this installation"
+    found = cuda.probe()
+    assert found.reason == sentence + (f"; its build said: {reason}" if reason else "")
+    q = torch.randn(1, 4, 1, 8)
+    with pytest.raises(flash_dmattn.BackendUnavailableError) as caught:
+        flash_dmattn.attention(q, q, q, backend="cuda")
+    raised, report = str(caught.value).splitlines(), info.render(info.collect()).splitlines()
+    assert any(line.startswith(f"  - {found.reason} (build it in a checkout: ") for line in raised), raised
+    start = next(at for at, line in enumerate(report) if line.startswith("extension "))
+    assert report[start].endswith(f"none: not built: {reason}" if reason else "none: not built")
+    rows = [line.strip() for line in report[start + 1 : start + 2 + len(output)]]
+    assert rows == [*(f"| {line}" for line in output), f"build it in a checkout: {extension.BUILD_COMMAND}"]
+    assert [line for line in raised if line.startswith("    | ")] == [f"    | {line}" for line in output]
+
+
+class Driver:
+    """The library of the driver, on a machine with these GPUs; None is one that does not start."""
+
+    def __init__(self, capabilities: list[tuple[int, int]] | None) -> None:
+        self.capabilities = capabilities
+
+    def cuInit(self, flags: int) -> int:
+        return 999 if self.capabilities is None else 0
+
+    def cuDeviceGetCount(self, count: Any) -> int:
+        count._obj.value = len(self.capabilities or ())
+        return 0
+
+    def cuDeviceGet(self, device: Any, ordinal: int) -> int:
+        device._obj.value = ordinal
+        return 0
+
+    def cuDeviceGetAttribute(self, number: Any, attribute: int, device: Any) -> int:
+        assert self.capabilities is not None
+        number._obj.value = self.capabilities[device.value][attribute - 75]
+        return 0
+
+
+@pytest.mark.parametrize("capabilities", [None, [], [(9, 0)], [(8, 9), (10, 0)]])
+def test_the_driver_names_gpus_where_there_is_no_nvidia_smi(
+    capabilities: list[tuple[int, int]] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(build_cuda.ctypes, "CDLL", lambda name: Driver(capabilities))
+    assert build_cuda.compute_capabilities() == [f"{major}.{minor}" for major, minor in capabilities or ()]
 
 
 @pytest.mark.parametrize("release", ["2.10.0", "2.10.0a0+git123", "2.11.0+cu130", "3.0.0"])

@@ -212,7 +212,6 @@ def test_an_expanded_bias_has_a_gradient_at_each_place(eager: None) -> None:
         ({"bias": TensorSpec((1, 1, 1 << 16, 1 << 15), (0, 0, 1 << 15, 1), torch.float32)}, "bias_span", "2147483648"),
         ({"k_strides": (0, 1 << 30, 0, 1)}, "row_span", "one head of q, k or v spans 47244640272"),
         ({"deterministic": True, "need": Need(bias=True)}, "deterministic", "adds it up with atomics"),
-        ({"return_probs": True}, "return_probs", "return_probs is set"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )

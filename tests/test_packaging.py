@@ -179,56 +179,265 @@ def test_sdist_builds_the_same_wheel(wheel: Path, checkout: Path, tmp_path: Path
     assert (tree / "csrc" / "README.md").is_file() and (tree / "CHANGELOG.md").is_file()
 
 
+# The switch of the CUDA build. Machines differ by what is on PATH: scripts stand in for the compiler and for the GPU.
+
+COMPILER = """\
+[ "$1" = --version ] && { echo "Cuda compilation tools, release 13.0"; exit; }
+case "$*" in *BROKEN*) echo "BROKEN(3): error: 'TORCH_CHECK' was not declared in this scope" >&2; exit 1;; esac
+while [ $# -gt 1 ]; do [ "$1" = -o ] && : > "$2"; shift; done
+"""
+# As `COMPILER`, but it refuses this source.
+BROKEN_SOURCE = "api/mask.cpp"
+REFUSES = COMPILER.replace("BROKEN", BROKEN_SOURCE)
+ERROR = f"{BROKEN_SOURCE}(3): error: 'TORCH_CHECK' was not declared in this scope"
+HOPPER = {"nvcc": COMPILER, "nvidia-smi": "echo 9.0"}
+ONLY_HOPPER = "and only a Hopper GPU (compute capability 9.0) can run it"
+NO_GPU = f"the machine of the build showed no NVIDIA GPU, {ONLY_HOPPER}"
+NOT_BUILT = "flash_dmattn/_C.not_built.txt"
+EXTENSION = "flash_dmattn/_C.abi3.so"
+
+
+class Machine:
+    """Programs by their names, and the environment in which there are no others of theirs."""
+
+    def __init__(self, folder: Path, programs: dict[str, str], torch: str = "", has_ninja: bool = True) -> None:
+        self.tools, self.site = folder / "tools", folder / "site"
+        self.tools.mkdir(parents=True)
+        self.site.mkdir()
+        for name, script in programs.items():
+            self.set(name, script)
+        for name in ("sh", "cat"):  # what the commands of ninja use
+            program = shutil.which(name)
+            assert program is not None
+            (self.tools / name).symlink_to(program)
+        if torch:
+            (self.site / "torch").mkdir()
+            (self.site / "torch" / "__init__.py").touch()
+            (self.site / f"torch-{torch}.dist-info").mkdir()
+            metadata = f"Metadata-Version: 2.1\nName: torch\nVersion: {torch}\n"
+            (self.site / f"torch-{torch}.dist-info" / "METADATA").write_text(metadata)
+        if not has_ninja:
+            (self.site / "sitecustomize.py").write_text("import sys\nsys.modules['ninja'] = None\n")
+
+    def set(self, name: str, script: str) -> None:
+        """Put a program in place."""
+        (self.tools / name).write_text(f"#!/bin/sh\n{script}\n")
+        (self.tools / name).chmod(0o755)
+
+    def environment(self, wish: str) -> dict[str, str]:
+        """The environment of a build; it hides a GPU that is really there."""
+        none = dict.fromkeys(("CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES"), "")
+        return {**none, "PATH": str(self.tools), "PYTHONPATH": str(self.site), "FLASH_DMATTN_BUILD_CUDA": wish}
+
+    def build_wheel(self, tree: Path, out: Path, wish: str) -> subprocess.CompletedProcess[str]:
+        """Build the package there."""
+        return build("build_wheel", tree, out, check=False, **self.environment(wish))
+
+
+def wheel_text(folder: Path, name: str) -> str | None:
+    """A file in the only wheel of a folder, or None where the wheel does not have it."""
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        return archive.read(name).decode() if name in archive.namelist() else None
+
+
+@pytest.fixture
+def tree(checkout: Path, tmp_path: Path) -> Path:
+    """A checkout for one test, without what the build of another left."""
+    return Path(shutil.copytree(checkout, tmp_path / "tree", ignore=shutil.ignore_patterns("build", "*.egg-info")))
+
+
+# Why there is no extension: what is missing, and what the build says of it.
+MISSING_TOOLS = {
+    "no nvcc": ({"programs": {"nvidia-smi": "echo 9.0"}}, "nvcc was not found in CUDA_HOME, in CUDA_PATH or on PATH"),
+    "silent nvcc": ({"programs": {**HOPPER, "nvcc": "exit 0"}}, "nvcc --version names no release"),
+    "old nvcc": (
+        {"programs": {**HOPPER, "nvcc": "echo release 11.8"}},
+        "nvcc is release 11.8; sm_90a needs 12.5",
+    ),
+    "no ninja": ({"programs": HOPPER, "has_ninja": False}, "ninja was not found (pip install ninja)"),
+    "old torch": (
+        {"programs": HOPPER, "torch": "2.9.1"},
+        "torch is 2.9.1; its stable ABI is used as of 2.10",
+    ),
+}
+
+
+@pytest.mark.parametrize("missing", MISSING_TOOLS)
+def test_what_a_build_lacks_is_said_before_it_starts(missing: str, tmp_path: Path) -> None:
+    arguments, reason = MISSING_TOOLS[missing]
+    machine = Machine(tmp_path, **arguments)
+    command = (sys.executable, ROOT / "csrc" / "build_cuda.py")
+    auto = run(*command, cwd=tmp_path, check=False, **machine.environment("auto"))
+    assert auto.returncode == 1 and auto.stdout.startswith("the CUDA extension is not built: "), auto.stdout
+    assert auto.stdout.rstrip().endswith(reason)
+    force = run(*command, cwd=tmp_path, check=False, **machine.environment("force"))
+    assert force.returncode == 1 and f"{reason}. Use 'auto' or 'skip' to install without it" in force.stdout
+
+
+# What nvidia-smi does, and why auto builds nothing where it does that; none where it builds.
+GPUS = {
+    "hopper": ("echo 9.0", ""),
+    "hopper beside another": ("echo 8.9; echo 9.0", ""),
+    "others": (
+        "echo 12.0; echo 8.9; echo 8.9",
+        f"the machine of the build had GPUs of compute capability 12.0, 8.9, {ONLY_HOPPER}",
+    ),
+    "no driver": ("echo NVIDIA-SMI has failed; exit 9", NO_GPU),
+    "none": ("", NO_GPU),
+}
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_auto_builds_where_a_hopper_gpu_is(gpu: str, tmp_path: Path) -> None:
+    script, reason = GPUS[gpu]
+    machine = Machine(tmp_path, {"nvcc": COMPILER, **({"nvidia-smi": script} if script else {})})
+    command = (sys.executable, ROOT / "csrc" / "build_cuda.py")
+    auto = run(*command, cwd=tmp_path, check=False, **machine.environment("auto"))
+    assert auto.stdout.strip() == (
+        f"the CUDA extension is not built: {reason}" if reason else "the CUDA extension is built, in some minutes"
+    )
+    assert auto.returncode == (1 if reason else 0)
+    assert run(*command, cwd=tmp_path, **machine.environment("force")).stdout.startswith("the CUDA extension is built")
+
+
 @builds
-class TestCudaSwitch:
-    """FLASH_DMATTN_BUILD_CUDA, with a machine without nvcc and one with it made by PATH alone."""
+@pytest.mark.parametrize(("wish", "programs"), [("auto", HOPPER), ("force", {"nvcc": COMPILER})])
+def test_a_wheel_with_the_extension_keeps_no_reason(
+    wish: str, programs: dict[str, str], tree: Path, tmp_path: Path
+) -> None:
+    stale = tree / NOT_BUILT
+    stale.write_text("nvcc was not found\n")
+    done = Machine(tmp_path / "machine", programs).build_wheel(tree, tmp_path, wish)
+    assert done.returncode == 0, done.stdout
+    assert wheel_text(tmp_path, EXTENSION) is not None and wheel_text(tmp_path, NOT_BUILT) is None
+    assert re.search(r"^\[\d+/\d+\] forward_d128_bf16$", done.stdout, re.MULTILINE), done.stdout
 
-    NO_NVCC = "nvcc was not found in CUDA_HOME, in CUDA_PATH or on PATH"
-    # Compilers by what they are: a line of shell that answers --version, and everything else.
-    COMPILERS = {
-        "none": ("", NO_NVCC),
-        "silent": ("exit 0", "nvcc --version names no release"),
-        "old": ("echo release 11.8", "nvcc is release 11.8; sm_90a needs 12.5"),
-    }
 
-    def build(self, tree: Path, out: Path, value: str, nvcc: str = "") -> subprocess.CompletedProcess[str]:
-        tools = out / "tools"
-        tools.mkdir()
-        if nvcc:
-            (tools / "nvcc").write_text(f"#!/bin/sh\n{nvcc}\n")
-            (tools / "nvcc").chmod(0o755)
-        environment = {"PATH": str(tools), "CUDA_HOME": "", "CUDA_PATH": "", "FLASH_DMATTN_BUILD_CUDA": value}
-        return build("build_wheel", tree, out, check=False, **environment)
+@builds
+def test_a_wheel_without_it_keeps_the_reason(tree: Path, tmp_path: Path) -> None:
+    done = Machine(tmp_path / "machine", {"nvcc": COMPILER}).build_wheel(tree, tmp_path, "auto")
+    assert done.returncode == 0 and list(tmp_path.glob("*-py3-none-any.whl")), done.stdout
+    assert f"flash_dmattn: the CUDA extension is not built: {NO_GPU}." in done.stdout.splitlines()
+    assert wheel_text(tmp_path, NOT_BUILT) == f"{NO_GPU}\n\n"
 
-    @pytest.mark.parametrize("compiler", COMPILERS)
-    def test_auto_prints_the_reason_and_goes_on(self, compiler: str, checkout: Path, tmp_path: Path) -> None:
-        nvcc, reason = self.COMPILERS[compiler]
-        done = self.build(checkout, tmp_path, "auto", nvcc)
-        assert done.returncode == 0, done.stdout
-        assert re.search(f"^flash_dmattn: the CUDA extension is not built: .*{reason}", done.stdout, re.MULTILINE)
-        assert list(tmp_path.glob("*-py3-none-any.whl"))
 
-    @pytest.mark.parametrize("compiler", COMPILERS)
-    def test_force_fails_with_the_reason(self, compiler: str, checkout: Path, tmp_path: Path) -> None:
-        nvcc, reason = self.COMPILERS[compiler]
-        done = self.build(checkout, tmp_path, "force", nvcc)
-        assert done.returncode != 0 and not list(tmp_path.glob("*.whl"))
-        assert "FLASH_DMATTN_BUILD_CUDA=force, but the CUDA extension cannot be built" in done.stdout
-        assert reason in done.stdout and "'auto' or 'skip'" in done.stdout
+@builds
+def test_a_compiler_that_fails_is_quoted_in_the_wheel(tree: Path, tmp_path: Path) -> None:
+    machine = Machine(tmp_path / "machine", {**HOPPER, "nvcc": REFUSES})
+    done = machine.build_wheel(tree, tmp_path, "auto")
+    assert done.returncode == 0, done.stdout
+    kept = wheel_text(tmp_path, NOT_BUILT)
+    assert kept is not None and wheel_text(tmp_path, EXTENSION) is None
+    reason, *output = kept.splitlines()
+    assert re.fullmatch(r"a command of the build failed \(nvcc 13\.0, torch 2\.\S+\)", reason)
+    assert ERROR in output and not any(line.startswith("[") for line in output), kept
+    # No kernel is compiled before what a torch that does not fit would break.
+    assert not re.search(r"\] (forward|backward)_d", done.stdout), done.stdout
+    (tmp_path / "force").mkdir()
+    forced = machine.build_wheel(tree, tmp_path / "force", "force")
+    assert forced.returncode != 0 and not list((tmp_path / "force").iterdir())
+    assert ERROR in forced.stdout and f"could not be built: {reason}, and what it said is above." in forced.stdout
 
-    def test_skip_is_silent(self, checkout: Path, tmp_path: Path) -> None:
-        done = self.build(checkout, tmp_path, "skip")
-        assert done.returncode == 0, done.stdout
-        assert "CUDA" not in done.stdout
 
-    def test_other_values_are_refused(self, checkout: Path, tmp_path: Path) -> None:
-        done = self.build(checkout, tmp_path, "yes")
-        assert done.returncode != 0
-        assert "FLASH_DMATTN_BUILD_CUDA is 'yes'; it must be 'auto' (as when unset), 'force' or 'skip'" in done.stdout
+# Looks at an installation in a folder, without the .pth of this interpreter: an editable one must not answer instead.
+LOOK = """
+import site, sys
+site.addsitedir({site!r})
+sys.path += {packages}
+import torch, flash_dmattn
+from flash_dmattn.__main__ import main
+main(["info"])
+q = torch.randn(1, 4, 1, 8)
+try:
+    flash_dmattn.attention(q, q, q, backend="cuda")
+except flash_dmattn.BackendUnavailableError as error:
+    print("RAISED", error)
+"""
 
-    def test_force_does_not_stop_an_sdist(self, checkout: Path, tmp_path: Path) -> None:
-        build("build_sdist", checkout, tmp_path, FLASH_DMATTN_BUILD_CUDA="force")
-        assert list(tmp_path.glob("flash_dmattn-*.tar.gz"))
+
+def look(site: Path, cwd: Path) -> tuple[str, str]:
+    """What `info` prints of an installation, and what a call of `cuda` raises there."""
+    packages = [folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")]
+    code = LOOK.format(site=str(site), packages=packages)
+    info, _, raised = run(sys.executable, "-S", "-c", code, cwd=cwd).stdout.partition("RAISED ")
+    return info, raised
+
+
+BUILD_COMMAND = "build it in a checkout: FLASH_DMATTN_BUILD_CUDA=force pip install --no-build-isolation -v ."
+
+
+@builds
+def test_info_and_errors_say_why_a_wheel_has_none(tree: Path, tmp_path: Path) -> None:
+    machine = Machine(tmp_path / "machine", {**HOPPER, "nvcc": REFUSES})
+    assert machine.build_wheel(tree, tmp_path, "auto").returncode == 0
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "installed")
+    info, raised = look(tmp_path / "installed", tmp_path)
+    assert re.search(r"^extension +none: not built: a command of the build failed \(", info, re.MULTILINE), info
+    assert f"| {ERROR}\n" in info and BUILD_COMMAND in info
+    assert "is not in this installation; its build said: a command of the build failed (" in raised
+    assert f"    | {ERROR}\n" in raised and BUILD_COMMAND in raised
+
+
+@builds
+@pytest.mark.parametrize("mode", ["lenient", "strict"])
+def test_editable_installs_keep_the_reason_until_a_build_succeeds(mode: str, tree: Path, tmp_path: Path) -> None:
+    machine = Machine(tmp_path / "machine", {**HOPPER, "nvcc": REFUSES})
+
+    def install(site: Path, wish: str) -> None:
+        code = "from setuptools import build_meta as b; "
+        code += f"b.build_editable({str(site)!r}, {{'editable_mode': {mode!r}}})"
+        site.mkdir()
+        run(sys.executable, "-c", code, cwd=tree, **machine.environment(wish))
+        (editable,) = site.glob("*.whl")
+        with zipfile.ZipFile(editable) as archive:
+            archive.extractall(site)
+
+    (tree / EXTENSION).write_text("of an earlier build")
+    install(tmp_path / "failed", "auto")
+    assert not (tree / EXTENSION).exists()
+    info, raised = look(tmp_path / "failed", tmp_path)
+    assert f"| {ERROR}\n" in info and f"| {ERROR}\n" in raised
+
+    install(tmp_path / "skipped", "skip")
+    info, raised = look(tmp_path / "skipped", tmp_path)
+    assert "none: not built: FLASH_DMATTN_BUILD_CUDA was 'skip'\n" in info and ERROR not in info + raised
+
+    machine.set("nvcc", COMPILER)
+    install(tmp_path / "built", "auto")
+    assert (tree / EXTENSION).exists() and not (tree / NOT_BUILT).exists()
+    # The compiler of this test makes empty files, which is what is said then.
+    assert "cannot be read: cannot mmap an empty file" in look(tmp_path / "built", tmp_path)[0]
+
+
+@builds
+def test_skip_is_silent(tree: Path, tmp_path: Path) -> None:
+    done = Machine(tmp_path / "machine", HOPPER).build_wheel(tree, tmp_path, "skip")
+    assert done.returncode == 0, done.stdout
+    assert "CUDA" not in done.stdout
+    assert wheel_text(tmp_path, NOT_BUILT) == "FLASH_DMATTN_BUILD_CUDA was 'skip'\n\n"
+
+
+@builds
+def test_force_fails_where_nothing_can_be_built(tree: Path, tmp_path: Path) -> None:
+    done = Machine(tmp_path / "machine", {}).build_wheel(tree, tmp_path, "force")
+    assert done.returncode != 0 and not list(tmp_path.glob("*.whl"))
+    assert "FLASH_DMATTN_BUILD_CUDA=force, but the CUDA extension cannot be built: nvcc was not found" in done.stdout
+
+
+@builds
+def test_other_values_are_refused(tree: Path, tmp_path: Path) -> None:
+    done = Machine(tmp_path / "machine", HOPPER).build_wheel(tree, tmp_path, "yes")
+    assert done.returncode != 0
+    assert "FLASH_DMATTN_BUILD_CUDA is 'yes'; it must be 'auto' (as when unset), 'force' or 'skip'." in done.stdout
+
+
+@builds
+def test_force_does_not_stop_an_sdist(checkout: Path, tmp_path: Path) -> None:
+    build("build_sdist", checkout, tmp_path, FLASH_DMATTN_BUILD_CUDA="force")
+    assert list(tmp_path.glob("flash_dmattn-*.tar.gz"))
 
 
 def test_changelog_speaks_of_this_version() -> None:

@@ -31,7 +31,9 @@ inline void check(cudaError_t error, const char* name, const char* what) {
 
 inline cudaStream_t current_stream(int32_t device) {
   void* current = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &current));
+  // Not by a macro of torch: 2.10 and 2.13 have different ones for this.
+  const AOTITorchError error = aoti_torch_get_current_cuda_stream(device, &current);
+  STD_TORCH_CHECK(error == AOTI_TORCH_SUCCESS, "torch does not give its current stream of CUDA device ", device);
   return static_cast<cudaStream_t>(current);
 }
 

@@ -44,12 +44,16 @@ class Reason(NamedTuple):
 
 
 class Availability(NamedTuple):
-    """What `probe()` found: usable, or the reason why not and the exception behind it."""
+    """What `probe()` found: usable, or the reason why not and the exception behind it.
+
+    `reason` and `hint` are a line each; `details` is more to read for the person who asked for this backend.
+    """
 
     usable: bool
     reason: str = ""
     hint: str = ""
     exception: BaseException | None = None
+    details: str = ""
 
 
 class Backend(Protocol):

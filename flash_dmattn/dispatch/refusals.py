@@ -51,6 +51,7 @@ def refuse(problem: AttentionProblem, name: str, passes: tuple[Pass, ...]) -> No
     out_of_service = not availability.usable or name in process.disabled
     verdict = "is not available" if out_of_service else "does not support this call"
     lines = [f"backend {name!r} {verdict}: {problem}", *(f"  - {reason}" for reason in reasons)]
+    lines += [f"    | {line}" for line in availability.details.splitlines()]
     if accepted_by:
         lines.append(f"  backends that accept it: {', '.join(map(repr, accepted_by))}")
     kind = BackendUnavailableError if out_of_service else BackendUnsupportedError

@@ -52,7 +52,7 @@ def _load() -> Availability:
         return Availability(False, str(error), "rebuild it, or install what it needs: docs/building.md", error)
     except Exception as error:  # a broken installation raises anything; a probe reports it
         if isinstance(error, ModuleNotFoundError) and error.name == extension.NAME:
-            return Availability(False, str(error), "build it: docs/building.md", error)
+            return _not_built(error)
         return Availability(False, f"the CUDA extension cannot be loaded: {error}", "rebuild it", error)
     driver, runtime = loaded.cuda_versions()
     if driver // 1000 < runtime // 1000:
@@ -62,6 +62,14 @@ def _load() -> Availability:
             "update the driver, or build the extension with an older nvcc",
         )
     return Availability(True)
+
+
+def _not_built(error: ModuleNotFoundError) -> Availability:
+    hint = f"build it in a checkout: {extension.BUILD_COMMAND}; docs/building.md"
+    found = extension.not_built()
+    if found is None:
+        return Availability(False, str(error), hint, error)
+    return Availability(False, f"{error}; its build said: {found.reason}", hint, error, found.output)
 
 
 def _dotted(version: int) -> str:

@@ -8,19 +8,38 @@ import json
 import mmap
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..._version import __version__
 
 NAME = "flash_dmattn._C"
+# For a person who has none, in a checkout; -v is what makes pip show the progress.
+BUILD_COMMAND = "FLASH_DMATTN_BUILD_CUDA=force pip install --no-build-isolation -v ."
 
 # What stands before the JSON in the file; csrc/build_cuda.py writes it.
 _PREFIX = b"FLASH_DMATTN_BUILD_INFO "
+# Written by setup.py where a build ends without the extension.
+_NOT_BUILT = Path(__file__).resolve().parents[2] / "_C.not_built.txt"
 _KEYS = ("version", "torch_target", "torch_built_with", "python", "arches", "units", "nvcc", "flags", "commit")
 
 
 class ExtensionMismatchError(ImportError):
     """The extension was built for another flash_dmattn or torch than those that are installed; it is not loaded."""
+
+
+class NotBuilt(NamedTuple):
+    """Why a build ended without the extension; `output` is the last that a compiler said, empty where none ran."""
+
+    reason: str
+    output: str
+
+
+def not_built() -> NotBuilt | None:
+    """Why this installation has no extension, as its build wrote it; None where no build did."""
+    if not _NOT_BUILT.is_file():
+        return None
+    reason, _, output = _NOT_BUILT.read_text(encoding="utf-8", errors="replace").partition("\n")
+    return NotBuilt(reason, output.strip())
 
 
 def find() -> Path | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..._version import __version__
-from ...backends.cuda.extension import build_info, find
+from ...backends.cuda.extension import BUILD_COMMAND, build_info, find, not_built
 from . import require_torch
 
 Report = dict[str, Any]
@@ -98,10 +98,13 @@ def _imported(name: str) -> Report:
 
 
 def _extension() -> Report:
-    """The record of the build in the compiled extension, which is read without loading it."""
+    """The record of the build in the compiled extension, which is not loaded for it, or why there is none."""
     try:
         path = find()
-        return {"error": "not built"} if path is None else {"path": str(path), **build_info(path)}
+        if path is not None:
+            return {"path": str(path), **build_info(path)}
+        reason, output = not_built() or ("", "")
+        return {"error": f"not built: {reason}" if reason else "not built", "output": output}
     except Exception as error:  # as in _imported
         return {"error": f"{type(error).__name__}: {error}"}
 
@@ -199,7 +202,7 @@ def render(report: Report) -> str:
         ("system", report["system"]),
         ("torch", torch),
         ("triton", version(report["triton"])),
-        ("extension", _extension_row(report["extension"])),
+        *_spread("extension", _extension_lines(report["extension"])),
         ("driver", report["driver"].get("version") or f"none: {report['driver']['error']}"),
         *_spread("GPUs", gpus or ["none"]),
         ("", ""),
@@ -215,13 +218,14 @@ def render(report: Report) -> str:
     return "\n".join(f"{name.ljust(width)}  {value}".rstrip() for name, value in rows)
 
 
-def _extension_row(found: Report) -> str:
+def _extension_lines(found: Report) -> list[str]:
     if "error" in found:
-        return f"none: {found['error']}"
-    return (
+        output = [f"| {line}" for line in found.get("output", "").splitlines()]
+        return [f"none: {found['error']}", *output, f"build it in a checkout: {BUILD_COMMAND}"]
+    return [
         f"{found['version']} for {', '.join(found['arches'])} and torch >= {found['torch_target']}, built by nvcc "
         f"{found['nvcc']} from commit {found['commit'][:12]}, {found['path']}"
-    )
+    ]
 
 
 def _backend_rows(backends: dict[str, Report]) -> list[tuple[str, str]]:
