@@ -55,6 +55,17 @@ def test_dtypes(backend: Runner, dtype: torch.dtype, bias_dtype: torch.dtype, sh
     check(backend, Case(dtype=dtype, bias_dtype=bias_dtype, bias=shape, mask=("B", "1", "Lq", "Lk"), seqlen_k=40))
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("shape", BIAS_SHAPES, ids="-".join)
+def test_float64_bias_beside_16_bits(backend: Runner, dtype: torch.dtype, shape: tuple[str, ...]) -> None:
+    case = Case(dtype=dtype, bias_dtype=torch.float64, bias=shape, mask=("B", "1", "Lq", "Lk"), dlse=True)
+    inputs = case.build()
+    results = backend(case, inputs)
+    assert_accurate(results, case, inputs)
+    assert results["dbias"].dtype == torch.float64
+    assert_accurate(backend(case.with_(need=("bias",)), inputs), case.with_(need=("bias",)), inputs)
+
+
 @pytest.mark.parametrize("heads", ((4, 4), (8, 2), (6, 1)))
 @pytest.mark.parametrize("form", ("none", "causal", "empty_tiles"))
 def test_grouped_heads(backend: Runner, heads: tuple[int, int], form: str) -> None:
