@@ -56,14 +56,17 @@ def test_dtypes(backend: Runner, dtype: torch.dtype, bias_dtype: torch.dtype, sh
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
-@pytest.mark.parametrize("shape", BIAS_SHAPES, ids="-".join)
+@pytest.mark.parametrize(
+    "shape",
+    (("B", "Hq", "Lq", "Lk"), ("1", "Hk", "Lq", "Lk"), ("1", "Hk", "1", "Lk"), ("B", "Hq", "Lq", "1")),
+    ids="-".join,
+)
 def test_float64_bias_beside_16_bits(backend: Runner, dtype: torch.dtype, shape: tuple[str, ...]) -> None:
     case = Case(dtype=dtype, bias_dtype=torch.float64, bias=shape, mask=("B", "1", "Lq", "Lk"), dlse=True)
     inputs = case.build()
     results = backend(case, inputs)
     assert_accurate(results, case, inputs)
     assert results["dbias"].dtype == torch.float64
-    assert_accurate(backend(case.with_(need=("bias",)), inputs), case.with_(need=("bias",)), inputs)
 
 
 @pytest.mark.parametrize("heads", ((4, 4), (8, 2), (6, 1)))
