@@ -87,7 +87,7 @@ def test_softmax_scale_is_in_dq_and_dk_but_not_in_dbias(backend: Runner, softmax
 
 
 @pytest.mark.parametrize("lengths", ((9, 9), (5, 21), (21, 5)))
-@pytest.mark.parametrize("window_size", ((0, 0), (3, -1), (-1, 2), (4, 1)))
+@pytest.mark.parametrize("window_size", ((0, 0), (3, -1), (-1, 2), (4, 1), (2**31 - 1, 3), (2, 2**40)))
 def test_window(backend: Runner, lengths: tuple[int, int], window_size: tuple[int, int]) -> None:
     seqlen_q, seqlen_k = lengths
     check(backend, Case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, window_size=window_size, bias=("1", "1", "Lq", "Lk")))
