@@ -327,6 +327,33 @@ def test_autocast_and_uninitialised_memory_change_nothing():
     assert all(torch.equal(x, y) for x, y in zip(got, expected))
 
 
+def test_places_of_bias_that_no_chunk_reaches_have_a_gradient_of_zero():
+    torch.manual_seed(14)
+    inputs = tensors(torch.float32)
+    bias, mask = torch.randn(B, HQ, LQ, LK), torch.ones(B, 1, LQ, LK, dtype=torch.bool)
+    mask[:, :, 4:8] = False
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+    try:
+        for m, flags in ((None, {"is_causal": True}), (None, {"window_size": (1, 1)}), (mask, {})):
+            *_, dbias = pair(*inputs, m, bias, chunk_bytes=1, **SCALE, **flags)
+            *_, expected = exact(*inputs, m, bias, **SCALE, **flags)
+            assert (expected == 0).any()
+            torch.testing.assert_close(dbias.double(), expected, rtol=1e-4, atol=1e-6)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("need", list(product((False, True), repeat=3)), ids=str)
+def test_any_subset_of_gradients_with_a_softcap(need):
+    torch.manual_seed(15)
+    inputs, bias = tensors(), torch.randn(1, HQ, LQ, LK, dtype=torch.float64)
+    expected = exact(*inputs, None, bias, **SCALE, softcap=0.8)
+    need_q, need_k, need_bias = need
+    got = pair(*inputs, None, bias, need=(need_q, need_k, False, need_bias), **SCALE, softcap=0.8)
+    wanted = (need_q, need_k, False, need_bias)
+    assert_same(got[2:], [x if needed else None for x, needed in zip(expected[2:], wanted)])
+
+
 def test_chunks_of_long_calls_keep_good_shapes():
     # The sums of dk and dv of one head outgrow the cache here; they must not shrink the chunk to single rows.
     for length in (16384, 131072):
