@@ -136,9 +136,7 @@ def test_an_output_that_is_not_used_costs_its_gradient_nothing(used: str, create
     ours, given = KernelPair("ours"), leaves()
     seen: list[tuple[Tensor, Tensor | None]] = []
     backward = ours.backward
-    ours.backward = lambda problem, dout, dlse, *rest: (
-        seen.append((dout, dlse)) or backward(problem, dout, dlse, *rest)
-    )
+    ours.backward = lambda problem, dout, dlse, *rest: seen.append((dout, dlse)) or backward(problem, dout, dlse, *rest)
     with registered(ours):
         out, lse = function(some_empty_rows(), backend="ours")(*given)
         parts = {"out": (out,), "lse": (lse,), "both": (out, lse)}[used]

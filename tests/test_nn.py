@@ -222,7 +222,8 @@ def test_a_copy_of_a_layer_does_what_the_layer_does(way, options):
     layer, x = make_layer(**options), make_x()
     if way == "state_dict":
         torch.manual_seed(1)
-        copied = DynamicMaskAttention(HIDDEN, HEADS, HEADS_K, HEAD_DIM, **{"keep_window_size": KEEP, **options}).double()
+        arguments = {"keep_window_size": KEEP, "dtype": torch.float64, **options}
+        copied = DynamicMaskAttention(HIDDEN, HEADS, HEADS_K, HEAD_DIM, **arguments)
         assert not torch.equal(copied(x), layer(x))
         assert copied.load_state_dict(layer.state_dict(), strict=True) == ([], [])
     elif way == "deepcopy":

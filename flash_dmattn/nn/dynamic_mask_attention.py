@@ -15,9 +15,9 @@ from .kv_cache import KVCache
 from .rotary import apply_rotary, rotary_angles
 
 # Scores are rounded to the nearest multiple of this before they are compared: 0.02 % of an attention weight. One key
-# scored in a long product and in a decoding step differs in its last bits, and equal tokens have equal scores in a first
-# layer: without the steps those bits decide which of them is kept. Measured, fp32, 100 tokens of an alphabet of 4: 4 of
-# 10 texts decoded differently.
+# scored in a long product and in a decoding step differs in its last bits, and equal tokens have equal scores in a
+# first layer: without the steps those bits decide which of them is kept. Measured, fp32, 100 tokens of an alphabet of
+# 4: 4 of 10 texts decoded differently.
 SCORE_STEP = 2.0**-12
 
 

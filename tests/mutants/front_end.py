@@ -1,4 +1,4 @@
-"""Faults of the front end: call classes, the choice of a backend, validation, autograd, operators, settings, explain."""
+"""Faults of the front end: call classes, selection, validation, autograd, operators, settings, explain."""
 
 from __future__ import annotations
 
