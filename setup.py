@@ -23,7 +23,7 @@ PACKAGE_DIR = {
 }
 # setup.py runs once for each step of an installation; only these steps build, so only these speak or fail.
 BUILDING = {"build", "build_ext", "bdist_wheel", "editable_wheel", "develop", "install"}
-# Read by flash_dmattn/backends/cuda/extension.py: why there is no extension, and below that line the last that a compiler said.
+# Why there is no extension, and below that line the last that a compiler said; backends/cuda/extension.py reads it.
 NOT_BUILT = "_C.not_built.txt"
 
 

@@ -130,7 +130,7 @@ def assert_accurate(got: Results, case: Case, inputs: Inputs, exact: Results | N
         if name in GRADIENTS:
             assert x.shape == like[name].shape, f"{case}: {name} has shape {tuple(x.shape)}"
         found = error(x, reference, sizes.get(name))
-        if x.dtype == torch.float64:
+        if x.dtype == case.dtype == torch.float64:
             limit = FLOOR_FP64
         else:
             floor = gradient_floor if name in GRADIENTS else FLOOR

@@ -190,6 +190,15 @@ def empty_row_calls() -> Iterator[str | None]:
             yield f"{case.repro()}\n{failure}"
 
 
+def wide_window_calls() -> Iterator[str | None]:
+    """Outcomes of windows with a side beyond every key or query, about as long as an int32 reaches, or longer."""
+    far = 2**31 - 1
+    for window_size in ((far, 3), (3, far), (far - 40, far - 40), (2**32 + 3, 0), (2**40, 2**63 - 1)):
+        for mask in (None, ("B", "1", "1", "Lk"), ("B", "1", "Lq", "Lk")):
+            case = Case(seqlen_q=40, seqlen_k=70, window_size=window_size, mask=mask, bias=("1", "Hq", "Lq", "Lk"))
+            yield failure_of(case, case.build(), None, False, (TILES[0], 1, PARTS_BYTES[0]))
+
+
 def forgetting_calls() -> Iterator[str | None]:
     """Outcomes of asking whether the tensors of a call are freed after it, while its plans are remembered."""
     attention = partial(flash_dmattn.attention, return_lse=True, backend="triton")
@@ -261,5 +270,6 @@ if __name__ == "__main__":
         "empty rows": empty_row_calls,
         "freed": forgetting_calls,
         "few keys": few_keys_calls,
+        "wide windows": wide_window_calls,
     }.get(sys.argv[1])
     sys.exit(main(random_calls(int(sys.argv[1]), int(sys.argv[2])) if fixed is None else fixed()))

@@ -129,6 +129,23 @@ def test_bias_alone_gets_a_gradient_and_nothing_else_is_computed() -> None:
     assert q.grad is None
 
 
+@pytest.mark.parametrize("create_graph", [False, True], ids=["once", "twice"])
+@pytest.mark.parametrize("used", ["out", "lse", "both"])
+def test_an_output_that_is_not_used_costs_its_gradient_nothing(used: str, create_graph: bool) -> None:
+    """The backend is handed None for dlse, by which it leaves lse out; dout is what every kernel reads."""
+    ours, given = KernelPair("ours"), leaves()
+    seen: list[tuple[Tensor, Tensor | None]] = []
+    backward = ours.backward
+    ours.backward = lambda problem, dout, dlse, *rest: seen.append((dout, dlse)) or backward(problem, dout, dlse, *rest)
+    with registered(ours):
+        out, lse = function(some_empty_rows(), backend="ours")(*given)
+        parts = {"out": (out,), "lse": (lse,), "both": (out, lse)}[used]
+        torch.autograd.grad(sum(x.sum() for x in parts), given, create_graph=create_graph)
+    ((dout, dlse),) = seen
+    assert (dlse is None) == (used == "out")
+    assert torch.equal(dout, torch.zeros_like(out) if used == "lse" else torch.ones_like(out))
+
+
 def test_no_gradient_no_graph() -> None:
     given = leaves()
     ours = KernelPair("ours")

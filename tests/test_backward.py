@@ -55,6 +55,20 @@ def test_dtypes(backend: Runner, dtype: torch.dtype, bias_dtype: torch.dtype, sh
     check(backend, Case(dtype=dtype, bias_dtype=bias_dtype, bias=shape, mask=("B", "1", "Lq", "Lk"), seqlen_k=40))
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    (("B", "Hq", "Lq", "Lk"), ("1", "Hk", "Lq", "Lk"), ("1", "Hk", "1", "Lk"), ("B", "Hq", "Lq", "1")),
+    ids="-".join,
+)
+def test_float64_bias_beside_16_bits(backend: Runner, dtype: torch.dtype, shape: tuple[str, ...]) -> None:
+    case = Case(dtype=dtype, bias_dtype=torch.float64, bias=shape, mask=("B", "1", "Lq", "Lk"), dlse=True)
+    inputs = case.build()
+    results = backend(case, inputs)
+    assert_accurate(results, case, inputs)
+    assert results["dbias"].dtype == torch.float64
+
+
 @pytest.mark.parametrize("heads", ((4, 4), (8, 2), (6, 1)))
 @pytest.mark.parametrize("form", ("none", "causal", "empty_tiles"))
 def test_grouped_heads(backend: Runner, heads: tuple[int, int], form: str) -> None:
@@ -73,7 +87,7 @@ def test_softmax_scale_is_in_dq_and_dk_but_not_in_dbias(backend: Runner, softmax
 
 
 @pytest.mark.parametrize("lengths", ((9, 9), (5, 21), (21, 5)))
-@pytest.mark.parametrize("window_size", ((0, 0), (3, -1), (-1, 2), (4, 1)))
+@pytest.mark.parametrize("window_size", ((0, 0), (3, -1), (-1, 2), (4, 1), (2**31 - 1, 3), (2, 2**40)))
 def test_window(backend: Runner, lengths: tuple[int, int], window_size: tuple[int, int]) -> None:
     seqlen_q, seqlen_k = lengths
     check(backend, Case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, window_size=window_size, bias=("1", "1", "Lq", "Lk")))

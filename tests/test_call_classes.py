@@ -159,6 +159,25 @@ def test_settings_outside_of_the_call_are_noticed(described: list[int]) -> None:
     assert attend().dtype == torch.float32
 
 
+def test_a_remembered_call_follows_what_is_set_around_it(described: list[int]) -> None:
+    """Without `record_decisions`, under which nothing is looked up."""
+    attend()
+    for backend in ("cuda", "triton"):  # neither serves tensors on a CPU
+        with pytest.raises(flash_dmattn.BackendError, match=backend), flash_dmattn.use_backend(backend):
+            attend()
+    assert len(described) == 3
+    flash_dmattn.set_default_backend("reference")
+    attend()
+    assert len(described) == 4
+    flash_dmattn.set_default_backend("auto")
+    attend()
+    assert len(described) == 4
+    torch.use_deterministic_algorithms(True)
+    attend()
+    assert len(described) == 5
+    assert [found.problem.deterministic for found in call_classes._classes.values()] == [False, False, True]
+
+
 def test_what_is_remembered_runs_on_the_backend_of_its_time() -> None:
     attend(backend="auto")
     ours = KernelPair("ours")

@@ -12,7 +12,7 @@ from conftest import Runner
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16) + ((torch.float64,) if DEVICE == "cpu" else ())
 SHAPES = tuple(itertools.product(("1", "B"), ("1", "Hk", "Hq"), ("1", "Lq"), ("1", "Lk")))
-WINDOWS = ((-1, -1), (0, 0), (3, -1), (-1, 2), (4, 1), (100, 100), (0, 5))
+WINDOWS = ((-1, -1), (0, 0), (3, -1), (-1, 2), (4, 1), (100, 100), (0, 5), (2**40, 0), (1, 2**31 - 1))
 
 
 def check(backend: Runner, case: Case) -> None:

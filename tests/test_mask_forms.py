@@ -44,7 +44,7 @@ def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-BANDS: list[dict[str, Any]] = [{}, {"is_causal": True}, {"window_size": (20, 3)}]
+BANDS: list[dict[str, Any]] = [{}, {"is_causal": True}, {"window_size": (20, 3)}, {"window_size": (2**40, 0)}]
 BACKENDS = ("eager", "reference", "flex", PREPARED.NAME, (PREPARED.NAME, "eager"), ("eager", PREPARED.NAME))
 
 

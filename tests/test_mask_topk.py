@@ -81,6 +81,17 @@ def test_never_outside_the_mask(score_shape, mask_shape, is_causal):
     assert not (got & ~mask).any()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_two_zeros_tie_and_the_earliest_of_a_tie_is_kept(is_causal, rows, dtype):
+    scores = torch.tensor([-0.0, 0.0, 1.0, 0.0], dtype=dtype).expand(rows, 4).contiguous()
+    last = topk_mask(scores, 2, is_causal=is_causal, seqlen_q=4)[0, 0, -1]
+    assert last.tolist() == [True, False, True, False]
+    flipped = topk_mask(scores.neg(), 2, is_causal=is_causal, seqlen_q=4)[0, 0, -1]
+    assert flipped.tolist() == [True, True, False, False]
+
+
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(st.data())
 def test_any_call_equals_brute_force(data):

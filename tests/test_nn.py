@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -154,6 +158,103 @@ def test_a_truncated_cache_forgets_a_draft():
     layer(torch.randn_like(x[:, 9:13]), cache=cache)
     cache.truncate(9)
     torch.testing.assert_close(layer(x[:, 9:], cache=cache), layer(x)[:, 9:], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_cache_emptied_by_truncate_takes_another_batch_and_dtype(dtype):
+    layer, x = make_layer().requires_grad_(False), make_x()
+    cache = KVCache(max_length=64)
+    layer(x, cache=cache)
+    cache.truncate(0)
+    layer, other = layer.to(dtype), make_x(batch=3).to(dtype)
+    steps = [layer(piece, cache=cache) for piece in other.split([9, 1, 7], dim=1)]
+    assert steps[0].dtype == dtype and cache.length == LENGTH
+    tolerance = {"rtol": 1e-10, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(torch.cat(steps, dim=1), layer(other), **tolerance)
+
+
+def test_the_cache_returns_what_was_appended_and_keeps_it_when_it_grows():
+    cache = KVCache(max_length=2)
+    generator = torch.Generator().manual_seed(3)
+    given = [
+        [torch.randn(shape, generator=generator) for shape in ((2, length, 3, 4), (2, length, 3, 5), (2, length, 3))]
+        for length in (1, 3, 1, 8)
+    ]
+    for number, new in enumerate(given, 1):
+        found = cache.append(*new)
+        for got, parts in zip(found, zip(*given[:number], strict=True), strict=True):
+            assert torch.equal(got, torch.cat(parts, dim=1))
+    cache.truncate(4)
+    again = cache.append(*given[0])
+    for got, parts in zip(again, zip(given[0], given[1], given[0], strict=True), strict=True):
+        assert torch.equal(got, torch.cat(parts, dim=1))
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 4])
+def test_scores_are_ranked_by_the_nearest_step(seqlen_q):
+    """What the last bits of one score decide in a product, they may not decide of the mask."""
+    layer = make_layer(dtype=torch.float32, keep_window_size=1).requires_grad_(False)
+    step = 2.0**-12
+
+    def kept(first: float, second: float) -> list[bool]:
+        scores = torch.tensor([0.0, first, second, 0.0])[None, :, None].expand(2, 4, HEADS_K)
+        mask = layer._select_keys(scores.transpose(1, 2).unsqueeze(2), seqlen_q, None)
+        assert mask.shape == (2, HEADS_K, seqlen_q, 4) and torch.equal(mask, mask[:1, :1].expand_as(mask))
+        return mask[0, 0, -1].tolist()
+
+    first_key, second_key = [False, True, False, False], [False, False, True, False]
+    on_a_step = torch.tensor(1.0 + 77 * step)
+    below, above = (float(torch.nextafter(on_a_step, torch.tensor(to))) for to in (0.0, 9.0))
+    assert below < on_a_step < above
+    assert kept(below, above) == first_key  # of equals the earliest
+    assert kept(above, below) == first_key
+    assert kept(float(on_a_step) - 0.4 * step, float(on_a_step) + 0.4 * step) == first_key
+    assert kept(float(on_a_step) + 0.4 * step, float(on_a_step) + 0.6 * step) == second_key
+    assert kept(float(on_a_step), float(on_a_step) + step) == second_key
+
+
+OPTIONS = [{}, {"qk_norm": True, "projection_bias": True}, {"keep_window_size": None}, {"local_window_size": 3}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
+@pytest.mark.parametrize("way", ["state_dict", "deepcopy", "pickle", "torch.save"])
+def test_a_copy_of_a_layer_does_what_the_layer_does(way, options):
+    layer, x = make_layer(**options), make_x()
+    if way == "state_dict":
+        torch.manual_seed(1)
+        arguments = {"keep_window_size": KEEP, "dtype": torch.float64, **options}
+        copied = DynamicMaskAttention(HIDDEN, HEADS, HEADS_K, HEAD_DIM, **arguments)
+        assert not torch.equal(copied(x), layer(x))
+        assert copied.load_state_dict(layer.state_dict(), strict=True) == ([], [])
+    elif way == "deepcopy":
+        copied = copy.deepcopy(layer)
+    elif way == "pickle":
+        copied = pickle.loads(pickle.dumps(layer))
+    else:
+        file = io.BytesIO()
+        torch.save(layer, file)
+        copied = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    assert repr(copied) == repr(layer)
+    outputs, gradients = [], []
+    for one in (layer, copied):
+        out = one(x)
+        outputs.append(out)
+        gradients.append(torch.autograd.grad(out.square().sum(), list(one.parameters())))
+    assert torch.equal(*outputs)
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    with torch.no_grad():
+        copied.o_proj.weight.zero_()
+    assert torch.equal(layer(x), outputs[0]), "a copy shares no parameter"
+
+
+def test_a_copy_of_a_cache_goes_on_by_itself():
+    layer, x = make_layer().requires_grad_(False), make_x()
+    expected, cache = layer(x), KVCache()
+    layer(x[:, :9], cache=cache)
+    copies = [copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))]
+    layer(torch.randn_like(x), cache=cache)
+    for copied in copies:
+        torch.testing.assert_close(layer(x[:, 9:], cache=copied), expected[:, 9:], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

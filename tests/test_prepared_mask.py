@@ -19,6 +19,8 @@ BANDS = [
     {"window_size": (-1, 9)},
     {"window_size": (60, -1), "is_causal": True},
     {"window_size": (10**15, 10**15)},
+    {"window_size": (2**40, 0)},
+    {"window_size": (0, 2**40)},
 ]
 
 
@@ -148,6 +150,28 @@ def test_key_mask_against_loops(seqlen_q, seqlen_k, band):
         ends = prepared.prefix[0, 0, max(i + low, 0) :][:1], prepared.prefix[0, 0, max(0, min(i + high + 1, seqlen_k))]
         first, last = (int(x) for x in ends) if ends[0].numel() else (0, 0)
         assert prepared.kept[0, 0, first:last].tolist() == allowed[0, 0, i].nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("seqlen_q", [2, 127, 128, 129, 300])
+def test_tiles_of_the_last_row_may_be_full_and_those_of_a_cut_column_may_not(seqlen_q):
+    mask = torch.ones(1, 2, seqlen_q, 300, dtype=torch.bool)
+    mask[0, 1, -1, 128:] = False
+    prepared = prepare_mask(mask)
+    check_tile_mask(prepared, mask)
+    last = -(-seqlen_q // 128) - 1
+    assert prepared.classes[0, 0].tolist() == [[2, 2, 1]] * (last + 1)
+    assert prepared.classes[0, 1, last].tolist() == [2, *([0, 0] if seqlen_q == 129 else [1, 1])]
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [*SIZES, (300, 200)])
+@pytest.mark.parametrize("window_size", [(2**40, 0), (0, 2**40), (2**40, -1), (500, 3), (3, 500), (2**63 - 1, 2**62)])
+def test_limits_beyond_the_mask_are_cut_to_what_fits_int32(seqlen_q, seqlen_k, window_size):
+    """Kernels add the limits to positions in int32; a limit past the last diagonal says what an unlimited side says."""
+    nearest = tuple(min(side, seqlen_q + seqlen_k) for side in window_size)
+    band = packing.make_band(seqlen_q, seqlen_k, False, window_size)
+    assert band == packing.make_band(seqlen_q, seqlen_k, False, nearest)
+    if band is not None:
+        assert -seqlen_q <= band.low and band.high <= seqlen_k
 
 
 def strided_forms():

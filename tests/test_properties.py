@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
+import pytest
 import torch
-from accuracy import Results, assert_accurate
+from accuracy import Results, assert_accurate, run
 from cases import Case
 from conftest import Runner
+
+import flash_dmattn
+from flash_dmattn.backends import eager
+from flash_dmattn.reference import chunks
 
 FULL = ("B", "Hq", "Lq", "Lk")
 # In 16 bits two orders of the same sums differ by more than what these relations would notice.
@@ -106,6 +112,31 @@ def test_results_do_not_depend_on_values_behind_the_mask(backend: Runner) -> Non
     assert_close(a, b)
     assert_accurate(b, case, x)
     assert (b["dk"][hidden] == 0).all() and (b["dv"][hidden] == 0).all()
+
+
+@pytest.mark.parametrize("asked", ["argument", "torch"])
+@pytest.mark.parametrize("chunk_bytes", [chunks.DEFAULT_CHUNK_BYTES, 60_000], ids=["whole rows", "split rows"])
+def test_repeats_of_a_deterministic_call_on_eager_are_equal_bit_by_bit(asked: str, chunk_bytes: int) -> None:
+    small = {"batch": 1, "num_heads": 2, "num_heads_k": 1, "dtype": torch.bfloat16}
+    case = CASE.with_(bias=("1", "Hk", "1", "Lk"), seqlen_q=70, seqlen_k=300, **small)
+    x = case.build()
+    attention = partial(
+        flash_dmattn.attention, return_lse=True, deterministic=True if asked == "argument" else None, backend="eager"
+    )
+    torch.use_deterministic_algorithms(asked == "torch")
+    torch.set_num_threads(2)  # sums that several threads add to are what would differ
+    eager.set_chunk_bytes(chunk_bytes)
+    try:
+        with flash_dmattn.record_decisions() as decisions:
+            first, *others = [run(attention, case, x) for _ in range(3)]
+    finally:
+        eager.set_chunk_bytes(chunks.DEFAULT_CHUNK_BYTES)
+        torch.set_num_threads(1)
+        torch.use_deterministic_algorithms(False)
+    assert all(decision.problem.deterministic for decision in decisions)
+    assert_accurate(first, case, x)
+    for other in others:
+        assert all(torch.equal(first[name], other[name]) for name in NAMES)
 
 
 def test_the_same_call_gives_the_same_bits(backend: Runner) -> None:

@@ -103,6 +103,53 @@ def test_backend_of_a_forward_alone_is_paired(pair: object) -> None:
     assert {"eager", "reference"} <= set(caught.value.accepted_by) and "ours" not in caught.value.accepted_by
 
 
+def test_each_backend_of_a_pair_is_asked_for_its_own_pass() -> None:
+    backward_only = Rule("backward_only", lambda p: False, lambda p: "there is no forward kernel yet", "", ("forward",))
+    first, second = KernelPair("first", rules=(FORWARD_ONLY,)), KernelPair("second", rules=(backward_only,))
+    with registered(first, second):
+        torch.testing.assert_close(results(("first", "second")), results("reference"))
+        with pytest.raises(flash_dmattn.BackendUnsupportedError, match="there is no backward kernel yet") as caught:
+            results(("eager", "first"))
+        assert [(reason.backend, reason.code) for reason in caught.value.reasons] == [("first", "forward_only")]
+        with pytest.raises(flash_dmattn.BackendUnsupportedError, match="there is no forward kernel yet"):
+            results(("second", "eager"))
+        with torch.no_grad():  # the backend of a pass that does not run is not asked
+            flash_dmattn.attention(*inputs()[:3], backend=("eager", "first"))
+    assert (first.ran, second.ran) == (["forward"], ["backward"])
+
+
+@pytest.mark.parametrize("fails", ["forward", "backward"])
+@pytest.mark.parametrize("requested", ["auto", "ours", ("ours", "ours")], ids=str)
+def test_a_pass_that_raises_is_not_retried_elsewhere(
+    fails: str, requested: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(KernelPair):
+        def _run(self, name: str, *arguments: object) -> object:
+            result = getattr(KernelPair, name)(self, *arguments)
+            if name == fails:
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            return result
+
+        def forward(self, *arguments: object) -> object:
+            return self._run("forward", *arguments)
+
+        def backward(self, *arguments: object) -> object:
+            return self._run("backward", *arguments)
+
+    ours, other = Broken("ours"), KernelPair("other")
+    for backend in (selection.BACKENDS["eager"], selection.BACKENDS["reference"]):
+        for name in ("forward", "backward", "attention"):
+            if hasattr(backend, name):
+                monkeypatch.setattr(backend, name, lambda *_, name=name: pytest.fail(f"{name} ran elsewhere"))
+    with registered(other, before="eager"), registered(ours, before="other"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeError, match="an illegal memory access") as caught:
+            results(requested)
+    assert not isinstance(caught.value, flash_dmattn.BackendError)
+    assert ours.ran == (["forward"] if fails == "forward" else ["forward", "backward"])
+    assert other.ran == []
+
+
 def test_auto_passes_over_what_a_backend_keeps_to_its_name() -> None:
     shy = KernelPair("shy", auto_rules=(Rule("small", lambda p: p.seqlen_k > 64, lambda p: f"only {p.seqlen_k} keys"),))
     with registered(shy, before="eager"):

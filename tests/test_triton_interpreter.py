@@ -41,6 +41,10 @@ def test_the_lse_of_an_empty_row_takes_no_gradient() -> None:
     assert "3 passed, 0 failed" in interpret("interpreted_triton.py", "empty rows")
 
 
+def test_windows_beyond_int32() -> None:
+    assert "15 passed, 0 failed" in interpret("interpreted_triton.py", "wide windows")
+
+
 def test_remembered_plans_hold_no_tensor() -> None:
     assert "10 passed, 0 failed" in interpret("interpreted_triton.py", "freed")
 

@@ -75,6 +75,17 @@ INVALID: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "bias 0-D": ({"bias": torch.tensor(1.0)}, ValueError, ("bias has 0 dimensions", "needs 2, 3 or 4")),
     "mask batch": ({"mask": true(3, 1, 1, LK)}, ValueError, ("mask has shape (3, 1, 1, 5)", "batch in {1, 2}")),
     "mask heads": ({"mask": true(1, 3, 1, LK)}, ValueError, ("mask has shape (1, 3, 1, 5)", "heads in {1, 2, 4}")),
+    # 4 divides the heads of q, and is neither their number nor that of k's
+    "mask heads, a divisor": (
+        {"q": torch.randn(B, LQ, 8, D), "mask": true(1, 4, 1, LK)},
+        ValueError,
+        ("mask has shape (1, 4, 1, 5)", "heads in {1, 2, 8}"),
+    ),
+    "bias heads, a divisor": (
+        {"q": torch.randn(B, LQ, 12, D), "bias": torch.randn(1, 6, LQ, 1)},
+        ValueError,
+        ("bias has shape (1, 6, 3, 1)", "heads in {1, 2, 12}"),
+    ),
     "mask queries": ({"mask": true(LQ + 1, LK)}, ValueError, ("mask has shape (1, 1, 4, 5)", "seqlen_q in {1, 3}")),
     "mask keys": ({"mask": true(1, LQ, LK - 1)}, ValueError, ("mask has shape (1, 1, 3, 4)", "seqlen_k in {1, 5}")),
     "bias batch": ({"bias": torch.randn(4, 1, 1, 1)}, ValueError, ("bias has shape (4, 1, 1, 1)", "batch in {1, 2}")),

@@ -52,6 +52,8 @@ class Call:
         batch, seqlen_q, num_heads, head_dim = q.shape
         _, seqlen_k, num_heads_k, head_dim_v = v.shape
         left, right = flags.window
+        # A side that reaches every key or query is as good as any longer one, whose sums would leave int32.
+        left, right = min(left, seqlen_k), min(right, seqlen_q)
         group = num_heads // num_heads_k
         self.shape = Shape(batch, seqlen_q, seqlen_k, num_heads, group, head_dim, head_dim_v, left, right)
         self.num_heads_k = num_heads_k

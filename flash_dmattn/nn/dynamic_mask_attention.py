@@ -14,9 +14,10 @@ from flash_dmattn.masks import topk_mask
 from .kv_cache import KVCache
 from .rotary import apply_rotary, rotary_angles
 
-# Scores are compared in steps of this size: 0.02 % of an attention weight. One key scored in a long product and in a
-# decoding step differs in its last bits, and equal tokens have equal scores in a first layer: without the steps those
-# bits decide which of them is kept. Measured, fp32, 100 tokens of an alphabet of 4: 4 of 10 texts decoded differently.
+# Scores are rounded to the nearest multiple of this before they are compared: 0.02 % of an attention weight. One key
+# scored in a long product and in a decoding step differs in its last bits, and equal tokens have equal scores in a
+# first layer: without the steps those bits decide which of them is kept. Measured, fp32, 100 tokens of an alphabet of
+# 4: 4 of 10 texts decoded differently.
 SCORE_STEP = 2.0**-12
 
 
@@ -43,8 +44,8 @@ class DynamicMaskAttention(nn.Module):
         return out @ Wo
 
     A layer is never blind to the gradient of its choice: the score that decides whether a key is kept is also added
-    to the logits of the keys that are, so W and A learn through the bias. Scores are ranked in steps of 2**-12, the
-    earliest key first among equals, so that decoding keeps the keys that a full forward keeps.
+    to the logits of the keys that are, so W and A learn through the bias. Scores are ranked by their nearest multiple
+    of 2**-12, the earliest key first among equals, so that decoding keeps the keys that a full forward keeps.
     ``keep_window_size=None`` removes score, bias and mask: the same class is then plain causal attention.
 
     Args:

@@ -1,7 +1,196 @@
-"""Faults of front_end."""
+"""Faults of the front end: call classes, selection, validation, autograd, operators, settings, explain."""
 
 from __future__ import annotations
 
 from .fault import Fault
 
-FAULTS: tuple[Fault, ...] = ()
+SETTINGS_AROUND = ("tests/test_call_classes.py::test_a_remembered_call_follows_what_is_set_around_it",)
+PAIRS = ("tests/test_selection.py::test_each_backend_of_a_pair_is_asked_for_its_own_pass",)
+INVALID = "tests/test_validation.py::test_invalid_call_names_argument_found_and_needed"
+VALID = "tests/test_validation.py::test_valid_call_passes_and_is_read_as_the_contract_says"
+FAKES = ("tests/test_ops.py::test_fakes_agree_with_what_runs[mask full-bias full-contiguous]",)
+
+FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "a remembered call is known by its backend argument, not by the choice in force",
+        "flash_dmattn/dispatch/call_cache.py",
+        "            choice_in_force(backend),\n",
+        "            backend,\n",
+        SETTINGS_AROUND,
+    ),
+    Fault(
+        "a remembered call does not know whether torch asks for determinism",
+        "flash_dmattn/dispatch/call_cache.py",
+        "            torch.are_deterministic_algorithms_enabled(),\n",
+        "",
+        SETTINGS_AROUND,
+    ),
+    Fault(
+        "a remembered call runs on a backend that was disabled since",
+        "flash_dmattn/dispatch/call_cache.py",
+        "            process.disabled,\n",
+        "",
+        ("tests/test_call_classes.py::test_settings_outside_of_the_call_are_noticed",),
+    ),
+    Fault(
+        "a remembered call does not know whether gradients are recorded",
+        "flash_dmattn/dispatch/call_cache.py",
+        "            torch.is_grad_enabled(),\n",
+        "",
+        ("tests/test_call_classes.py::test_grad_mode_makes_another_class",),
+    ),
+    Fault(
+        "a remembered call does not tell True from 1",
+        "flash_dmattn/dispatch/call_cache.py",
+        "            kinds,\n",
+        "",
+        ("tests/test_call_classes.py::test_what_only_equals_a_valid_argument_is_refused",),
+    ),
+    Fault(
+        "a remembered call does not know the strides of its tensors",
+        "flash_dmattn/dispatch/call_cache.py",
+        "x.shape, x.stride(), x.dtype",
+        "x.shape, x.dtype",
+        ("tests/test_call_classes.py::test_a_changed_argument_makes_another_class",),
+    ),
+    Fault(
+        "a fallback to eager is remembered, and so warns no more",
+        "flash_dmattn/dispatch/call_cache.py",
+        " or falls_back(problem, choice_in_force(backend), selection):",
+        ":",
+        ("tests/test_call_classes.py::test_a_fallback_is_chosen_anew_by_every_call",),
+    ),
+    Fault(
+        "a remembered call outlives the registration of a backend",
+        "flash_dmattn/dispatch/registry.py",
+        "        notify()\n",
+        "        pass\n",
+        ("tests/test_call_classes.py::test_what_is_remembered_runs_on_the_backend_of_its_time",),
+    ),
+    Fault(
+        "the second backend of a pair is asked its forward rules",
+        "flash_dmattn/dispatch/selection.py",
+        'if not _serves(backward_name, problem, "backward"):',
+        'if not _serves(backward_name, problem, "forward"):',
+        PAIRS,
+    ),
+    Fault(
+        "the first backend of a pair is asked its backward rules",
+        "flash_dmattn/dispatch/selection.py",
+        'if not _serves(forward_name, problem, "forward"):',
+        'if not _serves(forward_name, problem, "backward"):',
+        PAIRS,
+    ),
+    Fault(
+        "auto takes a backend of a forward alone for both passes",
+        "flash_dmattn/dispatch/selection.py",
+        '                and _serves(other, problem, "backward")\n',
+        "",
+        ("tests/test_selection.py::test_backend_of_a_forward_alone_is_paired",),
+    ),
+    Fault(
+        "a backend that is disabled serves who names it",
+        "flash_dmattn/dispatch/selection.py",
+        "if name in process.disabled or not accepts(",
+        "if not accepts(",
+        ("tests/test_settings.py::test_disabling_beats_an_explicit_name_until_the_block_ends",),
+    ),
+    Fault(
+        "any divisor of the heads of q passes as the heads of a mask or a bias",
+        "flash_dmattn/problem/checks.py",
+        "h == sizes[1] or h == num_heads_k)",
+        "(h > 0 and sizes[1] % h == 0))",
+        (f"{INVALID}[mask heads, a divisor-attention]", f"{INVALID}[bias heads, a divisor-attention]"),
+    ),
+    Fault(
+        "the default scale is of the head dim of v",
+        "flash_dmattn/validation.py",
+        "head_dim**-0.5 if softmax_scale is None",
+        "head_dim_v**-0.5 if softmax_scale is None",
+        (f"{VALID}[nothing optional-eager]",),
+    ),
+    Fault(
+        "a scale of 0 is taken for none",
+        "flash_dmattn/validation.py",
+        "head_dim**-0.5 if softmax_scale is None",
+        "head_dim**-0.5 if not softmax_scale",
+        ("tests/test_validation.py::test_scale_zero_is_a_value",),
+    ),
+    Fault(
+        "autocast casts fp64",
+        "flash_dmattn/validation.py",
+        " and x.is_floating_point() and x.dtype != torch.float64\n",
+        " and x.is_floating_point()\n",
+        ("tests/test_validation.py::test_invalid_call_is_the_same_error_under_autocast[k dtype]",),
+    ),
+    Fault(
+        "a bias without a gradient has one computed",
+        "flash_dmattn/validation.py",
+        "bias is not None and bias.requires_grad)",
+        "bias is not None)",
+        ("tests/test_explain.py::test_description_equals_that_of_such_tensors",),
+    ),
+    Fault(
+        "an unused lse costs a dlse of zeros",
+        "flash_dmattn/autograd.py",
+        "ctx.set_materialize_grads(False)",
+        "ctx.set_materialize_grads(True)",
+        ("tests/test_autograd.py::test_an_output_that_is_not_used_costs_its_gradient_nothing",),
+    ),
+    Fault(
+        "the second derivative forgets lse",
+        "flash_dmattn/autograd.py",
+        'return found["dout"], found.get("dlse"), dq,',
+        'return found["dout"], None, dq,',
+        ("tests/test_autograd.py::test_second_derivative_of_every_subset",),
+    ),
+    Fault(
+        "the fake backward has dk and dv in each other's place",
+        "flash_dmattn/operators.py",
+        "zip((q, k, v, bias), need, strict=True) if needed and",
+        "zip((q, v, k, bias), need, strict=True) if needed and",
+        FAKES,
+    ),
+    Fault(
+        "the fake lse is laid out as out is",
+        "flash_dmattn/operators.py",
+        "torch.empty(batch, num_heads, seqlen_q, dtype=lse_dtype",
+        "torch.empty(batch, seqlen_q, num_heads, dtype=lse_dtype",
+        FAKES,
+    ),
+    Fault(
+        "a dispatch mode does not see the operators",
+        "flash_dmattn/operators.py",
+        "        or torch._C._len_torch_dispatch_stack() > 0\n",
+        "",
+        ("tests/test_ops.py::test_a_dispatch_mode_sees_the_operators",),
+    ),
+    Fault(
+        "an inner use_backend block ends the outer one too",
+        "flash_dmattn/dispatch/settings.py",
+        "thread.backend = self.previous",
+        "thread.backend = None",
+        ("tests/test_settings.py::test_blocks_nest_and_end_with_an_exception",),
+    ),
+    Fault(
+        "an inner disable_backends block enables what the outer one disables",
+        "flash_dmattn/dispatch/settings.py",
+        "dict.fromkeys(process.disabled + names)",
+        "dict.fromkeys(names)",
+        ("tests/test_settings.py::test_disabling_without_a_block_lasts",),
+    ),
+    Fault(
+        "explain says nothing of use_backend",
+        "flash_dmattn/explanation.py",
+        "requested = choice_in_force(backend)",
+        "requested = backend",
+        ("tests/test_explain.py::test_explanation_follows_settings_no_grad_and_autocast",),
+    ),
+    Fault(
+        "a prepared mask of one row is described as one of tiles",
+        "flash_dmattn/explanation.py",
+        'mask_form="keys" if of_query == 1 else "tiles"',
+        'mask_form="tiles"',
+        ("tests/test_mask_forms.py::test_prepared_mask_described_by_its_shape",),
+    ),
+)

@@ -1,7 +1,100 @@
-"""Faults of nn."""
+"""Faults of the layers: scores and the keys they keep, rotary positions, padding, the cache."""
 
 from __future__ import annotations
 
 from .fault import Fault
 
-FAULTS: tuple[Fault, ...] = ()
+LAYER = "flash_dmattn/nn/dynamic_mask_attention.py"
+CACHE = "flash_dmattn/nn/kv_cache.py"
+ROTARY = "flash_dmattn/nn/rotary.py"
+FORMULA = ("tests/test_nn.py::test_output_and_every_gradient_equal_the_formula",)
+DECODING = ("tests/test_nn.py::test_decoding_from_the_cache_equals_the_full_forward",)
+PADDING = ("tests/test_nn.py::test_padding_changes_nothing_for_the_real_tokens",)
+CACHED = ("tests/test_nn.py::test_the_cache_returns_what_was_appended_and_keeps_it_when_it_grows",)
+
+FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "scores are cut to a step and not rounded to it",
+        LAYER,
+        "(scores / SCORE_STEP).round()",
+        "(scores / SCORE_STEP).floor()",
+        ("tests/test_nn.py::test_scores_are_ranked_by_the_nearest_step",),
+    ),
+    Fault(
+        "the local window is a key longer than asked for",
+        LAYER,
+        "key > query - self.local_window_size",
+        "key >= query - self.local_window_size",
+        FORMULA,
+    ),
+    Fault(
+        "the local window shows padding",
+        LAYER,
+        "local if padding is None else local & padding",
+        "local",
+        PADDING,
+    ),
+    Fault(
+        "padding competes for the kept keys",
+        LAYER,
+        "is_causal=True, mask=padding, seqlen_q=seqlen_q",
+        "is_causal=True, seqlen_q=seqlen_q",
+        PADDING,
+    ),
+    Fault(
+        "every piece of a text starts at position 0",
+        LAYER,
+        "past = 0 if cache is None else cache.length",
+        "past = 0",
+        DECODING,
+    ),
+    Fault(
+        "scores are computed in the dtype of the projection",
+        LAYER,
+        "work_dtype = torch.promote_types(wanted.dtype, torch.float32)",
+        "work_dtype = wanted.dtype",
+        ("tests/test_nn.py::test_autocast_keeps_the_score_in_fp32_and_the_backend_is_passed_on",),
+    ),
+    Fault(
+        "the scale that the caller gave is not used",
+        LAYER,
+        "is_causal=True, softmax_scale=self.softmax_scale, backend",
+        "is_causal=True, backend",
+        FORMULA,
+    ),
+    Fault(
+        "an emptied cache keeps its storage",
+        CACHE,
+        "held if self.length else None, x, end)",
+        "held, x, end)",
+        ("tests/test_nn.py::test_a_cache_emptied_by_truncate_takes_another_batch_and_dtype",),
+    ),
+    Fault(
+        "a cache that grows forgets its last token",
+        CACHE,
+        "grown[:, : self.length] = held[:, : self.length]",
+        "grown[:, : self.length - 1] = held[:, : self.length - 1]",
+        CACHED,
+    ),
+    Fault(
+        "a cache is full a token early",
+        CACHE,
+        "held.shape[1] >= end:",
+        "held.shape[1] >= end - 1:",
+        CACHED,
+    ),
+    Fault(
+        "rotary angles fall half as fast",
+        ROTARY,
+        "theta ** (-2 * channel / head_dim)",
+        "theta ** (-channel / head_dim)",
+        FORMULA,
+    ),
+    Fault(
+        "the second channel of a pair turns the other way",
+        ROTARY,
+        "first * sin + second * cos), dim=-1).to(",
+        "second * cos - first * sin), dim=-1).to(",
+        FORMULA,
+    ),
+)
