@@ -231,10 +231,10 @@ def test_the_order_in_which_parts_end_changes_nothing(
         assert torch.equal(found[0], first["out"]) and torch.equal(found[1], first["lse"])
 
 
-# How many parts: csrc/api/key_parts.h, compiled alone
+# How many parts: csrc/api/num_splits.h, compiled alone
 
 ESTIMATE = """
-#include "api/key_parts.h"
+#include "api/num_splits.h"
 extern "C" void estimate(int64_t pieces, int64_t steps, int64_t processors, int uneven, int64_t* result) {
   const flash_dmattn::KeyParts found = flash_dmattn::estimate_key_parts(pieces, steps, processors, uneven);
   result[0] = found.whole;

@@ -17,7 +17,7 @@
 #include "common.h"
 #include "shared_dbias.h"
 #include "tensor_map.h"
-#include "work.h"
+#include "tile_scheduler.h"
 
 namespace flash_dmattn {
 namespace {

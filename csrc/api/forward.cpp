@@ -14,9 +14,9 @@
 #include "build_units.h"  // written by the build
 #include "call.h"
 #include "common.h"
-#include "key_parts.h"
+#include "num_splits.h"
 #include "tensor_map.h"
-#include "work.h"
+#include "tile_scheduler.h"
 
 namespace flash_dmattn {
 namespace {

@@ -6,7 +6,7 @@
 
 #include "bias.h"
 #include "tensor_map.h"
-#include "work.h"
+#include "tile_scheduler.h"
 
 namespace flash_dmattn {
 

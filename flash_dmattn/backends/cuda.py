@@ -19,7 +19,7 @@ __all__ = ["AUTO_RULES", "MASK_FORM", "NAME", "RULES", "UNITS", "backward", "for
 NAME = "cuda"
 MASK_FORM = "prepared"
 # How many blocks share the keys of a piece of work that would leave others without one: 0 has the operator estimate it
-# (csrc/api/key_parts.h); 1 is none. Another number is for `python -m benchmarks.key_parts` and for tests.
+# (csrc/api/num_splits.h); 1 is none. Another number is for `python -m benchmarks.key_parts` and for tests.
 KEY_PARTS = 0
 
 _found: Availability | None = None

@@ -8,7 +8,7 @@
 
 #include "../../device/fragments.h"
 #include "../../device/pipeline.h"
-#include "work.h"
+#include "tile_scheduler.h"
 
 namespace flash_dmattn {
 

@@ -5,7 +5,7 @@
 // a warp of the producer stores it as dbias.
 #pragma once
 
-#include "barriers.h"
+#include "named_barriers.h"
 #include "key_consumer.h"
 #include "storage.h"
 

@@ -13,8 +13,8 @@
 #include "../../device/fragments.h"
 #include "../../device/pipeline.h"
 #include "../../device/softcap.h"
-#include "pieces.h"
-#include "work.h"
+#include "accumulators.h"
+#include "tile_scheduler.h"
 
 namespace flash_dmattn {
 

@@ -2,9 +2,9 @@
 #pragma once
 
 #include "../../device/pipeline.h"
-#include "barriers.h"
+#include "named_barriers.h"
 #include "cluster.h"
-#include "work.h"
+#include "tile_scheduler.h"
 
 namespace flash_dmattn {
 

@@ -6,7 +6,7 @@
 #include "../kernel_launch.h"
 #include "../operands.h"
 #include "launch.h"
-#include "pieces.h"
+#include "accumulators.h"
 
 namespace flash_dmattn {
 namespace {

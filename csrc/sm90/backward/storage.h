@@ -3,7 +3,7 @@
 
 #include "../../device/pipeline.h"
 #include "traits.h"
-#include "work.h"
+#include "tile_scheduler.h"
 
 namespace flash_dmattn {
 

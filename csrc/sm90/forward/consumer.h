@@ -4,7 +4,7 @@
 #include "../../device/fragments.h"
 #include "../../device/softcap.h"
 #include "../operands.h"
-#include "parts.h"
+#include "split_kv.h"
 #include "storage.h"
 
 namespace flash_dmattn {

@@ -5,7 +5,7 @@
 // multiply, go through shared memory: whoever has computed the scores of a block puts them there.
 #pragma once
 
-#include "../backward/barriers.h"
+#include "../backward/named_barriers.h"
 #include "../backward/key_consumer.h"
 #include "storage.h"
 

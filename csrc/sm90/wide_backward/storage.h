@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../../device/pipeline.h"
-#include "../backward/work.h"
+#include "../backward/tile_scheduler.h"
 #include "traits.h"
 
 namespace flash_dmattn {
