@@ -1,4 +1,4 @@
-// How many pieces of a forward pass are handed out in parts, each a share of the keys. No CUDA and no torch in here.
+// Split-KV: which work tiles of a forward pass are split along the keys, and into how many. Includes no CUDA, no torch.
 #pragma once
 
 #include <algorithm>
@@ -6,37 +6,35 @@
 
 namespace flash_dmattn {
 
-constexpr int64_t kMaxParts = 64;  // which the last one to arrive reads one after another
+constexpr int64_t kMaxSplits = 64;  // the last block to finish reads the results of all splits in sequence
 
-// Pieces from number `whole` on come in `parts`; 1 where none does.
-struct KeyParts {
-  int64_t whole, parts;
+// Work tiles from number `unsplit_tiles` on are split into num_splits; 1 if none is.
+struct KvSplits {
+  int64_t unsplit_tiles, num_splits;
 };
 
-// The pieces of a call that are left when every processor has had as many as every other: the last round of them, or
-// all where they are few. It takes as long as one piece, however few they are; in parts it can be shorter. The times of
-// the round are counted in steps, blocks of keys of one piece:
+// Chooses the split of the last wave: the tiles left over when every SM has had the same number, or all tiles if there
+// are fewer than SMs. That wave takes as long as one tile, however few tiles it has; splits shorten it. Its time is
+// estimated in steps, one key block of one tile each:
 //
-//     rounds(parts) * (steps of a part + what a piece has besides them) + reading the parts + sharing at all
+//     waves(splits) * (steps of a split + fixed cost of a tile) + reading the splits + fixed cost of splitting
 //
-// What a piece has besides its steps, q and the first scores before and out after them, was 12 % of pieces of 16 steps
-// (a bias at D64). What a part leaves behind is out in fp32, 48 or 64 KB for steps of some 3000 clocks: half a step to
-// write, half to read. Sharing at all costs 3 microseconds, three steps: pieces of 4 steps in 4 parts took 13 for 10,
-// 64 pieces of 8 in 2 parts 18.6 for 16.3, but 16 such pieces 14.5 for 15.9, and 4 pieces of 64 steps 23 for 93.
+// The constants below are fitted to an H200 (docs/notes/cuda.md, "Keys shared by several blocks"): a tile costs 2 steps
+// besides its own, writing a split half a step, reading one half a step, and splitting at all 3 steps.
 //
-// steps: of the longest piece, as far as the host knows. uneven: whether pieces differ in length by their place (a
-// band); then the round that is left is of the shortest ones, and only pieces that are few altogether are split.
-inline KeyParts estimate_key_parts(int64_t pieces, int64_t steps, int64_t processors, bool uneven) {
-  const int64_t left = pieces % processors, whole = pieces - left;
-  if (uneven && whole > 0) return {pieces, 1};
-  const auto halves = [&](int64_t parts) {  // of a step
-    const int64_t rounds = (left * parts + processors - 1) / processors;
-    const int64_t of_part = (steps + parts - 1) / parts;
-    return parts == 1 ? rounds * (2 * of_part + 4) : rounds * (2 * of_part + 4 + 1) + parts + 6;
+// steps: of the longest tile, as far as the host knows. uneven: tiles differ in length by position (a band). The last
+// wave then holds the shortest tiles, so tiles are split only if there are fewer than SMs.
+inline KvSplits estimate_num_splits(int64_t tiles, int64_t steps, int64_t num_sms, bool uneven) {
+  const int64_t left = tiles % num_sms, unsplit = tiles - left;
+  if (uneven && unsplit > 0) return {tiles, 1};
+  const auto halves = [&](int64_t splits) {  // the time, in half steps
+    const int64_t waves = (left * splits + num_sms - 1) / num_sms;
+    const int64_t of_split = (steps + splits - 1) / splits;
+    return splits == 1 ? waves * (2 * of_split + 4) : waves * (2 * of_split + 4 + 1) + splits + 6;
   };
-  KeyParts best{whole, 1};
-  for (int64_t parts = 2; parts <= std::min(steps, kMaxParts); ++parts) {
-    if (halves(parts) < halves(best.parts)) best.parts = parts;
+  KvSplits best{unsplit, 1};
+  for (int64_t splits = 2; splits <= std::min(steps, kMaxSplits); ++splits) {
+    if (halves(splits) < halves(best.num_splits)) best.num_splits = splits;
   }
   return best;
 }

@@ -1,11 +1,11 @@
-// The named barriers of the backward kernels, behind those of the turns (pipeline.h).
+// The named barriers of the backward kernels, numbered after the two of the ping-pong (pipeline.h).
 #pragma once
 
 namespace flash_dmattn {
 
-// One for each consumer of: leave to add to sums in device memory, and that it has.
+// Fixed order of additions, one for each consumer: it may add to device memory; it has added.
 constexpr int kMayAddBarrier = 3, kHasAddedBarrier = 5;
-// Where both consumers meet to add up what they have summed for a bias per key.
+// Both consumers meet here to combine their sums for a bias per key.
 constexpr int kKeySumsBarrier = 7;
 
 }  // namespace flash_dmattn

@@ -1,11 +1,10 @@
-// The parts of a piece of work whose keys are shared by several blocks: what each leaves behind, and how the last one
-// makes the piece of them.
+// Split-KV: combines the results of the blocks that share the keys of a work tile.
 //
-// A warp has rows of its own, so warps join by themselves: each leaves its sums in device memory and counts itself
-// there; the one that comes last reads those of all parts, in the order of the keys and its own among them, so that
-// the result is the same whichever was the last.
+// Warps own rows, so each warp combines its own: it writes its partial result to device memory and increments a
+// counter. The warp that finds all others done reads all partial results, in the order of their keys, and combines
+// them. So the result does not depend on which one is last.
 //
-// Source: Flash-Decoding's split keys (https://pytorch.org/blog/flash-decoding); the last one to arrive as in stream-K
+// Sources: Flash-Decoding (https://pytorch.org/blog/flash-decoding); the last one to arrive combines, as in stream-K
 // (arXiv:2301.03598).
 #pragma once
 
@@ -15,26 +14,28 @@
 
 namespace flash_dmattn {
 
-// Of a part, fours as the threads hold them: first maximum and sum of the thread's two rows, then its elements of out.
+// Layout of a split, in fours of floats per thread: first the maxima and sums of its two rows, then its elements of
+// out.
 template <class Traits>
-constexpr int kPartWarps = 4 * Traits::kConsumers;
+constexpr int kSplitWarps = 4 * Traits::kConsumers;
 template <class Traits>
-constexpr int kPartFloats = (1 + Traits::kDv / 8) * 4 * 32 * kPartWarps<Traits>;
+constexpr int kSplitFloats = (1 + Traits::kDv / 8) * 4 * 32 * kSplitWarps<Traits>;
 
-// `row`: the first of the thread's two rows. out, row_max and row_sum are those of the part, and then, where it returns
-// true, of the piece; where it returns false another warp has the rows, or there are none.
+// `row`: the first of the thread's two rows. Takes out, row_max and row_sum of the split. Returns true in the warp that
+// has combined them to those of the work tile; false in the others.
 template <class Traits>
-__device__ __forceinline__ bool join_parts(const ForwardParams& p, int part, int row, float (&out)[Traits::kDv / 2],
-                                           float (&row_max)[2], float (&row_sum)[2]) {
-  constexpr int kFours = Traits::kDv / 8, kThreads = 32 * kPartWarps<Traits>;
+__device__ __forceinline__ bool combine_splits(const ForwardParams& p, int split, int row,
+                                               float (&out)[Traits::kDv / 2], float (&row_max)[2],
+                                               float (&row_sum)[2]) {
+  constexpr int kFours = Traits::kDv / 8, kThreads = 32 * kSplitWarps<Traits>;
   const int thread = threadIdx.x - 128, lane = threadIdx.x % 32;
   if (__shfl_sync(0xffffffffu, row, 0) >= p.seqlen_q) return false;
   const bool exists = row < p.seqlen_q;
 
-  const int piece = part / p.parts;
-  float* const parts = p.part_results + static_cast<int64_t>(piece) * p.parts * kPartFloats<Traits>;
+  const int tile = split / p.num_splits;
+  float* const results = p.split_results + static_cast<int64_t>(tile) * p.num_splits * kSplitFloats<Traits>;
   if (exists) {
-    float* const own = parts + static_cast<int64_t>(part - piece * p.parts) * kPartFloats<Traits> + thread * 4;
+    float* const own = results + static_cast<int64_t>(split - tile * p.num_splits) * kSplitFloats<Traits> + thread * 4;
     *reinterpret_cast<float4*>(own) = make_float4(row_max[0], row_max[1], row_sum[0], row_sum[1]);
 #pragma unroll
     for (int i = 0; i < kFours; ++i) {
@@ -44,18 +45,18 @@ __device__ __forceinline__ bool join_parts(const ForwardParams& p, int part, int
   }
   __syncwarp();
   int arrived = 0;
-  if (lane == 0) arrived = add_and_return(p.part_arrivals + piece * kPartWarps<Traits> + thread / 32, 1);
-  __syncwarp();  // what follows the count for one lane follows it for all
+  if (lane == 0) arrived = atom_add_acq_rel(p.split_arrivals + tile * kSplitWarps<Traits> + thread / 32, 1);
+  __syncwarp();  // what follows the atomic in lane 0 follows it in all lanes
   arrived = __shfl_sync(0xffffffffu, arrived, 0);
-  if (arrived != p.parts - 1) return false;
+  if (arrived != p.num_splits - 1) return false;
 
-  // Threads without a row read what those of the warp's first row have left, so that the warp stays together.
-  const float* const first = parts + (exists ? thread : thread - lane + lane % 4) * 4;
+  // Threads without a row read those of the warp's first row, so that the warp stays converged.
+  const float* const first = results + (exists ? thread : thread - lane + lane % 4) * 4;
   const float scale = p.scale * kLog2e;
   row_max[0] = row_max[1] = -INFINITY;
 #pragma unroll 4
-  for (int i = 0; i < p.parts; ++i) {
-    const float2 top = *reinterpret_cast<const float2*>(first + static_cast<int64_t>(i) * kPartFloats<Traits>);
+  for (int i = 0; i < p.num_splits; ++i) {
+    const float2 top = *reinterpret_cast<const float2*>(first + static_cast<int64_t>(i) * kSplitFloats<Traits>);
     row_max[0] = fmaxf(row_max[0], top.x);
     row_max[1] = fmaxf(row_max[1], top.y);
   }
@@ -63,10 +64,11 @@ __device__ __forceinline__ bool join_parts(const ForwardParams& p, int part, int
 #pragma unroll
   for (int i = 0; i < 4 * kFours; ++i) out[i] = 0.0f;
 #pragma unroll 1
-  for (int i = 0; i < p.parts; ++i) {
-    const float* from = first + static_cast<int64_t>(i) * kPartFloats<Traits>;
+  for (int i = 0; i < p.num_splits; ++i) {
+    const float* from = first + static_cast<int64_t>(i) * kSplitFloats<Traits>;
     const float4 sums = *reinterpret_cast<const float4*>(from);
-    // A part in which a row attends nothing has no maximum, and in out, where it has no keys at all, anything.
+    // A split without an allowed key for the row has no maximum, and undefined values in out if it has no key block at
+    // all.
     const float factor[2] = {sums.x == -INFINITY ? 0.0f : exp2_approx((sums.x - row_max[0]) * scale),
                              sums.y == -INFINITY ? 0.0f : exp2_approx((sums.y - row_max[1]) * scale)};
     row_sum[0] = fmaf(sums.z, factor[0], row_sum[0]);

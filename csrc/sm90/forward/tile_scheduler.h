@@ -1,21 +1,21 @@
-// What a block works on: which rows of which head, and which blocks of keys those rows walk.
+// The tile scheduler: which rows of which head a work tile has, and which key blocks they walk.
 #pragma once
 
 #include "../operands.h"
 
 namespace flash_dmattn {
 
-struct Work {
+struct WorkTile {
   int batch, head, first_row, block_q;
 };
 
-__device__ __forceinline__ Work work_at(const ForwardParams& p, int index, int rows) {
+__device__ __forceinline__ WorkTile decode_work_tile(const ForwardParams& p, int index, int rows) {
   const int per_section = p.section * p.blocks_q;
-  const int section = index / per_section, place = index - section * per_section;
+  const int section = index / per_section, position = index - section * per_section;
   const int first = section * p.section;
   const int width = min(p.section, p.batch * p.num_heads - first);
-  const int row = place / width, pair = first + place - row * width;
-  Work work;
+  const int row = position / width, pair = first + position - row * width;
+  WorkTile work;
   work.block_q = p.blocks_q - 1 - row;  // under causality the longest first
   work.first_row = work.block_q * rows;
   if (p.batch_is_inner) {
@@ -28,19 +28,19 @@ __device__ __forceinline__ Work work_at(const ForwardParams& p, int index, int r
   return work;
 }
 
-// The blocks of kKeys keys that some row of the work attends, in the order of the walk.
+// The key blocks, of kBlockN keys, that some row of the work tile attends, in the order they are walked.
 template <class Traits>
 struct Walk {
   int steps;
-  // Under a mask of tiles: the list of the row of tiles, whose partial tiles come last; they are walked first.
+  // With a mask: the tile's row list, which has partial tiles last; it is walked backwards, partial tiles first.
   const int32_t* list;
   int num_full;
-  // Else: the blocks [stop - steps, stop), walked downwards; those in [start_inside, stop_inside) are free of edges.
+  // Without: blocks [stop - steps, stop), walked backwards. Those in [start_inside, stop_inside) need no masking.
   int stop, start_inside, stop_inside;
 
-  static constexpr int kBlocksPerTile = kTile / Traits::kKeys;
+  static constexpr int kBlocksPerTile = kTile / Traits::kBlockN;
 
-  __device__ __forceinline__ static Walk of(const ForwardParams& p, const Work& work) {
+  __device__ __forceinline__ static Walk of(const ForwardParams& p, const WorkTile& work) {
     Walk walk;
     if constexpr (Traits::kHasMask) {
       const int tiles_k = (p.seqlen_k + kTile - 1) / kTile, tiles_q = (p.seqlen_q + kTile - 1) / kTile;
@@ -49,21 +49,21 @@ struct Walk {
       walk.steps = (walk.num_full + __ldg(list + 1)) * kBlocksPerTile;
       walk.list = list + 2;
     } else {
-      const int last_row = min(work.first_row + Traits::kRows, p.seqlen_q) - 1;
+      const int last_row = min(work.first_row + Traits::kBlockM, p.seqlen_q) - 1;
       const int first_key = max(work.first_row + p.low, 0), last_key = min(last_row + p.high, p.seqlen_k - 1);
-      walk.steps = last_key < first_key ? 0 : last_key / Traits::kKeys + 1 - first_key / Traits::kKeys;
-      walk.stop = last_key / Traits::kKeys + 1;
-      walk.start_inside = (max(last_row + p.low, 0) + Traits::kKeys - 1) / Traits::kKeys;
-      walk.stop_inside = max(min(work.first_row + p.high, p.seqlen_k - 1) + 1, 0) / Traits::kKeys;
+      walk.steps = last_key < first_key ? 0 : last_key / Traits::kBlockN + 1 - first_key / Traits::kBlockN;
+      walk.stop = last_key / Traits::kBlockN + 1;
+      walk.start_inside = (max(last_row + p.low, 0) + Traits::kBlockN - 1) / Traits::kBlockN;
+      walk.stop_inside = max(min(work.first_row + p.high, p.seqlen_k - 1) + 1, 0) / Traits::kBlockN;
     }
     return walk;
   }
 
-  // Has the walk be one of `parts` shares of its steps: of tiles, where a mask has lists of those.
-  __device__ __forceinline__ void keep_part(int part, int parts) {
+  // Reduces the walk to one of num_splits shares of its steps; with a mask, of its tiles.
+  __device__ __forceinline__ void keep_split(int split, int num_splits) {
     const int each = Traits::kHasMask ? kBlocksPerTile : 1;
-    const int all = steps / each, even = all / parts, more = all - even * parts;  // the first have one more
-    const int count = even + (part < more), before = even * part + min(part, more);
+    const int all = steps / each, even = all / num_splits, more = all - even * num_splits;  // the first have one more
+    const int count = even + (split < more), before = even * split + min(split, more);
     if constexpr (Traits::kHasMask) {
       const int after = all - before - count;  // a list is walked from its end
       list += after;
@@ -74,33 +74,33 @@ struct Walk {
     steps = count * each;
   }
 
-  // The block of a step, and whether a key of it may be forbidden.
-  __device__ __forceinline__ int at(int step, bool& has_edge) const {
+  // The key block of a step, and whether some key of it may be masked.
+  __device__ __forceinline__ int at(int step, bool& needs_mask) const {
     if constexpr (Traits::kHasMask) {
-      const int place = steps / kBlocksPerTile - 1 - step / kBlocksPerTile;
-      has_edge = place >= num_full;
-      return __ldg(list + place) * kBlocksPerTile + (kBlocksPerTile - 1 - step % kBlocksPerTile);
+      const int position = steps / kBlocksPerTile - 1 - step / kBlocksPerTile;
+      needs_mask = position >= num_full;
+      return __ldg(list + position) * kBlocksPerTile + (kBlocksPerTile - 1 - step % kBlocksPerTile);
     } else {
       const int block = stop - 1 - step;
-      has_edge = block < start_inside || block >= stop_inside;
+      needs_mask = block < start_inside || block >= stop_inside;
       return block;
     }
   }
 };
 
-// Which part of a piece, counted over all parts; negative for a whole piece, as they all are without parts.
-template <bool kSplits>
-struct ItemPart {};
+// Split-KV: which split, counted over all split tiles; negative for an unsplit tile.
+template <bool kSplitKv>
+struct ItemSplit {};
 template <>
-struct ItemPart<true> {
-  int part;
+struct ItemSplit<true> {
+  int split;
 };
 
-// What the thread that hands out work tells the others of one piece, or of one part.
+// A work tile, or a split of one, as the producer hands it to the other warps.
 template <class Traits>
-struct Item : ItemPart<Traits::kSplits> {
-  bool exists;  // false after the last
-  Work work;
+struct WorkItem : ItemSplit<Traits::kSplitKv> {
+  bool is_valid;  // false after the last
+  WorkTile work;
   Walk<Traits> walk;
 };
 
