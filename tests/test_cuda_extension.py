@@ -491,7 +491,7 @@ for name, arguments in calls.items():
 PACK_SCHEMA = "flash_dmattn::cuda_pack_mask(Tensor mask, int low, int high, bool has_band) -> Tensor[]"
 FORWARD_SCHEMA = (
     "flash_dmattn::cuda_forward_kernel(Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? bias, Tensor(a!) out, "
-    "Tensor(b!) lse, int low, int high, float softmax_scale, float softcap, int key_parts) -> ()"
+    "Tensor(b!) lse, int low, int high, float softmax_scale, float softcap, int num_splits) -> ()"
 )
 BACKWARD_SCHEMA = (
     "flash_dmattn::cuda_backward_kernel(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor[] mask, "
