@@ -421,14 +421,14 @@ __device__ __forceinline__ void consume(const ForwardParams& p, ForwardStorage<T
       consumer.mainloop(work, walk, pipe_k, pipe_v, pipe_bias);
       pipe_q.advance();
     }
-    bool has_piece = true;
+    bool has_result = true;
     if constexpr (Traits::kSplitKv) {
       if (item.split >= 0) {
-        has_piece = combine_splits<Traits>(p, item.split, work.first_row + row_of_warp, out, consumer.row_max,
+        has_result = combine_splits<Traits>(p, item.split, work.first_row + row_of_warp, out, consumer.row_max,
                                            consumer.row_sum);
       }
     }
-    if (has_piece) consumer.epilogue(work);
+    if (has_result) consumer.epilogue(work);
     release_work_tile(shared, pipe_work);
   }
   // No consumer may exit while an arrival is outstanding: the first takes the last one.

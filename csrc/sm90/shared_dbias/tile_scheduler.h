@@ -23,9 +23,9 @@ __device__ __forceinline__ DbiasWorkTile decode_dbias_work_tile(const SharedDbia
   work.first_head = (owner - work.batch * p.dbias_heads) * p.heads_per_dbias;
   const int position = index - owner * tiles, band = position / (kRowsOfTiles * p.tiles_k);
   const int first = band * kRowsOfTiles, rows = min(kRowsOfTiles, p.tiles_q - first);
-  const int place_of_band = position - first * p.tiles_k;
-  work.block_k = place_of_band / rows;
-  work.block_q = first + place_of_band - work.block_k * rows;
+  const int position_of_band = position - first * p.tiles_k;
+  work.block_k = position_of_band / rows;
+  work.block_q = first + position_of_band - work.block_k * rows;
   return work;
 }
 
