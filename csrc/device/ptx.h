@@ -183,12 +183,13 @@ __device__ __forceinline__ void dsmem_store_async(uint32_t to, int value, uint32
 
 // --- programmatic dependent launch --------------------------------------------------------------------------------
 
-// Waits until the kernels before are complete and their writes are visible.
+// Waits until the kernels before are complete and their writes are visible. Nothing that they write may be read
+// earlier. Nor by __ldg: that is for data that does not change while a kernel runs, and these kernels start while the
+// one before still writes.
 __device__ __forceinline__ void griddep_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // Lets the next kernel of the stream start its blocks once all blocks of this one have called it or exited. Call it
-// only after griddep_wait, so that never more than two kernels run at once. The next kernel must not read what this one
-// writes by __ldg, which is for data that does not change while a kernel runs.
+// only after griddep_wait, so that never more than two kernels run at once.
 __device__ __forceinline__ void griddep_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }

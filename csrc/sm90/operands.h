@@ -25,7 +25,7 @@ __device__ __forceinline__ void with_bias(const Params& p, const Work& work, F u
       (p.bias_has_batch ? work.batch : 0) * p.bias_stride_b + work.head / p.heads_per_bias * p.bias_stride_h;
   auto with = [&](auto* values) {
     values += start;
-    use([=](int query, int key) { return to_float(__ldg(values + query * p.bias_stride_q + key * p.bias_stride_k)); });
+    use([=](int query, int key) { return to_float(values[query * p.bias_stride_q + key * p.bias_stride_k]); });
   };
   if (p.bias_dtype == BiasDtype::kFloat32) {
     with(static_cast<const float*>(p.bias_values));

@@ -83,7 +83,7 @@ struct KeyConsumer {
       for (int t = 0; t < kBlockM / 32; ++t) {
         // A row beyond the last takes the bits of the last; its lse masks it.
         const int row = min(block * kBlockM + 32 * t + lane, p.seqlen_q - 1);
-        words[t] = __ldg(p.mask_bits + (first + row) * row_words + word);
+        words[t] = p.mask_bits[(first + row) * row_words + word];
       }
     }
   }

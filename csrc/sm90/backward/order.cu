@@ -16,7 +16,7 @@ __device__ __forceinline__ int count_below(const int32_t* values, int count, int
   int low = 0, high = count;
   while (low < high) {
     const int middle = (low + high) / 2;
-    if (__ldg(values + middle) < bound) {
+    if (values[middle] < bound) {
       low = middle + 1;
     } else {
       high = middle;
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kListsPerBlock * 32) order_lists_kernel(const 
   const int64_t mask = list / p.tiles_k;
   const int tile_k = static_cast<int>(list - mask * p.tiles_k);
   const int32_t* full = p.col_lists + list * (2 + p.tiles_q) + 2;
-  const int num_full = __ldg(full - 2), num_partial = __ldg(full - 1);
+  const int num_full = full[-2], num_partial = full[-1];
   const int32_t* partial = full + num_full;
   int32_t* ordered = p.ordered + list * (2 + p.tiles_q);
   if (lane == 0) {
@@ -41,14 +41,14 @@ __global__ void __launch_bounds__(kListsPerBlock * 32) order_lists_kernel(const 
     ordered[1] = num_full + num_partial;
   }
   for (int i = lane; i < num_full + num_partial; i += 32) {
-    const int tile_q = __ldg(full + i);
+    const int tile_q = full[i];
     const bool is_full = i < num_full;
     const int position =
         is_full ? i + count_below(partial, num_partial, tile_q) : i - num_full + count_below(full, num_full, tile_q);
     ordered[2 + position] = is_full ? tile_q | kFullTile : tile_q;
     // Tiles of later keys in this row add before this tile.
     const int32_t* row = p.row_lists + (mask * p.tiles_q + tile_q) * (2 + p.tiles_k) + 2;
-    const int row_full = __ldg(row - 2), row_partial = __ldg(row - 1);
+    const int row_full = row[-2], row_partial = row[-1];
     const int up_to_this =
         count_below(row, row_full, tile_k + 1) + count_below(row + row_full, row_partial, tile_k + 1);
     p.predecessors[list * p.tiles_q + position] = row_full + row_partial - up_to_this;

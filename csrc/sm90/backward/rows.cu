@@ -49,8 +49,8 @@ __global__ void __launch_bounds__(kThreads)
       for (int t = 0; t < kTimes; ++t) {
         const int column = (t * kLanes + lane) * 8;
         const bool is_inside = column < p.head_dim_v;
-        a[t] = is_inside ? __ldg(reinterpret_cast<const uint4*>(out + column)) : make_uint4(0, 0, 0, 0);
-        b[t] = is_inside ? __ldg(reinterpret_cast<const uint4*>(dout + column)) : make_uint4(0, 0, 0, 0);
+        a[t] = is_inside ? *reinterpret_cast<const uint4*>(out + column) : make_uint4(0, 0, 0, 0);
+        b[t] = is_inside ? *reinterpret_cast<const uint4*>(dout + column) : make_uint4(0, 0, 0, 0);
       }
 #pragma unroll
       for (int t = 0; t < kTimes; ++t) {

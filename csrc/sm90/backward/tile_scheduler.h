@@ -60,8 +60,8 @@ struct QueryWalk {
       const int tiles_k = (p.seqlen_k + kTile - 1) / kTile, tiles_q = (p.seqlen_q + kTile - 1) / kTile;
       const int tile_k = work.block_k / kKeyBlocksPerTile;
       const int32_t* list = p.mask_lists + (mask_of(p, work) * tiles_k + tile_k) * (2 + tiles_q);
-      walk.num_full = __ldg(list);
-      walk.steps = (walk.num_full + __ldg(list + 1)) * kBlocksPerTile;
+      walk.num_full = list[0];
+      walk.steps = (walk.num_full + list[1]) * kBlocksPerTile;
       walk.list = list + 2;
       if constexpr (kKeyBlocksPerTile > 1) {
         // A block beyond the last key walks its tile's list only if the order is fixed: its releases are counted.
@@ -86,7 +86,7 @@ struct QueryWalk {
   // The query block of a step, and whether some key may be masked for one of its queries.
   __device__ __forceinline__ int at(int step, bool& needs_mask) const {
     if constexpr (Traits::kHasMask) {
-      const int position = step / kBlocksPerTile, tile = __ldg(list + position);
+      const int position = step / kBlocksPerTile, tile = list[position];
       needs_mask = position >= num_full && !(tile & kFullTile);
       return (tile & ~kFullTile) * kBlocksPerTile + step % kBlocksPerTile;
     } else {
@@ -104,7 +104,7 @@ __device__ __forceinline__ int predecessors(const BackwardParams& p, const Work&
     const int tiles_k = (p.seqlen_k + kTile - 1) / kTile, tiles_q = (p.seqlen_q + kTile - 1) / kTile;
     constexpr int kBlocks = QueryWalk<Traits>::kKeyBlocksPerTile;
     const int32_t* predecessors = p.mask_predecessors + (mask_of(p, work) * tiles_k + work.block_k / kBlocks) * tiles_q;
-    const int tiles = __ldg(predecessors + step / QueryWalk<Traits>::kBlocksPerTile);
+    const int tiles = predecessors[step / QueryWalk<Traits>::kBlocksPerTile];
     return tiles * kBlocks + kBlocks - 1 - work.block_k % kBlocks;
   } else {
     // The last key block that the block's last query attends.

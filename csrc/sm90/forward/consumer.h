@@ -72,11 +72,11 @@ struct Consumer {
       for (int r = 0; r < 2; ++r) {
         const int32_t* bits = rows[r] + block * kWords;
         if constexpr (kWords == 4) {
-          const int4 four = __ldg(reinterpret_cast<const int4*>(bits));
+          const int4 four = *reinterpret_cast<const int4*>(bits);
           mask_words.words[r][0] = four.x, mask_words.words[r][1] = four.y, mask_words.words[r][2] = four.z,
           mask_words.words[r][3] = four.w;
         } else {
-          const int2 two = __ldg(reinterpret_cast<const int2*>(bits));
+          const int2 two = *reinterpret_cast<const int2*>(bits);
           mask_words.words[r][0] = two.x, mask_words.words[r][1] = two.y;
         }
       }
@@ -425,7 +425,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, ForwardStorage<T
     if constexpr (Traits::kSplitKv) {
       if (item.split >= 0) {
         has_result = combine_splits<Traits>(p, item.split, work.first_row + row_of_warp, out, consumer.row_max,
-                                           consumer.row_sum);
+                                            consumer.row_sum);
       }
     }
     if (has_result) consumer.epilogue(work);

@@ -52,7 +52,7 @@ __device__ unsigned load_narrow(const uint8_t* row, int64_t stride_k, int first_
   for (int word = 0; word < kStripKeys / kWord; ++word) {
     const int key = first_key + word * kWord + lane;
     const bool wanted = wanted_lanes >> word / kTileWords * kTileLanes & 1;  // the word lies in one tile
-    const bool allowed = wanted && key < seqlen_k && __ldg(row + key * stride_k) != 0;
+    const bool allowed = wanted && key < seqlen_k && row[key * stride_k] != 0;
     const unsigned voted = __ballot_sync(kAll, allowed);
     if (lane / 2 == word) lane_bits = voted >> lane % 2 * kLaneKeys & kLaneFull;
   }
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kWarps * 32) pack_mask_kernel(const __grid_con
         const int row = first_row + (start + n) * kWarps + warp;
         keys[n] = make_uint4(0, 0, 0, 0);
         if (inside && row < p.seqlen_q) {
-          keys[n] = __ldg(reinterpret_cast<const uint4*>(mask + row * p.stride_q + lane_key));
+          keys[n] = *reinterpret_cast<const uint4*>(mask + row * p.stride_q + lane_key);
         }
       }
 #pragma unroll

@@ -80,7 +80,7 @@ struct SharedDbiasConsumer {
         const int row = min(work.block_q * kTile + row_of_tile() + 8 * r, p.seqlen_q - 1);
         const int word = work.block_k * kTileWords;
         const int32_t* bits = p.mask_bits + (first + row) * row_words + word;
-        const int4 four = __ldg(reinterpret_cast<const int4*>(bits));
+        const int4 four = *reinterpret_cast<const int4*>(bits);
         words[r][0] = four.x, words[r][1] = four.y, words[r][2] = four.z, words[r][3] = four.w;
       }
     }

@@ -46,13 +46,13 @@ __device__ __forceinline__ bool list_has(const int32_t* list, int from, int to, 
   const int end = to;
   while (from < to) {
     const int middle = (from + to) / 2;
-    if (__ldg(list + middle) < index) {
+    if (list[middle] < index) {
       from = middle + 1;
     } else {
       to = middle;
     }
   }
-  return from < end && __ldg(list + from) == index;
+  return from < end && list[from] == index;
 }
 
 // What mask or band leave of a tile for one head.
@@ -60,7 +60,7 @@ template <class Traits>
 __device__ __forceinline__ TileClass class_of(const SharedDbiasParams& p, int block_q, int block_k, const Head& head) {
   if constexpr (Traits::kHasMask) {
     const int32_t* list = p.mask_lists + (mask_of(p, head) * p.tiles_q + block_q) * (2 + p.tiles_k);
-    const int num_full = __ldg(list), num_partial = __ldg(list + 1);
+    const int num_full = list[0], num_partial = list[1];
     if (list_has(list + 2, 0, num_full, block_k)) return TileClass::kFull;
     const bool is_partial = list_has(list + 2, num_full, num_full + num_partial, block_k);
     return is_partial ? TileClass::kPartial : TileClass::kEmpty;
