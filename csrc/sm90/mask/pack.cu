@@ -33,8 +33,12 @@ struct PackTraits {
   static constexpr bool kHasBand = kBand;
 };
 
-// Bit k of the result is byte k, each 0 or 1: byte k is moved by 28 - 7k bits, and no two partial products meet.
-__device__ unsigned nibble(unsigned four) { return (four * 0x10204080u) >> 28; }
+// Bit k of the result says whether byte k is not 0. The sum has bit 7 of a byte set if any of its lower bits is. The
+// product moves bit 7 of byte k to bit 28 + k, and no two partial products meet.
+__device__ unsigned nibble(unsigned four) {
+  const unsigned nonzero = (((four & 0x7f7f7f7fu) + 0x7f7f7f7fu) | four) & 0x80808080u;
+  return (nonzero * 0x00204081u) >> 28;
+}
 
 __device__ unsigned bits_of(const uint4& keys) {
   return nibble(keys.x) | nibble(keys.y) << 4 | nibble(keys.z) << 8 | nibble(keys.w) << 12;
