@@ -33,8 +33,8 @@ struct PackTraits {
   static constexpr bool kHasBand = kBand;
 };
 
-// Bit k of the result says whether byte k is not 0. The sum has bit 7 of a byte set if any of its lower bits is. The
-// product moves bit 7 of byte k to bit 28 + k, and no two partial products meet.
+// Bit k of the result says whether byte k is not 0. The sum sets bit 7 of a byte if any lower bit is set. The product
+// moves bit 7 of byte k to bit 28 + k, and no two partial products meet.
 __device__ unsigned nibble(unsigned four) {
   const unsigned nonzero = (((four & 0x7f7f7f7fu) + 0x7f7f7f7fu) | four) & 0x80808080u;
   return (nonzero * 0x00204081u) >> 28;
