@@ -213,7 +213,8 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kGroups) : "memory");
 }
 
-// Stops the compiler from moving reads and writes of these registers across this point.
+// Stops the compiler from moving reads and writes of these registers across this point. Needed behind every wgmma_wait
+// for the accumulators that it completes: the compiler does not know that the wait is what writes them.
 template <int kCount>
 __device__ __forceinline__ void wgmma_fence_operand(float (&x)[kCount]) {
 #pragma unroll

@@ -383,6 +383,15 @@ void issue_product(int columns, bool is_half, bool a_mn_major, bool b_mn_major, 
                    uint64_t a, uint64_t b, bool accumulate) {
   Warpgroup& group = current->warpgroup();
   const int64_t number = current->products++;
+  const std::vector<const float*>& unfenced = current->unfenced;
+  if (std::find(unfenced.begin(), unfenced.end(), d) != unfenced.end()) {
+    fail("a matrix instruction takes an accumulator that was waited for without wgmma_fence_operand");
+  }
+  if (current->in_flight.empty() || current->in_flight.back().second != d) {
+    current->in_flight.emplace_back(number, d);
+  } else {
+    current->in_flight.back().first = number;
+  }
   const size_t place = static_cast<size_t>(number - group.computed);
   if (place == group.products.size()) {
     group.products.push_back(
@@ -421,6 +430,15 @@ void wait_for_products(int groups) {
   const int64_t number = ends[ends.size() - 1 - groups];
   const Warpgroup& group = current->warpgroup();
   wait_until("its matrix instructions", [&group, number] { return group.computed >= number; });
+  while (!current->in_flight.empty() && current->in_flight.front().first < number) {
+    current->unfenced.push_back(current->in_flight.front().second);
+    current->in_flight.pop_front();
+  }
+}
+
+void fence_operand(const float* d) {
+  std::vector<const float*>& unfenced = current->unfenced;
+  unfenced.erase(std::remove(unfenced.begin(), unfenced.end(), d), unfenced.end());
 }
 
 uint32_t shared_address(const void* pointer) {
@@ -491,6 +509,7 @@ void run_grid(const Launch& launch, const std::function<void()>& kernel) {
       }
       for (const Thread& thread : block->threads) {
         if (starts_early && !thread.waited_griddep) fail("a thread does not wait for the kernel before");
+        if (!thread.unfenced.empty()) fail("a thread ends without wgmma_fence_operand behind a wait for its products");
       }
     }
     if (!later_copies.empty()) fail("blocks end before their copies");

@@ -16,6 +16,7 @@
 #include <random>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace emulation {
@@ -74,7 +75,11 @@ struct Thread {
   const char* waits_for = "nothing";
   bool spins = false;  // it came back to ask again
   int64_t exchanges = 0, products = 0;
-  std::vector<int64_t> groups;                // of products: how many had been issued at each commit
+  std::vector<int64_t> groups;  // of products: how many had been issued at each commit
+  // Accumulators of its products: those in flight, with the number of the last product that adds to each; and those it
+  // has waited for, which the compiler may use too early until wgmma_fence_operand.
+  std::deque<std::pair<int64_t, const float*>> in_flight;
+  std::vector<const float*> unfenced;
   std::vector<std::function<void()>> stores;  // by TMA, not yet read from shared memory
 
   Warp& warp() const;
@@ -169,6 +174,7 @@ void issue_product(int columns, bool is_half, bool a_mn_major, bool b_mn_major, 
                    uint64_t a, uint64_t b, bool accumulate);
 void commit_products();
 void wait_for_products(int groups);
+void fence_operand(const float* d);
 
 inline uint8_t* shared_memory() { return current->block->shared; }
 uint32_t shared_address(const void* pointer);

@@ -19,6 +19,7 @@ enum class Mistake {
   kNeverGivesBack,
   kExpectsTooFew,
   kLanesPart,
+  kNeverFences,
   kLeavesSharedMemory,
   kStartsTooEarly
 };
@@ -60,6 +61,7 @@ void product_kernel(CUtensorMap a, CUtensorMap b, float* out) {
     wgmma_commit();
     if (kMistake == Mistake::kGivesBackEarly) barrier_arrive_of_warp(&shared.empty);
     if (kMistake != Mistake::kReadsBeforeProduct) wgmma_wait<0>();
+    if (kMistake != Mistake::kNeverFences) wgmma_fence_operand(sums);
     if (kMistake == Mistake::kLanesPart && threadIdx.x % 32 == 7) __any_sync(0xffffffffu, true);
     if (kMistake != Mistake::kGivesBackEarly && kMistake != Mistake::kNeverGivesBack) {
       barrier_arrive_of_warp(&shared.empty);
@@ -132,6 +134,7 @@ int main() {
   try_out<Mistake::kNeverGivesBack>("never gives back");
   try_out<Mistake::kExpectsTooFew>("expects too few");
   try_out<Mistake::kLanesPart>("lanes part");
+  try_out<Mistake::kNeverFences>("never fences");
   try_out<Mistake::kLeavesSharedMemory>("leaves shared memory");
   try_out<Mistake::kStartsTooEarly>("starts too early");
 }

@@ -337,6 +337,7 @@ struct Consumer {
       BiasWords bias;
       if constexpr (Traits::kLoadsBiasEarly) load_bias(bias, pipe_bias);
       wgmma_wait<0>();
+      wgmma_fence_operand(scores);
       barrier_arrive_of_warp(&shared.k_empty[pipe_k.stage]);  // per warp: its rows of the product are done
       finish_scores(scores, work, block, bias, pipe_bias);
       if (needs_mask) apply_mask(scores, mask_words, work, block);

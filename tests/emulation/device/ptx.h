@@ -185,7 +185,9 @@ void wgmma_wait() {
   emulation::wait_for_products(kGroups);
 }
 template <int kCount>
-void wgmma_fence_operand(float (&)[kCount]) {}
+void wgmma_fence_operand(float (&x)[kCount]) {
+  emulation::fence_operand(x);
+}
 
 // --- device memory ----------------------------------------------------------------------------------------------
 
