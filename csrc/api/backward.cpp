@@ -92,6 +92,7 @@ BackwardBias describe_bias(const Tensor& bias, const Tensor& q, bool stores_dbia
 // that blocks of a cluster would walk different queries.
 int clusters_of_batch(int device, const Sizes& sizes, const KernelInstance& instance, const Tensor& dbias,
                       const std::vector<Tensor>& mask, bool has_softcap) {
+  static_assert(kMaxCluster >= 8);
   const bool has_cluster = sizes.batch == 2 || sizes.batch == 4 || sizes.batch == 8;
   const bool is_of_batch = dbias.size(0) == 1 && dbias.size(1) == sizes.num_heads;
   if (!has_cluster || !is_of_batch || (!mask.empty() && mask[0].size(0) > 1) ||

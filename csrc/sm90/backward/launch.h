@@ -59,8 +59,11 @@ cudaError_t launch_backward_rows(const BackwardRowsParams& params, cudaStream_t 
 template <class T>
 cudaError_t launch_backward_sums(const BackwardSumsParams& params, cudaStream_t stream);
 cudaError_t launch_order_lists(const OrderListsParams& params, cudaStream_t stream);
+// The largest cluster that every GPU with clusters has.
+constexpr int kMaxCluster = 8;
+
 // How many clusters of `cluster` blocks of a main kernel run at the same time on `device`, which is the current one; 0
-// if it has no room for one.
+// if it has no room for one. cudaErrorInvalidValue unless `cluster` is 1 to kMaxCluster.
 cudaError_t count_clusters(int device, int cluster, int& clusters);
 
 }  // namespace flash_dmattn
