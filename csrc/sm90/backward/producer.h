@@ -185,7 +185,7 @@ __device__ __forceinline__ Semaphore semaphore_of(const BackwardParams& p, const
   const int blocks = (p.seqlen_q + kTile - 1) / kTile * (kTile / Traits::kBlockM);
   bool needs_mask;
   const int block = item.walk.at(step, needs_mask);
-  return {p.dq_semaphore + head * blocks + block, predecessors<Traits>(p, item, step, block)};
+  return {p.dq_semaphore + head * blocks + block, count_predecessors<Traits>(p, item, step, block)};
 }
 
 // Fixes the order of additions, as one warp: key blocks add to dq from the last keys to the first, then the heads of a

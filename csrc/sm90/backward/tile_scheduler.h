@@ -16,11 +16,11 @@ __device__ __forceinline__ KeyWorkTile decode_key_work_tile(const BackwardParams
   const int group = p.heads_per_group, full_group_tiles = p.full_group_pairs * p.blocks_k;
   KeyWorkTile work;
   work.is_full_group = index < full_group_tiles;
-  const int heads = work.is_full_group ? group : 1,
-            tiles = p.num_heads / heads;  // tiles of a key block in a batch entry
-  // The pairs of this kind, of batch entry and `heads` query heads.
-  const int start = work.is_full_group ? 0 : p.full_group_pairs * group,
-            end = work.is_full_group ? p.full_group_pairs : p.batch * tiles;
+  const int heads = work.is_full_group ? group : 1;
+  const int tiles = p.num_heads / heads;  // of a key block in a batch entry
+  // The pairs of this kind, each of a batch entry and `heads` query heads.
+  const int start = work.is_full_group ? 0 : p.full_group_pairs * group;
+  const int end = work.is_full_group ? p.full_group_pairs : p.batch * tiles;
   const int in_section = work.is_full_group ? p.full_group_section : p.section;
   const int from = work.is_full_group ? index : index - full_group_tiles;
   const int section = from / (in_section * p.blocks_k), position = from - section * in_section * p.blocks_k;
@@ -99,7 +99,7 @@ struct QueryWalk {
 
 // How many key blocks add to the query block of a step before this one: those of later keys that walk it.
 template <class Traits, class Work>
-__device__ __forceinline__ int predecessors(const BackwardParams& p, const Work& work, int step, int block) {
+__device__ __forceinline__ int count_predecessors(const BackwardParams& p, const Work& work, int step, int block) {
   if constexpr (Traits::kHasMask) {
     const int tiles_k = (p.seqlen_k + kTile - 1) / kTile, tiles_q = (p.seqlen_q + kTile - 1) / kTile;
     constexpr int kBlocks = QueryWalk<Traits>::kKeyBlocksPerTile;

@@ -22,7 +22,7 @@ template <class Traits>
 constexpr int kSplitFloats = (1 + Traits::kDv / 8) * 4 * 32 * kSplitWarps<Traits>;
 
 // `row`: the first of the thread's two rows. Takes out, row_max and row_sum of the split. Returns true in the warp that
-// has combined them to those of the work tile; false in the others.
+// has combined them to those of the work tile; false in the others, and in warps without rows.
 template <class Traits>
 __device__ __forceinline__ bool combine_splits(const ForwardParams& p, int split, int row,
                                                float (&out)[Traits::kDv / 2], float (&row_max)[2],
