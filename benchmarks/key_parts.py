@@ -3,7 +3,7 @@
     python -m benchmarks.key_parts
     python -m benchmarks.key_parts --only bias decode
 
-Parts are those of `KEY_PARTS` in flash_dmattn/backends/cuda/backend.py: 1, none; 0, as csrc/api/key_parts.h
+Parts are those of `KEY_PARTS` in flash_dmattn/backends/cuda/backend.py: 1, none; 0, as csrc/api/num_splits.h
 estimates. All numbers of a call are timed in turns, and compared with the result of 1; exit status 1 where one is off.
 """
 

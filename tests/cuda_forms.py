@@ -119,7 +119,7 @@ def takes_pairs_of_key_tiles(problem: AttentionProblem, processors: int = PROCES
 
 
 def whole_pairs(problem: AttentionProblem, processors: int = PROCESSORS) -> int:
-    """Of how many pairs of batch and head of k a work has all query heads, as `count_whole_pairs` decides it."""
+    """Of how many pairs of batch and head of k a work has all query heads, as `count_full_group_pairs` decides it."""
     p = problem
     pairs, blocks = p.batch * p.num_heads_k, _key_blocks(p, processors)
     if p.num_heads == p.num_heads_k or pairs * blocks >= 8 * processors:

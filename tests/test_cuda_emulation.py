@@ -70,7 +70,7 @@ def test_random_calls(built: Built, first: int) -> None:
 
 def test_packing(built: Built) -> None:
     command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", TESTS / "test_cuda_pack.py")
-    assert "15 passed, 1 skipped" in run(*command, FLASH_DMATTN_EMULATED=str(built.extension))
+    assert "17 passed, 1 skipped" in run(*command, FLASH_DMATTN_EMULATED=str(built.extension))
 
 
 def test_a_gradient_that_clusters_sum(built: Built) -> None:
@@ -78,6 +78,21 @@ def test_a_gradient_that_clusters_sum(built: Built) -> None:
     command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", TESTS / "test_cuda_backward.py")
     said = run(*command, "-k", "what_clusters_are_asked_for", FLASH_DMATTN_EMULATED=str(built.extension))
     assert "8 passed" in said
+
+
+COUNT_CLUSTERS = """
+import ctypes, sys, torch
+count_clusters = ctypes.CDLL(sys.argv[1]).emulation_count_clusters
+for cluster in (-1, 0, 1, 2, 8, 9, 16):
+    found = ctypes.c_int(-1)
+    print(cluster, count_clusters(cluster, ctypes.byref(found)), found.value)
+"""
+
+
+def test_counting_clusters_of_a_size_that_no_gpu_has(built: Built) -> None:
+    """cudaErrorInvalidValue, 1, is the answer, not what lies behind the counts that are remembered."""
+    said = run(sys.executable, "-c", COUNT_CLUSTERS, built.extension)
+    assert said.splitlines() == ["-1 1 -1", "0 1 -1", "1 0 3", "2 0 1", "8 0 1", "9 1 -1", "16 1 -1"]
 
 
 def test_groups_first_and_then_heads(built: Built) -> None:
@@ -93,10 +108,11 @@ def test_what_the_emulation_notices(built: Built) -> None:
         name: (int(right), error) for name, right, error in re.findall(r"(.*): (\d+) of 40 runs right; (.*)", said)
     }
     assert found.pop("none") == (40, "")
-    assert len(found) == 8 and all(right < 40 for right, _ in found.values()), said
+    assert len(found) == 9 and all(right < 40 for right, _ in found.values()), said
     for name, message in (
         ("never gives back", "no thread can go on"),
         ("lanes part", "a lane is at __ballot_sync while others of its warp are at __syncwarp"),
+        ("never fences", "an accumulator that was waited for without wgmma_fence_operand"),
         ("leaves shared memory", "shared memory ends before address"),
         ("starts too early", "a thread does not wait for the kernel before"),
     ):

@@ -415,13 +415,24 @@ def test_local_bytes() -> None:
     assert local_bytes("STL.S16 [R1], R2 ; LDL.U8 R2, [R1]") == 3
 
 
+def machine_code(built: Built) -> list[tuple[str, str]]:
+    """The name and the SASS of every kernel."""
+    said = output(tool("cuobjdump"), "-sass", built.file)
+    return re.findall(r"Function : (\w+)\n(.*?)(?=\t+Function : |\Z)", said, re.DOTALL)
+
+
+@builds
+def test_no_kernel_loads_what_has_to_be_constant(built: Built) -> None:
+    """By __ldg, that is: a kernel starts while the one before still writes, so nothing is constant while it runs."""
+    for name, sass in machine_code(built):
+        assert not re.search(r"\bLDG\S*\.CONSTANT\b", sass), name
+
+
 @builds
 def test_sass_is_of_hopper_and_uses_local_memory_for_reported_spills_alone(built: Built) -> None:
-    cuobjdump = tool("cuobjdump")
-    assert {line.split(".")[-2] for line in output(cuobjdump, "-lelf", built.file).splitlines()} == {"sm_90a"}
-    found = re.findall(
-        r"Function : (\w+)\n(.*?)(?=\t+Function : |\Z)", output(cuobjdump, "-sass", built.file), re.DOTALL
-    )
+    said = output(tool("cuobjdump"), "-lelf", built.file)
+    assert {line.split(".")[-2] for line in said.splitlines()} == {"sm_90a"}
+    found = machine_code(built)
     assert {name for name, _ in found} == set(built.spilled_bytes)
     for name, sass in found:
         assert local_bytes(sass) <= built.spilled_bytes[name], name
@@ -500,7 +511,7 @@ for name, arguments in calls.items():
 PACK_SCHEMA = "flash_dmattn::cuda_pack_mask(Tensor mask, int low, int high, bool has_band) -> Tensor[]"
 FORWARD_SCHEMA = (
     "flash_dmattn::cuda_forward_kernel(Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? bias, Tensor(a!) out, "
-    "Tensor(b!) lse, int low, int high, float softmax_scale, float softcap, int key_parts) -> ()"
+    "Tensor(b!) lse, int low, int high, float softmax_scale, float softcap, int num_splits) -> ()"
 )
 BACKWARD_SCHEMA = (
     "flash_dmattn::cuda_backward_kernel(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor[] mask, "

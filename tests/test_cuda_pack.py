@@ -28,12 +28,13 @@ def extension() -> None:
         pytest.skip(f"cuda: {availability.reason}")
 
 
-def check(mask: Tensor) -> None:
+def check(mask: Tensor, same: Tensor | None = None) -> None:
+    """The extension's results for a mask are those of plain PyTorch, for it or for one that means the same."""
     seqlen_q, seqlen_k = mask.shape[2:]
     for is_causal, window_size in BANDS:
         band = make_band(seqlen_q, seqlen_k, causal_window(is_causal, window_size))
         found = torch.ops.flash_dmattn.cuda_pack_mask(mask, *(band or (0, 0)), band is not None)
-        bits, classes = packing.pack_mask(mask, band)
+        bits, classes = packing.pack_mask(mask if same is None else same, band)
         wanted = (bits, classes, *packing.list_tiles(classes))
         for name, x, y in zip(("bits", "classes", "row_lists", "col_lists"), found, wanted, strict=True):
             assert torch.equal(x, y), f"{name} of {tuple(mask.shape)}, strides {mask.stride()}, band {band}"
@@ -67,6 +68,17 @@ def test_any_strides() -> None:
         wide[:1, :1, :1].expand(2, 2, 300, -1),
     ):
         check(mask)
+
+
+@pytest.mark.parametrize("offset", (0, 1))
+def test_every_byte_but_zero_is_true(offset: int) -> None:
+    """Bytes of another dtype that are viewed as bools, by wide loads and by single ones."""
+    row_bytes = 512 + offset
+    numbers = torch.arange(2 * 200 * row_bytes, device=DEVICE, dtype=torch.int64).view(1, 2, 200, row_bytes)
+    numbers = (numbers * 2654435761 >> 7 & 0x1FF).clamp(max=256) % 256  # half of them 0, the others any byte
+    numbers[..., :128, :128] = numbers[..., :128, :128].clamp(min=1)  # a full tile
+    keys = numbers.to(torch.uint8)[..., offset:]
+    check(keys.view(torch.bool), keys != 0)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="masks on the CPU are packed by PyTorch")

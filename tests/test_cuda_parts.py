@@ -199,7 +199,7 @@ def test_how_many_is_said_by_a_number(backend: Runner, share_keys: Callable[[int
     inputs = case.build()
     for key_parts in (-1, 65):
         share_keys(key_parts)
-        with pytest.raises(RuntimeError, match=f"key_parts is {key_parts}; it may be 0 to 64"):
+        with pytest.raises(RuntimeError, match=f"num_splits is {key_parts}; it may be 0 to 64"):
             attend(case, inputs)
 
 
@@ -231,21 +231,21 @@ def test_the_order_in_which_parts_end_changes_nothing(
         assert torch.equal(found[0], first["out"]) and torch.equal(found[1], first["lse"])
 
 
-# How many parts: csrc/api/key_parts.h, compiled alone
+# How many parts: csrc/api/num_splits.h, compiled alone
 
 ESTIMATE = """
-#include "api/key_parts.h"
-extern "C" void estimate(int64_t pieces, int64_t steps, int64_t processors, int uneven, int64_t* result) {
-  const flash_dmattn::KeyParts found = flash_dmattn::estimate_key_parts(pieces, steps, processors, uneven);
-  result[0] = found.whole;
-  result[1] = found.parts;
+#include "api/num_splits.h"
+extern "C" void estimate(int64_t tiles, int64_t steps, int64_t num_sms, int uneven, int64_t* result) {
+  const flash_dmattn::KvSplits found = flash_dmattn::estimate_num_splits(tiles, steps, num_sms, uneven);
+  result[0] = found.unsplit_tiles;
+  result[1] = found.num_splits;
 }
 """
 
 
 @pytest.fixture(scope="module")
 def estimate(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[int, int]]:
-    """`estimate_key_parts` on 132 processors: (whole, parts)."""
+    """`estimate_num_splits` on 132 SMs: (unsplit tiles, splits)."""
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("needs a C++ compiler")

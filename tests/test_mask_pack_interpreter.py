@@ -120,6 +120,20 @@ def check_lists_and_keys() -> None:
                     equal(mask_pack.key_set(mask), packing.key_set(mask), (kept, seqlen_k))
 
 
+def check_bytes() -> None:
+    """Every byte of a bool but 0 is True, as in PyTorch: `uint8.view(torch.bool)` has others than 1."""
+    from flash_dmattn.triton_kernels import mask_pack
+
+    for vector, seqlen_k in ((16, 272), (4, 268), (1, 271)):
+        keys = torch.randint(256, (1, 2, 130, seqlen_k), dtype=torch.uint8) * (torch.rand(1, 2, 130, seqlen_k) < 0.5)
+        keys[..., :128, :128].clamp_(min=1)
+        mask = keys.view(torch.bool)
+        assert mask_pack.vector_bytes(mask) == vector
+        for band in (None, make_band(130, seqlen_k, True, (-1, -1))):
+            equal(mask_pack.pack_mask(mask, band), packing.pack_mask(keys != 0, band), (vector, band))
+        equal(mask_pack.key_set(mask[:, :, :1]), packing.key_set(keys[:, :, :1] != 0), vector)
+
+
 def check_nothing_outside_is_touched() -> None:
     """Outputs lie in larger allocations whose margins must keep their value; inputs are covered by `layouts`."""
     from flash_dmattn.triton_kernels import mask_pack
@@ -225,6 +239,7 @@ INTERPRETED: dict[str, Callable[[], None]] = {
     "shapes": check_shapes,
     "layouts": check_layouts,
     "lists_and_keys": check_lists_and_keys,
+    "bytes": check_bytes,
     "nothing_outside": check_nothing_outside_is_touched,
     "beyond_int32": check_offsets_beyond_int32,
 }

@@ -7,7 +7,7 @@ For the mask m of one head, with low <= j - i <= high the allowed diagonals:
     class[I, J]   = 0 where no bit of the 128 x 128 tile is set, 2 where all are, 1 otherwise
 
 `_pack_kernel` is bound by reading m: 1 byte per element against 1/8 written. A program takes 128 rows by BLOCK_K keys.
-Aligned rows are read 16 bytes a load; four bools in an int32 become four bits by one product, and eight such nibbles
+Aligned rows are read 16 bytes a load; four bools in an int32 become four bits by a product, and eight such nibbles
 are summed to a word, four in each of two neighbouring threads. `_list_kernel` then reads the classes only, 1/16384 of
 the mask.
 """
@@ -50,9 +50,12 @@ def _tile_in_band(first_key, first_row, low, high, TILE: tl.constexpr):
 
 @triton.jit
 def _nibbles(four):
-    """Bit k of each result is the lowest bit of byte k; the bits above the nibble are not cleared."""
-    # Byte k is moved by 28 - 7k bits: its bit arrives at 28 + k, and no two partial products meet.
-    return (four.to(tl.uint32, bitcast=True) * 0x10204080) >> 28
+    """Bit k of each result says whether byte k is not 0."""
+    # The sum sets bit 7 of a byte if any lower bit is set. The product moves bit 7 of byte k to bit 28 + k, and no two
+    # partial products meet.
+    four = four.to(tl.uint32, bitcast=True)
+    nonzero = (((four & 0x7F7F7F7F) + 0x7F7F7F7F) | four) & 0x80808080
+    return (nonzero * 0x00204081) >> 28
 
 
 @triton.jit
@@ -100,7 +103,7 @@ def _load_narrow(
             some = _nibbles(tl.load(quads_ptr + starts + (keys // 4)[None, :, :], mask=inside, other=0))
         else:
             offsets = starts + (keys.to(tl.int64) * stride_k)[None, :, :]
-            some = tl.load(mask_ptr + offsets, mask=inside, other=0).to(tl.uint32)
+            some = (tl.load(mask_ptr + offsets, mask=inside, other=0) != 0).to(tl.uint32)
         bits |= some << shifts.to(tl.uint32)[None, None, :]
     return tl.sum(bits, axis=2)
 
@@ -214,7 +217,7 @@ def _key_set_kernel(
     for start in range(0, seqlen_k, BLOCK):
         keys = start + offsets
         inside = keys < seqlen_k
-        flags = tl.load(mask_ptr + keys.to(tl.int64) * stride_k, mask=inside, other=0).to(tl.int32)
+        flags = (tl.load(mask_ptr + keys.to(tl.int64) * stride_k, mask=inside, other=0) != 0).to(tl.int32)
         before = count + tl.cumsum(flags, axis=0) - flags
         tl.store(prefix_ptr + keys, before, mask=inside)
         tl.store(kept_ptr + before, keys, mask=flags != 0)

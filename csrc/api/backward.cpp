@@ -1,4 +1,4 @@
-// The operator of the backward pass, as torch sees it: what flash_dmattn/backends/cuda.py has prepared becomes params.
+// The backward operator: turns the tensors from flash_dmattn/backends/cuda/backend.py into params and launches the kernels.
 #include <algorithm>
 #include <cstdint>
 #include <optional>
@@ -17,7 +17,7 @@
 #include "common.h"
 #include "shared_dbias.h"
 #include "tensor_map.h"
-#include "work.h"
+#include "tile_scheduler.h"
 
 namespace flash_dmattn {
 namespace {
@@ -26,39 +26,44 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr const char* kName = "cuda_backward_kernel";
-constexpr int64_t kWorksEnough = 8;  // for each multiprocessor, so that none waits long for the last
-// Of a section whose tiles of keys take turns: with more heads at work fewer tiles of one wait for each other. Under a
-// mask so many at least; without one, where tiles come in their order, as many as L2 has room for.
-constexpr int64_t kHeadsOfTurns = 8, kBytesOfTurns = 36 << 20;
+constexpr int64_t kEnoughTilesPerSm = 8;  // so many for each SM leave no SM waiting long for the last
+// A section if the order of additions is fixed: more heads at a time mean fewer key blocks of one head that wait for
+// each other. Under a mask at least kOrderedHeads; without one, where blocks come in their order, as many as
+// kOrderedBytes of L2 hold.
+constexpr int64_t kOrderedHeads = 8, kOrderedBytes = 36 << 20;
 
-// A block of two tiles of keys takes 5/3 of the time of a block of one where dbias is stored: it moves less through L2,
-// which is what bounds those kernels at head dim 64. There are half as many to share out. Behind a band it is slower:
-// 0.497 ms for 0.476 of causal queries at (4, 16, 2048), 1.00 for 0.83 at (1, 8, 8192).
-bool pays_to_take_two(int64_t pairs, int64_t tiles_k, int64_t processors) {
-  const auto rounds = [&](int64_t blocks) { return ceil_div(pairs * blocks, processors); };
-  return 5 * rounds(ceil_div(tiles_k, 2)) <= 3 * rounds(tiles_k);
+// Whether blocks of two key tiles finish earlier than twice as many blocks of one. Where dbias is stored such a block
+// takes 5/3 of the time, because those kernels are bound by L2 and it moves less. Not used behind a band, where it is
+// slower: docs/notes/cuda.md, "The backward pass".
+bool pays_to_take_two(int64_t pairs, int64_t tiles_k, int64_t num_sms) {
+  const auto waves = [&](int64_t blocks) { return ceil_div(pairs * blocks, num_sms); };
+  return 5 * waves(ceil_div(tiles_k, 2)) <= 3 * waves(tiles_k);
 }
 
-// The kernels of one dtype and one pair of head dims; those of the rows are of the dtype alone.
-struct Unit {
+// The kernels of one dtype and one pair of head dims; `rows` and `sums` depend on the dtype only.
+struct KernelInstance {
   decltype(&launch_backward_main<__half, 64, 64>) main;
   decltype(&launch_backward_rows<__half>) rows;
   decltype(&launch_backward_sums<__half>) sums;
   decltype(&launch_shared_dbias<__half, 64, 64>) shared_dbias;
-  int tile_keys;
+  int block_n;
   int64_t head_dim, head_dim_v;
 };
 
-// The smallest built head dims that hold those of a call.
-Unit unit_of(ScalarType dtype, int64_t head_dim, int64_t head_dim_v) {
-#define FLASH_DMATTN_UNIT(element, scalar, d, dv)                                                             \
-  if (dtype == ScalarType::scalar && head_dim <= d && head_dim_v <= dv) {                                     \
-    return {&launch_backward_main<element, d, dv>, &launch_backward_rows<element>,                            \
-            &launch_backward_sums<element>, &launch_shared_dbias<element, d, dv>, backward_keys(d, dv),       \
-            d, dv};                                                                                           \
+// The smallest kernel instance whose head dims hold those of the call.
+KernelInstance instance_for(ScalarType dtype, int64_t head_dim, int64_t head_dim_v) {
+#define FLASH_DMATTN_INSTANCE(element, scalar, d, dv)                     \
+  if (dtype == ScalarType::scalar && head_dim <= d && head_dim_v <= dv) { \
+    return {&launch_backward_main<element, d, dv>,                        \
+            &launch_backward_rows<element>,                               \
+            &launch_backward_sums<element>,                               \
+            &launch_shared_dbias<element, d, dv>,                         \
+            backward_block_n(d, dv),                                      \
+            d,                                                            \
+            dv};                                                          \
   }
-  FLASH_DMATTN_BACKWARD_UNITS(FLASH_DMATTN_UNIT)
-#undef FLASH_DMATTN_UNIT
+  FLASH_DMATTN_BACKWARD_UNITS(FLASH_DMATTN_INSTANCE)
+#undef FLASH_DMATTN_INSTANCE
   CHECK_ARGUMENT(false, "the extension was not built for gradients of head dims ", head_dim, " and ", head_dim_v,
                  " (v) of this dtype");
 }
@@ -68,8 +73,8 @@ T* data_of(const std::optional<Tensor>& x) {
   return x.has_value() ? static_cast<T*>(x->mutable_data_ptr()) : nullptr;
 }
 
-// How the main kernel reads a bias. One of a value per query only moves lse, which the kernel of the rows does; it is
-// another one that adds up the gradient of a bias per score that heads share, or that the main kernel does not store.
+// Chooses how the main kernel reads the bias. A bias per query only changes lse, which the kernel of the rows handles.
+// dbias per score that heads share, or that the main kernel cannot store, has a kernel of its own (shared_dbias).
 BackwardBias describe_bias(const Tensor& bias, const Tensor& q, bool stores_dbias, bool shares_dbias, bool sums_dbias) {
   if (sums_dbias) {
     CHECK_ARGUMENT(is_broadcast(bias, 2), "dbias_sums are of a bias of one value per key, and bias has one per query");
@@ -82,15 +87,16 @@ BackwardBias describe_bias(const Tensor& bias, const Tensor& q, bool stores_dbia
   return stores_dbias && !shares_dbias ? BackwardBias::kTileStore : BackwardBias::kTile;
 }
 
-// How many clusters run at the same time whose blocks sum dbias, one of each batch entry; 0 where the kernel of a
-// shared dbias stores it: where heads share the bias too, or other numbers of entries do, or a mask has the blocks of a
-// cluster walk different queries.
-int clusters_of_batch(int device, const Sizes& sizes, const Unit& unit, const Tensor& dbias,
+// How many clusters that sum dbias over the batch run at the same time. 0 means that the shared_dbias kernel is used
+// instead: if heads share the bias too, if the batch is no cluster size, or if each batch entry has its own mask, so
+// that blocks of a cluster would walk different queries.
+int clusters_of_batch(int device, const Sizes& sizes, const KernelInstance& instance, const Tensor& dbias,
                       const std::vector<Tensor>& mask, bool has_softcap) {
+  static_assert(kMaxCluster >= 8);
   const bool has_cluster = sizes.batch == 2 || sizes.batch == 4 || sizes.batch == 8;
   const bool is_of_batch = dbias.size(0) == 1 && dbias.size(1) == sizes.num_heads;
   if (!has_cluster || !is_of_batch || (!mask.empty() && mask[0].size(0) > 1) ||
-      !backward_sums_dbias(static_cast<int>(unit.head_dim), static_cast<int>(unit.head_dim_v), has_softcap)) {
+      !backward_sums_dbias(static_cast<int>(instance.head_dim), static_cast<int>(instance.head_dim_v), has_softcap)) {
     return 0;
   }
   int clusters = 0;
@@ -98,7 +104,7 @@ int clusters_of_batch(int device, const Sizes& sizes, const Unit& unit, const Te
   return clusters;
 }
 
-// Has params read the lists of columns in one order, and the turns of their tiles; they lie in the tensor.
+// Makes params read column lists in ascending order, with each tile's predecessors; the returned tensor holds them.
 Tensor order_lists(const std::vector<Tensor>& mask, const Tensor& q, int64_t tiles_q, int64_t tiles_k,
                    BackwardParams& params, cudaStream_t stream) {
   OrderListsParams order{};
@@ -110,19 +116,19 @@ Tensor order_lists(const std::vector<Tensor>& mask, const Tensor& q, int64_t til
   const int64_t length = order.num_lists * (2 + tiles_q + tiles_q);
   const Tensor lists = torch::stable::new_empty(q, {&length, 1}, ScalarType::Int);
   order.ordered = static_cast<int32_t*>(lists.mutable_data_ptr());
-  order.turns = order.ordered + order.num_lists * (2 + tiles_q);
+  order.predecessors = order.ordered + order.num_lists * (2 + tiles_q);
   check(launch_order_lists(order, stream), kName, "launching the kernel of the lists");
   params.mask_lists = order.ordered;
-  params.mask_turns = order.turns;
+  params.mask_predecessors = order.predecessors;
   return lists;
 }
 
-// Parts of a tensor of floats, each on lines of their own, 128 bytes: one allocation for all of them. With sums 16
-// bytes behind the start of a line, of which a warp's additions then touch one more, gradients took 2 % longer.
+// One allocation for several arrays of floats, each starting on a cache line of 128 bytes. Misaligned accumulators cost
+// 2 % (docs/notes/cuda.md, "The backward pass").
 struct Scratch {
   int64_t length = 0;
 
-  // Where a part of so many starts.
+  // Reserves `count` floats and returns where they start.
   int64_t add(int64_t count) {
     const int64_t start = length;
     length += ceil_div(count, 32) * 32;
@@ -130,19 +136,19 @@ struct Scratch {
   }
 };
 
-// Of how many pairs of batch and head of k a work has all query heads. Query heads as works of their own are more
-// works, whose dk and dv have to be added in device memory: where works are few, those of the last one or two rounds.
-// Blocks 0.1 at D128 1.108 ms for 1.139, all keys 2.28 for 2.34. Behind a band, where works are shorter towards the
-// end, it is all of them: causal queries at 4k, 8k and 16k 1.329, 2.39 and 4.37 ms, the other way 1.329, 2.42 and 4.33.
-int64_t count_whole_pairs(const BackwardParams& params, int64_t pairs_k, int64_t processors, bool is_banded,
-                          bool deterministic, bool takes_turns) {
-  const int64_t works = pairs_k * params.blocks_k;
-  if (params.queries_per_group == 1 || works >= kWorksEnough * processors) return pairs_k;
-  if (deterministic) return takes_turns ? 0 : pairs_k;
+// How many (batch, key head) pairs have work tiles of whole groups. One tile per query head gives more and shorter
+// tiles, but their dk and dv must be added in device memory. So if tiles are few, only those of the last one or two
+// waves are per head; behind a band, where tiles get shorter towards the end, all of them. Measured:
+// docs/notes/cuda.md, "The backward pass".
+int64_t count_full_group_pairs(const BackwardParams& params, int64_t pairs_k, int64_t num_sms, bool is_banded,
+                               bool deterministic, bool is_ordered) {
+  const int64_t tiles = pairs_k * params.blocks_k;
+  if (params.heads_per_group == 1 || tiles >= kEnoughTilesPerSm * num_sms) return pairs_k;
+  if (deterministic) return is_ordered ? 0 : pairs_k;
   if (is_banded) return 0;
-  const int64_t rounds = std::max<int64_t>(works / processors - 1, 0);
+  const int64_t waves = std::max<int64_t>(tiles / num_sms - 1, 0);
   const int64_t together = params.batch_is_inner ? params.batch : 1;
-  return rounds * processors / params.blocks_k / together * together;
+  return waves * num_sms / params.blocks_k / together * together;
 }
 
 BackwardRowsParams describe_rows(const Tensor& out, const Tensor& dout, const Tensor& lse,
@@ -169,19 +175,19 @@ BackwardRowsParams describe_rows(const Tensor& out, const Tensor& dout, const Te
   return rows;
 }
 
-// What the kernel of the sums makes results of.
-struct Finish {
+// What the kernel of the sums converts to results.
+struct Postprocess {
   BackwardSumsParams params{};
   int count = 0;
-  int64_t pieces = 0;
+  int64_t tiles = 0;
 
-  // The result of `pairs` pairs of batch and head, from first_pair on, with so many rows of sums each; none where it is
-  // not wanted, or not summed.
+  // Adds a result of `pairs` (batch, head) pairs, from first_pair on, with so many accumulator rows each. Adds nothing
+  // if it is not wanted or not accumulated (sums is null).
   void add(const std::optional<Tensor>& result, const float* sums, int64_t first_pair, int64_t pairs,
            int64_t rows_per_pair, int64_t columns, double factor, bool batch_is_inner) {
     BackwardSumsParams::Result& it = params.results[count++];
     if (sums != nullptr) {
-      pieces += pairs * (rows_per_pair / kPieceRows) * (columns / kPieceColumns);
+      tiles += pairs * (rows_per_pair / kAccumRows) * (columns / kAccumColumns);
       it.sums = sums;
       it.out = result->mutable_data_ptr();
       it.first_pair = static_cast<int>(first_pair);
@@ -191,23 +197,23 @@ struct Finish {
       it.num_heads = static_cast<int>(result->size(2));
       it.rows_per_pair = static_cast<int>(rows_per_pair);
       it.columns = static_cast<int>(result->size(3));
-      it.panels = static_cast<int>(columns / kPieceColumns);
+      it.panels = static_cast<int>(columns / kAccumColumns);
       it.factor = static_cast<float>(factor);
     }
-    it.pieces = pieces;
+    it.tiles = tiles;
   }
 };
 
-// Writes those of dq, dk, dv, dbias and dbias_sums that are given, all contiguous: dbias of a bias per query and key,
-// in its dtype, (B, Hq, Lq, Lk) in those tiles that band and mask do not leave empty, or all of one with fewer heads or
-// batch entries; dbias_sums (B, Hq, Lk) of a bias per key, in fp32. mask is {} or (bits, row_lists, col_lists) of a
-// TileMask; low and high are the band where there is none.
+// Writes the gradients that are given, all contiguous. dbias, of a bias per query and key, has its dtype and is
+// (B, Hq, Lq, Lk), of which tiles that band or mask leave empty are not written; or it has fewer heads or batch
+// entries, and is written whole. dbias_sums (B, Hq, Lk), of a bias per key, is fp32. mask is {} or (bits, row_lists,
+// col_lists) of a TileMask; low and high are the band if there is no mask.
 void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask,
               std::optional<Tensor> bias, Tensor out, Tensor lse, std::optional<Tensor> dq, std::optional<Tensor> dk,
               std::optional<Tensor> dv, std::optional<Tensor> dbias, std::optional<Tensor> dbias_sums, int64_t low,
               int64_t high, double softmax_scale, double softcap, bool deterministic) {
   const Sizes sizes = sizes_of(kName, q, k, v);
-  const Unit unit = unit_of(q.scalar_type(), sizes.head_dim, sizes.head_dim_v);
+  const KernelInstance instance = instance_for(q.scalar_type(), sizes.head_dim, sizes.head_dim_v);
   CHECK_ARGUMENT(sizes.head_dim_v <= kMaxRowColumns, "rows of out have ", sizes.head_dim_v, " columns, more than ",
                  kMaxRowColumns);
   CHECK_ARGUMENT(bias.has_value() || !(dbias.has_value() || dbias_sums.has_value()), "there is no bias for a dbias");
@@ -220,13 +226,12 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   BackwardParams params{};
   BackwardRowsParams rows = describe_rows(out, dout, lse, dlse);
   BackwardBias form = BackwardBias::kNone;
-  const bool stores_whole = backward_stores_dbias(unit.head_dim, unit.head_dim_v, softcap > 0);
-  const bool shares_dbias = dbias.has_value() && (is_shared(*dbias, sizes) || !stores_whole);
+  const bool can_store_dbias = backward_stores_dbias(instance.head_dim, instance.head_dim_v, softcap > 0);
+  const bool shares_dbias = dbias.has_value() && (is_shared(*dbias, sizes) || !can_store_dbias);
   if (shares_dbias) {
-    // Written 16 bytes at a time, by either kernel.
+    // Either kernel writes 16 bytes at a time.
     CHECK_ARGUMENT(dbias->is_contiguous(), "dbias needs to be contiguous");
-    CHECK_ARGUMENT(sizes.seqlen_k % 8 == 0, "rows of dbias have ", sizes.seqlen_k,
-                   " keys; they need a multiple of 8");
+    CHECK_ARGUMENT(sizes.seqlen_k % 8 == 0, "rows of dbias have ", sizes.seqlen_k, " keys; they need a multiple of 8");
   }
   if (bias.has_value()) {
     form = describe_bias(*bias, q, dbias.has_value(), shares_dbias, dbias_sums.has_value());
@@ -237,23 +242,23 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
     }
   }
 
-  const CurrentDevice device(kName, q);  // before the maps, whose encoder needs its context
-  const int device_processors = multiprocessors(kName, device.index);
+  const CurrentDevice device(kName, q);  // before the TMA descriptors, whose encoder needs its context
+  const int num_sms = sm_count(kName, device.index);
 
   const bool has_mask = !mask.empty(), has_bias_tiles = form == BackwardBias::kTile || form == BackwardBias::kTileStore;
   const bool is_banded = has_band(sizes, low, high);
-  const bool takes_two = form == BackwardBias::kTileStore && !has_mask && !is_banded && !(softcap > 0) &&
-                         has_two_key_tiles(unit.head_dim, unit.head_dim_v) &&
-                         pays_to_take_two(pairs_k, tiles_k, device_processors);
-  const int block_keys = takes_two ? 2 * kTile : unit.tile_keys;
-  const int tile_rows = backward_rows(unit.head_dim, unit.head_dim_v, block_keys);
-  const int64_t blocks_k = takes_two ? ceil_div(tiles_k, 2) : tiles_k * (kTile / block_keys);
-  params.q = rows_map(kName, q, "q", tile_rows);
-  params.k = rows_map(kName, k, "k", block_keys);
-  params.v = rows_map(kName, v, "v", block_keys);
-  params.dout = rows_map(kName, dout, "dout", tile_rows);
-  if (has_bias_tiles) params.bias = scores_map(kName, *bias, "bias", tile_rows);
-  if (form == BackwardBias::kTileStore) params.dbias = scores_map(kName, *dbias, "dbias", tile_rows);
+  const bool has_two_tiles = form == BackwardBias::kTileStore && !has_mask && !is_banded && !(softcap > 0) &&
+                             has_two_key_tiles(instance.head_dim, instance.head_dim_v) &&
+                             pays_to_take_two(pairs_k, tiles_k, num_sms);
+  const int block_n = has_two_tiles ? 2 * kTile : instance.block_n;
+  const int block_m = backward_block_m(instance.head_dim, instance.head_dim_v, block_n);
+  const int64_t blocks_k = has_two_tiles ? ceil_div(tiles_k, 2) : tiles_k * (kTile / block_n);
+  params.q = rows_map(kName, q, "q", block_m);
+  params.k = rows_map(kName, k, "k", block_n);
+  params.v = rows_map(kName, v, "v", block_n);
+  params.dout = rows_map(kName, dout, "dout", block_m);
+  if (has_bias_tiles) params.bias = scores_map(kName, *bias, "bias", block_m);
+  if (form == BackwardBias::kTileStore) params.dbias = scores_map(kName, *dbias, "dbias", block_m);
   params.dk = data_of(dk);
   params.dv = data_of(dv);
   params.dbias_sums = data_of<float>(dbias_sums);
@@ -267,9 +272,10 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
     set_mask(mask[0], mask[2], sizes, params);
   }
 
-  const bool needs_more = dq.has_value() || dk.has_value() || dv.has_value();
-  const int clusters =
-      shares_dbias && needs_more ? clusters_of_batch(device.index, sizes, unit, *dbias, mask, softcap > 0) : 0;
+  const bool needs_qkv_gradients = dq.has_value() || dk.has_value() || dv.has_value();
+  const int clusters = shares_dbias && needs_qkv_gradients
+                           ? clusters_of_batch(device.index, sizes, instance, *dbias, mask, softcap > 0)
+                           : 0;
   params.cluster = 1;
   if (clusters > 0) {
     form = BackwardBias::kTileSum;
@@ -277,41 +283,44 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
     params.summed_dbias = dbias->mutable_data_ptr();
   }
 
-  // The works, and how they are shared out.
-  const bool takes_turns = dq.has_value() && deterministic;
-  const int64_t dq_columns = ceil_div(unit.head_dim, kPieceColumns) * kPieceColumns;
-  const int64_t dv_columns = ceil_div(unit.head_dim_v, kPieceColumns) * kPieceColumns;
+  // The work tiles, and how they are scheduled.
+  const bool is_ordered = dq.has_value() && deterministic;
+  const int64_t dq_columns = ceil_div(instance.head_dim, kAccumColumns) * kAccumColumns;
+  const int64_t dv_columns = ceil_div(instance.head_dim_v, kAccumColumns) * kAccumColumns;
   params.blocks_k = static_cast<int>(blocks_k);
   params.batch_is_inner = clusters > 0 || shares_over_batch(params, has_bias_tiles, has_mask);
-  const int64_t whole_pairs =
-      count_whole_pairs(params, pairs_k, device_processors, is_banded && !has_mask, deterministic, takes_turns);
-  const int64_t summed_pairs = pairs_k - whole_pairs, single_heads = pairs - whole_pairs * params.queries_per_group;
-  params.whole_pairs = static_cast<int>(whole_pairs);
-  params.total = static_cast<int>((whole_pairs + single_heads) * blocks_k);
-  // Of so many pairs of batch and this many heads, a section: q, dout and the sums of dq of its heads.
+  const int64_t full_group_pairs =
+      count_full_group_pairs(params, pairs_k, num_sms, is_banded && !has_mask, deterministic, is_ordered);
+  const int64_t summed_pairs = pairs_k - full_group_pairs,
+                single_heads = pairs - full_group_pairs * params.heads_per_group;
+  params.full_group_pairs = static_cast<int>(full_group_pairs);
+  params.num_work_tiles = static_cast<int>((full_group_pairs + single_heads) * blocks_k);
+  // The size of a section, at most `count`, for tiles of `heads` query heads: q, dout and the accumulators of dq fit in
+  // L2.
   const auto section_of = [&](int64_t count, int64_t heads) {
     const int64_t row_bytes = (sizes.head_dim + sizes.head_dim_v) * 2 + (dq.has_value() ? dq_columns * 4 : 0);
     const int64_t work_bytes = heads * sizes.seqlen_q * row_bytes;
-    const int64_t turns_need = has_mask ? kHeadsOfTurns : std::max<int64_t>(kBytesOfTurns / work_bytes, 2);
-    const int64_t section = std::max<int64_t>(kSectionBytes / work_bytes, takes_turns ? turns_need : 1);
-    // The works of a cluster are batch entries of the same heads, in one section.
+    const int64_t least_when_ordered = has_mask ? kOrderedHeads : std::max<int64_t>(kOrderedBytes / work_bytes, 2);
+    const int64_t section = std::max<int64_t>(kSectionBytes / work_bytes, is_ordered ? least_when_ordered : 1);
+    // The tiles of a cluster are batch entries of the same head, so a section holds whole clusters.
     const int64_t together = ceil_div(section, params.cluster) * params.cluster;
     return static_cast<int>(std::clamp<int64_t>(count, 1, together));
   };
-  params.whole_section = section_of(whole_pairs, params.queries_per_group);
+  params.full_group_section = section_of(full_group_pairs, params.heads_per_group);
   params.section = section_of(single_heads, 1);
-  const int blocks = std::min(params.total, clusters > 0 ? clusters * params.cluster : device_processors);
-  const bool has_works = needs_more || !shares_dbias;
-  const bool works_differ = has_mask || is_banded || (whole_pairs > 0 && summed_pairs > 0);
-  const bool hands_out = has_works && (takes_turns || (works_differ && params.total > blocks));
+  const int blocks = std::min(params.num_work_tiles, clusters > 0 ? clusters * params.cluster : num_sms);
+  const bool runs_main_kernel = needs_qkv_gradients || !shares_dbias;
+  const bool tiles_differ = has_mask || is_banded || (full_group_pairs > 0 && summed_pairs > 0);
+  const bool needs_counter = runs_main_kernel && (is_ordered || (tiles_differ && params.num_work_tiles > blocks));
 
-  // lse in base 2 and delta, and what starts as zeros.
-  const int64_t padded_rows = pairs * tiles_q * kTile, summed_rows = summed_pairs * blocks_k * block_keys;
-  const int64_t blocks_q = padded_rows / tile_rows;
+  // Scratch memory: lse in base 2 and delta, then everything that starts as zeros.
+  const int64_t padded_rows = pairs * tiles_q * kTile, summed_rows = summed_pairs * blocks_k * block_n;
+  const int64_t blocks_q = padded_rows / block_m;
   Scratch scratch;
   scratch.add(2 * padded_rows);
-  const int64_t next_at = scratch.add(hands_out ? 1 : 0), dq_turns_at = scratch.add(takes_turns ? blocks_q : 0);
-  const int64_t key_turns_at = scratch.add(takes_turns ? summed_pairs * blocks_k : 0);
+  const int64_t counter_at = scratch.add(needs_counter ? 1 : 0),
+                dq_semaphore_at = scratch.add(is_ordered ? blocks_q : 0);
+  const int64_t dkv_semaphore_at = scratch.add(is_ordered ? summed_pairs * blocks_k : 0);
   const int64_t dk_at = scratch.add(dk.has_value() ? summed_rows * dq_columns : 0);
   const int64_t dv_at = scratch.add(dv.has_value() ? summed_rows * dv_columns : 0);
   const int64_t dq_at = scratch.add(dq.has_value() ? padded_rows * dq_columns : 0);
@@ -319,41 +328,41 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   float* const start = static_cast<float*>(memory.mutable_data_ptr());
   rows.lse_log2 = start;
   rows.delta = start + padded_rows;
-  rows.cleared = start + next_at;
-  rows.zeros = (scratch.length - next_at) / 4;
+  rows.cleared = start + counter_at;
+  rows.zeros = (scratch.length - counter_at) / 4;
   params.lse = rows.lse_log2;
   params.delta = rows.delta;
-  if (hands_out) params.next = reinterpret_cast<int*>(start + next_at);
-  if (takes_turns) params.dq_turns = reinterpret_cast<int*>(start + dq_turns_at);
+  if (needs_counter) params.tile_counter = reinterpret_cast<int*>(start + counter_at);
+  if (is_ordered) params.dq_semaphore = reinterpret_cast<int*>(start + dq_semaphore_at);
   if (dq.has_value()) params.dq_sums = start + dq_at;
   const bool sums_dk = dk.has_value() && summed_pairs > 0, sums_dv = dv.has_value() && summed_pairs > 0;
   if (sums_dk) params.dk_sums = start + dk_at;
   if (sums_dv) params.dv_sums = start + dv_at;
-  if (takes_turns && (sums_dk || sums_dv)) params.key_turns = reinterpret_cast<int*>(start + key_turns_at);
+  if (is_ordered && (sums_dk || sums_dv)) params.dkv_semaphore = reinterpret_cast<int*>(start + dkv_semaphore_at);
 
-  // Before the first kernel: others start while the one before ends, but not behind a memset.
+  // Before the first kernel, not between two: a memset would keep the next kernel from starting early.
   if (clusters > 0 && (has_mask || is_banded)) {
     const size_t bytes = static_cast<size_t>(dbias->numel()) * dbias->element_size();
     check(cudaMemsetAsync(params.summed_dbias, 0, bytes, device.stream), kName, "clearing dbias");
   }
   Tensor ordered_lists;
-  if (takes_turns && has_mask) ordered_lists = order_lists(mask, q, tiles_q, tiles_k, params, device.stream);
-  check(unit.rows(rows, device.stream), kName, "launching the kernel of the rows");
+  if (is_ordered && has_mask) ordered_lists = order_lists(mask, q, tiles_q, tiles_k, params, device.stream);
+  check(instance.rows(rows, device.stream), kName, "launching the kernel of the rows");
   if (shares_dbias && clusters == 0) {
-    const SharedDbiasCall call{dout, q, k, v, *bias, mask, params.lse, params.delta, low, high, softmax_scale,
-                               softcap};
-    store_shared_dbias(kName, unit.shared_dbias, device, sizes, call, *dbias);
+    const SharedDbiasCall call{dout, q, k, v, *bias, mask, params.lse, params.delta, low, high, softmax_scale, softcap};
+    store_shared_dbias(kName, instance.shared_dbias, device, sizes, call, *dbias);
   }
-  if (!has_works) return;
-  check(unit.main(params, form, has_mask, block_keys, blocks, device.stream), kName, "launching the kernel");
+  if (!runs_main_kernel) return;
+  check(instance.main(params, form, has_mask, block_n, blocks, device.stream), kName, "launching the kernel");
 
-  Finish finish;
-  finish.add(dq, params.dq_sums, 0, pairs, tiles_q * kTile, dq_columns, softmax_scale, false);
-  finish.add(dk, params.dk_sums, whole_pairs, summed_pairs, blocks_k * block_keys, dq_columns, softmax_scale,
-             params.batch_is_inner);
-  finish.add(dv, params.dv_sums, whole_pairs, summed_pairs, blocks_k * block_keys, dv_columns, 1.0,
-             params.batch_is_inner);
-  if (finish.pieces > 0) check(unit.sums(finish.params, device.stream), kName, "launching the kernel of the sums");
+  Postprocess postprocess;
+  postprocess.add(dq, params.dq_sums, 0, pairs, tiles_q * kTile, dq_columns, softmax_scale, false);
+  postprocess.add(dk, params.dk_sums, full_group_pairs, summed_pairs, blocks_k * block_n, dq_columns, softmax_scale,
+                  params.batch_is_inner);
+  postprocess.add(dv, params.dv_sums, full_group_pairs, summed_pairs, blocks_k * block_n, dv_columns, 1.0,
+                  params.batch_is_inner);
+  if (postprocess.tiles > 0)
+    check(instance.sums(postprocess.params, device.stream), kName, "launching the kernel of the sums");
 }
 
 }  // namespace

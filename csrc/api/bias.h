@@ -1,4 +1,4 @@
-// How a bias (B, H, Lq, Lk) lies in memory, and what the kernels are told of it.
+// How a bias (B, H, Lq, Lk) lies in memory, as the kernels are told.
 #pragma once
 
 #include <cstdint>
@@ -10,10 +10,10 @@
 
 namespace flash_dmattn {
 
-// One value is read for every index.
+// Whether one value serves every index of the dim.
 inline bool is_broadcast(const torch::stable::Tensor& x, int dim) { return x.size(dim) == 1 || x.stride(dim) == 0; }
 
-// Whether the copy engine can read tiles of a bias: rows of unit stride, on 16 bytes, in the dtype of q.
+// Whether TMA can read tiles of the bias: rows of unit stride that start on 16 bytes, in the dtype of q.
 inline bool can_copy_tiles(const torch::stable::Tensor& bias, const torch::stable::Tensor& q) {
   bool can = bias.scalar_type() == q.scalar_type() && bias.stride(3) == 1;
   can &= reinterpret_cast<uintptr_t>(bias.const_data_ptr()) % 16 == 0;
@@ -31,7 +31,7 @@ inline BiasDtype bias_dtype(const char* op, const torch::stable::Tensor& bias) {
                                      : BiasDtype::kBFloat16;
 }
 
-// Strides of 0 where one value serves every index.
+// The stride the kernels use: 0 where one value serves every index.
 inline int64_t bias_stride(const torch::stable::Tensor& bias, int dim) {
   return is_broadcast(bias, dim) ? 0 : bias.stride(dim);
 }
@@ -40,7 +40,7 @@ inline int heads_per_bias(const torch::stable::Tensor& bias, int64_t num_heads) 
   return static_cast<int>(is_broadcast(bias, 1) ? num_heads : num_heads / bias.size(1));
 }
 
-// The fields of a bias in the params of either pass.
+// Fills the bias fields of the params of either pass.
 template <class Params>
 void set_bias(const char* op, const torch::stable::Tensor& bias, int64_t num_heads, Params& params) {
   params.bias_dtype = bias_dtype(op, bias);

@@ -1,4 +1,4 @@
-// One call as both passes describe it: its sizes, its band and its mask.
+// What both passes need to know about a call: sizes, band and mask.
 #pragma once
 
 #include <algorithm>
@@ -16,14 +16,14 @@ struct Sizes {
   int64_t batch, seqlen_q, seqlen_k, num_heads, num_heads_k, head_dim, head_dim_v;
 };
 
-// Of q (B, Lq, Hq, D), k and v, which the kernels can count.
+// The sizes of q (B, Lq, Hq, D), k and v, checked to be within what the kernels can count.
 inline Sizes sizes_of(const char* op, const torch::stable::Tensor& q, const torch::stable::Tensor& k,
                       const torch::stable::Tensor& v) {
   CHECK_FOR(op, q.is_cuda(), "q is not on a CUDA device; the kernel is written for sm_90a");
   const Sizes sizes{q.size(0), q.size(1), k.size(1), q.size(2), k.size(2), q.size(3), v.size(3)};
   CHECK_FOR(op, sizes.seqlen_q > 0 && sizes.seqlen_k > 0 && sizes.batch * sizes.num_heads > 0,
             "there is nothing to attend");
-  // Sums of a row, a key and a band stay in int32.
+  // The kernels add rows, keys and band limits in int32.
   CHECK_FOR(op, sizes.seqlen_q + sizes.seqlen_k <= kMaxInt / 2, "there are ", sizes.seqlen_q, " queries and ",
             sizes.seqlen_k, " keys; together they may be 2^30 - 1");
   CHECK_FOR(op, sizes.head_dim % 8 == 0 && sizes.head_dim_v % 8 == 0, "head dims are ", sizes.head_dim, " and ",
@@ -38,10 +38,10 @@ void set_sizes(const Sizes& sizes, Params& params) {
   params.seqlen_q = static_cast<int>(sizes.seqlen_q);
   params.seqlen_k = static_cast<int>(sizes.seqlen_k);
   params.head_dim_v = static_cast<int>(sizes.head_dim_v);
-  params.queries_per_group = static_cast<int>(sizes.num_heads / sizes.num_heads_k);
+  params.heads_per_group = static_cast<int>(sizes.num_heads / sizes.num_heads_k);
 }
 
-// Limits beyond the last diagonal say no more than the diagonal past the last.
+// Limits beyond the last diagonal are clamped to just past it.
 template <class Params>
 void set_band(const Sizes& sizes, int64_t low, int64_t high, Params& params) {
   params.low = static_cast<int>(std::clamp(low, -sizes.seqlen_q, sizes.seqlen_k));
@@ -53,15 +53,14 @@ inline bool has_band(const Sizes& sizes, int64_t low, int64_t high) {
   return low > -sizes.seqlen_q || high < sizes.seqlen_k;
 }
 
-// Whether batch entries read the same bias per score, or the same mask: their works then follow each other, so that it
-// is in L2. The bias and the mask have been set.
+// Whether batch entries read the same bias per score or the same mask. The scheduler then makes them neighbours, so
+// that they find it in L2. Call after the bias and the mask have been set.
 template <class Params>
 bool shares_over_batch(const Params& params, bool has_bias_per_score, bool has_mask) {
-  return params.batch > 1 &&
-         ((has_bias_per_score && !params.bias_has_batch) || (has_mask && !params.mask_has_batch));
+  return params.batch > 1 && ((has_bias_per_score && !params.bias_has_batch) || (has_mask && !params.mask_has_batch));
 }
 
-// Scores are softcap * tanh(pre_scale * q k) where softcap is positive: the same numbers in both passes.
+// Scores are softcap * tanh(pre_scale * q k) if softcap is positive; both passes use these numbers.
 template <class Params>
 void set_softcap(double softmax_scale, double softcap, Params& params) {
   if (!(softcap > 0)) return;
@@ -69,7 +68,7 @@ void set_softcap(double softmax_scale, double softcap, Params& params) {
   params.pre_scale = static_cast<float>(softmax_scale / softcap);
 }
 
-// Those of a TileMask, `lists` of rows or of columns.
+// Sets the packed mask; `lists` are its row lists or its column lists.
 template <class Params>
 void set_mask(const torch::stable::Tensor& bits, const torch::stable::Tensor& lists, const Sizes& sizes,
               Params& params) {

@@ -1,4 +1,4 @@
-// The operator of mask packing, as torch sees it.
+// The operator that packs masks.
 #include <algorithm>
 #include <array>
 #include <cstdint>
@@ -21,8 +21,8 @@ using torch::stable::Tensor;
 
 constexpr const char* kName = "cuda_pack_mask";
 
-// Whether every row of the mask starts and ends on 16 bytes and its keys have unit stride. Only strides that are taken
-// count: a dim of size 1 may have any.
+// Whether every row of the mask starts and ends on 16 bytes and keys have unit stride. A dim of size 1 may have any
+// stride: it is never taken.
 bool rows_are_aligned(const Tensor& mask) {
   bool aligned = mask.stride(3) == 1 && mask.size(3) % 16 == 0;
   aligned &= reinterpret_cast<uintptr_t>(mask.const_data_ptr()) % 16 == 0;
@@ -30,22 +30,22 @@ bool rows_are_aligned(const Tensor& mask) {
   return aligned;
 }
 
-// (bits, classes, row_lists, col_lists) of a bool mask (B, H, Lq, Lk) of any strides, 0 included, with the band
-// low <= j - i <= high folded in where has_band: the TileMask of flash_dmattn/masks/prepared.py.
+// Returns (bits, classes, row_lists, col_lists), the TileMask of flash_dmattn/masks/prepared/types.py, of a bool mask
+// (B, H, Lq, Lk) of any strides, 0 included. With has_band the band low <= j - i <= high is folded in.
 std::vector<Tensor> pack_mask(Tensor mask, int64_t low, int64_t high, bool has_band) {
   CHECK_ARGUMENT(mask.is_cuda(), "mask is not on a CUDA device; the kernel is written for sm_90a");
   CHECK_ARGUMENT(mask.scalar_type() == ScalarType::Bool, "mask is not bool");
   CHECK_ARGUMENT(mask.dim() == 4, "mask has ", mask.dim(), " dims; it needs 4: (B, H, Lq, Lk)");
   const int64_t batch = mask.size(0), num_heads = mask.size(1), seqlen_q = mask.size(2), seqlen_k = mask.size(3);
-  // The sums of the kernel, rows and keys of the last block included, stay in int32.
-  CHECK_ARGUMENT(seqlen_q + seqlen_k <= kMaxInt - 2 * kStripKeys, "mask has ", seqlen_q,
-                  " queries and ", seqlen_k, " keys; together they may be ", kMaxInt - 2 * kStripKeys);
+  // The kernel adds rows and keys in int32, those of its last block included.
+  CHECK_ARGUMENT(seqlen_q + seqlen_k <= kMaxInt - 2 * kStripKeys, "mask has ", seqlen_q, " queries and ", seqlen_k,
+                 " keys; together they may be ", kMaxInt - 2 * kStripKeys);
   const int64_t tiles_q = ceil_div(seqlen_q, kTile), tiles_k = ceil_div(seqlen_k, kTile);
   const int64_t strips = ceil_div(seqlen_k, kStripKeys), heads = batch * num_heads;
   const int64_t pack_blocks = heads * tiles_q * strips;
   const int64_t num_lists = heads * (tiles_q + tiles_k), list_blocks = ceil_div(num_lists, kListsPerBlock);
-  CHECK_ARGUMENT(std::max({heads, pack_blocks, list_blocks}) <= kMaxInt, "mask of ", heads,
-                  " heads by ", seqlen_q, " by ", seqlen_k, " needs more than 2^31 - 1 blocks");
+  CHECK_ARGUMENT(std::max({heads, pack_blocks, list_blocks}) <= kMaxInt, "mask of ", heads, " heads by ", seqlen_q,
+                 " by ", seqlen_k, " needs more than 2^31 - 1 blocks");
 
   const CurrentDevice device(kName, mask);
   const auto empty = [&](std::array<int64_t, 4> shape, ScalarType dtype) {
@@ -72,7 +72,7 @@ std::vector<Tensor> pack_mask(Tensor mask, int64_t low, int64_t high, bool has_b
     params.tiles_q = static_cast<int>(tiles_q);
     params.tiles_k = static_cast<int>(tiles_k);
     params.strips = static_cast<int>(strips);
-    // Limits beyond the last diagonal say no more than the diagonal past the last.
+    // Limits beyond the last diagonal are clamped to just past it.
     params.low = static_cast<int>(std::clamp(low, -seqlen_q, seqlen_k));
     params.high = static_cast<int>(std::clamp(high, -seqlen_q, seqlen_k));
     check(launch_pack_mask(params, static_cast<unsigned>(pack_blocks), rows_are_aligned(mask), has_band, device.stream),
@@ -99,7 +99,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flash_dmattn, m) {
   m.def("cuda_pack_mask(Tensor mask, int low, int high, bool has_band) -> Tensor[]");
 }
 
-// The one function for both, so that a CPU tensor gets its sentence and not torch's about a missing kernel.
+// Registered for CPU tensors too, so that they get our error message and not torch's about a missing kernel.
 STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, m) { m.impl("cuda_pack_mask", TORCH_BOX(&pack_mask)); }
 STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CPU, m) { m.impl("cuda_pack_mask", TORCH_BOX(&pack_mask)); }
 

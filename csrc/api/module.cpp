@@ -1,4 +1,4 @@
-// The Python module flash_dmattn._C: importing it registers the operators; it has two functions of its own.
+// The Python module flash_dmattn._C. Importing it registers the operators; it has two functions of its own.
 #define Py_LIMITED_API 0x030a0000  // Python 3.10
 #include <Python.h>
 
@@ -8,7 +8,7 @@
 
 namespace {
 
-// Found in the file by flash_dmattn/extension.py, which reads it before it loads the file: one string, prefix and JSON.
+// One string, prefix and JSON: flash_dmattn/backends/cuda/extension.py searches the file for it before loading it.
 __attribute__((used)) const char kBuildInfo[] = FLASH_DMATTN_BUILD_INFO_PREFIX FLASH_DMATTN_BUILD_INFO;
 
 PyObject* build_info(PyObject*, PyObject*) {
@@ -17,7 +17,7 @@ PyObject* build_info(PyObject*, PyObject*) {
 
 PyObject* cuda_versions(PyObject*, PyObject*) {
   int driver = 0, runtime = 0;
-  // A failure leaves 0, which is older than everything.
+  // A failure leaves 0, older than every version.
   if (cudaDriverGetVersion(&driver) != cudaSuccess) driver = 0;
   if (cudaRuntimeGetVersion(&runtime) != cudaSuccess) runtime = 0;
   return Py_BuildValue("(ii)", driver, runtime);
@@ -29,8 +29,8 @@ PyMethodDef methods[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-PyModuleDef module = {PyModuleDef_HEAD_INIT, "flash_dmattn._C", nullptr, 0, methods, nullptr, nullptr, nullptr,
-                      nullptr};
+PyModuleDef module = {
+    PyModuleDef_HEAD_INIT, "flash_dmattn._C", nullptr, 0, methods, nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace
 

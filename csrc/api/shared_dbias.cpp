@@ -6,7 +6,7 @@
 
 #include "bias.h"
 #include "tensor_map.h"
-#include "work.h"
+#include "tile_scheduler.h"
 
 namespace flash_dmattn {
 
@@ -42,13 +42,14 @@ void store_shared_dbias(const char* op, decltype(&launch_shared_dbias<__half, 64
   params.heads_summed = static_cast<int>(sizes.batch / entries) * params.heads_per_dbias;
   params.tiles_q = static_cast<int>(tiles_q);
   params.tiles_k = static_cast<int>(tiles_k);
-  params.total = static_cast<int>(entries * heads * tiles_q * tiles_k);
-  const int blocks = std::min(params.total, multiprocessors(op, device.index));
-  // Also where all tiles are alike: shared out evenly they took a tenth longer (8 entries of 16 heads at 2048, D64).
-  torch::stable::Tensor next;
-  if (params.total > blocks) {
-    next = zero_counters(op, call.q, 1, device.stream);
-    params.next = static_cast<int*>(next.mutable_data_ptr());
+  params.num_work_tiles = static_cast<int>(entries * heads * tiles_q * tiles_k);
+  const int blocks = std::min(params.num_work_tiles, sm_count(op, device.index));
+  // Dynamic even if all tiles are alike: static scheduling is slower (docs/notes/cuda.md, "A bias per score that heads
+  // or batch entries share").
+  torch::stable::Tensor counter;
+  if (params.num_work_tiles > blocks) {
+    counter = zero_counters(op, call.q, 1, device.stream);
+    params.tile_counter = static_cast<int*>(counter.mutable_data_ptr());
   }
   check(launch(params, has_mask, blocks, device.stream), op, "launching the kernel of dbias");
 }

@@ -1,4 +1,5 @@
-// The gradient of a bias per query and key that several heads of attention share: a part of the backward pass.
+// dbias of a bias per query and key that several attention heads share: the part of the backward pass with its own
+// kernel.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +13,7 @@
 
 namespace flash_dmattn {
 
-// What it reads: mask is {} or (bits, row_lists, col_lists), low and high the band where there is none; lse and delta
+// The inputs. mask is {} or (bits, row_lists, col_lists); low and high are the band if there is no mask; lse and delta
 // are those of BackwardParams.
 struct SharedDbiasCall {
   const torch::stable::Tensor &dout, &q, &k, &v, &bias;
@@ -22,13 +23,13 @@ struct SharedDbiasCall {
   double softmax_scale, softcap;
 };
 
-// Whether dbias, (Bd, Hd, Lq, Lk), has fewer heads than the call.
+// Whether dbias (Bd, Hd, Lq, Lk) has fewer heads or batch entries than the call.
 inline bool is_shared(const torch::stable::Tensor& dbias, const Sizes& sizes) {
   return dbias.size(0) != sizes.batch || dbias.size(1) != sizes.num_heads;
 }
 
-// Writes all of dbias, contiguous, in the dtype of q, its rows a multiple of 8 keys; `launch` is of the unit that holds
-// the call.
+// Writes all of dbias: contiguous, in the dtype of q, rows of a multiple of 8 keys. `launch` belongs to the kernel
+// instance that serves the call.
 void store_shared_dbias(const char* op, decltype(&launch_shared_dbias<__half, 64, 64>) launch,
                         const CurrentDevice& device, const Sizes& sizes, const SharedDbiasCall& call,
                         const torch::stable::Tensor& dbias);

@@ -18,7 +18,7 @@ using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*
                             const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
                             CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
-// From the driver, whose library is not linked.
+// Asked from the driver at run time: its library is not linked.
 Encode encoder(const char* op) {
   static const Encode found = [op] {
     void* entry = nullptr;
@@ -32,7 +32,7 @@ Encode encoder(const char* op) {
   return found;
 }
 
-// The map of a tensor of 16-bit values, its dims and strides (in elements) given innermost first.
+// The descriptor of a tensor of 16-bit values. Dims and strides (in elements) are innermost first.
 CUtensorMap tensor_map(const char* op, const Tensor& x, const char* name, std::array<int64_t, 4> sizes,
                        std::array<int64_t, 4> strides, int rows, CUtensorMapL2promotion promotion) {
   CHECK_FOR(op, strides[0] == 1 || sizes[0] == 1, name, " has no unit stride in its last dim");
@@ -40,16 +40,16 @@ CUtensorMap tensor_map(const char* op, const Tensor& x, const char* name, std::a
   for (int dim = 0; dim < 4; ++dim) {
     dims[dim] = static_cast<cuuint64_t>(sizes[dim]);
     if (dim == 0) continue;
-    // The stride of a dim of size 1 is never taken.
+    // The stride of a dim of size 1 is never taken, so any valid one will do.
     bytes[dim - 1] = sizes[dim] == 1 ? 16 : static_cast<cuuint64_t>(strides[dim] * 2);
     CHECK_FOR(op, bytes[dim - 1] % 16 == 0 && bytes[dim - 1] > 0, name, " has a stride of ", strides[dim],
-              " elements; the copy engine takes positive multiples of 8");
+              " elements; TMA takes positive multiples of 8");
   }
   auto* const data = const_cast<void*>(x.const_data_ptr());
   CHECK_FOR(op, reinterpret_cast<uintptr_t>(data) % 16 == 0, name, " does not start on 16 bytes");
   const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(rows), 1, 1}, steps[4] = {1, 1, 1, 1};
-  const auto dtype = x.scalar_type() == ScalarType::Half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                                          : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const auto dtype =
+      x.scalar_type() == ScalarType::Half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   CUtensorMap map;
   const CUresult result = encoder(op)(&map, dtype, 4, data, dims, bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                                       CU_TENSOR_MAP_SWIZZLE_128B, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
@@ -65,7 +65,7 @@ CUtensorMap rows_map(const char* op, const Tensor& x, const char* name, int rows
                     {x.stride(3), x.stride(1), x.stride(2), x.stride(0)}, rows, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
-// Rows of a box are 128 bytes, and so is what L2 reads of them at once: 3.93 TB/s, with 256 bytes 3.79.
+// A row of a box is 128 bytes, so L2 is told to fetch 128 bytes at a time: faster than 256 (docs/notes/cuda.md).
 CUtensorMap scores_map(const char* op, const Tensor& x, const char* name, int rows) {
   const int64_t heads = is_broadcast(x, 1) ? 1 : x.size(1), batches = is_broadcast(x, 0) ? 1 : x.size(0);
   return tensor_map(op, x, name, {x.size(3), x.size(2), heads, batches},

@@ -1,4 +1,4 @@
-// What the copy engine is told of a tensor: the maps that kernels copy tiles by.
+// TMA descriptors (CUtensorMap) of the tensors that kernels read and write by tiles.
 #pragma once
 
 #include <cuda.h>
@@ -7,13 +7,13 @@
 
 namespace flash_dmattn {
 
-// A box of each is 64 columns of `rows` rows, swizzled within its 128-byte rows; what is outside the tensor reads as 0
-// and is not written. `op` and `name` are the operator and its argument, for what is refused.
+// A box is `rows` rows of 64 columns, with the 128-byte swizzle. Elements outside the tensor read as 0 and are not
+// written. `op` and `name` are the operator and its argument, for error messages.
 
-// Of q, k, v or dout, (B, L, H, D): its dims as (D, L, H, B), innermost first.
+// For q, k, v or dout, (B, L, H, D): dims (D, L, H, B), innermost first.
 CUtensorMap rows_map(const char* op, const torch::stable::Tensor& x, const char* name, int rows);
 
-// Of one value per query and key, (B, H, Lq, Lk): its dims as (Lk, Lq, H, B). Heads or batches that share one are 1.
+// For one value per query and key, (B, H, Lq, Lk): dims (Lk, Lq, H, B). A dim that is shared has size 1.
 CUtensorMap scores_map(const char* op, const torch::stable::Tensor& x, const char* name, int rows);
 
 }  // namespace flash_dmattn

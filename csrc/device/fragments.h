@@ -1,7 +1,8 @@
-// What threads hold of a matrix, and how they exchange it.
+// Accumulator fragments of wgmma: which elements a thread holds, and exchanges within a quad, the four threads of a
+// row.
 //
-// In the accumulator of a matrix instruction a thread holds rows n / 4 and n / 4 + 8 of its warp's 16, n its lane, and
-// of every 8 columns the two from 2 (n % 4) on: element 4 c + 2 r + e is row n / 4 + 8 r, column 8 c + 2 (n % 4) + e.
+// Lane n of a warp with 16 rows holds rows n / 4 and n / 4 + 8, and columns 2 (n % 4) and 2 (n % 4) + 1 of every 8:
+// element 4 c + 2 r + e is row n / 4 + 8 r, column 8 c + 2 (n % 4) + e.
 #pragma once
 
 #include <cstdint>
@@ -28,18 +29,18 @@ __device__ __forceinline__ float2 unpack(uint32_t pair, __half) {
   return __half22float2(reinterpret_cast<const __half2&>(pair));
 }
 
-// The four threads of a row.
-__device__ __forceinline__ float max_of_row(float x) {
+// Maximum and sum over a quad.
+__device__ __forceinline__ float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
-__device__ __forceinline__ float sum_of_row(float x) {
+__device__ __forceinline__ float quad_sum(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 1);
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// Word k of lane l of the four lanes of a row becomes word l of lane k.
-__device__ __forceinline__ void transpose_words(uint32_t& w0, uint32_t& w1, uint32_t& w2, uint32_t& w3, int lane) {
+// Transposes 4 x 4 words: word k of lane l of a quad becomes word l of lane k.
+__device__ __forceinline__ void quad_transpose(uint32_t& w0, uint32_t& w1, uint32_t& w2, uint32_t& w3, int lane) {
   const bool odd = lane & 1, high = lane & 2;
   auto swap = [](uint32_t& low, uint32_t& up, bool sends_low, int distance) {
     const uint32_t received = __shfl_xor_sync(0xffffffffu, sends_low ? low : up, distance);

@@ -12,13 +12,13 @@ import sys
 from pathlib import Path
 
 HEADER = Path(__file__).with_name("wgmma_instructions.h")
-# Of each width the methods that kernels use.
+# The methods that kernels use, for each width N.
 METHODS = {
-    32: ("shared_by_rows",),
-    64: ("shared_by_columns", "shared_by_rows", "registers_by_rows"),
-    96: ("shared_by_columns", "registers_by_rows"),
-    128: ("shared_by_columns", "shared_by_rows", "shared_turned_by_rows", "registers_by_rows"),
-    **dict.fromkeys((192, 256), ("shared_by_columns", "shared_turned_by_rows", "registers_by_rows")),
+    32: ("shared_b_transposed",),
+    64: ("shared_k_major", "shared_b_transposed", "registers_b_transposed"),
+    96: ("shared_k_major", "registers_b_transposed"),
+    128: ("shared_k_major", "shared_b_transposed", "shared_transposed", "registers_b_transposed"),
+    **dict.fromkeys((192, 256), ("shared_k_major", "shared_transposed", "registers_b_transposed")),
 }
 DTYPES = {"__half": "f16", "__nv_bfloat16": "bf16"}
 
@@ -48,11 +48,11 @@ def _listed(items: list[str], start: str, width: int = 8) -> str:
 
 
 def instruction(dtype: str, n: int) -> str:
-    """The struct of one dtype and width, with a method for each place and order of the operands."""
+    """The struct of one dtype and width, with a method for each place and major dim of its operands."""
     count = n // 2
     name = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{DTYPES[dtype]}.{DTYPES[dtype]}"
-    numbers = [f"%{i}" for i in range(count)]
-    rows = [", ".join(numbers[i : i + 16]) for i in range(0, count, 16)]
+    row_stats = [f"%{i}" for i in range(count)]
+    rows = [", ".join(row_stats[i : i + 16]) for i in range(0, count, 16)]
     places = ', "\n        "'.join(rows)
     outputs = _listed([f'"+f"(d[{i}])' for i in range(count)], " " * 10)
 
@@ -76,18 +76,18 @@ def instruction(dtype: str, n: int) -> str:
     sums = f"float (&d)[{count}]"
     in_shared = f"({sums}, uint64_t a, uint64_t b, bool accumulate)"
     methods = {
-        "shared_by_columns": (
+        "shared_k_major": (
             "A and B from shared memory, both K-major.", "run", in_shared, body(*descriptor, "1, 1, 0, 0", 2),
         ),
-        "shared_by_rows": (
-            "A and B from shared memory, A K-major, B N-major.", "run_rows", in_shared,
+        "shared_b_transposed": (
+            "A and B from shared memory, A K-major, B N-major.", "run_b_transposed", in_shared,
             body(*descriptor, "1, 1, 0, 1", 2),
         ),
-        "shared_turned_by_rows": (
-            "A and B from shared memory, A M-major, B N-major.", "run_turned", in_shared,
+        "shared_transposed": (
+            "A and B from shared memory, A M-major, B N-major.", "run_ab_transposed", in_shared,
             body(*descriptor, "1, 1, 1, 1", 2),
         ),
-        "registers_by_rows": (
+        "registers_b_transposed": (
             "A from registers, B from shared memory, N-major.", "run",
             f"({sums}, const uint32_t (&a)[4], uint64_t b,\n{' ' * 45}bool accumulate)",
             body(*fragment, "1, 1, 1", 5),

@@ -1,4 +1,4 @@
-// Stages of shared memory that copies fill while others are read.
+// Pipelines: stages of shared memory that one warp fills while others read; and the ping-pong barrier.
 #pragma once
 
 #include "ptx.h"
@@ -6,9 +6,9 @@
 
 namespace flash_dmattn {
 
-// The place in a ring of stages.
+// A position in a circular buffer of stages, with the phase of its barriers (CUTLASS's PipelineState).
 template <int kStages>
-struct Ring {
+struct PipelineState {
   int stage = 0;
   uint32_t phase = 0;
 
@@ -20,61 +20,61 @@ struct Ring {
   }
 };
 
-// The next piece of work, for a whole warp, to be read until the warp gives it back.
+// Waits for the next work tile, as a whole warp. It may be read until release_work_tile.
 template <class Storage>
-__device__ __forceinline__ const auto& take_work(Storage& shared, const Ring<2>& ring) {
-  barrier_wait(&shared.work_full[ring.stage], ring.phase);
-  return shared.work[ring.stage];
+__device__ __forceinline__ const auto& get_work_tile(Storage& shared, const PipelineState<2>& pipe) {
+  barrier_wait(&shared.work_full[pipe.stage], pipe.phase);
+  return shared.work[pipe.stage];
 }
 
 template <class Storage>
-__device__ __forceinline__ void give_back_work(Storage& shared, Ring<2>& ring) {
-  barrier_arrive_of_warp(&shared.work_empty[ring.stage]);
-  ring.advance();
+__device__ __forceinline__ void release_work_tile(Storage& shared, PipelineState<2>& pipe) {
+  barrier_arrive_of_warp(&shared.work_empty[pipe.stage]);
+  pipe.advance();
 }
 
-// Turns of two consumers: one issues its products while the other is at its scores. Each has a named barrier, this one
-// or the next, which the other fills.
-constexpr int kTurnBarrier = 1;  // 0 is __syncthreads
+// Ping-pong scheduling of two consumers: one issues its matrix products while the other does its softmax. Each waits on
+// a named barrier of its own, which the other fills.
+constexpr int kPingPongBarrier = 1;  // 0 is __syncthreads
 
-struct Turns {
-  const int group;  // which of them
+struct PingPong {
+  const int group;  // which of the two consumers
 
-  __device__ __forceinline__ void wait() const { named_barrier_sync(kTurnBarrier + group, 2 * 128); }
-  __device__ __forceinline__ void pass() const { named_barrier_arrive(kTurnBarrier + (group ^ 1), 2 * 128); }
+  __device__ __forceinline__ void wait() const { named_barrier_sync(kPingPongBarrier + group, 2 * 128); }
+  __device__ __forceinline__ void pass() const { named_barrier_arrive(kPingPongBarrier + (group ^ 1), 2 * 128); }
 
-  // The first consumer has the first turn: its barrier is filled by the other.
+  // The first consumer goes first: the second fills its barrier.
   __device__ __forceinline__ void start() const {
-    if (group == 1) named_barrier_arrive(kTurnBarrier, 2 * 128);
+    if (group == 1) named_barrier_arrive(kPingPongBarrier, 2 * 128);
   }
-  // Nobody leaves with an arrival of the other outstanding: the last turn passed is taken by the first.
+  // No consumer may exit while an arrival is outstanding: the first takes the last one.
   __device__ __forceinline__ void end() const {
-    if (group == 0) named_barrier_sync(kTurnBarrier, 2 * 128);
+    if (group == 0) named_barrier_sync(kPingPongBarrier, 2 * 128);
   }
 };
 
-// One panel of 64 columns after another, `kRows` rows each; one arrival at the barrier, with their bytes. What is read
-// once L2 need not keep.
+// Loads kPanels panels of 64 columns and `kRows` rows, with one arrival at the barrier. With kOnce the data is read
+// once, so L2 need not keep it.
 template <int kPanels, int kRows, bool kOnce = false>
-__device__ __forceinline__ void copy_panels(uint8_t* to, const CUtensorMap* map, uint64_t* full, int first_column,
-                                            int row, int head, int batch) {
-  barrier_arrive_expect(full, kPanels * kRows * kRowBytes);
+__device__ __forceinline__ void tma_load_panels(uint8_t* to, const CUtensorMap* map, uint64_t* full, int first_column,
+                                                int row, int head, int batch) {
+  barrier_arrive_expect_tx(full, kPanels * kRows * kRowBytes);
 #pragma unroll
   for (int panel = 0; panel < kPanels; ++panel) {
     uint8_t* const start = to + panel * kRows * kRowBytes;
     const int column = first_column + panel * kPanelColumns;
     if constexpr (kOnce) {
-      copy_tensor_once(start, map, full, column, row, head, batch);
+      tma_load_4d_evict_first(start, map, full, column, row, head, batch);
     } else {
-      copy_tensor(start, map, full, column, row, head, batch);
+      tma_load_4d(start, map, full, column, row, head, batch);
     }
   }
 }
 
-// A vector of `count` floats; one arrival at the barrier, with its bytes.
-__device__ __forceinline__ void copy_floats(float* to, const float* from, int count, uint64_t* full) {
-  barrier_arrive_expect(full, count * 4);
-  copy_bytes(to, from, count * 4, full);
+// Loads `count` floats, with one arrival at the barrier.
+__device__ __forceinline__ void bulk_load_floats(float* to, const float* from, int count, uint64_t* full) {
+  barrier_arrive_expect_tx(full, count * 4);
+  bulk_load(to, from, count * 4, full);
 }
 
 }  // namespace flash_dmattn

@@ -1,4 +1,4 @@
-// The tanh of a softcap: the same numbers in every pass, so that p of the backward pass is that of lse.
+// tanh for the softcap. Every pass uses the same function, so that p of the backward pass agrees with lse.
 #pragma once
 
 #include "fragments.h"
@@ -12,7 +12,7 @@ __device__ __forceinline__ float tanh_exact(float x) {
   return copysignf((1.0f - e) * reciprocal_approx(1.0f + e), x);
 }
 
-// Its derivative, off by 2^-23 as in the plain formula. Of -inf, which marks a key that is forbidden, it is 0.
+// Its derivative, with an error of 2^-23 as in the plain formula. It is 0 for -inf, which marks a masked key.
 __device__ __forceinline__ float slope_of_tanh(float tanh) { return __saturatef(fmaf(-tanh, tanh, 1.0f)); }
 
 }  // namespace flash_dmattn

@@ -17,7 +17,7 @@ struct Wgmma;
 template <>
 struct Wgmma<__half, 32> {
   // A and B from shared memory, A K-major, B N-major.
-  __device__ static __forceinline__ void run_rows(float (&d)[16], uint64_t a, uint64_t b, bool accumulate) {
+  __device__ static __forceinline__ void run_b_transposed(float (&d)[16], uint64_t a, uint64_t b, bool accumulate) {
     asm volatile(
         "{\n"
         ".reg .pred p;\n"
@@ -52,7 +52,7 @@ struct Wgmma<__half, 64> {
         : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
   }
   // A and B from shared memory, A K-major, B N-major.
-  __device__ static __forceinline__ void run_rows(float (&d)[32], uint64_t a, uint64_t b, bool accumulate) {
+  __device__ static __forceinline__ void run_b_transposed(float (&d)[32], uint64_t a, uint64_t b, bool accumulate) {
     asm volatile(
         "{\n"
         ".reg .pred p;\n"
@@ -159,7 +159,7 @@ struct Wgmma<__half, 128> {
         : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
   }
   // A and B from shared memory, A K-major, B N-major.
-  __device__ static __forceinline__ void run_rows(float (&d)[64], uint64_t a, uint64_t b, bool accumulate) {
+  __device__ static __forceinline__ void run_b_transposed(float (&d)[64], uint64_t a, uint64_t b, bool accumulate) {
     asm volatile(
         "{\n"
         ".reg .pred p;\n"
@@ -182,7 +182,7 @@ struct Wgmma<__half, 128> {
         : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
   }
   // A and B from shared memory, A M-major, B N-major.
-  __device__ static __forceinline__ void run_turned(float (&d)[64], uint64_t a, uint64_t b, bool accumulate) {
+  __device__ static __forceinline__ void run_ab_transposed(float (&d)[64], uint64_t a, uint64_t b, bool accumulate) {
     asm volatile(
         "{\n"
         ".reg .pred p;\n"
@@ -262,7 +262,7 @@ struct Wgmma<__half, 192> {
         : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
   }
   // A and B from shared memory, A M-major, B N-major.
-  __device__ static __forceinline__ void run_turned(float (&d)[96], uint64_t a, uint64_t b, bool accumulate) {
+  __device__ static __forceinline__ void run_ab_transposed(float (&d)[96], uint64_t a, uint64_t b, bool accumulate) {
     asm volatile(
         "{\n"
         ".reg .pred p;\n"
@@ -360,7 +360,7 @@ struct Wgmma<__half, 256> {
         : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
   }
   // A and B from shared memory, A M-major, B N-major.
-  __device__ static __forceinline__ void run_turned(float (&d)[128], uint64_t a, uint64_t b, bool accumulate) {
+  __device__ static __forceinline__ void run_ab_transposed(float (&d)[128], uint64_t a, uint64_t b, bool accumulate) {
     asm volatile(
         "{\n"
         ".reg .pred p;\n"
@@ -435,7 +435,7 @@ struct Wgmma<__half, 256> {
 template <>
 struct Wgmma<__nv_bfloat16, 32> {
   // A and B from shared memory, A K-major, B N-major.
-  __device__ static __forceinline__ void run_rows(float (&d)[16], uint64_t a, uint64_t b, bool accumulate) {
+  __device__ static __forceinline__ void run_b_transposed(float (&d)[16], uint64_t a, uint64_t b, bool accumulate) {
     asm volatile(
         "{\n"
         ".reg .pred p;\n"
@@ -470,7 +470,7 @@ struct Wgmma<__nv_bfloat16, 64> {
         : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
   }
   // A and B from shared memory, A K-major, B N-major.
-  __device__ static __forceinline__ void run_rows(float (&d)[32], uint64_t a, uint64_t b, bool accumulate) {
+  __device__ static __forceinline__ void run_b_transposed(float (&d)[32], uint64_t a, uint64_t b, bool accumulate) {
     asm volatile(
         "{\n"
         ".reg .pred p;\n"
@@ -577,7 +577,7 @@ struct Wgmma<__nv_bfloat16, 128> {
         : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
   }
   // A and B from shared memory, A K-major, B N-major.
-  __device__ static __forceinline__ void run_rows(float (&d)[64], uint64_t a, uint64_t b, bool accumulate) {
+  __device__ static __forceinline__ void run_b_transposed(float (&d)[64], uint64_t a, uint64_t b, bool accumulate) {
     asm volatile(
         "{\n"
         ".reg .pred p;\n"
@@ -600,7 +600,7 @@ struct Wgmma<__nv_bfloat16, 128> {
         : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
   }
   // A and B from shared memory, A M-major, B N-major.
-  __device__ static __forceinline__ void run_turned(float (&d)[64], uint64_t a, uint64_t b, bool accumulate) {
+  __device__ static __forceinline__ void run_ab_transposed(float (&d)[64], uint64_t a, uint64_t b, bool accumulate) {
     asm volatile(
         "{\n"
         ".reg .pred p;\n"
@@ -680,7 +680,7 @@ struct Wgmma<__nv_bfloat16, 192> {
         : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
   }
   // A and B from shared memory, A M-major, B N-major.
-  __device__ static __forceinline__ void run_turned(float (&d)[96], uint64_t a, uint64_t b, bool accumulate) {
+  __device__ static __forceinline__ void run_ab_transposed(float (&d)[96], uint64_t a, uint64_t b, bool accumulate) {
     asm volatile(
         "{\n"
         ".reg .pred p;\n"
@@ -778,7 +778,7 @@ struct Wgmma<__nv_bfloat16, 256> {
         : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
   }
   // A and B from shared memory, A M-major, B N-major.
-  __device__ static __forceinline__ void run_turned(float (&d)[128], uint64_t a, uint64_t b, bool accumulate) {
+  __device__ static __forceinline__ void run_ab_transposed(float (&d)[128], uint64_t a, uint64_t b, bool accumulate) {
     asm volatile(
         "{\n"
         ".reg .pred p;\n"

@@ -1,6 +1,6 @@
-// The launch of a kernel. All of csrc are launched by this, and begin with wait_for_kernel_before: their blocks start
-// when those of the kernel before are done, or leave room for them (let_next_kernel_start), not when all it wrote has
-// arrived. Gradients of (4, 16, 512), causal, D128, take 0.0636 ms for 0.0662.
+// The launch of every kernel, with programmatic dependent launch: its blocks start as soon as those of the kernel
+// before are done, or leave room after griddep_launch_dependents. So every kernel begins with griddep_wait. Saves some
+// microseconds per kernel (docs/notes/cuda.md, "The backward pass").
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ struct KernelLaunch {
   cudaLaunchAttribute attributes[2]{};
   cudaLaunchConfig_t config{};
 
-  // `bytes` of shared memory besides what the kernel has by itself.
+  // `bytes`: dynamic shared memory.
   KernelLaunch(int64_t blocks, int threads, cudaStream_t stream, int bytes = 0, int cluster = 1) {
     config.gridDim = dim3(static_cast<unsigned>(blocks));
     config.blockDim = dim3(threads);

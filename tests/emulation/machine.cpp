@@ -141,8 +141,7 @@ void run_to_the_end(std::vector<Block*> blocks) {
         some_spin |= spins;
       }
     }
-    blocks.erase(std::remove_if(blocks.begin(), blocks.end(),
-                                [](const Block* block) { return block->has_ended(); }),
+    blocks.erase(std::remove_if(blocks.begin(), blocks.end(), [](const Block* block) { return block->has_ended(); }),
                  blocks.end());
     idle = progresses ? 0 : idle + 1;
     const bool some_are_late = !later_copies.empty() || !later_products.empty();
@@ -197,17 +196,17 @@ struct Descriptor {
   }
 
   // Where element k of row (or column) i lies: K-major, the k of a row beside each other.
-  uint32_t by_columns(int i, int k) const { return swizzled(address + i / 8 * stride + i % 8 * 128 + k * 2); }
+  uint32_t k_major(int i, int k) const { return swizzled(address + i / 8 * stride + i % 8 * 128 + k * 2); }
   // MN-major, the i of a k beside each other, in panels of 64.
-  uint32_t by_rows(int i, int k) const {
+  uint32_t mn_major(int i, int k) const {
     return swizzled(address + i / 64 * leading + k / 8 * stride + k % 8 * 128 + i % 64 * 2);
   }
 };
 
-constexpr int kRows = 64, kDepth = 16, kMaxColumns = 256;
+constexpr int kM = 64, kK = 16, kMaxColumns = 256;
 
 struct Operands {
-  float a[kRows][kDepth], b[kDepth][kMaxColumns];
+  float a[kM][kK], b[kK][kMaxColumns];
 };
 
 void load_operands(const Product& product, Block& block, Operands& to) {
@@ -228,16 +227,16 @@ void load_operands(const Product& product, Block& block, Operands& to) {
     }
   } else {
     const Descriptor a(product.a);
-    for (int row = 0; row < kRows; ++row) {
-      for (int k = 0; k < kDepth; ++k) {
-        to.a[row][k] = read(product.a_by_rows ? a.by_rows(row, k) : a.by_columns(row, k));
+    for (int row = 0; row < kM; ++row) {
+      for (int k = 0; k < kK; ++k) {
+        to.a[row][k] = read(product.a_mn_major ? a.mn_major(row, k) : a.k_major(row, k));
       }
     }
   }
   const Descriptor b(product.b);
-  for (int k = 0; k < kDepth; ++k) {
+  for (int k = 0; k < kK; ++k) {
     for (int i = 0; i < product.columns; ++i) {
-      to.b[k][i] = read(product.b_by_rows ? b.by_rows(i, k) : b.by_columns(i, k));
+      to.b[k][i] = read(product.b_mn_major ? b.mn_major(i, k) : b.k_major(i, k));
     }
   }
 }
@@ -254,7 +253,7 @@ void for_each_sum(const Product& product, F f) {
 
 // The first products of the queue that add to the same registers, up to `count`.
 void compute_products(Warpgroup& group, Block& block, int64_t count) {
-  static float sums[kRows][kMaxColumns];
+  static float sums[kM][kMaxColumns];
   static Operands operands;
   const Product first = group.products.front();
   if (first.accumulate) {
@@ -266,8 +265,8 @@ void compute_products(Warpgroup& group, Block& block, int64_t count) {
     const Product& product = group.products.front();
     if (product.d != first.d || (done > 0 && !product.accumulate)) break;
     load_operands(product, block, operands);
-    for (int row = 0; row < kRows; ++row) {
-      for (int k = 0; k < kDepth; ++k) {
+    for (int row = 0; row < kM; ++row) {
+      for (int k = 0; k < kK; ++k) {
         const float a = operands.a[row][k];
         for (int column = 0; column < product.columns; ++column) sums[row][column] += a * operands.b[k][column];
       }
@@ -380,19 +379,28 @@ void cluster_sync() {
   });
 }
 
-void issue_product(int columns, bool is_half, bool a_by_rows, bool b_by_rows, float* d, const uint32_t* a_registers,
+void issue_product(int columns, bool is_half, bool a_mn_major, bool b_mn_major, float* d, const uint32_t* a_registers,
                    uint64_t a, uint64_t b, bool accumulate) {
   Warpgroup& group = current->warpgroup();
   const int64_t number = current->products++;
+  const std::vector<const float*>& unfenced = current->unfenced;
+  if (std::find(unfenced.begin(), unfenced.end(), d) != unfenced.end()) {
+    fail("a matrix instruction takes an accumulator that was waited for without wgmma_fence_operand");
+  }
+  if (current->in_flight.empty() || current->in_flight.back().second != d) {
+    current->in_flight.emplace_back(number, d);
+  } else {
+    current->in_flight.back().first = number;
+  }
   const size_t place = static_cast<size_t>(number - group.computed);
   if (place == group.products.size()) {
-    group.products.push_back({columns, is_half, a_registers != nullptr, a_by_rows, b_by_rows, accumulate, a, b, {}, {}});
+    group.products.push_back(
+        {columns, is_half, a_registers != nullptr, a_mn_major, b_mn_major, accumulate, a, b, {}, {}});
   }
   Product& product = group.products.at(place);
-  const bool same = product.columns == columns && product.is_half == is_half && product.a_by_rows == a_by_rows &&
-                    product.b_by_rows == b_by_rows &&
-                    product.a_in_registers == (a_registers != nullptr) && product.accumulate == accumulate &&
-                    product.a == a && product.b == b;
+  const bool same = product.columns == columns && product.is_half == is_half && product.a_mn_major == a_mn_major &&
+                    product.b_mn_major == b_mn_major && product.a_in_registers == (a_registers != nullptr) &&
+                    product.accumulate == accumulate && product.a == a && product.b == b;
   if (!same) fail("the warps of a warpgroup issue different matrix instructions");
   product.d[current->index % kWarpgroupThreads] = d;
   product.a_registers[current->index % kWarpgroupThreads] = a_registers;
@@ -405,7 +413,8 @@ void commit_products() {
   const int64_t number = current->products;
   current->groups.push_back(number);
   // The last thread starts them.
-  const bool starts = group.computed < number && group.products[number - 1 - group.computed].threads == kWarpgroupThreads;
+  const bool starts =
+      group.computed < number && group.products[number - 1 - group.computed].threads == kWarpgroupThreads;
   if (!starts) return;
   const auto operation = [&group, &block, number] { compute_until(group, block, number); };
   if (acts_at_once()) {
@@ -421,6 +430,15 @@ void wait_for_products(int groups) {
   const int64_t number = ends[ends.size() - 1 - groups];
   const Warpgroup& group = current->warpgroup();
   wait_until("its matrix instructions", [&group, number] { return group.computed >= number; });
+  while (!current->in_flight.empty() && current->in_flight.front().first < number) {
+    current->unfenced.push_back(current->in_flight.front().second);
+    current->in_flight.pop_front();
+  }
+}
+
+void fence_operand(const float* d) {
+  std::vector<const float*>& unfenced = current->unfenced;
+  unfenced.erase(std::remove(unfenced.begin(), unfenced.end(), d), unfenced.end());
 }
 
 uint32_t shared_address(const void* pointer) {
@@ -490,7 +508,8 @@ void run_grid(const Launch& launch, const std::function<void()>& kernel) {
         if (!group.products.empty()) fail("a block ends before its matrix instructions");
       }
       for (const Thread& thread : block->threads) {
-        if (starts_early && !thread.waited_for_kernel_before) fail("a thread does not wait for the kernel before");
+        if (starts_early && !thread.waited_griddep) fail("a thread does not wait for the kernel before");
+        if (!thread.unfenced.empty()) fail("a thread ends without wgmma_fence_operand behind a wait for its products");
       }
     }
     if (!later_copies.empty()) fail("blocks end before their copies");
@@ -504,7 +523,8 @@ namespace {
 template <class F>
 void for_each_of_box(const TensorMap& map, const std::array<int, 4>& at, uint32_t address, F f) {
   if (map.is_one != TensorMap::kIsOne) fail("what is given for a tensor map is none");
-  if (address % 1024 != 0) fail("a box of 128-byte swizzle starts at " + std::to_string(address) + ", not on 1024 bytes");
+  if (address % 1024 != 0)
+    fail("a box of 128-byte swizzle starts at " + std::to_string(address) + ", not on 1024 bytes");
   for (uint32_t row = 0; row < map.box[1]; ++row) {
     for (uint32_t column = 0; column < map.box[0]; ++column) {
       const int64_t place[4] = {static_cast<int64_t>(at[0]) + column, static_cast<int64_t>(at[1]) + row, at[2], at[3]};

@@ -1,8 +1,8 @@
-// A GPU of which only what programs can see is there: blocks of threads, shared memory, barriers, asynchronous copies and
-// matrix instructions. Every CUDA thread is a fiber of one thread of the CPU.
+// The emulated GPU: blocks of threads, shared memory, barriers, TMA and wgmma. Every CUDA thread is a fiber of one CPU
+// thread.
 //
-// Copies and products take effect at once, or as late as the program allows, by a seed: a buffer that is written too early
-// or read too soon then changes the result. Warps run in an order of the seed too. What is not modelled: fences between
+// By a seed, asynchronous copies and products take effect at once or as late as the program allows. So a buffer that is
+// written too early or read too soon changes the result. The seed also orders the warps. Not modelled: fences between
 // kinds of access, the order of writes to device memory, registers, time.
 #pragma once
 
@@ -16,11 +16,12 @@
 #include <random>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace emulation {
 
-// What the program does that a GPU would answer with an error, or with anything at all.
+// Reports something that on a GPU is an error or undefined.
 [[noreturn]] void fail(const std::string& what);
 
 constexpr int kLanes = 32, kWarpgroupThreads = 128;
@@ -40,9 +41,9 @@ struct Cluster {
 
 // A matrix instruction of a warpgroup, as its threads give it.
 struct Product {
-  int columns;  // N
+  int columns;   // N
   bool is_half;  // else bfloat16
-  bool a_in_registers, a_by_rows, b_by_rows, accumulate;
+  bool a_in_registers, a_mn_major, b_mn_major, accumulate;
   uint64_t a, b;  // descriptors
   std::array<float*, kWarpgroupThreads> d;
   std::array<const uint32_t*, kWarpgroupThreads> a_registers;
@@ -67,7 +68,7 @@ struct Thread {
   unsigned index = 0;
   void* stack_pointer = nullptr;
   bool done = false;
-  bool waited_for_kernel_before = false;
+  bool waited_griddep = false;
   // What it waits for, if anything.
   bool (*ready)(void*) = nullptr;
   void* condition = nullptr;
@@ -75,7 +76,11 @@ struct Thread {
   bool spins = false;  // it came back to ask again
   int64_t exchanges = 0, products = 0;
   std::vector<int64_t> groups;  // of products: how many had been issued at each commit
-  std::vector<std::function<void()>> stores;  // of the copy engine, not yet read from shared memory
+  // Accumulators of its products: those in flight, with the number of the last product that adds to each; and those it
+  // has waited for, which the compiler may use too early until wgmma_fence_operand.
+  std::deque<std::pair<int64_t, const float*>> in_flight;
+  std::vector<const float*> unfenced;
+  std::vector<std::function<void()>> stores;  // by TMA, not yet read from shared memory
 
   Warp& warp() const;
   Warpgroup& warpgroup() const;
@@ -165,10 +170,11 @@ void named_barrier_arrive(int id, int threads);
 void named_barrier_sync(int id, int threads);
 void cluster_sync();
 
-void issue_product(int columns, bool is_half, bool a_by_rows, bool b_by_rows, float* d, const uint32_t* a_registers,
+void issue_product(int columns, bool is_half, bool a_mn_major, bool b_mn_major, float* d, const uint32_t* a_registers,
                    uint64_t a, uint64_t b, bool accumulate);
 void commit_products();
 void wait_for_products(int groups);
+void fence_operand(const float* d);
 
 inline uint8_t* shared_memory() { return current->block->shared; }
 uint32_t shared_address(const void* pointer);
@@ -189,7 +195,7 @@ struct Launch {
   unsigned blocks, threads;
   size_t shared_bytes;
   unsigned cluster = 1;
-  bool starts_early = false;  // before the kernel before is done
+  bool starts_early = false;  // programmatic dependent launch
 
   Launch(unsigned blocks, unsigned threads, size_t shared_bytes)
       : blocks(blocks), threads(threads), shared_bytes(shared_bytes) {}

@@ -1,5 +1,6 @@
-// What the emulated GPU makes of mistakes: a product of two matrices, by a producer and a consumer that share one buffer,
-// as it should be and with a mistake. Prints of each how many of its runs, each in another order, gave the right result.
+// What the emulated GPU makes of mistakes: a product of two matrices, by a producer and a consumer that share one
+// buffer, as it should be and with a mistake. Prints of each how many of its runs, each in another order, gave the
+// right result.
 #include <cstdio>
 #include <vector>
 
@@ -18,6 +19,7 @@ enum class Mistake {
   kNeverGivesBack,
   kExpectsTooFew,
   kLanesPart,
+  kNeverFences,
   kLeavesSharedMemory,
   kStartsTooEarly
 };
@@ -31,7 +33,7 @@ struct Storage {
 
 template <Mistake kMistake>
 void product_kernel(CUtensorMap a, CUtensorMap b, float* out) {
-  if (kMistake != Mistake::kStartsTooEarly || threadIdx.x > 0) wait_for_kernel_before();
+  if (kMistake != Mistake::kStartsTooEarly || threadIdx.x > 0) griddep_wait();
   auto& shared = *reinterpret_cast<Storage*>(emulation::shared_memory());
   if (threadIdx.x == 0) {
     barrier_init(&shared.full, 2);
@@ -41,8 +43,8 @@ void product_kernel(CUtensorMap a, CUtensorMap b, float* out) {
   if (threadIdx.x < 128) {
     for (int round = 0; threadIdx.x == 0 && round < kRounds; ++round) {
       barrier_wait(&shared.empty, (round & 1) ^ 1);
-      copy_panels<1, kSize>(shared.a, &a, &shared.full, round * kPanelColumns, 0, 0, 0);
-      copy_panels<1, kSize>(shared.b, &b, &shared.full, round * kPanelColumns, 0, 0, 0);
+      tma_load_panels<1, kSize>(shared.a, &a, &shared.full, round * kPanelColumns, 0, 0, 0);
+      tma_load_panels<1, kSize>(shared.b, &b, &shared.full, round * kPanelColumns, 0, 0, 0);
     }
     return;
   }
@@ -53,12 +55,13 @@ void product_kernel(CUtensorMap a, CUtensorMap b, float* out) {
     for (int k = 0; k < kPanelColumns / 16; ++k) {
       const uint64_t rows = matrix_descriptor(shared_address(shared.a) + past, 16);
       const uint64_t columns = matrix_descriptor(shared_address(shared.b), 16);
-      Wgmma<__nv_bfloat16, kSize>::run(sums, step_by_columns<kSize>(rows, k), step_by_columns<kSize>(columns, k),
+      Wgmma<__nv_bfloat16, kSize>::run(sums, advance_k_major<kSize>(rows, k), advance_k_major<kSize>(columns, k),
                                        round > 0 || k > 0);
     }
     wgmma_commit();
     if (kMistake == Mistake::kGivesBackEarly) barrier_arrive_of_warp(&shared.empty);
     if (kMistake != Mistake::kReadsBeforeProduct) wgmma_wait<0>();
+    if (kMistake != Mistake::kNeverFences) wgmma_fence_operand(sums);
     if (kMistake == Mistake::kLanesPart && threadIdx.x % 32 == 7) __any_sync(0xffffffffu, true);
     if (kMistake != Mistake::kGivesBackEarly && kMistake != Mistake::kNeverGivesBack) {
       barrier_arrive_of_warp(&shared.empty);
@@ -97,7 +100,8 @@ void try_out(const char* name) {
   std::vector<float> wanted(kSize * kSize), out(kSize * kSize);
   for (int place = 0; place < kSize * kSize; ++place) {
     for (int k = 0; k < kDepth; ++k) {
-      wanted[place] += __bfloat162float(a[place / kSize * kDepth + k]) * __bfloat162float(b[place % kSize * kDepth + k]);
+      wanted[place] +=
+          __bfloat162float(a[place / kSize * kDepth + k]) * __bfloat162float(b[place % kSize * kDepth + k]);
     }
   }
   constexpr int kRuns = 40;
@@ -130,6 +134,7 @@ int main() {
   try_out<Mistake::kNeverGivesBack>("never gives back");
   try_out<Mistake::kExpectsTooFew>("expects too few");
   try_out<Mistake::kLanesPart>("lanes part");
+  try_out<Mistake::kNeverFences>("never fences");
   try_out<Mistake::kLeavesSharedMemory>("leaves shared memory");
   try_out<Mistake::kStartsTooEarly>("starts too early");
 }

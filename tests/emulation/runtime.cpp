@@ -7,6 +7,10 @@
 
 #include "machine.h"
 
+namespace flash_dmattn {
+cudaError_t count_clusters(int device, int cluster, int& clusters);  // csrc/sm90/backward/clusters.cu
+}
+
 namespace {
 
 CUresult encode(CUtensorMap* to, CUtensorMapDataType dtype, cuuint32_t rank, void* data, const cuuint64_t* sizes,
@@ -70,6 +74,11 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** entry, uns
 // For Python, by ctypes.
 __attribute__((visibility("default"))) void emulation_configure(int multiprocessors, uint64_t seed) {
   emulation::settings = {multiprocessors, seed};
+}
+
+// What count_clusters returns for clusters of so many blocks, and how many of those run at the same time.
+__attribute__((visibility("default"))) int emulation_count_clusters(int cluster, int* clusters) {
+  return flash_dmattn::count_clusters(0, cluster, *clusters);
 }
 
 }  // extern "C"

@@ -1,4 +1,4 @@
-// The backward kernel, persistent: a producer warpgroup and two consumers share blocks of keys until there is none.
+// The backward kernel: persistent and warp-specialised, a producer warpgroup and two consumer warpgroups.
 //
 //     p = exp2(scale log2(e) q k^T + bias log2(e) - lse),  dp = dout v^T,  ds = p (dp - delta)
 //     dv = p^T dout,  dk = scale ds^T q,  dq = scale ds k,  dbias = ds
@@ -7,7 +7,7 @@
 //
 //     p = exp2(softcap log2(e) t + bias log2(e) - lse),  dk = scale (ds (1 - t^2))^T q,  dq = scale ds (1 - t^2) k
 //
-// With a bias that batch entries share, blocks of a cluster have one of them each and sum dbias (cluster.h).
+// If batch entries share a bias, each block of a cluster takes one of them and together they sum dbias (cluster.h).
 //
 // Source: FlashAttention-2 (arXiv:2307.08691), section 3.1.2.
 #pragma once
@@ -24,10 +24,10 @@ template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1) backward_kernel(const __grid_constant__ BackwardParams p) {
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& shared = *reinterpret_cast<BackwardStorage<Traits>*>(memory);
-  constexpr int kArrivals = 4 * Traits::kConsumers * kArrivalsOfWarp;  // of all warps that consume
+  constexpr int kArrivals = 4 * Traits::kConsumers * kArrivalsOfWarp;  // all consumer warps
   constexpr int kSummingWarps = 4;
-  const int senders = Traits::kSumsDbias ? p.cluster : 0;  // blocks that tell of a stage of ds that it has arrived
-  const bool takes_turns = p.dq_turns != nullptr;
+  const int senders = Traits::kSumsDbias ? p.cluster : 0;  // blocks that signal that they have received a stage of ds
+  const bool is_ordered = p.dq_semaphore != nullptr;
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Traits::kKeyStages; ++stage) {
       barrier_init(&shared.keys_full[stage], 2);  // k and v
@@ -40,9 +40,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) backward_kernel(const __g
         barrier_init(&shared.dout_full[stage], 2);  // dout and delta
         barrier_init(&shared.dout_empty[stage], kArrivals);
       }
-      // Where dbias replaces the bias, it is dbias that is read last there, by the warp that stores it.
-      for (int part = 0; part < Traits::kParts; ++part) {
-        barrier_init(&shared.ds_full[stage * Traits::kParts + part], kArrivals / Traits::kParts);
+      // If dbias overwrites the bias, the last reader of the stage is the warp that stores dbias.
+      for (int slice = 0; slice < Traits::kDsSlices; ++slice) {
+        barrier_init(&shared.ds_full[stage * Traits::kDsSlices + slice], kArrivals / Traits::kDsSlices);
       }
       barrier_init(&shared.ds_empty[stage],
                    kArrivals + kArrivalsOfWarp * ((Traits::kStoresDbias && !Traits::kReplacesBias) + senders));
@@ -54,50 +54,50 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) backward_kernel(const __g
     for (int stage = 0; stage < 2; ++stage) {
       barrier_init(&shared.work_full[stage], 1);
       barrier_init(&shared.work_empty[stage],
-                   kArrivals + kArrivalsOfWarp * (Traits::kHasBiasTiles + Traits::kStoresDbias + takes_turns +
+                   kArrivals + kArrivalsOfWarp * (Traits::kHasBiasTiles + Traits::kStoresDbias + is_ordered +
                                                   (Traits::kSumsDbias ? 1 + kSummingWarps : 0)));
     }
     if constexpr (Traits::kSumsDbias) {
-      for (int stage = 0; stage < Traits::kPartStages; ++stage) {
-        barrier_init(&shared.parts_full[stage], kArrivalsOfWarp);
-        barrier_init(&shared.parts_empty[stage], kArrivalsOfWarp * kSummingWarps * p.cluster);
+      for (int stage = 0; stage < Traits::kExchangeStages; ++stage) {
+        barrier_init(&shared.exchange_full[stage], kArrivalsOfWarp);
+        barrier_init(&shared.exchange_empty[stage], kArrivalsOfWarp * kSummingWarps * p.cluster);
       }
-      barrier_init(&shared.next_full, 1);
-      barrier_init(&shared.next_empty, p.cluster);
+      barrier_init(&shared.next_tile_full, 1);
+      barrier_init(&shared.next_tile_empty, p.cluster);
     }
-    barrier_init_fence();
+    fence_barrier_init();
   }
-  wait_for_kernel_before();
-  if (p.dq_sums != nullptr) let_next_kernel_start();  // the kernel of the sums
+  griddep_wait();
+  if (p.dq_sums != nullptr) griddep_launch_dependents();  // the kernel of the sums
   if constexpr (Traits::kSumsDbias) {
     cluster_sync();
   } else {
     __syncthreads();
   }
 
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // the same for all, and known to be
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, and the compiler can tell
   if (warpgroup == 0) {
-    registers_release<Traits::kProducerRegisters>();
+    setmaxnreg_dec<Traits::kProducerRegisters>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (warp == 0) {
-      if (threadIdx.x == 0) copy_operands<Traits>(p, shared);
+      if (threadIdx.x == 0) load_operands<Traits>(p, shared);
     } else if (Traits::kHasBiasTiles && warp == 1) {
-      copy_bias<Traits>(p, shared);
+      load_bias<Traits>(p, shared);
     } else if (Traits::kStoresDbias && warp == 2) {
       store_dbias<Traits>(p, shared);
     } else if (Traits::kSumsDbias && warp == 2) {
       send_ds<Traits>(p, shared);
-    } else if (warp == 3 && takes_turns) {
+    } else if (warp == 3 && is_ordered) {
       order_sums<Traits>(p, shared);
     }
   } else if (warpgroup <= Traits::kConsumers) {
-    registers_acquire<Traits::kConsumerRegisters>();
+    setmaxnreg_inc<Traits::kConsumerRegisters>();
     consume_backward<Traits>(p, shared, warpgroup - 1);
   } else if constexpr (Traits::kSumsDbias) {
-    registers_release<Traits::kSumRegisters>();
+    setmaxnreg_dec<Traits::kSumRegisters>();
     sum_dbias<Traits>(p, shared);
   }
-  // Nobody leaves while another may still write to its shared memory.
+  // No block may exit while another may still write to its shared memory.
   if constexpr (Traits::kSumsDbias) cluster_sync();
 }
 

@@ -1,4 +1,4 @@
-// How many clusters of blocks of the backward kernels run at the same time.
+// How many clusters of the backward kernels run at the same time.
 #include <array>
 #include <atomic>
 
@@ -8,20 +8,20 @@
 namespace flash_dmattn {
 namespace {
 
-// Stands for them: its blocks, too, leave no room for another on a multiprocessor.
+// Stands in for them: like theirs, one of its blocks fills an SM.
 __global__ void fill_multiprocessor() {}
 
-constexpr int kBytes = 227 * 1024, kThreads = 512, kMaxCluster = 16;
+constexpr int kBytes = 227 * 1024, kThreads = 512;
 
 }  // namespace
 
 cudaError_t count_clusters(int device, int cluster, int& clusters) {
-  // Asked for once. Two threads that ask at once write the same.
-  static std::array<std::array<std::atomic<int>, kMaxCluster>, 64> known{};  // one more than there are; 0 for unknown
+  if (cluster < 1 || cluster > kMaxCluster) return cudaErrorInvalidValue;
+  // Asked once. Two threads that ask at the same time write the same value.
+  static std::array<std::array<std::atomic<int>, kMaxCluster + 1>, 64> known{};  // the count plus 1; 0 for unknown
   std::atomic<int>& count = known[static_cast<size_t>(device) % known.size()][static_cast<size_t>(cluster)];
   if (count == 0) {
-    cudaError_t error =
-        cudaFuncSetAttribute(fill_multiprocessor, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    cudaError_t error = cudaFuncSetAttribute(fill_multiprocessor, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     if (error != cudaSuccess) return error;
     const KernelLaunch launch(cluster, kThreads, nullptr, kBytes, cluster);
     error = cudaOccupancyMaxActiveClusters(&clusters, fill_multiprocessor, &launch.config);

@@ -1,4 +1,4 @@
-// The form of a backward kernel, from run-time values to compile-time values.
+// The variant of a backward kernel: run-time values to compile-time values.
 #pragma once
 
 #include <type_traits>
@@ -8,7 +8,7 @@
 
 namespace flash_dmattn {
 
-// Calls f with integral constants of the bias form, any but kTileSum, and of whether there is a mask.
+// Calls f with integral constants for the kind of bias (any but kTileSum) and for whether there is a mask.
 template <class F>
 cudaError_t with_backward_form(BackwardBias bias, bool has_mask, F f) {
   return with_bool(has_mask, [&](auto has_mask_) {

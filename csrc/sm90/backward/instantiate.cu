@@ -1,5 +1,5 @@
-// The backward kernels of one dtype and one pair of head dims. The build compiles this file once for each of them, and
-// says which by FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM and FLASH_DMATTN_HEAD_DIM_V.
+// The backward kernels of one dtype and one pair of head dims, a kernel instance. The build compiles this file once for
+// each, chosen by FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM and FLASH_DMATTN_HEAD_DIM_V.
 #include "backward.h"
 #include "dispatch.h"
 
@@ -7,11 +7,11 @@ namespace flash_dmattn {
 
 template <>
 cudaError_t launch_backward_main<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V>(
-    const BackwardParams& params, BackwardBias bias, bool has_mask, int keys, int blocks, cudaStream_t stream) {
+    const BackwardParams& params, BackwardBias bias, bool has_mask, int block_n, int blocks, cudaStream_t stream) {
   using Element = FLASH_DMATTN_ELEMENT;
   constexpr int kD = FLASH_DMATTN_HEAD_DIM, kDv = FLASH_DMATTN_HEAD_DIM_V;
   if constexpr (has_two_key_tiles(kD, kDv)) {
-    if (keys > kTile) {
+    if (block_n > kTile) {
       using Traits = BackwardTraits<Element, kD, kDv, BackwardBias::kTileStore, false, false, 2 * kTile>;
       return launch_backward_kernel<Traits>(params, blocks, stream);
     }

@@ -1,11 +1,10 @@
-// What the consumers of both backward kernels do with scores: a warpgroup has those of 64 keys, and of the queries of a
-// block.
+// What the consumers of both backward kernels share: a warpgroup has the scores of 64 keys and of a block's queries.
 //
-// Scores have keys as rows and queries as columns. p and ds, in 16 bits, are operands as they lie in registers, and go
-// to shared memory turned.
+// Scores have keys as rows and queries as columns. p and ds in 16 bits are wgmma operands as they lie in registers;
+// they go to shared memory transposed.
 //
-// With a softcap a score stays tanh until dp is there: then p and the slope of tanh are made of it at once, and need no
-// registers of their own, of which none are left.
+// With a softcap a score stays tanh until dp is there. p and the slope of tanh are then computed from it together, so
+// that they need no registers of their own; there are none left.
 #pragma once
 
 #include <cfloat>
@@ -13,29 +12,31 @@
 #include "../../device/fragments.h"
 #include "../../device/pipeline.h"
 #include "../../device/softcap.h"
-#include "pieces.h"
-#include "work.h"
+#include "accumulators.h"
+#include "tile_scheduler.h"
 
 namespace flash_dmattn {
 
 template <class Traits, class Storage>
 struct KeyConsumer {
   using Element = typename Traits::Element;
-  static constexpr int kD = Traits::kD, kDv = Traits::kDv, kRows = Traits::kRows;
-  static constexpr int kScores = kRows / 2;  // of a thread
-  static constexpr int kSteps = kRows / 16;  // of 16 queries
+  static constexpr int kD = Traits::kD, kDv = Traits::kDv, kBlockM = Traits::kBlockM;
+  static constexpr int kScores = kBlockM / 2;  // of a thread
+  static constexpr int kSteps = kBlockM / 16;  // of 16 queries
   static constexpr bool kHasKeyBias = Traits::kBias == BackwardBias::kVector;
   using Scores = float[kScores];
   using Operand = uint32_t[kSteps][4];  // scores in 16 bits, as a matrix instruction reads them
 
   const BackwardParams& p;
   Storage& shared;
-  const int group, warp, lane;  // which 64 keys of a tile of the block; the warp of the warpgroup
-  const int key_stage;          // of k and v
-  float key_bias[2];            // of the thread's two keys, in units of log2
+  const int group, warp, lane;  // which consumer, so which 64 keys of a key tile; which warp of it
+  const int key_stage;          // the pipeline stage of k and v
+  float key_bias[2];            // the bias of the thread's two keys, in units of log2
 
-  __device__ __forceinline__ static int first_key(const KeyItem<Traits>& item) { return item.block_k * Traits::kKeys; }
-  // The thread's key r of a tile of the block, where it has two tiles.
+  __device__ __forceinline__ static int first_key(const KeyWorkItem<Traits>& item) {
+    return item.block_k * Traits::kBlockN;
+  }
+  // The thread's key r of a key tile, counted from the block's first key.
   __device__ __forceinline__ int key_of_block(int r, int tile = 0) const {
     return tile * kTile + group * 64 + warp * 16 + lane / 4 + 8 * r;
   }
@@ -49,7 +50,8 @@ struct KeyConsumer {
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kD / 16; ++i) {
-      Wgmma<Element, kRows>::run(scores, step_by_columns<Traits::kKeys>(k, i), step_by_columns<kRows>(q, i), i > 0);
+      Wgmma<Element, kBlockM>::run(scores, advance_k_major<Traits::kBlockN>(k, i), advance_k_major<kBlockM>(q, i),
+                                   i > 0);
     }
     wgmma_commit();
   }
@@ -61,36 +63,37 @@ struct KeyConsumer {
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kDv / 16; ++i) {
-      Wgmma<Element, kRows>::run(dp, step_by_columns<Traits::kKeys>(v, i), step_by_columns<kRows>(dout, i), i > 0);
+      Wgmma<Element, kBlockM>::run(dp, advance_k_major<Traits::kBlockN>(v, i), advance_k_major<kBlockM>(dout, i),
+                                   i > 0);
     }
     wgmma_commit();
   }
 
   // --- scores ---------------------------------------------------------------------------------------------------
 
-  // Bits of the keys of the thread's warp: of query 32 t + lane of the block.
-  using Words = uint32_t[kRows / 32];
+  // Mask bits of the warp's keys: word t is for query 32 t + lane of the block.
+  using Words = uint32_t[kBlockM / 32];
 
-  __device__ __forceinline__ void load_edge(Words& words, const KeyItem<Traits>& item, int block) {
+  __device__ __forceinline__ void load_mask_words(Words& words, const KeyWorkItem<Traits>& item, int block) {
     if constexpr (Traits::kHasMask) {
       const int64_t row_words = (p.seqlen_k + kTile - 1) / kTile * kTileWords;
       const int64_t first = mask_of(p, item) * p.seqlen_q;
-      const int word = item.block_k * (Traits::kKeys / kWord) + group * 2 + warp / 2;
+      const int word = item.block_k * (Traits::kBlockN / kWord) + group * 2 + warp / 2;
 #pragma unroll
-      for (int t = 0; t < kRows / 32; ++t) {
-        // A row beyond the last has those of the last; its lse forbids all.
-        const int row = min(block * kRows + 32 * t + lane, p.seqlen_q - 1);
-        words[t] = __ldg(p.mask_bits + (first + row) * row_words + word);
+      for (int t = 0; t < kBlockM / 32; ++t) {
+        // A row beyond the last takes the bits of the last; its lse masks it.
+        const int row = min(block * kBlockM + 32 * t + lane, p.seqlen_q - 1);
+        words[t] = p.mask_bits[(first + row) * row_words + word];
       }
     }
   }
 
-  __device__ __forceinline__ void forbid(Scores& scores, const Words& words, const KeyItem<Traits>& item, int block,
-                                         int tile = 0) {
+  __device__ __forceinline__ void apply_mask(Scores& scores, const Words& words, const KeyWorkItem<Traits>& item,
+                                             int block, int tile = 0) {
     if constexpr (Traits::kHasMask) {
       const int shift = warp % 2 * 16 + lane / 4;
 #pragma unroll
-      for (int c = 0; c < kRows / 8; ++c) {
+      for (int c = 0; c < kBlockM / 8; ++c) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const uint32_t word = __shfl_sync(0xffffffffu, words[c / 4], 8 * (c % 4) + 2 * (lane % 4) + e) >> shift;
@@ -102,7 +105,7 @@ struct KeyConsumer {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int key = first_key(item) + key_of_block(r, tile);
-        const int query = block * kRows + 2 * (lane % 4);
+        const int query = block * kBlockM + 2 * (lane % 4);
         const int from = key - p.high - query, to = key < p.seqlen_k ? key - p.low - query : -1;
 #pragma unroll
         for (int i = 0; i < kScores / 2; ++i) {
@@ -114,27 +117,27 @@ struct KeyConsumer {
     }
   }
 
-  // Where the lane's row of the four matrices of step 0 lies in a tile of scores: 16 queries and the warp's 16 keys.
-  __device__ __forceinline__ uint32_t place_of_matrices() const {
+  // Offset of the lane's row of the four matrices of step 0 in a tile of scores: 16 queries by the warp's 16 keys.
+  __device__ __forceinline__ uint32_t matrices_offset() const {
     const int row = lane % 8, matrix = lane / 8, chunk = 2 * warp + matrix % 2;
-    return group * kRows * kRowBytes + (matrix / 2 * 8 + row) * kRowBytes + ((chunk ^ row) << 4);
+    return group * kBlockM * kRowBytes + (matrix / 2 * 8 + row) * kRowBytes + ((chunk ^ row) << 4);
   }
 
   using BiasWords = uint32_t[kSteps][4];
 
-  // The bias of the i-th 16 queries, of a tile whose matrices start there.
+  // Loads the bias of the i-th 16 queries; `tile` is the address of the matrices of step 0.
   __device__ __forceinline__ void read_sixteen(BiasWords& bias, int i, uint32_t tile) {
-    load_matrices_turned(bias[i], tile + i * 16 * kRowBytes);
+    ldmatrix_x4_trans(bias[i], tile + i * 16 * kRowBytes);
   }
 
-  // The block's tile of bias; its barriers are those of the consumer.
+  // Loads the block's tile of bias; the caller waits and signals.
   __device__ __forceinline__ void read_bias(BiasWords& bias, int stage) {
-    const uint32_t tile = shared_address(shared.bias[stage]) + place_of_matrices();
+    const uint32_t tile = shared_address(shared.bias[stage]) + matrices_offset();
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) read_sixteen(bias, i, tile);
   }
 
-  // What is added to two scores of the thread's key r, in units of log2: bias, less lse of their queries.
+  // What is added to two scores of the thread's key r, in units of log2: bias minus lse of their queries.
   __device__ __forceinline__ float2 added(float2 lse, const BiasWords& bias, int c, int r) const {
     float2 add = make_float2(-lse.x, -lse.y);
     if constexpr (Traits::kHasBiasTiles) {
@@ -145,20 +148,20 @@ struct KeyConsumer {
       add.x += key_bias[r];
       add.y += key_bias[r];
     }
-    // With a softcap keys are forbidden before: -inf, which an overflow to inf would make NaN.
+    // With a softcap masked keys are already -inf, and adding an overflow to +inf would give NaN.
     if constexpr (Traits::kHasBiasTiles && Traits::kHasSoftcap) {
       add = make_float2(fminf(add.x, FLT_MAX), fminf(add.y, FLT_MAX));
     }
     return add;
   }
 
-  // Scores in units of log2, less lse.
+  // Turns products into scores minus lse, in units of log2.
   __device__ __forceinline__ void finish_scores(Scores& scores, int stage, const BiasWords& bias) {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) finish_sixteen(i, scores, stage, bias);
   }
 
-  // The same of the i-th 16 queries.
+  // The same for the i-th 16 queries.
   __device__ __forceinline__ void finish_sixteen(int i, Scores& scores, int stage, const BiasWords& bias) {
     const float scale = p.softmax_scale * kLog2e;
     const float* lse = shared.lse[stage] + 2 * (lane % 4);
@@ -177,16 +180,16 @@ struct KeyConsumer {
     }
   }
 
-  // From p and dp their operands p and ds, in 16 bits: two scores at a time, so that the registers of both suffice. The
-  // gradient of a bias per key is the sum of ds before it is rounded: of the thread's two keys, and its queries of the
-  // block. What takes it adds it to shared memory at once: sums that stay in registers are put off by the compiler to
-  // the next block, and all of ds with them.
+  // Converts p and ds to 16-bit operands, two scores at a time, so that the registers of p and dp suffice. `sums` is ds
+  // summed before rounding, for dbias per key: of the thread's two keys, over its queries. The caller must add it to
+  // shared memory at once. If it stayed in a register, ptxas would delay the sum to the next block and keep all of ds
+  // alive.
   __device__ __forceinline__ void finish_ds(const Scores& exps, const Scores& dp, int stage, Operand& probs,
                                             Operand& ds, float (&sums)[2]) {
     const float* delta = shared.delta[stage] + 2 * (lane % 4);
     sums[0] = sums[1] = 0.0f;
 #pragma unroll
-    for (int c = 0; c < kRows / 8; ++c) {
+    for (int c = 0; c < kBlockM / 8; ++c) {
       const float2 pair = *reinterpret_cast<const float2*>(delta + 8 * c);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -194,7 +197,7 @@ struct KeyConsumer {
         const float low = dp[i] - pair.x, high = dp[i + 1] - pair.y;
         probs[c / 2][c % 2 * 2 + r] = pack(exps[i], exps[i + 1], Element{});
         ds[c / 2][c % 2 * 2 + r] = pack(exps[i] * low, exps[i + 1] * high, Element{});
-        // Not of the products at hand: that takes two registers more than there are.
+        // Not from the rounded products: that takes two more registers than there are.
         if constexpr (kHasKeyBias) sums[r] = fmaf(exps[i], low, fmaf(exps[i + 1], high, sums[r]));
       }
     }
@@ -202,9 +205,9 @@ struct KeyConsumer {
 
   using Quarter = uint32_t[4];  // of an operand or a tile of bias: 16 queries
 
-  // With a softcap: finish_scores, p and finish_ds in one, of the i-th 16 queries, whose scores cap_scores has left as
-  // tanh. ds has the slope of tanh, which the gradients of a bias have not: dbias, where it replaces the bias, and what is
-  // added to sums. lse and delta are those of the block, from the thread's first query on.
+  // With a softcap: finish_scores, p and finish_ds in one, for the i-th 16 queries, whose scores cap_scores has left as
+  // tanh. ds includes the slope of tanh; the gradients of a bias do not: dbias, where it overwrites the bias, and
+  // `sums`. lse and delta point to the values of the thread's first query.
   __device__ __forceinline__ void finish_capped(int i, const Scores& tanhs, const Scores& dp, float cap,
                                                 const float* lse, const float* delta, const BiasWords& bias,
                                                 Quarter& probs, Quarter& ds, Quarter& dbias, float (&sums)[2]) const {
@@ -224,64 +227,63 @@ struct KeyConsumer {
     }
   }
 
-  // Scores in 16 bits to a tile of shared memory, (queries, keys).
-  __device__ __forceinline__ void write_turned(const Operand& x, const uint8_t* to) {
-    const uint32_t tile = shared_address(to) + place_of_matrices();
+  // Writes scores in 16 bits to a tile (queries, keys) of shared memory.
+  __device__ __forceinline__ void write_transposed(const Operand& x, const uint8_t* to) {
+    const uint32_t tile = shared_address(to) + matrices_offset();
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) store_matrices_turned(x[i], tile + i * 16 * kRowBytes);
+    for (int i = 0; i < kSteps; ++i) stmatrix_x4_trans(x[i], tile + i * 16 * kRowBytes);
   }
 
-  // --- the walk -------------------------------------------------------------------------------------------------
+  // --- blocks of the walk -----------------------------------------------------------------------------------------
 
-  // The block of a step, and what forbids keys there.
+  // The query block of a step, and its mask bits if it needs masking.
   struct Block {
     int index;
-    bool has_edge;
+    bool needs_mask;
     Words words;
   };
 
-  __device__ __forceinline__ void find_block(Block& block, const KeyItem<Traits>& item, int step) {
-    block.index = item.walk.at(step, block.has_edge);
-    if (block.has_edge) load_edge(block.words, item, block.index);
+  __device__ __forceinline__ void find_block(Block& block, const KeyWorkItem<Traits>& item, int step) {
+    block.index = item.walk.at(step, block.needs_mask);
+    if (block.needs_mask) load_mask_words(block.words, item, block.index);
   }
 
-  // With a softcap: of a block whose products are under way, those of scores first, waits for both and leaves tanh, or
-  // -inf, in place of scores. The first wait is what keeps ptxas from moving tanh before the product of dp.
+  // With a softcap: waits for scores and dp, which have been started in this order, and leaves tanh in place of scores,
+  // -inf for masked keys. The first wait keeps ptxas from moving tanh before the start of dp.
   __device__ __forceinline__ void cap_scores(Scores& scores, Scores& dp, const Block& block,
-                                             const KeyItem<Traits>& item) {
+                                             const KeyWorkItem<Traits>& item) {
     wgmma_wait<1>();
-    pin(scores);
+    wgmma_fence_operand(scores);
 #pragma unroll
     for (int i = 0; i < kScores; ++i) scores[i] = tanh_exact(p.pre_scale * scores[i]);
-    if (block.has_edge) forbid(scores, block.words, item, block.index);
+    if (block.needs_mask) apply_mask(scores, block.words, item, block.index);
     wgmma_wait<0>();
-    pin(dp);
+    wgmma_fence_operand(dp);
   }
 
-  // --- results --------------------------------------------------------------------------------------------------
+  // --- epilogue ---------------------------------------------------------------------------------------------------
 
-  // Where the work adds its part of dk or dv; null where it has all of it.
-  __device__ __forceinline__ static float* sums_of(const KeyItem<Traits>& item, float* sums) {
-    return item.is_whole ? nullptr : sums;
+  // The accumulator that a work tile adds to; null if the tile has the whole group and stores its result.
+  __device__ __forceinline__ static float* sums_of(const KeyWorkItem<Traits>& item, float* sums) {
+    return item.is_full_group ? nullptr : sums;
   }
 
-  // dk or dv, (B, Lk, Hk, columns), or its part of the sums, pieces as those of dq. With a branch on the item here, not
-  // on a pointer, or with an item of more bytes, ptxas orders the loop of the products in another way: top-k 16k took
-  // some 2 % longer.
+  // Stores dk or dv, (B, Lk, Hk, columns), or adds to its accumulator. The branch must be on the pointer: with one on
+  // the item, or with a larger item, ptxas schedules the mainloop worse (docs/notes/cuda.md, "The backward pass").
   template <int kCount>
-  __device__ __forceinline__ void store(const float (&x)[kCount], void* to, float* sums, int columns, float factor,
-                                        const KeyItem<Traits>& item, int tile = 0) {
-    const int heads_k = p.num_heads / p.queries_per_group, head_k = item.head / p.queries_per_group;
+  __device__ __forceinline__ void epilogue(const float (&x)[kCount], void* to, float* sums, int columns, float factor,
+                                           const KeyWorkItem<Traits>& item, int tile = 0) {
+    const int heads_k = p.num_heads / p.heads_per_group, head_k = item.head / p.heads_per_group;
     if (sums != nullptr) {
-      constexpr int kPanels = kCount * 2 / kPieceColumns, kPieces = Traits::kKeys / kPieceRows;
-      // As key_work_at counts them.
+      constexpr int kPanels = kCount * 2 / kAccumColumns, kAccumRowBlocks = Traits::kBlockN / kAccumRows;
+      // The pair's number, as decode_key_work_tile counts.
       const int pair = p.batch_is_inner ? head_k * p.batch + item.batch : item.batch * heads_k + head_k;
-      const int64_t block = static_cast<int64_t>(pair - p.whole_pairs) * p.blocks_k + item.block_k;
-      float* piece = sums + (block * kPieces + tile * (kTile / kPieceRows) + group) * kPanels * kPieceFloats;
+      const int64_t block = static_cast<int64_t>(pair - p.full_group_pairs) * p.blocks_k + item.block_k;
+      float* accum = sums + (block * kAccumRowBlocks + tile * (kTile / kAccumRows) + group) * kPanels * kAccumFloats;
 #pragma unroll
       for (int c = 0; c < kCount / 4; ++c) {
-        add_four(piece + c / 8 * kPieceFloats + place_in_piece(c % 8, threadIdx.x % 128), x[4 * c], x[4 * c + 1],
-                 x[4 * c + 2], x[4 * c + 3]);
+        red_add_v4(accum + c / 8 * kAccumFloats + accum_offset(c % 8, threadIdx.x % 128), x[4 * c], x[4 * c + 1],
+                   x[4 * c + 2], x[4 * c + 3]);
       }
       return;
     }
@@ -299,7 +301,7 @@ struct KeyConsumer {
           const int i = 4 * (4 * c + w) + 2 * r;
           words[w] = pack(x[i] * factor, x[i + 1] * factor, Element{});
         }
-        transpose_words(words[0], words[1], words[2], words[3], lane);
+        quad_transpose(words[0], words[1], words[2], words[3], lane);
         const int column = 8 * (4 * c + lane % 4);
         if (key < p.seqlen_k && column < columns) {
           *reinterpret_cast<uint4*>(row + column) = make_uint4(words[0], words[1], words[2], words[3]);
@@ -308,7 +310,7 @@ struct KeyConsumer {
     }
   }
 
-  __device__ __forceinline__ void load_key_bias(const KeyItem<Traits>& item) {
+  __device__ __forceinline__ void load_key_bias(const KeyWorkItem<Traits>& item) {
     if constexpr (kHasKeyBias) {
       with_bias(p, item, [&](auto bias) {
 #pragma unroll

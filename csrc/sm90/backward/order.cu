@@ -1,8 +1,8 @@
-// The kernel before the backward kernel where tiles of keys take turns to add to dq: the lists of columns in one order,
-// full and partial tiles together, and the turn of each.
+// Before the backward kernel if the order of additions is fixed and there is a mask: merges the full and partial tiles
+// of each column list into one ascending order, and counts each tile's predecessors.
 //
-// A list of full tiles and then partial ones, as the mask has it, comes to some queries late where the list of the keys
-// beside comes to them early, and the one waits for most of the other. A warp writes one list.
+// Without it a list has full tiles first, so neighbouring key blocks would visit the same queries at different times
+// and wait for each other. A warp writes one list.
 #include "../kernel_launch.h"
 #include "launch.h"
 
@@ -11,12 +11,12 @@ namespace {
 
 constexpr int kListsPerBlock = 4;
 
-// Of ascending values: how many are less than the bound.
+// How many of the ascending values are below the bound.
 __device__ __forceinline__ int count_below(const int32_t* values, int count, int bound) {
   int low = 0, high = count;
   while (low < high) {
     const int middle = (low + high) / 2;
-    if (__ldg(values + middle) < bound) {
+    if (values[middle] < bound) {
       low = middle + 1;
     } else {
       high = middle;
@@ -26,14 +26,14 @@ __device__ __forceinline__ int count_below(const int32_t* values, int count, int
 }
 
 __global__ void __launch_bounds__(kListsPerBlock * 32) order_lists_kernel(const __grid_constant__ OrderListsParams p) {
-  wait_for_kernel_before();
+  griddep_wait();
   const int64_t list = static_cast<int64_t>(blockIdx.x) * kListsPerBlock + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   if (list >= p.num_lists) return;
   const int64_t mask = list / p.tiles_k;
   const int tile_k = static_cast<int>(list - mask * p.tiles_k);
   const int32_t* full = p.col_lists + list * (2 + p.tiles_q) + 2;
-  const int num_full = __ldg(full - 2), num_partial = __ldg(full - 1);
+  const int num_full = full[-2], num_partial = full[-1];
   const int32_t* partial = full + num_full;
   int32_t* ordered = p.ordered + list * (2 + p.tiles_q);
   if (lane == 0) {
@@ -41,17 +41,17 @@ __global__ void __launch_bounds__(kListsPerBlock * 32) order_lists_kernel(const 
     ordered[1] = num_full + num_partial;
   }
   for (int i = lane; i < num_full + num_partial; i += 32) {
-    const int tile_q = __ldg(full + i);
+    const int tile_q = full[i];
     const bool is_full = i < num_full;
-    const int place = is_full ? i + count_below(partial, num_partial, tile_q)
-                              : i - num_full + count_below(full, num_full, tile_q);
-    ordered[2 + place] = is_full ? tile_q | kFullTile : tile_q;
-    // Tiles of later keys come before this one.
+    const int position =
+        is_full ? i + count_below(partial, num_partial, tile_q) : i - num_full + count_below(full, num_full, tile_q);
+    ordered[2 + position] = is_full ? tile_q | kFullTile : tile_q;
+    // Tiles of later keys in this row add before this tile.
     const int32_t* row = p.row_lists + (mask * p.tiles_q + tile_q) * (2 + p.tiles_k) + 2;
-    const int row_full = __ldg(row - 2), row_partial = __ldg(row - 1);
+    const int row_full = row[-2], row_partial = row[-1];
     const int up_to_this =
         count_below(row, row_full, tile_k + 1) + count_below(row + row_full, row_partial, tile_k + 1);
-    p.turns[list * p.tiles_q + place] = row_full + row_partial - up_to_this;
+    p.predecessors[list * p.tiles_q + position] = row_full + row_partial - up_to_this;
   }
 }
 

@@ -1,37 +1,37 @@
-// The kernels before and after the backward kernel: lse and delta of every row and zeros for sums, and results from
-// sums.
+// The kernels around the backward kernel. Before: lse in base 2 and delta of every row, and zeros for accumulators.
+// After: results from accumulators.
 #include <algorithm>
 
 #include "../../device/fragments.h"
 #include "../kernel_launch.h"
 #include "../operands.h"
 #include "launch.h"
-#include "pieces.h"
+#include "accumulators.h"
 
 namespace flash_dmattn {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kLanes = 8;  // of a row; each takes 8 values at a time
+constexpr int kLanes = 8;  // lanes per row; each takes 8 values at a time
 constexpr int kMaxBlocks = 1 << 20;
-constexpr int kZerosOfThread = 8;  // where there are fewer rows than that takes
+constexpr int kZerosOfThread = 8;  // more blocks if there is more to clear than this
 
-// What an item of work, a row, says of itself to with_bias.
+// A row as with_bias expects a work tile.
 struct Row {
   int batch, head;
 };
 
-// Rows of out and dout are up to kColumns.
+// For rows of out and dout of up to kColumns.
 template <class Element, int kColumns>
-__global__ void __launch_bounds__(kThreads) backward_rows_kernel(const __grid_constant__ BackwardRowsParams p,
-                                                                 int64_t rows) {
-  wait_for_kernel_before();
-  let_next_kernel_start();
-  constexpr int kTimes = kColumns / (kLanes * 8);  // that a lane loads; all are before any is used
+__global__ void __launch_bounds__(kThreads)
+    backward_rows_kernel(const __grid_constant__ BackwardRowsParams p, int64_t rows) {
+  griddep_wait();
+  griddep_launch_dependents();
+  constexpr int kTimes = kColumns / (kLanes * 8);  // loads of a lane, all issued before the first is used
   const int padded = (p.seqlen_q + kTile - 1) / kTile * kTile;
   const int lane = threadIdx.x % kLanes;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * (kThreads / kLanes);
-  // Of whole tiles there are whole blocks: all threads of a warp take as many turns.
+  // Rows are padded to whole tiles, so all threads of a warp make the same number of iterations.
   for (int64_t at = static_cast<int64_t>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes; at < rows;
        at += stride) {
     const int64_t pair = at / padded;
@@ -40,8 +40,8 @@ __global__ void __launch_bounds__(kThreads) backward_rows_kernel(const __grid_co
     float sum = 0.0f;
     const bool exists = row < p.seqlen_q;
     if (exists) {
-      const int64_t line = (static_cast<int64_t>(work.batch) * p.seqlen_q + row) * p.num_heads + work.head;
-      const Element* out = static_cast<const Element*>(p.out) + line * p.head_dim_v;
+      const int64_t row_index = (static_cast<int64_t>(work.batch) * p.seqlen_q + row) * p.num_heads + work.head;
+      const Element* out = static_cast<const Element*>(p.out) + row_index * p.head_dim_v;
       const Element* dout = static_cast<const Element*>(p.dout) + work.batch * p.dout_stride_b + row * p.dout_stride_q +
                             work.head * p.dout_stride_h;
       uint4 a[kTimes], b[kTimes];
@@ -49,8 +49,8 @@ __global__ void __launch_bounds__(kThreads) backward_rows_kernel(const __grid_co
       for (int t = 0; t < kTimes; ++t) {
         const int column = (t * kLanes + lane) * 8;
         const bool is_inside = column < p.head_dim_v;
-        a[t] = is_inside ? __ldg(reinterpret_cast<const uint4*>(out + column)) : make_uint4(0, 0, 0, 0);
-        b[t] = is_inside ? __ldg(reinterpret_cast<const uint4*>(dout + column)) : make_uint4(0, 0, 0, 0);
+        a[t] = is_inside ? *reinterpret_cast<const uint4*>(out + column) : make_uint4(0, 0, 0, 0);
+        b[t] = is_inside ? *reinterpret_cast<const uint4*>(dout + column) : make_uint4(0, 0, 0, 0);
       }
 #pragma unroll
       for (int t = 0; t < kTimes; ++t) {
@@ -90,29 +90,29 @@ __global__ void __launch_bounds__(kThreads) backward_rows_kernel(const __grid_co
   }
 }
 
-// A warpgroup for each piece of the sums.
+// One warpgroup converts one accumulator tile.
 template <class Element>
 __global__ void __launch_bounds__(128) backward_sums_kernel(const __grid_constant__ BackwardSumsParams params) {
-  wait_for_kernel_before();
+  griddep_wait();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int64_t total = params.results[BackwardSumsParams::kResults - 1].pieces;
+  const int64_t total = params.results[BackwardSumsParams::kResults - 1].tiles;
   for (int64_t at = blockIdx.x; at < total; at += gridDim.x) {
     int result = 0;
-    while (at >= params.results[result].pieces) ++result;
+    while (at >= params.results[result].tiles) ++result;
     const BackwardSumsParams::Result& p = params.results[result];
-    const int64_t piece = at - (result > 0 ? params.results[result - 1].pieces : 0);
-    const int panel = static_cast<int>(piece % p.panels), lines = p.rows_per_pair / kPieceRows;
-    const int64_t line = piece / p.panels, place = line / lines;
-    const int first_row = static_cast<int>(line - place * lines) * kPieceRows;
+    const int64_t tile = at - (result > 0 ? params.results[result - 1].tiles : 0);
+    const int panel = static_cast<int>(tile % p.panels), row_blocks = p.rows_per_pair / kAccumRows;
+    const int64_t row_index = tile / p.panels, position = row_index / row_blocks;
+    const int first_row = static_cast<int>(row_index - position * row_blocks) * kAccumRows;
     if (first_row >= p.seqlen) continue;
-    const int64_t pair = p.first_pair + place, outer = pair / (p.batch_is_inner ? p.batch : p.num_heads);
+    const int64_t pair = p.first_pair + position, outer = pair / (p.batch_is_inner ? p.batch : p.num_heads);
     const int64_t inner = pair - outer * (p.batch_is_inner ? p.batch : p.num_heads);
     const int64_t batch = p.batch_is_inner ? inner : outer, head = p.batch_is_inner ? outer : inner;
-    const float* from = p.sums + piece * kPieceFloats;
-    float4 sums[kPieceColumns / 8];
+    const float* from = p.sums + tile * kAccumFloats;
+    float4 sums[kAccumColumns / 8];
 #pragma unroll
-    for (int c = 0; c < kPieceColumns / 8; ++c) {
-      sums[c] = *reinterpret_cast<const float4*>(from + place_in_piece(c, threadIdx.x));
+    for (int c = 0; c < kAccumColumns / 8; ++c) {
+      sums[c] = *reinterpret_cast<const float4*>(from + accum_offset(c, threadIdx.x));
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -127,8 +127,8 @@ __global__ void __launch_bounds__(128) backward_sums_kernel(const __grid_constan
           words[w] = r == 0 ? pack(four.x * p.factor, four.y * p.factor, Element{})
                             : pack(four.z * p.factor, four.w * p.factor, Element{});
         }
-        transpose_words(words[0], words[1], words[2], words[3], lane);
-        const int column = panel * kPieceColumns + 8 * (4 * half + lane % 4);
+        quad_transpose(words[0], words[1], words[2], words[3], lane);
+        const int column = panel * kAccumColumns + 8 * (4 * half + lane % 4);
         if (row < p.seqlen && column < p.columns) {
           *reinterpret_cast<uint4*>(to + column) = make_uint4(words[0], words[1], words[2], words[3]);
         }
@@ -153,8 +153,8 @@ cudaError_t launch_backward_rows(const BackwardRowsParams& params, cudaStream_t 
 
 template <class T>
 cudaError_t launch_backward_sums(const BackwardSumsParams& params, cudaStream_t stream) {
-  const int64_t pieces = params.results[BackwardSumsParams::kResults - 1].pieces;
-  return KernelLaunch(blocks_for(pieces), 128, stream).run(backward_sums_kernel<T>, params);
+  const int64_t tiles = params.results[BackwardSumsParams::kResults - 1].tiles;
+  return KernelLaunch(blocks_for(tiles), 128, stream).run(backward_sums_kernel<T>, params);
 }
 
 template cudaError_t launch_backward_rows<__half>(const BackwardRowsParams&, cudaStream_t);

@@ -1,13 +1,13 @@
-// The shared memory of a block, and how its warps hand it to each other.
+// The shared memory of a block.
 #pragma once
 
 #include "../../device/pipeline.h"
 #include "traits.h"
-#include "work.h"
+#include "tile_scheduler.h"
 
 namespace flash_dmattn {
 
-// The barriers come last: each one's phase is over when what it names has happened.
+// The barriers come last. A phase of a barrier completes when what it is named after has happened.
 template <class Traits>
 struct alignas(1024) BackwardStorage {
   static constexpr int kStages = Traits::kStages, kDsStages = Traits::kDsStages, kBiasStages = Traits::kBiasStages;
@@ -15,23 +15,24 @@ struct alignas(1024) BackwardStorage {
   alignas(1024) uint8_t v[Traits::kKeyStages][Traits::kValueBytes];
   alignas(1024) uint8_t q[kStages][Traits::kQueryBytes];
   alignas(1024) uint8_t dout[kStages][Traits::kDoutBytes];
-  alignas(1024) uint8_t ds[kDsStages][Traits::kScoreBytes];  // (queries, keys of a tile) in panels of 64 keys
+  alignas(1024) uint8_t ds[kDsStages][Traits::kScoreBytes];  // (queries, keys of a key tile), panels of 64 keys
   alignas(1024) uint8_t bias[kBiasStages][Traits::kBiasBytes];
-  alignas(1024) uint8_t parts[Traits::kPartStages][Traits::kPartBytes];  // of ds, from each block of the cluster
-  float2 key_sums[Traits::kKeySums];  // one of each thread of the consumers
-  alignas(16) float lse[kStages][Traits::kRows];
-  alignas(16) float delta[kStages][Traits::kRows];
+  // Received rows of ds, from each block of the cluster.
+  alignas(1024) uint8_t exchange[Traits::kExchangeStages][Traits::kExchangeBytes];
+  float2 key_sums[Traits::kKeySums];  // one for each consumer thread
+  alignas(16) float lse[kStages][Traits::kBlockM];
+  alignas(16) float delta[kStages][Traits::kBlockM];
   uint64_t keys_full[Traits::kKeyStages], keys_empty[Traits::kKeyStages];  // k and v
-  uint64_t q_full[kStages], q_empty[kStages];          // q and lse
-  uint64_t dout_full[kStages], dout_empty[kStages];    // dout and delta
-  uint64_t ds_full[kDsStages * Traits::kParts], ds_empty[kDsStages];
+  uint64_t q_full[kStages], q_empty[kStages];                              // q and lse
+  uint64_t dout_full[kStages], dout_empty[kStages];                        // dout and delta
+  uint64_t ds_full[kDsStages * Traits::kDsSlices], ds_empty[kDsStages];
   uint64_t bias_full[kBiasStages], bias_empty[kBiasStages];
   uint64_t work_full[2], work_empty[2];
-  KeyItem<Traits> work[2];
-  // Of a cluster: the number of the next work, of which the first block's tells the others; and its parts.
-  int next;
-  uint64_t next_full, next_empty;
-  uint64_t parts_full[Traits::kPartStages], parts_empty[Traits::kPartStages];
+  KeyWorkItem<Traits> work[2];
+  // Clusters only: the number of the next work tile, which the first block tells the others; barriers of the exchange.
+  int next_tile;
+  uint64_t next_tile_full, next_tile_empty;
+  uint64_t exchange_full[Traits::kExchangeStages], exchange_empty[Traits::kExchangeStages];
 };
 
 }  // namespace flash_dmattn

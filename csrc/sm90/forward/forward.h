@@ -1,9 +1,9 @@
-// The forward kernel, persistent: a producer warpgroup and two or three consumers share work until there is none.
+// The forward kernel: persistent and warp-specialised, a producer warpgroup and two or three consumer warpgroups.
 //
 //     out = softmax(scale * f(q k^T) + bias) v over the keys allowed, lse = log of the softmax's denominator
 //
-// The online softmax of FlashAttention (arXiv:2205.14135); the overlap of products and softmax is that of
-// FlashAttention-3 (arXiv:2407.08608), sections 3.1 and 3.2.
+// Sources: FlashAttention (arXiv:2205.14135) for the online softmax; FlashAttention-3 (arXiv:2407.08608), sections 3.1
+// and 3.2, for overlapping products and softmax.
 #pragma once
 
 #include "../persistent.h"
@@ -18,7 +18,7 @@ template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1) forward_kernel(const __grid_constant__ ForwardParams p) {
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& shared = *reinterpret_cast<ForwardStorage<Traits>*>(memory);
-  constexpr int kArrivals = 4 * Traits::kConsumers * kArrivalsOfWarp;  // of all warps that consume
+  constexpr int kArrivals = 4 * Traits::kConsumers * kArrivalsOfWarp;  // all consumer warps
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Traits::kQueryStages; ++stage) {
       barrier_init(&shared.q_full[stage], 1);
@@ -36,24 +36,24 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) forward_kernel(const __gr
     }
     for (int stage = 0; stage < 2; ++stage) {
       barrier_init(&shared.work_full[stage], 1);
-      barrier_init(&shared.work_empty[stage], kArrivals + kArrivalsOfWarp * Traits::kSuppliesBias);
+      barrier_init(&shared.work_empty[stage], kArrivals + kArrivalsOfWarp * Traits::kProducesBias);
     }
-    barrier_init_fence();
+    fence_barrier_init();
   }
-  wait_for_kernel_before();
+  griddep_wait();
   __syncthreads();
 
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // the same for all, and known to be
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, and the compiler can tell
   if (warpgroup == 0) {
-    registers_release<Traits::kProducerRegisters>();
+    setmaxnreg_dec<Traits::kProducerRegisters>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (warp == 0) {
-      if (threadIdx.x == 0) copy_tiles<Traits>(p, shared);
-    } else if (Traits::kSuppliesBias && warp == 1) {
-      supply_bias<Traits>(p, shared);
+      if (threadIdx.x == 0) load_tiles<Traits>(p, shared);
+    } else if (Traits::kProducesBias && warp == 1) {
+      produce_bias<Traits>(p, shared);
     }
   } else {
-    registers_acquire<Traits::kConsumerRegisters>();
+    setmaxnreg_inc<Traits::kConsumerRegisters>();
     consume<Traits>(p, shared, warpgroup - 1);
   }
 }

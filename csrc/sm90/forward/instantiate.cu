@@ -1,5 +1,5 @@
-// The forward kernels of one dtype and one pair of head dims. The build compiles this file once for each of them, and
-// says which by FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM and FLASH_DMATTN_HEAD_DIM_V.
+// The forward kernels of one dtype and one pair of head dims, a kernel instance. The build compiles this file once for
+// each, chosen by FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM and FLASH_DMATTN_HEAD_DIM_V.
 #include "../../dispatch.h"
 #include "forward.h"
 
@@ -26,9 +26,8 @@ auto with_traits(Bias bias, bool has_mask, F f) {
 template <>
 cudaError_t launch_forward<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V>(
     const ForwardParams& params, Bias bias, bool has_mask, int blocks, cudaStream_t stream) {
-  return with_traits(bias, has_mask, [&](auto traits) {
-    return launch_forward_kernel<decltype(traits)>(params, blocks, stream);
-  });
+  return with_traits(bias, has_mask,
+                     [&](auto traits) { return launch_forward_kernel<decltype(traits)>(params, blocks, stream); });
 }
 
 template <>
@@ -36,7 +35,8 @@ ForwardTile forward_tile<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMAT
                                                                                                bool has_mask) {
   return with_traits(bias, has_mask, [](auto traits) {
     using Of = decltype(traits);
-    return ForwardTile{Of::kRows, Of::kKeys, Of::kSplits ? kPartFloats<Of> : 0, Of::kSplits ? kPartWarps<Of> : 0};
+    return ForwardTile{Of::kBlockM, Of::kBlockN, Of::kSplitKv ? kSplitFloats<Of> : 0,
+                       Of::kSplitKv ? kSplitWarps<Of> : 0};
   });
 }
 

@@ -1,4 +1,4 @@
-// The launch of the forward kernels, for those who do not compile them.
+// The forward kernels' interface for code that does not compile them.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -10,22 +10,21 @@
 namespace flash_dmattn {
 
 enum class Bias {
-  kNone,    // none, or one value per query, which moves lse alone
-  kTile,    // one value per query and key, in the dtype of q, copied as tiles
+  kNone,    // no bias, or one value per query, which changes lse only
+  kTile,    // one value per query and key, in the dtype of q, loaded as tiles by TMA
   kVector,  // one value per key, of any dtype and stride
-  kStrided  // one value per query and key, of any dtype and strides: slower, but never refused and never copied
+  kStrided  // one value per query and key, any dtype and strides: slower, but needs no copy
 };
 
-// Defined for the dtypes and head dims that the extension is built with. Returns the error of the launch, which is on
-// the current device; pieces come in parts where params.parts is not 1.
+// Defined for the dtypes and head dims of the build. Launches on the current device and returns the launch's error.
 template <class T, int kHeadDim, int kHeadDimV>
 cudaError_t launch_forward(const ForwardParams& params, Bias bias, bool has_mask, int blocks, cudaStream_t stream);
 
-// Rows of out that a block computes at a time, and keys of a tile. Where its keys may come in parts, what a part leaves
-// behind, and the warps that do; else 0.
+// The tile of a work tile: block_m queries and block_n keys at a time. With split-KV, the floats that a split leaves in
+// device memory and the warps that write them; 0 if the kernel has no split-KV.
 struct ForwardTile {
-  int rows, keys;
-  int part_floats, part_warps;
+  int block_m, block_n;
+  int split_floats, split_warps;
 };
 template <class T, int kHeadDim, int kHeadDimV>
 ForwardTile forward_tile(Bias bias, bool has_mask);

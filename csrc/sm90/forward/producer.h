@@ -1,4 +1,4 @@
-// The producer: one thread hands out work and has q, k and v copied; one warp supplies the bias.
+// The producer warpgroup: one thread schedules tiles and loads q, k and v by TMA; one warp supplies the bias.
 #pragma once
 
 #include <type_traits>
@@ -9,66 +9,66 @@
 namespace flash_dmattn {
 
 template <class Traits>
-__device__ __forceinline__ void copy_tiles(const ForwardParams& p, ForwardStorage<Traits>& shared) {
-  constexpr int kKeys = Traits::kKeys;
+__device__ __forceinline__ void load_tiles(const ForwardParams& p, ForwardStorage<Traits>& shared) {
+  constexpr int kBlockN = Traits::kBlockN;
   prefetch_tensor_map(&p.q);
   prefetch_tensor_map(&p.k);
   prefetch_tensor_map(&p.v);
 
-  Ring<Traits::kStages> ring_k, ring_v;
-  Ring<Traits::kQueryStages> ring_q;
-  Ring<2> ring_work;
+  PipelineState<Traits::kStages> pipe_k, pipe_v;
+  PipelineState<Traits::kQueryStages> pipe_q;
+  PipelineState<2> pipe_work;
   for (int index = blockIdx.x;;) {
-    Item<Traits> item;
-    item.exists = index < p.total;
-    if (item.exists) {
-      if constexpr (Traits::kSplits) {
-        item.part = index - p.whole;
-        const int piece = item.part < 0 ? index : p.whole + item.part / p.parts;
-        item.work = work_at(p, piece, Traits::kRows);
+    WorkItem<Traits> item;
+    item.is_valid = index < p.num_work_tiles;
+    if (item.is_valid) {
+      if constexpr (Traits::kSplitKv) {
+        item.split = index - p.unsplit_tiles;
+        const int tile_index = item.split < 0 ? index : p.unsplit_tiles + item.split / p.num_splits;
+        item.work = decode_work_tile(p, tile_index, Traits::kBlockM);
         item.walk = Walk<Traits>::of(p, item.work);
-        if (item.part >= 0) item.walk.keep_part(item.part % p.parts, p.parts);
+        if (item.split >= 0) item.walk.keep_split(item.split % p.num_splits, p.num_splits);
       } else {
-        item.work = work_at(p, index, Traits::kRows);
+        item.work = decode_work_tile(p, index, Traits::kBlockM);
         item.walk = Walk<Traits>::of(p, item.work);
       }
     }
-    barrier_wait(&shared.work_empty[ring_work.stage], ring_work.phase ^ 1);
-    shared.work[ring_work.stage] = item;
-    barrier_arrive(&shared.work_full[ring_work.stage]);
-    ring_work.advance();
-    if (!item.exists) return;
-    // Asked for now, its answer is there when this work's copies are under way.
-    const int next = p.next != nullptr ? atomicAdd(p.next, 1) + gridDim.x : index + gridDim.x;
-    const Work& work = item.work;
+    barrier_wait(&shared.work_empty[pipe_work.stage], pipe_work.phase ^ 1);
+    shared.work[pipe_work.stage] = item;
+    barrier_arrive(&shared.work_full[pipe_work.stage]);
+    pipe_work.advance();
+    if (!item.is_valid) return;
+    // Asked for now, so that the answer is there when this tile's loads have been issued.
+    const int next = p.tile_counter != nullptr ? atomicAdd(p.tile_counter, 1) + gridDim.x : index + gridDim.x;
+    const WorkTile& work = item.work;
     const Walk<Traits>& walk = item.walk;
-    const int head_k = work.head / p.queries_per_group;
+    const int head_k = work.head / p.heads_per_group;
 
     auto copy_keys = [&](int block) {
-      barrier_wait(&shared.k_empty[ring_k.stage], ring_k.phase ^ 1);
-      copy_panels<Traits::kPanels, kKeys>(shared.k[ring_k.stage], &p.k, &shared.k_full[ring_k.stage], 0, block * kKeys,
-                                          head_k, work.batch);
-      ring_k.advance();
+      barrier_wait(&shared.k_empty[pipe_k.stage], pipe_k.phase ^ 1);
+      tma_load_panels<Traits::kPanels, kBlockN>(shared.k[pipe_k.stage], &p.k, &shared.k_full[pipe_k.stage], 0,
+                                                block * kBlockN, head_k, work.batch);
+      pipe_k.advance();
     };
     auto copy_values = [&](int block) {
-      barrier_wait(&shared.v_empty[ring_v.stage], ring_v.phase ^ 1);
-      copy_panels<Traits::kPanelsV, kKeys>(shared.v[ring_v.stage], &p.v, &shared.v_full[ring_v.stage], 0,
-                                           block * kKeys, head_k, work.batch);
-      ring_v.advance();
+      barrier_wait(&shared.v_empty[pipe_v.stage], pipe_v.phase ^ 1);
+      tma_load_panels<Traits::kPanelsV, kBlockN>(shared.v[pipe_v.stage], &p.v, &shared.v_full[pipe_v.stage], 0,
+                                                 block * kBlockN, head_k, work.batch);
+      pipe_v.advance();
     };
 
     if (walk.steps > 0) {
-      bool has_edge;
-      int block = walk.at(0, has_edge);
-      barrier_wait(&shared.q_empty[ring_q.stage], ring_q.phase ^ 1);
-      copy_panels<Traits::kPanels, Traits::kRows>(shared.q[ring_q.stage], &p.q, &shared.q_full[ring_q.stage], 0,
-                                                  work.first_row, work.head, work.batch);
-      ring_q.advance();
+      bool needs_mask;
+      int block = walk.at(0, needs_mask);
+      barrier_wait(&shared.q_empty[pipe_q.stage], pipe_q.phase ^ 1);
+      tma_load_panels<Traits::kPanels, Traits::kBlockM>(shared.q[pipe_q.stage], &p.q, &shared.q_full[pipe_q.stage], 0,
+                                                        work.first_row, work.head, work.batch);
+      pipe_q.advance();
       copy_keys(block);
-      // In the order in which they are read: the keys of a step before the values of the step before.
+      // In the order in which consumers need them: the keys of a step before the values of the step before.
 #pragma unroll 1
       for (int step = 1; step < walk.steps; ++step) {
-        const int next_block = walk.at(step, has_edge);
+        const int next_block = walk.at(step, needs_mask);
         copy_keys(next_block);
         copy_values(block);
         block = next_block;
@@ -79,32 +79,32 @@ __device__ __forceinline__ void copy_tiles(const ForwardParams& p, ForwardStorag
   }
 }
 
-// The bias of each block of keys, by one warp: tiles are copied, one value per key is written, fp32, over the scale.
+// Supplies the bias of each key block, as one warp: tiles by TMA; a bias per key as fp32, divided by the scale.
 template <class Traits>
-__device__ __forceinline__ void supply_bias(const ForwardParams& p, ForwardStorage<Traits>& shared) {
-  constexpr int kKeys = Traits::kKeys, kPerLane = kKeys / 32;
+__device__ __forceinline__ void produce_bias(const ForwardParams& p, ForwardStorage<Traits>& shared) {
+  constexpr int kBlockN = Traits::kBlockN, kPerLane = kBlockN / 32;
   const int lane = threadIdx.x % 32;
   const bool is_read_once = p.heads_per_bias == 1 && (p.bias_has_batch || p.batch == 1);
-  Ring<Traits::kBiasStages> ring;
-  Ring<2> ring_work;
+  PipelineState<Traits::kBiasStages> pipe;
+  PipelineState<2> pipe_work;
   for (;;) {
-    const Item<Traits>& item = take_work(shared, ring_work);
-    if (!item.exists) return;
-    const Work& work = item.work;
+    const WorkItem<Traits>& item = get_work_tile(shared, pipe_work);
+    if (!item.is_valid) return;
+    const WorkTile& work = item.work;
     const Walk<Traits>& walk = item.walk;
 #pragma unroll 1
     for (int step = 0; step < walk.steps; ++step) {
-      bool has_edge;
-      const int first_key = walk.at(step, has_edge) * kKeys;
+      bool needs_mask;
+      const int first_key = walk.at(step, needs_mask) * kBlockN;
       if constexpr (Traits::kBias == Bias::kTile) {
-        barrier_wait(&shared.bias_empty[ring.stage], ring.phase ^ 1);
+        barrier_wait(&shared.bias_empty[pipe.stage], pipe.phase ^ 1);
         if (lane == 0) {
           const auto copy = [&](auto once) {
-            copy_panels<kKeys / kPanelColumns, Traits::kRows, decltype(once)::value>(
-                shared.bias[ring.stage], &p.bias, &shared.bias_full[ring.stage], first_key, work.first_row,
+            tma_load_panels<kBlockN / kPanelColumns, Traits::kBlockM, decltype(once)::value>(
+                shared.bias[pipe.stage], &p.bias, &shared.bias_full[pipe.stage], first_key, work.first_row,
                 work.head / p.heads_per_bias, p.bias_has_batch ? work.batch : 0);
           };
-          // Else a bias of every head drives k and v out of L2: 0.1895 ms for 0.1947 at D64.
+          // A bias that is read once would drive k and v out of L2 (docs/notes/cuda.md).
           if (is_read_once) {
             copy(std::true_type{});
           } else {
@@ -117,15 +117,15 @@ __device__ __forceinline__ void supply_bias(const ForwardParams& p, ForwardStora
 #pragma unroll
           for (int i = 0; i < kPerLane; ++i) values[i] = bias(0, min(first_key + i * 32 + lane, p.seqlen_k - 1));
         });
-        barrier_wait(&shared.bias_empty[ring.stage], ring.phase ^ 1);
-        float* to = reinterpret_cast<float*>(shared.bias[ring.stage]);
+        barrier_wait(&shared.bias_empty[pipe.stage], pipe.phase ^ 1);
+        float* to = reinterpret_cast<float*>(shared.bias[pipe.stage]);
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) to[i * 32 + lane] = values[i] * p.inverse_scale;
-        barrier_arrive_of_warp(&shared.bias_full[ring.stage]);
+        barrier_arrive_of_warp(&shared.bias_full[pipe.stage]);
       }
-      ring.advance();
+      pipe.advance();
     }
-    give_back_work(shared, ring_work);
+    release_work_tile(shared, pipe_work);
   }
 }
 

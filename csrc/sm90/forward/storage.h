@@ -1,13 +1,13 @@
-// The shared memory of a block, and how its warps hand it to each other.
+// The shared memory of a block.
 #pragma once
 
 #include "../../device/pipeline.h"
 #include "traits.h"
-#include "work.h"
+#include "tile_scheduler.h"
 
 namespace flash_dmattn {
 
-// The barriers come last: each one's phase is over when what it names has happened.
+// The barriers come last. A phase of a barrier completes when what it is named after has happened.
 template <class Traits>
 struct alignas(1024) ForwardStorage {
   alignas(1024) uint8_t q[Traits::kQueryStages][Traits::kQueryBytes];
@@ -19,7 +19,7 @@ struct alignas(1024) ForwardStorage {
   uint64_t v_full[Traits::kStages], v_empty[Traits::kStages];
   uint64_t bias_full[Traits::kBiasStages], bias_empty[Traits::kBiasStages];
   uint64_t work_full[2], work_empty[2];
-  Item<Traits> work[2];
+  WorkItem<Traits> work[2];
 };
 
 }  // namespace flash_dmattn

@@ -1,4 +1,4 @@
-// The shapes of the forward kernel: every tile choice, with its reason.
+// Compile-time choices of the forward kernel, with their reasons. Measurements: docs/notes/cuda.md.
 #pragma once
 
 #include "../../device/wgmma.h"
@@ -14,44 +14,41 @@ struct ForwardTraits {
   static constexpr Bias kBias = kBiasForm;
   static constexpr bool kHasMask = kMaskTiles;
 
-  // Rows of a warpgroup are those of one matrix instruction. Where registers allow a third consumer, a tile of k and v
-  // serves 192 rows, and a third warpgroup hides the softmax of two: 517 TFLOP/s at D64 instead of 430, and 0.23 ms
-  // with a bias instead of 0.25. Tiles of a mask are 128 rows.
+  // A consumer has 64 rows, those of one wgmma. A third consumer, where registers allow it, hides the softmax of two
+  // and shares each tile of k and v among 192 rows. With a mask block_m must be 128, the size of a mask tile.
   static constexpr int kConsumers = kD <= 64 && kDv <= 64 && !kHasMask && kBias != Bias::kStrided ? 3 : 2;
-  static constexpr int kRows = 64 * kConsumers;
+  static constexpr int kBlockM = 64 * kConsumers;
   // 128 keys where two stages of k and v and two of bias fit beside q in 227 KB.
-  static constexpr int kKeys = kD <= 128 && kDv <= 128 ? 128 : 64;
+  static constexpr int kBlockN = kD <= 128 && kDv <= 128 ? 128 : 64;
   static constexpr int kStages = 2;
-  // Tiles of bias come from device memory, k and v mostly from L2: bias needs more on its way, where it fits.
-  static constexpr bool kSuppliesBias = kBias == Bias::kTile || kBias == Bias::kVector;
+  // Tiles of bias come from device memory, k and v mostly from L2: bias gets more stages where they fit.
+  static constexpr bool kProducesBias = kBias == Bias::kTile || kBias == Bias::kVector;
   static constexpr int kBiasStages = kBias == Bias::kTile ? (kConsumers == 2 && kD <= 64 && kDv <= 64 ? 4 : 2) : 4;
 
   static constexpr int kPanels = (kD + kPanelColumns - 1) / kPanelColumns;
   static constexpr int kPanelsV = (kDv + kPanelColumns - 1) / kPanelColumns;
-  static constexpr int kQueryBytes = kRows * kPanels * kRowBytes;
-  static constexpr int kKeyBytes = kKeys * kPanels * kRowBytes;
-  static constexpr int kValueBytes = kKeys * kPanelsV * kRowBytes;
-  static constexpr int kBiasTileBytes = kRows * kKeys * 2;
-  static constexpr int kBiasBytes = kBias == Bias::kTile ? kBiasTileBytes : kBias == Bias::kVector ? kKeys * 4 : 16;
-  // Beside tiles of bias, behind which q would wait in the copy engine, that of the next piece is there before this one
-  // is done: 0.200 ms for 0.204. Without them it gains nothing, and D128 loses 1 %.
+  static constexpr int kQueryBytes = kBlockM * kPanels * kRowBytes;
+  static constexpr int kKeyBytes = kBlockN * kPanels * kRowBytes;
+  static constexpr int kValueBytes = kBlockN * kPanelsV * kRowBytes;
+  static constexpr int kBiasTileBytes = kBlockM * kBlockN * 2;
+  static constexpr int kBiasBytes = kBias == Bias::kTile ? kBiasTileBytes : kBias == Bias::kVector ? kBlockN * 4 : 16;
+  // Beside tiles of bias, whose TMA loads q would queue behind, q of the next tile is loaded early. Elsewhere that
+  // gains nothing.
   static constexpr int kQueryStages = kBias == Bias::kTile && kD <= 64 && kDv <= 64 ? 2 : 1;
 
   static constexpr int kThreads = 128 * (1 + kConsumers);
-  // Of 504 registers (512 for four) a thread of each warpgroup can be given together, in steps of 8. With 24 for the
-  // producer it spills.
+  // Three warpgroups share 504 registers per thread, four share 512, in steps of 8. With 24 the producer spills.
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
   static constexpr int kRegisters = kProducerRegisters + kConsumers * kConsumerRegisters;  // of all warpgroups
-  // Of three consumers that read tiles of bias each passes its turn when it has added them, which spaces them out: when
-  // it passed it with its products under way, their exponentials met. Bias D64 0.1926 ms for 0.1963, batch-shared 0.318
-  // for 0.333. Without a bias it makes no difference, and two consumers lose 1 %.
-  static constexpr bool kPassesTurnLate = kConsumers == 3 && kBias == Bias::kTile;
-  // Whether registers are left to read the bias of a step while its scores are computed.
-  static constexpr bool kLoadsBiasEarly = kSuppliesBias && kConsumers == 2 && kDv <= 128;
+  // With three consumers and tiles of bias, the ping-pong barrier is passed after the bias has been added. That keeps
+  // the exponentials of two consumers apart.
+  static constexpr bool kPingPongAfterBias = kConsumers == 3 && kBias == Bias::kTile;
+  // Whether enough registers are left to load the bias of a step while its scores are computed.
+  static constexpr bool kLoadsBiasEarly = kProducesBias && kConsumers == 2 && kDv <= 128;
 
-  // Whether pieces of work may come in parts: not where rows are wide or the bias is read value by value.
-  static constexpr bool kSplits = kD <= 128 && kDv <= 128 && kBias != Bias::kStrided;
+  // Whether there is split-KV: not for wide rows, nor for a bias that is read value by value.
+  static constexpr bool kSplitKv = kD <= 128 && kDv <= 128 && kBias != Bias::kStrided;
 };
 
 }  // namespace flash_dmattn

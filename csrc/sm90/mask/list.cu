@@ -1,8 +1,8 @@
-// The list kernel: the classes of the tiles of a row, and of a column, become the order in which kernels walk them.
+// The list kernel: turns the classes of tiles into row lists and column lists, the order in which kernels visit tiles.
 //
 //     list = number of full tiles, number of partial tiles, then the indices: full, partial, empty, each ascending
 //
-// A warp writes one list. It reads the classes alone, 1/16384 of the mask, twice: to count, then to place.
+// A warp writes one list. It reads the classes (1/16384 of the mask) twice: to count, then to place.
 #include "../kernel_launch.h"
 #include "mask.h"
 
@@ -13,7 +13,7 @@ constexpr unsigned kAll = 0xffffffffu;
 constexpr int kPartial = 1, kFull = 2;
 
 __global__ void __launch_bounds__(kListsPerBlock * 32) list_tiles_kernel(const __grid_constant__ ListTilesParams p) {
-  wait_for_kernel_before();
+  griddep_wait();
   const int64_t list = static_cast<int64_t>(blockIdx.x) * kListsPerBlock + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   if (list >= p.num_lists) return;  // whole warps
@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kListsPerBlock * 32) list_tiles_kernel(const _
   const int64_t index = is_row ? list : list - p.num_rows;
   const int length = is_row ? p.tiles_k : p.tiles_q;
   const int64_t stride = is_row ? 1 : p.tiles_k;
-  // There are no columns where tiles_k is 0, so that nothing is divided by it.
+  // There are no columns where tiles_k is 0, so nothing is divided by 0.
   const uint8_t* classes =
       p.classes + (is_row ? index * p.tiles_k : index / p.tiles_k * p.tiles_q * p.tiles_k + index % p.tiles_k);
   int32_t* out = (is_row ? p.row_lists : p.col_lists) + index * (2 + length);

@@ -1,13 +1,13 @@
-// The packing kernel: a bool mask, read once, becomes bits and tile classes.
+// The packing kernel: reads a bool mask once and writes bits and tile classes.
 //
 //     allowed[i, j] = mask[i, j] and low <= j - i <= high
 //     bits[i, w]    = sum over t < 32 of allowed[i, 32 w + t] << t, 0 beyond the last key
-//     class[I, J]   = 0 where no bit of the 128 x 128 tile is set, 2 where all are, 1 otherwise; missing rows forbid
-//                     nothing, missing keys are not allowed
+//     class[I, J]   = 0 if no bit of the 128 x 128 tile is set, 2 if all are, 1 otherwise; rows beyond the last
+//                     count as allowed, keys beyond the last as forbidden
 //
-// The same results, bit for bit, as flash_dmattn/masks/packing.py and triton_kernels/mask_pack.py. Bound by reading the
-// mask: 1 byte per element against 1/8 written. A block takes 128 rows by 512 keys; a warp takes whole rows of it, and
-// lane n holds the keys 16 n to 16 n + 15 as 16 bits, whichever way they were read.
+// The results equal those of flash_dmattn/masks/prepared/packing.py and triton_kernels/mask_pack.py bit for bit. The kernel is
+// bound by reading the mask: 1 byte per element, against 1/8 byte written. A block takes 128 rows by 512 keys and a
+// warp takes whole rows; lane n holds keys 16 n to 16 n + 15 as 16 bits, for both kinds of load.
 #include "../../dispatch.h"
 #include "../kernel_launch.h"
 #include "mask.h"
@@ -22,7 +22,7 @@ constexpr int kStripTiles = kStripKeys / kTile;
 constexpr int kTileLanes = kTile / kLaneKeys;
 constexpr unsigned kAll = 0xffffffffu;
 constexpr unsigned kLaneFull = (1u << kLaneKeys) - 1;
-// Wide loads of a thread that are on their way together: 8 x 16 bytes, in 32 registers.
+// Wide loads in flight per thread: 8 x 16 bytes, in 32 registers.
 constexpr int kInFlight = 8;
 static_assert(kTileWords == 4, "the bits of a row of a tile are 16 bytes");
 static_assert(kLaneKeys == 16 && kStripTiles == 4, "a lane holds one 16-byte load, a warp row has four tiles");
@@ -33,18 +33,22 @@ struct PackTraits {
   static constexpr bool kHasBand = kBand;
 };
 
-// Bit k of the result is byte k, each 0 or 1: byte k is moved by 28 - 7k bits, and no two partial products meet.
-__device__ unsigned nibble(unsigned four) { return (four * 0x10204080u) >> 28; }
+// Bit k of the result says whether byte k is not 0. The sum sets bit 7 of a byte if any lower bit is set. The product
+// moves bit 7 of byte k to bit 28 + k, and no two partial products meet.
+__device__ unsigned nibble(unsigned four) {
+  const unsigned nonzero = (((four & 0x7f7f7f7fu) + 0x7f7f7f7fu) | four) & 0x80808080u;
+  return (nonzero * 0x00204081u) >> 28;
+}
 
 __device__ unsigned bits_of(const uint4& keys) {
   return nibble(keys.x) | nibble(keys.y) << 4 | nibble(keys.z) << 8 | nibble(keys.w) << 12;
 }
 
-// The n lowest of a lane's bits, for any n.
+// The n lowest bits of a lane, for any n.
 __device__ unsigned ones_below(int n) { return (1u << min(max(n, 0), kLaneKeys)) - 1; }
 
-// Bits of the lane's 16 keys, from bytes of any stride: the warp reads 32 neighbouring keys at once and votes. Lane
-// 8 t of wanted_lanes says whether tile t of the strip is read.
+// The lane's 16 keys as bits, from bytes of any stride: the warp reads 32 neighbouring keys at a time and votes. Lane 8
+// t of wanted_lanes says whether tile t of the strip is read.
 __device__ unsigned load_narrow(const uint8_t* row, int64_t stride_k, int first_key, int seqlen_k,
                                 unsigned wanted_lanes, int lane) {
   unsigned lane_bits = 0;
@@ -52,14 +56,14 @@ __device__ unsigned load_narrow(const uint8_t* row, int64_t stride_k, int first_
   for (int word = 0; word < kStripKeys / kWord; ++word) {
     const int key = first_key + word * kWord + lane;
     const bool wanted = wanted_lanes >> word / kTileWords * kTileLanes & 1;  // the word lies in one tile
-    const bool allowed = wanted && key < seqlen_k && __ldg(row + key * stride_k) != 0;
+    const bool allowed = wanted && key < seqlen_k && row[key * stride_k] != 0;
     const unsigned voted = __ballot_sync(kAll, allowed);
     if (lane / 2 == word) lane_bits = voted >> lane % 2 * kLaneKeys & kLaneFull;
   }
   return lane_bits;
 }
 
-// The results of a block that the band does not reach: under causality they are half of all.
+// The results of a block outside the band; under causality that is half of all blocks.
 __device__ void write_nothing(const PackMaskParams& p, int head, int tile_q, int strip) {
   const int64_t row_of_tiles = static_cast<int64_t>(head) * p.tiles_q + tile_q;
   uint4* const bits = reinterpret_cast<uint4*>(p.bits) + static_cast<int64_t>(head) * p.seqlen_q * p.tiles_k;
@@ -75,7 +79,7 @@ __device__ void write_nothing(const PackMaskParams& p, int head, int tile_q, int
 
 template <class Traits>
 __global__ void __launch_bounds__(kWarps * 32) pack_mask_kernel(const __grid_constant__ PackMaskParams p) {
-  wait_for_kernel_before();
+  griddep_wait();
   // Neighbouring blocks read neighbouring keys of the same rows.
   const int strip = blockIdx.x % p.strips;
   const int tile_q = blockIdx.x / p.strips % p.tiles_q;
@@ -89,10 +93,10 @@ __global__ void __launch_bounds__(kWarps * 32) pack_mask_kernel(const __grid_con
     return write_nothing(p, head, tile_q, strip);
   }
 
-  // A tile that the band does not reach is not read. All lanes of a tile agree.
+  // A tile outside the band is not read. All lanes of a tile agree.
   const int tile_key = strip_key + lane / kTileLanes * kTile;
-  const bool reached = !Traits::kHasBand || (tile_key + (kTile - 1) >= first_row + p.low &&
-                                             tile_key <= first_row + (kTile - 1) + p.high);
+  const bool reached = !Traits::kHasBand ||
+                       (tile_key + (kTile - 1) >= first_row + p.low && tile_key <= first_row + (kTile - 1) + p.high);
 
   const uint8_t* mask = p.mask + head / p.num_heads * p.stride_b + head % p.num_heads * p.stride_h;
   const int words = p.tiles_k * kTileWords;
@@ -125,7 +129,7 @@ __global__ void __launch_bounds__(kWarps * 32) pack_mask_kernel(const __grid_con
         const int row = first_row + (start + n) * kWarps + warp;
         keys[n] = make_uint4(0, 0, 0, 0);
         if (inside && row < p.seqlen_q) {
-          keys[n] = __ldg(reinterpret_cast<const uint4*>(mask + row * p.stride_q + lane_key));
+          keys[n] = *reinterpret_cast<const uint4*>(mask + row * p.stride_q + lane_key);
         }
       }
 #pragma unroll
@@ -141,7 +145,7 @@ __global__ void __launch_bounds__(kWarps * 32) pack_mask_kernel(const __grid_con
     }
   }
 
-  // Lanes 8 t to 8 t + 7 hold tile t of the strip, each for the warp's rows.
+  // Lanes 8 t to 8 t + 7 hold tile t of the strip, for the warp's rows.
   __shared__ unsigned seen_lanes[kWarps], full_lanes[kWarps];
   const unsigned any_seen = __ballot_sync(kAll, seen != 0);
   const unsigned all_full = __ballot_sync(kAll, full == kLaneFull);

@@ -1,4 +1,4 @@
-// A consumer: a warpgroup that sums ds of 64 queries and 128 keys over heads.
+// A consumer warpgroup: sums ds of 64 queries and 128 keys over heads.
 #pragma once
 
 #include "../../device/fragments.h"
@@ -15,16 +15,16 @@ struct SharedDbiasConsumer {
 
   const SharedDbiasParams& p;
   SharedDbiasStorage<Traits>& shared;
-  const int group, warp, lane;  // which warpgroup; the warp of it
+  const int group, warp, lane;  // which consumer; which warp of it
   Scores& sums;
-  Ring<Traits::kSlots>& ring;
+  PipelineState<Traits::kSlots>& pipe;
   const int bias_stage;
 
   __device__ __forceinline__ int row_of_tile() const { return group * 64 + warp * 16 + lane / 4; }
 
   // --- products -------------------------------------------------------------------------------------------------
 
-  // The slots of a product of kColumns columns.
+  // The slots that hold the operands of a product over kColumns columns.
   template <int kColumns>
   struct Slots {
     static constexpr int kEach = Traits::kSlotPanels * kPanelColumns;
@@ -32,61 +32,61 @@ struct SharedDbiasConsumer {
     int of[kCount];
   };
 
-  // The part of a product whose operands are in the i-th of its slots, which is the next one.
+  // Starts the part of a product whose operands are in its i-th slot, the next of the pipeline.
   template <int i, int kColumns>
   __device__ __forceinline__ void start_part(Scores& scores, Slots<kColumns>& slots) {
     constexpr int kEach = Slots<kColumns>::kEach, kLeft = kColumns - i * kEach;
-    const int slot = slots.of[i] = ring.stage;
-    barrier_wait(&shared.slot_full[slot], ring.phase);
+    const int slot = slots.of[i] = pipe.stage;
+    barrier_wait(&shared.slot_full[slot], pipe.phase);
     const uint64_t rows = matrix_descriptor(shared_address(shared.rows[slot]) + group * 64 * kRowBytes, 16);
     const uint64_t keys = matrix_descriptor(shared_address(shared.keys[slot]), 16);
     wgmma_fence();
 #pragma unroll
     for (int c = 0; c < (kLeft < kEach ? kLeft : kEach) / 16; ++c) {
-      Wgmma<Element, kTile>::run(scores, step_by_columns<kTile>(rows, c), step_by_columns<kTile>(keys, c),
+      Wgmma<Element, kTile>::run(scores, advance_k_major<kTile>(rows, c), advance_k_major<kTile>(keys, c),
                                  i > 0 || c > 0);
     }
     wgmma_commit();
-    ring.advance();
+    pipe.advance();
   }
 
   template <int kColumns>
-  __device__ __forceinline__ void give_back(const Slots<kColumns>& slots) {
+  __device__ __forceinline__ void release(const Slots<kColumns>& slots) {
 #pragma unroll
     for (int i = 0; i < Slots<kColumns>::kCount; ++i) barrier_arrive_of_warp(&shared.slot_empty[slots.of[i]]);
   }
 
-  // Of the thread's two rows, lse or delta.
-  struct Pair {
+  // lse or delta of the thread's two rows.
+  struct RowStats {
     float of_row[2];
   };
 
-  __device__ __forceinline__ Pair numbers_of(int slot) const {
-    const float* numbers = shared.numbers[slot] + row_of_tile();
-    return {{numbers[0], numbers[8]}};
+  __device__ __forceinline__ RowStats row_stats_of(int slot) const {
+    const float* row_stats = shared.row_stats[slot] + row_of_tile();
+    return {{row_stats[0], row_stats[8]}};
   }
 
   // --- scores ---------------------------------------------------------------------------------------------------
 
-  // Bits of the keys of the tile, for the thread's two rows.
-  using Words = uint32_t[2][kTileWords];
+  // Mask bits of the tile's keys, for the thread's two rows.
+  using MaskWords = uint32_t[2][kTileWords];
 
-  __device__ __forceinline__ void load_words(Words& words, const DbiasWork& work, const Head& head) {
+  __device__ __forceinline__ void load_mask_words(MaskWords& words, const DbiasWorkTile& work, const Head& head) {
     if constexpr (Traits::kHasMask) {
       const int64_t first = mask_of(p, head) * p.seqlen_q, row_words = p.tiles_k * kTileWords;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        // A row beyond the last has the bits of the last; it is not stored.
+        // A row beyond the last takes the bits of the last; it is not stored.
         const int row = min(work.block_q * kTile + row_of_tile() + 8 * r, p.seqlen_q - 1);
         const int word = work.block_k * kTileWords;
         const int32_t* bits = p.mask_bits + (first + row) * row_words + word;
-        const int4 four = __ldg(reinterpret_cast<const int4*>(bits));
+        const int4 four = *reinterpret_cast<const int4*>(bits);
         words[r][0] = four.x, words[r][1] = four.y, words[r][2] = four.z, words[r][3] = four.w;
       }
     }
   }
 
-  __device__ __forceinline__ void forbid(Scores& scores, const Words& words, const DbiasWork& work) {
+  __device__ __forceinline__ void apply_mask(Scores& scores, const MaskWords& words, const DbiasWorkTile& work) {
     const int column = 2 * (lane % 4);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -101,7 +101,7 @@ struct SharedDbiasConsumer {
           }
         }
       } else {
-        // Keys beyond the last are not forbidden: they are not stored.
+        // Keys beyond the last are not masked: they are not stored.
         const int row = work.block_q * kTile + row_of_tile() + 8 * r, first = work.block_k * kTile + column;
         const int from = row + p.low - first, to = row + p.high - first;
 #pragma unroll
@@ -114,8 +114,8 @@ struct SharedDbiasConsumer {
     }
   }
 
-  // Scores in units of log2, with the bias and less lse.
-  __device__ __forceinline__ void finish_scores(Scores& scores, const Pair& lse) {
+  // Turns products into scores minus lse, bias included, in units of log2.
+  __device__ __forceinline__ void finish_scores(Scores& scores, const RowStats& lse) {
     const float scale = (Traits::kHasSoftcap ? p.softcap : p.softmax_scale) * kLog2e;
     // The lane's row of the four matrices of a load: rows 0 to 7 and 8 to 15 of two neighbouring chunks.
     const int row = group * 64 + warp * 16 + lane % 16;
@@ -124,7 +124,7 @@ struct SharedDbiasConsumer {
     for (int c = 0; c < kTile / 16; ++c) {
       const int chunk = 2 * (c % 4) + lane / 16;
       uint32_t bias[4];
-      load_matrices(bias, tile + c / 4 * Traits::kPanelBytes + ((chunk ^ (row % 8)) << 4));
+      ldmatrix_x4(bias, tile + c / 4 * Traits::kPanelBytes + ((chunk ^ (row % 8)) << 4));
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float2 pair = unpack(bias[i], Element{});
@@ -140,59 +140,59 @@ struct SharedDbiasConsumer {
     }
   }
 
-  // --- the walk -------------------------------------------------------------------------------------------------
+  // --- mainloop -------------------------------------------------------------------------------------------------
 
-  // Adds ds of one head. Consumers take turns: one has its products computed and adds the bias while the other is at
-  // its exponentials. 0.342 ms for 0.362, 8 entries of 16 heads at 2048, D64; the turn passed with the products under
-  // way 0.375, behind the scores 0.366, behind the exponentials 0.354.
-  __device__ __forceinline__ void add_head(const DbiasWork& work, const Head& head, bool has_edge) {
-    Words words;
-    if (has_edge) load_words(words, work, head);
+  // Adds ds of one head. Ping-pong: one consumer has its products computed and adds the bias while the other computes
+  // exponentials. Where the barrier is passed was measured: docs/notes/cuda.md, "A bias per score that heads or batch
+  // entries share".
+  __device__ __forceinline__ void add_head(const DbiasWorkTile& work, const Head& head, bool needs_mask) {
+    MaskWords words;
+    if (needs_mask) load_mask_words(words, work, head);
     Scores scores, dp;
     Slots<Traits::kD> first;
     Slots<Traits::kDv> second;
     constexpr bool kIsSplit = first.kCount > 1, kIsSplitV = second.kCount > 1;
-    const Turns turns{group};
-    turns.wait();
+    const PingPong pingpong{group};
+    pingpong.wait();
     start_part<0>(scores, first);
     if constexpr (kIsSplit) start_part<1>(scores, first);
     start_part<0>(dp, second);
-    const Pair lse = numbers_of(first.of[0]), delta = numbers_of(second.of[0]);
+    const RowStats lse = row_stats_of(first.of[0]), delta = row_stats_of(second.of[0]);
     wgmma_wait<1>();
-    pin(scores);
-    give_back(first);
+    wgmma_fence_operand(scores);
+    release(first);
     finish_scores(scores, lse);
-    pin(scores);
-    turns.pass();
-    if (has_edge) forbid(scores, words, work);
+    wgmma_fence_operand(scores);
+    pingpong.pass();
+    if (needs_mask) apply_mask(scores, words, work);
 #pragma unroll
     for (int i = 0; i < kScores; ++i) scores[i] = exp2_approx(scores[i]);
     if constexpr (kIsSplitV) start_part<1>(dp, second);
     wgmma_wait<0>();
-    pin(dp);
-    give_back(second);
+    wgmma_fence_operand(dp);
+    release(second);
 #pragma unroll
     for (int i = 0; i < kScores; ++i) sums[i] = fmaf(scores[i], dp[i] - delta.of_row[i / 2 % 2], sums[i]);
   }
 
-  // The thread's rows of dbias, (B, H, Lq, Lk), of whole 16 bytes.
-  __device__ __forceinline__ void store(const DbiasWork& work) {
+  // Stores the thread's rows of dbias, (B, H, Lq, Lk), 16 bytes at a time.
+  __device__ __forceinline__ void epilogue(const DbiasWorkTile& work) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int query = work.block_q * kTile + row_of_tile() + 8 * r;
       Element* row = static_cast<Element*>(p.dbias) + (work.owner * p.seqlen_q + query) * p.seqlen_k;
 #pragma unroll
       for (int c = 0; c < kScores / 16; ++c) {
-        uint32_t parts[4];
+        uint32_t words[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int at = 4 * (4 * c + i) + 2 * r;
-          parts[i] = pack(sums[at], sums[at + 1], Element{});
+          words[i] = pack(sums[at], sums[at + 1], Element{});
         }
-        transpose_words(parts[0], parts[1], parts[2], parts[3], lane);
+        quad_transpose(words[0], words[1], words[2], words[3], lane);
         const int key = work.block_k * kTile + 8 * (4 * c + lane % 4);
         if (query < p.seqlen_q && key < p.seqlen_k) {
-          *reinterpret_cast<uint4*>(row + key) = make_uint4(parts[0], parts[1], parts[2], parts[3]);
+          *reinterpret_cast<uint4*>(row + key) = make_uint4(words[0], words[1], words[2], words[3]);
         }
       }
     }
@@ -202,34 +202,34 @@ struct SharedDbiasConsumer {
 template <class Traits>
 __device__ __forceinline__ void sum_heads(const SharedDbiasParams& p, SharedDbiasStorage<Traits>& shared, int group) {
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x % 128 / 32, 0), lane = threadIdx.x % 32;
-  Ring<Traits::kSlots> ring;
-  Ring<Traits::kBiasStages> ring_bias;
-  Ring<2> ring_work;
+  PipelineState<Traits::kSlots> pipe;
+  PipelineState<Traits::kBiasStages> pipe_bias;
+  PipelineState<2> pipe_work;
   float sums[kTile / 2];
-  const Turns turns{group};
-  turns.start();
+  const PingPong pingpong{group};
+  pingpong.start();
   for (;;) {
-    const DbiasItem& item = take_work(shared, ring_work);
-    if (!item.exists) break;
+    const DbiasWorkItem& item = get_work_tile(shared, pipe_work);
+    if (!item.is_valid) break;
     if (item.is_first) {
 #pragma unroll
       for (int i = 0; i < kTile / 2; ++i) sums[i] = 0.0f;
     }
-    if (item.takes_bias) barrier_wait(&shared.bias_full[ring_bias.stage], ring_bias.phase);
-    SharedDbiasConsumer<Traits> consumer{p, shared, group, warp, lane, sums, ring, ring_bias.stage};
+    if (item.takes_bias) barrier_wait(&shared.bias_full[pipe_bias.stage], pipe_bias.phase);
+    SharedDbiasConsumer<Traits> consumer{p, shared, group, warp, lane, sums, pipe, pipe_bias.stage};
 #pragma unroll 1
     for (uint32_t left = item.visited; left != 0; left &= left - 1) {
-      const int place = __ffs(left) - 1;
-      consumer.add_head(item.work, summed_head(p, item.work, item.first_place + place), item.edges >> place & 1u);
+      const int i = __ffs(left) - 1;
+      consumer.add_head(item.work, summed_head(p, item.work, item.first_index + i), item.partial >> i & 1u);
     }
     if (item.frees_bias) {
-      barrier_arrive_of_warp(&shared.bias_empty[ring_bias.stage]);
-      ring_bias.advance();
+      barrier_arrive_of_warp(&shared.bias_empty[pipe_bias.stage]);
+      pipe_bias.advance();
     }
-    if (item.is_last) consumer.store(item.work);
-    give_back_work(shared, ring_work);
+    if (item.is_last) consumer.epilogue(item.work);
+    release_work_tile(shared, pipe_work);
   }
-  turns.end();
+  pingpong.end();
 }
 
 }  // namespace flash_dmattn

@@ -1,5 +1,5 @@
-// The kernels of a shared bias' gradient of one dtype and one pair of head dims. The build compiles this file once for
-// each of them, and says which by FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM and FLASH_DMATTN_HEAD_DIM_V.
+// The shared_dbias kernels of one dtype and one pair of head dims, a kernel instance. The build compiles this file once
+// for each, chosen by FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM and FLASH_DMATTN_HEAD_DIM_V.
 #include "../../dispatch.h"
 #include "shared_dbias.h"
 

@@ -1,4 +1,4 @@
-// The launch of the kernel of a shared bias' gradient, for those who do not compile it.
+// The shared_dbias kernel's interface for code that does not compile it.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -9,8 +9,8 @@
 
 namespace flash_dmattn {
 
-// Defined for the dtypes and head dims of the backward kernels. Returns the error of the launch, which is on the
-// current device; lse and delta have been written by launch_backward_rows.
+// Defined for the dtypes and head dims of the backward kernels. Launches on the current device and returns the launch's
+// error; launch_backward_rows must have written lse and delta before.
 template <class T, int kHeadDim, int kHeadDimV>
 cudaError_t launch_shared_dbias(const SharedDbiasParams& params, bool has_mask, int blocks, cudaStream_t stream);
 

@@ -1,11 +1,11 @@
-// The producer: one warp hands out work and has tensors copied.
+// The producer: one warp schedules tiles and loads operands by TMA.
 #pragma once
 
 #include "storage.h"
 
 namespace flash_dmattn {
 
-// Of one head, what there is to copy.
+// Where one head's operands lie.
 struct Sources {
   int batch, head, head_k;
 };
@@ -16,32 +16,33 @@ __device__ __forceinline__ Sources of_lane(const Sources& sources, int lane) {
           __shfl_sync(kAll, sources.head_k, lane)};
 }
 
-// The operands of one product, a slot for every kSlotPanels panels of them, each with a number of each row; the first
-// lane of the warp waits and has them copied.
+// Loads the operands of one product, by the warp's first lane: a slot for every kSlotPanels panels, each with row_stats
+// of its rows.
 template <int kPanels, class Traits, int kFirst = 0>
 __device__ __forceinline__ void fill_slots(const SharedDbiasParams& p, SharedDbiasStorage<Traits>& shared,
-                                           Ring<Traits::kSlots>& ring, const CUtensorMap* rows, const CUtensorMap* keys,
-                                           const float* numbers, const DbiasWork& work, const Sources& sources) {
+                                           PipelineState<Traits::kSlots>& pipe, const CUtensorMap* rows,
+                                           const CUtensorMap* keys, const float* row_stats, const DbiasWorkTile& work,
+                                           const Sources& sources) {
   constexpr int kCopied = kPanels - kFirst < Traits::kSlotPanels ? kPanels - kFirst : Traits::kSlotPanels;
   if (threadIdx.x == 0) {
-    uint64_t* full = &shared.slot_full[ring.stage];
-    barrier_wait(&shared.slot_empty[ring.stage], ring.phase ^ 1);
+    uint64_t* full = &shared.slot_full[pipe.stage];
+    barrier_wait(&shared.slot_empty[pipe.stage], pipe.phase ^ 1);
     const int64_t head = static_cast<int64_t>(sources.batch) * p.num_heads + sources.head;
-    copy_panels<kCopied, kTile>(shared.rows[ring.stage], rows, full, kFirst * kPanelColumns, work.block_q * kTile,
-                                sources.head, sources.batch);
-    copy_panels<kCopied, kTile>(shared.keys[ring.stage], keys, full, kFirst * kPanelColumns, work.block_k * kTile,
-                                sources.head_k, sources.batch);
-    copy_floats(shared.numbers[ring.stage], numbers + (head * p.tiles_q + work.block_q) * kTile, kTile, full);
+    tma_load_panels<kCopied, kTile>(shared.rows[pipe.stage], rows, full, kFirst * kPanelColumns, work.block_q * kTile,
+                                    sources.head, sources.batch);
+    tma_load_panels<kCopied, kTile>(shared.keys[pipe.stage], keys, full, kFirst * kPanelColumns, work.block_k * kTile,
+                                    sources.head_k, sources.batch);
+    bulk_load_floats(shared.row_stats[pipe.stage], row_stats + (head * p.tiles_q + work.block_q) * kTile, kTile, full);
   }
-  ring.advance();
+  pipe.advance();
   if constexpr (kFirst + kCopied < kPanels) {
-    fill_slots<kPanels, Traits, kFirst + kCopied>(p, shared, ring, rows, keys, numbers, work, sources);
+    fill_slots<kPanels, Traits, kFirst + kCopied>(p, shared, pipe, rows, keys, row_stats, work, sources);
   }
 }
 
-// By the first warp: each lane looks up the tile for one of 32 heads, and the first one has operands copied.
+// By the first warp: each lane looks up the tile for one of 32 heads; the first lane loads.
 template <class Traits>
-__device__ __forceinline__ void copy_heads(const SharedDbiasParams& p, SharedDbiasStorage<Traits>& shared) {
+__device__ __forceinline__ void load_heads(const SharedDbiasParams& p, SharedDbiasStorage<Traits>& shared) {
   constexpr unsigned kAll = 0xffffffffu;
   const int lane = threadIdx.x;
   if (lane == 0) {
@@ -51,57 +52,57 @@ __device__ __forceinline__ void copy_heads(const SharedDbiasParams& p, SharedDbi
     prefetch_tensor_map(&p.dout);
     prefetch_tensor_map(&p.bias);
   }
-  Ring<Traits::kSlots> ring;
-  Ring<Traits::kBiasStages> ring_bias;
-  Ring<2> ring_work;
+  PipelineState<Traits::kSlots> pipe;
+  PipelineState<Traits::kBiasStages> pipe_bias;
+  PipelineState<2> pipe_work;
   for (int index = blockIdx.x;;) {
-    DbiasItem item;
-    item.exists = index < p.total;
-    item.work = dbias_work_at(p, item.exists ? index : 0);
-    const int places = item.exists ? p.heads_summed : 1;
+    DbiasWorkItem item;
+    item.is_valid = index < p.num_work_tiles;
+    item.work = decode_dbias_work_tile(p, item.is_valid ? index : 0);
+    const int heads = item.is_valid ? p.heads_summed : 1;
     bool has_bias = false;
 #pragma unroll 1
-    for (int first = 0; first < places; first += kHeadsOfItem) {
-      const Head own = summed_head(p, item.work, min(first + lane, places - 1));
-      const Sources sources{own.batch, own.head, own.head / p.queries_per_group};
+    for (int first = 0; first < heads; first += kHeadsOfItem) {
+      const Head own = summed_head(p, item.work, min(first + lane, heads - 1));
+      const Sources sources{own.batch, own.head, own.head / p.heads_per_group};
       TileClass found = TileClass::kEmpty;
-      if (item.exists && first + lane < places) {
+      if (item.is_valid && first + lane < heads) {
         found = class_of<Traits>(p, item.work.block_q, item.work.block_k, own);
       }
       item.visited = __ballot_sync(kAll, found != TileClass::kEmpty);
-      item.edges = __ballot_sync(kAll, found == TileClass::kPartial);
-      item.first_place = first;
+      item.partial = __ballot_sync(kAll, found == TileClass::kPartial);
+      item.first_index = first;
       item.is_first = first == 0;
-      item.is_last = first + kHeadsOfItem >= places;
+      item.is_last = first + kHeadsOfItem >= heads;
       item.takes_bias = !has_bias && item.visited != 0;
       has_bias |= item.takes_bias;
       item.frees_bias = has_bias && item.is_last;
       if (lane == 0) {
-        barrier_wait(&shared.work_empty[ring_work.stage], ring_work.phase ^ 1);
-        shared.work[ring_work.stage] = item;
-        barrier_arrive(&shared.work_full[ring_work.stage]);
+        barrier_wait(&shared.work_empty[pipe_work.stage], pipe_work.phase ^ 1);
+        shared.work[pipe_work.stage] = item;
+        barrier_arrive(&shared.work_full[pipe_work.stage]);
       }
-      ring_work.advance();
+      pipe_work.advance();
       if (item.takes_bias) {
         if (lane == 0) {
-          barrier_wait(&shared.bias_empty[ring_bias.stage], ring_bias.phase ^ 1);
-          copy_panels<Traits::kBiasPanels, kTile>(
-              shared.bias[ring_bias.stage], &p.bias, &shared.bias_full[ring_bias.stage], item.work.block_k * kTile,
+          barrier_wait(&shared.bias_empty[pipe_bias.stage], pipe_bias.phase ^ 1);
+          tma_load_panels<Traits::kBiasPanels, kTile>(
+              shared.bias[pipe_bias.stage], &p.bias, &shared.bias_full[pipe_bias.stage], item.work.block_k * kTile,
               item.work.block_q * kTile, item.work.first_head / p.heads_per_bias,
               p.bias_has_batch ? item.work.batch : 0);
         }
-        ring_bias.advance();
+        pipe_bias.advance();
       }
 #pragma unroll 1
       for (uint32_t left = item.visited; left != 0; left &= left - 1) {
-        const Sources next = of_lane(sources, __ffs(left) - 1);
-        fill_slots<Traits::kPanels, Traits>(p, shared, ring, &p.q, &p.k, p.lse, item.work, next);
-        fill_slots<Traits::kPanelsV, Traits>(p, shared, ring, &p.dout, &p.v, p.delta, item.work, next);
+        const Sources head = of_lane(sources, __ffs(left) - 1);
+        fill_slots<Traits::kPanels, Traits>(p, shared, pipe, &p.q, &p.k, p.lse, item.work, head);
+        fill_slots<Traits::kPanelsV, Traits>(p, shared, pipe, &p.dout, &p.v, p.delta, item.work, head);
       }
     }
-    if (!item.exists) return;
+    if (!item.is_valid) return;
     int handed_out = 0;
-    if (lane == 0 && p.next != nullptr) handed_out = atomicAdd(p.next, 1);
+    if (lane == 0 && p.tile_counter != nullptr) handed_out = atomicAdd(p.tile_counter, 1);
     index = gridDim.x + __shfl_sync(kAll, handed_out, 0);
   }
 }

@@ -1,12 +1,12 @@
-// The gradient of a bias per query and key that several heads of attention share, persistent: a producer warpgroup and
-// two consumers share tiles of dbias until there is none.
+// dbias of a bias per query and key that several attention heads share: persistent and warp-specialised, a producer
+// warp and two consumer warpgroups, one tile of dbias at a time.
 //
 //     p = exp2(scale log2(e) q k^T + bias log2(e) - lse),  dp = dout v^T,  dbias = the sum over heads of p (dp - delta)
 //
-// where scale q k^T becomes softcap tanh(scale q k^T / softcap) with a softcap, whose slope dbias does not have.
+// With a softcap softcap tanh(scale q k^T / softcap) replaces scale q k^T; dbias does not include the slope of tanh.
 //
-// A tile stays in registers, in fp32, while the heads that share it come one after the other: dbias is written once,
-// always the same, and nothing is added in device memory. What that costs are two products for each head, again.
+// A tile stays in registers, in fp32, while the heads that share it are visited. So dbias is written once, is always
+// the same, and needs no atomics. The price: two products for each head are computed a second time.
 #pragma once
 
 #include "../persistent.h"
@@ -22,10 +22,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     shared_dbias_kernel(const __grid_constant__ SharedDbiasParams p) {
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& shared = *reinterpret_cast<SharedDbiasStorage<Traits>*>(memory);
-  constexpr int kArrivals = 4 * Traits::kConsumers * kArrivalsOfWarp;  // of all warps that consume
+  constexpr int kArrivals = 4 * Traits::kConsumers * kArrivalsOfWarp;  // all consumer warps
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < Traits::kSlots; ++slot) {
-      barrier_init(&shared.slot_full[slot], 3);  // rows, keys and a number of each row
+      barrier_init(&shared.slot_full[slot], 3);  // two operands and row_stats
       barrier_init(&shared.slot_empty[slot], kArrivals);
     }
     for (int stage = 0; stage < Traits::kBiasStages; ++stage) {
@@ -36,17 +36,17 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       barrier_init(&shared.work_full[stage], 1);
       barrier_init(&shared.work_empty[stage], kArrivals);
     }
-    barrier_init_fence();
+    fence_barrier_init();
   }
-  wait_for_kernel_before();
+  griddep_wait();
   __syncthreads();
 
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // the same for all, and known to be
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, and the compiler can tell
   if (warpgroup == 0) {
-    registers_release<Traits::kProducerRegisters>();
-    if (threadIdx.x < 32) copy_heads<Traits>(p, shared);
+    setmaxnreg_dec<Traits::kProducerRegisters>();
+    if (threadIdx.x < 32) load_heads<Traits>(p, shared);
   } else {
-    registers_acquire<Traits::kConsumerRegisters>();
+    setmaxnreg_inc<Traits::kConsumerRegisters>();
     sum_heads<Traits>(p, shared, warpgroup - 1);
   }
 }

@@ -1,5 +1,5 @@
-// The backward kernels of one dtype and one pair of head dims, one of them above 128. The build compiles this file once
-// for each of them, and says which by FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM and FLASH_DMATTN_HEAD_DIM_V.
+// The backward kernels of one dtype and one pair of head dims of which one is above 128, a kernel instance. The build
+// compiles this file once for each, chosen by FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM and FLASH_DMATTN_HEAD_DIM_V.
 #include "../backward/dispatch.h"
 #include "wide_backward.h"
 
@@ -7,7 +7,7 @@ namespace flash_dmattn {
 
 template <>
 cudaError_t launch_backward_main<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V>(
-    const BackwardParams& params, BackwardBias bias, bool has_mask, int /*keys*/, int blocks, cudaStream_t stream) {
+    const BackwardParams& params, BackwardBias bias, bool has_mask, int /*block_n*/, int blocks, cudaStream_t stream) {
   return with_bool(params.softcap > 0, [&](auto has_softcap) {
     return with_backward_form(bias, has_mask, [&](auto form, auto has_mask_) {
       constexpr bool kHasSoftcap = decltype(has_softcap)::value;

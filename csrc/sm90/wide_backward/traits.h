@@ -1,4 +1,5 @@
-// The shapes of the backward kernel for head dims above 128: every tile choice, with its reason.
+// Compile-time choices of the backward kernel for head dims above 128, with their reasons. Measurements:
+// docs/notes/cuda.md, "Head dims above 128".
 #pragma once
 
 #include "../../device/wgmma.h"
@@ -14,41 +15,41 @@ struct WideBackwardTraits {
   static constexpr bool kHasMask = kMaskTiles;
   static constexpr bool kHasBiasTiles = kBias == BackwardBias::kTile || kBias == BackwardBias::kTileStore;
   static constexpr bool kStoresDbias = kBias == BackwardBias::kTileStore, kSumsDbias = false;
-  // With a softcap dbias is not ds as dq takes it. Beside p, in the place of the bias, there is no room for both: the
-  // kernel of a shared bias' gradient stores it.
+  // With a softcap dbias differs from ds as dq needs it, and there is no room for both beside p, which overwrites the
+  // bias: the shared_dbias kernel stores dbias.
   static constexpr bool kHasSoftcap = kSoftcap, kReplacesBias = false;
 
-  // One consumer holds dv of the block's keys and the other dk: 128 registers a thread for 64 keys at D256, beside 64
-  // of scores and dp, or of dq. Of 96 keys they were 192.
+  // One consumer holds dv of the block's keys, the other dk: at D256 128 registers per thread for 64 keys, beside 64 of
+  // scores and dp or of dq. 96 keys would take 192.
   static constexpr int kConsumers = 2;
-  static constexpr int kKeys = backward_keys(kD, kDv), kKeyTiles = 1, kRows = backward_rows(kD, kDv, kKeys);
+  static constexpr int kBlockN = backward_block_n(kD, kDv), kKeyTiles = 1, kBlockM = backward_block_m(kD, kDv, kBlockN);
 
   static constexpr int kPanels = (kD + kPanelColumns - 1) / kPanelColumns;
   static constexpr int kPanelsV = (kDv + kPanelColumns - 1) / kPanelColumns;
-  static constexpr int kKeyBytes = kKeys * kPanels * kRowBytes;
-  static constexpr int kValueBytes = kKeys * kPanelsV * kRowBytes;
-  static constexpr int kQueryBytes = kRows * kPanels * kRowBytes;
-  static constexpr int kDoutBytes = kRows * kPanelsV * kRowBytes;
-  static constexpr int kScoreBytes = kRows * kKeys * 2;
-  static constexpr int kKeySums = kBias == BackwardBias::kVector ? kKeys : 1;
+  static constexpr int kKeyBytes = kBlockN * kPanels * kRowBytes;
+  static constexpr int kValueBytes = kBlockN * kPanelsV * kRowBytes;
+  static constexpr int kQueryBytes = kBlockM * kPanels * kRowBytes;
+  static constexpr int kDoutBytes = kBlockM * kPanelsV * kRowBytes;
+  static constexpr int kScoreBytes = kBlockM * kBlockN * 2;
+  static constexpr int kKeySums = kBias == BackwardBias::kVector ? kBlockN : 1;
 
-  static constexpr int kKeyStages = 1;  // k and v of a work
-  // Blocks of q and dout that are there or on their way: of 227 KB two of 64 KB fit at D256, and three at D192.
+  static constexpr int kKeyStages = 1;  // of k and v
+  // Query blocks of q and dout: of 227 KB two of 64 KB fit at D256, three at D192.
   static constexpr int kStages = kPanels + kPanelsV > 6 ? 2 : 3;
-  // Blocks whose p and ds are there: one of each consumer.
+  // Blocks of p and ds: one of each consumer.
   static constexpr int kScoreStages = kConsumers, kDsStages = kScoreStages, kBiasStages = kScoreStages;
 
-  // dq of a block, 64 queries and all columns, is multiplied by both. At D192 the one that holds dv, which has fewer
-  // columns at Dv 128 and as many at Dv 192, takes two panels of three.
+  // Panels of dq that each consumer multiplies. At D192 the one with dv, which has fewer columns or as many, takes two
+  // of three.
   static constexpr int dq_panels(int group) { return group == 0 ? 2 : kPanels - 2; }
 
   static constexpr int kThreads = 128 * (1 + kConsumers);
-  // Of 504 registers a thread of each warpgroup can be given together, in steps of 8.
+  // Three warpgroups share 504 registers per thread, in steps of 8.
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
   static constexpr int kRegisters = kProducerRegisters + kConsumers * kConsumerRegisters;  // of all warpgroups
 
   static_assert(!(kHasSoftcap && kStoresDbias), "ds has the slope of tanh, and dbias has not");
-  static_assert(kKeys == 64 && kRows == 64, "a matrix instruction has 64 rows, of scores keys, and of dq queries");
+  static_assert(kBlockN == 64 && kBlockM == 64, "a matrix instruction has 64 rows, of scores keys, and of dq queries");
   static_assert(kPanels == 3 || kPanels == 4, "each consumer multiplies one or two panels of dq");
 };
 

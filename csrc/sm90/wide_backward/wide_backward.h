@@ -1,10 +1,6 @@
-// The backward kernel for head dims above 128, persistent: a producer warpgroup and two consumers share blocks of 64
-// keys until there is none. What it computes stands in ../backward/backward.h.
-//
-// What bounds it at D256, of a block of 64 keys and 64 queries, 10.5 MFLOP and 2560 clocks of the tensor cores:
-// operands of its products are 2048 clocks of shared memory, copies into it 512, p and ds 128, additions to dq up to
-// 512 more, if they pass there; through L2 come 64 KB of q and dout, and 64 KB of additions to dq, 80 FLOP a byte,
-// half of what the kernel of 128 keys has at D128.
+// The backward kernel for head dims above 128: persistent and warp-specialised, a producer warpgroup and two consumer
+// warpgroups, with work tiles of 64 keys. The formulas are those of ../backward/backward.h; what bounds it is in
+// docs/notes/cuda.md, "Head dims above 128".
 #pragma once
 
 #include "../backward/producer.h"
@@ -15,12 +11,11 @@
 namespace flash_dmattn {
 
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kThreads, 1)
-    wide_backward_kernel(const __grid_constant__ BackwardParams p) {
+__global__ void __launch_bounds__(Traits::kThreads, 1) wide_backward_kernel(const __grid_constant__ BackwardParams p) {
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& shared = *reinterpret_cast<WideBackwardStorage<Traits>*>(memory);
-  constexpr int kOfOne = 4 * kArrivalsOfWarp, kOfBoth = 2 * kOfOne;  // arrivals of all warps of a consumer
-  const bool takes_turns = p.dq_turns != nullptr;
+  constexpr int kOfOne = 4 * kArrivalsOfWarp, kOfBoth = 2 * kOfOne;  // arrivals of one consumer's warps, of both
+  const bool is_ordered = p.dq_semaphore != nullptr;
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Traits::kKeyStages; ++stage) {
       barrier_init(&shared.keys_full[stage], 2);  // k and v
@@ -36,34 +31,34 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       barrier_init(&shared.ds_full[stage], kOfOne);
       barrier_init(&shared.ds_empty[stage], kOfBoth + kArrivalsOfWarp * Traits::kStoresDbias);
       barrier_init(&shared.bias_full[stage], 1);
-      barrier_init(&shared.bias_empty[stage], kOfOne);  // of the one that multiplies p, which lies there
+      barrier_init(&shared.bias_empty[stage], kOfOne);  // of the consumer that multiplies p, which overwrites the bias
     }
     for (int stage = 0; stage < 2; ++stage) {
       barrier_init(&shared.work_full[stage], 1);
       barrier_init(&shared.work_empty[stage],
-                   kOfBoth + kArrivalsOfWarp * (Traits::kHasBiasTiles + Traits::kStoresDbias + takes_turns));
+                   kOfBoth + kArrivalsOfWarp * (Traits::kHasBiasTiles + Traits::kStoresDbias + is_ordered));
     }
-    barrier_init_fence();
+    fence_barrier_init();
   }
-  wait_for_kernel_before();
-  if (p.dq_sums != nullptr) let_next_kernel_start();  // the kernel of the sums
+  griddep_wait();
+  if (p.dq_sums != nullptr) griddep_launch_dependents();  // the kernel of the sums
   __syncthreads();
 
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // the same for all, and known to be
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, and the compiler can tell
   if (warpgroup == 0) {
-    registers_release<Traits::kProducerRegisters>();
+    setmaxnreg_dec<Traits::kProducerRegisters>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (warp == 0) {
-      if (threadIdx.x == 0) copy_operands<Traits>(p, shared);
+      if (threadIdx.x == 0) load_operands<Traits>(p, shared);
     } else if (Traits::kHasBiasTiles && warp == 1) {
-      copy_bias<Traits>(p, shared);
+      load_bias<Traits>(p, shared);
     } else if (Traits::kStoresDbias && warp == 2) {
       store_dbias<Traits>(p, shared);
-    } else if (warp == 3 && takes_turns) {
+    } else if (warp == 3 && is_ordered) {
       order_sums<Traits>(p, shared);
     }
   } else {
-    registers_acquire<Traits::kConsumerRegisters>();
+    setmaxnreg_inc<Traits::kConsumerRegisters>();
     if (warpgroup == 1) {
       consume_wide_backward<0>(p, shared);
     } else {

@@ -31,7 +31,7 @@ NAME = "cuda"
 FEATURES = frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"})
 MASK_FORM = "prepared"
 # How many blocks share the keys of a piece of work that would leave others without one: 0 has the operator estimate it
-# (csrc/api/key_parts.h); 1 is none. Another number is for `python -m benchmarks.key_parts` and for tests.
+# (csrc/api/num_splits.h); 1 is none. Another number is for `python -m benchmarks.key_parts` and for tests.
 KEY_PARTS = 0
 
 _found: Availability | None = None

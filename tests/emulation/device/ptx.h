@@ -1,4 +1,4 @@
-// csrc/device/ptx.h for the emulated GPU: the same functions, with what their instructions do.
+// csrc/device/ptx.h for the emulated GPU: the same functions, emulating what their instructions do.
 #pragma once
 
 #include <cmath>
@@ -24,7 +24,7 @@ inline void barrier_init(uint64_t* barrier, int arrivals) {
   it.phase = 0;
   it.bytes = 0;
 }
-inline void barrier_init_fence() {}
+inline void fence_barrier_init() {}
 
 inline void barrier_arrive(uint64_t* barrier) { barrier_of(barrier).arrive(); }
 
@@ -34,9 +34,9 @@ inline void barrier_arrive_of_warp(uint64_t* barrier) {
   if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
 }
 
-inline void barrier_expect(uint64_t* barrier, int bytes) { barrier_of(barrier).bytes += bytes; }
+inline void barrier_expect_tx(uint64_t* barrier, int bytes) { barrier_of(barrier).bytes += bytes; }
 
-inline void barrier_arrive_expect(uint64_t* barrier, int bytes) {
+inline void barrier_arrive_expect_tx(uint64_t* barrier, int bytes) {
   barrier_of(barrier).bytes += bytes;
   barrier_of(barrier).arrive();
 }
@@ -51,12 +51,12 @@ inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
 inline void named_barrier_sync(int id, int threads) { emulation::named_barrier_sync(id, threads); }
 inline void named_barrier_arrive(int id, int threads) { emulation::named_barrier_arrive(id, threads); }
 
-// --- kernels of a stream ------------------------------------------------------------------------------------------
+// --- programmatic dependent launch --------------------------------------------------------------------------------
 
-inline void wait_for_kernel_before() { emulation::current->waited_for_kernel_before = true; }
-inline void let_next_kernel_start() {}
+inline void griddep_wait() { emulation::current->waited_griddep = true; }
+inline void griddep_launch_dependents() {}
 
-// --- bulk tensor copies -----------------------------------------------------------------------------------------
+// --- TMA --------------------------------------------------------------------------------------------------------
 
 inline void prefetch_tensor_map(const CUtensorMap*) {}
 
@@ -76,28 +76,29 @@ void copy_with(uint64_t* barrier, int bytes, F copy) {
   }
 }
 
-inline void copy_tensor(void* to, const CUtensorMap* map, uint64_t* barrier, int c0, int c1, int c2, int c3) {
+inline void tma_load_4d(void* to, const CUtensorMap* map, uint64_t* barrier, int c0, int c1, int c2, int c3) {
   const auto of = *reinterpret_cast<const emulation::TensorMap*>(map);
   const uint32_t address = shared_address(to);
   copy_with(barrier, static_cast<int>(of.box[0] * of.box[1] * 2),
             [=](emulation::Block& block) { emulation::load_box(of, {c0, c1, c2, c3}, block, address); });
 }
 
-inline void copy_tensor_once(void* to, const CUtensorMap* map, uint64_t* barrier, int c0, int c1, int c2, int c3) {
-  copy_tensor(to, map, barrier, c0, c1, c2, c3);
+inline void tma_load_4d_evict_first(void* to, const CUtensorMap* map, uint64_t* barrier, int c0, int c1, int c2,
+                                    int c3) {
+  tma_load_4d(to, map, barrier, c0, c1, c2, c3);
 }
 
-inline void copy_bytes(void* to, const void* from, int bytes, uint64_t* barrier) {
+inline void bulk_load(void* to, const void* from, int bytes, uint64_t* barrier) {
   const uint32_t address = shared_address(to);
   if (address % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0 || bytes % 16 != 0) {
-    emulation::fail("copy_bytes is not on 16 bytes");
+    emulation::fail("bulk_load is not on 16 bytes");
   }
   copy_with(barrier, bytes, [=](emulation::Block& block) {
     std::memcpy(block.at(address, static_cast<size_t>(bytes)), from, static_cast<size_t>(bytes));
   });
 }
 
-inline void store_tensor(const CUtensorMap* map, const void* from, int c0, int c1, int c2, int c3) {
+inline void tma_store_4d(const CUtensorMap* map, const void* from, int c0, int c1, int c2, int c3) {
   const auto of = *reinterpret_cast<const emulation::TensorMap*>(map);
   const uint32_t address = shared_address(from);
   emulation::Block* const block = emulation::current->block;
@@ -109,7 +110,7 @@ inline void store_tensor(const CUtensorMap* map, const void* from, int c0, int c
   }
 }
 
-inline void wait_for_stores_to_read() {
+inline void tma_store_commit_and_wait_read() {
   for (const auto& store : emulation::current->stores) store();
   emulation::current->stores.clear();
 }
@@ -120,7 +121,7 @@ inline void wait_for_stores_to_read() {
 constexpr int kRankShift = 24;
 
 inline int cluster_rank() { return emulation::current->block->rank; }
-inline uint32_t address_in_block(uint32_t address, int rank) {
+inline uint32_t map_shared_rank(uint32_t address, int rank) {
   return static_cast<uint32_t>(rank + 1) << kRankShift | address;
 }
 inline emulation::Block& block_of(uint32_t address) {
@@ -137,7 +138,7 @@ inline void barrier_arrive_in_cluster(uint32_t barrier) { block_of(barrier).barr
 inline void barrier_arrive_of_warp_in_blocks(uint64_t* barrier, int blocks) {
   __syncwarp();
   const int lane = static_cast<int>(threadIdx.x % 32);
-  if (lane < blocks) barrier_arrive_in_cluster(address_in_block(shared_address(barrier), lane));
+  if (lane < blocks) barrier_arrive_in_cluster(map_shared_rank(shared_address(barrier), lane));
 }
 
 // Writes to a block of the cluster, now or while others run, what `read` says then of the block that sends it.
@@ -158,22 +159,22 @@ void write_in_cluster(uint32_t to, size_t bytes, uint32_t barrier, F read) {
   }
 }
 
-inline void copy_in_cluster(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+inline void dsmem_bulk_copy(uint32_t to, const void* from, int bytes, uint32_t barrier) {
   const uint32_t address = shared_address(from);
   const size_t count = static_cast<size_t>(bytes);
-  if (&block_of(to) == emulation::current->block) emulation::fail("copy_in_cluster is to the block itself");
-  if (to % 16 != 0 || address % 16 != 0 || bytes % 16 != 0) emulation::fail("copy_in_cluster is not on 16 bytes");
+  if (&block_of(to) == emulation::current->block) emulation::fail("dsmem_bulk_copy is to the block itself");
+  if (to % 16 != 0 || address % 16 != 0 || bytes % 16 != 0) emulation::fail("dsmem_bulk_copy is not on 16 bytes");
   write_in_cluster(to, count, barrier, [=](emulation::Block& block) { return block.at(address, count); });
 }
 
-inline void store_in_cluster(uint32_t to, int value, uint32_t barrier) {
-  if (to % 4 != 0) emulation::fail("store_in_cluster is not on 4 bytes");
+inline void dsmem_store_async(uint32_t to, int value, uint32_t barrier) {
+  if (to % 4 != 0) emulation::fail("dsmem_store_async is not on 4 bytes");
   write_in_cluster(to, sizeof(value), barrier, [value](emulation::Block&) { return &value; });
 }
 
 // --- fences -----------------------------------------------------------------------------------------------------
 
-inline void shared_memory_fence() {}
+inline void fence_proxy_async_shared() {}
 
 // --- matrix instructions ----------------------------------------------------------------------------------------
 
@@ -184,22 +185,24 @@ void wgmma_wait() {
   emulation::wait_for_products(kGroups);
 }
 template <int kCount>
-void pin(float (&)[kCount]) {}
+void wgmma_fence_operand(float (&x)[kCount]) {
+  emulation::fence_operand(x);
+}
 
 // --- device memory ----------------------------------------------------------------------------------------------
 
-inline int load_acquired(const int* from) {
+inline int ld_acquire(const int* from) {
   emulation::spin();
   return *from;
 }
-inline void add_released(int* to, int value) { *to += value; }
-inline int add_and_return(int* to, int value) {
+inline void red_release(int* to, int value) { *to += value; }
+inline int atom_add_acq_rel(int* to, int value) {
   const int before = *to;
   *to = before + value;
   return before;
 }
-inline void add_four(float* to, float a, float b, float c, float d) {
-  if (reinterpret_cast<uintptr_t>(to) % 16 != 0) emulation::fail("add_four is not on 16 bytes");
+inline void red_add_v4(float* to, float a, float b, float c, float d) {
+  if (reinterpret_cast<uintptr_t>(to) % 16 != 0) emulation::fail("red_add_v4 is not on 16 bytes");
   to[0] += a;
   to[1] += b;
   to[2] += c;
@@ -209,9 +212,9 @@ inline void add_four(float* to, float a, float b, float c, float d) {
 // --- registers --------------------------------------------------------------------------------------------------
 
 template <int kRegisters>
-void registers_release() {}
+void setmaxnreg_dec() {}
 template <int kRegisters>
-void registers_acquire() {}
+void setmaxnreg_inc() {}
 
 inline uint16_t load_16_bits(uint32_t address) {
   uint16_t bits;
@@ -221,32 +224,33 @@ inline uint16_t load_16_bits(uint32_t address) {
 
 // Calls f with each of four matrices' number and the addresses of the lane's two elements there.
 template <class F>
-void for_each_matrix(const char* name, uint32_t address, bool is_turned, F f) {
+void for_each_matrix(const char* name, uint32_t address, bool is_transposed, F f) {
   if (address % 16 != 0) emulation::fail("a row of a matrix is not on 16 bytes");
   const auto rows = emulation::exchange(name, address);
   const uint32_t lane = threadIdx.x % 32;
   for (uint32_t i = 0; i < 4; ++i) {
     uint32_t places[2];
     for (uint32_t e = 0; e < 2; ++e) {
-      const uint32_t row = is_turned ? lane % 4 * 2 + e : lane / 4, column = is_turned ? lane / 4 : lane % 4 * 2 + e;
+      const uint32_t row = is_transposed ? lane % 4 * 2 + e : lane / 4,
+                     column = is_transposed ? lane / 4 : lane % 4 * 2 + e;
       places[e] = static_cast<uint32_t>(rows[8 * i + row]) + column * 2;
     }
     f(i, places);
   }
 }
 
-inline void load_matrices(uint32_t (&out)[4], uint32_t address) {
-  for_each_matrix("load_matrices", address, false, [&](uint32_t i, const uint32_t (&places)[2]) {
+inline void ldmatrix_x4(uint32_t (&out)[4], uint32_t address) {
+  for_each_matrix("ldmatrix_x4", address, false, [&](uint32_t i, const uint32_t (&places)[2]) {
     out[i] = load_16_bits(places[0]) | static_cast<uint32_t>(load_16_bits(places[1])) << 16;
   });
 }
-inline void load_matrices_turned(uint32_t (&out)[4], uint32_t address) {
-  for_each_matrix("load_matrices_turned", address, true, [&](uint32_t i, const uint32_t (&places)[2]) {
+inline void ldmatrix_x4_trans(uint32_t (&out)[4], uint32_t address) {
+  for_each_matrix("ldmatrix_x4_trans", address, true, [&](uint32_t i, const uint32_t (&places)[2]) {
     out[i] = load_16_bits(places[0]) | static_cast<uint32_t>(load_16_bits(places[1])) << 16;
   });
 }
-inline void store_matrices_turned(const uint32_t (&in)[4], uint32_t address) {
-  for_each_matrix("store_matrices_turned", address, true, [&](uint32_t i, const uint32_t (&places)[2]) {
+inline void stmatrix_x4_trans(const uint32_t (&in)[4], uint32_t address) {
+  for_each_matrix("stmatrix_x4_trans", address, true, [&](uint32_t i, const uint32_t (&places)[2]) {
     for (int e = 0; e < 2; ++e) {
       const uint16_t bits = static_cast<uint16_t>(in[i] >> 16 * e);
       std::memcpy(emulation::current->block->at(places[e], 2), &bits, 2);
@@ -254,14 +258,14 @@ inline void store_matrices_turned(const uint32_t (&in)[4], uint32_t address) {
   });
 }
 
-inline void load_pair(uint32_t& first, uint32_t& second, uint32_t address) {
-  if (address % 8 != 0) emulation::fail("load_pair is not on 8 bytes");
+inline void ld_shared_v2(uint32_t& first, uint32_t& second, uint32_t address) {
+  if (address % 8 != 0) emulation::fail("ld_shared_v2 is not on 8 bytes");
   std::memcpy(&first, emulation::current->block->at(address, 8), 4);
   std::memcpy(&second, emulation::current->block->at(address + 4, 4), 4);
 }
 
-inline void load_four(uint32_t (&out)[4], uint32_t address) {
-  if (address % 16 != 0) emulation::fail("load_four is not on 16 bytes");
+inline void ld_shared_v4(uint32_t (&out)[4], uint32_t address) {
+  if (address % 16 != 0) emulation::fail("ld_shared_v4 is not on 16 bytes");
   std::memcpy(out, emulation::current->block->at(address, 16), 16);
 }
 

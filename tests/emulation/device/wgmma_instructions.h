@@ -13,10 +13,10 @@ struct Wgmma {
   static void run(float (&d)[kN / 2], uint64_t a, uint64_t b, bool accumulate) {
     emulation::issue_product(kN, kIsHalf, false, false, d, nullptr, a, b, accumulate);
   }
-  static void run_rows(float (&d)[kN / 2], uint64_t a, uint64_t b, bool accumulate) {
+  static void run_b_transposed(float (&d)[kN / 2], uint64_t a, uint64_t b, bool accumulate) {
     emulation::issue_product(kN, kIsHalf, false, true, d, nullptr, a, b, accumulate);
   }
-  static void run_turned(float (&d)[kN / 2], uint64_t a, uint64_t b, bool accumulate) {
+  static void run_ab_transposed(float (&d)[kN / 2], uint64_t a, uint64_t b, bool accumulate) {
     emulation::issue_product(kN, kIsHalf, true, true, d, nullptr, a, b, accumulate);
   }
   static void run(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {

@@ -1,4 +1,4 @@
-// How a persistent kernel shares out its pieces of work, and how many blocks there are to take them.
+// The host's part of tile scheduling: the number of SMs, sections of work tiles, and counters for dynamic scheduling.
 #pragma once
 
 #include <array>
@@ -14,11 +14,12 @@
 
 namespace flash_dmattn {
 
-// What the pieces that are worked on at a time share stays in the 50 MB of L2, with room for what each has of its own.
+// What the tiles of a section share fits in the 50 MB of L2, with room for what each tile reads alone.
 constexpr int64_t kSectionBytes = 24 << 20;
 
-// Asked for once: it takes as long as encoding a tensor map. Two threads that ask at once write the same.
-inline int multiprocessors(const char* op, int device) {
+// The number of SMs. Asked once: the query takes as long as encoding a TMA descriptor. Two threads that ask at the same
+// time write the same value.
+inline int sm_count(const char* op, int device) {
   static std::array<std::atomic<int>, 64> known{};
   std::atomic<int>& count = known[static_cast<size_t>(device) % known.size()];
   if (count == 0) {
@@ -29,7 +30,7 @@ inline int multiprocessors(const char* op, int device) {
   return count;
 }
 
-// Counters at 0; they lie on the device of `like`, and live as long as what is returned.
+// Counters set to 0, on the device of `like`. They live as long as the tensor that is returned.
 inline torch::stable::Tensor zero_counters(const char* op, const torch::stable::Tensor& like, int64_t count,
                                            cudaStream_t stream) {
   torch::stable::Tensor counters = torch::stable::new_empty(like, {&count, 1}, torch::headeronly::ScalarType::Int);

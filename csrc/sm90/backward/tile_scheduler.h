@@ -1,0 +1,126 @@
+// The tile scheduler: which keys a work tile has, and which query blocks of which heads they walk.
+#pragma once
+
+#include "../operands.h"
+#include "launch.h"
+
+namespace flash_dmattn {
+
+// A work tile: one key block and the first of its query heads.
+struct KeyWorkTile {
+  int batch, head, block_k;
+  bool is_full_group;  // all heads of a group, or one
+};
+
+__device__ __forceinline__ KeyWorkTile decode_key_work_tile(const BackwardParams& p, int index) {
+  const int group = p.heads_per_group, full_group_tiles = p.full_group_pairs * p.blocks_k;
+  KeyWorkTile work;
+  work.is_full_group = index < full_group_tiles;
+  const int heads = work.is_full_group ? group : 1;
+  const int tiles = p.num_heads / heads;  // of a key block in a batch entry
+  // The pairs of this kind, each of a batch entry and `heads` query heads.
+  const int start = work.is_full_group ? 0 : p.full_group_pairs * group;
+  const int end = work.is_full_group ? p.full_group_pairs : p.batch * tiles;
+  const int in_section = work.is_full_group ? p.full_group_section : p.section;
+  const int from = work.is_full_group ? index : index - full_group_tiles;
+  const int section = from / (in_section * p.blocks_k), position = from - section * in_section * p.blocks_k;
+  const int first = start + section * in_section;
+  const int width = min(in_section, end - first);
+  work.block_k = position / width;  // under causality the longest first
+  const int pair = first + position - work.block_k * width;
+  if (p.dq_semaphore != nullptr) work.block_k = p.blocks_k - 1 - work.block_k;
+  int in_batch;  // the tile's number in its batch entry
+  if (p.batch_is_inner) {
+    in_batch = pair / p.batch;
+    work.batch = pair - in_batch * p.batch;
+  } else {
+    work.batch = pair / tiles;
+    in_batch = pair - work.batch * tiles;
+  }
+  work.head = in_batch * heads;
+  return work;
+}
+
+// The query blocks, of kBlockM queries, that attend some key of the work tile, in the order they are walked.
+template <class Traits>
+struct QueryWalk {
+  int steps;
+  // With a mask: the column list of the key tile. Partial tiles come last or, in an ordered list, lack kFullTile.
+  const int32_t* list;
+  int num_full;
+  // Without: blocks [start, start + steps); those in [start_inside, stop_inside) need no masking.
+  int start, start_inside, stop_inside;
+
+  static constexpr int kBlocksPerTile = kTile / Traits::kBlockM, kKeyBlocksPerTile = kTile / Traits::kBlockN;
+
+  template <class Work>
+  __device__ __forceinline__ static QueryWalk of(const BackwardParams& p, const Work& work) {
+    QueryWalk walk;
+    if constexpr (Traits::kHasMask) {
+      const int tiles_k = (p.seqlen_k + kTile - 1) / kTile, tiles_q = (p.seqlen_q + kTile - 1) / kTile;
+      const int tile_k = work.block_k / kKeyBlocksPerTile;
+      const int32_t* list = p.mask_lists + (mask_of(p, work) * tiles_k + tile_k) * (2 + tiles_q);
+      walk.num_full = list[0];
+      walk.steps = (walk.num_full + list[1]) * kBlocksPerTile;
+      walk.list = list + 2;
+      if constexpr (kKeyBlocksPerTile > 1) {
+        // A block beyond the last key walks its tile's list only if the order is fixed: its releases are counted.
+        if (work.block_k * Traits::kBlockN >= p.seqlen_k && p.dq_semaphore == nullptr) walk.steps = 0;
+      }
+    } else {
+      const int first_key = work.block_k * Traits::kBlockN, end = first_key + Traits::kBlockN;
+      const int first = max(first_key - p.high, 0);
+      const int last = min(min(end, p.seqlen_k) - 1 - p.low, p.seqlen_q - 1);
+      walk.start = first / Traits::kBlockM;
+      walk.steps = last < first ? 0 : last / Traits::kBlockM + 1 - walk.start;
+      if constexpr (kKeyBlocksPerTile > 1) {
+        if (first_key >= p.seqlen_k) walk.steps = 0;
+      }
+      walk.start_inside = (max(end - 1 - p.high, 0) + Traits::kBlockM - 1) / Traits::kBlockM;
+      // A key block beyond the last key needs masking everywhere.
+      walk.stop_inside = end > p.seqlen_k ? 0 : max(first_key - p.low + 1, 0) / Traits::kBlockM;
+    }
+    return walk;
+  }
+
+  // The query block of a step, and whether some key may be masked for one of its queries.
+  __device__ __forceinline__ int at(int step, bool& needs_mask) const {
+    if constexpr (Traits::kHasMask) {
+      const int position = step / kBlocksPerTile, tile = list[position];
+      needs_mask = position >= num_full && !(tile & kFullTile);
+      return (tile & ~kFullTile) * kBlocksPerTile + step % kBlocksPerTile;
+    } else {
+      const int block = start + step;
+      needs_mask = block < start_inside || block >= stop_inside;
+      return block;
+    }
+  }
+};
+
+// How many key blocks add to the query block of a step before this one: those of later keys that walk it.
+template <class Traits, class Work>
+__device__ __forceinline__ int count_predecessors(const BackwardParams& p, const Work& work, int step, int block) {
+  if constexpr (Traits::kHasMask) {
+    const int tiles_k = (p.seqlen_k + kTile - 1) / kTile, tiles_q = (p.seqlen_q + kTile - 1) / kTile;
+    constexpr int kBlocks = QueryWalk<Traits>::kKeyBlocksPerTile;
+    const int32_t* predecessors = p.mask_predecessors + (mask_of(p, work) * tiles_k + work.block_k / kBlocks) * tiles_q;
+    const int tiles = predecessors[step / QueryWalk<Traits>::kBlocksPerTile];
+    return tiles * kBlocks + kBlocks - 1 - work.block_k % kBlocks;
+  } else {
+    // The last key block that the block's last query attends.
+    const int query = min((block + 1) * Traits::kBlockM, p.seqlen_q) - 1;
+    return min(query + p.high, p.seqlen_k - 1) / Traits::kBlockN - work.block_k;
+  }
+}
+
+// A work tile for one query head, as the producer hands it to the other warps.
+template <class Traits>
+struct KeyWorkItem {
+  bool is_valid;           // false after the last
+  bool is_first, is_last;  // of the tile's heads
+  bool is_full_group;      // as in KeyWorkTile
+  int batch, head, block_k;
+  QueryWalk<Traits> walk;
+};
+
+}  // namespace flash_dmattn

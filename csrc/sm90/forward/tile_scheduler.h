@@ -1,0 +1,107 @@
+// The tile scheduler: which rows of which head a work tile has, and which key blocks they walk.
+#pragma once
+
+#include "../operands.h"
+
+namespace flash_dmattn {
+
+struct WorkTile {
+  int batch, head, first_row, block_q;
+};
+
+__device__ __forceinline__ WorkTile decode_work_tile(const ForwardParams& p, int index, int rows) {
+  const int per_section = p.section * p.blocks_q;
+  const int section = index / per_section, position = index - section * per_section;
+  const int first = section * p.section;
+  const int width = min(p.section, p.batch * p.num_heads - first);
+  const int row = position / width, pair = first + position - row * width;
+  WorkTile work;
+  work.block_q = p.blocks_q - 1 - row;  // under causality the longest first
+  work.first_row = work.block_q * rows;
+  if (p.batch_is_inner) {
+    work.head = pair / p.batch;
+    work.batch = pair - work.head * p.batch;
+  } else {
+    work.batch = pair / p.num_heads;
+    work.head = pair - work.batch * p.num_heads;
+  }
+  return work;
+}
+
+// The key blocks, of kBlockN keys, that some row of the work tile attends, in the order they are walked.
+template <class Traits>
+struct Walk {
+  int steps;
+  // With a mask: the tile's row list, which has partial tiles last; it is walked backwards, partial tiles first.
+  const int32_t* list;
+  int num_full;
+  // Without: blocks [stop - steps, stop), walked backwards. Those in [start_inside, stop_inside) need no masking.
+  int stop, start_inside, stop_inside;
+
+  static constexpr int kBlocksPerTile = kTile / Traits::kBlockN;
+
+  __device__ __forceinline__ static Walk of(const ForwardParams& p, const WorkTile& work) {
+    Walk walk;
+    if constexpr (Traits::kHasMask) {
+      const int tiles_k = (p.seqlen_k + kTile - 1) / kTile, tiles_q = (p.seqlen_q + kTile - 1) / kTile;
+      const int32_t* list = p.mask_lists + (mask_of(p, work) * tiles_q + work.block_q) * (2 + tiles_k);
+      walk.num_full = list[0];
+      walk.steps = (walk.num_full + list[1]) * kBlocksPerTile;
+      walk.list = list + 2;
+    } else {
+      const int last_row = min(work.first_row + Traits::kBlockM, p.seqlen_q) - 1;
+      const int first_key = max(work.first_row + p.low, 0), last_key = min(last_row + p.high, p.seqlen_k - 1);
+      walk.steps = last_key < first_key ? 0 : last_key / Traits::kBlockN + 1 - first_key / Traits::kBlockN;
+      walk.stop = last_key / Traits::kBlockN + 1;
+      walk.start_inside = (max(last_row + p.low, 0) + Traits::kBlockN - 1) / Traits::kBlockN;
+      walk.stop_inside = max(min(work.first_row + p.high, p.seqlen_k - 1) + 1, 0) / Traits::kBlockN;
+    }
+    return walk;
+  }
+
+  // Reduces the walk to one of num_splits shares of its steps; with a mask, of its tiles.
+  __device__ __forceinline__ void keep_split(int split, int num_splits) {
+    const int each = Traits::kHasMask ? kBlocksPerTile : 1;
+    const int all = steps / each, even = all / num_splits, more = all - even * num_splits;  // the first have one more
+    const int count = even + (split < more), before = even * split + min(split, more);
+    if constexpr (Traits::kHasMask) {
+      const int after = all - before - count;  // a list is walked from its end
+      list += after;
+      num_full -= after;
+    } else {
+      stop -= before;
+    }
+    steps = count * each;
+  }
+
+  // The key block of a step, and whether some key of it may be masked.
+  __device__ __forceinline__ int at(int step, bool& needs_mask) const {
+    if constexpr (Traits::kHasMask) {
+      const int position = steps / kBlocksPerTile - 1 - step / kBlocksPerTile;
+      needs_mask = position >= num_full;
+      return list[position] * kBlocksPerTile + (kBlocksPerTile - 1 - step % kBlocksPerTile);
+    } else {
+      const int block = stop - 1 - step;
+      needs_mask = block < start_inside || block >= stop_inside;
+      return block;
+    }
+  }
+};
+
+// Split-KV: which split, counted over all split tiles; negative for an unsplit tile.
+template <bool kSplitKv>
+struct ItemSplit {};
+template <>
+struct ItemSplit<true> {
+  int split;
+};
+
+// A work tile, or a split of one, as the producer hands it to the other warps.
+template <class Traits>
+struct WorkItem : ItemSplit<Traits::kSplitKv> {
+  bool is_valid;  // false after the last
+  WorkTile work;
+  Walk<Traits> walk;
+};
+
+}  // namespace flash_dmattn
