@@ -248,8 +248,8 @@ def few_keys_calls() -> Iterator[str | None]:
             yield None if max(off.values()) < 1e-5 else f"{case.repro()}\n  {off}"
 
 
-# The same calls every time, for lines of the kernels that random ones may all miss: 40 queries and 70 keys are two tiles
-# and three, and the last are not whole.
+# The same calls every time, for lines of the kernels that random ones may all miss: 40 queries and 70 keys are two and
+# three tiles, and the last are not whole.
 PLAIN = Case(batch=1, seqlen_q=40, seqlen_k=70, num_heads=2, num_heads_k=1, dtype=torch.float32, dlse=True)
 CAPPED = PLAIN.with_(softcap=2.0, logits=3.0)  # from where tanh is a line to where it is flat
 FEW_ROWS = PLAIN.with_(seqlen_q=7, seqlen_k=300, need=())

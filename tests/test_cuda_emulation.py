@@ -1,4 +1,4 @@
-"""The CUDA kernels on an emulated GPU: random calls, tests of packing, of clusters and of rare calls, and its mistakes."""
+"""The CUDA kernels on an emulated GPU: random and rare calls, packing, clusters, what the emulation notices."""
 
 from __future__ import annotations
 

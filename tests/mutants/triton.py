@@ -8,7 +8,7 @@ _LINES = "tests/test_triton_interpreter.py::test_lines_that_random_calls_may_mis
 SCORES, SOFTCAP, BANDS = (f"{_LINES}[scores-4]",), (f"{_LINES}[softcap-3]",), (f"{_LINES}[bands-7]",)
 MASKS, PARTS = (f"{_LINES}[masks-3]",), (f"{_LINES}[parts-2]",)
 EMPTY_ROWS = ("tests/test_triton_interpreter.py::test_the_lse_of_an_empty_row_takes_no_gradient",)
-BEYOND_INT32 = ("tests/test_triton_interpreter.py::test_offsets_beyond_int32[strides]",)
+BEYOND_INT32 = ("tests/test_mask_pack_interpreter.py::test_interpreted[beyond_int32]",)
 
 FAULTS: tuple[Fault, ...] = (
     # Scores and their sums
@@ -39,13 +39,6 @@ FAULTS: tuple[Fault, ...] = (
         "stop = tl.maximum(tl.cdiv(hi, BLOCK), start)",
         "stop = tl.maximum(hi // BLOCK, start)",
         SCORES,
-    ),
-    Fault(
-        "offsets of heads in 32 bits",
-        "triton_kernels/tile_ops.py",
-        "base = x + b * strides.batch + h.to(tl.int64) * strides.head",
-        "base = x + b * strides.batch + h * strides.head",
-        BEYOND_INT32,
     ),
     Fault(
         "dq: h % Hk in the place of h // G",
@@ -161,6 +154,13 @@ FAULTS: tuple[Fault, ...] = (
         "kind = seen + seen * ",
         "kind = 2 * (1 - seen) + seen + seen * ",
         MASKS,
+    ),
+    Fault(
+        "packing: offsets of keys in 32 bits",
+        "triton_kernels/mask_pack.py",
+        "offsets = starts + (keys.to(tl.int64) * stride_k)",
+        "offsets = starts + (keys * stride_k)",
+        BEYOND_INT32,
     ),
     # Keys that programs share
     Fault(
