@@ -45,12 +45,13 @@ def assert_empty_rows_ignore_dlse(function: Callable[..., tuple[Tensor, ...]], c
     """Whatever a caller sends back through the lse of an empty row, -inf, it counts for nothing in any gradient."""
     leaves = [x.detach().requires_grad_() for _, x in inputs.floats() if x is not None]
     out, lse = function(*leaves[:3], inputs.mask, leaves[3], **case.flags())[:2]
-    everywhere, empty = torch.ones_like(lse), lse == -torch.inf
+    empty = lse == -torch.inf
     assert empty.any() and not empty.all()
-    passed = [everywhere, everywhere.masked_fill(empty, 0.0)]
-    found, wanted = (torch.autograd.grad((out, lse), leaves, (inputs.dout, x), retain_graph=True) for x in passed)
-    for x, y in zip(found, wanted, strict=True):
-        assert torch.equal(x, y)
+    sent = [torch.ones_like(lse).masked_fill(empty, x) for x in (0.0, 1.0, torch.inf, torch.nan)]
+    wanted, *found = (torch.autograd.grad((out, lse), leaves, (inputs.dout, x), retain_graph=True) for x in sent)
+    for gradients in found:
+        for x, y in zip(gradients, wanted, strict=True):
+            assert torch.equal(x, y)
 
 
 def oracle(case: Case, inputs: Inputs) -> Results:

@@ -181,7 +181,7 @@ def empty_row_calls() -> Iterator[str | None]:
     """Outcomes of gradients that come back through the lse of empty rows."""
     attention = partial(flash_dmattn.attention, return_lse=True, backend="triton")
     for bias in (("1", "Hk", "Lq", "1"), ("B", "1", "1", "Lk"), ("B", "Hq", "Lq", "Lk")):
-        case = Case(mask=("B", "1", "Lq", "Lk"), mask_kind="empty_rows", bias=bias)
+        case = Case(num_heads=2, num_heads_k=1, mask=("B", "1", "Lq", "Lk"), mask_kind="empty_rows", bias=bias)
         set_up(TILES[0], 1, PARTS_BYTES[0])
         try:
             assert_empty_rows_ignore_dlse(attention, case, case.build())
@@ -257,6 +257,48 @@ def few_keys_calls() -> Iterator[str | None]:
             yield None if max(off.values()) < 1e-5 else f"{case.repro()}\n  {off}"
 
 
+# The same calls every time, for lines of the kernels that random ones may all miss: 40 queries and 70 keys are two and
+# three tiles, and the last are not whole.
+PLAIN = Case(batch=1, seqlen_q=40, seqlen_k=70, num_heads=2, num_heads_k=1, dtype=torch.float32, dlse=True)
+CAPPED = PLAIN.with_(softcap=2.0, logits=3.0)  # from where tanh is a line to where it is flat
+FEW_ROWS = PLAIN.with_(seqlen_q=7, seqlen_k=300, need=())
+FULL = ("B", "Hq", "Lq", "Lk")
+SHARED = ("1", "1", "Lq", "Lk")
+LINES = {
+    "scores": (
+        PLAIN.with_(num_heads=4, num_heads_k=2, logits=10.0),  # maxima rise from tile to tile
+        PLAIN.with_(bias=FULL),
+        PLAIN.with_(bias=SHARED),
+        # Tiles without an edge take the scale after the maximum: of a negative one that would be the minimum.
+        PLAIN.with_(softmax_scale=-3.0, logits=10.0, seqlen_q=32, seqlen_k=64),
+    ),
+    "softcap": (CAPPED, CAPPED.with_(bias=FULL), CAPPED.with_(bias=SHARED)),
+    "bands": (
+        PLAIN.with_(is_causal=True),
+        PLAIN.with_(is_causal=True, seqlen_q=70, seqlen_k=40),
+        PLAIN.with_(window_size=(9, 5)),
+        PLAIN.with_(window_size=(7, -1), bias=SHARED),
+        PLAIN.with_(window_size=(2**40, 0)),
+        PLAIN.with_(window_size=(2**40, 0), mask=SHARED),
+    ),
+    "masks": (
+        PLAIN.with_(num_heads=4, num_heads_k=2, mask=("1", "Hk", "Lq", "Lk"), mask_kind="empty_rows", seqlen_k=140),
+        PLAIN.with_(mask=("B", "1", "1", "Lk"), bias=SHARED),
+        PLAIN.with_(mask=SHARED, mask_kind="empty_tiles", seqlen_k=270),  # of 128 keys the first are empty
+    ),
+    # Programs share the keys: parts differ, and some rows have a key in none of them.
+    "parts": (FEW_ROWS.with_(logits=3.0), FEW_ROWS.with_(mask=SHARED, mask_kind="empty_rows")),
+}
+
+
+def line_calls(name: str) -> Iterator[str | None]:
+    """Outcomes of the calls of that name, a mask beside a window prepared too."""
+    settings = (Tile(32, 32, 4, 1), 64 if name == "parts" else 1, PARTS_BYTES[0])
+    for case in LINES[name]:
+        for prepared in (False, True) if case.mask is not None and case.window_size is not None else (False,):
+            yield failure_of(case, case.build(), None, prepared, settings)
+
+
 def main(outcomes: Iterator[str | None]) -> int:
     """Run them in the interpreter, on outputs that are NaN before; returns the exit status."""
     admit_cpu()
@@ -271,5 +313,6 @@ if __name__ == "__main__":
         "freed": forgetting_calls,
         "few keys": few_keys_calls,
         "wide windows": wide_window_calls,
+        "lines": lambda: line_calls(sys.argv[2]),
     }.get(sys.argv[1])
     sys.exit(main(random_calls(int(sys.argv[1]), int(sys.argv[2])) if fixed is None else fixed()))

@@ -1,4 +1,4 @@
-"""The CUDA kernels on an emulated GPU: random calls, tests of packing and of clusters, what the emulation notices."""
+"""The CUDA kernels on an emulated GPU: random and rare calls, packing, clusters, what the emulation notices."""
 
 from __future__ import annotations
 
@@ -100,6 +100,11 @@ def test_groups_first_and_then_heads(built: Built) -> None:
     command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", TESTS / "test_cuda_backward.py")
     said = run(*command, "-k", "groups_first and (64 or two_tiles)", FLASH_DMATTN_EMULATED=str(built.extension))
     assert "14 passed" in said
+
+
+def test_what_random_calls_reach_rarely(built: Built) -> None:
+    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", TESTS / "test_cuda_rare.py")
+    assert "27 passed" in run(*command, FLASH_DMATTN_EMULATED=str(built.extension))
 
 
 def test_what_the_emulation_notices(built: Built) -> None:

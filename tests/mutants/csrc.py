@@ -1,7 +1,188 @@
-"""Faults of csrc."""
+"""Faults of csrc/, run on the emulated GPU."""
 
 from __future__ import annotations
 
 from .fault import Fault
 
-FAULTS: tuple[Fault, ...] = ()
+_RARE = "tests/test_cuda_rare.py::"
+
+
+def _every_gradient(bias: str) -> tuple[str, ...]:
+    return (f"{_RARE}test_every_gradient[{bias}-cuda]",)
+
+
+def _softcap(bias: str) -> tuple[str, ...]:
+    return (f"{_RARE}test_a_softcap[{bias}-cuda]",)
+
+
+def _edges(window: str) -> tuple[str, ...]:
+    return (f"{_RARE}test_edges_of_a_window[no bias-{window}-cuda]",)
+
+
+FAULTS: tuple[Fault, ...] = (
+    # The forward kernel
+    Fault(
+        "forward: a negative scale taken as a positive one",
+        "csrc/api/forward.cpp",
+        "} else if (softmax_scale < kLeastScale) {",
+        "} else if (softmax_scale >= 0 && softmax_scale < kLeastScale) {",
+        (f"{_RARE}test_a_negative_scale[no bias-cuda]",),
+    ),
+    Fault(
+        "forward: a threshold below zero, which no negative score exceeds by its bits",
+        "csrc/sm90/forward/consumer.h",
+        "threshold[r] = bound >= 0.0f && fabsf(shift[r])",
+        "threshold[r] = fabsf(shift[r])",
+        (f"{_RARE}test_keys_far_above_a_maximum_that_is_negative[cuda]",),
+    ),
+    Fault(
+        "forward: keys behind the last one are attended",
+        "csrc/sm90/forward/consumer.h",
+        "const int to = min(row + p.high, p.seqlen_k - 1) - block * kBlockN - column;",
+        "const int to = row + p.high - block * kBlockN - column;",
+        _every_gradient("no bias"),
+    ),
+    Fault(
+        "forward: a window without its leftmost key",
+        "csrc/sm90/forward/consumer.h",
+        "const int from = row + p.low - block * kBlockN - column;",
+        "const int from = row + p.low + 1 - block * kBlockN - column;",
+        _edges("(40, -1)"),
+    ),
+    Fault(
+        "forward: bits of another row",
+        "csrc/sm90/forward/consumer.h",
+        "const int row = min(work.first_row + row_of_warp + 8 * r, p.seqlen_q - 1);",
+        "const int row = min(work.first_row + row_of_warp + 4 * r, p.seqlen_q - 1);",
+        (f"{_RARE}test_a_mask_of_each_head[no bias-cuda]",),
+    ),
+    Fault(
+        "forward: h % Hk in the place of h // G",
+        "csrc/sm90/forward/producer.h",
+        "const int head_k = work.head / p.heads_per_group;",
+        "const int head_k = work.head % (p.num_heads / p.heads_per_group);",
+        _every_gradient("no bias"),
+    ),
+    Fault(
+        "forward: parts of the keys weighed without the scale",
+        "csrc/sm90/forward/split_kv.h",
+        "exp2_approx((sums.x - row_max[0]) * scale)",
+        "exp2_approx(sums.x - row_max[0])",
+        (f"{_RARE}test_parts_of_the_keys_weigh_what_they_hold[cuda]",),
+    ),
+    Fault(
+        "forward: a stage of v is waited for in the wrong phase",
+        "csrc/sm90/forward/producer.h",
+        "barrier_wait(&shared.v_empty[pipe_v.stage], pipe_v.phase ^ 1);",
+        "barrier_wait(&shared.v_empty[pipe_v.stage], pipe_v.phase);",
+        _every_gradient("no bias"),
+    ),
+    # The backward kernel
+    Fault(
+        "backward: the tail of keys taken as inside",
+        "csrc/sm90/backward/tile_scheduler.h",
+        "walk.stop_inside = end > p.seqlen_k ? 0 : max(",
+        "walk.stop_inside = max(",
+        (f"{_RARE}test_keys_behind_the_last_where_lse_is_far_below_zero[no bias-cuda]",),
+    ),
+    Fault(
+        "dk: causal queries aligned top-left",
+        "csrc/sm90/backward/tile_scheduler.h",
+        "const int first = max(first_key - p.high, 0);",
+        "const int first = max(first_key - (p.high < p.seqlen_k ? 0 : p.high), 0);",
+        (f"{_RARE}test_causal_queries_of_another_number_than_keys[(140, 328)-cuda]",),
+    ),
+    Fault(
+        "backward: the last block of queries is left out",
+        "csrc/sm90/backward/tile_scheduler.h",
+        "last / Traits::kBlockM + 1 - walk.start",
+        "last / Traits::kBlockM - walk.start",
+        _every_gradient("no bias"),
+    ),
+    Fault(
+        "backward: blocks at the left edge of a window taken as inside",
+        "csrc/sm90/backward/tile_scheduler.h",
+        "max(first_key - p.low + 1, 0) / Traits::kBlockM;",
+        "max(end - p.low, 0) / Traits::kBlockM;",
+        _edges("(40, -1)"),
+    ),
+    Fault(
+        "backward: bits of another row",
+        "csrc/sm90/backward/key_consumer.h",
+        "const int row = min(block * kBlockM + 32 * t + lane, p.seqlen_q - 1);",
+        "const int row = min(block * kBlockM + 32 * t + (lane ^ 1), p.seqlen_q - 1);",
+        (f"{_RARE}test_a_mask_of_each_head[no bias-cuda]",),
+    ),
+    Fault(
+        "dq and dk without the slope of a softcap",
+        "csrc/sm90/backward/key_consumer.h",
+        "ds[w] = pack(ds_low * slope_of_tanh(tanhs[at]), ds_high * slope_of_tanh(tanhs[at + 1]), Element{});",
+        "ds[w] = pack(ds_low, ds_high, Element{});",
+        _softcap("no bias"),
+    ),
+    Fault(
+        "a stored dbias with the slope of a softcap",
+        "csrc/sm90/backward/key_consumer.h",
+        "dbias[w] = pack(ds_low, ds_high, Element{});",
+        "dbias[w] = ds[w];",
+        _softcap("per score"),
+    ),
+    Fault(
+        "backward: a tile of bias is read before it has arrived",
+        "csrc/sm90/backward/consumer.h",
+        "barrier_wait(&shared.bias_full[pipe.stage], pipe.phase);",
+        "",
+        _every_gradient("per score"),
+    ),
+    Fault(
+        "heads of a group add to dk and dv without waiting for their turn",
+        "csrc/sm90/backward/consumer.h",
+        "if (p.dkv_semaphore != nullptr) named_barrier_sync(kMayAddBarrier + group, 128 + 32);",
+        "",
+        (f"{_RARE}test_heads_of_a_group_are_summed_in_their_order[cuda]",),
+    ),
+    Fault(
+        "delta without dlse",
+        "csrc/sm90/backward/rows.cu",
+        "if (p.dlse != nullptr) {",
+        "if (false) {",
+        _every_gradient("no bias"),
+    ),
+    Fault(
+        "an empty row keeps its lse and dlse",
+        "csrc/sm90/backward/rows.cu",
+        "if (natural != -INFINITY) {",
+        "if (true) {",
+        (f"{_RARE}test_the_lse_of_an_empty_row_takes_no_gradient[cuda]",),
+    ),
+    Fault(
+        "dq lacks softmax_scale",
+        "csrc/api/backward.cpp",
+        "postprocess.add(dq, params.dq_sums, 0, pairs, tiles_q * kTile, dq_columns, softmax_scale, false);",
+        "postprocess.add(dq, params.dq_sums, 0, pairs, tiles_q * kTile, dq_columns, 1.0, false);",
+        _every_gradient("no bias"),
+    ),
+    # The kernel of a shared bias' gradient
+    Fault(
+        "a shared dbias without the softcap",
+        "csrc/sm90/shared_dbias/consumer.h",
+        "low = tanh_exact(p.pre_scale * low);",
+        "low = p.pre_scale * low;",
+        _softcap("shared"),
+    ),
+    Fault(
+        "a shared dbias with softmax_scale, which scores had already",
+        "csrc/sm90/shared_dbias/consumer.h",
+        "sums[i] = fmaf(scores[i], dp[i]",
+        "sums[i] = fmaf(scores[i] * p.softmax_scale, dp[i]",
+        _every_gradient("shared"),
+    ),
+    # Masks
+    Fault(
+        "packing: an empty tile taken as full",
+        "csrc/sm90/mask/pack.cu",
+        "any == 0 ? 0 : all == kLanes ? 2 : 1",
+        "any == 0 ? 2 : all == kLanes ? 2 : 1",
+        ("tests/test_cuda_pack.py::test_every_size[(2, 2, 300, 1040)]",),
+    ),
+)

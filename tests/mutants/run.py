@@ -19,12 +19,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from queue import Queue
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -37,6 +37,9 @@ PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider")
 # csrc runs on the emulated GPU, built anew for each fault; head dim 64 reaches what the faults change.
 EMULATED = Path("build") / "emulated.so"
 EMULATE = (sys.executable, "tests/emulation/build.py", str(EMULATED), "--head-dims", "64", "--dtypes", "bf16")
+
+
+Result = TypeVar("Result")
 
 
 class Outcome(NamedTuple):
@@ -118,18 +121,19 @@ def last_line(text: str) -> str:
     return lines[-1] if lines else ""
 
 
-def judge(area: str, fault: Fault, root: Path, sound: dict[tuple[str, ...], str]) -> Outcome:
-    """Plant one fault in the tree at `root` and run its tests.
+def try_without(area: str, tests: tuple[str, ...], root: Path, sound: dict[tuple[str, ...], str]) -> None:
+    """Run these tests in the tree at `root` as it is, unless `sound` has them already: what was wrong, or ""."""
+    if tests not in sound:
+        said, detail = run_tests(area, tests, root)
+        sound[tests] = "" if said == "passed" else f"without the fault: {said}, {detail}"
 
-    Args:
-        sound: of tests that ran without a fault already, what was wrong then; empty where they passed.
-    """
+
+def judge(area: str, fault: Fault, root: Path, sound: dict[tuple[str, ...], str]) -> Outcome:
+    """Plant one fault in the tree at `root` and run its tests; `sound` as `try_without` leaves it."""
     start = time.monotonic()
     try:
         place_of(fault, root)
-        if fault.tests not in sound:
-            said, detail = run_tests(area, fault.tests, root)
-            sound[fault.tests] = "" if said == "passed" else f"without the fault: {said}, {detail}"
+        try_without(area, fault.tests, root, sound)
         if sound[fault.tests]:
             return Outcome(area, fault, "error", sound[fault.tests], time.monotonic() - start)
         with planted(fault, root):
@@ -148,21 +152,25 @@ def main() -> int:
     given = parser.parse_args()
     work = [(area, fault) for area in given.only for fault in faults_of(area) if given.match in fault.what]
     with tempfile.TemporaryDirectory(prefix="mutants_") as folder:
-        copies: Queue[tuple[Path, dict[tuple[str, ...], str]]] = Queue()
+        copies: Queue[Path] = Queue()
+        sound: dict[tuple[str, ...], str] = {}
         for number in range(given.jobs):
             copy_tree(Path(folder) / str(number))
-            copies.put((Path(folder) / str(number), {}))
+            copies.put(Path(folder) / str(number))
 
-        def one(item: tuple[str, Fault]) -> Outcome:
-            root, sound = copies.get()
+        def in_a_copy(do: Callable[..., Result], area: str, what: object) -> Result:
+            root = copies.get()
             try:
-                return judge(*item, root, sound)
+                return do(area, what, root, sound)
             finally:
-                copies.put((root, sound))
+                copies.put(root)
 
         outcomes = []
         with ThreadPoolExecutor(given.jobs) as pool:
-            for outcome in pool.map(one, work):
+            # All of them first: between two faults the extension of csrc would be built once more without one.
+            tests = list(dict.fromkeys((area, fault.tests) for area, fault in work))
+            list(pool.map(lambda item: in_a_copy(try_without, *item), tests))
+            for outcome in pool.map(lambda item: in_a_copy(judge, *item), work):
                 outcomes.append(outcome)
                 print(
                     f"{len(outcomes):3d}/{len(work)}  {outcome.verdict:8}  {outcome.seconds:5.0f} s  "

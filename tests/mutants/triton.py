@@ -1,7 +1,180 @@
-"""Faults of triton."""
+"""Faults of triton_kernels/, run by Triton's interpreter."""
 
 from __future__ import annotations
 
 from .fault import Fault
 
-FAULTS: tuple[Fault, ...] = ()
+_LINES = "tests/test_triton_interpreter.py::test_lines_that_random_calls_may_miss"
+SCORES, SOFTCAP, BANDS = (f"{_LINES}[scores-4]",), (f"{_LINES}[softcap-3]",), (f"{_LINES}[bands-7]",)
+MASKS, PARTS = (f"{_LINES}[masks-3]",), (f"{_LINES}[parts-2]",)
+EMPTY_ROWS = ("tests/test_triton_interpreter.py::test_the_lse_of_an_empty_row_takes_no_gradient",)
+BEYOND_INT32 = ("tests/test_mask_pack_interpreter.py::test_interpreted[beyond_int32]",)
+
+FAULTS: tuple[Fault, ...] = (
+    # Scores and their sums
+    Fault(
+        "forward: out is not corrected when a maximum rises",
+        "triton_kernels/forward.py",
+        "acc_o = acc_o * rescale[:, None]",
+        "acc_o = acc_o * 1.0",
+        SCORES,
+    ),
+    Fault(
+        "forward: a negative scale taken as positive",
+        "triton_kernels/plan_forward.py",
+        "flags.softmax_scale < 0,",
+        "False,",
+        SCORES,
+    ),
+    Fault(
+        "keys behind the last one are attended",
+        "triton_kernels/tile_ops.py",
+        "allowed = (keys < shape.seqlen_k) & (rows < shape.seqlen_q)",
+        "allowed = (keys >= 0) & (rows < shape.seqlen_q)",
+        SCORES,
+    ),
+    Fault(
+        "the last block that is not whole is left out of a walk",
+        "triton_kernels/tile_ops.py",
+        "stop = tl.maximum(tl.cdiv(hi, BLOCK), start)",
+        "stop = tl.maximum(hi // BLOCK, start)",
+        SCORES,
+    ),
+    Fault(
+        "dq: h % Hk in the place of h // G",
+        "triton_kernels/backward_queries.py",
+        "h_k = h // shape.group",
+        "h_k = h % (shape.num_heads // shape.group)",
+        SCORES,
+    ),
+    Fault(
+        "dq from a stored ds lacks softmax_scale",
+        "triton_kernels/backward_product.py",
+        "(acc_dq * scale)",
+        "(acc_dq)",
+        SCORES,
+    ),
+    Fault(
+        "dk and dv of a last block that is not whole are not stored",
+        "triton_kernels/backward_keys.py",
+        "key_ok = keys < shape.seqlen_k",
+        "key_ok = keys < shape.seqlen_k // BLOCK_N * BLOCK_N",
+        SCORES,
+    ),
+    Fault(
+        "a shared dbias with softmax_scale, which scores had already",
+        "triton_kernels/backward_bias.py",
+        "acc += p * (dp - d[:, None])",
+        "acc += p * (dp - d[:, None]) * scale_log2",
+        SCORES,
+    ),
+    Fault(
+        "delta without dlse",
+        "triton_kernels/backward_delta.py",
+        "if HAS_DLSE:",
+        "if HAS_DLSE and FEW_KEYS:",
+        SCORES,
+    ),
+    # A softcap
+    Fault(
+        "a shared dbias without the softcap",
+        "triton_kernels/backward_bias.py",
+        "if SOFTCAP:",
+        "if SOFTCAP and FEW_KEYS:",
+        SOFTCAP,
+    ),
+    Fault(
+        "dk without the slope of a softcap, which dq has",
+        "triton_kernels/backward_keys.py",
+        "ds = ds * slope",
+        "ds = ds * 1.0",
+        SOFTCAP,
+    ),
+    Fault(
+        "dq from a stored ds, which lacks the slope of a softcap",
+        "triton_kernels/plan_backward.py",
+        "product = stored and call.flags.softcap == 0 and",
+        "product = stored and",
+        SOFTCAP,
+    ),
+    # Bands
+    Fault(
+        "dk: causal queries aligned top-left",
+        "triton_kernels/tile_ops.py",
+        "lo = tl.maximum(0, first - shift - shape.right)",
+        "lo = tl.maximum(0, first - shape.right)",
+        BANDS,
+    ),
+    Fault(
+        "a window without its leftmost key",
+        "triton_kernels/tile_ops.py",
+        "keys >= rows + (shift - shape.left)",
+        "keys > rows + (shift - shape.left)",
+        BANDS,
+    ),
+    Fault(
+        "blocks at the left edge of a window taken as inside",
+        "triton_kernels/tile_ops.py",
+        "hi_full = tl.maximum(0, tl.minimum(shape.seqlen_q, first - shift + shape.left + 1))",
+        "hi_full = tl.maximum(0, tl.minimum(shape.seqlen_q, last - shift + shape.left + 1))",
+        BANDS,
+    ),
+    # Masks
+    Fault(
+        "the dlse of an empty row is not dropped",
+        "triton_kernels/backward_delta.py",
+        "d -= tl.where(empty, 0.0, tl.load(e_rows, mask=row_ok, other=0.0).to(tl.float32))",
+        "d -= tl.load(e_rows, mask=row_ok, other=0.0).to(tl.float32)",
+        EMPTY_ROWS,
+    ),
+    Fault(
+        "the lse of an empty row stays -inf",
+        "triton_kernels/backward_delta.py",
+        'tl.where(empty, float("inf"), natural * LOG2E)',
+        "natural * LOG2E",
+        MASKS,
+    ),
+    Fault(
+        "dk and dv: bits of the row before",
+        "triton_kernels/tile_ops.py",
+        "at = data + rows.to(tl.int64)[None, :] * stride",
+        "at = data + (rows // 2 * 2).to(tl.int64)[None, :] * stride",
+        MASKS,
+    ),
+    Fault(
+        "the mask of another head",
+        "triton_kernels/tile_ops.py",
+        "h_m = (h // strides.group).to(tl.int64)",
+        "h_m = (h % strides.group).to(tl.int64)",
+        MASKS,
+    ),
+    Fault(
+        "packing: an empty tile taken as full",
+        "triton_kernels/mask_pack.py",
+        "kind = seen + seen * ",
+        "kind = 2 * (1 - seen) + seen + seen * ",
+        MASKS,
+    ),
+    Fault(
+        "packing: offsets of keys in 32 bits",
+        "triton_kernels/mask_pack.py",
+        "offsets = starts + (keys.to(tl.int64) * stride_k)",
+        "offsets = starts + (keys * stride_k)",
+        BEYOND_INT32,
+    ),
+    # Keys that programs share
+    Fault(
+        "a row without a key in any part is NaN",
+        "triton_kernels/forward_combine.py",
+        'shift = tl.where(top == float("-inf"), 0.0, top)',
+        "shift = top",
+        PARTS,
+    ),
+    Fault(
+        "parts weighed by another base",
+        "triton_kernels/forward_combine.py",
+        'other=float("-inf")) - shift) * LOG2E',
+        'other=float("-inf")) - shift) * LN2',
+        PARTS,
+    ),
+)

@@ -1,0 +1,145 @@
+"""What random calls of cuda reach rarely, in small calls that are the same every time: on a GPU or the emulated one.
+
+Each feels some line of the kernels that all else may miss; `mutants/csrc.py` plants a fault there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import emulated_cuda
+import pytest
+import torch
+from accuracy import assert_accurate, assert_empty_rows_ignore_dlse, run
+from cases import DEVICE, Case, Inputs
+from conftest import Runner
+
+import flash_dmattn
+from flash_dmattn.backends.cuda import backend as cuda
+from flash_dmattn.masks import prepare_mask
+
+pytestmark = pytest.mark.parametrize("backend", ("cuda",), indirect=True)
+
+BASE = Case(batch=1, seqlen_q=140, seqlen_k=200, head_dim=64, dtype=torch.bfloat16, dlse=True)
+FULL = ("B", "Hq", "Lq", "Lk")
+TILES = ("B", "Hk", "Lq", "Lk")
+PER_KEY = ("1", "Hk", "1", "Lk")
+SHARED = ("1", "1", "Lq", "Lk")
+BIASES = {"no bias": None, "per key": PER_KEY, "per score": FULL, "shared": SHARED}
+every_bias = pytest.mark.parametrize("bias", BIASES)
+
+
+def served(backend: Runner, case: Case, inputs: Inputs, **flags: Any) -> Any:
+    """Attention on cuda alone, or a skip with the reasons for which it refuses the call."""
+    refusal = backend.refusal(case, inputs)
+    if refusal is not None:
+        pytest.skip(refusal)
+    assert backend.choice(case, inputs, **flags) == "cuda"
+    return partial(flash_dmattn.attention, return_lse=True, backend="cuda", **flags)
+
+
+def check(backend: Runner, case: Case, inputs: Inputs | None = None, given: Inputs | None = None) -> None:
+    """Everything that a case returns against fp64; `given`: the same tensors in another form."""
+    inputs = case.build() if inputs is None else inputs
+    given = inputs if given is None else given
+    assert_accurate(run(served(backend, case, given), case, given), case, inputs)
+
+
+# Scores
+
+
+@every_bias
+def test_every_gradient(backend: Runner, bias: str) -> None:
+    check(backend, BASE.with_(bias=BIASES[bias]))
+
+
+@every_bias
+def test_a_softcap(backend: Runner, bias: str) -> None:
+    """From where tanh is a line to where it is flat; a shared dbias comes from a kernel that has its own tanh."""
+    check(backend, BASE.with_(bias=BIASES[bias], softcap=2.0, logits=3.0))
+
+
+@pytest.mark.parametrize("bias", ("no bias", "per key"))
+def test_a_negative_scale(backend: Runner, bias: str) -> None:
+    check(backend, BASE.with_(bias=BIASES[bias], softmax_scale=-0.3, logits=3.0))
+
+
+def test_keys_far_above_a_maximum_that_is_negative(backend: Runner) -> None:
+    """Keys are walked from the last one on. By their bits, the greatest of negative scores is the least of them."""
+    case = BASE.with_(seqlen_k=384, bias=("1", "1", "1", "Lk"), need=(), dlse=False)
+    inputs = case.build()
+    assert inputs.bias is not None
+    inputs.q.zero_()
+    inputs.bias[..., :192], inputs.bias[..., 192:] = -0.5, -88.0
+    check(backend, case, inputs)
+
+
+@pytest.mark.parametrize("bias", ("no bias", "per score"))
+def test_keys_behind_the_last_where_lse_is_far_below_zero(backend: Runner, bias: str) -> None:
+    """What a tile holds behind the last key has a score of 0: exp(0 + 200) is inf."""
+    case = BASE.with_(bias=BIASES[bias])
+    inputs = case.build()
+    if inputs.bias is None:
+        inputs = replace(inputs, q=inputs.q / 10 - 5, k=inputs.k / 10 + 5)
+    else:
+        inputs.bias.sub_(200)
+    check(backend, case, inputs)
+
+
+# Rows and keys that are left out
+
+
+@pytest.mark.parametrize("lengths", ((140, 328), (328, 140)), ids=str)
+def test_causal_queries_of_another_number_than_keys(backend: Runner, lengths: tuple[int, int]) -> None:
+    check(backend, BASE.with_(seqlen_q=lengths[0], seqlen_k=lengths[1], is_causal=True))
+
+
+@pytest.mark.parametrize("window_size", ((40, 5), (40, -1), (2**40, 0)), ids=str)
+@pytest.mark.parametrize("bias", ("no bias", "shared"))
+def test_edges_of_a_window(backend: Runner, bias: str, window_size: tuple[int, int]) -> None:
+    check(backend, BASE.with_(bias=BIASES[bias], window_size=window_size))
+
+
+def test_a_window_without_end_in_a_prepared_mask(backend: Runner) -> None:
+    case = BASE.with_(mask=TILES, window_size=(2**40, 0))
+    inputs = case.build()
+    mask = prepare_mask(inputs.mask, seqlen_q=case.seqlen_q, seqlen_k=case.seqlen_k, window_size=case.window_size)
+    check(backend, case, inputs, replace(inputs, mask=mask))
+
+
+@pytest.mark.parametrize("bias", ("no bias", "shared"))
+def test_a_mask_of_each_head(backend: Runner, bias: str) -> None:
+    check(backend, BASE.with_(batch=2, bias=BIASES[bias], mask=TILES))
+
+
+def test_the_lse_of_an_empty_row_takes_no_gradient(backend: Runner) -> None:
+    case = BASE.with_(mask=TILES, mask_kind="empty_rows", bias=PER_KEY)
+    inputs = case.build()
+    assert_empty_rows_ignore_dlse(served(backend, case, inputs, deterministic=True), case, inputs)
+
+
+# Sums of several blocks
+
+
+def test_parts_of_the_keys_weigh_what_they_hold(backend: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE == "cpu":
+        emulated_cuda.configure(8)
+    monkeypatch.setattr(cuda, "KEY_PARTS", 3)
+    check(backend, BASE.with_(seqlen_q=65, seqlen_k=700, logits=2.0, need=()))
+
+
+def test_heads_of_a_group_are_summed_in_their_order(backend: Runner) -> None:
+    """Of six heads great parts of dv cancel; in another order the small one that comes last would be lost in them."""
+    case = BASE.with_(seqlen_q=16, seqlen_k=64, num_heads=6, num_heads_k=1, need=("q", "k", "v"), dlse=False)
+    inputs = case.build()
+    inputs.q.zero_()  # p is 1/64 everywhere
+    for head, value in enumerate((2.0**20, -(2.0**20), 2.0**20, -(2.0**20), 0.0, 2.0**-8)):
+        inputs.dout[:, :, head] = value
+    attention = served(backend, case, inputs, deterministic=True)
+    for seed in range(6):
+        if DEVICE == "cpu":
+            emulated_cuda.configure(6, seed)
+        dv = run(attention, case, inputs)["dv"]
+        assert dv is not None and (dv == 16 / 64 * 2.0**-8).all(), seed
