@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .autograd import Attention
-from .backends.protocol import has_forward_ad, is_differentiable
+from .backends.protocol import has_forward_ad, is_composite
 from .dispatch.call_cache import look_up, remember
 from .dispatch.mask_view import dense_mask, mask_view
 from .dispatch.selection import select
@@ -109,7 +109,7 @@ def attention(
     results: tuple[Tensor, ...]
     if forward_ad._current_level >= 0 and not has_forward_ad(forward):
         _refuse_tangents(forward.NAME, q, k, v, bias)
-    if is_differentiable(forward):
+    if is_composite(forward):
         results = forward.attention(problem, q, k, v, dense_mask(mask), bias)
     else:
         view = mask_view(problem, mask, forward, backward)

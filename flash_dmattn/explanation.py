@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .backends.protocol import Pass, Reason
+from .backends.protocol import Direction, Reason
 from .dispatch.errors import BackendError
 from .dispatch.mask_view import unpacking_note
 from .dispatch.refusals import passes_of, reasons_against, refuse_fallback
@@ -291,8 +291,8 @@ def explain_description(problem: AttentionProblem, backend: BackendChoice) -> Ex
 
 
 def _verdict(name: str, problem: AttentionProblem) -> Verdict:
-    def serves(only: Pass) -> bool:
-        return not reasons_against(name, problem, (only,))
+    def serves(direction: Direction) -> bool:
+        return not reasons_against(name, problem, (direction,))
 
     passes = passes_of(problem)
     reasons = reasons_against(name, problem, passes)

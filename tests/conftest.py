@@ -15,7 +15,7 @@ from cases import DEVICE, Case, Inputs
 from hypothesis import HealthCheck, settings
 
 import flash_dmattn
-from flash_dmattn.dispatch import call_cache as call_classes
+from flash_dmattn.dispatch import call_cache
 
 # The workers of pytest-xdist share the cores; a small product gains nothing from a second thread.
 torch.set_num_threads(1)
@@ -40,7 +40,7 @@ BACKENDS = ("eager", "flex", "triton", "cuda")
 @pytest.fixture(autouse=True)
 def nothing_remembered_of_calls() -> None:
     """A test may have other rules, probes and backends than the one before it."""
-    call_classes.forget()
+    call_cache.forget()
 
 
 class Runner:

@@ -16,8 +16,7 @@ from torch._subclasses import FakeTensorMode
 import flash_dmattn
 from flash_dmattn import api
 from flash_dmattn.backends import eager
-from flash_dmattn.dispatch import call_cache as call_classes
-from flash_dmattn.dispatch import selection, settings
+from flash_dmattn.dispatch import call_cache, selection, settings
 from flash_dmattn.dispatch.selection import Selection
 from flash_dmattn.masks import prepare_mask
 
@@ -175,7 +174,7 @@ def test_a_remembered_call_follows_what_is_set_around_it(described: list[int]) -
     torch.use_deterministic_algorithms(True)
     attend()
     assert len(described) == 5
-    assert [found.problem.deterministic for found in call_classes._classes.values()] == [False, False, True]
+    assert [found.problem.deterministic for found in call_cache._classes.values()] == [False, False, True]
 
 
 def test_what_is_remembered_runs_on_the_backend_of_its_time() -> None:
@@ -234,7 +233,7 @@ def test_what_may_not_be_looked_up_is_described(described: list[int]) -> None:
         with FakeTensorMode():
             attend()
     assert len(described) == 6
-    assert not call_classes._classes
+    assert not call_cache._classes
 
 
 PREPARED = {
@@ -273,7 +272,7 @@ def test_no_tensor_is_held() -> None:
     given["bias"].requires_grad_()
     flash_dmattn.attention(**given).sum().backward()
     alive = [weakref.ref(x) for x in given.values()]
-    assert call_classes._classes
+    assert call_cache._classes
     del given
     gc.collect()
     assert not any(x() is not None for x in alive)
@@ -284,15 +283,15 @@ def test_a_fallback_is_chosen_anew_by_every_call() -> None:
     problem = flash_dmattn.explain_problem((2, 4096, 16, 64), device="sm_80").problem
     chosen = Selection(eager, None)
     assert selection.falls_back(problem, "auto", chosen)
-    call_classes.remember(("key",), problem, chosen, "auto")
-    assert not call_classes._classes
-    call_classes.remember(("key",), problem, chosen, "eager")
-    assert call_classes._classes == {("key",): (problem, eager, None)}
+    call_cache.remember(("key",), problem, chosen, "auto")
+    assert not call_cache._classes
+    call_cache.remember(("key",), problem, chosen, "eager")
+    assert call_cache._classes == {("key",): (problem, eager, None)}
 
 
 def test_as_many_classes_as_may_be_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_classes, "MAX_REMEMBERED", 3)
+    monkeypatch.setattr(call_cache, "MAX_REMEMBERED", 3)
     for length in range(1, 9):
         x = torch.randn(1, length, 1, 4)
         flash_dmattn.attention(x, x, x)
-        assert 1 <= len(call_classes._classes) <= 3
+        assert 1 <= len(call_cache._classes) <= 3

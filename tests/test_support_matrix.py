@@ -12,7 +12,7 @@ import torch
 
 import flash_dmattn
 from flash_dmattn.backends.cuda import rules as cuda_rules
-from flash_dmattn.backends.protocol import Backend, Rule, accepts, broken_rules, is_differentiable
+from flash_dmattn.backends.protocol import Backend, Rule, accepts, broken_rules, is_composite
 from flash_dmattn.dispatch.errors import BackendError
 from flash_dmattn.dispatch.refusals import passes_of, reasons_against
 from flash_dmattn.dispatch.registry import BACKENDS
@@ -80,9 +80,9 @@ class TestRules:
         backend = BACKENDS[name]
         seen: set[str] = set()
         for seed, problem in problems:
-            for only in PASSES:
-                reasons = broken_rules(backend, problem, (only,))
-                assert accepts(backend, problem, only) == (not reasons), f"described({seed}), {only}: {problem}"
+            for direction in PASSES:
+                reasons = broken_rules(backend, problem, (direction,))
+                assert accepts(backend, problem, direction) == (not reasons), f"described({seed}), {direction}: {problem}"
                 seen.update(reason.code for reason in reasons)
         never_broken = {rule.code for rule in backend.RULES} - seen - UNREACHED.get(name, set())
         assert not never_broken, f"no random problem breaks {never_broken}: these rules are not covered here"
@@ -144,15 +144,15 @@ def test_the_choice_follows_the_rules(problems: list[tuple[int, AttentionProblem
                 assert refusal.reasons == reasons and reasons, where
             else:
                 assert not reasons and selection.forward is BACKENDS[name], where
-                assert is_differentiable(selection.forward) or (selection.backward is None) != any(problem.need), where
+                assert is_composite(selection.forward) or (selection.backward is None) != any(problem.need), where
         try:
             chosen = selected_names(problem, choose(problem, "auto"))
         except BackendError:
             # Eager serves everything but the probabilities, which auto gives to nobody.
             assert problem.return_probs, where
         else:
-            for name, only in zip(chosen, PASSES):
-                assert name is None or not reasons_against(name, problem, (only,), auto=True), where
+            for name, direction in zip(chosen, PASSES):
+                assert name is None or not reasons_against(name, problem, (direction,), auto=True), where
 
 
 def test_random_problems_are_varied(problems: list[tuple[int, AttentionProblem]]) -> None:

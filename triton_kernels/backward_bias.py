@@ -19,7 +19,7 @@ from .tile_ops import (
     load_bias,
     load_tile,
     mask_head,
-    over_sum,
+    renormalize,
     soft_cap,
 )
 
@@ -137,7 +137,7 @@ def backward_bias_kernel(
             s = tl.where(allowed, s, float("-inf"))
             p = tl.math.exp2(s - lse_rows[:, None])
             if FEW_KEYS:
-                p = over_sum(p, 1)
+                p = renormalize(p, 1)
             v_tile = load_tile(
                 v, v_strides, b, h_k, first_key, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
                 BLOCK_N, BLOCK_DV, TMA, WIDE, True, PAD_DV,

@@ -25,8 +25,8 @@ from .tile_ops import (
     load_tile,
     load_vector,
     mask_head,
-    over_sum,
     queries_of_keys,
+    renormalize,
     soft_cap,
 )
 
@@ -209,7 +209,7 @@ def backward_keys_kernel(
                         s = tl.where(allowed, s, float("-inf"))
                     p = tl.math.exp2(s - lse_rows[None, :])
                     if FEW_KEYS:
-                        p = over_sum(p, 0)
+                        p = renormalize(p, 0)
                     g_tile = load_tile(
                         dout, dout_strides, b, h, first, rows, shape.seqlen_q, dims_v, shape.head_dim_v,
                         BLOCK_M, BLOCK_DV, TMA, WIDE, True, PAD_DV,

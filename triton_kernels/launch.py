@@ -112,14 +112,14 @@ def backward(
     q, k, v, dout, out, lse = (*(_unit_rows(x) for x in (q, k, v, dout)), out.contiguous(), lse.contiguous())
     with on_device(q):
         mask = _packed(mask, q.shape[1], k.shape[1], flags)
-        if feels_rounding(q.dtype, k.shape[1], flags.window, need):
+        if needs_fp32_delta(q.dtype, k.shape[1], flags.window, need):
             out = _out_in_fp32(q, k, v, mask, bias, flags)
         key = ("backward", mask.form, need, flags, *_signature(q, k, v, bias, dout, dlse, out, lse, *mask.tensors))
         plan = remembered(_plans, key, lambda: plan_backward(Call(q, k, v, mask, bias, flags), dout, dlse, need))
         return plan(dout, dlse, q, k, v, mask, bias, out, lse)
 
 
-def feels_rounding(dtype: torch.dtype, seqlen_k: int, window: tuple[int, int], need: Need) -> bool:
+def needs_fp32_delta(dtype: torch.dtype, seqlen_k: int, window: tuple[int, int], need: Need) -> bool:
     """Whether delta, which all gradients but dv take, must not come from out in 16 bits.
 
     A row of few keys does not average out its rounding. Where all keys are few the kernels take delta from p and dp;

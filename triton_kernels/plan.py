@@ -170,7 +170,7 @@ def _descriptor(slot: int, x: Tensor, block: list[int]) -> Descriptor:
     return Descriptor(slot, list(x.shape), [*strides, 1], block)
 
 
-def splits_of(programs: int, blocks: int, processors: int) -> int:
+def num_kv_splits(programs: int, blocks: int, processors: int) -> int:
     """Among how many programs to share each loop over blocks where most processors would have no work, at least four
     blocks to each."""
     return 1 if 2 * programs > processors else max(1, min(2 * processors // programs, blocks // 4, 64))

@@ -19,7 +19,7 @@ from .backward_keys import KEY_SUM, NO_DBIAS, STORE, backward_keys_kernel
 from .backward_product import backward_product_kernel
 from .backward_queries import backward_queries_kernel
 from .kernel_launch import Descriptor, Launch
-from .plan import Call, classes_of, read_of, splits_of
+from .plan import Call, classes_of, num_kv_splits, read_of
 from .tile_ops import BAND, KEYS, TILES, Strides
 from .tile_table import Tile
 
@@ -115,7 +115,7 @@ def plan_keys(
     owners = shape.num_heads if split else num_heads_k
     tiles = triton.cdiv(shape.seqlen_k, tile.block_n)
     programs = tiles * shape.batch * owners
-    grid_tiles = tiles * splits_of(programs, triton.cdiv(shape.seqlen_q, tile.block_m), call.processors)
+    grid_tiles = tiles * num_kv_splits(programs, triton.cdiv(shape.seqlen_q, tile.block_m), call.processors)
     num_parts = shape.batch * owners * grid_tiles * tile.block_n
     small = num_parts * (shape.head_dim + shape.head_dim_v) * 4 <= MAX_PARTS_BYTES
     # A key mask may keep few keys, and then the programs of the others help with those.

@@ -155,7 +155,7 @@ def soft_cap(x):
 
 
 @triton.jit
-def over_sum(p, axis: tl.constexpr):
+def renormalize(p, axis: tl.constexpr):
     """p of all keys of a row, which this tile has, over their sum: that is 1 but for the rounding of a great lse."""
     total = tl.sum(p, axis)
     return p / tl.expand_dims(tl.where(total > 0.0, total, 1.0), axis)

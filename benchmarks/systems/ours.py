@@ -9,7 +9,7 @@ import torch
 
 import flash_dmattn
 from flash_dmattn import masks
-from flash_dmattn.backends.protocol import Pass, accepts, broken_rules
+from flash_dmattn.backends.protocol import Direction, accepts, broken_rules
 from flash_dmattn.dispatch.registry import BACKENDS, probe
 from flash_dmattn.dispatch.settings import BackendChoice
 from flash_dmattn.problem import AttentionProblem, device_arch
@@ -39,7 +39,7 @@ def needs(name: str, case: Case, device: torch.device) -> Needs:
     return Needs("", backward, lse, (name, name))
 
 
-def refusal(name: str, problem: AttentionProblem, passes: tuple[Pass, ...]) -> str:
+def refusal(name: str, problem: AttentionProblem, passes: tuple[Direction, ...]) -> str:
     """Every rule of a backend that some passes of a call break, in words."""
     return "; ".join(str(reason) for reason in broken_rules(BACKENDS[name], problem, passes))
 

@@ -13,7 +13,7 @@ from ..problem import FEATURES, AttentionProblem, Gradients, MaskView
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
-Pass = Literal["forward", "backward"]
+Direction = Literal["forward", "backward"]
 
 
 class Rule(NamedTuple):
@@ -28,7 +28,7 @@ class Rule(NamedTuple):
     holds: Callable[[AttentionProblem], bool]
     says: Callable[[AttentionProblem], str]
     hint: str = ""
-    passes: tuple[Pass, ...] = ("forward", "backward")
+    passes: tuple[Direction, ...] = ("forward", "backward")
 
 
 class Reason(NamedTuple):
@@ -120,7 +120,7 @@ class KernelBackend(Backend, Protocol):
         ...
 
 
-class DifferentiableBackend(Backend, Protocol):
+class CompositeBackend(Backend, Protocol):
     """A backend written in differentiable PyTorch: autograd goes through it, no pair needed.
 
     `mask` is None or a bool tensor, 4-D as `bias` is; a prepared mask is unpacked for it.
@@ -133,10 +133,10 @@ class DifferentiableBackend(Backend, Protocol):
         ...
 
 
-AnyBackend = KernelBackend | DifferentiableBackend
+AnyBackend = KernelBackend | CompositeBackend
 
 
-def is_differentiable(backend: AnyBackend) -> TypeIs[DifferentiableBackend]:
+def is_composite(backend: AnyBackend) -> TypeIs[CompositeBackend]:
     """Whether a backend is one differentiable function rather than a forward/backward pair."""
     if isinstance(backend, ModuleType):
         return "attention" in backend.__dict__  # on the path of every call: hasattr costs five times as much to say no
@@ -158,7 +158,7 @@ def is_fallback(backend: AnyBackend) -> bool:
     return hasattr(backend, "workspace_bytes")
 
 
-def broken_rules(backend: Backend, problem: AttentionProblem, passes: tuple[Pass, ...]) -> tuple[Reason, ...]:
+def broken_rules(backend: Backend, problem: AttentionProblem, passes: tuple[Direction, ...]) -> tuple[Reason, ...]:
     """Why a backend refuses the given passes of a call: features that it lacks, and rules that the call breaks."""
     missing = [name for name in FEATURES if name in problem.features - backend.FEATURES]
     return (
@@ -168,7 +168,7 @@ def broken_rules(backend: Backend, problem: AttentionProblem, passes: tuple[Pass
 
 
 def unmet(
-    backend: Backend, rules: tuple[Rule, ...], problem: AttentionProblem, passes: tuple[Pass, ...]
+    backend: Backend, rules: tuple[Rule, ...], problem: AttentionProblem, passes: tuple[Direction, ...]
 ) -> tuple[Reason, ...]:
     """The rules out of some of a backend that a call breaks in the given passes, with the values found."""
     return tuple(
@@ -178,14 +178,14 @@ def unmet(
     )
 
 
-def accepts(backend: Backend, problem: AttentionProblem, only: Pass) -> bool:
+def accepts(backend: Backend, problem: AttentionProblem, direction: Direction) -> bool:
     """Whether a backend serves one pass of a call: the fast form of `broken_rules`."""
-    return problem.features <= backend.FEATURES and all_hold(backend.RULES, problem, only)
+    return problem.features <= backend.FEATURES and all_hold(backend.RULES, problem, direction)
 
 
-def all_hold(rules: tuple[Rule, ...], problem: AttentionProblem, only: Pass) -> bool:
+def all_hold(rules: tuple[Rule, ...], problem: AttentionProblem, direction: Direction) -> bool:
     """Whether every rule of one pass holds."""
     for rule in rules:  # a plain loop: a generator costs twice as much on this path
-        if only in rule.passes and not rule.holds(problem):
+        if direction in rule.passes and not rule.holds(problem):
             return False
     return True

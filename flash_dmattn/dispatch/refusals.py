@@ -9,20 +9,20 @@ from typing import NoReturn
 
 import torch
 
-from ..backends.protocol import Pass, Reason, broken_rules, unmet
+from ..backends.protocol import Direction, Reason, broken_rules, unmet
 from ..problem import AttentionProblem
 from .errors import BackendUnavailableError, BackendUnsupportedError, FallbackWarning
 from .registry import BACKENDS, fallback, probe
 from .settings import process
 
 
-def passes_of(problem: AttentionProblem) -> tuple[Pass, ...]:
+def passes_of(problem: AttentionProblem) -> tuple[Direction, ...]:
     """The passes a call will run."""
     return ("forward", "backward") if any(problem.need) else ("forward",)
 
 
 def reasons_against(
-    name: str, problem: AttentionProblem, passes: tuple[Pass, ...], *, auto: bool = False
+    name: str, problem: AttentionProblem, passes: tuple[Direction, ...], *, auto: bool = False
 ) -> tuple[Reason, ...]:
     """Every reason why a backend does not serve these passes of a call; with `auto`, its preferences too."""
     backend = BACKENDS[name]
@@ -44,7 +44,7 @@ def backends_accepting(problem: AttentionProblem) -> tuple[str, ...]:
     return tuple(name for name in BACKENDS if not reasons_against(name, problem, passes_of(problem)))
 
 
-def refuse(problem: AttentionProblem, name: str, passes: tuple[Pass, ...]) -> NoReturn:
+def refuse(problem: AttentionProblem, name: str, passes: tuple[Direction, ...]) -> NoReturn:
     reasons = reasons_against(name, problem, passes)
     accepted_by = backends_accepting(problem)
     availability = probe(name)

@@ -8,7 +8,7 @@ from typing import Any, cast
 from ..backends import eager, reference
 from ..backends.cuda import backend as cuda
 from ..backends.flex import backend as flex
-from ..backends.protocol import AnyBackend, Availability, is_differentiable, is_fallback
+from ..backends.protocol import AnyBackend, Availability, is_composite, is_fallback
 from ..backends.triton import backend as triton
 from ..problem import FEATURES
 
@@ -34,7 +34,7 @@ def register_backend(backend: AnyBackend, *, before: str | None = None) -> None:
         TypeError: something the protocol asks for is missing.
     """
     missing = [name for name in ("NAME", "FEATURES", "RULES", "AUTO_RULES", "probe") if not hasattr(backend, name)]
-    if not is_differentiable(backend):
+    if not is_composite(backend):
         missing += [name for name in ("forward", "backward") if not hasattr(backend, name)]
     if missing:
         raise TypeError(f"backend {backend!r} has no {', '.join(missing)}; see flash_dmattn.backends.protocol.Backend")

@@ -8,11 +8,11 @@ import torch
 
 from ..backends.protocol import (
     AnyBackend,
+    Direction,
     KernelBackend,
-    Pass,
     accepts,
     all_hold,
-    is_differentiable,
+    is_composite,
     is_fallback,
 )
 from ..problem import AttentionProblem
@@ -91,7 +91,7 @@ def _choose_auto(problem: AttentionProblem) -> Selection:
         # The few rules of auto first: they turn most calls on a CPU away from the others at once.
         if not all_hold(backend.AUTO_RULES, problem, "forward") or not _serves(name, problem, "forward"):
             continue
-        if is_differentiable(backend):
+        if is_composite(backend):
             if needs_backward and not accepts(backend, problem, "backward"):
                 continue
             return Selection(backend, None)
@@ -100,7 +100,7 @@ def _choose_auto(problem: AttentionProblem) -> Selection:
         # The same backend where it can; else any other pair, since all share the layout of lse.
         for other in (name, *BACKENDS):
             if (
-                not is_differentiable(BACKENDS[other])
+                not is_composite(BACKENDS[other])
                 and _serves(other, problem, "backward")
                 and all_hold(BACKENDS[other].AUTO_RULES, problem, "backward")
             ):
@@ -108,9 +108,9 @@ def _choose_auto(problem: AttentionProblem) -> Selection:
     refuse_all(problem)
 
 
-def _serves(name: str, problem: AttentionProblem, only: Pass) -> bool:
+def _serves(name: str, problem: AttentionProblem, direction: Direction) -> bool:
     # Rules before the probe: a rule costs nanoseconds, a first probe imports a library.
-    if name in process.disabled or not accepts(BACKENDS[name], problem, only):
+    if name in process.disabled or not accepts(BACKENDS[name], problem, direction):
         return False
     return works(name)
 
@@ -128,12 +128,12 @@ def _choose_named(problem: AttentionProblem, requested: BackendChoice) -> Select
             and (not needs_backward or _serves(forward_name, problem, "backward"))
         ):
             refuse(problem, forward_name, passes_of(problem))
-        if is_differentiable(forward) or not needs_backward:
+        if is_composite(forward) or not needs_backward:
             return Selection(forward, None)
         return Selection(forward, forward)
     for name in (forward_name, backward_name):
-        if is_differentiable(BACKENDS[name]):
-            pairs = ", ".join(repr(n) for n, b in BACKENDS.items() if not is_differentiable(b))
+        if is_composite(BACKENDS[name]):
+            pairs = ", ".join(repr(n) for n, b in BACKENDS.items() if not is_composite(b))
             raise ValueError(
                 f"backend is {requested!r}, but {name!r} is one differentiable function that cannot serve a single "
                 f"pass; a pair needs two of {pairs}"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from ..backends.cuda import rules
-from ..backends.protocol import Backend, Pass, Reason, accepts, all_hold, broken_rules, unmet
+from ..backends.protocol import Backend, Direction, Reason, accepts, all_hold, broken_rules, unmet
 from ..dispatch.registry import BACKENDS
 from ..explanation import explain_problem
 from ..problem import AttentionProblem
@@ -97,13 +97,13 @@ class Cell(NamedTuple):
 
 def cell(backend: Backend, problem: AttentionProblem) -> Cell:
     """Ask the rules of one backend; whether it works on this machine plays no part."""
-    passes: tuple[Pass, ...] = ("forward", "backward") if any(problem.need) else ("forward",)
-    refused = tuple(only for only in passes if not accepts(backend, problem, only))
+    passes: tuple[Direction, ...] = ("forward", "backward") if any(problem.need) else ("forward",)
+    refused = tuple(direction for direction in passes if not accepts(backend, problem, direction))
     if "forward" in refused:
         return Cell("no", broken_rules(backend, problem, passes))
     if refused:
         return Cell("forward", broken_rules(backend, problem, refused))
-    if any(not all_hold(backend.AUTO_RULES, problem, only) for only in passes):
+    if any(not all_hold(backend.AUTO_RULES, problem, direction) for direction in passes):
         return Cell("by name", unmet(backend, backend.AUTO_RULES, problem, passes))
     return Cell("yes")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .fault import Fault
 
-SETTINGS_AROUND = ("tests/test_call_classes.py::test_a_remembered_call_follows_what_is_set_around_it",)
+SETTINGS_AROUND = ("tests/test_call_cache.py::test_a_remembered_call_follows_what_is_set_around_it",)
 PAIRS = ("tests/test_selection.py::test_each_backend_of_a_pair_is_asked_for_its_own_pass",)
 INVALID = "tests/test_validation.py::test_invalid_call_names_argument_found_and_needed"
 VALID = "tests/test_validation.py::test_valid_call_passes_and_is_read_as_the_contract_says"
@@ -30,42 +30,42 @@ FAULTS: tuple[Fault, ...] = (
         "flash_dmattn/dispatch/call_cache.py",
         "            process.disabled,\n",
         "",
-        ("tests/test_call_classes.py::test_settings_outside_of_the_call_are_noticed",),
+        ("tests/test_call_cache.py::test_settings_outside_of_the_call_are_noticed",),
     ),
     Fault(
         "a remembered call does not know whether gradients are recorded",
         "flash_dmattn/dispatch/call_cache.py",
         "            torch.is_grad_enabled(),\n",
         "",
-        ("tests/test_call_classes.py::test_grad_mode_makes_another_class",),
+        ("tests/test_call_cache.py::test_grad_mode_makes_another_class",),
     ),
     Fault(
         "a remembered call does not tell True from 1",
         "flash_dmattn/dispatch/call_cache.py",
         "            kinds,\n",
         "",
-        ("tests/test_call_classes.py::test_what_only_equals_a_valid_argument_is_refused",),
+        ("tests/test_call_cache.py::test_what_only_equals_a_valid_argument_is_refused",),
     ),
     Fault(
         "a remembered call does not know the strides of its tensors",
         "flash_dmattn/dispatch/call_cache.py",
         "x.shape, x.stride(), x.dtype",
         "x.shape, x.dtype",
-        ("tests/test_call_classes.py::test_a_changed_argument_makes_another_class",),
+        ("tests/test_call_cache.py::test_a_changed_argument_makes_another_class",),
     ),
     Fault(
         "a fallback to eager is remembered, and so warns no more",
         "flash_dmattn/dispatch/call_cache.py",
         " or falls_back(problem, choice_in_force(backend), selection):",
         ":",
-        ("tests/test_call_classes.py::test_a_fallback_is_chosen_anew_by_every_call",),
+        ("tests/test_call_cache.py::test_a_fallback_is_chosen_anew_by_every_call",),
     ),
     Fault(
         "a remembered call outlives the registration of a backend",
         "flash_dmattn/dispatch/registry.py",
         "        notify()\n",
         "        pass\n",
-        ("tests/test_call_classes.py::test_what_is_remembered_runs_on_the_backend_of_its_time",),
+        ("tests/test_call_cache.py::test_what_is_remembered_runs_on_the_backend_of_its_time",),
     ),
     Fault(
         "the second backend of a pair is asked its forward rules",

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 from ...problem import AttentionProblem, dtype_name, fits_tma, keys_of_query
-from ..protocol import Pass, Rule
+from ..protocol import Direction, Rule
 from . import extension
 
 # (head_dim, head_dim_v) that kernels are compiled for; a call takes the first that holds its own.
@@ -27,37 +27,37 @@ def installed_units() -> frozenset[str] | None:
         return None
 
 
-def _built_dims(dtype: torch.dtype, only: Pass) -> tuple[tuple[int, int], ...]:
+def _built_dims(dtype: torch.dtype, direction: Direction) -> tuple[tuple[int, int], ...]:
     """The head dims that a pass of this dtype can have; of a dtype that no unit has, another rule speaks."""
-    return _dims_of(installed_units(), dtype, only)
+    return _dims_of(installed_units(), dtype, direction)
 
 
 @cache
-def _dims_of(units: frozenset[str] | None, dtype: torch.dtype, only: Pass) -> tuple[tuple[int, int], ...]:
-    pairs = UNITS if only == "forward" else BACKWARD_UNITS
+def _dims_of(units: frozenset[str] | None, dtype: torch.dtype, direction: Direction) -> tuple[tuple[int, int], ...]:
+    pairs = UNITS if direction == "forward" else BACKWARD_UNITS
     if units is None or dtype not in _DTYPES:
         return pairs
     name = _DTYPES[dtype]
-    return tuple((d, d_v) for d, d_v in pairs if f"{only}_d{d}{f'_{d_v}' if d_v != d else ''}_{name}" in units)
+    return tuple((d, d_v) for d, d_v in pairs if f"{direction}_d{d}{f'_{d_v}' if d_v != d else ''}_{name}" in units)
 
 
 # A file is read, which torch.compile cannot trace; see `registry.works`.
 setattr(_built_dims, "_dynamo_marked_constant", True)  # noqa: B010
 
 
-def _unit(p: AttentionProblem, only: Pass) -> tuple[int, int] | None:
+def _unit(p: AttentionProblem, direction: Direction) -> tuple[int, int] | None:
     """The head dims of the kernels that serve the call; None where no kernels do."""
-    fitting = ((d, d_v) for d, d_v in _built_dims(p.dtype, only) if p.head_dim <= d and p.head_dim_v <= d_v)
+    fitting = ((d, d_v) for d, d_v in _built_dims(p.dtype, direction) if p.head_dim <= d and p.head_dim_v <= d_v)
     return next(fitting, None)
 
 
-def _has_unit(p: AttentionProblem, only: Pass) -> bool:
-    return _unit(p, only) is not None
+def _has_unit(p: AttentionProblem, direction: Direction) -> bool:
+    return _unit(p, direction) is not None
 
 
-def _units_text(p: AttentionProblem, only: Pass) -> str:
-    kernels = "kernels" if only == "forward" else "backward kernels"
-    dims = " or ".join(f"{d} and {d_v}" for d, d_v in _built_dims(p.dtype, only))
+def _units_text(p: AttentionProblem, direction: Direction) -> str:
+    kernels = "kernels" if direction == "forward" else "backward kernels"
+    dims = " or ".join(f"{d} and {d_v}" for d, d_v in _built_dims(p.dtype, direction))
     if not dims:
         return f"this build has no {kernels} of {dtype_name(p.dtype)}"
     return f"the {kernels} that are built take multiples of 8 up to {dims}"

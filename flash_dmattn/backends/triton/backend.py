@@ -96,7 +96,7 @@ def notes(problem: AttentionProblem) -> tuple[str, ...]:
         for name, strides in (("q", p.q_strides), ("k", p.k_strides), ("v", p.v_strides))
         if strides[3] != 1 and p.head_dim > 1
     ]
-    if probe().usable and _kernels().feels_rounding(p.dtype, p.seqlen_k, p.window, p.need):
+    if probe().usable and _kernels().needs_fp32_delta(p.dtype, p.seqlen_k, p.window, p.need):
         copies.append("for the gradients copies q, k, v to fp32 and computes out anew: few keys feel its rounding")
     return tuple(copies)
 
