@@ -364,7 +364,7 @@ def look(site: Path, cwd: Path) -> tuple[str, str]:
     return info, raised
 
 
-BUILD_COMMAND = "build it in a checkout: FLASH_DMATTN_BUILD_CUDA=force pip install --no-build-isolation -v ."
+BUILD_COMMAND = "build it in a checkout: FLASH_DMATTN_BUILD_CUDA=force python -m pip install --no-build-isolation -v ."
 
 
 @builds

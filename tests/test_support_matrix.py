@@ -82,7 +82,8 @@ class TestRules:
         for seed, problem in problems:
             for direction in PASSES:
                 reasons = broken_rules(backend, problem, (direction,))
-                assert accepts(backend, problem, direction) == (not reasons), f"described({seed}), {direction}: {problem}"
+                where = f"described({seed}), {direction}: {problem}"
+                assert accepts(backend, problem, direction) == (not reasons), where
                 seen.update(reason.code for reason in reasons)
         never_broken = {rule.code for rule in backend.RULES} - seen - UNREACHED.get(name, set())
         assert not never_broken, f"no random problem breaks {never_broken}: these rules are not covered here"

@@ -14,7 +14,7 @@ from ..._version import __version__
 
 NAME = "flash_dmattn._C"
 # For a person who has none, in a checkout; -v is what makes pip show the progress.
-BUILD_COMMAND = "FLASH_DMATTN_BUILD_CUDA=force pip install --no-build-isolation -v ."
+BUILD_COMMAND = "FLASH_DMATTN_BUILD_CUDA=force python -m pip install --no-build-isolation -v ."
 
 # What stands before the JSON in the file; csrc/build_cuda.py writes it.
 _PREFIX = b"FLASH_DMATTN_BUILD_INFO "
