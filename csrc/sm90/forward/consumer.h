@@ -91,12 +91,13 @@ struct Consumer {
       if constexpr (Traits::kHasMask) {
 #pragma unroll
         for (int w = 0; w < kWords; ++w) {
-          const uint32_t word = mask_words.words[r][w] >> column;
+          // The thread's keys are two neighbours in each 8 of the word. The product moves their bits to bits 24 to 31,
+          // which ptxas moves to predicates together; no two partial products meet.
+          const uint32_t bits = (mask_words.words[r][w] >> column & 0x03030303u) * 0x01041040u;
 #pragma unroll
           for (int i = 0; i < 8; ++i) {
-            const int bit = i / 2 * 8 + i % 2;
             float& score = scores[4 * (4 * w + i / 2) + 2 * r + i % 2];
-            score = word & 1u << bit ? score : -INFINITY;
+            score = bits & 1u << (24 + i) ? score : -INFINITY;
           }
         }
       } else {
