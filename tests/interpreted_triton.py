@@ -284,7 +284,6 @@ LINES = {
     "masks": (
         PLAIN.with_(num_heads=4, num_heads_k=2, mask=("1", "Hk", "Lq", "Lk"), mask_kind="empty_rows", seqlen_k=140),
         PLAIN.with_(mask=("B", "1", "1", "Lk"), bias=SHARED),
-        PLAIN.with_(mask=SHARED, mask_kind="empty_tiles", seqlen_k=270),  # of 128 keys the first are empty
     ),
     # Programs share the keys: parts differ, and some rows have a key in none of them.
     "parts": (FEW_ROWS.with_(logits=3.0), FEW_ROWS.with_(mask=SHARED, mask_kind="empty_rows")),

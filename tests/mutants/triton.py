@@ -6,9 +6,10 @@ from .fault import Fault
 
 _LINES = "tests/test_triton_interpreter.py::test_lines_that_random_calls_may_miss"
 SCORES, SOFTCAP, BANDS = (f"{_LINES}[scores-4]",), (f"{_LINES}[softcap-3]",), (f"{_LINES}[bands-7]",)
-MASKS, PARTS = (f"{_LINES}[masks-3]",), (f"{_LINES}[parts-2]",)
+MASKS, PARTS = (f"{_LINES}[masks-2]",), (f"{_LINES}[parts-2]",)
 EMPTY_ROWS = ("tests/test_triton_interpreter.py::test_the_lse_of_an_empty_row_takes_no_gradient",)
-BEYOND_INT32 = ("tests/test_mask_pack_interpreter.py::test_interpreted[beyond_int32]",)
+_PACKING = "tests/test_mask_pack_interpreter.py::test_interpreted"
+PACKED, BEYOND_INT32 = (f"{_PACKING}[shapes]",), (f"{_PACKING}[beyond_int32]",)
 
 FAULTS: tuple[Fault, ...] = (
     # Scores and their sums
@@ -153,7 +154,7 @@ FAULTS: tuple[Fault, ...] = (
         "triton_kernels/mask_pack.py",
         "kind = seen + seen * ",
         "kind = 2 * (1 - seen) + seen + seen * ",
-        MASKS,
+        PACKED,
     ),
     Fault(
         "packing: offsets of keys in 32 bits",
