@@ -184,8 +184,8 @@ __device__ __forceinline__ void dsmem_store_async(uint32_t to, int value, uint32
 // --- programmatic dependent launch --------------------------------------------------------------------------------
 
 // Waits until the kernels before are complete and their writes are visible. Nothing that they write may be read
-// earlier. Nor by __ldg: that is for data that does not change while a kernel runs, and these kernels start while the
-// one before still writes.
+// earlier. Nor by __ldg, where the kernel before has let this one start early: __ldg is for data that does not change
+// while a kernel runs.
 __device__ __forceinline__ void griddep_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // Lets the next kernel of the stream start its blocks once all blocks of this one have called it or exited. Call it

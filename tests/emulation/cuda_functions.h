@@ -48,6 +48,11 @@ inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 
 template <class T>
+T __ldg(const T* from) {
+  return *from;
+}
+
+template <class T>
 T atomicAdd(T* to, T value) {
   const T before = *to;
   *to = before + value;

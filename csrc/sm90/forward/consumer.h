@@ -70,13 +70,14 @@ struct Consumer {
     if constexpr (Traits::kHasMask) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
+        // By __ldg: masks come from the packing kernels, which never let the next kernel start early.
         const int32_t* bits = rows[r] + block * kWords;
         if constexpr (kWords == 4) {
-          const int4 four = *reinterpret_cast<const int4*>(bits);
+          const int4 four = __ldg(reinterpret_cast<const int4*>(bits));
           mask_words.words[r][0] = four.x, mask_words.words[r][1] = four.y, mask_words.words[r][2] = four.z,
           mask_words.words[r][3] = four.w;
         } else {
-          const int2 two = *reinterpret_cast<const int2*>(bits);
+          const int2 two = __ldg(reinterpret_cast<const int2*>(bits));
           mask_words.words[r][0] = two.x, mask_words.words[r][1] = two.y;
         }
       }

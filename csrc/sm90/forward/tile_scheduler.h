@@ -45,8 +45,9 @@ struct Walk {
     if constexpr (Traits::kHasMask) {
       const int tiles_k = (p.seqlen_k + kTile - 1) / kTile, tiles_q = (p.seqlen_q + kTile - 1) / kTile;
       const int32_t* list = p.mask_lists + (mask_of(p, work) * tiles_q + work.block_q) * (2 + tiles_k);
-      walk.num_full = list[0];
-      walk.steps = (walk.num_full + list[1]) * kBlocksPerTile;
+      // By __ldg: masks come from the packing kernels, which never let the next kernel start early.
+      walk.num_full = __ldg(list);
+      walk.steps = (walk.num_full + __ldg(list + 1)) * kBlocksPerTile;
       walk.list = list + 2;
     } else {
       const int last_row = min(work.first_row + Traits::kBlockM, p.seqlen_q) - 1;
@@ -79,7 +80,7 @@ struct Walk {
     if constexpr (Traits::kHasMask) {
       const int position = steps / kBlocksPerTile - 1 - step / kBlocksPerTile;
       needs_mask = position >= num_full;
-      return list[position] * kBlocksPerTile + (kBlocksPerTile - 1 - step % kBlocksPerTile);
+      return __ldg(list + position) * kBlocksPerTile + (kBlocksPerTile - 1 - step % kBlocksPerTile);
     } else {
       const int block = stop - 1 - step;
       needs_mask = block < start_inside || block >= stop_inside;
