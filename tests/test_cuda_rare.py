@@ -121,7 +121,16 @@ def test_the_lse_of_an_empty_row_takes_no_gradient(backend: Runner) -> None:
     assert_empty_rows_ignore_dlse(served(backend, case, inputs, deterministic=True), case, inputs)
 
 
-# Sums of several blocks
+# Blocks and warps in many orders
+
+
+def test_what_is_copied_is_waited_for(backend: Runner) -> None:
+    """In each order of the emulated GPU copies arrive at another time: without a wait a third of these calls fails."""
+    case = BASE.with_(bias=FULL)
+    for seed in range(16 if DEVICE == "cpu" else 1):
+        if DEVICE == "cpu":
+            emulated_cuda.configure(3, seed)
+        check(backend, case)
 
 
 def test_parts_of_the_keys_weigh_what_they_hold(backend: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
