@@ -181,7 +181,7 @@ def empty_row_calls() -> Iterator[str | None]:
     """Outcomes of gradients that come back through the lse of empty rows."""
     attention = partial(flash_dmattn.attention, return_lse=True, backend="triton")
     for bias in (("1", "Hk", "Lq", "1"), ("B", "1", "1", "Lk"), ("B", "Hq", "Lq", "Lk")):
-        case = Case(num_heads=2, num_heads_k=1, mask=("B", "1", "Lq", "Lk"), mask_kind="empty_rows", bias=bias)
+        case = Case(batch=1, num_heads=2, num_heads_k=1, bias=bias, mask=("B", "1", "Lq", "Lk"), mask_kind="empty_rows")
         set_up(TILES[0], 1, PARTS_BYTES[0])
         try:
             assert_empty_rows_ignore_dlse(attention, case, case.build())

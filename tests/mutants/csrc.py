@@ -132,7 +132,7 @@ FAULTS: tuple[Fault, ...] = (
         "csrc/sm90/backward/consumer.h",
         "barrier_wait(&shared.bias_full[pipe.stage], pipe.phase);",
         "",
-        _every_gradient("per score"),
+        (f"{_RARE}test_what_is_copied_is_waited_for[cuda]",),
     ),
     Fault(
         "heads of a group add to dk and dv without waiting for their turn",
