@@ -99,7 +99,11 @@ def check_strides() -> None:
         keep = (1, 2, 3) if form == "tiles" and shape == (3, 1, 20, 40) else (1,)
         for dim in range(4):
             rows = [far(x, dim) if dim < 3 else x for x in (q, k, v, dout)]
-            moved = [x if i in keep or dim >= x.dim() - 1 else far(x, dim) for i, x in enumerate(mask)]
+            moved = mask._replace(
+                tensors=tuple(
+                    x if i in keep or dim >= x.dim() - 1 else far(x, dim) for i, x in enumerate(mask.tensors)
+                )
+            )
             far_dlse = far(dlse, dim) if dim < 3 else dlse
             found = results(*rows[:3], moved, bias is not None and far(bias, dim), rows[3], far_dlse, flags)
             assert_equal(found, expected, (shape, form, dim))

@@ -13,14 +13,14 @@ import flash_dmattn
 from flash_dmattn.__main__ import main
 from flash_dmattn.backends import eager
 from flash_dmattn.backends.protocol import Rule
-from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.tools.cli import verify
 
 
 class Wrong:
     """Eager with one of its results scaled or replaced, to see that the verification notices."""
 
-    NAME, RULES, AUTO_RULES, probe = "wrong", (), (), staticmethod(eager.probe)
+    NAME, FEATURES, RULES, AUTO_RULES = "wrong", eager.FEATURES, (), ()
+    probe = staticmethod(eager.probe)
 
     def __init__(self, name: str, factor: float) -> None:
         self.name, self.factor = name, factor
@@ -40,7 +40,7 @@ def registered(request: pytest.FixtureRequest) -> Iterator[None]:
     backend = Wrong(*request.param)
     flash_dmattn.register_backend(backend)
     yield
-    del BACKENDS[backend.NAME]
+    flash_dmattn.unregister_backend(backend.NAME)
 
 
 def test_verify_passes_and_lists_what_does_not_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,7 +97,7 @@ def test_verify_completes_a_forward_pass_by_the_backward_pass_of_another(capsys:
         with flash_dmattn.disable_backends("flex", "reference"):
             assert main(["info", "--verify"]) == 0
     finally:
-        del BACKENDS["alone"]
+        flash_dmattn.unregister_backend("alone")
     printed = capsys.readouterr().out
     for case in verify.CASES:
         assert re.search(rf"^alone +{case.name} .*<.* pass$", printed, re.MULTILINE), printed

@@ -52,7 +52,6 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "bias_dtype": ({"bias": (1, 16, 4096, 4096), "bias_dtype": "fp64"}, "bias has dtype float64; "),
     "head_dim": ({"q": (2, 4096, 16, 100)}, r"head dims are 100 and 100 \(v\); .* multiples of 8 up to 64 and 64 or "),
     "key_mask": ({"mask": KEY_MASK}, "mask.* has one row for all queries; "),
-    "return_probs": ({"return_probs": True}, "return_probs is set; "),
     "backward_head_dim": (
         {"q": (2, 4096, 16, 192), "head_dim_v": 128, **GRADIENTS},
         r"head dims are 192 and 128 \(v\); the backward kernels .* multiples of 8 up to 64 and 64 or 128 and 128 ",

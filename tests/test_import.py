@@ -1,4 +1,4 @@
-"""What `import flash_dmattn` costs and loads, and that it survives each optional package being broken."""
+"""What `import flash_dmattn` loads, and that it survives each optional package being broken."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-MEASURE = """
-import json, sys, time
+LOADED = """
+import json, sys
 import torch
 before = set(sys.modules)
-start = time.perf_counter()
 import flash_dmattn
-seconds = time.perf_counter() - start
-print(json.dumps({"seconds": seconds, "loaded": sorted(set(sys.modules) - before)}))
+print(json.dumps(sorted(set(sys.modules) - before)))
 """
 
 # Each costs a second or more to load, or is not installed everywhere, or is a part that few programs use.
@@ -32,6 +30,7 @@ LAZY = (
     "rich",
     "numpy",
     "flash_dmattn.nn",
+    "flash_dmattn.masks.prepared.builders",
     "flash_dmattn.tools.demo",
     "flash_dmattn.tools.cli",
     "flash_dmattn.__main__",
@@ -93,17 +92,13 @@ def run(code: str) -> str:
     return done.stdout
 
 
-def test_import_adds_at_most_50_ms_to_torch() -> None:
-    # The least of five runs: what else the machine does can only add to it.
-    seconds = min(json.loads(run(MEASURE))["seconds"] for _ in range(5))
-    assert seconds <= 0.050, f"import flash_dmattn takes {1e3 * seconds:.0f} ms after torch; 50 ms is the budget"
-
-
 def test_import_loads_nothing_heavy() -> None:
-    loaded = json.loads(run(MEASURE))["loaded"]
+    loaded = json.loads(run(LOADED))
     assert "flash_dmattn" in loaded
     heavy = [name for name in loaded if any(name == lazy or name.startswith(lazy + ".") for lazy in LAZY)]
     assert not heavy, f"import flash_dmattn also loads {heavy}"
+    others = {name.partition(".")[0] for name in loaded} - {"flash_dmattn", "torch"} - sys.stdlib_module_names
+    assert not others, f"import flash_dmattn also loads the packages {others}"
 
 
 @pytest.mark.parametrize("error", ["ImportError", "OSError"])

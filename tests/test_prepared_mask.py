@@ -9,6 +9,7 @@ import torch
 from flash_dmattn import masks
 from flash_dmattn.masks.prepared import packing
 from flash_dmattn.masks.prepared.types import prepare_mask
+from flash_dmattn.problem import make_band
 
 SIZES = [(0, 0), (0, 5), (5, 0), (1, 1), (7, 1), (1, 130), (2, 33), (129, 31), (130, 300), (260, 128), (128, 257)]
 BANDS = [
@@ -168,8 +169,8 @@ def test_tiles_of_the_last_row_may_be_full_and_those_of_a_cut_column_may_not(seq
 def test_limits_beyond_the_mask_are_cut_to_what_fits_int32(seqlen_q, seqlen_k, window_size):
     """Kernels add the limits to positions in int32; a limit past the last diagonal says what an unlimited side says."""
     nearest = tuple(min(side, seqlen_q + seqlen_k) for side in window_size)
-    band = packing.make_band(seqlen_q, seqlen_k, False, window_size)
-    assert band == packing.make_band(seqlen_q, seqlen_k, False, nearest)
+    band = make_band(seqlen_q, seqlen_k, window_size)
+    assert band == make_band(seqlen_q, seqlen_k, nearest)
     if band is not None:
         assert -seqlen_q <= band.low and band.high <= seqlen_k
 

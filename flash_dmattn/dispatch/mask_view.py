@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..backends.protocol import AnyBackend, KernelBackend, reads_prepared_masks
 from ..problem import AttentionProblem, MaskView
+from . import packers as packers  # registers the fast packers with flash_dmattn.masks
 
 if TYPE_CHECKING:
     from ..masks import PreparedMask

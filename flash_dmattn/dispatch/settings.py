@@ -1,48 +1,28 @@
-"""What the user has set outside a call: default backend, disabled backends, fallback policy, decision records."""
+"""What the user sets outside a call: default backend, disabled backends, fallback policy, decision records."""
 
 from __future__ import annotations
 
 import os
-import threading
 from types import TracebackType
-from typing import Literal, NamedTuple
 
 from .registry import BACKENDS, check_name
+from .state import BackendChoice, Decision, Fallback, check_fallback, parse_choice, process, thread
 
-BackendChoice = str | tuple[str, str]
-Fallback = Literal["warn", "silent", "error"]
-
-_FALLBACKS = ("warn", "silent", "error")
-
-
-class Decision(NamedTuple):
-    """What one call of `attention` ran on; `backward` is None where no gradient is needed."""
-
-    problem: object
-    requested: BackendChoice
-    forward: str
-    backward: str | None
-
-
-class _ProcessSettings:
-    """Settings of the whole process. torch.compile guards on these attributes, so a change recompiles."""
-
-    def __init__(self) -> None:
-        self.default_backend: BackendChoice = "auto"
-        self.disabled: tuple[str, ...] = ()
-        self.fallback: Fallback = "warn"
-        # Raised at the first call and not here, so that `python -m flash_dmattn info` can show what is wrong.
-        self.environment_error: str | None = None
-        self.environment_unchecked = True  # its names: backends may be registered after the import
-        try:
-            self.default_backend = parse_choice(
-                os.environ.get("FLASH_DMATTN_BACKEND") or "auto", "FLASH_DMATTN_BACKEND"
-            )
-            disabled = os.environ.get("FLASH_DMATTN_DISABLE", "")
-            self.disabled = tuple(name.strip() for name in disabled.split(",") if name.strip())
-            self.fallback = check_fallback(os.environ.get("FLASH_DMATTN_FALLBACK") or "warn", "FLASH_DMATTN_FALLBACK")
-        except ValueError as error:
-            self.environment_error = str(error)
+__all__ = [
+    "BackendChoice",
+    "Decision",
+    "Fallback",
+    "check_choice",
+    "check_environment",
+    "disable_backends",
+    "parse_choice",
+    "process",
+    "record_decisions",
+    "set_default_backend",
+    "set_fallback",
+    "thread",
+    "use_backend",
+]
 
 
 def check_environment() -> None:
@@ -57,35 +37,6 @@ def check_environment() -> None:
             if name not in BACKENDS and name != "auto":
                 raise ValueError(f"{variable} names {name!r}; it needs names out of {', '.join(map(repr, BACKENDS))}")
     process.environment_unchecked = False
-
-
-class _ThreadSettings(threading.local):
-    """Settings of `with` blocks. The defaults are set here and not on the class, where torch.compile misses changes."""
-
-    def __init__(self) -> None:
-        self.backend: BackendChoice | None = None
-        self.records: list[Decision] | None = None
-
-
-def parse_choice(text: str, source: str = "backend") -> BackendChoice:
-    """Read "name" or "forward,backward", as environment variables and the command line give it."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if len(names) == 1:
-        return names[0]
-    if len(names) == 2:
-        return names[0], names[1]
-    raise ValueError(f"{source} is {text!r}; it needs to be one name, or forward and backward as 'name,name'")
-
-
-def check_fallback(value: str, source: str = "fallback") -> Fallback:
-    """Refuse anything but the three policies."""
-    if value not in _FALLBACKS:
-        raise ValueError(f"{source} is {value!r}; it needs to be one of {', '.join(map(repr, _FALLBACKS))}")
-    return value  # type: ignore[return-value]
-
-
-process = _ProcessSettings()
-thread = _ThreadSettings()
 
 
 class use_backend:

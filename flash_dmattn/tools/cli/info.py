@@ -149,7 +149,7 @@ def _gpus(seen_by_driver: list[Report]) -> list[Report]:
 
 
 def _settings(backends: dict[str, Report]) -> Report:
-    from ...dispatch.settings import process
+    from ...dispatch.state import process  # which needs no torch
 
     default = process.default_backend
     named = {*([default] if isinstance(default, str) else default), *process.disabled}
