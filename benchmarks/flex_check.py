@@ -41,14 +41,14 @@ class Class(NamedTuple):
     lengths: tuple[str, str]
     mask: str | None
     bias: str | None
-    need: str
+    needs_grad: str
     flags: str
 
     def __str__(self) -> str:
         mask, bias = (form if form is None else form or "1" for form in (self.mask, self.bias))
         return (
             f"{dtype_name(self.dtype)} H{self.heads[0]}/{self.heads[1]} D{self.dims[0]}/{self.dims[1]} "
-            f"L {self.lengths[0]}/{self.lengths[1]} mask {mask} bias {bias} d[{self.need}] {self.flags}"
+            f"L {self.lengths[0]}/{self.lengths[1]} mask {mask} bias {bias} d[{self.needs_grad}] {self.flags}"
         )
 
 
@@ -118,7 +118,7 @@ def draw(kind: Class, rng: random.Random, device: str) -> Call:
         bias = torch.randn(shape_of(kind.bias, *sizes), device=device) * rng.choice((0.5, 3.0))
         if bias.shape[3] > 8:
             bias[..., rng.randrange(bias.shape[3])] = -torch.inf
-        bias = bias.to(rng.choice((kind.dtype, FP32)) if "b" not in kind.need else kind.dtype)
+        bias = bias.to(rng.choice((kind.dtype, FP32)) if "b" not in kind.needs_grad else kind.dtype)
     flags: dict[str, Any] = {"is_causal": "causal" in kind.flags}
     if "window" in kind.flags:
         flags["window_size"] = (rng.randint(0, 400), rng.choice((0, 20)))
@@ -129,11 +129,11 @@ def draw(kind: Class, rng: random.Random, device: str) -> Call:
     return Call(q, k, v, mask, bias, flags)
 
 
-def leaves_of(call: Call, need: str, dtype: torch.dtype | None = None) -> list[Tensor | None]:
-    """Fresh q, k, v, bias, in another dtype where one is given, requiring the gradients in `need`."""
+def leaves_of(call: Call, needs_grad: str, dtype: torch.dtype | None = None) -> list[Tensor | None]:
+    """Fresh q, k, v, bias, in another dtype where one is given, requiring the gradients in `needs_grad`."""
     tensors = (call.q, call.k, call.v, call.bias)
     return [
-        x if x is None else x.detach().to(dtype or x.dtype).requires_grad_(name in need)
+        x if x is None else x.detach().to(dtype or x.dtype).requires_grad_(name in needs_grad)
         for name, x in zip("qkvb", tensors, strict=True)
     ]
 
@@ -174,7 +174,7 @@ def plain_results(kind: Class, call: Call, seed: int) -> dict[str, Tensor]:
     if dlse is not None:
         dlse = dlse.masked_fill(lse == -torch.inf, 0.0)
     gradients = yardstick.gradients(dout, dlse, call.q, call.k, call.v, call.mask, call.bias, **call.flags)
-    named = {f"d{n}": g for n, g in zip("qkvb", gradients, strict=True) if g is not None and n in kind.need}
+    named = {f"d{n}": g for n, g in zip("qkvb", gradients, strict=True) if g is not None and n in kind.needs_grad}
     return found | named
 
 
@@ -190,7 +190,7 @@ def error(x: Tensor, exact: Tensor) -> float:
 
 def ratios(kind: Class, call: Call, seed: int) -> dict[str, float]:
     """err / bound of each tensor of one call."""
-    leaves: list[Any] = leaves_of(call, kind.need)
+    leaves: list[Any] = leaves_of(call, kind.needs_grad)
     returns_lse = "lse" in kind.flags
     q, k, v, bias = leaves
     output = flash_dmattn.attention(
@@ -198,7 +198,7 @@ def ratios(kind: Class, call: Call, seed: int) -> dict[str, float]:
     )
     given_out, given_lse = output if isinstance(output, tuple) else (output, None)
     found = results(given_out, given_lse, leaves, seed, at_empty_rows=torch.inf)
-    exact_leaves: list[Any] = leaves_of(call, kind.need, torch.float64)
+    exact_leaves: list[Any] = leaves_of(call, kind.needs_grad, torch.float64)
     q, k, v, bias = exact_leaves
     out, lse = formula.attention(q, k, v, call.mask, bias, **call.flags)
     exact = results(out, lse if returns_lse else None, exact_leaves, seed)

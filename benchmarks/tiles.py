@@ -87,7 +87,6 @@ def inputs(case: Case) -> tuple[list[Tensor], MaskView, Tensor | None]:
     """q, k, v, dout; the mask packed; the bias."""
     from flash_dmattn import masks
 
-
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=case.dtype, device="cuda", generator=generator)
 

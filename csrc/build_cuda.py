@@ -123,7 +123,7 @@ class BuildError(Exception):
 
 
 class Unit(NamedTuple):
-    """One compilation: its name, its source below csrc, what is defined for it, and its row in build_units.h."""
+    """One compilation: its name, its source below csrc, what is defined for it, and its row in build_instances.h."""
 
     name: str
     source: str
@@ -286,26 +286,28 @@ def jobs() -> int:
     return max(1, min(len(os.sched_getaffinity(0)), memory // (GIB_PER_JOB << 30)))
 
 
-def forward_units() -> list[Unit]:
+def forward_instances() -> list[Unit]:
     """Return the units of the forward pass.
 
     FLASH_DMATTN_HEAD_DIMS keeps those whose head dim of q and k it names, FLASH_DMATTN_DTYPES those of its dtypes.
     """
-    return _units("forward", HEAD_DIMS, lambda pair: FORWARD)
+    return _instances("forward", HEAD_DIMS, lambda pair: FORWARD)
 
 
-def backward_units() -> list[Unit]:
+def backward_instances() -> list[Unit]:
     """Return the units of the backward pass, chosen by the same variables: none where they name other head dims."""
     source = lambda pair: WIDE_BACKWARD if pair in WIDE_BACKWARD_HEAD_DIMS else BACKWARD
-    return _units("backward", BACKWARD_HEAD_DIMS, source)
+    return _instances("backward", BACKWARD_HEAD_DIMS, source)
 
 
-def shared_dbias_units() -> list[Unit]:
+def shared_dbias_instances() -> list[Unit]:
     """Return the units of a shared bias' gradient: one for each of the backward pass, which calls it."""
-    return _units("shared_dbias", BACKWARD_HEAD_DIMS, lambda pair: SHARED_DBIAS)
+    return _instances("shared_dbias", BACKWARD_HEAD_DIMS, lambda pair: SHARED_DBIAS)
 
 
-def _units(name: str, pairs: tuple[tuple[int, int], ...], source_of: Callable[[tuple[int, int]], str]) -> list[Unit]:
+def _instances(
+    name: str, pairs: tuple[tuple[int, int], ...], source_of: Callable[[tuple[int, int]], str]
+) -> list[Unit]:
     head_dims = _chosen("FLASH_DMATTN_HEAD_DIMS", list(dict.fromkeys(str(d) for d, _ in HEAD_DIMS)))
     dtypes = _chosen("FLASH_DMATTN_DTYPES", list(DTYPES))
     units = []
@@ -338,9 +340,9 @@ def _chosen(variable: str, known: list[str]) -> list[str]:
     return [name for name in known if name in named]
 
 
-def units_header(forward: list[Unit], backward: list[Unit]) -> str:
+def instances_header(forward: list[Unit], backward: list[Unit]) -> str:
     """Return the lists of units for the code that chooses: X(element, torch's name of it, head_dim, head_dim_v)."""
-    lists = {"FLASH_DMATTN_UNITS": forward, "FLASH_DMATTN_BACKWARD_UNITS": backward}
+    lists = {"FLASH_DMATTN_INSTANCES": forward, "FLASH_DMATTN_BACKWARD_INSTANCES": backward}
     return "".join(
         " \\\n  ".join([f"#define {name}(X)", *(unit.row for unit in units)]) + "\n" for name, units in lists.items()
     )
@@ -372,8 +374,8 @@ def build(output: Path, folder: Path, version: str) -> list[Kernel]:
 
     release = nvcc_version(nvcc)
     assert release is not None
-    forward, backward = forward_units(), backward_units()
-    attention = [*forward, *backward, *shared_dbias_units()]
+    forward, backward = forward_instances(), backward_instances()
+    attention = [*forward, *backward, *shared_dbias_instances()]
     device_flags = [*DEVICE_FLAGS, RACECHECK_FLAG] if _for_racecheck() else DEVICE_FLAGS
     units = [*(Unit(source, source) for source in SOURCES), *attention]
     info = {
@@ -382,7 +384,7 @@ def build(output: Path, folder: Path, version: str) -> list[Kernel]:
         "torch_built_with": torch_version,
         "python": ">=3.10",
         "arches": [ARCH],
-        "units": [unit.name for unit in attention],
+        "instances": [unit.name for unit in attention],
         "nvcc": _dotted(release),
         "flags": [*FLAGS, *device_flags],
         "commit": _commit(),
@@ -392,7 +394,7 @@ def build(output: Path, folder: Path, version: str) -> list[Kernel]:
         f"#define FLASH_DMATTN_BUILD_INFO_PREFIX {json.dumps(INFO_PREFIX)}\n"
         f"#define FLASH_DMATTN_BUILD_INFO {json.dumps(json.dumps(info))}\n",
     )
-    write_if_changed(folder / "build_units.h", units_header(forward, backward))
+    write_if_changed(folder / "build_instances.h", instances_header(forward, backward))
     includes = (folder, torch / "include", sysconfig.get_path("include"))
     flags = " ".join([*FLAGS, *(f"-isystem {shlex.quote(str(path))}" for path in includes)])
     rules = NINJA.format(

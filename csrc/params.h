@@ -5,11 +5,9 @@
 
 #include <cuda.h>
 
-namespace flash_dmattn {
+#include "tile.h"
 
-constexpr int kTile = 128;  // a mask tile is kTile queries by kTile keys
-constexpr int kWord = 32;   // keys in a word of mask bits
-constexpr int kTileWords = kTile / kWord;
+namespace flash_dmattn {
 
 // Shapes: B batch, H heads, Lq / Lk query and key lengths, Tq / Tk = ceil(Lq / 128), ceil(Lk / 128). Sizes and counts
 // fit int32; every offset is 64 bits.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .backends.protocol import KernelBackend
-from .problem import AttentionProblem, MaskForm, MaskView, Need
+from .problem import AttentionProblem, MaskForm, MaskView, NeedsGrad
 
 
 class Attention(torch.autograd.Function):
@@ -100,18 +100,18 @@ class AttentionBackward(torch.autograd.Function):
         dout, dlse, q, k, v, bias, *mask = ctx.saved_tensors
         named = {"dout": dout, "dlse": dlse, "q": q, "k": k, "v": v, "bias": bias}
         present = [name for name, x in named.items() if x is not None]
-        need = ctx.problem.need
+        needs_grad = ctx.problem.needs_grad
         view = MaskView(ctx.mask_form, tuple(mask))
 
         def gradients_needed(*tensors: Tensor) -> tuple[Tensor, ...]:
             given: dict[str, Any] = dict(zip(present, tensors, strict=True))
             dlse, bias = given.pop("dlse", None), given.pop("bias", None)
             gradients = differentiable_backward(ctx.problem, dlse=dlse, mask=view, bias=bias, **given)
-            return tuple(g for g, needed in zip(gradients, need, strict=True) if needed)
+            return tuple(g for g, needed in zip(gradients, needs_grad, strict=True) if needed)
 
         # torch.func.vjp, unlike autograd.grad, also works under torch.func transforms.
         pull = torch.func.vjp(gradients_needed, *(named[name] for name in present))[1]
-        second = pull(tuple(g for g, needed in zip(cotangents, need, strict=True) if needed))
+        second = pull(tuple(g for g, needed in zip(cotangents, needs_grad, strict=True) if needed))
         found = dict(zip(present, second, strict=True))
-        dq, dk, dv, dbias = (found.get(name) for name in Need._fields)
+        dq, dk, dv, dbias = (found.get(name) for name in NeedsGrad._fields)
         return found["dout"], found.get("dlse"), dq, dk, dv, dbias, *(None,) * (5 + len(mask))

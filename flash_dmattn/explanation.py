@@ -15,7 +15,7 @@ from .dispatch.refusals import passes_of, reasons_against, refuse_fallback
 from .dispatch.registry import BACKENDS
 from .dispatch.selection import choice_in_force, choose, falls_back, selected_names
 from .dispatch.settings import BackendChoice, process
-from .problem import AttentionProblem, Need, parse_arch, unpacked_spec
+from .problem import AttentionProblem, NeedsGrad, parse_arch, unpacked_spec
 from .validation import describe, follow_autocast
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ def explain_problem(
     >>> import flash_dmattn
     >>> e = flash_dmattn.explain_problem(q=(2, 4096, 16, 64), kv_heads=4, dtype="bf16", device="sm_80",
     ...                                  bias=(1, 16, 4096, 4096), bias_grad=True)
-    >>> e.problem.arch, e.problem.need.bias
+    >>> e.problem.arch, e.problem.needs_grad.bias
     ('sm_80', True)
     """
     if len(q) != 4:
@@ -254,7 +254,7 @@ def explain_problem(
     problem = problem._replace(
         device="cpu" if arch == "cpu" else "cuda",
         arch=arch,
-        need=Need(grad, grad, grad, bias_grad and bias is not None),
+        needs_grad=NeedsGrad(grad, grad, grad, bias_grad and bias is not None),
     )
     if mask_prepared and problem.mask is not None:
         of_batch, of_heads, of_query, _ = problem.mask.shape

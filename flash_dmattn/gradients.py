@@ -10,11 +10,11 @@ from torch import Tensor
 from .problem import Gradients
 
 
-def zero_gradients(inputs: Sequence[Tensor | None], need: Sequence[bool]) -> Gradients:
+def zero_gradients(inputs: Sequence[Tensor | None], needs_grad: Sequence[bool]) -> Gradients:
     """The gradients of (q, k, v, bias) where there is nothing to attend: zeros where they are needed."""
     dq, dk, dv, dbias = (
         torch.zeros(x.shape, dtype=x.dtype, device=x.device) if x is not None and needed else None
-        for x, needed in zip(inputs, need, strict=True)
+        for x, needed in zip(inputs, needs_grad, strict=True)
     )
     return dq, dk, dv, dbias
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .problem import AttentionProblem, Flags, Gradients, MaskForm, MaskView, Need
+from .problem import AttentionProblem, Flags, Gradients, MaskForm, MaskView, NeedsGrad
 
 _LIBRARY = torch.library.Library("flash_dmattn", "DEF")
 
@@ -21,7 +21,9 @@ _FLAGS = "int left, int right, float softmax_scale, float softcap, bool determin
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor[] mask, str mask_form, Tensor? bias"
 FORWARD_SCHEMA = f"({_INPUTS}, {_FLAGS}) -> (Tensor out, Tensor lse)"
 # A list holds the gradients asked for and no others: an operator cannot return None under torch.compile.
-BACKWARD_SCHEMA = f"(Tensor dout, Tensor? dlse, {_INPUTS}, Tensor out, Tensor lse, {_FLAGS}, bool[4] need) -> Tensor[]"
+BACKWARD_SCHEMA = (
+    f"(Tensor dout, Tensor? dlse, {_INPUTS}, Tensor out, Tensor lse, {_FLAGS}, bool[4] needs_grad) -> Tensor[]"
+)
 
 
 def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,9 +72,11 @@ def _backward_fake(
     softmax_scale: float,
     softcap: float,
     deterministic: bool,
-    need: list[bool],
+    needs_grad: list[bool],
 ) -> list[Tensor]:
-    return [empty_gradient(x) for x, needed in zip((q, k, v, bias), need, strict=True) if needed and x is not None]
+    return [
+        empty_gradient(x) for x, needed in zip((q, k, v, bias), needs_grad, strict=True) if needed and x is not None
+    ]
 
 
 def _one_by_one(operator: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Any, Any]]:
@@ -112,7 +116,7 @@ def is_watched(*tensors: object) -> bool:
 
 
 # What runs a pass: forward(q, k, v, mask, bias, flags) -> (out, lse), and
-# backward(dout, dlse, q, k, v, mask, bias, out, lse, flags, need) -> gradients.
+# backward(dout, dlse, q, k, v, mask, bias, out, lse, flags, needs_grad) -> gradients.
 Forward = Callable[[Tensor, Tensor, Tensor, MaskView, Tensor | None, Flags], tuple[Tensor, Tensor]]
 Backward = Callable[..., Gradients]
 
@@ -125,7 +129,7 @@ def define_pair(
     Args:
         name: of the backend.
         forward: run by the operator, called as forward(q, k, v, mask, bias, flags) with a `MaskView` and `Flags`.
-        backward: called as backward(dout, dlse, q, k, v, mask, bias, out, lse, flags, need) with a `Need`.
+        backward: called as backward(dout, dlse, q, k, v, mask, bias, out, lse, flags, needs_grad) with a `NeedsGrad`.
         maskless: what a forward pass without a mask runs in the place of `forward` where no operator is needed, called
             as (problem, q, k, v, bias): what the problem says need not be asked of the tensors again.
     """
@@ -178,9 +182,9 @@ def define_backward(name: str, backward: Backward) -> Callable[..., Gradients]:
         lse: Tensor,
         *flags_and_need: Any,
     ) -> list[Tensor]:
-        *flags, need = flags_and_need
+        *flags, needs_grad = flags_and_need
         view = MaskView(mask_form, tuple(mask))
-        gradients = backward(dout, dlse, q, k, v, view, bias, out, lse, Flags(*flags), Need(*need))
+        gradients = backward(dout, dlse, q, k, v, view, bias, out, lse, Flags(*flags), NeedsGrad(*needs_grad))
         return [gradient for gradient in gradients if gradient is not None]
 
     _LIBRARY.define(f"{name}_backward{BACKWARD_SCHEMA}")
@@ -200,19 +204,19 @@ def define_backward(name: str, backward: Backward) -> Callable[..., Gradients]:
         out: Tensor,
         lse: Tensor,
     ) -> Gradients:
-        flags, need = problem.flags, problem.need
+        flags, needs_grad = problem.flags, problem.needs_grad
         if is_watched(dout, dlse, q, k, v, bias, out, lse, *mask.tensors):
             found = backward_op(
-                dout, dlse, q, k, v, list(mask.tensors), mask.form, bias, out, lse, *flags, list(need)
+                dout, dlse, q, k, v, list(mask.tensors), mask.form, bias, out, lse, *flags, list(needs_grad)
             )
-            return spread(found, need)
-        return backward(dout, dlse, q, k, v, mask, bias, out, lse, flags, need)
+            return spread(found, needs_grad)
+        return backward(dout, dlse, q, k, v, mask, bias, out, lse, flags, needs_grad)
 
     return run_backward
 
 
-def spread(gradients: list[Tensor], need: Need) -> Gradients:
+def spread(gradients: list[Tensor], needs_grad: NeedsGrad) -> Gradients:
     """Put the gradients asked for in their places among (dq, dk, dv, dbias)."""
     rest = iter(gradients)
-    dq, dk, dv, dbias = (next(rest) if needed else None for needed in need)
+    dq, dk, dv, dbias = (next(rest) if needed else None for needed in needs_grad)
     return dq, dk, dv, dbias

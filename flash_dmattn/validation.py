@@ -11,7 +11,7 @@ from .problem import (
     FLOAT_DTYPES,
     AttentionProblem,
     MaskForm,
-    Need,
+    NeedsGrad,
     Shape4,
     TensorSpec,
     as_scores,
@@ -151,14 +151,14 @@ def describe(
         else check_flag("deterministic", deterministic),
         check_flag("return_lse", return_lse),
         check_flag("return_probs", return_probs),
-        Need(q.requires_grad, k.requires_grad, v.requires_grad, bias is not None and bias.requires_grad)
+        NeedsGrad(q.requires_grad, k.requires_grad, v.requires_grad, bias is not None and bias.requires_grad)
         if grad
-        else _NEED_NOTHING,
+        else _NOTHING_NEEDS_GRAD,
     )
     return problem, mask, bias
 
 
-_NEED_NOTHING = Need()
+_NOTHING_NEEDS_GRAD = NeedsGrad()
 _NO_WINDOW = (-1, -1)
 
 

@@ -110,7 +110,7 @@ def backward(
     softcap: float = 0.0,
     window_size: tuple[int, int] | None = None,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
-    need: tuple[bool, bool, bool, bool] = (True, True, True, True),
+    needs_grad: tuple[bool, bool, bool, bool] = (True, True, True, True),
 ) -> Gradients:
     """Return the gradients asked for, chunk by chunk; each is summed in fp32 (fp64 for fp64) and rounded once.
 
@@ -139,8 +139,8 @@ def backward(
     >>> [None if x is None else tuple(x.shape) for x in grads]
     [(1, 6, 2, 8), None, (1, 6, 2, 8), None]
     """
-    need_q, need_k, need_v, need_bias = need
-    dq, dk, dv = (x.new_zeros(x.shape) if needed else None for x, needed in zip((q, k, v), need))
+    need_q, need_k, need_v, need_bias = needs_grad
+    dq, dk, dv = (x.new_zeros(x.shape) if needed else None for x, needed in zip((q, k, v), needs_grad))
     sums_per_key = need_k * q.shape[3] + need_v * v.shape[3]
     buffers = 2 + (softcap > 0)
     chunks = Chunks(

@@ -24,7 +24,9 @@ LSE_ROUNDING = 2.0**-23
 
 def run(function: Callable[..., tuple[Tensor, ...]], case: Case, inputs: Inputs) -> Results:
     """(out, lse) of a function with the call's signature, and the gradients the case asks for."""
-    leaves = [x.detach().requires_grad_(name in case.need) if x is not None else None for name, x in inputs.floats()]
+    leaves = [
+        x.detach().requires_grad_(name in case.needs_grad) if x is not None else None for name, x in inputs.floats()
+    ]
     q, k, v, bias = leaves
     out, lse = function(q, k, v, inputs.mask, bias, **case.flags())[:2]
     results: Results = {"out": out.detach(), "lse": lse.detach(), **dict.fromkeys(GRADIENTS)}
@@ -115,7 +117,7 @@ def assert_accurate(got: Results, case: Case, inputs: Inputs, exact: Results | N
     """Every result within 1.5x the error of plain PyTorch in that dtype, plus 1e-5; shapes and dtypes as promised."""
     exact = oracle(case, inputs) if exact is None else exact
     in_dtype = yardstick(case, inputs)
-    sizes = gross(case, inputs) if case.need else {}
+    sizes = gross(case, inputs) if case.needs_grad else {}
     largest = exact["lse"].abs().nan_to_num(posinf=0.0).max().item() if exact["lse"].numel() else 0.0
     gradient_floor = min(max(FLOOR, LSE_ROUNDING * largest), 1e-2)
     like = dict(zip(("out", *GRADIENTS), (inputs.q, inputs.q, inputs.k, inputs.v, inputs.bias), strict=True))

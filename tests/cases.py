@@ -78,7 +78,7 @@ class Case:
     softmax_scale: float | None = None
     softcap: float = 0.0
     window_size: tuple[int, int] | None = None
-    need: tuple[str, ...] = ALL
+    needs_grad: tuple[str, ...] = ALL
     dlse: bool = False
     logits: float = 1.0  # factor on q
     seed: int = 0

@@ -81,7 +81,7 @@ class Variant:
         return MaskView(self.mask, tuple(tensors))
 
     def call(self, capability: int) -> Call:
-        """The call on a GPU with as many processors as an H200."""
+        """The call on a GPU with as many SMs as an H200."""
         sizes = {
             "B": self.batch,
             "Hq": self.num_heads,
@@ -103,7 +103,7 @@ class Variant:
         )
         flags = Flags(-1, 0 if self.is_causal else -1, self.head_dim**-0.5, self.softcap, False)
         call = Call(q, k, v, self.mask_view(), bias, flags)
-        call.arch, call.processors = f"sm_{capability}", 132
+        call.arch, call.num_sms = f"sm_{capability}", 132
         return call
 
 

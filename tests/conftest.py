@@ -67,7 +67,7 @@ class Runner:
     @staticmethod
     def _error(choice: Any, case: Case, inputs: Inputs, **flags: Any) -> str | None:
         x = inputs
-        grads = [t if t is None else t.detach().requires_grad_(n in case.need) for n, t in x.floats()]
+        grads = [t if t is None else t.detach().requires_grad_(n in case.needs_grad) for n, t in x.floats()]
         q, k, v, bias = grads
         flags = {**case.flags(), "return_lse": True, "backend": choice, **flags}
         return flash_dmattn.explain(q, k, v, x.mask, bias, **flags).error

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+from typing import NamedTuple
+
 import torch
 from cases import NAMES, Case
+from compiled_header import compiled
 from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn.backends.cuda import backend as cuda
 from flash_dmattn.backends.cuda import rules as cuda_rules
-from flash_dmattn.problem import AttentionProblem, Need
+from flash_dmattn.problem import AttentionProblem, NeedsGrad
 
-ALL_UNITS = tuple((*dims, dtype) for dims in cuda.UNITS for dtype in (torch.float16, torch.bfloat16))
-# A unit has a kernel for each of these with a mask and one without. A bias per query is "none": it moves lse alone.
+ALL_INSTANCES = tuple((*dims, dtype) for dims in cuda.INSTANCES for dtype in (torch.float16, torch.bfloat16))
+# An instance has a kernel for each of these, with a mask and without. A bias per query is "none": it moves lse alone.
 BIAS_FORMS = ("none", "vector", "tile", "strided")
 # The same of the backward kernels.
-ALL_BACKWARD_UNITS = tuple(
-    (*dims, dtype) for dims in cuda_rules.BACKWARD_UNITS for dtype in (torch.float16, torch.bfloat16)
+ALL_BACKWARD_INSTANCES = tuple(
+    (*dims, dtype) for dims in cuda_rules.BACKWARD_INSTANCES for dtype in (torch.float16, torch.bfloat16)
 )
 BACKWARD_FORMS = ("none", "vector", "tile", "stored tile")
 SUMMED = "summed tile"  # of head dims up to 128
-PROCESSORS = 132  # of an H200
+NUM_SMS = 132  # of an H200
 
 
 def described(case: Case, prepared: bool = False) -> AttentionProblem:
@@ -44,18 +49,21 @@ def described(case: Case, prepared: bool = False) -> AttentionProblem:
 
 def differentiated(case: Case, deterministic: bool = False) -> AttentionProblem:
     """Both passes of a case, the same way."""
-    need = Need(*(name in case.need for name in NAMES))
-    return described(case)._replace(need=need, deterministic=deterministic)
+    needs_grad = NeedsGrad(*(name in case.needs_grad for name in NAMES))
+    return described(case)._replace(needs_grad=needs_grad, deterministic=deterministic)
 
 
-def unit_of(case: Case) -> tuple[int, int, torch.dtype]:
-    """The head dims and the dtype of the unit that serves a case where all are built."""
-    return (*_smallest(cuda.UNITS, case), case.dtype)
+def instance_of(case: Case) -> tuple[int, int, torch.dtype]:
+    """The head dims and the dtype of the instance that serves a case where all are built."""
+    return (*_smallest(cuda.INSTANCES, _head_dims(case)), case.dtype)
 
 
-def _smallest(units: tuple[tuple[int, int], ...], case: Case) -> tuple[int, int]:
-    dims = case.head_dim, case.head_dim_v or case.head_dim
-    return next(unit for unit in units if dims[0] <= unit[0] and dims[1] <= unit[1])
+def _smallest(instances: tuple[tuple[int, int], ...], dims: tuple[int, int]) -> tuple[int, int]:
+    return next(instance for instance in instances if dims[0] <= instance[0] and dims[1] <= instance[1])
+
+
+def _head_dims(case: Case) -> tuple[int, int]:
+    return case.head_dim, case.head_dim_v or case.head_dim
 
 
 def bias_form(bias: Tensor | None, dtype: torch.dtype) -> str:
@@ -70,90 +78,102 @@ def bias_form(bias: Tensor | None, dtype: torch.dtype) -> str:
     return "tile" if bias.dtype == dtype and aligned and rows else "strided"
 
 
-def backward_unit_of(case: Case) -> tuple[int, int, torch.dtype]:
+def backward_instance_of(case: Case) -> tuple[int, int, torch.dtype]:
     """The same of the backward pass."""
-    return (*_smallest(cuda_rules.BACKWARD_UNITS, case), case.dtype)
+    return (*_smallest(cuda_rules.BACKWARD_INSTANCES, _head_dims(case)), case.dtype)
+
+
+class Schedule(NamedTuple):
+    """`BackwardSchedule` of csrc/api/backward_schedule.h, and who writes dbias: its `DbiasWriter` in snake case."""
+
+    writer: str
+    block_n: int
+    full_group_pairs: int
+    summed_pairs: int
+    num_work_tiles: int
+    is_ordered: bool
+    tiles_differ: bool
+
+    @property
+    def has_two_key_tiles(self) -> bool:
+        """Whether a work tile has two tiles of keys."""
+        return self.block_n == 256
+
+
+WRITERS = ("none", "main", "clusters", "shared_dbias")
+SOURCE = """
+#include <iterator>
+
+#include "api/backward_schedule.h"
+using namespace flash_dmattn;
+extern "C" void schedule(const int64_t* sizes, const int* flags, int64_t num_sms, int64_t* result) {
+  BackwardCall call{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8],
+                    flags[0] != 0, flags[1] != 0, flags[2] != 0, flags[3] != 0, flags[4] != 0, flags[5] != 0};
+  const DbiasWriter writer = dbias_writer(call);
+  const BackwardSchedule found = schedule_backward(call, writer, num_sms);
+  const int64_t values[] = {static_cast<int64_t>(writer), found.block_n, found.full_group_pairs, found.summed_pairs,
+                            found.num_work_tiles, found.is_ordered, found.tiles_differ};
+  std::copy(std::begin(values), std::end(values), result);
+}
+"""
+
+
+@functools.lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL:
+    return compiled(SOURCE)
+
+
+def schedule_of(problem: AttentionProblem, num_sms: int = NUM_SMS) -> Schedule:
+    """How the extension schedules the backward pass of a call, on a GPU with room for clusters."""
+    p = problem
+    head_dims = _smallest(cuda_rules.BACKWARD_INSTANCES, (p.head_dim, p.head_dim_v))
+    per_score = p.bias is not None and not any(p.bias.broadcast()[2:])
+    bias = p.bias.shape if p.bias is not None and per_score else (0, 0)
+    dbias = bias[:2] if p.needs_grad.bias else (0, 0)
+    sizes = (
+        p.batch,
+        p.num_heads,
+        p.num_heads_k,
+        p.seqlen_k,
+        *head_dims,
+        *dbias,
+        0 if p.mask is None else p.mask.shape[0],
+    )
+    shares = p.batch > 1 and (bias[0] == 1 or (p.mask is not None and p.mask.shape[0] == 1))
+    flags = (
+        p.is_causal or p.has_window,
+        p.softcap > 0,
+        p.deterministic,
+        p.needs_grad.q,
+        p.needs_grad.k or p.needs_grad.v,
+        shares,
+    )
+    result = (ctypes.c_int64 * len(Schedule._fields))()
+    _library().schedule((ctypes.c_int64 * len(sizes))(*sizes), (ctypes.c_int * len(flags))(*flags), num_sms, result)
+    writer, block_n, full, summed, tiles, *are = result
+    return Schedule(WRITERS[writer], block_n, full, summed, tiles, *map(bool, are))
 
 
 def backward_form(problem: AttentionProblem) -> str:
-    """How the backward kernel reads a bias, and what it does with its gradient, as csrc/api/backward.cpp decides it."""
+    """How the main backward kernel reads a bias, and what it does with its gradient."""
     if problem.bias is None or problem.bias.broadcast()[3]:
         return "none"
     if problem.bias.broadcast()[2]:
         return "vector"
-    if sums_in_clusters(problem):
-        return SUMMED
-    return "stored tile" if problem.need.bias and not shares_dbias(problem) else "tile"
-
-
-def shares_dbias(problem: AttentionProblem) -> bool:
-    """Whether the gradient of a bias per score is not stored by the main kernel's blocks, each its own.
-
-    Heads or batch entries share it. Or there is a softcap beside head dims above 128, where all units are built.
-    """
-    p = problem
-    per_score = p.need.bias and p.bias is not None and not any(p.bias.broadcast()[2:])
-    stores_none = p.softcap > 0 and max(p.head_dim, p.head_dim_v) > 128
-    return per_score and p.bias is not None and (stores_none or p.bias.shape[:2] != (p.batch, p.num_heads))
-
-
-def sums_in_clusters(problem: AttentionProblem) -> bool:
-    """Whether the main kernel's clusters sum it; else it has a kernel. As `clusters_of_batch` decides it."""
-    p = problem
-    if not shares_dbias(p) or p.bias is None or p.softcap > 0 or max(p.head_dim, p.head_dim_v) > 128:
-        return False
-    of_batch = p.bias.shape[:2] == (1, p.num_heads) and p.batch in (2, 4, 8)
-    return of_batch and any(p.need[:3]) and (p.mask is None or p.mask.shape[0] == 1)
-
-
-def takes_pairs_of_key_tiles(problem: AttentionProblem, processors: int = PROCESSORS) -> bool:
-    """Whether blocks have two tiles of keys, as `pays_to_take_two` of csrc/api/backward.cpp decides it."""
-    p = problem
-    if backward_form(p) != "stored tile" or max(p.head_dim, p.head_dim_v) > 64 or p.softcap > 0:
-        return False
-    if p.mask is not None or p.is_causal or p.has_window:
-        return False
-    tiles, pairs = -(-p.seqlen_k // 128), -(-p.seqlen_k // 256)
-    rounds = [-(-p.batch * p.num_heads_k * blocks // processors) for blocks in (tiles, pairs)]
-    return 5 * rounds[1] <= 3 * rounds[0]
-
-
-def whole_pairs(problem: AttentionProblem, processors: int = PROCESSORS) -> int:
-    """Of how many pairs of batch and head of k a work has all query heads, as `count_full_group_pairs` decides it."""
-    p = problem
-    pairs, blocks = p.batch * p.num_heads_k, _key_blocks(p, processors)
-    if p.num_heads == p.num_heads_k or pairs * blocks >= 8 * processors:
-        return pairs
-    if p.deterministic:
-        return 0 if p.need.q else pairs
-    if p.mask is None and (p.is_causal or p.has_window):
-        return 0
-    tiles_of_bias = p.bias if p.bias is not None and not any(p.bias.broadcast()[2:]) else None
-    shares = any(x is not None and x.broadcast()[0] for x in (p.mask, tiles_of_bias))
-    together = p.batch if sums_in_clusters(p) or (p.batch > 1 and shares) else 1
-    return max(pairs * blocks // processors - 1, 0) * processors // blocks // together * together
+    return {"main": "stored tile", "clusters": SUMMED}.get(schedule_of(problem).writer, "tile")
 
 
 def backward_works(problem: AttentionProblem) -> tuple[str, str]:
-    """What a block works on, and how the blocks of an H200 share it, as csrc/api/backward.cpp decides it."""
-    p = problem
-    pairs, whole, heads = p.batch * p.num_heads_k, whole_pairs(p), "its own"
-    if p.num_heads != p.num_heads_k:
-        heads = "one of a group" if whole == 0 else "a group" if whole == pairs else "a group, then one"
-    total = (whole + (pairs - whole) * p.num_heads // p.num_heads_k) * _key_blocks(p, PROCESSORS)
-    if p.deterministic and p.need.q:
+    """What a block works on, and how the blocks of an H200 share it."""
+    found, heads = schedule_of(problem), "its own"
+    if problem.num_heads != problem.num_heads_k:
+        full, summed = found.full_group_pairs > 0, found.summed_pairs > 0
+        heads = "a group, then one" if full and summed else "a group" if full else "one of a group"
+    if found.is_ordered:
         return heads, "in order"
-    if total <= PROCESSORS:
+    if found.num_work_tiles <= NUM_SMS:
         return heads, "one each"
-    is_even = p.mask is None and not p.is_causal and not p.has_window and heads != "a group, then one"
-    return heads, "evenly" if is_even else "as they finish"
-
-
-def _key_blocks(problem: AttentionProblem, processors: int) -> int:
-    p = problem
-    if takes_pairs_of_key_tiles(p, processors):
-        return -(-p.seqlen_k // 256)
-    return -(-p.seqlen_k // 128) * (1 if max(p.head_dim, p.head_dim_v) <= 128 else 2)
+    return heads, "as they finish" if found.tiles_differ else "evenly"
 
 
 def _is_broadcast(x: Tensor, dim: int) -> bool:

@@ -12,7 +12,7 @@ import torch
 from cases import ALL, Case, Inputs
 from layouts import LAYOUTS, offset, rearranged
 
-from flash_dmattn.backends.cuda.rules import UNITS
+from flash_dmattn.backends.cuda.rules import INSTANCES
 from flash_dmattn.masks import prepare_mask
 
 FORMS = tuple(itertools.product(("1", "B"), ("1", "Hk", "Hq"), ("1", "Lq"), ("1", "Lk")))
@@ -77,7 +77,7 @@ def draw_triton(number: int) -> Drawn:
         softmax_scale=rng.choice((None, None, None, 0.0, 0.7, -0.2)),
         softcap=rng.choice((0.0, 0.0, 0.0, 5.0)),
         window_size=rng.choice(WINDOWS),
-        need=rng.choice(NEEDS),
+        needs_grad=rng.choice(NEEDS),
         dlse=rng.random() < 0.5,
         logits=rng.choice((1.0, 1.0, 30.0)),
         seed=number,
@@ -98,14 +98,14 @@ CUDA_BIASES: tuple[tuple[tuple[str, ...] | None, ...], ...] = ((None,), PER_QUER
 def draw_cuda(number: int) -> Drawn:
     """The call of a number, which breaks no rule of its forward pass, and mostly none of its backward pass.
 
-    144 of them go through all pairs of a unit (the kernels of some head dims and a dtype) and a kind of mask and bias.
+    144 of them go through all pairs of a kernel instance (head dims and dtype) and a kind of mask and bias.
     """
     rng = random.Random(number)
-    rest, unit = divmod(number, len(UNITS))
+    rest, instance = divmod(number, len(INSTANCES))
     rest, dtype = divmod(rest, 2)
     rest, has_mask = divmod(rest, 2)
-    head_dim, head_dim_v = (d - rng.choice((0, 0, rng.randrange(0, 57, 8))) for d in UNITS[unit])
-    # With 8, there are more tiles of rows than multiprocessors.
+    head_dim, head_dim_v = (d - rng.choice((0, 0, rng.randrange(0, 57, 8))) for d in INSTANCES[instance])
+    # With 8, there are more tiles of rows than SMs.
     num_heads_k = rng.choice((1, 2, 3, 8))
     lengths = TILE_EDGES + CUDA_EDGES
     has_gradients = rng.random() < 0.9
@@ -128,7 +128,7 @@ def draw_cuda(number: int) -> Drawn:
         softmax_scale=rng.choice((None, None, None, None, 0.0, 1e-7, 2e-6, 0.7, -0.2)),
         softcap=rng.choice((0.0, 0.0, 0.0, 5.0)),
         window_size=rng.choice(WINDOWS),
-        need=(),
+        needs_grad=(),
         logits=rng.choice((1.0, 1.0, 30.0)),
         seed=number,
     )
@@ -136,7 +136,7 @@ def draw_cuda(number: int) -> Drawn:
     offset = rng.choice((0, 0, *range(1, 8))) if layout is None else 0
     prepared = rng.random() < 0.5
     if has_gradients:
-        case = case.with_(need=rng.choice((*NEEDS, *2 * (("q", "k", "v"),))), dlse=rng.random() < 0.5)
+        case = case.with_(needs_grad=rng.choice((*NEEDS, *2 * (("q", "k", "v"),))), dlse=rng.random() < 0.5)
         if rng.random() < 0.9:
             case = _differentiable(case, rng)
     return Drawn(case, layout, prepared, offset=offset)
@@ -151,7 +151,7 @@ def _differentiable(case: Case, rng: random.Random) -> Case:
     case = case.with_(seqlen_k=seqlen_k)
     if not per_score:
         return case
-    return case.with_(bias_dtype=None, bias=("B", "Hq", "Lq", "Lk") if "bias" in case.need else case.bias)
+    return case.with_(bias_dtype=None, bias=("B", "Hq", "Lq", "Lk") if "bias" in case.needs_grad else case.bias)
 
 
 DRAWS: dict[str, Callable[[int], Drawn]] = {"triton": draw_triton, "cuda": draw_cuda}

@@ -1,7 +1,7 @@
 """The CUDA kernels on the emulated GPU of `emulation/`, for CPU tensors: `python emulated_cuda.py FILE FIRST COUNT`.
 
 FILE is what `emulation/build.py` has written. Runs COUNT of the random calls of `draws.py` from number FIRST on, those
-that its kernels take, each as on a GPU of some number of multiprocessors, in some order of its warps and with some
+that its kernels take, each as on a GPU of some number of SMs, in some order of its warps and with some
 number of blocks that share keys, against the fp64 formula; some a second time in another order, for the same bits. A
 process of its own: the backend is changed.
 """
@@ -34,8 +34,8 @@ from flash_dmattn.backends.protocol import Availability, Direction  # noqa: E402
 
 # An H200 has 132; with fewer, blocks take several pieces of work each. The threads of more than some 60 blocks at once
 # are more stacks than Linux maps for a process.
-MULTIPROCESSORS = (1, 2, 3, 5, 40)
-KEY_PARTS = (1, 1, 0, 2, 3, 7)
+NUM_SMS = (1, 2, 3, 5, 40)
+NUM_KV_SPLITS = (1, 1, 0, 2, 3, 7)
 MOST_SCORES = 400_000  # of a call; they take a second
 _loaded: ctypes.CDLL | None = None
 
@@ -47,15 +47,15 @@ def admit_cpu(path: Path) -> None:
     _loaded = ctypes.CDLL(str(path))
     _loaded.emulation_configure.argtypes = (ctypes.c_int, ctypes.c_uint64)
     units = frozenset(json.loads(path.with_suffix(".json").read_text()))
-    cuda_rules.installed_units = lambda: units
+    cuda_rules.installed_instances = lambda: units
     cuda._found = Availability(True)
     cuda.RULES = tuple(rule for rule in cuda.RULES if rule.code != "device")
 
 
-def configure(multiprocessors: int = 3, seed: int = 0) -> None:
-    """Set how many multiprocessors the GPU has, and in which order its next kernel runs; each later one has another."""
+def configure(num_sms: int = 3, seed: int = 0) -> None:
+    """Set how many SMs the GPU has, and in which order its next kernel runs; each later one has another."""
     assert _loaded is not None
-    _loaded.emulation_configure(multiprocessors, seed)
+    _loaded.emulation_configure(num_sms, seed)
 
 
 def smaller(case: Case) -> Case:
@@ -78,17 +78,17 @@ def failure_of(number: int, drawn: Drawn) -> str | None:
         flash_dmattn.BackendUnsupportedError: a rule refuses it.
     """
     case, rng = smaller(drawn.case), random.Random(number)
-    deterministic, multiprocessors = rng.random() < 0.5, rng.choice(MULTIPROCESSORS)
-    cuda.KEY_PARTS = rng.choice(KEY_PARTS)
+    deterministic, num_sms = rng.random() < 0.5, rng.choice(NUM_SMS)
+    cuda.NUM_KV_SPLITS = rng.choice(NUM_KV_SPLITS)
     inputs = case.build("cpu")
     given = placed(drawn, case, inputs)
     attention = partial(flash_dmattn.attention, return_lse=True, backend="cuda", deterministic=deterministic)
     try:
-        configure(multiprocessors, 2 * number)
+        configure(num_sms, 2 * number)
         results = run(attention, case, given)
         assert_accurate(results, case, inputs)
         if rng.random() < 0.3:
-            configure(multiprocessors, 2 * number + 1)
+            configure(num_sms, 2 * number + 1)
             again = run(attention, case, given)
             for name, x in results.items():
                 if x is not None and (deterministic or name in ("out", "lse")):
@@ -96,8 +96,8 @@ def failure_of(number: int, drawn: Drawn) -> str | None:
     except flash_dmattn.BackendUnsupportedError:
         raise
     except Exception as failure:  # the other calls still count
-        where = f"number {number}, {drawn[1:]}, multiprocessors {multiprocessors}, deterministic {deterministic}, "
-        where += f"{cuda.KEY_PARTS} parts"
+        where = f"number {number}, {drawn[1:]}, SMs {num_sms}, deterministic {deterministic}, "
+        where += f"{cuda.NUM_KV_SPLITS} parts"
         return f"{case.repro()}\n  {where}\n{type(failure).__name__}: {failure}"[:2000]
     return None
 
@@ -119,8 +119,8 @@ def random_calls(first: int, count: int) -> Iterator[str | None]:
 
 def _is_built(case: Case) -> bool:
     """Whether there are kernels for its head dims and dtype, so that it is worth building."""
-    passes: tuple[Direction, ...] = ("forward", "backward") if case.need else ("forward",)
-    return all(cuda_rules._has_unit(described(case), direction) for direction in passes)
+    passes: tuple[Direction, ...] = ("forward", "backward") if case.needs_grad else ("forward",)
+    return all(cuda_rules._has_instance(described(case), direction) for direction in passes)
 
 
 if __name__ == "__main__":

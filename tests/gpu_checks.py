@@ -30,7 +30,7 @@ TOOLS = ("memcheck", "initcheck", "racecheck")
 SANITIZED = {"triton": 32, "cuda": 48, "cuda-backward": 134}  # calls of each
 SANITIZED_AT_ONCE = 8
 SHARED_SUITE = tuple(f"tests/test_{name}.py" for name in ("forward", "edges", "properties", "backward"))
-# initcheck does not see what the copy engine stores: it reports that a gradient stored so is read by the host. Such a
+# initcheck does not see what TMA stores: it reports that a gradient stored so is read by the host. Such a
 # part is not clean whatever the kernels do; what they store is compared with fp64 in the same calls.
 NO_VERDICT = "Uninitialized access to 0x"
 

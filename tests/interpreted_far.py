@@ -24,7 +24,7 @@ from torch import Tensor  # noqa: E402
 from triton.runtime.interpreter import interpreter_builder  # noqa: E402
 
 from flash_dmattn.masks.prepared.operator import prepared_view  # noqa: E402
-from flash_dmattn.problem import Flags, MaskView, Need  # noqa: E402
+from flash_dmattn.problem import Flags, MaskView, NeedsGrad  # noqa: E402
 from flash_dmattn.triton_kernels import launch, tile_table  # noqa: E402
 from flash_dmattn.triton_kernels.kernel_launch import Launch  # noqa: E402
 
@@ -58,8 +58,8 @@ def results(
     out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1])
     launch.forward(q, k, v, mask, bias, out, lse, flags)
-    need = Need(True, True, True, bias is not None)
-    return [out, lse, *launch.backward(dout, dlse, q, k, v, mask, bias, out, lse, flags, need)]
+    needs_grad = NeedsGrad(True, True, True, bias is not None)
+    return [out, lse, *launch.backward(dout, dlse, q, k, v, mask, bias, out, lse, flags, needs_grad)]
 
 
 def assert_equal(found: Results, expected: Results, what: object) -> None:
@@ -100,9 +100,7 @@ def check_strides() -> None:
         for dim in range(4):
             rows = [far(x, dim) if dim < 3 else x for x in (q, k, v, dout)]
             moved = mask._replace(
-                tensors=tuple(
-                    x if i in keep or dim >= x.dim() - 1 else far(x, dim) for i, x in enumerate(mask.tensors)
-                )
+                tensors=tuple(x if i in keep or dim >= x.dim() - 1 else far(x, dim) for i, x in enumerate(mask.tensors))
             )
             far_dlse = far(dlse, dim) if dim < 3 else dlse
             found = results(*rows[:3], moved, bias is not None and far(bias, dim), rows[3], far_dlse, flags)

@@ -6,7 +6,7 @@ other words stand below, beside what they run.
 A process of its own, because Triton decides at its import whether it interprets, and because an access far out of
 bounds is a segmentation fault there. Random cases in fp32 and fp16 (bf16 products are wrong there), with NaN
 margins round inputs, a third of the masks prepared, against the fp64 formula; on tiles of several shapes, and as if the
-GPU had more processors than the call has programs. What the kernels write to is NaN before, and so is what lies round
+GPU had more SMs than the call has programs. What the kernels write to is NaN before, and so is what lies round
 it, then and afterwards. Every failure prints the lines that rebuild it.
 """
 
@@ -43,8 +43,8 @@ from flash_dmattn.triton_kernels.tile_table import Tile  # noqa: E402
 
 # The interpreter takes the same time for a step of any size, and a few steps show every edge.
 TILES = (Tile(16, 32, 4, 1), Tile(16, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 64, 4, 1))
-# More processors than programs: loops over blocks are shared among programs.
-PROCESSORS = (1, 64)
+# More SMs than programs: loops over blocks are shared among programs.
+NUM_SMS = (1, 64)
 # Each has a kernel of its own for its gradient, or a way of storing it, and is too rare among all shapes.
 SCORE_BIASES = tuple((*heads, "Lq", "Lk") for heads in (("B", "Hq"), ("1", "Hq"), ("B", "1"), ("1", "Hk")))
 # At 0, a key mask whose programs need no parts does without them.
@@ -59,12 +59,12 @@ def admit_cpu() -> None:
     backend.RULES = tuple(rule for rule in backend.RULES if rule.code != "device")
 
 
-def set_up(tile: Tile, processors: int, parts_bytes: int) -> None:
-    """Make the plans of the next calls with these tiles, and as on a GPU of so many processors."""
+def set_up(tile: Tile, num_sms: int, parts_bytes: int) -> None:
+    """Make the plans of the next calls with these tiles, and as on a GPU of so many SMs."""
 
     def call(*given: Any) -> Call:
         made = Call(*given)
-        made.processors = processors
+        made.num_sms = num_sms
         return made
 
     tile_table._FP32 = tile_table._SMALL = {256: tile}
@@ -123,7 +123,7 @@ def draw(rng: random.Random) -> Case:
         softmax_scale=rng.choice((None, None, 0.0, 0.7, -0.2)),
         softcap=rng.choice((0.0, 0.0, 0.0, 5.0)),
         window_size=rng.choice((None, None, None, (3, 0), (9, 5), (-1, 2), (20, -1))),
-        need=rng.choice((ALL, ALL, (), ("bias",), ("q",), ("k", "bias"), ("v",))),
+        needs_grad=rng.choice((ALL, ALL, (), ("bias",), ("q",), ("k", "bias"), ("v",))),
         dlse=rng.random() < 0.5,
         seed=rng.randrange(2**16),
     )
@@ -163,7 +163,7 @@ def random_calls(seed: int, count: int) -> Iterator[str | None]:
     rng = random.Random(seed)
     for _ in range(count):
         case, layout = draw(rng), rng.choice((None, None, *LAYOUTS))
-        settings = rng.choice(TILES), rng.choice(PROCESSORS), rng.choice(PARTS_BYTES)
+        settings = rng.choice(TILES), rng.choice(NUM_SMS), rng.choice(PARTS_BYTES)
         yield failure_of(case, case.build(), layout, case.seed % 3 == 0, settings)
 
 
@@ -210,9 +210,9 @@ def forgetting_calls() -> Iterator[str | None]:
         (full, full[:3] + ("1",)),
         (None, ("1", *full[1:])),
     ):
-        for processors in PROCESSORS:
+        for num_sms in NUM_SMS:
             case = Case(mask=mask, bias=bias, dlse=True)
-            set_up(TILES[0], processors, PARTS_BYTES[0])
+            set_up(TILES[0], num_sms, PARTS_BYTES[0])
             inputs = case.build()
             given = {x.data_ptr() for x in (inputs.mask, *(x for _, x in inputs.floats())) if x is not None}
             run(attention, case, inputs)
@@ -261,7 +261,7 @@ def few_keys_calls() -> Iterator[str | None]:
 # three tiles, and the last are not whole.
 PLAIN = Case(batch=1, seqlen_q=40, seqlen_k=70, num_heads=2, num_heads_k=1, dtype=torch.float32, dlse=True)
 CAPPED = PLAIN.with_(softcap=2.0, logits=3.0)  # from where tanh is a line to where it is flat
-FEW_ROWS = PLAIN.with_(seqlen_q=7, seqlen_k=300, need=())
+FEW_ROWS = PLAIN.with_(seqlen_q=7, seqlen_k=300, needs_grad=())
 FULL = ("B", "Hq", "Lq", "Lk")
 SHARED = ("1", "1", "Lq", "Lk")
 LINES = {

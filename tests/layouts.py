@@ -17,7 +17,7 @@ def nan_margins(x: Tensor) -> Tensor:
 
 
 def aligned_margins(x: Tensor) -> Tensor:
-    """The same with rows that start on 8 elements, and so are read by wide loads and by the copy engine."""
+    """The same with rows that start on 8 elements, and so are read by wide loads and by TMA."""
     return _framed(x, 8, 8 + -x.shape[-1] % 8)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from flash_dmattn import operators, register_backend, unregister_backend
 from flash_dmattn.backends.protocol import Availability, Rule
 from flash_dmattn.masks import KeyMask, TileMask
-from flash_dmattn.problem import FEATURES, AttentionProblem, Flags, Gradients, MaskView, Need
+from flash_dmattn.problem import FEATURES, AttentionProblem, Flags, Gradients, MaskView, NeedsGrad
 from flash_dmattn.reference import formula
 
 
@@ -76,7 +76,7 @@ class KernelPair(OutOfTree):
     ) -> Gradients:
         self.ran.append("backward")
         gradients = formula.gradients(dout, dlse, q, k, v, mask.dense, bias, **flags_of(problem))
-        dq, dk, dv, dbias = (g if needed else None for g, needed in zip(gradients, problem.need))
+        dq, dk, dv, dbias = (g if needed else None for g, needed in zip(gradients, problem.needs_grad))
         return dq, dk, dv, dbias
 
 
@@ -142,7 +142,7 @@ class Counting(OutOfTree):
         out: Tensor,
         lse: Tensor,
         flags: Flags,
-        need: Need,
+        needs_grad: NeedsGrad,
     ) -> Gradients:
         self.count["backward"] += 1
         self.received.append(mask.form)
@@ -150,7 +150,7 @@ class Counting(OutOfTree):
         gradients = formula.gradients(dout, dlse, q, k, v, dense, bias, **numbers_of(flags))
         dq, dk, dv, dbias = (
             torch.empty(g.shape, dtype=g.dtype).copy_(g) if needed and g is not None else None
-            for g, needed in zip(gradients, need)
+            for g, needed in zip(gradients, needs_grad)
         )
         return dq, dk, dv, dbias
 

@@ -25,8 +25,8 @@ CALLS: dict[str, Case] = {
     "another head dim of the values": Case(head_dim=12, head_dim_v=20),
     "a mask, broadcast, and grouped heads": Case(mask=("1", "1", "Lq", "Lk"), bias=("1", "Hk", "1", "Lk")),
     "full where nothing says causal": Case(seqlen_q=20, seqlen_k=20),
-    "a gradient for the bias alone": Case(bias=("1", "Hq", "Lq", "Lk"), need=("bias",), is_causal=True),
-    "a gradient for a bias per key alone": Case(bias=("1", "Hk", "1", "Lk"), need=("bias",)),
+    "a gradient for the bias alone": Case(bias=("1", "Hq", "Lq", "Lk"), needs_grad=("bias",), is_causal=True),
+    "a gradient for a bias per key alone": Case(bias=("1", "Hk", "1", "Lk"), needs_grad=("bias",)),
     # 24**-0.5 is no power of two: in 16 bit the scaled q of the forward and the scaled k of the backward differ.
     "a scale that is no power of two": Case(
         head_dim=24, dtype=torch.float16, logits=8.0, batch=1, seqlen_q=33, seqlen_k=40, bias=DENSE

@@ -52,7 +52,7 @@ PLAIN = (
     BASE.with_(batch=2, seqlen_q=65, seqlen_k=257, head_dim=40, bias=("1", "Hq", "Lq", "Lk"), window_size=(40, 0)),
     BASE.with_(num_heads=4, dtype=FP32, bias=("B", "Hk", "Lq", "Lk")),
     BASE.with_(seqlen_q=257, batch=2, bias=("1", "Hk", "1", "Lk"), is_causal=True),
-    BASE.with_(num_heads=4, bias=("B", "Hq", "1", "Lk"), need=("k", "bias")),
+    BASE.with_(num_heads=4, bias=("B", "Hq", "1", "Lk"), needs_grad=("k", "bias")),
     BASE.with_(bias=("B", "Hq", "Lq", "1"), head_dim=128, mask=FULL, mask_kind="none_allowed"),
     # Masks of tiles: rows that are read 16 bytes at a time, 4, and 1.
     BASE.with_(seqlen_q=130, seqlen_k=272, head_dim=128, mask=("1", "1", "Lq", "Lk"), is_causal=True),
@@ -86,10 +86,10 @@ def _numbered(**groups: tuple[Case, ...]) -> tuple[tuple[Case, str], ...]:
 
 
 # The forward kernels of cuda: of each form of bias with and without a mask, all at 64 and 128, some at other head dims.
-FORWARD = BASE.with_(need=(), dlse=False)
+FORWARD = BASE.with_(needs_grad=(), dlse=False)
 FP16 = torch.float16
 PER_KEY = ("1", "Hk", "1", "Lk")
-MANY = {"batch": 2, "num_heads": 96, "num_heads_k": 48}  # more pieces of work than multiprocessors
+MANY = {"batch": 2, "num_heads": 96, "num_heads_k": 48}  # more pieces of work than SMs
 D64 = (
     # A block computes 192 rows without a mask, 128 with one, against 128 keys.
     FORWARD.with_(**MANY, seqlen_k=72),
@@ -169,20 +169,20 @@ GROUPS = {"batch": 8, "num_heads": 132, "num_heads_k": 66, "seqlen_q": 9}
 BACKWARD = (
     # No bias.
     BASE.with_(**GROUPS, seqlen_k=129, is_causal=True),
-    FP16_BASE.with_(**MANY, seqlen_k=72, mask=TILES, mask_kind="empty_tiles", need=("q", "v")),
+    FP16_BASE.with_(**MANY, seqlen_k=72, mask=TILES, mask_kind="empty_tiles", needs_grad=("q", "v")),
     WIDE_FP16.with_(**MANY, seqlen_k=72),
     WIDE_BASE.with_(seqlen_q=193, seqlen_k=257, mask=TILES, mask_kind="empty_tiles", head_dim=72, is_causal=True),
     # One value per key.
     FP16_BASE.with_(seqlen_q=127, seqlen_k=193, bias=PER_KEY, window_size=(20, 15), head_dim=40, head_dim_v=64),
-    WIDE_BASE.with_(**SHARED, seqlen_q=1, seqlen_k=191, bias=PER_KEY, need=("bias",)),
+    WIDE_BASE.with_(**SHARED, seqlen_q=1, seqlen_k=191, bias=PER_KEY, needs_grad=("bias",)),
     # One per score, which takes no gradient.
-    BASE.with_(seqlen_q=129, seqlen_k=136, bias=("1", "1", "Lq", "Lk"), is_causal=True, need=QKV),
-    FP16_BASE.with_(**SHARED, seqlen_k=264, bias=FULL, mask=FULL, mask_kind="empty_rows", need=QKV),
-    WIDE_FP16.with_(seqlen_q=64, seqlen_k=264, bias=FULL, head_dim_v=40, need=QKV, dlse=False),
+    BASE.with_(seqlen_q=129, seqlen_k=136, bias=("1", "1", "Lq", "Lk"), is_causal=True, needs_grad=QKV),
+    FP16_BASE.with_(**SHARED, seqlen_k=264, bias=FULL, mask=FULL, mask_kind="empty_rows", needs_grad=QKV),
+    WIDE_FP16.with_(seqlen_q=64, seqlen_k=264, bias=FULL, head_dim_v=40, needs_grad=QKV, dlse=False),
     # One per score, which takes one.
     BASE.with_(**SHARED, batch=2, seqlen_q=130, seqlen_k=200, bias=FULL, mask=("1", "1", "Lq", "Lk"), is_causal=True),
     WIDE_FP16.with_(**MANY, seqlen_k=136, bias=FULL, is_causal=True),
-    WIDE_FP16.with_(seqlen_q=193, seqlen_k=272, bias=FULL, mask=FULL, mask_kind="empty_rows", need=("bias",)),
+    WIDE_FP16.with_(seqlen_q=193, seqlen_k=272, bias=FULL, mask=FULL, mask_kind="empty_rows", needs_grad=("bias",)),
 )
 # So many that blocks of two tiles of keys, the last of them with one, are done in fewer rounds.
 BACKWARD_PAIRS = (
@@ -197,11 +197,11 @@ BACKWARD_CAPPED = tuple(
         BASE.with_(seqlen_q=193, seqlen_k=257, is_causal=True),
         FP16_BASE.with_(seqlen_q=257, seqlen_k=193, bias=PER_KEY, mask=TILES, mask_kind="empty_tiles"),
         BASE.with_(seqlen_q=257, seqlen_k=264, bias=FULL, window_size=(40, 0)),
-        FP16_BASE.with_(**SHARED, seqlen_q=130, seqlen_k=264, bias=FULL, mask=TILES, need=QKV),
+        FP16_BASE.with_(**SHARED, seqlen_q=130, seqlen_k=264, bias=FULL, mask=TILES, needs_grad=QKV),
         WIDE_FP16.with_(seqlen_q=193, seqlen_k=257, mask=TILES, mask_kind="empty_rows"),
         WIDE_BASE.with_(**SHARED, seqlen_q=257, seqlen_k=193, bias=PER_KEY, is_causal=True),
         WIDE_FP16.with_(**MANY, seqlen_q=193, seqlen_k=136, bias=FULL, mask=TILES),
-        WIDE_BASE.with_(seqlen_q=130, seqlen_k=264, bias=FULL, need=QKV),
+        WIDE_BASE.with_(seqlen_q=130, seqlen_k=264, bias=FULL, needs_grad=QKV),
         BASE.with_(batch=2, seqlen_q=129, seqlen_k=136, bias=("1", "Hq", "Lq", "Lk")),
         WIDE_FP16.with_(**SHARED, seqlen_k=264, bias=("B", "1", "Lq", "Lk"), mask=TILES, is_causal=True),
     )
@@ -217,26 +217,28 @@ BACKWARD_IN_ORDER = (
     FP16_BASE.with_(seqlen_q=63, seqlen_k=65, bias=("1", "1", "1", "Lk"), mask=TILES),
     WIDE_FP16.with_(batch=2, seqlen_q=130, seqlen_k=257, bias=KEYS, bias_dtype=FP32, window_size=(40, 0)),
     WIDE_BASE.with_(**GROUPS, seqlen_k=129, bias=PER_KEY, mask=TILES, mask_kind="empty_rows"),
-    FP16_BASE.with_(**GROUPS, seqlen_k=136, bias=("1", "Hk", "Lq", "Lk"), need=QKV),
-    BASE.with_(batch=2, seqlen_q=257, seqlen_k=264, bias=("1", "Hq", "Lq", "Lk"), mask=TILES, need=("q",)),
-    WIDE_BASE.with_(**SHARED, seqlen_q=257, seqlen_k=136, bias=("B", "Hk", "Lq", "Lk"), is_causal=True, need=QKV),
+    FP16_BASE.with_(**GROUPS, seqlen_k=136, bias=("1", "Hk", "Lq", "Lk"), needs_grad=QKV),
+    BASE.with_(batch=2, seqlen_q=257, seqlen_k=264, bias=("1", "Hq", "Lq", "Lk"), mask=TILES, needs_grad=("q",)),
+    WIDE_BASE.with_(**SHARED, seqlen_q=257, seqlen_k=136, bias=("B", "Hk", "Lq", "Lk"), is_causal=True, needs_grad=QKV),
     WIDE_FP16.with_(
-        **MANY, seqlen_k=72, bias=("1", "Hq", "Lq", "Lk"), mask=TILES, mask_kind="empty_tiles", need=("q", "k")
+        **MANY, seqlen_k=72, bias=("1", "Hq", "Lq", "Lk"), mask=TILES, mask_kind="empty_tiles", needs_grad=("q", "k")
     ),
     FP16_BASE.with_(seqlen_q=128, seqlen_k=128, bias=FULL, softmax_scale=-0.2),
-    FP16_BASE.with_(seqlen_k=392, bias=FULL, mask=TILES, mask_kind="empty_tiles", head_dim_v=24, need=("q", "bias")),
+    FP16_BASE.with_(
+        seqlen_k=392, bias=FULL, mask=TILES, mask_kind="empty_tiles", head_dim_v=24, needs_grad=("q", "bias")
+    ),
     WIDE_BASE.with_(seqlen_q=191, seqlen_k=264, bias=FULL, window_size=(-1, 30)),
     WIDE_BASE.with_(**SHARED, seqlen_q=129, seqlen_k=392, bias=FULL, mask=TILES, mask_kind="empty_tiles"),
 )
 # Copied first are q, k, v, dout and a bias per score.
 BACKWARD_UNALIGNED = (
-    BASE.with_(seqlen_q=257, bias=KEYS, bias_dtype=FP32, mask=FULL, mask_kind="empty_rows", need=("k", "bias")),
+    BASE.with_(seqlen_q=257, bias=KEYS, bias_dtype=FP32, mask=FULL, mask_kind="empty_rows", needs_grad=("k", "bias")),
     BASE.with_(seqlen_q=193, seqlen_k=136, bias=FULL, is_causal=True),
     WIDE_FP16.with_(batch=2, seqlen_k=129, bias=("B", "Hq", "1", "Lk"), mask=("1", "1", "Lq", "Lk")),
-    WIDE_BASE.with_(seqlen_q=130, seqlen_k=136, bias=FULL, mask=TILES, need=QKV),
+    WIDE_BASE.with_(seqlen_q=130, seqlen_k=136, bias=FULL, mask=TILES, needs_grad=QKV),
 )
-# A bias per score that heads share, whose gradient has kernels of its own: of each unit with a mask and without, of few
-# heads and of more than a warp has lanes.
+# A bias per score that heads share, whose gradient has kernels of its own: of each instance, with a mask and without,
+# of few heads and of more than a warp has lanes.
 BACKWARD_SHARED = (
     BASE.with_(batch=3, seqlen_q=129, seqlen_k=264, bias=("1", "Hq", "Lq", "Lk")),
     BASE.with_(batch=2, seqlen_q=130, seqlen_k=200, bias=("1", "1", "Lq", "Lk"), mask=TILES, mask_kind="empty_tiles"),
@@ -247,13 +249,13 @@ BACKWARD_SHARED = (
     WIDE_FP16.with_(batch=2, seqlen_q=63, seqlen_k=392, head_dim_v=40, bias=("B", "1", "Lq", "Lk")),
     WIDE_FP16.with_(**SHARED, seqlen_k=264, bias=("B", "1", "Lq", "Lk"), mask=("1", "1", "Lq", "Lk")),
 )
-# One that batch entries share, which the blocks of a cluster sum: of each unit with a mask and without. Of the first of
-# either order there are more works than clusters.
+# One that batch entries share, which the blocks of a cluster sum: of each instance, with a mask and without. Of the
+# first of either order there are more works than clusters.
 OF_BATCH = {"bias": ("1", "Hq", "Lq", "Lk"), "mask_kind": "empty_tiles"}
 EVERY_BATCH = ("1", "1", "Lq", "Lk")
 BACKWARD_CLUSTERS = (
     BASE.with_(**OF_BATCH, batch=8, num_heads=18, seqlen_q=9, seqlen_k=136, is_causal=True),
-    BASE.with_(**OF_BATCH, batch=2, seqlen_q=193, seqlen_k=264, mask=EVERY_BATCH, need=("k", "bias")),
+    BASE.with_(**OF_BATCH, batch=2, seqlen_q=193, seqlen_k=264, mask=EVERY_BATCH, needs_grad=("k", "bias")),
     FP16_BASE.with_(**OF_BATCH, batch=4, **SHARED, seqlen_q=130, seqlen_k=392, window_size=(40, 0), head_dim=40),
     WIDE_BASE.with_(**OF_BATCH, batch=8, **SHARED, seqlen_q=65, seqlen_k=264, mask=EVERY_BATCH),
     WIDE_FP16.with_(**OF_BATCH, batch=2, seqlen_q=191, seqlen_k=136, head_dim_v=72),
@@ -279,15 +281,15 @@ def _wide_backward() -> tuple[list[Case], list[Case], list[Case]]:
     dtypes = (BASE.dtype, FP16)
     lengths = itertools.cycle(((65, 136), (193, 72), (130, 264), (127, 200), (64, 392)))
     forms = ((None, QKV), (PER_KEY, ALL), (("1", "Hk", "Lq", "Lk"), QKV), (FULL, ALL))
-    for i, ((d, d_v), mask, (bias, need)) in enumerate(itertools.product(WIDE_DIMS, (None, TILES), forms)):
+    for i, ((d, d_v), mask, (bias, needs_grad)) in enumerate(itertools.product(WIDE_DIMS, (None, TILES), forms)):
         seqlen_q, seqlen_k = next(lengths)
         case = BASE.with_(head_dim=d - i % 2 * 8, head_dim_v=d_v - i % 3 * 8, mask=mask, mask_kind="empty_tiles")
-        case = case.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k, bias=bias, need=need, is_causal=i % 5 < 2)
+        case = case.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k, bias=bias, needs_grad=needs_grad, is_causal=i % 5 < 2)
         any_order.append(case.with_(dtype=dtypes[i % 2], num_heads=4, num_heads_k=2))
         in_order.append(case.with_(dtype=dtypes[1 - i % 2]))
     for i, ((d, d_v), mask, dtype) in enumerate(itertools.product(WIDE_DIMS, (None, TILES), dtypes)):
         case = BASE.with_(head_dim=d, head_dim_v=d_v, mask=mask, mask_kind="empty_tiles", dtype=dtype, is_causal=i < 6)
-        shared.append(case.with_(batch=2, seqlen_k=136, bias=("1", "Hq", "Lq", "Lk"), need=("bias",)))
+        shared.append(case.with_(batch=2, seqlen_k=136, bias=("1", "Hq", "Lq", "Lk"), needs_grad=("bias",)))
     return any_order, in_order, shared
 
 
@@ -332,11 +334,11 @@ def call(case: Case, how: str, calls: str) -> tuple[Results, Inputs]:
     """What the kernels return for a case of some calls, and its inputs, both on the CPU."""
     inputs = case.build("cpu")
     there = place(inputs, how)
-    leaves = [x if x is None else x.requires_grad_(name in case.need) for name, x in there.floats()]
+    leaves = [x if x is None else x.requires_grad_(name in case.needs_grad) for name, x in there.floats()]
     q, k, v, bias = leaves
     flags = {**case.flags(), "return_lse": True, "deterministic": how == "in_order"}
     backend = calls.removesuffix("-backward")
-    cuda.KEY_PARTS = 3 if how == "parts" else 1
+    cuda.NUM_KV_SPLITS = 3 if how == "parts" else 1
     wanted = [x for x in leaves if x is not None and x.requires_grad]
     with descriptors_wherever_they_serve() if how == "descriptors" else nullcontext():
         out, lse = flash_dmattn.attention(q, k, v, there.mask, bias, backend=backend, **flags)

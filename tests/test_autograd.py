@@ -88,10 +88,10 @@ def test_gradcheck_of_flags_elementwise(flags: dict[str, Any]) -> None:
     assert torch.autograd.gradgradcheck(run, leaves())
 
 
-@pytest.mark.parametrize("need", [n for r in range(1, 5) for n in itertools.combinations(range(4), r)], ids=str)
-def test_second_derivative_of_every_subset(need: tuple[int, ...]) -> None:
-    given = [x.detach().requires_grad_(i in need) for i, x in enumerate(leaves())]
-    wanted = [given[i] for i in need]
+@pytest.mark.parametrize("needs_grad", [n for r in range(1, 5) for n in itertools.combinations(range(4), r)], ids=str)
+def test_second_derivative_of_every_subset(needs_grad: tuple[int, ...]) -> None:
+    given = [x.detach().requires_grad_(i in needs_grad) for i, x in enumerate(leaves())]
+    wanted = [given[i] for i in needs_grad]
     found, expected = [], []
     for results, backend in ((found, "eager"), (expected, "reference")):
         first = torch.autograd.grad(loss(*given, backend=backend), wanted, create_graph=True)

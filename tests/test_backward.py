@@ -40,11 +40,14 @@ def test_dbias_with_an_lse_gradient(backend: Runner, shape: tuple[str, ...]) -> 
     check(backend, Case(bias=shape, dlse=True, mask=("B", "1", "Lq", "Lk"), mask_kind="empty_rows"))
 
 
-@pytest.mark.parametrize("need", SUBSETS, ids="-".join)
+@pytest.mark.parametrize("needs_grad", SUBSETS, ids="-".join)
 @pytest.mark.parametrize("dlse", (False, True))
-def test_only_what_is_asked_for(backend: Runner, need: tuple[str, ...], dlse: bool) -> None:
+def test_only_what_is_asked_for(backend: Runner, needs_grad: tuple[str, ...], dlse: bool) -> None:
     check(
-        backend, Case(need=need, dlse=dlse, bias=("1", "Hk", "1", "Lk"), mask=("B", "Hq", "Lq", "Lk"), is_causal=True)
+        backend,
+        Case(
+            needs_grad=needs_grad, dlse=dlse, bias=("1", "Hk", "1", "Lk"), mask=("B", "Hq", "Lq", "Lk"), is_causal=True
+        ),
     )
 
 

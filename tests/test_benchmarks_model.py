@@ -70,7 +70,7 @@ NAN, BROKEN = system("nan", lambda out: out * float("nan")), system("broken", fa
 
 
 def test_on_a_hopper_gpu_auto_takes_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_rules, "installed_units", lambda: None)
+    monkeypatch.setattr(cuda_rules, "installed_instances", lambda: None)
     for backend in (cuda, triton):
         monkeypatch.setattr(backend, "probe", lambda: Availability(True))
     monkeypatch.setattr(ours, "device_arch", lambda device: "sm_90")

@@ -113,8 +113,8 @@ def test_inductor_forward_and_backward(bias_shape: tuple[int, ...]) -> None:
 
 def test_any_subset_of_gradients() -> None:
     run, counter = compiled(call)
-    for need in ((3,), (0,), (1, 2), (0, 1, 2, 3)):
-        given = [x.detach().requires_grad_(i in need) for i, x in enumerate(inputs())]
+    for needs_grad in ((3,), (0,), (1, 2), (0, 1, 2, 3)):
+        given = [x.detach().requires_grad_(i in needs_grad) for i, x in enumerate(inputs())]
         assert_same(all_results(run, given, some_mask()), all_results(call, given, some_mask()))
     assert counter.frame_count == 4
 

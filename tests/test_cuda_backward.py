@@ -16,7 +16,7 @@ import torch
 from accuracy import assert_accurate, error, oracle, run
 from cases import ALL, Case, Inputs
 from conftest import Runner
-from cuda_forms import differentiated, sums_in_clusters, takes_pairs_of_key_tiles, whole_pairs
+from cuda_forms import differentiated, schedule_of
 from layouts import LAYOUTS, rearranged
 from torch import Tensor
 
@@ -42,7 +42,7 @@ SUBSETS = tuple(s for n in range(1, 5) for s in itertools.combinations(ALL, n))
 LENGTHS = (63, 64, 65, 127, 128, 129, 191, 193)
 
 # Of the GPU, or of the emulated one.
-PROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 3
+NUM_SMS = torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 3
 
 every_bias = pytest.mark.parametrize("bias", BIASES)
 both_orders = pytest.mark.parametrize("deterministic", (False, True), ids=("any order", "fixed order"))
@@ -173,18 +173,24 @@ def test_turns_of_many_tiles(backend: Runner, head_dim: int, changes: dict[str, 
     check_again(backend, case, inputs, deterministic=True)
 
 
-@pytest.mark.parametrize("need", (ALL, ("bias",), ("k", "bias"), ("q", "v", "bias")), ids="-".join)
+@pytest.mark.parametrize("needs_grad", (ALL, ("bias",), ("k", "bias"), ("q", "v", "bias")), ids="-".join)
 @pytest.mark.parametrize("deterministic", (False, True), ids=("any_order", "in_order"))
 @pytest.mark.parametrize("lengths", ((2, 264), (65, 384), (193, 512), (300, 776)), ids=str)
 @pytest.mark.parametrize("heads", ((8, 8, 64), (16, 8, 40)), ids=str)
 def test_two_tiles_of_keys_at_a_time(
-    backend: Runner, heads: tuple[int, int, int], lengths: tuple[int, int], deterministic: bool, need: tuple[str, ...]
+    backend: Runner,
+    heads: tuple[int, int, int],
+    lengths: tuple[int, int],
+    deterministic: bool,
+    needs_grad: tuple[str, ...],
 ) -> None:
     """Blocks of 256 keys, of which the last may have one tile: where there are so many that fewer rounds pay."""
     (num_heads, num_heads_k, head_dim), (seqlen_q, seqlen_k) = heads, lengths
-    case = BASE.with_(batch=8, num_heads=num_heads, num_heads_k=num_heads_k, head_dim=head_dim, bias=FULL, need=need)
+    case = BASE.with_(
+        batch=8, num_heads=num_heads, num_heads_k=num_heads_k, head_dim=head_dim, bias=FULL, needs_grad=needs_grad
+    )
     case = case.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k)
-    assert takes_pairs_of_key_tiles(differentiated(case, deterministic))
+    assert schedule_of(differentiated(case, deterministic)).has_two_key_tiles
     check(backend, case, case.build(), deterministic=deterministic)
 
 
@@ -193,7 +199,7 @@ def test_two_tiles_of_keys_at_a_time(
 def test_dbias_per_key_is_summed_before_it_is_rounded(backend: Runner, head_dim: int, lengths: tuple[int, int]) -> None:
     """Of a loss of lse alone, which delta has in fp32, ds in 16 bits would be all that is rounded: 1e-3 of it."""
     seqlen_q, seqlen_k = lengths
-    case = BASE.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, bias=PER_KEY, need=("bias",))
+    case = BASE.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, bias=PER_KEY, needs_grad=("bias",))
     case = case.with_(bias_dtype=torch.float32)
     inputs = case.build()
     inputs = replace(inputs, dout=torch.zeros_like(inputs.dout))
@@ -209,17 +215,17 @@ def test_dbias_per_key_is_summed_before_it_is_rounded(backend: Runner, head_dim:
 @pytest.mark.parametrize("shape", (("1", "1", "Lq", "Lk"), ("1", "Hk", "Lq", "Lk"), FULL), ids="-".join)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_a_bias_that_takes_no_gradient(backend: Runner, head_dim: int, shape: tuple[str, ...], form: str) -> None:
-    check_masked(backend, BASE.with_(head_dim=head_dim, bias=shape, need=("q", "k", "v")), form)
+    check_masked(backend, BASE.with_(head_dim=head_dim, bias=shape, needs_grad=("q", "k", "v")), form)
 
 
-@pytest.mark.parametrize("need", SUBSETS, ids="-".join)
+@pytest.mark.parametrize("needs_grad", SUBSETS, ids="-".join)
 @every_bias
 @pytest.mark.parametrize("dlse", (False, True), ids=("out alone", "out and lse"))
 @both_orders
 def test_only_what_is_asked_for(
-    backend: Runner, deterministic: bool, dlse: bool, bias: str, need: tuple[str, ...]
+    backend: Runner, deterministic: bool, dlse: bool, bias: str, needs_grad: tuple[str, ...]
 ) -> None:
-    case = BASE.with_(need=need, dlse=dlse, bias=BIASES[bias], mask=FULL, is_causal=True)
+    case = BASE.with_(needs_grad=needs_grad, dlse=dlse, bias=BIASES[bias], mask=FULL, is_causal=True)
     check(backend, case, case.build(), deterministic=deterministic)
 
 
@@ -294,7 +300,7 @@ def test_dout_in_a_layout_of_its_own(backend: Runner, bias: str) -> None:
 @pytest.mark.parametrize("seqlen_k", (72, 129))
 @pytest.mark.parametrize("is_causal", (False, True))
 @both_orders
-def test_more_work_than_processors(backend: Runner, deterministic: bool, is_causal: bool, seqlen_k: int) -> None:
+def test_more_work_than_sms(backend: Runner, deterministic: bool, is_causal: bool, seqlen_k: int) -> None:
     """Handed out evenly, or as blocks finish; the heads of a group one by one, or of many groups all by one block."""
     few = BASE.with_(seqlen_q=65, seqlen_k=seqlen_k, num_heads=200, num_heads_k=100, is_causal=is_causal)
     many = few.with_(batch=6, seqlen_q=9, num_heads_k=200, num_heads=400)
@@ -302,27 +308,34 @@ def test_more_work_than_processors(backend: Runner, deterministic: bool, is_caus
         check(backend, case, case.build(), deterministic=deterministic)
 
 
-@pytest.mark.parametrize("need", (("q",), ("k",), ("v", "bias"), ALL), ids="-".join)
+@pytest.mark.parametrize("needs_grad", (("q",), ("k",), ("v", "bias"), ALL), ids="-".join)
 @pytest.mark.parametrize("mask", (None, TILES, ("1", "1", "Lq", "Lk")), ids=str)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_groups_first_and_then_heads(
-    backend: Runner, head_dim: int, mask: tuple[str, ...] | None, need: tuple[str, ...], unwritten_is_nan: None
+    backend: Runner, head_dim: int, mask: tuple[str, ...] | None, needs_grad: tuple[str, ...], unwritten_is_nan: None
 ) -> None:
     """Works of a group store dk and dv, those of a head behind them add to sums: of pairs by batch, or by head."""
-    tiles = -(-3 * PROCESSORS // 10)
-    case = BASE.with_(batch=2, num_heads=15, num_heads_k=5, seqlen_k=tiles * TILE - 31, head_dim=head_dim, need=need)
+    tiles = -(-3 * NUM_SMS // 10)
+    case = BASE.with_(
+        batch=2, num_heads=15, num_heads_k=5, seqlen_k=tiles * TILE - 31, head_dim=head_dim, needs_grad=needs_grad
+    )
     case = case.with_(mask=mask, mask_kind="empty_tiles", bias=PER_KEY)
-    assert 0 < whole_pairs(differentiated(case, False), PROCESSORS) < 10
+    assert 0 < schedule_of(differentiated(case, False), NUM_SMS).full_group_pairs < 10
     check(backend, case, case.build())
 
 
-@pytest.mark.parametrize("need", (("v", "bias"), ALL), ids="-".join)
-def test_groups_first_of_two_tiles_of_keys(backend: Runner, need: tuple[str, ...], unwritten_is_nan: None) -> None:
+@pytest.mark.parametrize("needs_grad", (("v", "bias"), ALL), ids="-".join)
+def test_groups_first_of_two_tiles_of_keys(
+    backend: Runner, needs_grad: tuple[str, ...], unwritten_is_nan: None
+) -> None:
     """The same where a work has two tiles of keys; the last has one and a part."""
-    tiles = -(-3 * PROCESSORS // 10) * 2
-    case = BASE.with_(batch=2, num_heads=15, num_heads_k=5, seqlen_k=tiles * TILE - 24, bias=FULL, need=need)
+    tiles = -(-3 * NUM_SMS // 10) * 2
+    case = BASE.with_(
+        batch=2, num_heads=15, num_heads_k=5, seqlen_k=tiles * TILE - 24, bias=FULL, needs_grad=needs_grad
+    )
     problem = differentiated(case, False)
-    assert takes_pairs_of_key_tiles(problem, PROCESSORS) and 0 < whole_pairs(problem, PROCESSORS) < 10
+    schedule = schedule_of(problem, NUM_SMS)
+    assert schedule.has_two_key_tiles and 0 < schedule.full_group_pairs < 10
     check(backend, case, case.build())
 
 
@@ -355,17 +368,17 @@ def test_softcap(backend: Runner, dtype: torch.dtype, heads: tuple[int, ...], bi
 def test_softcap_with_a_bias_that_takes_no_gradient(
     backend: Runner, head_dim: int, shape: tuple[str, ...], form: str
 ) -> None:
-    check_masked(backend, CAPPED.with_(head_dim=head_dim, bias=shape, need=("q", "k", "v")), form)
+    check_masked(backend, CAPPED.with_(head_dim=head_dim, bias=shape, needs_grad=("q", "k", "v")), form)
 
 
-@pytest.mark.parametrize("need", SUBSETS, ids="-".join)
+@pytest.mark.parametrize("needs_grad", SUBSETS, ids="-".join)
 @every_bias
 @pytest.mark.parametrize("head_dim", (64, 192))
 @both_orders
 def test_softcap_of_what_is_asked_for(
-    backend: Runner, deterministic: bool, head_dim: int, bias: str, need: tuple[str, ...]
+    backend: Runner, deterministic: bool, head_dim: int, bias: str, needs_grad: tuple[str, ...]
 ) -> None:
-    case = CAPPED.with_(head_dim=head_dim, need=need, bias=BIASES[bias], mask=FULL, is_causal=True)
+    case = CAPPED.with_(head_dim=head_dim, needs_grad=needs_grad, bias=BIASES[bias], mask=FULL, is_causal=True)
     check(backend, case, case.build(), deterministic=deterministic)
 
 
@@ -411,7 +424,7 @@ def test_softcap_with_a_great_bias_of_keys_left_out(backend: Runner, head_dim: i
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @both_orders
 def test_softcap_of_many_tiles(backend: Runner, deterministic: bool, head_dim: int, bias: str) -> None:
-    """Rings of stages go round, and processors take one tile of keys after the other."""
+    """Rings of stages go round, and SMs take one tile of keys after the other."""
     case = CAPPED.with_(seqlen_q=1190, seqlen_k=1096, num_heads=8, head_dim=head_dim, bias=BIASES[bias])
     for window_size in (None, (300, 0)):
         check_capped(backend, case.with_(window_size=window_size), deterministic=deterministic)
@@ -446,7 +459,7 @@ def other_tiles_of_each_head(mask: Tensor) -> None:
 def test_shared_dbias(
     backend: Runner, dtype: torch.dtype, head_dim: int, shape: tuple[str, ...], form: str, unwritten_is_nan: None
 ) -> None:
-    check_masked(backend, GROUPED.with_(head_dim=head_dim, dtype=dtype, bias=shape, need=("bias",)), form)
+    check_masked(backend, GROUPED.with_(head_dim=head_dim, dtype=dtype, bias=shape, needs_grad=("bias",)), form)
 
 
 @every_shared
@@ -471,7 +484,9 @@ def test_windows_with_a_shared_gradient(
     unwritten_is_nan: None,
 ) -> None:
     seqlen_q, seqlen_k = lengths
-    case = GROUPED.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k, window_size=window_size, bias=shape, need=("k", "bias"))
+    case = GROUPED.with_(
+        seqlen_q=seqlen_q, seqlen_k=seqlen_k, window_size=window_size, bias=shape, needs_grad=("k", "bias")
+    )
     check_shared(backend, case, case.build())
 
 
@@ -492,7 +507,7 @@ def test_more_heads_that_share_than_a_warp_has_lanes(
 
 @pytest.mark.parametrize("form", ("none", "causal", "full"))
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_more_tiles_of_a_shared_gradient_than_processors(
+def test_more_tiles_of_a_shared_gradient_than_sms(
     backend: Runner, head_dim: int, form: str, unwritten_is_nan: None
 ) -> None:
     case = GROUPED.with_(seqlen_q=1100, seqlen_k=1048, head_dim=head_dim, bias=("1", "Hq", "Lq", "Lk"))
@@ -556,7 +571,7 @@ def test_a_gradient_that_clusters_sum(
     case = case.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k, bias=("1", "Hq", "Lq", "Lk"))
     if form == "of all entries":
         case, form = case.with_(mask=("1", "1", "Lq", "Lk"), mask_kind="empty_rows"), "none"
-    assert sums_in_clusters(differentiated(case, deterministic))
+    assert schedule_of(differentiated(case, deterministic)).writer == "clusters"
     check_masked(backend, case, form, deterministic=deterministic)
 
 
@@ -569,7 +584,7 @@ def test_more_works_than_clusters(
     """Shared out evenly, as clusters finish, and in the order of turns; dbias is the same in every one."""
     case = BASE.with_(batch=8, num_heads=20, num_heads_k=10, seqlen_q=200, seqlen_k=392, head_dim=head_dim, **changes)
     case = case.with_(bias=("1", "Hq", "Lq", "Lk"))
-    assert sums_in_clusters(differentiated(case, deterministic))
+    assert schedule_of(differentiated(case, deterministic)).writer == "clusters"
     inputs = case.build()
     if inputs.mask is not None:
         tiles_of_every_kind(inputs.mask)
@@ -577,12 +592,12 @@ def test_more_works_than_clusters(
     check_again(backend, case, inputs, deterministic=deterministic)
 
 
-@pytest.mark.parametrize("need", (("q", "bias"), ("k", "bias"), ("v", "bias"), ("q", "v", "bias")), ids="-".join)
+@pytest.mark.parametrize("needs_grad", (("q", "bias"), ("k", "bias"), ("v", "bias"), ("q", "v", "bias")), ids="-".join)
 @both_orders
 def test_what_clusters_are_asked_for(
-    backend: Runner, deterministic: bool, need: tuple[str, ...], unwritten_is_nan: None
+    backend: Runner, deterministic: bool, needs_grad: tuple[str, ...], unwritten_is_nan: None
 ) -> None:
-    case = GROUPED.with_(batch=4, seqlen_k=264, bias=("1", "Hq", "Lq", "Lk"), need=need, dlse=True)
+    case = GROUPED.with_(batch=4, seqlen_k=264, bias=("1", "Hq", "Lq", "Lk"), needs_grad=needs_grad, dlse=True)
     check(backend, case, case.build(), deterministic=deterministic)
 
 

@@ -29,8 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in")
 WIDE, NARROW = "PackTraitsILb1E", "PackTraitsILb0E"
 # One unit of a pass stands for all: they are one source.
-ONE_UNIT = {"FLASH_DMATTN_HEAD_DIMS": "64", "FLASH_DMATTN_DTYPES": "bf16"}
-UNIT, BACKWARD_UNIT, DBIAS_UNIT = "forward_d64_bf16", "backward_d64_bf16", "shared_dbias_d64_bf16"
+ONE_INSTANCE = {"FLASH_DMATTN_HEAD_DIMS": "64", "FLASH_DMATTN_DTYPES": "bf16"}
+INSTANCE, BACKWARD_INSTANCE, DBIAS_INSTANCE = "forward_d64_bf16", "backward_d64_bf16", "shared_dbias_d64_bf16"
 # The kernels beside those of the units, and how many there are of each.
 OTHERS = {
     "backward_rows_kernel": 4,
@@ -106,7 +106,7 @@ def build(
     code = f"from setuptools import build_meta; build_meta.{hook}({str(out)!r})"
     path = os.pathsep.join([str(tree / "tools"), os.environ.get("PATH", os.defpath)])
     wishes = {"PATH": path, "FLASH_DMATTN_BUILD_CUDA": wish, "MAX_JOBS": "2"}
-    return call(code, tree, **{**wishes, **ONE_UNIT, **environment})
+    return call(code, tree, **{**wishes, **ONE_INSTANCE, **environment})
 
 
 @pytest.fixture(scope="session")
@@ -162,7 +162,14 @@ def test_wheel_holds_one_file_for_every_python(built: Built) -> None:
 
 @builds
 def test_build_shows_progress_and_every_kernel(built: Built) -> None:
-    for unit in (UNIT, BACKWARD_UNIT, DBIAS_UNIT, "sm90/backward/rows.cu", "sm90/mask/pack.cu", "api/forward.cpp"):
+    for unit in (
+        INSTANCE,
+        BACKWARD_INSTANCE,
+        DBIAS_INSTANCE,
+        "sm90/backward/rows.cu",
+        "sm90/mask/pack.cu",
+        "api/forward.cpp",
+    ):
         assert re.search(rf"\[\d+/\d+\] {re.escape(unit)}$", built.printed, re.MULTILINE), built.printed
     row = r"^flash_dmattn: (.+): \d+ registers, (?:no spills|\d+ bytes spilled)$"
     kernels = re.findall(row, built.printed, re.MULTILINE)
@@ -189,12 +196,12 @@ def test_second_build_compiles_nothing_and_reports_the_same(built: Built) -> Non
 @pytest.mark.parametrize(
     ("result", "needs"),
     [
-        ("api_forward.cpp.o", {"build_units.h", "launch.h", "params.h", "tensor_map.h"}),
-        ("api_backward.cpp.o", {"build_units.h", "launch.h", "params.h", "tensor_map.h"}),
+        ("api_forward.cpp.o", {"build_instances.h", "launch.h", "params.h", "tensor_map.h"}),
+        ("api_backward.cpp.o", {"build_instances.h", "launch.h", "params.h", "tensor_map.h"}),
         ("api_module.cpp.o", {"build_info.h"}),
-        (f"{UNIT}.o", {"forward.h", "wgmma_instructions.h", "ptx.h", "params.h"}),
-        (f"{BACKWARD_UNIT}.o", {"backward.h", "wgmma_instructions.h", "ptx.h", "params.h"}),
-        (f"{DBIAS_UNIT}.o", {"shared_dbias.h", "wgmma_instructions.h", "ptx.h", "params.h"}),
+        (f"{INSTANCE}.o", {"forward.h", "wgmma_instructions.h", "ptx.h", "params.h"}),
+        (f"{BACKWARD_INSTANCE}.o", {"backward.h", "wgmma_instructions.h", "ptx.h", "params.h"}),
+        (f"{DBIAS_INSTANCE}.o", {"shared_dbias.h", "wgmma_instructions.h", "ptx.h", "params.h"}),
     ],
 )
 def test_headers_that_change_compile_what_includes_them(built: Built, result: str, needs: set[str]) -> None:
@@ -268,7 +275,7 @@ def test_unknown_units_stop_the_build_with_a_sentence(variable: str, known: str,
 # The choice of units
 
 
-def choose_units(monkeypatch: pytest.MonkeyPatch, head_dims: str | None, dtypes: str | None) -> None:
+def choose_instances(monkeypatch: pytest.MonkeyPatch, head_dims: str | None, dtypes: str | None) -> None:
     for name, value in (("FLASH_DMATTN_HEAD_DIMS", head_dims), ("FLASH_DMATTN_DTYPES", dtypes)):
         monkeypatch.delenv(name, raising=False)
         if value is not None:
@@ -278,7 +285,7 @@ def choose_units(monkeypatch: pytest.MonkeyPatch, head_dims: str | None, dtypes:
 @pytest.mark.parametrize(
     ("head_dims", "dtypes", "forward", "backward"),
     [
-        ("64", "bf16", [UNIT], [BACKWARD_UNIT]),
+        ("64", "bf16", [INSTANCE], [BACKWARD_INSTANCE]),
         (
             "128, 64",
             "fp16",
@@ -307,16 +314,16 @@ def test_units_are_chosen_by_head_dim_and_dtype(
     backward: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    choose_units(monkeypatch, head_dims, dtypes)
-    assert [unit.name for unit in build_cuda.forward_units()] == forward
-    assert [unit.name for unit in build_cuda.backward_units()] == backward
+    choose_instances(monkeypatch, head_dims, dtypes)
+    assert [unit.name for unit in build_cuda.forward_instances()] == forward
+    assert [unit.name for unit in build_cuda.backward_instances()] == backward
     shared = [name.replace("backward", "shared_dbias") for name in backward]
-    assert [unit.name for unit in build_cuda.shared_dbias_units()] == shared
+    assert [unit.name for unit in build_cuda.shared_dbias_instances()] == shared
 
 
 def test_every_unit_is_built_when_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose_units(monkeypatch, None, None)
-    units = [*build_cuda.forward_units(), *build_cuda.backward_units(), *build_cuda.shared_dbias_units()]
+    choose_instances(monkeypatch, None, None)
+    units = [*build_cuda.forward_instances(), *build_cuda.backward_instances(), *build_cuda.shared_dbias_instances()]
     pairs = len(build_cuda.HEAD_DIMS) + 2 * len(build_cuda.BACKWARD_HEAD_DIMS)
     assert len(units) == len({unit.name for unit in units}) == pairs * len(build_cuda.DTYPES)
 
@@ -325,36 +332,36 @@ def test_every_unit_is_built_when_none_is_named(monkeypatch: pytest.MonkeyPatch)
 def test_unknown_head_dim_is_a_sentence(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sentence = f"FLASH_DMATTN_HEAD_DIMS is '{value}'; it must name some of 64,96,128,192,256, separated by commas"
     with pytest.raises(build_cuda.BuildError, match=f"^{re.escape(sentence)}$"):
-        choose_units(monkeypatch, value, None)
-        build_cuda.backward_units()
+        choose_instances(monkeypatch, value, None)
+        build_cuda.backward_instances()
 
 
-def test_header_lists_the_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose_units(monkeypatch, "192", "bf16")
-    assert build_cuda.units_header(build_cuda.forward_units(), build_cuda.backward_units()) == (
-        "#define FLASH_DMATTN_UNITS(X) \\\n"
+def test_header_lists_the_instances(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose_instances(monkeypatch, "192", "bf16")
+    assert build_cuda.instances_header(build_cuda.forward_instances(), build_cuda.backward_instances()) == (
+        "#define FLASH_DMATTN_INSTANCES(X) \\\n"
         "  X(__nv_bfloat16, BFloat16, 192, 128) \\\n"
         "  X(__nv_bfloat16, BFloat16, 192, 192)\n"
-        "#define FLASH_DMATTN_BACKWARD_UNITS(X) \\\n"
+        "#define FLASH_DMATTN_BACKWARD_INSTANCES(X) \\\n"
         "  X(__nv_bfloat16, BFloat16, 192, 128) \\\n"
         "  X(__nv_bfloat16, BFloat16, 192, 192)\n"
     )
-    choose_units(monkeypatch, "96", "bf16")
-    assert build_cuda.units_header(build_cuda.forward_units(), build_cuda.backward_units()) == (
-        "#define FLASH_DMATTN_UNITS(X) \\\n  X(__nv_bfloat16, BFloat16, 96, 96)\n"
-        "#define FLASH_DMATTN_BACKWARD_UNITS(X)\n"
+    choose_instances(monkeypatch, "96", "bf16")
+    assert build_cuda.instances_header(build_cuda.forward_instances(), build_cuda.backward_instances()) == (
+        "#define FLASH_DMATTN_INSTANCES(X) \\\n  X(__nv_bfloat16, BFloat16, 96, 96)\n"
+        "#define FLASH_DMATTN_BACKWARD_INSTANCES(X)\n"
     )
-    choose_units(monkeypatch, "128", "fp16")
-    assert build_cuda.units_header(build_cuda.forward_units(), build_cuda.backward_units()) == (
-        "#define FLASH_DMATTN_UNITS(X) \\\n  X(__half, Half, 128, 128)\n"
-        "#define FLASH_DMATTN_BACKWARD_UNITS(X) \\\n  X(__half, Half, 128, 128)\n"
+    choose_instances(monkeypatch, "128", "fp16")
+    assert build_cuda.instances_header(build_cuda.forward_instances(), build_cuda.backward_instances()) == (
+        "#define FLASH_DMATTN_INSTANCES(X) \\\n  X(__half, Half, 128, 128)\n"
+        "#define FLASH_DMATTN_BACKWARD_INSTANCES(X) \\\n  X(__half, Half, 128, 128)\n"
     )
 
 
 @builds
-def test_the_operators_compile_without_backward_units(built: Built, tmp_path: Path) -> None:
+def test_the_operators_compile_without_backward_instances(built: Built, tmp_path: Path) -> None:
     """Where none of the head dims that are built has any."""
-    (tmp_path / "build_units.h").write_text(build_cuda.units_header(build_cuda.forward_units(), []))
+    (tmp_path / "build_instances.h").write_text(build_cuda.instances_header(build_cuda.forward_instances(), []))
     said = output(*build_cuda.find_ninja(), "-C", built.folder, "-t", "commands", "-s", "api_backward.cpp.o")
     command = said.strip().replace(f"-isystem {built.folder}", f"-isystem {tmp_path}", 1)
     command = command.replace("api_backward.cpp.o", str(tmp_path / "backward.o"))
@@ -391,7 +398,7 @@ def test_jobs_by_cores_and_memory(cores: int, gib: int, jobs: int, monkeypatch: 
 
 
 @builds
-@pytest.mark.parametrize("unit", [UNIT, BACKWARD_UNIT, DBIAS_UNIT])
+@pytest.mark.parametrize("unit", [INSTANCE, BACKWARD_INSTANCE, DBIAS_INSTANCE])
 def test_plain_compute_90_does_not_compile(unit: str, built: Built, tmp_path: Path) -> None:
     """Code for sm_90 without the a would run without wgmma: here it has no way to compile."""
     said = output(*build_cuda.find_ninja(), "-C", built.folder, "-t", "commands", "-s", f"{unit}.o")
@@ -541,7 +548,7 @@ def test_record_of_the_build(built: Built) -> None:
     info = extension.build_info(built.file)
     assert info["version"] == flash_dmattn.__version__
     assert info["torch_target"] == "2.10" and info["arches"] == ["sm_90a"]
-    assert info["units"] == [UNIT, BACKWARD_UNIT, DBIAS_UNIT]
+    assert info["instances"] == [INSTANCE, BACKWARD_INSTANCE, DBIAS_INSTANCE]
     assert any("compute_90a" in flag for flag in info["flags"])
     assert info["commit"] == "unknown"  # the copy that was built is no repository
     assert re.fullmatch(r"\d+\.\d+", info["nvcc"])
@@ -575,7 +582,7 @@ INFO = {
     "torch_built_with": "2.13.0",
     "python": ">=3.10",
     "arches": ["sm_90a"],
-    "units": ["forward_d128_bf16"],
+    "instances": ["forward_d128_bf16"],
     "nvcc": "13.0",
     "flags": [],
     "commit": "unknown",
@@ -589,7 +596,7 @@ MISMATCHES = {
     "cut off": (FITS[:60], "the record of its build in .* cannot be read"),
     "damaged": (FITS.replace(b"{", b"["), "the record of its build in .* cannot be read"),
     "keys missing": (FITS.replace(b"nvcc", b"mvcc"), "the record of its build in .* does not name nvcc$"),
-    "older record": (FITS.replace(b"units", b"parts"), "the record of its build in .* does not name units$"),
+    "older record": (FITS.replace(b"instances", b"parts"), "the record of its build in .* does not name units$"),
 }
 
 
@@ -693,10 +700,10 @@ def test_probe_of_an_extension_that_loads(driver: int, tmp_path: Path, monkeypat
         assert found.reason == f"the driver is of CUDA {version}; the extension holds the runtime of 13.0"
 
 
-def test_installed_units_are_read_without_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_instances_are_read_without_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "_C.abi3.so"
-    units_of = cuda_rules.installed_units.__wrapped__  # what it remembers is of the installation
-    for content, units in ((FITS, frozenset(INFO["units"])), (b"no record", None)):
+    units_of = cuda_rules.installed_instances.__wrapped__  # what it remembers is of the installation
+    for content, units in ((FITS, frozenset(INFO["instances"])), (b"no record", None)):
         file.write_bytes(content)
         monkeypatch.setattr(extension, "find", lambda: file)
         assert units_of() == units
@@ -716,7 +723,10 @@ def test_build_for_racecheck_is_asked_for_by_one(monkeypatch: pytest.MonkeyPatch
 
 
 def test_backend_knows_the_units_of_the_build() -> None:
-    assert (cuda_rules.UNITS, cuda_rules.BACKWARD_UNITS) == (build_cuda.HEAD_DIMS, build_cuda.BACKWARD_HEAD_DIMS)
+    assert (cuda_rules.INSTANCES, cuda_rules.BACKWARD_INSTANCES) == (
+        build_cuda.HEAD_DIMS,
+        build_cuda.BACKWARD_HEAD_DIMS,
+    )
     assert list(cuda_rules._DTYPES.values()) == list(build_cuda.DTYPES)
 
 

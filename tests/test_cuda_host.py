@@ -20,7 +20,7 @@ from flash_dmattn.masks import prepare_mask
 from flash_dmattn.masks.broadcast import collapse
 from flash_dmattn.masks.prepared import operator as preparation
 from flash_dmattn.masks.prepared import packing
-from flash_dmattn.problem import Band, Flags, MaskView, Need, causal_window
+from flash_dmattn.problem import Band, Flags, MaskView, NeedsGrad, causal_window
 from flash_dmattn.reference import formula
 
 BASE = Case(seqlen_q=150, seqlen_k=264, head_dim=8, num_heads=4, num_heads_k=2, dtype=torch.float32, dlse=True)
@@ -28,7 +28,7 @@ TILE = packing.TILE
 
 
 def can_copy(x: Tensor) -> bool:
-    """Whether the copy engine can read rows of x, 16-bit values as which these fp32 ones count."""
+    """Whether TMA can read rows of x, 16-bit values as which these fp32 ones count."""
     walks = [stride for size, stride in zip(x.shape[:3], x.stride()[:3]) if size > 1 and stride > 0]
     return x.data_ptr() % 16 == 0 and x.stride(3) == 1 and all(stride % 8 == 0 for stride in walks)
 
@@ -138,10 +138,10 @@ def check(case: Case, given: Inputs | None = None, mask: MaskView | None = None)
     out, lse = formula.attention(x.q, x.k, x.v, x.mask, x.bias, **flags)
     window = causal_window(case.is_causal, case.window_size or (-1, -1))
     scale = formula.default_scale(x.q, case.softmax_scale)
-    need = Need(*(name in case.need and (name != "bias" or x.bias is not None) for name in NAMES))
+    needs_grad = NeedsGrad(*(name in case.needs_grad and (name != "bias" or x.bias is not None) for name in NAMES))
     dlse = None if x.dlse is None else x.dlse.masked_fill(lse == -torch.inf, 0.0)
     gradients = cuda._backward(
-        x.dout, dlse, x.q, x.k, x.v, mask, x.bias, out, lse, Flags(*window, scale, case.softcap, False), need
+        x.dout, dlse, x.q, x.k, x.v, mask, x.bias, out, lse, Flags(*window, scale, case.softcap, False), needs_grad
     )
     names = ("dq", "dk", "dv", "dbias")
     assert_accurate({"out": out, "lse": lse, **dict(zip(names, gradients, strict=True))}, case, inputs)
@@ -178,18 +178,20 @@ def test_a_softcap_reaches_the_kernels(operators: Operators) -> None:
 
 def test_a_bias_that_is_read_but_takes_no_gradient(operators: Operators) -> None:
     for heads in ("1", "Hk", "Hq"):
-        check(BASE.with_(bias=("B", heads, "Lq", "Lk"), need=("q", "k", "v"), window_size=(30, 5)))
+        check(BASE.with_(bias=("B", heads, "Lq", "Lk"), needs_grad=("q", "k", "v"), window_size=(30, 5)))
 
 
-@pytest.mark.parametrize("need", (*((name,) for name in NAMES), ("k", "bias"), ALL), ids=str)
+@pytest.mark.parametrize("needs_grad", (*((name,) for name in NAMES), ("k", "bias"), ALL), ids=str)
 @pytest.mark.parametrize("bias", [bias for bias in BIASES if bias is not None], ids=str)
-def test_only_what_is_needed_is_computed(need: tuple[str, ...], bias: tuple[str, ...], operators: Operators) -> None:
-    check(BASE.with_(bias=bias, need=need))
+def test_only_what_is_needed_is_computed(
+    needs_grad: tuple[str, ...], bias: tuple[str, ...], operators: Operators
+) -> None:
+    check(BASE.with_(bias=bias, needs_grad=needs_grad))
     per_query = bias[3] == "1"
-    assert len(operators.calls) == (0 if per_query and need == ("bias",) else 1)
+    assert len(operators.calls) == (0 if per_query and needs_grad == ("bias",) else 1)
     for call in operators.calls:
-        kernels_bias = "bias" in need and not per_query
-        assert [call[f"d{name}"] is not None for name in "qkv"] == [name in need for name in "qkv"]
+        kernels_bias = "bias" in needs_grad and not per_query
+        assert [call[f"d{name}"] is not None for name in "qkv"] == [name in needs_grad for name in "qkv"]
         assert (call["sums"] is not None) == (kernels_bias and bias[2] == "1")
         assert (call["dbias"] is not None) == (kernels_bias and bias[2] != "1")
 
@@ -203,7 +205,7 @@ def test_what_the_copy_engine_cannot_read_is_copied(layout: str, operators: Oper
 @pytest.mark.parametrize("start", (1, 4, 7))
 @pytest.mark.parametrize("seqlen_k", (264, 263))
 def test_a_bias_that_starts_between_16_bytes_is_copied(start: int, seqlen_k: int, operators: Operators) -> None:
-    case = BASE.with_(seqlen_k=seqlen_k, bias=("1", "Hq", "Lq", "Lk"), need=("q", "k", "v"))
+    case = BASE.with_(seqlen_k=seqlen_k, bias=("1", "Hq", "Lq", "Lk"), needs_grad=("q", "k", "v"))
     inputs = case.build("cpu")
     frame = torch.full((1, 4, 150, 272), torch.nan)
     shared = offset(frame, start)[..., :seqlen_k]
@@ -220,7 +222,7 @@ def test_dout_that_is_expanded_is_copied(operators: Operators) -> None:
     inputs = case.build("cpu")
     ones = replace(inputs, dout=torch.ones(1, 1, 1, 1).expand(inputs.dout.shape))
     out, lse = formula.attention(inputs.q, inputs.k, inputs.v)
-    flags = Flags(-1, -1, formula.default_scale(inputs.q, None), 0.0, False), Need(True, True, True, False)
+    flags = Flags(-1, -1, formula.default_scale(inputs.q, None), 0.0, False), NeedsGrad(True, True, True, False)
     found = cuda._backward(ones.dout, None, inputs.q, inputs.k, inputs.v, MaskView(), None, out, lse, *flags)
     wanted = formula.gradients(ones.dout, None, inputs.q, inputs.k, inputs.v)
     for x, y in zip(found[:3], wanted[:3], strict=True):

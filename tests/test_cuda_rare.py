@@ -68,7 +68,7 @@ def test_a_negative_scale(backend: Runner, bias: str) -> None:
 
 def test_keys_far_above_a_maximum_that_is_negative(backend: Runner) -> None:
     """Keys are walked from the last one on. By their bits, the greatest of negative scores is the least of them."""
-    case = BASE.with_(seqlen_k=384, bias=("1", "1", "1", "Lk"), need=(), dlse=False)
+    case = BASE.with_(seqlen_k=384, bias=("1", "1", "1", "Lk"), needs_grad=(), dlse=False)
     inputs = case.build()
     assert inputs.bias is not None
     inputs.q.zero_()
@@ -136,13 +136,13 @@ def test_what_is_copied_is_waited_for(backend: Runner) -> None:
 def test_parts_of_the_keys_weigh_what_they_hold(backend: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
         emulated_cuda.configure(8)
-    monkeypatch.setattr(cuda, "KEY_PARTS", 3)
-    check(backend, BASE.with_(seqlen_q=65, seqlen_k=700, logits=2.0, need=()))
+    monkeypatch.setattr(cuda, "NUM_KV_SPLITS", 3)
+    check(backend, BASE.with_(seqlen_q=65, seqlen_k=700, logits=2.0, needs_grad=()))
 
 
 def test_heads_of_a_group_are_summed_in_their_order(backend: Runner) -> None:
     """Of six heads great parts of dv cancel; in another order the small one that comes last would be lost in them."""
-    case = BASE.with_(seqlen_q=16, seqlen_k=64, num_heads=6, num_heads_k=1, need=("q", "k", "v"), dlse=False)
+    case = BASE.with_(seqlen_q=16, seqlen_k=64, num_heads=6, num_heads_k=1, needs_grad=("q", "k", "v"), dlse=False)
     inputs = case.build()
     inputs.q.zero_()  # p is 1/64 everywhere
     for head, value in enumerate((2.0**20, -(2.0**20), 2.0**20, -(2.0**20), 0.0, 2.0**-8)):

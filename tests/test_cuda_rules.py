@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
+from cuda_forms import schedule_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,8 +27,8 @@ ALL_RULES = (*cuda.RULES, *cuda.AUTO_RULES)
 
 @pytest.fixture(autouse=True)
 def on_a_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every unit is built, cuda and triton work, and nobody has chosen a backend."""
-    monkeypatch.setattr(cuda_rules, "installed_units", lambda: None)
+    """Every instance is built, cuda and triton work, and nobody has chosen a backend."""
+    monkeypatch.setattr(cuda_rules, "installed_instances", lambda: None)
     for backend in (cuda, triton):
         monkeypatch.setattr(backend, "probe", lambda: Availability(True))
     for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn")):
@@ -79,9 +81,9 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         "the gradient of bias, of rows of 4095 keys, is needed; ",
     ),
 }
-# The units that are built where a rule is broken in no full build: those of the backward pass are as wide there.
-FEW_UNITS = ("forward_d64", "forward_d128", "forward_d192_128", "backward_d64", "backward_d128")
-PARTIAL_BUILDS = {"backward_head_dim": frozenset(f"{name}_bf16" for name in FEW_UNITS)}
+# The instances that are built where a rule is broken in no full build: those of the backward pass are as wide there.
+FEW_INSTANCES = ("forward_d64", "forward_d128", "forward_d192_128", "backward_d64", "backward_d128")
+PARTIAL_BUILDS = {"backward_head_dim": frozenset(f"{name}_bf16" for name in FEW_INSTANCES)}
 # The code of each preference, and a call that auto passes over for it alone.
 PASSED_OVER: dict[str, tuple[dict[str, Any], str]] = {
     "few_rows": ({"q": (64, 1, 16, 64), "seqlen_k": 4096}, "there are 1 queries"),
@@ -170,7 +172,7 @@ def test_every_rule_is_here() -> None:
 @pytest.mark.parametrize("code", BROKEN)
 def test_a_broken_rule_says_what_it_found_and_what_to_do(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call, text = BROKEN[code]
-    monkeypatch.setattr(cuda_rules, "installed_units", lambda: PARTIAL_BUILDS.get(code))
+    monkeypatch.setattr(cuda_rules, "installed_instances", lambda: PARTIAL_BUILDS.get(code))
     explanation = explained(**call, backend="cuda")
     (reason,) = explanation.verdicts[0].reasons
     assert reason.backend == "cuda" and reason.code == code and reason.hint
@@ -197,7 +199,7 @@ def test_what_it_takes(call: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("code", "call"), NEVER_DIFFERENTIATED, ids=str)
 def test_what_it_does_not_differentiate(code: str, call: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton does then: by itself under auto, and in the pair that the error of a call by name speaks of."""
-    monkeypatch.setattr(cuda_rules, "installed_units", lambda: PARTIAL_BUILDS.get(code))
+    monkeypatch.setattr(cuda_rules, "installed_instances", lambda: PARTIAL_BUILDS.get(code))
     for backend in ("auto", ("cuda", "triton")):
         explanation = explained(**call, backend=backend)
         assert (explanation.forward, explanation.backward, explanation.error) == ("cuda", "triton", None)
@@ -337,10 +339,10 @@ def test_fixed_order_of_a_whole_dbias() -> None:
     assert explained(**{**odd, "seqlen_k": 512, "bias": (64, 16, 300, 512)}).backward == "cuda"
 
 
-def test_a_build_of_some_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A larger unit serves lesser head dims; what no unit serves goes to triton, and the units there are get named."""
-    units = frozenset({"forward_d128_bf16", "forward_d192_128_bf16", "backward_d128_bf16"})
-    monkeypatch.setattr(cuda_rules, "installed_units", lambda: units)
+def test_a_build_of_some_instances(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A larger instance serves lesser head dims; what none serves goes to triton, and the built ones are named."""
+    instances = frozenset({"forward_d128_bf16", "forward_d192_128_bf16", "backward_d128_bf16"})
+    monkeypatch.setattr(cuda_rules, "installed_instances", lambda: instances)
     for dim, chosen in ((64, "cuda"), (128, "cuda"), (256, "triton")):
         assert explained(q=(2, 4096, 16, dim)).forward == chosen
     assert explained(q=(2, 4096, 16, 192), head_dim_v=128).forward == "cuda"
@@ -350,10 +352,12 @@ def test_a_build_of_some_units(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason.code == "head_dim" and "float16" in reason.text
     assert [reason.code for reason in explained(dtype="fp32").verdicts[0].reasons] == ["dtype"]
     assert explained(**GRADIENTS, backend="cuda").backward == "cuda"
-    monkeypatch.setattr(cuda_rules, "installed_units", lambda: units - {"backward_d128_bf16"} | {"backward_d256_bf16"})
+    monkeypatch.setattr(
+        cuda_rules, "installed_instances", lambda: instances - {"backward_d128_bf16"} | {"backward_d256_bf16"}
+    )
     assert explained(**GRADIENTS, backend="cuda").backward == "cuda"
     assert explained(**GRADIENTS, softcap=1.0).backward == "cuda"
-    monkeypatch.setattr(cuda_rules, "installed_units", lambda: units - {"backward_d128_bf16"})
+    monkeypatch.setattr(cuda_rules, "installed_instances", lambda: instances - {"backward_d128_bf16"})
     (reason,) = explained(**GRADIENTS).verdicts[0].reasons
     assert reason.text.endswith("this build has no backward kernels of bfloat16")
 
@@ -423,7 +427,7 @@ def test_a_broken_rule_is_a_sentence(
         **{**flags, "softcap": 30.0 * flags["softcap"]},
     ).problem
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_rules, "installed_units", lambda: built)
+        patch.setattr(cuda_rules, "installed_instances", lambda: built)
         for rule in (rule for rule in ALL_RULES if set(rule.passes) & set(refusals.passes_of(problem))):
             assert is_a_sentence(rule, problem), f"{rule.code}: {rule.says(problem)!r}"
 
@@ -434,3 +438,15 @@ def is_a_sentence(rule: Rule, problem: flash_dmattn.problem.AttentionProblem) ->
         return True
     words = rule.says(problem).split(" ")
     return len(words) > 2 and all(words)
+
+
+def test_two_key_tiles_are_certain_where_a_rule_counts_on_them() -> None:
+    """`auto` does not know the number of SMs: where its rule counts on two tiles, every Hopper GPU has them."""
+    counted_on = 0
+    for batch, heads, seqlen_k in itertools.product((1, 2, 5, 8, 64), (1, 4, 12, 32), (128, 256, 1024, 4096, 65536)):
+        sizes = {"q": (batch, 256, heads, 64), "seqlen_k": seqlen_k, "bias": (batch, heads, 256, seqlen_k)}
+        problem = explained(**sizes, grad=True, bias_grad=True).problem
+        if cuda_rules._has_two_key_tiles(problem):
+            counted_on += 1
+            assert all(schedule_of(problem, num_sms).has_two_key_tiles for num_sms in (78, 114, 132, 144)), problem
+    assert counted_on > 10

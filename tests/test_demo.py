@@ -138,21 +138,21 @@ def test_the_gradient_check_passes_right_gradients_and_fails_wrong_ones(model, c
 @pytest.mark.parametrize("keep", [sizes.ON_HOPPER.keep, None], ids=["dynamic mask", "full attention"])
 def test_on_a_hopper_gpu_auto_trains_on_cuda(keep, monkeypatch):
     """The call that a layer makes here at the sizes for Hopper, described for such a GPU with the extension built."""
-    monkeypatch.setattr(cuda_rules, "installed_units", lambda: None)
+    monkeypatch.setattr(cuda_rules, "installed_instances", lambda: None)
     for backend in (cuda, triton):
         monkeypatch.setattr(backend, "probe", lambda: Availability(True))
     chosen = sizes.ON_HOPPER
     model = ByteLanguageModel(ModelConfig(chosen.hidden_size, num_layers=1, mlp_size=8, keep_window_size=keep))
     config = TrainingConfig(batch_size=chosen.batch_size, context=chosen.context, dtype=DTYPES[chosen.dtype])
     here = training_call(model, config)
-    assert here.forward == here.backward == "eager" and any(here.problem.need)
+    assert here.forward == here.backward == "eager" and any(here.problem.needs_grad)
     there = here.problem._replace(device="cuda", arch=sizes.HOPPER)
     rules = (*cuda.RULES, *cuda.AUTO_RULES)
     assert [rule.code for rule in rules if not rule.holds(there)] == []
     found = explain_description(there, "auto")
     assert found.forward == found.backward == "cuda"
     # The held-out windows go through in such batches too, without gradients.
-    assert explain_description(there._replace(need=type(there.need)()), "auto").forward == "cuda"
+    assert explain_description(there._replace(needs_grad=type(there.needs_grad)()), "auto").forward == "cuda"
 
 
 def test_sizes_by_device(monkeypatch):

@@ -27,10 +27,10 @@ def tensors(dtype=torch.float64, seqlen_q=LQ, seqlen_k=LK, batch=B, heads_k=HK, 
     return [x.to(dtype) for x in (q, k, v, dout)] + [torch.randn(batch, heads, seqlen_q)]
 
 
-def pair(q, k, v, dout, dlse, mask, bias, need=(True,) * 4, chunk_bytes=SMALL, **flags):
+def pair(q, k, v, dout, dlse, mask, bias, needs_grad=(True,) * 4, chunk_bytes=SMALL, **flags):
     out, lse = eager.forward(q, k, v, mask, bias, chunk_bytes=chunk_bytes, **flags)
     given = (dout, dlse, q, k, v, mask, bias, out, lse)
-    return out, lse, *eager.backward(*given, chunk_bytes=chunk_bytes, need=need, **flags)
+    return out, lse, *eager.backward(*given, chunk_bytes=chunk_bytes, needs_grad=needs_grad, **flags)
 
 
 def exact(q, k, v, dout, dlse, mask, bias, dtype=torch.float64, **flags):
@@ -129,18 +129,18 @@ def test_lengths(lengths, batch):
             assert_same(pair(*inputs, mask, bias, **SCALE, **flags), exact(*inputs, mask, bias, **SCALE, **flags))
 
 
-@pytest.mark.parametrize("need", list(product((False, True), repeat=4)), ids=str)
+@pytest.mark.parametrize("needs_grad", list(product((False, True), repeat=4)), ids=str)
 @pytest.mark.parametrize("shape", [(1, HQ, LQ, LK), (1, 1, LQ, 1)], ids=str)
-def test_only_what_is_needed_is_computed(need, shape):
+def test_only_what_is_needed_is_computed(needs_grad, shape):
     torch.manual_seed(3)
     inputs = tensors()
     bias = torch.randn(shape, dtype=torch.float64)
     expected = exact(*inputs, None, bias, **SCALE)
     out, lse = eager.forward(*inputs[:3], None, bias, **SCALE)
     with Watch() as watch:
-        got = eager.backward(inputs[3], inputs[4], *inputs[:3], None, bias, out, lse, need=need, **SCALE)
-    assert_same(got, [x if needed else None for x, needed in zip(expected[2:], need)])
-    need_q, need_k, need_v, need_bias = need
+        got = eager.backward(inputs[3], inputs[4], *inputs[:3], None, bias, out, lse, needs_grad=needs_grad, **SCALE)
+    assert_same(got, [x if needed else None for x, needed in zip(expected[2:], needs_grad)])
+    need_q, need_k, need_v, need_bias = needs_grad
     need_ds = need_q or need_k or (need_bias and shape[3] > 1)
     # One chunk: the scores, dout @ v^T, and one product for each of dq, dk, dv.
     assert watch.products == (need_ds or need_v) + need_ds + need_q + need_k + need_v
@@ -270,7 +270,9 @@ def test_split_rows_are_normalised_again_where_lse_is_large():
         out, lse = eager.forward(q, k, v, None, bias, chunk_bytes=chunk_bytes, **SCALE)
         given = (dout, None, q, k, v, None, bias, out, lse)
         with Watch() as watch:
-            _, _, dv, _ = eager.backward(*given, chunk_bytes=chunk_bytes, need=(False, False, True, False), **SCALE)
+            _, _, dv, _ = eager.backward(
+                *given, chunk_bytes=chunk_bytes, needs_grad=(False, False, True, False), **SCALE
+            )
         products[value, chunk_bytes] = watch.products
         # dv = p^T @ 1: over the keys it sums to the number of rows, those of every query head of the group.
         tolerance = 2e-6 if chunk_bytes > 1 or abs(value) > 128 else 1e-4
@@ -343,13 +345,13 @@ def test_places_of_bias_that_no_chunk_reaches_have_a_gradient_of_zero():
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("need", list(product((False, True), repeat=3)), ids=str)
-def test_any_subset_of_gradients_with_a_softcap(need):
+@pytest.mark.parametrize("needs_grad", list(product((False, True), repeat=3)), ids=str)
+def test_any_subset_of_gradients_with_a_softcap(needs_grad):
     torch.manual_seed(15)
     inputs, bias = tensors(), torch.randn(1, HQ, LQ, LK, dtype=torch.float64)
     expected = exact(*inputs, None, bias, **SCALE, softcap=0.8)
-    need_q, need_k, need_bias = need
-    got = pair(*inputs, None, bias, need=(need_q, need_k, False, need_bias), **SCALE, softcap=0.8)
+    need_q, need_k, need_bias = needs_grad
+    got = pair(*inputs, None, bias, needs_grad=(need_q, need_k, False, need_bias), **SCALE, softcap=0.8)
     wanted = (need_q, need_k, False, need_bias)
     assert_same(got[2:], [x if needed else None for x, needed in zip(expected[2:], wanted)])
 

@@ -159,7 +159,7 @@ def test_any_device_can_be_described(device: str, arch: str, codes: set[str]) ->
     )
     problem = explanation.problem
     assert problem.arch == arch
-    assert problem.need == (False, False, False, True)
+    assert problem.needs_grad == (False, False, False, True)
     (verdict,) = (verdict for verdict in explanation.verdicts if verdict.backend == "cuda")
     assert {reason.code for reason in verdict.reasons} - {"unavailable"} == codes
     assert ("unavailable" in {reason.code for reason in verdict.reasons}) != registry.probe("cuda").usable

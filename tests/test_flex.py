@@ -13,7 +13,7 @@ from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn.backends.flex import backend as flex
-from flash_dmattn.problem import Need, TensorSpec
+from flash_dmattn.problem import NeedsGrad, TensorSpec
 from flash_dmattn.reference import formula
 
 B, HQ, HK, D, DV = 2, 4, 2, 16, 24
@@ -64,10 +64,10 @@ def gradients(out: Tensor, lse: Tensor, leaves: list[Tensor | None]) -> list[Ten
 
 
 def check(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, need: str = "qkvb", **flags: Any
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, needs_grad: str = "qkvb", **flags: Any
 ) -> None:
     """out, lse and needed gradients under the accuracy rule: 1.5 x the formula's own error in that dtype + 1e-5."""
-    leaves = [x if x is None else x.detach().requires_grad_(n in need) for n, x in zip("qkvb", (q, k, v, bias))]
+    leaves = [x if x is None else x.detach().requires_grad_(n in needs_grad) for n, x in zip("qkvb", (q, k, v, bias))]
     out, lse = flash_dmattn.attention(*leaves[:3], mask, leaves[3], return_lse=True, backend="flex", **flags)
     found = [out, lse, *gradients(out, lse, leaves)]
     exact = formula_run(leaves, mask, torch.float64, **flags)
@@ -132,9 +132,9 @@ def test_half_precision_with_fp32_dbias_accumulation(eager: None, dtype: torch.d
     check(*inputs(300, 40, dtype), random_mask(1, 1, 300, 40), random_bias(1, HK, 1, 40).to(dtype))
 
 
-@pytest.mark.parametrize("need", ["q", "k", "v", "b", "kb", "qv"])
-def test_any_subset_of_gradients(eager: None, need: str) -> None:
-    check(*inputs(37, 45), random_mask(1, 1, 37, 45), random_bias(1, HK, 1, 45), need=need)
+@pytest.mark.parametrize("needs_grad", ["q", "k", "v", "b", "kb", "qv"])
+def test_any_subset_of_gradients(eager: None, needs_grad: str) -> None:
+    check(*inputs(37, 45), random_mask(1, 1, 37, 45), random_bias(1, HK, 1, 45), needs_grad=needs_grad)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (B, HK, 37, 1)], ids=str)
@@ -161,14 +161,16 @@ def test_infinite_dlse_of_an_empty_row_stays_there(eager: None) -> None:
 
 
 @pytest.mark.parametrize(("batch", "seqlen_q", "seqlen_k"), [(0, 3, 4), (2, 0, 4), (2, 3, 0)])
-@pytest.mark.parametrize("need", [True, False])
-def test_lengths_of_zero(eager: None, batch: int, seqlen_q: int, seqlen_k: int, need: bool) -> None:
-    q, k, v = (torch.full((batch, n, 2, 16), torch.inf).requires_grad_(need) for n in (seqlen_q, seqlen_k, seqlen_k))
-    bias = torch.randn(1, 2, 1, seqlen_k).requires_grad_(need)
+@pytest.mark.parametrize("needs_grad", [True, False])
+def test_lengths_of_zero(eager: None, batch: int, seqlen_q: int, seqlen_k: int, needs_grad: bool) -> None:
+    q, k, v = (
+        torch.full((batch, n, 2, 16), torch.inf).requires_grad_(needs_grad) for n in (seqlen_q, seqlen_k, seqlen_k)
+    )
+    bias = torch.randn(1, 2, 1, seqlen_k).requires_grad_(needs_grad)
     out, lse = flash_dmattn.attention(q, k, v, None, bias, return_lse=True, backend="flex")
     assert out.shape == (batch, seqlen_q, 2, 16) and not out.any() and out.dtype == q.dtype
     assert lse.shape == (batch, 2, seqlen_q) and torch.all(lse == -torch.inf)
-    if need:
+    if needs_grad:
         out.sum().backward()
         for x in (q, k, v, bias):
             assert x.grad is not None and x.grad.shape == x.shape and not x.grad.any()
@@ -181,7 +183,7 @@ def test_strides(eager: None) -> None:
     v = torch.cat((v, v), 1)[:, ::2][:, :45]
     mask = random_mask(45, 37).t()[None, None].expand(B, HQ, 37, 45)
     bias = random_bias(2 * 45 + 1)[1::2].expand(B, 1, 37, 45)
-    check(q, k, v, mask, bias, need="qkv")
+    check(q, k, v, mask, bias, needs_grad="qkv")
     odd = torch.as_strided(random_bias(45), (1, 1, 1, 45), (7, 1 << 40, 3, 1))
     check(q, k, v, mask, odd)
 
@@ -206,12 +208,12 @@ def test_an_expanded_bias_has_a_gradient_at_each_place(eager: None) -> None:
         ({"dtype": torch.float64}, "dtype", "dtype is float64"),
         ({"head_dim": 8, "device": "cuda"}, "head_dim", "head dims are 8 and 24"),
         ({"head_dim_v": 320, "device": "cuda"}, "head_dim", "head dims are 16 and 320"),
-        ({"need": Need(k=True, bias=True)}, "cpu_backward", "gradients of k, bias are needed on CPU"),
+        ({"needs_grad": NeedsGrad(k=True, bias=True)}, "cpu_backward", "gradients of k, bias are needed on CPU"),
         ({"return_lse": True}, "cpu_lse", "return_lse is set on CPU"),
         ({"mask": TensorSpec((2, 1, 3, 4), (1 << 31, 0, 4, 1), torch.bool)}, "mask_span", "mask spans 2147483660"),
         ({"bias": TensorSpec((1, 1, 1 << 16, 1 << 15), (0, 0, 1 << 15, 1), torch.float32)}, "bias_span", "2147483648"),
         ({"k_strides": (0, 1 << 30, 0, 1)}, "row_span", "one head of q, k or v spans 47244640272"),
-        ({"deterministic": True, "need": Need(bias=True)}, "deterministic", "adds it up with atomics"),
+        ({"deterministic": True, "needs_grad": NeedsGrad(bias=True)}, "deterministic", "adds it up with atomics"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
@@ -267,7 +269,7 @@ def test_notes_list_the_copies() -> None:
     problem = flash_dmattn.validation.describe(q, k, v, None, bias, False, None, 0.0, None, False, False, False)[0]
     notes = flex.notes(problem._replace(device="cuda"))
     assert any("copies bias to float32" in note for note in notes) and any("atomics" in note for note in notes)
-    assert flex.notes(problem._replace(bias=None, need=Need())) == ()
+    assert flex.notes(problem._replace(bias=None, needs_grad=NeedsGrad())) == ()
 
 
 def test_forward_mode_is_refused() -> None:

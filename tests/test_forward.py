@@ -23,29 +23,31 @@ def check(backend: Runner, case: Case) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("is_causal", (False, True))
 def test_dense(backend: Runner, dtype: torch.dtype, is_causal: bool) -> None:
-    check(backend, Case(seqlen_q=33, seqlen_k=65, dtype=dtype, is_causal=is_causal, need=()))
+    check(backend, Case(seqlen_q=33, seqlen_k=65, dtype=dtype, is_causal=is_causal, needs_grad=()))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids="-".join)
 @pytest.mark.parametrize("kind", ("random", "empty_rows", "empty_tiles"))
 def test_mask(backend: Runner, shape: tuple[str, ...], kind: str) -> None:
-    check(backend, Case(mask=shape, mask_kind=kind, need=()))
+    check(backend, Case(mask=shape, mask_kind=kind, needs_grad=()))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids="-".join)
 def test_bias(backend: Runner, shape: tuple[str, ...]) -> None:
-    check(backend, Case(bias=shape, need=()))
+    check(backend, Case(bias=shape, needs_grad=()))
 
 
 @pytest.mark.parametrize("letters", (("Lq", "Lk"), ("1", "Lk"), ("Lq", "1"), ("Hk", "Lq", "Lk"), ("Hq", "1", "Lk")))
 def test_fewer_dimensions_are_read_from_the_right(backend: Runner, letters: tuple[str, ...]) -> None:
-    check(backend, Case(mask=letters, bias=letters, need=()))
+    check(backend, Case(mask=letters, bias=letters, needs_grad=()))
 
 
 @pytest.mark.parametrize("kind", ("none_allowed", "all_allowed", "empty_rows"))
 @pytest.mark.parametrize("is_causal", (False, True))
 def test_rows_with_nothing_allowed_are_zero(backend: Runner, kind: str, is_causal: bool) -> None:
-    case = Case(mask=("B", "Hq", "Lq", "Lk"), mask_kind=kind, is_causal=is_causal, seqlen_q=17, seqlen_k=9, need=())
+    case = Case(
+        mask=("B", "Hq", "Lq", "Lk"), mask_kind=kind, is_causal=is_causal, seqlen_q=17, seqlen_k=9, needs_grad=()
+    )
     inputs = case.build()
     results = backend(case, inputs)
     assert_accurate(results, case, inputs)
@@ -60,18 +62,20 @@ def test_rows_with_nothing_allowed_are_zero(backend: Runner, kind: str, is_causa
 @pytest.mark.parametrize("is_causal", (False, True))
 def test_window(backend: Runner, lengths: tuple[int, int], window_size: tuple[int, int], is_causal: bool) -> None:
     seqlen_q, seqlen_k = lengths
-    check(backend, Case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, window_size=window_size, is_causal=is_causal, need=()))
+    check(
+        backend, Case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, window_size=window_size, is_causal=is_causal, needs_grad=())
+    )
 
 
 @pytest.mark.parametrize("softcap", (0.5, 30.0))
 @pytest.mark.parametrize("bias", (None, ("1", "Hq", "Lq", "Lk")))
 def test_softcap_comes_before_the_bias(backend: Runner, softcap: float, bias: tuple[str, ...] | None) -> None:
-    check(backend, Case(softcap=softcap, bias=bias, logits=5.0, need=()))
+    check(backend, Case(softcap=softcap, bias=bias, logits=5.0, needs_grad=()))
 
 
 @pytest.mark.parametrize("softmax_scale", (0.0, 1.0, -0.3, 0.01))
 def test_softmax_scale(backend: Runner, softmax_scale: float) -> None:
-    check(backend, Case(softmax_scale=softmax_scale, bias=("B", "Hq", "Lq", "Lk"), need=()))
+    check(backend, Case(softmax_scale=softmax_scale, bias=("B", "Hq", "Lq", "Lk"), needs_grad=()))
 
 
 @pytest.mark.parametrize("heads", ((4, 4), (8, 2), (6, 1), (12, 4)))
@@ -84,7 +88,7 @@ def test_grouped_heads(backend: Runner, heads: tuple[int, int]) -> None:
             num_heads_k=num_heads_k,
             mask=("B", "Hk", "Lq", "Lk"),
             bias=("1", "Hq", "1", "Lk"),
-            need=(),
+            needs_grad=(),
         ),
     )
 
@@ -92,7 +96,7 @@ def test_grouped_heads(backend: Runner, heads: tuple[int, int]) -> None:
 @pytest.mark.parametrize("dims", ((8, 8), (24, 24), (64, 64), (96, 96), (128, 64), (192, 128), (16, 40)))
 def test_head_dims(backend: Runner, dims: tuple[int, int]) -> None:
     head_dim, head_dim_v = dims
-    check(backend, Case(head_dim=head_dim, head_dim_v=head_dim_v, bias=("B", "1", "Lq", "Lk"), need=()))
+    check(backend, Case(head_dim=head_dim, head_dim_v=head_dim_v, bias=("B", "1", "Lq", "Lk"), needs_grad=()))
 
 
 @pytest.mark.parametrize("bias_kind", ("inf", "min", "huge"))
@@ -101,11 +105,14 @@ def test_head_dims(backend: Runner, dims: tuple[int, int]) -> None:
 def test_extreme_biases(backend: Runner, bias_kind: str, bias_dtype: torch.dtype, mask: tuple[str, ...] | None) -> None:
     if bias_kind == "huge" and bias_dtype == torch.float16:
         bias_kind = "min"  # 1e4 times a normal value is beyond float16
-    check(backend, Case(bias=("1", "Hq", "Lq", "Lk"), bias_kind=bias_kind, bias_dtype=bias_dtype, mask=mask, need=()))
+    check(
+        backend,
+        Case(bias=("1", "Hq", "Lq", "Lk"), bias_kind=bias_kind, bias_dtype=bias_dtype, mask=mask, needs_grad=()),
+    )
 
 
 def test_a_row_of_minus_infinity_is_an_empty_row(backend: Runner) -> None:
-    case = Case(bias=("B", "Hq", "Lq", "Lk"), need=())
+    case = Case(bias=("B", "Hq", "Lq", "Lk"), needs_grad=())
     inputs = case.build()
     inputs.bias[:, :, 2:5] = -torch.inf
     results = backend(case, inputs)
@@ -116,7 +123,7 @@ def test_a_row_of_minus_infinity_is_an_empty_row(backend: Runner) -> None:
 @pytest.mark.parametrize("logits", (1e2, 1e3, 1e4))
 @pytest.mark.parametrize("seqlen_k", (31, 64, 65))
 def test_huge_logits(backend: Runner, logits: float, seqlen_k: int) -> None:
-    case = Case(logits=logits, seqlen_k=seqlen_k, bias=("B", "Hq", "Lq", "Lk"), need=())
+    case = Case(logits=logits, seqlen_k=seqlen_k, bias=("B", "Hq", "Lq", "Lk"), needs_grad=())
     if case.dtype == torch.float16:
         case = case.with_(logits=min(logits, 2e3))  # plain PyTorch's products are float16, where those of 1e4 overflow
     check(backend, case)

@@ -36,8 +36,8 @@ import flash_dmattn
 
 pytestmark = on_kernels
 
-# Several pieces of work for each multiprocessor of an H200, handed out as they finish.
-RACY = BASE.with_(batch=4, seqlen_q=1000, num_heads=16, num_heads_k=4, need=(), dlse=False, is_causal=True)
+# Several pieces of work for each SM of an H200, handed out as they finish.
+RACY = BASE.with_(batch=4, seqlen_q=1000, num_heads=16, num_heads_k=4, needs_grad=(), dlse=False, is_causal=True)
 FULL = ("B", "Hq", "Lq", "Lk")
 RACES = {
     "mask and bias": RACY.with_(seqlen_k=1104, head_dim=128, mask=("B", "Hk", "Lq", "Lk"), bias=FULL),

@@ -41,7 +41,7 @@ FORMS = {
     "mask and bias per key": BASE.with_(head_dim=128, mask=TILES, mask_kind="empty_tiles", bias=PER_KEY),
     "bias and its gradient": BASE.with_(seqlen_k=600, num_heads_k=4, bias=FULL),
     "prepared mask": BASE.with_(seqlen_k=328, head_dim=128, mask=TILES, bias=FULL, is_causal=True),
-    # Several pieces of work for each multiprocessor of an H200.
+    # Several pieces of work for each SM of an H200.
     "large": LARGE.with_(bias=FULL, is_causal=True),
     "large mask": LARGE.with_(head_dim=128, num_heads_k=16, mask=TILES, mask_kind="empty_tiles", bias=PER_KEY),
 }
@@ -164,7 +164,7 @@ def test_a_thousand_backward_passes_are_bitwise_equal(backend: Runner, race: str
 
 @pytest.mark.parametrize("race", RACES)
 def test_two_kernels_that_take_turns_end(backend: Runner, race: str) -> None:
-    """Their blocks wait for one another and share the processors, one of them with priority."""
+    """Their blocks wait for one another and share the num_sms, one of them with priority."""
     case = RACES[race]
     inputs = served(backend, case)
 

@@ -86,7 +86,7 @@ def test_no_module_is_part_of_a_circle() -> None:
     done: set[str] = set()
 
     def visit(name: str, path: tuple[str, ...]) -> None:
-        assert name not in path, f"a circle of imports: {' -> '.join((*path[path.index(name):], name))}"
+        assert name not in path, f"a circle of imports: {' -> '.join((*path[path.index(name) :], name))}"
         if name not in done:
             for _, other in EDGES[name]:
                 if not name.startswith(other + "."):  # a package is loaded before its modules, which changes nothing

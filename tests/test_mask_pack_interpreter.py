@@ -231,7 +231,7 @@ def check_compiled(capability: int) -> None:
 def fits(usage: list[int], what: object) -> None:
     registers, stack, shared = usage
     print(what, "registers", registers, "stack", stack, "shared", shared)
-    # 128 registers let two programs of 256 threads share a multiprocessor: one loads while the other stores.
+    # 128 registers let two programs of 256 threads share an SM: one loads while the other stores.
     assert registers <= 128 and stack == 0 and shared <= 16384, (what, usage)
 
 

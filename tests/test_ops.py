@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 import flash_dmattn
 from flash_dmattn import operators
 from flash_dmattn.masks.prepared.operator import prepared_view
-from flash_dmattn.problem import Flags, MaskView, Need, causal_window
+from flash_dmattn.problem import Flags, MaskView, NeedsGrad, causal_window
 
 B, LQ, LK, HQ, HK, D, DV = 2, 3, 5, 4, 2, 8, 6
 FORWARD = torch.ops.flash_dmattn.eager_forward.default
@@ -57,12 +57,12 @@ def forward_arguments(make: Any, mask: Tensor | None, bias: Tensor | None, dtype
 
 
 def backward_arguments(
-    make: Any, mask: Tensor | None, bias: Tensor | None, dtype: torch.dtype, need: Need, dlse: bool
+    make: Any, mask: Tensor | None, bias: Tensor | None, dtype: torch.dtype, needs_grad: NeedsGrad, dlse: bool
 ) -> tuple[Any, ...]:
     arguments = forward_arguments(make, mask, bias, dtype)
     out, lse = FORWARD(*arguments)
     dout = make(*out.shape, dtype=dtype)
-    return (dout, torch.randn_like(lse) if dlse else None, *arguments[:6], out, lse, *FLAGS, list(need))
+    return (dout, torch.randn_like(lse) if dlse else None, *arguments[:6], out, lse, *FLAGS, list(needs_grad))
 
 
 def assert_fake_agrees(operator: Any, arguments: tuple[Any, ...]) -> None:
@@ -83,19 +83,23 @@ def test_fakes_agree_with_what_runs(mask: str, bias: str, make: Any) -> None:
     given = MASKS[mask], BIASES[bias]
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         assert_fake_agrees(FORWARD, forward_arguments(make, *given, dtype))
-        for need in (Need(True, True, True, given[1] is not None), Need(k=True), Need(v=True)):
-            assert_fake_agrees(BACKWARD, backward_arguments(make, *given, dtype, need, dlse=True))
+        for needs_grad in (NeedsGrad(True, True, True, given[1] is not None), NeedsGrad(k=True), NeedsGrad(v=True)):
+            assert_fake_agrees(BACKWARD, backward_arguments(make, *given, dtype, needs_grad, dlse=True))
 
 
-@pytest.mark.parametrize("need", [Need(*n) for n in itertools.product((False, True), repeat=4) if any(n)], ids=str)
-def test_backward_returns_the_gradients_asked_for_in_order(need: Need) -> None:
-    arguments = backward_arguments(permuted, MASKS["mask full"], BIASES["bias fp64 per key"], torch.float32, need, True)
+@pytest.mark.parametrize(
+    "needs_grad", [NeedsGrad(*n) for n in itertools.product((False, True), repeat=4) if any(n)], ids=str
+)
+def test_backward_returns_the_gradients_asked_for_in_order(needs_grad: NeedsGrad) -> None:
+    arguments = backward_arguments(
+        permuted, MASKS["mask full"], BIASES["bias fp64 per key"], torch.float32, needs_grad, True
+    )
     found = BACKWARD(*arguments)
     everything = BACKWARD(*arguments[:-1], [True] * 4)
-    assert len(found) == sum(need)
-    torch.testing.assert_close(found, [g for g, needed in zip(everything, need) if needed])
-    spread = operators.spread(found, need)
-    assert tuple(g is not None for g in spread) == need
+    assert len(found) == sum(needs_grad)
+    torch.testing.assert_close(found, [g for g, needed in zip(everything, needs_grad) if needed])
+    spread = operators.spread(found, needs_grad)
+    assert tuple(g is not None for g in spread) == needs_grad
     assert_fake_agrees(BACKWARD, arguments)
 
 
@@ -111,8 +115,8 @@ def test_backward_returns_the_gradients_asked_for_in_order(need: Need) -> None:
 def test_opcheck(mask: str, bias: str, make: Any) -> None:
     given = MASKS[mask], BIASES[bias]
     torch.library.opcheck(FORWARD, forward_arguments(make, *given, torch.float32))
-    for need, dlse in ((Need(True, True, True, given[1] is not None), True), (Need(q=True), False)):
-        torch.library.opcheck(BACKWARD, backward_arguments(make, *given, torch.float32, need, dlse))
+    for needs_grad, dlse in ((NeedsGrad(True, True, True, given[1] is not None), True), (NeedsGrad(q=True), False)):
+        torch.library.opcheck(BACKWARD, backward_arguments(make, *given, torch.float32, needs_grad, dlse))
 
 
 @pytest.mark.parametrize("sizes", [(0, 3, 5), (2, 0, 5), (2, 3, 0)], ids=["no batch", "no query", "no key"])
@@ -142,8 +146,8 @@ def test_outputs_never_alias_inputs_or_each_other() -> None:
         if bias is not None:
             q, k, v = normal(B, LQ, HQ, D), normal(B, LK, HK, D), normal(B, LK, HK, DV)
         out, lse = FORWARD(q, k, v, *NO_MASK, bias, -1, -1, 1.0, 0.0, False)
-        need = [True, True, True, bias is not None]
-        gradients = BACKWARD(out, None, q, k, v, *NO_MASK, bias, out, lse, -1, -1, 1.0, 0.0, False, need)
+        needs_grad = [True, True, True, bias is not None]
+        gradients = BACKWARD(out, None, q, k, v, *NO_MASK, bias, out, lse, -1, -1, 1.0, 0.0, False, needs_grad)
         storages = [x.untyped_storage().data_ptr() for x in (q, k, v, out, lse, *gradients)]
         assert len(set(storages)) == len(storages)
 

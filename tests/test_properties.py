@@ -86,7 +86,7 @@ def test_key_value_heads_of_mask_and_bias_repeat_over_their_group(backend: Runne
 
 
 def test_splitting_keys_and_merging_by_lse_is_the_whole(backend: Runner) -> None:
-    case = CASE.with_(need=(), dlse=False)
+    case = CASE.with_(needs_grad=(), dlse=False)
     x = case.build()
     whole = backend(case, x)
     parts = []

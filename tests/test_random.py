@@ -15,7 +15,15 @@ import torch
 from accuracy import assert_accurate
 from cases import ALL, DEVICE, NAMES, Case
 from conftest import Runner
-from cuda_forms import ALL_BACKWARD_UNITS, ALL_UNITS, BIAS_FORMS, backward_unit_of, bias_form, described, unit_of
+from cuda_forms import (
+    ALL_BACKWARD_INSTANCES,
+    ALL_INSTANCES,
+    BIAS_FORMS,
+    backward_instance_of,
+    bias_form,
+    described,
+    instance_of,
+)
 from descriptors import descriptors_wherever_they_serve
 from draws import CUDA_EDGES, CUDA_FORMS, DRAWS, FORMS, HEAD_DIMS, TILE_EDGES, Drawn, draw_cuda, draw_triton, placed
 from hypothesis import Phase, given, seed, settings
@@ -26,7 +34,7 @@ from torch import Tensor
 from flash_dmattn.backends.cuda import backend as cuda
 from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.protocol import broken_rules
-from flash_dmattn.problem import AttentionProblem, Need, TensorSpec
+from flash_dmattn.problem import AttentionProblem, NeedsGrad, TensorSpec
 
 EXAMPLES = {"eager": 2000, "flex": 200}
 SHARDS = 10  # so that pytest-xdist can share them out
@@ -67,7 +75,7 @@ def cases(draw: st.DrawFn) -> Case:
         softmax_scale=draw(st.sampled_from((None, None, 0.0, 0.7, -0.2))),
         softcap=draw(st.sampled_from((0.0, 0.0, 0.0, 5.0))),
         window_size=draw(st.none() | st.none() | st.tuples(SIDES, SIDES)),
-        need=draw(st.sampled_from((ALL, ALL, (), ("bias",), ("q",), ("k", "bias"), ("v",), ("q", "k", "v")))),
+        needs_grad=draw(st.sampled_from((ALL, ALL, (), ("bias",), ("q",), ("k", "bias"), ("v",), ("q", "k", "v")))),
         dlse=draw(st.booleans()),
         logits=draw(st.sampled_from((1.0, 1.0, 30.0))),
         seed=draw(st.integers(0, 2**16)),
@@ -120,7 +128,7 @@ def test_the_kernels_meet_every_form() -> None:
     cases = [x.case for x in drawn]
     for prepared in (False, True):
         assert {x.case.mask for x in drawn if x.prepared is prepared} == {None, *FORMS}
-    assert {case.bias for case in cases if "bias" in case.need} == {None, *FORMS}
+    assert {case.bias for case in cases if "bias" in case.needs_grad} == {None, *FORMS}
     assert {(x.layout, x.descriptors) for x in drawn} == set(itertools.product((None, *LAYOUTS), (False, True)))
     assert {case.head_dim for case in cases} == set(HEAD_DIMS)
     assert {case.seqlen_q for case in cases} == {case.seqlen_k for case in cases} == set(TILE_EDGES)
@@ -128,8 +136,8 @@ def test_the_kernels_meet_every_form() -> None:
 
 @pytest.fixture
 def every_unit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All units of cuda count as built, whatever this checkout has."""
-    monkeypatch.setattr(cuda_rules, "installed_units", lambda: None)
+    """All instances of cuda count as built, whatever this checkout has."""
+    monkeypatch.setattr(cuda_rules, "installed_instances", lambda: None)
 
 
 @pytest.mark.usefixtures("every_unit")
@@ -149,7 +157,9 @@ def test_cuda_meets_every_form() -> None:
 def laid_out(drawn: Drawn) -> tuple[AttentionProblem, Tensor | None]:
     """The description of a drawn call of cuda, gradients included, its bias as it lies in memory, and the bias."""
     case, bias = drawn.case, None
-    problem = described(case, drawn.prepared)._replace(need=Need(*(name in case.need for name in NAMES)))
+    problem = described(case, drawn.prepared)._replace(
+        needs_grad=NeedsGrad(*(name in case.needs_grad for name in NAMES))
+    )
     if case.bias is not None:
         bias = torch.empty(case.sizes(case.bias), dtype=case.bias_dtype or case.dtype, device="meta")
         bias = offset(bias, drawn.offset) if drawn.layout is None else LAYOUTS[drawn.layout](bias)
@@ -164,17 +174,17 @@ def test_cuda_runs_every_kernel() -> None:
     refused = with_gradients = 0
     for x in map(draw_cuda, range(800)):
         case, (problem, bias) = x.case, laid_out(x)
-        kernels.add((unit_of(case), bias_form(bias, case.dtype), case.mask is not None))
-        if any(problem.need):
+        kernels.add((instance_of(case), bias_form(bias, case.dtype), case.mask is not None))
+        if any(problem.needs_grad):
             with_gradients += 1
             if broken_rules(cuda, problem, ("backward",)):
                 refused += 1
                 continue
-            unit = backward_unit_of(case)
+            instance = backward_instance_of(case)
             form = bias_form(bias, case.dtype) if bias is None or 1 in bias.shape[2:] else "tile"
-            stored = form == "tile" and problem.need.bias
-            differentiated.add((unit, "stored tile" if stored else form, case.mask is not None))
-    assert kernels == set(itertools.product(ALL_UNITS, BIAS_FORMS, (False, True)))
+            stored = form == "tile" and problem.needs_grad.bias
+            differentiated.add((instance, "stored tile" if stored else form, case.mask is not None))
+    assert kernels == set(itertools.product(ALL_INSTANCES, BIAS_FORMS, (False, True)))
     forms = ("none", "vector", "tile", "stored tile")
-    assert differentiated == set(itertools.product(ALL_BACKWARD_UNITS, forms, (False, True)))
+    assert differentiated == set(itertools.product(ALL_BACKWARD_INSTANCES, forms, (False, True)))
     assert with_gradients > 500 and refused < with_gradients / 2

@@ -11,21 +11,19 @@ import pytest
 import sanitized_cases
 import torch
 from cuda_forms import (
-    ALL_BACKWARD_UNITS,
+    ALL_BACKWARD_INSTANCES,
     BACKWARD_FORMS,
     BIAS_FORMS,
-    PROCESSORS,
+    NUM_SMS,
     SUMMED,
     backward_form,
-    backward_unit_of,
+    backward_instance_of,
     backward_works,
     bias_form,
     described,
     differentiated,
-    shares_dbias,
-    sums_in_clusters,
-    takes_pairs_of_key_tiles,
-    unit_of,
+    instance_of,
+    schedule_of,
 )
 
 from flash_dmattn.backends.cuda import backend as cuda
@@ -56,7 +54,7 @@ def test_every_kernel_of_triton_is_launched(monkeypatch: pytest.MonkeyPatch) -> 
 
     def on_an_h200(self: plan.Call, *arguments: Any) -> None:
         plain(self, *arguments)
-        self.arch, self.processors = "sm_90", 132
+        self.arch, self.num_sms = "sm_90", 132
         seen.append(self.mask_kind)
 
     def record(self: kernel_launch.Launch, *_: Any) -> None:
@@ -80,66 +78,73 @@ def test_every_kernel_of_triton_is_launched(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     """No rule refuses a call; with and without a mask each form of bias has one at 64 and 128, and most at others."""
     monkeypatch.setattr(sanitized_cases, "DEVICE", "cpu")
-    monkeypatch.setattr(cuda_rules, "installed_units", lambda: None)
+    monkeypatch.setattr(cuda_rules, "installed_instances", lambda: None)
     reached: dict[tuple[int, int], set[tuple[str, bool]]] = {}
     in_parts: dict[tuple[int, int], set[tuple[str, bool]]] = {}
     dtypes = set()
     for case, how in sanitized_cases.CASES["cuda"]:
-        assert not broken_rules(cuda, described(case), ("forward",)) and not case.need, case.repro()
+        assert not broken_rules(cuda, described(case), ("forward",)) and not case.needs_grad, case.repro()
         bias = sanitized_cases.place(case.build("cpu"), how).bias
-        d, d_v, dtype = unit_of(case)
+        d, d_v, dtype = instance_of(case)
         kernels = in_parts if how == "parts" else reached
         kernels.setdefault((d, d_v), set()).add((bias_form(bias, dtype), case.mask is not None))
         dtypes.add((d, d_v, dtype))
     assert reached[64, 64] == reached[128, 128] == set(itertools.product(BIAS_FORMS, (False, True)))
     shared = set(itertools.product(("none", "vector", "tile"), (False, True)))
     assert in_parts[64, 64] == in_parts[128, 128] == shared and set(in_parts) == {(d, d) for d in (64, 96, 128)}
-    assert set(reached) == set(cuda.UNITS) and all(len(kernels) >= 2 for kernels in reached.values())
-    assert dtypes == {(*dims, dtype) for dims in cuda.UNITS for dtype in (torch.float16, torch.bfloat16)}
+    assert set(reached) == set(cuda.INSTANCES) and all(len(kernels) >= 2 for kernels in reached.values())
+    assert dtypes == {(*dims, dtype) for dims in cuda.INSTANCES for dtype in (torch.float16, torch.bfloat16)}
     assert len(sanitized_cases.CASES["cuda"]) == 48
 
 
 def test_the_backward_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     """No rule refuses a call; each kernel has one, each form in either order, and the work is shared in every way.
 
-    Those with a softcap: one of each form of a unit, and one that has the kernel of a shared gradient.
+    Those with a softcap: one of each form of an instance, and one that has the kernel of a shared gradient.
     """
-    monkeypatch.setattr(cuda_rules, "installed_units", lambda: None)
+    monkeypatch.setattr(cuda_rules, "installed_instances", lambda: None)
     kernels, shared, orders, works = set(), set(), set(), set()
     capped, capped_shared, pairs, clusters = set(), set(), set(), set()
     for case, how in sanitized_cases.CASES["cuda-backward"]:
         in_order = how == "in_order"
         problem = differentiated(case, in_order)
-        assert not broken_rules(cuda, problem, ("forward", "backward")) and case.need, case.repro()
-        unit, form, has_mask = backward_unit_of(case), backward_form(problem), case.mask is not None
+        schedule = schedule_of(problem)
+        assert not broken_rules(cuda, problem, ("forward", "backward")) and case.needs_grad, case.repro()
+        instance, form, has_mask = backward_instance_of(case), backward_form(problem), case.mask is not None
         if case.softcap > 0:
-            capped.add((unit[:2], form))
-            if shares_dbias(problem):
-                capped_shared.add(unit[:2])
+            capped.add((instance[:2], form))
+            if schedule.writer == "shared_dbias":
+                capped_shared.add(instance[:2])
             continue
-        kernels.add((unit, form, has_mask))
-        if sums_in_clusters(problem):
+        kernels.add((instance, form, has_mask))
+        if schedule.writer == "clusters":
             tiles = case.batch * case.num_heads * -(-case.seqlen_k // 128)
-            clusters.add((in_order, case.batch, tiles > PROCESSORS))
-        elif shares_dbias(problem):
-            shared.add((unit, has_mask))
-        orders.add((unit[:2], form, has_mask, in_order))
+            clusters.add((in_order, case.batch, tiles > NUM_SMS))
+        elif schedule.writer == "shared_dbias":
+            shared.add((instance, has_mask))
+        orders.add((instance[:2], form, has_mask, in_order))
         works.add((in_order, *backward_works(problem)))
-        if takes_pairs_of_key_tiles(problem):
+        if schedule.has_two_key_tiles:
             pairs.add((in_order, case.num_heads > case.num_heads_k, case.seqlen_k % 256 > 128))
     narrow = itertools.product(((64, 64), (128, 128)), BACKWARD_FORMS)
     wide = itertools.product(sanitized_cases.WIDE_DIMS, ("none", "vector", "tile"))
-    assert capped == {*narrow, *wide} and capped_shared == set(cuda_rules.BACKWARD_UNITS)
+    assert capped == {*narrow, *wide} and capped_shared == set(cuda_rules.BACKWARD_INSTANCES)
     flags = (False, True)
-    summed = [unit for unit in ALL_BACKWARD_UNITS if max(unit[:2]) <= 128]
-    every = {*itertools.product(ALL_BACKWARD_UNITS, BACKWARD_FORMS, flags), *itertools.product(summed, [SUMMED], flags)}
+    summed = [instance for instance in ALL_BACKWARD_INSTANCES if max(instance[:2]) <= 128]
+    every = {
+        *itertools.product(ALL_BACKWARD_INSTANCES, BACKWARD_FORMS, flags),
+        *itertools.product(summed, [SUMMED], flags),
+    }
     assert kernels == every
     assert {batch for _, batch, _ in clusters} == {2, 4, 8}
     # Works of one cluster after another: told by its first block, in order and not.
     assert {(False, True), (True, True)} <= {(in_order, many) for in_order, _, many in clusters}
-    assert shared == set(itertools.product(ALL_BACKWARD_UNITS, flags))
-    of_units = {*itertools.product(cuda_rules.BACKWARD_UNITS, BACKWARD_FORMS), *((unit[:2], SUMMED) for unit in summed)}
-    assert orders == {(*form, has_mask, order) for form in of_units for has_mask in flags for order in flags}
+    assert shared == set(itertools.product(ALL_BACKWARD_INSTANCES, flags))
+    of_instances = {
+        *itertools.product(cuda_rules.BACKWARD_INSTANCES, BACKWARD_FORMS),
+        *((instance[:2], SUMMED) for instance in summed),
+    }
+    assert orders == {(*form, has_mask, order) for form in of_instances for has_mask in flags for order in flags}
     assert {(False, False, False), (False, True, True), (True, True, False)} <= pairs  # the last block with one or two
     heads = {(in_order, heads) for in_order, heads, _ in works}
     either = itertools.product(flags, ("its own", "a group", "one of a group"))

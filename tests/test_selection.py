@@ -19,7 +19,7 @@ from flash_dmattn.backends.cuda import backend as cuda
 from flash_dmattn.backends.protocol import Availability, Rule
 from flash_dmattn.backends.triton import backend as triton
 from flash_dmattn.dispatch import refusals, registry, selection, settings
-from flash_dmattn.problem import AttentionProblem, Need
+from flash_dmattn.problem import AttentionProblem, NeedsGrad
 
 FORWARD_ONLY = Rule("forward_only", lambda p: False, lambda p: "there is no backward kernel yet", "", ("backward",))
 
@@ -46,10 +46,10 @@ def results(backend: object = "auto") -> list[Tensor]:
     return [out, lse, *torch.autograd.grad(out.sin().sum() + lse.cos().sum(), (q, k, v, bias))]
 
 
-def on_gpu(need: bool = False, **changes: object) -> AttentionProblem:
+def on_gpu(needs_grad: bool = False, **changes: object) -> AttentionProblem:
     """A call on an accelerator."""
     problem = flash_dmattn.explain_problem((2, 4096, 16, 64), kv_heads=4, device="sm_80", bias=(1, 16, 1, 4096)).problem
-    return problem._replace(need=Need(need, need, need, need), **changes)
+    return problem._replace(needs_grad=NeedsGrad(needs_grad, needs_grad, needs_grad, needs_grad), **changes)
 
 
 # Registered backends
@@ -336,7 +336,7 @@ def test_small_call_names_few_bytes() -> None:
 def test_fallback_can_be_an_error_or_silent() -> None:
     flash_dmattn.set_fallback("error")
     with pytest.raises(flash_dmattn.BackendUnsupportedError, match="attention runs on eager PyTorch") as caught:
-        selection.select(on_gpu(need=True), "auto")
+        selection.select(on_gpu(needs_grad=True), "auto")
     assert caught.value.accepted_by == ("eager",)
     assert {reason.backend for reason in caught.value.reasons} == {"cuda", "triton", "flex"}
     assert 'set_fallback("error") is in force' in str(caught.value)
@@ -356,5 +356,5 @@ def test_backward_alone_on_eager_is_a_fallback_too() -> None:
             warnings.simplefilter("error")
             assert selection.select(on_gpu(), "auto").forward.NAME == "ours"
         with pytest.warns(FallbackWarning, match="ours: there is no backward kernel yet"):
-            chosen = selection.select(on_gpu(need=True), "auto")
+            chosen = selection.select(on_gpu(needs_grad=True), "auto")
     assert (chosen.forward.NAME, chosen.backward.NAME) == ("ours", "eager")

@@ -123,7 +123,7 @@ def values(problem: AttentionProblem) -> set[str]:
     dtypes = {problem.dtype} | ({problem.bias.dtype} if problem.bias is not None else set())
     found |= {name for dtype in dtypes for name in (dtype_name(dtype), str(dtype))}
     found |= {flag for flag in flags if getattr(problem, flag)}
-    found |= {name for name, needed in zip(problem.need._fields, problem.need) if needed}
+    found |= {name for name, needed in zip(problem.needs_grad._fields, problem.needs_grad) if needed}
     found |= {str(spec.span()) for spec in (problem.mask, problem.bias) if spec is not None}
     heads = (
         (problem.q_strides, problem.seqlen_q, problem.head_dim),
@@ -145,7 +145,7 @@ def test_the_choice_follows_the_rules(problems: list[tuple[int, AttentionProblem
                 assert refusal.reasons == reasons and reasons, where
             else:
                 assert not reasons and selection.forward is BACKENDS[name], where
-                assert is_composite(selection.forward) or (selection.backward is None) != any(problem.need), where
+                assert is_composite(selection.forward) or (selection.backward is None) != any(problem.needs_grad), where
         try:
             chosen = selected_names(problem, choose(problem, "auto"))
         except BackendError:
@@ -160,13 +160,13 @@ def test_random_problems_are_varied(problems: list[tuple[int, AttentionProblem]]
     # The properties above say little about problems that are all alike.
     seen = [problem for _, problem in problems]
     assert {p.device for p in seen} == {"cpu", "cuda"} and len({p.dtype for p in seen}) == 4
-    assert len({p.need for p in seen}) == 4 and len(set(seen)) > 950
+    assert len({p.needs_grad for p in seen}) == 4 and len(set(seen)) > 950
 
 
 class TestMatrix:
     @pytest.mark.parametrize("page", ["docs/support.md", "README.md"])
     def test_page_is_current(self, page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(cuda_rules, "installed_units", lambda: None)  # whichever this checkout has built
+        monkeypatch.setattr(cuda_rules, "installed_instances", lambda: None)  # whichever this checkout has built
         expected = support_matrix.pages(ROOT, SHIPPED)[ROOT / page]
         found = (ROOT / page).read_text(encoding="utf-8")
         assert found == expected, f"{page} is not current: run python -m flash_dmattn.tools.support_matrix --write"
@@ -205,10 +205,12 @@ class TestMatrix:
             (tmp_path / folder).mkdir()
         (tmp_path / "README.md").write_text(f"# t\n{support_matrix.BEGIN}\n{support_matrix.END}\n", encoding="utf-8")
         monkeypatch.setattr(support_matrix, "ROOT", tmp_path)
-        monkeypatch.setattr(cuda_rules, "installed_units", lambda: frozenset())  # the pages do not tell of this build
+        monkeypatch.setattr(
+            cuda_rules, "installed_instances", lambda: frozenset()
+        )  # the pages do not tell of this build
         assert support_matrix.main(["--write"]) == 0
         written = (tmp_path / "docs" / "support.md").read_text(encoding="utf-8")
-        monkeypatch.setattr(cuda_rules, "installed_units", lambda: None)
+        monkeypatch.setattr(cuda_rules, "installed_instances", lambda: None)
         assert written == support_matrix.document(tuple(BACKENDS))
         assert "| device | sm_90 |" in (tmp_path / "README.md").read_text(encoding="utf-8")
 

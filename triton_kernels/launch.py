@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flash_dmattn.masks.prepared.operator import prepared_view
-from flash_dmattn.problem import AttentionProblem, Flags, Gradients, MaskView, Need, keys_of_query
+from flash_dmattn.problem import AttentionProblem, Flags, Gradients, MaskView, NeedsGrad, keys_of_query
 
 from .kernel_launch import is_current_device, on_device, remembered
 from .plan import Call, takes_tf32
@@ -106,27 +106,33 @@ def backward(
     out: Tensor,
     lse: Tensor,
     flags: Flags,
-    need: Need,
+    needs_grad: NeedsGrad,
 ) -> Gradients:
     """The gradients asked for; every sum is taken in fp32, in a fixed order, and rounded once."""
     q, k, v, dout, out, lse = (*(_unit_rows(x) for x in (q, k, v, dout)), out.contiguous(), lse.contiguous())
     with on_device(q):
         mask = _packed(mask, q.shape[1], k.shape[1], flags)
-        if needs_fp32_delta(q.dtype, k.shape[1], flags.window, need):
+        if needs_fp32_delta(q.dtype, k.shape[1], flags.window, needs_grad):
             out = _out_in_fp32(q, k, v, mask, bias, flags)
-        key = ("backward", mask.form, need, flags, *_signature(q, k, v, bias, dout, dlse, out, lse, *mask.tensors))
-        plan = remembered(_plans, key, lambda: plan_backward(Call(q, k, v, mask, bias, flags), dout, dlse, need))
+        key = (
+            "backward",
+            mask.form,
+            needs_grad,
+            flags,
+            *_signature(q, k, v, bias, dout, dlse, out, lse, *mask.tensors),
+        )
+        plan = remembered(_plans, key, lambda: plan_backward(Call(q, k, v, mask, bias, flags), dout, dlse, needs_grad))
         return plan(dout, dlse, q, k, v, mask, bias, out, lse)
 
 
-def needs_fp32_delta(dtype: torch.dtype, seqlen_k: int, window: tuple[int, int], need: Need) -> bool:
+def needs_fp32_delta(dtype: torch.dtype, seqlen_k: int, window: tuple[int, int], needs_grad: NeedsGrad) -> bool:
     """Whether delta, which all gradients but dv take, must not come from out in 16 bits.
 
     A row of few keys does not average out its rounding. Where all keys are few the kernels take delta from p and dp;
     behind a window those lie in several tiles.
     """
     few = keys_of_query(seqlen_k, window) <= MOST_FEW_KEYS < seqlen_k
-    return few and dtype != torch.float32 and (need.q or need.k or need.bias)
+    return few and dtype != torch.float32 and (needs_grad.q or needs_grad.k or needs_grad.bias)
 
 
 def _out_in_fp32(q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None, flags: Flags) -> Tensor:

@@ -64,7 +64,7 @@ class Call:
         self.pads = (self.block_d != head_dim, self.block_dv != head_dim_v)
         properties = torch.cuda.get_device_properties(q.device) if q.is_cuda else None
         self.arch = device_arch(q.device)
-        self.processors = 1 if properties is None else properties.multi_processor_count
+        self.num_sms = 1 if properties is None else properties.multi_processor_count
         self.mask_kind = _MASK_KINDS[mask.form]
         self.bias_kind = NO_BIAS.value if bias is None else _BIAS_KINDS[bias_class(bias.shape, bias.stride())]
         # The band is folded into lists of tiles.
@@ -170,7 +170,7 @@ def _descriptor(slot: int, x: Tensor, block: list[int]) -> Descriptor:
     return Descriptor(slot, list(x.shape), [*strides, 1], block)
 
 
-def num_kv_splits(programs: int, blocks: int, processors: int) -> int:
-    """Among how many programs to share each loop over blocks where most processors would have no work, at least four
+def num_kv_splits(programs: int, blocks: int, num_sms: int) -> int:
+    """Among how many programs to share each loop over blocks where most SMs would have no work, at least four
     blocks to each."""
-    return 1 if 2 * programs > processors else max(1, min(2 * processors // programs, blocks // 4, 64))
+    return 1 if 2 * programs > num_sms else max(1, min(2 * num_sms // programs, blocks // 4, 64))

@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from flash_dmattn.gradients import key_gradient, query_gradient
-from flash_dmattn.problem import Gradients, MaskView, Need, bias_class
+from flash_dmattn.problem import Gradients, MaskView, NeedsGrad, bias_class
 
 from .backward_bias import backward_bias_kernel
 from .backward_delta import delta_kernel
@@ -29,9 +29,9 @@ MOST_FEW_KEYS = 32
 MAX_PARTS_BYTES = 64 * 2**20
 
 
-def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, need: Need) -> Callable[..., Gradients]:
+def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: NeedsGrad) -> Callable[..., Gradients]:
     """How a class of calls makes its gradients: run(dout, dlse, q, k, v, mask, bias, out, lse)."""
-    need_q, need_k, need_v, need_bias = need
+    need_q, need_k, need_v, need_bias = needs_grad
     bias, shape, num_heads_k = call.bias, call.shape, call.num_heads_k
     per_row = per_key = per_score = stored = product = False
     if need_bias and bias is not None:
@@ -115,7 +115,7 @@ def plan_keys(
     owners = shape.num_heads if split else num_heads_k
     tiles = triton.cdiv(shape.seqlen_k, tile.block_n)
     programs = tiles * shape.batch * owners
-    grid_tiles = tiles * num_kv_splits(programs, triton.cdiv(shape.seqlen_q, tile.block_m), call.processors)
+    grid_tiles = tiles * num_kv_splits(programs, triton.cdiv(shape.seqlen_q, tile.block_m), call.num_sms)
     num_parts = shape.batch * owners * grid_tiles * tile.block_n
     small = num_parts * (shape.head_dim + shape.head_dim_v) * 4 <= MAX_PARTS_BYTES
     # A key mask may keep few keys, and then the programs of the others help with those.

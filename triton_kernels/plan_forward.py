@@ -22,7 +22,7 @@ def plan_forward(call: Call) -> Callable[..., None]:
     shape, flags, tile = call.shape, call.flags, call.tile("forward")
     tma, bias_tma, descriptors = call.key_descriptors(tile)
     programs = triton.cdiv(shape.seqlen_q, tile.block_m) * shape.batch * shape.num_heads
-    splits = num_kv_splits(programs, triton.cdiv(shape.seqlen_k, tile.block_n), call.processors)
+    splits = num_kv_splits(programs, triton.cdiv(shape.seqlen_k, tile.block_n), call.num_sms)
     strides = [Strides(*x.stride()[:3]) for x in (call.q, call.k, call.v)]
     numbers = (call.bias_strides(bias_tma), call.mask_strides(), shape, abs(call.scale_log2), flags.softcap, splits)
     constants = (

@@ -88,7 +88,7 @@ _SM90_TILES = {
     "forward": {
         64: Tile(64, 64, 4, 3),
         # tiles-d128 0.46 to 0.51, and 0.83 for a causal top-k; 0.445 and 1.02 for 128x64, which spills. Two programs to
-        # a processor: the shared memory of more stages at edges would not leave room for them.
+        # an SM: the shared memory of more stages at edges would not leave room for them.
         128: Tile(64, 64, 4, 5, 3),
         256: Tile(64, 64, 4, 2),
     },

@@ -11,8 +11,9 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "../sm90/backward/launch.h"
+#include "backward_schedule.h"
 #include "bias.h"
-#include "build_units.h"  // written by the build
+#include "build_instances.h"  // written by the build
 #include "call.h"
 #include "common.h"
 #include "shared_dbias.h"
@@ -26,19 +27,10 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr const char* kName = "cuda_backward_kernel";
-constexpr int64_t kEnoughTilesPerSm = 8;  // so many for each SM leave no SM waiting long for the last
 // A section if the order of additions is fixed: more heads at a time mean fewer key blocks of one head that wait for
 // each other. Under a mask at least kOrderedHeads; without one, where blocks come in their order, as many as
 // kOrderedBytes of L2 hold.
 constexpr int64_t kOrderedHeads = 8, kOrderedBytes = 36 << 20;
-
-// Whether blocks of two key tiles finish earlier than twice as many blocks of one. Where dbias is stored such a block
-// takes 5/3 of the time, because those kernels are bound by L2 and it moves less. Not used behind a band, where it is
-// slower: docs/notes/cuda.md, "The backward pass".
-bool pays_to_take_two(int64_t pairs, int64_t tiles_k, int64_t num_sms) {
-  const auto waves = [&](int64_t blocks) { return ceil_div(pairs * blocks, num_sms); };
-  return 5 * waves(ceil_div(tiles_k, 2)) <= 3 * waves(tiles_k);
-}
 
 // The kernels of one dtype and one pair of head dims; `rows` and `sums` depend on the dtype only.
 struct KernelInstance {
@@ -46,7 +38,6 @@ struct KernelInstance {
   decltype(&launch_backward_rows<__half>) rows;
   decltype(&launch_backward_sums<__half>) sums;
   decltype(&launch_shared_dbias<__half, 64, 64>) shared_dbias;
-  int block_n;
   int64_t head_dim, head_dim_v;
 };
 
@@ -58,11 +49,10 @@ KernelInstance instance_for(ScalarType dtype, int64_t head_dim, int64_t head_dim
             &launch_backward_rows<element>,                               \
             &launch_backward_sums<element>,                               \
             &launch_shared_dbias<element, d, dv>,                         \
-            backward_block_n(d, dv),                                      \
             d,                                                            \
             dv};                                                          \
   }
-  FLASH_DMATTN_BACKWARD_UNITS(FLASH_DMATTN_INSTANCE)
+  FLASH_DMATTN_BACKWARD_INSTANCES(FLASH_DMATTN_INSTANCE)
 #undef FLASH_DMATTN_INSTANCE
   CHECK_ARGUMENT(false, "the extension was not built for gradients of head dims ", head_dim, " and ", head_dim_v,
                  " (v) of this dtype");
@@ -74,34 +64,23 @@ T* data_of(const std::optional<Tensor>& x) {
 }
 
 // Chooses how the main kernel reads the bias. A bias per query only changes lse, which the kernel of the rows handles.
-// dbias per score that heads share, or that the main kernel cannot store, has a kernel of its own (shared_dbias).
-BackwardBias describe_bias(const Tensor& bias, const Tensor& q, bool stores_dbias, bool shares_dbias, bool sums_dbias) {
+BackwardBias describe_bias(const Tensor& bias, const Tensor& q, DbiasWriter writer, bool sums_dbias) {
   if (sums_dbias) {
     CHECK_ARGUMENT(is_broadcast(bias, 2), "dbias_sums are of a bias of one value per key, and bias has one per query");
     return BackwardBias::kVector;
   }
   const bool is_per_score = !is_broadcast(bias, 2) && !is_broadcast(bias, 3);
-  CHECK_ARGUMENT(is_per_score || !stores_dbias, "dbias is of a bias of one value per query and key");
+  CHECK_ARGUMENT(is_per_score || writer == DbiasWriter::kNone, "dbias is of a bias of one value per query and key");
   if (!is_per_score) return is_broadcast(bias, 3) ? BackwardBias::kNone : BackwardBias::kVector;
   CHECK_ARGUMENT(bias.scalar_type() == q.scalar_type(), "bias of one value per query and key needs the dtype of q");
-  return stores_dbias && !shares_dbias ? BackwardBias::kTileStore : BackwardBias::kTile;
-}
-
-// How many clusters that sum dbias over the batch run at the same time. 0 means that the shared_dbias kernel is used
-// instead: if heads share the bias too, if the batch is no cluster size, or if each batch entry has its own mask, so
-// that blocks of a cluster would walk different queries.
-int clusters_of_batch(int device, const Sizes& sizes, const KernelInstance& instance, const Tensor& dbias,
-                      const std::vector<Tensor>& mask, bool has_softcap) {
-  static_assert(kMaxCluster >= 8);
-  const bool has_cluster = sizes.batch == 2 || sizes.batch == 4 || sizes.batch == 8;
-  const bool is_of_batch = dbias.size(0) == 1 && dbias.size(1) == sizes.num_heads;
-  if (!has_cluster || !is_of_batch || (!mask.empty() && mask[0].size(0) > 1) ||
-      !backward_sums_dbias(static_cast<int>(instance.head_dim), static_cast<int>(instance.head_dim_v), has_softcap)) {
-    return 0;
+  switch (writer) {
+    case DbiasWriter::kMain:
+      return BackwardBias::kTileStore;
+    case DbiasWriter::kClusters:
+      return BackwardBias::kTileSum;
+    default:
+      return BackwardBias::kTile;
   }
-  int clusters = 0;
-  check(count_clusters(device, static_cast<int>(sizes.batch), clusters), kName, "asking for clusters");
-  return clusters;
 }
 
 // Makes params read column lists in ascending order, with each tile's predecessors; the returned tensor holds them.
@@ -135,21 +114,6 @@ struct Scratch {
     return start;
   }
 };
-
-// How many (batch, key head) pairs have work tiles of whole groups. One tile per query head gives more and shorter
-// tiles, but their dk and dv must be added in device memory. So if tiles are few, only those of the last one or two
-// waves are per head; behind a band, where tiles get shorter towards the end, all of them. Measured:
-// docs/notes/cuda.md, "The backward pass".
-int64_t count_full_group_pairs(const BackwardParams& params, int64_t pairs_k, int64_t num_sms, bool is_banded,
-                               bool deterministic, bool is_ordered) {
-  const int64_t tiles = pairs_k * params.blocks_k;
-  if (params.heads_per_group == 1 || tiles >= kEnoughTilesPerSm * num_sms) return pairs_k;
-  if (deterministic) return is_ordered ? 0 : pairs_k;
-  if (is_banded) return 0;
-  const int64_t waves = std::max<int64_t>(tiles / num_sms - 1, 0);
-  const int64_t together = params.batch_is_inner ? params.batch : 1;
-  return waves * num_sms / params.blocks_k / together * together;
-}
 
 BackwardRowsParams describe_rows(const Tensor& out, const Tensor& dout, const Tensor& lse,
                                  const std::optional<Tensor>& dlse) {
@@ -226,15 +190,41 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   BackwardParams params{};
   BackwardRowsParams rows = describe_rows(out, dout, lse, dlse);
   BackwardBias form = BackwardBias::kNone;
-  const bool can_store_dbias = backward_stores_dbias(instance.head_dim, instance.head_dim_v, softcap > 0);
-  const bool shares_dbias = dbias.has_value() && (is_shared(*dbias, sizes) || !can_store_dbias);
-  if (shares_dbias) {
+  const bool has_mask = !mask.empty(), is_banded = has_band(sizes, low, high);
+  BackwardCall call{};
+  call.batch = sizes.batch;
+  call.num_heads = sizes.num_heads;
+  call.num_heads_k = sizes.num_heads_k;
+  call.seqlen_k = sizes.seqlen_k;
+  call.head_dim = instance.head_dim;
+  call.head_dim_v = instance.head_dim_v;
+  if (dbias.has_value()) {
+    call.dbias_batch = dbias->size(0);
+    call.dbias_heads = dbias->size(1);
+  }
+  if (has_mask) call.mask_batch = mask[0].size(0);
+  call.is_banded = is_banded;
+  call.has_softcap = softcap > 0;
+  call.is_deterministic = deterministic;
+  call.needs_dq = dq.has_value();
+  call.needs_dk_or_dv = dk.has_value() || dv.has_value();
+
+  const CurrentDevice device(kName, q);  // before the TMA descriptors, whose encoder needs its context
+  const int num_sms = sm_count(kName, device.index);
+  DbiasWriter writer = dbias_writer(call);
+  int clusters = 0;
+  if (writer == DbiasWriter::kClusters) {
+    static_assert(kMaxCluster >= 8);
+    check(count_clusters(device.index, static_cast<int>(sizes.batch), clusters), kName, "asking for clusters");
+    if (clusters == 0) writer = DbiasWriter::kSharedDbias;
+  }
+  if (writer == DbiasWriter::kClusters || writer == DbiasWriter::kSharedDbias) {
     // Either kernel writes 16 bytes at a time.
     CHECK_ARGUMENT(dbias->is_contiguous(), "dbias needs to be contiguous");
     CHECK_ARGUMENT(sizes.seqlen_k % 8 == 0, "rows of dbias have ", sizes.seqlen_k, " keys; they need a multiple of 8");
   }
   if (bias.has_value()) {
-    form = describe_bias(*bias, q, dbias.has_value(), shares_dbias, dbias_sums.has_value());
+    form = describe_bias(*bias, q, writer, dbias_sums.has_value());
     if (form == BackwardBias::kNone) {
       set_bias(kName, *bias, sizes.num_heads, rows);
     } else {
@@ -242,26 +232,6 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
     }
   }
 
-  const CurrentDevice device(kName, q);  // before the TMA descriptors, whose encoder needs its context
-  const int num_sms = sm_count(kName, device.index);
-
-  const bool has_mask = !mask.empty(), has_bias_tiles = form == BackwardBias::kTile || form == BackwardBias::kTileStore;
-  const bool is_banded = has_band(sizes, low, high);
-  const bool has_two_tiles = form == BackwardBias::kTileStore && !has_mask && !is_banded && !(softcap > 0) &&
-                             has_two_key_tiles(instance.head_dim, instance.head_dim_v) &&
-                             pays_to_take_two(pairs_k, tiles_k, num_sms);
-  const int block_n = has_two_tiles ? 2 * kTile : instance.block_n;
-  const int block_m = backward_block_m(instance.head_dim, instance.head_dim_v, block_n);
-  const int64_t blocks_k = has_two_tiles ? ceil_div(tiles_k, 2) : tiles_k * (kTile / block_n);
-  params.q = rows_map(kName, q, "q", block_m);
-  params.k = rows_map(kName, k, "k", block_n);
-  params.v = rows_map(kName, v, "v", block_n);
-  params.dout = rows_map(kName, dout, "dout", block_m);
-  if (has_bias_tiles) params.bias = scores_map(kName, *bias, "bias", block_m);
-  if (form == BackwardBias::kTileStore) params.dbias = scores_map(kName, *dbias, "dbias", block_m);
-  params.dk = data_of(dk);
-  params.dv = data_of(dv);
-  params.dbias_sums = data_of<float>(dbias_sums);
   set_sizes(sizes, params);
   params.head_dim = static_cast<int>(sizes.head_dim);
   params.softmax_scale = static_cast<float>(softmax_scale);
@@ -272,29 +242,37 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
     set_mask(mask[0], mask[2], sizes, params);
   }
 
-  const bool needs_qkv_gradients = dq.has_value() || dk.has_value() || dv.has_value();
-  const int clusters = shares_dbias && needs_qkv_gradients
-                           ? clusters_of_batch(device.index, sizes, instance, *dbias, mask, softcap > 0)
-                           : 0;
+  const bool has_bias_tiles =
+      form == BackwardBias::kTile || form == BackwardBias::kTileStore || form == BackwardBias::kTileSum;
+  call.shares_over_batch = shares_over_batch(params, has_bias_tiles, has_mask);
+  const BackwardSchedule schedule = schedule_backward(call, writer, num_sms);
+  const int block_n = schedule.block_n;
+  const int block_m = backward_block_m(instance.head_dim, instance.head_dim_v, block_n);
+  const int64_t blocks_k = schedule.blocks_k;
+  params.q = rows_map(kName, q, "q", block_m);
+  params.k = rows_map(kName, k, "k", block_n);
+  params.v = rows_map(kName, v, "v", block_n);
+  params.dout = rows_map(kName, dout, "dout", block_m);
+  if (has_bias_tiles) params.bias = scores_map(kName, *bias, "bias", block_m);
+  if (form == BackwardBias::kTileStore) params.dbias = scores_map(kName, *dbias, "dbias", block_m);
+  params.dk = data_of(dk);
+  params.dv = data_of(dv);
+  params.dbias_sums = data_of<float>(dbias_sums);
   params.cluster = 1;
-  if (clusters > 0) {
-    form = BackwardBias::kTileSum;
+  if (writer == DbiasWriter::kClusters) {
     params.cluster = static_cast<int>(sizes.batch);
     params.summed_dbias = dbias->mutable_data_ptr();
   }
 
   // The work tiles, and how they are scheduled.
-  const bool is_ordered = dq.has_value() && deterministic;
+  const bool is_ordered = schedule.is_ordered;
   const int64_t dq_columns = ceil_div(instance.head_dim, kAccumColumns) * kAccumColumns;
   const int64_t dv_columns = ceil_div(instance.head_dim_v, kAccumColumns) * kAccumColumns;
   params.blocks_k = static_cast<int>(blocks_k);
-  params.batch_is_inner = clusters > 0 || shares_over_batch(params, has_bias_tiles, has_mask);
-  const int64_t full_group_pairs =
-      count_full_group_pairs(params, pairs_k, num_sms, is_banded && !has_mask, deterministic, is_ordered);
-  const int64_t summed_pairs = pairs_k - full_group_pairs,
-                single_heads = pairs - full_group_pairs * params.heads_per_group;
+  params.batch_is_inner = schedule.batch_is_inner;
+  const int64_t full_group_pairs = schedule.full_group_pairs, summed_pairs = schedule.summed_pairs;
   params.full_group_pairs = static_cast<int>(full_group_pairs);
-  params.num_work_tiles = static_cast<int>((full_group_pairs + single_heads) * blocks_k);
+  params.num_work_tiles = static_cast<int>(schedule.num_work_tiles);
   // The size of a section, at most `count`, for tiles of `heads` query heads: q, dout and the accumulators of dq fit in
   // L2.
   const auto section_of = [&](int64_t count, int64_t heads) {
@@ -307,11 +285,11 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
     return static_cast<int>(std::clamp<int64_t>(count, 1, together));
   };
   params.full_group_section = section_of(full_group_pairs, params.heads_per_group);
-  params.section = section_of(single_heads, 1);
+  params.section = section_of(schedule.single_heads, 1);
   const int blocks = std::min(params.num_work_tiles, clusters > 0 ? clusters * params.cluster : num_sms);
-  const bool runs_main_kernel = needs_qkv_gradients || !shares_dbias;
-  const bool tiles_differ = has_mask || is_banded || (full_group_pairs > 0 && summed_pairs > 0);
-  const bool needs_counter = runs_main_kernel && (is_ordered || (tiles_differ && params.num_work_tiles > blocks));
+  const bool runs_main_kernel = call.needs_dq || call.needs_dk_or_dv || writer != DbiasWriter::kSharedDbias;
+  const bool needs_counter =
+      runs_main_kernel && (is_ordered || (schedule.tiles_differ && params.num_work_tiles > blocks));
 
   // Scratch memory: lse in base 2 and delta, then everything that starts as zeros.
   const int64_t padded_rows = pairs * tiles_q * kTile, summed_rows = summed_pairs * blocks_k * block_n;
@@ -348,9 +326,10 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   Tensor ordered_lists;
   if (is_ordered && has_mask) ordered_lists = order_lists(mask, q, tiles_q, tiles_k, params, device.stream);
   check(instance.rows(rows, device.stream), kName, "launching the kernel of the rows");
-  if (shares_dbias && clusters == 0) {
-    const SharedDbiasCall call{dout, q, k, v, *bias, mask, params.lse, params.delta, low, high, softmax_scale, softcap};
-    store_shared_dbias(kName, instance.shared_dbias, device, sizes, call, *dbias);
+  if (writer == DbiasWriter::kSharedDbias) {
+    const SharedDbiasCall shared{dout,         q,   k,    v,             *bias,  mask, params.lse,
+                                 params.delta, low, high, softmax_scale, softcap};
+    store_shared_dbias(kName, instance.shared_dbias, device, sizes, shared, *dbias);
   }
   if (!runs_main_kernel) return;
   check(instance.main(params, form, has_mask, block_n, blocks, device.stream), kName, "launching the kernel");

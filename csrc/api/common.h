@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <limits>
 
 #include <cuda_runtime_api.h>
 
@@ -10,6 +9,8 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
+
+#include "integers.h"
 
 // In every libtorch_cuda; torch's header declares it under USE_CUDA only, which would need more CUDA headers.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
@@ -20,10 +21,6 @@ extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_inde
 #define CHECK_ARGUMENT(condition, ...) CHECK_FOR(kName, condition, __VA_ARGS__)
 
 namespace flash_dmattn {
-
-constexpr int64_t kMaxInt = std::numeric_limits<int32_t>::max();
-
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 inline void check(cudaError_t error, const char* name, const char* what) {
   STD_TORCH_CHECK(error == cudaSuccess, name, ": ", what, ": ", cudaGetErrorString(error));

@@ -12,7 +12,7 @@
 
 #include "../sm90/forward/launch.h"
 #include "bias.h"
-#include "build_units.h"  // written by the build
+#include "build_instances.h"  // written by the build
 #include "call.h"
 #include "common.h"
 #include "num_splits.h"
@@ -38,7 +38,7 @@ KernelInstance instance_for(ScalarType dtype, int64_t head_dim, int64_t head_dim
   if (dtype == ScalarType::scalar && head_dim <= d && head_dim_v <= dv) {    \
     return {&launch_forward<element, d, dv>, &forward_tile<element, d, dv>}; \
   }
-  FLASH_DMATTN_UNITS(FLASH_DMATTN_INSTANCE)
+  FLASH_DMATTN_INSTANCES(FLASH_DMATTN_INSTANCE)
 #undef FLASH_DMATTN_INSTANCE
   CHECK_ARGUMENT(false, "the extension was not built for head dims ", head_dim, " and ", head_dim_v,
                  " (v) of this dtype");

@@ -23,11 +23,6 @@ struct SharedDbiasCall {
   double softmax_scale, softcap;
 };
 
-// Whether dbias (Bd, Hd, Lq, Lk) has fewer heads or batch entries than the call.
-inline bool is_shared(const torch::stable::Tensor& dbias, const Sizes& sizes) {
-  return dbias.size(0) != sizes.batch || dbias.size(1) != sizes.num_heads;
-}
-
 // Writes all of dbias: contiguous, in the dtype of q, rows of a multiple of 8 keys. `launch` belongs to the kernel
 // instance that serves the call.
 void store_shared_dbias(const char* op, decltype(&launch_shared_dbias<__half, 64, 64>) launch,

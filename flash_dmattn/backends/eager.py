@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import operators
-from ..problem import AttentionProblem, Flags, Gradients, MaskView, Need
+from ..problem import AttentionProblem, Flags, Gradients, MaskView, NeedsGrad
 from ..reference import eager as chunked
 from ..reference import formula
 from .protocol import Availability, Rule
@@ -74,7 +74,7 @@ def _backward(
     out: Tensor,
     lse: Tensor,
     flags: Flags,
-    need: Need,
+    needs_grad: NeedsGrad,
 ) -> Gradients:
     return chunked.backward(
         dout,
@@ -90,7 +90,7 @@ def _backward(
         softcap=flags.softcap,
         window_size=flags.window,
         chunk_bytes=_chunk_bytes,
-        need=need,
+        needs_grad=needs_grad,
     )
 
 

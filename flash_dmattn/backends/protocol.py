@@ -94,7 +94,7 @@ class KernelBackend(Backend, Protocol):
     `bias` is None or 4-D with each dimension 1 or full (the heads also `num_heads_k`); a dimension of stride 0 is a
     broadcast one. `mask` has the form "none" or "dense", with `MASK_FORM = "prepared"` also "tiles" or "keys"; both
     passes of a call receive the same. The band of the problem applies to every form, and is folded into that of
-    "tiles" already. `backward` returns None where `problem.need` asks for nothing.
+    "tiles" already. `backward` returns None where `problem.needs_grad` asks for nothing.
     """
 
     def forward(

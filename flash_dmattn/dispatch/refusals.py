@@ -18,7 +18,7 @@ from .settings import process
 
 def passes_of(problem: AttentionProblem) -> tuple[Direction, ...]:
     """The passes a call will run."""
-    return ("forward", "backward") if any(problem.need) else ("forward",)
+    return ("forward", "backward") if any(problem.needs_grad) else ("forward",)
 
 
 def reasons_against(

@@ -67,7 +67,7 @@ def unregister_backend(name: str) -> None:
     """
     check_name(name)
     if is_fallback(BACKENDS[name]):
-        raise ValueError(f"backend {name!r} is what \"auto\" falls back to; it cannot be unregistered")
+        raise ValueError(f'backend {name!r} is what "auto" falls back to; it cannot be unregistered')
     del BACKENDS[name]
     _changed()
 

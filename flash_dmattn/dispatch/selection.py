@@ -80,13 +80,13 @@ def falls_back(problem: AttentionProblem, requested: BackendChoice, selection: S
 
 def selected_names(problem: AttentionProblem, selection: Selection) -> tuple[str, str | None]:
     """The names of a selection; a differentiable backend is its own backward."""
-    if not any(problem.need):
+    if not any(problem.needs_grad):
         return selection.forward.NAME, None
     return selection.forward.NAME, (selection.backward or selection.forward).NAME
 
 
 def _choose_auto(problem: AttentionProblem) -> Selection:
-    needs_backward = any(problem.need)
+    needs_backward = any(problem.needs_grad)
     for name, backend in BACKENDS.items():
         # The few rules of auto first: they turn most calls on a CPU away from the others at once.
         if not all_hold(backend.AUTO_RULES, problem, "forward") or not _serves(name, problem, "forward"):
@@ -120,7 +120,7 @@ def _choose_named(problem: AttentionProblem, requested: BackendChoice) -> Select
         forward_name = backward_name = requested
     else:
         forward_name, backward_name = requested
-    needs_backward = any(problem.need)
+    needs_backward = any(problem.needs_grad)
     forward = BACKENDS[forward_name]
     if forward_name == backward_name:
         if not (

@@ -48,9 +48,7 @@ __all__ = [
 
 _LAZY = {
     **dict.fromkeys(("KeyMask", "PreparedMask", "TileMask", "prepare_mask"), ".prepared.types"),
-    **dict.fromkeys(
-        ("prepare_blocks", "prepare_documents", "prepare_lengths", "prepare_window"), ".prepared.builders"
-    ),
+    **dict.fromkeys(("prepare_blocks", "prepare_documents", "prepare_lengths", "prepare_window"), ".prepared.builders"),
 }
 
 

@@ -20,7 +20,7 @@ MaskForm = Literal["none", "dense", "tiles", "keys"]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
-class Need(NamedTuple):
+class NeedsGrad(NamedTuple):
     """Which gradients a call has to produce."""
 
     q: bool = False
@@ -119,7 +119,7 @@ class AttentionProblem(NamedTuple):
     deterministic: bool
     return_lse: bool
     return_probs: bool
-    need: Need
+    needs_grad: NeedsGrad
 
     @property
     def has_window(self) -> bool:
@@ -144,7 +144,7 @@ class AttentionProblem(NamedTuple):
     @property
     def dbias_class(self) -> BiasClass | None:
         """What the gradient of the bias has one value for; None where it is not needed."""
-        return None if self.bias is None or not self.need.bias else bias_class(self.bias.shape)
+        return None if self.bias is None or not self.needs_grad.bias else bias_class(self.bias.shape)
 
     @property
     def features(self) -> frozenset[str]:
@@ -175,7 +175,7 @@ class AttentionProblem(NamedTuple):
             (self.return_probs, "return_probs"),
         ]
         parts += [text for present, text in flags if present]
-        wanted = [f"d{name}" for name, needed in zip(Need._fields, self.need, strict=True) if needed]
+        wanted = [f"d{name}" for name, needed in zip(NeedsGrad._fields, self.needs_grad, strict=True) if needed]
         parts.append("gradients " + " ".join(wanted) if wanted else "no gradient")
         return ", ".join(parts)
 

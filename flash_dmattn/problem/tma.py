@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def fits_tma(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Whether Hopper's copy engine (TMA) can walk the first three dims of a tensor that starts on 16 bytes.
+    """Whether Hopper's copy engine, the TMA, can walk the first three dims of a tensor that starts on 16 bytes.
 
     Args:
         shape, strides: of the tensor, strides in elements; that of a dim of size 1 is never taken.

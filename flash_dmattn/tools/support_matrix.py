@@ -97,7 +97,7 @@ class Cell(NamedTuple):
 
 def cell(backend: Backend, problem: AttentionProblem) -> Cell:
     """Ask the rules of one backend; whether it works on this machine plays no part."""
-    passes: tuple[Direction, ...] = ("forward", "backward") if any(problem.need) else ("forward",)
+    passes: tuple[Direction, ...] = ("forward", "backward") if any(problem.needs_grad) else ("forward",)
     refused = tuple(direction for direction in passes if not accepts(backend, problem, direction))
     if "forward" in refused:
         return Cell("no", broken_rules(backend, problem, passes))
@@ -189,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{parser.prog}: error: {ROOT} is not a checkout of the sources, whose pages it writes", file=sys.stderr)
         return 1
     # The pages tell of every kernel there is, not of those that this checkout happens to have built.
-    with patch.object(rules, "installed_units", lambda: None):
+    with patch.object(rules, "installed_instances", lambda: None):
         if not arguments.write:
             print(document(names), end="")
             return 0

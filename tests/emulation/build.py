@@ -81,10 +81,10 @@ def build(output: Path, folder: Path, head_dims: str, dtypes: str) -> None:
         build_cuda.write_if_changed(source / place, (HERE / place).read_text())
     for path in [*HERE.glob("*.h"), *HERE.glob("*.cpp")]:
         build_cuda.write_if_changed(source / path.name, path.read_text())
-    forward, backward = build_cuda.forward_units(), build_cuda.backward_units()
-    build_cuda.write_if_changed(source / "build_units.h", build_cuda.units_header(forward, backward))
+    forward, backward = build_cuda.forward_instances(), build_cuda.backward_instances()
+    build_cuda.write_if_changed(source / "build_instances.h", build_cuda.instances_header(forward, backward))
 
-    units = [*forward, *backward, *build_cuda.shared_dbias_units()]
+    units = [*forward, *backward, *build_cuda.shared_dbias_instances()]
     units += [build_cuda.Unit(name, name) for name in build_cuda.SOURCES if name not in NOT_BUILT]
     found = build_cuda.find_torch()
     assert found is not None

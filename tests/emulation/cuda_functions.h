@@ -79,7 +79,7 @@ inline emulation::Launch emulation_launch(const cudaLaunchConfig_t& config) {
 template <class... Parameters>
 cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, void (*)(Parameters...), const cudaLaunchConfig_t* config) {
   const int blocks = static_cast<int>(emulation_launch(*config).cluster);
-  *clusters = max(emulation::settings.multiprocessors / blocks, 1);
+  *clusters = max(emulation::settings.num_sms / blocks, 1);
   return cudaSuccess;
 }
 template <class... Parameters, class... Arguments>

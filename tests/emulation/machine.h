@@ -183,7 +183,7 @@ uint32_t shared_address(const void* pointer);
 
 // How many blocks a persistent kernel is told that fit, and what decides the order of everything.
 struct Settings {
-  int multiprocessors = 3;
+  int num_sms = 3;
   uint64_t seed = 0;
 };
 extern Settings settings;

@@ -56,7 +56,7 @@ cudaError_t cudaGetLastError() { return cudaSuccess; }
 const char* cudaGetErrorString(cudaError_t) { return "an error of the emulated GPU"; }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   if (attribute != cudaDevAttrMultiProcessorCount) return cudaErrorInvalidValue;
-  *value = emulation::settings.multiprocessors;
+  *value = emulation::settings.num_sms;
   return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
@@ -72,8 +72,8 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** entry, uns
 }
 
 // For Python, by ctypes.
-__attribute__((visibility("default"))) void emulation_configure(int multiprocessors, uint64_t seed) {
-  emulation::settings = {multiprocessors, seed};
+__attribute__((visibility("default"))) void emulation_configure(int num_sms, uint64_t seed) {
+  emulation::settings = {num_sms, seed};
 }
 
 // What count_clusters returns for clusters of so many blocks, and how many of those run at the same time.

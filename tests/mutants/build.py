@@ -29,7 +29,7 @@ FAULTS: tuple[Fault, ...] = (
         (f"{_EXTENSION}test_unknown_head_dim_is_a_sentence",),
     ),
     Fault(
-        "a call of head dims 192 and 128 takes the unit of 192",
+        "a call of head dims 192 and 128 takes the instance of 192",
         "csrc/build_cuda.py",
         "(192, 128), (192, 192), (256, 256))\nWIDE",
         "(192, 192), (192, 128), (256, 256))\nWIDE",

@@ -147,8 +147,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the fake backward has dk and dv in each other's place",
         "flash_dmattn/operators.py",
-        "zip((q, k, v, bias), need, strict=True) if needed and",
-        "zip((q, v, k, bias), need, strict=True) if needed and",
+        "zip((q, k, v, bias), needs_grad, strict=True) if needed and",
+        "zip((q, v, k, bias), needs_grad, strict=True) if needed and",
         FAKES,
     ),
     Fault(

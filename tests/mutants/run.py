@@ -183,9 +183,7 @@ def main() -> int:
     for area in (*given.only, "all"):
         rows = [o for o in outcomes if area in (o.area, "all")]
         counts = [sum(o.verdict == verdict for o in rows) for verdict in ("killed", "survived", "error")]
-        print(
-            f"{area:12}{len(rows):7}{counts[0]:8}{counts[1]:10}{counts[2]:8}{sum(o.seconds for o in rows):9.0f}"
-        )
+        print(f"{area:12}{len(rows):7}{counts[0]:8}{counts[1]:10}{counts[2]:8}{sum(o.seconds for o in rows):9.0f}")
     verdicts = {outcome.verdict for outcome in outcomes}
     return 2 if "error" in verdicts else 1 if "survived" in verdicts else 0
 

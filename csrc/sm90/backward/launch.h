@@ -8,6 +8,7 @@
 #include <cuda_runtime_api.h>
 
 #include "../../params.h"
+#include "instances.h"
 
 namespace flash_dmattn {
 
@@ -27,26 +28,6 @@ constexpr int kAccumRows = 64, kAccumColumns = 64, kAccumFloats = kAccumRows * k
 
 // Marks an entry of an ordered list (OrderListsParams) as a full tile, which needs no masking.
 constexpr int32_t kFullTile = INT32_MIN;
-
-// block_m: queries of a step. block_n: keys of a work tile, a mask tile or half of one. Where dbias is stored as tiles,
-// without mask and softcap, there are also kernels with block_n of two mask tiles.
-constexpr int backward_block_m(int head_dim, int head_dim_v, int keys) {
-  return head_dim <= 64 && head_dim_v <= 64 && keys <= kTile ? 128 : 64;
-}
-constexpr bool has_two_key_tiles(int head_dim, int head_dim_v) { return head_dim <= 64 && head_dim_v <= 64; }
-constexpr int backward_block_n(int head_dim, int head_dim_v) {
-  return head_dim <= 128 && head_dim_v <= 128 ? kTile : 64;
-}
-
-// Whether there are kTileStore kernels. Where there are none the shared_dbias kernel stores every dbias.
-constexpr bool backward_stores_dbias(int head_dim, int head_dim_v, bool has_softcap) {
-  return !has_softcap || (head_dim <= 128 && head_dim_v <= 128);
-}
-
-// Whether there are kTileSum kernels.
-constexpr bool backward_sums_dbias(int head_dim, int head_dim_v, bool has_softcap) {
-  return head_dim <= 128 && head_dim_v <= 128 && !has_softcap;
-}
 
 // Defined for the dtypes and head dims of the build. Each launches on the current device and returns the launch's
 // error. Order: launch_order_lists if the order of additions is fixed and there is a mask, rows, main, and sums if

@@ -16,23 +16,23 @@ from ...problem import (
     Flags,
     Gradients,
     MaskView,
-    Need,
+    NeedsGrad,
     bias_class,
     fits_tma,
     make_band,
 )
 from ..protocol import Availability
 from . import extension
-from .rules import AUTO_RULES, RULES, UNITS
+from .rules import AUTO_RULES, INSTANCES, RULES
 
-__all__ = ["AUTO_RULES", "FEATURES", "MASK_FORM", "NAME", "RULES", "UNITS", "backward", "forward", "notes", "probe"]
+__all__ = ["AUTO_RULES", "FEATURES", "MASK_FORM", "NAME", "RULES", "INSTANCES", "backward", "forward", "notes", "probe"]
 
 NAME = "cuda"
 FEATURES = frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"})
 MASK_FORM = "prepared"
-# How many blocks share the keys of a piece of work that would leave others without one: 0 has the operator estimate it
-# (csrc/api/num_splits.h); 1 is none. Another number is for `python -m benchmarks.key_parts` and for tests.
-KEY_PARTS = 0
+# Number of KV splits of the forward kernel: 0 lets the operator choose (csrc/api/num_splits.h), 1 is none. Tests set
+# others, to reach on small shapes what happens on large ones.
+NUM_KV_SPLITS = 0
 
 _found: Availability | None = None
 
@@ -81,7 +81,7 @@ def notes(problem: AttentionProblem) -> tuple[str, ...]:
     """Copies that a call makes."""
     p = problem
     return tuple(
-        f"copies {name}, of strides {tuple(strides)}: the copy engine reads rows of unit stride that start on 16 bytes"
+        f"copies {name}, of strides {tuple(strides)}: TMA reads rows of unit stride that start on 16 bytes"
         for name, shape, strides in (
             ("q", (p.batch, p.seqlen_q, p.num_heads, p.head_dim), p.q_strides),
             ("k", (p.batch, p.seqlen_k, p.num_heads_k, p.head_dim), p.k_strides),
@@ -92,14 +92,14 @@ def notes(problem: AttentionProblem) -> tuple[str, ...]:
 
 
 def _rows(x: Tensor) -> Tensor:
-    # The smallest copy that the copy engine can read is that of the one tensor.
+    # The smallest copy that TMA can read is that of the one tensor.
     strides = x.stride()
     readable = strides[3] == 1 and x.data_ptr() % 16 == 0 and fits_tma(x.shape, strides, x.element_size())
     return x if readable else x.clone(memory_format=torch.contiguous_format)
 
 
 def _tiles(bias: Tensor) -> Tensor:
-    """A bias of any form, where it is one per query and key as the copy engine can read it."""
+    """A bias of any form, where it is one per query and key as TMA can read it."""
     if bias.data_ptr() % 16 == 0 or bias_class(bias.shape, bias.stride()) != "score":
         return bias
     values = _kernels().collapse(bias)
@@ -155,7 +155,7 @@ def _forward(
     if mask.form != "none":
         bits, _, row_lists, _ = _tile_tensors(mask, seqlen_q, seqlen_k, band)
         tiles = [bits, row_lists]
-    numbers = (low, high, flags.softmax_scale, flags.softcap, KEY_PARTS)
+    numbers = (low, high, flags.softmax_scale, flags.softcap, NUM_KV_SPLITS)
     _kernels().attend(_rows(q), _rows(k), _rows(v), tiles, bias, out, lse, *numbers)
     return out, lse
 
@@ -171,18 +171,18 @@ def _backward(
     out: Tensor,
     lse: Tensor,
     flags: Flags,
-    need: Need,
+    needs_grad: NeedsGrad,
 ) -> Gradients:
     seqlen_q, seqlen_k, num_heads_k = q.shape[1], k.shape[1], k.shape[2]
     if out.numel() == 0 or seqlen_k == 0:
-        return zero_gradients((q, k, v, bias), need)
+        return zero_gradients((q, k, v, bias), needs_grad)
     band = make_band(seqlen_q, seqlen_k, flags.window)
     low, high = (-seqlen_q, seqlen_k) if band is None else band
     dq, dk, dv = (
-        operators.empty_gradient(x) if needed else None for x, needed in zip((q, k, v), need[:3], strict=True)
+        operators.empty_gradient(x) if needed else None for x, needed in zip((q, k, v), needs_grad[:3], strict=True)
     )
     dbias = stored = sums = None
-    if bias is not None and need.bias:
+    if bias is not None and needs_grad.bias:
         dbias_class = bias_class(bias.shape)
         if dbias_class == "query":
             dbias = query_gradient(bias, dlse, lse, num_heads_k)

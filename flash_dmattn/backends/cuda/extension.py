@@ -20,7 +20,7 @@ BUILD_COMMAND = "FLASH_DMATTN_BUILD_CUDA=force python -m pip install --no-build-
 _PREFIX = b"FLASH_DMATTN_BUILD_INFO "
 # Written by setup.py where a build ends without the extension.
 _NOT_BUILT = Path(__file__).resolve().parents[2] / "_C.not_built.txt"
-_KEYS = ("version", "torch_target", "torch_built_with", "python", "arches", "units", "nvcc", "flags", "commit")
+_KEYS = ("version", "torch_target", "torch_built_with", "python", "arches", "instances", "nvcc", "flags", "commit")
 
 
 class ExtensionMismatchError(ImportError):
@@ -56,7 +56,7 @@ def build_info(path: Path) -> dict[str, Any]:
 
     Returns:
         `version` of flash_dmattn, `torch_target` (the oldest torch that can load it), `torch_built_with`, `python`,
-        `arches`, `units` (the kernels it holds, as `forward_d128_bf16` or `backward_d64_fp16`), `nvcc`, `flags` and
+        `arches`, `instances` (the kernels it holds, as `forward_d128_bf16` or `backward_d64_fp16`), `nvcc`, `flags` and
         `commit`.
 
     Raises:

@@ -11,51 +11,51 @@ from ..protocol import Direction, Rule
 from . import extension
 
 # (head_dim, head_dim_v) that kernels are compiled for; a call takes the first that holds its own.
-UNITS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
-BACKWARD_UNITS = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256))
+INSTANCES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+BACKWARD_INSTANCES = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256))
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _BIAS_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @cache
-def installed_units() -> frozenset[str] | None:
-    """The names of the units in the extension, which is not loaded for that; None where there is no extension."""
+def installed_instances() -> frozenset[str] | None:
+    """The kernel instances in the extension, by name, which is not loaded for that; None where there is no extension."""
     try:
         path = extension.find()
-        return None if path is None else frozenset(extension.build_info(path)["units"])
+        return None if path is None else frozenset(extension.build_info(path)["instances"])
     except extension.ExtensionMismatchError:  # for the probe to report
         return None
 
 
 def _built_dims(dtype: torch.dtype, direction: Direction) -> tuple[tuple[int, int], ...]:
-    """The head dims that a pass of this dtype can have; of a dtype that no unit has, another rule speaks."""
-    return _dims_of(installed_units(), dtype, direction)
+    """The head dims that a pass of this dtype can have. Unsupported dtypes are rejected by the `dtype` rule."""
+    return _dims_of(installed_instances(), dtype, direction)
 
 
 @cache
-def _dims_of(units: frozenset[str] | None, dtype: torch.dtype, direction: Direction) -> tuple[tuple[int, int], ...]:
-    pairs = UNITS if direction == "forward" else BACKWARD_UNITS
-    if units is None or dtype not in _DTYPES:
+def _dims_of(instances: frozenset[str] | None, dtype: torch.dtype, direction: Direction) -> tuple[tuple[int, int], ...]:
+    pairs = INSTANCES if direction == "forward" else BACKWARD_INSTANCES
+    if instances is None or dtype not in _DTYPES:
         return pairs
     name = _DTYPES[dtype]
-    return tuple((d, d_v) for d, d_v in pairs if f"{direction}_d{d}{f'_{d_v}' if d_v != d else ''}_{name}" in units)
+    return tuple((d, d_v) for d, d_v in pairs if f"{direction}_d{d}{f'_{d_v}' if d_v != d else ''}_{name}" in instances)
 
 
 # A file is read, which torch.compile cannot trace; see `registry.works`.
 setattr(_built_dims, "_dynamo_marked_constant", True)  # noqa: B010
 
 
-def _unit(p: AttentionProblem, direction: Direction) -> tuple[int, int] | None:
+def _instance(p: AttentionProblem, direction: Direction) -> tuple[int, int] | None:
     """The head dims of the kernels that serve the call; None where no kernels do."""
     fitting = ((d, d_v) for d, d_v in _built_dims(p.dtype, direction) if p.head_dim <= d and p.head_dim_v <= d_v)
     return next(fitting, None)
 
 
-def _has_unit(p: AttentionProblem, direction: Direction) -> bool:
-    return _unit(p, direction) is not None
+def _has_instance(p: AttentionProblem, direction: Direction) -> bool:
+    return _instance(p, direction) is not None
 
 
-def _units_text(p: AttentionProblem, direction: Direction) -> str:
+def _instances_text(p: AttentionProblem, direction: Direction) -> str:
     kernels = "kernels" if direction == "forward" else "backward kernels"
     dims = " or ".join(f"{d} and {d_v}" for d, d_v in _built_dims(p.dtype, direction))
     if not dims:
@@ -114,8 +114,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "head_dim",
-        lambda p: p.head_dim % 8 == 0 == p.head_dim_v % 8 and _has_unit(p, "forward"),
-        lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v); {_units_text(p, 'forward')}",
+        lambda p: p.head_dim % 8 == 0 == p.head_dim_v % 8 and _has_instance(p, "forward"),
+        lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v); {_instances_text(p, 'forward')}",
         'use backend="triton"',
     ),
     Rule(
@@ -129,8 +129,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "backward_head_dim",
-        lambda p: _has_unit(p, "backward"),
-        lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v); {_units_text(p, 'backward')}",
+        lambda p: _has_instance(p, "backward"),
+        lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v); {_instances_text(p, 'backward')}",
         _PAIR,
         passes=("backward",),
     ),
@@ -162,7 +162,7 @@ RULES: tuple[Rule, ...] = (
         lambda p: p.bias_class != "score" or _bias_fits_tma(p),
         lambda p: (
             f"bias has strides {None if p.bias is None else tuple(p.bias.strides)}; "
-            "the copy engine reads rows of unit stride that start on 16 bytes"
+            "TMA reads rows of instance stride that start on 16 bytes"
         ),
         f"pad its rows to a multiple of 8 keys, or {_PAIR}",
         passes=("backward",),
@@ -190,10 +190,10 @@ RULES: tuple[Rule, ...] = (
 )
 
 # Where the triton kernels are faster, and by how much, on an H200 (bf16; their time over that of cuda, both forward).
-# A persistent kernel starts later, and does not share a row among processors: it needs work for all of them.
+# A persistent kernel starts later, and does not share a row among SMs: it needs work for all of them.
 _ROWS = _KEYS = 128
 _LONG = 4096  # keys, which blocks share where rows are few
-_PAIRS_ENOUGH = 512  # of tiles of keys: so many are fewer rounds on any GPU
+_PAIRS_ENOUGH = 512  # work tiles of two key tiles: so many are fewer waves on any GPU
 _NARROW = 128  # head dims, above which the backward kernels are others, and blocks do not share keys
 
 
@@ -201,8 +201,11 @@ def _tiles_of_rows(p: AttentionProblem) -> int:
     return p.batch * p.num_heads * -(-p.seqlen_q // _ROWS)
 
 
-def _takes_pairs_of_key_tiles(p: AttentionProblem) -> bool:
-    """Whether `pays_to_take_two` of csrc/api/backward.cpp surely holds, where dbias is stored and nothing masked."""
+def _has_two_key_tiles(p: AttentionProblem) -> bool:
+    """Whether a work tile has two key tiles on a GPU of any size, where dbias is stored and nothing is masked.
+
+    The extension decides it by the number of SMs (csrc/api/backward_schedule.h), which a described call does not have.
+    """
     tiles = -(-p.seqlen_k // _KEYS)
     enough = p.batch * p.num_heads_k * tiles >= 2 * _PAIRS_ENOUGH
     return max(p.head_dim, p.head_dim_v) <= 64 and tiles % 2 == 0 and enough
@@ -214,7 +217,7 @@ def _triton_is_slow(p: AttentionProblem) -> bool:
 
 
 def _least_tiles(p: AttentionProblem) -> int:
-    """From how many tiles of rows on cuda is as fast."""
+    """Fewest tiles of 128 queries at which cuda is as fast as triton."""
     widest = max(p.head_dim, p.head_dim_v)
     shares_keys = widest <= _NARROW and p.mask is None and not p.has_window and _bias_fits_tma(p)
     if shares_keys and p.bias_class == "score" and p.seqlen_k >= _LONG:
@@ -242,7 +245,7 @@ AUTO_RULES: tuple[Rule, ...] = (
         lambda p: _tiles_of_rows(p) >= _least_tiles(p),
         lambda p: (
             f"there are {_tiles_of_rows(p)} tiles of {_ROWS} queries of a head; "
-            f"from {_least_tiles(p)} on there is work enough for every processor"
+            f"from {_least_tiles(p)} on there is work enough for every SM"
         ),
         'backend="cuda" runs it all the same',
     ),
@@ -273,8 +276,8 @@ AUTO_RULES: tuple[Rule, ...] = (
         "fixed_order",
         lambda p: (
             _triton_is_slow(p)
-            or not (p.deterministic and p.need.q and _dbias_is_whole(p))
-            or _takes_pairs_of_key_tiles(p)
+            or not (p.deterministic and p.needs_grad.q and _dbias_is_whole(p))
+            or _has_two_key_tiles(p)
         ),
         lambda p: "deterministic is True and the gradient of bias, of a value per head and score, is needed too",
         'backend="cuda" runs it all the same',

@@ -56,10 +56,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "cpu_backward",
-        lambda p: p.device != "cpu" or not any(p.need),
+        lambda p: p.device != "cpu" or not any(p.needs_grad),
         lambda p: (
             "gradients of "
-            + ", ".join(name for name, needed in zip(p.need._fields, p.need, strict=True) if needed)
+            + ", ".join(name for name, needed in zip(p.needs_grad._fields, p.needs_grad, strict=True) if needed)
             + " are needed on CPU; FlexAttention has no compiled backward pass there, and no lse to start one from"
         ),
         'use backend="eager", or call under torch.no_grad()',
@@ -99,7 +99,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "deterministic",
-        lambda p: not (p.deterministic and p.need.bias),
+        lambda p: not (p.deterministic and p.needs_grad.bias),
         lambda p: "deterministic is True and the gradient of bias is needed; FlexAttention adds it up with atomics",
         'use backend="eager", or deterministic=False',
         ("backward",),
@@ -146,14 +146,18 @@ def notes(problem: AttentionProblem) -> tuple[str, ...]:
     """What a call costs beyond its kernels, for `explain`."""
     found = []
     bias = problem.bias
-    if bias is not None and _widens(bias.dtype, problem.need.bias):
-        why = "to accumulate its gradient" if problem.need.bias else "FlexAttention's kernels have no use for its width"
+    if bias is not None and _widens(bias.dtype, problem.needs_grad.bias):
+        why = (
+            "to accumulate its gradient"
+            if problem.needs_grad.bias
+            else "FlexAttention's kernels have no use for its width"
+        )
         found.append(f"copies bias to float32, {4 * _span(bias) / 2**20:.1f} MB: {why}")
-    if problem.need.bias and bias is not None and not bias.broadcast()[3]:
+    if problem.needs_grad.bias and bias is not None and not bias.broadcast()[3]:
         found.append("the gradient of bias is added up with atomics: not bitwise repeatable")
         if bias.broadcast()[2]:
             found.append("repeats bias over batch and heads, and its gradient until it is summed")
-    if any(problem.need) and not (problem.need.q and problem.need.k and problem.need.v):
+    if any(problem.needs_grad) and not (problem.needs_grad.q and problem.needs_grad.k and problem.needs_grad.v):
         found.append("computes dq, dk and dv together, also where only some of them are needed")
     for name, strides in (("q", problem.q_strides), ("k", problem.k_strides), ("v", problem.v_strides)):
         if problem.device == "cpu" and strides[3] != 1:
@@ -164,7 +168,7 @@ def notes(problem: AttentionProblem) -> tuple[str, ...]:
 def attention(
     problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """(out, lse), or (out,) where the problem does not return lse; differentiable as the problem's `need` asks.
+    """(out, lse), or (out,) where the problem does not return lse; differentiable as the problem's `needs_grad` asks.
 
     Equivalent PyTorch: `flash_dmattn.reference.formula.attention`.
 
@@ -181,7 +185,7 @@ def attention(
     """
     if problem.batch == 0 or problem.seqlen_q == 0 or problem.seqlen_k == 0:
         return _nothing(problem, q, k, v, bias)
-    if not any(problem.need):
+    if not any(problem.needs_grad):
         # On CPU FlexAttention refuses what requires a gradient, also where none is recorded.
         q, k, v = _detached(q), _detached(k), _detached(v)
         bias = None if bias is None else _detached(bias)
@@ -190,13 +194,13 @@ def attention(
     mask = None if mask is None else _narrow(mask)
     row_bias = None
     if bias is not None:
-        if not problem.need.bias:
+        if not problem.needs_grad.bias:
             bias = _narrow(bias)  # with a gradient it keeps its shape, which each place has its own derivative in
-        if _widens(bias.dtype, problem.need.bias):
+        if _widens(bias.dtype, problem.needs_grad.bias):
             bias = _ToFloat32.apply(bias)
-        if problem.need.bias and bias.shape[3] == 1:
+        if problem.needs_grad.bias and bias.shape[3] == 1:
             row_bias, bias = bias, bias.detach()
-        elif problem.need.bias and bias.shape[2] == 1:
+        elif problem.needs_grad.bias and bias.shape[2] == 1:
             bias = _partial_sums(problem, bias)
     compiling = torch.compiler.is_compiling()
     prepare = prepare_in_graph if compiling else prepare_blocks
@@ -234,7 +238,7 @@ def _specialised(problem: AttentionProblem, limits: Limits, bias: Tensor | None)
         p.dtype,
         None if bias is None else bias.dtype,
         (p.num_heads, p.num_heads_k, p.head_dim, p.head_dim_v),
-        p.need,
+        p.needs_grad,
         torch.is_grad_enabled(),
         (limits.lower is None, limits.upper is None),
         (p.batch == 1, p.seqlen_q == 1, p.seqlen_k == 1, p.seqlen_q <= BLOCK, p.seqlen_k <= BLOCK),

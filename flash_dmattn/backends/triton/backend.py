@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ... import operators
 from ...gradients import zero_gradients
-from ...problem import AttentionProblem, Flags, Gradients, MaskView, Need, dtype_name, sm_number
+from ...problem import AttentionProblem, Flags, Gradients, MaskView, NeedsGrad, dtype_name, sm_number
 from ..protocol import Availability, Rule
 
 NAME = "triton"
@@ -96,7 +96,7 @@ def notes(problem: AttentionProblem) -> tuple[str, ...]:
         for name, strides in (("q", p.q_strides), ("k", p.k_strides), ("v", p.v_strides))
         if strides[3] != 1 and p.head_dim > 1
     ]
-    if probe().usable and _kernels().needs_fp32_delta(p.dtype, p.seqlen_k, p.window, p.need):
+    if probe().usable and _kernels().needs_fp32_delta(p.dtype, p.seqlen_k, p.window, p.needs_grad):
         copies.append("for the gradients copies q, k, v to fp32 and computes out anew: few keys feel its rounding")
     return tuple(copies)
 
@@ -134,11 +134,11 @@ def _backward(
     out: Tensor,
     lse: Tensor,
     flags: Flags,
-    need: Need,
+    needs_grad: NeedsGrad,
 ) -> Gradients:
     if out.numel() == 0 or k.shape[1] == 0:
-        return zero_gradients((q, k, v, bias), need)
-    gradients: Gradients = _kernels().backward(dout, dlse, q, k, v, mask, bias, out, lse, flags, need)
+        return zero_gradients((q, k, v, bias), needs_grad)
+    gradients: Gradients = _kernels().backward(dout, dlse, q, k, v, mask, bias, out, lse, flags, needs_grad)
     return gradients
 
 

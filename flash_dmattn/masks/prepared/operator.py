@@ -41,9 +41,7 @@ def pack_tiles(mask: torch.Tensor, seqlen_q: int, seqlen_k: int, band: Band | No
     return packer(mask).pack_tiles(mask.expand(-1, -1, seqlen_q, seqlen_k), band)
 
 
-def _prepare_fake(
-    mask: torch.Tensor, seqlen_q: int, seqlen_k: int, left: int, right: int
-) -> list[torch.Tensor]:
+def _prepare_fake(mask: torch.Tensor, seqlen_q: int, seqlen_k: int, left: int, right: int) -> list[torch.Tensor]:
     heads = mask.shape[:2]
     shapes: list[tuple[int, ...]]
     if mask.size(2) == 1:

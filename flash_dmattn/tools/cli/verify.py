@@ -29,7 +29,7 @@ class Case:
     empty_rows: bool = False
     bias: tuple[int, ...] | None = None
     is_causal: bool = False
-    need: tuple[str, ...] = ("q", "k", "v")
+    needs_grad: tuple[str, ...] = ("q", "k", "v")
 
 
 CASES = (
@@ -40,13 +40,13 @@ CASES = (
         mask=(BATCH, 1, SEQLEN_Q, SEQLEN_K),
         bias=(1, NUM_HEADS, SEQLEN_Q, SEQLEN_K),
         is_causal=True,
-        need=("q", "k", "v", "bias"),
+        needs_grad=("q", "k", "v", "bias"),
     ),
     Case("causal", is_causal=True),
     Case("mask", mask=(BATCH, 1, SEQLEN_Q, SEQLEN_K)),
-    Case("bias", bias=(1, NUM_HEADS, SEQLEN_Q, SEQLEN_K), need=("q", "k", "v", "bias")),
-    Case("bias alone needs grad", bias=(1, NUM_HEADS, SEQLEN_Q, SEQLEN_K), need=("bias",)),
-    Case("grouped heads", num_heads_k=2, bias=(BATCH, 2, 1, SEQLEN_K), need=("q", "k", "v", "bias")),
+    Case("bias", bias=(1, NUM_HEADS, SEQLEN_Q, SEQLEN_K), needs_grad=("q", "k", "v", "bias")),
+    Case("bias alone needs grad", bias=(1, NUM_HEADS, SEQLEN_Q, SEQLEN_K), needs_grad=("bias",)),
+    Case("grouped heads", num_heads_k=2, bias=(BATCH, 2, 1, SEQLEN_K), needs_grad=("q", "k", "v", "bias")),
     Case("empty rows", mask=(BATCH, 1, SEQLEN_Q, SEQLEN_K), empty_rows=True),
 )
 
@@ -199,7 +199,7 @@ class Inputs:
     @property
     def everything(self) -> tuple[str, ...]:
         """Names of all results of the case: out, lse and the gradients that it asks for."""
-        return OUTPUTS + tuple(f"d{name}" for name in self.case.need)
+        return OUTPUTS + tuple(f"d{name}" for name in self.case.needs_grad)
 
     def reasons_against(self, backend: str, wanted: tuple[str, ...]) -> tuple[Reason, ...]:
         """Every reason why a backend does not compute these results."""

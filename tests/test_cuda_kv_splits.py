@@ -1,14 +1,12 @@
 """Pieces of work whose keys are shared by several blocks, in the forward pass of cuda: against fp64, and repeated.
 
-The tests set `cuda.KEY_PARTS`, which is 0 elsewhere, the estimate: it shares none in most calls as small as these.
+The tests set `cuda.NUM_KV_SPLITS`, which is 0 elsewhere, the estimate: it shares none in most calls as small as these.
 """
 
 from __future__ import annotations
 
 import ctypes
 import itertools
-import shutil
-import subprocess
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,6 +16,7 @@ import pytest
 import torch
 from accuracy import Results, assert_accurate, run
 from cases import DEVICE, Case, Inputs
+from compiled_header import compiled
 from conftest import Runner
 from gpu_calls import Products, captured
 from layouts import LAYOUTS, rearranged
@@ -31,15 +30,15 @@ on_cuda = pytest.mark.parametrize("backend", ("cuda",), indirect=True)
 
 TILE = 128
 # Of the emulated GPU (tests/emulation/) these many, of which each that has work takes time here.
-PROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count if DEVICE == "cuda" else 20
-BASE = Case(batch=1, seqlen_q=193, seqlen_k=520, head_dim=64, dtype=torch.bfloat16, need=())
+NUM_SMS = torch.cuda.get_device_properties(0).multi_processor_count if DEVICE == "cuda" else 20
+BASE = Case(batch=1, seqlen_q=193, seqlen_k=520, head_dim=64, dtype=torch.bfloat16, needs_grad=())
 FULL = ("B", "Hq", "Lq", "Lk")
 TILES = ("B", "Hk", "Lq", "Lk")
 BIASES = {"no bias": None, "per query": ("B", "Hq", "Lq", "1"), "per key": ("1", "Hk", "1", "Lk"), "per score": FULL}
 every_bias = pytest.mark.parametrize("bias", BIASES)
 both_dims = pytest.mark.parametrize("head_dim", (64, 128))
 # The estimate; fewer than there are blocks of keys, and more.
-every_number = pytest.mark.parametrize("key_parts", (0, 2, 3, 9))
+every_number = pytest.mark.parametrize("num_kv_splits", (0, 2, 3, 9))
 
 
 def every_kind_of_row(mask: Tensor) -> None:
@@ -63,8 +62,8 @@ MASKS: dict[str, Callable[[Tensor], None] | None] = {
 def share_keys(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Sets into how many parts pieces of work come."""
     if DEVICE == "cpu":
-        emulated_cuda.configure(PROCESSORS)
-    return lambda key_parts: monkeypatch.setattr(cuda, "KEY_PARTS", key_parts)
+        emulated_cuda.configure(NUM_SMS)
+    return lambda num_kv_splits: monkeypatch.setattr(cuda, "NUM_KV_SPLITS", num_kv_splits)
 
 
 def attend(case: Case, inputs: Inputs) -> Results:
@@ -84,10 +83,10 @@ def check(backend: Runner, case: Case, inputs: Inputs, given: Inputs | None = No
     assert_accurate(results, case, inputs)
 
 
-def more_than_processors(case: Case) -> Case:
+def more_than_sms(case: Case) -> Case:
     """The case with so many heads that some pieces of work stay whole, and those of the last round do not."""
     rows = -(-case.seqlen_q // TILE)
-    return case.with_(num_heads=2 * (-(-4 * PROCESSORS // (3 * rows)) // 2) + 2)
+    return case.with_(num_heads=2 * (-(-4 * NUM_SMS // (3 * rows)) // 2) + 2)
 
 
 @on_cuda
@@ -96,9 +95,9 @@ def more_than_processors(case: Case) -> Case:
 @every_bias
 @pytest.mark.parametrize("is_causal", (False, True))
 def test_few_pieces(
-    backend: Runner, is_causal: bool, bias: str, head_dim: int, key_parts: int, share_keys: Callable[[int], None]
+    backend: Runner, is_causal: bool, bias: str, head_dim: int, num_kv_splits: int, share_keys: Callable[[int], None]
 ) -> None:
-    share_keys(key_parts)
+    share_keys(num_kv_splits)
     case = BASE.with_(head_dim=head_dim, bias=BIASES[bias], is_causal=is_causal)
     check(backend, case, case.build())
 
@@ -109,9 +108,9 @@ def test_few_pieces(
 @every_bias
 @pytest.mark.parametrize("form", MASKS)
 def test_masks(
-    backend: Runner, form: str, bias: str, head_dim: int, key_parts: int, share_keys: Callable[[int], None]
+    backend: Runner, form: str, bias: str, head_dim: int, num_kv_splits: int, share_keys: Callable[[int], None]
 ) -> None:
-    share_keys(key_parts)
+    share_keys(num_kv_splits)
     case = BASE.with_(seqlen_q=400, head_dim=head_dim, bias=BIASES[bias], mask=TILES)
     inputs = case.build()
     leave_out = MASKS[form]
@@ -125,11 +124,11 @@ def test_masks(
 @both_dims
 @pytest.mark.parametrize("form", ("dense", "causal", "per score", "mask"))
 def test_the_last_round(
-    backend: Runner, form: str, head_dim: int, key_parts: int, share_keys: Callable[[int], None]
+    backend: Runner, form: str, head_dim: int, num_kv_splits: int, share_keys: Callable[[int], None]
 ) -> None:
     """Pieces that stay whole, shared out evenly or as blocks finish, and behind them parts."""
-    share_keys(key_parts)
-    case = more_than_processors(BASE.with_(head_dim=head_dim, is_causal=form == "causal"))
+    share_keys(num_kv_splits)
+    case = more_than_sms(BASE.with_(head_dim=head_dim, is_causal=form == "causal"))
     case = case.with_(bias=FULL if form == "per score" else None, mask=TILES if form == "mask" else None)
     check(backend, case, case.build())
 
@@ -197,9 +196,9 @@ def test_other_head_dims(backend: Runner, head_dim: int, share_keys: Callable[[i
 def test_how_many_is_said_by_a_number(backend: Runner, share_keys: Callable[[int], None]) -> None:
     case = BASE.with_(seqlen_q=9)
     inputs = case.build()
-    for key_parts in (-1, 65):
-        share_keys(key_parts)
-        with pytest.raises(RuntimeError, match=f"num_splits is {key_parts}; it may be 0 to 64"):
+    for num_kv_splits in (-1, 65):
+        share_keys(num_kv_splits)
+        with pytest.raises(RuntimeError, match=f"num_splits is {num_kv_splits}; it may be 0 to 64"):
             attend(case, inputs)
 
 
@@ -211,7 +210,7 @@ def test_the_order_in_which_parts_end_changes_nothing(
 ) -> None:
     """A thousand runs beside products on another stream, and replays of a graph."""
     share_keys(5)
-    case = BASE.with_(seqlen_q=1, num_heads=16, seqlen_k=8200) if form == "few rows" else more_than_processors(BASE)
+    case = BASE.with_(seqlen_q=1, num_heads=16, seqlen_k=8200) if form == "few rows" else more_than_sms(BASE)
     case = case.with_(bias=FULL if form == "per score" else None, mask=TILES if form == "mask" else None)
     inputs = case.build()
     first = attend(case, inputs)
@@ -244,16 +243,9 @@ extern "C" void estimate(int64_t tiles, int64_t steps, int64_t num_sms, int unev
 
 
 @pytest.fixture(scope="module")
-def estimate(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[int, int]]:
+def estimate() -> Callable[..., tuple[int, int]]:
     """`estimate_num_splits` on 132 SMs: (unsplit tiles, splits)."""
-    compiler = shutil.which("c++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler")
-    folder = tmp_path_factory.mktemp("estimate")
-    (folder / "estimate.cpp").write_text(ESTIMATE)
-    flags = ("-std=c++17", "-shared", "-fPIC", f"-I{ROOT / 'csrc'}")
-    subprocess.run([compiler, *flags, folder / "estimate.cpp", "-o", folder / "estimate.so"], check=True)
-    function = ctypes.CDLL(str(folder / "estimate.so")).estimate
+    function = compiled(ESTIMATE).estimate
     function.argtypes = (*3 * (ctypes.c_int64,), ctypes.c_int, ctypes.POINTER(ctypes.c_int64))
 
     def call(pieces: int, steps: int, uneven: bool = False) -> tuple[int, int]:

@@ -1,0 +1,101 @@
+// How the blocks of a backward pass share its work, and which kernel writes dbias. Includes no CUDA, no torch: tests
+// compile it alone to know which calls reach which kernel.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "../sm90/backward/instances.h"
+#include "integers.h"
+
+namespace flash_dmattn {
+
+// What a schedule depends on. Sizes of what is absent are 0.
+struct BackwardCall {
+  int64_t batch, num_heads, num_heads_k, seqlen_k;
+  int64_t head_dim, head_dim_v;            // of the kernel instance
+  int64_t dbias_batch, dbias_heads;        // of a dbias of one value per query and key
+  int64_t mask_batch;
+  bool is_banded;                          // the band forbids something; of a mask, the band is part of it
+  bool has_softcap, is_deterministic, needs_dq, needs_dk_or_dv;
+  bool shares_over_batch;                  // batch entries read the same bias per score or the same mask
+};
+
+enum class DbiasWriter {
+  kNone,        // no dbias of one value per query and key
+  kMain,        // the main kernel, whose blocks store a tile each
+  kClusters,    // the main kernel, whose clusters sum it over the batch
+  kSharedDbias  // the shared_dbias kernel, which computes the scores once more
+};
+
+// Who writes dbias, if clusters of `batch` blocks find room on the GPU; without room, kSharedDbias replaces kClusters.
+// Clusters serve if dbias is shared by the whole batch and by nothing else, if the batch is a cluster size, and if all
+// entries have one mask: else the blocks of a cluster would walk different queries.
+inline DbiasWriter dbias_writer(const BackwardCall& call) {
+  if (call.dbias_batch == 0) return DbiasWriter::kNone;
+  const bool is_shared = call.dbias_batch < call.batch || call.dbias_heads < call.num_heads;
+  if (!is_shared && backward_stores_dbias(call.head_dim, call.head_dim_v, call.has_softcap)) return DbiasWriter::kMain;
+  const bool is_cluster_size = call.batch == 2 || call.batch == 4 || call.batch == 8;
+  const bool sums = is_cluster_size && call.dbias_batch == 1 && call.dbias_heads == call.num_heads &&
+                    call.mask_batch <= 1 && (call.needs_dq || call.needs_dk_or_dv) &&
+                    backward_sums_dbias(call.head_dim, call.head_dim_v, call.has_softcap);
+  return sums ? DbiasWriter::kClusters : DbiasWriter::kSharedDbias;
+}
+
+struct BackwardSchedule {
+  int block_n;                   // keys of a work tile
+  int64_t blocks_k;              // work tiles along the keys
+  bool batch_is_inner;           // neighbours are batch entries of one head
+  int64_t full_group_pairs;      // the first (batch, key head) pairs, whose work tiles have all query heads of the group
+  int64_t summed_pairs;          // the others: one query head a work tile, dk and dv are summed in device memory
+  int64_t single_heads;          // (batch, query head) pairs of those
+  int64_t num_work_tiles;
+  bool is_ordered;               // sums are added in a fixed order
+  bool tiles_differ;             // in length, so that blocks take them as they finish
+};
+
+constexpr int64_t kEnoughTilesPerSm = 8;  // so many for each SM leave no SM waiting long for the last
+
+// Whether blocks of two key tiles finish earlier than twice as many blocks of one. Where dbias is stored such a block
+// takes 5/3 of the time, because those kernels are bound by L2 and it moves less. Not used behind a band, where it is
+// slower: docs/notes/cuda.md, "The backward pass".
+inline bool pays_to_take_two(int64_t pairs, int64_t tiles_k, int64_t num_sms) {
+  const auto waves = [&](int64_t blocks) { return ceil_div(pairs * blocks, num_sms); };
+  return 5 * waves(ceil_div(tiles_k, 2)) <= 3 * waves(tiles_k);
+}
+
+// How many (batch, key head) pairs have work tiles of whole groups. One tile per query head gives more and shorter
+// tiles, but their dk and dv must be added in device memory. So if tiles are few, only those of the last one or two
+// waves are per head; behind a band, where tiles get shorter towards the end, all of them. Measured:
+// docs/notes/cuda.md, "The backward pass".
+inline int64_t count_full_group_pairs(const BackwardCall& call, const BackwardSchedule& schedule, int64_t num_sms) {
+  const int64_t pairs_k = call.batch * call.num_heads_k, tiles = pairs_k * schedule.blocks_k;
+  if (call.num_heads == call.num_heads_k || tiles >= kEnoughTilesPerSm * num_sms) return pairs_k;
+  if (call.is_deterministic) return schedule.is_ordered ? 0 : pairs_k;
+  if (call.is_banded && call.mask_batch == 0) return 0;
+  const int64_t waves = std::max<int64_t>(tiles / num_sms - 1, 0);
+  const int64_t together = schedule.batch_is_inner ? call.batch : 1;
+  return waves * num_sms / schedule.blocks_k / together * together;
+}
+
+inline BackwardSchedule schedule_backward(const BackwardCall& call, DbiasWriter writer, int64_t num_sms) {
+  const int64_t pairs_k = call.batch * call.num_heads_k, tiles_k = ceil_div(call.seqlen_k, kTile);
+  const bool has_mask = call.mask_batch > 0;
+  const bool has_two_tiles = writer == DbiasWriter::kMain && !has_mask && !call.is_banded && !call.has_softcap &&
+                             has_two_key_tiles(call.head_dim, call.head_dim_v) &&
+                             pays_to_take_two(pairs_k, tiles_k, num_sms);
+  BackwardSchedule schedule{};
+  schedule.block_n = has_two_tiles ? 2 * kTile : backward_block_n(call.head_dim, call.head_dim_v);
+  schedule.blocks_k = has_two_tiles ? ceil_div(tiles_k, 2) : tiles_k * (kTile / schedule.block_n);
+  schedule.is_ordered = call.needs_dq && call.is_deterministic;
+  schedule.batch_is_inner = writer == DbiasWriter::kClusters || call.shares_over_batch;
+  schedule.full_group_pairs = count_full_group_pairs(call, schedule, num_sms);
+  schedule.summed_pairs = pairs_k - schedule.full_group_pairs;
+  schedule.single_heads = schedule.summed_pairs * (call.num_heads / call.num_heads_k);
+  schedule.num_work_tiles = (schedule.full_group_pairs + schedule.single_heads) * schedule.blocks_k;
+  schedule.tiles_differ =
+      has_mask || call.is_banded || (schedule.full_group_pairs > 0 && schedule.summed_pairs > 0);
+  return schedule;
+}
+
+}  // namespace flash_dmattn

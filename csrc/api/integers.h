@@ -1,0 +1,13 @@
+// Arithmetic of sizes and grids. Includes no CUDA, no torch.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+
+namespace flash_dmattn {
+
+constexpr int64_t kMaxInt = std::numeric_limits<int32_t>::max();
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace flash_dmattn

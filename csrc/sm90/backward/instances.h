@@ -1,0 +1,28 @@
+// What the backward kernels of a pair of head dims can do. Includes no CUDA, no torch.
+#pragma once
+
+#include "../../tile.h"
+
+namespace flash_dmattn {
+
+// block_m: queries of a step. block_n: keys of a work tile, a mask tile or half of one. Where dbias is stored as tiles,
+// without mask and softcap, there are also kernels with block_n of two mask tiles.
+constexpr int backward_block_m(int head_dim, int head_dim_v, int keys) {
+  return head_dim <= 64 && head_dim_v <= 64 && keys <= kTile ? 128 : 64;
+}
+constexpr bool has_two_key_tiles(int head_dim, int head_dim_v) { return head_dim <= 64 && head_dim_v <= 64; }
+constexpr int backward_block_n(int head_dim, int head_dim_v) {
+  return head_dim <= 128 && head_dim_v <= 128 ? kTile : 64;
+}
+
+// Whether there are `kTileStore` kernels. Where there are none the shared_dbias kernel stores every dbias.
+constexpr bool backward_stores_dbias(int head_dim, int head_dim_v, bool has_softcap) {
+  return !has_softcap || (head_dim <= 128 && head_dim_v <= 128);
+}
+
+// Whether there are `kTileSum` kernels.
+constexpr bool backward_sums_dbias(int head_dim, int head_dim_v, bool has_softcap) {
+  return head_dim <= 128 && head_dim_v <= 128 && !has_softcap;
+}
+
+}  // namespace flash_dmattn
