@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .autograd import Attention
+from .autograd import Attention, Passes
 from .backends.protocol import has_forward_ad, is_composite
 from .dispatch.call_cache import look_up, remember
 from .dispatch.mask_view import dense_mask, mask_view
@@ -116,7 +116,7 @@ def attention(
         if backward is None:
             results = forward.forward(problem, q, k, v, view, bias)
         else:
-            results = Attention.apply(q, k, v, bias, problem, forward, backward, view.form, *view.tensors)
+            results = Attention.apply(q, k, v, bias, Passes(problem, forward, backward, view.form), *view.tensors)
     if return_lse:
         return results
     return results[0] if not return_probs else (results[0], results[2])

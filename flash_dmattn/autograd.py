@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .backends.protocol import KernelBackend
 from .problem import AttentionProblem, MaskForm, MaskView, NeedsGrad
+
+
+class Passes(NamedTuple):
+    """What both passes of a call share and is no tensor: one argument, since autograd takes long for each."""
+
+    problem: AttentionProblem
+    forward: KernelBackend
+    backward: KernelBackend
+    mask_form: MaskForm
 
 
 class Attention(torch.autograd.Function):
@@ -20,41 +29,35 @@ class Attention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         bias: Tensor | None,
-        problem: AttentionProblem,
-        forward_backend: KernelBackend,
-        backward_backend: KernelBackend,
-        mask_form: MaskForm,
+        passes: Passes,
         *mask: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Run the forward pass of `forward_backend`."""
-        return forward_backend.forward(problem, q, k, v, MaskView(mask_form, mask), bias)
+        """Run the forward pass."""
+        return passes.forward.forward(passes.problem, q, k, v, MaskView(passes.mask_form, mask), bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         """Keep what the backward pass reads; lse is kept so that no (Lq, Lk) matrix has to be."""
-        q, k, v, bias, problem, _, backward_backend, mask_form, *mask = inputs
+        q, k, v, bias, passes, *mask = inputs
         ctx.save_for_backward(q, k, v, bias, *output, *mask)
         ctx.set_materialize_grads(False)  # an unused lse must not cost a dlse of zeros
-        ctx.problem = problem
-        ctx.backend = backward_backend
-        ctx.mask_form = mask_form
+        ctx.passes = passes
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Run the backward pass of `backward_backend`, differentiable again where a graph of it is asked for."""
+        """Run the backward pass, differentiable again where a graph of it is asked for."""
         q, k, v, bias, out, lse, *mask = ctx.saved_tensors
-        rest = (None,) * (4 + len(mask))
+        passes: Passes = ctx.passes
+        rest = (None,) * (1 + len(mask))
         if dout is None:
             if dlse is None:
                 return None, None, None, None, *rest
             dout = torch.zeros_like(out)
         if torch.is_grad_enabled():
-            gradients = AttentionBackward.apply(
-                dout, dlse, q, k, v, bias, out, lse, ctx.problem, ctx.backend, ctx.mask_form, *mask
-            )
+            gradients = AttentionBackward.apply(dout, dlse, q, k, v, bias, out, lse, passes, *mask)
         else:
-            view = MaskView(ctx.mask_form, tuple(mask))
-            gradients = ctx.backend.backward(ctx.problem, dout, dlse, q, k, v, view, bias, out, lse)
+            view = MaskView(passes.mask_form, tuple(mask))
+            gradients = passes.backward.backward(passes.problem, dout, dlse, q, k, v, view, bias, out, lse)
         return *gradients, *rest
 
 
@@ -71,42 +74,39 @@ class AttentionBackward(torch.autograd.Function):
         bias: Tensor | None,
         out: Tensor,
         lse: Tensor,
-        problem: AttentionProblem,
-        backend: KernelBackend,
-        mask_form: MaskForm,
+        passes: Passes,
         *mask: Tensor,
     ) -> tuple[Tensor | None, ...]:
         """Run the backward pass; nothing of (Lq, Lk) is kept for the second derivative."""
-        return backend.backward(problem, dout, dlse, q, k, v, MaskView(mask_form, mask), bias, out, lse)
+        view = MaskView(passes.mask_form, mask)
+        return passes.backward.backward(passes.problem, dout, dlse, q, k, v, view, bias, out, lse)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
         """Keep the inputs of the gradients; out and lse are functions of them."""
-        dout, dlse, q, k, v, bias, _, _, problem, backend, mask_form, *mask = inputs
+        dout, dlse, q, k, v, bias, _, _, ctx.passes, *mask = inputs
         ctx.save_for_backward(dout, dlse, q, k, v, bias, *mask)
-        ctx.problem = problem
-        ctx.backend = backend
-        ctx.mask_form = mask_form
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         """Differentiate the gradient formula where the backend has one; it recomputes p, dense in (Lq, Lk)."""
-        differentiable_backward = getattr(ctx.backend, "differentiable_backward", None)
+        problem, _, backend, mask_form = ctx.passes
+        differentiable_backward = getattr(backend, "differentiable_backward", None)
         if differentiable_backward is None:
             raise NotImplementedError(
-                f"backend {ctx.backend.NAME!r} has no second derivative of attention; "
+                f"backend {backend.NAME!r} has no second derivative of attention; "
                 'call attention(..., backend="eager"), which has one'
             )
         dout, dlse, q, k, v, bias, *mask = ctx.saved_tensors
         named = {"dout": dout, "dlse": dlse, "q": q, "k": k, "v": v, "bias": bias}
         present = [name for name, x in named.items() if x is not None]
-        needs_grad = ctx.problem.needs_grad
-        view = MaskView(ctx.mask_form, tuple(mask))
+        needs_grad = problem.needs_grad
+        view = MaskView(mask_form, tuple(mask))
 
         def gradients_needed(*tensors: Tensor) -> tuple[Tensor, ...]:
             given: dict[str, Any] = dict(zip(present, tensors, strict=True))
             dlse, bias = given.pop("dlse", None), given.pop("bias", None)
-            gradients = differentiable_backward(ctx.problem, dlse=dlse, mask=view, bias=bias, **given)
+            gradients = differentiable_backward(problem, dlse=dlse, mask=view, bias=bias, **given)
             return tuple(g for g, needed in zip(gradients, needs_grad, strict=True) if needed)
 
         # torch.func.vjp, unlike autograd.grad, also works under torch.func transforms.
@@ -114,4 +114,4 @@ class AttentionBackward(torch.autograd.Function):
         second = pull(tuple(g for g, needed in zip(cotangents, needs_grad, strict=True) if needed))
         found = dict(zip(present, second, strict=True))
         dq, dk, dv, dbias = (found.get(name) for name in NeedsGrad._fields)
-        return found["dout"], found.get("dlse"), dq, dk, dv, dbias, *(None,) * (5 + len(mask))
+        return found["dout"], found.get("dlse"), dq, dk, dv, dbias, *(None,) * (3 + len(mask))

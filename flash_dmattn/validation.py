@@ -10,11 +10,13 @@ from torch import Tensor
 from .problem import (
     FLOAT_DTYPES,
     AttentionProblem,
+    Flags,
     MaskForm,
     NeedsGrad,
     Shape4,
     TensorSpec,
     as_scores,
+    causal_window,
     check_broadcast,
     check_flag,
     check_scale,
@@ -125,6 +127,16 @@ def describe(
     # Specialised on purpose under torch.compile: kernels are chosen and scaled by the head dims.
     head_dim, head_dim_v = int(head_dim), int(head_dim_v)
     grad = torch.is_grad_enabled()
+    causal = check_flag("is_causal", is_causal)
+    window = _NO_WINDOW if window_size is None else check_window(window_size)
+    flags = Flags(
+        *causal_window(causal, window),
+        head_dim**-0.5 if softmax_scale is None else check_scale(softmax_scale, head_dim),
+        check_softcap(softcap),
+        torch.are_deterministic_algorithms_enabled()
+        if deterministic is None
+        else check_flag("deterministic", deterministic),
+    )
     problem = AttentionProblem(
         device.type,
         device_arch(device),
@@ -142,13 +154,9 @@ def describe(
         mask_spec,
         mask_form,
         bias_spec,
-        check_flag("is_causal", is_causal),
-        _NO_WINDOW if window_size is None else check_window(window_size),
-        head_dim**-0.5 if softmax_scale is None else check_scale(softmax_scale, head_dim),
-        check_softcap(softcap),
-        torch.are_deterministic_algorithms_enabled()
-        if deterministic is None
-        else check_flag("deterministic", deterministic),
+        causal,
+        window,
+        flags,
         check_flag("return_lse", return_lse),
         check_flag("return_probs", return_probs),
         NeedsGrad(q.requires_grad, k.requires_grad, v.requires_grad, bias is not None and bias.requires_grad)

@@ -50,7 +50,8 @@ def described(case: Case, prepared: bool = False) -> AttentionProblem:
 def differentiated(case: Case, deterministic: bool = False) -> AttentionProblem:
     """Both passes of a case, the same way."""
     needs_grad = NeedsGrad(*(name in case.needs_grad for name in NAMES))
-    return described(case)._replace(needs_grad=needs_grad, deterministic=deterministic)
+    problem = described(case)
+    return problem._replace(needs_grad=needs_grad, flags=problem.flags._replace(deterministic=deterministic))
 
 
 def instance_of(case: Case) -> tuple[int, int, torch.dtype]:

@@ -38,10 +38,12 @@ def mask_view(
     """
     if mask is None:
         return _NONE
+    if isinstance(mask, Tensor) and backward is None:
+        return MaskView("dense", (mask,))
     prepared = reads_prepared_masks(forward) and (backward is None or reads_prepared_masks(backward))
     if not isinstance(mask, Tensor):
         return mask.view if prepared else MaskView("dense", (mask.unpacked(),))
-    if backward is None or not prepared:
+    if not prepared:
         return MaskView("dense", (mask,))
     from ..masks.prepared.operator import prepared_view  # not at the top: importing flash_dmattn does not need it
 

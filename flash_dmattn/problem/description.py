@@ -8,7 +8,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .band import causal_window
 from .bias import BiasClass, bias_class
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -114,9 +113,7 @@ class AttentionProblem(NamedTuple):
     bias: TensorSpec | None
     is_causal: bool
     window_size: tuple[int, int]
-    softmax_scale: float
-    softcap: float
-    deterministic: bool
+    flags: Flags
     return_lse: bool
     return_probs: bool
     needs_grad: NeedsGrad
@@ -129,12 +126,22 @@ class AttentionProblem(NamedTuple):
     @property
     def window(self) -> tuple[int, int]:
         """`window_size` with causality folded in."""
-        return causal_window(self.is_causal, self.window_size)
+        return self.flags.window
 
     @property
-    def flags(self) -> Flags:
-        """What the operators of a kernel backend take beside tensors."""
-        return Flags(*self.window, self.softmax_scale, self.softcap, self.deterministic)
+    def softmax_scale(self) -> float:
+        """The factor on q @ k^T."""
+        return self.flags.softmax_scale
+
+    @property
+    def softcap(self) -> float:
+        """The bound on scaled scores; 0.0 is none."""
+        return self.flags.softcap
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether results have to be equal bit by bit from run to run."""
+        return self.flags.deterministic
 
     @property
     def bias_class(self) -> BiasClass | None:
