@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from . import machine as machines
-from .report.summary import Standing, standings
+from .report.summary import Standing, ours, standings, time_of
 from .report.tables import MODEL_HEAD, model_rows, table
 from .report.text import label, mb, ms
 from .results import load, missing
 
 Record = dict[str, Any]
-README_SECTION = "## Measured"
+README_SECTION = "## Speed"
+# One call of each kind, and the peers that a reader looks for.
+README_CASES = ("dense-d128", "causal-d128", "bias-bhll-d64", "bias-1hll-d64", "topk-8k", "blocks")
+README_PEERS = ("fa4", "sdpa-cudnn", "flexattention")
 DOCS_SECTION = "## Where we stand"
 # What the predecessor's authors report of its backward pass on the case "predecessor", before and after a change.
 REPORTED_MB = (448, 320)
@@ -60,24 +63,27 @@ def replace_section(page: str, heading: str, body: str) -> str:
 
 
 def readme_section(folder: Path, root: Path) -> str:
-    """What README.md has: every workload, what "auto" takes beside the fastest peer."""
+    """What README.md has: one call of each kind, what "auto" takes beside the best known peers, and a plot."""
     content = load(folder / "performance.json")
-    workloads = [row for row in content["rows"] if row["group"] == "workload"]
+    rows = [row for row in content["rows"] if row["name"] in README_CASES and "error" not in row]
     where = folder.relative_to(root).as_posix()
+    machine = content["machine"]
     lines = [
         *wrapped(
-            f"Milliseconds, forward / backward, bf16, {machines.line(content['machine'])}. Ours is what "
-            '`backend="auto"` takes, its mask a dense bool tensor whose packing is timed; a peer is the fastest one '
-            "with right results, its own form of the mask made beforehand and not timed. Every output was checked in "
-            f"the same run. All of it: [{where}/performance.md]({where}/performance.md); how it is measured, and "
-            "where we are ahead or behind: [docs/benchmarks.md](docs/benchmarks.md)."
+            f"Milliseconds, forward / backward, bf16, on an {machine['device']} with torch {machine['torch']}. Ours is "
+            '`backend="auto"` with a dense bool mask, whose packing is timed. A peer gets its own form of the mask '
+            "beforehand, and its time counts only where its results are right; - stands for a call that it does not "
+            "serve or gets wrong. All outputs were checked in the same run."
         ),
         "",
-        *_standings_table(standings(workloads)),
-        "",
-        *wrapped(verdict(standings(workloads))),
+        *_peers_table(rows),
         "",
         f"![times of the workloads, beside their floor]({where}/performance-workload.png)",
+        "",
+        *wrapped(
+            f"More: [every case]({where}/performance.md), and [how it is measured, and where we are ahead or behind]"
+            "(docs/benchmarks.md)."
+        ),
     ]
     return "\n".join(lines)
 
@@ -151,23 +157,15 @@ def _groups_table(found: list[Standing]) -> list[str]:
     return table([*head, "of the floor"], body)
 
 
-def _standings_table(found: list[Standing]) -> list[str]:
-    by_case: dict[str, dict[str, Standing]] = {}
-    for s in found:
-        by_case.setdefault(s.row["name"], {})[s.name] = s
+def _peers_table(rows: list[Record]) -> list[str]:
     body = []
-    for passes in by_case.values():
-        row = next(iter(passes.values())).row
-        some = list(passes.values())
-        peers = " / ".join(ms(s.peer and s.peer.ms) for s in some)
-        named = ", ".join(dict.fromkeys(label(s.peer.system) for s in some if s.peer is not None))
-        ratios = " / ".join("-" if s.ratio is None else f"{s.ratio:.2f}" for s in some)
-        times = " / ".join(ms(s.ours.ms) for s in some)
-        backends = ", ".join(dict.fromkeys(f"`{x}`" for x in row["auto"] if x))
-        floor = " / ".join(ms(s.floor_ms) for s in some)
-        body.append([row["what"], row["shape"], times, backends, peers, named or "none", ratios, floor])
-    head = ["call", "B,Hq,Hk,L,D", "ours", "backends", "fastest peer", "which", "times as fast", "floor"]
-    return table(head, body)
+    for row in rows:
+        passes = [name for name in ("forward", "backward") if name in row["floor_ms"]]
+        mine = " / ".join(ms(found and found.ms) for found in (ours(row, name) for name in passes))
+        others = [" / ".join(ms(time_of(row, peer, name)) for name in passes) for peer in README_PEERS]
+        others = ["-" if set(cell) <= set("-/ ") else cell for cell in others]
+        body.append([row["what"], row["shape"], mine, *others])
+    return table(["call", "B,Hq,Hk,L,D", "ours", *map(label, README_PEERS)], body)
 
 
 def _ratio_table(some: list[Standing]) -> list[str]:

@@ -78,7 +78,7 @@ def all_parts() -> list[Part]:
             for name, (dtype, seconds) in dtypes.items()
         ),
         pytest_part("gradients", ["tests/test_cuda_backward.py"], 14, 300),
-        pytest_part("parts", ["tests/test_cuda_parts.py", "tests/test_cuda_rare.py"], 2, 40),
+        pytest_part("parts", ["tests/test_cuda_kv_splits.py", "tests/test_cuda_rare.py"], 2, 40),
         pytest_part("gpu", ["tests/test_gpu.py", "tests/test_gpu_backward.py"], 4, 120, kernels),
         pytest_part("bugs", ["tests/test_predecessor_bugs.py"], 2, 60, kernels),
         pytest_part("sizes", ["tests/test_gpu_sizes.py", "tests/test_cuda_pack.py"], 2, 100),

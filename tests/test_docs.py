@@ -122,6 +122,15 @@ def test_examples_in_docstrings(name: str, tmp_path: Path, monkeypatch: pytest.M
     assert result.failed == 0, f"{result.failed} of {result.attempted} examples fail"
 
 
+@pytest.mark.parametrize("name", ["flash_dmattn", "flash_dmattn.masks", "flash_dmattn.nn"])
+def test_the_api_page_has_every_public_name(name: str) -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    _, _, section = page.partition(f"## {name}\n")
+    named = set(re.findall(r"`(\w+)", section.split("\n## ")[0]))
+    public = {public for public in importlib.import_module(name).__all__ if not public.startswith("__")}
+    assert public <= named, f"docs/api.md lacks {sorted(public - named)}"
+
+
 def test_blocks_are_found_where_they_are() -> None:
     page = "# t\n\n```python\na = 1\n```\n\ntext\n\n1. item\n   ````python\n   b = '```'\n   ````\n```text\nout\n```\n"
     assert fenced_blocks(page) == [

@@ -34,6 +34,18 @@ def is_right(column: Record) -> bool:
     return not column["failed"] and not column["wrong"]
 
 
+def time_of(row: Record, system: str, name: str) -> float | None:
+    """The least time of a peer in one pass, its mask prepared beforehand where that is faster; None without results."""
+    times = [
+        column[name]["ms"]
+        for line in row["systems"]
+        if line["system"] == system
+        for column in line["columns"].values()
+        if column[name] is not None and is_right(column)
+    ]
+    return min(times, default=None)
+
+
 def fastest_peer(row: Record, name: str) -> Time | None:
     """The fastest peer with right results in one pass, its mask prepared beforehand where that is faster."""
     times = [

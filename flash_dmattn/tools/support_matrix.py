@@ -6,7 +6,6 @@ Every cell is what a backend's rules answer to one problem; nothing is said here
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,70 +20,68 @@ from ..explanation import explain_problem
 from ..problem import AttentionProblem
 
 ROOT = Path(__file__).resolve().parents[2]
-BEGIN, END = "<!-- support matrix: begin -->", "<!-- support matrix: end -->"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One feature as one problem; README.md shows a selection of the rows."""
+    """One feature as one problem."""
 
     group: str
     name: str
     problem: AttentionProblem
-    in_readme: bool = False
 
 
-def _row(group: str, name: str, *, in_readme: bool = False, forward_only: bool = False, **changes: Any) -> Row:
+def _row(group: str, name: str, *, forward_only: bool = False, **changes: Any) -> Row:
     description: dict[str, Any] = {"q": (2, 4096, 16, 64), "dtype": "bf16", "device": "sm_90", "deterministic": False}
     description |= {"grad": not forward_only, "bias_grad": not forward_only, **changes}
-    return Row(group, name, explain_problem(**description).problem, in_readme)
+    return Row(group, name, explain_problem(**description).problem)
 
 
 def rows() -> tuple[Row, ...]:
     """Every row; unless the name says otherwise it is bf16 on sm_90 with head dim 64, and all gradients are needed."""
     full = (2, 16, 4096, 4096)
     return (
-        _row("device", "sm_90", in_readme=True),
-        _row("device", "sm_80", device="sm_80", in_readme=True),
-        _row("device", "CPU, forward", device="cpu", dtype="fp32", forward_only=True, in_readme=True),
+        _row("device", "sm_90"),
+        _row("device", "sm_80", device="sm_80"),
+        _row("device", "CPU, forward", device="cpu", dtype="fp32", forward_only=True),
         _row("device", "CPU, forward with lse", device="cpu", dtype="fp32", forward_only=True, return_lse=True),
-        _row("device", "CPU, with gradients", device="cpu", dtype="fp32", in_readme=True),
+        _row("device", "CPU, with gradients", device="cpu", dtype="fp32"),
         _row("dtype", "fp16", dtype="fp16"),
         _row("dtype", "bf16"),
-        _row("dtype", "fp32", dtype="fp32", in_readme=True),
-        _row("dtype", "fp64", dtype="fp64", in_readme=True),
+        _row("dtype", "fp32", dtype="fp32"),
+        _row("dtype", "fp64", dtype="fp64"),
         _row("dtype", "bias in fp32 beside bf16", bias=full, bias_dtype="fp32"),
         *(_row("head dim", str(dim), q=(2, 4096, 16, dim)) for dim in (8, 16, 32, 64, 96, 128, 192, 256)),
         _row("head dim", "512", q=(2, 4096, 16, 512)),
-        _row("head dim", "192, of v 128", q=(2, 4096, 16, 192), head_dim_v=128, in_readme=True),
-        _row("heads", "grouped (16 on 4)", kv_heads=4, in_readme=True),
+        _row("head dim", "192, of v 128", q=(2, 4096, 16, 192), head_dim_v=128),
+        _row("heads", "grouped (16 on 4)", kv_heads=4),
         _row("heads", "one key-value head", kv_heads=1),
         _row("lengths", "4095 queries and keys", q=(2, 4095, 16, 64)),
         _row("lengths", "1 query, 4096 keys, causal", q=(2, 1, 16, 64), seqlen_k=4096, is_causal=True),
         _row("lengths", "no keys", seqlen_k=0),
         _row("lengths", "no queries", q=(2, 0, 16, 64), seqlen_k=4096),
-        _row("flags", "causal", is_causal=True, in_readme=True),
-        _row("flags", "sliding window", window_size=(256, 0), in_readme=True),
-        _row("flags", "softcap", softcap=30.0, in_readme=True),
+        _row("flags", "causal", is_causal=True),
+        _row("flags", "sliding window", window_size=(256, 0)),
+        _row("flags", "softcap", softcap=30.0),
         _row("flags", "softcap, head dim 256", q=(2, 4096, 16, 256), softcap=30.0),
-        _row("flags", "lse returned", return_lse=True, in_readme=True),
-        _row("flags", "probabilities returned", return_probs=True, in_readme=True),
-        _row("mask", "(B, H, Lq, Lk)", mask=full, in_readme=True),
+        _row("flags", "lse returned", return_lse=True),
+        _row("flags", "probabilities returned", return_probs=True),
+        _row("mask", "(B, H, Lq, Lk)", mask=full),
         _row("mask", "(B, Hk, Lq, Lk), grouped heads", kv_heads=4, mask=(2, 4, 4096, 4096)),
         _row("mask", "(1, 1, Lq, Lk)", mask=(1, 1, 4096, 4096)),
         _row("mask", "(B, 1, 1, Lk)", mask=(2, 1, 1, 4096)),
         _row("mask", "(B, H, Lq, 1)", mask=(2, 16, 4096, 1)),
         _row("bias", "(B, H, Lq, Lk), forward", bias=full, forward_only=True),
-        _row("bias", "(B, H, Lq, Lk), dbias", bias=full, in_readme=True),
-        _row("bias", "(B, H, Lq, Lk), only dbias", bias=full, grad=False, in_readme=True),
+        _row("bias", "(B, H, Lq, Lk), dbias", bias=full),
+        _row("bias", "(B, H, Lq, Lk), only dbias", bias=full, grad=False),
         _row("bias", "(1, H, Lq, Lk), dbias", bias=(1, 16, 4096, 4096)),
-        _row("bias", "(B, Hk, 1, Lk), dbias, grouped heads", kv_heads=4, bias=(2, 4, 1, 4096), in_readme=True),
+        _row("bias", "(B, Hk, 1, Lk), dbias, grouped heads", kv_heads=4, bias=(2, 4, 1, 4096)),
         _row("bias", "(B, H, Lq, 1), dbias", bias=(2, 16, 4096, 1)),
         _row("bias", "with a mask, dbias", mask=(2, 1, 4096, 4096), bias=full),
         _row("bias", "above 2^31 elements, dbias", q=(1, 65536, 1, 64), bias=(1, 1, 65536, 65536)),
         _row("deterministic", "forward", deterministic=True, forward_only=True),
-        _row("deterministic", "dq, dk, dv", deterministic=True, in_readme=True),
-        _row("deterministic", "dq, dk, dv, dbias", deterministic=True, bias=full, in_readme=True),
+        _row("deterministic", "dq, dk, dv", deterministic=True),
+        _row("deterministic", "dq, dk, dv, dbias", deterministic=True, bias=full),
     )
 
 
@@ -109,20 +106,31 @@ def cell(backend: Backend, problem: AttentionProblem) -> Cell:
 
 
 def table(chosen: Sequence[Row], names: Sequence[str]) -> str:
-    """The matrix of these rows in Markdown, its footnotes below it."""
-    notes: dict[Reason, int] = {}
+    """The matrix of these rows in Markdown; below it, what the rules say that its cells name."""
+    said: dict[tuple[str, str], list[str]] = {}
     lines = [f"| | | {' | '.join(f'`{name}`' for name in names)} |", f"|{' --- |' * (len(names) + 2)}"]
     group = None
     for row in chosen:
         words = []
         for name in names:
             found = cell(BACKENDS[name], row.problem)
-            numbers = [str(notes.setdefault(reason, len(notes) + 1)) for reason in found.reasons]
-            words.append(found.word + (f" ({', '.join(numbers)})" if numbers else ""))
+            for reason in found.reasons:
+                texts = said.setdefault((reason.backend, reason.code), [])
+                texts += [str(reason)] if str(reason) not in texts else []
+            words.append(
+                found.word + (f": {', '.join(reason.code for reason in found.reasons)}" if found.reasons else "")
+            )
         lines.append(f"| {row.group if row.group != group else ''} | {row.name} | {' | '.join(words)} |")
         group = row.group
-    lines.append("")
-    lines += [f"{number}. `{reason.backend}`, rule `{reason.code}`: {reason}" for reason, number in notes.items()]
+    lines += [
+        "",
+        "## What the rules say",
+        "",
+        "| backend | rule | what it says of these calls |",
+        "| --- | --- | --- |",
+    ]
+    order = sorted(said, key=lambda rule: (names.index(rule[0]), rule[1]))
+    lines += [f"| `{name}` | {code} | {'<br>'.join(said[name, code])} |" for name, code in order]
     return "\n".join(lines)
 
 
@@ -130,7 +138,9 @@ LEGEND = """\
 * **yes**: forward and every gradient asked for.
 * **forward**: no gradients.
 * **by name**: served when the call names the backend, while `backend="auto"` passes it over.
-* **no**: refused, with the reason in the note."""
+* **no**: refused.
+
+Behind a colon stand the rules that decide it; what they say is below the table."""
 
 
 def document(names: Sequence[str]) -> str:
@@ -150,52 +160,25 @@ gradients are needed.
 """
 
 
-def readme_block(names: Sequence[str]) -> str:
-    """What stands between the markers in README.md."""
-    chosen = [row for row in rows() if row.in_readme]
-    return f"{BEGIN}\n{LEGEND}\n\n{table(chosen, names)}\n{END}"
-
-
-def rewritten(readme: str, names: Sequence[str]) -> str:
-    """README.md with the block between its markers made anew.
-
-    Raises:
-        ValueError: the markers are missing, or there are several.
-    """
-    pattern = re.compile(f"{re.escape(BEGIN)}.*{re.escape(END)}", re.DOTALL)
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1 or not pattern.search(readme):
-        raise ValueError(f"README.md needs each of the two lines once, in this order: {BEGIN} and {END}")
-    return pattern.sub(lambda _: readme_block(names), readme)
-
-
-def pages(root: Path, names: Sequence[str]) -> dict[Path, str]:
-    """The files that hold the matrix, with the text they should have."""
-    readme = root / "README.md"
-    return {
-        root / "docs" / "support.md": document(names),
-        readme: rewritten(readme.read_text(encoding="utf-8"), names),
-    }
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the page, or with --write rewrite the files that hold it."""
+    """Print the page, or with --write rewrite docs/support.md."""
     parser = argparse.ArgumentParser(
         prog="python -m flash_dmattn.tools.support_matrix", description="Generate the support matrix from the rules."
     )
-    parser.add_argument("--write", action="store_true", help="rewrite docs/support.md and the block in README.md")
+    parser.add_argument("--write", action="store_true", help="rewrite docs/support.md")
     arguments = parser.parse_args(argv)
     names = tuple(BACKENDS)
     if not (ROOT / "csrc").is_dir():
-        print(f"{parser.prog}: error: {ROOT} is not a checkout of the sources, whose pages it writes", file=sys.stderr)
+        print(f"{parser.prog}: error: {ROOT} is not a checkout of the sources, whose page it writes", file=sys.stderr)
         return 1
-    # The pages tell of every kernel there is, not of those that this checkout happens to have built.
+    # The page tells of every kernel there is, not of those that this checkout happens to have built.
     with patch.object(rules, "installed_instances", lambda: None):
         if not arguments.write:
             print(document(names), end="")
             return 0
-        for path, text in pages(ROOT, names).items():
-            path.write_text(text, encoding="utf-8")
-            print(f"wrote {path}")
+        path = ROOT / "docs" / "support.md"
+        path.write_text(document(names), encoding="utf-8")
+        print(f"wrote {path}")
     return 0
 
 

@@ -1,7 +1,7 @@
 """Check the flex backend on a GPU: random calls, forward and backward, against the formula in fp64.
 
-    python -m benchmarks.flex_check                # compile counts, memory, then 112 calls of 16 classes
-    python -m benchmarks.flex_check --device cpu   # on FlexAttention's own dense formula, to try the script itself
+    python tests/flex_check.py                # compile counts, memory, then 112 calls of 16 classes
+    python tests/flex_check.py --device cpu   # on FlexAttention's own dense formula, to try the script itself
 
 A class is what is compiled once: dtype, heads, head dims, broadcast forms, flags. Its calls differ in lengths, batch,
 window, mask, values and empty rows. A tensor passes where err(x) = |x - x64| / |x64| is at most 1.5 times the error of
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 
 import flash_dmattn  # noqa: E402
 from flash_dmattn.problem import dtype_name  # noqa: E402
