@@ -73,7 +73,7 @@ def choose(problem: AttentionProblem, requested: BackendChoice) -> Selection:
 
 def falls_back(problem: AttentionProblem, requested: BackendChoice, selection: Selection) -> bool:
     """Whether "auto" found nothing better than its last resort for some pass on an accelerator."""
-    if requested != "auto" or problem.device == "cpu":
+    if requested != "auto" or problem.device in ("cpu", "meta"):
         return False
     return any(backend is not None and is_fallback(backend) for backend in selection)
 
