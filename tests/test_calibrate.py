@@ -338,6 +338,18 @@ def test_other_gpus_are_refused(arch: str, capsys: pytest.CaptureFixture[str], m
     assert f"the GPU is {arch}; profiles are of NVIDIA GPUs from sm_80 on" in capsys.readouterr().err
 
 
+def test_a_backend_that_is_switched_off_cannot_be_compared(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(command, "device_arch", lambda device: "sm_80")
+    with flash_dmattn.disable_backends("flex"):
+        assert main(["calibrate"]) == 1
+    message = "flex is switched off in this process; calibrate compares triton, flex, eager"
+    assert message in capsys.readouterr().err
+
+
 def test_arguments_reach_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, float]] = []
     monkeypatch.setattr(command, "run", lambda index, seconds: seen.append((index, seconds)) or 0)

@@ -14,7 +14,7 @@ from ..backends.protocol import Rule
 from ..backends.triton import backend as triton
 from ..problem import AttentionProblem, sm_number
 from . import profile_store
-from .profile import Figures, Profile
+from .profile import Profile
 from .profile_rows import rows_of
 from .registry import BACKENDS
 from .state import process
@@ -44,13 +44,13 @@ def judge(profile: Profile, rows: tuple[str, ...], with_gradients: bool) -> Judg
 
     Triton has to win in every row of the call. What failed is beaten.
     """
-    if not rows or any(row not in profile.rows for row in rows):
+    if not rows or not all(set(MEASURED) <= profile.rows.get(row, {}).keys() for row in rows):
         return None
     faster = {flex.NAME: True, "eager": True}
     failed = {name: profile.wrong.get(name, "") for name in MEASURED}
     parts = []
     for row in rows:
-        found = {name: profile.rows[row].get(name, Figures(error="not measured")) for name in MEASURED}
+        found = {name: profile.rows[row][name] for name in MEASURED}
         times = {name: figures.of(with_gradients) for name, figures in found.items()}
         for name, figures in found.items():
             if figures.error:

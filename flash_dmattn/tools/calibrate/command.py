@@ -60,6 +60,9 @@ def run(index: int, seconds: float) -> int:
     arch = device_arch(device)
     if (sm_number(arch) or 0) < profile_store.LEAST_ARCH:
         return _fail(f"the GPU is {arch}; profiles are of NVIDIA GPUs from sm_{profile_store.LEAST_ARCH} on")
+    off = [name for name in MEASURED if name in process.disabled]
+    if off:
+        return _fail(f"{', '.join(off)} is switched off in this process; calibrate compares {', '.join(MEASURED)}")
     torch.cuda.set_device(device)  # the checks compute on the current one
     driver, _ = find_driver()
     instruments = Instruments(

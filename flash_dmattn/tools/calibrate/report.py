@@ -29,7 +29,7 @@ def _line(profile: Profile, row: str, grad: bool) -> tuple[str, ...]:
     if found is None:
         return row, *("-" for _ in MEASURED), "not reached"
     taken = " / ".join(dict.fromkeys(choice(profile, row, passes) for passes in ((False, True) if grad else (False,))))
-    return row, *(_cell(found.get(backend, Figures(error="not measured"))) for backend in MEASURED), taken
+    return row, *(_cell(found[backend]) for backend in MEASURED), taken
 
 
 def _cell(figures: Figures) -> str:
