@@ -14,7 +14,7 @@ def table(profile: Profile) -> str:
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
     text.insert(1, "  ".join("-" * width for width in widths))
-    notes = [f"{backend} is not used: {why}" for backend, why in profile.wrong.items()]
+    notes = [f"{backend}: {why}" for backend, why in profile.wrong.items()]
     notes += [
         f"{backend}, {row}: {figures.error}"
         for row, found in profile.rows.items()
