@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from . import flops
 from .problem import AttentionProblem, Flags, Gradients, MaskForm, MaskView, NeedsGrad
@@ -116,10 +117,6 @@ def is_watched(*tensors: object) -> bool:
     return False
 
 
-# A profiler shows what goes through the dispatcher. Asked by each pass and not by `is_watched`: what is remembered of a
-# call stays so while it is profiled. In torch.autograd too, but under a name that mypy does not find.
-_is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
-
 # What runs a pass: forward(q, k, v, mask, bias, flags) -> (out, lse), and
 # backward(dout, dlse, q, k, v, mask, bias, out, lse, flags, needs_grad) -> gradients.
 Forward = Callable[[Tensor, Tensor, Tensor, MaskView, Tensor | None, Flags], tuple[Tensor, Tensor]]
@@ -163,8 +160,9 @@ def define_forward(
     def run_forward(
         problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        # On meta tensors the operator runs its fake implementation: shapes without values.
-        if is_watched(q, k, v, bias, *mask.tensors) or problem.device == "meta" or _is_profiled():
+        # On meta tensors the operator runs its fake implementation: shapes without values. A profiler shows what goes
+        # through the dispatcher; asked here and not by `is_watched`, so that what is remembered of a call stays so.
+        if is_watched(q, k, v, bias, *mask.tensors) or problem.device == "meta" or profiler._is_profiler_enabled:
             out, lse = forward_op(q, k, v, list(mask.tensors), mask.form, bias, *problem.flags)
             return out, lse
         if maskless is not None and mask.form == "none":
@@ -216,7 +214,7 @@ def define_backward(name: str, backward: Backward) -> Callable[..., Gradients]:
     ) -> Gradients:
         flags, needs_grad = problem.flags, problem.needs_grad
         watched = is_watched(dout, dlse, q, k, v, bias, out, lse, *mask.tensors)
-        if watched or problem.device == "meta" or _is_profiled():
+        if watched or problem.device == "meta" or profiler._is_profiler_enabled:
             found = backward_op(
                 dout, dlse, q, k, v, list(mask.tensors), mask.form, bias, out, lse, *flags, list(needs_grad)
             )
