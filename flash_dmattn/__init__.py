@@ -1,6 +1,8 @@
 """Attention with arbitrary masks and additive biases: one call, several backends, one contract."""
 
+from importlib import import_module as _import_module
 from pathlib import Path as _Path
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from ._version import __version__
 
@@ -32,6 +34,21 @@ else:
     from .explanation import Explanation, explain, explain_problem
     from .problem import AttentionProblem
 
+    if _TYPE_CHECKING:
+        from . import nn
+
+    # On first use: what not every program needs costs none of them an import.
+    _LAZY = ("nn",)
+
+    def __getattr__(name: str) -> object:
+        if name in _LAZY:
+            return _import_module(f".{name}", __name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_LAZY})
+
+
 __all__ = [
     "AttentionProblem",
     "BackendError",
@@ -46,6 +63,7 @@ __all__ = [
     "explain",
     "explain_problem",
     "masks",
+    "nn",
     "record_decisions",
     "register_backend",
     "set_default_backend",

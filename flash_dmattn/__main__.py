@@ -1,4 +1,4 @@
-"""The command line: `python -m flash_dmattn info | explain | demo`."""
+"""The command line: `python -m flash_dmattn info | explain | calibrate | demo`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ._version import __version__
-from .tools.cli import PROGRAM, explain_command, info, require_torch
+from .tools.cli import PROGRAM, calibrate_command, explain_command, info, require_torch
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -26,6 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", dest="command", metavar="command")
     info.add_parser(commands)
     explain_command.add_parser(commands)
+    calibrate_command.add_parser(commands)
     # Only for the list of commands: the demo parses its own arguments.
     commands.add_parser("demo", help="train a small language model with dynamic-mask attention", add_help=False)
     return parser

@@ -11,6 +11,7 @@ from torch import Tensor
 from .backends.protocol import Direction, Reason
 from .dispatch.errors import BackendError
 from .dispatch.mask_view import unpacking_note
+from .dispatch.preferences import cite
 from .dispatch.refusals import passes_of, reasons_against, refuse_fallback
 from .dispatch.registry import BACKENDS
 from .dispatch.selection import choice_in_force, choose, falls_back, selected_names
@@ -57,6 +58,8 @@ class Explanation:
         backward: the chosen backend of the backward pass; None where nothing needs a gradient.
         error: the message of the error that the call would raise, or None.
         verdicts: one per backend, in order of preference.
+        profile: what a profile of `python -m flash_dmattn calibrate` had to say, or why none did; None where the
+            built-in rules decide.
     """
 
     problem: AttentionProblem
@@ -65,6 +68,7 @@ class Explanation:
     backward: str | None
     error: str | None
     verdicts: tuple[Verdict, ...]
+    profile: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for json.dumps."""
@@ -74,6 +78,7 @@ class Explanation:
             "forward": self.forward,
             "backward": self.backward,
             "error": self.error,
+            "profile": self.profile,
             "backends": {
                 verdict.backend: {
                     "accepts": verdict.accepts,
@@ -102,7 +107,8 @@ class Explanation:
             for row in rows
         ]
         table.insert(1, "  ".join(["-" * width for width in widths] + ["---"]))
-        return "\n".join([f"attention: {self.problem}", chosen, "", *table])
+        profile = [] if self.profile is None else [f"profile: {self.profile}"]
+        return "\n".join([f"attention: {self.problem}", chosen, *profile, "", *table])
 
     def _rows(self, verdict: Verdict) -> list[tuple[str, str, str, str]]:
         def cell(serves: bool | None, chosen: str | None) -> str:
@@ -286,7 +292,13 @@ def explain_description(problem: AttentionProblem, backend: BackendChoice) -> Ex
     except BackendError as refusal:
         error = str(refusal)
     return Explanation(
-        problem, requested, forward, backward, error, tuple(_verdict(name, problem) for name in BACKENDS)
+        problem,
+        requested,
+        forward,
+        backward,
+        error,
+        tuple(_verdict(name, problem) for name in BACKENDS),
+        cite(problem) if requested == "auto" else None,
     )
 
 

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
+from . import flops
 from .problem import AttentionProblem, Flags, Gradients, MaskForm, MaskView, NeedsGrad
 
 _LIBRARY = torch.library.Library("flash_dmattn", "DEF")
@@ -150,13 +152,17 @@ def define_forward(
     _LIBRARY.impl(f"{name}_forward", operator, "CompositeExplicitAutograd")
     torch.library.register_fake(f"flash_dmattn::{name}_forward", _forward_fake, lib=_LIBRARY)
     # The overload packets resolve overloads on every call; `.default` skips that.
-    forward_op = getattr(torch.ops.flash_dmattn, f"{name}_forward").default
+    packet = getattr(torch.ops.flash_dmattn, f"{name}_forward")
+    forward_op = packet.default
+    flops.register(packet, flops.forward_flop)
     torch.library.register_vmap(f"flash_dmattn::{name}_forward", _one_by_one(forward_op), lib=_LIBRARY)
 
     def run_forward(
         problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        if is_watched(q, k, v, bias, *mask.tensors):
+        # On meta tensors the operator runs its fake implementation: shapes without values. A profiler shows what goes
+        # through the dispatcher; asked here and not by `is_watched`, so that what is remembered of a call stays so.
+        if is_watched(q, k, v, bias, *mask.tensors) or problem.device == "meta" or profiler._is_profiler_enabled:
             out, lse = forward_op(q, k, v, list(mask.tensors), mask.form, bias, *problem.flags)
             return out, lse
         if maskless is not None and mask.form == "none":
@@ -190,7 +196,9 @@ def define_backward(name: str, backward: Backward) -> Callable[..., Gradients]:
     _LIBRARY.define(f"{name}_backward{BACKWARD_SCHEMA}")
     _LIBRARY.impl(f"{name}_backward", operator, "CompositeExplicitAutograd")
     torch.library.register_fake(f"flash_dmattn::{name}_backward", _backward_fake, lib=_LIBRARY)
-    backward_op = getattr(torch.ops.flash_dmattn, f"{name}_backward").default
+    packet = getattr(torch.ops.flash_dmattn, f"{name}_backward")
+    backward_op = packet.default
+    flops.register(packet, flops.backward_flop)
 
     def run_backward(
         problem: AttentionProblem,
@@ -205,7 +213,8 @@ def define_backward(name: str, backward: Backward) -> Callable[..., Gradients]:
         lse: Tensor,
     ) -> Gradients:
         flags, needs_grad = problem.flags, problem.needs_grad
-        if is_watched(dout, dlse, q, k, v, bias, out, lse, *mask.tensors):
+        watched = is_watched(dout, dlse, q, k, v, bias, out, lse, *mask.tensors)
+        if watched or problem.device == "meta" or profiler._is_profiler_enabled:
             found = backward_op(
                 dout, dlse, q, k, v, list(mask.tensors), mask.form, bias, out, lse, *flags, list(needs_grad)
             )

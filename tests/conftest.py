@@ -12,22 +12,23 @@ import pytest
 import torch
 from accuracy import Results, run
 from cases import DEVICE, Case, Inputs
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck
+from hypothesis import settings as hypothesis_settings
 
 import flash_dmattn
-from flash_dmattn.dispatch import call_cache
+from flash_dmattn.dispatch import call_cache, profile_store, settings
 
 # The workers of pytest-xdist share the cores; a small product gains nothing from a second thread.
 torch.set_num_threads(1)
 
-settings.register_profile(
+hypothesis_settings.register_profile(
     "default",
     deadline=None,  # the first example of a shape pays for imports and allocations
     derandomize=True,  # the same draws everywhere, so that what fails there fails here; `@seed` goes before it
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
 )
-settings.load_profile("default")
+hypothesis_settings.load_profile("default")
 
 if "FLASH_DMATTN_EMULATED" in os.environ:  # the file that tests/emulation/build.py has written
     from emulated_cuda import admit_cpu
@@ -38,8 +39,10 @@ BACKENDS = ("eager", "flex", "triton", "cuda")
 
 
 @pytest.fixture(autouse=True)
-def nothing_remembered_of_calls() -> None:
-    """A test may have other rules, probes and backends than the one before it."""
+def nothing_remembered_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test may have other rules, probes and backends than the one before it, and none reads the user's profile."""
+    monkeypatch.setattr(settings.process, "profile", "off")
+    profile_store.forget()
     call_cache.forget()
 
 

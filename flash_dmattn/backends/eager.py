@@ -47,6 +47,11 @@ def workspace_bytes(problem: AttentionProblem) -> int:
     return unpacked + min(_chunk_bytes, 3 * scores)
 
 
+def notes(problem: AttentionProblem) -> tuple[str, ...]:
+    """What a call on meta tensors does not do."""
+    return ("gives shapes, strides and dtypes alone: meta tensors hold no values",) if problem.device == "meta" else ()
+
+
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None, flags: Flags
 ) -> tuple[Tensor, Tensor]:

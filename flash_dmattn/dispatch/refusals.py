@@ -12,6 +12,7 @@ import torch
 from ..backends.protocol import Direction, Reason, broken_rules, unmet
 from ..problem import AttentionProblem
 from .errors import BackendUnavailableError, BackendUnsupportedError, FallbackWarning
+from .preferences import auto_rules, judgement
 from .registry import BACKENDS, fallback, probe
 from .settings import process
 
@@ -35,7 +36,7 @@ def reasons_against(
     if not availability.usable:
         reasons.append(Reason(name, "unavailable", availability.reason, availability.hint))
     if auto:
-        reasons += unmet(backend, backend.AUTO_RULES, problem, passes)
+        reasons += unmet(backend, auto_rules(name, problem, judgement(problem)), problem, passes)
     return tuple(reasons)
 
 

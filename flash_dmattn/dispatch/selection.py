@@ -16,6 +16,7 @@ from ..backends.protocol import (
     is_fallback,
 )
 from ..problem import AttentionProblem
+from .preferences import auto_rules, judgement, order
 from .refusals import passes_of, refuse, refuse_all, report_fallback
 from .registry import BACKENDS, works
 from .settings import BackendChoice, Decision, check_choice, check_environment, process, thread
@@ -73,7 +74,7 @@ def choose(problem: AttentionProblem, requested: BackendChoice) -> Selection:
 
 def falls_back(problem: AttentionProblem, requested: BackendChoice, selection: Selection) -> bool:
     """Whether "auto" found nothing better than its last resort for some pass on an accelerator."""
-    if requested != "auto" or problem.device == "cpu":
+    if requested != "auto" or problem.device in ("cpu", "meta"):
         return False
     return any(backend is not None and is_fallback(backend) for backend in selection)
 
@@ -87,9 +88,11 @@ def selected_names(problem: AttentionProblem, selection: Selection) -> tuple[str
 
 def _choose_auto(problem: AttentionProblem) -> Selection:
     needs_backward = any(problem.needs_grad)
-    for name, backend in BACKENDS.items():
+    judged = judgement(problem)
+    for name in order(judged):
+        backend = BACKENDS[name]
         # The few rules of auto first: they turn most calls on a CPU away from the others at once.
-        if not all_hold(backend.AUTO_RULES, problem, "forward") or not _serves(name, problem, "forward"):
+        if not all_hold(auto_rules(name, problem, judged), problem, "forward") or not _serves(name, problem, "forward"):
             continue
         if is_composite(backend):
             if needs_backward and not accepts(backend, problem, "backward"):
@@ -102,7 +105,7 @@ def _choose_auto(problem: AttentionProblem) -> Selection:
             if (
                 not is_composite(BACKENDS[other])
                 and _serves(other, problem, "backward")
-                and all_hold(BACKENDS[other].AUTO_RULES, problem, "backward")
+                and all_hold(auto_rules(other, problem, judged), problem, "backward")
             ):
                 return Selection(backend, cast(KernelBackend, BACKENDS[other]))
     refuse_all(problem)

@@ -9,7 +9,10 @@ from typing import Literal, NamedTuple
 BackendChoice = str | tuple[str, str]
 Fallback = Literal["warn", "silent", "error"]
 
+Rules = Literal["built-in", "profile"]
+
 _FALLBACKS = ("warn", "silent", "error")
+_RULES = ("built-in", "profile")
 
 
 class Decision(NamedTuple):
@@ -28,6 +31,10 @@ class _ProcessSettings:
         self.default_backend: BackendChoice = "auto"
         self.disabled: tuple[str, ...] = ()
         self.fallback: Fallback = "warn"
+        # The file of the profile, "" for that in the user's folder of caches, "off" for none.
+        self.profile: str = os.environ.get("FLASH_DMATTN_PROFILE", "").strip()
+        # Whether auto goes by what was measured on Hopper GPUs beforehand, or there too by the profile alone.
+        self.rules: Rules = "built-in"
         # Raised at the first call and not here, so that `python -m flash_dmattn info` can show what is wrong.
         self.environment_error: str | None = None
         self.environment_unchecked = True  # its names: backends may be registered after the import
@@ -38,6 +45,7 @@ class _ProcessSettings:
             disabled = os.environ.get("FLASH_DMATTN_DISABLE", "")
             self.disabled = tuple(name.strip() for name in disabled.split(",") if name.strip())
             self.fallback = check_fallback(os.environ.get("FLASH_DMATTN_FALLBACK") or "warn", "FLASH_DMATTN_FALLBACK")
+            self.rules = check_rules(os.environ.get("FLASH_DMATTN_RULES") or "built-in", "FLASH_DMATTN_RULES")
         except ValueError as error:
             self.environment_error = str(error)
 
@@ -64,6 +72,13 @@ def check_fallback(value: str, source: str = "fallback") -> Fallback:
     """Refuse anything but the three policies."""
     if value not in _FALLBACKS:
         raise ValueError(f"{source} is {value!r}; it needs to be one of {', '.join(map(repr, _FALLBACKS))}")
+    return value  # type: ignore[return-value]
+
+
+def check_rules(value: str, source: str = "rules") -> Rules:
+    """Refuse anything but the two sets of rules."""
+    if value not in _RULES:
+        raise ValueError(f"{source} is {value!r}; it needs to be one of {', '.join(map(repr, _RULES))}")
     return value  # type: ignore[return-value]
 
 

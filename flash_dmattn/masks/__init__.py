@@ -15,6 +15,7 @@ from .builders import (
     threshold_mask,
 )
 from .drawing import show
+from .saved import restore as _restore  # noqa: F401 (torch.load has to know it)
 from .topk import topk_mask
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """One attention call described without tensors: sizes, layouts, band, flags, architecture, and checks of arguments."""
 
 from .arch import device_arch, parse_arch, sm_number
-from .band import Band, causal_window, keys_of_query, make_band
+from .band import Band, allowed_pairs, causal_window, keys_of_query, make_band
 from .bias import BiasClass, bias_class
 from .checks import as_scores, check_broadcast, check_flag, check_scale, check_softcap, check_window
 from .description import (
@@ -33,6 +33,7 @@ __all__ = [
     "NeedsGrad",
     "Shape4",
     "TensorSpec",
+    "allowed_pairs",
     "as_scores",
     "bias_class",
     "causal_window",

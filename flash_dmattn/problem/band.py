@@ -28,6 +28,26 @@ def make_band(seqlen_q: int, seqlen_k: int, window: tuple[int, int]) -> Band | N
     return None if low <= 1 - seqlen_q and high >= seqlen_k - 1 else Band(low, high)
 
 
+def allowed_pairs(seqlen_q: int, seqlen_k: int, window: tuple[int, int]) -> int:
+    """How many pairs of a query and a key a window leaves, as `causal_window` has it.
+
+    >>> allowed_pairs(4, 4, (-1, 0)), allowed_pairs(2, 5, (1, 0)), allowed_pairs(5, 2, (-1, 0))
+    (10, 4, 3)
+    """
+    band = make_band(seqlen_q, seqlen_k, window)
+    if band is None:
+        return seqlen_q * seqlen_k
+    return _pairs_below(seqlen_q, seqlen_k, band.high + 1) - _pairs_below(seqlen_q, seqlen_k, band.low)
+
+
+def _pairs_below(seqlen_q: int, seqlen_k: int, diagonal: int) -> int:
+    """Pairs (i, j) with j - i < diagonal: the sum over the queries of i + diagonal, from 0 to the number of keys."""
+    first = min(max(-diagonal, 0), seqlen_q)  # the first query with a key
+    last = min(max(seqlen_k - diagonal, first), seqlen_q)  # from here on all keys are below
+    partly = (last - first) * (first + last - 1 + 2 * diagonal) // 2
+    return partly + (seqlen_q - last) * seqlen_k
+
+
 def keys_of_query(seqlen_k: int, window: tuple[int, int]) -> int:
     """How many keys a query may attend, by their number and its window.
 

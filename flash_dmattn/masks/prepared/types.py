@@ -12,6 +12,7 @@ import torch
 from ...problem import Band, MaskView, causal_window, check_flag, check_window, make_band
 from ..arguments import bool_mask, integer
 from ..blocks import MaskStats
+from ..saved import restore
 from . import packing
 from .operator import prepared_view
 from .packers import packer
@@ -81,6 +82,10 @@ class PreparedMask(ABC):
         if all(moved is x for moved, x in zip(tensors, self.tensors, strict=True)):
             return self
         return type(self)(self.seqlen_q, self.seqlen_k, self.is_causal, self.window_size, *tensors)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """For pickle, copy and `torch.save`: the fields alone, since what is cached may name a device left behind."""
+        return restore, (self.form, self.seqlen_q, self.seqlen_k, self.is_causal, self.window_size, *self.tensors)
 
     def __repr__(self) -> str:
         # Not the values: printing them waits for the device, and there may be millions.

@@ -24,6 +24,8 @@ ENVIRONMENT = (
     "FLASH_DMATTN_BACKEND",
     "FLASH_DMATTN_DISABLE",
     "FLASH_DMATTN_FALLBACK",
+    "FLASH_DMATTN_PROFILE",
+    "FLASH_DMATTN_RULES",
     "CUDA_VISIBLE_DEVICES",
     "TRITON_INTERPRET",
 )
@@ -68,7 +70,7 @@ def collect() -> Report:
     torch = _imported("torch")
     if "error" not in torch:
         torch["cuda"] = importlib.import_module("torch").version.cuda
-    driver, devices = _driver()
+    driver, devices = find_driver()
     backends = _backends() if "error" not in torch else {}
     return {
         "flash_dmattn": {"version": __version__, "path": str(Path(__file__).resolve().parents[2])},
@@ -81,8 +83,24 @@ def collect() -> Report:
         "gpus": devices if "error" in torch else _gpus(devices),
         "settings": _settings(backends),
         "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
+        "profiles": _profiles() if "error" not in torch else {},
         "backends": backends,
     }
+
+
+def _profiles() -> Report:
+    """By architecture of this machine's GPUs, the profile that `calibrate` made, or why none is in force."""
+    from ...dispatch import profile_store
+    from ...dispatch.state import process
+
+    found: Report = {}
+    for arch in profile_store.arches_here():
+        there = profile_store.find(arch)
+        made = None if there.profile is None else there.profile.made
+        # On Hopper what was measured beforehand decides, and a profile only where it is asked to.
+        decides = there.profile is not None and (arch != "sm_90" or process.rules == "profile")
+        found[arch] = {"path": there.path, "made": made, "reason": there.reason, "decides": decides}
+    return found
 
 
 def _imported(name: str) -> Report:
@@ -109,7 +127,7 @@ def _extension() -> Report:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def _driver() -> tuple[Report, list[Report]]:
+def find_driver() -> tuple[Report, list[Report]]:
     """The NVIDIA driver and its GPUs by nvidia-smi, which needs no torch."""
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -211,6 +229,7 @@ def render(report: Report) -> str:
         ("fallback", settings["fallback"]),
         *([("unknown names", ", ".join(settings["unknown"]))] if settings["unknown"] else []),
         *_spread("environment", [f"{name}={value}" for name, value in report["environment"].items()] or ["none set"]),
+        *_spread("profile", _profile_lines(report["profiles"])),
         ("", ""),
         *_backend_rows(report["backends"]),
     ]
@@ -226,6 +245,18 @@ def _extension_lines(found: Report) -> list[str]:
         f"{found['version']} for {', '.join(found['arches'])} and torch >= {found['torch_target']}, built by nvcc "
         f"{found['nvcc']} from commit {found['commit'][:12]}, {found['path']}"
     ]
+
+
+def _profile_lines(profiles: Report) -> list[str]:
+    """What auto goes by on each architecture, with the command that makes a profile where there is none."""
+    lines = []
+    for arch, found in profiles.items():
+        if found["made"] is None:
+            what = f"none: {found['reason']}; python -m flash_dmattn calibrate makes one"
+        else:
+            what = f"{found['path']}, made {found['made']}"
+        lines.append(f"{arch}: {what}" + ("" if arch != "sm_90" or found["decides"] else "; built-in rules decide"))
+    return lines or ["none: there is no NVIDIA GPU from sm_80 on"]
 
 
 def _backend_rows(backends: dict[str, Report]) -> list[tuple[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -101,37 +101,59 @@ def verify(stream: TextIO) -> list[Outcome]:
     """Run every backend on every case and device of this machine; write the table to `stream` row by row."""
     import torch
 
-    from ...reference.yardstick import FLOOR, RATIO
+    from ...dispatch.registry import BACKENDS
 
-    outcomes: list[Outcome] = []
     devices = [("cpu", torch.float32)]
     if torch.cuda.is_available():
         devices.append(("cuda", torch.bfloat16))
-    for device, dtype in devices:
-        name = str(dtype).removeprefix("torch.")
-        stream.write(
-            f"\n{name} on {device}: error < limit, where error is |x - x64| / |x64| against the formula in fp64\n"
-            f"and limit is {RATIO} x the error of the formula in {name} + {FLOOR:.0e}\n\n{_header()}\n"
-        )
-        for outcome in _outcomes(device, dtype, stream):
-            remarks = _remarks(outcome, outcomes[-1] if outcomes else None)
-            stream.write(_numbers(outcome) + "".join(f"\n{'':11}{line}" for line in remarks) + "\n")
-            stream.flush()
-            outcomes.append(outcome)
+    outcomes = [o for device, dtype in devices for o in verify_on(device, dtype, tuple(BACKENDS), stream)]
     counts = {verdict: sum(o.verdict.startswith(verdict) for o in outcomes) for verdict in ("pass", "FAIL", "not run")}
     stream.write(f"\n{counts['pass']} passed, {counts['FAIL']} failed, {counts['not run']} not run\n")
     return outcomes
 
 
-def _outcomes(device: str, dtype: torch.dtype, stream: TextIO) -> Iterator[Outcome]:
+def verify_on(
+    device: str,
+    dtype: torch.dtype,
+    backends: Sequence[str],
+    stream: TextIO,
+    has_time: Callable[[], bool] = lambda: True,
+) -> list[Outcome]:
+    """Run some backends on every case on one device; write the table to `stream` row by row.
+
+    Args:
+        device, dtype: where, and of q, k, v and bias.
+        backends: their names, in the order in which they run.
+        stream: what the table is written to.
+        has_time: asked before each case; cases after it has said no are left out.
+    """
+    from ...reference.yardstick import FLOOR, RATIO
+
+    name = str(dtype).removeprefix("torch.")
+    stream.write(
+        f"\n{name} on {device}: error < limit, where error is |x - x64| / |x64| against the formula in fp64\n"
+        f"and limit is {RATIO} x the error of the formula in {name} + {FLOOR:.0e}\n\n{_header()}\n"
+    )
+    outcomes: list[Outcome] = []
+    for outcome in _outcomes(device, dtype, backends, stream, has_time):
+        remarks = _remarks(outcome, outcomes[-1] if outcomes else None)
+        stream.write(_numbers(outcome) + "".join(f"\n{'':11}{line}" for line in remarks) + "\n")
+        stream.flush()
+        outcomes.append(outcome)
+    return outcomes
+
+
+def _outcomes(
+    device: str, dtype: torch.dtype, backends: Sequence[str], stream: TextIO, has_time: Callable[[], bool]
+) -> Iterator[Outcome]:
     from ...backends.protocol import Reason
-    from ...dispatch.registry import BACKENDS, probe
+    from ...dispatch.registry import probe
     from ...dispatch.selection import available_backends
     from ...dispatch.settings import process
     from ...reference.yardstick import FLOOR, RATIO
 
     dtype_name = str(dtype).removeprefix("torch.")
-    for backend in BACKENDS:
+    for backend in backends:
         if backend not in available_backends():
             disabled = backend in process.disabled
             text = "it is switched off in this process" if disabled else probe(backend).reason
@@ -141,6 +163,8 @@ def _outcomes(device: str, dtype: torch.dtype, stream: TextIO) -> Iterator[Outco
             continue
         part_shown = False
         for case in CASES:
+            if not has_time():
+                return
             _start(stream, backend, case.name)
             inputs = Inputs(case, device, dtype)
             reasons = inputs.reasons_against(backend, inputs.everything)

@@ -1,0 +1,1 @@
+"""What `python -m flash_dmattn calibrate` does: checks, timings, the table, the profile."""

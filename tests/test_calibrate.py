@@ -1,0 +1,394 @@
+"""`python -m flash_dmattn calibrate`: checks, rows, table, profile and progress, with figures that nobody measured."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flash_dmattn
+from flash_dmattn.__main__ import main
+from flash_dmattn.backends import eager
+from flash_dmattn.dispatch import profile_store, settings
+from flash_dmattn.dispatch.profile import Figures, read
+from flash_dmattn.dispatch.profile_rows import ROWS, Row, rows_of
+from flash_dmattn.problem import sm_number
+from flash_dmattn.tools.calibrate import command, report, timing
+from flash_dmattn.tools.calibrate.progress import Progress
+from flash_dmattn.tools.cli import info, verify
+from flash_dmattn.tools.cli.verify import CASES, Outcome
+
+GPU = "NVIDIA A100-SXM4-80GB"
+CPU = torch.device("cpu")
+LONG_MS = {"eager": Figures(9.0, 20.0), "triton": Figures(1.0, 2.0), "flex": Figures(1.5, 3.0)}
+
+
+class Clock:
+    """Seconds that pass when something is measured."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def outcomes(backend: str = "triton", cases: int = len(CASES), **changes: Any) -> list[Outcome]:
+    """Checks that passed, the last of them with changes."""
+    made = [
+        Outcome(backend, "cuda", "bfloat16", case.name, {"out": 1e-3}, {"out": 2e-3}) for case in list(CASES)[:cases]
+    ]
+    if changes:
+        last = made[-1]
+        made[-1] = Outcome(**{**{name: getattr(last, name) for name in last.__dataclass_fields__}, **changes})
+    return made
+
+
+def instruments(
+    clock: Clock | None = None,
+    seconds: float = 1.0,
+    checks: list[Outcome] | None = None,
+    figures: Callable[[Row, str], Figures] = lambda row, backend: LONG_MS[backend],
+    seen: list[tuple[str, str]] | None = None,
+    arch: str = "sm_80",
+) -> command.Instruments:
+    clock = clock or Clock()
+
+    def measure(row: Row, backend: str, budget: float) -> Figures:
+        assert 0 < budget <= command.ROW_SECONDS
+        clock.now += seconds
+        if seen is not None:
+            seen.append((row.name, backend))
+        return figures(row, backend)
+
+    def check(has_time: Callable[[], bool]) -> list[Outcome]:
+        assert has_time()
+        return outcomes() if checks is None else checks
+
+    return command.Instruments(check, measure, clock, GPU, arch, "570.1")
+
+
+@pytest.fixture(autouse=True)
+def caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name, value in {"default_backend": "auto", "disabled": (), "profile": "", "rules": "built-in"}.items():
+        monkeypatch.setattr(settings.process, name, value)
+    monkeypatch.setattr(profile_store, "gpu_names", lambda arch: [GPU])
+    profile_store.forget()
+    yield tmp_path / "flash_dmattn"
+    profile_store.forget()
+
+
+def calibrate(made: command.Instruments, seconds: float = 120) -> tuple[int, str, str]:
+    stream, bar = io.StringIO(), io.StringIO()
+    return command.calibrate(made, seconds, stream, bar), stream.getvalue(), bar.getvalue()
+
+
+# The run
+
+
+def test_every_backend_is_measured_in_every_row_and_the_profile_is_in_force(caches: Path) -> None:
+    seen: list[tuple[str, str]] = []
+    assert flash_dmattn.explain_problem((2, 4096, 16, 64), device="sm_80").forward == "flex"
+    status, printed, bar = calibrate(instruments(seen=seen))
+    assert status == 0
+    assert seen == [(row.name, backend) for row in ROWS for backend in ("eager", "triton", "flex")]
+    path = caches / "NVIDIA-A100-SXM4-80GB.json"
+    profile = read(path)
+    assert (profile.gpu, profile.arch, profile.driver, profile.wrong) == (GPU, "sm_80", "570.1", {})
+    assert {name: getattr(profile, name) for name in ("library", "torch", "triton")} == profile_store.versions()
+    assert profile.rows == {row.name: LONG_MS for row in ROWS}
+    found = flash_dmattn.explain_problem((2, 4096, 16, 64), device="sm_80")
+    assert found.forward == "triton", "written, and read at once"
+    assert found.profile == f"{path} decided: long: triton 1 ms, flex 1.5 ms, eager 9 ms; forward"
+    assert f"wrote {path}\nauto goes by it from now on; python -m flash_dmattn explain cites it\n" in printed
+    assert len(bar.splitlines()) == 2 + 3 * len(ROWS)
+
+
+def test_the_table() -> None:
+    def figures(row: Row, backend: str) -> Figures:
+        if row.name == "decode":
+            return Figures(0.1) if backend != "flex" else Figures(error="NoValidChoicesError: nothing fits")
+        if row.name == "short":
+            return {"triton": Figures(1.0, 9.0), "flex": Figures(2.0, 2.0), "eager": Figures(12.345, 67.891)}[backend]
+        return LONG_MS[backend]
+
+    _, printed, _ = calibrate(instruments(figures=figures))
+    lines = {line[:23].strip(): line.split() for line in printed.splitlines()}
+    assert lines["class of calls"] == ["class", "of", "calls", "triton", "flex", "eager", "auto", "takes"]
+    assert lines["long"] == ["long", "1", "/", "2", "1.5", "/", "3", "9", "/", "20", "triton"]
+    assert lines["short"] == ["short", "1", "/", "9", "2", "/", "2", "12.3", "/", "67.9", "triton", "/", "flex"]
+    assert lines["decode"] == ["decode", "0.1", "failed", "0.1", "eager"]
+    assert "flex, decode: NoValidChoicesError: nothing fits" in printed
+
+
+def test_what_the_table_says_is_what_auto_does() -> None:
+    for ours, flexs, eagers in ((1, 2, 3), (2, 1, 3), (3, 1, 2), (3, 2, 1), (1, 3, 2), (2, 3, 1)):
+        times = {"triton": Figures(float(ours)), "flex": Figures(float(flexs)), "eager": Figures(float(eagers))}
+        calibrate(instruments(figures=lambda row, backend, times=times: times[backend]))
+        profile = profile_store.find("sm_80").profile
+        assert profile is not None
+        found = flash_dmattn.explain_problem((2, 4096, 16, 64), device="sm_80").forward
+        assert report.choice(profile, "long", False) == found
+
+
+def test_what_is_not_reached_in_time_is_left_out() -> None:
+    clock = Clock()
+    status, printed, _ = calibrate(instruments(clock, seconds=10.0), seconds=100)
+    profile = profile_store.find("sm_80").profile
+    assert status == 0 and profile is not None
+    # Rows of 30 s each: after three of them a fourth would end at 120 s.
+    assert list(profile.rows) == [row.name for row in ROWS[:3]]
+    assert clock() - 100.0 <= 100
+    assert f"not reached in 100 s: {', '.join(row.name for row in ROWS[3:])}; what was compiled is kept" in printed
+    assert printed.count("not reached\n") == len(ROWS) - 3
+
+
+def test_a_run_that_measures_nothing_writes_nothing(caches: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    slow = instruments(clock)._replace(check=lambda has_time: setattr(clock, "now", 500.0) or outcomes())
+    assert calibrate(slow, seconds=60)[0] == 1
+    assert "no class of calls was measured within 60 s; give more with --seconds" in capsys.readouterr().err
+    assert not caches.exists()
+
+
+def test_checks_end_in_time() -> None:
+    clock, answers = Clock(), []
+
+    def check(has_time: Callable[[], bool]) -> list[Outcome]:
+        for _ in range(6):
+            answers.append(has_time())
+            clock.now += 10
+        return outcomes()
+
+    command.measured(instruments(clock)._replace(check=check), 100, io.StringIO())
+    assert answers == [True, True, True, True, False, False]  # up to 35 of the 100 s
+
+
+def test_a_profile_that_cannot_be_written_is_an_error(
+    caches: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (caches.parent / "file").write_text("")
+    monkeypatch.setattr(settings.process, "profile", str(caches.parent / "file" / "p.json"))
+    assert calibrate(instruments())[0] == 1
+    assert f"{caches.parent / 'file' / 'p.json'} cannot be written: " in capsys.readouterr().err
+
+
+def test_the_effect_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, printed, _ = calibrate(instruments(arch="sm_90"))
+    assert "on sm_90 the built-in rules stay in force; FLASH_DMATTN_RULES=profile lets the profile decide" in printed
+    monkeypatch.setattr(settings.process, "rules", "profile")
+    assert "auto goes by it from now on" in calibrate(instruments(arch="sm_90"))[1]
+    monkeypatch.setattr(settings.process, "profile", "off")
+    assert "FLASH_DMATTN_PROFILE=off: auto does not read it" in calibrate(instruments())[1]
+
+
+# Checks
+
+CHECKS: dict[str, tuple[list[Outcome], dict[str, str]]] = {
+    "passed": (outcomes(), {}),
+    "wrong": (
+        outcomes(errors={"out": 3e-3}),
+        {"triton": "it failed the check 'empty rows': out is 3.0e-03 off, with a limit of 2.0e-03"},
+    ),
+    "not a number": (
+        outcomes(errors={"out": float("nan")}),
+        {"triton": "it failed the check 'empty rows': out is nan off, with a limit of 2.0e-03"},
+    ),
+    "raised": (
+        outcomes(exception="RuntimeError: no\nmore"),
+        {"triton": "it failed the check 'empty rows': RuntimeError: no"},
+    ),
+    "not all": (outcomes(cases=4), {"triton": "it was not checked on 'bias alone needs grad'"}),
+    "none": ([], {"triton": "it was not checked on 'all together'"}),
+    "flex wrong": (
+        outcomes() + outcomes("flex", 2, exception="InductorError: shared memory"),
+        {"flex": "it failed the check 'causal': InductorError: shared memory"},
+    ),
+    "flex not reached": (outcomes() + outcomes("flex", 2), {}),
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_what_failed_a_check_is_not_taken(name: str) -> None:
+    checks, wrong = CHECKS[name]
+    _, printed, _ = calibrate(instruments(checks=checks))
+    profile = profile_store.find("sm_80").profile
+    assert profile is not None and profile.wrong == wrong
+    taken = flash_dmattn.explain_problem((2, 4096, 16, 64), device="sm_80").forward
+    assert taken == ("flex" if "triton" in wrong else "triton")
+    for backend, why in wrong.items():
+        assert f"{backend}: {why}" in printed
+
+
+def test_the_checks_are_those_of_info_verify() -> None:
+    stream, asked = io.StringIO(), []
+
+    def has_time() -> bool:
+        asked.append(None)
+        return len(asked) <= 3
+
+    found = verify.verify_on("cpu", torch.float32, ("eager", "triton"), stream, has_time)
+    assert [(o.backend, o.case, o.verdict) for o in found] == [("eager", case.name, "pass") for case in CASES[:3]]
+    assert "error < limit" in stream.getvalue()
+
+
+# Timing
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_the_tensors_of_a_row(row: Row) -> None:
+    call = timing.call_of(row, CPU, shrink=64)
+    assert call["q"].dtype == torch.bfloat16 and call["q"].shape[1] == max(1, row.seqlen_q // 64)
+    assert [name for name, t in call.items() if t.requires_grad] == [
+        *(["q", "k", "v"] if row.grad else []),
+        *(["bias"] if row.dbias else []),
+    ]
+    # Short now, and else the row itself.
+    problem = flash_dmattn.explain(**call).problem._replace(seqlen_k=row.seqlen_k)
+    assert row.name in rows_of(problem) or row.name == "long"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_both_passes_of_a_row_are_timed(row: Row) -> None:
+    runs: list[tuple[Any, float]] = []
+
+    def timer(run: Callable[[], Any], seconds: float) -> float:
+        runs.append((run(), seconds))
+        return float(len(runs))
+
+    found = timing.measure(row, "eager", 0.6, CPU, timer, shrink=64)
+    assert found == (Figures(1.0, 2.0) if row.grad else Figures(1.0))
+    out, gradients = runs[0][0], runs[1][0] if row.grad else ()
+    assert out.shape[1] == max(1, row.seqlen_q // 64)
+    assert len(gradients) == (3 * row.grad + row.dbias)
+    assert sum(seconds for _, seconds in runs) == pytest.approx(0.6)
+
+
+def test_what_does_not_run_has_its_error_as_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def timer(run: Callable[[], Any], seconds: float) -> float:
+        raise AssertionError("nothing is timed")
+
+    (short,) = (row for row in ROWS if row.name == "short")
+    found = timing.measure(short, "triton", 0.6, CPU, timer, shrink=64)
+    assert found.error == "it refuses: device is cpu; the kernels run on GPUs"
+
+    def fails(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("no\nmemory")
+
+    monkeypatch.setattr(eager, "forward", fails)
+    assert timing.measure(short, "eager", 0.6, CPU, timer, shrink=64).error == "OutOfMemoryError: no memory"
+    monkeypatch.undo()
+    forward = eager.forward
+    monkeypatch.setattr(eager, "forward", lambda *a: tuple(x * float("nan") for x in forward(*a)))
+    assert timing.measure(short, "eager", 0.6, CPU, timer, shrink=64).error == "its results are not finite"
+
+
+# Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere() -> None:
+    for stream in (io.StringIO(), Terminal()):
+        clock = Clock()
+        bar = Progress(stream, 4, clock)
+        bar.step("a long name of a step")
+        clock.now += 7
+        bar.step("b")
+        bar.skip(1)
+        bar.step("done")
+        bar.close()
+        steps = [f"[{'#' * filled}{'.' * (24 - filled)}]" for filled in (0, 6, 18)]
+        text = stream.getvalue()
+        if stream.isatty():
+            parts = text.removesuffix("\n").split("\r")[1:]
+            assert {len(part) for part in parts} == {79} and text.count("\n") == 1, "a shorter name blanks a longer one"
+        else:
+            parts = text.splitlines()
+        wanted = [f"{steps[0]}  0/4     0 s  a long name of a step", f"{steps[1]}  1/4     7 s  b"]
+        assert [part.rstrip() for part in parts] == [*wanted, f"{steps[2]}  3/4     7 s  done"]
+
+
+# The command line
+
+
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert main(["calibrate"]) == 1
+    assert capsys.readouterr().err == (
+        "python -m flash_dmattn calibrate: error: torch sees 0 GPUs, and none of index 0\n"
+    )
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "gfx942"])
+def test_other_gpus_are_refused(arch: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(command, "device_arch", lambda device: arch)
+    assert main(["calibrate"]) == 1
+    assert f"the GPU is {arch}; profiles are of NVIDIA GPUs from sm_80 on" in capsys.readouterr().err
+
+
+def test_a_backend_that_is_switched_off_cannot_be_compared(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(command, "device_arch", lambda device: "sm_80")
+    with flash_dmattn.disable_backends("flex"):
+        assert main(["calibrate"]) == 1
+    message = "flex is switched off in this process; calibrate compares triton, flex, eager"
+    assert message in capsys.readouterr().err
+
+
+def test_arguments_reach_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, float]] = []
+    monkeypatch.setattr(command, "run", lambda index, seconds: seen.append((index, seconds)) or 0)
+    assert main(["calibrate"]) == main(["calibrate", "--device", "1", "--seconds", "30"]) == 0
+    assert seen == [(0, 120), (1, 30)]
+    for words in (["--seconds", "0"], ["--seconds", "x"], ["--device", "-1"]):
+        with pytest.raises(SystemExit) as leaving:
+            main(["calibrate", *words])
+        assert leaving.value.code == 2
+
+
+def test_info_tells_of_the_profile(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caches: Path
+) -> None:
+    def lines() -> list[str]:
+        assert main(["info"]) == 0
+        return [line.partition("  ")[2].strip() for line in capsys.readouterr().out.splitlines() if "profile" in line]
+
+    monkeypatch.setattr(profile_store, "arches_here", lambda: [])
+    assert lines() == ["none: there is no NVIDIA GPU from sm_80 on"]
+    monkeypatch.setattr(profile_store, "arches_here", lambda: ["sm_80"])
+    made_by = "python -m flash_dmattn calibrate makes one"
+    assert lines() == [f"sm_80: none: there is none in {caches}; {made_by}"]
+    calibrate(instruments())
+    profile = profile_store.find("sm_80").profile
+    assert profile is not None
+    path = caches / "NVIDIA-A100-SXM4-80GB.json"
+    assert lines() == [f"sm_80: {path}, made {profile.made}"]
+    path.chmod(0o622)
+    profile_store.forget()
+    (line,) = lines()
+    assert (
+        line == f"sm_80: none: {path} has mode 622, so others may write it; chmod go-w makes it yours alone; {made_by}"
+    )
+    monkeypatch.setattr(profile_store, "arches_here", lambda: ["sm_90"])
+    assert lines()[0].endswith("; built-in rules decide")
+    assert info.collect()["profiles"]["sm_90"]["decides"] is False
+
+
+def test_every_row_is_of_a_gpu_that_profiles_are_of() -> None:
+    assert sm_number("sm_80") == profile_store.LEAST_ARCH
+    assert len({row.name for row in ROWS}) == len(ROWS)

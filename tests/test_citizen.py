@@ -1,0 +1,295 @@
+"""A good citizen of PyTorch: meta tensors, lazy submodules, saved masks, FLOP counts, names in profiles."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import flash_dmattn
+from flash_dmattn import masks
+from flash_dmattn.backends.protocol import is_composite
+from flash_dmattn.dispatch import settings
+from flash_dmattn.dispatch.registry import BACKENDS
+from flash_dmattn.problem import allowed_pairs
+
+ROOT = Path(__file__).resolve().parent.parent
+B, LQ, LK, HQ, HK, D, DV = 2, 7, 11, 4, 2, 16, 24
+
+
+def python(code: str) -> str:
+    """What a new process prints, in which nothing but the code has imported anything."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("FLASH_DMATTN_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+        text=True,
+        capture_output=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.strip()
+
+
+def qkv(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    shapes = ((B, LQ, HQ, D), (B, LK, HK, D), (B, LK, HK, DV))
+    return [torch.randn(shape).to(device, dtype).requires_grad_() for shape in shapes]
+
+
+# Meta tensors
+
+MASKS = {
+    "no mask": lambda device: None,
+    "dense": lambda device: torch.ones(B, 1, LQ, LK, dtype=torch.bool, device=device),
+    "keys": lambda device: torch.ones(B, 1, 1, LK, dtype=torch.bool, device=device),
+    "prepared tiles": lambda device: masks.prepare_mask(
+        torch.ones(B, 1, LQ, LK, dtype=torch.bool, device=device), is_causal=True
+    ),
+    "prepared keys": lambda device: masks.prepare_mask(
+        torch.ones(B, 1, 1, LK, dtype=torch.bool, device=device), seqlen_q=LQ, is_causal=True
+    ),
+}
+BIASES: dict[str, tuple[int, ...] | None] = {"no bias": None, "score": (1, HQ, LQ, LK), "key": (B, HK, 1, LK)}
+
+
+def layout(x: Tensor) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("bias", BIASES)
+@pytest.mark.parametrize("mask", MASKS)
+def test_meta_tensors_give_the_layout_of_real_ones(mask: str, bias: str, dtype: torch.dtype) -> None:
+    found: dict[str, list[tuple[Any, ...]]] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for device in ("cpu", "meta"):
+            leaves = qkv(device, dtype)
+            added = BIASES[bias]
+            if added is not None:
+                leaves.append(torch.zeros(added, device=device, requires_grad=True))
+            with flash_dmattn.record_decisions() as decisions:
+                results = flash_dmattn.attention(
+                    *leaves[:3], MASKS[mask](device), *leaves[3:], is_causal=True, return_lse=True
+                )
+            gradients = torch.autograd.grad(results, leaves, [torch.ones_like(x) for x in results])
+            assert {x.device.type for x in (*results, *gradients)} == {device}
+            assert [(d.forward, d.backward) for d in decisions] == [("eager", "eager")]
+            found[device] = [layout(x) for x in (*results, *gradients)]
+    assert found["meta"] == found["cpu"]
+    out, lse = found["meta"][:2]
+    assert out[:2] == ((B, LQ, HQ, DV), (LQ * HQ * DV, HQ * DV, DV, 1)) and lse[0] == (B, HQ, LQ)
+    assert lse[2] == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+@pytest.mark.parametrize("policy", ["warn", "error"])
+def test_a_call_on_meta_is_no_fallback(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings.process, "fallback", policy)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = flash_dmattn.attention(*qkv("meta"))
+    assert (out.device.type, out.shape) == ("meta", (B, LQ, HQ, DV))
+
+
+def test_explain_says_that_meta_tensors_are_not_computed_with() -> None:
+    explanation = flash_dmattn.explain(*qkv("meta"))
+    assert (explanation.forward, explanation.backward) == ("eager", "eager")
+    (eager,) = (verdict for verdict in explanation.verdicts if verdict.backend == "eager")
+    assert eager.notes == ("gives shapes, strides and dtypes alone: meta tensors hold no values",)
+    assert not any(v.notes for v in flash_dmattn.explain(*qkv()).verdicts if v.backend == "eager")
+
+
+@pytest.mark.parametrize("name", ["cuda", "triton", "flex"])
+def test_a_backend_of_other_devices_refuses_meta_by_name(name: str) -> None:
+    with pytest.raises(flash_dmattn.BackendError, match="device is meta"):
+        flash_dmattn.attention(*qkv("meta"), backend=name)
+
+
+def test_a_layer_on_meta() -> None:
+    layer = flash_dmattn.nn.DynamicMaskAttention(32, 4, 2, 8, keep_window_size=4, device="meta")
+    hidden = torch.empty(B, LQ, 32, device="meta", requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = layer(hidden)
+        out = out[0] if isinstance(out, tuple) else out
+        (gradient,) = torch.autograd.grad(out.sum(), hidden)
+    assert (out.shape, gradient.shape, out.device.type) == (hidden.shape, hidden.shape, "meta")
+
+
+# Submodules
+
+
+def test_nn_is_an_attribute_that_is_imported_on_first_use() -> None:
+    code = """
+import sys, flash_dmattn
+print("flash_dmattn.nn" in sys.modules, "nn" in dir(flash_dmattn), "masks" in dir(flash_dmattn))
+print(flash_dmattn.nn.DynamicMaskAttention.__name__, flash_dmattn.masks.causal_mask.__name__)
+print("flash_dmattn.nn" in sys.modules)
+"""
+    assert python(code).splitlines() == ["False True True", "DynamicMaskAttention causal_mask", "True"]
+
+
+def test_an_attribute_that_nobody_has_is_an_error() -> None:
+    with pytest.raises(AttributeError, match="module 'flash_dmattn' has no attribute 'frobnicate'"):
+        flash_dmattn.frobnicate  # noqa: B018
+    assert set(flash_dmattn.__all__) <= set(dir(flash_dmattn))
+
+
+# Saved masks
+
+PREPARED = {
+    "tiles": lambda: masks.prepare_mask(torch.rand(2, 1, 150, 140) < 0.4, is_causal=True, window_size=(90, -1)),
+    "keys": lambda: masks.prepare_mask(torch.rand(2, 1, 1, 140) < 0.4, seqlen_q=150, window_size=(90, 3)),
+}
+
+
+def assert_same_mask(found: Any, want: Any) -> None:
+    assert type(found) is type(want) and repr(found) == repr(want)
+    for x, y in zip(found.tensors, want.tensors, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("form", PREPARED)
+def test_a_prepared_mask_is_saved_and_loaded(form: str, tmp_path: Path) -> None:
+    mask = PREPARED[form]()
+    q, k, v = torch.randn(2, 150, 2, 8), torch.randn(2, 140, 2, 8), torch.randn(2, 140, 2, 8)
+    want = flash_dmattn.attention(q, k, v, mask)
+    torch.save({"mask": mask}, tmp_path / "mask.pt")
+    loaded = torch.load(tmp_path / "mask.pt", weights_only=True)["mask"]
+    assert_same_mask(loaded, mask)
+    torch.testing.assert_close(flash_dmattn.attention(q, k, v, loaded), want, rtol=0, atol=0)
+    assert_same_mask(copy.deepcopy(mask), mask)
+
+
+def test_a_loaded_mask_follows_map_location(tmp_path: Path) -> None:
+    mask = PREPARED["tiles"]()
+    assert mask.call_key[5] == torch.device("cpu")  # what is cached belongs to this device
+    torch.save(mask, tmp_path / "mask.pt")
+    loaded = torch.load(tmp_path / "mask.pt", weights_only=True, map_location="meta")
+    assert loaded.device.type == loaded.call_key[5].type == "meta"
+
+
+def test_a_mask_is_loaded_where_only_the_package_is_imported(tmp_path: Path) -> None:
+    torch.save(PREPARED["keys"](), tmp_path / "mask.pt")
+    code = f"import torch, flash_dmattn; print(torch.load({str(tmp_path / 'mask.pt')!r}, weights_only=True).form)"
+    assert python(code) == "keys"
+
+
+def test_a_saved_mask_of_another_form_is_refused() -> None:
+    with pytest.raises(ValueError, match="form is 'dense'; a prepared mask has the form 'tiles' or 'keys'"):
+        masks.saved.restore("dense", 3, 3, False, (-1, -1))
+
+
+# FLOP
+
+BANDS: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
+    "full": ({}, (-1, -1)),
+    "causal": ({"is_causal": True}, (-1, 0)),
+    "window": ({"window_size": (3, 1)}, (3, 1)),
+    "left": ({"window_size": (2, -1)}, (2, -1)),
+    "beyond": ({"window_size": (99, 99)}, (99, 99)),
+}
+
+
+def brute_force(seqlen_q: int, seqlen_k: int, left: int, right: int) -> int:
+    rows = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
+    keys = torch.arange(seqlen_k)
+    allowed = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
+    if left >= 0:
+        allowed &= keys >= rows - left
+    if right >= 0:
+        allowed &= keys <= rows + right
+    return int(allowed.sum())
+
+
+def test_allowed_pairs_are_counted_without_counting() -> None:
+    limits = (-1, 0, 1, 2, 5, 20)
+    for seqlen_q, seqlen_k, left, right in itertools.product((0, 1, 2, 5, 9), (0, 1, 3, 5, 12), limits, limits):
+        want = brute_force(seqlen_q, seqlen_k, left, right)
+        assert allowed_pairs(seqlen_q, seqlen_k, (left, right)) == want, (seqlen_q, seqlen_k, left, right)
+
+
+@pytest.mark.parametrize("needed", ["qkvb", "q", "k", "v", "b", "qk", "qkv"])
+@pytest.mark.parametrize("band", BANDS)
+def test_flop_of_both_passes(band: str, needed: str) -> None:
+    flags, window = BANDS[band]
+    q, k, v = (x.detach().requires_grad_(name in needed) for name, x in zip("qkv", qkv(), strict=True))
+    bias = torch.randn(1, HQ, LQ, LK, requires_grad="b" in needed)
+    mask = torch.rand(LQ, LK) < 0.5  # on the device: its pairs count whole
+    with FlopCounterMode(display=False) as counter:
+        out = flash_dmattn.attention(q, k, v, mask, bias, **flags)
+        forward = counter.get_total_flops()
+        out.sum().backward()
+    pairs = B * HQ * brute_force(LQ, LK, *window)
+    assert forward == pairs * (2 * D + 2 * DV)
+    per_pair = 2 * D + ("v" in needed) * 2 * DV + (len({"q", "k"} & set(needed))) * 2 * D
+    per_pair += 2 * DV if set(needed) & set("qkb") else 0
+    assert counter.get_total_flops() - forward == pairs * per_pair
+    names = {str(name) for name in counter.get_flop_counts()["Global"]}
+    assert names == {"flash_dmattn.eager_forward", "flash_dmattn.eager_backward"}
+
+
+def test_backward_takes_two_and_a_half_times_the_flop_of_forward() -> None:
+    q, k, v = (torch.randn(1, 8, 2, 16, requires_grad=True) for _ in range(3))
+    with FlopCounterMode(display=False) as counter:
+        flash_dmattn.attention(q, k, v).sum().backward()
+    counts = {str(name): count for name, count in counter.get_flop_counts()["Global"].items()}
+    assert counts["flash_dmattn.eager_forward"] == 4 * 16 * 2 * 8 * 8
+    assert counts["flash_dmattn.eager_backward"] == 2.5 * counts["flash_dmattn.eager_forward"]
+
+
+def test_flop_of_meta_tensors_are_counted_too() -> None:
+    q, k, v = (torch.empty(2, 4096, 16, 64, device="meta") for _ in range(3))
+    with FlopCounterMode(display=False) as counter:
+        flash_dmattn.attention(q, k, v, is_causal=True)
+    assert counter.get_total_flops() == 4 * 64 * 2 * 16 * (4096 * 4097 // 2)
+
+
+def test_every_pair_of_operators_has_its_formulas() -> None:
+    from torch.utils.flop_counter import flop_registry
+
+    pairs = [name for name, backend in BACKENDS.items() if not is_composite(backend)]
+    assert {"cuda", "triton", "eager"} <= set(pairs)
+    for name, which in itertools.product(("cuda", "triton", "eager"), ("forward", "backward")):
+        assert getattr(torch.ops.flash_dmattn, f"{name}_{which}") in flop_registry
+
+
+@pytest.mark.parametrize("first", ["flash_dmattn", "torch.utils.flop_counter"])
+def test_flop_are_counted_whichever_is_imported_first(first: str) -> None:
+    code = f"""
+import sys, torch
+import {first}
+loaded = "torch.utils.flop_counter" in sys.modules
+import flash_dmattn, torch.utils.flop_counter
+x = torch.randn(1, 4, 2, 8)
+with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+    flash_dmattn.attention(x, x, x)
+print(loaded, counter.get_total_flops(), any("AfterImport" in type(f).__name__ for f in sys.meta_path))
+"""
+    assert python(code) == f"{first != 'flash_dmattn'} {4 * 8 * 2 * 4 * 4} False"
+
+
+# Profiles
+
+
+def test_operators_have_their_names_in_profiles() -> None:
+    q, k, v = qkv()
+    mask = torch.rand(LQ, LK) < 0.5
+    want = flash_dmattn.attention(q, k, v, mask)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        out = flash_dmattn.attention(q, k, v, mask)
+        out.sum().backward()
+    torch.testing.assert_close(out, want, rtol=0, atol=0)
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts.get("flash_dmattn::eager_forward") == counts.get("flash_dmattn::eager_backward") == 1, sorted(counts)

@@ -1,0 +1,531 @@
+"""Profiles: what is read, what is ignored and why, which rows a call belongs to, and what auto makes of the figures."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import flash_dmattn
+from flash_dmattn import explain_problem
+from flash_dmattn.backends.flex import backend as flex
+from flash_dmattn.backends.protocol import Availability
+from flash_dmattn.backends.triton import backend as triton
+from flash_dmattn.dispatch import call_cache, preferences, profile_store, refusals, selection, settings
+from flash_dmattn.dispatch.preferences import judge
+from flash_dmattn.dispatch.profile import FORMAT, Figures, Profile, ProfileError, dump, parse, read, write
+from flash_dmattn.dispatch.profile_rows import ROWS, rows_of
+
+GPU, VERSIONS = "NVIDIA A100-SXM4-80GB", {"library": flash_dmattn.__version__, "torch": "2.11.0", "triton": "3.6.0"}
+FAST, MIDDLE, SLOW = Figures(1.0, 2.0), Figures(1.5, 3.0), Figures(9.0, 20.0)
+CALL: dict[str, Any] = {"q": (2, 4096, 16, 64), "dtype": "bf16", "device": "sm_80"}
+
+
+def profile_of(
+    triton: Figures = FAST, flex: Figures = MIDDLE, eager: Figures = SLOW, arch: str = "sm_80", **fields: Any
+) -> Profile:
+    """A profile with the same figures in each row, but for what `fields` replaces."""
+    figures = {"triton": triton, "flex": flex, "eager": eager}
+    rows = {row.name: dict(figures) for row in ROWS}
+    made = {"driver": "570.1", "made": "2026-01-02T03:04:05+00:00", "wrong": {}, "rows": rows}
+    return Profile(**{"gpu": GPU, "arch": arch, **VERSIONS, **made, **fields})
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
+    """A machine with one GPU, both compiled backends, and a user's folder of caches that is empty."""
+    here = SimpleNamespace(gpus={"sm_80": [GPU], "sm_90": ["NVIDIA H200"]}, versions=dict(VERSIONS))
+    monkeypatch.setattr(profile_store, "gpu_names", lambda arch: here.gpus.get(arch, []))
+    monkeypatch.setattr(profile_store, "versions", lambda: here.versions)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    changes = {"default_backend": "auto", "disabled": (), "fallback": "warn", "profile": "", "rules": "built-in"}
+    changes["environment_unchecked"] = False  # a call before that is not remembered
+    for name, value in changes.items():
+        monkeypatch.setattr(settings.process, name, value)
+    monkeypatch.setattr(refusals, "_warned", set())
+    for backend in (triton, flex):
+        monkeypatch.setattr(backend, "probe", lambda: Availability(True))
+    profile_store.forget()
+    return here
+
+
+def install(profile: Profile) -> Path:
+    """Write a profile where it belongs, and have it read."""
+    path = profile_store.path_of(profile.gpu)
+    write(profile, path)
+    profile_store.forget()
+    return path
+
+
+def chosen(**call: Any) -> tuple[str | None, str | None]:
+    found = explain_problem(**{**CALL, **call})
+    return found.forward, found.backward
+
+
+# The file
+
+
+def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
+    rows = {"long": {"triton": Figures(0.25, 1.5), "eager": Figures(3.0), "flex": Figures(error="it refuses: no")}}
+    profile = profile_of(rows=rows, wrong={"flex": "it failed the check 'causal'"})
+    assert parse(dump(profile)) == profile
+    path = tmp_path / "new" / "folder" / "a.json"
+    write(profile, path)
+    assert read(path) == profile
+    assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o077 == 0
+    assert [file.name for file in path.parent.iterdir()] == ["a.json"]
+
+
+def damaged(change: Callable[[dict[str, Any]], object]) -> str:
+    fields = json.loads(dump(profile_of()))
+    change(fields)
+    return json.dumps(fields)
+
+
+DAMAGED: dict[str, tuple[str, str]] = {
+    "no JSON": ("{", "is damaged: Expecting property name"),
+    "empty": ("", "is damaged: Expecting value"),
+    "deep": ("[" * 100_000, "is damaged: "),
+    "a list": ("[1]", "is damaged: it has no field 'format'"),
+    "other format": (damaged(lambda p: p.update(format=FORMAT + 1)), f"has format {FORMAT + 1}; this version"),
+    "no gpu": (damaged(lambda p: p.pop("gpu")), "field 'gpu' is None; it needs to be a str"),
+    "torch a number": (damaged(lambda p: p.update(torch=2)), "field 'torch' is 2; it needs to be a str"),
+    "rows a list": (damaged(lambda p: p.update(rows=[])), "field 'rows' is []; it needs to be a dict"),
+    "a row a number": (damaged(lambda p: p["rows"].update(long=3)), "field 'long' is 3; it needs to be a dict"),
+    "wrong a list": (damaged(lambda p: p.update(wrong=["flex"])), "field 'wrong' is ['flex']; it needs to be a dict"),
+    "no figures": (damaged(lambda p: p["rows"]["long"].update(triton=None)), "'long', triton has None; it needs milli"),
+    **{
+        f"figure {text}": (
+            damaged(lambda p: p["rows"]["long"].update(flex={"forward": "FIGURE"})).replace('"FIGURE"', text),
+            "is damaged: 'long', flex took ",
+        )
+        for text in ("0", "-1.5", "NaN", "Infinity", "true", '"1"', "null", "1" + "0" * 400)
+    },
+    "backward": (
+        damaged(lambda p: p["rows"]["long"].update(flex={"forward": 1.0, "backward": -1})),
+        "is damaged: 'long', flex took -1 ms; it needs to be a positive number",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_profile_is_ignored_with_its_fault(name: str) -> None:
+    text, message = DAMAGED[name]
+    with pytest.raises(ProfileError) as caught:
+        parse(text)
+    assert message in str(caught.value)
+    path = install(profile_of())
+    path.write_text(text)
+    profile_store.forget()
+    assert chosen() == ("flex", None)
+    assert message in profile_store.find("sm_80").reason
+
+
+def test_a_file_that_is_no_text_or_too_long_is_damaged() -> None:
+    path = install(profile_of())
+    for content, message in ((b"\xff\xfe", "is damaged: 'utf-8' codec"), (b" " * (1 << 20) + b"1", "1048577 bytes")):
+        path.write_bytes(content)
+        with pytest.raises(ProfileError, match=message):
+            read(path)
+
+
+# Who wrote it, where, and of what
+
+
+def test_a_profile_of_this_gpu_and_versions_is_in_force() -> None:
+    path = install(profile_of())
+    assert path == profile_store.folder() / "NVIDIA-A100-SXM4-80GB.json"
+    assert profile_store.find("sm_80") == (str(path), profile_of(), "")
+    assert chosen() == ("triton", None) and chosen(grad=True) == ("triton", "triton")
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666, 0o664])
+def test_a_profile_that_others_may_write_is_ignored(mode: int) -> None:
+    path = install(profile_of())
+    path.chmod(mode)
+    profile_store.forget()
+    assert chosen() == ("flex", None)
+    assert f"has mode {mode:o}, so others may write it; chmod go-w" in profile_store.find("sm_80").reason
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o644, 0o400])
+def test_a_profile_that_others_may_read_is_taken(mode: int) -> None:
+    path = install(profile_of())
+    path.chmod(mode)
+    profile_store.forget()
+    assert chosen() == ("triton", None)
+
+
+def test_a_profile_of_another_user_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = install(profile_of())
+    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 7)
+    if path.stat().st_uid == 0:  # root may do everything anyway, so one of root's is as good as one's own
+        assert chosen() == ("triton", None)
+        os.chown(path, 12345, -1)
+    profile_store.forget()
+    assert chosen() == ("flex", None)
+    assert "belongs to another user, " in profile_store.find("sm_80").reason
+
+
+def test_what_is_no_regular_file_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path, message in ((tmp_path / "pipe", "is no regular file"), (tmp_path, "is no regular file")):
+        monkeypatch.setattr(settings.process, "profile", str(path))
+        profile_store.forget()
+        assert chosen() == ("flex", None)
+        assert profile_store.find("sm_80").reason == f"{path} {message}"
+
+
+OTHERS = {
+    "gpu": ("NVIDIA A30", "the GPU NVIDIA A30, and here it is NVIDIA A100-SXM4-80GB"),
+    "arch": ("sm_86", "the architecture sm_86, and here it is sm_80"),
+    "library": ("0.0.9", f"flash_dmattn 0.0.9, and here it is {flash_dmattn.__version__}"),
+    "torch": ("2.10.0", "torch 2.10.0, and here it is 2.11.0"),
+    "triton": ("3.5.0", "triton 3.5.0, and here it is 3.6.0"),
+}
+
+
+@pytest.mark.parametrize("field", OTHERS)
+def test_a_profile_of_something_else_is_ignored(field: str) -> None:
+    value, message = OTHERS[field]
+    path = profile_store.path_of(GPU)
+    write(profile_of()._replace(**{field: value}), path)
+    assert chosen() == ("flex", None)
+    assert profile_store.find("sm_80").reason == f"{path} was made with {message}"
+
+
+def test_another_driver_changes_nothing() -> None:
+    install(profile_of(driver="1.0"))
+    assert chosen() == ("triton", None)
+
+
+def test_a_machine_without_such_a_gpu_or_with_two_models_has_no_profile(machine: SimpleNamespace) -> None:
+    install(profile_of())
+    for names, message in (
+        ([], "this machine has no GPU of sm_80"),
+        (["A", "B"], "this machine has several models of sm_80: A, B"),
+    ):
+        machine.gpus["sm_80"] = names
+        profile_store.forget()
+        assert chosen() == ("flex", None)
+        assert profile_store.find("sm_80").reason == message
+
+
+def test_gpus_are_not_asked_for_where_there_is_no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile_store, "gpu_names", lambda arch: pytest.fail("asking for GPUs takes memory on them"))
+    assert chosen() == ("flex", None)
+    assert profile_store.find("sm_80").reason == f"there is none in {profile_store.folder()}"
+
+
+def test_a_driver_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(profile_of())
+
+    def fails(arch: str) -> list[str]:
+        raise RuntimeError("CUDA driver initialization failed")
+
+    monkeypatch.setattr(profile_store, "gpu_names", fails)
+    assert chosen() == ("flex", None)
+    assert profile_store.find("sm_80").reason == "it cannot be looked for: CUDA driver initialization failed"
+
+
+def test_profiles_can_be_named_and_switched_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install(profile_of(triton=SLOW))
+    write(profile_of(), tmp_path / "mine.json")
+    for setting, backend in (("", "flex"), (str(tmp_path / "mine.json"), "triton"), ("off", "flex")):
+        monkeypatch.setattr(settings.process, "profile", setting)
+        profile_store.forget()
+        assert chosen() == (backend, None)
+    assert profile_store.find("sm_80").reason == "FLASH_DMATTN_PROFILE=off"
+    monkeypatch.setattr(settings.process, "profile", str(tmp_path / "none.json"))
+    profile_store.forget()
+    assert chosen() == ("flex", None)
+    assert profile_store.find("sm_80").reason == f"{tmp_path / 'none.json'} does not exist"
+
+
+def test_a_relative_folder_of_caches_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "caches")
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert profile_store.folder() == Path("/home/somebody/.cache/flash_dmattn")
+
+
+def test_a_profile_is_read_once_and_again_after_forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[Path] = []
+    monkeypatch.setattr(profile_store, "read", lambda path: reads.append(path) or read(path))
+    path = install(profile_of())
+    assert not reads, "reading is lazy"
+    explain_problem(**{**CALL, "device": "cpu"})
+    explain_problem(**{**CALL, "device": "gfx942"})
+    explain_problem(**{**CALL, "device": "sm_90"})
+    assert not reads, "of this machine's other devices"
+    for _ in range(3):
+        assert chosen() == ("triton", None)
+    assert reads == [path]
+    path.write_text(dump(profile_of(triton=SLOW)))
+    assert chosen() == ("triton", None)
+    profile_store.forget()
+    assert chosen() == ("flex", None)
+    assert reads == [path, path]
+
+
+def test_a_new_profile_makes_calls_choose_anew() -> None:
+    x = torch.randn(1, 4, 2, 8)
+    flash_dmattn.attention(x, x, x)
+    assert call_cache._classes
+    profile_store.forget()
+    assert not call_cache._classes
+
+
+def test_a_remembered_call_does_not_ask_for_a_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(1, 4, 2, 8)
+    flash_dmattn.attention(x, x, x)
+    monkeypatch.setattr(selection, "judgement", lambda problem: pytest.fail("the choice is remembered"))
+    flash_dmattn.attention(x, x, x)
+
+
+# Rows
+
+ROW_CALLS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "long": ({}, ("long",)),
+    "long, causal and window": ({"is_causal": True, "window_size": (64, 0), "softcap": 3.0}, ("long",)),
+    "fp16": ({"dtype": "fp16"}, ("long",)),
+    "fp32": ({"dtype": "fp32"}, ()),
+    "fp64": ({"dtype": "fp64"}, ()),
+    "1024 keys": ({"q": (2, 1024, 16, 64)}, ("long",)),
+    "1023 keys": ({"q": (2, 1023, 16, 64)}, ("short",)),
+    "few keys for many queries": ({"seqlen_k": 77}, ("short",)),
+    "decode": ({"q": (2, 1, 16, 64), "seqlen_k": 4096}, ("decode",)),
+    "16 queries": ({"q": (2, 16, 16, 64), "seqlen_k": 100}, ("decode",)),
+    "17 queries": ({"q": (2, 17, 16, 64), "seqlen_k": 4096}, ("long",)),
+    "16 queries, gradients": ({"q": (2, 16, 16, 64), "seqlen_k": 4096, "grad": True}, ("long",)),
+    "head dim 65": ({"q": (2, 4096, 16, 65)}, ("wide heads",)),
+    "head dim of v": ({"head_dim_v": 128}, ("wide heads",)),
+    "groups": ({"kv_heads": 4}, ("grouped heads",)),
+    "key mask": ({"mask": (2, 1, 1, 4096)}, ("key mask",)),
+    "prepared key mask": ({"mask": (2, 1, 1, 4096), "mask_prepared": True}, ("key mask",)),
+    "mask": ({"mask": (1, 1, 4096, 4096)}, ("dense mask",)),
+    "prepared mask": ({"mask": (1, 16, 4096, 4096), "mask_prepared": True}, ("dense mask",)),
+    "bias per key": ({"bias": (1, 16, 1, 4096)}, ("bias per key",)),
+    "bias per query, dbias": ({"bias": (1, 16, 4096, 1), "bias_grad": True}, ("bias per query, dbias",)),
+    "bias, dq": ({"bias": (1, 16, 4096, 4096), "grad": True}, ("bias per score",)),
+    "all": (
+        {"q": (2, 500, 16, 128), "kv_heads": 4, "mask": (2, 1, 500, 500), "bias": (2, 16, 500, 500), "bias_grad": True},
+        ("dense mask", "bias per score, dbias", "grouped heads", "wide heads", "short"),
+    ),
+    "grouped decoding with a key mask": (
+        {"q": (2, 1, 16, 64), "kv_heads": 4, "seqlen_k": 4096, "mask": (2, 1, 1, 4096)},
+        ("key mask", "grouped heads", "decode"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROW_CALLS)
+def test_rows_of_a_call(name: str) -> None:
+    call, rows = ROW_CALLS[name]
+    assert rows_of(explain_problem(**{**CALL, **call}).problem) == rows
+    assert set(rows) <= {row.name for row in ROWS}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_the_call_of_a_row_belongs_to_it(row: Any) -> None:
+    call = {
+        "q": (row.batch, row.seqlen_q, 16, row.head_dim),
+        "kv_heads": row.num_heads_k,
+        "seqlen_k": row.seqlen_k,
+        "mask": row.mask_shape,
+        "bias": row.bias_shape,
+        "grad": row.grad,
+        "bias_grad": row.dbias,
+    }
+    assert rows_of(explain_problem(**{**CALL, **call}).problem) == (row.name,)
+
+
+# Decisions
+
+NO = Figures(error="OutOfMemoryError: no memory")
+# (triton, flex, eager, wrong) -> what auto takes where every backend accepts the call, and where flex refuses it.
+DECISIONS: dict[str, tuple[Figures, Figures, Figures, tuple[str, ...], str, str]] = {
+    "triton first": (FAST, MIDDLE, SLOW, (), "triton", "triton"),
+    "flex first": (MIDDLE, FAST, SLOW, (), "flex", "triton"),
+    "equal": (FAST, FAST, SLOW, (), "flex", "triton"),
+    "triton last": (SLOW, FAST, MIDDLE, (), "flex", "eager"),
+    "eager first": (MIDDLE, SLOW, FAST, (), "flex", "eager"),
+    "triton wrong": (FAST, MIDDLE, SLOW, ("triton",), "flex", "eager"),
+    "triton failed": (NO, MIDDLE, SLOW, (), "flex", "eager"),
+    "flex wrong": (MIDDLE, FAST, SLOW, ("flex",), "triton", "triton"),
+    "flex failed": (MIDDLE, NO, SLOW, (), "triton", "triton"),
+    "flex and triton failed": (NO, NO, SLOW, (), "eager", "eager"),
+    "eager failed": (MIDDLE, FAST, NO, (), "flex", "triton"),
+    "eager wrong": (MIDDLE, FAST, Figures(0.1, 0.1), ("eager",), "flex", "triton"),
+    "slower than eager, flex failed": (SLOW, NO, FAST, (), "eager", "eager"),
+}
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_100", "sm_120"])
+@pytest.mark.parametrize("name", DECISIONS)
+@pytest.mark.filterwarnings("ignore::flash_dmattn.FallbackWarning")
+def test_auto_goes_by_the_figures(name: str, arch: str, machine: SimpleNamespace) -> None:
+    *figures, wrong, all_accept, flex_refuses = DECISIONS[name]
+    machine.gpus[arch] = [GPU]
+    install(profile_of(*figures, arch=arch, wrong={backend: "it failed the check 'mask'" for backend in wrong}))
+    assert chosen(device=arch) == (all_accept, None)
+    assert chosen(device=arch, grad=True) == (all_accept, all_accept)
+    # FlexAttention takes head dims from 16 on, and no gradient of a bias in a fixed order.
+    refused = {"bias": (1, 16, 1, 4096), "bias_grad": True, "deterministic": True}
+    assert chosen(device=arch, **refused) == (flex_refuses, flex_refuses)
+    assert chosen(device=arch, q=(2, 4096, 16, 8)) == (flex_refuses, None)
+
+
+def test_the_passes_that_a_call_runs_decide() -> None:
+    install(profile_of(triton=Figures(1.0, 9.0), flex=Figures(2.0, 2.0)))
+    assert chosen() == ("triton", None)
+    assert chosen(grad=True) == ("flex", "flex")
+    assert chosen(bias=(1, 16, 1, 4096), bias_grad=True) == ("flex", "flex")
+
+
+def test_triton_has_to_win_in_every_row_of_a_call() -> None:
+    profile = profile_of()
+    profile.rows["dense mask"]["triton"] = SLOW._replace(forward=1.6, backward=4.0)
+    install(profile)
+    assert chosen(kv_heads=4) == ("triton", None)
+    assert chosen(mask=(1, 1, 4096, 4096)) == ("flex", None)
+    assert chosen(mask=(1, 1, 4096, 4096), kv_heads=4) == ("flex", None)
+
+
+def test_rows_that_were_not_reached_are_as_without_a_profile() -> None:
+    profile = profile_of()
+    del profile.rows["grouped heads"]
+    profile.rows["long"]["triton"] = Figures(1.0)
+    path = install(profile)
+    assert chosen(kv_heads=4) == ("flex", None)
+    assert chosen(kv_heads=4, mask=(1, 1, 4096, 4096)) == ("flex", None)
+    assert f"the profile {path} lacks figures of 'grouped heads'" in str(explain_problem(**CALL, kv_heads=4))
+    assert chosen() == ("triton", None)
+    assert chosen(grad=True) == ("flex", "flex")  # its backward pass was not timed
+    assert chosen(dtype="fp32") == ("flex", None)
+    assert f"the profile {path} is of bf16 and fp16" in str(explain_problem(**{**CALL, "dtype": "fp32"}))
+
+
+@pytest.mark.parametrize("absent", ["triton", "flex", "eager"])
+def test_a_row_without_a_backend_says_nothing(absent: str) -> None:
+    figures = {"triton": FAST, "flex": MIDDLE, "eager": SLOW}
+    del figures[absent]
+    assert judge(profile_of(rows={row.name: figures for row in ROWS}), ("long",), False) is None
+
+
+def test_other_devices_have_no_profile() -> None:
+    install(profile_of())
+    assert chosen(device="gfx942") == ("flex", None)
+    assert chosen(device="cpu") == ("eager", None)
+    assert chosen(device="sm_75") == ("flex", None)
+    for device in ("gfx942", "cpu", "sm_90", "sm_75"):
+        assert explain_problem(**{**CALL, "device": device}).profile is None
+    assert profile_store.find("gfx942").reason == "profiles are of NVIDIA GPUs from sm_80 on, and this is gfx942"
+
+
+def test_a_named_backend_is_taken_whatever_the_profile_says() -> None:
+    install(profile_of(triton=SLOW))
+    assert chosen(backend="triton") == ("triton", None)
+    assert explain_problem(**CALL, backend="triton").profile is None
+
+
+@pytest.mark.parametrize("rules", ["built-in", "profile"])
+def test_on_hopper_the_built_in_rules_stay_unless_they_are_switched_off(
+    rules: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings.process, "rules", rules)
+    monkeypatch.setattr(flash_dmattn.dispatch.registry.BACKENDS["cuda"], "probe", lambda: Availability(True))
+    monkeypatch.setattr(flash_dmattn.backends.cuda.rules, "installed_instances", lambda: None)
+    built_in = rules == "built-in"
+    for triton_time, measured in ((FAST, "triton"), (SLOW, "flex")):
+        path = install(profile_of(triton=triton_time, gpu="NVIDIA H200", arch="sm_90"))
+        found = explain_problem(**{**CALL, "device": "sm_90"})
+        assert found.forward == ("cuda" if built_in else measured)
+        assert (found.profile is None) == built_in
+    path.unlink()
+    profile_store.forget()
+    found = explain_problem(**{**CALL, "device": "sm_90"})
+    assert found.forward == ("cuda" if built_in else "flex"), "as on a GPU that nobody has measured"
+    (cuda,) = (verdict for verdict in found.verdicts if verdict.backend == "cuda")
+    assert [reason.code for reason in cuda.preferences] == ([] if built_in else ["profile"])
+    assert chosen(device="sm_90", dtype="fp32") == (("triton" if built_in else "flex"), None)
+
+
+def test_the_switch_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_DMATTN_RULES", "none")
+    fresh = type(settings.process)()
+    message = "FLASH_DMATTN_RULES is 'none'; it needs to be one of 'built-in', 'profile'"
+    assert fresh.environment_error == message
+    monkeypatch.setenv("FLASH_DMATTN_RULES", "profile")
+    monkeypatch.setenv("FLASH_DMATTN_PROFILE", " some/where.json ")
+    fresh = type(settings.process)()
+    assert (fresh.rules, fresh.profile, fresh.environment_error) == ("profile", "some/where.json", None)
+
+
+# What people read
+
+
+def test_explain_cites_the_profile_that_decided() -> None:
+    path = install(profile_of(flex=Figures(1.5, 3.0)))
+    found = explain_problem(**CALL, kv_heads=4, mask=(1, 1, 4096, 4096), grad=True)
+    figures = "triton 3 ms, flex 4.5 ms, eager 29 ms"
+    why = f"{path} decided: dense mask: {figures}; grouped heads: {figures}; forward and backward"
+    assert found.profile == found.to_dict()["profile"] == why
+    assert f"profile: {why}\n" in str(found)
+    install(profile_of(triton=SLOW))
+    found = explain_problem(**CALL)
+    (verdict,) = (verdict for verdict in found.verdicts if verdict.backend == "triton")
+    (reason,) = verdict.preferences
+    assert reason.code == "profile"
+    assert reason.text == "measured on this GPU: long: triton 9 ms, flex 1.5 ms, eager 9 ms; forward"
+
+
+def test_explain_says_which_check_failed() -> None:
+    install(profile_of(wrong={"triton": "it failed the check 'mask'"}))
+    assert "triton is not right there: it failed the check 'mask'; long: triton 1 ms" in str(explain_problem(**CALL))
+    install(profile_of(wrong={"flex": "it failed the check 'mask'"}))
+    assert "auto passes it over: on this GPU it failed: it failed the check 'mask'" in str(explain_problem(**CALL))
+
+
+def test_without_a_profile_explain_and_the_warning_name_the_command() -> None:
+    found = explain_problem(**CALL)
+    command = "python -m flash_dmattn calibrate"
+    assert found.profile is not None and command in found.profile and found.forward == "flex"
+    (verdict,) = (verdict for verdict in found.verdicts if verdict.backend == "triton")
+    assert command in verdict.preferences[0].hint
+    refused = explain_problem(**CALL, bias=(1, 16, 1, 4096), bias_grad=True, deterministic=True).problem
+    with pytest.warns(flash_dmattn.FallbackWarning, match=f"{command} does, for auto to take them"):
+        selection.select(refused, "auto")
+
+
+def test_an_ignored_profile_is_no_error_in_a_call() -> None:
+    path = install(profile_of())
+    path.chmod(0o666)
+    profile_store.forget()
+    problem = explain_problem(**CALL).problem
+    assert selection.select(problem, "auto").forward is flash_dmattn.dispatch.registry.BACKENDS["flex"]
+    assert f"no profile is in force: {path} has mode 666" in str(explain_problem(**CALL))
+
+
+@pytest.mark.parametrize(("figures", "name"), [(FAST, "triton"), (SLOW, "flex")])
+def test_the_choice_by_a_profile_is_traced_whole(figures: Figures, name: str) -> None:
+    install(profile_of(triton=figures))
+    problem = explain_problem(**CALL, kv_heads=4).problem
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def chosen_in_graph(x: torch.Tensor) -> torch.Tensor:
+        return x + (1.0 if name == selection.choose(problem, "auto").forward.NAME else 0.0)
+
+    assert chosen_in_graph(torch.zeros(())).item() == 1.0
+
+
+def test_only_measured_backends_are_judged() -> None:
+    assert preferences.MEASURED == ("triton", "flex", "eager")
+    profile = profile_of()
+    assert judge(profile, (), False) is None
+    assert judge(profile, ("long", "no such row"), False) is None
