@@ -103,7 +103,7 @@ Tensor order_lists(const std::vector<Tensor>& mask, const Tensor& q, int64_t til
 }
 
 // One allocation for several arrays of floats, each starting on a cache line of 128 bytes. Misaligned accumulators cost
-// 2 % (docs/notes/cuda.md, "The backward pass").
+// 2 % (docs/notes/cuda_tried.md, "Backward kernel").
 struct Scratch {
   int64_t length = 0;
 

@@ -58,7 +58,7 @@ constexpr int64_t kEnoughTilesPerSm = 8;  // so many for each SM leave no SM wai
 
 // Whether blocks of two key tiles finish earlier than twice as many blocks of one. Where dbias is stored such a block
 // takes 5/3 of the time, because those kernels are bound by L2 and it moves less. Not used behind a band, where it is
-// slower: docs/notes/cuda.md, "The backward pass".
+// slower: docs/notes/cuda_tried.md, "Backward kernel".
 inline bool pays_to_take_two(int64_t pairs, int64_t tiles_k, int64_t num_sms) {
   const auto waves = [&](int64_t blocks) { return ceil_div(pairs * blocks, num_sms); };
   return 5 * waves(ceil_div(tiles_k, 2)) <= 3 * waves(tiles_k);
@@ -67,7 +67,7 @@ inline bool pays_to_take_two(int64_t pairs, int64_t tiles_k, int64_t num_sms) {
 // How many (batch, key head) pairs have work tiles of whole groups. One tile per query head gives more and shorter
 // tiles, but their dk and dv must be added in device memory. So if tiles are few, only those of the last one or two
 // waves are per head; behind a band, where tiles get shorter towards the end, all of them. Measured:
-// docs/notes/cuda.md, "The backward pass".
+// docs/notes/cuda_tried.md, "Backward kernel".
 inline int64_t count_full_group_pairs(const BackwardCall& call, const BackwardSchedule& schedule, int64_t num_sms) {
   const int64_t pairs_k = call.batch * call.num_heads_k, tiles = pairs_k * schedule.blocks_k;
   if (call.num_heads == call.num_heads_k || tiles >= kEnoughTilesPerSm * num_sms) return pairs_k;

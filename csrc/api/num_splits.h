@@ -19,8 +19,8 @@ struct KvSplits {
 //
 //     waves(splits) * (steps of a split + fixed cost of a tile) + reading the splits + fixed cost of splitting
 //
-// The constants below are fitted to an H200 (docs/notes/cuda.md, "Keys shared by several blocks"): a tile costs 2 steps
-// besides its own, writing a split half a step, reading one half a step, and splitting at all 3 steps.
+// The constants below are fitted to an H200 (docs/notes/cuda_bounds.md, "Split-KV"): a tile costs 2 steps besides
+// its own, writing a split half a step, reading one half a step, and splitting at all 3 steps.
 //
 // steps: of the longest tile, as far as the host knows. uneven: tiles differ in length by position (a band). The last
 // wave then holds the shortest tiles, so tiles are split only if there are fewer than SMs.

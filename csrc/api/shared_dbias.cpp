@@ -44,8 +44,8 @@ void store_shared_dbias(const char* op, decltype(&launch_shared_dbias<__half, 64
   params.tiles_k = static_cast<int>(tiles_k);
   params.num_work_tiles = static_cast<int>(entries * heads * tiles_q * tiles_k);
   const int blocks = std::min(params.num_work_tiles, sm_count(op, device.index));
-  // Dynamic even if all tiles are alike: static scheduling is slower (docs/notes/cuda.md, "A bias per score that heads
-  // or batch entries share").
+  // Dynamic even if all tiles are alike: static scheduling is slower
+  // (docs/notes/cuda_tried.md, "shared_dbias kernel").
   torch::stable::Tensor counter;
   if (params.num_work_tiles > blocks) {
     counter = zero_counters(op, call.q, 1, device.stream);

@@ -65,7 +65,8 @@ CUtensorMap rows_map(const char* op, const Tensor& x, const char* name, int rows
                     {x.stride(3), x.stride(1), x.stride(2), x.stride(0)}, rows, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
-// A row of a box is 128 bytes, so L2 is told to fetch 128 bytes at a time: faster than 256 (docs/notes/cuda.md).
+// A row of a box is 128 bytes, so L2 is told to fetch 128 bytes at a time: faster than 256
+// (docs/notes/cuda_tried.md, "Forward kernel", "Bias").
 CUtensorMap scores_map(const char* op, const Tensor& x, const char* name, int rows) {
   const int64_t heads = is_broadcast(x, 1) ? 1 : x.size(1), batches = is_broadcast(x, 0) ? 1 : x.size(0);
   return tensor_map(op, x, name, {x.size(3), x.size(2), heads, batches},

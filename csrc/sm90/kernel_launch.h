@@ -1,6 +1,6 @@
 // The launch of every kernel, with programmatic dependent launch: its blocks start as soon as those of the kernel
 // before are done, or leave room after griddep_launch_dependents. So every kernel begins with griddep_wait. Saves some
-// microseconds per kernel (docs/notes/cuda.md, "The backward pass").
+// microseconds per kernel (docs/notes/cuda_tried.md, "Backward kernel").
 #pragma once
 
 #include <cstdint>

@@ -269,7 +269,7 @@ struct KeyConsumer {
   }
 
   // Stores dk or dv, (B, Lk, Hk, columns), or adds to its accumulator. The branch must be on the pointer: with one on
-  // the item, or with a larger item, ptxas schedules the mainloop worse (docs/notes/cuda.md, "The backward pass").
+  // the item, or with a larger item, ptxas schedules the mainloop worse (docs/notes/cuda_tried.md, "Backward kernel").
   template <int kCount>
   __device__ __forceinline__ void epilogue(const float (&x)[kCount], void* to, float* sums, int columns, float factor,
                                            const KeyWorkItem<Traits>& item, int tile = 0) {

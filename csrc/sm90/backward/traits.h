@@ -1,5 +1,5 @@
-// Compile-time choices of the backward kernel, with their reasons. Measurements: docs/notes/cuda.md, "The backward
-// pass".
+// Compile-time choices of the backward kernel, with their reasons.
+// Measurements: docs/notes/cuda_tried.md, "Backward kernel".
 #pragma once
 
 #include "../../device/wgmma.h"

@@ -104,7 +104,7 @@ __device__ __forceinline__ void produce_bias(const ForwardParams& p, ForwardStor
                 shared.bias[pipe.stage], &p.bias, &shared.bias_full[pipe.stage], first_key, work.first_row,
                 work.head / p.heads_per_bias, p.bias_has_batch ? work.batch : 0);
           };
-          // A bias that is read once would drive k and v out of L2 (docs/notes/cuda.md).
+          // A bias that is read once would drive k and v out of L2 (docs/notes/cuda_tried.md, "Forward kernel").
           if (is_read_once) {
             copy(std::true_type{});
           } else {

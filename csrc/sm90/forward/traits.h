@@ -1,4 +1,5 @@
-// Compile-time choices of the forward kernel, with their reasons. Measurements: docs/notes/cuda.md.
+// Compile-time choices of the forward kernel, with their reasons.
+// Measurements: docs/notes/cuda_tried.md, "Forward kernel".
 #pragma once
 
 #include "../../device/wgmma.h"

@@ -143,8 +143,7 @@ struct SharedDbiasConsumer {
   // --- mainloop -------------------------------------------------------------------------------------------------
 
   // Adds ds of one head. Ping-pong: one consumer has its products computed and adds the bias while the other computes
-  // exponentials. Where the barrier is passed was measured: docs/notes/cuda.md, "A bias per score that heads or batch
-  // entries share".
+  // exponentials. Where the barrier is passed was measured: docs/notes/cuda_tried.md, "shared_dbias kernel".
   __device__ __forceinline__ void add_head(const DbiasWorkTile& work, const Head& head, bool needs_mask) {
     MaskWords words;
     if (needs_mask) load_mask_words(words, work, head);

@@ -1,6 +1,6 @@
 // The backward kernel for head dims above 128: persistent and warp-specialised, a producer warpgroup and two consumer
 // warpgroups, with work tiles of 64 keys. The formulas are those of ../backward/backward.h; what bounds it is in
-// docs/notes/cuda.md, "Head dims above 128".
+// docs/notes/cuda_bounds.md, "Head dims above 128".
 #pragma once
 
 #include "../backward/producer.h"
