@@ -122,7 +122,7 @@ def backward(
         dlse: (B, Hq, Lq), or None for zero.
         q, k, v, mask, bias, is_causal, softmax_scale, softcap, window_size, chunk_bytes: as given to :func:`forward`.
         out, lse: as returned by :func:`forward`, or by any other backend.
-        need: which of dq, dk, dv, dbias to compute; nothing is computed for the others.
+        needs_grad: which of dq, dk, dv, dbias to compute; nothing is computed for the others.
 
     Returns:
         ``(dq, dk, dv, dbias)`` in the shapes and dtypes of q, k, v, bias, contiguous; None where not needed.
@@ -135,7 +135,8 @@ def backward(
     >>> import torch
     >>> q, k, v, dout = torch.randn(4, 1, 6, 2, 8, dtype=torch.float64)
     >>> out, lse = forward(q, k, v, softmax_scale=1.0)
-    >>> grads = backward(dout, None, q, k, v, None, None, out, lse, softmax_scale=1.0, need=(True, False, True, False))
+    >>> needs_grad = (True, False, True, False)
+    >>> grads = backward(dout, None, q, k, v, None, None, out, lse, softmax_scale=1.0, needs_grad=needs_grad)
     >>> [None if x is None else tuple(x.shape) for x in grads]
     [(1, 6, 2, 8), None, (1, 6, 2, 8), None]
     """

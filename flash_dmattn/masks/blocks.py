@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from .arguments import bool_mask, integer, pair
 from .broadcast import collapse, combine, common_shape
 from .builders import causal_mask
+from .pad import pad
 
 # Elements summed at once: padding copies them, and sums in another dtype than the input's widen them first on CPU.
 CHUNK_ELEMENTS = 1 << 24
@@ -27,7 +27,7 @@ def tile_counts(mask: torch.Tensor, block_size: tuple[int, int]) -> torch.Tensor
     column_sum = torch.uint8 if block_q <= 255 else torch.int32
     for tile in range(0, tiles_q, step):
         rows = mask[..., tile * block_q : (tile + step) * block_q, :]
-        padded = F.pad(rows, (0, -seqlen_k % block_k, 0, -rows.size(-2) % block_q))
+        padded = pad(rows, (0, -seqlen_k % block_k, 0, -rows.size(-2) % block_q))
         tiles = padded.unflatten(-1, (tiles_k, block_k)).unflatten(-3, (-1, block_q))
         counts[..., tile : tile + step, :] = (
             tiles.view(torch.uint8).sum(-3, dtype=column_sum).sum(-1, dtype=torch.int32)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from .arguments import bool_mask, four_dims, integer
 from .broadcast import align_heads, collapse, common_shape
+from .pad import pad
 
 # Elements a chunk of rows may hold; about 25 bytes of work each (key, candidates, tie counter).
 CHUNK_ELEMENTS = 1 << 22
@@ -200,7 +200,7 @@ def _kth_smallest_of_prefixes(rank: torch.Tensor, prefix: torch.Tensor, k: int) 
     answer = torch.zeros_like(prefix)
     for bit in reversed(range(max(0, length - 1).bit_length())):
         is_zero = (rank >> bit) & 1 == 0
-        zeros_before = F.pad(is_zero.cumsum(1), (1, 0))
+        zeros_before = pad(is_zero.cumsum(1), (1, 0))
         zeros = zeros_before[:, -1:]
         zeros_low, zeros_high = zeros_before.gather(1, low), zeros_before.gather(1, high)
         found = zeros_high - zeros_low

@@ -35,8 +35,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "no tile of the last, cut row of tiles is full",
         "flash_dmattn/masks/prepared/packing.py",
-        "F.pad(full, (0, 0, 0, missing), value=True)",
-        "F.pad(full, (0, 0, 0, missing), value=False)",
+        "pad(full, (0, 0, 0, missing), value=True)",
+        "pad(full, (0, 0, 0, missing), value=False)",
         ("tests/test_prepared_mask.py::test_tiles_of_the_last_row_may_be_full_and_those_of_a_cut_column_may_not",),
     ),
     Fault(

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 
 from ...problem import Band
+from ..pad import pad
 
 TILE = 128
 WORD = 32
@@ -40,7 +40,7 @@ def tiles(length: int) -> int:
 
 def pack_words(rows: torch.Tensor) -> torch.Tensor:
     """The bits of bool rows (..., Lk): int32 (..., 4 * ceil(Lk / 128)), bit j % 32 of word j // 32; padding is 0."""
-    padded = F.pad(rows, (0, -rows.size(-1) % TILE)).contiguous()
+    padded = pad(rows, (0, -rows.size(-1) % TILE)).contiguous()
     # What is contiguous may still start between two words, or have odd strides where a size is 1.
     if padded.storage_offset() % 8 or any(stride % 8 for stride in padded.stride()[:-1]):
         padded = padded.clone(memory_format=torch.contiguous_format)
@@ -114,8 +114,8 @@ def classify(bits: torch.Tensor) -> torch.Tensor:
     seen = (bits != 0).unflatten(-1, (tiles_k, TILE_WORDS)).any(-1)
     full = (bits == -1).unflatten(-1, (tiles_k, TILE_WORDS)).all(-1)
     tiles_q = tiles(bits.size(-2))
-    seen = F.pad(seen, (0, 0, 0, missing), value=False).unflatten(-2, (tiles_q, TILE)).any(-2)
-    full = F.pad(full, (0, 0, 0, missing), value=True).unflatten(-2, (tiles_q, TILE)).all(-2)
+    seen = pad(seen, (0, 0, 0, missing), value=False).unflatten(-2, (tiles_q, TILE)).any(-2)
+    full = pad(full, (0, 0, 0, missing), value=True).unflatten(-2, (tiles_q, TILE)).all(-2)
     return seen.to(torch.uint8) + full
 
 
@@ -134,7 +134,7 @@ def key_set(mask: torch.Tensor) -> KeySet:
     """(kept, count, prefix) of a bool mask (Bm, Hm, 1, Lk), any strides."""
     flags = mask[:, :, 0].contiguous()  # what follows keeps the strides it is given
     seqlen_k = flags.size(-1)
-    prefix = F.pad(flags.cumsum(-1, dtype=torch.int32), (1, 0))
+    prefix = pad(flags.cumsum(-1, dtype=torch.int32), (1, 0))
     count = prefix[..., -1].clone(memory_format=torch.contiguous_format)  # of one head it would be a view
     order = flags.logical_not().to(torch.uint8).argsort(dim=-1, stable=True).to(torch.int32)
     kept = order.masked_fill_(torch.arange(seqlen_k, device=mask.device) >= count[..., None], seqlen_k)

@@ -31,10 +31,10 @@ class Sizes(NamedTuple):
 # Two minutes and a half on one CPU core, so that `make demo` ends within four on a slow machine, downloads included.
 # Other GPUs train it too: their kernels take every call of it in fp32.
 SMALL = Sizes(4, 256, 64, "fp32", 128, 512, 256, 240, 60)
-# The rules of cuda ask for 16 bits, and of calls without a mask (the model with full attention) for heads wider than 32 and
-# 512 tiles of 128 queries: 16 texts x 4 heads x 8 tiles. A quarter of the keys is kept, as in the small sizes. After 60
-# steps the wider model is, from some seeds and by every backend, still on the plateau at the unigram entropy (held-out
-# 3.05 of 3.14 nats per byte from seed 0), after 120 it has left it (2.56 to 3.02).
+# The rules of cuda ask for 16 bits, and of calls without a mask (the model with full attention) for heads wider than
+# 32 and 512 tiles of 128 queries: 16 texts x 4 heads x 8 tiles. A quarter of the keys is kept, as in the small sizes.
+# After 60 steps the wider model is, from some seeds and by every backend, still on the plateau at the unigram entropy
+# (held-out 3.05 of 3.14 nats per byte from seed 0), after 120 it has left it (2.56 to 3.02).
 ON_HOPPER = Sizes(16, 1024, 256, "bf16", 256, 1024, 512, 400, 180)
 
 
