@@ -1,4 +1,4 @@
-"""Compile what the plans of the Triton backend launch for a GPU that need not be here, and tell what each kernel takes.
+"""Compile what the Triton backend launches for a GPU that need not be here, and tell what each kernel takes.
 
 The tensors are meta tensors: a plan reads sizes, strides, dtypes and alignment, never a value.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flash_dmattn.problem import Flags, MaskForm, MaskView
+from flash_dmattn.triton_kernels import mask_pack
 from flash_dmattn.triton_kernels.kernel_launch import Launch
 from flash_dmattn.triton_kernels.plan import Call
 from flash_dmattn.triton_kernels.plan_backward import plan_backward
@@ -30,7 +31,7 @@ from flash_dmattn.triton_kernels.plan_forward import plan_forward
 
 
 class Kernel(NamedTuple):
-    """A compiled kernel: its tile, registers of a thread, bytes of its stack and of shared memory, and its PTX."""
+    """A compiled kernel: its tile, registers of a thread, bytes of its stack and of shared memory, and its assembly."""
 
     name: str
     block_m: int
@@ -38,7 +39,7 @@ class Kernel(NamedTuple):
     registers: int
     stack: int
     shared: int
-    ptx: str
+    text: str
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Variant:
     dtype: torch.dtype = torch.bfloat16
     bias_dtype: torch.dtype | None = None
     softcap: float = 0.0
+    tf32: bool = False  # as where torch allows it for products of fp32
     row_stride: int = 0  # elements from a row of q, k, v and dout to the next; 0: contiguous
 
     def rows(self, seqlen: int, num_heads: int) -> Tensor:
@@ -80,8 +82,8 @@ class Variant:
             tensors[1] = tensors[1].to(torch.uint8)
         return MaskView(self.mask, tuple(tensors))
 
-    def call(self, capability: int) -> Call:
-        """The call on a GPU with as many SMs as an H200."""
+    def call(self, arch: str) -> Call:
+        """The call on a GPU of an architecture, with as many SMs as an H200."""
         sizes = {
             "B": self.batch,
             "Hq": self.num_heads,
@@ -103,7 +105,9 @@ class Variant:
         )
         flags = Flags(-1, 0 if self.is_causal else -1, self.head_dim**-0.5, self.softcap, False)
         call = Call(q, k, v, self.mask_view(), bias, flags)
-        call.arch, call.num_sms = f"sm_{capability}", 132
+        call.arch, call.num_sms = arch, 132
+        if self.tf32:
+            call.precision = "tf32"
         return call
 
 
@@ -117,34 +121,100 @@ def run_plans(call: Call, launch: Callable[..., None]) -> None:
         plan_backward(call, dout, None, (True,) * 4)(dout, None, q, k, v, mask, bias, out, lse)
 
 
-def kernels_of(variant: Variant, capability: int) -> list[Kernel]:
-    """What both passes of a call launch on a GPU, compiled."""
-    found = []
+@dataclass(frozen=True)
+class Job:
+    """One kernel to compile for one GPU: what Triton would decide at a launch, decided."""
 
-    def compile_launch(launch: Launch, *tensors: Tensor | None) -> None:
-        arguments: list[Any] = list(tensors)
-        for slot, shape, strides, block in launch.descriptors:
-            arguments[slot] = TensorDescriptor(arguments[slot], shape, strides, block)
-        found.append(_compiled(launch.kernel, [*arguments, *launch.rest], launch.options, capability))
+    kernel: Any
+    arch: str
+    signature: dict[str, Any]
+    constants: dict[Any, Any]
+    attributes: dict[Any, Any]
+    options: dict[str, int]
+    tile: tuple[int, int]
 
-    run_plans(variant.call(capability), compile_launch)
+    @property
+    def name(self) -> str:
+        """The kernel's, as the tests have it."""
+        return str(self.kernel.__name__).removesuffix("_kernel").removeprefix("_")
+
+    @property
+    def key(self) -> str:
+        """Equal for launches that one compiled kernel serves."""
+        decided = (self.signature, self.constants, self.attributes, self.options)
+        return repr((self.name, self.arch, *(sorted(part.items(), key=repr) for part in decided)))
+
+    def compile(self) -> Kernel:
+        """Machine code and what it takes; from Triton's cache where it has been compiled before."""
+        source = ASTSource(self.kernel, self.signature, self.constants, self.attributes)
+        result = triton.compile(source, target=target_of(self.arch), options=self.options)
+        if "cubin" in result.asm:
+            text, (registers, stack) = result.asm["ptx"], _usage_of_cubin(result.asm["cubin"])
+        else:
+            text = result.asm["amdgcn"]
+            registers, stack = _number("vgpr_count", text), _number("private_segment_fixed_size", text)
+        return Kernel(self.name, *self.tile, registers, stack, result.metadata.shared, text)
+
+
+def target_of(arch: str) -> GPUTarget:
+    """What Triton compiles for, of "sm_90" or "gfx942"."""
+    return GPUTarget("cuda", int(arch[3:]), 32) if arch.startswith("sm_") else GPUTarget("hip", arch, 64)
+
+
+def jobs_of(variant: Variant, arch: str) -> list[Job]:
+    """What both passes of a call launch on a GPU."""
+    found: list[Job] = []
+    run_plans(variant.call(arch), lambda launch, *tensors: found.append(job_of(launch, tensors, arch)))
     return found
 
 
-def _compiled(kernel: Any, arguments: list[Any], options: dict[str, int], capability: int) -> Kernel:
-    target = GPUTarget("cuda", capability, 32)
-    backend = make_backend(target)
-    # What Triton does at a launch: the type, alignment and value of every argument decide the kernel.
+def packing_jobs(arch: str) -> Iterator[Job]:
+    """The kernels that prepare masks: rows that loads of 16, 4 and 1 bytes may read, with and without a band."""
+    found: list[Job] = []
+
+    def record(launch: Launch, *tensors: Tensor | None) -> None:
+        found.append(job_of(launch, tensors, arch))
+
+    with mock.patch.object(Launch, "__call__", record):
+        for seqlen_k in (2048, 2044, 2047):
+            mask = torch.empty(2, 4, 2048, seqlen_k, dtype=torch.bool, device="meta")
+            for band in (None, (-1, 0)):
+                mask_pack.pack_mask(mask, band)
+            mask_pack.key_set(mask[:, :, :1])
+        mask_pack.list_tiles(torch.empty(2, 4, 16, 16, dtype=torch.uint8, device="meta"))
+    yield from found
+
+
+def kernels_of(variant: Variant, arch: str) -> list[Kernel]:
+    """What both passes of a call launch on a GPU, compiled."""
+    return [job.compile() for job in jobs_of(variant, arch)]
+
+
+def job_of(launch: Launch, tensors: Sequence[Tensor | None], arch: str) -> Job:
+    """What a launch with these tensors has Triton compile: type, alignment and value of every argument decide it."""
+    arguments: list[Any] = list(tensors)
+    for slot, shape, strides, block in launch.descriptors:
+        arguments[slot] = TensorDescriptor(arguments[slot], shape, strides, block)
+    arguments += launch.rest
+    kernel, backend = launch.kernel, make_backend(target_of(arch))
     bound, specialization, _ = create_function_from_signature(kernel.signature, kernel.params, backend)(*arguments)
-    _, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, None)
-    source = ASTSource(kernel, signature, constants, attributes)
-    result = triton.compile(source, target=target, options=options)
+    _, signature, constants, attributes = kernel._pack_args(backend, launch.options, bound, specialization, None)
+    tile = (bound.get("BLOCK_M", 0), bound.get("BLOCK_N", 0))
+    return Job(kernel, arch, signature, constants, attributes, launch.options, tile)
+
+
+def _usage_of_cubin(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread and bytes of its stack."""
     with tempfile.TemporaryDirectory() as folder:
-        (file := Path(folder) / "kernel.cubin").write_bytes(result.asm["cubin"])
+        (file := Path(folder) / "kernel.cubin").write_bytes(cubin)
         command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file]
         usage = subprocess.run(command, text=True, capture_output=True, check=True).stdout
     numbers = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert numbers is not None, usage
-    registers, stack = map(int, numbers.groups())
-    name, tile = kernel.__name__.removesuffix("_kernel"), (bound.get("BLOCK_M", 0), bound.get("BLOCK_N", 0))
-    return Kernel(name, *tile, registers, stack, result.metadata.shared, result.asm["ptx"])
+    return int(numbers[1]), int(numbers[2])
+
+
+def _number(name: str, amdgcn: str) -> int:
+    found = re.search(rf"\.{name}:\s+(\d+)", amdgcn)
+    assert found is not None, f"the assembly has no {name}"
+    return int(found[1])

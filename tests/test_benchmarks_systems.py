@@ -16,7 +16,7 @@ from benchmarks import systems
 from benchmarks.cases import CASES, Case
 from benchmarks.inputs import Inputs, make_inputs
 from benchmarks.suites.trial import outputs
-from benchmarks.systems import Mode, flexattention, ours, packages, sdpa
+from benchmarks.systems import Mode, flexattention, ours, predecessor, sdpa
 from benchmarks.truth import errors, truth
 from flash_dmattn.backends.protocol import accepts
 from flash_dmattn.dispatch.registry import BACKENDS
@@ -182,17 +182,17 @@ def test_which_columns() -> None:
 
 def test_the_predecessor_is_loaded_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda")
-    assert packages.predecessor_missing(gpu).startswith("FLASH_DMATTN_PREDECESSOR does not name")
-    monkeypatch.setenv(packages.PREDECESSOR, str(tmp_path))
-    assert "cannot be imported: FileNotFoundError" in packages.predecessor_missing(gpu)
+    assert predecessor.missing(gpu).startswith("FLASH_DMATTN_PREDECESSOR does not name")
+    monkeypatch.setenv(predecessor.PREDECESSOR, str(tmp_path))
+    assert "cannot be imported: FileNotFoundError" in predecessor.missing(gpu)
     package = tmp_path / "flash_dmattn"
     package.mkdir()
     source = "def flash_dmattn_func(q, k, v, mask, bias, is_causal):\n    return q * 2 if is_causal else k\n"
     (package / "flash_dmattn_interface.py").write_text(source)
     inputs = make_inputs(named("causal-gqa").reduced(256), CPU)
     try:
-        assert packages.predecessor_missing(gpu) == ""
-        assert torch.equal(packages.bind_predecessor(inputs, Mode())()[0], inputs.q * 2)
+        assert predecessor.missing(gpu) == ""
+        assert torch.equal(predecessor.bind(inputs, Mode())()[0], inputs.q * 2)
         assert flash_dmattn.attention is not None and not hasattr(flash_dmattn, "flash_dmattn_func")
     finally:
         import sys

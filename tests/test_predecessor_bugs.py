@@ -65,7 +65,7 @@ def test_memory_of_the_triton_plans(bias: str, mask: str) -> None:
     from compiled_triton import Variant, run_plans
 
     variant = Variant(64, mask=mask, bias=tuple(bias.split()), seqlen_k=2047, num_heads_k=8)
-    call = variant.call(90)
+    call = variant.call("sm_90")
     given = (call.q, call.k, call.v, call.bias, *call.mask.tensors)
     with Allocations() as allocations:
         run_plans(call, lambda *_: None)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from .gpus import KIB, shared_bytes
 from .tile_ops import BAND, KEYS, TILE_BIAS
 
 
@@ -128,12 +129,35 @@ _SM90_FP32 = {
     "queries": {64: Tile(32, 128, 4, 2)},  # fp32-d64 1.621; 1.634 for 64x128 at 8 warps
 }
 _FP32 = {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 4, 1), 256: Tile(16, 32, 4, 1)}
-# Fits the 99 KB of shared memory of every GPU since Ampere; not tuned.
+# fp32 on other NVIDIA GPUs, not timed there: what spares registers. With the wide tiles above a thread of the kernel
+# "queries" has 2 KB of stack, of the others up to 1 KB; with these 256 bytes, but where the next comment says so.
+_FP32_SM = {
+    "forward": {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 8, 1), 256: Tile(16, 32, 8, 1)},
+    "keys": {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 8, 1), 256: Tile(16, 32, 8, 1)},
+    # At 256, 960 bytes of stack: two stages, which spare it, take 100 KB.
+    "queries": {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 8, 2), 256: Tile(16, 32, 16, 1)},
+}
+# Where a program may have more than 99 KB of shared memory.
+_FP32_LARGE = {"queries": {256: Tile(16, 32, 4, 2)}}
+# Fits the 99 KB of shared memory of every GPU since Ampere, and the 64 KB of gfx942; not tuned.
 _SMALL = {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(32, 32, 4, 1)}
+
+
+# Bytes of shared memory that tiles for every NVIDIA GPU keep to.
+ROOM_OF_SMALL = 99 * KIB
 
 
 def _row(table: dict[int, Tile], block_d: int) -> Tile:
     return next(tile for limit, tile in table.items() if block_d <= limit)
+
+
+def _fp32_table(kernel: str, block_d: int, arch: str) -> dict[int, Tile]:
+    if arch == "sm_90":
+        return _SM90_FP32[kernel] if block_d <= 64 and kernel in _SM90_FP32 else _FP32
+    if not arch.startswith("sm_"):
+        return _FP32
+    large = block_d > 128 and kernel in _FP32_LARGE and shared_bytes(arch) > ROOM_OF_SMALL
+    return _FP32_LARGE[kernel] if large else _FP32_SM.get(kernel, _FP32)
 
 
 def tile_of(
@@ -151,8 +175,7 @@ def tile_of(
     `bias_tma`: whether a bias of one value per score is read in tiles through the tensor memory accelerator.
     """
     if dtype == torch.float32:
-        tuned = arch == "sm_90" and block_d <= 64 and kernel in _SM90_FP32
-        return _row(_SM90_FP32[kernel] if tuned else _FP32, block_d)
+        return _row(_fp32_table(kernel, block_d, arch), block_d)
     if arch != "sm_90":
         return _row(_SMALL, block_d)
     if mask == KEYS.value and kernel in _SM90_KEYS:

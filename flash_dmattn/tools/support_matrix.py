@@ -18,6 +18,7 @@ from ..backends.protocol import Backend, Direction, Reason, accepts, all_hold, b
 from ..dispatch.registry import BACKENDS
 from ..explanation import explain_problem
 from ..problem import AttentionProblem
+from . import gpu_table
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -157,6 +158,8 @@ gradients are needed.
 {LEGEND}
 
 {table(rows(), names)}
+
+{gpu_table.section()}
 """
 
 

@@ -1,0 +1,70 @@
+"""FlashAttention-4, the package flash-attn-4: dense and causal calls, grouped heads included.
+
+Its kernels are compiled by their first call. That is never timed: every system runs once, and is checked, before.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from flash_dmattn.problem import device_arch, sm_number
+
+from ..cases import Case
+from ..inputs import Inputs
+from .protocol import Bound, Mode, Needs, System
+
+MODULE = "flash_attn.cute.interface"
+# Its compiled kernels are kept on disk where this is set before the import, so that those compiled ahead are found.
+KEEP_COMPILED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+
+
+def interface() -> ModuleType:
+    """Its module of functions."""
+    os.environ.setdefault(KEEP_COMPILED, "1")
+    return importlib.import_module(MODULE)
+
+
+def missing(device: torch.device) -> str:
+    """Why it is not here."""
+    if device.type != "cuda":
+        return "its kernels run on GPUs"
+    try:
+        interface()
+    except Exception as error:  # a broken installation raises whatever it likes, and the report has to say what
+        return f"{MODULE} cannot be imported: {type(error).__name__}: {error} (its wheels: docs/benchmarks.md)"
+    return ""
+
+
+def needs(case: Case, device: torch.device) -> Needs:
+    """What it takes of a case, as version 4.0.0b36 has it."""
+    if case.mask is not None or case.bias is not None:
+        return Needs("its kernels take neither a mask tensor nor a bias with a gradient")
+    if case.head_dim % 8 or not 8 <= case.head_dim <= 256:
+        return Needs(f"head dim is {case.head_dim}; its kernels take multiples of 8 up to 256")
+    arch = device_arch(device)
+    if case.takes_gradients and (sm_number(arch) or 90) < 90:
+        return Needs(backward_refusal=f"the GPU is {arch}; its backward kernels need sm_90 or later")
+    return Needs()
+
+
+def bind(inputs: Inputs, mode: Mode) -> Bound:
+    """Its call, whose layout is ours, as is the alignment of causality at the last query and key.
+
+    It returns (out, lse), and lse is None where it was not asked for and no gradient needs it.
+    """
+    attend = interface().flash_attn_func
+    q, k, v, _, _, _, is_causal = inputs
+
+    def call() -> tuple[Tensor, ...]:
+        out, lse = attend(q, k, v, causal=is_causal, return_lse=mode.with_lse)
+        return (out, lse) if mode.with_lse else (out,)
+
+    return call
+
+
+SYSTEMS = (System("fa4", bind, needs, missing, prepares=False),)

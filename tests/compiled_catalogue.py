@@ -1,0 +1,151 @@
+"""Every kernel of the Triton backend for every GPU that it is meant for, what each may take, and samples of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from compiled_triton import Job, Kernel, Variant, jobs_of, packing_jobs
+from compiled_variants import VARIANTS
+
+from flash_dmattn.triton_kernels.gpus import GPUS, shared_bytes
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+ARCHS = tuple(gpu.arch for gpu in GPUS)
+# Kernels that multiply matrices. The others hold little, and take a second to compile for all GPUs.
+PRODUCTS = ("forward", "backward_keys", "backward_queries", "backward_product", "backward_bias")
+# The widest heads whose kernels in fp32, whose products have no tensor cores, take seconds and not most of a minute.
+SAMPLED_FP32 = 64
+
+
+# Bytes of stack, which is where registers spill, that a kernel may take; 16-bit products, then those of fp32.
+SPILLS = {
+    "backward_keys": {"sm_8": 576, "sm_90": 320, "sm_100": 768, "sm_120": 576, "gfx": 1024},
+    "": {"sm_90": 320, "sm": 288, "gfx": 320},
+}
+SPILLS_FP32 = {
+    "backward_queries": {"sm_90": 2304, "sm": 1024, "gfx": 320},
+    "": {"sm_90": 1280, "sm": 320, "gfx": 320},
+}
+SPILLS_ELSEWHERE = 32  # no spills: the frame of a call of the 64-bit division
+
+
+class Entry(NamedTuple):
+    """A kernel to compile: the dtype of q, k and v ("-" where there is none), and the call that launches it."""
+
+    dtype: str
+    variant: str
+    head_dim: int
+    job: Job
+
+    @property
+    def label(self) -> str:
+        return f"{self.job.arch} {self.dtype} {self.job.name}, {self.variant}"
+
+
+def catalogue(
+    archs: Iterable[str] = ARCHS, dtypes: Iterable[str] = tuple(DTYPES), words: Sequence[str] = ()
+) -> list[Entry]:
+    """Every kernel once: of the calls in `VARIANTS`, each in each dtype, and of the packing of masks."""
+    entries: dict[str, Entry] = {}
+    for arch in archs:
+        found = [Entry("-", "packing", 0, job) for job in packing_jobs(arch)]
+        for dtype in dtypes:
+            for name, given in VARIANTS.items():
+                variant = Variant(**given)
+                if variant.dtype == torch.bfloat16:
+                    variant = replace(variant, dtype=DTYPES[dtype])
+                elif variant.dtype != DTYPES[dtype]:  # it is there for its own dtype
+                    continue
+                found += [Entry(dtype, name, variant.head_dim, job) for job in jobs_of(variant, arch)]
+        for entry in found:
+            if all(word in entry.label for word in words):
+                entries.setdefault(entry.job.key, entry)
+    return list(entries.values())
+
+
+def sample(entries: Iterable[Entry], number: int = 0) -> list[Entry]:
+    """Each kernel once on each GPU, in turns of the dtypes and calls: other numbers are other samples."""
+    groups: dict[tuple[str, str], list[Entry]] = {}
+    for entry in entries:
+        if entry.dtype != "fp32" or entry.head_dim <= SAMPLED_FP32:
+            groups.setdefault((entry.job.arch, entry.job.name), []).append(entry)
+
+    def turn(entry: Entry) -> bytes:
+        return hashlib.sha256(f"{number} {entry.label}".encode()).digest()
+
+    return [min(group, key=turn) for group in groups.values()]
+
+
+class Result(NamedTuple):
+    """What came of compiling an entry: the kernel, and what is out of bounds."""
+
+    label: str
+    arch: str
+    dtype: str
+    name: str
+    kernel: Kernel | None
+    problems: tuple[str, ...]
+
+    @property
+    def line(self) -> str:
+        took = ""
+        if self.kernel is not None:
+            k = self.kernel
+            took = f"{k.block_m}x{k.block_n}, registers {k.registers}, stack {k.stack}, shared memory {k.shared}"
+        return f"{self.label}: {'; '.join(part for part in (took, *self.problems) if part)}"
+
+
+def compiled(entry: Entry) -> Result:
+    """Compile an entry and hold it against its bounds."""
+    job = entry.job
+    try:
+        kernel = job.compile()
+    except Exception as error:  # whatever the compiler says is the result
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return Result(entry.label, job.arch, entry.dtype, job.name, None, (why,))
+    without_text = kernel._replace(text="")  # which is large, and nobody reads of thousands of kernels
+    return Result(entry.label, job.arch, entry.dtype, job.name, without_text, tuple(problems(entry, kernel)))
+
+
+def problems(entry: Entry, kernel: Kernel) -> list[str]:
+    """What is out of bounds."""
+    found = []
+    arch, room, stack = entry.job.arch, shared_bytes(entry.job.arch), stack_limit(entry)
+    if kernel.shared > room:
+        found.append(f"more shared memory than the {room} bytes of {arch}")
+    if kernel.stack > stack:
+        found.append(f"more stack than the bound of {stack} bytes")
+    if entry.dtype in ("bf16", "fp16") and entry.job.name in PRODUCTS:
+        instruction = "mfma" if arch.startswith("gfx") else "mma"
+        if instruction not in kernel.text:
+            found.append(f"no {instruction}: its products leave out the tensor cores")
+    return found
+
+
+def stack_limit(entry: Entry) -> int:
+    """Bytes of stack that the kernel may take: of the rows for it, that of the longest name its GPU's begins with."""
+    if entry.job.name not in PRODUCTS:
+        return SPILLS_ELSEWHERE
+    bounds = SPILLS_FP32 if entry.dtype == "fp32" else SPILLS
+    row = bounds.get(entry.job.name, bounds[""])
+    return row[max((family for family in row if entry.job.arch.startswith(family)), key=len)]
+
+
+def table(results: Iterable[Result]) -> str:
+    """For each GPU, dtype and kernel, the most shared memory and stack that one takes, in Markdown."""
+    groups: dict[tuple[str, str, str], list[Result]] = {}
+    for result in results:
+        groups.setdefault((result.arch, result.dtype, result.name), []).append(result)
+    lines = ["| GPU | dtype | kernel | compiled | shared memory, of | stack | out of bounds |", f"|{' --- |' * 7}"]
+    ranks = {arch: rank for rank, arch in enumerate(ARCHS)}
+    for (arch, dtype, name), group in sorted(groups.items(), key=lambda item: (ranks[item[0][0]], *item[0][1:])):
+        kernels = [result.kernel for result in group if result.kernel is not None]
+        shared, stack = (max((k[i] for k in kernels), default=0) for i in (5, 4))
+        wrong = sum(bool(result.problems) for result in group)
+        room = shared_bytes(arch)
+        lines.append(f"| {arch} | {dtype} | {name} | {len(kernels)} | {shared}, {room} | {stack} | {wrong} |")
+    return "\n".join(lines)

@@ -1,0 +1,49 @@
+"""The calls whose Triton kernels are compiled without a GPU, by name: every form of mask and bias, every head dim."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+FULL, SHARED_BIAS, PER_KEY = ("B", "Hq", "Lq", "Lk"), ("1", "Hq", "Lq", "Lk"), ("1", "Hk", "1", "Lk")
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "per key": {"bias": PER_KEY},
+    "full": {"bias": FULL, "is_causal": True},
+    "shared": {"bias": SHARED_BIAS},
+    "tiles": {"mask": "tiles"},
+    "tiles, per key": {"mask": "tiles", "bias": PER_KEY, "is_causal": True},
+    "tiles, full": {"mask": "tiles", "bias": FULL},
+    "tiles, shared": {"mask": "tiles", "bias": SHARED_BIAS, "is_causal": True},
+    "keys": {"mask": "keys", "is_causal": True},
+    "keys, per key": {"mask": "keys", "bias": PER_KEY, "is_causal": True},
+    "keys, full": {"mask": "keys", "bias": FULL},
+    "keys, shared": {"mask": "keys", "bias": SHARED_BIAS, "is_causal": True},
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    **{f"64 {form}": {"head_dim": 64, **given} for form, given in FORMS.items()},
+    **{f"128 {form}": {"head_dim": 128, **given} for form, given in FORMS.items()},
+    **{f"256 {form}": {"head_dim": 256, **FORMS[form]} for form in ("plain", "full", "shared", "tiles", "keys")},
+    **{f"32 {form}": {"head_dim": 32, "batch": 8, **FORMS[form]} for form in ("plain", "full")},
+    **{f"96 {form}": {"head_dim": 96, **FORMS[form]} for form in ("plain", "full", "tiles, per key")},
+    "128 grouped": {"head_dim": 128, "num_heads_k": 4, "is_causal": True},
+    "128 softcap": {"head_dim": 128, "softcap": 20.0},
+    "64 fp16, fp32 bias": {"head_dim": 64, "dtype": torch.float16, "bias": FULL, "bias_dtype": torch.float32},
+    # Few queries: keys in shares. Few keys: queries in shares.
+    "128 one query": {"head_dim": 128, "seqlen_q": 1, "seqlen_k": 65536},
+    "64 few keys": {"head_dim": 64, "seqlen_q": 65536, "seqlen_k": 64, "num_heads": 2, "num_heads_k": 1},
+    # Not through the tensor memory accelerator, which small calls do not pay for either, and with offsets of 64 bits.
+    "64 short": {"head_dim": 64, "batch": 1, "seqlen_q": 500, "seqlen_k": 500, "num_heads": 2, "num_heads_k": 2},
+    "64 small, full": {"head_dim": 64, "batch": 1, "bias": FULL, "is_causal": True},
+    **{
+        f"{d} unaligned, {form}": {"head_dim": d, "batch": 2, "seqlen_q": 1023, "seqlen_k": 1023, **FORMS[form]}
+        for d in (64, 128, 256)
+        for form in ("full", "shared")
+    },
+    "64 odd rows": {"head_dim": 64, "row_stride": 16 * 64 + 1, "is_causal": True},
+    "64 far rows": {"head_dim": 64, "row_stride": 2**21 + 1},
+    **{f"{d} fp32": {"head_dim": d, "dtype": torch.float32, "bias": SHARED_BIAS} for d in (64, 128, 256)},
+    **{f"{d} tf32": {"head_dim": d, "dtype": torch.float32, "tf32": True, "bias": SHARED_BIAS} for d in (64, 128, 256)},
+}

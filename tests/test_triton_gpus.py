@@ -1,0 +1,163 @@
+"""A sample of the Triton kernels, compiled for each GPU that they are meant for, and what is said of these GPUs.
+
+`python tests/compile_everything.py` compiles all of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from cases import DEVICE
+
+import flash_dmattn
+from flash_dmattn.backends.protocol import accepts, all_hold
+from flash_dmattn.dispatch.registry import BACKENDS
+from flash_dmattn.problem import AttentionProblem
+from flash_dmattn.tools.gpu_table import gpu_table
+from flash_dmattn.triton_kernels.gpus import GPUS, KIB, Gpu, gpu_of, shared_bytes
+
+ARCHS = [gpu.arch for gpu in GPUS]
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+compiles = pytest.mark.skipif(
+    DEVICE == "cuda", reason="a GPU runs the kernels; the bounds are those of the pinned Triton"
+)
+
+
+def kernels_of_the_library() -> set[str]:
+    """Every kernel that is launched, by name."""
+    from triton.runtime.jit import JITFunction
+
+    import flash_dmattn.triton_kernels as package
+
+    found = set()
+    for path in Path(package.__path__[0]).glob("*.py"):
+        module = importlib.import_module(f"flash_dmattn.triton_kernels.{path.stem}")
+        kernels = [x for x in vars(module).values() if isinstance(x, JITFunction) and x.__name__.endswith("_kernel")]
+        found |= {kernel.__name__.removesuffix("_kernel").removeprefix("_") for kernel in kernels}
+    return found
+
+
+@needs_triton
+@compiles
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_sample_compiles_and_fits(arch: str) -> None:
+    from compiled_catalogue import catalogue, compiled, sample
+
+    entries = sample(catalogue([arch]))
+    assert {entry.job.name for entry in entries} == kernels_of_the_library()
+    results = [compiled(entry) for entry in entries]
+    assert all(result.kernel is not None and result.kernel.registers > 0 for result in results)
+    wrong = [result.line for result in results if result.problems]
+    assert not wrong, "\n".join(wrong)
+
+
+@needs_triton
+def test_samples_differ_and_take_every_dtype() -> None:
+    from compiled_catalogue import DTYPES, catalogue, sample
+
+    entries = catalogue(["sm_86", "gfx942"])
+    first, second = ({entry.label for entry in sample(entries, number)} for number in (0, 1))
+    assert len(first) == len(second) == 2 * len(kernels_of_the_library()) and first != second
+    assert {entry.dtype for entry in entries} == {*DTYPES, "-"}
+
+
+@needs_triton
+def test_what_is_out_of_bounds_is_found() -> None:
+    from compiled_catalogue import Result, catalogue, problems, stack_limit, table
+    from compiled_triton import Kernel
+
+    (entry,) = catalogue(["sm_86"], ["bf16"], ["sm_86 bf16 forward, 128 causal"])
+    fits = Kernel("forward", 64, 32, 200, 0, 99 * KIB, "mma.sync")
+    assert problems(entry, fits) == []
+    assert "shared memory" in problems(entry, fits._replace(shared=99 * KIB + 1))[0]
+    assert "stack" in problems(entry, fits._replace(stack=stack_limit(entry) + 1))[0]
+    assert "tensor cores" in problems(entry, fits._replace(text="fma"))[0]
+    results = [
+        Result(entry.label, "sm_86", "bf16", "forward", fits, ()),
+        Result(entry.label, "sm_86", "bf16", "forward", fits._replace(stack=40, shared=7), ("wrong",)),
+        Result(entry.label, "sm_80", "bf16", "forward", None, ("does not compile",)),
+    ]
+    assert table(results).splitlines()[2:] == [
+        f"| sm_80 | bf16 | forward | 0 | 0, {163 * KIB} | 0 | 1 |",
+        f"| sm_86 | bf16 | forward | 2 | {99 * KIB}, {99 * KIB} | 40 | 1 |",
+    ]
+
+
+@needs_triton
+@compiles
+def test_the_script_compiles_what_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    import compile_everything
+
+    chosen = ["--arch", "sm_86", "gfx942", "--dtype", "fp16", "--words", "delta, 64 plain", "--jobs", "1"]
+    assert compile_everything.main(chosen) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("[1/2, ") and "delta, 64 plain: 32x0, registers" in lines[0]
+    assert lines[-1] == "2 kernels, 0 out of bounds"
+    with pytest.raises(SystemExit):
+        compile_everything.main(["--arch", "sm_86", "--dtype", "fp16", "--words", "no such kernel"])
+
+
+@needs_triton
+def test_tiles_of_other_gpus_are_not_those_of_sm_90(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The published figures rest on the tiles of sm_90: no row that another GPU has for itself reaches it."""
+    from flash_dmattn.triton_kernels import tile_table
+    from flash_dmattn.triton_kernels.tile_ops import BAND, KEYS, NO_BIAS, TILE_BIAS, TILES
+    from flash_dmattn.triton_kernels.tile_table import Tile, tile_of
+
+    kernels, dtypes = ("forward", "keys", "queries", "product", "bias"), (torch.bfloat16, torch.float16, torch.float32)
+    calls = list(product(kernels, dtypes, (16, 32, 64, 128, 256), (BAND, KEYS, TILES), (NO_BIAS, TILE_BIAS), (0, 1)))
+
+    def tiles(arch: str) -> list[Tile]:
+        return [
+            tile_of(kernel, dtype, d, arch, mask=mask.value, bias=bias.value, bias_tma=bool(tma))
+            for kernel, dtype, d, mask, bias, tma in calls
+        ]
+
+    before, others = tiles("sm_90"), [tiles(arch) for arch in ("sm_80", "sm_86")]
+    nothing = {256: Tile(0, 0, 0, 0)}
+    for name in ("_FP32_SM", "_FP32_LARGE"):
+        table = getattr(tile_table, name)
+        monkeypatch.setattr(tile_table, name, dict.fromkeys(table, nothing))
+    assert tiles("sm_90") == before
+    assert [tiles(arch) for arch in ("sm_80", "sm_86")] != others
+
+
+@needs_triton
+def test_shared_memory_decides_where_tiles_do_not_fit_every_gpu() -> None:
+    from flash_dmattn.triton_kernels.tile_table import Tile, tile_of
+
+    def tile(arch: str) -> Tile:
+        return tile_of("queries", torch.float32, 256, arch, mask=0, bias=0, bias_tma=False)
+
+    assert tile("sm_80") == tile("sm_100") == Tile(16, 32, 4, 2)
+    assert tile("sm_86") == tile("sm_89") == tile("sm_120") == Tile(16, 32, 16, 1)
+    assert gpu_of("sm_87") is None and shared_bytes("sm_87") == 99 * KIB and tile("sm_87") == tile("sm_86")
+    assert gpu_of("gfx1100") is None and shared_bytes("gfx1100") == 64 * KIB
+
+
+def on(arch: str, dtype: str = "bf16") -> AttentionProblem:
+    return flash_dmattn.explain_problem(q=(2, 512, 8, 64), device=arch, dtype=dtype, grad=True).problem
+
+
+@pytest.mark.parametrize("row", GPUS, ids=ARCHS)
+def test_what_is_said_of_a_gpu_is_what_the_rules_do(row: Gpu) -> None:
+    triton = BACKENDS["triton"]
+    for dtype, direction in product(("bf16", "fp16", "fp32"), ("forward", "backward")):
+        assert accepts(triton, on(row.arch, dtype), direction)
+    (measured,) = (rule for rule in triton.AUTO_RULES if rule.code == "measured_gpu")
+    assert all_hold((measured,), on(row.arch), "forward") == (row.standing == "measured")
+    (line,) = (line for line in gpu_table().splitlines() if line.startswith(f"| {row.arch} |"))
+    assert line.endswith(f"| {row.standing} |") and row.products in line
+
+
+def test_a_gpu_that_the_rules_refuse_is_refused_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "| sm_75 | T4, RTX 20 | 64 KB | refused | refused |" in gpu_table()
+    assert not accepts(BACKENDS["triton"], on("sm_75"), "forward")
+    only_hopper = tuple(rule for rule in BACKENDS["cuda"].RULES if rule.code == "arch")
+    monkeypatch.setattr(BACKENDS["triton"], "RULES", only_hopper)
+    assert "| sm_80 | A100 | 163 KB | refused | refused |" in gpu_table()
