@@ -69,8 +69,10 @@ def prepare_intervals(
                 f"stop has {name} = {ends.size(dim)} (shape {tuple(ends.shape)}) and start has {begins.size(dim)} "
                 f"(shape {tuple(begins.shape)}); they must be equal, or one of them 1."
             )
+    begins, ends = torch.broadcast_tensors(begins, ends)
     return _interval_mask(
-        *torch.broadcast_tensors(begins, ends),
+        begins,
+        ends,
         integer("seqlen_q", seqlen_q),
         check_flag("is_causal", is_causal),
         check_window(window_size),
