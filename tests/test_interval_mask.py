@@ -381,8 +381,10 @@ class Largest(TorchDispatchMode):
 def test_nothing_of_queries_times_keys_is_made(is_causal: bool) -> None:
     scores = torch.randn(1, 2, 1, 4096, generator=torch.Generator().manual_seed(0))
     mask = torch.rand(1, 2, 1, 4096) < 0.9
+    whole = scores[0, :, 0].view(torch.int32)
     with Largest() as seen:
         local = 10 * is_causal
+        key_order(torch.zeros_like(whole)[None], topk_stops(whole, 64)[None], 4096)  # the mode does not see into operators
         prepared = prepare_topk(scores, 64, is_causal=is_causal, mask=mask, local=local, reorder=True)
         prepare_intervals(prepared.start, prepared.stop, 4096, window_size=(100, 0), reorder=True)
     assert seen.count > 50 and seen.numel <= 2 * 4097  # the heads, and one more entry for the sums before each key
@@ -391,6 +393,8 @@ def test_nothing_of_queries_times_keys_is_made(is_causal: bool) -> None:
 def test_building_reads_no_value() -> None:
     """Fake tensors raise where a value decides anything, which on a GPU is where the host would wait."""
     with FakeTensorMode():
+        stops = topk_stops(torch.ones(4, 300, dtype=torch.int32), 20)
+        assert key_order(torch.zeros_like(stops)[None], stops[None], 200).shape == (1, 4, 300)
         scores, keys = torch.randn(2, 2, 1, 300), torch.ones(2, 1, 1, 300, dtype=torch.bool)
         prepared = prepare_topk(scores, 20, is_causal=True, mask=keys, local=4, seqlen_q=200, reorder=True)
         assert prepared.shape == (2, 2, 200, 300) and prepared.order.shape == (2, 2, 300)
@@ -461,3 +465,20 @@ def bad_calls() -> Iterator[tuple[Any, type[Exception], str]]:
 def test_errors(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         call()
+
+
+# Operators
+
+
+@pytest.mark.parametrize("length", [0, 1, 37])
+def test_operators_and_their_fakes(length: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randint(9, (2, length), generator=generator, dtype=torch.int32)
+    stops = topk_stops(keys, 5)
+    assert stops.dtype == torch.int64 and stops.is_contiguous()
+    torch.library.opcheck(torch.ops.flash_dmattn.topk_stops.default, (keys, 5))
+    start = torch.arange(length).expand(1, 2, length).contiguous()
+    torch.library.opcheck(torch.ops.flash_dmattn.key_order.default, (start, stops[None], length))
+    assert torch.equal(torch.ops.flash_dmattn.topk_stops(keys, 5), stops)
+    order = key_order(start, stops[None], length)
+    assert torch.equal(torch.ops.flash_dmattn.key_order(start, stops[None], length), order)

@@ -41,4 +41,4 @@ def topk_stops(keys: torch.Tensor, k: int) -> torch.Tensor:
     threshold = threshold.masked_fill(positions + 1 < k, length)
     # The first position with a threshold below the rank, where both are negated so that the row ascends.
     passed = torch.searchsorted(threshold.neg(), rank.neg(), right=True)
-    return passed.maximum(positions)
+    return passed.maximum(positions).contiguous()

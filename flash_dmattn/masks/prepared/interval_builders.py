@@ -8,8 +8,8 @@ from ...problem import causal_window, check_flag, check_window, make_band
 from ..arguments import IntsLike, integer, integer_tensor
 from ..broadcast import DIMS, collapse
 from ..topk import select, sort_keys, topk_arguments
-from ..topk_stops import topk_stops
-from .interval_order import key_order, reorder_pays
+from .interval_operators import run_key_order, run_topk_stops
+from .interval_order import reorder_pays
 from .intervals import IntervalMask
 
 
@@ -155,7 +155,7 @@ def prepare_topk(
         )
     begins = torch.arange(seqlen_k, device=keys.device).expand(keys.shape)
     if is_causal:
-        ends = topk_stops(keys.flatten(0, 1), k).view(keys.shape).maximum(begins + min(local, seqlen_k))
+        ends = run_topk_stops(keys.flatten(0, 1), k).view(keys.shape).maximum(begins + min(local, seqlen_k))
         ends = ends.masked_fill(keys == torch.iinfo(keys.dtype).min, 0)
         shift = seqlen_q - seqlen_k  # rows of positions: the last query stands at the last key
         begins, ends = begins + shift, ends + shift
@@ -181,5 +181,5 @@ def _interval_mask(
     start, stop = start.clamp(0, seqlen_q), stop.clamp(0, seqlen_q)
     dead = start >= stop
     start, stop = (x.masked_fill(dead, 0).to(torch.int32).contiguous() for x in (start, stop))
-    order = key_order(start, stop, seqlen_q) if reorder else start.new_empty((*start.shape[:2], 0))
+    order = run_key_order(start, stop, seqlen_q) if reorder else start.new_empty((*start.shape[:2], 0))
     return IntervalMask(seqlen_q, seqlen_k, is_causal, window_size, start, stop, order)

@@ -69,7 +69,7 @@ def key_order(start: torch.Tensor, stop: torch.Tensor, seqlen_q: int) -> torch.T
     x, y = (position.long() * (1 << BITS) // (seqlen_q + 1) for position in (start, stop))
     code = torch.where(start < stop, hilbert_codes(x, y, BITS), _DEAD)
     of_head = torch.arange(heads, device=start.device)[:, None]
-    code = code.view(heads, seqlen_k) + of_head * (2 * _DEAD)
+    code = code.reshape(heads, seqlen_k) + of_head * (2 * _DEAD)
     code = code.to(torch.int32 if heads * 2 * _DEAD < 2**31 else torch.int64)
     place = code.flatten().sort(stable=True).indices.view(heads, seqlen_k)
     return (place - of_head * seqlen_k).to(torch.int32).view(start.shape)
