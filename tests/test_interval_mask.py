@@ -168,6 +168,8 @@ def test_intervals_by_comparison(seqlen_q: int, seqlen_k: int, band: dict[str, A
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32, torch.int64])
 def test_dtypes_of_limits_do_not_wrap(dtype: torch.dtype) -> None:
     start, stop = torch.tensor([0, 100, 7], dtype=dtype), torch.tensor([100, 127, 3], dtype=dtype)
+    prepared = prepare_intervals(start, stop, 1000)
+    assert (prepared.start.flatten().tolist(), prepared.stop.flatten().tolist()) == ([0, 100, 0], [100, 127, 0])
     prepared = prepare_intervals(start, stop, 1000, window_size=(900, 900))
     assert (prepared.start.flatten().tolist(), prepared.stop.flatten().tolist()) == ([97, 100, 0], [100, 127, 0])
 
