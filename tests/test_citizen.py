@@ -151,6 +151,7 @@ def test_an_attribute_that_nobody_has_is_an_error() -> None:
 PREPARED = {
     "tiles": lambda: masks.prepare_mask(torch.rand(2, 1, 150, 140) < 0.4, is_causal=True, window_size=(90, -1)),
     "keys": lambda: masks.prepare_mask(torch.rand(2, 1, 1, 140) < 0.4, seqlen_q=150, window_size=(90, 3)),
+    "intervals": lambda: masks.prepare_topk(torch.randn(2, 1, 1, 140), 30, seqlen_q=150, is_causal=True, reorder=True),
 }
 
 
@@ -187,7 +188,7 @@ def test_a_mask_is_loaded_where_only_the_package_is_imported(tmp_path: Path) -> 
 
 
 def test_a_saved_mask_of_another_form_is_refused() -> None:
-    with pytest.raises(ValueError, match="form is 'dense'; a prepared mask has the form 'tiles' or 'keys'"):
+    with pytest.raises(ValueError, match="form is 'dense'; .* 'tiles', 'keys' or 'intervals'"):
         masks.saved.restore("dense", 3, 3, False, (-1, -1))
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-from ..problem import FEATURES, AttentionProblem, Gradients, MaskView
+from ..problem import FEATURES, AttentionProblem, Gradients, MaskForm, MaskView
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -61,7 +61,7 @@ class Backend(Protocol):
 
     Optional names:
         notes(problem) -> tuple[str, ...]: what `explain` should say of a call that it accepts, such as copies it makes.
-        MASK_FORM = "prepared": a forward/backward pair that reads prepared masks.
+        MASK_FORM = "prepared": a forward/backward pair that reads tile masks and key masks.
         differentiable_backward(problem, dout, dlse, q, k, v, mask, bias): the gradients of a pair as differentiable
             PyTorch, without which a second derivative is refused.
         HAS_FORWARD_AD = True: forward-mode derivatives (torch.func.jvp) go through it.
@@ -146,6 +146,11 @@ def is_composite(backend: AnyBackend) -> TypeIs[CompositeBackend]:
 def reads_prepared_masks(backend: AnyBackend) -> bool:
     """Whether a backend reads prepared masks; one that does not say receives dense ones."""
     return getattr(backend, "MASK_FORM", "dense") == "prepared"
+
+
+def reads_mask_form(backend: AnyBackend, form: MaskForm) -> bool:
+    """Whether a backend reads prepared masks of one form: none reads "intervals" yet, all of which are unpacked."""
+    return form != "intervals" and reads_prepared_masks(backend)
 
 
 def has_forward_ad(backend: AnyBackend) -> bool:

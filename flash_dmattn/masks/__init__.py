@@ -20,9 +20,12 @@ from .topk import topk_mask
 
 if TYPE_CHECKING:
     from .prepared.builders import prepare_blocks, prepare_documents, prepare_lengths, prepare_window
+    from .prepared.interval_builders import prepare_intervals, prepare_topk
+    from .prepared.intervals import IntervalMask
     from .prepared.types import KeyMask, PreparedMask, TileMask, prepare_mask
 
 __all__ = [
+    "IntervalMask",
     "KeyMask",
     "MaskStats",
     "PreparedMask",
@@ -37,8 +40,10 @@ __all__ = [
     "prefix_lm_mask",
     "prepare_blocks",
     "prepare_documents",
+    "prepare_intervals",
     "prepare_lengths",
     "prepare_mask",
+    "prepare_topk",
     "prepare_window",
     "show",
     "sliding_window_mask",
@@ -50,6 +55,8 @@ __all__ = [
 _LAZY = {
     **dict.fromkeys(("KeyMask", "PreparedMask", "TileMask", "prepare_mask"), ".prepared.types"),
     **dict.fromkeys(("prepare_blocks", "prepare_documents", "prepare_lengths", "prepare_window"), ".prepared.builders"),
+    **dict.fromkeys(("prepare_intervals", "prepare_topk"), ".prepared.interval_builders"),
+    "IntervalMask": ".prepared.intervals",
 }
 
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from .prepared.types import PreparedMask
+
 # Blue and orange stay apart for every common form of colour blindness, and in grey.
 EMPTY_TILE, FULL_TILE = (0.94, 0.94, 0.94), (0.12, 0.38, 0.66)
 PARTIAL_MASKED, PARTIAL_ATTENDS = (0.99, 0.90, 0.77), (0.80, 0.36, 0.02)
@@ -22,7 +24,7 @@ MAX_GRID_LINES = 48
 
 
 def show(
-    mask: torch.Tensor,
+    mask: torch.Tensor | PreparedMask,
     *,
     block_size: int | tuple[int, int] = 128,
     batch: int = 0,
@@ -39,7 +41,8 @@ def show(
     darker where more attends. Below the title: shape, density, active tiles, empty rows of what is drawn.
 
     Args:
-        mask: bool tensor of 2 to 4 dims, broadcastable to (B, H, Lq, Lk).
+        mask: bool tensor of 2 to 4 dims, broadcastable to (B, H, Lq, Lk), or a prepared mask, of which the one head
+            that is drawn is unpacked, band included, its keys in their own order.
         block_size: tokens per tile, one int or (queries, keys).
         batch, head: which one to draw; any index reaches a dim of size 1.
         seqlen_q, seqlen_k: real lengths, where the mask has size 1 for all queries or all keys.
@@ -52,7 +55,8 @@ def show(
 
     Raises:
         ImportError: matplotlib is not installed.
-        TypeError, ValueError: not a bool mask, an index or length that does not fit, or nothing to draw.
+        TypeError, ValueError: neither a bool mask nor a prepared one, an index or length that does not fit, or nothing
+            to draw.
 
     Example:
         >>> from flash_dmattn.masks import causal_mask
@@ -60,7 +64,7 @@ def show(
         'key (token)'
     """
     blocks = pair("block_size", block_size, 1)
-    plane = _plane(expand_lengths(bool_mask("mask", mask), seqlen_q, seqlen_k), batch, head)
+    plane = _plane(mask, batch, head, seqlen_q, seqlen_k)
     try:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
@@ -107,16 +111,27 @@ def show(
     return figure
 
 
-def _plane(mask: torch.Tensor, batch: int, head: int) -> torch.Tensor:
+def _plane(
+    mask: torch.Tensor | PreparedMask, batch: int, head: int, seqlen_q: int | None, seqlen_k: int | None
+) -> torch.Tensor:
     """The (Lq, Lk) mask of one batch element and head."""
+    from .prepared.types import PreparedMask  # not at the top: importing flash_dmattn.masks does not need it
+
+    if not isinstance(mask, PreparedMask):
+        mask = expand_lengths(bool_mask("mask", mask), seqlen_q, seqlen_k)
     index = []
     for dim, name, value in ((0, "batch", batch), (1, "head", head)):
-        size = mask.size(dim)
+        size = mask.shape[dim]
         if integer(name, value) >= size and size != 1:
             raise ValueError(f"{name} is {value} and mask has {size} (shape {tuple(mask.shape)}); it must be < {size}.")
         index.append(0 if size == 1 else value)
-    if mask.numel() == 0:
+    if 0 in mask.shape or (isinstance(mask, PreparedMask) and mask.seqlen_q == 0):
         raise ValueError(f"mask has shape {tuple(mask.shape)}: there is nothing to draw; every dim must be >= 1.")
+    if isinstance(mask, PreparedMask):
+        # Cut to the head before it is unpacked, which takes Lq * Lk bytes for each.
+        of_head = (x.narrow(0, index[0], 1).narrow(1, index[1], 1) for x in mask.tensors)
+        cut = type(mask)(mask.seqlen_q, mask.seqlen_k, mask.is_causal, mask.window_size, *of_head)
+        return expand_lengths(cut.dense(), seqlen_q, seqlen_k)[0, 0]
     return mask[index[0], index[1]]
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def restore(
-    form: Literal["tiles", "keys"],
+    form: Literal["tiles", "keys", "intervals"],
     seqlen_q: int,
     seqlen_k: int,
     is_causal: bool,
@@ -25,15 +25,14 @@ def restore(
     """A prepared mask of its fields, as `PreparedMask.__reduce__` writes them.
 
     Raises:
-        ValueError: the form is neither "tiles" nor "keys".
+        ValueError: there is no prepared mask of that form.
     """
-    if form not in ("tiles", "keys"):
-        raise ValueError(f"form is {form!r}; a prepared mask has the form 'tiles' or 'keys'")
-    from . import KeyMask, TileMask
+    from . import IntervalMask, KeyMask, TileMask
 
-    if form == "tiles":
-        return TileMask(seqlen_q, seqlen_k, is_causal, window_size, *tensors)
-    return KeyMask(seqlen_q, seqlen_k, is_causal, window_size, *tensors)
+    types: dict[str, type[PreparedMask]] = {"tiles": TileMask, "keys": KeyMask, "intervals": IntervalMask}
+    if form not in types:
+        raise ValueError(f"form is {form!r}; a prepared mask has the form 'tiles', 'keys' or 'intervals'")
+    return types[form](seqlen_q, seqlen_k, is_causal, window_size, *tensors)
 
 
 torch.serialization.add_safe_globals([restore])

@@ -66,6 +66,29 @@ def topk_mask(
         torch.Size([1, 1, 1, 4])
     """
     integer("k", k, 1)
+    scores, allowed, seqlen_q = topk_arguments(scores, mask, seqlen_q)
+    per_key = scores.size(2) == 1 and (allowed is None or allowed.size(2) == 1)
+    if not per_key:
+        return _topk_per_row(scores, k, allowed, seqlen_q, is_causal)
+    keys = sort_keys(scores, allowed)
+    return _topk_per_prefix(keys, k, seqlen_q) if is_causal else select(keys, k)
+
+
+def topk_arguments(
+    scores: torch.Tensor, mask: torch.Tensor | None, seqlen_q: int | None
+) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+    """What a selection by scores is made of, checked: scores and mask in four dims that broadcast, and Lq.
+
+    Args:
+        scores, mask, seqlen_q: as in `topk_mask`.
+
+    Returns:
+        scores (B or 1, H or 1, Lq or 1, Lk) and mask (the same, or 1 key) without a gradient, their heads aligned and
+        expanded dims cut to size 1, and the number of queries.
+
+    Raises:
+        TypeError, ValueError: as in `topk_mask`.
+    """
     if not isinstance(scores, torch.Tensor) or not scores.is_floating_point():
         has = f"dtype {scores.dtype}" if isinstance(scores, torch.Tensor) else f"type {type(scores).__name__}"
         raise TypeError(f"scores has {has} and must be a float tensor.")
@@ -84,12 +107,7 @@ def topk_mask(
         allowed = collapse(allowed)
         scores, allowed = align_heads([scores, allowed], ["scores", "mask"])
         common_shape([scores, allowed], ["scores", "mask"])
-
-    per_key = scores.size(2) == 1 and (allowed is None or allowed.size(2) == 1)
-    if not per_key:
-        return _topk_per_row(scores, k, allowed, seqlen_q, is_causal)
-    keys = _sort_keys(scores, allowed)
-    return _topk_per_prefix(keys, k, seqlen_q) if is_causal else _select(keys, k)
+    return scores, allowed, seqlen_q
 
 
 def _seqlen_q(scores: torch.Tensor, allowed: torch.Tensor | None, seqlen_q: int | None) -> int:
@@ -106,7 +124,7 @@ def _seqlen_q(scores: torch.Tensor, allowed: torch.Tensor | None, seqlen_q: int 
     return next(iter(found.values()), scores.size(3))
 
 
-def _sort_keys(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
+def sort_keys(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
     """Integers in the order of the scores: the lowest for what is not allowed, the next for NaN.
 
     IEEE floats of one sign compare as their bits do; flipping the lower bits of negative ones puts those in
@@ -121,7 +139,7 @@ def _sort_keys(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tens
     return keys if allowed is None else torch.where(allowed, keys, lowest)
 
 
-def _select(keys: torch.Tensor, k: int) -> torch.Tensor:
+def select(keys: torch.Tensor, k: int) -> torch.Tensor:
     """The first k of each row in descending order of `keys`, the earliest first among equal ones."""
     allowed = keys > torch.iinfo(keys.dtype).min
     if k >= keys.size(-1):
@@ -152,7 +170,7 @@ def _topk_per_row(
             limit = torch.arange(rows.start, rows.stop, device=scores.device) + (seqlen_k - seqlen_q)
             causal = columns <= limit[:, None]
             visible = causal if visible is None else visible & causal
-        out[:, :, rows] = _select(_sort_keys(_rows(scores, rows), visible), k)
+        out[:, :, rows] = select(sort_keys(_rows(scores, rows), visible), k)
     return out
 
 
@@ -165,18 +183,23 @@ def _topk_per_prefix(keys: torch.Tensor, k: int, seqlen_q: int) -> torch.Tensor:
     """Top k of every causal prefix of one row of keys: (B, H, 1, Lk) to (B, H, Lq, Lk)."""
     batch, num_heads, _, seqlen_k = keys.shape
     flat = keys.flatten(0, 2)
-    order = flat.sort(dim=-1, descending=True, stable=True).indices
-    positions = torch.arange(seqlen_k, device=keys.device).expand_as(flat)
-    rank = torch.empty_like(order).scatter_(1, order, positions)
+    rank = ranks(flat)
     prefix = torch.arange(seqlen_k - seqlen_q + 1, seqlen_k + 1, device=keys.device).clamp_(min=0)
-    threshold = _kth_smallest_of_prefixes(rank, prefix.expand(flat.size(0), -1), k)
+    threshold = kth_smallest_of_prefixes(rank, prefix.expand(flat.size(0), -1), k)
     # A rank of seqlen_k is above every threshold: forbidden keys fall out in the one comparison.
     rank = rank.masked_fill_(flat == torch.iinfo(keys.dtype).min, seqlen_k).to(torch.int32)
     kept = rank[:, None, :] <= threshold.to(torch.int32)[:, :, None]
     return kept.tril_(seqlen_k - seqlen_q).view(batch, num_heads, seqlen_q, seqlen_k)
 
 
-def _kth_smallest_of_prefixes(rank: torch.Tensor, prefix: torch.Tensor, k: int) -> torch.Tensor:
+def ranks(keys: torch.Tensor) -> torch.Tensor:
+    """The place of every key of a row in descending order, the earliest first among equal ones: int64 (N, L)."""
+    order = keys.sort(dim=-1, descending=True, stable=True).indices
+    positions = torch.arange(keys.size(1), device=keys.device).expand_as(order)
+    return torch.empty_like(order).scatter_(1, order, positions)
+
+
+def kth_smallest_of_prefixes(rank: torch.Tensor, prefix: torch.Tensor, k: int) -> torch.Tensor:
     """The k-th smallest (or else the largest) of the first `prefix` entries of each row of `rank`.
 
     A wavelet matrix: the answers are found bit by bit, highest first, for all prefixes at once. At each bit the

@@ -13,8 +13,8 @@ from .bias import BiasClass, bias_class
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 Shape4 = tuple[int, int, int, int]
-# No mask, a bool tensor, or a prepared mask: a TileMask or a KeyMask.
-MaskForm = Literal["none", "dense", "tiles", "keys"]
+# No mask, a bool tensor, or a prepared mask: a TileMask, a KeyMask or an IntervalMask.
+MaskForm = Literal["none", "dense", "tiles", "keys", "intervals"]
 # (dq, dk, dv, dbias), None where a gradient is not needed.
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
@@ -33,7 +33,7 @@ class MaskView(NamedTuple):
 
     "none" has no tensors; "dense" one bool tensor (Bm, Hm, Lq or 1, Lk or 1), in which a stride of 0 is a broadcast
     dim; "tiles" has bits, classes, row_lists and col_lists of a `TileMask`; "keys" has kept, count and prefix of a
-    `KeyMask`.
+    `KeyMask`; "intervals" has start, stop and order of an `IntervalMask`.
     """
 
     form: MaskForm = "none"
@@ -167,7 +167,7 @@ class AttentionProblem(NamedTuple):
             f"batch {self.batch}, {self.seqlen_q} queries x {self.seqlen_k} keys, {heads}, head_dim {dim}",
             f"{dtype_name(self.dtype)} on {self.arch}",
         ]
-        mask = "prepared mask" if self.mask_form in ("tiles", "keys") else "mask"
+        mask = "prepared mask" if self.mask_form not in ("none", "dense") else "mask"
         for name, spec in ((mask, self.mask), ("bias", self.bias)):
             if spec is not None:
                 parts.append(

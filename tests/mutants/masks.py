@@ -8,6 +8,9 @@ LIMITS = ("tests/test_prepared_mask.py::test_limits_beyond_the_mask_are_cut_to_w
 TILE_MASK = ("tests/test_prepared_mask.py::test_tile_mask_against_loops",)
 KEY_MASK = ("tests/test_prepared_mask.py::test_key_mask_against_loops",)
 PREFIXES = ("tests/test_mask_topk.py::test_larger_prefixes_agree_with_the_chunked_selection",)
+INTERVALS = ("tests/test_interval_mask.py::test_intervals_by_comparison",)
+STOPS = ("tests/test_interval_mask.py::test_stops_by_their_definition",)
+ORDER = ("tests/test_interval_mask.py::test_order_is_a_stable_sort_of_each_head",)
 TIES = ("tests/test_mask_topk.py::test_the_two_zeros_tie_and_the_earliest_of_a_tie_is_kept",)
 
 FAULTS: tuple[Fault, ...] = (
@@ -178,5 +181,103 @@ FAULTS: tuple[Fault, ...] = (
         "right = 0 if mask.is_causal else mask.window_size[1]",
         "right = mask.window_size[1]",
         ("tests/test_mask_forms.py::test_the_same_limits_in_other_words",),
+    ),
+    Fault(
+        "a band cuts an interval one query early",
+        "flash_dmattn/masks/prepared/interval_builders.py",
+        "stop.minimum(keys - band.low + 1)",
+        "stop.minimum(keys - band.low)",
+        INTERVALS,
+    ),
+    Fault(
+        "a key without queries keeps its limits",
+        "flash_dmattn/masks/prepared/interval_builders.py",
+        "(x.masked_fill(dead, 0).to(torch.int32)",
+        "(x.to(torch.int32)",
+        INTERVALS,
+    ),
+    Fault(
+        "limits of few bits wrap",
+        "flash_dmattn/masks/prepared/interval_builders.py",
+        "dims=(0, 1)).long() for x",
+        "dims=(0, 1)) for x",
+        ("tests/test_interval_mask.py::test_dtypes_of_limits_do_not_wrap",),
+    ),
+    Fault(
+        "prefixes of fewer than k keys let keys go",
+        "flash_dmattn/masks/topk_stops.py",
+        "threshold.masked_fill(positions + 1 < k, length)",
+        "threshold",
+        STOPS,
+    ),
+    Fault(
+        "a key leaves while it is the k-th best",
+        "flash_dmattn/masks/topk_stops.py",
+        "rank.neg(), right=True)",
+        "rank.neg())",
+        STOPS,
+    ),
+    Fault(
+        "a forbidden key is seen as a local one",
+        "flash_dmattn/masks/prepared/interval_builders.py",
+        "        ends = ends.masked_fill(keys == torch.iinfo(keys.dtype).min, 0)\n",
+        "",
+        ("tests/test_interval_mask.py::test_local_keys_are_those_that_are_allowed",),
+    ),
+    Fault(
+        "intervals of top-k are aligned top-left",
+        "flash_dmattn/masks/prepared/interval_builders.py",
+        "begins, ends = begins + shift, ends + shift",
+        "begins, ends = begins, ends",
+        ("tests/test_interval_mask.py::test_longer_prefixes_with_ties",),
+    ),
+    Fault(
+        "dead keys stand among the live ones",
+        "flash_dmattn/masks/prepared/interval_order.py",
+        "hilbert_codes(x, y, BITS), _DEAD)",
+        "hilbert_codes(x, y, BITS), 0)",
+        ORDER,
+    ),
+    Fault(
+        "keys of one head stand in the order of another",
+        "flash_dmattn/masks/prepared/interval_order.py",
+        "+ of_head * (2 * _DEAD)",
+        "+ 0 * of_head",
+        ORDER,
+    ),
+    Fault(
+        "the curve jumps between quarters",
+        "flash_dmattn/masks/prepared/interval_order.py",
+        "x, y = x ^ flip, y ^ flip",
+        "x, y = x, y",
+        ("tests/test_interval_mask.py::test_codes_walk_the_square_in_steps_of_one",),
+    ),
+    Fault(
+        "codes of late positions leave their bits",
+        "flash_dmattn/masks/prepared/interval_order.py",
+        "(position.long() * (1 << BITS)",
+        "(position * (1 << BITS)",
+        ("tests/test_interval_mask.py::test_order_of_positions_beyond_int32",),
+    ),
+    Fault(
+        "statistics are of keys in their own order",
+        "flash_dmattn/masks/prepared/intervals.py",
+        "if self.is_reordered else of_key",
+        "if self.is_reordered and False else of_key",
+        ("tests/test_interval_mask.py::test_stats_are_those_of_the_tiles_of_places",),
+    ),
+    Fault(
+        "kernels receive intervals that they do not read",
+        "flash_dmattn/backends/protocol.py",
+        'return form != "intervals" and reads_prepared_masks(backend)',
+        "return reads_prepared_masks(backend)",
+        ("tests/test_interval_calls.py::test_what_a_forward_and_its_backward_receive",),
+    ),
+    Fault(
+        "explain is silent about a mask that is unpacked and packed again",
+        "flash_dmattn/dispatch/mask_view.py",
+        'if mask is None or form == "dense" or reads_mask_form(backend, form):',
+        'if mask is None or form == "dense" or reads_prepared_masks(backend):',
+        ("tests/test_interval_calls.py::test_explain_says_what_is_unpacked_and_packed",),
     ),
 )

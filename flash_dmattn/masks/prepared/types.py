@@ -1,4 +1,7 @@
-"""Prepared masks: a bool mask turned, once, into what attention kernels walk: bits and tile lists, or a set of keys."""
+"""Prepared masks: a bool mask turned, once, into what attention kernels walk: bits and tile lists, or a set of keys.
+
+`intervals.py` has the third kind, which never was a bool mask.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +27,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PreparedMask(ABC):
-    """What `prepare_mask` returns: a `TileMask` or a `KeyMask`. It may be used for any number of calls.
+    """What attention takes in the place of a bool mask, for any number of calls: a tile, key or interval mask.
 
     Attributes:
         seqlen_q, seqlen_k: number of queries and keys of the calls it is for.
         is_causal, window_size: the band that is part of it, bottom-right aligned; -1 is unlimited on that side.
-        form: "tiles" of a `TileMask`, "keys" of a `KeyMask`.
+        form: "tiles" of a `TileMask`, "keys" of a `KeyMask`, "intervals" of an `IntervalMask`.
     """
 
-    form: ClassVar[Literal["tiles", "keys"]]
+    form: ClassVar[Literal["tiles", "keys", "intervals"]]
 
     seqlen_q: int
     seqlen_k: int
@@ -126,7 +129,7 @@ class TileMask(PreparedMask):
         col_lists: int32 (Bm, Hm, Tk, 2 + Tq), the same for the columns of tiles.
     """
 
-    form: ClassVar[Literal["tiles", "keys"]] = "tiles"
+    form: ClassVar[Literal["tiles", "keys", "intervals"]] = "tiles"
 
     bits: torch.Tensor
     classes: torch.Tensor
@@ -184,7 +187,7 @@ class TileMask(PreparedMask):
 
     def stats(self) -> MaskStats:
         attending = int(packing.count_bits(self.bits))
-        return _stats(self.shape, attending, self.classes, int((self.bits == 0).all(-1).sum()))
+        return class_stats(self.shape, attending, self.classes, int((self.bits == 0).all(-1).sum()))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -200,7 +203,7 @@ class KeyMask(PreparedMask):
         prefix: int32 (Bm, Hm, Lk + 1), how many are kept below each position.
     """
 
-    form: ClassVar[Literal["tiles", "keys"]] = "keys"
+    form: ClassVar[Literal["tiles", "keys", "intervals"]] = "keys"
 
     kept: torch.Tensor
     count: torch.Tensor
@@ -248,7 +251,7 @@ class KeyMask(PreparedMask):
         whole = inside & (self._kept_between(first_key, end)[..., None, :] == TILE)
         classes = (met > 0).to(torch.uint8) + whole
         shape = (batch, num_heads, self.seqlen_q, seqlen_k)
-        return _stats(shape, int(kept.sum(dtype=torch.int64)), classes, int((kept == 0).sum()))
+        return class_stats(shape, int(kept.sum(dtype=torch.int64)), classes, int((kept == 0).sum()))
 
     def _kept_between(self, start: torch.Tensor, stop: torch.Tensor) -> torch.Tensor:
         """How many keys are kept from `start` to `stop`, not included: (Bm, Hm, ...)."""
@@ -256,7 +259,8 @@ class KeyMask(PreparedMask):
         return (self.prefix[..., stop] - self.prefix[..., start]).clamp(min=0)
 
 
-def _stats(shape: tuple[int, int, int, int], attending: int, classes: torch.Tensor, empty_rows: int) -> MaskStats:
+def class_stats(shape: tuple[int, int, int, int], attending: int, classes: torch.Tensor, empty_rows: int) -> MaskStats:
+    """The statistics of a mask of `shape` from its pairs that attend, the classes of its tiles, and its empty rows."""
     batch, num_heads, seqlen_q, seqlen_k = shape
     number = max(1, classes.numel())
     return MaskStats(

@@ -1,0 +1,185 @@
+"""Interval masks from what defines them: intervals of queries, or the scores of a top-k, without a dense mask."""
+
+from __future__ import annotations
+
+import torch
+
+from ...problem import causal_window, check_flag, check_window, make_band
+from ..arguments import IntsLike, integer, integer_tensor
+from ..broadcast import DIMS, collapse
+from ..topk import select, sort_keys, topk_arguments
+from .interval_operators import run_key_order, run_topk_stops
+from .interval_order import reorder_pays
+from .intervals import IntervalMask
+
+
+def prepare_intervals(
+    start: IntsLike,
+    stop: IntsLike,
+    seqlen_q: int,
+    *,
+    is_causal: bool = False,
+    window_size: tuple[int, int] | None = None,
+    reorder: bool = False,
+) -> IntervalMask:
+    """The prepared mask in which key j is seen by queries `start[j]` to `stop[j]`, not included.
+
+    Equivalent to `prepare_mask(mask, is_causal=is_causal, window_size=window_size)` with::
+
+        i = torch.arange(seqlen_q)[:, None]
+        mask = (i >= start[..., None, :]) & (i < stop[..., None, :])
+
+    Nothing larger than (Bm, Hm, Lk) is made, and nothing waits for the device.
+
+    Args:
+        start, stop: integer tensors or lists of 1 to 3 dims, read from the right as (Bm, Hm, Lk), and broadcast against
+            each other: Bm is 1 or the batch size, Hm is 1, Hk or Hq. What lies below 0 or above `seqlen_q` is cut; a
+            key with `start >= stop` is seen by nobody.
+        seqlen_q: number of queries.
+        is_causal, window_size: the band, as in `prepare_mask`; it is folded in.
+        reorder: put keys of similar intervals side by side, so that kernels visit fewer tiles. It pays where keys that
+            are seen lie scattered among others, as in `prepare_topk`, and not for windows or documents.
+
+    Returns:
+        IntervalMask.
+
+    Raises:
+        TypeError: `start` or `stop` is not integer, or a length, flag or window of another type.
+        ValueError: another rank, shapes that do not broadcast, two devices, a negative length or window.
+
+    Source: Wang et al., "FlashMask: Efficient and Rich Mask Extension of FlashAttention", 2024, which describes masks
+        by the rows that each column leaves out.
+
+    Example:
+        >>> from flash_dmattn.masks import prepare_intervals
+        >>> prepare_intervals([0, 1, 0], [4, 2, 0], 4).dense()[0, 0].int()
+        tensor([[1, 0, 0],
+                [1, 1, 0],
+                [1, 0, 0],
+                [1, 0, 0]], dtype=torch.int32)
+    """
+    begins, ends = integer_tensor("start", start, (1, 2, 3)), integer_tensor("stop", stop, (1, 2, 3))
+    if begins.device != ends.device:
+        raise ValueError(f"stop is on {ends.device} and start on {begins.device}; they must be on one device.")
+    # In 64 bits, so that small dtypes neither wrap nor refuse the limits.
+    begins, ends = (collapse(x[(None,) * (3 - x.dim())], dims=(0, 1)).long() for x in (begins, ends))
+    for dim, name in ((0, DIMS[0]), (1, DIMS[1]), (2, DIMS[3])):
+        if begins.size(dim) != ends.size(dim) and 1 not in (begins.size(dim), ends.size(dim)):
+            raise ValueError(
+                f"stop has {name} = {ends.size(dim)} (shape {tuple(ends.shape)}) and start has {begins.size(dim)} "
+                f"(shape {tuple(begins.shape)}); they must be equal, or one of them 1."
+            )
+    begins, ends = torch.broadcast_tensors(begins, ends)
+    return _interval_mask(
+        begins,
+        ends,
+        integer("seqlen_q", seqlen_q),
+        check_flag("is_causal", is_causal),
+        check_window(window_size),
+        check_flag("reorder", reorder),
+    )
+
+
+def prepare_topk(
+    scores: torch.Tensor,
+    k: int,
+    *,
+    is_causal: bool = False,
+    mask: torch.Tensor | None = None,
+    seqlen_q: int | None = None,
+    local: int = 0,
+    reorder: bool | None = None,
+) -> IntervalMask:
+    """The prepared mask of the `k` highest scored keys of every query, from one score per key.
+
+    Equivalent to `prepare_mask(topk_mask(scores, k, is_causal=is_causal, mask=mask, seqlen_q=seqlen_q),
+    is_causal=is_causal)`, ties, NaN and -inf included. The best keys of a causal prefix stay the best until better ones
+    come, so a key is seen by one interval of queries: O(Lk log Lk) in time and O(Lk) in memory, whatever the number of
+    queries. Nothing waits for the device.
+
+    Args:
+        scores: float tensor of 1 to 4 dims, read from the right as (B or 1, H or 1, 1, Lk): one score per key for all
+            queries. H is 1, Hk or Hq. No gradient goes through it.
+        k: number of keys to keep, >= 1; may exceed Lk.
+        is_causal: only keys j <= i + Lk - Lq are allowed to query i.
+        mask: bool tensor broadcastable to (B, H, 1, Lk), True = allowed, the same for all queries.
+        seqlen_q: number of queries; Lk by default. Decoding one query against a cache needs `seqlen_q=1`.
+        local: a causal query also sees the last `local` keys up to its own, those that are allowed; they do not count
+            as part of the k. It is `topk_mask(...) | sliding_window_mask(Lq, Lk, (local - 1, 0)) & mask`.
+        reorder: put keys of similar intervals side by side, so that kernels visit fewer tiles. By default where that is
+            expected to save more time than it costs: see "Order" in docs/prepared_masks.md. Sizes alone decide, with
+            the heads of `scores` for those of the call, and a backward pass expected where `scores` need a gradient.
+
+    Returns:
+        IntervalMask with the batch size and heads of scores and mask.
+
+    Raises:
+        TypeError: `scores` is not float, `mask` is not bool, `k` or `local` is not an int, or a flag is no bool.
+        ValueError: `scores` or `mask` depends on the query, k < 1, `local` without `is_causal`, shapes that do not
+            broadcast.
+
+    Source: the dynamic mask of "Trainable Dynamic Mask Sparse Attention", 2025, as intervals.
+
+    Example:
+        >>> from flash_dmattn.masks import prepare_topk
+        >>> prepared = prepare_topk(torch.tensor([3.0, 1.0, 2.0, 2.0]), 2, is_causal=True)
+        >>> prepared.start.tolist(), prepared.stop.tolist()
+        ([[[0, 1, 2, 0]]], [[[4, 2, 4, 0]]])
+        >>> prepared.dense()[0, 0].int()
+        tensor([[1, 0, 0, 0],
+                [1, 1, 0, 0],
+                [1, 0, 1, 0],
+                [1, 0, 1, 0]], dtype=torch.int32)
+    """
+    integer("k", k, 1)
+    is_causal, local = check_flag("is_causal", is_causal), integer("local", local)
+    if local and not is_causal:
+        raise ValueError(f"local is {local} and is_causal is False; local keys are the last of a causal prefix.")
+    values, allowed, seqlen_q = topk_arguments(scores, mask, seqlen_q)
+    for name, given in (("scores", values), ("mask", allowed)):
+        if given is not None and given.size(2) != 1:
+            raise ValueError(
+                f"{name} has {given.size(2)} rows (as 4-D, shape {tuple(given.shape)}) and must have one for all "
+                f"queries; what depends on the query makes no intervals: use prepare_mask(topk_mask(...))."
+            )
+    keys = sort_keys(values, allowed)[:, :, 0]
+    batch, heads, seqlen_k = keys.shape
+    if reorder is None:
+        reorder = reorder_pays(
+            batch * heads,
+            seqlen_q,
+            seqlen_k,
+            k + local,
+            is_causal=is_causal,
+            has_backward=scores.requires_grad and torch.is_grad_enabled(),
+        )
+    begins = torch.arange(seqlen_k, device=keys.device).expand(keys.shape)
+    if is_causal:
+        ends = run_topk_stops(keys.flatten(0, 1), k).view(keys.shape).maximum(begins + min(local, seqlen_k))
+        ends = ends.masked_fill(keys == torch.iinfo(keys.dtype).min, 0)
+        shift = seqlen_q - seqlen_k  # rows of positions: the last query stands at the last key
+        begins, ends = begins + shift, ends + shift
+    else:
+        begins, ends = torch.zeros_like(begins), select(keys, k) * seqlen_q
+    return _interval_mask(begins, ends, seqlen_q, is_causal, (-1, -1), check_flag("reorder", reorder))
+
+
+def _interval_mask(
+    start: torch.Tensor,
+    stop: torch.Tensor,
+    seqlen_q: int,
+    is_causal: bool,
+    window_size: tuple[int, int],
+    reorder: bool,
+) -> IntervalMask:
+    """The mask of intervals int64 (Bm, Hm, Lk) of one shape and any values, cut to the rows that exist and the band."""
+    seqlen_k = start.size(2)
+    band = make_band(seqlen_q, seqlen_k, causal_window(is_causal, window_size))
+    if band is not None:
+        keys = torch.arange(seqlen_k, device=start.device)
+        start, stop = start.maximum(keys - band.high), stop.minimum(keys - band.low + 1)
+    start, stop = start.clamp(0, seqlen_q), stop.clamp(0, seqlen_q)
+    dead = start >= stop
+    start, stop = (x.masked_fill(dead, 0).to(torch.int32).contiguous() for x in (start, stop))
+    order = run_key_order(start, stop, seqlen_q) if reorder else start.new_empty((*start.shape[:2], 0))
+    return IntervalMask(seqlen_q, seqlen_k, is_causal, window_size, start, stop, order)

@@ -1,0 +1,253 @@
+"""Interval masks in a call: what the dense mask gives, on every backend; what is unpacked, and that explain says so."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from flex_fixture import eager_flex
+from mask_forms import DENSE, HK, HQ, LK, LQ, PREPARED, B, D, assert_same, both_registered, leaves, results
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import flash_dmattn
+from flash_dmattn import api, masks
+from flash_dmattn.dispatch import refusals, settings
+from flash_dmattn.explanation import explain_description
+from flash_dmattn.masks import IntervalMask, prepare_intervals, prepare_topk, topk_mask
+
+
+@pytest.fixture(autouse=True)
+def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name, value in (("default_backend", "auto"), ("disabled", ()), ("environment_unchecked", False)):
+        monkeypatch.setattr(settings.process, name, value)
+    monkeypatch.setattr(refusals, "_warned", set())
+    with both_registered():
+        yield
+
+
+def scores_of(*shape: int) -> Tensor:
+    scores = torch.randn(shape, generator=torch.Generator().manual_seed(2)).round(decimals=1)
+    scores[..., ::9] = -torch.inf
+    return scores
+
+
+# With the mask that each stands for.
+TOPK = scores_of(1, HK, 1, LK)
+START = torch.arange(LK).expand(B, HQ, LK) % 97
+MASKS: dict[str, tuple[IntervalMask, Tensor]] = {
+    "top-k, a head each": (
+        prepare_topk(TOPK, 20, is_causal=True, seqlen_q=LQ, reorder=True),
+        topk_mask(TOPK, 20, is_causal=True, seqlen_q=LQ),
+    ),
+    "top-k without causality": (
+        prepare_topk(TOPK, 20, seqlen_q=LQ),
+        topk_mask(TOPK, 20, seqlen_q=LQ).expand(-1, -1, LQ, -1),
+    ),
+    "intervals of a batch": (
+        prepare_intervals(START, START + 40, LQ),
+        (torch.arange(LQ)[:, None] >= START[..., None, :]) & (torch.arange(LQ)[:, None] < START[..., None, :] + 40),
+    ),
+    "a window": (
+        prepare_intervals([0], torch.full((LK,), LQ), LQ, window_size=(30, 2)),
+        masks.sliding_window_mask(LQ, LK, (30, 2)),
+    ),
+    "none allowed": (prepare_intervals([0] * LK, [0], LQ), torch.zeros(1, 1, LQ, LK, dtype=torch.bool)),
+}
+BACKENDS = ("eager", "reference", "flex", PREPARED.NAME, DENSE.NAME, (PREPARED.NAME, "eager"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+@pytest.mark.parametrize("kind", MASKS)
+def test_interval_mask_gives_what_the_dense_mask_gives(kind: str, backend: Any) -> None:
+    prepared, dense = MASKS[kind]
+    if backend == "flex":
+        given = leaves(torch.float32)
+        with eager_flex():
+            found = results(given, prepared, backend=backend)
+        assert_same(found, results(given, dense, backend="reference"), rtol=1e-4, atol=1e-4)
+        return
+    expected = results(leaves(), dense, backend="reference")
+    assert_same(results(leaves(), prepared, backend=backend), expected)
+    band = {"is_causal": prepared.is_causal, "window_size": prepared.window_size}
+    assert_same(results(leaves(), prepared, backend=backend, **band), expected)
+
+
+def test_on_eager_bit_by_bit() -> None:
+    prepared, dense = MASKS["top-k, a head each"]
+    found, expected = (results(leaves(), mask, backend="eager") for mask in (prepared, dense))
+    assert_same(found, expected)
+    assert all(torch.equal(x, y) for x, y in zip(found, results(leaves(), prepared, backend="eager"), strict=True))
+
+
+@pytest.mark.parametrize("seqlen_q", [0, 1])
+def test_decoding(seqlen_q: int) -> None:
+    given = leaves(seqlen_q=seqlen_q)
+    prepared = prepare_topk(TOPK, 20, is_causal=True, seqlen_q=seqlen_q, reorder=True)
+    dense = topk_mask(TOPK, 20, is_causal=True, seqlen_q=seqlen_q)
+    expected = results(given, dense, backend="reference")
+    for backend in ("eager", PREPARED.NAME):
+        assert_same(results(given, prepared, backend=backend), expected)
+
+
+# What backends receive today, and what explain says of it
+
+
+@pytest.mark.parametrize(
+    ("backend", "received"),
+    [
+        (PREPARED.NAME, ["tiles", "tiles"]),  # unpacked, and packed once for both passes
+        (DENSE.NAME, ["dense", "dense"]),
+        ((PREPARED.NAME, DENSE.NAME), ["dense", "dense"]),
+    ],
+)
+def test_what_a_forward_and_its_backward_receive(backend: Any, received: list[str]) -> None:
+    results(leaves(), MASKS["top-k, a head each"][0], backend=backend)
+    assert PREPARED.received + DENSE.received == received
+
+
+def test_a_forward_pass_alone_receives_the_dense_mask() -> None:
+    q, k, v, bias = (x.detach() for x in leaves())
+    flash_dmattn.attention(q, k, v, MASKS["a window"][0], bias, backend=PREPARED.NAME)
+    assert PREPARED.received == ["dense"]
+
+
+def test_explain_says_what_is_unpacked_and_packed() -> None:
+    q, k, v, bias = leaves()
+    prepared = MASKS["top-k, a head each"][0]
+    explanation = flash_dmattn.explain(q, k, v, prepared, bias)
+    unpacked = prepared.unpacked()
+    assert explanation.problem.mask_form == "intervals"
+    assert explanation.problem.mask == (tuple(unpacked.shape), unpacked.stride(), torch.bool)
+    assert f", prepared mask (1, {HK}, {LQ}, {LK}), bias " in str(explanation.problem)
+    assert ", causal, " in str(explanation.problem)
+    notes = {verdict.backend: verdict.notes for verdict in explanation.verdicts}
+    unpacks = "unpacks the prepared mask to a dense bool tensor of 0.0 MB"
+    assert notes["eager"] == notes["reference"] == notes[DENSE.NAME] == (unpacks,)
+    assert notes[PREPARED.NAME] == (f"{unpacks}, and packs that in every call, to 0.0 MB",)
+
+
+@pytest.mark.parametrize(("seqlen_q", "unpacked", "packed"), [(16384, "1024.0", "128.0"), (1, "0.1", "0.5")])
+def test_explain_of_a_long_call_on_a_gpu(seqlen_q: int, unpacked: str, packed: str) -> None:
+    """Of a call with an interval mask of key-value heads, as `explain` describes it."""
+    shape = {"mask": (1, 4, seqlen_q, 16384), "seqlen_k": 16384, "kv_heads": 4, "device": "sm_90"}
+    problem = flash_dmattn.explain_problem((1, seqlen_q, 16, 64), mask_prepared=True, **shape).problem
+    verdicts = explain_description(problem._replace(mask_form="intervals"), "auto").verdicts
+    notes = {verdict.backend: verdict.notes[:1] for verdict in verdicts if not verdict.reasons}
+    reasons = {reason.code for verdict in verdicts for reason in verdict.reasons}
+    unpacks = f"unpacks the prepared mask to a dense bool tensor of {unpacked} MB"
+    assert notes["eager"] == (unpacks,)
+    for backend in {"cuda", "triton"} & notes.keys():
+        assert notes[backend] == (f"{unpacks}, and packs that in every call, to {packed} MB",)
+    # A single query makes it a key mask, as it does a dense one: cuda leaves those to triton.
+    assert ("key_mask" in reasons) == (seqlen_q == 1)
+
+
+def test_the_fallback_counts_the_dense_mask() -> None:
+    from flash_dmattn.backends import eager
+
+    shape = {"mask": (1, 1, 4096, 4096), "dtype": "fp64", "device": "sm_80"}
+    dense = flash_dmattn.explain_problem((1, 4096, 2, 64), **shape).problem
+    assert eager.workspace_bytes(dense._replace(mask_form="intervals")) == eager.workspace_bytes(dense) + 2**24
+
+
+def test_alike_calls_are_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    describe = api.describe
+    monkeypatch.setattr(api, "describe", lambda *arguments: (calls.append(1), describe(*arguments))[1])
+    q, k, v, bias = (x.detach() for x in leaves())
+    for scores in (TOPK, -TOPK, TOPK + 1):
+        prepared = prepare_topk(scores, 20, is_causal=True, seqlen_q=LQ)
+        found = flash_dmattn.attention(q, k, v, prepared, bias)
+        assert_same([found], [flash_dmattn.attention(q, k, v, prepared.dense(), bias, backend="reference")])
+    assert len(calls) == 2  # that with an interval mask, and the reference with a dense one
+    flash_dmattn.attention(q, k, v, prepare_topk(TOPK, 20, is_causal=True, seqlen_q=LQ, reorder=True), bias)
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("function", [flash_dmattn.attention, flash_dmattn.explain])
+@pytest.mark.parametrize(
+    ("mask", "flags", "text"),
+    [
+        (prepare_topk(TOPK, 3, is_causal=True), {}, "mask was prepared for seqlen_q 150; it needs that of the call"),
+        (prepare_topk(TOPK[..., 1:], 3, seqlen_q=LQ), {}, "mask was prepared for seqlen_k 149; it needs that of the"),
+        (prepare_topk(scores_of(1, 3, 1, LK), 3, seqlen_q=LQ), {}, "mask has shape (1, 3, 140, 150), read as"),
+        (prepare_topk(TOPK, 3, seqlen_q=LQ).to("meta"), {}, "mask is on meta; it needs to be on the device of q, cpu"),
+        (prepare_topk(TOPK, 3, seqlen_q=LQ), {"is_causal": True}, "is_causal is True, but mask was prepared with"),
+        (MASKS["a window"][0], {"window_size": (30, 3)}, "window_size is (30, 3), but mask was prepared with is_causal"),
+    ],
+)
+def test_mask_of_another_call_is_refused(function: Any, mask: IntervalMask, flags: dict[str, Any], text: str) -> None:
+    q, k, v, bias = leaves()
+    with pytest.raises(ValueError, match=re.escape(text)):
+        function(q, k, v, mask, bias, **flags)
+
+
+# Transforms and torch.compile
+
+
+def test_functional_gradient_vmap_and_second_derivative() -> None:
+    prepared, dense = MASKS["top-k, a head each"]
+
+    def loss(*tensors: Tensor, mask: Any = prepared, backend: str = "eager") -> Tensor:
+        q, k, v, bias = tensors
+        return flash_dmattn.attention(q, k, v, mask, bias, backend=backend).sin().sum()
+
+    given = leaves()
+    expected = torch.autograd.grad(loss(*given, mask=dense, backend="reference"), given, create_graph=True)
+    found = torch.autograd.grad(loss(*given), given, create_graph=True)
+    assert_same([*found], [*expected])
+    second = (torch.autograd.grad(sum(g.sin().sum() for g in first), given) for first in (found, expected))
+    assert_same(*([*x] for x in second))
+    plain = [x.detach() for x in given]
+    assert_same(list(torch.func.grad(loss, argnums=(0, 1, 2, 3))(*plain)), list(expected))
+    of_bias = torch.func.vmap(lambda bias: loss(*plain[:3], bias))
+    assert_same([of_bias(torch.stack([plain[3]] * 2))[1]], [loss(*plain, mask=dense, backend="reference")])
+
+
+@pytest.mark.parametrize("backend", ["eager", PREPARED.NAME])
+@pytest.mark.parametrize("inside", [True, False])
+def test_one_graph(inside: bool, backend: str) -> None:
+    """The mask made in the graph from the bias, or outside of it."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Any = None) -> tuple[Tensor, Tensor]:
+        if inside:
+            mask = prepare_topk(bias, 20, is_causal=True, seqlen_q=q.shape[1], local=3, reorder=True)
+        return flash_dmattn.attention(q, k, v, mask, bias, return_lse=True, backend=backend)
+
+    torch._dynamo.reset()
+    given = leaves()
+    prepared = prepare_topk(given[3], 20, is_causal=True, seqlen_q=LQ, local=3, reorder=True)
+    expected = results(given, prepared.dense(), backend="reference")
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        out, lse = compiled(*given, *(() if inside else (prepared,)))
+        total = out.sin().sum() + lse.masked_fill(lse == -torch.inf, 0.0).cos().sum()
+        assert_same([out, lse, *torch.autograd.grad(total, given)], expected)
+
+
+def test_another_mask_compiles_nothing_and_takes_effect() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    q, k, v, bias = (x.detach() for x in leaves())
+    compiled = torch.compile(lambda m: flash_dmattn.attention(q, k, v, m, bias), backend=counter, fullgraph=True)
+    for scores in (TOPK, -TOPK):
+        prepared = prepare_topk(scores, 20, is_causal=True, seqlen_q=LQ)
+        assert_same([compiled(prepared)], [flash_dmattn.attention(q, k, v, prepared.dense(), bias)])
+    assert counter.frame_count == 1
+
+
+def test_the_graph_that_makes_a_mask_on_inductor() -> None:
+    torch._dynamo.reset()
+
+    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        mask = prepare_topk(bias, 20, is_causal=True, seqlen_q=q.shape[1], reorder=True)
+        return flash_dmattn.attention(q, k, v, mask, bias, backend="eager")
+
+    given = leaves(torch.float32)
+    found, expected = torch.compile(call, fullgraph=True)(*given), call(*given)
+    assert_same([found], [expected], rtol=1e-5, atol=1e-5)
+    assert (B, LQ, HQ, D) == tuple(found.shape)

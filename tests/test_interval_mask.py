@@ -1,0 +1,486 @@
+"""Interval masks: fields, order and statistics against loops; top-k against the dense mask; memory, waiting, errors."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flash_dmattn import masks
+from flash_dmattn.masks import IntervalMask, prepare_intervals, prepare_topk, topk_mask
+from flash_dmattn.masks.prepared.interval_order import hilbert_codes, key_order, reorder_pays
+from flash_dmattn.masks.topk_stops import topk_stops
+
+INF, NAN = math.inf, math.nan
+# Few distinct values, so that most rows have ties.
+VALUES = torch.tensor([-INF, -2.5, -1.0, -0.0, 0.0, 0.0, 1.0, 1.0, 2.5, INF, NAN])
+
+
+def check_fields(mask: IntervalMask) -> None:
+    """What holds of every interval mask: dtypes, layout, ranges, one form for dead keys, an order that is one."""
+    batch, heads, seqlen_q, seqlen_k = mask.shape
+    assert (seqlen_q, seqlen_k) == (mask.seqlen_q, mask.seqlen_k)
+    assert all(x.dtype == torch.int32 and x.is_contiguous() for x in mask.tensors)
+    assert len({x.data_ptr() for x in mask.tensors if x.numel()}) == sum(x.numel() > 0 for x in mask.tensors)
+    assert mask.start.shape == mask.stop.shape == (batch, heads, seqlen_k)
+    live = mask.start < mask.stop
+    assert bool(((mask.start >= 0) & (mask.stop <= seqlen_q)).all())
+    assert not mask.start[~live].any() and not mask.stop[~live].any()
+    assert mask.order.shape in ((batch, heads, seqlen_k), (batch, heads, 0))
+    if mask.is_reordered:
+        assert torch.equal(mask.order.sort(-1).values, torch.arange(seqlen_k, dtype=torch.int32).expand_as(mask.start))
+        placed = live.gather(2, mask.order.long())
+        assert torch.equal(placed, placed.sort(-1, descending=True).values)
+
+
+# Top-k
+
+
+def random_scores(rng: random.Random, seqlen_k: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    shape = (rng.randint(1, 2), rng.randint(1, 2), 1, seqlen_k)
+    dtype = rng.choice([torch.float16, torch.bfloat16, torch.float32, torch.float64])
+    if rng.random() < 0.3:
+        return torch.randn(shape, generator=generator).to(dtype)
+    return VALUES[torch.randint(len(VALUES), shape, generator=generator)].to(dtype)
+
+
+def random_mask(rng: random.Random, scores: Tensor) -> Tensor | None:
+    if rng.random() < 0.5:
+        return None
+    shape = (rng.choice([1, scores.size(0)]), rng.choice([1, scores.size(1), 2 * scores.size(1)]), 1)
+    keys = rng.choice([1, scores.size(3), scores.size(3)])
+    return torch.rand((*shape, keys), generator=torch.Generator().manual_seed(rng.randrange(2**31))) < 0.6
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_top_k_is_that_of_the_dense_mask(seed: int, is_causal: bool) -> None:
+    rng = random.Random(f"{seed} {is_causal}")
+    for _ in range(12):
+        seqlen_q, seqlen_k = rng.randint(0, 24), rng.randint(0, 24)
+        scores, k = random_scores(rng, seqlen_k), rng.choice([1, 2, 3, 5, 8, 13, 40])
+        mask = random_mask(rng, scores)
+        local = rng.choice([0, 0, 1, 2, 7, 50]) if is_causal else 0
+        given: dict[str, Any] = {"is_causal": is_causal, "mask": mask, "seqlen_q": seqlen_q}
+        prepared = prepare_topk(scores, k, local=local, reorder=rng.choice([None, False, True]), **given)
+        expected = topk_mask(scores, k, **given)
+        if local:
+            allowed = scores != -INF
+            window = masks.sliding_window_mask(seqlen_q, seqlen_k, (local - 1, 0))
+            expected = masks.combine(
+                expected, masks.combine(allowed if mask is None else masks.combine(allowed, mask), window), op="or"
+            )
+        assert torch.equal(prepared.dense(), expected.expand(-1, -1, seqlen_q, -1)), (scores, k, given, local)
+        assert prepared.is_causal is is_causal and prepared.window_size == (-1, -1)
+        check_fields(prepared)
+
+
+@pytest.mark.parametrize("lengths", [(700, 700), (300, 700), (700, 300)])
+def test_longer_prefixes_with_ties(lengths: tuple[int, int]) -> None:
+    scores = torch.randn(2, 2, 1, lengths[1], generator=torch.Generator().manual_seed(0)).round(decimals=1)
+    prepared = prepare_topk(scores, 64, is_causal=True, seqlen_q=lengths[0], reorder=True)
+    assert torch.equal(prepared.dense(), topk_mask(scores, 64, is_causal=True, seqlen_q=lengths[0]))
+    check_fields(prepared)
+
+
+def test_the_earliest_of_a_tie_stays_and_the_two_zeros_tie() -> None:
+    assert topk_stops(torch.tensor([[5, 5, 5, 5], [1, 2, 3, 4]]), 2).tolist() == [[4, 4, 2, 3], [2, 3, 4, 4]]
+    prepared = prepare_topk(torch.tensor([-0.0, 0.0, 1.0, 0.0]), 2, is_causal=True)
+    assert prepared.stop.tolist() == [[[4, 2, 4, 0]]]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_stops_by_their_definition(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    length, k = 3 + 5 * seed, 1 + seed
+    keys = torch.randint(6, (3, length), generator=generator)
+    for row, stops in zip(keys.tolist(), topk_stops(keys, k).tolist(), strict=True):
+        for j, stop in enumerate(stops):
+            better = [i for i in range(length) if (-row[i], i) < (-row[j], j)]
+            assert stop == (max(j, better[k - 1]) if len(better) >= k else length)
+
+
+def test_scores_per_group_meet_a_mask_per_head() -> None:
+    scores = torch.randn(1, 2, 1, 40, generator=torch.Generator().manual_seed(0))
+    mask = torch.rand(2, 6, 1, 40, generator=torch.Generator().manual_seed(1)) < 0.7
+    prepared = prepare_topk(scores, 5, is_causal=True, mask=mask)
+    assert prepared.shape == (2, 6, 40, 40)
+    assert torch.equal(prepared.dense(), topk_mask(scores, 5, is_causal=True, mask=mask))
+
+
+def test_expanded_scores_count_once_and_none_is_kept_alive() -> None:
+    scores = torch.randn(1, 1, 1, 40).requires_grad_()
+    prepared = prepare_topk(scores.expand(3, 4, 40, 40), 5, is_causal=True)
+    assert prepared.shape == (1, 1, 40, 40) and not any(x.requires_grad for x in prepared.tensors)
+
+
+def test_local_keys_are_those_that_are_allowed() -> None:
+    scores = torch.tensor([1.0, -INF, 0.0, 3.0, 2.0])
+    mask = torch.tensor([True, True, True, True, False])
+    prepared = prepare_topk(scores, 1, is_causal=True, mask=mask, local=2)
+    assert (prepared.start.flatten().tolist(), prepared.stop.flatten().tolist()) == ([0, 0, 2, 3, 0], [3, 0, 4, 5, 0])
+
+
+# Intervals
+
+
+BANDS: list[dict[str, Any]] = [
+    {},
+    {"is_causal": True},
+    {"window_size": (7, 3)},
+    {"window_size": (0, 0)},
+    {"window_size": (-1, 2), "is_causal": True},
+    {"window_size": (2**40, 0)},
+]
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 3), (3, 0), (1, 9), (9, 1), (20, 20), (14, 31), (31, 14)])
+def test_intervals_by_comparison(seqlen_q: int, seqlen_k: int, band: dict[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(seqlen_q)
+    start, stop = (torch.randint(-5, seqlen_q + 6, (2, 3, seqlen_k), generator=generator) for _ in range(2))
+    i, j = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)
+    p = i + seqlen_k - seqlen_q
+    left, right = band.get("window_size", (-1, -1))
+    allowed = (i >= start[..., None, :]) & (i < stop[..., None, :])
+    allowed &= (j <= p) | (not band.get("is_causal", False))
+    allowed &= ((j >= p - left) | (left < 0)) & ((j <= p + right) | (right < 0))
+    for reorder in (False, True):
+        prepared = prepare_intervals(start, stop, seqlen_q, reorder=reorder, **band)
+        assert torch.equal(prepared.dense(), allowed) and torch.equal(prepared.unpacked(), allowed)
+        assert torch.equal(prepared.dense(2, 7), allowed[:, :, 2:7])
+        assert torch.equal(prepared.dense(-3), allowed[:, :, -3:])
+        check_fields(prepared)
+        assert prepared.is_reordered == (reorder or seqlen_k == 0)
+        assert (prepared.is_causal, prepared.window_size) == (band.get("is_causal", False), (left, right))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32, torch.int64])
+def test_dtypes_of_limits_do_not_wrap(dtype: torch.dtype) -> None:
+    start, stop = torch.tensor([0, 100, 7], dtype=dtype), torch.tensor([100, 127, 3], dtype=dtype)
+    prepared = prepare_intervals(start, stop, 1000)
+    assert (prepared.start.flatten().tolist(), prepared.stop.flatten().tolist()) == ([0, 100, 0], [100, 127, 0])
+    prepared = prepare_intervals(start, stop, 1000, window_size=(900, 900))
+    assert (prepared.start.flatten().tolist(), prepared.stop.flatten().tolist()) == ([97, 100, 0], [100, 127, 0])
+
+
+def test_limits_broadcast_and_lists_do() -> None:
+    start = torch.tensor([[[1]], [[2]]])  # a batch of two, one key for all
+    stop = torch.tensor([[4, 5, 6], [3, 3, 3]])  # two heads, three keys
+    prepared = prepare_intervals(start, stop, 6)
+    assert prepared.shape == (2, 2, 6, 3)
+    assert prepared.start[:, 1].tolist() == [[1, 1, 1], [2, 2, 2]] and prepared.stop[1, 0].tolist() == [4, 5, 6]
+    assert prepare_intervals([1, 2], [[3], [4]], 9).stop.tolist() == [[[3, 3], [4, 4]]]
+    shared = prepare_intervals(torch.tensor([0, 1]).expand(4, 5, 2), [2, 2], 2)
+    assert shared.shape == (1, 1, 2, 2)
+
+
+def test_limits_that_change_later_change_no_mask() -> None:
+    start, stop = torch.zeros(1, 1, 4, dtype=torch.int32), torch.full((1, 1, 4), 3, dtype=torch.int32)
+    prepared = prepare_intervals(start, stop, 4)
+    start += 2
+    stop -= 3
+    assert prepared.start.tolist() == [[[0] * 4]] and prepared.stop.tolist() == [[[3] * 4]]
+
+
+# Order
+
+
+def curve_position(x: int, y: int, bits: int) -> int:
+    """The same curve by recursion: which quarter, then where in it, in its own turn."""
+    if bits == 0:
+        return 0
+    half = 1 << (bits - 1)
+    right, upper = x >= half, y >= half
+    x, y = x % half, y % half
+    quarter = {(False, False): 0, (False, True): 1, (True, True): 2, (True, False): 3}[right, upper]
+    if quarter == 0:
+        x, y = y, x
+    elif quarter == 3:
+        x, y = half - 1 - y, half - 1 - x
+    return quarter * half * half + curve_position(x, y, bits - 1)
+
+
+def test_codes_walk_the_square_in_steps_of_one() -> None:
+    side = torch.arange(256)
+    x, y = side.repeat_interleave(256), side.repeat(256)
+    codes = hilbert_codes(x, y, 8)
+    order = codes.argsort()
+    assert torch.equal(codes[order], torch.arange(1 << 16))
+    assert bool((x[order].diff().abs() + y[order].diff().abs() == 1).all())
+    for point in range(0, 1 << 16, 997):
+        assert int(codes[point]) == curve_position(int(x[point]), int(y[point]), 8)
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 9, 300, 70_000])
+def test_order_is_a_stable_sort_of_each_head(seqlen_q: int) -> None:
+    generator = torch.Generator().manual_seed(seqlen_q)
+    start, stop = (torch.randint(0, seqlen_q + 1, (2, 3, 400), generator=generator) for _ in range(2))
+    order = key_order(start, stop, seqlen_q)
+    assert order.dtype == torch.int32 and order.is_contiguous()
+    for b, h in itertools.product(range(2), range(3)):
+        begins, ends = start[b, h].tolist(), stop[b, h].tolist()
+
+        def code(j: int, begins: list[int] = begins, ends: list[int] = ends) -> tuple[bool, int]:
+            x, y = (value * 256 // (seqlen_q + 1) for value in (begins[j], ends[j]))
+            return (True, 0) if begins[j] >= ends[j] else (False, curve_position(x, y, 8))
+
+        assert order[b, h].tolist() == sorted(range(400), key=code)
+
+
+def test_order_of_positions_beyond_int32() -> None:
+    seqlen_q = 2**31 - 1
+    start = torch.tensor([[[0, 3 * 2**28, 3]]], dtype=torch.int32)
+    stop = torch.tensor([[[2**30, seqlen_q, 2**30 + 5]]], dtype=torch.int32)
+    assert key_order(start, stop, seqlen_q).tolist() == [[[0, 2, 1]]]
+
+
+@pytest.mark.parametrize(("local", "most"), [(0, 1.6), (64, 1.9)])
+def test_order_makes_tiles_dense(local: int, most: float) -> None:
+    """Active tiles over those that the kept pairs would fill: scattered scores of 8k keys, 1024 kept."""
+    length, kept = 8192, 1024
+    scores = torch.randn(1, 2, 1, length, generator=torch.Generator().manual_seed(0))
+    prepared = prepare_topk(scores, kept, is_causal=True, local=local, reorder=True)
+    order = prepared.order.long()
+    begins, ends = (x.gather(2, order).unflatten(2, (-1, 128)) for x in (prepared.start, prepared.stop))
+    live = begins < ends
+    first = torch.where(live, begins // 128, length).amin(-1)
+    last = torch.where(live, (ends + 127) // 128, 0).amax(-1)
+    active = (last - first).clamp(min=0).sum(-1)
+    filled = (prepared.stop - prepared.start).sum(-1) / 128**2
+    assert float((active / filled).max()) < most
+    plain = prepare_topk(scores, kept, is_causal=True, local=local, reorder=False).stats()
+    assert plain.active_tile_fraction > 2 * prepared.stats().active_tile_fraction
+
+
+def test_where_an_order_pays() -> None:
+    def pays(length: int, kept: int = 1024, heads: int = 16, **given: Any) -> bool:
+        return reorder_pays(heads, length, length, kept, **{"is_causal": True, "has_backward": False, **given})
+
+    assert [pays(n) for n in (2048, 4096, 8192)] == [False, False, True]
+    assert [pays(n, has_backward=True) for n in (2048, 4096)] == [False, True]
+    assert [pays(n, heads=4) for n in (4096, 16384)] == [False, True]
+    assert not pays(8192, kept=8192) and not pays(8192, kept=0) and not pays(0) and pays(8192, is_causal=False)
+    decoding = [reorder_pays(16, 1, n, 1024, is_causal=True, has_backward=False) for n in (16384, 65536)]
+    assert decoding == [False, True]
+    # Behind the diagonal, of fewer queries than keys and of more: as many pairs as there are, no more.
+    assert reorder_pays(16, 8192, 32768, 1024, is_causal=True, has_backward=False)
+    assert not reorder_pays(1, 10**6, 128, 64, is_causal=True, has_backward=True)
+
+
+def test_top_k_reorders_where_it_pays_unless_it_is_told() -> None:
+    def is_reordered(length: int, heads: int = 16, requires_grad: bool = False, **given: Any) -> bool:
+        scores = torch.zeros(1, heads, 1, length, device="meta", requires_grad=requires_grad)
+        return prepare_topk(scores, 1024, is_causal=True, **given).is_reordered
+
+    assert [is_reordered(n) for n in (4096, 8192)] == [False, True]
+    assert is_reordered(4096, requires_grad=True)
+    with torch.no_grad():
+        assert not is_reordered(4096, requires_grad=True)
+    assert is_reordered(128, reorder=True) and not is_reordered(8192, reorder=False)
+    assert not prepare_intervals([0] * 9, [9] * 9, 9).is_reordered
+
+
+# Statistics
+
+
+@pytest.mark.parametrize("reorder", [False, True])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 5), (5, 0), (1, 130), (300, 256), (256, 300), (500, 700)])
+def test_stats_are_those_of_the_tiles_of_places(seqlen_q: int, seqlen_k: int, reorder: bool) -> None:
+    generator = torch.Generator().manual_seed(seqlen_q)
+    start, stop = (torch.randint(0, seqlen_q + 1, (2, 2, seqlen_k), generator=generator) for _ in range(2))
+    start[0, 0], stop[0, 0] = 0, seqlen_q  # every tile full
+    start[1, 1, : seqlen_k // 2], stop[1, 1, : seqlen_k // 2] = seqlen_q // 3, seqlen_q  # full in part, rows empty
+    stop[1, 1, seqlen_k // 2 :] = 0
+    prepared = prepare_intervals(start, stop, seqlen_q, reorder=reorder)
+    dense = prepared.dense()
+    if reorder:
+        dense = dense.gather(3, prepared.order.long()[:, :, None].expand_as(dense))
+    found, expected = prepared.stats(), masks.mask_stats(dense)
+    for name in ("shape", "block_size", "density", "active_tile_fraction", "empty_rows"):
+        assert getattr(found, name) == getattr(expected, name), name
+    whole = masks.mask_stats(dense[..., : seqlen_k // 128 * 128])  # a last tile with fewer keys is never full
+    tiles = max(1, -(-seqlen_k // 128))
+    assert found.full_tile_fraction == pytest.approx(whole.full_tile_fraction * (seqlen_k // 128) / tiles)
+
+
+# What a mask is beside its values
+
+
+def test_to_another_device_and_printing() -> None:
+    prepared = prepare_intervals([0, 2], [3, 4], 4, window_size=(3, 1), reorder=True)
+    assert prepared.to("cpu") is prepared
+    moved = prepared.to("meta")
+    assert type(moved) is IntervalMask and moved.device.type == "meta" and moved.is_reordered
+    assert (moved.shape, moved.window_size, moved.form) == (prepared.shape, (3, 1), "intervals")
+    shown = "seqlen_q=4, is_causal=False, window_size=(3, 1), device='cpu')"
+    assert repr(prepared) == f"IntervalMask(shape=(1, 1, 4, 2), {shown}"
+
+
+def test_calls_with_masks_alike_have_one_key() -> None:
+    scores = torch.randn(1, 2, 1, 9)
+    one, other = (prepare_topk(x, 3, is_causal=True) for x in (scores, -scores))
+    assert one.call_key == other.call_key
+    assert one.call_key != prepare_topk(scores, 3, is_causal=True, reorder=True).call_key
+    assert one.call_key != prepare_topk(scores, 3).call_key
+
+
+def test_picture() -> None:
+    pytest.importorskip("matplotlib")
+    scores = torch.randn(2, 2, 1, 50, generator=torch.Generator().manual_seed(0))
+    kinds: list[masks.PreparedMask] = [
+        prepare_topk(scores, 5, is_causal=True, reorder=True),
+        masks.prepare_mask(topk_mask(scores, 5, is_causal=True)),
+        masks.prepare_lengths([20, 50], 50, 50, is_causal=True),
+    ]
+    for prepared in kinds:
+        head = min(1, prepared.shape[1] - 1)
+        found, expected = (
+            masks.show(mask, block_size=16, batch=1, head=head).axes[0] for mask in (prepared, prepared.dense())
+        )
+        assert found.get_title() == expected.get_title()
+        pictures = (torch.tensor(axes.images[0].get_array()) for axes in (found, expected))
+        assert torch.equal(*pictures)
+        with pytest.raises(ValueError, match="batch is 2 and mask has 2"):
+            masks.show(prepared, batch=2)
+        with pytest.raises(ValueError, match="mask has seqlen_q = 50 .* not 49 or 1"):
+            masks.show(prepared, seqlen_q=49)
+    for nothing in (prepare_intervals([0], [1], 0), masks.prepare_lengths([3], 0, 5)):
+        with pytest.raises(ValueError, match="there is nothing to draw"):
+            masks.show(nothing)
+
+
+# Memory, and what it waits for
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that a tensor has occupied, and how many operators ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel, self.count = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.count += 1
+        for x in found if isinstance(found, (tuple, list)) else (found,):
+            if isinstance(x, Tensor):
+                self.numel = max(self.numel, x.untyped_storage().nbytes() // x.element_size())
+        return found
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_nothing_of_queries_times_keys_is_made(is_causal: bool) -> None:
+    scores = torch.randn(1, 2, 1, 4096, generator=torch.Generator().manual_seed(0))
+    mask = torch.rand(1, 2, 1, 4096) < 0.9
+    whole = scores[0, :, 0].view(torch.int32)
+    with Largest() as seen:
+        local = 10 * is_causal
+        key_order(torch.zeros_like(whole)[None], topk_stops(whole, 64)[None], 4096)  # the mode does not see into operators
+        prepared = prepare_topk(scores, 64, is_causal=is_causal, mask=mask, local=local, reorder=True)
+        prepare_intervals(prepared.start, prepared.stop, 4096, window_size=(100, 0), reorder=True)
+    assert seen.count > 50 and seen.numel <= 2 * 4097  # the heads, and one more entry for the sums before each key
+
+
+def test_building_reads_no_value() -> None:
+    """Fake tensors raise where a value decides anything, which on a GPU is where the host would wait."""
+    with FakeTensorMode():
+        stops = topk_stops(torch.ones(4, 300, dtype=torch.int32), 20)
+        assert key_order(torch.zeros_like(stops)[None], stops[None], 200).shape == (1, 4, 300)
+        scores, keys = torch.randn(2, 2, 1, 300), torch.ones(2, 1, 1, 300, dtype=torch.bool)
+        prepared = prepare_topk(scores, 20, is_causal=True, mask=keys, local=4, seqlen_q=200, reorder=True)
+        assert prepared.shape == (2, 2, 200, 300) and prepared.order.shape == (2, 2, 300)
+        assert prepare_topk(scores, 20).dense().shape == (2, 2, 300, 300)
+        assert prepare_intervals(prepared.start, prepared.stop, 200, window_size=(9, 9)).shape == prepared.shape
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_without_keys_or_queries_or_heads(is_causal: bool) -> None:
+    for shape, seqlen_q in (((1, 2, 1, 0), 5), ((1, 2, 1, 5), 0), ((0, 2, 1, 5), 5), ((1, 2, 1, 0), 0)):
+        prepared = prepare_topk(torch.zeros(shape), 3, is_causal=is_causal, seqlen_q=seqlen_q, reorder=True)
+        assert prepared.dense().shape == (*shape[:2], seqlen_q, shape[3])
+        check_fields(prepared)
+
+
+# Errors
+
+
+def bad_calls() -> Iterator[tuple[Any, type[Exception], str]]:
+    row = torch.zeros(1, 2, 1, 4)
+    yield lambda: prepare_topk(row, 0), ValueError, "k is 0 and must be >= 1."
+    yield lambda: prepare_topk(row, 2.0), TypeError, "k is 2.0 (float) and must be an int >= 1"  # type: ignore[arg-type]
+    yield lambda: prepare_topk(row.int(), 1), TypeError, "scores has dtype torch.int32 and must be a float tensor"
+    yield (
+        lambda: prepare_topk(torch.zeros(2, 3, 4), 1),
+        ValueError,
+        "scores has 3 rows (as 4-D, shape (1, 2, 3, 4)) and must have one for all queries; what depends on the query "
+        "makes no intervals: use prepare_mask(topk_mask(...)).",
+    )
+    yield (
+        lambda: prepare_topk(row, 1, mask=torch.ones(4, 4) > 0),
+        ValueError,
+        "mask has 4 rows (as 4-D, shape (1, 1, 4, 4)) and must have one for all queries",
+    )
+    yield lambda: prepare_topk(row, 1, mask=torch.ones(5) > 0), ValueError, "mask has 5 keys, scores 4"
+    yield lambda: prepare_topk(row, 1, mask=torch.ones(4)), TypeError, "mask has dtype torch.float32"  # type: ignore[arg-type]
+    yield lambda: prepare_topk(row, 1, seqlen_q=-1), ValueError, "seqlen_q is -1 and must be >= 0"
+    yield lambda: prepare_topk(row, 1, local=-1, is_causal=True), ValueError, "local is -1 and must be >= 0"
+    yield lambda: prepare_topk(row, 1, local=2), ValueError, "local is 2 and is_causal is False"
+    yield lambda: prepare_topk(row, 1, is_causal=1), TypeError, "is_causal is 1; it needs to be True"  # type: ignore[arg-type]
+    yield lambda: prepare_topk(row, 1, reorder=1), TypeError, "reorder is 1; it needs to be True or"  # type: ignore[arg-type]
+    yield lambda: prepare_intervals([0.5], [1], 4), TypeError, "start has dtype torch.float32"  # type: ignore[list-item]
+    yield lambda: prepare_intervals([0], torch.ones(4), 4), TypeError, "stop has dtype torch.float32"
+    yield lambda: prepare_intervals(torch.tensor(0), [1], 4), ValueError, "start has shape () (0-D) and must be 1-D or"
+    yield lambda: prepare_intervals([0], row.int(), 4), ValueError, "stop has shape (1, 2, 1, 4) (4-D) and must be 1-D"
+    yield (
+        lambda: prepare_intervals([0, 0, 0], [1, 1], 4),
+        ValueError,
+        "stop has seqlen_k = 2 (shape (1, 1, 2)) and start has 3 (shape (1, 1, 3)); they must be equal, or one",
+    )
+    yield (
+        lambda: prepare_intervals(torch.zeros(2, 1, dtype=torch.int32), torch.ones(3, 4, dtype=torch.int32), 4),
+        ValueError,
+        "stop has heads = 3",
+    )
+    yield (
+        lambda: prepare_intervals(torch.zeros(3, dtype=torch.int32, device="meta"), [1], 4),
+        ValueError,
+        "stop is on cpu and start on meta; they must be on one device",
+    )
+    yield lambda: prepare_intervals([0], [1], -1), ValueError, "seqlen_q is -1 and must be >= 0"
+    yield lambda: prepare_intervals([0], [1], 4, is_causal=1), TypeError, "is_causal is 1"  # type: ignore[arg-type]
+    yield lambda: prepare_intervals([0], [1], 4, window_size=(-2, 0)), ValueError, "at least -1"
+    yield lambda: prepare_intervals([0], [1], 4, reorder=None), TypeError, "reorder is None"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), list(bad_calls()))
+def test_errors(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        call()
+
+
+# Operators
+
+
+@pytest.mark.parametrize("length", [0, 1, 37])
+def test_operators_and_their_fakes(length: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randint(9, (2, length), generator=generator, dtype=torch.int32)
+    stops = topk_stops(keys, 5)
+    assert stops.dtype == torch.int64 and stops.is_contiguous()
+    torch.library.opcheck(torch.ops.flash_dmattn.topk_stops.default, (keys, 5))
+    start = torch.arange(length).expand(1, 2, length).contiguous()
+    torch.library.opcheck(torch.ops.flash_dmattn.key_order.default, (start, stops[None], length))
+    assert torch.equal(torch.ops.flash_dmattn.topk_stops(keys, 5), stops)
+    order = key_order(start, stops[None], length)
+    assert torch.equal(torch.ops.flash_dmattn.key_order(start, stops[None], length), order)
