@@ -177,7 +177,11 @@ def test_alike_calls_are_described_once(monkeypatch: pytest.MonkeyPatch) -> None
         (prepare_topk(scores_of(1, 3, 1, LK), 3, seqlen_q=LQ), {}, "mask has shape (1, 3, 140, 150), read as"),
         (prepare_topk(TOPK, 3, seqlen_q=LQ).to("meta"), {}, "mask is on meta; it needs to be on the device of q, cpu"),
         (prepare_topk(TOPK, 3, seqlen_q=LQ), {"is_causal": True}, "is_causal is True, but mask was prepared with"),
-        (MASKS["a window"][0], {"window_size": (30, 3)}, "window_size is (30, 3), but mask was prepared with is_causal"),
+        (
+            MASKS["a window"][0],
+            {"window_size": (30, 3)},
+            "window_size is (30, 3), but mask was prepared with",
+        ),
     ],
 )
 def test_mask_of_another_call_is_refused(function: Any, mask: IntervalMask, flags: dict[str, Any], text: str) -> None:
@@ -250,4 +254,4 @@ def test_the_graph_that_makes_a_mask_on_inductor() -> None:
     given = leaves(torch.float32)
     found, expected = torch.compile(call, fullgraph=True)(*given), call(*given)
     assert_same([found], [expected], rtol=1e-5, atol=1e-5)
-    assert (B, LQ, HQ, D) == tuple(found.shape)
+    assert tuple(found.shape) == (B, LQ, HQ, D)

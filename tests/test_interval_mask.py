@@ -353,7 +353,7 @@ def test_picture() -> None:
         assert torch.equal(*pictures)
         with pytest.raises(ValueError, match="batch is 2 and mask has 2"):
             masks.show(prepared, batch=2)
-        with pytest.raises(ValueError, match="mask has seqlen_q = 50 .* not 49 or 1"):
+        with pytest.raises(ValueError, match=r"mask has seqlen_q = 50 .* not 49 or 1"):
             masks.show(prepared, seqlen_q=49)
     for nothing in (prepare_intervals([0], [1], 0), masks.prepare_lengths([3], 0, 5)):
         with pytest.raises(ValueError, match="there is nothing to draw"):
@@ -386,7 +386,8 @@ def test_nothing_of_queries_times_keys_is_made(is_causal: bool) -> None:
     whole = scores[0, :, 0].view(torch.int32)
     with Largest() as seen:
         local = 10 * is_causal
-        key_order(torch.zeros_like(whole)[None], topk_stops(whole, 64)[None], 4096)  # the mode does not see into operators
+        # The mode does not see into operators.
+        key_order(torch.zeros_like(whole)[None], topk_stops(whole, 64)[None], 4096)
         prepared = prepare_topk(scores, 64, is_causal=is_causal, mask=mask, local=local, reorder=True)
         prepare_intervals(prepared.start, prepared.stop, 4096, window_size=(100, 0), reorder=True)
     assert seen.count > 50 and seen.numel <= 2 * 4097  # the heads, and one more entry for the sums before each key
