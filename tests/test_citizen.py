@@ -188,7 +188,7 @@ def test_a_mask_is_loaded_where_only_the_package_is_imported(tmp_path: Path) -> 
 
 
 def test_a_saved_mask_of_another_form_is_refused() -> None:
-    with pytest.raises(ValueError, match="form is 'dense'; .* 'tiles', 'keys' or 'intervals'"):
+    with pytest.raises(ValueError, match=r"form is 'dense'; .* 'tiles', 'keys' or 'intervals'"):
         masks.saved.restore("dense", 3, 3, False, (-1, -1))
 
 
