@@ -233,6 +233,21 @@ def test_one_graph(inside: bool, backend: str) -> None:
         assert_same([out, lse, *torch.autograd.grad(total, given)], expected)
 
 
+def test_a_graph_of_any_length() -> None:
+    """Whether an order pays is decided by sizes, which are symbols here."""
+    torch._dynamo.reset()
+
+    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        mask = prepare_topk(bias, 20, is_causal=True, mask=bias > -1)
+        return flash_dmattn.attention(q, k, v, mask, bias)
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
+    for length in (130, 200, 33):
+        q, k, v = torch.randn(3, 2, length, 4, 16).unbind()
+        given = q, k, v, torch.randn(2, 4, 1, length)
+        assert_same([compiled(*given)], [call(*given)], rtol=1e-5, atol=1e-5)
+
+
 def test_another_mask_compiles_nothing_and_takes_effect() -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")

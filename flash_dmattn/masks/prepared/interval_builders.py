@@ -133,6 +133,8 @@ def prepare_topk(
     """
     integer("k", k, 1)
     is_causal, local = check_flag("is_causal", is_causal), integer("local", local)
+    if reorder is not None:
+        check_flag("reorder", reorder)
     if local and not is_causal:
         raise ValueError(f"local is {local} and is_causal is False; local keys are the last of a causal prefix.")
     values, allowed, seqlen_q = topk_arguments(scores, mask, seqlen_q)
@@ -145,13 +147,9 @@ def prepare_topk(
     keys = sort_keys(values, allowed)[:, :, 0]
     batch, heads, seqlen_k = keys.shape
     if reorder is None:
+        has_backward = scores.requires_grad and torch.is_grad_enabled()
         reorder = reorder_pays(
-            batch * heads,
-            seqlen_q,
-            seqlen_k,
-            k + local,
-            is_causal=is_causal,
-            has_backward=scores.requires_grad and torch.is_grad_enabled(),
+            batch * heads, seqlen_q, seqlen_k, k + local, is_causal=is_causal, has_backward=has_backward
         )
     begins = torch.arange(seqlen_k, device=keys.device).expand(keys.shape)
     if is_causal:
@@ -161,7 +159,7 @@ def prepare_topk(
         begins, ends = begins + shift, ends + shift
     else:
         begins, ends = torch.zeros_like(begins), select(keys, k) * seqlen_q
-    return _interval_mask(begins, ends, seqlen_q, is_causal, (-1, -1), check_flag("reorder", reorder))
+    return _interval_mask(begins, ends, seqlen_q, is_causal, (-1, -1), reorder)
 
 
 def _interval_mask(

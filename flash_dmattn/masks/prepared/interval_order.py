@@ -113,7 +113,8 @@ def reorder_pays(
     else:
         natural, pairs = float(tiles_q * tiles_k), seqlen_q * kept
     saved = heads * (natural - (1 + 15 / math.sqrt(kept)) * pairs / (TILE * TILE))
-    return saved * (_FORWARD_US + has_backward * _BACKWARD_US) / _SMS > _ORDER_US
+    # Of sizes that are symbols the answer is one too: bool makes it a condition of the graph that is compiled.
+    return bool(saved * (_FORWARD_US + has_backward * _BACKWARD_US) / _SMS > _ORDER_US)
 
 
 def _pairs_of_prefixes(length: int, kept: int) -> int:
