@@ -130,7 +130,7 @@ _SM90_FP32 = {
 }
 _FP32 = {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 4, 1), 256: Tile(16, 32, 4, 1)}
 # fp32 on other NVIDIA GPUs, not timed there: what spares registers. With the wide tiles above a thread has up to 4 KB
-# of stack ("bias"; "queries" 2, the others 1); with these at most 320 bytes, but where the next comment says so.
+# of stack ("bias"; "queries" 2, the others 1); with these at most 376 bytes, but where the next comment says so.
 _FP32_SM = {
     "forward": {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 8, 1), 256: Tile(16, 32, 8, 1)},
     "keys": {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 8, 1), 256: Tile(16, 32, 8, 1)},
