@@ -130,11 +130,11 @@ _SM90_FP32 = {
 }
 _FP32 = {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 4, 1), 256: Tile(16, 32, 4, 1)}
 # fp32 on other NVIDIA GPUs, not timed there: what spares registers. With the wide tiles above a thread has up to 4 KB
-# of stack ("bias"; "queries" 2, the others 1); with these at most 376 bytes, but where the next comment says so.
+# of stack ("bias"; "queries" 2, the others 1); with these at most 376 bytes, but for the wide "queries".
 _FP32_SM = {
     "forward": {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 8, 1), 256: Tile(16, 32, 8, 1)},
     "keys": {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 8, 1), 256: Tile(16, 32, 8, 1)},
-    # At 256, 960 bytes of stack: two stages, which spare it, take 100 KB.
+    # At 256, 984 bytes of stack: two stages, which spare it, take 100 to 130 KB.
     "queries": {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 8, 2), 256: Tile(16, 32, 16, 1)},
     "bias": {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 4, 1), 256: Tile(16, 32, 4, 2)},
 }
