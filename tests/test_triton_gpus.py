@@ -140,6 +140,16 @@ def test_shared_memory_decides_where_tiles_do_not_fit_every_gpu() -> None:
     assert gpu_of("gfx1100") is None and shared_bytes("gfx1100") == 64 * KIB
 
 
+@needs_triton
+def test_tf32_is_taken_where_its_tiles_fit() -> None:
+    from compiled_triton import Variant
+
+    wide, narrow = (Variant(head_dim=d, dtype=torch.float32, tf32=True) for d in (256, 128))
+    for arch, fits in (("sm_80", True), ("sm_90", True), ("sm_100", True), ("sm_86", False), ("sm_120", False)):
+        assert wide.call(arch).precision_of("keys") == ("tf32" if fits else "ieee")
+        assert wide.call(arch).precision_of("queries") == narrow.call(arch).precision_of("keys") == "tf32"
+
+
 def on(arch: str, dtype: str = "bf16") -> AttentionProblem:
     return flash_dmattn.explain_problem(q=(2, 512, 8, 64), device=arch, dtype=dtype, grad=True).problem
 

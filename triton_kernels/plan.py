@@ -12,7 +12,7 @@ from flash_dmattn.problem import Flags, MaskView, bias_class, device_arch, fits_
 
 from .kernel_launch import Descriptor
 from .tile_ops import BAND, KEY_BIAS, KEYS, LOG2E, NO_BIAS, ROW_BIAS, TILE_BIAS, TILES, BiasStrides, MaskStrides, Shape
-from .tile_table import Tile, tile_of
+from .tile_table import Tile, tf32_fits, tile_of
 
 
 def takes_tf32(dtype: torch.dtype) -> bool:
@@ -81,6 +81,11 @@ class Call:
         bias_tma = self.bias_tma() and self.tma(self.k, self.v)
         kinds = {"mask": self.mask_kind, "bias": self.bias_kind, "bias_tma": bias_tma}
         return tile_of(kernel, self.q.dtype, block_d, self.arch, **kinds)
+
+    def precision_of(self, kernel: str) -> str:
+        """That of the products of a kernel: TF32, which is allowed and not asked for, only where its tiles fit."""
+        fits = tf32_fits(kernel, max(self.block_d, self.block_dv), self.arch)
+        return self.precision if fits else "ieee"
 
     def constants(self, tile: Tile) -> tuple[Any, ...]:
         """Constants that the kernels take first."""

@@ -138,7 +138,7 @@ def plan_keys(
         tma,
         bias_tma,
         call.wide(call.q, dout),
-        call.precision,
+        call.precision_of("keys"),
         need_k,
         need_v,
         dbias_kind,

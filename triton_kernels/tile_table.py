@@ -129,13 +129,14 @@ _SM90_FP32 = {
     "queries": {64: Tile(32, 128, 4, 2)},  # fp32-d64 1.621; 1.634 for 64x128 at 8 warps
 }
 _FP32 = {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 4, 1), 256: Tile(16, 32, 4, 1)}
-# fp32 on other NVIDIA GPUs, not timed there: what spares registers. With the wide tiles above a thread of the kernel
-# "queries" has 2 KB of stack, of the others up to 1 KB; with these 256 bytes, but where the next comment says so.
+# fp32 on other NVIDIA GPUs, not timed there: what spares registers. With the wide tiles above a thread has up to 4 KB
+# of stack ("bias"; "queries" 2, the others 1); with these at most 376 bytes, but for the wide "queries".
 _FP32_SM = {
     "forward": {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 8, 1), 256: Tile(16, 32, 8, 1)},
     "keys": {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 8, 1), 256: Tile(16, 32, 8, 1)},
-    # At 256, 960 bytes of stack: two stages, which spare it, take 100 KB.
+    # At 256, 984 bytes of stack: two stages, which spare it, take 100 to 130 KB.
     "queries": {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 8, 2), 256: Tile(16, 32, 16, 1)},
+    "bias": {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 4, 1), 256: Tile(16, 32, 4, 2)},
 }
 # Where a program may have more than 99 KB of shared memory.
 _FP32_LARGE = {"queries": {256: Tile(16, 32, 4, 2)}}
@@ -158,6 +159,11 @@ def _fp32_table(kernel: str, block_d: int, arch: str) -> dict[int, Tile]:
         return _FP32
     large = block_d > 128 and kernel in _FP32_LARGE and shared_bytes(arch) > ROOM_OF_SMALL
     return _FP32_LARGE[kernel] if large else _FP32_SM.get(kernel, _FP32)
+
+
+def tf32_fits(kernel: str, block_d: int, arch: str) -> bool:
+    """Whether a kernel of fp32 has the room for products in TF32: at 256 that of the keys takes 114 KB, 98 without."""
+    return kernel != "keys" or block_d <= 128 or shared_bytes(arch) > ROOM_OF_SMALL
 
 
 def tile_of(
