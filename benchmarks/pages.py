@@ -158,14 +158,16 @@ def _groups_table(found: list[Standing]) -> list[str]:
 
 
 def _peers_table(rows: list[Record]) -> list[str]:
+    ran = {line["system"] for row in rows for line in row["systems"]}
+    peers = [peer for peer in README_PEERS if peer in ran]
     body = []
     for row in rows:
         passes = [name for name in ("forward", "backward") if name in row["floor_ms"]]
         mine = " / ".join(ms(found and found.ms) for found in (ours(row, name) for name in passes))
-        others = [" / ".join(ms(time_of(row, peer, name)) for name in passes) for peer in README_PEERS]
+        others = [" / ".join(ms(time_of(row, peer, name)) for name in passes) for peer in peers]
         others = ["-" if set(cell) <= set("-/ ") else cell for cell in others]
         body.append([row["what"], row["shape"], mine, *others])
-    return table(["call", "B,Hq,Hk,L,D", "ours", *map(label, README_PEERS)], body)
+    return table(["call", "B,Hq,Hk,L,D", "ours", *map(label, peers)], body)
 
 
 def _ratio_table(some: list[Standing]) -> list[str]:

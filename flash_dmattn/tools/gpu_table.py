@@ -14,9 +14,9 @@ LEGEND = """\
 What is known of the kernels of this library on each GPU; `flex` and `eager` run what PyTorch has for it.
 
 * **measured**: tested and timed on such a GPU.
-* **compiled**: never run there. Every kernel compiles for it in bf16, fp16 and fp32, keeps to the shared memory that a
-  program may have, and spills no more registers than a bound: `python tests/compile_everything.py`, of which every run
-  of the tests compiles a sample. `backend="triton"` runs it.
+* **compiled**: never run there. Every run of the tests compiles each kernel for it, for a sample of calls: the kernels
+  keep to the shared memory that a program may have, and spill no more registers than a bound.
+  `python tests/compile_everything.py` compiles them for all calls. `backend="triton"` runs them.
 * **refused**: an error says why.
 
 Of a GPU that is not listed nothing is known. `triton` runs there by name, with tiles that fit the smallest of them."""
