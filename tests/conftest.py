@@ -110,6 +110,15 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Runner]:
         yield Runner(name)
 
 
+# Single tests there take minutes: begun last, they keep one worker busy when the others are done.
+LONG = ("test_triton_interpreter.py", "test_cuda_emulation.py", "test_cuda_extension.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first."""
+    items.sort(key=lambda item: item.path.name not in LONG)
+
+
 @pytest.fixture
 def eager() -> Callable[..., Results]:
     """The eager backend alone, for what every machine can test."""

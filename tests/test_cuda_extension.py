@@ -596,7 +596,7 @@ MISMATCHES = {
     "cut off": (FITS[:60], "the record of its build in .* cannot be read"),
     "damaged": (FITS.replace(b"{", b"["), "the record of its build in .* cannot be read"),
     "keys missing": (FITS.replace(b"nvcc", b"mvcc"), "the record of its build in .* does not name nvcc$"),
-    "older record": (FITS.replace(b"instances", b"parts"), "the record of its build in .* does not name units$"),
+    "older record": (FITS.replace(b"instances", b"parts"), "the record of its build in .* does not name instances$"),
 }
 
 
