@@ -702,13 +702,13 @@ def test_probe_of_an_extension_that_loads(driver: int, tmp_path: Path, monkeypat
 
 def test_installed_instances_are_read_without_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "_C.abi3.so"
-    units_of = cuda_rules.installed_instances.__wrapped__  # what it remembers is of the installation
-    for content, units in ((FITS, frozenset(INFO["instances"])), (b"no record", None)):
+    instances_of = cuda_rules.installed_instances.__wrapped__  # what it remembers is of the installation
+    for content, instances in ((FITS, frozenset(INFO["instances"])), (b"no record", None)):
         file.write_bytes(content)
         monkeypatch.setattr(extension, "find", lambda: file)
-        assert units_of() == units
+        assert instances_of() == instances
     monkeypatch.setattr(extension, "find", lambda: None)
-    assert units_of() is None
+    assert instances_of() is None
 
 
 def test_build_for_racecheck_is_asked_for_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -722,7 +722,7 @@ def test_build_for_racecheck_is_asked_for_by_one(monkeypatch: pytest.MonkeyPatch
         build_cuda._for_racecheck()
 
 
-def test_backend_knows_the_units_of_the_build() -> None:
+def test_backend_knows_the_instances_of_the_build() -> None:
     assert (cuda_rules.INSTANCES, cuda_rules.BACKWARD_INSTANCES) == (
         build_cuda.HEAD_DIMS,
         build_cuda.BACKWARD_HEAD_DIMS,

@@ -162,7 +162,7 @@ RULES: tuple[Rule, ...] = (
         lambda p: p.bias_class != "score" or _bias_fits_tma(p),
         lambda p: (
             f"bias has strides {None if p.bias is None else tuple(p.bias.strides)}; "
-            "TMA reads rows of instance stride that start on 16 bytes"
+            "TMA reads rows of unit stride that start on 16 bytes"
         ),
         f"pad its rows to a multiple of 8 keys, or {_PAIR}",
         passes=("backward",),
