@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .problem import MaskForm, allowed_pairs
+from .problem import Flags, MaskForm, allowed_pairs
 
 _COUNTER = "torch.utils.flop_counter"
 _formulas: dict[Any, Callable[..., int]] = {}
@@ -30,20 +30,16 @@ def forward_flop(
     mask: list[Tensor],
     mask_form: MaskForm,
     bias: Tensor | None,
-    left: int,
-    right: int,
-    softmax_scale: float,
-    softcap: float,
-    deterministic: bool,
+    *flags: Any,
     out_val: object = None,
 ) -> int:
     """FLOP of a forward operator: q k^T and p v, so 2 D + 2 Dv for each allowed pair and query head.
 
     Args:
-        q, k, v and the rest: those of the operator.
+        q, k, v and the rest: those of the operator, the fields of `Flags` last.
         out_val: its result, which plays no part.
     """
-    return _pairs(q, k, left, right) * 2 * (q.shape[3] + v.shape[3])
+    return _pairs(q, k, Flags(*flags)) * 2 * (q.shape[3] + v.shape[3])
 
 
 def backward_flop(
@@ -57,12 +53,7 @@ def backward_flop(
     bias: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    left: int,
-    right: int,
-    softmax_scale: float,
-    softcap: float,
-    deterministic: bool,
-    needs_grad: Sequence[bool],
+    *flags_and_need: Any,
     out_val: object = None,
 ) -> int:
     """FLOP of a backward operator, for each allowed pair and query head, only for the gradients that are needed.
@@ -71,20 +62,21 @@ def backward_flop(
     2 Dv, and dbias no product. With all of them that is 2.5 times the forward pass where D is Dv.
 
     Args:
-        dout, dlse and the rest: those of the operator.
+        dout, dlse and the rest: those of the operator, the fields of `Flags` and then `needs_grad` last.
         out_val: its result, which plays no part.
     """
+    *flags, needs_grad = flags_and_need
     need_q, need_k, need_v, need_bias = needs_grad
     dim, dim_v = q.shape[3], v.shape[3]
     if not any(needs_grad):
         return 0
     dp = dim_v if need_q or need_k or need_bias else 0
-    return _pairs(q, k, left, right) * 2 * (dim + dp + need_v * dim_v + (need_q + need_k) * dim)
+    return _pairs(q, k, Flags(*flags)) * 2 * (dim + dp + need_v * dim_v + (need_q + need_k) * dim)
 
 
-def _pairs(q: Tensor, k: Tensor, left: int, right: int) -> int:
+def _pairs(q: Tensor, k: Tensor, flags: Flags) -> int:
     batch, seqlen_q, num_heads, _ = q.shape
-    return batch * num_heads * allowed_pairs(seqlen_q, k.shape[1], (left, right))
+    return batch * num_heads * allowed_pairs(seqlen_q, k.shape[1], flags.window)
 
 
 def register(packet: Any, formula: Callable[..., int]) -> None:

@@ -69,13 +69,9 @@ def _backward_fake(
     bias: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    left: int,
-    right: int,
-    softmax_scale: float,
-    softcap: float,
-    deterministic: bool,
-    needs_grad: list[bool],
+    *flags_and_need: Any,
 ) -> list[Tensor]:
+    needs_grad = flags_and_need[-1]
     return [
         empty_gradient(x) for x, needed in zip((q, k, v, bias), needs_grad, strict=True) if needed and x is not None
     ]

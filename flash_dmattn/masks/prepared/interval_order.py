@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from ...problem import allowed_pairs
 from .packing import TILE, tiles
 
 # Bits of the Hilbert curve along each axis; a code is this pair of numbers, one bit that says dead, then the head.
@@ -109,15 +110,9 @@ def reorder_pays(
     if is_causal:
         shorter = min(tiles_q, tiles_k)
         natural = shorter * tiles_k - shorter * shorter / 2
-        pairs = _pairs_of_prefixes(seqlen_k, kept) - _pairs_of_prefixes(max(seqlen_k - seqlen_q, 0), kept)
+        pairs = allowed_pairs(seqlen_q, seqlen_k, (kept - 1, 0))  # as many keys of each prefix as a window has
     else:
         natural, pairs = float(tiles_q * tiles_k), seqlen_q * kept
     saved = heads * (natural - (1 + 15 / math.sqrt(kept)) * pairs / (TILE * TILE))
     # Of sizes that are symbols the answer is one too: bool makes it a condition of the graph that is compiled.
     return bool(saved * (_FORWARD_US + has_backward * _BACKWARD_US) / _SMS > _ORDER_US)
-
-
-def _pairs_of_prefixes(length: int, kept: int) -> int:
-    """How many keys the prefixes of 1 to `length` keys keep together, each at most `kept`."""
-    short = min(length, kept)
-    return short * (short + 1) // 2 + (length - short) * kept
