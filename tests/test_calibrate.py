@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -294,6 +295,52 @@ def test_what_does_not_run_has_its_error_as_figures(monkeypatch: pytest.MonkeyPa
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+class _Clocks:
+    """A host and a device: what is enqueued ends when both have come to it. Writing the buffer takes 0.1 ms."""
+
+    def __init__(self) -> None:
+        self.host = self.device = 0.0
+
+    def enqueue(self, host: float, device: float) -> None:
+        self.host += host
+        self.device = max(self.device, self.host) + device
+
+    def cuda(self) -> Any:
+        clocks = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                clocks.enqueue(0.0, 0.0)
+                self.at = clocks.device
+
+            def elapsed_time(self, stop: Event) -> float:
+                return stop.at - self.at
+
+        def synchronize() -> None:
+            clocks.host = max(clocks.host, clocks.device)
+
+        class Buffer:
+            def zero_(self) -> None:
+                clocks.enqueue(0.005, 0.1)
+
+        return SimpleNamespace(
+            empty=lambda *_, **__: Buffer(), int8=None, cuda=SimpleNamespace(Event=Event, synchronize=synchronize)
+        )
+
+
+@pytest.mark.parametrize("host", (0.01, 0.3, 6.0))
+def test_launching_does_not_count(host: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of a run is that of its kernels, 0.02 ms here, however long the host takes to enqueue it."""
+    clocks = _Clocks()
+    monkeypatch.setattr(timing, "torch", clocks.cuda())
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clocks.host / 1e3))
+    timer = timing.EventTimer(torch.device("cuda"))
+    assert timer(lambda: clocks.enqueue(host, 0.02), 0.1) == pytest.approx(0.02)
 
 
 def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 import flash_dmattn
 from flash_dmattn.backends.flex import backend as flex
 from flash_dmattn.backends.flex import blocks as flex_blocks
+from flash_dmattn.backends.flex import graph
 from flash_dmattn.backends.flex.blocks import BLOCK, Limits, block_lists
 from flash_dmattn.reference import formula
 
@@ -244,3 +245,21 @@ def test_inside_a_callers_graph() -> None:
     q, k, v, bias = (x.double() for x in (q + 1, k, v, scores.exp()))
     exact = 2 * formula.attention(q, k, v, scores > -1, bias, is_causal=True)[0]
     assert (out - exact).norm() <= 1e-5 * exact.norm()
+
+
+@pytest.mark.parametrize("first", (False, True))
+def test_a_second_backward_is_allowed_whatever_the_first_one_was(first: bool) -> None:
+    """retain_graph=True, also where a backward without it came first and has compiled; with a view as the result."""
+
+    def smooth(x: Tensor) -> tuple[Tensor, ...]:
+        return ((x.sin().exp() * x.cos()).tanh().transpose(0, 1),)
+
+    torch._dynamo.reset()
+    function = graph._keep_buffers(torch.compile(smooth, backend="aot_eager", fullgraph=True))
+    for length in (8, 16, 24):
+        for retain in (first, not first, True):
+            x = torch.randn(length, 5, requires_grad=True)
+            (out,) = function(x)
+            (found,) = torch.autograd.grad(out.sum(), x, retain_graph=retain)
+            if retain:
+                assert torch.equal(torch.autograd.grad(out.sum(), x)[0], found)

@@ -175,6 +175,24 @@ def _keep_buffers(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., 
 
     def call(*arguments: Any) -> tuple[Tensor, ...]:
         with torch._functorch.config.patch(donated_buffer=False):
-            return function(*arguments)
+            results = function(*arguments)
+        _state_that_none_is_reused(results)
+        return results
 
     return call
+
+
+def _state_that_none_is_reused(results: tuple[Tensor, ...]) -> None:
+    # What is compiled without reuse has None for its list of reused tensors. When the backward runs, outside of the
+    # patch, torch takes anything but an empty list for reuse, and refuses retain_graph=True.
+    for x in results:
+        node = x.grad_fn
+        for _ in range(3):  # a view of an output has a node before that of the graph
+            if node is None:
+                break
+            metadata = getattr(getattr(type(node), "_forward_cls", None), "metadata", None)
+            if metadata is not None:
+                if metadata.bw_donated_idxs is None:
+                    metadata.bw_donated_idxs = []
+                break
+            node = node.next_functions[0][0] if node.next_functions else None
