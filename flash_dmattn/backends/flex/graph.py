@@ -190,9 +190,7 @@ def _state_that_none_is_reused(results: tuple[Tensor, ...]) -> None:
         for _ in range(3):  # a view of an output has a node before that of the graph
             if node is None:
                 break
-            metadata = getattr(getattr(type(node), "_forward_cls", None), "metadata", None)
-            if metadata is not None:
-                if metadata.bw_donated_idxs is None:
-                    metadata.bw_donated_idxs = []
-                break
+            metadata: Any = getattr(getattr(type(node), "_forward_cls", None), "metadata", None)
+            if getattr(metadata, "bw_donated_idxs", ()) is None:
+                metadata.bw_donated_idxs = []
             node = node.next_functions[0][0] if node.next_functions else None
