@@ -367,13 +367,21 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere() -> None:
 # The command line
 
 
-def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert main(["calibrate"]) == 1
-    assert capsys.readouterr().err == (
-        "python -m flash_dmattn calibrate: error: torch sees 0 GPUs, and none of index 0\n"
-    )
+@pytest.mark.parametrize(
+    "count, message",
+    (
+        (0, "it times an NVIDIA GPU, and torch sees none; python -m flash_dmattn info has the driver and torch"),
+        (1, "--device is 2, and torch sees 1 GPU: give 0 to 0"),
+        (2, "--device is 2, and torch sees 2 GPUs: give 0 to 1"),
+    ),
+)
+def test_without_that_gpu_it_says_so(
+    count: int, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    assert main(["calibrate", "--device", "2"]) == 1
+    assert capsys.readouterr().err == f"python -m flash_dmattn calibrate: error: {message}\n"
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "gfx942"])

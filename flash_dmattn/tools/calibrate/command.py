@@ -54,8 +54,13 @@ class Instruments(NamedTuple):
 
 def run(index: int, seconds: float) -> int:
     """The command on the GPU of an index: 0, or 1 where it cannot be measured or the profile cannot be written."""
-    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
-        return _fail(f"torch sees {torch.cuda.device_count()} GPUs, and none of index {index}")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        return _fail(
+            "it times an NVIDIA GPU, and torch sees none; python -m flash_dmattn info has the driver and torch"
+        )
+    if index >= count:
+        return _fail(f"--device is {index}, and torch sees {count} GPU{'s' * (count > 1)}: give 0 to {count - 1}")
     device = torch.device("cuda", index)
     arch = device_arch(device)
     if (sm_number(arch) or 0) < profile_store.LEAST_ARCH:
