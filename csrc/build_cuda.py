@@ -27,6 +27,7 @@ CSRC = Path(__file__).resolve().parent
 SOURCES = (
     "api/backward.cpp",
     "api/forward.cpp",
+    "api/intervals.cpp",
     "api/mask.cpp",
     "api/module.cpp",
     "api/shared_dbias.cpp",
@@ -34,8 +35,10 @@ SOURCES = (
     "sm90/backward/clusters.cu",
     "sm90/backward/order.cu",
     "sm90/backward/rows.cu",
+    "sm90/mask/intervals.cu",
     "sm90/mask/list.cu",
     "sm90/mask/pack.cu",
+    "sm90/mask/topk.cu",
 )
 FORWARD = "sm90/forward/instantiate.cu"
 BACKWARD = "sm90/backward/instantiate.cu"

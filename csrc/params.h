@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include <cuda.h>
+#include <vector_types.h>
 
 #include "tile.h"
 
@@ -31,7 +32,78 @@ struct ListTilesParams {
   int tiles_q, tiles_k;
 };
 
+// Causal top-k over one score per key, as intervals. All arrays are contiguous, (heads, Lk) but for thresholds.
+struct TopkParams {
+  const int32_t* keys;   // in the order of the scores; the lowest for what is not allowed
+  int32_t* stops;        // scratch
+  uint64_t* thresholds;  // scratch, (heads, chunks)
+  int32_t* start;
+  int32_t* stop;
+  int64_t total;  // heads * Lk
+  int k, local, seqlen_q, seqlen_k;
+  int chunks, chunk_keys;
+};
+
+// Codes of intervals, (heads, Lk), in whose order keys come: by head, dead keys last, similar intervals side by side.
+struct KeyCodesParams {
+  const int32_t* start;
+  const int32_t* stop;
+  int32_t* codes;
+  int64_t total;  // heads * Lk
+  int seqlen_q, seqlen_k;
+};
+
 enum class BiasDtype { kFloat32, kFloat16, kBFloat16 };
+
+// What the kernels walk of an interval mask: bounds by place, and the class of each tile.
+struct IntervalTilesParams {
+  const int32_t* start;  // (B, H, Lk), contiguous
+  const int32_t* stop;   // (B, H, Lk), contiguous
+  const int32_t* order;  // (B, H, Lk), contiguous; null where places are keys
+  int2* bounds;          // (B, H, 128 Tk), contiguous
+  uint8_t* classes;      // (B, H, Tq, Tk), contiguous
+  int seqlen_q, seqlen_k, tiles_q, tiles_k;
+};
+
+// k and v by place.
+struct GatherKeysParams {
+  struct Rows {
+    const void* from;  // (B, L, H, D), rows aligned to 16 bytes
+    void* to;          // (B, L, H, D), contiguous
+    int64_t stride_b, stride_l, stride_h;  // of `from`, in bytes
+    int chunks;        // of 16 bytes in a row
+  };
+  Rows k, v;
+  const int32_t* order;  // (Bm, Hm, L)
+  const int2* bounds;    // (Bm, Hm, 128 T)
+  int64_t rows;          // B * L * H
+  int seqlen, num_heads, tiles;
+  int heads_per_mask, mask_heads;
+  bool mask_has_batch;
+};
+
+// A bias per key by place, in fp32. Heads of the result share those of bias and of order.
+struct GatherBiasParams {
+  const void* values;
+  int64_t stride_b, stride_h, stride_k;  // of values, in elements; 0 where one value serves every index
+  BiasDtype dtype;
+  float* to;             // (batch, heads, L), contiguous
+  const int32_t* order;  // (Bm, Hm, L)
+  int64_t total;         // batch * heads * L
+  int seqlen, heads;
+  int heads_per_bias, heads_per_mask, mask_heads;
+  bool mask_has_batch;
+};
+
+// Bits of an interval mask, as a packed mask has them.
+struct IntervalBitsParams {
+  const int2* bounds;  // (B, H, 128 Tk), contiguous
+  int32_t* bits;       // (B, H, Lq, 4 Tk), contiguous
+  int seqlen_q, tiles_q, tiles_k;
+};
+
+// How a mask is read: not at all, as bits, or as the queries that see each key, [x, y) of its bounds.
+enum class MaskForm { kNone, kTiles, kIntervals };
 
 // Shapes: Hq / Hk query and key-value heads, D / Dv head dims of q, k and of v. The band lets query i attend key j
 // where low <= j - i <= high.
@@ -51,8 +123,9 @@ struct ForwardParams {
   float scale, inverse_scale, softcap, pre_scale;
   bool transforms;  // f(x) is not x
 
-  // The mask, packed as tiles; heads_per_mask query heads share one.
-  const int32_t* mask_bits;   // (Bm, Hm, Lq, 4 Tk)
+  // The mask, by tiles; heads_per_mask query heads share one.
+  const int32_t* mask_bits;   // (Bm, Hm, Lq, 4 Tk), for MaskForm::kTiles
+  const int2* mask_bounds;    // (Bm, Hm, 128 Tk), for MaskForm::kIntervals
   const int32_t* mask_lists;  // (Bm, Hm, Tq, 2 + Tk)
   int heads_per_mask, mask_heads;
   bool mask_has_batch;
@@ -108,8 +181,12 @@ struct BackwardParams {
   int low, high;        // the band, both in [-Lq, Lk]
   float softmax_scale;
 
-  // The mask, packed as tiles; heads_per_mask query heads share one.
-  const int32_t* mask_bits;          // (Bm, Hm, Lq, 4 Tk)
+  // The mask, by tiles, as in ForwardParams.
+  const int32_t* mask_bits;          // (Bm, Hm, Lq, 4 Tk), for MaskForm::kTiles
+  const int2* mask_bounds;           // (Bm, Hm, 128 Tk), for MaskForm::kIntervals
+  // The key at each place of k, v and the bias, where those are in an order of their own; else null. dk, dv and
+  // dbias_sums are in the order of keys.
+  const int32_t* key_order;          // (Bm, Hm, Lk)
   const int32_t* mask_lists;         // (Bm, Hm, Tk, 2 + Tq), lists of columns; `ordered` below if the order is fixed
   const int32_t* mask_predecessors;  // (Bm, Hm, Tk, Tq), `predecessors` below; null if the order is free
   int heads_per_mask, mask_heads;
@@ -130,6 +207,9 @@ struct BackwardParams {
   // one, the first keys of all pairs come first, or the last keys if the order of additions is fixed.
   int full_group_pairs, full_group_section, section, blocks_k, num_work_tiles;
   bool batch_is_inner;  // batch entries of a head are neighbours; else heads of a batch entry are
+  // A key block has walk_parts work tiles for each head, which share its walk: each gets at most walk_tiles tiles of
+  // queries, and one that gets none is skipped. 1 and 0 where walks stay whole and none is skipped.
+  int walk_parts, walk_tiles;
   // Dynamic scheduling: tiles taken, not counting each block's first unless the order is fixed. Null for static
   // scheduling.
   int* tile_counter;
@@ -183,6 +263,16 @@ struct SharedDbiasParams {
   float softcap, pre_scale;  // as in BackwardParams
 };
 
+// Rows that are places of an order of keys, live keys first, in accumulators of (batch, key head) pairs. Those of dead
+// keys are neither cleared nor read.
+struct PlacesOfKeys {
+  const int32_t* order;  // (Bm, Hm, length); null where rows are keys
+  const int2* bounds;    // (Bm, Hm, 128 tiles)
+  int length, tiles;
+  int heads_per_mask, mask_heads;  // key heads
+  bool mask_has_batch;
+};
+
 // The kernel before the backward kernel: lse in base 2, delta = rowsum(dout * out) - dlse, and zeros for accumulators.
 struct BackwardRowsParams {
   const void* out;    // (B, Lq, Hq, Dv), contiguous
@@ -203,6 +293,13 @@ struct BackwardRowsParams {
   // Memory to clear: `zeros` times 16 bytes.
   void* cleared;
   int64_t zeros;
+  // Accumulators by place to clear: two or fewer, (batch, num_heads_k or the other way round, row_blocks, floats).
+  PlacesOfKeys places;
+  float* sums[2];
+  int floats[2];       // of 64 rows
+  int64_t row_blocks;  // of a pair, 64 rows each
+  int num_heads_k;
+  bool batch_is_inner;
 };
 
 // The kernel after the backward kernel: converts accumulated dq, dk and dv to the dtype of q.
@@ -217,8 +314,10 @@ struct BackwardSumsParams {
     bool batch_is_inner;
     int batch, num_heads, seqlen, rows_per_pair, columns, panels;
     float factor;
+    bool is_by_place;  // rows are those of `places`, and out is in the order of keys
   };
   static constexpr int kResults = 3;
+  PlacesOfKeys places;
   Result results[kResults];  // a result that is not wanted has no tiles of its own
 };
 

@@ -108,8 +108,9 @@ SOURCE = """
 #include "api/backward_schedule.h"
 using namespace flash_dmattn;
 extern "C" void schedule(const int64_t* sizes, const int* flags, int64_t num_sms, int64_t* result) {
-  BackwardCall call{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8],
-                    flags[0] != 0, flags[1] != 0, flags[2] != 0, flags[3] != 0, flags[4] != 0, flags[5] != 0};
+  BackwardCall call{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9],
+                    flags[0] != 0, flags[1] != 0, flags[2] != 0, flags[3] != 0, flags[4] != 0, flags[5] != 0,
+                    flags[6] != 0};
   const DbiasWriter writer = dbias_writer(call);
   const BackwardSchedule found = schedule_backward(call, writer, num_sms);
   const int64_t values[] = {static_cast<int64_t>(writer), found.block_n, found.full_group_pairs, found.summed_pairs,
@@ -124,8 +125,12 @@ def _library() -> ctypes.CDLL:
     return compiled(SOURCE)
 
 
-def schedule_of(problem: AttentionProblem, num_sms: int = NUM_SMS) -> Schedule:
-    """How the extension schedules the backward pass of a call, on a GPU with room for clusters."""
+def schedule_of(problem: AttentionProblem, num_sms: int = NUM_SMS, *, has_key_order: bool = False) -> Schedule:
+    """How the extension schedules the backward pass of a call, on a GPU with room for clusters.
+
+    Args:
+        has_key_order: whether k and v come in the order of an interval mask.
+    """
     p = problem
     head_dims = _smallest(cuda_rules.BACKWARD_INSTANCES, (p.head_dim, p.head_dim_v))
     per_score = p.bias is not None and not any(p.bias.broadcast()[2:])
@@ -135,6 +140,7 @@ def schedule_of(problem: AttentionProblem, num_sms: int = NUM_SMS) -> Schedule:
         p.batch,
         p.num_heads,
         p.num_heads_k,
+        p.seqlen_q,
         p.seqlen_k,
         *head_dims,
         *dbias,
@@ -142,6 +148,7 @@ def schedule_of(problem: AttentionProblem, num_sms: int = NUM_SMS) -> Schedule:
     )
     shares = p.batch > 1 and (bias[0] == 1 or (p.mask is not None and p.mask.shape[0] == 1))
     flags = (
+        has_key_order,
         p.is_causal or p.has_window,
         p.softcap > 0,
         p.deterministic,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flash_dmattn import operators, register_backend, unregister_backend
 from flash_dmattn.backends.protocol import Availability, Rule
-from flash_dmattn.masks import KeyMask, TileMask
+from flash_dmattn.masks import IntervalMask, KeyMask, TileMask
 from flash_dmattn.problem import FEATURES, AttentionProblem, Flags, Gradients, MaskView, NeedsGrad
 from flash_dmattn.reference import formula
 
@@ -104,8 +104,8 @@ def unpacked(mask: MaskView, seqlen_q: int, seqlen_k: int) -> Tensor | None:
     """The bool mask of what a pair receives, of any form."""
     if mask.form in ("none", "dense"):
         return mask.dense
-    kind = TileMask if mask.form == "tiles" else KeyMask
-    return kind(seqlen_q, seqlen_k, False, (-1, -1), *mask.tensors).unpacked()
+    kinds = {"tiles": TileMask, "keys": KeyMask, "intervals": IntervalMask}
+    return kinds[mask.form](seqlen_q, seqlen_k, False, (-1, -1), *mask.tensors).unpacked()
 
 
 class Counting(OutOfTree):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flash_dmattn.backends.cuda import backend as cuda
 from flash_dmattn.dispatch import packers
-from flash_dmattn.masks import prepare_mask
+from flash_dmattn.masks import prepare_mask, prepare_topk
 from flash_dmattn.masks.broadcast import collapse
 from flash_dmattn.masks.prepared import operator as preparation
 from flash_dmattn.masks.prepared import packing
@@ -45,8 +45,12 @@ class Operators:
         i, j = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)
         if not mask:
             return ((low <= j - i) & (j - i <= high))[None, None]
-        bits, row_lists, lists = mask
-        dense = packing.unpack_words(bits, seqlen_k)
+        first, row_lists, lists = mask
+        if first.size(3) == 2:
+            start, stop = first[:, :, None, :seqlen_k].unbind(-1)
+            dense = (i >= start) & (i < stop)
+        else:
+            dense = packing.unpack_words(first, seqlen_k)
         visited = torch.zeros(*lists.shape[:3], packing.tiles(seqlen_q), dtype=torch.bool)  # (.., keys, queries)
         for place in torch.cartesian_prod(*(torch.arange(n) for n in lists.shape[:3])):
             b, h, column = place.tolist()
@@ -67,6 +71,7 @@ class Operators:
         k: Tensor,
         v: Tensor,
         mask: list[Tensor],
+        order: Tensor | None,
         bias: Tensor | None,
         out: Tensor,
         lse: Tensor,
@@ -83,17 +88,28 @@ class Operators:
     ) -> None:
         """`cuda_backward_kernel`: a tile of a dbias of every head is written where some of it is allowed."""
         self.calls.append({"dq": dq, "dk": dk, "dv": dv, "dbias": dbias, "sums": sums, "deterministic": deterministic})
+        self.calls[-1]["order"] = order
+        assert order is None or dq is not None or not deterministic
         assert all(can_copy(x) for x in (dout, q, k, v)) and out.is_contiguous() and lse.is_contiguous()
         allowed = self.allowed(q, k, mask, low, high)
         per_score = bias is not None and all(bias.shape[dim] > 1 and bias.stride(dim) > 0 for dim in (2, 3))
         assert not per_score or can_copy(bias)
+        assert not per_score or not mask or mask[0].size(3) > 2, "beside a bias per score the kernels read bits"
         scores = torch.zeros(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
         if bias is not None:
             repeat = q.shape[2] // bias.shape[1] if bias.shape[1] > 1 else 1
             scores = scores + bias.repeat_interleave(repeat, 1)
         flags = {"softmax_scale": softmax_scale, "softcap": softcap}
         allowed_each = allowed.expand(-1, -1, *scores.shape[2:])
-        found = formula.gradients(dout, dlse, q, k, v, allowed_each, scores, **flags)
+        found = list(formula.gradients(dout, dlse, q, k, v, allowed_each, scores, **flags))
+        if order is not None:  # by place; what the kernels return is by key
+            each = order.long().expand(q.shape[0], k.shape[2], -1)
+            for n in (1, 2):
+                place = each.mT[..., None].expand(found[n].shape)
+                found[n] = torch.empty_like(found[n]).scatter_(1, place, found[n])
+            of_heads = each.repeat_interleave(q.shape[2] // k.shape[2], 1)[:, :, None].expand(found[3].shape)
+            found[3] = torch.empty_like(found[3]).scatter_(3, of_heads, found[3])
+            assert sums is None or not sums.any(), "the kernels add to them"
         for to, x in zip((dq, dk, dv), found[:3], strict=True):
             if to is not None:
                 assert to.is_contiguous()
@@ -115,11 +131,35 @@ class Operators:
                         dbias[tile] = ds[tile]
 
 
+def gather_keys(k: Tensor, v: Tensor, order: Tensor, bounds: Tensor) -> tuple[Tensor, ...]:
+    """`cuda_gather_keys`: zeros for dead keys."""
+    each = order.long().expand(k.shape[0], k.shape[2], -1).mT[..., None]
+    start, stop = bounds[:, :, : k.shape[1]].unbind(-1)
+    dead = (start >= stop).expand(k.shape[0], k.shape[2], -1).mT[..., None]
+    return tuple(x.gather(1, each.expand(-1, -1, -1, x.shape[3])).masked_fill(dead, 0.0) for x in (k, v))
+
+
+def gather_bias(bias: Tensor, order: Tensor) -> Tensor:
+    """`cuda_gather_bias`."""
+    heads = max(bias.shape[1], order.shape[1])
+    bias, order = (x.repeat_interleave(heads // x.shape[1], 1) for x in (bias, order))
+    batch = max(bias.shape[0], order.shape[0])
+    return bias.float().expand(batch, -1, 1, -1).gather(3, order.long()[:, :, None].expand(batch, -1, -1, -1))
+
+
+def interval_bits(bounds: Tensor, seqlen_q: int) -> Tensor:
+    """`cuda_interval_bits`."""
+    start, stop = bounds[:, :, None].unbind(-1)
+    rows = torch.arange(seqlen_q)[:, None]
+    return packing.pack_words((rows >= start) & (rows < stop))
+
+
 @pytest.fixture
 def operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[Operators]:
     """The stand-ins, with memory that is not written full of NaN."""
     found = Operators()
-    kernels = cuda._Kernels(None, found.differentiate, collapse, preparation.pack_tiles)
+    gathers = (gather_keys, gather_bias, interval_bits)
+    kernels = cuda._Kernels(None, found.differentiate, *gathers, collapse, preparation.pack_tiles)
     monkeypatch.setattr(cuda, "_found_kernels", kernels)
     torch.use_deterministic_algorithms(True)
     try:
@@ -128,10 +168,13 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[Operators]:
         torch.use_deterministic_algorithms(False)
 
 
-def check(case: Case, given: Inputs | None = None, mask: MaskView | None = None) -> None:
+def check(
+    case: Case, given: Inputs | None = None, mask: MaskView | None = None, *, deterministic: bool = False
+) -> None:
     """The gradients that the backend returns for a case, by the accuracy rule."""
     inputs = case.build("cpu")
     x = inputs if given is None else given
+    inputs = replace(inputs, mask=x.mask)
     if mask is None:
         mask = MaskView() if x.mask is None else MaskView("dense", (x.mask,))
     flags = case.flags()
@@ -141,7 +184,17 @@ def check(case: Case, given: Inputs | None = None, mask: MaskView | None = None)
     needs_grad = NeedsGrad(*(name in case.needs_grad and (name != "bias" or x.bias is not None) for name in NAMES))
     dlse = None if x.dlse is None else x.dlse.masked_fill(lse == -torch.inf, 0.0)
     gradients = cuda._backward(
-        x.dout, dlse, x.q, x.k, x.v, mask, x.bias, out, lse, Flags(*window, scale, case.softcap, False), needs_grad
+        x.dout,
+        dlse,
+        x.q,
+        x.k,
+        x.v,
+        mask,
+        x.bias,
+        out,
+        lse,
+        Flags(*window, scale, case.softcap, deterministic),
+        needs_grad,
     )
     names = ("dq", "dk", "dv", "dbias")
     assert_accurate({"out": out, "lse": lse, **dict(zip(names, gradients, strict=True))}, case, inputs)
@@ -238,6 +291,36 @@ def test_prepared_masks_are_read_as_they_are(operators: Operators, monkeypatch: 
     assert len(operators.calls) == 1
 
 
+@pytest.mark.parametrize("bias", BIASES, ids=str)
+@pytest.mark.parametrize("heads", ((1, 1), (2, 1), (1, 2), (2, 2)), ids=str)
+def test_an_interval_mask_is_read_in_its_order(
+    bias: tuple[str, ...] | None, heads: tuple[int, int], operators: Operators
+) -> None:
+    case = BASE.with_(bias=bias)
+    scores = torch.randn(*heads, 1, case.seqlen_k, generator=torch.Generator().manual_seed(1))
+    prepared = prepare_topk(scores, 20, is_causal=True, seqlen_q=case.seqlen_q, reorder=True)
+    check(case, replace(case.build("cpu"), mask=prepared.unpacked()), prepared.view)
+    per_score = bias is not None and bias[2:] == ("Lq", "Lk")
+    assert (operators.calls[0]["order"] is None) == per_score
+
+
+def test_a_mask_for_each_head_of_a_group_keeps_keys_in_their_own_order(operators: Operators) -> None:
+    scores = torch.randn(1, BASE.num_heads, 1, BASE.seqlen_k, generator=torch.Generator().manual_seed(1))
+    prepared = prepare_topk(scores, 20, is_causal=True, seqlen_q=BASE.seqlen_q, reorder=True)
+    check(BASE, replace(BASE.build("cpu"), mask=prepared.unpacked()), prepared.view)
+    assert operators.calls[0]["order"] is None
+
+
+@pytest.mark.parametrize("needs_grad", (("k",), ("bias",), ("q", "v")), ids=str)
+def test_the_sums_of_dq_fix_the_order_of_the_others(needs_grad: tuple[str, ...], operators: Operators) -> None:
+    """Where keys come in an order and it is to be deterministic, dq is summed though nobody asks for it."""
+    case = BASE.with_(bias=("1", "Hk", "1", "Lk"), needs_grad=needs_grad)
+    scores = torch.randn(1, 2, 1, case.seqlen_k, generator=torch.Generator().manual_seed(1))
+    prepared = prepare_topk(scores, 20, is_causal=True, seqlen_q=case.seqlen_q, reorder=True)
+    check(case, replace(case.build("cpu"), mask=prepared.unpacked()), prepared.view, deterministic=True)
+    assert operators.calls[0]["dq"] is not None and operators.calls[0]["order"] is not None
+
+
 @pytest.mark.parametrize("sizes", ({"batch": 0}, {"seqlen_q": 0}, {"seqlen_k": 0}), ids=str)
 def test_nothing_to_attend(sizes: dict[str, int], operators: Operators) -> None:
     for bias in BIASES:
@@ -288,6 +371,8 @@ def test_its_operator_receives_the_whole_mask_and_the_band(
         return [bits, classes, *packing.list_tiles(classes)]
 
     monkeypatch.setattr(packers, "packs_by_extension", lambda tensor: True)
-    monkeypatch.setattr(packers, "_extension_packer", lambda: packers.around_extension(pack))
+    names = ("cuda_pack_mask", "cuda_interval_tiles", "cuda_topk_intervals", "cuda_key_codes")
+    extension = SimpleNamespace(**dict.fromkeys(names, SimpleNamespace(default=pack)))
+    monkeypatch.setattr(packers, "_extension_packer", lambda: packers.around_extension(extension))
     found = preparation.prepare(mask, 150, 300, -1, 0 if is_causal else -1)
     assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))

@@ -1,4 +1,4 @@
-"""Interval masks in a call: what the dense mask gives, on every backend; what is unpacked, and that explain says so."""
+"""Interval masks in a call: what the dense mask gives, on every backend; who receives them, and what explain says."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_decoding(seqlen_q: int) -> None:
 @pytest.mark.parametrize(
     ("backend", "received"),
     [
-        (PREPARED.NAME, ["tiles", "tiles"]),  # unpacked, and packed once for both passes
+        (PREPARED.NAME, ["intervals", "intervals"]),
         (DENSE.NAME, ["dense", "dense"]),
         ((PREPARED.NAME, DENSE.NAME), ["dense", "dense"]),
     ],
@@ -109,13 +109,13 @@ def test_what_a_forward_and_its_backward_receive(backend: Any, received: list[st
     assert PREPARED.received + DENSE.received == received
 
 
-def test_a_forward_pass_alone_receives_the_dense_mask() -> None:
+def test_a_forward_pass_alone_receives_the_intervals() -> None:
     q, k, v, bias = (x.detach() for x in leaves())
     flash_dmattn.attention(q, k, v, MASKS["a window"][0], bias, backend=PREPARED.NAME)
-    assert PREPARED.received == ["dense"]
+    assert PREPARED.received == ["intervals"]
 
 
-def test_explain_says_what_is_unpacked_and_packed() -> None:
+def test_explain_says_what_is_unpacked() -> None:
     q, k, v, bias = leaves()
     prepared = MASKS["top-k, a head each"][0]
     explanation = flash_dmattn.explain(q, k, v, prepared, bias)
@@ -127,23 +127,25 @@ def test_explain_says_what_is_unpacked_and_packed() -> None:
     notes = {verdict.backend: verdict.notes for verdict in explanation.verdicts}
     unpacks = "unpacks the prepared mask to a dense bool tensor of 0.0 MB"
     assert notes["eager"] == notes["reference"] == notes[DENSE.NAME] == (unpacks,)
-    assert notes[PREPARED.NAME] == (f"{unpacks}, and packs that in every call, to 0.0 MB",)
+    assert notes[PREPARED.NAME] == ()
 
 
-@pytest.mark.parametrize(("seqlen_q", "unpacked", "packed"), [(16384, "1024.0", "128.0"), (1, "0.1", "0.5")])
-def test_explain_of_a_long_call_on_a_gpu(seqlen_q: int, unpacked: str, packed: str) -> None:
+@pytest.mark.parametrize("bias", [None, (1, 4, 1, 16384), (1, 16, 16384, 16384)], ids=str)
+@pytest.mark.parametrize(("seqlen_q", "unpacked"), [(16384, "1024.0"), (1, "0.1")])
+def test_explain_of_a_long_call_on_a_gpu(seqlen_q: int, unpacked: str, bias: tuple[int, ...] | None) -> None:
     """Of a call with an interval mask of key-value heads, as `explain` describes it."""
-    shape = {"mask": (1, 4, seqlen_q, 16384), "seqlen_k": 16384, "kv_heads": 4, "device": "sm_90"}
+    if bias is not None:
+        bias = (*bias[:2], min(bias[2], seqlen_q), bias[3])
+    shape = {"mask": (1, 4, seqlen_q, 16384), "seqlen_k": 16384, "kv_heads": 4, "device": "sm_90", "bias": bias}
     problem = flash_dmattn.explain_problem((1, seqlen_q, 16, 64), mask_prepared=True, **shape).problem
     verdicts = explain_description(problem._replace(mask_form="intervals"), "auto").verdicts
     notes = {verdict.backend: verdict.notes[:1] for verdict in verdicts if not verdict.reasons}
-    reasons = {reason.code for verdict in verdicts for reason in verdict.reasons}
     unpacks = f"unpacks the prepared mask to a dense bool tensor of {unpacked} MB"
     assert notes["eager"] == (unpacks,)
     for backend in {"cuda", "triton"} & notes.keys():
-        assert notes[backend] == (f"{unpacks}, and packs that in every call, to {packed} MB",)
-    # A single query makes it a key mask, as it does a dense one: cuda leaves those to triton.
-    assert ("key_mask" in reasons) == (seqlen_q == 1)
+        follows = bias is None or bias[2] == 1
+        assert follows == notes[backend][0].startswith("in a mask's order of keys, if it has one, copies k and v")
+        assert follows != notes[backend][0].startswith("takes keys in their own order: a bias of one value per query")
 
 
 def test_the_fallback_counts_the_dense_mask() -> None:

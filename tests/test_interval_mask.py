@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_dmattn import masks
 from flash_dmattn.masks import IntervalMask, prepare_intervals, prepare_topk, topk_mask
+from flash_dmattn.masks.prepared import packing
 from flash_dmattn.masks.prepared.interval_order import hilbert_codes, key_order, reorder_pays
 from flash_dmattn.masks.topk_stops import topk_stops
 
@@ -40,6 +41,17 @@ def check_fields(mask: IntervalMask) -> None:
         assert torch.equal(mask.order.sort(-1).values, torch.arange(seqlen_k, dtype=torch.int32).expand_as(mask.start))
         placed = live.gather(2, mask.order.long())
         assert torch.equal(placed, placed.sort(-1, descending=True).values)
+    dense = mask.dense()
+    if mask.is_reordered:
+        dense = dense.gather(3, mask.order.long()[:, :, None].expand_as(dense))
+    # What a dense mask of places is packed to.
+    row_lists, col_lists = packing.list_tiles(packing.pack_mask(dense, None)[1])
+    assert torch.equal(mask.row_lists, row_lists) and torch.equal(mask.col_lists, col_lists)
+    start, stop = mask.bounds[:, :, None].unbind(-1)
+    rows = torch.arange(seqlen_q)[:, None]
+    allowed = (rows >= start) & (rows < stop)
+    assert torch.equal(allowed[..., :seqlen_k], dense) and not allowed[..., seqlen_k:].any()
+    assert mask.bounds.shape == (batch, heads, -(-seqlen_k // 128) * 128, 2)
 
 
 # Top-k
@@ -390,7 +402,7 @@ def test_nothing_of_queries_times_keys_is_made(is_causal: bool) -> None:
         key_order(torch.zeros_like(whole)[None], topk_stops(whole, 64)[None], 4096)
         prepared = prepare_topk(scores, 64, is_causal=is_causal, mask=mask, local=local, reorder=True)
         prepare_intervals(prepared.start, prepared.stop, 4096, window_size=(100, 0), reorder=True)
-    assert seen.count > 50 and seen.numel <= 2 * 4097  # the heads, and one more entry for the sums before each key
+    assert seen.count > 50 and seen.numel <= 2 * 2 * 4096  # two heads, a start and a stop for each key
 
 
 def test_building_reads_no_value() -> None:
@@ -479,9 +491,12 @@ def test_operators_and_their_fakes(length: int) -> None:
     keys = torch.randint(9, (2, length), generator=generator, dtype=torch.int32)
     stops = topk_stops(keys, 5)
     assert stops.dtype == torch.int64 and stops.is_contiguous()
-    torch.library.opcheck(torch.ops.flash_dmattn.topk_stops.default, (keys, 5))
-    start = torch.arange(length).expand(1, 2, length).contiguous()
-    torch.library.opcheck(torch.ops.flash_dmattn.key_order.default, (start, stops[None], length))
-    assert torch.equal(torch.ops.flash_dmattn.topk_stops(keys, 5), stops)
-    order = key_order(start, stops[None], length)
-    assert torch.equal(torch.ops.flash_dmattn.key_order(start, stops[None], length), order)
+    operators = torch.ops.flash_dmattn
+    torch.library.opcheck(operators.topk_intervals.default, (keys[None], 5, length + 3, 2))
+    start, stop = operators.topk_intervals(keys[None], 5, length, 0)
+    assert torch.equal(stop, stops[None].to(torch.int32).masked_fill(stops <= torch.arange(length), 0))
+    torch.library.opcheck(operators.key_order.default, (start, stop, length))
+    order = operators.key_order(start, stop, length)
+    assert torch.equal(order, key_order(start, stop, length))
+    for given in (order, order[:, :, :0].contiguous()):
+        torch.library.opcheck(operators.interval_tiles.default, (start, stop, given, length))

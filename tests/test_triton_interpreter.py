@@ -33,6 +33,10 @@ def test_random_calls(seed: int) -> None:
     assert f"{CASES} passed, 0 failed" in interpret("interpreted_triton.py", str(seed), str(CASES))
 
 
+def test_interval_masks() -> None:
+    assert "8 passed, 0 failed" in interpret("interval_calls.py", "interpreter", "0", "8")
+
+
 def test_bugs_of_the_predecessor() -> None:
     assert f"{2 * len(CALLS)} passed, 0 failed" in interpret("interpreted_triton.py", "bugs")
 

@@ -296,19 +296,36 @@ def in_band(rows, keys, shape, LEFT: tl.constexpr, RIGHT: tl.constexpr):
 
 
 @triton.jit
+def in_bounds(data, keys, rows):
+    """Whether rows are in the intervals of keys, in 64 bits: the first row in the lower half, the end in the upper."""
+    bounds = tl.load(data + keys)
+    return (rows >= bounds.to(tl.int32)) & (rows < (bounds >> 32).to(tl.int32))
+
+
+@triton.jit
 def bits_by_row(data, first_key, rows, seqlen_q, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The (queries, keys) tile of a packed mask, bit j % 32 of word j // 32; `first_key` is a multiple of 32."""
-    # Words are spread by a shift and a reshape. A word load per score costs six times as much as the whole attention.
-    at = data + rows.to(tl.int64)[:, None] * stride + (first_key // 32 + tl.arange(0, BLOCK_N // 32))[None, :]
-    words = tl.load(at, mask=(rows < seqlen_q)[:, None], other=0)
-    bits = (words[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
-    return tl.reshape(bits.to(tl.int8), (BLOCK_M, BLOCK_N)) != 0
+    """The (queries, keys) tile of a packed mask, bit j % 32 of word j // 32; `first_key` is a multiple of 32.
+
+    Of an interval mask `data` has bounds in the place of words.
+    """
+    if data.dtype.element_ty == tl.int64:
+        return in_bounds(data, (first_key + tl.arange(0, BLOCK_N))[None, :], rows[:, None])
+    else:
+        # Words are spread by a shift and a reshape. A word load per score costs six times as much as the whole
+        # attention.
+        at = data + rows.to(tl.int64)[:, None] * stride + (first_key // 32 + tl.arange(0, BLOCK_N // 32))[None, :]
+        words = tl.load(at, mask=(rows < seqlen_q)[:, None], other=0)
+        bits = (words[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
+        return tl.reshape(bits.to(tl.int8), (BLOCK_M, BLOCK_N)) != 0
 
 
 @triton.jit
 def bits_by_key(data, first_key, rows, seqlen_q, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The same tile as (keys, queries)."""
-    at = data + rows.to(tl.int64)[None, :] * stride + (first_key // 32 + tl.arange(0, BLOCK_N // 32))[:, None]
-    words = tl.load(at, mask=(rows < seqlen_q)[None, :], other=0)
-    bits = (words[:, None, :] >> tl.arange(0, 32)[None, :, None]) & 1
-    return tl.reshape(bits.to(tl.int8), (BLOCK_N, BLOCK_M)) != 0
+    if data.dtype.element_ty == tl.int64:
+        return in_bounds(data, (first_key + tl.arange(0, BLOCK_N))[:, None], rows[None, :])
+    else:
+        at = data + rows.to(tl.int64)[None, :] * stride + (first_key // 32 + tl.arange(0, BLOCK_N // 32))[:, None]
+        words = tl.load(at, mask=(rows < seqlen_q)[None, :], other=0)
+        bits = (words[:, None, :] >> tl.arange(0, 32)[None, :, None]) & 1
+        return tl.reshape(bits.to(tl.int8), (BLOCK_N, BLOCK_M)) != 0

@@ -148,7 +148,7 @@ struct Postprocess {
   // Adds a result of `pairs` (batch, head) pairs, from first_pair on, with so many accumulator rows each. Adds nothing
   // if it is not wanted or not accumulated (sums is null).
   void add(const std::optional<Tensor>& result, const float* sums, int64_t first_pair, int64_t pairs,
-           int64_t rows_per_pair, int64_t columns, double factor, bool batch_is_inner) {
+           int64_t rows_per_pair, int64_t columns, double factor, bool batch_is_inner, bool is_by_place = false) {
     BackwardSumsParams::Result& it = params.results[count++];
     if (sums != nullptr) {
       tiles += pairs * (rows_per_pair / kAccumRows) * (columns / kAccumColumns);
@@ -156,6 +156,7 @@ struct Postprocess {
       it.out = result->mutable_data_ptr();
       it.first_pair = static_cast<int>(first_pair);
       it.batch_is_inner = batch_is_inner;
+      it.is_by_place = is_by_place;
       it.batch = static_cast<int>(result->size(0));
       it.seqlen = static_cast<int>(result->size(1));
       it.num_heads = static_cast<int>(result->size(2));
@@ -166,20 +167,26 @@ struct Postprocess {
     }
     it.tiles = tiles;
   }
+
 };
 
 // Writes the gradients that are given, all contiguous. dbias, of a bias per query and key, has its dtype and is
 // (B, Hq, Lq, Lk), of which tiles that band or mask leave empty are not written; or it has fewer heads or batch
-// entries, and is written whole. dbias_sums (B, Hq, Lk), of a bias per key, is fp32. mask is {} or (bits, row_lists,
-// col_lists) of a TileMask; low and high are the band if there is no mask.
+// entries, and is written whole. dbias_sums (B, Hq, Lk), of a bias per key, is fp32. mask is {}, or (bits, row_lists,
+// col_lists) of a TileMask, or (bounds, row_lists, col_lists) of an IntervalMask, with key_order if k, v and a bias per
+// key are in its order; dk, dv and dbias_sums are in the order of keys, and dbias_sums starts as zeros then. low and high
+// are the band if there is no mask.
 void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask,
-              std::optional<Tensor> bias, Tensor out, Tensor lse, std::optional<Tensor> dq, std::optional<Tensor> dk,
-              std::optional<Tensor> dv, std::optional<Tensor> dbias, std::optional<Tensor> dbias_sums, int64_t low,
-              int64_t high, double softmax_scale, double softcap, bool deterministic) {
+              std::optional<Tensor> key_order, std::optional<Tensor> bias, Tensor out, Tensor lse,
+              std::optional<Tensor> dq, std::optional<Tensor> dk, std::optional<Tensor> dv, std::optional<Tensor> dbias,
+              std::optional<Tensor> dbias_sums, int64_t low, int64_t high, double softmax_scale, double softcap,
+              bool deterministic) {
   const Sizes sizes = sizes_of(kName, q, k, v);
   const KernelInstance instance = instance_for(q.scalar_type(), sizes.head_dim, sizes.head_dim_v);
   CHECK_ARGUMENT(sizes.head_dim_v <= kMaxRowColumns, "rows of out have ", sizes.head_dim_v, " columns, more than ",
                  kMaxRowColumns);
+  CHECK_ARGUMENT(dq.has_value() || !(key_order.has_value() && deterministic),
+                 "dq is needed with key_order in a fixed order: its semaphores order the sums of dk and dv");
   CHECK_ARGUMENT(bias.has_value() || !(dbias.has_value() || dbias_sums.has_value()), "there is no bias for a dbias");
 
   const int64_t tiles_q = ceil_div(sizes.seqlen_q, kTile), tiles_k = ceil_div(sizes.seqlen_k, kTile);
@@ -190,11 +197,13 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   BackwardParams params{};
   BackwardRowsParams rows = describe_rows(out, dout, lse, dlse);
   BackwardBias form = BackwardBias::kNone;
-  const bool has_mask = !mask.empty(), is_banded = has_band(sizes, low, high);
+  const MaskForm of_mask = mask_form(mask);
+  const bool has_mask = of_mask != MaskForm::kNone, is_banded = has_band(sizes, low, high);
   BackwardCall call{};
   call.batch = sizes.batch;
   call.num_heads = sizes.num_heads;
   call.num_heads_k = sizes.num_heads_k;
+  call.seqlen_q = sizes.seqlen_q;
   call.seqlen_k = sizes.seqlen_k;
   call.head_dim = instance.head_dim;
   call.head_dim_v = instance.head_dim_v;
@@ -203,6 +212,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
     call.dbias_heads = dbias->size(1);
   }
   if (has_mask) call.mask_batch = mask[0].size(0);
+  call.has_key_order = key_order.has_value();
   call.is_banded = is_banded;
   call.has_softcap = softcap > 0;
   call.is_deterministic = deterministic;
@@ -225,6 +235,8 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   }
   if (bias.has_value()) {
     form = describe_bias(*bias, q, writer, dbias_sums.has_value());
+    CHECK_ARGUMENT(of_mask != MaskForm::kIntervals || form == BackwardBias::kNone || form == BackwardBias::kVector,
+                   "a bias per query and key needs bits of a mask");
     if (form == BackwardBias::kNone) {
       set_bias(kName, *bias, sizes.num_heads, rows);
     } else {
@@ -238,8 +250,14 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   set_softcap(softmax_scale, softcap, params);
   set_band(sizes, low, high, params);
   if (has_mask) {
-    CHECK_ARGUMENT(mask.size() == 3, "mask has ", mask.size(), " tensors; it needs bits and lists of rows and columns");
-    set_mask(mask[0], mask[2], sizes, params);
+    CHECK_ARGUMENT(mask.size() == 3, "mask has ", mask.size(),
+                   " tensors; it needs bits or bounds, and lists of rows and columns");
+    set_mask(of_mask, mask[0], mask[2], sizes, params);
+    if (key_order.has_value()) {
+      CHECK_ARGUMENT(of_mask == MaskForm::kIntervals && params.heads_per_mask % params.heads_per_group == 0,
+                     "key_order is of an interval mask that all heads of a group share");
+      params.key_order = static_cast<const int32_t*>(key_order->const_data_ptr());
+    }
   }
 
   const bool has_bias_tiles =
@@ -268,10 +286,13 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   const bool is_ordered = schedule.is_ordered;
   const int64_t dq_columns = ceil_div(instance.head_dim, kAccumColumns) * kAccumColumns;
   const int64_t dv_columns = ceil_div(instance.head_dim_v, kAccumColumns) * kAccumColumns;
+  CHECK_ARGUMENT(schedule.num_work_tiles <= kMaxInt / 2, "there are more than 2^30 tiles of work");
   params.blocks_k = static_cast<int>(blocks_k);
   params.batch_is_inner = schedule.batch_is_inner;
   const int64_t full_group_pairs = schedule.full_group_pairs, summed_pairs = schedule.summed_pairs;
   params.full_group_pairs = static_cast<int>(full_group_pairs);
+  params.walk_parts = static_cast<int>(schedule.walk_parts);
+  params.walk_tiles = static_cast<int>(schedule.walk_tiles);
   params.num_work_tiles = static_cast<int>(schedule.num_work_tiles);
   // The size of a section, at most `count`, for tiles of `heads` query heads: q, dout and the accumulators of dq fit in
   // L2.
@@ -299,15 +320,16 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   const int64_t counter_at = scratch.add(needs_counter ? 1 : 0),
                 dq_semaphore_at = scratch.add(is_ordered ? blocks_q : 0);
   const int64_t dkv_semaphore_at = scratch.add(is_ordered ? summed_pairs * blocks_k : 0);
+  const int64_t dq_at = scratch.add(dq.has_value() ? padded_rows * dq_columns : 0);
+  const int64_t places_at = scratch.length;
   const int64_t dk_at = scratch.add(dk.has_value() ? summed_rows * dq_columns : 0);
   const int64_t dv_at = scratch.add(dv.has_value() ? summed_rows * dv_columns : 0);
-  const int64_t dq_at = scratch.add(dq.has_value() ? padded_rows * dq_columns : 0);
   const Tensor memory = torch::stable::new_empty(q, {&scratch.length, 1}, ScalarType::Float);
   float* const start = static_cast<float*>(memory.mutable_data_ptr());
   rows.lse_log2 = start;
   rows.delta = start + padded_rows;
   rows.cleared = start + counter_at;
-  rows.zeros = (scratch.length - counter_at) / 4;
+  rows.zeros = ((params.key_order != nullptr ? places_at : scratch.length) - counter_at) / 4;
   params.lse = rows.lse_log2;
   params.delta = rows.delta;
   if (needs_counter) params.tile_counter = reinterpret_cast<int*>(start + counter_at);
@@ -316,6 +338,22 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   const bool sums_dk = dk.has_value() && summed_pairs > 0, sums_dv = dv.has_value() && summed_pairs > 0;
   if (sums_dk) params.dk_sums = start + dk_at;
   if (sums_dv) params.dv_sums = start + dv_at;
+  if (params.key_order != nullptr) {
+    rows.places = {params.key_order,
+                   params.mask_bounds,
+                   params.seqlen_k,
+                   static_cast<int>(tiles_k),
+                   params.heads_per_mask / params.heads_per_group,
+                   params.mask_heads,
+                   params.mask_has_batch};
+    rows.sums[0] = params.dk_sums;
+    rows.sums[1] = params.dv_sums;
+    rows.floats[0] = static_cast<int>(kAccumRows * dq_columns);
+    rows.floats[1] = static_cast<int>(kAccumRows * dv_columns);
+    rows.row_blocks = blocks_k * block_n / kAccumRows;
+    rows.num_heads_k = static_cast<int>(sizes.num_heads_k);
+    rows.batch_is_inner = params.batch_is_inner;
+  }
   if (is_ordered && (sums_dk || sums_dv)) params.dkv_semaphore = reinterpret_cast<int*>(start + dkv_semaphore_at);
 
   // Before the first kernel, not between two: a memset would keep the next kernel from starting early.
@@ -332,14 +370,15 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
     store_shared_dbias(kName, instance.shared_dbias, device, sizes, shared, *dbias);
   }
   if (!runs_main_kernel) return;
-  check(instance.main(params, form, has_mask, block_n, blocks, device.stream), kName, "launching the kernel");
+  check(instance.main(params, form, of_mask, block_n, blocks, device.stream), kName, "launching the kernel");
 
   Postprocess postprocess;
+  postprocess.params.places = rows.places;
   postprocess.add(dq, params.dq_sums, 0, pairs, tiles_q * kTile, dq_columns, softmax_scale, false);
   postprocess.add(dk, params.dk_sums, full_group_pairs, summed_pairs, blocks_k * block_n, dq_columns, softmax_scale,
-                  params.batch_is_inner);
+                  params.batch_is_inner, params.key_order != nullptr);
   postprocess.add(dv, params.dv_sums, full_group_pairs, summed_pairs, blocks_k * block_n, dv_columns, 1.0,
-                  params.batch_is_inner);
+                  params.batch_is_inner, params.key_order != nullptr);
   if (postprocess.tiles > 0)
     check(instance.sums(postprocess.params, device.stream), kName, "launching the kernel of the sums");
 }
@@ -348,8 +387,8 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flash_dmattn, m) {
   m.def(
-      "cuda_backward_kernel(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? bias, "
-      "Tensor out, Tensor lse, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dbias, "
+      "cuda_backward_kernel(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? key_order, "
+      "Tensor? bias, Tensor out, Tensor lse, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dbias, "
       "Tensor(e!)? dbias_sums, int low, int high, float softmax_scale, float softcap, bool deterministic) -> ()");
 }
 

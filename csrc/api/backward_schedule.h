@@ -12,10 +12,11 @@ namespace flash_dmattn {
 
 // What a schedule depends on. Sizes of what is absent are 0.
 struct BackwardCall {
-  int64_t batch, num_heads, num_heads_k, seqlen_k;
+  int64_t batch, num_heads, num_heads_k, seqlen_q, seqlen_k;
   int64_t head_dim, head_dim_v;            // of the kernel instance
   int64_t dbias_batch, dbias_heads;        // of a dbias of one value per query and key
   int64_t mask_batch;
+  bool has_key_order;                      // keys are in the order of an interval mask
   bool is_banded;                          // the band forbids something; of a mask, the band is part of it
   bool has_softcap, is_deterministic, needs_dq, needs_dk_or_dv;
   bool shares_over_batch;                  // batch entries read the same bias per score or the same mask
@@ -49,6 +50,8 @@ struct BackwardSchedule {
   int64_t full_group_pairs;      // the first (batch, key head) pairs, whose work tiles have all query heads of the group
   int64_t summed_pairs;          // the others: one query head a work tile, dk and dv are summed in device memory
   int64_t single_heads;          // (batch, query head) pairs of those
+  int64_t walk_parts;            // work tiles that share the walk of a key block and a head
+  int64_t walk_tiles;            // tiles of queries that one of them gets at most; 0 where walks stay whole
   int64_t num_work_tiles;
   bool is_ordered;               // sums are added in a fixed order
   bool tiles_differ;             // in length, so that blocks take them as they finish
@@ -64,12 +67,17 @@ inline bool pays_to_take_two(int64_t pairs, int64_t tiles_k, int64_t num_sms) {
   return 5 * waves(ceil_div(tiles_k, 2)) <= 3 * waves(tiles_k);
 }
 
+// In an order of keys, walks of neighbours are alike, and three quarters of the key blocks may have none. Walks of 32
+// tiles, or in an eighth of long rows, leave no SM waiting long: docs/notes/intervals.md.
+constexpr int64_t kWalkTiles = 32, kMostWalkParts = 8;
+
 // How many (batch, key head) pairs have work tiles of whole groups. One tile per query head gives more and shorter
 // tiles, but their dk and dv must be added in device memory. So if tiles are few, only those of the last one or two
 // waves are per head; behind a band, where tiles get shorter towards the end, all of them. Measured:
 // docs/notes/cuda_tried.md, "Backward kernel".
 inline int64_t count_full_group_pairs(const BackwardCall& call, const BackwardSchedule& schedule, int64_t num_sms) {
   const int64_t pairs_k = call.batch * call.num_heads_k, tiles = pairs_k * schedule.blocks_k;
+  if (call.has_key_order) return 0;  // the kernel of the sums puts dk and dv in the order of keys
   if (call.num_heads == call.num_heads_k || tiles >= kEnoughTilesPerSm * num_sms) return pairs_k;
   if (call.is_deterministic) return schedule.is_ordered ? 0 : pairs_k;
   if (call.is_banded && call.mask_batch == 0) return 0;
@@ -92,7 +100,14 @@ inline BackwardSchedule schedule_backward(const BackwardCall& call, DbiasWriter 
   schedule.full_group_pairs = count_full_group_pairs(call, schedule, num_sms);
   schedule.summed_pairs = pairs_k - schedule.full_group_pairs;
   schedule.single_heads = schedule.summed_pairs * (call.num_heads / call.num_heads_k);
-  schedule.num_work_tiles = (schedule.full_group_pairs + schedule.single_heads) * schedule.blocks_k;
+  schedule.walk_parts = 1;
+  if (call.has_key_order && !schedule.is_ordered) {
+    const int64_t tiles_q = ceil_div(call.seqlen_q, kTile);
+    schedule.walk_parts = std::min(ceil_div(tiles_q, kWalkTiles), kMostWalkParts);
+    schedule.walk_tiles = ceil_div(tiles_q, schedule.walk_parts);
+  }
+  const int64_t pairs = schedule.full_group_pairs + schedule.single_heads;
+  schedule.num_work_tiles = pairs * schedule.blocks_k * schedule.walk_parts;
   schedule.tiles_differ =
       has_mask || call.is_banded || (schedule.full_group_pairs > 0 && schedule.summed_pairs > 0);
   return schedule;

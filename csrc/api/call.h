@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include <torch/csrc/stable/tensor.h>
@@ -68,15 +69,33 @@ void set_softcap(double softmax_scale, double softcap, Params& params) {
   params.pre_scale = static_cast<float>(softmax_scale / softcap);
 }
 
-// Sets the packed mask; `lists` are its row lists or its column lists.
+// The form of a mask of which the first tensor is given: bits of a TileMask, (Bm, Hm, Lq, 4 Tk), or bounds of an
+// IntervalMask, (Bm, Hm, 128 Tk, 2), which the last dim tells apart.
+inline MaskForm mask_form(const std::vector<torch::stable::Tensor>& mask) {
+  if (mask.empty()) return MaskForm::kNone;
+  return mask[0].size(3) == 2 ? MaskForm::kIntervals : MaskForm::kTiles;
+}
+
+// Sets heads and lists of a mask of either form; `lists` are its row lists or its column lists.
 template <class Params>
-void set_mask(const torch::stable::Tensor& bits, const torch::stable::Tensor& lists, const Sizes& sizes,
-              Params& params) {
-  params.mask_bits = static_cast<const int32_t*>(bits.const_data_ptr());
+void set_lists(const torch::stable::Tensor& allowed, const torch::stable::Tensor& lists, const Sizes& sizes,
+               Params& params) {
   params.mask_lists = static_cast<const int32_t*>(lists.const_data_ptr());
-  params.mask_heads = static_cast<int>(bits.size(1));
-  params.heads_per_mask = static_cast<int>(sizes.num_heads / bits.size(1));
-  params.mask_has_batch = bits.size(0) > 1;
+  params.mask_heads = static_cast<int>(allowed.size(1));
+  params.heads_per_mask = static_cast<int>(sizes.num_heads / allowed.size(1));
+  params.mask_has_batch = allowed.size(0) > 1;
+}
+
+// Sets a mask of either form; of a bias per score, `form` has to be kTiles.
+template <class Params>
+void set_mask(MaskForm form, const torch::stable::Tensor& allowed, const torch::stable::Tensor& lists,
+              const Sizes& sizes, Params& params) {
+  if (form == MaskForm::kIntervals) {
+    params.mask_bounds = static_cast<const int2*>(allowed.const_data_ptr());
+  } else {
+    params.mask_bits = static_cast<const int32_t*>(allowed.const_data_ptr());
+  }
+  set_lists(allowed, lists, sizes, params);
 }
 
 }  // namespace flash_dmattn

@@ -60,7 +60,7 @@ int64_t longest_walk(const Sizes& sizes, bool has_mask, const ForwardTile& tile,
   return std::min(all, ceil_div(std::max(tile.block_m + params.high - params.low, 0), tile.block_n) + 1);
 }
 
-// Writes out and lse. mask is {} or (bits, row_lists) of a TileMask; low and high are the band if there is no mask.
+// Writes out and lse. mask is {}, or (bits, row_lists) of a TileMask, or (bounds, row_lists) of an IntervalMask; low and high are the band if there is no mask.
 // num_splits: KV splits of the work tiles of the last wave. 1 for none, 0 to let estimate_num_splits choose.
 void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::optional<Tensor> bias, Tensor out, Tensor lse,
              int64_t low, int64_t high, double softmax_scale, double softcap, int64_t num_splits) {
@@ -70,7 +70,10 @@ void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::option
   ForwardParams params{};
   const Bias form = bias.has_value() ? describe_bias(*bias, q, params) : Bias::kNone;
   const bool has_mask = !mask.empty();
-  const ForwardTile tile = instance.tile(form, has_mask);
+  const MaskForm of_mask = mask_form(mask);
+  CHECK_ARGUMENT(of_mask != MaskForm::kIntervals || form == Bias::kNone || form == Bias::kVector,
+                 "a bias per query and key needs bits of a mask");
+  const ForwardTile tile = instance.tile(form, of_mask);
 
   const CurrentDevice device(kName, q);  // before the TMA descriptors, whose encoder needs its context
 
@@ -99,8 +102,8 @@ void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::option
   }
   params.inverse_scale = 1.0f / params.scale;
   if (has_mask) {
-    CHECK_ARGUMENT(mask.size() == 2, "mask has ", mask.size(), " tensors; it needs bits and lists of rows");
-    set_mask(mask[0], mask[1], sizes, params);
+    CHECK_ARGUMENT(mask.size() == 2, "mask has ", mask.size(), " tensors; it needs bits or bounds, and lists of rows");
+    set_mask(of_mask, mask[0], mask[1], sizes, params);
   }
 
   const int64_t pairs = sizes.batch * sizes.num_heads, blocks_q = ceil_div(sizes.seqlen_q, tile.block_m);
@@ -146,7 +149,7 @@ void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::option
     results = torch::stable::new_empty(q, {&length, 1}, ScalarType::Float);
     params.split_results = static_cast<float*>(results.mutable_data_ptr());
   }
-  check(instance.launch(params, form, has_mask, blocks, device.stream), kName, "launching the kernel");
+  check(instance.launch(params, form, of_mask, blocks, device.stream), kName, "launching the kernel");
 }
 
 }  // namespace

@@ -12,6 +12,7 @@
 
 #include "../sm90/mask/mask.h"
 #include "common.h"
+#include "tile_lists.h"
 
 namespace flash_dmattn {
 namespace {
@@ -43,9 +44,8 @@ std::vector<Tensor> pack_mask(Tensor mask, int64_t low, int64_t high, bool has_b
   const int64_t tiles_q = ceil_div(seqlen_q, kTile), tiles_k = ceil_div(seqlen_k, kTile);
   const int64_t strips = ceil_div(seqlen_k, kStripKeys), heads = batch * num_heads;
   const int64_t pack_blocks = heads * tiles_q * strips;
-  const int64_t num_lists = heads * (tiles_q + tiles_k), list_blocks = ceil_div(num_lists, kListsPerBlock);
-  CHECK_ARGUMENT(std::max({heads, pack_blocks, list_blocks}) <= kMaxInt, "mask of ", heads, " heads by ", seqlen_q,
-                 " by ", seqlen_k, " needs more than 2^31 - 1 blocks");
+  CHECK_ARGUMENT(std::max({heads, pack_blocks, heads * (tiles_q + tiles_k)}) <= kMaxInt, "mask of ", heads,
+                 " heads by ", seqlen_q, " by ", seqlen_k, " needs more than 2^31 - 1 blocks");
 
   const CurrentDevice device(kName, mask);
   const auto empty = [&](std::array<int64_t, 4> shape, ScalarType dtype) {
@@ -53,15 +53,11 @@ std::vector<Tensor> pack_mask(Tensor mask, int64_t low, int64_t high, bool has_b
   };
   Tensor bits = empty({batch, num_heads, seqlen_q, tiles_k * kTileWords}, ScalarType::Int);
   Tensor classes = empty({batch, num_heads, tiles_q, tiles_k}, ScalarType::Byte);
-  Tensor row_lists = empty({batch, num_heads, tiles_q, 2 + tiles_k}, ScalarType::Int);
-  Tensor col_lists = empty({batch, num_heads, tiles_k, 2 + tiles_q}, ScalarType::Int);
-
-  auto* const classes_ptr = static_cast<uint8_t*>(classes.mutable_data_ptr());
   if (pack_blocks > 0) {
     PackMaskParams params{};
     params.mask = static_cast<const uint8_t*>(mask.const_data_ptr());
     params.bits = static_cast<int32_t*>(bits.mutable_data_ptr());
-    params.classes = classes_ptr;
+    params.classes = static_cast<uint8_t*>(classes.mutable_data_ptr());
     params.stride_b = mask.stride(0);
     params.stride_h = mask.stride(1);
     params.stride_q = mask.stride(2);
@@ -78,18 +74,7 @@ std::vector<Tensor> pack_mask(Tensor mask, int64_t low, int64_t high, bool has_b
     check(launch_pack_mask(params, static_cast<unsigned>(pack_blocks), rows_are_aligned(mask), has_band, device.stream),
           kName, "launching the packing kernel");
   }
-  if (num_lists > 0) {
-    ListTilesParams params{};
-    params.classes = classes_ptr;
-    params.row_lists = static_cast<int32_t*>(row_lists.mutable_data_ptr());
-    params.col_lists = static_cast<int32_t*>(col_lists.mutable_data_ptr());
-    params.num_rows = heads * tiles_q;
-    params.num_lists = num_lists;
-    params.tiles_q = static_cast<int>(tiles_q);
-    params.tiles_k = static_cast<int>(tiles_k);
-    check(launch_list_tiles(params, static_cast<unsigned>(list_blocks), device.stream), kName,
-          "launching the list kernel");
-  }
+  const auto [row_lists, col_lists] = list_tiles(kName, classes, device.stream);
   return {bits, classes, row_lists, col_lists};
 }
 

@@ -34,7 +34,11 @@ void store_shared_dbias(const char* op, decltype(&launch_shared_dbias<__half, 64
   set_band(sizes, call.low, call.high, params);
   params.softmax_scale = static_cast<float>(call.softmax_scale);
   set_softcap(call.softmax_scale, call.softcap, params);
-  if (has_mask) set_mask(call.mask[0], call.mask[1], sizes, params);
+  if (has_mask) {
+    CHECK_FOR(op, mask_form(call.mask) == MaskForm::kTiles, "a bias per query and key needs bits of a mask");
+    params.mask_bits = static_cast<const int32_t*>(call.mask[0].const_data_ptr());
+    set_lists(call.mask[0], call.mask[1], sizes, params);
+  }
   params.heads_per_bias = heads_per_bias(call.bias, sizes.num_heads);
   params.bias_has_batch = !is_broadcast(call.bias, 0);
   params.dbias_heads = static_cast<int>(heads);

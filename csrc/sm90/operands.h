@@ -14,6 +14,47 @@ __device__ __forceinline__ int64_t mask_of(const Params& p, const Work& work) {
   return static_cast<int64_t>(p.mask_has_batch ? work.batch : 0) * p.mask_heads + work.head / p.heads_per_mask;
 }
 
+// For scores whose rows are queries, as a warp holds them: which of its 16 rows see the keys of a block that needs
+// masking. For two neighbouring keys 16 bits each; pair `lane + 32 i` of the block is in `pairs[i]`.
+template <int kBlockN>
+struct KeyRows {
+  uint32_t pairs[kBlockN / 64];
+
+  // bounds: of the block's first key; first_row: of the warp.
+  __device__ __forceinline__ void load(const int2* bounds, int first_row) {
+    const auto rows_of = [&](int start, int stop) {
+      return (1u << min(max(stop - first_row, 0), 16)) - (1u << min(max(start - first_row, 0), 16));
+    };
+#pragma unroll
+    for (int i = 0; i < kBlockN / 64; ++i) {
+      // By __ldg: masks come from kernels that never let the next one start early.
+      const int4 two = __ldg(reinterpret_cast<const int4*>(bounds) + threadIdx.x % 32 + 32 * i);
+      pairs[i] = rows_of(two.x, two.y) | rows_of(two.z, two.w) << 16;
+    }
+  }
+
+  __device__ __forceinline__ void apply(float (&scores)[kBlockN / 2]) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int t = 0; t < kBlockN / 16; ++t) {
+      // Of two times 8 keys the thread has two neighbours each, and of the rows lane / 4 and the one 8 further on. Their
+      // bits meet in one byte, as in Consumer::apply_mask.
+      uint32_t two[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int pair = 4 * (2 * t + e);
+        two[e] = __shfl_sync(0xffffffffu, pairs[pair / 32], pair % 32 + lane % 4) >> lane / 4;
+      }
+      const uint32_t bits = ((two[0] & 0x01010101u) | (two[1] << 1 & 0x02020202u)) * 0x01041040u;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        float& score = scores[4 * (2 * t + i % 2) + 2 * (i / 2 % 2) + i / 4];
+        score = bits & 1u << (24 + i) ? score : -INFINITY;
+      }
+    }
+  }
+};
+
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-from ..problem import FEATURES, AttentionProblem, Gradients, MaskForm, MaskView
+from ..problem import FEATURES, AttentionProblem, Gradients, MaskView
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -61,7 +61,7 @@ class Backend(Protocol):
 
     Optional names:
         notes(problem) -> tuple[str, ...]: what `explain` should say of a call that it accepts, such as copies it makes.
-        MASK_FORM = "prepared": a forward/backward pair that reads tile masks and key masks.
+        MASK_FORM = "prepared": a forward/backward pair that reads tile, key and interval masks.
         differentiable_backward(problem, dout, dlse, q, k, v, mask, bias): the gradients of a pair as differentiable
             PyTorch, without which a second derivative is refused.
         HAS_FORWARD_AD = True: forward-mode derivatives (torch.func.jvp) go through it.
@@ -92,9 +92,9 @@ class KernelBackend(Backend, Protocol):
     """A backend made of an explicit forward/backward pair; `flash_dmattn.autograd` differentiates it.
 
     `bias` is None or 4-D with each dimension 1 or full (the heads also `num_heads_k`); a dimension of stride 0 is a
-    broadcast one. `mask` has the form "none" or "dense", with `MASK_FORM = "prepared"` also "tiles" or "keys"; both
-    passes of a call receive the same. The band of the problem applies to every form, and is folded into that of
-    "tiles" already. `backward` returns None where `problem.needs_grad` asks for nothing.
+    broadcast one. `mask` has the form "none" or "dense", with `MASK_FORM = "prepared"` also "tiles", "keys" or
+    "intervals"; both passes of a call receive the same. The band of the problem applies to every form, and is folded
+    into "tiles" and "intervals" already. `backward` returns None where `problem.needs_grad` asks for nothing.
     """
 
     def forward(
@@ -146,11 +146,6 @@ def is_composite(backend: AnyBackend) -> TypeIs[CompositeBackend]:
 def reads_prepared_masks(backend: AnyBackend) -> bool:
     """Whether a backend reads prepared masks; one that does not say receives dense ones."""
     return getattr(backend, "MASK_FORM", "dense") == "prepared"
-
-
-def reads_mask_form(backend: AnyBackend, form: MaskForm) -> bool:
-    """Whether a backend reads prepared masks of one form: none reads "intervals" yet, all of which are unpacked."""
-    return form != "intervals" and reads_prepared_masks(backend)
 
 
 def has_forward_ad(backend: AnyBackend) -> bool:

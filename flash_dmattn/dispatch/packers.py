@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 
 from ..backends.cuda import backend as cuda
 from ..masks.prepared import packers
+from ..masks.prepared.interval_order import MOST_HEADS_OF_CODES, order_by_codes
+from ..masks.prepared.interval_tiles import IntervalTiles
 from ..masks.prepared.packers import Packer
 from ..problem import Band, device_arch
 from .settings import process
@@ -45,24 +47,43 @@ def _triton_packer() -> Packer | None:
         bits, classes = kernels.pack_mask(mask, band)
         return [bits, classes, *kernels.list_tiles(classes)]
 
-    return Packer(pack_tiles, kernels.list_tiles, kernels.key_set)
+    return packers.PYTORCH._replace(pack_tiles=pack_tiles, list_tiles=kernels.list_tiles, key_set=kernels.key_set)
 
 
 @cache
 def _extension_packer() -> Packer:
     # Made once, after the probe has loaded the extension: torch.ops takes a microsecond to find an operator.
-    return around_extension(torch.ops.flash_dmattn.cuda_pack_mask.default)
+    return around_extension(torch.ops.flash_dmattn)
 
 
-def around_extension(pack_mask: Callable[..., list[torch.Tensor]]) -> Packer:
-    """The packer whose tiles come from the operator of the extension."""
+def around_extension(operators: Any) -> Packer:
+    """The packer of the operators of the extension, under their names; the rest is Triton's or PyTorch's."""
+    pack_mask, interval_tiles = operators.cuda_pack_mask.default, operators.cuda_interval_tiles.default
+    topk_intervals, key_codes = operators.cuda_topk_intervals.default, operators.cuda_key_codes.default
+    rest = _triton_packer() or packers.PYTORCH
 
     def pack_tiles(mask: torch.Tensor, band: Band | None) -> list[torch.Tensor]:
         low, high = (0, 0) if band is None else band
         return pack_mask(mask, low, high, band is not None)
 
-    rest = _triton_packer() or packers.PYTORCH
-    return Packer(pack_tiles, rest.list_tiles, rest.key_set)
+    def list_intervals(start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, seqlen_q: int) -> IntervalTiles:
+        bounds, row_lists, col_lists = interval_tiles(start, stop, order, seqlen_q)
+        return bounds, row_lists, col_lists
+
+    def find_topk(keys: torch.Tensor, k: int, seqlen_q: int, local: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if keys.dtype != torch.int32:  # of scores in fp64
+            return rest.topk_intervals(keys, k, seqlen_q, local)
+        start, stop = topk_intervals(keys, k, seqlen_q, local)
+        return start, stop
+
+    def key_order(start: torch.Tensor, stop: torch.Tensor, seqlen_q: int) -> torch.Tensor:
+        if start.size(0) * start.size(1) > MOST_HEADS_OF_CODES:
+            return rest.key_order(start, stop, seqlen_q)
+        return order_by_codes(key_codes(start, stop, seqlen_q))
+
+    return rest._replace(
+        pack_tiles=pack_tiles, interval_tiles=list_intervals, topk_intervals=find_topk, key_order=key_order
+    )
 
 
 packers.register(find_packer)

@@ -42,3 +42,28 @@ def topk_stops(keys: torch.Tensor, k: int) -> torch.Tensor:
     # The first position with a threshold below the rank, where both are negated so that the row ascends.
     passed = torch.searchsorted(threshold.neg(), rank.neg(), right=True)
     return passed.maximum(positions).contiguous()
+
+
+def topk_intervals(keys: torch.Tensor, k: int, seqlen_q: int, local: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of queries that keep each key, by causal top-k.
+
+    Args:
+        keys: integers (B, H, Lk) as `sort_keys` makes them: the lowest is that of a key that is not allowed.
+        k: how many are kept, from 1.
+        seqlen_q: number of queries; the last one stands at the last key.
+        local: a query also sees so many of the last keys up to its own.
+
+    Returns:
+        (start, stop) int32 (B, H, Lk), contiguous, from 0 to `seqlen_q`; both 0 for a key that nobody keeps.
+
+    Example:
+        >>> topk_intervals(torch.tensor([[[3, 1, 2, 2]]]), 2, 3, 0)
+        (tensor([[[0, 0, 1, 0]]], dtype=torch.int32), tensor([[[3, 1, 3, 0]]], dtype=torch.int32))
+    """
+    seqlen_k = keys.size(2)
+    position = torch.arange(seqlen_k, device=keys.device)
+    stop = topk_stops(keys.flatten(0, 1), k).view(keys.shape).maximum(position + min(local, seqlen_k))
+    start, stop = ((x + (seqlen_q - seqlen_k)).clamp(0, seqlen_q) for x in (position, stop))
+    dead = (keys == torch.iinfo(keys.dtype).min) | (start >= stop)
+    start, stop = (x.masked_fill(dead, 0).to(torch.int32).contiguous() for x in (start.expand(keys.shape), stop))
+    return start, stop

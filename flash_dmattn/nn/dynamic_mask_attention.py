@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import flash_dmattn
-from flash_dmattn.masks import topk_mask
+from flash_dmattn.masks import PreparedMask, prepare_topk, topk_mask
+from flash_dmattn.masks.prepared.interval_order import reorder_pays
 
 from .kv_cache import KVCache
 from .rotary import apply_rotary, rotary_angles
@@ -157,8 +158,10 @@ class DynamicMaskAttention(nn.Module):
         >>> torch.allclose(torch.cat(steps, dim=1), layer(x))
         True
         """
-        arguments = self.attention_arguments(x, attention_mask, cache)
-        out = flash_dmattn.attention(*arguments, is_causal=True, softmax_scale=self.softmax_scale, backend=self.backend)
+        q, k, v, padding, bias = self._project(x, attention_mask, cache)
+        mask = padding if bias is None else self._kept_keys(bias.detach(), x.shape[1], padding)
+        flags: dict[str, Any] = {"is_causal": True, "softmax_scale": self.softmax_scale, "backend": self.backend}
+        out = flash_dmattn.attention(q, k, v, mask, bias, **flags)
         assert isinstance(out, torch.Tensor)
         return self.o_proj(out.flatten(2))
 
@@ -166,6 +169,8 @@ class DynamicMaskAttention(nn.Module):
         self, x: torch.Tensor, attention_mask: torch.Tensor | None = None, cache: KVCache | None = None
     ) -> AttentionArguments:
         """The q, k, v, mask and bias of this layer for x: what `forward` attends with, for a look or another kernel.
+
+        The mask is dense here. `forward` has the same as a prepared mask, which takes O(L) memory.
 
         Args: those of `forward`; a cache is appended to here as well.
 
@@ -178,6 +183,14 @@ class DynamicMaskAttention(nn.Module):
         >>> [tuple(t.shape) for t in layer.attention_arguments(torch.randn(1, 10, 32))]
         [(1, 10, 4, 8), (1, 10, 2, 8), (1, 10, 2, 8), (1, 2, 10, 10), (1, 2, 1, 10)]
         """
+        q, k, v, padding, bias = self._project(x, attention_mask, cache)
+        mask = padding if bias is None else self._select_keys(bias.detach(), x.shape[1], padding)
+        return AttentionArguments(q, k, v, mask, bias)
+
+    def _project(
+        self, x: torch.Tensor, attention_mask: torch.Tensor | None, cache: KVCache | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """q, k, v, the mask of padding and the bias; no bias with full attention."""
         if x.dim() != 3 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"x has shape {tuple(x.shape)}; it must be (batch, length, {self.hidden_size})")
         past = 0 if cache is None else cache.length
@@ -190,10 +203,8 @@ class DynamicMaskAttention(nn.Module):
         if cache is not None:
             k, v, scores = cache.append(k, v, scores)
         padding = self._padding_mask(attention_mask, batch=x.shape[0], seqlen_k=k.shape[1])
-        if scores is None:
-            return AttentionArguments(q, k, v, padding, None)
-        bias = scores.transpose(1, 2).unsqueeze(2)
-        return AttentionArguments(q, k, v, self._select_keys(bias.detach(), x.shape[1], padding), bias)
+        bias = None if scores is None else scores.transpose(1, 2).unsqueeze(2)
+        return q, k, v, padding, bias
 
     def key_scores(self, v: torch.Tensor) -> torch.Tensor | None:
         """s = A * softplus(W v): how much each key-value head wants each key.
@@ -219,6 +230,28 @@ class DynamicMaskAttention(nn.Module):
             f"num_heads={self.num_heads}, num_heads_k={self.num_heads_k}, head_dim={self.head_dim}, "
             f"keep_window_size={self.keep_window_size}, local_window_size={self.local_window_size}, "
             f"backend={self.backend!r}"
+        )
+
+    def _kept_keys(
+        self, scores: torch.Tensor, seqlen_q: int, padding: torch.Tensor | None
+    ) -> torch.Tensor | PreparedMask | None:
+        """What `_select_keys` gives, as intervals where there is more than one query."""
+        assert self.keep_window_size is not None
+        if seqlen_q == 1 or self.keep_window_size >= scores.shape[-1]:
+            return self._select_keys(scores, seqlen_q, padding)
+        batch, _, _, seqlen_k = scores.shape
+        kept = self.keep_window_size + self.local_window_size
+        pays = reorder_pays(
+            batch * self.num_heads, seqlen_q, seqlen_k, kept, is_causal=True, has_backward=torch.is_grad_enabled()
+        )
+        return prepare_topk(
+            (scores / SCORE_STEP).round(),
+            self.keep_window_size,
+            is_causal=True,
+            mask=padding,
+            seqlen_q=seqlen_q,
+            local=self.local_window_size,
+            reorder=pays,
         )
 
     def _select_keys(self, scores: torch.Tensor, seqlen_q: int, padding: torch.Tensor | None) -> torch.Tensor | None:

@@ -33,7 +33,7 @@ class MaskView(NamedTuple):
 
     "none" has no tensors; "dense" one bool tensor (Bm, Hm, Lq or 1, Lk or 1), in which a stride of 0 is a broadcast
     dim; "tiles" has bits, classes, row_lists and col_lists of a `TileMask`; "keys" has kept, count and prefix of a
-    `KeyMask`; "intervals" has start, stop and order of an `IntervalMask`.
+    `KeyMask`; "intervals" has start, stop, order, bounds, row_lists and col_lists of an `IntervalMask`.
     """
 
     form: MaskForm = "none"

@@ -121,6 +121,14 @@ T __shfl_xor_sync(unsigned mask, T value, int distance, int width = 32) {
 }
 
 template <class T>
+T __shfl_up_sync(unsigned mask, T value, int distance, int width = 32) {
+  emulation_check_mask(mask);
+  const int lane = emulation::current->lane(), other = lane - distance;
+  const auto& all = emulation::exchange("__shfl_up_sync", emulation::to_bits(value));
+  return emulation::from_bits<T>(all[other >= 0 && other / width == lane / width ? other : lane]);
+}
+
+template <class T>
 T __shfl_down_sync(unsigned mask, T value, int distance, int width = 32) {
   emulation_check_mask(mask);
   const int lane = emulation::current->lane(), other = lane + distance;

@@ -357,7 +357,7 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
         sum += __shfl_xor_sync(0xffffffffu, sum, 1);
         sum += __shfl_xor_sync(0xffffffffu, sum, 2);
         const int key = this->first_key(item) + this->key_of_block(r);
-        if (lane % 4 == 0 && key < p.seqlen_k) to[key] = sum;
+        if (lane % 4 == 0 && key < p.seqlen_k) this->store_key_sum(to, item, key, sum);
       }
     }
   }

@@ -7,24 +7,26 @@ namespace flash_dmattn {
 
 template <>
 cudaError_t launch_backward_main<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V>(
-    const BackwardParams& params, BackwardBias bias, bool has_mask, int block_n, int blocks, cudaStream_t stream) {
+    const BackwardParams& params, BackwardBias bias, MaskForm mask, int block_n, int blocks, cudaStream_t stream) {
   using Element = FLASH_DMATTN_ELEMENT;
   constexpr int kD = FLASH_DMATTN_HEAD_DIM, kDv = FLASH_DMATTN_HEAD_DIM_V;
   if constexpr (has_two_key_tiles(kD, kDv)) {
     if (block_n > kTile) {
-      using Traits = BackwardTraits<Element, kD, kDv, BackwardBias::kTileStore, false, false, 2 * kTile>;
+      using Traits = BackwardTraits<Element, kD, kDv, BackwardBias::kTileStore, MaskForm::kNone, false,
+                                    2 * kTile>;
       return launch_backward_kernel<Traits>(params, blocks, stream);
     }
   }
   if (bias == BackwardBias::kTileSum) {
-    return with_bool(has_mask, [&](auto has_mask_) {
-      using Traits = BackwardTraits<Element, kD, kDv, BackwardBias::kTileSum, decltype(has_mask_)::value, false>;
+    return with_bool(mask != MaskForm::kNone, [&](auto has_mask) {
+      constexpr MaskForm kMask = decltype(has_mask)::value ? MaskForm::kTiles : MaskForm::kNone;
+      using Traits = BackwardTraits<Element, kD, kDv, BackwardBias::kTileSum, kMask, false>;
       return launch_backward_kernel<Traits>(params, blocks, stream);
     });
   }
   return with_bool(params.softcap > 0, [&](auto has_softcap) {
-    return with_backward_form(bias, has_mask, [&](auto form, auto has_mask_) {
-      using Traits = BackwardTraits<Element, kD, kDv, decltype(form)::value, decltype(has_mask_)::value,
+    return with_backward_form(bias, mask, [&](auto form, auto mask_form) {
+      using Traits = BackwardTraits<Element, kD, kDv, decltype(form)::value, decltype(mask_form)::value,
                                     decltype(has_softcap)::value>;
       return launch_backward_kernel<Traits>(params, blocks, stream);
     });

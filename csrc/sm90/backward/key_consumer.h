@@ -71,12 +71,20 @@ struct KeyConsumer {
 
   // --- scores ---------------------------------------------------------------------------------------------------
 
-  // Mask bits of the warp's keys: word t is for query 32 t + lane of the block.
-  using Words = uint32_t[kBlockM / 32];
+  // Mask bits of the warp's keys: word t is for query 32 t + lane of the block. Of an interval mask, which queries of the
+  // block see the thread's two keys: for each a byte of the first and one of the end.
+  using Words = uint32_t[Traits::kHasIntervals ? 1 : kBlockM / 32];
 
   __device__ __forceinline__ void load_mask_words(Words& words, const KeyWorkItem<Traits>& item, int block) {
-    if constexpr (Traits::kHasMask) {
-      const int64_t row_words = (p.seqlen_k + kTile - 1) / kTile * kTileWords;
+    const int64_t row_words = (p.seqlen_k + kTile - 1) / kTile * kTileWords;
+    if constexpr (Traits::kHasIntervals) {
+      const int2* bounds = p.mask_bounds + mask_of(p, item) * row_words * kWord + first_key(item) + key_of_block(0);
+      const int2 two[2] = {bounds[0], bounds[8]};
+      const auto in_block = [&](int query) {
+        return static_cast<uint32_t>(min(max(query - block * kBlockM, 0), kBlockM));
+      };
+      words[0] = in_block(two[0].x) | in_block(two[0].y) << 8 | in_block(two[1].x) << 16 | in_block(two[1].y) << 24;
+    } else if constexpr (Traits::kHasMask) {
       const int64_t first = mask_of(p, item) * p.seqlen_q;
       const int word = item.block_k * (Traits::kBlockN / kWord) + group * 2 + warp / 2;
 #pragma unroll
@@ -90,7 +98,15 @@ struct KeyConsumer {
 
   __device__ __forceinline__ void apply_mask(Scores& scores, const Words& words, const KeyWorkItem<Traits>& item,
                                              int block, int tile = 0) {
-    if constexpr (Traits::kHasMask) {
+    if constexpr (Traits::kHasIntervals) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int query = 2 * (lane % 4);
+        const int from = static_cast<int>(words[0] >> 16 * r & 0xffu) - query;
+        const int end = static_cast<int>(words[0] >> (16 * r + 8) & 0xffu) - query;
+        keep_queries(scores, r, from, end - 1);
+      }
+    } else if constexpr (Traits::kHasMask) {
       const int shift = warp % 2 * 16 + lane / 4;
 #pragma unroll
       for (int c = 0; c < kBlockM / 8; ++c) {
@@ -106,14 +122,18 @@ struct KeyConsumer {
       for (int r = 0; r < 2; ++r) {
         const int key = first_key(item) + key_of_block(r, tile);
         const int query = block * kBlockM + 2 * (lane % 4);
-        const int from = key - p.high - query, to = key < p.seqlen_k ? key - p.low - query : -1;
-#pragma unroll
-        for (int i = 0; i < kScores / 2; ++i) {
-          const int at = i / 2 * 8 + i % 2;
-          float& score = scores[4 * (i / 2) + 2 * r + i % 2];
-          score = at >= from && at <= to ? score : -INFINITY;
-        }
+        keep_queries(scores, r, key - p.high - query, key < p.seqlen_k ? key - p.low - query : -1);
       }
+    }
+  }
+
+  // Masks the scores of the thread's key r but for queries `from` to `to`, counted from the thread's first.
+  __device__ __forceinline__ static void keep_queries(Scores& scores, int r, int from, int to) {
+#pragma unroll
+    for (int i = 0; i < kScores / 2; ++i) {
+      const int at = i / 2 * 8 + i % 2;
+      float& score = scores[4 * (i / 2) + 2 * r + i % 2];
+      score = at >= from && at <= to ? score : -INFINITY;
     }
   }
 
@@ -308,6 +328,17 @@ struct KeyConsumer {
         }
       }
     }
+  }
+
+  // Stores the sum of a place, or adds it to that of its key, where several work tiles have shares of it.
+  __device__ __forceinline__ void store_key_sum(float* sums, const KeyWorkItem<Traits>& item, int place, float sum) {
+    if constexpr (Traits::kHasIntervals) {
+      if (p.key_order != nullptr) {
+        atomicAdd(sums + p.key_order[mask_of(p, item) * p.seqlen_k + place], sum);
+        return;
+      }
+    }
+    sums[place] = sum;
   }
 
   __device__ __forceinline__ void load_key_bias(const KeyWorkItem<Traits>& item) {

@@ -36,7 +36,8 @@ __device__ __forceinline__ void load_operands(const BackwardParams& p, Storage& 
   // for is always held by a block that runs. Otherwise the first needs no counter.
   const bool is_ordered = p.dq_semaphore != nullptr;
   const int skipped = is_ordered ? 0 : takers;
-  for (int index = is_ordered ? take() : blockIdx.x / cluster;;) {
+  const auto next_after = [&](int index) { return p.tile_counter != nullptr ? take() + skipped : index + takers; };
+  for (int index = is_ordered ? take() : blockIdx.x / cluster;; index = next_after(index)) {
     KeyWorkItem<Traits> item;
     const int tile_index = index * cluster + rank;
     item.is_valid = tile_index < p.num_work_tiles;
@@ -52,6 +53,12 @@ __device__ __forceinline__ void load_operands(const BackwardParams& p, Storage& 
       item.head = work.head + member;
       item.block_k = work.block_k;
       if (item.is_valid) item.walk = QueryWalk<Traits>::of(p, item);
+      if constexpr (Traits::kHasIntervals) {
+        if (p.walk_tiles > 0 && item.is_valid) {
+          item.walk.keep_part(work.part, p.walk_tiles);
+          if (item.walk.steps == 0) break;
+        }
+      }
       barrier_wait(&shared.work_empty[pipe_work.stage], pipe_work.phase ^ 1);
       shared.work[pipe_work.stage] = item;
       barrier_arrive(&shared.work_full[pipe_work.stage]);
@@ -82,7 +89,6 @@ __device__ __forceinline__ void load_operands(const BackwardParams& p, Storage& 
         pipe.advance();
       }
     }
-    index = p.tile_counter != nullptr ? take() + skipped : index + takers;
   }
 }
 

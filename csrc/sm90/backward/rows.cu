@@ -21,6 +21,33 @@ struct Row {
   int batch, head;
 };
 
+// The mask of a key head.
+__device__ __forceinline__ int64_t mask_of_head(const PlacesOfKeys& places, int64_t batch, int64_t head) {
+  return (places.mask_has_batch ? batch : 0) * places.mask_heads + head / places.heads_per_mask;
+}
+
+__device__ __forceinline__ bool is_live(const PlacesOfKeys& places, int64_t batch, int64_t head, int place) {
+  const int2 bounds = places.bounds[mask_of_head(places, batch, head) * places.tiles * kTile + place];
+  return place < places.length && bounds.x < bounds.y;
+}
+
+// Clears accumulators by place, a block of threads 64 rows at a time.
+__device__ __forceinline__ void clear_live_rows(const BackwardRowsParams& p) {
+  const int64_t row_blocks = p.batch * static_cast<int64_t>(p.num_heads_k) * p.row_blocks;
+  for (int64_t at = blockIdx.x; at < row_blocks; at += gridDim.x) {
+    const int64_t pair = at / p.row_blocks, outer = pair / (p.batch_is_inner ? p.batch : p.num_heads_k);
+    const int64_t inner = pair - outer * (p.batch_is_inner ? p.batch : p.num_heads_k);
+    const int first = static_cast<int>(at - pair * p.row_blocks) * kAccumRows;
+    if (!is_live(p.places, p.batch_is_inner ? inner : outer, p.batch_is_inner ? outer : inner, first)) continue;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (p.sums[i] == nullptr) continue;
+      uint4* to = reinterpret_cast<uint4*>(p.sums[i] + at * p.floats[i]);
+      for (int four = threadIdx.x; four < p.floats[i] / 4; four += kThreads) to[four] = make_uint4(0, 0, 0, 0);
+    }
+  }
+}
+
 // For rows of out and dout of up to kColumns.
 template <class Element, int kColumns>
 __global__ void __launch_bounds__(kThreads)
@@ -88,6 +115,7 @@ __global__ void __launch_bounds__(kThreads)
        at += static_cast<int64_t>(gridDim.x) * kThreads) {
     cleared[at] = make_uint4(0, 0, 0, 0);
   }
+  if (p.places.order != nullptr) clear_live_rows(p);
 }
 
 // One warpgroup converts one accumulator tile.
@@ -110,14 +138,20 @@ __global__ void __launch_bounds__(128) backward_sums_kernel(const __grid_constan
     const int64_t batch = p.batch_is_inner ? inner : outer, head = p.batch_is_inner ? outer : inner;
     const float* from = p.sums + tile * kAccumFloats;
     float4 sums[kAccumColumns / 8];
+    const bool is_used = !p.is_by_place || is_live(params.places, batch, head, first_row);
 #pragma unroll
     for (int c = 0; c < kAccumColumns / 8; ++c) {
-      sums[c] = *reinterpret_cast<const float4*>(from + accum_offset(c, threadIdx.x));
+      sums[c] = is_used ? *reinterpret_cast<const float4*>(from + accum_offset(c, threadIdx.x))
+                        : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = first_row + warp * 16 + lane / 4 + 8 * r;
-      Element* to = static_cast<Element*>(p.out) + ((batch * p.seqlen + row) * p.num_heads + head) * p.columns;
+      int64_t out_row = row;
+      if (p.is_by_place && row < p.seqlen) {
+        out_row = params.places.order[mask_of_head(params.places, batch, head) * p.seqlen + row];
+      }
+      Element* to = static_cast<Element*>(p.out) + ((batch * p.seqlen + out_row) * p.num_heads + head) * p.columns;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         uint32_t words[4];

@@ -9,11 +9,13 @@ namespace flash_dmattn {
 // A work tile: one key block and the first of its query heads.
 struct KeyWorkTile {
   int batch, head, block_k;
+  int part;            // of the walk
   bool is_full_group;  // all heads of a group, or one
 };
 
 __device__ __forceinline__ KeyWorkTile decode_key_work_tile(const BackwardParams& p, int index) {
-  const int group = p.heads_per_group, full_group_tiles = p.full_group_pairs * p.blocks_k;
+  const int blocks = p.blocks_k * p.walk_parts;
+  const int group = p.heads_per_group, full_group_tiles = p.full_group_pairs * blocks;
   KeyWorkTile work;
   work.is_full_group = index < full_group_tiles;
   const int heads = work.is_full_group ? group : 1;
@@ -23,11 +25,13 @@ __device__ __forceinline__ KeyWorkTile decode_key_work_tile(const BackwardParams
   const int end = work.is_full_group ? p.full_group_pairs : p.batch * tiles;
   const int in_section = work.is_full_group ? p.full_group_section : p.section;
   const int from = work.is_full_group ? index : index - full_group_tiles;
-  const int section = from / (in_section * p.blocks_k), position = from - section * in_section * p.blocks_k;
+  const int section = from / (in_section * blocks), position = from - section * in_section * blocks;
   const int first = start + section * in_section;
   const int width = min(in_section, end - first);
-  work.block_k = position / width;  // under causality the longest first
-  const int pair = first + position - work.block_k * width;
+  const int block = position / width;
+  const int pair = first + position - block * width;
+  work.part = block / p.blocks_k;
+  work.block_k = block - work.part * p.blocks_k;  // under causality the longest first
   if (p.dq_semaphore != nullptr) work.block_k = p.blocks_k - 1 - work.block_k;
   int in_batch;  // the tile's number in its batch entry
   if (p.batch_is_inner) {
@@ -81,6 +85,15 @@ struct QueryWalk {
       walk.stop_inside = end > p.seqlen_k ? 0 : max(first_key - p.low + 1, 0) / Traits::kBlockM;
     }
     return walk;
+  }
+
+  // Reduces the walk to one of the equal parts of its tiles, or to nothing where there are fewer parts.
+  __device__ __forceinline__ void keep_part(int part, int walk_tiles) {
+    const int tiles = steps / kBlocksPerTile, parts = (tiles + walk_tiles - 1) / walk_tiles;
+    const int begin = part < parts ? tiles * part / parts : 0, end = part < parts ? tiles * (part + 1) / parts : 0;
+    list += begin;
+    num_full -= begin;
+    steps = (end - begin) * kBlocksPerTile;
   }
 
   // The query block of a step, and whether some key may be masked for one of its queries.

@@ -8,12 +8,13 @@
 
 namespace flash_dmattn {
 
-template <class T, int kHeadDim, int kHeadDimV, BackwardBias kBiasForm, bool kMaskTiles, bool kSoftcap, int kN = kTile>
+template <class T, int kHeadDim, int kHeadDimV, BackwardBias kBiasForm, MaskForm kMaskForm, bool kSoftcap,
+          int kN = kTile>
 struct BackwardTraits {
   using Element = T;
   static constexpr int kD = kHeadDim, kDv = kHeadDimV;
   static constexpr BackwardBias kBias = kBiasForm;
-  static constexpr bool kHasMask = kMaskTiles;
+  static constexpr bool kHasMask = kMaskForm != MaskForm::kNone, kHasIntervals = kMaskForm == MaskForm::kIntervals;
   static constexpr bool kStoresDbias = kBias == BackwardBias::kTileStore, kSumsDbias = kBias == BackwardBias::kTileSum;
   static constexpr bool kHasBiasTiles = kBias == BackwardBias::kTile || kStoresDbias || kSumsDbias;
   static constexpr bool kHasSoftcap = kSoftcap;

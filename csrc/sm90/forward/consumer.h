@@ -1,6 +1,8 @@
 // A consumer warpgroup: computes 64 rows of out.
 #pragma once
 
+#include <type_traits>
+
 #include "../../device/fragments.h"
 #include "../../device/softcap.h"
 #include "../operands.h"
@@ -26,10 +28,11 @@ struct Consumer {
   // Offset of the thread's row of the warp's first four bias matrices, in a panel of the bias tile.
   const uint32_t bias_offset;
 
-  // Mask bits of the thread's two rows in a key block that needs masking.
-  struct MaskWords {
+  // A key block that needs masking: bits of the thread's two rows, or of an interval mask the rows of the lane's keys.
+  struct MaskBits {
     uint32_t words[2][kWords];
   };
+  using MaskWords = std::conditional_t<Traits::kHasIntervals, KeyRows<kBlockN>, MaskBits>;
 
   __device__ __forceinline__ void start_scores(float (&scores)[kScores], int stage) {
     const uint64_t q = matrix_descriptor(shared_address(shared.q[query_stage]) + group * 64 * kRowBytes, 16);
@@ -55,7 +58,7 @@ struct Consumer {
 
   // Where the mask bits of the thread's two rows start. A row beyond the last takes those of the last.
   __device__ __forceinline__ void find_mask_rows(const WorkTile& work, const int32_t* (&rows)[2]) {
-    if constexpr (Traits::kHasMask) {
+    if constexpr (Traits::kHasMask && !Traits::kHasIntervals) {
       const int64_t words = (p.seqlen_k + kTile - 1) / kTile * kTileWords;
       const int64_t mask = mask_of(p, work);
 #pragma unroll
@@ -66,8 +69,13 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void load_mask_words(MaskWords& mask_words, const int32_t* const (&rows)[2], int block) {
-    if constexpr (Traits::kHasMask) {
+  __device__ __forceinline__ void load_mask_words(MaskWords& mask_words, const int32_t* const (&rows)[2],
+                                                  const WorkTile& work, int block) {
+    if constexpr (Traits::kHasIntervals) {
+      const int64_t tiles_k = (p.seqlen_k + kTile - 1) / kTile;
+      mask_words.load(p.mask_bounds + mask_of(p, work) * tiles_k * kTile + block * kBlockN,
+                      work.first_row + row_of_warp - lane / 4);
+    } else if constexpr (Traits::kHasMask) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         // By __ldg: masks come from the packing kernels, which never let the next kernel start early.
@@ -86,30 +94,34 @@ struct Consumer {
 
   __device__ __forceinline__ void apply_mask(float (&scores)[kScores], const MaskWords& mask_words,
                                              const WorkTile& work, int block) {
-    const int column = 2 * (lane % 4);
+    if constexpr (Traits::kHasIntervals) {
+      mask_words.apply(scores);
+    } else {
+      const int column = 2 * (lane % 4);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if constexpr (Traits::kHasMask) {
+      for (int r = 0; r < 2; ++r) {
+        if constexpr (Traits::kHasMask) {
 #pragma unroll
-        for (int w = 0; w < kWords; ++w) {
-          // The thread's keys are two neighbours in each 8 of the word. The product moves their bits to bits 24 to 31,
-          // which ptxas moves to predicates together; no two partial products meet.
-          const uint32_t bits = (mask_words.words[r][w] >> column & 0x03030303u) * 0x01041040u;
+          for (int w = 0; w < kWords; ++w) {
+            // The thread's keys are two neighbours in each 8 of the word. The product moves their bits to bits 24 to 31,
+            // which ptxas moves to predicates together; no two partial products meet.
+            const uint32_t bits = (mask_words.words[r][w] >> column & 0x03030303u) * 0x01041040u;
 #pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            float& score = scores[4 * (4 * w + i / 2) + 2 * r + i % 2];
-            score = bits & 1u << (24 + i) ? score : -INFINITY;
+            for (int i = 0; i < 8; ++i) {
+              float& score = scores[4 * (4 * w + i / 2) + 2 * r + i % 2];
+              score = bits & 1u << (24 + i) ? score : -INFINITY;
+            }
           }
-        }
-      } else {
-        const int row = work.first_row + row_of_warp + 8 * r;
-        const int from = row + p.low - block * kBlockN - column;
-        const int to = min(row + p.high, p.seqlen_k - 1) - block * kBlockN - column;
+        } else {
+          const int row = work.first_row + row_of_warp + 8 * r;
+          const int from = row + p.low - block * kBlockN - column;
+          const int to = min(row + p.high, p.seqlen_k - 1) - block * kBlockN - column;
 #pragma unroll
-        for (int i = 0; i < kScores / 2; ++i) {
-          const int at = i / 2 * 8 + i % 2;
-          float& score = scores[4 * (i / 2) + 2 * r + i % 2];
-          score = at >= from && at <= to ? score : -INFINITY;
+          for (int i = 0; i < kScores / 2; ++i) {
+            const int at = i / 2 * 8 + i % 2;
+            float& score = scores[4 * (i / 2) + 2 * r + i % 2];
+            score = at >= from && at <= to ? score : -INFINITY;
+          }
         }
       }
     }
@@ -333,7 +345,7 @@ struct Consumer {
       bool needs_mask;
       const int block = walk.at(0, needs_mask);
       MaskWords mask_words;
-      if (needs_mask) load_mask_words(mask_words, bits, block);
+      if (needs_mask) load_mask_words(mask_words, bits, work, block);
       barrier_wait(&shared.k_full[pipe_k.stage], pipe_k.phase);
       start_scores(scores, pipe_k.stage);
       BiasWords bias;
@@ -353,7 +365,7 @@ struct Consumer {
       bool needs_mask;
       const int block = walk.at(step, needs_mask);
       MaskWords mask_words;
-      if (needs_mask) load_mask_words(mask_words, bits, block);
+      if (needs_mask) load_mask_words(mask_words, bits, work, block);
       barrier_wait(&shared.k_full[pipe_k.stage], pipe_k.phase);
       pingpong_wait();
       start_scores(scores, pipe_k.stage);

@@ -6,18 +6,20 @@
 namespace flash_dmattn {
 namespace {
 
-template <Bias kBias, bool kHasMask>
-using Traits = ForwardTraits<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V, kBias, kHasMask>;
+template <Bias kBias, MaskForm kMask>
+using Traits = ForwardTraits<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V, kBias, kMask>;
 
 // Calls f with the traits of the kernel that serves a call.
 template <class F>
-auto with_traits(Bias bias, bool has_mask, F f) {
-  return with_bool(has_mask, [&](auto has_mask_) {
-    constexpr bool kHasMask = decltype(has_mask_)::value;
-    if (bias == Bias::kTile) return f(Traits<Bias::kTile, kHasMask>{});
-    if (bias == Bias::kVector) return f(Traits<Bias::kVector, kHasMask>{});
-    if (bias == Bias::kStrided) return f(Traits<Bias::kStrided, kHasMask>{});
-    return f(Traits<Bias::kNone, kHasMask>{});
+auto with_traits(Bias bias, MaskForm mask, F f) {
+  return with_mask_form(mask, [&](auto form) {
+    constexpr MaskForm kMask = decltype(form)::value;
+    if constexpr (kMask != MaskForm::kIntervals) {
+      if (bias == Bias::kTile) return f(Traits<Bias::kTile, kMask>{});
+      if (bias == Bias::kStrided) return f(Traits<Bias::kStrided, kMask>{});
+    }
+    if (bias == Bias::kVector) return f(Traits<Bias::kVector, kMask>{});
+    return f(Traits<Bias::kNone, kMask>{});
   });
 }
 
@@ -25,15 +27,15 @@ auto with_traits(Bias bias, bool has_mask, F f) {
 
 template <>
 cudaError_t launch_forward<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V>(
-    const ForwardParams& params, Bias bias, bool has_mask, int blocks, cudaStream_t stream) {
-  return with_traits(bias, has_mask,
+    const ForwardParams& params, Bias bias, MaskForm mask, int blocks, cudaStream_t stream) {
+  return with_traits(bias, mask,
                      [&](auto traits) { return launch_forward_kernel<decltype(traits)>(params, blocks, stream); });
 }
 
 template <>
 ForwardTile forward_tile<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V>(Bias bias,
-                                                                                               bool has_mask) {
-  return with_traits(bias, has_mask, [](auto traits) {
+                                                                                               MaskForm mask) {
+  return with_traits(bias, mask, [](auto traits) {
     using Of = decltype(traits);
     return ForwardTile{Of::kBlockM, Of::kBlockN, Of::kSplitKv ? kSplitFloats<Of> : 0,
                        Of::kSplitKv ? kSplitWarps<Of> : 0};

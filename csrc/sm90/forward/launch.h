@@ -16,9 +16,9 @@ enum class Bias {
   kStrided  // one value per query and key, any dtype and strides: slower, but needs no copy
 };
 
-// Defined for the dtypes and head dims of the build. Launches on the current device and returns the launch's error.
+// Defined for the dtypes and head dims of the build. Beside an interval mask the bias is kNone or kVector. Launches on the current device and returns the launch's error.
 template <class T, int kHeadDim, int kHeadDimV>
-cudaError_t launch_forward(const ForwardParams& params, Bias bias, bool has_mask, int blocks, cudaStream_t stream);
+cudaError_t launch_forward(const ForwardParams& params, Bias bias, MaskForm mask, int blocks, cudaStream_t stream);
 
 // The tile of a work tile: block_m queries and block_n keys at a time. With split-KV, the floats that a split leaves in
 // device memory and the warps that write them; 0 if the kernel has no split-KV.
@@ -27,6 +27,6 @@ struct ForwardTile {
   int split_floats, split_warps;
 };
 template <class T, int kHeadDim, int kHeadDimV>
-ForwardTile forward_tile(Bias bias, bool has_mask);
+ForwardTile forward_tile(Bias bias, MaskForm mask);
 
 }  // namespace flash_dmattn

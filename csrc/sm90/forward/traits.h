@@ -8,12 +8,12 @@
 
 namespace flash_dmattn {
 
-template <class T, int kHeadDim, int kHeadDimV, Bias kBiasForm, bool kMaskTiles>
+template <class T, int kHeadDim, int kHeadDimV, Bias kBiasForm, MaskForm kMaskForm>
 struct ForwardTraits {
   using Element = T;
   static constexpr int kD = kHeadDim, kDv = kHeadDimV;
   static constexpr Bias kBias = kBiasForm;
-  static constexpr bool kHasMask = kMaskTiles;
+  static constexpr bool kHasMask = kMaskForm != MaskForm::kNone, kHasIntervals = kMaskForm == MaskForm::kIntervals;
 
   // A consumer has 64 rows, those of one wgmma. A third consumer, where registers allow it, hides the softmax of two
   // and shares each tile of k and v among 192 rows. With a mask block_m must be 128, the size of a mask tile.

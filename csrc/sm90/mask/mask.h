@@ -1,4 +1,4 @@
-// Launches of the mask kernels, on the current device. Both return the launch's error.
+// Launches of the mask kernels, on the current device. They return the launch's error.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -16,5 +16,16 @@ constexpr int kListsPerBlock = 4;
 cudaError_t launch_pack_mask(const PackMaskParams& params, unsigned blocks, bool wide, bool has_band,
                              cudaStream_t stream);
 cudaError_t launch_list_tiles(const ListTilesParams& params, unsigned blocks, cudaStream_t stream);
+// Of a chunk of keys in causal top-k.
+constexpr int kMostChunkKeys = 1024;
+cudaError_t launch_topk(const TopkParams& params, cudaStream_t stream);
+// Of the curve along which keys are ordered, along each axis.
+constexpr int kCurveBits = 8;
+cudaError_t launch_key_codes(const KeyCodesParams& params, cudaStream_t stream);
+// heads: B * H of the mask.
+cudaError_t launch_interval_tiles(const IntervalTilesParams& params, int64_t heads, cudaStream_t stream);
+cudaError_t launch_interval_bits(const IntervalBitsParams& params, int64_t heads, cudaStream_t stream);
+cudaError_t launch_gather_keys(const GatherKeysParams& params, cudaStream_t stream);
+cudaError_t launch_gather_bias(const GatherBiasParams& params, cudaStream_t stream);
 
 }  // namespace flash_dmattn

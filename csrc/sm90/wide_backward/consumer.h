@@ -218,7 +218,7 @@ struct WideBackwardConsumer : KeyConsumer<Traits, WideBackwardStorage<Traits>> {
       const int index = threadIdx.x % 128, key = this->first_key(item) + index;
       if (kGroup == 0 && index < Traits::kBlockN && key < p.seqlen_k) {
         float* to = p.dbias_sums + (static_cast<int64_t>(item.batch) * p.num_heads + item.head) * p.seqlen_k;
-        to[key] = shared.key_sums[0][index] + shared.key_sums[1][index];
+        this->store_key_sum(to, item, key, shared.key_sums[0][index] + shared.key_sums[1][index]);
       }
       named_barrier_sync(kKeySumsBarrier, 2 * 128);
     }

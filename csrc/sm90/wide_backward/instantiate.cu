@@ -7,16 +7,16 @@ namespace flash_dmattn {
 
 template <>
 cudaError_t launch_backward_main<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V>(
-    const BackwardParams& params, BackwardBias bias, bool has_mask, int /*block_n*/, int blocks, cudaStream_t stream) {
+    const BackwardParams& params, BackwardBias bias, MaskForm mask, int /*block_n*/, int blocks, cudaStream_t stream) {
   return with_bool(params.softcap > 0, [&](auto has_softcap) {
-    return with_backward_form(bias, has_mask, [&](auto form, auto has_mask_) {
+    return with_backward_form(bias, mask, [&](auto form, auto mask_form) {
       constexpr bool kHasSoftcap = decltype(has_softcap)::value;
       constexpr bool kStores = backward_stores_dbias(FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V, kHasSoftcap);
       if constexpr (decltype(form)::value == BackwardBias::kTileStore && !kStores) {
         return cudaErrorNotSupported;  // nobody calls it
       } else {
         using Traits = WideBackwardTraits<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V,
-                                          decltype(form)::value, decltype(has_mask_)::value, kHasSoftcap>;
+                                          decltype(form)::value, decltype(mask_form)::value, kHasSoftcap>;
         return launch_wide_backward_kernel<Traits>(params, blocks, stream);
       }
     });

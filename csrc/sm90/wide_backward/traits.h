@@ -7,12 +7,12 @@
 
 namespace flash_dmattn {
 
-template <class T, int kHeadDim, int kHeadDimV, BackwardBias kBiasForm, bool kMaskTiles, bool kSoftcap>
+template <class T, int kHeadDim, int kHeadDimV, BackwardBias kBiasForm, MaskForm kMaskForm, bool kSoftcap>
 struct WideBackwardTraits {
   using Element = T;
   static constexpr int kD = kHeadDim, kDv = kHeadDimV;
   static constexpr BackwardBias kBias = kBiasForm;
-  static constexpr bool kHasMask = kMaskTiles;
+  static constexpr bool kHasMask = kMaskForm != MaskForm::kNone, kHasIntervals = kMaskForm == MaskForm::kIntervals;
   static constexpr bool kHasBiasTiles = kBias == BackwardBias::kTile || kBias == BackwardBias::kTileStore;
   static constexpr bool kStoresDbias = kBias == BackwardBias::kTileStore, kSumsDbias = false;
   // With a softcap dbias differs from ds as dq needs it, and there is no room for both beside p, which overwrites the

@@ -21,6 +21,7 @@ from ...problem import (
     fits_tma,
     make_band,
 )
+from ..interval_tiles import interval_notes, interval_tiles
 from ..protocol import Availability
 from . import extension
 from .rules import AUTO_RULES, INSTANCES, RULES
@@ -80,7 +81,7 @@ def _dotted(version: int) -> str:
 def notes(problem: AttentionProblem) -> tuple[str, ...]:
     """Copies that a call makes."""
     p = problem
-    return tuple(
+    return interval_notes(problem) + tuple(
         f"copies {name}, of strides {tuple(strides)}: TMA reads rows of unit stride that start on 16 bytes"
         for name, shape, strides in (
             ("q", (p.batch, p.seqlen_q, p.num_heads, p.head_dim), p.q_strides),
@@ -112,6 +113,9 @@ class _Kernels(NamedTuple):
 
     attend: Callable[..., Any]
     differentiate: Callable[..., Any]
+    gather_keys: Callable[..., list[Tensor]]
+    gather_bias: Callable[..., Tensor]
+    interval_bits: Callable[..., Tensor]
     collapse: Callable[..., Tensor]
     pack_tiles: Callable[..., list[Tensor]]
 
@@ -128,16 +132,49 @@ def _kernels() -> _Kernels:
 
         operators = torch.ops.flash_dmattn  # the probe has loaded the extension
         attend, differentiate = operators.cuda_forward_kernel.default, operators.cuda_backward_kernel.default
-        _found_kernels = _Kernels(attend, differentiate, collapse, pack_tiles)
+        gather_keys, gather_bias = operators.cuda_gather_keys.default, operators.cuda_gather_bias.default
+        bits = operators.cuda_interval_bits.default
+        _found_kernels = _Kernels(attend, differentiate, gather_keys, gather_bias, bits, collapse, pack_tiles)
     return _found_kernels
 
 
-def _tile_tensors(mask: MaskView, seqlen_q: int, seqlen_k: int, band: Band | None) -> tuple[Tensor, ...]:
-    """bits, classes, row_lists and col_lists of a mask, packed here where it is dense; none without a mask."""
-    if mask.dense is None:
-        return mask.tensors
-    kernels = _kernels()
-    return tuple(kernels.pack_tiles(kernels.collapse(mask.dense), seqlen_q, seqlen_k, band))
+class _Tiles(NamedTuple):
+    """A mask as the kernels take it: bits or bounds, and lists of tiles; and the order in which keys are to come."""
+
+    allowed: Tensor
+    row_lists: Tensor
+    col_lists: Tensor
+    order: Tensor | None = None
+
+    def in_order(self, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """k, v and a bias of one value per key, by place."""
+        if self.order is None:
+            return k, v, bias
+        kernels = _kernels()
+        k, v = kernels.gather_keys(k, v, self.order, self.allowed)
+        if bias is not None and bias_class(bias.shape, bias.stride()) == "key":
+            bias = kernels.gather_bias(bias, self.order)
+        return k, v, bias
+
+
+def _tiles_of(
+    mask: MaskView, q: Tensor, k: Tensor, bias: Tensor | None, band: Band | None, needs_dbias: bool = False
+) -> _Tiles | None:
+    """The tiles of a mask, packed here where it is dense; None without a mask."""
+    if mask.form == "none":
+        return None
+    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+    if mask.form == "intervals":
+        tiles = interval_tiles(mask, seqlen_q, k.shape[2], bias, needs_dbias=needs_dbias)
+        # Beside a bias of one value per score the kernels read bits.
+        allowed = _kernels().interval_bits(tiles.bounds, seqlen_q) if tiles.is_per_score else tiles.bounds
+        return _Tiles(allowed, tiles.row_lists, tiles.col_lists, tiles.order)
+    packed: Sequence[Tensor] = mask.tensors
+    if mask.dense is not None:
+        kernels = _kernels()
+        packed = kernels.pack_tiles(kernels.collapse(mask.dense), seqlen_q, seqlen_k, band)
+    bits, _, row_lists, col_lists = packed
+    return _Tiles(bits, row_lists, col_lists)
 
 
 def _forward(
@@ -151,12 +188,14 @@ def _forward(
         return out, lse
     band = make_band(seqlen_q, seqlen_k, flags.window)
     low, high = (-seqlen_q, seqlen_k) if band is None else band
-    tiles: Sequence[Tensor] = ()
-    if mask.form != "none":
-        bits, _, row_lists, _ = _tile_tensors(mask, seqlen_q, seqlen_k, band)
-        tiles = [bits, row_lists]
+    k, v = _rows(k), _rows(v)
+    walked: Sequence[Tensor] = ()
+    tiles = _tiles_of(mask, q, k, bias, band)
+    if tiles is not None:
+        walked = [tiles.allowed, tiles.row_lists]
+        k, v, bias = tiles.in_order(k, v, bias)
     numbers = (low, high, flags.softmax_scale, flags.softcap, NUM_KV_SPLITS)
-    _kernels().attend(_rows(q), _rows(k), _rows(v), tiles, bias, out, lse, *numbers)
+    _kernels().attend(_rows(q), k, v, walked, bias, out, lse, *numbers)
     return out, lse
 
 
@@ -187,19 +226,28 @@ def _backward(
         if dbias_class == "query":
             dbias = query_gradient(bias, dlse, lse, num_heads_k)
         elif dbias_class == "key":
-            sums = torch.empty((*lse.shape[:2], seqlen_k), dtype=torch.float32, device=q.device)
+            # In an order of keys the kernel adds to them; else it writes all of them.
+            allocate = torch.zeros if mask.form == "intervals" else torch.empty
+            sums = allocate((*lse.shape[:2], seqlen_k), dtype=torch.float32, device=q.device)
         else:
             # A dbias per head is written tile by tile; the tiles that a mask or band skips must be zeroed first.
             skips_tiles = bias.shape[:2] == lse.shape[:2] and (mask.form != "none" or band is not None)
             allocate = torch.zeros if skips_tiles else torch.empty
             dbias = stored = allocate(bias.shape, dtype=bias.dtype, device=bias.device)
     if any(x is not None for x in (dq, dk, dv, stored, sums)):
-        tiles: Sequence[Tensor] = ()
-        if mask.form != "none":
-            bits, _, row_lists, col_lists = _tile_tensors(mask, seqlen_q, seqlen_k, band)
-            tiles = [bits, row_lists, col_lists]
-        tensors = (_rows(dout), dlse, _rows(q), _rows(k), _rows(v), tiles, None if bias is None else _tiles(bias))
-        results = (out.contiguous(), lse.contiguous(), dq, dk, dv, stored, sums)
+        k, v = _rows(k), _rows(v)
+        walked: Sequence[Tensor] = ()
+        order, ordered_bias = None, bias
+        tiles = _tiles_of(mask, q, k, bias, band, needs_grad.bias)
+        if tiles is not None:
+            walked, order = [tiles.allowed, tiles.row_lists, tiles.col_lists], tiles.order
+            k, v, ordered_bias = tiles.in_order(k, v, bias)
+        summed_q = dq
+        if order is not None and flags.deterministic and dq is None:
+            summed_q = operators.empty_gradient(q)  # its sums fix the order of the others
+        read_bias = None if ordered_bias is None else _tiles(ordered_bias)
+        tensors = (_rows(dout), dlse, _rows(q), k, v, walked, order, read_bias)
+        results = (out.contiguous(), lse.contiguous(), summed_q, dk, dv, stored, sums)
         numbers = (low, high, flags.softmax_scale, flags.softcap, flags.deterministic)
         _kernels().differentiate(*tensors, *results, *numbers)
     if bias is not None and sums is not None:

@@ -64,7 +64,7 @@ def _instances_text(p: AttentionProblem, direction: Direction) -> str:
 
 
 def _has_key_mask(p: AttentionProblem) -> bool:
-    if p.mask is None or p.mask_form == "tiles":
+    if p.mask is None or p.mask_form in ("tiles", "intervals"):
         return False
     return p.mask_form == "keys" or p.mask.broadcast()[2]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...problem import AttentionProblem, TensorSpec, dtype_name
+from ...problem import AttentionProblem, BiasClass, TensorSpec, bias_class, dtype_name
 from ..protocol import Availability, Rule
 from .blocks import BLOCK, Limits, limits_of, prepare_blocks, prepare_in_graph
 
@@ -146,11 +146,13 @@ def notes(problem: AttentionProblem) -> tuple[str, ...]:
     """What a call costs beyond its kernels, for `explain`."""
     found = []
     bias = problem.bias
-    if bias is not None and _widens(bias.dtype, problem.needs_grad.bias):
+    if bias is not None and _widens(bias.dtype, problem.needs_grad.bias, bias_class(bias.shape, bias.strides)):
         why = (
             "to accumulate its gradient"
             if problem.needs_grad.bias
             else "FlexAttention's kernels have no use for its width"
+            if bias.dtype == torch.float64
+            else "FlexAttention's forward kernel is slow to read 16 bits for a key"
         )
         found.append(f"copies bias to float32, {4 * _span(bias) / 2**20:.1f} MB: {why}")
     if problem.needs_grad.bias and bias is not None and not bias.broadcast()[3]:
@@ -196,7 +198,7 @@ def attention(
     if bias is not None:
         if not problem.needs_grad.bias:
             bias = _narrow(bias)  # with a gradient it keeps its shape, which each place has its own derivative in
-        if _widens(bias.dtype, problem.needs_grad.bias):
+        if _widens(bias.dtype, problem.needs_grad.bias, bias_class(bias.shape)):
             bias = _ToFloat32.apply(bias)
         if problem.needs_grad.bias and bias.shape[3] == 1:
             row_bias, bias = bias, bias.detach()
@@ -205,6 +207,8 @@ def attention(
     compiling = torch.compiler.is_compiling()
     prepare = prepare_in_graph if compiling else prepare_blocks
     lists, lower, upper = prepare(mask, limits, problem, q.device)
+    if mask is not None and mask.shape[2] == 1:
+        mask = mask.to(torch.int32)  # a byte for a key is as slow to read as 16 bits: see _widens
     form = graph.Form(
         problem.softmax_scale,
         problem.softcap,
@@ -271,9 +275,10 @@ def _nothing(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, bias: T
     return out.to(q.dtype), torch.full(rows, -torch.inf, dtype=torch.float32, device=q.device) + zero
 
 
-def _widens(dtype: torch.dtype, needs_grad: bool) -> bool:
+def _widens(dtype: torch.dtype, needs_grad: bool, held: BiasClass) -> bool:
     # A gradient is added up in the dtype of what it is the gradient of, so in fp32; fp64 would slow the kernel down.
-    return dtype == torch.float64 or (needs_grad and dtype != torch.float32)
+    # With 16 bits for a key the forward kernel takes 6 ms in the place of 0.1 (H200, torch 2.11, 2 x 2048 x 16 x 64).
+    return dtype == torch.float64 or (dtype != torch.float32 and (needs_grad or held == "key"))
 
 
 def _partial_sums(problem: AttentionProblem, bias: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ def run(
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         allowed = None
         if mask is not None and mask_shared is not None:
-            allowed = mask[_index(mask_shared, b, h, i, j)]
+            allowed = mask[_index(mask_shared, b, h, i, j)] != 0
         if lower is not None:
             inside = j - i >= lower
             allowed = inside if allowed is None else allowed & inside

@@ -11,7 +11,9 @@ from torch import Tensor
 from ... import operators
 from ...gradients import zero_gradients
 from ...problem import AttentionProblem, Flags, Gradients, MaskView, NeedsGrad, dtype_name, sm_number
+from ..interval_tiles import interval_notes
 from ..protocol import Availability, Rule
+from .key_order import Ordered
 
 NAME = "triton"
 FEATURES = frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"})
@@ -98,7 +100,7 @@ def notes(problem: AttentionProblem) -> tuple[str, ...]:
     ]
     if probe().usable and _kernels().needs_fp32_delta(p.dtype, p.seqlen_k, p.window, p.needs_grad):
         copies.append("for the gradients copies q, k, v to fp32 and computes out anew: few keys feel its rounding")
-    return tuple(copies)
+    return (*interval_notes(problem), *copies)
 
 
 def _forward(
@@ -108,6 +110,9 @@ def _forward(
     if k.shape[1] == 0:
         return out.zero_(), lse.fill_(-torch.inf)
     if out.numel() > 0:
+        if mask.form == "intervals":
+            ordered = Ordered(q, k, v, mask, bias)
+            k, v, mask, bias = ordered.k, ordered.v, ordered.mask, ordered.bias
         _kernels().forward(q, k, v, mask, bias, out, lse, flags)
     return out, lse
 
@@ -138,8 +143,14 @@ def _backward(
 ) -> Gradients:
     if out.numel() == 0 or k.shape[1] == 0:
         return zero_gradients((q, k, v, bias), needs_grad)
-    gradients: Gradients = _kernels().backward(dout, dlse, q, k, v, mask, bias, out, lse, flags, needs_grad)
-    return gradients
+    run = _kernels().backward
+    if mask.form != "intervals":
+        gradients: Gradients = run(dout, dlse, q, k, v, mask, bias, out, lse, flags, needs_grad)
+        return gradients
+    ordered = Ordered(q, k, v, mask, bias, needs_dbias=needs_grad.bias)
+    inputs = (q, ordered.k, ordered.v, ordered.mask, ordered.bias)
+    dq, dk, dv, dbias = run(dout, dlse, *inputs, out, lse, flags, needs_grad)
+    return dq, ordered.by_key(dk), ordered.by_key(dv), ordered.bias_by_key(dbias)
 
 
 forward, backward = operators.define_pair(NAME, _forward, _backward, _forward_maskless)

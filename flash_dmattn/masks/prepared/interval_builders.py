@@ -8,7 +8,7 @@ from ...problem import causal_window, check_flag, check_window, make_band
 from ..arguments import IntsLike, integer, integer_tensor
 from ..broadcast import DIMS, collapse
 from ..topk import select, sort_keys, topk_arguments
-from .interval_operators import run_key_order, run_topk_stops
+from .interval_operators import run_interval_tiles, run_key_order, run_topk_intervals
 from .interval_order import reorder_pays
 from .intervals import IntervalMask
 
@@ -151,15 +151,12 @@ def prepare_topk(
         reorder = reorder_pays(
             batch * heads, seqlen_q, seqlen_k, k + local, is_causal=is_causal, has_backward=has_backward
         )
-    begins = torch.arange(seqlen_k, device=keys.device).expand(keys.shape)
     if is_causal:
-        ends = run_topk_stops(keys.flatten(0, 1), k).view(keys.shape).maximum(begins + min(local, seqlen_k))
-        ends = ends.masked_fill(keys == torch.iinfo(keys.dtype).min, 0)
-        shift = seqlen_q - seqlen_k  # rows of positions: the last query stands at the last key
-        begins, ends = begins + shift, ends + shift
+        start, stop = run_topk_intervals(keys.contiguous(), k, seqlen_q, local)
     else:
-        begins, ends = torch.zeros_like(begins), select(keys, k) * seqlen_q
-    return _interval_mask(begins, ends, seqlen_q, is_causal, (-1, -1), reorder)
+        stop = (select(keys, k) * seqlen_q).to(torch.int32)
+        start = torch.zeros_like(stop)
+    return _made(start, stop, seqlen_q, is_causal, (-1, -1), reorder)
 
 
 def _interval_mask(
@@ -179,5 +176,19 @@ def _interval_mask(
     start, stop = start.clamp(0, seqlen_q), stop.clamp(0, seqlen_q)
     dead = start >= stop
     start, stop = (x.masked_fill(dead, 0).to(torch.int32).contiguous() for x in (start, stop))
+    return _made(start, stop, seqlen_q, is_causal, window_size, reorder)
+
+
+def _made(
+    start: torch.Tensor,
+    stop: torch.Tensor,
+    seqlen_q: int,
+    is_causal: bool,
+    window_size: tuple[int, int],
+    reorder: bool,
+) -> IntervalMask:
+    """The mask of intervals as its fields have them."""
     order = run_key_order(start, stop, seqlen_q) if reorder else start.new_empty((*start.shape[:2], 0))
-    return IntervalMask(seqlen_q, seqlen_k, is_causal, window_size, start, stop, order)
+    seqlen_k = start.size(2)
+    walked = run_interval_tiles(start, stop, order, seqlen_q)
+    return IntervalMask(seqlen_q, seqlen_k, is_causal, window_size, start, stop, order, *walked)

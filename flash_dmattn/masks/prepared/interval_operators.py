@@ -1,6 +1,6 @@
-"""The two steps of making an interval mask that are more than a few operations, as operators.
+"""The steps of making an interval mask that are more than a few operations, as operators.
 
-A graph that makes such a mask has these two in it, not the loops behind them, which take a compiler a minute.
+A graph that makes such a mask has these in it, not the loops behind them, which take a compiler a minute.
 """
 
 from __future__ import annotations
@@ -10,32 +10,65 @@ from typing import cast
 
 import torch
 
-from ..topk_stops import topk_stops
-from .interval_order import key_order
+from .packers import packer
+from .packing import TILE, tiles
 
 _LIBRARY = torch.library.Library("flash_dmattn", "FRAGMENT")
 
 
-def _define(name: str, schema: str, function: Callable[..., torch.Tensor], fake: Callable[..., torch.Tensor]) -> object:
+def _define(name: str, schema: str, function: Callable[..., object], fake: Callable[..., object]) -> object:
     _LIBRARY.define(f"{name}{schema}")
     _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"flash_dmattn::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.flash_dmattn, name).default
 
 
-def _stops_fake(keys: torch.Tensor, k: int) -> torch.Tensor:
-    return keys.new_empty(keys.shape, dtype=torch.int64)
+def _topk(keys: torch.Tensor, k: int, seqlen_q: int, local: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return packer(keys).topk_intervals(keys, k, seqlen_q, local)
+
+
+def _topk_fake(keys: torch.Tensor, k: int, seqlen_q: int, local: int) -> tuple[torch.Tensor, torch.Tensor]:
+    start, stop = (keys.new_empty(keys.shape, dtype=torch.int32) for _ in range(2))
+    return start, stop
+
+
+def _order(start: torch.Tensor, stop: torch.Tensor, seqlen_q: int) -> torch.Tensor:
+    return packer(start).key_order(start, stop, seqlen_q)
 
 
 def _order_fake(start: torch.Tensor, stop: torch.Tensor, seqlen_q: int) -> torch.Tensor:
     return start.new_empty(start.shape, dtype=torch.int32)
 
 
-run_topk_stops = cast(
-    Callable[[torch.Tensor, int], torch.Tensor],
-    _define("topk_stops", "(Tensor keys, SymInt k) -> Tensor", topk_stops, _stops_fake),
+def _tiles(start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, seqlen_q: int) -> list[torch.Tensor]:
+    return list(packer(start).interval_tiles(start, stop, order, seqlen_q))
+
+
+def _tiles_fake(start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, seqlen_q: int) -> list[torch.Tensor]:
+    heads, rows, columns = start.shape[:2], tiles(seqlen_q), tiles(start.size(2))
+    shapes = ((*heads, columns * TILE, 2), (*heads, rows, 2 + columns), (*heads, columns, 2 + rows))
+    return [start.new_empty(shape) for shape in shapes]
+
+
+run_topk_intervals = cast(
+    Callable[[torch.Tensor, int, int, int], tuple[torch.Tensor, torch.Tensor]],
+    _define(
+        "topk_intervals",
+        "(Tensor keys, SymInt k, SymInt seqlen_q, SymInt local) -> (Tensor start, Tensor stop)",
+        _topk,
+        _topk_fake,
+    ),
 )
 run_key_order = cast(
     Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor],
-    _define("key_order", "(Tensor start, Tensor stop, SymInt seqlen_q) -> Tensor", key_order, _order_fake),
+    _define("key_order", "(Tensor start, Tensor stop, SymInt seqlen_q) -> Tensor", _order, _order_fake),
+)
+run_interval_tiles = cast(
+    Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], list[torch.Tensor]],
+    _define(
+        "interval_tiles",
+        "(Tensor start, Tensor stop, Tensor order, SymInt seqlen_q) -> Tensor[]",
+        _tiles,
+        _tiles_fake,
+    ),
 )

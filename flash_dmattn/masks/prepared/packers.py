@@ -8,22 +8,31 @@ from typing import NamedTuple
 import torch
 
 from ...problem import Band
+from ..topk_stops import topk_intervals
 from . import packing
+from .interval_order import key_order
+from .interval_tiles import IntervalTiles, interval_bounds, interval_classes
 from .packing import KeySet, TileLists
 
 
 class Packer(NamedTuple):
-    """The three functions that prepare a mask; every packer gives the results of `packing`, bit for bit.
+    """The functions that prepare a mask; every packer gives the results of plain PyTorch, bit for bit.
 
     Attributes:
         pack_tiles: (bool (Bm, Hm, Lq, Lk) of any strides, band) -> bits, classes, row_lists, col_lists of a `TileMask`.
         list_tiles: classes -> row_lists, col_lists.
         key_set: bool (Bm, Hm, 1, Lk) of any strides -> kept, count, prefix of a `KeyMask`.
+        interval_tiles: (start, stop, order, seqlen_q) -> bounds, row_lists, col_lists of an `IntervalMask`.
+        topk_intervals: as `masks.topk_stops.topk_intervals`.
+        key_order: as `interval_order.key_order`.
     """
 
     pack_tiles: Callable[[torch.Tensor, Band | None], list[torch.Tensor]]
     list_tiles: Callable[[torch.Tensor], TileLists]
     key_set: Callable[[torch.Tensor], KeySet]
+    interval_tiles: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], IntervalTiles]
+    topk_intervals: Callable[[torch.Tensor, int, int, int], tuple[torch.Tensor, torch.Tensor]]
+    key_order: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 
 def _pack_tiles(mask: torch.Tensor, band: Band | None) -> list[torch.Tensor]:
@@ -31,7 +40,13 @@ def _pack_tiles(mask: torch.Tensor, band: Band | None) -> list[torch.Tensor]:
     return [bits, classes, *packing.list_tiles(classes)]
 
 
-PYTORCH = Packer(_pack_tiles, packing.list_tiles, packing.key_set)
+def list_intervals(start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, seqlen_q: int) -> IntervalTiles:
+    """`Packer.interval_tiles` in PyTorch, with the lists by the fastest packer of the device."""
+    bounds = interval_bounds(start, stop, order)
+    return bounds, *packer(bounds).list_tiles(interval_classes(bounds, seqlen_q))
+
+
+PYTORCH = Packer(_pack_tiles, packing.list_tiles, packing.key_set, list_intervals, topk_intervals, key_order)
 _find_faster: Callable[[torch.Tensor], Packer | None] = lambda tensor: None
 
 

@@ -1,0 +1,253 @@
+// The operators of interval masks: how one is made, what kernels walk of it, and keys and values in its order.
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include "../sm90/mask/mask.h"
+#include "bias.h"
+#include "common.h"
+#include "tile_lists.h"
+
+namespace flash_dmattn {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int64_t kMostHeads = kMaxInt >> (2 * kCurveBits + 1);  // a head's number fits the code of a key
+
+// Returns (start, stop) int32 (B, H, Lk) of causal top-k, as `topk_intervals` of
+// flash_dmattn/masks/prepared/interval_operators.py. keys is int32 (B, H, Lk), contiguous.
+std::vector<Tensor> topk_intervals(Tensor keys, int64_t k, int64_t seqlen_q, int64_t local) {
+  constexpr const char* kName = "cuda_topk_intervals";
+  CHECK_ARGUMENT(keys.is_cuda(), "keys is not on a CUDA device; the kernel is written for sm_90a");
+  CHECK_ARGUMENT(keys.scalar_type() == ScalarType::Int && keys.dim() == 3 && keys.is_contiguous(),
+                 "keys needs to be int32 (B, H, Lk), contiguous");
+  const int64_t heads = keys.size(0) * keys.size(1), seqlen_k = keys.size(2);
+  CHECK_ARGUMENT(k > 0 && local >= 0, "k is ", k, " and local ", local, "; they need to be at least 1 and 0");
+  CHECK_ARGUMENT(seqlen_q + seqlen_k <= kMaxInt / 2, "there are ", seqlen_q, " queries and ", seqlen_k,
+                 " keys; together they may be 2^30 - 1");
+  const CurrentDevice device(kName, keys);
+  const auto empty = [&](std::array<int64_t, 3> shape, ScalarType dtype) {
+    return torch::stable::new_empty(keys, {shape.data(), shape.size()}, dtype);
+  };
+  const std::array<int64_t, 3> shape{keys.size(0), keys.size(1), seqlen_k};
+  std::vector<Tensor> results{empty(shape, ScalarType::Int), empty(shape, ScalarType::Int)};
+  if (heads * seqlen_k == 0) return results;
+  TopkParams params{};
+  // Long rows have greater chunks: each chunk reads the whole prefix some times.
+  params.chunk_keys = seqlen_k <= 16384 ? kMostChunkKeys / 4 : seqlen_k <= 65536 ? kMostChunkKeys / 2 : kMostChunkKeys;
+  const int64_t chunks = ceil_div(seqlen_k, params.chunk_keys);
+  CHECK_ARGUMENT(heads * chunks <= kMaxInt, "keys of ", heads, " heads by ", seqlen_k, " need more than 2^31 - 1 blocks");
+  const Tensor stops = empty(shape, ScalarType::Int), thresholds = empty({1, heads, chunks}, ScalarType::Long);
+  params.keys = static_cast<const int32_t*>(keys.const_data_ptr());
+  params.stops = static_cast<int32_t*>(stops.mutable_data_ptr());
+  params.thresholds = static_cast<uint64_t*>(thresholds.mutable_data_ptr());
+  params.start = static_cast<int32_t*>(results[0].mutable_data_ptr());
+  params.stop = static_cast<int32_t*>(results[1].mutable_data_ptr());
+  params.total = heads * seqlen_k;
+  params.k = static_cast<int>(std::min<int64_t>(k, kMaxInt));
+  params.local = static_cast<int>(std::min<int64_t>(local, seqlen_k));
+  params.seqlen_q = static_cast<int>(seqlen_q);
+  params.seqlen_k = static_cast<int>(seqlen_k);
+  params.chunks = static_cast<int>(chunks);
+  check(launch_topk(params, device.stream), kName, "launching the kernels of top-k");
+  return results;
+}
+
+// Returns the codes int32 (B, H, Lk) whose stable ascending order `key_order` takes, in
+// flash_dmattn/masks/prepared/interval_order.py. start and stop are int32 (B, H, Lk), contiguous.
+Tensor key_codes(Tensor start, Tensor stop, int64_t seqlen_q) {
+  constexpr const char* kName = "cuda_key_codes";
+  CHECK_ARGUMENT(start.is_cuda(), "start is not on a CUDA device; the kernel is written for sm_90a");
+  CHECK_ARGUMENT(start.scalar_type() == ScalarType::Int && stop.scalar_type() == ScalarType::Int &&
+                     start.is_contiguous() && stop.is_contiguous() && start.numel() == stop.numel() && start.dim() == 3,
+                 "start and stop need to be int32 (B, H, Lk), contiguous");
+  const int64_t heads = start.size(0) * start.size(1);
+  CHECK_ARGUMENT(heads <= kMostHeads, "start has ", heads, " heads, more than ", kMostHeads);
+  const CurrentDevice device(kName, start);
+  const std::array<int64_t, 3> shape{start.size(0), start.size(1), start.size(2)};
+  Tensor codes = torch::stable::new_empty(start, {shape.data(), shape.size()}, ScalarType::Int);
+  KeyCodesParams params{};
+  params.start = static_cast<const int32_t*>(start.const_data_ptr());
+  params.stop = static_cast<const int32_t*>(stop.const_data_ptr());
+  params.codes = static_cast<int32_t*>(codes.mutable_data_ptr());
+  params.total = heads * start.size(2);
+  params.seqlen_q = static_cast<int>(seqlen_q);
+  params.seqlen_k = static_cast<int>(start.size(2));
+  if (params.total > 0) check(launch_key_codes(params, device.stream), kName, "launching the kernel of the codes");
+  return codes;
+}
+
+// Returns (bounds, row_lists, col_lists), as `interval_tiles` of flash_dmattn/masks/prepared/interval_operators.py. start
+// and stop are int32 (B, H, Lk), order is that or (B, H, 0); all contiguous.
+std::vector<Tensor> interval_tiles(Tensor start, Tensor stop, Tensor order, int64_t seqlen_q) {
+  constexpr const char* kName = "cuda_interval_tiles";
+  CHECK_ARGUMENT(start.is_cuda(), "start is not on a CUDA device; the kernel is written for sm_90a");
+  for (const Tensor* x : {&start, &stop, &order}) {
+    CHECK_ARGUMENT(x->scalar_type() == ScalarType::Int && x->dim() == 3 && x->is_contiguous(),
+                   "start, stop and order need to be int32 (B, H, Lk), contiguous");
+  }
+  const int64_t batch = start.size(0), num_heads = start.size(1), seqlen_k = start.size(2);
+  CHECK_ARGUMENT(stop.numel() == start.numel() && (order.numel() == start.numel() || order.numel() == 0),
+                 "start, stop and order differ in shape");
+  CHECK_ARGUMENT(seqlen_q + seqlen_k <= kMaxInt / 2, "there are ", seqlen_q, " queries and ", seqlen_k,
+                 " keys; together they may be 2^30 - 1");
+  const int64_t tiles_q = ceil_div(seqlen_q, kTile), tiles_k = ceil_div(seqlen_k, kTile), heads = batch * num_heads;
+  CHECK_ARGUMENT(heads * (tiles_q + tiles_k) <= kMaxInt, "mask of ", heads, " heads by ", seqlen_q, " by ", seqlen_k,
+                 " needs more than 2^31 - 1 blocks");
+
+  const CurrentDevice device(kName, start);
+  const std::array<int64_t, 4> of_places{batch, num_heads, tiles_k * kTile, 2};
+  const std::array<int64_t, 4> of_tiles{batch, num_heads, tiles_q, tiles_k};
+  Tensor bounds = torch::stable::new_empty(start, {of_places.data(), of_places.size()}, ScalarType::Int);
+  Tensor classes = torch::stable::new_empty(start, {of_tiles.data(), of_tiles.size()}, ScalarType::Byte);
+  if (heads * tiles_k > 0) {
+    IntervalTilesParams params{};
+    params.start = static_cast<const int32_t*>(start.const_data_ptr());
+    params.stop = static_cast<const int32_t*>(stop.const_data_ptr());
+    params.order = order.numel() > 0 ? static_cast<const int32_t*>(order.const_data_ptr()) : nullptr;
+    params.bounds = static_cast<int2*>(bounds.mutable_data_ptr());
+    params.classes = static_cast<uint8_t*>(classes.mutable_data_ptr());
+    params.seqlen_q = static_cast<int>(seqlen_q);
+    params.seqlen_k = static_cast<int>(seqlen_k);
+    params.tiles_q = static_cast<int>(tiles_q);
+    params.tiles_k = static_cast<int>(tiles_k);
+    check(launch_interval_tiles(params, heads, device.stream), kName, "launching the kernel of the bounds");
+  }
+  const auto [row_lists, col_lists] = list_tiles(kName, classes, device.stream);
+  return {bounds, row_lists, col_lists};
+}
+
+// Returns the bits of a TileMask, (B, H, Lq, 4 Tk), that allow what bounds (B, H, 128 Tk, 2) do.
+Tensor interval_bits(Tensor bounds, int64_t seqlen_q) {
+  constexpr const char* kName = "cuda_interval_bits";
+  CHECK_ARGUMENT(bounds.is_cuda(), "bounds is not on a CUDA device; the kernel is written for sm_90a");
+  CHECK_ARGUMENT(bounds.scalar_type() == ScalarType::Int && bounds.dim() == 4 && bounds.is_contiguous(),
+                 "bounds needs to be int32 (B, H, 128 Tk, 2), contiguous");
+  const int64_t heads = bounds.size(0) * bounds.size(1), tiles_q = ceil_div(seqlen_q, kTile);
+  const int64_t tiles_k = bounds.size(2) / kTile;
+  CHECK_ARGUMENT(heads * tiles_q * tiles_k <= kMaxInt, "bits of ", heads, " heads by ", seqlen_q, " by ",
+                 bounds.size(2), " need more than 2^31 - 1 blocks");
+  const CurrentDevice device(kName, bounds);
+  const std::array<int64_t, 4> shape{bounds.size(0), bounds.size(1), seqlen_q, tiles_k * kTileWords};
+  Tensor bits = torch::stable::new_empty(bounds, {shape.data(), shape.size()}, ScalarType::Int);
+  IntervalBitsParams params{};
+  params.bounds = static_cast<const int2*>(bounds.const_data_ptr());
+  params.bits = static_cast<int32_t*>(bits.mutable_data_ptr());
+  params.seqlen_q = static_cast<int>(seqlen_q);
+  params.tiles_q = static_cast<int>(tiles_q);
+  params.tiles_k = static_cast<int>(tiles_k);
+  if (heads * tiles_q * tiles_k > 0) {
+    check(launch_interval_bits(params, heads, device.stream), kName, "launching the kernel of the bits");
+  }
+  return bits;
+}
+
+// Returns a bias per key, (Bb, Hb, 1, Lk) of any strides, by place: fp32 (B, H, 1, Lk), contiguous, B and H the larger of
+// those of the bias and of order (Bm, Hm, Lk).
+Tensor gather_bias(Tensor bias, Tensor order) {
+  constexpr const char* kName = "cuda_gather_bias";
+  CHECK_ARGUMENT(bias.is_cuda(), "bias is not on a CUDA device; the kernel is written for sm_90a");
+  const int64_t batch = std::max(is_broadcast(bias, 0) ? 1 : bias.size(0), order.size(0));
+  const int64_t bias_heads = is_broadcast(bias, 1) ? 1 : bias.size(1), heads = std::max(bias_heads, order.size(1));
+  CHECK_ARGUMENT(bias.dim() == 4 && order.dim() == 3 && bias.size(3) == order.size(2) && heads % bias_heads == 0 &&
+                     heads % order.size(1) == 0,
+                 "bias and order differ in keys, or their heads do not divide each other");
+  const CurrentDevice device(kName, bias);
+  const std::array<int64_t, 4> shape{batch, heads, 1, order.size(2)};
+  Tensor result = torch::stable::new_empty(bias, {shape.data(), shape.size()}, ScalarType::Float);
+  GatherBiasParams params{};
+  params.values = bias.const_data_ptr();
+  params.stride_b = bias_stride(bias, 0);
+  params.stride_h = bias_stride(bias, 1);
+  params.stride_k = bias_stride(bias, 3);
+  params.dtype = bias_dtype(kName, bias);
+  params.to = static_cast<float*>(result.mutable_data_ptr());
+  params.order = static_cast<const int32_t*>(order.const_data_ptr());
+  params.total = batch * heads * order.size(2);
+  params.seqlen = static_cast<int>(order.size(2));
+  params.heads = static_cast<int>(heads);
+  params.heads_per_bias = static_cast<int>(heads / bias_heads);
+  params.heads_per_mask = static_cast<int>(heads / order.size(1));
+  params.mask_heads = static_cast<int>(order.size(1));
+  params.mask_has_batch = order.size(0) > 1;
+  if (params.total > 0) check(launch_gather_bias(params, device.stream), kName, "launching the kernel of the bias");
+  return result;
+}
+
+// Returns k and v, (B, Lk, Hk, D) with rows that TMA can read, by place, contiguous. order (Bm, Hm, Lk) and bounds
+// (Bm, Hm, 128 Tk, 2) are those of an IntervalMask whose heads Hk is a multiple of. Dead keys are zeros, or what they
+// happen to be where a whole tile is dead.
+std::vector<Tensor> gather_keys(Tensor k, Tensor v, Tensor order, Tensor bounds) {
+  constexpr const char* kName = "cuda_gather_keys";
+  CHECK_ARGUMENT(k.is_cuda(), "k is not on a CUDA device; the kernel is written for sm_90a");
+  CHECK_ARGUMENT(order.dim() == 3 && bounds.dim() == 4 && order.size(2) == k.size(1) && k.size(2) % order.size(1) == 0,
+                 "k has ", k.size(1), " keys and ", k.size(2), " heads, and order is not of a divisor of them");
+  const CurrentDevice device(kName, k);
+  GatherKeysParams params{};
+  std::vector<Tensor> results;
+  const auto rows_of = [&](const Tensor& x, GatherKeysParams::Rows& rows) {
+    CHECK_ARGUMENT(x.dim() == 4 && x.stride(3) == 1 && x.size(3) * 2 % 16 == 0 && x.size(1) == k.size(1) &&
+                       x.size(2) == k.size(2),
+                   "k and v need to be (B, Lk, Hk, D) with rows of 16 bytes");
+    const std::array<int64_t, 4> shape{x.size(0), x.size(1), x.size(2), x.size(3)};
+    results.push_back(torch::stable::new_empty(x, {shape.data(), shape.size()}));
+    rows.from = x.const_data_ptr();
+    rows.to = results.back().mutable_data_ptr();
+    rows.stride_b = x.stride(0) * 2;
+    rows.stride_l = x.stride(1) * 2;
+    rows.stride_h = x.stride(2) * 2;
+    rows.chunks = static_cast<int>(x.size(3) / 8);
+  };
+  rows_of(k, params.k);
+  rows_of(v, params.v);
+  params.order = static_cast<const int32_t*>(order.const_data_ptr());
+  params.bounds = static_cast<const int2*>(bounds.const_data_ptr());
+  params.rows = k.size(0) * k.size(1) * k.size(2);
+  params.seqlen = static_cast<int>(k.size(1));
+  params.num_heads = static_cast<int>(k.size(2));
+  params.tiles = static_cast<int>(bounds.size(2) / kTile);
+  params.heads_per_mask = static_cast<int>(k.size(2) / order.size(1));
+  params.mask_heads = static_cast<int>(order.size(1));
+  params.mask_has_batch = order.size(0) > 1;
+  CHECK_ARGUMENT(params.rows <= kMaxInt, "k has more than 2^31 - 1 rows");
+  if (params.rows > 0) check(launch_gather_keys(params, device.stream), kName, "launching the kernel of the keys");
+  return results;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(flash_dmattn, m) {
+  m.def("cuda_topk_intervals(Tensor keys, int k, int seqlen_q, int local) -> Tensor[]");
+  m.def("cuda_key_codes(Tensor start, Tensor stop, int seqlen_q) -> Tensor");
+  m.def("cuda_interval_tiles(Tensor start, Tensor stop, Tensor order, int seqlen_q) -> Tensor[]");
+  m.def("cuda_interval_bits(Tensor bounds, int seqlen_q) -> Tensor");
+  m.def("cuda_gather_keys(Tensor k, Tensor v, Tensor order, Tensor bounds) -> Tensor[]");
+  m.def("cuda_gather_bias(Tensor bias, Tensor order) -> Tensor");
+}
+
+// Registered for CPU tensors too, so that they get our error message and not torch's about a missing kernel.
+STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, m) {
+  m.impl("cuda_topk_intervals", TORCH_BOX(&topk_intervals));
+  m.impl("cuda_key_codes", TORCH_BOX(&key_codes));
+  m.impl("cuda_interval_tiles", TORCH_BOX(&interval_tiles));
+  m.impl("cuda_interval_bits", TORCH_BOX(&interval_bits));
+  m.impl("cuda_gather_keys", TORCH_BOX(&gather_keys));
+  m.impl("cuda_gather_bias", TORCH_BOX(&gather_bias));
+}
+STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CPU, m) {
+  m.impl("cuda_topk_intervals", TORCH_BOX(&topk_intervals));
+  m.impl("cuda_key_codes", TORCH_BOX(&key_codes));
+  m.impl("cuda_interval_tiles", TORCH_BOX(&interval_tiles));
+  m.impl("cuda_interval_bits", TORCH_BOX(&interval_bits));
+  m.impl("cuda_gather_keys", TORCH_BOX(&gather_keys));
+  m.impl("cuda_gather_bias", TORCH_BOX(&gather_bias));
+}
+
+}  // namespace flash_dmattn

@@ -1,0 +1,141 @@
+// The kernels of interval masks: what the attention kernels walk of one, and keys and values in its order.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "../kernel_launch.h"
+#include "mask.h"
+
+namespace flash_dmattn {
+namespace {
+
+// A block takes 128 places of a head, a thread each; then the threads share the tiles of queries.
+__global__ void __launch_bounds__(kTile) interval_tiles_kernel(const __grid_constant__ IntervalTilesParams p) {
+  griddep_wait();
+  __shared__ int2 bounds[kTile];
+  const int64_t head = blockIdx.x / p.tiles_k;
+  const int tile_k = static_cast<int>(blockIdx.x - head * p.tiles_k), place = tile_k * kTile + threadIdx.x;
+  int2 interval = make_int2(0, 0);
+  if (place < p.seqlen_k) {
+    const int64_t key = head * p.seqlen_k + (p.order == nullptr ? place : p.order[head * p.seqlen_k + place]);
+    interval = make_int2(p.start[key], p.stop[key]);
+  }
+  bounds[threadIdx.x] = interval;
+  p.bounds[blockIdx.x * static_cast<int64_t>(kTile) + threadIdx.x] = interval;
+  __syncthreads();
+  int earliest = INT32_MAX, latest = 0;  // the rows that some place has, and all between
+#pragma unroll 8
+  for (int i = 0; i < kTile; ++i) {
+    const int2 of_place = bounds[i];
+    if (of_place.x < of_place.y) {
+      earliest = min(earliest, of_place.x);
+      latest = max(latest, of_place.y);
+    }
+  }
+  uint8_t* classes = p.classes + head * p.tiles_q * p.tiles_k + tile_k;
+  for (int tile_q = threadIdx.x; tile_q < p.tiles_q; tile_q += kTile) {
+    const int first = tile_q * kTile, end = min(first + kTile, p.seqlen_q);
+    bool is_active = false, is_full = false;
+    if (earliest < end && latest > first) {
+      is_full = true;
+#pragma unroll 8
+      for (int i = 0; i < kTile; ++i) {
+        const int2 of_place = bounds[i];
+        is_active |= of_place.x < end && of_place.y > first && of_place.x < of_place.y;
+        is_full &= of_place.x <= first && of_place.y >= end;
+      }
+    }
+    classes[static_cast<int64_t>(tile_q) * p.tiles_k] = is_active + is_full;
+  }
+}
+
+constexpr int kThreads = 256, kLanes = 8;  // lanes of a row of k and v
+
+// Rows of dead keys are zeros beside live ones, because a product takes them all and 0 * NaN is NaN. Tiles of dead keys
+// alone are read by nobody and stay as they are.
+__global__ void __launch_bounds__(kThreads) gather_keys_kernel(const __grid_constant__ GatherKeysParams p) {
+  griddep_wait();
+  const int lane = threadIdx.x % kLanes;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
+  if (row >= p.rows) return;
+  const int64_t batch_place = row / p.num_heads, batch = batch_place / p.seqlen;
+  const int head = static_cast<int>(row - batch_place * p.num_heads);
+  const int place = static_cast<int>(batch_place - batch * p.seqlen);
+  const int64_t mask = (p.mask_has_batch ? batch : 0) * p.mask_heads + head / p.heads_per_mask;
+  const int2* bounds = p.bounds + mask * p.tiles * kTile;
+  const auto is_live = [&](int at) { return bounds[at].x < bounds[at].y; };
+  if (!is_live(place / kTile * kTile)) return;  // live keys come first
+  const bool keeps = is_live(place);
+  const int64_t key = p.order[mask * p.seqlen + place];
+#pragma unroll
+  for (const GatherKeysParams::Rows* rows : {&p.k, &p.v}) {
+    const char* const from =
+        static_cast<const char*>(rows->from) + batch * rows->stride_b + key * rows->stride_l + head * rows->stride_h;
+    uint4* const to = static_cast<uint4*>(rows->to) + row * rows->chunks;
+    for (int chunk = lane; chunk < rows->chunks; chunk += kLanes) {
+      to[chunk] = keeps ? reinterpret_cast<const uint4*>(from)[chunk] : make_uint4(0, 0, 0, 0);
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) gather_bias_kernel(const __grid_constant__ GatherBiasParams p) {
+  griddep_wait();
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (at >= p.total) return;
+  const int64_t pair = at / p.seqlen, batch = pair / p.heads;
+  const int head = static_cast<int>(pair - batch * p.heads);
+  const int64_t mask = (p.mask_has_batch ? batch : 0) * p.mask_heads + head / p.heads_per_mask;
+  const int64_t from = batch * p.stride_b + head / p.heads_per_bias * p.stride_h +
+                       p.order[mask * p.seqlen + at % p.seqlen] * p.stride_k;
+  if (p.dtype == BiasDtype::kFloat32) {
+    p.to[at] = static_cast<const float*>(p.values)[from];
+  } else if (p.dtype == BiasDtype::kFloat16) {
+    p.to[at] = __half2float(static_cast<const __half*>(p.values)[from]);
+  } else {
+    p.to[at] = __bfloat162float(static_cast<const __nv_bfloat16*>(p.values)[from]);
+  }
+}
+
+// A block takes a tile, a thread of it a row.
+__global__ void __launch_bounds__(kTile) interval_bits_kernel(const __grid_constant__ IntervalBitsParams p) {
+  griddep_wait();
+  __shared__ int2 bounds[kTile];
+  const int tile_k = blockIdx.x % p.tiles_k;
+  const int64_t of_tiles = blockIdx.x / p.tiles_k, head = of_tiles / p.tiles_q;
+  const int row = static_cast<int>(of_tiles - head * p.tiles_q) * kTile + threadIdx.x;
+  bounds[threadIdx.x] = p.bounds[(head * p.tiles_k + tile_k) * kTile + threadIdx.x];
+  __syncthreads();
+  if (row >= p.seqlen_q) return;
+  int words[kTileWords];
+#pragma unroll
+  for (int w = 0; w < kTileWords; ++w) {
+    words[w] = 0;
+#pragma unroll
+    for (int i = 0; i < kWord; ++i) {
+      const int2 of_key = bounds[w * kWord + i];
+      if (row >= of_key.x && row < of_key.y) words[w] |= 1u << i;
+    }
+  }
+  *reinterpret_cast<int4*>(p.bits + ((head * p.seqlen_q + row) * p.tiles_k + tile_k) * kTileWords) =
+      make_int4(words[0], words[1], words[2], words[3]);
+}
+
+}  // namespace
+
+cudaError_t launch_gather_bias(const GatherBiasParams& params, cudaStream_t stream) {
+  return KernelLaunch((params.total + kThreads - 1) / kThreads, kThreads, stream).run(gather_bias_kernel, params);
+}
+
+cudaError_t launch_interval_bits(const IntervalBitsParams& params, int64_t heads, cudaStream_t stream) {
+  return KernelLaunch(heads * params.tiles_q * params.tiles_k, kTile, stream).run(interval_bits_kernel, params);
+}
+
+cudaError_t launch_interval_tiles(const IntervalTilesParams& params, int64_t heads, cudaStream_t stream) {
+  return KernelLaunch(heads * params.tiles_k, kTile, stream).run(interval_tiles_kernel, params);
+}
+
+cudaError_t launch_gather_keys(const GatherKeysParams& params, cudaStream_t stream) {
+  constexpr int64_t kRows = kThreads / kLanes;
+  return KernelLaunch((params.rows + kRows - 1) / kRows, kThreads, stream).run(gather_keys_kernel, params);
+}
+
+}  // namespace flash_dmattn

@@ -1,0 +1,74 @@
+"""Keys, values and biases in the order of an interval mask, and gradients out of it, in plain PyTorch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...problem import MaskView, bias_class
+from ..interval_tiles import interval_tiles
+
+
+class Ordered:
+    """A call whose mask is a view of the form "intervals", as the kernels run it.
+
+    They read bounds in the place of bits: an int64 for a key, its start in the lower half. In an order of keys, k, v
+    and a bias of one value per key come by place, and so do their gradients.
+
+    Attributes:
+        mask: of the form "tiles".
+        k, v, bias: as the kernels read them. A bias that was put in order is fp32, so that its gradient is rounded
+            once.
+    """
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None, *, needs_dbias: bool = False
+    ) -> None:
+        tiles = interval_tiles(mask, q.shape[1], k.shape[2], bias, needs_dbias=needs_dbias)
+        words = tiles.bounds.view(torch.int64).squeeze(-1)
+        # What a bias shared among entries or heads visits is told by classes, which the mask has not kept.
+        classes = tiles.row_lists
+        if needs_dbias and bias is not None and bias_class(bias.shape) == "score":
+            from ...masks.prepared.interval_tiles import interval_classes  # importing flash_dmattn does not need it
+
+            classes = interval_classes(tiles.bounds, q.shape[1])
+        self.mask = MaskView("tiles", (words, classes, tiles.row_lists, tiles.col_lists))
+        self.k, self.v, self.bias = k, v, bias
+        self._given_bias, self._rows, self._order = bias, None, tiles.order
+        if tiles.order is None:
+            return
+        batch, seqlen_k, heads, _ = k.shape
+        order = tiles.order.long().expand(batch, heads, seqlen_k).transpose(1, 2)
+        pairs = torch.arange(batch * heads, device=k.device).view(batch, 1, heads)
+        self._rows = (pairs // heads * seqlen_k + order) * heads + pairs % heads
+        start, stop = tiles.bounds[:, :, :seqlen_k].unbind(-1)
+        # Zeros for dead keys beside live ones: a product takes them all, and 0 * NaN is NaN.
+        dead = (start >= stop).expand(batch, heads, seqlen_k).transpose(1, 2)[..., None]
+        self.k, self.v = (x.reshape(-1, x.shape[3])[self._rows].masked_fill_(dead, 0) for x in (k, v))
+        if bias is not None and bias_class(bias.shape, bias.stride()) == "key":
+            self._bias_order = self._order_of_bias(bias, tiles.order, q.shape[2])
+            values = bias[:, :, :1].float().expand(*self._bias_order.shape[:2], 1, seqlen_k)
+            self.bias = values.gather(3, self._bias_order[:, :, None])
+
+    @staticmethod
+    def _order_of_bias(bias: Tensor, order: Tensor, num_heads: int) -> Tensor:
+        """The order (B, H, Lk) of a bias, B and H the larger of both."""
+        if bias.shape[1] == num_heads and order.shape[1] not in (1, num_heads):
+            order = order.repeat_interleave(num_heads // order.shape[1], 1)
+        shape = torch.broadcast_shapes(bias.shape[:2], order.shape[:2])
+        return order.long().expand(*shape, -1)
+
+    def by_key(self, gradient: Tensor | None) -> Tensor | None:
+        """The gradient of k or of v in the order of keys."""
+        if gradient is None or self._rows is None:
+            return gradient
+        rows = gradient.reshape(-1, gradient.shape[3])
+        return torch.empty_like(rows).index_copy_(0, self._rows.flatten(), rows).view(gradient.shape)
+
+    def bias_by_key(self, gradient: Tensor | None) -> Tensor | None:
+        """The gradient of the bias in the order of keys, in the shape and dtype of the one that was given."""
+        given = self._given_bias
+        if gradient is None or given is None or self.bias is given:
+            return gradient
+        ordered = torch.empty_like(gradient).scatter_(3, self._bias_order[:, :, None], gradient)
+        return ordered.sum_to_size(given.shape).to(given.dtype)
