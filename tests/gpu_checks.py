@@ -29,6 +29,8 @@ PASSED, FAILED, UNFINISHED = 0, 1, 3
 TOOLS = ("memcheck", "initcheck", "racecheck")
 SANITIZED = {"triton": 32, "cuda": 48, "cuda-backward": 134}  # calls of each
 SANITIZED_AT_ONCE = 8
+INTERVALS_AT_ONCE = 250  # random calls with interval masks
+SANITIZED_INTERVALS = 5
 SHARED_SUITE = tuple(f"tests/test_{name}.py" for name in ("forward", "edges", "properties", "backward"))
 # initcheck does not see what TMA stores, and reports each copy of it to the host. So it checks what kernels read, and
 # leaves copies alone: what they bring back is compared with fp64 in the same calls.
@@ -54,17 +56,24 @@ def pytest_part(name: str, files: Sequence[str], slots: int, seconds: int, chose
 
 
 def sanitizer_parts() -> list[Part]:
-    """A part for each tool and eight of the calls of a backend."""
+    """A part for each tool and eight of the calls of a backend, and some for random calls with interval masks."""
     parts = []
     for tool in TOOLS:
+        for backend, first in (("cuda", 0), ("cuda", 100), ("cuda", 200), ("triton", 300)):
+            script = ("tests/interval_calls.py", backend, str(first), str(SANITIZED_INTERVALS))
+            parts.append(_sanitized(f"{tool}-intervals-{backend}-{first}", tool, backend, script))
         for backend, calls in SANITIZED.items():
             for first in range(0, calls, SANITIZED_AT_ONCE):
                 script = ("tests/sanitized_cases.py", str(first), str(SANITIZED_AT_ONCE), "--backend", backend)
-                flags = ("--tool", tool, "--error-exitcode", "1", *FLAGS_OF_TOOL.get(tool, ()))
-                check = ("compute-sanitizer", *flags, sys.executable, *script)
-                name, alone = f"{tool}-{backend}-{first}", {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-                parts.append(Part(name, check, 1, 120, alone, tool == "racecheck" and backend != "triton"))
+                parts.append(_sanitized(f"{tool}-{backend}-{first}", tool, backend, script))
     return parts
+
+
+def _sanitized(name: str, tool: str, backend: str, script: Sequence[str]) -> Part:
+    flags = ("--tool", tool, "--error-exitcode", "1", *FLAGS_OF_TOOL.get(tool, ()))
+    check = ("compute-sanitizer", *flags, sys.executable, *script)
+    alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    return Part(name, check, 1, 120, alone, tool == "racecheck" and backend != "triton")
 
 
 def all_parts() -> list[Part]:
@@ -83,6 +92,11 @@ def all_parts() -> list[Part]:
         pytest_part("gpu", ["tests/test_gpu.py", "tests/test_gpu_backward.py"], 4, 120, kernels),
         pytest_part("bugs", ["tests/test_predecessor_bugs.py"], 2, 60, kernels),
         pytest_part("sizes", ["tests/test_gpu_sizes.py", "tests/test_cuda_pack.py"], 2, 100),
+        *(
+            Part(f"intervals-{backend}-{first}", (sys.executable, *script, str(INTERVALS_AT_ONCE)), 1, 120)
+            for backend, first in (("cuda", 1000), ("cuda", 2000), ("cuda", 3000), ("cuda", 4000), ("triton", 5000))
+            for script in [("tests/interval_calls.py", backend, str(first))]
+        ),
         Part("verify", (*command, "info", "--verify"), 1, 200),
         Part("demo", (*command, "demo", "--quick"), 1, 100),
         *sanitizer_parts(),

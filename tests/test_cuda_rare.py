@@ -18,7 +18,7 @@ from conftest import Runner
 
 import flash_dmattn
 from flash_dmattn.backends.cuda import backend as cuda
-from flash_dmattn.masks import prepare_mask
+from flash_dmattn.masks import IntervalMask, prepare_intervals, prepare_mask, prepare_topk
 
 pytestmark = pytest.mark.parametrize("backend", ("cuda",), indirect=True)
 
@@ -153,3 +153,48 @@ def test_heads_of_a_group_are_summed_in_their_order(backend: Runner) -> None:
             emulated_cuda.configure(6, seed)
         dv = run(attention, case, inputs)["dv"]
         assert dv is not None and (dv == 16 / 64 * 2.0**-8).all(), seed
+
+
+# Interval masks
+
+
+def scattered(case: Case, **flags: Any) -> IntervalMask:
+    """Causal top-k with keys in an order of their own: intervals of any length, live keys that are no whole tile."""
+    scores = torch.randn(1, case.num_heads_k, 1, case.seqlen_k, generator=torch.Generator().manual_seed(3))
+    return prepare_topk(scores, 9, is_causal=True, seqlen_q=case.seqlen_q, **flags).to(DEVICE)
+
+
+@pytest.mark.parametrize("deterministic", (False, True))
+@pytest.mark.parametrize("reorder", (False, True))
+@every_bias
+def test_an_interval_mask(backend: Runner, bias: str, reorder: bool, deterministic: bool) -> None:
+    """Gradients in the order of keys; dead keys hold NaN where they are not read."""
+    case = BASE.with_(seqlen_q=300, seqlen_k=336, num_heads=4, bias=BIASES[bias])
+    mask = scattered(case, reorder=reorder)
+    inputs = replace(case.build(), mask=mask.unpacked())
+    given = replace(inputs, mask=mask)
+    if reorder and bias in ("no bias", "per key"):
+        dead = (mask.start == mask.stop).transpose(1, 2)[..., None]
+        given = replace(given, k=inputs.k.masked_fill(dead, torch.nan), v=inputs.v.masked_fill(dead, torch.nan))
+    attention = partial(flash_dmattn.attention, return_lse=True, backend="cuda", deterministic=deterministic)
+    assert_accurate(run(attention, case, given), case, inputs)
+
+
+def test_walks_of_an_interval_mask_that_several_blocks_share(backend: Runner) -> None:
+    """More than 32 tiles of queries: two work tiles for a key block, of which one may get nothing."""
+    case = BASE.with_(seqlen_q=4300, seqlen_k=136, num_heads=1, num_heads_k=1, bias=PER_KEY)
+    start = torch.arange(136) * 20
+    mask = prepare_intervals(start, start + torch.where(torch.arange(136) < 70, 900, 4000), 4300, reorder=True)
+    inputs = replace(case.build(), mask=mask.unpacked().to(DEVICE))
+    attention = partial(flash_dmattn.attention, return_lse=True, backend="cuda")
+    assert_accurate(run(attention, case, replace(inputs, mask=mask.to(DEVICE))), case, inputs)
+
+
+def test_entries_and_heads_with_intervals_of_their_own(backend: Runner) -> None:
+    case = BASE.with_(batch=2, num_heads=4, bias=("B", "Hq", "1", "Lk"))
+    start = torch.randint(0, 140, (2, 2, 200), generator=torch.Generator().manual_seed(4))
+    for heads in (start, start[:1], start[:, :1]):
+        mask = prepare_intervals(heads, heads + 30, 140, reorder=True)
+        inputs = replace(case.build(), mask=mask.unpacked().to(DEVICE))
+        attention = partial(flash_dmattn.attention, return_lse=True, backend="cuda")
+        assert_accurate(run(attention, case, replace(inputs, mask=mask.to(DEVICE))), case, inputs)

@@ -79,7 +79,12 @@ def test_every_file_it_names_is_there() -> None:
     parts = all_parts()
     assert len({each.name for each in parts}) == len(parts)
     named = {word for each in parts for word in each.command if word.startswith("tests/")}
-    assert {"tests/sanitized_cases.py", "tests/test_gpu_sizes.py", "tests/test_cuda_backward.py"} <= named
+    assert {
+        "tests/interval_calls.py",
+        "tests/sanitized_cases.py",
+        "tests/test_gpu_sizes.py",
+        "tests/test_cuda_backward.py",
+    } <= named
     assert all((ROOT / name).exists() for name in named)
     assert [each.seconds for each in parts] == sorted((each.seconds for each in parts), reverse=True)
 
@@ -91,9 +96,10 @@ def test_every_call_of_the_sanitizers_is_in_a_part() -> None:
 def test_the_command_lists_and_chooses() -> None:
     command = [sys.executable, gpu_checks.__file__, "--list", "--only", "racecheck"]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert [line.split()[0] for line in listed] == [f"racecheck-triton-{first}" for first in (0, 8, 16, 24)]
+    expected = ["racecheck-intervals-triton-300", *(f"racecheck-triton-{first}" for first in (0, 8, 16, 24))]
+    assert [line.split()[0] for line in listed] == expected
     listed = subprocess.run([*command, "--racecheck-extension", "x.so"], capture_output=True, text=True, check=True)
-    assert len(listed.stdout.splitlines()) == 4 + 6 + 17
+    assert len(listed.stdout.splitlines()) == 4 + 4 + 6 + 17
 
 
 def test_without_a_gpu_nothing_passes(

@@ -22,6 +22,10 @@ from .rotary import apply_rotary, rotary_angles
 SCORE_STEP = 2.0**-12
 
 
+def _ranked(scores: torch.Tensor) -> torch.Tensor:
+    return (scores / SCORE_STEP).round()
+
+
 class AttentionArguments(NamedTuple):
     """The tensors that a layer hands to `flash_dmattn.attention`, in its order."""
 
@@ -245,7 +249,7 @@ class DynamicMaskAttention(nn.Module):
             batch * self.num_heads, seqlen_q, seqlen_k, kept, is_causal=True, has_backward=torch.is_grad_enabled()
         )
         return prepare_topk(
-            (scores / SCORE_STEP).round(),
+            _ranked(scores),
             self.keep_window_size,
             is_causal=True,
             mask=padding,
@@ -260,7 +264,7 @@ class DynamicMaskAttention(nn.Module):
         seqlen_k = scores.shape[-1]
         if self.keep_window_size >= seqlen_k:
             return padding
-        scores = (scores / SCORE_STEP).round()
+        scores = _ranked(scores)
         # A single query is the last one and sees every key: one row of all queries then, and no prefixes to sort.
         if seqlen_q == 1:
             keep = topk_mask(scores, self.keep_window_size, mask=padding)

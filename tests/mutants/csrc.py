@@ -19,6 +19,10 @@ def _edges(window: str) -> tuple[str, ...]:
     return (f"{_RARE}test_edges_of_a_window[no bias-{window}-cuda]",)
 
 
+def _intervals(case: str) -> tuple[str, ...]:
+    return (f"{_RARE}test_an_interval_mask[{case}-cuda]",)
+
+
 FAULTS: tuple[Fault, ...] = (
     # The forward kernel
     Fault(
@@ -184,5 +188,62 @@ FAULTS: tuple[Fault, ...] = (
         "any == 0 ? 0 : all == kLanes ? 2 : 1",
         "any == 0 ? 2 : all == kLanes ? 2 : 1",
         ("tests/test_cuda_pack.py::test_every_size[(2, 2, 300, 1040)]",),
+    ),
+    # Interval masks
+    Fault(
+        "forward: a key is seen by one row more",
+        "csrc/sm90/operands.h",
+        "(1u << min(max(stop - first_row, 0), 16))",
+        "(1u << min(max(stop + 1 - first_row, 0), 16))",
+        _intervals("no bias-True-False"),
+    ),
+    Fault(
+        "backward: a key is seen by one row more",
+        "csrc/sm90/backward/key_consumer.h",
+        "keep_queries(scores, r, from, end - 1);",
+        "keep_queries(scores, r, from, end);",
+        _intervals("no bias-True-False"),
+    ),
+    Fault(
+        "dk and dv stay in the order of places",
+        "csrc/sm90/backward/rows.cu",
+        "if (p.is_by_place && row < p.seqlen) {",
+        "if (p.is_by_place && row < 0) {",
+        _intervals("no bias-True-False"),
+    ),
+    Fault(
+        "the gradient of a bias per key stays in the order of places",
+        "csrc/sm90/backward/key_consumer.h",
+        "atomicAdd(sums + p.key_order[mask_of(p, item) * p.seqlen_k + place], sum);",
+        "atomicAdd(sums + place, sum);",
+        _intervals("per key-True-False"),
+    ),
+    Fault(
+        "dead keys beside live ones are copied as they are",
+        "csrc/sm90/mask/intervals.cu",
+        "const bool keeps = is_live(place);",
+        "const bool keeps = true;",
+        _intervals("no bias-True-False"),
+    ),
+    Fault(
+        "the second part of a walk is the first once more",
+        "csrc/sm90/backward/tile_scheduler.h",
+        "begin = part < parts ? tiles * part / parts : 0",
+        "begin = 0",
+        (f"{_RARE}test_walks_of_an_interval_mask_that_several_blocks_share[cuda]",),
+    ),
+    Fault(
+        "accumulators of live keys are not cleared",
+        "csrc/sm90/backward/rows.cu",
+        "if (p.places.order != nullptr) clear_live_rows(p);",
+        "",
+        _intervals("no bias-True-False"),
+    ),
+    Fault(
+        "a bias per key in the order of keys",
+        "csrc/sm90/mask/intervals.cu",
+        "p.order[mask * p.seqlen + at % p.seqlen] * p.stride_k",
+        "at % p.seqlen * p.stride_k",
+        _intervals("per key-True-False"),
     ),
 )

@@ -58,8 +58,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the scale that the caller gave is not used",
         LAYER,
-        "is_causal=True, softmax_scale=self.softmax_scale, backend",
-        "is_causal=True, backend",
+        '"is_causal": True, "softmax_scale": self.softmax_scale, "backend"',
+        '"is_causal": True, "backend"',
         FORMULA,
     ),
     Fault(
