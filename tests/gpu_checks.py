@@ -60,7 +60,7 @@ def sanitizer_parts() -> list[Part]:
     parts = []
     for tool in TOOLS:
         for backend, first in (("cuda", 0), ("cuda", 100), ("cuda", 200), ("triton", 300)):
-            script = ("tests/interval_calls.py", backend, str(first), str(SANITIZED_INTERVALS))
+            script = ("tests/interval_calls.py", backend, str(first), str(SANITIZED_INTERVALS), "cpu")
             parts.append(_sanitized(f"{tool}-intervals-{backend}-{first}", tool, backend, script))
         for backend, calls in SANITIZED.items():
             for first in range(0, calls, SANITIZED_AT_ONCE):

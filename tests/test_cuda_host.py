@@ -15,8 +15,9 @@ from layouts import LAYOUTS, offset, rearranged
 from torch import Tensor
 
 from flash_dmattn.backends.cuda import backend as cuda
+from flash_dmattn.backends.interval_tiles import interval_tiles
 from flash_dmattn.dispatch import packers
-from flash_dmattn.masks import prepare_mask, prepare_topk
+from flash_dmattn.masks import IntervalMask, prepare_mask, prepare_topk
 from flash_dmattn.masks.broadcast import collapse
 from flash_dmattn.masks.prepared import operator as preparation
 from flash_dmattn.masks.prepared import packing
@@ -141,7 +142,7 @@ def gather_keys(k: Tensor, v: Tensor, order: Tensor, bounds: Tensor) -> tuple[Te
 
 def gather_bias(bias: Tensor, order: Tensor) -> Tensor:
     """`cuda_gather_bias`."""
-    heads = max(bias.shape[1], order.shape[1])
+    bias, heads = bias[:, :, :1], max(bias.shape[1], order.shape[1])
     bias, order = (x.repeat_interleave(heads // x.shape[1], 1) for x in (bias, order))
     batch = max(bias.shape[0], order.shape[0])
     return bias.float().expand(batch, -1, 1, -1).gather(3, order.long()[:, :, None].expand(batch, -1, -1, -1))
@@ -309,6 +310,22 @@ def test_a_mask_for_each_head_of_a_group_keeps_keys_in_their_own_order(operators
     prepared = prepare_topk(scores, 20, is_causal=True, seqlen_q=BASE.seqlen_q, reorder=True)
     check(BASE, replace(BASE.build("cpu"), mask=prepared.unpacked()), prepared.view)
     assert operators.calls[0]["order"] is None
+
+
+def test_a_bias_per_key_that_is_expanded_follows_an_order_if_it_takes_no_gradient(operators: Operators) -> None:
+    """Its gradient would have a value for each score."""
+    case = BASE.with_(bias=("B", "Hq", "1", "Lk"), needs_grad=("q", "k", "v"))
+    scores = torch.randn(1, 1, 1, case.seqlen_k, generator=torch.Generator().manual_seed(1))
+    view = prepare_topk(scores, 20, is_causal=True, seqlen_q=case.seqlen_q, reorder=True).view
+    inputs = case.build("cpu")
+    assert inputs.bias is not None
+    expanded = inputs.bias.expand(-1, -1, case.seqlen_q, -1)
+    mask = IntervalMask(case.seqlen_q, case.seqlen_k, False, (-1, -1), *view.tensors).unpacked()
+    check(case, replace(inputs, mask=mask, bias=expanded), view)
+    assert operators.calls[0]["order"] is not None
+    for bias, needs_dbias in ((expanded, True), (expanded.contiguous(), False)):
+        tiles = interval_tiles(view, case.seqlen_q, case.num_heads_k, bias, needs_dbias=needs_dbias)
+        assert tiles.order is None and tiles.is_per_score
 
 
 @pytest.mark.parametrize("needs_grad", (("k",), ("bias",), ("q", "v")), ids=str)

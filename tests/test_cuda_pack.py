@@ -1,4 +1,4 @@
-"""Mask packing by the CUDA extension, bit for bit against plain PyTorch; `benchmarks.mask_pack` has larger masks.
+"""Masks made by the CUDA extension, bit for bit as by plain PyTorch; `benchmarks.mask_pack` has larger ones to pack.
 
 It runs on a GPU, and on the emulated one.
 """
@@ -11,9 +11,11 @@ from cases import DEVICE
 from torch import Tensor
 
 from flash_dmattn.backends.cuda import backend as cuda
-from flash_dmattn.dispatch.packers import packs_by_extension
-from flash_dmattn.masks import prepare_mask
+from flash_dmattn.dispatch.packers import around_extension, packs_by_extension
+from flash_dmattn.masks import prepare_intervals, prepare_mask, prepare_topk
 from flash_dmattn.masks.prepared import packing
+from flash_dmattn.masks.prepared.packers import PYTORCH
+from flash_dmattn.masks.topk import sort_keys
 from flash_dmattn.problem import causal_window, make_band
 
 SHAPES = ((2, 3, 1, 1), (1, 2, 7, 130), (2, 2, 300, 1040), (1, 1, 1000, 4096), (2, 1, 129, 4095))
@@ -89,3 +91,80 @@ def test_prepared_masks_are_packed_by_it() -> None:
         prepare_mask(mask, is_causal=True).tensors, prepare_mask(mask.cpu(), is_causal=True).tensors, strict=True
     ):
         assert torch.equal(found.cpu(), wanted)
+
+
+# Interval masks
+
+
+@pytest.mark.parametrize("kind", ("ties", "rise", "fall"))
+@pytest.mark.parametrize("length", (1, 255, 256, 257, 700))
+def test_top_k_as_intervals(length: int, kind: str) -> None:
+    """Stops, order, bounds and lists, of scores with ties, NaN and forbidden keys."""
+    random, extension = torch.Generator().manual_seed(length), around_extension(torch.ops.flash_dmattn)
+    scores = torch.randn(2, 1, length, generator=random).round(decimals=1)
+    scores = scores if kind == "ties" else scores.sort(-1, descending=kind == "fall").values
+    scores[..., ::7] = torch.nan
+    keys = sort_keys(scores.to(DEVICE), (torch.rand(scores.shape, generator=random) < 0.9).to(DEVICE))
+    for k in (1, 5, 256, 300):
+        for seqlen_q, local in ((length, 0), (max(1, length - 9), 20), (length + 130, 2**40)):
+            start, stop = PYTORCH.topk_intervals(keys, k, seqlen_q, local)
+            order = PYTORCH.key_order(start, stop, seqlen_q)
+            wanted = (start, stop, order, *PYTORCH.interval_tiles(start, stop, order, seqlen_q))
+            found = (*extension.topk_intervals(keys, k, seqlen_q, local), extension.key_order(start, stop, seqlen_q))
+            found += extension.interval_tiles(start, stop, order, seqlen_q)
+            for name, x, y in zip(FIELDS, found, wanted, strict=True):
+                assert torch.equal(x, y), f"{name}, k {k}, {seqlen_q} queries, {local} local"
+
+
+FIELDS = ("start", "stop", "order", "bounds", "row_lists", "col_lists")
+
+
+@pytest.mark.parametrize("k", (300, 5000))
+@pytest.mark.parametrize("length", (16_384, 16_385, 65_537))
+def test_top_k_of_long_rows(length: int, k: int) -> None:
+    """Their keys are taken 256 at a time up to 16384, 512 up to 65536, and then 1024."""
+    scores = torch.randn(1, 1, length, generator=torch.Generator().manual_seed(k)).round(decimals=1).to(DEVICE)
+    keys, extension = sort_keys(scores, None), around_extension(torch.ops.flash_dmattn)
+    found, wanted = (made.topk_intervals(keys, k, length, 0) for made in (extension, PYTORCH))
+    assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("seqlen_q, seqlen_k", ((1, 1), (128, 128), (300, 257), (1, 700), (700, 1), (0, 5), (5, 0)))
+def test_tiles_of_intervals(seqlen_q: int, seqlen_k: int) -> None:
+    """Full tiles, empty ones and others, by key and by place; and the bits that mean the same."""
+    extension = around_extension(torch.ops.flash_dmattn)
+    start, stop = torch.randint(-3, seqlen_q + 4, (2, 2, 2, seqlen_k), generator=torch.Generator().manual_seed(0))
+    start[0, 0], stop[0, 0] = 0, seqlen_q
+    start[1, 0], stop[1, 0] = seqlen_q // 3, 2 * seqlen_q // 3
+    mask = prepare_intervals(start, stop, seqlen_q, reorder=True).to(DEVICE)
+    for order in (mask.order, mask.order[:, :, :0].contiguous()):
+        found = extension.interval_tiles(mask.start, mask.stop, order, seqlen_q)
+        wanted = PYTORCH.interval_tiles(mask.start, mask.stop, order, seqlen_q)
+        for name, x, y in zip(FIELDS[3:], found, wanted, strict=True):
+            assert torch.equal(x, y), f"{name}, {order.shape[2]} places"
+        dense = mask.unpacked()
+        if order.shape[2]:
+            dense = dense.gather(3, order.long()[:, :, None].expand_as(dense))
+        bits = torch.ops.flash_dmattn.cuda_interval_bits(found[0], seqlen_q)
+        assert torch.equal(bits, packing.pack_mask(dense, None)[0])
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64), ids=str)
+def test_what_it_does_not_make(dtype: torch.dtype) -> None:
+    """PyTorch does: sort keys of fp64 scores have 64 bits, and codes of so many heads would need more than 32."""
+    extension = around_extension(torch.ops.flash_dmattn)
+    keys = sort_keys(torch.randn(2, 1, 50, dtype=dtype, device=DEVICE), None)
+    for x, y in zip(extension.topk_intervals(keys, 9, 50, 0), PYTORCH.topk_intervals(keys, 9, 50, 0), strict=True):
+        assert torch.equal(x, y)
+    heads = 2**15
+    start = torch.arange(3, dtype=torch.int32, device=DEVICE).repeat(1, heads, 1)
+    order = extension.key_order(start, start.flip(-1), 3)
+    assert torch.equal(order, PYTORCH.key_order(start, start.flip(-1), 3))
+    assert order[0, -1].tolist() == [0, 1, 2]
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="masks on the CPU are made by PyTorch")
+def test_interval_masks_are_made_by_it() -> None:
+    scores = torch.randn(1, 2, 1, 900, device=DEVICE).round(decimals=1)
+    one, other = (prepare_topk(x, 60, is_causal=True, local=5, reorder=True) for x in (scores, scores.cpu()))
+    assert all(torch.equal(x.cpu(), y) for x, y in zip(one.tensors, other.tensors, strict=True))

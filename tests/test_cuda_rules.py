@@ -450,3 +450,21 @@ def test_two_key_tiles_are_certain_where_a_rule_counts_on_them() -> None:
             counted_on += 1
             assert all(schedule_of(problem, num_sms).has_two_key_tiles for num_sms in (78, 114, 132, 144)), problem
     assert counted_on > 10
+
+
+def test_walks_behind_an_order_of_keys_are_cut() -> None:
+    """Into parts of at most 32 tiles of queries, and at most eight of them; in a fixed order they stay whole.
+
+    Work tiles have one query head each then: the kernel of the sums puts dk and dv in the order of keys.
+    """
+    for seqlen_q, parts in ((1, 1), (4096, 1), (4097, 2), (8192, 2), (8193, 3), (2**15, 8), (2**17, 8)):
+        for kv_heads, seqlen_k in ((4, 300), (2, 300), (1, 10**5)):
+            sizes = {"q": (2, seqlen_q, 4, 128), "kv_heads": kv_heads, "seqlen_k": seqlen_k}
+            problem = explained(**sizes, mask=(1, 1, seqlen_q, seqlen_k), grad=True).problem
+            for deterministic in (False, True):
+                given = problem._replace(flags=problem.flags._replace(deterministic=deterministic))
+                found = schedule_of(given, has_key_order=True)
+                works = 2 * 4 * -(-seqlen_k // 128)
+                assert found.num_work_tiles == (works if deterministic else works * parts), (given, found)
+                assert (found.full_group_pairs, found.summed_pairs) == (0, 2 * kv_heads)
+                assert schedule_of(given).num_work_tiles <= works

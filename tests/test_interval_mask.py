@@ -326,6 +326,26 @@ def test_stats_are_those_of_the_tiles_of_places(seqlen_q: int, seqlen_k: int, re
     assert found.full_tile_fraction == pytest.approx(whole.full_tile_fraction * (seqlen_k // 128) / tiles)
 
 
+# Tiles of places
+
+
+@pytest.mark.parametrize("reorder", [False, True])
+@pytest.mark.parametrize("seqlen_k", [1, 127, 128, 129, 300])
+@pytest.mark.parametrize("seqlen_q", [1, 127, 128, 129, 300])
+def test_tiles_are_those_of_the_dense_mask_by_place(seqlen_q: int, seqlen_k: int, reorder: bool) -> None:
+    generator = torch.Generator().manual_seed(seqlen_q + 1000 * seqlen_k)
+    start, stop = torch.randint(-9, seqlen_q + 9, (2, 2, 3, seqlen_k), generator=generator)
+    start[0, 0], stop[0, 0] = 0, seqlen_q  # every pair
+    stop[0, 1] = 0  # none
+    start[1, 0], stop[1, 0] = seqlen_q // 3, seqlen_q - seqlen_q // 3
+    check_fields(prepare_intervals(start, stop, seqlen_q, reorder=reorder))
+    scores = torch.randn(2, 1, 1, seqlen_k, generator=generator).round(decimals=1)
+    mask = torch.rand(1, 2, 1, seqlen_k, generator=generator) < 0.7
+    for is_causal in (False, True):
+        flags: dict[str, Any] = {"is_causal": is_causal, "mask": mask, "seqlen_q": seqlen_q, "reorder": reorder}
+        check_fields(prepare_topk(scores, 20, **flags))
+
+
 # What a mask is beside its values
 
 

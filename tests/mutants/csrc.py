@@ -246,4 +246,32 @@ FAULTS: tuple[Fault, ...] = (
         "at % p.seqlen * p.stride_k",
         _intervals("per key-True-False"),
     ),
+    Fault(
+        "a tile whose rows end in it taken as full",
+        "csrc/sm90/mask/intervals.cu",
+        "is_full &= of_place.x <= first && of_place.y >= end;",
+        "is_full &= of_place.x <= first && of_place.y > first;",
+        ("tests/test_cuda_pack.py::test_tiles_of_intervals[300-257]",),
+    ),
+    Fault(
+        "of keys with one score the last are kept",
+        "csrc/sm90/mask/topk.cu",
+        "if (is_equal && which == left)",
+        "if (is_equal && total - which + 1 == left)",
+        ("tests/test_cuda_pack.py::test_top_k_as_intervals[700-ties]",),
+    ),
+    Fault(
+        "a key leaves when as many better ones have come as there is room for",
+        "csrc/sm90/mask/topk.cu",
+        "int wanted = free + (i < leave);",
+        "int wanted = free;",
+        ("tests/test_cuda_pack.py::test_top_k_as_intervals[700-ties]",),
+    ),
+    Fault(
+        "bits of rows that come before those of a key",
+        "csrc/sm90/mask/intervals.cu",
+        "if (row >= of_key.x && row < of_key.y) words",
+        "if (row < of_key.y) words",
+        ("tests/test_cuda_pack.py::test_tiles_of_intervals[300-257]",),
+    ),
 )

@@ -280,4 +280,25 @@ FAULTS: tuple[Fault, ...] = (
         "order.shape[1] > 0",
         ("tests/test_cuda_host.py::test_a_mask_for_each_head_of_a_group_keeps_keys_in_their_own_order",),
     ),
+    Fault(
+        "a gradient per score beside keys in a mask's order",
+        "flash_dmattn/backends/interval_tiles.py",
+        "(needs_dbias and bias_class(bias.shape) == \"score\")",
+        "False",
+        ("tests/test_cuda_host.py::test_a_bias_per_key_that_is_expanded_follows_an_order_if_it_takes_no_gradient",),
+    ),
+    Fault(
+        "no tile of the last, cut row of tiles of intervals is full",
+        "flash_dmattn/masks/prepared/interval_tiles.py",
+        "last_row = (first_row + TILE).clamp(max=seqlen_q)",
+        "last_row = first_row + TILE",
+        ("tests/test_interval_mask.py::test_tiles_are_those_of_the_dense_mask_by_place",),
+    ),
+    Fault(
+        "a tile whose rows begin in it taken as full",
+        "flash_dmattn/masks/prepared/interval_tiles.py",
+        "(start.amax(-1, keepdim=True) <= first_row)",
+        "(start.amin(-1, keepdim=True) <= first_row)",
+        ("tests/test_interval_mask.py::test_tiles_are_those_of_the_dense_mask_by_place",),
+    ),
 )

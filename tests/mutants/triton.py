@@ -9,6 +9,7 @@ SCORES, SOFTCAP, BANDS = (f"{_LINES}[scores-4]",), (f"{_LINES}[softcap-3]",), (f
 MASKS, PARTS = (f"{_LINES}[masks-2]",), (f"{_LINES}[parts-2]",)
 EMPTY_ROWS = ("tests/test_triton_interpreter.py::test_the_lse_of_an_empty_row_takes_no_gradient",)
 _PACKING = "tests/test_mask_pack_interpreter.py::test_interpreted"
+INTERVALS = ("tests/test_triton_interpreter.py::test_interval_masks",)
 PACKED, BEYOND_INT32 = (f"{_PACKING}[shapes]",), (f"{_PACKING}[beyond_int32]",)
 
 FAULTS: tuple[Fault, ...] = (
@@ -177,5 +178,48 @@ FAULTS: tuple[Fault, ...] = (
         'other=float("-inf")) - shift) * LOG2E',
         'other=float("-inf")) - shift) * LN2',
         PARTS,
+    ),
+    # Interval masks
+    Fault(
+        "a key is seen by one row more",
+        "triton_kernels/tile_ops.py",
+        "(rows < (bounds >> 32).to(tl.int32))",
+        "(rows <= (bounds >> 32).to(tl.int32))",
+        INTERVALS,
+    ),
+    Fault(
+        "dead keys beside live ones are copied as they are",
+        "flash_dmattn/backends/triton/key_order.py",
+        "[self._rows].masked_fill_(dead, 0)",
+        "[self._rows]",
+        INTERVALS,
+    ),
+    Fault(
+        "dk and dv stay in the order of places",
+        "flash_dmattn/backends/triton/key_order.py",
+        "torch.empty_like(rows).index_copy_(0, self._rows.flatten(), rows)",
+        "rows",
+        INTERVALS,
+    ),
+    Fault(
+        "the gradient of a bias per key stays in the order of places",
+        "flash_dmattn/backends/triton/key_order.py",
+        "torch.empty_like(gradient).scatter_(3, self._bias_order[:, :, None], gradient)",
+        "gradient",
+        INTERVALS,
+    ),
+    Fault(
+        "a bias per key in the order of keys",
+        "flash_dmattn/backends/triton/key_order.py",
+        "self.bias = values.gather(3, self._bias_order[:, :, None])",
+        "self.bias = values.contiguous()",
+        INTERVALS,
+    ),
+    Fault(
+        "the heads of a bias take the orders of one group after another",
+        "flash_dmattn/backends/triton/key_order.py",
+        "order.repeat_interleave(num_heads // order.shape[1], 1)",
+        "order.repeat(1, num_heads // order.shape[1], 1)",
+        INTERVALS,
     ),
 )
