@@ -29,7 +29,8 @@ PASSED, FAILED, UNFINISHED = 0, 1, 3
 TOOLS = ("memcheck", "initcheck", "racecheck")
 SANITIZED = {"triton": 32, "cuda": 48, "cuda-backward": 134}  # calls of each
 SANITIZED_AT_ONCE = 8
-INTERVALS_AT_ONCE = 250  # random calls with interval masks
+# Random calls with interval masks: the first of each process, and how many; Triton compiles most of its calls anew.
+INTERVALS = {"cuda": ((1000, 250), (2000, 250), (3000, 250), (4000, 250)), "triton": ((5000, 50), (6000, 50))}
 SANITIZED_INTERVALS = 5
 SHARED_SUITE = tuple(f"tests/test_{name}.py" for name in ("forward", "edges", "properties", "backward"))
 # initcheck does not see what TMA stores, and reports each copy of it to the host. So it checks what kernels read, and
@@ -93,9 +94,10 @@ def all_parts() -> list[Part]:
         pytest_part("bugs", ["tests/test_predecessor_bugs.py"], 2, 60, kernels),
         pytest_part("sizes", ["tests/test_gpu_sizes.py", "tests/test_cuda_pack.py"], 2, 100),
         *(
-            Part(f"intervals-{backend}-{first}", (sys.executable, *script, str(INTERVALS_AT_ONCE)), 1, 120)
-            for backend, first in (("cuda", 1000), ("cuda", 2000), ("cuda", 3000), ("cuda", 4000), ("triton", 5000))
-            for script in [("tests/interval_calls.py", backend, str(first))]
+            Part(f"intervals-{backend}-{first}", (sys.executable, *script), 1, 120)
+            for backend, calls in INTERVALS.items()
+            for first, count in calls
+            for script in [("tests/interval_calls.py", backend, str(first), str(count))]
         ),
         Part("verify", (*command, "info", "--verify"), 1, 200),
         Part("demo", (*command, "demo", "--quick"), 1, 100),

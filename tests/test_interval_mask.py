@@ -338,6 +338,7 @@ def test_tiles_are_those_of_the_dense_mask_by_place(seqlen_q: int, seqlen_k: int
     start[0, 0], stop[0, 0] = 0, seqlen_q  # every pair
     stop[0, 1] = 0  # none
     start[1, 0], stop[1, 0] = seqlen_q // 3, seqlen_q - seqlen_q // 3
+    stop[0, 2], start[1, 2] = seqlen_q, 0  # of tiles that would be full each a row or more of some key is missing
     check_fields(prepare_intervals(start, stop, seqlen_q, reorder=reorder))
     scores = torch.randn(2, 1, 1, seqlen_k, generator=generator).round(decimals=1)
     mask = torch.rand(1, 2, 1, seqlen_k, generator=generator) < 0.7

@@ -283,7 +283,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a gradient per score beside keys in a mask's order",
         "flash_dmattn/backends/interval_tiles.py",
-        "(needs_dbias and bias_class(bias.shape) == \"score\")",
+        '(needs_dbias and bias_class(bias.shape) == "score")',
         "False",
         ("tests/test_cuda_host.py::test_a_bias_per_key_that_is_expanded_follows_an_order_if_it_takes_no_gradient",),
     ),
