@@ -293,11 +293,12 @@ struct BackwardRowsParams {
   // Memory to clear: `zeros` times 16 bytes.
   void* cleared;
   int64_t zeros;
-  // Accumulators by place to clear: two or fewer, (batch, num_heads_k or the other way round, row_blocks, floats).
+  // Accumulators of dk and dv by place, of which those of live keys are cleared: `floats` for each 64 rows, `row_blocks`
+  // times for each (batch, key head) pair. No places: there are none. Null: this one is not needed.
   PlacesOfKeys places;
   float* sums[2];
-  int floats[2];       // of 64 rows
-  int64_t row_blocks;  // of a pair, 64 rows each
+  int floats[2];
+  int64_t row_blocks;
   int num_heads_k;
   bool batch_is_inner;
 };

@@ -167,7 +167,6 @@ struct Postprocess {
     }
     it.tiles = tiles;
   }
-
 };
 
 // Writes the gradients that are given, all contiguous. dbias, of a bias per query and key, has its dtype and is

@@ -30,8 +30,8 @@ constexpr int kAccumRows = 64, kAccumColumns = 64, kAccumFloats = kAccumRows * k
 constexpr int32_t kFullTile = INT32_MIN;
 
 // Defined for the dtypes and head dims of the build. Beside an interval mask the bias is kNone or kVector. Each launches
-// on the current device and returns the launch's error. Order: launch_order_lists if the order of additions is fixed and there is a mask, rows, main, and sums if
-// anything was accumulated.
+// on the current device and returns the launch's error. Order: launch_order_lists if the order of additions is fixed and
+// there is a mask, rows, main, and sums if anything was accumulated.
 template <class T, int kHeadDim, int kHeadDimV>
 cudaError_t launch_backward_main(const BackwardParams& params, BackwardBias bias, MaskForm mask, int block_n,
                                  int blocks, cudaStream_t stream);

@@ -16,7 +16,8 @@ enum class Bias {
   kStrided  // one value per query and key, any dtype and strides: slower, but needs no copy
 };
 
-// Defined for the dtypes and head dims of the build. Beside an interval mask the bias is kNone or kVector. Launches on the current device and returns the launch's error.
+// Defined for the dtypes and head dims of the build. Beside an interval mask the bias is kNone or kVector. Launches on
+// the current device and returns the launch's error.
 template <class T, int kHeadDim, int kHeadDimV>
 cudaError_t launch_forward(const ForwardParams& params, Bias bias, MaskForm mask, int blocks, cudaStream_t stream);
 
