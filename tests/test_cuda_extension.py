@@ -36,9 +36,17 @@ OTHERS = {
     "backward_rows_kernel": 4,
     "backward_sums_kernel": 2,
     "fill_multiprocessor": 1,
+    "gather_bias_kernel": 1,
+    "gather_keys_kernel": 1,
+    "interval_bits_kernel": 1,
+    "interval_tiles_kernel": 1,
+    "key_codes_kernel": 1,
     "list_tiles_kernel": 1,
     "order_lists_kernel": 1,
     "pack_mask_kernel": 4,
+    "topk_intervals_kernel": 1,
+    "topk_stops_kernel": 1,
+    "topk_thresholds_kernel": 1,
 }
 
 
@@ -176,9 +184,9 @@ def test_build_shows_progress_and_every_kernel(built: Built) -> None:
     found = Counter(re.split("[<:]", name)[0] for name in kernels)
     # Four forms of a bias, with a mask and without; of a shared bias there is one. Gradients are with a softcap or
     # without, and without one of a fifth form, which clusters sum; at this head dim a dbias that is stored has a kernel
-    # of two tiles of keys.
+    # of two tiles of keys. Beside intervals there is no bias or one per key.
     assert len(set(kernels)) == len(kernels), built.printed
-    of_passes = {"forward_kernel": 8, "backward_kernel": 2 * 8 + 2 + 1, "shared_dbias_kernel": 2 * 2}
+    of_passes = {"forward_kernel": 8 + 2, "backward_kernel": 2 * (8 + 2) + 2 + 1, "shared_dbias_kernel": 2 * 2}
     assert found == {**of_passes, **OTHERS}, built.printed
 
 
@@ -447,7 +455,7 @@ def test_sass_is_of_hopper_and_uses_local_memory_for_reported_spills_alone(built
             assert re.search(r"\bHGMMA\.64x", sass) and re.search(r"\bUTMALDG\b", sass), name
             continue
         wide = re.findall(r"LDG\.E\.128\S*", sass)
-        if "backward" in name:
+        if "backward" in name or "gather_keys" in name:
             assert wide, name
             continue
         assert len(wide) == (8 if WIDE in name else 0), name  # all 8 of a thread on their way together
@@ -504,7 +512,7 @@ calls = {{
     "cuda_pack_mask": (torch.ones(1, 1, 4, 4, dtype=torch.bool), 0, 0, False),
     "cuda_forward_kernel": (q, q, q, [], None, torch.empty_like(q), lse, -4, 4, 0.125, 0.0, 1),
     "cuda_backward_kernel": (
-        q, None, q, q, q, [], None, q, lse, None, q.clone(), None, None, lse, -4, 4, 0.125, 0.0, False
+        q, None, q, q, q, [], None, None, q, lse, None, q.clone(), None, None, lse, -4, 4, 0.125, 0.0, False
     ),
 }}
 for name, arguments in calls.items():
@@ -522,8 +530,9 @@ FORWARD_SCHEMA = (
 )
 BACKWARD_SCHEMA = (
     "flash_dmattn::cuda_backward_kernel(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor[] mask, "
-    "Tensor? bias, Tensor out, Tensor lse, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dbias, "
-    "Tensor(e!)? dbias_sums, int low, int high, float softmax_scale, float softcap, bool deterministic) -> ()"
+    "Tensor? key_order, Tensor? bias, Tensor out, Tensor lse, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, "
+    "Tensor(d!)? dbias, Tensor(e!)? dbias_sums, int low, int high, float softmax_scale, float softcap, "
+    "bool deterministic) -> ()"
 )
 
 
