@@ -25,7 +25,7 @@ from accuracy import assert_accurate, run  # noqa: E402
 from cases import Case  # noqa: E402
 from cuda_forms import described  # noqa: E402
 from draws import Drawn, draw_cuda, placed  # noqa: E402
-from outcomes import report  # noqa: E402
+from outcomes import report, served  # noqa: E402
 
 import flash_dmattn  # noqa: E402
 from flash_dmattn.backends.cuda import backend as cuda  # noqa: E402
@@ -104,17 +104,8 @@ def failure_of(number: int, drawn: Drawn) -> str | None:
 
 def random_calls(first: int, count: int) -> Iterator[str | None]:
     """Outcomes of the calls that are not refused."""
-    for number in itertools.count(first):
-        drawn = draw_cuda(number)
-        if not _is_built(drawn.case):
-            continue
-        try:
-            yield failure_of(number, drawn)
-        except flash_dmattn.BackendUnsupportedError:
-            continue
-        count -= 1
-        if count == 0:
-            return
+    built = (number for number in itertools.count(first) if _is_built(draw_cuda(number).case))
+    return served(lambda number: failure_of(number, draw_cuda(number)), built, count)
 
 
 def _is_built(case: Case) -> bool:

@@ -13,7 +13,7 @@ import itertools
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ if __name__ == "__main__" and sys.argv[1] == "interpreter":
 import torch  # noqa: E402
 from accuracy import assert_accurate, run  # noqa: E402
 from cases import ALL, Case, Inputs  # noqa: E402
-from outcomes import report  # noqa: E402
+from outcomes import report, served  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import flash_dmattn  # noqa: E402
@@ -187,20 +187,9 @@ def failure_of(place: Place, number: int) -> str | None:
     return None
 
 
-def random_calls(place: Place, first: int, count: int) -> Iterator[str | None]:
-    """Outcomes of the calls that are not refused."""
-    for number in itertools.count(first):
-        try:
-            yield failure_of(place, number)
-        except flash_dmattn.BackendUnsupportedError:
-            continue
-        count -= 1
-        if count == 0:
-            return
-
-
 if __name__ == "__main__":
     place = place_of(sys.argv[1])
     if sys.argv[4:] == ["cpu"]:
         place = place._replace(compares_on="cpu")
-    sys.exit(report(random_calls(place, int(sys.argv[2]), int(sys.argv[3]))))
+    numbers = itertools.count(int(sys.argv[2]))
+    sys.exit(report(served(partial(failure_of, place), numbers, int(sys.argv[3]))))

@@ -15,7 +15,7 @@ from layouts import LAYOUTS, offset, rearranged
 from torch import Tensor
 
 from flash_dmattn.backends.cuda import backend as cuda
-from flash_dmattn.backends.interval_tiles import interval_tiles
+from flash_dmattn.backends.interval_walk import interval_walk
 from flash_dmattn.dispatch import packers
 from flash_dmattn.masks import IntervalMask, prepare_mask, prepare_topk
 from flash_dmattn.masks.broadcast import collapse
@@ -324,8 +324,8 @@ def test_a_bias_per_key_that_is_expanded_follows_an_order_if_it_takes_no_gradien
     check(case, replace(inputs, mask=mask, bias=expanded), view)
     assert operators.calls[0]["order"] is not None
     for bias, needs_dbias in ((expanded, True), (expanded.contiguous(), False)):
-        tiles = interval_tiles(view, case.seqlen_q, case.num_heads_k, bias, needs_dbias=needs_dbias)
-        assert tiles.order is None and tiles.is_per_score
+        walk = interval_walk(view, case.seqlen_q, case.num_heads_k, bias, needs_dbias=needs_dbias)
+        assert walk.order is None and walk.is_per_score
 
 
 @pytest.mark.parametrize("needs_grad", (("k",), ("bias",), ("q", "v")), ids=str)

@@ -221,6 +221,16 @@ std::vector<Tensor> gather_keys(Tensor k, Tensor v, Tensor order, Tensor bounds)
   return results;
 }
 
+template <class Library>
+void implement(Library& m) {
+  m.impl("cuda_topk_intervals", TORCH_BOX(&topk_intervals));
+  m.impl("cuda_key_codes", TORCH_BOX(&key_codes));
+  m.impl("cuda_interval_tiles", TORCH_BOX(&interval_tiles));
+  m.impl("cuda_interval_bits", TORCH_BOX(&interval_bits));
+  m.impl("cuda_gather_keys", TORCH_BOX(&gather_keys));
+  m.impl("cuda_gather_bias", TORCH_BOX(&gather_bias));
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flash_dmattn, m) {
@@ -232,22 +242,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flash_dmattn, m) {
   m.def("cuda_gather_bias(Tensor bias, Tensor order) -> Tensor");
 }
 
-// Registered for CPU tensors too, so that they get our error message and not torch's about a missing kernel.
-STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, m) {
-  m.impl("cuda_topk_intervals", TORCH_BOX(&topk_intervals));
-  m.impl("cuda_key_codes", TORCH_BOX(&key_codes));
-  m.impl("cuda_interval_tiles", TORCH_BOX(&interval_tiles));
-  m.impl("cuda_interval_bits", TORCH_BOX(&interval_bits));
-  m.impl("cuda_gather_keys", TORCH_BOX(&gather_keys));
-  m.impl("cuda_gather_bias", TORCH_BOX(&gather_bias));
-}
-STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CPU, m) {
-  m.impl("cuda_topk_intervals", TORCH_BOX(&topk_intervals));
-  m.impl("cuda_key_codes", TORCH_BOX(&key_codes));
-  m.impl("cuda_interval_tiles", TORCH_BOX(&interval_tiles));
-  m.impl("cuda_interval_bits", TORCH_BOX(&interval_bits));
-  m.impl("cuda_gather_keys", TORCH_BOX(&gather_keys));
-  m.impl("cuda_gather_bias", TORCH_BOX(&gather_bias));
-}
+STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, m) { implement(m); }
+// For CPU tensors too, so that they get our error message and not torch's about a missing kernel.
+STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CPU, m) { implement(m); }
 
 }  // namespace flash_dmattn

@@ -174,7 +174,7 @@ class DynamicMaskAttention(nn.Module):
     ) -> AttentionArguments:
         """The q, k, v, mask and bias of this layer for x: what `forward` attends with, for a look or another kernel.
 
-        The mask is dense here. `forward` has the same as a prepared mask, which takes O(L) memory.
+        The mask is dense here. `forward` has the same as a prepared mask, which has no element for each pair.
 
         Args: those of `forward`; a cache is appended to here as well.
 

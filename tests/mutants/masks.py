@@ -185,8 +185,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a band cuts an interval one query early",
         "flash_dmattn/masks/prepared/interval_builders.py",
-        "stop.minimum(keys - band.low + 1)",
-        "stop.minimum(keys - band.low)",
+        "ends.minimum(keys - band.low + 1)",
+        "ends.minimum(keys - band.low)",
         INTERVALS,
     ),
     Fault(
@@ -268,21 +268,21 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a bias per score beside keys in a mask's order",
-        "flash_dmattn/backends/interval_tiles.py",
+        "flash_dmattn/backends/interval_walk.py",
         "if not is_per_score and order.shape[1]",
         "if order.shape[1]",
         ("tests/test_cuda_host.py::test_an_interval_mask_is_read_in_its_order",),
     ),
     Fault(
         "a mask of several heads of a group in one order of keys",
-        "flash_dmattn/backends/interval_tiles.py",
+        "flash_dmattn/backends/interval_walk.py",
         "order.shape[1] in (1, num_heads_k)",
         "order.shape[1] > 0",
         ("tests/test_cuda_host.py::test_a_mask_for_each_head_of_a_group_keeps_keys_in_their_own_order",),
     ),
     Fault(
         "a gradient per score beside keys in a mask's order",
-        "flash_dmattn/backends/interval_tiles.py",
+        "flash_dmattn/backends/interval_walk.py",
         '(needs_dbias and bias_class(bias.shape) == "score")',
         "False",
         ("tests/test_cuda_host.py::test_a_bias_per_key_that_is_expanded_follows_an_order_if_it_takes_no_gradient",),

@@ -16,10 +16,10 @@ constexpr int kListsPerBlock = 4;
 cudaError_t launch_pack_mask(const PackMaskParams& params, unsigned blocks, bool wide, bool has_band,
                              cudaStream_t stream);
 cudaError_t launch_list_tiles(const ListTilesParams& params, unsigned blocks, cudaStream_t stream);
-// Of a chunk of keys in causal top-k.
+// Keys of a chunk in causal top-k, at most.
 constexpr int kMostChunkKeys = 1024;
 cudaError_t launch_topk(const TopkParams& params, cudaStream_t stream);
-// Of the curve along which keys are ordered, along each axis.
+// Bits of the curve along which keys are ordered, along each axis.
 constexpr int kCurveBits = 8;
 cudaError_t launch_key_codes(const KeyCodesParams& params, cudaStream_t stream);
 // heads: B * H of the mask.

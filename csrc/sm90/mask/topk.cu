@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kThreads) topk_stops_kernel(const __grid_const
   }
 }
 
-// Interval and code of each key. In rows of queries the last key stands at the last query.
+// The interval of each key. In rows of queries the last key stands at the last query.
 __global__ void __launch_bounds__(kThreads) topk_intervals_kernel(const __grid_constant__ TopkParams p) {
   griddep_wait();
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;

@@ -21,7 +21,7 @@ from ...problem import (
     fits_tma,
     make_band,
 )
-from ..interval_tiles import interval_notes, interval_tiles
+from ..interval_walk import interval_notes, interval_walk
 from ..protocol import Availability
 from . import extension
 from .rules import AUTO_RULES, INSTANCES, RULES
@@ -165,10 +165,10 @@ def _tiles_of(
         return None
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
     if mask.form == "intervals":
-        tiles = interval_tiles(mask, seqlen_q, k.shape[2], bias, needs_dbias=needs_dbias)
+        walk = interval_walk(mask, seqlen_q, k.shape[2], bias, needs_dbias=needs_dbias)
         # Beside a bias of one value per score the kernels read bits.
-        allowed = _kernels().interval_bits(tiles.bounds, seqlen_q) if tiles.is_per_score else tiles.bounds
-        return _Tiles(allowed, tiles.row_lists, tiles.col_lists, tiles.order)
+        allowed = _kernels().interval_bits(walk.bounds, seqlen_q) if walk.is_per_score else walk.bounds
+        return _Tiles(allowed, walk.row_lists, walk.col_lists, walk.order)
     packed: Sequence[Tensor] = mask.tensors
     if mask.dense is not None:
         kernels = _kernels()

@@ -11,7 +11,7 @@ from torch import Tensor
 from ... import operators
 from ...gradients import zero_gradients
 from ...problem import AttentionProblem, Flags, Gradients, MaskView, NeedsGrad, dtype_name, sm_number
-from ..interval_tiles import interval_notes
+from ..interval_walk import interval_notes
 from ..protocol import Availability, Rule
 from .key_order import Ordered
 

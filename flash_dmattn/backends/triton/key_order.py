@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...problem import MaskView, bias_class
-from ..interval_tiles import interval_tiles
+from ..interval_walk import interval_walk
 
 
 class Ordered:
@@ -24,29 +24,29 @@ class Ordered:
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None, *, needs_dbias: bool = False
     ) -> None:
-        tiles = interval_tiles(mask, q.shape[1], k.shape[2], bias, needs_dbias=needs_dbias)
-        words = tiles.bounds.view(torch.int64).squeeze(-1)
+        walk = interval_walk(mask, q.shape[1], k.shape[2], bias, needs_dbias=needs_dbias)
+        words = walk.bounds.view(torch.int64).squeeze(-1)
         # What a bias shared among entries or heads visits is told by classes, which the mask has not kept.
-        classes = tiles.row_lists
+        classes = walk.row_lists
         if needs_dbias and bias is not None and bias_class(bias.shape) == "score":
             from ...masks.prepared.interval_tiles import interval_classes  # importing flash_dmattn does not need it
 
-            classes = interval_classes(tiles.bounds, q.shape[1])
-        self.mask = MaskView("tiles", (words, classes, tiles.row_lists, tiles.col_lists))
+            classes = interval_classes(walk.bounds, q.shape[1])
+        self.mask = MaskView("tiles", (words, classes, walk.row_lists, walk.col_lists))
         self.k, self.v, self.bias = k, v, bias
-        self._given_bias, self._rows, self._order = bias, None, tiles.order
-        if tiles.order is None:
+        self._given_bias, self._rows, self._order = bias, None, walk.order
+        if walk.order is None:
             return
         batch, seqlen_k, heads, _ = k.shape
-        order = tiles.order.long().expand(batch, heads, seqlen_k).transpose(1, 2)
+        order = walk.order.long().expand(batch, heads, seqlen_k).transpose(1, 2)
         pairs = torch.arange(batch * heads, device=k.device).view(batch, 1, heads)
         self._rows = (pairs // heads * seqlen_k + order) * heads + pairs % heads
-        start, stop = tiles.bounds[:, :, :seqlen_k].unbind(-1)
+        start, stop = walk.bounds[:, :, :seqlen_k].unbind(-1)
         # Zeros for dead keys beside live ones: a product takes them all, and 0 * NaN is NaN.
         dead = (start >= stop).expand(batch, heads, seqlen_k).transpose(1, 2)[..., None]
         self.k, self.v = (x.reshape(-1, x.shape[3])[self._rows].masked_fill_(dead, 0) for x in (k, v))
         if bias is not None and bias_class(bias.shape, bias.stride()) == "key":
-            self._bias_order = self._order_of_bias(bias, tiles.order, q.shape[2])
+            self._bias_order = self._order_of_bias(bias, walk.order, q.shape[2])
             values = bias[:, :, :1].float().expand(*self._bias_order.shape[:2], 1, seqlen_k)
             self.bias = values.gather(3, self._bias_order[:, :, None])
 

@@ -29,7 +29,7 @@ def prepare_intervals(
         i = torch.arange(seqlen_q)[:, None]
         mask = (i >= start[..., None, :]) & (i < stop[..., None, :])
 
-    Nothing larger than (Bm, Hm, Lk) is made, and nothing waits for the device.
+    No pair of a query and a key is looked at, only intervals and tiles of 128 x 128, and nothing waits for the device.
 
     Args:
         start, stop: integer tensors or lists of 1 to 3 dims, read from the right as (Bm, Hm, Lk), and broadcast against
@@ -70,14 +70,18 @@ def prepare_intervals(
                 f"(shape {tuple(begins.shape)}); they must be equal, or one of them 1."
             )
     begins, ends = torch.broadcast_tensors(begins, ends)
-    return _interval_mask(
-        begins,
-        ends,
-        integer("seqlen_q", seqlen_q),
-        check_flag("is_causal", is_causal),
-        check_window(window_size),
-        check_flag("reorder", reorder),
-    )
+    seqlen_q, seqlen_k = integer("seqlen_q", seqlen_q), begins.size(2)
+    is_causal, window_size = check_flag("is_causal", is_causal), check_window(window_size)
+    reorder = check_flag("reorder", reorder)
+    # What lies outside of the band, or of the rows that exist, is cut.
+    band = make_band(seqlen_q, seqlen_k, causal_window(is_causal, window_size))
+    if band is not None:
+        keys = torch.arange(seqlen_k, device=begins.device)
+        begins, ends = begins.maximum(keys - band.high), ends.minimum(keys - band.low + 1)
+    begins, ends = begins.clamp(0, seqlen_q), ends.clamp(0, seqlen_q)
+    dead = begins >= ends
+    begins, ends = (x.masked_fill(dead, 0).to(torch.int32).contiguous() for x in (begins, ends))
+    return _interval_mask(begins, ends, seqlen_q, is_causal, window_size, reorder)
 
 
 def prepare_topk(
@@ -94,8 +98,8 @@ def prepare_topk(
 
     Equivalent to `prepare_mask(topk_mask(scores, k, is_causal=is_causal, mask=mask, seqlen_q=seqlen_q),
     is_causal=is_causal)`, ties, NaN and -inf included. The best keys of a causal prefix stay the best until better ones
-    come, so a key is seen by one interval of queries: O(Lk log Lk) in time and O(Lk) in memory, whatever the number of
-    queries. Nothing waits for the device.
+    come, so a key is seen by one interval of queries. These take O(Lk log Lk) in time and O(Lk) in memory, and lists of
+    tiles 8 bytes for each 128 x 128 pairs. Nothing waits for the device.
 
     Args:
         scores: float tensor of 1 to 4 dims, read from the right as (B or 1, H or 1, 1, Lk): one score per key for all
@@ -156,30 +160,10 @@ def prepare_topk(
     else:
         stop = (select(keys, k) * seqlen_q).to(torch.int32)
         start = torch.zeros_like(stop)
-    return _made(start, stop, seqlen_q, is_causal, (-1, -1), reorder)
+    return _interval_mask(start, stop, seqlen_q, is_causal, (-1, -1), reorder)
 
 
 def _interval_mask(
-    start: torch.Tensor,
-    stop: torch.Tensor,
-    seqlen_q: int,
-    is_causal: bool,
-    window_size: tuple[int, int],
-    reorder: bool,
-) -> IntervalMask:
-    """The mask of intervals int64 (Bm, Hm, Lk) of one shape and any values, cut to the rows that exist and the band."""
-    seqlen_k = start.size(2)
-    band = make_band(seqlen_q, seqlen_k, causal_window(is_causal, window_size))
-    if band is not None:
-        keys = torch.arange(seqlen_k, device=start.device)
-        start, stop = start.maximum(keys - band.high), stop.minimum(keys - band.low + 1)
-    start, stop = start.clamp(0, seqlen_q), stop.clamp(0, seqlen_q)
-    dead = start >= stop
-    start, stop = (x.masked_fill(dead, 0).to(torch.int32).contiguous() for x in (start, stop))
-    return _made(start, stop, seqlen_q, is_causal, window_size, reorder)
-
-
-def _made(
     start: torch.Tensor,
     stop: torch.Tensor,
     seqlen_q: int,

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..problem import AttentionProblem, MaskView, bias_class
 
 
-class IntervalTiles(NamedTuple):
+class IntervalWalk(NamedTuple):
     """Bounds and lists of tiles as an `IntervalMask` has them, and the order of keys that they are in.
 
     Attributes:
@@ -31,12 +31,12 @@ def interval_notes(problem: AttentionProblem) -> tuple[str, ...]:
     bias = problem.bias
     if bias is not None and bias_class(bias.shape, bias.strides) == "score":
         return ("takes keys in their own order: a bias of one value per query and key cannot follow that of a mask",)
-    return ("in a mask's order of keys, if it has one, copies k and v of the keys that are kept",)
+    return ("in a mask's order of keys, if it has one, copies k and v",)
 
 
-def interval_tiles(
+def interval_walk(
     mask: MaskView, seqlen_q: int, num_heads_k: int, bias: Tensor | None, *, needs_dbias: bool = False
-) -> IntervalTiles:
+) -> IntervalWalk:
     """The tiles of a view of the form "intervals", in its order if k, v and bias can follow it.
 
     A bias of one value per score cannot, nor can the gradient of one of that shape: what it gains it would lose to the
@@ -54,10 +54,10 @@ def interval_tiles(
         bias_class(bias.shape, bias.stride()) == "score" or (needs_dbias and bias_class(bias.shape) == "score")
     )
     if order.shape[2] == 0:
-        return IntervalTiles(bounds, row_lists, col_lists, None, is_per_score)
+        return IntervalWalk(bounds, row_lists, col_lists, None, is_per_score)
     if not is_per_score and order.shape[1] in (1, num_heads_k):
-        return IntervalTiles(bounds, row_lists, col_lists, order, is_per_score)
+        return IntervalWalk(bounds, row_lists, col_lists, order, is_per_score)
     from ..masks.prepared.interval_operators import run_interval_tiles  # importing flash_dmattn does not need it
 
     bounds, row_lists, col_lists = run_interval_tiles(start, stop, order[:, :, :0].contiguous(), seqlen_q)
-    return IntervalTiles(bounds, row_lists, col_lists, None, is_per_score)
+    return IntervalWalk(bounds, row_lists, col_lists, None, is_per_score)
