@@ -16,7 +16,7 @@ from .dispatch.refusals import passes_of, reasons_against, refuse_fallback
 from .dispatch.registry import BACKENDS
 from .dispatch.selection import choice_in_force, choose, falls_back, selected_names
 from .dispatch.settings import BackendChoice, process
-from .problem import AttentionProblem, NeedsGrad, parse_arch, unpacked_spec
+from .problem import AttentionProblem, MaskForm, NeedsGrad, parse_arch, unpacked_spec
 from .validation import describe, follow_autocast
 
 if TYPE_CHECKING:
@@ -264,9 +264,12 @@ def explain_problem(
     )
     if mask_prepared and problem.mask is not None:
         of_batch, of_heads, of_query, _ = problem.mask.shape
+        from .masks.prepared.operator import FEW_QUERIES  # importing flash_dmattn does not need it
+
+        form: MaskForm = "tiles" if of_query > 1 else "keys" if seqlen_q < FEW_QUERIES else "intervals"
         problem = problem._replace(
-            mask=unpacked_spec((of_batch, of_heads, of_query, seqlen_k)),
-            mask_form="keys" if of_query == 1 else "tiles",
+            mask=unpacked_spec((of_batch, of_heads, of_query if form == "keys" else seqlen_q, seqlen_k)),
+            mask_form=form,
         )
     return explain_description(problem, backend)
 

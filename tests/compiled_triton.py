@@ -23,7 +23,7 @@ from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flash_dmattn.problem import Flags, MaskForm, MaskView
-from flash_dmattn.triton_kernels import mask_pack
+from flash_dmattn.triton_kernels import key_pack, mask_pack
 from flash_dmattn.triton_kernels.kernel_launch import Launch
 from flash_dmattn.triton_kernels.plan import Call
 from flash_dmattn.triton_kernels.plan_backward import plan_backward
@@ -180,7 +180,9 @@ def packing_jobs(arch: str) -> Iterator[Job]:
             mask = torch.empty(2, 4, 2048, seqlen_k, dtype=torch.bool, device="meta")
             for band in (None, (-1, 0)):
                 mask_pack.pack_mask(mask, band)
-            mask_pack.key_set(mask[:, :, :1])
+            key_pack.key_set(mask[:, :, :1])
+            for reorder in (False, True):
+                key_pack.interval_tiles(*key_pack.key_intervals(mask[:, :, :1], 2048, (-2048, 0), reorder), 2048)
         mask_pack.list_tiles(torch.empty(2, 4, 16, 16, dtype=torch.uint8, device="meta"))
     yield from found
 

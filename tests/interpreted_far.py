@@ -23,7 +23,7 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 from triton.runtime.interpreter import interpreter_builder  # noqa: E402
 
-from flash_dmattn.masks.prepared.operator import prepared_view  # noqa: E402
+from flash_dmattn.masks.prepared.operator import KeyForm, prepared_view  # noqa: E402
 from flash_dmattn.problem import Flags, MaskView, NeedsGrad  # noqa: E402
 from flash_dmattn.triton_kernels import launch, tile_table  # noqa: E402
 from flash_dmattn.triton_kernels.kernel_launch import Launch  # noqa: E402
@@ -75,7 +75,7 @@ def mask_of(form: str, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int)
     shape = (batch, num_heads, 1 if form == "keys" else seqlen_q, seqlen_k)
     mask = torch.rand(shape) < 0.6
     mask[..., :128, 128:256] = False
-    return prepared_view(mask, seqlen_q, seqlen_k, (-1, -1))
+    return prepared_view(mask, seqlen_q, seqlen_k, (-1, -1), KeyForm("keys"))
 
 
 def check_strides() -> None:

@@ -31,7 +31,8 @@ from outcomes import report, served  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import flash_dmattn  # noqa: E402
-from flash_dmattn.masks import IntervalMask, prepare_intervals, prepare_topk  # noqa: E402
+from flash_dmattn.masks import IntervalMask, prepare_intervals, prepare_mask, prepare_topk  # noqa: E402
+from flash_dmattn.masks.prepared.operator import FEW_QUERIES  # noqa: E402
 
 
 class Place(NamedTuple):
@@ -122,7 +123,21 @@ def draw_mask(rng: random.Random, place: Place, case: Case, number: int) -> Inte
     def integers(low: int, high: int) -> Tensor:
         return torch.randint(low, max(low + 1, high), (*heads, seqlen_k), generator=random_numbers)
 
-    kind = rng.choice(("topk", "topk", "random", "window", "few live"))
+    kind = rng.choice(("topk", "topk", "random", "window", "few live", "keys"))
+    if kind == "keys" and seqlen_q >= FEW_QUERIES:
+        kept = torch.rand(*heads, 1, seqlen_k, generator=random_numbers) < rng.choice((0.1, 0.7, 1.0))
+        kept[..., seqlen_k - seqlen_k // rng.choice((2, 5, 1000)) :] = False  # padding
+        window = (rng.choice((-1, 30, 200)), -1)
+        made = prepare_mask(
+            kept,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            is_causal=rng.random() < 0.5,
+            window_size=window,
+            reorder=reorder,
+        )
+        assert isinstance(made, IntervalMask)
+        return made
     if kind == "topk":
         scores = torch.randn(*heads, 1, seqlen_k, generator=random_numbers).round(decimals=1)  # with ties
         allowed = torch.rand(*heads, 1, seqlen_k, generator=random_numbers) < rng.choice((0.2, 0.6, 1.1))

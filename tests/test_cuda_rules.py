@@ -53,7 +53,6 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": ({"dtype": "fp32"}, "dtype is float32; .*float16 or bfloat16"),
     "bias_dtype": ({"bias": (1, 16, 4096, 4096), "bias_dtype": "fp64"}, "bias has dtype float64; "),
     "head_dim": ({"q": (2, 4096, 16, 100)}, r"head dims are 100 and 100 \(v\); .* multiples of 8 up to 64 and 64 or "),
-    "key_mask": ({"mask": KEY_MASK}, "mask.* has one row for all queries; "),
     "backward_head_dim": (
         {"q": (2, 4096, 16, 192), "head_dim_v": 128, **GRADIENTS},
         r"head dims are 192 and 128 \(v\); the backward kernels .* multiples of 8 up to 64 and 64 or 128 and 128 ",
@@ -101,9 +100,6 @@ NEVER_TAKEN = (
     ("dtype", {"dtype": "fp64"}),
     ("head_dim", {"q": (2, 4096, 16, 264)}),
     ("head_dim", {"q": (2, 4096, 16, 128), "head_dim_v": 132}),
-    ("key_mask", {"mask": (1, 1)}),
-    ("key_mask", {"mask": KEY_MASK, "mask_prepared": True}),
-    ("key_mask", {"q": (2, 1, 16, 64), "mask": (2, 16, 1, 4096), "seqlen_k": 4096}),
     ("arch", {"device": "sm_100"}),
     ("arch", {"device": "sm_80", **GRADIENTS, "bias": (1, 16, 1, 4096), "bias_grad": True}),
 )
@@ -245,9 +241,7 @@ def test_without_triton_gradients_are_those_of_eager() -> None:
     assert (explanation.forward, explanation.backward) == ("cuda", "eager")
 
 
-@pytest.mark.parametrize(
-    "call", [call for code, (call, _) in BROKEN.items() if code in ("dtype", "head_dim", "key_mask")]
-)
+@pytest.mark.parametrize("call", [call for code, (call, _) in BROKEN.items() if code in ("dtype", "head_dim")])
 def test_triton_serves_what_it_refuses(call: dict[str, Any]) -> None:
     explanation = explained(**call, **GRADIENTS)
     assert (explanation.forward, explanation.backward) == ("triton", "triton")

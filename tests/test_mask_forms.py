@@ -127,10 +127,10 @@ class Seen(TorchDispatchMode):
     ("backend", "form", "prepared", "received"),
     [
         (PREPARED.NAME, "full", False, ["tiles", "tiles"]),
-        (PREPARED.NAME, "per key", False, ["keys", "keys"]),
-        (PREPARED.NAME, "expanded queries", False, ["keys", "keys"]),
+        (PREPARED.NAME, "per key", False, ["intervals", "intervals"]),
+        (PREPARED.NAME, "expanded queries", False, ["intervals", "intervals"]),
         (PREPARED.NAME, "full", True, ["tiles", "tiles"]),
-        (PREPARED.NAME, "per key", True, ["keys", "keys"]),
+        (PREPARED.NAME, "per key", True, ["intervals", "intervals"]),
         (DENSE.NAME, "full", False, ["dense", "dense"]),
         (DENSE.NAME, "full", True, ["dense", "dense"]),
         ((PREPARED.NAME, DENSE.NAME), "full", False, ["dense", "dense"]),
@@ -171,7 +171,8 @@ def test_unpacked_masks_are_as_the_problem_says(form: str) -> None:
     problem = flash_dmattn.explain(q, k, v, prepared, bias).problem
     unpacked = prepared.unpacked()
     assert problem.mask == (tuple(unpacked.shape), unpacked.stride(), torch.bool)
-    assert problem.mask_form == prepared.form == ("keys" if unpacked.shape[2] == 1 else "tiles")
+    has_rows = FORMS[form].shape[-2] == LQ and FORMS[form].stride(-2) > 0
+    assert problem.mask_form == prepared.form == ("tiles" if has_rows else "intervals")
     assert problem.mask.span() == unpacked.numel()
     assert torch.equal(unpacked & masks.causal_mask(LQ, LK), prepared.dense())
 
@@ -192,7 +193,7 @@ def prepared_for(seqlen_q: int = LQ, seqlen_k: int = LK, **band: Any) -> Prepare
         (prepared_for(seqlen_k=1), "mask was prepared for seqlen_k 1; it needs that of the call, 150"),
         (prepare_mask(torch.ones(1, LK, dtype=torch.bool), seqlen_q=7), "mask was prepared for seqlen_q 7"),
         (prepare_mask(random_mask(3, 1, LQ, LK)), "mask has shape (3, 1, 140, 150), read as"),
-        (prepare_mask(random_mask(1, 3, 1, LK), seqlen_q=LQ), "mask has shape (1, 3, 1, 150), read as"),
+        (prepare_mask(random_mask(1, 3, 1, LK), seqlen_q=LQ), "mask has shape (1, 3, 140, 150), read as"),
         (masks.prepare_window(LQ, LK, device="meta"), "mask is on meta; it needs to be on the device of q, cpu"),
     ],
 )

@@ -22,6 +22,8 @@ import pytest
 import torch
 
 from flash_dmattn.masks.prepared import packing
+from flash_dmattn.masks.prepared.key_intervals import key_intervals
+from flash_dmattn.masks.prepared.packers import list_intervals
 from flash_dmattn.problem import causal_window, make_band
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -104,25 +106,47 @@ def check_layouts() -> None:
             equal(mask_pack.pack_mask(part, band, strip=strip), packing.pack_mask(part, band), (part.shape, strip))
 
 
-def check_lists_and_keys() -> None:
+def check_lists() -> None:
     from flash_dmattn.triton_kernels import mask_pack
 
-    with mock.patch.multiple(mask_pack, LIST_BLOCK=16, KEYS_BLOCK=32):  # several chunks in small tables
+    with mock.patch.multiple(mask_pack, LIST_BLOCK=16):  # several chunks in small tables
         for shape in ((1, 2, 2, 35), (2, 1, 33, 3), (1, 1, 16, 1), (1, 2, 0, 4), (1, 2, 4, 0), (0, 2, 3, 3)):
             classes = torch.randint(3, shape, dtype=torch.uint8)
             lists = mask_pack.list_tiles(classes)
             equal(lists, packing.list_tiles(classes), shape)
             assert all(x.storage_offset() == 0 for x in lists)  # no operator may return two views of one allocation
-        for kept in (0.0, 0.3, 1.0):
-            for seqlen_k in (0, 1, 31, 32, 33, 150):
+
+
+def check_keys() -> None:
+    """Sets of keys and intervals of them, in several chunks, the keys of others counted in several steps."""
+    from flash_dmattn.triton_kernels import key_pack, mask_pack
+
+    with mock.patch.multiple(key_pack, CHUNKS=((64, 4),), COUNT_BLOCK=64):
+        for kept in (0.0, 0.4):
+            for seqlen_k in (0, 1, 64, 65, 152):
                 flags = torch.rand(2, 1, 1, seqlen_k) < kept
-                for mask in (flags, flags.repeat_interleave(2, dim=3)[..., ::2], flags.expand(-1, 4, 1, -1)):
-                    equal(mask_pack.key_set(mask), packing.key_set(mask), (kept, seqlen_k))
+                for mask in (flags, flags.repeat_interleave(2, dim=3)[..., ::2], flags.expand(-1, 2, 1, -1)):
+                    equal(key_pack.key_set(mask), packing.key_set(mask), (kept, seqlen_k))
+                    for seqlen_q, window, reorder in (
+                        (20, (-1, -1), True),
+                        (200, (10, 3), True),
+                        (40, (-1, 0), False),
+                    ):
+                        arguments = (mask, seqlen_q, make_band(seqlen_q, seqlen_k, window), reorder)
+                        equal(key_pack.key_intervals(*arguments), key_intervals(*arguments), (kept, seqlen_k, window))
+    with mock.patch.multiple(key_pack, TILES_BLOCK=2), mock.patch.object(mask_pack, "LIST_BLOCK", 16):
+        sizes = (1, 1, True), (127, 129, False), (390, 150, True), (0, 5, False), (5, 0, True)
+        for seqlen_q, seqlen_k, has_order in sizes:
+            mask = torch.rand(1, 2, 1, seqlen_k) < 0.7
+            mask[..., :128] = True
+            band = make_band(seqlen_q, seqlen_k, (-1, 0))
+            arguments = (*key_intervals(mask, seqlen_q, band, has_order), seqlen_q)
+            equal(key_pack.interval_tiles(*arguments), list_intervals(*arguments), (seqlen_q, seqlen_k))
 
 
 def check_bytes() -> None:
     """Every byte of a bool but 0 is True, as in PyTorch: `uint8.view(torch.bool)` has others than 1."""
-    from flash_dmattn.triton_kernels import mask_pack
+    from flash_dmattn.triton_kernels import key_pack, mask_pack
 
     for vector, seqlen_k in ((16, 272), (4, 268), (1, 271)):
         keys = torch.randint(256, (1, 2, 130, seqlen_k), dtype=torch.uint8) * (torch.rand(1, 2, 130, seqlen_k) < 0.5)
@@ -131,12 +155,15 @@ def check_bytes() -> None:
         assert mask_pack.vector_bytes(mask) == vector
         for band in (None, make_band(130, seqlen_k, (-1, 0))):
             equal(mask_pack.pack_mask(mask, band), packing.pack_mask(keys != 0, band), (vector, band))
-        equal(mask_pack.key_set(mask[:, :, :1]), packing.key_set(keys[:, :, :1] != 0), vector)
+        row, flags = mask[:, :, :1], keys[:, :, :1] != 0
+        with mock.patch.multiple(key_pack, CHUNKS=((64, 4),), COUNT_BLOCK=64):
+            equal(key_pack.key_set(row), packing.key_set(flags), vector)
+            equal(key_pack.key_intervals(row, 9, None, True), key_intervals(flags, 9, None, True), vector)
 
 
 def check_nothing_outside_is_touched() -> None:
     """Outputs lie in larger allocations whose margins must keep their value; inputs are covered by `layouts`."""
-    from flash_dmattn.triton_kernels import mask_pack
+    from flash_dmattn.triton_kernels import key_pack, mask_pack
 
     allocated = []
 
@@ -150,16 +177,18 @@ def check_nothing_outside_is_touched() -> None:
         for shape in ((1, 2, 5, 7), (1, 1, 130, 640), (1, 1, 3, 1029)):
             bits, classes = mask_pack.pack_mask(tiled_mask(*shape), make_band(*shape[2:], (-1, 0)))
             mask_pack.list_tiles(classes)
-            mask_pack.key_set(tiled_mask(1, 2, 1, shape[3]))
+            keys = tiled_mask(1, 2, 1, shape[3])
+            key_pack.key_set(keys)
+            key_pack.interval_tiles(*key_pack.key_intervals(keys, 130, None, True), 130)
             assert bits.numel()
-    assert len(allocated) == 21
+    assert len(allocated) == 42
     for whole, size in allocated:
         assert bool((whole[:2048] == 77).all()) and bool((whole[2048 + size :] == 77).all())
 
 
 def check_offsets_beyond_int32() -> None:
     """Masks that span up to 2^34 bytes, of which few are touched: the rest is never backed by memory."""
-    from flash_dmattn.triton_kernels import mask_pack
+    from flash_dmattn.triton_kernels import key_pack, mask_pack
 
     unreserved = 0x4000  # MAP_NORESERVE of Linux, which the mmap module does not name before Python 3.11
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | unreserved
@@ -180,7 +209,8 @@ def check_offsets_beyond_int32() -> None:
     for shape, strides in (((2, 2, 1, 70), wide_keys), ((4, 4, 1, 9), wide_heads)):
         keys = storage.as_strided(shape, strides)
         keys.copy_(tiled_mask(*shape))
-        equal(mask_pack.key_set(keys), packing.key_set(keys), strides)
+        equal(key_pack.key_set(keys), packing.key_set(keys), strides)
+        equal(key_pack.key_intervals(keys, 9, None, True), key_intervals(keys, 9, None, True), strides)
 
 
 def compiled(kernel: object, capability: int, constants: dict[str, int], unit: tuple[str, ...], warps: int) -> tuple:
@@ -208,7 +238,7 @@ def compiled(kernel: object, capability: int, constants: dict[str, int], unit: t
 
 
 def check_compiled(capability: int) -> None:
-    from flash_dmattn.triton_kernels import mask_pack
+    from flash_dmattn.triton_kernels import key_pack, mask_pack
 
     for vector, (block_k, num_warps) in mask_pack.STRIP.items():
         for has_band in (False, True):
@@ -223,22 +253,32 @@ def check_compiled(capability: int) -> None:
         mask_pack._list_kernel, capability, {"BLOCK": mask_pack.LIST_BLOCK}, (), mask_pack.LIST_NUM_WARPS
     )
     fits(usage, "lists")
-    constants = {"BLOCK": mask_pack.KEYS_BLOCK}
-    _, *usage = compiled(mask_pack._key_set_kernel, capability, constants, ("stride_k",), mask_pack.KEYS_NUM_WARPS)
-    fits(usage, "keys")
+    for chunk, num_warps in key_pack.CHUNKS:
+        for vector in (4, 1):
+            constants = {"VEC": vector, "BLOCK": key_pack.COUNT_BLOCK, "CHUNK": chunk}
+            _, *usage = compiled(key_pack._key_set_kernel, capability, constants, ("stride_k",), num_warps)
+            fits(usage, ("key set", chunk, vector))
+            constants["REORDER"] = True
+            kernel = key_pack._key_intervals_kernel
+            _, *usage = compiled(kernel, capability, constants, ("stride_k",), num_warps)
+            fits(usage, ("key intervals", chunk, vector), most_shared=32768)
+    constants = {"HAS_ORDER": True, "BLOCK": key_pack.TILES_BLOCK, "TILE": packing.TILE}
+    _, *usage = compiled(key_pack._interval_tiles_kernel, capability, constants, (), key_pack.TILES_NUM_WARPS)
+    fits(usage, "tiles of intervals")
 
 
-def fits(usage: list[int], what: object) -> None:
+def fits(usage: list[int], what: object, most_shared: int = 16384) -> None:
     registers, stack, shared = usage
     print(what, "registers", registers, "stack", stack, "shared", shared)
     # 128 registers let two programs of 256 threads share an SM: one loads while the other stores.
-    assert registers <= 128 and stack == 0 and shared <= 16384, (what, usage)
+    assert registers <= 128 and stack == 0 and shared <= most_shared, (what, usage)
 
 
 INTERPRETED: dict[str, Callable[[], None]] = {
     "shapes": check_shapes,
     "layouts": check_layouts,
-    "lists_and_keys": check_lists_and_keys,
+    "lists": check_lists,
+    "keys": check_keys,
     "bytes": check_bytes,
     "nothing_outside": check_nothing_outside_is_touched,
     "beyond_int32": check_offsets_beyond_int32,

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 import flash_dmattn
 from flash_dmattn import operators
-from flash_dmattn.masks.prepared.operator import prepared_view
+from flash_dmattn.masks.prepared.operator import KeyForm, prepared_view
 from flash_dmattn.problem import Flags, MaskView, NeedsGrad, causal_window
 
 B, LQ, LK, HQ, HK, D, DV = 2, 3, 5, 4, 2, 8, 6
@@ -195,23 +195,28 @@ TO_PREPARE = {
 def test_operator_that_prepares_a_mask(name: str, band: tuple[bool, tuple[int, int]]) -> None:
     mask = TO_PREPARE[name]
     sizes = [full if size == 1 else size for size, full in zip(mask.shape[2:], (140, 270))]
-    arguments = (mask, *sizes, *causal_window(*band))
-    assert_fake_agrees(PREPARE, arguments)
-    found = PREPARE(*arguments)
-    assert len(found) == (3 if mask.shape[2] == 1 else 4)
-    assert all(x.is_contiguous() for x in found)
-    storages = [x.untyped_storage().data_ptr() for x in (mask, *found) if x.numel()]
-    assert len(set(storages)) == len(storages)
-    torch.library.opcheck(PREPARE, arguments)
+    forms = {"keys": 3, "intervals": 6, "tiles": 4} if mask.shape[2] == 1 else {"tiles": 4}
+    for (form, number), reorder in itertools.product(forms.items(), (False, True)):
+        if reorder and form != "intervals":
+            continue
+        arguments = (mask, *sizes, *causal_window(*band), form, reorder)
+        assert_fake_agrees(PREPARE, arguments)
+        found = PREPARE(*arguments)
+        assert len(found) == number
+        assert all(x.is_contiguous() for x in found)
+        storages = [x.untyped_storage().data_ptr() for x in (mask, *found) if x.numel()]
+        assert len(set(storages)) == len(storages)
+        torch.library.opcheck(PREPARE, arguments)
 
 
 def test_expanded_dims_are_no_dims_of_the_prepared_mask() -> None:
     one = random_mask(1, 1, 140, 270)
-    assert [x.shape[:2] for x in prepared_view(one.expand(2, 3, -1, -1), 140, 270, (-1, 0)).tensors] == [(1, 1)] * 4
+    made = prepared_view(one.expand(2, 3, -1, -1), 140, 270, (-1, 0), KeyForm("keys"))
+    assert [x.shape[:2] for x in made.tensors] == [(1, 1)] * 4
     row = random_mask(2, 3, 1, 270)
-    found = prepared_view(row.expand(-1, -1, 140, -1), 140, 270, (-1, 0))
-    assert found.form == "keys"
-    torch.testing.assert_close(found.tensors, tuple(PREPARE(row, 140, 270, -1, 0)))
+    found = prepared_view(row.expand(-1, -1, 140, -1), 140, 270, (-1, 0), KeyForm("intervals", True))
+    assert found.form == "intervals"
+    torch.testing.assert_close(found.tensors, tuple(PREPARE(row, 140, 270, -1, 0, "intervals", True)))
 
 
 class Watch(TorchDispatchMode):

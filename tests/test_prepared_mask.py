@@ -5,10 +5,11 @@ import itertools
 
 import pytest
 import torch
+from interval_fields import check_fields
 
 from flash_dmattn import masks
 from flash_dmattn.masks.prepared import packing
-from flash_dmattn.masks.prepared.types import prepare_mask
+from flash_dmattn.masks.prepared.prepare import prepare_mask
 from flash_dmattn.problem import make_band
 
 SIZES = [(0, 0), (0, 5), (5, 0), (1, 1), (7, 1), (1, 130), (2, 33), (129, 31), (130, 300), (260, 128), (128, 257)]
@@ -134,7 +135,7 @@ def test_tile_mask_against_loops(seqlen_q, seqlen_k, band):
 
 
 @pytest.mark.parametrize("band", BANDS, ids=str)
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 4), (4, 0), (1, 7), (200, 300), (300, 200), (140, 256)])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 4), (4, 0), (1, 7), (15, 300), (15, 9), (7, 256)])
 def test_key_mask_against_loops(seqlen_q, seqlen_k, band):
     keys = torch.rand(2, 3, 1, seqlen_k, generator=torch.Generator().manual_seed(1)) < 0.7
     keys[0, :, :, 128:256] = True
@@ -147,10 +148,34 @@ def test_key_mask_against_loops(seqlen_q, seqlen_k, band):
     assert torch.equal(prepared.dense(2, 5), allowed[:, :, 2:5])
     check_stats(prepared, allowed)
     low, high = prepared.band or (-seqlen_q, seqlen_k)
-    for i in range(0, seqlen_q, 37):
+    for i in range(0, seqlen_q, 5):
         ends = prepared.prefix[0, 0, max(i + low, 0) :][:1], prepared.prefix[0, 0, max(0, min(i + high + 1, seqlen_k))]
         first, last = (int(x) for x in ends) if ends[0].numel() else (0, 0)
         assert prepared.kept[0, 0, first:last].tolist() == allowed[0, 0, i].nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(16, 0), (16, 7), (200, 300), (300, 200), (140, 256)])
+def test_one_row_for_many_queries_becomes_intervals(seqlen_q, seqlen_k, band):
+    keys = torch.rand(2, 3, 1, seqlen_k, generator=torch.Generator().manual_seed(1)) < 0.7
+    keys[0, :, :, 128:256] = True
+    keys[1, 1] = False
+    allowed = allowed_positions(keys, seqlen_q, seqlen_k, **band)
+    for reorder in (None, False, True):
+        prepared = prepare_mask(keys, seqlen_q=seqlen_q, seqlen_k=seqlen_k, reorder=reorder, **band)
+        assert isinstance(prepared, masks.IntervalMask)
+        assert prepared.order.shape == (2, 3, seqlen_k if reorder else 0)
+        check_fields(prepared)
+        assert torch.equal(prepared.dense(), allowed)
+        assert torch.equal(prepared.dense(2, 5), allowed[:, :, 2:5])
+        if not reorder:  # else tiles are of places
+            check_stats(prepared, allowed)
+
+
+def test_keys_of_many_queries_are_put_in_order_unasked():
+    keys = torch.rand(1, 1, 1, 40) < 0.5
+    assert [prepare_mask(keys, seqlen_q=n).is_reordered for n in (4095, 4096)] == [False, True]
+    assert not masks.prepare_lengths([20], 4096, 40).is_reordered
 
 
 @pytest.mark.parametrize("seqlen_q", [2, 127, 128, 129, 300])
@@ -212,10 +237,10 @@ def test_rows_that_start_between_words():
         assert torch.equal(found, wanted)
 
 
-def test_one_row_for_all_queries_is_a_key_mask():
+def test_one_row_for_all_queries_is_known_by_its_keys():
     keys = torch.rand(2, 1, 1, 50, generator=torch.Generator().manual_seed(2)) < 0.5
     want = prepare_mask(keys, seqlen_q=70, is_causal=True)
-    assert same(prepare_mask(keys.expand(2, 4, 70, 50), is_causal=True), want)
+    assert want.form == "intervals" and same(prepare_mask(keys.expand(2, 4, 70, 50), is_causal=True), want)
     assert want.is_causal and want.window_size == (-1, -1) and want.band == (-70, -20)
     everything = prepare_mask(torch.ones(1, 1, dtype=torch.bool), seqlen_q=9, seqlen_k=5)
     check_key_mask(everything, torch.ones(1, 1, 5, dtype=torch.bool))
@@ -225,9 +250,9 @@ PLACES = ("meta", "cuda") if torch.cuda.is_available() else ("meta",)
 
 
 @pytest.mark.parametrize("device", PLACES)
-@pytest.mark.parametrize("rows", (1, 70), ids=("keys", "tiles"))
-def test_to_another_device(rows, device):
-    prepared = prepare_mask(torch.rand(2, 4, rows, 50) < 0.5, seqlen_q=70, window_size=(30, 2))
+@pytest.mark.parametrize(("rows", "seqlen_q"), ((1, 7), (1, 70), (70, 70)), ids=("keys", "intervals", "tiles"))
+def test_to_another_device(rows, seqlen_q, device):
+    prepared = prepare_mask(torch.rand(2, 4, rows, 50) < 0.5, seqlen_q=seqlen_q, window_size=(30, 2))
     assert prepared.to("cpu") is prepared and prepared.to(torch.device("cpu")) is prepared
     moved = prepared.to(device, non_blocking=True)
     assert type(moved) is type(prepared) and moved.device.type == device
@@ -239,10 +264,14 @@ def test_to_another_device(rows, device):
 
 
 def test_printing_shows_no_values():
-    tiles, keys = (prepare_mask(torch.ones(1, 2, n, 50, dtype=torch.bool), seqlen_q=70) for n in (70, 1))
-    shown = "seqlen_q=70, is_causal=False, window_size=(-1, -1), device='cpu')"
-    assert repr(tiles) == f"TileMask(shape=(1, 2, 70, 50), {shown}"
-    assert repr(keys) == f"KeyMask(shape=(1, 2, 1, 50), {shown}"
+    shown = "is_causal=False, window_size=(-1, -1), device='cpu')"
+    for rows, seqlen_q, start in (
+        (70, 70, "TileMask(shape=(1, 2, 70, 50), seqlen_q=70"),
+        (1, 70, "IntervalMask(shape=(1, 2, 70, 50), seqlen_q=70"),
+        (1, 7, "KeyMask(shape=(1, 2, 1, 50), seqlen_q=7"),
+    ):
+        prepared = prepare_mask(torch.ones(1, 2, rows, 50, dtype=torch.bool), seqlen_q=seqlen_q)
+        assert repr(prepared) == f"{start}, {shown}"
 
 
 @pytest.mark.parametrize("chunk", [1000, 77_000])
@@ -272,8 +301,9 @@ def test_builders_give_what_the_dense_builders_give(band):
         want = prepare_mask(masks.document_mask(of_q, of_k), **band)
         assert same(masks.prepare_documents(of_q, of_k, **band), want)
     for side in ("left", "right"):
-        want = prepare_mask(masks.padding_mask([0, 3, 9], 9, side=side), seqlen_q=20, **band)
-        assert same(masks.prepare_lengths([0, 3, 9], 20, 9, side=side, **band), want)
+        for seqlen_q in (15, 20):
+            want = prepare_mask(masks.padding_mask([0, 3, 9], 9, side=side), seqlen_q=seqlen_q, **band)
+            assert same(masks.prepare_lengths([0, 3, 9], seqlen_q, 9, side=side, **band), want)
 
 
 @pytest.mark.parametrize(

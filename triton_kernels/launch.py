@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_dmattn.masks.prepared.operator import prepared_view
+from flash_dmattn.masks.prepared.operator import KeyForm, prepared_view
 from flash_dmattn.problem import AttentionProblem, Flags, Gradients, MaskView, NeedsGrad, keys_of_query
 
 from .kernel_launch import is_current_device, on_device, remembered
@@ -163,4 +163,4 @@ def _unit_rows(x: Tensor) -> Tensor:
 
 
 def _packed(mask: MaskView, seqlen_q: int, seqlen_k: int, flags: Flags) -> MaskView:
-    return mask if mask.dense is None else prepared_view(mask.dense, seqlen_q, seqlen_k, flags.window)
+    return mask if mask.dense is None else prepared_view(mask.dense, seqlen_q, seqlen_k, flags.window, KeyForm("keys"))

@@ -1,4 +1,4 @@
-"""The packing kernels: a bool mask read once becomes bits, tile classes and tile lists; a key mask becomes a key set.
+"""The packing kernels: a bool mask read once becomes bits, tile classes and tile lists.
 
 For the mask m of one head, with low <= j - i <= high the allowed diagonals:
 
@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flash_dmattn.masks.prepared.packing import TILE, TILE_WORDS, KeySet, TileLists, tiles
+from flash_dmattn.masks.prepared.packing import TILE, TILE_WORDS, TileLists, tiles
 from flash_dmattn.problem import Band
 
 from .kernel_launch import launch
@@ -30,8 +30,6 @@ from .kernel_launch import launch
 STRIP = {16: (512, 8), 4: (256, 8), 1: (256, 8)}
 # Tiles that a program of the list kernel takes at once: 16 bits hold a count of them.
 LIST_BLOCK, LIST_NUM_WARPS = 256, 2
-# Keys that a program of the key set kernel takes at once. There is one program per head: 32k keys are 16 steps.
-KEYS_BLOCK, KEYS_NUM_WARPS = 2048, 8
 
 
 @triton.jit
@@ -203,32 +201,6 @@ def _list_kernel(classes_ptr, rows_ptr, cols_ptr, heads, tiles_q, tiles_k, BLOCK
         partial_before += totals >> 16
 
 
-@triton.jit(do_not_specialize=["num_heads", "seqlen_k", "stride_b", "stride_h"])
-def _key_set_kernel(
-    mask_ptr, kept_ptr, count_ptr, prefix_ptr, num_heads, seqlen_k, stride_b, stride_h, stride_k, BLOCK: tl.constexpr
-):
-    head = tl.program_id(0).to(tl.int64)
-    mask_ptr += head // num_heads * stride_b + head % num_heads * stride_h
-    kept_ptr += head * seqlen_k
-    prefix_ptr += head * (seqlen_k + 1)
-
-    offsets = tl.arange(0, BLOCK)
-    count = 0
-    for start in range(0, seqlen_k, BLOCK):
-        keys = start + offsets
-        inside = keys < seqlen_k
-        flags = (tl.load(mask_ptr + keys.to(tl.int64) * stride_k, mask=inside, other=0) != 0).to(tl.int32)
-        before = count + tl.cumsum(flags, axis=0) - flags
-        tl.store(prefix_ptr + keys, before, mask=inside)
-        tl.store(kept_ptr + before, keys, mask=flags != 0)
-        count += tl.sum(flags, axis=0)
-    tl.store(prefix_ptr + seqlen_k, count)
-    tl.store(count_ptr + head, count)
-    for start in range(0, seqlen_k, BLOCK):
-        places = start + offsets
-        tl.store(kept_ptr + places, tl.zeros_like(places) + seqlen_k, mask=(places >= count) & (places < seqlen_k))
-
-
 def vector_bytes(mask: torch.Tensor) -> int:
     """How many bytes of a 4-D bool mask one load may take: 16 or 4 where every row is aligned to it, else 1."""
     stride_b, stride_h, stride_q, stride_k = mask.stride()
@@ -287,21 +259,3 @@ def list_tiles(classes: torch.Tensor) -> TileLists:
         tensors, numbers = (classes, row_lists, col_lists), (heads, tiles_q, tiles_k)
         launch(_list_kernel, programs, tensors, numbers, (LIST_BLOCK,), LIST_NUM_WARPS)
     return row_lists, col_lists
-
-
-def key_set(mask: torch.Tensor) -> KeySet:
-    """Launch the key set kernel; the result of `flash_dmattn.masks.prepared.packing.key_set`.
-
-    Args:
-        mask: bool (Bm, Hm, 1, Lk), any strides, 0 included.
-    """
-    batch, num_heads, _, seqlen_k = mask.shape
-    kept = torch.empty(batch, num_heads, seqlen_k, dtype=torch.int32, device=mask.device)
-    count = torch.empty(batch, num_heads, dtype=torch.int32, device=mask.device)
-    prefix = torch.empty(batch, num_heads, seqlen_k + 1, dtype=torch.int32, device=mask.device)
-    if batch * num_heads:
-        stride_b, stride_h, _, stride_k = mask.stride()
-        tensors = (mask.view(torch.uint8), kept, count, prefix)
-        numbers = (num_heads, seqlen_k, stride_b, stride_h, stride_k)
-        launch(_key_set_kernel, batch * num_heads, tensors, numbers, (KEYS_BLOCK,), KEYS_NUM_WARPS)
-    return kept, count, prefix

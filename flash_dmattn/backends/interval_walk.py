@@ -1,4 +1,4 @@
-"""What kernels walk of an interval mask in a call: in its order of keys, or in their own where that cannot serve."""
+"""What kernels walk of a mask that is known by its keys: intervals in an order of keys, or in their own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..problem import AttentionProblem, MaskView, bias_class
+from ..problem import AttentionProblem, Flags, MaskView, bias_class
 
 
 class IntervalWalk(NamedTuple):
@@ -25,13 +25,58 @@ class IntervalWalk(NamedTuple):
 
 
 def interval_notes(problem: AttentionProblem) -> tuple[str, ...]:
-    """What `explain` says of a call with an interval mask on a backend that reads them."""
-    if problem.mask_form != "intervals":
+    """What `explain` says of a call with an interval mask, or one that becomes one, on a backend that reads them."""
+    p = problem
+    if p.mask_form == "intervals":
+        if p.bias_class == "score":
+            return (
+                "takes keys in their own order: a bias of one value per query and key cannot follow that of a mask",
+            )
+        return ("in a mask's order of keys, if it has one, copies k and v",)
+    if p.mask is None or p.mask_form != "dense" or not p.mask.broadcast()[2]:
         return ()
-    bias = problem.bias
-    if bias is not None and bias_class(bias.shape, bias.strides) == "score":
-        return ("takes keys in their own order: a bias of one value per query and key cannot follow that of a mask",)
-    return ("in a mask's order of keys, if it has one, copies k and v",)
+    from ..masks.prepared.operator import key_form  # importing flash_dmattn does not need it
+
+    mask_heads = 1 if p.mask.broadcast()[1] else p.mask.shape[1]
+    per_score = "score" in (p.bias_class, p.dbias_class)
+    form = key_form(mask_heads, p.seqlen_q, p.num_heads, p.num_heads_k, bias_is_per_score=per_score)
+    return ("copies k and v in the order of kept keys, so that others cost nothing",) if form.reorder else ()
+
+
+def is_per_score(bias: Tensor | None, needs_dbias: bool) -> bool:
+    """Whether a call has a bias of one value per score, or needs the gradient of one of that shape."""
+    if bias is None:
+        return False
+    return bias_class(bias.shape, bias.stride()) == "score" or (needs_dbias and bias_class(bias.shape) == "score")
+
+
+def walked_view(
+    mask: MaskView, q: Tensor, k: Tensor, bias: Tensor | None, flags: Flags, *, needs_dbias: bool, gathers: bool
+) -> MaskView:
+    """A mask with one row for all queries in the form that serves the call; any other mask as it is.
+
+    Args:
+        mask: of any form.
+        q, k, bias, flags: of the call.
+        needs_dbias: whether the gradient of the bias is asked for.
+        gathers: whether the kernels take a set of keys, which few queries are served by.
+    """
+    rows = mask.dense
+    if mask.form == "keys" and not gathers:
+        prefix = mask.tensors[2]
+        rows = (prefix[:, :, 1:] > prefix[:, :, :-1])[:, :, None]
+    if rows is None or not (rows.shape[2] == 1 or rows.stride()[2] == 0):
+        return mask
+    from ..masks.prepared.operator import KeyForm, key_form, prepared_view  # importing flash_dmattn does not need it
+
+    scores = is_per_score(bias, needs_dbias)
+    mask_heads = 1 if rows.stride()[1] == 0 else rows.shape[1]
+    form = key_form(mask_heads, q.shape[1], q.shape[2], k.shape[2], bias_is_per_score=scores)
+    if form.form == "keys":
+        if gathers:
+            return mask
+        form = KeyForm("tiles" if scores else "intervals")
+    return prepared_view(rows, q.shape[1], k.shape[1], flags.window, form)
 
 
 def interval_walk(
@@ -50,14 +95,12 @@ def interval_walk(
         needs_dbias: whether its gradient is asked for.
     """
     start, stop, order, bounds, row_lists, col_lists = mask.tensors
-    is_per_score = bias is not None and (
-        bias_class(bias.shape, bias.stride()) == "score" or (needs_dbias and bias_class(bias.shape) == "score")
-    )
+    scores = is_per_score(bias, needs_dbias)
     if order.shape[2] == 0:
-        return IntervalWalk(bounds, row_lists, col_lists, None, is_per_score)
-    if not is_per_score and order.shape[1] in (1, num_heads_k):
-        return IntervalWalk(bounds, row_lists, col_lists, order, is_per_score)
+        return IntervalWalk(bounds, row_lists, col_lists, None, scores)
+    if not scores and order.shape[1] in (1, num_heads_k):
+        return IntervalWalk(bounds, row_lists, col_lists, order, scores)
     from ..masks.prepared.interval_operators import run_interval_tiles  # importing flash_dmattn does not need it
 
     bounds, row_lists, col_lists = run_interval_tiles(start, stop, order[:, :, :0].contiguous(), seqlen_q)
-    return IntervalWalk(bounds, row_lists, col_lists, None, is_per_score)
+    return IntervalWalk(bounds, row_lists, col_lists, None, scores)

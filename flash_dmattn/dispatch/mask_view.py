@@ -45,9 +45,13 @@ def mask_view(
         mask = mask.unpacked()
     if backward is None or not (reads_prepared_masks(forward) and reads_prepared_masks(backward)):
         return MaskView("dense", (mask,))
-    from ..masks.prepared.operator import prepared_view  # not at the top: importing flash_dmattn does not need it
+    from ..masks.prepared.operator import key_form, prepared_view  # importing flash_dmattn does not need it
 
-    return prepared_view(mask, problem.seqlen_q, problem.seqlen_k, problem.window)
+    p = problem
+    mask_heads = 1 if mask.stride()[1] == 0 else mask.shape[1]
+    per_score = "score" in (p.bias_class, p.dbias_class)
+    of_keys = key_form(mask_heads, p.seqlen_q, p.num_heads, p.num_heads_k, bias_is_per_score=per_score)
+    return prepared_view(mask, p.seqlen_q, p.seqlen_k, p.window, of_keys)
 
 
 def unpacking_note(problem: AttentionProblem, backend: AnyBackend) -> str | None:

@@ -1,4 +1,4 @@
-"""Who packs masks on a GPU: the CUDA extension on Hopper, Triton on other GPUs and for sets of keys."""
+"""Who packs masks on a GPU: the CUDA extension on Hopper, Triton on other GPUs and for masks of one row."""
 
 from __future__ import annotations
 
@@ -37,17 +37,24 @@ def find_packer(tensor: torch.Tensor) -> Packer | None:
 @cache
 def _triton_packer() -> Packer | None:
     try:
-        kernels = importlib.import_module("flash_dmattn.triton_kernels.mask_pack")
+        of_masks = importlib.import_module("flash_dmattn.triton_kernels.mask_pack")
+        of_keys = importlib.import_module("flash_dmattn.triton_kernels.key_pack")
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "triton":
             raise
         return None
 
     def pack_tiles(mask: torch.Tensor, band: Band | None) -> list[torch.Tensor]:
-        bits, classes = kernels.pack_mask(mask, band)
-        return [bits, classes, *kernels.list_tiles(classes)]
+        bits, classes = of_masks.pack_mask(mask, band)
+        return [bits, classes, *of_masks.list_tiles(classes)]
 
-    return packers.PYTORCH._replace(pack_tiles=pack_tiles, list_tiles=kernels.list_tiles, key_set=kernels.key_set)
+    return packers.PYTORCH._replace(
+        pack_tiles=pack_tiles,
+        list_tiles=of_masks.list_tiles,
+        key_set=of_keys.key_set,
+        key_intervals=of_keys.key_intervals,
+        interval_tiles=of_keys.interval_tiles,
+    )
 
 
 @cache

@@ -81,7 +81,7 @@ def rows_of(p: AttentionProblem) -> tuple[str, ...]:
         return ()
     parts: list[str] = []
     if p.mask is not None:
-        parts.append("key mask" if p.mask_form == "keys" or p.mask.broadcast()[2] else "dense mask")
+        parts.append("key mask" if p.mask_form in ("keys", "intervals") or p.mask.broadcast()[2] else "dense mask")
     if p.dbias_class is not None:
         parts.append(_bias_name(p.dbias_class, True))
     elif p.bias_class is not None:

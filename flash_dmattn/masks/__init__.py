@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from .prepared.builders import prepare_blocks, prepare_documents, prepare_lengths, prepare_window
     from .prepared.interval_builders import prepare_intervals, prepare_topk
     from .prepared.intervals import IntervalMask
-    from .prepared.types import KeyMask, PreparedMask, TileMask, prepare_mask
+    from .prepared.prepare import prepare_mask
+    from .prepared.types import KeyMask, PreparedMask, TileMask
 
 __all__ = [
     "IntervalMask",
@@ -53,10 +54,11 @@ __all__ = [
 ]
 
 _LAZY = {
-    **dict.fromkeys(("KeyMask", "PreparedMask", "TileMask", "prepare_mask"), ".prepared.types"),
+    **dict.fromkeys(("KeyMask", "PreparedMask", "TileMask"), ".prepared.types"),
     **dict.fromkeys(("prepare_blocks", "prepare_documents", "prepare_lengths", "prepare_window"), ".prepared.builders"),
     **dict.fromkeys(("prepare_intervals", "prepare_topk"), ".prepared.interval_builders"),
     "IntervalMask": ".prepared.intervals",
+    "prepare_mask": ".prepared.prepare",
 }
 
 

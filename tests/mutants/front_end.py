@@ -189,8 +189,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a prepared mask of one row is described as one of tiles",
         "flash_dmattn/explanation.py",
-        'mask_form="keys" if of_query == 1 else "tiles"',
-        'mask_form="tiles"',
+        '"tiles" if of_query > 1 else "keys"',
+        '"tiles" if of_query > 0 else "keys"',
         ("tests/test_mask_forms.py::test_prepared_mask_described_by_its_shape",),
     ),
 )

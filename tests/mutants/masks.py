@@ -73,8 +73,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the fake lists of rows and columns have each other's length",
         "flash_dmattn/masks/prepared/operator.py",
-        "(*heads, rows, 2 + columns), (*heads, columns, 2 + rows)]",
-        "(*heads, rows, 2 + rows), (*heads, columns, 2 + columns)]",
+        "lists = [(*heads, rows, 2 + columns), (*heads, columns, 2 + rows)]",
+        "lists = [(*heads, rows, 2 + rows), (*heads, columns, 2 + columns)]",
         ("tests/test_ops.py::test_operator_that_prepares_a_mask",),
     ),
     Fault(

@@ -21,7 +21,7 @@ from ...problem import (
     fits_tma,
     make_band,
 )
-from ..interval_walk import interval_notes, interval_walk
+from ..interval_walk import interval_notes, interval_walk, walked_view
 from ..protocol import Availability
 from . import extension
 from .rules import AUTO_RULES, INSTANCES, RULES
@@ -160,7 +160,7 @@ class _Tiles(NamedTuple):
 def _tiles_of(
     mask: MaskView, q: Tensor, k: Tensor, bias: Tensor | None, band: Band | None, needs_dbias: bool = False
 ) -> _Tiles | None:
-    """The tiles of a mask, packed here where it is dense; None without a mask."""
+    """The tiles of a mask of any form but "keys", packed here where it is dense; None without a mask."""
     if mask.form == "none":
         return None
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
@@ -190,6 +190,7 @@ def _forward(
     low, high = (-seqlen_q, seqlen_k) if band is None else band
     k, v = _rows(k), _rows(v)
     walked: Sequence[Tensor] = ()
+    mask = walked_view(mask, q, k, bias, flags, needs_dbias=False, gathers=False)
     tiles = _tiles_of(mask, q, k, bias, band)
     if tiles is not None:
         walked = [tiles.allowed, tiles.row_lists]
@@ -220,6 +221,7 @@ def _backward(
     dq, dk, dv = (
         operators.empty_gradient(x) if needed else None for x, needed in zip((q, k, v), needs_grad[:3], strict=True)
     )
+    mask = walked_view(mask, q, k, bias, flags, needs_dbias=needs_grad.bias, gathers=False)
     dbias = stored = sums = None
     if bias is not None and needs_grad.bias:
         dbias_class = bias_class(bias.shape)

@@ -63,12 +63,6 @@ def _instances_text(p: AttentionProblem, direction: Direction) -> str:
     return f"the {kernels} that are built take multiples of 8 up to {dims}"
 
 
-def _has_key_mask(p: AttentionProblem) -> bool:
-    if p.mask is None or p.mask_form in ("tiles", "intervals"):
-        return False
-    return p.mask_form == "keys" or p.mask.broadcast()[2]
-
-
 def _bias_fits_tma(p: AttentionProblem) -> bool:
     if p.bias is None:
         return True
@@ -117,15 +111,6 @@ RULES: tuple[Rule, ...] = (
         lambda p: p.head_dim % 8 == 0 == p.head_dim_v % 8 and _has_instance(p, "forward"),
         lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v); {_instances_text(p, 'forward')}",
         'use backend="triton"',
-    ),
-    Rule(
-        "key_mask",
-        lambda p: not _has_key_mask(p),
-        lambda p: (
-            f"mask, of shape {None if p.mask is None else tuple(p.mask.shape)}, has one row for all queries; "
-            "the kernels read masks as tiles and would visit keys left out"
-        ),
-        'backend="triton" gathers the kept keys',
     ),
     Rule(
         "backward_head_dim",

@@ -11,7 +11,7 @@ from torch import Tensor
 from ... import operators
 from ...gradients import zero_gradients
 from ...problem import AttentionProblem, Flags, Gradients, MaskView, NeedsGrad, dtype_name, sm_number
-from ..interval_walk import interval_notes
+from ..interval_walk import interval_notes, walked_view
 from ..protocol import Availability, Rule
 from .key_order import Ordered
 
@@ -110,6 +110,7 @@ def _forward(
     if k.shape[1] == 0:
         return out.zero_(), lse.fill_(-torch.inf)
     if out.numel() > 0:
+        mask = walked_view(mask, q, k, bias, flags, needs_dbias=False, gathers=True)
         if mask.form == "intervals":
             ordered = Ordered(q, k, v, mask, bias)
             k, v, mask, bias = ordered.k, ordered.v, ordered.mask, ordered.bias
@@ -144,6 +145,7 @@ def _backward(
     if out.numel() == 0 or k.shape[1] == 0:
         return zero_gradients((q, k, v, bias), needs_grad)
     run = _kernels().backward
+    mask = walked_view(mask, q, k, bias, flags, needs_dbias=needs_grad.bias, gathers=True)
     if mask.form != "intervals":
         gradients: Gradients = run(dout, dlse, q, k, v, mask, bias, out, lse, flags, needs_grad)
         return gradients

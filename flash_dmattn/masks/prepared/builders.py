@@ -11,8 +11,10 @@ from ..arguments import IntsLike, bool_mask, integer, integer_tensor, lengths_wi
 from ..blocks import expand_blocks
 from ..broadcast import collapse
 from ..builders import Device
+from .operator import FEW_QUERIES
 from .packing import band_words, pack_rows, pack_words
-from .types import KeyMask, PreparedMask, TileMask, from_bits, prepare_mask
+from .prepare import from_bits, prepare_mask
+from .types import KeyMask, PreparedMask, TileMask
 
 
 def prepare_blocks(
@@ -36,7 +38,7 @@ def prepare_blocks(
         is_causal, window_size: the band, as in `prepare_mask`.
 
     Returns:
-        TileMask; KeyMask where one row of blocks stands for all queries.
+        TileMask; where one row of blocks stands for all queries what `prepare_mask` makes of one row.
 
     Raises:
         TypeError: `block_mask` is not bool, or a size is not an int.
@@ -167,11 +169,11 @@ def prepare_lengths(
     side: Literal["right", "left"] = "right",
     is_causal: bool = False,
     window_size: tuple[int, int] | None = None,
-) -> KeyMask:
+) -> PreparedMask:
     """The prepared mask of padded keys, from the number of keys that are not padding.
 
     Equivalent to `prepare_mask(padding_mask(lengths, seqlen_k, side=side), seqlen_q=seqlen_q, is_causal=is_causal,
-    window_size=window_size)`, in closed form.
+    window_size=window_size, reorder=False)`.
 
     Args:
         lengths: integer tensor or list (B,).
@@ -180,7 +182,7 @@ def prepare_lengths(
         is_causal, window_size: the band, as in `prepare_mask`; it counts padding as keys.
 
     Returns:
-        KeyMask with Bm = B, Hm = 1.
+        IntervalMask, for fewer than 16 queries KeyMask; Bm = B, Hm = 1.
 
     Raises:
         TypeError: lengths are not integer.
@@ -201,6 +203,16 @@ def prepare_lengths(
     count = number.to(torch.int32).clamp(0, seqlen_k)[:, None]
     first = torch.zeros_like(count) if side == "right" else seqlen_k - count
     positions = torch.arange(seqlen_k + 1, dtype=torch.int32, device=count.device)
+    if seqlen_q >= FEW_QUERIES:
+        kept = (positions[:-1] >= first) & (positions[:-1] < first + count)
+        return prepare_mask(
+            kept[:, None, None],
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            is_causal=is_causal,
+            window_size=window_size,
+            reorder=False,
+        )
     prefix = (positions - first[..., None]).clamp(min=0).minimum(count[..., None])
-    kept = (positions[:-1] + first[..., None]).masked_fill(positions[:-1] >= count[..., None], seqlen_k)
-    return KeyMask(seqlen_q, seqlen_k, is_causal, window_size, kept, count, prefix)
+    places = (positions[:-1] + first[..., None]).masked_fill(positions[:-1] >= count[..., None], seqlen_k)
+    return KeyMask(seqlen_q, seqlen_k, is_causal, window_size, places, count, prefix)

@@ -2,38 +2,95 @@
 
 from __future__ import annotations
 
+from typing import Literal, NamedTuple
+
 import torch
 
 from ...problem import Band, MaskView, make_band
 from ..broadcast import collapse
 from .packers import packer
-from .packing import TILE_WORDS, tiles
+from .packing import TILE, TILE_WORDS, tiles
 
 _LIBRARY = torch.library.Library("flash_dmattn", "FRAGMENT")
-_LIBRARY.define("prepare_mask(Tensor mask, SymInt seqlen_q, SymInt seqlen_k, int left, int right) -> Tensor[]")
+_LIBRARY.define(
+    "prepare_mask(Tensor mask, SymInt seqlen_q, SymInt seqlen_k, int left, int right, str key_form, bool reorder) "
+    "-> Tensor[]"
+)
+
+# Fewer queries are bound by reading k and v, so that fetching the kept keys one by one costs nothing; with more of them
+# it costs five times what tiles do.
+FEW_QUERIES = 16
+# Queries of the heads that share a key, from which on a copy of k and v is at most a tenth of a forward pass. H200,
+# bf16: the copy moves 8 * D bytes of a key at 3 TB/s, and 4 * D FLOP for each of these queries take 6e-15 s * D.
+ORDER_FROM = 4096
 
 
-def prepared_view(mask: torch.Tensor, seqlen_q: int, seqlen_k: int, window: tuple[int, int]) -> MaskView:
-    """The prepared form of a mask: "keys" where it has one row for all queries, else "tiles".
+class KeyForm(NamedTuple):
+    """How a mask with one row for all queries is prepared: its form, and whether kept keys come first.
+
+    "keys": the set of them, for few queries. "intervals": each key with the queries that the band leaves it; where a
+    copy of k and v in order of kept keys is cheap beside the call, `reorder` is set, and only kept keys cost time.
+    "tiles": bits, which kernels need beside a bias of one value per score.
+    """
+
+    form: Literal["keys", "intervals", "tiles"]
+    reorder: bool = False
+
+
+def key_form(mask_heads: int, seqlen_q: int, num_heads: int, num_heads_k: int, *, bias_is_per_score: bool) -> KeyForm:
+    """The form of a one-row mask in a call.
+
+    Args:
+        mask_heads: heads of the mask, 1 where it is expanded over them.
+        seqlen_q, num_heads, num_heads_k: of the call.
+        bias_is_per_score: whether it has a bias of one value per score, or the gradient of one of that shape.
+    """
+    if seqlen_q < FEW_QUERIES:
+        return KeyForm("keys")
+    if bias_is_per_score:
+        return KeyForm("tiles")
+    # k and v cannot follow several orders at once.
+    has_one_order = mask_heads in (1, num_heads_k)
+    return KeyForm("intervals", bool(has_one_order and seqlen_q * (num_heads // num_heads_k) >= ORDER_FROM))
+
+
+def prepared_view(
+    mask: torch.Tensor, seqlen_q: int, seqlen_k: int, window: tuple[int, int], of_keys: KeyForm
+) -> MaskView:
+    """The prepared form of a mask: "tiles", or where it has one row for all queries that of `of_keys`.
 
     Args:
         mask: bool (Bm, Hm, Lq or 1, Lk or 1), any strides; an expanded dim (stride 0) counts as size 1.
         seqlen_q, seqlen_k: of the call.
         window: as `causal_window` has it.
+        of_keys: as `key_form` chooses it.
 
     Returns:
-        The tensors of a `KeyMask` or of a `TileMask`; no two of them share memory.
+        The tensors of a `KeyMask`, an `IntervalMask` or a `TileMask`; no two of them share memory.
     """
     # Collapsed before the operator, so that sizes alone decide what it returns: compilers change strides.
     mask = collapse(mask)
-    return MaskView("keys" if mask.size(2) == 1 else "tiles", tuple(_OPERATOR(mask, seqlen_q, seqlen_k, *window)))
+    form = of_keys.form if mask.size(2) == 1 else "tiles"
+    return MaskView(form, tuple(_OPERATOR(mask, seqlen_q, seqlen_k, *window, form, of_keys.reorder)))
 
 
-def prepare(mask: torch.Tensor, seqlen_q: int, seqlen_k: int, left: int, right: int) -> list[torch.Tensor]:
+def prepare(
+    mask: torch.Tensor, seqlen_q: int, seqlen_k: int, left: int, right: int, key_form: str, reorder: bool
+) -> list[torch.Tensor]:
     """What the operator does, for a collapsed mask."""
-    if mask.size(2) == 1:
+    if key_form == "keys":
         return list(packer(mask).key_set(mask.expand(-1, -1, 1, seqlen_k)))
-    return pack_tiles(mask, seqlen_q, seqlen_k, make_band(seqlen_q, seqlen_k, (left, right)))
+    band = make_band(seqlen_q, seqlen_k, (left, right))
+    if key_form == "intervals":
+        return list(intervals_of_keys(mask.expand(-1, -1, 1, seqlen_k), seqlen_q, band, reorder))
+    return pack_tiles(mask, seqlen_q, seqlen_k, band)
+
+
+def intervals_of_keys(mask: torch.Tensor, seqlen_q: int, band: Band | None, reorder: bool) -> tuple[torch.Tensor, ...]:
+    """The tensors of the `IntervalMask` of a mask (Bm, Hm, 1, Lk)."""
+    found = packer(mask)
+    start, stop, order = found.key_intervals(mask, seqlen_q, band, reorder)
+    return start, stop, order, *found.interval_tiles(start, stop, order, seqlen_q)
 
 
 def pack_tiles(mask: torch.Tensor, seqlen_q: int, seqlen_k: int, band: Band | None) -> list[torch.Tensor]:
@@ -41,17 +98,24 @@ def pack_tiles(mask: torch.Tensor, seqlen_q: int, seqlen_k: int, band: Band | No
     return packer(mask).pack_tiles(mask.expand(-1, -1, seqlen_q, seqlen_k), band)
 
 
-def _prepare_fake(mask: torch.Tensor, seqlen_q: int, seqlen_k: int, left: int, right: int) -> list[torch.Tensor]:
+def _prepare_fake(
+    mask: torch.Tensor, seqlen_q: int, seqlen_k: int, left: int, right: int, key_form: str, reorder: bool
+) -> list[torch.Tensor]:
     heads = mask.shape[:2]
-    shapes: list[tuple[int, ...]]
-    if mask.size(2) == 1:
-        shapes = [(*heads, seqlen_k), tuple(heads), (*heads, seqlen_k + 1)]
-        return [torch.empty(shape, dtype=torch.int32, device=mask.device) for shape in shapes]
     rows, columns = tiles(seqlen_q), tiles(seqlen_k)
-    classes = torch.empty((*heads, rows, columns), dtype=torch.uint8, device=mask.device)
-    shapes = [(*heads, seqlen_q, columns * TILE_WORDS), (*heads, rows, 2 + columns), (*heads, columns, 2 + rows)]
-    bits, *lists = (torch.empty(shape, dtype=torch.int32, device=mask.device) for shape in shapes)
-    return [bits, classes, *lists]
+    shapes: list[tuple[int, ...]]
+    lists = [(*heads, rows, 2 + columns), (*heads, columns, 2 + rows)]
+    if key_form == "keys":
+        shapes = [(*heads, seqlen_k), tuple(heads), (*heads, seqlen_k + 1)]
+    elif key_form == "intervals":
+        of_keys, of_places = (*heads, seqlen_k), (*heads, columns * TILE, 2)
+        shapes = [of_keys, of_keys, (*heads, seqlen_k if reorder else 0), of_places, *lists]
+    else:
+        shapes = [(*heads, seqlen_q, columns * TILE_WORDS), *lists]
+    made = [torch.empty(shape, dtype=torch.int32, device=mask.device) for shape in shapes]
+    if key_form == "tiles":
+        made.insert(1, torch.empty((*heads, rows, columns), dtype=torch.uint8, device=mask.device))
+    return made
 
 
 _LIBRARY.impl("prepare_mask", prepare, "CompositeExplicitAutograd")

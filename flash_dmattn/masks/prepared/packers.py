@@ -12,6 +12,7 @@ from ..topk_stops import topk_intervals
 from . import packing
 from .interval_order import key_order
 from .interval_tiles import IntervalTiles, interval_bounds, interval_classes
+from .key_intervals import KeyIntervals, key_intervals
 from .packing import KeySet, TileLists
 
 
@@ -22,6 +23,7 @@ class Packer(NamedTuple):
         pack_tiles: (bool (Bm, Hm, Lq, Lk) of any strides, band) -> bits, classes, row_lists, col_lists of a `TileMask`.
         list_tiles: classes -> row_lists, col_lists.
         key_set: bool (Bm, Hm, 1, Lk) of any strides -> kept, count, prefix of a `KeyMask`.
+        key_intervals: as `key_intervals.key_intervals`.
         interval_tiles: (start, stop, order, seqlen_q) -> bounds, row_lists, col_lists of an `IntervalMask`.
         topk_intervals: as `masks.topk_stops.topk_intervals`.
         key_order: as `interval_order.key_order`.
@@ -30,6 +32,7 @@ class Packer(NamedTuple):
     pack_tiles: Callable[[torch.Tensor, Band | None], list[torch.Tensor]]
     list_tiles: Callable[[torch.Tensor], TileLists]
     key_set: Callable[[torch.Tensor], KeySet]
+    key_intervals: Callable[[torch.Tensor, int, Band | None, bool], KeyIntervals]
     interval_tiles: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], IntervalTiles]
     topk_intervals: Callable[[torch.Tensor, int, int, int], tuple[torch.Tensor, torch.Tensor]]
     key_order: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
@@ -46,7 +49,9 @@ def list_intervals(start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor,
     return bounds, *packer(bounds).list_tiles(interval_classes(bounds, seqlen_q))
 
 
-PYTORCH = Packer(_pack_tiles, packing.list_tiles, packing.key_set, list_intervals, topk_intervals, key_order)
+PYTORCH = Packer(
+    _pack_tiles, packing.list_tiles, packing.key_set, key_intervals, list_intervals, topk_intervals, key_order
+)
 _find_faster: Callable[[torch.Tensor], Packer | None] = lambda tensor: None
 
 

@@ -12,13 +12,10 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
-from ...problem import Band, MaskView, causal_window, check_flag, check_window, make_band
-from ..arguments import bool_mask, integer
+from ...problem import Band, MaskView, causal_window, make_band
 from ..blocks import MaskStats
 from ..saved import restore
 from . import packing
-from .operator import prepared_view
-from .packers import packer
 from .packing import EMPTY, FULL, TILE
 
 if TYPE_CHECKING:
@@ -192,7 +189,7 @@ class TileMask(PreparedMask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class KeyMask(PreparedMask):
-    """A mask with one row for all queries, as the set of keys it keeps; the band is not folded in.
+    """A mask with one row for a few queries, as the set of keys it keeps; the band is not folded in.
 
     Query i attends to the kept keys among `i + band.low` to `i + band.high`, which are numbers
     `prefix[max(i + low, 0)]` to `prefix[min(i + high + 1, Lk)]` of `kept`, the end not included.
@@ -271,75 +268,3 @@ def class_stats(shape: tuple[int, int, int, int], attending: int, classes: torch
         full_tile_fraction=int((classes == FULL).sum()) / number,
         empty_rows=empty_rows,
     )
-
-
-def prepare_mask(
-    mask: torch.Tensor,
-    *,
-    seqlen_q: int | None = None,
-    seqlen_k: int | None = None,
-    is_causal: bool = False,
-    window_size: tuple[int, int] | None = None,
-) -> PreparedMask:
-    """Turns a bool mask, with causality and window, into what kernels walk; it is read once.
-
-    The result stands for `mask & causal_mask(Lq, Lk) & sliding_window_mask(Lq, Lk, window_size)`, which is what its
-    method `dense` returns. On a GPU it is made by Triton kernels, elsewhere, or without Triton, by PyTorch, with the
-    same result. Nothing waits for the device. Dims that were expanded (stride 0) count as size 1 and are never
-    materialised.
-
-    A mask of one row for all queries becomes a `KeyMask`, O(Lk) in time and memory, band or no band. Any other becomes
-    a `TileMask`, Lq * Lk / 8 bytes for each of its heads; tiles outside the band are not read.
-
-    Args:
-        mask: bool tensor of 2 to 4 dims, read from the right as (Bm, Hm, Lq or 1, Lk or 1), any strides. Hm may be 1,
-            Hk or Hq: heads stay as they are.
-        seqlen_q, seqlen_k: number of queries and keys; needed where the mask has size 1 for all of them.
-        is_causal: forbid keys past i + Lk - Lq.
-        window_size: `(left, right)` keys around i + Lk - Lq; -1 is unlimited on that side.
-
-    Returns:
-        KeyMask where the mask has one row for all queries, else TileMask.
-
-    Raises:
-        TypeError: not a bool tensor, or a length, flag or window of another type.
-        ValueError: another rank, lengths that are missing or differ from those of the mask, a negative window.
-
-    Example:
-        >>> from flash_dmattn.masks import padding_mask, prepare_mask
-        >>> prepared = prepare_mask(torch.rand(2, 4, 300, 200) < 0.5, is_causal=True)
-        >>> prepared.bits.shape, prepared.classes.shape
-        (torch.Size([2, 4, 300, 8]), torch.Size([2, 4, 3, 2]))
-        >>> prepare_mask(padding_mask([3, 5], 6), seqlen_q=6).kept.tolist()
-        [[[0, 1, 2, 6, 6, 6]], [[0, 1, 2, 3, 4, 6]]]
-    """
-    given = bool_mask("mask", mask)
-    if mask.dim() < 2:
-        raise ValueError(
-            f"mask has shape {tuple(mask.shape)} ({mask.dim()}-D) and must have 2 to 4 dims, the last two of them "
-            f"(seqlen_q, seqlen_k); pass mask[None] for keys."
-        )
-    seqlen_q = _length("seqlen_q", "row", given.size(2), seqlen_q)
-    seqlen_k = _length("seqlen_k", "column", given.size(3), seqlen_k)
-    is_causal, window_size = check_flag("is_causal", is_causal), check_window(window_size)
-    view = prepared_view(given, seqlen_q, seqlen_k, causal_window(is_causal, window_size))
-    kind = KeyMask if view.form == "keys" else TileMask
-    return kind(seqlen_q, seqlen_k, is_causal, window_size, *view.tensors)
-
-
-def _length(name: str, what: str, size: int, given: int | None) -> int:
-    """The real length along a dim of a mask, from its size and from the argument."""
-    if given is None:
-        if size == 1:
-            raise ValueError(f"mask has one {what} for all; {name} is None and must be their number.")
-        return size
-    if size not in (1, integer(name, given)):
-        raise ValueError(f"mask has {size} {what}s and {name} is {given}; they must be equal, or the mask have 1.")
-    return given
-
-
-def from_bits(
-    seqlen_k: int, is_causal: bool, window_size: tuple[int, int], bits: torch.Tensor, classes: torch.Tensor
-) -> TileMask:
-    """A `TileMask` from packed bits that have the band folded in, and their classes."""
-    return TileMask(bits.size(2), seqlen_k, is_causal, window_size, bits, classes, *packer(bits).list_tiles(classes))

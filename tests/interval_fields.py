@@ -1,0 +1,36 @@
+"""What holds of the fields of every interval mask."""
+
+from __future__ import annotations
+
+import torch
+
+from flash_dmattn.masks import IntervalMask
+from flash_dmattn.masks.prepared import packing
+
+
+def check_fields(mask: IntervalMask) -> None:
+    """What holds of every interval mask: dtypes, layout, ranges, one form for dead keys, an order that is one."""
+    batch, heads, seqlen_q, seqlen_k = mask.shape
+    assert (seqlen_q, seqlen_k) == (mask.seqlen_q, mask.seqlen_k)
+    assert all(x.dtype == torch.int32 and x.is_contiguous() for x in mask.tensors)
+    assert len({x.data_ptr() for x in mask.tensors if x.numel()}) == sum(x.numel() > 0 for x in mask.tensors)
+    assert mask.start.shape == mask.stop.shape == (batch, heads, seqlen_k)
+    live = mask.start < mask.stop
+    assert bool(((mask.start >= 0) & (mask.stop <= seqlen_q)).all())
+    assert not mask.start[~live].any() and not mask.stop[~live].any()
+    assert mask.order.shape in ((batch, heads, seqlen_k), (batch, heads, 0))
+    if mask.is_reordered:
+        assert torch.equal(mask.order.sort(-1).values, torch.arange(seqlen_k, dtype=torch.int32).expand_as(mask.start))
+        placed = live.gather(2, mask.order.long())
+        assert torch.equal(placed, placed.sort(-1, descending=True).values)
+    dense = mask.dense()
+    if mask.is_reordered:
+        dense = dense.gather(3, mask.order.long()[:, :, None].expand_as(dense))
+    # What a dense mask of places is packed to.
+    row_lists, col_lists = packing.list_tiles(packing.pack_mask(dense, None)[1])
+    assert torch.equal(mask.row_lists, row_lists) and torch.equal(mask.col_lists, col_lists)
+    start, stop = mask.bounds[:, :, None].unbind(-1)
+    rows = torch.arange(seqlen_q)[:, None]
+    allowed = (rows >= start) & (rows < stop)
+    assert torch.equal(allowed[..., :seqlen_k], dense) and not allowed[..., seqlen_k:].any()
+    assert mask.bounds.shape == (batch, heads, -(-seqlen_k // 128) * 128, 2)

@@ -1,0 +1,217 @@
+"""The kernels of masks that are known by their keys: one row for all queries, or one interval of queries per key.
+
+A program takes a chunk of the keys of one head. Where a key goes depends on how many are kept before it, which every
+program counts by itself: a row is some 64 KB of bools, and reading it from the L2 cache is faster than a second launch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from flash_dmattn.masks.prepared.interval_tiles import IntervalTiles
+from flash_dmattn.masks.prepared.key_intervals import KeyIntervals
+from flash_dmattn.masks.prepared.packing import TILE, KeySet, tiles
+from flash_dmattn.problem import Band
+
+from .kernel_launch import launch
+from .mask_pack import list_tiles, vector_bytes
+
+# Keys of a chunk and warps: long chunks where rows are long, so that few programs read the keys of others.
+CHUNKS = ((1024, 8), (4096, 16))
+LONG_FROM = 8192
+# Keys that a program counts at once.
+COUNT_BLOCK = 8192
+# Tiles of queries that a program of the tile kernel compares with its 128 places at once, and its warps.
+TILES_BLOCK, TILES_NUM_WARPS = 16, 4
+
+
+@triton.jit
+def _kept(mask_ptr, stride_k, first, last, VEC: tl.constexpr, BLOCK: tl.constexpr):
+    """How many keys from `first` to `last`, not included, are kept. VEC: bytes of a load, 1 for any stride."""
+    count = 0
+    if VEC == 1:
+        for start in range(first, last, BLOCK):
+            keys = start + tl.arange(0, BLOCK)
+            kept = tl.load(mask_ptr + keys.to(tl.int64) * stride_k, mask=keys < last, other=0) != 0
+            count += tl.sum(kept.to(tl.int32), axis=0)
+    else:
+        words_ptr = mask_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+        for start in range(first // 4, (last + 3) // 4, BLOCK // 4):
+            words = start + tl.arange(0, BLOCK // 4)
+            four = tl.load(words_ptr + words, mask=words * 4 < last, other=0)
+            for byte in tl.static_range(4):
+                keys = words * 4 + byte
+                kept = (((four >> (8 * byte)) & 0xFF) != 0) & (keys >= first) & (keys < last)
+                count += tl.sum(kept.to(tl.int32), axis=0)
+    return count
+
+
+@triton.jit(do_not_specialize=["num_heads", "seqlen_k", "stride_b", "stride_h", "chunks"])
+def _key_set_kernel(
+    mask_ptr, kept_ptr, count_ptr, prefix_ptr, num_heads, seqlen_k, stride_b, stride_h, stride_k, chunks,
+    VEC: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    head = (tl.program_id(0) // chunks).to(tl.int64)
+    first = tl.program_id(0) % chunks * CHUNK
+    last = tl.minimum(first + CHUNK, seqlen_k)
+    mask_ptr += (head // num_heads * stride_b + head % num_heads * stride_h) * VEC
+    kept_ptr += head * seqlen_k
+    prefix_ptr += head * (seqlen_k + 1)
+
+    keys = first + tl.arange(0, CHUNK)
+    inside = keys < seqlen_k
+    flags = (tl.load(mask_ptr + keys.to(tl.int64) * stride_k, mask=inside, other=0) != 0).to(tl.int32)
+    before = _kept(mask_ptr, stride_k, 0, first, VEC, BLOCK)
+    upto = before + tl.sum(flags, axis=0)
+    places = before + tl.cumsum(flags, axis=0) - flags
+    count = upto + _kept(mask_ptr, stride_k, last, seqlen_k, VEC, BLOCK)
+    tl.store(prefix_ptr + keys, places, mask=inside)
+    tl.store(kept_ptr + places, keys, mask=flags != 0)
+    # What has this number of a place and is past the last key that is kept.
+    tl.store(kept_ptr + keys, tl.zeros_like(keys) + seqlen_k, mask=inside & (keys >= count))
+    if last == seqlen_k:
+        tl.store(prefix_ptr + seqlen_k, upto)
+        tl.store(count_ptr + head, upto)
+
+
+@triton.jit(do_not_specialize=["num_heads", "seqlen_q", "seqlen_k", "stride_b", "stride_h", "low", "high", "chunks"])
+def _key_intervals_kernel(
+    mask_ptr, start_ptr, stop_ptr, order_ptr,
+    num_heads, seqlen_q, seqlen_k, stride_b, stride_h, stride_k, low, high, chunks,
+    REORDER: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    head = (tl.program_id(0) // chunks).to(tl.int64)
+    first = tl.program_id(0) % chunks * CHUNK
+    last = tl.minimum(first + CHUNK, seqlen_k)
+    mask_ptr += (head // num_heads * stride_b + head % num_heads * stride_h) * VEC
+
+    keys = first + tl.arange(0, CHUNK)
+    inside = keys < seqlen_k
+    start = tl.maximum(keys - high, 0)
+    stop = tl.minimum(keys - low + 1, seqlen_q)
+    flags = tl.load(mask_ptr + keys.to(tl.int64) * stride_k, mask=inside, other=0) != 0
+    live = (flags & (start < stop)).to(tl.int32)
+    at = head * seqlen_k + keys
+    tl.store(start_ptr + at, start * live, mask=inside)
+    tl.store(stop_ptr + at, stop * live, mask=inside)
+    if REORDER:
+        # The band reaches a run of keys: those from `nearest` to `farthest`, not included.
+        nearest = tl.maximum(low, 0)
+        farthest = tl.minimum(seqlen_k, seqlen_q + high)
+        before = _kept(mask_ptr, stride_k, nearest, tl.minimum(first, farthest), VEC, BLOCK)
+        after = _kept(mask_ptr, stride_k, tl.maximum(last, nearest), farthest, VEC, BLOCK)
+        upto = tl.cumsum(live, axis=0)
+        live_place = before + upto - live
+        count = before + tl.sum(live, axis=0) + after
+        place = tl.where(live != 0, live_place, count + keys - live_place)
+        tl.store(order_ptr + head * seqlen_k + place, keys, mask=inside)
+
+
+@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "tiles_q", "tiles_k"])
+def _interval_tiles_kernel(
+    start_ptr, stop_ptr, order_ptr, bounds_ptr, classes_ptr, seqlen_q, seqlen_k, tiles_q, tiles_k,
+    HAS_ORDER: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    # A program takes 128 places of a head.
+    head = (tl.program_id(0) // tiles_k).to(tl.int64)
+    tile_k = tl.program_id(0) % tiles_k
+    places = tile_k * TILE + tl.arange(0, TILE)
+    inside = places < seqlen_k
+    keys = head * seqlen_k + places
+    if HAS_ORDER:
+        keys = head * seqlen_k + tl.load(order_ptr + keys, mask=inside, other=0)
+    start = tl.load(start_ptr + keys, mask=inside, other=0)
+    stop = tl.load(stop_ptr + keys, mask=inside, other=0)
+    at = bounds_ptr + (head * tiles_k * TILE + places) * 2
+    tl.store(at, start)
+    tl.store(at + 1, stop)
+
+    classes_ptr += head * tiles_q * tiles_k + tile_k
+    for first_tile in range(0, tiles_q, BLOCK):
+        tiles_of = first_tile + tl.arange(0, BLOCK)
+        first = tiles_of * TILE
+        end = tl.minimum(first + TILE, seqlen_q)
+        sees = (start[None, :] < end[:, None]) & (stop[None, :] > first[:, None]) & (start < stop)[None, :]
+        sees_all = (start[None, :] <= first[:, None]) & (stop[None, :] >= end[:, None])
+        is_active = tl.max(sees.to(tl.int32), axis=1)
+        is_full = tl.min(sees_all.to(tl.int32), axis=1)
+        kind = (is_active + is_active * is_full).to(tl.uint8)
+        tl.store(classes_ptr + tiles_of.to(tl.int64) * tiles_k, kind, mask=tiles_of < tiles_q)
+
+
+def _chunk(seqlen_k: int) -> tuple[int, int]:
+    """Keys that a program takes, and its warps."""
+    return CHUNKS[-1] if seqlen_k > LONG_FROM else CHUNKS[0]
+
+
+def _key_vector(mask: torch.Tensor) -> int:
+    """How many bytes of a mask one load may take."""
+    return 4 if vector_bytes(mask[:, :, :1]) > 1 else 1
+
+
+def key_set(mask: torch.Tensor) -> KeySet:
+    """Launch the key set kernel; the result of `flash_dmattn.masks.prepared.packing.key_set`.
+
+    Args:
+        mask: bool (Bm, Hm, 1, Lk), any strides, 0 included.
+    """
+    batch, num_heads, _, seqlen_k = mask.shape
+    kept = torch.empty(batch, num_heads, seqlen_k, dtype=torch.int32, device=mask.device)
+    count = torch.empty(batch, num_heads, dtype=torch.int32, device=mask.device)
+    prefix = torch.empty(batch, num_heads, seqlen_k + 1, dtype=torch.int32, device=mask.device)
+    if batch * num_heads:
+        stride_b, stride_h, _, stride_k = mask.stride()
+        vec, (chunk, num_warps) = _key_vector(mask), _chunk(seqlen_k)
+        chunks = max(1, triton.cdiv(seqlen_k, chunk))
+        tensors = (mask.view(torch.uint8), kept, count, prefix)
+        numbers = (num_heads, seqlen_k, stride_b // vec, stride_h // vec, stride_k, chunks)
+        constants = (vec, COUNT_BLOCK, chunk)
+        launch(_key_set_kernel, batch * num_heads * chunks, tensors, numbers, constants, num_warps)
+    return kept, count, prefix
+
+
+def key_intervals(mask: torch.Tensor, seqlen_q: int, band: Band | None, reorder: bool) -> KeyIntervals:
+    """Launch the key interval kernel; the result of `flash_dmattn.masks.prepared.key_intervals.key_intervals`.
+
+    Args:
+        mask: bool (Bm, Hm, 1, Lk), any strides, 0 included.
+        seqlen_q: number of queries.
+        band: what is folded in.
+        reorder: whether live keys are to come first.
+    """
+    batch, num_heads, _, seqlen_k = mask.shape
+    shape = (batch, num_heads, seqlen_k)
+    start, stop = (torch.empty(*shape, dtype=torch.int32, device=mask.device) for _ in range(2))
+    order = torch.empty(*shape[:2], seqlen_k if reorder else 0, dtype=torch.int32, device=mask.device)
+    if batch * num_heads * seqlen_k:
+        stride_b, stride_h, _, stride_k = mask.stride()
+        vec, (chunk, num_warps) = _key_vector(mask), _chunk(seqlen_k)
+        chunks = triton.cdiv(seqlen_k, chunk)
+        low, high = band or (-seqlen_q, seqlen_k)
+        numbers = (num_heads, seqlen_q, seqlen_k, stride_b // vec, stride_h // vec, stride_k, low, high, chunks)
+        constants = (reorder, vec, COUNT_BLOCK, chunk)
+        tensors = (mask.view(torch.uint8), start, stop, order)
+        launch(_key_intervals_kernel, batch * num_heads * chunks, tensors, numbers, constants, num_warps)
+    return start, stop, order
+
+
+def interval_tiles(start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, seqlen_q: int) -> IntervalTiles:
+    """Launch the tile kernel and the list kernel; the result of `packers.list_intervals`.
+
+    Args:
+        start, stop: int32 (Bm, Hm, Lk), contiguous.
+        order: int32 (Bm, Hm, Lk or 0), contiguous.
+        seqlen_q: number of queries.
+    """
+    batch, num_heads, seqlen_k = start.shape
+    tiles_q, tiles_k = tiles(seqlen_q), tiles(seqlen_k)
+    bounds = torch.empty(batch, num_heads, tiles_k * TILE, 2, dtype=torch.int32, device=start.device)
+    classes = torch.empty(batch, num_heads, tiles_q, tiles_k, dtype=torch.uint8, device=start.device)
+    if bounds.numel():
+        constants = (order.numel() > 0, TILES_BLOCK, TILE)
+        numbers = (seqlen_q, seqlen_k, tiles_q, tiles_k)
+        tensors = (start, stop, order, bounds, classes)
+        launch(_interval_tiles_kernel, batch * num_heads * tiles_k, tensors, numbers, constants, TILES_NUM_WARPS)
+    return bounds, *list_tiles(classes)
