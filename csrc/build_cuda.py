@@ -38,6 +38,7 @@ SOURCES = (
     "sm90/mask/intervals.cu",
     "sm90/mask/list.cu",
     "sm90/mask/pack.cu",
+    "sm90/mask/sort.cu",
     "sm90/mask/topk.cu",
 )
 FORWARD = "sm90/forward/instantiate.cu"

@@ -37,20 +37,34 @@ struct TopkParams {
   const int32_t* keys;   // in the order of the scores; the lowest for what is not allowed
   int32_t* stops;        // scratch
   uint64_t* thresholds;  // scratch, (heads, chunks)
+  int32_t* survivors;    // scratch, (heads, segments, k), if there are segments: what is kept of those before each
   int32_t* start;
   int32_t* stop;
   int64_t total;  // heads * Lk
   int k, local, seqlen_q, seqlen_k;
   int chunks, chunk_keys;
+  int segments, segment_keys;  // whole chunks
 };
 
 // Codes of intervals, (heads, Lk), in whose order keys come: by head, dead keys last, similar intervals side by side.
 struct KeyCodesParams {
   const int32_t* start;
   const int32_t* stop;
-  int32_t* codes;
+  uint32_t* codes;
+  int32_t* keys;  // the key that each code is of
   int64_t total;  // heads * Lk
   int seqlen_q, seqlen_k;
+};
+
+// A stable sort of keys by their codes, of which the lowest `bits` count.
+struct SortCodesParams {
+  const uint32_t* codes;
+  uint32_t* sorted_codes;
+  const int32_t* keys;
+  int32_t* order;
+  void* scratch;
+  size_t scratch_bytes;
+  int total, bits;
 };
 
 enum class BiasDtype { kFloat32, kFloat16, kBFloat16 };

@@ -120,9 +120,9 @@ FIELDS = ("start", "stop", "order", "bounds", "row_lists", "col_lists")
 
 
 @pytest.mark.parametrize("k", (300, 5000))
-@pytest.mark.parametrize("length", (16_384, 16_385, 65_537))
+@pytest.mark.parametrize("length", (16_384, 16_385, 65_537, 100_000))
 def test_top_k_of_long_rows(length: int, k: int) -> None:
-    """Their keys are taken 256 at a time up to 16384, 512 up to 65536, and then 1024."""
+    """Their keys are taken 256 at a time up to 16384, 512 up to 65536, and then 1024, in segments of 32768."""
     scores = torch.randn(1, 1, length, generator=torch.Generator().manual_seed(k)).round(decimals=1).to(DEVICE)
     keys, extension = sort_keys(scores, None), around_extension(torch.ops.flash_dmattn)
     found, wanted = (made.topk_intervals(keys, k, length, 0) for made in (extension, PYTORCH))

@@ -24,6 +24,7 @@ import torch
 from flash_dmattn.masks.prepared import packing
 from flash_dmattn.masks.prepared.key_intervals import key_intervals
 from flash_dmattn.masks.prepared.packers import list_intervals
+from flash_dmattn.masks.topk import score_keys
 from flash_dmattn.problem import causal_window, make_band
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -142,6 +143,27 @@ def check_keys() -> None:
             band = make_band(seqlen_q, seqlen_k, (-1, 0))
             arguments = (*key_intervals(mask, seqlen_q, band, has_order), seqlen_q)
             equal(key_pack.interval_tiles(*arguments), list_intervals(*arguments), (seqlen_q, seqlen_k))
+
+
+def check_scores() -> None:
+    """Integers in the order of scores, of every float dtype: zeros of both signs, NaN, infinities, what is left out."""
+    from flash_dmattn.triton_kernels import key_pack
+
+    special = torch.tensor([0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1.0, -1.0, 6e-8])
+    allowed = torch.rand(2, 1, 1, 1100) < 0.8
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        scores = torch.randn(1, 3, 1, 1100)
+        scores[..., :800] = special[torch.randint(8, (1, 3, 1, 800))]
+        scores = scores.to(dtype)
+        for given, flags in (
+            (scores, None),
+            (scores, allowed),
+            (scores.mT.contiguous().mT[..., ::3], allowed[..., :1]),
+            (scores[:, :1], allowed),
+            (scores[..., :0], None),
+        ):
+            found, wanted = key_pack.score_keys(given, flags), score_keys(given, flags)
+            equal((found,), (wanted,), (dtype, given.shape))
 
 
 def check_bytes() -> None:
@@ -279,6 +301,7 @@ INTERPRETED: dict[str, Callable[[], None]] = {
     "layouts": check_layouts,
     "lists": check_lists,
     "keys": check_keys,
+    "scores": check_scores,
     "bytes": check_bytes,
     "nothing_outside": check_nothing_outside_is_touched,
     "beyond_int32": check_offsets_beyond_int32,

@@ -23,6 +23,8 @@ CHUNKS = ((1024, 8), (4096, 16))
 LONG_FROM = 8192
 # Keys that a program counts at once.
 COUNT_BLOCK = 8192
+# Scores that a program turns into integers, and its warps.
+SCORES_BLOCK, SCORES_NUM_WARPS = 1024, 4
 # Tiles of queries that a program of the tile kernel compares with its 128 places at once, and its warps.
 TILES_BLOCK, TILES_NUM_WARPS = 16, 4
 
@@ -141,6 +143,39 @@ def _interval_tiles_kernel(
         tl.store(classes_ptr + tiles_of.to(tl.int64) * tiles_k, kind, mask=tiles_of < tiles_q)
 
 
+@triton.jit(
+    do_not_specialize=[
+        "total", "num_heads", "seqlen_k", "score_b", "score_h", "score_k", "allowed_b", "allowed_h", "allowed_k",
+    ]
+)  # fmt: skip
+def _score_keys_kernel(
+    scores_ptr, allowed_ptr, keys_ptr, total, num_heads, seqlen_k,
+    score_b, score_h, score_k, allowed_b, allowed_h, allowed_k,
+    HAS_ALLOWED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < total
+    head, key = at // seqlen_k, at % seqlen_k
+    batch, head = head // num_heads, head % num_heads
+    score = tl.load(scores_ptr + batch * score_b + head * score_h + key * score_k, mask=inside, other=0.0)
+    if scores_ptr.dtype.element_ty == tl.float64:
+        bits = score.to(tl.int64, bitcast=True)
+        highest = tl.full([BLOCK], 0x7FFFFFFFFFFFFFFF, tl.int64)
+    else:
+        score = score.to(tl.float32)
+        bits = score.to(tl.int32, bitcast=True)
+        highest = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
+    lowest = ~highest
+    bits = tl.where(bits == lowest, 0, bits)  # the two zeros tie
+    keys = tl.where(bits < 0, bits ^ highest, bits)
+    keys = tl.where(score != score, lowest + 1, keys)
+    keys = tl.where(score == float("-inf"), lowest, keys)
+    if HAS_ALLOWED:
+        offsets = batch * allowed_b + head * allowed_h + key * allowed_k
+        keys = tl.where(tl.load(allowed_ptr + offsets, mask=inside, other=0) != 0, keys, lowest)
+    tl.store(keys_ptr + at, keys, mask=inside)
+
+
 def _chunk(seqlen_k: int) -> tuple[int, int]:
     """Keys that a program takes, and its warps."""
     return CHUNKS[-1] if seqlen_k > LONG_FROM else CHUNKS[0]
@@ -149,6 +184,33 @@ def _chunk(seqlen_k: int) -> tuple[int, int]:
 def _key_vector(mask: torch.Tensor) -> int:
     """How many bytes of a mask one load may take."""
     return 4 if vector_bytes(mask[:, :, :1]) > 1 else 1
+
+
+def _strides(x: torch.Tensor) -> tuple[int, int, int]:
+    """Those of batch, heads and keys, 0 where one element serves all."""
+    b, h, _, k = (0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return b, h, k
+
+
+def score_keys(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
+    """Launch the kernel of sort keys; the result of `flash_dmattn.masks.topk.score_keys`.
+
+    Args:
+        scores: float (B or 1, H or 1, 1, Lk), any strides.
+        allowed: bool (B or 1, H or 1, 1, Lk or 1), any strides, or None.
+    """
+    heads = scores.shape[:2] if allowed is None else torch.broadcast_shapes(scores.shape[:2], allowed.shape[:2])
+    shape = (*heads, scores.shape[3])
+    integers = torch.int64 if scores.dtype == torch.float64 else torch.int32
+    keys = torch.empty(*shape, dtype=integers, device=scores.device)
+    if keys.numel():
+        flags = None if allowed is None else allowed.view(torch.uint8)
+        of_flags = (0, 0, 0) if allowed is None else _strides(allowed)
+        numbers = (keys.numel(), shape[1], shape[2], *_strides(scores), *of_flags)
+        programs = triton.cdiv(keys.numel(), SCORES_BLOCK)
+        tensors, constants = (scores, keys if flags is None else flags, keys), (flags is not None, SCORES_BLOCK)
+        launch(_score_keys_kernel, programs, tensors, numbers, constants, SCORES_NUM_WARPS)
+    return keys
 
 
 def key_set(mask: torch.Tensor) -> KeySet:

@@ -19,6 +19,8 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+constexpr int64_t kLongRow = 65536, kSegmentKeys = 32768;
+static_assert(kSegmentKeys % kMostChunkKeys == 0);
 constexpr int64_t kMostHeads = kMaxInt >> (2 * kCurveBits + 1);  // a head's number fits the code of a key
 
 // Returns (start, stop) int32 (B, H, Lk) of causal top-k, as `topk_intervals` of
@@ -43,11 +45,17 @@ std::vector<Tensor> topk_intervals(Tensor keys, int64_t k, int64_t seqlen_q, int
   // Long rows have greater chunks: each chunk reads the whole prefix some times.
   params.chunk_keys = seqlen_k <= 16384 ? kMostChunkKeys / 4 : seqlen_k <= 65536 ? kMostChunkKeys / 2 : kMostChunkKeys;
   const int64_t chunks = ceil_div(seqlen_k, params.chunk_keys);
+  // Segments pay where what survives of them is much less than they are.
+  params.segment_keys = static_cast<int>(seqlen_k);
+  if (seqlen_k > kLongRow && k <= kSegmentKeys / 2) params.segment_keys = kSegmentKeys;
+  const int64_t segments = ceil_div(seqlen_k, params.segment_keys);
   CHECK_ARGUMENT(heads * chunks <= kMaxInt, "keys of ", heads, " heads by ", seqlen_k, " need more than 2^31 - 1 blocks");
   const Tensor stops = empty(shape, ScalarType::Int), thresholds = empty({1, heads, chunks}, ScalarType::Long);
+  const Tensor survivors = empty({heads, segments, segments > 1 ? k : 0}, ScalarType::Int);
   params.keys = static_cast<const int32_t*>(keys.const_data_ptr());
   params.stops = static_cast<int32_t*>(stops.mutable_data_ptr());
   params.thresholds = static_cast<uint64_t*>(thresholds.mutable_data_ptr());
+  params.survivors = static_cast<int32_t*>(survivors.mutable_data_ptr());
   params.start = static_cast<int32_t*>(results[0].mutable_data_ptr());
   params.stop = static_cast<int32_t*>(results[1].mutable_data_ptr());
   params.total = heads * seqlen_k;
@@ -56,32 +64,52 @@ std::vector<Tensor> topk_intervals(Tensor keys, int64_t k, int64_t seqlen_q, int
   params.seqlen_q = static_cast<int>(seqlen_q);
   params.seqlen_k = static_cast<int>(seqlen_k);
   params.chunks = static_cast<int>(chunks);
+  params.segments = static_cast<int>(segments);
   check(launch_topk(params, device.stream), kName, "launching the kernels of top-k");
   return results;
 }
 
-// Returns the codes int32 (B, H, Lk) whose stable ascending order `key_order` takes, in
-// flash_dmattn/masks/prepared/interval_order.py. start and stop are int32 (B, H, Lk), contiguous.
-Tensor key_codes(Tensor start, Tensor stop, int64_t seqlen_q) {
-  constexpr const char* kName = "cuda_key_codes";
+// Returns the order of keys int32 (B, H, Lk), as `key_order` of flash_dmattn/masks/prepared/interval_order.py. start and
+// stop are int32 (B, H, Lk), contiguous.
+Tensor key_order(Tensor start, Tensor stop, int64_t seqlen_q) {
+  constexpr const char* kName = "cuda_key_order";
   CHECK_ARGUMENT(start.is_cuda(), "start is not on a CUDA device; the kernel is written for sm_90a");
   CHECK_ARGUMENT(start.scalar_type() == ScalarType::Int && stop.scalar_type() == ScalarType::Int &&
                      start.is_contiguous() && stop.is_contiguous() && start.numel() == stop.numel() && start.dim() == 3,
                  "start and stop need to be int32 (B, H, Lk), contiguous");
-  const int64_t heads = start.size(0) * start.size(1);
+  const int64_t heads = start.size(0) * start.size(1), total = start.numel();
   CHECK_ARGUMENT(heads <= kMostHeads, "start has ", heads, " heads, more than ", kMostHeads);
+  CHECK_ARGUMENT(total <= kMaxInt, "start has ", total, " keys, more than 2^31 - 1");
   const CurrentDevice device(kName, start);
-  const std::array<int64_t, 3> shape{start.size(0), start.size(1), start.size(2)};
-  Tensor codes = torch::stable::new_empty(start, {shape.data(), shape.size()}, ScalarType::Int);
-  KeyCodesParams params{};
-  params.start = static_cast<const int32_t*>(start.const_data_ptr());
-  params.stop = static_cast<const int32_t*>(stop.const_data_ptr());
-  params.codes = static_cast<int32_t*>(codes.mutable_data_ptr());
-  params.total = heads * start.size(2);
-  params.seqlen_q = static_cast<int>(seqlen_q);
-  params.seqlen_k = static_cast<int>(start.size(2));
-  if (params.total > 0) check(launch_key_codes(params, device.stream), kName, "launching the kernel of the codes");
-  return codes;
+  const auto empty = [&](std::array<int64_t, 3> shape, ScalarType dtype) {
+    return torch::stable::new_empty(start, {shape.data(), shape.size()}, dtype);
+  };
+  Tensor order = empty({start.size(0), start.size(1), start.size(2)}, ScalarType::Int);
+  if (total == 0) return order;
+  const Tensor scratch = empty({3, 1, total}, ScalarType::Int);
+  auto* const words = static_cast<uint32_t*>(scratch.mutable_data_ptr());
+  KeyCodesParams codes{};
+  codes.start = static_cast<const int32_t*>(start.const_data_ptr());
+  codes.stop = static_cast<const int32_t*>(stop.const_data_ptr());
+  codes.codes = words;
+  codes.keys = reinterpret_cast<int32_t*>(words + total);
+  codes.total = total;
+  codes.seqlen_q = static_cast<int>(seqlen_q);
+  codes.seqlen_k = static_cast<int>(start.size(2));
+  check(launch_key_codes(codes, device.stream), kName, "launching the kernel of the codes");
+  SortCodesParams sort{};
+  sort.codes = codes.codes;
+  sort.keys = codes.keys;
+  sort.sorted_codes = words + 2 * total;
+  sort.order = static_cast<int32_t*>(order.mutable_data_ptr());
+  sort.total = static_cast<int>(total);
+  sort.bits = 2 * kCurveBits + 1;
+  while ((int64_t{1} << (sort.bits - 2 * kCurveBits - 1)) < heads) ++sort.bits;
+  check(size_of_sort(sort), kName, "asking for the scratch of the sort");
+  const Tensor room = empty({1, 1, static_cast<int64_t>(sort.scratch_bytes)}, ScalarType::Byte);
+  sort.scratch = room.mutable_data_ptr();
+  check(sort_codes(sort, device.stream), kName, "sorting");
+  return order;
 }
 
 // Returns (bounds, row_lists, col_lists), as `interval_tiles` of flash_dmattn/masks/prepared/interval_operators.py. start
@@ -224,7 +252,7 @@ std::vector<Tensor> gather_keys(Tensor k, Tensor v, Tensor order, Tensor bounds)
 template <class Library>
 void implement(Library& m) {
   m.impl("cuda_topk_intervals", TORCH_BOX(&topk_intervals));
-  m.impl("cuda_key_codes", TORCH_BOX(&key_codes));
+  m.impl("cuda_key_order", TORCH_BOX(&key_order));
   m.impl("cuda_interval_tiles", TORCH_BOX(&interval_tiles));
   m.impl("cuda_interval_bits", TORCH_BOX(&interval_bits));
   m.impl("cuda_gather_keys", TORCH_BOX(&gather_keys));
@@ -235,7 +263,7 @@ void implement(Library& m) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flash_dmattn, m) {
   m.def("cuda_topk_intervals(Tensor keys, int k, int seqlen_q, int local) -> Tensor[]");
-  m.def("cuda_key_codes(Tensor start, Tensor stop, int seqlen_q) -> Tensor");
+  m.def("cuda_key_order(Tensor start, Tensor stop, int seqlen_q) -> Tensor");
   m.def("cuda_interval_tiles(Tensor start, Tensor stop, Tensor order, int seqlen_q) -> Tensor[]");
   m.def("cuda_interval_bits(Tensor bounds, int seqlen_q) -> Tensor");
   m.def("cuda_gather_keys(Tensor k, Tensor v, Tensor order, Tensor bounds) -> Tensor[]");

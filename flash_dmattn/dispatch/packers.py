@@ -10,7 +10,7 @@ import torch
 
 from ..backends.cuda import backend as cuda
 from ..masks.prepared import packers
-from ..masks.prepared.interval_order import MOST_HEADS_OF_CODES, order_by_codes
+from ..masks.prepared.interval_order import MOST_HEADS_OF_CODES
 from ..masks.prepared.interval_tiles import IntervalTiles
 from ..masks.prepared.packers import Packer
 from ..problem import Band, device_arch
@@ -52,6 +52,7 @@ def _triton_packer() -> Packer | None:
         pack_tiles=pack_tiles,
         list_tiles=of_masks.list_tiles,
         key_set=of_keys.key_set,
+        score_keys=of_keys.score_keys,
         key_intervals=of_keys.key_intervals,
         interval_tiles=of_keys.interval_tiles,
     )
@@ -66,7 +67,7 @@ def _extension_packer() -> Packer:
 def around_extension(operators: Any) -> Packer:
     """The packer of the operators of the extension, under their names; the rest is Triton's or PyTorch's."""
     pack_mask, interval_tiles = operators.cuda_pack_mask.default, operators.cuda_interval_tiles.default
-    topk_intervals, key_codes = operators.cuda_topk_intervals.default, operators.cuda_key_codes.default
+    topk_intervals, order_keys = operators.cuda_topk_intervals.default, operators.cuda_key_order.default
     rest = _triton_packer() or packers.PYTORCH
 
     def pack_tiles(mask: torch.Tensor, band: Band | None) -> list[torch.Tensor]:
@@ -86,7 +87,7 @@ def around_extension(operators: Any) -> Packer:
     def key_order(start: torch.Tensor, stop: torch.Tensor, seqlen_q: int) -> torch.Tensor:
         if start.size(0) * start.size(1) > MOST_HEADS_OF_CODES:
             return rest.key_order(start, stop, seqlen_q)
-        return order_by_codes(key_codes(start, stop, seqlen_q))
+        return order_keys(start, stop, seqlen_q)
 
     return rest._replace(
         pack_tiles=pack_tiles, interval_tiles=list_intervals, topk_intervals=find_topk, key_order=key_order

@@ -139,6 +139,11 @@ def sort_keys(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tenso
     return keys if allowed is None else torch.where(allowed, keys, lowest)
 
 
+def score_keys(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
+    """`sort_keys` of one score per key, (B, H, Lk), contiguous: scores and allowed are (B, H, 1, Lk) and broadcast."""
+    return sort_keys(scores, allowed)[:, :, 0].contiguous()
+
+
 def select(keys: torch.Tensor, k: int) -> torch.Tensor:
     """The first k of each row in descending order of `keys`, the earliest first among equal ones."""
     allowed = keys > torch.iinfo(keys.dtype).min

@@ -1,7 +1,7 @@
 """The build of the emulated extension: csrc by a C++ compiler, with a GPU of `machine.cpp` under it.
 
-csrc is copied, the two files with assembly are replaced by those of `device/`, and shared memory of a size given at
-launch, which only nvcc knows, is rewritten.
+csrc is copied, the two files with assembly are replaced by those of `device/`, CUB's sort by that of `cub/`, and shared
+memory of a size given at launch, which only nvcc knows, is rewritten.
 
     python tests/emulation/build.py flash_dmattn_emulated.so --head-dims 64,128 --dtypes bf16
 """
@@ -25,6 +25,8 @@ sys.path.insert(0, str(CSRC))
 import build_cuda  # noqa: E402
 
 REPLACED = ("device/ptx.h", "device/wgmma_instructions.h")
+# A header of nvcc's that holds kernels: here it is a function of the host.
+ADDED = ("cub/device/device_radix_sort.cuh",)
 NOT_BUILT = ("api/module.cpp",)  # the Python module, which tells of drivers
 REWRITES = (
     (re.compile(r"extern __shared__ .*?(\w+) (\w+)\[\];"), r"\1* const \2 = ::emulation::shared_memory();"),
@@ -77,7 +79,7 @@ def build(output: Path, folder: Path, head_dims: str, dtypes: str) -> None:
                 source / place.with_suffix(".cpp" if path.suffix == ".cu" else path.suffix),
                 _rewritten(path.read_text()),
             )
-    for place in REPLACED:
+    for place in (*REPLACED, *ADDED):
         build_cuda.write_if_changed(source / place, (HERE / place).read_text())
     for path in [*HERE.glob("*.h"), *HERE.glob("*.cpp")]:
         build_cuda.write_if_changed(source / path.name, path.read_text())

@@ -5,6 +5,9 @@
 // to its end; what is kept before the chunk and falls below that threshold, or comes in the chunk and does, stops in the
 // chunk. Those are at most twice as many keys as the chunk has, so each is compared with all of the chunk.
 //
+// Long rows are cut into segments too. What a prefix of whole segments does not keep nobody keeps later, so a chunk
+// reads the survivors of the segments before its own, and what came since.
+//
 // Keys compare by score, then the earlier one is better: both fit 64 bits, the position negated in the lower half.
 #include "../kernel_launch.h"
 #include "mask.h"
@@ -13,7 +16,8 @@ namespace flash_dmattn {
 namespace {
 
 constexpr int kThreads = 1024, kWarps = kThreads / 32;
-constexpr int kDigitBits = 11, kDigits = 1 << kDigitBits;  // 11, 11 and 10 bits of a score
+constexpr int kDigitBits = 8, kDigits = 1 << kDigitBits;  // of a score; four of them
+constexpr int kAtOnce = 4;                                 // loads of a thread that are under way together
 
 // Scores in an order of unsigned integers.
 __device__ __forceinline__ uint32_t ordered(int32_t key) { return static_cast<uint32_t>(key) ^ 0x80000000u; }
@@ -43,65 +47,131 @@ __device__ __forceinline__ int count_after(int count, int (&of_warps)[kWarps], i
   return total - before - upto;
 }
 
-// A block finds the threshold of a chunk: the least ranked key that a prefix up to its end keeps, 0 where it keeps all.
-// The k-th greatest score is found digit by digit, by counting those that share the digits found so far.
-__global__ void __launch_bounds__(kThreads) topk_thresholds_kernel(const __grid_constant__ TopkParams p) {
-  griddep_wait();
-  __shared__ int counts[kDigits];
-  __shared__ int of_warps[kWarps];
-  __shared__ uint32_t found_digit;
-  __shared__ int found_left;
-  const int64_t head = blockIdx.x / p.chunks;
-  const int chunk = static_cast<int>(blockIdx.x - head * p.chunks);
-  const int first = chunk * p.chunk_keys, end = min(first + p.chunk_keys, p.seqlen_k);
-  const int32_t* keys = p.keys + head * p.seqlen_k;
-  for (int j = first + threadIdx.x; j < end; j += kThreads) p.stops[head * p.seqlen_k + j] = p.seqlen_k;
-  if (end < p.k) {
-    if (threadIdx.x == 0) p.thresholds[blockIdx.x] = 0;
-    return;
+// The keys of a prefix that may be among its k best: survivors of the segments before, and all keys from `first` on.
+struct Prefix {
+  const int32_t* keys;  // of the head
+  const int32_t* survivors;
+  int num_survivors, first, count;
+
+  __device__ __forceinline__ int position(int i) const {
+    return i < num_survivors ? survivors[i] : first + i - num_survivors;
   }
-  uint32_t prefix = 0;  // the digits found
-  int left = p.k;       // which of the keys that share them, from the greatest
-  int shift = 32;
+};
+
+// The keys of a head before `end`, which lies in the segment of position `inside`, or right behind it.
+__device__ __forceinline__ Prefix prefix_of(const TopkParams& p, int64_t head, int inside, int end) {
+  const int segment = inside / p.segment_keys, first = segment * p.segment_keys;
+  const int survivors = segment == 0 ? 0 : p.k;
+  return {p.keys + head * p.seqlen_k, p.survivors + (head * p.segments + segment) * p.k, survivors, first,
+          survivors + end - first};
+}
+
+// Calls take(key, position) for every key of a prefix.
+template <class Take>
+__device__ __forceinline__ void for_each(const Prefix& prefix, const Take& take) {
+  for (int start = threadIdx.x; start < prefix.count; start += kAtOnce * kThreads) {
+    int32_t key[kAtOnce];
+    int position[kAtOnce];
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      const int i = start + u * kThreads;
+      if (i < prefix.count) key[u] = prefix.keys[position[u] = prefix.position(i)];
+    }
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      if (start + u * kThreads < prefix.count) take(key[u], position[u]);
+    }
+  }
+}
+
+struct SelectShared {
+  int counts[kDigits * 32];  // a counter of each digit for each lane: lanes neither collide nor share a bank
+  int of_warps[kWarps];
+  uint32_t digit;
+  int left;
+  uint64_t threshold;
+};
+
+// The rank of the k-th best key of a prefix, which has as many. Its score is found digit by digit, by counting the keys
+// that share the digits found so far.
+__device__ __forceinline__ uint64_t select(const Prefix& prefix, int k, SelectShared& shared) {
+  uint32_t found = 0;  // the digits found
+  int left = k;        // which of the keys that share them, from the greatest
 #pragma unroll 1
-  for (const int bits : {11, 11, 10}) {
-    for (int d = threadIdx.x; d < kDigits; d += kThreads) counts[d] = 0;
+  for (int shift = 32 - kDigitBits; shift >= 0; shift -= kDigitBits) {
+    for (int i = threadIdx.x; i < kDigits * 32; i += kThreads) shared.counts[i] = 0;
     __syncthreads();
-    const int above = shift;
-    shift -= bits;
-    for (int j = threadIdx.x; j < end; j += kThreads) {
-      const uint32_t score = ordered(keys[j]);
-      if (above == 32 || score >> above == prefix) atomicAdd(&counts[score >> shift & ((1u << bits) - 1)], 1);
-    }
+    for_each(prefix, [&](int32_t key, int) {
+      const uint32_t digits = ordered(key) >> shift;
+      if (digits >> kDigitBits == found) atomicAdd(&shared.counts[digits % kDigits * 32 + threadIdx.x % 32], 1);
+    });
     __syncthreads();
-    // A thread has two digits, the greater one second.
-    const int low = counts[2 * threadIdx.x], high = counts[2 * threadIdx.x + 1];
+    // Four threads share the counters of a digit, turned so that those of a warp lie in different banks.
+    const int digit = threadIdx.x / 4, quarter = threadIdx.x % 4;
+    int count = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) count += shared.counts[digit * 32 + quarter * 8 + (i + digit) % 8];
+    count += __shfl_xor_sync(0xffffffffu, count, 1);
+    count += __shfl_xor_sync(0xffffffffu, count, 2);
+    if (quarter != 0) count = 0;
     int total;
-    const int greater = count_after(low + high, of_warps, total);
-    if (greater < left && greater + high >= left) {
-      found_digit = 2 * threadIdx.x + 1;
-      found_left = left - greater;
-    } else if (greater + high < left && greater + high + low >= left) {
-      found_digit = 2 * threadIdx.x;
-      found_left = left - greater - high;
+    const int greater = count_after(count, shared.of_warps, total);
+    if (greater < left && greater + count >= left) {
+      shared.digit = digit;
+      shared.left = left - greater;
     }
     __syncthreads();
-    prefix = prefix << bits | found_digit;
-    left = found_left;
+    found = found << kDigitBits | shared.digit;
+    left = shared.left;
     __syncthreads();
   }
   // Of the keys with that score the earliest `left` are kept.
 #pragma unroll 1
-  for (int start = 0; start < end; start += kThreads) {
-    const int j = start + threadIdx.x;
-    const bool is_equal = j < end && ordered(keys[j]) == prefix;
+  for (int start = 0;; start += kThreads) {
+    const int i = start + threadIdx.x, position = i < prefix.count ? prefix.position(i) : 0;
+    const bool is_equal = i < prefix.count && ordered(prefix.keys[position]) == found;
     int total;
-    const int after = count_after(is_equal, of_warps, total);
-    const int which = total - after;  // this one and those before
-    if (is_equal && which == left) p.thresholds[blockIdx.x] = ranked(keys[j], j);
-    if (total >= left) return;  // all threads alike
+    const int after = count_after(is_equal, shared.of_warps, total);
+    if (is_equal && total - after == left) shared.threshold = ranked(prefix.keys[position], position);
+    if (total >= left) break;  // all threads alike
     left -= total;
   }
+  __syncthreads();
+  return shared.threshold;
+}
+
+// A block finds what survives a prefix of whole segments, in the order of positions.
+__global__ void __launch_bounds__(kThreads) topk_survivors_kernel(const __grid_constant__ TopkParams p) {
+  griddep_wait();
+  __shared__ SelectShared shared;
+  const int64_t head = blockIdx.x / (p.segments - 1);
+  const int segment = static_cast<int>(blockIdx.x - head * (p.segments - 1)) + 1;
+  const Prefix prefix{p.keys + head * p.seqlen_k, nullptr, 0, 0, segment * p.segment_keys};
+  const uint64_t threshold = select(prefix, p.k, shared);
+  int32_t* survivors = p.survivors + (head * p.segments + segment) * p.k;
+  int before = 0;
+#pragma unroll 1
+  for (int start = 0; start < prefix.count; start += kThreads) {
+    const int position = start + threadIdx.x;
+    const bool survives = position < prefix.count && ranked(prefix.keys[position], position) >= threshold;
+    int total;
+    const int after = count_after(survives, shared.of_warps, total);
+    if (survives) survivors[before + total - after - 1] = position;
+    before += total;
+  }
+}
+
+// A block finds the threshold of a chunk: the least ranked key that a prefix up to its end keeps, 0 where it keeps all.
+__global__ void __launch_bounds__(kThreads) topk_thresholds_kernel(const __grid_constant__ TopkParams p) {
+  griddep_wait();
+  __shared__ SelectShared shared;
+  const int64_t head = blockIdx.x / p.chunks;
+  const int chunk = static_cast<int>(blockIdx.x - head * p.chunks);
+  const int first = chunk * p.chunk_keys, end = min(first + p.chunk_keys, p.seqlen_k);
+  for (int j = first + threadIdx.x; j < end; j += kThreads) p.stops[head * p.seqlen_k + j] = p.seqlen_k;
+  uint64_t threshold = 0;
+  if (end >= p.k) threshold = select(prefix_of(p, head, first, end), p.k, shared);
+  if (threadIdx.x == 0) p.thresholds[blockIdx.x] = threshold;
 }
 
 // A block finds the stops that lie in a chunk.
@@ -118,10 +188,10 @@ __global__ void __launch_bounds__(kThreads) topk_stops_kernel(const __grid_const
   if (threadIdx.x == 0) num_leaving = 0;
   for (int i = threadIdx.x; i < count; i += kThreads) coming[i] = ranked(keys[first + i], first + i);
   __syncthreads();
-  for (int j = threadIdx.x; j < first; j += kThreads) {
-    const uint64_t of_key = ranked(keys[j], j);
+  for_each(prefix_of(p, head, first, first), [&](int32_t key, int position) {
+    const uint64_t of_key = ranked(key, position);
     if (of_key >= before && of_key < after) leaving[atomicAdd(&num_leaving, 1)] = of_key;
-  }
+  });
   __syncthreads();
   const int leave = num_leaving, free = max(p.k - first, 0);
   for (int i = threadIdx.x; i < leave + count; i += kThreads) {
@@ -184,7 +254,9 @@ __global__ void __launch_bounds__(kThreads) key_codes_kernel(const __grid_consta
     return static_cast<uint32_t>((static_cast<int64_t>(row) << kCurveBits) / (p.seqlen_q + 1));
   };
   const uint32_t code = start < stop ? hilbert_code(cut(start), cut(stop)) : kDead;
-  p.codes[at] = static_cast<int32_t>(code + static_cast<uint32_t>(at / p.seqlen_k) * 2 * kDead);
+  const int64_t head = at / p.seqlen_k;
+  p.codes[at] = code + static_cast<uint32_t>(head) * 2 * kDead;
+  p.keys[at] = static_cast<int32_t>(at - head * p.seqlen_k);
 }
 
 int64_t blocks_for(int64_t total) { return (total + kThreads - 1) / kThreads; }
@@ -193,7 +265,12 @@ int64_t blocks_for(int64_t total) { return (total + kThreads - 1) / kThreads; }
 
 cudaError_t launch_topk(const TopkParams& params, cudaStream_t stream) {
   const int64_t heads = params.total / params.seqlen_k;
-  cudaError_t error = KernelLaunch(heads * params.chunks, kThreads, stream).run(topk_thresholds_kernel, params);
+  cudaError_t error = cudaSuccess;
+  if (params.segments > 1) {
+    error = KernelLaunch(heads * (params.segments - 1), kThreads, stream).run(topk_survivors_kernel, params);
+    if (error != cudaSuccess) return error;
+  }
+  error = KernelLaunch(heads * params.chunks, kThreads, stream).run(topk_thresholds_kernel, params);
   if (error != cudaSuccess) return error;
   error = KernelLaunch(heads * params.chunks, kThreads, stream).run(topk_stops_kernel, params);
   if (error != cudaSuccess) return error;

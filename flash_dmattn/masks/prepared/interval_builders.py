@@ -7,8 +7,8 @@ import torch
 from ...problem import causal_window, check_flag, check_window, make_band
 from ..arguments import IntsLike, integer, integer_tensor
 from ..broadcast import DIMS, collapse
-from ..topk import select, sort_keys, topk_arguments
-from .interval_operators import run_interval_tiles, run_key_order, run_topk_intervals
+from ..topk import select, topk_arguments
+from .interval_operators import run_interval_tiles, run_key_order, run_score_keys, run_topk_intervals
 from .interval_order import reorder_pays
 from .intervals import IntervalMask
 
@@ -148,7 +148,7 @@ def prepare_topk(
                 f"{name} has {given.size(2)} rows (as 4-D, shape {tuple(given.shape)}) and must have one for all "
                 f"queries; what depends on the query makes no intervals: use prepare_mask(topk_mask(...))."
             )
-    keys = sort_keys(values, allowed)[:, :, 0]
+    keys = run_score_keys(values, allowed)
     batch, heads, seqlen_k = keys.shape
     if reorder is None:
         has_backward = scores.requires_grad and torch.is_grad_enabled()
@@ -156,7 +156,7 @@ def prepare_topk(
             batch * heads, seqlen_q, seqlen_k, k + local, is_causal=is_causal, has_backward=has_backward
         )
     if is_causal:
-        start, stop = run_topk_intervals(keys.contiguous(), k, seqlen_q, local)
+        start, stop = run_topk_intervals(keys, k, seqlen_q, local)
     else:
         stop = (select(keys, k) * seqlen_q).to(torch.int32)
         start = torch.zeros_like(stop)

@@ -50,6 +50,20 @@ def _tiles_fake(start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, se
     return [start.new_empty(shape) for shape in shapes]
 
 
+def _score_keys(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
+    return packer(scores).score_keys(scores, allowed)
+
+
+def _score_keys_fake(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
+    heads = scores.shape[:2] if allowed is None else torch.broadcast_shapes(scores.shape[:2], allowed.shape[:2])
+    dtype = torch.int64 if scores.dtype == torch.float64 else torch.int32
+    return scores.new_empty((*heads, scores.shape[3]), dtype=dtype)
+
+
+run_score_keys = cast(
+    Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor],
+    _define("score_keys", "(Tensor scores, Tensor? allowed) -> Tensor", _score_keys, _score_keys_fake),
+)
 run_topk_intervals = cast(
     Callable[[torch.Tensor, int, int, int], tuple[torch.Tensor, torch.Tensor]],
     _define(

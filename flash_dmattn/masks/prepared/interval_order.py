@@ -72,15 +72,9 @@ def key_order(start: torch.Tensor, stop: torch.Tensor, seqlen_q: int) -> torch.T
     code = torch.where(start < stop, hilbert_codes(x, y, BITS), _DEAD)
     of_head = torch.arange(heads, device=start.device)[:, None]
     code = code.reshape(heads, seqlen_k) + of_head * (2 * _DEAD)
-    return order_by_codes(code.to(torch.int32 if heads <= MOST_HEADS_OF_CODES else torch.int64).view(start.shape))
-
-
-def order_by_codes(codes: torch.Tensor) -> torch.Tensor:
-    """The key at each place, int32, of codes (Bm, Hm, Lk) that are greater in each head than in the one before."""
-    heads, seqlen_k = codes.size(0) * codes.size(1), codes.size(2)
-    place = codes.flatten().sort(stable=True).indices.view(heads, seqlen_k)
-    first = torch.arange(heads, device=codes.device)[:, None] * seqlen_k
-    return (place - first).to(torch.int32).view(codes.shape)
+    code = code.to(torch.int32 if heads <= MOST_HEADS_OF_CODES else torch.int64)
+    place = code.flatten().sort(stable=True).indices.view(heads, seqlen_k)
+    return (place - of_head * seqlen_k).to(torch.int32).view(start.shape)
 
 
 def reorder_pays(

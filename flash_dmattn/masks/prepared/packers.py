@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ...problem import Band
+from ..topk import score_keys
 from ..topk_stops import topk_intervals
 from . import packing
 from .interval_order import key_order
@@ -23,6 +24,7 @@ class Packer(NamedTuple):
         pack_tiles: (bool (Bm, Hm, Lq, Lk) of any strides, band) -> bits, classes, row_lists, col_lists of a `TileMask`.
         list_tiles: classes -> row_lists, col_lists.
         key_set: bool (Bm, Hm, 1, Lk) of any strides -> kept, count, prefix of a `KeyMask`.
+        score_keys: as `masks.topk.score_keys`.
         key_intervals: as `key_intervals.key_intervals`.
         interval_tiles: (start, stop, order, seqlen_q) -> bounds, row_lists, col_lists of an `IntervalMask`.
         topk_intervals: as `masks.topk_stops.topk_intervals`.
@@ -32,6 +34,7 @@ class Packer(NamedTuple):
     pack_tiles: Callable[[torch.Tensor, Band | None], list[torch.Tensor]]
     list_tiles: Callable[[torch.Tensor], TileLists]
     key_set: Callable[[torch.Tensor], KeySet]
+    score_keys: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
     key_intervals: Callable[[torch.Tensor, int, Band | None, bool], KeyIntervals]
     interval_tiles: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], IntervalTiles]
     topk_intervals: Callable[[torch.Tensor, int, int, int], tuple[torch.Tensor, torch.Tensor]]
@@ -50,7 +53,14 @@ def list_intervals(start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor,
 
 
 PYTORCH = Packer(
-    _pack_tiles, packing.list_tiles, packing.key_set, key_intervals, list_intervals, topk_intervals, key_order
+    _pack_tiles,
+    packing.list_tiles,
+    packing.key_set,
+    score_keys,
+    key_intervals,
+    list_intervals,
+    topk_intervals,
+    key_order,
 )
 _find_faster: Callable[[torch.Tensor], Packer | None] = lambda tensor: None
 
