@@ -37,7 +37,9 @@ struct TopkParams {
   const int32_t* keys;   // in the order of the scores; the lowest for what is not allowed
   int32_t* stops;        // scratch
   uint64_t* thresholds;  // scratch, (heads, chunks)
-  int32_t* survivors;    // scratch, (heads, segments, k), if there are segments: what is kept of those before each
+  // Scratch, (heads, segments, k) if there are several segments: the best of each, and of all before it.
+  int32_t* of_segments;
+  int32_t* survivors;
   int32_t* start;
   int32_t* stop;
   int64_t total;  // heads * Lk

@@ -45,8 +45,10 @@ OTHERS = {
     "order_lists_kernel": 1,
     "pack_mask_kernel": 4,
     "topk_intervals_kernel": 1,
+    "topk_segments_kernel": 1,
     "topk_stops_kernel": 1,
-    "topk_thresholds_kernel": 1,
+    "topk_survivors_kernel": 2,
+    "topk_thresholds_kernel": 4,
 }
 
 
@@ -181,7 +183,8 @@ def test_build_shows_progress_and_every_kernel(built: Built) -> None:
         assert re.search(rf"\[\d+/\d+\] {re.escape(unit)}$", built.printed, re.MULTILINE), built.printed
     row = r"^flash_dmattn: (.+): \d+ registers, (?:no spills|\d+ bytes spilled)$"
     kernels = re.findall(row, built.printed, re.MULTILINE)
-    found = Counter(re.split("[<:]", name)[0] for name in kernels)
+    # CUB's sort has kernels of its own, which differ by release.
+    found = Counter(re.split("[<:]", name)[0] for name in kernels if not name.startswith("cub::"))
     # Four forms of a bias, with a mask and without; of a shared bias there is one. Gradients are with a softcap or
     # without, and without one of a fifth form, which clusters sum; at this head dim a dbias that is stored has a kernel
     # of two tiles of keys. Beside intervals there is no bias or one per key.

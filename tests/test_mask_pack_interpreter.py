@@ -122,9 +122,9 @@ def check_keys() -> None:
     """Sets of keys and intervals of them, in several chunks, the keys of others counted in several steps."""
     from flash_dmattn.triton_kernels import key_pack, mask_pack
 
-    with mock.patch.multiple(key_pack, CHUNKS=((64, 4),), COUNT_BLOCK=64):
+    with mock.patch.multiple(key_pack, SHORT_CHUNK=32, CHUNK=64, MOST_CHUNKS=2):
         for kept in (0.0, 0.4):
-            for seqlen_k in (0, 1, 64, 65, 152):
+            for seqlen_k in (0, 1, 32, 64, 65, 152):
                 flags = torch.rand(2, 1, 1, seqlen_k) < kept
                 for mask in (flags, flags.repeat_interleave(2, dim=3)[..., ::2], flags.expand(-1, 2, 1, -1)):
                     equal(key_pack.key_set(mask), packing.key_set(mask), (kept, seqlen_k))
@@ -178,7 +178,7 @@ def check_bytes() -> None:
         for band in (None, make_band(130, seqlen_k, (-1, 0))):
             equal(mask_pack.pack_mask(mask, band), packing.pack_mask(keys != 0, band), (vector, band))
         row, flags = mask[:, :, :1], keys[:, :, :1] != 0
-        with mock.patch.multiple(key_pack, CHUNKS=((64, 4),), COUNT_BLOCK=64):
+        with mock.patch.multiple(key_pack, SHORT_CHUNK=32, CHUNK=64, MOST_CHUNKS=2):
             equal(key_pack.key_set(row), packing.key_set(flags), vector)
             equal(key_pack.key_intervals(row, 9, None, True), key_intervals(flags, 9, None, True), vector)
 
@@ -275,15 +275,16 @@ def check_compiled(capability: int) -> None:
         mask_pack._list_kernel, capability, {"BLOCK": mask_pack.LIST_BLOCK}, (), mask_pack.LIST_NUM_WARPS
     )
     fits(usage, "lists")
-    for chunk, num_warps in key_pack.CHUNKS:
-        for vector in (4, 1):
-            constants = {"VEC": vector, "BLOCK": key_pack.COUNT_BLOCK, "CHUNK": chunk}
-            _, *usage = compiled(key_pack._key_set_kernel, capability, constants, ("stride_k",), num_warps)
-            fits(usage, ("key set", chunk, vector))
-            constants["REORDER"] = True
-            kernel = key_pack._key_intervals_kernel
-            _, *usage = compiled(kernel, capability, constants, ("stride_k",), num_warps)
-            fits(usage, ("key intervals", chunk, vector), most_shared=32768)
+    for chunk, counts, num_warps in (
+        (key_pack.SHORT_CHUNK, 1, key_pack.SHORT_NUM_WARPS),
+        (key_pack.CHUNK, key_pack.MOST_CHUNKS, key_pack.CHUNK_NUM_WARPS),
+    ):
+        constants = {"CHUNK": chunk, "COUNTS": counts}
+        _, *usage = compiled(key_pack._key_set_kernel, capability, constants, ("stride_k",), num_warps)
+        fits(usage, ("key set", chunk))
+        constants["REORDER"] = True
+        _, *usage = compiled(key_pack._key_intervals_kernel, capability, constants, ("stride_k",), num_warps)
+        fits(usage, ("key intervals", chunk), most_shared=32768)
     constants = {"HAS_ORDER": True, "BLOCK": key_pack.TILES_BLOCK, "TILE": packing.TILE}
     _, *usage = compiled(key_pack._interval_tiles_kernel, capability, constants, (), key_pack.TILES_NUM_WARPS)
     fits(usage, "tiles of intervals")

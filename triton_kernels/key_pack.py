@@ -1,10 +1,12 @@
 """The kernels of masks that are known by their keys: one row for all queries, or one interval of queries per key.
 
-A program takes a chunk of the keys of one head. Where a key goes depends on how many are kept before it, which every
-program counts by itself: a row is some 64 KB of bools, and reading it from the L2 cache is faster than a second launch.
+A program takes a chunk of the keys of one head. Where a key goes depends on how many are kept before it; where a row
+has several chunks, a first launch counts those of each.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,13 +18,12 @@ from flash_dmattn.masks.prepared.packing import TILE, KeySet, tiles
 from flash_dmattn.problem import Band
 
 from .kernel_launch import launch
-from .mask_pack import list_tiles, vector_bytes
+from .mask_pack import list_tiles
 
-# Keys of a chunk and warps: long chunks where rows are long, so that few programs read the keys of others.
-CHUNKS = ((1024, 8), (4096, 16))
-LONG_FROM = 8192
-# Keys that a program counts at once.
-COUNT_BLOCK = 8192
+# Keys of a chunk, and its warps; and the most chunks, so that each program reads all of their counts at once.
+CHUNK, CHUNK_NUM_WARPS, MOST_CHUNKS = 4096, 8, 1024
+# The same of short rows.
+SHORT_CHUNK, SHORT_NUM_WARPS = 1024, 4
 # Scores that a program turns into integers, and its warps.
 SCORES_BLOCK, SCORES_NUM_WARPS = 1024, 4
 # Tiles of queries that a program of the tile kernel compares with its 128 places at once, and its warps.
@@ -30,85 +31,84 @@ TILES_BLOCK, TILES_NUM_WARPS = 16, 4
 
 
 @triton.jit
-def _kept(mask_ptr, stride_k, first, last, VEC: tl.constexpr, BLOCK: tl.constexpr):
-    """How many keys from `first` to `last`, not included, are kept. VEC: bytes of a load, 1 for any stride."""
-    count = 0
-    if VEC == 1:
-        for start in range(first, last, BLOCK):
-            keys = start + tl.arange(0, BLOCK)
-            kept = tl.load(mask_ptr + keys.to(tl.int64) * stride_k, mask=keys < last, other=0) != 0
-            count += tl.sum(kept.to(tl.int32), axis=0)
+def _live(mask_ptr, keys, seqlen_q, seqlen_k, stride_k, low, high):
+    """The queries that see each key, from `start` to `stop`, and whether some do."""
+    start = tl.maximum(keys - high, 0)
+    stop = tl.minimum(keys - low + 1, seqlen_q)
+    flags = tl.load(mask_ptr + keys.to(tl.int64) * stride_k, mask=keys < seqlen_k, other=0) != 0
+    return start, stop, (flags & (start < stop)).to(tl.int32)
+
+
+@triton.jit
+def _chunk_of(mask_ptr, num_heads, stride_b, stride_h, chunks, CHUNK: tl.constexpr):
+    """The head of a program, its number of a chunk, the keys of it, and where the mask of the head begins."""
+    head = (tl.program_id(0) // chunks).to(tl.int64)
+    chunk = tl.program_id(0) % chunks
+    keys = chunk * CHUNK + tl.arange(0, CHUNK)
+    return head, chunk, keys, mask_ptr + head // num_heads * stride_b + head % num_heads * stride_h
+
+
+@triton.jit(do_not_specialize=["num_heads", "seqlen_q", "seqlen_k", "stride_b", "stride_h", "low", "high", "chunks"])
+def _count_kernel(
+    mask_ptr, counts_ptr, num_heads, seqlen_q, seqlen_k, stride_b, stride_h, stride_k, low, high, chunks,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    head, chunk, keys, mask_ptr = _chunk_of(mask_ptr, num_heads, stride_b, stride_h, chunks, CHUNK)
+    _, _, live = _live(mask_ptr, keys, seqlen_q, seqlen_k, stride_k, low, high)
+    tl.store(counts_ptr + head * chunks + chunk, tl.sum(live, axis=0))
+
+
+@triton.jit
+def _places(counts_ptr, live, head, chunk, chunks, COUNTS: tl.constexpr):
+    """How many live keys are before each key of a chunk, and in all of the row. COUNTS: at least `chunks`, 1 of one."""
+    if COUNTS == 1:
+        before = 0
+        total = tl.sum(live, axis=0)
     else:
-        words_ptr = mask_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-        for start in range(first // 4, (last + 3) // 4, BLOCK // 4):
-            words = start + tl.arange(0, BLOCK // 4)
-            four = tl.load(words_ptr + words, mask=words * 4 < last, other=0)
-            for byte in tl.static_range(4):
-                keys = words * 4 + byte
-                kept = (((four >> (8 * byte)) & 0xFF) != 0) & (keys >= first) & (keys < last)
-                count += tl.sum(kept.to(tl.int32), axis=0)
-    return count
+        others = tl.arange(0, COUNTS)
+        counts = tl.load(counts_ptr + head * chunks + others, mask=others < chunks, other=0)
+        before = tl.sum(tl.where(others < chunk, counts, 0), axis=0)
+        total = tl.sum(counts, axis=0)
+    return before + tl.cumsum(live, axis=0) - live, total
 
 
 @triton.jit(do_not_specialize=["num_heads", "seqlen_k", "stride_b", "stride_h", "chunks"])
 def _key_set_kernel(
-    mask_ptr, kept_ptr, count_ptr, prefix_ptr, num_heads, seqlen_k, stride_b, stride_h, stride_k, chunks,
-    VEC: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    mask_ptr, counts_ptr, kept_ptr, count_ptr, prefix_ptr,
+    num_heads, seqlen_k, stride_b, stride_h, stride_k, chunks,
+    CHUNK: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
-    head = (tl.program_id(0) // chunks).to(tl.int64)
-    first = tl.program_id(0) % chunks * CHUNK
-    last = tl.minimum(first + CHUNK, seqlen_k)
-    mask_ptr += (head // num_heads * stride_b + head % num_heads * stride_h) * VEC
+    head, chunk, keys, mask_ptr = _chunk_of(mask_ptr, num_heads, stride_b, stride_h, chunks, CHUNK)
+    _, _, flags = _live(mask_ptr, keys, 1, seqlen_k, stride_k, -1, seqlen_k)
+    places, total = _places(counts_ptr, flags, head, chunk, chunks, COUNTS)
+    inside = keys < seqlen_k
     kept_ptr += head * seqlen_k
     prefix_ptr += head * (seqlen_k + 1)
-
-    keys = first + tl.arange(0, CHUNK)
-    inside = keys < seqlen_k
-    flags = (tl.load(mask_ptr + keys.to(tl.int64) * stride_k, mask=inside, other=0) != 0).to(tl.int32)
-    before = _kept(mask_ptr, stride_k, 0, first, VEC, BLOCK)
-    upto = before + tl.sum(flags, axis=0)
-    places = before + tl.cumsum(flags, axis=0) - flags
-    count = upto + _kept(mask_ptr, stride_k, last, seqlen_k, VEC, BLOCK)
     tl.store(prefix_ptr + keys, places, mask=inside)
     tl.store(kept_ptr + places, keys, mask=flags != 0)
     # What has this number of a place and is past the last key that is kept.
-    tl.store(kept_ptr + keys, tl.zeros_like(keys) + seqlen_k, mask=inside & (keys >= count))
-    if last == seqlen_k:
-        tl.store(prefix_ptr + seqlen_k, upto)
-        tl.store(count_ptr + head, upto)
+    tl.store(kept_ptr + keys, tl.zeros_like(keys) + seqlen_k, mask=inside & (keys >= total))
+    if chunk == 0:
+        tl.store(prefix_ptr + seqlen_k, total)
+        tl.store(count_ptr + head, total)
 
 
 @triton.jit(do_not_specialize=["num_heads", "seqlen_q", "seqlen_k", "stride_b", "stride_h", "low", "high", "chunks"])
 def _key_intervals_kernel(
-    mask_ptr, start_ptr, stop_ptr, order_ptr,
+    mask_ptr, counts_ptr, start_ptr, stop_ptr, order_ptr,
     num_heads, seqlen_q, seqlen_k, stride_b, stride_h, stride_k, low, high, chunks,
-    REORDER: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr, COUNTS: tl.constexpr, REORDER: tl.constexpr,
 ):  # fmt: skip
-    head = (tl.program_id(0) // chunks).to(tl.int64)
-    first = tl.program_id(0) % chunks * CHUNK
-    last = tl.minimum(first + CHUNK, seqlen_k)
-    mask_ptr += (head // num_heads * stride_b + head % num_heads * stride_h) * VEC
-
-    keys = first + tl.arange(0, CHUNK)
+    head, chunk, keys, mask_ptr = _chunk_of(mask_ptr, num_heads, stride_b, stride_h, chunks, CHUNK)
+    start, stop, live = _live(mask_ptr, keys, seqlen_q, seqlen_k, stride_k, low, high)
     inside = keys < seqlen_k
-    start = tl.maximum(keys - high, 0)
-    stop = tl.minimum(keys - low + 1, seqlen_q)
-    flags = tl.load(mask_ptr + keys.to(tl.int64) * stride_k, mask=inside, other=0) != 0
-    live = (flags & (start < stop)).to(tl.int32)
     at = head * seqlen_k + keys
     tl.store(start_ptr + at, start * live, mask=inside)
     tl.store(stop_ptr + at, stop * live, mask=inside)
     if REORDER:
-        # The band reaches a run of keys: those from `nearest` to `farthest`, not included.
-        nearest = tl.maximum(low, 0)
-        farthest = tl.minimum(seqlen_k, seqlen_q + high)
-        before = _kept(mask_ptr, stride_k, nearest, tl.minimum(first, farthest), VEC, BLOCK)
-        after = _kept(mask_ptr, stride_k, tl.maximum(last, nearest), farthest, VEC, BLOCK)
-        upto = tl.cumsum(live, axis=0)
-        live_place = before + upto - live
-        count = before + tl.sum(live, axis=0) + after
-        place = tl.where(live != 0, live_place, count + keys - live_place)
-        tl.store(order_ptr + head * seqlen_k + place, keys, mask=inside)
+        places, total = _places(counts_ptr, live, head, chunk, chunks, COUNTS)
+        places = tl.where(live != 0, places, total + keys - places)
+        tl.store(order_ptr + head * seqlen_k + places, keys, mask=inside)
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "tiles_q", "tiles_k"])
@@ -176,14 +176,39 @@ def _score_keys_kernel(
     tl.store(keys_ptr + at, keys, mask=inside)
 
 
-def _chunk(seqlen_k: int) -> tuple[int, int]:
-    """Keys that a program takes, and its warps."""
-    return CHUNKS[-1] if seqlen_k > LONG_FROM else CHUNKS[0]
+class _Chunks(NamedTuple):
+    """How the keys of a mask are shared among programs: keys of one, its warps, and how many a row has."""
+
+    size: int
+    num_warps: int
+    number: int
+
+    def counts(self, mask: torch.Tensor) -> torch.Tensor:
+        """Room for the counts of all chunks."""
+        heads = mask.shape[0] * mask.shape[1]
+        return torch.empty(heads * (self.number if self.number > 1 else 0), dtype=torch.int32, device=mask.device)
+
+    def constants(self) -> tuple[int, int]:
+        """CHUNK and COUNTS of the kernels."""
+        return self.size, triton.next_power_of_2(self.number)
 
 
-def _key_vector(mask: torch.Tensor) -> int:
-    """How many bytes of a mask one load may take."""
-    return 4 if vector_bytes(mask[:, :, :1]) > 1 else 1
+def _chunks(seqlen_k: int) -> _Chunks:
+    if seqlen_k <= SHORT_CHUNK:
+        return _Chunks(SHORT_CHUNK, SHORT_NUM_WARPS, 1)
+    size = CHUNK
+    while triton.cdiv(seqlen_k, size) > MOST_CHUNKS:
+        size *= 2
+    return _Chunks(size, CHUNK_NUM_WARPS, triton.cdiv(seqlen_k, size))
+
+
+def _count(mask: torch.Tensor, counts: torch.Tensor, chunks: _Chunks, seqlen_q: int, band: Band) -> None:
+    """Launch the counting kernel, where there are counts."""
+    if counts.numel():
+        stride_b, stride_h, _, stride_k = mask.stride()
+        numbers = (mask.shape[1], seqlen_q, mask.shape[3], stride_b, stride_h, stride_k, *band, chunks.number)
+        tensors = (mask.view(torch.uint8), counts)
+        launch(_count_kernel, counts.numel(), tensors, numbers, (chunks.size,), chunks.num_warps)
 
 
 def _strides(x: torch.Tensor) -> tuple[int, int, int]:
@@ -224,13 +249,14 @@ def key_set(mask: torch.Tensor) -> KeySet:
     count = torch.empty(batch, num_heads, dtype=torch.int32, device=mask.device)
     prefix = torch.empty(batch, num_heads, seqlen_k + 1, dtype=torch.int32, device=mask.device)
     if batch * num_heads:
+        chunks = _chunks(seqlen_k)
+        counts = chunks.counts(mask)
+        _count(mask, counts, chunks, 1, Band(-1, seqlen_k))
         stride_b, stride_h, _, stride_k = mask.stride()
-        vec, (chunk, num_warps) = _key_vector(mask), _chunk(seqlen_k)
-        chunks = max(1, triton.cdiv(seqlen_k, chunk))
-        tensors = (mask.view(torch.uint8), kept, count, prefix)
-        numbers = (num_heads, seqlen_k, stride_b // vec, stride_h // vec, stride_k, chunks)
-        constants = (vec, COUNT_BLOCK, chunk)
-        launch(_key_set_kernel, batch * num_heads * chunks, tensors, numbers, constants, num_warps)
+        tensors = (mask.view(torch.uint8), counts, kept, count, prefix)
+        numbers = (num_heads, seqlen_k, stride_b, stride_h, stride_k, chunks.number)
+        programs = batch * num_heads * chunks.number
+        launch(_key_set_kernel, programs, tensors, numbers, chunks.constants(), chunks.num_warps)
     return kept, count, prefix
 
 
@@ -248,14 +274,15 @@ def key_intervals(mask: torch.Tensor, seqlen_q: int, band: Band | None, reorder:
     start, stop = (torch.empty(*shape, dtype=torch.int32, device=mask.device) for _ in range(2))
     order = torch.empty(*shape[:2], seqlen_k if reorder else 0, dtype=torch.int32, device=mask.device)
     if batch * num_heads * seqlen_k:
+        chunks = _chunks(seqlen_k)
+        band = band or Band(-seqlen_q, seqlen_k)
+        counts = chunks.counts(mask) if reorder else mask.new_empty(0, dtype=torch.int32)
+        _count(mask, counts, chunks, seqlen_q, band)
         stride_b, stride_h, _, stride_k = mask.stride()
-        vec, (chunk, num_warps) = _key_vector(mask), _chunk(seqlen_k)
-        chunks = triton.cdiv(seqlen_k, chunk)
-        low, high = band or (-seqlen_q, seqlen_k)
-        numbers = (num_heads, seqlen_q, seqlen_k, stride_b // vec, stride_h // vec, stride_k, low, high, chunks)
-        constants = (reorder, vec, COUNT_BLOCK, chunk)
-        tensors = (mask.view(torch.uint8), start, stop, order)
-        launch(_key_intervals_kernel, batch * num_heads * chunks, tensors, numbers, constants, num_warps)
+        tensors = (mask.view(torch.uint8), counts, start, stop, order)
+        numbers = (num_heads, seqlen_q, seqlen_k, stride_b, stride_h, stride_k, *band, chunks.number)
+        constants = (*chunks.constants(), reorder)
+        launch(_key_intervals_kernel, batch * num_heads * chunks.number, tensors, numbers, constants, chunks.num_warps)
     return start, stop, order
 
 

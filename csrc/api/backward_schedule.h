@@ -68,8 +68,8 @@ inline bool pays_to_take_two(int64_t pairs, int64_t tiles_k, int64_t num_sms) {
 }
 
 // In an order of keys, walks of neighbours are alike, and three quarters of the key blocks may have none. Walks of 32
-// tiles, or in an eighth of long rows, leave no SM waiting long: docs/notes/intervals.md.
-constexpr int64_t kWalkTiles = 32, kMostWalkParts = 8;
+// tiles, of 8 where heads are few, or of an eighth of long rows leave no SM waiting long: docs/notes/intervals.md.
+constexpr int64_t kWalkTiles = 32, kShortWalkTiles = 8, kFewHeads = 8, kMostWalkParts = 8;
 
 // How many (batch, key head) pairs have work tiles of whole groups. One tile per query head gives more and shorter
 // tiles, but their dk and dv must be added in device memory. So if tiles are few, only those of the last one or two
@@ -103,7 +103,8 @@ inline BackwardSchedule schedule_backward(const BackwardCall& call, DbiasWriter 
   schedule.walk_parts = 1;
   if (call.has_key_order && !schedule.is_ordered) {
     const int64_t tiles_q = ceil_div(call.seqlen_q, kTile);
-    schedule.walk_parts = std::min(ceil_div(tiles_q, kWalkTiles), kMostWalkParts);
+    const int64_t walk = schedule.single_heads < kFewHeads ? kShortWalkTiles : kWalkTiles;
+    schedule.walk_parts = std::min(ceil_div(tiles_q, walk), kMostWalkParts);
     schedule.walk_tiles = ceil_div(tiles_q, schedule.walk_parts);
   }
   const int64_t pairs = schedule.full_group_pairs + schedule.single_heads;

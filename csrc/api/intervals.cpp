@@ -19,7 +19,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int64_t kLongRow = 65536, kSegmentKeys = 32768;
+constexpr int64_t kSegmentKeys = 16384;
 static_assert(kSegmentKeys % kMostChunkKeys == 0);
 constexpr int64_t kMostHeads = kMaxInt >> (2 * kCurveBits + 1);  // a head's number fits the code of a key
 
@@ -45,17 +45,19 @@ std::vector<Tensor> topk_intervals(Tensor keys, int64_t k, int64_t seqlen_q, int
   // Long rows have greater chunks: each chunk reads the whole prefix some times.
   params.chunk_keys = seqlen_k <= 16384 ? kMostChunkKeys / 4 : seqlen_k <= 65536 ? kMostChunkKeys / 2 : kMostChunkKeys;
   const int64_t chunks = ceil_div(seqlen_k, params.chunk_keys);
-  // Segments pay where what survives of them is much less than they are.
-  params.segment_keys = static_cast<int>(seqlen_k);
-  if (seqlen_k > kLongRow && k <= kSegmentKeys / 2) params.segment_keys = kSegmentKeys;
+  // Of segments that keep all of their keys nothing would be gained.
+  const int64_t segment_keys = std::max(kSegmentKeys, ceil_div(k, kMostChunkKeys) * kMostChunkKeys);
+  params.segment_keys = static_cast<int>(seqlen_k > 2 * segment_keys ? segment_keys : seqlen_k);
   const int64_t segments = ceil_div(seqlen_k, params.segment_keys);
   CHECK_ARGUMENT(heads * chunks <= kMaxInt, "keys of ", heads, " heads by ", seqlen_k, " need more than 2^31 - 1 blocks");
   const Tensor stops = empty(shape, ScalarType::Int), thresholds = empty({1, heads, chunks}, ScalarType::Long);
-  const Tensor survivors = empty({heads, segments, segments > 1 ? k : 0}, ScalarType::Int);
+  const int64_t num_survivors = segments > 1 ? heads * segments * k : 0;
+  const Tensor survivors = empty({2, 1, num_survivors}, ScalarType::Int);
   params.keys = static_cast<const int32_t*>(keys.const_data_ptr());
   params.stops = static_cast<int32_t*>(stops.mutable_data_ptr());
   params.thresholds = static_cast<uint64_t*>(thresholds.mutable_data_ptr());
-  params.survivors = static_cast<int32_t*>(survivors.mutable_data_ptr());
+  params.of_segments = static_cast<int32_t*>(survivors.mutable_data_ptr());
+  params.survivors = params.of_segments + num_survivors;
   params.start = static_cast<int32_t*>(results[0].mutable_data_ptr());
   params.stop = static_cast<int32_t*>(results[1].mutable_data_ptr());
   params.total = heads * seqlen_k;

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from ..problem import AttentionProblem, Flags, MaskView, bias_class
+
+if TYPE_CHECKING:
+    from ..masks.prepared.operator import KeyForm
 
 
 class IntervalWalk(NamedTuple):
@@ -24,7 +27,20 @@ class IntervalWalk(NamedTuple):
     is_per_score: bool
 
 
-def interval_notes(problem: AttentionProblem) -> tuple[str, ...]:
+def call_key_form(problem: AttentionProblem, gathers: bool) -> KeyForm | None:
+    """The form that a mask of one row takes in a call; None without such a mask."""
+    p = problem
+    if p.mask is None or not p.mask.broadcast()[2]:
+        return None
+    from ..masks.prepared.operator import key_form  # importing flash_dmattn does not need it
+
+    mask_heads = 1 if p.mask.broadcast()[1] else p.mask.shape[1]
+    per_score = "score" in (p.bias_class, p.dbias_class)
+    sizes = (mask_heads, p.batch, p.seqlen_q, p.num_heads, p.num_heads_k)
+    return key_form(*sizes, bias_is_per_score=per_score, gathers=gathers)
+
+
+def interval_notes(problem: AttentionProblem, gathers: bool) -> tuple[str, ...]:
     """What `explain` says of a call with an interval mask, or one that becomes one, on a backend that reads them."""
     p = problem
     if p.mask_form == "intervals":
@@ -33,14 +49,10 @@ def interval_notes(problem: AttentionProblem) -> tuple[str, ...]:
                 "takes keys in their own order: a bias of one value per query and key cannot follow that of a mask",
             )
         return ("in a mask's order of keys, if it has one, copies k and v",)
-    if p.mask is None or p.mask_form != "dense" or not p.mask.broadcast()[2]:
+    form = call_key_form(p, gathers) if p.mask_form == "dense" else None
+    if form is None or not form.reorder:
         return ()
-    from ..masks.prepared.operator import key_form  # importing flash_dmattn does not need it
-
-    mask_heads = 1 if p.mask.broadcast()[1] else p.mask.shape[1]
-    per_score = "score" in (p.bias_class, p.dbias_class)
-    form = key_form(mask_heads, p.seqlen_q, p.num_heads, p.num_heads_k, bias_is_per_score=per_score)
-    return ("copies k and v in the order of kept keys, so that others cost nothing",) if form.reorder else ()
+    return ("copies k and v in the order of kept keys, so that others cost nothing",)
 
 
 def is_per_score(bias: Tensor | None, needs_dbias: bool) -> bool:
@@ -67,15 +79,14 @@ def walked_view(
         rows = (prefix[:, :, 1:] > prefix[:, :, :-1])[:, :, None]
     if rows is None or not (rows.shape[2] == 1 or rows.stride()[2] == 0):
         return mask
-    from ..masks.prepared.operator import KeyForm, key_form, prepared_view  # importing flash_dmattn does not need it
+    from ..masks.prepared.operator import key_form, prepared_view  # importing flash_dmattn does not need it
 
     scores = is_per_score(bias, needs_dbias)
     mask_heads = 1 if rows.stride()[1] == 0 else rows.shape[1]
-    form = key_form(mask_heads, q.shape[1], q.shape[2], k.shape[2], bias_is_per_score=scores)
+    batch, seqlen_q, num_heads = q.shape[:3]
+    form = key_form(mask_heads, batch, seqlen_q, num_heads, k.shape[2], bias_is_per_score=scores, gathers=gathers)
     if form.form == "keys":
-        if gathers:
-            return mask
-        form = KeyForm("tiles" if scores else "intervals")
+        return mask
     return prepared_view(rows, q.shape[1], k.shape[1], flags.window, form)
 
 

@@ -62,6 +62,7 @@ class Backend(Protocol):
     Optional names:
         notes(problem) -> tuple[str, ...]: what `explain` should say of a call that it accepts, such as copies it makes.
         MASK_FORM = "prepared": a forward/backward pair that reads tile, key and interval masks.
+        GATHERS_KEYS = True: of such a pair, that it fetches single keys, and few queries are best served by key masks.
         differentiable_backward(problem, dout, dlse, q, k, v, mask, bias): the gradients of a pair as differentiable
             PyTorch, without which a second derivative is refused.
         HAS_FORWARD_AD = True: forward-mode derivatives (torch.func.jvp) go through it.
@@ -146,6 +147,11 @@ def is_composite(backend: AnyBackend) -> TypeIs[CompositeBackend]:
 def reads_prepared_masks(backend: AnyBackend) -> bool:
     """Whether a backend reads prepared masks; one that does not say receives dense ones."""
     return getattr(backend, "MASK_FORM", "dense") == "prepared"
+
+
+def gathers_keys(backend: AnyBackend) -> bool:
+    """Whether the kernels of a backend that reads prepared masks fetch the keys of a `KeyMask` one by one."""
+    return getattr(backend, "GATHERS_KEYS", False)
 
 
 def has_forward_ad(backend: AnyBackend) -> bool:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..backends.protocol import AnyBackend, KernelBackend, reads_prepared_masks
+from ..backends.interval_walk import call_key_form
+from ..backends.protocol import AnyBackend, KernelBackend, gathers_keys, reads_prepared_masks
 from ..problem import AttentionProblem, MaskView
 from . import packers as packers  # registers the fast packers with flash_dmattn.masks
 
@@ -45,13 +46,11 @@ def mask_view(
         mask = mask.unpacked()
     if backward is None or not (reads_prepared_masks(forward) and reads_prepared_masks(backward)):
         return MaskView("dense", (mask,))
-    from ..masks.prepared.operator import key_form, prepared_view  # importing flash_dmattn does not need it
+    from ..masks.prepared.operator import KeyForm, prepared_view  # importing flash_dmattn does not need it
 
-    p = problem
-    mask_heads = 1 if mask.stride()[1] == 0 else mask.shape[1]
-    per_score = "score" in (p.bias_class, p.dbias_class)
-    of_keys = key_form(mask_heads, p.seqlen_q, p.num_heads, p.num_heads_k, bias_is_per_score=per_score)
-    return prepared_view(mask, p.seqlen_q, p.seqlen_k, p.window, of_keys)
+    gathers = gathers_keys(forward) and gathers_keys(backward)
+    of_keys = call_key_form(problem, gathers) or KeyForm("tiles")
+    return prepared_view(mask, problem.seqlen_q, problem.seqlen_k, problem.window, of_keys)
 
 
 def unpacking_note(problem: AttentionProblem, backend: AnyBackend) -> str | None:

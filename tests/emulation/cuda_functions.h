@@ -59,6 +59,13 @@ T atomicAdd(T* to, T value) {
   return before;
 }
 
+template <class T>
+T atomicMin(T* to, T value) {
+  const T before = *to;
+  if (value < before) *to = value;
+  return before;
+}
+
 template <class... Parameters>
 cudaError_t cudaFuncSetAttribute(void (*)(Parameters...), cudaFuncAttribute, int) {
   return cudaSuccess;
@@ -142,5 +149,12 @@ inline unsigned __ballot_sync(unsigned mask, bool holds) {
   unsigned votes = 0;
   for (int lane = 0; lane < emulation::kLanes; ++lane) votes |= static_cast<unsigned>(all[lane]) << lane;
   return votes;
+}
+inline int __reduce_add_sync(unsigned mask, int value) {
+  emulation_check_mask(mask);
+  const auto& all = emulation::exchange("__reduce_add_sync", emulation::to_bits(value));
+  int total = 0;
+  for (int lane = 0; lane < emulation::kLanes; ++lane) total += emulation::from_bits<int>(all[lane]);
+  return total;
 }
 inline bool __any_sync(unsigned mask, bool holds) { return __ballot_sync(mask, holds) != 0; }

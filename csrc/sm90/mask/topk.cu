@@ -5,8 +5,8 @@
 // to its end; what is kept before the chunk and falls below that threshold, or comes in the chunk and does, stops in the
 // chunk. Those are at most twice as many keys as the chunk has, so each is compared with all of the chunk.
 //
-// Long rows are cut into segments too. What a prefix of whole segments does not keep nobody keeps later, so a chunk
-// reads the survivors of the segments before its own, and what came since.
+// Long rows are cut into segments too. What is not among the best of its segment, or of all segments up to its own,
+// nobody keeps later. So a chunk reads the survivors of the segments before its own, and what came since.
 //
 // Keys compare by score, then the earlier one is better: both fit 64 bits, the position negated in the lower half.
 #include "../kernel_launch.h"
@@ -16,9 +16,6 @@ namespace flash_dmattn {
 namespace {
 
 constexpr int kThreads = 1024, kWarps = kThreads / 32;
-constexpr int kDigitBits = 8, kDigits = 1 << kDigitBits;  // of a score; four of them
-constexpr int kAtOnce = 4;                                 // loads of a thread that are under way together
-
 // Scores in an order of unsigned integers.
 __device__ __forceinline__ uint32_t ordered(int32_t key) { return static_cast<uint32_t>(key) ^ 0x80000000u; }
 __device__ __forceinline__ uint64_t ranked(int32_t key, int position) {
@@ -47,14 +44,18 @@ __device__ __forceinline__ int count_after(int count, int (&of_warps)[kWarps], i
   return total - before - upto;
 }
 
-// The keys of a prefix that may be among its k best: survivors of the segments before, and all keys from `first` on.
+// The keys of a prefix that may be among its k best, in the order of positions: some that are listed, and then those of
+// another list or all from `first` on.
 struct Prefix {
   const int32_t* keys;  // of the head
-  const int32_t* survivors;
-  int num_survivors, first, count;
+  const int32_t* listed;
+  const int32_t* rest;  // null for all
+  int num_listed, first, count;
 
   __device__ __forceinline__ int position(int i) const {
-    return i < num_survivors ? survivors[i] : first + i - num_survivors;
+    if (i < num_listed) return listed[i];
+    i -= num_listed;
+    return rest == nullptr ? first + i : rest[i];
   }
 };
 
@@ -62,107 +63,151 @@ struct Prefix {
 __device__ __forceinline__ Prefix prefix_of(const TopkParams& p, int64_t head, int inside, int end) {
   const int segment = inside / p.segment_keys, first = segment * p.segment_keys;
   const int survivors = segment == 0 ? 0 : p.k;
-  return {p.keys + head * p.seqlen_k, p.survivors + (head * p.segments + segment) * p.k, survivors, first,
+  return {p.keys + head * p.seqlen_k, p.survivors + (head * p.segments + segment) * p.k, nullptr, survivors, first,
           survivors + end - first};
 }
 
-// Calls take(key, position) for every key of a prefix.
-template <class Take>
-__device__ __forceinline__ void for_each(const Prefix& prefix, const Take& take) {
-  for (int start = threadIdx.x; start < prefix.count; start += kAtOnce * kThreads) {
-    int32_t key[kAtOnce];
-    int position[kAtOnce];
-#pragma unroll
-    for (int u = 0; u < kAtOnce; ++u) {
-      const int i = start + u * kThreads;
-      if (i < prefix.count) key[u] = prefix.keys[position[u] = prefix.position(i)];
-    }
-#pragma unroll
-    for (int u = 0; u < kAtOnce; ++u) {
-      if (start + u * kThreads < prefix.count) take(key[u], position[u]);
-    }
-  }
-}
-
 struct SelectShared {
-  int counts[kDigits * 32];  // a counter of each digit for each lane: lanes neither collide nor share a bank
-  int of_warps[kWarps];
-  uint32_t digit;
-  int left;
-  uint64_t threshold;
+  int of_warps[2][kWarps];
+  int scan[kWarps];
+  unsigned long long least;
 };
 
-// The rank of the k-th best key of a prefix, which has as many. Its score is found digit by digit, by counting the keys
-// that share the digits found so far.
-__device__ __forceinline__ uint64_t select(const Prefix& prefix, int k, SelectShared& shared) {
-  uint32_t found = 0;  // the digits found
-  int left = k;        // which of the keys that share them, from the greatest
-#pragma unroll 1
-  for (int shift = 32 - kDigitBits; shift >= 0; shift -= kDigitBits) {
-    for (int i = threadIdx.x; i < kDigits * 32; i += kThreads) shared.counts[i] = 0;
-    __syncthreads();
-    for_each(prefix, [&](int32_t key, int) {
-      const uint32_t digits = ordered(key) >> shift;
-      if (digits >> kDigitBits == found) atomicAdd(&shared.counts[digits % kDigits * 32 + threadIdx.x % 32], 1);
-    });
-    __syncthreads();
-    // Four threads share the counters of a digit, turned so that those of a warp lie in different banks.
-    const int digit = threadIdx.x / 4, quarter = threadIdx.x % 4;
-    int count = 0;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) count += shared.counts[digit * 32 + quarter * 8 + (i + digit) % 8];
-    count += __shfl_xor_sync(0xffffffffu, count, 1);
-    count += __shfl_xor_sync(0xffffffffu, count, 2);
-    if (quarter != 0) count = 0;
-    int total;
-    const int greater = count_after(count, shared.of_warps, total);
-    if (greater < left && greater + count >= left) {
-      shared.digit = digit;
-      shared.left = left - greater;
-    }
-    __syncthreads();
-    found = found << kDigitBits | shared.digit;
-    left = shared.left;
-    __syncthreads();
-  }
-  // Of the keys with that score the earliest `left` are kept.
-#pragma unroll 1
-  for (int start = 0;; start += kThreads) {
-    const int i = start + threadIdx.x, position = i < prefix.count ? prefix.position(i) : 0;
-    const bool is_equal = i < prefix.count && ordered(prefix.keys[position]) == found;
-    int total;
-    const int after = count_after(is_equal, shared.of_warps, total);
-    if (is_equal && total - after == left) shared.threshold = ranked(prefix.keys[position], position);
-    if (total >= left) break;  // all threads alike
-    left -= total;
-  }
+// The sum over all threads. `turn` alternates, so that one array is written while the other may still be read.
+__device__ __forceinline__ int sum_of_block(int count, SelectShared& shared, int& turn) {
+  turn ^= 1;
+  const int of_warp = __reduce_add_sync(0xffffffffu, count);
+  if (threadIdx.x % 32 == 0) shared.of_warps[turn][threadIdx.x / 32] = of_warp;
   __syncthreads();
-  return shared.threshold;
+  return __reduce_add_sync(0xffffffffu, shared.of_warps[turn][threadIdx.x % 32]);
 }
 
-// A block finds what survives a prefix of whole segments, in the order of positions.
-__global__ void __launch_bounds__(kThreads) topk_survivors_kernel(const __grid_constant__ TopkParams p) {
-  griddep_wait();
-  __shared__ SelectShared shared;
-  const int64_t head = blockIdx.x / (p.segments - 1);
-  const int segment = static_cast<int>(blockIdx.x - head * (p.segments - 1)) + 1;
-  const Prefix prefix{p.keys + head * p.seqlen_k, nullptr, 0, 0, segment * p.segment_keys};
-  const uint64_t threshold = select(prefix, p.k, shared);
-  int32_t* survivors = p.survivors + (head * p.segments + segment) * p.k;
+// The rank of the k-th best key of a prefix, which has as many. Its score is found bit by bit, by counting what is not
+// below a guess. A thread holds up to kHeld keys in registers, and reads the others every time.
+template <int kHeld>
+__device__ __forceinline__ uint64_t select(const Prefix& prefix, int k, SelectShared& shared) {
+  uint32_t held[kHeld];  // 0, the lowest, past the end
+#pragma unroll
+  for (int u = 0; u < kHeld; ++u) {
+    const int i = u * kThreads + threadIdx.x;
+    held[u] = i < prefix.count ? ordered(prefix.keys[prefix.position(i)]) : 0;
+  }
+  const auto for_rest = [&](const auto& take) {
+    for (int i = kHeld * kThreads + threadIdx.x; i < prefix.count; i += kThreads) {
+      take(ordered(prefix.keys[prefix.position(i)]), i);
+    }
+  };
+  int turn = 0;
+  uint32_t score = 0;            // no fewer than k keys have it or more
+  int at_least = prefix.count;   // how many do
+  if (threadIdx.x == 0) shared.least = ~0ull;
+  __syncthreads();
+#pragma unroll 1
+  for (uint32_t bit = 1u << 31; bit != 0 && at_least != k; bit >>= 1) {
+    const uint32_t guess = score | bit;
+    int count = 0;
+#pragma unroll
+    for (int u = 0; u < kHeld; ++u) count += held[u] >= guess;
+    for_rest([&](uint32_t other, int) { count += other >= guess; });
+    count = sum_of_block(count, shared, turn);
+    if (count >= k) {
+      score = guess;
+      at_least = count;
+    }
+  }
+  int end = prefix.count;  // keys with that score are kept before it
+  if (at_least != k) {
+    // Too many have that score itself: the earliest are kept.
+    int above = 0;
+#pragma unroll
+    for (int u = 0; u < kHeld; ++u) above += held[u] > score;
+    for_rest([&](uint32_t other, int) { above += other > score; });
+    const int wanted = k - sum_of_block(above, shared, turn);
+    int low = 0;  // fewer are before it
+#pragma unroll 1
+    while (low + 1 < end) {
+      const int middle = low + (end - low) / 2;
+      int count = 0;
+#pragma unroll
+      for (int u = 0; u < kHeld; ++u) {
+        count += held[u] == score && u * kThreads + static_cast<int>(threadIdx.x) < middle;
+      }
+      for_rest([&](uint32_t other, int i) { count += other == score && i < middle; });
+      (sum_of_block(count, shared, turn) >= wanted ? end : low) = middle;
+    }
+  }
+  // The least ranked of those that are kept.
+  unsigned long long least = ~0ull;
+  const auto keep = [&](uint32_t of_key, int i) {
+    if (i >= prefix.count || of_key < score || (of_key == score && i >= end)) return;
+    least = min(least, static_cast<unsigned long long>(of_key) << 32 | ~static_cast<uint32_t>(prefix.position(i)));
+  };
+#pragma unroll
+  for (int u = 0; u < kHeld; ++u) keep(held[u], u * kThreads + threadIdx.x);
+  for_rest(keep);
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    least = min(least, __shfl_xor_sync(0xffffffffu, least, distance));
+  }
+  if (threadIdx.x % 32 == 0) atomicMin(&shared.least, least);
+  __syncthreads();
+  const uint64_t threshold = shared.least;
+  __syncthreads();  // before the next one writes there
+  return threshold;
+}
+
+// Writes the positions of the keys of a prefix that are not below a threshold, in their order.
+__device__ __forceinline__ void write_survivors(const Prefix& prefix, uint64_t threshold, int32_t* survivors,
+                                                SelectShared& shared) {
   int before = 0;
 #pragma unroll 1
   for (int start = 0; start < prefix.count; start += kThreads) {
-    const int position = start + threadIdx.x;
-    const bool survives = position < prefix.count && ranked(prefix.keys[position], position) >= threshold;
+    const int i = start + threadIdx.x, position = i < prefix.count ? prefix.position(i) : 0;
+    const bool survives = i < prefix.count && ranked(prefix.keys[position], position) >= threshold;
     int total;
-    const int after = count_after(survives, shared.of_warps, total);
+    const int after = count_after(survives, shared.scan, total);
     if (survives) survivors[before + total - after - 1] = position;
     before += total;
   }
 }
 
+// A block finds the best of a segment, which has as many keys; of the first they are the survivors already.
+__global__ void __launch_bounds__(kThreads, 1) topk_segments_kernel(const __grid_constant__ TopkParams p) {
+  griddep_wait();
+  __shared__ SelectShared shared;
+  const int64_t head = blockIdx.x / (p.segments - 1);
+  const int segment = static_cast<int>(blockIdx.x - head * (p.segments - 1)), first = segment * p.segment_keys;
+  const Prefix keys{p.keys + head * p.seqlen_k, nullptr, nullptr, 0, first, p.segment_keys};
+  const uint64_t threshold = select<16>(keys, p.k, shared);
+  int32_t* const to = segment == 0 ? p.survivors + (head * p.segments + 1) * p.k
+                                   : p.of_segments + (head * p.segments + segment) * p.k;
+  write_survivors(keys, threshold, to, shared);
+}
+
+// A block finds what survives of all segments before each one of a head.
+template <int kHeld>
+__global__ void __launch_bounds__(kThreads, 1) topk_survivors_kernel(const __grid_constant__ TopkParams p) {
+  griddep_wait();
+  __shared__ SelectShared shared;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * p.segments;
+#pragma unroll 1
+  for (int segment = 1; segment + 1 < p.segments; ++segment) {
+    const int32_t* const survivors = p.survivors + (first + segment) * p.k;
+    const Prefix keys{p.keys + static_cast<int64_t>(blockIdx.x) * p.seqlen_k,
+                      survivors,
+                      p.of_segments + (first + segment) * p.k,
+                      p.k,
+                      0,
+                      2 * p.k};
+    const uint64_t threshold = select<kHeld>(keys, p.k, shared);
+    write_survivors(keys, threshold, p.survivors + (first + segment + 1) * p.k, shared);
+    __syncthreads();  // what was written is read
+  }
+}
+
 // A block finds the threshold of a chunk: the least ranked key that a prefix up to its end keeps, 0 where it keeps all.
-__global__ void __launch_bounds__(kThreads) topk_thresholds_kernel(const __grid_constant__ TopkParams p) {
+template <int kHeld>
+__global__ void __launch_bounds__(kThreads, 1) topk_thresholds_kernel(const __grid_constant__ TopkParams p) {
   griddep_wait();
   __shared__ SelectShared shared;
   const int64_t head = blockIdx.x / p.chunks;
@@ -170,7 +215,7 @@ __global__ void __launch_bounds__(kThreads) topk_thresholds_kernel(const __grid_
   const int first = chunk * p.chunk_keys, end = min(first + p.chunk_keys, p.seqlen_k);
   for (int j = first + threadIdx.x; j < end; j += kThreads) p.stops[head * p.seqlen_k + j] = p.seqlen_k;
   uint64_t threshold = 0;
-  if (end >= p.k) threshold = select(prefix_of(p, head, first, end), p.k, shared);
+  if (end >= p.k) threshold = select<kHeld>(prefix_of(p, head, first, end), p.k, shared);
   if (threadIdx.x == 0) p.thresholds[blockIdx.x] = threshold;
 }
 
@@ -188,19 +233,30 @@ __global__ void __launch_bounds__(kThreads) topk_stops_kernel(const __grid_const
   if (threadIdx.x == 0) num_leaving = 0;
   for (int i = threadIdx.x; i < count; i += kThreads) coming[i] = ranked(keys[first + i], first + i);
   __syncthreads();
-  for_each(prefix_of(p, head, first, first), [&](int32_t key, int position) {
-    const uint64_t of_key = ranked(key, position);
+  const Prefix prefix = prefix_of(p, head, first, first);
+#pragma unroll 4
+  for (int i = threadIdx.x; i < prefix.count; i += kThreads) {
+    const int position = prefix.position(i);
+    const uint64_t of_key = ranked(prefix.keys[position], position);
     if (of_key >= before && of_key < after) leaving[atomicAdd(&num_leaving, 1)] = of_key;
-  });
+  }
   __syncthreads();
   const int leave = num_leaving, free = max(p.k - first, 0);
   for (int i = threadIdx.x; i < leave + count; i += kThreads) {
     const uint64_t of_key = i < leave ? leaving[i] : coming[i - leave];
     if (of_key >= after) continue;
     int wanted = free + (i < leave);  // better keys that have to come
+#pragma unroll 8
     for (int other = 0; other < leave; ++other) wanted += leaving[other] < of_key;
     int at = 0;
     if (wanted > 0) {
+      constexpr int kStep = 8;  // loads do not wait for the count before
+      for (int better = 0; at + kStep <= count; at += kStep, wanted -= better) {
+        better = 0;
+#pragma unroll
+        for (int u = 0; u < kStep; ++u) better += coming[at + u] > of_key;
+        if (better >= wanted) break;
+      }
       for (;; ++at) {
         wanted -= coming[at] > of_key;
         if (wanted == 0) break;
@@ -267,10 +323,20 @@ cudaError_t launch_topk(const TopkParams& params, cudaStream_t stream) {
   const int64_t heads = params.total / params.seqlen_k;
   cudaError_t error = cudaSuccess;
   if (params.segments > 1) {
-    error = KernelLaunch(heads * (params.segments - 1), kThreads, stream).run(topk_survivors_kernel, params);
+    error = KernelLaunch(heads * (params.segments - 1), kThreads, stream).run(topk_segments_kernel, params);
     if (error != cudaSuccess) return error;
   }
-  error = KernelLaunch(heads * params.chunks, kThreads, stream).run(topk_thresholds_kernel, params);
+  if (params.segments > 2) {
+    const auto kernel = params.k <= 4 * kThreads ? &topk_survivors_kernel<8> : &topk_survivors_kernel<32>;
+    error = KernelLaunch(heads, kThreads, stream).run(kernel, params);
+    if (error != cudaSuccess) return error;
+  }
+  const int longest = params.segments > 1 ? params.k + params.segment_keys : params.seqlen_k;
+  const auto thresholds = longest <= 8 * kThreads    ? &topk_thresholds_kernel<8>
+                          : longest <= 16 * kThreads ? &topk_thresholds_kernel<16>
+                          : longest <= 20 * kThreads ? &topk_thresholds_kernel<20>
+                                                     : &topk_thresholds_kernel<32>;
+  error = KernelLaunch(heads * params.chunks, kThreads, stream).run(thresholds, params);
   if (error != cudaSuccess) return error;
   error = KernelLaunch(heads * params.chunks, kThreads, stream).run(topk_stops_kernel, params);
   if (error != cudaSuccess) return error;

@@ -81,7 +81,7 @@ def _dotted(version: int) -> str:
 def notes(problem: AttentionProblem) -> tuple[str, ...]:
     """Copies that a call makes."""
     p = problem
-    return interval_notes(problem) + tuple(
+    return interval_notes(problem, gathers=False) + tuple(
         f"copies {name}, of strides {tuple(strides)}: TMA reads rows of unit stride that start on 16 bytes"
         for name, shape, strides in (
             ("q", (p.batch, p.seqlen_q, p.num_heads, p.head_dim), p.q_strides),

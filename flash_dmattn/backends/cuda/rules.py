@@ -7,6 +7,7 @@ from functools import cache
 import torch
 
 from ...problem import AttentionProblem, dtype_name, fits_tma, keys_of_query
+from ..interval_walk import call_key_form
 from ..protocol import Direction, Rule
 from . import extension
 
@@ -203,6 +204,9 @@ def _triton_is_slow(p: AttentionProblem) -> bool:
 
 def _least_tiles(p: AttentionProblem) -> int:
     """Fewest tiles of 128 queries at which cuda is as fast as triton."""
+    of_keys = call_key_form(p, gathers=False)
+    if p.mask_form == "intervals" or (of_keys is not None and of_keys.reorder):
+        return 1  # triton copies keys in order by many small operations, or gathers single keys
     widest = max(p.head_dim, p.head_dim_v)
     shares_keys = widest <= _NARROW and p.mask is None and not p.has_window and _bias_fits_tma(p)
     if shares_keys and p.bias_class == "score" and p.seqlen_k >= _LONG:

@@ -18,6 +18,7 @@ from .key_order import Ordered
 NAME = "triton"
 FEATURES = frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"})
 MASK_FORM = "prepared"
+GATHERS_KEYS = True
 
 MAX_HEAD_DIM = 256
 
@@ -100,7 +101,7 @@ def notes(problem: AttentionProblem) -> tuple[str, ...]:
     ]
     if probe().usable and _kernels().needs_fp32_delta(p.dtype, p.seqlen_k, p.window, p.needs_grad):
         copies.append("for the gradients copies q, k, v to fp32 and computes out anew: few keys feel its rounding")
-    return (*interval_notes(problem), *copies)
+    return (*interval_notes(problem, GATHERS_KEYS), *copies)
 
 
 def _forward(
@@ -110,7 +111,7 @@ def _forward(
     if k.shape[1] == 0:
         return out.zero_(), lse.fill_(-torch.inf)
     if out.numel() > 0:
-        mask = walked_view(mask, q, k, bias, flags, needs_dbias=False, gathers=True)
+        mask = walked_view(mask, q, k, bias, flags, needs_dbias=False, gathers=GATHERS_KEYS)
         if mask.form == "intervals":
             ordered = Ordered(q, k, v, mask, bias)
             k, v, mask, bias = ordered.k, ordered.v, ordered.mask, ordered.bias
@@ -145,7 +146,7 @@ def _backward(
     if out.numel() == 0 or k.shape[1] == 0:
         return zero_gradients((q, k, v, bias), needs_grad)
     run = _kernels().backward
-    mask = walked_view(mask, q, k, bias, flags, needs_dbias=needs_grad.bias, gathers=True)
+    mask = walked_view(mask, q, k, bias, flags, needs_dbias=needs_grad.bias, gathers=GATHERS_KEYS)
     if mask.form != "intervals":
         gradients: Gradients = run(dout, dlse, q, k, v, mask, bias, out, lse, flags, needs_grad)
         return gradients

@@ -20,6 +20,8 @@ _LIBRARY.define(
 # Fewer queries are bound by reading k and v, so that fetching the kept keys one by one costs nothing; with more of them
 # it costs five times what tiles do.
 FEW_QUERIES = 16
+# Heads below which tiles of few kept keys are too few programs for kernels that can gather keys instead.
+FEW_HEADS = 8
 # Queries of the heads that share a key, from which on a copy of k and v is at most a tenth of a forward pass. H200,
 # bf16: the copy moves 8 * D bytes of a key at 3 TB/s, and 4 * D FLOP for each of these queries take 6e-15 s * D.
 ORDER_FROM = 4096
@@ -28,30 +30,43 @@ ORDER_FROM = 4096
 class KeyForm(NamedTuple):
     """How a mask with one row for all queries is prepared: its form, and whether kept keys come first.
 
-    "keys": the set of them, for few queries. "intervals": each key with the queries that the band leaves it; where a
-    copy of k and v in order of kept keys is cheap beside the call, `reorder` is set, and only kept keys cost time.
-    "tiles": bits, which kernels need beside a bias of one value per score.
+    "keys": the set of them, for few queries or heads, where kernels gather. "intervals": each key with the queries that
+    the band leaves it; where a copy of k and v in order of kept keys is cheap beside the call, `reorder` is set, and
+    only kept keys cost time. "tiles": bits, which kernels need beside a bias of one value per score.
     """
 
     form: Literal["keys", "intervals", "tiles"]
     reorder: bool = False
 
 
-def key_form(mask_heads: int, seqlen_q: int, num_heads: int, num_heads_k: int, *, bias_is_per_score: bool) -> KeyForm:
+def key_form(
+    mask_heads: int,
+    batch: int,
+    seqlen_q: int,
+    num_heads: int,
+    num_heads_k: int,
+    *,
+    bias_is_per_score: bool,
+    gathers: bool,
+) -> KeyForm:
     """The form of a one-row mask in a call.
 
     Args:
         mask_heads: heads of the mask, 1 where it is expanded over them.
-        seqlen_q, num_heads, num_heads_k: of the call.
+        batch, seqlen_q, num_heads, num_heads_k: of the call.
         bias_is_per_score: whether it has a bias of one value per score, or the gradient of one of that shape.
+        gathers: whether the kernels take a set of keys.
     """
-    if seqlen_q < FEW_QUERIES:
+    if gathers and seqlen_q < FEW_QUERIES:
         return KeyForm("keys")
     if bias_is_per_score:
         return KeyForm("tiles")
     # k and v cannot follow several orders at once.
     has_one_order = mask_heads in (1, num_heads_k)
-    return KeyForm("intervals", bool(has_one_order and seqlen_q * (num_heads // num_heads_k) >= ORDER_FROM))
+    reorder = bool(has_one_order and seqlen_q * (num_heads // num_heads_k) >= ORDER_FROM)
+    if gathers and reorder and batch * num_heads < FEW_HEADS:
+        return KeyForm("keys")
+    return KeyForm("intervals", reorder)
 
 
 def prepared_view(
