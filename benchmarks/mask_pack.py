@@ -22,7 +22,7 @@ from flash_dmattn.backends.cuda import backend as cuda
 from flash_dmattn.masks import TileMask, prepare_mask
 from flash_dmattn.masks.prepared import packing
 from flash_dmattn.problem import Band, causal_window, make_band
-from flash_dmattn.triton_kernels import mask_pack
+from flash_dmattn.triton_kernels import key_pack, mask_pack
 
 STRIPS = [(keys, warps) for keys in (128, 256, 512, 1024) for warps in (2, 4, 8, 16)]
 
@@ -82,7 +82,7 @@ def compare(extension: bool) -> bool:
                 del wanted
             del bits, wanted_bits, pairs
         keys = mask[:, :, -1:]
-        sets = zip(("kept", "count", "prefix"), mask_pack.key_set(keys), packing.key_set(keys), strict=True)
+        sets = zip(("kept", "count", "prefix"), key_pack.key_set(keys), packing.key_set(keys), strict=True)
         differs += [field for field, x, y in sets if not torch.equal(x, y)]
         print(f"{'DIFFERENT' if differs else 'equal':10}{name} {', '.join(differs)}")
         good &= not differs
