@@ -33,6 +33,7 @@ import flash_dmattn
 from flash_dmattn import masks
 from flash_dmattn.dispatch import refusals, selection, settings
 from flash_dmattn.masks import PreparedMask, prepare_mask
+from flash_dmattn.masks.prepared.operator import KeyForm, key_form, prepared_view
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +77,41 @@ def test_masks_made_from_what_defines_them(backend: str) -> None:
     }
     for prepared, dense in made.values():
         assert_same(results(leaves(), prepared, backend=backend), results(leaves(), dense, backend="reference"))
+
+
+@pytest.mark.parametrize(
+    ("mask_heads", "batch", "seqlen_q", "per_score", "gathers", "wanted"),
+    [
+        (1, 1, 15, False, True, KeyForm("keys")),
+        (1, 1, 15, True, True, KeyForm("keys")),
+        (1, 1, 15, False, False, KeyForm("intervals")),
+        (1, 1, 16, False, True, KeyForm("intervals")),
+        (1, 1, 16, True, True, KeyForm("tiles")),
+        (1, 8, 2047, False, False, KeyForm("intervals")),
+        (1, 8, 2048, False, False, KeyForm("intervals", True)),
+        (2, 8, 2048, False, True, KeyForm("intervals", True)),
+        (4, 8, 2048, False, False, KeyForm("intervals")),  # heads of a group cannot share a copy of k and v
+        (2, 1, 2048, False, True, KeyForm("keys")),  # few heads, which a gathering kernel serves better
+        (2, 1, 2048, False, False, KeyForm("intervals", True)),
+    ],
+)
+def test_form_of_a_mask_of_one_row(
+    mask_heads: int, batch: int, seqlen_q: int, per_score: bool, gathers: bool, wanted: KeyForm
+) -> None:
+    assert key_form(mask_heads, batch, seqlen_q, 4, 2, bias_is_per_score=per_score, gathers=gathers) == wanted
+
+
+@pytest.mark.parametrize("seqlen_q", (3, 140))
+@pytest.mark.parametrize("bias", ("key", "score"))
+def test_a_mask_of_one_row_as_both_kinds_of_kernels_receive_it(seqlen_q: int, bias: str) -> None:
+    """Keys, intervals and bits say the same; the reference attends with them unpacked."""
+    mask = random_mask(B, 1, 1, LK)
+    for gathers in (False, True):
+        form = key_form(1, B, seqlen_q, HQ, HK, bias_is_per_score=bias == "score", gathers=gathers)
+        view = prepared_view(mask, seqlen_q, LK, (-1, -1), form)
+        types = {"keys": masks.KeyMask, "intervals": masks.IntervalMask, "tiles": masks.TileMask}
+        prepared = types[view.form](seqlen_q, LK, False, (-1, -1), *view.tensors)
+        assert torch.equal(prepared.dense(), mask.expand(-1, -1, seqlen_q, -1))
 
 
 def test_one_query_and_none() -> None:

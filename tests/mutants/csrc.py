@@ -256,9 +256,23 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "of keys with one score the last are kept",
         "csrc/sm90/mask/topk.cu",
-        "if (is_equal && which == left)",
-        "if (is_equal && total - which + 1 == left)",
+        "count += held[u] == score && u * kThreads + static_cast<int>(threadIdx.x) < middle;",
+        "count += held[u] == score && u * kThreads + static_cast<int>(threadIdx.x) >= prefix.count - middle;",
         ("tests/test_cuda_pack.py::test_top_k_as_intervals[700-ties]",),
+    ),
+    Fault(
+        "what survives of the segments before a key's own is left out",
+        "csrc/sm90/mask/topk.cu",
+        "const int survivors = segment == 0 ? 0 : p.k;",
+        "const int survivors = 0;",
+        ("tests/test_cuda_pack.py::test_top_k_of_long_rows[65537-300]",),
+    ),
+    Fault(
+        "the best of a segment are held against those of the first alone",
+        "csrc/sm90/mask/topk.cu",
+        "const int32_t* const survivors = p.survivors + (first + segment) * p.k;",
+        "const int32_t* const survivors = p.survivors + (first + 1) * p.k;",
+        ("tests/test_cuda_pack.py::test_top_k_of_long_rows[65537-300]",),
     ),
     Fault(
         "a key leaves when as many better ones have come as there is room for",

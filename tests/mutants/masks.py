@@ -269,9 +269,30 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a bias per score beside keys in a mask's order",
         "flash_dmattn/backends/interval_walk.py",
-        "if not is_per_score and order.shape[1]",
+        "if not scores and order.shape[1]",
         "if order.shape[1]",
         ("tests/test_cuda_host.py::test_an_interval_mask_is_read_in_its_order",),
+    ),
+    Fault(
+        "an order of kept keys where heads of a group have masks of their own",
+        "flash_dmattn/masks/prepared/operator.py",
+        "has_one_order = mask_heads in (1, num_heads_k)",
+        "has_one_order = True",
+        ("tests/test_mask_forms.py::test_form_of_a_mask_of_one_row",),
+    ),
+    Fault(
+        "dead keys come before live ones in an order of kept keys",
+        "flash_dmattn/masks/prepared/key_intervals.py",
+        "(~live).to(torch.uint8).argsort",
+        "live.to(torch.uint8).argsort",
+        ("tests/test_prepared_mask.py::test_one_row_for_many_queries_becomes_intervals",),
+    ),
+    Fault(
+        "a key that the band leaves to nobody counts as live",
+        "flash_dmattn/masks/prepared/key_intervals.py",
+        "live = kept & (begins < ends)",
+        "live = kept",
+        ("tests/test_prepared_mask.py::test_one_row_for_many_queries_becomes_intervals",),
     ),
     Fault(
         "a mask of several heads of a group in one order of keys",
