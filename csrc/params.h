@@ -279,8 +279,8 @@ struct SharedDbiasParams {
   float softcap, pre_scale;  // as in BackwardParams
 };
 
-// Rows that are places of an order of keys, live keys first, in accumulators of (batch, key head) pairs. Those of dead
-// keys are neither cleared nor read.
+// Rows that are places of an order of keys, live keys first, in accumulators of (batch, key head) pairs. Those of tiles
+// of dead keys alone are neither cleared nor read.
 struct PlacesOfKeys {
   const int32_t* order;  // (Bm, Hm, length); null where rows are keys
   const int2* bounds;    // (Bm, Hm, 128 tiles)

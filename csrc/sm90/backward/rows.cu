@@ -31,13 +31,14 @@ __device__ __forceinline__ bool is_live(const PlacesOfKeys& places, int64_t batc
   return place < places.length && bounds.x < bounds.y;
 }
 
-// Clears accumulators by place, a block of threads 64 rows at a time.
+// Clears accumulators by place, a block of threads 64 rows at a time. Those of a tile that has a live key are all added
+// to, though of its dead keys they are not read.
 __device__ __forceinline__ void clear_live_rows(const BackwardRowsParams& p) {
   const int64_t row_blocks = p.batch * static_cast<int64_t>(p.num_heads_k) * p.row_blocks;
   for (int64_t at = blockIdx.x; at < row_blocks; at += gridDim.x) {
     const int64_t pair = at / p.row_blocks, outer = pair / (p.batch_is_inner ? p.batch : p.num_heads_k);
     const int64_t inner = pair - outer * (p.batch_is_inner ? p.batch : p.num_heads_k);
-    const int first = static_cast<int>(at - pair * p.row_blocks) * kAccumRows;
+    const int first = static_cast<int>(at - pair * p.row_blocks) * kAccumRows / kTile * kTile;
     if (!is_live(p.places, p.batch_is_inner ? inner : outer, p.batch_is_inner ? outer : inner, first)) continue;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
