@@ -97,4 +97,32 @@ FAULTS: tuple[Fault, ...] = (
         "second * cos - first * sin), dim=-1).to(",
         FORMULA,
     ),
+    Fault(
+        "a key after the query takes the buckets of those before it",
+        "flash_dmattn/nn/position_bias.py",
+        "(distance > 0).long() * number",
+        "(distance < 0).long() * number",
+        ("tests/test_nn_biases.py::test_buckets",),
+    ),
+    Fault(
+        "the first query stands at the first key, whatever the lengths",
+        "flash_dmattn/nn/position_bias.py",
+        "torch.arange(1 - seqlen_k, seqlen_q,",
+        "torch.arange(1 - seqlen_q, seqlen_k,",
+        ("tests/test_nn_biases.py::test_relative_position_bias",),
+    ),
+    Fault(
+        "offsets in a window from the key to the query",
+        "flash_dmattn/nn/position_bias.py",
+        "(x[:, None] - x[None, :] for x in",
+        "(x[None, :] - x[:, None] for x in",
+        ("tests/test_nn_biases.py::test_window_position_bias",),
+    ),
+    Fault(
+        "a pair bias of the key and the query",
+        "flash_dmattn/nn/pair_bias_attention.py",
+        ".permute(0, 3, 1, 2).contiguous()",
+        ".permute(0, 3, 2, 1).contiguous()",
+        ("tests/test_nn_biases.py::test_pair_bias_attention",),
+    ),
 )

@@ -1,0 +1,114 @@
+"""Attention with a pair bias: what two tokens have in common is added to their score, as in protein models."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import flash_dmattn
+from flash_dmattn.dispatch.settings import BackendChoice
+
+
+class PairBiasAttention(nn.Module):
+    """Gated self-attention whose bias is a projection of a pair representation.
+
+    Equivalent to, with x (B, L, dim) and pair (B, L, L, pair_dim)::
+
+        q, k, v = x @ Wq + bq, x @ Wk, x @ Wv                         # (B, H, L, D)
+        bias = (layer_norm(pair) @ Wb).permute(0, 3, 1, 2)            # (B, H, L, L)
+        scores = q @ k.mT * D**-0.5 + bias
+        out = scores.masked_fill(~mask[:, None, None], -inf).softmax(-1) @ v
+        return (sigmoid(x @ Wg) * out) @ Wo
+
+    x comes in normalised, or not, as the model has it.
+
+    Args:
+        dim: width of x.
+        pair_dim: width of pair.
+        num_heads: heads.
+        head_dim: channels of a head; dim // num_heads by default.
+        is_gated: whether the output is multiplied by the gate.
+        backend: of the call, as in `attention`.
+        device, dtype: of the parameters.
+
+    Source: algorithm 24 of Abramson et al., "Accurate structure prediction of biomolecular interactions with AlphaFold
+        3", 2024, without its conditioning.
+
+    Example:
+        >>> layer = PairBiasAttention(dim=32, pair_dim=8, num_heads=4)
+        >>> x, pair = torch.randn(2, 10, 32), torch.randn(2, 10, 10, 8)
+        >>> mask = torch.ones(2, 10, dtype=torch.bool)
+        >>> layer(x, pair, mask).shape
+        torch.Size([2, 10, 32])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        pair_dim: int,
+        num_heads: int,
+        head_dim: int | None = None,
+        *,
+        is_gated: bool = True,
+        backend: BackendChoice = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if head_dim is None and dim % num_heads:
+            raise ValueError(f"dim is {dim} and num_heads {num_heads}, which does not divide it; pass head_dim")
+        head_dim = dim // num_heads if head_dim is None else head_dim
+        self.dim, self.pair_dim, self.num_heads, self.head_dim = dim, pair_dim, num_heads, head_dim
+        self.backend: BackendChoice = backend
+        width = num_heads * head_dim
+
+        def linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=bias, device=device, dtype=dtype)
+
+        self.q_proj, self.k_proj, self.v_proj = linear(dim, width, bias=True), linear(dim, width), linear(dim, width)
+        self.gate_proj = linear(dim, width) if is_gated else None
+        self.o_proj = linear(width, dim)
+        self.pair_norm = nn.LayerNorm(pair_dim, device=device, dtype=dtype)
+        self.pair_proj = linear(pair_dim, num_heads)
+
+    def forward(self, x: torch.Tensor, pair: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Attend from every token of x to every token that the mask allows.
+
+        Args:
+            x: (B, L, dim).
+            pair: (B or 1, L, L, pair_dim); entry (i, j) is of query i and key j.
+            mask: bool (B, L), True for a token, False for padding; None without padding.
+
+        Returns:
+            (B, L, dim) in x's dtype. Where an entry has padding alone it is what o_proj makes of zeros.
+
+        Raises:
+            ValueError: x, pair or mask has another shape.
+        """
+        if x.dim() != 3 or x.shape[2] != self.dim:
+            raise ValueError(f"x has shape {tuple(x.shape)}; it needs to be (batch, length, {self.dim})")
+        batch, length, _ = x.shape
+        if pair.dim() != 4 or pair.shape[0] not in (1, batch) or pair.shape[1:] != (length, length, self.pair_dim):
+            raise ValueError(
+                f"pair has shape {tuple(pair.shape)}; beside x of shape {tuple(x.shape)} it needs to be "
+                f"({batch} or 1, {length}, {length}, {self.pair_dim})"
+            )
+        if mask is not None and mask.shape != (batch, length):
+            raise ValueError(
+                f"mask has shape {tuple(mask.shape)}; beside x of shape {tuple(x.shape)} it needs to be "
+                f"({batch}, {length})"
+            )
+        q, k, v = (proj(x).unflatten(-1, (self.num_heads, -1)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        # Contiguous, because kernels copy tiles of rows of unit stride.
+        bias = self.pair_proj(self.pair_norm(pair)).permute(0, 3, 1, 2).contiguous()
+        keys = None if mask is None else mask[:, None, None, :]
+        out = flash_dmattn.attention(q, k, v, keys, bias, backend=self.backend)
+        assert isinstance(out, torch.Tensor)
+        out = out.flatten(2)
+        if self.gate_proj is not None:
+            out = torch.sigmoid(self.gate_proj(x)) * out
+        result: torch.Tensor = self.o_proj(out)
+        return result
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, head_dim={self.head_dim}, backend={self.backend!r}"
