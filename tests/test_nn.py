@@ -273,6 +273,20 @@ def test_padding_changes_nothing_for_the_real_tokens(side, options):
         assert torch.equal(out[:, :6], torch.zeros_like(out[:, :6]))
 
 
+@pytest.mark.parametrize("local_window_size", (0, 3))
+@pytest.mark.parametrize("padded", (slice(0, 4), slice(-4, None)), ids=("left", "right"))
+def test_the_arguments_that_it_tells_of_give_its_output(local_window_size, padded):
+    """`forward` prepares intervals, `attention_arguments` makes a dense mask of the same keys."""
+    layer, x = make_layer(local_window_size=local_window_size).requires_grad_(False), make_x()
+    with torch.no_grad():
+        x[0, padded] *= 100  # so that padding would win the top-k
+    attention_mask = torch.ones(2, LENGTH, dtype=torch.bool)
+    attention_mask[0, padded] = False
+    q, k, v, mask, bias = layer.attention_arguments(x, attention_mask)
+    out = flash_dmattn.attention(q, k, v, mask, bias, is_causal=True, softmax_scale=layer.softmax_scale)
+    torch.testing.assert_close(layer.o_proj(out.flatten(2)), layer(x, attention_mask), rtol=1e-10, atol=1e-12)
+
+
 def test_decoding_with_left_padding_equals_the_full_forward():
     layer, x = make_layer().requires_grad_(False), make_x()
     attention_mask = torch.ones(2, LENGTH, dtype=torch.bool)

@@ -10,6 +10,7 @@ ROTARY = "flash_dmattn/nn/rotary.py"
 FORMULA = ("tests/test_nn.py::test_output_and_every_gradient_equal_the_formula",)
 DECODING = ("tests/test_nn.py::test_decoding_from_the_cache_equals_the_full_forward",)
 PADDING = ("tests/test_nn.py::test_padding_changes_nothing_for_the_real_tokens",)
+ARGUMENTS = ("tests/test_nn.py::test_the_arguments_that_it_tells_of_give_its_output",)
 CACHED = ("tests/test_nn.py::test_the_cache_returns_what_was_appended_and_keeps_it_when_it_grows",)
 
 FAULTS: tuple[Fault, ...] = (
@@ -25,21 +26,21 @@ FAULTS: tuple[Fault, ...] = (
         LAYER,
         "key > query - self.local_window_size",
         "key >= query - self.local_window_size",
-        FORMULA,
+        ARGUMENTS,
     ),
     Fault(
         "the local window shows padding",
         LAYER,
         "local if padding is None else local & padding",
         "local",
-        PADDING,
+        ARGUMENTS,
     ),
     Fault(
         "padding competes for the kept keys",
         LAYER,
         "is_causal=True, mask=padding, seqlen_q=seqlen_q",
         "is_causal=True, seqlen_q=seqlen_q",
-        PADDING,
+        ARGUMENTS,
     ),
     Fault(
         "every piece of a text starts at position 0",
