@@ -60,7 +60,8 @@ int64_t longest_walk(const Sizes& sizes, bool has_mask, const ForwardTile& tile,
   return std::min(all, ceil_div(std::max(tile.block_m + params.high - params.low, 0), tile.block_n) + 1);
 }
 
-// Writes out and lse. mask is {}, or (bits, row_lists) of a TileMask, or (bounds, row_lists) of an IntervalMask; low and high are the band if there is no mask.
+// Writes out and lse. mask is {}, or (bits, row_lists) of a TileMask, or (bounds, row_lists) of an IntervalMask; low and
+// high are the band if there is no mask.
 // num_splits: KV splits of the work tiles of the last wave. 1 for none, 0 to let estimate_num_splits choose.
 void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::optional<Tensor> bias, Tensor out, Tensor lse,
              int64_t low, int64_t high, double softmax_scale, double softcap, int64_t num_splits) {

@@ -16,6 +16,7 @@ namespace flash_dmattn {
 namespace {
 
 constexpr int kThreads = 1024, kWarps = kThreads / 32;
+
 // Scores in an order of unsigned integers.
 __device__ __forceinline__ uint32_t ordered(int32_t key) { return static_cast<uint32_t>(key) ^ 0x80000000u; }
 __device__ __forceinline__ uint64_t ranked(int32_t key, int position) {
@@ -98,8 +99,8 @@ __device__ __forceinline__ uint64_t select(const Prefix& prefix, int k, SelectSh
     }
   };
   int turn = 0;
-  uint32_t score = 0;            // no fewer than k keys have it or more
-  int at_least = prefix.count;   // how many do
+  uint32_t score = 0;           // no fewer than k keys have it or more
+  int at_least = prefix.count;  // how many do
   if (threadIdx.x == 0) shared.least = ~0ull;
   __syncthreads();
 #pragma unroll 1
