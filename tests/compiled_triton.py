@@ -184,6 +184,11 @@ def packing_jobs(arch: str) -> Iterator[Job]:
             for reorder in (False, True):
                 key_pack.interval_tiles(*key_pack.key_intervals(mask[:, :, :1], 2048, (-2048, 0), reorder), 2048)
         mask_pack.list_tiles(torch.empty(2, 4, 16, 16, dtype=torch.uint8, device="meta"))
+        key_pack.key_set(torch.empty(2, 4, 1, 16384, dtype=torch.bool, device="meta"))  # chunks are counted first
+        for dtype in (torch.bfloat16, torch.float64):
+            scores = torch.empty(2, 4, 1, 2048, dtype=dtype, device="meta")
+            key_pack.score_keys(scores, None)
+            key_pack.score_keys(scores, torch.empty(2, 1, 1, 2048, dtype=torch.bool, device="meta"))
     yield from found
 
 

@@ -65,6 +65,10 @@ PLAIN = (
     BASE.with_(mask=KEYS, bias=FULL, head_dim=128),
     BASE.with_(num_heads=4, mask=("B", "Hq", "1", "Lk"), bias=("1", "Hq", "1", "Lk"), dtype=FP32),
     BASE.with_(seqlen_q=5, seqlen_k=520, mask=KEYS, mask_kind="empty_tiles", bias=("1", "Hq", "Lq", "Lk"), batch=2),
+    # Sets of keys, which fewer than 16 queries are left with.
+    BASE.with_(seqlen_q=9, seqlen_k=257, mask=KEYS, is_causal=True),
+    BASE.with_(seqlen_q=15, mask=KEYS, bias=FULL, head_dim=128),
+    BASE.with_(seqlen_q=9, num_heads=4, mask=("B", "Hq", "1", "Lk"), bias=("1", "Hq", "1", "Lk"), dtype=FP32),
 )
 # Through tensor descriptors, at sizes that do not pay for them.
 DESCRIPTORS = (
