@@ -264,9 +264,9 @@ def explain_problem(
     )
     if mask_prepared and problem.mask is not None:
         of_batch, of_heads, of_query, _ = problem.mask.shape
-        from .masks.prepared.operator import FEW_QUERIES  # importing flash_dmattn does not need it
+        from .masks.prepared.operator import prepared_key_form  # importing flash_dmattn does not need it
 
-        form: MaskForm = "tiles" if of_query > 1 else "keys" if seqlen_q < FEW_QUERIES else "intervals"
+        form: MaskForm = "tiles" if of_query > 1 else prepared_key_form(seqlen_q).form
         problem = problem._replace(
             mask=unpacked_spec((of_batch, of_heads, of_query if form == "keys" else seqlen_q, seqlen_k)),
             mask_form=form,

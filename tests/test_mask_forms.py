@@ -104,7 +104,7 @@ def test_form_of_a_mask_of_one_row(
 @pytest.mark.parametrize("seqlen_q", (3, 140))
 @pytest.mark.parametrize("bias", ("key", "score"))
 def test_a_mask_of_one_row_as_both_kinds_of_kernels_receive_it(seqlen_q: int, bias: str) -> None:
-    """Keys, intervals and bits say the same; the reference attends with them unpacked."""
+    """Keys, intervals and bits allow the same."""
     mask = random_mask(B, 1, 1, LK)
     for gathers in (False, True):
         form = key_form(1, B, seqlen_q, HQ, HK, bias_is_per_score=bias == "score", gathers=gathers)

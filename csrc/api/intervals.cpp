@@ -107,7 +107,7 @@ Tensor key_order(Tensor start, Tensor stop, int64_t seqlen_q) {
   sort.total = static_cast<int>(total);
   sort.bits = 2 * kCurveBits + 1;
   while ((int64_t{1} << (sort.bits - 2 * kCurveBits - 1)) < heads) ++sort.bits;
-  check(size_of_sort(sort), kName, "asking for the scratch of the sort");
+  check(sort_codes(sort, device.stream), kName, "asking for the scratch of the sort");
   const Tensor room = empty({1, 1, static_cast<int64_t>(sort.scratch_bytes)}, ScalarType::Byte);
   sort.scratch = room.mutable_data_ptr();
   check(sort_codes(sort, device.stream), kName, "sorting");

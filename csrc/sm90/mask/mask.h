@@ -22,9 +22,8 @@ cudaError_t launch_topk(const TopkParams& params, cudaStream_t stream);
 // Bits of the curve along which keys are ordered, along each axis.
 constexpr int kCurveBits = 8;
 cudaError_t launch_key_codes(const KeyCodesParams& params, cudaStream_t stream);
-// Sets scratch_bytes, from total and bits.
-cudaError_t size_of_sort(SortCodesParams& params);
-cudaError_t sort_codes(const SortCodesParams& params, cudaStream_t stream);
+// Without scratch it only sets scratch_bytes.
+cudaError_t sort_codes(SortCodesParams& params, cudaStream_t stream);
 // heads: B * H of the mask.
 cudaError_t launch_interval_tiles(const IntervalTilesParams& params, int64_t heads, cudaStream_t stream);
 cudaError_t launch_interval_bits(const IntervalBitsParams& params, int64_t heads, cudaStream_t stream);

@@ -5,16 +5,9 @@
 
 namespace flash_dmattn {
 
-cudaError_t sort_codes(const SortCodesParams& p, cudaStream_t stream) {
-  size_t bytes = p.scratch_bytes;
-  return cub::DeviceRadixSort::SortPairs(p.scratch, bytes, p.codes, p.sorted_codes, p.keys, p.order, p.total, 0, p.bits,
-                                         stream);
-}
-
-cudaError_t size_of_sort(SortCodesParams& p) {
-  p.scratch = nullptr;  // asks for the size
+cudaError_t sort_codes(SortCodesParams& p, cudaStream_t stream) {
   return cub::DeviceRadixSort::SortPairs(p.scratch, p.scratch_bytes, p.codes, p.sorted_codes, p.keys, p.order, p.total,
-                                         0, p.bits);
+                                         0, p.bits, stream);
 }
 
 }  // namespace flash_dmattn

@@ -10,11 +10,10 @@ from ...problem import causal_window, check_flag, check_window, make_band
 from ..arguments import IntsLike, bool_mask, integer, integer_tensor, lengths_within, pair
 from ..blocks import expand_blocks
 from ..broadcast import collapse
-from ..builders import Device
-from .operator import FEW_QUERIES
+from ..builders import Device, padding_mask
 from .packing import band_words, pack_rows, pack_words
 from .prepare import from_bits, prepare_mask
-from .types import KeyMask, PreparedMask, TileMask
+from .types import PreparedMask, TileMask
 
 
 def prepare_blocks(
@@ -194,25 +193,13 @@ def prepare_lengths(
         >>> prepare_lengths([1, 3], 4, 4, side="left").kept[:, 0].tolist()
         [[3, 4, 4, 4], [1, 2, 3, 4]]
     """
-    if side not in ("right", "left"):
-        raise ValueError(f"side is {side!r} and must be 'right' or 'left'.")
     number = integer_tensor("lengths", lengths, (1,))
     lengths_within("lengths", number, integer("seqlen_k", seqlen_k))
-    integer("seqlen_q", seqlen_q)
-    is_causal, window_size = check_flag("is_causal", is_causal), check_window(window_size)
-    count = number.to(torch.int32).clamp(0, seqlen_k)[:, None]
-    first = torch.zeros_like(count) if side == "right" else seqlen_k - count
-    positions = torch.arange(seqlen_k + 1, dtype=torch.int32, device=count.device)
-    if seqlen_q >= FEW_QUERIES:
-        kept = (positions[:-1] >= first) & (positions[:-1] < first + count)
-        return prepare_mask(
-            kept[:, None, None],
-            seqlen_q=seqlen_q,
-            seqlen_k=seqlen_k,
-            is_causal=is_causal,
-            window_size=window_size,
-            reorder=False,
-        )
-    prefix = (positions - first[..., None]).clamp(min=0).minimum(count[..., None])
-    places = (positions[:-1] + first[..., None]).masked_fill(positions[:-1] >= count[..., None], seqlen_k)
-    return KeyMask(seqlen_q, seqlen_k, is_causal, window_size, places, count, prefix)
+    return prepare_mask(
+        padding_mask(number, seqlen_k, side=side),
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        is_causal=is_causal,
+        window_size=window_size,
+        reorder=False,
+    )

@@ -69,6 +69,13 @@ def key_form(
     return KeyForm("intervals", reorder)
 
 
+def prepared_key_form(seqlen_q: int, reorder: bool | None = None) -> KeyForm:
+    """The form of a one-row mask that is prepared for calls of which only the number of queries is known."""
+    if seqlen_q < FEW_QUERIES:
+        return KeyForm("keys")
+    return KeyForm("intervals", bool(seqlen_q >= ORDER_FROM) if reorder is None else reorder)
+
+
 def prepared_view(
     mask: torch.Tensor, seqlen_q: int, seqlen_k: int, window: tuple[int, int], of_keys: KeyForm
 ) -> MaskView:
@@ -97,15 +104,10 @@ def prepare(
         return list(packer(mask).key_set(mask.expand(-1, -1, 1, seqlen_k)))
     band = make_band(seqlen_q, seqlen_k, (left, right))
     if key_form == "intervals":
-        return list(intervals_of_keys(mask.expand(-1, -1, 1, seqlen_k), seqlen_q, band, reorder))
+        found = packer(mask)
+        start, stop, order = found.key_intervals(mask.expand(-1, -1, 1, seqlen_k), seqlen_q, band, reorder)
+        return [start, stop, order, *found.interval_tiles(start, stop, order, seqlen_q)]
     return pack_tiles(mask, seqlen_q, seqlen_k, band)
-
-
-def intervals_of_keys(mask: torch.Tensor, seqlen_q: int, band: Band | None, reorder: bool) -> tuple[torch.Tensor, ...]:
-    """The tensors of the `IntervalMask` of a mask (Bm, Hm, 1, Lk)."""
-    found = packer(mask)
-    start, stop, order = found.key_intervals(mask, seqlen_q, band, reorder)
-    return start, stop, order, *found.interval_tiles(start, stop, order, seqlen_q)
 
 
 def pack_tiles(mask: torch.Tensor, seqlen_q: int, seqlen_k: int, band: Band | None) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ import torch
 from ...problem import causal_window, check_flag, check_window
 from ..arguments import bool_mask, integer
 from .intervals import IntervalMask
-from .operator import FEW_QUERIES, ORDER_FROM, KeyForm, prepared_view
+from .operator import prepared_key_form, prepared_view
 from .packers import packer
 from .types import KeyMask, PreparedMask, TileMask
 
@@ -26,8 +26,8 @@ def prepare_mask(
     """Turns a bool mask, with causality and window, into what kernels walk; it is read once.
 
     The result stands for `mask & causal_mask(Lq, Lk) & sliding_window_mask(Lq, Lk, window_size)`, which is what its
-    method `dense` returns. On a GPU it is made by Triton kernels, elsewhere, or without Triton, by PyTorch, with the
-    same result. Nothing waits for the device. Dims that were expanded (stride 0) count as size 1 and are never
+    method `dense` returns. On a GPU it is made by kernels of the CUDA extension or of Triton, elsewhere by PyTorch,
+    with the same result. Nothing waits for the device. Dims that were expanded (stride 0) count as size 1 and are never
     materialised.
 
     A mask of one row for all queries becomes an `IntervalMask`, or for fewer than 16 queries a `KeyMask`, both of O(Lk)
@@ -68,8 +68,7 @@ def prepare_mask(
     seqlen_q = _length("seqlen_q", "row", given.size(2), seqlen_q)
     seqlen_k = _length("seqlen_k", "column", given.size(3), seqlen_k)
     is_causal, window_size = check_flag("is_causal", is_causal), check_window(window_size)
-    reorder = seqlen_q >= ORDER_FROM if reorder is None else check_flag("reorder", reorder)
-    of_keys = KeyForm("keys") if seqlen_q < FEW_QUERIES else KeyForm("intervals", reorder)
+    of_keys = prepared_key_form(seqlen_q, None if reorder is None else check_flag("reorder", reorder))
     view = prepared_view(given, seqlen_q, seqlen_k, causal_window(is_causal, window_size), of_keys)
     kind = _KINDS[view.form]
     return kind(seqlen_q, seqlen_k, is_causal, window_size, *view.tensors)
