@@ -16,7 +16,10 @@ from flash_dmattn.triton_kernels.gpus import GPUS, shared_bytes
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ARCHS = tuple(gpu.arch for gpu in GPUS)
 # Kernels that multiply matrices. The others hold little, and take a second to compile for all GPUs.
-PRODUCTS = ("forward", "backward_keys", "backward_queries", "backward_product", "backward_bias")
+PRODUCTS = (
+    *("forward", "backward_keys", "backward_queries", "backward_product", "backward_bias"),
+    *("short_forward", "short_backward"),
+)
 # The widest heads whose kernels in fp32, whose products have no tensor cores, take seconds and not most of a minute.
 SAMPLED_FP32 = 64
 
@@ -24,6 +27,7 @@ SAMPLED_FP32 = 64
 # Bytes of stack, which is where registers spill, that a kernel may take; 16-bit products, then those of fp32.
 SPILLS = {
     "backward_keys": {"sm_8": 576, "sm_90": 320, "sm_100": 768, "sm_120": 576, "gfx": 1024},
+    "short_backward": {"sm_100": 320, "sm_90": 320, "sm": 288, "gfx": 320},
     "": {"sm_90": 320, "sm": 288, "gfx": 320},
 }
 SPILLS_FP32 = {

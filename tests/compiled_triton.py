@@ -25,9 +25,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from flash_dmattn.problem import Flags, MaskForm, MaskView
 from flash_dmattn.triton_kernels import key_pack, mask_pack
 from flash_dmattn.triton_kernels.kernel_launch import Launch
+from flash_dmattn.triton_kernels.launch import backward_plan, forward_plan
 from flash_dmattn.triton_kernels.plan import Call
-from flash_dmattn.triton_kernels.plan_backward import plan_backward
-from flash_dmattn.triton_kernels.plan_forward import plan_forward
 
 
 class Kernel(NamedTuple):
@@ -77,9 +76,15 @@ class Variant:
             shapes = [(self.batch, self.num_heads_k, *shape) for shape in shapes]
         elif self.mask == "keys":
             shapes = [(self.batch, 1, self.seqlen_k), (self.batch, 1), (self.batch, 1, self.seqlen_k + 1)]
+        elif self.mask == "dense":
+            shapes = [(self.batch, 1, self.seqlen_q, self.seqlen_k)]
+        elif self.mask == "intervals":
+            shapes = [(self.batch, 1, self.seqlen_k)] * 2
         tensors = [torch.empty(shape, dtype=torch.int32, device="meta") for shape in shapes]
         if self.mask == "tiles":
             tensors[1] = tensors[1].to(torch.uint8)
+        elif self.mask == "dense":
+            tensors[0] = tensors[0].to(torch.bool)
         return MaskView(self.mask, tuple(tensors))
 
     def call(self, arch: str) -> Call:
@@ -117,8 +122,8 @@ def run_plans(call: Call, launch: Callable[..., None]) -> None:
     out, dout = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(q)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], device=q.device)
     with mock.patch.object(Launch, "__call__", launch):
-        plan_forward(call)(q, k, v, mask, bias, out, lse)
-        plan_backward(call, dout, None, (True,) * 4)(dout, None, q, k, v, mask, bias, out, lse)
+        forward_plan(call)(q, k, v, mask, bias, out, lse)
+        backward_plan(call, dout, None, (True,) * 4)(dout, None, q, k, v, mask, bias, out, lse)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 FULL, SHARED_BIAS, PER_KEY = ("B", "Hq", "Lq", "Lk"), ("1", "Hq", "Lq", "Lk"), ("1", "Hk", "1", "Lk")
+HALF = {"dtype": torch.float16}
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"is_causal": True},
@@ -42,6 +43,27 @@ VARIANTS: dict[str, dict[str, Any]] = {
         for d in (64, 128, 256)
         for form in ("full", "shared")
     },
+    # Rows of one tile: a bool mask as it is, intervals of queries, and a bias whose gradient is summed in slots.
+    "32 window": {
+        "head_dim": 32,
+        "batch": 64,
+        "seqlen_q": 49,
+        "seqlen_k": 49,
+        "mask": "dense",
+        "bias": SHARED_BIAS,
+        **HALF,
+    },
+    "64 one tile": {
+        "head_dim": 64,
+        "batch": 64,
+        "seqlen_q": 64,
+        "seqlen_k": 64,
+        "mask": "intervals",
+        "bias": FULL,
+        **HALF,
+    },
+    "64 two runs": {"head_dim": 64, "batch": 128, "seqlen_q": 128, "seqlen_k": 128, "bias": SHARED_BIAS},
+    "128 one tile": {"head_dim": 128, "batch": 64, "seqlen_q": 128, "seqlen_k": 100, "is_causal": True},
     "64 odd rows": {"head_dim": 64, "row_stride": 16 * 64 + 1, "is_causal": True},
     "64 far rows": {"head_dim": 64, "row_stride": 2**21 + 1},
     **{f"{d} fp32": {"head_dim": d, "dtype": torch.float32, "bias": SHARED_BIAS} for d in (64, 128, 256)},

@@ -18,6 +18,7 @@ import random
 import sys
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,11 @@ from torch import Tensor  # noqa: E402
 import flash_dmattn  # noqa: E402
 from flash_dmattn.backends.triton import backend  # noqa: E402
 from flash_dmattn.masks import prepare_mask  # noqa: E402
-from flash_dmattn.triton_kernels import launch, plan_backward, tile_table  # noqa: E402
+from flash_dmattn.triton_kernels import launch, plan_backward, plan_short, tile_table  # noqa: E402
 from flash_dmattn.triton_kernels.plan import Call  # noqa: E402
 from flash_dmattn.triton_kernels.tile_table import Tile  # noqa: E402
 
+EVERY_DTYPE = (torch.float32, torch.float16)
 # The interpreter takes the same time for a step of any size, and a few steps show every edge.
 TILES = (Tile(16, 32, 4, 1), Tile(16, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 64, 4, 1))
 # More SMs than programs: loops over blocks are shared among programs.
@@ -159,12 +161,34 @@ def failure_of(case: Case, inputs: Inputs, layout: str | None, prepared: bool, s
 
 
 def random_calls(seed: int, count: int) -> Iterator[str | None]:
-    """Outcomes of random calls."""
+    """Outcomes of random calls on the kernels that walk tiles of keys."""
+    plan_short.DTYPES = ()
     rng = random.Random(seed)
     for _ in range(count):
         case, layout = draw(rng), rng.choice((None, None, *LAYOUTS))
         settings = rng.choice(TILES), rng.choice(NUM_SMS), rng.choice(PARTS_BYTES)
         yield failure_of(case, case.build(), layout, case.seed % 3 == 0, settings)
+
+
+def draw_short(rng: random.Random) -> Case:
+    """A random call whose rows lie in one tile; now and then one whose gradients take two runs."""
+    case = draw(rng)
+    lengths = {"seqlen_q": rng.choice((1, 7, 31, 33, 40, 49)), "seqlen_k": rng.choice((1, 5, 17, 31, 32, 33, 49, 70))}
+    if rng.random() < 0.1:
+        lengths = rng.choice(({"seqlen_q": 120, "seqlen_k": 128}, {"seqlen_q": 130, "seqlen_k": 20}))
+    heads_k = case.num_heads if rng.random() < 0.7 else case.num_heads_k  # else the forward kernel alone serves it
+    return case.with_(**lengths, num_heads_k=heads_k, batch=rng.choice((1, 2, 5)))
+
+
+def short_calls(seed: int, count: int) -> Iterator[str | None]:
+    """Outcomes of random calls on the kernels of short rows."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        case, layout = draw_short(rng), rng.choice((None, None, *LAYOUTS))
+        plan_short.DTYPES, plan_short.TWO_RUNS_FROM = EVERY_DTYPE, rng.choice((1, 1024))
+        yield failure_of(
+            case, case.build(), layout, case.seed % 3 == 0, (TILES[0], rng.choice(NUM_SMS), PARTS_BYTES[0])
+        )
 
 
 def predecessor_calls() -> Iterator[str | None]:
@@ -211,8 +235,9 @@ def forgetting_calls() -> Iterator[str | None]:
         (full, full[:3] + ("1",)),
         (None, ("1", *full[1:])),
     ):
-        for num_sms in NUM_SMS:
-            case = Case(mask=mask, bias=bias, dlse=True)
+        # Half precision makes rows as short as these a call of one tile.
+        for num_sms, dtype in product(NUM_SMS, EVERY_DTYPE):
+            case = Case(num_heads=2, num_heads_k=2, mask=mask, bias=bias, dlse=True, dtype=dtype)
             set_up(TILES[0], num_sms, PARTS_BYTES[0])
             inputs = case.build()
             given = {x.data_ptr() for x in (inputs.mask, *(x for _, x in inputs.floats())) if x is not None}
@@ -323,5 +348,6 @@ if __name__ == "__main__":
         "few keys": few_keys_calls,
         "wide windows": wide_window_calls,
         "lines": lambda: line_calls(sys.argv[2]),
+        "short": lambda: short_calls(int(sys.argv[2]), int(sys.argv[3])),
     }.get(sys.argv[1])
     sys.exit(main(random_calls(int(sys.argv[1]), int(sys.argv[2])) if fixed is None else fixed()))

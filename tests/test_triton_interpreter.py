@@ -33,6 +33,11 @@ def test_random_calls(seed: int) -> None:
     assert f"{CASES} passed, 0 failed" in interpret("interpreted_triton.py", str(seed), str(CASES))
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_short_rows(seed: int) -> None:
+    assert "30 passed, 0 failed" in interpret("interpreted_triton.py", "short", str(seed), "30")
+
+
 def test_interval_masks() -> None:
     assert "20 passed, 0 failed" in interpret("interval_calls.py", "interpreter", "0", "20")
 
@@ -51,7 +56,7 @@ def test_windows_beyond_int32() -> None:
 
 
 def test_remembered_plans_hold_no_tensor() -> None:
-    assert "10 passed, 0 failed" in interpret("interpreted_triton.py", "freed")
+    assert "20 passed, 0 failed" in interpret("interpreted_triton.py", "freed")
 
 
 def test_few_keys_do_not_feel_the_rounding_of_out_and_lse() -> None:

@@ -1,7 +1,8 @@
 """The bias-stationary backward kernel: the gradient of a bias of one value per score shared by batch or heads.
 
 One tile of dbias per program; the batch entries and heads that read it in turn, recomputing ds, so that the sum stays
-in registers in fp32, in a fixed order, and is rounded once.
+in registers in fp32, in a fixed order, and is rounded once. Where the tiles are too few for the GPU, programs share
+those heads in chunks, each with a slot for its sum, which sum_slots.py adds.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ def backward_bias_kernel(
     softcap,
     bias_batch,
     bias_heads,
+    chunk,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -64,7 +66,10 @@ def backward_bias_kernel(
     PRECISION: tl.constexpr,
     FEW_KEYS: tl.constexpr,
 ):
-    """dbias (bias_batch, bias_heads, Lq, Lk) is contiguous; `classes` is 0 for a tile with nothing allowed."""
+    """dbias (chunks, bias_batch, bias_heads, Lq, Lk) is contiguous; `classes` is 0 for a tile with nothing allowed.
+
+    A chunk has `chunk` heads of batch entries.
+    """
     scale_log2 = tl.cast(scale_log2, tl.float32)  # Inductor passes floats as fp64
     softcap = tl.cast(softcap, tl.float32)
     program = tl.program_id(0)
@@ -73,7 +78,9 @@ def backward_bias_kernel(
     first_key = program % tiles_n * BLOCK_N
     first = program // tiles_n % tiles_m * BLOCK_M
     owner = program // tiles_n // tiles_m % bias_heads
-    owner_b = program // tiles_n // tiles_m // bias_heads
+    slot = program // tiles_n // tiles_m // bias_heads
+    owner_b = slot % bias_batch
+    begin = slot // bias_batch * chunk
     rows = first + tl.arange(0, BLOCK_M)
     keys = first_key + tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
@@ -88,13 +95,13 @@ def backward_bias_kernel(
     last = tl.minimum(first + BLOCK_M, shape.seqlen_q) - 1
     last_key = tl.minimum(first_key + BLOCK_N, shape.seqlen_k) - 1
     shift = shape.seqlen_k - shape.seqlen_q
-    visited = entries * members
+    end = tl.minimum(begin + chunk, entries * members)
     if RIGHT:
-        visited = tl.where(first_key > last + shift + shape.right, 0, visited)
+        end = tl.where(first_key > last + shift + shape.right, 0, end)
     if LEFT:
-        visited = tl.where(last_key < first + shift - shape.left, 0, visited)
+        end = tl.where(last_key < first + shift - shape.left, 0, end)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for entry in range(0, visited):
+    for entry in range(begin, end):
         b = (owner_b + entry // members).to(tl.int64)
         h = owner * members + entry % members
         h_k = h // shape.group
@@ -150,6 +157,6 @@ def backward_bias_kernel(
             if FEW_KEYS:
                 d += tl.sum(p * dp, 1)
             acc += p * (dp - d[:, None])
-    line = ((owner_b * bias_heads + owner).to(tl.int64) * shape.seqlen_q + rows)[:, None] * shape.seqlen_k
+    line = ((slot * bias_heads + owner).to(tl.int64) * shape.seqlen_q + rows)[:, None] * shape.seqlen_k
     inside = row_ok[:, None] & (keys < shape.seqlen_k)[None, :]
     tl.store(dbias + line + keys[None, :], acc.to(dbias.dtype.element_ty), mask=inside)

@@ -16,6 +16,7 @@ from .kernel_launch import is_current_device, on_device, remembered
 from .plan import Call, takes_tf32
 from .plan_backward import MOST_FEW_KEYS, plan_backward
 from .plan_forward import plan_forward
+from .plan_short import ShortCall, plan_short_backward, plan_short_forward
 
 
 def forward(
@@ -26,9 +27,10 @@ def forward(
     if takes_group_rows(q, k, mask, flags):
         return forward_group_rows(q, k, v, mask, bias, out, lse, flags)
     with on_device(q):
-        mask = _packed(mask, q.shape[1], k.shape[1], flags)
+        is_short = ShortCall.of(q, k, v, mask).serves_forward()
+        mask = mask if is_short else _packed(mask, q.shape[1], k.shape[1], flags)
         key = ("forward", mask.form, flags, *_signature(q, k, v, bias, *mask.tensors))
-        plan = remembered(_plans, key, lambda: plan_forward(Call(q, k, v, mask, bias, flags)))
+        plan = remembered(_plans, key, lambda: forward_plan(Call(q, k, v, mask, bias, flags)))
         plan(q, k, v, mask, bias, out, lse)
 
 
@@ -55,8 +57,20 @@ def _plan_maskless(
 ) -> Callable[..., None]:
     flags = problem.flags
     if _has_unit_rows(q) and _has_unit_rows(k) and _has_unit_rows(v) and not takes_group_rows(q, k, NO_MASK, flags):
-        return plan_forward(Call(q, k, v, NO_MASK, bias, flags))
+        return forward_plan(Call(q, k, v, NO_MASK, bias, flags))
     return partial(forward, flags=flags)  # which plans for the copies that the kernels read
+
+
+def forward_plan(call: Call) -> Callable[..., None]:
+    """How a class of calls makes out and lse: run(q, k, v, mask, bias, out, lse)."""
+    is_short = ShortCall.of(call.q, call.k, call.v, call.mask, call.arch).serves_forward()
+    return plan_short_forward(call) if is_short else plan_forward(call)
+
+
+def backward_plan(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: NeedsGrad) -> Callable[..., Gradients]:
+    """How a class of calls makes its gradients: run(dout, dlse, q, k, v, mask, bias, out, lse)."""
+    is_short = ShortCall.of(call.q, call.k, call.v, call.mask, call.arch).serves_backward()
+    return (plan_short_backward if is_short else plan_backward)(call, dout, dlse, needs_grad)
 
 
 NO_MASK = MaskView()
@@ -111,9 +125,11 @@ def backward(
     """The gradients asked for; every sum is taken in fp32, in a fixed order, and rounded once."""
     q, k, v, dout, out, lse = (*(_unit_rows(x) for x in (q, k, v, dout)), out.contiguous(), lse.contiguous())
     with on_device(q):
-        mask = _packed(mask, q.shape[1], k.shape[1], flags)
-        if needs_fp32_delta(q.dtype, k.shape[1], flags.window, needs_grad):
-            out = _out_in_fp32(q, k, v, mask, bias, flags)
+        is_short = ShortCall.of(q, k, v, mask).serves_backward()
+        if not is_short:
+            mask = _packed(mask, q.shape[1], k.shape[1], flags)
+            if needs_fp32_delta(q.dtype, k.shape[1], flags.window, needs_grad):
+                out = _out_in_fp32(q, k, v, mask, bias, flags)
         key = (
             "backward",
             mask.form,
@@ -121,7 +137,7 @@ def backward(
             flags,
             *_signature(q, k, v, bias, dout, dlse, out, lse, *mask.tensors),
         )
-        plan = remembered(_plans, key, lambda: plan_backward(Call(q, k, v, mask, bias, flags), dout, dlse, needs_grad))
+        plan = remembered(_plans, key, lambda: backward_plan(Call(q, k, v, mask, bias, flags), dout, dlse, needs_grad))
         return plan(dout, dlse, q, k, v, mask, bias, out, lse)
 
 

@@ -11,7 +11,21 @@ from torch import Tensor
 from flash_dmattn.problem import Flags, MaskView, bias_class, device_arch, fits_tma
 
 from .kernel_launch import Descriptor
-from .tile_ops import BAND, KEY_BIAS, KEYS, LOG2E, NO_BIAS, ROW_BIAS, TILE_BIAS, TILES, BiasStrides, MaskStrides, Shape
+from .tile_ops import (
+    BAND,
+    BOUNDS,
+    DENSE,
+    KEY_BIAS,
+    KEYS,
+    LOG2E,
+    NO_BIAS,
+    ROW_BIAS,
+    TILE_BIAS,
+    TILES,
+    BiasStrides,
+    MaskStrides,
+    Shape,
+)
 from .tile_table import Tile, tf32_fits, tile_of
 
 
@@ -40,7 +54,13 @@ def classes_of(mask: MaskView) -> Tensor | None:
     return mask.tensors[1] if mask.form == "tiles" else None
 
 
-_MASK_KINDS = {"none": BAND.value, "tiles": TILES.value, "keys": KEYS.value}
+_MASK_KINDS = {
+    "none": BAND.value,
+    "tiles": TILES.value,
+    "keys": KEYS.value,
+    "dense": DENSE.value,  # as short rows read it, and an interval mask
+    "intervals": BOUNDS.value,
+}
 _BIAS_KINDS = {"query": ROW_BIAS.value, "key": KEY_BIAS.value, "score": TILE_BIAS.value}
 
 
@@ -67,8 +87,9 @@ class Call:
         self.num_sms = 1 if properties is None else properties.multi_processor_count
         self.mask_kind = _MASK_KINDS[mask.form]
         self.bias_kind = NO_BIAS.value if bias is None else _BIAS_KINDS[bias_class(bias.shape, bias.stride())]
-        # The band is folded into lists of tiles.
-        self.band = (False, False) if self.mask_kind == TILES.value else (left >= 0, right >= 0)
+        # The band is folded into prepared masks but those of kept keys.
+        folded = mask.form in ("tiles", "intervals")
+        self.band = (False, False) if folded else (left >= 0, right >= 0)
         softcap, scale = flags.softcap, flags.softmax_scale
         self.scale_log2 = scale / softcap if softcap > 0 else scale * LOG2E.value
         # Descriptors cost the host 20 us each (H200, Triton 3.6), more than a small call takes the GPU.
@@ -98,16 +119,17 @@ class Call:
         if data is None or index is None:
             return MaskStrides(0, 0, 0, 0, 0, 0, 1)
         row, list_row = (0, 0) if self.mask_kind == KEYS.value else (data.stride(2), index.stride(2))
-        return MaskStrides(*_broadcast(data)[:2], row, *_broadcast(index)[:2], list_row, self._sharing(data))
+        return MaskStrides(*_broadcast(data)[:2], row, *_broadcast(index)[:2], list_row, self.sharing(data))
 
     def bias_strides(self, tma: bool = False) -> BiasStrides:
         """Of the bias, or the steps of its descriptor."""
         if self.bias is None:
             return BiasStrides(0, 0, 0, 0, 1)
         strides = [int(size > 1) for size in self.bias.shape] if tma else _broadcast(self.bias)
-        return BiasStrides(*strides, self._sharing(self.bias))
+        return BiasStrides(*strides, self.sharing(self.bias))
 
-    def _sharing(self, x: Tensor) -> int:
+    def sharing(self, x: Tensor) -> int:
+        """How many query heads read one head of a bias or a mask."""
         return self.shape.group if x.shape[1] == self.num_heads_k else 1
 
     def edges(self, rest: int) -> bool:

@@ -20,6 +20,7 @@ from .backward_product import backward_product_kernel
 from .backward_queries import backward_queries_kernel
 from .kernel_launch import Descriptor, Launch
 from .plan import Call, classes_of, num_kv_splits, read_of
+from .plan_slots import chunks_of, empty_slots, most_slots, plan_sum
 from .tile_ops import BAND, KEYS, TILES, Strides
 from .tile_table import Tile
 
@@ -263,20 +264,28 @@ def plan_bias(call: Call, dout: Tensor, bias: Tensor) -> Callable[..., Tensor]:
         descriptors.append(call.rows_descriptor(2, call.v, tile.block_n, call.block_dv))
         descriptors.append(call.rows_descriptor(4, dout, tile.block_m, call.block_dv))
     tiles = triton.cdiv(shape.seqlen_q, tile.block_m) * triton.cdiv(shape.seqlen_k, tile.block_n)
-    numbers = (call.bias_strides(), call.mask_strides(), shape, call.scale_log2, call.flags.softcap, *bias.shape[:2])
+    owners = bias.shape[0] * bias.shape[1]
+    chunk, slots = chunks_of(
+        shape.batch * shape.num_heads // owners, tiles * owners, call.num_sms, most_slots(bias.numel())
+    )
+    numbers = (call.bias_strides(), call.mask_strides(), shape, call.scale_log2, call.flags.softcap)
+    numbers = (*numbers, *bias.shape[:2], chunk)
     launch = Launch(
         backward_bias_kernel,
-        tiles * bias.shape[0] * bias.shape[1],
+        tiles * owners * slots,
         (*_all_strides(call, dout), *numbers),
         (*call.constants(tile), tma, call.wide(call.q, call.k, call.v, dout), call.precision, _has_few_keys(call)),
         tile.options,
         descriptors,
     )
+    add = plan_sum(slots, bias)
 
     def run(read: tuple[Any, ...], mask: MaskView) -> Tensor:
         bias = read[3]
         dbias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
-        launch(*read, *read_of(mask), classes_of(mask), dbias)
+        sums = empty_slots(slots, dbias)
+        launch(*read, *read_of(mask), classes_of(mask), sums)
+        add(sums, dbias)
         return dbias
 
     return run

@@ -10,10 +10,14 @@ import triton.language as tl
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
-# How a mask is read: the band alone, lists of 128 x 128 tiles with bits, or the positions of the kept keys.
+# How a mask is read: the band alone, lists of 128 x 128 tiles with bits, the positions of the kept keys; and for short
+# rows a bool tensor as it is, one row of it for all queries, or the interval of queries of each key.
 BAND: tl.constexpr = tl.constexpr(0)
 TILES: tl.constexpr = tl.constexpr(1)
 KEYS: tl.constexpr = tl.constexpr(2)
+DENSE: tl.constexpr = tl.constexpr(3)
+DENSE_ROW: tl.constexpr = tl.constexpr(4)
+BOUNDS: tl.constexpr = tl.constexpr(5)
 
 # How a bias is read: not at all, one value per key, one per query, or one per score.
 NO_BIAS: tl.constexpr = tl.constexpr(0)

@@ -63,6 +63,8 @@ class Backend(Protocol):
         notes(problem) -> tuple[str, ...]: what `explain` should say of a call that it accepts, such as copies it makes.
         MASK_FORM = "prepared": a forward/backward pair that reads tile, key and interval masks.
         GATHERS_KEYS = True: of such a pair, that it fetches single keys, and few queries are best served by key masks.
+        reads_dense(problem, direction) -> bool: of such a pair, whether that pass of a call is best served by a dense
+            mask as it is. One that both passes read so is not prepared.
         differentiable_backward(problem, dout, dlse, q, k, v, mask, bias): the gradients of a pair as differentiable
             PyTorch, without which a second derivative is refused.
         HAS_FORWARD_AD = True: forward-mode derivatives (torch.func.jvp) go through it.
@@ -152,6 +154,14 @@ def reads_prepared_masks(backend: AnyBackend) -> bool:
 def gathers_keys(backend: AnyBackend) -> bool:
     """Whether the kernels of a backend that reads prepared masks fetch the keys of a `KeyMask` one by one."""
     return getattr(backend, "GATHERS_KEYS", False)
+
+
+def reads_dense(backend: AnyBackend, problem: AttentionProblem, direction: Direction) -> bool:
+    """Whether one pass of a call is best served by a dense mask as it is; a backend that does not say prepares it."""
+    if not reads_prepared_masks(backend):
+        return True
+    reads: Callable[[AttentionProblem, Direction], bool] | None = getattr(backend, "reads_dense", None)
+    return reads is not None and reads(problem, direction)
 
 
 def has_forward_ad(backend: AnyBackend) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..backends.interval_walk import call_key_form
-from ..backends.protocol import AnyBackend, KernelBackend, gathers_keys, reads_prepared_masks
+from ..backends.protocol import AnyBackend, KernelBackend, gathers_keys, reads_dense, reads_prepared_masks
 from ..problem import AttentionProblem, MaskView
 from . import packers as packers  # registers the fast packers with flash_dmattn.masks
 
@@ -45,6 +45,8 @@ def mask_view(
             return mask.view
         mask = mask.unpacked()
     if backward is None or not (reads_prepared_masks(forward) and reads_prepared_masks(backward)):
+        return MaskView("dense", (mask,))
+    if reads_dense(forward, problem, "forward") and reads_dense(backward, problem, "backward"):
         return MaskView("dense", (mask,))
     from ..masks.prepared.operator import KeyForm, prepared_view  # importing flash_dmattn does not need it
 

@@ -12,7 +12,7 @@ from ... import operators
 from ...gradients import zero_gradients
 from ...problem import AttentionProblem, Flags, Gradients, MaskView, NeedsGrad, dtype_name, sm_number
 from ..interval_walk import interval_notes, walked_view
-from ..protocol import Availability, Rule
+from ..protocol import Availability, Direction, Rule
 from .key_order import Ordered
 
 NAME = "triton"
@@ -91,6 +91,13 @@ def _kernels() -> ModuleType:
     return _launch
 
 
+def reads_dense(problem: AttentionProblem, direction: Direction) -> bool:
+    """Whether a pass of a call has short rows, whose kernels read a bool mask as it is."""
+    call = _kernels().ShortCall.described(problem)
+    serves: bool = call.serves_forward() if direction == "forward" else call.serves_backward()
+    return serves
+
+
 def notes(problem: AttentionProblem) -> tuple[str, ...]:
     """Copies that a call makes."""
     p = problem
@@ -99,9 +106,11 @@ def notes(problem: AttentionProblem) -> tuple[str, ...]:
         for name, strides in (("q", p.q_strides), ("k", p.k_strides), ("v", p.v_strides))
         if strides[3] != 1 and p.head_dim > 1
     ]
-    if probe().usable and _kernels().needs_fp32_delta(p.dtype, p.seqlen_k, p.window, p.needs_grad):
+    short = [probe().usable and reads_dense(p, direction) for direction in ("forward", "backward")]
+    if not short[1] and probe().usable and _kernels().needs_fp32_delta(p.dtype, p.seqlen_k, p.window, p.needs_grad):
         copies.append("for the gradients copies q, k, v to fp32 and computes out anew: few keys feel its rounding")
-    return (*interval_notes(problem, GATHERS_KEYS), *copies)
+    ordered = () if all(short) else interval_notes(problem, GATHERS_KEYS)
+    return (*ordered, *copies)
 
 
 def _forward(
@@ -111,10 +120,11 @@ def _forward(
     if k.shape[1] == 0:
         return out.zero_(), lse.fill_(-torch.inf)
     if out.numel() > 0:
-        mask = walked_view(mask, q, k, bias, flags, needs_dbias=False, gathers=GATHERS_KEYS)
-        if mask.form == "intervals":
-            ordered = Ordered(q, k, v, mask, bias)
-            k, v, mask, bias = ordered.k, ordered.v, ordered.mask, ordered.bias
+        if mask.form != "none" and not _kernels().ShortCall.of(q, k, v, mask).serves_forward():
+            mask = walked_view(mask, q, k, bias, flags, needs_dbias=False, gathers=GATHERS_KEYS)
+            if mask.form == "intervals":
+                ordered = Ordered(q, k, v, mask, bias)
+                k, v, mask, bias = ordered.k, ordered.v, ordered.mask, ordered.bias
         _kernels().forward(q, k, v, mask, bias, out, lse, flags)
     return out, lse
 
@@ -145,9 +155,10 @@ def _backward(
 ) -> Gradients:
     if out.numel() == 0 or k.shape[1] == 0:
         return zero_gradients((q, k, v, bias), needs_grad)
-    run = _kernels().backward
-    mask = walked_view(mask, q, k, bias, flags, needs_dbias=needs_grad.bias, gathers=GATHERS_KEYS)
-    if mask.form != "intervals":
+    run, is_short = _kernels().backward, _kernels().ShortCall.of(q, k, v, mask).serves_backward()
+    if not is_short:
+        mask = walked_view(mask, q, k, bias, flags, needs_dbias=needs_grad.bias, gathers=GATHERS_KEYS)
+    if is_short or mask.form != "intervals":
         gradients: Gradients = run(dout, dlse, q, k, v, mask, bias, out, lse, flags, needs_grad)
         return gradients
     ordered = Ordered(q, k, v, mask, bias, needs_dbias=needs_grad.bias)

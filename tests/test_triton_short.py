@@ -1,0 +1,75 @@
+"""Which calls the kernels of short rows serve, how work is shared out, and that they read a bool mask as it is."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+import flash_dmattn
+from flash_dmattn.backends.triton import backend as triton
+from flash_dmattn.dispatch.mask_view import mask_view
+from flash_dmattn.problem import MaskView
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+HALF = torch.bfloat16
+
+
+def rows(batch: int, seqlen: int, heads: int, dim: int, dtype: torch.dtype = HALF) -> torch.Tensor:
+    return torch.empty(batch, seqlen, heads, dim, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize(
+    "seqlen_q, seqlen_k, heads_k, dim, dtype, arch, forward, backward",
+    (
+        (49, 49, 4, 32, HALF, "sm_90", True, True),
+        (128, 128, 4, 64, HALF, "sm_90", True, True),
+        (64, 64, 4, 128, HALF, "sm_90", True, True),
+        (128, 128, 4, 128, HALF, "sm_90", True, False),  # its sums would spill
+        (128, 129, 4, 64, HALF, "sm_90", False, False),
+        (500, 77, 4, 64, HALF, "sm_90", True, False),  # a forward pass takes queries in tiles
+        (49, 49, 2, 32, HALF, "sm_90", True, False),  # dk and dv of a group are sums over heads
+        (49, 49, 4, 32, torch.float32, "sm_90", False, False),
+        (49, 49, 4, 192, HALF, "sm_90", False, False),
+        (64, 64, 4, 64, HALF, "sm_86", True, True),
+        (65, 65, 4, 64, HALF, "sm_86", False, False),
+    ),
+)
+def test_calls_that_are_served(
+    seqlen_q: int, seqlen_k: int, heads_k: int, dim: int, dtype: torch.dtype, arch: str, forward: bool, backward: bool
+) -> None:
+    from flash_dmattn.triton_kernels.plan_short import ShortCall
+
+    q, k = rows(2, seqlen_q, 4, dim, dtype), rows(2, seqlen_k, heads_k, dim, dtype)
+    call = ShortCall.of(q, k, k, MaskView(), arch)
+    assert (call.serves_forward(), call.serves_backward()) == (forward, backward)
+    kept = MaskView("keys", (torch.empty(0),) * 3)
+    assert not ShortCall.of(q, k, k, kept, arch).serves_forward()
+
+
+@pytest.mark.parametrize("members, programs", ((1, 1), (2048, 6), (4096, 12), (3, 500), (100, 2000), (1, 0x7FFF)))
+@pytest.mark.parametrize("most", (None, 1, 7))
+def test_chunks_cover_every_head_once(members: int, programs: int, most: int | None) -> None:
+    from flash_dmattn.triton_kernels.plan_slots import PROGRAMS_PER_SM, chunks_of
+
+    chunk, chunks = chunks_of(members, programs, 132, most)
+    assert chunk * (chunks - 1) < members <= chunk * chunks
+    assert chunks == 1 or programs * chunks <= PROGRAMS_PER_SM * 132
+    assert most is None or chunks <= most
+
+
+def test_slots_take_little_memory() -> None:
+    from flash_dmattn.triton_kernels.plan_slots import MAX_SLOT_BYTES, most_slots
+
+    assert most_slots(6 * 49 * 49) * 6 * 49 * 49 * 4 <= MAX_SLOT_BYTES
+    assert most_slots(2**40) == 1
+
+
+@pytest.mark.parametrize("seqlen_k, heads_k, form", ((49, 4, "dense"), (49, 2, "tiles"), (200, 4, "tiles")))
+def test_a_mask_of_short_rows_is_not_prepared(seqlen_k: int, heads_k: int, form: str) -> None:
+    mask = torch.ones(2, 1, 49, seqlen_k, dtype=torch.bool)
+    given = {"seqlen_k": seqlen_k, "kv_heads": heads_k, "mask": tuple(mask.shape), "grad": True}
+    problem = flash_dmattn.explain_problem((2, 49, 4, 32), device="sm_90", **given).problem
+    assert mask_view(problem, mask, triton, triton).form == form

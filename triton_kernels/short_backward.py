@@ -1,0 +1,186 @@
+"""The backward kernel of short rows: every gradient of a head from one computation of p and ds.
+
+p = exp2(s - lse);  dp = dout @ v^T;  ds = p * (dp - rowsum(p * dp) + dlse);
+dv = p^T @ dout;  dk = ds^T @ q;  dq = ds @ k;  dbias = ds, or its sum over the heads of a walk
+
+Where the tiles of whole rows are too large, it runs twice: with all keys and some queries of a head for dq, which also
+stores delta, then with all queries and some keys for the rest.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .short_rows import base_scores, head_of, load_dense, masked, walk_of
+from .tile_ops import LOG2E, load_tile, renormalize, soft_cap
+
+# What of the gradient of a bias this kernel makes: nothing, sums over the queries of each key, ds of every head, or the
+# sum of ds over the heads of a walk, in a slot for each of its chunks.
+NO_DBIAS: tl.constexpr = tl.constexpr(0)
+KEY_SUM: tl.constexpr = tl.constexpr(1)
+STORE: tl.constexpr = tl.constexpr(2)
+SLOTS: tl.constexpr = tl.constexpr(3)
+
+
+@triton.jit
+def store_rows(x, tile, b, h, rows, num_rows, num_heads, dims, num_dims):
+    """Store a tile of a contiguous (B, L, H, D) tensor."""
+    at = x + ((b * num_rows + rows) * num_heads + h)[:, None] * num_dims + dims[None, :]
+    tl.store(at, tile.to(x.dtype.element_ty), mask=(rows < num_rows)[:, None] & (dims < num_dims)[None, :])
+
+
+@triton.jit
+def short_backward_kernel(
+    q,
+    k,
+    v,
+    bias,
+    dout,
+    lse,
+    dlse,
+    mask,
+    stop,
+    delta,
+    dq,
+    dk,
+    dv,
+    dbias,
+    q_strides,
+    k_strides,
+    v_strides,
+    dout_strides,
+    dlse_strides,
+    bias_strides,
+    access,
+    shape,
+    walk,
+    scale_log2,
+    scale,
+    softcap,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    MASK: tl.constexpr,
+    BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    PAD_D: tl.constexpr,
+    PAD_DV: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+    ALL_KEYS: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+    STORE_DELTA: tl.constexpr,
+    NEED_Q: tl.constexpr,
+    NEED_K: tl.constexpr,
+    NEED_V: tl.constexpr,
+    DBIAS: tl.constexpr,
+):
+    """One tile of the scores of the heads of a walk.
+
+    With ALL_KEYS a tile has whole rows and makes dq; else it has whole columns, and reads delta as fp32
+    (2, B, Hq, Lq) of delta and of lse in base 2. A tile of whole rows and columns makes everything. dq, dk, dv
+    (B, L, H, D) are contiguous, and so are dbias (B, Hq, Lq, Lk), its slots (chunks, Bb, Hb, Lq, Lk) in fp32, and its
+    sums (B, Hq, Lk) in fp32.
+    """
+    scale_log2 = tl.cast(scale_log2, tl.float32)  # Inductor passes floats as fp64
+    scale = tl.cast(scale, tl.float32)
+    softcap = tl.cast(softcap, tl.float32)
+    owner_b, slot, tile, begin, end, first_head, members_h = walk_of(walk, shape, tl.program_id(0))
+    first = 0
+    first_key = 0
+    if ALL_KEYS:
+        first = tile * BLOCK_M
+    else:
+        first_key = tile * BLOCK_N
+    rows = first + tl.arange(0, BLOCK_M)
+    keys = first_key + tl.arange(0, BLOCK_N)
+    dims = tl.arange(0, BLOCK_D)
+    dims_v = tl.arange(0, BLOCK_DV)
+    row_ok = rows < shape.seqlen_q
+    inside = row_ok[:, None] & (keys < shape.seqlen_k)[None, :]
+    base = base_scores(
+        bias, bias_strides, owner_b.to(tl.int64), first_head, first, first_key, rows, keys, shape,
+        BLOCK_M, BLOCK_N, BIAS, LEFT, RIGHT, WIDE,
+    )  # fmt: skip
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    b, h = head_of(begin, owner_b, first_head, members_h)
+    next_dense = load_dense(mask, access, b, h, rows, keys, shape, MASK, WIDE)
+    for member in tl.range(begin, end, num_stages=STAGES):
+        dense = next_dense
+        b, h = head_of(tl.minimum(member + 1, end - 1), owner_b, first_head, members_h)
+        next_dense = load_dense(mask, access, b, h, rows, keys, shape, MASK, WIDE)
+        b, h = head_of(member, owner_b, first_head, members_h)
+        q_tile = load_tile(
+            q, q_strides, b, h, first, rows, shape.seqlen_q, dims, shape.head_dim,
+            BLOCK_M, BLOCK_D, False, WIDE, True, PAD_D,
+        )  # fmt: skip
+        k_tile = load_tile(
+            k, k_strides, b, h, first_key, keys, shape.seqlen_k, dims, shape.head_dim,
+            BLOCK_N, BLOCK_D, False, WIDE, True, PAD_D,
+        )  # fmt: skip
+        v_tile = load_tile(
+            v, v_strides, b, h, first_key, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
+            BLOCK_N, BLOCK_DV, False, WIDE, True, PAD_DV,
+        )  # fmt: skip
+        g_tile = load_tile(
+            dout, dout_strides, b, h, first, rows, shape.seqlen_q, dims_v, shape.head_dim_v,
+            BLOCK_M, BLOCK_DV, False, WIDE, True, PAD_DV,
+        )  # fmt: skip
+        line = (b * shape.num_heads + h) * shape.seqlen_q + rows
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        if SOFTCAP:
+            t, slope = soft_cap(s * scale_log2)
+            s = t * (softcap * LOG2E) + base
+        else:
+            s = s * scale_log2 + base
+        s = masked(s, dense, mask, stop, access, b, h, first_key, rows, keys, shape, MASK, BLOCK_M, BLOCK_N)
+        dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
+        if ALL_KEYS:
+            natural = tl.load(lse + line, mask=row_ok, other=float("-inf"))
+            empty = natural == float("-inf")
+            # +inf: exp2(-inf - -inf) is NaN
+            p = tl.math.exp2(s - tl.where(empty, float("inf"), natural * LOG2E)[:, None])
+            total = tl.sum(p, 1)
+            p = renormalize(p, 1)
+            d = tl.sum(p * dp, 1)
+            if HAS_DLSE:
+                at = dlse + b * dlse_strides[0] + h.to(tl.int64) * dlse_strides[1] + rows.to(tl.int64) * dlse_strides[2]
+                d -= tl.where(empty, 0.0, tl.load(at, mask=row_ok, other=0.0).to(tl.float32))
+            if STORE_DELTA:
+                tl.store(delta + line, d, mask=row_ok)
+                log2 = tl.where(empty, float("inf"), natural * LOG2E + tl.math.log2(tl.where(empty, 1.0, total)))
+                tl.store(delta + shape.batch.to(tl.int64) * shape.num_heads * shape.seqlen_q + line, log2, mask=row_ok)
+        else:
+            d = tl.load(delta + line, mask=row_ok, other=0.0)
+            log2_rows = delta + shape.batch.to(tl.int64) * shape.num_heads * shape.seqlen_q + line
+            p = tl.math.exp2(s - tl.load(log2_rows, mask=row_ok, other=float("inf"))[:, None])
+        if NEED_V:
+            dv_tile = tl.dot(tl.trans(p.to(g_tile.dtype)), g_tile, input_precision=PRECISION)
+            store_rows(dv, dv_tile, b, h, keys, shape.seqlen_k, shape.num_heads, dims_v, shape.head_dim_v)
+        ds = p * (dp - d[:, None])
+        if DBIAS == SLOTS:
+            acc += ds
+        elif DBIAS == KEY_SUM:
+            at = dbias + (b * shape.num_heads + h) * shape.seqlen_k + keys
+            tl.store(at, tl.sum(ds, 0), mask=keys < shape.seqlen_k)
+        elif DBIAS == STORE:
+            at = dbias + line[:, None] * shape.seqlen_k + keys[None, :]
+            tl.store(at, ds.to(dbias.dtype.element_ty), mask=inside)
+        if NEED_Q or NEED_K:
+            if SOFTCAP:
+                ds = ds * slope
+            ds_tile = ds.to(q_tile.dtype)
+            if NEED_K:
+                dk_tile = tl.dot(tl.trans(ds_tile), q_tile, input_precision=PRECISION) * scale
+                store_rows(dk, dk_tile, b, h, keys, shape.seqlen_k, shape.num_heads, dims, shape.head_dim)
+            if NEED_Q:
+                dq_tile = tl.dot(ds_tile, k_tile, input_precision=PRECISION) * scale
+                store_rows(dq, dq_tile, b, h, rows, shape.seqlen_q, shape.num_heads, dims, shape.head_dim)
+    if DBIAS == SLOTS:
+        at = dbias + (slot.to(tl.int64) * shape.seqlen_q + rows)[:, None] * shape.seqlen_k + keys[None, :]
+        tl.store(at, acc, mask=inside)

@@ -1,0 +1,98 @@
+"""The forward kernel of short rows: all keys of a head lie in one tile.
+
+p = exp2(s - rowmax(s));  l = rowsum(p);  out = p @ v / l;  lse = (rowmax(s) + log2(l)) * ln 2
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .short_rows import base_scores, head_of, load_dense, masked, walk_of
+from .tile_ops import LN2, LOG2E, load_tile, soft_cap
+
+
+@triton.jit
+def short_forward_kernel(
+    q,
+    k,
+    v,
+    bias,
+    mask,
+    stop,
+    out,
+    lse,
+    q_strides,
+    k_strides,
+    v_strides,
+    bias_strides,
+    access,
+    shape,
+    walk,
+    scale_log2,
+    softcap,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    MASK: tl.constexpr,
+    BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    PAD_D: tl.constexpr,
+    PAD_DV: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One tile of queries of the heads of a walk; out (B, Lq, Hq, Dv) and lse (B, Hq, Lq) are contiguous."""
+    scale_log2 = tl.cast(scale_log2, tl.float32)  # Inductor passes floats as fp64
+    softcap = tl.cast(softcap, tl.float32)
+    owner_b, _, tile, begin, end, first_head, members_h = walk_of(walk, shape, tl.program_id(0))
+    first = tile * BLOCK_M
+    rows = first + tl.arange(0, BLOCK_M)
+    keys = tl.arange(0, BLOCK_N)
+    dims = tl.arange(0, BLOCK_D)
+    dims_v = tl.arange(0, BLOCK_DV)
+    row_ok = rows < shape.seqlen_q
+    stored = row_ok[:, None] & (dims_v < shape.head_dim_v)[None, :]
+    base = base_scores(
+        bias, bias_strides, owner_b.to(tl.int64), first_head, first, 0, rows, keys, shape,
+        BLOCK_M, BLOCK_N, BIAS, LEFT, RIGHT, WIDE,
+    )  # fmt: skip
+    b, h = head_of(begin, owner_b, first_head, members_h)
+    next_dense = load_dense(mask, access, b, h, rows, keys, shape, MASK, WIDE)
+    for member in tl.range(begin, end, num_stages=STAGES):
+        dense = next_dense
+        b, h = head_of(tl.minimum(member + 1, end - 1), owner_b, first_head, members_h)
+        next_dense = load_dense(mask, access, b, h, rows, keys, shape, MASK, WIDE)
+        b, h = head_of(member, owner_b, first_head, members_h)
+        h_k = h // shape.group
+        q_tile = load_tile(
+            q, q_strides, b, h, first, rows, shape.seqlen_q, dims, shape.head_dim,
+            BLOCK_M, BLOCK_D, False, WIDE, True, PAD_D,
+        )  # fmt: skip
+        k_tile = load_tile(
+            k, k_strides, b, h_k, 0, keys, shape.seqlen_k, dims, shape.head_dim,
+            BLOCK_N, BLOCK_D, False, WIDE, True, PAD_D,
+        )  # fmt: skip
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        if SOFTCAP:
+            s = soft_cap(s * scale_log2)[0] * (softcap * LOG2E) + base
+        else:
+            s = s * scale_log2 + base
+        s = masked(s, dense, mask, stop, access, b, h, 0, rows, keys, shape, MASK, BLOCK_M, BLOCK_N)
+        row_max = tl.max(s, 1)
+        p = tl.math.exp2(s - tl.where(row_max == float("-inf"), 0.0, row_max)[:, None])  # -inf - -inf is NaN
+        row_sum = tl.sum(p, 1)
+        v_tile = load_tile(
+            v, v_strides, b, h_k, 0, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
+            BLOCK_N, BLOCK_DV, False, WIDE, True, PAD_DV,
+        )  # fmt: skip
+        o = tl.dot(p.to(v_tile.dtype), v_tile, input_precision=PRECISION)
+        total = tl.where(row_sum > 0, row_sum, 1.0)
+        at = out + ((b * shape.seqlen_q + rows) * shape.num_heads + h)[:, None] * shape.head_dim_v + dims_v[None, :]
+        tl.store(at, (o / total[:, None]).to(out.dtype.element_ty), mask=stored)
+        natural = tl.where(row_sum > 0, (row_max + tl.math.log2(total)) * LN2, float("-inf"))
+        tl.store(lse + (b * shape.num_heads + h) * shape.seqlen_q + rows, natural, mask=row_ok)

@@ -1,0 +1,123 @@
+"""Calls of so few keys that a tile holds whole rows: which they are, and what their kernels share.
+
+Such a row needs no running maximum, and its delta = rowsum(p * dp) needs no out. A program owns one tile of the bias
+and walks the heads and entries that read it, so that the tile stays in registers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .tile_ops import BAND, DENSE, DENSE_ROW, LOG2E, NO_BIAS, TILES, bits_by_row, in_band, load_bias
+
+# Products of fp32 run outside the tensor cores, and tiles of whole rows would not fit its registers.
+DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
+
+
+class MaskAccess(NamedTuple):
+    """Strides of a bool mask, of its bits, or of its intervals; 0 where broadcast. `group` heads share one head."""
+
+    batch: int
+    head: int
+    row: int
+    key: int
+    group: int
+
+
+class Walk(NamedTuple):
+    """Programs of a kernel: `owners_b` x `owners_h` heads of a bias, `tiles` each, and `chunk` heads at a time."""
+
+    owners_b: int
+    owners_h: int
+    tiles: int
+    chunk: int
+
+
+@triton.jit
+def walk_of(walk, shape, program):
+    """What a program walks: its owner's entry and slot, the tile, members from begin to end, and of an entry the first
+    head and their number.
+
+    Owners come first, so that programs that run side by side read the same entries.
+    """
+    owners = walk.owners_b * walk.owners_h
+    owner = program % owners
+    tile = program // owners % walk.tiles
+    members_h = shape.num_heads // walk.owners_h
+    members = shape.batch // walk.owners_b * members_h
+    begin = program // owners // walk.tiles * walk.chunk
+    return (
+        owner // walk.owners_h,
+        program // owners // walk.tiles * owners + owner,
+        tile,
+        begin,
+        tl.minimum(begin + walk.chunk, members),
+        owner % walk.owners_h * members_h,
+        members_h,
+    )
+
+
+@triton.jit
+def head_of(member, owner_b, first_head, members_h):
+    """The entry and the head that are the given member of a walk."""
+    return (owner_b + member // members_h).to(tl.int64), first_head + member % members_h
+
+
+@triton.jit
+def base_scores(
+    bias, strides, b, h, first, first_key, rows, keys, shape,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BIAS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """What every head of a walk adds to its products, in base 2: the bias, and -inf outside the band or the tensors."""
+    base = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if BIAS != NO_BIAS:
+        tile = load_bias(bias, strides, b, h, first, first_key, rows, keys, shape, BLOCK_M, BLOCK_N, False, WIDE)
+        base = tile.to(tl.float32) * LOG2E
+    return tl.where(in_band(rows[:, None], keys[None, :], shape, LEFT, RIGHT), base, float("-inf"))
+
+
+@triton.jit
+def load_dense(mask, access, b, h, rows, keys, shape, MASK: tl.constexpr, WIDE: tl.constexpr):
+    """The bools of one head, (queries or 1, keys); of other masks nothing.
+
+    A walk loads those of its next head before it computes one: unlike operands of products, which Triton copies ahead,
+    they would be waited for.
+    """
+    if MASK == DENSE or MASK == DENSE_ROW:
+        head = mask + b * access.batch + (h // access.group).to(tl.int64) * access.head
+        if WIDE:
+            rows, keys = rows.to(tl.int64), keys.to(tl.int64)
+        at = (keys * access.key)[None, :]
+        inside = (keys < shape.seqlen_k)[None, :]
+        if MASK == DENSE:
+            at += (rows * access.row)[:, None]
+            inside &= (rows < shape.seqlen_q)[:, None]
+        return tl.load(head + at, mask=inside, other=0)
+    else:
+        return tl.zeros([1, 1], tl.int1)
+
+
+@triton.jit
+def masked(
+    s, dense, mask, stop, access, b, h, first_key, rows, keys, shape,
+    MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Scores of one head, -inf where its mask leaves them out."""
+    if MASK == DENSE or MASK == DENSE_ROW:
+        s = tl.where(dense, s, float("-inf"))
+    elif MASK != BAND:
+        offset = b * access.batch + (h // access.group).to(tl.int64) * access.head
+        if MASK == TILES:
+            allowed = bits_by_row(mask + offset, first_key, rows, shape.seqlen_q, access.row, BLOCK_M, BLOCK_N)
+        else:
+            inside = keys < shape.seqlen_k
+            start = tl.load(mask + offset + keys, mask=inside, other=0)
+            end = tl.load(stop + offset + keys, mask=inside, other=0)
+            allowed = (rows[:, None] >= start[None, :]) & (rows[:, None] < end[None, :])
+        s = tl.where(allowed, s, float("-inf"))
+    return s
