@@ -38,7 +38,7 @@ from torch import Tensor  # noqa: E402
 import flash_dmattn  # noqa: E402
 from flash_dmattn.backends.triton import backend  # noqa: E402
 from flash_dmattn.masks import prepare_mask  # noqa: E402
-from flash_dmattn.triton_kernels import launch, plan_backward, plan_short, tile_table  # noqa: E402
+from flash_dmattn.triton_kernels import launch, plan_backward, short_calls, tile_table  # noqa: E402
 from flash_dmattn.triton_kernels.plan import Call  # noqa: E402
 from flash_dmattn.triton_kernels.tile_table import Tile  # noqa: E402
 
@@ -162,7 +162,7 @@ def failure_of(case: Case, inputs: Inputs, layout: str | None, prepared: bool, s
 
 def random_calls(seed: int, count: int) -> Iterator[str | None]:
     """Outcomes of random calls on the kernels that walk tiles of keys."""
-    plan_short.DTYPES = ()
+    short_calls.DTYPES = ()
     rng = random.Random(seed)
     for _ in range(count):
         case, layout = draw(rng), rng.choice((None, None, *LAYOUTS))
@@ -180,12 +180,12 @@ def draw_short(rng: random.Random) -> Case:
     return case.with_(**lengths, num_heads_k=heads_k, batch=rng.choice((1, 2, 5)))
 
 
-def short_calls(seed: int, count: int) -> Iterator[str | None]:
+def calls_of_short_rows(seed: int, count: int) -> Iterator[str | None]:
     """Outcomes of random calls on the kernels of short rows."""
     rng = random.Random(seed)
     for _ in range(count):
         case, layout = draw_short(rng), rng.choice((None, None, *LAYOUTS))
-        plan_short.DTYPES, plan_short.TWO_RUNS_FROM = EVERY_DTYPE, rng.choice((1, 1024))
+        short_calls.DTYPES, short_calls.TWO_RUNS_FROM = EVERY_DTYPE, rng.choice((1, 1024))
         yield failure_of(
             case, case.build(), layout, case.seed % 3 == 0, (TILES[0], rng.choice(NUM_SMS), PARTS_BYTES[0])
         )
@@ -348,6 +348,6 @@ if __name__ == "__main__":
         "few keys": few_keys_calls,
         "wide windows": wide_window_calls,
         "lines": lambda: line_calls(sys.argv[2]),
-        "short": lambda: short_calls(int(sys.argv[2]), int(sys.argv[3])),
+        "short": lambda: calls_of_short_rows(int(sys.argv[2]), int(sys.argv[3])),
     }.get(sys.argv[1])
     sys.exit(main(random_calls(int(sys.argv[1]), int(sys.argv[2])) if fixed is None else fixed()))

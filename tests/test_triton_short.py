@@ -40,7 +40,7 @@ def rows(batch: int, seqlen: int, heads: int, dim: int, dtype: torch.dtype = HAL
 def test_calls_that_are_served(
     seqlen_q: int, seqlen_k: int, heads_k: int, dim: int, dtype: torch.dtype, arch: str, forward: bool, backward: bool
 ) -> None:
-    from flash_dmattn.triton_kernels.plan_short import ShortCall
+    from flash_dmattn.triton_kernels.short_calls import ShortCall
 
     q, k = rows(2, seqlen_q, 4, dim, dtype), rows(2, seqlen_k, heads_k, dim, dtype)
     call = ShortCall.of(q, k, k, MaskView(), arch)

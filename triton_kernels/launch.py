@@ -16,7 +16,8 @@ from .kernel_launch import is_current_device, on_device, remembered
 from .plan import Call, takes_tf32
 from .plan_backward import MOST_FEW_KEYS, plan_backward
 from .plan_forward import plan_forward
-from .plan_short import ShortCall, plan_short_backward, plan_short_forward
+from .plan_short import plan_short_backward, plan_short_forward
+from .short_calls import ShortCall
 
 
 def forward(
@@ -27,8 +28,8 @@ def forward(
     if takes_group_rows(q, k, mask, flags):
         return forward_group_rows(q, k, v, mask, bias, out, lse, flags)
     with on_device(q):
-        is_short = ShortCall.of(q, k, v, mask).serves_forward()
-        mask = mask if is_short else _packed(mask, q.shape[1], k.shape[1], flags)
+        if mask.dense is not None and not is_short_forward(q, k, v, mask):
+            mask = _packed(mask.dense, q.shape[1], k.shape[1], flags)
         key = ("forward", mask.form, flags, *_signature(q, k, v, bias, *mask.tensors))
         plan = remembered(_plans, key, lambda: forward_plan(Call(q, k, v, mask, bias, flags)))
         plan(q, k, v, mask, bias, out, lse)
@@ -64,13 +65,41 @@ def _plan_maskless(
 def forward_plan(call: Call) -> Callable[..., None]:
     """How a class of calls makes out and lse: run(q, k, v, mask, bias, out, lse)."""
     is_short = ShortCall.of(call.q, call.k, call.v, call.mask, call.arch).serves_forward()
-    return plan_short_forward(call) if is_short else plan_forward(call)
+    return (plan_short_forward if is_short else plan_forward)(call)
 
 
 def backward_plan(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: NeedsGrad) -> Callable[..., Gradients]:
     """How a class of calls makes its gradients: run(dout, dlse, q, k, v, mask, bias, out, lse)."""
-    is_short = ShortCall.of(call.q, call.k, call.v, call.mask, call.arch).serves_backward()
-    return (plan_short_backward if is_short else plan_backward)(call, dout, dlse, needs_grad)
+    if ShortCall.of(call.q, call.k, call.v, call.mask, call.arch).serves_backward():
+        return plan_short_backward(call, dout, dlse, needs_grad)
+    plan, flags = plan_backward(call, dout, dlse, needs_grad), call.flags
+    if not needs_fp32_delta(call.q.dtype, call.shape.seqlen_k, flags.window, needs_grad):
+        return plan
+
+    def with_fp32_delta(
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: MaskView,
+        bias: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+    ) -> Gradients:
+        return plan(dout, dlse, q, k, v, mask, bias, _out_in_fp32(q, k, v, mask, bias, flags), lse)
+
+    return with_fp32_delta
+
+
+def is_short_forward(q: Tensor, k: Tensor, v: Tensor, mask: MaskView) -> bool:
+    """Whether the forward pass of a call reads its mask as it is, having rows of one tile."""
+    return ShortCall.of(q, k, v, mask).serves_forward()
+
+
+def is_short_backward(q: Tensor, k: Tensor, v: Tensor, mask: MaskView) -> bool:
+    """The same of its backward pass."""
+    return ShortCall.of(q, k, v, mask).serves_backward()
 
 
 NO_MASK = MaskView()
@@ -125,11 +154,8 @@ def backward(
     """The gradients asked for; every sum is taken in fp32, in a fixed order, and rounded once."""
     q, k, v, dout, out, lse = (*(_unit_rows(x) for x in (q, k, v, dout)), out.contiguous(), lse.contiguous())
     with on_device(q):
-        is_short = ShortCall.of(q, k, v, mask).serves_backward()
-        if not is_short:
-            mask = _packed(mask, q.shape[1], k.shape[1], flags)
-            if needs_fp32_delta(q.dtype, k.shape[1], flags.window, needs_grad):
-                out = _out_in_fp32(q, k, v, mask, bias, flags)
+        if mask.dense is not None and not is_short_backward(q, k, v, mask):
+            mask = _packed(mask.dense, q.shape[1], k.shape[1], flags)
         key = (
             "backward",
             mask.form,
@@ -178,5 +204,5 @@ def _unit_rows(x: Tensor) -> Tensor:
     return x if _has_unit_rows(x) else x.contiguous()
 
 
-def _packed(mask: MaskView, seqlen_q: int, seqlen_k: int, flags: Flags) -> MaskView:
-    return mask if mask.dense is None else prepared_view(mask.dense, seqlen_q, seqlen_k, flags.window, KeyForm("keys"))
+def _packed(mask: Tensor, seqlen_q: int, seqlen_k: int, flags: Flags) -> MaskView:
+    return prepared_view(mask, seqlen_q, seqlen_k, flags.window, KeyForm("keys"))

@@ -1,4 +1,4 @@
-"""Calls of so few keys that a tile holds whole rows: which they are, and what their kernels share.
+"""Calls of so few keys that a tile holds whole rows: the device functions that their kernels share.
 
 Such a row needs no running maximum, and its delta = rowsum(p * dp) needs no out. A program owns one tile of the bias
 and walks the heads and entries that read it, so that the tile stays in registers.
@@ -8,14 +8,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
 from .tile_ops import BAND, DENSE, DENSE_ROW, LOG2E, NO_BIAS, TILES, bits_by_row, in_band, load_bias
-
-# Products of fp32 run outside the tensor cores, and tiles of whole rows would not fit its registers.
-DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
 
 
 class MaskAccess(NamedTuple):

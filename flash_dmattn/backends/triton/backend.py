@@ -120,7 +120,7 @@ def _forward(
     if k.shape[1] == 0:
         return out.zero_(), lse.fill_(-torch.inf)
     if out.numel() > 0:
-        if mask.form != "none" and not _kernels().ShortCall.of(q, k, v, mask).serves_forward():
+        if mask.form != "none" and not _kernels().is_short_forward(q, k, v, mask):
             mask = walked_view(mask, q, k, bias, flags, needs_dbias=False, gathers=GATHERS_KEYS)
             if mask.form == "intervals":
                 ordered = Ordered(q, k, v, mask, bias)
@@ -155,10 +155,11 @@ def _backward(
 ) -> Gradients:
     if out.numel() == 0 or k.shape[1] == 0:
         return zero_gradients((q, k, v, bias), needs_grad)
-    run, is_short = _kernels().backward, _kernels().ShortCall.of(q, k, v, mask).serves_backward()
-    if not is_short:
+    run = _kernels().backward
+    reads_it = mask.form == "none" or _kernels().is_short_backward(q, k, v, mask)
+    if not reads_it:
         mask = walked_view(mask, q, k, bias, flags, needs_dbias=needs_grad.bias, gathers=GATHERS_KEYS)
-    if is_short or mask.form != "intervals":
+    if reads_it or mask.form != "intervals":
         gradients: Gradients = run(dout, dlse, q, k, v, mask, bias, out, lse, flags, needs_grad)
         return gradients
     ordered = Ordered(q, k, v, mask, bias, needs_dbias=needs_grad.bias)
