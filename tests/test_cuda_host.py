@@ -86,6 +86,7 @@ class Operators:
         softmax_scale: float,
         softcap: float,
         deterministic: bool,
+        num_dbias_chunks: int,
     ) -> None:
         """`cuda_backward_kernel`: a tile of a dbias of every head is written where some of it is allowed."""
         self.calls.append({"dq": dq, "dk": dk, "dv": dv, "dbias": dbias, "sums": sums, "deterministic": deterministic})

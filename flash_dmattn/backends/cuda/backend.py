@@ -34,6 +34,8 @@ MASK_FORM = "prepared"
 # Number of KV splits of the forward kernel: 0 lets the operator choose (csrc/api/num_splits.h), 1 is none. Tests set
 # others, to reach on small shapes what happens on large ones.
 NUM_KV_SPLITS = 0
+# The same of the work tiles that share a tile of a dbias (csrc/api/backward_schedule.h); 1 is none.
+NUM_DBIAS_CHUNKS = 0
 
 _found: Availability | None = None
 
@@ -250,7 +252,7 @@ def _backward(
         read_bias = None if ordered_bias is None else _tiles(ordered_bias)
         tensors = (_rows(dout), dlse, _rows(q), k, v, walked, order, read_bias)
         results = (out.contiguous(), lse.contiguous(), summed_q, dk, dv, stored, sums)
-        numbers = (low, high, flags.softmax_scale, flags.softcap, flags.deterministic)
+        numbers = (low, high, flags.softmax_scale, flags.softcap, flags.deterministic, NUM_DBIAS_CHUNKS)
         _kernels().differentiate(*tensors, *results, *numbers)
     if bias is not None and sums is not None:
         dbias = key_gradient(bias, sums, num_heads_k)
