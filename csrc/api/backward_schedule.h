@@ -69,7 +69,7 @@ constexpr int64_t kMostSlotBytes = 64 << 20;
 //
 // The constants are estimates: docs/notes/cuda.md, "shared_dbias kernel".
 inline int64_t estimate_dbias_chunks(int64_t tiles, int64_t heads, int64_t most, int64_t num_sms, bool is_uneven) {
-  constexpr int64_t kParts = 32;  // of a step; the slot of a work tile costs one part
+  constexpr int64_t kParts = 64;  // of a step; the slot of a work tile costs one part
   constexpr int64_t kTileSteps = 2, kSlotSteps = 3;
   const auto time_of = [&](int64_t chunks) {
     const int64_t of_tile = (ceil_div(heads, chunks) + kTileSteps) * kParts, work_tiles = tiles * chunks;
