@@ -64,16 +64,13 @@ constexpr int64_t kMostSlotBytes = 64 << 20;
 //
 //     waves * (steps of a chunk + fixed cost of a work tile) + fixed cost of slots + writing and reading them
 //
-// Work tiles that a mask or a band shortens take no whole waves: blocks take them as they finish. All SMs are then busy
-// until the last tile is handed out, and wait for that one.
-//
-// The constants are estimates: docs/notes/cuda.md, "shared_dbias kernel".
-inline int64_t estimate_dbias_chunks(int64_t tiles, int64_t heads, int64_t most, int64_t num_sms, bool is_uneven) {
+// The constants are estimates: docs/notes/cuda.md, "shared_dbias kernel". What a mask leaves out is not known here.
+inline int64_t estimate_dbias_chunks(int64_t tiles, int64_t heads, int64_t most, int64_t num_sms) {
   constexpr int64_t kParts = 64;  // of a step; the slot of a work tile costs one part
   constexpr int64_t kTileSteps = 2, kSlotSteps = 3;
   const auto time_of = [&](int64_t chunks) {
     const int64_t of_tile = (ceil_div(heads, chunks) + kTileSteps) * kParts, work_tiles = tiles * chunks;
-    const int64_t of_all = is_uneven ? work_tiles * of_tile / num_sms + of_tile : ceil_div(work_tiles, num_sms) * of_tile;
+    const int64_t of_all = ceil_div(work_tiles, num_sms) * of_tile;
     return chunks == 1 ? of_all : of_all + kSlotSteps * kParts + work_tiles;
   };
   int64_t best = 1;
@@ -81,7 +78,7 @@ inline int64_t estimate_dbias_chunks(int64_t tiles, int64_t heads, int64_t most,
     const int64_t chunks = std::min({waves * num_sms / tiles, heads / kLeastHeadsOfChunk, most});
     if (chunks > 1 && time_of(chunks) < time_of(best)) best = chunks;
   }
-  return best;
+  return 16 * time_of(best) < 15 * time_of(1) ? best : 1;  // what is hardly faster is not worth the memory
 }
 
 // num_chunks: 0 for the estimate; of any other number as many as there are heads, and room for slots.
@@ -93,10 +90,9 @@ inline DbiasSchedule schedule_dbias(const BackwardCall& call, int64_t num_chunks
   schedule.slot_columns = ceil_div(call.seqlen_k, kDbiasColumns) * kDbiasColumns;
   schedule.slot_floats = heads * call.seqlen_q * schedule.slot_columns;
   const int64_t most = std::max<int64_t>(kMostSlotBytes / (schedule.slot_floats * 4), 1);
-  const bool is_uneven = call.is_banded || call.mask_batch > 0;
-  schedule.chunks = num_chunks > 0 ? std::min({num_chunks, schedule.heads_summed, most})
-                                   : estimate_dbias_chunks(schedule.dbias_tiles, schedule.heads_summed, most, num_sms,
-                                                           is_uneven);
+  schedule.chunks = num_chunks > 0
+                        ? std::min({num_chunks, schedule.heads_summed, most})
+                        : estimate_dbias_chunks(schedule.dbias_tiles, schedule.heads_summed, most, num_sms);
   schedule.has_slots = schedule.chunks > 1 || schedule.slot_columns != call.seqlen_k;
   return schedule;
 }
