@@ -48,7 +48,8 @@ KernelInstance instance_for(ScalarType dtype, int64_t head_dim, int64_t head_dim
     return {&launch_backward_main<element, d, dv>,                        \
             &launch_backward_rows<element>,                               \
             &launch_backward_sums<element>,                               \
-            {&launch_shared_dbias<element, d, dv>, &launch_add_chunks<element>}, \
+            {&launch_shared_dbias<element, d, dv>,                        \
+             &launch_add_chunks<element>},                                \
             d,                                                            \
             dv};                                                          \
   }
@@ -307,8 +308,8 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   params.section = section_of(schedule.single_heads, 1);
   const int blocks = std::min(params.num_work_tiles, clusters > 0 ? clusters * params.cluster : num_sms);
   const bool runs_main_kernel = call.needs_dq || call.needs_dk_or_dv || writer != DbiasWriter::kSharedDbias;
-  const DbiasSchedule of_dbias =
-      writer == DbiasWriter::kSharedDbias ? schedule_dbias(call, num_dbias_chunks, num_sms) : DbiasSchedule{};
+  DbiasSchedule of_dbias{};
+  if (writer == DbiasWriter::kSharedDbias) of_dbias = schedule_dbias(call, num_dbias_chunks, num_sms);
   const bool needs_counter =
       runs_main_kernel && (is_ordered || (schedule.tiles_differ && params.num_work_tiles > blocks));
 

@@ -22,7 +22,7 @@ struct BackwardCall {
   bool shares_over_batch;                  // batch entries read the same bias per score or the same mask
 };
 
-constexpr int64_t kDbiasColumns = 8;  // of a row that are written at a time, 16 bytes
+constexpr int64_t kDbiasColumns = 8;  // of a row of dbias, or of its sums; 16 bytes of dbias are written at a time
 
 enum class DbiasWriter {
   kNone,        // no dbias of one value per query and key
@@ -41,7 +41,8 @@ inline DbiasWriter dbias_writer(const BackwardCall& call) {
   if (!is_shared && backward_stores_dbias(call.head_dim, call.head_dim_v, call.has_softcap)) return DbiasWriter::kMain;
   const bool is_cluster_size = call.batch == 2 || call.batch == 4 || call.batch == 8;
   const bool sums = is_cluster_size && call.dbias_batch == 1 && call.dbias_heads == call.num_heads &&
-                    call.seqlen_k % kDbiasColumns == 0 && call.mask_batch <= 1 && (call.needs_dq || call.needs_dk_or_dv) &&
+                    call.seqlen_k % kDbiasColumns == 0 && call.mask_batch <= 1 &&
+                    (call.needs_dq || call.needs_dk_or_dv) &&
                     backward_sums_dbias(call.head_dim, call.head_dim_v, call.has_softcap);
   return sums ? DbiasWriter::kClusters : DbiasWriter::kSharedDbias;
 }
@@ -56,10 +57,9 @@ struct DbiasSchedule {
   int64_t slot_floats;   // of one slot
 };
 
-constexpr int64_t kLeastHeadsOfChunk = 4, kMostDbiasWaves = 8;
-constexpr int64_t kMostSlotBytes = 64 << 20;
+constexpr int64_t kLeastHeadsOfChunk = 4, kMostDbiasWaves = 8, kMostSlotBytes = 64 << 20;
 
-// Chooses the number of chunks; `most` is what slots have room for. The time is estimated in steps, one head of one tile
+// Chooses the number of chunks; `most` is how many slots there is room for. The time is estimated in steps, one head of one tile
 // each, some 1.3 us at D64:
 //
 //     waves * (steps of a chunk + fixed cost of a work tile) + fixed cost of slots + writing and reading them

@@ -16,8 +16,6 @@ void store_shared_dbias(const char* op, const SharedDbiasKernels& kernels, const
   CHECK_FOR(op, (entries == 1 || entries == sizes.batch) && sizes.num_heads % heads == 0, "dbias has ", entries,
             " batch entries and ", heads, " heads; it needs 1 or ", sizes.batch, ", and a divisor of ",
             sizes.num_heads);
-  CHECK_FOR(op, dbias.is_contiguous() && reinterpret_cast<uintptr_t>(dbias.const_data_ptr()) % 16 == 0,
-            "dbias needs to be contiguous, and to start on 16 bytes");
   CHECK_FOR(op, schedule.dbias_tiles <= kMaxInt / 2 / schedule.chunks, "dbias has more than 2^30 tiles");
 
   const bool has_mask = !call.mask.empty();
