@@ -40,6 +40,7 @@ SOURCES = (
     "sm90/mask/pack.cu",
     "sm90/mask/sort.cu",
     "sm90/mask/topk.cu",
+    "sm90/shared_dbias/add_chunks.cu",
 )
 FORWARD = "sm90/forward/instantiate.cu"
 BACKWARD = "sm90/backward/instantiate.cu"

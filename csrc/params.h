@@ -249,7 +249,8 @@ struct SharedDbiasParams {
   // TMA descriptors, innermost dim first: (D, Lq, Hq, B), (D, Lk, Hk, B), (Dv, Lk, Hk, B), (Dv, Lq, Hq, B),
   // (Lk, Lq, Hbias, Bbias).
   CUtensorMap q, k, v, dout, bias;
-  void* dbias;         // (Bd, Hd, Lq, Lk), contiguous, Lk a multiple of 8
+  void* dbias;         // (Bd, Hd, Lq, Lk), contiguous, Lk a multiple of 8; not written if there are slots
+  float* slots;        // (chunks, Bd, Hd, Lq, slot_columns), the sums of each chunk; null if dbias is written
   const float* lse;    // (B, Hq, 128 Tq), base 2; +inf for empty rows and for padding
   const float* delta;  // (B, Hq, 128 Tq)
 
@@ -273,10 +274,26 @@ struct SharedDbiasParams {
   // batch entries.
   int dbias_heads, heads_per_dbias, heads_summed;
 
-  int tiles_q, tiles_k, num_work_tiles;
+  // The heads that are summed into a tile of dbias are shared out over `chunks` work tiles: as many for each, but one
+  // more for the first ones. 1 without slots, or where they only have another length of rows than dbias.
+  int chunks;
+  int64_t slot_floats;  // of one chunk
+  int slot_columns;     // Lk, rounded up to a multiple of 8
+
+  int tiles_q, tiles_k;
+  int dbias_tiles, num_work_tiles;  // Bd * Hd * Tq * Tk, and that times chunks
   int* tile_counter;  // dynamic scheduling: tiles taken beyond each block's first; null if there are no more
 
   float softcap, pre_scale;  // as in BackwardParams
+};
+
+// dbias from the slots of the shared_dbias kernel.
+struct AddChunksParams {
+  const float* slots;  // (chunks, rows, slot_columns)
+  void* dbias;         // (rows, Lk), contiguous
+  int64_t rows;        // Bd * Hd * Lq
+  int chunks, slot_columns, seqlen_k;
+  bool stores_fours;   // rows of dbias start on 8 bytes
 };
 
 // Rows that are places of an order of keys, live keys first, in accumulators of (batch, key head) pairs. Those of tiles

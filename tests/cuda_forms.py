@@ -94,6 +94,8 @@ class Schedule(NamedTuple):
     num_work_tiles: int
     is_ordered: bool
     tiles_differ: bool
+    chunks: int  # of a dbias that the shared_dbias kernel sums, else 0
+    slot_floats: int  # of one of them; 0 if that kernel writes dbias itself
 
     @property
     def has_two_key_tiles(self) -> bool:
@@ -113,8 +115,11 @@ extern "C" void schedule(const int64_t* sizes, const int* flags, int64_t num_sms
                     flags[6] != 0};
   const DbiasWriter writer = dbias_writer(call);
   const BackwardSchedule found = schedule_backward(call, writer, num_sms);
+  const DbiasSchedule of_dbias =
+      writer == DbiasWriter::kSharedDbias ? schedule_dbias(call, 0, num_sms) : DbiasSchedule{};
   const int64_t values[] = {static_cast<int64_t>(writer), found.block_n, found.full_group_pairs, found.summed_pairs,
-                            found.num_work_tiles, found.is_ordered, found.tiles_differ};
+                            found.num_work_tiles, found.is_ordered, found.tiles_differ, of_dbias.chunks,
+                            of_dbias.has_slots ? of_dbias.slot_floats : 0};
   std::copy(std::begin(values), std::end(values), result);
 }
 """
@@ -158,8 +163,8 @@ def schedule_of(problem: AttentionProblem, num_sms: int = NUM_SMS, *, has_key_or
     )
     result = (ctypes.c_int64 * len(Schedule._fields))()
     _library().schedule((ctypes.c_int64 * len(sizes))(*sizes), (ctypes.c_int * len(flags))(*flags), num_sms, result)
-    writer, block_n, full, summed, tiles, *are = result
-    return Schedule(WRITERS[writer], block_n, full, summed, tiles, *map(bool, are))
+    writer, block_n, full, summed, tiles, is_ordered, differ, *of_dbias = result
+    return Schedule(WRITERS[writer], block_n, full, summed, tiles, bool(is_ordered), bool(differ), *of_dbias)
 
 
 def backward_form(problem: AttentionProblem) -> str:

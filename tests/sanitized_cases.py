@@ -241,6 +241,7 @@ BACKWARD_UNALIGNED = (
     WIDE_FP16.with_(batch=2, seqlen_k=129, bias=("B", "Hq", "1", "Lk"), mask=("1", "1", "Lq", "Lk")),
     WIDE_BASE.with_(seqlen_q=130, seqlen_k=136, bias=FULL, mask=TILES, needs_grad=QKV),
 )
+EVERY_KEY = ("B", "1", "1", "Lk")
 # A bias per score that heads share, whose gradient has kernels of its own: of each instance, with a mask and without,
 # of few heads and of more than a warp has lanes.
 BACKWARD_SHARED = (
@@ -252,6 +253,14 @@ BACKWARD_SHARED = (
     WIDE_BASE.with_(batch=2, seqlen_q=193, seqlen_k=136, bias=("1", "Hq", "Lq", "Lk"), mask=FULL, is_causal=True),
     WIDE_FP16.with_(batch=2, seqlen_q=63, seqlen_k=392, head_dim_v=40, bias=("B", "1", "Lq", "Lk")),
     WIDE_FP16.with_(**SHARED, seqlen_k=264, bias=("B", "1", "Lq", "Lk"), mask=("1", "1", "Lq", "Lk")),
+)
+# One that many batch entries share, of which several blocks leave sums in slots; most of rows that start between 16
+# bytes. At narrow and at wide head dims, in either dtype.
+BACKWARD_CHUNKS = (
+    BASE.with_(batch=9, num_heads=2, seqlen_q=49, seqlen_k=49, bias=("1", "Hq", "Lq", "Lk"), mask=EVERY_KEY),
+    WIDE_BASE.with_(batch=8, **SHARED, seqlen_q=7, seqlen_k=130, bias=("1", "1", "Lq", "Lk"), is_causal=True),
+    BASE.with_(batch=9, head_dim=256, seqlen_q=65, seqlen_k=197, bias=("1", "Hk", "Lq", "Lk"), needs_grad=("bias",)),
+    FP16_BASE.with_(batch=12, head_dim=192, head_dim_v=128, seqlen_q=9, seqlen_k=136, bias=("1", "1", "Lq", "Lk")),
 )
 # One that batch entries share, which the blocks of a cluster sum: of each instance, with a mask and without. Of the
 # first of either order there are more works than clusters.
@@ -317,6 +326,7 @@ CASES = {
         + BACKWARD_PAIRS
         + BACKWARD_CAPPED
         + BACKWARD_SHARED
+        + BACKWARD_CHUNKS
         + BACKWARD_CLUSTERS
         + BACKWARD_GROUPS_THEN_HEADS
         + BACKWARD_WIDE

@@ -21,6 +21,7 @@ from layouts import LAYOUTS, rearranged
 from torch import Tensor
 
 import flash_dmattn
+from flash_dmattn.backends.cuda import backend as cuda
 from flash_dmattn.masks import prepare_mask
 
 pytestmark = pytest.mark.parametrize("backend", ("cuda",), indirect=True)
@@ -57,6 +58,14 @@ def every_second_tile(mask: Tensor) -> None:
 def first_tiles(mask: Tensor) -> None:
     mask[:, :, :TILE] = False
     mask[:, :, :, :TILE] = False
+
+
+def padding(mask: Tensor) -> None:
+    """Every entry keeps some of the first keys, one all, and every third none."""
+    lengths = torch.randint(1, mask.shape[3], (mask.shape[0],), generator=torch.Generator().manual_seed(2))
+    lengths[0], lengths[2::3] = mask.shape[3], 0
+    keeps = torch.arange(mask.shape[3]) < lengths[:, None, None, None]
+    mask.copy_(keeps)
 
 
 def tiles_of_every_kind(mask: Tensor) -> None:
@@ -601,8 +610,62 @@ def test_what_clusters_are_asked_for(
     check(backend, case, case.build(), deterministic=deterministic)
 
 
-def test_a_shared_gradient_is_the_same_every_time(backend: Runner) -> None:
-    case = GROUPED.with_(batch=5, seqlen_q=1100, seqlen_k=1048, bias=("1", "1", "Lq", "Lk"), is_causal=True)
+@pytest.mark.parametrize("lengths", ((1100, 1048), (197, 197)), ids=str)
+def test_a_shared_gradient_is_the_same_every_time(backend: Runner, lengths: tuple[int, int]) -> None:
+    seqlen_q, seqlen_k = lengths
+    case = GROUPED.with_(batch=5, seqlen_q=seqlen_q, seqlen_k=seqlen_k, bias=("1", "1", "Lq", "Lk"), is_causal=True)
     inputs = case.build()
     first, *others = (backend(case, inputs)["dbias"] for _ in range(20))
     assert all(torch.equal(first, other) for other in others)
+
+
+MASKS_OF_KEYS: dict[str, Callable[[Tensor], None] | None] = {"random keys": None, "padding": padding}
+
+
+@pytest.mark.parametrize("form", ("none", "causal", "prepared", "empty rows", *MASKS_OF_KEYS))
+@pytest.mark.parametrize("heads", ("1", "Hq"))
+@pytest.mark.parametrize("lengths", ((1, 49), (7, 130), (49, 49), (130, 136), (197, 197)), ids=str)
+@pytest.mark.parametrize("batch", (1, 2, 3, 7, 70))
+def test_entries_that_share_a_bias(
+    backend: Runner, batch: int, lengths: tuple[int, int], heads: str, form: str, unwritten_is_nan: None
+) -> None:
+    """One chunk of them and several, of rows of any length; triton differentiates where cuda refuses to copy."""
+    seqlen_q, seqlen_k = lengths
+    case = GROUPED.with_(batch=batch, num_heads=4, seqlen_q=seqlen_q, seqlen_k=seqlen_k, bias=("1", heads, "Lq", "Lk"))
+    if form in MASKS:
+        check_masked(backend, case, form)
+        return
+    case, leave_out = case.with_(mask=("B", "1", "1", "Lk")), MASKS_OF_KEYS[form]
+    inputs = case.build()
+    if leave_out is not None:
+        leave_out(inputs.mask)
+    check(backend, case, inputs)
+
+
+@every_mask
+@pytest.mark.parametrize("softcap", (0.0, 2.0))
+@pytest.mark.parametrize(("dtype", "chunks"), ((torch.float16, 2), (torch.bfloat16, 7)), ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_chunks_of_a_shared_gradient(
+    backend: Runner,
+    dtype: torch.dtype,
+    head_dim: int,
+    chunks: int,
+    softcap: float,
+    form: str,
+    unwritten_is_nan: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Slots of two columns of tiles, of rows that end anywhere."""
+    monkeypatch.setattr(cuda, "NUM_DBIAS_CHUNKS", chunks)
+    case = BASE.with_(batch=7, seqlen_q=130, seqlen_k=197, head_dim=head_dim, dtype=dtype, softcap=softcap)
+    case = case.with_(bias=("1", "1", "Lq", "Lk"), needs_grad=("q", "bias"))
+    assert schedule_of(differentiated(case)).writer == "shared_dbias"
+    check_masked(backend, case, form)
+
+
+def test_thousands_of_entries_that_share_a_bias(backend: Runner, unwritten_is_nan: None) -> None:
+    """More heads in a chunk than a warp has lanes, on any GPU."""
+    case = BASE.with_(batch=4096, num_heads=6, num_heads_k=6, head_dim=32, seqlen_q=49, seqlen_k=49)
+    case = case.with_(bias=("1", "1", "Lq", "Lk"), needs_grad=("bias",), dlse=False)
+    check_shared(backend, case, case.build())

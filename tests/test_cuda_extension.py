@@ -33,6 +33,7 @@ ONE_INSTANCE = {"FLASH_DMATTN_HEAD_DIMS": "64", "FLASH_DMATTN_DTYPES": "bf16"}
 INSTANCE, BACKWARD_INSTANCE, DBIAS_INSTANCE = "forward_d64_bf16", "backward_d64_bf16", "shared_dbias_d64_bf16"
 # The kernels beside those of the units, and how many there are of each.
 OTHERS = {
+    "add_chunks_kernel": 2,
     "backward_rows_kernel": 4,
     "backward_sums_kernel": 2,
     "fill_multiprocessor": 1,
@@ -515,7 +516,7 @@ calls = {{
     "cuda_pack_mask": (torch.ones(1, 1, 4, 4, dtype=torch.bool), 0, 0, False),
     "cuda_forward_kernel": (q, q, q, [], None, torch.empty_like(q), lse, -4, 4, 0.125, 0.0, 1),
     "cuda_backward_kernel": (
-        q, None, q, q, q, [], None, None, q, lse, None, q.clone(), None, None, lse, -4, 4, 0.125, 0.0, False
+        q, None, q, q, q, [], None, None, q, lse, None, q.clone(), None, None, lse, -4, 4, 0.125, 0.0, False, 0
     ),
 }}
 for name, arguments in calls.items():
@@ -535,7 +536,7 @@ BACKWARD_SCHEMA = (
     "flash_dmattn::cuda_backward_kernel(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor[] mask, "
     "Tensor? key_order, Tensor? bias, Tensor out, Tensor lse, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, "
     "Tensor(d!)? dbias, Tensor(e!)? dbias_sums, int low, int high, float softmax_scale, float softcap, "
-    "bool deterministic) -> ()"
+    "bool deterministic, int num_dbias_chunks) -> ()"
 )
 
 

@@ -15,6 +15,7 @@ from layouts import LAYOUTS, offset, rearranged
 from torch import Tensor
 
 from flash_dmattn.backends.cuda import backend as cuda
+from flash_dmattn.backends.cuda import bias_rows
 from flash_dmattn.backends.interval_walk import interval_walk
 from flash_dmattn.dispatch import packers
 from flash_dmattn.masks import IntervalMask, prepare_mask, prepare_topk
@@ -86,6 +87,7 @@ class Operators:
         softmax_scale: float,
         softcap: float,
         deterministic: bool,
+        num_dbias_chunks: int,
     ) -> None:
         """`cuda_backward_kernel`: a tile of a dbias of every head is written where some of it is allowed."""
         self.calls.append({"dq": dq, "dk": dk, "dv": dv, "dbias": dbias, "sums": sums, "deterministic": deterministic})
@@ -265,9 +267,29 @@ def test_a_bias_that_starts_between_16_bytes_is_copied(start: int, seqlen_k: int
     shared = offset(frame, start)[..., :seqlen_k]
     shared.copy_(inputs.bias)
     expanded = shared.expand(2, -1, -1, -1)
-    copy = cuda._tiles(expanded)
+    copy = bias_rows.readable(expanded)
     assert can_copy(copy) and copy.stride(0) == 0 and torch.equal(copy, expanded)
     assert (copy.data_ptr() == shared.data_ptr()) == (start % 4 == 0)  # values of 4 bytes
+    check(case, replace(inputs, bias=shared))
+
+
+@pytest.mark.parametrize("seqlen_k", (49, 264))
+@pytest.mark.parametrize("heads", ("1", "Hk"))
+def test_a_bias_of_rows_that_start_anywhere_is_copied_where_it_is_small(
+    heads: str, seqlen_k: int, operators: Operators
+) -> None:
+    """What TMA reads starts on 16 bytes, and holds nothing else of the memory round the bias."""
+    case = BASE.with_(batch=8, head_dim=64, seqlen_k=seqlen_k, bias=("1", heads, "Lq", "Lk"))
+    inputs = case.build("cpu")
+    frame = torch.full((*inputs.bias.shape[:3], seqlen_k | 1), torch.nan)
+    shared = frame[..., :seqlen_k].copy_(inputs.bias)
+    for bias in (shared, shared.expand(8, -1, -1, -1), inputs.bias.mT.contiguous().mT):
+        read = bias_rows.readable_if_small(bias, inputs.q, inputs.v)
+        assert can_copy(read) and torch.equal(read, bias) and (read.shape[0] == 1 or read.stride(0) == 0)
+    # Beside few entries of few columns; not shared; of another dtype.
+    assert bias_rows.readable_if_small(shared, inputs.q[:2, ..., :8], inputs.v[:2, ..., :8]) is shared
+    assert bias_rows.readable_if_small(shared, inputs.q[:1], inputs.v[:1]) is shared
+    assert bias_rows.readable_if_small(shared, inputs.q.half(), inputs.v.half()) is shared
     check(case, replace(inputs, bias=shared))
 
 

@@ -5,6 +5,7 @@ Each feels some line of the kernels that all else may miss; `mutants/csrc.py` pl
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -86,6 +87,75 @@ def test_keys_behind_the_last_where_lse_is_far_below_zero(backend: Runner, bias:
     else:
         inputs.bias.sub_(200)
     check(backend, case, inputs)
+
+
+# A bias that many batch entries share
+
+MANY = BASE.with_(batch=7, seqlen_q=49, seqlen_k=49, num_heads=2, num_heads_k=2, bias=("1", "Hq", "Lq", "Lk"))
+
+
+@pytest.mark.parametrize("chunks", (0, 1, 2, 7, 100))
+def test_chunks_of_a_shared_gradient(backend: Runner, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 3 and 4 entries, of one each, no more than there are; of rows that end between 16 bytes or between 8."""
+    monkeypatch.setattr(cuda, "NUM_DBIAS_CHUNKS", chunks)
+    check(backend, MANY)
+    check(backend, MANY.with_(seqlen_q=7, seqlen_k=130, bias=("1", "1", "Lq", "Lk"), is_causal=True))
+    check(backend, MANY.with_(seqlen_q=130, seqlen_k=52, num_heads_k=1, bias=("1", "1", "Lq", "Lk"), softcap=2.0))
+
+
+@pytest.fixture
+def new_memory_is_nan() -> Iterator[None]:
+    """Also what the extension allocates is NaN until it is written."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("needs_grad", (("bias",), ("k", "bias")), ids="-".join)
+def test_chunks_of_which_nothing_is_visible(
+    backend: Runner, needs_grad: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, new_memory_is_nan: None
+) -> None:
+    """Slots of entries that a mask leaves out are zeros."""
+    monkeypatch.setattr(cuda, "NUM_DBIAS_CHUNKS", 7)
+    case = MANY.with_(seqlen_k=136, mask=("B", "1", "1", "Lk"), mask_kind="all_allowed", needs_grad=needs_grad)
+    inputs = case.build()
+    assert inputs.mask is not None
+    inputs.mask[1:4], inputs.mask[5, ..., 128:] = False, False
+    check(backend, case, inputs)
+    inputs.mask[:] = False
+    check(backend, case, inputs)
+
+
+def test_chunks_are_added_in_their_order(backend: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Great parts of dbias cancel; in another order the small one that comes last would be lost in them."""
+    monkeypatch.setattr(cuda, "NUM_DBIAS_CHUNKS", 7)
+    case = MANY.with_(seqlen_q=16, seqlen_k=64, needs_grad=("bias",), dlse=False)
+    inputs = case.build()
+    for x in (inputs.q, inputs.k, inputs.v):
+        x[:6] = x[:1].clone()
+    signs = torch.tensor([1, -1, 1, -1, 1, -1], device=DEVICE)[:, None, None, None]
+    great, none = inputs.dout.clone(), inputs.dout.clone()
+    great[:6], none[:6] = inputs.dout[:1] * signs * 2**24, 0
+    attention = served(backend, case, inputs)
+    found, wanted = (run(attention, case, replace(inputs, dout=dout))["dbias"] for dout in (great, none))
+    assert wanted is not None and wanted.any() and torch.equal(found, wanted)
+
+
+def test_a_bias_of_rows_that_end_between_16_bytes(backend: Runner) -> None:
+    """Beside one of padded rows: every result has the same bits, and what lies round them is not read."""
+    inputs = MANY.build()
+    assert inputs.bias is not None
+    rows = torch.full((*inputs.bias.shape[:3], 56), torch.nan, dtype=MANY.dtype, device=DEVICE)
+    padded = rows[..., :49].copy_(inputs.bias)
+    unpadded = torch.full((*inputs.bias.shape[:3], 51), torch.nan, dtype=MANY.dtype, device=DEVICE)
+    other = unpadded[..., 1:50].copy_(inputs.bias)
+    results = [run(served(backend, MANY, inputs), MANY, replace(inputs, bias=x)) for x in (padded, other, inputs.bias)]
+    assert_accurate(results[0], MANY, inputs)
+    for result in results[1:]:
+        for name in ("out", "lse", "dk", "dv", "dbias"):
+            assert torch.equal(result[name], results[0][name]), name
 
 
 # Rows and keys that are left out

@@ -115,6 +115,19 @@ NEVER_DIFFERENTIATED = (
         "dbias_rows",
         {"bias": (1, 1, 4096, 4095), "bias_strides": (2**24, 2**24, 2**12, 1), "seqlen_k": 4095, "bias_grad": True},
     ),
+    # Copied is only what is small beside q, k, v and out, and shared.
+    ("tile_bias_rows", {"bias": (1, 16, 4096, 4095), "seqlen_k": 4095, **GRADIENTS}),
+    ("tile_bias_rows", {"q": (1, 905, 16, 64), "bias": (1, 1, 905, 905), **GRADIENTS}),
+    ("tile_bias_rows", {"q": (64, 577, 16, 64), "bias": (64, 1, 577, 577), **GRADIENTS}),
+    ("tile_bias_rows", {"q": (8, 577, 16, 64), "bias": (1, 16, 577, 577), **GRADIENTS}),
+    (
+        "dbias_rows",
+        {"q": (64, 196, 12, 64), "bias": (64, 1, 196, 196), "bias_strides": (39200, 39200, 200, 1), "bias_grad": True},
+    ),
+    (
+        "dbias_rows",
+        {"q": (64, 577, 16, 64), "bias": (64, 1, 577, 577), "bias_strides": (0, 0, 584, 1), "bias_grad": True},
+    ),
 )
 DIFFERENTIATED = (
     GRADIENTS,
@@ -124,6 +137,10 @@ DIFFERENTIATED = (
     {**DBIAS, **GRADIENTS, "softmax_scale": -0.3, "is_causal": True},
     {**DBIAS, "bias_strides": (0, 0, 2**12, 1)},
     {**DBIAS, "deterministic": True},
+    {"q": (2048, 49, 6, 32), "bias": (1, 6, 49, 49), "bias_grad": True, **GRADIENTS},
+    {"q": (128, 197, 12, 64), "bias": (1, 12, 197, 197), "bias_grad": True, "mask": (128, 1, 1, 197), **GRADIENTS},
+    {"q": (10, 577, 16, 64), "bias": (1, 16, 577, 577), "bias_grad": True, "is_causal": True, "deterministic": True},
+    {"q": (10, 577, 16, 64), "bias": (10, 16, 577, 577), "bias_strides": (0, 1, 16 * 577, 16), **GRADIENTS},
     {"bias": (1, 16, 4096, 4096), "bias_grad": True},
     {"bias": (2, 1, 4096, 4096), "bias_grad": True, "is_causal": True, "deterministic": True},
     {"bias": (2, 1, 4096, 4096), "bias_strides": (0, 0, 2**12, 1), "bias_grad": True, **GRADIENTS},
@@ -370,6 +387,24 @@ def test_notes_name_the_tensors_that_are_copied(strides: tuple[int, ...], copied
     assert [note.partition(",")[0] for note in notes] == ["copies k"] * copied
 
 
+@pytest.mark.parametrize(
+    ("bias", "strides", "said"),
+    (
+        ((1, 6, 49, 49), None, "copies bias, of strides (14406, 2401, 49, 1), into rows of 56 keys, 33 KB: TMA reads "),
+        ((1, 1, 49, 49), None, "copies bias, of strides (2401, 2401, 49, 1), into rows of 56 keys, 6 KB: TMA reads "),
+        ((1, 6, 49, 49), (6 * 49 * 56, 49 * 56, 56, 1), None),
+        ((1, 6, 1, 49), None, None),
+        ((2048, 6, 49, 49), None, None),
+    ),
+)
+def test_notes_tell_of_a_bias_that_is_copied(
+    bias: tuple[int, ...], strides: tuple[int, ...] | None, said: str | None
+) -> None:
+    for gradients in ({}, GRADIENTS):
+        notes = cuda.notes(explained(q=(2048, 49, 6, 32), bias=bias, bias_strides=strides, **gradients).problem)
+        assert len(notes) == (said is not None) and all(note.startswith(said) for note in notes)
+
+
 SIZES = st.sampled_from((0, 1, 2, 63, 64, 4095))
 DIMS = st.sampled_from((1, 8, 64, 100, 128, 192, 256, 257, 512))
 SHAPES = st.none() | st.tuples(*[st.booleans()] * 4)
@@ -462,3 +497,47 @@ def test_walks_behind_an_order_of_keys_are_cut() -> None:
                 assert found.num_work_tiles == (works if deterministic else works * parts), (given, found)
                 assert (found.full_group_pairs, found.summed_pairs) == (0, 2 * kv_heads)
                 assert schedule_of(given).num_work_tiles <= works
+
+
+# Batch, heads, length; chunks of a bias that batch entries share, one for each head, and of one that heads share too.
+CHUNKS = (
+    ((256, 4, 256), 8, 33),  # 128 and 132 work tiles
+    ((2048, 6, 49), 22, 132),
+    ((128, 12, 197), 5, 33),
+    ((32, 12, 512), 2, 8),  # 192 tiles alone are two waves, of which half of one is idle
+    ((64, 8, 1024), 1, 2),
+    ((16, 16, 2048), 1, 1),
+    ((3, 2, 200), 1, 1),
+)
+
+
+@pytest.mark.parametrize(("sizes", "of_heads", "of_all"), CHUNKS, ids=str)
+def test_chunks_of_a_gradient_that_batch_entries_share(sizes: tuple[int, int, int], of_heads: int, of_all: int) -> None:
+    batch, heads, length = sizes
+    for bias_heads, chunks in ((heads, of_heads), (1, of_all)):
+        bias = (1, bias_heads, length, length)
+        found = schedule_of(explained(q=(batch, length, heads, 32), bias=bias, bias_grad=True, **GRADIENTS).problem)
+        assert (found.writer, found.chunks) == ("shared_dbias", chunks)
+        rows = bias_heads * length * (length + -length % 8)
+        assert found.slot_floats == (0 if chunks == 1 and length % 8 == 0 else rows)
+
+
+@given(
+    batch=st.integers(3, 4096),
+    heads=st.sampled_from((1, 6, 16)),
+    lengths=st.tuples(st.integers(2, 3000), st.integers(2, 3000)),
+    num_sms=st.sampled_from((78, 114, 132)),
+    is_causal=st.booleans(),
+)
+def test_chunks_have_room_and_work(
+    batch: int, heads: int, lengths: tuple[int, int], num_sms: int, is_causal: bool
+) -> None:
+    seqlen_q, seqlen_k = lengths
+    call = {"q": (batch, seqlen_q, heads, 64), "seqlen_k": seqlen_k, "bias": (1, 1, seqlen_q, seqlen_k)}
+    found = schedule_of(explained(**call, bias_grad=True, is_causal=is_causal).problem, num_sms)
+    assert found.chunks >= 1 and (found.slot_floats > 0) == (found.chunks > 1 or seqlen_k % 8 > 0)
+    if found.chunks > 1:
+        assert found.chunks * found.slot_floats * 4 <= 2**26, "slots take more than 64 MiB"
+        assert found.chunks * 4 <= batch * heads, "a chunk has less than four heads"
+        tiles = -(-seqlen_q // 128) * -(-seqlen_k // 128)
+        assert tiles * found.chunks <= 8 * num_sms

@@ -104,7 +104,7 @@ def test_the_backward_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatc
     """
     monkeypatch.setattr(cuda_rules, "installed_instances", lambda: None)
     kernels, shared, orders, works = set(), set(), set(), set()
-    capped, capped_shared, pairs, clusters = set(), set(), set(), set()
+    capped, capped_shared, pairs, clusters, slots = set(), set(), set(), set(), set()
     for case, how in sanitized_cases.CASES["cuda-backward"]:
         in_order = how == "in_order"
         problem = differentiated(case, in_order)
@@ -122,6 +122,7 @@ def test_the_backward_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatc
             clusters.add((in_order, case.batch, tiles > NUM_SMS))
         elif schedule.writer == "shared_dbias":
             shared.add((instance, has_mask))
+            slots.add((max(instance[:2]) > 128, case.dtype, schedule.slot_floats > 0, case.seqlen_k % 8 > 0))
         orders.add((instance[:2], form, has_mask, in_order))
         works.add((in_order, *backward_works(problem)))
         if schedule.has_two_key_tiles:
@@ -140,6 +141,9 @@ def test_the_backward_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatc
     # Works of one cluster after another: told by its first block, in order and not.
     assert {(False, True), (True, True)} <= {(in_order, many) for in_order, _, many in clusters}
     assert shared == set(itertools.product(ALL_BACKWARD_INSTANCES, flags))
+    dtypes = (torch.float16, torch.bfloat16)
+    assert {part[:3] for part in slots} == set(itertools.product(flags, dtypes, flags))
+    assert {wide for wide, *_, is_unaligned in slots if is_unaligned} == set(flags)
     of_instances = {
         *itertools.product(cuda_rules.BACKWARD_INSTANCES, BACKWARD_FORMS),
         *((instance[:2], SUMMED) for instance in summed),
@@ -151,4 +155,4 @@ def test_the_backward_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatc
     assert heads == {*either, (False, "a group, then one")}
     shares = {(in_order, share) for in_order, _, share in works}
     assert {(True, "in order"), *itertools.product((False,), ("one each", "evenly", "as they finish"))} <= shares
-    assert len(sanitized_cases.CASES["cuda-backward"]) == 134
+    assert len(sanitized_cases.CASES["cuda-backward"]) == 138

@@ -37,7 +37,7 @@ struct KernelInstance {
   decltype(&launch_backward_main<__half, 64, 64>) main;
   decltype(&launch_backward_rows<__half>) rows;
   decltype(&launch_backward_sums<__half>) sums;
-  decltype(&launch_shared_dbias<__half, 64, 64>) shared_dbias;
+  SharedDbiasKernels shared_dbias;
   int64_t head_dim, head_dim_v;
 };
 
@@ -48,7 +48,8 @@ KernelInstance instance_for(ScalarType dtype, int64_t head_dim, int64_t head_dim
     return {&launch_backward_main<element, d, dv>,                        \
             &launch_backward_rows<element>,                               \
             &launch_backward_sums<element>,                               \
-            &launch_shared_dbias<element, d, dv>,                         \
+            {&launch_shared_dbias<element, d, dv>,                        \
+             &launch_add_chunks<element>},                                \
             d,                                                            \
             dv};                                                          \
   }
@@ -174,12 +175,13 @@ struct Postprocess {
 // entries, and is written whole. dbias_sums (B, Hq, Lk), of a bias per key, is fp32. mask is {}, or (bits, row_lists,
 // col_lists) of a TileMask, or (bounds, row_lists, col_lists) of an IntervalMask, with key_order if k, v and a bias per
 // key are in its order; dk, dv and dbias_sums are in the order of keys, and dbias_sums starts as zeros then. low and high
-// are the band if there is no mask.
+// are the band if there is no mask. num_dbias_chunks: into how many chunks the shared_dbias kernel parts what it sums; 0
+// lets schedule_dbias choose.
 void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask,
               std::optional<Tensor> key_order, std::optional<Tensor> bias, Tensor out, Tensor lse,
               std::optional<Tensor> dq, std::optional<Tensor> dk, std::optional<Tensor> dv, std::optional<Tensor> dbias,
               std::optional<Tensor> dbias_sums, int64_t low, int64_t high, double softmax_scale, double softcap,
-              bool deterministic) {
+              bool deterministic, int64_t num_dbias_chunks) {
   const Sizes sizes = sizes_of(kName, q, k, v);
   const KernelInstance instance = instance_for(q.scalar_type(), sizes.head_dim, sizes.head_dim_v);
   CHECK_ARGUMENT(sizes.head_dim_v <= kMaxRowColumns, "rows of out have ", sizes.head_dim_v, " columns, more than ",
@@ -228,9 +230,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
     if (clusters == 0) writer = DbiasWriter::kSharedDbias;
   }
   if (writer == DbiasWriter::kClusters || writer == DbiasWriter::kSharedDbias) {
-    // Either kernel writes 16 bytes at a time.
     CHECK_ARGUMENT(dbias->is_contiguous(), "dbias needs to be contiguous");
-    CHECK_ARGUMENT(sizes.seqlen_k % 8 == 0, "rows of dbias have ", sizes.seqlen_k, " keys; they need a multiple of 8");
   }
   if (bias.has_value()) {
     form = describe_bias(*bias, q, writer, dbias_sums.has_value());
@@ -308,14 +308,18 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   params.section = section_of(schedule.single_heads, 1);
   const int blocks = std::min(params.num_work_tiles, clusters > 0 ? clusters * params.cluster : num_sms);
   const bool runs_main_kernel = call.needs_dq || call.needs_dk_or_dv || writer != DbiasWriter::kSharedDbias;
+  DbiasSchedule of_dbias{};
+  if (writer == DbiasWriter::kSharedDbias) of_dbias = schedule_dbias(call, num_dbias_chunks, num_sms);
   const bool needs_counter =
       runs_main_kernel && (is_ordered || (schedule.tiles_differ && params.num_work_tiles > blocks));
 
-  // Scratch memory: lse in base 2 and delta, then everything that starts as zeros.
+  // Scratch memory: lse in base 2 and delta, slots of dbias, then everything that starts as zeros.
   const int64_t padded_rows = pairs * tiles_q * kTile, summed_rows = summed_pairs * blocks_k * block_n;
   const int64_t blocks_q = padded_rows / block_m;
   Scratch scratch;
   scratch.add(2 * padded_rows);
+  const int64_t slots_at = scratch.add(of_dbias.has_slots ? of_dbias.chunks * of_dbias.slot_floats : 0);
+  const int64_t dbias_counter_at = scratch.add(writer == DbiasWriter::kSharedDbias ? 1 : 0);
   const int64_t counter_at = scratch.add(needs_counter ? 1 : 0),
                 dq_semaphore_at = scratch.add(is_ordered ? blocks_q : 0);
   const int64_t dkv_semaphore_at = scratch.add(is_ordered ? summed_pairs * blocks_k : 0);
@@ -327,8 +331,8 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   float* const start = static_cast<float*>(memory.mutable_data_ptr());
   rows.lse_log2 = start;
   rows.delta = start + padded_rows;
-  rows.cleared = start + counter_at;
-  rows.zeros = ((params.key_order != nullptr ? places_at : scratch.length) - counter_at) / 4;
+  rows.cleared = start + dbias_counter_at;
+  rows.zeros = ((params.key_order != nullptr ? places_at : scratch.length) - dbias_counter_at) / 4;
   params.lse = rows.lse_log2;
   params.delta = rows.delta;
   if (needs_counter) params.tile_counter = reinterpret_cast<int*>(start + counter_at);
@@ -364,9 +368,11 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   if (is_ordered && has_mask) ordered_lists = order_lists(mask, q, tiles_q, tiles_k, params, device.stream);
   check(instance.rows(rows, device.stream), kName, "launching the kernel of the rows");
   if (writer == DbiasWriter::kSharedDbias) {
-    const SharedDbiasCall shared{dout,         q,   k,    v,             *bias,  mask, params.lse,
-                                 params.delta, low, high, softmax_scale, softcap};
-    store_shared_dbias(kName, instance.shared_dbias, device, sizes, shared, *dbias);
+    float* const slots = of_dbias.has_slots ? start + slots_at : nullptr;
+    int* const dbias_counter = reinterpret_cast<int*>(start + dbias_counter_at);
+    const SharedDbiasCall shared{dout,         q,     k,             v,   *bias, mask,          params.lse,
+                                 params.delta, slots, dbias_counter, low, high,  softmax_scale, softcap};
+    store_shared_dbias(kName, instance.shared_dbias, device, sizes, shared, of_dbias, *dbias);
   }
   if (!runs_main_kernel) return;
   check(instance.main(params, form, of_mask, block_n, blocks, device.stream), kName, "launching the kernel");
@@ -388,7 +394,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flash_dmattn, m) {
   m.def(
       "cuda_backward_kernel(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? key_order, "
       "Tensor? bias, Tensor out, Tensor lse, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dbias, "
-      "Tensor(e!)? dbias_sums, int low, int high, float softmax_scale, float softcap, bool deterministic) -> ()");
+      "Tensor(e!)? dbias_sums, int low, int high, float softmax_scale, float softcap, bool deterministic, "
+      "int num_dbias_chunks) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, m) { m.impl("cuda_backward_kernel", TORCH_BOX(&backward)); }

@@ -22,6 +22,8 @@ struct BackwardCall {
   bool shares_over_batch;                  // batch entries read the same bias per score or the same mask
 };
 
+constexpr int64_t kDbiasColumns = 8;  // of a row of dbias, or of its sums; 16 bytes of dbias are written at a time
+
 enum class DbiasWriter {
   kNone,        // no dbias of one value per query and key
   kMain,        // the main kernel, whose blocks store a tile each
@@ -30,17 +32,69 @@ enum class DbiasWriter {
 };
 
 // Who writes dbias, if clusters of `batch` blocks find room on the GPU; without room, kSharedDbias replaces kClusters.
-// Clusters serve if dbias is shared by the whole batch and by nothing else, if the batch is a cluster size, and if all
-// entries have one mask: else the blocks of a cluster would walk different queries.
+// Clusters serve if dbias is shared by the whole batch and by nothing else, if the batch is a cluster size, if rows of
+// dbias can be written 16 bytes at a time, and if all entries have one mask: else the blocks of a cluster would walk
+// different queries.
 inline DbiasWriter dbias_writer(const BackwardCall& call) {
   if (call.dbias_batch == 0) return DbiasWriter::kNone;
   const bool is_shared = call.dbias_batch < call.batch || call.dbias_heads < call.num_heads;
   if (!is_shared && backward_stores_dbias(call.head_dim, call.head_dim_v, call.has_softcap)) return DbiasWriter::kMain;
   const bool is_cluster_size = call.batch == 2 || call.batch == 4 || call.batch == 8;
   const bool sums = is_cluster_size && call.dbias_batch == 1 && call.dbias_heads == call.num_heads &&
-                    call.mask_batch <= 1 && (call.needs_dq || call.needs_dk_or_dv) &&
+                    call.seqlen_k % kDbiasColumns == 0 && call.mask_batch <= 1 &&
+                    (call.needs_dq || call.needs_dk_or_dv) &&
                     backward_sums_dbias(call.head_dim, call.head_dim_v, call.has_softcap);
   return sums ? DbiasWriter::kClusters : DbiasWriter::kSharedDbias;
+}
+
+// How the blocks of the shared_dbias kernel share a dbias. Its slots hold fp32 sums.
+struct DbiasSchedule {
+  int64_t dbias_tiles;
+  int64_t heads_summed;  // attention heads that are summed into one tile
+  int64_t chunks;        // work tiles that share them
+  bool has_slots;        // sums go into slots, one for each chunk: there are several, or rows of dbias are not aligned
+  int64_t slot_columns;  // length of a row of a slot
+  int64_t slot_floats;   // of one slot
+};
+
+constexpr int64_t kLeastHeadsOfChunk = 4, kMostDbiasWaves = 8, kMostSlotBytes = 64 << 20;
+
+// Chooses the number of chunks; `most` is how many slots there is room for. The time is estimated in steps, one head of one tile
+// each, some 1.3 us at D64:
+//
+//     waves * (steps of a chunk + fixed cost of a work tile) + fixed cost of slots + writing and reading them
+//
+// The constants are estimates: docs/notes/cuda.md, "shared_dbias kernel". What a mask leaves out is not known here.
+inline int64_t estimate_dbias_chunks(int64_t tiles, int64_t heads, int64_t most, int64_t num_sms) {
+  constexpr int64_t kParts = 64;  // of a step; the slot of a work tile costs one part
+  constexpr int64_t kTileSteps = 2, kSlotSteps = 3;
+  const auto time_of = [&](int64_t chunks) {
+    const int64_t of_tile = (ceil_div(heads, chunks) + kTileSteps) * kParts, work_tiles = tiles * chunks;
+    const int64_t of_all = ceil_div(work_tiles, num_sms) * of_tile;
+    return chunks == 1 ? of_all : of_all + kSlotSteps * kParts + work_tiles;
+  };
+  int64_t best = 1;
+  for (int64_t waves = 1; waves <= kMostDbiasWaves; ++waves) {
+    const int64_t chunks = std::min({waves * num_sms / tiles, heads / kLeastHeadsOfChunk, most});
+    if (chunks > 1 && time_of(chunks) < time_of(best)) best = chunks;
+  }
+  return 16 * time_of(best) < 15 * time_of(1) ? best : 1;  // what is hardly faster is not worth the memory
+}
+
+// num_chunks: 0 for the estimate; of any other number as many as there are heads, and room for slots.
+inline DbiasSchedule schedule_dbias(const BackwardCall& call, int64_t num_chunks, int64_t num_sms) {
+  const int64_t heads = call.dbias_batch * call.dbias_heads;
+  DbiasSchedule schedule{};
+  schedule.dbias_tiles = heads * ceil_div(call.seqlen_q, kTile) * ceil_div(call.seqlen_k, kTile);
+  schedule.heads_summed = call.batch / call.dbias_batch * (call.num_heads / call.dbias_heads);
+  schedule.slot_columns = ceil_div(call.seqlen_k, kDbiasColumns) * kDbiasColumns;
+  schedule.slot_floats = heads * call.seqlen_q * schedule.slot_columns;
+  const int64_t most = std::max<int64_t>(kMostSlotBytes / (schedule.slot_floats * 4), 1);
+  schedule.chunks = num_chunks > 0
+                        ? std::min({num_chunks, schedule.heads_summed, most})
+                        : estimate_dbias_chunks(schedule.dbias_tiles, schedule.heads_summed, most, num_sms);
+  schedule.has_slots = schedule.chunks > 1 || schedule.slot_columns != call.seqlen_k;
+  return schedule;
 }
 
 struct BackwardSchedule {

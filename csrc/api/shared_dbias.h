@@ -8,25 +8,34 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "../sm90/shared_dbias/launch.h"
+#include "backward_schedule.h"
 #include "call.h"
 #include "common.h"
 
 namespace flash_dmattn {
 
+// The kernels that write such a dbias, of one kernel instance.
+struct SharedDbiasKernels {
+  decltype(&launch_shared_dbias<__half, 64, 64>) sum;
+  decltype(&launch_add_chunks<__half>) add;
+};
+
 // The inputs. mask is {} or (bits, row_lists, col_lists); low and high are the band if there is no mask; lse and delta
-// are those of BackwardParams.
+// are those of BackwardParams. Scratch memory: slots, which are not cleared, if the schedule has any; and a counter that
+// starts as 0.
 struct SharedDbiasCall {
   const torch::stable::Tensor &dout, &q, &k, &v, &bias;
   const std::vector<torch::stable::Tensor>& mask;
   const float *lse, *delta;
+  float* slots;
+  int* tile_counter;
   int64_t low, high;
   double softmax_scale, softcap;
 };
 
-// Writes all of dbias: contiguous, in the dtype of q, rows of a multiple of 8 keys. `launch` belongs to the kernel
-// instance that serves the call.
-void store_shared_dbias(const char* op, decltype(&launch_shared_dbias<__half, 64, 64>) launch,
-                        const CurrentDevice& device, const Sizes& sizes, const SharedDbiasCall& call,
+// Writes all of dbias: contiguous, in the dtype of q, from slots unless its rows are a multiple of 8 keys.
+void store_shared_dbias(const char* op, const SharedDbiasKernels& kernels, const CurrentDevice& device,
+                        const Sizes& sizes, const SharedDbiasCall& call, const DbiasSchedule& schedule,
                         const torch::stable::Tensor& dbias);
 
 }  // namespace flash_dmattn

@@ -19,6 +19,10 @@ def _edges(window: str) -> tuple[str, ...]:
     return (f"{_RARE}test_edges_of_a_window[no bias-{window}-cuda]",)
 
 
+def _chunks(chunks: int) -> tuple[str, ...]:
+    return (f"{_RARE}test_chunks_of_a_shared_gradient[{chunks}-cuda]",)
+
+
 def _intervals(case: str) -> tuple[str, ...]:
     return (f"{_RARE}test_an_interval_mask[{case}-cuda]",)
 
@@ -180,6 +184,55 @@ FAULTS: tuple[Fault, ...] = (
         "sums[i] = fmaf(scores[i], dp[i]",
         "sums[i] = fmaf(scores[i] * p.softmax_scale, dp[i]",
         _every_gradient("shared"),
+    ),
+    Fault(
+        "shared dbias: the first chunks are not longer by a head",
+        "csrc/sm90/shared_dbias/tile_scheduler.h",
+        "return chunk * heads + min(chunk, p.heads_summed - heads * p.chunks);",
+        "return chunk * heads;",
+        _chunks(2),
+    ),
+    Fault(
+        "shared dbias: a chunk starts with the heads of the first",
+        "csrc/sm90/shared_dbias/producer.h",
+        "int first = start_of_chunk(p, item.work.chunk);",
+        "int first = start_of_chunk(p, 0);",
+        _chunks(7),
+    ),
+    Fault(
+        "shared dbias: slots of all chunks are one",
+        "csrc/sm90/shared_dbias/consumer.h",
+        "float* row = p.slots + work.chunk * p.slot_floats",
+        "float* row = p.slots",
+        _chunks(2),
+    ),
+    Fault(
+        "shared dbias: a chunk of which nothing is visible leaves its slot as it was",
+        "csrc/sm90/shared_dbias/consumer.h",
+        "if (p.slots != nullptr) {",
+        "if (p.slots != nullptr) { if (item.visited == 0) { release_work_tile(shared, pipe_work); continue; }",
+        (f"{_RARE}test_chunks_of_which_nothing_is_visible[bias-cuda]",),
+    ),
+    Fault(
+        "shared dbias: chunks are added from the last to the first",
+        "csrc/sm90/shared_dbias/add_chunks.cu",
+        "const int chunk = first + i;",
+        "const int chunk = p.chunks - 1 - first - i < 0 ? p.chunks : p.chunks - 1 - first - i;",
+        (f"{_RARE}test_chunks_are_added_in_their_order[cuda]",),
+    ),
+    Fault(
+        "shared dbias: the last keys of a row are not stored",
+        "csrc/sm90/shared_dbias/add_chunks.cu",
+        "if (key + i < p.seqlen_k) values[i]",
+        "if (key + 3 < p.seqlen_k) values[i]",
+        _chunks(1),
+    ),
+    Fault(
+        "shared dbias: slots have rows as long as those of dbias",
+        "csrc/api/backward_schedule.h",
+        "schedule.slot_columns = ceil_div(call.seqlen_k, kDbiasColumns) * kDbiasColumns;",
+        "schedule.slot_columns = call.seqlen_k;",
+        _chunks(1),
     ),
     # Masks
     Fault(

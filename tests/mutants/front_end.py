@@ -193,4 +193,25 @@ FAULTS: tuple[Fault, ...] = (
         '"tiles" if of_query > 0 else prepared_key_form',
         ("tests/test_mask_forms.py::test_prepared_mask_described_by_its_shape",),
     ),
+    Fault(
+        "cuda copies a bias as large as the scores",
+        "flash_dmattn/backends/cuda/bias_rows.py",
+        "_SMALL = 4  #",
+        "_SMALL = 0  #",
+        ("tests/test_cuda_rules.py",),
+    ),
+    Fault(
+        "cuda copies a bias of a single batch entry",
+        "flash_dmattn/backends/cuda/bias_rows.py",
+        "if batch == 1 or not (shape[0] == 1 or strides[0] == 0):",
+        "if not (shape[0] == 1 or strides[0] == 0):",
+        ("tests/test_cuda_rules.py",),
+    ),
+    Fault(
+        "cuda takes the gradient of an expanded bias whose rows it cannot write",
+        "flash_dmattn/backends/cuda/bias_rows.py",
+        "if p.bias is None or p.bias.shape[0] != 1:",
+        "if p.bias is None:",
+        ("tests/test_cuda_rules.py",),
+    ),
 )

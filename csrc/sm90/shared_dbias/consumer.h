@@ -174,6 +174,22 @@ struct SharedDbiasConsumer {
     for (int i = 0; i < kScores; ++i) sums[i] = fmaf(scores[i], dp[i] - delta.of_row[i / 2 % 2], sums[i]);
   }
 
+  // Stores the thread's sums of one chunk, 8 bytes at a time; those of a quad are a sector of L2.
+  __device__ __forceinline__ void store_chunk(const DbiasWorkTile& work) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int query = work.block_q * kTile + row_of_tile() + 8 * r, first = work.block_k * kTile + 2 * (lane % 4);
+      float* row = p.slots + work.chunk * p.slot_floats + (work.owner * p.seqlen_q + query) * p.slot_columns;
+#pragma unroll
+      for (int c = 0; c < kTile / 8; ++c) {
+        const int key = first + 8 * c, at = 4 * c + 2 * r;
+        if (query < p.seqlen_q && key < p.slot_columns) {
+          *reinterpret_cast<float2*>(row + key) = make_float2(sums[at], sums[at + 1]);
+        }
+      }
+    }
+  }
+
   // Stores the thread's rows of dbias, (B, H, Lq, Lk), 16 bytes at a time.
   __device__ __forceinline__ void epilogue(const DbiasWorkTile& work) {
 #pragma unroll
@@ -225,7 +241,13 @@ __device__ __forceinline__ void sum_heads(const SharedDbiasParams& p, SharedDbia
       barrier_arrive_of_warp(&shared.bias_empty[pipe_bias.stage]);
       pipe_bias.advance();
     }
-    if (item.is_last) consumer.epilogue(item.work);
+    if (item.is_last) {
+      if (p.slots != nullptr) {
+        consumer.store_chunk(item.work);
+      } else {
+        consumer.epilogue(item.work);
+      }
+    }
     release_work_tile(shared, pipe_work);
   }
   pingpong.end();

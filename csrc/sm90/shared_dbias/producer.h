@@ -59,21 +59,22 @@ __device__ __forceinline__ void load_heads(const SharedDbiasParams& p, SharedDbi
     DbiasWorkItem item;
     item.is_valid = index < p.num_work_tiles;
     item.work = decode_dbias_work_tile(p, item.is_valid ? index : 0);
-    const int heads = item.is_valid ? p.heads_summed : 1;
+    int first = start_of_chunk(p, item.work.chunk);
+    const int stop = item.is_valid ? start_of_chunk(p, item.work.chunk + 1) : first + 1;
     bool has_bias = false;
+    item.is_first = true;
 #pragma unroll 1
-    for (int first = 0; first < heads; first += kHeadsOfItem) {
-      const Head own = summed_head(p, item.work, min(first + lane, heads - 1));
+    for (; first < stop; first += kHeadsOfItem) {
+      const Head own = summed_head(p, item.work, min(first + lane, stop - 1));
       const Sources sources{own.batch, own.head, own.head / p.heads_per_group};
       TileClass found = TileClass::kEmpty;
-      if (item.is_valid && first + lane < heads) {
+      if (item.is_valid && first + lane < stop) {
         found = class_of<Traits>(p, item.work.block_q, item.work.block_k, own);
       }
       item.visited = __ballot_sync(kAll, found != TileClass::kEmpty);
       item.partial = __ballot_sync(kAll, found == TileClass::kPartial);
       item.first_index = first;
-      item.is_first = first == 0;
-      item.is_last = first + kHeadsOfItem >= heads;
+      item.is_last = first + kHeadsOfItem >= stop;
       item.takes_bias = !has_bias && item.visited != 0;
       has_bias |= item.takes_bias;
       item.frees_bias = has_bias && item.is_last;
@@ -82,6 +83,7 @@ __device__ __forceinline__ void load_heads(const SharedDbiasParams& p, SharedDbi
         shared.work[pipe_work.stage] = item;
         barrier_arrive(&shared.work_full[pipe_work.stage]);
       }
+      item.is_first = false;
       pipe_work.advance();
       if (item.takes_bias) {
         if (lane == 0) {

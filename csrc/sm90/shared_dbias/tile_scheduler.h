@@ -9,14 +9,18 @@ namespace flash_dmattn {
 constexpr int kRowsOfTiles = 8;
 
 struct DbiasWorkTile {
-  int batch, first_head;  // the first that is summed
+  int batch, first_head;  // the first that is summed into the tile of dbias
   int64_t owner;          // the head of dbias, counted over its batch entries
+  int chunk;              // which of the heads that are summed into it this work tile has
   int block_q, block_k;
 };
 
 __device__ __forceinline__ DbiasWorkTile decode_dbias_work_tile(const SharedDbiasParams& p, int index) {
   const int tiles = p.tiles_q * p.tiles_k;
   DbiasWorkTile work;
+  // Chunk by chunk, so that blocks at work at the same time read the same heads.
+  work.chunk = index / p.dbias_tiles;
+  index -= work.chunk * p.dbias_tiles;
   const int owner = index / tiles;
   work.owner = owner;
   work.batch = owner / p.dbias_heads;
@@ -27,6 +31,12 @@ __device__ __forceinline__ DbiasWorkTile decode_dbias_work_tile(const SharedDbia
   work.block_k = position_of_band / rows;
   work.block_q = first + position_of_band - work.block_k * rows;
   return work;
+}
+
+// Where a chunk starts among the heads that are summed. The first ones are longer by one head.
+__device__ __forceinline__ int start_of_chunk(const SharedDbiasParams& p, int chunk) {
+  const int heads = p.heads_summed / p.chunks;
+  return chunk * heads + min(chunk, p.heads_summed - heads * p.chunks);
 }
 
 // One attention head.
@@ -82,7 +92,7 @@ struct DbiasWorkItem {
   bool is_first, is_last;  // of the tile's items
   bool takes_bias, frees_bias;
   DbiasWorkTile work;
-  int first_index;  // number of the first of these heads among those summed
+  int first_index;  // number of the first of these heads among all that are summed into the tile of dbias
   // The heads to visit, because the tile is not empty for them; and those of them that need masking.
   uint32_t visited, partial;
 };

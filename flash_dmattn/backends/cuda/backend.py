@@ -24,6 +24,7 @@ from ...problem import (
 from ..interval_walk import interval_notes, interval_walk, walked_view
 from ..protocol import Availability
 from . import extension
+from .bias_rows import copies_bias, copy_note, readable, readable_if_small
 from .rules import AUTO_RULES, INSTANCES, RULES
 
 __all__ = ["AUTO_RULES", "FEATURES", "MASK_FORM", "NAME", "RULES", "INSTANCES", "backward", "forward", "notes", "probe"]
@@ -34,6 +35,8 @@ MASK_FORM = "prepared"
 # Number of KV splits of the forward kernel: 0 lets the operator choose (csrc/api/num_splits.h), 1 is none. Tests set
 # others, to reach on small shapes what happens on large ones.
 NUM_KV_SPLITS = 0
+# The same of the work tiles that share a tile of a dbias (csrc/api/backward_schedule.h); 1 is none.
+NUM_DBIAS_CHUNKS = 0
 
 _found: Availability | None = None
 
@@ -81,7 +84,7 @@ def _dotted(version: int) -> str:
 def notes(problem: AttentionProblem) -> tuple[str, ...]:
     """Copies that a call makes."""
     p = problem
-    return interval_notes(problem, gathers=False) + tuple(
+    of_rows = tuple(
         f"copies {name}, of strides {tuple(strides)}: TMA reads rows of unit stride that start on 16 bytes"
         for name, shape, strides in (
             ("q", (p.batch, p.seqlen_q, p.num_heads, p.head_dim), p.q_strides),
@@ -90,6 +93,7 @@ def notes(problem: AttentionProblem) -> tuple[str, ...]:
         )
         if not (strides[3] == 1 and fits_tma(shape, strides, p.dtype.itemsize))
     )
+    return interval_notes(problem, gathers=False) + of_rows + ((copy_note(p),) if copies_bias(p) else ())
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -97,15 +101,6 @@ def _rows(x: Tensor) -> Tensor:
     strides = x.stride()
     readable = strides[3] == 1 and x.data_ptr() % 16 == 0 and fits_tma(x.shape, strides, x.element_size())
     return x if readable else x.clone(memory_format=torch.contiguous_format)
-
-
-def _tiles(bias: Tensor) -> Tensor:
-    """A bias of any form, where it is one per query and key as TMA can read it."""
-    if bias.data_ptr() % 16 == 0 or bias_class(bias.shape, bias.stride()) != "score":
-        return bias
-    values = _kernels().collapse(bias)
-    padded = values.new_empty((*values.shape[:3], -(-values.shape[3] // 8) * 8))
-    return padded[..., : values.shape[3]].copy_(values).expand(bias.shape)
 
 
 class _Kernels(NamedTuple):
@@ -195,6 +190,8 @@ def _forward(
     if tiles is not None:
         walked = [tiles.allowed, tiles.row_lists]
         k, v, bias = tiles.in_order(k, v, bias)
+    if bias is not None:
+        bias = readable_if_small(bias, q, v)
     numbers = (low, high, flags.softmax_scale, flags.softcap, NUM_KV_SPLITS)
     _kernels().attend(_rows(q), k, v, walked, bias, out, lse, *numbers)
     return out, lse
@@ -247,10 +244,10 @@ def _backward(
         summed_q = dq
         if order is not None and flags.deterministic and dq is None:
             summed_q = operators.empty_gradient(q)  # its sums fix the order of the others
-        read_bias = None if ordered_bias is None else _tiles(ordered_bias)
+        read_bias = None if ordered_bias is None else readable(ordered_bias)
         tensors = (_rows(dout), dlse, _rows(q), k, v, walked, order, read_bias)
         results = (out.contiguous(), lse.contiguous(), summed_q, dk, dv, stored, sums)
-        numbers = (low, high, flags.softmax_scale, flags.softcap, flags.deterministic)
+        numbers = (low, high, flags.softmax_scale, flags.softcap, flags.deterministic, NUM_DBIAS_CHUNKS)
         _kernels().differentiate(*tensors, *results, *numbers)
     if bias is not None and sums is not None:
         dbias = key_gradient(bias, sums, num_heads_k)

@@ -6,10 +6,11 @@ from functools import cache
 
 import torch
 
-from ...problem import AttentionProblem, dtype_name, fits_tma, keys_of_query
+from ...problem import AttentionProblem, dtype_name, keys_of_query
 from ..interval_walk import call_key_form
 from ..protocol import Direction, Rule
 from . import extension
+from .bias_rows import copies_bias, fits, makes_dbias_of_any_rows
 
 # (head_dim, head_dim_v) that kernels are compiled for; a call takes the first that holds its own.
 INSTANCES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
@@ -64,11 +65,11 @@ def _instances_text(p: AttentionProblem, direction: Direction) -> str:
     return f"the {kernels} that are built take multiples of 8 up to {dims}"
 
 
-def _bias_fits_tma(p: AttentionProblem) -> bool:
+def _reads_tiles(p: AttentionProblem) -> bool:
+    """Whether TMA reads the bias, or a copy of it; True without a bias."""
     if p.bias is None:
         return True
-    shape = [1 if shared else size for size, shared in zip(p.bias.shape, p.bias.broadcast(), strict=True)]
-    return p.bias.strides[3] == 1 and fits_tma(shape, p.bias.strides, p.bias.dtype.itemsize)
+    return fits(p.bias.shape, p.bias.strides, p.bias.dtype.itemsize) or copies_bias(p)
 
 
 def _dbias_is_whole(p: AttentionProblem) -> bool:
@@ -145,10 +146,11 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "tile_bias_rows",
-        lambda p: p.bias_class != "score" or _bias_fits_tma(p),
+        lambda p: p.bias_class != "score" or _reads_tiles(p),
         lambda p: (
             f"bias has strides {None if p.bias is None else tuple(p.bias.strides)}; "
-            "TMA reads rows of unit stride that start on 16 bytes"
+            "TMA reads rows of unit stride that start on 16 bytes, and a bias is only copied into such rows "
+            "where it is small and batch entries share it"
         ),
         f"pad its rows to a multiple of 8 keys, or {_PAIR}",
         passes=("backward",),
@@ -166,9 +168,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "dbias_rows",
-        lambda p: p.dbias_class != "score" or p.seqlen_k % 8 == 0,
+        lambda p: p.dbias_class != "score" or p.seqlen_k % 8 == 0 or makes_dbias_of_any_rows(p),
         lambda p: (
-            f"the gradient of bias, of rows of {p.seqlen_k} keys, is needed; rows of it are written 16 bytes at a time"
+            f"the gradient of bias, of rows of {p.seqlen_k} keys, is needed; rows of it are written 16 bytes at a time "
+            "unless it is small and batch entries share it"
         ),
         f"pad k, v and bias to a multiple of 8 keys, or {_PAIR}",
         passes=("backward",),
@@ -208,7 +211,7 @@ def _least_tiles(p: AttentionProblem) -> int:
     if p.mask_form == "intervals" or (of_keys is not None and of_keys.reorder):
         return 1  # triton copies keys in order by many small operations, or gathers single keys
     widest = max(p.head_dim, p.head_dim_v)
-    shares_keys = widest <= _NARROW and p.mask is None and not p.has_window and _bias_fits_tma(p)
+    shares_keys = widest <= _NARROW and p.mask is None and not p.has_window and _reads_tiles(p)
     if shares_keys and p.bias_class == "score" and p.seqlen_k >= _LONG:
         return 16  # 256 queries, 4096 keys: 16 tiles of D64 1.08, of D128 1.13, 64 tiles 1.07 and 1.51
     if shares_keys and widest > 64 and p.seqlen_k >= 2 * _LONG:

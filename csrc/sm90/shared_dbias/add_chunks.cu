@@ -1,0 +1,70 @@
+// dbias from the sums of several chunks: adds their slots in order, and rounds once.
+#include <algorithm>
+
+#include "../../device/fragments.h"
+#include "../kernel_launch.h"
+#include "launch.h"
+
+namespace flash_dmattn {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kMaxBlocks = 1 << 20;
+constexpr int kAtOnce = 8;  // slots that a thread has asked for before it adds the first of them
+
+// A thread has four keys of a row.
+template <class Element>
+__global__ void __launch_bounds__(kThreads) add_chunks_kernel(const __grid_constant__ AddChunksParams p) {
+  griddep_wait();
+  griddep_launch_dependents();
+  const int fours_of_row = p.slot_columns / 4;
+  const int64_t fours = p.rows * fours_of_row, stride = static_cast<int64_t>(gridDim.x) * kThreads;
+  const float4* const slots = reinterpret_cast<const float4*>(p.slots);
+  for (int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; at < fours; at += stride) {
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int first = 0; first < p.chunks; first += kAtOnce) {
+      float4 found[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int chunk = first + i;
+        found[i] = chunk < p.chunks ? slots[chunk * fours + at] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        sum.x += found[i].x;
+        sum.y += found[i].y;
+        sum.z += found[i].z;
+        sum.w += found[i].w;
+      }
+    }
+    const int64_t row = at / fours_of_row;
+    const int key = static_cast<int>(at - row * fours_of_row) * 4;
+    Element* const to = static_cast<Element*>(p.dbias) + row * p.seqlen_k + key;
+    const uint32_t low = pack(sum.x, sum.y, Element{}), high = pack(sum.z, sum.w, Element{});
+    if (p.stores_fours) {
+      // Then Lk is a multiple of 4.
+      if (key < p.seqlen_k) *reinterpret_cast<uint2*>(to) = make_uint2(low, high);
+      continue;
+    }
+    uint16_t* const values = reinterpret_cast<uint16_t*>(to);
+    const uint32_t words[2] = {low, high};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (key + i < p.seqlen_k) values[i] = static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16));
+    }
+  }
+}
+
+}  // namespace
+
+template <class T>
+cudaError_t launch_add_chunks(const AddChunksParams& params, cudaStream_t stream) {
+  const int64_t threads = params.rows * (params.slot_columns / 4);
+  const int64_t blocks = std::min<int64_t>((threads + kThreads - 1) / kThreads, kMaxBlocks);
+  return KernelLaunch(blocks, kThreads, stream).run(add_chunks_kernel<T>, params);
+}
+
+template cudaError_t launch_add_chunks<__half>(const AddChunksParams&, cudaStream_t);
+template cudaError_t launch_add_chunks<__nv_bfloat16>(const AddChunksParams&, cudaStream_t);
+
+}  // namespace flash_dmattn
