@@ -27,11 +27,13 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 PASSED, FAILED, UNFINISHED = 0, 1, 3
 TOOLS = ("memcheck", "initcheck", "racecheck")
-SANITIZED = {"triton": 35, "cuda": 48, "cuda-backward": 138}  # calls of each
+SANITIZED = {"triton": 41, "cuda": 48, "cuda-backward": 138}  # calls of each
 SANITIZED_AT_ONCE = 8
 # Random calls with interval masks: the first of each process, and how many; Triton compiles most of its calls anew.
 INTERVALS = {"cuda": ((1000, 250), (2000, 250), (3000, 250), (4000, 250)), "triton": ((5000, 50), (6000, 50))}
 SANITIZED_INTERVALS = 5
+# The same of random calls of short rows.
+SHORT_ROWS = {"cuda": ((0, 400), (10000, 400)), "triton": tuple((first, 25) for first in range(20000, 32000, 1000))}
 SHARED_SUITE = tuple(f"tests/test_{name}.py" for name in ("forward", "edges", "properties", "backward"))
 # initcheck does not see what TMA stores, and reports each copy of it to the host. So it checks what kernels read, and
 # leaves copies alone: what they bring back is compared with fp64 in the same calls.
@@ -98,6 +100,12 @@ def all_parts() -> list[Part]:
             for backend, calls in INTERVALS.items()
             for first, count in calls
             for script in [("tests/interval_calls.py", backend, str(first), str(count))]
+        ),
+        *(
+            Part(f"short-{backend}-{first}", (sys.executable, *script), 1, 150)
+            for backend, calls in SHORT_ROWS.items()
+            for first, count in calls
+            for script in [("tests/short_row_calls.py", backend, str(first), str(count))]
         ),
         Part("verify", (*command, "info", "--verify"), 1, 200),
         Part("demo", (*command, "demo", "--quick"), 1, 100),

@@ -70,6 +70,16 @@ PLAIN = (
     BASE.with_(seqlen_q=15, mask=KEYS, bias=FULL, head_dim=128),
     BASE.with_(seqlen_q=9, num_heads=4, mask=("B", "Hq", "1", "Lk"), bias=("1", "Hq", "1", "Lk"), dtype=FP32),
 )
+# Rows of one tile: one run of the backward kernel or two, sums of dbias in slots, every form of mask.
+SHORT = BASE.with_(num_heads_k=2, seqlen_q=49, seqlen_k=49, head_dim=32)
+SHORT_ROWS = (
+    SHORT.with_(batch=40, bias=("1", "Hq", "Lq", "Lk"), mask=("B", "1", "Lq", "Lk")),
+    SHORT.with_(bias=FULL, softcap=5.0, mask=("1", "Hq", "Lq", "Lk"), mask_kind="empty_rows"),
+    SHORT.with_(batch=3, seqlen_q=7, seqlen_k=16, mask=KEYS, bias=("B", "Hq", "1", "Lk")),
+    SHORT.with_(seqlen_q=64, seqlen_k=64, head_dim=128, is_causal=True),
+    SHORT.with_(batch=8, num_heads=128, num_heads_k=128, seqlen_q=100, seqlen_k=97, bias=("1", "Hq", "Lq", "Lk")),
+    SHORT.with_(seqlen_q=300, seqlen_k=77, head_dim=40, head_dim_v=64, mask=KEYS, mask_kind="empty_tiles"),
+)
 # Through tensor descriptors, at sizes that do not pay for them.
 DESCRIPTORS = (
     BASE.with_(seqlen_q=257, seqlen_k=257, head_dim=128, is_causal=True),
@@ -319,7 +329,7 @@ def _wide_capped() -> tuple[Case, ...]:
 BACKWARD_WIDE, BACKWARD_WIDE_IN_ORDER, BACKWARD_WIDE_SHARED = map(tuple, _wide_backward())
 BACKWARD_WIDE_CAPPED = _wide_capped()
 CASES = {
-    "triton": _numbered(plain=PLAIN, descriptors=DESCRIPTORS, unaligned=UNALIGNED),
+    "triton": _numbered(plain=PLAIN + SHORT_ROWS, descriptors=DESCRIPTORS, unaligned=UNALIGNED),
     "cuda": _numbered(plain=D64 + D128 + OTHERS, unaligned=FORWARD_UNALIGNED, parts=FORWARD_PARTS),
     "cuda-backward": _numbered(
         plain=BACKWARD

@@ -96,7 +96,7 @@ def test_every_call_of_the_sanitizers_is_in_a_part() -> None:
 def test_the_command_lists_and_chooses() -> None:
     command = [sys.executable, gpu_checks.__file__, "--list", "--only", "racecheck"]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    expected = ["racecheck-intervals-triton-300", *(f"racecheck-triton-{first}" for first in (0, 8, 16, 24, 32))]
+    expected = ["racecheck-intervals-triton-300", *(f"racecheck-triton-{first}" for first in (0, 8, 16, 24, 32, 40))]
     assert [line.split()[0] for line in listed] == expected
     listed = subprocess.run([*command, "--racecheck-extension", "x.so"], capture_output=True, text=True, check=True)
     assert len(listed.stdout.splitlines()) == 5 + 4 + 6 + 18

@@ -40,13 +40,16 @@ KERNELS = {
     "backward_queries_kernel",
     "backward_product_kernel",
     "backward_bias_kernel",
+    "sum_slots_kernel",
 }
+SHORT_KERNELS = {"short_forward_kernel", "short_backward_kernel"}
+HELPERS = {"combine_kernel", "delta_kernel", "backward_gather_kernel", "sum_slots_kernel"}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_every_kernel_of_triton_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     from flash_dmattn.triton_kernels import kernel_launch, launch, plan
-    from flash_dmattn.triton_kernels.tile_ops import BAND, KEYS, TILES
+    from flash_dmattn.triton_kernels.tile_ops import BAND, BOUNDS, DENSE, KEYS, TILES
 
     launched: set[tuple[str, int, bool]] = set()
     seen: list[Any] = []
@@ -68,11 +71,15 @@ def test_every_kernel_of_triton_is_launched(monkeypatch: pytest.MonkeyPatch) -> 
     for case, how in sanitized_cases.CASES["triton"]:
         sanitized_cases.call(case, how, "triton")
 
-    assert {name for name, _, _ in launched} == KERNELS
-    for main in sorted(KERNELS - {"combine_kernel", "delta_kernel", "backward_gather_kernel"}):
+    assert {name for name, _, _ in launched} == KERNELS | SHORT_KERNELS
+    kinds = {main: {kind for name, kind, _ in launched if name == main} for main in SHORT_KERNELS}
+    # A mask that the backward pass has prepared comes to the forward kernel as intervals.
+    assert kinds["short_forward_kernel"] == {BAND.value, DENSE.value, BOUNDS.value}
+    assert kinds["short_backward_kernel"] == {BAND.value, DENSE.value}
+    for main in sorted(KERNELS - HELPERS):
         assert {kind for name, kind, _ in launched if name == main} == {BAND.value, TILES.value, KEYS.value}, main
         assert {descriptors for name, _, descriptors in launched if name == main} == {False, True}, main
-    assert len(sanitized_cases.CASES["triton"]) == 35
+    assert len(sanitized_cases.CASES["triton"]) == 41
 
 
 def test_the_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatch) -> None:
