@@ -10,7 +10,6 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kMaxBlocks = 1 << 20;
-constexpr int kAtOnce = 8;  // slots that a thread has asked for before it adds the first of them
 
 // A thread has four keys of a row.
 template <class Element>
@@ -22,20 +21,13 @@ __global__ void __launch_bounds__(kThreads) add_chunks_kernel(const __grid_const
   const float4* const slots = reinterpret_cast<const float4*>(p.slots);
   for (int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; at < fours; at += stride) {
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    for (int first = 0; first < p.chunks; first += kAtOnce) {
-      float4 found[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int chunk = first + i;
-        found[i] = chunk < p.chunks ? slots[chunk * fours + at] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        sum.x += found[i].x;
-        sum.y += found[i].y;
-        sum.z += found[i].z;
-        sum.w += found[i].w;
-      }
+#pragma unroll 4
+    for (int chunk = 0; chunk < p.chunks; ++chunk) {
+      const float4 found = slots[chunk * fours + at];
+      sum.x += found.x;
+      sum.y += found.y;
+      sum.z += found.z;
+      sum.w += found.w;
     }
     const int64_t row = at / fours_of_row;
     const int key = static_cast<int>(at - row * fours_of_row) * 4;
