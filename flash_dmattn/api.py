@@ -13,7 +13,7 @@ from .dispatch.call_cache import look_up, remember
 from .dispatch.mask_view import dense_mask, mask_view
 from .dispatch.selection import select
 from .dispatch.settings import BackendChoice
-from .problem import as_scores
+from .problem import as_scores, fold_call, unfold
 from .validation import describe, follow_autocast
 
 if TYPE_CHECKING:
@@ -94,8 +94,11 @@ def attention(
     >>> out.shape, bias.grad.shape
     (torch.Size([1, 5, 4, 16]), torch.Size([1, 2, 1, 7]))
     """
+    leading = repeats = None
+    if isinstance(q, Tensor) and q.dim() > 4:
+        q, k, v, mask, bias, leading, repeats, _ = fold_call(q, k, v, mask, bias)
     q, k, v = follow_autocast(q, k, v)
-    flags = (is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, return_probs)
+    flags = (is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, return_probs, repeats)
     key, found = look_up(q, k, v, mask, bias, flags, backend)
     if found is None:
         problem, mask, bias = describe(q, k, v, mask, bias, *flags)
@@ -117,6 +120,8 @@ def attention(
             results = forward.forward(problem, q, k, v, view, bias)
         else:
             results = Attention.apply(q, k, v, bias, Passes(problem, forward, backward, view.form), *view.tensors)
+    if leading is not None:
+        results = tuple(unfold(x, leading) for x in results)
     if return_lse:
         return results
     return results[0] if not return_probs else (results[0], results[2])

@@ -19,7 +19,10 @@ from .problem import AttentionProblem, Flags, Gradients, MaskForm, MaskView, Nee
 _LIBRARY = torch.library.Library("flash_dmattn", "DEF")
 
 # `Flags`, one by one; `mask` and `mask_form` are the fields of a `MaskView`.
-_FLAGS = "int left, int right, float softmax_scale, float softcap, bool deterministic"
+_FLAGS = (
+    "int left, int right, float softmax_scale, float softcap, bool deterministic, "
+    "SymInt mask_repeat, SymInt bias_repeat"
+)
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor[] mask, str mask_form, Tensor? bias"
 FORWARD_SCHEMA = f"({_INPUTS}, {_FLAGS}) -> (Tensor out, Tensor lse)"
 # A list holds the gradients asked for and no others: an operator cannot return None under torch.compile.

@@ -3,7 +3,7 @@
 from .arch import device_arch, parse_arch, sm_number
 from .band import Band, allowed_pairs, causal_window, keys_of_query, make_band
 from .bias import BiasClass, bias_class
-from .checks import as_scores, check_broadcast, check_flag, check_scale, check_softcap, check_window
+from .checks import as_scores, batch_names, check_broadcast, check_flag, check_scale, check_softcap, check_window
 from .description import (
     FEATURES,
     FLOAT_DTYPES,
@@ -18,6 +18,7 @@ from .description import (
     dtype_name,
     unpacked_spec,
 )
+from .leading import Repeats, fold_call, fold_shared, merge, unfold
 from .tma import fits_tma
 
 __all__ = [
@@ -31,10 +32,12 @@ __all__ = [
     "MaskForm",
     "MaskView",
     "NeedsGrad",
+    "Repeats",
     "Shape4",
     "TensorSpec",
     "allowed_pairs",
     "as_scores",
+    "batch_names",
     "bias_class",
     "causal_window",
     "check_broadcast",
@@ -45,9 +48,13 @@ __all__ = [
     "device_arch",
     "dtype_name",
     "fits_tma",
+    "fold_call",
+    "fold_shared",
     "keys_of_query",
     "make_band",
+    "merge",
     "parse_arch",
     "sm_number",
+    "unfold",
     "unpacked_spec",
 ]
