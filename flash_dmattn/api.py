@@ -13,6 +13,7 @@ from .dispatch.call_cache import look_up, remember
 from .dispatch.mask_view import dense_mask, mask_view
 from .dispatch.selection import select
 from .dispatch.settings import BackendChoice
+from .operators import is_transformed
 from .problem import as_scores, fold_call, unfold
 from .validation import describe, follow_autocast
 
@@ -116,10 +117,11 @@ def attention(
         results = forward.attention(problem, q, k, v, dense_mask(mask), bias)
     else:
         view = mask_view(problem, mask, forward, backward)
-        if backward is None:
+        if backward is None and (key is not None or not is_transformed()):
             results = forward.forward(problem, q, k, v, view, bias)
         else:
-            results = Attention.apply(q, k, v, bias, Passes(problem, forward, backward, view.form), *view.tensors)
+            passes = Passes(problem, forward, backward, view.form, backend)
+            results = Attention.apply(q, k, v, bias, passes, *view.tensors)
     if leading is not None:
         results = tuple(unfold(x, leading) for x in results)
     if return_lse:

@@ -80,22 +80,9 @@ def _backward_fake(
     ]
 
 
-def _one_by_one(operator: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Any, Any]]:
-    """The rule of `torch.func.vmap`, whose own fallback takes no operator with a list of tensors."""
-
-    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-        def at(x: Any, dim: Any, index: int) -> Any:
-            if isinstance(dim, (list, tuple)):
-                return [at(one, d, index) for one, d in zip(x, dim, strict=True)]
-            return x if dim is None else x.select(dim, index)
-
-        each = [
-            operator(*(at(x, dim, index) for x, dim in zip(arguments, in_dims, strict=True)))
-            for index in range(info.batch_size)
-        ]
-        return tuple(torch.stack(x) for x in zip(*each, strict=True)), (0, 0)
-
-    return rule
+def is_transformed() -> bool:
+    """Whether a transform of `torch.func` is running: grad, vmap, jvp and what is made of them."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_watched(*tensors: object) -> bool:
@@ -104,11 +91,7 @@ def is_watched(*tensors: object) -> bool:
     Where nothing does, the function behind an operator is called in its place, with arguments of the same types, which
     saves the dispatcher's way into Python and back. What is neither None nor a tensor counts as a subclass.
     """
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    ):
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or is_transformed():
         return True
     for x in tensors:  # a plain loop: a generator costs twice as much on this path
         if x is not None and type(x) is not Tensor and type(x) is not torch.nn.Parameter:
@@ -154,7 +137,6 @@ def define_forward(
     packet = getattr(torch.ops.flash_dmattn, f"{name}_forward")
     forward_op = packet.default
     flops.register(packet, flops.forward_flop)
-    torch.library.register_vmap(f"flash_dmattn::{name}_forward", _one_by_one(forward_op), lib=_LIBRARY)
 
     def run_forward(
         problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None

@@ -25,6 +25,7 @@ from .problem import (
     check_window,
     device_arch,
     dtype_name,
+    spec_of,
     unpacked_spec,
 )
 
@@ -223,7 +224,7 @@ def _describe_broadcast(
     shape = x.shape
     if repeats is None:
         check_broadcast(name, shape, sizes, num_heads_k)
-    return x, TensorSpec(shape, x.stride(), x.dtype)  # type: ignore[arg-type]
+    return x, spec_of(x)
 
 
 def _describe_prepared(

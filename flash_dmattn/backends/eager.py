@@ -117,17 +117,20 @@ def differentiable_backward(
     bias: Tensor | None,
 ) -> Gradients:
     """The gradients as differentiable PyTorch, whose own derivative is the second derivative of attention."""
-    dense, bias = whole_batch(problem, mask.dense, bias)
-    return formula.gradients(
+    dense, whole_bias = whole_batch(problem, mask.dense, bias)
+    dq, dk, dv, dbias = formula.gradients(
         dout,
         dlse,
         q,
         k,
         v,
         dense,
-        bias,
+        whole_bias,
         is_causal=problem.is_causal,
         softmax_scale=problem.softmax_scale,
         softcap=problem.softcap,
         window_size=problem.window_size,
     )
+    if dbias is not None and bias is not None:
+        dbias = formula.sum_entries(dbias, bias.shape[0], problem.flags.bias_repeat).to(bias.dtype)
+    return dq, dk, dv, dbias

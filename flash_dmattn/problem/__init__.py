@@ -16,9 +16,11 @@ from .description import (
     Shape4,
     TensorSpec,
     dtype_name,
+    spec_of,
     unpacked_spec,
 )
-from .leading import Repeats, fold_call, fold_shared, merge, unfold
+from .leading import Repeats, fold_call, merge, unfold
+from .mapped import MappedCall
 from .tma import fits_tma
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "Band",
     "BiasClass",
     "Flags",
+    "MappedCall",
     "Gradients",
     "MaskForm",
     "MaskView",
@@ -49,12 +52,12 @@ __all__ = [
     "dtype_name",
     "fits_tma",
     "fold_call",
-    "fold_shared",
     "keys_of_query",
     "make_band",
     "merge",
     "parse_arch",
     "sm_number",
+    "spec_of",
     "unfold",
     "unpacked_spec",
 ]

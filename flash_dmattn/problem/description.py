@@ -225,6 +225,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def spec_of(x: Tensor) -> TensorSpec:
+    """The description of a 4-D tensor."""
+    return TensorSpec(x.shape, x.stride(), x.dtype)  # type: ignore[arg-type]
+
+
 def unpacked_spec(shape: Shape4) -> TensorSpec:
     """The description of the contiguous bool tensor that `PreparedMask.unpacked` makes."""
     _, h, i, j = shape

@@ -8,6 +8,7 @@ with repeat B2, one of (1, B2) with repeat 1.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -79,7 +80,9 @@ def fold_call(q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any) -> FoldedCa
         _check_leading(name, x, q)
     batch = tuple(q.shape[:-3])
     sizes = (*batch, q.shape[-2], q.shape[-3], k.shape[-3])
-    notes = [_copying(name, x) for name, x in (("q", q), ("k", k), ("v", v)) if not has_one_stride(x)]
+    notes = [
+        _copying(name, x, len(batch)) for name, x in (("q", q), ("k", k), ("v", v)) if not has_one_stride(x, len(batch))
+    ]
     of_mask, of_bias = (
         _fold_checked(name, x, sizes, k.shape[-2])
         if isinstance(x, Tensor) or hasattr(x, "batch_dims")
@@ -87,7 +90,7 @@ def fold_call(q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any) -> FoldedCa
         for name, x in (("mask", mask), ("bias", bias))
     )
     notes += [note for note in (of_mask.note, of_bias.note) if note is not None]
-    q, k, v = (merge(x) for x in (q, k, v))
+    q, k, v = (merge(x, len(batch)) for x in (q, k, v))
     return FoldedCall(q, k, v, of_mask.x, of_bias.x, batch, Repeats(of_mask.repeat, of_bias.repeat), tuple(notes))
 
 
@@ -96,61 +99,67 @@ def unfold(x: Tensor, batch: Dims) -> Tensor:
     return x.view(*batch, *x.shape[1:])
 
 
-def merge(x: Tensor) -> Tensor:
-    """All dims but the last three as one: a view where they have one stride."""
-    return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
+def merge(x: Tensor, leading: int) -> Tensor:
+    """So many leading dims as one: a view where they have one stride."""
+    return x.reshape(math.prod(x.shape[:leading]), *x.shape[leading:])
 
 
-def has_one_stride(x: Tensor) -> bool:
-    """Whether all dims but the last three are one dim of one stride, so that `merge` is a view.
+def has_one_stride(x: Tensor, leading: int) -> bool:
+    """Whether so many leading dims are one dim of one stride, so that `merge` is a view.
 
     >>> import torch
-    >>> x = torch.zeros(2, 3, 1, 1, 1)
-    >>> has_one_stride(x), has_one_stride(x.transpose(0, 1)), has_one_stride(x[:1].expand(2, -1, -1, -1, -1))
+    >>> x = torch.zeros(2, 3, 5)
+    >>> has_one_stride(x, 2), has_one_stride(x.transpose(0, 1), 2), has_one_stride(x[:1].expand(2, -1, -1), 2)
     (True, False, False)
     """
     if 0 in x.shape:
         return True
-    kept = [(size, stride) for size, stride in zip(x.shape[:-3], x.stride(), strict=False) if size != 1]
+    kept = [(x.shape[dim], x.stride(dim)) for dim in range(leading) if x.shape[dim] != 1]
     return all(outer[1] == inner[0] * inner[1] for outer, inner in pairwise(kept))
 
 
-def fold_shared(name: str, x: Any, batch: Dims) -> FoldedTensor:
-    """Fold a mask or a bias that broadcasts over the leading dims `batch`.
+def fold_shared(name: str, x: Tensor, batch: Dims, *, keeps_shape: bool) -> FoldedTensor:
+    """Fold a tensor of a mask or a bias that broadcasts over the leading dims `batch`.
 
-    Dims of stride 0 count as size 1, so that nothing of them is copied; not where a gradient is needed, which each
-    element has of its own. A dim that is shared between two that are not has to be expanded: no repeat is like it.
+    A dim that is shared between two that are not has to be expanded: no repeat is like it.
 
     Args:
         name: of the argument.
-        x: (*dims, H, Lq or 1, Lk or 1), as many dims as `batch`, each 1 or full; or a prepared mask.
+        x: (*dims, ...), as many dims as `batch`, each 1 or full.
         batch: the leading dims of the call.
+        keeps_shape: whether each element has a gradient of its own. Else dims of stride 0 count as size 1, so that
+            nothing of them is copied.
     """
-    if not isinstance(x, Tensor):
-        dims: Dims = (*(1,) * (len(batch) - len(x.batch_dims)), *x.batch_dims)
-        expanded, repeat = _sharing(dims, batch)
-        if expanded == dims:
-            return FoldedTensor(x, repeat, dims, None)
-        return FoldedTensor(x.expand_batch(expanded), repeat, expanded, _expanding(name, dims, expanded))
-    keeps_shape = x.requires_grad and torch.is_grad_enabled()
+    leading = len(batch)
     if not keeps_shape:
-        for dim in range(len(batch)):
-            if x.shape[dim] > 1 and x.stride(dim) == 0:
-                x = x.narrow(dim, 0, 1)
-    dims = tuple(x.shape[:-3])
+        x = _collapse(x, range(leading))
+    dims = tuple(x.shape[:leading])
     expanded, repeat = _sharing(dims, batch)
-    if expanded == dims and has_one_stride(x):
-        return FoldedTensor(merge(x), repeat, dims, None)
-    note = _copying(name, x) if expanded == dims else _expanding(name, dims, expanded)
+    if expanded == dims and has_one_stride(x, leading):
+        return FoldedTensor(merge(x, leading), repeat, dims, None)
+    note = _copying(name, x, leading) if expanded == dims else _expanding(name, dims, expanded)
     if expanded != dims and keeps_shape and x.dtype in (torch.float16, torch.bfloat16):
         x = x.float()  # the gradient is summed over what is expanded, and rounded once
-    shape = x.shape[-3:]
-    if not keeps_shape:  # other dims of stride 0 are not copied either
-        for dim in range(len(batch), x.dim()):
-            if x.shape[dim] > 1 and x.stride(dim) == 0:
-                x = x.narrow(dim, 0, 1)
-    x = merge(x.expand(*expanded, *x.shape[-3:]))
+    shape = x.shape[leading:]
+    if not keeps_shape:
+        x = _collapse(x, range(leading, x.dim()))
+    x = merge(x.expand(*expanded, *x.shape[leading:]), leading)
     return FoldedTensor(x.expand(x.shape[0], *shape), repeat, expanded, note)
+
+
+def _fold_prepared(name: str, mask: Any, batch: Dims) -> FoldedTensor:
+    dims: Dims = (*(1,) * (len(batch) - len(mask.batch_dims)), *mask.batch_dims)
+    expanded, repeat = _sharing(dims, batch)
+    if expanded == dims:
+        return FoldedTensor(mask, repeat, dims, None)
+    return FoldedTensor(mask.expand_batch(expanded), repeat, expanded, _expanding(name, dims, expanded))
+
+
+def _collapse(x: Tensor, dims: Iterable[int]) -> Tensor:
+    for dim in dims:
+        if x.shape[dim] > 1 and x.stride(dim) == 0:
+            x = x.narrow(dim, 0, 1)
+    return x
 
 
 def _fold_checked(name: str, x: Any, sizes: Dims, num_heads_k: int) -> FoldedTensor:
@@ -164,12 +173,12 @@ def _fold_checked(name: str, x: Any, sizes: Dims, num_heads_k: int) -> FoldedTen
             )
         x = x[(None,) * (len(sizes) - x.dim())]
         check_broadcast(name, x.shape, sizes, num_heads_k)
-    else:
-        dims = x.batch_dims
-        if len(dims) > len(batch):
-            raise ValueError(f"{name} was prepared with leading dims {dims}; those of q are {batch}")
-        check_broadcast(name, (*(1,) * (len(batch) - len(dims)), *dims, *x.shape[1:]), sizes, num_heads_k)
-    return fold_shared(name, x, batch)
+        return fold_shared(name, x, batch, keeps_shape=x.requires_grad and torch.is_grad_enabled())
+    dims = x.batch_dims
+    if len(dims) > len(batch):
+        raise ValueError(f"{name} was prepared with leading dims {dims}; those of q are {batch}")
+    check_broadcast(name, (*(1,) * (len(batch) - len(dims)), *dims, *x.shape[1:]), sizes, num_heads_k)
+    return _fold_prepared(name, x, batch)
 
 
 def _sharing(dims: Dims, batch: Dims) -> tuple[Dims, int]:
@@ -185,8 +194,9 @@ def _sharing(dims: Dims, batch: Dims) -> tuple[Dims, int]:
     return (*dims[:first], *batch[first:end], *dims[end:]), math.prod(batch[end:])
 
 
-def _copying(name: str, x: Tensor) -> str:
-    return f"copies {name}: its leading dims {tuple(x.shape[:-3])}, of strides {x.stride()[:-3]}, have no one stride"
+def _copying(name: str, x: Tensor, leading: int) -> str:
+    dims, strides = tuple(x.shape[:leading]), x.stride()[:leading]
+    return f"copies {name}: its leading dims {dims}, of strides {strides}, have no one stride"
 
 
 def _expanding(name: str, dims: Dims, expanded: Dims) -> str:

@@ -64,7 +64,7 @@ def prepare_mask(
     leading = None
     if isinstance(mask, torch.Tensor) and mask.dim() > 4:
         mask = collapse(mask, dims=tuple(range(mask.dim() - 3)))
-        leading, mask = tuple(mask.shape[:-3]), merge(mask)
+        leading, mask = tuple(mask.shape[:-3]), merge(mask, mask.dim() - 3)
     given = bool_mask("mask", mask)
     if mask.dim() < 2:
         raise ValueError(
