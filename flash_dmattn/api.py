@@ -47,15 +47,20 @@ def attention(
         p = s.masked_fill(~mask, -math.inf).softmax(-1)
         out = torch.einsum("bhij,bjhd->bihd", p, v)
 
+    Any number of batch dims may stand before (L, H, D): q, k and v (*batch, L, H, D), mask and bias broadcast against
+    (*batch, Hq, Lq, Lk) as in torch. None is expanded; dims whose strides do not fold into one are copied, which
+    `explain` tells. Under `torch.vmap` the mapped dim is one more of them.
+
     Sizes: B batch, Lq and Lk query and key lengths, Hq query heads and Hk key-value heads with Hq % Hk == 0 (query
     head h reads key-value head h // (Hq // Hk)), D and Dv head dims. B, Lq and Lk may be 0.
 
     Args:
-        q: (B, Lq, Hq, D); float16, bfloat16, float32, or float64. Any strides.
+        q: (B, Lq, Hq, D), or with more batch dims in the place of B, as all that follows; float16, bfloat16, float32,
+            or float64. Any strides.
         k: (B, Lk, Hk, D), dtype and device of q.
         v: (B, Lk, Hk, Dv), dtype and device of q.
-        mask: bool, True where q attends; 4-D, each dimension 1 or full, (B, Hq or Hk, Lq, Lk); 2 or 3 dimensions are
-            read from the right as in torch. A dimension of stride 0 is never materialised. Takes no gradient. Or a
+        mask: bool, True where q attends; each dimension 1 or full, (B, Hq or Hk, Lq, Lk); fewer dimensions, 2 at least,
+            are read from the right as in torch. A dimension of stride 0 is never materialised. Takes no gradient. Or a
             prepared mask of `flash_dmattn.masks`, for any number of calls of its lengths: it brings is_causal and
             window_size, which here stay unset or limit no side in another way.
         bias: added to the scaled scores, itself unscaled; -inf masks. Shaped as mask, of its own shape; any float

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .backends.protocol import KernelBackend, accepts
+from .backends.protocol import KernelBackend, accepts, repeats_entries
 from .dispatch.selection import select_pair
 from .dispatch.settings import BackendChoice
 from .operators import is_transformed
@@ -22,7 +22,7 @@ class Passes(NamedTuple):
 
     problem: AttentionProblem
     forward: KernelBackend
-    backward: KernelBackend | None
+    backward: KernelBackend | None  # None of a call without gradients
     mask_form: MaskForm
     requested: BackendChoice
 
@@ -62,7 +62,10 @@ class Attention(torch.autograd.Function):
         *mask: Tensor,
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         """Run one forward pass for all the mapped calls."""
-        call = MappedCall(info.batch_size, in_dims[:4], in_dims[5:], passes.problem, (q, k, v, bias), mask)
+        repeats = reads_repeats(passes)
+        call = MappedCall(
+            info.batch_size, in_dims[:4], in_dims[5:], passes.problem, (q, k, v, bias), mask, repeats=repeats
+        )
         passes = passes._replace(problem=call.problem, **select_pair(call.problem, passes.requested)._asdict())
         out, lse = attend(passes, *call.inputs, *call.mask)
         return (call.split(out), call.split(lse)), (0, 0)
@@ -90,6 +93,12 @@ def attend(
     return results
 
 
+def reads_repeats(passes: Passes) -> bool:
+    """Whether a mapped call may have masks and biases that a part of its batch shares, or has them expanded."""
+    backends = (passes.forward, passes.backward)
+    return passes.requested == "auto" or all(backend is None or repeats_entries(backend) for backend in backends)
+
+
 def differentiate(
     dout: Tensor,
     dlse: Tensor | None,
@@ -107,13 +116,7 @@ def differentiate(
         gradients: Gradients = AttentionBackward.apply(dout, dlse, q, k, v, bias, out, lse, passes, *mask)
         return gradients
     view = MaskView(passes.mask_form, mask)
-    return backend_of(passes).backward(passes.problem, dout, dlse, q, k, v, view, bias, out, lse)
-
-
-def backend_of(passes: Passes) -> KernelBackend:
-    """The backend of the backward pass of a call that has one."""
-    assert passes.backward is not None
-    return passes.backward
+    return passes.backward.backward(passes.problem, dout, dlse, q, k, v, view, bias, out, lse)  # type: ignore[union-attr]
 
 
 class AttentionBackward(torch.autograd.Function):
@@ -134,7 +137,7 @@ class AttentionBackward(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """Run the backward pass; nothing of (Lq, Lk) is kept for the second derivative."""
         view = MaskView(passes.mask_form, mask)
-        return backend_of(passes).backward(passes.problem, dout, dlse, q, k, v, view, bias, out, lse)
+        return passes.backward.backward(passes.problem, dout, dlse, q, k, v, view, bias, out, lse)  # type: ignore[union-attr]
 
     @staticmethod
     def vmap(
@@ -154,12 +157,19 @@ class AttentionBackward(torch.autograd.Function):
         """Run one backward pass for all the mapped calls, each of which has gradients of its own."""
         needs_grad = passes.problem.needs_grad
         inputs = (q, k, v, bias)
-        size = info.batch_size
-        call = MappedCall(size, in_dims[2:6], in_dims[9:], passes.problem, inputs, mask, needs_grad=needs_grad)
-        backward = passes.backward
-        if backward is None or not accepts(backward, call.problem, "backward"):
-            backward = select_pair(call.problem, passes.requested).backward
-        passes = passes._replace(problem=call.problem, backward=backward)
+        call = MappedCall(
+            info.batch_size,
+            in_dims[2:6],
+            in_dims[9:],
+            passes.problem,
+            inputs,
+            mask,
+            repeats=reads_repeats(passes),
+            needs_grad=needs_grad,
+        )
+        passes = passes._replace(problem=call.problem)
+        if passes.backward is None or not accepts(passes.backward, call.problem, "backward"):
+            passes = passes._replace(**select_pair(call.problem, passes.requested)._asdict())
         dout, out, lse = (
             call.fold(x, dim) for x, dim in zip((dout, out, lse), (in_dims[0], *in_dims[6:8]), strict=True)
         )
@@ -178,8 +188,7 @@ class AttentionBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         """Differentiate the gradient formula where the backend has one; it recomputes p, dense in (Lq, Lk)."""
-        backend = backend_of(ctx.passes)
-        problem, mask_form = ctx.passes.problem, ctx.passes.mask_form
+        problem, _, backend, mask_form, _ = ctx.passes
         differentiable_backward = getattr(backend, "differentiable_backward", None)
         if differentiable_backward is None:
             raise NotImplementedError(

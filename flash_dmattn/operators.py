@@ -80,9 +80,27 @@ def _backward_fake(
     ]
 
 
+def _one_by_one(operator: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Any, Any]]:
+    """The rule of `torch.func.vmap` in a graph, where autograd's, which maps both passes at once, is not asked."""
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+        def at(x: Any, dim: Any, index: int) -> Any:
+            if isinstance(dim, (list, tuple)):
+                return [at(one, d, index) for one, d in zip(x, dim, strict=True)]
+            return x if dim is None else x.select(dim, index)
+
+        each = [
+            operator(*(at(x, dim, index) for x, dim in zip(arguments, in_dims, strict=True)))
+            for index in range(info.batch_size)
+        ]
+        return tuple(torch.stack(x) for x in zip(*each, strict=True)), (0, 0)
+
+    return rule
+
+
 def is_transformed() -> bool:
-    """Whether a transform of `torch.func` is running: grad, vmap, jvp and what is made of them."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether a transform of `torch.func` is running: grad, vmap, jvp and what is made of them; compilers undo them."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_watched(*tensors: object) -> bool:
@@ -137,6 +155,7 @@ def define_forward(
     packet = getattr(torch.ops.flash_dmattn, f"{name}_forward")
     forward_op = packet.default
     flops.register(packet, flops.forward_flop)
+    torch.library.register_vmap(f"flash_dmattn::{name}_forward", _one_by_one(forward_op), lib=_LIBRARY)
 
     def run_forward(
         problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None

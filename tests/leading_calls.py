@@ -26,6 +26,8 @@ class LeadingCall:
     bias: tuple[int, ...] | None = None
     seqlen_q: int = LQ
     seqlen_k: int = LK
+    num_heads: int = H
+    num_heads_k: int = HK
     dtype: torch.dtype = torch.float64
     is_causal: bool = False
     seed: int = 0
@@ -37,11 +39,13 @@ class LeadingCall:
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=random, dtype=torch.float64).to(self.dtype)
 
-        q, dout = normal(*self.batch, self.seqlen_q, H, D), normal(*self.batch, self.seqlen_q, H, DV)
-        k, v = normal(*self.batch, self.seqlen_k, HK, D), normal(*self.batch, self.seqlen_k, HK, DV)
+        queries = (*self.batch, self.seqlen_q, self.num_heads)
+        q, dout = normal(*queries, D), normal(*queries, DV)
+        keys = (*self.batch, self.seqlen_k, self.num_heads_k)
+        k, v = normal(*keys, D), normal(*keys, DV)
         mask = None if self.mask is None else torch.rand(self.mask, generator=random) < 0.6
         bias = None if self.bias is None else normal(*self.bias)
-        dlse = torch.randn((*self.batch, H, self.seqlen_q), generator=random, dtype=torch.float64)
+        dlse = torch.randn((*self.batch, self.num_heads, self.seqlen_q), generator=random, dtype=torch.float64)
         return {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "dout": dout, "dlse": dlse}
 
 

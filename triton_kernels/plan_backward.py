@@ -72,7 +72,7 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
         if bias_of is not None:
             dbias = bias_of(read, mask)
         elif per_row and bias is not None:
-            dbias = query_gradient(bias, dlse, lse, num_heads_k)
+            dbias = query_gradient(bias, dlse, lse, num_heads_k, call.flags.bias_repeat)
         return dq, dk, dv, dbias
 
     return run
@@ -182,7 +182,7 @@ def plan_keys(
         else:
             launch(*read, *read_of(mask, columns=True), dk, dv, dbias if stored else sums)
         if sums is not None:
-            dbias = key_gradient(bias, sums, num_heads_k)
+            dbias = key_gradient(bias, sums, num_heads_k, call.flags.bias_repeat)
         return dk, dv, dbias
 
     return run

@@ -118,7 +118,7 @@ def has_one_stride(x: Tensor, leading: int) -> bool:
     return all(outer[1] == inner[0] * inner[1] for outer, inner in pairwise(kept))
 
 
-def fold_shared(name: str, x: Tensor, batch: Dims, *, keeps_shape: bool) -> FoldedTensor:
+def fold_shared(name: str, x: Tensor, batch: Dims, *, keeps_shape: bool, repeats: bool = True) -> FoldedTensor:
     """Fold a tensor of a mask or a bias that broadcasts over the leading dims `batch`.
 
     A dim that is shared between two that are not has to be expanded: no repeat is like it.
@@ -129,12 +129,15 @@ def fold_shared(name: str, x: Tensor, batch: Dims, *, keeps_shape: bool) -> Fold
         batch: the leading dims of the call.
         keeps_shape: whether each element has a gradient of its own. Else dims of stride 0 count as size 1, so that
             nothing of them is copied.
+        repeats: whether a part of the batch may share an entry; else it is expanded.
     """
     leading = len(batch)
     if not keeps_shape:
         x = _collapse(x, range(leading))
     dims = tuple(x.shape[:leading])
     expanded, repeat = _sharing(dims, batch)
+    if not repeats and math.prod(expanded) != 1:
+        expanded, repeat = batch, 1
     if expanded == dims and has_one_stride(x, leading):
         return FoldedTensor(merge(x, leading), repeat, dims, None)
     note = _copying(name, x, leading) if expanded == dims else _expanding(name, dims, expanded)

@@ -35,6 +35,7 @@ class MappedCall:
         inputs: Inputs,
         mask: Sequence[Tensor],
         *,
+        repeats: bool = True,
         needs_grad: NeedsGrad | None = None,
     ) -> None:
         """Fold the inputs.
@@ -44,9 +45,10 @@ class MappedCall:
             in_dims, mask_dims: the mapped dim of each input and of each tensor of the mask; None where there is none.
             problem: the description of one call out of those that are mapped.
             inputs, mask: with their mapped dims.
+            repeats: whether a part of the batch may share an entry of a mask or a bias; else these are expanded.
             needs_grad: the gradients that are to be found; None for a forward pass, after which the inputs tell.
         """
-        self._size = size
+        self._size, self._repeats = size, repeats
         self._batch = problem.batch
         q, k, v = (self.fold(x, dim) for x, dim in zip(inputs[:3], in_dims[:3], strict=True) if x is not None)
         flags = problem.flags
@@ -114,4 +116,4 @@ class MappedCall:
         batch = (self._size, self._batch // max(entries * repeat, 1), entries, repeat)
         if math.prod(batch) != self._size * self._batch:
             batch = (self._size, 1, self._batch, 1)  # no entries beside an empty batch
-        return fold_shared(name, x[:, None, :, None], batch, keeps_shape=keeps_shape)
+        return fold_shared(name, x[:, None, :, None], batch, keeps_shape=keeps_shape, repeats=self._repeats)
