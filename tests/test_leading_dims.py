@@ -272,6 +272,17 @@ def test_one_graph() -> None:
         assert_accurate(results(compiled, call, given), call, given)
 
 
+def test_vmap_in_a_graph() -> None:
+    call = LeadingCall((2, 3), None, (1, 1, 1, LQ, LK))
+    q, k, v, bias = (call.build()[name] for name in ("q", "k", "v", "bias"))
+
+    def mapped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.vmap(lambda *given: flash_dmattn.attention(*given, None, bias[0], backend="eager"))(q, k, v)
+
+    compiled = torch.compile(mapped, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v), whole(formula.attention)(q, k, v, None, bias)[0])
+
+
 def test_second_derivative() -> None:
     call = LeadingCall((2, 3), (2, 1, 1, LQ, LK), (1, 3, HK, LQ, LK))
     given = call.build()

@@ -50,10 +50,10 @@ class MappedCall:
         """
         self._size, self._repeats = size, repeats
         self._batch = problem.batch
-        q, k, v = (self.fold(x, dim) for x, dim in zip(inputs[:3], in_dims[:3], strict=True) if x is not None)
+        q, k, v, bias = inputs
+        q, k, v = (self.fold(x, dim) for x, dim in zip((q, k, v), in_dims[:3], strict=True))
         flags = problem.flags
         bias_spec = mask_spec = None
-        bias = inputs[3]
         if bias is not None:
             own = torch.is_grad_enabled() and bias.requires_grad if needs_grad is None else needs_grad.bias
             dim = in_dims[3]
