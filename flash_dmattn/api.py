@@ -13,7 +13,8 @@ from .dispatch.call_cache import look_up, remember
 from .dispatch.mask_view import dense_mask, mask_view
 from .dispatch.selection import select
 from .dispatch.settings import BackendChoice
-from .problem import as_scores
+from .operators import is_transformed
+from .problem import as_scores, fold_call, unfold
 from .validation import describe, follow_autocast
 
 if TYPE_CHECKING:
@@ -46,15 +47,20 @@ def attention(
         p = s.masked_fill(~mask, -math.inf).softmax(-1)
         out = torch.einsum("bhij,bjhd->bihd", p, v)
 
+    Any number of batch dims may stand before (L, H, D): q, k and v (*batch, L, H, D), mask and bias broadcast against
+    (*batch, Hq, Lq, Lk) as in torch. None is expanded; dims whose strides do not fold into one are copied, which
+    `explain` tells. Under `torch.vmap` the mapped dim is one more of them.
+
     Sizes: B batch, Lq and Lk query and key lengths, Hq query heads and Hk key-value heads with Hq % Hk == 0 (query
     head h reads key-value head h // (Hq // Hk)), D and Dv head dims. B, Lq and Lk may be 0.
 
     Args:
-        q: (B, Lq, Hq, D); float16, bfloat16, float32, or float64. Any strides.
+        q: (B, Lq, Hq, D), or with more batch dims in the place of B, as all that follows; float16, bfloat16, float32,
+            or float64. Any strides.
         k: (B, Lk, Hk, D), dtype and device of q.
         v: (B, Lk, Hk, Dv), dtype and device of q.
-        mask: bool, True where q attends; 4-D, each dimension 1 or full, (B, Hq or Hk, Lq, Lk); 2 or 3 dimensions are
-            read from the right as in torch. A dimension of stride 0 is never materialised. Takes no gradient. Or a
+        mask: bool, True where q attends; each dimension 1 or full, (B, Hq or Hk, Lq, Lk); fewer dimensions, 2 at least,
+            are read from the right as in torch. A dimension of stride 0 is never materialised. Takes no gradient. Or a
             prepared mask of `flash_dmattn.masks`, for any number of calls of its lengths: it brings is_causal and
             window_size, which here stay unset or limit no side in another way.
         bias: added to the scaled scores, itself unscaled; -inf masks. Shaped as mask, of its own shape; any float
@@ -94,8 +100,11 @@ def attention(
     >>> out.shape, bias.grad.shape
     (torch.Size([1, 5, 4, 16]), torch.Size([1, 2, 1, 7]))
     """
+    leading = repeats = None
+    if isinstance(q, Tensor) and q.dim() > 4:
+        q, k, v, mask, bias, leading, repeats, _ = fold_call(q, k, v, mask, bias)
     q, k, v = follow_autocast(q, k, v)
-    flags = (is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, return_probs)
+    flags = (is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, return_probs, repeats)
     key, found = look_up(q, k, v, mask, bias, flags, backend)
     if found is None:
         problem, mask, bias = describe(q, k, v, mask, bias, *flags)
@@ -113,10 +122,13 @@ def attention(
         results = forward.attention(problem, q, k, v, dense_mask(mask), bias)
     else:
         view = mask_view(problem, mask, forward, backward)
-        if backward is None:
+        if backward is None and (key is not None or not is_transformed()):
             results = forward.forward(problem, q, k, v, view, bias)
         else:
-            results = Attention.apply(q, k, v, bias, Passes(problem, forward, backward, view.form), *view.tensors)
+            passes = Passes(problem, forward, backward, view.form, backend)
+            results = Attention.apply(q, k, v, bias, passes, *view.tensors)
+    if leading is not None:
+        results = tuple(unfold(x, leading) for x in results)
     if return_lse:
         return results
     return results[0] if not return_probs else (results[0], results[2])

@@ -1,4 +1,7 @@
-"""The one `autograd.Function`: the contract of gradients, shared by every kernel backend."""
+"""The one `autograd.Function`: the contract of gradients, shared by every kernel backend.
+
+Under `torch.vmap` both passes run once, with the mapped dim folded into the batch: see `MappedCall`.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .backends.protocol import KernelBackend
-from .problem import AttentionProblem, MaskForm, MaskView, NeedsGrad
+from .backends.protocol import KernelBackend, accepts, repeats_entries
+from .dispatch.selection import select_pair
+from .dispatch.settings import BackendChoice
+from .operators import is_transformed
+from .problem import AttentionProblem, Gradients, MappedCall, MaskForm, MaskView, NeedsGrad
 
 
 class Passes(NamedTuple):
@@ -16,8 +22,9 @@ class Passes(NamedTuple):
 
     problem: AttentionProblem
     forward: KernelBackend
-    backward: KernelBackend
+    backward: KernelBackend | None  # None of a call without gradients
     mask_form: MaskForm
+    requested: BackendChoice
 
 
 class Attention(torch.autograd.Function):
@@ -44,6 +51,26 @@ class Attention(torch.autograd.Function):
         ctx.passes = passes
 
     @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: tuple[int | None, ...],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        passes: Passes,
+        *mask: Tensor,
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        """Run one forward pass for all the mapped calls."""
+        repeats = reads_repeats(passes)
+        call = MappedCall(
+            info.batch_size, in_dims[:4], in_dims[5:], passes.problem, (q, k, v, bias), mask, repeats=repeats
+        )
+        passes = passes._replace(problem=call.problem, **select_pair(call.problem, passes.requested)._asdict())
+        out, lse = attend(passes, *call.inputs, *call.mask)
+        return (call.split(out), call.split(lse)), (0, 0)
+
+    @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run the backward pass, differentiable again where a graph of it is asked for."""
         q, k, v, bias, out, lse, *mask = ctx.saved_tensors
@@ -53,12 +80,43 @@ class Attention(torch.autograd.Function):
             if dlse is None:
                 return None, None, None, None, *rest
             dout = torch.zeros_like(out)
-        if torch.is_grad_enabled():
-            gradients = AttentionBackward.apply(dout, dlse, q, k, v, bias, out, lse, passes, *mask)
-        else:
-            view = MaskView(passes.mask_form, tuple(mask))
-            gradients = passes.backward.backward(passes.problem, dout, dlse, q, k, v, view, bias, out, lse)
-        return *gradients, *rest
+        return *differentiate(dout, dlse, q, k, v, bias, out, lse, passes, *mask), *rest
+
+
+def attend(
+    passes: Passes, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(out, lse), recorded where anything is to be derived from them."""
+    if passes.backward is None and not is_transformed():
+        return passes.forward.forward(passes.problem, q, k, v, MaskView(passes.mask_form, mask), bias)
+    results: tuple[Tensor, Tensor] = Attention.apply(q, k, v, bias, passes, *mask)
+    return results
+
+
+def reads_repeats(passes: Passes) -> bool:
+    """Whether a mapped call may have masks and biases that a part of its batch shares, or has them expanded."""
+    backends = (passes.forward, passes.backward)
+    return passes.requested == "auto" or all(backend is None or repeats_entries(backend) for backend in backends)
+
+
+def differentiate(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    passes: Passes,
+    *mask: Tensor,
+) -> Gradients:
+    """The four gradients, recorded where anything is to be derived from them."""
+    if torch.is_grad_enabled() or is_transformed():
+        gradients: Gradients = AttentionBackward.apply(dout, dlse, q, k, v, bias, out, lse, passes, *mask)
+        return gradients
+    view = MaskView(passes.mask_form, mask)
+    return passes.backward.backward(passes.problem, dout, dlse, q, k, v, view, bias, out, lse)  # type: ignore[union-attr]
 
 
 class AttentionBackward(torch.autograd.Function):
@@ -79,7 +137,47 @@ class AttentionBackward(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """Run the backward pass; nothing of (Lq, Lk) is kept for the second derivative."""
         view = MaskView(passes.mask_form, mask)
-        return passes.backward.backward(passes.problem, dout, dlse, q, k, v, view, bias, out, lse)
+        return passes.backward.backward(passes.problem, dout, dlse, q, k, v, view, bias, out, lse)  # type: ignore[union-attr]
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: tuple[int | None, ...],
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        passes: Passes,
+        *mask: Tensor,
+    ) -> tuple[tuple[Tensor | None, ...], tuple[int | None, ...]]:
+        """Run one backward pass for all the mapped calls, each of which has gradients of its own."""
+        needs_grad = passes.problem.needs_grad
+        inputs = (q, k, v, bias)
+        call = MappedCall(
+            info.batch_size,
+            in_dims[2:6],
+            in_dims[9:],
+            passes.problem,
+            inputs,
+            mask,
+            repeats=reads_repeats(passes),
+            needs_grad=needs_grad,
+        )
+        passes = passes._replace(problem=call.problem)
+        if passes.backward is None or not accepts(passes.backward, call.problem, "backward"):
+            passes = passes._replace(**select_pair(call.problem, passes.requested)._asdict())
+        dout, out, lse = (
+            call.fold(x, dim) for x, dim in zip((dout, out, lse), (in_dims[0], *in_dims[6:8]), strict=True)
+        )
+        dlse = None if dlse is None else call.fold(dlse, in_dims[1])
+        gradients = differentiate(dout, dlse, *call.inputs, out, lse, passes, *call.mask)
+        split = (call.split, call.split, call.split, call.split_bias)
+        found = tuple(None if x is None else back(x) for x, back in zip(gradients, split, strict=True))
+        return found, tuple(None if x is None else 0 for x in found)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
@@ -90,7 +188,7 @@ class AttentionBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         """Differentiate the gradient formula where the backend has one; it recomputes p, dense in (Lq, Lk)."""
-        problem, _, backend, mask_form = ctx.passes
+        problem, _, backend, mask_form, _ = ctx.passes
         differentiable_backward = getattr(backend, "differentiable_backward", None)
         if differentiable_backward is None:
             raise NotImplementedError(

@@ -16,7 +16,7 @@ from .dispatch.refusals import passes_of, reasons_against, refuse_fallback
 from .dispatch.registry import BACKENDS
 from .dispatch.selection import choice_in_force, choose, falls_back, selected_names
 from .dispatch.settings import BackendChoice, process
-from .problem import AttentionProblem, MaskForm, NeedsGrad, parse_arch, unpacked_spec
+from .problem import AttentionProblem, MaskForm, NeedsGrad, fold_call, parse_arch, unpacked_spec
 from .validation import describe, follow_autocast
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class Explanation:
         verdicts: one per backend, in order of preference.
         profile: what a profile of `python -m flash_dmattn calibrate` had to say, or why none did; None where the
             built-in rules decide.
+        copies: the tensors that are copied for any backend, because their leading dims do not fold into one.
     """
 
     problem: AttentionProblem
@@ -69,6 +70,7 @@ class Explanation:
     error: str | None
     verdicts: tuple[Verdict, ...]
     profile: str | None = None
+    copies: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for json.dumps."""
@@ -79,6 +81,7 @@ class Explanation:
             "backward": self.backward,
             "error": self.error,
             "profile": self.profile,
+            "copies": list(self.copies),
             "backends": {
                 verdict.backend: {
                     "accepts": verdict.accepts,
@@ -108,7 +111,7 @@ class Explanation:
         ]
         table.insert(1, "  ".join(["-" * width for width in widths] + ["---"]))
         profile = [] if self.profile is None else [f"profile: {self.profile}"]
-        return "\n".join([f"attention: {self.problem}", chosen, *profile, "", *table])
+        return "\n".join([f"attention: {self.problem}", chosen, *profile, *self.copies, "", *table])
 
     def _rows(self, verdict: Verdict) -> list[tuple[str, str, str, str]]:
         def cell(serves: bool | None, chosen: str | None) -> str:
@@ -158,6 +161,10 @@ def explain(
     >>> flash_dmattn.explain(x, x, x, is_causal=True).forward
     'eager'
     """
+    copies: tuple[str, ...] = ()
+    repeats = None
+    if isinstance(q, Tensor) and q.dim() > 4:
+        q, k, v, mask, bias, _, repeats, copies = fold_call(q, k, v, mask, bias)
     q, k, v = follow_autocast(q, k, v)
     problem, _, _ = describe(
         q,
@@ -172,12 +179,13 @@ def explain(
         deterministic,
         return_lse,
         return_probs,
+        repeats,
     )
-    return explain_description(problem, backend)
+    return explain_description(problem, backend, copies)
 
 
 def explain_problem(
-    q: tuple[int, int, int, int],
+    q: tuple[int, ...],
     *,
     kv_heads: int | None = None,
     seqlen_k: int | None = None,
@@ -202,7 +210,7 @@ def explain_problem(
     """Say which backend a call would run on, from shapes alone and for any GPU; no tensor, no memory.
 
     Args:
-        q: shape of q, (batch, seqlen_q, num_heads, head_dim).
+        q: shape of q, (*batch, seqlen_q, num_heads, head_dim).
         kv_heads, seqlen_k, head_dim_v: of k and v; as q where not given.
         dtype: of q, k and v: "fp16", "bf16", "fp32", "fp64" or a torch.dtype.
         device: "cpu", or the architecture of a GPU such as "sm_80", "sm_90", "gfx942".
@@ -220,8 +228,8 @@ def explain_problem(
     >>> e.problem.arch, e.problem.needs_grad.bias
     ('sm_80', True)
     """
-    if len(q) != 4:
-        raise ValueError(f"q is {q!r}; it needs 4 sizes: batch, seqlen_q, num_heads, head_dim")
+    if len(q) < 4:
+        raise ValueError(f"q is {q!r}; it needs 4 sizes or more: batch, seqlen_q, num_heads, head_dim")
     for name, sizes in (
         ("q", q),
         ("kv_heads", kv_heads),
@@ -232,7 +240,7 @@ def explain_problem(
     ):
         if any(size < 0 for size in ((sizes,) if isinstance(sizes, int) else sizes or ())):
             raise ValueError(f"{name} is {sizes!r}; sizes need to be at least 0")
-    batch, seqlen_q, num_heads, head_dim = q
+    *batch, seqlen_q, num_heads, head_dim = q
     kv_heads = num_heads if kv_heads is None else kv_heads
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
@@ -243,12 +251,22 @@ def explain_problem(
     def meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
+    q_meta = meta(q, q_dtype)
+    k_meta = meta((*batch, seqlen_k, kv_heads, head_dim), q_dtype)
+    v_meta = meta((*batch, seqlen_k, kv_heads, head_dim_v), q_dtype)
+    mask_meta = None if mask is None else meta(mask, torch.bool)
+    bias_meta = None if bias is None else meta(bias, bias_torch_dtype)
+    copies: tuple[str, ...] = ()
+    repeats = None
+    if len(batch) > 1:
+        folded = fold_call(q_meta, k_meta, v_meta, mask_meta, bias_meta)
+        q_meta, k_meta, v_meta, mask_meta, bias_meta, _, repeats, copies = folded
     problem, _, _ = describe(
-        meta(q, q_dtype),
-        meta((batch, seqlen_k, kv_heads, head_dim), q_dtype),
-        meta((batch, seqlen_k, kv_heads, head_dim_v), q_dtype),
-        None if mask is None else meta(mask, torch.bool),
-        None if bias is None else meta(bias, bias_torch_dtype),
+        q_meta,
+        k_meta,
+        v_meta,
+        mask_meta,
+        bias_meta,
         is_causal,
         softmax_scale,
         softcap,
@@ -256,6 +274,7 @@ def explain_problem(
         deterministic,
         return_lse,
         return_probs,
+        repeats,
     )
     problem = problem._replace(
         device="cpu" if arch == "cpu" else "cuda",
@@ -271,7 +290,7 @@ def explain_problem(
             mask=unpacked_spec((of_batch, of_heads, of_query if form == "keys" else seqlen_q, seqlen_k)),
             mask_form=form,
         )
-    return explain_description(problem, backend)
+    return explain_description(problem, backend, copies)
 
 
 def parse_dtype(name: str, dtype: str | torch.dtype) -> torch.dtype:
@@ -283,8 +302,8 @@ def parse_dtype(name: str, dtype: str | torch.dtype) -> torch.dtype:
     return DTYPES[dtype]
 
 
-def explain_description(problem: AttentionProblem, backend: BackendChoice) -> Explanation:
-    """Explain a problem that is described already."""
+def explain_description(problem: AttentionProblem, backend: BackendChoice, copies: tuple[str, ...] = ()) -> Explanation:
+    """Explain a problem that is described already; `copies` are those that were made before it was."""
     requested = choice_in_force(backend)
     forward = backward = error = None
     try:
@@ -302,6 +321,7 @@ def explain_description(problem: AttentionProblem, backend: BackendChoice) -> Ex
         error,
         tuple(_verdict(name, problem) for name in BACKENDS),
         cite(problem) if requested == "auto" else None,
+        copies,
     )
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .problem import Gradients
+from .reference.formula import sum_entries
 
 
 def zero_gradients(inputs: Sequence[Tensor | None], needs_grad: Sequence[bool]) -> Gradients:
@@ -19,27 +20,31 @@ def zero_gradients(inputs: Sequence[Tensor | None], needs_grad: Sequence[bool]) 
     return dq, dk, dv, dbias
 
 
-def query_gradient(bias: Tensor, dlse: Tensor | None, lse: Tensor, num_heads_k: int) -> Tensor:
+def query_gradient(bias: Tensor, dlse: Tensor | None, lse: Tensor, num_heads_k: int, repeat: int) -> Tensor:
     """The gradient of a bias of one value per query: it shifts lse and leaves p as it is, so it is the reduced dlse.
 
     Args:
         bias: (Bb, Hb, Lq or 1, 1), each dimension 1 or full, the heads also `num_heads_k`.
         dlse, lse: (B, Hq, Lq).
+        repeat: entries in a row that share one of the bias.
     """
     if dlse is None:
         return torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device)
     rows = dlse.to(torch.float32).masked_fill(lse == -torch.inf, 0.0)
-    return _over_heads(rows, bias, num_heads_k).sum_to_size(bias.shape[:3]).view(bias.shape).to(bias.dtype)
+    rows = sum_entries(_over_heads(rows, bias, num_heads_k), bias.shape[0], repeat)
+    return rows.sum_to_size(bias.shape[:3]).view(bias.shape).to(bias.dtype)
 
 
-def key_gradient(bias: Tensor, sums: Tensor, num_heads_k: int) -> Tensor:
+def key_gradient(bias: Tensor, sums: Tensor, num_heads_k: int, repeat: int) -> Tensor:
     """The gradient of a bias of one value per key.
 
     Args:
         bias: (Bb, Hb, 1, Lk), each dimension 1 or full, the heads also `num_heads_k`.
         sums: of ds over the queries, (B, H, Lk) in fp32, H the query heads or those of k.
+        repeat: entries in a row that share one of the bias.
     """
-    keys = _over_heads(sums, bias, num_heads_k).sum_to_size((*bias.shape[:2], sums.shape[2]))
+    keys = sum_entries(_over_heads(sums, bias, num_heads_k), bias.shape[0], repeat)
+    keys = keys.sum_to_size((*bias.shape[:2], sums.shape[2]))
     return keys.view(bias.shape).to(bias.dtype)
 
 

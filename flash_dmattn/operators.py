@@ -19,7 +19,10 @@ from .problem import AttentionProblem, Flags, Gradients, MaskForm, MaskView, Nee
 _LIBRARY = torch.library.Library("flash_dmattn", "DEF")
 
 # `Flags`, one by one; `mask` and `mask_form` are the fields of a `MaskView`.
-_FLAGS = "int left, int right, float softmax_scale, float softcap, bool deterministic"
+_FLAGS = (
+    "int left, int right, float softmax_scale, float softcap, bool deterministic, "
+    "SymInt mask_repeat, SymInt bias_repeat"
+)
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor[] mask, str mask_form, Tensor? bias"
 FORWARD_SCHEMA = f"({_INPUTS}, {_FLAGS}) -> (Tensor out, Tensor lse)"
 # A list holds the gradients asked for and no others: an operator cannot return None under torch.compile.
@@ -78,7 +81,7 @@ def _backward_fake(
 
 
 def _one_by_one(operator: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Any, Any]]:
-    """The rule of `torch.func.vmap`, whose own fallback takes no operator with a list of tensors."""
+    """The rule of `torch.func.vmap` in a graph, where autograd's, which maps both passes at once, is not asked."""
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
         def at(x: Any, dim: Any, index: int) -> Any:
@@ -95,17 +98,18 @@ def _one_by_one(operator: Callable[..., tuple[Tensor, Tensor]]) -> Callable[...,
     return rule
 
 
+def is_transformed() -> bool:
+    """Whether a transform of `torch.func` is running: grad, vmap, jvp and what is made of them; compilers undo them."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def is_watched(*tensors: object) -> bool:
     """Whether anything needs to see an operator: a compiler, a dispatch mode, a functorch transform, a tensor subclass.
 
     Where nothing does, the function behind an operator is called in its place, with arguments of the same types, which
     saves the dispatcher's way into Python and back. What is neither None nor a tensor counts as a subclass.
     """
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    ):
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or is_transformed():
         return True
     for x in tensors:  # a plain loop: a generator costs twice as much on this path
         if x is not None and type(x) is not Tensor and type(x) is not torch.nn.Parameter:

@@ -13,6 +13,7 @@ from .problem import (
     Flags,
     MaskForm,
     NeedsGrad,
+    Repeats,
     Shape4,
     TensorSpec,
     as_scores,
@@ -24,6 +25,7 @@ from .problem import (
     check_window,
     device_arch,
     dtype_name,
+    spec_of,
     unpacked_spec,
 )
 
@@ -63,8 +65,13 @@ def describe(
     deterministic: bool | None,
     return_lse: bool,
     return_probs: bool,
+    repeats: Repeats | None = None,
 ) -> tuple[AttentionProblem, Tensor | PreparedMask | None, Tensor | None]:
     """Validate one call; return its description and the mask and bias as 4-D views, a prepared mask as it is.
+
+    Args:
+        q, k, v and the rest: as for `flash_dmattn.attention`.
+        repeats: of a call whose leading dims were folded, which has checked those of mask and bias.
 
     Raises:
         TypeError: an argument is not a tensor, or its dtype is not what the call needs.
@@ -109,10 +116,10 @@ def describe(
                 "(use mask.bool() for 0/1 values, or pass additive values as bias)"
             )
         mask_form = "dense"
-        mask, mask_spec = _describe_broadcast("mask", mask, sizes, num_heads_k, device)
+        mask, mask_spec = _describe_broadcast("mask", mask, sizes, num_heads_k, device, repeats)
     elif mask is not None:
         mask_spec, mask_form, is_causal, window_size = _describe_prepared(
-            mask, is_causal, window_size, sizes, num_heads_k, device
+            mask, is_causal, window_size, sizes, num_heads_k, device, repeats
         )
     if bias is not None:
         if not isinstance(bias, Tensor):
@@ -122,7 +129,7 @@ def describe(
                 f"bias has dtype {dtype_name(bias.dtype)}; it needs float16, bfloat16, float32 or float64"
                 + (" (pass a bool tensor as mask)" if bias.dtype == torch.bool else "")
             )
-        bias, bias_spec = _describe_broadcast("bias", bias, sizes, num_heads_k, device)
+        bias, bias_spec = _describe_broadcast("bias", bias, sizes, num_heads_k, device, repeats)
 
     # Specialised on purpose under torch.compile: kernels are chosen and scaled by the head dims.
     head_dim, head_dim_v = int(head_dim), int(head_dim_v)
@@ -136,6 +143,7 @@ def describe(
         torch.are_deterministic_algorithms_enabled()
         if deterministic is None
         else check_flag("deterministic", deterministic),
+        *(_NO_REPEATS if repeats is None else repeats),
     )
     problem = AttentionProblem(
         device.type,
@@ -168,6 +176,7 @@ def describe(
 
 _NOTHING_NEEDS_GRAD = NeedsGrad()
 _NO_WINDOW = (-1, -1)
+_NO_REPEATS = Repeats()
 
 
 # What names the fault stands apart from the test for one, which every call pays for.
@@ -178,7 +187,8 @@ def _refuse_rank(q: Tensor, k: Tensor, v: Tensor) -> NoReturn:
         if x.dim() != 4:
             raise ValueError(
                 f"{name} has {x.dim()} dimensions, shape {tuple(x.shape)}; "
-                "it needs 4: (batch, seqlen, num_heads, head_dim)"
+                + ("it needs 4 or more: (*batch" if name == "q" else "it needs 4, as q: (batch")
+                + ", seqlen, num_heads, head_dim)"
             )
     raise AssertionError("q, k and v are tensors of 4 dimensions")
 
@@ -200,7 +210,7 @@ def _refuse_mismatch(q: Tensor, k: Tensor, v: Tensor) -> NoReturn:
 
 
 def _describe_broadcast(
-    name: str, x: Tensor, sizes: Shape4, num_heads_k: int, device: torch.device
+    name: str, x: Tensor, sizes: Shape4, num_heads_k: int, device: torch.device, repeats: Repeats | None
 ) -> tuple[Tensor, TensorSpec]:
     if x.device != device:
         raise ValueError(f"{name} is on {x.device}; it needs to be on the device of q, {device}")
@@ -212,8 +222,9 @@ def _describe_broadcast(
         )
     x = as_scores(x)
     shape = x.shape
-    check_broadcast(name, shape, sizes, num_heads_k)
-    return x, TensorSpec(shape, x.stride(), x.dtype)  # type: ignore[arg-type]
+    if repeats is None:
+        check_broadcast(name, shape, sizes, num_heads_k)
+    return x, spec_of(x)
 
 
 def _describe_prepared(
@@ -223,6 +234,7 @@ def _describe_prepared(
     sizes: Shape4,
     num_heads_k: int,
     device: torch.device,
+    repeats: Repeats | None,
 ) -> tuple[TensorSpec, MaskForm, bool, tuple[int, int]]:
     """Validate a prepared mask for a call; return its description, its form, and the band, which it decides.
 
@@ -249,7 +261,10 @@ def _describe_prepared(
         if has != needs:
             raise ValueError(f"mask was prepared for {name} {has}; it needs that of the call, {needs}")
     shape = mask.shape
-    check_broadcast("mask", shape, sizes, num_heads_k)
+    if repeats is None:
+        if len(mask.batch_dims) > 1:
+            raise ValueError(f"mask was prepared with leading dims {mask.batch_dims}; q has one batch dim, {sizes[0]}")
+        check_broadcast("mask", shape, sizes, num_heads_k)
     _check_band(mask, check_flag("is_causal", is_causal), check_window(window_size))
     return unpacked_spec(shape), mask.form, mask.is_causal, mask.window_size
 

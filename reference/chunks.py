@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -38,15 +38,25 @@ class Block(NamedTuple):
     heads: slice
     rows: slice
 
-    def pick(self, x: Tensor, keys: slice) -> Tensor:
-        """Return the chunk's part of a (B | 1, Hk | 1, G | 1, Lq | 1, Lk | 1) tensor."""
-        wanted = (self.batch, self.heads, slice(None), self.rows, keys)
+    def pick(self, x: Tensor, keys: slice, repeat: int) -> Tensor:
+        """Return the chunk's part of a (Bx | 1, Hk | 1, G | 1, Lq | 1, Lk | 1) tensor.
+
+        Entry b of the batch reads entry b // repeat % Bx. A chunk reads one entry or consecutive ones: see
+        :meth:`Chunks.pairs`.
+        """
+        wanted = (entries_of(self.batch, x.shape[0], repeat), self.heads, slice(None), self.rows, keys)
         return x[tuple(slice(None) if size == 1 else part for size, part in zip(x.shape, wanted, strict=True))]
 
     def by_group(self, s: Tensor, group: int) -> Tensor:
         """View the (pairs, G * rows, keys) scores of the chunk as (batch, heads, G, rows, keys)."""
         batch, heads, rows = (part.stop - part.start for part in self)
         return s.view(batch, heads, group, rows, s.shape[2])
+
+
+def entries_of(batch: slice, size: int, repeat: int) -> slice:
+    """Return the entries, out of size, of which entry b of the batch reads b // repeat % size."""
+    first = batch.start // repeat % max(size, 1)
+    return slice(first, first + (batch.stop - batch.start if repeat == 1 else 1))
 
 
 class Chunks:
@@ -63,6 +73,8 @@ class Chunks:
         chunk_bytes: int,
         score_buffers: int,
         sums_per_key: int,
+        mask_repeat: int = 1,
+        bias_entries: tuple[int, int] = (1, 1),
     ) -> None:
         self.batch, self.seqlen_q, self.num_heads, head_dim = q.shape
         self.seqlen_k, self.num_heads_k = k.shape[1:3]
@@ -77,6 +89,13 @@ class Chunks:
         self.sums_per_key = sums_per_key
         self.extent = self._extent(chunk_bytes)
         self._buffers: dict[int, Tensor] = {}
+        self._mask_entries = (1, 1) if mask is None else (mask.shape[0], mask_repeat)
+        # A chunk does not reach across these: past them mask or bias go on at another entry than the next.
+        self._steps = [
+            repeat if repeat > 1 else size
+            for size, repeat in (self._mask_entries, bias_entries)
+            if size not in (1, self.batch)
+        ]
         self._occupied = None if mask is None else self._occupancy(mask)
 
     def chunk_bytes(self, extent: Extent) -> int:
@@ -120,7 +139,7 @@ class Chunks:
 
     def pairs(self) -> Iterator[tuple[slice, slice]]:
         """Yield every (batch, heads) part of the call."""
-        for batch in _slices(self.batch, self.extent.batch):
+        for batch in _slices(self.batch, self.extent.batch, self._steps):
             for heads in _slices(self.num_heads_k, self.extent.heads):
                 yield batch, heads
 
@@ -139,15 +158,28 @@ class Chunks:
         stop = self.seqlen_k if self.right < 0 else min(self.seqlen_k, block.rows.stop + shift + self.right)
         runs = [(start, stop)]
         if self._occupied is not None:
-            row = self._occupied
-            for part, size in zip(block, self.extent):
-                row = row[part.start // size if len(row) > 1 else 0]
+            found = []
+            for row in self._occupied_entries(block.batch):
+                for part, size in zip(block[1:], self.extent[1:]):
+                    row = row[part.start // size if len(row) > 1 else 0]
+                found.append(row)
+            row = [any(cells) for cells in zip(*found)]
             if len(row) > 1:
                 runs = _clip(_runs(row, self._grain()), start, stop)
             elif not row[0]:
                 runs = []
         size = self.extent.keys
         return [slice(a, min(a + size, hi)) for lo, hi in runs for a in range(lo, hi, size)]
+
+    def _occupied_entries(self, batch: slice) -> list:
+        """Return what the mask occupies in the entries that a part of the batch reads, or in the blocks of them."""
+        occupied = self._occupied or []
+        if len(occupied) == 1:
+            return occupied
+        size, repeat = self._mask_entries
+        if size != self.batch:
+            return occupied[entries_of(batch, size, repeat)]
+        return occupied[batch.start // self.extent.batch : -(-batch.stop // self.extent.batch)]
 
     def band_edges(self, block: Block, keys: slice) -> Iterator[tuple[slice, Tensor]]:
         """Yield (columns of the chunk, bool (rows, columns): outside the causal or window band) where there are any."""
@@ -180,7 +212,8 @@ class Chunks:
             return None
         found = grouped_own(mask, self.num_heads_k, self.num_heads).view(torch.uint8)
         # One reduction and one copy to the host decide every chunk of the call.
-        for dim, size in ((3, self.extent.rows), (4, self._grain()), (0, self.extent.batch), (1, self.extent.heads)):
+        batch = self.extent.batch if len(mask) == self.batch else 1
+        for dim, size in ((3, self.extent.rows), (4, self._grain()), (0, batch), (1, self.extent.heads)):
             found = _any_per_block(found, dim, size)
         occupied = found.amax(2).bool().tolist()
         full = all(cell for per_batch in occupied for per_head in per_batch for row in per_head for cell in row)
@@ -228,5 +261,10 @@ def _clip(runs: Iterator[tuple[int, int]], start: int, stop: int) -> list[tuple[
     return [(lo, hi) for lo, hi in clipped if lo < hi]
 
 
-def _slices(length: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+def _slices(length: int, size: int, steps: Sequence[int] = ()) -> Iterator[slice]:
+    """Yield slices of at most size that cover a length; none reaches across a multiple of a step."""
+    start = 0
+    while start < length:
+        stop = min(start + size, length, *(start - start % step + step for step in steps))
+        yield slice(start, stop)
+        start = stop

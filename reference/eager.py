@@ -39,6 +39,7 @@ def forward(
     softcap: float = 0.0,
     window_size: tuple[int, int] | None = None,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    repeats: tuple[int, int] = (1, 1),
 ) -> tuple[Tensor, Tensor]:
     """Attend chunk by chunk; the value is that of :func:`formula.attention`.
 
@@ -50,6 +51,7 @@ def forward(
         bias: any float dtype, shaped as mask.
         is_causal, softmax_scale, softcap, window_size: as for :func:`formula.attention`.
         chunk_bytes: the most that all temporaries of one chunk may take, in bytes.
+        repeats: of mask and bias, where their batch is another than 1 or B: entry b reads entry b // repeat % Bm.
 
     Returns:
         out (B, Lq, Hq, Dv), contiguous, in q's dtype; lse (B, Hq, Lq) in fp32 (fp64 for fp64).
@@ -69,8 +71,10 @@ def forward(
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=formula.softmax_dtype(q))
     if out.numel() == 0 or k.shape[1] == 0:
         return out, lse
-    chunks = Chunks(q, k, v, mask, is_causal, window_size, chunk_bytes, score_buffers=1 + (softcap > 0), sums_per_key=0)
-    scores = Scores(chunks, mask, bias, softmax_scale, softcap)
+    bias_entries = (1 if bias is None else bias.shape[0], repeats[1])
+    sizes = (chunk_bytes, 1 + (softcap > 0), 0)
+    chunks = Chunks(q, k, v, mask, is_causal, window_size, *sizes, mask_repeat=repeats[0], bias_entries=bias_entries)
+    scores = Scores(chunks, mask, bias, softmax_scale, softcap, repeats=repeats)
     q_rows, out_rows, lse_rows = Rows(q, chunks), Rows(out, chunks), Rows(lse.mT.unsqueeze(3), chunks)
     k_keys, v_keys = Keys(k, chunks), Keys(v, chunks)
     for batch, heads in chunks.pairs():
@@ -111,6 +115,7 @@ def backward(
     window_size: tuple[int, int] | None = None,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     needs_grad: tuple[bool, bool, bool, bool] = (True, True, True, True),
+    repeats: tuple[int, int] = (1, 1),
 ) -> Gradients:
     """Return the gradients asked for, chunk by chunk; each is summed in fp32 (fp64 for fp64) and rounded once.
 
@@ -123,6 +128,7 @@ def backward(
         q, k, v, mask, bias, is_causal, softmax_scale, softcap, window_size, chunk_bytes: as given to :func:`forward`.
         out, lse: as returned by :func:`forward`, or by any other backend.
         needs_grad: which of dq, dk, dv, dbias to compute; nothing is computed for the others.
+        repeats: as given to :func:`forward`.
 
     Returns:
         ``(dq, dk, dv, dbias)`` in the shapes and dtypes of q, k, v, bias, contiguous; None where not needed.
@@ -143,14 +149,13 @@ def backward(
     need_q, need_k, need_v, need_bias = needs_grad
     dq, dk, dv = (x.new_zeros(x.shape) if needed else None for x, needed in zip((q, k, v), needs_grad))
     sums_per_key = need_k * q.shape[3] + need_v * v.shape[3]
-    buffers = 2 + (softcap > 0)
-    chunks = Chunks(
-        q, k, v, mask, is_causal, window_size, chunk_bytes, score_buffers=buffers, sums_per_key=sums_per_key
-    )
+    bias_entries = (1 if bias is None else bias.shape[0], repeats[1])
+    sizes = (chunk_bytes, 2 + (softcap > 0), sums_per_key)
+    chunks = Chunks(q, k, v, mask, is_causal, window_size, *sizes, mask_repeat=repeats[0], bias_entries=bias_entries)
     empty = lse == -math.inf
     finite_lse = lse.masked_fill(empty, 0.0)  # exp(-inf - 0) is the 0 that exp(-inf - -inf) is not
     finite_dlse = None if dlse is None else dlse.to(lse.dtype).masked_fill(empty, 0.0)
-    dbias = None if bias is None or not need_bias else BiasGradient(bias, finite_dlse, chunks)
+    dbias = None if bias is None or not need_bias else BiasGradient(bias, finite_dlse, chunks, repeats[1])
     need_ds = need_q or need_k or (dbias is not None and dbias.needs_scores)
     if out.numel() == 0 or k.shape[1] == 0 or not (need_ds or need_v):
         return dq, dk, dv, None if dbias is None else dbias.result()
@@ -158,7 +163,7 @@ def backward(
     # Rows that fit one chunk are normalised again at the cost of one pass. Others need their scores twice.
     splits_rows = chunks.extent.keys < chunks.seqlen_k
     renormalise = splits_rows and (is_capturing(q.device) or bool(finite_lse.abs().amax() > LARGE_LSE))
-    scores = Scores(chunks, mask, bias, softmax_scale, softcap, keep_slope=need_q or need_k)
+    scores = Scores(chunks, mask, bias, softmax_scale, softcap, keep_slope=need_q or need_k, repeats=repeats)
     # A half-precision out is rounded: delta = rowsum(dout * out) would be off by as much, so it is summed from p * dp.
     sum_delta = need_ds and out.dtype != chunks.dtype
     q_rows, dout_rows, out_rows = (Rows(x, chunks) for x in (q, dout, out))

@@ -189,6 +189,23 @@ def grouped(x: Tensor, num_heads_k: int, num_heads: int) -> Tensor:
     return x.unflatten(1, (num_heads_k, -1)) if x.shape[1] == num_heads else x.unsqueeze(2)
 
 
+def spread_entries(x: Tensor, batch: int, repeat: int) -> Tensor:
+    """Return a mask or bias with an entry for each of the batch: entry b is entry b // repeat % Bx of x (Bx, ...)."""
+    size = x.shape[0]
+    if size in (1, batch):
+        return x
+    times = batch // max(size * repeat, 1)
+    return x[None, :, None].expand(times, size, repeat, *x.shape[1:]).flatten(0, 2)
+
+
+def sum_entries(x: Tensor, size: int, repeat: int) -> Tensor:
+    """Return the sums of x (B, ...) over the entries that share one of size: the reverse of :func:`spread_entries`."""
+    batch = x.shape[0]
+    if size in (1, batch):
+        return x
+    return x.view(batch // max(size * repeat, 1), size, repeat, *x.shape[1:]).sum((0, 2))
+
+
 def softmax_dtype(q: Tensor) -> torch.dtype:
     """Return the dtype of the softmax for inputs like q: fp64 for fp64, otherwise fp32."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -92,11 +92,13 @@ class Scores:
         softmax_scale: float,
         softcap: float,
         keep_slope: bool = False,
+        repeats: tuple[int, int] = (1, 1),
     ) -> None:
         heads = chunks.num_heads_k, chunks.num_heads
         self._chunks = chunks
         self._mask = None if mask is None else grouped_own(mask, *heads)
         self._bias = None if bias is None else grouped_own(bias, *heads)
+        self._mask_repeat, self._bias_repeat = repeats
         self._scale, self._softcap, self._keep_slope = softmax_scale, softcap, keep_slope
         self.slope: Tensor | None = None  # of the softcap at the scores last computed
 
@@ -124,12 +126,12 @@ class Scores:
     def _add_to_be(self, s: Tensor, block: Block, keys: slice) -> bool:
         """Write bias where allowed and -inf elsewhere into s; return False, with s unwritten, if there is neither."""
         s = block.by_group(s, self._chunks.group)
-        bias = None if self._bias is None else block.pick(self._bias, keys)
+        bias = None if self._bias is None else block.pick(self._bias, keys, self._bias_repeat)
         if self._mask is None:
             if bias is not None:
                 s.copy_(bias)
             return bias is not None
-        mask = block.pick(self._mask, keys)
+        mask = block.pick(self._mask, keys, self._mask_repeat)
         (_merge_by_minimum if s.device.type == "cpu" else _merge_by_fill)(s, mask, bias)
         return True
 
@@ -155,10 +157,10 @@ def _merge_by_minimum(s: Tensor, mask: Tensor, bias: Tensor | None) -> None:
 class BiasGradient:
     """The gradient of bias, summed chunk by chunk in bias's own shape."""
 
-    def __init__(self, bias: Tensor, dlse: Tensor | None, chunks: Chunks) -> None:
+    def __init__(self, bias: Tensor, dlse: Tensor | None, chunks: Chunks, repeat: int) -> None:
         own = formula.grouped(bias, chunks.num_heads_k, chunks.num_heads).shape
         full = (chunks.batch, chunks.num_heads_k, chunks.group, chunks.seqlen_q, chunks.seqlen_k)
-        self._shape, self._dtype, self._group = bias.shape, bias.dtype, chunks.group
+        self._shape, self._dtype, self._group, self._repeat = bias.shape, bias.dtype, chunks.group, repeat
         self._written_once = own == full
         # A bias that is constant along the keys of a row shifts its lse and leaves p as it is: its gradient is dlse.
         self.needs_scores = own[4] != 1
@@ -167,12 +169,13 @@ class BiasGradient:
         create = bias.new_empty if overwritten else bias.new_zeros
         self._sum = create(own, dtype=bias.dtype if self._written_once else chunks.dtype)
         if not self.needs_scores and dlse is not None:
-            self._sum += dlse.unflatten(1, full[1:3]).unsqueeze(4).sum_to_size(own)
+            of_entries = formula.sum_entries(dlse.unflatten(1, full[1:3]).unsqueeze(4), own[0], repeat)
+            self._sum += of_entries.sum_to_size(own)
 
     def add(self, block: Block, keys: slice, ds: Tensor) -> None:
         if not self.needs_scores:
             return
-        place = block.pick(self._sum, keys)
+        place = block.pick(self._sum, keys, self._repeat)
         ds = block.by_group(ds, self._group)
         if self._written_once:
             place.copy_(ds)

@@ -17,6 +17,7 @@ import os
 import random
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -31,6 +32,8 @@ import torch  # noqa: E402
 from accuracy import assert_accurate, assert_empty_rows_ignore_dlse, error, oracle, run  # noqa: E402
 from cases import ALL, Case, Inputs  # noqa: E402
 from layouts import LAYOUTS, rearranged  # noqa: E402
+from leading_calls import LeadingCall, results  # noqa: E402
+from leading_calls import assert_accurate as leading_accurate  # noqa: E402
 from outcomes import report  # noqa: E402
 from predecessor_cases import CALLS, build  # noqa: E402
 from torch import Tensor  # noqa: E402
@@ -333,6 +336,36 @@ def line_calls(name: str) -> Iterator[str | None]:
             yield failure_of(case, case.build(), None, prepared, settings)
 
 
+# Entries that a part of the batch shares, of masks and biases of each kind; the last mask has an order of keys.
+LEADING = LeadingCall((2, 2), seqlen_q=9, seqlen_k=40, num_heads=1, num_heads_k=1, dtype=torch.float32)
+LEADING_CALLS = {
+    "bias per score": replace(LEADING, mask=(1, 2, 1, 9, 40), bias=(2, 1, 1, 9, 40)),
+    "bias per key": replace(LEADING, mask=(2, 1, 1, 9, 40), bias=(1, 2, 1, 1, 40), is_causal=True),
+    "bias per query": replace(LEADING, bias=(2, 1, 1, 9, 1)),
+    "key mask": replace(LEADING, mask=(2, 1, 1, 1, 40), bias=(1, 2, 1, 9, 40)),
+    "three dims": replace(LEADING, batch=(2, 2, 2), mask=(2, 1, 1, 1, 9, 40), bias=(1, 2, 1, 1, 9, 40), seqlen_k=40),
+    "order of keys": replace(LEADING, seqlen_q=17, mask=(1, 2, 1, 1, 40), bias=(2, 1, 1, 1, 40)),
+}
+
+
+def leading_calls(name: str) -> Iterator[str | None]:
+    """The outcomes of a call with leading dims, on the kernels that walk tiles of keys and on those of short rows."""
+    call = LEADING_CALLS[name]
+    given, mask = call.build(), None
+    if name == "order of keys":
+        mask = prepare_mask(given["mask"], seqlen_q=call.seqlen_q, reorder=True)
+    attention = partial(flash_dmattn.attention, return_lse=True, backend="triton")
+    for short_calls.DTYPES in ((), EVERY_DTYPE):
+        set_up(Tile(32, 64, 4, 1), 1, PARTS_BYTES[0])
+        _allocated.clear()
+        try:
+            leading_accurate(results(attention, call, given, mask), call, given)
+            assert_margins()
+            yield None
+        except AssertionError as failure:
+            yield f"{call}\n{failure}"
+
+
 def main(outcomes: Iterator[str | None]) -> int:
     """Run them in the interpreter, on outputs that are NaN before; returns the exit status."""
     admit_cpu()
@@ -349,5 +382,6 @@ if __name__ == "__main__":
         "wide windows": wide_window_calls,
         "lines": lambda: line_calls(sys.argv[2]),
         "short": lambda: calls_of_short_rows(int(sys.argv[2]), int(sys.argv[3])),
+        "leading": lambda: leading_calls(sys.argv[2]),
     }.get(sys.argv[1])
     sys.exit(main(random_calls(int(sys.argv[1]), int(sys.argv[2])) if fixed is None else fixed()))

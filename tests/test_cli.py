@@ -55,7 +55,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     ("line", "message"),
     [
         ("explain", "the following arguments are required: --q"),
-        ("explain --q 2,3,4", "q is (2, 3, 4); it needs 4 sizes: batch, seqlen_q, num_heads, head_dim"),
+        ("explain --q 2,3,4", "q is (2, 3, 4); it needs 4 sizes or more: batch, seqlen_q, num_heads, head_dim"),
         ("explain --q 2,x,4,8", "argument --q: '2,x,4,8' needs to be integers separated by commas"),
         ("explain --q 2,-3,4,8", "argument --q: '2,-3,4,8' has -3; it needs integers of at least 0"),
         ("explain --q 2,4,4,8 --seqlen-k -3", "argument --seqlen-k: '-3' has -3; it needs integers of at least 0"),

@@ -145,9 +145,10 @@ def test_outputs_never_alias_inputs_or_each_other() -> None:
         q, k, v = (torch.zeros(1, 1, 1, 1, dtype=dtype) for _ in range(3))
         if bias is not None:
             q, k, v = normal(B, LQ, HQ, D), normal(B, LK, HK, D), normal(B, LK, HK, DV)
-        out, lse = FORWARD(q, k, v, *NO_MASK, bias, -1, -1, 1.0, 0.0, False)
+        flags = Flags(-1, -1, 1.0, 0.0, False)
+        out, lse = FORWARD(q, k, v, *NO_MASK, bias, *flags)
         needs_grad = [True, True, True, bias is not None]
-        gradients = BACKWARD(out, None, q, k, v, *NO_MASK, bias, out, lse, -1, -1, 1.0, 0.0, False, needs_grad)
+        gradients = BACKWARD(out, None, q, k, v, *NO_MASK, bias, out, lse, *flags, needs_grad)
         storages = [x.untyped_storage().data_ptr() for x in (q, k, v, out, lse, *gradients)]
         assert len(set(storages)) == len(storages)
 

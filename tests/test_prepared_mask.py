@@ -77,7 +77,7 @@ def check_tile_mask(prepared, allowed):
             for part, expected in want.items():
                 assert getattr(prepared, f"{name}_{part}")[b, h].tolist() == expected
     dtypes = {"bits": torch.int32, "classes": torch.uint8}
-    for field in dataclasses.fields(prepared)[4:]:
+    for field in dataclasses.fields(prepared)[5:]:
         tensor = getattr(prepared, field.name)
         assert tensor.is_contiguous() and tensor.dtype == dtypes.get(field.name, torch.int32)
 
@@ -101,7 +101,7 @@ def check_key_mask(prepared, keys):
 
 def same(one, other):
     """Whether two prepared masks are of one class and equal in every tensor."""
-    names = [field.name for field in dataclasses.fields(one)[4:]]
+    names = [field.name for field in dataclasses.fields(one)[5:]]
     return type(one) is type(other) and all(torch.equal(getattr(one, n), getattr(other, n)) for n in names)
 
 

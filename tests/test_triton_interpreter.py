@@ -68,6 +68,13 @@ def test_lines_that_random_calls_may_miss(name: str, count: int) -> None:
     assert f"{count} passed, 0 failed" in interpret("interpreted_triton.py", "lines", name)
 
 
+@pytest.mark.parametrize(
+    "name", ("bias per score", "bias per key", "bias per query", "key mask", "three dims", "order of keys")
+)
+def test_entries_that_a_part_of_the_batch_shares(name: str) -> None:
+    assert "2 passed, 0 failed" in interpret("interpreted_triton.py", "leading", name)
+
+
 @pytest.mark.parametrize("what", ("strides", "entries"))
 def test_offsets_beyond_int32(what: str) -> None:
     interpret("interpreted_far.py", what)

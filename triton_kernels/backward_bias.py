@@ -16,10 +16,12 @@ from .tile_ops import (
     TILE,
     TILES,
     bits_by_row,
+    entry_of,
     in_band,
     load_bias,
     load_tile,
     mask_head,
+    reader_of,
     renormalize,
     soft_cap,
 )
@@ -88,8 +90,9 @@ def backward_bias_kernel(
     row_ok = rows < shape.seqlen_q
     members = shape.num_heads // bias_heads
     entries = shape.batch // bias_batch
+    first_reader = reader_of(owner_b, 0, bias_strides.repeat, bias_batch).to(tl.int64)
     bias_tile = load_bias(
-        bias, bias_strides, owner_b.to(tl.int64), owner * members, first, first_key, rows, keys, shape,
+        bias, bias_strides, first_reader, owner * members, first, first_key, rows, keys, shape,
         BLOCK_M, BLOCK_N, False, WIDE,
     )  # fmt: skip
     last = tl.minimum(first + BLOCK_M, shape.seqlen_q) - 1
@@ -102,14 +105,15 @@ def backward_bias_kernel(
         end = tl.where(last_key < first + shift - shape.left, 0, end)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for entry in range(begin, end):
-        b = (owner_b + entry // members).to(tl.int64)
+        b = reader_of(owner_b, entry // members, bias_strides.repeat, bias_batch).to(tl.int64)
         h = owner * members + entry % members
         h_k = h // shape.group
         visit = True
         if MASK == TILES:
             h_m = (h // mask_strides.group).to(tl.int64)
             # A list has two counts before its tiles, and as many tiles as a row of classes.
-            place = b * mask_strides.list_batch + h_m * mask_strides.list_head + first // TILE * mask_strides.list_row
+            b_m = entry_of(b, mask_strides)
+            place = b_m * mask_strides.list_batch + h_m * mask_strides.list_head + first // TILE * mask_strides.list_row
             line = place // mask_strides.list_row * (mask_strides.list_row - 2)
             visit = tl.load(classes + line + first_key // TILE) != 0
         if MASK == KEYS:

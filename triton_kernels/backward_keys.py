@@ -18,6 +18,7 @@ from .tile_ops import (
     TILE,
     TILE_BIAS,
     TILES,
+    bias_head,
     bits_by_key,
     block_at,
     in_band,
@@ -156,7 +157,7 @@ def backward_keys_kernel(
             h = owner * members + member
             statistics = (b * shape.num_heads + h) * shape.seqlen_q
             if BIAS == KEY_BIAS or BIAS == ROW_BIAS:
-                bias_base = bias + b * bias_strides.batch + (h // bias_strides.group).to(tl.int64) * bias_strides.head
+                bias_base = bias_head(bias, bias_strides, b, h)
                 if BIAS == KEY_BIAS:
                     key_bias = load_vector(bias_base, keys, shape.seqlen_k, bias_strides.key) * LOG2E
             if MASK == TILES:

@@ -15,6 +15,7 @@ from .tile_ops import (
     ROW_BIAS,
     TILE_BIAS,
     TILES,
+    bias_head,
     bits_by_row,
     block_at,
     in_band,
@@ -96,7 +97,7 @@ def backward_queries_kernel(
     lse_rows = tl.load(lse_log2 + statistics + rows, mask=row_ok, other=float("inf"))
     d = tl.load(delta + statistics + rows, mask=row_ok, other=0.0)
     if BIAS == KEY_BIAS or BIAS == ROW_BIAS:
-        bias_base = bias + b * bias_strides.batch + (h // bias_strides.group).to(tl.int64) * bias_strides.head
+        bias_base = bias_head(bias, bias_strides, b, h)
         if BIAS == ROW_BIAS:
             row_bias = load_vector(bias_base, rows, shape.seqlen_q, bias_strides.row) * LOG2E
     data, index = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)

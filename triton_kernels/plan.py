@@ -117,16 +117,17 @@ class Call:
         """Of what a kernel reads of the mask."""
         data, index = read_of(self.mask, columns)
         if data is None or index is None:
-            return MaskStrides(0, 0, 0, 0, 0, 0, 1)
+            return MaskStrides(0, 0, 0, 0, 0, 0, 1, 1, 1)
         row, list_row = (0, 0) if self.mask_kind == KEYS.value else (data.stride(2), index.stride(2))
-        return MaskStrides(*_broadcast(data)[:2], row, *_broadcast(index)[:2], list_row, self.sharing(data))
+        strides = (*_broadcast(data)[:2], row, *_broadcast(index)[:2], list_row)
+        return MaskStrides(*strides, self.sharing(data), self.flags.mask_repeat, data.shape[0])
 
     def bias_strides(self, tma: bool = False) -> BiasStrides:
         """Of the bias, or the steps of its descriptor."""
         if self.bias is None:
-            return BiasStrides(0, 0, 0, 0, 1)
+            return BiasStrides(0, 0, 0, 0, 1, 1, 1)
         strides = [int(size > 1) for size in self.bias.shape] if tma else _broadcast(self.bias)
-        return BiasStrides(*strides, self.sharing(self.bias))
+        return BiasStrides(*strides, self.sharing(self.bias), self.flags.bias_repeat, self.bias.shape[0])
 
     def sharing(self, x: Tensor) -> int:
         """How many query heads read one head of a bias or a mask."""

@@ -33,7 +33,7 @@ MAX_PARTS_BYTES = 64 * 2**20
 def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: NeedsGrad) -> Callable[..., Gradients]:
     """How a class of calls makes its gradients: run(dout, dlse, q, k, v, mask, bias, out, lse)."""
     need_q, need_k, need_v, need_bias = needs_grad
-    bias, shape, num_heads_k = call.bias, call.shape, call.num_heads_k
+    bias, shape, num_heads_k, repeat = call.bias, call.shape, call.num_heads_k, call.flags.bias_repeat
     per_row = per_key = per_score = stored = product = False
     if need_bias and bias is not None:
         dbias_class = bias_class(bias.shape)
@@ -73,7 +73,7 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
         if bias_of is not None:
             dbias = bias_of(read, mask)
         elif per_row and bias is not None:
-            dbias = query_gradient(bias, dlse, lse, num_heads_k)
+            dbias = query_gradient(bias, dlse, lse, num_heads_k, repeat)
         return dq, dk, dv, dbias
 
     return run
@@ -108,6 +108,7 @@ def plan_keys(
 ) -> Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]:
     """dk, dv, and the gradient of a bias of one value per key, or per score of every head."""
     shape, bias, num_heads_k, tile = call.shape, call.bias, call.num_heads_k, call.tile("keys")
+    repeat = call.flags.bias_repeat
     has_key_mask = call.mask_kind == KEYS.value
     per_key, stored = dbias_kind == KEY_SUM.value, dbias_kind == STORE.value
     # A bias with a head for each query head needs its sums apart; a key mask of that kind has other keys for each.
@@ -183,7 +184,7 @@ def plan_keys(
         else:
             launch(*read, *read_of(mask, columns=True), dk, dv, dbias if stored else sums)
         if sums is not None:
-            dbias = key_gradient(bias, sums, num_heads_k)
+            dbias = key_gradient(bias, sums, num_heads_k, repeat)
         return dk, dv, dbias
 
     return run

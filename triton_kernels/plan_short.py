@@ -29,7 +29,11 @@ def _walk(call: Call, tiles: int, bounded: bool = False) -> tuple[Walk, int, int
     owners = owners_b * owners_h
     most = None if not bounded or bias is None else most_slots(bias.numel())
     chunk, chunks = chunks_of(shape.batch * shape.num_heads // owners, owners * tiles, call.num_sms, most)
-    return Walk(owners_b, owners_h, tiles, chunk), chunks, owners * tiles * chunks
+    return (
+        Walk(owners_b, owners_h, tiles, chunk, call.flags.bias_repeat if bias is not None else 1),
+        chunks,
+        owners * tiles * chunks,
+    )
 
 
 def mask_tensors(mask: MaskView) -> tuple[Tensor | None, Tensor | None]:
@@ -44,10 +48,10 @@ def mask_tensors(mask: MaskView) -> tuple[Tensor | None, Tensor | None]:
 def _access(call: Call) -> MaskAccess:
     data, _ = mask_tensors(call.mask)
     if data is None:
-        return MaskAccess(0, 0, 0, 0, 1)
+        return MaskAccess(0, 0, 0, 0, 1, 1, 1)
     strides = [0 if size == 1 else stride for size, stride in zip(data.shape, data.stride(), strict=True)]
     row, key = (0, 0) if call.mask.form == "intervals" else strides[2:]
-    return MaskAccess(strides[0], strides[1], row, key, call.sharing(data))
+    return MaskAccess(strides[0], strides[1], row, key, call.sharing(data), call.flags.mask_repeat, data.shape[0])
 
 
 def _numbers(call: Call, walk: Walk) -> tuple[Any, ...]:
@@ -98,7 +102,7 @@ def plan_short_backward(
 ) -> Callable[..., Gradients]:
     """How a class of calls makes its gradients: run(dout, dlse, q, k, v, mask, bias, out, lse)."""
     need_q, need_k, need_v, need_bias = needs_grad
-    q, k, v, bias, shape = call.q, call.k, call.v, call.bias, call.shape
+    q, k, v, bias, shape, repeat = call.q, call.k, call.v, call.bias, call.shape, call.flags.bias_repeat
     made_as = bias_class(bias.shape) if need_bias and bias is not None else "none"
     kind = NO_DBIAS
     if made_as == "key":
@@ -166,11 +170,11 @@ def plan_short_backward(
         for launch in launches:
             launch(q, k, v, bias, dout, lse, dlse, *mask_tensors(mask), delta, dq, dk, dv, made)
         if bias is not None and kind == KEY_SUM:
-            dbias = key_gradient(bias, made, shape.num_heads)
+            dbias = key_gradient(bias, made, shape.num_heads, repeat)
         elif bias is not None and add is not None and dbias is not None:
             add(made, dbias)
         elif bias is not None and made_as == "query":
-            dbias = query_gradient(bias, dlse, lse, shape.num_heads)
+            dbias = query_gradient(bias, dlse, lse, shape.num_heads, repeat)
         return dq, dk, dv, dbias
 
     return run

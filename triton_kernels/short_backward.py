@@ -103,18 +103,18 @@ def short_backward_kernel(
     dims_v = tl.arange(0, BLOCK_DV)
     row_ok = rows < shape.seqlen_q
     inside = row_ok[:, None] & (keys < shape.seqlen_k)[None, :]
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    b, h = head_of(begin, owner_b, first_head, members_h, walk)
     base = base_scores(
-        bias, bias_strides, owner_b.to(tl.int64), first_head, first, first_key, rows, keys, shape,
+        bias, bias_strides, b, first_head, first, first_key, rows, keys, shape,
         BLOCK_M, BLOCK_N, BIAS, LEFT, RIGHT, WIDE,
     )  # fmt: skip
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    b, h = head_of(begin, owner_b, first_head, members_h)
     next_dense = load_dense(mask, access, b, h, rows, keys, shape, MASK, WIDE)
     for member in tl.range(begin, end, num_stages=STAGES):
         dense = next_dense
-        b, h = head_of(tl.minimum(member + 1, end - 1), owner_b, first_head, members_h)
+        b, h = head_of(tl.minimum(member + 1, end - 1), owner_b, first_head, members_h, walk)
         next_dense = load_dense(mask, access, b, h, rows, keys, shape, MASK, WIDE)
-        b, h = head_of(member, owner_b, first_head, members_h)
+        b, h = head_of(member, owner_b, first_head, members_h, walk)
         q_tile = load_tile(
             q, q_strides, b, h, first, rows, shape.seqlen_q, dims, shape.head_dim,
             BLOCK_M, BLOCK_D, False, WIDE, True, PAD_D,

@@ -57,17 +57,17 @@ def short_forward_kernel(
     dims_v = tl.arange(0, BLOCK_DV)
     row_ok = rows < shape.seqlen_q
     stored = row_ok[:, None] & (dims_v < shape.head_dim_v)[None, :]
+    b, h = head_of(begin, owner_b, first_head, members_h, walk)
     base = base_scores(
-        bias, bias_strides, owner_b.to(tl.int64), first_head, first, 0, rows, keys, shape,
+        bias, bias_strides, b, first_head, first, 0, rows, keys, shape,
         BLOCK_M, BLOCK_N, BIAS, LEFT, RIGHT, WIDE,
     )  # fmt: skip
-    b, h = head_of(begin, owner_b, first_head, members_h)
     next_dense = load_dense(mask, access, b, h, rows, keys, shape, MASK, WIDE)
     for member in tl.range(begin, end, num_stages=STAGES):
         dense = next_dense
-        b, h = head_of(tl.minimum(member + 1, end - 1), owner_b, first_head, members_h)
+        b, h = head_of(tl.minimum(member + 1, end - 1), owner_b, first_head, members_h, walk)
         next_dense = load_dense(mask, access, b, h, rows, keys, shape, MASK, WIDE)
-        b, h = head_of(member, owner_b, first_head, members_h)
+        b, h = head_of(member, owner_b, first_head, members_h, walk)
         h_k = h // shape.group
         q_tile = load_tile(
             q, q_strides, b, h, first, rows, shape.seqlen_q, dims, shape.head_dim,

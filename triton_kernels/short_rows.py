@@ -11,26 +11,44 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .tile_ops import BAND, DENSE, DENSE_ROW, LOG2E, NO_BIAS, TILES, bits_by_row, in_band, load_bias
+from .tile_ops import (
+    BAND,
+    DENSE,
+    DENSE_ROW,
+    LOG2E,
+    NO_BIAS,
+    TILES,
+    bits_by_row,
+    entry_of,
+    in_band,
+    load_bias,
+    reader_of,
+)
 
 
 class MaskAccess(NamedTuple):
-    """Strides of a bool mask, of its bits, or of its intervals; 0 where broadcast. `group` heads share one head."""
+    """Strides of a bool mask, of its bits, or of its intervals, 0 where broadcast; the rest as in `BiasStrides`."""
 
     batch: int
     head: int
     row: int
     key: int
     group: int
+    repeat: int
+    entries: int
 
 
 class Walk(NamedTuple):
-    """Programs of a kernel: `owners_b` x `owners_h` heads of a bias, `tiles` each, and `chunk` heads at a time."""
+    """Programs of a kernel: `owners_b` x `owners_h` heads of a bias, `tiles` each, and `chunk` heads at a time.
+
+    `repeat` entries of the batch in a row read one of the bias.
+    """
 
     owners_b: int
     owners_h: int
     tiles: int
     chunk: int
+    repeat: int
 
 
 @triton.jit
@@ -58,9 +76,10 @@ def walk_of(walk, shape, program):
 
 
 @triton.jit
-def head_of(member, owner_b, first_head, members_h):
+def head_of(member, owner_b, first_head, members_h, walk):
     """The entry and the head that are the given member of a walk."""
-    return (owner_b + member // members_h).to(tl.int64), first_head + member % members_h
+    b = reader_of(owner_b, member // members_h, walk.repeat, walk.owners_b)
+    return b.to(tl.int64), first_head + member % members_h
 
 
 @triton.jit
@@ -85,7 +104,7 @@ def load_dense(mask, access, b, h, rows, keys, shape, MASK: tl.constexpr, WIDE: 
     they would be waited for.
     """
     if MASK == DENSE or MASK == DENSE_ROW:
-        head = mask + b * access.batch + (h // access.group).to(tl.int64) * access.head
+        head = mask + entry_of(b, access) * access.batch + (h // access.group).to(tl.int64) * access.head
         if WIDE:
             rows, keys = rows.to(tl.int64), keys.to(tl.int64)
         at = (keys * access.key)[None, :]
@@ -107,7 +126,7 @@ def masked(
     if MASK == DENSE or MASK == DENSE_ROW:
         s = tl.where(dense, s, float("-inf"))
     elif MASK != BAND:
-        offset = b * access.batch + (h // access.group).to(tl.int64) * access.head
+        offset = entry_of(b, access) * access.batch + (h // access.group).to(tl.int64) * access.head
         if MASK == TILES:
             allowed = bits_by_row(mask + offset, first_key, rows, shape.seqlen_q, access.row, BLOCK_M, BLOCK_N)
         else:

@@ -51,17 +51,22 @@ class Strides(NamedTuple):
 
 
 class BiasStrides(NamedTuple):
-    """Of a bias, 0 where it is broadcast; for a tensor descriptor, 1 where it is not. `group` query heads share one."""
+    """Of a bias, 0 where it is broadcast; for a tensor descriptor, 1 where it is not. `group` query heads share one.
+
+    It has so many `entries`, of which `repeat` in a row of the batch share one: see `entry_of`.
+    """
 
     batch: int
     head: int
     row: int
     key: int
     group: int
+    repeat: int
+    entries: int
 
 
 class MaskStrides(NamedTuple):
-    """Of bits and lists, or of kept and prefix, 0 where they are broadcast. `group` query heads share one."""
+    """Of bits and lists, or of kept and prefix, 0 where they are broadcast; the rest as of a bias."""
 
     batch: int
     head: int
@@ -70,6 +75,20 @@ class MaskStrides(NamedTuple):
     list_head: int
     list_row: int
     group: int
+    repeat: int
+    entries: int
+
+
+@triton.jit
+def entry_of(b, strides):
+    """The entry of a mask or a bias that entry b of the batch reads."""
+    return b // strides.repeat % strides.entries
+
+
+@triton.jit
+def reader_of(entry, number, repeat, entries):
+    """The entry of the batch that is the `number`-th to read an entry of a mask or a bias: `entry_of` turned round."""
+    return (number // repeat * entries + entry) * repeat + number % repeat
 
 
 @triton.jit
@@ -135,18 +154,24 @@ def load_bias(
     WIDE: tl.constexpr,
 ):
     """The (queries, keys) tile of a bias of one value per score, in its own dtype; zero beyond its edges."""
-    h_b = h // strides.group
     if TMA:
-        place = [(b * strides.batch).to(tl.int32), h_b * strides.head, first, first_key]
+        b_b, h_b = entry_of(b, strides), h // strides.group
+        place = [(b_b * strides.batch).to(tl.int32), h_b * strides.head, first, first_key]
         return bias.load(place).reshape(BLOCK_M, BLOCK_N)
     else:
-        base = bias + b * strides.batch + h_b.to(tl.int64) * strides.head
+        base = bias_head(bias, strides, b, h)
         if WIDE:
             pointers = base + rows.to(tl.int64)[:, None] * strides.row + keys.to(tl.int64)[None, :] * strides.key
         else:
             pointers = base + (rows * strides.row)[:, None] + (keys * strides.key)[None, :]
         inside = (rows < shape.seqlen_q)[:, None] & (keys < shape.seqlen_k)[None, :]
         return tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
+def bias_head(bias, strides, b, h):
+    """Where the head of a bias begins that query head h reads."""
+    return bias + entry_of(b, strides) * strides.batch + (h // strides.group).to(tl.int64) * strides.head
 
 
 @triton.jit
@@ -216,7 +241,9 @@ def mask_head(data, index, strides, b, h, MASK: tl.constexpr):
         return 0, 0
     else:
         h_m = (h // strides.group).to(tl.int64)
-        return data + b * strides.batch + h_m * strides.head, index + b * strides.list_batch + h_m * strides.list_head
+        b_m = entry_of(b, strides)
+        data += b_m * strides.batch + h_m * strides.head
+        return data, index + b_m * strides.list_batch + h_m * strides.list_head
 
 
 @triton.jit

@@ -9,9 +9,11 @@ from .. import operators
 from ..problem import AttentionProblem, Flags, Gradients, MaskView, NeedsGrad
 from ..reference import eager as chunked
 from ..reference import formula
+from .entries import whole_batch
 from .protocol import Availability, Rule
 
 NAME = "eager"
+REPEATS_ENTRIES = True
 
 FEATURES = frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"})
 RULES: tuple[Rule, ...] = ()
@@ -65,6 +67,7 @@ def _forward(
         softcap=flags.softcap,
         window_size=flags.window,
         chunk_bytes=_chunk_bytes,
+        repeats=(flags.mask_repeat, flags.bias_repeat),
     )
 
 
@@ -95,6 +98,7 @@ def _backward(
         softcap=flags.softcap,
         window_size=flags.window,
         chunk_bytes=_chunk_bytes,
+        repeats=(flags.mask_repeat, flags.bias_repeat),
         needs_grad=needs_grad,
     )
 
@@ -113,16 +117,20 @@ def differentiable_backward(
     bias: Tensor | None,
 ) -> Gradients:
     """The gradients as differentiable PyTorch, whose own derivative is the second derivative of attention."""
-    return formula.gradients(
+    dense, whole_bias = whole_batch(problem, mask.dense, bias)
+    dq, dk, dv, dbias = formula.gradients(
         dout,
         dlse,
         q,
         k,
         v,
-        mask.dense,
-        bias,
+        dense,
+        whole_bias,
         is_causal=problem.is_causal,
         softmax_scale=problem.softmax_scale,
         softcap=problem.softcap,
         window_size=problem.window_size,
     )
+    if dbias is not None and bias is not None:
+        dbias = formula.sum_entries(dbias, bias.shape[0], problem.flags.bias_repeat).to(bias.dtype)
+    return dq, dk, dv, dbias

@@ -62,6 +62,8 @@ class Backend(Protocol):
     Optional names:
         notes(problem) -> tuple[str, ...]: what `explain` should say of a call that it accepts, such as copies it makes.
         MASK_FORM = "prepared": a forward/backward pair that reads tile, key and interval masks.
+        REPEATS_ENTRIES = True: it reads a mask or a bias that some entries of the batch share and others do not, as
+            `mask_repeat` and `bias_repeat` of `Flags` have it; calls with such a one are refused otherwise.
         GATHERS_KEYS = True: of such a pair, that it fetches single keys, and few queries are best served by key masks.
         reads_dense(problem, direction) -> bool: of such a pair, whether that pass of a call is best served by a dense
             mask as it is. One that both passes read so is not prepared.
@@ -96,8 +98,9 @@ class KernelBackend(Backend, Protocol):
 
     `bias` is None or 4-D with each dimension 1 or full (the heads also `num_heads_k`); a dimension of stride 0 is a
     broadcast one. `mask` has the form "none" or "dense", with `MASK_FORM = "prepared"` also "tiles", "keys" or
-    "intervals"; both passes of a call receive the same. The band of the problem applies to every form, and is folded
-    into "tiles" and "intervals" already. `backward` returns None where `problem.needs_grad` asks for nothing.
+    "intervals"; both passes of a call receive the same. With `REPEATS_ENTRIES` the batch of mask and bias may be
+    another than 1 or full: see `Flags`. The band of the problem applies to every form, and is folded into "tiles" and
+    "intervals" already. `backward` returns None where `problem.needs_grad` asks for nothing.
     """
 
     def forward(
@@ -164,6 +167,11 @@ def reads_dense(backend: AnyBackend, problem: AttentionProblem, direction: Direc
     return reads is not None and reads(problem, direction)
 
 
+def repeats_entries(backend: AnyBackend | Backend) -> bool:
+    """Whether a backend reads masks and biases that a part of the batch shares."""
+    return getattr(backend, "REPEATS_ENTRIES", False)
+
+
 def has_forward_ad(backend: AnyBackend) -> bool:
     """Whether forward-mode derivatives go through a backend."""
     return getattr(backend, "HAS_FORWARD_AD", False)
@@ -179,7 +187,22 @@ def broken_rules(backend: Backend, problem: AttentionProblem, passes: tuple[Dire
     missing = [name for name in FEATURES if name in problem.features - backend.FEATURES]
     return (
         *(Reason(backend.NAME, name, f"{name} is set; this backend does not have it") for name in missing),
+        *(() if repeats_entries(backend) else _partly_shared(backend, problem)),
         *unmet(backend, backend.RULES, problem, passes),
+    )
+
+
+def _partly_shared(backend: Backend, problem: AttentionProblem) -> tuple[Reason, ...]:
+    specs = {"mask": problem.mask, "bias": problem.bias}
+    return tuple(
+        Reason(
+            backend.NAME,
+            f"shared_{name}",
+            f"{name} has {spec.shape[0]} entries beside a batch of {problem.batch}; this backend takes 1 or all",
+            f"expand the leading dims of {name} to those of q, or to 1",
+        )
+        for name in problem.partly_shared
+        if (spec := specs[name]) is not None
     )
 
 
@@ -196,6 +219,8 @@ def unmet(
 
 def accepts(backend: Backend, problem: AttentionProblem, direction: Direction) -> bool:
     """Whether a backend serves one pass of a call: the fast form of `broken_rules`."""
+    if problem.partly_shared and not repeats_entries(backend):
+        return False
     return problem.features <= backend.FEATURES and all_hold(backend.RULES, problem, direction)
 
 

@@ -7,10 +7,12 @@ from torch import Tensor
 from ..problem import FEATURES as FEATURE_NAMES
 from ..problem import AttentionProblem
 from ..reference import formula
+from .entries import whole_batch
 from .protocol import Availability, Rule
 
 NAME = "reference"
 HAS_FORWARD_AD = True
+REPEATS_ENTRIES = True
 FEATURES = frozenset(FEATURE_NAMES)
 RULES: tuple[Rule, ...] = ()
 AUTO_RULES: tuple[Rule, ...] = (
@@ -32,6 +34,7 @@ def attention(
     problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, ...]:
     """(out, lse), and the (B, Hq, Lq, Lk) probabilities where asked for; see `flash_dmattn.reference.formula`."""
+    mask, bias = whole_batch(problem, mask, bias)
     return formula.attention(
         q,
         k,

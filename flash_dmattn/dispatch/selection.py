@@ -67,6 +67,16 @@ def select(problem: AttentionProblem, backend: BackendChoice) -> Selection:
     return selection
 
 
+def select_pair(problem: AttentionProblem, backend: BackendChoice) -> Selection:
+    """The same out of backends that are a forward/backward pair: what is derived from a call has chosen one for it.
+
+    Raises:
+        BackendUnsupportedError, BackendUnavailableError: as for `select`.
+    """
+    requested = choice_in_force(backend)
+    return _choose_auto(problem, pairs_only=True) if requested == "auto" else choose(problem, requested)
+
+
 def choose(problem: AttentionProblem, requested: BackendChoice) -> Selection:
     """The choice itself: no warning, no record."""
     return _choose_auto(problem) if requested == "auto" else _choose_named(problem, check_choice(requested))
@@ -86,11 +96,13 @@ def selected_names(problem: AttentionProblem, selection: Selection) -> tuple[str
     return selection.forward.NAME, (selection.backward or selection.forward).NAME
 
 
-def _choose_auto(problem: AttentionProblem) -> Selection:
+def _choose_auto(problem: AttentionProblem, pairs_only: bool = False) -> Selection:
     needs_backward = any(problem.needs_grad)
     judged = judgement(problem)
     for name in order(judged):
         backend = BACKENDS[name]
+        if pairs_only and is_composite(backend):
+            continue
         # The few rules of auto first: they turn most calls on a CPU away from the others at once.
         if not all_hold(auto_rules(name, problem, judged), problem, "forward") or not _serves(name, problem, "forward"):
             continue

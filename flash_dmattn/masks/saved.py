@@ -6,7 +6,8 @@ only imported `flash_dmattn`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+import dataclasses
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -35,4 +36,9 @@ def restore(
     return types[form](seqlen_q, seqlen_k, is_causal, window_size, *tensors)
 
 
-torch.serialization.add_safe_globals([restore])
+def restore_leading(leading: tuple[int, ...], *fields: Any) -> PreparedMask:
+    """The same for a mask with leading dims, which stand before the arguments of `restore`."""
+    return dataclasses.replace(restore(*fields), leading=tuple(leading))
+
+
+torch.serialization.add_safe_globals([restore, restore_leading])

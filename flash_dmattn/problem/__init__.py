@@ -3,7 +3,7 @@
 from .arch import device_arch, parse_arch, sm_number
 from .band import Band, allowed_pairs, causal_window, keys_of_query, make_band
 from .bias import BiasClass, bias_class
-from .checks import as_scores, check_broadcast, check_flag, check_scale, check_softcap, check_window
+from .checks import as_scores, batch_names, check_broadcast, check_flag, check_scale, check_softcap, check_window
 from .description import (
     FEATURES,
     FLOAT_DTYPES,
@@ -16,8 +16,11 @@ from .description import (
     Shape4,
     TensorSpec,
     dtype_name,
+    spec_of,
     unpacked_spec,
 )
+from .leading import Repeats, fold_call, merge, unfold
+from .mapped import MappedCall
 from .tma import fits_tma
 
 __all__ = [
@@ -27,14 +30,17 @@ __all__ = [
     "Band",
     "BiasClass",
     "Flags",
+    "MappedCall",
     "Gradients",
     "MaskForm",
     "MaskView",
     "NeedsGrad",
+    "Repeats",
     "Shape4",
     "TensorSpec",
     "allowed_pairs",
     "as_scores",
+    "batch_names",
     "bias_class",
     "causal_window",
     "check_broadcast",
@@ -45,9 +51,13 @@ __all__ = [
     "device_arch",
     "dtype_name",
     "fits_tma",
+    "fold_call",
     "keys_of_query",
     "make_band",
+    "merge",
     "parse_arch",
     "sm_number",
+    "spec_of",
+    "unfold",
     "unpacked_spec",
 ]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from torch import Tensor
-
-from .description import Shape4
 
 
 def as_scores(x: Tensor) -> Tensor:
@@ -15,22 +14,32 @@ def as_scores(x: Tensor) -> Tensor:
     return x if dims == 4 else x[None] if dims == 3 else x[None, None]
 
 
-def check_broadcast(name: str, shape: tuple[int, ...], sizes: Shape4, num_heads_k: int) -> None:
-    """Refuse a 4-D mask or bias shape that does not broadcast to (batch, heads, seqlen_q, seqlen_k)."""
-    b, h, i, j = shape
-    if (
-        (b == 1 or b == sizes[0])
-        and (h == 1 or h == sizes[1] or h == num_heads_k)
-        and (i == 1 or i == sizes[2])
-        and (j == 1 or j == sizes[3])
-    ):
+def check_broadcast(name: str, shape: Sequence[int], sizes: Sequence[int], num_heads_k: int) -> None:
+    """Refuse a mask or bias shape that does not broadcast to (*batch, heads, seqlen_q, seqlen_k) of as many dims."""
+    *batch, h, i, j = shape
+    *wanted, num_heads, seqlen_q, seqlen_k = sizes
+    fits = (h == 1 or h in (num_heads, num_heads_k)) and (i == 1 or i == seqlen_q) and (j == 1 or j == seqlen_k)
+    for b, size in zip(batch, wanted, strict=True):
+        fits = fits and (b == 1 or b == size)
+    if fits:
         return
-    heads = f"{{1, {num_heads_k}, {sizes[1]}}}" if num_heads_k != sizes[1] else f"{{1, {sizes[1]}}}"
+    names = batch_names(len(batch))
+    heads = f"{{1, {num_heads_k}, {num_heads}}}" if num_heads_k != num_heads else f"{{1, {num_heads}}}"
+    leading = ", ".join(f"{dim} in {{1, {size}}}" for dim, size in zip(names, wanted, strict=True))
     raise ValueError(
-        f"{name} has shape {tuple(shape)}, read as (batch, heads, seqlen_q, seqlen_k); "
-        f"it needs batch in {{1, {sizes[0]}}}, heads in {heads}, "
-        f"seqlen_q in {{1, {sizes[2]}}} and seqlen_k in {{1, {sizes[3]}}}"
+        f"{name} has shape {tuple(shape)}, read as ({', '.join(names)}, heads, seqlen_q, seqlen_k); "
+        f"it needs {leading}, heads in {heads}, "
+        f"seqlen_q in {{1, {seqlen_q}}} and seqlen_k in {{1, {seqlen_k}}}"
     )
+
+
+def batch_names(number: int) -> tuple[str, ...]:
+    """What messages call the dims in front: batch where it is one, else by their number.
+
+    >>> batch_names(1), batch_names(2)
+    (('batch',), ('batch dim 0', 'batch dim 1'))
+    """
+    return ("batch",) if number == 1 else tuple(f"batch dim {dim}" for dim in range(number))
 
 
 def check_flag(name: str, value: bool) -> bool:

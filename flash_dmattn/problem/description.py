@@ -33,7 +33,8 @@ class MaskView(NamedTuple):
 
     "none" has no tensors; "dense" one bool tensor (Bm, Hm, Lq or 1, Lk or 1), in which a stride of 0 is a broadcast
     dim; "tiles" has bits, classes, row_lists and col_lists of a `TileMask`; "keys" has kept, count and prefix of a
-    `KeyMask`; "intervals" has start, stop, order, bounds, row_lists and col_lists of an `IntervalMask`.
+    `KeyMask`; "intervals" has start, stop, order, bounds, row_lists and col_lists of an `IntervalMask`. Bm is 1, the
+    batch size, or a number that `Flags.mask_repeat` goes with.
     """
 
     form: MaskForm = "none"
@@ -48,7 +49,8 @@ class MaskView(NamedTuple):
 class Flags(NamedTuple):
     """The numbers of a call that are no tensors, in the order of the operators' schemas.
 
-    `left` and `right` are the window with causality folded in, -1 for an unlimited side: see `causal_window`.
+    `left` and `right` are the window with causality folded in, -1 for an unlimited side: see `causal_window`. Entry b
+    of the batch reads entry `b // mask_repeat % Bm` of a mask with Bm entries, and so of the bias: see `leading.py`.
     """
 
     left: int
@@ -56,6 +58,8 @@ class Flags(NamedTuple):
     softmax_scale: float
     softcap: float
     deterministic: bool
+    mask_repeat: int = 1
+    bias_repeat: int = 1
 
     @property
     def window(self) -> tuple[int, int]:
@@ -154,6 +158,18 @@ class AttentionProblem(NamedTuple):
         return None if self.bias is None or not self.needs_grad.bias else bias_class(self.bias.shape)
 
     @property
+    def partly_shared(self) -> tuple[str, ...]:
+        """Which of "mask" and "bias" some entries of the batch share and others do not: see `Flags`."""
+        mask, bias, batch = self.mask, self.bias, self.batch
+        if (mask is None or mask.shape[0] in (1, batch)) and (bias is None or bias.shape[0] in (1, batch)):
+            return ()
+        return tuple(
+            name
+            for name, spec in (("mask", mask), ("bias", bias))
+            if spec is not None and spec.shape[0] not in (1, batch)
+        )
+
+    @property
     def features(self) -> frozenset[str]:
         """The arguments of `attention` that this call makes use of: see `FEATURES`."""
         return frozenset(name for name, is_used in FEATURES.items() if is_used(self))
@@ -170,8 +186,11 @@ class AttentionProblem(NamedTuple):
         mask = "prepared mask" if self.mask_form not in ("none", "dense") else "mask"
         for name, spec in ((mask, self.mask), ("bias", self.bias)):
             if spec is not None:
+                repeat = self.flags.bias_repeat if name == "bias" else self.flags.mask_repeat
                 parts.append(
-                    f"{name} {tuple(spec.shape)}" + ("" if spec.dtype == torch.bool else f" {dtype_name(spec.dtype)}")
+                    f"{name} {tuple(spec.shape)}"
+                    + ("" if spec.dtype == torch.bool else f" {dtype_name(spec.dtype)}")
+                    + ("" if spec.shape[0] in (1, self.batch) else f" of batch // {repeat} % {spec.shape[0]}")
                 )
         flags = [
             (self.is_causal, "causal"),
@@ -204,6 +223,11 @@ FEATURES: dict[str, Callable[[AttentionProblem], bool]] = {
 def dtype_name(dtype: torch.dtype) -> str:
     """The short name of a dtype, without the module."""
     return str(dtype).removeprefix("torch.")
+
+
+def spec_of(x: Tensor) -> TensorSpec:
+    """The description of a 4-D tensor."""
+    return TensorSpec(x.shape, x.stride(), x.dtype)  # type: ignore[arg-type]
 
 
 def unpacked_spec(shape: Shape4) -> TensorSpec:

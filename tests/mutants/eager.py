@@ -15,6 +15,20 @@ GRADIENTS = ("tests/test_formula.py::test_gradients_are_those_of_autograd",)
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
+        "chunks reach across entries of a mask or a bias that a part of the batch shares",
+        "reference/chunks.py",
+        "        for batch in _slices(self.batch, self.extent.batch, self._steps):\n",
+        "        for batch in _slices(self.batch, self.extent.batch):\n",
+        ("tests/test_leading_dims.py::test_chunks_of_eager_do_not_mix_entries",),
+    ),
+    Fault(
+        "what a mask occupies in a chunk is that of its first entry",
+        "reference/chunks.py",
+        "            row = [any(cells) for cells in zip(*found)]\n",
+        "            row = found[0]\n",
+        ("tests/test_leading_dims.py::test_chunks_of_eager_do_not_mix_entries",),
+    ),
+    Fault(
         "an empty row among split rows is divided by its sum of 0",
         EAGER,
         "                    row_sum.masked_fill_(row_sum == 0, 1.0)\n",

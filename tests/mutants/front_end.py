@@ -10,7 +10,67 @@ INVALID = "tests/test_validation.py::test_invalid_call_names_argument_found_and_
 VALID = "tests/test_validation.py::test_valid_call_passes_and_is_read_as_the_contract_says"
 FAKES = ("tests/test_ops.py::test_fakes_agree_with_what_runs[mask full-bias full-contiguous]",)
 
+LEADING = "tests/test_leading_dims.py::"
+SHARINGS = (f"{LEADING}test_every_sharing_of_mask_and_bias[(2, 3)-(2, 1)-eager]",)
+PER_SAMPLE = f"{LEADING}test_vmap_and_per_sample_gradients"
+
 FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "the repeat of a shared tensor counts the dims in front of its own",
+        "flash_dmattn/problem/leading.py",
+        "math.prod(batch[end:])\n",
+        "math.prod(batch[:first])\n",
+        SHARINGS,
+    ),
+    Fault(
+        "a shared dim between two that are not is left as it is",
+        "flash_dmattn/problem/leading.py",
+        "(*dims[:first], *batch[first:end], *dims[end:])",
+        "dims",
+        (f"{LEADING}test_every_sharing_of_mask_and_bias[(2, 3, 2)-(2, 1, 2)-eager]",),
+    ),
+    Fault(
+        "a dim of stride 0 is taken for shared although each element has a gradient of its own",
+        "flash_dmattn/problem/leading.py",
+        "keeps_shape=x.requires_grad and torch.is_grad_enabled())",
+        "keeps_shape=False)",
+        (f"{LEADING}test_an_expanded_bias_has_a_gradient_in_each_of_its_elements",),
+    ),
+    Fault(
+        "the gradient of an expanded bias is summed in 16 bits",
+        "flash_dmattn/problem/leading.py",
+        "        x = x.float()  # the",
+        "        pass  # the",
+        (f"{LEADING}test_the_gradient_of_a_shared_bias_is_rounded_once",),
+    ),
+    Fault(
+        "calls that differ in a repeat are remembered as one",
+        "flash_dmattn/api.py",
+        "return_lse, return_probs, repeats)\n",
+        "return_lse, return_probs, None)\n",
+        (f"{LEADING}test_calls_alike_are_described_once",),
+    ),
+    Fault(
+        "a backend that reads no part of a batch is given one",
+        "flash_dmattn/backends/protocol.py",
+        "    if problem.partly_shared and not repeats_entries(backend):\n        return False\n",
+        "",
+        (f"{LEADING}test_a_backend_that_does_not_say_so_is_not_given_a_partly_shared_tensor",),
+    ),
+    Fault(
+        "mapped calls share the gradient of a bias that they share",
+        "flash_dmattn/problem/mapped.py",
+        "        if expand:\n",
+        "        if False:\n",
+        (PER_SAMPLE,),
+    ),
+    Fault(
+        "a mapped dim is folded behind the batch",
+        "flash_dmattn/problem/mapped.py",
+        "x.movedim(dim, 0)\n        return merge(x, 2)\n",
+        "x.movedim(dim, 0)\n        return merge(x.transpose(0, 1), 2)\n",
+        (PER_SAMPLE,),
+    ),
     Fault(
         "a remembered call is known by its backend argument, not by the choice in force",
         "flash_dmattn/dispatch/call_cache.py",

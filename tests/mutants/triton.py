@@ -13,6 +13,20 @@ INTERVALS = ("tests/test_triton_interpreter.py::test_interval_masks",)
 PACKED, BEYOND_INT32 = (f"{_PACKING}[shapes]",), (f"{_PACKING}[beyond_int32]",)
 
 FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "the entry of a mask or a bias does not begin anew",
+        "triton_kernels/tile_ops.py",
+        "    return b // strides.repeat % strides.entries\n",
+        "    return b // strides.repeat\n",
+        ("tests/test_triton_interpreter.py::test_entries_that_a_part_of_the_batch_shares[three dims]",),
+    ),
+    Fault(
+        "the gradient of a shared bias sums over other entries than those that read it",
+        "triton_kernels/tile_ops.py",
+        "(number // repeat * entries + entry) * repeat + number % repeat",
+        "(number // repeat * entries + entry) * repeat",
+        ("tests/test_triton_interpreter.py::test_entries_that_a_part_of_the_batch_shares[bias per score]",),
+    ),
     # Scores and their sums
     Fault(
         "forward: out is not corrected when a maximum rises",

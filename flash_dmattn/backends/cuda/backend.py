@@ -223,7 +223,7 @@ def _backward(
     if bias is not None and needs_grad.bias:
         dbias_class = bias_class(bias.shape)
         if dbias_class == "query":
-            dbias = query_gradient(bias, dlse, lse, num_heads_k)
+            dbias = query_gradient(bias, dlse, lse, num_heads_k, flags.bias_repeat)
         elif dbias_class == "key":
             # In an order of keys the kernel adds to them; else it writes all of them.
             allocate = torch.zeros if mask.form == "intervals" else torch.empty
@@ -250,7 +250,7 @@ def _backward(
         numbers = (low, high, flags.softmax_scale, flags.softcap, flags.deterministic, NUM_DBIAS_CHUNKS)
         _kernels().differentiate(*tensors, *results, *numbers)
     if bias is not None and sums is not None:
-        dbias = key_gradient(bias, sums, num_heads_k)
+        dbias = key_gradient(bias, sums, num_heads_k, flags.bias_repeat)
     return dq, dk, dv, dbias
 
 

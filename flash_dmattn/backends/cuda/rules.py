@@ -242,8 +242,8 @@ AUTO_RULES: tuple[Rule, ...] = (
         'backend="cuda" runs it all the same',
     ),
     Rule(
-        # D32 beside D64's tiles: 0.82, with a mask 1.07; with a bias per score 0.97 to 1.06, of 144 and 200 keys 1.35 and
-        # 5.1, of 256 0.84; with the gradient of a shared one, both passes, 1.29 (256 keys) to 1.48.
+        # D32 beside D64's tiles: 0.82, with a mask 1.07; with a bias per score 0.97 to 1.06, of 144 1.35, of 200 5.1,
+        # of 256 0.84; with the gradient of a shared one, both passes, 1.29 (256 keys) to 1.48.
         "narrow_heads",
         lambda p: (
             p.mask is not None

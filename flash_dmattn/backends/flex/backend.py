@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from ...problem import AttentionProblem, BiasClass, TensorSpec, bias_class, dtype_name
+from ...reference import formula
 from ..protocol import Availability, Rule
 from .blocks import BLOCK, Limits, limits_of, prepare_blocks, prepare_in_graph
 
 NAME = "flex"
+REPEATS_ENTRIES = True
 FEATURES = frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"})
 
 _INT32_MAX = 2**31 - 1
@@ -214,8 +216,8 @@ def attention(
         problem.softcap,
         problem.num_heads != problem.num_heads_k,
         problem.return_lse,
-        None if mask is None else graph.shared(mask, problem.num_heads),
-        None if bias is None else graph.shared(bias, problem.num_heads),
+        None if mask is None else graph.shared(mask, problem.num_heads, problem.batch, problem.flags.mask_repeat),
+        None if bias is None else graph.shared(bias, problem.num_heads, problem.batch, problem.flags.bias_repeat),
         _num_stages(problem, mask, bias),
         # Torch chooses its decoding kernel below 128 queries, and then finds no configuration of it where the queries
         # of a group of heads fill more than one block (H200, torch 2.11).
@@ -223,7 +225,7 @@ def attention(
     )
     if compiling:
         results = graph.run(form, q, k, v, _realise(mask), _realise(bias), lower, upper, lists)
-        return results if row_bias is None else _through_lse(results, row_bias)
+        return results if row_bias is None else _through_lse(problem, results, row_bias)
     specialised = _specialised(problem, limits, bias)
     # With symbolic lengths Inductor's CPU kernel does not always compile (an undeclared name in its C++, torch 2.13).
     static = problem.device == "cpu" and graph.compiler == "inductor"
@@ -231,7 +233,7 @@ def attention(
         specialised += (problem.batch, problem.seqlen_q, problem.seqlen_k, None if mask is None else mask.shape)
     function = graph.compiled(form, specialised, dynamic=False if static else None)
     results = function(q, k, v, mask, bias, lower, upper, lists)
-    return results if row_bias is None else _through_lse(results, row_bias)
+    return results if row_bias is None else _through_lse(problem, results, row_bias)
 
 
 def _specialised(problem: AttentionProblem, limits: Limits, bias: Tensor | None) -> tuple[object, ...]:
@@ -287,14 +289,15 @@ def _partial_sums(problem: AttentionProblem, bias: Tensor) -> Tensor:
     Autograd adds those up in pairs. One sum of a million terms, each added by an atomic, loses 5e-5 in fp32, and the
     atomics wait for one another.
     """
-    return _per_query_head(bias, problem.num_heads).expand(problem.batch, -1, -1, -1).contiguous()
+    bias = formula.spread_entries(_per_query_head(bias, problem.num_heads), problem.batch, problem.flags.bias_repeat)
+    return bias.expand(problem.batch, -1, -1, -1).contiguous()
 
 
 def _per_query_head(x: Tensor, num_heads: int) -> Tensor:
     return x.unsqueeze(2).expand(-1, -1, num_heads // x.shape[1], -1, -1).flatten(1, 2)
 
 
-def _through_lse(results: tuple[Tensor, ...], bias: Tensor) -> tuple[Tensor, ...]:
+def _through_lse(problem: AttentionProblem, results: tuple[Tensor, ...], bias: Tensor) -> tuple[Tensor, ...]:
     """Add the gradient of a bias of one number per query: out does not depend on it, and lse as on a summand.
 
     Summing ds over the keys would give the same but for the rounding of delta, which is then all that is left of it.
@@ -304,7 +307,9 @@ def _through_lse(results: tuple[Tensor, ...], bias: Tensor) -> tuple[Tensor, ...
     if len(results) == 1:
         return (out,)
     lse = results[1]
-    rows = _per_query_head(bias, lse.shape[1]).squeeze(3)
+    rows = formula.spread_entries(
+        _per_query_head(bias, lse.shape[1]).squeeze(3), problem.batch, problem.flags.bias_repeat
+    )
     return out, lse + torch.where(lse == -torch.inf, 0.0, rows - rows.detach())
 
 

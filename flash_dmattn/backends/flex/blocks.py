@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...problem import AttentionProblem
+from ...reference import formula
 
 # FlexAttention's own default; every tile its kernels pick for the head dims it accepts divides it.
 BLOCK = 128
@@ -74,7 +75,8 @@ def prepare_blocks(mask: Tensor | None, limits: Limits, problem: AttentionProble
     """
     if mask is None and limits == Limits(None, None):
         return Blocks(None, None, None)
-    lists = block_lists(mask, limits, problem.num_heads, problem.seqlen_q, problem.seqlen_k, device)
+    p = problem
+    lists = block_lists(mask, limits, p.num_heads, p.seqlen_q, p.seqlen_k, device, (p.batch, p.flags.mask_repeat))
     lower, upper = (None if n is None else torch.full((), n, dtype=torch.int32, device=device) for n in limits)
     return Blocks(lists, lower, upper)
 
@@ -88,7 +90,7 @@ def prepare_in_graph(mask: Tensor | None, limits: Limits, problem: AttentionProb
         return Blocks(None, None, None)
     p = problem
     *lists, lower, upper = torch.ops.flash_dmattn.flex_blocks(
-        mask, limits.lower, limits.upper, p.num_heads, p.seqlen_q, p.seqlen_k, device
+        mask, limits.lower, limits.upper, p.num_heads, p.seqlen_q, p.seqlen_k, device, p.batch, p.flags.mask_repeat
     )
     return Blocks(BlockLists(*lists), None if limits.lower is None else lower, None if limits.upper is None else upper)
 
@@ -96,7 +98,7 @@ def prepare_in_graph(mask: Tensor | None, limits: Limits, problem: AttentionProb
 _LIBRARY = torch.library.Library("flash_dmattn", "FRAGMENT")
 _LIBRARY.define(
     "flex_blocks(Tensor? mask, SymInt? lower, SymInt? upper, SymInt num_heads, SymInt seqlen_q, SymInt seqlen_k, "
-    "Device device) -> Tensor[]"
+    "Device device, SymInt batch, SymInt repeat) -> Tensor[]"
 )
 
 
@@ -108,8 +110,10 @@ def _blocks(
     seqlen_q: int,
     seqlen_k: int,
     device: torch.device,
+    batch: int,
+    repeat: int,
 ) -> list[Tensor]:
-    lists = block_lists(mask, Limits(lower, upper), num_heads, seqlen_q, seqlen_k, device)
+    lists = block_lists(mask, Limits(lower, upper), num_heads, seqlen_q, seqlen_k, device, (batch, repeat))
     # An operator returns no None: an unused limit is filled with 0.
     limits = [torch.full((), limit or 0, dtype=torch.int32, device=device) for limit in (lower, upper)]
     return [*lists, *limits]
@@ -123,9 +127,11 @@ def _blocks_fake(
     seqlen_q: int,
     seqlen_k: int,
     device: torch.device,
+    batch: int,
+    repeat: int,
 ) -> list[Tensor]:
-    batch, heads = (1, 1) if mask is None else (mask.shape[0], mask.shape[1])
-    lists = (batch, heads if heads == 1 else num_heads)
+    entries, heads = (1, 1) if mask is None else (mask.shape[0], mask.shape[1])
+    lists = (entries if entries == 1 else batch, heads if heads == 1 else num_heads)
     rows, columns = ((length + BLOCK - 1) // BLOCK for length in (seqlen_q, seqlen_k))
     shapes = [(*lists, rows), (*lists, rows, columns)] * 2 + [(*lists, columns), (*lists, columns, rows)] * 2 + [()] * 2
     return [torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes]
@@ -136,9 +142,15 @@ torch.library.register_fake("flash_dmattn::flex_blocks", _blocks_fake, lib=_LIBR
 
 
 def block_lists(
-    mask: Tensor | None, limits: Limits, num_heads: int, seqlen_q: int, seqlen_k: int, device: torch.device
+    mask: Tensor | None,
+    limits: Limits,
+    num_heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    device: torch.device,
+    entries: tuple[int, int] | None = None,
 ) -> BlockLists:
-    """The tile lists of a mask and a limits; arguments as for `prepare_blocks`.
+    """The tile lists of a mask and a limits; arguments as for `prepare_blocks`, `entries` the batch and `mask_repeat`.
 
     >>> lists = block_lists(None, Limits(None, 0), 1, 256, 256, torch.device("cpu"))
     >>> lists.kv_num_blocks.tolist(), lists.full_kv_num_blocks.tolist()  # the diagonal, and what lies below it
@@ -149,6 +161,9 @@ def block_lists(
     if heads not in (1, num_heads):
         # The kernels look a query head up modulo the number of lists, where grouped heads need it divided.
         partial, full = (x.repeat_interleave(num_heads // heads, dim=1) for x in (partial, full))
+    if entries is not None:
+        # Nor do they divide the batch where parts of it share an entry.
+        partial, full = (formula.spread_entries(x, *entries) for x in (partial, full))
     return BlockLists(
         *_compact(partial),
         *_compact(full),

@@ -21,10 +21,15 @@ compiler = "inductor"
 
 
 class Shared(NamedTuple):
-    """How a mask or bias is shared: which of (batch, head, query, key) it has, and query heads per head of it."""
+    """How a mask or bias is shared: which of (batch, head, query, key) it has, and query heads per head of it.
+
+    `entries` is (repeat, size) where entry b of the batch reads entry b // repeat % size of it, None where it has one
+    for each.
+    """
 
     dims: tuple[bool, bool, bool, bool]
     group: int
+    entries: tuple[int, int] | None = None
 
 
 class Form(NamedTuple):
@@ -40,11 +45,12 @@ class Form(NamedTuple):
     no_decoding: bool  # keep torch from its kernel for few queries
 
 
-def shared(x: Tensor, num_heads: int) -> Shared:
-    """How a mask or bias, its broadcast dims of size 1, is shared by `num_heads` query heads."""
+def shared(x: Tensor, num_heads: int, batch: int, repeat: int) -> Shared:
+    """How a mask or bias, its broadcast dims of size 1, is shared by `num_heads` query heads and a batch."""
     b, h, i, j = (size > 1 for size in x.shape)
     # int() makes it a constant also where a caller's graph has symbolic sizes.
-    return Shared((b, h, i, j), int(num_heads // x.shape[1]) if h else 1)
+    entries = (int(repeat), int(x.shape[0])) if b and x.shape[0] != batch else None
+    return Shared((b, h, i, j), int(num_heads // x.shape[1]) if h else 1, entries)
 
 
 def run(
@@ -135,7 +141,9 @@ def run(
 def _index(shared: Shared, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, ...]:
     # Four tensors always: a dim dropped by a view breaks the CPU kernel with symbolic lengths, and a literal 0 the
     # gradient of a captured tensor. The compiler folds x * 0.
-    (has_b, has_h, has_i, has_j), group = shared
+    (has_b, has_h, has_i, has_j), group, entries = shared
+    if entries is not None:
+        b = b // entries[0] % entries[1]
     if group > 1:
         h = h // group
     return b if has_b else b * 0, h if has_h else h * 0, i if has_i else i * 0, j if has_j else j * 0

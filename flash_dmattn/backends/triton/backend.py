@@ -19,6 +19,7 @@ NAME = "triton"
 FEATURES = frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"})
 MASK_FORM = "prepared"
 GATHERS_KEYS = True
+REPEATS_ENTRIES = True
 
 MAX_HEAD_DIM = 256
 
@@ -123,8 +124,8 @@ def _forward(
         if mask.form != "none" and not _kernels().is_short_forward(q, k, v, mask):
             mask = walked_view(mask, q, k, bias, flags, needs_dbias=False, gathers=GATHERS_KEYS)
             if mask.form == "intervals":
-                ordered = Ordered(q, k, v, mask, bias)
-                k, v, mask, bias = ordered.k, ordered.v, ordered.mask, ordered.bias
+                ordered = Ordered(q, k, v, mask, bias, flags)
+                k, v, mask, bias, flags = ordered.k, ordered.v, ordered.mask, ordered.bias, ordered.flags
         _kernels().forward(q, k, v, mask, bias, out, lse, flags)
     return out, lse
 
@@ -162,9 +163,9 @@ def _backward(
     if reads_it or mask.form != "intervals":
         gradients: Gradients = run(dout, dlse, q, k, v, mask, bias, out, lse, flags, needs_grad)
         return gradients
-    ordered = Ordered(q, k, v, mask, bias, needs_dbias=needs_grad.bias)
+    ordered = Ordered(q, k, v, mask, bias, flags, needs_dbias=needs_grad.bias)
     inputs = (q, ordered.k, ordered.v, ordered.mask, ordered.bias)
-    dq, dk, dv, dbias = run(dout, dlse, *inputs, out, lse, flags, needs_grad)
+    dq, dk, dv, dbias = run(dout, dlse, *inputs, out, lse, ordered.flags, needs_grad)
     return dq, ordered.by_key(dk), ordered.by_key(dv), ordered.bias_by_key(dbias)
 
 

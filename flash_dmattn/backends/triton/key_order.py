@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...problem import MaskView, bias_class
+from ...problem import Flags, MaskView, bias_class
+from ...reference import formula
 from ..interval_walk import interval_walk
 
 
@@ -18,11 +19,20 @@ class Ordered:
     Attributes:
         mask: of the form "tiles".
         k, v, bias: as the kernels read them. A bias that was put in order is fp32, so that its gradient is rounded
-            once.
+            once, and has an entry for each of the batch where a part of it shares one and the mask has several.
+        flags: as these have it.
     """
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None, *, needs_dbias: bool = False
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: MaskView,
+        bias: Tensor | None,
+        flags: Flags,
+        *,
+        needs_dbias: bool = False,
     ) -> None:
         walk = interval_walk(mask, q.shape[1], k.shape[2], bias, needs_dbias=needs_dbias)
         words = walk.bounds.view(torch.int64).squeeze(-1)
@@ -33,20 +43,29 @@ class Ordered:
 
             classes = interval_classes(walk.bounds, q.shape[1])
         self.mask = MaskView("tiles", (words, classes, walk.row_lists, walk.col_lists))
-        self.k, self.v, self.bias = k, v, bias
-        self._given_bias, self._rows, self._order = bias, None, walk.order
+        self.k, self.v, self.bias, self.flags = k, v, bias, flags
+        self._given_bias, self._bias_repeat, self._rows = bias, flags.bias_repeat, None
         if walk.order is None:
             return
         batch, seqlen_k, heads, _ = k.shape
-        order = walk.order.long().expand(batch, heads, seqlen_k).transpose(1, 2)
+        # k and v are copied for each entry of the batch, so that is what orders are for.
+        orders = formula.spread_entries(walk.order.long(), batch, flags.mask_repeat)
+        order = orders.expand(batch, heads, seqlen_k).transpose(1, 2)
         pairs = torch.arange(batch * heads, device=k.device).view(batch, 1, heads)
         self._rows = (pairs // heads * seqlen_k + order) * heads + pairs % heads
         start, stop = walk.bounds[:, :, :seqlen_k].unbind(-1)
         # Zeros for dead keys beside live ones: a product takes them all, and 0 * NaN is NaN.
-        dead = (start >= stop).expand(batch, heads, seqlen_k).transpose(1, 2)[..., None]
+        dead = (
+            formula.spread_entries(start >= stop, batch, flags.mask_repeat)
+            .expand(batch, heads, seqlen_k)
+            .transpose(1, 2)[..., None]
+        )
         self.k, self.v = (x.reshape(-1, x.shape[3])[self._rows].masked_fill_(dead, 0) for x in (k, v))
         if bias is not None and bias_class(bias.shape, bias.stride()) == "key":
-            self._bias_order = self._order_of_bias(bias, walk.order, q.shape[2])
+            if orders.shape[0] > 1 and bias.shape[0] not in (1, batch):
+                bias = formula.spread_entries(bias, batch, flags.bias_repeat)
+                self.flags = flags._replace(bias_repeat=1)
+            self._bias_order = self._order_of_bias(bias, orders, q.shape[2])
             values = bias[:, :, :1].float().expand(*self._bias_order.shape[:2], 1, seqlen_k)
             self.bias = values.gather(3, self._bias_order[:, :, None])
 
@@ -56,7 +75,7 @@ class Ordered:
         if bias.shape[1] == num_heads and order.shape[1] not in (1, num_heads):
             order = order.repeat_interleave(num_heads // order.shape[1], 1)
         shape = torch.broadcast_shapes(bias.shape[:2], order.shape[:2])
-        return order.long().expand(*shape, -1)
+        return order.expand(*shape, -1)
 
     def by_key(self, gradient: Tensor | None) -> Tensor | None:
         """The gradient of k or of v in the order of keys."""
@@ -71,4 +90,6 @@ class Ordered:
         if gradient is None or given is None or self.bias is given:
             return gradient
         ordered = torch.empty_like(gradient).scatter_(3, self._bias_order[:, :, None], gradient)
+        if ordered.shape[0] != given.shape[0] != 1:
+            ordered = formula.sum_entries(ordered, given.shape[0], self._bias_repeat)
         return ordered.sum_to_size(given.shape).to(given.dtype)

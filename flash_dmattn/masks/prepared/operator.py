@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -135,6 +135,17 @@ def _prepare_fake(
     return made
 
 
+def _prepare_many(
+    info: Any, in_dims: tuple[Any, ...], mask: torch.Tensor, *others: Any
+) -> tuple[list[torch.Tensor], list[int]]:
+    """The rule of `torch.vmap`: the masks of all its calls are entries of one."""
+    masks = mask.movedim(in_dims[0], 0)
+    entries = masks.shape[:2]
+    made = _OPERATOR(masks.flatten(0, 1), *others)
+    return [x.view(*entries, *x.shape[1:]) for x in made], [0] * len(made)
+
+
 _LIBRARY.impl("prepare_mask", prepare, "CompositeExplicitAutograd")
 torch.library.register_fake("flash_dmattn::prepare_mask", _prepare_fake, lib=_LIBRARY)
 _OPERATOR = torch.ops.flash_dmattn.prepare_mask.default
+torch.library.register_vmap("flash_dmattn::prepare_mask", _prepare_many, lib=_LIBRARY)

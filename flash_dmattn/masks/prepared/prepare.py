@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ...problem import causal_window, check_flag, check_window
+from ...problem import causal_window, check_flag, check_window, merge
 from ..arguments import bool_mask, integer
+from ..broadcast import collapse
 from .intervals import IntervalMask
 from .operator import prepared_key_form, prepared_view
 from .packers import packer
@@ -35,8 +36,9 @@ def prepare_mask(
     heads; tiles outside the band are not read.
 
     Args:
-        mask: bool tensor of 2 to 4 dims, read from the right as (Bm, Hm, Lq or 1, Lk or 1), any strides. Hm may be 1,
-            Hk or Hq: heads stay as they are.
+        mask: bool tensor of 2 dims or more, read from the right as (*batch, Hm, Lq or 1, Lk or 1), any strides. Hm may
+            be 1, Hk or Hq: heads stay as they are. Leading dims, each 1 or that of the calls, fold into the one batch
+            of the result, which knows them as `batch_dims`.
         seqlen_q, seqlen_k: number of queries and keys; needed where the mask has size 1 for all of them.
         is_causal: forbid keys past i + Lk - Lq.
         window_size: `(left, right)` keys around i + Lk - Lq; -1 is unlimited on that side.
@@ -59,10 +61,14 @@ def prepare_mask(
         >>> prepare_mask(padding_mask([3, 5], 6), seqlen_q=6).kept.tolist()
         [[[0, 1, 2, 6, 6, 6]], [[0, 1, 2, 3, 4, 6]]]
     """
+    leading = None
+    if isinstance(mask, torch.Tensor) and mask.dim() > 4:
+        mask = collapse(mask, dims=tuple(range(mask.dim() - 3)))
+        leading, mask = tuple(mask.shape[:-3]), merge(mask, mask.dim() - 3)
     given = bool_mask("mask", mask)
     if mask.dim() < 2:
         raise ValueError(
-            f"mask has shape {tuple(mask.shape)} ({mask.dim()}-D) and must have 2 to 4 dims, the last two of them "
+            f"mask has shape {tuple(mask.shape)} ({mask.dim()}-D) and must have 2 dims or more, the last two of them "
             f"(seqlen_q, seqlen_k); pass mask[None] for keys."
         )
     seqlen_q = _length("seqlen_q", "row", given.size(2), seqlen_q)
@@ -71,7 +77,7 @@ def prepare_mask(
     of_keys = prepared_key_form(seqlen_q, None if reorder is None else check_flag("reorder", reorder))
     view = prepared_view(given, seqlen_q, seqlen_k, causal_window(is_causal, window_size), of_keys)
     kind = _KINDS[view.form]
-    return kind(seqlen_q, seqlen_k, is_causal, window_size, *view.tensors)
+    return kind(seqlen_q, seqlen_k, is_causal, window_size, *view.tensors, leading=leading)
 
 
 def _length(name: str, what: str, size: int, given: int | None) -> int:

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -14,7 +16,7 @@ import torch
 
 from ...problem import Band, MaskView, causal_window, make_band
 from ..blocks import MaskStats
-from ..saved import restore
+from ..saved import restore, restore_leading
 from . import packing
 from .packing import EMPTY, FULL, TILE
 
@@ -30,6 +32,8 @@ class PreparedMask(ABC):
         seqlen_q, seqlen_k: number of queries and keys of the calls it is for.
         is_causal, window_size: the band that is part of it, bottom-right aligned; -1 is unlimited on that side.
         form: "tiles" of a `TileMask`, "keys" of a `KeyMask`, "intervals" of an `IntervalMask`.
+        batch_dims: the leading dims that its batch of Bm entries stands for, each 1 or that of the calls: (Bm,), or as
+            the mask had them that it was made of.
     """
 
     form: ClassVar[Literal["tiles", "keys", "intervals"]]
@@ -38,6 +42,27 @@ class PreparedMask(ABC):
     seqlen_k: int
     is_causal: bool
     window_size: tuple[int, int]
+    leading: tuple[int, ...] | None = field(default=None, kw_only=True)
+
+    @property
+    def batch_dims(self) -> tuple[int, ...]:
+        return self.shape[:1] if self.leading is None else self.leading
+
+    def expand_batch(self, dims: tuple[int, ...]) -> Self:
+        """The same mask with its leading dims expanded: a copy of its tensors.
+
+        Args:
+            dims: as many as `batch_dims` or more, each as there or, where that is 1, any.
+        """
+        own = (*(1,) * (len(dims) - len(self.batch_dims)), *self.batch_dims)
+        tensors = [
+            x.view(*own, *x.shape[1:]).expand(*dims, *x.shape[1:]).reshape(math.prod(dims), *x.shape[1:])
+            for x in self.tensors
+        ]
+        return self._with(tensors, dims)
+
+    def _with(self, tensors: Sequence[torch.Tensor], leading: tuple[int, ...] | None) -> Self:
+        return type(self)(self.seqlen_q, self.seqlen_k, self.is_causal, self.window_size, *tensors, leading=leading)
 
     @property
     def band(self) -> Band | None:
@@ -81,16 +106,18 @@ class PreparedMask(ABC):
         tensors = [x.to(device, non_blocking=non_blocking) for x in self.tensors]
         if all(moved is x for moved, x in zip(tensors, self.tensors, strict=True)):
             return self
-        return type(self)(self.seqlen_q, self.seqlen_k, self.is_causal, self.window_size, *tensors)
+        return self._with(tensors, self.leading)
 
     def __reduce__(self) -> tuple[object, ...]:
         """For pickle, copy and `torch.save`: the fields alone, since what is cached may name a device left behind."""
-        return restore, (self.form, self.seqlen_q, self.seqlen_k, self.is_causal, self.window_size, *self.tensors)
+        fields = (self.form, self.seqlen_q, self.seqlen_k, self.is_causal, self.window_size, *self.tensors)
+        return (restore, fields) if self.leading is None else (restore_leading, (self.leading, *fields))
 
     def __repr__(self) -> str:
         # Not the values: printing them waits for the device, and there may be millions.
+        leading = "" if self.leading is None else f"batch_dims={self.leading}, "
         return (
-            f"{type(self).__name__}(shape={self.shape}, seqlen_q={self.seqlen_q}, is_causal={self.is_causal}, "
+            f"{type(self).__name__}(shape={self.shape}, {leading}seqlen_q={self.seqlen_q}, is_causal={self.is_causal}, "
             f"window_size={self.window_size}, device={str(self.device)!r})"
         )
 

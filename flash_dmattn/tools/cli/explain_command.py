@@ -18,7 +18,11 @@ def add_parser(commands: Any) -> None:
         "the shapes may be as large as you like and the GPU need not be in this machine.",
     )
     parser.add_argument(
-        "--q", type=sizes, required=True, metavar="B,Lq,H,D", help="shape of q: batch, queries, heads, head dim"
+        "--q",
+        type=sizes,
+        required=True,
+        metavar="B,Lq,H,D",
+        help="shape of q: batch (or more dims of it), queries, heads, head dim",
     )
     parser.add_argument("--kv-heads", type=count, metavar="Hk", help="heads of k and v (default: those of q)")
     parser.add_argument("--seqlen-k", type=count, metavar="Lk", help="number of keys (default: that of queries)")

@@ -1,0 +1,428 @@
+"""Leading batch dims: q, k, v of any rank from 4, masks and biases that broadcast over them, and `torch.vmap`."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from flex_fixture import eager_flex
+from leading_calls import DV, HK, LK, LQ, D, H, LeadingCall, assert_accurate, results, whole
+from out_of_tree import KernelPair, registered
+from torch import Tensor
+
+import flash_dmattn
+from flash_dmattn import api
+from flash_dmattn.backends import eager
+from flash_dmattn.dispatch import call_cache
+from flash_dmattn.masks import prepare_mask
+from flash_dmattn.reference import formula
+
+# Which of the leading dims a mask or a bias has: one that is shared lies before, behind or between its own.
+BATCHES = {(2, 3): [(2, 3), (2, 1), (1, 3), (1, 1)], (2, 3, 2): [(2, 1, 2), (1, 3, 1), (2, 3, 1), (1, 1, 2)]}
+CASES = [(batch, dims) for batch, all_dims in BATCHES.items() for dims in all_dims]
+SCORES = [(1, LQ, LK), (HK, LQ, LK), (H, 1, LK), (H, LQ, 1)]
+
+
+def run(backend: Any) -> Any:
+    return lambda *tensors, **flags: flash_dmattn.attention(*tensors, return_lse=True, backend=backend, **flags)
+
+
+@pytest.mark.parametrize("backend", ["eager", "reference"])
+@pytest.mark.parametrize(("batch", "dims"), CASES, ids=str)
+def test_every_sharing_of_mask_and_bias(batch: tuple[int, ...], dims: tuple[int, ...], backend: str) -> None:
+    others = BATCHES[batch]
+    for seed, ((mask_dims, scores), is_causal) in enumerate(
+        zip(itertools.product(others, SCORES), itertools.cycle((False, True)))
+    ):
+        call = LeadingCall(batch, (*mask_dims, 1, LQ, LK), (*dims, *scores), is_causal=is_causal, seed=seed)
+        given = call.build()
+        assert_accurate(results(run(backend), call, given), call, given)
+
+
+@pytest.mark.parametrize("shape", [(LQ, LK), (H, LQ, LK), (3, 1, LQ, LK), (1, 3, H, 1, LK)], ids=str)
+def test_a_mask_and_a_bias_of_fewer_dims_are_read_from_the_right(shape: tuple[int, ...]) -> None:
+    call = LeadingCall((2, 3), shape, shape)
+    given = call.build()
+    assert_accurate(results(run("eager"), call, given), call, given)
+
+
+@pytest.mark.parametrize(("batch", "dims"), CASES, ids=str)
+def test_a_prepared_mask_knows_its_leading_dims(batch: tuple[int, ...], dims: tuple[int, ...]) -> None:
+    for rows in (1, LQ):
+        call = LeadingCall(batch, (*dims, HK, rows, LK), (*batch[:1], *(1,) * (len(batch) - 1), 1, LQ, LK))
+        given = call.build()
+        mask = prepare_mask(given["mask"], seqlen_q=LQ)
+        assert mask.batch_dims == dims and mask.shape[0] == torch.Size(dims).numel()
+        for same in (mask, mask.to("cpu"), pickle.loads(pickle.dumps(mask))):
+            assert same.batch_dims == dims
+            assert_accurate(results(run("eager"), call, given, same), call, given)
+
+
+def test_a_prepared_mask_beside_other_leading_dims_is_refused() -> None:
+    mask = prepare_mask(torch.rand(2, 1, 1, LQ, LK) < 0.5)
+    q, k = torch.randn(2, LQ, H, D), torch.randn(2, LK, HK, D)
+    with pytest.raises(ValueError, match=r"mask was prepared with leading dims \(2, 1\); q has one batch dim, 2"):
+        flash_dmattn.attention(q, k, k, mask)
+    q, k = torch.randn(3, 2, LQ, H, D), torch.randn(3, 2, LK, HK, D)
+    with pytest.raises(ValueError, match=r"batch dim 0 in \{1, 3\}, batch dim 1 in \{1, 2\}"):
+        flash_dmattn.attention(q, k, k, mask)
+    mask = prepare_mask(torch.rand(2, 2, 2, 1, LQ, LK) < 0.5)
+    with pytest.raises(ValueError, match=r"mask was prepared with leading dims \(2, 2, 2\); those of q are \(3, 2\)"):
+        flash_dmattn.attention(q, k, k, mask)
+
+
+@pytest.mark.parametrize(
+    ("mask", "bias"),
+    [
+        ((1, 3, 1, LQ, LK), (2, 1, H, LQ, LK)),
+        ((2, 1, 1, LQ, LK), (1, 3, HK, 1, LK)),
+        ((2, 1, HK, 1, LK), (2, 1, 1, LQ, 1)),
+    ],
+    ids=str,
+)
+def test_flex(mask: tuple[int, ...], bias: tuple[int, ...]) -> None:
+    call = LeadingCall((2, 3), mask, bias, dtype=torch.float32)
+    given = call.build()
+    with eager_flex():
+        assert_accurate(results(run("flex"), call, given), call, given)
+
+
+def test_chunks_of_eager_do_not_mix_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eager, "_chunk_bytes", 6000)
+    for mask_dims, bias_dims in itertools.product([(4, 1), (1, 3), (4, 3)], repeat=2):
+        call = LeadingCall((4, 3), (*mask_dims, 1, 1, LK), (*bias_dims, 1, LQ, LK))
+        given = call.build()
+        given["mask"][..., :2, 0, 0, 0, :] = False
+        assert_accurate(results(run("eager"), call, given), call, given)
+
+
+@pytest.mark.parametrize("dims", [(4, 1, 4), (1, 16, 1), (4, 1, 1)], ids=str)
+def test_the_gradient_of_a_shared_bias_is_rounded_once(dims: tuple[int, ...]) -> None:
+    batch = tuple(16 if size == 16 else 4 for size in dims)
+    call = LeadingCall(batch, None, (*dims, 1, 1, LK), dtype=torch.bfloat16)
+    given = call.build()
+    assert_accurate(results(run("eager"), call, given), call, given)
+
+
+@pytest.mark.parametrize("backend", ["eager", "reference"])
+@pytest.mark.parametrize("batch", [(0, 3), (3, 0), (2, 0, 3)], ids=str)
+def test_an_empty_leading_dim(batch: tuple[int, ...], backend: str) -> None:
+    for dims in itertools.product(*((1, size) for size in batch)):
+        call = LeadingCall(batch, (*dims, 1, LQ, LK), (*dims, H, LQ, LK))
+        given = call.build()
+        found = results(run(backend), call, given)
+        assert found[0].shape == (*batch, LQ, H, DV) and found[1].shape == (*batch, H, LQ)
+        for x, name in zip(found[2:], ("q", "k", "v", "bias"), strict=True):
+            assert x.shape == given[name].shape and not x.any()
+
+
+# What is copied
+
+
+def copies(**changes: Any) -> tuple[str, ...]:
+    q, k = torch.randn(2, 3, LQ, H, D), torch.randn(2, 3, LK, HK, D)
+    given = {"q": q, "k": k, "v": k, **changes}
+    return flash_dmattn.explain(**given, backend="eager").copies
+
+
+def test_nothing_is_copied_that_folds(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor] = []
+    forward = eager.forward
+    monkeypatch.setattr(eager, "forward", lambda p, *tensors: (seen.extend(tensors), forward(p, *tensors))[1])
+    q, k = torch.randn(2, 3, LQ, H, D), torch.randn(2, 3, LK, HK, D)
+    expanded = torch.randn(2, 1, 1, LQ, LK).expand(2, 3, H, LQ, LK)
+    mask = (torch.rand(1, 3, 1, LQ, LK) < 0.5).expand(2, 3, H, LQ, LK)
+    flash_dmattn.attention(q, k, k, mask, expanded, backend="eager")
+    for x, given in zip((*seen[:3], seen[3].dense, seen[4]), (q, k, k, mask, expanded), strict=True):
+        assert x.data_ptr() == given.data_ptr()
+    assert seen[3].dense.shape == (3, H, LQ, LK) and seen[4].shape == (2, H, LQ, LK)
+    assert copies(mask=mask, bias=expanded) == ()
+
+
+def test_explain_tells_what_is_copied() -> None:
+    swapped = torch.randn(3, 2, LK, HK, D).transpose(0, 1)
+    strides = swapped.stride()[:2]
+    assert copies(k=swapped) == (f"copies k: its leading dims (2, 3), of strides {strides}, have no one stride",)
+    bias = torch.randn(2, 1, 1, LQ, LK).expand(2, 3, 1, LQ, LK)
+    assert copies(bias=bias) == ()
+    assert copies(bias=bias.clone(memory_format=torch.preserve_format).requires_grad_()) == ()
+    leaf = torch.randn(2, 1, 1, LQ, LK, requires_grad=True)
+    assert copies(bias=leaf.expand(2, 3, 1, LQ, LK))[0].startswith("copies bias: its leading dims (2, 3), of strides")
+    q, k = torch.randn(2, 3, 2, LQ, H, D), torch.randn(2, 3, 2, LK, HK, D)
+    told = flash_dmattn.explain(q, k, k, torch.rand(2, 1, 2, 1, LQ, LK) < 0.5)
+    wanted = "copies mask: of its leading dims (2, 1, 2) a shared one lies between others, so it expands to (2, 3, 2)"
+    assert told.copies == (wanted,) and wanted in str(told) and told.to_dict()["copies"] == [wanted]
+    prepared = prepare_mask(torch.rand(2, 1, 2, 1, LQ, LK) < 0.5)
+    assert flash_dmattn.explain(q, k, k, prepared).copies == (wanted,)
+
+
+def test_an_expanded_bias_has_a_gradient_in_each_of_its_elements() -> None:
+    call = LeadingCall((2, 3), None, (2, 3, H, LQ, LK))
+    given = call.build()
+    given["bias"] = given["bias"][:, :1].expand(2, 3, H, LQ, LK)
+    assert_accurate(results(run("eager"), call, given), call, given)
+
+
+def test_explain_from_shapes() -> None:
+    e = flash_dmattn.explain_problem(q=(2, 8, 64, 4, 32), dtype="fp32", device="cpu", bias=(2, 1, 4, 64, 64), grad=True)
+    assert (e.problem.batch, e.problem.flags.bias_repeat, e.problem.bias.shape) == (16, 8, (2, 4, 64, 64))
+    assert "bias (2, 4, 64, 64) float32 of batch // 8 % 2" in str(e.problem) and e.forward == "eager"
+    assert e.problem.partly_shared == ("bias",)
+
+
+# Backends, dispatch
+
+
+def test_a_backend_that_does_not_say_so_is_not_given_a_partly_shared_tensor() -> None:
+    pair = KernelPair("ours")
+    call = LeadingCall((2, 3), (1, 3, 1, LQ, LK), (2, 1, 1, LQ, LK))
+    given = call.build()
+    tensors = [given[name] for name in ("q", "k", "v", "mask", "bias")]
+    with registered(pair, before="cuda"):
+        with pytest.raises(flash_dmattn.BackendUnsupportedError) as caught:
+            flash_dmattn.attention(*tensors, backend="ours")
+        assert [reason.code for reason in caught.value.reasons] == ["shared_mask", "shared_bias"]
+        assert "mask has 3 entries beside a batch of 6; this backend takes 1 or all" in str(caught.value)
+        flash_dmattn.attention(*tensors)
+        assert pair.ran == []
+        tensors[3], tensors[4] = tensors[3].expand(2, 3, 1, LQ, LK).contiguous(), tensors[4][:1]
+        out = flash_dmattn.attention(*tensors, backend="ours")
+        assert pair.ran == ["forward"]
+        torch.testing.assert_close(out, whole(formula.attention)(*tensors)[0])
+
+
+def test_calls_alike_are_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    described: list[int] = []
+    describe = api.describe
+    monkeypatch.setattr(api, "describe", lambda *arguments: (described.append(1), describe(*arguments))[1])
+    for seed in range(3):
+        call = LeadingCall((2, 3), None, (2, 1, 1, LQ, LK), seed=seed)
+        given = call.build()
+        assert_accurate(results(run("eager"), call, given), call, given)
+    assert len(described) == 1
+    # One bias entry for each three in a row, then one for each third: alike but for the repeat.
+    q, k = torch.randn(3, 3, LQ, H, D, dtype=torch.float64), torch.randn(3, 3, LK, HK, D, dtype=torch.float64)
+    bias = torch.randn(3, 1, 1, LQ, LK, dtype=torch.float64)
+    for x in (bias, bias.transpose(0, 1)):
+        found = flash_dmattn.attention(q, k, k, None, x, backend="eager")
+        torch.testing.assert_close(found, whole(formula.attention)(q, k, k, None, x)[0])
+    assert len(described) == 3 and len(call_cache._classes) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"k": torch.randn(2, 4, LK, HK, D)}, r"k has shape .*, whose batch dim 1 is 4; it needs that of q, 3"),
+        ({"v": torch.randn(1, 3, LK, HK, D)}, r"v has shape .*, whose batch dim 0 is 1; it needs that of q, 2"),
+        ({"k": torch.randn(2, LK, HK, D)}, r"k has 4 dimensions, .*; it needs 5, as q of shape"),
+        ({"v": torch.randn(2, 3, LK, 3, D)}, r"v has 7 keys and 3 heads"),
+        (
+            {"bias": torch.randn(2, 2, 1, LQ, LK)},
+            r"batch dim 0 in \{1, 2\}, batch dim 1 in \{1, 3\}, heads in",
+        ),
+        (
+            {"bias": torch.randn(3, LQ, LK)},
+            r"bias has shape \(1, 1, 3, 5, 7\), read as \(batch dim 0,",
+        ),
+        ({"bias": torch.randn(1, 2, 3, H, LQ, LK)}, r"bias has 6 dimensions, .*; it needs 2 to 5, read from the right"),
+        ({"bias": torch.randn(LK)}, r"bias has 1 dimensions, .*; it needs 2 to 5"),
+        ({"mask": torch.ones(3, 1, LQ, 6, dtype=torch.bool)}, r"mask has shape .* seqlen_k in \{1, 7\}"),
+    ],
+    ids=str,
+)
+def test_errors_name_the_dim(changes: dict[str, Tensor], message: str) -> None:
+    q, k = torch.randn(2, 3, LQ, H, D), torch.randn(2, 3, LK, HK, D)
+    for function in (flash_dmattn.attention, flash_dmattn.explain):
+        with pytest.raises(ValueError, match=message):
+            function(**{"q": q, "k": k, "v": k, **changes})  # type: ignore[operator]
+
+
+def test_errors_of_type() -> None:
+    q, k = torch.randn(2, 3, LQ, H, D), torch.randn(2, 3, LK, HK, D)
+    with pytest.raises(TypeError, match=r"k is a NoneType; it needs to be a torch.Tensor of 5 dimensions"):
+        flash_dmattn.attention(q, None, k)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"mask has dtype float32; it needs bool"):
+        flash_dmattn.attention(q, k, k, torch.ones(3, 1, LQ, LK))
+    with pytest.raises(TypeError, match=r"mask is a list; it needs to be a bool torch.Tensor"):
+        flash_dmattn.attention(q, k, k, [True])  # type: ignore[arg-type]
+
+
+# With the rest of torch
+
+
+def test_autocast_and_probabilities() -> None:
+    q, k = torch.randn(2, 3, LQ, H, D), torch.randn(2, 3, LK, HK, D)
+    bias = torch.randn(2, 1, 1, LQ, LK)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = flash_dmattn.attention(q, k, k, None, bias)
+    assert out.shape == (2, 3, LQ, H, D) and out.dtype == torch.bfloat16
+    out, probs = flash_dmattn.attention(q, k, k, None, bias, return_probs=True, backend="reference")
+    assert probs.shape == (2, 3, H, LQ, LK)
+    torch.testing.assert_close(out, torch.einsum("abhij,abjhd->abihd", probs, k.repeat_interleave(2, -2)))
+
+
+def test_one_graph() -> None:
+    compiled = torch.compile(run("eager"), backend="aot_eager", fullgraph=True)
+    for size in (3, 5):
+        call = LeadingCall((2, size), (1, size, 1, 1, LK), (2, 1, H, LQ, LK))
+        given = call.build()
+        assert_accurate(results(compiled, call, given), call, given)
+
+
+def test_vmap_in_a_graph() -> None:
+    call = LeadingCall((2, 3), None, (1, 1, 1, LQ, LK))
+    q, k, v, bias = (call.build()[name] for name in ("q", "k", "v", "bias"))
+
+    def mapped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.vmap(lambda *given: flash_dmattn.attention(*given, None, bias[0], backend="eager"))(q, k, v)
+
+    compiled = torch.compile(mapped, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v), whole(formula.attention)(q, k, v, None, bias)[0])
+
+
+def test_second_derivative() -> None:
+    call = LeadingCall((2, 3), (2, 1, 1, LQ, LK), (1, 3, HK, LQ, LK))
+    given = call.build()
+    leaves = [given[name].requires_grad_() for name in ("q", "k", "v", "bias")]
+    found = []
+    for backend in ("eager", "reference"):
+        out = flash_dmattn.attention(*leaves[:3], given["mask"], leaves[3], backend=backend)
+        first = torch.autograd.grad(out.sin().sum(), leaves, create_graph=True)
+        found.append(torch.autograd.grad(sum(x.sin().sum() for x in first), leaves))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-11)
+
+
+# vmap
+
+V, B = 3, 2
+
+
+def f64(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+MAPPED = {
+    "q": f64(V, B, LQ, H, 6, seed=0),
+    "k": f64(V, B, LK, HK, 6, seed=1),
+    "v": f64(V, B, LK, HK, 6, seed=2),
+    "bias": f64(V, B, HK, LQ, LK, seed=3),
+}
+MASK = torch.rand(V, B, 1, LQ, LK, generator=torch.Generator().manual_seed(4)) < 0.6
+
+
+def loss(backend: str) -> Any:
+    def total(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Any) -> Tensor:
+        out, lse = flash_dmattn.attention(q, k, v, mask, bias, return_lse=True, backend=backend)
+        return out.sin().sum() + lse.masked_fill(lse == -torch.inf, 0.0).cos().sum()
+
+    return total
+
+
+def inputs(mapped: str, one_entry: bool = False) -> tuple[list[Tensor], tuple[int | None, ...]]:
+    """The tensors of which those named are mapped, and the dims that are."""
+    dims = tuple(0 if name in mapped.split() else None for name in (*MAPPED, "mask"))
+    tensors = [x if dim == 0 else x[0] for x, dim in zip((*MAPPED.values(), MASK), dims, strict=True)]
+    if one_entry:
+        tensors[3] = tensors[3][..., :1, :, :, :]
+    return tensors, dims
+
+
+def assert_same(function: Any) -> None:
+    found, wanted = (torch.utils._pytree.tree_leaves(function(backend)) for backend in ("eager", "reference"))
+    assert len(found) == len(wanted) > 0
+    for x, y in zip(found, wanted, strict=True):
+        assert x.shape == y.shape
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-11)
+
+
+WHICH = ["q k v bias mask", "q k v", "q", "q bias", "k v mask", "bias", "mask"]
+
+
+@pytest.mark.parametrize("one_entry", [False, True])
+@pytest.mark.parametrize("mapped", WHICH)
+def test_vmap_and_per_sample_gradients(mapped: str, one_entry: bool) -> None:
+    tensors, dims = inputs(mapped, one_entry)
+    every = (0, 1, 2, 3)
+    assert_same(lambda backend: torch.vmap(loss(backend), dims)(*tensors))
+    assert_same(lambda backend: torch.vmap(torch.func.grad(loss(backend), every), dims)(*tensors))
+    assert_same(lambda backend: torch.vmap(torch.func.grad(loss(backend), 3), dims)(*tensors))
+
+    def total(backend: str) -> Any:
+        return lambda *given: torch.vmap(loss(backend), dims)(*given).square().sum()
+
+    assert_same(lambda backend: torch.func.grad(total(backend), every)(*tensors))
+    for leaf in tensors[:4]:
+        leaf.requires_grad_()
+    assert_same(lambda backend: torch.autograd.grad(total(backend)(*tensors), tensors[:4]))
+    for leaf in tensors[:4]:
+        leaf.requires_grad_(False)
+
+
+def test_vmap_over_other_dims_twice_and_of_leading_dims() -> None:
+    (q, k, v, bias, mask), dims = inputs("q k v bias mask")
+    moved = [x.movedim(0, dim) for x, dim in zip((q, k, v, bias, mask), (1, 2, -1, 3, -2))]
+    assert_same(lambda backend: torch.vmap(loss(backend), (1, 2, -1, 3, -2))(*moved))
+    twice = torch.vmap
+    one = [x[:, :, None] for x in (q, k, v, bias, mask)]
+    assert_same(
+        lambda backend: twice(twice(torch.func.grad(loss(backend), (0, 3)), dims), (0, 0, 0, None, 0))(
+            *one[:3], bias[0, :, None], one[4]
+        )
+    )
+    of_five = (0, 0, 0, None, None)
+    assert_same(
+        lambda backend: torch.vmap(torch.func.grad(loss(backend), (0, 3)), of_five)(
+            *one[:3], bias[0, :, None, :], mask[0, :1, None]
+        )
+    )
+
+
+@pytest.mark.parametrize("entries", [1, B])
+def test_jacobian_and_hessian(entries: int) -> None:
+    q, k, v, bias, _ = (x[0][:, :2] for x in inputs("q k v bias mask")[0])
+    bias = MAPPED["bias"][0, :entries, :, :2, :2]
+
+    def out(backend: str) -> Any:
+        return lambda *given: flash_dmattn.attention(*given[:3], None, given[3], backend=backend)
+
+    def scalar(backend: str) -> Any:
+        return lambda *given: loss(backend)(*given, None)
+
+    assert_same(lambda backend: torch.func.jacrev(out(backend), (0, 1, 2, 3))(q, k, v, bias))
+    second = lambda backend: torch.func.jacrev(torch.func.jacrev(scalar(backend), (0, 3)), (0, 3))
+    assert_same(lambda backend: second(backend)(q, k, v, bias))
+
+
+def test_vmap_is_one_call_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: list[int] = []
+    forward, backward = eager.forward, eager.backward
+
+    def counted(function: Any) -> Any:
+        return lambda problem, *tensors: (batches.append(problem.batch), function(problem, *tensors))[1]
+
+    monkeypatch.setattr(eager, "forward", counted(forward))
+    monkeypatch.setattr(eager, "backward", counted(backward))
+    tensors, dims = inputs("q k v")
+    torch.vmap(torch.func.grad(loss("eager"), (0, 3)), dims)(*tensors)
+    assert batches == [V * B, V * B]
+
+
+def test_vmap_of_a_backend_that_reads_no_part_of_a_batch_expands() -> None:
+    pair = KernelPair("ours")
+    (q, k, v, bias, mask), dims = inputs("q k v")
+    with registered(pair, before="cuda"):
+        wanted = torch.vmap(torch.func.grad(loss("reference"), (0, 3)), dims)(q, k, v, bias, mask)
+        for backend, ran in (("auto", []), ("ours", ["forward", "backward"])):
+            found = torch.vmap(torch.func.grad(loss(backend), (0, 3)), dims)(q, k, v, bias, mask)
+            torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
+            assert pair.ran == ran
+
+
+def test_vmap_of_a_prepared_mask() -> None:
+    tensors, dims = inputs("q k v")
+    prepared = prepare_mask(tensors[4])
+    found = torch.vmap(lambda *given: loss("eager")(*given, prepared), dims[:4])(*tensors[:4])
+    torch.testing.assert_close(found, torch.vmap(loss("reference"), dims)(*tensors))
