@@ -23,7 +23,8 @@ endif
 have = $(RUN) -c 'import sys; from importlib.util import find_spec; sys.exit(find_spec("$(1)") is None)'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench wheel clean check-python
+BENCHES := bench-equivalence bench-performance bench-model
+.PHONY: help demo test lint bench $(BENCHES) wheel clean check-python
 
 help:
 	@echo "make demo    train a small language model with dynamic-mask attention and check its gradients"
@@ -61,10 +62,10 @@ lint: $(READY)
 	@if $(call have,mypy); then echo "==> mypy"; $(RUN) -m mypy; \
 	else echo "==> left out: mypy (not installed)"; fi
 
-bench: $(READY)
-	@for suite in equivalence performance model; do \
-		OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m benchmarks $$suite --quick || exit; \
-	done
+bench: $(BENCHES)
+
+$(BENCHES): bench-%: $(READY)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m benchmarks $* --quick
 
 wheel: $(READY)
 	@rm -rf build

@@ -7,14 +7,23 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from flash_dmattn import Explanation, explain_problem
+from flash_dmattn.explanation import explain_description
 
 Pass = Literal["forward", "backward", "step"]
-MaskKind = Literal["keys", "topk", "blocks", "band", "random", "documents", "padding"]
+MaskKind = Literal["keys", "topk", "blocks", "band", "random", "documents", "padding", "windows"]
 
 TILE = 128
 PASSES: tuple[Pass, ...] = ("forward", "backward", "step")
 # Dims of a mask or bias: b batch, h query heads, k key-value heads, i queries, j keys; one that is missing is 1.
-MASK_FORMS = {"keys": "bkj", "topk": "bkij", "blocks": "bkij", "band": "ij", "documents": "bij", "padding": "bj"}
+MASK_FORMS = {
+    "keys": "bkj",
+    "topk": "bkij",
+    "blocks": "bkij",
+    "band": "ij",
+    "documents": "bij",
+    "padding": "bj",
+    "windows": "bij",
+}
 
 
 class MaskRule(NamedTuple):
@@ -23,7 +32,9 @@ class MaskRule(NamedTuple):
     "keys": the `size` highest scored keys, the same for every query. "topk": for every query the `size` highest scored
     keys of its causal prefix. "blocks": tiles of `size`, each kept with probability `density`, and the diagonal.
     "band": keys at most `size` away. "documents": `size` packed documents of random lengths. "padding": every batch
-    element ends somewhere in its second half. "random": every element by itself with probability `density`.
+    element ends somewhere behind its first 1/`size`. "random": every element by itself with probability `density`.
+    "windows": batch elements are windows of images of `size` x `size` of them, shifted by half a window: in those of
+    the last row and column, tokens from either side of an image's border do not see each other.
     """
 
     kind: MaskKind
@@ -43,7 +54,8 @@ class MaskRule(NamedTuple):
             "blocks": f"{self.size}-blocks, density {self.density:g}",
             "band": f"band of ±{self.size}",
             "documents": f"{self.size} documents",
-            "padding": "padded lengths",
+            "padding": f"padded lengths from L/{self.size}",
+            "windows": f"shifted windows, {self.size} x {self.size} an image",
             "random": f"random, density {self.density:g}",
         }
         return said[self.kind]
@@ -54,7 +66,8 @@ class Case:
     """One attention call, with the gradients of q, k, v and, where it has one, of the bias.
 
     Attributes:
-        group: "workload", "decode", "memory", "form", "model", or what the case is a point of: "length", "density", ...
+        group: "workload", "short", "decode", "memory", "form", "model", or what the case is a point of: "length",
+            "density", ...
         x: the value of what is swept, in a sweep.
         seqlen: of the keys, and of the queries unless `queries` says otherwise.
         bias: the letters of its dims, or None. With "bkj" it also is the score that "keys" and "topk" select by.
@@ -121,22 +134,28 @@ class Case:
     def explain(self, device: str, *, gradients: bool | None = None, return_lse: bool = False) -> Explanation:
         """What the rules of every backend say of the call on "cpu" or, for example, "sm_90".
 
+        Layers of a model have their mask as an `IntervalMask`.
+
         The forward pass is timed without gradients: `gradients=False`. None stands for those that the case takes.
         """
         grad = self.takes_gradients if gradients is None else gradients
-        return explain_problem(
+        found = explain_problem(
             (self.batch, self.seqlen_q, self.heads, self.head_dim),
             kv_heads=self.heads_k,
             seqlen_k=self.seqlen,
             dtype="bf16",
             device=device,
             mask=None if self.mask is None else self.shape_of(self.mask.dims),
+            mask_prepared=self.layers is not None,
             bias=None if self.bias is None else self.shape_of(self.bias),
             is_causal=self.is_causal,
             return_lse=return_lse,
             grad=grad,
             bias_grad=grad and self.bias is not None,
         )
+        if self.layers is None:
+            return found
+        return explain_description(found.problem._replace(mask_form="intervals"), "auto")
 
     def reduced(self, seqlen: int) -> Case:
         """The same kind of call, small enough for a CPU: at most `seqlen` keys, 2 batch elements, 4 heads, 32 dims.
@@ -144,7 +163,8 @@ class Case:
         A model keeps 2 of its layers.
         """
         heads = min(self.heads, 4)
-        size = {"keys": seqlen // 6, "topk": seqlen // 6, "band": seqlen // 4, "blocks": TILE, "documents": 3}
+        keys, fixed = seqlen // 6, {"documents": 3, "padding": 2, "windows": 2}
+        size = {"keys": keys, "topk": keys, "band": seqlen // 4, "blocks": TILE, **fixed}
         rule = self.mask and self.mask._replace(size=size.get(self.mask.kind, 0))
         return replace(
             self,
@@ -211,7 +231,7 @@ def _sweeps() -> Iterator[Case]:
         rule = MaskRule("blocks", TILE, density)
         yield Case(f"density-{density:g}", "density", 1, 16, 4, 8192, 128, mask=rule, x=density)
     rules = (
-        MaskRule("padding"),
+        MaskRule("padding", 2),
         MaskRule("documents", 16),
         MaskRule("band", 1024),
         MaskRule("random", 0, 0.1, "bkij"),
@@ -221,6 +241,41 @@ def _sweeps() -> Iterator[Case]:
         yield Case(f"mask-{rule.kind}", "mask kind", 2, 16, 4, 4096, 64, mask=rule, x=rule.kind)
     for form in ("bhij", "bij", "hij", "ij", "bhj", "hj"):
         yield Case(f"bias-{form}", "bias class", 2, 16, 16, 2048, 128, True, bias=form, x=spelled(form))
+
+
+def _short() -> Iterator[Case]:
+    """Rows of 49 to 1024 keys, many of them: proteins, images, padded text, and one call of nearly no work."""
+
+    def case(
+        name: str,
+        *sizes: int,
+        mask: MaskRule | None = None,
+        bias: str | None = None,
+        queries: int | None = None,
+        quick: bool = False,
+    ) -> Case:
+        batch, heads, seqlen, head_dim = sizes
+        made = Case(f"short-{name}", "short", batch, heads, heads, seqlen, head_dim, mask=mask, bias=bias)
+        return replace(made, queries=queries, quick=quick)
+
+    padding, shared = MaskRule("padding", 4), "hij"
+    yield case("pair-256", 256, 4, 256, 32, bias=shared)
+    yield case("pair-64", 64, 4, 256, 32, bias=shared)
+    yield case("pair-384", 384, 4, 384, 32, bias=shared)
+    yield case("triangle", 256, 4, 256, 32, mask=padding, bias=shared, quick=True)
+    for name, *sizes in (("2048", 2048, 6, 49, 32), ("256", 256, 12, 49, 32), ("64-keys", 2048, 12, 64, 32)):
+        rule = MaskRule("windows", 8 if sizes[0] == 2048 else 2)
+        yield case(f"window-{name}", *sizes, bias=shared)
+        yield case(f"shifted-{name}", *sizes, mask=rule, bias=shared)
+    yield case("vit-197", 64, 12, 197, 64)
+    yield case("beit-197", 64, 12, 197, 64, bias=shared)
+    yield case("beit-577", 32, 16, 577, 64, bias=shared)
+    yield case("encoder-1k", 32, 16, 1024, 64, mask=padding)
+    yield case("encoder-512", 64, 12, 512, 64, mask=padding)
+    yield case("encoder-128", 128, 12, 128, 64, mask=padding)
+    yield case("t5", 32, 12, 512, 64, mask=padding, bias=shared)
+    yield case("t5-cross", 32, 12, 512, 64, mask=padding, queries=128)
+    yield case("small", 1, 2, 128, 64)
 
 
 def _decode() -> Iterator[Case]:
@@ -265,7 +320,7 @@ def _forms() -> Iterator[Case]:
     yield form("blocks", MaskRule("blocks", TILE, 0.3))
     yield form("band", MaskRule("band", 100))
     yield form("documents", MaskRule("documents", 5), is_causal=True)
-    yield form("padding", MaskRule("padding"), quick=True)
+    yield form("padding", MaskRule("padding", 2), quick=True)
     for dims in ("bhij", "bkij", "ij", "bj"):
         yield form(f"random-{dims}", MaskRule("random", 0, 0.5, dims), seqlen=509)
     for dims in ("bhij", "hij", "bij", "ij", "bhj", "hj"):
@@ -274,11 +329,12 @@ def _forms() -> Iterator[Case]:
     yield form("mask-and-bias", MaskRule("random", 0, 0.5, "bkij"), "bhij")
 
 
-CASES = (*_workloads(), *_sweeps(), *_decode(), *_memory(), *_models(), *_forms())
+CASES = (*_workloads(), *_short(), *_sweeps(), *_decode(), *_memory(), *_models(), *_forms())
 GROUPS = {
     "equivalence": ("form",),
     "performance": (
         "workload",
+        "short",
         "length",
         "head dim",
         "key-value heads",

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .cases import Case
-from .inputs import make_mask
 from .systems import Attend
 
 
@@ -45,7 +44,8 @@ class Decoder(nn.Module):
     """A decoder of the sizes of a case, bf16 with biases in fp32, and a batch of tokens to train it on.
 
     Width heads * D, MLP of 11/4 of it, vocabulary of 16 times it; no positions besides causality. Every layer has the
-    mask that the rule of the case makes of its own bias, once: it stays what it is while the step is timed.
+    mask that the rule of the case makes of its own bias, once: it stays what it is while the step is timed. Each system
+    makes it in its own form, for which it gets the biases.
 
     Args:
         case: of group "model".
@@ -54,7 +54,7 @@ class Decoder(nn.Module):
 
     def __init__(self, case: Case, device: torch.device) -> None:
         super().__init__()
-        assert case.layers is not None and case.mask is not None and case.bias == "bkj"
+        assert case.layers is not None and case.bias == "bkj"
         generator = torch.Generator(device).manual_seed(0)
         width = case.heads * case.head_dim
         with torch.device(device):
@@ -66,8 +66,6 @@ class Decoder(nn.Module):
         for name, parameter in self.named_parameters():
             if name not in self.bias_names:
                 parameter.data = parameter.data.to(torch.bfloat16)
-        biases = [self.get_parameter(name).detach() for name in self.bias_names]
-        self.masks = [make_mask(case, case.mask, bias, generator) for bias in biases]
         size = (case.batch, case.seqlen + 1)
         self.tokens = torch.randint(16 * width, size, generator=generator, device=device)
 
@@ -75,6 +73,11 @@ class Decoder(nn.Module):
     def bias_names(self) -> list[str]:
         """The names of the parameters that are added to the scores."""
         return [f"layers.{index}.bias" for index in range(len(self.layers))]
+
+    @property
+    def biases(self) -> list[nn.Parameter]:
+        """The parameters of these names."""
+        return [self.get_parameter(name) for name in self.bias_names]
 
     def forward(self, attends: Sequence[Attend]) -> Tensor:
         """Mean cross-entropy, in fp32 at least, of each token given those before it; an `Attend` for each layer."""

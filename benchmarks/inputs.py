@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -94,11 +95,34 @@ def make_mask(case: Case, rule: MaskRule, scores: Tensor, generator: torch.Gener
         return mask
     place = torch.arange(seqlen_k, device=device)
     if rule.kind == "padding":
-        lengths = torch.randint(seqlen_k // 2, seqlen_k + 1, (case.batch, 1), generator=generator, device=device)
+        least = seqlen_k // rule.size
+        lengths = torch.randint(least, seqlen_k + 1, (case.batch, 1), generator=generator, device=device)
         return (place < lengths)[:, None, None]
+    if rule.kind == "windows":
+        return shifted_windows(case.batch, rule.size, seqlen_k, device)
     starts = torch.randint(1, seqlen_k, (case.batch, rule.size - 1), generator=generator, device=device)
     documents = (place >= starts.sort(-1).values[..., None]).sum(1)
     return (documents[:, None, -seqlen_q:, None] == documents[:, None, None, :]).contiguous()
+
+
+def layer_mask(case: Case, bias: Tensor) -> Tensor:
+    """The dense mask (B, Hk, L, L) of a layer of a model, of its bias (B | 1, Hk, 1, L)."""
+    assert case.mask is not None and case.mask.kind == "topk"
+    return masks.topk_mask(bias.detach(), min(case.mask.size, case.seqlen), is_causal=True)
+
+
+def shifted_windows(batch: int, per_side: int, seqlen: int, device: torch.device) -> Tensor:
+    """The mask (B, 1, L, L) of windows that are shifted by half a side: see "windows" in `MaskRule`."""
+    window = torch.arange(batch, device=device) % per_side**2
+    side = math.isqrt(seqlen - 1) + 1
+    token = torch.arange(seqlen, device=device)
+
+    def beyond(window_place: Tensor, token_place: Tensor) -> Tensor:
+        """(B, L), whether a token of a window at the border lies behind it."""
+        return (window_place[:, None] == per_side - 1) & (token_place >= side - side // 2)
+
+    region = 2 * beyond(window // per_side, token // side) + beyond(window % per_side, token % side).int()
+    return (region[:, None, :, None] == region[:, None, None, :]).contiguous()
 
 
 class Counts(NamedTuple):

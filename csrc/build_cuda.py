@@ -400,7 +400,9 @@ def build(output: Path, folder: Path, version: str) -> list[Kernel]:
         f"#define FLASH_DMATTN_BUILD_INFO {json.dumps(json.dumps(info))}\n",
     )
     write_if_changed(folder / "build_instances.h", instances_header(forward, backward))
-    includes = (folder, torch / "include", sysconfig.get_path("include"))
+    # ninja runs in the folder, and reads its commands there: a copy of the tree and the folder has nothing to compile.
+    sources = Path(os.path.relpath(CSRC, folder))
+    includes = (".", torch / "include", sysconfig.get_path("include"))
     flags = " ".join([*FLAGS, *(f"-isystem {shlex.quote(str(path))}" for path in includes)])
     rules = NINJA.format(
         nvcc=shlex.quote(nvcc), flags=flags, gencode=GENCODE, device_flags=" ".join(device_flags),
@@ -410,11 +412,11 @@ def build(output: Path, folder: Path, version: str) -> list[Kernel]:
     of_torch = [unit.object for unit in units if unit.source.endswith(".cpp")]
     edges = [f"build host: phony {' '.join(of_torch)}"]
     for unit in units:
-        source = _escaped(CSRC / unit.source)
+        source = _escaped(sources / unit.source)
         step = f"cuda {source} || host" if unit.source.endswith(".cu") else f"cpp {source}"
         edges.append(f"build {unit.object}: {step}\n  unit = {unit.name}\n  defines = {unit.defines}")
     objects = " ".join(unit.object for unit in units)
-    edges.append(f"build libtorch_cuda.so: stub {_escaped(CSRC / STUB)}\n  unit = {STUB}")
+    edges.append(f"build libtorch_cuda.so: stub {_escaped(sources / STUB)}\n  unit = {STUB}")
     edges.append(f"build {_escaped(output)}: link {objects} | libtorch_cuda.so\n  objects = {objects}")
     write_if_changed(folder / "build.ninja", "\n".join([rules, *edges, ""]))
 

@@ -110,13 +110,22 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Runner]:
         yield Runner(name)
 
 
-# Single tests there take minutes: begun last, they keep one worker busy when the others are done.
-LONG = ("test_triton_interpreter.py", "test_cuda_emulation.py", "test_cuda_extension.py")
+# Single tests there take the longest: begun last, they keep one worker busy when the others are done.
+LONG = (
+    "test_cuda_emulation.py",
+    "test_triton_interpreter.py",
+    "test_cuda_extension.py",
+    "test_benchmarks_run.py",
+    "test_demo.py",
+    "test_docs.py",
+    "test_mask_pack_interpreter.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first."""
-    items.sort(key=lambda item: item.path.name not in LONG)
+    places = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path.name, len(LONG)))
 
 
 @pytest.fixture

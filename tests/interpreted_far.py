@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch  # noqa: E402
+from quick_interpreter import make_quick  # noqa: E402
 from torch import Tensor  # noqa: E402
 from triton.runtime.interpreter import interpreter_builder  # noqa: E402
 
@@ -150,5 +151,6 @@ def check_entries() -> None:
 if __name__ == "__main__":
     torch.manual_seed(0)
     torch.set_num_threads(1)
+    make_quick()
     tile_table._FP32 = tile_table._SMALL = {256: tile_table.Tile(64, 64, 4, 1)}
     {"strides": check_strides, "entries": check_entries}[sys.argv[1]]()

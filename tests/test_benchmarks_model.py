@@ -14,10 +14,12 @@ import torch
 from benchmark_systems import CPU
 from torch import Tensor
 from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import pages, results, runner, systems
 from benchmarks.cases import Case, cases_of
 from benchmarks.decoder import Decoder, without_attention
+from benchmarks.inputs import layer_mask
 from benchmarks.report import plots, tables, text
 from benchmarks.suites import model
 from benchmarks.suites.performance import Effort
@@ -45,16 +47,16 @@ def decoder(small: Case) -> Decoder:
 
 @pytest.fixture(scope="module")
 def exact(small: Case, decoder: Decoder) -> results.Record:
-    return model.truth(decoder, small)
+    return model.truth(decoder, small, [layer_mask(small, bias) for bias in decoder.biases])
 
 
 def system(name: str, change: Callable[..., Any], is_ours: bool = True) -> System:
     """The eager backend, its output changed."""
 
-    def layers(case: Case, masks: Sequence[Tensor]) -> list[Attend]:
+    def layers(case: Case, biases: Sequence[Tensor]) -> list[Attend]:
         return [
             lambda q, k, v, bias, right=right: change(right(q, k, v, bias))
-            for right in ours.layers("eager", case, masks)
+            for right in ours.layers("eager", case, biases)
         ]
 
     needs = Needs(backends=("eager", "eager"))
@@ -83,16 +85,16 @@ def test_on_a_hopper_gpu_auto_takes_cuda(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_decoder(small: Case, decoder: Decoder) -> None:
-    assert len(decoder.layers) == len(decoder.masks) == 2
+    biases = decoder.biases
+    assert len(decoder.layers) == len(biases) == 2
     assert {str(x.dtype) for x in decoder.parameters()} == {"torch.bfloat16", "torch.float32"}
-    biases = [decoder.get_parameter(name) for name in decoder.bias_names]
     assert all(x.shape == (1, 1, 1, 128) and x.dtype == torch.float32 for x in biases)
-    assert not torch.equal(*biases) and not torch.equal(*decoder.masks)
+    assert not torch.equal(*biases)
     again = Decoder(small, CPU)
     assert all(torch.equal(x, y) for x, y in zip(decoder.parameters(), again.parameters(), strict=True))
     assert torch.equal(decoder.tokens, again.tokens)
-    # Each mask is the top-k of the bias that it goes with.
-    row = decoder.masks[1][0, 0, -1]
+    # The mask of a layer is the top-k of its bias.
+    row = layer_mask(small, biases[1])[0, 0, -1]
     assert row.sum() == 128 // 6 and biases[1][0, 0, 0][row].min() > biases[1][0, 0, 0][~row].max()
     bare = model.Step.of(decoder, [without_attention] * 2)
     assert set(bare.first()) == {"loss", "dwq"} and len(bare.leaves) == len(list(decoder.parameters())) - 2
@@ -124,9 +126,31 @@ def backward_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_layers(name: str, small: Case, decoder: Decoder, exact: results.Record, backward_on_cpu: None) -> None:
     layers = systems.by_name(name).layers
     assert layers is not None
-    found = errors(model.Step.of(decoder, layers(small, decoder.masks)).first(), exact)
+    found = errors(model.Step.of(decoder, layers(small, decoder.biases)).first(), exact)
     assert list(found) == ["loss", "dwq", "dbias"] and found["loss"] < 1e-4
     assert max(found.values()) < 0.03
+
+
+def test_ours_make_no_mask_of_all_pairs() -> None:
+    class Largest(TorchDispatchMode):
+        """The most bytes of any result of an operator; those without memory describe a call."""
+
+        most = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = func(*args, **(kwargs or {}))
+            for x in found if isinstance(found, (tuple, list)) else [found]:
+                if isinstance(x, Tensor) and x.device.type == "cpu":
+                    self.most = max(self.most, x.untyped_storage().nbytes())
+            return found
+
+    case = CASE.reduced(1024)
+    for name, is_dense in (("eager", False), ("sdpa-math", True)):
+        layers = systems.by_name(name).layers
+        assert layers is not None
+        with Largest() as largest:
+            layers(case, [torch.randn(case.shape_of("bkj"))])
+        assert (largest.most >= case.seqlen**2 // 4) == is_dense, (name, largest.most)
 
 
 def test_flexattention_compiles_one_graph(
@@ -140,7 +164,7 @@ def test_flexattention_compiles_one_graph(
     attention = flexattention.attention
     always = lambda shape, heads, group, compiles, *rest: attention(shape, heads, group, True, *rest)
     monkeypatch.setattr(flexattention, "attention", always)
-    step = model.Step.of(decoder, flexattention.layers(small, decoder.masks))
+    step = model.Step.of(decoder, flexattention.layers(small, decoder.biases))
     step()
     step()
     assert counter.frame_count == 1
@@ -185,8 +209,8 @@ def test_row(mixed: results.Record) -> None:
 
 
 def test_a_gradient_of_the_bias_is_asked_of_ours(small: Case) -> None:
-    def layers(case: Case, masks: Sequence[Tensor]) -> list[Attend]:
-        attends = ours.layers("eager", case, masks)
+    def layers(case: Case, biases: Sequence[Tensor]) -> list[Attend]:
+        attends = ours.layers("eager", case, biases)
         return [lambda q, k, v, bias, right=right: right(q, k, v, bias.detach()) for right in attends]
 
     for is_ours in (True, False):

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
+import forked
 import pytest
 import torch
 
 import flash_dmattn
 from flash_dmattn.dispatch import settings
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -185,13 +180,10 @@ def ran(**flags):
 """
 
 
-def in_environment(code: str, **variables: str) -> str:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("FLASH_DMATTN_")}
-    environment.update(variables, PYTHONPATH=str(ROOT))
-    done = subprocess.run(
-        [sys.executable, "-c", CALL + code], cwd=ROOT, env=environment, text=True, capture_output=True, timeout=120
-    )
-    return done.stdout.strip() if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
+def in_environments(*given: tuple[str, str, str]) -> list[str]:
+    """What each code prints where a variable has a value, or the last line of its error."""
+    found = forked.run([({variable: value}, CALL + code) for code, variable, value in given])
+    return [done.said.strip() if done.status == 0 else done.said.strip().splitlines()[-1] for done in found]
 
 
 def test_environment_sets_the_default_that_everything_else_beats() -> None:
@@ -202,10 +194,12 @@ with flash_dmattn.use_backend("eager"):
 flash_dmattn.set_default_backend("auto")
 print(ran())
 """
-    assert in_environment(code, FLASH_DMATTN_BACKEND=" reference ").split() == ["reference", "eager", "eager", "eager"]
-    assert in_environment("print(flash_dmattn.explain(x, x, x).requested)", FLASH_DMATTN_BACKEND="eager,eager") == (
-        "('eager', 'eager')"
+    pair = "print(flash_dmattn.explain(x, x, x).requested)"
+    one, two = in_environments(
+        (code, "FLASH_DMATTN_BACKEND", " reference "), (pair, "FLASH_DMATTN_BACKEND", "eager,eager")
     )
+    assert one.split() == ["reference", "eager", "eager", "eager"]
+    assert two == "('eager', 'eager')"
 
 
 def test_environment_disables_and_sets_the_fallback() -> None:
@@ -217,30 +211,27 @@ except flash_dmattn.BackendUnavailableError as error:
     print("FLASH_DMATTN_DISABLE" in str(error))
 print(flash_dmattn.explain_problem((1, 8, 2, 64), device="sm_80").error)
 """
-    lines = in_environment(
-        code, FLASH_DMATTN_DISABLE="reference, flex,cuda,triton", FLASH_DMATTN_FALLBACK="error"
-    ).splitlines()
+    variables = {"FLASH_DMATTN_DISABLE": "reference, flex,cuda,triton", "FLASH_DMATTN_FALLBACK": "error"}
+    (done,) = forked.run([(variables, CALL + code)])
+    lines = done.said.splitlines()
     assert lines[:2] == ["eager", "True"]
     assert lines[2].startswith("attention runs on eager PyTorch, with up to ")
 
 
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [
+def test_bad_value_in_the_environment_is_an_error_that_names_the_variable() -> None:
+    bad = (
         ("FLASH_DMATTN_BACKEND", "nope"),
         ("FLASH_DMATTN_BACKEND", "eager,nope"),
         ("FLASH_DMATTN_BACKEND", "eager,eager,eager"),
         ("FLASH_DMATTN_DISABLE", "flex,nope"),
         ("FLASH_DMATTN_FALLBACK", "loud"),
-    ],
-)
-def test_bad_value_in_the_environment_is_an_error_that_names_the_variable(variable: str, value: str) -> None:
-    line = in_environment("print(ran())", **{variable: value})
-    assert line.startswith("ValueError: ")
-    assert variable in line
-    assert repr(value) in line or "'nope'" in line
+    )
+    found = in_environments(*(("print(ran())", variable, value) for variable, value in bad))
+    for (variable, value), line in zip(bad, found, strict=True):
+        assert line.startswith("ValueError: ") and variable in line, line
+        assert repr(value) in line or "'nope'" in line, line
 
 
-@pytest.mark.parametrize("variable", ["FLASH_DMATTN_BACKEND", "FLASH_DMATTN_DISABLE", "FLASH_DMATTN_FALLBACK"])
-def test_empty_value_in_the_environment_is_unset(variable: str) -> None:
-    assert in_environment("print(ran())", **{variable: ""}) == "eager"
+def test_empty_value_in_the_environment_is_unset() -> None:
+    variables = ("FLASH_DMATTN_BACKEND", "FLASH_DMATTN_DISABLE", "FLASH_DMATTN_FALLBACK")
+    assert in_environments(*(("print(ran())", variable, "") for variable in variables)) == ["eager"] * 3

@@ -30,6 +30,7 @@ STYLES = {
     "sdpa-math": ("#999999", "x"),
     "flexattention": ("#332288", "p"),
     "fa4": ("#117733", "*"),
+    "cuequivariance": ("#44AA99", "d"),
     "flash-dmattn-1": ("#000000", "h"),
 }
 # Systems far behind the others would stretch the axes; the tables have them.

@@ -18,6 +18,7 @@ LABELS = {
     "sdpa-math": "SDPA, math",
     "flexattention": "FlexAttention",
     "fa4": "FlashAttention-4",
+    "cuequivariance": "cuEquivariance",
     "flash-dmattn-1": "flash-dmattn 1.x",
 }
 

@@ -18,6 +18,7 @@ from flash_dmattn.reference import yardstick
 
 from ..cases import Case
 from ..decoder import Decoder, without_attention
+from ..inputs import layer_mask
 from ..peak_memory import held, peaks
 from ..systems import Attend, System
 from ..timing import Runner, measure
@@ -78,8 +79,10 @@ def row(case: Case, systems: list[System], device: torch.device, *, effort: Effo
     chosen = case.explain(device_arch(device))
     record |= {"auto": [chosen.forward, chosen.backward], "without_attention": None, "systems": []}
     record["parameters"] = sum(parameter.numel() for parameter in decoder.parameters())
-    exact = truth(decoder, case)
-    plain = Step.of(decoder, [plain_attention(mask, case.is_causal) for mask in decoder.masks]).first()
+    dense = [layer_mask(case, bias) for bias in decoder.biases]
+    exact = truth(decoder, case, dense)
+    plain = Step.of(decoder, [plain_attention(mask, case.is_causal) for mask in dense]).first()
+    del dense  # gigabytes
     record["loss"], record["plain"] = float(exact["loss"]), errors(plain, exact)
     record["limits"] = limits(record["plain"])
     steps: list[tuple[Record, Step]] = []
@@ -100,17 +103,16 @@ def row(case: Case, systems: list[System], device: torch.device, *, effort: Effo
     return record
 
 
-def truth(decoder: Decoder, case: Case) -> Results:
-    """Loss and gradients in fp64 of the same parameters, with the attention of the eager backend."""
+def truth(decoder: Decoder, case: Case, dense: Sequence[Tensor]) -> Results:
+    """Loss and gradients in fp64 of the same parameters, with dense masks and the attention of the eager backend."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, mask: Tensor) -> Tensor:
         out = flash_dmattn.attention(q, k, v, mask, bias, is_causal=case.is_causal, backend="eager")
         assert isinstance(out, Tensor)
         return out
 
-    shared: dict[int, Any] = {id(x): x for x in (decoder.masks, decoder.tokens)}  # gigabytes that nobody changes
-    exact = copy.deepcopy(decoder, shared).double()
-    return Step.of(exact, [partial(attend, mask=mask) for mask in decoder.masks]).first()
+    exact = copy.deepcopy(decoder).double()
+    return Step.of(exact, [partial(attend, mask=mask) for mask in dense]).first()
 
 
 def limits(plain: dict[str, float]) -> dict[str, float]:
@@ -136,7 +138,7 @@ def attempt(
         return None
     started = time.perf_counter()
     try:
-        attends, line["masks_mb"] = held(partial(system.layers, case, decoder.masks), device)
+        attends, line["masks_mb"] = held(partial(system.layers, case, decoder.biases), device)
         step = Step.of(decoder, attends)
         found = errors(step.first(), exact)
         line["first_call_s"] = time.perf_counter() - started

@@ -6,12 +6,19 @@ from collections.abc import Sequence
 
 import torch
 
-from . import fa4, flexattention, ours, predecessor, sdpa
+from . import cuequivariance, fa4, flexattention, ours, predecessor, sdpa
 from .protocol import Attend, Bound, Mode, Needs, System
 
 __all__ = ["ALL", "DEFAULT", "Attend", "Bound", "Mode", "Needs", "System", "available", "by_name", "chosen"]
 
-ALL: tuple[System, ...] = (*ours.SYSTEMS, *sdpa.SYSTEMS, *flexattention.SYSTEMS, *fa4.SYSTEMS, *predecessor.SYSTEMS)
+ALL: tuple[System, ...] = (
+    *ours.SYSTEMS,
+    *sdpa.SYSTEMS,
+    *flexattention.SYSTEMS,
+    *fa4.SYSTEMS,
+    *cuequivariance.SYSTEMS,
+    *predecessor.SYSTEMS,
+)
 
 # `reference` holds every score in fp32; the suites of speed and memory leave it out.
 DEFAULT = {

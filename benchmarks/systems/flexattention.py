@@ -16,7 +16,7 @@ from torch import Tensor
 from flash_dmattn import masks
 
 from ..cases import TILE, Case
-from ..inputs import Inputs
+from ..inputs import Inputs, layer_mask
 from .protocol import Attend, Bound, Mode, Needs, System
 
 if TYPE_CHECKING:
@@ -189,11 +189,12 @@ def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
     return tiles.sum(-1, dtype=torch.int32), tiles.byte().argsort(dim=-1, descending=True, stable=True).int()
 
 
-def layers(case: Case, given: Sequence[Tensor]) -> list[Attend]:
-    """One compiled function for all layers, and a BlockMask for each, made beforehand."""
-    device, group = given[0].device, case.heads // case.heads_k
+def layers(case: Case, biases: Sequence[Tensor]) -> list[Attend]:
+    """One compiled function for all layers, and a BlockMask for each, which reads a dense mask; made beforehand."""
+    device, group = biases[0].device, case.heads // case.heads_k
     lengths, bias_shape = (case.seqlen_q, case.seqlen), case.shape_of(case.bias or "")
-    block_masks = [mask_counter(mask, case.is_causal, case.heads, group, lengths)() for mask in given]
+    dense = (layer_mask(case, bias) for bias in biases)
+    block_masks = [mask_counter(mask, case.is_causal, case.heads, group, lengths)() for mask in dense]
 
     def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, run: Any, block_mask: BlockMask) -> Tensor:
         out: Tensor = run(*(x.transpose(1, 2) for x in (q, k, v)), bias, block_mask)

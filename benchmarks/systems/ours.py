@@ -75,14 +75,13 @@ def bind(name: str, inputs: Inputs, mode: Mode) -> Bound:
     return results
 
 
-def layers(name: str, case: Case, given: Sequence[torch.Tensor]) -> list[Attend]:
-    """`flash_dmattn.attention` with the prepared mask of each layer, causality folded in."""
-    forward, backward = needs(name, case, given[0].device).backends
+def layers(name: str, case: Case, biases: Sequence[torch.Tensor]) -> list[Attend]:
+    """`flash_dmattn.attention` with the mask of each layer as intervals, made of its bias: nothing of (L, L)."""
+    assert case.mask is not None and case.mask.kind == "topk"
+    forward, backward = needs(name, case, biases[0].device).backends
     choice: BackendChoice = name if forward == backward else (forward, backward)
-    prepared = [
-        masks.prepare_mask(mask, seqlen_q=case.seqlen_q, seqlen_k=case.seqlen, is_causal=case.is_causal)
-        for mask in given
-    ]
+    kept = min(case.mask.size, case.seqlen)
+    prepared = [masks.prepare_topk(bias, kept, is_causal=True, seqlen_q=case.seqlen_q) for bias in biases]
 
     def attend(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, *, mask: masks.PreparedMask

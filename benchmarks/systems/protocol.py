@@ -46,8 +46,8 @@ class System(NamedTuple):
         prepares: it turns a mask into another form, which can be done beforehand.
         compiles: it traces and compiles a graph for each case, which takes seconds.
         slow: known to be far behind, or to need memory for every score; timed on a case of each kind alone.
-        layers: the attention of every layer of a model, from its case and the bool mask of each layer; all that can be
-            made of a mask is made here. None where a system is no part of models.
+        layers: the attention of every layer of a model, from its case and the bias of each layer, which decides its
+            mask; the masks are made here, in the form of the system. None where a system is no part of models.
     """
 
     name: str

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..cases import Case
-from ..inputs import Inputs, allowed_by
+from ..inputs import Inputs, allowed_by, layer_mask
 from .protocol import Attend, Bound, Mode, Needs, System
 
 KERNELS = {
@@ -101,7 +101,7 @@ def per_query_head(x: Tensor | None, inputs: Inputs) -> Tensor | None:
     return x if x is None or x.shape[1] in (1, heads) else x.repeat_interleave(heads // x.shape[1], 1)
 
 
-def layers(kernel: SDPBackend, case: Case, given: Sequence[Tensor]) -> list[Attend]:
+def layers(kernel: SDPBackend, case: Case, biases: Sequence[Tensor]) -> list[Attend]:
     """The pinned call of each layer; its mask, with causality, is dense, and the bias is folded into it in each call.
 
     The kernel of cuDNN gives no gradient of what is added, so it gets the bias without.
@@ -118,7 +118,7 @@ def layers(kernel: SDPBackend, case: Case, given: Sequence[Tensor]) -> list[Atte
             return F.scaled_dot_product_attention(q, keys, values, added, enable_gqa=native).transpose(1, 2)
 
     lengths = case.seqlen_q, case.seqlen
-    dense = (allowed_by(mask, case.is_causal, *lengths, mask.device) for mask in given)
+    dense = (allowed_by(layer_mask(case, bias), case.is_causal, *lengths, bias.device) for bias in biases)
     return [partial(attend, allowed=allowed.repeat_interleave(group, 1)) for allowed in dense if allowed is not None]
 
 
