@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from .backends.protocol import KernelBackend, accepts, repeats_entries
-from .dispatch.selection import select_pair
+from .dispatch.mask_view import readable_view
+from .dispatch.selection import choice_in_force, select_pair
 from .dispatch.settings import BackendChoice
 from .operators import is_transformed
 from .problem import AttentionProblem, Gradients, MappedCall, MaskForm, MaskView, NeedsGrad
@@ -62,12 +63,12 @@ class Attention(torch.autograd.Function):
         *mask: Tensor,
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         """Run one forward pass for all the mapped calls."""
-        repeats = reads_repeats(passes)
+        inputs, form = (q, k, v, bias), passes.mask_form
         call = MappedCall(
-            info.batch_size, in_dims[:4], in_dims[5:], passes.problem, (q, k, v, bias), mask, repeats=repeats
+            info.batch_size, in_dims[:4], in_dims[5:], passes.problem, inputs, mask, form, repeats=reads_repeats(passes)
         )
-        passes = passes._replace(problem=call.problem, **select_pair(call.problem, passes.requested)._asdict())
-        out, lse = attend(passes, *call.inputs, *call.mask)
+        passes, mask = chosen_anew(passes, call)
+        out, lse = attend(passes, *call.inputs, *mask)
         return (call.split(out), call.split(lse)), (0, 0)
 
     @staticmethod
@@ -96,7 +97,17 @@ def attend(
 def reads_repeats(passes: Passes) -> bool:
     """Whether a mapped call may have masks and biases that a part of its batch shares, or has them expanded."""
     backends = (passes.forward, passes.backward)
-    return passes.requested == "auto" or all(backend is None or repeats_entries(backend) for backend in backends)
+    return choice_in_force(passes.requested) == "auto" or all(
+        backend is None or repeats_entries(backend) for backend in backends
+    )
+
+
+def chosen_anew(passes: Passes, call: MappedCall) -> tuple[Passes, tuple[Tensor, ...]]:
+    """The backends of a mapped call, and the tensors of its mask as they read it."""
+    forward, backward = select_pair(call.problem, passes.requested)
+    view = readable_view(call.problem, MaskView(passes.mask_form, call.mask), forward, backward)
+    chosen: dict[str, Any] = {"forward": forward, "backward": backward}
+    return passes._replace(problem=call.problem, mask_form=view.form, **chosen), view.tensors
 
 
 def differentiate(
@@ -164,17 +175,19 @@ class AttentionBackward(torch.autograd.Function):
             passes.problem,
             inputs,
             mask,
+            passes.mask_form,
             repeats=reads_repeats(passes),
             needs_grad=needs_grad,
         )
-        passes = passes._replace(problem=call.problem)
-        if passes.backward is None or not accepts(passes.backward, call.problem, "backward"):
-            passes = passes._replace(**select_pair(call.problem, passes.requested)._asdict())
+        if passes.backward is not None and accepts(passes.backward, call.problem, "backward"):
+            passes, mask = passes._replace(problem=call.problem), call.mask
+        else:
+            passes, mask = chosen_anew(passes, call)
         dout, out, lse = (
             call.fold(x, dim) for x, dim in zip((dout, out, lse), (in_dims[0], *in_dims[6:8]), strict=True)
         )
         dlse = None if dlse is None else call.fold(dlse, in_dims[1])
-        gradients = differentiate(dout, dlse, *call.inputs, out, lse, passes, *call.mask)
+        gradients = differentiate(dout, dlse, *call.inputs, out, lse, passes, *mask)
         split = (call.split, call.split, call.split, call.split_bias)
         found = tuple(None if x is None else back(x) for x, back in zip(gradients, split, strict=True))
         return found, tuple(None if x is None else 0 for x in found)

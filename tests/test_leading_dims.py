@@ -16,6 +16,7 @@ from torch import Tensor
 import flash_dmattn
 from flash_dmattn import api
 from flash_dmattn.backends import eager
+from flash_dmattn.backends.protocol import Rule
 from flash_dmattn.dispatch import call_cache
 from flash_dmattn.masks import prepare_mask
 from flash_dmattn.reference import formula
@@ -423,6 +424,23 @@ def test_vmap_of_a_backend_that_reads_no_part_of_a_batch_expands() -> None:
             found = torch.vmap(torch.func.grad(loss(backend), (0, 3)), dims)(q, k, v, bias, mask)
             torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
             assert pair.ran == ran
+
+
+class ReadsPrepared(KernelPair):
+    """A pair that reads prepared masks, of batches that are not those of mapped calls."""
+
+    MASK_FORM = "prepared"
+
+
+def test_vmap_unpacks_a_mask_that_was_prepared_for_another_backend() -> None:
+    small = Rule("small", lambda p: p.batch <= B, lambda p: f"batch is {p.batch}")
+    pair = ReadsPrepared("ours", rules=(small,))
+    tensors, dims = inputs("q k v bias mask")
+    with registered(pair, before="cuda"):
+        found = torch.vmap(torch.func.grad(loss("auto"), (0, 1, 2, 3)), dims)(*tensors)
+    assert pair.ran == []
+    wanted = torch.vmap(torch.func.grad(loss("reference"), (0, 1, 2, 3)), dims)(*tensors)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
 
 
 def test_vmap_of_a_prepared_mask() -> None:

@@ -55,6 +55,18 @@ def mask_view(
     return prepared_view(mask, problem.seqlen_q, problem.seqlen_k, problem.window, of_keys)
 
 
+def readable_view(problem: AttentionProblem, view: MaskView, *backends: AnyBackend | None) -> MaskView:
+    """A view for backends that were chosen after it was made: dense where one of them does not read prepared masks."""
+    if view.form in ("none", "dense") or all(b is None or reads_prepared_masks(b) for b in backends):
+        return view
+    from ..masks import IntervalMask, KeyMask, TileMask
+
+    kinds = {"tiles": TileMask, "keys": KeyMask, "intervals": IntervalMask}
+    # The band of the problem applies to every form, so that this one need not know it.
+    mask = kinds[view.form](problem.seqlen_q, problem.seqlen_k, False, (-1, -1), *view.tensors)
+    return MaskView("dense", (mask.unpacked(),))
+
+
 def unpacking_note(problem: AttentionProblem, backend: AnyBackend) -> str | None:
     """What `explain` says of a prepared mask beside a backend that reads dense ones; None where there is none."""
     mask = problem.mask

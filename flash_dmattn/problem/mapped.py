@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .description import AttentionProblem, NeedsGrad, spec_of, unpacked_spec
+from .description import AttentionProblem, MaskForm, NeedsGrad, spec_of, unpacked_spec
 from .leading import FoldedTensor, fold_shared, merge
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None]
@@ -23,7 +23,7 @@ class MappedCall:
     Attributes:
         problem: the description of the one call.
         inputs: its q, k, v and bias.
-        mask: the tensors of its mask, of the form that `problem` names.
+        mask: the tensors of its mask.
     """
 
     def __init__(
@@ -34,6 +34,7 @@ class MappedCall:
         problem: AttentionProblem,
         inputs: Inputs,
         mask: Sequence[Tensor],
+        mask_form: MaskForm,
         *,
         repeats: bool = True,
         needs_grad: NeedsGrad | None = None,
@@ -45,6 +46,7 @@ class MappedCall:
             in_dims, mask_dims: the mapped dim of each input and of each tensor of the mask; None where there is none.
             problem: the description of one call out of those that are mapped.
             inputs, mask: with their mapped dims.
+            mask_form: what the tensors of the mask are of: a dense mask of the problem may have been prepared.
             repeats: whether a part of the batch may share an entry of a mask or a bias; else these are expanded.
             needs_grad: the gradients that are to be found; None for a forward pass, after which the inputs tell.
         """
@@ -64,14 +66,13 @@ class MappedCall:
             flags = flags._replace(bias_repeat=self._folded_bias.repeat)
         if problem.mask is not None:
             is_mapped = any(dim is not None for dim in mask_dims)
-            keeps_shape = problem.mask_form != "dense"
+            is_dense = mask_form == "dense"
             folded = [
-                self._shared("mask", x, dim, flags.mask_repeat, keeps_shape, is_mapped)
+                self._shared("mask", x, dim, flags.mask_repeat, not is_dense, is_mapped)
                 for x, dim in zip(mask, mask_dims, strict=True)
             ]
             mask, flags = [x for x, *_ in folded], flags._replace(mask_repeat=folded[0].repeat)
             shape = (mask[0].shape[0], *problem.mask.shape[1:])
-            is_dense = problem.mask_form == "dense"
             mask_spec = spec_of(mask[0]) if is_dense else unpacked_spec(shape)
         self.inputs: Inputs = (q, k, v, bias)
         self.mask = tuple(mask)
