@@ -80,8 +80,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "dk alone is computed without the slope of the softcap",
         EAGER,
-        "keep_slope=need_q or need_k)",
-        "keep_slope=need_q)",
+        "keep_slope=need_q or need_k, repeats",
+        "keep_slope=need_q, repeats",
         SOFTCAP,
     ),
     Fault(
