@@ -5,6 +5,7 @@ Under `torch.vmap` both passes run once, with the mapped dim folded into the bat
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NamedTuple
 
 import torch
@@ -226,3 +227,8 @@ class AttentionBackward(torch.autograd.Function):
         found = dict(zip(present, second, strict=True))
         dq, dk, dv, dbias = (found.get(name) for name in NeedsGrad._fields)
         return found["dout"], found.get("dlse"), dq, dk, dv, dbias, *(None,) * (3 + len(mask))
+
+
+# torch binds the arguments of such functions by their signatures at every call, and finding those takes longest of it.
+Attention.forward.__signature__ = inspect.signature(Attention.forward)  # type: ignore[attr-defined]
+AttentionBackward.forward.__signature__ = inspect.signature(AttentionBackward.forward)  # type: ignore[attr-defined]

@@ -253,6 +253,41 @@ def test_its_backward_pass_completes_the_forward_pass_of_another(call: dict[str,
         assert (explanation.forward, explanation.backward) == (other, "cuda")
 
 
+@pytest.mark.parametrize(
+    ("call", "forward", "backward"),
+    (
+        ({}, "triton", None),
+        ({"q": (32, 64, 16, 64), "grad": True}, "cuda", "cuda"),
+        ({"bias": (8, 16, 64, 4096)}, "cuda", None),
+        ({"bias": (8, 16, 64, 4096), "bias_grad": True, "grad": True}, "cuda", "cuda"),
+        ({"mask": (8, 1, 1, 4096)}, "cuda", None),
+        ({"q": (8, 63, 16, 64), "grad": True}, "triton", "triton"),
+        ({"q": (8, 64, 16, 64), "seqlen_k": 128, "grad": True}, "triton", "triton"),
+    ),
+    ids=str,
+)
+def test_who_takes_half_a_tile_of_queries(call: dict[str, Any], forward: str, backward: str | None) -> None:
+    explanation = explained(**{"q": (8, 64, 16, 64), "seqlen_k": 4096, **call})
+    assert (explanation.forward, explanation.backward) == (forward, backward)
+
+
+@pytest.mark.parametrize(
+    ("call", "backend"),
+    (
+        ({"q": (256, 256, 4, 32), "bias": (1, 4, 256, 256)}, "triton"),
+        ({"q": (256, 256, 4, 32), "bias": (1, 4, 256, 256), "bias_grad": True, "grad": True}, "cuda"),
+        ({"q": (128, 200, 8, 32), "bias": (1, 8, 200, 200)}, "cuda"),
+        ({"q": (2048, 49, 6, 32), "bias": (1, 6, 49, 49), "bias_grad": True, "grad": True}, "triton"),
+        ({"q": (128, 128, 12, 64), "mask": (128, 1, 1, 128), "grad": True}, "triton"),
+        ({"q": (128, 128, 12, 64), "mask": (128, 1, 1, 128), "mask_prepared": True}, "cuda"),
+    ),
+    ids=str,
+)
+def test_who_takes_short_rows(call: dict[str, Any], backend: str) -> None:
+    explanation = explained(**call)
+    assert explanation.forward == backend and explanation.backward in (None, backend)
+
+
 def test_without_triton_gradients_are_those_of_eager() -> None:
     with flash_dmattn.disable_backends("triton"):
         explanation = explained(**GRADIENTS, seqlen_k=32)
