@@ -12,7 +12,95 @@ _PACKING = "tests/test_mask_pack_interpreter.py::test_interpreted"
 INTERVALS = ("tests/test_triton_interpreter.py::test_interval_masks",)
 PACKED, BEYOND_INT32 = (f"{_PACKING}[shapes]",), (f"{_PACKING}[beyond_int32]",)
 
+_SHORT = "tests/test_triton_interpreter.py::test_short_rows"
+SHORT = (f"{_SHORT}[0]", f"{_SHORT}[1]")
+
 FAULTS: tuple[Fault, ...] = (
+    # Rows of one tile
+    Fault(
+        "short rows: an empty row is subtracted its maximum of -inf",
+        "triton_kernels/short_forward.py",
+        'tl.where(row_max == float("-inf"), 0.0, row_max)',
+        "row_max",
+        SHORT,
+    ),
+    Fault(
+        "short rows: the gradient of lse is dropped",
+        "triton_kernels/short_backward.py",
+        "d -= tl.where(empty, 0.0, tl.load(at, mask=row_ok, other=0.0).to(tl.float32))",
+        "d -= 0.0 * tl.where(empty, 0.0, tl.load(at, mask=row_ok, other=0.0).to(tl.float32))",
+        SHORT,
+    ),
+    Fault(
+        "short rows: an empty row has the p of one",
+        "triton_kernels/short_backward.py",
+        'p = tl.math.exp2(s - tl.where(empty, float("inf"), natural * LOG2E)[:, None])',
+        "p = tl.math.exp2(s - (natural * LOG2E)[:, None])",
+        SHORT,
+    ),
+    Fault(
+        "short rows: a head is masked by the bools of the one before",
+        "triton_kernels/short_backward.py",
+        "tl.minimum(member + 1, end - 1)",
+        "tl.minimum(member, end - 1)",
+        SHORT,
+    ),
+    Fault(
+        "short rows: the slope of a softcap is left out",
+        "triton_kernels/short_backward.py",
+        "ds = ds * slope",
+        "ds = ds * 1.0",
+        SHORT,
+    ),
+    Fault(
+        "short rows: the second of two runs reads lse in the place of delta",
+        "triton_kernels/short_backward.py",
+        "d = tl.load(delta + line, mask=row_ok, other=0.0)",
+        "d = tl.load(lse + line, mask=row_ok, other=0.0)",
+        SHORT,
+    ),
+    Fault(
+        "short rows: the last query of an interval is one too far",
+        "triton_kernels/short_rows.py",
+        "(rows[:, None] < end[None, :])",
+        "(rows[:, None] <= end[None, :])",
+        SHORT,
+    ),
+    Fault(
+        "short rows: a walk goes on beyond its chunk",
+        "triton_kernels/short_rows.py",
+        "tl.minimum(begin + walk.chunk, members)",
+        "members",
+        SHORT,
+    ),
+    Fault(
+        "short rows: a band is not folded into the bias",
+        "triton_kernels/short_rows.py",
+        "in_band(rows[:, None], keys[None, :], shape, LEFT, RIGHT)",
+        "in_band(rows[:, None], keys[None, :], shape, False, False)",
+        SHORT,
+    ),
+    Fault(
+        "short rows: the members of an owner are those of one entry",
+        "triton_kernels/short_rows.py",
+        "members = shape.batch // walk.owners_b * members_h",
+        "members = members_h",
+        SHORT,
+    ),
+    Fault(
+        "short rows: a mask's row stride of 0 is not seen",
+        "triton_kernels/plan_short.py",
+        "mask_kind = DENSE_ROW.value if one_row else call.mask_kind",
+        'mask_kind = DENSE_ROW.value if call.mask.form == "dense" else call.mask_kind',
+        SHORT,
+    ),
+    Fault(
+        "the last slot is left out of a sum",
+        "triton_kernels/sum_slots.py",
+        "mask=(slot < count)[:, None]",
+        "mask=(slot < count - 1)[:, None]",
+        SHORT,
+    ),
     Fault(
         "the entry of a mask or a bias does not begin anew",
         "triton_kernels/tile_ops.py",
