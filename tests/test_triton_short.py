@@ -50,14 +50,14 @@ def test_calls_that_are_served(
 
 
 @pytest.mark.parametrize("members, programs", ((1, 1), (2048, 6), (4096, 12), (3, 500), (100, 2000), (1, 0x7FFF)))
-@pytest.mark.parametrize("most", (None, 1, 7))
-def test_chunks_cover_every_head_once(members: int, programs: int, most: int | None) -> None:
+@pytest.mark.parametrize("slots", (None, 1, 7))
+def test_chunks_cover_every_head_once(members: int, programs: int, slots: int | None) -> None:
     from flash_dmattn.triton_kernels.plan_slots import PROGRAMS_PER_SM, chunks_of
 
-    chunk, chunks = chunks_of(members, programs, 132, most)
+    chunk, chunks = chunks_of(members, programs, 132, slots)
     assert chunk * (chunks - 1) < members <= chunk * chunks
     assert chunks == 1 or programs * chunks <= PROGRAMS_PER_SM * 132
-    assert most is None or chunks <= most
+    assert slots is None or chunks <= slots
 
 
 def test_slots_take_little_memory() -> None:

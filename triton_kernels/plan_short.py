@@ -22,18 +22,15 @@ from .short_rows import MaskAccess, Walk
 from .tile_ops import DENSE_ROW, NO_BIAS, TILE_BIAS, Strides
 
 
-def _walk(call: Call, tiles: int, bounded: bool = False) -> tuple[Walk, int, int]:
+def _walk(call: Call, tiles: int, sums_dbias: bool = False) -> tuple[Walk, int, int]:
     """The walk of a launch, its chunks and its programs."""
     bias, shape = call.bias, call.shape
     owners_b, owners_h = (1, 1) if bias is None else bias.shape[:2]
     owners = owners_b * owners_h
-    most = None if not bounded or bias is None else most_slots(bias.numel())
-    chunk, chunks = chunks_of(shape.batch * shape.num_heads // owners, owners * tiles, call.num_sms, most)
-    return (
-        Walk(owners_b, owners_h, tiles, chunk, call.flags.bias_repeat if bias is not None else 1),
-        chunks,
-        owners * tiles * chunks,
-    )
+    slots = most_slots(bias.numel()) if sums_dbias and bias is not None else None
+    chunk, chunks = chunks_of(shape.batch * shape.num_heads // owners, owners * tiles, call.num_sms, slots)
+    repeat = 1 if bias is None else call.flags.bias_repeat
+    return Walk(owners_b, owners_h, tiles, chunk, repeat), chunks, owners * tiles * chunks
 
 
 def mask_tensors(mask: MaskView) -> tuple[Tensor | None, Tensor | None]:

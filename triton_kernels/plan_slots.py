@@ -11,24 +11,26 @@ from torch import Tensor
 from .kernel_launch import Launch
 from .sum_slots import sum_slots_kernel
 
-# Programs for each SM, about two waves of those that it holds. More of them store more slots than they spread work.
-PROGRAMS_PER_SM = 4
+# Programs for each SM: some waves of those that it holds, so that the last is a small part of the time. Where each has
+# a slot, more of them store more than they spread work.
+PROGRAMS_PER_SM = 8
+PROGRAMS_WITH_SLOTS = 4
 # Slots take no more memory than this, unless the bias itself does.
 MAX_SLOT_BYTES = 64 * 2**20
 _VALUES, _SLOTS = 64, 32  # of a step of the kernel that adds
 
 
-def chunks_of(members: int, programs: int, num_sms: int, most: int | None = None) -> tuple[int, int]:
+def chunks_of(members: int, programs: int, num_sms: int, slots: int | None = None) -> tuple[int, int]:
     """How many of the `members` of a walk each program takes, and how many programs then share it.
 
     Args:
         members: heads of batch entries that are walked one after the other.
         programs: of the launch, if none shared its walk.
         num_sms: of the GPU.
-        most: programs that may share a walk; None: any number.
+        slots: for how many sums there is room; None: programs store none.
     """
-    wanted = max(1, PROGRAMS_PER_SM * num_sms // programs)
-    chunk = triton.cdiv(members, min(wanted, members, most or members))
+    wanted = max(1, (PROGRAMS_PER_SM if slots is None else PROGRAMS_WITH_SLOTS) * num_sms // programs)
+    chunk = triton.cdiv(members, min(wanted, members, slots or members))
     return chunk, triton.cdiv(members, chunk)
 
 
