@@ -229,6 +229,23 @@ class AttentionBackward(torch.autograd.Function):
         return found["dout"], found.get("dlse"), dq, dk, dv, dbias, *(None,) * (3 + len(mask))
 
 
-# torch binds the arguments of such functions by their signatures at every call, and finding those takes longest of it.
-Attention.forward.__signature__ = inspect.signature(Attention.forward)  # type: ignore[attr-defined]
-AttentionBackward.forward.__signature__ = inspect.signature(AttentionBackward.forward)  # type: ignore[attr-defined]
+class _Positional(NamedTuple):
+    """Arguments that were all given, by position."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def apply_defaults(self) -> None:
+        """There is none."""
+
+
+class _Signature(inspect.Signature):
+    """A signature that binds in no time: torch finds and binds that of `forward` at every call."""
+
+    def bind(self, /, *args: Any, **kwargs: Any) -> Any:
+        """What torch asks for: the arguments as they are, where each has a place."""
+        return super().bind(*args, **kwargs) if kwargs else _Positional(args, {})
+
+
+for _forward in (Attention.forward, AttentionBackward.forward):
+    vars(_forward)["__signature__"] = _Signature(list(inspect.signature(_forward).parameters.values()))

@@ -236,7 +236,7 @@ def test_calls_alike_are_described_once(monkeypatch: pytest.MonkeyPatch) -> None
         ({"bias": torch.randn(LK)}, r"bias has 1 dimensions, .*; it needs 2 to 5"),
         ({"mask": torch.ones(3, 1, LQ, 6, dtype=torch.bool)}, r"mask has shape .* seqlen_k in \{1, 7\}"),
     ],
-    ids=str,
+    ids=range(9),
 )
 def test_errors_name_the_dim(changes: dict[str, Tensor], message: str) -> None:
     q, k = torch.randn(2, 3, LQ, H, D), torch.randn(2, 3, LK, HK, D)
