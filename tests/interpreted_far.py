@@ -26,7 +26,7 @@ from triton.runtime.interpreter import interpreter_builder  # noqa: E402
 
 from flash_dmattn.masks.prepared.operator import KeyForm, prepared_view  # noqa: E402
 from flash_dmattn.problem import Flags, MaskView, NeedsGrad  # noqa: E402
-from flash_dmattn.triton_kernels import launch, tile_table  # noqa: E402
+from flash_dmattn.triton_kernels import launch, short_calls, tile_table  # noqa: E402
 from flash_dmattn.triton_kernels.kernel_launch import Launch  # noqa: E402
 
 BEYOND = 2**31 + 2**12
@@ -108,6 +108,33 @@ def check_strides() -> None:
             assert_equal(found, expected, (shape, form, dim))
 
 
+def check_short_strides() -> None:
+    """The same of short rows, whose kernels read bool masks and the intervals of keys themselves."""
+    batch, heads, seqlen_q, seqlen_k = 3, 3, 20, 40
+    half = torch.float16
+    for shape, form in (((1, 3, 20, 40), "dense"), ((3, 3, 20, 40), "tiles"), ((3, 1, 1, 40), "intervals")):
+        q, dout = (torch.randn(batch, seqlen_q, heads, 16, dtype=half) for _ in range(2))
+        k, v = (torch.randn(batch, seqlen_k, heads, 16, dtype=half) for _ in range(2))
+        bias, dlse = torch.randn(shape, dtype=half), torch.randn(batch, heads, seqlen_q)
+        mask = torch.rand(batch, heads, 1 if form == "intervals" else seqlen_q, seqlen_k) < 0.6
+        view = MaskView("dense", (mask,))
+        if form != "dense":
+            view = prepared_view(mask, seqlen_q, seqlen_k, (-1, -1), KeyForm("intervals"))
+        assert view.form == form
+        flags = Flags(-1, -1, 0.25, 0.0, False)
+        expected = results(q, k, v, view, bias, dout, dlse, flags)
+        for dim in range(4):
+            rows = [far(x, dim) if dim < 3 else x for x in (q, k, v, dout)]
+            # The keys of an interval and the words of a row lie side by side; the two of an interval move together.
+            read = 2 if form == "intervals" else 1
+            dims = 4 if form == "dense" else 3 if form == "tiles" else 2
+            tensors = [far(x, dim) if i < read and dim < dims else x for i, x in enumerate(view.tensors)]
+            moved = view._replace(tensors=tuple(tensors))
+            far_dlse = far(dlse, dim) if dim < 3 else dlse
+            found = results(*rows[:3], moved, far(bias, dim), rows[3], far_dlse, flags)
+            assert_equal(found, expected, (shape, form, dim))
+
+
 def check_entries() -> None:
     """The last of so many batch entries that every tensor of rows and every dbias of scores has more than 2^31."""
     batch, heads, heads_k, length, dim = 2**21 + 8, 8, 4, 16, 16
@@ -128,11 +155,15 @@ def check_entries() -> None:
         ):
             run.kernel[(programs // batch,)](*tensors, *run.rest)
 
-    for shape, form, mask_heads in (
-        ((batch, heads, length, length), "tiles", heads_k),
-        ((batch, heads_k, length, length), "none", 1),
-        (None, "keys", heads),
+    dtypes = short_calls.DTYPES
+    for shape, form, mask_heads, is_short in (
+        ((batch, heads, length, length), "tiles", heads_k, False),
+        ((batch, heads_k, length, length), "none", 1, False),
+        (None, "keys", heads, False),
+        ((batch, heads, length, length), "none", 1, True),
     ):
+        short_calls.DTYPES, heads_k = dtypes if is_short else (), heads if is_short else heads_k
+        launch._plans.clear()
         torch.manual_seed(0)
         q, dout = (torch.randn(1, length, heads, dim).half() for _ in range(2))
         k, v = (torch.randn(1, length, heads_k, dim).half() for _ in range(2))
@@ -153,4 +184,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     make_quick()
     tile_table._FP32 = tile_table._SMALL = {256: tile_table.Tile(64, 64, 4, 1)}
-    {"strides": check_strides, "entries": check_entries}[sys.argv[1]]()
+    checks = {"strides": (check_strides, check_short_strides), "entries": (check_entries,)}
+    for check in checks[sys.argv[1]]:
+        check()
