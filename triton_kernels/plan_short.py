@@ -47,7 +47,7 @@ def _access(call: Call) -> MaskAccess:
     if data is None:
         return MaskAccess(0, 0, 0, 0, 1, 1, 1)
     strides = [0 if size == 1 else stride for size, stride in zip(data.shape, data.stride(), strict=True)]
-    row, key = (0, 0) if call.mask.form == "intervals" else strides[2:]
+    row, key = strides[2:] if data.dim() == 4 else (0, 0)  # of intervals, and of bounds in the place of bits
     return MaskAccess(strides[0], strides[1], row, key, call.sharing(data), call.flags.mask_repeat, data.shape[0])
 
 
