@@ -42,7 +42,7 @@ from torch import Tensor  # noqa: E402
 import flash_dmattn  # noqa: E402
 from flash_dmattn.backends.triton import backend  # noqa: E402
 from flash_dmattn.masks import prepare_mask  # noqa: E402
-from flash_dmattn.triton_kernels import launch, plan_backward, short_calls, tile_table  # noqa: E402
+from flash_dmattn.triton_kernels import launch, plan_backward, plan_slots, short_calls, tile_table  # noqa: E402
 from flash_dmattn.triton_kernels.plan import Call  # noqa: E402
 from flash_dmattn.triton_kernels.tile_table import Tile  # noqa: E402
 
@@ -184,7 +184,10 @@ def draw_short(rng: random.Random) -> Case:
     if rng.random() < 0.1:
         lengths = rng.choice(({"seqlen_q": 120, "seqlen_k": 128}, {"seqlen_q": 130, "seqlen_k": 20}))
     heads_k = case.num_heads if rng.random() < 0.7 else case.num_heads_k  # else the forward kernel alone serves it
-    return case.with_(**lengths, num_heads_k=heads_k, batch=rng.choice((1, 2, 5)))
+    short = case.with_(**lengths, num_heads_k=heads_k, batch=rng.choice((1, 2, 5)))
+    if lengths["seqlen_q"] == 120:  # two runs of the backward kernel
+        short = short.with_(num_heads_k=case.num_heads, bias=("1", "Hq", "Lq", "Lk"), needs_grad=ALL)
+    return short
 
 
 def calls_of_short_rows(seed: int, count: int) -> Iterator[str | None]:
@@ -192,7 +195,8 @@ def calls_of_short_rows(seed: int, count: int) -> Iterator[str | None]:
     rng = random.Random(seed)
     for _ in range(count):
         case, layout = draw_short(rng), rng.choice((None, None, *LAYOUTS))
-        short_calls.DTYPES, short_calls.TWO_RUNS_FROM = EVERY_DTYPE, rng.choice((1, 1024))
+        short_calls.DTYPES, short_calls.TWO_RUNS_FROM = EVERY_DTYPE, rng.choice((1, 1, 1024))
+        plan_slots.PROGRAMS_PER_SM = plan_slots.PROGRAMS_WITH_SLOTS = rng.choice((1, 4, 8))
         yield failure_of(
             case, case.build(), layout, case.seed % 3 == 0, (TILES[0], rng.choice(NUM_SMS), PARTS_BYTES[0])
         )
