@@ -336,6 +336,19 @@ LINES = {
 }
 
 
+# Short rows: one program walks every head, each with bools of its own.
+WALKED = PLAIN.with_(batch=3, seqlen_q=20, seqlen_k=33, num_heads_k=2, mask=FULL)
+
+
+def walk_calls() -> Iterator[str | None]:
+    """Outcomes of walks over all heads of a call, and over those of two chunks."""
+    short_calls.DTYPES = EVERY_DTYPE
+    for programs, bias in ((1, None), (1, ("1", "1", "Lq", "Lk")), (2, ("1", "1", "Lq", "Lk"))):
+        plan_slots.PROGRAMS_PER_SM = plan_slots.PROGRAMS_WITH_SLOTS = programs
+        case = WALKED.with_(bias=bias)
+        yield failure_of(case, case.build(), None, False, (TILES[0], 1, PARTS_BYTES[0]))
+
+
 def line_calls(name: str) -> Iterator[str | None]:
     """Outcomes of the calls of that name, a mask beside a window prepared too."""
     settings = (Tile(32, 32, 4, 1), 64 if name == "parts" else 1, PARTS_BYTES[0])
@@ -389,6 +402,7 @@ if __name__ == "__main__":
         "few keys": few_keys_calls,
         "wide windows": wide_window_calls,
         "lines": lambda: line_calls(sys.argv[2]),
+        "walks": walk_calls,
         "short": lambda: calls_of_short_rows(int(sys.argv[2]), int(sys.argv[3])),
         "leading": lambda: leading_calls(sys.argv[2]),
     }.get(sys.argv[1])

@@ -38,6 +38,10 @@ def test_short_rows(seed: int) -> None:
     assert "30 passed, 0 failed" in interpret("interpreted_triton.py", "short", str(seed), "30")
 
 
+def test_walks_of_several_heads() -> None:
+    assert "3 passed, 0 failed" in interpret("interpreted_triton.py", "walks")
+
+
 def test_interval_masks() -> None:
     assert "20 passed, 0 failed" in interpret("interval_calls.py", "interpreter", "0", "20")
 

@@ -18,7 +18,6 @@ from .tile_ops import (
     TILE,
     TILE_BIAS,
     TILES,
-    bias_head,
     bits_by_key,
     block_at,
     in_band,
@@ -28,6 +27,7 @@ from .tile_ops import (
     mask_head,
     queries_of_keys,
     renormalize,
+    shared_head,
     soft_cap,
 )
 
@@ -157,7 +157,7 @@ def backward_keys_kernel(
             h = owner * members + member
             statistics = (b * shape.num_heads + h) * shape.seqlen_q
             if BIAS == KEY_BIAS or BIAS == ROW_BIAS:
-                bias_base = bias_head(bias, bias_strides, b, h)
+                bias_base = shared_head(bias, bias_strides, b, h)
                 if BIAS == KEY_BIAS:
                     key_bias = load_vector(bias_base, keys, shape.seqlen_k, bias_strides.key) * LOG2E
             if MASK == TILES:

@@ -15,7 +15,6 @@ from .tile_ops import (
     ROW_BIAS,
     TILE_BIAS,
     TILES,
-    bias_head,
     bits_by_row,
     block_at,
     in_band,
@@ -25,6 +24,7 @@ from .tile_ops import (
     load_vector,
     mask_head,
     renormalize,
+    shared_head,
     soft_cap,
 )
 
@@ -97,7 +97,7 @@ def backward_queries_kernel(
     lse_rows = tl.load(lse_log2 + statistics + rows, mask=row_ok, other=float("inf"))
     d = tl.load(delta + statistics + rows, mask=row_ok, other=0.0)
     if BIAS == KEY_BIAS or BIAS == ROW_BIAS:
-        bias_base = bias_head(bias, bias_strides, b, h)
+        bias_base = shared_head(bias, bias_strides, b, h)
         if BIAS == ROW_BIAS:
             row_bias = load_vector(bias_base, rows, shape.seqlen_q, bias_strides.row) * LOG2E
     data, index = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)

@@ -22,7 +22,6 @@ from .tile_ops import (
     ROW_BIAS,
     TILE_BIAS,
     TILES,
-    bias_head,
     bits_by_row,
     block_at,
     in_band,
@@ -31,6 +30,7 @@ from .tile_ops import (
     load_tile,
     load_vector,
     mask_head,
+    shared_head,
     soft_cap,
 )
 
@@ -106,7 +106,7 @@ def forward_kernel(
     if NEGATIVE:  # exact, and it leaves a scale >= 0, under which the maximum of the products is that of the scores
         q_tile = -q_tile
     if BIAS == KEY_BIAS or BIAS == ROW_BIAS:
-        bias_base = bias_head(bias, bias_strides, b, h)
+        bias_base = shared_head(bias, bias_strides, b, h)
         if BIAS == ROW_BIAS:
             row_bias = load_vector(bias_base, rows, shape.seqlen_q, bias_strides.row) * LOG2E
     data, index = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)

@@ -75,21 +75,9 @@ def backward_plan(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
     plan, flags = plan_backward(call, dout, dlse, needs_grad), call.flags
     if not needs_fp32_delta(call.q.dtype, call.shape.seqlen_k, flags.window, needs_grad):
         return plan
-
-    def with_fp32_delta(
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: MaskView,
-        bias: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-    ) -> Gradients:
-        return plan(dout, dlse, q, k, v, mask, bias, _out_in_fp32(q, k, v, mask, bias, flags), lse)
-
-    return with_fp32_delta
+    return lambda dout, dlse, q, k, v, mask, bias, out, lse: plan(
+        dout, dlse, q, k, v, mask, bias, _out_in_fp32(q, k, v, mask, bias, flags), lse
+    )
 
 
 def is_short_forward(q: Tensor, k: Tensor, v: Tensor, mask: MaskView) -> bool:

@@ -25,6 +25,7 @@ from .tile_ops import (
     BiasStrides,
     MaskStrides,
     Shape,
+    Strides,
 )
 from .tile_table import Tile, tf32_fits, tile_of
 
@@ -120,17 +121,24 @@ class Call:
             return MaskStrides(0, 0, 0, 0, 0, 0, 1, 1, 1)
         row, list_row = (0, 0) if self.mask_kind == KEYS.value else (data.stride(2), index.stride(2))
         strides = (*_broadcast(data)[:2], row, *_broadcast(index)[:2], list_row)
-        return MaskStrides(*strides, self.sharing(data), self.flags.mask_repeat, data.shape[0])
+        return MaskStrides(*strides, self._sharing(data), self.flags.mask_repeat, data.shape[0])
 
     def bias_strides(self, tma: bool = False) -> BiasStrides:
         """Of the bias, or the steps of its descriptor."""
         if self.bias is None:
             return BiasStrides(0, 0, 0, 0, 1, 1, 1)
         strides = [int(size > 1) for size in self.bias.shape] if tma else _broadcast(self.bias)
-        return BiasStrides(*strides, self.sharing(self.bias), self.flags.bias_repeat, self.bias.shape[0])
+        return BiasStrides(*strides, self._sharing(self.bias), self.flags.bias_repeat, self.bias.shape[0])
 
-    def sharing(self, x: Tensor) -> int:
-        """How many query heads read one head of a bias or a mask."""
+    def dense_mask_strides(self) -> BiasStrides:
+        """Of the first tensor of the mask, read as a bias is: bools, bits, or intervals, which are one row."""
+        if not self.mask.tensors:
+            return BiasStrides(0, 0, 0, 0, 1, 1, 1)
+        data = self.mask.tensors[0]
+        strides = _broadcast(data) if data.dim() == 4 else [*_broadcast(data)[:2], 0, 0]
+        return BiasStrides(*strides, self._sharing(data), self.flags.mask_repeat, data.shape[0])
+
+    def _sharing(self, x: Tensor) -> int:
         return self.shape.group if x.shape[1] == self.num_heads_k else 1
 
     def edges(self, rest: int) -> bool:
@@ -138,10 +146,11 @@ class Call:
         return self.mask_kind != BAND.value or self.band != (False, False) or rest != 0
 
     def wide(self, *tensors: Tensor) -> bool:
-        """Whether offsets within one head of these tensors or of the bias need 64 bits."""
+        """Whether offsets within one head of these tensors, or of the bias or a bool mask, need 64 bits."""
         spans = [x.shape[1] * x.stride(1) for x in tensors]
-        if self.bias is not None and self.bias_kind == TILE_BIAS.value:
-            spans.append(sum(n * stride for n, stride in zip(self.bias.shape[2:], self.bias.stride()[2:], strict=True)))
+        for x in (self.bias, self.mask.dense):
+            if x is not None:
+                spans.append(sum(n * stride for n, stride in zip(x.shape[2:], x.stride()[2:], strict=True)))
         return max(spans) + 1024 > 2**31 - 1  # blocks reach beyond the ends
 
     def tma(self, *tensors: Tensor) -> bool:
@@ -177,6 +186,11 @@ class Call:
     def bias_descriptor(self, slot: int, x: Tensor, tile: Tile) -> Descriptor:
         """Of a bias, a tile at a time."""
         return _descriptor(slot, x, [1, 1, tile.block_m, tile.block_n])
+
+
+def row_strides(*tensors: Tensor) -> tuple[Strides, ...]:
+    """Of (B, L, H, D) tensors."""
+    return tuple(Strides(*x.stride()[:3]) for x in tensors)
 
 
 def _padded(dim: int) -> int:

@@ -19,9 +19,9 @@ from .backward_keys import KEY_SUM, NO_DBIAS, STORE, backward_keys_kernel
 from .backward_product import backward_product_kernel
 from .backward_queries import backward_queries_kernel
 from .kernel_launch import Descriptor, Launch
-from .plan import Call, classes_of, num_kv_splits, read_of
+from .plan import Call, classes_of, num_kv_splits, read_of, row_strides
 from .plan_slots import chunks_of, empty_slots, most_slots, plan_sum
-from .tile_ops import BAND, KEYS, TILES, Strides
+from .tile_ops import BAND, KEYS, TILES
 from .tile_table import Tile
 
 # From the first to this many keys lie in one tile of every kernel, and delta is taken from what is computed there.
@@ -83,14 +83,10 @@ def _has_few_keys(call: Call) -> bool:
     return call.shape.seqlen_k <= MOST_FEW_KEYS
 
 
-def _all_strides(call: Call, dout: Tensor) -> tuple[Strides, ...]:
-    return tuple(Strides(*x.stride()[:3]) for x in (call.q, call.k, call.v, dout))
-
-
 def plan_delta(call: Call, dout: Tensor, dlse: Tensor | None) -> Callable[..., tuple[Tensor, Tensor]]:
     """lse in base 2, and delta = rowsum(dout * out) - dlse."""
     shape, block = call.shape, 32
-    strides = (Strides(*dout.stride()[:3]), (0, 0, 0) if dlse is None else tuple(dlse.stride()))
+    strides = (*row_strides(dout), (0, 0, 0) if dlse is None else tuple(dlse.stride()))
     programs = triton.cdiv(shape.seqlen_q, block) * shape.batch * shape.num_heads
     constants = (block, call.block_dv, dlse is not None, _has_few_keys(call))
     launch = Launch(delta_kernel, programs, (*strides, shape), constants)
@@ -135,6 +131,7 @@ def plan_keys(
     if dbias_tma and bias is not None:
         descriptors.append(_dbias_descriptor(11, bias, tile))
     numbers = (call.bias_strides(bias_tma), call.mask_strides(columns=True), shape, call.scale_log2)
+    strides = row_strides(call.q, call.k, call.v, dout)
     constants = (
         *call.constants(tile),
         tma,
@@ -152,7 +149,7 @@ def plan_keys(
     launch = Launch(
         backward_keys_kernel,
         grid_tiles * shape.batch * owners,
-        (*_all_strides(call, dout), *numbers, call.flags.softmax_scale, call.flags.softcap, owners, grid_tiles),
+        (*strides, *numbers, call.flags.softmax_scale, call.flags.softcap, owners, grid_tiles),
         constants,
         tile.options,
         descriptors,
@@ -210,7 +207,7 @@ def plan_queries(call: Call, dout: Tensor) -> Callable[..., Tensor]:
     launch = Launch(
         backward_queries_kernel,
         triton.cdiv(shape.seqlen_q, tile.block_m) * shape.batch * shape.num_heads,
-        (*_all_strides(call, dout), *numbers, call.flags.softmax_scale, call.flags.softcap),
+        (*row_strides(call.q, call.k, call.v, dout), *numbers, call.flags.softmax_scale, call.flags.softcap),
         (*call.constants(tile), tma, bias_tma, wide, call.precision, edges, _has_few_keys(call)),
         tile.options,
         descriptors,
@@ -240,7 +237,7 @@ def plan_product(call: Call, bias: Tensor) -> Callable[..., Tensor]:
     launch = Launch(
         backward_product_kernel,
         triton.cdiv(shape.seqlen_q, tile.block_m) * shape.batch * shape.num_heads,
-        (Strides(*call.k.stride()[:3]), call.mask_strides(), shape, call.flags.softmax_scale),
+        (*row_strides(call.k), call.mask_strides(), shape, call.flags.softmax_scale),
         (*sizes, mask_kind, *call.band, call.pads[0], tma, dbias_tma, call.wide(call.k), call.precision),
         tile.options,
         descriptors,
@@ -269,12 +266,11 @@ def plan_bias(call: Call, dout: Tensor, bias: Tensor) -> Callable[..., Tensor]:
     chunk, slots = chunks_of(
         shape.batch * shape.num_heads // owners, tiles * owners, call.num_sms, most_slots(bias.numel())
     )
-    numbers = (call.bias_strides(), call.mask_strides(), shape, call.scale_log2, call.flags.softcap)
-    numbers = (*numbers, *bias.shape[:2], chunk)
+    numbers = (call.bias_strides(), call.mask_strides(), shape, call.scale_log2, call.flags.softcap, *bias.shape[:2])
     launch = Launch(
         backward_bias_kernel,
         tiles * owners * slots,
-        (*_all_strides(call, dout), *numbers),
+        (*row_strides(call.q, call.k, call.v, dout), *numbers, chunk),
         (*call.constants(tile), tma, call.wide(call.q, call.k, call.v, dout), call.precision, _has_few_keys(call)),
         tile.options,
         descriptors,

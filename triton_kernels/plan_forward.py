@@ -13,8 +13,7 @@ from flash_dmattn.problem import MaskView
 from .forward import forward_kernel
 from .forward_combine import combine_kernel
 from .kernel_launch import Launch
-from .plan import Call, num_kv_splits, read_of
-from .tile_ops import Strides
+from .plan import Call, num_kv_splits, read_of, row_strides
 
 
 def plan_forward(call: Call) -> Callable[..., None]:
@@ -23,7 +22,7 @@ def plan_forward(call: Call) -> Callable[..., None]:
     tma, bias_tma, descriptors = call.key_descriptors(tile)
     programs = triton.cdiv(shape.seqlen_q, tile.block_m) * shape.batch * shape.num_heads
     splits = num_kv_splits(programs, triton.cdiv(shape.seqlen_k, tile.block_n), call.num_sms)
-    strides = [Strides(*x.stride()[:3]) for x in (call.q, call.k, call.v)]
+    strides = row_strides(call.q, call.k, call.v)
     numbers = (call.bias_strides(bias_tma), call.mask_strides(), shape, abs(call.scale_log2), flags.softcap, splits)
     constants = (
         *call.constants(tile),

@@ -13,13 +13,13 @@ from flash_dmattn.gradients import key_gradient, query_gradient
 from flash_dmattn.problem import Gradients, MaskView, NeedsGrad, bias_class
 
 from .kernel_launch import Launch
-from .plan import Call
+from .plan import Call, row_strides
 from .plan_slots import chunks_of, empty_slots, most_slots, plan_sum
 from .short_backward import KEY_SUM, NO_DBIAS, SLOTS, STORE, short_backward_kernel
 from .short_calls import ShortCall, ShortTile, backward_tiles, forward_tile
 from .short_forward import short_forward_kernel
-from .short_rows import MaskAccess, Walk
-from .tile_ops import DENSE_ROW, NO_BIAS, TILE_BIAS, Strides
+from .short_rows import Walk
+from .tile_ops import DENSE_ROW, NO_BIAS, TILE_BIAS
 
 
 def _walk(call: Call, tiles: int, sums_dbias: bool = False) -> tuple[Walk, int, int]:
@@ -42,40 +42,18 @@ def mask_tensors(mask: MaskView) -> tuple[Tensor | None, Tensor | None]:
     return mask.tensors[0], None
 
 
-def _access(call: Call) -> MaskAccess:
-    data, _ = mask_tensors(call.mask)
-    if data is None:
-        return MaskAccess(0, 0, 0, 0, 1, 1, 1)
-    strides = [0 if size == 1 else stride for size, stride in zip(data.shape, data.stride(), strict=True)]
-    row, key = strides[2:] if data.dim() == 4 else (0, 0)  # of intervals, and of bounds in the place of bits
-    return MaskAccess(strides[0], strides[1], row, key, call.sharing(data), call.flags.mask_repeat, data.shape[0])
-
-
 def _numbers(call: Call, walk: Walk) -> tuple[Any, ...]:
-    return (call.bias_strides(), _access(call), call.shape, walk, call.scale_log2)
+    return (call.bias_strides(), call.dense_mask_strides(), call.shape, walk, call.scale_log2)
 
 
 def _constants(call: Call, tile: ShortTile, *read: Tensor) -> tuple[Any, ...]:
     bias = NO_BIAS.value if call.bias is None else TILE_BIAS.value  # of any shape: one that is expanded is read so too
-    one_row = call.mask.form == "dense" and _access(call).row == 0
+    one_row = call.mask.form == "dense" and call.dense_mask_strides().row == 0
     mask_kind = DENSE_ROW.value if one_row else call.mask_kind
     return (
         *(tile.block_m, tile.block_n, call.block_d, call.block_dv, mask_kind, bias, call.flags.softcap > 0),
-        *(*call.band, *call.pads, _is_wide(call, *read), call.precision, tile.num_stages),
+        *(*call.band, *call.pads, call.wide(*read), call.precision, tile.num_stages),
     )
-
-
-def _is_wide(call: Call, *read: Tensor) -> bool:
-    """Whether offsets within one head of what is read need 64 bits."""
-    spans = [x.shape[1] * x.stride(1) for x in read]
-    for x in (call.bias, mask_tensors(call.mask)[0] if call.mask.form == "dense" else None):
-        if x is not None:
-            spans.append(sum(size * stride for size, stride in zip(x.shape[2:], x.stride()[2:], strict=True)))
-    return max(spans) + 1024 > 2**31 - 1  # blocks reach beyond the ends
-
-
-def _strides(*tensors: Tensor) -> tuple[Strides, ...]:
-    return tuple(Strides(*x.stride()[:3]) for x in tensors)
 
 
 def plan_short_forward(call: Call) -> Callable[..., None]:
@@ -87,7 +65,7 @@ def plan_short_forward(call: Call) -> Callable[..., None]:
     launch = Launch(
         short_forward_kernel,
         programs,
-        (*_strides(q, k, v), *_numbers(call, walk), call.flags.softcap),
+        (*row_strides(q, k, v), *_numbers(call, walk), call.flags.softcap),
         _constants(call, tile, q, k, v),
         {"num_warps": tile.num_warps},
     )
@@ -120,7 +98,7 @@ def plan_short_backward(
         if dbias_here == SLOTS:
             slots = chunks
         numbers = (
-            *_strides(q, k, v, dout),
+            *row_strides(q, k, v, dout),
             (0, 0, 0) if dlse is None else tuple(dlse.stride()),
             *_numbers(call, walk),
             call.flags.softmax_scale,

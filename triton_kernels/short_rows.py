@@ -19,23 +19,11 @@ from .tile_ops import (
     NO_BIAS,
     TILES,
     bits_by_row,
-    entry_of,
     in_band,
     load_bias,
     reader_of,
+    shared_head,
 )
-
-
-class MaskAccess(NamedTuple):
-    """Strides of a bool mask, of its bits, or of its intervals, 0 where broadcast; the rest as in `BiasStrides`."""
-
-    batch: int
-    head: int
-    row: int
-    key: int
-    group: int
-    repeat: int
-    entries: int
 
 
 class Walk(NamedTuple):
@@ -104,7 +92,7 @@ def load_dense(mask, access, b, h, rows, keys, shape, MASK: tl.constexpr, WIDE: 
     they would be waited for.
     """
     if MASK == DENSE or MASK == DENSE_ROW:
-        head = mask + entry_of(b, access) * access.batch + (h // access.group).to(tl.int64) * access.head
+        head = shared_head(mask, access, b, h)
         if WIDE:
             rows, keys = rows.to(tl.int64), keys.to(tl.int64)
         at = (keys * access.key)[None, :]
@@ -126,13 +114,13 @@ def masked(
     if MASK == DENSE or MASK == DENSE_ROW:
         s = tl.where(dense, s, float("-inf"))
     elif MASK != BAND:
-        offset = entry_of(b, access) * access.batch + (h // access.group).to(tl.int64) * access.head
+        head = shared_head(mask, access, b, h)
         if MASK == TILES:
-            allowed = bits_by_row(mask + offset, first_key, rows, shape.seqlen_q, access.row, BLOCK_M, BLOCK_N)
+            allowed = bits_by_row(head, first_key, rows, shape.seqlen_q, access.row, BLOCK_M, BLOCK_N)
         else:
             inside = keys < shape.seqlen_k
-            start = tl.load(mask + offset + keys, mask=inside, other=0)
-            end = tl.load(stop + offset + keys, mask=inside, other=0)
+            start = tl.load(head + keys, mask=inside, other=0)
+            end = tl.load(shared_head(stop, access, b, h) + keys, mask=inside, other=0)
             allowed = (rows[:, None] >= start[None, :]) & (rows[:, None] < end[None, :])
         s = tl.where(allowed, s, float("-inf"))
     return s

@@ -51,9 +51,10 @@ class Strides(NamedTuple):
 
 
 class BiasStrides(NamedTuple):
-    """Of a bias, 0 where it is broadcast; for a tensor descriptor, 1 where it is not. `group` query heads share one.
+    """Of a bias, or of a mask that is read as one is, 0 where broadcast; for a tensor descriptor, 1 where it is not.
 
-    It has so many `entries`, of which `repeat` in a row of the batch share one: see `entry_of`.
+    `group` query heads share one head. It has so many `entries`, of which `repeat` in a row of the batch share one: see
+    `entry_of`.
     """
 
     batch: int
@@ -159,7 +160,7 @@ def load_bias(
         place = [(b_b * strides.batch).to(tl.int32), h_b * strides.head, first, first_key]
         return bias.load(place).reshape(BLOCK_M, BLOCK_N)
     else:
-        base = bias_head(bias, strides, b, h)
+        base = shared_head(bias, strides, b, h)
         if WIDE:
             pointers = base + rows.to(tl.int64)[:, None] * strides.row + keys.to(tl.int64)[None, :] * strides.key
         else:
@@ -169,8 +170,8 @@ def load_bias(
 
 
 @triton.jit
-def bias_head(bias, strides, b, h):
-    """Where the head of a bias begins that query head h reads."""
+def shared_head(bias, strides, b, h):
+    """Where the head of a bias, or of a bool mask, begins that query head h of entry b reads."""
     return bias + entry_of(b, strides) * strides.batch + (h // strides.group).to(tl.int64) * strides.head
 
 

@@ -57,13 +57,12 @@ def mask_view(
 
 def readable_view(problem: AttentionProblem, view: MaskView, *backends: AnyBackend | None) -> MaskView:
     """A view for backends that were chosen after it was made: dense where one of them does not read prepared masks."""
-    if view.form in ("none", "dense") or all(b is None or reads_prepared_masks(b) for b in backends):
+    if view.form == "none" or view.form == "dense" or all(b is None or reads_prepared_masks(b) for b in backends):
         return view
-    from ..masks import IntervalMask, KeyMask, TileMask
+    from ..masks.saved import restore  # importing flash_dmattn does not need it
 
-    kinds = {"tiles": TileMask, "keys": KeyMask, "intervals": IntervalMask}
     # The band of the problem applies to every form, so that this one need not know it.
-    mask = kinds[view.form](problem.seqlen_q, problem.seqlen_k, False, (-1, -1), *view.tensors)
+    mask = restore(view.form, problem.seqlen_q, problem.seqlen_k, False, (-1, -1), *view.tensors)
     return MaskView("dense", (mask.unpacked(),))
 
 
