@@ -56,9 +56,9 @@ GIB_PER_JOB = 1  # every unit takes 0.2 GiB, by nvcc 13.0
 
 # A unit is compiled for each of these (head_dim, head_dim_v) in each dtype. A call takes the first that holds its own
 # head dims, so a pair comes before every pair that is larger.
-HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+HEAD_DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 WIDE_BACKWARD_HEAD_DIMS = ((192, 128), (192, 192), (256, 256))
-BACKWARD_HEAD_DIMS = ((64, 64), (128, 128), *WIDE_BACKWARD_HEAD_DIMS)
+BACKWARD_HEAD_DIMS = ((32, 32), (64, 64), (128, 128), *WIDE_BACKWARD_HEAD_DIMS)
 DTYPES = {"fp16": ("__half", "Half"), "bf16": ("__nv_bfloat16", "BFloat16")}  # the name in CUDA, and in torch
 
 # Spilled bytes are those of the stores and the loads in a kernel's code, each counted once. At head dim 256 a thread

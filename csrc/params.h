@@ -339,14 +339,14 @@ struct BackwardRowsParams {
 // The kernel after the backward kernel: converts accumulated dq, dk and dv to the dtype of q.
 struct BackwardSumsParams {
   struct Result {
-    const float* sums;  // (pairs, rows_per_pair / 64, panels, 4096)
+    const float* sums;  // (pairs, rows_per_pair / 64, panels, 64 * tile_columns)
     void* out;          // (B, L, H, columns), contiguous
     int64_t tiles;      // accumulator tiles of this result and of those before it
     // The first (batch, head) pair that has accumulators, and whether batch entries of a head are neighbours, or heads
     // of a batch entry.
     int first_pair;
     bool batch_is_inner;
-    int batch, num_heads, seqlen, rows_per_pair, columns, panels;
+    int batch, num_heads, seqlen, rows_per_pair, columns, panels, tile_columns;
     float factor;
     bool is_by_place;  // rows are those of `places`, and out is in the order of keys
   };

@@ -86,7 +86,7 @@ def draw_triton(number: int) -> Drawn:
     return Drawn(case, layout, number % 2 == 1, rng.random() < 0.5)
 
 
-# Tiles are 128 or 192 rows and 64, 128 or 176 keys. Rows of a bias of a multiple of 8 keys are copied as tiles.
+# Tiles are 128, 192 or 256 rows and 64, 128 or 176 keys. Rows of a bias of a multiple of 8 keys are copied as tiles.
 CUDA_EDGES = tuple(n + i for n in (176, 192, 384) for i in (-1, 0, 1)) + (176, 192, 384, 64, 128, 200, 600)
 CUDA_FORMS = tuple(form for form in FORMS if form[2] == "Lq")  # it refuses a mask of one row for all queries
 PER_QUERY = tuple(form for form in FORMS if form[3] == "1")
@@ -98,13 +98,13 @@ CUDA_BIASES: tuple[tuple[tuple[str, ...] | None, ...], ...] = ((None,), PER_QUER
 def draw_cuda(number: int) -> Drawn:
     """The call of a number, which breaks no rule of its forward pass, and mostly none of its backward pass.
 
-    144 of them go through all pairs of a kernel instance (head dims and dtype) and a kind of mask and bias.
+    168 of them go through all pairs of a kernel instance (head dims and dtype) and a kind of mask and bias.
     """
     rng = random.Random(number)
     rest, instance = divmod(number, len(INSTANCES))
     rest, dtype = divmod(rest, 2)
     rest, has_mask = divmod(rest, 2)
-    head_dim, head_dim_v = (d - rng.choice((0, 0, rng.randrange(0, 57, 8))) for d in INSTANCES[instance])
+    head_dim, head_dim_v = (d - rng.choice((0, 0, rng.randrange(0, min(57, d), 8))) for d in INSTANCES[instance])
     # With 8, there are more tiles of rows than SMs.
     num_heads_k = rng.choice((1, 2, 3, 8))
     lengths = TILE_EDGES + CUDA_EDGES

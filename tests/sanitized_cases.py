@@ -95,6 +95,15 @@ UNALIGNED = (
 )
 
 
+def _narrow(*cases: Case) -> tuple[Case, ...]:
+    """Those of head dims up to 64, at head dims up to 32."""
+    return tuple(
+        case.with_(head_dim=min(case.head_dim, 32), head_dim_v=min(case.head_dim_v, 32))
+        for case in cases
+        if max(case.head_dim, case.head_dim_v) <= 64
+    )
+
+
 def _numbered(**groups: tuple[Case, ...]) -> tuple[tuple[Case, str], ...]:
     return tuple((case, how) for how, cases in groups.items() for case in cases)
 
@@ -105,7 +114,8 @@ FP16 = torch.float16
 PER_KEY = ("1", "Hk", "1", "Lk")
 MANY = {"batch": 2, "num_heads": 96, "num_heads_k": 48}  # more pieces of work than SMs
 D64 = (
-    # A block computes 192 rows without a mask, 128 with one, against 128 keys.
+    # A block computes 192 rows without a mask, 128 with one, against 128 keys. At 32 without a mask it is 192 or 256,
+    # whichever take less time, against 64.
     FORWARD.with_(**MANY, seqlen_k=72),
     FORWARD.with_(seqlen_q=193, seqlen_k=129, dtype=FP16, is_causal=True),
     FORWARD.with_(seqlen_q=257, seqlen_k=130, mask=TILES, mask_kind="empty_tiles", is_causal=True),
@@ -295,6 +305,16 @@ BACKWARD_GROUPS_THEN_HEADS = (
     BASE.with_(batch=2, num_heads=90, num_heads_k=45, seqlen_q=9, seqlen_k=257, mask=TILES, mask_kind="empty_tiles"),
     WIDE_FP16.with_(batch=2, num_heads=68, num_heads_k=34, seqlen_q=9, seqlen_k=392, bias=PER_KEY, mask=EVERY_BATCH),
 )
+BACKWARD_TO_128 = (
+    BACKWARD
+    + BACKWARD_PAIRS
+    + BACKWARD_CAPPED
+    + BACKWARD_SHARED
+    + BACKWARD_CHUNKS
+    + BACKWARD_CLUSTERS
+    + BACKWARD_GROUPS_THEN_HEADS
+)
+BACKWARD_IN_ORDER_TO_128 = BACKWARD_IN_ORDER + BACKWARD_PAIRS_IN_ORDER + BACKWARD_CLUSTERS_IN_ORDER
 WIDE_DIMS = ((192, 128), (192, 192), (256, 256))
 
 
@@ -330,20 +350,15 @@ BACKWARD_WIDE, BACKWARD_WIDE_IN_ORDER, BACKWARD_WIDE_SHARED = map(tuple, _wide_b
 BACKWARD_WIDE_CAPPED = _wide_capped()
 CASES = {
     "triton": _numbered(plain=PLAIN + SHORT_ROWS, descriptors=DESCRIPTORS, unaligned=UNALIGNED),
-    "cuda": _numbered(plain=D64 + D128 + OTHERS, unaligned=FORWARD_UNALIGNED, parts=FORWARD_PARTS),
+    "cuda": _numbered(
+        plain=_narrow(*D64) + D64 + D128 + OTHERS,
+        unaligned=_narrow(*FORWARD_UNALIGNED) + FORWARD_UNALIGNED,
+        parts=_narrow(*FORWARD_PARTS) + FORWARD_PARTS,
+    ),
     "cuda-backward": _numbered(
-        plain=BACKWARD
-        + BACKWARD_PAIRS
-        + BACKWARD_CAPPED
-        + BACKWARD_SHARED
-        + BACKWARD_CHUNKS
-        + BACKWARD_CLUSTERS
-        + BACKWARD_GROUPS_THEN_HEADS
-        + BACKWARD_WIDE
-        + BACKWARD_WIDE_SHARED
-        + BACKWARD_WIDE_CAPPED,
-        in_order=BACKWARD_IN_ORDER + BACKWARD_PAIRS_IN_ORDER + BACKWARD_CLUSTERS_IN_ORDER + BACKWARD_WIDE_IN_ORDER,
-        unaligned=BACKWARD_UNALIGNED,
+        plain=_narrow(*BACKWARD_TO_128) + BACKWARD_TO_128 + BACKWARD_WIDE + BACKWARD_WIDE_SHARED + BACKWARD_WIDE_CAPPED,
+        in_order=_narrow(*BACKWARD_IN_ORDER_TO_128) + BACKWARD_IN_ORDER_TO_128 + BACKWARD_WIDE_IN_ORDER,
+        unaligned=_narrow(*BACKWARD_UNALIGNED) + BACKWARD_UNALIGNED,
     ),
 }
 

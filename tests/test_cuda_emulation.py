@@ -17,7 +17,7 @@ from cases import DEVICE
 TESTS = Path(__file__).parent
 BUILD = TESTS / "emulation" / "build.py"
 CASES = 100
-HEAD_DIMS, DTYPES = "64,128", "bf16"
+HEAD_DIMS, DTYPES = "32,64,128", "bf16"
 
 
 def _reasons() -> str:

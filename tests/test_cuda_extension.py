@@ -350,7 +350,7 @@ def test_every_unit_is_built_when_none_is_named(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("value", ["", "64,", "64;128", "65", "x"])
 def test_unknown_head_dim_is_a_sentence(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sentence = f"FLASH_DMATTN_HEAD_DIMS is '{value}'; it must name some of 64,96,128,192,256, separated by commas"
+    sentence = f"FLASH_DMATTN_HEAD_DIMS is '{value}'; it must name some of 32,64,96,128,192,256, separated by commas"
     with pytest.raises(build_cuda.BuildError, match=f"^{re.escape(sentence)}$"):
         choose_instances(monkeypatch, value, None)
         build_cuda.backward_instances()

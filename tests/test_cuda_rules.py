@@ -52,7 +52,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "arch": ({"device": "sm_80"}, "the GPU is sm_80; .*sm_90a"),
     "dtype": ({"dtype": "fp32"}, "dtype is float32; .*float16 or bfloat16"),
     "bias_dtype": ({"bias": (1, 16, 4096, 4096), "bias_dtype": "fp64"}, "bias has dtype float64; "),
-    "head_dim": ({"q": (2, 4096, 16, 100)}, r"head dims are 100 and 100 \(v\); .* multiples of 8 up to 64 and 64 or "),
+    "head_dim": ({"q": (2, 4096, 16, 100)}, r"head dims are 100 and 100 \(v\); .* multiples of 8 up to 32 and 32 or "),
     "backward_head_dim": (
         {"q": (2, 4096, 16, 192), "head_dim_v": 128, **GRADIENTS},
         r"head dims are 192 and 128 \(v\); the backward kernels .* multiples of 8 up to 64 and 64 or 128 and 128 ",
@@ -449,7 +449,7 @@ SHAPES = st.none() | st.tuples(*[st.booleans()] * 4)
 DTYPES = st.sampled_from(("fp16", "bf16", "fp32", "fp64"))
 BUILDS = st.none() | st.frozensets(
     st.sampled_from(
-        [f"forward_d{d}_bf16" for d in (64, 96, 128, 192, 256)]
+        [f"forward_d{d}_bf16" for d in (32, 64, 96, 128, 192, 256)]
         + ["forward_d192_128_bf16", "backward_d64_bf16", "backward_d128_bf16", "backward_d192_bf16"]
     )
 )

@@ -169,10 +169,10 @@ def laid_out(drawn: Drawn) -> tuple[AttentionProblem, Tensor | None]:
 
 @pytest.mark.usefixtures("every_unit")
 def test_cuda_runs_every_kernel() -> None:
-    """In the cases that 800 numbers stand for."""
+    """In the cases that 1100 numbers stand for."""
     kernels, differentiated = set(), set()
     refused = with_gradients = 0
-    for x in map(draw_cuda, range(800)):
+    for x in map(draw_cuda, range(1100)):
         case, (problem, bias) = x.case, laid_out(x)
         kernels.add((instance_of(case), bias_form(bias, case.dtype), case.mask is not None))
         if any(problem.needs_grad):

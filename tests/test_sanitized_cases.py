@@ -83,7 +83,7 @@ def test_every_kernel_of_triton_is_launched(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No rule refuses a call; with and without a mask each form of bias has one at 64 and 128, and most at others."""
+    """No rule refuses a call; with and without a mask each form of bias has one at 32, 64, 128, and most at others."""
     monkeypatch.setattr(sanitized_cases, "DEVICE", "cpu")
     monkeypatch.setattr(cuda_rules, "installed_instances", lambda: None)
     reached: dict[tuple[int, int], set[tuple[str, bool]]] = {}
@@ -96,12 +96,14 @@ def test_the_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatch) -> Non
         kernels = in_parts if how == "parts" else reached
         kernels.setdefault((d, d_v), set()).add((bias_form(bias, dtype), case.mask is not None))
         dtypes.add((d, d_v, dtype))
-    assert reached[64, 64] == reached[128, 128] == set(itertools.product(BIAS_FORMS, (False, True)))
+    every = set(itertools.product(BIAS_FORMS, (False, True)))
+    assert reached[32, 32] == reached[64, 64] == reached[128, 128] == every
     shared = set(itertools.product(("none", "vector", "tile"), (False, True)))
-    assert in_parts[64, 64] == in_parts[128, 128] == shared and set(in_parts) == {(d, d) for d in (64, 96, 128)}
+    assert in_parts[32, 32] == in_parts[64, 64] == in_parts[128, 128] == shared
+    assert set(in_parts) == {(d, d) for d in (32, 64, 96, 128)}
     assert set(reached) == set(cuda.INSTANCES) and all(len(kernels) >= 2 for kernels in reached.values())
     assert dtypes == {(*dims, dtype) for dims in cuda.INSTANCES for dtype in (torch.float16, torch.bfloat16)}
-    assert len(sanitized_cases.CASES["cuda"]) == 48
+    assert len(sanitized_cases.CASES["cuda"]) == 68
 
 
 def test_the_backward_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +136,7 @@ def test_the_backward_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatc
         works.add((in_order, *backward_works(problem)))
         if schedule.has_two_key_tiles:
             pairs.add((in_order, case.num_heads > case.num_heads_k, case.seqlen_k % 256 > 128))
-    narrow = itertools.product(((64, 64), (128, 128)), BACKWARD_FORMS)
+    narrow = itertools.product(((32, 32), (64, 64), (128, 128)), BACKWARD_FORMS)
     wide = itertools.product(sanitized_cases.WIDE_DIMS, ("none", "vector", "tile"))
     assert capped == {*narrow, *wide} and capped_shared == set(cuda_rules.BACKWARD_INSTANCES)
     flags = (False, True)
@@ -162,4 +164,4 @@ def test_the_backward_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatc
     assert heads == {*either, (False, "a group, then one")}
     shares = {(in_order, share) for in_order, _, share in works}
     assert {(True, "in order"), *itertools.product((False,), ("one each", "evenly", "as they finish"))} <= shares
-    assert len(sanitized_cases.CASES["cuda-backward"]) == 138
+    assert len(sanitized_cases.CASES["cuda-backward"]) == 174

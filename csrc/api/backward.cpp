@@ -152,7 +152,9 @@ struct Postprocess {
            int64_t rows_per_pair, int64_t columns, double factor, bool batch_is_inner, bool is_by_place = false) {
     BackwardSumsParams::Result& it = params.results[count++];
     if (sums != nullptr) {
-      tiles += pairs * (rows_per_pair / kAccumRows) * (columns / kAccumColumns);
+      it.tile_columns = accum_columns(static_cast<int>(columns));
+      it.panels = static_cast<int>(columns) / it.tile_columns;
+      tiles += pairs * (rows_per_pair / kAccumRows) * it.panels;
       it.sums = sums;
       it.out = result->mutable_data_ptr();
       it.first_pair = static_cast<int>(first_pair);
@@ -163,7 +165,6 @@ struct Postprocess {
       it.num_heads = static_cast<int>(result->size(2));
       it.rows_per_pair = static_cast<int>(rows_per_pair);
       it.columns = static_cast<int>(result->size(3));
-      it.panels = static_cast<int>(columns / kAccumColumns);
       it.factor = static_cast<float>(factor);
     }
     it.tiles = tiles;
@@ -283,8 +284,10 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
 
   // The work tiles, and how they are scheduled.
   const bool is_ordered = schedule.is_ordered;
-  const int64_t dq_columns = ceil_div(instance.head_dim, kAccumColumns) * kAccumColumns;
-  const int64_t dv_columns = ceil_div(instance.head_dim_v, kAccumColumns) * kAccumColumns;
+  const auto accumulated = [](int head_dim) {
+    return ceil_div(head_dim, accum_columns(head_dim)) * accum_columns(head_dim);
+  };
+  const int64_t dq_columns = accumulated(instance.head_dim), dv_columns = accumulated(instance.head_dim_v);
   CHECK_ARGUMENT(schedule.num_work_tiles <= kMaxInt / 2, "there are more than 2^30 tiles of work");
   params.blocks_k = static_cast<int>(blocks_k);
   params.batch_is_inner = schedule.batch_is_inner;

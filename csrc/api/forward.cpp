@@ -74,7 +74,7 @@ void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::option
   const MaskForm of_mask = mask_form(mask);
   CHECK_ARGUMENT(of_mask != MaskForm::kIntervals || form == Bias::kNone || form == Bias::kVector,
                  "a bias per query and key needs bits of a mask");
-  const ForwardTile tile = instance.tile(form, of_mask);
+  const ForwardTile tile = instance.tile(form, of_mask, static_cast<int>(sizes.seqlen_q));
 
   const CurrentDevice device(kName, q);  // before the TMA descriptors, whose encoder needs its context
 

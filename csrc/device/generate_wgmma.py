@@ -14,7 +14,8 @@ from pathlib import Path
 HEADER = Path(__file__).with_name("wgmma_instructions.h")
 # The methods that kernels use, for each width N.
 METHODS = {
-    32: ("shared_b_transposed",),
+    16: ("shared_b_transposed",),
+    32: ("shared_b_transposed", "registers_b_transposed"),
     64: ("shared_k_major", "shared_b_transposed", "registers_b_transposed"),
     96: ("shared_k_major", "registers_b_transposed"),
     128: ("shared_k_major", "shared_b_transposed", "shared_transposed", "registers_b_transposed"),

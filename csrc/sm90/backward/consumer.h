@@ -57,6 +57,7 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
 
   // dq over the keys of all key tiles, whose ds are in consecutive stages.
   __device__ __forceinline__ void start_dq(DqAccum& dq, DsPipe pipe) {
+    // One consumer's columns are the first panel, the other's the second; or they share a panel.
     constexpr int kColumnBytes = kDqColumns == kAccumColumns ? kTile * kRowBytes : kDqColumns * 2;
     const int row = kBlockM == 128 ? group * 64 : 0, column = kBlockM == 128 ? 0 : group;
     const uint64_t k = matrix_descriptor(shared_address(shared.k[this->key_stage]) + column * kColumnBytes, 16);
@@ -97,10 +98,10 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     const int tiles_q = (p.seqlen_q + kTile - 1) / kTile;
     const int row = block * (kBlockM / 64) + (kBlockM == 128 ? group : 0);
     const int panel = Traits::kPanels == 2 ? group : 0;
-    const int first = kDqColumns < kAccumColumns ? group * (kDqColumns / 8) : 0;
+    const int first = kBlockM == 64 && kDqColumns < kAccumColumns ? group * (kDqColumns / 8) : 0;
     const int64_t head = static_cast<int64_t>(item.batch) * p.num_heads + item.head;
     if (p.dq_semaphore != nullptr) named_barrier_sync(kMayAddBarrier + group, 128 + 32);
-    float* to = p.dq_sums + ((head * 2 * tiles_q + row) * Traits::kPanels + panel) * kAccumFloats;
+    float* to = p.dq_sums + ((head * 2 * tiles_q + row) * Traits::kPanels + panel) * kAccumFloats<kD>;
 #pragma unroll
     for (int c = 0; c < kDqColumns / 8; ++c) {
       float* four = to + accum_offset(first + c, threadIdx.x % 128);

@@ -295,14 +295,16 @@ struct KeyConsumer {
                                            const KeyWorkItem<Traits>& item, int tile = 0) {
     const int heads_k = p.num_heads / p.heads_per_group, head_k = item.head / p.heads_per_group;
     if (sums != nullptr) {
-      constexpr int kPanels = kCount * 2 / kAccumColumns, kAccumRowBlocks = Traits::kBlockN / kAccumRows;
+      constexpr int kColumns = kCount * 2, kFloats = kAccumFloats<kColumns>;
+      constexpr int kPanels = kColumns * kAccumRows / kFloats;
+      constexpr int kAccumRowBlocks = Traits::kBlockN / kAccumRows;
       // The pair's number, as decode_key_work_tile counts.
       const int pair = p.batch_is_inner ? head_k * p.batch + item.batch : item.batch * heads_k + head_k;
       const int64_t block = static_cast<int64_t>(pair - p.full_group_pairs) * p.blocks_k + item.block_k;
-      float* accum = sums + (block * kAccumRowBlocks + tile * (kTile / kAccumRows) + group) * kPanels * kAccumFloats;
+      float* accum = sums + (block * kAccumRowBlocks + tile * (kTile / kAccumRows) + group) * kPanels * kFloats;
 #pragma unroll
       for (int c = 0; c < kCount / 4; ++c) {
-        red_add_v4(accum + c / 8 * kAccumFloats + accum_offset(c % 8, threadIdx.x % 128), x[4 * c], x[4 * c + 1],
+        red_add_v4(accum + c / 8 * kFloats + accum_offset(c % 8, threadIdx.x % 128), x[4 * c], x[4 * c + 1],
                    x[4 * c + 2], x[4 * c + 3]);
       }
       return;

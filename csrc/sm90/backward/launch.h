@@ -23,8 +23,11 @@ enum class BackwardBias {
 // The widest rows of out and dout that the kernel of the rows can read.
 constexpr int kMaxRowColumns = 256;
 
-// Accumulator tiles (accumulators.h).
-constexpr int kAccumRows = 64, kAccumColumns = 64, kAccumFloats = kAccumRows * kAccumColumns;
+// Accumulator tiles (accumulators.h): so many rows, and at most so many columns.
+constexpr int kAccumRows = 64, kAccumColumns = 64;
+constexpr int accum_columns(int head_dim) { return head_dim < kAccumColumns ? head_dim : kAccumColumns; }
+template <int kHeadDim>
+constexpr int kAccumFloats = kAccumRows * accum_columns(kHeadDim);
 
 // Marks an entry of an ordered list (OrderListsParams) as a full tile, which needs no masking.
 constexpr int32_t kFullTile = INT32_MIN;

@@ -1,6 +1,7 @@
 // The kernels around the backward kernel. Before: lse in base 2 and delta of every row, and zeros for accumulators.
 // After: results from accumulators.
 #include <algorithm>
+#include <type_traits>
 
 #include "../../device/fragments.h"
 #include "../kernel_launch.h"
@@ -12,7 +13,9 @@ namespace flash_dmattn {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kLanes = 8;  // lanes per row; each takes 8 values at a time
+// Lanes per row; each takes 8 values at a time.
+template <int kColumns>
+constexpr int kLanesOf = kColumns < 64 ? kColumns / 8 : 8;
 constexpr int kMaxBlocks = 1 << 20;
 constexpr int kZerosOfThread = 8;  // more blocks if there is more to clear than this
 
@@ -55,6 +58,7 @@ __global__ void __launch_bounds__(kThreads)
     backward_rows_kernel(const __grid_constant__ BackwardRowsParams p, int64_t rows) {
   griddep_wait();
   griddep_launch_dependents();
+  constexpr int kLanes = kLanesOf<kColumns>;
   constexpr int kTimes = kColumns / (kLanes * 8);  // loads of a lane, all issued before the first is used
   const int padded = (p.seqlen_q + kTile - 1) / kTile * kTile;
   const int lane = threadIdx.x % kLanes;
@@ -137,13 +141,14 @@ __global__ void __launch_bounds__(128) backward_sums_kernel(const __grid_constan
     const int64_t pair = p.first_pair + position, outer = pair / (p.batch_is_inner ? p.batch : p.num_heads);
     const int64_t inner = pair - outer * (p.batch_is_inner ? p.batch : p.num_heads);
     const int64_t batch = p.batch_is_inner ? inner : outer, head = p.batch_is_inner ? outer : inner;
-    const float* from = p.sums + tile * kAccumFloats;
+    const float* from = p.sums + tile * kAccumRows * p.tile_columns;
     float4 sums[kAccumColumns / 8];
     const bool is_used = !p.is_by_place || is_live(params.places, batch, head, first_row);
 #pragma unroll
     for (int c = 0; c < kAccumColumns / 8; ++c) {
-      sums[c] = is_used ? *reinterpret_cast<const float4*>(from + accum_offset(c, threadIdx.x))
-                        : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      const bool is_there = is_used && 8 * c < p.tile_columns;
+      sums[c] = is_there ? *reinterpret_cast<const float4*>(from + accum_offset(c, threadIdx.x))
+                         : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -180,10 +185,14 @@ template <class T>
 cudaError_t launch_backward_rows(const BackwardRowsParams& params, cudaStream_t stream) {
   const int64_t tiles = (params.seqlen_q + kTile - 1) / kTile;
   const int64_t rows = static_cast<int64_t>(params.batch) * params.num_heads * tiles * kTile;
-  const int64_t blocks = std::max(rows / (kThreads / kLanes), params.zeros / (kThreads * kZerosOfThread));
-  const auto kernel = params.head_dim_v <= kMaxRowColumns / 2 ? backward_rows_kernel<T, kMaxRowColumns / 2>
-                                                              : backward_rows_kernel<T, kMaxRowColumns>;
-  return KernelLaunch(blocks_for(blocks), kThreads, stream).run(kernel, params, rows);
+  const auto launch = [&](auto columns) {
+    constexpr int kColumns = decltype(columns)::value;
+    const int64_t blocks = std::max(rows / (kThreads / kLanesOf<kColumns>), params.zeros / (kThreads * kZerosOfThread));
+    return KernelLaunch(blocks_for(blocks), kThreads, stream).run(backward_rows_kernel<T, kColumns>, params, rows);
+  };
+  if (params.head_dim_v <= 32) return launch(std::integral_constant<int, 32>{});
+  if (params.head_dim_v <= kMaxRowColumns / 2) return launch(std::integral_constant<int, kMaxRowColumns / 2>{});
+  return launch(std::integral_constant<int, kMaxRowColumns>{});
 }
 
 template <class T>

@@ -63,11 +63,10 @@ struct BackwardTraits {
   static constexpr int kRegisters =  // of all warpgroups
       kProducerRegisters + kConsumers * kConsumerRegisters + kSumsDbias * kSumRegisters;
 
-  // A consumer's share of dq of a query block: 64 queries and so many columns.
-  static constexpr int kDqColumns = kPanels * kBlockM / 2;
+  // A consumer's share of dq of a query block: 64 queries and so many columns, of 128 queries all.
+  static constexpr int kDqColumns = kD * kBlockM / 128;
 
-  static_assert(kKeyTiles == 1 ? kDqColumns == kAccumColumns : kDqColumns == kAccumColumns / 2,
-                "a whole accumulator tile");
+  static_assert(kDqColumns <= kAccumColumns, "at most an accumulator tile");
   static_assert(!(kSumsDbias && kHasSoftcap), "ds has the slope of tanh, and dbias has not");
   static_assert(kKeyTiles == 1 || (kStoresDbias && !kHasMask && !kHasSoftcap), "where dbias is stored");
 };

@@ -400,6 +400,32 @@ struct Consumer {
     barrier_arrive_of_warp(&shared.v_empty[pipe_v.stage]);
     pipe_v.advance();
   }
+
+  // In the place of `mainloop` if the consumer's rows are all beyond the last: takes part in the barriers alone, which
+  // leaves the SM to the others.
+  __device__ __forceinline__ void skip(const Walk<Traits>& walk, PipelineState<Traits::kStages>& pipe_k,
+                                       PipelineState<Traits::kStages>& pipe_v,
+                                       PipelineState<Traits::kBiasStages>& pipe_bias) {
+#pragma unroll 1
+    for (int step = 0; step < walk.steps; ++step) {
+      barrier_wait(&shared.k_full[pipe_k.stage], pipe_k.phase);
+      barrier_arrive_of_warp(&shared.k_empty[pipe_k.stage]);
+      pipe_k.advance();
+      if (step > 0) {
+        pingpong_wait();
+        pingpong_pass();
+      }
+      if constexpr (Traits::kProducesBias) {
+        barrier_wait(&shared.bias_full[pipe_bias.stage], pipe_bias.phase);
+        barrier_arrive_of_warp(&shared.bias_empty[pipe_bias.stage]);
+        pipe_bias.advance();
+      }
+      barrier_wait(&shared.v_full[pipe_v.stage], pipe_v.phase);
+      barrier_arrive_of_warp(&shared.v_empty[pipe_v.stage]);
+      pipe_v.advance();
+    }
+    barrier_arrive_of_warp(&shared.q_empty[query_stage]);
+  }
 };
 
 // Consumer::bias_offset: rows 0 to 7 and 8 to 15 of two neighbouring chunks of 16 bytes.
@@ -431,12 +457,17 @@ __device__ __forceinline__ void consume(const ForwardParams& p, ForwardStorage<T
     Consumer<Traits> consumer{
         p,          shared,     group, lane, row_of_warp, pipe_q.stage, out, {-INFINITY, -INFINITY}, {0.0f, 0.0f},
         {NAN, NAN}, bias_offset};
+    const bool has_rows = work.first_row + group * 64 < p.seqlen_q;
     if (walk.steps > 0) {
       barrier_wait(&shared.q_full[pipe_q.stage], pipe_q.phase);
-      consumer.mainloop(work, walk, pipe_k, pipe_v, pipe_bias);
+      if (has_rows) {
+        consumer.mainloop(work, walk, pipe_k, pipe_v, pipe_bias);
+      } else {
+        consumer.skip(walk, pipe_k, pipe_v, pipe_bias);
+      }
       pipe_q.advance();
     }
-    bool has_result = true;
+    bool has_result = has_rows;
     if constexpr (Traits::kSplitKv) {
       if (item.split >= 0) {
         has_result = combine_splits<Traits>(p, item.split, work.first_row + row_of_warp, out, consumer.row_max,

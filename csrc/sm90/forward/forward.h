@@ -1,4 +1,4 @@
-// The forward kernel: persistent and warp-specialised, a producer warpgroup and two or three consumer warpgroups.
+// The forward kernel: persistent and warp-specialised, a producer warpgroup and two to four consumer warpgroups.
 //
 //     out = softmax(scale * f(q k^T) + bias) v over the keys allowed, lse = log of the softmax's denominator
 //

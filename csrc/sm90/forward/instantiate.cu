@@ -6,20 +6,30 @@
 namespace flash_dmattn {
 namespace {
 
-template <Bias kBias, MaskForm kMask>
-using Traits = ForwardTraits<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V, kBias, kMask>;
+constexpr int kD = FLASH_DMATTN_HEAD_DIM, kDv = FLASH_DMATTN_HEAD_DIM_V;
 
-// Calls f with the traits of the kernel that serves a call.
+template <Bias kBias, MaskForm kMask, int kConsumers>
+using TraitsOf = ForwardTraits<FLASH_DMATTN_ELEMENT, kD, kDv, kBias, kMask, kConsumers>;
+
+// Calls f with the traits of the kernel that serves a call of so many queries.
 template <class F>
-auto with_traits(Bias bias, MaskForm mask, F f) {
-  return with_mask_form(mask, [&](auto form) {
-    constexpr MaskForm kMask = decltype(form)::value;
-    if constexpr (kMask != MaskForm::kIntervals) {
-      if (bias == Bias::kTile) return f(Traits<Bias::kTile, kMask>{});
-      if (bias == Bias::kStrided) return f(Traits<Bias::kStrided, kMask>{});
+auto with_traits(Bias bias, MaskForm mask, int seqlen_q, F f) {
+  const auto call = [&](auto of_bias, auto of_mask) {
+    constexpr Bias kBias = decltype(of_bias)::value;
+    constexpr MaskForm kMask = decltype(of_mask)::value;
+    constexpr int kMost = most_consumers(kD, kDv, kBias, kMask);
+    if constexpr (kMost == 4) {
+      if (pays_to_take_three(seqlen_q)) return f(TraitsOf<kBias, kMask, 3>{});
     }
-    if (bias == Bias::kVector) return f(Traits<Bias::kVector, kMask>{});
-    return f(Traits<Bias::kNone, kMask>{});
+    return f(TraitsOf<kBias, kMask, kMost>{});
+  };
+  return with_mask_form(mask, [&](auto form) {
+    if constexpr (decltype(form)::value != MaskForm::kIntervals) {
+      if (bias == Bias::kTile) return call(std::integral_constant<Bias, Bias::kTile>{}, form);
+      if (bias == Bias::kStrided) return call(std::integral_constant<Bias, Bias::kStrided>{}, form);
+    }
+    if (bias == Bias::kVector) return call(std::integral_constant<Bias, Bias::kVector>{}, form);
+    return call(std::integral_constant<Bias, Bias::kNone>{}, form);
   });
 }
 
@@ -28,14 +38,14 @@ auto with_traits(Bias bias, MaskForm mask, F f) {
 template <>
 cudaError_t launch_forward<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V>(
     const ForwardParams& params, Bias bias, MaskForm mask, int blocks, cudaStream_t stream) {
-  return with_traits(bias, mask,
+  return with_traits(bias, mask, params.seqlen_q,
                      [&](auto traits) { return launch_forward_kernel<decltype(traits)>(params, blocks, stream); });
 }
 
 template <>
-ForwardTile forward_tile<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V>(Bias bias,
-                                                                                               MaskForm mask) {
-  return with_traits(bias, mask, [](auto traits) {
+ForwardTile forward_tile<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V>(Bias bias, MaskForm mask,
+                                                                                               int seqlen_q) {
+  return with_traits(bias, mask, seqlen_q, [](auto traits) {
     using Of = decltype(traits);
     return ForwardTile{Of::kBlockM, Of::kBlockN, Of::kSplitKv ? kSplitFloats<Of> : 0,
                        Of::kSplitKv ? kSplitWarps<Of> : 0};

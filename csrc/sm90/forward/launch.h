@@ -16,6 +16,19 @@ enum class Bias {
   kStrided  // one value per query and key, any dtype and strides: slower, but needs no copy
 };
 
+// Consumers of a block, each of which has 64 rows: the most for which registers are left. With a mask there are two,
+// because a work tile is of the size of a mask tile.
+constexpr int most_consumers(int head_dim, int head_dim_v, Bias bias, MaskForm mask) {
+  if (mask != MaskForm::kNone || bias == Bias::kStrided || head_dim > 64 || head_dim_v > 64) return 2;
+  return head_dim <= 32 && head_dim_v <= 32 ? 4 : 3;
+}
+
+// Whether three take less time than four, because they leave fewer of their rows empty. A work tile of three takes 0.8
+// of the time of one of four.
+inline bool pays_to_take_three(int seqlen_q) {
+  return 4 * ((seqlen_q + 191) / 192) < 5 * ((seqlen_q + 255) / 256);
+}
+
 // Defined for the dtypes and head dims of the build. Beside an interval mask the bias is kNone or kVector. Launches on
 // the current device and returns the launch's error.
 template <class T, int kHeadDim, int kHeadDimV>
@@ -28,6 +41,6 @@ struct ForwardTile {
   int split_floats, split_warps;
 };
 template <class T, int kHeadDim, int kHeadDimV>
-ForwardTile forward_tile(Bias bias, MaskForm mask);
+ForwardTile forward_tile(Bias bias, MaskForm mask, int seqlen_q);
 
 }  // namespace flash_dmattn

@@ -8,20 +8,23 @@
 
 namespace flash_dmattn {
 
-template <class T, int kHeadDim, int kHeadDimV, Bias kBiasForm, MaskForm kMaskForm>
+template <class T, int kHeadDim, int kHeadDimV, Bias kBiasForm, MaskForm kMaskForm, int kNumConsumers>
 struct ForwardTraits {
   using Element = T;
   static constexpr int kD = kHeadDim, kDv = kHeadDimV;
   static constexpr Bias kBias = kBiasForm;
   static constexpr bool kHasMask = kMaskForm != MaskForm::kNone, kHasIntervals = kMaskForm == MaskForm::kIntervals;
 
-  // A consumer has 64 rows, those of one wgmma. A third consumer, where registers allow it, hides the softmax of two
-  // and shares each tile of k and v among 192 rows. With a mask block_m must be 128, the size of a mask tile.
-  static constexpr int kConsumers = kD <= 64 && kDv <= 64 && !kHasMask && kBias != Bias::kStrided ? 3 : 2;
+  // A consumer has 64 rows, those of one wgmma. The more there are, the better they hide each other's softmax, and the
+  // more rows share a tile of k and v.
+  static constexpr int kConsumers = kNumConsumers;
   static constexpr int kBlockM = 64 * kConsumers;
-  // 128 keys where two stages of k and v and two of bias fit beside q in 227 KB.
-  static constexpr int kBlockN = kD <= 128 && kDv <= 128 ? 128 : 64;
-  static constexpr int kStages = 2;
+  // At D32 a thread of four consumers has registers for the scores of 64 keys; with three, short rows leave fewer of 64
+  // keys empty.
+  static constexpr bool kIsNarrow = kConsumers > 2 && kD <= 32 && kDv <= 32;
+  // Else 128 keys where two stages of k and v and two of bias fit beside q in 227 KB.
+  static constexpr int kBlockN = !kIsNarrow && kD <= 128 && kDv <= 128 ? 128 : 64;
+  static constexpr int kStages = kIsNarrow ? 3 : 2;
   // Tiles of bias come from device memory, k and v mostly from L2: bias gets more stages where they fit.
   static constexpr bool kProducesBias = kBias == Bias::kTile || kBias == Bias::kVector;
   static constexpr int kBiasStages = kBias == Bias::kTile ? (kConsumers == 2 && kD <= 64 && kDv <= 64 ? 4 : 2) : 4;
@@ -38,15 +41,16 @@ struct ForwardTraits {
   static constexpr int kQueryStages = kBias == Bias::kTile && kD <= 64 && kDv <= 64 ? 2 : 1;
 
   static constexpr int kThreads = 128 * (1 + kConsumers);
-  // Three warpgroups share 504 registers per thread, four share 512, in steps of 8. With 24 the producer spills.
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
-  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
+  // Three warpgroups share 504 registers per thread, four share 512, five 480, in steps of 8. With 24 the producer
+  // spills.
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : kConsumers == 3 ? 160 : 112;
   static constexpr int kRegisters = kProducerRegisters + kConsumers * kConsumerRegisters;  // of all warpgroups
   // With three consumers and tiles of bias, the ping-pong barrier is passed after the bias has been added. That keeps
   // the exponentials of two consumers apart.
   static constexpr bool kPingPongAfterBias = kConsumers == 3 && kBias == Bias::kTile;
   // Whether enough registers are left to load the bias of a step while its scores are computed.
-  static constexpr bool kLoadsBiasEarly = kProducesBias && kConsumers == 2 && kDv <= 128;
+  static constexpr bool kLoadsBiasEarly = kProducesBias && (kConsumers == 2 || kIsNarrow) && kDv <= 128;
 
   // Whether there is split-KV: not for wide rows, nor for a bias that is read value by value.
   static constexpr bool kSplitKv = kD <= 128 && kDv <= 128 && kBias != Bias::kStrided;

@@ -140,10 +140,10 @@ struct WideBackwardConsumer : KeyConsumer<Traits, WideBackwardStorage<Traits>> {
     const int blocks = (p.seqlen_q + kTile - 1) / kTile * (kTile / kBlockM);
     const int64_t head = static_cast<int64_t>(item.batch) * p.num_heads + item.head;
     if (p.dq_semaphore != nullptr) named_barrier_sync(kMayAddBarrier + kGroup, 128 + 32);
-    float* to = p.dq_sums + ((head * blocks + block) * Traits::kPanels + kFirstDqPanel) * kAccumFloats;
+    float* to = p.dq_sums + ((head * blocks + block) * Traits::kPanels + kFirstDqPanel) * kAccumFloats<kD>;
 #pragma unroll
     for (int c = 0; c < kDqColumns / 8; ++c) {
-      red_add_v4(to + c / 8 * kAccumFloats + accum_offset(c % 8, threadIdx.x % 128), dq[4 * c], dq[4 * c + 1],
+      red_add_v4(to + c / 8 * kAccumFloats<kD> + accum_offset(c % 8, threadIdx.x % 128), dq[4 * c], dq[4 * c + 1],
                  dq[4 * c + 2], dq[4 * c + 3]);
     }
     if (p.dq_semaphore != nullptr) named_barrier_arrive(kHasAddedBarrier + kGroup, 128 + 32);

@@ -13,8 +13,8 @@ from . import extension
 from .bias_rows import copies_bias, fits, makes_dbias_of_any_rows
 
 # (head_dim, head_dim_v) that kernels are compiled for; a call takes the first that holds its own.
-INSTANCES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
-BACKWARD_INSTANCES = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256))
+INSTANCES = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+BACKWARD_INSTANCES = ((32, 32), (64, 64), (128, 128), (192, 128), (192, 192), (256, 256))
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _BIAS_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
