@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 PASSED, FAILED, UNFINISHED = 0, 1, 3
 TOOLS = ("memcheck", "initcheck", "racecheck")
-SANITIZED = {"triton": 41, "cuda": 48, "cuda-backward": 138}  # calls of each
+SANITIZED = {"triton": 41, "cuda": 67, "cuda-backward": 174}  # calls of each
 SANITIZED_AT_ONCE = 8
 # Random calls with interval masks: the first of each process, and how many; Triton compiles most of its calls anew.
 INTERVALS = {"cuda": ((1000, 250), (2000, 250), (3000, 250), (4000, 250)), "triton": ((5000, 50), (6000, 50))}
