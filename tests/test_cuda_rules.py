@@ -87,7 +87,7 @@ PARTIAL_BUILDS = {"backward_head_dim": frozenset(f"{name}_bf16" for name in FEW_
 PASSED_OVER: dict[str, tuple[dict[str, Any], str]] = {
     "few_rows": ({"q": (64, 1, 16, 64), "seqlen_k": 4096}, "there are 1 queries"),
     "few_tiles": ({"q": (1, 256, 4, 128), "seqlen_k": 4096}, "there are 8 tiles of 128 queries of a head; from 128 on"),
-    "narrow_heads": ({"q": (2, 4096, 16, 32)}, "head dims are 32 and 32"),
+    "narrow_heads": ({"q": (2, 4096, 16, 32), "seqlen_k": 128}, "head dims are 32 and 32 (v), of 128 keys"),
     "bias_copies": ({"bias": PER_SCORE, "bias_dtype": "fp32"}, "bias is not of the dtype of q"),
     "short_mask": ({"q": (64, 128, 16, 64), "mask": (64, 1, 1, 128)}, "there are 128 keys, and preparing"),
     "few_keys": ({"seqlen_k": 128}, "there are 128 keys"),
@@ -274,7 +274,8 @@ def test_who_takes_half_a_tile_of_queries(call: dict[str, Any], forward: str, ba
 @pytest.mark.parametrize(
     ("call", "backend"),
     (
-        ({"q": (256, 256, 4, 32), "bias": (1, 4, 256, 256)}, "triton"),
+        ({"q": (256, 256, 4, 32), "bias": (1, 4, 256, 256)}, "cuda"),
+        ({"q": (512, 128, 4, 32), "bias": (1, 4, 128, 128)}, "triton"),
         ({"q": (256, 256, 4, 32), "bias": (1, 4, 256, 256), "bias_grad": True, "grad": True}, "cuda"),
         ({"q": (128, 200, 8, 32), "bias": (1, 8, 200, 200)}, "cuda"),
         ({"q": (2048, 49, 6, 32), "bias": (1, 6, 49, 49), "bias_grad": True, "grad": True}, "triton"),
@@ -307,9 +308,9 @@ def test_what_auto_leaves_to_triton(code: str) -> None:
     (rule,) = (rule for rule in cuda.AUTO_RULES if rule.code == code)
     forward = "triton" if "forward" in rule.passes else "cuda"
     assert (explanation.forward, explanation.backward) == (forward, "triton")
-    # So few keys leave the backward pass to triton with any mask.
+    # So few keys leave the backward pass to triton in any call.
     (preference,) = (each for each in explanation.verdicts[0].preferences if each.code == code)
-    assert len(explanation.verdicts[0].preferences) == 1 + (code == "short_mask")
+    assert len(explanation.verdicts[0].preferences) == 1 + (code in ("short_mask", "narrow_heads"))
     assert preference.text.startswith(text) and preference.hint
     assert explained(**call, backend="cuda").forward == "cuda"
 

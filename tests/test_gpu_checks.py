@@ -99,7 +99,7 @@ def test_the_command_lists_and_chooses() -> None:
     expected = ["racecheck-intervals-triton-300", *(f"racecheck-triton-{first}" for first in (0, 8, 16, 24, 32, 40))]
     assert [line.split()[0] for line in listed] == expected
     listed = subprocess.run([*command, "--racecheck-extension", "x.so"], capture_output=True, text=True, check=True)
-    assert len(listed.stdout.splitlines()) == 6 + 4 + 6 + 18
+    assert len(listed.stdout.splitlines()) == 6 + 4 + 9 + 22
 
 
 def test_without_a_gpu_nothing_passes(
