@@ -256,7 +256,7 @@ AUTO_RULES: tuple[Rule, ...] = (
         # Their kernels of short rows, here too. From 144 keys on 1.03 to 1.9; backward 1.1 to 3.2.
         "narrow_heads",
         lambda p: p.mask is not None or p.seqlen_k > _KEYS or max(p.head_dim, p.head_dim_v) > 32,
-        lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v), of {p.seqlen_k} keys; the triton kernels are faster",
+        lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v), of {p.seqlen_k} keys; triton is faster",
         'backend="cuda" runs it all the same',
     ),
     Rule(
