@@ -16,7 +16,7 @@ from cases import DEVICE
 
 TESTS = Path(__file__).parent
 BUILD = TESTS / "emulation" / "build.py"
-CASES = 100
+CASES = 70
 HEAD_DIMS, DTYPES = "32,64,128", "bf16"
 
 

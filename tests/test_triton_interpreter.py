@@ -12,7 +12,7 @@ from cases import DEVICE
 from predecessor_cases import CALLS
 
 TESTS = Path(__file__).parent
-CASES = 72
+CASES = 54
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
