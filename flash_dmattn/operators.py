@@ -190,10 +190,10 @@ def define_forward(
         if is_watched(q, k, v, bias, sink, *mask.tensors) or problem.device == "meta" or profiler._is_profiler_enabled:
             out, lse = forward_op(q, k, v, list(mask.tensors), mask.form, bias, sink, *problem.flags)
             return out, lse
+        if maskless is not None and mask.form == "none":
+            return maskless(problem, q, k, v, bias) if sink is None else maskless(problem, q, k, v, bias, sink=sink)
         if sink is not None:
             return forward(q, k, v, mask, bias, problem.flags, sink=sink)
-        if maskless is not None and mask.form == "none":
-            return maskless(problem, q, k, v, bias)
         return forward(q, k, v, mask, bias, problem.flags)
 
     return run_forward

@@ -31,6 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import torch  # noqa: E402
 from accuracy import assert_accurate, assert_empty_rows_ignore_dlse, error, oracle, run  # noqa: E402
 from cases import ALL, Case, Inputs  # noqa: E402
+from draws import with_sink  # noqa: E402
 from layouts import LAYOUTS, rearranged  # noqa: E402
 from leading_calls import LeadingCall, results  # noqa: E402
 from leading_calls import assert_accurate as leading_accurate  # noqa: E402
@@ -114,7 +115,7 @@ def draw(rng: random.Random) -> Case:
         seqlen_q, seqlen_k = rng.choice(((130, seqlen_k), (seqlen_q, 140), (130, 140)))
     elif length < 0.25:
         seqlen_q, seqlen_k = rng.choice(((1, 300), (17, 290), (150, 20), (200, 33), (140, 70)))
-    return Case(
+    case = Case(
         batch=batch,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
@@ -136,6 +137,7 @@ def draw(rng: random.Random) -> Case:
         dlse=rng.random() < 0.5,
         seed=rng.randrange(2**16),
     )
+    return with_sink(case, random.Random(case.seed))
 
 
 def with_prepared_mask(
@@ -186,7 +188,7 @@ def draw_short(rng: random.Random) -> Case:
     heads_k = case.num_heads if rng.random() < 0.7 else case.num_heads_k  # else the forward kernel alone serves it
     short = case.with_(**lengths, num_heads_k=heads_k, batch=rng.choice((1, 2, 5)))
     if lengths["seqlen_q"] == 120:  # two runs of the backward kernel
-        short = short.with_(num_heads_k=case.num_heads, bias=("1", "Hq", "Lq", "Lk"), needs_grad=ALL)
+        short = short.with_(num_heads_k=case.num_heads, bias=("1", "Hq", "Lq", "Lk"), needs_grad=(*ALL, "sink"))
     return short
 
 
