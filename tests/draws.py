@@ -86,7 +86,7 @@ def draw_triton(number: int) -> Drawn:
     )
     layout = rng.choice((None, None, None, *("nan_margins",) * 4, *LAYOUTS))
     drawn = Drawn(case, layout, number % 2 == 1, rng.random() < 0.5)
-    return drawn._replace(case=with_sink(case, rng))
+    return drawn._replace(case=with_sink(case, random.Random(f"sink {number}")))
 
 
 # Tiles are 128 or 192 rows and 64, 128 or 176 keys. Rows of a bias of a multiple of 8 keys are copied as tiles.
@@ -142,7 +142,7 @@ def draw_cuda(number: int) -> Drawn:
         case = case.with_(needs_grad=rng.choice((*NEEDS, *2 * (("q", "k", "v"),))), dlse=rng.random() < 0.5)
         if rng.random() < 0.9:
             case = _differentiable(case, rng)
-    return Drawn(case, layout, prepared, offset=offset)
+    return Drawn(with_sink(case, random.Random(f"sink {number}")), layout, prepared, offset=offset)
 
 
 def _differentiable(case: Case, rng: random.Random) -> Case:
@@ -162,6 +162,7 @@ def with_sink(case: Case, rng: random.Random, kinds: tuple[str | None, ...] = SI
     sink, alone = rng.choice(kinds), rng.random() < 0.1
     if sink is None:
         return case
+    alone = alone and "q" in case.needs_grad
     needs_grad = ("sink",) if alone else (*case.needs_grad, "sink") if rng.random() < 0.7 else case.needs_grad
     return case.with_(sink=sink, sink_dtype=rng.choice((None, None, *SINK_DTYPES)), needs_grad=needs_grad)
 

@@ -200,8 +200,8 @@ def attention(
     """
     if sink is not None:
         of_keys = problem._replace(return_lse=True, sink=None, needs_grad=problem.needs_grad._replace(sink=False))
-        results = attention(of_keys, q, k, v, mask, bias)
-        return _with_sink(*results, sink)[: 1 + problem.return_lse]
+        out, lse = attention(of_keys, q, k, v, mask, bias)
+        return _with_sink(out, lse, sink)[: 1 + problem.return_lse]
     if problem.batch == 0 or problem.seqlen_q == 0 or problem.seqlen_k == 0:
         return _nothing(problem, q, k, v, bias)
     if not any(problem.needs_grad):
