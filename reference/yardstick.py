@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from . import formula
-from .sinks import sink_gradient
 
 RATIO, FLOOR = 1.5, 1e-5
 
@@ -53,4 +52,8 @@ def gradients(
     if bias is not None:
         dbias = ds.sum_to_size(formula.grouped(bias, heads_k, q.shape[2]).shape).reshape(bias.shape).to(bias.dtype)
     gradients = dq.to(dtype), dk.to(dtype), dv, dbias
-    return gradients if sink is None else (*gradients, sink_gradient(sink, lse.flatten(1, 2), delta.flatten(1, 2)))
+    if sink is None:
+        return gradients
+    # -inf - -inf, of a row without keys in a head without a sink, is NaN: its share is 0.
+    share = torch.exp((sink.to(lse.dtype).view(*lse.shape[1:3], 1) - lse).nan_to_num(nan=-torch.inf))
+    return *gradients, -(share * delta).sum((0, 3)).flatten().to(sink.dtype)

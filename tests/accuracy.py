@@ -10,7 +10,6 @@ from torch import Tensor
 
 from flash_dmattn.reference import formula
 from flash_dmattn.reference import yardstick as plain
-from flash_dmattn.reference.sinks import sink_probability
 from flash_dmattn.reference.yardstick import FLOOR, RATIO
 
 Results = dict[str, Tensor | None]
@@ -102,8 +101,13 @@ def gross(case: Case, inputs: Inputs) -> Results:
     if x.sink is not None:
         rows = (p * dp).sum(-1).flatten(1, 2)
         rows = rows if x.dlse is None else rows + x.dlse.abs()
-        sizes["dsink"] = (sink_probability(x.sink, lse.flatten(1, 2)) * rows).sum((0, 2))
+        sizes["dsink"] = (share_of_sink(x.sink, lse.flatten(1, 2)) * rows).sum((0, 2))
     return sizes
+
+
+def share_of_sink(sink: Tensor, lse: Tensor) -> Tensor:
+    """(B, Hq, Lq), what the sink takes of each row; 0 in a row without keys and without a sink."""
+    return torch.exp((sink[:, None] - lse).nan_to_num(nan=-torch.inf))
 
 
 def deviations(case: Case, inputs: Inputs, exact: Results, in_dtype: Results) -> Results:
@@ -116,7 +120,7 @@ def deviations(case: Case, inputs: Inputs, exact: Results, in_dtype: Results) ->
         return found
     x = inputs.to(torch.float64)
     out, lse = exact["out"], exact["lse"]
-    share = sink_probability(x.sink, lse)
+    share = share_of_sink(x.sink, lse)
     of_out = (x.dout * (in_dtype["out"].double() - out)).square().sum(-1).mT
     delta = (x.dout * out).sum(-1).mT
     if x.dlse is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -147,7 +148,7 @@ class Case:
         return Inputs(q, k, v, mask, bias, dout, dlse, sink)
 
     def _sink(self, random: torch.Generator) -> Tensor:
-        sink = torch.randn(self.num_heads, generator=random)
+        sink = torch.randn(self.num_heads, generator=random) + math.log(max(self.seqlen_k, 1))  # as much as all keys
         if self.sink == "inf":
             sink[::2] = -torch.inf
         elif self.sink == "huge":

@@ -310,6 +310,7 @@ def few_keys_calls() -> Iterator[str | None]:
 PLAIN = Case(batch=1, seqlen_q=40, seqlen_k=70, num_heads=2, num_heads_k=1, dtype=torch.float32, dlse=True)
 CAPPED = PLAIN.with_(softcap=2.0, logits=3.0)  # from where tanh is a line to where it is flat
 FEW_ROWS = PLAIN.with_(seqlen_q=7, seqlen_k=300, needs_grad=())
+SUNK = PLAIN.with_(sink="normal", needs_grad=(*ALL, "sink"))
 FULL = ("B", "Hq", "Lq", "Lk")
 SHARED = ("1", "1", "Lq", "Lk")
 LINES = {
@@ -334,7 +335,19 @@ LINES = {
         PLAIN.with_(mask=("B", "1", "1", "Lk"), bias=SHARED),
     ),
     # Programs share the keys: parts differ, and some rows have a key in none of them.
-    "parts": (FEW_ROWS.with_(logits=3.0), FEW_ROWS.with_(mask=SHARED, mask_kind="empty_rows")),
+    "parts": (
+        FEW_ROWS.with_(logits=3.0),
+        FEW_ROWS.with_(mask=SHARED, mask_kind="empty_rows"),
+        FEW_ROWS.with_(sink="normal"),
+    ),
+    # A logit of each head: in rows of many keys and of none, where few keys are normalised again, and for the G heads
+    # of a group as rows of one.
+    "sinks": (
+        SUNK.with_(mask=SHARED, mask_kind="empty_rows"),
+        SUNK.with_(bias=("B", "Hq", "Lq", "1"), mask=SHARED, mask_kind="empty_rows"),
+        SUNK.with_(seqlen_k=20, bias=FULL, logits=10.0),
+        SUNK.with_(seqlen_q=1, seqlen_k=600, num_heads=4, num_heads_k=2),
+    ),
 }
 
 

@@ -14,7 +14,23 @@ LEADING = "tests/test_leading_dims.py::"
 SHARINGS = (f"{LEADING}test_every_sharing_of_mask_and_bias[(2, 3)-(2, 1)-eager]",)
 PER_SAMPLE = f"{LEADING}test_vmap_and_per_sample_gradients"
 
+SINKS = "tests/test_sinks.py::"
+
 FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "calls that differ in their sink alone are taken for alike",
+        "flash_dmattn/dispatch/call_cache.py",
+        "None if sink is None else _of(sink),",
+        "None,",
+        (f"{SINKS}test_a_call_is_remembered_with_its_sink",),
+    ),
+    Fault(
+        "mapped calls that share a sink share its gradient",
+        "flash_dmattn/autograd.py",
+        "if in_dims[6] is not None or needs_grad.sink:",
+        "if in_dims[6] is not None:",
+        (f"{SINKS}test_mapped_calls",),
+    ),
     Fault(
         "the repeat of a shared tensor counts the dims in front of its own",
         "flash_dmattn/problem/leading.py",
