@@ -117,8 +117,8 @@ def runner(case: Case, kernel: str, given: Any) -> Callable[[], list[Tensor]]:
     out, lse = torch.empty_like(q), q.new_empty(case.batch, case.heads, case.seqlen, dtype=torch.float32)
     run = plan_forward.plan_forward(call)
     if kernel == "forward":
-        return lambda: [run(q, k, v, packed, bias, out, lse), out][1:]
-    run(q, k, v, packed, bias, out, lse)
+        return lambda: [run(q, k, v, packed, bias, None, out, lse), out][1:]
+    run(q, k, v, packed, bias, None, out, lse)
     read = (q, k, v, bias, dout, *plan_backward.plan_delta(call, dout, None)(dout, out, None, lse))
     if kernel == "keys":
         kind = STORE if case.bias == "full" else NO_DBIAS

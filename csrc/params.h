@@ -167,6 +167,10 @@ struct ForwardParams {
   int unsplit_tiles, num_splits;  // 1 without splits
   float* split_results;           // (split tiles, num_splits, ForwardTile::split_floats): see forward/split_kv.h
   int* split_arrivals;            // (split tiles, consumer warps), zeros
+
+  // One more logit in every row of a head, without a value; null for none.
+  const void* sink;  // (Hq), contiguous
+  BiasDtype sink_dtype;
 };
 
 // The backward pass. Gradients that several blocks add to are summed in fp32, in accumulator tiles of 64 x 64
@@ -321,8 +325,9 @@ struct BackwardRowsParams {
   BiasDtype bias_dtype;
   int heads_per_bias;
   bool bias_has_batch;
-  float* lse_log2;  // (B, Hq, 128 Tq)
-  float* delta;     // (B, Hq, 128 Tq)
+  float* lse_log2;   // (B, Hq, 128 Tq)
+  float* delta;      // (B, Hq, 128 Tq)
+  float* row_delta;  // (B, Hq, Lq), the same for the caller; null if not needed
   int batch, num_heads, seqlen_q, head_dim_v;
   // Memory to clear: `zeros` times 16 bytes.
   void* cleared;

@@ -36,6 +36,7 @@ def attention(
     return_lse: bool = False,
     return_probs: bool = False,
     backend: BackendChoice = "auto",
+    sink: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Softmax attention with an arbitrary boolean mask and an additive bias, both broadcast, both exact.
 
@@ -74,11 +75,15 @@ def attention(
         return_lse: also return lse, differentiable.
         return_probs: also return the probabilities (B, Hq, Lq, Lk), for looking at; only backend="reference" has them.
         backend: "auto", a name ("cuda", "triton", "flex", "eager", "reference"), or a pair (forward, backward).
+        sink: (Hq,), any float dtype, on the device of q: an attention sink, one more logit in every row of a head, with
+            no value. Neither scaled nor capped; -inf is none. It takes part in the sum alone:
+            lse = log(exp(sink) + sum of exp of the scores), out = sum of exp(score - lse) * v. Its gradient has its
+            dtype, is accumulated in fp32 and rounded once.
 
     Returns:
         out (B, Lq, Hq, Dv) in the dtype of q; or a tuple of it with lse (B, Hq, Lq), the natural log of the sum of
-        exp of the allowed scores, fp32 (fp64 for fp64), and the probabilities, as asked for. A row with nothing
-        allowed has out 0, lse -inf, and zero in every gradient.
+        exp of the allowed scores and the sink, fp32 (fp64 for fp64), and the probabilities, as asked for. A row with
+        nothing allowed has out 0, lse -inf, or its sink, and zero in every gradient but that of the sink.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -88,7 +93,8 @@ def attention(
         NotImplementedError: on a second derivative through a kernel backend; backend="eager" has one.
 
     The recurrence over key blocks is Dao et al., FlashAttention (2022) and FlashAttention-2 (2023); the gradients,
-    with that of the bias, are derived in docs/mathematics.md.
+    with that of the bias, are derived in docs/mathematics.md. Sinks are those of OpenAI, gpt-oss model card
+    (2025), after Xiao et al., Efficient streaming language models with attention sinks (2023).
 
     >>> import torch, flash_dmattn
     >>> q = torch.randn(1, 5, 4, 16)
@@ -105,9 +111,9 @@ def attention(
         q, k, v, mask, bias, leading, repeats, _ = fold_call(q, k, v, mask, bias)
     q, k, v = follow_autocast(q, k, v)
     flags = (is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, return_probs, repeats)
-    key, found = look_up(q, k, v, mask, bias, flags, backend)
+    key, found = look_up(q, k, v, mask, bias, flags, backend, sink)
     if found is None:
-        problem, mask, bias = describe(q, k, v, mask, bias, *flags)
+        problem, mask, bias = describe(q, k, v, mask, bias, *flags, sink)
         forward, backward = selection = select(problem, backend)
         if key is not None:
             remember(key, problem, selection, backend)
@@ -117,16 +123,22 @@ def attention(
         bias = None if bias is None else as_scores(bias)
     results: tuple[Tensor, ...]
     if forward_ad._current_level >= 0 and not has_forward_ad(forward):
-        _refuse_tangents(forward.NAME, q, k, v, bias)
+        _refuse_tangents(forward.NAME, q, k, v, bias, sink)
     if is_composite(forward):
-        results = forward.attention(problem, q, k, v, dense_mask(mask), bias)
+        if sink is None:
+            results = forward.attention(problem, q, k, v, dense_mask(mask), bias)
+        else:
+            results = forward.attention(problem, q, k, v, dense_mask(mask), bias, sink=sink)
     else:
         view = mask_view(problem, mask, forward, backward)
         if backward is None and (key is not None or not is_transformed()):
-            results = forward.forward(problem, q, k, v, view, bias)
+            if sink is None:
+                results = forward.forward(problem, q, k, v, view, bias)
+            else:
+                results = forward.forward(problem, q, k, v, view, bias, sink=sink)
         else:
             passes = Passes(problem, forward, backward, view.form, backend)
-            results = Attention.apply(q, k, v, bias, passes, *view.tensors)
+            results = Attention.apply(q, k, v, bias, sink, passes, *view.tensors)
     if leading is not None:
         results = tuple(unfold(x, leading) for x in results)
     if return_lse:

@@ -1,11 +1,13 @@
 """The one `autograd.Function`: the contract of gradients, shared by every kernel backend.
 
-Under `torch.vmap` both passes run once, with the mapped dim folded into the batch: see `MappedCall`.
+Under `torch.vmap` both passes run once, with the mapped dim folded into the batch: see `MappedCall`. The batch shares
+one sink per head, so calls that have each their own, or their own gradient of it, run one by one.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +32,7 @@ class Passes(NamedTuple):
 
 
 class Attention(torch.autograd.Function):
-    """(out, lse) of a kernel backend, with the four gradients of the contract and nothing that is not needed."""
+    """(out, lse) of a kernel backend, with the gradients of the contract and nothing that is not needed."""
 
     @staticmethod
     def forward(
@@ -38,17 +40,18 @@ class Attention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         bias: Tensor | None,
+        sink: Tensor | None,
         passes: Passes,
         *mask: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Run the forward pass."""
-        return passes.forward.forward(passes.problem, q, k, v, MaskView(passes.mask_form, mask), bias)
+        return run_forward(passes.forward, passes.problem, q, k, v, MaskView(passes.mask_form, mask), bias, sink)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         """Keep what the backward pass reads; lse is kept so that no (Lq, Lk) matrix has to be."""
-        q, k, v, bias, passes, *mask = inputs
-        ctx.save_for_backward(q, k, v, bias, *output, *mask)
+        q, k, v, bias, sink, passes, *mask = inputs
+        ctx.save_for_backward(q, k, v, bias, sink, *output, *mask)
         ctx.set_materialize_grads(False)  # an unused lse must not cost a dlse of zeros
         ctx.passes = passes
 
@@ -60,39 +63,109 @@ class Attention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         bias: Tensor | None,
+        sink: Tensor | None,
         passes: Passes,
         *mask: Tensor,
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        """Run one forward pass for all the mapped calls."""
+        """Run one forward pass for all the mapped calls, or of each its own."""
+        if in_dims[4] is not None:
+            calls = each_call(info.batch_size, in_dims, (q, k, v, bias, sink, passes, *mask))
+            results = [attend(needed_anew(passes, given), *given, *mask) for *given, passes, mask in calls]
+            return tuple(torch.stack(x) for x in zip(*results, strict=True)), (0, 0)
         inputs, form = (q, k, v, bias), passes.mask_form
         call = MappedCall(
-            info.batch_size, in_dims[:4], in_dims[5:], passes.problem, inputs, mask, form, repeats=reads_repeats(passes)
+            info.batch_size,
+            in_dims[:4],
+            in_dims[6:],
+            passes.problem,
+            inputs,
+            mask,
+            form,
+            repeats=reads_repeats(passes),
+            needs_dsink=sink is not None and sink.requires_grad,
         )
         passes, mask = chosen_anew(passes, call)
-        out, lse = attend(passes, *call.inputs, *mask)
+        out, lse = attend(passes, *call.inputs, sink, *mask)
         return (call.split(out), call.split(lse)), (0, 0)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run the backward pass, differentiable again where a graph of it is asked for."""
-        q, k, v, bias, out, lse, *mask = ctx.saved_tensors
+        q, k, v, bias, sink, out, lse, *mask = ctx.saved_tensors
         passes: Passes = ctx.passes
         rest = (None,) * (1 + len(mask))
         if dout is None:
             if dlse is None:
-                return None, None, None, None, *rest
+                return None, None, None, None, None, *rest
             dout = torch.zeros_like(out)
-        return *differentiate(dout, dlse, q, k, v, bias, out, lse, passes, *mask), *rest
+        return *differentiate(dout, dlse, q, k, v, bias, sink, out, lse, passes, *mask), *rest
+
+
+def run_forward(
+    backend: KernelBackend,
+    problem: AttentionProblem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: MaskView,
+    bias: Tensor | None,
+    sink: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The forward pass of a backend, which only of a call with a sink is told of sinks."""
+    if sink is None:
+        return backend.forward(problem, q, k, v, mask, bias)
+    return backend.forward(problem, q, k, v, mask, bias, sink=sink)
+
+
+def run_backward(
+    passes: Passes,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    mask: tuple[Tensor, ...],
+) -> Gradients:
+    """The five gradients of the backend of the backward pass; that of a sink is None where there is none."""
+    backend, view = passes.backward, MaskView(passes.mask_form, mask)
+    assert backend is not None
+    if sink is None:
+        return *backend.backward(passes.problem, dout, dlse, q, k, v, view, bias, out, lse), None
+    return backend.backward(passes.problem, dout, dlse, q, k, v, view, bias, out, lse, sink=sink)
 
 
 def attend(
-    passes: Passes, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *mask: Tensor
+    passes: Passes, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None, *mask: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(out, lse), recorded where anything is to be derived from them."""
     if passes.backward is None and not is_transformed():
-        return passes.forward.forward(passes.problem, q, k, v, MaskView(passes.mask_form, mask), bias)
-    results: tuple[Tensor, Tensor] = Attention.apply(q, k, v, bias, passes, *mask)
+        return run_forward(passes.forward, passes.problem, q, k, v, MaskView(passes.mask_form, mask), bias, sink)
+    results: tuple[Tensor, Tensor] = Attention.apply(q, k, v, bias, sink, passes, *mask)
     return results
+
+
+def each_call(size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """The arguments of each of the calls that `torch.vmap` maps, those from `Passes` on as (passes, mask)."""
+    for index in range(size):
+        given = [
+            x.select(dim, index) if isinstance(x, Tensor) and dim is not None else x
+            for x, dim in zip(arguments, in_dims, strict=True)
+        ]
+        place = next(place for place, x in enumerate(given) if isinstance(x, Passes))
+        yield *given[:place], given[place], tuple(given[place + 1 :])
+
+
+def needed_anew(passes: Passes, inputs: Sequence[Tensor | None]) -> Passes:
+    """The backends of one of the calls that are mapped: which gradients it needs, its inputs tell."""
+    needs_grad = NeedsGrad(*(x is not None and x.requires_grad for x in inputs))
+    problem = passes.problem._replace(needs_grad=needs_grad if torch.is_grad_enabled() else NeedsGrad())
+    forward, backward = select_pair(problem, passes.requested)
+    chosen: dict[str, Any] = {"forward": forward, "backward": backward}
+    return passes._replace(problem=problem, **chosen)
 
 
 def reads_repeats(passes: Passes) -> bool:
@@ -118,17 +191,17 @@ def differentiate(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
+    sink: Tensor | None,
     out: Tensor,
     lse: Tensor,
     passes: Passes,
     *mask: Tensor,
 ) -> Gradients:
-    """The four gradients, recorded where anything is to be derived from them."""
+    """The five gradients, recorded where anything is to be derived from them."""
     if torch.is_grad_enabled() or is_transformed():
-        gradients: Gradients = AttentionBackward.apply(dout, dlse, q, k, v, bias, out, lse, passes, *mask)
+        gradients: Gradients = AttentionBackward.apply(dout, dlse, q, k, v, bias, sink, out, lse, passes, *mask)
         return gradients
-    view = MaskView(passes.mask_form, mask)
-    return passes.backward.backward(passes.problem, dout, dlse, q, k, v, view, bias, out, lse)  # type: ignore[union-attr]
+    return run_backward(passes, dout, dlse, q, k, v, bias, sink, out, lse, mask)
 
 
 class AttentionBackward(torch.autograd.Function):
@@ -142,14 +215,14 @@ class AttentionBackward(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         bias: Tensor | None,
+        sink: Tensor | None,
         out: Tensor,
         lse: Tensor,
         passes: Passes,
         *mask: Tensor,
     ) -> tuple[Tensor | None, ...]:
         """Run the backward pass; nothing of (Lq, Lk) is kept for the second derivative."""
-        view = MaskView(passes.mask_form, mask)
-        return passes.backward.backward(passes.problem, dout, dlse, q, k, v, view, bias, out, lse)  # type: ignore[union-attr]
+        return run_backward(passes, dout, dlse, q, k, v, bias, sink, out, lse, mask)
 
     @staticmethod
     def vmap(
@@ -161,6 +234,7 @@ class AttentionBackward(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         bias: Tensor | None,
+        sink: Tensor | None,
         out: Tensor,
         lse: Tensor,
         passes: Passes,
@@ -168,11 +242,17 @@ class AttentionBackward(torch.autograd.Function):
     ) -> tuple[tuple[Tensor | None, ...], tuple[int | None, ...]]:
         """Run one backward pass for all the mapped calls, each of which has gradients of its own."""
         needs_grad = passes.problem.needs_grad
+        if in_dims[6] is not None or needs_grad.sink:
+            arguments = (dout, dlse, q, k, v, bias, sink, out, lse, passes, *mask)
+            calls = each_call(info.batch_size, in_dims, arguments)
+            each = [differentiate(*given, passes, *mask) for *given, passes, mask in calls]
+            results = tuple(None if x[0] is None else torch.stack(x) for x in zip(*each, strict=True))
+            return results, tuple(None if x is None else 0 for x in results)
         inputs = (q, k, v, bias)
         call = MappedCall(
             info.batch_size,
             in_dims[2:6],
-            in_dims[9:],
+            in_dims[10:],
             passes.problem,
             inputs,
             mask,
@@ -185,19 +265,19 @@ class AttentionBackward(torch.autograd.Function):
         else:
             passes, mask = chosen_anew(passes, call)
         dout, out, lse = (
-            call.fold(x, dim) for x, dim in zip((dout, out, lse), (in_dims[0], *in_dims[6:8]), strict=True)
+            call.fold(x, dim) for x, dim in zip((dout, out, lse), (in_dims[0], *in_dims[7:9]), strict=True)
         )
         dlse = None if dlse is None else call.fold(dlse, in_dims[1])
-        gradients = differentiate(dout, dlse, *call.inputs, out, lse, passes, *mask)
+        *gradients, _ = differentiate(dout, dlse, *call.inputs, sink, out, lse, passes, *mask)
         split = (call.split, call.split, call.split, call.split_bias)
         found = tuple(None if x is None else back(x) for x, back in zip(gradients, split, strict=True))
-        return found, tuple(None if x is None else 0 for x in found)
+        return (*found, None), (*(None if x is None else 0 for x in found), None)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
         """Keep the inputs of the gradients; out and lse are functions of them."""
-        dout, dlse, q, k, v, bias, _, _, ctx.passes, *mask = inputs
-        ctx.save_for_backward(dout, dlse, q, k, v, bias, *mask)
+        dout, dlse, q, k, v, bias, sink, _, _, ctx.passes, *mask = inputs
+        ctx.save_for_backward(dout, dlse, q, k, v, bias, sink, *mask)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -209,8 +289,8 @@ class AttentionBackward(torch.autograd.Function):
                 f"backend {backend.NAME!r} has no second derivative of attention; "
                 'call attention(..., backend="eager"), which has one'
             )
-        dout, dlse, q, k, v, bias, *mask = ctx.saved_tensors
-        named = {"dout": dout, "dlse": dlse, "q": q, "k": k, "v": v, "bias": bias}
+        dout, dlse, q, k, v, bias, sink, *mask = ctx.saved_tensors
+        named = {"dout": dout, "dlse": dlse, "q": q, "k": k, "v": v, "bias": bias, "sink": sink}
         present = [name for name, x in named.items() if x is not None]
         needs_grad = problem.needs_grad
         view = MaskView(mask_form, tuple(mask))
@@ -219,14 +299,14 @@ class AttentionBackward(torch.autograd.Function):
             given: dict[str, Any] = dict(zip(present, tensors, strict=True))
             dlse, bias = given.pop("dlse", None), given.pop("bias", None)
             gradients = differentiable_backward(problem, dlse=dlse, mask=view, bias=bias, **given)
-            return tuple(g for g, needed in zip(gradients, needs_grad, strict=True) if needed)
+            return tuple(g for g, needed in zip(gradients, needs_grad, strict=False) if needed)
 
         # torch.func.vjp, unlike autograd.grad, also works under torch.func transforms.
         pull = torch.func.vjp(gradients_needed, *(named[name] for name in present))[1]
+        rest = (None,) * (3 + len(mask))
         second = pull(tuple(g for g, needed in zip(cotangents, needs_grad, strict=True) if needed))
         found = dict(zip(present, second, strict=True))
-        dq, dk, dv, dbias = (found.get(name) for name in NeedsGrad._fields)
-        return found["dout"], found.get("dlse"), dq, dk, dv, dbias, *(None,) * (3 + len(mask))
+        return found["dout"], found.get("dlse"), *(found.get(name) for name in NeedsGrad._fields), *rest
 
 
 class _Positional(NamedTuple):

@@ -144,6 +144,7 @@ def explain(
     return_lse: bool = False,
     return_probs: bool = False,
     backend: BackendChoice = "auto",
+    sink: Tensor | None = None,
 ) -> Explanation:
     """Say which backend `flash_dmattn.attention` would run these arguments on, and why not another; computes nothing.
 
@@ -180,6 +181,7 @@ def explain(
         return_lse,
         return_probs,
         repeats,
+        sink,
     )
     return explain_description(problem, backend, copies)
 
@@ -206,6 +208,7 @@ def explain_problem(
     return_lse: bool = False,
     return_probs: bool = False,
     backend: BackendChoice = "auto",
+    sink: bool = False,
 ) -> Explanation:
     """Say which backend a call would run on, from shapes alone and for any GPU; no tensor, no memory.
 
@@ -216,7 +219,8 @@ def explain_problem(
         device: "cpu", or the architecture of a GPU such as "sm_80", "sm_90", "gfx942".
         mask, bias: their shapes, or None; bias_dtype as dtype where not given.
         mask_prepared: whether the mask is the prepared form of one of that shape.
-        grad: whether dq, dk and dv are needed; bias_grad: whether dbias is.
+        grad: whether dq, dk and dv, and dsink of a sink, are needed; bias_grad: whether dbias is.
+        sink: whether there is one, of the dtype of q.
         The rest as for `flash_dmattn.attention`.
 
     Raises:
@@ -275,11 +279,12 @@ def explain_problem(
         return_lse,
         return_probs,
         repeats,
+        meta((num_heads,), q_dtype) if sink else None,
     )
     problem = problem._replace(
         device="cpu" if arch == "cpu" else "cuda",
         arch=arch,
-        needs_grad=NeedsGrad(grad, grad, grad, bias_grad and bias is not None),
+        needs_grad=NeedsGrad(grad, grad, grad, bias_grad and bias is not None, grad and sink),
     )
     if mask_prepared and problem.mask is not None:
         of_batch, of_heads, of_query, _ = problem.mask.shape

@@ -30,6 +30,7 @@ def forward_flop(
     mask: list[Tensor],
     mask_form: MaskForm,
     bias: Tensor | None,
+    sink: Tensor | None,
     *flags: Any,
     out_val: object = None,
 ) -> int:
@@ -51,6 +52,7 @@ def backward_flop(
     mask: list[Tensor],
     mask_form: MaskForm,
     bias: Tensor | None,
+    sink: Tensor | None,
     out: Tensor,
     lse: Tensor,
     *flags_and_need: Any,
@@ -59,16 +61,16 @@ def backward_flop(
     """FLOP of a backward operator, for each allowed pair and query head, only for the gradients that are needed.
 
     The scores are computed again: 2 D. dq, dk and dbias need dp = dout v^T: 2 Dv. Then dq and dk take 2 D each, dv
-    2 Dv, and dbias no product. With all of them that is 2.5 times the forward pass where D is Dv.
+    2 Dv, and dbias and dsink no product. With all of them that is 2.5 times the forward pass where D is Dv.
 
     Args:
         dout, dlse and the rest: those of the operator, the fields of `Flags` and then `needs_grad` last.
         out_val: its result, which plays no part.
     """
     *flags, needs_grad = flags_and_need
-    need_q, need_k, need_v, need_bias = needs_grad
+    need_q, need_k, need_v, need_bias, *_ = needs_grad
     dim, dim_v = q.shape[3], v.shape[3]
-    if not any(needs_grad):
+    if not any(needs_grad[:4]):
         return 0
     dp = dim_v if need_q or need_k or need_bias else 0
     return _pairs(q, k, Flags(*flags)) * 2 * (dim + dp + need_v * dim_v + (need_q + need_k) * dim)

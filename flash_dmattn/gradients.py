@@ -1,4 +1,4 @@
-"""Gradients that kernels leave to PyTorch: of empty calls, and of a bias of one value per query or per key."""
+"""Gradients that kernels leave to PyTorch: of empty calls, of a sink, and of a bias of one value per query or key."""
 
 from __future__ import annotations
 
@@ -9,28 +9,56 @@ from torch import Tensor
 
 from .problem import Gradients
 from .reference.formula import sum_entries
+from .reference.sinks import row_delta, sink_gradient, through_lse
+
+__all__ = ["empty_gradients", "key_gradient", "query_gradient", "row_delta", "sink_gradient", "zero_gradients"]
 
 
 def zero_gradients(inputs: Sequence[Tensor | None], needs_grad: Sequence[bool]) -> Gradients:
     """The gradients of (q, k, v, bias) where there is nothing to attend: zeros where they are needed."""
-    dq, dk, dv, dbias = (
+    return tuple(
         torch.zeros(x.shape, dtype=x.dtype, device=x.device) if x is not None and needed else None
-        for x, needed in zip(inputs, needs_grad, strict=True)
+        for x, needed in zip(inputs, needs_grad[:4], strict=True)
     )
-    return dq, dk, dv, dbias
 
 
-def query_gradient(bias: Tensor, dlse: Tensor | None, lse: Tensor, num_heads_k: int, repeat: int) -> Tensor:
-    """The gradient of a bias of one value per query: it shifts lse and leaves p as it is, so it is the reduced dlse.
+def empty_gradients(
+    inputs: Sequence[Tensor | None],
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    sink: Tensor | None,
+    needs_grad: Sequence[bool],
+) -> Gradients:
+    """The gradients of a call without a pair of a query and a key: zeros, and of a sink what dlse asks for."""
+    gradients = zero_gradients(inputs, needs_grad)
+    if sink is None:
+        return gradients
+    return *gradients, sink_gradient(sink, lse, row_delta(dout, out, dlse, lse)) if needs_grad[4] else None
+
+
+def query_gradient(
+    bias: Tensor,
+    dlse: Tensor | None,
+    lse: Tensor,
+    num_heads_k: int,
+    repeat: int,
+    sink: Tensor | None = None,
+    delta: Tensor | None = None,
+) -> Tensor:
+    """The gradient of a bias of one value per query: without a sink it shifts lse and leaves p as it is, so dlse.
 
     Args:
         bias: (Bb, Hb, Lq or 1, 1), each dimension 1 or full, the heads also `num_heads_k`.
         dlse, lse: (B, Hq, Lq).
         repeat: entries in a row that share one of the bias.
+        sink, delta: (Hq,) and (B, Hq, Lq), where there is a sink: see `through_lse`.
     """
-    if dlse is None:
+    finite = None if dlse is None else dlse.to(torch.float32).masked_fill(lse == -torch.inf, 0.0)
+    rows = through_lse(finite, sink, lse, delta)
+    if rows is None:
         return torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device)
-    rows = dlse.to(torch.float32).masked_fill(lse == -torch.inf, 0.0)
     rows = sum_entries(_over_heads(rows, bias, num_heads_k), bias.shape[0], repeat)
     return rows.sum_to_size(bias.shape[:3]).view(bias.shape).to(bias.dtype)
 

@@ -23,11 +23,11 @@ _FLAGS = (
     "int left, int right, float softmax_scale, float softcap, bool deterministic, "
     "SymInt mask_repeat, SymInt bias_repeat"
 )
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor[] mask, str mask_form, Tensor? bias"
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor[] mask, str mask_form, Tensor? bias, Tensor? sink"
 FORWARD_SCHEMA = f"({_INPUTS}, {_FLAGS}) -> (Tensor out, Tensor lse)"
 # A list holds the gradients asked for and no others: an operator cannot return None under torch.compile.
 BACKWARD_SCHEMA = (
-    f"(Tensor dout, Tensor? dlse, {_INPUTS}, Tensor out, Tensor lse, {_FLAGS}, bool[4] needs_grad) -> Tensor[]"
+    f"(Tensor dout, Tensor? dlse, {_INPUTS}, Tensor out, Tensor lse, {_FLAGS}, bool[5] needs_grad) -> Tensor[]"
 )
 
 
@@ -57,6 +57,11 @@ def empty_gradient(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
+def fill_empty(out: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """out and lse of rows without keys: zeros, and the sink of each head, -inf without one."""
+    return out.zero_(), lse.fill_(-torch.inf) if sink is None else lse.copy_(sink[:, None])
+
+
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return empty_outputs(q, v)
 
@@ -70,13 +75,16 @@ def _backward_fake(
     mask: list[Tensor],
     mask_form: MaskForm,
     bias: Tensor | None,
+    sink: Tensor | None,
     out: Tensor,
     lse: Tensor,
     *flags_and_need: Any,
 ) -> list[Tensor]:
     needs_grad = flags_and_need[-1]
     return [
-        empty_gradient(x) for x, needed in zip((q, k, v, bias), needs_grad, strict=True) if needed and x is not None
+        empty_gradient(x)
+        for x, needed in zip((q, k, v, bias, sink), needs_grad, strict=True)
+        if needed and x is not None
     ]
 
 
@@ -119,7 +127,8 @@ def is_watched(*tensors: object) -> bool:
 
 # What runs a pass: forward(q, k, v, mask, bias, flags) -> (out, lse), and
 # backward(dout, dlse, q, k, v, mask, bias, out, lse, flags, needs_grad) -> gradients.
-Forward = Callable[[Tensor, Tensor, Tensor, MaskView, Tensor | None, Flags], tuple[Tensor, Tensor]]
+# Calls with a sink, and only those, pass it on as one more argument, sink=.
+Forward = Callable[..., tuple[Tensor, Tensor]]
 Backward = Callable[..., Gradients]
 
 
@@ -134,6 +143,9 @@ def define_pair(
         backward: called as backward(dout, dlse, q, k, v, mask, bias, out, lse, flags, needs_grad) with a `NeedsGrad`.
         maskless: what a forward pass without a mask runs in the place of `forward` where no operator is needed, called
             as (problem, q, k, v, bias): what the problem says need not be asked of the tensors again.
+
+    A pair that lists "sink" in its FEATURES is called with one more argument, sink (Hq,), where a call has one; its
+    backward returns dsink as a fifth gradient then.
     """
     return define_forward(name, forward, maskless), define_backward(name, backward)
 
@@ -144,9 +156,16 @@ def define_forward(
     """Register `<name>_forward` alone; return the `KernelBackend` method that calls it."""
 
     def operator(
-        q: Tensor, k: Tensor, v: Tensor, mask: list[Tensor], mask_form: MaskForm, bias: Tensor | None, *flags: Any
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: list[Tensor],
+        mask_form: MaskForm,
+        bias: Tensor | None,
+        sink: Tensor | None,
+        *flags: Any,
     ) -> tuple[Tensor, Tensor]:
-        return forward(q, k, v, MaskView(mask_form, tuple(mask)), bias, Flags(*flags))
+        return forward(q, k, v, MaskView(mask_form, tuple(mask)), bias, Flags(*flags), **sink_argument(sink))
 
     _LIBRARY.define(f"{name}_forward{FORWARD_SCHEMA}")
     _LIBRARY.impl(f"{name}_forward", operator, "CompositeExplicitAutograd")
@@ -158,15 +177,23 @@ def define_forward(
     torch.library.register_vmap(f"flash_dmattn::{name}_forward", _one_by_one(forward_op), lib=_LIBRARY)
 
     def run_forward(
-        problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None
+        problem: AttentionProblem,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: MaskView,
+        bias: Tensor | None,
+        sink: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         # On meta tensors the operator runs its fake implementation: shapes without values. A profiler shows what goes
         # through the dispatcher; asked here and not by `is_watched`, so that what is remembered of a call stays so.
-        if is_watched(q, k, v, bias, *mask.tensors) or problem.device == "meta" or profiler._is_profiler_enabled:
-            out, lse = forward_op(q, k, v, list(mask.tensors), mask.form, bias, *problem.flags)
+        if is_watched(q, k, v, bias, sink, *mask.tensors) or problem.device == "meta" or profiler._is_profiler_enabled:
+            out, lse = forward_op(q, k, v, list(mask.tensors), mask.form, bias, sink, *problem.flags)
             return out, lse
         if maskless is not None and mask.form == "none":
-            return maskless(problem, q, k, v, bias)
+            return maskless(problem, q, k, v, bias) if sink is None else maskless(problem, q, k, v, bias, sink=sink)
+        if sink is not None:
+            return forward(q, k, v, mask, bias, problem.flags, sink=sink)
         return forward(q, k, v, mask, bias, problem.flags)
 
     return run_forward
@@ -184,13 +211,15 @@ def define_backward(name: str, backward: Backward) -> Callable[..., Gradients]:
         mask: list[Tensor],
         mask_form: MaskForm,
         bias: Tensor | None,
+        sink: Tensor | None,
         out: Tensor,
         lse: Tensor,
         *flags_and_need: Any,
     ) -> list[Tensor]:
         *flags, needs_grad = flags_and_need
         view = MaskView(mask_form, tuple(mask))
-        gradients = backward(dout, dlse, q, k, v, view, bias, out, lse, Flags(*flags), NeedsGrad(*needs_grad))
+        numbers = (Flags(*flags), NeedsGrad(*needs_grad))
+        gradients = backward(dout, dlse, q, k, v, view, bias, out, lse, *numbers, **sink_argument(sink))
         return [gradient for gradient in gradients if gradient is not None]
 
     _LIBRARY.define(f"{name}_backward{BACKWARD_SCHEMA}")
@@ -211,21 +240,28 @@ def define_backward(name: str, backward: Backward) -> Callable[..., Gradients]:
         bias: Tensor | None,
         out: Tensor,
         lse: Tensor,
+        sink: Tensor | None = None,
     ) -> Gradients:
         flags, needs_grad = problem.flags, problem.needs_grad
-        watched = is_watched(dout, dlse, q, k, v, bias, out, lse, *mask.tensors)
+        watched = is_watched(dout, dlse, q, k, v, bias, sink, out, lse, *mask.tensors)
         if watched or problem.device == "meta" or profiler._is_profiler_enabled:
             found = backward_op(
-                dout, dlse, q, k, v, list(mask.tensors), mask.form, bias, out, lse, *flags, list(needs_grad)
+                dout, dlse, q, k, v, list(mask.tensors), mask.form, bias, sink, out, lse, *flags, list(needs_grad)
             )
             return spread(found, needs_grad)
+        if sink is not None:
+            return backward(dout, dlse, q, k, v, mask, bias, out, lse, flags, needs_grad, sink=sink)
         return backward(dout, dlse, q, k, v, mask, bias, out, lse, flags, needs_grad)
 
     return run_backward
 
 
+def sink_argument(sink: Tensor | None) -> dict[str, Tensor]:
+    """What passes a sink on, to those that have to have it: a backend without sinks is never called with one."""
+    return {} if sink is None else {"sink": sink}
+
+
 def spread(gradients: list[Tensor], needs_grad: NeedsGrad) -> Gradients:
-    """Put the gradients asked for in their places among (dq, dk, dv, dbias)."""
+    """Put the gradients asked for in their places among (dq, dk, dv, dbias, dsink)."""
     rest = iter(gradients)
-    dq, dk, dv, dbias = (next(rest) if needed else None for needed in needs_grad)
-    return dq, dk, dv, dbias
+    return tuple(next(rest) if needed else None for needed in needs_grad)

@@ -66,6 +66,7 @@ def describe(
     return_lse: bool,
     return_probs: bool,
     repeats: Repeats | None = None,
+    sink: Tensor | None = None,
 ) -> tuple[AttentionProblem, Tensor | PreparedMask | None, Tensor | None]:
     """Validate one call; return its description and the mask and bias as 4-D views, a prepared mask as it is.
 
@@ -131,6 +132,9 @@ def describe(
             )
         bias, bias_spec = _describe_broadcast("bias", bias, sizes, num_heads_k, device, repeats)
 
+    if sink is not None:
+        _check_sink(sink, num_heads, device)
+
     # Specialised on purpose under torch.compile: kernels are chosen and scaled by the head dims.
     head_dim, head_dim_v = int(head_dim), int(head_dim_v)
     grad = torch.is_grad_enabled()
@@ -167,9 +171,16 @@ def describe(
         flags,
         check_flag("return_lse", return_lse),
         check_flag("return_probs", return_probs),
-        NeedsGrad(q.requires_grad, k.requires_grad, v.requires_grad, bias is not None and bias.requires_grad)
+        NeedsGrad(
+            q.requires_grad,
+            k.requires_grad,
+            v.requires_grad,
+            bias is not None and bias.requires_grad,
+            sink is not None and sink.requires_grad,
+        )
         if grad
         else _NOTHING_NEEDS_GRAD,
+        None if sink is None else sink.dtype,
     )
     return problem, mask, bias
 
@@ -225,6 +236,22 @@ def _describe_broadcast(
     if repeats is None:
         check_broadcast(name, shape, sizes, num_heads_k)
     return x, spec_of(x)
+
+
+def _check_sink(sink: Tensor, num_heads: int, device: torch.device) -> None:
+    if not isinstance(sink, Tensor):
+        raise TypeError(
+            f"sink is a {type(sink).__name__}; it needs to be a floating-point torch.Tensor of shape ({num_heads},)"
+        )
+    if sink.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"sink has dtype {dtype_name(sink.dtype)}; it needs float16, bfloat16, float32 or float64")
+    if sink.dim() != 1 or sink.shape[0] != num_heads:
+        raise ValueError(
+            f"sink has shape {tuple(sink.shape)}; it needs ({num_heads},): one logit for each head of q"
+            + (f" (sink.expand({num_heads}) gives all heads the same)" if sink.numel() == 1 else "")
+        )
+    if sink.device != device:
+        raise ValueError(f"sink is on {sink.device}; it needs to be on the device of q, {device}")
 
 
 def _describe_prepared(

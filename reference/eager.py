@@ -3,7 +3,7 @@
 No (Lq, Lk) matrix exists: one chunk of scores at a time is computed, used and overwritten, within `chunk_bytes`.
 Per chunk, in fp32 (fp64 for fp64), with the G query heads of a group folded into the rows::
 
-    forward    s = softmax_scale * q @ k^T + bias;  online softmax over the chunks of a row
+    forward    s = softmax_scale * q @ k^T + bias;  online softmax over the chunks of a row, and its sink
     backward   p = exp(s - lse);  ds = p * (dout @ v^T - delta);  delta = rowsum(dout * out) - dlse
                dq += softmax_scale * ds @ k;  dk += softmax_scale * ds^T @ q;  dv += p^T @ dout;  dbias += ds reduced
 """
@@ -17,9 +17,11 @@ from torch import Tensor
 
 from . import formula
 from .chunks import DEFAULT_CHUNK_BYTES, Chunks, is_capturing
+from .sinks import row_delta, sink_gradient, sink_probability, through_lse
 from .tiles import BiasGradient, Keys, Rows, Scores, exponential, multiply, softmax_backward
 
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+# (dq, dk, dv, dbias), and dsink where there is a sink.
+Gradients = tuple[Tensor | None, ...]
 
 # From here on the rounding of lse in fp32 (8e-6) is no longer lost in the rounding of the scores themselves: p is then
 # normalised again. At finfo.min, where log(n) vanishes altogether, p would otherwise be n times too large.
@@ -40,6 +42,7 @@ def forward(
     window_size: tuple[int, int] | None = None,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     repeats: tuple[int, int] = (1, 1),
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend chunk by chunk; the value is that of :func:`formula.attention`.
 
@@ -52,6 +55,7 @@ def forward(
         is_causal, softmax_scale, softcap, window_size: as for :func:`formula.attention`.
         chunk_bytes: the most that all temporaries of one chunk may take, in bytes.
         repeats: of mask and bias, where their batch is another than 1 or B: entry b reads entry b // repeat % Bm.
+        sink: (Hq,) or None, as for :func:`formula.attention`.
 
     Returns:
         out (B, Lq, Hq, Dv), contiguous, in q's dtype; lse (B, Hq, Lq) in fp32 (fp64 for fp64).
@@ -69,6 +73,8 @@ def forward(
     """
     out = q.new_zeros(q.shape[:3] + v.shape[3:])
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=formula.softmax_dtype(q))
+    if sink is not None:
+        lse.copy_(sink[:, None])  # of the rows that no chunk visits
     if out.numel() == 0 or k.shape[1] == 0:
         return out, lse
     bias_entries = (1 if bias is None else bias.shape[0], repeats[1])
@@ -77,12 +83,16 @@ def forward(
     scores = Scores(chunks, mask, bias, softmax_scale, softcap, repeats=repeats)
     q_rows, out_rows, lse_rows = Rows(q, chunks), Rows(out, chunks), Rows(lse.mT.unsqueeze(3), chunks)
     k_keys, v_keys = Keys(k, chunks), Keys(v, chunks)
+    sink_rows = None if sink is None else Rows(sink[:, None].expand(*q.shape[:3], 1), chunks)
     for batch, heads in chunks.pairs():
         for block, spans in chunks.blocks(batch, heads):
             q_block = q_rows.get(block)
             acc_o = q_block.new_zeros(q_block.shape[:2] + v.shape[3:])
             row_sum = q_block.new_zeros(q_block.shape[:2] + (1,))
             row_max = torch.full_like(row_sum, -math.inf)
+            if sink_rows is not None:  # one more score, of a value of zeros
+                row_max.copy_(sink_rows.get(block))
+                row_sum.copy_(row_max > -math.inf)
             for keys in spans:
                 s = scores.compute(block, keys, q_block, k_keys.get(block, keys))
                 new_max = torch.maximum(row_max, s.amax(-1, keepdim=True))
@@ -114,8 +124,9 @@ def backward(
     softcap: float = 0.0,
     window_size: tuple[int, int] | None = None,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
-    needs_grad: tuple[bool, bool, bool, bool] = (True, True, True, True),
+    needs_grad: tuple[bool, ...] = (True, True, True, True, True),
     repeats: tuple[int, int] = (1, 1),
+    sink: Tensor | None = None,
 ) -> Gradients:
     """Return the gradients asked for, chunk by chunk; each is summed in fp32 (fp64 for fp64) and rounded once.
 
@@ -127,11 +138,12 @@ def backward(
         dlse: (B, Hq, Lq), or None for zero.
         q, k, v, mask, bias, is_causal, softmax_scale, softcap, window_size, chunk_bytes: as given to :func:`forward`.
         out, lse: as returned by :func:`forward`, or by any other backend.
-        needs_grad: which of dq, dk, dv, dbias to compute; nothing is computed for the others.
-        repeats: as given to :func:`forward`.
+        needs_grad: which of dq, dk, dv, dbias and dsink to compute; nothing is computed for the others.
+        repeats, sink: as given to :func:`forward`.
 
     Returns:
-        ``(dq, dk, dv, dbias)`` in the shapes and dtypes of q, k, v, bias, contiguous; None where not needed.
+        ``(dq, dk, dv, dbias)`` in the shapes and dtypes of q, k, v, bias, contiguous; None where not needed. With a
+        sink ``(dq, dk, dv, dbias, dsink)``.
 
     Raises:
         RuntimeError: from PyTorch, for shapes that do not fit.
@@ -146,7 +158,7 @@ def backward(
     >>> [None if x is None else tuple(x.shape) for x in grads]
     [(1, 6, 2, 8), None, (1, 6, 2, 8), None]
     """
-    need_q, need_k, need_v, need_bias = needs_grad
+    need_q, need_k, need_v, need_bias, *need_sink = needs_grad
     dq, dk, dv = (x.new_zeros(x.shape) if needed else None for x, needed in zip((q, k, v), needs_grad))
     sums_per_key = need_k * q.shape[3] + need_v * v.shape[3]
     bias_entries = (1 if bias is None else bias.shape[0], repeats[1])
@@ -155,10 +167,19 @@ def backward(
     empty = lse == -math.inf
     finite_lse = lse.masked_fill(empty, 0.0)  # exp(-inf - 0) is the 0 that exp(-inf - -inf) is not
     finite_dlse = None if dlse is None else dlse.to(lse.dtype).masked_fill(empty, 0.0)
-    dbias = None if bias is None or not need_bias else BiasGradient(bias, finite_dlse, chunks, repeats[1])
+    per_row, dsink = finite_dlse, None
+    of_sink: tuple[Tensor | None, ...] = ()
+    if sink is not None:
+        of_rows = need_bias and bias is not None and bias.shape[3] == 1
+        if any(need_sink) or of_rows:
+            delta_rows = row_delta(dout, out, dlse, lse)
+            dsink = sink_gradient(sink, lse, delta_rows) if any(need_sink) else None
+            per_row = through_lse(finite_dlse, sink, lse, delta_rows)
+        of_sink = (dsink,)
+    dbias = None if bias is None or not need_bias else BiasGradient(bias, per_row, chunks, repeats[1])
     need_ds = need_q or need_k or (dbias is not None and dbias.needs_scores)
     if out.numel() == 0 or k.shape[1] == 0 or not (need_ds or need_v):
-        return dq, dk, dv, None if dbias is None else dbias.result()
+        return dq, dk, dv, None if dbias is None else dbias.result(), *of_sink
 
     # Rows that fit one chunk are normalised again at the cost of one pass. Others need their scores twice.
     splits_rows = chunks.extent.keys < chunks.seqlen_k
@@ -171,6 +192,7 @@ def backward(
     dlse_rows = None if finite_dlse is None else Rows(finite_dlse.mT.unsqueeze(3), chunks)
     k_keys, v_keys = Keys(k, chunks), Keys(v, chunks)
     dq_rows = None if dq is None else Rows(dq, chunks)
+    share_rows = None if sink is None else Rows(sink_probability(sink, lse).mT.unsqueeze(3), chunks)
     for batch, heads in chunks.pairs():
         dk_sum = None if dk is None else Keys(dk, chunks).zeros(batch, heads)
         dv_sum = None if dv is None else Keys(dv, chunks).zeros(batch, heads)
@@ -178,6 +200,7 @@ def backward(
             q_block, dout_block, lse_block = q_rows.get(block), dout_rows.get(block), lse_rows.get(block)
             dq_sum = torch.zeros_like(q_block) if need_q else None
             dlse_block = None if dlse_rows is None else dlse_rows.get(block)
+            share = None if share_rows is None else share_rows.get(block)
             row_sum, delta = None, None
             if len(spans) > 1:
                 if need_ds and not sum_delta:
@@ -191,6 +214,8 @@ def backward(
                         if sum_delta:
                             dp = multiply(dout_block, v_keys.get(block, keys).mT, chunks.buffer(1, p.shape))
                             products += dp.mul_(p).sum(-1, keepdim=True)
+                    if share is not None:
+                        row_sum += share
                     row_sum.masked_fill_(row_sum == 0, 1.0)
                     if sum_delta:
                         delta = products.div_(row_sum)
@@ -199,6 +224,8 @@ def backward(
                 p = exponential(scores.compute(block, keys, q_block, k_block).sub_(lse_block))
                 if len(spans) == 1:
                     total = p.sum(-1, keepdim=True)
+                    if share is not None:
+                        total += share
                     p.div_(total.masked_fill_(total == 0, 1.0))
                 elif row_sum is not None:
                     p.div_(row_sum)
@@ -223,4 +250,4 @@ def backward(
         for gradient, key_sum in ((dk, dk_sum), (dv, dv_sum)):
             if gradient is not None and key_sum is not None:
                 Keys(gradient, chunks).put(batch, heads, key_sum)
-    return dq, dk, dv, None if dbias is None else dbias.result()
+    return dq, dk, dv, None if dbias is None else dbias.result(), *of_sink

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .sinks import sink_gradient
+
 
 def attention(
     q: Tensor,
@@ -18,19 +20,21 @@ def attention(
     softcap: float = 0.0,
     window_size: tuple[int, int] | None = None,
     return_probs: bool = False,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Attend with mask, bias, causal limit, window and softcap, by the formula and nothing else.
+    """Attend with mask, bias, causal limit, window, softcap and sink, by the formula and nothing else.
 
     Equivalent PyTorch, for one head and without softcap::
 
         s = softmax_scale * q @ k.T + bias
         s = s.masked_fill(~allowed, -inf)
-        lse = s.logsumexp(-1)
+        lse = s.logsumexp(-1)  # with a sink: torch.logaddexp(s.logsumexp(-1), sink)
         out = (s - lse).exp() @ v
 
-    Autograd differentiates all it returns, twice, in q, k, v and bias. A row with nothing allowed has out 0, lse -inf
-    and gradient 0. fp32 and fp64 are computed in their own dtype. fp16 and bf16 are plain PyTorch in that dtype with
-    the softmax in fp32: both products round their result, and the probabilities are rounded before ``@ v``.
+    Autograd differentiates all it returns, twice, in q, k, v, bias and sink. A row with nothing allowed has out 0 and
+    lse -inf, or that of its sink, and gradient 0 in q, k, v and bias. fp32 and fp64 are computed in their own dtype.
+    fp16 and bf16 are plain PyTorch in that dtype with the softmax in fp32: both products round their result, and the
+    probabilities are rounded before ``@ v``.
 
     Args:
         q: (B, Lq, Hq, D), float.
@@ -43,12 +47,15 @@ def attention(
         softcap: if positive, scores become softcap * tanh(scores / softcap) before the bias.
         window_size: (left, right), in keys either side of i + Lk - Lq; -1 is unlimited.
         return_probs: also return the (B, Hq, Lq, Lk) probabilities.
+        sink: (Hq,), any float dtype: a logit without a value for each query head, neither scaled nor capped. -inf is
+            none.
 
     Returns:
         ``(out, lse)`` or ``(out, lse, probs)``: out (B, Lq, Hq, Dv) in q's dtype; lse (B, Hq, Lq), the natural log of
         the sum of exp of the scores, and probs in fp32 (fp64 for fp64). The caller validates the arguments.
 
-    Source: Vaswani et al. (arXiv:1706.03762, section 3.2.1); softcap as in Gemma 2 (arXiv:2408.00118, section 2).
+    Source: Vaswani et al. (arXiv:1706.03762, section 3.2.1); softcap as in Gemma 2 (arXiv:2408.00118, section 2);
+    sinks as in gpt-oss (arXiv:2508.10925).
 
     >>> import torch
     >>> q = k = v = torch.eye(2, dtype=torch.float64).view(1, 2, 1, 2)
@@ -57,7 +64,7 @@ def attention(
     [[1.0, 0.0], [0.269, 0.731]]
     """
     s, _ = scores(q, k, mask, bias, is_causal, softmax_scale, softcap, window_size)
-    p, lse = softmax(s)
+    p, lse = softmax(s, sink)
     out = torch.einsum("bhgij,bjhd->bihgd", p.to(v.dtype), v).flatten(2, 3)
     lse = lse.flatten(1, 2)
     return (out, lse, p.flatten(1, 2)) if return_probs else (out, lse)
@@ -76,11 +83,12 @@ def gradients(
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     window_size: tuple[int, int] | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    sink: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:
     """Return the gradients of :func:`attention` by their formulas, themselves differentiable.
 
-    Equivalent PyTorch: ``torch.autograd.grad((out, lse), (q, k, v, bias), (dout, dlse))``. fp16 and bf16 inputs are
-    computed in fp32 and rounded once.
+    Equivalent PyTorch: ``torch.autograd.grad((out, lse), (q, k, v, bias, sink), (dout, dlse))``. fp16 and bf16 inputs
+    are computed in fp32 and rounded once.
 
     Args:
         dout: (B, Lq, Hq, Dv), the gradient of out.
@@ -88,7 +96,8 @@ def gradients(
         the rest: as for :func:`attention`.
 
     Returns:
-        ``(dq, dk, dv, dbias)`` in the shapes and dtypes of q, k, v, bias; dbias is None without a bias.
+        ``(dq, dk, dv, dbias)`` in the shapes and dtypes of q, k, v, bias; dbias is None without a bias. With a sink
+        ``(dq, dk, dv, dbias, dsink)``.
 
     Source: the softmax derivative of FlashAttention (arXiv:2205.14135, appendix B.2), with dlse joined to delta.
 
@@ -105,7 +114,7 @@ def gradients(
     dout_g = dout.to(wide).unflatten(2, (num_heads_k, -1))
     scale = default_scale(q, softmax_scale)
     s, slope = scores(q.to(wide), kg, mask, bias, is_causal, scale, softcap, window_size)
-    p, lse = softmax(s)
+    p, lse = softmax(s, sink)
     out = torch.einsum("bhgij,bjhd->bihgd", p, vg)
     delta = (dout_g * out).sum(-1).permute(0, 2, 3, 1)
     if dlse is not None:
@@ -120,7 +129,10 @@ def gradients(
     dbias = None
     if bias is not None:
         dbias = ds.sum_to_size(grouped(bias, num_heads_k, q.shape[2]).shape).reshape(bias.shape).to(bias.dtype)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dbias
+    gradients = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dbias
+    if sink is None:
+        return gradients
+    return *gradients, sink_gradient(sink, lse.flatten(1, 2), delta.flatten(1, 2))
 
 
 def scores(
@@ -149,12 +161,23 @@ def scores(
     return s, slope
 
 
-def softmax(s: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the probabilities over the last dim and the logsumexp; a row of -inf gives zeros and -inf, without NaN."""
+def softmax(s: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the probabilities over the last dim and the logsumexp; a row of -inf gives zeros and -inf, without NaN.
+
+    Args:
+        s: (B, Hk, G, Lq, Lk).
+        sink: (Hk * G,), one more logit for every row of a head, in the sum alone.
+    """
     # Any constant shift gives the same result, so it needs no gradient; logsumexp also serves rows of no keys at all.
     shift = s.detach().logsumexp(-1, keepdim=True)
-    weight = torch.exp(s - shift.masked_fill(shift == -torch.inf, 0.0))
+    if sink is not None:
+        sink = sink.to(s.dtype).view(*s.shape[1:3], 1, 1)
+        shift = torch.logaddexp(shift, sink.detach())
+    finite_shift = shift.masked_fill(shift == -torch.inf, 0.0)
+    weight = torch.exp(s - finite_shift)
     total = weight.sum(-1, keepdim=True)
+    if sink is not None:
+        total = total + torch.exp(sink - finite_shift)
     empty = total == 0
     total = total.masked_fill(empty, 1.0)
     return weight / total, (shift + torch.log(total)).squeeze(-1)

@@ -157,19 +157,19 @@ def _merge_by_minimum(s: Tensor, mask: Tensor, bias: Tensor | None) -> None:
 class BiasGradient:
     """The gradient of bias, summed chunk by chunk in bias's own shape."""
 
-    def __init__(self, bias: Tensor, dlse: Tensor | None, chunks: Chunks, repeat: int) -> None:
+    def __init__(self, bias: Tensor, per_row: Tensor | None, chunks: Chunks, repeat: int) -> None:
         own = formula.grouped(bias, chunks.num_heads_k, chunks.num_heads).shape
         full = (chunks.batch, chunks.num_heads_k, chunks.group, chunks.seqlen_q, chunks.seqlen_k)
         self._shape, self._dtype, self._group, self._repeat = bias.shape, bias.dtype, chunks.group, repeat
         self._written_once = own == full
-        # A bias that is constant along the keys of a row shifts its lse and leaves p as it is: its gradient is dlse.
+        # A bias that is constant along the keys of a row shifts its lse: its gradient is one number per row.
         self.needs_scores = own[4] != 1
         # Zeroing what every chunk overwrites would cost a tenth of the backward.
         overwritten = self.needs_scores and self._written_once and chunks.skip_nothing()
         create = bias.new_empty if overwritten else bias.new_zeros
         self._sum = create(own, dtype=bias.dtype if self._written_once else chunks.dtype)
-        if not self.needs_scores and dlse is not None:
-            of_entries = formula.sum_entries(dlse.unflatten(1, full[1:3]).unsqueeze(4), own[0], repeat)
+        if not self.needs_scores and per_row is not None:
+            of_entries = formula.sum_entries(per_row.unflatten(1, full[1:3]).unsqueeze(4), own[0], repeat)
             self._sum += of_entries.sum_to_size(own)
 
     def add(self, block: Block, keys: slice, ds: Tensor) -> None:

@@ -27,7 +27,8 @@ def gradients(
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     window_size: tuple[int, int] | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    sink: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:
     """The gradient formulas of the contract in q's dtype: products and what is kept in it, the rest in fp32.
 
     `formula.gradients` keeps everything in fp32. Here out, p and ds are rounded where a memory-saving implementation
@@ -36,7 +37,7 @@ def gradients(
     heads_k, dtype = k.shape[2], q.dtype
     scale = formula.default_scale(q, softmax_scale)
     s, slope = formula.scores(q, k, mask, bias, is_causal, scale, softcap, window_size)
-    p, lse = formula.softmax(s)
+    p, lse = formula.softmax(s, sink)
     qg, dout = q.unflatten(2, (heads_k, -1)), dout.unflatten(2, (heads_k, -1))
     out = torch.einsum("bhgij,bjhd->bihgd", p.to(dtype), v)
     delta = (dout.to(p.dtype) * out.to(p.dtype)).sum(-1).permute(0, 2, 3, 1)
@@ -50,4 +51,9 @@ def gradients(
     dbias = None
     if bias is not None:
         dbias = ds.sum_to_size(formula.grouped(bias, heads_k, q.shape[2]).shape).reshape(bias.shape).to(bias.dtype)
-    return dq.to(dtype), dk.to(dtype), dv, dbias
+    gradients = dq.to(dtype), dk.to(dtype), dv, dbias
+    if sink is None:
+        return gradients
+    # -inf - -inf, of a row without keys in a head without a sink, is NaN: its share is 0.
+    share = torch.exp((sink.to(lse.dtype).view(*lse.shape[1:3], 1) - lse).nan_to_num(nan=-torch.inf))
+    return *gradients, -(share * delta).sum((0, 3)).flatten().to(sink.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -37,9 +38,10 @@ class Inputs:
     bias: Tensor | None
     dout: Tensor
     dlse: Tensor | None
+    sink: Tensor | None = None
 
     def floats(self) -> list[tuple[str, Tensor | None]]:
-        """The tensors that can take a gradient, by name."""
+        """The operands of every call that can take a gradient, by name; so can the sink, which few calls have."""
         return list(zip(NAMES, (self.q, self.k, self.v, self.bias), strict=True))
 
     def to(self, dtype: torch.dtype) -> Inputs:
@@ -59,6 +61,8 @@ class Case:
 
     `mask_kind`: "random", "empty_rows" (every third query), "empty_tiles" (the first half of the keys and a block),
     "none_allowed", "all_allowed". `bias_kind`: "normal", "inf" (a third of it -inf), "min" (finfo.min), "huge" (1e4).
+    `sink`: None, "normal", "inf" (every other head has none), "huge" (1e4, -1e4 in turn); with "sink" in `needs_grad`
+    its gradient is needed.
     """
 
     batch: int = 2
@@ -82,6 +86,8 @@ class Case:
     dlse: bool = False
     logits: float = 1.0  # factor on q
     seed: int = 0
+    sink: str | None = None
+    sink_dtype: torch.dtype | None = None
 
     def flags(self) -> dict[str, Any]:
         """The keyword arguments that every implementation of the formula takes."""
@@ -138,7 +144,16 @@ class Case:
             elif self.bias_kind == "huge":
                 bias = bias * 1e4
         mask = None if self.mask is None else self._mask(random).to(device)
-        return Inputs(q, k, v, mask, bias, dout, dlse)
+        sink = None if self.sink is None else self._sink(random).to(device)
+        return Inputs(q, k, v, mask, bias, dout, dlse, sink)
+
+    def _sink(self, random: torch.Generator) -> Tensor:
+        sink = torch.randn(self.num_heads, generator=random) + math.log(max(self.seqlen_k, 1))  # as much as all keys
+        if self.sink == "inf":
+            sink[::2] = -torch.inf
+        elif self.sink == "huge":
+            sink = 1e4 * (1.0 - 2.0 * (torch.arange(self.num_heads) % 2))
+        return sink.to(self.sink_dtype or self.dtype)
 
     def _mask(self, random: torch.Generator) -> Tensor:
         shape = self.sizes(self.mask or ())

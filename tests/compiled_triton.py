@@ -22,7 +22,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flash_dmattn.problem import Flags, MaskForm, MaskView
+from flash_dmattn.problem import Flags, MaskForm, MaskView, NeedsGrad
 from flash_dmattn.triton_kernels import key_pack, mask_pack
 from flash_dmattn.triton_kernels.kernel_launch import Launch
 from flash_dmattn.triton_kernels.launch import backward_plan, forward_plan
@@ -58,6 +58,7 @@ class Variant:
     bias_dtype: torch.dtype | None = None
     softcap: float = 0.0
     tf32: bool = False  # as where torch allows it for products of fp32
+    sink: bool = False
     row_stride: int = 0  # elements from a row of q, k, v and dout to the next; 0: contiguous
 
     def rows(self, seqlen: int, num_heads: int) -> Tensor:
@@ -109,7 +110,8 @@ class Variant:
             )
         )
         flags = Flags(-1, 0 if self.is_causal else -1, self.head_dim**-0.5, self.softcap, False)
-        call = Call(q, k, v, self.mask_view(), bias, flags)
+        sink = torch.empty(self.num_heads, dtype=self.dtype, device="meta") if self.sink else None
+        call = Call(q, k, v, self.mask_view(), bias, flags, sink)
         call.arch, call.num_sms = arch, 132
         if self.tf32:
             call.precision = "tf32"
@@ -119,11 +121,13 @@ class Variant:
 def run_plans(call: Call, launch: Callable[..., None]) -> None:
     """Run both passes of a call with every gradient asked for, with another function in the place of each launch."""
     q, k, v, mask, bias = call.q, call.k, call.v, call.mask, call.bias
+    sink = torch.empty(q.shape[2], dtype=q.dtype, device=q.device) if call.has_sink else None
+    needs_grad = NeedsGrad(True, True, True, True, call.has_sink)
     out, dout = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(q)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], device=q.device)
     with mock.patch.object(Launch, "__call__", launch):
-        forward_plan(call)(q, k, v, mask, bias, out, lse)
-        backward_plan(call, dout, None, (True,) * 4)(dout, None, q, k, v, mask, bias, out, lse)
+        forward_plan(call)(q, k, v, mask, bias, sink, out, lse)
+        backward_plan(call, dout, None, needs_grad)(dout, None, q, k, v, mask, bias, sink, out, lse)
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ def described(case: Case, prepared: bool = False) -> AttentionProblem:
         bias=bias,
         bias_dtype=case.bias_dtype,
         return_lse=True,
+        sink=case.sink is not None,
         **case.flags(),
     ).problem
 

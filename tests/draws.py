@@ -18,6 +18,8 @@ from flash_dmattn.masks import prepare_mask
 FORMS = tuple(itertools.product(("1", "B"), ("1", "Hk", "Hq"), ("1", "Lq"), ("1", "Lk")))
 NEEDS = (ALL, ALL, ALL, (), ("bias",), ("q",), ("k", "bias"), ("v",), ("q", "k", "v"))
 MASK_KINDS = ("random", "random", "empty_rows", "empty_tiles", "none_allowed", "all_allowed")
+SINKS = (None, None, "normal", "normal", "inf", "huge")
+SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 WINDOWS = (None, None, (-1, 2), (20, -1), (90, 40), (3, 0))
 # A step of a kernel takes 32 to 128 of them, and a tile of a prepared mask 128; from 512 on programs share a row.
 TILE_EDGES = (1, 63, 64, 65, 127, 128, 129, 130, 200, 257, 300) * 2 + (5, 600, 1100)
@@ -83,7 +85,8 @@ def draw_triton(number: int) -> Drawn:
         seed=number,
     )
     layout = rng.choice((None, None, None, *("nan_margins",) * 4, *LAYOUTS))
-    return Drawn(case, layout, number % 2 == 1, rng.random() < 0.5)
+    drawn = Drawn(case, layout, number % 2 == 1, rng.random() < 0.5)
+    return drawn._replace(case=with_sink(case, random.Random(f"sink {number}")))
 
 
 # Tiles are 128, 192 or 256 rows and 64, 128 or 176 keys. Rows of a bias of a multiple of 8 keys are copied as tiles.
@@ -139,7 +142,7 @@ def draw_cuda(number: int) -> Drawn:
         case = case.with_(needs_grad=rng.choice((*NEEDS, *2 * (("q", "k", "v"),))), dlse=rng.random() < 0.5)
         if rng.random() < 0.9:
             case = _differentiable(case, rng)
-    return Drawn(case, layout, prepared, offset=offset)
+    return Drawn(with_sink(case, random.Random(f"sink {number}")), layout, prepared, offset=offset)
 
 
 def _differentiable(case: Case, rng: random.Random) -> Case:
@@ -152,6 +155,16 @@ def _differentiable(case: Case, rng: random.Random) -> Case:
     if not per_score:
         return case
     return case.with_(bias_dtype=None, bias=("B", "Hq", "Lq", "Lk") if "bias" in case.needs_grad else case.bias)
+
+
+def with_sink(case: Case, rng: random.Random, kinds: tuple[str | None, ...] = SINKS) -> Case:
+    """The case with a sink now and then, and its gradient beside the others or alone."""
+    sink, alone = rng.choice(kinds), rng.random() < 0.1
+    if sink is None:
+        return case
+    alone = alone and "q" in case.needs_grad
+    needs_grad = ("sink",) if alone else (*case.needs_grad, "sink") if rng.random() < 0.7 else case.needs_grad
+    return case.with_(sink=sink, sink_dtype=rng.choice((None, None, *SINK_DTYPES)), needs_grad=needs_grad)
 
 
 DRAWS: dict[str, Callable[[int], Drawn]] = {"triton": draw_triton, "cuda": draw_cuda}

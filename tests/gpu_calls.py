@@ -29,10 +29,13 @@ FORMS = {
     "key mask": BASE.with_(mask=("B", "Hk", "1", "Lk"), bias=("1", "Hq", "1", "Lk"), is_causal=True),
     "prepared key mask": BASE.with_(mask=("B", "1", "1", "Lk"), bias=("B", "Hq", "Lq", "1"), window_size=(90, 0)),
     # Split among programs: over keys in the forward pass, over queries in the backward one.
-    "few queries": BASE.with_(batch=1, seqlen_q=3, seqlen_k=2500, bias=("1", "Hq", "1", "Lk"), is_causal=True),
+    "sink": BASE.with_(sink="normal", bias=("B", "Hk", "Lq", "1"), mask=("B", "1", "Lq", "Lk"), mask_kind="empty_rows"),
+    "few queries": BASE.with_(
+        batch=1, seqlen_q=3, seqlen_k=2500, bias=("1", "Hq", "1", "Lk"), is_causal=True, sink="inf"
+    ),
     "few keys": BASE.with_(batch=1, seqlen_q=2500, seqlen_k=65, bias=("1", "1", "Lq", "Lk")),
     # Large enough to pay for tensor descriptors.
-    "large": LARGE.with_(bias=("B", "Hq", "Lq", "Lk"), is_causal=True),
+    "large": LARGE.with_(bias=("B", "Hq", "Lq", "Lk"), is_causal=True, sink="normal"),
     "large mask": LARGE.with_(bias=("1", "1", "Lq", "Lk"), mask=("1", "Hk", "Lq", "Lk"), mask_kind="empty_tiles"),
 }
 every_form = pytest.mark.parametrize("form", FORMS)
@@ -72,16 +75,18 @@ def buffers(inputs: Inputs) -> list[Tensor]:
 
 
 def leaves_of(inputs: Inputs) -> list[Tensor | None]:
-    """q, k, v and bias, new leaves that share the memory of the inputs."""
-    return [None if x is None else x.detach().requires_grad_() for _, x in inputs.floats()]
+    """q, k, v, bias and sink, new leaves that share the memory of the inputs."""
+    given = (*(x for _, x in inputs.floats()), inputs.sink)
+    return [None if x is None else x.detach().requires_grad_() for x in given]
 
 
 def attend(
     backend: Runner, case: Case, inputs: Inputs, leaves: Sequence[Tensor | None], **flags: Any
 ) -> tuple[Tensor, ...]:
     """(out, lse) of the call on the backend."""
-    q, k, v, bias = leaves
-    flags = {**case.flags(), "return_lse": True, "backend": backend.choice(case, inputs, **flags), **flags}
+    q, k, v, bias, sink = leaves
+    choice = backend.choice(case, inputs, **flags)
+    flags = {**case.flags(), "return_lse": True, "backend": choice, "sink": sink, **flags}
     return flash_dmattn.attention(q, k, v, inputs.mask, bias, **flags)
 
 

@@ -31,6 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import torch  # noqa: E402
 from accuracy import assert_accurate, assert_empty_rows_ignore_dlse, error, oracle, run  # noqa: E402
 from cases import ALL, Case, Inputs  # noqa: E402
+from draws import with_sink  # noqa: E402
 from layouts import LAYOUTS, rearranged  # noqa: E402
 from leading_calls import LeadingCall, results  # noqa: E402
 from leading_calls import assert_accurate as leading_accurate  # noqa: E402
@@ -114,7 +115,7 @@ def draw(rng: random.Random) -> Case:
         seqlen_q, seqlen_k = rng.choice(((130, seqlen_k), (seqlen_q, 140), (130, 140)))
     elif length < 0.25:
         seqlen_q, seqlen_k = rng.choice(((1, 300), (17, 290), (150, 20), (200, 33), (140, 70)))
-    return Case(
+    case = Case(
         batch=batch,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
@@ -136,6 +137,7 @@ def draw(rng: random.Random) -> Case:
         dlse=rng.random() < 0.5,
         seed=rng.randrange(2**16),
     )
+    return with_sink(case, random.Random(case.seed))
 
 
 def with_prepared_mask(
@@ -186,7 +188,7 @@ def draw_short(rng: random.Random) -> Case:
     heads_k = case.num_heads if rng.random() < 0.7 else case.num_heads_k  # else the forward kernel alone serves it
     short = case.with_(**lengths, num_heads_k=heads_k, batch=rng.choice((1, 2, 5)))
     if lengths["seqlen_q"] == 120:  # two runs of the backward kernel
-        short = short.with_(num_heads_k=case.num_heads, bias=("1", "Hq", "Lq", "Lk"), needs_grad=ALL)
+        short = short.with_(num_heads_k=case.num_heads, bias=("1", "Hq", "Lq", "Lk"), needs_grad=(*ALL, "sink"))
     return short
 
 
@@ -308,6 +310,7 @@ def few_keys_calls() -> Iterator[str | None]:
 PLAIN = Case(batch=1, seqlen_q=40, seqlen_k=70, num_heads=2, num_heads_k=1, dtype=torch.float32, dlse=True)
 CAPPED = PLAIN.with_(softcap=2.0, logits=3.0)  # from where tanh is a line to where it is flat
 FEW_ROWS = PLAIN.with_(seqlen_q=7, seqlen_k=300, needs_grad=())
+SUNK = PLAIN.with_(sink="normal", needs_grad=(*ALL, "sink"))
 FULL = ("B", "Hq", "Lq", "Lk")
 SHARED = ("1", "1", "Lq", "Lk")
 LINES = {
@@ -332,7 +335,19 @@ LINES = {
         PLAIN.with_(mask=("B", "1", "1", "Lk"), bias=SHARED),
     ),
     # Programs share the keys: parts differ, and some rows have a key in none of them.
-    "parts": (FEW_ROWS.with_(logits=3.0), FEW_ROWS.with_(mask=SHARED, mask_kind="empty_rows")),
+    "parts": (
+        FEW_ROWS.with_(logits=3.0),
+        FEW_ROWS.with_(mask=SHARED, mask_kind="empty_rows"),
+        FEW_ROWS.with_(sink="normal"),
+    ),
+    # A logit of each head: in rows of many keys and of none, where few keys are normalised again, and for the G heads
+    # of a group as rows of one.
+    "sinks": (
+        SUNK.with_(mask=SHARED, mask_kind="empty_rows"),
+        SUNK.with_(bias=("B", "Hq", "Lq", "1"), mask=SHARED, mask_kind="empty_rows"),
+        SUNK.with_(seqlen_k=20, bias=FULL, logits=10.0),
+        SUNK.with_(seqlen_q=1, seqlen_k=600, num_heads=4, num_heads_k=2),
+    ),
 }
 
 

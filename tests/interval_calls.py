@@ -27,6 +27,7 @@ if __name__ == "__main__" and sys.argv[1] == "interpreter":
 import torch  # noqa: E402
 from accuracy import assert_accurate, run  # noqa: E402
 from cases import ALL, Case, Inputs  # noqa: E402
+from draws import with_sink  # noqa: E402
 from outcomes import report, served  # noqa: E402
 from torch import Tensor  # noqa: E402
 
@@ -98,7 +99,7 @@ def draw_case(rng: random.Random, place: Place, number: int) -> Case:
     if bias is not None and seqlen_k % 8 and bias[2:] == ("Lq", "Lk"):
         bias = ("1", "Hk", "1", "Lk")  # cuda makes no gradient of the other
     needs_grad = rng.choice(NEEDS)
-    return Case(
+    case = Case(
         batch=rng.choice((1, 2)),
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
@@ -112,6 +113,7 @@ def draw_case(rng: random.Random, place: Place, number: int) -> Case:
         dlse=rng.random() < 0.3,
         seed=number,
     )
+    return with_sink(case, random.Random(f"sink {number}"))
 
 
 def draw_mask(rng: random.Random, place: Place, case: Case, number: int) -> IntervalMask:
@@ -168,7 +170,7 @@ def with_dead_keys_nan(case: Case, mask: IntervalMask, inputs: Inputs) -> Inputs
 
 def moved(inputs: Inputs, device: str) -> Inputs:
     """The inputs on a device."""
-    tensors = {name: getattr(inputs, name) for name in ("q", "k", "v", "mask", "bias", "dout", "dlse")}
+    tensors = {name: getattr(inputs, name) for name in ("q", "k", "v", "mask", "bias", "dout", "dlse", "sink")}
     return Inputs(**{name: None if x is None else x.to(device) for name, x in tensors.items()})
 
 

@@ -33,17 +33,18 @@ FP32 = torch.float32
 FULL = ("B", "Hq", "Lq", "Lk")
 TILES = ("B", "Hk", "Lq", "Lk")
 KEYS = ("B", "1", "1", "Lk")
+SINK = {"sink": "normal", "needs_grad": (*ALL, "sink")}
 
 PLAIN = (
     # No mask and no bias: blocks at every edge, and the band.
     BASE,
     BASE.with_(seqlen_q=130, seqlen_k=65, is_causal=True),
-    BASE.with_(seqlen_q=257, seqlen_k=1),
+    BASE.with_(seqlen_q=257, seqlen_k=1, **SINK),
     BASE.with_(seqlen_q=130, seqlen_k=130, head_dim=40, head_dim_v=64, window_size=(20, 5)),
     BASE.with_(seqlen_k=65, head_dim=128, head_dim_v=40, softcap=5.0, softmax_scale=-0.2),
     # Few queries or few keys: shares of a row, combined or gathered.
-    BASE.with_(seqlen_q=1, seqlen_k=257, head_dim=40, num_heads=4, dtype=FP32),
-    BASE.with_(seqlen_q=1, seqlen_k=520, head_dim=128),
+    BASE.with_(seqlen_q=1, seqlen_k=257, head_dim=40, num_heads=4, dtype=FP32, **SINK),
+    BASE.with_(seqlen_q=1, seqlen_k=520, head_dim=128, **SINK),
     BASE.with_(seqlen_q=257, seqlen_k=33, dtype=FP32, is_causal=True),
     BASE.with_(seqlen_q=520, seqlen_k=65, num_heads=4, num_heads_k=1),
     # Every class of the gradient of a bias.
@@ -57,7 +58,7 @@ PLAIN = (
     # Masks of tiles: rows that are read 16 bytes at a time, 4, and 1.
     BASE.with_(seqlen_q=130, seqlen_k=272, head_dim=128, mask=("1", "1", "Lq", "Lk"), is_causal=True),
     BASE.with_(seqlen_k=132, mask=TILES, mask_kind="empty_tiles", window_size=(-1, 30)),
-    BASE.with_(seqlen_q=257, mask=FULL, mask_kind="empty_rows", dtype=FP32),
+    BASE.with_(seqlen_q=257, mask=FULL, mask_kind="empty_rows", dtype=FP32, **SINK),
     BASE.with_(seqlen_q=257, mask=TILES, mask_kind="empty_tiles", bias=FULL),
     BASE.with_(batch=2, seqlen_q=130, mask=TILES, bias=("1", "1", "Lq", "Lk")),
     # Masks of keys.
@@ -74,7 +75,7 @@ PLAIN = (
 SHORT = BASE.with_(num_heads_k=2, seqlen_q=49, seqlen_k=49, head_dim=32)
 SHORT_ROWS = (
     SHORT.with_(batch=40, bias=("1", "Hq", "Lq", "Lk"), mask=("B", "1", "Lq", "Lk")),
-    SHORT.with_(bias=FULL, softcap=5.0, mask=("1", "Hq", "Lq", "Lk"), mask_kind="empty_rows"),
+    SHORT.with_(bias=FULL, softcap=5.0, mask=("1", "Hq", "Lq", "Lk"), mask_kind="empty_rows", **SINK),
     SHORT.with_(batch=3, seqlen_q=7, seqlen_k=16, mask=KEYS, bias=("B", "Hq", "1", "Lk")),
     SHORT.with_(seqlen_q=64, seqlen_k=64, head_dim=128, is_causal=True),
     SHORT.with_(batch=8, num_heads=128, num_heads_k=128, seqlen_q=100, seqlen_k=97, bias=("1", "Hq", "Lq", "Lk")),
@@ -120,7 +121,7 @@ D64 = (
     FORWARD.with_(seqlen_q=193, seqlen_k=129, dtype=FP16, is_causal=True),
     FORWARD.with_(seqlen_q=257, seqlen_k=130, mask=TILES, mask_kind="empty_tiles", is_causal=True),
     FORWARD.with_(seqlen_q=193, seqlen_k=264, bias=FULL, is_causal=True),
-    FORWARD.with_(seqlen_q=130, seqlen_k=392, bias=FULL, mask=FULL, mask_kind="empty_rows", num_heads=4),
+    FORWARD.with_(seqlen_q=130, seqlen_k=392, bias=FULL, mask=FULL, mask_kind="empty_rows", num_heads=4, sink="inf"),
     FORWARD.with_(seqlen_q=130, seqlen_k=257, bias=PER_KEY, window_size=(20, 5), dtype=FP16),
     FORWARD.with_(batch=2, bias=("B", "Hq", "1", "Lk"), bias_dtype=FP32, mask=("1", "1", "Lq", "Lk")),
     FORWARD.with_(bias=("1", "Hq", "Lq", "Lk"), softcap=5.0),
@@ -134,7 +135,7 @@ D128 = (
     WIDE.with_(**MANY, seqlen_k=72, mask=TILES, mask_kind="empty_tiles", is_causal=True),
     WIDE.with_(batch=2, seqlen_q=129, seqlen_k=264, bias=("1", "1", "Lq", "Lk"), window_size=(40, 0), dtype=FP16),
     WIDE.with_(**MANY, seqlen_k=136, bias=("1", "Hk", "Lq", "Lk"), mask=TILES, is_causal=True),
-    WIDE.with_(seqlen_q=130, seqlen_k=353, bias=("B", "Hq", "1", "Lk"), softcap=5.0),
+    WIDE.with_(seqlen_q=130, seqlen_k=353, bias=("B", "Hq", "1", "Lk"), softcap=5.0, sink="normal"),
     WIDE.with_(seqlen_q=130, bias=PER_KEY, mask=FULL, mask_kind="empty_rows", softmax_scale=0.0, head_dim=104),
     WIDE.with_(seqlen_q=257, seqlen_k=136, bias=FULL, bias_dtype=FP16, is_causal=True),
     WIDE.with_(seqlen_k=257, bias=FULL, mask=TILES, dtype=FP16, num_heads=4, num_heads_k=1),
@@ -375,10 +376,11 @@ def call(case: Case, how: str, calls: str) -> tuple[Results, Inputs]:
     there = place(inputs, how)
     leaves = [x if x is None else x.requires_grad_(name in case.needs_grad) for name, x in there.floats()]
     q, k, v, bias = leaves
-    flags = {**case.flags(), "return_lse": True, "deterministic": how == "in_order"}
+    sink = None if there.sink is None else there.sink.requires_grad_("sink" in case.needs_grad)
+    flags = {**case.flags(), "return_lse": True, "deterministic": how == "in_order", "sink": sink}
     backend = calls.removesuffix("-backward")
     cuda.NUM_KV_SPLITS = 3 if how == "parts" else 1
-    wanted = [x for x in leaves if x is not None and x.requires_grad]
+    wanted = [x for x in (*leaves, sink) if x is not None and x.requires_grad]
     with descriptors_wherever_they_serve() if how == "descriptors" else nullcontext():
         out, lse = flash_dmattn.attention(q, k, v, there.mask, bias, backend=backend, **flags)
         pairs = [(out, there.dout)] if there.dlse is None else [(out, there.dout), (lse, there.dlse)]
@@ -387,6 +389,8 @@ def call(case: Case, how: str, calls: str) -> tuple[Results, Inputs]:
     results: Results = {"out": out.detach().cpu(), "lse": lse.detach().cpu()}
     for name, x in zip(GRADIENTS, leaves, strict=True):
         results[name] = next(found).cpu() if x is not None and x.requires_grad else None
+    if sink is not None:
+        results["dsink"] = next(found).cpu() if sink.requires_grad else None
     return results, inputs
 
 

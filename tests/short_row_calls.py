@@ -19,6 +19,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import torch  # noqa: E402
 from accuracy import assert_accurate, run  # noqa: E402
 from cases import ALL, Case  # noqa: E402
+from draws import with_sink  # noqa: E402
 from outcomes import report, served  # noqa: E402
 
 import flash_dmattn  # noqa: E402
@@ -38,7 +39,7 @@ def draw(rng: random.Random, number: int) -> Case:
     lengths = LENGTHS if rng.random() < 0.7 else LONGER
     heads = rng.choice((1, 2, 3))
     bias, needs_grad = rng.choice(BIASES), rng.choice(NEEDS)
-    return Case(
+    case = Case(
         batch=rng.choice((1, 2, 3, 7, 40, 130)),
         seqlen_q=rng.choice(lengths),
         seqlen_k=rng.choice(lengths),
@@ -55,6 +56,7 @@ def draw(rng: random.Random, number: int) -> Case:
         dlse=rng.random() < 0.3,
         seed=number,
     )
+    return with_sink(case, random.Random(f"sink {number}"))
 
 
 def failure_of(backend: str, number: int) -> str | None:

@@ -24,6 +24,7 @@ from flash_dmattn.masks.prepared import operator as preparation
 from flash_dmattn.masks.prepared import packing
 from flash_dmattn.problem import Band, Flags, MaskView, NeedsGrad, causal_window
 from flash_dmattn.reference import formula
+from flash_dmattn.reference.sinks import row_delta
 
 BASE = Case(seqlen_q=150, seqlen_k=264, head_dim=8, num_heads=4, num_heads_k=2, dtype=torch.float32, dlse=True)
 TILE = packing.TILE
@@ -40,6 +41,7 @@ class Operators:
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
+        self.sink: Tensor | None = None  # the kernels have it from lse, the formula behind them has not
 
     def allowed(self, q: Tensor, k: Tensor, mask: list[Tensor], low: int, high: int) -> Tensor:
         """The mask that a kernel sees: bits of the tiles that its lists name, or the band."""
@@ -82,6 +84,7 @@ class Operators:
         dv: Tensor | None,
         dbias: Tensor | None,
         sums: Tensor | None,
+        delta: Tensor | None,
         low: int,
         high: int,
         softmax_scale: float,
@@ -91,7 +94,7 @@ class Operators:
     ) -> None:
         """`cuda_backward_kernel`: a tile of a dbias of every head is written where some of it is allowed."""
         self.calls.append({"dq": dq, "dk": dk, "dv": dv, "dbias": dbias, "sums": sums, "deterministic": deterministic})
-        self.calls[-1]["order"] = order
+        self.calls[-1] |= {"order": order, "delta": delta, "mask": mask}
         assert order is None or dq is not None or not deterministic
         assert all(can_copy(x) for x in (dout, q, k, v)) and out.is_contiguous() and lse.is_contiguous()
         allowed = self.allowed(q, k, mask, low, high)
@@ -102,7 +105,10 @@ class Operators:
         if bias is not None:
             repeat = q.shape[2] // bias.shape[1] if bias.shape[1] > 1 else 1
             scores = scores + bias.repeat_interleave(repeat, 1)
-        flags = {"softmax_scale": softmax_scale, "softcap": softcap}
+        flags = {"softmax_scale": softmax_scale, "softcap": softcap, "sink": self.sink}
+        if delta is not None:
+            assert delta.is_contiguous() and delta.dtype == torch.float32
+            delta.copy_(row_delta(dout, out, dlse, lse))
         allowed_each = allowed.expand(-1, -1, *scores.shape[2:])
         found = list(formula.gradients(dout, dlse, q, k, v, allowed_each, scores, **flags))
         if order is not None:  # by place; what the kernels return is by key
@@ -181,10 +187,11 @@ def check(
     if mask is None:
         mask = MaskView() if x.mask is None else MaskView("dense", (x.mask,))
     flags = case.flags()
-    out, lse = formula.attention(x.q, x.k, x.v, x.mask, x.bias, **flags)
+    out, lse = formula.attention(x.q, x.k, x.v, x.mask, x.bias, **flags, sink=x.sink)
     window = causal_window(case.is_causal, case.window_size or (-1, -1))
     scale = formula.default_scale(x.q, case.softmax_scale)
     needs_grad = NeedsGrad(*(name in case.needs_grad and (name != "bias" or x.bias is not None) for name in NAMES))
+    needs_grad = needs_grad._replace(sink=x.sink is not None and "sink" in case.needs_grad)
     dlse = None if x.dlse is None else x.dlse.masked_fill(lse == -torch.inf, 0.0)
     gradients = cuda._backward(
         x.dout,
@@ -198,8 +205,9 @@ def check(
         lse,
         Flags(*window, scale, case.softcap, deterministic),
         needs_grad,
+        x.sink,
     )
-    names = ("dq", "dk", "dv", "dbias")
+    names = ("dq", "dk", "dv", "dbias") + ("dsink",) * (x.sink is not None)
     assert_accurate({"out": out, "lse": lse, **dict(zip(names, gradients, strict=True))}, case, inputs)
 
 
@@ -225,6 +233,22 @@ def test_gradients(
 ) -> None:
     check(BASE.with_(bias=bias, mask=mask, mask_kind="empty_tiles", is_causal=is_causal))
     assert len(operators.calls) == 1
+
+
+@pytest.mark.parametrize("sink", ("normal", "inf", "huge"))
+def test_delta_serves_what_is_made_of_it(sink: str, operators: Operators) -> None:
+    """dsink, and dbias of one value per query: alone they take no other kernel, and no mask."""
+    for bias in (None, ("B", "Hk", "Lq", "1"), ("B", "Hq", "Lq", "Lk")):
+        for needs_grad in (("sink",), ("bias",), (*ALL, "sink"), ("q", "bias"), ("v",)):
+            case = BASE.with_(sink=sink, bias=bias, needs_grad=needs_grad, mask=("1", "Hk", "Lq", "Lk"))
+            operators.sink = case.build("cpu").sink
+            operators.calls.clear()
+            check(case)
+            per_query = "bias" in needs_grad and bias is not None and bias[3] == "1"
+            (call,) = operators.calls or [{"delta": None}]
+            assert (call["delta"] is not None) == ("sink" in needs_grad or per_query)
+            if needs_grad == ("sink",) or (needs_grad == ("bias",) and per_query):
+                assert not call["mask"] and all(call[name] is None for name in ("dq", "dk", "dv", "dbias", "sums"))
 
 
 def test_a_softcap_reaches_the_kernels(operators: Operators) -> None:

@@ -14,7 +14,7 @@ import emulated_cuda
 import pytest
 import torch
 from accuracy import assert_accurate, assert_empty_rows_ignore_dlse, run
-from cases import DEVICE, Case, Inputs
+from cases import ALL, DEVICE, Case, Inputs
 from conftest import Runner
 
 import flash_dmattn
@@ -87,6 +87,26 @@ def test_keys_behind_the_last_where_lse_is_far_below_zero(backend: Runner, bias:
     else:
         inputs.bias.sub_(200)
     check(backend, case, inputs)
+
+
+# Sinks
+
+SINK = BASE.with_(sink="normal", needs_grad=(*ALL, "sink"), mask=("1", "1", "Lq", "Lk"), mask_kind="empty_rows")
+SINKS = {
+    "no bias": SINK,
+    "per query": SINK.with_(bias=("B", "Hq", "Lq", "1")),
+    "per score": SINK.with_(bias=FULL, sink_dtype=torch.float32),
+    "none for some heads": SINK.with_(sink="inf", bias=("1", "Hk", "Lq", "1")),
+    "alone": SINK.with_(needs_grad=("sink",), sink_dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("splits", (1, 3))
+@pytest.mark.parametrize("name", SINKS)
+def test_a_sink(backend: Runner, name: str, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once in every row, however many work tiles share its keys; a row without keys has the lse of its sink."""
+    monkeypatch.setattr(cuda, "NUM_KV_SPLITS", splits)
+    check(backend, SINKS[name])
 
 
 # A bias that many batch entries share

@@ -39,6 +39,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "by name": with_bias(backend="reference"),
     "pair": with_bias(backend=("eager", "eager"), return_lse=True),
     "probabilities": {**tensors(), "backend": "reference", "return_probs": True},
+    "sink": {**tensors(), "sink": torch.randn(4, requires_grad=True), "return_lse": True},
     "expanded": {**tensors(), "bias": torch.randn(7).expand(2, 4, 5, 7)},
 }
 
@@ -159,7 +160,7 @@ def test_any_device_can_be_described(device: str, arch: str, codes: set[str]) ->
     )
     problem = explanation.problem
     assert problem.arch == arch
-    assert problem.needs_grad == (False, False, False, True)
+    assert problem.needs_grad == (False, False, False, True, False)
     (verdict,) = (verdict for verdict in explanation.verdicts if verdict.backend == "cuda")
     assert {reason.code for reason in verdict.reasons} - {"unavailable"} == codes
     assert ("unavailable" in {reason.code for reason in verdict.reasons}) != registry.probe("cuda").usable

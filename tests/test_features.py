@@ -22,6 +22,7 @@ USES = {
     "deterministic": {"deterministic": True},
     "return_lse": {"return_lse": True},
     "return_probs": {"return_probs": True},
+    "sink": {"sink": torch.zeros(2)},
 }
 # Every backend takes these: tensors, a factor that every call has, and the choice itself.
 IN_EVERY_CALL = {"q", "k", "v", "softmax_scale", "backend"}
@@ -48,7 +49,7 @@ def test_a_call_uses_the_features_that_it_names(name: str) -> None:
 @pytest.mark.parametrize("name", FEATURES)
 def test_what_a_backend_does_not_list_is_refused(name: str) -> None:
     pair = KernelPair("ours")
-    pair.FEATURES = frozenset(FEATURES) - {name}
+    pair.FEATURES = frozenset(FEATURES) - {"sink", name}
     with registered(pair, before="cuda"):
         call(backend="ours")
         with pytest.raises(flash_dmattn.BackendUnsupportedError, match=f"- {name} is set; this backend") as caught:

@@ -71,9 +71,11 @@ def test_compiled_calls(backend: Runner, form: str, dynamic: bool) -> None:
 
     choice = backend.choice(case, served(backend, case), deterministic=True)
 
-    def call(q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    def call(
+        q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Tensor | None, sink: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         flags = {**case.flags(), "return_lse": True, "deterministic": True, "backend": choice}
-        return flash_dmattn.attention(q, k, v, mask, bias, **flags)
+        return flash_dmattn.attention(q, k, v, mask, bias, sink=sink, **flags)
 
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(call, backend=counter, fullgraph=True, dynamic=dynamic)
@@ -82,8 +84,8 @@ def test_compiled_calls(backend: Runner, form: str, dynamic: bool) -> None:
         other = case.with_(seqlen_k=seqlen_k)
         inputs = of_form(form, other, served(backend, other))
         leaves = leaves_of(inputs)
-        q, k, v, bias = leaves
-        found = with_gradients(compiled(q, k, v, inputs.mask, bias), leaves, inputs)
+        q, k, v, bias, sink = leaves
+        found = with_gradients(compiled(q, k, v, inputs.mask, bias, sink), leaves, inputs)
         assert_equal(found, results(backend, other, inputs, deterministic=True), f"compiled, {seqlen_k} keys")
         compilations.append(counter.frame_count)
     # The lengths of a mask that was prepared outside are constants of its graph.
@@ -149,7 +151,7 @@ def test_a_thousand_forward_passes_are_bitwise_equal(backend: Runner, race: str)
     """One behind the other on the device, now and then beside a product; the host looks at the end alone."""
     case = RACES[race]
     inputs = served(backend, case)
-    given = [x for _, x in inputs.floats()]
+    given = [*(x for _, x in inputs.floats()), inputs.sink]
     first = attend(backend, case, inputs, given)
     differs = torch.zeros(1000, dtype=torch.bool, device="cuda")
     products = Products(2048)

@@ -87,13 +87,15 @@ def test_a_compiled_call(backend: Runner, form: str) -> None:
     torch._dynamo.reset()
     case, inputs = differentiated(backend, form, **IN_ANY_ORDER)
 
-    def call(q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    def call(
+        q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Tensor | None, sink: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         flags = {**case.flags(), **IN_ANY_ORDER, "return_lse": True, "backend": "cuda"}
-        return flash_dmattn.attention(q, k, v, mask, bias, **flags)
+        return flash_dmattn.attention(q, k, v, mask, bias, sink=sink, **flags)
 
     leaves = leaves_of(inputs)
-    q, k, v, bias = leaves
-    outputs = torch.compile(call, fullgraph=True)(q, k, v, inputs.mask, bias)
+    q, k, v, bias, sink = leaves
+    outputs = torch.compile(call, fullgraph=True)(q, k, v, inputs.mask, bias, sink)
     found = with_gradients(outputs, leaves, inputs)
     assert_equal(found, results(backend, case, inputs, **IN_ANY_ORDER), "compiled", summed(case))
 

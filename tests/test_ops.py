@@ -24,6 +24,7 @@ BACKWARD = torch.ops.flash_dmattn.eager_backward.default
 PREPARE = torch.ops.flash_dmattn.prepare_mask.default
 NO_MASK = ([], "none")
 FLAGS = Flags(2, 0, 0.3, 1.5, False)
+SINK = torch.tensor([0.5, -torch.inf, 2.0, -1.0], dtype=torch.bfloat16)
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -51,18 +52,27 @@ BIASES = {
 }
 
 
-def forward_arguments(make: Any, mask: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> tuple[Any, ...]:
+def forward_arguments(
+    make: Any, mask: Tensor | None, bias: Tensor | None, dtype: torch.dtype, sink: Tensor | None = None
+) -> tuple[Any, ...]:
     q, k, v = make(B, LQ, HQ, D, dtype=dtype), make(B, LK, HK, D, dtype=dtype), make(B, LK, HK, DV, dtype=dtype)
-    return (q, k, v, *NO_MASK, bias, *FLAGS) if mask is None else (q, k, v, [mask], "dense", bias, *FLAGS)
+    masked: tuple[Any, ...] = NO_MASK if mask is None else ([mask], "dense")
+    return (q, k, v, *masked, bias, sink, *FLAGS)
 
 
 def backward_arguments(
-    make: Any, mask: Tensor | None, bias: Tensor | None, dtype: torch.dtype, needs_grad: NeedsGrad, dlse: bool
+    make: Any,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    needs_grad: NeedsGrad,
+    dlse: bool,
+    sink: Tensor | None = None,
 ) -> tuple[Any, ...]:
-    arguments = forward_arguments(make, mask, bias, dtype)
+    arguments = forward_arguments(make, mask, bias, dtype, sink)
     out, lse = FORWARD(*arguments)
     dout = make(*out.shape, dtype=dtype)
-    return (dout, torch.randn_like(lse) if dlse else None, *arguments[:6], out, lse, *FLAGS, list(needs_grad))
+    return (dout, torch.randn_like(lse) if dlse else None, *arguments[:7], out, lse, *FLAGS, list(needs_grad))
 
 
 def assert_fake_agrees(operator: Any, arguments: tuple[Any, ...]) -> None:
@@ -85,17 +95,18 @@ def test_fakes_agree_with_what_runs(mask: str, bias: str, make: Any) -> None:
         assert_fake_agrees(FORWARD, forward_arguments(make, *given, dtype))
         for needs_grad in (NeedsGrad(True, True, True, given[1] is not None), NeedsGrad(k=True), NeedsGrad(v=True)):
             assert_fake_agrees(BACKWARD, backward_arguments(make, *given, dtype, needs_grad, dlse=True))
+        assert_fake_agrees(BACKWARD, backward_arguments(make, *given, dtype, NeedsGrad(v=True, sink=True), True, SINK))
 
 
 @pytest.mark.parametrize(
-    "needs_grad", [NeedsGrad(*n) for n in itertools.product((False, True), repeat=4) if any(n)], ids=str
+    "needs_grad", [NeedsGrad(*n) for n in itertools.product((False, True), repeat=5) if any(n)], ids=str
 )
 def test_backward_returns_the_gradients_asked_for_in_order(needs_grad: NeedsGrad) -> None:
     arguments = backward_arguments(
-        permuted, MASKS["mask full"], BIASES["bias fp64 per key"], torch.float32, needs_grad, True
+        permuted, MASKS["mask full"], BIASES["bias fp64 per key"], torch.float32, needs_grad, True, SINK
     )
     found = BACKWARD(*arguments)
-    everything = BACKWARD(*arguments[:-1], [True] * 4)
+    everything = BACKWARD(*arguments[:-1], [True] * 5)
     assert len(found) == sum(needs_grad)
     torch.testing.assert_close(found, [g for g, needed in zip(everything, needs_grad) if needed])
     spread = operators.spread(found, needs_grad)
@@ -117,6 +128,9 @@ def test_opcheck(mask: str, bias: str, make: Any) -> None:
     torch.library.opcheck(FORWARD, forward_arguments(make, *given, torch.float32))
     for needs_grad, dlse in ((NeedsGrad(True, True, True, given[1] is not None), True), (NeedsGrad(q=True), False)):
         torch.library.opcheck(BACKWARD, backward_arguments(make, *given, torch.float32, needs_grad, dlse))
+    torch.library.opcheck(FORWARD, forward_arguments(make, *given, torch.float32, SINK))
+    needs_grad = NeedsGrad(q=True, sink=True)
+    torch.library.opcheck(BACKWARD, backward_arguments(make, *given, torch.float32, needs_grad, True, SINK))
 
 
 @pytest.mark.parametrize("sizes", [(0, 3, 5), (2, 0, 5), (2, 3, 0)], ids=["no batch", "no query", "no key"])
@@ -124,10 +138,10 @@ def test_fakes_agree_on_empty_inputs(sizes: tuple[int, int, int]) -> None:
     batch, seqlen_q, seqlen_k = sizes
     q, k, v = normal(batch, seqlen_q, HQ, D), normal(batch, seqlen_k, HK, D), normal(batch, seqlen_k, HK, DV)
     bias = normal(1, HQ, seqlen_q, seqlen_k)
-    arguments = (q, k, v, *NO_MASK, bias, *FLAGS)
-    assert_fake_agrees(FORWARD, arguments)
-    out, lse = FORWARD(*arguments)
-    assert_fake_agrees(BACKWARD, (torch.ones_like(out), None, q, k, v, *NO_MASK, bias, out, lse, *FLAGS, [True] * 4))
+    arguments = (q, k, v, *NO_MASK, bias, SINK)
+    assert_fake_agrees(FORWARD, (*arguments, *FLAGS))
+    out, lse = FORWARD(*arguments, *FLAGS)
+    assert_fake_agrees(BACKWARD, (torch.ones_like(out), None, *arguments, out, lse, *FLAGS, [True] * 5))
 
 
 def test_schema_is_the_shared_one_and_mutates_nothing() -> None:
@@ -146,9 +160,9 @@ def test_outputs_never_alias_inputs_or_each_other() -> None:
         if bias is not None:
             q, k, v = normal(B, LQ, HQ, D), normal(B, LK, HK, D), normal(B, LK, HK, DV)
         flags = Flags(-1, -1, 1.0, 0.0, False)
-        out, lse = FORWARD(q, k, v, *NO_MASK, bias, *flags)
-        needs_grad = [True, True, True, bias is not None]
-        gradients = BACKWARD(out, None, q, k, v, *NO_MASK, bias, out, lse, *flags, needs_grad)
+        out, lse = FORWARD(q, k, v, *NO_MASK, bias, None, *flags)
+        needs_grad = [True, True, True, bias is not None, False]
+        gradients = BACKWARD(out, None, q, k, v, *NO_MASK, bias, None, out, lse, *flags, needs_grad)
         storages = [x.untyped_storage().data_ptr() for x in (q, k, v, out, lse, *gradients)]
         assert len(set(storages)) == len(storages)
 

@@ -55,7 +55,7 @@ SIDES = st.one_of(st.just(-1), st.integers(0, 50))
 def cases(draw: st.DrawFn) -> Case:
     """Any valid call of a size that the fp64 formula answers in a millisecond."""
     num_heads_k = draw(st.integers(1, 3))
-    return Case(
+    case = Case(
         batch=draw(st.integers(1, 3)),
         seqlen_q=draw(LENGTHS),
         seqlen_k=draw(LENGTHS),
@@ -80,6 +80,12 @@ def cases(draw: st.DrawFn) -> Case:
         logits=draw(st.sampled_from((1.0, 1.0, 30.0))),
         seed=draw(st.integers(0, 2**16)),
     )
+    sink = draw(st.sampled_from((None, "normal", "inf", "huge")))
+    if sink is None:
+        return case
+    needs_grad = draw(st.sampled_from((case.needs_grad, (*case.needs_grad, "sink"), ("sink",))))
+    sink_dtype = draw(st.sampled_from((None, None, torch.float32, torch.bfloat16)))
+    return case.with_(sink=sink, sink_dtype=sink_dtype, needs_grad=needs_grad)
 
 
 @pytest.mark.parametrize("backend", EXAMPLES, indirect=True)

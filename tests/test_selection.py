@@ -173,8 +173,8 @@ def test_registration_is_checked() -> None:
     checked(TypeError, "has no FEATURES, forward, backward; see", SimpleNamespace(**parts))
     parts["FEATURES"] = frozenset()
     unknown = KernelPair("ours")
-    unknown.FEATURES = frozenset({"mask", "sink"})
-    checked(ValueError, "FEATURES of .* names sink; it needs names out of mask, bias, ", unknown)
+    unknown.FEATURES = frozenset({"mask", "dropout"})
+    checked(ValueError, "FEATURES of .* names dropout; it needs names out of mask, bias, ", unknown)
     checked(TypeError, "has no forward, backward; see flash_dmattn.backends.protocol", SimpleNamespace(**parts))
     for name in parts:
         whole = {**parts, "attention": reference.attention}

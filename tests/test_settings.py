@@ -156,7 +156,7 @@ def test_decisions_say_what_ran_and_for_what() -> None:
     ]
     assert [(d.requested, d.forward, d.backward) for d in inner] == [("reference", "reference", "reference")]
     problem = inner[0].problem
-    assert problem.needs_grad == (False, False, False, True)
+    assert problem.needs_grad == (False, False, False, True, False)
     assert problem.is_causal
     assert str(problem) == (
         "batch 2, 5 queries x 5 keys, 4 heads, head_dim 8, float32 on cpu, bias (1, 4, 1, 5) float32, causal, "

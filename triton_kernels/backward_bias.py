@@ -40,6 +40,7 @@ def backward_bias_kernel(
     mask_index,
     classes,
     dbias,
+    sink,
     q_strides,
     k_strides,
     v_strides,
@@ -67,6 +68,7 @@ def backward_bias_kernel(
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     FEW_KEYS: tl.constexpr,
+    HAS_SINK: tl.constexpr,
 ):
     """dbias (chunks, bias_batch, bias_heads, Lq, Lk) is contiguous; `classes` is 0 for a tile with nothing allowed.
 
@@ -148,7 +150,7 @@ def backward_bias_kernel(
             s = tl.where(allowed, s, float("-inf"))
             p = tl.math.exp2(s - lse_rows[:, None])
             if FEW_KEYS:
-                p = renormalize(p, 1)
+                p = renormalize(p, sink, h, lse_rows, 1, HAS_SINK)
             v_tile = load_tile(
                 v, v_strides, b, h_k, first_key, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
                 BLOCK_N, BLOCK_DV, TMA, WIDE, True, PAD_DV,

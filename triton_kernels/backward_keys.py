@@ -66,6 +66,7 @@ def backward_keys_kernel(
     dk,
     dv,
     dbias,
+    sink,
     q_strides,
     k_strides,
     v_strides,
@@ -100,6 +101,7 @@ def backward_keys_kernel(
     DBIAS_TMA: tl.constexpr,
     EDGES: tl.constexpr,
     FEW_KEYS: tl.constexpr,
+    HAS_SINK: tl.constexpr,
 ):
     """One block of keys of one owner, a key-value head or a query head; its queries in turn.
 
@@ -210,7 +212,7 @@ def backward_keys_kernel(
                         s = tl.where(allowed, s, float("-inf"))
                     p = tl.math.exp2(s - lse_rows[None, :])
                     if FEW_KEYS:
-                        p = renormalize(p, 0)
+                        p = renormalize(p, sink, h, lse_rows, 0, HAS_SINK)
                     g_tile = load_tile(
                         dout, dout_strides, b, h, first, rows, shape.seqlen_q, dims_v, shape.head_dim_v,
                         BLOCK_M, BLOCK_DV, TMA, WIDE, True, PAD_DV,

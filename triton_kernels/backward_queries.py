@@ -41,6 +41,7 @@ def backward_queries_kernel(
     mask_data,
     mask_index,
     dq,
+    sink,
     q_strides,
     k_strides,
     v_strides,
@@ -68,6 +69,7 @@ def backward_queries_kernel(
     PRECISION: tl.constexpr,
     EDGES: tl.constexpr,
     FEW_KEYS: tl.constexpr,
+    HAS_SINK: tl.constexpr,
 ):
     """dq (B, Lq, Hq, D) is contiguous."""
     scale_log2 = tl.cast(scale_log2, tl.float32)  # Inductor passes floats as fp64
@@ -139,7 +141,7 @@ def backward_queries_kernel(
                 s = tl.where(allowed, s, float("-inf"))
             p = tl.math.exp2(s - lse_rows[:, None])
             if FEW_KEYS:
-                p = renormalize(p, 1)
+                p = renormalize(p, sink, h, lse_rows, 1, HAS_SINK)
             v_tile = load_tile(
                 v, v_strides, b, h_k, place, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
                 BLOCK_N, BLOCK_DV, TMA, WIDE, phase == 1, PAD_DV,

@@ -5,6 +5,8 @@ With s the scores in base 2, over tiles j of keys (Dao, FlashAttention-2, algori
     m' = max(m, rowmax(s_j));  p = exp2(s_j - m');  c = exp2(m - m');  l = l * c + rowsum(p);  acc = acc * c + p @ v_j
     out = acc / l;  lse = (m + log2(l)) * ln 2
 
+The sink of a head is one more score of every row, without a value; it comes last.
+
 Tiles that need no mask come first, in a loop without mask code; then those at an edge, or partial tiles of a mask.
 """
 
@@ -25,6 +27,7 @@ from .tile_ops import (
     bits_by_row,
     block_at,
     in_band,
+    join_sink,
     keys_of_queries,
     load_bias,
     load_tile,
@@ -45,6 +48,7 @@ def forward_kernel(
     mask_index,
     out,
     lse,
+    sink,
     q_strides,
     k_strides,
     v_strides,
@@ -54,6 +58,8 @@ def forward_kernel(
     scale,
     softcap,
     splits,
+    sink_of_head,
+    sink_of_row,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -74,11 +80,13 @@ def forward_kernel(
     EDGES: tl.constexpr,
     STAGES: tl.constexpr,
     EDGE_STAGES: tl.constexpr,
+    HAS_SINK: tl.constexpr,
 ):
     """`scale` is |softmax_scale| * log2(e), or |softmax_scale| / softcap.
 
     out (B, Lq, Hq, Dv) and lse (B, Hq, Lq) are contiguous. With SPLIT_KEYS there are `splits` of them in fp32, each of
-    a share of the keys.
+    a share of the keys. The sink of a row is at `sink_of_head` and `sink_of_row` times its indices; shares of the keys
+    have none.
     """
     scale = tl.cast(scale, tl.float32)  # Inductor passes floats as fp64
     softcap = tl.cast(softcap, tl.float32)
@@ -175,6 +183,10 @@ def forward_kernel(
     b += part * shape.batch
     out_rows = out + ((b * shape.seqlen_q + rows) * shape.num_heads + h)[:, None] * shape.head_dim_v + dims_v[None, :]
     stored = row_ok[:, None] & (dims_v < shape.head_dim_v)[None, :]
-    tl.store(out_rows, (acc_o / total[:, None]).to(out.dtype.element_ty), mask=stored)
     natural = tl.where(row_sum > 0, (row_max + tl.math.log2(total)) * LN2, float("-inf"))
+    if HAS_SINK:
+        logits = tl.load(sink + h * sink_of_head + rows * sink_of_row, mask=row_ok, other=float("-inf"))
+        natural, share = join_sink(natural, logits.to(tl.float32))
+        acc_o = acc_o * share[:, None]
+    tl.store(out_rows, (acc_o / total[:, None]).to(out.dtype.element_ty), mask=stored)
     tl.store(lse + (b * shape.num_heads + h) * shape.seqlen_q + rows, natural, mask=row_ok)

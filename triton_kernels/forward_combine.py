@@ -2,7 +2,7 @@
 
     lse = logsumexp_i lse_i;  out = sum_i exp(lse_i - lse) out_i
 
-in the order of i, so that the result is the same from run to run.
+and the sink of a head where it has one, in the order of i, so that the result is the same from run to run.
 """
 
 from __future__ import annotations
@@ -10,11 +10,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tile_ops import LN2, LOG2E
+from .tile_ops import LN2, LOG2E, join_sink
 
 
 @triton.jit
-def combine_kernel(parts, parts_lse, out, lse, shape, splits, num_rows, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr):
+def combine_kernel(
+    parts,
+    parts_lse,
+    out,
+    lse,
+    sink,
+    shape,
+    splits,
+    num_rows,
+    sink_of_head,
+    sink_of_row,
+    BLOCK_M: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+):
     """One block of the `num_rows` rows of (B, Hq, Lq); parts (splits, B, Lq, Hq, Dv) and all else are contiguous."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_ok = rows < num_rows
@@ -37,6 +51,10 @@ def combine_kernel(parts, parts_lse, out, lse, shape, splits, num_rows, BLOCK_M:
         total += weight
         acc += weight[:, None] * tl.load(parts + part * num_rows * shape.head_dim_v + place, mask=stored, other=0.0)
     total_or_1 = tl.where(total > 0, total, 1.0)
-    tl.store(out + place, (acc / total_or_1[:, None]).to(out.dtype.element_ty), mask=stored)
     natural = tl.where(total > 0, shift + tl.math.log2(total_or_1) * LN2, float("-inf"))
+    if HAS_SINK:
+        at = sink + h * sink_of_head + rows % shape.seqlen_q * sink_of_row
+        natural, share = join_sink(natural, tl.load(at, mask=row_ok, other=float("-inf")).to(tl.float32))
+        acc = acc * share[:, None]
+    tl.store(out + place, (acc / total_or_1[:, None]).to(out.dtype.element_ty), mask=stored)
     tl.store(lse + rows, natural, mask=row_ok)

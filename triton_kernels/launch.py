@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,22 +20,41 @@ from .short_calls import ShortCall
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None, out: Tensor, lse: Tensor, flags: Flags
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: MaskView,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    flags: Flags,
+    sink: Tensor | None = None,
 ) -> None:
-    """Write out (B, Lq, Hq, Dv) and lse (B, Hq, Lq), both contiguous; `mask` as `KernelBackend` has it."""
+    """Write out (B, Lq, Hq, Dv) and lse (B, Hq, Lq), both contiguous; `mask` as `KernelBackend` has it.
+
+    `sink` is (Hq,), or (Hq, Lq) with one for each row.
+    """
     q, k, v = _unit_rows(q), _unit_rows(k), _unit_rows(v)
+    sink = None if sink is None else sink.contiguous()
     if takes_group_rows(q, k, mask, flags):
-        return forward_group_rows(q, k, v, mask, bias, out, lse, flags)
+        return forward_group_rows(q, k, v, mask, bias, out, lse, flags, sink)
     with on_device(q):
         if mask.dense is not None and not is_short_forward(q, k, v, mask):
             mask = _packed(mask.dense, q.shape[1], k.shape[1], flags)
-        key = ("forward", mask.form, flags, *_signature(q, k, v, bias, *mask.tensors))
-        plan = remembered(_plans, key, lambda: forward_plan(Call(q, k, v, mask, bias, flags)))
-        plan(q, k, v, mask, bias, out, lse)
+        key = ("forward", mask.form, flags, *_signature(q, k, v, bias, sink, *mask.tensors))
+        plan = remembered(_plans, key, lambda: forward_plan(Call(q, k, v, mask, bias, flags, sink)))
+        plan(q, k, v, mask, bias, sink, out, lse)
 
 
 def forward_maskless(
-    problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor
+    problem: AttentionProblem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    sink: Tensor | None = None,
 ) -> None:
     """`forward` without a mask, of a call that is described: but for the tensors' places that decides the launch.
 
@@ -44,39 +62,44 @@ def forward_maskless(
     to say it.
     """
     places = (q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16, None if bias is None else bias.data_ptr() % 16)
-    key = (problem, q.get_device(), takes_tf32(problem.dtype), *places)
-    plan = _plans.get(key) or remembered(_plans, key, lambda: _plan_maskless(problem, q, k, v, bias))
+    of_sink = None
+    if sink is not None:
+        sink = sink.contiguous()
+        of_sink = sink.data_ptr() % 16
+    key = (problem, q.get_device(), takes_tf32(problem.dtype), *places, of_sink)
+    plan = _plans.get(key) or remembered(_plans, key, lambda: _plan_maskless(problem, q, k, v, bias, sink))
     if is_current_device(q):
-        plan(q, k, v, NO_MASK, bias, out, lse)
+        plan(q, k, v, NO_MASK, bias, sink, out, lse)
     else:
         with torch.cuda.device(q.device):
-            plan(q, k, v, NO_MASK, bias, out, lse)
+            plan(q, k, v, NO_MASK, bias, sink, out, lse)
 
 
 def _plan_maskless(
-    problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
+    problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None
 ) -> Callable[..., None]:
     flags = problem.flags
     if _has_unit_rows(q) and _has_unit_rows(k) and _has_unit_rows(v) and not takes_group_rows(q, k, NO_MASK, flags):
-        return forward_plan(Call(q, k, v, NO_MASK, bias, flags))
-    return partial(forward, flags=flags)  # which plans for the copies that the kernels read
+        return forward_plan(Call(q, k, v, NO_MASK, bias, flags, sink))
+    # Which plans for the copies that the kernels read.
+    return lambda q, k, v, mask, bias, sink, out, lse: forward(q, k, v, mask, bias, out, lse, flags, sink)
 
 
 def forward_plan(call: Call) -> Callable[..., None]:
-    """How a class of calls makes out and lse: run(q, k, v, mask, bias, out, lse)."""
+    """How a class of calls makes out and lse: run(q, k, v, mask, bias, sink, out, lse)."""
     is_short = ShortCall.of(call.q, call.k, call.v, call.mask, call.arch).serves_forward()
     return (plan_short_forward if is_short else plan_forward)(call)
 
 
 def backward_plan(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: NeedsGrad) -> Callable[..., Gradients]:
-    """How a class of calls makes its gradients: run(dout, dlse, q, k, v, mask, bias, out, lse)."""
+    """How a class of calls makes its gradients: run(dout, dlse, q, k, v, mask, bias, sink, out, lse)."""
     if ShortCall.of(call.q, call.k, call.v, call.mask, call.arch).serves_backward():
         return plan_short_backward(call, dout, dlse, needs_grad)
     plan, flags = plan_backward(call, dout, dlse, needs_grad), call.flags
     if not needs_fp32_delta(call.q.dtype, call.shape.seqlen_k, flags.window, needs_grad):
         return plan
-    return lambda dout, dlse, q, k, v, mask, bias, out, lse: plan(
-        dout, dlse, q, k, v, mask, bias, _out_in_fp32(q, k, v, mask, bias, flags), lse
+    return lambda dout, dlse, q, k, v, mask, bias, sink, out, lse: plan(
+        dout, dlse, q, k, v, mask, bias, sink, _out_in_fp32(q, k, v, mask, bias, flags, sink), lse
     )
 
 
@@ -105,7 +128,15 @@ def takes_group_rows(q: Tensor, k: Tensor, mask: MaskView, flags: Flags) -> bool
 
 
 def forward_group_rows(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None, out: Tensor, lse: Tensor, flags: Flags
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: MaskView,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    flags: Flags,
+    sink: Tensor | None = None,
 ) -> None:
     """The forward pass of one query, its G heads of a group taken as G queries of one key-value head.
 
@@ -121,8 +152,9 @@ def forward_group_rows(
     grouped = torch.empty((*q.shape[:3], v.shape[3]), dtype=out.dtype, device=out.device)
     mask = mask if mask.dense is None else MaskView("dense", (rows(mask.dense),))
     bias = None if bias is None else rows(bias)
+    sink = None if sink is None else sink.view(num_heads_k, -1)
     flags = flags._replace(left=-1, right=-1)
-    forward(q, k, v, mask, bias, grouped, lse.view(q.shape[0], num_heads_k, -1), flags)
+    forward(q, k, v, mask, bias, grouped, lse.view(q.shape[0], num_heads_k, -1), flags, sink)
     out.view(q.shape[0], num_heads_k, -1, v.shape[3]).copy_(grouped.transpose(1, 2))
 
 
@@ -138,8 +170,10 @@ def backward(
     lse: Tensor,
     flags: Flags,
     needs_grad: NeedsGrad,
+    sink: Tensor | None = None,
 ) -> Gradients:
     """The gradients asked for; every sum is taken in fp32, in a fixed order, and rounded once."""
+    sink = None if sink is None else sink.contiguous()
     q, k, v, dout, out, lse = (*(_unit_rows(x) for x in (q, k, v, dout)), out.contiguous(), lse.contiguous())
     with on_device(q):
         if mask.dense is not None and not is_short_backward(q, k, v, mask):
@@ -149,10 +183,12 @@ def backward(
             mask.form,
             needs_grad,
             flags,
-            *_signature(q, k, v, bias, dout, dlse, out, lse, *mask.tensors),
+            *_signature(q, k, v, bias, sink, dout, dlse, out, lse, *mask.tensors),
         )
-        plan = remembered(_plans, key, lambda: backward_plan(Call(q, k, v, mask, bias, flags), dout, dlse, needs_grad))
-        return plan(dout, dlse, q, k, v, mask, bias, out, lse)
+        plan = remembered(
+            _plans, key, lambda: backward_plan(Call(q, k, v, mask, bias, flags, sink), dout, dlse, needs_grad)
+        )
+        return plan(dout, dlse, q, k, v, mask, bias, sink, out, lse)
 
 
 def needs_fp32_delta(dtype: torch.dtype, seqlen_k: int, window: tuple[int, int], needs_grad: NeedsGrad) -> bool:
@@ -165,11 +201,13 @@ def needs_fp32_delta(dtype: torch.dtype, seqlen_k: int, window: tuple[int, int],
     return few and dtype != torch.float32 and (needs_grad.q or needs_grad.k or needs_grad.bias)
 
 
-def _out_in_fp32(q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None, flags: Flags) -> Tensor:
+def _out_in_fp32(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None, flags: Flags, sink: Tensor | None
+) -> Tensor:
     q, k, v = q.float(), k.float(), v.float()
     batch, seqlen_q, num_heads, _ = q.shape
     out = torch.empty(batch, seqlen_q, num_heads, v.shape[3], device=q.device)
-    forward(q, k, v, mask, bias, out, torch.empty(batch, num_heads, seqlen_q, device=q.device), flags)
+    forward(q, k, v, mask, bias, out, torch.empty(batch, num_heads, seqlen_q, device=q.device), flags, sink)
     return out
 
 

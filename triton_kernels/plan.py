@@ -68,7 +68,19 @@ _BIAS_KINDS = {"query": ROW_BIAS.value, "key": KEY_BIAS.value, "score": TILE_BIA
 class Call:
     """What one class of calls decides for all of its launches."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None, flags: Flags) -> None:
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: MaskView,
+        bias: Tensor | None,
+        flags: Flags,
+        sink: Tensor | None = None,
+    ) -> None:
+        self.has_sink = sink is not None
+        # Of sinks of heads, and of rows where those are heads of a group.
+        self.sink_strides = (0, 0) if sink is None else (1, 0) if sink.dim() == 1 else (sink.shape[1], 1)
         self.q, self.k, self.v, self.bias, self.mask, self.flags = q, k, v, bias, mask, flags
         batch, seqlen_q, num_heads, head_dim = q.shape
         _, seqlen_k, num_heads_k, head_dim_v = v.shape

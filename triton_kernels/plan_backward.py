@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from flash_dmattn.gradients import key_gradient, query_gradient
+from flash_dmattn.gradients import key_gradient, query_gradient, row_delta, sink_gradient
 from flash_dmattn.problem import Gradients, MaskView, NeedsGrad, bias_class
 
 from .backward_bias import backward_bias_kernel
@@ -31,8 +31,8 @@ MAX_PARTS_BYTES = 64 * 2**20
 
 
 def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: NeedsGrad) -> Callable[..., Gradients]:
-    """How a class of calls makes its gradients: run(dout, dlse, q, k, v, mask, bias, out, lse)."""
-    need_q, need_k, need_v, need_bias = needs_grad
+    """How a class of calls makes its gradients: run(dout, dlse, q, k, v, mask, bias, sink, out, lse)."""
+    need_q, need_k, need_v, need_bias, need_sink = needs_grad
     bias, shape, num_heads_k, repeat = call.bias, call.shape, call.num_heads_k, call.flags.bias_repeat
     per_row = per_key = per_score = stored = product = False
     if need_bias and bias is not None:
@@ -50,6 +50,7 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
     queries_of = plan_queries(call, dout) if need_q and not product else None
     product_of = plan_product(call, bias) if need_q and product and bias is not None else None
     bias_of = plan_bias(call, dout, bias) if per_score and not stored and bias is not None else None
+    has_few_keys = _has_few_keys(call)
 
     def run(
         dout: Tensor,
@@ -59,28 +60,41 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
         v: Tensor,
         mask: MaskView,
         bias: Tensor | None,
+        sink: Tensor | None,
         out: Tensor,
         lse: Tensor,
     ) -> Gradients:
-        read = (q, k, v, bias, dout, *delta_of(dout, out, dlse, lse))
+        lse_log2, delta = delta_of(dout, out, dlse, lse)
+        read = (q, k, v, bias, dout, lse_log2, delta)
+        read_sink = sink if has_few_keys else None
+        if has_few_keys and sink is not None and (need_sink or per_row):
+            delta = row_delta(dout, out, dlse, lse)
         dq = dk = dv = dbias = None
         if keys_of is not None:
-            dk, dv, dbias = keys_of(read, mask)
+            dk, dv, dbias = keys_of(read, mask, read_sink)
         if queries_of is not None:
-            dq = queries_of(read, mask)
+            dq = queries_of(read, mask, read_sink)
         elif product_of is not None:
             dq = product_of(q, k, dbias, mask)
         if bias_of is not None:
-            dbias = bias_of(read, mask)
+            dbias = bias_of(read, mask, read_sink)
         elif per_row and bias is not None:
-            dbias = query_gradient(bias, dlse, lse, num_heads_k, repeat)
-        return dq, dk, dv, dbias
+            dbias = query_gradient(bias, dlse, lse, num_heads_k, repeat, sink, delta)
+        if sink is None:
+            return dq, dk, dv, dbias
+        return dq, dk, dv, dbias, sink_gradient(sink, lse, delta) if need_sink else None
 
     return run
 
 
 def _has_few_keys(call: Call) -> bool:
     return call.shape.seqlen_k <= MOST_FEW_KEYS
+
+
+def _of_few_keys(call: Call) -> tuple[bool, bool]:
+    """FEW_KEYS and HAS_SINK: but for few keys, whose p is normalised again, all that a kernel has of a sink is lse."""
+    few = _has_few_keys(call)
+    return few, few and call.has_sink
 
 
 def plan_delta(call: Call, dout: Tensor, dlse: Tensor | None) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -144,7 +158,7 @@ def plan_keys(
         parts,
         dbias_tma,
         call.edges(shape.seqlen_q % tile.block_m or shape.seqlen_k % tile.block_n),
-        _has_few_keys(call),
+        *_of_few_keys(call),
     )
     launch = Launch(
         backward_keys_kernel,
@@ -165,7 +179,9 @@ def plan_keys(
     empty = torch.zeros if has_key_mask and not parts else torch.empty
     empty_scores = torch.zeros if has_key_mask else torch.empty
 
-    def run(read: tuple[Any, ...], mask: MaskView) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def run(
+        read: tuple[Any, ...], mask: MaskView, sink: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         _, k, v, bias = read[:4]
         dk = empty(k.shape, dtype=k.dtype, device=k.device) if need_k else None
         dv = empty(v.shape, dtype=v.dtype, device=v.device) if need_v else None
@@ -176,10 +192,10 @@ def plan_keys(
         if parts:
             dims = (shape.head_dim if need_k else 0, shape.head_dim_v if need_v else 0, 1 if per_key else 0)
             pieces = [torch.empty(num_parts * n, dtype=torch.float32, device=k.device) if n else None for n in dims]
-            launch(*read, *read_of(mask, columns=True), *pieces[:2], dbias if stored else pieces[2])
+            launch(*read, *read_of(mask, columns=True), *pieces[:2], dbias if stored else pieces[2], sink)
             gather(*pieces, *read_of(mask), dk, dv, sums)
         else:
-            launch(*read, *read_of(mask, columns=True), dk, dv, dbias if stored else sums)
+            launch(*read, *read_of(mask, columns=True), dk, dv, dbias if stored else sums, sink)
         if sums is not None:
             dbias = key_gradient(bias, sums, num_heads_k, repeat)
         return dk, dv, dbias
@@ -208,14 +224,14 @@ def plan_queries(call: Call, dout: Tensor) -> Callable[..., Tensor]:
         backward_queries_kernel,
         triton.cdiv(shape.seqlen_q, tile.block_m) * shape.batch * shape.num_heads,
         (*row_strides(call.q, call.k, call.v, dout), *numbers, call.flags.softmax_scale, call.flags.softcap),
-        (*call.constants(tile), tma, bias_tma, wide, call.precision, edges, _has_few_keys(call)),
+        (*call.constants(tile), tma, bias_tma, wide, call.precision, edges, *_of_few_keys(call)),
         tile.options,
         descriptors,
     )
 
-    def run(read: tuple[Any, ...], mask: MaskView) -> Tensor:
+    def run(read: tuple[Any, ...], mask: MaskView, sink: Tensor | None = None) -> Tensor:
         dq = torch.empty(read[0].shape, dtype=read[0].dtype, device=read[0].device)
-        launch(*read, *read_of(mask), dq)
+        launch(*read, *read_of(mask), dq, sink)
         return dq
 
     return run
@@ -271,17 +287,17 @@ def plan_bias(call: Call, dout: Tensor, bias: Tensor) -> Callable[..., Tensor]:
         backward_bias_kernel,
         tiles * owners * slots,
         (*row_strides(call.q, call.k, call.v, dout), *numbers, chunk),
-        (*call.constants(tile), tma, call.wide(call.q, call.k, call.v, dout), call.precision, _has_few_keys(call)),
+        (*call.constants(tile), tma, call.wide(call.q, call.k, call.v, dout), call.precision, *_of_few_keys(call)),
         tile.options,
         descriptors,
     )
     add = plan_sum(slots, bias)
 
-    def run(read: tuple[Any, ...], mask: MaskView) -> Tensor:
+    def run(read: tuple[Any, ...], mask: MaskView, sink: Tensor | None = None) -> Tensor:
         bias = read[3]
         dbias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
         sums = empty_slots(slots, dbias)
-        launch(*read, *read_of(mask), classes_of(mask), sums)
+        launch(*read, *read_of(mask), classes_of(mask), sums, sink)
         add(sums, dbias)
         return dbias
 

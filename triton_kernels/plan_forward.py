@@ -17,13 +17,14 @@ from .plan import Call, num_kv_splits, read_of, row_strides
 
 
 def plan_forward(call: Call) -> Callable[..., None]:
-    """How a class of calls makes out and lse: run(q, k, v, mask, bias, out, lse)."""
+    """How a class of calls makes out and lse: run(q, k, v, mask, bias, sink, out, lse)."""
     shape, flags, tile = call.shape, call.flags, call.tile("forward")
     tma, bias_tma, descriptors = call.key_descriptors(tile)
     programs = triton.cdiv(shape.seqlen_q, tile.block_m) * shape.batch * shape.num_heads
     splits = num_kv_splits(programs, triton.cdiv(shape.seqlen_k, tile.block_n), call.num_sms)
     strides = row_strides(call.q, call.k, call.v)
     numbers = (call.bias_strides(bias_tma), call.mask_strides(), shape, abs(call.scale_log2), flags.softcap, splits)
+    numbers = (*numbers, *call.sink_strides)
     constants = (
         *call.constants(tile),
         tma,
@@ -35,17 +36,28 @@ def plan_forward(call: Call) -> Callable[..., None]:
         call.edges(shape.seqlen_k % tile.block_n),
         tile.num_stages,
         tile.edge_stages or tile.num_stages,
+        call.has_sink and splits == 1,
     )
     launch = Launch(forward_kernel, programs * splits, (*strides, *numbers), constants, tile.options, descriptors)
     if splits == 1:
-        return lambda q, k, v, mask, bias, out, lse: launch(q, k, v, bias, *read_of(mask), out, lse)
+        return lambda q, k, v, mask, bias, sink, out, lse: launch(q, k, v, bias, *read_of(mask), out, lse, sink)
     rows, block = shape.batch * shape.num_heads * shape.seqlen_q, 16
-    combine = Launch(combine_kernel, triton.cdiv(rows, block), (shape, splits, rows), (block, call.block_dv))
+    sizes, constants = (shape, splits, rows, *call.sink_strides), (block, call.block_dv, call.has_sink)
+    combine = Launch(combine_kernel, triton.cdiv(rows, block), sizes, constants)
 
-    def run(q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None, out: Tensor, lse: Tensor) -> None:
+    def run(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: MaskView,
+        bias: Tensor | None,
+        sink: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
         parts = torch.empty((splits, *out.shape), dtype=torch.float32, device=out.device)
         parts_lse = torch.empty((splits, *lse.shape), dtype=torch.float32, device=out.device)
-        launch(q, k, v, bias, *read_of(mask), parts, parts_lse)
-        combine(parts, parts_lse, out, lse)
+        launch(q, k, v, bias, *read_of(mask), parts, parts_lse, None)
+        combine(parts, parts_lse, out, lse, sink)
 
     return run

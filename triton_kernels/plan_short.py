@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from flash_dmattn.gradients import key_gradient, query_gradient
+from flash_dmattn.gradients import key_gradient, query_gradient, sink_gradient
 from flash_dmattn.problem import Gradients, MaskView, NeedsGrad, bias_class
 
 from .kernel_launch import Launch
@@ -57,7 +57,7 @@ def _constants(call: Call, tile: ShortTile, *read: Tensor) -> tuple[Any, ...]:
 
 
 def plan_short_forward(call: Call) -> Callable[..., None]:
-    """How a class of calls makes out and lse: run(q, k, v, mask, bias, out, lse)."""
+    """How a class of calls makes out and lse: run(q, k, v, mask, bias, sink, out, lse)."""
     q, k, v, shape = call.q, call.k, call.v, call.shape
     tile = forward_tile(ShortCall.of(q, k, v, call.mask, call.arch))
     assert tile is not None
@@ -65,18 +65,18 @@ def plan_short_forward(call: Call) -> Callable[..., None]:
     launch = Launch(
         short_forward_kernel,
         programs,
-        (*row_strides(q, k, v), *_numbers(call, walk), call.flags.softcap),
-        _constants(call, tile, q, k, v),
+        (*row_strides(q, k, v), *_numbers(call, walk), call.flags.softcap, *call.sink_strides),
+        (*_constants(call, tile, q, k, v), call.has_sink),
         {"num_warps": tile.num_warps},
     )
-    return lambda q, k, v, mask, bias, out, lse: launch(q, k, v, bias, *mask_tensors(mask), out, lse)
+    return lambda q, k, v, mask, bias, sink, out, lse: launch(q, k, v, bias, *mask_tensors(mask), out, lse, sink)
 
 
 def plan_short_backward(
     call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: NeedsGrad
 ) -> Callable[..., Gradients]:
-    """How a class of calls makes its gradients: run(dout, dlse, q, k, v, mask, bias, out, lse)."""
-    need_q, need_k, need_v, need_bias = needs_grad
+    """How a class of calls makes its gradients: run(dout, dlse, q, k, v, mask, bias, sink, out, lse)."""
+    need_q, need_k, need_v, need_bias, need_sink = needs_grad
     q, k, v, bias, shape, repeat = call.q, call.k, call.v, call.bias, call.shape, call.flags.bias_repeat
     made_as = bias_class(bias.shape) if need_bias and bias is not None else "none"
     kind = NO_DBIAS
@@ -86,9 +86,11 @@ def plan_short_backward(
         kind = STORE if bias.shape[:2] == (shape.batch, shape.num_heads) else SLOTS
     described, heads = ShortCall.of(q, k, v, call.mask, call.arch), shape.batch * shape.num_heads
     tiles = backward_tiles(described, bool(kind == SLOTS), heads)
+    # What follows from delta alone: dsink, and beside a sink dbias of one value per query.
+    reads_delta = need_sink or (call.has_sink and made_as == "query")
     launches = []
     slots = 1
-    for tile in tiles if need_q or need_k or need_v or kind != NO_DBIAS else ():
+    for tile in tiles if need_q or need_k or need_v or kind != NO_DBIAS or reads_delta else ():
         all_keys = tile.block_n >= shape.seqlen_k
         all_rows = tile.block_m >= shape.seqlen_q
         wants = (need_q and all_keys, need_k and all_rows, need_v and all_rows)
@@ -108,9 +110,10 @@ def plan_short_backward(
             *_constants(call, tile, q, k, v, dout),
             all_keys,
             dlse is not None,
-            len(tiles) > 1 and all_keys,
+            (len(tiles) > 1 or reads_delta) and all_keys,
             *wants,
             dbias_here.value,
+            call.has_sink,
         )
         options = {"num_warps": tile.num_warps}
         launches.append(Launch(short_backward_kernel, programs, numbers, constants, options))
@@ -124,6 +127,7 @@ def plan_short_backward(
         v: Tensor,
         mask: MaskView,
         bias: Tensor | None,
+        sink: Tensor | None,
         out: Tensor,
         lse: Tensor,
     ) -> Gradients:
@@ -140,16 +144,19 @@ def plan_short_backward(
         elif bias is not None and kind != NO_DBIAS:
             dbias = empty(bias, True)
             made = empty_slots(slots, dbias)
-        if len(launches) > 1:
+        if len(launches) > 1 or reads_delta:
             delta = sums(2, *lse.shape)
         for launch in launches:
-            launch(q, k, v, bias, dout, lse, dlse, *mask_tensors(mask), delta, dq, dk, dv, made)
+            launch(q, k, v, bias, dout, lse, dlse, *mask_tensors(mask), delta, dq, dk, dv, made, sink)
+        of_rows = None if delta is None else delta[0]
         if bias is not None and kind == KEY_SUM:
             dbias = key_gradient(bias, made, shape.num_heads, repeat)
         elif bias is not None and add is not None and dbias is not None:
             add(made, dbias)
         elif bias is not None and made_as == "query":
-            dbias = query_gradient(bias, dlse, lse, shape.num_heads, repeat)
-        return dq, dk, dv, dbias
+            dbias = query_gradient(bias, dlse, lse, shape.num_heads, repeat, sink, of_rows)
+        if sink is None:
+            return dq, dk, dv, dbias
+        return dq, dk, dv, dbias, sink_gradient(sink, lse, of_rows) if need_sink and of_rows is not None else None
 
     return run

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .short_rows import base_scores, head_of, load_dense, masked, walk_of
-from .tile_ops import LOG2E, load_tile, renormalize, soft_cap
+from .tile_ops import LOG2E, load_tile, soft_cap
 
 # What of the gradient of a bias this kernel makes: nothing, sums over the queries of each key, ds of every head, or the
 # sum of ds over the heads of a walk, in a slot for each of its chunks.
@@ -46,6 +46,7 @@ def short_backward_kernel(
     dk,
     dv,
     dbias,
+    sink,
     q_strides,
     k_strides,
     v_strides,
@@ -79,6 +80,7 @@ def short_backward_kernel(
     NEED_K: tl.constexpr,
     NEED_V: tl.constexpr,
     DBIAS: tl.constexpr,
+    HAS_SINK: tl.constexpr,
 ):
     """One tile of the scores of the heads of a walk.
 
@@ -144,9 +146,12 @@ def short_backward_kernel(
             natural = tl.load(lse + line, mask=row_ok, other=float("-inf"))
             empty = natural == float("-inf")
             # +inf: exp2(-inf - -inf) is NaN
-            p = tl.math.exp2(s - tl.where(empty, float("inf"), natural * LOG2E)[:, None])
+            lse_rows = tl.where(empty, float("inf"), natural * LOG2E)
+            p = tl.math.exp2(s - lse_rows[:, None])
             total = tl.sum(p, 1)
-            p = renormalize(p, 1)
+            if HAS_SINK:
+                total += tl.math.exp2(tl.load(sink + h).to(tl.float32) * LOG2E - lse_rows)
+            p = p / tl.where(total > 0.0, total, 1.0)[:, None]
             d = tl.sum(p * dp, 1)
             if HAS_DLSE:
                 at = dlse + b * dlse_strides[0] + h.to(tl.int64) * dlse_strides[1] + rows.to(tl.int64) * dlse_strides[2]

@@ -1,6 +1,6 @@
 """The forward kernel of short rows: all keys of a head lie in one tile.
 
-p = exp2(s - rowmax(s));  l = rowsum(p);  out = p @ v / l;  lse = (rowmax(s) + log2(l)) * ln 2
+p = exp2(s - rowmax(s));  l = rowsum(p);  out = p @ v / l;  lse = (rowmax(s) + log2(l)) * ln 2, and then the sink
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .short_rows import base_scores, head_of, load_dense, masked, walk_of
-from .tile_ops import LN2, LOG2E, load_tile, soft_cap
+from .tile_ops import LN2, LOG2E, join_sink, load_tile, soft_cap
 
 
 @triton.jit
@@ -22,6 +22,7 @@ def short_forward_kernel(
     stop,
     out,
     lse,
+    sink,
     q_strides,
     k_strides,
     v_strides,
@@ -31,6 +32,8 @@ def short_forward_kernel(
     walk,
     scale_log2,
     softcap,
+    sink_of_head,
+    sink_of_row,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -45,6 +48,7 @@ def short_forward_kernel(
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    HAS_SINK: tl.constexpr,
 ):
     """One tile of queries of the heads of a walk; out (B, Lq, Hq, Dv) and lse (B, Hq, Lq) are contiguous."""
     scale_log2 = tl.cast(scale_log2, tl.float32)  # Inductor passes floats as fp64
@@ -93,6 +97,10 @@ def short_forward_kernel(
         o = tl.dot(p.to(v_tile.dtype), v_tile, input_precision=PRECISION)
         total = tl.where(row_sum > 0, row_sum, 1.0)
         at = out + ((b * shape.seqlen_q + rows) * shape.num_heads + h)[:, None] * shape.head_dim_v + dims_v[None, :]
-        tl.store(at, (o / total[:, None]).to(out.dtype.element_ty), mask=stored)
         natural = tl.where(row_sum > 0, (row_max + tl.math.log2(total)) * LN2, float("-inf"))
+        if HAS_SINK:
+            logits = tl.load(sink + h * sink_of_head + rows * sink_of_row, mask=row_ok, other=float("-inf"))
+            natural, share = join_sink(natural, logits.to(tl.float32))
+            o = o * share[:, None]
+        tl.store(at, (o / total[:, None]).to(out.dtype.element_ty), mask=stored)
         tl.store(lse + (b * shape.num_heads + h) * shape.seqlen_q + rows, natural, mask=row_ok)

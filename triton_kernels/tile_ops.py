@@ -185,10 +185,26 @@ def soft_cap(x):
 
 
 @triton.jit
-def renormalize(p, axis: tl.constexpr):
-    """p of all keys of a row, which this tile has, over their sum: that is 1 but for the rounding of a great lse."""
+def renormalize(p, sink, h, lse_rows, axis: tl.constexpr, HAS_SINK: tl.constexpr):
+    """p of all keys of a row, which this tile has, over their sum: that is 1 but for the rounding of a great lse.
+
+    With a sink the sum has its share. `lse_rows` is in base 2, +inf of an empty row.
+    """
     total = tl.sum(p, axis)
+    if HAS_SINK:
+        total += tl.math.exp2(tl.load(sink + h).to(tl.float32) * LOG2E - lse_rows)
     return p / tl.expand_dims(tl.where(total > 0.0, total, 1.0), axis)
+
+
+@triton.jit
+def join_sink(natural, logits):
+    """lse with the sinks of rows, and the share of their keys; both in natural logarithms, -inf is none."""
+    top = tl.maximum(natural, logits)
+    top_or_0 = tl.where(top == float("-inf"), 0.0, top)  # -inf - -inf is NaN
+    keys = tl.math.exp2((natural - top_or_0) * LOG2E)
+    total = keys + tl.math.exp2((logits - top_or_0) * LOG2E)
+    total_or_1 = tl.where(total > 0.0, total, 1.0)
+    return top + tl.math.log2(total_or_1) * LN2, keys / total_or_1
 
 
 @triton.jit

@@ -176,12 +176,13 @@ struct Postprocess {
 // entries, and is written whole. dbias_sums (B, Hq, Lk), of a bias per key, is fp32. mask is {}, or (bits, row_lists,
 // col_lists) of a TileMask, or (bounds, row_lists, col_lists) of an IntervalMask, with key_order if k, v and a bias per
 // key are in its order; dk, dv and dbias_sums are in the order of keys, and dbias_sums starts as zeros then. low and high
-// are the band if there is no mask. num_dbias_chunks: into how many chunks the shared_dbias kernel parts what it sums; 0
+// are the band if there is no mask. delta (B, Hq, Lq) is of every row, for gradients that are made outside; alone it takes
+// the kernel of the rows and no other. num_dbias_chunks: into how many chunks the shared_dbias kernel parts what it sums; 0
 // lets schedule_dbias choose.
 void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask,
               std::optional<Tensor> key_order, std::optional<Tensor> bias, Tensor out, Tensor lse,
               std::optional<Tensor> dq, std::optional<Tensor> dk, std::optional<Tensor> dv, std::optional<Tensor> dbias,
-              std::optional<Tensor> dbias_sums, int64_t low, int64_t high, double softmax_scale, double softcap,
+              std::optional<Tensor> dbias_sums, std::optional<Tensor> delta, int64_t low, int64_t high, double softmax_scale, double softcap,
               bool deterministic, int64_t num_dbias_chunks) {
   const Sizes sizes = sizes_of(kName, q, k, v);
   const KernelInstance instance = instance_for(q.scalar_type(), sizes.head_dim, sizes.head_dim_v);
@@ -311,7 +312,8 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   params.full_group_section = section_of(full_group_pairs, params.heads_per_group);
   params.section = section_of(schedule.single_heads, 1);
   const int blocks = std::min(params.num_work_tiles, clusters > 0 ? clusters * params.cluster : num_sms);
-  const bool runs_main_kernel = call.needs_dq || call.needs_dk_or_dv || writer != DbiasWriter::kSharedDbias;
+  const bool runs_main_kernel = call.needs_dq || call.needs_dk_or_dv || dbias_sums.has_value() ||
+                                (dbias.has_value() && writer != DbiasWriter::kSharedDbias);
   DbiasSchedule of_dbias{};
   if (writer == DbiasWriter::kSharedDbias) of_dbias = schedule_dbias(call, num_dbias_chunks, num_sms);
   const bool needs_counter =
@@ -336,6 +338,11 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   float* const start = static_cast<float*>(memory.mutable_data_ptr());
   rows.lse_log2 = start;
   rows.delta = start + padded_rows;
+  if (delta.has_value()) {
+    CHECK_ARGUMENT(delta->is_contiguous() && delta->scalar_type() == ScalarType::Float && delta->numel() == lse.numel(),
+                   "delta needs to be contiguous, float32, and of the shape of lse");
+    rows.row_delta = data_of<float>(delta);
+  }
   rows.cleared = start + dbias_counter_at;
   rows.zeros = ((params.key_order != nullptr ? places_at : scratch.length) - dbias_counter_at) / 4;
   params.lse = rows.lse_log2;
@@ -400,7 +407,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flash_dmattn, m) {
   m.def(
       "cuda_backward_kernel(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? key_order, "
       "Tensor? bias, Tensor out, Tensor lse, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dbias, "
-      "Tensor(e!)? dbias_sums, int low, int high, float softmax_scale, float softcap, bool deterministic, "
+      "Tensor(e!)? dbias_sums, Tensor(f!)? delta, int low, int high, float softmax_scale, float softcap, bool deterministic, "
       "int num_dbias_chunks) -> ()");
 }
 

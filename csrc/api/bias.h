@@ -21,11 +21,12 @@ inline bool can_copy_tiles(const torch::stable::Tensor& bias, const torch::stabl
   return can;
 }
 
-inline BiasDtype bias_dtype(const char* op, const torch::stable::Tensor& bias) {
+// The dtype of a bias or a sink.
+inline BiasDtype float_dtype(const char* op, const torch::stable::Tensor& x, const char* name) {
   using torch::headeronly::ScalarType;
-  const ScalarType dtype = bias.scalar_type();
-  CHECK_FOR(op, dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16,
-            "bias needs to be float32, float16 or bfloat16");
+  const ScalarType dtype = x.scalar_type();
+  CHECK_FOR(op, dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16, name,
+            " needs to be float32, float16 or bfloat16");
   return dtype == ScalarType::Float  ? BiasDtype::kFloat32
          : dtype == ScalarType::Half ? BiasDtype::kFloat16
                                      : BiasDtype::kBFloat16;
@@ -43,7 +44,7 @@ inline int heads_per_bias(const torch::stable::Tensor& bias, int64_t num_heads) 
 // Fills the bias fields of the params of either pass.
 template <class Params>
 void set_bias(const char* op, const torch::stable::Tensor& bias, int64_t num_heads, Params& params) {
-  params.bias_dtype = bias_dtype(op, bias);
+  params.bias_dtype = float_dtype(op, bias, "bias");
   params.bias_values = bias.const_data_ptr();
   params.bias_stride_b = bias_stride(bias, 0);
   params.bias_stride_h = bias_stride(bias, 1);

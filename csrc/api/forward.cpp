@@ -62,9 +62,11 @@ int64_t longest_walk(const Sizes& sizes, bool has_mask, const ForwardTile& tile,
 
 // Writes out and lse. mask is {}, or (bits, row_lists) of a TileMask, or (bounds, row_lists) of an IntervalMask; low and
 // high are the band if there is no mask.
+// sink: (Hq), contiguous, in fp32 or 16 bits.
 // num_splits: KV splits of the work tiles of the last wave. 1 for none, 0 to let estimate_num_splits choose.
-void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::optional<Tensor> bias, Tensor out, Tensor lse,
-             int64_t low, int64_t high, double softmax_scale, double softcap, int64_t num_splits) {
+void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::optional<Tensor> bias,
+             std::optional<Tensor> sink, Tensor out, Tensor lse, int64_t low, int64_t high, double softmax_scale,
+             double softcap, int64_t num_splits) {
   const Sizes sizes = sizes_of(kName, q, k, v);
   const KernelInstance instance = instance_for(q.scalar_type(), sizes.head_dim, sizes.head_dim_v);
 
@@ -84,6 +86,12 @@ void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::option
   if (form == Bias::kTile) params.bias = scores_map(kName, *bias, "bias", tile.block_m);
   params.out = out.mutable_data_ptr();
   params.lse = static_cast<float*>(lse.mutable_data_ptr());
+  if (sink.has_value()) {
+    CHECK_ARGUMENT(sink->numel() == q.size(2) && sink->is_contiguous(), "sink needs to be contiguous, one for each of ",
+                   q.size(2), " heads");
+    params.sink = sink->const_data_ptr();
+    params.sink_dtype = float_dtype(kName, *sink, "sink");
+  }
   set_sizes(sizes, params);
   set_band(sizes, low, high, params);
 
@@ -157,8 +165,8 @@ void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::option
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flash_dmattn, m) {
   m.def(
-      "cuda_forward_kernel(Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? bias, Tensor(a!) out, Tensor(b!) lse, "
-      "int low, int high, float softmax_scale, float softcap, int num_splits) -> ()");
+      "cuda_forward_kernel(Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? bias, Tensor? sink, Tensor(a!) out, "
+      "Tensor(b!) lse, int low, int high, float softmax_scale, float softcap, int num_splits) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, m) { m.impl("cuda_forward_kernel", TORCH_BOX(&forward)); }

@@ -197,7 +197,7 @@ Tensor gather_bias(Tensor bias, Tensor order) {
   params.stride_b = bias_stride(bias, 0);
   params.stride_h = bias_stride(bias, 1);
   params.stride_k = bias_stride(bias, 3);
-  params.dtype = bias_dtype(kName, bias);
+  params.dtype = float_dtype(kName, bias, "bias");
   params.to = static_cast<float*>(result.mutable_data_ptr());
   params.order = static_cast<const int32_t*>(order.const_data_ptr());
   params.total = batch * heads * order.size(2);

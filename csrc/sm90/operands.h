@@ -59,6 +59,13 @@ __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 
+// An element of an array, in fp32.
+__device__ __forceinline__ float load_float(const void* values, BiasDtype dtype, int index) {
+  if (dtype == BiasDtype::kFloat32) return static_cast<const float*>(values)[index];
+  if (dtype == BiasDtype::kFloat16) return to_float(static_cast<const __half*>(values)[index]);
+  return to_float(static_cast<const __nv_bfloat16*>(values)[index]);
+}
+
 // For a bias that is not loaded by TMA: calls `use` with a function that returns its value at (query, key), in fp32.
 template <class Params, class Work, class F>
 __device__ __forceinline__ void with_bias(const Params& p, const Work& work, F use) {

@@ -15,7 +15,7 @@ from .protocol import Availability, Rule
 NAME = "eager"
 REPEATS_ENTRIES = True
 
-FEATURES = frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"})
+FEATURES = frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse", "sink"})
 RULES: tuple[Rule, ...] = ()
 AUTO_RULES: tuple[Rule, ...] = ()
 
@@ -55,7 +55,7 @@ def notes(problem: AttentionProblem) -> tuple[str, ...]:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None, flags: Flags
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None, flags: Flags, sink: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     return chunked.forward(
         q,
@@ -68,6 +68,7 @@ def _forward(
         window_size=flags.window,
         chunk_bytes=_chunk_bytes,
         repeats=(flags.mask_repeat, flags.bias_repeat),
+        sink=sink,
     )
 
 
@@ -83,6 +84,7 @@ def _backward(
     lse: Tensor,
     flags: Flags,
     needs_grad: NeedsGrad,
+    sink: Tensor | None = None,
 ) -> Gradients:
     return chunked.backward(
         dout,
@@ -100,6 +102,7 @@ def _backward(
         chunk_bytes=_chunk_bytes,
         repeats=(flags.mask_repeat, flags.bias_repeat),
         needs_grad=needs_grad,
+        sink=sink,
     )
 
 
@@ -115,10 +118,11 @@ def differentiable_backward(
     v: Tensor,
     mask: MaskView,
     bias: Tensor | None,
+    sink: Tensor | None = None,
 ) -> Gradients:
     """The gradients as differentiable PyTorch, whose own derivative is the second derivative of attention."""
     dense, whole_bias = whole_batch(problem, mask.dense, bias)
-    dq, dk, dv, dbias = formula.gradients(
+    dq, dk, dv, dbias, *of_sink = formula.gradients(
         dout,
         dlse,
         q,
@@ -130,7 +134,8 @@ def differentiable_backward(
         softmax_scale=problem.softmax_scale,
         softcap=problem.softcap,
         window_size=problem.window_size,
+        sink=sink,
     )
     if dbias is not None and bias is not None:
         dbias = formula.sum_entries(dbias, bias.shape[0], problem.flags.bias_repeat).to(bias.dtype)
-    return dq, dk, dv, dbias
+    return dq, dk, dv, dbias, *of_sink

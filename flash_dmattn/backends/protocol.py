@@ -68,7 +68,7 @@ class Backend(Protocol):
         reads_dense(problem, direction) -> bool: of such a pair, whether that pass of a call is best served by a dense
             mask as it is. One that both passes read so is not prepared.
         differentiable_backward(problem, dout, dlse, q, k, v, mask, bias): the gradients of a pair as differentiable
-            PyTorch, without which a second derivative is refused.
+            PyTorch, without which a second derivative is refused; with sink= where there is one.
         HAS_FORWARD_AD = True: forward-mode derivatives (torch.func.jvp) go through it.
         workspace_bytes(problem) -> int: it takes every call on every device; auto falls back to it, and warns of so
             many bytes.
@@ -101,10 +101,21 @@ class KernelBackend(Backend, Protocol):
     "intervals"; both passes of a call receive the same. With `REPEATS_ENTRIES` the batch of mask and bias may be
     another than 1 or full: see `Flags`. The band of the problem applies to every form, and is folded into "tiles" and
     "intervals" already. `backward` returns None where `problem.needs_grad` asks for nothing.
+
+    `sink` (Hq,) is passed to a backend that lists "sink" in `FEATURES`, with calls that have one; others need no such
+    argument. `lse` holds it.
     """
 
     def forward(
-        self, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None
+        self,
+        problem: AttentionProblem,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: MaskView,
+        bias: Tensor | None,
+        *,
+        sink: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(out, lse) of the contract."""
         ...
@@ -121,19 +132,30 @@ class KernelBackend(Backend, Protocol):
         bias: Tensor | None,
         out: Tensor,
         lse: Tensor,
+        *,
+        sink: Tensor | None = None,
     ) -> Gradients:
-        """(dq, dk, dv, dbias) of the contract."""
+        """(dq, dk, dv, dbias) of the contract; with a sink (dq, dk, dv, dbias, dsink)."""
         ...
 
 
 class CompositeBackend(Backend, Protocol):
     """A backend written in differentiable PyTorch: autograd goes through it, no pair needed.
 
-    `mask` is None or a bool tensor, 4-D as `bias` is; a prepared mask is unpacked for it.
+    `mask` is None or a bool tensor, 4-D as `bias` is; a prepared mask is unpacked for it. `sink` as of a
+    `KernelBackend`.
     """
 
     def attention(
-        self, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None
+        self,
+        problem: AttentionProblem,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        bias: Tensor | None,
+        *,
+        sink: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """(out, lse), and the probabilities as a third where the problem asks for them."""
         ...

@@ -31,7 +31,13 @@ def probe() -> Availability:
 
 
 def attention(
-    problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None
+    problem: AttentionProblem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """(out, lse), and the (B, Hq, Lq, Lk) probabilities where asked for; see `flash_dmattn.reference.formula`."""
     mask, bias = whole_batch(problem, mask, bias)
@@ -46,4 +52,5 @@ def attention(
         softcap=problem.softcap,
         window_size=problem.window_size,
         return_probs=problem.return_probs,
+        sink=sink,
     )

@@ -54,6 +54,7 @@ def look_up(
     bias: Tensor | None,
     flags: tuple[Any, ...],
     backend: BackendChoice,
+    sink: Tensor | None = None,
 ) -> tuple[Key | None, CallClass | None]:
     """The key of a call, None where it has to be looked at itself, and what is remembered under it.
 
@@ -66,7 +67,7 @@ def look_up(
     window_size = flags[3]
     is_prepared = not (mask is None or isinstance(mask, Tensor))
     if (
-        is_watched(q, k, v, None if is_prepared else mask, bias)
+        is_watched(q, k, v, None if is_prepared else mask, bias, sink)
         or process.environment_unchecked
         or thread.records is not None
         or not (window_size is None or type(window_size) is tuple)
@@ -82,6 +83,7 @@ def look_up(
             _of(v),
             None if mask is None else mask.call_key if is_prepared else _of(mask),  # type: ignore[union-attr, arg-type]
             None if bias is None else _of(bias),
+            None if sink is None else _of(sink),
             flags,
             kinds,
             torch.is_grad_enabled(),

@@ -15,8 +15,8 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Shape4 = tuple[int, int, int, int]
 # No mask, a bool tensor, or a prepared mask: a TileMask, a KeyMask or an IntervalMask.
 MaskForm = Literal["none", "dense", "tiles", "keys", "intervals"]
-# (dq, dk, dv, dbias), None where a gradient is not needed.
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+# (dq, dk, dv, dbias), None where a gradient is not needed; of a call with a sink (dq, dk, dv, dbias, dsink).
+Gradients = tuple[Tensor | None, ...]
 
 
 class NeedsGrad(NamedTuple):
@@ -26,6 +26,7 @@ class NeedsGrad(NamedTuple):
     k: bool = False
     v: bool = False
     bias: bool = False
+    sink: bool = False
 
 
 class MaskView(NamedTuple):
@@ -96,7 +97,7 @@ class AttentionProblem(NamedTuple):
 
     It is hashable, prints as one line, and can be built for a GPU that this machine does not have
     (`flash_dmattn.explain_problem` does). Strides count elements; `mask` and `bias` are described as 4-D, a prepared
-    mask by the bool tensor that it unpacks to. Its band is that of the call.
+    mask by the bool tensor that it unpacks to. Its band is that of the call. `sink` is the dtype of one, None without.
     """
 
     device: str
@@ -121,6 +122,7 @@ class AttentionProblem(NamedTuple):
     return_lse: bool
     return_probs: bool
     needs_grad: NeedsGrad
+    sink: torch.dtype | None = None
 
     @property
     def has_window(self) -> bool:
@@ -192,6 +194,8 @@ class AttentionProblem(NamedTuple):
                     + ("" if spec.dtype == torch.bool else f" {dtype_name(spec.dtype)}")
                     + ("" if spec.shape[0] in (1, self.batch) else f" of batch // {repeat} % {spec.shape[0]}")
                 )
+        if self.sink is not None:
+            parts.append("sink" if self.sink == self.dtype else f"sink {dtype_name(self.sink)}")
         flags = [
             (self.is_causal, "causal"),
             (self.has_window, f"window {self.window_size}"),
@@ -217,6 +221,7 @@ FEATURES: dict[str, Callable[[AttentionProblem], bool]] = {
     "deterministic": lambda p: p.deterministic,
     "return_lse": lambda p: p.return_lse,
     "return_probs": lambda p: p.return_probs,
+    "sink": lambda p: p.sink is not None,
 }
 
 

@@ -38,6 +38,7 @@ class MappedCall:
         *,
         repeats: bool = True,
         needs_grad: NeedsGrad | None = None,
+        needs_dsink: bool = False,
     ) -> None:
         """Fold the inputs.
 
@@ -49,6 +50,7 @@ class MappedCall:
             mask_form: what the tensors of the mask are of: a dense mask of the problem may have been prepared.
             repeats: whether a part of the batch may share an entry of a mask or a bias; else these are expanded.
             needs_grad: the gradients that are to be found; None for a forward pass, after which the inputs tell.
+            needs_dsink: whether the sink, which all the calls share, requires a gradient; of a forward pass.
         """
         self._size, self._repeats = size, repeats
         self._batch = problem.batch
@@ -78,6 +80,7 @@ class MappedCall:
         self.mask = tuple(mask)
         if needs_grad is None:
             needs_grad = NeedsGrad(*(x is not None and x.requires_grad for x in self.inputs))
+            needs_grad = needs_grad._replace(sink=needs_dsink)
             needs_grad = needs_grad if torch.is_grad_enabled() else NeedsGrad()
         self.problem = problem._replace(
             batch=size * problem.batch,

@@ -11,6 +11,10 @@ def _every_gradient(bias: str) -> tuple[str, ...]:
     return (f"{_RARE}test_every_gradient[{bias}-cuda]",)
 
 
+def _sink(case: str) -> tuple[str, ...]:
+    return (f"{_RARE}test_a_sink[{case}-cuda]",)
+
+
 def _softcap(bias: str) -> tuple[str, ...]:
     return (f"{_RARE}test_a_softcap[{bias}-cuda]",)
 
@@ -28,6 +32,35 @@ def _intervals(case: str) -> tuple[str, ...]:
 
 
 FAULTS: tuple[Fault, ...] = (
+    # Sinks
+    Fault(
+        "a sink joins each KV split",
+        "csrc/sm90/forward/consumer.h",
+        "const float total = keys + exp2_approx((sink - top) * kLog2e);",
+        "const float total = keys + p.num_splits * exp2_approx((sink - top) * kLog2e);",
+        _sink("no bias-3"),
+    ),
+    Fault(
+        "out keeps the share of the sink",
+        "csrc/sm90/forward/consumer.h",
+        "factor[r] *= keys / total;",
+        "factor[r] *= 1.0f;",
+        _sink("no bias-1"),
+    ),
+    Fault(
+        "the dlse of a row without keys is dropped beside its sink",
+        "csrc/sm90/backward/rows.cu",
+        "if (p.dlse != nullptr) {",
+        "if (p.dlse != nullptr && sum != 0.0f) {",
+        _sink("no bias-1"),
+    ),
+    Fault(
+        "the caller's delta is that of the first rows alone",
+        "csrc/sm90/backward/rows.cu",
+        "if (exists && p.row_delta != nullptr) p.row_delta",
+        "if (at < kThreads && exists && p.row_delta != nullptr) p.row_delta",
+        _sink("alone-1"),
+    ),
     # The forward kernel
     Fault(
         "forward: a negative scale taken as a positive one",

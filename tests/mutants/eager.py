@@ -13,7 +13,46 @@ WINDOW = ("tests/test_forward.py::test_window[eager-False-window_size4-lengths1]
 BY_LOOPS = ("tests/test_formula.py::test_formula_is_the_contract_by_loops",)
 GRADIENTS = ("tests/test_formula.py::test_gradients_are_those_of_autograd",)
 
+_SINKS = "tests/test_sinks.py::test_a_sink_beside_everything_else"
+SINKS = tuple(f"{_SINKS}[eager-{name}]" for name in ("bias per query", "many keys", "no key is allowed"))
+
 FAULTS: tuple[Fault, ...] = (
+    # Sinks
+    Fault(
+        "dbias of one value per query has no term of the sink",
+        "reference/sinks.py",
+        "return moved if dlse is None else dlse + moved",
+        "return dlse",
+        SINKS,
+    ),
+    Fault(
+        "the dlse of a row without keys is dropped beside its sink",
+        "reference/sinks.py",
+        "dlse.to(lse.dtype).masked_fill(lse == -torch.inf, 0.0)",
+        "dlse.to(lse.dtype).masked_fill((out == 0).all(-1).mT, 0.0)",
+        SINKS,
+    ),
+    Fault(
+        "a row is normalised again without its sink",
+        "reference/eager.py",
+        "total += share",
+        "total += 0.0",
+        SINKS,
+    ),
+    Fault(
+        "a row without keys has no sink",
+        "reference/eager.py",
+        "lse.copy_(sink[:, None])  # of the rows that no chunk visits",
+        "pass",
+        SINKS,
+    ),
+    Fault(
+        "delta of a sink has the wrong sign",
+        "reference/sinks.py",
+        "torch.where(share == 0, 0.0, -share * delta)",
+        "torch.where(share == 0, 0.0, share * delta)",
+        SINKS,
+    ),
     Fault(
         "chunks reach across entries of a mask or a bias that a part of the batch shares",
         "reference/chunks.py",

@@ -14,7 +14,23 @@ LEADING = "tests/test_leading_dims.py::"
 SHARINGS = (f"{LEADING}test_every_sharing_of_mask_and_bias[(2, 3)-(2, 1)-eager]",)
 PER_SAMPLE = f"{LEADING}test_vmap_and_per_sample_gradients"
 
+SINKS = "tests/test_sinks.py::"
+
 FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "calls that differ in their sink alone are taken for alike",
+        "flash_dmattn/dispatch/call_cache.py",
+        "None if sink is None else _of(sink),",
+        "None,",
+        (f"{SINKS}test_a_call_is_remembered_with_its_sink",),
+    ),
+    Fault(
+        "mapped calls that share a sink share its gradient",
+        "flash_dmattn/autograd.py",
+        "if in_dims[6] is not None or needs_grad.sink:",
+        "if in_dims[6] is not None:",
+        (f"{SINKS}test_mapped_calls",),
+    ),
     Fault(
         "the repeat of a shared tensor counts the dims in front of its own",
         "flash_dmattn/problem/leading.py",
@@ -186,8 +202,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a bias without a gradient has one computed",
         "flash_dmattn/validation.py",
-        "bias is not None and bias.requires_grad)",
-        "bias is not None)",
+        "bias is not None and bias.requires_grad,",
+        "bias is not None,",
         ("tests/test_explain.py::test_description_equals_that_of_such_tensors",),
     ),
     Fault(
@@ -200,15 +216,15 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the second derivative forgets lse",
         "flash_dmattn/autograd.py",
-        'return found["dout"], found.get("dlse"), dq,',
-        'return found["dout"], None, dq,',
+        'return found["dout"], found.get("dlse"), *(found',
+        'return found["dout"], None, *(found',
         ("tests/test_autograd.py::test_second_derivative_of_every_subset",),
     ),
     Fault(
         "the fake backward has dk and dv in each other's place",
         "flash_dmattn/operators.py",
-        "zip((q, k, v, bias), needs_grad, strict=True) if needed and",
-        "zip((q, v, k, bias), needs_grad, strict=True) if needed and",
+        "in zip((q, k, v, bias, sink), needs_grad, strict=True)",
+        "in zip((q, v, k, bias, sink), needs_grad, strict=True)",
         FAKES,
     ),
     Fault(

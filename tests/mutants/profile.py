@@ -170,8 +170,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a profiler does not see the forward pass",
         "flash_dmattn/operators.py",
-        'if is_watched(q, k, v, bias, *mask.tensors) or problem.device == "meta" or profiler._is_profiler_enabled:',
-        'if is_watched(q, k, v, bias, *mask.tensors) or problem.device == "meta":',
+        '*mask.tensors) or problem.device == "meta" or profiler._is_profiler_enabled:\n            out, lse',
+        '*mask.tensors) or problem.device == "meta":\n            out, lse',
         (f"{CITIZEN}operators_have_their_names_in_profiles",),
     ),
     Fault(

@@ -6,7 +6,7 @@ from .fault import Fault
 
 _LINES = "tests/test_triton_interpreter.py::test_lines_that_random_calls_may_miss"
 SCORES, SOFTCAP, BANDS = (f"{_LINES}[scores-4]",), (f"{_LINES}[softcap-3]",), (f"{_LINES}[bands-7]",)
-MASKS, PARTS = (f"{_LINES}[masks-2]",), (f"{_LINES}[parts-2]",)
+MASKS, PARTS, SINKS = (f"{_LINES}[masks-2]",), (f"{_LINES}[parts-3]",), (f"{_LINES}[sinks-4]",)
 EMPTY_ROWS = ("tests/test_triton_interpreter.py::test_the_lse_of_an_empty_row_takes_no_gradient",)
 _PACKING = "tests/test_mask_pack_interpreter.py::test_interpreted"
 INTERVALS = ("tests/test_triton_interpreter.py::test_interval_masks",)
@@ -17,6 +17,56 @@ SHORT = (f"{_SHORT}[0]", f"{_SHORT}[1]")
 WALKS = ("tests/test_triton_interpreter.py::test_walks_of_several_heads",)
 
 FAULTS: tuple[Fault, ...] = (
+    # Sinks
+    Fault(
+        "a sink joins each share of the keys",
+        "triton_kernels/forward_combine.py",
+        'tl.load(at, mask=row_ok, other=float("-inf")).to(tl.float32))',
+        'tl.load(at, mask=row_ok, other=float("-inf")).to(tl.float32) + tl.math.log2(splits * 1.0) * LN2)',
+        PARTS,
+    ),
+    Fault(
+        "out keeps the share of the sink",
+        "triton_kernels/forward.py",
+        "        acc_o = acc_o * share[:, None]\n    tl.store(out_rows",
+        "        acc_o = acc_o\n    tl.store(out_rows",
+        SINKS,
+    ),
+    Fault(
+        "the sink of a group's first head serves all of it, where the heads are rows",
+        "triton_kernels/plan.py",
+        "(sink.shape[1], 1)",
+        "(sink.shape[1], 0)",
+        SINKS,
+    ),
+    Fault(
+        "beside a sink few keys are normalised without it",
+        "triton_kernels/tile_ops.py",
+        "total += tl.math.exp2(tl.load(sink + h).to(tl.float32) * LOG2E - lse_rows)",
+        "total += 0.0",
+        SINKS,
+    ),
+    Fault(
+        "short rows: normalised without the sink",
+        "triton_kernels/short_backward.py",
+        "total += tl.math.exp2(tl.load(sink + h).to(tl.float32) * LOG2E - lse_rows)",
+        "total += 0.0",
+        SHORT,
+    ),
+    Fault(
+        "the dlse of a row without keys is dropped beside its sink",
+        "triton_kernels/backward_delta.py",
+        "d -= tl.where(empty, 0.0,",
+        "d -= tl.where(empty | (d == 0.0), 0.0,",
+        SINKS,
+    ),
+    Fault(
+        "dsink of few keys from a delta without its sum",
+        "triton_kernels/plan_backward.py",
+        "if has_few_keys and sink is not None and (need_sink or per_row):",
+        "if False:",
+        SINKS,
+    ),
     # Rows of one tile
     Fault(
         "short rows: an empty row is subtracted its maximum of -inf",
@@ -35,8 +85,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "short rows: an empty row has the p of one",
         "triton_kernels/short_backward.py",
-        'p = tl.math.exp2(s - tl.where(empty, float("inf"), natural * LOG2E)[:, None])',
-        "p = tl.math.exp2(s - (natural * LOG2E)[:, None])",
+        'lse_rows = tl.where(empty, float("inf"), natural * LOG2E)',
+        "lse_rows = natural * LOG2E",
         SHORT,
     ),
     Fault(

@@ -113,6 +113,7 @@ __global__ void __launch_bounds__(kThreads)
       }
       p.lse_log2[at] = lse;
       p.delta[at] = exists ? sum : 0.0f;
+      if (exists && p.row_delta != nullptr) p.row_delta[pair * p.seqlen_q + row] = sum;
     }
   }
   uint4* cleared = static_cast<uint4*>(p.cleared);

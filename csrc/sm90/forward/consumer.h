@@ -280,6 +280,21 @@ struct Consumer {
     for (int i = 0; i < kOut; ++i) out[i] *= rescale[i / 2 % 2];
   }
 
+  // Takes the sink of a head into lse, and into the factor of out the share of the keys beside it. Once per work tile,
+  // after its splits are combined.
+  __device__ __forceinline__ void join_sink(int head, float (&lse)[2], float (&factor)[2]) {
+    const float sink = load_float(p.sink, p.sink_dtype, head);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float top = fmaxf(lse[r], sink);
+      if (top == -INFINITY) continue;  // neither a key nor a sink
+      const float keys = exp2_approx((lse[r] - top) * kLog2e);
+      const float total = keys + exp2_approx((sink - top) * kLog2e);
+      lse[r] = top + logf(total);
+      factor[r] *= keys / total;
+    }
+  }
+
   // Writes out and lse of the work tile.
   __device__ __forceinline__ void epilogue(const WorkTile& work) {
     const bool per_query = Traits::kBias == Bias::kNone && p.bias_is_per_query;
@@ -297,6 +312,7 @@ struct Consumer {
         if (bias == -INFINITY) factor[r] = 0.0f;  // the row attends nothing
       }
     }
+    if (p.sink != nullptr) join_sink(work.head, lse, factor);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = work.first_row + row_of_warp + 8 * r;

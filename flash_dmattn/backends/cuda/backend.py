@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import operators
-from ...gradients import key_gradient, query_gradient, zero_gradients
+from ...gradients import empty_gradients, key_gradient, query_gradient, sink_gradient
 from ...problem import (
     AttentionProblem,
     Band,
@@ -30,7 +30,7 @@ from .rules import AUTO_RULES, INSTANCES, RULES
 __all__ = ["AUTO_RULES", "FEATURES", "MASK_FORM", "NAME", "RULES", "INSTANCES", "backward", "forward", "notes", "probe"]
 
 NAME = "cuda"
-FEATURES = frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"})
+FEATURES = frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse", "sink"})
 MASK_FORM = "prepared"
 # Number of KV splits of the forward kernel: 0 lets the operator choose (csrc/api/num_splits.h), 1 is none. Tests set
 # others, to reach on small shapes what happens on large ones.
@@ -173,12 +173,12 @@ def _tiles_of(
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None, flags: Flags
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None, flags: Flags, sink: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     out, lse = operators.empty_outputs(q, v)
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
     if seqlen_k == 0:
-        return out.zero_(), lse.fill_(-torch.inf)
+        return operators.fill_empty(out, lse, sink)
     if out.numel() == 0:
         return out, lse
     band = make_band(seqlen_q, seqlen_k, flags.window)
@@ -192,8 +192,10 @@ def _forward(
         k, v, bias = tiles.in_order(k, v, bias)
     if bias is not None:
         bias = readable_if_small(bias, q, v)
+    if sink is not None:
+        sink = (sink.float() if sink.dtype == torch.float64 else sink).contiguous()
     numbers = (low, high, flags.softmax_scale, flags.softcap, NUM_KV_SPLITS)
-    _kernels().attend(_rows(q), k, v, walked, bias, out, lse, *numbers)
+    _kernels().attend(_rows(q), k, v, walked, bias, sink, out, lse, *numbers)
     return out, lse
 
 
@@ -209,22 +211,25 @@ def _backward(
     lse: Tensor,
     flags: Flags,
     needs_grad: NeedsGrad,
+    sink: Tensor | None = None,
 ) -> Gradients:
     seqlen_q, seqlen_k, num_heads_k = q.shape[1], k.shape[1], k.shape[2]
     if out.numel() == 0 or seqlen_k == 0:
-        return zero_gradients((q, k, v, bias), needs_grad)
+        return empty_gradients((q, k, v, bias), dout, dlse, out, lse, sink, needs_grad)
     band = make_band(seqlen_q, seqlen_k, flags.window)
     low, high = (-seqlen_q, seqlen_k) if band is None else band
     dq, dk, dv = (
         operators.empty_gradient(x) if needed else None for x, needed in zip((q, k, v), needs_grad[:3], strict=True)
     )
     mask = walked_view(mask, q, k, bias, flags, needs_dbias=needs_grad.bias, gathers=False)
+    of_queries = bias is not None and needs_grad.bias and bias_class(bias.shape) == "query"
+    # What follows from delta alone: dsink, and beside a sink dbias of one value per query.
+    delta = torch.empty_like(lse) if needs_grad.sink or (of_queries and sink is not None) else None
     dbias = stored = sums = None
     if bias is not None and needs_grad.bias:
-        dbias_class = bias_class(bias.shape)
-        if dbias_class == "query":
-            dbias = query_gradient(bias, dlse, lse, num_heads_k, flags.bias_repeat)
-        elif dbias_class == "key":
+        if of_queries:
+            pass  # when delta is there
+        elif bias_class(bias.shape) == "key":
             # In an order of keys the kernel adds to them; else it writes all of them.
             allocate = torch.zeros if mask.form == "intervals" else torch.empty
             sums = allocate((*lse.shape[:2], seqlen_k), dtype=torch.float32, device=q.device)
@@ -233,6 +238,7 @@ def _backward(
             skips_tiles = bias.shape[:2] == lse.shape[:2] and (mask.form != "none" or band is not None)
             allocate = torch.zeros if skips_tiles else torch.empty
             dbias = stored = allocate(bias.shape, dtype=bias.dtype, device=bias.device)
+    numbers = (low, high, flags.softmax_scale, flags.softcap, flags.deterministic, NUM_DBIAS_CHUNKS)
     if any(x is not None for x in (dq, dk, dv, stored, sums)):
         k, v = _rows(k), _rows(v)
         walked: Sequence[Tensor] = ()
@@ -246,12 +252,19 @@ def _backward(
             summed_q = operators.empty_gradient(q)  # its sums fix the order of the others
         read_bias = None if ordered_bias is None else readable(ordered_bias)
         tensors = (_rows(dout), dlse, _rows(q), k, v, walked, order, read_bias)
-        results = (out.contiguous(), lse.contiguous(), summed_q, dk, dv, stored, sums)
-        numbers = (low, high, flags.softmax_scale, flags.softcap, flags.deterministic, NUM_DBIAS_CHUNKS)
+        results = (out.contiguous(), lse.contiguous(), summed_q, dk, dv, stored, sums, delta)
+        _kernels().differentiate(*tensors, *results, *numbers)
+    elif delta is not None:
+        tensors = (_rows(dout), dlse, _rows(q), _rows(k), _rows(v), (), None, None)
+        results = (out.contiguous(), lse.contiguous(), None, None, None, None, None, delta)
         _kernels().differentiate(*tensors, *results, *numbers)
     if bias is not None and sums is not None:
         dbias = key_gradient(bias, sums, num_heads_k, flags.bias_repeat)
-    return dq, dk, dv, dbias
+    elif bias is not None and of_queries:
+        dbias = query_gradient(bias, dlse, lse, num_heads_k, flags.bias_repeat, sink, delta)
+    if sink is None:
+        return dq, dk, dv, dbias
+    return dq, dk, dv, dbias, sink_gradient(sink, lse, delta) if needs_grad.sink and delta is not None else None
 
 
 forward, backward = operators.define_pair(NAME, _forward, _backward)

@@ -15,7 +15,7 @@ from .blocks import BLOCK, Limits, limits_of, prepare_blocks, prepare_in_graph
 
 NAME = "flex"
 REPEATS_ENTRIES = True
-FEATURES = frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"})
+FEATURES = frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse", "sink"})
 
 _INT32_MAX = 2**31 - 1
 
@@ -68,8 +68,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "cpu_lse",
-        lambda p: p.device != "cpu" or not p.return_lse,
-        lambda p: "return_lse is set on CPU; FlexAttention's CPU kernel does not write lse",
+        lambda p: p.device != "cpu" or not (p.return_lse or p.sink is not None),
+        lambda p: (
+            f"{'return_lse' if p.return_lse else 'sink'} is set on CPU; FlexAttention's CPU kernel does not write lse"
+        ),
         'use backend="eager"',
     ),
     Rule(
@@ -163,6 +165,8 @@ def notes(problem: AttentionProblem) -> tuple[str, ...]:
             found.append("repeats bias over batch and heads, and its gradient until it is summed")
     if any(problem.needs_grad) and not (problem.needs_grad.q and problem.needs_grad.k and problem.needs_grad.v):
         found.append("computes dq, dk and dv together, also where only some of them are needed")
+    if problem.sink is not None:
+        found.append("scales out by the share of the keys beside the sink, once more rounded")
     for name, strides in (("q", problem.q_strides), ("k", problem.k_strides), ("v", problem.v_strides)):
         if problem.device == "cpu" and strides[3] != 1:
             found.append(f"copies {name}: FlexAttention's CPU kernel needs the head dim contiguous")
@@ -170,7 +174,13 @@ def notes(problem: AttentionProblem) -> tuple[str, ...]:
 
 
 def attention(
-    problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None
+    problem: AttentionProblem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """(out, lse), or (out,) where the problem does not return lse; differentiable as the problem's `needs_grad` asks.
 
@@ -180,6 +190,7 @@ def attention(
         problem: the call, one that `RULES` accept.
         q, k, v: (B, L, H, D), any strides.
         mask, bias: 4-D as in the contract, or None.
+        sink: (Hq,) or None.
 
     Raises:
         torch._dynamo.exc.FailOnRecompileLimitHit: one class of calls was compiled more often than torch allows; torch's
@@ -187,6 +198,10 @@ def attention(
 
     Source: FlexAttention, arXiv:2412.05496.
     """
+    if sink is not None:
+        of_keys = problem._replace(return_lse=True, sink=None, needs_grad=problem.needs_grad._replace(sink=False))
+        out, lse = attention(of_keys, q, k, v, mask, bias)
+        return _with_sink(out, lse, sink)[: 1 + problem.return_lse]
     if problem.batch == 0 or problem.seqlen_q == 0 or problem.seqlen_k == 0:
         return _nothing(problem, q, k, v, bias)
     if not any(problem.needs_grad):
@@ -311,6 +326,20 @@ def _through_lse(problem: AttentionProblem, results: tuple[Tensor, ...], bias: T
         _per_query_head(bias, lse.shape[1]).squeeze(3), problem.batch, problem.flags.bias_repeat
     )
     return out, lse + torch.where(lse == -torch.inf, 0.0, rows - rows.detach())
+
+
+def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse of keys alone with the sinks of heads.
+
+    Not as a score_mod of one more key, which would be a row of k and v. Through logsigmoid and logaddexp the gradient
+    of a sink that takes little, or nearly everything, is as exact as that of any other.
+    """
+    logits = sink.to(lse.dtype)[:, None]
+    has_none = logits == -torch.inf
+    gap = torch.where(has_none, torch.inf, lse - logits)  # of an empty row too, where that is NaN
+    share = torch.nn.functional.logsigmoid(gap).exp().mT.unsqueeze(3)
+    lse = torch.where(has_none, lse, torch.logaddexp(lse, logits.masked_fill(has_none, 0.0)))
+    return (out.to(lse.dtype) * share).to(out.dtype), lse
 
 
 def _narrow(x: Tensor) -> Tensor:

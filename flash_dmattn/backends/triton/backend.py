@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from ... import operators
-from ...gradients import zero_gradients
+from ...gradients import empty_gradients
 from ...problem import AttentionProblem, Flags, Gradients, MaskView, NeedsGrad, dtype_name, sm_number
 from ..interval_walk import interval_notes, walked_view
 from ..protocol import Availability, Direction, Rule
 from .key_order import Ordered
 
 NAME = "triton"
-FEATURES = frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"})
+FEATURES = frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse", "sink"})
 MASK_FORM = "prepared"
 GATHERS_KEYS = True
 REPEATS_ENTRIES = True
@@ -115,29 +115,29 @@ def notes(problem: AttentionProblem) -> tuple[str, ...]:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None, flags: Flags
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None, flags: Flags, sink: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     out, lse = operators.empty_outputs(q, v)
     if k.shape[1] == 0:
-        return out.zero_(), lse.fill_(-torch.inf)
+        return operators.fill_empty(out, lse, sink)
     if out.numel() > 0:
         if mask.form != "none" and not _kernels().is_short_forward(q, k, v, mask):
             mask = walked_view(mask, q, k, bias, flags, needs_dbias=False, gathers=GATHERS_KEYS)
             if mask.form == "intervals":
                 ordered = Ordered(q, k, v, mask, bias, flags)
                 k, v, mask, bias, flags = ordered.k, ordered.v, ordered.mask, ordered.bias, ordered.flags
-        _kernels().forward(q, k, v, mask, bias, out, lse, flags)
+        _kernels().forward(q, k, v, mask, bias, out, lse, flags, sink)
     return out, lse
 
 
 def _forward_maskless(
-    problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
+    problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     p = problem
     if not (p.batch and p.seqlen_q and p.num_heads and p.seqlen_k):
-        return _forward(q, k, v, MaskView(), bias, p.flags)
+        return _forward(q, k, v, MaskView(), bias, p.flags, sink)
     out, lse = operators.empty_outputs_of(problem, q.device)
-    _kernels().forward_maskless(problem, q, k, v, bias, out, lse)
+    _kernels().forward_maskless(problem, q, k, v, bias, out, lse, sink)
     return out, lse
 
 
@@ -153,20 +153,21 @@ def _backward(
     lse: Tensor,
     flags: Flags,
     needs_grad: NeedsGrad,
+    sink: Tensor | None = None,
 ) -> Gradients:
     if out.numel() == 0 or k.shape[1] == 0:
-        return zero_gradients((q, k, v, bias), needs_grad)
+        return empty_gradients((q, k, v, bias), dout, dlse, out, lse, sink, needs_grad)
     run = _kernels().backward
     reads_it = mask.form == "none" or _kernels().is_short_backward(q, k, v, mask)
     if not reads_it:
         mask = walked_view(mask, q, k, bias, flags, needs_dbias=needs_grad.bias, gathers=GATHERS_KEYS)
     if reads_it or mask.form != "intervals":
-        gradients: Gradients = run(dout, dlse, q, k, v, mask, bias, out, lse, flags, needs_grad)
+        gradients: Gradients = run(dout, dlse, q, k, v, mask, bias, out, lse, flags, needs_grad, sink)
         return gradients
     ordered = Ordered(q, k, v, mask, bias, flags, needs_dbias=needs_grad.bias)
     inputs = (q, ordered.k, ordered.v, ordered.mask, ordered.bias)
-    dq, dk, dv, dbias = run(dout, dlse, *inputs, out, lse, ordered.flags, needs_grad)
-    return dq, ordered.by_key(dk), ordered.by_key(dv), ordered.bias_by_key(dbias)
+    dq, dk, dv, dbias, *of_sink = run(dout, dlse, *inputs, out, lse, ordered.flags, needs_grad, sink)
+    return dq, ordered.by_key(dk), ordered.by_key(dv), ordered.bias_by_key(dbias), *of_sink
 
 
 forward, backward = operators.define_pair(NAME, _forward, _backward, _forward_maskless)

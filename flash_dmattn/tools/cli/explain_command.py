@@ -32,7 +32,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--mask", type=sizes, metavar="B,H,Lq,Lk", help="shape of a boolean mask, each size 1 or full")
     parser.add_argument("--bias", type=sizes, metavar="B,H,Lq,Lk", help="shape of a bias, each size 1 or full")
     parser.add_argument("--bias-dtype", metavar="NAME", help="dtype of the bias (default: that of q)")
-    parser.add_argument("--grad", action="store_true", help="dq, dk and dv are needed")
+    parser.add_argument("--sink", action="store_true", help="an attention sink for each head")
+    parser.add_argument("--grad", action="store_true", help="dq, dk and dv, and dsink of a sink, are needed")
     parser.add_argument("--bias-grad", action="store_true", help="dbias is needed")
     parser.add_argument("--causal", action="store_true", help="causal, aligned bottom-right")
     parser.add_argument("--window", type=window, metavar="L,R", help="sliding window, -1 is unlimited on that side")
@@ -119,6 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
             return_lse=arguments.return_lse,
             return_probs=arguments.return_probs,
             backend=parse_choice(arguments.backend),
+            sink=arguments.sink,
         )
     except (ValueError, TypeError) as error:
         arguments.fail(" ".join(str(error).split()))

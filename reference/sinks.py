@@ -1,0 +1,68 @@
+"""Attention sinks in the backward pass: all of them follows from lse, which holds the sink, and delta of each row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MOST_PRODUCTS = 2**24
+
+
+def sink_probability(sink: Tensor, lse: Tensor) -> Tensor:
+    """Return exp(sink - lse), the share of a row's probability that its sink takes; 0 where a head has no sink.
+
+    Args:
+        sink: (Hq,), any float dtype.
+        lse: (B, Hq, Lq), with the sink. It is -inf only in rows without keys of heads without a sink.
+
+    Returns:
+        (B, Hq, Lq) in lse's dtype.
+    """
+    logit = sink.to(lse.dtype)[:, None]
+    return torch.exp((logit - lse).masked_fill(logit == -torch.inf, -torch.inf))  # -inf - -inf is NaN
+
+
+def row_delta(dout: Tensor, out: Tensor, dlse: Tensor | None, lse: Tensor) -> Tensor:
+    """Return delta = rowsum(dout * out) - dlse, (B, Hq, Lq) in lse's dtype.
+
+    A few entries of the batch at a time: products in lse's dtype may take more memory than out.
+    """
+    delta = torch.empty_like(lse)
+    at_once = max(1, MOST_PRODUCTS * len(out) // max(out.numel(), 1))
+    for into, x, y in zip(delta.split(at_once), dout.split(at_once), out.split(at_once), strict=True):
+        into.copy_((x.to(lse.dtype) * y.to(lse.dtype)).sum(-1).mT)
+    if dlse is not None:
+        delta -= dlse.to(lse.dtype).masked_fill(lse == -torch.inf, 0.0)
+    return delta
+
+
+def sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """Return dsink = -sum of exp(sink - lse) * delta over entries and rows, rounded once to sink's dtype.
+
+    The order of the sum is fixed.
+
+    Args:
+        sink: (Hq,), any float dtype.
+        lse, delta: (B, Hq, Lq), of one dtype.
+    """
+    share = sink_probability(sink, lse)
+    terms = torch.where(share == 0, 0.0, -share * delta)  # what has no sink takes no part, whatever its delta is
+    return terms.sum((0, 2)).to(sink.dtype)
+
+
+def through_lse(dlse: Tensor | None, sink: Tensor | None, lse: Tensor, delta: Tensor | None) -> Tensor | None:
+    """Return the gradient of a number that is added to all scores of a row, (B, Hq, Lq); None for zeros.
+
+    It is the row's sum of ds. Without a sink it moves lse and leaves p as it is: dlse. Beside a sink it moves weight
+    between that and the keys: dlse + exp(sink - lse) * delta, which is 0 in a row without keys.
+
+    Args:
+        dlse: (B, Hq, Lq) in lse's dtype, 0 where lse is -inf; or None.
+        sink: (Hq,) or None.
+        lse, delta: (B, Hq, Lq); delta plays no part without a sink.
+    """
+    if sink is None or delta is None:
+        return dlse
+    share = sink_probability(sink, lse)
+    moved = torch.where(share == 0, 0.0, share * delta)
+    return moved if dlse is None else dlse + moved

@@ -1,0 +1,307 @@
+"""Attention sinks: a logit of every query head without a value, its gradient, and all that is called with one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from accuracy import Results, assert_accurate, run
+from cases import ALL, DEVICE, Case
+from conftest import Runner
+from out_of_tree import KernelPair, flags_of, registered
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.func import grad, jvp, vmap
+
+import flash_dmattn
+from flash_dmattn.problem import FEATURES, AttentionProblem, Gradients, MaskView
+from flash_dmattn.reference import formula
+
+WITH_SINK = (*ALL, "sink")
+BASE = Case(seqlen_q=37, seqlen_k=45, sink="normal", needs_grad=WITH_SINK, dlse=True)
+FULL, PER_KEY, PER_QUERY = ("B", "Hq", "Lq", "Lk"), ("1", "Hk", "1", "Lk"), ("B", "Hq", "Lq", "1")
+CASES = {
+    "plain": BASE,
+    "empty rows": BASE.with_(mask=("B", "1", "Lq", "Lk"), mask_kind="empty_rows"),
+    "no key is allowed": BASE.with_(mask=("1", "1", "Lq", "Lk"), mask_kind="none_allowed", bias=PER_KEY),
+    "bias per query": BASE.with_(bias=PER_QUERY, mask=("B", "Hk", "Lq", "Lk"), mask_kind="empty_rows"),
+    "bias per query, no dlse": BASE.with_(bias=("1", "Hk", "Lq", "1"), dlse=False),
+    "one bias for all": BASE.with_(bias=("1", "1", "1", "1"), is_causal=True),
+    "bias per key": BASE.with_(bias=PER_KEY, is_causal=True),
+    "bias per score": BASE.with_(bias=FULL, softcap=2.0, window_size=(4, 1)),
+    "none for some heads": BASE.with_(sink="inf", mask=("B", "1", "Lq", "Lk"), mask_kind="empty_rows", bias=PER_QUERY),
+    "huge": BASE.with_(sink="huge", mask=("B", "1", "Lq", "Lk"), mask_kind="empty_rows", bias=PER_QUERY),
+    "alone": BASE.with_(needs_grad=("sink",), bias=FULL),
+    "alone, in other dtypes": BASE.with_(needs_grad=("sink",), sink_dtype=torch.bfloat16, dlse=False),
+    "beside others": BASE.with_(needs_grad=("v", "sink"), sink_dtype=torch.float64),
+    "without its gradient": BASE.with_(needs_grad=ALL, bias=PER_QUERY),
+    "no keys": BASE.with_(seqlen_k=0, bias=PER_QUERY),
+    "no queries": BASE.with_(seqlen_q=0),
+    "no batch": BASE.with_(batch=0),
+    "one query of a group": BASE.with_(seqlen_q=1, seqlen_k=600, num_heads=6, is_causal=True),
+    "few keys": BASE.with_(seqlen_q=50, seqlen_k=20, bias=FULL, is_causal=True),
+    "many keys": BASE.with_(seqlen_q=70, seqlen_k=300, bias=PER_QUERY),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_sink_beside_everything_else(backend: Runner, name: str) -> None:
+    case = CASES[name]
+    inputs = case.build()
+    results = backend(case, inputs)
+    assert_accurate(results, case, inputs)
+    assert not any(x is not None and x.isnan().any() for x in results.values())
+
+
+def test_a_sink_is_a_key_of_zeros_whose_score_is_the_sink() -> None:
+    """The oracle against itself: one more key, of v 0, seen by every row."""
+    case = BASE.with_(dtype=torch.float64, bias=("1", "Hq", "1", "Lk"), mask=FULL, mask_kind="empty_rows")
+    x = case.build()
+    assert x.mask is not None and x.bias is not None and x.sink is not None and x.dlse is not None
+    sink, bias = x.sink.requires_grad_(), x.bias.requires_grad_()
+
+    def longer(t: Tensor) -> Tensor:
+        return torch.cat([t, torch.zeros_like(t[:, :1])], 1)
+
+    mask = torch.cat([x.mask, torch.ones_like(x.mask[..., :1])], -1)
+    scores = torch.cat([bias.expand(-1, -1, 1, -1), sink.view(1, -1, 1, 1)], -1)
+    wanted = formula.attention(x.q, longer(x.k), longer(x.v), mask, scores)
+    found = formula.attention(x.q, x.k, x.v, x.mask, bias, sink=sink)
+    torch.testing.assert_close(found, wanted)
+    of_keys = torch.autograd.grad(wanted, (bias, sink), (x.dout, x.dlse))
+    torch.testing.assert_close(torch.autograd.grad(found, (bias, sink), (x.dout, x.dlse)), of_keys)
+    _, _, _, dbias, dsink = formula.gradients(x.dout, x.dlse, x.q, x.k, x.v, x.mask, bias, sink=sink)
+    torch.testing.assert_close((dbias, dsink), of_keys)
+
+
+def test_rows_without_keys_have_the_lse_of_their_sink(backend: Runner) -> None:
+    case = CASES["no key is allowed"].with_(sink_dtype=torch.float32)
+    inputs = case.build()
+    assert inputs.sink is not None and inputs.dlse is not None
+    results = backend(case, inputs)
+    out, lse, dsink = results["out"], results["lse"], results["dsink"]
+    assert out is not None and lse is not None and dsink is not None
+    assert not out.any() and torch.equal(lse, inputs.sink[:, None].expand(lse.shape))
+    torch.testing.assert_close(dsink, inputs.dlse.sum((0, 2)))
+    assert all(not results[name].any() for name in ("dq", "dk", "dv", "dbias"))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("bias", (None, PER_QUERY, FULL), ids=("no bias", "per query", "per score"))
+def test_minus_infinity_is_no_sink(backend: Runner, bias: tuple[str, ...] | None) -> None:
+    case = BASE.with_(bias=bias, mask=("B", "1", "Lq", "Lk"), mask_kind="empty_rows", sink=None, needs_grad=ALL)
+    inputs = case.build()
+    wanted = backend(case, inputs)
+    none = torch.full((case.num_heads,), -torch.inf, dtype=case.dtype, device=DEVICE)
+    with_none = type(inputs)(**{**vars(inputs), "sink": none})
+    found = backend(case.with_(needs_grad=WITH_SINK), with_none)
+    dsink = found.pop("dsink")
+    assert dsink is not None and not dsink.any()
+    for name, x in found.items():
+        y = wanted[name]
+        assert (x is None and y is None) or (x is not None and y is not None and torch.equal(x, y)), name
+
+
+def fp64(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize("shape", ((2, 4, 2, 1), (1, 2, 1, 3), (2, 1, 2, 3)), ids=str)
+def test_gradcheck_and_gradgradcheck(shape: tuple[int, ...]) -> None:
+    """With rows that no key is allowed to, a head without a sink, and the gradient of lse."""
+    mask = torch.rand(2, 4, 2, 3) < 0.7
+    mask[0, 1, 1] = mask[1, :, 0] = False
+
+    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        sink = torch.cat([logits, torch.full_like(logits[:1], -torch.inf)])
+        out, lse = flash_dmattn.attention(q, k, v, mask, bias, return_lse=True, sink=sink, backend="eager")
+        return out, lse.masked_fill(lse == -torch.inf, 0.0)
+
+    given = (fp64(2, 2, 4, 2), fp64(2, 3, 2, 2), fp64(2, 3, 2, 3), fp64(*shape), fp64(3))
+    assert torch.autograd.gradcheck(call, given)
+    assert torch.autograd.gradgradcheck(call, given, fast_mode=True)
+
+
+def test_forward_mode() -> None:
+    q, k, v, sink = (x.detach() for x in (fp64(1, 3, 2, 4), fp64(1, 5, 2, 4), fp64(1, 5, 2, 4), fp64(2)))
+
+    def call(backend: str) -> Any:
+        return lambda s: flash_dmattn.attention(q, k, v, sink=s, backend=backend)
+
+    tangent = torch.ones_like(sink)
+    _, found = jvp(call("reference"), (sink,), (tangent,))
+    step = 1e-6
+    numeric = (call("eager")(sink + step * tangent) - call("eager")(sink - step * tangent)) / (2 * step)
+    torch.testing.assert_close(found, numeric, rtol=1e-7, atol=1e-9)
+    with pytest.raises(NotImplementedError, match="'eager' has no forward-mode derivative"):
+        jvp(call("eager"), (sink,), (tangent,))
+
+
+def call_of(**changes: Any) -> Any:
+    q, k = torch.randn(2, 3, 4, 8), torch.randn(2, 5, 2, 8)
+    return flash_dmattn.attention(q, k, k, **changes)
+
+
+WRONG = {
+    "no tensor": (0.5, TypeError, "sink is a float; it needs to be a floating-point torch.Tensor of shape (4,)"),
+    "integers": (torch.zeros(4, dtype=torch.int64), TypeError, "sink has dtype int64; it needs float16, bfloat16, "),
+    "complex": (torch.zeros(4, dtype=torch.complex64), TypeError, "sink has dtype complex64; it needs float16"),
+    "heads of k": (torch.zeros(2), ValueError, "sink has shape (2,); it needs (4,): one logit for each head of q"),
+    "one for all": (torch.zeros(1), ValueError, "sink has shape (1,); it needs (4,): one logit for each head of q (si"),
+    "a number": (
+        torch.tensor(0.0),
+        ValueError,
+        "sink has shape (); it needs (4,): one logit for each head of q (sink.",
+    ),
+    "two dims": (torch.zeros(1, 4), ValueError, "sink has shape (1, 4); it needs (4,): one logit for each head of q"),
+    "elsewhere": (torch.zeros(4, device="meta"), ValueError, "sink is on meta; it needs to be on the device of q, cpu"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_no_sink_is_named(name: str) -> None:
+    sink, error, text = WRONG[name]
+    with pytest.raises(error) as caught:  # type: ignore[call-overload]
+        call_of(sink=sink)
+    assert text in str(caught.value)
+
+
+def test_a_call_is_remembered_with_its_sink() -> None:
+    """Calls that differ in their sink alone are of different classes."""
+    torch.manual_seed(0)
+    q = torch.randn(1, 3, 2, 8)
+    sinks = (None, torch.zeros(2), torch.zeros(2, dtype=torch.float64), torch.zeros(2, requires_grad=True))
+    for _ in range(2):
+        with flash_dmattn.record_decisions() as decisions:
+            for sink in sinks:
+                flash_dmattn.attention(q, q, q, sink=sink)
+        problems = [decision.problem for decision in decisions]
+        assert [p.sink for p in problems] == [None, torch.float32, torch.float64, torch.float32]
+        assert [p.needs_grad.sink for p in problems] == [False, False, False, True]
+        outs = [flash_dmattn.attention(q, q, q, sink=sink) for sink in sinks]  # remembered from the second time on
+        assert not torch.equal(outs[0], outs[1]) and outs[3].requires_grad and not outs[1].requires_grad
+        with pytest.raises(ValueError, match="sink has shape"):
+            flash_dmattn.attention(q, q, q, sink=torch.zeros(3))
+
+
+def test_autocast_leaves_a_sink_its_dtype() -> None:
+    q, sink = torch.randn(1, 3, 2, 8), torch.randn(2, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = flash_dmattn.attention(q, q, q, sink=sink)
+    out.sum().backward()
+    assert out.dtype == torch.bfloat16 and sink.grad is not None and sink.grad.dtype == torch.float32
+
+
+def test_compiled_whole_and_once() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def call(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
+        return flash_dmattn.attention(q, k, v, is_causal=True, sink=sink)
+
+    compiled = torch.compile(call, backend=counter, fullgraph=True)
+    for dtype, frames in ((torch.float32, 1), (torch.float32, 1), (torch.bfloat16, 2)):
+        given = [*(torch.randn(2, n, h, 8) for n, h in ((3, 4), (5, 2), (5, 2))), torch.randn(4, dtype=dtype)]
+        leaves = [[x.clone().requires_grad_() for x in given] for _ in range(2)]
+        for f, xs in zip((compiled, call), leaves, strict=True):
+            f(*xs).square().sum().backward()
+        torch.testing.assert_close([x.grad for x in leaves[0]], [x.grad for x in leaves[1]])
+        assert counter.frame_count == frames
+
+
+def test_mapped_calls() -> None:
+    """Calls that share a sink have each a gradient of it; calls with one each run one by one."""
+    torch.manual_seed(0)
+    many, k = torch.randn(3, 2, 3, 4, 8), torch.randn(2, 5, 2, 8)
+    sinks, bias = torch.randn(3, 4), torch.randn(4, 1, 5)
+
+    def loss(q: Tensor, sink: Tensor, bias: Tensor) -> Tensor:
+        out, lse = flash_dmattn.attention(q, k, k, None, bias, is_causal=True, sink=sink, return_lse=True)
+        return out.square().sum() + lse.cos().sum()
+
+    for sink, dim in ((sinks[0], None), (sinks, 0)):
+        one = [sink if dim is None else sink[i] for i in range(3)]
+        argnums = (0, 1, 2)
+        found = vmap(grad(loss, argnums), (0, dim, None))(many, sink, bias)
+        each = [grad(loss, argnums)(q, s, bias) for q, s in zip(many, one, strict=True)]
+        torch.testing.assert_close(found, tuple(torch.stack(x) for x in zip(*each, strict=True)))
+        outs = vmap(lambda q, s: flash_dmattn.attention(q, k, k, sink=s), (0, dim))(many, sink)
+        torch.testing.assert_close(
+            outs, torch.stack([flash_dmattn.attention(q, k, k, sink=s) for q, s in zip(many, one, strict=True)])
+        )
+        leaf = sink.clone().requires_grad_()  # the gradient from outside of the map
+        vmap(lambda q, s: loss(q, s, bias), (0, dim))(many, leaf).sum().backward()
+        torch.testing.assert_close(leaf.grad, sum(x[1] for x in each) if dim is None else found[1])
+
+
+def test_more_batch_dims_share_a_sink() -> None:
+    q, k, sink = torch.randn(2, 3, 5, 4, 8), torch.randn(2, 3, 7, 2, 8), torch.randn(4, requires_grad=True)
+    out, lse = flash_dmattn.attention(q, k, k, sink=sink, return_lse=True)
+    wanted = flash_dmattn.attention(q.flatten(0, 1), k.flatten(0, 1), k.flatten(0, 1), sink=sink, return_lse=True)
+    torch.testing.assert_close((out.flatten(0, 1), lse.flatten(0, 1)), wanted)
+
+
+def test_probabilities_leave_the_sink_its_share() -> None:
+    q, sink = torch.randn(1, 3, 2, 8, dtype=torch.float64), torch.randn(2, dtype=torch.float64)
+    flags = {"return_lse": True, "return_probs": True, "backend": "reference", "sink": sink}
+    _, lse, probs = flash_dmattn.attention(q, q, q, is_causal=True, **flags)  # type: ignore[arg-type]
+    torch.testing.assert_close(probs.sum(-1), 1 - torch.exp(sink[:, None] - lse))
+
+
+class WithSinks(KernelPair):
+    """A pair of another package that has sinks."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.FEATURES = frozenset(FEATURES)
+
+    def forward(  # type: ignore[override]
+        self,
+        problem: AttentionProblem,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: MaskView,
+        bias: Tensor | None,
+        *,
+        sink: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = formula.attention(q, k, v, mask.dense, bias, **flags_of(problem), sink=sink)  # type: ignore[arg-type]
+        return out.contiguous(), lse.contiguous()
+
+    def backward(self, problem: AttentionProblem, *tensors: Any, sink: Tensor) -> Gradients:  # type: ignore[override]
+        dout, dlse, q, k, v, mask, bias, _, _ = tensors
+        given = (dout, dlse, q, k, v, mask.dense, bias)
+        gradients = formula.gradients(*given, **flags_of(problem), sink=sink)  # type: ignore[arg-type]
+        return tuple(g if needed else None for g, needed in zip(gradients, problem.needs_grad, strict=True))
+
+
+def test_backends_of_other_packages() -> None:
+    """One that lists sinks is passed them, one that does not is never called with one."""
+    case = BASE.with_(bias=PER_KEY, dtype=torch.float32)
+    inputs = case.build("cpu")
+
+    def on(backend: str) -> Results:
+        return run(
+            lambda *x, **flags: flash_dmattn.attention(*x, **flags, return_lse=True, backend=backend), case, inputs
+        )
+
+    with registered(WithSinks("with"), KernelPair("without")):
+        assert_accurate(on("with"), case, inputs)
+        with pytest.raises(flash_dmattn.BackendUnsupportedError, match="- sink is set; this backend does not have it"):
+            on("without")
+
+
+def test_what_explain_says_of_a_sink(capsys: pytest.CaptureFixture[str]) -> None:
+    from flash_dmattn.__main__ import main
+
+    words = ["explain", "--q", "2,4096,16,64", "--arch", "sm_90", "--sink", "--grad"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "sink, gradients dq dk dv dsink" in said
+    problem = flash_dmattn.explain_problem(q=(2, 9, 4, 16), dtype="fp32", device="cpu", sink=True).problem
+    q = torch.zeros(2, 9, 4, 16)
+    assert problem == flash_dmattn.explain(q, q, q, sink=torch.zeros(4)).problem
+    assert "sink is set on CPU; FlexAttention's CPU kernel does not write lse" in str(
+        flash_dmattn.explain(q, q, q, sink=torch.zeros(4), backend="flex")
+    )
