@@ -67,6 +67,8 @@ def rows() -> tuple[Row, ...]:
         _row("flags", "softcap, head dim 256", q=(2, 4096, 16, 256), softcap=30.0),
         _row("flags", "lse returned", return_lse=True),
         _row("flags", "probabilities returned", return_probs=True),
+        _row("flags", "sink", sink=True),
+        _row("flags", "sink, CPU, forward", device="cpu", dtype="fp32", forward_only=True, sink=True),
         _row("mask", "(B, H, Lq, Lk)", mask=full),
         _row("mask", "(B, Hk, Lq, Lk), grouped heads", kv_heads=4, mask=(2, 4, 4096, 4096)),
         _row("mask", "(1, 1, Lq, Lk)", mask=(1, 1, 4096, 4096)),
