@@ -70,7 +70,7 @@ class Attention(torch.autograd.Function):
         """Run one forward pass for all the mapped calls, or of each its own."""
         if in_dims[4] is not None:
             calls = each_call(info.batch_size, in_dims, (q, k, v, bias, sink, passes, *mask))
-            results = [attend(needed_anew(passes, given), *given, *mask) for *given, passes, mask in calls]
+            results = [attend_anew(passes, given, mask) for *given, passes, mask in calls]
             return tuple(torch.stack(x) for x in zip(*results, strict=True)), (0, 0)
         inputs, form = (q, k, v, bias), passes.mask_form
         call = MappedCall(
@@ -84,7 +84,7 @@ class Attention(torch.autograd.Function):
             repeats=reads_repeats(passes),
             needs_dsink=sink is not None and sink.requires_grad,
         )
-        passes, mask = chosen_anew(passes, call)
+        passes, mask = chosen_anew(passes, call.problem, call.mask)
         out, lse = attend(passes, *call.inputs, sink, *mask)
         return (call.split(out), call.split(lse)), (0, 0)
 
@@ -159,13 +159,13 @@ def each_call(size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, 
         yield *given[:place], given[place], tuple(given[place + 1 :])
 
 
-def needed_anew(passes: Passes, inputs: Sequence[Tensor | None]) -> Passes:
-    """The backends of one of the calls that are mapped: which gradients it needs, its inputs tell."""
+def attend_anew(passes: Passes, inputs: Sequence[Any], mask: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """(out, lse) of one of the calls that are mapped: which gradients it needs, its inputs tell."""
     needs_grad = NeedsGrad(*(x is not None and x.requires_grad for x in inputs))
     problem = passes.problem._replace(needs_grad=needs_grad if torch.is_grad_enabled() else NeedsGrad())
-    forward, backward = select_pair(problem, passes.requested)
-    chosen: dict[str, Any] = {"forward": forward, "backward": backward}
-    return passes._replace(problem=problem, **chosen)
+    passes, mask = chosen_anew(passes, problem, mask)
+    q, k, v, bias, sink = inputs
+    return attend(passes, q, k, v, bias, sink, *mask)
 
 
 def reads_repeats(passes: Passes) -> bool:
@@ -176,12 +176,14 @@ def reads_repeats(passes: Passes) -> bool:
     )
 
 
-def chosen_anew(passes: Passes, call: MappedCall) -> tuple[Passes, tuple[Tensor, ...]]:
-    """The backends of a mapped call, and the tensors of its mask as they read it."""
-    forward, backward = select_pair(call.problem, passes.requested)
-    view = readable_view(call.problem, MaskView(passes.mask_form, call.mask), forward, backward)
+def chosen_anew(
+    passes: Passes, problem: AttentionProblem, mask: tuple[Tensor, ...]
+) -> tuple[Passes, tuple[Tensor, ...]]:
+    """The backends of a call that `torch.vmap` has changed, and the tensors of its mask as they read it."""
+    forward, backward = select_pair(problem, passes.requested)
+    view = readable_view(problem, MaskView(passes.mask_form, mask), forward, backward)
     chosen: dict[str, Any] = {"forward": forward, "backward": backward}
-    return passes._replace(problem=call.problem, mask_form=view.form, **chosen), view.tensors
+    return passes._replace(problem=problem, mask_form=view.form, **chosen), view.tensors
 
 
 def differentiate(
@@ -263,7 +265,7 @@ class AttentionBackward(torch.autograd.Function):
         if passes.backward is not None and accepts(passes.backward, call.problem, "backward"):
             passes, mask = passes._replace(problem=call.problem), call.mask
         else:
-            passes, mask = chosen_anew(passes, call)
+            passes, mask = chosen_anew(passes, call.problem, call.mask)
         dout, out, lse = (
             call.fold(x, dim) for x, dim in zip((dout, out, lse), (in_dims[0], *in_dims[7:9]), strict=True)
         )

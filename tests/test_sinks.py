@@ -229,9 +229,14 @@ def test_mapped_calls() -> None:
         torch.testing.assert_close(
             outs, torch.stack([flash_dmattn.attention(q, k, k, sink=s) for q, s in zip(many, one, strict=True)])
         )
+        mask = torch.rand(3, 2, 1, 3, 5) < 0.6
+        found = vmap(lambda q, s, m: flash_dmattn.attention(q, k, k, m, sink=s), (0, dim, 0))(many, sink, mask)
+        each_out = [flash_dmattn.attention(q, k, k, m, sink=s) for q, s, m in zip(many, one, mask, strict=True)]
+        torch.testing.assert_close(found, torch.stack(each_out))
         leaf = sink.clone().requires_grad_()  # the gradient from outside of the map
         vmap(lambda q, s: loss(q, s, bias), (0, dim))(many, leaf).sum().backward()
-        torch.testing.assert_close(leaf.grad, sum(x[1] for x in each) if dim is None else found[1])
+        of_each = torch.stack([x[1] for x in each])
+        torch.testing.assert_close(leaf.grad, of_each.sum(0) if dim is None else of_each)
 
 
 def test_more_batch_dims_share_a_sink() -> None:
