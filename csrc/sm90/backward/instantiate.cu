@@ -12,13 +12,9 @@ cudaError_t launch_backward_main<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FL
   constexpr int kD = FLASH_DMATTN_HEAD_DIM, kDv = FLASH_DMATTN_HEAD_DIM_V;
   if constexpr (has_two_key_tiles(kD, kDv)) {
     if (block_n > kTile) {
-      const auto launch = [&](auto form) {
-        using Traits = BackwardTraits<Element, kD, kDv, decltype(form)::value, MaskForm::kNone, false, 2 * kTile>;
-        return launch_backward_kernel<Traits>(params, blocks, stream);
-      };
-      if (bias == BackwardBias::kTileStore) return launch(std::integral_constant<BackwardBias, BackwardBias::kTileStore>{});
-      if (bias == BackwardBias::kTile) return launch(std::integral_constant<BackwardBias, BackwardBias::kTile>{});
-      return launch(std::integral_constant<BackwardBias, BackwardBias::kNone>{});
+      using Traits = BackwardTraits<Element, kD, kDv, BackwardBias::kTileStore, MaskForm::kNone, false,
+                                    2 * kTile>;
+      return launch_backward_kernel<Traits>(params, blocks, stream);
     }
   }
   if (bias == BackwardBias::kTileSum) {
