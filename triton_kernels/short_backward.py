@@ -159,10 +159,10 @@ def short_backward_kernel(
             if STORE_DELTA:
                 tl.store(delta + line, d, mask=row_ok)
                 log2 = tl.where(empty, float("inf"), natural * LOG2E + tl.math.log2(tl.where(empty, 1.0, total)))
-                tl.store(delta + shape.batch.to(tl.int64) * shape.num_heads * shape.seqlen_q + line, log2, mask=row_ok)
+                tl.store(delta + tl.cast(shape.batch, tl.int64) * shape.num_heads * shape.seqlen_q + line, log2, mask=row_ok)
         else:
             d = tl.load(delta + line, mask=row_ok, other=0.0)
-            log2_rows = delta + shape.batch.to(tl.int64) * shape.num_heads * shape.seqlen_q + line
+            log2_rows = delta + tl.cast(shape.batch, tl.int64) * shape.num_heads * shape.seqlen_q + line
             p = tl.math.exp2(s - tl.load(log2_rows, mask=row_ok, other=float("inf"))[:, None])
         if NEED_V:
             dv_tile = tl.dot(tl.trans(p.to(g_tile.dtype)), g_tile, input_precision=PRECISION)
