@@ -105,6 +105,7 @@ def short_backward_kernel(
     dims_v = tl.arange(0, BLOCK_DV)
     row_ok = rows < shape.seqlen_q
     inside = row_ok[:, None] & (keys < shape.seqlen_k)[None, :]
+    all_rows = tl.cast(shape.batch, tl.int64) * shape.num_heads * shape.seqlen_q  # a batch of 1 is a constant
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     b, h = head_of(begin, owner_b, first_head, members_h, walk)
     base = base_scores(
@@ -159,10 +160,10 @@ def short_backward_kernel(
             if STORE_DELTA:
                 tl.store(delta + line, d, mask=row_ok)
                 log2 = tl.where(empty, float("inf"), natural * LOG2E + tl.math.log2(tl.where(empty, 1.0, total)))
-                tl.store(delta + tl.cast(shape.batch, tl.int64) * shape.num_heads * shape.seqlen_q + line, log2, mask=row_ok)
+                tl.store(delta + all_rows + line, log2, mask=row_ok)
         else:
             d = tl.load(delta + line, mask=row_ok, other=0.0)
-            log2_rows = delta + tl.cast(shape.batch, tl.int64) * shape.num_heads * shape.seqlen_q + line
+            log2_rows = delta + all_rows + line
             p = tl.math.exp2(s - tl.load(log2_rows, mask=row_ok, other=float("inf"))[:, None])
         if NEED_V:
             dv_tile = tl.dot(tl.trans(p.to(g_tile.dtype)), g_tile, input_precision=PRECISION)
