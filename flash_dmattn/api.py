@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .autograd import Attention, Passes
+from .autograd import Attention, Passes, run_forward
 from .backends.protocol import has_forward_ad, is_composite
 from .dispatch.call_cache import look_up, remember
 from .dispatch.mask_view import dense_mask, mask_view
 from .dispatch.selection import select
 from .dispatch.settings import BackendChoice
-from .operators import is_transformed
+from .operators import is_transformed, sink_argument
 from .problem import as_scores, fold_call, unfold
 from .validation import describe, follow_autocast
 
@@ -125,17 +125,11 @@ def attention(
     if forward_ad._current_level >= 0 and not has_forward_ad(forward):
         _refuse_tangents(forward.NAME, q, k, v, bias, sink)
     if is_composite(forward):
-        if sink is None:
-            results = forward.attention(problem, q, k, v, dense_mask(mask), bias)
-        else:
-            results = forward.attention(problem, q, k, v, dense_mask(mask), bias, sink=sink)
+        results = forward.attention(problem, q, k, v, dense_mask(mask), bias, **sink_argument(sink))
     else:
         view = mask_view(problem, mask, forward, backward)
         if backward is None and (key is not None or not is_transformed()):
-            if sink is None:
-                results = forward.forward(problem, q, k, v, view, bias)
-            else:
-                results = forward.forward(problem, q, k, v, view, bias, sink=sink)
+            results = run_forward(forward, problem, q, k, v, view, bias, sink)
         else:
             passes = Passes(problem, forward, backward, view.form, backend)
             results = Attention.apply(q, k, v, bias, sink, passes, *view.tensors)

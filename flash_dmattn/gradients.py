@@ -11,15 +11,7 @@ from .problem import Gradients
 from .reference.formula import sum_entries
 from .reference.sinks import row_delta, sink_gradient, through_lse
 
-__all__ = ["empty_gradients", "key_gradient", "query_gradient", "row_delta", "sink_gradient", "zero_gradients"]
-
-
-def zero_gradients(inputs: Sequence[Tensor | None], needs_grad: Sequence[bool]) -> Gradients:
-    """The gradients of (q, k, v, bias) where there is nothing to attend: zeros where they are needed."""
-    return tuple(
-        torch.zeros(x.shape, dtype=x.dtype, device=x.device) if x is not None and needed else None
-        for x, needed in zip(inputs, needs_grad[:4], strict=True)
-    )
+__all__ = ["empty_gradients", "key_gradient", "query_gradient", "row_delta", "sink_gradient"]
 
 
 def empty_gradients(
@@ -31,8 +23,15 @@ def empty_gradients(
     sink: Tensor | None,
     needs_grad: Sequence[bool],
 ) -> Gradients:
-    """The gradients of a call without a pair of a query and a key: zeros, and of a sink what dlse asks for."""
-    gradients = zero_gradients(inputs, needs_grad)
+    """The gradients of a call without a pair of a query and a key: zeros, and of a sink what dlse asks for.
+
+    Args:
+        inputs: q, k, v and bias.
+    """
+    gradients = tuple(
+        torch.zeros(x.shape, dtype=x.dtype, device=x.device) if x is not None and needed else None
+        for x, needed in zip(inputs, needs_grad[:4], strict=True)
+    )
     if sink is None:
         return gradients
     return *gradients, sink_gradient(sink, lse, row_delta(dout, out, dlse, lse)) if needs_grad[4] else None

@@ -23,6 +23,7 @@ from .tile_ops import (
     mask_head,
     reader_of,
     renormalize,
+    row_totals,
     soft_cap,
 )
 
@@ -150,7 +151,7 @@ def backward_bias_kernel(
             s = tl.where(allowed, s, float("-inf"))
             p = tl.math.exp2(s - lse_rows[:, None])
             if FEW_KEYS:
-                p = renormalize(p, sink, h, lse_rows, 1, HAS_SINK)
+                p = renormalize(p, row_totals(p, sink, h, lse_rows, 1, HAS_SINK), 1)
             v_tile = load_tile(
                 v, v_strides, b, h_k, first_key, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
                 BLOCK_N, BLOCK_DV, TMA, WIDE, True, PAD_DV,

@@ -27,6 +27,7 @@ from .tile_ops import (
     mask_head,
     queries_of_keys,
     renormalize,
+    row_totals,
     shared_head,
     soft_cap,
 )
@@ -212,7 +213,7 @@ def backward_keys_kernel(
                         s = tl.where(allowed, s, float("-inf"))
                     p = tl.math.exp2(s - lse_rows[None, :])
                     if FEW_KEYS:
-                        p = renormalize(p, sink, h, lse_rows, 0, HAS_SINK)
+                        p = renormalize(p, row_totals(p, sink, h, lse_rows, 0, HAS_SINK), 0)
                     g_tile = load_tile(
                         dout, dout_strides, b, h, first, rows, shape.seqlen_q, dims_v, shape.head_dim_v,
                         BLOCK_M, BLOCK_DV, TMA, WIDE, True, PAD_DV,

@@ -24,6 +24,7 @@ from .tile_ops import (
     load_vector,
     mask_head,
     renormalize,
+    row_totals,
     shared_head,
     soft_cap,
 )
@@ -141,7 +142,7 @@ def backward_queries_kernel(
                 s = tl.where(allowed, s, float("-inf"))
             p = tl.math.exp2(s - lse_rows[:, None])
             if FEW_KEYS:
-                p = renormalize(p, sink, h, lse_rows, 1, HAS_SINK)
+                p = renormalize(p, row_totals(p, sink, h, lse_rows, 1, HAS_SINK), 1)
             v_tile = load_tile(
                 v, v_strides, b, h_k, place, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
                 BLOCK_N, BLOCK_DV, TMA, WIDE, phase == 1, PAD_DV,

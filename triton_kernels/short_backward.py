@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .short_rows import base_scores, head_of, load_dense, masked, walk_of
-from .tile_ops import LOG2E, load_tile, soft_cap
+from .tile_ops import LOG2E, load_tile, renormalize, row_totals, soft_cap
 
 # What of the gradient of a bias this kernel makes: nothing, sums over the queries of each key, ds of every head, or the
 # sum of ds over the heads of a walk, in a slot for each of its chunks.
@@ -149,10 +149,8 @@ def short_backward_kernel(
             # +inf: exp2(-inf - -inf) is NaN
             lse_rows = tl.where(empty, float("inf"), natural * LOG2E)
             p = tl.math.exp2(s - lse_rows[:, None])
-            total = tl.sum(p, 1)
-            if HAS_SINK:
-                total += tl.math.exp2(tl.load(sink + h).to(tl.float32) * LOG2E - lse_rows)
-            p = p / tl.where(total > 0.0, total, 1.0)[:, None]
+            total = row_totals(p, sink, h, lse_rows, 1, HAS_SINK)
+            p = renormalize(p, total, 1)
             d = tl.sum(p * dp, 1)
             if HAS_DLSE:
                 at = dlse + b * dlse_strides[0] + h.to(tl.int64) * dlse_strides[1] + rows.to(tl.int64) * dlse_strides[2]

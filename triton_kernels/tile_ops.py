@@ -185,14 +185,20 @@ def soft_cap(x):
 
 
 @triton.jit
-def renormalize(p, sink, h, lse_rows, axis: tl.constexpr, HAS_SINK: tl.constexpr):
-    """p of all keys of a row, which this tile has, over their sum: that is 1 but for the rounding of a great lse.
+def row_totals(p, sink, h, lse_rows, axis: tl.constexpr, HAS_SINK: tl.constexpr):
+    """Sums of p of all keys of a row, which this tile has, and of its sink: 1 but for the rounding of a great lse.
 
-    With a sink the sum has its share. `lse_rows` is in base 2, +inf of an empty row.
+    `lse_rows` is in base 2, +inf of an empty row, whose sum is 0.
     """
     total = tl.sum(p, axis)
     if HAS_SINK:
         total += tl.math.exp2(tl.load(sink + h).to(tl.float32) * LOG2E - lse_rows)
+    return total
+
+
+@triton.jit
+def renormalize(p, total, axis: tl.constexpr):
+    """p over the sums of its rows."""
     return p / tl.expand_dims(tl.where(total > 0.0, total, 1.0), axis)
 
 

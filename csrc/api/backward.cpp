@@ -182,8 +182,8 @@ struct Postprocess {
 void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask,
               std::optional<Tensor> key_order, std::optional<Tensor> bias, Tensor out, Tensor lse,
               std::optional<Tensor> dq, std::optional<Tensor> dk, std::optional<Tensor> dv, std::optional<Tensor> dbias,
-              std::optional<Tensor> dbias_sums, std::optional<Tensor> delta, int64_t low, int64_t high, double softmax_scale, double softcap,
-              bool deterministic, int64_t num_dbias_chunks) {
+              std::optional<Tensor> dbias_sums, std::optional<Tensor> delta, int64_t low, int64_t high,
+              double softmax_scale, double softcap, bool deterministic, int64_t num_dbias_chunks) {
   const Sizes sizes = sizes_of(kName, q, k, v);
   const KernelInstance instance = instance_for(q.scalar_type(), sizes.head_dim, sizes.head_dim_v);
   CHECK_ARGUMENT(sizes.head_dim_v <= kMaxRowColumns, "rows of out have ", sizes.head_dim_v, " columns, more than ",
@@ -404,8 +404,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flash_dmattn, m) {
   m.def(
       "cuda_backward_kernel(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? key_order, "
       "Tensor? bias, Tensor out, Tensor lse, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dbias, "
-      "Tensor(e!)? dbias_sums, Tensor(f!)? delta, int low, int high, float softmax_scale, float softcap, bool deterministic, "
-      "int num_dbias_chunks) -> ()");
+      "Tensor(e!)? dbias_sums, Tensor(f!)? delta, int low, int high, float softmax_scale, float softcap, "
+      "bool deterministic, int num_dbias_chunks) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, m) { m.impl("cuda_backward_kernel", TORCH_BOX(&backward)); }

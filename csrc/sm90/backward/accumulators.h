@@ -1,4 +1,5 @@
-// Accumulators of dq, dk and dv in device memory: tiles of 64 x 64 floats (64 x 32 at D32), laid out as a warpgroup's threads hold them.
+// Accumulators of dq, dk and dv in device memory: tiles of 64 x 64 floats (64 x 32 at D32), laid out as a warpgroup's
+// threads hold them.
 #pragma once
 
 #include "launch.h"
