@@ -181,11 +181,12 @@ struct BackwardParams {
   CUtensorMap q, k, v, dout, bias, dbias;
   void* dk;  // (B, Lk, Hk, D), contiguous; null if not needed
   void* dv;  // (B, Lk, Hk, Dv), contiguous; null if not needed
-  // (pairs, blocks_k, kBlockN / 64, panels of D, 4096), zeros: for the (batch, key head) pairs whose query heads are
-  // work tiles of their own. Null if there are none, or if the gradient is not needed.
+  // (pairs, blocks_k, kBlockN / 64, panels of D, 64 rows of a panel), zeros: for the (batch, key head) pairs whose query
+  // heads are work tiles of their own. Null if there are none, or if the gradient is not needed.
   float* dk_sums;
   float* dv_sums;      // the same for Dv
-  float* dq_sums;      // (B, Hq, 2 Tq, panels of D, 4096), zeros; null if not needed
+  float* dq_sums;      // (B, Hq, 2 Tq, panels of D, 64 rows of a panel), zeros; null if not needed, or if dq is given
+  void* dq;            // (B, Lq, Hq, D), contiguous, if a work tile has all keys; else null
   int* dq_semaphore;   // (B, Hq, blocks of queries), zeros: how many key blocks have added to a query block; null if
                        // the order of additions is free
   int* dkv_semaphore;  // (B, Hk, blocks_k), zeros: how many heads of a group have added to a key block's dk_sums and

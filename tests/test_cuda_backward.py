@@ -203,6 +203,31 @@ def test_two_tiles_of_keys_at_a_time(
     check(backend, case, case.build(), deterministic=deterministic)
 
 
+@pytest.mark.parametrize("needs_grad", (ALL, ("q",), ("q", "k"), ("q", "bias")), ids="-".join)
+@pytest.mark.parametrize(
+    "bias", (None, ("B", "Hq", "Lq", "1"), ("1", "Hq", "Lq", "Lk"), FULL), ids=("none", "per query", "shared", "full")
+)
+@pytest.mark.parametrize("lengths", ((1, 136), (65, 200), (193, 256)), ids=str)
+@pytest.mark.parametrize("heads", ((70, 70, 64), (140, 70, 40), (140, 70, 32), (70, 70, 24)), ids=str)
+def test_dq_that_a_block_completes(
+    backend: Runner,
+    heads: tuple[int, int, int],
+    lengths: tuple[int, int],
+    bias: tuple[str, ...] | None,
+    needs_grad: tuple[str, ...],
+) -> None:
+    """Blocks of two key tiles that are all keys: dq is stored, not added to sums, and the same in every run."""
+    (num_heads, num_heads_k, head_dim), (seqlen_q, seqlen_k) = heads, lengths
+    case = BASE.with_(num_heads=num_heads, num_heads_k=num_heads_k, head_dim=head_dim, bias=bias)
+    case = case.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k, needs_grad=needs_grad)
+    case = case.with_(batch=1 if bias is None or bias[0] == "B" else 3)
+    schedule = schedule_of(differentiated(case, True))
+    assert schedule.completes_dq and schedule.has_two_key_tiles and not schedule.is_ordered
+    inputs = case.build()
+    check(backend, case, inputs, deterministic=True)
+    check_again(backend, case, inputs, deterministic=True)
+
+
 @pytest.mark.parametrize("lengths", ((193, 264), (1190, 70)), ids=str)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_dbias_per_key_is_summed_before_it_is_rounded(backend: Runner, head_dim: int, lengths: tuple[int, int]) -> None:

@@ -264,6 +264,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   const bool has_bias_tiles =
       form == BackwardBias::kTile || form == BackwardBias::kTileStore || form == BackwardBias::kTileSum;
   call.shares_over_batch = shares_over_batch(params, has_bias_tiles, has_mask);
+  call.has_key_bias = form == BackwardBias::kVector;
   const BackwardSchedule schedule = schedule_backward(call, writer, num_sms);
   const int block_n = schedule.block_n;
   const int block_m = backward_block_m(instance.head_dim, instance.head_dim_v, block_n);
@@ -328,7 +329,8 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   const int64_t counter_at = scratch.add(needs_counter ? 1 : 0),
                 dq_semaphore_at = scratch.add(is_ordered ? blocks_q : 0);
   const int64_t dkv_semaphore_at = scratch.add(is_ordered ? summed_pairs * blocks_k : 0);
-  const int64_t dq_at = scratch.add(dq.has_value() ? padded_rows * dq_columns : 0);
+  const bool sums_dq = dq.has_value() && !schedule.completes_dq;
+  const int64_t dq_at = scratch.add(sums_dq ? padded_rows * dq_columns : 0);
   const int64_t places_at = scratch.length;
   const int64_t dk_at = scratch.add(dk.has_value() ? summed_rows * dq_columns : 0);
   const int64_t dv_at = scratch.add(dv.has_value() ? summed_rows * dv_columns : 0);
@@ -347,7 +349,8 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   params.delta = rows.delta;
   if (needs_counter) params.tile_counter = reinterpret_cast<int*>(start + counter_at);
   if (is_ordered) params.dq_semaphore = reinterpret_cast<int*>(start + dq_semaphore_at);
-  if (dq.has_value()) params.dq_sums = start + dq_at;
+  if (sums_dq) params.dq_sums = start + dq_at;
+  if (schedule.completes_dq) params.dq = dq->mutable_data_ptr();
   const bool sums_dk = dk.has_value() && summed_pairs > 0, sums_dv = dv.has_value() && summed_pairs > 0;
   if (sums_dk) params.dk_sums = start + dk_at;
   if (sums_dv) params.dv_sums = start + dv_at;

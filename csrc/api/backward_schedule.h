@@ -20,6 +20,7 @@ struct BackwardCall {
   bool is_banded;                          // the band forbids something; of a mask, the band is part of it
   bool has_softcap, is_deterministic, needs_dq, needs_dk_or_dv;
   bool shares_over_batch;                  // batch entries read the same bias per score or the same mask
+  bool has_key_bias;                       // a bias of one value per key
 };
 
 constexpr int64_t kDbiasColumns = 8;  // of a row of dbias, or of its sums; 16 bytes of dbias are written at a time
@@ -107,6 +108,7 @@ struct BackwardSchedule {
   int64_t walk_parts;            // work tiles that share the walk of a key block and a head
   int64_t walk_tiles;            // tiles of queries that one of them gets at most; 0 where walks stay whole
   int64_t num_work_tiles;
+  bool completes_dq;             // a work tile has all keys, and stores dq of its queries; else dq is summed
   bool is_ordered;               // sums are added in a fixed order
   bool tiles_differ;             // in length, so that blocks take them as they finish
 };
@@ -114,8 +116,8 @@ struct BackwardSchedule {
 constexpr int64_t kEnoughTilesPerSm = 8;  // so many for each SM leave no SM waiting long for the last
 
 // Whether blocks of two key tiles finish earlier than twice as many blocks of one. Where dbias is stored such a block
-// takes 5/3 of the time, because those kernels are bound by L2 and it moves less. Not used behind a band, where it is
-// slower: docs/notes/cuda_tried.md, "Backward kernel".
+// takes 5/3 of the time, because those kernels are bound by L2 and it moves less; where it has all keys, because nothing
+// is added to dq. Not used behind a band, where it is slower: docs/notes/cuda_tried.md, "Backward kernel".
 inline bool pays_to_take_two(int64_t pairs, int64_t tiles_k, int64_t num_sms) {
   const auto waves = [&](int64_t blocks) { return ceil_div(pairs * blocks, num_sms); };
   return 5 * waves(ceil_div(tiles_k, 2)) <= 3 * waves(tiles_k);
@@ -143,13 +145,15 @@ inline int64_t count_full_group_pairs(const BackwardCall& call, const BackwardSc
 inline BackwardSchedule schedule_backward(const BackwardCall& call, DbiasWriter writer, int64_t num_sms) {
   const int64_t pairs_k = call.batch * call.num_heads_k, tiles_k = ceil_div(call.seqlen_k, kTile);
   const bool has_mask = call.mask_batch > 0;
-  const bool has_two_tiles = writer == DbiasWriter::kMain && !has_mask && !call.is_banded && !call.has_softcap &&
-                             has_two_key_tiles(call.head_dim, call.head_dim_v) &&
-                             pays_to_take_two(pairs_k, tiles_k, num_sms);
+  const bool takes_two = !has_mask && !call.is_banded && !call.has_softcap && !call.has_key_bias &&
+                         has_two_key_tiles(call.head_dim, call.head_dim_v) &&
+                         pays_to_take_two(pairs_k, tiles_k, num_sms);
   BackwardSchedule schedule{};
+  schedule.completes_dq = takes_two && tiles_k == 2 && call.needs_dq && writer != DbiasWriter::kClusters;
+  const bool has_two_tiles = schedule.completes_dq || (takes_two && writer == DbiasWriter::kMain);
   schedule.block_n = has_two_tiles ? 2 * kTile : backward_block_n(call.head_dim, call.head_dim_v);
   schedule.blocks_k = has_two_tiles ? ceil_div(tiles_k, 2) : tiles_k * (kTile / schedule.block_n);
-  schedule.is_ordered = call.needs_dq && call.is_deterministic;
+  schedule.is_ordered = call.needs_dq && call.is_deterministic && !schedule.completes_dq;
   schedule.batch_is_inner = writer == DbiasWriter::kClusters || call.shares_over_batch;
   schedule.full_group_pairs = count_full_group_pairs(call, schedule, num_sms);
   schedule.summed_pairs = pairs_k - schedule.full_group_pairs;

@@ -110,6 +110,33 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     if (p.dq_semaphore != nullptr) named_barrier_arrive(kHasAddedBarrier + group, 128 + 32);
   }
 
+  // Stores dq, (B, Lq, Hq, D), of all keys; those of a quad are 16 bytes of a row.
+  __device__ __forceinline__ void store_dq(const DqAccum& dq, const KeyWorkItem<Traits>& item, int block) {
+    static_assert(kBlockM == 64, "both consumers have the rows of the block");
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int query = block * kBlockM + warp * 16 + lane / 4 + 8 * r;
+      Element* row = static_cast<Element*>(p.dq) +
+                     ((static_cast<int64_t>(item.batch) * p.seqlen_q + query) * p.num_heads + item.head) * p.head_dim;
+#pragma unroll
+      for (int c = 0; c < kDqColumns / 8; ++c) {
+        const int i = 4 * c + 2 * r, column = group * kDqColumns + 8 * c + 2 * (lane % 4);
+        if (query < p.seqlen_q && column < p.head_dim) {
+          *reinterpret_cast<uint32_t*>(row + column) =
+              pack(dq[i] * p.softmax_scale, dq[i + 1] * p.softmax_scale, Element{});
+        }
+      }
+    }
+  }
+
+  // What becomes of dq of a query block: a share of it is added to the sums, and all of it stored.
+  __device__ __forceinline__ void finish_dq(const DqAccum& dq, const KeyWorkItem<Traits>& item, int block) {
+    if (p.dq_sums != nullptr) add_dq(dq, item, block);
+    if constexpr (kKeyTiles == 2) {
+      if (p.dq != nullptr) store_dq(dq, item, block);
+    }
+  }
+
   // --- scores ---------------------------------------------------------------------------------------------------
 
   // finish_scores with a tile of bias, loaded 16 queries ahead of its use. Loaded all at once, the first lse would wait
@@ -231,7 +258,7 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     wgmma_fence_operand(dq);
     if (i > 0) {
       release_ds(pipes.dq);
-      if (p.dq_sums != nullptr) add_dq(dq, item, last_index);
+      finish_dq(dq, item, last_index);
     }
   }
 
@@ -324,13 +351,13 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
         }
       }
     }
-    if (p.dq_sums != nullptr) {
+    if (p.dq_sums != nullptr || (kKeyTiles == 2 && p.dq != nullptr)) {
       DqAccum dq;
       wait_for_ds(pipes.dq);
       start_dq(dq, pipes.dq);
       wgmma_wait<0>();
       wgmma_fence_operand(dq);
-      add_dq(dq, item, last_index);
+      finish_dq(dq, item, last_index);
     }
     release_ds(pipes.dq);
   }

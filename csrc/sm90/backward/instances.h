@@ -5,8 +5,8 @@
 
 namespace flash_dmattn {
 
-// block_m: queries of a step. block_n: keys of a work tile, a mask tile or half of one. Where dbias is stored as tiles,
-// without mask and softcap, there are also kernels with block_n of two mask tiles.
+// block_m: queries of a step. block_n: keys of a work tile, a mask tile or half of one. Without mask, softcap and a bias
+// per key there are also kernels with block_n of two mask tiles.
 constexpr int backward_block_m(int head_dim, int head_dim_v, int keys) {
   return head_dim <= 64 && head_dim_v <= 64 && keys <= kTile ? 128 : 64;
 }

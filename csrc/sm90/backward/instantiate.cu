@@ -5,18 +5,28 @@
 
 namespace flash_dmattn {
 
+// A template, so that head dims without such kernels make none.
+template <int kD, int kDv>
+cudaError_t launch_two_key_tiles(const BackwardParams& params, BackwardBias bias, int blocks, cudaStream_t stream) {
+  if constexpr (has_two_key_tiles(kD, kDv)) {
+    const auto launch = [&](auto form) {
+      using Traits = BackwardTraits<FLASH_DMATTN_ELEMENT, kD, kDv, decltype(form)::value, MaskForm::kNone, false,
+                                    2 * kTile>;
+      return launch_backward_kernel<Traits>(params, blocks, stream);
+    };
+    if (bias == BackwardBias::kTileStore) return launch(std::integral_constant<BackwardBias, BackwardBias::kTileStore>{});
+    if (bias == BackwardBias::kTile) return launch(std::integral_constant<BackwardBias, BackwardBias::kTile>{});
+    return launch(std::integral_constant<BackwardBias, BackwardBias::kNone>{});
+  }
+  return cudaErrorInvalidValue;
+}
+
 template <>
 cudaError_t launch_backward_main<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V>(
     const BackwardParams& params, BackwardBias bias, MaskForm mask, int block_n, int blocks, cudaStream_t stream) {
   using Element = FLASH_DMATTN_ELEMENT;
   constexpr int kD = FLASH_DMATTN_HEAD_DIM, kDv = FLASH_DMATTN_HEAD_DIM_V;
-  if constexpr (has_two_key_tiles(kD, kDv)) {
-    if (block_n > kTile) {
-      using Traits = BackwardTraits<Element, kD, kDv, BackwardBias::kTileStore, MaskForm::kNone, false,
-                                    2 * kTile>;
-      return launch_backward_kernel<Traits>(params, blocks, stream);
-    }
-  }
+  if (block_n > kTile) return launch_two_key_tiles<kD, kDv>(params, bias, blocks, stream);
   if (bias == BackwardBias::kTileSum) {
     return with_bool(mask != MaskForm::kNone, [&](auto has_mask) {
       constexpr MaskForm kMask = decltype(has_mask)::value ? MaskForm::kTiles : MaskForm::kNone;

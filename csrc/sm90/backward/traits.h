@@ -25,8 +25,9 @@ struct BackwardTraits {
   // A consumer holds dk and dv of 64 keys, D floats per thread, and scores and dp of a query block, kBlockM floats: 192
   // of its 240 registers, at D64 and at D128.
   //
-  // At D64 two key tiles fit too, with 64 queries at a time: as many scores per step, but q and dout are read half as
-  // often and half as much is added to dq. That pays where dbias is stored, and only there.
+  // Up to D64 two key tiles fit too, with 64 queries at a time: as many scores per step, but q and dout are read half as
+  // often and half as much is added to dq. That pays where dbias is stored; and where these are all keys, so that dq is
+  // complete.
   static constexpr int kConsumers = 2, kBlockN = kN, kKeyTiles = kBlockN / kTile;
   static constexpr int kBlockM = backward_block_m(kD, kDv, kBlockN);
   static constexpr int kStages = 2;
@@ -68,7 +69,8 @@ struct BackwardTraits {
 
   static_assert(kDqColumns <= kAccumColumns, "at most an accumulator tile");
   static_assert(!(kSumsDbias && kHasSoftcap), "ds has the slope of tanh, and dbias has not");
-  static_assert(kKeyTiles == 1 || (kStoresDbias && !kHasMask && !kHasSoftcap), "where dbias is stored");
+  static_assert(kKeyTiles == 1 || (!kSumsDbias && kBias != BackwardBias::kVector && !kHasMask && !kHasSoftcap),
+                "where there are kernels of two key tiles");
 };
 
 }  // namespace flash_dmattn
