@@ -13,7 +13,7 @@ from .dispatch.call_cache import look_up, remember
 from .dispatch.mask_view import dense_mask, mask_view
 from .dispatch.selection import select
 from .dispatch.settings import BackendChoice
-from .operators import is_transformed, sink_argument
+from .operators import extra_arguments, is_transformed
 from .problem import as_scores, fold_call, unfold
 from .validation import describe, follow_autocast
 
@@ -125,7 +125,7 @@ def attention(
     if forward_ad._current_level >= 0 and not has_forward_ad(forward):
         _refuse_tangents(forward.NAME, q, k, v, bias, sink)
     if is_composite(forward):
-        results = forward.attention(problem, q, k, v, dense_mask(mask), bias, **sink_argument(sink))
+        results = forward.attention(problem, q, k, v, dense_mask(mask), bias, **extra_arguments(sink, None))
     else:
         view = mask_view(problem, mask, forward, backward)
         if backward is None and (key is not None or not is_transformed()):

@@ -31,6 +31,7 @@ def forward_flop(
     mask_form: MaskForm,
     bias: Tensor | None,
     sink: Tensor | None,
+    sequences: list[Tensor],
     *flags: Any,
     out_val: object = None,
 ) -> int:
@@ -53,6 +54,7 @@ def backward_flop(
     mask_form: MaskForm,
     bias: Tensor | None,
     sink: Tensor | None,
+    sequences: list[Tensor],
     out: Tensor,
     lse: Tensor,
     *flags_and_need: Any,

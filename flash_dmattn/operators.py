@@ -14,16 +14,18 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from . import flops
-from .problem import AttentionProblem, Flags, Gradients, MaskForm, MaskView, NeedsGrad
+from .problem import AttentionProblem, Flags, Gradients, MaskForm, MaskView, NeedsGrad, SequenceView
 
 _LIBRARY = torch.library.Library("flash_dmattn", "DEF")
 
 # `Flags`, one by one; `mask` and `mask_form` are the fields of a `MaskView`.
 _FLAGS = (
     "int left, int right, float softmax_scale, float softcap, bool deterministic, "
-    "SymInt mask_repeat, SymInt bias_repeat"
+    "SymInt mask_repeat, SymInt bias_repeat, str layout, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+    "str mask_packing, str bias_packing"
 )
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor[] mask, str mask_form, Tensor? bias, Tensor? sink"
+# `sequences` are the tensors of a `SequenceView`; none of a dense call.
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor[] mask, str mask_form, Tensor? bias, Tensor? sink, Tensor[] sequences"
 FORWARD_SCHEMA = f"({_INPUTS}, {_FLAGS}) -> (Tensor out, Tensor lse)"
 # A list holds the gradients asked for and no others: an operator cannot return None under torch.compile.
 BACKWARD_SCHEMA = (
@@ -76,6 +78,7 @@ def _backward_fake(
     mask_form: MaskForm,
     bias: Tensor | None,
     sink: Tensor | None,
+    sequences: list[Tensor],
     out: Tensor,
     lse: Tensor,
     *flags_and_need: Any,
@@ -127,7 +130,7 @@ def is_watched(*tensors: object) -> bool:
 
 # What runs a pass: forward(q, k, v, mask, bias, flags) -> (out, lse), and
 # backward(dout, dlse, q, k, v, mask, bias, out, lse, flags, needs_grad) -> gradients.
-# Calls with a sink, and only those, pass it on as one more argument, sink=.
+# Calls with a sink, and only those, pass it on as one more argument, sink=; so those with sequences, sequences=.
 Forward = Callable[..., tuple[Tensor, Tensor]]
 Backward = Callable[..., Gradients]
 
@@ -145,7 +148,8 @@ def define_pair(
             as (problem, q, k, v, bias): what the problem says need not be asked of the tensors again.
 
     A pair that lists "sink" in its FEATURES is called with one more argument, sink (Hq,), where a call has one; its
-    backward returns dsink as a fifth gradient then.
+    backward returns dsink as a fifth gradient then. One that lists "sequences" is called with sequences=, a
+    `SequenceView`, where a call has them.
     """
     return define_forward(name, forward, maskless), define_backward(name, backward)
 
@@ -163,9 +167,11 @@ def define_forward(
         mask_form: MaskForm,
         bias: Tensor | None,
         sink: Tensor | None,
+        sequences: list[Tensor],
         *flags: Any,
     ) -> tuple[Tensor, Tensor]:
-        return forward(q, k, v, MaskView(mask_form, tuple(mask)), bias, Flags(*flags), **sink_argument(sink))
+        rest = extra_arguments(sink, view_of(sequences))
+        return forward(q, k, v, MaskView(mask_form, tuple(mask)), bias, Flags(*flags), **rest)
 
     _LIBRARY.define(f"{name}_forward{FORWARD_SCHEMA}")
     _LIBRARY.impl(f"{name}_forward", operator, "CompositeExplicitAutograd")
@@ -184,12 +190,18 @@ def define_forward(
         mask: MaskView,
         bias: Tensor | None,
         sink: Tensor | None = None,
+        sequences: SequenceView | None = None,
     ) -> tuple[Tensor, Tensor]:
         # On meta tensors the operator runs its fake implementation: shapes without values. A profiler shows what goes
         # through the dispatcher; asked here and not by `is_watched`, so that what is remembered of a call stays so.
-        if is_watched(q, k, v, bias, sink, *mask.tensors) or problem.device == "meta" or profiler._is_profiler_enabled:
-            out, lse = forward_op(q, k, v, list(mask.tensors), mask.form, bias, sink, *problem.flags)
+        where = () if sequences is None else sequences.tensors
+        watched = is_watched(q, k, v, bias, sink, *mask.tensors, *where)
+        if watched or problem.device == "meta" or profiler._is_profiler_enabled:
+            inputs = (q, k, v, list(mask.tensors), mask.form, bias, sink, list(where))
+            out, lse = forward_op(*inputs, *problem.flags)
             return out, lse
+        if sequences is not None:
+            return forward(q, k, v, mask, bias, problem.flags, **extra_arguments(sink, sequences))
         if maskless is not None and mask.form == "none":
             return maskless(problem, q, k, v, bias) if sink is None else maskless(problem, q, k, v, bias, sink=sink)
         if sink is not None:
@@ -212,6 +224,7 @@ def define_backward(name: str, backward: Backward) -> Callable[..., Gradients]:
         mask_form: MaskForm,
         bias: Tensor | None,
         sink: Tensor | None,
+        sequences: list[Tensor],
         out: Tensor,
         lse: Tensor,
         *flags_and_need: Any,
@@ -219,7 +232,8 @@ def define_backward(name: str, backward: Backward) -> Callable[..., Gradients]:
         *flags, needs_grad = flags_and_need
         view = MaskView(mask_form, tuple(mask))
         numbers = (Flags(*flags), NeedsGrad(*needs_grad))
-        gradients = backward(dout, dlse, q, k, v, view, bias, out, lse, *numbers, **sink_argument(sink))
+        rest = extra_arguments(sink, view_of(sequences))
+        gradients = backward(dout, dlse, q, k, v, view, bias, out, lse, *numbers, **rest)
         return [gradient for gradient in gradients if gradient is not None]
 
     _LIBRARY.define(f"{name}_backward{BACKWARD_SCHEMA}")
@@ -241,24 +255,31 @@ def define_backward(name: str, backward: Backward) -> Callable[..., Gradients]:
         out: Tensor,
         lse: Tensor,
         sink: Tensor | None = None,
+        sequences: SequenceView | None = None,
     ) -> Gradients:
         flags, needs_grad = problem.flags, problem.needs_grad
-        watched = is_watched(dout, dlse, q, k, v, bias, sink, out, lse, *mask.tensors)
+        where = () if sequences is None else sequences.tensors
+        watched = is_watched(dout, dlse, q, k, v, bias, sink, out, lse, *mask.tensors, *where)
         if watched or problem.device == "meta" or profiler._is_profiler_enabled:
-            found = backward_op(
-                dout, dlse, q, k, v, list(mask.tensors), mask.form, bias, sink, out, lse, *flags, list(needs_grad)
-            )
-            return spread(found, needs_grad)
-        if sink is not None:
-            return backward(dout, dlse, q, k, v, mask, bias, out, lse, flags, needs_grad, sink=sink)
-        return backward(dout, dlse, q, k, v, mask, bias, out, lse, flags, needs_grad)
+            inputs = (q, k, v, list(mask.tensors), mask.form, bias, sink, list(where))
+            return spread(backward_op(dout, dlse, *inputs, out, lse, *flags, list(needs_grad)), needs_grad)
+        rest = extra_arguments(sink, sequences)
+        return backward(dout, dlse, q, k, v, mask, bias, out, lse, flags, needs_grad, **rest)
 
     return run_backward
 
 
-def sink_argument(sink: Tensor | None) -> dict[str, Tensor]:
-    """What passes a sink on, to those that have to have it: a backend without sinks is never called with one."""
-    return {} if sink is None else {"sink": sink}
+def extra_arguments(sink: Tensor | None, sequences: SequenceView | None) -> dict[str, Any]:
+    """What passes a sink and sequences on: a backend without them is never called with them."""
+    arguments: dict[str, Any] = {} if sink is None else {"sink": sink}
+    if sequences is not None:
+        arguments["sequences"] = sequences
+    return arguments
+
+
+def view_of(sequences: list[Tensor]) -> SequenceView | None:
+    """A `SequenceView` of its tensors, or None of none."""
+    return SequenceView(*sequences) if sequences else None
 
 
 def spread(gradients: list[Tensor], needs_grad: NeedsGrad) -> Gradients:

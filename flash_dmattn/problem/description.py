@@ -15,6 +15,12 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Shape4 = tuple[int, int, int, int]
 # No mask, a bool tensor, or a prepared mask: a TileMask, a KeyMask or an IntervalMask.
 MaskForm = Literal["none", "dense", "tiles", "keys", "intervals"]
+# How the sequences of a batch lie: each an entry of the batch, of full length ("dense"), the entries used in part
+# ("padded"), one behind the other in one row of tokens ("packed"), or with keys in pages of a cache ("paged", with packed
+# queries "paged_packed").
+Layout = Literal["dense", "packed", "padded", "paged", "paged_packed"]
+# What of a mask or a bias is packed: nothing, the queries, (1, H, Tq, max_k or 1), or the keys, (1, H, 1, Tk).
+Packing = Literal["none", "queries", "keys"]
 # (dq, dk, dv, dbias), None where a gradient is not needed; of a call with a sink (dq, dk, dv, dbias, dsink).
 Gradients = tuple[Tensor | None, ...]
 
@@ -47,11 +53,34 @@ class MaskView(NamedTuple):
         return self.tensors[0] if self.form == "dense" else None
 
 
+class SequenceView(NamedTuple):
+    """Where S sequences lie, as kernels receive it.
+
+    Attributes:
+        bounds: int32 (S, 4), contiguous, a row each: the first query, how many, the first key, how many. The firsts are
+            places in a row of packed tokens, ascending, and 0 where queries or keys are not packed. Whatever the
+            tensors say that it was made of, no row of it leaves q, k or v.
+        block_table: int32 (S, P), whose entry j // page_size is the page of key j; None where keys are not in pages.
+            Its entries may be wrong: kernels clamp them.
+    """
+
+    bounds: Tensor
+    block_table: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those that there are."""
+        return (self.bounds,) if self.block_table is None else (self.bounds, self.block_table)
+
+
 class Flags(NamedTuple):
     """The numbers of a call that are no tensors, in the order of the operators' schemas.
 
     `left` and `right` are the window with causality folded in, -1 for an unlimited side: see `causal_window`. Entry b
     of the batch reads entry `b // mask_repeat % Bm` of a mask with Bm entries, and so of the bias: see `leading.py`.
+
+    Of a call with sequences, `max_seqlen_q` and `max_seqlen_k` are bounds on their lengths; a mask or a bias of which
+    nothing is packed has entries for S sequences, or one.
     """
 
     left: int
@@ -61,6 +90,21 @@ class Flags(NamedTuple):
     deterministic: bool
     mask_repeat: int = 1
     bias_repeat: int = 1
+    layout: Layout = "dense"
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+    mask_packing: Packing = "none"
+    bias_packing: Packing = "none"
+
+    @property
+    def packs_queries(self) -> bool:
+        """Whether q is (1, Tq, Hq, D), a row of tokens."""
+        return self.layout in ("packed", "paged_packed")
+
+    @property
+    def packs_keys(self) -> bool:
+        """Whether k and v are (1, Tk, Hk, ...), a row of tokens."""
+        return self.layout == "packed"
 
     @property
     def window(self) -> tuple[int, int]:

@@ -5,13 +5,12 @@
 
 namespace flash_dmattn {
 
-// A template, so that head dims without such kernels make none.
-template <int kD, int kDv>
+// A template, so that head dims without such kernels make none; of Element too, or units of two dtypes would share one.
+template <class Element, int kD, int kDv>
 cudaError_t launch_two_key_tiles(const BackwardParams& params, BackwardBias bias, int blocks, cudaStream_t stream) {
   if constexpr (has_two_key_tiles(kD, kDv)) {
     const auto launch = [&](auto form) {
-      using Traits = BackwardTraits<FLASH_DMATTN_ELEMENT, kD, kDv, decltype(form)::value, MaskForm::kNone, false,
-                                    2 * kTile>;
+      using Traits = BackwardTraits<Element, kD, kDv, decltype(form)::value, MaskForm::kNone, false, 2 * kTile>;
       return launch_backward_kernel<Traits>(params, blocks, stream);
     };
     if (bias == BackwardBias::kTileStore) return launch(std::integral_constant<BackwardBias, BackwardBias::kTileStore>{});
@@ -26,7 +25,7 @@ cudaError_t launch_backward_main<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FL
     const BackwardParams& params, BackwardBias bias, MaskForm mask, int block_n, int blocks, cudaStream_t stream) {
   using Element = FLASH_DMATTN_ELEMENT;
   constexpr int kD = FLASH_DMATTN_HEAD_DIM, kDv = FLASH_DMATTN_HEAD_DIM_V;
-  if (block_n > kTile) return launch_two_key_tiles<kD, kDv>(params, bias, blocks, stream);
+  if (block_n > kTile) return launch_two_key_tiles<Element, kD, kDv>(params, bias, blocks, stream);
   if (bias == BackwardBias::kTileSum) {
     return with_bool(mask != MaskForm::kNone, [&](auto has_mask) {
       constexpr MaskForm kMask = decltype(has_mask)::value ? MaskForm::kTiles : MaskForm::kNone;
