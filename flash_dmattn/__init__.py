@@ -33,6 +33,7 @@ else:
     from .dispatch.settings import disable_backends, record_decisions, set_default_backend, set_fallback, use_backend
     from .explanation import Explanation, explain, explain_problem
     from .problem import AttentionProblem
+    from .sequences import Sequences
 
     if _TYPE_CHECKING:
         from . import nn
@@ -56,6 +57,7 @@ __all__ = [
     "BackendUnsupportedError",
     "Explanation",
     "FallbackWarning",
+    "Sequences",
     "__version__",
     "attention",
     "available_backends",

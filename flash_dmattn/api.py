@@ -14,7 +14,8 @@ from .dispatch.mask_view import dense_mask, mask_view
 from .dispatch.selection import select
 from .dispatch.settings import BackendChoice
 from .operators import extra_arguments, is_transformed
-from .problem import as_scores, fold_call, unfold
+from .problem import SequenceSpec, SequenceView, as_scores, fold_call, unfold
+from .sequences import Sequences, lay_out
 from .validation import describe, follow_autocast
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def attention(
     return_probs: bool = False,
     backend: BackendChoice = "auto",
     sink: Tensor | None = None,
+    sequences: Sequences | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Softmax attention with an arbitrary boolean mask and an additive bias, both broadcast, both exact.
 
@@ -79,6 +81,21 @@ def attention(
             no value. Neither scaled nor capped; -inf is none. It takes part in the sum alone:
             lse = log(exp(sink) + sum of exp of the scores), out = sum of exp(score - lse) * v. Its gradient has its
             dtype, is accumulated in fp32 and rounded once.
+        sequences: a `Sequences`, where the batch is sequences of many lengths. Each attends to itself alone, causality
+            and windows aligned to its own end. See below.
+
+    With `sequences` the shapes are those of its layout, for S sequences with Tq and Tk tokens in all:
+
+    | layout | q | k, v | lse |
+    | --- | --- | --- | --- |
+    | packed | (Tq, Hq, D) | (Tk, Hk, D or Dv) | (Hq, Tq) |
+    | padded | (S, Lq, Hq, D) | (S, Lk, Hk, D or Dv) | (S, Hq, Lq) |
+    | paged | (S, Lq, Hq, D), or packed | (pages, page_size, Hk, D or Dv) | as of q |
+
+    A mask or a bias is then by position, (S, H, max_seqlen_q, max_seqlen_k), or, where queries are packed, packed:
+    (H, Tq, max_seqlen_k), row by row as q; (H, Tq, 1); or beside packed keys (H, 1, Tk). H is 1, Hk or Hq, and each dim
+    of the first 1 or full. Rows of no sequence have out 0, lse -inf and zero gradients. Nothing of one sequence, NaN
+    included, reaches another, nor anything of unused slots.
 
     Returns:
         out (B, Lq, Hq, Dv) in the dtype of q; or a tuple of it with lse (B, Hq, Lq), the natural log of the sum of
@@ -107,10 +124,14 @@ def attention(
     (torch.Size([1, 5, 4, 16]), torch.Size([1, 2, 1, 7]))
     """
     leading = repeats = None
-    if isinstance(q, Tensor) and q.dim() > 4:
+    spec: SequenceSpec | None = None
+    where: SequenceView | None = None
+    if sequences is not None:
+        q, k, v, spec, where = lay_out(sequences, q, k, v)
+    elif isinstance(q, Tensor) and q.dim() > 4:
         q, k, v, mask, bias, leading, repeats, _ = fold_call(q, k, v, mask, bias)
     q, k, v = follow_autocast(q, k, v)
-    flags = (is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, return_probs, repeats)
+    flags = (is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, return_probs, repeats, spec)
     key, found = look_up(q, k, v, mask, bias, flags, backend, sink)
     if found is None:
         problem, mask, bias = describe(q, k, v, mask, bias, *flags, sink)
@@ -125,16 +146,19 @@ def attention(
     if forward_ad._current_level >= 0 and not has_forward_ad(forward):
         _refuse_tangents(forward.NAME, q, k, v, bias, sink)
     if is_composite(forward):
-        results = forward.attention(problem, q, k, v, dense_mask(mask), bias, **extra_arguments(sink, None))
+        results = forward.attention(problem, q, k, v, dense_mask(mask), bias, **extra_arguments(sink, where))
     else:
         view = mask_view(problem, mask, forward, backward)
         if backward is None and (key is not None or not is_transformed()):
-            results = run_forward(forward, problem, q, k, v, view, bias, sink)
+            results = run_forward(forward, problem, q, k, v, view, bias, sink, where)
         else:
-            passes = Passes(problem, forward, backward, view.form, backend)
-            results = Attention.apply(q, k, v, bias, sink, passes, *view.tensors)
+            of_sequences = () if where is None else where.tensors
+            passes = Passes(problem, forward, backward, view.form, backend, len(of_sequences))
+            results = Attention.apply(q, k, v, bias, sink, passes, *view.tensors, *of_sequences)
     if leading is not None:
         results = tuple(unfold(x, leading) for x in results)
+    if spec is not None and spec.packs_queries:
+        results = tuple(x.squeeze(0) for x in results)
     if return_lse:
         return results
     return results[0] if not return_probs else (results[0], results[2])

@@ -17,8 +17,8 @@ from .backends.protocol import KernelBackend, accepts, repeats_entries
 from .dispatch.mask_view import readable_view
 from .dispatch.selection import choice_in_force, select_pair
 from .dispatch.settings import BackendChoice
-from .operators import is_transformed
-from .problem import AttentionProblem, Gradients, MappedCall, MaskForm, MaskView, NeedsGrad
+from .operators import extra_arguments, is_transformed, view_of
+from .problem import AttentionProblem, Gradients, MappedCall, MaskForm, MaskView, NeedsGrad, SequenceView
 
 
 class Passes(NamedTuple):
@@ -29,6 +29,12 @@ class Passes(NamedTuple):
     backward: KernelBackend | None  # None of a call without gradients
     mask_form: MaskForm
     requested: BackendChoice
+    number_of_sequence_tensors: int = 0  # which stand behind those of the mask
+
+    def split(self, tensors: tuple[Tensor, ...]) -> tuple[MaskView, SequenceView | None]:
+        """The mask and the sequences of the tensors that follow `Passes` among the arguments."""
+        end = len(tensors) - self.number_of_sequence_tensors
+        return MaskView(self.mask_form, tensors[:end]), view_of(list(tensors[end:]))
 
 
 class Attention(torch.autograd.Function):
@@ -45,7 +51,8 @@ class Attention(torch.autograd.Function):
         *mask: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Run the forward pass."""
-        return run_forward(passes.forward, passes.problem, q, k, v, MaskView(passes.mask_form, mask), bias, sink)
+        view, sequences = passes.split(mask)
+        return run_forward(passes.forward, passes.problem, q, k, v, view, bias, sink, sequences)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -68,7 +75,7 @@ class Attention(torch.autograd.Function):
         *mask: Tensor,
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         """Run one forward pass for all the mapped calls, or of each its own."""
-        if in_dims[4] is not None:
+        if in_dims[4] is not None or passes.number_of_sequence_tensors:
             calls = each_call(info.batch_size, in_dims, (q, k, v, bias, sink, passes, *mask))
             results = [attend_anew(passes, given, mask) for *given, passes, mask in calls]
             return tuple(torch.stack(x) for x in zip(*results, strict=True)), (0, 0)
@@ -110,11 +117,12 @@ def run_forward(
     mask: MaskView,
     bias: Tensor | None,
     sink: Tensor | None,
+    sequences: SequenceView | None,
 ) -> tuple[Tensor, Tensor]:
-    """The forward pass of a backend, which only of a call with a sink is told of sinks."""
-    if sink is None:
+    """The forward pass of a backend, which only of calls that have them is told of sinks and sequences."""
+    if sink is None and sequences is None:
         return backend.forward(problem, q, k, v, mask, bias)
-    return backend.forward(problem, q, k, v, mask, bias, sink=sink)
+    return backend.forward(problem, q, k, v, mask, bias, **extra_arguments(sink, sequences))
 
 
 def run_backward(
@@ -131,11 +139,11 @@ def run_backward(
     mask: tuple[Tensor, ...],
 ) -> Gradients:
     """The five gradients of the backend of the backward pass; that of a sink is None where there is none."""
-    backend, view = passes.backward, MaskView(passes.mask_form, mask)
+    backend, (view, sequences) = passes.backward, passes.split(mask)
     assert backend is not None
-    if sink is None:
-        return *backend.backward(passes.problem, dout, dlse, q, k, v, view, bias, out, lse), None
-    return backend.backward(passes.problem, dout, dlse, q, k, v, view, bias, out, lse, sink=sink)
+    rest = extra_arguments(sink, sequences)
+    gradients = backend.backward(passes.problem, dout, dlse, q, k, v, view, bias, out, lse, **rest)
+    return gradients if sink is not None else (*gradients, None)
 
 
 def attend(
@@ -143,7 +151,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse), recorded where anything is to be derived from them."""
     if passes.backward is None and not is_transformed():
-        return run_forward(passes.forward, passes.problem, q, k, v, MaskView(passes.mask_form, mask), bias, sink)
+        view, sequences = passes.split(mask)
+        return run_forward(passes.forward, passes.problem, q, k, v, view, bias, sink, sequences)
     results: tuple[Tensor, Tensor] = Attention.apply(q, k, v, bias, sink, passes, *mask)
     return results
 
@@ -181,9 +190,11 @@ def chosen_anew(
 ) -> tuple[Passes, tuple[Tensor, ...]]:
     """The backends of a call that `torch.vmap` has changed, and the tensors of its mask as they read it."""
     forward, backward = select_pair(problem, passes.requested)
-    view = readable_view(problem, MaskView(passes.mask_form, mask), forward, backward)
+    view, sequences = passes.split(mask)
+    view = readable_view(problem, view, forward, backward)
     chosen: dict[str, Any] = {"forward": forward, "backward": backward}
-    return passes._replace(problem=problem, mask_form=view.form, **chosen), view.tensors
+    tensors = view.tensors if sequences is None else (*view.tensors, *sequences.tensors)
+    return passes._replace(problem=problem, mask_form=view.form, **chosen), tensors
 
 
 def differentiate(
@@ -244,7 +255,7 @@ class AttentionBackward(torch.autograd.Function):
     ) -> tuple[tuple[Tensor | None, ...], tuple[int | None, ...]]:
         """Run one backward pass for all the mapped calls, each of which has gradients of its own."""
         needs_grad = passes.problem.needs_grad
-        if in_dims[6] is not None or needs_grad.sink:
+        if in_dims[6] is not None or needs_grad.sink or passes.number_of_sequence_tensors:
             arguments = (dout, dlse, q, k, v, bias, sink, out, lse, passes, *mask)
             calls = each_call(info.batch_size, in_dims, arguments)
             each = [differentiate(*given, passes, *mask) for *given, passes, mask in calls]
@@ -284,7 +295,9 @@ class AttentionBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         """Differentiate the gradient formula where the backend has one; it recomputes p, dense in (Lq, Lk)."""
-        problem, _, backend, mask_form, _ = ctx.passes
+        passes: Passes = ctx.passes
+        problem, backend = passes.problem, passes.backward
+        assert backend is not None
         differentiable_backward = getattr(backend, "differentiable_backward", None)
         if differentiable_backward is None:
             raise NotImplementedError(
@@ -295,12 +308,13 @@ class AttentionBackward(torch.autograd.Function):
         named = {"dout": dout, "dlse": dlse, "q": q, "k": k, "v": v, "bias": bias, "sink": sink}
         present = [name for name, x in named.items() if x is not None]
         needs_grad = problem.needs_grad
-        view = MaskView(mask_form, tuple(mask))
+        view, sequences = passes.split(tuple(mask))
+        of_sequences = extra_arguments(None, sequences)
 
         def gradients_needed(*tensors: Tensor) -> tuple[Tensor, ...]:
             given: dict[str, Any] = dict(zip(present, tensors, strict=True))
             dlse, bias = given.pop("dlse", None), given.pop("bias", None)
-            gradients = differentiable_backward(problem, dlse=dlse, mask=view, bias=bias, **given)
+            gradients = differentiable_backward(problem, dlse=dlse, mask=view, bias=bias, **of_sequences, **given)
             return tuple(g for g, needed in zip(gradients, needs_grad, strict=False) if needed)
 
         # torch.func.vjp, unlike autograd.grad, also works under torch.func transforms.

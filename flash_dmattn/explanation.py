@@ -16,7 +16,8 @@ from .dispatch.refusals import passes_of, reasons_against, refuse_fallback
 from .dispatch.registry import BACKENDS
 from .dispatch.selection import choice_in_force, choose, falls_back, selected_names
 from .dispatch.settings import BackendChoice, process
-from .problem import AttentionProblem, MaskForm, NeedsGrad, fold_call, parse_arch, unpacked_spec
+from .problem import AttentionProblem, MaskForm, NeedsGrad, SequenceSpec, fold_call, parse_arch, unpacked_spec
+from .sequences import Sequences, lay_out
 from .validation import describe, follow_autocast
 
 if TYPE_CHECKING:
@@ -145,6 +146,7 @@ def explain(
     return_probs: bool = False,
     backend: BackendChoice = "auto",
     sink: Tensor | None = None,
+    sequences: Sequences | None = None,
 ) -> Explanation:
     """Say which backend `flash_dmattn.attention` would run these arguments on, and why not another; computes nothing.
 
@@ -163,8 +165,10 @@ def explain(
     'eager'
     """
     copies: tuple[str, ...] = ()
-    repeats = None
-    if isinstance(q, Tensor) and q.dim() > 4:
+    repeats = spec = None
+    if sequences is not None:
+        q, k, v, spec, _ = lay_out(sequences, q, k, v)
+    elif isinstance(q, Tensor) and q.dim() > 4:
         q, k, v, mask, bias, _, repeats, copies = fold_call(q, k, v, mask, bias)
     q, k, v = follow_autocast(q, k, v)
     problem, _, _ = describe(
@@ -181,6 +185,7 @@ def explain(
         return_lse,
         return_probs,
         repeats,
+        spec,
         sink,
     )
     return explain_description(problem, backend, copies)
@@ -209,6 +214,7 @@ def explain_problem(
     return_probs: bool = False,
     backend: BackendChoice = "auto",
     sink: bool = False,
+    sequences: SequenceSpec | None = None,
 ) -> Explanation:
     """Say which backend a call would run on, from shapes alone and for any GPU; no tensor, no memory.
 
@@ -221,6 +227,8 @@ def explain_problem(
         mask_prepared: whether the mask is the prepared form of one of that shape.
         grad: whether dq, dk and dv, and dsink of a sink, are needed; bias_grad: whether dbias is.
         sink: whether there is one, of the dtype of q.
+        sequences: how those of the call lie, a `flash_dmattn.problem.SequenceSpec`; q is 4-D then, (1, Tq, Hq, D) where
+            it is packed, and keys in pages have seqlen_k keys a page.
         The rest as for `flash_dmattn.attention`.
 
     Raises:
@@ -279,6 +287,7 @@ def explain_problem(
         return_lse,
         return_probs,
         repeats,
+        sequences,
         meta((num_heads,), q_dtype) if sink else None,
     )
     problem = problem._replace(

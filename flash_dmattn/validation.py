@@ -13,7 +13,9 @@ from .problem import (
     Flags,
     MaskForm,
     NeedsGrad,
+    Packing,
     Repeats,
+    SequenceSpec,
     Shape4,
     TensorSpec,
     as_scores,
@@ -21,10 +23,12 @@ from .problem import (
     check_broadcast,
     check_flag,
     check_scale,
+    check_scores,
     check_softcap,
     check_window,
     device_arch,
     dtype_name,
+    packing_of,
     spec_of,
     unpacked_spec,
 )
@@ -66,6 +70,7 @@ def describe(
     return_lse: bool,
     return_probs: bool,
     repeats: Repeats | None = None,
+    sequences: SequenceSpec | None = None,
     sink: Tensor | None = None,
 ) -> tuple[AttentionProblem, Tensor | PreparedMask | None, Tensor | None]:
     """Validate one call; return its description and the mask and bias as 4-D views, a prepared mask as it is.
@@ -73,6 +78,7 @@ def describe(
     Args:
         q, k, v and the rest: as for `flash_dmattn.attention`.
         repeats: of a call whose leading dims were folded, which has checked those of mask and bias.
+        sequences: of a call that has them, whose q, k and v have a batch dim of 1 where they are packed.
 
     Raises:
         TypeError: an argument is not a tensor, or its dtype is not what the call needs.
@@ -88,15 +94,16 @@ def describe(
     shape_k, shape_v = k.shape, v.shape
     batch, seqlen_q, num_heads, head_dim = q.shape
     _, seqlen_k, num_heads_k, head_dim_v = shape_v
+    batch_k = batch if sequences is None or sequences.page_size == 0 else shape_k[0]  # else of pages
     if not (
         k.dtype == dtype == v.dtype
         and k.device == device == v.device
-        and shape_k[0] == batch == shape_v[0]
+        and shape_k[0] == batch_k == shape_v[0]
         and shape_k[1] == seqlen_k
         and shape_k[2] == num_heads_k
         and shape_k[3] == head_dim
     ):
-        _refuse_mismatch(q, k, v)
+        _refuse_mismatch(q, k, v, batch_k)
     if head_dim == 0 or head_dim_v == 0:
         raise ValueError(f"q, k and v have head dims {head_dim} and {head_dim_v} (v); they need at least 1")
     if num_heads_k == 0 or num_heads % num_heads_k != 0:
@@ -105,8 +112,13 @@ def describe(
             "the heads of q need to be a multiple of the heads of k (grouped-query attention)"
         )
 
+    if sequences is not None:
+        batch, seqlen_q, seqlen_k = sequences.number, sequences.max_seqlen_q, sequences.max_seqlen_k
+        if not (mask is None or isinstance(mask, Tensor)):
+            raise TypeError(f"mask is a {type(mask).__name__}; beside sequences it needs to be a bool torch.Tensor")
     sizes = (batch, num_heads, seqlen_q, seqlen_k)
     mask_spec = bias_spec = None
+    mask_packing = bias_packing = _UNPACKED
     mask_form: MaskForm = "none"
     if isinstance(mask, Tensor):
         if mask.requires_grad:
@@ -117,7 +129,9 @@ def describe(
                 "(use mask.bool() for 0/1 values, or pass additive values as bias)"
             )
         mask_form = "dense"
-        mask, mask_spec = _describe_broadcast("mask", mask, sizes, num_heads_k, device, repeats)
+        mask, mask_spec, mask_packing = _describe_broadcast(
+            "mask", mask, sizes, num_heads_k, device, repeats, sequences
+        )
     elif mask is not None:
         mask_spec, mask_form, is_causal, window_size = _describe_prepared(
             mask, is_causal, window_size, sizes, num_heads_k, device, repeats
@@ -130,14 +144,15 @@ def describe(
                 f"bias has dtype {dtype_name(bias.dtype)}; it needs float16, bfloat16, float32 or float64"
                 + (" (pass a bool tensor as mask)" if bias.dtype == torch.bool else "")
             )
-        bias, bias_spec = _describe_broadcast("bias", bias, sizes, num_heads_k, device, repeats)
+        bias, bias_spec, bias_packing = _describe_broadcast(
+            "bias", bias, sizes, num_heads_k, device, repeats, sequences
+        )
 
     if sink is not None:
         _check_sink(sink, num_heads, device)
 
     # Specialised on purpose under torch.compile: kernels are chosen and scaled by the head dims.
     head_dim, head_dim_v = int(head_dim), int(head_dim_v)
-    grad = torch.is_grad_enabled()
     causal = check_flag("is_causal", is_causal)
     window = _NO_WINDOW if window_size is None else check_window(window_size)
     flags = Flags(
@@ -149,6 +164,24 @@ def describe(
         else check_flag("deterministic", deterministic),
         *(_NO_REPEATS if repeats is None else repeats),
     )
+    needs_grad = _NOTHING_NEEDS_GRAD
+    if torch.is_grad_enabled():
+        needs_grad = NeedsGrad(
+            q.requires_grad,
+            k.requires_grad,
+            v.requires_grad,
+            bias is not None and bias.requires_grad,
+            sink is not None and sink.requires_grad,
+        )
+    if sequences is not None:
+        _refuse_beside_sequences(sequences, needs_grad, return_probs)
+        flags = flags._replace(
+            layout=sequences.layout,
+            max_seqlen_q=seqlen_q,
+            max_seqlen_k=seqlen_k,
+            mask_packing=mask_packing,
+            bias_packing=bias_packing,
+        )
     problem = AttentionProblem(
         device.type,
         device_arch(device),
@@ -171,16 +204,9 @@ def describe(
         flags,
         check_flag("return_lse", return_lse),
         check_flag("return_probs", return_probs),
-        NeedsGrad(
-            q.requires_grad,
-            k.requires_grad,
-            v.requires_grad,
-            bias is not None and bias.requires_grad,
-            sink is not None and sink.requires_grad,
-        )
-        if grad
-        else _NOTHING_NEEDS_GRAD,
+        needs_grad,
         None if sink is None else sink.dtype,
+        sequences,
     )
     return problem, mask, bias
 
@@ -188,6 +214,7 @@ def describe(
 _NOTHING_NEEDS_GRAD = NeedsGrad()
 _NO_WINDOW = (-1, -1)
 _NO_REPEATS = Repeats()
+_UNPACKED: Packing = "none"
 
 
 # What names the fault stands apart from the test for one, which every call pays for.
@@ -204,38 +231,57 @@ def _refuse_rank(q: Tensor, k: Tensor, v: Tensor) -> NoReturn:
     raise AssertionError("q, k and v are tensors of 4 dimensions")
 
 
-def _refuse_mismatch(q: Tensor, k: Tensor, v: Tensor) -> NoReturn:
-    batch, head_dim = q.shape[0], q.shape[3]
+def _refuse_mismatch(q: Tensor, k: Tensor, v: Tensor, batch: int) -> NoReturn:
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it needs that of q, {dtype_name(q.dtype)}")
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device}; it needs to be on the device of q, {q.device}")
         if x.shape[0] != batch:
-            raise ValueError(f"{name} has batch size {x.shape[0]}; it needs that of q, {batch}")
+            of = "q" if batch == q.shape[0] else "k"
+            raise ValueError(f"{name} has batch size {x.shape[0]}; it needs that of {of}, {batch}")
     if k.shape[1:3] != v.shape[1:3]:
         raise ValueError(
             f"v has {v.shape[1]} keys and {v.shape[2]} heads; it needs those of k, {k.shape[1]} and {k.shape[2]}"
         )
-    raise ValueError(f"k has head_dim {k.shape[3]}; it needs that of q, {head_dim}")
+    raise ValueError(f"k has head_dim {k.shape[3]}; it needs that of q, {q.shape[3]}")
+
+
+def _refuse_beside_sequences(sequences: SequenceSpec, needs_grad: NeedsGrad, return_probs: bool) -> None:
+    if return_probs:
+        raise ValueError("return_probs is True; calls with sequences have no tensor of all probabilities")
+    if sequences.page_size > 0 and any(needs_grad):
+        named = ", ".join(name for name, needed in zip(NeedsGrad._fields, needs_grad, strict=True) if needed)
+        raise ValueError(f"{named} requires grad; keys in pages have no gradients (call under torch.no_grad())")
 
 
 def _describe_broadcast(
-    name: str, x: Tensor, sizes: Shape4, num_heads_k: int, device: torch.device, repeats: Repeats | None
-) -> tuple[Tensor, TensorSpec]:
+    name: str,
+    x: Tensor,
+    sizes: Shape4,
+    num_heads_k: int,
+    device: torch.device,
+    repeats: Repeats | None,
+    sequences: SequenceSpec | None,
+) -> tuple[Tensor, TensorSpec, Packing]:
     if x.device != device:
         raise ValueError(f"{name} is on {x.device}; it needs to be on the device of q, {device}")
     dims = x.dim()
-    if dims not in (2, 3, 4):
+    if sequences is None and dims not in (2, 3, 4):
         raise ValueError(
             f"{name} has {dims} dimensions, shape {tuple(x.shape)}; it needs 2, 3 or 4, "
             "read from the right as (batch, heads, seqlen_q, seqlen_k)"
         )
+    if sequences is not None:
+        packing = packing_of(name, x.shape, sequences)
+        x = as_scores(x)
+        check_scores(name, x.shape, packing, sequences, (sizes[1], num_heads_k))
+        return x, spec_of(x), packing
     x = as_scores(x)
     shape = x.shape
     if repeats is None:
         check_broadcast(name, shape, sizes, num_heads_k)
-    return x, spec_of(x)
+    return x, spec_of(x), _UNPACKED
 
 
 def _check_sink(sink: Tensor, num_heads: int, device: torch.device) -> None:

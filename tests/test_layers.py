@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     ("_version",),
     ("problem", "reference"),
-    ("masks", "flops"),
+    ("masks", "flops", "sequences"),
     ("operators", "gradients"),
     ("triton_kernels",),
     ("backends",),

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .. import operators
-from ..problem import AttentionProblem, Flags, Gradients, MaskView, NeedsGrad
+from ..problem import AttentionProblem, Flags, Gradients, MaskView, NeedsGrad, SequenceView
 from ..reference import eager as chunked
 from ..reference import formula
-from .entries import whole_batch
+from ..reference import sequences as loop
+from .entries import batch_of, formula_numbers, whole_batch
 from .protocol import Availability, Rule
 
 NAME = "eager"
 REPEATS_ENTRIES = True
 
-FEATURES = frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse", "sink"})
+FEATURES = frozenset(
+    {
+        *("mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"),
+        *("sink", "sequences", "paged"),
+    }
+)
 RULES: tuple[Rule, ...] = ()
 AUTO_RULES: tuple[Rule, ...] = ()
 
@@ -44,7 +52,8 @@ def set_chunk_bytes(nbytes: int) -> None:
 def workspace_bytes(problem: AttentionProblem) -> int:
     """Bytes of temporaries a call can hold at once: what the fallback warning names."""
     width = 8 if problem.dtype == torch.float64 else 4
-    scores = problem.batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k * width
+    batch = problem.batch if problem.sequences is None else 1  # one sequence after another
+    scores = batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k * width
     unpacked = 0 if problem.mask is None or problem.mask_form == "dense" else problem.mask.span()
     return unpacked + min(_chunk_bytes, 3 * scores)
 
@@ -55,20 +64,26 @@ def notes(problem: AttentionProblem) -> tuple[str, ...]:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None, flags: Flags, sink: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: MaskView,
+    bias: Tensor | None,
+    flags: Flags,
+    sink: Tensor | None = None,
+    sequences: SequenceView | None = None,
 ) -> tuple[Tensor, Tensor]:
+    if sequences is not None:
+        return loop.forward(batch_of(sequences, flags), q, k, v, mask.dense, bias, sink, **_numbers(flags))
     return chunked.forward(
         q,
         k,
         v,
         mask.dense,
         bias,
-        softmax_scale=flags.softmax_scale,
-        softcap=flags.softcap,
-        window_size=flags.window,
-        chunk_bytes=_chunk_bytes,
         repeats=(flags.mask_repeat, flags.bias_repeat),
         sink=sink,
+        **_numbers(flags),
     )
 
 
@@ -85,7 +100,11 @@ def _backward(
     flags: Flags,
     needs_grad: NeedsGrad,
     sink: Tensor | None = None,
+    sequences: SequenceView | None = None,
 ) -> Gradients:
+    if sequences is not None:
+        batch, inputs = batch_of(sequences, flags), (q, k, v, mask.dense, bias)
+        return loop.backward(batch, dout, dlse, *inputs, out, lse, sink, needs_grad=needs_grad, **_numbers(flags))
     return chunked.backward(
         dout,
         dlse,
@@ -96,14 +115,20 @@ def _backward(
         bias,
         out,
         lse,
-        softmax_scale=flags.softmax_scale,
-        softcap=flags.softcap,
-        window_size=flags.window,
-        chunk_bytes=_chunk_bytes,
         repeats=(flags.mask_repeat, flags.bias_repeat),
         needs_grad=needs_grad,
         sink=sink,
+        **_numbers(flags),
     )
+
+
+def _numbers(flags: Flags) -> dict[str, Any]:
+    return {
+        "softmax_scale": flags.softmax_scale,
+        "softcap": flags.softcap,
+        "window_size": flags.window,
+        "chunk_bytes": _chunk_bytes,
+    }
 
 
 forward, backward = operators.define_pair(NAME, _forward, _backward)
@@ -119,8 +144,12 @@ def differentiable_backward(
     mask: MaskView,
     bias: Tensor | None,
     sink: Tensor | None = None,
+    sequences: SequenceView | None = None,
 ) -> Gradients:
     """The gradients as differentiable PyTorch, whose own derivative is the second derivative of attention."""
+    if sequences is not None:
+        given = (batch_of(sequences, problem.flags), dout, dlse, q, k, v, mask.dense, bias, sink)
+        return loop.gradients(*given, **formula_numbers(problem))
     dense, whole_bias = whole_batch(problem, mask.dense, bias)
     dq, dk, dv, dbias, *of_sink = formula.gradients(
         dout,
@@ -130,11 +159,8 @@ def differentiable_backward(
         v,
         dense,
         whole_bias,
-        is_causal=problem.is_causal,
-        softmax_scale=problem.softmax_scale,
-        softcap=problem.softcap,
-        window_size=problem.window_size,
         sink=sink,
+        **formula_numbers(problem),
     )
     if dbias is not None and bias is not None:
         dbias = formula.sum_entries(dbias, bias.shape[0], problem.flags.bias_repeat).to(bias.dtype)

@@ -1,11 +1,14 @@
-"""Masks and biases that a part of the batch shares, for what reads one entry for each of the batch."""
+"""What backends hand to the plain formula: whole masks and biases, and the numbers of a call."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-from ..problem import AttentionProblem
+from ..problem import AttentionProblem, Flags, SequenceView
 from ..reference import formula
+from ..reference.sequences import Batch
 
 
 def whole_batch(
@@ -22,3 +25,19 @@ def whole_batch(
         wide = bias.double() if bias.element_size() == 8 else bias.float()
         bias = formula.spread_entries(wide, problem.batch, flags.bias_repeat)
     return mask, bias
+
+
+def formula_numbers(problem: AttentionProblem) -> dict[str, Any]:
+    """The arguments of a call that are no tensors, as `flash_dmattn.reference.formula` names them."""
+    return {
+        "is_causal": problem.is_causal,
+        "softmax_scale": problem.softmax_scale,
+        "softcap": problem.softcap,
+        "window_size": problem.window_size,
+    }
+
+
+def batch_of(sequences: SequenceView, flags: Flags) -> Batch:
+    """The sequences of a call, as the loop over them has them."""
+    packed = (flags.packs_queries, flags.packs_keys, flags.mask_packing, flags.bias_packing)
+    return Batch(sequences.bounds, sequences.block_table, *packed)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-from ..problem import FEATURES, AttentionProblem, Gradients, MaskView
+from ..problem import FEATURES, AttentionProblem, Gradients, MaskView, SequenceView
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -103,7 +103,8 @@ class KernelBackend(Backend, Protocol):
     "intervals" already. `backward` returns None where `problem.needs_grad` asks for nothing.
 
     `sink` (Hq,) is passed to a backend that lists "sink" in `FEATURES`, with calls that have one; others need no such
-    argument. `lse` holds it.
+    argument. `lse` holds it. So with `sequences`, beside which q, k, v, mask and bias are 4-D as `Flags.layout`,
+    `mask_packing` and `bias_packing` say; out is shaped as q, lse (B, Hq, Lq), and a mask always "dense".
     """
 
     def forward(
@@ -116,6 +117,7 @@ class KernelBackend(Backend, Protocol):
         bias: Tensor | None,
         *,
         sink: Tensor | None = None,
+        sequences: SequenceView | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(out, lse) of the contract."""
         ...
@@ -134,6 +136,7 @@ class KernelBackend(Backend, Protocol):
         lse: Tensor,
         *,
         sink: Tensor | None = None,
+        sequences: SequenceView | None = None,
     ) -> Gradients:
         """(dq, dk, dv, dbias) of the contract; with a sink (dq, dk, dv, dbias, dsink)."""
         ...
@@ -142,8 +145,8 @@ class KernelBackend(Backend, Protocol):
 class CompositeBackend(Backend, Protocol):
     """A backend written in differentiable PyTorch: autograd goes through it, no pair needed.
 
-    `mask` is None or a bool tensor, 4-D as `bias` is; a prepared mask is unpacked for it. `sink` as of a
-    `KernelBackend`.
+    `mask` is None or a bool tensor, 4-D as `bias` is; a prepared mask is unpacked for it. `sink` and `sequences` are as
+    of a `KernelBackend`.
     """
 
     def attention(
@@ -156,6 +159,7 @@ class CompositeBackend(Backend, Protocol):
         bias: Tensor | None,
         *,
         sink: Tensor | None = None,
+        sequences: SequenceView | None = None,
     ) -> tuple[Tensor, ...]:
         """(out, lse), and the probabilities as a third where the problem asks for them."""
         ...

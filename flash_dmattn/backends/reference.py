@@ -5,9 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..problem import FEATURES as FEATURE_NAMES
-from ..problem import AttentionProblem
+from ..problem import AttentionProblem, SequenceView
 from ..reference import formula
-from .entries import whole_batch
+from ..reference import sequences as loop
+from .entries import batch_of, formula_numbers, whole_batch
 from .protocol import Availability, Rule
 
 NAME = "reference"
@@ -38,8 +39,12 @@ def attention(
     mask: Tensor | None,
     bias: Tensor | None,
     sink: Tensor | None = None,
+    sequences: SequenceView | None = None,
 ) -> tuple[Tensor, ...]:
     """(out, lse), and the (B, Hq, Lq, Lk) probabilities where asked for; see `flash_dmattn.reference.formula`."""
+    if sequences is not None:
+        batch = batch_of(sequences, problem.flags)
+        return loop.attention(batch, q, k, v, mask, bias, sink, **formula_numbers(problem))
     mask, bias = whole_batch(problem, mask, bias)
     return formula.attention(
         q,
@@ -47,10 +52,7 @@ def attention(
         v,
         mask,
         bias,
-        is_causal=problem.is_causal,
-        softmax_scale=problem.softmax_scale,
-        softcap=problem.softcap,
-        window_size=problem.window_size,
         return_probs=problem.return_probs,
         sink=sink,
+        **formula_numbers(problem),
     )

@@ -40,6 +40,8 @@ def mask_view(
     """
     if mask is None:
         return _NONE
+    if problem.sequences is not None:
+        return MaskView("dense", (dense_mask(mask),))  # type: ignore[arg-type]
     if not isinstance(mask, Tensor):
         if reads_prepared_masks(forward) and (backward is None or reads_prepared_masks(backward)):
             return mask.view

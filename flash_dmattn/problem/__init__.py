@@ -15,6 +15,7 @@ from .description import (
     MaskView,
     NeedsGrad,
     Packing,
+    SequenceSpec,
     SequenceView,
     Shape4,
     TensorSpec,
@@ -24,6 +25,7 @@ from .description import (
 )
 from .leading import Repeats, fold_call, merge, unfold
 from .mapped import MappedCall
+from .sequences import RANKS, check_scores, packing_of
 from .tma import fits_tma
 
 __all__ = [
@@ -40,7 +42,9 @@ __all__ = [
     "MaskView",
     "NeedsGrad",
     "Packing",
+    "RANKS",
     "Repeats",
+    "SequenceSpec",
     "SequenceView",
     "Shape4",
     "TensorSpec",
@@ -52,6 +56,7 @@ __all__ = [
     "check_broadcast",
     "check_flag",
     "check_scale",
+    "check_scores",
     "check_softcap",
     "check_window",
     "device_arch",
@@ -61,6 +66,7 @@ __all__ = [
     "keys_of_query",
     "make_band",
     "merge",
+    "packing_of",
     "parse_arch",
     "sm_number",
     "spec_of",

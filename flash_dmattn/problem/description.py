@@ -15,9 +15,9 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Shape4 = tuple[int, int, int, int]
 # No mask, a bool tensor, or a prepared mask: a TileMask, a KeyMask or an IntervalMask.
 MaskForm = Literal["none", "dense", "tiles", "keys", "intervals"]
-# How the sequences of a batch lie: each an entry of the batch, of full length ("dense"), the entries used in part
-# ("padded"), one behind the other in one row of tokens ("packed"), or with keys in pages of a cache ("paged", with packed
-# queries "paged_packed").
+# How the sequences of a batch lie: each an entry of the batch, of full length ("dense") or used in part ("padded"), one
+# behind the other in one row of tokens ("packed"), or with keys in pages of a cache ("paged", "paged_packed" with packed
+# queries).
 Layout = Literal["dense", "packed", "padded", "paged", "paged_packed"]
 # What of a mask or a bias is packed: nothing, the queries, (1, H, Tq, max_k or 1), or the keys, (1, H, 1, Tk).
 Packing = Literal["none", "queries", "keys"]
@@ -136,12 +136,54 @@ class TensorSpec(NamedTuple):
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
 
+class SequenceSpec(NamedTuple):
+    """How the sequences of a call lie.
+
+    Attributes:
+        layout: see `Layout`.
+        number: of sequences, S.
+        rows_q, rows_k: rows of tokens where they are packed, Tq and Tk; else slots of a sequence, Lq and Lk.
+        max_seqlen_q, max_seqlen_k: bounds on the lengths of sequences.
+        names_max: whether the caller has named each of the two.
+        page_size: keys of a page; 0 where keys are not in pages.
+    """
+
+    layout: Layout
+    number: int
+    rows_q: int
+    rows_k: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+    names_max: tuple[bool, bool] = (True, True)
+    page_size: int = 0
+
+    @property
+    def packs_queries(self) -> bool:
+        """Whether q is a row of tokens."""
+        return self.layout in ("packed", "paged_packed")
+
+    @property
+    def packs_keys(self) -> bool:
+        """Whether k and v are."""
+        return self.layout == "packed"
+
+    def __str__(self) -> str:
+        rows = f"{self.rows_q} queries and {self.rows_k} keys"
+        if self.layout == "padded":
+            rows = f"at most {rows} each"
+        elif self.page_size:
+            of_each = "in all" if self.packs_queries else "each"
+            rows = f"{self.rows_q} queries {of_each} and at most {self.rows_k} keys in pages of {self.page_size}"
+        return f"{self.number} {self.layout.partition('_')[0]} sequences of {rows}"
+
+
 class AttentionProblem(NamedTuple):
     """Everything a backend may decide on: sizes, strides, dtypes, device and flags of one call, but no tensor.
 
     It is hashable, prints as one line, and can be built for a GPU that this machine does not have
     (`flash_dmattn.explain_problem` does). Strides count elements; `mask` and `bias` are described as 4-D, a prepared
     mask by the bool tensor that it unpacks to. Its band is that of the call. `sink` is the dtype of one, None without.
+    Of a call with sequences, batch is their number, and seqlen_q and seqlen_k are bounds on their lengths.
     """
 
     device: str
@@ -167,6 +209,7 @@ class AttentionProblem(NamedTuple):
     return_probs: bool
     needs_grad: NeedsGrad
     sink: torch.dtype | None = None
+    sequences: SequenceSpec | None = None
 
     @property
     def has_window(self) -> bool:
@@ -207,6 +250,8 @@ class AttentionProblem(NamedTuple):
     def partly_shared(self) -> tuple[str, ...]:
         """Which of "mask" and "bias" some entries of the batch share and others do not: see `Flags`."""
         mask, bias, batch = self.mask, self.bias, self.batch
+        if self.sequences is not None:
+            return ()
         if (mask is None or mask.shape[0] in (1, batch)) and (bias is None or bias.shape[0] in (1, batch)):
             return ()
         return tuple(
@@ -225,22 +270,28 @@ class AttentionProblem(NamedTuple):
         if self.num_heads_k != self.num_heads:
             heads += f" on {self.num_heads_k} key-value heads"
         dim = str(self.head_dim) if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
+        batch = f"batch {self.batch}, {self.seqlen_q} queries x {self.seqlen_k} keys"
+        if self.sequences is not None:
+            batch = str(self.sequences)
         parts = [
-            f"batch {self.batch}, {self.seqlen_q} queries x {self.seqlen_k} keys, {heads}, head_dim {dim}",
+            f"{batch}, {heads}, head_dim {dim}",
             f"{dtype_name(self.dtype)} on {self.arch}",
         ]
         mask = "prepared mask" if self.mask_form not in ("none", "dense") else "mask"
         for name, spec in ((mask, self.mask), ("bias", self.bias)):
             if spec is not None:
-                repeat = self.flags.bias_repeat if name == "bias" else self.flags.mask_repeat
+                flags = self.flags
+                repeat = flags.bias_repeat if name == "bias" else flags.mask_repeat
+                packing = flags.bias_packing if name == "bias" else flags.mask_packing
                 parts.append(
                     f"{name} {tuple(spec.shape)}"
                     + ("" if spec.dtype == torch.bool else f" {dtype_name(spec.dtype)}")
                     + ("" if spec.shape[0] in (1, self.batch) else f" of batch // {repeat} % {spec.shape[0]}")
+                    + ("" if packing == "none" else f" of packed {packing}")
                 )
         if self.sink is not None:
             parts.append("sink" if self.sink == self.dtype else f"sink {dtype_name(self.sink)}")
-        flags = [
+        named = [
             (self.is_causal, "causal"),
             (self.has_window, f"window {self.window_size}"),
             (self.softcap > 0, f"softcap {self.softcap:g}"),
@@ -248,7 +299,7 @@ class AttentionProblem(NamedTuple):
             (self.return_lse, "return_lse"),
             (self.return_probs, "return_probs"),
         ]
-        parts += [text for present, text in flags if present]
+        parts += [text for present, text in named if present]
         wanted = [f"d{name}" for name, needed in zip(NeedsGrad._fields, self.needs_grad, strict=True) if needed]
         parts.append("gradients " + " ".join(wanted) if wanted else "no gradient")
         return ", ".join(parts)
@@ -266,6 +317,8 @@ FEATURES: dict[str, Callable[[AttentionProblem], bool]] = {
     "return_lse": lambda p: p.return_lse,
     "return_probs": lambda p: p.return_probs,
     "sink": lambda p: p.sink is not None,
+    "sequences": lambda p: p.sequences is not None,
+    "paged": lambda p: p.sequences is not None and p.sequences.page_size > 0,
 }
 
 

@@ -1,0 +1,307 @@
+"""`Sequences`: where the sequences of a batch lie, packed behind one another, padded, or with keys in pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..problem import RANKS, Layout, SequenceSpec, SequenceView
+from .values import check_values, make_bounds
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Sequences:
+    """Where the S sequences of a batch lie: made once for a batch, and passed to `attention` by all of its layers.
+
+    `Sequences.packed`, `Sequences.padded` and `Sequences.paged` make one. Its tensors are those of the caller, on the
+    device of q, as int32; changed in place, they count from the next call on.
+
+    Attributes:
+        layout: "packed", "padded", "paged", or "paged_packed" where the queries of a paged batch are packed.
+        cu_seqlens_q, cu_seqlens_k: (S + 1,), where each packed sequence begins, and where the last one ends; or None.
+        seqlens_q, seqlens_k: (S,), how many tokens of each slot are used; None for all.
+        block_table: (S, P), whose entry j // page_size is the page of key j; None without pages.
+        max_seqlen_q, max_seqlen_k: bounds on the lengths, or None.
+    """
+
+    layout: Layout
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqlens_q: Tensor | None = None
+    seqlens_k: Tensor | None = None
+    block_table: Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    _views: dict[Any, SequenceView] = field(default_factory=dict)
+
+    @staticmethod
+    def packed(
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor | None = None,
+        *,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
+        seqlens_q: Tensor | None = None,
+        seqlens_k: Tensor | None = None,
+    ) -> Sequences:
+        """Sequences behind one another in one row of tokens: q (Tq, Hq, D), k (Tk, Hk, D), v (Tk, Hk, Dv).
+
+        Args:
+            cu_seqlens_q: (S + 1,), int32 or int64, ascending: sequence s has the queries from cu_seqlens_q[s] up to
+                cu_seqlens_q[s + 1].
+            cu_seqlens_k: the same of the keys; those of the queries where not given.
+            max_seqlen_q, max_seqlen_k: bounds on the lengths, as Python ints. They change no result. A mask or a bias
+                by position needs them; max_seqlen_k is max_seqlen_q where neither it nor cu_seqlens_k is given.
+            seqlens_q, seqlens_k: (S,), how many tokens of each sequence are used, from its first on; the others are as
+                if they were not there.
+
+        Raises:
+            TypeError, ValueError: dtypes, shapes or devices do not fit; on a CPU also values.
+
+        >>> import torch, flash_dmattn
+        >>> two = flash_dmattn.Sequences.packed(torch.tensor([0, 3, 8]))
+        >>> q, k, v = torch.randn(3, 8, 2, 16)
+        >>> out = flash_dmattn.attention(q, k, v, is_causal=True, sequences=two)
+        >>> alone = flash_dmattn.attention(q[None, 3:], k[None, 3:], v[None, 3:], is_causal=True)
+        >>> torch.allclose(out[3:], alone[0], atol=1e-6)
+        True
+        """
+        if cu_seqlens_k is None and max_seqlen_k is None and seqlens_k is None:
+            max_seqlen_k, seqlens_k = max_seqlen_q, seqlens_q
+        given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        given |= {"seqlens_q": seqlens_q, "seqlens_k": seqlens_k}
+        found = _as_int32(given, "cu_seqlens_q")
+        if found["cu_seqlens_k"] is None:
+            found["cu_seqlens_k"] = found["cu_seqlens_q"]
+        return _checked(Sequences("packed", **found, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k))
+
+    @staticmethod
+    def padded(seqlens_k: Tensor, seqlens_q: Tensor | None = None) -> Sequences:
+        """Sequences that each fill the front of a slot: q (S, Lq, Hq, D), k (S, Lk, Hk, D), v (S, Lk, Hk, Dv).
+
+        Causality and windows align the last used query with the last used key.
+
+        Args:
+            seqlens_k: (S,), int32 or int64: how many keys of each slot are used.
+            seqlens_q: the same of the queries; None for all Lq.
+
+        >>> import torch, flash_dmattn
+        >>> q, k, v = torch.randn(2, 1, 4, 16), torch.randn(2, 9, 4, 16), torch.randn(2, 9, 4, 16)
+        >>> used = flash_dmattn.Sequences.padded(torch.tensor([9, 4]))  # a cache: what lies behind is not read
+        >>> out = flash_dmattn.attention(q, k, v, sequences=used)
+        >>> torch.allclose(out[1:], flash_dmattn.attention(q[1:], k[1:, :4], v[1:, :4]), atol=1e-6)
+        True
+        """
+        return _checked(Sequences("padded", **_as_int32({"seqlens_k": seqlens_k, "seqlens_q": seqlens_q}, "seqlens_k")))
+
+    @staticmethod
+    def paged(
+        block_table: Tensor,
+        seqlens_k: Tensor,
+        *,
+        cu_seqlens_q: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
+    ) -> Sequences:
+        """Keys in pages: k (pages, page_size, Hk, D), v (pages, page_size, Hk, Dv); no gradients.
+
+        Queries are (S, Lq, Hq, D), or packed, (Tq, Hq, D), with `cu_seqlens_q`.
+
+        Args:
+            block_table: (S, P), int32 or int64: key j of sequence s is row j % page_size of page
+                block_table[s, j // page_size].
+            seqlens_k: (S,): how many keys each sequence has, those of its queries among them.
+            cu_seqlens_q, max_seqlen_q, max_seqlen_k: as for `packed`; max_seqlen_k is P * page_size where not given.
+
+        >>> import torch, flash_dmattn
+        >>> pool_k, pool_v = torch.randn(2, 6, 16, 4, 32)  # 6 pages of 16 keys
+        >>> cache = flash_dmattn.Sequences.paged(torch.tensor([[5, 0], [2, 2]]), torch.tensor([20, 7]))
+        >>> q = torch.randn(2, 1, 8, 32)
+        >>> out = flash_dmattn.attention(q, pool_k, pool_v, sequences=cache)
+        >>> k, v = (torch.cat([x[5], x[0, :4]])[None] for x in (pool_k, pool_v))
+        >>> torch.allclose(out[:1], flash_dmattn.attention(q[:1], k, v), atol=1e-6)
+        True
+        """
+        given = {"block_table": block_table, "seqlens_k": seqlens_k, "cu_seqlens_q": cu_seqlens_q}
+        layout: Layout = "paged" if cu_seqlens_q is None else "paged_packed"
+        found = _as_int32(given, "block_table", "seqlens_k")
+        return _checked(Sequences(layout, **found, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k))
+
+    @property
+    def number(self) -> int:
+        """How many there are, S."""
+        if self.cu_seqlens_q is not None:
+            return self.cu_seqlens_q.shape[0] - 1
+        assert self.seqlens_k is not None
+        return self.seqlens_k.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        return self._tensors[0].device
+
+    @property
+    def _named(self) -> dict[str, Tensor]:
+        names = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k", "block_table")
+        return {name: x for name in names if (x := getattr(self, name)) is not None}
+
+    @property
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return tuple(self._named.values())
+
+    def __repr__(self) -> str:
+        # Not the values: printing them waits for the device.
+        bounds = f"max_seqlen_q={self.max_seqlen_q}, max_seqlen_k={self.max_seqlen_k}"
+        return f"Sequences(layout={self.layout!r}, number={self.number}, {bounds}, device={str(self.device)!r})"
+
+    def spec(self, q: Tensor, k: Tensor, v: Tensor) -> SequenceSpec:
+        """The description of a call with these sequences.
+
+        Raises:
+            ValueError: q, k or v are not of the shapes that the layout needs, or on another device.
+        """
+        ranks = dict(zip("qkv", (*RANKS[self.layout], RANKS[self.layout][1]), strict=True))
+        for name, x in zip("qkv", (q, k, v), strict=True):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name} is a {type(x).__name__}; it needs to be a torch.Tensor")
+            if x.dim() != ranks[name]:
+                raise ValueError(
+                    f"{name} has {x.dim()} dimensions, shape {tuple(x.shape)}; beside {_KINDS[self.layout]} sequences "
+                    f"it needs {_SHAPES[self.layout][name != 'q']}"
+                )
+        if self.device != q.device:
+            raise ValueError(f"sequences are on {self.device}; they need to be on the device of q, {q.device}")
+        number, paged = self.number, self.block_table is not None
+        for name, x in (("q", q), ("k", k)):
+            if x.dim() == 4 and not (name == "k" and paged) and x.shape[0] != number:
+                raise ValueError(f"{name} has {x.shape[0]} entries; it needs one for each sequence, {number}")
+        rows_q, page_size = q.shape[-3], k.shape[1] if paged else 0
+        rows_k = self.block_table.shape[1] * page_size if self.block_table is not None else k.shape[-3]
+        packs_q, packs_k = self.cu_seqlens_q is not None, self.cu_seqlens_k is not None
+        return SequenceSpec(
+            self.layout,
+            number,
+            rows_q,
+            rows_k,
+            rows_q if self.max_seqlen_q is None else self.max_seqlen_q,
+            rows_k if self.max_seqlen_k is None else self.max_seqlen_k,
+            (not packs_q or self.max_seqlen_q is not None, not packs_k or self.max_seqlen_k is not None),
+            page_size,
+        )
+
+    def view(self, spec: SequenceSpec, pages: int = 0) -> SequenceView:
+        """What kernels receive, made by a few small ones and remembered; it does not wait for the device.
+
+        Args:
+            spec: of the call.
+            pages: of k, where keys are in pages.
+        """
+        if torch.compiler.is_compiling() or _is_capturing(self.device):
+            return SequenceView(make_bounds(self, spec), self.block_table)
+        key = (spec, pages, *(x._version for x in self._tensors))
+        found = self._views.get(key)
+        if found is None:
+            if self.device.type == "cpu":
+                check_values(self, spec, pages)
+            self._views.clear()
+            found = self._views[key] = SequenceView(make_bounds(self, spec), self.block_table)
+        return found
+
+    def check(self, q: Tensor | None = None, k: Tensor | None = None) -> None:
+        """Read the values, and refuse those that a call would refuse on a CPU; waits for the device.
+
+        On a GPU a call does not look at values: wrong ones give wrong numbers, and never a fault.
+
+        Args:
+            q, k: those of a call, to check what has to fit them, too.
+
+        Raises:
+            ValueError: a sequence ends before it begins, is longer than its slot or its bound, or reaches beyond q or
+                k; or a page does not exist.
+        """
+        spec, pages = None, 0
+        if q is not None and k is not None:
+            spec, pages = self.spec(q, k, k), k.shape[0]
+        check_values(self, spec, pages)
+
+
+def lay_out(
+    sequences: Sequences, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor, SequenceSpec, SequenceView]:
+    """q, k and v of a call with sequences, 4-D, with the description of these and what kernels receive of them.
+
+    Raises:
+        TypeError, ValueError: not `Sequences`, or tensors do not fit them.
+    """
+    if not isinstance(sequences, Sequences):
+        raise TypeError(f"sequences is a {type(sequences).__name__}; it needs to be a flash_dmattn.Sequences")
+    spec = sequences.spec(q, k, v)
+    view = sequences.view(spec, k.shape[0])
+    if spec.packs_queries:
+        q = q.unsqueeze(0)
+    if spec.packs_keys:
+        k, v = k.unsqueeze(0), v.unsqueeze(0)
+    return q, k, v, spec, view
+
+
+_KINDS = {"packed": "packed", "padded": "padded", "paged": "paged", "paged_packed": "paged"}
+_SLOTS_Q, _TOKENS_Q = "4, (sequences, queries, heads, head_dim)", "3, (queries of all sequences, heads, head_dim)"
+_PAGES = "4, (pages, page_size, heads, head_dim)"
+_SHAPES = {
+    "packed": (_TOKENS_Q, "3, (keys of all sequences, heads, head_dim)"),
+    "padded": (_SLOTS_Q, "4, (sequences, keys, heads, head_dim)"),
+    "paged": (_SLOTS_Q, _PAGES),
+    "paged_packed": (_TOKENS_Q, _PAGES),
+}
+
+
+def _as_int32(given: dict[str, Tensor | None], *required: str) -> dict[str, Any]:
+    """The given tensors as int32, None where one that is not required was not given."""
+    found: dict[str, Tensor | None] = {}
+    device = None
+    for name, x in given.items():
+        if x is None and name not in required:
+            found[name] = None
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; it needs to be an int32 or int64 torch.Tensor")
+        if x.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name} has dtype {str(x.dtype).removeprefix('torch.')}; it needs int32 or int64")
+        rank = 2 if name == "block_table" else 1
+        if x.dim() != rank:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; it needs {rank} dimension{'s' * (rank > 1)}")
+        if device is not None and x.device != device:
+            raise ValueError(f"{name} is on {x.device}; it needs to be where the others are, on {device}")
+        device = x.device
+        found[name] = x.to(torch.int32)
+    return found
+
+
+def _checked(sequences: Sequences) -> Sequences:
+    """The same, after a look at its sizes and bounds, and on a CPU at its values."""
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        bound = getattr(sequences, name)
+        if bound is None:
+            continue
+        if isinstance(bound, (bool, Tensor)) or not isinstance(bound, (int, torch.SymInt)):
+            raise TypeError(f"{name} is a {type(bound).__name__}; it needs to be an int")
+        if bound < 0:
+            raise ValueError(f"{name} is {bound}; it needs to be at least 0")
+    if sequences.cu_seqlens_q is not None and sequences.cu_seqlens_q.shape[0] == 0:
+        raise ValueError("cu_seqlens_q has shape (0,); it needs one entry more than there are sequences")
+    number = sequences.number
+    for name, x in sequences._named.items():
+        wanted = number + name.startswith("cu_")
+        if x.shape[0] != wanted:
+            raise ValueError(f"{name} has {x.shape[0]} entries; of {number} sequences it needs {wanted}")
+    if sequences.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_values(sequences)
+    return sequences
+
+
+def _is_capturing(device: torch.device) -> bool:
+    # What is recorded has to be computed from the tensors at every replay.
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,249 @@
+"""Attention over sequences of many lengths as a loop: one call for each, of the rows that are its own.
+
+`forward` and `backward` loop over the chunked pair of `eager.py`; `attention` and `gradients` over the plain formula,
+and are differentiable. Lengths are read on the host, so all of them wait for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import eager, formula
+from .chunks import is_capturing
+
+
+class Sequence(NamedTuple):
+    """One sequence: the entry of q and of k that it is part of, and its rows of them."""
+
+    number: int
+    entry_q: int
+    entry_k: int
+    queries: slice
+    keys: slice
+    seqlen_q: int
+    seqlen_k: int
+
+
+class Batch:
+    """The sequences of a call, and what each of them reads of its tensors.
+
+    Args:
+        bounds: int32 (S, 4): the first query, how many, the first key, how many, of each sequence.
+        block_table: int32 (S, P), the pages of keys, or None.
+        packs_queries, packs_keys: whether q is (1, Tq, Hq, D) or (S, Lq, Hq, D), and k the same.
+        mask_packing, bias_packing: what of a mask or a bias is packed: "none", "queries" or "keys".
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured.
+    """
+
+    def __init__(
+        self,
+        bounds: Tensor,
+        block_table: Tensor | None,
+        packs_queries: bool,
+        packs_keys: bool,
+        mask_packing: str = "none",
+        bias_packing: str = "none",
+    ) -> None:
+        if is_capturing(bounds.device):
+            raise RuntimeError(
+                'backend="eager" reads the lengths of sequences on the host, which cannot be captured in a CUDA graph; '
+                "another backend can"
+            )
+        self._table = block_table
+        self.packing = {"mask": mask_packing, "bias": bias_packing}
+        self.sequences = [
+            Sequence(
+                s,
+                0 if packs_queries else s,
+                0 if packs_keys else s,
+                slice(first_q, first_q + len_q),
+                slice(first_k, first_k + len_k),
+                len_q,
+                len_k,
+            )
+            for s, (first_q, len_q, first_k, len_k) in enumerate(bounds.tolist())
+        ]
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self.sequences)
+
+    def queries(self, x: Tensor, s: Sequence) -> Tensor:
+        """Its rows of a tensor shaped as q, with a batch dim of 1."""
+        return x[s.entry_q : s.entry_q + 1, s.queries]
+
+    def rows(self, x: Tensor, s: Sequence) -> Tensor:
+        """Its rows of a tensor shaped as lse, (B, Hq, Lq)."""
+        return x[s.entry_q : s.entry_q + 1, :, s.queries]
+
+    def keys(self, x: Tensor, s: Sequence) -> Tensor:
+        """Its rows of a tensor shaped as k; a copy where they lie in pages."""
+        if self._table is None:
+            return x[s.entry_k : s.entry_k + 1, s.keys]
+        pages = self._table[s.number, : -(-s.seqlen_k // max(x.shape[1], 1))].long().clamp(0, max(x.shape[0] - 1, 0))
+        return x[pages].flatten(0, 1)[None, : s.seqlen_k]
+
+    def scores(self, name: str, x: Tensor, s: Sequence) -> Tensor:
+        """Its part of a mask or a bias, or of a tensor shaped as one; dims of size 1 stay."""
+        packing = self.packing[name]
+        entry = slice(s.number, s.number + 1) if packing == "none" and x.shape[0] > 1 else slice(None)
+        queries = s.queries if packing == "queries" else slice(s.seqlen_q)
+        keys = s.keys if packing == "keys" else slice(s.seqlen_k)
+        return x[
+            entry,
+            :,
+            queries if x.shape[2] > 1 else slice(None),
+            keys if x.shape[3] > 1 else slice(None),
+        ]
+
+    def inputs(
+        self, s: Sequence, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """The inputs of its call."""
+        return (
+            self.queries(q, s),
+            self.keys(k, s),
+            self.keys(v, s),
+            None if mask is None else self.scores("mask", mask, s),
+            None if bias is None else self.scores("bias", bias, s),
+        )
+
+
+@torch.no_grad()
+def forward(
+    batch: Batch,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    sink: Tensor | None = None,
+    **flags: Any,
+) -> tuple[Tensor, Tensor]:
+    """out and lse of all rows, 0 and -inf in those of no sequence; each sequence by :func:`eager.forward`.
+
+    Args:
+        batch: where the sequences lie.
+        q, k, v: 4-D, as the layout has them.
+        mask, bias: 4-D, each by position or packed, as `batch` says.
+        sink, flags: as for :func:`eager.forward`.
+    """
+    out, lse = _empty(q, v)
+    for s in batch:
+        if s.seqlen_q > 0:
+            of_out, of_lse = eager.forward(*batch.inputs(s, q, k, v, mask, bias), sink=sink, **flags)
+            batch.queries(out, s).copy_(of_out)
+            batch.rows(lse, s).copy_(of_lse)
+    return out, lse
+
+
+@torch.no_grad()
+def backward(
+    batch: Batch,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    sink: Tensor | None = None,
+    *,
+    needs_grad: tuple[bool, ...],
+    **flags: Any,
+) -> tuple[Tensor | None, ...]:
+    """The gradients asked for, each sequence by :func:`eager.backward`; zeros in rows and keys of no sequence.
+
+    Those of bias and sink, which sequences share, are summed in the dtype of the softmax and rounded once.
+    """
+    wide = formula.softmax_dtype(q)
+    own = (q, k, v, bias, sink)
+    bias, sink = (None if x is None else x.to(wide) for x in own[3:])
+    sums = [
+        x.new_zeros(x.shape) if x is not None and needed else None
+        for x, needed in zip((q, k, v, bias, sink), needs_grad, strict=True)
+    ]
+    for s in batch:
+        if s.seqlen_q > 0:
+            of_dlse = None if dlse is None else batch.rows(dlse, s)
+            results = (batch.queries(out, s), batch.rows(lse, s))
+            inputs = batch.inputs(s, q, k, v, mask, bias)
+            found = eager.backward(
+                batch.queries(dout, s), of_dlse, *inputs, *results, sink=sink, needs_grad=needs_grad, **flags
+            )
+            _add(batch, sums, found, s)
+    gradients = [None if x is None or like is None else x.to(like.dtype) for x, like in zip(sums, own, strict=True)]
+    return tuple(gradients if sink is not None else gradients[:4])
+
+
+def attention(
+    batch: Batch,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    sink: Tensor | None = None,
+    **flags: Any,
+) -> tuple[Tensor, Tensor]:
+    """The same as :func:`forward` by the plain formula, differentiable: the oracle.
+
+    Args:
+        flags: is_causal, softmax_scale, softcap and window_size, as for :func:`formula.attention`.
+    """
+    out, lse = _empty(q, v)
+    # Sums of nothing: results are functions of the inputs, even where there are no sequences.
+    nothing = sum(x.flatten()[:0].sum() for x in (q, k, v, bias, sink) if x is not None)
+    out, lse = out + nothing, lse + nothing
+    for s in batch:
+        if s.seqlen_q > 0:
+            of_out, of_lse = formula.attention(*batch.inputs(s, q, k, v, mask, bias), sink=sink, **flags)
+            batch.queries(out, s).copy_(of_out)
+            batch.rows(lse, s).copy_(of_lse)
+    return out, lse
+
+
+def gradients(
+    batch: Batch,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    sink: Tensor | None = None,
+    **flags: Any,
+) -> tuple[Tensor | None, ...]:
+    """All gradients by :func:`formula.gradients`, themselves differentiable; the rest as for :func:`attention`."""
+    wide = formula.softmax_dtype(q)
+    own = (q, k, v, bias, sink)
+    bias, sink = (None if x is None else x.to(wide) for x in own[3:])
+    sums = [None if x is None else x.new_zeros(x.shape) for x in (q, k, v, bias, sink)]
+    for s in batch:
+        if s.seqlen_q > 0:
+            of_dlse = None if dlse is None else batch.rows(dlse, s)
+            inputs = batch.inputs(s, q, k, v, mask, bias)
+            _add(batch, sums, formula.gradients(batch.queries(dout, s), of_dlse, *inputs, sink=sink, **flags), s)
+    found = [None if x is None or like is None else x.to(like.dtype) for x, like in zip(sums, own, strict=True)]
+    return tuple(found if sink is not None else found[:4])
+
+
+def _add(batch: Batch, sums: list[Tensor | None], found: tuple[Tensor | None, ...], s: Sequence) -> None:
+    """Add the gradients of a sequence, those of q and k to rows that no other sequence has."""
+    parts = (batch.queries, batch.keys, batch.keys, lambda x, s: batch.scores("bias", x, s), lambda x, s: x)
+    for total, x, part in zip(sums, found, parts):
+        if total is not None and x is not None:
+            part(total, s).add_(x)
+
+
+def _empty(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    out = q.new_zeros(q.shape[:3] + v.shape[3:])
+    return out, q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=formula.softmax_dtype(q))

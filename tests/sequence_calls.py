@@ -1,0 +1,354 @@
+"""Calls with sequences drawn at random, and the oracle for them: one dense call of all tokens with a mask of pairs.
+
+The oracle does not loop over sequences, as the reference does: every token has the number of its sequence and its place
+in it, pairs of different sequences are masked, and a mask or a bias is gathered by these.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from accuracy import DEVIATIONS, FLOOR_FP64, LSE_ROUNDING, Results, deviations, error, norm_of
+from cases import DEVICE, Case, Inputs
+from torch import Tensor
+
+from flash_dmattn import Sequences, attention
+from flash_dmattn.reference import formula
+from flash_dmattn.reference import yardstick as plain
+from flash_dmattn.reference.yardstick import FLOOR, RATIO
+
+LEAVES = ("q", "k", "v", "bias", "sink")
+
+
+@dataclass(frozen=True)
+class SequenceCall:
+    """The tensors of a call, as `attention` takes them, and what arrives at its results."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    bias: Tensor | None
+    sink: Tensor | None
+    sequences: Sequences
+    lengths: tuple[tuple[int, int, int, int], ...]  # of each sequence: first query, how many, first key, how many
+    flags: dict[str, Any]
+    dout: Tensor
+    dlse: Tensor | None
+    needs_grad: tuple[str, ...]
+    told: str  # how it was drawn
+
+    @property
+    def packs_queries(self) -> bool:
+        return self.q.dim() == 3
+
+    @property
+    def packs_keys(self) -> bool:
+        return self.k.dim() == 3
+
+    def to(self, dtype: torch.dtype) -> SequenceCall:
+        """The same values in another dtype."""
+        names = ("q", "k", "v", "bias", "sink", "dout", "dlse")
+        return replace(self, **{n: None if (x := getattr(self, n)) is None else x.detach().to(dtype) for n in names})
+
+
+def draw(
+    number: int,
+    layout: str | None = None,
+    lengths: tuple[int, ...] = (0, 1, 2, 5, 17, 32, 33),
+    dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float32),
+    head_dims: tuple[int, ...] = (4, 8, 16),
+) -> SequenceCall:
+    """The call of a number."""
+    rng, torch_rng = random.Random(number), torch.Generator().manual_seed(number)
+    layout = layout or rng.choice(("packed", "packed", "padded", "paged", "paged_packed"))
+    count, dtype = rng.choice((0, 1, 1, 2, 3, 5, 9)), rng.choice(dtypes)
+    heads_k, group = rng.choice((1, 2, 3)), rng.choice((1, 1, 2))
+    heads, dim, dim_v = heads_k * group, rng.choice(head_dims), rng.choice(head_dims)
+
+    def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, generator=torch_rng, dtype=torch.float32).to(DEVICE, dtype)
+
+    used_q = [rng.choice(lengths) for _ in range(count)]
+    same = layout == "packed" and rng.random() < 0.4
+    used_k = used_q if same else [rng.choice(lengths) for _ in range(count)]
+    spare = rng.random() < 0.5  # slots are longer than what is used of them
+
+    def slots(used: list[int]) -> list[int]:
+        return [n + (rng.choice((0, 0, 1, 7)) if spare else 0) for n in used]
+
+    def cumulative(slots: list[int]) -> list[int]:
+        return [sum(slots[:s]) for s in range(count + 1)]
+
+    def table(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=rng.choice((torch.int32, torch.int64)), device=DEVICE)
+
+    behind_q, behind_k = (rng.choice((0, 0, 3)) for _ in range(2))  # tokens behind the last sequence
+    slots_q = slots(used_q)
+    slots_k = slots_q if same else slots(used_k)
+    edges_q, edges_k = cumulative(slots_q), cumulative(slots_k)
+    tokens_q = edges_q[-1] + behind_q
+    tokens_k = tokens_q if same else edges_k[-1] + behind_k
+    most_q, most_k = max(used_q, default=0) + rng.choice((0, 4)), max(used_k, default=0) + rng.choice((0, 4))
+    page_size = rng.choice((1, 4, 16))
+    if layout == "packed":
+        named = {"max_seqlen_q": most_q, "max_seqlen_k": most_k}
+        used = {"seqlens_q": table(used_q), "seqlens_k": table(used_k)} if spare else {}
+        sequences = Sequences.packed(table(edges_q), table(edges_k), **named, **used)
+        q_shape, k_shape = (tokens_q, heads, dim), (tokens_k, heads_k, dim)
+        firsts_q, firsts_k = edges_q, edges_k
+    else:
+        firsts_k = [0] * count
+        packed_q = layout == "paged_packed"
+        firsts_q = edges_q if packed_q else firsts_k
+        if not packed_q:
+            tokens_q = most_q
+            if layout == "paged":
+                used_q = [most_q] * count
+        q_shape = (tokens_q, heads, dim) if packed_q else (count, tokens_q, heads, dim)
+        if packed_q:
+            used_q = slots_q
+            most_q = max(used_q, default=0)
+        if layout == "padded":
+            sequences = Sequences.padded(table(used_k), table(used_q))
+            k_shape = (count, most_k, heads_k, dim)
+        else:
+            per_sequence = -(-most_k // page_size) + rng.choice((0, 1))
+            pages = max(1, count * per_sequence)
+            order = torch.randperm(pages, generator=torch_rng)[: count * per_sequence]
+            block_table = order.view(count, per_sequence).to(DEVICE)
+            k_shape = (pages, page_size, heads_k, dim)
+            cu = {"cu_seqlens_q": table(edges_q)} if packed_q else {}
+            named = {"max_seqlen_k": most_k} | ({"max_seqlen_q": most_q} if packed_q else {})
+            sequences = Sequences.paged(block_table, table(used_k), **cu, **named)
+    q, k, v = normal(*q_shape), normal(*k_shape), normal(*k_shape[:-1], dim_v)
+
+    by_position = [(b, h, i, j) for b in (1, count) for h in (1, heads_k, heads) for i in (1, most_q) for j in (1, most_k)]
+    forms: list[tuple[int, ...]] = list(by_position)
+    if len(q_shape) == 3:
+        packed_rows = [(h, tokens_q, j) for h in (1, heads_k, heads) for j in (1, most_k)]
+        forms += 3 * packed_rows if tokens_q > 1 else []
+    if len(k_shape) == 3:
+        forms += 6 * [(h, 1, tokens_k) for h in (1, heads_k, heads)]
+    mask = bias = None
+    if rng.random() < 0.5:
+        mask = (torch.rand(rng.choice(forms), generator=torch_rng) < 0.7).to(DEVICE)
+    if rng.random() < 0.7:
+        bias = normal(*rng.choice(forms), dtype=rng.choice((dtype, dtype, torch.float32)))
+    sink = normal(heads, dtype=rng.choice((dtype, torch.float32))) if rng.random() < 0.3 else None
+    if sink is not None and rng.random() < 0.3:
+        sink[0] = -torch.inf
+    flags = {
+        "is_causal": rng.random() < 0.4,
+        "window_size": rng.choice((None, None, (3, 0), (-1, 2), (6, 3))),
+        "softcap": rng.choice((0.0, 0.0, 2.0)),
+        "softmax_scale": rng.choice((None, 0.3)),
+    }
+    needs = rng.choice((LEAVES, LEAVES, LEAVES[:4], LEAVES[:3], ("bias",), ("q",), ("v", "sink"), ()))
+    needs = () if layout.startswith("paged") else needs
+    lse_shape = (heads, tokens_q) if q.dim() == 3 else (count, heads, tokens_q)
+    lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    call = SequenceCall(
+        q,
+        k,
+        v,
+        mask,
+        bias,
+        sink,
+        sequences,
+        tuple(zip(firsts_q[:count], used_q, firsts_k[:count], used_k, strict=True)),
+        flags,
+        normal(*q_shape[:-1], dim_v),
+        normal(*lse_shape, dtype=lse_dtype) if rng.random() < 0.5 else None,
+        tuple(name for name in needs if {"bias": bias, "sink": sink}.get(name, q) is not None),
+        f"draw({number}, {layout!r})",
+    )
+    return call
+
+
+def run(call: SequenceCall, backend: str) -> Results:
+    """out, lse and the gradients of a call, None of those that it does not need."""
+    leaves = {n: None if (x := getattr(call, n)) is None else x.detach().clone() for n in LEAVES}
+    for name in call.needs_grad:
+        leaves[name].requires_grad_()
+    found = attention(
+        *(leaves[n] for n in "qkv"),
+        call.mask,
+        leaves["bias"],
+        sink=leaves["sink"],
+        sequences=call.sequences,
+        return_lse=True,
+        backend=backend,
+        **call.flags,
+    )
+    out, lse = found
+    results: Results = {"out": out.detach(), "lse": lse.detach()}
+    if call.needs_grad:
+        pairs = [(out, call.dout)] + ([] if call.dlse is None else [(lse, call.dlse)])
+        torch.autograd.backward(*zip(*pairs, strict=True))
+    for name in LEAVES:
+        results[f"d{name}"] = None if leaves[name] is None else leaves[name].grad
+    return results
+
+
+class Tokens:
+    """The sequence and the place in it of every query and every key of a call, -1 of those that have none."""
+
+    def __init__(self, call: SequenceCall) -> None:
+        self.call = call
+        rows = call.q.shape[-3]
+        number_q = rows if call.packs_queries else call.q.shape[0] * rows
+        self.q = torch.full((number_q, 2), -1)
+        keys = []
+        slots = call.k.shape[-3]
+        table, page_size = call.sequences.block_table, call.k.shape[1]
+        for s, (first_q, len_q, first_k, len_k) in enumerate(call.lengths):
+            start = first_q if call.packs_queries else s * rows
+            self.q[start : start + len_q, 0], self.q[start : start + len_q, 1] = s, torch.arange(len_q)
+            for j in range(len_k):
+                if table is not None:
+                    keys.append((int(table[s, j // page_size]) * page_size + j % page_size, s, j))
+                else:
+                    keys.append(((first_k if call.packs_keys else s * slots) + j, s, j))
+        places = torch.tensor(keys, dtype=torch.long).view(-1, 3)
+        self.k_at, self.k = places[:, 0], places[:, 1:]
+
+    def scores(self, x: Tensor | None) -> Tensor | None:
+        """(1, H, queries, keys) of a mask or a bias, whatever its form; 1 where it has 1."""
+        if x is None:
+            return None
+        q, k = self.q.clamp(min=0), self.k
+        if x.dim() == 4:
+            b = k[:, 0][None] if len(q) == 0 else q[:, :1]
+            entry = b.expand(len(q), len(k)) if x.shape[0] > 1 else torch.zeros(len(q), len(k), dtype=torch.long)
+            i = q[:, 1:].expand(len(q), len(k)) if x.shape[2] != 1 else torch.zeros_like(entry)
+            j = k[:, 1][None].expand(len(q), len(k)) if x.shape[3] != 1 else torch.zeros_like(entry)
+            i, j = i.clamp(max=max(x.shape[2] - 1, 0)), j
+            return x.transpose(0, 1)[:, entry, i, j][None]
+        if x.shape[1] == 1 and x.shape[2] > 1 and self.call.packs_keys:
+            return x[:, :, self.k_at][None]
+        rows = torch.arange(len(self.q)) if x.shape[1] != 1 else torch.zeros(1, dtype=torch.long)
+        columns = k[:, 1] if x.shape[2] != 1 else torch.zeros(1, dtype=torch.long)
+        return x[:, rows[:, None], columns[None]][None]
+
+    def allowed(self) -> Tensor:
+        """(1, 1, queries, keys): of one sequence, and inside its band."""
+        lengths = torch.tensor([(n, m) for _, n, _, m in self.call.lengths] or [(0, 0)])
+        s, i, j = self.q[:, :1], self.q[:, 1:], self.k[:, 1][None]
+        seqlen_q, seqlen_k = (lengths[s.clamp(min=0), column] for column in (0, 1))
+        middle, flags = i + seqlen_k - seqlen_q, self.call.flags
+        allowed = s == self.k[:, 0][None]
+        if flags["is_causal"]:
+            allowed = allowed & (j <= middle)
+        if flags["window_size"] is not None:
+            left, right = flags["window_size"]
+            allowed = allowed & ((j >= middle - left) if left >= 0 else True)
+            allowed = allowed & ((j <= middle + right) if right >= 0 else True)
+        return allowed[None, None]
+
+
+def _dense(call: SequenceCall, tokens: Tokens, leaves: dict[str, Tensor | None]) -> Inputs:
+    rows = call.q.shape[-3]
+    q, k, v = (leaves[n] for n in "qkv")
+    assert q is not None and k is not None and v is not None
+    mask = tokens.allowed()
+    of_mask = tokens.scores(None if call.mask is None else call.mask.cpu())
+    mask = mask if of_mask is None else mask & of_mask
+    dlse = call.dlse
+    if dlse is not None:
+        dlse = dlse if call.packs_queries else dlse.transpose(0, 1).reshape(dlse.shape[1], -1)
+        dlse = dlse.cpu().masked_fill(tokens.q[:, 0] < 0, 0.0)[None]
+
+    def flat(x: Tensor) -> Tensor:
+        return x if x.dim() == 3 else x.reshape(-1, *x.shape[2:])
+
+    assert rows >= 0
+    return Inputs(
+        flat(q)[None],
+        flat(k)[tokens.k_at][None],
+        flat(v)[tokens.k_at][None],
+        mask,
+        tokens.scores(leaves["bias"]),
+        flat(call.dout.cpu())[None],
+        dlse,
+        leaves["sink"],
+    )
+
+
+def expected(call: SequenceCall) -> tuple[Results, Results, Inputs]:
+    """The results in fp64, those of plain PyTorch in the dtype of the call, and the dense call in fp64."""
+    tokens = Tokens(call)
+    found = []
+    numbers = {k: x for k, x in call.flags.items() if k in ("softcap", "softmax_scale")}
+    for dtype in (torch.float64, call.q.dtype):
+        given = call.to(dtype) if dtype == torch.float64 else call
+        leaves = {n: None if (x := getattr(given, n)) is None else x.detach().cpu().requires_grad_() for n in LEAVES}
+        x = _dense(given, tokens, leaves)
+        out, lse = formula.attention(x.q, x.k, x.v, x.mask, x.bias, **numbers, sink=x.sink)
+        present = {n: y for n, y in leaves.items() if y is not None}
+        inputs = [y for y in (x.q, x.k, x.v, x.bias, x.sink) if y is not None]
+        if dtype == torch.float64:
+            safe = torch.where(lse > -torch.inf, lse, 0.0)
+            outputs, arriving = ((out,), (x.dout,)) if x.dlse is None else ((out, safe), (x.dout, x.dlse))
+            gradients = torch.autograd.grad(outputs, inputs, arriving, retain_graph=True)
+        else:
+            of_plain = plain.gradients(x.dout, x.dlse, x.q, x.k, x.v, x.mask, x.bias, **numbers, sink=x.sink)
+            gradients = tuple(g for g in of_plain if g is not None)
+        own = torch.autograd.grad(inputs, list(present.values()), gradients, allow_unused=True)
+        empty = tokens.q[:, 0] < 0
+        lse = lse.detach()[0].masked_fill(empty, -torch.inf)
+        if not call.packs_queries:
+            lse = lse.unflatten(1, call.q.shape[:2]).transpose(0, 1)
+        results: Results = {"out": out.detach()[0].view(call.dout.shape), "lse": lse}
+        for name, g in zip(present, own, strict=True):
+            results[f"d{name}"] = torch.zeros_like(present[name]) if g is None else g
+        found.append((results, x))
+    (exact, inputs64), (in_dtype, _) = found
+    return exact, in_dtype, inputs64
+
+
+def assert_accurate(results: Results, call: SequenceCall) -> None:
+    """The rule of `accuracy.assert_accurate` for a call with sequences."""
+    exact, in_dtype, dense = expected(call)
+    largest = exact["lse"].abs().nan_to_num(posinf=0.0).max().item() if exact["lse"].numel() else 0.0
+    floor_of_gradients = min(max(FLOOR, LSE_ROUNDING * largest), 1e-2)
+    failures = []
+    spread: Results = {}
+    if call.sink is not None and "sink" in call.needs_grad:
+        case = Case(needs_grad=("sink",))
+        of_dense = {"out": exact["out"].reshape(dense.dout.shape), "lse": formula_lse(exact, dense), "dsink": exact["dsink"]}
+        spread = deviations(case, replace(dense, bias=None, sink=call.sink.cpu()), of_dense, {"out": in_dtype["out"].reshape(dense.dout.shape)})  # noqa: E501
+    for name, x in results.items():
+        if name.startswith("d") and name[1:] not in call.needs_grad:
+            assert x is None, f"{call.told}: {name} was computed though nothing asks for it"
+            continue
+        assert x is not None, f"{call.told}: {name} is missing"
+        reference = exact[name]
+        if name.startswith("d"):
+            assert x.dtype == getattr(call, name[1:]).dtype, f"{call.told}: {name} has dtype {x.dtype}"
+        found = error(x, reference)
+        limit = FLOOR_FP64
+        if not x.dtype == call.q.dtype == torch.float64:
+            floor = floor_of_gradients if name.startswith("d") else FLOOR
+            allowed = RATIO * error(in_dtype[name], reference)
+            if name in spread:
+                allowed = max(allowed, DEVIATIONS * spread[name].norm().item() / max(norm_of(reference, None), 1e-300))
+            limit = allowed + floor
+        if not found <= limit and not _is_nothing(x, reference):
+            failures.append(f"{name}: error {found:.3e}, limit {limit:.3e}")
+    assert not failures, f"{call.told}\n  " + "\n  ".join(failures)
+
+
+def formula_lse(exact: Results, dense: Inputs) -> Tensor:
+    """lse of the dense call, (1, Hq, queries)."""
+    lse = exact["lse"]
+    assert lse is not None
+    return (lse if lse.dim() == 2 else lse.transpose(0, 1).flatten(1))[None].double()
+
+
+def _is_nothing(x: Tensor, reference: Tensor) -> bool:
+    # What is zero in exact arithmetic, terms that cancel, has no relative error.
+    return bool(reference.double().abs().max() < 1e-12) and bool(x.double().abs().max() < 1e-5)
