@@ -2,7 +2,8 @@
 
 A matrix product of one pair of a query and a key over a head dim counts two FLOP for each of its terms. Counted are the
 pairs that the causal limit and the window allow. What a mask allows is on the device, and the host does not wait for
-it: all the pairs of a mask count. Softmax, bias and softcap count nothing, as in torch's own formulas.
+it: all the pairs of a mask count, and beside sequences as many keys for each query as max_seqlen_k says. Softmax, bias
+and softcap count nothing, as in torch's own formulas.
 """
 
 from __future__ import annotations
@@ -80,6 +81,8 @@ def backward_flop(
 
 def _pairs(q: Tensor, k: Tensor, flags: Flags) -> int:
     batch, seqlen_q, num_heads, _ = q.shape
+    if flags.layout != "dense":
+        return batch * seqlen_q * num_heads * flags.max_seqlen_k
     return batch * num_heads * allowed_pairs(seqlen_q, k.shape[1], flags.window)
 
 

@@ -126,7 +126,9 @@ def draw(
             sequences = Sequences.paged(block_table, table(used_k), **cu, **named)
     q, k, v = normal(*q_shape), normal(*k_shape), normal(*k_shape[:-1], dim_v)
 
-    by_position = [(b, h, i, j) for b in (1, count) for h in (1, heads_k, heads) for i in (1, most_q) for j in (1, most_k)]
+    by_position = [
+        (b, h, i, j) for b in (1, count) for h in (1, heads_k, heads) for i in (1, most_q) for j in (1, most_k)
+    ]
     forms: list[tuple[int, ...]] = list(by_position)
     if len(q_shape) == 3:
         packed_rows = [(h, tokens_q, j) for h in (1, heads_k, heads) for j in (1, most_k)]
@@ -221,6 +223,8 @@ class Tokens:
         if x is None:
             return None
         q, k = self.q.clamp(min=0), self.k
+        if x.numel() == 0:  # no pair has a value, nor is any allowed
+            return torch.zeros(1, x.shape[-3], len(q), len(k), dtype=x.dtype) + x.sum().to(x.dtype)
         if x.dim() == 4:
             b = k[:, 0][None] if len(q) == 0 else q[:, :1]
             entry = b.expand(len(q), len(k)) if x.shape[0] > 1 else torch.zeros(len(q), len(k), dtype=torch.long)
@@ -319,8 +323,17 @@ def assert_accurate(results: Results, call: SequenceCall) -> None:
     spread: Results = {}
     if call.sink is not None and "sink" in call.needs_grad:
         case = Case(needs_grad=("sink",))
-        of_dense = {"out": exact["out"].reshape(dense.dout.shape), "lse": formula_lse(exact, dense), "dsink": exact["dsink"]}
-        spread = deviations(case, replace(dense, bias=None, sink=call.sink.cpu()), of_dense, {"out": in_dtype["out"].reshape(dense.dout.shape)})  # noqa: E501
+        of_dense = {
+            "out": exact["out"].reshape(dense.dout.shape),
+            "lse": formula_lse(exact, dense),
+            "dsink": exact["dsink"],
+        }
+        spread = deviations(
+            case,
+            replace(dense, bias=None, sink=call.sink.cpu()),
+            of_dense,
+            {"out": in_dtype["out"].reshape(dense.dout.shape)},
+        )
     for name, x in results.items():
         if name.startswith("d") and name[1:] not in call.needs_grad:
             assert x is None, f"{call.told}: {name} was computed though nothing asks for it"

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import flash_dmattn
 from flash_dmattn.backends.protocol import Availability
 from flash_dmattn.dispatch import refusals, settings
+from flash_dmattn.problem import Flags
 
 OURS = Counting("out_of_tree_under_compile")  # an operator is defined once per process
 
@@ -244,8 +245,8 @@ def test_deterministic_follows_the_global_switch() -> None:
     seen: list[bool] = []
 
     def spy(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
-        # Behind it stand the repeats of mask and bias.
-        seen.extend(node.args[-3] for node in graph.graph.nodes if "eager_forward" in str(node.target))
+        at = Flags._fields.index("deterministic") - len(Flags._fields)
+        seen.extend(node.args[at] for node in graph.graph.nodes if "eager_forward" in str(node.target))
         return graph.forward
 
     run = torch.compile(lambda x: flash_dmattn.attention(x, x, x, backend="eager"), backend=spy, fullgraph=True)

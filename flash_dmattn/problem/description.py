@@ -15,9 +15,9 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Shape4 = tuple[int, int, int, int]
 # No mask, a bool tensor, or a prepared mask: a TileMask, a KeyMask or an IntervalMask.
 MaskForm = Literal["none", "dense", "tiles", "keys", "intervals"]
-# How the sequences of a batch lie: each an entry of the batch, of full length ("dense") or used in part ("padded"), one
-# behind the other in one row of tokens ("packed"), or with keys in pages of a cache ("paged", "paged_packed" with packed
-# queries).
+# How the sequences of a batch lie: each an entry of the batch, of full length ("dense") or used in part ("padded"); one
+# behind the other in one row of tokens ("packed"); or with keys in pages of a cache ("paged"), and queries that are
+# packed ("paged_packed").
 Layout = Literal["dense", "packed", "padded", "paged", "paged_packed"]
 # What of a mask or a bias is packed: nothing, the queries, (1, H, Tq, max_k or 1), or the keys, (1, H, 1, Tk).
 Packing = Literal["none", "queries", "keys"]

@@ -42,7 +42,7 @@ def check_scores(name: str, shape: Sequence[int], packing: Packing, spec: Sequen
     if packing == "queries":
         rows, names, batch = spec.rows_q, ("queries of all sequences", "max_seqlen_k"), {1}
     elif packing == "keys":
-        columns, names, batch = spec.rows_k, ("1", "keys of all sequences"), {1}
+        rows, columns, names, batch = 1, spec.rows_k, ("1", "keys of all sequences"), {1}
     b, h, i, j = shape
     if b in batch and h in (1, *heads) and i in (1, rows) and j in (1, columns):
         for size, named, dim in zip((i, j), spec.names_max, names, strict=True):

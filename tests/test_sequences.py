@@ -1,0 +1,473 @@
+"""Packed, padded and paged sequences: values, gradients, what must not be read, and every refusal."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from cases import DEVICE
+from conftest import Runner
+from sequence_calls import LEAVES, SequenceCall, assert_accurate, draw, run
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import flash_dmattn
+from flash_dmattn import Sequences, attention
+from flash_dmattn.problem import FEATURES, SequenceSpec
+from flash_dmattn.sequences.values import make_bounds
+
+EXAMPLES = int(os.environ.get("FLASH_DMATTN_EXAMPLES", 120))
+LOW = (torch.bfloat16, torch.float16, torch.float32)
+ON_GPU: dict[str, Any] = {"dtypes": LOW, "lengths": (0, 1, 31, 32, 33, 127, 128, 129, 300), "head_dims": (16, 64, 128)}
+
+
+def skip_where_refused(backend: Runner, call: SequenceCall) -> None:
+    """Skip a call that a rule of the backend refuses, with its reason."""
+    needs = dict.fromkeys(call.needs_grad, True)
+    given = {
+        n: None if (x := getattr(call, n)) is None else x.detach().requires_grad_(needs.get(n, False)) for n in LEAVES
+    }
+    extra = {"sink": given["sink"], "sequences": call.sequences, "return_lse": True}
+    explanation = flash_dmattn.explain(*(given[n] for n in "qkv"), call.mask, given["bias"], **extra, **call.flags)
+    reasons = next(v.reasons for v in explanation.verdicts if v.backend == backend.name)
+    if reasons:
+        pytest.skip(f"{backend.name}: {reasons[0]}")
+
+
+def of_backend(name: str) -> dict[str, Any]:
+    """What to draw for a backend: long rows in 16 bits for kernels, fp64 too for PyTorch."""
+    return {} if name in ("eager", "reference") else ON_GPU
+
+
+@pytest.mark.parametrize("part", range(6))
+def test_random_calls_beside_one_dense_call(backend: Runner, part: int) -> None:
+    ran = 0
+    for number in range(part, EXAMPLES, 6):
+        call = draw(number, **of_backend(backend.name))
+        try:
+            skip_where_refused(backend, call)
+        except pytest.skip.Exception:
+            continue
+        assert_accurate(run(call, backend.name), call)
+        ran += 1
+    if ran == 0:
+        pytest.skip(f"{backend.name}: its rules refuse all of these calls")
+
+
+def test_the_reference_is_differentiable() -> None:
+    for number in range(40):
+        call = draw(number, dtypes=(torch.float64,))
+        assert_accurate(run(call, "reference"), call)
+
+
+def packed_call(*, dtype: torch.dtype = torch.float32, grad: bool = True) -> SequenceCall:
+    """Three sequences with a gap behind each and tokens behind the last."""
+    random = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random).to(DEVICE, dtype)
+
+    cu = torch.tensor([0, 5, 5, 12], dtype=torch.int32, device=DEVICE)
+    used = torch.tensor([4, 0, 6], dtype=torch.int32, device=DEVICE)
+    sequences = Sequences.packed(cu, max_seqlen_q=7, seqlens_q=used)
+    lengths = ((0, 4, 0, 4), (5, 0, 5, 0), (5, 6, 5, 6))
+    flags = {"is_causal": True, "window_size": None, "softcap": 0.0, "softmax_scale": None}
+    q, k, v, dout = normal(14, 4, 16), normal(14, 2, 16), normal(14, 2, 16), normal(14, 4, 16)
+    bias, mask = normal(4, 14, 7), torch.rand(2, 14, 1, generator=random).to(DEVICE) < 0.8
+    needs = LEAVES if grad else ()
+    dlse = normal(4, 14).float()
+    return SequenceCall(q, k, v, mask, bias, normal(4), sequences, lengths, flags, dout, dlse, needs, "packed_call()")
+
+
+def outside(call: SequenceCall) -> Tensor:
+    """Whether a token of a packed call is of no sequence."""
+    none = torch.ones(call.q.shape[0], dtype=torch.bool, device=DEVICE)
+    for first, number, _, _ in call.lengths:
+        none[first : first + number] = False
+    return none
+
+
+def test_rows_of_no_sequence_are_written(backend: Runner) -> None:
+    call = packed_call()
+    skip_where_refused(backend, call)
+    results = run(call, backend.name)
+    none = outside(call)
+    assert none.sum() == 4
+    assert not results["out"][none].any() and (results["lse"][:, none] == -torch.inf).all()
+    for name in ("dq", "dk", "dv"):
+        assert not results[name][none].any(), name
+    assert not results["dbias"][:, none].any() and not results["dbias"][:, 5:11, 6:].any()
+
+
+def test_nothing_of_one_sequence_reaches_another(backend: Runner) -> None:
+    """NaN in one sequence, in gaps, and in what arrives there, leaves the others as they were, bit by bit."""
+    call = packed_call()
+    skip_where_refused(backend, call)
+    none = outside(call)
+    bad = none.clone()
+    bad[:4] = True  # the first sequence
+    spoiled = {n: getattr(call, n).clone() for n in ("q", "k", "v", "dout")}
+    for x in spoiled.values():
+        x[bad] = torch.nan
+    bias, dlse = call.bias.clone(), call.dlse.clone()
+    bias[:, bad], dlse[:, bad] = torch.nan, torch.nan
+    bias[:, 5:11, 6:] = torch.nan  # beyond the keys of the last one
+    found = run(replace(call, bias=bias, dlse=dlse, **spoiled), backend.name)
+    wanted = run(call, backend.name)
+    for name in ("out", "dq", "dk", "dv"):
+        assert torch.equal(found[name][5:11], wanted[name][5:11]), name
+        assert not found[name][none].any(), name
+    assert torch.equal(found["lse"][:, 5:11], wanted["lse"][:, 5:11])
+    assert torch.equal(found["dbias"][:, 5:11], wanted["dbias"][:, 5:11])
+    assert not found["dbias"][:, none].any()
+
+
+@pytest.mark.parametrize("layout", ("padded", "paged"))
+def test_unused_slots_are_not_read(backend: Runner, layout: str) -> None:
+    numbers = [n for n in range(200) if draw(n, layout, **of_backend(backend.name)).lengths][:6]
+    for number in numbers:
+        call = draw(number, layout, **of_backend(backend.name))
+        skip_where_refused(backend, call)
+        k, v = call.k.clone(), call.v.clone()
+        used = torch.zeros(k.shape[:2], dtype=torch.bool, device=DEVICE)
+        for s, (_, _, _, len_k) in enumerate(call.lengths):
+            for j in range(len_k):
+                if layout == "padded":
+                    used[s, j] = True
+                else:
+                    used[call.sequences.block_table[s, j // k.shape[1]], j % k.shape[1]] = True
+        k[~used], v[~used] = torch.nan, torch.nan
+        wanted, found = run(call, backend.name), run(replace(call, k=k, v=v), backend.name)
+        for name, x in wanted.items():
+            assert x is None or torch.equal(x, found[name]), (call.told, name)
+
+
+def test_bounds_on_lengths_change_no_result(backend: Runner) -> None:
+    call = packed_call()
+    call = replace(call, bias=None, mask=None, needs_grad=("q", "k", "v", "sink"))
+    skip_where_refused(backend, call)
+    x = call.sequences
+    larger = Sequences.packed(x.cu_seqlens_q, max_seqlen_q=500, seqlens_q=x.seqlens_q)
+    none = Sequences.packed(x.cu_seqlens_q, seqlens_q=x.seqlens_q)
+    wanted = run(call, backend.name)
+    for sequences in (larger, none):
+        found = run(replace(call, sequences=sequences), backend.name)
+        for name, y in wanted.items():
+            assert y is None or torch.equal(y, found[name]), name
+
+
+def test_a_chain_of_pages_is_the_cache_it_lists(backend: Runner) -> None:
+    """Pages in any order give what the same keys in order give, bit by bit."""
+    random = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(2, n, h, 32, generator=random).to(DEVICE) for n, h in ((3, 4), (24, 2), (24, 2)))
+    lengths = torch.tensor([24, 13], device=DEVICE)
+    order = torch.randperm(12, generator=random).to(DEVICE)
+    pages = [torch.empty(12, 4, 2, 32, device=DEVICE) for _ in range(2)]
+    for pool, x in zip(pages, (k, v), strict=True):
+        pool[order] = x.reshape(12, 4, 2, 32)
+    in_order = [x.reshape(12, 4, 2, 32) for x in (k, v)]
+
+    def call(table: Tensor, pool: list[Tensor]) -> Tensor:
+        sequences = Sequences.paged(table.view(2, 6), lengths)
+        return attention(q, *pool, is_causal=True, sequences=sequences, backend=backend.name)
+
+    with torch.no_grad():
+        try:
+            found = call(order, pages)
+        except flash_dmattn.BackendUnsupportedError as error:
+            pytest.skip(f"{backend.name}: {error}")
+        assert torch.equal(found, call(torch.arange(12, device=DEVICE), in_order))
+        used = Sequences.padded(lengths)
+        torch.testing.assert_close(found, attention(q, k, v, is_causal=True, sequences=used, backend="eager"))
+
+
+def test_one_sequence_is_a_dense_call() -> None:
+    q, k, v = torch.randn(3, 2, 9, 4, 8, dtype=torch.float64)
+    dense = attention(q, k, v, is_causal=True, backend="eager")
+    packed = Sequences.packed(torch.tensor([0, 9, 18]))
+    flat = attention(*(x.flatten(0, 1) for x in (q, k, v)), is_causal=True, sequences=packed, backend="eager")
+    torch.testing.assert_close(flat.view(dense.shape), dense, rtol=1e-12, atol=1e-12)
+    padded = Sequences.padded(torch.tensor([9, 9]))
+    torch.testing.assert_close(attention(q, k, v, is_causal=True, sequences=padded), dense, rtol=1e-12, atol=1e-12)
+
+
+def test_gradcheck_and_gradgradcheck() -> None:
+    sequences = Sequences.packed(
+        torch.tensor([0, 2, 2, 5]), torch.tensor([0, 3, 4, 6]), max_seqlen_q=3, max_seqlen_k=3,
+        seqlens_q=torch.tensor([2, 0, 2]), seqlens_k=torch.tensor([3, 1, 1]),
+    )  # fmt: skip
+    mask = torch.tensor([True, False, True, True, True, False])[None, None]
+
+    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+        found = attention(q, k, v, mask, bias, sink=sink, sequences=sequences, return_lse=True, backend="eager")
+        out, lse = found
+        return out, lse.masked_fill(lse == -torch.inf, 0.0)
+
+    def fp64(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+    for bias in (fp64(2, 6, 3), fp64(1, 1, 6), fp64(3, 1, 3, 3), fp64(2, 6, 1)):
+        given = (fp64(6, 2, 2), fp64(6, 1, 2), fp64(6, 1, 3), bias, fp64(2))
+        assert torch.autograd.gradcheck(call, given)
+        assert torch.autograd.gradgradcheck(call, given)
+
+
+def test_a_compiled_call_follows_lengths_and_bounds() -> None:
+    """One graph, whatever the number of sequences, their lengths and the bounds on them."""
+    counter = CompileCounterWithBackend("eager")
+
+    @torch.compile(fullgraph=True, dynamic=True, backend=counter)
+    def step(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, most: int) -> Tensor:
+        return attention(q, k, v, is_causal=True, sequences=Sequences.packed(cu, max_seqlen_q=most))
+
+    for edges in ([0, 3, 9, 20], [0, 11, 13, 24, 30, 41], [0, 17, 19]):
+        most = max(b - a for a, b in pairwise(edges))
+        q, k, v = torch.randn(3, edges[-1], 2, 8, requires_grad=True)
+        cu = torch.tensor(edges, dtype=torch.int32)
+        found = step(q, k, v, cu, most)
+        wanted = attention(q, k, v, is_causal=True, sequences=Sequences.packed(cu))
+        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(*(torch.autograd.grad(x.square().sum(), q)[0] for x in (found, wanted)))
+    assert counter.frame_count <= 2
+
+
+def test_sequences_are_an_argument_of_a_compiled_function() -> None:
+    step = torch.compile(lambda x, s: attention(x, x, x, sequences=s), fullgraph=True, backend="eager")
+    x = torch.randn(10, 2, 8)
+    for edges in ([0, 3, 10], [0, 9, 10]):
+        sequences = Sequences.packed(torch.tensor(edges))
+        torch.testing.assert_close(step(x, sequences), attention(x, x, x, sequences=sequences))
+
+
+def test_calls_are_mapped_one_by_one() -> None:
+    sequences = Sequences.packed(torch.tensor([0, 3, 7]))
+    q, k, v = torch.randn(3, 5, 7, 2, 8)
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, sequences=sequences, backend="eager").square().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(q, k, v)
+    each = [torch.func.grad(loss, argnums=(0, 1, 2))(*x) for x in zip(q, k, v, strict=True)]
+    torch.testing.assert_close(found, tuple(torch.stack(x) for x in zip(*each, strict=True)))
+
+
+def test_what_changes_in_place_counts_from_the_next_call_on() -> None:
+    cu = torch.tensor([0, 3, 7], dtype=torch.int32)
+    x, sequences = torch.randn(7, 2, 8, requires_grad=True), Sequences.packed(cu)
+    first = attention(x, x, x, sequences=sequences)
+    cu[1] = 5
+    second = attention(x, x, x, sequences=sequences)
+    torch.testing.assert_close(second, attention(x, x, x, sequences=Sequences.packed(torch.tensor([0, 5, 7]))))
+    wanted = attention(x, x, x, sequences=Sequences.packed(torch.tensor([0, 3, 7])))
+    torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (first, wanted)))
+
+
+def test_sequences_are_remembered_for_all_layers() -> None:
+    sequences = Sequences.packed(torch.tensor([0, 3, 7], dtype=torch.int32))
+    x = torch.randn(7, 2, 8)
+    spec = sequences.spec(x, x, x)
+    view = sequences.view(spec)
+    assert sequences.view(spec) is view
+    assert view.bounds.tolist() == [[0, 3, 0, 3], [3, 4, 3, 4]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_bounds_never_leave_the_tensors(seed: int) -> None:
+    """Whatever the tables say: kernels read by them without another look."""
+    random = torch.Generator().manual_seed(seed)
+    count, rows_q, rows_k, most = 5, 40, 30, 16
+
+    def wild(*shape: int) -> Tensor:
+        return torch.randint(-(2**31), 2**31 - 1, shape, generator=random, dtype=torch.int64).to(torch.int32) >> int(
+            torch.randint(0, 27, (), generator=random)
+        )
+
+    sequences = Sequences("packed", wild(count + 1), wild(count + 1), wild(count), wild(count))
+    spec = SequenceSpec("packed", count, rows_q, rows_k, most, most)
+    bounds = make_bounds(sequences, spec)
+    assert bounds.dtype == torch.int32
+    for column, rows in ((0, rows_q), (2, rows_k)):
+        first, length = bounds[:, column].long(), bounds[:, column + 1].long()
+        assert (first >= 0).all() and (length >= 0).all() and (length <= most).all()
+        assert (first + length <= rows).all() and (first[1:] >= (first + length)[:-1]).all()
+
+
+def test_explain_tells_of_sequences() -> None:
+    x, pool = torch.randn(8, 2, 16), torch.randn(3, 4, 2, 16)
+    two = Sequences.packed(torch.tensor([0, 3, 8]))
+    text = str(flash_dmattn.explain(x, x, x, sequences=two))
+    assert "2 packed sequences of 8 queries and 8 keys" in text
+    paged = Sequences.paged(torch.zeros(1, 2, dtype=torch.int32), torch.tensor([5]))
+    text = str(flash_dmattn.explain(torch.randn(1, 1, 2, 16), pool, pool, sequences=paged))
+    assert "1 paged sequences of 1 queries each and at most 8 keys in pages of 4" in text
+    spec = SequenceSpec("packed", 3, 4096, 4096, 2048, 2048)
+    explanation = flash_dmattn.explain_problem((1, 4096, 16, 64), sequences=spec, device="sm_90")
+    refused = {v.backend: [r.code for r in v.reasons] for v in explanation.verdicts}
+    assert "sequences" in refused["cuda"] and "sequences" in refused["flex"]
+    assert explanation.problem.features == {"sequences"} and {"sequences", "paged"} <= set(FEATURES)
+
+
+def cu(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+X, CACHE, POOL = torch.zeros(8, 2, 4), torch.zeros(2, 5, 2, 4), torch.zeros(3, 4, 2, 4)
+TWO = Sequences.packed(cu(0, 3, 8), max_seqlen_q=5)
+ONE_Q = torch.zeros(2, 1, 2, 4)
+
+
+def paged(table: list[list[int]], lengths: list[int]) -> Sequences:
+    return Sequences.paged(torch.tensor(table), torch.tensor(lengths))
+
+
+BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "no tensor": (
+        lambda: Sequences.packed([0, 3]),
+        TypeError,
+        "cu_seqlens_q is a list; it needs to be an int32 or int64",
+    ),
+    "none": (lambda: Sequences.packed(None), TypeError, "cu_seqlens_q is a NoneType"),
+    "dtype": (
+        lambda: Sequences.packed(cu(0, 3).float()),
+        TypeError,
+        "cu_seqlens_q has dtype float32; it needs int32 or int64",
+    ),
+    "rank": (
+        lambda: Sequences.packed(cu(0, 3)[None]),
+        ValueError,
+        r"cu_seqlens_q has shape (1, 2); it needs 1 dimension",
+    ),
+    "empty": (lambda: Sequences.packed(cu()), ValueError, "cu_seqlens_q has shape (0,); it needs one entry more"),
+    "tensor as bound": (
+        lambda: Sequences.packed(cu(0, 3), max_seqlen_q=torch.tensor(3)),
+        TypeError,
+        "max_seqlen_q is a Tensor; it needs to be an int",
+    ),
+    "negative bound": (
+        lambda: Sequences.packed(cu(0, 3), max_seqlen_k=-1),
+        ValueError,
+        "max_seqlen_k is -1; it needs to be at least 0",
+    ),
+    "numbers": (
+        lambda: Sequences.packed(cu(0, 3), cu(0, 1, 2)),
+        ValueError,
+        "cu_seqlens_k has 3 entries; of 1 sequences it needs 2",
+    ),
+    "first": (lambda: Sequences.packed(cu(1, 3)), ValueError, "cu_seqlens_q begins with 1; it needs to begin with 0"),
+    "falls": (
+        lambda: Sequences.packed(cu(0, 3, 2)),
+        ValueError,
+        "cu_seqlens_q falls from 3 to 2 at sequence 1; it needs to ascend",
+    ),
+    "used": (
+        lambda: Sequences.packed(cu(0, 3), seqlens_q=cu(4)),
+        ValueError,
+        "seqlens_q is 4 for sequence 0; it needs at least 0, and at most the 3 of its slot",
+    ),
+    "bound": (
+        lambda: Sequences.packed(cu(0, 3), max_seqlen_q=2),
+        ValueError,
+        "sequence 0 has 3 queries; max_seqlen_q says at most 2",
+    ),
+    "beyond": (
+        lambda: attention(X[:7], X[:7], X[:7], sequences=TWO),
+        ValueError,
+        "cu_seqlens_q ends with 8; q has 7 tokens",
+    ),
+    "slot": (
+        lambda: attention(ONE_Q, CACHE, CACHE, sequences=Sequences.padded(cu(5, 6))),
+        ValueError,
+        "seqlens_k is 6 for sequence 1; it needs at least 0, and at most the 5 of its slot",
+    ),
+    "page": (
+        lambda: attention(ONE_Q, POOL, POOL, sequences=paged([[0, 3], [1, 9]], [5, 4])),
+        ValueError,
+        "block_table names page 3 for sequence 0; k has 3 pages",
+    ),
+    "no sequences": (
+        lambda: attention(X, X, X, sequences=cu(0, 8)),
+        TypeError,
+        "sequences is a Tensor; it needs to be a flash_dmattn.Sequences",
+    ),
+    "rank of q": (
+        lambda: attention(X[None], X, X, sequences=TWO),
+        ValueError,
+        "q has 4 dimensions, shape (1, 8, 2, 4); beside packed sequences it needs 3, (queries of all",
+    ),
+    "rank of v": (lambda: attention(X, X, X[None], sequences=TWO), ValueError, "v has 4 dimensions"),
+    "entries": (
+        lambda: attention(CACHE[:1], CACHE[:1], CACHE[:1], sequences=Sequences.padded(cu(5, 5))),
+        ValueError,
+        "q has 1 entries; it needs one for each sequence, 2",
+    ),
+    "probabilities": (
+        lambda: attention(X, X, X, sequences=TWO, return_probs=True),
+        ValueError,
+        "return_probs is True; calls with sequences have no tensor of all",
+    ),
+    "gradients of pages": (
+        lambda: attention(ONE_Q.clone().requires_grad_(), POOL, POOL, sequences=paged([[0], [1]], [1, 2])),
+        ValueError,
+        "q requires grad; keys in pages have no gradients",
+    ),
+    "rank 2 mask": (
+        lambda: attention(X, X, X, torch.ones(8, 8, dtype=torch.bool), sequences=TWO),
+        ValueError,
+        "mask has 2 dimensions, shape (8, 8); beside sequences it needs 4 dimensions",
+    ),
+    "rank 3 beside slots": (
+        lambda: attention(CACHE, CACHE, CACHE, bias=torch.zeros(2, 5, 5), sequences=Sequences.padded(cu(5, 5))),
+        ValueError,
+        "bias has 3 dimensions, shape (2, 5, 5); beside sequences it needs 4 dimensions, (sequences, heads, "
+        "max_seqlen_q, max_seqlen_k)",
+    ),
+    "shape by position": (
+        lambda: attention(X, X, X, bias=torch.zeros(2, 2, 8, 5), sequences=TWO),
+        ValueError,
+        "bias has shape (2, 2, 8, 5), read as (sequences, heads, max_seqlen_q, max_seqlen_k); it needs sequences in "
+        "[1, 2], heads in [1, 2], max_seqlen_q in [1, 5]",
+    ),
+    "packed keys": (
+        lambda: attention(X, X, X, bias=torch.zeros(2, 1, 5), sequences=TWO),
+        ValueError,
+        "bias has shape (2, 1, 5), read as (heads, 1, keys of all sequences); it needs heads in [1, 2], 1 in [1], "
+        "keys of all sequences in [1, 8]",
+    ),
+    "unnamed bound": (
+        lambda: attention(X, X, X, bias=torch.zeros(2, 2, 8, 8), sequences=Sequences.packed(cu(0, 3, 8))),
+        ValueError,
+        "bias has shape (2, 2, 8, 8), by position; it needs max_seqlen_q, which the sequences do not name "
+        "(Sequences.packed(..., max_seqlen_q=8))",
+    ),
+    "prepared mask": (
+        lambda: attention(X, X, X, flash_dmattn.masks.prepare_mask(torch.ones(8, 8, dtype=torch.bool)), sequences=TWO),
+        TypeError,
+        "mask is a TileMask; beside sequences it needs to be a bool torch.Tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_by_name(name: str) -> None:
+    call, kind, message = BAD[name]
+    with pytest.raises(kind, match=re.escape(message)):
+        call()
+
+
+def test_check_reads_the_values() -> None:
+    """What a call on a GPU does not look at."""
+    wrong = Sequences("packed", cu(0, 5, 3), cu(0, 5, 3))
+    with pytest.raises(ValueError, match="cu_seqlens_q falls from 5 to 3"):
+        wrong.check()
+    with pytest.raises(ValueError, match="cu_seqlens_q ends with 8; q has 5 tokens"):
+        TWO.check(X[:5], X[:5])
+    TWO.check()
+    TWO.check(X, X)
+    with pytest.raises(ValueError, match="block_table names page 3"):
+        paged([[0, 3], [1, 9]], [5, 4]).check(ONE_Q, POOL)
