@@ -25,7 +25,7 @@ except Exception as _error:
         ) from _torch_error
 
 else:
-    from . import masks
+    from . import masks, sequences
     from .api import attention
     from .dispatch.errors import BackendError, BackendUnavailableError, BackendUnsupportedError, FallbackWarning
     from .dispatch.registry import register_backend, unregister_backend
@@ -68,6 +68,7 @@ __all__ = [
     "nn",
     "record_decisions",
     "register_backend",
+    "sequences",
     "set_default_backend",
     "set_fallback",
     "unregister_backend",

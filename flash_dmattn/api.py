@@ -15,7 +15,9 @@ from .dispatch.selection import select
 from .dispatch.settings import BackendChoice
 from .operators import extra_arguments, is_transformed
 from .problem import SequenceSpec, SequenceView, as_scores, fold_call, unfold
-from .sequences import Sequences, lay_out
+from .sequences import Sequences
+from .sequences.layout import lay_out
+from .sequences.nested import Jagged, is_nested
 from .validation import describe, follow_autocast
 
 if TYPE_CHECKING:
@@ -95,7 +97,8 @@ def attention(
     A mask or a bias is then by position, (S, H, max_seqlen_q, max_seqlen_k), or, where queries are packed, packed:
     (H, Tq, max_seqlen_k), row by row as q; (H, Tq, 1); or beside packed keys (H, 1, Tk). H is 1, Hk or Hq, and each dim
     of the first 1 or full. Rows of no sequence have out 0, lse -inf and zero gradients. Nothing of one sequence, NaN
-    included, reaches another, nor anything of unused slots.
+    included, reaches another, nor anything of unused slots. q, k and v may also be nested tensors of the jagged layout,
+    (S, j, H, D), which bring their sequences; so is out then, and lse is (S, Hq, j).
 
     Returns:
         out (B, Lq, Hq, Dv) in the dtype of q; or a tuple of it with lse (B, Hq, Lq), the natural log of the sum of
@@ -126,6 +129,10 @@ def attention(
     leading = repeats = None
     spec: SequenceSpec | None = None
     where: SequenceView | None = None
+    jagged: Jagged | None = None
+    if is_nested(q) and sequences is None:
+        jagged = Jagged(q, k, v)
+        q, k, v, sequences = jagged.q, jagged.k, jagged.v, jagged.sequences
     if sequences is not None:
         q, k, v, spec, where = lay_out(sequences, q, k, v)
     elif isinstance(q, Tensor) and q.dim() > 4:
@@ -159,6 +166,8 @@ def attention(
         results = tuple(unfold(x, leading) for x in results)
     if spec is not None and spec.packs_queries:
         results = tuple(x.squeeze(0) for x in results)
+        if jagged is not None:
+            results = jagged.wrap(results)
     if return_lse:
         return results
     return results[0] if not return_probs else (results[0], results[2])

@@ -17,7 +17,9 @@ from .dispatch.registry import BACKENDS
 from .dispatch.selection import choice_in_force, choose, falls_back, selected_names
 from .dispatch.settings import BackendChoice, process
 from .problem import AttentionProblem, MaskForm, NeedsGrad, SequenceSpec, fold_call, parse_arch, unpacked_spec
-from .sequences import Sequences, lay_out
+from .sequences import Sequences
+from .sequences.layout import lay_out
+from .sequences.nested import Jagged, is_nested
 from .validation import describe, follow_autocast
 
 if TYPE_CHECKING:
@@ -166,6 +168,9 @@ def explain(
     """
     copies: tuple[str, ...] = ()
     repeats = spec = None
+    if is_nested(q) and sequences is None:
+        jagged = Jagged(q, k, v)
+        q, k, v, sequences = jagged.q, jagged.k, jagged.v, jagged.sequences
     if sequences is not None:
         q, k, v, spec, _ = lay_out(sequences, q, k, v)
     elif isinstance(q, Tensor) and q.dim() > 4:

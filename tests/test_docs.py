@@ -122,7 +122,7 @@ def test_examples_in_docstrings(name: str, tmp_path: Path, monkeypatch: pytest.M
     assert result.failed == 0, f"{result.failed} of {result.attempted} examples fail"
 
 
-@pytest.mark.parametrize("name", ["flash_dmattn", "flash_dmattn.masks", "flash_dmattn.nn"])
+@pytest.mark.parametrize("name", ["flash_dmattn", "flash_dmattn.masks", "flash_dmattn.nn", "flash_dmattn.sequences"])
 def test_the_api_page_has_every_public_name(name: str) -> None:
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     _, _, section = page.partition(f"## {name}\n")

@@ -290,7 +290,7 @@ def test_bounds_never_leave_the_tensors(seed: int) -> None:
 
     sequences = Sequences("packed", wild(count + 1), wild(count + 1), wild(count), wild(count))
     spec = SequenceSpec("packed", count, rows_q, rows_k, most, most)
-    bounds = make_bounds(sequences, spec)
+    bounds = make_bounds(sequences._tables, sequences.device, spec)
     assert bounds.dtype == torch.int32
     for column, rows in ((0, rows_q), (2, rows_k)):
         first, length = bounds[:, column].long(), bounds[:, column + 1].long()
@@ -471,3 +471,71 @@ def test_check_reads_the_values() -> None:
     TWO.check(X, X)
     with pytest.raises(ValueError, match="block_table names page 3"):
         paged([[0, 3], [1, 9]], [5, 4]).check(ONE_Q, POOL)
+
+
+def test_nested_tensors_are_packed_sequences() -> None:
+    parts = [torch.randn(n, 2, 8, dtype=torch.float64, requires_grad=True) for n in (3, 0, 6)]
+    x = torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+    out, lse = attention(x, x, x, is_causal=True, return_lse=True)
+    assert out.is_nested and out.shape[1] == x.shape[1]
+    for part, found, of_row in zip(parts, out.unbind(), lse.transpose(1, 2).unbind(), strict=True):
+        if len(part):
+            wanted, of_lse = attention(part[None], part[None], part[None], is_causal=True, return_lse=True)
+            torch.testing.assert_close(found, wanted[0])
+            torch.testing.assert_close(of_row.mT, of_lse[0])
+    gradients = torch.autograd.grad(out.values().square().sum(), parts)
+    for part, g in zip(parts, gradients, strict=True):
+        one = part[None]
+        loss = attention(one, one, one, is_causal=True).square().sum()
+        torch.testing.assert_close(g, torch.autograd.grad(loss, part)[0])
+    assert "3 packed sequences of 9 queries" in str(flash_dmattn.explain(x, x, x))
+
+
+def test_nested_tensors_of_queries_and_keys() -> None:
+    q = torch.nested.nested_tensor([torch.randn(n, 4, 8) for n in (2, 3)], layout=torch.jagged)
+    k, v = (torch.randn(9, 2, 8) for _ in range(2))
+    offsets = torch.tensor([0, 4, 9])
+    nested = [torch.nested.nested_tensor_from_jagged(x, offsets) for x in (k, v)]
+    found = attention(q, *nested)
+    wanted = attention(q.values(), k, v, sequences=Sequences.packed(q.offsets(), offsets))
+    torch.testing.assert_close(found.values(), wanted)
+
+
+def test_nested_tensors_are_all_jagged() -> None:
+    x = torch.nested.nested_tensor([torch.randn(n, 2, 8) for n in (2, 3)], layout=torch.jagged)
+    with pytest.raises(TypeError, match="k is not nested, as others"):
+        attention(x, torch.randn(5, 2, 8), x)
+    strided = torch.nested.nested_tensor([torch.randn(n, 2, 8) for n in (2, 3)])
+    with pytest.raises(TypeError, match=r"q is a nested tensor of layout torch.strided; it needs layout=torch.jagged"):
+        attention(strided, strided, strided)
+    with pytest.raises(ValueError, match=r"it needs \(sequences, ragged, heads, head_dim\)"):
+        attention(x.transpose(1, 2), x, x)
+    other = torch.nested.nested_tensor([torch.randn(n, 2, 8) for n in (2, 3)], layout=torch.jagged)
+    with pytest.raises(ValueError, match="it needs those of k"):
+        attention(x, x, other)
+
+
+def test_padding_is_taken_out_and_put_back() -> None:
+    real = torch.rand(5, 7) < 0.6
+    real[2] = False
+    padding = flash_dmattn.sequences.Padding(real.long())
+    x = torch.randn(5, 7, 3, requires_grad=True)
+    tokens = padding.unpad(x)
+    assert torch.equal(tokens, x[real])
+    back = padding.pad(tokens)
+    assert torch.equal(back, x.masked_fill(~real[:, :, None], 0.0))
+    (gradient,) = torch.autograd.grad(back.sum(), x)
+    assert torch.equal(gradient, real[:, :, None].expand_as(x).float())
+    assert padding.sequences.cu_seqlens_q.diff().tolist() == real.sum(1).tolist()
+
+
+def test_padding_names_what_does_not_fit() -> None:
+    with pytest.raises(TypeError, match=r"mask is float32; it needs to be a torch\.Tensor of bools or integers"):
+        flash_dmattn.sequences.Padding(torch.ones(2, 3))
+    with pytest.raises(ValueError, match=r"mask has shape \(3,\); it needs \(sequences, tokens\)"):
+        flash_dmattn.sequences.Padding(torch.ones(3, dtype=torch.bool))
+    padding = flash_dmattn.sequences.Padding(torch.ones(2, 3, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"x has shape \(3, 2\); it needs \(2, 3\) in front"):
+        padding.unpad(torch.ones(3, 2))
+    with pytest.raises(ValueError, match="tokens has 5 tokens; the mask has 6"):
+        padding.pad(torch.ones(5, 2))

@@ -1,5 +1,6 @@
-"""Sequences of many lengths in one call: where they lie."""
+"""Sequences of many lengths in one call: where they lie, and the way there from a padded batch."""
 
-from .layout import Sequences, lay_out
+from .layout import Sequences
+from .padding import Padding
 
-__all__ = ["Sequences", "lay_out"]
+__all__ = ["Padding", "Sequences"]

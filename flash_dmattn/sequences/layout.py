@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..problem import RANKS, Layout, SequenceSpec, SequenceView
-from .values import check_values, make_bounds
+from .values import Tables, check_values, make_bounds
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -149,6 +149,10 @@ class Sequences:
         return {name: x for name in names if (x := getattr(self, name)) is not None}
 
     @property
+    def _tables(self) -> Tables:
+        return Tables(*(getattr(self, name) for name in Tables._fields))
+
+    @property
     def _tensors(self) -> tuple[Tensor, ...]:
         return tuple(self._named.values())
 
@@ -200,14 +204,14 @@ class Sequences:
             pages: of k, where keys are in pages.
         """
         if torch.compiler.is_compiling() or _is_capturing(self.device):
-            return SequenceView(make_bounds(self, spec), self.block_table)
+            return SequenceView(make_bounds(self._tables, self.device, spec), self.block_table)
         key = (spec, pages, *(x._version for x in self._tensors))
         found = self._views.get(key)
         if found is None:
             if self.device.type == "cpu":
-                check_values(self, spec, pages)
+                check_values(self._tables, spec, pages)
             self._views.clear()
-            found = self._views[key] = SequenceView(make_bounds(self, spec), self.block_table)
+            found = self._views[key] = SequenceView(make_bounds(self._tables, self.device, spec), self.block_table)
         return found
 
     def check(self, q: Tensor | None = None, k: Tensor | None = None) -> None:
@@ -225,7 +229,7 @@ class Sequences:
         spec, pages = None, 0
         if q is not None and k is not None:
             spec, pages = self.spec(q, k, k), k.shape[0]
-        check_values(self, spec, pages)
+        check_values(self._tables, spec, pages)
 
 
 def lay_out(
@@ -298,7 +302,7 @@ def _checked(sequences: Sequences) -> Sequences:
         if x.shape[0] != wanted:
             raise ValueError(f"{name} has {x.shape[0]} entries; of {number} sequences it needs {wanted}")
     if sequences.device.type == "cpu" and not torch.compiler.is_compiling():
-        check_values(sequences)
+        check_values(sequences._tables)
     return sequences
 
 

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..problem import SequenceSpec
 
-if TYPE_CHECKING:
-    from .layout import Sequences
+
+class Tables(NamedTuple):
+    """The fields of `Sequences` that have values to look at."""
+
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seqlens_q: Tensor | None
+    seqlens_k: Tensor | None
+    block_table: Tensor | None
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
 
 
-def make_bounds(sequences: Sequences, spec: SequenceSpec) -> Tensor:
+def make_bounds(tables: Tables, device: torch.device, spec: SequenceSpec) -> Tensor:
     """The bounds of a `SequenceView`: int32 (S, 4), no row of which leaves q, k or v, whatever the tensors say."""
-    queries = (sequences.cu_seqlens_q, sequences.seqlens_q, spec.rows_q, spec.max_seqlen_q)
-    keys = (sequences.cu_seqlens_k, sequences.seqlens_k, spec.rows_k, spec.max_seqlen_k)
-    columns = [x for side in (queries, keys) for x in _safe_side(*side, spec.number, sequences.device)]
+    queries = (tables.cu_seqlens_q, tables.seqlens_q, spec.rows_q, spec.max_seqlen_q)
+    keys = (tables.cu_seqlens_k, tables.seqlens_k, spec.rows_k, spec.max_seqlen_k)
+    columns = [x for side in (queries, keys) for x in _safe_side(*side, spec.number, device)]
     return torch.stack(columns, 1)
 
 
@@ -38,7 +47,7 @@ def _safe_side(
     return first, lengths.clamp(0, min(rows, most))
 
 
-def check_values(sequences: Sequences, spec: SequenceSpec | None = None, pages: int = 0) -> None:
+def check_values(tables: Tables, spec: SequenceSpec | None = None, pages: int = 0) -> None:
     """Refuse values that do not fit one another; waits for the device.
 
     Args:
@@ -48,7 +57,7 @@ def check_values(sequences: Sequences, spec: SequenceSpec | None = None, pages: 
     Raises:
         ValueError: as `Sequences.check` says.
     """
-    x = sequences
+    x = tables
     rows_q, rows_k = (None, None) if spec is None else (spec.rows_q, spec.rows_k)
     _check_side("q", x.cu_seqlens_q, x.seqlens_q, rows_q, x.max_seqlen_q)
     lengths = _check_side("k", x.cu_seqlens_k, x.seqlens_k, rows_k, x.max_seqlen_k)

@@ -17,7 +17,7 @@ from ..backends.cuda import rules
 from ..backends.protocol import Backend, Direction, Reason, accepts, all_hold, broken_rules, unmet
 from ..dispatch.registry import BACKENDS
 from ..explanation import explain_problem
-from ..problem import AttentionProblem
+from ..problem import AttentionProblem, SequenceSpec
 from . import gpu_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +36,21 @@ def _row(group: str, name: str, *, forward_only: bool = False, **changes: Any) -
     description: dict[str, Any] = {"q": (2, 4096, 16, 64), "dtype": "bf16", "device": "sm_90", "deterministic": False}
     description |= {"grad": not forward_only, "bias_grad": not forward_only, **changes}
     return Row(group, name, explain_problem(**description).problem)
+
+
+def _sequences() -> dict[str, dict[str, Any]]:
+    packed = SequenceSpec("packed", 8, 8192, 8192, 2048, 2048)
+    padded = SequenceSpec("padded", 2, 4096, 4096, 4096, 4096)
+    paged = SequenceSpec("paged", 2, 1, 4096, 1, 4096, page_size=64)
+    mixed = SequenceSpec("paged_packed", 2, 512, 4096, 512, 4096, page_size=64)
+    no_gradients = {"forward_only": True, "seqlen_k": 64, "is_causal": True}
+    return {
+        "packed": {"sequences": packed, "q": (1, 8192, 16, 64), "is_causal": True},
+        "packed, by-position bias": {"sequences": packed, "q": (1, 8192, 16, 64), "bias": (1, 16, 2048, 2048)},
+        "padded": {"sequences": padded},
+        "paged, one query": {"sequences": paged, "q": (2, 1, 16, 64), **no_gradients},
+        "paged, queries packed": {"sequences": mixed, "q": (1, 512, 16, 64), **no_gradients},
+    }
 
 
 def rows() -> tuple[Row, ...]:
@@ -69,6 +84,7 @@ def rows() -> tuple[Row, ...]:
         _row("flags", "probabilities returned", return_probs=True),
         _row("flags", "sink", sink=True),
         _row("flags", "sink, CPU, forward", device="cpu", dtype="fp32", forward_only=True, sink=True),
+        *(_row("sequences", name, **call) for name, call in _sequences().items()),
         _row("mask", "(B, H, Lq, Lk)", mask=full),
         _row("mask", "(B, Hk, Lq, Lk), grouped heads", kv_heads=4, mask=(2, 4, 4096, 4096)),
         _row("mask", "(1, 1, Lq, Lk)", mask=(1, 1, 4096, 4096)),
