@@ -163,7 +163,7 @@ def check_entries() -> None:
         ((batch, heads, length, length), "none", 1, True),
     ):
         short_calls.DTYPES, heads_k = dtypes if is_short else (), heads if is_short else heads_k
-        launch._plans.clear()
+        launch.plans.clear()
         torch.manual_seed(0)
         q, dout = (torch.randn(1, length, heads, dim).half() for _ in range(2))
         k, v = (torch.randn(1, length, heads_k, dim).half() for _ in range(2))

@@ -78,7 +78,7 @@ def set_up(tile: Tile, num_sms: int, parts_bytes: int) -> None:
     tile_table._FP32 = tile_table._SMALL = {256: tile}
     plan_backward.MAX_PARTS_BYTES = parts_bytes
     launch.Call = call
-    launch._plans.clear()
+    launch.plans.clear()
 
 
 def guarded_empty(*shape: Any, dtype: torch.dtype = torch.float32, device: object = None) -> Tensor:
@@ -259,7 +259,7 @@ def forgetting_calls() -> Iterator[str | None]:
             del inputs
             gc.collect()
             alive = sum(type(x) is Tensor and x.data_ptr() in given for x in gc.get_objects())
-            yield f"{case.repro()}\n{alive} tensors on its memory are kept" if alive or not launch._plans else None
+            yield f"{case.repro()}\n{alive} tensors on its memory are kept" if alive or not launch.plans else None
 
 
 FEW_KEYS = Case(

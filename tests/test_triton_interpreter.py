@@ -84,3 +84,8 @@ def test_entries_that_a_part_of_the_batch_shares(name: str) -> None:
 @pytest.mark.parametrize("what", ("strides", "entries"))
 def test_offsets_beyond_int32(what: str) -> None:
     interpret("interpreted_far.py", what)
+
+
+@pytest.mark.parametrize("first", (0, 1000))
+def test_sequences(first: int) -> None:
+    assert "40 passed, 0 failed" in interpret("interpreted_sequences.py", str(first), "40")

@@ -11,20 +11,29 @@ import triton
 import triton.language as tl
 
 from .tile_ops import (
+    DENSE,
     KEYS,
     LOG2E,
+    NO_SEQUENCES,
+    PACKED,
     TILE,
     TILES,
+    band_of_queries,
     bits_by_row,
     entry_of,
     in_band,
     load_bias,
+    load_bools,
     load_tile,
     mask_head,
     reader_of,
     renormalize,
     row_totals,
+    scores_from,
+    sequence_at,
+    shape_of,
     soft_cap,
+    tiles_of_rows,
 )
 
 
@@ -42,6 +51,7 @@ def backward_bias_kernel(
     classes,
     dbias,
     sink,
+    bounds,
     q_strides,
     k_strides,
     v_strides,
@@ -54,6 +64,7 @@ def backward_bias_kernel(
     bias_batch,
     bias_heads,
     chunk,
+    layout,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -70,15 +81,23 @@ def backward_bias_kernel(
     PRECISION: tl.constexpr,
     FEW_KEYS: tl.constexpr,
     HAS_SINK: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+    PACKED_ROWS: tl.constexpr,
 ):
     """dbias (chunks, bias_batch, bias_heads, Lq, Lk) is contiguous; `classes` is 0 for a tile with nothing allowed.
 
     A chunk has `chunk` heads of batch entries.
+
+    With SEQUENCES these are entries, and the tile is of places in them; or with PACKED_ROWS of queries of one sequence,
+    and what is not stored has to be zeros beforehand.
     """
     scale_log2 = tl.cast(scale_log2, tl.float32)  # Inductor passes floats as fp64
     softcap = tl.cast(softcap, tl.float32)
     program = tl.program_id(0)
-    tiles_m = tl.cdiv(shape.seqlen_q, BLOCK_M)
+    if PACKED_ROWS:
+        tiles_m = tiles_of_rows(layout.rows_q, layout.number, True, BLOCK_M)
+    else:
+        tiles_m = tl.cdiv(shape.seqlen_q, BLOCK_M)
     tiles_n = tl.cdiv(shape.seqlen_k, BLOCK_N)
     first_key = program % tiles_n * BLOCK_N
     first = program // tiles_n % tiles_m * BLOCK_M
@@ -86,13 +105,22 @@ def backward_bias_kernel(
     slot = program // tiles_n // tiles_m // bias_heads
     owner_b = slot % bias_batch
     begin = slot // bias_batch * chunk
+    entries = shape.batch // bias_batch
+    first_stored = 0
+    own = 0
+    if PACKED_ROWS:
+        entries = 1
+        own, place = sequence_at(first // BLOCK_M, bounds, layout.rows_q, layout.number, True, 0, BLOCK_M)
+        first = place * BLOCK_M
+        first_stored = tl.load(bounds + own * 4)
+        shape = shape_of(shape, tl.load(bounds + own * 4 + 1), shape.seqlen_k)
+        bias = scores_from(bias, bias_strides, 1, 0, first_stored, first_stored)
     rows = first + tl.arange(0, BLOCK_M)
     keys = first_key + tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
     dims_v = tl.arange(0, BLOCK_DV)
     row_ok = rows < shape.seqlen_q
     members = shape.num_heads // bias_heads
-    entries = shape.batch // bias_batch
     first_reader = reader_of(owner_b, 0, bias_strides.repeat, bias_batch).to(tl.int64)
     bias_tile = load_bias(
         bias, bias_strides, first_reader, owner * members, first, first_key, rows, keys, shape,
@@ -102,9 +130,9 @@ def backward_bias_kernel(
     last_key = tl.minimum(first_key + BLOCK_N, shape.seqlen_k) - 1
     shift = shape.seqlen_k - shape.seqlen_q
     end = tl.minimum(begin + chunk, entries * members)
-    if RIGHT:
+    if RIGHT and SEQUENCES == NO_SEQUENCES:
         end = tl.where(first_key > last + shift + shape.right, 0, end)
-    if LEFT:
+    if LEFT and SEQUENCES == NO_SEQUENCES:
         end = tl.where(last_key < first + shift - shape.left, 0, end)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for entry in range(begin, end):
@@ -112,6 +140,22 @@ def backward_bias_kernel(
         h = owner * members + entry % members
         h_k = h // shape.group
         visit = True
+        of_entry = shape
+        b_row = b
+        first_q = first_stored
+        first_k = first_stored
+        if SEQUENCES != NO_SEQUENCES:
+            if PACKED_ROWS:
+                b = b * 0 + own
+            at = bounds + b * 4
+            first_q = tl.load(at)
+            first_k = tl.load(at + 2)
+            of_entry = shape_of(shape, tl.load(at + 1), tl.load(at + 3))
+            b_row = b * (0 if SEQUENCES == PACKED else 1)
+            lo, _, _, hi = band_of_queries(
+                first, tl.minimum(first + BLOCK_M, of_entry.seqlen_q) - 1, of_entry, LEFT, RIGHT
+            )
+            visit = (first < of_entry.seqlen_q) & (first_key < hi) & (first_key + BLOCK_N > lo)
         if MASK == TILES:
             h_m = (h // mask_strides.group).to(tl.int64)
             # A list has two counts before its tiles, and as many tiles as a row of classes.
@@ -125,15 +169,28 @@ def backward_bias_kernel(
             kept = tl.load(index + keys + 1, mask=keys < shape.seqlen_k, other=0) > before
             visit = tl.max(kept.to(tl.int32)) > 0
         if visit:
-            statistics = (b * shape.num_heads + h) * shape.seqlen_q
-            lse_rows = tl.load(lse_log2 + statistics + rows, mask=row_ok, other=float("inf"))
-            d = tl.load(delta + statistics + rows, mask=row_ok, other=0.0)
+            if SEQUENCES == NO_SEQUENCES:
+                statistics = (b * shape.num_heads + h) * shape.seqlen_q
+                is_row = row_ok
+                q_at = q
+                k_at = k
+                v_at = v
+                dout_at = dout
+            else:
+                statistics = (b_row * shape.num_heads + h) * layout.rows_q + first_q
+                is_row = rows < of_entry.seqlen_q
+                q_at = q + first_q.to(tl.int64) * q_strides.row
+                k_at = k + first_k.to(tl.int64) * k_strides.row
+                v_at = v + first_k.to(tl.int64) * v_strides.row
+                dout_at = dout + first_q.to(tl.int64) * dout_strides.row
+            lse_rows = tl.load(lse_log2 + statistics + rows, mask=is_row, other=float("inf"))
+            d = tl.load(delta + statistics + rows, mask=is_row, other=0.0)
             q_tile = load_tile(
-                q, q_strides, b, h, first, rows, shape.seqlen_q, dims, shape.head_dim,
+                q_at, q_strides, b_row, h, first, rows, of_entry.seqlen_q, dims, shape.head_dim,
                 BLOCK_M, BLOCK_D, TMA, WIDE, True, PAD_D,
             )  # fmt: skip
             k_tile = load_tile(
-                k, k_strides, b, h_k, first_key, keys, shape.seqlen_k, dims, shape.head_dim,
+                k_at, k_strides, b_row, h_k, first_key, keys, of_entry.seqlen_k, dims, shape.head_dim,
                 BLOCK_N, BLOCK_D, TMA, WIDE, True, PAD_D,
             )  # fmt: skip
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
@@ -142,10 +199,14 @@ def backward_bias_kernel(
             else:
                 s = s * scale_log2
             s += bias_tile.to(tl.float32) * LOG2E
-            allowed = in_band(rows[:, None], keys[None, :], shape, LEFT, RIGHT)
+            allowed = in_band(rows[:, None], keys[None, :], of_entry, LEFT, RIGHT)
             if MASK == TILES:
                 data, _ = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)
                 allowed &= bits_by_row(data, first_key, rows, shape.seqlen_q, mask_strides.row, BLOCK_M, BLOCK_N)
+            elif MASK == DENSE:
+                data, _ = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)
+                data = scores_from(data, mask_strides, layout.mask_rows, layout.mask_keys, first_q, first_k)
+                allowed &= load_bools(data, mask_strides, rows[:, None], keys[None, :], of_entry)
             elif MASK == KEYS:
                 allowed &= kept[None, :]
             s = tl.where(allowed, s, float("-inf"))
@@ -153,17 +214,24 @@ def backward_bias_kernel(
             if FEW_KEYS:
                 p = renormalize(p, row_totals(p, sink, h, lse_rows, 1, HAS_SINK), 1)
             v_tile = load_tile(
-                v, v_strides, b, h_k, first_key, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
+                v_at, v_strides, b_row, h_k, first_key, keys, of_entry.seqlen_k, dims_v, shape.head_dim_v,
                 BLOCK_N, BLOCK_DV, TMA, WIDE, True, PAD_DV,
             )  # fmt: skip
             g_tile = load_tile(
-                dout, dout_strides, b, h, first, rows, shape.seqlen_q, dims_v, shape.head_dim_v,
+                dout_at, dout_strides, b_row, h, first, rows, of_entry.seqlen_q, dims_v, shape.head_dim_v,
                 BLOCK_M, BLOCK_DV, TMA, WIDE, True, PAD_DV,
             )  # fmt: skip
             dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
             if FEW_KEYS:
                 d += tl.sum(p * dp, 1)
+            elif SEQUENCES != NO_SEQUENCES:
+                d += tl.where(of_entry.seqlen_k <= layout.few_keys, tl.sum(p * dp, 1), 0.0)
             acc += p * (dp - d[:, None])
-    line = ((slot * bias_heads + owner).to(tl.int64) * shape.seqlen_q + rows)[:, None] * shape.seqlen_k
+    if PACKED_ROWS:
+        line = ((slot * bias_heads + owner).to(tl.int64) * layout.rows_q + first_stored + rows)[
+            :, None
+        ] * shape.seqlen_k
+    else:
+        line = ((slot * bias_heads + owner).to(tl.int64) * shape.seqlen_q + rows)[:, None] * shape.seqlen_k
     inside = row_ok[:, None] & (keys < shape.seqlen_k)[None, :]
     tl.store(dbias + line + keys[None, :], acc.to(dbias.dtype.element_ty), mask=inside)

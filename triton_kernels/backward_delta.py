@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tile_ops import LOG2E
+from .tile_ops import LOG2E, NO_SEQUENCES, PACKED, sequence_at, tiles_of_rows
 
 
 @triton.jit
@@ -23,31 +23,50 @@ def delta_kernel(
     lse,
     lse_log2,
     delta,
+    bounds,
     dout_strides,
     dlse_strides,
     shape,
+    layout,
     BLOCK_M: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     HAS_DLSE: tl.constexpr,
     FEW_KEYS: tl.constexpr,
+    SEQUENCES: tl.constexpr,
 ):
     """One tile of rows of one head per program; out and lse are contiguous."""
     program = tl.program_id(0)
-    tiles_m = tl.cdiv(shape.seqlen_q, BLOCK_M)
-    b = (program // tiles_m // shape.num_heads).to(tl.int64)
-    h = program // tiles_m % shape.num_heads
-    rows = program % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    if SEQUENCES == NO_SEQUENCES:
+        tiles_m = tl.cdiv(shape.seqlen_q, BLOCK_M)
+        b = (program // tiles_m // shape.num_heads).to(tl.int64)
+        h = program // tiles_m % shape.num_heads
+        rows = program % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        row_ok = rows < shape.seqlen_q
+        first_row = b * shape.seqlen_q
+        place = (b * shape.num_heads + h) * shape.seqlen_q + rows
+    else:
+        tiles = tiles_of_rows(layout.rows_q, layout.number, SEQUENCES == PACKED, BLOCK_M)
+        h = program // tiles
+        own, tile = sequence_at(program % tiles, bounds, layout.rows_q, layout.number, SEQUENCES == PACKED, 0, BLOCK_M)
+        rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        row_ok = rows < tl.load(bounds + own * 4 + 1)
+        takes_sum = tl.load(bounds + own * 4 + 3) > layout.few_keys
+        b = own.to(tl.int64) * (0 if SEQUENCES == PACKED else 1)
+        first_q = tl.load(bounds + own * 4)
+        first_row = b * layout.rows_q
+        rows += first_q
+        place = (b * shape.num_heads + h) * layout.rows_q + rows
     dims = tl.arange(0, BLOCK_DV)
-    row_ok = rows < shape.seqlen_q
     d = tl.zeros([BLOCK_M], tl.float32)
     if not FEW_KEYS:
         ok = row_ok[:, None] & (dims < shape.head_dim_v)[None, :]
-        o_rows = out + ((b * shape.seqlen_q + rows) * shape.num_heads + h)[:, None] * shape.head_dim_v
+        o_rows = out + ((first_row + rows) * shape.num_heads + h)[:, None] * shape.head_dim_v
         o = tl.load(o_rows + dims[None, :], mask=ok, other=0.0)
         g_head = dout + b * dout_strides.batch + h.to(tl.int64) * dout_strides.head
         g = tl.load(g_head + rows.to(tl.int64)[:, None] * dout_strides.row + dims[None, :], mask=ok, other=0.0)
         d = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
-    place = (b * shape.num_heads + h) * shape.seqlen_q + rows
+        if SEQUENCES != NO_SEQUENCES:
+            d = tl.where(takes_sum, d, 0.0)
     natural = tl.load(lse + place, mask=row_ok, other=float("-inf"))
     empty = natural == float("-inf")
     if HAS_DLSE:

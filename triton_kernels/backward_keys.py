@@ -11,9 +11,13 @@ import triton
 import triton.language as tl
 
 from .tile_ops import (
+    DENSE,
     KEY_BIAS,
     KEYS,
     LOG2E,
+    NO_BIAS,
+    NO_SEQUENCES,
+    PACKED,
     ROW_BIAS,
     TILE,
     TILE_BIAS,
@@ -22,12 +26,16 @@ from .tile_ops import (
     block_at,
     in_band,
     load_bias,
+    load_bools,
     load_tile,
     load_vector,
     mask_head,
     queries_of_keys,
     renormalize,
     row_totals,
+    scores_from,
+    sequence_at,
+    shape_of,
     shared_head,
     soft_cap,
 )
@@ -54,6 +62,15 @@ def store_tile(
 
 
 @triton.jit
+def store_rows(dbias, tile, b, h, first_q, rows, keys, shape, layout):
+    """The same of one sequence: dbias is (S, Hq, max_q, max_k), or (1, Hq, Tq, max_k) where queries are packed."""
+    first = (b * (1 - layout.bias_rows) * shape.num_heads + h) * layout.dbias_rows + first_q * layout.bias_rows
+    place = (first + rows)[:, None] * layout.dbias_keys + keys[None, :]
+    inside = (rows < shape.seqlen_q)[:, None] & (keys < shape.seqlen_k)[None, :]
+    tl.store(dbias + place, tile.to(dbias.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def backward_keys_kernel(
     q,
     k,
@@ -68,6 +85,7 @@ def backward_keys_kernel(
     dv,
     dbias,
     sink,
+    bounds,
     q_strides,
     k_strides,
     v_strides,
@@ -80,6 +98,7 @@ def backward_keys_kernel(
     softcap,
     owners,
     grid_tiles,
+    layout,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -103,12 +122,16 @@ def backward_keys_kernel(
     EDGES: tl.constexpr,
     FEW_KEYS: tl.constexpr,
     HAS_SINK: tl.constexpr,
+    SEQUENCES: tl.constexpr,
 ):
     """One block of keys of one owner, a key-value head or a query head; its queries in turn.
 
     dk, dv (B, Lk, Hk, D) and dbias (B, Hq, Lq, Lk) are contiguous. With PARTS, dk and dv are fp32
     (B, owners, grid_tiles, BLOCK_N, D), and dbias under KEY_SUM the same without D: `grid_tiles` programs share the
     blocks of keys of an owner, equally many to a block, and each takes a share of its queries.
+
+    With SEQUENCES each owner has `grid_tiles` tiles of keys of single sequences, of which `bounds` has the places; dk
+    and dv are shaped as k and v, and dbias is zeros beforehand.
     """
     scale_log2 = tl.cast(scale_log2, tl.float32)  # Inductor passes floats as fp64
     scale = tl.cast(scale, tl.float32)
@@ -116,8 +139,32 @@ def backward_keys_kernel(
     program = tl.program_id(0)
     slot = program % grid_tiles
     head = program // grid_tiles
-    b = (head // owners).to(tl.int64)
     owner = head % owners
+    if SEQUENCES == NO_SEQUENCES:
+        b = (head // owners).to(tl.int64)
+        b_row = b
+        first_row = b * shape.seqlen_k
+        row_pitch = shape.seqlen_q
+        first_q = 0
+        few = False
+    else:
+        own, slot = sequence_at(slot, bounds, layout.rows_k, layout.number, SEQUENCES == PACKED, 2, BLOCK_N)
+        first_q = tl.load(bounds + own * 4)
+        first_k = tl.load(bounds + own * 4 + 2)
+        shape = shape_of(shape, tl.load(bounds + own * 4 + 1), tl.load(bounds + own * 4 + 3))
+        b = own.to(tl.int64)
+        b_row = b * (0 if SEQUENCES == PACKED else 1)
+        first_row = b_row * layout.rows_k + first_k
+        row_pitch = layout.rows_q
+        q += first_q.to(tl.int64) * q_strides.row
+        dout += first_q.to(tl.int64) * dout_strides.row
+        k += first_k.to(tl.int64) * k_strides.row
+        v += first_k.to(tl.int64) * v_strides.row
+        if BIAS != NO_BIAS:
+            bias = scores_from(bias, bias_strides, layout.bias_rows, layout.bias_keys, first_q, first_k)
+        if MASK == DENSE:
+            mask_data = scores_from(mask_data, mask_strides, layout.mask_rows, layout.mask_keys, first_q, first_k)
+        few = shape.seqlen_k <= layout.few_keys
     members = shape.num_heads // owners
     h_k = owner * members // shape.group
     data, index = mask_head(mask_data, mask_index, mask_strides, b, owner * members, MASK)
@@ -146,11 +193,11 @@ def backward_keys_kernel(
             last_key = tl.load(data + last_key)
         key_ok = keys < shape.seqlen_k
         k_tile = load_tile(
-            k, k_strides, b, h_k, first_key, keys, shape.seqlen_k, dims, shape.head_dim,
+            k, k_strides, b_row, h_k, first_key, keys, shape.seqlen_k, dims, shape.head_dim,
             BLOCK_N, BLOCK_D, False, True, True, PAD_D,
         )  # fmt: skip
         v_tile = load_tile(
-            v, v_strides, b, h_k, first_key, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
+            v, v_strides, b_row, h_k, first_key, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
             BLOCK_N, BLOCK_DV, False, True, True, PAD_DV,
         )  # fmt: skip
         acc_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -158,12 +205,12 @@ def backward_keys_kernel(
         acc_bias = tl.zeros([BLOCK_N], tl.float32)
         for member in range(0, members):
             h = owner * members + member
-            statistics = (b * shape.num_heads + h) * shape.seqlen_q
+            statistics = (b_row * shape.num_heads + h) * row_pitch + first_q
             if BIAS == KEY_BIAS or BIAS == ROW_BIAS:
                 bias_base = shared_head(bias, bias_strides, b, h)
                 if BIAS == KEY_BIAS:
                     key_bias = load_vector(bias_base, keys, shape.seqlen_k, bias_strides.key) * LOG2E
-            if MASK == TILES:
+            if MASK == TILES or MASK == DENSE:
                 data, index = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)
             walk, start, inside, before, after = queries_of_keys(
                 first_key, last_key, first_place // TILE, first_place + BLOCK_N <= count, index, mask_strides, shape,
@@ -180,7 +227,7 @@ def backward_keys_kernel(
                     rows = first + tl.arange(0, BLOCK_M)
                     row_ok = rows < shape.seqlen_q
                     q_tile = load_tile(
-                        q, q_strides, b, h, first, rows, shape.seqlen_q, dims, shape.head_dim,
+                        q, q_strides, b_row, h, first, rows, shape.seqlen_q, dims, shape.head_dim,
                         BLOCK_M, BLOCK_D, TMA, WIDE, True, PAD_D,
                     )  # fmt: skip
                     lse_rows = tl.load(lse_log2 + statistics + rows, mask=row_ok, other=float("inf"))
@@ -210,12 +257,14 @@ def backward_keys_kernel(
                             )
                         else:
                             allowed = in_band(rows[None, :], keys[:, None], shape, LEFT, RIGHT)
+                            if MASK == DENSE:
+                                allowed &= load_bools(data, mask_strides, rows[None, :], keys[:, None], shape)
                         s = tl.where(allowed, s, float("-inf"))
                     p = tl.math.exp2(s - lse_rows[None, :])
                     if FEW_KEYS:
                         p = renormalize(p, row_totals(p, sink, h, lse_rows, 0, HAS_SINK), 0)
                     g_tile = load_tile(
-                        dout, dout_strides, b, h, first, rows, shape.seqlen_q, dims_v, shape.head_dim_v,
+                        dout, dout_strides, b_row, h, first, rows, shape.seqlen_q, dims_v, shape.head_dim_v,
                         BLOCK_M, BLOCK_DV, TMA, WIDE, True, PAD_DV,
                     )  # fmt: skip
                     if NEED_V:
@@ -224,18 +273,33 @@ def backward_keys_kernel(
                         dp = tl.dot(v_tile, tl.trans(g_tile), input_precision=PRECISION)
                         if FEW_KEYS:
                             d += tl.sum(p * dp, 0)
+                        elif SEQUENCES != NO_SEQUENCES:
+                            d += tl.where(few, tl.sum(p * dp, 0), 0.0)
                         ds = p * (dp - d[None, :])
                         if DBIAS == KEY_SUM:
                             acc_bias += tl.sum(ds, 1)
                         elif DBIAS == STORE:
-                            store_tile(
-                                dbias, tl.trans(ds), b, h, first, first_key, keys, shape, BLOCK_M, BLOCK_N, DBIAS_TMA
-                            )
+                            if SEQUENCES == NO_SEQUENCES:
+                                store_tile(
+                                    dbias,
+                                    tl.trans(ds),
+                                    b,
+                                    h,
+                                    first,
+                                    first_key,
+                                    keys,
+                                    shape,
+                                    BLOCK_M,
+                                    BLOCK_N,
+                                    DBIAS_TMA,
+                                )
+                            else:
+                                store_rows(dbias, tl.trans(ds), b, h, first_q, rows, keys, shape, layout)
                         if NEED_K:
                             if SOFTCAP:
                                 ds = ds * slope
                             acc_dk = tl.dot(ds.to(q_tile.dtype), q_tile, acc_dk, input_precision=PRECISION)
-            if DBIAS == STORE and EDGES and MASK != KEYS:
+            if DBIAS == STORE and EDGES and MASK != KEYS and SEQUENCES == NO_SEQUENCES:
                 if part == 0:
                     visited = inside + before + after
                     if MASK == TILES:
@@ -253,7 +317,7 @@ def backward_keys_kernel(
             place = (head.to(tl.int64) * grid_tiles + slot) * BLOCK_N + tl.arange(0, BLOCK_N)
             stored_keys = places < count
         else:
-            place = (b * shape.seqlen_k + keys) * owners + owner
+            place = (first_row + keys) * owners + owner
             stored_keys = key_ok
         if NEED_K:
             stored = stored_keys[:, None] & (dims < shape.head_dim)[None, :]
@@ -267,4 +331,9 @@ def backward_keys_kernel(
             if PARTS:
                 tl.store(dbias + place, acc_bias, mask=stored_keys)
             else:
-                tl.store(dbias + (b * owners + owner) * shape.seqlen_k + keys, acc_bias, mask=key_ok)
+                if SEQUENCES == NO_SEQUENCES:
+                    sums = dbias + (b * owners + owner) * shape.seqlen_k
+                else:
+                    sums = dbias + (b * (1 - layout.bias_keys) * owners + owner) * layout.dbias_keys
+                    sums += first_k * layout.bias_keys
+                tl.store(sums + keys, acc_bias, mask=key_ok)

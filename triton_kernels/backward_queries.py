@@ -9,9 +9,13 @@ import triton
 import triton.language as tl
 
 from .tile_ops import (
+    DENSE,
     KEY_BIAS,
     KEYS,
     LOG2E,
+    NO_BIAS,
+    NO_SEQUENCES,
+    PACKED,
     ROW_BIAS,
     TILE_BIAS,
     TILES,
@@ -20,13 +24,18 @@ from .tile_ops import (
     in_band,
     keys_of_queries,
     load_bias,
+    load_bools,
     load_tile,
     load_vector,
     mask_head,
     renormalize,
     row_totals,
+    scores_from,
+    sequence_at,
+    shape_of,
     shared_head,
     soft_cap,
+    tiles_of_rows,
 )
 
 
@@ -43,6 +52,7 @@ def backward_queries_kernel(
     mask_index,
     dq,
     sink,
+    bounds,
     q_strides,
     k_strides,
     v_strides,
@@ -53,6 +63,7 @@ def backward_queries_kernel(
     scale_log2,
     scale,
     softcap,
+    layout,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -71,16 +82,46 @@ def backward_queries_kernel(
     EDGES: tl.constexpr,
     FEW_KEYS: tl.constexpr,
     HAS_SINK: tl.constexpr,
+    SEQUENCES: tl.constexpr,
 ):
     """dq (B, Lq, Hq, D) is contiguous."""
     scale_log2 = tl.cast(scale_log2, tl.float32)  # Inductor passes floats as fp64
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
     program = tl.program_id(0)
-    tiles_m = tl.cdiv(shape.seqlen_q, BLOCK_M)
-    tile_m = tiles_m - 1 - program % tiles_m  # under a causal band the longest rows start first
-    b = (program // tiles_m // shape.num_heads).to(tl.int64)
-    h = program // tiles_m % shape.num_heads
+    if SEQUENCES == NO_SEQUENCES:
+        tiles_m = tl.cdiv(shape.seqlen_q, BLOCK_M)
+        tile_m = tiles_m - 1 - program % tiles_m  # under a causal band the longest rows start first
+        b = (program // tiles_m // shape.num_heads).to(tl.int64)
+        h = program // tiles_m % shape.num_heads
+        b_row = b
+        first_row = b * shape.seqlen_q
+        statistics = (b * shape.num_heads + h) * shape.seqlen_q
+        few = False
+    else:
+        tiles = tiles_of_rows(layout.rows_q, layout.number, SEQUENCES == PACKED, BLOCK_M)
+        h = program // tiles
+        own, place = sequence_at(program % tiles, bounds, layout.rows_q, layout.number, SEQUENCES == PACKED, 0, BLOCK_M)
+        first_q = tl.load(bounds + own * 4)
+        first_k = tl.load(bounds + own * 4 + 2)
+        shape = shape_of(shape, tl.load(bounds + own * 4 + 1), tl.load(bounds + own * 4 + 3))
+        tiles_m = tl.cdiv(shape.seqlen_q, BLOCK_M)
+        if place >= tiles_m:
+            return
+        tile_m = tiles_m - 1 - place
+        b = own.to(tl.int64)
+        b_row = b * (0 if SEQUENCES == PACKED else 1)
+        first_row = b_row * layout.rows_q + first_q
+        statistics = (b_row * shape.num_heads + h) * layout.rows_q + first_q
+        q += first_q.to(tl.int64) * q_strides.row
+        dout += first_q.to(tl.int64) * dout_strides.row
+        k += first_k.to(tl.int64) * k_strides.row
+        v += first_k.to(tl.int64) * v_strides.row
+        if BIAS != NO_BIAS:
+            bias = scores_from(bias, bias_strides, layout.bias_rows, layout.bias_keys, first_q, first_k)
+        if MASK == DENSE:
+            mask_data = scores_from(mask_data, mask_strides, layout.mask_rows, layout.mask_keys, first_q, first_k)
+        few = shape.seqlen_k <= layout.few_keys
     h_k = h // shape.group
     first = tile_m * BLOCK_M
     last = tl.minimum(first + BLOCK_M, shape.seqlen_q) - 1
@@ -89,14 +130,13 @@ def backward_queries_kernel(
     dims_v = tl.arange(0, BLOCK_DV)
     row_ok = rows < shape.seqlen_q
     q_tile = load_tile(
-        q, q_strides, b, h, first, rows, shape.seqlen_q, dims, shape.head_dim,
+        q, q_strides, b_row, h, first, rows, shape.seqlen_q, dims, shape.head_dim,
         BLOCK_M, BLOCK_D, False, True, True, PAD_D,
     )  # fmt: skip
     g_tile = load_tile(
-        dout, dout_strides, b, h, first, rows, shape.seqlen_q, dims_v, shape.head_dim_v,
+        dout, dout_strides, b_row, h, first, rows, shape.seqlen_q, dims_v, shape.head_dim_v,
         BLOCK_M, BLOCK_DV, False, True, True, PAD_DV,
     )  # fmt: skip
-    statistics = (b * shape.num_heads + h) * shape.seqlen_q
     lse_rows = tl.load(lse_log2 + statistics + rows, mask=row_ok, other=float("inf"))
     d = tl.load(delta + statistics + rows, mask=row_ok, other=0.0)
     if BIAS == KEY_BIAS or BIAS == ROW_BIAS:
@@ -116,7 +156,7 @@ def backward_queries_kernel(
             if MASK == KEYS:
                 keys = tl.load(data + keys, mask=keys < shape.seqlen_k, other=shape.seqlen_k)
             k_tile = load_tile(
-                k, k_strides, b, h_k, place, keys, shape.seqlen_k, dims, shape.head_dim,
+                k, k_strides, b_row, h_k, place, keys, shape.seqlen_k, dims, shape.head_dim,
                 BLOCK_N, BLOCK_D, TMA, WIDE, phase == 1, PAD_D,
             )  # fmt: skip
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
@@ -139,21 +179,25 @@ def backward_queries_kernel(
                     allowed = bits_by_row(data, place, rows, shape.seqlen_q, mask_strides.row, BLOCK_M, BLOCK_N)
                 else:
                     allowed = in_band(rows[:, None], keys[None, :], shape, LEFT, RIGHT)
+                    if MASK == DENSE:
+                        allowed &= load_bools(data, mask_strides, rows[:, None], keys[None, :], shape)
                 s = tl.where(allowed, s, float("-inf"))
             p = tl.math.exp2(s - lse_rows[:, None])
             if FEW_KEYS:
                 p = renormalize(p, row_totals(p, sink, h, lse_rows, 1, HAS_SINK), 1)
             v_tile = load_tile(
-                v, v_strides, b, h_k, place, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
+                v, v_strides, b_row, h_k, place, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
                 BLOCK_N, BLOCK_DV, TMA, WIDE, phase == 1, PAD_DV,
             )  # fmt: skip
             dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
             if FEW_KEYS:
                 d += tl.sum(p * dp, 1)
+            elif SEQUENCES != NO_SEQUENCES:
+                d += tl.where(few, tl.sum(p * dp, 1), 0.0)
             ds = p * (dp - d[:, None])
             if SOFTCAP:
                 ds = ds * slope
             acc_dq = tl.dot(ds.to(k_tile.dtype), k_tile, acc_dq, input_precision=PRECISION)
-    place = ((b * shape.seqlen_q + rows) * shape.num_heads + h)[:, None] * shape.head_dim + dims[None, :]
+    place = ((first_row + rows) * shape.num_heads + h)[:, None] * shape.head_dim + dims[None, :]
     stored = row_ok[:, None] & (dims < shape.head_dim)[None, :]
     tl.store(dq + place, (acc_dq * scale).to(dq.dtype.element_ty), mask=stored)

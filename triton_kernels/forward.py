@@ -16,11 +16,16 @@ import triton
 import triton.language as tl
 
 from .tile_ops import (
+    DENSE,
     KEY_BIAS,
     KEYS,
     LN2,
     LOG2E,
     NO_BIAS,
+    NO_SEQUENCES,
+    PACKED,
+    PAGED,
+    PAGED_PACKED,
     ROW_BIAS,
     TILE_BIAS,
     TILES,
@@ -30,11 +35,17 @@ from .tile_ops import (
     join_sink,
     keys_of_queries,
     load_bias,
+    load_bools,
+    load_pages,
     load_tile,
     load_vector,
     mask_head,
+    scores_from,
+    sequence_at,
+    shape_of,
     shared_head,
     soft_cap,
+    tiles_of_rows,
 )
 
 
@@ -49,6 +60,8 @@ def forward_kernel(
     out,
     lse,
     sink,
+    bounds,
+    table,
     q_strides,
     k_strides,
     v_strides,
@@ -60,6 +73,7 @@ def forward_kernel(
     splits,
     sink_of_head,
     sink_of_row,
+    layout,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -81,25 +95,61 @@ def forward_kernel(
     STAGES: tl.constexpr,
     EDGE_STAGES: tl.constexpr,
     HAS_SINK: tl.constexpr,
+    SEQUENCES: tl.constexpr,
 ):
     """`scale` is |softmax_scale| * log2(e), or |softmax_scale| / softcap.
 
     out (B, Lq, Hq, Dv) and lse (B, Hq, Lq) are contiguous. With SPLIT_KEYS there are `splits` of them in fp32, each of
     a share of the keys. The sink of a row is at `sink_of_head` and `sink_of_row` times its indices; shares of the keys
     have none.
+
+    With SEQUENCES a program has a tile of queries of one of them, of which `bounds` has the places and lengths, and
+    `table` the pages of its keys: all that is read is moved to where the sequence begins, and the rest is as of a call
+    of this sequence alone.
     """
     scale = tl.cast(scale, tl.float32)  # Inductor passes floats as fp64
     softcap = tl.cast(softcap, tl.float32)
     program = tl.program_id(0)
-    tiles_m = tl.cdiv(shape.seqlen_q, BLOCK_M)
-    tile_m = tiles_m - 1 - program % tiles_m  # under a causal band the longest rows start first
-    head = program // tiles_m
     part = 0
-    if SPLIT_KEYS:
-        part = head % splits
-        head = head // splits
-    b = (head // shape.num_heads).to(tl.int64)
-    h = head % shape.num_heads
+    if SEQUENCES == NO_SEQUENCES:
+        tiles_m = tl.cdiv(shape.seqlen_q, BLOCK_M)
+        tile_m = tiles_m - 1 - program % tiles_m  # under a causal band the longest rows start first
+        head = program // tiles_m
+        if SPLIT_KEYS:
+            part = head % splits
+            head = head // splits
+        b = (head // shape.num_heads).to(tl.int64)
+        h = head % shape.num_heads
+        b_q = b
+        b_k = b
+        first_row = b * shape.seqlen_q
+        statistics = (b * shape.num_heads + h) * shape.seqlen_q
+    else:
+        IS_PACKED: tl.constexpr = SEQUENCES == PACKED or SEQUENCES == PAGED_PACKED
+        tiles = tiles_of_rows(layout.rows_q, layout.number, IS_PACKED, BLOCK_M)
+        h = program // tiles
+        own, place = sequence_at(program % tiles, bounds, layout.rows_q, layout.number, IS_PACKED, 0, BLOCK_M)
+        first_q = tl.load(bounds + own * 4)
+        first_k = tl.load(bounds + own * 4 + 2)
+        shape = shape_of(shape, tl.load(bounds + own * 4 + 1), tl.load(bounds + own * 4 + 3))
+        tiles_m = tl.cdiv(shape.seqlen_q, BLOCK_M)
+        if place >= tiles_m:
+            return
+        tile_m = tiles_m - 1 - place
+        b = own.to(tl.int64)
+        b_q = b * 0 if IS_PACKED else b
+        b_k = b * 0 if SEQUENCES == PACKED else b
+        first_row = b_q * layout.rows_q + first_q
+        statistics = (b_q * shape.num_heads + h) * layout.rows_q + first_q
+        q += first_q.to(tl.int64) * q_strides.row
+        k += first_k.to(tl.int64) * k_strides.row
+        v += first_k.to(tl.int64) * v_strides.row
+        if BIAS != NO_BIAS:
+            bias = scores_from(bias, bias_strides, layout.bias_rows, layout.bias_keys, first_q, first_k)
+        if MASK == DENSE:
+            mask_data = scores_from(mask_data, mask_strides, layout.mask_rows, layout.mask_keys, first_q, first_k)
+        if SEQUENCES == PAGED or SEQUENCES == PAGED_PACKED:
+            table += b * layout.table_row
     h_k = h // shape.group
 
     first = tile_m * BLOCK_M
@@ -108,7 +158,7 @@ def forward_kernel(
     dims = tl.arange(0, BLOCK_D)
     dims_v = tl.arange(0, BLOCK_DV)
     q_tile = load_tile(
-        q, q_strides, b, h, first, rows, shape.seqlen_q, dims, shape.head_dim,
+        q, q_strides, b_q, h, first, rows, shape.seqlen_q, dims, shape.head_dim,
         BLOCK_M, BLOCK_D, False, True, True, PAD_D,
     )  # fmt: skip
     if NEGATIVE:  # exact, and it leaves a scale >= 0, under which the maximum of the products is that of the scores
@@ -136,10 +186,15 @@ def forward_kernel(
             keys = place + tl.arange(0, BLOCK_N)
             if MASK == KEYS:
                 keys = tl.load(data + keys, mask=keys < shape.seqlen_k, other=shape.seqlen_k)
-            k_tile = load_tile(
-                k, k_strides, b, h_k, place, keys, shape.seqlen_k, dims, shape.head_dim,
-                BLOCK_N, BLOCK_D, TMA, WIDE, phase == 1, PAD_D,
-            )  # fmt: skip
+            if SEQUENCES == PAGED or SEQUENCES == PAGED_PACKED:
+                k_tile = load_pages(
+                    k, table, layout, k_strides, h_k, keys, shape.seqlen_k, dims, shape.head_dim, BLOCK_D, PAD_D
+                )
+            else:
+                k_tile = load_tile(
+                    k, k_strides, b_k, h_k, place, keys, shape.seqlen_k, dims, shape.head_dim,
+                    BLOCK_N, BLOCK_D, TMA, WIDE, phase == 1, PAD_D,
+                )  # fmt: skip
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
             if SOFTCAP:
                 s = soft_cap(s * scale)[0] * (softcap * LOG2E)
@@ -159,6 +214,8 @@ def forward_kernel(
                     allowed = bits_by_row(data, place, rows, shape.seqlen_q, mask_strides.row, BLOCK_M, BLOCK_N)
                 else:
                     allowed = in_band(rows[:, None], keys[None, :], shape, LEFT, RIGHT)
+                    if MASK == DENSE:
+                        allowed &= load_bools(data, mask_strides, rows[:, None], keys[None, :], shape)
                 s = tl.where(allowed, s, float("-inf"))
             if SOFTCAP or BIAS != NO_BIAS or phase == 1:
                 new_max = tl.maximum(row_max, tl.max(s, 1))
@@ -171,17 +228,25 @@ def forward_kernel(
             rescale = tl.math.exp2(row_max - shift)
             row_sum = row_sum * rescale + tl.sum(p, 1)
             acc_o = acc_o * rescale[:, None]
-            v_tile = load_tile(
-                v, v_strides, b, h_k, place, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
-                BLOCK_N, BLOCK_DV, TMA, WIDE, phase == 1, PAD_DV,
-            )  # fmt: skip
+            if SEQUENCES == PAGED or SEQUENCES == PAGED_PACKED:
+                v_tile = load_pages(
+                    v, table, layout, v_strides, h_k, keys, shape.seqlen_k, dims_v, shape.head_dim_v, BLOCK_DV, PAD_DV
+                )
+            else:
+                v_tile = load_tile(
+                    v, v_strides, b_k, h_k, place, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
+                    BLOCK_N, BLOCK_DV, TMA, WIDE, phase == 1, PAD_DV,
+                )  # fmt: skip
             acc_o = tl.dot(p.to(v_tile.dtype), v_tile, acc_o, input_precision=PRECISION)
             row_max = new_max
 
     total = tl.where(row_sum > 0, row_sum, 1.0)
     row_ok = rows < shape.seqlen_q
-    b += part * shape.batch
-    out_rows = out + ((b * shape.seqlen_q + rows) * shape.num_heads + h)[:, None] * shape.head_dim_v + dims_v[None, :]
+    if SPLIT_KEYS:
+        before = part.to(tl.int64) * shape.batch * shape.seqlen_q
+        first_row += before
+        statistics += before * shape.num_heads
+    out_rows = out + ((first_row + rows) * shape.num_heads + h)[:, None] * shape.head_dim_v + dims_v[None, :]
     stored = row_ok[:, None] & (dims_v < shape.head_dim_v)[None, :]
     natural = tl.where(row_sum > 0, (row_max + tl.math.log2(total)) * LN2, float("-inf"))
     if HAS_SINK:
@@ -189,4 +254,4 @@ def forward_kernel(
         natural, share = join_sink(natural, logits.to(tl.float32))
         acc_o = acc_o * share[:, None]
     tl.store(out_rows, (acc_o / total[:, None]).to(out.dtype.element_ty), mask=stored)
-    tl.store(lse + (b * shape.num_heads + h) * shape.seqlen_q + rows, natural, mask=row_ok)
+    tl.store(lse + statistics + rows, natural, mask=row_ok)

@@ -34,15 +34,15 @@ def forward(
 
     `sink` is (Hq,), or (Hq, Lq) with one for each row.
     """
-    q, k, v = _unit_rows(q), _unit_rows(k), _unit_rows(v)
+    q, k, v = unit_rows(q), unit_rows(k), unit_rows(v)
     sink = None if sink is None else sink.contiguous()
     if takes_group_rows(q, k, mask, flags):
         return forward_group_rows(q, k, v, mask, bias, out, lse, flags, sink)
     with on_device(q):
         if mask.dense is not None and not is_short_forward(q, k, v, mask):
             mask = _packed(mask.dense, q.shape[1], k.shape[1], flags)
-        key = ("forward", mask.form, flags, *_signature(q, k, v, bias, sink, *mask.tensors))
-        plan = remembered(_plans, key, lambda: forward_plan(Call(q, k, v, mask, bias, flags, sink)))
+        key = ("forward", mask.form, flags, *signature(q, k, v, bias, sink, *mask.tensors))
+        plan = remembered(plans, key, lambda: forward_plan(Call(q, k, v, mask, bias, flags, sink)))
         plan(q, k, v, mask, bias, sink, out, lse)
 
 
@@ -67,7 +67,7 @@ def forward_maskless(
         sink = sink.contiguous()
         of_sink = sink.data_ptr() % 16
     key = (problem, q.get_device(), takes_tf32(problem.dtype), *places, of_sink)
-    plan = _plans.get(key) or remembered(_plans, key, lambda: _plan_maskless(problem, q, k, v, bias, sink))
+    plan = plans.get(key) or remembered(plans, key, lambda: _plan_maskless(problem, q, k, v, bias, sink))
     if is_current_device(q):
         plan(q, k, v, NO_MASK, bias, sink, out, lse)
     else:
@@ -174,7 +174,7 @@ def backward(
 ) -> Gradients:
     """The gradients asked for; every sum is taken in fp32, in a fixed order, and rounded once."""
     sink = None if sink is None else sink.contiguous()
-    q, k, v, dout, out, lse = (*(_unit_rows(x) for x in (q, k, v, dout)), out.contiguous(), lse.contiguous())
+    q, k, v, dout, out, lse = (*(unit_rows(x) for x in (q, k, v, dout)), out.contiguous(), lse.contiguous())
     with on_device(q):
         if mask.dense is not None and not is_short_backward(q, k, v, mask):
             mask = _packed(mask.dense, q.shape[1], k.shape[1], flags)
@@ -183,10 +183,10 @@ def backward(
             mask.form,
             needs_grad,
             flags,
-            *_signature(q, k, v, bias, sink, dout, dlse, out, lse, *mask.tensors),
+            *signature(q, k, v, bias, sink, dout, dlse, out, lse, *mask.tensors),
         )
         plan = remembered(
-            _plans, key, lambda: backward_plan(Call(q, k, v, mask, bias, flags, sink), dout, dlse, needs_grad)
+            plans, key, lambda: backward_plan(Call(q, k, v, mask, bias, flags, sink), dout, dlse, needs_grad)
         )
         return plan(dout, dlse, q, k, v, mask, bias, sink, out, lse)
 
@@ -211,11 +211,12 @@ def _out_in_fp32(
     return out
 
 
-# By what decides a launch. A plan must not hold on to the tensors of the call it was made for.
-_plans: dict[tuple[Any, ...], Callable[..., Any]] = {}
+# By what decides a launch, of calls with sequences too. A plan must not hold on to the tensors of the call it was made
+# for.
+plans: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
 
-def _signature(q: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+def signature(q: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     """What decides a launch: device, precision, and shape, strides, dtype and alignment of every tensor."""
     parts = [None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in (q, *others)]
     return (q.get_device(), takes_tf32(q.dtype), *parts)
@@ -225,7 +226,7 @@ def _has_unit_rows(x: Tensor) -> bool:
     return x.stride()[3] == 1 or x.shape[3] == 1  # stride(3) would take twice as long
 
 
-def _unit_rows(x: Tensor) -> Tensor:
+def unit_rows(x: Tensor) -> Tensor:
     # The kernels read rows of unit stride; the smallest copy that gives them is that of the one tensor.
     return x if _has_unit_rows(x) else x.contiguous()
 

@@ -21,7 +21,7 @@ from .backward_queries import backward_queries_kernel
 from .kernel_launch import Descriptor, Launch
 from .plan import Call, classes_of, num_kv_splits, read_of, row_strides
 from .plan_slots import chunks_of, empty_slots, most_slots, plan_sum
-from .tile_ops import BAND, KEYS, TILES
+from .tile_ops import BAND, KEYS, NO_SEQUENCES, TILES
 from .tile_table import Tile
 
 # From the first to this many keys lie in one tile of every kernel, and delta is taken from what is computed there.
@@ -102,12 +102,12 @@ def plan_delta(call: Call, dout: Tensor, dlse: Tensor | None) -> Callable[..., t
     shape, block = call.shape, 32
     strides = (*row_strides(dout), (0, 0, 0) if dlse is None else tuple(dlse.stride()))
     programs = triton.cdiv(shape.seqlen_q, block) * shape.batch * shape.num_heads
-    constants = (block, call.block_dv, dlse is not None, _has_few_keys(call))
-    launch = Launch(delta_kernel, programs, (*strides, shape), constants)
+    constants = (block, call.block_dv, dlse is not None, _has_few_keys(call), NO_SEQUENCES.value)
+    launch = Launch(delta_kernel, programs, (*strides, shape, None), constants)
 
     def run(dout: Tensor, out: Tensor, dlse: Tensor | None, lse: Tensor) -> tuple[Tensor, Tensor]:
         lse_log2, delta = torch.empty_like(lse), torch.empty_like(lse)
-        launch(dout, out, dlse, lse, lse_log2, delta)
+        launch(dout, out, dlse, lse, lse_log2, delta, None)
         return lse_log2, delta
 
     return run
@@ -159,11 +159,12 @@ def plan_keys(
         dbias_tma,
         call.edges(shape.seqlen_q % tile.block_m or shape.seqlen_k % tile.block_n),
         *_of_few_keys(call),
+        NO_SEQUENCES.value,
     )
     launch = Launch(
         backward_keys_kernel,
         grid_tiles * shape.batch * owners,
-        (*strides, *numbers, call.flags.softmax_scale, call.flags.softcap, owners, grid_tiles),
+        (*strides, *numbers, call.flags.softmax_scale, call.flags.softcap, owners, grid_tiles, None),
         constants,
         tile.options,
         descriptors,
@@ -192,10 +193,10 @@ def plan_keys(
         if parts:
             dims = (shape.head_dim if need_k else 0, shape.head_dim_v if need_v else 0, 1 if per_key else 0)
             pieces = [torch.empty(num_parts * n, dtype=torch.float32, device=k.device) if n else None for n in dims]
-            launch(*read, *read_of(mask, columns=True), *pieces[:2], dbias if stored else pieces[2], sink)
+            launch(*read, *read_of(mask, columns=True), *pieces[:2], dbias if stored else pieces[2], sink, None)
             gather(*pieces, *read_of(mask), dk, dv, sums)
         else:
-            launch(*read, *read_of(mask, columns=True), dk, dv, dbias if stored else sums, sink)
+            launch(*read, *read_of(mask, columns=True), dk, dv, dbias if stored else sums, sink, None)
         if sums is not None:
             dbias = key_gradient(bias, sums, num_heads_k, repeat)
         return dk, dv, dbias
@@ -223,15 +224,15 @@ def plan_queries(call: Call, dout: Tensor) -> Callable[..., Tensor]:
     launch = Launch(
         backward_queries_kernel,
         triton.cdiv(shape.seqlen_q, tile.block_m) * shape.batch * shape.num_heads,
-        (*row_strides(call.q, call.k, call.v, dout), *numbers, call.flags.softmax_scale, call.flags.softcap),
-        (*call.constants(tile), tma, bias_tma, wide, call.precision, edges, *_of_few_keys(call)),
+        (*row_strides(call.q, call.k, call.v, dout), *numbers, call.flags.softmax_scale, call.flags.softcap, None),
+        (*call.constants(tile), tma, bias_tma, wide, call.precision, edges, *_of_few_keys(call), NO_SEQUENCES.value),
         tile.options,
         descriptors,
     )
 
     def run(read: tuple[Any, ...], mask: MaskView, sink: Tensor | None = None) -> Tensor:
         dq = torch.empty(read[0].shape, dtype=read[0].dtype, device=read[0].device)
-        launch(*read, *read_of(mask), dq, sink)
+        launch(*read, *read_of(mask), dq, sink, None)
         return dq
 
     return run
@@ -286,8 +287,16 @@ def plan_bias(call: Call, dout: Tensor, bias: Tensor) -> Callable[..., Tensor]:
     launch = Launch(
         backward_bias_kernel,
         tiles * owners * slots,
-        (*row_strides(call.q, call.k, call.v, dout), *numbers, chunk),
-        (*call.constants(tile), tma, call.wide(call.q, call.k, call.v, dout), call.precision, *_of_few_keys(call)),
+        (*row_strides(call.q, call.k, call.v, dout), *numbers, chunk, None),
+        (
+            *call.constants(tile),
+            tma,
+            call.wide(call.q, call.k, call.v, dout),
+            call.precision,
+            *_of_few_keys(call),
+            NO_SEQUENCES.value,
+            False,
+        ),
         tile.options,
         descriptors,
     )
@@ -297,7 +306,7 @@ def plan_bias(call: Call, dout: Tensor, bias: Tensor) -> Callable[..., Tensor]:
         bias = read[3]
         dbias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
         sums = empty_slots(slots, dbias)
-        launch(*read, *read_of(mask), classes_of(mask), sums, sink)
+        launch(*read, *read_of(mask), classes_of(mask), sums, sink, None)
         add(sums, dbias)
         return dbias
 

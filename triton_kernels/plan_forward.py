@@ -14,6 +14,7 @@ from .forward import forward_kernel
 from .forward_combine import combine_kernel
 from .kernel_launch import Launch
 from .plan import Call, num_kv_splits, read_of, row_strides
+from .tile_ops import NO_SEQUENCES
 
 
 def plan_forward(call: Call) -> Callable[..., None]:
@@ -24,7 +25,7 @@ def plan_forward(call: Call) -> Callable[..., None]:
     splits = num_kv_splits(programs, triton.cdiv(shape.seqlen_k, tile.block_n), call.num_sms)
     strides = row_strides(call.q, call.k, call.v)
     numbers = (call.bias_strides(bias_tma), call.mask_strides(), shape, abs(call.scale_log2), flags.softcap, splits)
-    numbers = (*numbers, *call.sink_strides)
+    numbers = (*numbers, *call.sink_strides, None)
     constants = (
         *call.constants(tile),
         tma,
@@ -37,10 +38,12 @@ def plan_forward(call: Call) -> Callable[..., None]:
         tile.num_stages,
         tile.edge_stages or tile.num_stages,
         call.has_sink and splits == 1,
+        NO_SEQUENCES.value,
     )
     launch = Launch(forward_kernel, programs * splits, (*strides, *numbers), constants, tile.options, descriptors)
     if splits == 1:
-        return lambda q, k, v, mask, bias, sink, out, lse: launch(q, k, v, bias, *read_of(mask), out, lse, sink)
+        none = (None, None)
+        return lambda q, k, v, mask, bias, sink, out, lse: launch(q, k, v, bias, *read_of(mask), out, lse, sink, *none)
     rows, block = shape.batch * shape.num_heads * shape.seqlen_q, 16
     sizes, constants = (shape, splits, rows, *call.sink_strides), (block, call.block_dv, call.has_sink)
     combine = Launch(combine_kernel, triton.cdiv(rows, block), sizes, constants)
@@ -57,7 +60,7 @@ def plan_forward(call: Call) -> Callable[..., None]:
     ) -> None:
         parts = torch.empty((splits, *out.shape), dtype=torch.float32, device=out.device)
         parts_lse = torch.empty((splits, *lse.shape), dtype=torch.float32, device=out.device)
-        launch(q, k, v, bias, *read_of(mask), parts, parts_lse, None)
+        launch(q, k, v, bias, *read_of(mask), parts, parts_lse, None, None, None)
         combine(parts, parts_lse, out, lse, sink)
 
     return run

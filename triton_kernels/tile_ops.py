@@ -19,6 +19,13 @@ DENSE: tl.constexpr = tl.constexpr(3)
 DENSE_ROW: tl.constexpr = tl.constexpr(4)
 BOUNDS: tl.constexpr = tl.constexpr(5)
 
+# How sequences lie: see `Layout` of the library.
+NO_SEQUENCES: tl.constexpr = tl.constexpr(0)
+PACKED: tl.constexpr = tl.constexpr(1)
+PADDED: tl.constexpr = tl.constexpr(2)
+PAGED: tl.constexpr = tl.constexpr(3)
+PAGED_PACKED: tl.constexpr = tl.constexpr(4)
+
 # How a bias is read: not at all, one value per key, one per query, or one per score.
 NO_BIAS: tl.constexpr = tl.constexpr(0)
 KEY_BIAS: tl.constexpr = tl.constexpr(1)
@@ -40,6 +47,30 @@ class Shape(NamedTuple):
     head_dim_v: int
     left: int
     right: int
+
+
+class SequenceLayout(NamedTuple):
+    """Where the sequences of a call lie; `Shape` has bounds on their lengths.
+
+    `rows_q` and `rows_k` are rows of tokens, or slots of a sequence. `mask_rows` is 1 where the queries of a mask are
+    packed, else 0, and so the others. A row of the table of pages has `table_row` entries. Sequences of at most
+    `few_keys` keys take delta from p and dp, as calls with FEW_KEYS do. A head of the gradient of a bias has
+    `dbias_rows` rows of `dbias_keys` values.
+    """
+
+    number: int
+    rows_q: int
+    rows_k: int
+    mask_rows: int
+    mask_keys: int
+    bias_rows: int
+    bias_keys: int
+    page_size: int
+    pages: int
+    table_row: int
+    few_keys: int
+    dbias_rows: int
+    dbias_keys: int
 
 
 class Strides(NamedTuple):
@@ -130,6 +161,80 @@ def load_tile(
             return tl.load(pointers, mask=(dims < num_dims)[None, :], other=0.0)
         else:
             return tl.load(pointers)
+
+
+@triton.jit
+def tiles_of_rows(rows, number, IS_PACKED: tl.constexpr, BLOCK: tl.constexpr):
+    """How many tiles of rows the sequences of a call have at most: `sequence_at` finds those that there are."""
+    if IS_PACKED:
+        return rows // BLOCK + number
+    else:
+        return tl.cdiv(rows, BLOCK) * number
+
+
+@triton.jit
+def sequence_at(tile, bounds, rows, number, IS_PACKED: tl.constexpr, COLUMN: tl.constexpr, BLOCK: tl.constexpr):
+    """The sequence of a tile of rows, and the number of the tile in it, which may be beyond its last.
+
+    In a row of tokens the tiles of sequence s begin with number first // BLOCK + s, so those of two never meet. COLUMN
+    of the bounds has the firsts, of queries or of keys.
+    """
+    if IS_PACKED:
+        low = 0
+        high = number
+        while high - low > 1:
+            middle = (low + high) // 2
+            is_behind = tl.load(bounds + middle * 4 + COLUMN) // BLOCK + middle > tile
+            low = tl.where(is_behind, low, middle)
+            high = tl.where(is_behind, middle, high)
+        return low, tile - (tl.load(bounds + low * 4 + COLUMN) // BLOCK + low)
+    else:
+        of_slot = tl.cdiv(rows, BLOCK)
+        return tile // of_slot, tile % of_slot
+
+
+@triton.jit
+def shape_of(shape, seqlen_q, seqlen_k):
+    """The shape of one sequence of a call."""
+    return Shape(
+        shape.batch,
+        seqlen_q,
+        seqlen_k,
+        shape.num_heads,
+        shape.group,
+        shape.head_dim,
+        shape.head_dim_v,
+        shape.left,
+        shape.right,
+    )
+
+
+@triton.jit
+def scores_from(x, strides, rows_packed, keys_packed, first_q, first_k):
+    """Where what a sequence reads of a mask or a bias begins."""
+    return x + first_q.to(tl.int64) * rows_packed * strides.row + first_k.to(tl.int64) * keys_packed * strides.key
+
+
+@triton.jit
+def load_pages(
+    x, table, layout, strides, h, keys, num_keys, dims, num_dims, BLOCK_D: tl.constexpr, CHECK_DIMS: tl.constexpr
+):
+    """Rows of keys that lie in pages, x (pages, page_size, H, D); zero beyond the last key."""
+    is_key = keys < num_keys
+    page = tl.load(table + keys // layout.page_size, mask=is_key, other=0)
+    page = tl.minimum(tl.maximum(page, 0), layout.pages - 1).to(tl.int64)  # a wrong table reads wrong keys, not beyond
+    rows = page * strides.batch + (keys % layout.page_size).to(tl.int64) * strides.row + h.to(tl.int64) * strides.head
+    inside = is_key[:, None]
+    if CHECK_DIMS:
+        inside = inside & (dims < num_dims)[None, :]
+    return tl.load(x + rows[:, None] + dims[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def load_bools(head, strides, rows, keys, shape):
+    """The (queries, keys) tile of a bool mask, from where its head begins; False beyond its edges."""
+    at = rows.to(tl.int64) * strides.row + keys.to(tl.int64) * strides.key
+    return tl.load(head + at, mask=(rows < shape.seqlen_q) & (keys < shape.seqlen_k), other=0) != 0
 
 
 @triton.jit
@@ -262,6 +367,8 @@ def mask_head(data, index, strides, b, h, MASK: tl.constexpr):
     """Data and index of the head of a mask that query head h reads; zeros where there is no mask."""
     if MASK == BAND:
         return 0, 0
+    elif MASK == DENSE:
+        return shared_head(data, strides, b, h), 0
     else:
         h_m = (h // strides.group).to(tl.int64)
         b_m = entry_of(b, strides)
@@ -286,7 +393,10 @@ def keys_of_queries(
             lo, lo_full = tl.load(index + lo), tl.load(index + lo_full)
             hi_full, hi = tl.load(index + hi_full), tl.load(index + hi)
         start, full, end, stop = blocks_of(lo, lo_full, hi_full, hi, BLOCK)
-        return index, full, end - full, full - start, stop - end
+        if MASK == DENSE:  # every block needs a look
+            return index, start, 0, 0, stop - start
+        else:
+            return index, full, end - full, full - start, stop - end
 
 
 @triton.jit
@@ -314,7 +424,10 @@ def queries_of_keys(
         lo, lo_full, hi_full, hi = band_of_keys(first, last, shape, LEFT, RIGHT)
         lo_full = tl.where(whole, lo_full, shape.seqlen_q)
         start, full, end, stop = blocks_of(lo, lo_full, hi_full, hi, BLOCK)
-        return index, full, end - full, full - start, stop - end
+        if MASK == DENSE:
+            return index, start, 0, 0, stop - start
+        else:
+            return index, full, end - full, full - start, stop - end
 
 
 @triton.jit

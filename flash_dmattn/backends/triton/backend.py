@@ -10,13 +10,27 @@ from torch import Tensor
 
 from ... import operators
 from ...gradients import empty_gradients
-from ...problem import AttentionProblem, Flags, Gradients, MaskView, NeedsGrad, dtype_name, sm_number
+from ...problem import (
+    AttentionProblem,
+    Flags,
+    Gradients,
+    MaskView,
+    NeedsGrad,
+    SequenceView,
+    dtype_name,
+    sm_number,
+)
 from ..interval_walk import interval_notes, walked_view
 from ..protocol import Availability, Direction, Rule
 from .key_order import Ordered
 
 NAME = "triton"
-FEATURES = frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse", "sink"})
+FEATURES = frozenset(
+    {
+        *("mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"),
+        *("sink", "sequences", "paged"),
+    }
+)
 MASK_FORM = "prepared"
 GATHERS_KEYS = True
 REPEATS_ENTRIES = True
@@ -64,6 +78,7 @@ AUTO_RULES: tuple[Rule, ...] = (
 
 # Not imported at the top: importing Triton takes a second, and flash_dmattn has to import without it.
 _MODULE = "flash_dmattn.triton_kernels.launch"
+_SEQUENCES = "flash_dmattn.triton_kernels.sequences"
 _found: Availability | None = None
 _launch: ModuleType | None = None
 
@@ -92,6 +107,10 @@ def _kernels() -> ModuleType:
     return _launch
 
 
+def _of_sequences() -> ModuleType:
+    return importlib.import_module(_SEQUENCES)
+
+
 def reads_dense(problem: AttentionProblem, direction: Direction) -> bool:
     """Whether a pass of a call has short rows, whose kernels read a bool mask as it is."""
     call = _kernels().ShortCall.described(problem)
@@ -102,6 +121,8 @@ def reads_dense(problem: AttentionProblem, direction: Direction) -> bool:
 def notes(problem: AttentionProblem) -> tuple[str, ...]:
     """Copies that a call makes."""
     p = problem
+    if p.sequences is not None:
+        return ("reads the bool mask as it is, and skips nothing for it",) if p.mask is not None else ()
     copies = [
         f"copies {name}, whose last stride is {strides[3]}: the kernels read rows of unit stride"
         for name, strides in (("q", p.q_strides), ("k", p.k_strides), ("v", p.v_strides))
@@ -115,9 +136,21 @@ def notes(problem: AttentionProblem) -> tuple[str, ...]:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None, flags: Flags, sink: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: MaskView,
+    bias: Tensor | None,
+    flags: Flags,
+    sink: Tensor | None = None,
+    sequences: SequenceView | None = None,
 ) -> tuple[Tensor, Tensor]:
     out, lse = operators.empty_outputs(q, v)
+    if sequences is not None:
+        if len(sequences.bounds) == 0 or out.numel() == 0:
+            return operators.fill_empty(out, lse, None)
+        _of_sequences().forward(q, k, v, mask, bias, out, lse, flags, sink, sequences)
+        return out, lse
     if k.shape[1] == 0:
         return operators.fill_empty(out, lse, sink)
     if out.numel() > 0:
@@ -154,7 +187,15 @@ def _backward(
     flags: Flags,
     needs_grad: NeedsGrad,
     sink: Tensor | None = None,
+    sequences: SequenceView | None = None,
 ) -> Gradients:
+    if sequences is not None:
+        if len(sequences.bounds) == 0 or out.numel() == 0:
+            lse = torch.full_like(lse, torch.inf)  # none of its rows has a sink
+            return empty_gradients((q, k, v, bias), dout, None, out, lse, sink, needs_grad)
+        of_call = (dout, dlse, q, k, v, mask, bias, out, lse, flags, needs_grad, sink, sequences)
+        found: Gradients = _of_sequences().backward(*of_call)
+        return found
     if out.numel() == 0 or k.shape[1] == 0:
         return empty_gradients((q, k, v, bias), dout, dlse, out, lse, sink, needs_grad)
     run = _kernels().backward

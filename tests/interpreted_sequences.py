@@ -1,0 +1,68 @@
+"""Run the Triton kernels on sequences in Triton's interpreter: `python interpreted_sequences.py <first> <calls>`.
+
+As `interpreted_triton.py`, whose guards it takes: outputs are NaN before and between margins. Rows of q, k, v
+and dout that are of no sequence are NaN as well.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import replace
+
+import interpreted_triton as base
+import torch
+from outcomes import report
+from sequence_calls import SequenceCall, assert_accurate, draw, run
+from torch import Tensor
+
+from flash_dmattn.triton_kernels import plan_sequences, plan_slots
+
+LENGTHS = (0, 1, 5, 16, 17, 31, 32, 33, 40, 70)
+LAYOUTS = ("packed", "packed", "padded", "paged", "paged_packed")
+
+
+def spoiled(call: SequenceCall) -> SequenceCall:
+    """The call with NaN in every row of q, k, v and dout that is of no sequence."""
+    used_q = torch.zeros(call.q.shape[:-2], dtype=torch.bool)
+    used_k = torch.zeros(call.k.shape[:-2], dtype=torch.bool)
+    table = call.sequences.block_table
+    for s, (first_q, len_q, first_k, len_k) in enumerate(call.lengths):
+        (used_q if call.packs_queries else used_q[s])[first_q : first_q + len_q] = True
+        if table is None:
+            (used_k if call.packs_keys else used_k[s])[first_k : first_k + len_k] = True
+        for j in range(len_k if table is not None else 0):
+            used_k[table[s, j // call.k.shape[1]], j % call.k.shape[1]] = True
+
+    def bad(x: Tensor, used: Tensor) -> Tensor:
+        return x.masked_fill(~used[..., None, None], torch.nan)
+
+    q, dout = bad(call.q, used_q), bad(call.dout, used_q)
+    return replace(call, q=q, dout=dout, k=bad(call.k, used_k), v=bad(call.v, used_k))
+
+
+def outcomes(first: int, count: int) -> Iterator[str | None]:
+    """What came of each call: None, or why it failed."""
+    for number in range(first, first + count):
+        rng = random.Random(number)
+        call = draw(number, rng.choice(LAYOUTS), LENGTHS, base.EVERY_DTYPE, (4, 16, 20))
+        settings = rng.choice(base.TILES), 1, 0
+        num_sms = rng.choice(base.NUM_SMS)
+        plan_sequences.chunks_of = lambda m, programs, _, slots, n=num_sms: plan_slots.chunks_of(m, programs, n, slots)
+        base.set_up(*settings)
+        base._allocated.clear()
+        try:
+            results = run(spoiled(call), "triton")
+            base.assert_margins()
+            assert_accurate(results, call)
+            yield None
+        except Exception:  # the other calls still count
+            yield f"{call.told}, {settings}, {num_sms} SMs\n{traceback.format_exc(limit=-3)}"[:3000]
+
+
+if __name__ == "__main__":
+    base.admit_cpu()
+    torch.empty, torch.empty_like = base.guarded_empty, lambda x: base.guarded_empty(x.shape, dtype=x.dtype)
+    sys.exit(report(outcomes(int(sys.argv[1]), int(sys.argv[2]))))

@@ -1,0 +1,371 @@
+"""The plans of calls with sequences: the kernels of dense calls, each program with a tile of one sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+from torch import Tensor
+
+from flash_dmattn.gradients import key_gradient, query_gradient, row_delta, sink_gradient
+from flash_dmattn.problem import Flags, Gradients, MaskView, NeedsGrad, SequenceView, bias_class
+
+from .backward_bias import backward_bias_kernel
+from .backward_delta import delta_kernel
+from .backward_keys import KEY_SUM, NO_DBIAS, STORE, backward_keys_kernel
+from .backward_queries import backward_queries_kernel
+from .fill_gaps import fill_gaps_kernel
+from .forward import forward_kernel
+from .kernel_launch import Launch
+from .plan import Call, row_strides
+from .plan_backward import MOST_FEW_KEYS
+from .plan_slots import chunks_of, most_slots, plan_sum
+from .tile_ops import PACKED, PADDED, PAGED, PAGED_PACKED, BiasStrides, MaskStrides, SequenceLayout
+
+_LAYOUTS = {
+    "packed": PACKED.value,
+    "padded": PADDED.value,
+    "paged": PAGED.value,
+    "paged_packed": PAGED_PACKED.value,
+}
+# Programs that share the rows of one gap, and what each writes at a time.
+_GAP_SHARE, _GAP_BLOCK = 4, 1024
+
+
+class SequenceCall(Call):
+    """What one class of calls with sequences decides for all of its launches; its batch are the sequences."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: MaskView,
+        bias: Tensor | None,
+        flags: Flags,
+        sink: Tensor | None,
+        sequences: SequenceView,
+    ) -> None:
+        super().__init__(q, k, v, mask, bias, flags, sink)
+        self.number = sequences.bounds.shape[0]
+        left, right = flags.window
+        self.shape = self.shape._replace(
+            batch=self.number,
+            seqlen_q=flags.max_seqlen_q,
+            seqlen_k=flags.max_seqlen_k,
+            left=min(left, flags.max_seqlen_k),
+            right=min(right, flags.max_seqlen_q),
+        )
+        self.code = _LAYOUTS[flags.layout]
+        self.rows_q, self.rows_k = q.shape[1], k.shape[1]
+        packs = flags.mask_packing, flags.bias_packing
+        self.layout = SequenceLayout(
+            self.number,
+            self.rows_q,
+            self.rows_k,
+            *(int(packing == kind) for packing in packs for kind in ("queries", "keys")),
+            page_size=k.shape[1],
+            pages=k.shape[0],
+            table_row=0 if sequences.block_table is None else sequences.block_table.stride(0),
+            few_keys=MOST_FEW_KEYS,
+            dbias_rows=self.rows_q if flags.bias_packing == "queries" else flags.max_seqlen_q,
+            dbias_keys=self.rows_k if flags.bias_packing == "keys" else flags.max_seqlen_k,
+        )
+
+    def tma(self, *tensors: Tensor) -> bool:
+        """Never: a descriptor does not end where a sequence does."""
+        return False
+
+    def tiles_of_queries(self, block: int) -> int:
+        """How many tiles of queries there are at most: as `tiles_of_rows` of the kernels counts."""
+        return self._tiles(self.rows_q, self.flags.packs_queries, block)
+
+    def tiles_of_keys(self, block: int) -> int:
+        """How many tiles of keys there are at most."""
+        return self._tiles(self.rows_k, self.flags.packs_keys, block)
+
+    def _tiles(self, rows: int, is_packed: bool, block: int) -> int:
+        return rows // block + self.number if is_packed else triton.cdiv(rows, block) * self.number
+
+    def scores_strides(self) -> tuple[BiasStrides, BiasStrides | MaskStrides]:
+        """Of the bias and of the mask, which is read as it is."""
+        return self.bias_strides(), self.mask_strides() if self.mask.form == "none" else self.dense_mask_strides()
+
+    def plan_fill(self, like: Tensor, column: int, has_lse: bool = False) -> Launch:
+        """What writes the rows of no sequence of (B, L, H, D) tensors: run(x, lse, bounds).
+
+        Args:
+            column: of the bounds that has the firsts of these rows.
+            has_lse: whether lse is written, too.
+        """
+        packed = self.flags.packs_queries if column == 0 else self.flags.packs_keys
+        _, rows, heads, width = like.shape
+        gaps = self.number + packed
+        constants = (column, packed, _GAP_SHARE, _GAP_BLOCK, has_lse)
+        return Launch(fill_gaps_kernel, gaps * _GAP_SHARE, (self.number, rows, heads * width, heads), constants)
+
+
+def plan_forward(call: SequenceCall, out: Tensor) -> Callable[..., None]:
+    """How a class of calls makes out and lse: run(q, k, v, mask, bias, sink, out, lse, sequences)."""
+    flags, tile = call.flags, call.tile("forward")
+    numbers = (*call.scores_strides(), call.shape, abs(call.scale_log2), flags.softcap, 1, *call.sink_strides)
+    constants = (
+        *call.constants(tile),
+        False,
+        False,
+        call.wide(call.k, call.v),
+        call.precision,
+        False,
+        flags.softmax_scale < 0,
+        True,
+        tile.num_stages,
+        tile.edge_stages or tile.num_stages,
+        call.has_sink,
+        call.code,
+    )
+    programs = call.tiles_of_queries(tile.block_m) * call.shape.num_heads
+    strides = row_strides(call.q, call.k, call.v)
+    launch = Launch(forward_kernel, programs, (*strides, *numbers, call.layout), constants, tile.options)
+    fill = call.plan_fill(out, 0, has_lse=True)
+
+    def run(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: MaskView,
+        bias: Tensor | None,
+        sink: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        sequences: SequenceView,
+    ) -> None:
+        launch(q, k, v, bias, mask.dense, None, out, lse, sink, *sequences)
+        fill(out, lse, sequences.bounds)
+
+    return run
+
+
+def plan_backward(
+    call: SequenceCall, dout: Tensor, dlse: Tensor | None, needs_grad: NeedsGrad
+) -> Callable[..., Gradients]:
+    """How a class of calls makes its gradients: run(dout, dlse, q, k, v, mask, bias, sink, out, lse, sequences)."""
+    need_q, need_k, need_v, need_bias, need_sink = needs_grad
+    bias, shape, flags = call.bias, call.shape, call.flags
+    kind = None if bias is None or not need_bias else bias_class(bias.shape)
+    packs_rows = flags.bias_packing == "queries"
+    # A head of dbias for each query head of each sequence: nothing is added up.
+    stored = kind == "score" and bias is not None and bias.shape[1] == shape.num_heads
+    stored = stored and bias is not None and (packs_rows or bias.shape[0] == call.number)
+    # A bias per key with a head for each query head needs its sums apart from dk and dv, which groups share.
+    apart = kind == "key" and bias is not None and shape.group > 1 and bias.shape[1] == shape.num_heads
+    delta_of = _plan_delta(call, dout, dlse)
+    of_keys = STORE if stored else KEY_SUM if kind == "key" and not apart else NO_DBIAS
+    keys_of = sums_of = None
+    if need_k or need_v or of_keys.value != NO_DBIAS.value:
+        keys_of = _plan_keys(call, dout, need_k, need_v, of_keys.value, call.num_heads_k)
+    if apart:
+        sums_of = _plan_keys(call, dout, False, False, KEY_SUM.value, shape.num_heads)
+    queries_of = _plan_queries(call, dout) if need_q else None
+    bias_of = _plan_bias(call, dout, bias) if kind == "score" and not stored and bias is not None else None
+
+    def run(
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: MaskView,
+        bias: Tensor | None,
+        sink: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        sequences: SequenceView,
+    ) -> Gradients:
+        lse_log2, delta = delta_of(dout, out, dlse, lse, sequences.bounds)
+        read = (q, k, v, bias, dout, lse_log2, delta, mask.dense)
+        dq = dk = dv = dbias = None
+        if keys_of is not None:
+            dk, dv, dbias = keys_of(read, sequences.bounds)
+        if sums_of is not None:
+            dbias = sums_of(read, sequences.bounds)[2]
+        if queries_of is not None:
+            dq = queries_of(read, sequences.bounds)
+        if bias_of is not None:
+            dbias = bias_of(read, sequences.bounds)
+        rows = None
+        if sink is not None and (need_sink or kind == "query"):
+            rows = row_delta(dout, out, dlse, lse)
+        if kind == "query" and bias is not None:
+            dbias = _query_gradient(call, bias, dlse, lse, sink, rows, sequences.bounds)
+        if sink is None:
+            return dq, dk, dv, dbias
+        if not need_sink or rows is None:
+            return dq, dk, dv, dbias, None
+        # Rows of no sequence have no sink: their lse is not that of a row which has nothing else.
+        return dq, dk, dv, dbias, sink_gradient(sink, lse.masked_fill(lse == -torch.inf, torch.inf), rows)
+
+    return run
+
+
+def _plan_delta(call: SequenceCall, dout: Tensor, dlse: Tensor | None) -> Callable[..., tuple[Tensor, Tensor]]:
+    block = 32
+    strides = (*row_strides(dout), (0, 0, 0) if dlse is None else tuple(dlse.stride()))
+    programs = call.tiles_of_queries(block) * call.shape.num_heads
+    constants = (block, call.block_dv, dlse is not None, False, call.code)
+    launch = Launch(delta_kernel, programs, (*strides, call.shape, call.layout), constants)
+
+    def run(dout: Tensor, out: Tensor, dlse: Tensor | None, lse: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
+        lse_log2, delta = torch.empty_like(lse), torch.empty_like(lse)
+        launch(dout, out, dlse, lse, lse_log2, delta, bounds)
+        return lse_log2, delta
+
+    return run
+
+
+def _plan_keys(
+    call: SequenceCall, dout: Tensor, need_k: bool, need_v: bool, dbias_kind: int, owners: int
+) -> Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]:
+    """dk, dv, and the gradient of a bias of one value per key, or per score of every head."""
+    shape, tile, flags = call.shape, call.tile("keys"), call.flags
+    per_key, stored = dbias_kind == KEY_SUM.value, dbias_kind == STORE.value
+    tiles = call.tiles_of_keys(tile.block_n)
+    strides = row_strides(call.q, call.k, call.v, dout)
+    numbers = (*call.scores_strides(), shape, call.scale_log2, flags.softmax_scale, flags.softcap, owners, tiles)
+    constants = (
+        *call.constants(tile),
+        False,
+        False,
+        call.wide(call.q, dout),
+        call.precision_of("keys"),
+        need_k,
+        need_v,
+        dbias_kind,
+        False,
+        False,
+        True,
+        False,
+        False,
+        call.code,
+    )
+    launch = Launch(backward_keys_kernel, tiles * owners, (*strides, *numbers, call.layout), constants, tile.options)
+    fill_k, fill_v = call.plan_fill(call.k, 2), call.plan_fill(call.v, 2)
+    entries = 1 if flags.bias_packing == "keys" else call.number
+
+    def run(read: tuple[Tensor | None, ...], bounds: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        *operands, mask = read
+        _, k, v, bias = operands[:4]
+        assert k is not None and v is not None
+        dk = torch.empty(k.shape, dtype=k.dtype, device=k.device) if need_k else None
+        dv = torch.empty(v.shape, dtype=v.dtype, device=v.device) if need_v else None
+        made = None
+        if per_key:
+            made = torch.zeros((entries, owners, call.layout.dbias_keys), dtype=torch.float32, device=k.device)
+        elif stored and bias is not None:
+            made = torch.zeros(bias.shape, dtype=bias.dtype, device=k.device)
+        launch(*operands, mask, None, dk, dv, made, None, bounds)
+        if dk is not None:
+            fill_k(dk, None, bounds)
+        if dv is not None:
+            fill_v(dv, None, bounds)
+        if per_key and made is not None and bias is not None:
+            made = key_gradient(bias, made, call.num_heads_k, 1)
+        return dk, dv, made
+
+    return run
+
+
+def _plan_queries(call: SequenceCall, dout: Tensor) -> Callable[..., Tensor]:
+    """dq, with ds computed again."""
+    tile, flags = call.tile("queries"), call.flags
+    numbers = (*call.scores_strides(), call.shape, call.scale_log2, flags.softmax_scale, flags.softcap, call.layout)
+    constants = (
+        *call.constants(tile),
+        False,
+        False,
+        call.wide(call.k, call.v),
+        call.precision,
+        True,
+        False,
+        False,
+        call.code,
+    )
+    programs = call.tiles_of_queries(tile.block_m) * call.shape.num_heads
+    strides = row_strides(call.q, call.k, call.v, dout)
+    launch = Launch(backward_queries_kernel, programs, (*strides, *numbers), constants, tile.options)
+    fill = call.plan_fill(call.q, 0)
+
+    def run(read: tuple[Tensor | None, ...], bounds: Tensor) -> Tensor:
+        *operands, mask = read
+        q = operands[0]
+        assert q is not None
+        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        launch(*operands, mask, None, dq, None, bounds)
+        fill(dq, None, bounds)
+        return dq
+
+    return run
+
+
+def _plan_bias(call: SequenceCall, dout: Tensor, bias: Tensor) -> Callable[..., Tensor]:
+    """The gradient of a bias of one value per score that sequences or heads share."""
+    shape, tile = call.shape, call.tile("bias")
+    packs_rows = call.flags.bias_packing == "queries"
+    tiles_m = call.tiles_of_queries(tile.block_m) if packs_rows else triton.cdiv(shape.seqlen_q, tile.block_m)
+    tiles = tiles_m * triton.cdiv(shape.seqlen_k, tile.block_n)
+    owners = bias.shape[0] * bias.shape[1]
+    entries = 1 if packs_rows else call.number
+    members = entries * shape.num_heads // owners
+    chunk, slots = chunks_of(members, tiles * owners, call.num_sms, most_slots(bias.numel()))
+    numbers = (*call.scores_strides(), shape, call.scale_log2, call.flags.softcap, *bias.shape[:2], chunk, call.layout)
+    wide = call.wide(call.q, call.k, call.v, dout)
+    launch = Launch(
+        backward_bias_kernel,
+        tiles * owners * slots,
+        (*row_strides(call.q, call.k, call.v, dout), *numbers),
+        (*call.constants(tile), False, wide, call.precision, False, False, call.code, packs_rows),
+        tile.options,
+    )
+    add = plan_sum(slots, bias)
+
+    def run(read: tuple[Tensor | None, ...], bounds: Tensor) -> Tensor:
+        *operands, mask = read
+        bias = operands[3]
+        assert bias is not None
+        empty = torch.zeros if packs_rows else torch.empty
+        dbias = empty(bias.shape, dtype=bias.dtype, device=bias.device)
+        sums = dbias
+        if slots > 1:
+            sums = empty((slots, *bias.shape), dtype=torch.float32, device=bias.device)
+        launch(*operands, mask, None, None, sums, None, bounds)
+        add(sums, dbias)
+        return dbias
+
+    return run
+
+
+def _query_gradient(
+    call: SequenceCall,
+    bias: Tensor,
+    dlse: Tensor | None,
+    lse: Tensor,
+    sink: Tensor | None,
+    delta: Tensor | None,
+    bounds: Tensor,
+) -> Tensor:
+    """The gradient of a bias of one value per query, which its rows of lse have."""
+    nowhere = lse == -torch.inf
+    if dlse is not None:
+        dlse = dlse.to(torch.float32).masked_fill(nowhere, 0.0)
+    lse = lse.masked_fill(nowhere, torch.inf)  # where no sink has a share
+    if call.flags.packs_queries and call.flags.bias_packing == "none":
+        dlse, delta = (None if x is None else _by_position(x, bounds, call.shape.seqlen_q, 0.0) for x in (dlse, delta))
+        lse = _by_position(lse, bounds, call.shape.seqlen_q, torch.inf)
+    return query_gradient(bias, dlse, lse, call.num_heads_k, 1, sink, delta)
+
+
+def _by_position(x: Tensor, bounds: Tensor, most: int, rest: float) -> Tensor:
+    """(S, H, most) of rows (1, H, T): those of each sequence by their place in it, and a value for what it has not."""
+    place = torch.arange(most, device=x.device)
+    rows = (bounds[:, :1] + place).clamp(max=x.shape[2] - 1)
+    return x[0][:, rows].transpose(0, 1).masked_fill((place >= bounds[:, 1:2])[:, None], rest)
