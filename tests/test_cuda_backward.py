@@ -207,7 +207,7 @@ def test_two_tiles_of_keys_at_a_time(
 @pytest.mark.parametrize(
     "bias", (None, ("B", "Hq", "Lq", "1"), ("1", "Hq", "Lq", "Lk"), FULL), ids=("none", "per query", "shared", "full")
 )
-@pytest.mark.parametrize("lengths", ((1, 136), (65, 200), (193, 256)), ids=str)
+@pytest.mark.parametrize("lengths", ((2, 136), (65, 200), (193, 256)), ids=str)
 @pytest.mark.parametrize("heads", ((70, 70, 64), (140, 70, 40), (140, 70, 32), (70, 70, 24)), ids=str)
 def test_dq_that_a_block_completes(
     backend: Runner,

@@ -83,6 +83,7 @@ def backward_bias_kernel(
     HAS_SINK: tl.constexpr,
     SEQUENCES: tl.constexpr,
     PACKED_ROWS: tl.constexpr,
+    SEARCH: tl.constexpr,
 ):
     """dbias (chunks, bias_batch, bias_heads, Lq, Lk) is contiguous; `classes` is 0 for a tile with nothing allowed.
 
@@ -95,7 +96,7 @@ def backward_bias_kernel(
     softcap = tl.cast(softcap, tl.float32)
     program = tl.program_id(0)
     if PACKED_ROWS:
-        tiles_m = tiles_of_rows(layout.rows_q, layout.number, True, BLOCK_M)
+        tiles_m = tiles_of_rows(layout.rows_q, shape.seqlen_q, layout.number, SEARCH, BLOCK_M)
     else:
         tiles_m = tl.cdiv(shape.seqlen_q, BLOCK_M)
     tiles_n = tl.cdiv(shape.seqlen_k, BLOCK_N)
@@ -110,7 +111,7 @@ def backward_bias_kernel(
     own = 0
     if PACKED_ROWS:
         entries = 1
-        own, place = sequence_at(first // BLOCK_M, bounds, layout.rows_q, layout.number, True, 0, BLOCK_M)
+        own, place = sequence_at(first // BLOCK_M, bounds, shape.seqlen_q, layout.number, SEARCH, 0, BLOCK_M)
         first = place * BLOCK_M
         first_stored = tl.load(bounds + own * 4)
         shape = shape_of(shape, tl.load(bounds + own * 4 + 1), shape.seqlen_k)
@@ -225,7 +226,8 @@ def backward_bias_kernel(
             if FEW_KEYS:
                 d += tl.sum(p * dp, 1)
             elif SEQUENCES != NO_SEQUENCES:
-                d += tl.where(of_entry.seqlen_k <= layout.few_keys, tl.sum(p * dp, 1), 0.0)
+                if of_entry.seqlen_k <= layout.few_keys:
+                    d += tl.sum(p * dp, 1)
             acc += p * (dp - d[:, None])
     if PACKED_ROWS:
         line = ((slot * bias_heads + owner).to(tl.int64) * layout.rows_q + first_stored + rows)[

@@ -33,6 +33,7 @@ def delta_kernel(
     HAS_DLSE: tl.constexpr,
     FEW_KEYS: tl.constexpr,
     SEQUENCES: tl.constexpr,
+    SEARCH: tl.constexpr,
 ):
     """One tile of rows of one head per program; out and lse are contiguous."""
     program = tl.program_id(0)
@@ -45,9 +46,9 @@ def delta_kernel(
         first_row = b * shape.seqlen_q
         place = (b * shape.num_heads + h) * shape.seqlen_q + rows
     else:
-        tiles = tiles_of_rows(layout.rows_q, layout.number, SEQUENCES == PACKED, BLOCK_M)
+        tiles = tiles_of_rows(layout.rows_q, shape.seqlen_q, layout.number, SEARCH, BLOCK_M)
         h = program // tiles
-        own, tile = sequence_at(program % tiles, bounds, layout.rows_q, layout.number, SEQUENCES == PACKED, 0, BLOCK_M)
+        own, tile = sequence_at(program % tiles, bounds, shape.seqlen_q, layout.number, SEARCH, 0, BLOCK_M)
         rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         row_ok = rows < tl.load(bounds + own * 4 + 1)
         takes_sum = tl.load(bounds + own * 4 + 3) > layout.few_keys

@@ -123,6 +123,7 @@ def backward_keys_kernel(
     FEW_KEYS: tl.constexpr,
     HAS_SINK: tl.constexpr,
     SEQUENCES: tl.constexpr,
+    SEARCH: tl.constexpr,
 ):
     """One block of keys of one owner, a key-value head or a query head; its queries in turn.
 
@@ -147,8 +148,9 @@ def backward_keys_kernel(
         row_pitch = shape.seqlen_q
         first_q = 0
         few = False
+        bias_row = 0
     else:
-        own, slot = sequence_at(slot, bounds, layout.rows_k, layout.number, SEQUENCES == PACKED, 2, BLOCK_N)
+        own, slot = sequence_at(slot, bounds, shape.seqlen_k, layout.number, SEARCH, 2, BLOCK_N)
         first_q = tl.load(bounds + own * 4)
         first_k = tl.load(bounds + own * 4 + 2)
         shape = shape_of(shape, tl.load(bounds + own * 4 + 1), tl.load(bounds + own * 4 + 3))
@@ -160,11 +162,12 @@ def backward_keys_kernel(
         dout += first_q.to(tl.int64) * dout_strides.row
         k += first_k.to(tl.int64) * k_strides.row
         v += first_k.to(tl.int64) * v_strides.row
-        if BIAS != NO_BIAS:
+        if BIAS != NO_BIAS and not BIAS_TMA:
             bias = scores_from(bias, bias_strides, layout.bias_rows, layout.bias_keys, first_q, first_k)
         if MASK == DENSE:
             mask_data = scores_from(mask_data, mask_strides, layout.mask_rows, layout.mask_keys, first_q, first_k)
         few = shape.seqlen_k <= layout.few_keys
+        bias_row = layout.bias_rows * first_q
     members = shape.num_heads // owners
     h_k = owner * members // shape.group
     data, index = mask_head(mask_data, mask_index, mask_strides, b, owner * members, MASK)
@@ -246,7 +249,7 @@ def backward_keys_kernel(
                         s += row_bias[None, :]
                     elif BIAS == TILE_BIAS:
                         tile = load_bias(
-                            bias, bias_strides, b, h, first, first_key, rows, keys, shape,
+                            bias, bias_strides, b, h, first + bias_row, first_key, rows, keys, shape,
                             BLOCK_M, BLOCK_N, BIAS_TMA, WIDE,
                         )  # fmt: skip
                         s += tl.trans(tile).to(tl.float32) * LOG2E
@@ -274,7 +277,8 @@ def backward_keys_kernel(
                         if FEW_KEYS:
                             d += tl.sum(p * dp, 0)
                         elif SEQUENCES != NO_SEQUENCES:
-                            d += tl.where(few, tl.sum(p * dp, 0), 0.0)
+                            if few:
+                                d += tl.sum(p * dp, 0)
                         ds = p * (dp - d[None, :])
                         if DBIAS == KEY_SUM:
                             acc_bias += tl.sum(ds, 1)

@@ -37,6 +37,7 @@ from .tile_ops import (
     load_bias,
     load_bools,
     load_pages,
+    load_rows_of_heads,
     load_tile,
     load_vector,
     mask_head,
@@ -96,6 +97,9 @@ def forward_kernel(
     EDGE_STAGES: tl.constexpr,
     HAS_SINK: tl.constexpr,
     SEQUENCES: tl.constexpr,
+    SEARCH: tl.constexpr,
+    PAGE: tl.constexpr,
+    GROUPED: tl.constexpr,
 ):
     """`scale` is |softmax_scale| * log2(e), or |softmax_scale| / softcap.
 
@@ -105,7 +109,8 @@ def forward_kernel(
 
     With SEQUENCES a program has a tile of queries of one of them, of which `bounds` has the places and lengths, and
     `table` the pages of its keys: all that is read is moved to where the sequence begins, and the rest is as of a call
-    of this sequence alone.
+    of this sequence alone. With GROUPED the rows of a tile are all queries of a sequence and all heads of a group, so
+    that the group reads its keys once.
     """
     scale = tl.cast(scale, tl.float32)  # Inductor passes floats as fp64
     softcap = tl.cast(softcap, tl.float32)
@@ -120,54 +125,77 @@ def forward_kernel(
             head = head // splits
         b = (head // shape.num_heads).to(tl.int64)
         h = head % shape.num_heads
+        h_k = h // shape.group
         b_q = b
         b_k = b
         first_row = b * shape.seqlen_q
+        all_rows = shape.batch * shape.seqlen_q
+        bias_row = 0
         statistics = (b * shape.num_heads + h) * shape.seqlen_q
     else:
         IS_PACKED: tl.constexpr = SEQUENCES == PACKED or SEQUENCES == PAGED_PACKED
-        tiles = tiles_of_rows(layout.rows_q, layout.number, IS_PACKED, BLOCK_M)
-        h = program // tiles
-        own, place = sequence_at(program % tiles, bounds, layout.rows_q, layout.number, IS_PACKED, 0, BLOCK_M)
+        most = shape.seqlen_q * shape.group if GROUPED else shape.seqlen_q
+        tiles = tiles_of_rows(layout.rows_q, most, layout.number, SEARCH, BLOCK_M)
+        head = program // tiles
+        if SPLIT_KEYS:
+            part = head % splits
+            head = head // splits
+        own, place = sequence_at(program % tiles, bounds, most, layout.number, SEARCH, 0, BLOCK_M)
         first_q = tl.load(bounds + own * 4)
         first_k = tl.load(bounds + own * 4 + 2)
         shape = shape_of(shape, tl.load(bounds + own * 4 + 1), tl.load(bounds + own * 4 + 3))
-        tiles_m = tl.cdiv(shape.seqlen_q, BLOCK_M)
+        tiles_m = tl.cdiv(shape.seqlen_q * (shape.group if GROUPED else 1), BLOCK_M)
         if place >= tiles_m:
             return
         tile_m = tiles_m - 1 - place
+        h = head
+        h_k = head // shape.group
+        if GROUPED:
+            h_k = head
+            h = head * shape.group + tl.arange(0, BLOCK_M) % shape.group
         b = own.to(tl.int64)
         b_q = b * 0 if IS_PACKED else b
         b_k = b * 0 if SEQUENCES == PACKED else b
         first_row = b_q * layout.rows_q + first_q
+        all_rows = layout.rows_q * (1 if IS_PACKED else layout.number)
+        bias_row = layout.bias_rows * first_q
         statistics = (b_q * shape.num_heads + h) * layout.rows_q + first_q
         q += first_q.to(tl.int64) * q_strides.row
         k += first_k.to(tl.int64) * k_strides.row
         v += first_k.to(tl.int64) * v_strides.row
-        if BIAS != NO_BIAS:
+        if BIAS != NO_BIAS and not BIAS_TMA:
             bias = scores_from(bias, bias_strides, layout.bias_rows, layout.bias_keys, first_q, first_k)
         if MASK == DENSE:
             mask_data = scores_from(mask_data, mask_strides, layout.mask_rows, layout.mask_keys, first_q, first_k)
         if SEQUENCES == PAGED or SEQUENCES == PAGED_PACKED:
             table += b * layout.table_row
-    h_k = h // shape.group
 
     first = tile_m * BLOCK_M
-    last = tl.minimum(first + BLOCK_M, shape.seqlen_q) - 1
     rows = first + tl.arange(0, BLOCK_M)
+    if GROUPED:
+        rows = rows // shape.group
+        first = first // shape.group
+        last = shape.seqlen_q - 1
+    else:
+        last = tl.minimum(first + BLOCK_M, shape.seqlen_q) - 1
     dims = tl.arange(0, BLOCK_D)
     dims_v = tl.arange(0, BLOCK_DV)
-    q_tile = load_tile(
-        q, q_strides, b_q, h, first, rows, shape.seqlen_q, dims, shape.head_dim,
-        BLOCK_M, BLOCK_D, False, True, True, PAD_D,
-    )  # fmt: skip
+    if GROUPED:
+        q_rows = q + b_q * q_strides.batch + rows.to(tl.int64) * q_strides.row + h.to(tl.int64) * q_strides.head
+        is_value = (rows < shape.seqlen_q)[:, None] & (dims < shape.head_dim)[None, :]
+        q_tile = tl.load(q_rows[:, None] + dims[None, :], mask=is_value, other=0.0)
+    else:
+        q_tile = load_tile(
+            q, q_strides, b_q, h, first, rows, shape.seqlen_q, dims, shape.head_dim,
+            BLOCK_M, BLOCK_D, False, True, True, PAD_D,
+        )  # fmt: skip
     if NEGATIVE:  # exact, and it leaves a scale >= 0, under which the maximum of the products is that of the scores
         q_tile = -q_tile
     if BIAS == KEY_BIAS or BIAS == ROW_BIAS:
         bias_base = shared_head(bias, bias_strides, b, h)
         if BIAS == ROW_BIAS:
             row_bias = load_vector(bias_base, rows, shape.seqlen_q, bias_strides.row) * LOG2E
-    data, index = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)
+    data, index = mask_head(mask_data, mask_index, mask_strides, b, h_k if GROUPED else h, MASK)
     walk, start, inside, before, after = keys_of_queries(
         first, last, index, mask_strides, shape, MASK, LEFT, RIGHT, BLOCK_N
     )
@@ -188,8 +216,9 @@ def forward_kernel(
                 keys = tl.load(data + keys, mask=keys < shape.seqlen_k, other=shape.seqlen_k)
             if SEQUENCES == PAGED or SEQUENCES == PAGED_PACKED:
                 k_tile = load_pages(
-                    k, table, layout, k_strides, h_k, keys, shape.seqlen_k, dims, shape.head_dim, BLOCK_D, PAD_D
-                )
+                    k, table, layout, k_strides, h_k, place, keys, shape.seqlen_k, dims, shape.head_dim,
+                    PAGE, BLOCK_N, PAD_D,
+                )  # fmt: skip
             else:
                 k_tile = load_tile(
                     k, k_strides, b_k, h_k, place, keys, shape.seqlen_k, dims, shape.head_dim,
@@ -205,16 +234,22 @@ def forward_kernel(
             elif BIAS == ROW_BIAS:
                 s += row_bias[:, None]
             elif BIAS == TILE_BIAS:
-                tile = load_bias(
-                    bias, bias_strides, b, h, first, place, rows, keys, shape, BLOCK_M, BLOCK_N, BIAS_TMA, WIDE
-                )
+                if GROUPED:
+                    tile = load_rows_of_heads(bias, bias_strides, b, h, rows, keys, shape)
+                else:
+                    tile = load_bias(
+                        bias, bias_strides, b, h, first + bias_row, place, rows, keys, shape,
+                        BLOCK_M, BLOCK_N, BIAS_TMA, WIDE,
+                    )  # fmt: skip
                 s += tile.to(tl.float32) * LOG2E
             if phase == 1:
                 if MASK == TILES:
                     allowed = bits_by_row(data, place, rows, shape.seqlen_q, mask_strides.row, BLOCK_M, BLOCK_N)
                 else:
                     allowed = in_band(rows[:, None], keys[None, :], shape, LEFT, RIGHT)
-                    if MASK == DENSE:
+                    if MASK == DENSE and GROUPED:
+                        allowed &= load_rows_of_heads(mask_data, mask_strides, b, h, rows, keys, shape) != 0
+                    elif MASK == DENSE:
                         allowed &= load_bools(data, mask_strides, rows[:, None], keys[None, :], shape)
                 s = tl.where(allowed, s, float("-inf"))
             if SOFTCAP or BIAS != NO_BIAS or phase == 1:
@@ -230,8 +265,9 @@ def forward_kernel(
             acc_o = acc_o * rescale[:, None]
             if SEQUENCES == PAGED or SEQUENCES == PAGED_PACKED:
                 v_tile = load_pages(
-                    v, table, layout, v_strides, h_k, keys, shape.seqlen_k, dims_v, shape.head_dim_v, BLOCK_DV, PAD_DV
-                )
+                    v, table, layout, v_strides, h_k, place, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
+                    PAGE, BLOCK_N, PAD_DV,
+                )  # fmt: skip
             else:
                 v_tile = load_tile(
                     v, v_strides, b_k, h_k, place, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
@@ -243,7 +279,7 @@ def forward_kernel(
     total = tl.where(row_sum > 0, row_sum, 1.0)
     row_ok = rows < shape.seqlen_q
     if SPLIT_KEYS:
-        before = part.to(tl.int64) * shape.batch * shape.seqlen_q
+        before = part.to(tl.int64) * all_rows
         first_row += before
         statistics += before * shape.num_heads
     out_rows = out + ((first_row + rows) * shape.num_heads + h)[:, None] * shape.head_dim_v + dims_v[None, :]

@@ -102,7 +102,7 @@ def plan_delta(call: Call, dout: Tensor, dlse: Tensor | None) -> Callable[..., t
     shape, block = call.shape, 32
     strides = (*row_strides(dout), (0, 0, 0) if dlse is None else tuple(dlse.stride()))
     programs = triton.cdiv(shape.seqlen_q, block) * shape.batch * shape.num_heads
-    constants = (block, call.block_dv, dlse is not None, _has_few_keys(call), NO_SEQUENCES.value)
+    constants = (block, call.block_dv, dlse is not None, _has_few_keys(call), NO_SEQUENCES.value, False)
     launch = Launch(delta_kernel, programs, (*strides, shape, None), constants)
 
     def run(dout: Tensor, out: Tensor, dlse: Tensor | None, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,6 +160,7 @@ def plan_keys(
         call.edges(shape.seqlen_q % tile.block_m or shape.seqlen_k % tile.block_n),
         *_of_few_keys(call),
         NO_SEQUENCES.value,
+        False,
     )
     launch = Launch(
         backward_keys_kernel,
@@ -225,7 +226,17 @@ def plan_queries(call: Call, dout: Tensor) -> Callable[..., Tensor]:
         backward_queries_kernel,
         triton.cdiv(shape.seqlen_q, tile.block_m) * shape.batch * shape.num_heads,
         (*row_strides(call.q, call.k, call.v, dout), *numbers, call.flags.softmax_scale, call.flags.softcap, None),
-        (*call.constants(tile), tma, bias_tma, wide, call.precision, edges, *_of_few_keys(call), NO_SEQUENCES.value),
+        (
+            *call.constants(tile),
+            tma,
+            bias_tma,
+            wide,
+            call.precision,
+            edges,
+            *_of_few_keys(call),
+            NO_SEQUENCES.value,
+            False,
+        ),
         tile.options,
         descriptors,
     )
@@ -295,7 +306,7 @@ def plan_bias(call: Call, dout: Tensor, bias: Tensor) -> Callable[..., Tensor]:
             call.precision,
             *_of_few_keys(call),
             NO_SEQUENCES.value,
-            False,
+            *(False, False),
         ),
         tile.options,
         descriptors,

@@ -39,6 +39,7 @@ def plan_forward(call: Call) -> Callable[..., None]:
         tile.edge_stages or tile.num_stages,
         call.has_sink and splits == 1,
         NO_SEQUENCES.value,
+        *(False, 0, False),
     )
     launch = Launch(forward_kernel, programs * splits, (*strides, *numbers), constants, tile.options, descriptors)
     if splits == 1:

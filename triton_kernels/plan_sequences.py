@@ -17,11 +17,24 @@ from .backward_keys import KEY_SUM, NO_DBIAS, STORE, backward_keys_kernel
 from .backward_queries import backward_queries_kernel
 from .fill_gaps import fill_gaps_kernel
 from .forward import forward_kernel
+from .forward_combine import combine_kernel
 from .kernel_launch import Launch
 from .plan import Call, row_strides
 from .plan_backward import MOST_FEW_KEYS
 from .plan_slots import chunks_of, most_slots, plan_sum
-from .tile_ops import PACKED, PADDED, PAGED, PAGED_PACKED, BiasStrides, MaskStrides, SequenceLayout
+from .tile_ops import (
+    BAND,
+    NO_BIAS,
+    PACKED,
+    PADDED,
+    PAGED,
+    PAGED_PACKED,
+    TILE_BIAS,
+    BiasStrides,
+    MaskStrides,
+    SequenceLayout,
+)
+from .tile_table import Tile, tile_of
 
 _LAYOUTS = {
     "packed": PACKED.value,
@@ -29,6 +42,16 @@ _LAYOUTS = {
     "paged": PAGED.value,
     "paged_packed": PAGED_PACKED.value,
 }
+# Sequences of so few queries and keys fill no larger tile than those for small GPUs.
+SHORT = 64
+_PLAIN = {"mask": BAND.value, "bias": NO_BIAS.value, "bias_tma": False}
+# So many queries of a sequence, times the heads of a group, are one tile: keys per step, warps and stages of it, up to
+# head dim 128 and beyond.
+MOST_GROUP_ROWS = 64
+_FEW_ROWS = {False: (64, 4, 3), True: (32, 4, 2)}
+_BIAS_AT = 5  # of BIAS among `Call.constants`
+# A part of the keys of a few queries has at least so many, and about so many of the longest sequence.
+LEAST_PART, PART = 256, 4096
 # Programs that share the rows of one gap, and what each writes at a time.
 _GAP_SHARE, _GAP_BLOCK = 4, 1024
 
@@ -65,7 +88,6 @@ class SequenceCall(Call):
             self.rows_q,
             self.rows_k,
             *(int(packing == kind) for packing in packs for kind in ("queries", "keys")),
-            page_size=k.shape[1],
             pages=k.shape[0],
             table_row=0 if sequences.block_table is None else sequences.block_table.stride(0),
             few_keys=MOST_FEW_KEYS,
@@ -74,19 +96,29 @@ class SequenceCall(Call):
         )
 
     def tma(self, *tensors: Tensor) -> bool:
-        """Never: a descriptor does not end where a sequence does."""
-        return False
+        """For a bias alone: a descriptor of q, k or v does not end where a sequence does."""
+        return len(tensors) == 1 and tensors[0] is self.bias and super().tma(*tensors)
 
-    def tiles_of_queries(self, block: int) -> int:
-        """How many tiles of queries there are at most: as `tiles_of_rows` of the kernels counts."""
-        return self._tiles(self.rows_q, self.flags.packs_queries, block)
+    def tiles_of_queries(self, block: int) -> tuple[int, bool]:
+        """How many tiles of queries there are at most, as `tiles_of_rows` counts, and whether one is searched for."""
+        return self._tiles(self.rows_q, self.shape.seqlen_q, self.flags.packs_queries, block)
 
-    def tiles_of_keys(self, block: int) -> int:
-        """How many tiles of keys there are at most."""
-        return self._tiles(self.rows_k, self.flags.packs_keys, block)
+    def tiles_of_keys(self, block: int) -> tuple[int, bool]:
+        """The same of keys."""
+        return self._tiles(self.rows_k, self.shape.seqlen_k, self.flags.packs_keys, block)
 
-    def _tiles(self, rows: int, is_packed: bool, block: int) -> int:
-        return rows // block + self.number if is_packed else triton.cdiv(rows, block) * self.number
+    def _tiles(self, rows: int, most: int, is_packed: bool, block: int) -> tuple[int, bool]:
+        of_each, of_tokens = max(1, triton.cdiv(most, block)) * self.number, rows // block + self.number
+        # A search is as many loads one after the other as the number of sequences has bits.
+        search = is_packed and 4 * of_each > 5 * of_tokens
+        return (of_tokens if search else of_each), search
+
+    def tile(self, kernel: str) -> Tile:
+        """The row of the tile table for a kernel; smaller tiles where no sequence fills them."""
+        shape = self.shape
+        if max(shape.seqlen_q, shape.seqlen_k) <= SHORT and self.q.dtype != torch.float32:
+            return tile_of(kernel, self.q.dtype, max(self.block_d, self.block_dv), "sm_80", **_PLAIN)
+        return super().tile(kernel)
 
     def scores_strides(self) -> tuple[BiasStrides, BiasStrides | MaskStrides]:
         """Of the bias and of the mask, which is read as it is."""
@@ -108,26 +140,57 @@ class SequenceCall(Call):
 
 def plan_forward(call: SequenceCall, out: Tensor) -> Callable[..., None]:
     """How a class of calls makes out and lse: run(q, k, v, mask, bias, sink, out, lse, sequences)."""
-    flags, tile = call.flags, call.tile("forward")
-    numbers = (*call.scores_strides(), call.shape, abs(call.scale_log2), flags.softcap, 1, *call.sink_strides)
-    constants = (
-        *call.constants(tile),
+    shape, flags, tile = call.shape, call.flags, call.tile("forward")
+    tiles, search = call.tiles_of_queries(tile.block_m)
+    heads, grouped, splits = shape.num_heads, False, 1
+    most_rows = shape.seqlen_q * shape.group
+    if most_rows <= MOST_GROUP_ROWS:
+        # One tile for each sequence, and the heads of a group that read the same keys.
+        tile = Tile(max(16, triton.next_power_of_2(most_rows)), *_FEW_ROWS[max(call.block_d, call.block_dv) > 128])
+        tiles, search, heads, grouped = call.number, False, call.num_heads_k, shape.group > 1
+        splits = _key_parts(call, tiles * heads)
+    numbers = (*call.scores_strides(), shape, abs(call.scale_log2), flags.softcap, splits, *call.sink_strides)
+    constants = list(call.constants(tile))
+    if grouped and call.bias is not None:
+        constants[_BIAS_AT] = TILE_BIAS.value  # rows of several heads
+    bias_tma, descriptors = False, []
+    if not grouped and call.bias_tma() and call.bias is not None:
+        bias_tma, descriptors = True, [call.bias_descriptor(3, call.bias, tile)]
+        numbers = (call.bias_strides(True), *numbers[1:])
+    constants += [
         False,
-        False,
+        bias_tma,
         call.wide(call.k, call.v),
         call.precision,
-        False,
+        splits > 1,
         flags.softmax_scale < 0,
         True,
         tile.num_stages,
         tile.edge_stages or tile.num_stages,
-        call.has_sink,
+        call.has_sink and splits == 1,
         call.code,
+        search,
+        call.k.shape[1] if flags.layout.startswith("paged") else 0,
+        grouped,
+    ]
+    launch = Launch(
+        forward_kernel,
+        tiles * heads * splits,
+        (*row_strides(call.q, call.k, call.v), *numbers, call.layout),
+        tuple(constants),
+        tile.options,
+        descriptors,
     )
-    programs = call.tiles_of_queries(tile.block_m) * call.shape.num_heads
-    strides = row_strides(call.q, call.k, call.v)
-    launch = Launch(forward_kernel, programs, (*strides, *numbers, call.layout), constants, tile.options)
     fill = call.plan_fill(out, 0, has_lse=True)
+    batch, rows_q = out.shape[:2]
+    rows, block = batch * rows_q * shape.num_heads, 16
+    of_out = shape._replace(batch=batch, seqlen_q=rows_q)
+    combine = Launch(
+        combine_kernel,
+        triton.cdiv(rows, block),
+        (of_out, splits, rows, *call.sink_strides),
+        (block, call.block_dv, call.has_sink),
+    )
 
     def run(
         q: Tensor,
@@ -140,10 +203,23 @@ def plan_forward(call: SequenceCall, out: Tensor) -> Callable[..., None]:
         lse: Tensor,
         sequences: SequenceView,
     ) -> None:
-        launch(q, k, v, bias, mask.dense, None, out, lse, sink, *sequences)
+        if splits == 1:
+            launch(q, k, v, bias, mask.dense, None, out, lse, sink, *sequences)
+        else:
+            parts = torch.empty((splits, *out.shape), dtype=torch.float32, device=out.device)
+            parts_lse = torch.empty((splits, *lse.shape), dtype=torch.float32, device=out.device)
+            launch(q, k, v, bias, mask.dense, None, parts, parts_lse, None, *sequences)
+            combine(parts, parts_lse, out, lse, sink)
         fill(out, lse, sequences.bounds)
 
     return run
+
+
+def _key_parts(call: SequenceCall, programs: int) -> int:
+    """Among how many programs to share the keys of each sequence, where all its queries are one tile."""
+    longest = call.shape.seqlen_k
+    wanted = max(triton.cdiv(4 * call.num_sms, programs), triton.cdiv(longest, PART))
+    return max(1, min(wanted, longest // LEAST_PART, 64))
 
 
 def plan_backward(
@@ -211,9 +287,9 @@ def plan_backward(
 def _plan_delta(call: SequenceCall, dout: Tensor, dlse: Tensor | None) -> Callable[..., tuple[Tensor, Tensor]]:
     block = 32
     strides = (*row_strides(dout), (0, 0, 0) if dlse is None else tuple(dlse.stride()))
-    programs = call.tiles_of_queries(block) * call.shape.num_heads
-    constants = (block, call.block_dv, dlse is not None, False, call.code)
-    launch = Launch(delta_kernel, programs, (*strides, call.shape, call.layout), constants)
+    tiles, search = call.tiles_of_queries(block)
+    constants = (block, call.block_dv, dlse is not None, False, call.code, search)
+    launch = Launch(delta_kernel, tiles * call.shape.num_heads, (*strides, call.shape, call.layout), constants)
 
     def run(dout: Tensor, out: Tensor, dlse: Tensor | None, lse: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
         lse_log2, delta = torch.empty_like(lse), torch.empty_like(lse)
@@ -229,7 +305,7 @@ def _plan_keys(
     """dk, dv, and the gradient of a bias of one value per key, or per score of every head."""
     shape, tile, flags = call.shape, call.tile("keys"), call.flags
     per_key, stored = dbias_kind == KEY_SUM.value, dbias_kind == STORE.value
-    tiles = call.tiles_of_keys(tile.block_n)
+    tiles, search = call.tiles_of_keys(tile.block_n)
     strides = row_strides(call.q, call.k, call.v, dout)
     numbers = (*call.scores_strides(), shape, call.scale_log2, flags.softmax_scale, flags.softcap, owners, tiles)
     constants = (
@@ -247,6 +323,7 @@ def _plan_keys(
         False,
         False,
         call.code,
+        search,
     )
     launch = Launch(backward_keys_kernel, tiles * owners, (*strides, *numbers, call.layout), constants, tile.options)
     fill_k, fill_v = call.plan_fill(call.k, 2), call.plan_fill(call.v, 2)
@@ -278,6 +355,7 @@ def _plan_keys(
 def _plan_queries(call: SequenceCall, dout: Tensor) -> Callable[..., Tensor]:
     """dq, with ds computed again."""
     tile, flags = call.tile("queries"), call.flags
+    tiles, search = call.tiles_of_queries(tile.block_m)
     numbers = (*call.scores_strides(), call.shape, call.scale_log2, flags.softmax_scale, flags.softcap, call.layout)
     constants = (
         *call.constants(tile),
@@ -289,10 +367,12 @@ def _plan_queries(call: SequenceCall, dout: Tensor) -> Callable[..., Tensor]:
         False,
         False,
         call.code,
+        search,
     )
-    programs = call.tiles_of_queries(tile.block_m) * call.shape.num_heads
     strides = row_strides(call.q, call.k, call.v, dout)
-    launch = Launch(backward_queries_kernel, programs, (*strides, *numbers), constants, tile.options)
+    launch = Launch(
+        backward_queries_kernel, tiles * call.shape.num_heads, (*strides, *numbers), constants, tile.options
+    )
     fill = call.plan_fill(call.q, 0)
 
     def run(read: tuple[Tensor | None, ...], bounds: Tensor) -> Tensor:
@@ -311,7 +391,9 @@ def _plan_bias(call: SequenceCall, dout: Tensor, bias: Tensor) -> Callable[..., 
     """The gradient of a bias of one value per score that sequences or heads share."""
     shape, tile = call.shape, call.tile("bias")
     packs_rows = call.flags.bias_packing == "queries"
-    tiles_m = call.tiles_of_queries(tile.block_m) if packs_rows else triton.cdiv(shape.seqlen_q, tile.block_m)
+    tiles_m, search = triton.cdiv(shape.seqlen_q, tile.block_m), False
+    if packs_rows:
+        tiles_m, search = call.tiles_of_queries(tile.block_m)
     tiles = tiles_m * triton.cdiv(shape.seqlen_k, tile.block_n)
     owners = bias.shape[0] * bias.shape[1]
     entries = 1 if packs_rows else call.number
@@ -323,7 +405,7 @@ def _plan_bias(call: SequenceCall, dout: Tensor, bias: Tensor) -> Callable[..., 
         backward_bias_kernel,
         tiles * owners * slots,
         (*row_strides(call.q, call.k, call.v, dout), *numbers),
-        (*call.constants(tile), False, wide, call.precision, False, False, call.code, packs_rows),
+        (*call.constants(tile), False, wide, call.precision, False, False, call.code, packs_rows, search),
         tile.options,
     )
     add = plan_sum(slots, bias)

@@ -65,7 +65,6 @@ class SequenceLayout(NamedTuple):
     mask_keys: int
     bias_rows: int
     bias_keys: int
-    page_size: int
     pages: int
     table_row: int
     few_keys: int
@@ -164,22 +163,23 @@ def load_tile(
 
 
 @triton.jit
-def tiles_of_rows(rows, number, IS_PACKED: tl.constexpr, BLOCK: tl.constexpr):
-    """How many tiles of rows the sequences of a call have at most: `sequence_at` finds those that there are."""
-    if IS_PACKED:
+def tiles_of_rows(rows, most, number, SEARCH: tl.constexpr, BLOCK: tl.constexpr):
+    """How many tiles the rows of sequences have at most: `sequence_at` finds those that there are."""
+    if SEARCH:
         return rows // BLOCK + number
     else:
-        return tl.cdiv(rows, BLOCK) * number
+        return tl.maximum(tl.cdiv(most, BLOCK), 1) * number
 
 
 @triton.jit
-def sequence_at(tile, bounds, rows, number, IS_PACKED: tl.constexpr, COLUMN: tl.constexpr, BLOCK: tl.constexpr):
+def sequence_at(tile, bounds, most, number, SEARCH: tl.constexpr, COLUMN: tl.constexpr, BLOCK: tl.constexpr):
     """The sequence of a tile of rows, and the number of the tile in it, which may be beyond its last.
 
-    In a row of tokens the tiles of sequence s begin with number first // BLOCK + s, so those of two never meet. COLUMN
-    of the bounds has the firsts, of queries or of keys.
+    Each sequence has tiles for `most` rows. Where lengths differ so much that this makes many, with SEARCH, those of
+    sequence s begin with number first // BLOCK + s of a row of tokens, so that those of two never meet. COLUMN of the
+    bounds has the firsts, of queries or of keys.
     """
-    if IS_PACKED:
+    if SEARCH:
         low = 0
         high = number
         while high - low > 1:
@@ -189,8 +189,8 @@ def sequence_at(tile, bounds, rows, number, IS_PACKED: tl.constexpr, COLUMN: tl.
             high = tl.where(is_behind, middle, high)
         return low, tile - (tl.load(bounds + low * 4 + COLUMN) // BLOCK + low)
     else:
-        of_slot = tl.cdiv(rows, BLOCK)
-        return tile // of_slot, tile % of_slot
+        of_each = tl.maximum(tl.cdiv(most, BLOCK), 1)
+        return tile // of_each, tile % of_each
 
 
 @triton.jit
@@ -217,13 +217,28 @@ def scores_from(x, strides, rows_packed, keys_packed, first_q, first_k):
 
 @triton.jit
 def load_pages(
-    x, table, layout, strides, h, keys, num_keys, dims, num_dims, BLOCK_D: tl.constexpr, CHECK_DIMS: tl.constexpr
+    x,
+    table,
+    layout,
+    strides,
+    h,
+    first,
+    keys,
+    num_keys,
+    dims,
+    num_dims,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHECK_DIMS: tl.constexpr,
 ):
-    """Rows of keys that lie in pages, x (pages, page_size, H, D); zero beyond the last key."""
+    """Rows of the keys from `first` on, which lie in pages, x (pages, PAGE, H, D); zero beyond the last key."""
     is_key = keys < num_keys
-    page = tl.load(table + keys // layout.page_size, mask=is_key, other=0)
+    if PAGE % BLOCK == 0:
+        page = tl.load(table + first // PAGE)
+    else:
+        page = tl.load(table + keys // PAGE, mask=is_key, other=0)
     page = tl.minimum(tl.maximum(page, 0), layout.pages - 1).to(tl.int64)  # a wrong table reads wrong keys, not beyond
-    rows = page * strides.batch + (keys % layout.page_size).to(tl.int64) * strides.row + h.to(tl.int64) * strides.head
+    rows = page * strides.batch + (keys % PAGE).to(tl.int64) * strides.row + h.to(tl.int64) * strides.head
     inside = is_key[:, None]
     if CHECK_DIMS:
         inside = inside & (dims < num_dims)[None, :]
@@ -235,6 +250,15 @@ def load_bools(head, strides, rows, keys, shape):
     """The (queries, keys) tile of a bool mask, from where its head begins; False beyond its edges."""
     at = rows.to(tl.int64) * strides.row + keys.to(tl.int64) * strides.key
     return tl.load(head + at, mask=(rows < shape.seqlen_q) & (keys < shape.seqlen_k), other=0) != 0
+
+
+@triton.jit
+def load_rows_of_heads(x, strides, b, h, rows, keys, shape):
+    """The (rows, keys) tile of a bias or a mask whose rows are queries of several heads; zero beyond its edges."""
+    head = entry_of(b, strides) * strides.batch + (h // strides.group).to(tl.int64) * strides.head
+    at = head + rows.to(tl.int64) * strides.row
+    inside = (rows < shape.seqlen_q)[:, None] & (keys < shape.seqlen_k)[None, :]
+    return tl.load(x + at[:, None] + keys.to(tl.int64)[None, :] * strides.key, mask=inside, other=0)
 
 
 @triton.jit

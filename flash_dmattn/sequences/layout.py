@@ -292,7 +292,7 @@ def _checked(sequences: Sequences) -> Sequences:
             continue
         if isinstance(bound, (bool, Tensor)) or not isinstance(bound, (int, torch.SymInt)):
             raise TypeError(f"{name} is a {type(bound).__name__}; it needs to be an int")
-        if bound < 0:
+        if not torch.compiler.is_compiling() and bound < 0:  # torch 2.10 cannot trace it
             raise ValueError(f"{name} is {bound}; it needs to be at least 0")
     if sequences.cu_seqlens_q is not None and sequences.cu_seqlens_q.shape[0] == 0:
         raise ValueError("cu_seqlens_q has shape (0,); it needs one entry more than there are sequences")
