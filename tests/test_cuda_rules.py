@@ -90,7 +90,6 @@ PASSED_OVER: dict[str, tuple[dict[str, Any], str]] = {
     "narrow_heads": ({"q": (2, 4096, 16, 32), "seqlen_k": 128}, "head dims are 32 and 32 (v), of 128 keys"),
     "bias_copies": ({"bias": PER_SCORE, "bias_dtype": "fp32"}, "bias is not of the dtype of q"),
     "short_mask": ({"q": (64, 128, 16, 64), "mask": (64, 1, 1, 128)}, "there are 128 keys, and preparing"),
-    "unproven_sink": ({"sink": True}, "sink is given"),
     "few_keys": ({"seqlen_k": 128}, "there are 128 keys"),
     "fixed_order": (
         {"q": (1, 4096, 16, 64), "bias": (1, 16, 4096, 4096), "bias_grad": True, "deterministic": True},

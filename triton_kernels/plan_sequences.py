@@ -42,7 +42,7 @@ _LAYOUTS = {
     "paged": PAGED.value,
     "paged_packed": PAGED_PACKED.value,
 }
-# Sequences of so few queries and keys fill no larger tile than those for small GPUs.
+# Sequences of so few queries and keys, on the mean, fill no larger tiles than those for small GPUs.
 SHORT = 64
 _PLAIN = {"mask": BAND.value, "bias": NO_BIAS.value, "bias_tma": False}
 # So many queries of a sequence, times the heads of a group, are one tile: keys per step, warps and stages of it, up to
@@ -114,9 +114,11 @@ class SequenceCall(Call):
         return (of_tokens if search else of_each), search
 
     def tile(self, kernel: str) -> Tile:
-        """The row of the tile table for a kernel; smaller tiles where no sequence fills them."""
-        shape = self.shape
-        if max(shape.seqlen_q, shape.seqlen_k) <= SHORT and self.q.dtype != torch.float32:
+        """The row of the tile table for a kernel; smaller tiles where most sequences fill no larger one."""
+        # By mean lengths, not by the bounds on them, which are to change no result.
+        mean_q = self.rows_q / (self.number if self.flags.packs_queries else 1)
+        mean_k = self.rows_k / (self.number if self.flags.packs_keys else 1)
+        if max(mean_q, mean_k) <= SHORT and self.q.dtype != torch.float32 and self.code in (PACKED.value, PADDED.value):
             return tile_of(kernel, self.q.dtype, max(self.block_d, self.block_dv), "sm_80", **_PLAIN)
         return super().tile(kernel)
 

@@ -292,13 +292,13 @@ def _checked(sequences: Sequences) -> Sequences:
             continue
         if isinstance(bound, (bool, Tensor)) or not isinstance(bound, (int, torch.SymInt)):
             raise TypeError(f"{name} is a {type(bound).__name__}; it needs to be an int")
-        if not torch.compiler.is_compiling() and bound < 0:  # torch 2.10 cannot trace it
+        if bound < 0:
             raise ValueError(f"{name} is {bound}; it needs to be at least 0")
     if sequences.cu_seqlens_q is not None and sequences.cu_seqlens_q.shape[0] == 0:
         raise ValueError("cu_seqlens_q has shape (0,); it needs one entry more than there are sequences")
     number = sequences.number
     for name, x in sequences._named.items():
-        wanted = number + name.startswith("cu_")
+        wanted = number + int(name.startswith("cu_"))  # torch.compile cannot add a bool to a size
         if x.shape[0] != wanted:
             raise ValueError(f"{name} has {x.shape[0]} entries; of {number} sequences it needs {wanted}")
     if sequences.device.type == "cpu" and not torch.compiler.is_compiling():

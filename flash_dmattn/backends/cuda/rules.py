@@ -272,12 +272,6 @@ AUTO_RULES: tuple[Rule, ...] = (
         lambda p: f"there are {p.seqlen_k} keys, and preparing the mask takes longer than attention",
         'prepare the mask before, or backend="cuda" runs it all the same',
     ),
-    Rule(
-        "unproven_sink",  # docs/notes/sinks.md
-        lambda p: p.sink is None,
-        lambda p: "sink is given, with which these kernels have run on an emulated GPU alone",
-        'backend="cuda" runs it all the same',
-    ),
     # Of the backward pass, beside those above: theirs over that of cuda, both backward. From 16 tiles of keys on cuda
     # is faster: D64 1.30, 128 tiles 1.5, causal groups 1.7, a mask 1.5; D128 1.04, 1.4 to 1.5, 1.5, 1.5; D96 1.5.
     Rule(
