@@ -146,7 +146,8 @@ def plan_forward(call: SequenceCall, out: Tensor) -> Callable[..., None]:
     tiles, search = call.tiles_of_queries(tile.block_m)
     heads, grouped, splits = shape.num_heads, False, 1
     most_rows = shape.seqlen_q * shape.group
-    if most_rows <= MOST_GROUP_ROWS:
+    # Not of packed sequences, where the bound on lengths would change the order of sums.
+    if most_rows <= MOST_GROUP_ROWS and flags.layout != "packed":
         # One tile for each sequence, and the heads of a group that read the same keys.
         tile = Tile(max(16, triton.next_power_of_2(most_rows)), *_FEW_ROWS[max(call.block_d, call.block_dv) > 128])
         tiles, search, heads, grouped = call.number, False, call.num_heads_k, shape.group > 1
