@@ -33,6 +33,7 @@ ROW_BIAS: tl.constexpr = tl.constexpr(2)
 TILE_BIAS: tl.constexpr = tl.constexpr(3)
 
 TILE: tl.constexpr = tl.constexpr(128)  # queries and keys of a tile of a packed mask
+NOWHERE: tl.constexpr = tl.constexpr(2**30)  # a row beyond all
 
 
 class Shape(NamedTuple):
@@ -187,7 +188,9 @@ def sequence_at(tile, bounds, most, number, SEARCH: tl.constexpr, COLUMN: tl.con
             is_behind = tl.load(bounds + middle * 4 + COLUMN) // BLOCK + middle > tile
             low = tl.where(is_behind, low, middle)
             high = tl.where(is_behind, middle, high)
-        return low, tile - (tl.load(bounds + low * 4 + COLUMN) // BLOCK + low)
+        place = tile - (tl.load(bounds + low * 4 + COLUMN) // BLOCK + low)
+        # Tiles before the first sequence are of none, and said to be beyond its last.
+        return low, tl.where(place < 0, NOWHERE // BLOCK, place)
     else:
         of_each = tl.maximum(tl.cdiv(most, BLOCK), 1)
         return tile // of_each, tile % of_each
