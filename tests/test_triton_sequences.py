@@ -1,0 +1,55 @@
+"""The Triton kernels on sequences, called as a backend is: in Triton's interpreter, or on a GPU where there is one.
+
+`test_sequences.py` has what `attention` makes of them; here bounds, strides and wrong tables are drawn that it refuses on
+a CPU. FLASH_DMATTN_EXAMPLES asks for more draws.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+from cases import DEVICE
+from sequence_views import draw
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+MORE = int(os.environ.get("FLASH_DMATTN_EXAMPLES", "0"))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves")
+@pytest.mark.parametrize("part", ("drawn", "made"))
+def test_in_the_interpreter(part: str) -> None:
+    from test_triton_interpreter import interpret
+
+    assert " 0 failed" in interpret("triton_sequences.py", part, str(MORE))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter runs them all in one process")
+@pytest.mark.parametrize("check", ("accurate", "others", "bounds", "dense", "repeats", "few keys", "late"))
+def test_on_a_gpu(check: str) -> None:
+    from triton_sequences import MADE, drawn
+
+    failures = [outcome for outcome in (MADE[check]() if check in MADE else drawn(check, MORE or 60)) if outcome]
+    assert not failures, f"{len(failures)} failed\n" + "\n".join(failures[:3])
+
+
+def test_calls_are_drawn_from_all_that_kernels_tell_apart() -> None:
+    """What decides a kernel is drawn at all: a draw that lost a form would pass every check."""
+    seen: set[object] = set()
+    for number in range(400):
+        call = draw(number, (0, 1, 31, 33, 65), (torch.float32,))
+        f = call.flags
+        seen |= {f.layout, ("mask", f.mask_packing), ("bias", f.bias_packing)}
+        seen.add(("wrong page", call.table is not None and bool((call.table >= call.k.shape[0]).any())))
+        if call.bounds[0][0] > 64:
+            seen.add("late")
+        if call.bias is not None:
+            seen.add(("head of bias", call.bias.shape[1] == call.q.shape[2], call.bias.shape[1] == call.k.shape[2]))
+            seen.add(("expanded", 0 in call.bias.stride()))
+    layouts = {"packed", "padded", "paged", "paged_packed"}
+    packings = {(name, kind) for name in ("mask", "bias") for kind in ("none", "queries", "keys")}
+    heads = {("head of bias", a, b) for a in (True, False) for b in (True, False)}
+    assert layouts | packings | heads | {"late", ("expanded", True), ("wrong page", True)} <= seen

@@ -1,0 +1,253 @@
+"""What has to hold of the Triton kernels on sequences: `python triton_sequences.py <check> [<calls> [<first>]]`.
+
+A check is a key of CHECKS or MADE, or "drawn" or "made" for all of these. Without a GPU `test_triton_sequences.py` runs
+it so, in Triton's interpreter; with one that file calls the same checks. Calls are made as a backend receives them, with
+bounds that the front end need not make.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from cases import DEVICE
+
+if DEVICE == "cpu":
+    import interpreted_triton as base
+from layouts import LAYOUTS as STRIDES
+from outcomes import report
+from sequence_views import ViewCall, assert_accurate, draw, expected, moved, spoiled
+from sequence_views import run as run_view
+
+from flash_dmattn.backends.triton import backend
+from flash_dmattn.problem import Flags, MaskView, NeedsGrad, Packing
+
+# Around the edges of tiles: those of the interpreter have 16 to 64 rows.
+LENGTHS = (0, 1, 16, 31, 32, 33, 65) if DEVICE == "cpu" else (0, 1, 31, 32, 33, 127, 128, 129, 300)
+DTYPES = (torch.float32, torch.float16) if DEVICE == "cpu" else (torch.float32, torch.float16, torch.bfloat16)
+
+
+FAR = 100_000  # beyond what a tile before the first sequence would reach
+LATE_BIASES: tuple[tuple[Packing, tuple[int, int, int, int]], ...] = (
+    ("queries", (1, 2, 300, 64)),
+    ("none", (2, 2, 300, 40)),
+    ("keys", (1, 2, 1, 300)),
+    ("queries", (1, 1, 300, 64)),
+    ("none", (1, 2, 1, 64)),
+)
+
+
+def run(call: ViewCall) -> dict[str, Any]:
+    """The results of the kernels; in the interpreter nothing may be written beside them."""
+    if DEVICE == "cpu":
+        base._allocated.clear()
+    results = run_view(call, backend._forward, backend._backward)
+    if DEVICE == "cpu":
+        base.assert_margins()
+    return results
+
+
+def set_up(rng: random.Random) -> None:
+    """Other tiles, and another number of SMs, for the calls to come."""
+    if DEVICE == "cpu":
+        base.set_up(rng.choice(base.TILES), rng.choice(base.NUM_SMS), 0)
+
+
+def each(
+    check: Callable[[ViewCall, random.Random], None], first: int, count: int, **given: Any
+) -> Iterator[str | None]:
+    """The outcomes of a check of drawn calls."""
+    for number in range(first, first + count):
+        rng = random.Random(number)
+        call = draw(number, LENGTHS, DTYPES, **given)
+        set_up(rng)
+        try:
+            check(call, rng)
+            yield None
+        except Exception:  # the other calls still count
+            yield f"{call.told} {call.flags.layout}\n{traceback.format_exc(limit=-4)}"[:3000]
+
+
+def is_accurate(call: ViewCall, rng: random.Random) -> None:
+    """NaN wherever no sequence reads, and any strides: every result as fp64 has it."""
+    call = spoiled(call)
+    strides = rng.choice((None, *STRIDES))
+    assert_accurate(run(call if strides is None else moved(call, strides)), call)
+
+
+def ignores_others(call: ViewCall, rng: random.Random) -> None:
+    """NaN in all sequences but one changes no bit of it, nor of rows of none."""
+    if any(x is not None and 0 in x.stride() for x in (call.mask, call.bias)) or len(call.bounds) == 1:
+        return
+    s = rng.randrange(len(call.bounds))
+    alone = spoiled(call, s)
+    wanted, found = run(call), run(alone)
+    entry, rows = call.rows_of(s)
+    at, keys = call.keys_of(s)
+    places = {
+        "out": (entry, rows),
+        "lse": (entry, slice(None), rows),
+        "dq": (entry, rows),
+        "dk": (at, keys),
+        "dv": (at, keys),
+    }
+    for name, place in places.items():
+        if wanted[name] is not None:
+            assert torch.equal(wanted[name][place], found[name][place]), name
+
+
+def follows_lengths_alone(call: ViewCall, rng: random.Random) -> None:
+    """Larger bounds on the lengths change no bit of any result."""
+    flags = call.flags
+    larger = flags._replace(
+        max_seqlen_q=flags.max_seqlen_q + rng.choice((1, 77, 1000)) * flags.packs_queries,
+        max_seqlen_k=flags.max_seqlen_k + rng.choice((1, 77, 1000)) * flags.packs_keys,
+    )
+    no_scores = replace(call, mask=None, bias=None, needs=call.needs._replace(bias=False))  # their shapes name them
+    packing = {"mask_packing": "none", "bias_packing": "none"}
+    wanted = run(replace(no_scores, flags=flags._replace(**packing)))
+    found = run(replace(no_scores, flags=larger._replace(**packing)))
+    for name, x in wanted.items():
+        assert x is None or torch.equal(x, found[name]), name
+
+
+def is_a_dense_call(call: ViewCall, rng: random.Random) -> None:
+    """Sequences of equal lengths, one behind the other, have the results of the entries of a batch."""
+    count, seqlen_q, seqlen_k, heads, heads_k, dim = 3, *rng.choice(((33, 65), (16, 1), (1, 70))), 4, 2, 16
+    f = call.flags
+    left, right, scale, cap = f.left, f.right, f.softmax_scale, f.softcap
+    normal = torch.Generator().manual_seed(rng.randrange(1000))
+
+    def x(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=normal).to(DEVICE, call.q.dtype)
+
+    q, k, v = x(count, seqlen_q, heads, dim), x(count, seqlen_k, heads_k, dim), x(count, seqlen_k, heads_k, dim)
+    bias, dout = x(count, heads, seqlen_q, seqlen_k), x(count, seqlen_q, heads, dim)
+    needs = NeedsGrad(True, True, True, True)
+    dense = Flags(left, right, scale, cap, True)
+    out, lse = backend._forward(q, k, v, MaskView(), bias, dense)
+    wanted = (out, lse, *backend._backward(dout, None, q, k, v, MaskView(), bias, out, lse, dense, needs))
+    bounds = tuple((s * seqlen_q, seqlen_q, s * seqlen_k, seqlen_k) for s in range(count))
+    flags = dense._replace(layout="packed", max_seqlen_q=seqlen_q, max_seqlen_k=seqlen_k)
+    flat = [y.flatten(0, 1)[None] for y in (q, k, v)]
+    packed = ViewCall(
+        *flat, None, bias, None, bounds, None, flags, dout.flatten(0, 1)[None], None, needs, "equal lengths"
+    )
+    found = run(packed)
+    found["lse"] = found["lse"].view(heads, count, seqlen_q).transpose(0, 1)
+    limit = 2e-5 if call.q.dtype == torch.float32 else 2e-2 if call.q.dtype == torch.bfloat16 else 4e-3
+    for name, y in zip(("out", "lse", "dq", "dk", "dv", "dbias"), wanted, strict=True):
+        torch.testing.assert_close(found[name].reshape(y.shape), y, atol=limit, rtol=limit)
+
+
+def repeats(call: ViewCall, rng: random.Random) -> None:
+    """A second run has the same bits."""
+    wanted, found = run(call), run(call)
+    for name, x in wanted.items():
+        assert x is None or torch.equal(x, found[name]), name
+
+
+CHECKS = {
+    "accurate": is_accurate,
+    "others": ignores_others,
+    "bounds": follows_lengths_alone,
+    "dense": is_a_dense_call,
+    "repeats": repeats,
+}
+
+
+def few_keys() -> Iterator[str | None]:
+    """Outcomes of asking whether the rounding of out to 16 bits stays out of gradients of few keys.
+
+    dbias, in fp32, feels no other rounding of 16 bits.
+    """
+    for seqlen_k, window in ((2, -1), (32, -1), (96, 3)):
+        for packing, shape in (("queries", (1, 2, 80, seqlen_k)), ("none", (1, 2, 40, seqlen_k)), ("keys", None)):
+            set_up(random.Random(seqlen_k))
+            normal = torch.Generator().manual_seed(seqlen_k)
+
+            def x(*shape: int, dtype: torch.dtype = torch.float16, normal: Any = normal) -> torch.Tensor:
+                return torch.randn(shape, generator=normal).to(DEVICE, dtype)
+
+            flags = Flags(
+                window, 0 if window >= 0 else -1, 0.25, 0.0, True, 1, 1, "packed", 40, seqlen_k, "none", packing
+            )
+            call = ViewCall(
+                x(1, 80, 2, 16), x(1, 2 * seqlen_k, 1, 16), x(1, 2 * seqlen_k, 1, 16), None,
+                x(*(shape or (1, 2, 1, 2 * seqlen_k)), dtype=torch.float32), None,
+                ((0, 40, 0, seqlen_k), (40, 40, seqlen_k, seqlen_k)), None, flags,
+                x(1, 80, 2, 16), None, NeedsGrad(True, True, True, True), f"few keys {seqlen_k} {window} {packing}",
+            )  # fmt: skip
+            dbias, exact = run(call)["dbias"].cpu().double(), expected(call)[0]["dbias"]
+            off = (dbias - exact).norm().item() / max(exact.norm().item(), 1e-3)
+            # Sums over the rows of a column keep the rounding of fp32 sums.
+            yield None if off < 5e-6 else f"{call.told}: dbias is off by {off:.1e}"
+
+
+def late_calls() -> Iterator[str | None]:
+    """Outcomes of calls whose first sequence begins behind the first tile, with zeroed outputs between margins."""
+    normal, zeros = torch.Generator().manual_seed(0), torch.zeros
+    margins: list[tuple[torch.Tensor, int]] = []
+
+    def x(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=normal).to(DEVICE)
+
+    def guarded(*shape: Any, dtype: torch.dtype = torch.float32, device: Any = None) -> torch.Tensor:
+        sizes = torch.Size(shape if isinstance(shape[0], int) else shape[0])
+        whole = torch.full((sizes.numel() + 2 * FAR,), 7.0, dtype=dtype, device=device)
+        margins.append((whole, sizes.numel()))
+        return whole[FAR : FAR + sizes.numel()].zero_().view(sizes)
+
+    for packing, shape in LATE_BIASES:
+        seqlen_k = shape[3] if packing != "keys" else 64
+        flags = Flags(-1, -1, 0.25, 0.0, True, 1, 1, "packed", 300, seqlen_k, "none", packing)
+        bounds = ((200, 33, 200, 40), (240, 20, 250, 33))
+        call = ViewCall(
+            x(1, 300, 2, 16), x(1, 300, 1, 16), x(1, 300, 1, 16), None, x(*shape), None, bounds, None, flags,
+            x(1, 300, 2, 16), None, NeedsGrad(True, True, True, True), f"late, {packing} {shape}",
+        )  # fmt: skip
+        if DEVICE == "cpu":
+            base.set_up(base.TILES[0], 1, 0)
+        torch.zeros = guarded
+        try:
+            results = run_view(call, backend._forward, backend._backward)
+        finally:
+            torch.zeros = zeros
+        try:
+            assert_accurate(results, call)
+            for whole, size in margins:
+                assert bool((whole[:FAR] == 7).all() and (whole[FAR + size :] == 7).all()), "written beside an output"
+            yield None
+        except AssertionError as failure:
+            yield f"{call.told}\n{failure}"
+        margins.clear()
+
+
+MADE = {"few keys": few_keys, "late": late_calls}
+# In the interpreter, where a draw takes a second.
+DRAWS = {"accurate": 12, "others": 3, "bounds": 3, "dense": 1, "repeats": 2}
+
+
+def drawn(check: str, count: int) -> Iterator[str | None]:
+    """The outcomes of a check of the first calls."""
+    return each(CHECKS[check], 0, count)
+
+
+def main(what: str, count: int = 0, first: int = 0) -> int:
+    """Run all that are drawn or made, or one check, on outputs that are NaN before; returns the exit status."""
+    base.admit_cpu()
+    torch.empty, torch.empty_like = base.guarded_empty, lambda x: base.guarded_empty(x.shape, dtype=x.dtype)
+    if what == "drawn":
+        return report(outcome for check, few in DRAWS.items() for outcome in drawn(check, count or few))
+    if what == "made":
+        return report(outcome for made in MADE.values() for outcome in made())
+    return report(MADE[what]() if what in MADE else each(CHECKS[what], first, count))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], *(int(number) for number in sys.argv[2:])))
