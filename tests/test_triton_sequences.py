@@ -1,7 +1,7 @@
 """The Triton kernels on sequences, called as a backend is: in Triton's interpreter, or on a GPU where there is one.
 
-`test_sequences.py` has what `attention` makes of them; here bounds, strides and wrong tables are drawn that it refuses on
-a CPU. FLASH_DMATTN_EXAMPLES asks for more draws.
+`test_sequences.py` has what `attention` makes of them; here bounds, strides and wrong tables are drawn that it refuses
+on a CPU. FLASH_DMATTN_EXAMPLES asks for more draws.
 """
 
 from __future__ import annotations

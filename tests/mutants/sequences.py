@@ -1,0 +1,90 @@
+"""Faults of calls with sequences: values, the loop of eager, and the Triton kernels, run by Triton's interpreter."""
+
+from __future__ import annotations
+
+from .fault import Fault
+
+VALUES, LAYOUT = "flash_dmattn/sequences/values.py", "flash_dmattn/sequences/layout.py"
+PLAN, KEYS = "triton_kernels/plan_sequences.py", "triton_kernels/backward_keys.py"
+LOOP = "reference/sequences.py"
+_TESTS = "tests/test_sequences.py::test_"
+RANDOM = tuple(f"{_TESTS}random_calls_beside_one_dense_call[eager-{part}]" for part in range(6))
+BOUNDS = tuple(f"{_TESTS}bounds_never_leave_the_tensors[{seed}]" for seed in range(20))
+INTERPRETED = (
+    "tests/test_triton_interpreter.py::test_sequences[0]",
+    "tests/test_triton_interpreter.py::test_sequences[1000]",
+)
+
+FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "tables that fall are taken as they are",
+        VALUES,
+        "cu_seqlens.clamp(0, rows).cummax(0).values",
+        "cu_seqlens.clamp(0, rows)",
+        BOUNDS,
+    ),
+    Fault("a length may leave its tensor", VALUES, "lengths.clamp(0, min(rows, most))", "lengths", BOUNDS),
+    Fault(
+        "bounds are remembered though a table has changed",
+        LAYOUT,
+        "key = (spec, pages, *(x._version for x in self._tensors))",
+        "key = (spec, pages)",
+        (f"{_TESTS}what_changes_in_place_counts_from_the_next_call_on",),
+    ),
+    Fault(
+        "keys of a sequence begin one early",
+        LOOP,
+        "slice(first_k, first_k + len_k),",
+        "slice(max(first_k - 1, 0), first_k + len_k - 1),",
+        RANDOM,
+    ),
+    Fault(
+        "a bias by position is that of the first sequence",
+        LOOP,
+        'if packing == "none" and x.shape[0] > 1',
+        'if packing == "none" and x.shape[0] < 0',
+        RANDOM,
+    ),
+    Fault(
+        "rows of no sequence are not written",
+        PLAN,
+        "        fill(out, lse, sequences.bounds)\n",
+        "",
+        INTERPRETED,
+    ),
+    Fault(
+        "rows of no sequence have a sink",
+        PLAN,
+        "sink_gradient(sink, lse.masked_fill(lse == -torch.inf, torch.inf), rows)",
+        "sink_gradient(sink, lse, rows)",
+        INTERPRETED,
+    ),
+    Fault(
+        "causality is aligned to the first key",
+        "triton_kernels/forward.py",
+        "shape = shape_of(shape, tl.load(bounds + own * 4 + 1), tl.load(bounds + own * 4 + 3))",
+        "shape = shape_of(shape, tl.load(bounds + own * 4 + 1), tl.load(bounds + own * 4 + 1))",
+        INTERPRETED,
+    ),
+    Fault(
+        "tiles of keys are counted by the places of queries",
+        KEYS,
+        "SEARCH, 2, BLOCK_N)",
+        "SEARCH, 0, BLOCK_N)",
+        ("tests/test_triton_sequences.py::test_in_the_interpreter[drawn]",),
+    ),
+    Fault(
+        "delta of few keys is taken twice",
+        "triton_kernels/backward_delta.py",
+        "d = tl.where(takes_sum, d, 0.0)",
+        "d = tl.where(takes_sum, d, d)",
+        INTERPRETED,
+    ),
+    Fault(
+        "each part of the keys has all of them",
+        "triton_kernels/forward.py",
+        "            begin = steps * part // splits\n            steps = steps * (part + 1) // splits\n",
+        "            begin = 0\n",
+        ("tests/test_triton_interpreter.py::test_lines_that_random_calls_may_miss[parts-3]",),
+    ),
+)
