@@ -45,10 +45,10 @@ _LAYOUTS = {
 # Sequences of so few queries and keys, on the mean, fill no larger tiles than those for small GPUs.
 SHORT = 64
 _PLAIN = {"mask": BAND.value, "bias": NO_BIAS.value, "bias_tma": False}
-# So many queries of a sequence, times the heads of a group, are one tile: keys per step, warps and stages of it, up to
-# head dim 128 and beyond.
+# So many queries of a sequence, times the heads of a group, are one tile in 16 bits: keys per step, warps and stages of
+# it up to head dim 128 on sm_90; and what the shared memory of other GPUs, or wider heads, have room for.
 MOST_GROUP_ROWS = 64
-_FEW_ROWS = {False: (64, 4, 3), True: (32, 4, 2)}
+_FEW_ROWS, _FEW_ROWS_SMALL = (64, 4, 3), (32, 4, 2)
 _BIAS_AT = 5  # of BIAS among `Call.constants`
 # A part of the keys of a few queries has at least so many, and about so many of the longest sequence.
 LEAST_PART, PART = 256, 4096
@@ -147,9 +147,11 @@ def plan_forward(call: SequenceCall, out: Tensor) -> Callable[..., None]:
     heads, grouped, splits = shape.num_heads, False, 1
     most_rows = shape.seqlen_q * shape.group
     # Not of packed sequences, where the bound on lengths would change the order of sums.
-    if most_rows <= MOST_GROUP_ROWS and flags.layout != "packed":
+    if most_rows <= MOST_GROUP_ROWS and flags.layout != "packed" and call.q.dtype != torch.float32:
         # One tile for each sequence, and the heads of a group that read the same keys.
-        tile = Tile(max(16, triton.next_power_of_2(most_rows)), *_FEW_ROWS[max(call.block_d, call.block_dv) > 128])
+        has_room = call.arch == "sm_90" and max(call.block_d, call.block_dv) <= 128
+        step = _FEW_ROWS if has_room else _FEW_ROWS_SMALL
+        tile = Tile(max(16, triton.next_power_of_2(most_rows)), *step)
         tiles, search, heads, grouped = call.number, False, call.num_heads_k, shape.group > 1
         splits = _key_parts(call, tiles * heads)
     numbers = (*call.scores_strides(), shape, abs(call.scale_log2), flags.softcap, splits, *call.sink_strides)
