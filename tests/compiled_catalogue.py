@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from compiled_triton import Job, Kernel, Variant, jobs_of, packing_jobs
-from compiled_variants import VARIANTS
+from compiled_triton import Job, Kernel, SequenceVariant, Variant, jobs_of, packing_jobs
+from compiled_variants import SEQUENCE_VARIANTS, VARIANTS
 
 from flash_dmattn.triton_kernels.gpus import GPUS, shared_bytes
 
@@ -34,7 +34,16 @@ SPILLS_FP32 = {
     "backward_queries": {"sm_90": 2304, "sm": 1024, "gfx": 320},
     "": {"sm_90": 1280, "sm": 448, "gfx": 320},
 }
+# Of calls with sequences, whose tiles have no descriptors and are those of dense calls: not timed with others.
+SPILLS_SEQUENCES = {
+    **SPILLS,
+    "forward": {"sm_90": 1024, "sm": 288, "gfx": 320},
+    "backward_keys": {"sm_8": 576, "sm_90": 544, "sm_100": 768, "sm_120": 576, "gfx": 1216},
+}
 SPILLS_ELSEWHERE = 32  # no spills: the frame of a call of the 64-bit division
+
+
+SEQUENCES = "sequences, "  # what the variant of an entry with sequences begins with
 
 
 class Entry(NamedTuple):
@@ -53,7 +62,7 @@ class Entry(NamedTuple):
 def catalogue(
     archs: Iterable[str] = ARCHS, dtypes: Iterable[str] = tuple(DTYPES), words: Sequence[str] = ()
 ) -> list[Entry]:
-    """Every kernel once: of the calls in `VARIANTS`, each in each dtype, and of the packing of masks."""
+    """Every kernel once: of the calls in `VARIANTS`, each in each dtype, of those with sequences, and of packing."""
     entries: dict[str, Entry] = {}
     for arch in archs:
         found = [Entry("-", "packing", 0, job) for job in packing_jobs(arch)]
@@ -65,6 +74,10 @@ def catalogue(
                 elif variant.dtype != DTYPES[dtype]:  # it is there for its own dtype
                     continue
                 found += [Entry(dtype, name, variant.head_dim, job) for job in jobs_of(variant, arch)]
+            for name, given in SEQUENCE_VARIANTS.items() if dtype == "bf16" else ():
+                of_sequences = SequenceVariant(**given)
+                jobs = jobs_of(of_sequences, arch)
+                found += [Entry(dtype, f"{SEQUENCES}{name}", of_sequences.head_dim, job) for job in jobs]
         for entry in found:
             if all(word in entry.label for word in words):
                 entries.setdefault(entry.job.key, entry)
@@ -135,6 +148,8 @@ def stack_limit(entry: Entry) -> int:
     if entry.job.name not in PRODUCTS:
         return SPILLS_ELSEWHERE
     bounds = SPILLS_FP32 if entry.dtype == "fp32" else SPILLS
+    if entry.variant.startswith(SEQUENCES):
+        bounds = SPILLS_SEQUENCES
     row = bounds.get(entry.job.name, bounds[""])
     return row[max((family for family in row if entry.job.arch.startswith(family)), key=len)]
 

@@ -22,11 +22,12 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flash_dmattn.problem import Flags, MaskForm, MaskView, NeedsGrad
-from flash_dmattn.triton_kernels import key_pack, mask_pack
+from flash_dmattn.problem import Flags, Layout, MaskForm, MaskView, NeedsGrad, Packing, SequenceView
+from flash_dmattn.triton_kernels import key_pack, mask_pack, plan_sequences
 from flash_dmattn.triton_kernels.kernel_launch import Launch
 from flash_dmattn.triton_kernels.launch import backward_plan, forward_plan
 from flash_dmattn.triton_kernels.plan import Call
+from flash_dmattn.triton_kernels.plan_sequences import SequenceCall
 
 
 class Kernel(NamedTuple):
@@ -131,6 +132,81 @@ def run_plans(call: Call, launch: Callable[..., None]) -> None:
 
 
 @dataclass(frozen=True)
+class SequenceVariant(Variant):
+    """A call of `batch` sequences of at most `seqlen_q` queries and `seqlen_k` keys.
+
+    The letters of the bias stand for what they are of a dense call, "T" for all tokens of packed queries or keys.
+    """
+
+    layout: Layout = "packed"
+    total: int = 16384  # tokens of packed queries, and of packed keys
+    page_size: int = 16
+    bias_packing: Packing = "none"
+
+    @property
+    def packs(self) -> tuple[bool, bool]:
+        """Whether queries, and keys, are packed."""
+        return self.layout in ("packed", "paged_packed"), self.layout == "packed"
+
+    def call(self, arch: str) -> SequenceCall:
+        """The call on a GPU of an architecture, with as many SMs as an H200."""
+        packs_q, packs_k = self.packs
+        pages = -(-self.seqlen_k // self.page_size)
+
+        def rows(entries: int, seqlen: int, num_heads: int) -> Tensor:
+            return torch.empty(entries, seqlen, num_heads, self.head_dim, dtype=self.dtype, device="meta")
+
+        q = rows(1, self.total, self.num_heads) if packs_q else rows(self.batch, self.seqlen_q, self.num_heads)
+        if packs_k:
+            k = rows(1, self.total, self.num_heads_k)
+        elif self.layout == "padded":
+            k = rows(self.batch, self.seqlen_k, self.num_heads_k)
+        else:
+            k = rows(self.batch * pages, self.page_size, self.num_heads_k)
+        sizes = {
+            **{"B": self.batch, "Hq": self.num_heads, "Hk": self.num_heads_k},
+            **{"Lq": self.seqlen_q, "Lk": self.seqlen_k, "T": self.total},
+        }
+
+        def scores(letters: Sequence[str], dtype: torch.dtype) -> Tensor:
+            return torch.empty([sizes.get(letter, 1) for letter in letters], dtype=dtype, device="meta")
+
+        bias = None if self.bias is None else scores(self.bias, self.bias_dtype or self.dtype)
+        mask = MaskView()
+        if self.mask == "dense":
+            mask = MaskView("dense", (scores(("B", "1", "Lq", "Lk"), torch.bool),))
+        right = 0 if self.is_causal else -1
+        flags = Flags(-1, right, self.head_dim**-0.5, self.softcap, False, 1, 1, self.layout)
+        flags = flags._replace(max_seqlen_q=self.seqlen_q, max_seqlen_k=self.seqlen_k, bias_packing=self.bias_packing)
+        sink = torch.empty(self.num_heads, dtype=self.dtype, device="meta") if self.sink else None
+        call = SequenceCall(q, k, torch.empty_like(k), mask, bias, flags, sink, self.view())
+        call.arch, call.num_sms = arch, 132
+        return call
+
+    def view(self) -> SequenceView:
+        """Where they lie."""
+        bounds = torch.empty(self.batch, 4, dtype=torch.int32, device="meta")
+        if not self.layout.startswith("paged"):
+            return SequenceView(bounds)
+        pages = -(-self.seqlen_k // self.page_size)
+        return SequenceView(bounds, torch.empty(self.batch, pages, dtype=torch.int32, device="meta"))
+
+
+def run_sequence_plans(variant: SequenceVariant, arch: str, launch: Callable[..., None]) -> None:
+    """`run_plans` of a call with sequences; of one with pages the forward pass alone."""
+    call, sequences = variant.call(arch), variant.view()
+    q, k, v, mask, bias = call.q, call.k, call.v, call.mask, call.bias
+    sink = torch.empty(q.shape[2], dtype=q.dtype, device=q.device) if call.has_sink else None
+    out, lse = torch.empty_like(q), torch.empty(q.shape[0], q.shape[2], q.shape[1], device=q.device)
+    with mock.patch.object(Launch, "__call__", launch):
+        plan_sequences.plan_forward(call, out)(q, k, v, mask, bias, sink, out, lse, sequences)
+        if sequences.block_table is None:
+            dout, needs_grad = torch.empty_like(q), NeedsGrad(True, True, True, bias is not None, call.has_sink)
+            backward = plan_sequences.plan_backward(call, dout, None, needs_grad)
+            backward(dout, None, q, k, v, mask, bias, sink, out, lse, sequences)
+
+
+@dataclass(frozen=True)
 class Job:
     """One kernel to compile for one GPU: what Triton would decide at a launch, decided."""
 
@@ -173,7 +249,14 @@ def target_of(arch: str) -> GPUTarget:
 def jobs_of(variant: Variant, arch: str) -> list[Job]:
     """What both passes of a call launch on a GPU."""
     found: list[Job] = []
-    run_plans(variant.call(arch), lambda launch, *tensors: found.append(job_of(launch, tensors, arch)))
+
+    def record(launch: Launch, *tensors: Tensor | None) -> None:
+        found.append(job_of(launch, tensors, arch))
+
+    if isinstance(variant, SequenceVariant):
+        run_sequence_plans(variant, arch, record)
+    else:
+        run_plans(variant.call(arch), record)
     return found
 
 

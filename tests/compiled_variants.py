@@ -82,3 +82,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **{f"{d} fp32": {"head_dim": d, "dtype": torch.float32, "bias": SHARED_BIAS} for d in (64, 128, 256)},
     **{f"{d} tf32": {"head_dim": d, "dtype": torch.float32, "tf32": True, "bias": SHARED_BIAS} for d in (64, 128, 256)},
 }
+
+# Calls with sequences: each layout, each form of a bias, and a head dim whose tiles are the largest.
+ROWS = {"bias": ("1", "Hq", "T", "Lk"), "bias_packing": "queries"}
+SEQUENCE_VARIANTS: dict[str, dict[str, Any]] = {
+    "64 packed": {"head_dim": 64, "batch": 16, "is_causal": True},
+    "128 packed, grouped": {"head_dim": 128, "batch": 16, "num_heads_k": 4, "is_causal": True, "sink": True},
+    "256 packed": {"head_dim": 256, "batch": 16},
+    "64 packed, rows": {"head_dim": 64, "batch": 16, **ROWS},
+    "128 packed, rows": {"head_dim": 128, "batch": 16, **ROWS},
+    "64 packed, shared rows": {"head_dim": 64, "batch": 16, **ROWS, "bias": ("1", "1", "T", "Lk")},
+    "64 packed, by position": {"head_dim": 64, "batch": 16, "bias": SHARED_BIAS},
+    "128 packed, keys": {"head_dim": 128, "batch": 16, "bias": ("1", "Hk", "1", "T"), "bias_packing": "keys"},
+    "64 packed, mask": {"head_dim": 64, "batch": 8, "mask": "dense", "bias": FULL, "is_causal": True},
+    "64 padded": {"head_dim": 64, "layout": "padded", "is_causal": True},
+    "128 paged": {"head_dim": 128, "layout": "paged", "batch": 64, "num_heads_k": 4, "seqlen_q": 1, "seqlen_k": 8192},
+    "64 pages of 128": {"head_dim": 64, "layout": "paged", "batch": 16, "page_size": 128, "is_causal": True},
+    "128 paged, packed": {"head_dim": 128, "layout": "paged_packed", "batch": 4, "num_heads_k": 4, "is_causal": True},
+}

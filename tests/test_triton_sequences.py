@@ -36,6 +36,19 @@ def test_on_a_gpu(check: str) -> None:
     assert not failures, f"{len(failures)} failed\n" + "\n".join(failures[:3])
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels; the bounds are those of the pinned Triton")
+@pytest.mark.parametrize("name", ("64 packed, mask", "128 paged"))
+def test_compiled_for_sm_90(name: str) -> None:
+    """All forms for all GPUs are compiled by `compile_everything.py`, samples by `test_triton_gpus.py`."""
+    from compiled_catalogue import SEQUENCES, catalogue, compiled
+
+    entries = catalogue(("sm_90",), ("bf16",), (f"{SEQUENCES}{name}",))
+    assert {entry.job.name for entry in entries} >= {"forward", "fill_gaps"}
+    for entry in entries:
+        result = compiled(entry)
+        assert not result.problems, result.line
+
+
 def test_calls_are_drawn_from_all_that_kernels_tell_apart() -> None:
     """What decides a kernel is drawn at all: a draw that lost a form would pass every check."""
     seen: set[object] = set()

@@ -1,8 +1,8 @@
 """What has to hold of the Triton kernels on sequences: `python triton_sequences.py <check> [<calls> [<first>]]`.
 
 A check is a key of CHECKS or MADE, or "drawn" or "made" for all of these. Without a GPU `test_triton_sequences.py` runs
-it so, in the interpreter; with one that file calls the same checks. Calls are made as a backend receives them, with
-bounds that the front end need not make.
+it so, in Triton's interpreter; with one that file calls the same checks. Calls are made as a backend receives them,
+with bounds that the front end need not make.
 """
 
 from __future__ import annotations
