@@ -15,5 +15,5 @@ def descriptors_wherever_they_serve() -> Iterator[None]:
     from flash_dmattn.triton_kernels.plan import Call
 
     always = property(lambda call: True, lambda call, value: None)
-    with mock.patch.object(Call, "pays_for_tma", always, create=True), mock.patch.object(launch, "_plans", {}):
+    with mock.patch.object(Call, "pays_for_tma", always, create=True), mock.patch.object(launch, "plans", {}):
         yield

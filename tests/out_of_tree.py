@@ -43,7 +43,7 @@ class OutOfTree:
         availability: Availability | None = None,
     ) -> None:
         self.NAME, self.RULES, self.AUTO_RULES = name, rules, auto_rules
-        self.FEATURES = frozenset(FEATURES) - {"sink"}  # their passes have no such argument
+        self.FEATURES = frozenset(FEATURES) - {"sink", "sequences", "paged"}  # their passes have no such arguments
         self.availability = Availability(True) if availability is None else availability
         self.ran: list[str] = []
 

@@ -195,10 +195,11 @@ def test_build_shows_progress_and_every_kernel(built: Built) -> None:
     # CUB's sort has kernels of its own, which differ by release.
     found = Counter(re.split("[<:]", name)[0] for name in kernels if not name.startswith("cub::"))
     # Four forms of a bias, with a mask and without; of a shared bias there is one. Gradients are with a softcap or
-    # without, and without one of a fifth form, which clusters sum; at this head dim a dbias that is stored has a kernel
-    # of two tiles of keys. Beside intervals there is no bias or one per key.
+    # without, and without one of a fifth form, which clusters sum; at this head dim there are kernels of two tiles of
+    # keys: without a bias, with one per score, and where dbias is stored. Beside intervals there is no bias or one per
+    # key.
     assert len(set(kernels)) == len(kernels), built.printed
-    of_passes = {"forward_kernel": 8 + 2, "backward_kernel": 2 * (8 + 2) + 2 + 1, "shared_dbias_kernel": 2 * 2}
+    of_passes = {"forward_kernel": 8 + 2, "backward_kernel": 2 * (8 + 2) + 2 + 3, "shared_dbias_kernel": 2 * 2}
     assert found == {**of_passes, **OTHERS}, built.printed
 
 

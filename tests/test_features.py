@@ -23,7 +23,11 @@ USES = {
     "return_lse": {"return_lse": True},
     "return_probs": {"return_probs": True},
     "sink": {"sink": torch.zeros(2)},
+    "sequences": {"sequences": flash_dmattn.Sequences.padded(torch.tensor([5]))},
+    "paged": {"sequences": flash_dmattn.Sequences.paged(torch.tensor([[0]]), torch.tensor([5]))},
 }
+# What no argument names alone: pages are of sequences.
+PARTS = {"paged": {"sequences"}}
 # Every backend takes these: tensors, a factor that every call has, and the choice itself.
 IN_EVERY_CALL = {"q", "k", "v", "softmax_scale", "backend"}
 
@@ -35,7 +39,8 @@ def call(**changes: object) -> object:
 
 def test_every_argument_is_a_feature() -> None:
     arguments = set(inspect.signature(flash_dmattn.attention).parameters)
-    assert arguments - IN_EVERY_CALL == FEATURES.keys() == USES.keys()
+    assert arguments - IN_EVERY_CALL == FEATURES.keys() - PARTS.keys()
+    assert FEATURES.keys() == USES.keys()
 
 
 @pytest.mark.parametrize("name", FEATURES)
@@ -43,7 +48,7 @@ def test_a_call_uses_the_features_that_it_names(name: str) -> None:
     with flash_dmattn.use_backend("reference"), flash_dmattn.record_decisions() as decisions:
         call()
         call(**USES[name])
-    assert [decision.problem.features for decision in decisions] == [frozenset(), {name}]  # type: ignore[attr-defined]
+    assert [decision.problem.features for decision in decisions] == [frozenset(), {name} | PARTS.get(name, set())]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", FEATURES)

@@ -65,7 +65,7 @@ def test_every_kernel_of_triton_is_launched(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(plan.Call, "__init__", on_an_h200)
     monkeypatch.setattr(kernel_launch.Launch, "__call__", record)
-    monkeypatch.setattr(launch, "_plans", {})
+    monkeypatch.setattr(launch, "plans", {})
     monkeypatch.setattr(backend, "RULES", tuple(rule for rule in backend.RULES if rule.code != "device"))
     monkeypatch.setattr(sanitized_cases, "DEVICE", "cpu")
     for case, how in sanitized_cases.CASES["triton"]:

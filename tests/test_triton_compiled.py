@@ -71,7 +71,7 @@ def stack_limit(capability: int, kernel: str, name: str, head_dim: int) -> int:
     if kernel in ("short_forward", "short_backward"):
         return {32: 64, 64: 208, 128: 16}[head_dim]  # (48; 152, with a sink 184; 0)
     if capability != 90:  # the tiles of these are not tuned
-        return {80: 544, 100: 768}[capability] if kernel == "backward_keys" else 160  # (504 and 728, 136)
+        return {80: 544, 100: 768}[capability] if kernel == "backward_keys" else 176  # (504 and 728, 168)
     form = name.partition(" ")[2]
     if kernel == "forward":
         # At 128 the tile table has measured 128 x 64 at 4 warps to be faster than what does not spill.

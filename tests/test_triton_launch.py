@@ -130,7 +130,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
 
     monkeypatch.setattr(backend, "RULES", tuple(rule for rule in backend.RULES if rule.code != "device"))
     monkeypatch.setattr(kernel_launch.Launch, "__call__", lambda *_: None)
-    monkeypatch.setattr(launch, "_plans", {})
+    monkeypatch.setattr(launch, "plans", {})
     return launch.plans
 
 
