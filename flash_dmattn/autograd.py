@@ -34,7 +34,7 @@ class Passes(NamedTuple):
     def split(self, tensors: tuple[Tensor, ...]) -> tuple[MaskView, SequenceView | None]:
         """The mask and the sequences of the tensors that follow `Passes` among the arguments."""
         end = len(tensors) - self.number_of_sequence_tensors
-        return MaskView(self.mask_form, tensors[:end]), view_of(list(tensors[end:]))
+        return MaskView(self.mask_form, tensors[:end]), view_of(tensors[end:])
 
 
 class Attention(torch.autograd.Function):

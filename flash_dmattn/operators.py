@@ -6,7 +6,7 @@ Operators are declared with `Library.define` and `impl`, and differentiated by t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -277,7 +277,7 @@ def extra_arguments(sink: Tensor | None, sequences: SequenceView | None) -> dict
     return arguments
 
 
-def view_of(sequences: list[Tensor]) -> SequenceView | None:
+def view_of(sequences: Sequence[Tensor]) -> SequenceView | None:
     """A `SequenceView` of its tensors, or None of none."""
     return SequenceView(*sequences) if sequences else None
 

@@ -94,7 +94,7 @@ def describe(
     shape_k, shape_v = k.shape, v.shape
     batch, seqlen_q, num_heads, head_dim = q.shape
     _, seqlen_k, num_heads_k, head_dim_v = shape_v
-    batch_k = batch if sequences is None or sequences.page_size == 0 else shape_k[0]  # else of pages
+    batch_k = batch if sequences is None or not sequences.has_pages else shape_k[0]
     if not (
         k.dtype == dtype == v.dtype
         and k.device == device == v.device
@@ -250,7 +250,7 @@ def _refuse_mismatch(q: Tensor, k: Tensor, v: Tensor, batch: int) -> NoReturn:
 def _refuse_beside_sequences(sequences: SequenceSpec, needs_grad: NeedsGrad, return_probs: bool) -> None:
     if return_probs:
         raise ValueError("return_probs is True; calls with sequences have no tensor of all probabilities")
-    if sequences.page_size > 0 and any(needs_grad):
+    if sequences.has_pages and any(needs_grad):
         named = ", ".join(name for name, needed in zip(NeedsGrad._fields, needs_grad, strict=True) if needed)
         raise ValueError(f"{named} requires grad; keys in pages have no gradients (call under torch.no_grad())")
 

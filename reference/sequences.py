@@ -6,7 +6,7 @@ and are differentiable. Lengths are read on the host, so all of them wait for th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -134,11 +134,7 @@ def forward(
         sink, flags: as for :func:`eager.forward`.
     """
     out, lse = _empty(q, v)
-    for s in batch:
-        if s.seqlen_q > 0:
-            of_out, of_lse = eager.forward(*batch.inputs(s, q, k, v, mask, bias), sink=sink, **flags)
-            batch.queries(out, s).copy_(of_out)
-            batch.rows(lse, s).copy_(of_lse)
+    _write(batch, out, lse, lambda s: eager.forward(*batch.inputs(s, q, k, v, mask, bias), sink=sink, **flags))
     return out, lse
 
 
@@ -163,24 +159,14 @@ def backward(
 
     Those of bias and sink, which sequences share, are summed in the dtype of the softmax and rounded once.
     """
-    wide = formula.softmax_dtype(q)
-    own = (q, k, v, bias, sink)
-    bias, sink = (None if x is None else x.to(wide) for x in own[3:])
-    sums = [
-        x.new_zeros(x.shape) if x is not None and needed else None
-        for x, needed in zip((q, k, v, bias, sink), needs_grad, strict=True)
-    ]
-    for s in batch:
-        if s.seqlen_q > 0:
-            of_dlse = None if dlse is None else batch.rows(dlse, s)
-            results = (batch.queries(out, s), batch.rows(lse, s))
-            inputs = batch.inputs(s, q, k, v, mask, bias)
-            found = eager.backward(
-                batch.queries(dout, s), of_dlse, *inputs, *results, sink=sink, needs_grad=needs_grad, **flags
-            )
-            _add(batch, sums, found, s)
-    gradients = [None if x is None or like is None else x.to(like.dtype) for x, like in zip(sums, own, strict=True)]
-    return tuple(gradients if sink is not None else gradients[:4])
+
+    def gradients_of(s: Sequence, bias: Tensor | None, sink: Tensor | None) -> tuple[Tensor | None, ...]:
+        of_dlse = None if dlse is None else batch.rows(dlse, s)
+        inputs, results = batch.inputs(s, q, k, v, mask, bias), (batch.queries(out, s), batch.rows(lse, s))
+        numbers = {"sink": sink, "needs_grad": needs_grad, **flags}
+        return eager.backward(batch.queries(dout, s), of_dlse, *inputs, *results, **numbers)
+
+    return _summed(batch, (q, k, v, bias, sink), needs_grad, gradients_of)
 
 
 def attention(
@@ -202,11 +188,7 @@ def attention(
     # Sums of nothing: results are functions of the inputs, even where there are no sequences.
     nothing = sum(x.flatten()[:0].sum() for x in (q, k, v, bias, sink) if x is not None)
     out, lse = out + nothing, lse + nothing
-    for s in batch:
-        if s.seqlen_q > 0:
-            of_out, of_lse = formula.attention(*batch.inputs(s, q, k, v, mask, bias), sink=sink, **flags)
-            batch.queries(out, s).copy_(of_out)
-            batch.rows(lse, s).copy_(of_lse)
+    _write(batch, out, lse, lambda s: formula.attention(*batch.inputs(s, q, k, v, mask, bias), sink=sink, **flags))
     return out, lse
 
 
@@ -223,25 +205,49 @@ def gradients(
     **flags: Any,
 ) -> tuple[Tensor | None, ...]:
     """All gradients by :func:`formula.gradients`, themselves differentiable; the rest as for :func:`attention`."""
-    wide = formula.softmax_dtype(q)
-    own = (q, k, v, bias, sink)
-    bias, sink = (None if x is None else x.to(wide) for x in own[3:])
-    sums = [None if x is None else x.new_zeros(x.shape) for x in (q, k, v, bias, sink)]
+
+    def gradients_of(s: Sequence, bias: Tensor | None, sink: Tensor | None) -> tuple[Tensor | None, ...]:
+        of_dlse = None if dlse is None else batch.rows(dlse, s)
+        inputs = batch.inputs(s, q, k, v, mask, bias)
+        return formula.gradients(batch.queries(dout, s), of_dlse, *inputs, sink=sink, **flags)
+
+    return _summed(batch, (q, k, v, bias, sink), (True,) * 5, gradients_of)
+
+
+def _write(batch: Batch, out: Tensor, lse: Tensor, results_of: Callable[[Sequence], tuple[Tensor, ...]]) -> None:
+    """Write out and lse of every sequence that has queries."""
     for s in batch:
         if s.seqlen_q > 0:
-            of_dlse = None if dlse is None else batch.rows(dlse, s)
-            inputs = batch.inputs(s, q, k, v, mask, bias)
-            _add(batch, sums, formula.gradients(batch.queries(dout, s), of_dlse, *inputs, sink=sink, **flags), s)
-    found = [None if x is None or like is None else x.to(like.dtype) for x, like in zip(sums, own, strict=True)]
-    return tuple(found if sink is not None else found[:4])
+            of_out, of_lse = results_of(s)
+            batch.queries(out, s).copy_(of_out)
+            batch.rows(lse, s).copy_(of_lse)
 
 
-def _add(batch: Batch, sums: list[Tensor | None], found: tuple[Tensor | None, ...], s: Sequence) -> None:
-    """Add the gradients of a sequence, those of q and k to rows that no other sequence has."""
+def _summed(
+    batch: Batch,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
+    needs_grad: tuple[bool, ...],
+    gradients_of: Callable[[Sequence, Tensor | None, Tensor | None], tuple[Tensor | None, ...]],
+) -> tuple[Tensor | None, ...]:
+    """The gradients asked for of (q, k, v, bias, sink), without the last where there is no sink.
+
+    Rows of q and k are of one sequence each. Bias and sink, which sequences share, are handed out in the dtype of the
+    softmax, so that their gradients are summed in it and rounded once.
+    """
+    q, k, v, *shared = inputs
+    bias, sink = (None if x is None else x.to(formula.softmax_dtype(q)) for x in shared)
+    sums = [
+        x.new_zeros(x.shape) if x is not None and needed else None
+        for x, needed in zip((q, k, v, bias, sink), needs_grad, strict=True)
+    ]
     parts = (batch.queries, batch.keys, batch.keys, lambda x, s: batch.scores("bias", x, s), lambda x, s: x)
-    for total, x, part in zip(sums, found, parts):
-        if total is not None and x is not None:
-            part(total, s).add_(x)
+    for s in batch:
+        if s.seqlen_q > 0:
+            for total, x, part in zip(sums, gradients_of(s, bias, sink), parts, strict=False):
+                if total is not None and x is not None:
+                    part(total, s).add_(x)
+    found = [None if x is None or like is None else x.to(like.dtype) for x, like in zip(sums, inputs, strict=True)]
+    return tuple(found if sink is not None else found[:4])
 
 
 def _empty(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -255,7 +255,6 @@ class Tokens:
 
 
 def _dense(call: SequenceCall, tokens: Tokens, leaves: dict[str, Tensor | None]) -> Inputs:
-    rows = call.q.shape[-3]
     q, k, v = (leaves[n] for n in "qkv")
     assert q is not None and k is not None and v is not None
     mask = tokens.allowed()
@@ -269,7 +268,6 @@ def _dense(call: SequenceCall, tokens: Tokens, leaves: dict[str, Tensor | None])
     def flat(x: Tensor) -> Tensor:
         return x if x.dim() == 3 else x.reshape(-1, *x.shape[2:])
 
-    assert rows >= 0
     return Inputs(
         flat(q)[None],
         flat(k)[tokens.k_at][None],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -539,3 +541,72 @@ def test_padding_names_what_does_not_fit() -> None:
         padding.unpad(torch.ones(3, 2))
     with pytest.raises(ValueError, match="tokens has 5 tokens; the mask has 6"):
         padding.pad(torch.ones(5, 2))
+
+
+def test_inference_mode() -> None:
+    """Tensors that it makes have no versions, and cannot be saved for a backward pass."""
+    x = torch.randn(7, 2, 8, device=DEVICE)
+    outside = Sequences.packed(torch.tensor([0, 3, 7], dtype=torch.int32, device=DEVICE))
+    wanted = attention(x, x, x, sequences=outside)
+    with torch.inference_mode():
+        torch.testing.assert_close(attention(x, x, x, sequences=outside), wanted)
+        cu = torch.tensor([0, 3, 7], dtype=torch.int32, device=DEVICE)
+        inside = Sequences.packed(cu)
+        torch.testing.assert_close(attention(x, x, x, sequences=inside), wanted)
+        cu[1] = 5
+        moved = attention(x, x, x, sequences=inside)
+    other = Sequences.packed(torch.tensor([0, 5, 7], device=DEVICE))
+    torch.testing.assert_close(moved, attention(x, x, x, sequences=other))
+    y = x.clone().requires_grad_()
+    attention(y, y, y, sequences=outside).sum().backward()
+    assert y.grad is not None
+
+
+def test_copies_remember_nothing_of_the_original() -> None:
+    x, cu = torch.randn(7, 2, 8), torch.tensor([0, 3, 7], dtype=torch.int32)
+    sequences = Sequences.packed(cu)
+    stale = attention(x, x, x, sequences=sequences)
+    cu[1] = 5
+    wanted = attention(x, x, x, sequences=Sequences.packed(torch.tensor([0, 5, 7])))
+    assert not torch.equal(stale, wanted)
+    copies = (copy.deepcopy(sequences), pickle.loads(pickle.dumps(sequences)), sequences.to("cpu"), replace(sequences))
+    for one in (*copies, replace(Sequences.packed(cu.flip(0).flip(0)))):
+        assert torch.equal(attention(x, x, x, sequences=one), wanted)
+    changed = replace(sequences, cu_seqlens_q=torch.tensor([0, 1, 7], dtype=torch.int32))
+    with pytest.raises(ValueError, match="ends with 9"):
+        attention(x, x, x, sequences=replace(changed, cu_seqlens_k=torch.tensor([0, 1, 9], dtype=torch.int32)))
+
+
+def test_a_table_of_pages_may_have_any_strides(backend: Runner) -> None:
+    q, pool = torch.randn(2, 1, 2, 16, device=DEVICE), torch.randn(6, 4, 2, 16, device=DEVICE)
+    table = torch.tensor([[3, 1], [0, 5]], dtype=torch.int32, device=DEVICE)
+    lengths = torch.tensor([7, 5], device=DEVICE)
+    found = []
+    for x in (table, table.t().contiguous().t(), table.repeat_interleave(2, 1)[:, ::2]):
+        sequences = Sequences.paged(x, lengths)
+        with torch.no_grad():
+            try:
+                found.append(attention(q, pool, pool, sequences=sequences, backend=backend.name))
+            except flash_dmattn.BackendUnsupportedError as error:
+                pytest.skip(f"{backend.name}: {error}")
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("pages", ((0, 4), (3, 0)), ids=("no pages", "pages of no keys"))
+def test_a_pool_without_keys(backend: Runner, pages: tuple[int, int]) -> None:
+    q, pool = torch.randn(1, 1, 2, 16, device=DEVICE), torch.randn(*pages, 2, 16, device=DEVICE)
+    sequences = Sequences.paged(torch.zeros(1, 2, dtype=torch.int32, device=DEVICE), torch.tensor([0], device=DEVICE))
+    with torch.no_grad():
+        try:
+            out = attention(q, pool, pool, sequences=sequences, backend=backend.name)
+        except flash_dmattn.BackendUnsupportedError as error:
+            pytest.skip(f"{backend.name}: {error}")
+    assert not out.any()
+
+
+def test_no_bound_reaches_into_a_pool_without_pages() -> None:
+    """Kernels take the nearest page that there is: of none there is no nearest."""
+    pool = torch.zeros(0, 4, 2, 16)
+    sequences = Sequences("paged", seqlens_k=cu(5), block_table=torch.zeros(1, 2, dtype=torch.int32))
+    spec = sequences.spec(torch.zeros(1, 1, 2, 16), pool, pool)
+    assert make_bounds(sequences._tables, sequences.device, spec).tolist() == [[0, 1, 0, 0]]

@@ -14,7 +14,7 @@ from .forward import forward_kernel
 from .forward_combine import combine_kernel
 from .kernel_launch import Launch
 from .plan import Call, num_kv_splits, read_of, row_strides
-from .tile_ops import NO_SEQUENCES
+from .tile_ops import NO_SEQUENCES, Shape
 
 
 def plan_forward(call: Call) -> Callable[..., None]:
@@ -45,9 +45,7 @@ def plan_forward(call: Call) -> Callable[..., None]:
     if splits == 1:
         none = (None, None)
         return lambda q, k, v, mask, bias, sink, out, lse: launch(q, k, v, bias, *read_of(mask), out, lse, sink, *none)
-    rows, block = shape.batch * shape.num_heads * shape.seqlen_q, 16
-    sizes, constants = (shape, splits, rows, *call.sink_strides), (block, call.block_dv, call.has_sink)
-    combine = Launch(combine_kernel, triton.cdiv(rows, block), sizes, constants)
+    combine = plan_combine(call, shape, splits)
 
     def run(
         q: Tensor,
@@ -59,9 +57,21 @@ def plan_forward(call: Call) -> Callable[..., None]:
         out: Tensor,
         lse: Tensor,
     ) -> None:
-        parts = torch.empty((splits, *out.shape), dtype=torch.float32, device=out.device)
-        parts_lse = torch.empty((splits, *lse.shape), dtype=torch.float32, device=out.device)
-        launch(q, k, v, bias, *read_of(mask), parts, parts_lse, None, None, None)
-        combine(parts, parts_lse, out, lse, sink)
+        parts = empty_parts(splits, out, lse)
+        launch(q, k, v, bias, *read_of(mask), *parts, None, None, None)
+        combine(*parts, out, lse, sink)
 
     return run
+
+
+def plan_combine(call: Call, shape: Shape, splits: int) -> Launch:
+    """What joins the shares of the keys: run(parts, parts_lse, out, lse, sink), with out and lse of a shape."""
+    rows, block = shape.batch * shape.num_heads * shape.seqlen_q, 16
+    sizes, constants = (shape, splits, rows, *call.sink_strides), (block, call.block_dv, call.has_sink)
+    return Launch(combine_kernel, triton.cdiv(rows, block), sizes, constants)
+
+
+def empty_parts(splits: int, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for out and lse of each share of the keys, in fp32."""
+    parts = torch.empty((splits, *out.shape), dtype=torch.float32, device=out.device)
+    return parts, torch.empty((splits, *lse.shape), dtype=torch.float32, device=out.device)

@@ -17,10 +17,10 @@ from .backward_keys import KEY_SUM, NO_DBIAS, STORE, backward_keys_kernel
 from .backward_queries import backward_queries_kernel
 from .fill_gaps import fill_gaps_kernel
 from .forward import forward_kernel
-from .forward_combine import combine_kernel
 from .kernel_launch import Launch
 from .plan import Call, row_strides
 from .plan_backward import MOST_FEW_KEYS
+from .plan_forward import empty_parts, plan_combine
 from .plan_slots import chunks_of, most_slots, plan_sum
 from .tile_ops import (
     BAND,
@@ -175,7 +175,7 @@ def plan_forward(call: SequenceCall, out: Tensor) -> Callable[..., None]:
         call.has_sink and splits == 1,
         call.code,
         search,
-        call.k.shape[1] if flags.layout.startswith("paged") else 0,
+        max(1, call.k.shape[1]) if flags.layout.startswith("paged") else 0,
         grouped,
     ]
     launch = Launch(
@@ -188,14 +188,7 @@ def plan_forward(call: SequenceCall, out: Tensor) -> Callable[..., None]:
     )
     fill = call.plan_fill(out, 0, has_lse=True)
     batch, rows_q = out.shape[:2]
-    rows, block = batch * rows_q * shape.num_heads, 16
-    of_out = shape._replace(batch=batch, seqlen_q=rows_q)
-    combine = Launch(
-        combine_kernel,
-        triton.cdiv(rows, block),
-        (of_out, splits, rows, *call.sink_strides),
-        (block, call.block_dv, call.has_sink),
-    )
+    combine = plan_combine(call, shape._replace(batch=batch, seqlen_q=rows_q), splits)
 
     def run(
         q: Tensor,
@@ -211,10 +204,9 @@ def plan_forward(call: SequenceCall, out: Tensor) -> Callable[..., None]:
         if splits == 1:
             launch(q, k, v, bias, mask.dense, None, out, lse, sink, *sequences)
         else:
-            parts = torch.empty((splits, *out.shape), dtype=torch.float32, device=out.device)
-            parts_lse = torch.empty((splits, *lse.shape), dtype=torch.float32, device=out.device)
-            launch(q, k, v, bias, mask.dense, None, parts, parts_lse, None, *sequences)
-            combine(parts, parts_lse, out, lse, sink)
+            parts = empty_parts(splits, out, lse)
+            launch(q, k, v, bias, mask.dense, None, *parts, None, *sequences)
+            combine(*parts, out, lse, sink)
         fill(out, lse, sequences.bounds)
 
     return run

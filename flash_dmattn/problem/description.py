@@ -19,6 +19,8 @@ MaskForm = Literal["none", "dense", "tiles", "keys", "intervals"]
 # behind the other in one row of tokens ("packed"); or with keys in pages of a cache ("paged"), and queries that are
 # packed ("paged_packed").
 Layout = Literal["dense", "packed", "padded", "paged", "paged_packed"]
+# Those with q in a row of tokens, (1, Tq, Hq, D) for a backend; so are k and v of the first.
+PACKED_QUERIES: tuple[Layout, ...] = ("packed", "paged_packed")
 # What of a mask or a bias is packed: nothing, the queries, (1, H, Tq, max_k or 1), or the keys, (1, H, 1, Tk).
 Packing = Literal["none", "queries", "keys"]
 # (dq, dk, dv, dbias), None where a gradient is not needed; of a call with a sink (dq, dk, dv, dbias, dsink).
@@ -99,7 +101,7 @@ class Flags(NamedTuple):
     @property
     def packs_queries(self) -> bool:
         """Whether q is (1, Tq, Hq, D), a row of tokens."""
-        return self.layout in ("packed", "paged_packed")
+        return self.layout in PACKED_QUERIES
 
     @property
     def packs_keys(self) -> bool:
@@ -158,9 +160,14 @@ class SequenceSpec(NamedTuple):
     page_size: int = 0
 
     @property
+    def has_pages(self) -> bool:
+        """Whether keys are in pages."""
+        return self.layout in ("paged", "paged_packed")
+
+    @property
     def packs_queries(self) -> bool:
         """Whether q is a row of tokens."""
-        return self.layout in ("packed", "paged_packed")
+        return self.layout in PACKED_QUERIES
 
     @property
     def packs_keys(self) -> bool:
@@ -171,7 +178,7 @@ class SequenceSpec(NamedTuple):
         rows = f"{self.rows_q} queries and {self.rows_k} keys"
         if self.layout == "padded":
             rows = f"at most {rows} each"
-        elif self.page_size:
+        elif self.has_pages:
             of_each = "in all" if self.packs_queries else "each"
             rows = f"{self.rows_q} queries {of_each} and at most {self.rows_k} keys in pages of {self.page_size}"
         return f"{self.number} {self.layout.partition('_')[0]} sequences of {rows}"
@@ -318,7 +325,7 @@ FEATURES: dict[str, Callable[[AttentionProblem], bool]] = {
     "return_probs": lambda p: p.return_probs,
     "sink": lambda p: p.sink is not None,
     "sequences": lambda p: p.sequences is not None,
-    "paged": lambda p: p.sequences is not None and p.sequences.page_size > 0,
+    "paged": lambda p: p.sequences is not None and p.sequences.has_pages,
 }
 
 

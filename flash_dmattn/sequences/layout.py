@@ -16,8 +16,8 @@ from .values import Tables, check_values, make_bounds
 class Sequences:
     """Where the S sequences of a batch lie: made once for a batch, and passed to `attention` by all of its layers.
 
-    `Sequences.packed`, `Sequences.padded` and `Sequences.paged` make one. Its tensors are those of the caller, on the
-    device of q, as int32; changed in place, they count from the next call on.
+    `Sequences.packed`, `Sequences.padded` and `Sequences.paged` make one. Its tensors are on the device of q. Those
+    that the caller has as int32 are kept, not copied: changed in place, they count from the next call on.
 
     Attributes:
         layout: "packed", "padded", "paged", or "paged_packed" where the queries of a paged batch are packed.
@@ -35,7 +35,7 @@ class Sequences:
     block_table: Tensor | None = None
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
-    _views: dict[Any, SequenceView] = field(default_factory=dict)
+    _views: dict[Any, SequenceView] = field(default_factory=dict, init=False)
 
     @staticmethod
     def packed(
@@ -114,7 +114,9 @@ class Sequences:
             block_table: (S, P), int32 or int64: key j of sequence s is row j % page_size of page
                 block_table[s, j // page_size].
             seqlens_k: (S,): how many keys each sequence has, those of its queries among them.
-            cu_seqlens_q, max_seqlen_q, max_seqlen_k: as for `packed`; max_seqlen_k is P * page_size where not given.
+            cu_seqlens_q: as for `packed`.
+            max_seqlen_q, max_seqlen_k: bounds on the lengths, as Python ints; max_seqlen_k is P * page_size where not
+                given. Kernels are chosen by them, whose results differ in rounding.
 
         >>> import torch, flash_dmattn
         >>> pool_k, pool_v = torch.randn(2, 6, 16, 4, 32)  # 6 pages of 16 keys
@@ -144,17 +146,29 @@ class Sequences:
         return self._tensors[0].device
 
     @property
-    def _named(self) -> dict[str, Tensor]:
-        names = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k", "block_table")
-        return {name: x for name in names if (x := getattr(self, name)) is not None}
-
-    @property
     def _tables(self) -> Tables:
         return Tables(*(getattr(self, name) for name in Tables._fields))
 
     @property
     def _tensors(self) -> tuple[Tensor, ...]:
-        return tuple(self._named.values())
+        return tuple(x for x in self._tables if isinstance(x, Tensor))
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Sequences:
+        """The same sequences on a device, as `torch.Tensor.to` has it.
+
+        >>> import torch
+        >>> from flash_dmattn import Sequences
+        >>> Sequences.packed(torch.tensor([0, 3, 8])).to("cpu").number
+        2
+        """
+        tables: list[Any] = [
+            x.to(device, non_blocking=non_blocking) if isinstance(x, Tensor) else x for x in self._tables
+        ]
+        return Sequences(self.layout, *tables)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # For pickle and copy. What is remembered goes by versions of tensors, which a copy counts anew.
+        return {**self.__dict__, "_views": {}}
 
     def __repr__(self) -> str:
         # Not the values: printing them waits for the device.
@@ -167,13 +181,14 @@ class Sequences:
         Raises:
             ValueError: q, k or v are not of the shapes that the layout needs, or on another device.
         """
+        kind = self.layout.partition("_")[0]
         ranks = dict(zip("qkv", (*RANKS[self.layout], RANKS[self.layout][1]), strict=True))
         for name, x in zip("qkv", (q, k, v), strict=True):
             if not isinstance(x, Tensor):
                 raise TypeError(f"{name} is a {type(x).__name__}; it needs to be a torch.Tensor")
             if x.dim() != ranks[name]:
                 raise ValueError(
-                    f"{name} has {x.dim()} dimensions, shape {tuple(x.shape)}; beside {_KINDS[self.layout]} sequences "
+                    f"{name} has {x.dim()} dimensions, shape {tuple(x.shape)}; beside {kind} sequences "
                     f"it needs {_SHAPES[self.layout][name != 'q']}"
                 )
         if self.device != q.device:
@@ -183,7 +198,9 @@ class Sequences:
             if x.dim() == 4 and not (name == "k" and paged) and x.shape[0] != number:
                 raise ValueError(f"{name} has {x.shape[0]} entries; it needs one for each sequence, {number}")
         rows_q, page_size = q.shape[-3], k.shape[1] if paged else 0
-        rows_k = self.block_table.shape[1] * page_size if self.block_table is not None else k.shape[-3]
+        rows_k = k.shape[-3]
+        if self.block_table is not None:
+            rows_k = self.block_table.shape[1] * page_size if k.shape[0] > 0 else 0  # no page has a key to read
         packs_q, packs_k = self.cu_seqlens_q is not None, self.cu_seqlens_k is not None
         return SequenceSpec(
             self.layout,
@@ -197,7 +214,7 @@ class Sequences:
         )
 
     def view(self, spec: SequenceSpec, pages: int = 0) -> SequenceView:
-        """What kernels receive, made by a few small ones and remembered; it does not wait for the device.
+        """What kernels receive; remembered for the next layer. On a GPU it does not wait for the device.
 
         Args:
             spec: of the call.
@@ -205,13 +222,18 @@ class Sequences:
         """
         if torch.compiler.is_compiling() or _is_capturing(self.device):
             return SequenceView(make_bounds(self._tables, self.device, spec), self.block_table)
-        key = (spec, pages, *(x._version for x in self._tensors))
+        key = None
+        if not any(x.is_inference() for x in self._tensors):  # those do not say when they change
+            # What inference mode makes cannot be saved for a backward pass.
+            key = (spec, pages, torch.is_inference_mode_enabled(), *(x._version for x in self._tensors))
         found = self._views.get(key)
         if found is None:
             if self.device.type == "cpu":
                 check_values(self._tables, spec, pages)
+            found = SequenceView(make_bounds(self._tables, self.device, spec), self.block_table)
             self._views.clear()
-            found = self._views[key] = SequenceView(make_bounds(self._tables, self.device, spec), self.block_table)
+            if key is not None:
+                self._views[key] = found
         return found
 
     def check(self, q: Tensor | None = None, k: Tensor | None = None) -> None:
@@ -251,7 +273,6 @@ def lay_out(
     return q, k, v, spec, view
 
 
-_KINDS = {"packed": "packed", "padded": "padded", "paged": "paged", "paged_packed": "paged"}
 _SLOTS_Q, _TOKENS_Q = "4, (sequences, queries, heads, head_dim)", "3, (queries of all sequences, heads, head_dim)"
 _PAGES = "4, (pages, page_size, heads, head_dim)"
 _SHAPES = {
@@ -280,7 +301,9 @@ def _as_int32(given: dict[str, Tensor | None], *required: str) -> dict[str, Any]
         if device is not None and x.device != device:
             raise ValueError(f"{name} is on {x.device}; it needs to be where the others are, on {device}")
         device = x.device
-        found[name] = x.to(torch.int32)
+        x = x.to(torch.int32)
+        # Kernels step through a row of pages one by one.
+        found[name] = x.contiguous() if rank == 2 and x.stride(1) != 1 else x
     return found
 
 
@@ -297,7 +320,9 @@ def _checked(sequences: Sequences) -> Sequences:
     if sequences.cu_seqlens_q is not None and sequences.cu_seqlens_q.shape[0] == 0:
         raise ValueError("cu_seqlens_q has shape (0,); it needs one entry more than there are sequences")
     number = sequences.number
-    for name, x in sequences._named.items():
+    for name, x in sequences._tables._asdict().items():
+        if not isinstance(x, Tensor):
+            continue
         wanted = number + int(name.startswith("cu_"))  # torch.compile cannot add a bool to a size
         if x.shape[0] != wanted:
             raise ValueError(f"{name} has {x.shape[0]} entries; of {number} sequences it needs {wanted}")

@@ -27,7 +27,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "bounds are remembered though a table has changed",
         LAYOUT,
-        "key = (spec, pages, *(x._version for x in self._tensors))",
+        "key = (spec, pages, torch.is_inference_mode_enabled(), *(x._version for x in self._tensors))",
         "key = (spec, pages)",
         (f"{_TESTS}what_changes_in_place_counts_from_the_next_call_on",),
     ),
