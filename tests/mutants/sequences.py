@@ -71,7 +71,7 @@ FAULTS: tuple[Fault, ...] = (
         KEYS,
         "SEARCH, 2, BLOCK_N)",
         "SEARCH, 0, BLOCK_N)",
-        ("tests/test_triton_sequences.py::test_in_the_interpreter[drawn]",),
+        INTERPRETED,
     ),
     Fault(
         "delta of few keys is taken twice",
