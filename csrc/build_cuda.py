@@ -26,7 +26,9 @@ from typing import NamedTuple
 CSRC = Path(__file__).resolve().parent
 SOURCES = (
     "api/backward.cpp",
+    "api/backward_sequences.cpp",
     "api/forward.cpp",
+    "api/forward_sequences.cpp",
     "api/intervals.cpp",
     "api/mask.cpp",
     "api/module.cpp",
@@ -40,12 +42,17 @@ SOURCES = (
     "sm90/mask/pack.cu",
     "sm90/mask/sort.cu",
     "sm90/mask/topk.cu",
+    "sm90/sequences/few_keys.cu",
+    "sm90/sequences/fill_gaps.cu",
+    "sm90/sequences/list_works.cu",
     "sm90/shared_dbias/add_chunks.cu",
 )
 FORWARD = "sm90/forward/instantiate.cu"
 BACKWARD = "sm90/backward/instantiate.cu"
 WIDE_BACKWARD = "sm90/wide_backward/instantiate.cu"
 SHARED_DBIAS = "sm90/shared_dbias/instantiate.cu"
+FORWARD_SEQUENCES = "sm90/forward/instantiate_sequences.cu"
+BACKWARD_SEQUENCES = "sm90/backward/instantiate_sequences.cu"
 STUB = "api/stub_libtorch_cuda.cpp"
 
 ARCH = "sm_90a"
@@ -59,6 +66,7 @@ GIB_PER_JOB = 1  # every unit takes 0.2 GiB, by nvcc 13.0
 HEAD_DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 WIDE_BACKWARD_HEAD_DIMS = ((192, 128), (192, 192), (256, 256))
 BACKWARD_HEAD_DIMS = ((32, 32), (64, 64), (128, 128), *WIDE_BACKWARD_HEAD_DIMS)
+SEQUENCES_HEAD_DIMS = ((64, 64), (128, 128))  # of both passes of calls with sequences
 DTYPES = {"fp16": ("__half", "Half"), "bf16": ("__nv_bfloat16", "BFloat16")}  # the name in CUDA, and in torch
 
 # Spilled bytes are those of the stores and the loads in a kernel's code, each counted once. At head dim 256 a thread
@@ -310,6 +318,14 @@ def shared_dbias_instances() -> list[Unit]:
     return _instances("shared_dbias", BACKWARD_HEAD_DIMS, lambda pair: SHARED_DBIAS)
 
 
+def sequences_instances() -> tuple[list[Unit], list[Unit]]:
+    """Return the units of both passes of calls with sequences."""
+    return (
+        _instances("forward_sequences", SEQUENCES_HEAD_DIMS, lambda pair: FORWARD_SEQUENCES),
+        _instances("backward_sequences", SEQUENCES_HEAD_DIMS, lambda pair: BACKWARD_SEQUENCES),
+    )
+
+
 def _instances(
     name: str, pairs: tuple[tuple[int, int], ...], source_of: Callable[[tuple[int, int]], str]
 ) -> list[Unit]:
@@ -345,9 +361,19 @@ def _chosen(variable: str, known: list[str]) -> list[str]:
     return [name for name in known if name in named]
 
 
-def instances_header(forward: list[Unit], backward: list[Unit]) -> str:
+def attention_units() -> list[Unit]:
+    """Return all units that are compiled for head dims and dtypes."""
+    of_sequences = sequences_instances()
+    return [*forward_instances(), *backward_instances(), *shared_dbias_instances(), *of_sequences[0], *of_sequences[1]]
+
+
+def instances_header() -> str:
     """Return the lists of units for the code that chooses: X(element, torch's name of it, head_dim, head_dim_v)."""
-    lists = {"FLASH_DMATTN_INSTANCES": forward, "FLASH_DMATTN_BACKWARD_INSTANCES": backward}
+    lists = {
+        "FLASH_DMATTN_INSTANCES": forward_instances(),
+        "FLASH_DMATTN_BACKWARD_INSTANCES": backward_instances(),
+        "FLASH_DMATTN_SEQUENCES_INSTANCES": sequences_instances()[0],
+    }
     return "".join(
         " \\\n  ".join([f"#define {name}(X)", *(unit.row for unit in units)]) + "\n" for name, units in lists.items()
     )
@@ -379,8 +405,7 @@ def build(output: Path, folder: Path, version: str) -> list[Kernel]:
 
     release = nvcc_version(nvcc)
     assert release is not None
-    forward, backward = forward_instances(), backward_instances()
-    attention = [*forward, *backward, *shared_dbias_instances()]
+    attention = attention_units()
     device_flags = [*DEVICE_FLAGS, RACECHECK_FLAG] if _for_racecheck() else DEVICE_FLAGS
     units = [*(Unit(source, source) for source in SOURCES), *attention]
     info = {
@@ -399,7 +424,7 @@ def build(output: Path, folder: Path, version: str) -> list[Kernel]:
         f"#define FLASH_DMATTN_BUILD_INFO_PREFIX {json.dumps(INFO_PREFIX)}\n"
         f"#define FLASH_DMATTN_BUILD_INFO {json.dumps(json.dumps(info))}\n",
     )
-    write_if_changed(folder / "build_instances.h", instances_header(forward, backward))
+    write_if_changed(folder / "build_instances.h", instances_header())
     # ninja runs in the folder, and reads its commands there: a copy of the tree and the folder has nothing to compile.
     sources = Path(os.path.relpath(CSRC, folder))
     includes = (".", torch / "include", sysconfig.get_path("include"))

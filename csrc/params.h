@@ -118,6 +118,48 @@ struct IntervalBitsParams {
   int seqlen_q, tiles_q, tiles_k;
 };
 
+// Sequences of many lengths, S of them, whose rows lie in entries of q and k: one entry of all tokens (packed), or one for
+// each sequence.
+struct SequenceParams {
+  const int4* bounds;  // (S): first and number of queries, first and number of keys; within an entry
+  bool packs_queries, packs_keys;
+  int rows_q, rows_k;  // of an entry
+  int most_q, most_k;  // no sequence has more
+  int left, right;     // the window about the last diagonal of each sequence; not negative
+  // Whether rows of a bias are those of packed queries, or its columns packed keys; else both are places in a sequence.
+  bool bias_packs_queries, bias_packs_keys;
+  int padded_tiles;  // of queries of all sequences, padded to whole tiles of each: at most this many
+  // The work tiles of a head, longest first: a sequence and a block of it. Sections have so many heads.
+  const int2* works;
+  const int* num_works;
+  int section;
+  // The sequence of each padded tile, -1 for none; only of the backward pass.
+  const int* sequence_of_tile;
+};
+
+// What lists the work tiles of a head: blocks of kTile queries, or of keys. Writes SequenceParams' arrays.
+struct ListWorksParams {
+  SequenceParams sequences;
+  int number;   // S
+  bool by_keys;
+  int* firsts;  // scratch, (S)
+  int2* works;
+  int* num_works;
+  int* sequence_of_tile;  // null if not needed
+};
+
+// What writes the rows of no sequence: zeros, and -inf to lse.
+struct FillGapsParams {
+  const int4* bounds;
+  int number;  // S
+  bool of_keys, packs_rows;
+  int rows;         // of an entry
+  int chunks;       // of 16 bytes in a row of x
+  void* x;          // (entries, rows, chunks)
+  float* lse;       // (entries, num_heads, rows); null for none
+  int num_heads;
+};
+
 // How a mask is read: not at all, as bits, or as the queries that see each key, [x, y) of its bounds.
 enum class MaskForm { kNone, kTiles, kIntervals };
 
@@ -171,6 +213,8 @@ struct ForwardParams {
   // One more logit in every row of a head, without a value; null for none.
   const void* sink;  // (Hq), contiguous
   BiasDtype sink_dtype;
+
+  SequenceParams sequences;  // of calls with sequences, whose kernels read no batch, seqlen_q, seqlen_k, low and high
 };
 
 // The backward pass. Gradients that several blocks add to are summed in fp32, in accumulator tiles of 64 x 64
@@ -237,6 +281,8 @@ struct BackwardParams {
 
   // With a softcap a score is softcap * tanh(pre_scale * q k) + bias, as in ForwardParams; without one both are 0.
   float softcap, pre_scale;
+
+  SequenceParams sequences;  // as in ForwardParams
 };
 
 // For a fixed order of additions: column lists whose query tiles ascend. Written before the backward kernel.
@@ -340,6 +386,31 @@ struct BackwardRowsParams {
   int64_t row_blocks;
   int num_heads_k;
   bool batch_is_inner;
+
+  SequenceParams sequences;  // as in ForwardParams; padded rows are its padded tiles
+};
+
+// delta of sequences of few keys, summed from scores. In the place of what the kernel before wrote.
+struct FewKeysParams {
+  struct Rows {
+    const void* data;
+    int64_t stride_b, stride_l, stride_h;  // in elements
+  };
+  Rows q, k, v, dout;
+  const float* dlse;  // as in BackwardRowsParams; null for zeros
+  int64_t dlse_stride_b, dlse_stride_h, dlse_stride_q;
+  const float* lse;  // (Hq, 128 padded_tiles), base 2
+  float* delta;      // (Hq, 128 padded_tiles)
+  float* row_delta;  // as in BackwardRowsParams
+  // A bias, but for one value per query, which lse does not have any more. Null for none.
+  const void* bias_values;
+  int64_t bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k;
+  BiasDtype bias_dtype;
+  int heads_per_bias;
+  bool bias_has_batch;
+  int num_heads, heads_per_group, head_dim, head_dim_v;
+  float softmax_scale;
+  SequenceParams sequences;
 };
 
 // The kernel after the backward kernel: converts accumulated dq, dk and dv to the dtype of q.
@@ -357,6 +428,7 @@ struct BackwardSumsParams {
     bool is_by_place;  // rows are those of `places`, and out is in the order of keys
   };
   static constexpr int kResults = 3;
+  SequenceParams sequences;  // of calls with sequences, which have one result: rows are padded tiles of queries
   PlacesOfKeys places;
   Result results[kResults];  // a result that is not wanted has no tiles of its own
 };

@@ -7,11 +7,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .problem import Gradients
+from .problem import Flags, Gradients
 from .reference.formula import sum_entries
 from .reference.sinks import row_delta, sink_gradient, through_lse
 
-__all__ = ["empty_gradients", "key_gradient", "query_gradient", "row_delta", "sink_gradient"]
+__all__ = [
+    "empty_gradients",
+    "key_gradient",
+    "query_gradient",
+    "row_delta",
+    "sequence_query_gradient",
+    "sink_gradient",
+]
 
 
 def empty_gradients(
@@ -60,6 +67,40 @@ def query_gradient(
         return torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device)
     rows = sum_entries(_over_heads(rows, bias, num_heads_k), bias.shape[0], repeat)
     return rows.sum_to_size(bias.shape[:3]).view(bias.shape).to(bias.dtype)
+
+
+def sequence_query_gradient(
+    bias: Tensor,
+    dlse: Tensor | None,
+    lse: Tensor,
+    num_heads_k: int,
+    flags: Flags,
+    sink: Tensor | None,
+    delta: Tensor | None,
+    bounds: Tensor,
+) -> Tensor:
+    """:func:`query_gradient` of a call with sequences, whose rows of no sequence have an lse of -inf.
+
+    Args:
+        dlse, lse, delta: (1, Hq, Tq) where queries are packed, else (S, Hq, Lq).
+        bounds: of a `SequenceView`.
+    """
+    nowhere = lse == -torch.inf
+    if dlse is not None:
+        dlse = dlse.to(torch.float32).masked_fill(nowhere, 0.0)
+    lse = lse.masked_fill(nowhere, torch.inf)  # where no sink has a share
+    if flags.packs_queries and flags.bias_packing == "none":
+        most = flags.max_seqlen_q
+        dlse, delta = (None if x is None else _by_position(x, bounds, most, 0.0) for x in (dlse, delta))
+        lse = _by_position(lse, bounds, most, torch.inf)
+    return query_gradient(bias, dlse, lse, num_heads_k, 1, sink, delta)
+
+
+def _by_position(x: Tensor, bounds: Tensor, most: int, rest: float) -> Tensor:
+    """(S, H, most) of rows (1, H, T): those of each sequence by their place in it, and a value for what it has not."""
+    place = torch.arange(most, device=x.device)
+    rows = (bounds[:, :1] + place).clamp(max=x.shape[2] - 1)
+    return x[0][:, rows].transpose(0, 1).masked_fill((place >= bounds[:, 1:2])[:, None], rest)
 
 
 def key_gradient(bias: Tensor, sums: Tensor, num_heads_k: int, repeat: int) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from flash_dmattn.gradients import key_gradient, query_gradient, row_delta, sink_gradient
+from flash_dmattn.gradients import key_gradient, row_delta, sequence_query_gradient, sink_gradient
 from flash_dmattn.problem import Flags, Gradients, MaskView, NeedsGrad, SequenceView, bias_class
 
 from .backward_bias import backward_bias_kernel
@@ -270,7 +270,8 @@ def plan_backward(
         if sink is not None and (need_sink or kind == "query"):
             rows = row_delta(dout, out, dlse, lse)
         if kind == "query" and bias is not None:
-            dbias = _query_gradient(call, bias, dlse, lse, sink, rows, sequences.bounds)
+            of_call = (call.num_heads_k, flags, sink, rows, sequences.bounds)
+            dbias = sequence_query_gradient(bias, dlse, lse, *of_call)
         if sink is None:
             return dq, dk, dv, dbias
         if not need_sink or rows is None:
@@ -421,30 +422,3 @@ def _plan_bias(call: SequenceCall, dout: Tensor, bias: Tensor) -> Callable[..., 
         return dbias
 
     return run
-
-
-def _query_gradient(
-    call: SequenceCall,
-    bias: Tensor,
-    dlse: Tensor | None,
-    lse: Tensor,
-    sink: Tensor | None,
-    delta: Tensor | None,
-    bounds: Tensor,
-) -> Tensor:
-    """The gradient of a bias of one value per query, which its rows of lse have."""
-    nowhere = lse == -torch.inf
-    if dlse is not None:
-        dlse = dlse.to(torch.float32).masked_fill(nowhere, 0.0)
-    lse = lse.masked_fill(nowhere, torch.inf)  # where no sink has a share
-    if call.flags.packs_queries and call.flags.bias_packing == "none":
-        dlse, delta = (None if x is None else _by_position(x, bounds, call.shape.seqlen_q, 0.0) for x in (dlse, delta))
-        lse = _by_position(lse, bounds, call.shape.seqlen_q, torch.inf)
-    return query_gradient(bias, dlse, lse, call.num_heads_k, 1, sink, delta)
-
-
-def _by_position(x: Tensor, bounds: Tensor, most: int, rest: float) -> Tensor:
-    """(S, H, most) of rows (1, H, T): those of each sequence by their place in it, and a value for what it has not."""
-    place = torch.arange(most, device=x.device)
-    rows = (bounds[:, :1] + place).clamp(max=x.shape[2] - 1)
-    return x[0][:, rows].transpose(0, 1).masked_fill((place >= bounds[:, 1:2])[:, None], rest)

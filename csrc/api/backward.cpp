@@ -11,6 +11,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "../sm90/backward/launch.h"
+#include "backward_rows.h"
 #include "backward_schedule.h"
 #include "bias.h"
 #include "build_instances.h"  // written by the build
@@ -57,11 +58,6 @@ KernelInstance instance_for(ScalarType dtype, int64_t head_dim, int64_t head_dim
 #undef FLASH_DMATTN_INSTANCE
   CHECK_ARGUMENT(false, "the extension was not built for gradients of head dims ", head_dim, " and ", head_dim_v,
                  " (v) of this dtype");
-}
-
-template <class T = void>
-T* data_of(const std::optional<Tensor>& x) {
-  return x.has_value() ? static_cast<T*>(x->mutable_data_ptr()) : nullptr;
 }
 
 // Chooses how the main kernel reads the bias. A bias per query only changes lse, which the kernel of the rows handles.
@@ -115,30 +111,6 @@ struct Scratch {
     return start;
   }
 };
-
-BackwardRowsParams describe_rows(const Tensor& out, const Tensor& dout, const Tensor& lse,
-                                 const std::optional<Tensor>& dlse) {
-  CHECK_ARGUMENT(out.is_contiguous() && lse.is_contiguous(), "out and lse need to be contiguous");
-  BackwardRowsParams rows{};
-  rows.out = out.const_data_ptr();
-  rows.dout = dout.const_data_ptr();
-  rows.lse = static_cast<const float*>(lse.const_data_ptr());
-  rows.dout_stride_b = dout.stride(0);
-  rows.dout_stride_q = dout.stride(1);
-  rows.dout_stride_h = dout.stride(2);
-  if (dlse.has_value()) {
-    CHECK_ARGUMENT(dlse->scalar_type() == ScalarType::Float, "dlse needs to be float32, as lse");
-    rows.dlse = static_cast<const float*>(dlse->const_data_ptr());
-    rows.dlse_stride_b = dlse->stride(0);
-    rows.dlse_stride_h = dlse->stride(1);
-    rows.dlse_stride_q = dlse->stride(2);
-  }
-  rows.batch = static_cast<int>(out.size(0));
-  rows.seqlen_q = static_cast<int>(out.size(1));
-  rows.num_heads = static_cast<int>(out.size(2));
-  rows.head_dim_v = static_cast<int>(out.size(3));
-  return rows;
-}
 
 // What the kernel of the sums converts to results.
 struct Postprocess {
@@ -198,7 +170,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   CHECK_ARGUMENT(pairs_k * tiles_k <= kMaxInt / 4, "there are more than 2^29 tiles of keys");
 
   BackwardParams params{};
-  BackwardRowsParams rows = describe_rows(out, dout, lse, dlse);
+  BackwardRowsParams rows = describe_rows(kName, out, dout, lse, dlse);
   BackwardBias form = BackwardBias::kNone;
   const MaskForm of_mask = mask_form(mask);
   const bool has_mask = of_mask != MaskForm::kNone, is_banded = has_band(sizes, low, high);
@@ -338,11 +310,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   float* const start = static_cast<float*>(memory.mutable_data_ptr());
   rows.lse_log2 = start;
   rows.delta = start + padded_rows;
-  if (delta.has_value()) {
-    CHECK_ARGUMENT(delta->is_contiguous() && delta->scalar_type() == ScalarType::Float && delta->numel() == lse.numel(),
-                   "delta needs to be contiguous, float32, and of the shape of lse");
-    rows.row_delta = data_of<float>(delta);
-  }
+  set_row_delta(kName, delta, lse, rows);
   rows.cleared = start + dbias_counter_at;
   rows.zeros = ((params.key_order != nullptr ? places_at : scratch.length) - dbias_counter_at) / 4;
   params.lse = rows.lse_log2;

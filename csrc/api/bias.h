@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include <torch/csrc/stable/tensor.h>
 
@@ -52,6 +53,16 @@ void set_bias(const char* op, const torch::stable::Tensor& bias, int64_t num_hea
   params.bias_stride_k = bias_stride(bias, 3);
   params.heads_per_bias = heads_per_bias(bias, num_heads);
   params.bias_has_batch = !is_broadcast(bias, 0);
+}
+
+// Sets a sink, (Hq), contiguous, in fp32 or 16 bits.
+inline void set_sink(const char* op, const std::optional<torch::stable::Tensor>& sink, int64_t num_heads,
+                     ForwardParams& params) {
+  if (!sink.has_value()) return;
+  CHECK_FOR(op, sink->numel() == num_heads && sink->is_contiguous(), "sink needs to be contiguous, one for each of ",
+            num_heads, " heads");
+  params.sink = sink->const_data_ptr();
+  params.sink_dtype = float_dtype(op, *sink, "sink");
 }
 
 }  // namespace flash_dmattn

@@ -69,6 +69,24 @@ void set_softcap(double softmax_scale, double softcap, Params& params) {
   params.pre_scale = static_cast<float>(softmax_scale / softcap);
 }
 
+// Of the forward pass. The softmax computes scale * score - scale * max in one instruction, so scale must be positive; a
+// bias is multiplied by 1 / scale, so scale must not be tiny either.
+inline void set_scale(double softmax_scale, double softcap, ForwardParams& params) {
+  constexpr double kLeastScale = 1e-6;
+  if (softcap > 0) {
+    params.transforms = true;
+    params.scale = 1.0f;
+    set_softcap(softmax_scale, softcap, params);
+  } else if (softmax_scale < kLeastScale) {
+    params.transforms = true;
+    params.scale = 1.0f;
+    params.pre_scale = static_cast<float>(softmax_scale);
+  } else {
+    params.scale = static_cast<float>(softmax_scale);
+  }
+  params.inverse_scale = 1.0f / params.scale;
+}
+
 // The form of a mask of which the first tensor is given: bits of a TileMask, (Bm, Hm, Lq, 4 Tk), or bounds of an
 // IntervalMask, (Bm, Hm, 128 Tk, 2), which the last dim tells apart.
 inline MaskForm mask_form(const std::vector<torch::stable::Tensor>& mask) {

@@ -86,30 +86,11 @@ void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::option
   if (form == Bias::kTile) params.bias = scores_map(kName, *bias, "bias", tile.block_m);
   params.out = out.mutable_data_ptr();
   params.lse = static_cast<float*>(lse.mutable_data_ptr());
-  if (sink.has_value()) {
-    CHECK_ARGUMENT(sink->numel() == q.size(2) && sink->is_contiguous(), "sink needs to be contiguous, one for each of ",
-                   q.size(2), " heads");
-    params.sink = sink->const_data_ptr();
-    params.sink_dtype = float_dtype(kName, *sink, "sink");
-  }
+  set_sink(kName, sink, sizes.num_heads, params);
   set_sizes(sizes, params);
   set_band(sizes, low, high, params);
 
-  // The softmax computes scale * score - scale * max in one instruction, so scale must be positive; a bias is
-  // multiplied by 1 / scale, so scale must not be tiny either.
-  constexpr double kLeastScale = 1e-6;
-  if (softcap > 0) {
-    params.transforms = true;
-    params.scale = 1.0f;
-    set_softcap(softmax_scale, softcap, params);
-  } else if (softmax_scale < kLeastScale) {
-    params.transforms = true;
-    params.scale = 1.0f;
-    params.pre_scale = static_cast<float>(softmax_scale);
-  } else {
-    params.scale = static_cast<float>(softmax_scale);
-  }
-  params.inverse_scale = 1.0f / params.scale;
+  set_scale(softmax_scale, softcap, params);
   if (has_mask) {
     CHECK_ARGUMENT(mask.size() == 2, "mask has ", mask.size(), " tensors; it needs bits or bounds, and lists of rows");
     set_mask(of_mask, mask[0], mask[1], sizes, params);

@@ -32,9 +32,11 @@ Encode encoder(const char* op) {
   return found;
 }
 
-// The descriptor of a tensor of 16-bit values. Dims and strides (in elements) are innermost first.
+// The descriptor of a tensor of 16-bit values. Dims and strides (in elements) are innermost first; `first` is the
+// element that has coordinates 0.
 CUtensorMap tensor_map(const char* op, const Tensor& x, const char* name, std::array<int64_t, 4> sizes,
-                       std::array<int64_t, 4> strides, int rows, CUtensorMapL2promotion promotion) {
+                       std::array<int64_t, 4> strides, int rows, CUtensorMapL2promotion promotion,
+                       int64_t first = 0) {
   CHECK_FOR(op, strides[0] == 1 || sizes[0] == 1, name, " has no unit stride in its last dim");
   cuuint64_t dims[4], bytes[3];
   for (int dim = 0; dim < 4; ++dim) {
@@ -45,7 +47,7 @@ CUtensorMap tensor_map(const char* op, const Tensor& x, const char* name, std::a
     CHECK_FOR(op, bytes[dim - 1] % 16 == 0 && bytes[dim - 1] > 0, name, " has a stride of ", strides[dim],
               " elements; TMA takes positive multiples of 8");
   }
-  auto* const data = const_cast<void*>(x.const_data_ptr());
+  auto* const data = static_cast<char*>(const_cast<void*>(x.const_data_ptr())) + first * 2;
   CHECK_FOR(op, reinterpret_cast<uintptr_t>(data) % 16 == 0, name, " does not start on 16 bytes");
   const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(rows), 1, 1}, steps[4] = {1, 1, 1, 1};
   const auto dtype =
@@ -71,6 +73,22 @@ CUtensorMap scores_map(const char* op, const Tensor& x, const char* name, int ro
   const int64_t heads = is_broadcast(x, 1) ? 1 : x.size(1), batches = is_broadcast(x, 0) ? 1 : x.size(0);
   return tensor_map(op, x, name, {x.size(3), x.size(2), heads, batches},
                     {x.stride(3), x.stride(2), x.stride(1), x.stride(0)}, rows, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
+}
+
+CUtensorMap ragged_rows_map(const char* op, const Tensor& x, const char* name, int rows, int64_t most) {
+  const int64_t entries = x.size(0), all = entries * x.size(1);
+  const int64_t stride = x.size(1) > 1 ? x.stride(1) : entries > 1 ? x.stride(0) : (x.size(3) + 7) / 8 * 8;
+  CHECK_FOR(op, entries == 1 || x.stride(0) == x.size(1) * stride, name, " has entries ", x.stride(0),
+            " elements apart; they need to follow each other");
+  return tensor_map(op, x, name, {x.size(3), most, x.size(2), all + 1}, {x.stride(3), stride, x.stride(2), stride}, rows,
+                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, -most * stride);
+}
+
+CUtensorMap ragged_scores_map(const char* op, const Tensor& x, const char* name, int rows, int64_t most) {
+  const int64_t heads = is_broadcast(x, 1) ? 1 : x.size(1), all = x.size(2);
+  const int64_t stride = all > 1 ? x.stride(2) : (x.size(3) + 7) / 8 * 8;
+  return tensor_map(op, x, name, {x.size(3), most, heads, all + 1}, {x.stride(3), stride, x.stride(1), stride}, rows,
+                    CU_TENSOR_MAP_L2_PROMOTION_L2_128B, -most * stride);
 }
 
 }  // namespace flash_dmattn

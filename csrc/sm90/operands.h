@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include "../params.h"
+#include "sequences/sequence.h"
 
 namespace flash_dmattn {
 
@@ -69,8 +70,8 @@ __device__ __forceinline__ float load_float(const void* values, BiasDtype dtype,
 // For a bias that is not loaded by TMA: calls `use` with a function that returns its value at (query, key), in fp32.
 template <class Params, class Work, class F>
 __device__ __forceinline__ void with_bias(const Params& p, const Work& work, F use) {
-  const int64_t start =
-      (p.bias_has_batch ? work.batch : 0) * p.bias_stride_b + work.head / p.heads_per_bias * p.bias_stride_h;
+  const int64_t start = (p.bias_has_batch ? work.batch : 0) * p.bias_stride_b +
+                        work.head / p.heads_per_bias * p.bias_stride_h + first_bias_of(p, work);
   auto with = [&](auto* values) {
     values += start;
     use([=](int query, int key) { return to_float(values[query * p.bias_stride_q + key * p.bias_stride_k]); });

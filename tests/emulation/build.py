@@ -83,10 +83,9 @@ def build(output: Path, folder: Path, head_dims: str, dtypes: str) -> None:
         build_cuda.write_if_changed(source / place, (HERE / place).read_text())
     for path in [*HERE.glob("*.h"), *HERE.glob("*.cpp")]:
         build_cuda.write_if_changed(source / path.name, path.read_text())
-    forward, backward = build_cuda.forward_instances(), build_cuda.backward_instances()
-    build_cuda.write_if_changed(source / "build_instances.h", build_cuda.instances_header(forward, backward))
+    build_cuda.write_if_changed(source / "build_instances.h", build_cuda.instances_header())
 
-    units = [*forward, *backward, *build_cuda.shared_dbias_instances()]
+    units = build_cuda.attention_units()
     units += [build_cuda.Unit(name, name) for name in build_cuda.SOURCES if name not in NOT_BUILT]
     found = build_cuda.find_torch()
     assert found is not None

@@ -95,13 +95,11 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
   }
 
   __device__ __forceinline__ void add_dq(const DqAccum& dq, const KeyWorkItem<Traits>& item, int block) {
-    const int tiles_q = (p.seqlen_q + kTile - 1) / kTile;
     const int row = block * (kBlockM / 64) + (kBlockM == 128 ? group : 0);
     const int panel = Traits::kPanels == 2 ? group : 0;
     const int first = kBlockM == 64 && kDqColumns < kAccumColumns ? group * (kDqColumns / 8) : 0;
-    const int64_t head = static_cast<int64_t>(item.batch) * p.num_heads + item.head;
     if (p.dq_semaphore != nullptr) named_barrier_sync(kMayAddBarrier + group, 128 + 32);
-    float* to = p.dq_sums + ((head * 2 * tiles_q + row) * Traits::kPanels + panel) * kAccumFloats<kD>;
+    float* to = p.dq_sums + ((first_padded_tile_of(p, item) * 2 + row) * Traits::kPanels + panel) * kAccumFloats<kD>;
 #pragma unroll
     for (int c = 0; c < kDqColumns / 8; ++c) {
       float* four = to + accum_offset(first + c, threadIdx.x % 128);
@@ -377,7 +375,8 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
   __device__ __forceinline__ void store_key_sums(const KeyWorkItem<Traits>& item) {
     if constexpr (kHasKeyBias) {
       if (p.dbias_sums == nullptr) return;
-      float* to = p.dbias_sums + (static_cast<int64_t>(item.batch) * p.num_heads + item.head) * p.seqlen_k;
+      float* to = p.dbias_sums + first_key_sum_of(p, item);
+      const int seqlen_k = extent_of(p, item).seqlen_k;
       const float2 of_thread = key_sums();
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -385,7 +384,7 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
         sum += __shfl_xor_sync(0xffffffffu, sum, 1);
         sum += __shfl_xor_sync(0xffffffffu, sum, 2);
         const int key = this->first_key(item) + this->key_of_block(r);
-        if (lane % 4 == 0 && key < p.seqlen_k) this->store_key_sum(to, item, key, sum);
+        if (lane % 4 == 0 && key < seqlen_k) this->store_key_sum(to, item, key, sum);
       }
     }
   }

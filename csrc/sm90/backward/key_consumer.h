@@ -118,11 +118,14 @@ struct KeyConsumer {
         }
       }
     } else {
+      const Extent of = extent_of(p, item);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int key = first_key(item) + key_of_block(r, tile);
         const int query = block * kBlockM + 2 * (lane % 4);
-        keep_queries(scores, r, key - p.high - query, key < p.seqlen_k ? key - p.low - query : -1);
+        int last = key - of.low;
+        if constexpr (Traits::kHasSequences) last = min(last, of.seqlen_q - 1);
+        keep_queries(scores, r, key - of.high - query, key < of.seqlen_k ? last - query : -1);
       }
     }
   }
@@ -294,6 +297,7 @@ struct KeyConsumer {
   __device__ __forceinline__ void epilogue(const float (&x)[kCount], void* to, float* sums, int columns, float factor,
                                            const KeyWorkItem<Traits>& item, int tile = 0) {
     const int heads_k = p.num_heads / p.heads_per_group, head_k = item.head / p.heads_per_group;
+    const int seqlen_k = extent_of(p, item).seqlen_k;
     if (sums != nullptr) {
       constexpr int kColumns = kCount * 2, kFloats = kAccumFloats<kColumns>;
       constexpr int kPanels = kColumns * kAccumRows / kFloats;
@@ -314,7 +318,7 @@ struct KeyConsumer {
     for (int r = 0; r < 2; ++r) {
       const int key = first_key(item) + key_of_block(r, tile);
       Element* row = static_cast<Element*>(to) +
-                     ((static_cast<int64_t>(item.batch) * p.seqlen_k + key) * heads_k + head_k) * columns;
+                     ((first_key_of(p, item) + key) * heads_k + head_k) * columns;
 #pragma unroll
       for (int c = 0; c < kCount / 16; ++c) {
         uint32_t words[4];
@@ -325,7 +329,7 @@ struct KeyConsumer {
         }
         quad_transpose(words[0], words[1], words[2], words[3], lane);
         const int column = 8 * (4 * c + lane % 4);
-        if (key < p.seqlen_k && column < columns) {
+        if (key < seqlen_k && column < columns) {
           *reinterpret_cast<uint4*>(row + column) = make_uint4(words[0], words[1], words[2], words[3]);
         }
       }
@@ -345,10 +349,11 @@ struct KeyConsumer {
 
   __device__ __forceinline__ void load_key_bias(const KeyWorkItem<Traits>& item) {
     if constexpr (kHasKeyBias) {
+      const int last_key = extent_of(p, item).seqlen_k - 1;
       with_bias(p, item, [&](auto bias) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          key_bias[r] = bias(0, min(first_key(item) + key_of_block(r), p.seqlen_k - 1)) * kLog2e;
+          key_bias[r] = bias(0, min(first_key(item) + key_of_block(r), last_key)) * kLog2e;
           if constexpr (Traits::kHasSoftcap) key_bias[r] = fminf(key_bias[r], FLT_MAX);  // as in `added`
         }
       });

@@ -38,6 +38,10 @@ constexpr int32_t kFullTile = INT32_MIN;
 template <class T, int kHeadDim, int kHeadDimV>
 cudaError_t launch_backward_main(const BackwardParams& params, BackwardBias bias, MaskForm mask, int block_n,
                                  int blocks, cudaStream_t stream);
+// The main kernel of calls with sequences: work tiles of kTile keys; the bias is not kTileSum, and there is no mask, no
+// softcap, and no order of additions.
+template <class T, int kHeadDim, int kHeadDimV>
+cudaError_t launch_backward_sequences(const BackwardParams& params, BackwardBias bias, int blocks, cudaStream_t stream);
 template <class T>
 cudaError_t launch_backward_rows(const BackwardRowsParams& params, cudaStream_t stream);
 template <class T>

@@ -16,7 +16,12 @@ __device__ __forceinline__ void load_operands(const BackwardParams& p, Storage& 
   prefetch_tensor_map(&p.k);
   prefetch_tensor_map(&p.v);
   prefetch_tensor_map(&p.dout);
-  const int padded_rows = (p.seqlen_q + kTile - 1) / kTile * kTile;
+  [[maybe_unused]] int num_works = 0;
+  int num_work_tiles = p.num_work_tiles;
+  if constexpr (Traits::kHasSequences) {
+    num_works = *p.sequences.num_works;
+    num_work_tiles = num_works * (p.num_heads / p.heads_per_group);
+  }
 
   PipelineState<Traits::kStages> pipe;
   PipelineState<2> pipe_work;
@@ -40,8 +45,8 @@ __device__ __forceinline__ void load_operands(const BackwardParams& p, Storage& 
   for (int index = is_ordered ? take() : blockIdx.x / cluster;; index = next_after(index)) {
     KeyWorkItem<Traits> item;
     const int tile_index = index * cluster + rank;
-    item.is_valid = tile_index < p.num_work_tiles;
-    const KeyWorkTile work = decode_key_work_tile(p, item.is_valid ? tile_index : 0);
+    item.is_valid = tile_index < num_work_tiles;
+    const auto work = decode_key_work_tile<Traits::kHasSequences>(p, item.is_valid ? tile_index : 0, num_works);
     const int members = item.is_valid && work.is_full_group ? p.heads_per_group : 1;
     const int head_k = work.head / p.heads_per_group;
 #pragma unroll 1
@@ -50,6 +55,7 @@ __device__ __forceinline__ void load_operands(const BackwardParams& p, Storage& 
       item.is_last = member == members - 1;
       item.is_full_group = work.is_full_group;
       item.batch = work.batch;
+      if constexpr (Traits::kHasSequences) item.sequence = work.sequence;
       item.head = work.head + member;
       item.block_k = work.block_k;
       if (item.is_valid) item.walk = QueryWalk<Traits>::of(p, item);
@@ -65,26 +71,28 @@ __device__ __forceinline__ void load_operands(const BackwardParams& p, Storage& 
       pipe_work.advance();
       if (!item.is_valid) return;
       if (item.is_first) {
-        const int stage = pipe_keys.stage, key = work.block_k * Traits::kBlockN;
+        const int stage = pipe_keys.stage;
+        const RowAt key = key_at(p, work, work.block_k * Traits::kBlockN);
         uint64_t* full = &shared.keys_full[stage];
         barrier_wait(&shared.keys_empty[stage], pipe_keys.phase ^ 1);
-        tma_load_panels<Traits::kPanels, Traits::kBlockN>(shared.k[stage], &p.k, full, 0, key, head_k, work.batch);
-        tma_load_panels<Traits::kPanelsV, Traits::kBlockN>(shared.v[stage], &p.v, full, 0, key, head_k, work.batch);
+        tma_load_panels<Traits::kPanels, Traits::kBlockN>(shared.k[stage], &p.k, full, 0, key.row, head_k, key.entry);
+        tma_load_panels<Traits::kPanelsV, Traits::kBlockN>(shared.v[stage], &p.v, full, 0, key.row, head_k, key.entry);
         pipe_keys.advance();
       }
-      const int64_t rows = (static_cast<int64_t>(item.batch) * p.num_heads + item.head) * padded_rows;
+      const int64_t rows = first_padded_tile_of(p, item) * kTile;
 #pragma unroll 1
       for (int step = 0; step < item.walk.steps; ++step) {
         bool needs_mask;
         const int row = item.walk.at(step, needs_mask) * kBlockM;
+        const RowAt at = query_at(p, item, row);
         uint64_t* full = &shared.q_full[pipe.stage];
         barrier_wait(&shared.q_empty[pipe.stage], pipe.phase ^ 1);
-        tma_load_panels<Traits::kPanels, kBlockM>(shared.q[pipe.stage], &p.q, full, 0, row, item.head, item.batch);
+        tma_load_panels<Traits::kPanels, kBlockM>(shared.q[pipe.stage], &p.q, full, 0, at.row, item.head, at.entry);
         bulk_load_floats(shared.lse[pipe.stage], p.lse + rows + row, kBlockM, full);
         full = &shared.dout_full[pipe.stage];
         barrier_wait(&shared.dout_empty[pipe.stage], pipe.phase ^ 1);
-        tma_load_panels<Traits::kPanelsV, kBlockM>(shared.dout[pipe.stage], &p.dout, full, 0, row, item.head,
-                                                   item.batch);
+        tma_load_panels<Traits::kPanelsV, kBlockM>(shared.dout[pipe.stage], &p.dout, full, 0, at.row, item.head,
+                                                   at.entry);
         bulk_load_floats(shared.delta[pipe.stage], p.delta + rows + row, kBlockM, full);
         pipe.advance();
       }
@@ -101,17 +109,17 @@ __device__ __forceinline__ void load_bias(const BackwardParams& p, Storage& shar
   for (;;) {
     const KeyWorkItem<Traits>& item = get_work_tile(shared, pipe_work);
     if (!item.is_valid) return;
-    const int head = item.head / p.heads_per_bias, batch = p.bias_has_batch ? item.batch : 0;
+    const int head = item.head / p.heads_per_bias;
 #pragma unroll 1
     for (int step = 0; step < item.walk.steps; ++step) {
       bool needs_mask;
-      const int row = item.walk.at(step, needs_mask) * Traits::kBlockM;
+      const RowAt at = score_at(p, item, item.walk.at(step, needs_mask) * Traits::kBlockM, p.bias_has_batch);
 #pragma unroll
       for (int tile = 0; tile < Traits::kKeyTiles; ++tile) {
         barrier_wait(&shared.bias_empty[pipe.stage], pipe.phase ^ 1);
         if (threadIdx.x % 32 == 0) {
           tma_load_panels<kPanels, Traits::kBlockM>(shared.bias[pipe.stage], &p.bias, &shared.bias_full[pipe.stage],
-                                                    item.block_k * Traits::kBlockN + tile * kTile, row, head, batch);
+                                                    item.block_k * Traits::kBlockN + tile * kTile, at.row, head, at.entry);
         }
         pipe.advance();
       }
@@ -133,7 +141,7 @@ __device__ __forceinline__ void store_dbias(const BackwardParams& p, Storage& sh
 #pragma unroll 1
     for (int step = 0; step < item.walk.steps; ++step) {
       bool needs_mask;
-      const int row = item.walk.at(step, needs_mask) * Traits::kBlockM;
+      const RowAt at = score_at(p, item, item.walk.at(step, needs_mask) * Traits::kBlockM, true);
 #pragma unroll
       for (int tile = 0; tile < Traits::kKeyTiles; ++tile) {
         barrier_wait(&shared.ds_full[pipe.stage], pipe.phase);
@@ -142,8 +150,8 @@ __device__ __forceinline__ void store_dbias(const BackwardParams& p, Storage& sh
           const int key = item.block_k * Traits::kBlockN + tile * kTile;
 #pragma unroll
           for (int panel = 0; panel < Traits::kBlockN / Traits::kKeyTiles / kPanelColumns; ++panel) {
-            tma_store_4d(&p.dbias, dbias + panel * Traits::kBlockM * kRowBytes, key + panel * kPanelColumns, row,
-                         item.head, item.batch);
+            tma_store_4d(&p.dbias, dbias + panel * Traits::kBlockM * kRowBytes, key + panel * kPanelColumns, at.row,
+                         item.head, at.entry);
           }
           tma_store_commit_and_wait_read();
         }

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "../../device/fragments.h"
+#include "../../dispatch.h"
 #include "../kernel_launch.h"
 #include "../operands.h"
 #include "launch.h"
@@ -20,7 +21,8 @@ constexpr int kMaxBlocks = 1 << 20;
 constexpr int kZerosOfThread = 8;  // more blocks if there is more to clear than this
 
 // A row as with_bias expects a work tile.
-struct Row {
+template <bool kHasSequences>
+struct Row : OfSequence<kHasSequences> {
   int batch, head;
 };
 
@@ -53,29 +55,45 @@ __device__ __forceinline__ void clear_live_rows(const BackwardRowsParams& p) {
 }
 
 // For rows of out and dout of up to kColumns.
-template <class Element, int kColumns>
+template <class Element, int kColumns, bool kHasSequences>
 __global__ void __launch_bounds__(kThreads)
     backward_rows_kernel(const __grid_constant__ BackwardRowsParams p, int64_t rows) {
   griddep_wait();
   griddep_launch_dependents();
   constexpr int kLanes = kLanesOf<kColumns>;
   constexpr int kTimes = kColumns / (kLanes * 8);  // loads of a lane, all issued before the first is used
-  const int padded = (p.seqlen_q + kTile - 1) / kTile * kTile;
+  const int padded = kHasSequences ? p.sequences.padded_tiles * kTile : (p.seqlen_q + kTile - 1) / kTile * kTile;
   const int lane = threadIdx.x % kLanes;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * (kThreads / kLanes);
   // Rows are padded to whole tiles, so all threads of a warp make the same number of iterations.
   for (int64_t at = static_cast<int64_t>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes; at < rows;
        at += stride) {
     const int64_t pair = at / padded;
-    const int row = static_cast<int>(at - pair * padded);
-    const Row work{static_cast<int>(pair / p.num_heads), static_cast<int>(pair % p.num_heads)};
+    int row = static_cast<int>(at - pair * padded);
+    Row<kHasSequences> work;
+    work.batch = static_cast<int>(pair / p.num_heads);
+    work.head = static_cast<int>(pair % p.num_heads);
+    bool exists = true;
+    if constexpr (kHasSequences) {
+      work.batch = p.sequences.sequence_of_tile[row / kTile];
+      exists = work.batch >= 0;
+      if (exists) {
+        work.sequence = load_sequence(p.sequences, work.batch);
+        row -= first_padded_tile(work.sequence, work.batch) * kTile;
+      }
+    }
+    exists = exists && row < seqlen_q_of(p, work);
     float sum = 0.0f;
-    const bool exists = row < p.seqlen_q;
+    // The row in its entry of dout and of dlse.
+    int entry = work.batch, row_of_entry = row;
+    if constexpr (kHasSequences) {
+      if (exists && p.sequences.packs_queries) entry = 0, row_of_entry += work.sequence.first_q;
+    }
     if (exists) {
-      const int64_t row_index = (static_cast<int64_t>(work.batch) * p.seqlen_q + row) * p.num_heads + work.head;
+      const int64_t row_index = (first_query_of(p, work) + row) * p.num_heads + work.head;
       const Element* out = static_cast<const Element*>(p.out) + row_index * p.head_dim_v;
-      const Element* dout = static_cast<const Element*>(p.dout) + work.batch * p.dout_stride_b + row * p.dout_stride_q +
-                            work.head * p.dout_stride_h;
+      const Element* dout = static_cast<const Element*>(p.dout) + entry * p.dout_stride_b +
+                            row_of_entry * p.dout_stride_q + work.head * p.dout_stride_h;
       uint4 a[kTimes], b[kTimes];
 #pragma unroll
       for (int t = 0; t < kTimes; ++t) {
@@ -101,10 +119,10 @@ __global__ void __launch_bounds__(kThreads)
     if (lane == 0) {
       float lse = INFINITY;
       if (exists) {
-        const float natural = p.lse[pair * p.seqlen_q + row];
+        const float natural = p.lse[first_lse_of(p, work) + row];
         if (natural != -INFINITY) {
           if (p.dlse != nullptr) {
-            sum -= p.dlse[work.batch * p.dlse_stride_b + work.head * p.dlse_stride_h + row * p.dlse_stride_q];
+            sum -= p.dlse[entry * p.dlse_stride_b + work.head * p.dlse_stride_h + row_of_entry * p.dlse_stride_q];
           }
           float bias = 0.0f;
           if (p.bias_values != nullptr) with_bias(p, work, [&](auto bias_at) { bias = bias_at(row, 0); });
@@ -113,7 +131,7 @@ __global__ void __launch_bounds__(kThreads)
       }
       p.lse_log2[at] = lse;
       p.delta[at] = exists ? sum : 0.0f;
-      if (exists && p.row_delta != nullptr) p.row_delta[pair * p.seqlen_q + row] = sum;
+      if (exists && p.row_delta != nullptr) p.row_delta[first_lse_of(p, work) + row] = sum;
     }
   }
   uint4* cleared = static_cast<uint4*>(p.cleared);
@@ -125,7 +143,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // One warpgroup converts one accumulator tile.
-template <class Element>
+template <class Element, bool kHasSequences>
 __global__ void __launch_bounds__(128) backward_sums_kernel(const __grid_constant__ BackwardSumsParams params) {
   griddep_wait();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -137,8 +155,18 @@ __global__ void __launch_bounds__(128) backward_sums_kernel(const __grid_constan
     const int64_t tile = at - (result > 0 ? params.results[result - 1].tiles : 0);
     const int panel = static_cast<int>(tile % p.panels), row_blocks = p.rows_per_pair / kAccumRows;
     const int64_t row_index = tile / p.panels, position = row_index / row_blocks;
-    const int first_row = static_cast<int>(row_index - position * row_blocks) * kAccumRows;
-    if (first_row >= p.seqlen) continue;
+    int first_row = static_cast<int>(row_index - position * row_blocks) * kAccumRows;
+    int seqlen = p.seqlen;
+    [[maybe_unused]] int64_t first_out_row = 0;
+    if constexpr (kHasSequences) {
+      const int number = params.sequences.sequence_of_tile[first_row / kTile];
+      if (number < 0) continue;
+      const Sequence of = load_sequence(params.sequences, number);
+      first_row -= first_padded_tile(of, number) * kTile;
+      seqlen = of.seqlen_q;
+      first_out_row = of.first_q;
+    }
+    if (first_row >= seqlen) continue;
     const int64_t pair = p.first_pair + position, outer = pair / (p.batch_is_inner ? p.batch : p.num_heads);
     const int64_t inner = pair - outer * (p.batch_is_inner ? p.batch : p.num_heads);
     const int64_t batch = p.batch_is_inner ? inner : outer, head = p.batch_is_inner ? outer : inner;
@@ -155,10 +183,11 @@ __global__ void __launch_bounds__(128) backward_sums_kernel(const __grid_constan
     for (int r = 0; r < 2; ++r) {
       const int row = first_row + warp * 16 + lane / 4 + 8 * r;
       int64_t out_row = row;
-      if (p.is_by_place && row < p.seqlen) {
+      if (p.is_by_place && row < seqlen) {
         out_row = params.places.order[mask_of_head(params.places, batch, head) * p.seqlen + row];
       }
-      Element* to = static_cast<Element*>(p.out) + ((batch * p.seqlen + out_row) * p.num_heads + head) * p.columns;
+      const int64_t in_batch = kHasSequences ? first_out_row : batch * seqlen;
+      Element* to = static_cast<Element*>(p.out) + ((in_batch + out_row) * p.num_heads + head) * p.columns;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         uint32_t words[4];
@@ -170,7 +199,7 @@ __global__ void __launch_bounds__(128) backward_sums_kernel(const __grid_constan
         }
         quad_transpose(words[0], words[1], words[2], words[3], lane);
         const int column = panel * kAccumColumns + 8 * (4 * half + lane % 4);
-        if (row < p.seqlen && column < p.columns) {
+        if (row < seqlen && column < p.columns) {
           *reinterpret_cast<uint4*>(to + column) = make_uint4(words[0], words[1], words[2], words[3]);
         }
       }
@@ -184,12 +213,17 @@ int64_t blocks_for(int64_t count) { return std::min<int64_t>(count, kMaxBlocks);
 
 template <class T>
 cudaError_t launch_backward_rows(const BackwardRowsParams& params, cudaStream_t stream) {
-  const int64_t tiles = (params.seqlen_q + kTile - 1) / kTile;
-  const int64_t rows = static_cast<int64_t>(params.batch) * params.num_heads * tiles * kTile;
+  const bool has_sequences = params.sequences.bounds != nullptr;
+  const int64_t tiles = has_sequences ? params.sequences.padded_tiles : (params.seqlen_q + kTile - 1) / kTile;
+  const int64_t entries = has_sequences ? 1 : params.batch;
+  const int64_t rows = entries * params.num_heads * tiles * kTile;
   const auto launch = [&](auto columns) {
     constexpr int kColumns = decltype(columns)::value;
     const int64_t blocks = std::max(rows / (kThreads / kLanesOf<kColumns>), params.zeros / (kThreads * kZerosOfThread));
-    return KernelLaunch(blocks_for(blocks), kThreads, stream).run(backward_rows_kernel<T, kColumns>, params, rows);
+    return with_bool(has_sequences, [&](auto is_there) {
+      return KernelLaunch(blocks_for(blocks), kThreads, stream)
+          .run(backward_rows_kernel<T, kColumns, decltype(is_there)::value>, params, rows);
+    });
   };
   if (params.head_dim_v <= 32) return launch(std::integral_constant<int, 32>{});
   if (params.head_dim_v <= kMaxRowColumns / 2) return launch(std::integral_constant<int, kMaxRowColumns / 2>{});
@@ -199,7 +233,9 @@ cudaError_t launch_backward_rows(const BackwardRowsParams& params, cudaStream_t 
 template <class T>
 cudaError_t launch_backward_sums(const BackwardSumsParams& params, cudaStream_t stream) {
   const int64_t tiles = params.results[BackwardSumsParams::kResults - 1].tiles;
-  return KernelLaunch(blocks_for(tiles), 128, stream).run(backward_sums_kernel<T>, params);
+  return with_bool(params.sequences.bounds != nullptr, [&](auto is_there) {
+    return KernelLaunch(blocks_for(tiles), 128, stream).run(backward_sums_kernel<T, decltype(is_there)::value>, params);
+  });
 }
 
 template cudaError_t launch_backward_rows<__half>(const BackwardRowsParams&, cudaStream_t);

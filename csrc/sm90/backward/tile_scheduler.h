@@ -7,16 +7,34 @@
 namespace flash_dmattn {
 
 // A work tile: one key block and the first of its query heads.
-struct KeyWorkTile {
+template <bool kHasSequences>
+struct KeyWorkTile : OfSequence<kHasSequences> {
   int batch, head, block_k;
   int part;            // of the walk
   bool is_full_group;  // all heads of a group, or one
 };
 
-__device__ __forceinline__ KeyWorkTile decode_key_work_tile(const BackwardParams& p, int index) {
+// `num_works`: of a call with sequences, the work tiles of a key head.
+template <bool kHasSequences>
+__device__ __forceinline__ KeyWorkTile<kHasSequences> decode_key_work_tile(const BackwardParams& p, int index,
+                                                                           int num_works) {
+  KeyWorkTile<kHasSequences> work;
+  if constexpr (kHasSequences) {
+    if (num_works == 0) {  // no tile to decode
+      work.head = 0;
+      return work;
+    }
+    const SequenceWork found = decode_sequence_work(p.sequences, index, num_works, p.num_heads / p.heads_per_group);
+    work.sequence = load_sequence(p.sequences, found.number);
+    work.batch = found.number;
+    work.head = found.head * p.heads_per_group;
+    work.block_k = found.block;
+    work.part = 0;
+    work.is_full_group = true;
+    return work;
+  }
   const int blocks = p.blocks_k * p.walk_parts;
   const int group = p.heads_per_group, full_group_tiles = p.full_group_pairs * blocks;
-  KeyWorkTile work;
   work.is_full_group = index < full_group_tiles;
   const int heads = work.is_full_group ? group : 1;
   const int tiles = p.num_heads / heads;  // of a key block in a batch entry
@@ -73,16 +91,19 @@ struct QueryWalk {
       }
     } else {
       const int first_key = work.block_k * Traits::kBlockN, end = first_key + Traits::kBlockN;
-      const int first = max(first_key - p.high, 0);
-      const int last = min(min(end, p.seqlen_k) - 1 - p.low, p.seqlen_q - 1);
+      const Extent of = extent_of(p, work);
+      const int first = max(first_key - of.high, 0);
+      const int last = min(min(end, of.seqlen_k) - 1 - of.low, of.seqlen_q - 1);
       walk.start = first / Traits::kBlockM;
       walk.steps = last < first ? 0 : last / Traits::kBlockM + 1 - walk.start;
       if constexpr (kKeyBlocksPerTile > 1) {
-        if (first_key >= p.seqlen_k) walk.steps = 0;
+        if (first_key >= of.seqlen_k) walk.steps = 0;
       }
-      walk.start_inside = (max(end - 1 - p.high, 0) + Traits::kBlockM - 1) / Traits::kBlockM;
+      walk.start_inside = (max(end - 1 - of.high, 0) + Traits::kBlockM - 1) / Traits::kBlockM;
       // A key block beyond the last key needs masking everywhere.
-      walk.stop_inside = end > p.seqlen_k ? 0 : max(first_key - p.low + 1, 0) / Traits::kBlockM;
+      walk.stop_inside = end > of.seqlen_k ? 0 : max(first_key - of.low + 1, 0) / Traits::kBlockM;
+      // A bias by position may have anything, NaN too, behind the last query of a sequence.
+      if constexpr (Traits::kHasSequences) walk.stop_inside = min(walk.stop_inside, of.seqlen_q / Traits::kBlockM);
     }
     return walk;
   }
@@ -128,7 +149,7 @@ __device__ __forceinline__ int count_predecessors(const BackwardParams& p, const
 
 // A work tile for one query head, as the producer hands it to the other warps.
 template <class Traits>
-struct KeyWorkItem {
+struct KeyWorkItem : OfSequence<Traits::kHasSequences> {
   bool is_valid;           // false after the last
   bool is_first, is_last;  // of the tile's heads
   bool is_full_group;      // as in KeyWorkTile

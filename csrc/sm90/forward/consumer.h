@@ -14,6 +14,7 @@ namespace flash_dmattn {
 template <class Traits>
 struct Consumer {
   using Element = typename Traits::Element;
+  using Work = WorkTile<Traits::kHasSequences>;
   static constexpr int kD = Traits::kD, kDv = Traits::kDv, kBlockN = Traits::kBlockN;
   static constexpr int kScores = kBlockN / 2, kOut = kDv / 2;  // of a thread
   static constexpr int kWords = kBlockN / kWord;
@@ -57,7 +58,7 @@ struct Consumer {
   }
 
   // Where the mask bits of the thread's two rows start. A row beyond the last takes those of the last.
-  __device__ __forceinline__ void find_mask_rows(const WorkTile& work, const int32_t* (&rows)[2]) {
+  __device__ __forceinline__ void find_mask_rows(const Work& work, const int32_t* (&rows)[2]) {
     if constexpr (Traits::kHasMask && !Traits::kHasIntervals) {
       const int64_t words = (p.seqlen_k + kTile - 1) / kTile * kTileWords;
       const int64_t mask = mask_of(p, work);
@@ -70,7 +71,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void load_mask_words(MaskWords& mask_words, const int32_t* const (&rows)[2],
-                                                  const WorkTile& work, int block) {
+                                                  const Work& work, int block) {
     if constexpr (Traits::kHasIntervals) {
       const int64_t tiles_k = (p.seqlen_k + kTile - 1) / kTile;
       mask_words.load(p.mask_bounds + mask_of(p, work) * tiles_k * kTile + block * kBlockN,
@@ -93,7 +94,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void apply_mask(float (&scores)[kScores], const MaskWords& mask_words,
-                                             const WorkTile& work, int block) {
+                                             const Work& work, int block) {
     if constexpr (Traits::kHasIntervals) {
       mask_words.apply(scores);
     } else {
@@ -113,9 +114,10 @@ struct Consumer {
             }
           }
         } else {
+          const Extent of = extent_of(p, work);
           const int row = work.first_row + row_of_warp + 8 * r;
-          const int from = row + p.low - block * kBlockN - column;
-          const int to = min(row + p.high, p.seqlen_k - 1) - block * kBlockN - column;
+          const int from = row + of.low - block * kBlockN - column;
+          const int to = min(row + of.high, of.seqlen_k - 1) - block * kBlockN - column;
 #pragma unroll
           for (int i = 0; i < kScores / 2; ++i) {
             const int at = i / 2 * 8 + i % 2;
@@ -165,7 +167,7 @@ struct Consumer {
   }
 
   // Turns products into scores in units of p.scale: applies f and adds the bias.
-  __device__ __forceinline__ void finish_scores(float (&scores)[kScores], const WorkTile& work, int block,
+  __device__ __forceinline__ void finish_scores(float (&scores)[kScores], const Work& work, int block,
                                                 BiasWords& bias, PipelineState<Traits::kBiasStages>& pipe) {
     if (p.transforms) {
       if (p.softcap > 0) {
@@ -296,8 +298,9 @@ struct Consumer {
   }
 
   // Writes out and lse of the work tile.
-  __device__ __forceinline__ void epilogue(const WorkTile& work) {
+  __device__ __forceinline__ void epilogue(const Work& work) {
     const bool per_query = Traits::kBias == Bias::kNone && p.bias_is_per_query;
+    const int seqlen_q = seqlen_q_of(p, work);
     float lse[2], factor[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -305,7 +308,7 @@ struct Consumer {
       lse[r] = sum > 0 ? fmaf(row_max[r], p.scale, logf(sum)) : -INFINITY;
       factor[r] = sum > 0 ? 1.0f / sum : 0.0f;
       const int row = work.first_row + row_of_warp + 8 * r;
-      if (per_query && row < p.seqlen_q) {
+      if (per_query && row < seqlen_q) {
         float bias;
         with_bias(p, work, [&](auto bias_at) { bias = bias_at(row, 0); });
         lse[r] += bias;
@@ -316,12 +319,10 @@ struct Consumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = work.first_row + row_of_warp + 8 * r;
-      const bool exists = row < p.seqlen_q;
-      if (exists && lane % 4 == 0) {
-        p.lse[(static_cast<int64_t>(work.batch) * p.num_heads + work.head) * p.seqlen_q + row] = lse[r];
-      }
+      const bool exists = row < seqlen_q;
+      if (exists && lane % 4 == 0) p.lse[first_lse_of(p, work) + row] = lse[r];
       Element* to = static_cast<Element*>(p.out) +
-                    ((static_cast<int64_t>(work.batch) * p.seqlen_q + row) * p.num_heads + work.head) * p.head_dim_v;
+                    ((first_query_of(p, work) + row) * p.num_heads + work.head) * p.head_dim_v;
 #pragma unroll
       for (int c = 0; c < kDv / 32; ++c) {
         uint32_t words[4];
@@ -348,7 +349,7 @@ struct Consumer {
 
   // The loop over key blocks. While a step's scores are computed, the probabilities of the step before are multiplied
   // by v.
-  __device__ __forceinline__ void mainloop(const WorkTile& work, const Walk<Traits>& walk,
+  __device__ __forceinline__ void mainloop(const Work& work, const Walk<Traits>& walk,
                                            PipelineState<Traits::kStages>& pipe_k,
                                            PipelineState<Traits::kStages>& pipe_v,
                                            PipelineState<Traits::kBiasStages>& pipe_bias) {
@@ -467,13 +468,13 @@ __device__ __forceinline__ void consume(const ForwardParams& p, ForwardStorage<T
   for (;;) {
     const WorkItem<Traits>& item = get_work_tile(shared, pipe_work);
     if (!item.is_valid) break;
-    const WorkTile& work = item.work;
+    const auto& work = item.work;
     const Walk<Traits>& walk = item.walk;
     float out[Traits::kDv / 2];
     Consumer<Traits> consumer{
         p,          shared,     group, lane, row_of_warp, pipe_q.stage, out, {-INFINITY, -INFINITY}, {0.0f, 0.0f},
         {NAN, NAN}, bias_offset};
-    const bool has_rows = work.first_row + group * 64 < p.seqlen_q;
+    const bool has_rows = work.first_row + group * 64 < seqlen_q_of(p, work);
     if (walk.steps > 0) {
       barrier_wait(&shared.q_full[pipe_q.stage], pipe_q.phase);
       if (has_rows) {

@@ -34,6 +34,10 @@ inline bool pays_to_take_three(int seqlen_q) {
 template <class T, int kHeadDim, int kHeadDimV>
 cudaError_t launch_forward(const ForwardParams& params, Bias bias, MaskForm mask, int blocks, cudaStream_t stream);
 
+// The same of calls with sequences: work tiles of kTile queries; the bias is kNone, kTile or kVector, and there is no mask.
+template <class T, int kHeadDim, int kHeadDimV>
+cudaError_t launch_forward_sequences(const ForwardParams& params, Bias bias, int blocks, cudaStream_t stream);
+
 // The tile of a work tile: block_m queries and block_n keys at a time. With split-KV, the floats that a split leaves in
 // device memory and the warps that write them; 0 if the kernel has no split-KV.
 struct ForwardTile {

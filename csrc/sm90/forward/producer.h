@@ -18,18 +18,21 @@ __device__ __forceinline__ void load_tiles(const ForwardParams& p, ForwardStorag
   PipelineState<Traits::kStages> pipe_k, pipe_v;
   PipelineState<Traits::kQueryStages> pipe_q;
   PipelineState<2> pipe_work;
+  [[maybe_unused]] int num_works = 0;
+  if constexpr (Traits::kHasSequences) num_works = *p.sequences.num_works;
+  const int num_work_tiles = count_work_tiles<Traits::kHasSequences>(p, num_works);
   for (int index = blockIdx.x;;) {
     WorkItem<Traits> item;
-    item.is_valid = index < p.num_work_tiles;
+    item.is_valid = index < num_work_tiles;
     if (item.is_valid) {
       if constexpr (Traits::kSplitKv) {
         item.split = index - p.unsplit_tiles;
         const int tile_index = item.split < 0 ? index : p.unsplit_tiles + item.split / p.num_splits;
-        item.work = decode_work_tile(p, tile_index, Traits::kBlockM);
+        item.work = decode_work_tile<Traits::kHasSequences>(p, tile_index, Traits::kBlockM, num_works);
         item.walk = Walk<Traits>::of(p, item.work);
         if (item.split >= 0) item.walk.keep_split(item.split % p.num_splits, p.num_splits);
       } else {
-        item.work = decode_work_tile(p, index, Traits::kBlockM);
+        item.work = decode_work_tile<Traits::kHasSequences>(p, index, Traits::kBlockM, num_works);
         item.walk = Walk<Traits>::of(p, item.work);
       }
     }
@@ -40,20 +43,22 @@ __device__ __forceinline__ void load_tiles(const ForwardParams& p, ForwardStorag
     if (!item.is_valid) return;
     // Asked for now, so that the answer is there when this tile's loads have been issued.
     const int next = p.tile_counter != nullptr ? atomicAdd(p.tile_counter, 1) + gridDim.x : index + gridDim.x;
-    const WorkTile& work = item.work;
+    const auto& work = item.work;
     const Walk<Traits>& walk = item.walk;
     const int head_k = work.head / p.heads_per_group;
 
     auto copy_keys = [&](int block) {
       barrier_wait(&shared.k_empty[pipe_k.stage], pipe_k.phase ^ 1);
-      tma_load_panels<Traits::kPanels, kBlockN>(shared.k[pipe_k.stage], &p.k, &shared.k_full[pipe_k.stage], 0,
-                                                block * kBlockN, head_k, work.batch);
+      const RowAt at = key_at(p, work, block * kBlockN);
+      tma_load_panels<Traits::kPanels, kBlockN>(shared.k[pipe_k.stage], &p.k, &shared.k_full[pipe_k.stage], 0, at.row,
+                                                head_k, at.entry);
       pipe_k.advance();
     };
     auto copy_values = [&](int block) {
       barrier_wait(&shared.v_empty[pipe_v.stage], pipe_v.phase ^ 1);
-      tma_load_panels<Traits::kPanelsV, kBlockN>(shared.v[pipe_v.stage], &p.v, &shared.v_full[pipe_v.stage], 0,
-                                                 block * kBlockN, head_k, work.batch);
+      const RowAt at = key_at(p, work, block * kBlockN);
+      tma_load_panels<Traits::kPanelsV, kBlockN>(shared.v[pipe_v.stage], &p.v, &shared.v_full[pipe_v.stage], 0, at.row,
+                                                 head_k, at.entry);
       pipe_v.advance();
     };
 
@@ -61,8 +66,9 @@ __device__ __forceinline__ void load_tiles(const ForwardParams& p, ForwardStorag
       bool needs_mask;
       int block = walk.at(0, needs_mask);
       barrier_wait(&shared.q_empty[pipe_q.stage], pipe_q.phase ^ 1);
+      const RowAt at = query_at(p, work, work.first_row);
       tma_load_panels<Traits::kPanels, Traits::kBlockM>(shared.q[pipe_q.stage], &p.q, &shared.q_full[pipe_q.stage], 0,
-                                                        work.first_row, work.head, work.batch);
+                                                        at.row, work.head, at.entry);
       pipe_q.advance();
       copy_keys(block);
       // In the order in which consumers need them: the keys of a step before the values of the step before.
@@ -90,7 +96,7 @@ __device__ __forceinline__ void produce_bias(const ForwardParams& p, ForwardStor
   for (;;) {
     const WorkItem<Traits>& item = get_work_tile(shared, pipe_work);
     if (!item.is_valid) return;
-    const WorkTile& work = item.work;
+    const auto& work = item.work;
     const Walk<Traits>& walk = item.walk;
 #pragma unroll 1
     for (int step = 0; step < walk.steps; ++step) {
@@ -99,10 +105,11 @@ __device__ __forceinline__ void produce_bias(const ForwardParams& p, ForwardStor
       if constexpr (Traits::kBias == Bias::kTile) {
         barrier_wait(&shared.bias_empty[pipe.stage], pipe.phase ^ 1);
         if (lane == 0) {
+          const RowAt at = score_at(p, work, work.first_row, p.bias_has_batch);
           const auto copy = [&](auto once) {
             tma_load_panels<kBlockN / kPanelColumns, Traits::kBlockM, decltype(once)::value>(
-                shared.bias[pipe.stage], &p.bias, &shared.bias_full[pipe.stage], first_key, work.first_row,
-                work.head / p.heads_per_bias, p.bias_has_batch ? work.batch : 0);
+                shared.bias[pipe.stage], &p.bias, &shared.bias_full[pipe.stage], first_key, at.row,
+                work.head / p.heads_per_bias, at.entry);
           };
           // A bias that is read once would drive k and v out of L2 (docs/notes/cuda_tried.md, "Forward kernel").
           if (is_read_once) {
@@ -113,9 +120,10 @@ __device__ __forceinline__ void produce_bias(const ForwardParams& p, ForwardStor
         }
       } else {
         float values[kPerLane];
+        const int last_key = extent_of(p, work).seqlen_k - 1;
         with_bias(p, work, [&](auto bias) {
 #pragma unroll
-          for (int i = 0; i < kPerLane; ++i) values[i] = bias(0, min(first_key + i * 32 + lane, p.seqlen_k - 1));
+          for (int i = 0; i < kPerLane; ++i) values[i] = bias(0, min(first_key + i * 32 + lane, last_key));
         });
         barrier_wait(&shared.bias_empty[pipe.stage], pipe.phase ^ 1);
         float* to = reinterpret_cast<float*>(shared.bias[pipe.stage]);

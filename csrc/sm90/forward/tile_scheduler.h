@@ -5,17 +5,35 @@
 
 namespace flash_dmattn {
 
-struct WorkTile {
+template <bool kHasSequences>
+struct WorkTile : OfSequence<kHasSequences> {
   int batch, head, first_row, block_q;
 };
 
-__device__ __forceinline__ WorkTile decode_work_tile(const ForwardParams& p, int index, int rows) {
+// The number of work tiles; of a call with sequences `num_works` for each head.
+template <bool kHasSequences>
+__device__ __forceinline__ int count_work_tiles(const ForwardParams& p, int num_works) {
+  return kHasSequences ? num_works * p.num_heads : p.num_work_tiles;
+}
+
+template <bool kHasSequences>
+__device__ __forceinline__ WorkTile<kHasSequences> decode_work_tile(const ForwardParams& p, int index, int rows,
+                                                                    int num_works) {
+  WorkTile<kHasSequences> work;
+  if constexpr (kHasSequences) {
+    const SequenceWork found = decode_sequence_work(p.sequences, index, num_works, p.num_heads);
+    work.sequence = load_sequence(p.sequences, found.number);
+    work.batch = found.number;
+    work.head = found.head;
+    work.block_q = found.block;
+    work.first_row = found.block * rows;
+    return work;
+  }
   const int per_section = p.section * p.blocks_q;
   const int section = index / per_section, position = index - section * per_section;
   const int first = section * p.section;
   const int width = min(p.section, p.batch * p.num_heads - first);
   const int row = position / width, pair = first + position - row * width;
-  WorkTile work;
   work.block_q = p.blocks_q - 1 - row;  // under causality the longest first
   work.first_row = work.block_q * rows;
   if (p.batch_is_inner) {
@@ -40,7 +58,7 @@ struct Walk {
 
   static constexpr int kBlocksPerTile = kTile / Traits::kBlockN;
 
-  __device__ __forceinline__ static Walk of(const ForwardParams& p, const WorkTile& work) {
+  __device__ __forceinline__ static Walk of(const ForwardParams& p, const WorkTile<Traits::kHasSequences>& work) {
     Walk walk;
     if constexpr (Traits::kHasMask) {
       const int tiles_k = (p.seqlen_k + kTile - 1) / kTile, tiles_q = (p.seqlen_q + kTile - 1) / kTile;
@@ -50,12 +68,13 @@ struct Walk {
       walk.steps = (walk.num_full + __ldg(list + 1)) * kBlocksPerTile;
       walk.list = list + 2;
     } else {
-      const int last_row = min(work.first_row + Traits::kBlockM, p.seqlen_q) - 1;
-      const int first_key = max(work.first_row + p.low, 0), last_key = min(last_row + p.high, p.seqlen_k - 1);
+      const Extent of = extent_of(p, work);
+      const int last_row = min(work.first_row + Traits::kBlockM, of.seqlen_q) - 1;
+      const int first_key = max(work.first_row + of.low, 0), last_key = min(last_row + of.high, of.seqlen_k - 1);
       walk.steps = last_key < first_key ? 0 : last_key / Traits::kBlockN + 1 - first_key / Traits::kBlockN;
       walk.stop = last_key / Traits::kBlockN + 1;
-      walk.start_inside = (max(last_row + p.low, 0) + Traits::kBlockN - 1) / Traits::kBlockN;
-      walk.stop_inside = max(min(work.first_row + p.high, p.seqlen_k - 1) + 1, 0) / Traits::kBlockN;
+      walk.start_inside = (max(last_row + of.low, 0) + Traits::kBlockN - 1) / Traits::kBlockN;
+      walk.stop_inside = max(min(work.first_row + of.high, of.seqlen_k - 1) + 1, 0) / Traits::kBlockN;
     }
     return walk;
   }
@@ -101,7 +120,7 @@ struct ItemSplit<true> {
 template <class Traits>
 struct WorkItem : ItemSplit<Traits::kSplitKv> {
   bool is_valid;  // false after the last
-  WorkTile work;
+  WorkTile<Traits::kHasSequences> work;
   Walk<Traits> walk;
 };
 

@@ -8,12 +8,14 @@
 
 namespace flash_dmattn {
 
-template <class T, int kHeadDim, int kHeadDimV, Bias kBiasForm, MaskForm kMaskForm, int kNumConsumers>
+template <class T, int kHeadDim, int kHeadDimV, Bias kBiasForm, MaskForm kMaskForm, int kNumConsumers,
+          bool kOfSequences = false>
 struct ForwardTraits {
   using Element = T;
   static constexpr int kD = kHeadDim, kDv = kHeadDimV;
   static constexpr Bias kBias = kBiasForm;
   static constexpr bool kHasMask = kMaskForm != MaskForm::kNone, kHasIntervals = kMaskForm == MaskForm::kIntervals;
+  static constexpr bool kHasSequences = kOfSequences;
 
   // A consumer has 64 rows, those of one wgmma. The more there are, the better they hide each other's softmax, and the
   // more rows share a tile of k and v.
@@ -52,8 +54,9 @@ struct ForwardTraits {
   // Whether enough registers are left to load the bias of a step while its scores are computed.
   static constexpr bool kLoadsBiasEarly = kProducesBias && (kConsumers == 2 || kIsNarrow) && kDv <= 128;
 
-  // Whether there is split-KV: not for wide rows, nor for a bias that is read value by value.
-  static constexpr bool kSplitKv = kD <= 128 && kDv <= 128 && kBias != Bias::kStrided;
+  // Whether there is split-KV: not for wide rows, nor for a bias that is read value by value, nor of sequences.
+  static constexpr bool kSplitKv = kD <= 128 && kDv <= 128 && kBias != Bias::kStrided && !kHasSequences;
+  static_assert(!(kHasSequences && (kHasMask || kBias == Bias::kStrided)), "where there are kernels of sequences");
 };
 
 }  // namespace flash_dmattn

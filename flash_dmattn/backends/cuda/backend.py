@@ -17,6 +17,7 @@ from ...problem import (
     Gradients,
     MaskView,
     NeedsGrad,
+    SequenceView,
     bias_class,
     fits_tma,
     make_band,
@@ -24,13 +25,16 @@ from ...problem import (
 from ..interval_walk import interval_notes, interval_walk, walked_view
 from ..protocol import Availability
 from . import extension
+from . import sequences as of_sequences
 from .bias_rows import copies_bias, copy_note, readable, readable_if_small
 from .rules import AUTO_RULES, INSTANCES, RULES
 
 __all__ = ["AUTO_RULES", "FEATURES", "MASK_FORM", "NAME", "RULES", "INSTANCES", "backward", "forward", "notes", "probe"]
 
 NAME = "cuda"
-FEATURES = frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse", "sink"})
+FEATURES = frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse", "sink"}) | {
+    "sequences"
+}
 MASK_FORM = "prepared"
 # Number of KV splits of the forward kernel: 0 lets the operator choose (csrc/api/num_splits.h), 1 is none. Tests set
 # others, to reach on small shapes what happens on large ones.
@@ -173,8 +177,17 @@ def _tiles_of(
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None, flags: Flags, sink: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: MaskView,
+    bias: Tensor | None,
+    flags: Flags,
+    sink: Tensor | None = None,
+    sequences: SequenceView | None = None,
 ) -> tuple[Tensor, Tensor]:
+    if sequences is not None:
+        return of_sequences.forward(q, k, v, bias, flags, sink, sequences)
     out, lse = operators.empty_outputs(q, v)
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
     if seqlen_k == 0:
@@ -212,7 +225,10 @@ def _backward(
     flags: Flags,
     needs_grad: NeedsGrad,
     sink: Tensor | None = None,
+    sequences: SequenceView | None = None,
 ) -> Gradients:
+    if sequences is not None:
+        return of_sequences.backward(dout, dlse, q, k, v, bias, out, lse, flags, needs_grad, sink, sequences)
     seqlen_q, seqlen_k, num_heads_k = q.shape[1], k.shape[1], k.shape[2]
     if out.numel() == 0 or seqlen_k == 0:
         return empty_gradients((q, k, v, bias), dout, dlse, out, lse, sink, needs_grad)

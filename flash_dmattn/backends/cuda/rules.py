@@ -9,7 +9,7 @@ import torch
 from ...problem import AttentionProblem, dtype_name, keys_of_query
 from ..interval_walk import call_key_form
 from ..protocol import Direction, Rule
-from . import extension
+from . import extension, sequence_rules
 from .bias_rows import copies_bias, fits, makes_dbias_of_any_rows
 
 # (head_dim, head_dim_v) that kernels are compiled for; a call takes the first that holds its own.
@@ -83,7 +83,7 @@ def _most_keys(p: AttentionProblem) -> int:
 _FEW_KEYS = 32
 _PAIR = 'backend=("cuda", "triton") runs its forward pass and the backward pass of the other'
 
-RULES: tuple[Rule, ...] = (
+_RULES: tuple[Rule, ...] = (
     Rule(
         "device",
         lambda p: p.device == "cuda",
@@ -236,7 +236,7 @@ def _fills_half_tiles(p: AttentionProblem) -> bool:
     return 2 * p.seqlen_q >= _ROWS and p.seqlen_k > _KEYS and narrow and gains
 
 
-AUTO_RULES: tuple[Rule, ...] = (
+_AUTO_RULES: tuple[Rule, ...] = (
     Rule(
         "few_rows",
         lambda p: p.seqlen_q >= _ROWS or _fills_half_tiles(p),
@@ -308,4 +308,21 @@ AUTO_RULES: tuple[Rule, ...] = (
         'backend="cuda" runs it all the same',
         passes=("backward",),
     ),
+)
+
+
+def _unless(rule: Rule, has_sequences: bool) -> Rule:
+    """The rule for calls that have no sequences, or for those that have some."""
+    return rule._replace(holds=lambda p: (p.sequences is not None) is has_sequences or rule.holds(p))
+
+
+# What the kernels of dense calls alone need; those of sequences have rules about the same of their own.
+_OF_DENSE = {"rounded_delta", "tile_bias_dtype", "tile_bias_rows", "dbias_rows"}
+RULES: tuple[Rule, ...] = (
+    *(_unless(rule, has_sequences=True) if rule.code in _OF_DENSE else rule for rule in _RULES),
+    *(_unless(rule, has_sequences=False) for rule in sequence_rules.RULES),
+)
+AUTO_RULES: tuple[Rule, ...] = (
+    *(_unless(rule, has_sequences=True) for rule in _AUTO_RULES),
+    *sequence_rules.AUTO_RULES,
 )

@@ -1,0 +1,98 @@
+// What both passes of a call with sequences share: its tables, and the lists of its work tiles.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include "../sm90/sequences/launch.h"
+#include "bias.h"
+#include "call.h"
+#include "common.h"
+
+namespace flash_dmattn {
+
+// What rows or columns of a bias are: places in a sequence, or packed queries or keys (flash_dmattn/backends/cuda).
+enum BiasPacking : int64_t { kByPosition = 0, kPackedQueries = 1, kPackedKeys = 2 };
+
+// Arguments of both operators, as Python has them.
+struct SequenceCall {
+  torch::stable::Tensor bounds;  // int32 (S, 4): first and number of queries, first and number of keys
+  bool is_packed;                // q, k and v have one entry of all tokens; else one for each sequence
+  int64_t bias_packing, most_q, most_k, left, right;
+};
+
+// q (1, Tq, Hq, D) or (S, Lq, Hq, D), and so k and v.
+inline SequenceParams sequence_params(const char* op, const SequenceCall& call, const Sizes& sizes) {
+  using torch::headeronly::ScalarType;
+  const auto& bounds = call.bounds;
+  CHECK_FOR(op, bounds.scalar_type() == ScalarType::Int && bounds.dim() == 2 && bounds.size(1) == 4 &&
+                    bounds.is_contiguous() && bounds.size(0) > 0,
+            "bounds need to be contiguous, int32, and (sequences, 4)");
+  CHECK_FOR(op, sizes.batch == (call.is_packed ? 1 : bounds.size(0)), "q has ", sizes.batch, " entries beside ",
+            bounds.size(0), " sequences");
+  CHECK_FOR(op, call.most_q > 0 && call.most_k > 0 && call.left >= 0 && call.right >= 0,
+            "bounds on lengths need to be positive, and a window not negative");
+  CHECK_FOR(op, sizes.batch * (sizes.seqlen_q + sizes.seqlen_k) <= kMaxInt / 2, "there are more than 2^30 rows");
+  SequenceParams params{};
+  params.bounds = static_cast<const int4*>(bounds.const_data_ptr());
+  params.packs_queries = params.packs_keys = call.is_packed;
+  params.rows_q = static_cast<int>(sizes.seqlen_q);
+  params.rows_k = static_cast<int>(sizes.seqlen_k);
+  params.most_q = static_cast<int>(std::min(call.most_q, sizes.seqlen_q));
+  params.most_k = static_cast<int>(std::min(call.most_k, sizes.seqlen_k));
+  params.left = static_cast<int>(std::min(call.left, kMaxInt / 2));
+  params.right = static_cast<int>(std::min(call.right, kMaxInt / 2));
+  params.bias_packs_queries = call.bias_packing == kPackedQueries;
+  params.bias_packs_keys = call.bias_packing == kPackedKeys;
+  return params;
+}
+
+// Tiles of kTile rows of all sequences: at most so many.
+inline int64_t most_tiles(int64_t number, int64_t all_rows, int64_t most) {
+  return std::min(number * ceil_div(most, kTile), all_rows / kTile + number);
+}
+
+// Lists the work tiles of a pass; the tensor that is returned holds them. `padded_tiles` of queries if it is positive.
+inline torch::stable::Tensor list_works(const char* op, const torch::stable::Tensor& like, int64_t number, bool by_keys,
+                                        int64_t tiles, int64_t padded_tiles, SequenceParams& params,
+                                        cudaStream_t stream) {
+  // Pairs of integers start on 8 bytes: the list of works comes first.
+  const int64_t length = 2 * tiles + 1 + number + padded_tiles;
+  torch::stable::Tensor memory = torch::stable::new_empty(like, {&length, 1}, torch::headeronly::ScalarType::Int);
+  int* const start = static_cast<int*>(memory.mutable_data_ptr());
+  params.padded_tiles = static_cast<int>(padded_tiles);
+  ListWorksParams list{};
+  list.sequences = params;
+  list.number = static_cast<int>(number);
+  list.by_keys = by_keys;
+  list.works = reinterpret_cast<int2*>(start);
+  list.num_works = start + 2 * tiles;
+  list.firsts = list.num_works + 1;
+  if (padded_tiles > 0) list.sequence_of_tile = list.firsts + number;
+  check(launch_list_works(list, stream), op, "launching the kernel of the work tiles");
+  params.works = list.works;
+  params.num_works = list.num_works;
+  params.sequence_of_tile = list.sequence_of_tile;
+  return memory;
+}
+
+// Writes the rows of x (entries, rows, heads, columns), contiguous, that no sequence has; and of lse, if it is given.
+inline void fill_gaps(const char* op, const torch::stable::Tensor& x, bool of_keys, float* lse,
+                      const SequenceParams& params, int64_t number, cudaStream_t stream) {
+  FillGapsParams fill{};
+  fill.bounds = params.bounds;
+  fill.number = static_cast<int>(number);
+  fill.of_keys = of_keys;
+  fill.packs_rows = of_keys ? params.packs_keys : params.packs_queries;
+  fill.rows = static_cast<int>(x.size(1));
+  fill.chunks = static_cast<int>(x.size(2) * x.size(3) / 8);
+  fill.x = const_cast<void*>(x.const_data_ptr());
+  fill.lse = lse;
+  fill.num_heads = static_cast<int>(x.size(2));
+  check(launch_fill_gaps(fill, stream), op, "launching the kernel of the gaps");
+}
+
+}  // namespace flash_dmattn

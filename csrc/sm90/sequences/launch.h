@@ -1,0 +1,19 @@
+// The kernels around those of attention in a call with sequences.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "../../params.h"
+
+namespace flash_dmattn {
+
+// Launched on the current device; each returns the launch's error.
+cudaError_t launch_list_works(const ListWorksParams& params, cudaStream_t stream);
+cudaError_t launch_fill_gaps(const FillGapsParams& params, cudaStream_t stream);
+
+// Keys of which the rounding of out in 16 bits shows in the gradients: delta of these sequences is summed from scores.
+constexpr int kFewKeys = 32;
+template <class T>
+cudaError_t launch_few_keys(const FewKeysParams& params, cudaStream_t stream);
+
+}  // namespace flash_dmattn

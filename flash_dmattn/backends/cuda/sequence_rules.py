@@ -1,0 +1,105 @@
+"""The rules of the cuda backend on calls with sequences, which have kernels of their own."""
+
+from __future__ import annotations
+
+from ...problem import AttentionProblem, dtype_name, keys_of_query
+from ..protocol import Rule
+from .bias_rows import fits
+
+# (head_dim, head_dim_v) that kernels of sequences are compiled for; a call takes the first that holds its own.
+INSTANCES = ((64, 64), (128, 128))
+FEW_KEYS = 32  # delta of these is summed from scores: csrc/sm90/sequences/few_keys.cu
+_COLUMNS = 8  # of dbias, written 16 bytes at a time
+_MEAN_QUERIES = 128  # a tile of rows
+_OTHER = 'use backend="triton"'
+_PAIR = 'backend=("cuda", "triton") runs its forward pass and the backward pass of the other'
+
+
+def _stores_dbias(p: AttentionProblem) -> bool:
+    """Whether each score of a sequence has a place of its own in dbias."""
+    assert p.bias is not None
+    shape = p.bias.shape
+    each_sequence = p.flags.bias_packing == "queries" or shape[0] == p.batch
+    return each_sequence and shape[1] == p.num_heads and shape[3] % _COLUMNS == 0
+
+
+def _mean_queries(p: AttentionProblem) -> float:
+    assert p.sequences is not None
+    return p.sequences.rows_q / (max(p.batch, 1) if p.sequences.packs_queries else 1)
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "sequence_mask",
+        lambda p: p.mask is None,
+        lambda p: "there is a mask; the kernels of sequences have causality and windows alone",
+        _OTHER,
+    ),
+    Rule(
+        "sequence_head_dim",
+        lambda p: max(p.head_dim, p.head_dim_v) <= INSTANCES[-1][0],
+        lambda p: (
+            f"head dims are {p.head_dim} and {p.head_dim_v} (v); "
+            f"the kernels of sequences take multiples of 8 up to {INSTANCES[-1][0]}"
+        ),
+        _OTHER,
+    ),
+    Rule(
+        "sequence_bias",
+        lambda p: (
+            p.bias_class != "score"
+            or p.bias is None
+            or (p.bias.dtype == p.dtype and fits(p.bias.shape, p.bias.strides, p.dtype.itemsize))
+        ),
+        lambda p: (
+            "bias, one value per query and key, has "
+            + ("no dtype" if p.bias is None else f"dtype {dtype_name(p.bias.dtype)} and strides {p.bias.strides}")
+            + f"; tiles are copied in the dtype of q, {dtype_name(p.dtype)}, of rows of unit stride that start on 16 bytes"
+        ),
+        "cast bias, or pad its rows to a multiple of 8 keys",
+    ),
+    Rule(
+        "sequence_softcap",
+        lambda p: p.softcap == 0,
+        lambda p: f"softcap is {p.softcap}; the backward kernels of sequences have none",
+        _PAIR,
+        passes=("backward",),
+    ),
+    Rule(
+        "sequence_order",
+        lambda p: not (p.deterministic and p.needs_grad.q),
+        lambda p: "deterministic is True; blocks add to dq as they finish",
+        _PAIR,
+        passes=("backward",),
+    ),
+    Rule(
+        "sequence_window",
+        lambda p: p.seqlen_k <= FEW_KEYS or keys_of_query(p.seqlen_k, p.window) > FEW_KEYS,
+        lambda p: (
+            f"of {p.seqlen_k} keys a query attends {keys_of_query(p.seqlen_k, p.window)} at most; delta is taken from "
+            f"out in 16 bits, whose rounding shows in the gradients of up to {FEW_KEYS} keys"
+        ),
+        _PAIR,
+        passes=("backward",),
+    ),
+    Rule(
+        "sequence_dbias",
+        lambda p: p.dbias_class != "score" or _stores_dbias(p),
+        lambda p: (
+            "the gradient of bias, of shape "
+            f"{None if p.bias is None else tuple(p.bias.shape)}, is needed; it is stored where sequences and query "
+            "heads have one each, of rows of a multiple of 8 keys"
+        ),
+        _PAIR,
+        passes=("backward",),
+    ),
+)
+
+AUTO_RULES: tuple[Rule, ...] = (
+    Rule(
+        "short_sequences",
+        lambda p: p.sequences is None or _mean_queries(p) >= _MEAN_QUERIES,
+        lambda p: f"sequences have {_mean_queries(p):.0f} queries on the mean, less than the {_MEAN_QUERIES} of a tile",
+        'backend="cuda" runs it all the same',
+    ),
+)
