@@ -53,6 +53,7 @@ WIDE_BACKWARD = "sm90/wide_backward/instantiate.cu"
 SHARED_DBIAS = "sm90/shared_dbias/instantiate.cu"
 FORWARD_SEQUENCES = "sm90/forward/instantiate_sequences.cu"
 BACKWARD_SEQUENCES = "sm90/backward/instantiate_sequences.cu"
+SHARED_DBIAS_SEQUENCES = "sm90/shared_dbias/instantiate_sequences.cu"
 STUB = "api/stub_libtorch_cuda.cpp"
 
 ARCH = "sm_90a"
@@ -318,12 +319,14 @@ def shared_dbias_instances() -> list[Unit]:
     return _instances("shared_dbias", BACKWARD_HEAD_DIMS, lambda pair: SHARED_DBIAS)
 
 
-def sequences_instances() -> tuple[list[Unit], list[Unit]]:
-    """Return the units of both passes of calls with sequences."""
-    return (
-        _instances("forward_sequences", SEQUENCES_HEAD_DIMS, lambda pair: FORWARD_SEQUENCES),
-        _instances("backward_sequences", SEQUENCES_HEAD_DIMS, lambda pair: BACKWARD_SEQUENCES),
-    )
+def sequences_instances() -> list[list[Unit]]:
+    """Return the units of calls with sequences: of the forward pass, of the backward pass, of a shared bias' gradient."""
+    sources = {
+        "forward_sequences": FORWARD_SEQUENCES,
+        "backward_sequences": BACKWARD_SEQUENCES,
+        "shared_dbias_sequences": SHARED_DBIAS_SEQUENCES,
+    }
+    return [_instances(name, SEQUENCES_HEAD_DIMS, lambda pair, x=x: x) for name, x in sources.items()]
 
 
 def _instances(
@@ -363,8 +366,8 @@ def _chosen(variable: str, known: list[str]) -> list[str]:
 
 def attention_units() -> list[Unit]:
     """Return all units that are compiled for head dims and dtypes."""
-    of_sequences = sequences_instances()
-    return [*forward_instances(), *backward_instances(), *shared_dbias_instances(), *of_sequences[0], *of_sequences[1]]
+    of_dense = [*forward_instances(), *backward_instances(), *shared_dbias_instances()]
+    return [*of_dense, *(unit for units in sequences_instances() for unit in units)]
 
 
 def instances_header() -> str:

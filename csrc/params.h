@@ -336,6 +336,9 @@ struct SharedDbiasParams {
   int* tile_counter;  // dynamic scheduling: tiles taken beyond each block's first; null if there are no more
 
   float softcap, pre_scale;  // as in BackwardParams
+
+  // As in ForwardParams; batch, seqlen_q and seqlen_k are those of a bias by position then.
+  SequenceParams sequences;
 };
 
 // dbias from the slots of the shared_dbias kernel.

@@ -352,7 +352,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
     float* const slots = of_dbias.has_slots ? start + slots_at : nullptr;
     int* const dbias_counter = reinterpret_cast<int*>(start + dbias_counter_at);
     const SharedDbiasCall shared{dout,         q,     k,             v,   *bias, mask,          params.lse,
-                                 params.delta, slots, dbias_counter, low, high,  softmax_scale, softcap};
+                                 params.delta, slots, dbias_counter, low, high,  softmax_scale, softcap, nullptr};
     store_shared_dbias(kName, instance.shared_dbias, device, sizes, shared, of_dbias, *dbias);
   }
   if (!runs_main_kernel) return;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include <cuda_runtime_api.h>
 
@@ -12,11 +13,13 @@
 
 #include "../sm90/backward/launch.h"
 #include "backward_rows.h"
+#include "backward_schedule.h"
 #include "bias.h"
 #include "build_instances.h"  // written by the build
 #include "call.h"
 #include "common.h"
 #include "sequences.h"
+#include "shared_dbias.h"
 #include "tensor_map.h"
 #include "tile_scheduler.h"
 
@@ -33,15 +36,22 @@ struct KernelInstance {
   decltype(&launch_backward_rows<__half>) rows;
   decltype(&launch_few_keys<__half>) few_keys;
   decltype(&launch_backward_sums<__half>) sums;
+  SharedDbiasKernels shared_dbias;
   int64_t head_dim, head_dim_v;
 };
 
 // The smallest kernel instance whose head dims hold those of the call.
 KernelInstance instance_for(ScalarType dtype, int64_t head_dim, int64_t head_dim_v) {
-#define FLASH_DMATTN_INSTANCE(element, scalar, d, dv)                                            \
-  if (dtype == ScalarType::scalar && head_dim <= d && head_dim_v <= dv) {                        \
-    return {&launch_backward_sequences<element, d, dv>, &launch_backward_rows<element>,          \
-            &launch_few_keys<element>, &launch_backward_sums<element>, d, dv};                   \
+#define FLASH_DMATTN_INSTANCE(element, scalar, d, dv)                     \
+  if (dtype == ScalarType::scalar && head_dim <= d && head_dim_v <= dv) { \
+    return {&launch_backward_sequences<element, d, dv>,                   \
+            &launch_backward_rows<element>,                               \
+            &launch_few_keys<element>,                                    \
+            &launch_backward_sums<element>,                               \
+            {&launch_shared_dbias_sequences<element, d, dv>,              \
+             &launch_add_chunks<element>},                                \
+            d,                                                            \
+            dv};                                                          \
   }
   FLASH_DMATTN_SEQUENCES_INSTANCES(FLASH_DMATTN_INSTANCE)
 #undef FLASH_DMATTN_INSTANCE
@@ -84,19 +94,25 @@ FewKeysParams describe_few_keys(const BackwardRowsParams& rows, const BackwardPa
   return few;
 }
 
-// Writes the gradients that are given, all contiguous and of all rows. dbias, of a bias per query and key, has one head
-// for each query head and is stored where sequences have scores: it starts as zeros. dbias_sums, of a bias per key, is
+// Writes the gradients that are given, all contiguous and of all rows. dbias, of a bias per query and key, is stored
+// where sequences have scores, and starts as zeros, if it has one for each sequence and query head; of a bias by position
+// that sequences or heads share it is written whole. dbias_sums, of a bias per key, is
 // fp32, (1, Hq, Tk) of packed keys or (S, Hq, most_k), and starts as zeros, too. delta has the shape of lse; alone it
 // takes no main kernel. The other arguments are those of the forward operator.
 void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tensor v, Tensor bounds,
               std::optional<Tensor> bias, Tensor out, Tensor lse, std::optional<Tensor> dq, std::optional<Tensor> dk,
               std::optional<Tensor> dv, std::optional<Tensor> dbias, std::optional<Tensor> dbias_sums,
               std::optional<Tensor> delta, bool is_packed, int64_t bias_packing, int64_t most_q, int64_t most_k,
-              int64_t left, int64_t right, double softmax_scale) {
+              int64_t left, int64_t right, double softmax_scale, int64_t num_dbias_chunks) {
   const Sizes sizes = sizes_of(kName, q, k, v);
   const KernelInstance instance = instance_for(q.scalar_type(), sizes.head_dim, sizes.head_dim_v);
   const int64_t number = bounds.size(0);
-  const bool runs_main_kernel = dq.has_value() || dk.has_value() || dv.has_value() || dbias.has_value() ||
+  // Whether dbias has a place of its own for each score.
+  const bool stores_dbias = dbias.has_value() && dbias->size(1) == sizes.num_heads &&
+                            (bias_packing == kPackedQueries || dbias->size(0) == number) &&
+                            dbias->size(3) % kDbiasColumns == 0;
+  const bool shares_dbias = dbias.has_value() && !stores_dbias;
+  const bool runs_main_kernel = dq.has_value() || dk.has_value() || dv.has_value() || stores_dbias ||
                                 dbias_sums.has_value();
   BackwardParams params{};
   params.sequences = sequence_params(kName, {bounds, is_packed, bias_packing, most_q, most_k, left, right}, sizes);
@@ -115,7 +131,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
       form = BackwardBias::kVector;
     } else if (!is_per_query) {
       CHECK_ARGUMENT(can_copy_tiles(*bias, q), "bias per query and key needs rows that TMA can read, in the dtype of q");
-      form = dbias.has_value() ? BackwardBias::kTileStore : BackwardBias::kTile;
+      form = stores_dbias ? BackwardBias::kTileStore : BackwardBias::kTile;
     }
     if (is_per_query) {
       set_bias(kName, *bias, sizes.num_heads, rows);
@@ -123,7 +139,9 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
       set_bias(kName, *bias, sizes.num_heads, params);
     }
   }
-  CHECK_ARGUMENT(!dbias.has_value() || form == BackwardBias::kTileStore, "dbias is of a bias per query and key");
+  CHECK_ARGUMENT(!dbias.has_value() || form == BackwardBias::kTile || form == BackwardBias::kTileStore,
+                 "dbias is of a bias per query and key");
+  CHECK_ARGUMENT(!shares_dbias || bias_packing == kByPosition, "heads share dbias of packed queries");
   CHECK_ARGUMENT(!dbias_sums.has_value() || form == BackwardBias::kVector, "dbias_sums are of a bias per key");
 
   const CurrentDevice device(kName, q);  // before the TMA descriptors, whose encoder needs its context
@@ -137,11 +155,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
                                  : scores_map(kName, x, name, block_m);
   };
   if (form == BackwardBias::kTile || form == BackwardBias::kTileStore) params.bias = scores(*bias, "bias");
-  if (dbias.has_value()) {
-    CHECK_ARGUMENT(dbias->size(1) == sizes.num_heads && (of.bias_packs_queries || dbias->size(0) == number),
-                   "dbias needs one for each sequence and query head");
-    params.dbias = scores(*dbias, "dbias");
-  }
+  if (stores_dbias) params.dbias = scores(*dbias, "dbias");
   params.dk = data_of(dk);
   params.dv = data_of(dv);
   params.dbias_sums = data_of<float>(dbias_sums);
@@ -160,23 +174,47 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
 
   // Scratch memory: lse in base 2 and delta, then what starts as zeros: the counter of work tiles, and sums of dq.
   const int64_t padded_rows = sizes.num_heads * padded_tiles * kTile, counter_at = 2 * padded_rows;
-  const int64_t dq_at = counter_at + 32, length = dq_at + (dq.has_value() ? padded_rows * dq_columns : 0);
+  const int64_t dq_at = counter_at + 32, slots_at = dq_at + (dq.has_value() ? padded_rows * dq_columns : 0);
+  DbiasSchedule of_dbias{};
+  Sizes by_position = sizes;
+  if (shares_dbias) {
+    by_position.batch = number;
+    by_position.seqlen_q = bias->size(2);
+    by_position.seqlen_k = bias->size(3);
+    BackwardCall call{};
+    call.batch = number;
+    call.num_heads = sizes.num_heads;
+    call.seqlen_q = by_position.seqlen_q;
+    call.seqlen_k = by_position.seqlen_k;
+    call.dbias_batch = dbias->size(0);
+    call.dbias_heads = dbias->size(1);
+    of_dbias = schedule_dbias(call, num_dbias_chunks, sm_count(kName, device.index));
+  }
+  const int64_t length = slots_at + (of_dbias.has_slots ? of_dbias.chunks * of_dbias.slot_floats : 0);
   const Tensor memory = torch::stable::new_empty(q, {&length, 1}, ScalarType::Float);
   float* const start = static_cast<float*>(const_cast<void*>(memory.const_data_ptr()));
   rows.lse_log2 = start;
   rows.delta = start + padded_rows;
   set_row_delta(kName, delta, lse, rows);
   rows.cleared = start + counter_at;
-  rows.zeros = (length - counter_at) / 4;
+  rows.zeros = (slots_at - counter_at) / 4;
   rows.sequences = of;
   if (is_packed) rows.dout_stride_b = rows.dlse_stride_b = 0;
   params.lse = rows.lse_log2;
   params.delta = rows.delta;
-  params.tile_counter = reinterpret_cast<int*>(start + counter_at);
+  int* const counters = reinterpret_cast<int*>(start + counter_at);
+  params.tile_counter = counters;
   if (dq.has_value()) params.dq_sums = start + dq_at;
   check(instance.rows(rows, device.stream), kName, "launching the kernel of the rows");
   check(instance.few_keys(describe_few_keys(rows, params, q, k, v, dout), device.stream), kName,
         "launching the kernel of few keys");
+  if (shares_dbias) {
+    const std::vector<Tensor> no_mask;
+    float* const slots = of_dbias.has_slots ? start + slots_at : nullptr;
+    const SharedDbiasCall shared{dout,       q,     k,            v, *bias, no_mask,       rows.lse_log2,
+                                 rows.delta, slots, counters + 1, 0, 0,     softmax_scale, 0.0, &of};
+    store_shared_dbias(kName, instance.shared_dbias, device, by_position, shared, of_dbias, *dbias);
+  }
   if (runs_main_kernel) {
     const int blocks = static_cast<int>(std::min<int64_t>(tiles * sizes.num_heads_k, sm_count(kName, device.index)));
     check(instance.main(params, form, blocks, device.stream), kName, "launching the kernel");
@@ -210,7 +248,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flash_dmattn, m) {
       "cuda_backward_sequences(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor bounds, Tensor? bias, "
       "Tensor out, Tensor lse, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dbias, "
       "Tensor(e!)? dbias_sums, Tensor(f!)? delta, bool is_packed, int bias_packing, int most_q, int most_k, int left, "
-      "int right, float softmax_scale) -> ()");
+      "int right, float softmax_scale, int num_dbias_chunks) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, m) { m.impl("cuda_backward_sequences", TORCH_BOX(&backward)); }

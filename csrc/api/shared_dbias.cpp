@@ -20,10 +20,14 @@ void store_shared_dbias(const char* op, const SharedDbiasKernels& kernels, const
 
   const bool has_mask = !call.mask.empty();
   SharedDbiasParams params{};
-  params.q = rows_map(op, call.q, "q", kTile);
-  params.k = rows_map(op, call.k, "k", kTile);
-  params.v = rows_map(op, call.v, "v", kTile);
-  params.dout = rows_map(op, call.dout, "dout", kTile);
+  const auto rows = [&](const torch::stable::Tensor& x, const char* name, int most) {
+    return call.sequences == nullptr ? rows_map(op, x, name, kTile) : ragged_rows_map(op, x, name, kTile, most);
+  };
+  if (call.sequences != nullptr) params.sequences = *call.sequences;
+  params.q = rows(call.q, "q", params.sequences.most_q);
+  params.k = rows(call.k, "k", params.sequences.most_k);
+  params.v = rows(call.v, "v", params.sequences.most_k);
+  params.dout = rows(call.dout, "dout", params.sequences.most_q);
   params.bias = scores_map(op, call.bias, "bias", kTile);
   params.dbias = dbias.mutable_data_ptr();
   params.slots = call.slots;

@@ -16,7 +16,7 @@ namespace flash_dmattn {
 
 // The kernels that write such a dbias, of one kernel instance.
 struct SharedDbiasKernels {
-  decltype(&launch_shared_dbias<__half, 64, 64>) sum;
+  decltype(&launch_shared_dbias<__half, 64, 64>) sum;  // or that of calls with sequences
   decltype(&launch_add_chunks<__half>) add;
 };
 
@@ -31,6 +31,7 @@ struct SharedDbiasCall {
   int* tile_counter;
   int64_t low, high;
   double softmax_scale, softcap;
+  const SequenceParams* sequences;  // null for none; beside them sizes are those of a bias by position
 };
 
 // Writes all of dbias: contiguous, in the dtype of q, from slots unless its rows are a multiple of 8 keys.

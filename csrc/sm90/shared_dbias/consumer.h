@@ -19,6 +19,7 @@ struct SharedDbiasConsumer {
   Scores& sums;
   PipelineState<Traits::kSlots>& pipe;
   const int bias_stage;
+  using AttentionHead = Head<Traits::kHasSequences>;
 
   __device__ __forceinline__ int row_of_tile() const { return group * 64 + warp * 16 + lane / 4; }
 
@@ -71,7 +72,8 @@ struct SharedDbiasConsumer {
   // Mask bits of the tile's keys, for the thread's two rows.
   using MaskWords = uint32_t[2][kTileWords];
 
-  __device__ __forceinline__ void load_mask_words(MaskWords& words, const DbiasWorkTile& work, const Head& head) {
+  __device__ __forceinline__ void load_mask_words(MaskWords& words, const DbiasWorkTile& work,
+                                                  const AttentionHead& head) {
     if constexpr (Traits::kHasMask) {
       const int64_t first = mask_of(p, head) * p.seqlen_q, row_words = p.tiles_k * kTileWords;
 #pragma unroll
@@ -86,7 +88,8 @@ struct SharedDbiasConsumer {
     }
   }
 
-  __device__ __forceinline__ void apply_mask(Scores& scores, const MaskWords& words, const DbiasWorkTile& work) {
+  __device__ __forceinline__ void apply_mask(Scores& scores, const MaskWords& words, const DbiasWorkTile& work,
+                                             const AttentionHead& head) {
     const int column = 2 * (lane % 4);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -101,9 +104,11 @@ struct SharedDbiasConsumer {
           }
         }
       } else {
-        // Keys beyond the last are not masked: they are not stored.
+        // Keys beyond the last are not masked: they are not stored, but those of sequences.
+        const Extent of = extent_of(p, head);
         const int row = work.block_q * kTile + row_of_tile() + 8 * r, first = work.block_k * kTile + column;
-        const int from = row + p.low - first, to = row + p.high - first;
+        int from = row + of.low - first, to = row + of.high - first;
+        if constexpr (Traits::kHasSequences) to = row < of.seqlen_q ? min(to, of.seqlen_k - 1 - first) : -1;
 #pragma unroll
         for (int i = 0; i < kScores / 2; ++i) {
           const int at = i / 2 * 8 + i % 2;
@@ -144,8 +149,10 @@ struct SharedDbiasConsumer {
 
   // Adds ds of one head. Ping-pong: one consumer has its products computed and adds the bias while the other computes
   // exponentials. Where the barrier is passed was measured: docs/notes/cuda_tried.md, "shared_dbias kernel".
-  __device__ __forceinline__ void add_head(const DbiasWorkTile& work, const Head& head, bool needs_mask) {
+  __device__ __forceinline__ void add_head(const DbiasWorkTile& work, int position, bool needs_mask) {
     MaskWords words;
+    AttentionHead head;
+    if (needs_mask) head = summed_head<Traits::kHasSequences>(p, work, position);
     if (needs_mask) load_mask_words(words, work, head);
     Scores scores, dp;
     Slots<Traits::kD> first;
@@ -163,7 +170,7 @@ struct SharedDbiasConsumer {
     finish_scores(scores, lse);
     wgmma_fence_operand(scores);
     pingpong.pass();
-    if (needs_mask) apply_mask(scores, words, work);
+    if (needs_mask) apply_mask(scores, words, work, head);
 #pragma unroll
     for (int i = 0; i < kScores; ++i) scores[i] = exp2_approx(scores[i]);
     if constexpr (kIsSplitV) start_part<1>(dp, second);
@@ -235,7 +242,7 @@ __device__ __forceinline__ void sum_heads(const SharedDbiasParams& p, SharedDbia
 #pragma unroll 1
     for (uint32_t left = item.visited; left != 0; left &= left - 1) {
       const int i = __ffs(left) - 1;
-      consumer.add_head(item.work, summed_head(p, item.work, item.first_index + i), item.partial >> i & 1u);
+      consumer.add_head(item.work, item.first_index + i, item.partial >> i & 1u);
     }
     if (item.frees_bias) {
       barrier_arrive_of_warp(&shared.bias_empty[pipe_bias.stage]);

@@ -13,6 +13,10 @@ namespace flash_dmattn {
 // error; launch_backward_rows must have written lse and delta before.
 template <class T, int kHeadDim, int kHeadDimV>
 cudaError_t launch_shared_dbias(const SharedDbiasParams& params, bool has_mask, int blocks, cudaStream_t stream);
+// The same of calls with sequences, without mask and softcap.
+template <class T, int kHeadDim, int kHeadDimV>
+cudaError_t launch_shared_dbias_sequences(const SharedDbiasParams& params, bool has_mask, int blocks,
+                                          cudaStream_t stream);
 // Writes dbias if the kernel before has left it in slots. Defined for both dtypes.
 template <class T>
 cudaError_t launch_add_chunks(const AddChunksParams& params, cudaStream_t stream);

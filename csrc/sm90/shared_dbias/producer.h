@@ -5,15 +5,20 @@
 
 namespace flash_dmattn {
 
-// Where one head's operands lie.
-struct Sources {
-  int batch, head, head_k;
-};
-
-__device__ __forceinline__ Sources of_lane(const Sources& sources, int lane) {
-  constexpr unsigned kAll = 0xffffffffu;
-  return {__shfl_sync(kAll, sources.batch, lane), __shfl_sync(kAll, sources.head, lane),
-          __shfl_sync(kAll, sources.head_k, lane)};
+// The head of another lane.
+template <bool kHasSequences>
+__device__ __forceinline__ Head<kHasSequences> of_lane(const Head<kHasSequences>& own, int lane) {
+  const auto shuffled = [&](int x) { return __shfl_sync(0xffffffffu, x, lane); };
+  Head<kHasSequences> head;
+  head.batch = shuffled(own.batch);
+  head.head = shuffled(own.head);
+  if constexpr (kHasSequences) {
+    head.sequence.first_q = shuffled(own.sequence.first_q);
+    head.sequence.seqlen_q = shuffled(own.sequence.seqlen_q);
+    head.sequence.first_k = shuffled(own.sequence.first_k);
+    head.sequence.seqlen_k = shuffled(own.sequence.seqlen_k);
+  }
+  return head;
 }
 
 // Loads the operands of one product, by the warp's first lane: a slot for every kSlotPanels panels, each with row_stats
@@ -22,21 +27,22 @@ template <int kPanels, class Traits, int kFirst = 0>
 __device__ __forceinline__ void fill_slots(const SharedDbiasParams& p, SharedDbiasStorage<Traits>& shared,
                                            PipelineState<Traits::kSlots>& pipe, const CUtensorMap* rows,
                                            const CUtensorMap* keys, const float* row_stats, const DbiasWorkTile& work,
-                                           const Sources& sources) {
+                                           const Head<Traits::kHasSequences>& head) {
   constexpr int kCopied = kPanels - kFirst < Traits::kSlotPanels ? kPanels - kFirst : Traits::kSlotPanels;
   if (threadIdx.x == 0) {
     uint64_t* full = &shared.slot_full[pipe.stage];
     barrier_wait(&shared.slot_empty[pipe.stage], pipe.phase ^ 1);
-    const int64_t head = static_cast<int64_t>(sources.batch) * p.num_heads + sources.head;
-    tma_load_panels<kCopied, kTile>(shared.rows[pipe.stage], rows, full, kFirst * kPanelColumns, work.block_q * kTile,
-                                    sources.head, sources.batch);
-    tma_load_panels<kCopied, kTile>(shared.keys[pipe.stage], keys, full, kFirst * kPanelColumns, work.block_k * kTile,
-                                    sources.head_k, sources.batch);
-    bulk_load_floats(shared.row_stats[pipe.stage], row_stats + (head * p.tiles_q + work.block_q) * kTile, kTile, full);
+    const RowAt query = query_at(p, head, work.block_q * kTile), key = key_at(p, head, work.block_k * kTile);
+    tma_load_panels<kCopied, kTile>(shared.rows[pipe.stage], rows, full, kFirst * kPanelColumns, query.row, head.head,
+                                    query.entry);
+    tma_load_panels<kCopied, kTile>(shared.keys[pipe.stage], keys, full, kFirst * kPanelColumns, key.row,
+                                    head.head / p.heads_per_group, key.entry);
+    bulk_load_floats(shared.row_stats[pipe.stage], row_stats + (first_padded_tile_of(p, head) + work.block_q) * kTile,
+                     kTile, full);
   }
   pipe.advance();
   if constexpr (kFirst + kCopied < kPanels) {
-    fill_slots<kPanels, Traits, kFirst + kCopied>(p, shared, pipe, rows, keys, row_stats, work, sources);
+    fill_slots<kPanels, Traits, kFirst + kCopied>(p, shared, pipe, rows, keys, row_stats, work, head);
   }
 }
 
@@ -65,8 +71,7 @@ __device__ __forceinline__ void load_heads(const SharedDbiasParams& p, SharedDbi
     item.is_first = true;
 #pragma unroll 1
     for (; first < stop; first += kHeadsOfItem) {
-      const Head own = summed_head(p, item.work, min(first + lane, stop - 1));
-      const Sources sources{own.batch, own.head, own.head / p.heads_per_group};
+      const auto own = summed_head<Traits::kHasSequences>(p, item.work, min(first + lane, stop - 1));
       TileClass found = TileClass::kEmpty;
       if (item.is_valid && first + lane < stop) {
         found = class_of<Traits>(p, item.work.block_q, item.work.block_k, own);
@@ -97,7 +102,7 @@ __device__ __forceinline__ void load_heads(const SharedDbiasParams& p, SharedDbi
       }
 #pragma unroll 1
       for (uint32_t left = item.visited; left != 0; left &= left - 1) {
-        const Sources head = of_lane(sources, __ffs(left) - 1);
+        const auto head = of_lane<Traits::kHasSequences>(own, __ffs(left) - 1);
         fill_slots<Traits::kPanels, Traits>(p, shared, pipe, &p.q, &p.k, p.lse, item.work, head);
         fill_slots<Traits::kPanelsV, Traits>(p, shared, pipe, &p.dout, &p.v, p.delta, item.work, head);
       }

@@ -39,14 +39,21 @@ __device__ __forceinline__ int start_of_chunk(const SharedDbiasParams& p, int ch
   return chunk * heads + min(chunk, p.heads_summed - heads * p.chunks);
 }
 
-// One attention head.
-struct Head {
+// One attention head, of a batch entry or of a sequence.
+template <bool kHasSequences>
+struct Head : OfSequence<kHasSequences> {
   int batch, head;
 };
 
-__device__ __forceinline__ Head summed_head(const SharedDbiasParams& p, const DbiasWorkTile& work, int position) {
+template <bool kHasSequences>
+__device__ __forceinline__ Head<kHasSequences> summed_head(const SharedDbiasParams& p, const DbiasWorkTile& work,
+                                                           int position) {
   const int entry = position / p.heads_per_dbias;
-  return {work.batch + entry, work.first_head + position - entry * p.heads_per_dbias};
+  Head<kHasSequences> head;
+  head.batch = work.batch + entry;
+  head.head = work.first_head + position - entry * p.heads_per_dbias;
+  if constexpr (kHasSequences) head.sequence = load_sequence(p.sequences, head.batch);
+  return head;
 }
 
 enum class TileClass { kEmpty, kPartial, kFull };
@@ -67,7 +74,8 @@ __device__ __forceinline__ bool list_has(const int32_t* list, int from, int to, 
 
 // What mask or band leave of a tile for one head.
 template <class Traits>
-__device__ __forceinline__ TileClass class_of(const SharedDbiasParams& p, int block_q, int block_k, const Head& head) {
+__device__ __forceinline__ TileClass class_of(const SharedDbiasParams& p, int block_q, int block_k,
+                                              const Head<Traits::kHasSequences>& head) {
   if constexpr (Traits::kHasMask) {
     const int32_t* list = p.mask_lists + (mask_of(p, head) * p.tiles_q + block_q) * (2 + p.tiles_k);
     const int num_full = list[0], num_partial = list[1];
@@ -76,10 +84,17 @@ __device__ __forceinline__ TileClass class_of(const SharedDbiasParams& p, int bl
     return is_partial ? TileClass::kPartial : TileClass::kEmpty;
   } else {
     const int first_query = block_q * kTile, first_key = block_k * kTile;
-    const int least = first_key - (min(first_query + kTile, p.seqlen_q) - 1);
-    const int most = min(first_key + kTile, p.seqlen_k) - 1 - first_query;
-    if (most < p.low || least > p.high) return TileClass::kEmpty;
-    return least >= p.low && most <= p.high ? TileClass::kFull : TileClass::kPartial;
+    const Extent of = extent_of(p, head);
+    const int least = first_key - (min(first_query + kTile, of.seqlen_q) - 1);
+    const int most = min(first_key + kTile, of.seqlen_k) - 1 - first_query;
+    if (most < of.low || least > of.high) return TileClass::kEmpty;
+    bool is_full = least >= of.low && most <= of.high;
+    if constexpr (Traits::kHasSequences) {
+      if (first_query >= of.seqlen_q || first_key >= of.seqlen_k) return TileClass::kEmpty;
+      // Behind the last query and the last key of a sequence dbias has values, of others.
+      is_full = is_full && first_query + kTile <= of.seqlen_q && first_key + kTile <= of.seqlen_k;
+    }
+    return is_full ? TileClass::kFull : TileClass::kPartial;
   }
 }
 

@@ -228,7 +228,8 @@ def _backward(
     sequences: SequenceView | None = None,
 ) -> Gradients:
     if sequences is not None:
-        return of_sequences.backward(dout, dlse, q, k, v, bias, out, lse, flags, needs_grad, sink, sequences)
+        call = (dout, dlse, q, k, v, bias, out, lse, flags, needs_grad, sink, sequences)
+        return of_sequences.backward(*call, NUM_DBIAS_CHUNKS)
     seqlen_q, seqlen_k, num_heads_k = q.shape[1], k.shape[1], k.shape[2]
     if out.numel() == 0 or seqlen_k == 0:
         return empty_gradients((q, k, v, bias), dout, dlse, out, lse, sink, needs_grad)

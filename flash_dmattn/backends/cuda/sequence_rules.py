@@ -16,11 +16,8 @@ _PAIR = 'backend=("cuda", "triton") runs its forward pass and the backward pass 
 
 
 def _stores_dbias(p: AttentionProblem) -> bool:
-    """Whether each score of a sequence has a place of its own in dbias."""
-    assert p.bias is not None
-    shape = p.bias.shape
-    each_sequence = p.flags.bias_packing == "queries" or shape[0] == p.batch
-    return each_sequence and shape[1] == p.num_heads and shape[3] % _COLUMNS == 0
+    """Whether each score of packed queries has a place of its own in dbias."""
+    return p.bias is not None and p.bias.shape[1] == p.num_heads and p.bias.shape[3] % _COLUMNS == 0
 
 
 def _mean_queries(p: AttentionProblem) -> float:
@@ -84,11 +81,11 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "sequence_dbias",
-        lambda p: p.dbias_class != "score" or _stores_dbias(p),
+        lambda p: p.dbias_class != "score" or p.flags.bias_packing == "none" or _stores_dbias(p),
         lambda p: (
             "the gradient of bias, of shape "
-            f"{None if p.bias is None else tuple(p.bias.shape)}, is needed; it is stored where sequences and query "
-            "heads have one each, of rows of a multiple of 8 keys"
+            f"{None if p.bias is None else tuple(p.bias.shape)}, is needed; of packed queries it is stored "
+            "where query heads have one each, of rows of a multiple of 8 keys"
         ),
         _PAIR,
         passes=("backward",),

@@ -47,8 +47,9 @@ def backward(
     needs_grad: NeedsGrad,
     sink: Tensor | None,
     sequences: SequenceView,
+    num_dbias_chunks: int,
 ) -> Gradients:
-    """The gradients asked for; arguments as of `KernelBackend`."""
+    """The gradients asked for; arguments as of `KernelBackend`, and the chunks of a shared dbias, 0 for a choice."""
     number = len(sequences.bounds)
     if number == 0 or out.numel() == 0 or k.shape[1] == 0:
         in_none = torch.full_like(lse, torch.inf) if number == 0 else lse.masked_fill(lse == -torch.inf, torch.inf)
@@ -69,7 +70,8 @@ def backward(
         rows = _readable(dout, q, k, v)
         results = (out.contiguous(), lse.contiguous(), dq, dk, dv, stored, sums, delta)
         differentiate = torch.ops.flash_dmattn.cuda_backward_sequences.default
-        differentiate(rows[0], dlse, *rows[1:], sequences.bounds, bias, *results, *_numbers(flags))
+        numbers = (*_numbers(flags), num_dbias_chunks)
+        differentiate(rows[0], dlse, *rows[1:], sequences.bounds, bias, *results, *numbers)
     if delta is not None:
         delta = delta.masked_fill(lse == -torch.inf, 0.0)  # in rows of no sequence there is none
     if bias is not None and sums is not None:
