@@ -320,7 +320,7 @@ def shared_dbias_instances() -> list[Unit]:
 
 
 def sequences_instances() -> list[list[Unit]]:
-    """Return the units of calls with sequences: of the forward pass, of the backward pass, of a shared bias' gradient."""
+    """Return the units of calls with sequences: of the forward pass, the backward pass, a shared bias' gradient."""
     sources = {
         "forward_sequences": FORWARD_SEQUENCES,
         "backward_sequences": BACKWARD_SEQUENCES,

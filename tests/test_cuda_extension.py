@@ -344,8 +344,9 @@ def test_units_are_chosen_by_head_dim_and_dtype(
 
 def test_every_unit_is_built_when_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     choose_instances(monkeypatch, None, None)
-    units = [*build_cuda.forward_instances(), *build_cuda.backward_instances(), *build_cuda.shared_dbias_instances()]
-    pairs = len(build_cuda.HEAD_DIMS) + 2 * len(build_cuda.BACKWARD_HEAD_DIMS)
+    units = build_cuda.attention_units()
+    of_sequences = 3 * len(build_cuda.SEQUENCES_HEAD_DIMS)
+    pairs = len(build_cuda.HEAD_DIMS) + 2 * len(build_cuda.BACKWARD_HEAD_DIMS) + of_sequences
     assert len(units) == len({unit.name for unit in units}) == pairs * len(build_cuda.DTYPES)
 
 
@@ -359,30 +360,36 @@ def test_unknown_head_dim_is_a_sentence(value: str, monkeypatch: pytest.MonkeyPa
 
 def test_header_lists_the_instances(monkeypatch: pytest.MonkeyPatch) -> None:
     choose_instances(monkeypatch, "192", "bf16")
-    assert build_cuda.instances_header(build_cuda.forward_instances(), build_cuda.backward_instances()) == (
+    assert build_cuda.instances_header() == (
         "#define FLASH_DMATTN_INSTANCES(X) \\\n"
         "  X(__nv_bfloat16, BFloat16, 192, 128) \\\n"
         "  X(__nv_bfloat16, BFloat16, 192, 192)\n"
         "#define FLASH_DMATTN_BACKWARD_INSTANCES(X) \\\n"
         "  X(__nv_bfloat16, BFloat16, 192, 128) \\\n"
         "  X(__nv_bfloat16, BFloat16, 192, 192)\n"
+        "#define FLASH_DMATTN_SEQUENCES_INSTANCES(X)\n"
     )
     choose_instances(monkeypatch, "96", "bf16")
-    assert build_cuda.instances_header(build_cuda.forward_instances(), build_cuda.backward_instances()) == (
+    assert build_cuda.instances_header() == (
         "#define FLASH_DMATTN_INSTANCES(X) \\\n  X(__nv_bfloat16, BFloat16, 96, 96)\n"
         "#define FLASH_DMATTN_BACKWARD_INSTANCES(X)\n"
+        "#define FLASH_DMATTN_SEQUENCES_INSTANCES(X)\n"
     )
     choose_instances(monkeypatch, "128", "fp16")
-    assert build_cuda.instances_header(build_cuda.forward_instances(), build_cuda.backward_instances()) == (
+    assert build_cuda.instances_header() == (
         "#define FLASH_DMATTN_INSTANCES(X) \\\n  X(__half, Half, 128, 128)\n"
         "#define FLASH_DMATTN_BACKWARD_INSTANCES(X) \\\n  X(__half, Half, 128, 128)\n"
+        "#define FLASH_DMATTN_SEQUENCES_INSTANCES(X) \\\n  X(__half, Half, 128, 128)\n"
     )
 
 
 @builds
-def test_the_operators_compile_without_backward_instances(built: Built, tmp_path: Path) -> None:
+def test_the_operators_compile_without_backward_instances(
+    built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where none of the head dims that are built has any."""
-    (tmp_path / "build_instances.h").write_text(build_cuda.instances_header(build_cuda.forward_instances(), []))
+    monkeypatch.setattr(build_cuda, "backward_instances", list)
+    (tmp_path / "build_instances.h").write_text(build_cuda.instances_header())
     said = output(*build_cuda.find_ninja(), "-C", built.folder, "-t", "commands", "-s", "api_backward.cpp.o")
     command = said.strip().replace("-isystem .", f"-isystem {tmp_path}", 1)
     command = command.replace("api_backward.cpp.o", str(tmp_path / "backward.o"))

@@ -44,7 +44,7 @@ def generated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "build_info.h").write_text(
         '#define FLASH_DMATTN_BUILD_INFO_PREFIX ""\n#define FLASH_DMATTN_BUILD_INFO ""\n'
     )
-    units = build_cuda.instances_header(build_cuda.forward_instances(), build_cuda.backward_instances())
+    units = build_cuda.instances_header()
     (folder / "build_instances.h").write_text(units)
     return folder
 

@@ -137,7 +137,7 @@ def check_syntax(folder: Path, head_dims: str, dtypes: str) -> list[str]:
     os.environ.update(FLASH_DMATTN_HEAD_DIMS=head_dims, FLASH_DMATTN_DTYPES=dtypes)
     flags = re.search(r"^flags = (.*)$", (folder / "build.ninja").read_text(), re.MULTILINE)
     assert flags is not None
-    units = [*build_cuda.forward_instances(), *build_cuda.backward_instances(), *build_cuda.shared_dbias_instances()]
+    units = build_cuda.attention_units()
     for unit in units:
         source = (folder / "csrc" / unit.source).with_suffix(".cpp")
         command = ["g++", "-fsyntax-only", *flags[1].split(), *unit.defines.split(), source]

@@ -16,10 +16,20 @@ struct Query : OfSequence<true> {
   int batch, head;
 };
 
+// Of rows that start on 16 bytes, of a multiple of 8 columns.
 template <class Element>
 __device__ __forceinline__ float dot(const Element* a, const Element* b, int columns) {
   float sum = 0.0f;
-  for (int c = 0; c < columns; ++c) sum = fmaf(to_float(a[c]), to_float(b[c]), sum);
+#pragma unroll 4
+  for (int c = 0; c < columns; c += 8) {
+    const uint4 x = *reinterpret_cast<const uint4*>(a + c), y = *reinterpret_cast<const uint4*>(b + c);
+    const uint32_t xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 first = unpack(xs[i], Element{}), second = unpack(ys[i], Element{});
+      sum = fmaf(first.x, second.x, fmaf(first.y, second.y, sum));
+    }
+  }
   return sum;
 }
 
@@ -44,8 +54,6 @@ __global__ void __launch_bounds__(kThreads) few_keys_kernel(const __grid_constan
       const int64_t padded = first_padded_tile_of(p, work) * kTile + row;
       const float lse = p.lse[padded];
       if (lse == INFINITY) continue;  // nothing is attended, and delta is not used
-      const bool is_seen = lane < sequence.seqlen_k && lane >= row + sequence.low && lane <= row + sequence.high;
-      const int key = min(lane, sequence.seqlen_k - 1);
       const int64_t head_k = work.head / p.heads_per_group;
       const auto row_of = [&](const auto& x, bool packs, int64_t first_row, int i, int64_t head) {
         return static_cast<const Element*>(x.data) + (packs ? 0 : work.batch) * x.stride_b +
@@ -53,14 +61,16 @@ __global__ void __launch_bounds__(kThreads) few_keys_kernel(const __grid_constan
       };
       const Element* q = row_of(p.q, of.packs_queries, sequence.first_q, row, work.head);
       const Element* dout = row_of(p.dout, of.packs_queries, sequence.first_q, row, work.head);
-      const Element* k = row_of(p.k, of.packs_keys, sequence.first_k, key, head_k);
-      const Element* v = row_of(p.v, of.packs_keys, sequence.first_k, key, head_k);
-      float score = dot(q, k, p.head_dim) * p.softmax_scale;
-      if (p.bias_values != nullptr) {
-        with_bias(p, work, [&](auto bias) { score += bias(row, key); });
+      float sum = 0.0f;
+      static_assert(kFewKeys <= 32);
+      const int key = lane;
+      if (key < sequence.seqlen_k && key >= row + sequence.low && key <= row + sequence.high) {
+        const Element* k = row_of(p.k, of.packs_keys, sequence.first_k, key, head_k);
+        const Element* v = row_of(p.v, of.packs_keys, sequence.first_k, key, head_k);
+        float score = dot(q, k, p.head_dim) * p.softmax_scale;
+        if (p.bias_values != nullptr) with_bias(p, work, [&](auto bias) { score += bias(row, key); });
+        sum = exp2_approx(fmaf(score, kLog2e, -lse)) * dot(dout, v, p.head_dim_v);
       }
-      const float prob = is_seen ? exp2_approx(fmaf(score, kLog2e, -lse)) : 0.0f;
-      float sum = is_seen ? prob * dot(dout, v, p.head_dim_v) : 0.0f;
       for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
       if (lane > 0) continue;
       const int64_t of_lse = first_lse_of(p, work) + row;

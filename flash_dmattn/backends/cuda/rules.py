@@ -14,6 +14,7 @@ from .bias_rows import copies_bias, fits, makes_dbias_of_any_rows
 
 # (head_dim, head_dim_v) that kernels are compiled for; a call takes the first that holds its own.
 INSTANCES = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+SEQUENCES_INSTANCES = ((64, 64), (128, 128))  # of both passes of calls with sequences
 BACKWARD_INSTANCES = ((32, 32), (64, 64), (128, 128), (192, 128), (192, 192), (256, 256))
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _BIAS_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -43,7 +44,16 @@ def _dims_of(instances: frozenset[str] | None, dtype: torch.dtype, direction: Di
     return tuple((d, d_v) for d, d_v in pairs if f"{direction}_d{d}{f'_{d_v}' if d_v != d else ''}_{name}" in instances)
 
 
+def _sequence_dims(dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
+    """The head dims that calls with sequences of this dtype can have; their units are built together."""
+    instances = installed_instances()
+    if instances is None or dtype not in _DTYPES:
+        return SEQUENCES_INSTANCES
+    return tuple((d, dv) for d, dv in SEQUENCES_INSTANCES if f"forward_sequences_d{d}_{_DTYPES[dtype]}" in instances)
+
+
 # A file is read, which torch.compile cannot trace; see `registry.works`.
+setattr(_sequence_dims, "_dynamo_marked_constant", True)  # noqa: B010
 setattr(_built_dims, "_dynamo_marked_constant", True)  # noqa: B010
 
 
@@ -316,11 +326,27 @@ def _unless(rule: Rule, has_sequences: bool) -> Rule:
     return rule._replace(holds=lambda p: (p.sequences is not None) is has_sequences or rule.holds(p))
 
 
+_SEQUENCE_HEAD_DIM = Rule(
+    "sequence_head_dim",
+    lambda p: (
+        p.head_dim % 8 == 0 == p.head_dim_v % 8
+        and any(p.head_dim <= d and p.head_dim_v <= d_v for d, d_v in _sequence_dims(p.dtype))
+    ),
+    lambda p: (
+        f"head dims are {p.head_dim} and {p.head_dim_v} (v); "
+        + (
+            f"the kernels of sequences that are built take multiples of 8 up to {dims[-1][0]}"
+            if (dims := _sequence_dims(p.dtype))
+            else f"this build has no kernels of sequences of {dtype_name(p.dtype)}"
+        )
+    ),
+    'use backend="triton"',
+)
 # What the kernels of dense calls alone need; those of sequences have rules about the same of their own.
-_OF_DENSE = {"rounded_delta", "tile_bias_dtype", "tile_bias_rows", "dbias_rows"}
+_OF_DENSE = {"head_dim", "backward_head_dim", "rounded_delta", "tile_bias_dtype", "tile_bias_rows", "dbias_rows"}
 RULES: tuple[Rule, ...] = (
     *(_unless(rule, has_sequences=True) if rule.code in _OF_DENSE else rule for rule in _RULES),
-    *(_unless(rule, has_sequences=False) for rule in sequence_rules.RULES),
+    *(_unless(rule, has_sequences=False) for rule in (_SEQUENCE_HEAD_DIM, *sequence_rules.RULES)),
 )
 AUTO_RULES: tuple[Rule, ...] = (
     *(_unless(rule, has_sequences=True) for rule in _AUTO_RULES),

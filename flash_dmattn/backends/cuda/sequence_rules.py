@@ -6,9 +6,7 @@ from ...problem import AttentionProblem, dtype_name, keys_of_query
 from ..protocol import Rule
 from .bias_rows import fits
 
-# (head_dim, head_dim_v) that kernels of sequences are compiled for; a call takes the first that holds its own.
-INSTANCES = ((64, 64), (128, 128))
-FEW_KEYS = 32  # delta of these is summed from scores: csrc/sm90/sequences/few_keys.cu
+_FEW_KEYS = 32  # of a sequence: its delta is summed from scores (csrc/sm90/sequences/few_keys.cu)
 _COLUMNS = 8  # of dbias, written 16 bytes at a time
 _MEAN_QUERIES = 128  # a tile of rows
 _OTHER = 'use backend="triton"'
@@ -33,15 +31,6 @@ RULES: tuple[Rule, ...] = (
         _OTHER,
     ),
     Rule(
-        "sequence_head_dim",
-        lambda p: max(p.head_dim, p.head_dim_v) <= INSTANCES[-1][0],
-        lambda p: (
-            f"head dims are {p.head_dim} and {p.head_dim_v} (v); "
-            f"the kernels of sequences take multiples of 8 up to {INSTANCES[-1][0]}"
-        ),
-        _OTHER,
-    ),
-    Rule(
         "sequence_bias",
         lambda p: (
             p.bias_class != "score"
@@ -51,7 +40,7 @@ RULES: tuple[Rule, ...] = (
         lambda p: (
             "bias, one value per query and key, has "
             + ("no dtype" if p.bias is None else f"dtype {dtype_name(p.bias.dtype)} and strides {p.bias.strides}")
-            + f"; tiles are copied in the dtype of q, {dtype_name(p.dtype)}, of rows of unit stride that start on 16 bytes"
+            + f"; tiles are copied in the dtype of q, {dtype_name(p.dtype)}, from rows of unit stride on 16 bytes"
         ),
         "cast bias, or pad its rows to a multiple of 8 keys",
     ),
@@ -71,10 +60,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "sequence_window",
-        lambda p: p.seqlen_k <= FEW_KEYS or keys_of_query(p.seqlen_k, p.window) > FEW_KEYS,
+        lambda p: p.seqlen_k <= _FEW_KEYS or keys_of_query(p.seqlen_k, p.window) > _FEW_KEYS,
         lambda p: (
             f"of {p.seqlen_k} keys a query attends {keys_of_query(p.seqlen_k, p.window)} at most; delta is taken from "
-            f"out in 16 bits, whose rounding shows in the gradients of up to {FEW_KEYS} keys"
+            f"out in 16 bits, whose rounding shows in the gradients of up to {_FEW_KEYS} keys"
         ),
         _PAIR,
         passes=("backward",),

@@ -84,7 +84,8 @@ def backward(
         return dq, dk, dv, dbias
     # Rows of no sequence have no sink: their lse is not that of a row which has nothing else.
     in_sequences = lse.masked_fill(lse == -torch.inf, torch.inf)
-    return dq, dk, dv, dbias, sink_gradient(sink, in_sequences, delta) if needs_grad.sink and delta is not None else None
+    dsink = sink_gradient(sink, in_sequences, delta) if needs_grad.sink and delta is not None else None
+    return dq, dk, dv, dbias, dsink
 
 
 def _numbers(flags: Flags) -> tuple[bool, int, int, int, int, int, float]:
