@@ -118,6 +118,9 @@ struct IntervalBitsParams {
   int seqlen_q, tiles_q, tiles_k;
 };
 
+// Rows of a ragged TMA descriptor (api/tensor_map.h).
+constexpr int kRaggedRows = 1 << 30;
+
 // Sequences of many lengths, S of them, whose rows lie in entries of q and k: one entry of all tokens (packed), or one for
 // each sequence.
 struct SequenceParams {

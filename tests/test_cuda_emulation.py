@@ -85,6 +85,11 @@ def test_random_calls(built: Built, first: int) -> None:
     assert f"{CASES} passed, 0 failed" in said
 
 
+def test_sequences(built: Built) -> None:
+    said = run(sys.executable, TESTS / "emulated_sequences.py", built.extension, "0", "120")
+    assert "120 passed, 0 failed" in said
+
+
 def test_interval_masks(built: Built) -> None:
     said = run(sys.executable, TESTS / "interval_calls.py", built.extension, "0", "60")
     assert "60 passed, 0 failed" in said

@@ -145,14 +145,14 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   CHECK_ARGUMENT(!dbias_sums.has_value() || form == BackwardBias::kVector, "dbias_sums are of a bias per key");
 
   const CurrentDevice device(kName, q);  // before the TMA descriptors, whose encoder needs its context
-  params.q = ragged_rows_map(kName, q, "q", backward_block_m(instance.head_dim, instance.head_dim_v, kTile), of.most_q);
-  params.k = ragged_rows_map(kName, k, "k", kTile, of.most_k);
-  params.v = ragged_rows_map(kName, v, "v", kTile, of.most_k);
   const int block_m = backward_block_m(instance.head_dim, instance.head_dim_v, kTile);
-  params.dout = ragged_rows_map(kName, dout, "dout", block_m, of.most_q);
+  params.q = ragged_rows_map(kName, q, "q", block_m);
+  params.k = ragged_rows_map(kName, k, "k", kTile);
+  params.v = ragged_rows_map(kName, v, "v", kTile);
+  params.dout = ragged_rows_map(kName, dout, "dout", block_m);
   const auto scores = [&](const Tensor& x, const char* name) {
-    return of.bias_packs_queries ? ragged_scores_map(kName, x, name, block_m, of.most_q)
-                                 : scores_map(kName, x, name, block_m);
+    return of.bias_packs_queries ? ragged_scores_map(kName, x, name, block_m)
+                                 : scores_by_position_map(kName, x, name, block_m);
   };
   if (form == BackwardBias::kTile || form == BackwardBias::kTileStore) params.bias = scores(*bias, "bias");
   if (stores_dbias) params.dbias = scores(*dbias, "dbias");

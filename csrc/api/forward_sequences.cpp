@@ -63,12 +63,12 @@ void forward(Tensor q, Tensor k, Tensor v, Tensor bounds, std::optional<Tensor> 
   const Bias form = bias.has_value() ? describe_bias(*bias, q, params) : Bias::kNone;
 
   const CurrentDevice device(kName, q);  // before the TMA descriptors, whose encoder needs its context
-  params.q = ragged_rows_map(kName, q, "q", kTile, of.most_q);
-  params.k = ragged_rows_map(kName, k, "k", kTile, of.most_k);
-  params.v = ragged_rows_map(kName, v, "v", kTile, of.most_k);
+  params.q = ragged_rows_map(kName, q, "q", kTile);
+  params.k = ragged_rows_map(kName, k, "k", kTile);
+  params.v = ragged_rows_map(kName, v, "v", kTile);
   if (form == Bias::kTile) {
-    params.bias = of.bias_packs_queries ? ragged_scores_map(kName, *bias, "bias", kTile, of.most_q)
-                                        : scores_map(kName, *bias, "bias", kTile);
+    params.bias = of.bias_packs_queries ? ragged_scores_map(kName, *bias, "bias", kTile)
+                                        : scores_by_position_map(kName, *bias, "bias", kTile);
   }
   params.out = out.mutable_data_ptr();
   params.lse = static_cast<float*>(lse.mutable_data_ptr());

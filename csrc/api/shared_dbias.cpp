@@ -20,14 +20,14 @@ void store_shared_dbias(const char* op, const SharedDbiasKernels& kernels, const
 
   const bool has_mask = !call.mask.empty();
   SharedDbiasParams params{};
-  const auto rows = [&](const torch::stable::Tensor& x, const char* name, int most) {
-    return call.sequences == nullptr ? rows_map(op, x, name, kTile) : ragged_rows_map(op, x, name, kTile, most);
+  const auto rows = [&](const torch::stable::Tensor& x, const char* name) {
+    return call.sequences == nullptr ? rows_map(op, x, name, kTile) : ragged_rows_map(op, x, name, kTile);
   };
   if (call.sequences != nullptr) params.sequences = *call.sequences;
-  params.q = rows(call.q, "q", params.sequences.most_q);
-  params.k = rows(call.k, "k", params.sequences.most_k);
-  params.v = rows(call.v, "v", params.sequences.most_k);
-  params.dout = rows(call.dout, "dout", params.sequences.most_q);
+  params.q = rows(call.q, "q");
+  params.k = rows(call.k, "k");
+  params.v = rows(call.v, "v");
+  params.dout = rows(call.dout, "dout");
   params.bias = scores_map(op, call.bias, "bias", kTile);
   params.dbias = dbias.mutable_data_ptr();
   params.slots = call.slots;

@@ -16,14 +16,19 @@ CUtensorMap rows_map(const char* op, const torch::stable::Tensor& x, const char*
 // For one value per query and key, (B, H, Lq, Lk): dims (Lk, Lq, H, B). A dim that is shared has size 1.
 CUtensorMap scores_map(const char* op, const torch::stable::Tensor& x, const char* name, int rows);
 
-// Ragged descriptors, of rows of which sequences have any number up to `most`: of x (E, L, H, D), whose entries follow
-// each other, and of scores (1, H, Tq, Lk). Their innermost dims are (D or Lk, most, H, all rows + 1), and row i of n
-// rows from `first` on has coordinates (most - n + i, first + n): rows behind the last are outside, so that TMA loads
-// zeros for them and does not store them.
+// Ragged descriptors, of rows of which sequences have any number: of x (E, L, H, D), whose entries follow each other, and
+// of scores (1, H, Tq, Lk). Row i of n rows from `first` on has coordinates (kRaggedRows - n + i, kRaggedRows,
+// first + n) in the dims of rows, of a shift, and of entries, behind that of heads in this order: rows behind the n are
+// outside, so that TMA loads zeros for them and does not store them.
 //
-// Dims of rows and of entries have the same stride, and the descriptor starts `most` rows before the tensor. The idea is
-// that of Triton's ragged tensors (triton/tools/ragged_tma.py), which need one dim more.
-CUtensorMap ragged_rows_map(const char* op, const torch::stable::Tensor& x, const char* name, int rows, int64_t most);
-CUtensorMap ragged_scores_map(const char* op, const torch::stable::Tensor& x, const char* name, int rows, int64_t most);
+// Rows and entries have the same stride, and kRaggedRows shifts of 2^34 bytes less that stride are kRaggedRows rows
+// back, because addresses have 64 bits. Source: Triton's ragged tensors (triton/tools/ragged_tma.py). A descriptor that
+// starts kRaggedRows rows before the tensor instead would do with one dim less, but where nothing lies there the hardware
+// faults now and then.
+constexpr int64_t kRaggedWrap = int64_t{1} << 33;  // elements of 2 bytes
+CUtensorMap ragged_rows_map(const char* op, const torch::stable::Tensor& x, const char* name, int rows);
+CUtensorMap ragged_scores_map(const char* op, const torch::stable::Tensor& x, const char* name, int rows);
+// scores_map with a dim of size 1 in the place of shifts.
+CUtensorMap scores_by_position_map(const char* op, const torch::stable::Tensor& x, const char* name, int rows);
 
 }  // namespace flash_dmattn

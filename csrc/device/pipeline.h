@@ -1,6 +1,8 @@
 // Pipelines: stages of shared memory that one warp fills while others read; and the ping-pong barrier.
 #pragma once
 
+#include <type_traits>
+
 #include "ptx.h"
 #include "wgmma.h"
 
@@ -53,20 +55,48 @@ struct PingPong {
   }
 };
 
+// Coordinates of rows in a descriptor whose dims are columns, rows, heads and entries.
+struct RowAt {
+  int row, entry;
+};
+
+// The same in a descriptor of rank 5, ragged or with a dim of size 1 between heads and entries (api/tensor_map.h).
+struct RaggedRowAt {
+  int row, shift, entry;
+};
+
+__device__ __forceinline__ void tma_load_box(uint8_t* to, const CUtensorMap* map, uint64_t* full, int column,
+                                             const RowAt& at, int head) {
+  tma_load_4d(to, map, full, column, at.row, head, at.entry);
+}
+__device__ __forceinline__ void tma_load_box(uint8_t* to, const CUtensorMap* map, uint64_t* full, int column,
+                                             const RaggedRowAt& at, int head) {
+  tma_load_5d(to, map, full, column, at.row, head, at.shift, at.entry);
+}
+
+__device__ __forceinline__ void tma_store_box(const CUtensorMap* map, const uint8_t* from, int column, const RowAt& at,
+                                              int head) {
+  tma_store_4d(map, from, column, at.row, head, at.entry);
+}
+__device__ __forceinline__ void tma_store_box(const CUtensorMap* map, const uint8_t* from, int column,
+                                              const RaggedRowAt& at, int head) {
+  tma_store_5d(map, from, column, at.row, head, at.shift, at.entry);
+}
+
 // Loads kPanels panels of 64 columns and `kRows` rows, with one arrival at the barrier. With kOnce the data is read
 // once, so L2 need not keep it.
-template <int kPanels, int kRows, bool kOnce = false>
+template <int kPanels, int kRows, bool kOnce = false, class At>
 __device__ __forceinline__ void tma_load_panels(uint8_t* to, const CUtensorMap* map, uint64_t* full, int first_column,
-                                                int row, int head, int batch) {
+                                                const At& at, int head) {
   barrier_arrive_expect_tx(full, kPanels * kRows * kRowBytes);
 #pragma unroll
   for (int panel = 0; panel < kPanels; ++panel) {
     uint8_t* const start = to + panel * kRows * kRowBytes;
     const int column = first_column + panel * kPanelColumns;
-    if constexpr (kOnce) {
-      tma_load_4d_evict_first(start, map, full, column, row, head, batch);
+    if constexpr (kOnce && std::is_same_v<At, RowAt>) {
+      tma_load_4d_evict_first(start, map, full, column, at.row, head, at.entry);
     } else {
-      tma_load_4d(start, map, full, column, row, head, batch);
+      tma_load_box(start, map, full, column, at, head);
     }
   }
 }

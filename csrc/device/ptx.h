@@ -93,6 +93,15 @@ __device__ __forceinline__ void tma_load_4d(void* to, const CUtensorMap* map, ui
       : "memory");
 }
 
+__device__ __forceinline__ void tma_load_5d(void* to, const CUtensorMap* map, uint64_t* barrier, int c0, int c1, int c2,
+                                            int c3, int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+      "[%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(shared_address(to)),
+      "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+
 // The same for data that is read once: L2 evicts it first.
 __device__ __forceinline__ void tma_load_4d_evict_first(void* to, const CUtensorMap* map, uint64_t* barrier, int c0,
                                                         int c1, int c2, int c3) {
@@ -119,6 +128,13 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, int bytes,
 __device__ __forceinline__ void tma_store_4d(const CUtensorMap* map, const void* from, int c0, int c1, int c2, int c3) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
                "r"(shared_address(from)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+               : "memory");
+}
+
+__device__ __forceinline__ void tma_store_5d(const CUtensorMap* map, const void* from, int c0, int c1, int c2, int c3,
+                                             int c4) {
+  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
+               "r"(shared_address(from)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
                : "memory");
 }
 

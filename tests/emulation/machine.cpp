@@ -521,34 +521,35 @@ namespace {
 // Calls f with the place in device memory and the address in shared memory of each element of a box; the first is null
 // outside the tensor.
 template <class F>
-void for_each_of_box(const TensorMap& map, const std::array<int, 4>& at, uint32_t address, F f) {
+void for_each_of_box(const TensorMap& map, const std::array<int, 5>& at, uint32_t address, F f) {
   if (map.is_one != TensorMap::kIsOne) fail("what is given for a tensor map is none");
   if (address % 1024 != 0)
     fail("a box of 128-byte swizzle starts at " + std::to_string(address) + ", not on 1024 bytes");
   for (uint32_t row = 0; row < map.box[1]; ++row) {
     for (uint32_t column = 0; column < map.box[0]; ++column) {
-      const int64_t place[4] = {static_cast<int64_t>(at[0]) + column, static_cast<int64_t>(at[1]) + row, at[2], at[3]};
+      const int64_t place[5] = {static_cast<int64_t>(at[0]) + column, static_cast<int64_t>(at[1]) + row, at[2], at[3],
+                                at[4]};
       bool inside = true;
-      int64_t offset = place[0] * 2;
-      for (int dim = 0; dim < 4; ++dim) {
+      uint64_t offset = static_cast<uint64_t>(place[0]) * 2;  // of 64 bits, as addresses
+      for (uint32_t dim = 0; dim < map.rank; ++dim) {
         inside &= place[dim] >= 0 && place[dim] < static_cast<int64_t>(map.sizes[dim]);
-        if (dim > 0) offset += place[dim] * static_cast<int64_t>(map.strides[dim - 1]);
+        if (dim > 0) offset += static_cast<uint64_t>(place[dim]) * map.strides[dim - 1];
       }
-      f(inside ? map.data + offset : nullptr, swizzled(address + row * 128 + column * 2));
+      f(inside ? map.data + static_cast<int64_t>(offset) : nullptr, swizzled(address + row * 128 + column * 2));
     }
   }
 }
 
 }  // namespace
 
-void load_box(const TensorMap& map, const std::array<int, 4>& at, Block& block, uint32_t to) {
+void load_box(const TensorMap& map, const std::array<int, 5>& at, Block& block, uint32_t to) {
   for_each_of_box(map, at, to, [&](const uint8_t* value, uint32_t address) {
     constexpr uint8_t kNothing[2] = {0, 0};
     std::memcpy(block.at(address, 2), value == nullptr ? kNothing : value, 2);
   });
 }
 
-void store_box(const TensorMap& map, const std::array<int, 4>& at, Block& block, uint32_t from) {
+void store_box(const TensorMap& map, const std::array<int, 5>& at, Block& block, uint32_t from) {
   for_each_of_box(map, at, from, [&](uint8_t* place, uint32_t address) {
     if (place != nullptr) std::memcpy(place, block.at(address, 2), 2);
   });

@@ -209,8 +209,9 @@ struct Launch {
 // What the driver keeps of a tensor map: the dims innermost first, strides in bytes from the second on.
 struct TensorMap {
   uint8_t* data;
-  uint64_t sizes[4], strides[3];
-  uint32_t box[4];
+  uint64_t sizes[5], strides[4];
+  uint32_t box[5];
+  uint32_t rank;
   uint64_t is_one;
 
   static constexpr uint64_t kIsOne = 0x70616d20726f736e;
@@ -218,7 +219,7 @@ struct TensorMap {
 static_assert(sizeof(TensorMap) <= 128);
 
 // The box at these coordinates, between device memory and shared memory, where its rows of 128 bytes are swizzled.
-void load_box(const TensorMap& map, const std::array<int, 4>& at, Block& block, uint32_t to);
-void store_box(const TensorMap& map, const std::array<int, 4>& at, Block& block, uint32_t from);
+void load_box(const TensorMap& map, const std::array<int, 5>& at, Block& block, uint32_t to);
+void store_box(const TensorMap& map, const std::array<int, 5>& at, Block& block, uint32_t from);
 
 }  // namespace emulation

@@ -43,8 +43,8 @@ void product_kernel(CUtensorMap a, CUtensorMap b, float* out) {
   if (threadIdx.x < 128) {
     for (int round = 0; threadIdx.x == 0 && round < kRounds; ++round) {
       barrier_wait(&shared.empty, (round & 1) ^ 1);
-      tma_load_panels<1, kSize>(shared.a, &a, &shared.full, round * kPanelColumns, 0, 0, 0);
-      tma_load_panels<1, kSize>(shared.b, &b, &shared.full, round * kPanelColumns, 0, 0, 0);
+      tma_load_panels<1, kSize>(shared.a, &a, &shared.full, round * kPanelColumns, RowAt{0, 0}, 0);
+      tma_load_panels<1, kSize>(shared.b, &b, &shared.full, round * kPanelColumns, RowAt{0, 0}, 0);
     }
     return;
   }

@@ -17,18 +17,20 @@ CUresult encode(CUtensorMap* to, CUtensorMapDataType dtype, cuuint32_t rank, voi
                 const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t* steps,
                 CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle, CUtensorMapL2promotion,
                 CUtensorMapFloatOOBfill fill) {
-  bool can = rank == 4 && interleave == CU_TENSOR_MAP_INTERLEAVE_NONE && swizzle == CU_TENSOR_MAP_SWIZZLE_128B &&
-             fill == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE && box[0] == 64 && box[1] <= 256 && box[2] == 1 && box[3] == 1;
+  bool can = (rank == 4 || rank == 5) && interleave == CU_TENSOR_MAP_INTERLEAVE_NONE && swizzle == CU_TENSOR_MAP_SWIZZLE_128B &&
+             fill == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE && box[0] == 64 && box[1] <= 256;
   can &= dtype == CU_TENSOR_MAP_DATA_TYPE_FLOAT16 || dtype == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   can &= reinterpret_cast<uintptr_t>(data) % 16 == 0;
   emulation::TensorMap map{};
   map.data = static_cast<uint8_t*>(data);
   map.is_one = emulation::TensorMap::kIsOne;
-  for (int dim = 0; dim < 4; ++dim) {
+  map.rank = rank;
+  for (cuuint32_t dim = 0; can && dim < rank; ++dim) {
+    can &= dim < 2 || box[dim] == 1;
     can &= steps[dim] == 1 && sizes[dim] >= 1 && sizes[dim] <= cuuint64_t{1} << 32;
     map.sizes[dim] = sizes[dim];
     map.box[dim] = box[dim];
-    if (dim == 3) continue;
+    if (dim == rank - 1) continue;
     can &= strides[dim] % 16 == 0 && strides[dim] < cuuint64_t{1} << 40;
     map.strides[dim] = strides[dim];
   }

@@ -72,11 +72,11 @@ __device__ __forceinline__ void load_operands(const BackwardParams& p, Storage& 
       if (!item.is_valid) return;
       if (item.is_first) {
         const int stage = pipe_keys.stage;
-        const RowAt key = key_at(p, work, work.block_k * Traits::kBlockN);
+        const auto key = key_at(p, work, work.block_k * Traits::kBlockN);
         uint64_t* full = &shared.keys_full[stage];
         barrier_wait(&shared.keys_empty[stage], pipe_keys.phase ^ 1);
-        tma_load_panels<Traits::kPanels, Traits::kBlockN>(shared.k[stage], &p.k, full, 0, key.row, head_k, key.entry);
-        tma_load_panels<Traits::kPanelsV, Traits::kBlockN>(shared.v[stage], &p.v, full, 0, key.row, head_k, key.entry);
+        tma_load_panels<Traits::kPanels, Traits::kBlockN>(shared.k[stage], &p.k, full, 0, key, head_k);
+        tma_load_panels<Traits::kPanelsV, Traits::kBlockN>(shared.v[stage], &p.v, full, 0, key, head_k);
         pipe_keys.advance();
       }
       const int64_t rows = first_padded_tile_of(p, item) * kTile;
@@ -84,15 +84,14 @@ __device__ __forceinline__ void load_operands(const BackwardParams& p, Storage& 
       for (int step = 0; step < item.walk.steps; ++step) {
         bool needs_mask;
         const int row = item.walk.at(step, needs_mask) * kBlockM;
-        const RowAt at = query_at(p, item, row);
+        const auto at = query_at(p, item, row);
         uint64_t* full = &shared.q_full[pipe.stage];
         barrier_wait(&shared.q_empty[pipe.stage], pipe.phase ^ 1);
-        tma_load_panels<Traits::kPanels, kBlockM>(shared.q[pipe.stage], &p.q, full, 0, at.row, item.head, at.entry);
+        tma_load_panels<Traits::kPanels, kBlockM>(shared.q[pipe.stage], &p.q, full, 0, at, item.head);
         bulk_load_floats(shared.lse[pipe.stage], p.lse + rows + row, kBlockM, full);
         full = &shared.dout_full[pipe.stage];
         barrier_wait(&shared.dout_empty[pipe.stage], pipe.phase ^ 1);
-        tma_load_panels<Traits::kPanelsV, kBlockM>(shared.dout[pipe.stage], &p.dout, full, 0, at.row, item.head,
-                                                   at.entry);
+        tma_load_panels<Traits::kPanelsV, kBlockM>(shared.dout[pipe.stage], &p.dout, full, 0, at, item.head);
         bulk_load_floats(shared.delta[pipe.stage], p.delta + rows + row, kBlockM, full);
         pipe.advance();
       }
@@ -113,13 +112,13 @@ __device__ __forceinline__ void load_bias(const BackwardParams& p, Storage& shar
 #pragma unroll 1
     for (int step = 0; step < item.walk.steps; ++step) {
       bool needs_mask;
-      const RowAt at = score_at(p, item, item.walk.at(step, needs_mask) * Traits::kBlockM, p.bias_has_batch);
+      const auto at = score_at(p, item, item.walk.at(step, needs_mask) * Traits::kBlockM, p.bias_has_batch);
 #pragma unroll
       for (int tile = 0; tile < Traits::kKeyTiles; ++tile) {
         barrier_wait(&shared.bias_empty[pipe.stage], pipe.phase ^ 1);
         if (threadIdx.x % 32 == 0) {
           tma_load_panels<kPanels, Traits::kBlockM>(shared.bias[pipe.stage], &p.bias, &shared.bias_full[pipe.stage],
-                                                    item.block_k * Traits::kBlockN + tile * kTile, at.row, head, at.entry);
+                                                    item.block_k * Traits::kBlockN + tile * kTile, at, head);
         }
         pipe.advance();
       }
@@ -141,7 +140,7 @@ __device__ __forceinline__ void store_dbias(const BackwardParams& p, Storage& sh
 #pragma unroll 1
     for (int step = 0; step < item.walk.steps; ++step) {
       bool needs_mask;
-      const RowAt at = score_at(p, item, item.walk.at(step, needs_mask) * Traits::kBlockM, true);
+      const auto at = score_at(p, item, item.walk.at(step, needs_mask) * Traits::kBlockM, true);
 #pragma unroll
       for (int tile = 0; tile < Traits::kKeyTiles; ++tile) {
         barrier_wait(&shared.ds_full[pipe.stage], pipe.phase);
@@ -150,8 +149,8 @@ __device__ __forceinline__ void store_dbias(const BackwardParams& p, Storage& sh
           const int key = item.block_k * Traits::kBlockN + tile * kTile;
 #pragma unroll
           for (int panel = 0; panel < Traits::kBlockN / Traits::kKeyTiles / kPanelColumns; ++panel) {
-            tma_store_4d(&p.dbias, dbias + panel * Traits::kBlockM * kRowBytes, key + panel * kPanelColumns, at.row,
-                         item.head, at.entry);
+            tma_store_box(&p.dbias, dbias + panel * Traits::kBlockM * kRowBytes, key + panel * kPanelColumns, at,
+                          item.head);
           }
           tma_store_commit_and_wait_read();
         }

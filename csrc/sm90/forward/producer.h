@@ -49,16 +49,16 @@ __device__ __forceinline__ void load_tiles(const ForwardParams& p, ForwardStorag
 
     auto copy_keys = [&](int block) {
       barrier_wait(&shared.k_empty[pipe_k.stage], pipe_k.phase ^ 1);
-      const RowAt at = key_at(p, work, block * kBlockN);
-      tma_load_panels<Traits::kPanels, kBlockN>(shared.k[pipe_k.stage], &p.k, &shared.k_full[pipe_k.stage], 0, at.row,
-                                                head_k, at.entry);
+      const auto at = key_at(p, work, block * kBlockN);
+      tma_load_panels<Traits::kPanels, kBlockN>(shared.k[pipe_k.stage], &p.k, &shared.k_full[pipe_k.stage], 0, at,
+                                                head_k);
       pipe_k.advance();
     };
     auto copy_values = [&](int block) {
       barrier_wait(&shared.v_empty[pipe_v.stage], pipe_v.phase ^ 1);
-      const RowAt at = key_at(p, work, block * kBlockN);
-      tma_load_panels<Traits::kPanelsV, kBlockN>(shared.v[pipe_v.stage], &p.v, &shared.v_full[pipe_v.stage], 0, at.row,
-                                                 head_k, at.entry);
+      const auto at = key_at(p, work, block * kBlockN);
+      tma_load_panels<Traits::kPanelsV, kBlockN>(shared.v[pipe_v.stage], &p.v, &shared.v_full[pipe_v.stage], 0, at,
+                                                 head_k);
       pipe_v.advance();
     };
 
@@ -66,9 +66,9 @@ __device__ __forceinline__ void load_tiles(const ForwardParams& p, ForwardStorag
       bool needs_mask;
       int block = walk.at(0, needs_mask);
       barrier_wait(&shared.q_empty[pipe_q.stage], pipe_q.phase ^ 1);
-      const RowAt at = query_at(p, work, work.first_row);
+      const auto at = query_at(p, work, work.first_row);
       tma_load_panels<Traits::kPanels, Traits::kBlockM>(shared.q[pipe_q.stage], &p.q, &shared.q_full[pipe_q.stage], 0,
-                                                        at.row, work.head, at.entry);
+                                                        at, work.head);
       pipe_q.advance();
       copy_keys(block);
       // In the order in which consumers need them: the keys of a step before the values of the step before.
@@ -105,11 +105,11 @@ __device__ __forceinline__ void produce_bias(const ForwardParams& p, ForwardStor
       if constexpr (Traits::kBias == Bias::kTile) {
         barrier_wait(&shared.bias_empty[pipe.stage], pipe.phase ^ 1);
         if (lane == 0) {
-          const RowAt at = score_at(p, work, work.first_row, p.bias_has_batch);
+          const auto at = score_at(p, work, work.first_row, p.bias_has_batch);
           const auto copy = [&](auto once) {
             tma_load_panels<kBlockN / kPanelColumns, Traits::kBlockM, decltype(once)::value>(
-                shared.bias[pipe.stage], &p.bias, &shared.bias_full[pipe.stage], first_key, at.row,
-                work.head / p.heads_per_bias, at.entry);
+                shared.bias[pipe.stage], &p.bias, &shared.bias_full[pipe.stage], first_key, at,
+                work.head / p.heads_per_bias);
           };
           // A bias that is read once would drive k and v out of L2 (docs/notes/cuda_tried.md, "Forward kernel").
           if (is_read_once) {

@@ -1,5 +1,5 @@
 // delta of the queries of sequences of few keys, as the sum of p dp over keys: out in 16 bits is not exact enough there.
-// A warp has a query of a head, and each lane a key.
+// A warp has a query of a head, and each lane every 32nd key.
 #include <algorithm>
 
 #include "../../device/fragments.h"
@@ -62,14 +62,13 @@ __global__ void __launch_bounds__(kThreads) few_keys_kernel(const __grid_constan
       const Element* q = row_of(p.q, of.packs_queries, sequence.first_q, row, work.head);
       const Element* dout = row_of(p.dout, of.packs_queries, sequence.first_q, row, work.head);
       float sum = 0.0f;
-      static_assert(kFewKeys <= 32);
-      const int key = lane;
-      if (key < sequence.seqlen_k && key >= row + sequence.low && key <= row + sequence.high) {
+      const int last = min(row + sequence.high, sequence.seqlen_k - 1);
+      for (int key = max(row + sequence.low, 0) + lane; key <= last; key += 32) {
         const Element* k = row_of(p.k, of.packs_keys, sequence.first_k, key, head_k);
         const Element* v = row_of(p.v, of.packs_keys, sequence.first_k, key, head_k);
         float score = dot(q, k, p.head_dim) * p.softmax_scale;
         if (p.bias_values != nullptr) with_bias(p, work, [&](auto bias) { score += bias(row, key); });
-        sum = exp2_approx(fmaf(score, kLog2e, -lse)) * dot(dout, v, p.head_dim_v);
+        sum = fmaf(exp2_approx(fmaf(score, kLog2e, -lse)), dot(dout, v, p.head_dim_v), sum);
       }
       for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
       if (lane > 0) continue;

@@ -12,7 +12,7 @@ cudaError_t launch_list_works(const ListWorksParams& params, cudaStream_t stream
 cudaError_t launch_fill_gaps(const FillGapsParams& params, cudaStream_t stream);
 
 // Keys of which the rounding of out in 16 bits shows in the gradients: delta of these sequences is summed from scores.
-constexpr int kFewKeys = 32;
+constexpr int kFewKeys = 64;
 template <class T>
 cudaError_t launch_few_keys(const FewKeysParams& params, cudaStream_t stream);
 

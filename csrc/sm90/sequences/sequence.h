@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "../../device/pipeline.h"
 #include "../../params.h"
 
 namespace flash_dmattn {
@@ -118,39 +119,39 @@ __device__ __forceinline__ int64_t first_key_sum_of(const Params& p, const Work&
   }
 }
 
-// Coordinates of a row in a TMA descriptor: in its dims of rows, and of entries. In a ragged descriptor
-// (api/ragged_map.h) rows are counted so that the hardware ends where the sequence does.
-struct RowAt {
-  int row, entry;
-};
+// Row i of n rows from `first` on in a ragged descriptor, whose hardware ends where the sequence does.
+__device__ __forceinline__ RaggedRowAt ragged_row_at(int first, int number, int row) {
+  return {kRaggedRows - number + row, kRaggedRows, first + number};
+}
 
+// The coordinates of a row of q, or of k, in their descriptors.
 template <class Params, class Work>
-__device__ __forceinline__ RowAt query_at(const Params& p, const Work& work, int row) {
+__device__ __forceinline__ auto query_at(const Params& p, const Work& work, int row) {
   if constexpr (kIsOfSequence<Work>) {
-    const Sequence& of = work.sequence;
-    return {p.sequences.most_q - of.seqlen_q + row, of.first_q + of.seqlen_q};
+    return ragged_row_at(work.sequence.first_q, work.sequence.seqlen_q, row);
   } else {
-    return {row, work.batch};
+    return RowAt{row, work.batch};
   }
 }
 
 template <class Params, class Work>
-__device__ __forceinline__ RowAt key_at(const Params& p, const Work& work, int row) {
+__device__ __forceinline__ auto key_at(const Params& p, const Work& work, int row) {
   if constexpr (kIsOfSequence<Work>) {
-    const Sequence& of = work.sequence;
-    return {p.sequences.most_k - of.seqlen_k + row, of.first_k + of.seqlen_k};
+    return ragged_row_at(work.sequence.first_k, work.sequence.seqlen_k, row);
   } else {
-    return {row, work.batch};
+    return RowAt{row, work.batch};
   }
 }
 
 // Of tiles of a bias, or of dbias.
 template <class Params, class Work>
-__device__ __forceinline__ RowAt score_at(const Params& p, const Work& work, int row, bool has_entries) {
+__device__ __forceinline__ auto score_at(const Params& p, const Work& work, int row, bool has_entries) {
+  const int entry = has_entries ? work.batch : 0;
   if constexpr (kIsOfSequence<Work>) {
-    if (p.sequences.bias_packs_queries) return query_at(p, work, row);
+    return p.sequences.bias_packs_queries ? query_at(p, work, row) : RaggedRowAt{row, 0, entry};
+  } else {
+    return RowAt{row, entry};
   }
-  return {row, has_entries ? work.batch : 0};
 }
 
 // Where a bias that is not read as tiles starts for a work tile, beyond its entry and its head.

@@ -32,11 +32,10 @@ __device__ __forceinline__ void fill_slots(const SharedDbiasParams& p, SharedDbi
   if (threadIdx.x == 0) {
     uint64_t* full = &shared.slot_full[pipe.stage];
     barrier_wait(&shared.slot_empty[pipe.stage], pipe.phase ^ 1);
-    const RowAt query = query_at(p, head, work.block_q * kTile), key = key_at(p, head, work.block_k * kTile);
-    tma_load_panels<kCopied, kTile>(shared.rows[pipe.stage], rows, full, kFirst * kPanelColumns, query.row, head.head,
-                                    query.entry);
-    tma_load_panels<kCopied, kTile>(shared.keys[pipe.stage], keys, full, kFirst * kPanelColumns, key.row,
-                                    head.head / p.heads_per_group, key.entry);
+    const auto query = query_at(p, head, work.block_q * kTile), key = key_at(p, head, work.block_k * kTile);
+    tma_load_panels<kCopied, kTile>(shared.rows[pipe.stage], rows, full, kFirst * kPanelColumns, query, head.head);
+    tma_load_panels<kCopied, kTile>(shared.keys[pipe.stage], keys, full, kFirst * kPanelColumns, key,
+                                    head.head / p.heads_per_group);
     bulk_load_floats(shared.row_stats[pipe.stage], row_stats + (first_padded_tile_of(p, head) + work.block_q) * kTile,
                      kTile, full);
   }
@@ -95,8 +94,8 @@ __device__ __forceinline__ void load_heads(const SharedDbiasParams& p, SharedDbi
           barrier_wait(&shared.bias_empty[pipe_bias.stage], pipe_bias.phase ^ 1);
           tma_load_panels<Traits::kBiasPanels, kTile>(
               shared.bias[pipe_bias.stage], &p.bias, &shared.bias_full[pipe_bias.stage], item.work.block_k * kTile,
-              item.work.block_q * kTile, item.work.first_head / p.heads_per_bias,
-              p.bias_has_batch ? item.work.batch : 0);
+              RowAt{item.work.block_q * kTile, p.bias_has_batch ? item.work.batch : 0},
+              item.work.first_head / p.heads_per_bias);
         }
         pipe_bias.advance();
       }

@@ -6,7 +6,8 @@ from ...problem import AttentionProblem, dtype_name, keys_of_query
 from ..protocol import Rule
 from .bias_rows import fits
 
-_FEW_KEYS = 32  # of a sequence: its delta is summed from scores (csrc/sm90/sequences/few_keys.cu)
+_FEW_KEYS = 32
+_SUMMED_KEYS = 64  # of a sequence, at most: its delta is summed from scores (csrc/sm90/sequences/few_keys.cu)
 _COLUMNS = 8  # of dbias, written 16 bytes at a time
 _MEAN_QUERIES = 128  # a tile of rows
 _OTHER = 'use backend="triton"'
@@ -60,7 +61,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "sequence_window",
-        lambda p: p.seqlen_k <= _FEW_KEYS or keys_of_query(p.seqlen_k, p.window) > _FEW_KEYS,
+        lambda p: p.seqlen_k <= _SUMMED_KEYS or keys_of_query(p.seqlen_k, p.window) > _FEW_KEYS,
         lambda p: (
             f"of {p.seqlen_k} keys a query attends {keys_of_query(p.seqlen_k, p.window)} at most; delta is taken from "
             f"out in 16 bits, whose rounding shows in the gradients of up to {_FEW_KEYS} keys"

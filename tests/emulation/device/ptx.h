@@ -1,6 +1,7 @@
 // csrc/device/ptx.h for the emulated GPU: the same functions, emulating what their instructions do.
 #pragma once
 
+#include <array>
 #include <cmath>
 #include <cstdint>
 
@@ -76,11 +77,20 @@ void copy_with(uint64_t* barrier, int bytes, F copy) {
   }
 }
 
-inline void tma_load_4d(void* to, const CUtensorMap* map, uint64_t* barrier, int c0, int c1, int c2, int c3) {
+inline void tma_load(void* to, const CUtensorMap* map, uint64_t* barrier, uint32_t rank, std::array<int, 5> at) {
   const auto of = *reinterpret_cast<const emulation::TensorMap*>(map);
+  if (of.rank != rank) emulation::fail("a tensor map is of another rank than its instruction");
   const uint32_t address = shared_address(to);
   copy_with(barrier, static_cast<int>(of.box[0] * of.box[1] * 2),
-            [=](emulation::Block& block) { emulation::load_box(of, {c0, c1, c2, c3}, block, address); });
+            [=](emulation::Block& block) { emulation::load_box(of, at, block, address); });
+}
+
+inline void tma_load_4d(void* to, const CUtensorMap* map, uint64_t* barrier, int c0, int c1, int c2, int c3) {
+  tma_load(to, map, barrier, 4, {c0, c1, c2, c3, 0});
+}
+
+inline void tma_load_5d(void* to, const CUtensorMap* map, uint64_t* barrier, int c0, int c1, int c2, int c3, int c4) {
+  tma_load(to, map, barrier, 5, {c0, c1, c2, c3, c4});
 }
 
 inline void tma_load_4d_evict_first(void* to, const CUtensorMap* map, uint64_t* barrier, int c0, int c1, int c2,
@@ -98,16 +108,25 @@ inline void bulk_load(void* to, const void* from, int bytes, uint64_t* barrier) 
   });
 }
 
-inline void tma_store_4d(const CUtensorMap* map, const void* from, int c0, int c1, int c2, int c3) {
+inline void tma_store(const CUtensorMap* map, const void* from, uint32_t rank, std::array<int, 5> at) {
   const auto of = *reinterpret_cast<const emulation::TensorMap*>(map);
+  if (of.rank != rank) emulation::fail("a tensor map is of another rank than its instruction");
   const uint32_t address = shared_address(from);
   emulation::Block* const block = emulation::current->block;
-  const auto operation = [=] { emulation::store_box(of, {c0, c1, c2, c3}, *block, address); };
+  const auto operation = [=] { emulation::store_box(of, at, *block, address); };
   if (emulation::acts_at_once()) {
     operation();
   } else {
     emulation::current->stores.push_back(operation);
   }
+}
+
+inline void tma_store_4d(const CUtensorMap* map, const void* from, int c0, int c1, int c2, int c3) {
+  tma_store(map, from, 4, {c0, c1, c2, c3, 0});
+}
+
+inline void tma_store_5d(const CUtensorMap* map, const void* from, int c0, int c1, int c2, int c3, int c4) {
+  tma_store(map, from, 5, {c0, c1, c2, c3, c4});
 }
 
 inline void tma_store_commit_and_wait_read() {
