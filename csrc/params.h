@@ -140,14 +140,16 @@ struct SequenceParams {
   const int* sequence_of_tile;
 };
 
-// What lists the work tiles of a head: blocks of kTile queries, or of keys. Writes SequenceParams' arrays.
+// What lists the work tiles of a head: blocks of queries, or of keys. Writes SequenceParams' arrays.
 struct ListWorksParams {
   SequenceParams sequences;
   int number;   // S
   bool by_keys;
+  int rows;     // of a block
   int* firsts;  // scratch, (S)
   int2* works;
   int* num_works;
+  int* counter;           // set to 0; null if not needed
   int* sequence_of_tile;  // null if not needed
 };
 

@@ -61,8 +61,9 @@ def draw(
     lengths: tuple[int, ...] = (0, 1, 2, 5, 17, 32, 33),
     dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float32),
     head_dims: tuple[int, ...] = (4, 8, 16),
+    lengths_k: tuple[int, ...] | None = None,
 ) -> SequenceCall:
-    """The call of a number."""
+    """The call of a number; `lengths` are of queries and of keys, unless keys have others."""
     rng, torch_rng = random.Random(number), torch.Generator().manual_seed(number)
     layout = layout or rng.choice(("packed", "packed", "padded", "paged", "paged_packed"))
     count, dtype = rng.choice((0, 1, 1, 2, 3, 5, 9)), rng.choice(dtypes)
@@ -73,8 +74,8 @@ def draw(
         return torch.randn(shape, generator=torch_rng, dtype=torch.float32).to(DEVICE, dtype)
 
     used_q = [rng.choice(lengths) for _ in range(count)]
-    same = layout == "packed" and rng.random() < 0.4
-    used_k = used_q if same else [rng.choice(lengths) for _ in range(count)]
+    same = layout == "packed" and rng.random() < 0.4 and lengths_k is None
+    used_k = used_q if same else [rng.choice(lengths_k or lengths) for _ in range(count)]
     spare = rng.random() < 0.5  # slots are longer than what is used of them
 
     def slots(used: list[int]) -> list[int]:

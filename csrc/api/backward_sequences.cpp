@@ -162,10 +162,10 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
 
   // Works, and sections of key heads whose q, dout and sums of dq fit in L2.
   const int64_t all_q = sizes.batch * sizes.seqlen_q, all_k = sizes.batch * sizes.seqlen_k;
-  const int64_t tiles = most_tiles(number, all_k, of.most_k), padded_tiles = all_q / kTile + number;
+  const int64_t tiles = most_blocks(number, all_k, of.most_k, kTile), padded_tiles = all_q / kTile + number;
   CHECK_ARGUMENT(padded_tiles * sizes.num_heads <= kMaxInt / 4, "there are more than 2^29 tiles of queries");
   CHECK_ARGUMENT(tiles * sizes.num_heads_k <= kMaxInt / 4, "there are more than 2^29 tiles of keys");
-  const Tensor works = list_works(kName, q, number, true, tiles, padded_tiles, of, device.stream);
+  const Tensor works = list_works(kName, q, number, true, kTile, tiles, padded_tiles, of, nullptr, device.stream);
   const int64_t columns = accum_columns(static_cast<int>(instance.head_dim));
   const int64_t dq_columns = ceil_div(instance.head_dim, columns) * columns;
   const int64_t row_bytes = (sizes.head_dim + sizes.head_dim_v) * 2 + (dq.has_value() ? dq_columns * 4 : 0);

@@ -26,17 +26,22 @@ using torch::stable::Tensor;
 
 constexpr const char* kName = "cuda_forward_sequences";
 
+struct KernelInstance {
+  decltype(&launch_forward_sequences<__half, 64, 64>) launch;
+  int head_dim, head_dim_v;
+};
+
 // The smallest kernel instance whose head dims hold those of the call.
-auto instance_for(ScalarType dtype, int64_t head_dim, int64_t head_dim_v) {
+KernelInstance instance_for(ScalarType dtype, int64_t head_dim, int64_t head_dim_v) {
 #define FLASH_DMATTN_INSTANCE(element, scalar, d, dv)                     \
   if (dtype == ScalarType::scalar && head_dim <= d && head_dim_v <= dv) { \
-    return &launch_forward_sequences<element, d, dv>;                     \
+    return {&launch_forward_sequences<element, d, dv>, d, dv};            \
   }
   FLASH_DMATTN_SEQUENCES_INSTANCES(FLASH_DMATTN_INSTANCE)
 #undef FLASH_DMATTN_INSTANCE
   CHECK_ARGUMENT(false, "the extension was not built for sequences of head dims ", head_dim, " and ", head_dim_v,
                  " (v) of this dtype");
-  return static_cast<decltype(&launch_forward_sequences<__half, 64, 64>)>(nullptr);
+  return {};
 }
 
 // Chooses how the kernel reads the bias, and sets its fields.
@@ -55,20 +60,22 @@ void forward(Tensor q, Tensor k, Tensor v, Tensor bounds, std::optional<Tensor> 
              Tensor out, Tensor lse, bool is_packed, int64_t bias_packing, int64_t most_q, int64_t most_k, int64_t left,
              int64_t right, double softmax_scale, double softcap) {
   const Sizes sizes = sizes_of(kName, q, k, v);
-  const auto launch = instance_for(q.scalar_type(), sizes.head_dim, sizes.head_dim_v);
+  const KernelInstance instance = instance_for(q.scalar_type(), sizes.head_dim, sizes.head_dim_v);
   const int64_t number = bounds.size(0);
   ForwardParams params{};
   params.sequences = sequence_params(kName, {bounds, is_packed, bias_packing, most_q, most_k, left, right}, sizes);
   SequenceParams& of = params.sequences;
   const Bias form = bias.has_value() ? describe_bias(*bias, q, params) : Bias::kNone;
+  const int64_t all_q = sizes.batch * sizes.seqlen_q;
+  const int block_m = sequences_block_m(instance.head_dim, instance.head_dim_v, all_q / number);
 
   const CurrentDevice device(kName, q);  // before the TMA descriptors, whose encoder needs its context
-  params.q = ragged_rows_map(kName, q, "q", kTile);
+  params.q = ragged_rows_map(kName, q, "q", block_m);
   params.k = ragged_rows_map(kName, k, "k", kTile);
   params.v = ragged_rows_map(kName, v, "v", kTile);
   if (form == Bias::kTile) {
-    params.bias = of.bias_packs_queries ? ragged_scores_map(kName, *bias, "bias", kTile)
-                                        : scores_by_position_map(kName, *bias, "bias", kTile);
+    params.bias = of.bias_packs_queries ? ragged_scores_map(kName, *bias, "bias", block_m)
+                                        : scores_by_position_map(kName, *bias, "bias", block_m);
   }
   params.out = out.mutable_data_ptr();
   params.lse = static_cast<float*>(lse.mutable_data_ptr());
@@ -76,18 +83,16 @@ void forward(Tensor q, Tensor k, Tensor v, Tensor bounds, std::optional<Tensor> 
   set_sizes(sizes, params);
   set_scale(softmax_scale, softcap, params);
 
-  const int64_t tiles = most_tiles(number, sizes.batch * sizes.seqlen_q, of.most_q);
+  const int64_t tiles = most_blocks(number, all_q, of.most_q, block_m);
   CHECK_ARGUMENT(tiles * sizes.num_heads <= kMaxInt / 2, "there are more than 2^30 tiles of rows");
   // A section's keys and values fit in L2.
   const int64_t group = sizes.num_heads / sizes.num_heads_k;
   const int64_t group_bytes = sizes.batch * sizes.seqlen_k * (sizes.head_dim + sizes.head_dim_v) * 2;
   of.section =
       static_cast<int>(std::min(sizes.num_heads, group * std::max<int64_t>(1, kSectionBytes / group_bytes)));
-  const Tensor works = list_works(kName, q, number, false, tiles, 0, of, device.stream);
-  const Tensor counter = zero_counters(kName, q, 1, device.stream);
-  params.tile_counter = static_cast<int*>(const_cast<void*>(counter.const_data_ptr()));
+  const Tensor works = list_works(kName, q, number, false, block_m, tiles, 0, of, &params.tile_counter, device.stream);
   const int blocks = static_cast<int>(std::min<int64_t>(tiles * sizes.num_heads, sm_count(kName, device.index)));
-  check(launch(params, form, blocks, device.stream), kName, "launching the kernel");
+  check(instance.launch(params, form, block_m, blocks, device.stream), kName, "launching the kernel");
   fill_gaps(kName, out, false, params.lse, of, number, device.stream);
 }
 

@@ -50,17 +50,18 @@ inline SequenceParams sequence_params(const char* op, const SequenceCall& call, 
   return params;
 }
 
-// Tiles of kTile rows of all sequences: at most so many.
-inline int64_t most_tiles(int64_t number, int64_t all_rows, int64_t most) {
-  return std::min(number * ceil_div(most, kTile), all_rows / kTile + number);
+// Blocks of so many rows of all sequences: at most this many.
+inline int64_t most_blocks(int64_t number, int64_t all_rows, int64_t most, int64_t rows) {
+  return std::min(number * ceil_div(most, rows), all_rows / rows + number);
 }
 
-// Lists the work tiles of a pass; the tensor that is returned holds them. `padded_tiles` of queries if it is positive.
+// Lists the work tiles of a pass, blocks of so many rows, at most `blocks`; the tensor that is returned holds them.
+// The forward pass gets a counter beside them, which is 0; the backward pass padded tiles, of which there are some.
 inline torch::stable::Tensor list_works(const char* op, const torch::stable::Tensor& like, int64_t number, bool by_keys,
-                                        int64_t tiles, int64_t padded_tiles, SequenceParams& params,
-                                        cudaStream_t stream) {
+                                        int64_t rows, int64_t blocks, int64_t padded_tiles, SequenceParams& params,
+                                        int** counter, cudaStream_t stream) {
   // Pairs of integers start on 8 bytes: the list of works comes first.
-  const int64_t length = 2 * tiles + 1 + number + padded_tiles;
+  const int64_t length = 2 * blocks + 2 + number + padded_tiles;
   torch::stable::Tensor memory = torch::stable::new_empty(like, {&length, 1}, torch::headeronly::ScalarType::Int);
   int* const start = static_cast<int*>(memory.mutable_data_ptr());
   params.padded_tiles = static_cast<int>(padded_tiles);
@@ -68,9 +69,11 @@ inline torch::stable::Tensor list_works(const char* op, const torch::stable::Ten
   list.sequences = params;
   list.number = static_cast<int>(number);
   list.by_keys = by_keys;
+  list.rows = static_cast<int>(rows);
   list.works = reinterpret_cast<int2*>(start);
-  list.num_works = start + 2 * tiles;
-  list.firsts = list.num_works + 1;
+  list.num_works = start + 2 * blocks;
+  list.firsts = list.num_works + 2;
+  if (counter != nullptr) *counter = list.counter = list.num_works + 1;
   if (padded_tiles > 0) list.sequence_of_tile = list.firsts + number;
   check(launch_list_works(list, stream), op, "launching the kernel of the work tiles");
   params.works = list.works;

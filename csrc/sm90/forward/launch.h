@@ -34,9 +34,19 @@ inline bool pays_to_take_three(int seqlen_q) {
 template <class T, int kHeadDim, int kHeadDimV>
 cudaError_t launch_forward(const ForwardParams& params, Bias bias, MaskForm mask, int blocks, cudaStream_t stream);
 
-// The same of calls with sequences: work tiles of kTile queries; the bias is kNone, kTile or kVector, and there is no mask.
+// The same of calls with sequences: the bias is kNone, kTile or kVector, and there is no mask. block_m: queries of a work
+// tile, of sequences_block_m.
 template <class T, int kHeadDim, int kHeadDimV>
-cudaError_t launch_forward_sequences(const ForwardParams& params, Bias bias, int blocks, cudaStream_t stream);
+cudaError_t launch_forward_sequences(const ForwardParams& params, Bias bias, int block_m, int blocks,
+                                     cudaStream_t stream);
+
+// Three consumers where there are kernels of them, and sequences of so many queries on the mean leave few of their rows
+// empty.
+constexpr int kQueriesOfThree = 1024;
+constexpr int sequences_block_m(int head_dim, int head_dim_v, int64_t mean_queries) {
+  const int most = most_consumers(head_dim, head_dim_v, Bias::kNone, MaskForm::kNone);
+  return 64 * (most > 2 && mean_queries >= kQueriesOfThree ? 3 : 2);
+}
 
 // The tile of a work tile: block_m queries and block_n keys at a time. With split-KV, the floats that a split leaves in
 // device memory and the warps that write them; 0 if the kernel has no split-KV.

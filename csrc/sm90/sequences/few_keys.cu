@@ -1,5 +1,5 @@
 // delta of the queries of sequences of few keys, as the sum of p dp over keys: out in 16 bits is not exact enough there.
-// A warp has a query of a head, and each lane every 32nd key.
+// A warp has some queries of a head, and each lane every 32nd key.
 #include <algorithm>
 
 #include "../../device/fragments.h"
@@ -16,21 +16,27 @@ struct Query : OfSequence<true> {
   int batch, head;
 };
 
-// Of rows that start on 16 bytes, of a multiple of 8 columns.
+constexpr int kQueries = 8;  // of a warp at a time, which share what it reads of k and v
+
+// Adds the products of some rows, `stride` elements apart, with one of k or v. Rows start on 16 bytes and have a multiple of
+// 8 columns; behind the last of them its products are added again.
 template <class Element>
-__device__ __forceinline__ float dot(const Element* a, const Element* b, int columns) {
-  float sum = 0.0f;
-#pragma unroll 4
+__device__ __forceinline__ void add_products(float (&sums)[kQueries], const Element* rows, int64_t stride, int number,
+                                             const Element* other, int columns) {
   for (int c = 0; c < columns; c += 8) {
-    const uint4 x = *reinterpret_cast<const uint4*>(a + c), y = *reinterpret_cast<const uint4*>(b + c);
-    const uint32_t xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
+    const uint4 y = *reinterpret_cast<const uint4*>(other + c);
+    const uint32_t ys[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 first = unpack(xs[i], Element{}), second = unpack(ys[i], Element{});
-      sum = fmaf(first.x, second.x, fmaf(first.y, second.y, sum));
+    for (int row = 0; row < kQueries; ++row) {
+      const uint4 x = *reinterpret_cast<const uint4*>(rows + min(row, number - 1) * stride + c);
+      const uint32_t xs[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 first = unpack(xs[i], Element{}), second = unpack(ys[i], Element{});
+        sums[row] = fmaf(first.x, second.x, fmaf(first.y, second.y, sums[row]));
+      }
     }
   }
-  return sum;
 }
 
 template <class Element>
@@ -47,38 +53,49 @@ __global__ void __launch_bounds__(kThreads) few_keys_kernel(const __grid_constan
     const Sequence& sequence = work.sequence;
     if (sequence.seqlen_k == 0 || sequence.seqlen_k > kFewKeys) continue;
     const int first = (tile - first_padded_tile(sequence, work.batch)) * kTile;
-    const int rows = min(sequence.seqlen_q - first, kTile);
-    for (int at = threadIdx.x / 32; at < rows * p.num_heads; at += kWarps) {
-      const int row = first + at / p.num_heads;
+    const int groups = (min(sequence.seqlen_q - first, kTile) + kQueries - 1) / kQueries;
+    for (int at = threadIdx.x / 32; at < groups * p.num_heads; at += kWarps) {
+      const int first_row = first + at / p.num_heads * kQueries, rows = min(sequence.seqlen_q - first_row, kQueries);
       work.head = at % p.num_heads;
-      const int64_t padded = first_padded_tile_of(p, work) * kTile + row;
-      const float lse = p.lse[padded];
-      if (lse == INFINITY) continue;  // nothing is attended, and delta is not used
+      const int64_t padded = first_padded_tile_of(p, work) * kTile + first_row;
       const int64_t head_k = work.head / p.heads_per_group;
-      const auto row_of = [&](const auto& x, bool packs, int64_t first_row, int i, int64_t head) {
+      const auto row_of = [&](const auto& x, bool packs, int64_t first_of_sequence, int i, int64_t head) {
         return static_cast<const Element*>(x.data) + (packs ? 0 : work.batch) * x.stride_b +
-               ((packs ? first_row : 0) + i) * x.stride_l + head * x.stride_h;
+               ((packs ? first_of_sequence : 0) + i) * x.stride_l + head * x.stride_h;
       };
-      const Element* q = row_of(p.q, of.packs_queries, sequence.first_q, row, work.head);
-      const Element* dout = row_of(p.dout, of.packs_queries, sequence.first_q, row, work.head);
-      float sum = 0.0f;
-      const int last = min(row + sequence.high, sequence.seqlen_k - 1);
-      for (int key = max(row + sequence.low, 0) + lane; key <= last; key += 32) {
+      const Element* q = row_of(p.q, of.packs_queries, sequence.first_q, first_row, work.head);
+      const Element* dout = row_of(p.dout, of.packs_queries, sequence.first_q, first_row, work.head);
+      float sums[kQueries] = {};
+      for (int key = lane; key < sequence.seqlen_k; key += 32) {
+        float scores[kQueries] = {}, products[kQueries] = {};
         const Element* k = row_of(p.k, of.packs_keys, sequence.first_k, key, head_k);
         const Element* v = row_of(p.v, of.packs_keys, sequence.first_k, key, head_k);
-        float score = dot(q, k, p.head_dim) * p.softmax_scale;
-        if (p.bias_values != nullptr) with_bias(p, work, [&](auto bias) { score += bias(row, key); });
-        sum = fmaf(exp2_approx(fmaf(score, kLog2e, -lse)), dot(dout, v, p.head_dim_v), sum);
+        add_products(scores, q, p.q.stride_l, rows, k, p.head_dim);
+        add_products(products, dout, p.dout.stride_l, rows, v, p.head_dim_v);
+#pragma unroll
+        for (int i = 0; i < kQueries; ++i) {
+          const int row = first_row + i;
+          if (i >= rows || key < row + sequence.low || key > row + sequence.high) continue;
+          float score = scores[i] * p.softmax_scale;
+          if (p.bias_values != nullptr) with_bias(p, work, [&](auto bias) { score += bias(row, key); });
+          // lse is +inf where nothing is attended: 0.
+          sums[i] = fmaf(exp2_approx(fmaf(score, kLog2e, -p.lse[padded + i])), products[i], sums[i]);
+        }
       }
-      for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-      if (lane > 0) continue;
-      const int64_t of_lse = first_lse_of(p, work) + row;
-      if (p.dlse != nullptr) {
-        const int64_t entry = of.packs_queries ? 0 : work.batch, i = of.packs_queries ? sequence.first_q + row : row;
-        sum -= p.dlse[entry * p.dlse_stride_b + work.head * p.dlse_stride_h + i * p.dlse_stride_q];
+#pragma unroll
+      for (int i = 0; i < kQueries; ++i) {
+        float sum = sums[i];
+        for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+        if (lane > 0 || i >= rows) continue;
+        const int row = first_row + i;
+        if (p.dlse != nullptr && p.lse[padded + i] != INFINITY) {
+          const int64_t entry = of.packs_queries ? 0 : work.batch;
+          const int64_t row_of_entry = (of.packs_queries ? sequence.first_q : 0) + row;
+          sum -= p.dlse[entry * p.dlse_stride_b + work.head * p.dlse_stride_h + row_of_entry * p.dlse_stride_q];
+        }
+        p.delta[padded + i] = sum;
+        if (p.row_delta != nullptr) p.row_delta[first_lse_of(p, work) + row] = sum;
       }
-      p.delta[padded] = sum;
-      if (p.row_delta != nullptr) p.row_delta[of_lse] = sum;
     }
   }
 }

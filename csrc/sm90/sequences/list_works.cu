@@ -1,4 +1,4 @@
-// The work tiles of a call with sequences: blocks of 128 queries, or of 128 keys, of all sequences, longest walk first.
+// The work tiles of a call with sequences: blocks of queries, or of keys, of all sequences, longest walk first.
 // One block of threads: a prefix sum over sequences, and a counting sort of the tiles by the length of their walks.
 #include "../kernel_launch.h"
 #include "launch.h"
@@ -29,16 +29,16 @@ __device__ __forceinline__ int sum_before(int value, int (&of_warps)[32], int& t
   return (warp == 0 ? 0 : before_warp) + with_own - value;
 }
 
-// How many blocks of the other side a block of one side walks.
-__device__ __forceinline__ int count_steps(const Sequence& of, bool by_keys, int block) {
-  const int begin = block * kTile;
+// How many tiles of the other side a block of one side walks.
+__device__ __forceinline__ int count_steps(const Sequence& of, bool by_keys, int rows, int block) {
+  const int begin = block * rows;
   int first, last;
   if (by_keys) {
     first = max(begin - of.high, 0);
-    last = min(min(begin + kTile, of.seqlen_k) - 1 - of.low, of.seqlen_q - 1);
+    last = min(min(begin + rows, of.seqlen_k) - 1 - of.low, of.seqlen_q - 1);
   } else {
     first = max(begin + of.low, 0);
-    last = min(min(begin + kTile, of.seqlen_q) - 1 + of.high, of.seqlen_k - 1);
+    last = min(min(begin + rows, of.seqlen_q) - 1 + of.high, of.seqlen_k - 1);
   }
   return last < first ? 0 : last / kTile + 1 - first / kTile;
 }
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads) list_works_kernel(const __grid_const
     const int s = from + thread;
     const int4 bounds = s < p.number ? p.sequences.bounds[s] : make_int4(0, 0, 0, 0);
     int of_round;
-    const int before = sum_before(((p.by_keys ? bounds.w : bounds.y) + kTile - 1) / kTile, of_warps, of_round);
+    const int before = sum_before(((p.by_keys ? bounds.w : bounds.y) + p.rows - 1) / p.rows, of_warps, of_round);
     if (s < p.number) p.firsts[s] = total + before;
     total += of_round;
   }
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kThreads) list_works_kernel(const __grid_const
       }
       const Sequence of = load_sequence(p.sequences, low);
       const int block = tile - p.firsts[low];
-      const int steps = count_steps(of, p.by_keys, block) / steps_of_bucket;
+      const int steps = count_steps(of, p.by_keys, p.rows, block) / steps_of_bucket;
       f(low, block, kBuckets - 1 - min(steps, kBuckets - 1));
     }
   };
@@ -99,7 +99,9 @@ __global__ void __launch_bounds__(kThreads) list_works_kernel(const __grid_const
   buckets[thread] = start;
   __syncthreads();
   for_each_tile([&](int s, int block, int bucket) { p.works[atomicAdd(&buckets[bucket], 1)] = make_int2(s, block); });
-  if (thread == 0) *p.num_works = total;
+  if (thread > 0) return;
+  *p.num_works = total;
+  if (p.counter != nullptr) *p.counter = 0;
 }
 
 }  // namespace
