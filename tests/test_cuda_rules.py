@@ -16,6 +16,7 @@ from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.protocol import Availability, Rule
 from flash_dmattn.backends.triton import backend as triton
 from flash_dmattn.dispatch import refusals, selection, settings
+from flash_dmattn.problem import SequenceSpec
 
 Q = (2, 4096, 16, 64)
 KEY_MASK = (2, 1, 1, 4096)
@@ -45,6 +46,10 @@ def explained(**changes: Any) -> flash_dmattn.explanation.Explanation:
     problem = problem._replace(bias=problem.bias._replace(strides=strides))
     return flash_dmattn.explanation.explain_description(problem, changes.get("backend", "auto"))
 
+
+# Eight packed sequences of up to 2048 tokens.
+PACKED = {"q": (1, 8192, 16, 64), "sequences": SequenceSpec("packed", 8, 8192, 8192, 2048, 2048)}
+SHORT_PACKED = {"q": (1, 8192, 16, 64), "sequences": SequenceSpec("packed", 128, 8192, 8192, 64, 64)}
 
 # The code of each rule, a call that breaks it and no other, and what is said of it.
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
@@ -79,6 +84,25 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         },
         "the gradient of bias, of rows of 4095 keys, is needed; ",
     ),
+    "sequence_head_dim": (
+        {**PACKED, "q": (1, 8192, 16, 192)},
+        r"head dims are 192 and 192 \(v\); the kernels of sequences that are built take multiples of 8 up to 128",
+    ),
+    "sequence_mask": ({**PACKED, "mask": (8, 1, 2048, 2048)}, "there is a mask; the kernels of sequences have "),
+    "sequence_bias": (
+        {**PACKED, "bias": (1, 16, 2048, 2048), "bias_dtype": "fp32"},
+        "bias, one value per query and key, has dtype float32 and strides .*in the dtype of q, bfloat16",
+    ),
+    "sequence_softcap": ({**PACKED, "softcap": 30.0, **GRADIENTS}, "softcap is 30.0; the backward kernels of seq"),
+    "sequence_order": ({**PACKED, "deterministic": True, **GRADIENTS}, "deterministic is True; blocks add to dq as"),
+    "sequence_window": (
+        {**PACKED, "window_size": (15, 0), **GRADIENTS},
+        "of 2048 keys a query attends 16 at most; delta is taken from out in 16 bits",
+    ),
+    "sequence_dbias": (
+        {**PACKED, "bias": (1, 8192, 2048), "bias_grad": True},
+        r"the gradient of bias, of shape \(1, 1, 8192, 2048\), is needed; of packed queries it is stored",
+    ),
 }
 # The instances that are built where a rule is broken in no full build: those of the backward pass are as wide there.
 FEW_INSTANCES = ("forward_d64", "forward_d128", "forward_d192_128", "backward_d64", "backward_d128")
@@ -96,6 +120,7 @@ PASSED_OVER: dict[str, tuple[dict[str, Any], str]] = {
         "deterministic is True and",
     ),
     "partial_dbias": ({"bias": PER_SCORE, "bias_grad": True, "is_causal": True}, "the gradient of bias, of a value"),
+    "short_sequences": (SHORT_PACKED, "sequences have 64 queries on the mean, less than the 128 of a tile"),
 }
 NEVER_TAKEN = (
     ("dtype", {"dtype": "fp64"}),
@@ -132,6 +157,11 @@ NEVER_DIFFERENTIATED = (
 )
 DIFFERENTIATED = (
     GRADIENTS,
+    {**PACKED, **GRADIENTS, "is_causal": True, "kv_heads": 4},
+    {**PACKED, **GRADIENTS, "bias": (16, 8192, 2048), "bias_grad": True},
+    {**PACKED, **GRADIENTS, "bias": (1, 1, 2048, 2048), "bias_grad": True, "sink": True},
+    {**PACKED, **GRADIENTS, "bias": (16, 1, 8192), "bias_dtype": "fp32", "bias_grad": True},
+    {**SHORT_PACKED, **GRADIENTS, "window_size": (8, 0)},
     DBIAS,
     {"q": (2, 4096, 16, 192), "head_dim_v": 128, **GRADIENTS},
     {"q": (2, 4096, 16, 256), "bias": (1, 16, 4096, 4096), "bias_grad": True, **GRADIENTS},
@@ -167,6 +197,7 @@ DIFFERENTIATED = (
 )
 TAKEN = (
     {},
+    {**PACKED, "softcap": 30.0, "deterministic": True, "window_size": (8, 0)},
     {"dtype": "fp16", "bias": (2, 16, 4096, 4096), "bias_dtype": "fp32"},
     {"bias": (1, 1, 1, 4096), "bias_dtype": "fp16"},
     {"bias": (2, 16, 4096, 1), "softcap": 30.0},
