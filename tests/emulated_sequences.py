@@ -10,35 +10,16 @@ import itertools
 import random
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import emulated_cuda as emulated
-import torch
+from cuda_sequence_calls import drawn
 from interpreted_sequences import spoiled
 from outcomes import report, served
-from sequence_calls import SequenceCall, assert_accurate, draw, run
+from sequence_calls import assert_accurate, run
 
 import flash_dmattn
 from flash_dmattn.backends.cuda import backend as cuda
-
-LENGTHS = (0, 1, 31, 32, 33, 64, 127, 128, 129, 200, 300)
-LONG, FEW = (1024, 1100), (1, 40, 129)  # queries for blocks of three consumers, beside so many keys
-LAYOUTS = ("packed", "packed", "padded")
-HEAD_DIMS = (16, 64)
-
-
-def drawn(number: int) -> SequenceCall:
-    """The call of a number, most of them as the kernels of sequences take one."""
-    rng = random.Random(number)
-    lengths, lengths_k = (LONG, FEW) if number % 16 == 15 else (LENGTHS, None)
-    call = draw(number, rng.choice(LAYOUTS), lengths, (torch.bfloat16,), HEAD_DIMS, lengths_k)
-    flags = dict(call.flags)
-    if flags["window_size"] is not None and rng.random() < 0.6:
-        flags["window_size"] = tuple(20 * side if side > 0 else side for side in flags["window_size"])
-    if rng.random() < 0.8:
-        flags["softcap"] = 0.0
-    return replace(call, mask=None if rng.random() < 0.9 else call.mask, flags=flags)
 
 
 def failure_of(number: int) -> str | None:

@@ -31,7 +31,96 @@ def _intervals(case: str) -> tuple[str, ...]:
     return (f"{_RARE}test_an_interval_mask[{case}-cuda]",)
 
 
+def _sequences(case: str) -> tuple[str, ...]:
+    return (f"tests/test_cuda_sequences.py::{case}",)
+
+
 FAULTS: tuple[Fault, ...] = (
+    # Sequences
+    Fault(
+        "tiles of a sequence of no queries are those of the next",
+        "csrc/sm90/sequences/list_works.cu",
+        "if (p.firsts[middle] <= tile) {",
+        "if (p.firsts[middle] < tile) {",
+        _sequences("test_every_bias[none-cuda]"),
+    ),
+    Fault(
+        "padded tiles of two sequences overlap",
+        "csrc/sm90/sequences/sequence.h",
+        "return of.first_q / kTile + number; }",
+        "return of.first_q / kTile; }",
+        _sequences("test_every_bias[none-cuda]"),
+    ),
+    Fault(
+        "causality is aligned at the first key",
+        "csrc/sm90/sequences/sequence.h",
+        "const int diagonal = of.seqlen_k - of.seqlen_q;",
+        "const int diagonal = 0;",
+        _sequences("test_every_bias[none-cuda]"),
+    ),
+    Fault(
+        "TMA reads on behind the end of a sequence",
+        "csrc/sm90/sequences/sequence.h",
+        "return {kRaggedRows - number + row, kRaggedRows, first + number};",
+        "return {kRaggedRows - number + row - kTile, kRaggedRows, first + number + kTile};",
+        _sequences("test_every_bias[none-cuda]"),
+    ),
+    Fault(
+        "a gap begins where the sequence before it does",
+        "csrc/sm90/sequences/fill_gaps.cu",
+        "if (gap > 0) begin = range_of(gap - 1).x + range_of(gap - 1).y;",
+        "if (gap > 0) begin = range_of(gap - 1).x;",
+        _sequences("test_every_bias[none-cuda]"),
+    ),
+    Fault(
+        "delta of few keys is without dlse",
+        "csrc/sm90/sequences/few_keys.cu",
+        "if (p.dlse != nullptr && p.lse[padded + i] != INFINITY) {",
+        "if (p.dlse != nullptr && p.lse[padded + i] == INFINITY) {",
+        _sequences("test_every_bias[none-cuda]"),
+    ),
+    Fault(
+        "delta of few keys takes the band for none",
+        "csrc/sm90/sequences/few_keys.cu",
+        "if (i >= rows || key < row + sequence.low || key > row + sequence.high) continue;",
+        "if (i >= rows) continue;",
+        _sequences("test_padded_entries[none-cuda]"),
+    ),
+    Fault(
+        "dout of packed queries is that of the first ones",
+        "csrc/sm90/backward/rows.cu",
+        "entry = 0, row_of_entry += work.sequence.first_q;",
+        "entry = 0;",
+        _sequences("test_every_bias[none-cuda]"),
+    ),
+    Fault(
+        "rows behind the last query of a sequence are not masked",
+        "csrc/sm90/backward/tile_scheduler.h",
+        "walk.stop_inside = min(walk.stop_inside, of.seqlen_q / Traits::kBlockM);",
+        "walk.stop_inside = walk.stop_inside;",
+        _sequences("test_a_bias_may_have_anything_behind_a_sequence[of each sequence-cuda]"),
+    ),
+    Fault(
+        "keys behind the last of a sequence count in a shared gradient",
+        "csrc/sm90/shared_dbias/consumer.h",
+        "to = row < of.seqlen_q ? min(to, of.seqlen_k - 1 - first) : -1;",
+        "to = row < of.seqlen_q ? to : -1;",
+        _sequences("test_every_bias[shared by all-cuda]"),
+    ),
+    Fault(
+        "sums of packed keys are at the place of the first",
+        "csrc/sm90/sequences/sequence.h",
+        "return static_cast<int64_t>(work.head) * of.rows_k + work.sequence.first_k;",
+        "return static_cast<int64_t>(work.head) * of.rows_k;",
+        _sequences("test_every_bias[packed keys-cuda]"),
+    ),
+    Fault(
+        "a bias of packed keys is read from the first",
+        "csrc/sm90/sequences/sequence.h",
+        "(of.bias_packs_keys ? work.sequence.first_k * p.bias_stride_k : 0);",
+        "0;",
+        _sequences("test_every_bias[packed keys-cuda]"),
+    ),
     # Sinks
     Fault(
         "a sink joins each KV split",

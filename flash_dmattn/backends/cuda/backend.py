@@ -87,6 +87,8 @@ def _dotted(version: int) -> str:
 
 def notes(problem: AttentionProblem) -> tuple[str, ...]:
     """Copies that a call makes."""
+    if problem.sequences is not None:
+        return of_sequences.notes(problem)
     p = problem
     of_rows = tuple(
         f"copies {name}, of strides {tuple(strides)}: TMA reads rows of unit stride that start on 16 bytes"

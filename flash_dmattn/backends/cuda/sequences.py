@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ... import operators
 from ...gradients import empty_gradients, key_gradient, sequence_query_gradient, sink_gradient
-from ...problem import Flags, Gradients, NeedsGrad, Packing, SequenceView, bias_class, fits_tma
+from ...problem import (
+    AttentionProblem,
+    Flags,
+    Gradients,
+    NeedsGrad,
+    Packing,
+    SequenceView,
+    bias_class,
+    fits_tma,
+)
 
 # As csrc/api/sequences.h has them.
 _PACKING: dict[Packing, int] = {"none": 0, "queries": 1, "keys": 2}
@@ -100,7 +111,28 @@ def _readable(*tensors: Tensor) -> list[Tensor]:
 
 
 def _rows(x: Tensor) -> Tensor:
-    strides = x.stride()
-    follow = x.shape[0] == 1 or x.shape[1] == 1 or strides[0] == x.shape[1] * strides[1]
-    readable = follow and strides[3] == 1 and x.data_ptr() % 16 == 0 and fits_tma(x.shape, strides, x.element_size())
+    readable = x.data_ptr() % 16 == 0 and _fits(x.shape, x.stride(), x.element_size())
     return x if readable else x.clone(memory_format=torch.contiguous_format)
+
+
+def _fits(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
+    """Whether TMA reads q, k or v that start on 16 bytes: of unit stride, entries one after the other."""
+    follow = shape[0] == 1 or shape[1] == 1 or strides[0] == shape[1] * strides[1]
+    return follow and strides[3] == 1 and fits_tma(shape, strides, itemsize)
+
+
+def notes(problem: AttentionProblem) -> tuple[str, ...]:
+    """Copies that a call makes."""
+    p, of = problem, problem.sequences
+    assert of is not None
+    tensors = (
+        ("q", of.packs_queries, of.rows_q, p.num_heads, p.head_dim, p.q_strides),
+        ("k", of.packs_keys, of.rows_k, p.num_heads_k, p.head_dim, p.k_strides),
+        ("v", of.packs_keys, of.rows_k, p.num_heads_k, p.head_dim_v, p.v_strides),
+    )
+    return tuple(
+        f"copies {name}, of strides {tuple(strides)}: TMA reads entries one after the other, rows of unit stride that "
+        "start on 16 bytes"
+        for name, is_packed, rows, heads, dim, strides in tensors
+        if not _fits((1 if is_packed else of.number, rows, heads, dim), strides, p.dtype.itemsize)
+    )
