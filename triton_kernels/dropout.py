@@ -28,16 +28,10 @@ def philox_words(key, entry, head, rows, keys):
 
 
 @triton.jit
-def kept_block(key, dropout, entry, head, rows, keys):
-    """Of a tile of (rows, keys), whole blocks of 16 by 16, whether each is kept, before its halves are interleaved.
-
-    Returns (rows, keys, 2, 2): of two keys, and of two queries.
-    """
+def joined_words(key, entry, head, rows, keys):
+    """The same as one tensor (rows, keys, 2, 2): of two keys, and of two queries."""
     first, second, third, fourth = philox_words(key, entry, head, rows, keys)
-    threshold = tl.cast(dropout.threshold, tl.uint32)
-    upper = tl.join(first >= threshold, second >= threshold)
-    lower = tl.join(third >= threshold, fourth >= threshold)
-    return tl.join(upper, lower)
+    return tl.join(tl.join(first, second), tl.join(third, fourth))
 
 
 @triton.jit
@@ -66,9 +60,10 @@ def is_kept(
         half_rows = (first >> 1) + tl.arange(0, BLOCK_M // 2)
         half_keys = (first_key >> 1) + tl.arange(0, BLOCK_N // 2)
         half_rows, half_keys = tl.broadcast(half_rows[:, None], half_keys[None, :])
-        kept = kept_block(key, dropout, entry, head, half_rows, half_keys)
-        blocks = tl.reshape(kept, (BLOCK_M // 16, 8, BLOCK_N // 16, 8, 2, 2))
-        return tl.reshape(tl.permute(blocks, (0, 5, 1, 2, 4, 3)), (BLOCK_M, BLOCK_N))
+        words = joined_words(key, entry, head, half_rows, half_keys)
+        blocks = tl.reshape(words, (BLOCK_M // 16, 8, BLOCK_N // 16, 8, 2, 2))
+        words = tl.reshape(tl.permute(blocks, (0, 5, 1, 2, 4, 3)), (BLOCK_M, BLOCK_N))
+        return words >= tl.cast(dropout.threshold, tl.uint32)
 
 
 @triton.jit
@@ -83,6 +78,7 @@ def is_kept_by_key(
         half_rows = (first >> 1) + tl.arange(0, BLOCK_M // 2)
         half_keys = (first_key >> 1) + tl.arange(0, BLOCK_N // 2)
         half_keys, half_rows = tl.broadcast(half_keys[:, None], half_rows[None, :])
-        kept = kept_block(key, dropout, b.to(tl.uint32), h.to(tl.uint32), half_rows, half_keys)
-        blocks = tl.reshape(kept, (BLOCK_N // 16, 8, BLOCK_M // 16, 8, 2, 2))
-        return tl.reshape(tl.permute(blocks, (0, 4, 1, 2, 5, 3)), (BLOCK_N, BLOCK_M))
+        words = joined_words(key, b.to(tl.uint32), h.to(tl.uint32), half_rows, half_keys)
+        blocks = tl.reshape(words, (BLOCK_N // 16, 8, BLOCK_M // 16, 8, 2, 2))
+        words = tl.reshape(tl.permute(blocks, (0, 4, 1, 2, 5, 3)), (BLOCK_N, BLOCK_M))
+        return words >= tl.cast(dropout.threshold, tl.uint32)
