@@ -35,9 +35,10 @@ class Passes(NamedTuple):
 
     def split(self, tensors: tuple[Tensor, ...]) -> tuple[MaskView, SequenceView | None, Tensor | None]:
         """The mask, the sequences and the key of dropout of the tensors that follow `Passes` among the arguments."""
-        *rest, dropout = tensors if self.has_dropout else (*tensors, None)
-        end = len(rest) - self.number_of_sequence_tensors
-        return MaskView(self.mask_form, tuple(rest[:end])), view_of(rest[end:]), dropout
+        behind = len(tensors) - self.has_dropout
+        end = behind - self.number_of_sequence_tensors
+        dropout = tensors[behind] if self.has_dropout else None
+        return MaskView(self.mask_form, tensors[:end]), view_of(tensors[end:behind]), dropout
 
     @property
     def runs_one_by_one(self) -> bool:
@@ -147,9 +148,9 @@ def run_backward(
     mask: tuple[Tensor, ...],
 ) -> Gradients:
     """The five gradients of the backend of the backward pass; that of a sink is None where there is none."""
-    backend, (view, *more) = passes.backward, passes.split(mask)
+    backend, (view, sequences, dropout) = passes.backward, passes.split(mask)
     assert backend is not None
-    rest = extra_arguments(sink, *more)
+    rest = extra_arguments(sink, sequences, dropout)
     gradients = backend.backward(passes.problem, dout, dlse, q, k, v, view, bias, out, lse, **rest)
     return gradients if sink is not None else (*gradients, None)
 
@@ -315,8 +316,8 @@ class AttentionBackward(torch.autograd.Function):
         named = {"dout": dout, "dlse": dlse, "q": q, "k": k, "v": v, "bias": bias, "sink": sink}
         present = [name for name, x in named.items() if x is not None]
         needs_grad = problem.needs_grad
-        view, *more = passes.split(tuple(mask))
-        rest_of_call = extra_arguments(None, *more)
+        view, sequences, dropout = passes.split(tuple(mask))
+        rest_of_call = extra_arguments(None, sequences, dropout)
 
         def gradients_needed(*tensors: Tensor) -> tuple[Tensor, ...]:
             given: dict[str, Any] = dict(zip(present, tensors, strict=True))

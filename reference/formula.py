@@ -55,7 +55,8 @@ def attention(
 
     Returns:
         ``(out, lse)`` or ``(out, lse, probs)``: out (B, Lq, Hq, Dv) in q's dtype; lse (B, Hq, Lq), the natural log of
-        the sum of exp of the scores, and probs in fp32 (fp64 for fp64), both without dropout. The caller validates the arguments.
+        the sum of exp of the scores, and probs in fp32 (fp64 for fp64), both without dropout. The caller validates the
+        arguments.
 
     Source: Vaswani et al. (arXiv:1706.03762, section 3.2.1); softcap as in Gemma 2 (arXiv:2408.00118, section 2);
     sinks as in gpt-oss (arXiv:2508.10925).

@@ -26,7 +26,19 @@ from cuda_forms import (
     instance_of,
 )
 from descriptors import descriptors_wherever_they_serve
-from draws import CUDA_EDGES, CUDA_FORMS, DRAWS, FORMS, HEAD_DIMS, TILE_EDGES, Drawn, draw_cuda, draw_triton, placed, with_dropout
+from draws import (
+    CUDA_EDGES,
+    CUDA_FORMS,
+    DRAWS,
+    FORMS,
+    HEAD_DIMS,
+    TILE_EDGES,
+    Drawn,
+    draw_cuda,
+    draw_triton,
+    placed,
+    with_dropout,
+)
 from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 from layouts import LAYOUTS, offset, rearranged

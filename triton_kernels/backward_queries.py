@@ -199,9 +199,7 @@ def backward_queries_kernel(
             )  # fmt: skip
             dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
             if DROPOUT:
-                kept = is_kept(
-                    dropout_key, dropout, b, h, first, place, rows, keys, BLOCK_M, BLOCK_N, MASK == KEYS
-                )
+                kept = is_kept(dropout_key, dropout, b, h, first, place, rows, keys, BLOCK_M, BLOCK_N, MASK == KEYS)
                 dp = tl.where(kept, dp * tl.cast(dropout.scale, tl.float32), 0.0)
             if FEW_KEYS:
                 d += tl.sum(p * dp, 1)

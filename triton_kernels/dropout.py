@@ -1,7 +1,7 @@
 """Dropout in the kernels: which probabilities of a tile are kept, as `flash_dmattn.reference.dropout` has it.
 
-A call of Philox serves two queries and two keys that are 8 apart. In the fragments of tensor cores, with queries in rows
-or in columns, one thread has all four, so that what it makes is moved to no other.
+A call of Philox serves two queries and two keys that are 8 apart. In the fragments of tensor cores, with queries in
+rows or in columns, one thread has all four, so that what it makes is moved to no other.
 """
 
 from __future__ import annotations

@@ -269,9 +269,7 @@ def forward_kernel(
             rescale = tl.math.exp2(row_max - shift)
             row_sum = row_sum * rescale + tl.sum(p, 1)
             if DROPOUT:
-                kept = is_kept(
-                    dropout_key, dropout, b, h, first, place, rows, keys, BLOCK_M, BLOCK_N, MASK == KEYS
-                )
+                kept = is_kept(dropout_key, dropout, b, h, first, place, rows, keys, BLOCK_M, BLOCK_N, MASK == KEYS)
                 p = tl.where(kept, p, 0.0)
             acc_o = acc_o * rescale[:, None]
             if SEQUENCES == PAGED or SEQUENCES == PAGED_PACKED:

@@ -146,8 +146,8 @@ def plan_forward(call: SequenceCall, out: Tensor) -> Callable[..., None]:
     tiles, search = call.tiles_of_queries(tile.block_m)
     heads, grouped, splits = shape.num_heads, False, 1
     most_rows = shape.seqlen_q * shape.group
-    # Not of packed sequences, where the bound on lengths would change the order of sums; nor with dropout, which goes by
-    # tiles of queries of one head.
+    # Not of packed sequences, where the bound on lengths would change the order of sums; nor with dropout, which goes
+    # by tiles of queries of one head.
     is_few = most_rows <= MOST_GROUP_ROWS and call.q.dtype != torch.float32
     if is_few and flags.layout != "packed" and not call.has_dropout:
         # One tile for each sequence, and the heads of a group that read the same keys.
@@ -415,7 +415,18 @@ def _plan_bias(call: SequenceCall, dout: Tensor, bias: Tensor) -> Callable[..., 
         backward_bias_kernel,
         tiles * owners * slots,
         (*row_strides(call.q, call.k, call.v, dout), *numbers),
-        (*call.constants(tile), False, wide, call.precision, False, False, call.code, packs_rows, search, call.has_dropout),
+        (
+            *call.constants(tile),
+            False,
+            wide,
+            call.precision,
+            False,
+            False,
+            call.code,
+            packs_rows,
+            search,
+            call.has_dropout,
+        ),
         tile.options,
     )
     add = plan_sum(slots, bias)

@@ -104,8 +104,8 @@ def interval_walk(
     """The tiles of a view of the form "intervals", in its order if k, v and bias can follow it.
 
     A bias of one value per score cannot, nor can the gradient of one of that shape: what it gains it would lose to the
-    copy. Nor can k and v where several heads of a group have masks of their own, nor dropout, which goes by the number of
-    a key. Tiles of keys in their own order are then listed anew.
+    copy. Nor can k and v where several heads of a group have masks of their own, nor dropout, which goes by the number
+    of a key. Tiles of keys in their own order are then listed anew.
 
     Args:
         mask: of the form "intervals".
