@@ -69,7 +69,7 @@ def draw_key(device: torch.device) -> Tensor:
 
 
 def threshold_of(p: float) -> int:
-    """The least word of what is kept, floor(p * 2^32), at most 2^32 - 1: of p = 1 the scale is 0, and nothing is left."""
+    """The least word of what is kept, floor(p * 2^32), at most 2^32 - 1: of p = 1 the scale leaves nothing."""
     return min(int(p * 2**32), _WORD)
 
 

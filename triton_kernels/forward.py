@@ -294,11 +294,11 @@ def forward_kernel(
     out_rows = out + ((first_row + rows) * shape.num_heads + h)[:, None] * shape.head_dim_v + dims_v[None, :]
     stored = row_ok[:, None] & (dims_v < shape.head_dim_v)[None, :]
     natural = tl.where(row_sum > 0, (row_max + tl.math.log2(total)) * LN2, float("-inf"))
+    if DROPOUT:
+        acc_o = acc_o * tl.cast(dropout.scale, tl.float32)
     if HAS_SINK:
         logits = tl.load(sink + h * sink_of_head + rows * sink_of_row, mask=row_ok, other=float("-inf"))
         natural, share = join_sink(natural, logits.to(tl.float32))
         acc_o = acc_o * share[:, None]
-    if DROPOUT:
-        acc_o = acc_o * tl.cast(dropout.scale, tl.float32)
     tl.store(out_rows, (acc_o / total[:, None]).to(out.dtype.element_ty), mask=stored)
     tl.store(lse + statistics + rows, natural, mask=row_ok)
