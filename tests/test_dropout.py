@@ -429,6 +429,10 @@ def test_the_command_line_knows_dropout(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_threshold_and_scale() -> None:
+    """What has the threshold itself for a word is kept."""
+    word = philox_of_integers((0, 0, 0, 0), (1, 2))[0]
+    for p, keeps in ((word / 2**32, True), ((word + 1) / 2**32, False)):
+        assert Dropout(p, torch.tensor([1, 2])).kept(*(slice(0, 1),) * 4).item() is keeps
     assert reference.threshold_of(0.5) == 2**31 and reference.threshold_of(1e-11) == 0
     assert reference.threshold_of(0.1) == math.floor(0.1 * 2**32)
     assert reference.threshold_of(1.0) == reference.threshold_of(1 - 2**-40) == 2**32 - 1

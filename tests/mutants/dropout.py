@@ -8,6 +8,7 @@ REFERENCE, EAGER, FORMULA = "reference/dropout.py", "reference/eager.py", "refer
 KERNELS, KEYS = "triton_kernels/dropout.py", "triton_kernels/backward_keys.py"
 _TESTS = "tests/test_dropout.py::test_"
 KNOWN, PLACES = (f"{_TESTS}known_answers_of_philox",), (f"{_TESTS}what_is_kept_follows_from_the_place_of_each",)
+THRESHOLD = (f"{_TESTS}threshold_and_scale",)
 VALUES = (f"{_TESTS}dropout_beside_everything_else",)
 CHUNKS = (f"{_TESTS}chunks_have_no_say",)
 SEQUENCES = (f"{_TESTS}sequences_with_dropout", f"{_TESTS}layouts_of_sequences_drop_the_same")
@@ -25,7 +26,9 @@ FAULTS: tuple[Fault, ...] = (
         "product >> 32",
         KNOWN,
     ),
-    Fault("what equals the threshold is dropped", REFERENCE, "word >= threshold", "word > threshold", PLACES),
+    Fault(
+        "what equals the threshold is dropped", REFERENCE, "[word >= threshold for", "[word > threshold for", THRESHOLD
+    ),
     Fault(
         "the words of two queries and two keys are taken for each other",
         REFERENCE,
@@ -62,11 +65,9 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the oracle: the sum of a row is that of what is kept",
         FORMULA,
-        "    p, lse = softmax(s, sink)\n    weights = p if dropout is None else dropout.apply(p)\n    out = torch.einsum"
-        '("bhgij,bjhd->bihgd", weights.to(v.dtype)',
-        "    p, lse = softmax(s, sink)\n    weights = p if dropout is None else dropout.apply(p)\n"
-        "    weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-9)\n    out = torch.einsum"
-        '("bhgij,bjhd->bihgd", weights.to(v.dtype)',
+        'weights = p if dropout is None else dropout.apply(p)\n    out = torch.einsum("bhgij,bjhd->bihgd", weights.to(',
+        "weights = p if dropout is None else dropout.apply(p)\n    lse = lse + weights.sum(-1).clamp(min=1e-9).log()\n"
+        '    out = torch.einsum("bhgij,bjhd->bihgd", weights.to(',
         VALUES,
     ),
     Fault(
@@ -138,9 +139,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "triton: lse is that of what is kept",
         "triton_kernels/forward.py",
-        "            row_sum = row_sum * rescale + tl.sum(p, 1)\n            if DROPOUT:",
-        "            if not DROPOUT:\n                row_sum = row_sum * rescale + tl.sum(p, 1)\n            if DROPOUT:\n"
-        "                row_sum = row_sum * rescale + tl.sum(p, 1) * 0.9",
+        "row_sum = row_sum * rescale + tl.sum(p, 1)\n            if DROPOUT:",
+        "row_sum = row_sum * rescale + tl.sum(p, 1) * (0.9 if DROPOUT else 1.0)\n            if DROPOUT:",
         LINES,
     ),
     Fault(
