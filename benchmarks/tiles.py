@@ -117,22 +117,22 @@ def runner(case: Case, kernel: str, given: Any) -> Callable[[], list[Tensor]]:
     out, lse = torch.empty_like(q), q.new_empty(case.batch, case.heads, case.seqlen, dtype=torch.float32)
     run = plan_forward.plan_forward(call)
     if kernel == "forward":
-        return lambda: [run(q, k, v, packed, bias, None, out, lse), out][1:]
-    run(q, k, v, packed, bias, None, out, lse)
+        return lambda: [run(q, k, v, packed, bias, None, out, lse, None), out][1:]
+    run(q, k, v, packed, bias, None, out, lse, None)
     read = (q, k, v, bias, dout, *plan_backward.plan_delta(call, dout, None)(dout, out, None, lse))
     if kernel == "keys":
         kind = STORE if case.bias == "full" else NO_DBIAS
         keys = plan_backward.plan_keys(call, dout, True, True, kind.value)
-        return lambda: [x for x in keys(read, packed) if x is not None]
+        return lambda: [x for x in keys(read, packed, None, None) if x is not None]
     if kernel == "product":
-        _, _, dbias = plan_backward.plan_keys(call, dout, True, True, STORE.value)(read, packed)
+        _, _, dbias = plan_backward.plan_keys(call, dout, True, True, STORE.value)(read, packed, None, None)
         of_ds = plan_backward.plan_product(call, bias)
         return lambda: [of_ds(q, k, dbias, packed)]
     if kernel == "bias":
         shared = plan_backward.plan_bias(call, dout, bias)
-        return lambda: [shared(read, packed)]
+        return lambda: [shared(read, packed, None, None)]
     queries = plan_backward.plan_queries(call, dout)
-    return lambda: [queries(read, packed)]
+    return lambda: [queries(read, packed, None, None)]
 
 
 def with_tile(case: Case, kernel: str, tile: tuple[int, ...], given: Any) -> Callable[[], list[Tensor]]:

@@ -15,6 +15,7 @@ from .dispatch.selection import select
 from .dispatch.settings import BackendChoice
 from .operators import extra_arguments, is_transformed
 from .problem import SequenceSpec, SequenceView, as_scores, fold_call, unfold
+from .reference.dropout import draw_key
 from .sequences import Sequences
 from .sequences.layout import lay_out
 from .sequences.nested import Jagged, is_nested
@@ -41,6 +42,7 @@ def attention(
     backend: BackendChoice = "auto",
     sink: Tensor | None = None,
     sequences: Sequences | None = None,
+    dropout_p: float = 0.0,
 ) -> Tensor | tuple[Tensor, ...]:
     """Softmax attention with an arbitrary boolean mask and an additive bias, both broadcast, both exact.
 
@@ -50,7 +52,7 @@ def attention(
         k, v = k.repeat_interleave(G, 2), v.repeat_interleave(G, 2)
         s = softmax_scale * torch.einsum("bihd,bjhd->bhij", q, k) + bias
         p = s.masked_fill(~mask, -math.inf).softmax(-1)
-        out = torch.einsum("bhij,bjhd->bihd", p, v)
+        out = torch.einsum("bhij,bjhd->bihd", F.dropout(p, dropout_p), v)
 
     Any number of batch dims may stand before (L, H, D): q, k and v (*batch, L, H, D), mask and bias broadcast against
     (*batch, Hq, Lq, Lk) as in torch. None is expanded; dims whose strides do not fold into one are copied, which
@@ -77,7 +79,8 @@ def attention(
         deterministic: True asks for results equal bit by bit from run to run, forward and backward, or a refusal;
             None follows `torch.are_deterministic_algorithms_enabled()`.
         return_lse: also return lse, differentiable.
-        return_probs: also return the probabilities (B, Hq, Lq, Lk), for looking at; only backend="reference" has them.
+        return_probs: also return the probabilities (B, Hq, Lq, Lk), without dropout, for looking at; only
+            backend="reference" has them.
         backend: "auto", a name ("cuda", "triton", "flex", "eager", "reference"), or a pair (forward, backward).
         sink: (Hq,), any float dtype, on the device of q: an attention sink, one more logit in every row of a head, with
             no value. Neither scaled nor capped; -inf is none. It takes part in the sum alone:
@@ -85,6 +88,10 @@ def attention(
             dtype, is accumulated in fp32 and rounded once.
         sequences: a `Sequences`, where the batch is sequences of many lengths. Each attends to itself alone, causality
             and windows aligned to its own end. See below.
+        dropout_p: the probability, from 0 to 1, that a probability is dropped; those that are kept are divided by
+            1 - dropout_p. lse is without dropout. Which are dropped is drawn anew in each call, from torch's generator
+            of the device of q, so `torch.manual_seed` repeats it; it is the same on every backend and in both passes,
+            whatever the layout. There is no training mode here: pass 0.0 where the model evaluates.
 
     With `sequences` the shapes are those of its layout, for S sequences with Tq and Tk tokens in all:
 
@@ -114,7 +121,8 @@ def attention(
 
     The recurrence over key blocks is Dao et al., FlashAttention (2022) and FlashAttention-2 (2023); the gradients,
     with that of the bias, are derived in docs/mathematics.md. Sinks are those of OpenAI, gpt-oss model card
-    (2025), after Xiao et al., Efficient streaming language models with attention sinks (2023).
+    (2025), after Xiao et al., Efficient streaming language models with attention sinks (2023). Dropout is drawn by
+    Philox4x32-10, Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011).
 
     >>> import torch, flash_dmattn
     >>> q = torch.randn(1, 5, 4, 16)
@@ -138,7 +146,8 @@ def attention(
     elif isinstance(q, Tensor) and q.dim() > 4:
         q, k, v, mask, bias, leading, repeats, _ = fold_call(q, k, v, mask, bias)
     q, k, v = follow_autocast(q, k, v)
-    flags = (is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, return_probs, repeats, spec)
+    numbers = (is_causal, softmax_scale, softcap, window_size, deterministic)
+    flags = (*numbers, return_lse, return_probs, repeats, spec, dropout_p)
     key, found = look_up(q, k, v, mask, bias, flags, backend, sink)
     if found is None:
         problem, mask, bias = describe(q, k, v, mask, bias, *flags, sink)
@@ -149,19 +158,21 @@ def attention(
         problem, forward, backward = found
         mask = as_scores(mask) if isinstance(mask, Tensor) else mask
         bias = None if bias is None else as_scores(bias)
+    dropout = draw_key(q.device) if problem.flags.dropout_p > 0 else None
     results: tuple[Tensor, ...]
     if forward_ad._current_level >= 0 and not has_forward_ad(forward):
         _refuse_tangents(forward.NAME, q, k, v, bias, sink)
     if is_composite(forward):
-        results = forward.attention(problem, q, k, v, dense_mask(mask), bias, **extra_arguments(sink, where))
+        results = forward.attention(problem, q, k, v, dense_mask(mask), bias, **extra_arguments(sink, where, dropout))
     else:
         view = mask_view(problem, mask, forward, backward)
         if backward is None and (key is not None or not is_transformed()):
-            results = run_forward(forward, problem, q, k, v, view, bias, sink, where)
+            results = run_forward(forward, problem, q, k, v, bias, sink, view, where, dropout)
         else:
             of_sequences = () if where is None else where.tensors
-            passes = Passes(problem, forward, backward, view.form, backend, len(of_sequences))
-            results = Attention.apply(q, k, v, bias, sink, passes, *view.tensors, *of_sequences)
+            passes = Passes(problem, forward, backward, view.form, backend, len(of_sequences), dropout is not None)
+            of_dropout = () if dropout is None else (dropout,)
+            results = Attention.apply(q, k, v, bias, sink, passes, *view.tensors, *of_sequences, *of_dropout)
     if leading is not None:
         results = tuple(unfold(x, leading) for x in results)
     if spec is not None and spec.packs_queries:

@@ -1,7 +1,8 @@
 """The one `autograd.Function`: the contract of gradients, shared by every kernel backend.
 
 Under `torch.vmap` both passes run once, with the mapped dim folded into the batch: see `MappedCall`. The batch shares
-one sink per head, so calls that have each their own, or their own gradient of it, run one by one.
+one sink per head, so calls that have each their own, or their own gradient of it, run one by one. So do calls with
+dropout, whose entries are numbered anew in each.
 """
 
 from __future__ import annotations
@@ -30,11 +31,19 @@ class Passes(NamedTuple):
     mask_form: MaskForm
     requested: BackendChoice
     number_of_sequence_tensors: int = 0  # which stand behind those of the mask
+    has_dropout: bool = False  # whether its key stands behind those
 
-    def split(self, tensors: tuple[Tensor, ...]) -> tuple[MaskView, SequenceView | None]:
-        """The mask and the sequences of the tensors that follow `Passes` among the arguments."""
-        end = len(tensors) - self.number_of_sequence_tensors
-        return MaskView(self.mask_form, tensors[:end]), view_of(tensors[end:])
+    def split(self, tensors: tuple[Tensor, ...]) -> tuple[MaskView, SequenceView | None, Tensor | None]:
+        """The mask, the sequences and the key of dropout of the tensors that follow `Passes` among the arguments."""
+        behind = len(tensors) - self.has_dropout
+        end = behind - self.number_of_sequence_tensors
+        dropout = tensors[behind] if self.has_dropout else None
+        return MaskView(self.mask_form, tensors[:end]), view_of(tensors[end:behind]), dropout
+
+    @property
+    def runs_one_by_one(self) -> bool:
+        """Whether calls that are mapped are not folded into one: sequences and dropout number the entries of each."""
+        return self.has_dropout or self.number_of_sequence_tensors > 0
 
 
 class Attention(torch.autograd.Function):
@@ -51,8 +60,7 @@ class Attention(torch.autograd.Function):
         *mask: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Run the forward pass."""
-        view, sequences = passes.split(mask)
-        return run_forward(passes.forward, passes.problem, q, k, v, view, bias, sink, sequences)
+        return run_forward(passes.forward, passes.problem, q, k, v, bias, sink, *passes.split(mask))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -75,7 +83,7 @@ class Attention(torch.autograd.Function):
         *mask: Tensor,
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         """Run one forward pass for all the mapped calls, or of each its own."""
-        if in_dims[4] is not None or passes.number_of_sequence_tensors:
+        if in_dims[4] is not None or passes.runs_one_by_one:
             calls = each_call(info.batch_size, in_dims, (q, k, v, bias, sink, passes, *mask))
             results = [attend_anew(passes, given, mask) for *given, passes, mask in calls]
             return tuple(torch.stack(x) for x in zip(*results, strict=True)), (0, 0)
@@ -114,15 +122,16 @@ def run_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: MaskView,
     bias: Tensor | None,
     sink: Tensor | None,
+    mask: MaskView,
     sequences: SequenceView | None,
+    dropout: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The forward pass of a backend, which only of calls that have them is told of sinks and sequences."""
-    if sink is None and sequences is None:
+    """The forward pass of a backend, which only of calls that have them is told of sinks, sequences and dropout."""
+    if sink is None and sequences is None and dropout is None:
         return backend.forward(problem, q, k, v, mask, bias)
-    return backend.forward(problem, q, k, v, mask, bias, **extra_arguments(sink, sequences))
+    return backend.forward(problem, q, k, v, mask, bias, **extra_arguments(sink, sequences, dropout))
 
 
 def run_backward(
@@ -139,9 +148,9 @@ def run_backward(
     mask: tuple[Tensor, ...],
 ) -> Gradients:
     """The five gradients of the backend of the backward pass; that of a sink is None where there is none."""
-    backend, (view, sequences) = passes.backward, passes.split(mask)
+    backend, (view, sequences, dropout) = passes.backward, passes.split(mask)
     assert backend is not None
-    rest = extra_arguments(sink, sequences)
+    rest = extra_arguments(sink, sequences, dropout)
     gradients = backend.backward(passes.problem, dout, dlse, q, k, v, view, bias, out, lse, **rest)
     return gradients if sink is not None else (*gradients, None)
 
@@ -151,8 +160,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse), recorded where anything is to be derived from them."""
     if passes.backward is None and not is_transformed():
-        view, sequences = passes.split(mask)
-        return run_forward(passes.forward, passes.problem, q, k, v, view, bias, sink, sequences)
+        return run_forward(passes.forward, passes.problem, q, k, v, bias, sink, *passes.split(mask))
     results: tuple[Tensor, Tensor] = Attention.apply(q, k, v, bias, sink, passes, *mask)
     return results
 
@@ -190,11 +198,11 @@ def chosen_anew(
 ) -> tuple[Passes, tuple[Tensor, ...]]:
     """The backends of a call that `torch.vmap` has changed, and the tensors of its mask as they read it."""
     forward, backward = select_pair(problem, passes.requested)
-    view, sequences = passes.split(mask)
+    view, *_ = passes.split(mask)
+    behind = mask[len(view.tensors) :]
     view = readable_view(problem, view, forward, backward)
     chosen: dict[str, Any] = {"forward": forward, "backward": backward}
-    tensors = view.tensors if sequences is None else (*view.tensors, *sequences.tensors)
-    return passes._replace(problem=problem, mask_form=view.form, **chosen), tensors
+    return passes._replace(problem=problem, mask_form=view.form, **chosen), (*view.tensors, *behind)
 
 
 def differentiate(
@@ -255,7 +263,7 @@ class AttentionBackward(torch.autograd.Function):
     ) -> tuple[tuple[Tensor | None, ...], tuple[int | None, ...]]:
         """Run one backward pass for all the mapped calls, each of which has gradients of its own."""
         needs_grad = passes.problem.needs_grad
-        if in_dims[6] is not None or needs_grad.sink or passes.number_of_sequence_tensors:
+        if in_dims[6] is not None or needs_grad.sink or passes.runs_one_by_one:
             arguments = (dout, dlse, q, k, v, bias, sink, out, lse, passes, *mask)
             calls = each_call(info.batch_size, in_dims, arguments)
             each = [differentiate(*given, passes, *mask) for *given, passes, mask in calls]
@@ -308,13 +316,13 @@ class AttentionBackward(torch.autograd.Function):
         named = {"dout": dout, "dlse": dlse, "q": q, "k": k, "v": v, "bias": bias, "sink": sink}
         present = [name for name, x in named.items() if x is not None]
         needs_grad = problem.needs_grad
-        view, sequences = passes.split(tuple(mask))
-        of_sequences = extra_arguments(None, sequences)
+        view, sequences, dropout = passes.split(tuple(mask))
+        rest_of_call = extra_arguments(None, sequences, dropout)
 
         def gradients_needed(*tensors: Tensor) -> tuple[Tensor, ...]:
             given: dict[str, Any] = dict(zip(present, tensors, strict=True))
             dlse, bias = given.pop("dlse", None), given.pop("bias", None)
-            gradients = differentiable_backward(problem, dlse=dlse, mask=view, bias=bias, **of_sequences, **given)
+            gradients = differentiable_backward(problem, dlse=dlse, mask=view, bias=bias, **rest_of_call, **given)
             return tuple(g for g, needed in zip(gradients, needs_grad, strict=False) if needed)
 
         # torch.func.vjp, unlike autograd.grad, also works under torch.func transforms.

@@ -149,6 +149,7 @@ def explain(
     backend: BackendChoice = "auto",
     sink: Tensor | None = None,
     sequences: Sequences | None = None,
+    dropout_p: float = 0.0,
 ) -> Explanation:
     """Say which backend `flash_dmattn.attention` would run these arguments on, and why not another; computes nothing.
 
@@ -191,6 +192,7 @@ def explain(
         return_probs,
         repeats,
         spec,
+        dropout_p,
         sink,
     )
     return explain_description(problem, backend, copies)
@@ -220,6 +222,7 @@ def explain_problem(
     backend: BackendChoice = "auto",
     sink: bool = False,
     sequences: SequenceSpec | None = None,
+    dropout_p: float = 0.0,
 ) -> Explanation:
     """Say which backend a call would run on, from shapes alone and for any GPU; no tensor, no memory.
 
@@ -293,6 +296,7 @@ def explain_problem(
         return_probs,
         repeats,
         sequences,
+        dropout_p,
         meta((num_heads,), q_dtype) if sink else None,
     )
     problem = problem._replace(

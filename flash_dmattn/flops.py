@@ -33,6 +33,7 @@ def forward_flop(
     bias: Tensor | None,
     sink: Tensor | None,
     sequences: list[Tensor],
+    dropout: Tensor | None,
     *flags: Any,
     out_val: object = None,
 ) -> int:
@@ -56,6 +57,7 @@ def backward_flop(
     bias: Tensor | None,
     sink: Tensor | None,
     sequences: list[Tensor],
+    dropout: Tensor | None,
     out: Tensor,
     lse: Tensor,
     *flags_and_need: Any,

@@ -22,10 +22,13 @@ _LIBRARY = torch.library.Library("flash_dmattn", "DEF")
 _FLAGS = (
     "int left, int right, float softmax_scale, float softcap, bool deterministic, "
     "SymInt mask_repeat, SymInt bias_repeat, str layout, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-    "str mask_packing, str bias_packing"
+    "str mask_packing, str bias_packing, float dropout_p"
 )
-# `sequences` are the tensors of a `SequenceView`; none of a dense call.
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor[] mask, str mask_form, Tensor? bias, Tensor? sink, Tensor[] sequences"
+# `sequences` are the tensors of a `SequenceView`; none of a dense call. `dropout` is the key of dropout, int64 (2,).
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor[] mask, str mask_form, Tensor? bias, Tensor? sink, Tensor[] sequences, "
+    "Tensor? dropout"
+)
 FORWARD_SCHEMA = f"({_INPUTS}, {_FLAGS}) -> (Tensor out, Tensor lse)"
 # A list holds the gradients asked for and no others: an operator cannot return None under torch.compile.
 BACKWARD_SCHEMA = (
@@ -79,6 +82,7 @@ def _backward_fake(
     bias: Tensor | None,
     sink: Tensor | None,
     sequences: list[Tensor],
+    dropout: Tensor | None,
     out: Tensor,
     lse: Tensor,
     *flags_and_need: Any,
@@ -130,7 +134,8 @@ def is_watched(*tensors: object) -> bool:
 
 # What runs a pass: forward(q, k, v, mask, bias, flags) -> (out, lse), and
 # backward(dout, dlse, q, k, v, mask, bias, out, lse, flags, needs_grad) -> gradients.
-# Calls with a sink, and only those, pass it on as one more argument, sink=; so those with sequences, sequences=.
+# Calls with a sink, and only those, pass it on as one more argument, sink=; so those with sequences, sequences=, and
+# those with dropout its key, dropout=.
 Forward = Callable[..., tuple[Tensor, Tensor]]
 Backward = Callable[..., Gradients]
 
@@ -149,7 +154,7 @@ def define_pair(
 
     A pair that lists "sink" in its FEATURES is called with one more argument, sink (Hq,), where a call has one; its
     backward returns dsink as a fifth gradient then. One that lists "sequences" is called with sequences=, a
-    `SequenceView`, where a call has them.
+    `SequenceView`, where a call has them, and one that lists "dropout_p" with dropout=, the key of a call with dropout.
     """
     return define_forward(name, forward, maskless), define_backward(name, backward)
 
@@ -168,9 +173,10 @@ def define_forward(
         bias: Tensor | None,
         sink: Tensor | None,
         sequences: list[Tensor],
+        dropout: Tensor | None,
         *flags: Any,
     ) -> tuple[Tensor, Tensor]:
-        rest = extra_arguments(sink, view_of(sequences))
+        rest = extra_arguments(sink, view_of(sequences), dropout)
         return forward(q, k, v, MaskView(mask_form, tuple(mask)), bias, Flags(*flags), **rest)
 
     _LIBRARY.define(f"{name}_forward{FORWARD_SCHEMA}")
@@ -191,17 +197,19 @@ def define_forward(
         bias: Tensor | None,
         sink: Tensor | None = None,
         sequences: SequenceView | None = None,
+        dropout: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         # On meta tensors the operator runs its fake implementation: shapes without values. A profiler shows what goes
         # through the dispatcher; asked here and not by `is_watched`, so that what is remembered of a call stays so.
         where = () if sequences is None else sequences.tensors
-        watched = is_watched(q, k, v, bias, sink, *mask.tensors, *where)
+        watched = is_watched(q, k, v, bias, sink, dropout, *mask.tensors, *where)
         if watched or problem.device == "meta" or profiler._is_profiler_enabled:
-            inputs = (q, k, v, list(mask.tensors), mask.form, bias, sink, list(where))
+            inputs = (q, k, v, list(mask.tensors), mask.form, bias, sink, list(where), dropout)
             out, lse = forward_op(*inputs, *problem.flags)
             return out, lse
-        if sequences is not None:
-            return forward(q, k, v, mask, bias, problem.flags, **extra_arguments(sink, sequences))
+        if sequences is not None or dropout is not None:
+            rest = extra_arguments(sink, sequences, dropout)
+            return forward(q, k, v, mask, bias, problem.flags, **rest)
         if maskless is not None and mask.form == "none":
             return maskless(problem, q, k, v, bias) if sink is None else maskless(problem, q, k, v, bias, sink=sink)
         if sink is not None:
@@ -225,6 +233,7 @@ def define_backward(name: str, backward: Backward) -> Callable[..., Gradients]:
         bias: Tensor | None,
         sink: Tensor | None,
         sequences: list[Tensor],
+        dropout: Tensor | None,
         out: Tensor,
         lse: Tensor,
         *flags_and_need: Any,
@@ -232,7 +241,7 @@ def define_backward(name: str, backward: Backward) -> Callable[..., Gradients]:
         *flags, needs_grad = flags_and_need
         view = MaskView(mask_form, tuple(mask))
         numbers = (Flags(*flags), NeedsGrad(*needs_grad))
-        rest = extra_arguments(sink, view_of(sequences))
+        rest = extra_arguments(sink, view_of(sequences), dropout)
         gradients = backward(dout, dlse, q, k, v, view, bias, out, lse, *numbers, **rest)
         return [gradient for gradient in gradients if gradient is not None]
 
@@ -256,24 +265,29 @@ def define_backward(name: str, backward: Backward) -> Callable[..., Gradients]:
         lse: Tensor,
         sink: Tensor | None = None,
         sequences: SequenceView | None = None,
+        dropout: Tensor | None = None,
     ) -> Gradients:
         flags, needs_grad = problem.flags, problem.needs_grad
         where = () if sequences is None else sequences.tensors
-        watched = is_watched(dout, dlse, q, k, v, bias, sink, out, lse, *mask.tensors, *where)
+        watched = is_watched(dout, dlse, q, k, v, bias, sink, dropout, out, lse, *mask.tensors, *where)
         if watched or problem.device == "meta" or profiler._is_profiler_enabled:
-            inputs = (q, k, v, list(mask.tensors), mask.form, bias, sink, list(where))
+            inputs = (q, k, v, list(mask.tensors), mask.form, bias, sink, list(where), dropout)
             return spread(backward_op(dout, dlse, *inputs, out, lse, *flags, list(needs_grad)), needs_grad)
-        rest = extra_arguments(sink, sequences)
+        rest = extra_arguments(sink, sequences, dropout)
         return backward(dout, dlse, q, k, v, mask, bias, out, lse, flags, needs_grad, **rest)
 
     return run_backward
 
 
-def extra_arguments(sink: Tensor | None, sequences: SequenceView | None) -> dict[str, Any]:
-    """What passes a sink and sequences on: a backend without them is never called with them."""
+def extra_arguments(
+    sink: Tensor | None, sequences: SequenceView | None, dropout: Tensor | None = None
+) -> dict[str, Any]:
+    """What passes a sink, sequences and the key of dropout on: a backend without them is never called with them."""
     arguments: dict[str, Any] = {} if sink is None else {"sink": sink}
     if sequences is not None:
         arguments["sequences"] = sequences
+    if dropout is not None:
+        arguments["dropout"] = dropout
     return arguments
 
 

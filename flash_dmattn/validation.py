@@ -21,6 +21,7 @@ from .problem import (
     as_scores,
     causal_window,
     check_broadcast,
+    check_dropout,
     check_flag,
     check_scale,
     check_scores,
@@ -71,6 +72,7 @@ def describe(
     return_probs: bool,
     repeats: Repeats | None = None,
     sequences: SequenceSpec | None = None,
+    dropout_p: float = 0.0,
     sink: Tensor | None = None,
 ) -> tuple[AttentionProblem, Tensor | PreparedMask | None, Tensor | None]:
     """Validate one call; return its description and the mask and bias as 4-D views, a prepared mask as it is.
@@ -163,6 +165,7 @@ def describe(
         if deterministic is None
         else check_flag("deterministic", deterministic),
         *(_NO_REPEATS if repeats is None else repeats),
+        dropout_p=check_dropout(dropout_p),
     )
     needs_grad = _NOTHING_NEEDS_GRAD
     if torch.is_grad_enabled():

@@ -6,6 +6,8 @@ Per chunk, in fp32 (fp64 for fp64), with the G query heads of a group folded int
     forward    s = softmax_scale * q @ k^T + bias;  online softmax over the chunks of a row, and its sink
     backward   p = exp(s - lse);  ds = p * (dout @ v^T - delta);  delta = rowsum(dout * out) - dlse
                dq += softmax_scale * ds @ k;  dk += softmax_scale * ds^T @ q;  dv += p^T @ dout;  dbias += ds reduced
+
+With dropout p @ v and p^T @ dout take p as it is dropped, and dout @ v^T is dropped as p is.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import torch
 from torch import Tensor
 
 from . import formula
-from .chunks import DEFAULT_CHUNK_BYTES, Chunks, is_capturing
+from .chunks import DEFAULT_CHUNK_BYTES, Block, Chunks, is_capturing
+from .dropout import Dropout
 from .sinks import row_delta, sink_gradient, sink_probability, through_lse
 from .tiles import BiasGradient, Keys, Rows, Scores, exponential, multiply, softmax_backward
 
@@ -43,6 +46,7 @@ def forward(
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     repeats: tuple[int, int] = (1, 1),
     sink: Tensor | None = None,
+    dropout: Dropout | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend chunk by chunk; the value is that of :func:`formula.attention`.
 
@@ -56,6 +60,7 @@ def forward(
         chunk_bytes: the most that all temporaries of one chunk may take, in bytes.
         repeats: of mask and bias, where their batch is another than 1 or B: entry b reads entry b // repeat % Bm.
         sink: (Hq,) or None, as for :func:`formula.attention`.
+        dropout: which probabilities are dropped; None for none.
 
     Returns:
         out (B, Lq, Hq, Dv), contiguous, in q's dtype; lse (B, Hq, Lq) in fp32 (fp64 for fp64).
@@ -78,7 +83,7 @@ def forward(
     if out.numel() == 0 or k.shape[1] == 0:
         return out, lse
     bias_entries = (1 if bias is None else bias.shape[0], repeats[1])
-    sizes = (chunk_bytes, 1 + (softcap > 0), 0)
+    sizes = (chunk_bytes, 1 + (softcap > 0) + _buffers_of(dropout), 0)
     chunks = Chunks(q, k, v, mask, is_causal, window_size, *sizes, mask_repeat=repeats[0], bias_entries=bias_entries)
     scores = Scores(chunks, mask, bias, softmax_scale, softcap, repeats=repeats)
     q_rows, out_rows, lse_rows = Rows(q, chunks), Rows(out, chunks), Rows(lse.mT.unsqueeze(3), chunks)
@@ -100,10 +105,13 @@ def forward(
                 p = exponential(s.sub_(shift))
                 rescale = exponential(row_max.sub_(shift))
                 row_sum.mul_(rescale).add_(p.sum(-1, keepdim=True))
+                if dropout is not None:
+                    p.mul_(_kept(dropout, chunks, block, keys))
                 multiply(p, v_keys.get(block, keys), acc_o.mul_(rescale), keep=True)
                 row_max = new_max
             lse_rows.put(block, shift.add_(row_sum.log()))
-            out_rows.put(block, acc_o.div_(row_sum.masked_fill_(row_sum == 0, 1.0)))
+            acc_o.div_(row_sum.masked_fill_(row_sum == 0, 1.0))
+            out_rows.put(block, acc_o if dropout is None else acc_o.mul_(dropout.scale))
     return out, lse
 
 
@@ -127,6 +135,7 @@ def backward(
     needs_grad: tuple[bool, ...] = (True, True, True, True, True),
     repeats: tuple[int, int] = (1, 1),
     sink: Tensor | None = None,
+    dropout: Dropout | None = None,
 ) -> Gradients:
     """Return the gradients asked for, chunk by chunk; each is summed in fp32 (fp64 for fp64) and rounded once.
 
@@ -139,7 +148,7 @@ def backward(
         q, k, v, mask, bias, is_causal, softmax_scale, softcap, window_size, chunk_bytes: as given to :func:`forward`.
         out, lse: as returned by :func:`forward`, or by any other backend.
         needs_grad: which of dq, dk, dv, dbias and dsink to compute; nothing is computed for the others.
-        repeats, sink: as given to :func:`forward`.
+        repeats, sink, dropout: as given to :func:`forward`.
 
     Returns:
         ``(dq, dk, dv, dbias)`` in the shapes and dtypes of q, k, v, bias, contiguous; None where not needed. With a
@@ -162,8 +171,9 @@ def backward(
     dq, dk, dv = (x.new_zeros(x.shape) if needed else None for x, needed in zip((q, k, v), needs_grad))
     sums_per_key = need_k * q.shape[3] + need_v * v.shape[3]
     bias_entries = (1 if bias is None else bias.shape[0], repeats[1])
-    sizes = (chunk_bytes, 2 + (softcap > 0), sums_per_key)
+    sizes = (chunk_bytes, 2 + (softcap > 0) + _buffers_of(dropout), sums_per_key)
     chunks = Chunks(q, k, v, mask, is_causal, window_size, *sizes, mask_repeat=repeats[0], bias_entries=bias_entries)
+    scale = 1.0 if dropout is None else dropout.scale
     empty = lse == -math.inf
     finite_lse = lse.masked_fill(empty, 0.0)  # exp(-inf - 0) is the 0 that exp(-inf - -inf) is not
     finite_dlse = None if dlse is None else dlse.to(lse.dtype).masked_fill(empty, 0.0)
@@ -212,7 +222,9 @@ def backward(
                         p = exponential(s.sub_(lse_block))
                         row_sum += p.sum(-1, keepdim=True)
                         if sum_delta:
-                            dp = multiply(dout_block, v_keys.get(block, keys).mT, chunks.buffer(1, p.shape))
+                            dp = multiply(dout_block, v_keys.get(block, keys).mT, chunks.buffer(1, p.shape), scale)
+                            if dropout is not None:
+                                dp.mul_(_kept(dropout, chunks, block, keys))
                             products += dp.mul_(p).sum(-1, keepdim=True)
                     if share is not None:
                         row_sum += share
@@ -229,11 +241,15 @@ def backward(
                     p.div_(total.masked_fill_(total == 0, 1.0))
                 elif row_sum is not None:
                     p.div_(row_sum)
+                kept = None if dropout is None else _kept(dropout, chunks, block, keys)
                 if dv_sum is not None:
-                    multiply(p.mT, dout_block, dv_sum[:, keys], keep=True)
+                    weights = p if kept is None else torch.mul(p, kept, out=chunks.buffer(3, p.shape))
+                    multiply(weights.mT, dout_block, dv_sum[:, keys], scale, keep=True)
                 if not need_ds:
                     continue
-                ds = multiply(dout_block, v_keys.get(block, keys).mT, chunks.buffer(1, p.shape))
+                ds = multiply(dout_block, v_keys.get(block, keys).mT, chunks.buffer(1, p.shape), scale)
+                if kept is not None:
+                    ds.mul_(kept)
                 softmax_backward(ds, p, delta)
                 if dlse_block is not None:
                     ds.addcmul_(p, dlse_block)
@@ -251,3 +267,15 @@ def backward(
             if gradient is not None and key_sum is not None:
                 Keys(gradient, chunks).put(batch, heads, key_sum)
     return dq, dk, dv, None if dbias is None else dbias.result(), *of_sink
+
+
+def _buffers_of(dropout: Dropout | None) -> int:
+    """Buffers of scores that the words of Philox, and probabilities beside the dropped ones, take as much memory as."""
+    return 0 if dropout is None else 4
+
+
+def _kept(dropout: Dropout, chunks: Chunks, block: Block, keys: slice) -> Tensor:
+    """Which probabilities of a chunk are kept, bool in the shape of its scores."""
+    heads = slice(block.heads.start * chunks.group, block.heads.stop * chunks.group)
+    kept = dropout.kept(block.batch, heads, block.rows, keys)
+    return kept.reshape(-1, chunks.group * kept.shape[2], kept.shape[3])

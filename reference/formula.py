@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .dropout import Dropout
 from .sinks import sink_gradient
 
 
@@ -21,6 +22,7 @@ def attention(
     window_size: tuple[int, int] | None = None,
     return_probs: bool = False,
     sink: Tensor | None = None,
+    dropout: Dropout | None = None,
 ) -> tuple[Tensor, ...]:
     """Attend with mask, bias, causal limit, window, softcap and sink, by the formula and nothing else.
 
@@ -29,7 +31,7 @@ def attention(
         s = softmax_scale * q @ k.T + bias
         s = s.masked_fill(~allowed, -inf)
         lse = s.logsumexp(-1)  # with a sink: torch.logaddexp(s.logsumexp(-1), sink)
-        out = (s - lse).exp() @ v
+        out = (s - lse).exp() @ v  # with dropout: torch.where(kept, (s - lse).exp() / (1 - p), 0) @ v
 
     Autograd differentiates all it returns, twice, in q, k, v, bias and sink. A row with nothing allowed has out 0 and
     lse -inf, or that of its sink, and gradient 0 in q, k, v and bias. fp32 and fp64 are computed in their own dtype.
@@ -49,10 +51,12 @@ def attention(
         return_probs: also return the (B, Hq, Lq, Lk) probabilities.
         sink: (Hq,), any float dtype: a logit without a value for each query head, neither scaled nor capped. -inf is
             none.
+        dropout: which probabilities are dropped before ``@ v``; None for none.
 
     Returns:
         ``(out, lse)`` or ``(out, lse, probs)``: out (B, Lq, Hq, Dv) in q's dtype; lse (B, Hq, Lq), the natural log of
-        the sum of exp of the scores, and probs in fp32 (fp64 for fp64). The caller validates the arguments.
+        the sum of exp of the scores, and probs in fp32 (fp64 for fp64), both without dropout. The caller validates the
+        arguments.
 
     Source: Vaswani et al. (arXiv:1706.03762, section 3.2.1); softcap as in Gemma 2 (arXiv:2408.00118, section 2);
     sinks as in gpt-oss (arXiv:2508.10925).
@@ -65,7 +69,8 @@ def attention(
     """
     s, _ = scores(q, k, mask, bias, is_causal, softmax_scale, softcap, window_size)
     p, lse = softmax(s, sink)
-    out = torch.einsum("bhgij,bjhd->bihgd", p.to(v.dtype), v).flatten(2, 3)
+    weights = p if dropout is None else dropout.apply(p)
+    out = torch.einsum("bhgij,bjhd->bihgd", weights.to(v.dtype), v).flatten(2, 3)
     lse = lse.flatten(1, 2)
     return (out, lse, p.flatten(1, 2)) if return_probs else (out, lse)
 
@@ -84,6 +89,7 @@ def gradients(
     softcap: float = 0.0,
     window_size: tuple[int, int] | None = None,
     sink: Tensor | None = None,
+    dropout: Dropout | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of :func:`attention` by their formulas, themselves differentiable.
 
@@ -115,17 +121,19 @@ def gradients(
     scale = default_scale(q, softmax_scale)
     s, slope = scores(q.to(wide), kg, mask, bias, is_causal, scale, softcap, window_size)
     p, lse = softmax(s, sink)
-    out = torch.einsum("bhgij,bjhd->bihgd", p, vg)
+    weights = p if dropout is None else dropout.apply(p)
+    out = torch.einsum("bhgij,bjhd->bihgd", weights, vg)
     delta = (dout_g * out).sum(-1).permute(0, 2, 3, 1)
     if dlse is not None:
         # An empty row's lse is the constant -inf: whatever arrives for it, even inf, must not meet p = 0.
         delta = delta - dlse.to(wide).unflatten(1, (num_heads_k, -1)).masked_fill(lse == -torch.inf, 0.0)
-    ds = p * (torch.einsum("bihgd,bjhd->bhgij", dout_g, vg) - delta.unsqueeze(-1))
+    dp = torch.einsum("bihgd,bjhd->bhgij", dout_g, vg)
+    ds = p * ((dp if dropout is None else dropout.apply(dp)) - delta.unsqueeze(-1))
     ds_product = scale * (ds if slope is None else ds * slope)
 
     dq = torch.einsum("bhgij,bjhd->bihgd", ds_product, kg).flatten(2, 3)
     dk = torch.einsum("bhgij,bihgd->bjhd", ds_product, qg)
-    dv = torch.einsum("bhgij,bihgd->bjhd", p, dout_g)
+    dv = torch.einsum("bhgij,bihgd->bjhd", weights, dout_g)
     dbias = None
     if bias is not None:
         dbias = ds.sum_to_size(grouped(bias, num_heads_k, q.shape[2]).shape).reshape(bias.shape).to(bias.dtype)

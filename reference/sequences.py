@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import eager, formula
 from .chunks import is_capturing
+from .dropout import Dropout
 
 
 class Sequence(NamedTuple):
@@ -123,6 +124,7 @@ def forward(
     mask: Tensor | None,
     bias: Tensor | None,
     sink: Tensor | None = None,
+    dropout: Dropout | None = None,
     **flags: Any,
 ) -> tuple[Tensor, Tensor]:
     """out and lse of all rows, 0 and -inf in those of no sequence; each sequence by :func:`eager.forward`.
@@ -131,10 +133,15 @@ def forward(
         batch: where the sequences lie.
         q, k, v: 4-D, as the layout has them.
         mask, bias: 4-D, each by position or packed, as `batch` says.
-        sink, flags: as for :func:`eager.forward`.
+        sink, dropout, flags: as for :func:`eager.forward`; an entry of the batch is a sequence here.
     """
     out, lse = _empty(q, v)
-    _write(batch, out, lse, lambda s: eager.forward(*batch.inputs(s, q, k, v, mask, bias), sink=sink, **flags))
+
+    def results_of(s: Sequence) -> tuple[Tensor, ...]:
+        inputs = batch.inputs(s, q, k, v, mask, bias)
+        return eager.forward(*inputs, sink=sink, dropout=_dropout_of(s, dropout), **flags)
+
+    _write(batch, out, lse, results_of)
     return out, lse
 
 
@@ -151,6 +158,7 @@ def backward(
     out: Tensor,
     lse: Tensor,
     sink: Tensor | None = None,
+    dropout: Dropout | None = None,
     *,
     needs_grad: tuple[bool, ...],
     **flags: Any,
@@ -163,7 +171,7 @@ def backward(
     def gradients_of(s: Sequence, bias: Tensor | None, sink: Tensor | None) -> tuple[Tensor | None, ...]:
         of_dlse = None if dlse is None else batch.rows(dlse, s)
         inputs, results = batch.inputs(s, q, k, v, mask, bias), (batch.queries(out, s), batch.rows(lse, s))
-        numbers = {"sink": sink, "needs_grad": needs_grad, **flags}
+        numbers = {"sink": sink, "dropout": _dropout_of(s, dropout), "needs_grad": needs_grad, **flags}
         return eager.backward(batch.queries(dout, s), of_dlse, *inputs, *results, **numbers)
 
     return _summed(batch, (q, k, v, bias, sink), needs_grad, gradients_of)
@@ -177,6 +185,7 @@ def attention(
     mask: Tensor | None,
     bias: Tensor | None,
     sink: Tensor | None = None,
+    dropout: Dropout | None = None,
     **flags: Any,
 ) -> tuple[Tensor, Tensor]:
     """The same as :func:`forward` by the plain formula, differentiable: the oracle.
@@ -188,7 +197,12 @@ def attention(
     # Sums of nothing: results are functions of the inputs, even where there are no sequences.
     nothing = sum(x.flatten()[:0].sum() for x in (q, k, v, bias, sink) if x is not None)
     out, lse = out + nothing, lse + nothing
-    _write(batch, out, lse, lambda s: formula.attention(*batch.inputs(s, q, k, v, mask, bias), sink=sink, **flags))
+
+    def results_of(s: Sequence) -> tuple[Tensor, ...]:
+        inputs = batch.inputs(s, q, k, v, mask, bias)
+        return formula.attention(*inputs, sink=sink, dropout=_dropout_of(s, dropout), **flags)
+
+    _write(batch, out, lse, results_of)
     return out, lse
 
 
@@ -202,6 +216,7 @@ def gradients(
     mask: Tensor | None,
     bias: Tensor | None,
     sink: Tensor | None = None,
+    dropout: Dropout | None = None,
     **flags: Any,
 ) -> tuple[Tensor | None, ...]:
     """All gradients by :func:`formula.gradients`, themselves differentiable; the rest as for :func:`attention`."""
@@ -209,9 +224,14 @@ def gradients(
     def gradients_of(s: Sequence, bias: Tensor | None, sink: Tensor | None) -> tuple[Tensor | None, ...]:
         of_dlse = None if dlse is None else batch.rows(dlse, s)
         inputs = batch.inputs(s, q, k, v, mask, bias)
-        return formula.gradients(batch.queries(dout, s), of_dlse, *inputs, sink=sink, **flags)
+        of_s = _dropout_of(s, dropout)
+        return formula.gradients(batch.queries(dout, s), of_dlse, *inputs, sink=sink, dropout=of_s, **flags)
 
     return _summed(batch, (q, k, v, bias, sink), (True,) * 5, gradients_of)
+
+
+def _dropout_of(s: Sequence, dropout: Dropout | None) -> Dropout | None:
+    return None if dropout is None else dropout.of_entry(s.number)
 
 
 def _write(batch: Batch, out: Tensor, lse: Tensor, results_of: Callable[[Sequence], tuple[Tensor, ...]]) -> None:

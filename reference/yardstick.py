@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import formula
+from .dropout import Dropout
 
 RATIO, FLOOR = 1.5, 1e-5
 
@@ -28,6 +29,7 @@ def gradients(
     softcap: float = 0.0,
     window_size: tuple[int, int] | None = None,
     sink: Tensor | None = None,
+    dropout: Dropout | None = None,
 ) -> tuple[Tensor | None, ...]:
     """The gradient formulas of the contract in q's dtype: products and what is kept in it, the rest in fp32.
 
@@ -39,15 +41,17 @@ def gradients(
     s, slope = formula.scores(q, k, mask, bias, is_causal, scale, softcap, window_size)
     p, lse = formula.softmax(s, sink)
     qg, dout = q.unflatten(2, (heads_k, -1)), dout.unflatten(2, (heads_k, -1))
-    out = torch.einsum("bhgij,bjhd->bihgd", p.to(dtype), v)
+    weights = p if dropout is None else dropout.apply(p)
+    out = torch.einsum("bhgij,bjhd->bihgd", weights.to(dtype), v)
     delta = (dout.to(p.dtype) * out.to(p.dtype)).sum(-1).permute(0, 2, 3, 1)
     if dlse is not None:
         delta = delta - dlse.unflatten(1, (heads_k, -1)).masked_fill(lse == -torch.inf, 0.0)
-    ds = p * (torch.einsum("bihgd,bjhd->bhgij", dout, v).to(p.dtype) - delta.unsqueeze(-1))
+    dp = torch.einsum("bihgd,bjhd->bhgij", dout, v).to(p.dtype)
+    ds = p * ((dp if dropout is None else dropout.apply(dp)) - delta.unsqueeze(-1))
     ds_product = (ds if slope is None else ds * slope).to(dtype)
     dq = torch.einsum("bhgij,bjhd->bihgd", ds_product, k).flatten(2, 3).to(p.dtype) * scale
     dk = torch.einsum("bhgij,bihgd->bjhd", ds_product, qg).to(p.dtype) * scale
-    dv = torch.einsum("bhgij,bihgd->bjhd", p.to(dtype), dout)
+    dv = torch.einsum("bhgij,bihgd->bjhd", weights.to(dtype), dout)
     dbias = None
     if bias is not None:
         dbias = ds.sum_to_size(formula.grouped(bias, heads_k, q.shape[2]).shape).reshape(bias.shape).to(bias.dtype)

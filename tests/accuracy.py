@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from cases import Case, Inputs
@@ -25,18 +26,24 @@ LSE_ROUNDING = 2.0**-23
 DEVIATIONS = 5.0
 
 
-def run(function: Callable[..., tuple[Tensor, ...]], case: Case, inputs: Inputs) -> Results:
-    """(out, lse) of a function with the call's signature, and the gradients the case asks for."""
+def run(
+    function: Callable[..., tuple[Tensor, ...]], case: Case, inputs: Inputs, dropout: dict[str, Any] | None = None
+) -> Results:
+    """(out, lse) of a function with the call's signature, and the gradients the case asks for.
+
+    `dropout` is what the function takes of it, if not what `attention` does.
+    """
     leaves = [
         x.detach().requires_grad_(name in case.needs_grad) if x is not None else None for name, x in inputs.floats()
     ]
     q, k, v, bias = leaves
-    given = {}
+    given: dict[str, Any] = case.dropping() if dropout is None else dropout
+    torch.manual_seed(case.seed)  # which decides what is dropped
     if inputs.sink is not None:
         sink = given["sink"] = inputs.sink.detach().requires_grad_("sink" in case.needs_grad)
     out, lse = function(q, k, v, inputs.mask, bias, **case.flags(), **given)[:2]
     results: Results = {"out": out.detach(), "lse": lse.detach(), **dict.fromkeys(GRADIENTS)}
-    wanted = [x for x in (*leaves, *given.values()) if x is not None and x.requires_grad]
+    wanted = [x for x in (*leaves, given.get("sink")) if x is not None and x.requires_grad]
     if wanted:
         pairs = [(out, inputs.dout)]
         if inputs.dlse is not None:
@@ -66,14 +73,15 @@ def assert_empty_rows_ignore_dlse(function: Callable[..., tuple[Tensor, ...]], c
 
 def oracle(case: Case, inputs: Inputs) -> Results:
     """The formula in fp64."""
-    return run(formula.attention, case, inputs.to(torch.float64))
+    return run(formula.attention, case, inputs.to(torch.float64), {"dropout": case.dropout(inputs.q.device)})
 
 
 def yardstick(case: Case, inputs: Inputs) -> Results:
     """What plain PyTorch makes of the formulas in the case's own dtype, softmax in fp32."""
     x, flags = inputs, case.flags()
-    out, lse = formula.attention(x.q, x.k, x.v, x.mask, x.bias, **flags, sink=x.sink)
-    gradients = plain.gradients(x.dout, x.dlse, x.q, x.k, x.v, x.mask, x.bias, **flags, sink=x.sink)
+    shared = {"sink": x.sink, "dropout": case.dropout(x.q.device)}
+    out, lse = formula.attention(x.q, x.k, x.v, x.mask, x.bias, **flags, **shared)
+    gradients = plain.gradients(x.dout, x.dlse, x.q, x.k, x.v, x.mask, x.bias, **flags, **shared)
     return {"out": out, "lse": lse, **dict(zip((*GRADIENTS, "dsink"), gradients, strict=False))}
 
 
@@ -87,13 +95,16 @@ def gross(case: Case, inputs: Inputs) -> Results:
     p, lse = formula.softmax(s, x.sink)
     dout, q = (t.unflatten(2, (heads_k, -1)).abs() for t in (x.dout, x.q))
     dp = torch.einsum("bihgd,bjhd->bhgij", dout, x.v.abs())
+    weights, dropout = p, case.dropout(x.q.device)
+    if dropout is not None:
+        weights, dp = dropout.apply(p), dropout.apply(dp)
     ds = p * (dp + (p * dp).sum(-1, keepdim=True))
     if x.dlse is not None:
         ds = ds + p * x.dlse.abs().unflatten(1, (heads_k, -1)).unsqueeze(-1)
     sizes: Results = {
         "dq": abs(scale) * torch.einsum("bhgij,bjhd->bihgd", ds, x.k.abs()).flatten(2, 3),
         "dk": abs(scale) * torch.einsum("bhgij,bihgd->bjhd", ds, q),
-        "dv": torch.einsum("bhgij,bihgd->bjhd", p, dout),
+        "dv": torch.einsum("bhgij,bihgd->bjhd", weights, dout),
     }
     if x.bias is not None:
         own = formula.grouped(x.bias, heads_k, x.q.shape[2]).shape

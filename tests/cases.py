@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_dmattn.reference.dropout import Dropout, draw_key
+
 NAMES = ("q", "k", "v", "bias")
 ALL = NAMES
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -88,6 +90,7 @@ class Case:
     seed: int = 0
     sink: str | None = None
     sink_dtype: torch.dtype | None = None
+    dropout_p: float = 0.0  # of a key drawn after `torch.manual_seed(seed)`
 
     def flags(self) -> dict[str, Any]:
         """The keyword arguments that every implementation of the formula takes."""
@@ -97,6 +100,17 @@ class Case:
             "softcap": self.softcap,
             "window_size": self.window_size,
         }
+
+    def dropping(self) -> dict[str, Any]:
+        """What `attention` takes besides, where probabilities are dropped."""
+        return {"dropout_p": self.dropout_p} if self.dropout_p else {}
+
+    def dropout(self, device: torch.device | str = DEVICE) -> Dropout | None:
+        """The dropout of a call right after `torch.manual_seed(seed)`, as the formula takes it."""
+        if not self.dropout_p:
+            return None
+        torch.manual_seed(self.seed)
+        return Dropout(self.dropout_p, draw_key(torch.device(device)))
 
     def repro(self) -> str:
         """One line that rebuilds this case, whatever its default dtype there."""

@@ -60,6 +60,7 @@ class Variant:
     softcap: float = 0.0
     tf32: bool = False  # as where torch allows it for products of fp32
     sink: bool = False
+    dropout_p: float = 0.0
     row_stride: int = 0  # elements from a row of q, k, v and dout to the next; 0: contiguous
 
     def rows(self, seqlen: int, num_heads: int) -> Tensor:
@@ -111,6 +112,7 @@ class Variant:
             )
         )
         flags = Flags(-1, 0 if self.is_causal else -1, self.head_dim**-0.5, self.softcap, False)
+        flags = flags._replace(dropout_p=self.dropout_p)
         sink = torch.empty(self.num_heads, dtype=self.dtype, device="meta") if self.sink else None
         call = Call(q, k, v, self.mask_view(), bias, flags, sink)
         call.arch, call.num_sms = arch, 132
@@ -123,12 +125,19 @@ def run_plans(call: Call, launch: Callable[..., None]) -> None:
     """Run both passes of a call with every gradient asked for, with another function in the place of each launch."""
     q, k, v, mask, bias = call.q, call.k, call.v, call.mask, call.bias
     sink = torch.empty(q.shape[2], dtype=q.dtype, device=q.device) if call.has_sink else None
+    key = key_of(call)
     needs_grad = NeedsGrad(True, True, True, True, call.has_sink)
     out, dout = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(q)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], device=q.device)
     with mock.patch.object(Launch, "__call__", launch):
-        forward_plan(call)(q, k, v, mask, bias, sink, out, lse)
-        backward_plan(call, dout, None, needs_grad)(dout, None, q, k, v, mask, bias, sink, out, lse)
+        forward_plan(call)(q, k, v, mask, bias, sink, out, lse, key)
+        run = backward_plan(call, dout, None, needs_grad)
+        run(dout, None, q, k, v, mask, bias, sink, out, lse, key)
+
+
+def key_of(call: Call) -> Tensor | None:
+    """The key of dropout, of a call that has it."""
+    return torch.empty(2, dtype=torch.int64, device="meta") if call.has_dropout else None
 
 
 @dataclass(frozen=True)
@@ -178,6 +187,7 @@ class SequenceVariant(Variant):
         right = 0 if self.is_causal else -1
         flags = Flags(-1, right, self.head_dim**-0.5, self.softcap, False, 1, 1, self.layout)
         flags = flags._replace(max_seqlen_q=self.seqlen_q, max_seqlen_k=self.seqlen_k, bias_packing=self.bias_packing)
+        flags = flags._replace(dropout_p=self.dropout_p)
         sink = torch.empty(self.num_heads, dtype=self.dtype, device="meta") if self.sink else None
         call = SequenceCall(q, k, torch.empty_like(k), mask, bias, flags, sink, self.view())
         call.arch, call.num_sms = arch, 132
@@ -195,15 +205,16 @@ class SequenceVariant(Variant):
 def run_sequence_plans(variant: SequenceVariant, arch: str, launch: Callable[..., None]) -> None:
     """`run_plans` of a call with sequences; of one with pages the forward pass alone."""
     call, sequences = variant.call(arch), variant.view()
+    key = key_of(call)
     q, k, v, mask, bias = call.q, call.k, call.v, call.mask, call.bias
     sink = torch.empty(q.shape[2], dtype=q.dtype, device=q.device) if call.has_sink else None
     out, lse = torch.empty_like(q), torch.empty(q.shape[0], q.shape[2], q.shape[1], device=q.device)
     with mock.patch.object(Launch, "__call__", launch):
-        plan_sequences.plan_forward(call, out)(q, k, v, mask, bias, sink, out, lse, sequences)
+        plan_sequences.plan_forward(call, out)(q, k, v, mask, bias, sink, out, lse, sequences, key)
         if sequences.block_table is None:
             dout, needs_grad = torch.empty_like(q), NeedsGrad(True, True, True, bias is not None, call.has_sink)
             backward = plan_sequences.plan_backward(call, dout, None, needs_grad)
-            backward(dout, None, q, k, v, mask, bias, sink, out, lse, sequences)
+            backward(dout, None, q, k, v, mask, bias, sink, out, lse, sequences, key)
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,8 @@ def draw_triton(number: int) -> Drawn:
     )
     layout = rng.choice((None, None, None, *("nan_margins",) * 4, *LAYOUTS))
     drawn = Drawn(case, layout, number % 2 == 1, rng.random() < 0.5)
-    return drawn._replace(case=with_sink(case, random.Random(f"sink {number}")))
+    case = with_dropout(with_sink(case, random.Random(f"sink {number}")), random.Random(f"dropout {number}"))
+    return drawn._replace(case=case)
 
 
 # Tiles are 128, 192 or 256 rows and 64, 128 or 176 keys. Rows of a bias of a multiple of 8 keys are copied as tiles.
@@ -165,6 +166,11 @@ def with_sink(case: Case, rng: random.Random, kinds: tuple[str | None, ...] = SI
     alone = alone and "q" in case.needs_grad
     needs_grad = ("sink",) if alone else (*case.needs_grad, "sink") if rng.random() < 0.7 else case.needs_grad
     return case.with_(sink=sink, sink_dtype=rng.choice((None, None, *SINK_DTYPES)), needs_grad=needs_grad)
+
+
+def with_dropout(case: Case, rng: random.Random) -> Case:
+    """The case with dropout now and then."""
+    return case.with_(dropout_p=rng.choice((0.0, 0.0, 0.0, 0.0, 0.0, 0.1, 0.5, 0.9, 1.0)))
 
 
 DRAWS: dict[str, Callable[[int], Drawn]] = {"triton": draw_triton, "cuda": draw_cuda}

@@ -86,7 +86,7 @@ def attend(
     """(out, lse) of the call on the backend."""
     q, k, v, bias, sink = leaves
     choice = backend.choice(case, inputs, **flags)
-    flags = {**case.flags(), "return_lse": True, "backend": choice, "sink": sink, **flags}
+    flags = {**case.flags(), **case.dropping(), "return_lse": True, "backend": choice, "sink": sink, **flags}
     return flash_dmattn.attention(q, k, v, inputs.mask, bias, **flags)
 
 

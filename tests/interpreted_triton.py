@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import torch  # noqa: E402
 from accuracy import assert_accurate, assert_empty_rows_ignore_dlse, error, oracle, run  # noqa: E402
 from cases import ALL, Case, Inputs  # noqa: E402
-from draws import with_sink  # noqa: E402
+from draws import with_dropout, with_sink  # noqa: E402
 from layouts import LAYOUTS, rearranged  # noqa: E402
 from leading_calls import LeadingCall, results  # noqa: E402
 from leading_calls import assert_accurate as leading_accurate  # noqa: E402
@@ -137,7 +137,7 @@ def draw(rng: random.Random) -> Case:
         dlse=rng.random() < 0.5,
         seed=rng.randrange(2**16),
     )
-    return with_sink(case, random.Random(case.seed))
+    return with_dropout(with_sink(case, random.Random(case.seed)), random.Random(f"dropout {case.seed}"))
 
 
 def with_prepared_mask(
@@ -349,6 +349,20 @@ LINES = {
         SUNK.with_(seqlen_q=1, seqlen_k=600, num_heads=4, num_heads_k=2),
     ),
 }
+
+
+DROPPED = PLAIN.with_(dropout_p=0.4)
+LINES["dropout"] = (
+    DROPPED,
+    DROPPED.with_(num_heads=4, num_heads_k=2, bias=FULL, is_causal=True, batch=2),
+    DROPPED.with_(bias=SHARED, mask=SHARED, mask_kind="empty_rows", sink="normal", needs_grad=(*ALL, "sink")),
+    DROPPED.with_(bias=("1", "Hk", "1", "Lk"), mask=("B", "1", "1", "Lk"), seqlen_q=40),  # keys stay in their order
+    DROPPED.with_(bias=("1", "Hk", "1", "Lk"), mask=("B", "1", "1", "Lk"), seqlen_q=9),  # keys are gathered
+    DROPPED.with_(seqlen_k=20, bias=FULL, logits=10.0),
+    DROPPED.with_(softcap=2.0, window_size=(9, 5), bias=SHARED),
+    DROPPED.with_(dropout_p=1.0, bias=FULL),
+    DROPPED.with_(seqlen_q=1, seqlen_k=600, num_heads=4, num_heads_k=2, needs_grad=()),  # not a row for each head
+)
 
 
 # Short rows: one program walks every head, each with bools of its own.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accuracy import DEVIATIONS, FLOOR_FP64, LSE_ROUNDING, Results, deviations, error, norm_of
@@ -18,6 +18,7 @@ from torch import Tensor
 from flash_dmattn import Sequences, attention
 from flash_dmattn.reference import formula
 from flash_dmattn.reference import yardstick as plain
+from flash_dmattn.reference.dropout import Dropout, draw_key
 from flash_dmattn.reference.yardstick import FLOOR, RATIO
 
 LEAVES = ("q", "k", "v", "bias", "sink")
@@ -40,6 +41,7 @@ class SequenceCall:
     dlse: Tensor | None
     needs_grad: tuple[str, ...]
     told: str  # how it was drawn
+    seed: int = 0  # after which the key of dropout is drawn
 
     @property
     def packs_queries(self) -> bool:
@@ -150,6 +152,7 @@ def draw(
         "softcap": rng.choice((0.0, 0.0, 2.0)),
         "softmax_scale": rng.choice((None, 0.3)),
     }
+    flags["dropout_p"] = random.Random(f"dropout {number}").choice((0.0, 0.0, 0.0, 0.3, 0.7))
     needs = rng.choice((LEAVES, LEAVES, LEAVES[:4], LEAVES[:3], ("bias",), ("q",), ("v", "sink"), ()))
     needs = () if layout.startswith("paged") else needs
     lse_shape = (heads, tokens_q) if q.dim() == 3 else (count, heads, tokens_q)
@@ -168,6 +171,7 @@ def draw(
         normal(*lse_shape, dtype=lse_dtype) if rng.random() < 0.5 else None,
         tuple(name for name in needs if {"bias": bias, "sink": sink}.get(name, q) is not None),
         f"draw({number}, {layout!r})",
+        number,
     )
     return call
 
@@ -177,6 +181,7 @@ def run(call: SequenceCall, backend: str) -> Results:
     leaves = {n: None if (x := getattr(call, n)) is None else x.detach().clone() for n in LEAVES}
     for name in call.needs_grad:
         leaves[name].requires_grad_()
+    torch.manual_seed(call.seed)
     found = attention(
         *(leaves[n] for n in "qkv"),
         call.mask,
@@ -195,6 +200,17 @@ def run(call: SequenceCall, backend: str) -> Results:
     for name in LEAVES:
         results[f"d{name}"] = None if leaves[name] is None else leaves[name].grad
     return results
+
+
+class PairDropout(NamedTuple):
+    """Stands for a `Dropout`, of a dense call of all tokens: bool (1, Hq, queries, keys)."""
+
+    kept: Tensor
+    scale: float
+
+    def apply(self, p: Tensor) -> Tensor:
+        """Probabilities (1, Hk, G, queries, keys), dropped and scaled."""
+        return torch.where(self.kept.view(p.shape), p * self.scale, 0.0)
 
 
 class Tokens:
@@ -238,6 +254,19 @@ class Tokens:
         rows = torch.arange(len(self.q)) if x.shape[1] != 1 else torch.zeros(1, dtype=torch.long)
         columns = k[:, 1] if x.shape[2] != 1 else torch.zeros(1, dtype=torch.long)
         return x[:, rows[:, None], columns[None]][None]
+
+    def dropout(self) -> PairDropout | None:
+        """Of every pair: what is kept goes by the number of its sequence and the places in it."""
+        p = self.call.flags["dropout_p"]
+        if p == 0.0:
+            return None
+        torch.manual_seed(self.call.seed)
+        key = draw_key(self.call.q.device).cpu()
+        heads, lengths = self.call.q.shape[-2], (*self.call.lengths, (0, 0, 0, 0))
+        sizes = (max(len(self.call.lengths), 1), heads, *(max(1, *(n[side] for n in lengths)) for side in (1, 3)))
+        kept = Dropout(p, key).kept(*(slice(0, size) for size in sizes))
+        s, i = (x[:, None] for x in self.q.clamp(min=0).unbind(1))
+        return PairDropout(kept.transpose(0, 1)[:, s, i, self.k[:, 1][None]][None], 1 / (1 - p))
 
     def allowed(self) -> Tensor:
         """(1, 1, queries, keys): of one sequence, and inside its band."""
@@ -286,6 +315,7 @@ def expected(call: SequenceCall) -> tuple[Results, Results, Inputs]:
     tokens = Tokens(call)
     found = []
     numbers = {k: x for k, x in call.flags.items() if k in ("softcap", "softmax_scale")}
+    numbers["dropout"] = tokens.dropout()
     for dtype in (torch.float64, call.q.dtype):
         given = call.to(dtype) if dtype == torch.float64 else call
         leaves = {n: None if (x := getattr(given, n)) is None else x.detach().cpu().requires_grad_() for n in LEAVES}

@@ -23,6 +23,7 @@ USES = {
     "return_lse": {"return_lse": True},
     "return_probs": {"return_probs": True},
     "sink": {"sink": torch.zeros(2)},
+    "dropout_p": {"dropout_p": 0.5},
     "sequences": {"sequences": flash_dmattn.Sequences.padded(torch.tensor([5]))},
     "paged": {"sequences": flash_dmattn.Sequences.paged(torch.tensor([[0]]), torch.tensor([5]))},
 }

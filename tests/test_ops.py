@@ -58,7 +58,7 @@ def forward_arguments(
 ) -> tuple[Any, ...]:
     q, k, v = make(B, LQ, HQ, D, dtype=dtype), make(B, LK, HK, D, dtype=dtype), make(B, LK, HK, DV, dtype=dtype)
     masked: tuple[Any, ...] = NO_MASK if mask is None else ([mask], "dense")
-    return (q, k, v, *masked, bias, sink, NO_SEQUENCES, *FLAGS)
+    return (q, k, v, *masked, bias, sink, NO_SEQUENCES, None, *FLAGS)
 
 
 def backward_arguments(
@@ -73,7 +73,7 @@ def backward_arguments(
     arguments = forward_arguments(make, mask, bias, dtype, sink)
     out, lse = FORWARD(*arguments)
     dout = make(*out.shape, dtype=dtype)
-    return (dout, torch.randn_like(lse) if dlse else None, *arguments[:8], out, lse, *FLAGS, list(needs_grad))
+    return (dout, torch.randn_like(lse) if dlse else None, *arguments[:9], out, lse, *FLAGS, list(needs_grad))
 
 
 def assert_fake_agrees(operator: Any, arguments: tuple[Any, ...]) -> None:
@@ -139,7 +139,7 @@ def test_fakes_agree_on_empty_inputs(sizes: tuple[int, int, int]) -> None:
     batch, seqlen_q, seqlen_k = sizes
     q, k, v = normal(batch, seqlen_q, HQ, D), normal(batch, seqlen_k, HK, D), normal(batch, seqlen_k, HK, DV)
     bias = normal(1, HQ, seqlen_q, seqlen_k)
-    arguments = (q, k, v, *NO_MASK, bias, SINK, NO_SEQUENCES)
+    arguments = (q, k, v, *NO_MASK, bias, SINK, NO_SEQUENCES, None)
     assert_fake_agrees(FORWARD, (*arguments, *FLAGS))
     out, lse = FORWARD(*arguments, *FLAGS)
     assert_fake_agrees(BACKWARD, (torch.ones_like(out), None, *arguments, out, lse, *FLAGS, [True] * 5))
@@ -161,9 +161,9 @@ def test_outputs_never_alias_inputs_or_each_other() -> None:
         if bias is not None:
             q, k, v = normal(B, LQ, HQ, D), normal(B, LK, HK, D), normal(B, LK, HK, DV)
         flags = Flags(-1, -1, 1.0, 0.0, False)
-        out, lse = FORWARD(q, k, v, *NO_MASK, bias, None, NO_SEQUENCES, *flags)
+        out, lse = FORWARD(q, k, v, *NO_MASK, bias, None, NO_SEQUENCES, None, *flags)
         needs_grad = [True, True, True, bias is not None, False]
-        gradients = BACKWARD(out, None, q, k, v, *NO_MASK, bias, None, NO_SEQUENCES, out, lse, *flags, needs_grad)
+        gradients = BACKWARD(out, None, q, k, v, *NO_MASK, bias, None, NO_SEQUENCES, None, out, lse, *flags, needs_grad)
         storages = [x.untyped_storage().data_ptr() for x in (q, k, v, out, lse, *gradients)]
         assert len(set(storages)) == len(storages)
 

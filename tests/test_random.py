@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 from contextlib import nullcontext
 
 import pytest
@@ -25,7 +26,19 @@ from cuda_forms import (
     instance_of,
 )
 from descriptors import descriptors_wherever_they_serve
-from draws import CUDA_EDGES, CUDA_FORMS, DRAWS, FORMS, HEAD_DIMS, TILE_EDGES, Drawn, draw_cuda, draw_triton, placed
+from draws import (
+    CUDA_EDGES,
+    CUDA_FORMS,
+    DRAWS,
+    FORMS,
+    HEAD_DIMS,
+    TILE_EDGES,
+    Drawn,
+    draw_cuda,
+    draw_triton,
+    placed,
+    with_dropout,
+)
 from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 from layouts import LAYOUTS, offset, rearranged
@@ -80,6 +93,7 @@ def cases(draw: st.DrawFn) -> Case:
         logits=draw(st.sampled_from((1.0, 1.0, 30.0))),
         seed=draw(st.integers(0, 2**16)),
     )
+    case = with_dropout(case, random.Random(f"dropout {case.seed}"))
     sink = draw(st.sampled_from((None, "normal", "inf", "huge")))
     if sink is None:
         return case

@@ -49,6 +49,7 @@ ON_SM_90 = (
     *("128 causal", "256 plain", "32 full", "96 tiles, per key", "128 keys, per key", "128 grouped", "64 fp32"),
     *("64 short", "64 few keys", "128 unaligned, full", "64 odd rows", "32 window", "64 one tile", "64 two runs"),
     *("64 sink", "64 one tile, sink", "64 two runs, sink"),
+    *("64 dropout, shared", "64 one tile, dropout"),
 )
 PAIRS = [
     pytest.param(name, capability, id=f"sm_{capability} {name}")
@@ -112,6 +113,20 @@ def test_fits_the_gpu(name: str, capability: int) -> None:
             rows = found.block_n if kernel == "backward_keys" else found.block_m
             instructions = {80: "mma.sync", 90: "wgmma.mma_async" if rows >= 64 else "mma.sync", 100: "mma"}
             assert instructions[capability] in found.text, f"{kernel} has no {instructions[capability]}"
+
+
+def test_what_philox_makes_stays_in_its_thread() -> None:
+    """With dropout no kernel stores or shuffles more: the four words of a call are for scores of one thread."""
+    from compiled_triton import Variant, kernels_of
+
+    plain, dropped = (kernels_of(Variant(**VARIANTS[name]), "sm_90") for name in ("64 shared", "64 dropout, shared"))
+    for without, kernel in zip(plain, dropped, strict=True):
+        assert kernel.name == without.name
+        drops = kernel.name in ("forward", "backward_keys", "backward_queries", "backward_bias")
+        multiplier = str(0xD2511F53 - 2**32)
+        assert (multiplier in kernel.text) is drops and multiplier not in without.text, kernel.name
+        for word in ("st.shared", "stmatrix", "shfl.sync"):
+            assert kernel.text.count(word) == without.text.count(word), f"{kernel.name}: {word}"
 
 
 def test_every_row_of_the_tile_table_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,10 @@ def test_short_rows(seed: int) -> None:
     assert "30 passed, 0 failed" in interpret("interpreted_triton.py", "short", str(seed), "30")
 
 
+def test_dropout_bit_for_bit() -> None:
+    assert "31 passed, 0 failed" in interpret("interpreted_dropout.py")
+
+
 def test_walks_of_several_heads() -> None:
     assert "3 passed, 0 failed" in interpret("interpreted_triton.py", "walks")
 
@@ -68,7 +72,8 @@ def test_few_keys_do_not_feel_the_rounding_of_out_and_lse() -> None:
 
 
 @pytest.mark.parametrize(
-    "name, count", (("scores", 4), ("softcap", 3), ("bands", 7), ("masks", 2), ("parts", 3), ("sinks", 4))
+    "name, count",
+    (("scores", 4), ("softcap", 3), ("bands", 7), ("masks", 2), ("parts", 3), ("sinks", 4), ("dropout", 9)),
 )
 def test_lines_that_random_calls_may_miss(name: str, count: int) -> None:
     assert f"{count} passed, 0 failed" in interpret("interpreted_triton.py", "lines", name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .dropout import is_kept
 from .tile_ops import (
     DENSE,
     KEYS,
@@ -52,6 +53,7 @@ def backward_bias_kernel(
     dbias,
     sink,
     bounds,
+    dropout_key,
     q_strides,
     k_strides,
     v_strides,
@@ -65,6 +67,7 @@ def backward_bias_kernel(
     bias_heads,
     chunk,
     layout,
+    dropout,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -84,6 +87,7 @@ def backward_bias_kernel(
     SEQUENCES: tl.constexpr,
     PACKED_ROWS: tl.constexpr,
     SEARCH: tl.constexpr,
+    DROPOUT: tl.constexpr,
 ):
     """dbias (chunks, bias_batch, bias_heads, Lq, Lk) is contiguous; `classes` is 0 for a tile with nothing allowed.
 
@@ -223,6 +227,9 @@ def backward_bias_kernel(
                 BLOCK_M, BLOCK_DV, TMA, WIDE, True, PAD_DV,
             )  # fmt: skip
             dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
+            if DROPOUT:
+                kept = is_kept(dropout_key, dropout, b, h, first, first_key, rows, keys, BLOCK_M, BLOCK_N, False)
+                dp = tl.where(kept, dp * tl.cast(dropout.scale, tl.float32), 0.0)
             if FEW_KEYS:
                 d += tl.sum(p * dp, 1)
             elif SEQUENCES != NO_SEQUENCES:

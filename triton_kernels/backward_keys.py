@@ -3,6 +3,8 @@
 Scores are computed transposed, (keys, queries), so that p and ds feed dv and dk without being turned::
 
     p = exp2(s - lse);  dv += p @ dout;  ds = p * (v @ dout^T - delta);  dk += ds @ q;  dbias = ds or rowsum(ds)
+
+With dropout dv takes p as it is dropped, and v @ dout^T is dropped as p is; all else takes p itself.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .dropout import is_kept_by_key
 from .tile_ops import (
     DENSE,
     KEY_BIAS,
@@ -86,6 +89,7 @@ def backward_keys_kernel(
     dbias,
     sink,
     bounds,
+    dropout_key,
     q_strides,
     k_strides,
     v_strides,
@@ -99,6 +103,7 @@ def backward_keys_kernel(
     owners,
     grid_tiles,
     layout,
+    dropout,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -124,6 +129,7 @@ def backward_keys_kernel(
     HAS_SINK: tl.constexpr,
     SEQUENCES: tl.constexpr,
     SEARCH: tl.constexpr,
+    DROPOUT: tl.constexpr,
 ):
     """One block of keys of one owner, a key-value head or a query head; its queries in turn.
 
@@ -266,14 +272,23 @@ def backward_keys_kernel(
                     p = tl.math.exp2(s - lse_rows[None, :])
                     if FEW_KEYS:
                         p = renormalize(p, row_totals(p, sink, h, lse_rows, 0, HAS_SINK), 0)
+                    weights = p
+                    if DROPOUT:
+                        kept = is_kept_by_key(
+                            dropout_key, dropout, b, h, first, first_place, rows, keys,
+                            BLOCK_M, BLOCK_N, MASK == KEYS,
+                        )  # fmt: skip
+                        weights = tl.where(kept, p, 0.0)
                     g_tile = load_tile(
                         dout, dout_strides, b_row, h, first, rows, shape.seqlen_q, dims_v, shape.head_dim_v,
                         BLOCK_M, BLOCK_DV, TMA, WIDE, True, PAD_DV,
                     )  # fmt: skip
                     if NEED_V:
-                        acc_dv = tl.dot(p.to(g_tile.dtype), g_tile, acc_dv, input_precision=PRECISION)
+                        acc_dv = tl.dot(weights.to(g_tile.dtype), g_tile, acc_dv, input_precision=PRECISION)
                     if NEED_K or DBIAS != NO_DBIAS:
                         dp = tl.dot(v_tile, tl.trans(g_tile), input_precision=PRECISION)
+                        if DROPOUT:
+                            dp = tl.where(kept, dp * tl.cast(dropout.scale, tl.float32), 0.0)
                         if FEW_KEYS:
                             d += tl.sum(p * dp, 0)
                         elif SEQUENCES != NO_SEQUENCES:
@@ -329,6 +344,8 @@ def backward_keys_kernel(
             tl.store(at, (acc_dk * scale).to(dk.dtype.element_ty), mask=stored)
         if NEED_V:
             stored = stored_keys[:, None] & (dims_v < shape.head_dim_v)[None, :]
+            if DROPOUT:
+                acc_dv = acc_dv * tl.cast(dropout.scale, tl.float32)
             at = dv + place[:, None] * shape.head_dim_v + dims_v[None, :]
             tl.store(at, acc_dv.to(dv.dtype.element_ty), mask=stored)
         if DBIAS == KEY_SUM:

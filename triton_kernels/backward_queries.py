@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .dropout import is_kept
 from .tile_ops import (
     DENSE,
     KEY_BIAS,
@@ -53,6 +54,7 @@ def backward_queries_kernel(
     dq,
     sink,
     bounds,
+    dropout_key,
     q_strides,
     k_strides,
     v_strides,
@@ -64,6 +66,7 @@ def backward_queries_kernel(
     scale,
     softcap,
     layout,
+    dropout,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -84,6 +87,7 @@ def backward_queries_kernel(
     HAS_SINK: tl.constexpr,
     SEQUENCES: tl.constexpr,
     SEARCH: tl.constexpr,
+    DROPOUT: tl.constexpr,
 ):
     """dq (B, Lq, Hq, D) is contiguous."""
     scale_log2 = tl.cast(scale_log2, tl.float32)  # Inductor passes floats as fp64
@@ -194,6 +198,9 @@ def backward_queries_kernel(
                 BLOCK_N, BLOCK_DV, TMA, WIDE, phase == 1, PAD_DV,
             )  # fmt: skip
             dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
+            if DROPOUT:
+                kept = is_kept(dropout_key, dropout, b, h, first, place, rows, keys, BLOCK_M, BLOCK_N, MASK == KEYS)
+                dp = tl.where(kept, dp * tl.cast(dropout.scale, tl.float32), 0.0)
             if FEW_KEYS:
                 d += tl.sum(p * dp, 1)
             elif SEQUENCES != NO_SEQUENCES:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .dropout import is_kept
 from .tile_ops import (
     DENSE,
     KEY_BIAS,
@@ -63,6 +64,7 @@ def forward_kernel(
     sink,
     bounds,
     table,
+    dropout_key,
     q_strides,
     k_strides,
     v_strides,
@@ -75,6 +77,7 @@ def forward_kernel(
     sink_of_head,
     sink_of_row,
     layout,
+    dropout,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -100,6 +103,7 @@ def forward_kernel(
     SEARCH: tl.constexpr,
     PAGE: tl.constexpr,
     GROUPED: tl.constexpr,
+    DROPOUT: tl.constexpr,
 ):
     """`scale` is |softmax_scale| * log2(e), or |softmax_scale| / softcap.
 
@@ -111,6 +115,8 @@ def forward_kernel(
     `table` the pages of its keys: all that is read is moved to where the sequence begins, and the rest is as of a call
     of this sequence alone. With GROUPED the rows of a tile are all queries of a sequence and all heads of a group, so
     that the group reads its keys once.
+
+    With DROPOUT p is dropped before it meets v, with the key at `dropout_key` and the numbers of `dropout`.
     """
     scale = tl.cast(scale, tl.float32)  # Inductor passes floats as fp64
     softcap = tl.cast(softcap, tl.float32)
@@ -262,6 +268,9 @@ def forward_kernel(
                 p = tl.math.exp2(s * scale - shift[:, None])  # one fma
             rescale = tl.math.exp2(row_max - shift)
             row_sum = row_sum * rescale + tl.sum(p, 1)
+            if DROPOUT:
+                kept = is_kept(dropout_key, dropout, b, h, first, place, rows, keys, BLOCK_M, BLOCK_N, MASK == KEYS)
+                p = tl.where(kept, p, 0.0)
             acc_o = acc_o * rescale[:, None]
             if SEQUENCES == PAGED or SEQUENCES == PAGED_PACKED:
                 v_tile = load_pages(
@@ -285,6 +294,8 @@ def forward_kernel(
     out_rows = out + ((first_row + rows) * shape.num_heads + h)[:, None] * shape.head_dim_v + dims_v[None, :]
     stored = row_ok[:, None] & (dims_v < shape.head_dim_v)[None, :]
     natural = tl.where(row_sum > 0, (row_max + tl.math.log2(total)) * LN2, float("-inf"))
+    if DROPOUT:
+        acc_o = acc_o * tl.cast(dropout.scale, tl.float32)
     if HAS_SINK:
         logits = tl.load(sink + h * sink_of_head + rows * sink_of_row, mask=row_ok, other=float("-inf"))
         natural, share = join_sink(natural, logits.to(tl.float32))

@@ -29,10 +29,11 @@ def forward(
     lse: Tensor,
     flags: Flags,
     sink: Tensor | None = None,
+    dropout: Tensor | None = None,
 ) -> None:
     """Write out (B, Lq, Hq, Dv) and lse (B, Hq, Lq), both contiguous; `mask` as `KernelBackend` has it.
 
-    `sink` is (Hq,), or (Hq, Lq) with one for each row.
+    `sink` is (Hq,), or (Hq, Lq) with one for each row; `dropout` the key of a call with dropout.
     """
     q, k, v = unit_rows(q), unit_rows(k), unit_rows(v)
     sink = None if sink is None else sink.contiguous()
@@ -41,9 +42,9 @@ def forward(
     with on_device(q):
         if mask.dense is not None and not is_short_forward(q, k, v, mask):
             mask = _packed(mask.dense, q.shape[1], k.shape[1], flags)
-        key = ("forward", mask.form, flags, *signature(q, k, v, bias, sink, *mask.tensors))
+        key = ("forward", mask.form, flags, *signature(q, k, v, bias, sink, dropout, *mask.tensors))
         plan = remembered(plans, key, lambda: forward_plan(Call(q, k, v, mask, bias, flags, sink)))
-        plan(q, k, v, mask, bias, sink, out, lse)
+        plan(q, k, v, mask, bias, sink, out, lse, dropout)
 
 
 def forward_maskless(
@@ -69,10 +70,10 @@ def forward_maskless(
     key = (problem, q.get_device(), takes_tf32(problem.dtype), *places, of_sink)
     plan = plans.get(key) or remembered(plans, key, lambda: _plan_maskless(problem, q, k, v, bias, sink))
     if is_current_device(q):
-        plan(q, k, v, NO_MASK, bias, sink, out, lse)
+        plan(q, k, v, NO_MASK, bias, sink, out, lse, None)
     else:
         with torch.cuda.device(q.device):
-            plan(q, k, v, NO_MASK, bias, sink, out, lse)
+            plan(q, k, v, NO_MASK, bias, sink, out, lse, None)
 
 
 def _plan_maskless(
@@ -82,24 +83,24 @@ def _plan_maskless(
     if _has_unit_rows(q) and _has_unit_rows(k) and _has_unit_rows(v) and not takes_group_rows(q, k, NO_MASK, flags):
         return forward_plan(Call(q, k, v, NO_MASK, bias, flags, sink))
     # Which plans for the copies that the kernels read.
-    return lambda q, k, v, mask, bias, sink, out, lse: forward(q, k, v, mask, bias, out, lse, flags, sink)
+    return lambda q, k, v, mask, bias, sink, out, lse, _: forward(q, k, v, mask, bias, out, lse, flags, sink)
 
 
 def forward_plan(call: Call) -> Callable[..., None]:
-    """How a class of calls makes out and lse: run(q, k, v, mask, bias, sink, out, lse)."""
+    """How a class of calls makes out and lse: run(q, k, v, mask, bias, sink, out, lse, dropout)."""
     is_short = ShortCall.of(call.q, call.k, call.v, call.mask, call.arch).serves_forward()
     return (plan_short_forward if is_short else plan_forward)(call)
 
 
 def backward_plan(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: NeedsGrad) -> Callable[..., Gradients]:
-    """How a class of calls makes its gradients: run(dout, dlse, q, k, v, mask, bias, sink, out, lse)."""
+    """How a class of calls makes its gradients: run(dout, dlse, q, k, v, mask, bias, sink, out, lse, dropout)."""
     if ShortCall.of(call.q, call.k, call.v, call.mask, call.arch).serves_backward():
         return plan_short_backward(call, dout, dlse, needs_grad)
     plan, flags = plan_backward(call, dout, dlse, needs_grad), call.flags
     if not needs_fp32_delta(call.q.dtype, call.shape.seqlen_k, flags.window, needs_grad):
         return plan
-    return lambda dout, dlse, q, k, v, mask, bias, sink, out, lse: plan(
-        dout, dlse, q, k, v, mask, bias, sink, _out_in_fp32(q, k, v, mask, bias, flags, sink), lse
+    return lambda dout, dlse, q, k, v, mask, bias, sink, out, lse, dropout: plan(
+        dout, dlse, q, k, v, mask, bias, sink, _out_in_fp32(q, k, v, mask, bias, flags, sink, dropout), lse, dropout
     )
 
 
@@ -119,8 +120,13 @@ GROUP_ROWS_FROM = 512
 
 
 def takes_group_rows(q: Tensor, k: Tensor, mask: MaskView, flags: Flags) -> bool:
-    """Whether the one query of each head of a group can be a row of one tile: then k and v are read once for all."""
-    if q.shape[1] != 1 or q.shape[2] == k.shape[2] or k.shape[1] < GROUP_ROWS_FROM or flags.left >= 0:
+    """Whether the one query of each head of a group can be a row of one tile: then k and v are read once for all.
+
+    Not with dropout, which goes by tiles of queries of one head.
+    """
+    if q.shape[1] != 1 or q.shape[2] == k.shape[2] or k.shape[1] < GROUP_ROWS_FROM:
+        return False
+    if flags.left >= 0 or flags.dropout_p > 0:
         return False
     if mask.form == "keys":
         return mask.tensors[0].shape[1] != q.shape[2]  # a key set for each query head is not one for each row
@@ -171,6 +177,7 @@ def backward(
     flags: Flags,
     needs_grad: NeedsGrad,
     sink: Tensor | None = None,
+    dropout: Tensor | None = None,
 ) -> Gradients:
     """The gradients asked for; every sum is taken in fp32, in a fixed order, and rounded once."""
     sink = None if sink is None else sink.contiguous()
@@ -183,12 +190,12 @@ def backward(
             mask.form,
             needs_grad,
             flags,
-            *signature(q, k, v, bias, sink, dout, dlse, out, lse, *mask.tensors),
+            *signature(q, k, v, bias, sink, dropout, dout, dlse, out, lse, *mask.tensors),
         )
         plan = remembered(
             plans, key, lambda: backward_plan(Call(q, k, v, mask, bias, flags, sink), dout, dlse, needs_grad)
         )
-        return plan(dout, dlse, q, k, v, mask, bias, sink, out, lse)
+        return plan(dout, dlse, q, k, v, mask, bias, sink, out, lse, dropout)
 
 
 def needs_fp32_delta(dtype: torch.dtype, seqlen_k: int, window: tuple[int, int], needs_grad: NeedsGrad) -> bool:
@@ -202,12 +209,20 @@ def needs_fp32_delta(dtype: torch.dtype, seqlen_k: int, window: tuple[int, int],
 
 
 def _out_in_fp32(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None, flags: Flags, sink: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: MaskView,
+    bias: Tensor | None,
+    flags: Flags,
+    sink: Tensor | None,
+    dropout: Tensor | None,
 ) -> Tensor:
     q, k, v = q.float(), k.float(), v.float()
     batch, seqlen_q, num_heads, _ = q.shape
     out = torch.empty(batch, seqlen_q, num_heads, v.shape[3], device=q.device)
-    forward(q, k, v, mask, bias, out, torch.empty(batch, num_heads, seqlen_q, device=q.device), flags, sink)
+    lse = torch.empty(batch, num_heads, seqlen_q, device=q.device)
+    forward(q, k, v, mask, bias, out, lse, flags, sink, dropout)
     return out
 
 

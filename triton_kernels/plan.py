@@ -9,7 +9,9 @@ import triton
 from torch import Tensor
 
 from flash_dmattn.problem import Flags, MaskView, bias_class, device_arch, fits_tma
+from flash_dmattn.reference.dropout import scale_of, threshold_of
 
+from .dropout import Dropout
 from .kernel_launch import Descriptor
 from .tile_ops import (
     BAND,
@@ -82,6 +84,8 @@ class Call:
         # Of sinks of heads, and of rows where those are heads of a group.
         self.sink_strides = (0, 0) if sink is None else (1, 0) if sink.dim() == 1 else (sink.shape[1], 1)
         self.q, self.k, self.v, self.bias, self.mask, self.flags = q, k, v, bias, mask, flags
+        p = flags.dropout_p
+        self.dropout = Dropout(threshold_of(p), scale_of(p)) if p > 0 else None
         batch, seqlen_q, num_heads, head_dim = q.shape
         _, seqlen_k, num_heads_k, head_dim_v = v.shape
         left, right = flags.window
@@ -108,6 +112,11 @@ class Call:
         # Descriptors cost the host 20 us each (H200, Triton 3.6), more than a small call takes the GPU.
         self.pays_for_tma = batch * num_heads * seqlen_q * seqlen_k * (head_dim + head_dim_v) >= 2**34
         self.precision = "tf32" if takes_tf32(q.dtype) else "ieee"
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether kernels drop probabilities."""
+        return self.dropout is not None
 
     def tile(self, kernel: str) -> Tile:
         """The row of the tile table for a kernel."""

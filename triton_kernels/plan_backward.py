@@ -31,7 +31,7 @@ MAX_PARTS_BYTES = 64 * 2**20
 
 
 def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: NeedsGrad) -> Callable[..., Gradients]:
-    """How a class of calls makes its gradients: run(dout, dlse, q, k, v, mask, bias, sink, out, lse)."""
+    """How a class of calls makes its gradients: run(dout, dlse, q, k, v, mask, bias, sink, out, lse, dropout)."""
     need_q, need_k, need_v, need_bias, need_sink = needs_grad
     bias, shape, num_heads_k, repeat = call.bias, call.shape, call.num_heads_k, call.flags.bias_repeat
     per_row = per_key = per_score = stored = product = False
@@ -63,6 +63,7 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
         sink: Tensor | None,
         out: Tensor,
         lse: Tensor,
+        dropout: Tensor | None,
     ) -> Gradients:
         lse_log2, delta = delta_of(dout, out, dlse, lse)
         read = (q, k, v, bias, dout, lse_log2, delta)
@@ -71,13 +72,13 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
             delta = row_delta(dout, out, dlse, lse)
         dq = dk = dv = dbias = None
         if keys_of is not None:
-            dk, dv, dbias = keys_of(read, mask, read_sink)
+            dk, dv, dbias = keys_of(read, mask, read_sink, dropout)
         if queries_of is not None:
-            dq = queries_of(read, mask, read_sink)
+            dq = queries_of(read, mask, read_sink, dropout)
         elif product_of is not None:
             dq = product_of(q, k, dbias, mask)
         if bias_of is not None:
-            dbias = bias_of(read, mask, read_sink)
+            dbias = bias_of(read, mask, read_sink, dropout)
         elif per_row and bias is not None:
             dbias = query_gradient(bias, dlse, lse, num_heads_k, repeat, sink, delta)
         if sink is None:
@@ -161,11 +162,12 @@ def plan_keys(
         *_of_few_keys(call),
         NO_SEQUENCES.value,
         False,
+        call.has_dropout,
     )
     launch = Launch(
         backward_keys_kernel,
         grid_tiles * shape.batch * owners,
-        (*strides, *numbers, call.flags.softmax_scale, call.flags.softcap, owners, grid_tiles, None),
+        (*strides, *numbers, call.flags.softmax_scale, call.flags.softcap, owners, grid_tiles, None, call.dropout),
         constants,
         tile.options,
         descriptors,
@@ -182,7 +184,7 @@ def plan_keys(
     empty_scores = torch.zeros if has_key_mask else torch.empty
 
     def run(
-        read: tuple[Any, ...], mask: MaskView, sink: Tensor | None = None
+        read: tuple[Any, ...], mask: MaskView, sink: Tensor | None, dropout: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         _, k, v, bias = read[:4]
         dk = empty(k.shape, dtype=k.dtype, device=k.device) if need_k else None
@@ -194,10 +196,11 @@ def plan_keys(
         if parts:
             dims = (shape.head_dim if need_k else 0, shape.head_dim_v if need_v else 0, 1 if per_key else 0)
             pieces = [torch.empty(num_parts * n, dtype=torch.float32, device=k.device) if n else None for n in dims]
-            launch(*read, *read_of(mask, columns=True), *pieces[:2], dbias if stored else pieces[2], sink, None)
+            made = (*pieces[:2], dbias if stored else pieces[2])
+            launch(*read, *read_of(mask, columns=True), *made, sink, None, dropout)
             gather(*pieces, *read_of(mask), dk, dv, sums)
         else:
-            launch(*read, *read_of(mask, columns=True), dk, dv, dbias if stored else sums, sink, None)
+            launch(*read, *read_of(mask, columns=True), dk, dv, dbias if stored else sums, sink, None, dropout)
         if sums is not None:
             dbias = key_gradient(bias, sums, num_heads_k, repeat)
         return dk, dv, dbias
@@ -221,11 +224,12 @@ def plan_queries(call: Call, dout: Tensor) -> Callable[..., Tensor]:
     shape, tile = call.shape, call.tile("queries")
     tma, bias_tma, descriptors = call.key_descriptors(tile)
     numbers = (call.bias_strides(bias_tma), call.mask_strides(), shape, call.scale_log2)
+    numbers = (*numbers, call.flags.softmax_scale, call.flags.softcap)
     wide, edges = call.wide(call.k, call.v), call.edges(shape.seqlen_k % tile.block_n)
     launch = Launch(
         backward_queries_kernel,
         triton.cdiv(shape.seqlen_q, tile.block_m) * shape.batch * shape.num_heads,
-        (*row_strides(call.q, call.k, call.v, dout), *numbers, call.flags.softmax_scale, call.flags.softcap, None),
+        (*row_strides(call.q, call.k, call.v, dout), *numbers, None, call.dropout),
         (
             *call.constants(tile),
             tma,
@@ -236,14 +240,15 @@ def plan_queries(call: Call, dout: Tensor) -> Callable[..., Tensor]:
             *_of_few_keys(call),
             NO_SEQUENCES.value,
             False,
+            call.has_dropout,
         ),
         tile.options,
         descriptors,
     )
 
-    def run(read: tuple[Any, ...], mask: MaskView, sink: Tensor | None = None) -> Tensor:
+    def run(read: tuple[Any, ...], mask: MaskView, sink: Tensor | None, dropout: Tensor | None) -> Tensor:
         dq = torch.empty(read[0].shape, dtype=read[0].dtype, device=read[0].device)
-        launch(*read, *read_of(mask), dq, sink, None)
+        launch(*read, *read_of(mask), dq, sink, None, dropout)
         return dq
 
     return run
@@ -298,7 +303,7 @@ def plan_bias(call: Call, dout: Tensor, bias: Tensor) -> Callable[..., Tensor]:
     launch = Launch(
         backward_bias_kernel,
         tiles * owners * slots,
-        (*row_strides(call.q, call.k, call.v, dout), *numbers, chunk, None),
+        (*row_strides(call.q, call.k, call.v, dout), *numbers, chunk, None, call.dropout),
         (
             *call.constants(tile),
             tma,
@@ -307,17 +312,18 @@ def plan_bias(call: Call, dout: Tensor, bias: Tensor) -> Callable[..., Tensor]:
             *_of_few_keys(call),
             NO_SEQUENCES.value,
             *(False, False),
+            call.has_dropout,
         ),
         tile.options,
         descriptors,
     )
     add = plan_sum(slots, bias)
 
-    def run(read: tuple[Any, ...], mask: MaskView, sink: Tensor | None = None) -> Tensor:
+    def run(read: tuple[Any, ...], mask: MaskView, sink: Tensor | None, dropout: Tensor | None) -> Tensor:
         bias = read[3]
         dbias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
         sums = empty_slots(slots, dbias)
-        launch(*read, *read_of(mask), classes_of(mask), sums, sink, None)
+        launch(*read, *read_of(mask), classes_of(mask), sums, sink, None, dropout)
         add(sums, dbias)
         return dbias
 

@@ -18,14 +18,14 @@ from .tile_ops import NO_SEQUENCES, Shape
 
 
 def plan_forward(call: Call) -> Callable[..., None]:
-    """How a class of calls makes out and lse: run(q, k, v, mask, bias, sink, out, lse)."""
+    """How a class of calls makes out and lse: run(q, k, v, mask, bias, sink, out, lse, dropout)."""
     shape, flags, tile = call.shape, call.flags, call.tile("forward")
     tma, bias_tma, descriptors = call.key_descriptors(tile)
     programs = triton.cdiv(shape.seqlen_q, tile.block_m) * shape.batch * shape.num_heads
     splits = num_kv_splits(programs, triton.cdiv(shape.seqlen_k, tile.block_n), call.num_sms)
     strides = row_strides(call.q, call.k, call.v)
     numbers = (call.bias_strides(bias_tma), call.mask_strides(), shape, abs(call.scale_log2), flags.softcap, splits)
-    numbers = (*numbers, *call.sink_strides, None)
+    numbers = (*numbers, *call.sink_strides, None, call.dropout)
     constants = (
         *call.constants(tile),
         tma,
@@ -40,11 +40,14 @@ def plan_forward(call: Call) -> Callable[..., None]:
         call.has_sink and splits == 1,
         NO_SEQUENCES.value,
         *(False, 0, False),
+        call.has_dropout,
     )
     launch = Launch(forward_kernel, programs * splits, (*strides, *numbers), constants, tile.options, descriptors)
     if splits == 1:
         none = (None, None)
-        return lambda q, k, v, mask, bias, sink, out, lse: launch(q, k, v, bias, *read_of(mask), out, lse, sink, *none)
+        return lambda q, k, v, mask, bias, sink, out, lse, dropout: launch(
+            q, k, v, bias, *read_of(mask), out, lse, sink, *none, dropout
+        )
     combine = plan_combine(call, shape, splits)
 
     def run(
@@ -56,9 +59,10 @@ def plan_forward(call: Call) -> Callable[..., None]:
         sink: Tensor | None,
         out: Tensor,
         lse: Tensor,
+        dropout: Tensor | None,
     ) -> None:
         parts = empty_parts(splits, out, lse)
-        launch(q, k, v, bias, *read_of(mask), *parts, None, None, None)
+        launch(q, k, v, bias, *read_of(mask), *parts, None, None, None, dropout)
         combine(*parts, out, lse, sink)
 
     return run

@@ -141,13 +141,15 @@ class SequenceCall(Call):
 
 
 def plan_forward(call: SequenceCall, out: Tensor) -> Callable[..., None]:
-    """How a class of calls makes out and lse: run(q, k, v, mask, bias, sink, out, lse, sequences)."""
+    """How a class of calls makes out and lse: run(q, k, v, mask, bias, sink, out, lse, sequences, dropout)."""
     shape, flags, tile = call.shape, call.flags, call.tile("forward")
     tiles, search = call.tiles_of_queries(tile.block_m)
     heads, grouped, splits = shape.num_heads, False, 1
     most_rows = shape.seqlen_q * shape.group
-    # Not of packed sequences, where the bound on lengths would change the order of sums.
-    if most_rows <= MOST_GROUP_ROWS and flags.layout != "packed" and call.q.dtype != torch.float32:
+    # Not of packed sequences, where the bound on lengths would change the order of sums; nor with dropout, which goes
+    # by tiles of queries of one head.
+    is_few = most_rows <= MOST_GROUP_ROWS and call.q.dtype != torch.float32
+    if is_few and flags.layout != "packed" and not call.has_dropout:
         # One tile for each sequence, and the heads of a group that read the same keys.
         has_room = call.arch == "sm_90" and max(call.block_d, call.block_dv) <= 128
         step = _FEW_ROWS if has_room else _FEW_ROWS_SMALL
@@ -177,11 +179,12 @@ def plan_forward(call: SequenceCall, out: Tensor) -> Callable[..., None]:
         search,
         max(1, call.k.shape[1]) if flags.layout.startswith("paged") else 0,
         grouped,
+        call.has_dropout,
     ]
     launch = Launch(
         forward_kernel,
         tiles * heads * splits,
-        (*row_strides(call.q, call.k, call.v), *numbers, call.layout),
+        (*row_strides(call.q, call.k, call.v), *numbers, call.layout, call.dropout),
         tuple(constants),
         tile.options,
         descriptors,
@@ -200,12 +203,13 @@ def plan_forward(call: SequenceCall, out: Tensor) -> Callable[..., None]:
         out: Tensor,
         lse: Tensor,
         sequences: SequenceView,
+        dropout: Tensor | None,
     ) -> None:
         if splits == 1:
-            launch(q, k, v, bias, mask.dense, None, out, lse, sink, *sequences)
+            launch(q, k, v, bias, mask.dense, None, out, lse, sink, *sequences, dropout)
         else:
             parts = empty_parts(splits, out, lse)
-            launch(q, k, v, bias, mask.dense, None, *parts, None, *sequences)
+            launch(q, k, v, bias, mask.dense, None, *parts, None, *sequences, dropout)
             combine(*parts, out, lse, sink)
         fill(out, lse, sequences.bounds)
 
@@ -222,7 +226,8 @@ def _key_parts(call: SequenceCall, programs: int) -> int:
 def plan_backward(
     call: SequenceCall, dout: Tensor, dlse: Tensor | None, needs_grad: NeedsGrad
 ) -> Callable[..., Gradients]:
-    """How a class of calls makes its gradients: run(dout, dlse, q, k, v, mask, bias, sink, out, lse, sequences)."""
+    """How a class of calls makes its gradients: run(dout, dlse, q, k, v, mask, bias, sink, out, lse, sequences,
+    dropout)."""
     need_q, need_k, need_v, need_bias, need_sink = needs_grad
     bias, shape, flags = call.bias, call.shape, call.flags
     kind = None if bias is None or not need_bias else bias_class(bias.shape)
@@ -254,18 +259,19 @@ def plan_backward(
         out: Tensor,
         lse: Tensor,
         sequences: SequenceView,
+        dropout: Tensor | None,
     ) -> Gradients:
         lse_log2, delta = delta_of(dout, out, dlse, lse, sequences.bounds)
         read = (q, k, v, bias, dout, lse_log2, delta, mask.dense)
         dq = dk = dv = dbias = None
         if keys_of is not None:
-            dk, dv, dbias = keys_of(read, sequences.bounds)
+            dk, dv, dbias = keys_of(read, sequences.bounds, dropout)
         if sums_of is not None:
-            dbias = sums_of(read, sequences.bounds)[2]
+            dbias = sums_of(read, sequences.bounds, dropout)[2]
         if queries_of is not None:
-            dq = queries_of(read, sequences.bounds)
+            dq = queries_of(read, sequences.bounds, dropout)
         if bias_of is not None:
-            dbias = bias_of(read, sequences.bounds)
+            dbias = bias_of(read, sequences.bounds, dropout)
         rows = None
         if sink is not None and (need_sink or kind == "query"):
             rows = row_delta(dout, out, dlse, lse)
@@ -322,12 +328,16 @@ def _plan_keys(
         False,
         call.code,
         search,
+        call.has_dropout,
     )
-    launch = Launch(backward_keys_kernel, tiles * owners, (*strides, *numbers, call.layout), constants, tile.options)
+    numbers = (*numbers, call.layout, call.dropout)
+    launch = Launch(backward_keys_kernel, tiles * owners, (*strides, *numbers), constants, tile.options)
     fill_k, fill_v = call.plan_fill(call.k, 2), call.plan_fill(call.v, 2)
     entries = 1 if flags.bias_packing == "keys" else call.number
 
-    def run(read: tuple[Tensor | None, ...], bounds: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def run(
+        read: tuple[Tensor | None, ...], bounds: Tensor, dropout: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         *operands, mask = read
         _, k, v, bias = operands[:4]
         assert k is not None and v is not None
@@ -338,7 +348,7 @@ def _plan_keys(
             made = torch.zeros((entries, owners, call.layout.dbias_keys), dtype=torch.float32, device=k.device)
         elif stored and bias is not None:
             made = torch.zeros(bias.shape, dtype=bias.dtype, device=k.device)
-        launch(*operands, mask, None, dk, dv, made, None, bounds)
+        launch(*operands, mask, None, dk, dv, made, None, bounds, dropout)
         if dk is not None:
             fill_k(dk, None, bounds)
         if dv is not None:
@@ -354,7 +364,8 @@ def _plan_queries(call: SequenceCall, dout: Tensor) -> Callable[..., Tensor]:
     """dq, with ds computed again."""
     tile, flags = call.tile("queries"), call.flags
     tiles, search = call.tiles_of_queries(tile.block_m)
-    numbers = (*call.scores_strides(), call.shape, call.scale_log2, flags.softmax_scale, flags.softcap, call.layout)
+    numbers = (*call.scores_strides(), call.shape, call.scale_log2, flags.softmax_scale, flags.softcap)
+    numbers = (*numbers, call.layout, call.dropout)
     constants = (
         *call.constants(tile),
         False,
@@ -366,6 +377,7 @@ def _plan_queries(call: SequenceCall, dout: Tensor) -> Callable[..., Tensor]:
         False,
         call.code,
         search,
+        call.has_dropout,
     )
     strides = row_strides(call.q, call.k, call.v, dout)
     launch = Launch(
@@ -373,12 +385,12 @@ def _plan_queries(call: SequenceCall, dout: Tensor) -> Callable[..., Tensor]:
     )
     fill = call.plan_fill(call.q, 0)
 
-    def run(read: tuple[Tensor | None, ...], bounds: Tensor) -> Tensor:
+    def run(read: tuple[Tensor | None, ...], bounds: Tensor, dropout: Tensor | None) -> Tensor:
         *operands, mask = read
         q = operands[0]
         assert q is not None
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        launch(*operands, mask, None, dq, None, bounds)
+        launch(*operands, mask, None, dq, None, bounds, dropout)
         fill(dq, None, bounds)
         return dq
 
@@ -397,18 +409,30 @@ def _plan_bias(call: SequenceCall, dout: Tensor, bias: Tensor) -> Callable[..., 
     entries = 1 if packs_rows else call.number
     members = entries * shape.num_heads // owners
     chunk, slots = chunks_of(members, tiles * owners, call.num_sms, most_slots(bias.numel()))
-    numbers = (*call.scores_strides(), shape, call.scale_log2, call.flags.softcap, *bias.shape[:2], chunk, call.layout)
+    numbers = (*call.scores_strides(), shape, call.scale_log2, call.flags.softcap, *bias.shape[:2], chunk)
+    numbers = (*numbers, call.layout, call.dropout)
     wide = call.wide(call.q, call.k, call.v, dout)
     launch = Launch(
         backward_bias_kernel,
         tiles * owners * slots,
         (*row_strides(call.q, call.k, call.v, dout), *numbers),
-        (*call.constants(tile), False, wide, call.precision, False, False, call.code, packs_rows, search),
+        (
+            *call.constants(tile),
+            False,
+            wide,
+            call.precision,
+            False,
+            False,
+            call.code,
+            packs_rows,
+            search,
+            call.has_dropout,
+        ),
         tile.options,
     )
     add = plan_sum(slots, bias)
 
-    def run(read: tuple[Tensor | None, ...], bounds: Tensor) -> Tensor:
+    def run(read: tuple[Tensor | None, ...], bounds: Tensor, dropout: Tensor | None) -> Tensor:
         *operands, mask = read
         bias = operands[3]
         assert bias is not None
@@ -417,7 +441,7 @@ def _plan_bias(call: SequenceCall, dout: Tensor, bias: Tensor) -> Callable[..., 
         sums = dbias
         if slots > 1:
             sums = empty((slots, *bias.shape), dtype=torch.float32, device=bias.device)
-        launch(*operands, mask, None, None, sums, None, bounds)
+        launch(*operands, mask, None, None, sums, None, bounds, dropout)
         add(sums, dbias)
         return dbias
 

@@ -57,7 +57,7 @@ def _constants(call: Call, tile: ShortTile, *read: Tensor) -> tuple[Any, ...]:
 
 
 def plan_short_forward(call: Call) -> Callable[..., None]:
-    """How a class of calls makes out and lse: run(q, k, v, mask, bias, sink, out, lse)."""
+    """How a class of calls makes out and lse: run(q, k, v, mask, bias, sink, out, lse, dropout)."""
     q, k, v, shape = call.q, call.k, call.v, call.shape
     tile = forward_tile(ShortCall.of(q, k, v, call.mask, call.arch))
     assert tile is not None
@@ -65,17 +65,19 @@ def plan_short_forward(call: Call) -> Callable[..., None]:
     launch = Launch(
         short_forward_kernel,
         programs,
-        (*row_strides(q, k, v), *_numbers(call, walk), call.flags.softcap, *call.sink_strides),
-        (*_constants(call, tile, q, k, v), call.has_sink),
+        (*row_strides(q, k, v), *_numbers(call, walk), call.flags.softcap, *call.sink_strides, call.dropout),
+        (*_constants(call, tile, q, k, v), call.has_sink, call.has_dropout),
         {"num_warps": tile.num_warps},
     )
-    return lambda q, k, v, mask, bias, sink, out, lse: launch(q, k, v, bias, *mask_tensors(mask), out, lse, sink)
+    return lambda q, k, v, mask, bias, sink, out, lse, dropout: launch(
+        q, k, v, bias, *mask_tensors(mask), out, lse, sink, dropout
+    )
 
 
 def plan_short_backward(
     call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: NeedsGrad
 ) -> Callable[..., Gradients]:
-    """How a class of calls makes its gradients: run(dout, dlse, q, k, v, mask, bias, sink, out, lse)."""
+    """How a class of calls makes its gradients: run(dout, dlse, q, k, v, mask, bias, sink, out, lse, dropout)."""
     need_q, need_k, need_v, need_bias, need_sink = needs_grad
     q, k, v, bias, shape, repeat = call.q, call.k, call.v, call.bias, call.shape, call.flags.bias_repeat
     made_as = bias_class(bias.shape) if need_bias and bias is not None else "none"
@@ -105,6 +107,7 @@ def plan_short_backward(
             *_numbers(call, walk),
             call.flags.softmax_scale,
             call.flags.softcap,
+            call.dropout,
         )
         constants = (
             *_constants(call, tile, q, k, v, dout),
@@ -114,6 +117,7 @@ def plan_short_backward(
             *wants,
             dbias_here.value,
             call.has_sink,
+            call.has_dropout,
         )
         options = {"num_warps": tile.num_warps}
         launches.append(Launch(short_backward_kernel, programs, numbers, constants, options))
@@ -130,6 +134,7 @@ def plan_short_backward(
         sink: Tensor | None,
         out: Tensor,
         lse: Tensor,
+        dropout: Tensor | None,
     ) -> Gradients:
         def empty(x: Tensor, needed: bool) -> Tensor | None:
             return torch.empty(x.shape, dtype=x.dtype, device=x.device) if needed else None
@@ -147,7 +152,7 @@ def plan_short_backward(
         if len(launches) > 1 or reads_delta:
             delta = sums(2, *lse.shape)
         for launch in launches:
-            launch(q, k, v, bias, dout, lse, dlse, *mask_tensors(mask), delta, dq, dk, dv, made, sink)
+            launch(q, k, v, bias, dout, lse, dlse, *mask_tensors(mask), delta, dq, dk, dv, made, sink, dropout)
         of_rows = None if delta is None else delta[0]
         if bias is not None and kind == KEY_SUM:
             dbias = key_gradient(bias, made, shape.num_heads, repeat)

@@ -22,17 +22,18 @@ def forward(
     flags: Flags,
     sink: Tensor | None,
     sequences: SequenceView,
+    dropout: Tensor | None = None,
 ) -> None:
     """Write out and lse, of all rows; arguments as of `KernelBackend`, with at least one sequence and one row."""
     q, k, v = (launch.unit_rows(x) for x in (q, k, v))
     sink = None if sink is None else sink.contiguous()
     with on_device(q):
-        inputs = (q, k, v, bias, sink, *sequences, *mask.tensors)
+        inputs = (q, k, v, bias, sink, dropout, *sequences, *mask.tensors)
         key = ("forward sequences", mask.form, flags, *launch.signature(*inputs))
         plan = remembered(
             launch.plans, key, lambda: plan_forward(SequenceCall(q, k, v, mask, bias, flags, sink, sequences), out)
         )
-        plan(q, k, v, mask, bias, sink, out, lse, sequences)
+        plan(q, k, v, mask, bias, sink, out, lse, sequences, dropout)
 
 
 def backward(
@@ -49,22 +50,23 @@ def backward(
     needs_grad: NeedsGrad,
     sink: Tensor | None,
     sequences: SequenceView,
+    dropout: Tensor | None = None,
 ) -> Gradients:
     """The gradients asked for; every sum is taken in fp32, in a fixed order, and rounded once."""
     sink = None if sink is None else sink.contiguous()
     q, k, v, dout = (launch.unit_rows(x) for x in (q, k, v, dout))
     out, lse = out.contiguous(), lse.contiguous()
     if launch.needs_fp32_delta(q.dtype, flags.max_seqlen_k, flags.window, needs_grad):
-        out = _out_in_fp32(q, k, v, mask, bias, lse, flags, sink, sequences)
+        out = _out_in_fp32(q, k, v, mask, bias, lse, flags, sink, sequences, dropout)
     with on_device(q):
-        inputs = (q, k, v, bias, sink, dout, dlse, out, lse, *sequences, *mask.tensors)
+        inputs = (q, k, v, bias, sink, dropout, dout, dlse, out, lse, *sequences, *mask.tensors)
         key = ("backward sequences", mask.form, needs_grad, flags, *launch.signature(*inputs))
         plan = remembered(
             launch.plans,
             key,
             lambda: plan_backward(SequenceCall(q, k, v, mask, bias, flags, sink, sequences), dout, dlse, needs_grad),
         )
-        return plan(dout, dlse, q, k, v, mask, bias, sink, out, lse, sequences)
+        return plan(dout, dlse, q, k, v, mask, bias, sink, out, lse, sequences, dropout)
 
 
 def _out_in_fp32(
@@ -77,8 +79,9 @@ def _out_in_fp32(
     flags: Flags,
     sink: Tensor | None,
     sequences: SequenceView,
+    dropout: Tensor | None,
 ) -> Tensor:
     q, k, v = q.float(), k.float(), v.float()
     out = q.new_empty((*q.shape[:3], v.shape[3]))
-    forward(q, k, v, mask, bias, out, lse.new_empty(lse.shape), flags, sink, sequences)
+    forward(q, k, v, mask, bias, out, lse.new_empty(lse.shape), flags, sink, sequences, dropout)
     return out

@@ -3,6 +3,8 @@
 p = exp2(s - lse);  dp = dout @ v^T;  ds = p * (dp - rowsum(p * dp) + dlse);
 dv = p^T @ dout;  dk = ds^T @ q;  dq = ds @ k;  dbias = ds, or its sum over the heads of a walk
 
+With dropout dv takes p as it is dropped, and dp is dropped as p is; all else takes p itself.
+
 Where the tiles of whole rows are too large, it runs twice: with all keys and some queries of a head for dq, which also
 stores delta, then with all queries and some keys for the rest.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .dropout import is_kept
 from .short_rows import base_scores, head_of, load_dense, masked, walk_of
 from .tile_ops import LOG2E, load_tile, renormalize, row_totals, soft_cap
 
@@ -47,6 +50,7 @@ def short_backward_kernel(
     dv,
     dbias,
     sink,
+    dropout_key,
     q_strides,
     k_strides,
     v_strides,
@@ -59,6 +63,7 @@ def short_backward_kernel(
     scale_log2,
     scale,
     softcap,
+    dropout,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -81,6 +86,7 @@ def short_backward_kernel(
     NEED_V: tl.constexpr,
     DBIAS: tl.constexpr,
     HAS_SINK: tl.constexpr,
+    DROPOUT: tl.constexpr,
 ):
     """One tile of the scores of the heads of a walk.
 
@@ -143,6 +149,9 @@ def short_backward_kernel(
             s = s * scale_log2 + base
         s = masked(s, dense, mask, stop, access, b, h, first_key, rows, keys, shape, MASK, BLOCK_M, BLOCK_N)
         dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
+        if DROPOUT:
+            kept = is_kept(dropout_key, dropout, b, h, first, first_key, rows, keys, BLOCK_M, BLOCK_N, False)
+            dp = tl.where(kept, dp * tl.cast(dropout.scale, tl.float32), 0.0)
         if ALL_KEYS:
             natural = tl.load(lse + line, mask=row_ok, other=float("-inf"))
             empty = natural == float("-inf")
@@ -164,7 +173,10 @@ def short_backward_kernel(
             log2_rows = delta + all_rows + line
             p = tl.math.exp2(s - tl.load(log2_rows, mask=row_ok, other=float("inf"))[:, None])
         if NEED_V:
-            dv_tile = tl.dot(tl.trans(p.to(g_tile.dtype)), g_tile, input_precision=PRECISION)
+            weights = p
+            if DROPOUT:
+                weights = tl.where(kept, p * tl.cast(dropout.scale, tl.float32), 0.0)
+            dv_tile = tl.dot(tl.trans(weights.to(g_tile.dtype)), g_tile, input_precision=PRECISION)
             store_rows(dv, dv_tile, b, h, keys, shape.seqlen_k, shape.num_heads, dims_v, shape.head_dim_v)
         ds = p * (dp - d[:, None])
         if DBIAS == SLOTS:

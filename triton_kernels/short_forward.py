@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .dropout import is_kept
 from .short_rows import base_scores, head_of, load_dense, masked, walk_of
 from .tile_ops import LN2, LOG2E, join_sink, load_tile, soft_cap
 
@@ -23,6 +24,7 @@ def short_forward_kernel(
     out,
     lse,
     sink,
+    dropout_key,
     q_strides,
     k_strides,
     v_strides,
@@ -34,6 +36,7 @@ def short_forward_kernel(
     softcap,
     sink_of_head,
     sink_of_row,
+    dropout,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -49,6 +52,7 @@ def short_forward_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
     HAS_SINK: tl.constexpr,
+    DROPOUT: tl.constexpr,
 ):
     """One tile of queries of the heads of a walk; out (B, Lq, Hq, Dv) and lse (B, Hq, Lq) are contiguous."""
     scale_log2 = tl.cast(scale_log2, tl.float32)  # Inductor passes floats as fp64
@@ -90,6 +94,9 @@ def short_forward_kernel(
         row_max = tl.max(s, 1)
         p = tl.math.exp2(s - tl.where(row_max == float("-inf"), 0.0, row_max)[:, None])  # -inf - -inf is NaN
         row_sum = tl.sum(p, 1)
+        if DROPOUT:
+            kept = is_kept(dropout_key, dropout, b, h, first, 0, rows, keys, BLOCK_M, BLOCK_N, False)
+            p = tl.where(kept, p * tl.cast(dropout.scale, tl.float32), 0.0)
         v_tile = load_tile(
             v, v_strides, b, h_k, 0, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
             BLOCK_N, BLOCK_DV, False, WIDE, True, PAD_DV,

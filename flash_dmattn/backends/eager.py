@@ -12,7 +12,7 @@ from ..problem import AttentionProblem, Flags, Gradients, MaskView, NeedsGrad, S
 from ..reference import eager as chunked
 from ..reference import formula
 from ..reference import sequences as loop
-from .entries import batch_of, formula_numbers, whole_batch
+from .entries import batch_of, dropout_of, formula_numbers, whole_batch
 from .protocol import Availability, Rule
 
 NAME = "eager"
@@ -21,7 +21,7 @@ REPEATS_ENTRIES = True
 FEATURES = frozenset(
     {
         *("mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"),
-        *("sink", "sequences", "paged"),
+        *("sink", "sequences", "paged", "dropout_p"),
     }
 )
 RULES: tuple[Rule, ...] = ()
@@ -72,9 +72,11 @@ def _forward(
     flags: Flags,
     sink: Tensor | None = None,
     sequences: SequenceView | None = None,
+    dropout: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     if sequences is not None:
-        return loop.forward(batch_of(sequences, flags), q, k, v, mask.dense, bias, sink, **_numbers(flags))
+        inputs = (batch_of(sequences, flags), q, k, v, mask.dense, bias, sink)
+        return loop.forward(*inputs, dropout_of(dropout, flags), **_numbers(flags))
     return chunked.forward(
         q,
         k,
@@ -83,6 +85,7 @@ def _forward(
         bias,
         repeats=(flags.mask_repeat, flags.bias_repeat),
         sink=sink,
+        dropout=dropout_of(dropout, flags),
         **_numbers(flags),
     )
 
@@ -101,10 +104,12 @@ def _backward(
     needs_grad: NeedsGrad,
     sink: Tensor | None = None,
     sequences: SequenceView | None = None,
+    dropout: Tensor | None = None,
 ) -> Gradients:
     if sequences is not None:
         batch, inputs = batch_of(sequences, flags), (q, k, v, mask.dense, bias)
-        return loop.backward(batch, dout, dlse, *inputs, out, lse, sink, needs_grad=needs_grad, **_numbers(flags))
+        shared = (sink, dropout_of(dropout, flags))
+        return loop.backward(batch, dout, dlse, *inputs, out, lse, *shared, needs_grad=needs_grad, **_numbers(flags))
     return chunked.backward(
         dout,
         dlse,
@@ -118,6 +123,7 @@ def _backward(
         repeats=(flags.mask_repeat, flags.bias_repeat),
         needs_grad=needs_grad,
         sink=sink,
+        dropout=dropout_of(dropout, flags),
         **_numbers(flags),
     )
 
@@ -145,10 +151,12 @@ def differentiable_backward(
     bias: Tensor | None,
     sink: Tensor | None = None,
     sequences: SequenceView | None = None,
+    dropout: Tensor | None = None,
 ) -> Gradients:
     """The gradients as differentiable PyTorch, whose own derivative is the second derivative of attention."""
+    dropped = dropout_of(dropout, problem.flags)
     if sequences is not None:
-        given = (batch_of(sequences, problem.flags), dout, dlse, q, k, v, mask.dense, bias, sink)
+        given = (batch_of(sequences, problem.flags), dout, dlse, q, k, v, mask.dense, bias, sink, dropped)
         return loop.gradients(*given, **formula_numbers(problem))
     dense, whole_bias = whole_batch(problem, mask.dense, bias)
     dq, dk, dv, dbias, *of_sink = formula.gradients(
@@ -160,6 +168,7 @@ def differentiable_backward(
         dense,
         whole_bias,
         sink=sink,
+        dropout=dropped,
         **formula_numbers(problem),
     )
     if dbias is not None and bias is not None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..problem import AttentionProblem, Flags, SequenceView
 from ..reference import formula
+from ..reference.dropout import Dropout
 from ..reference.sequences import Batch
 
 
@@ -35,6 +36,11 @@ def formula_numbers(problem: AttentionProblem) -> dict[str, Any]:
         "softcap": problem.softcap,
         "window_size": problem.window_size,
     }
+
+
+def dropout_of(key: Tensor | None, flags: Flags) -> Dropout | None:
+    """Dropout of a call, of which a backend receives the key."""
+    return None if key is None else Dropout(flags.dropout_p, key)
 
 
 def batch_of(sequences: SequenceView, flags: Flags) -> Batch:

@@ -35,7 +35,7 @@ def call_key_form(problem: AttentionProblem, gathers: bool) -> KeyForm | None:
     from ..masks.prepared.operator import key_form  # importing flash_dmattn does not need it
 
     mask_heads = 1 if p.mask.broadcast()[1] else p.mask.shape[1]
-    per_score = "score" in (p.bias_class, p.dbias_class)
+    per_score = "score" in (p.bias_class, p.dbias_class) or p.dropout_p > 0
     sizes = (mask_heads, p.batch, p.seqlen_q, p.num_heads, p.num_heads_k)
     return key_form(*sizes, bias_is_per_score=per_score, gathers=gathers)
 
@@ -44,6 +44,8 @@ def interval_notes(problem: AttentionProblem, gathers: bool) -> tuple[str, ...]:
     """What `explain` says of a call with an interval mask, or one that becomes one, on a backend that reads them."""
     p = problem
     if p.mask_form == "intervals":
+        if p.dropout_p > 0:
+            return ("takes keys in their own order: dropout cannot follow that of a mask",)
         if p.bias_class == "score":
             return (
                 "takes keys in their own order: a bias of one value per query and key cannot follow that of a mask",
@@ -81,7 +83,7 @@ def walked_view(
         return mask
     from ..masks.prepared.operator import key_form, prepared_view  # importing flash_dmattn does not need it
 
-    scores = is_per_score(bias, needs_dbias)
+    scores = is_per_score(bias, needs_dbias) or flags.dropout_p > 0
     mask_heads = 1 if rows.stride()[1] == 0 else rows.shape[1]
     batch, seqlen_q, num_heads = q.shape[:3]
     form = key_form(mask_heads, batch, seqlen_q, num_heads, k.shape[2], bias_is_per_score=scores, gathers=gathers)
@@ -91,25 +93,32 @@ def walked_view(
 
 
 def interval_walk(
-    mask: MaskView, seqlen_q: int, num_heads_k: int, bias: Tensor | None, *, needs_dbias: bool = False
+    mask: MaskView,
+    seqlen_q: int,
+    num_heads_k: int,
+    bias: Tensor | None,
+    *,
+    needs_dbias: bool = False,
+    has_dropout: bool = False,
 ) -> IntervalWalk:
     """The tiles of a view of the form "intervals", in its order if k, v and bias can follow it.
 
     A bias of one value per score cannot, nor can the gradient of one of that shape: what it gains it would lose to the
-    copy. Nor can k and v where several heads of a group have masks of their own. Tiles of keys in their own order are
-    then listed anew.
+    copy. Nor can k and v where several heads of a group have masks of their own, nor dropout, which goes by the number
+    of a key. Tiles of keys in their own order are then listed anew.
 
     Args:
         mask: of the form "intervals".
         seqlen_q, num_heads_k: of the call.
         bias: 4-D, or None.
         needs_dbias: whether its gradient is asked for.
+        has_dropout: whether probabilities are dropped.
     """
     start, stop, order, bounds, row_lists, col_lists = mask.tensors
     scores = is_per_score(bias, needs_dbias)
     if order.shape[2] == 0:
         return IntervalWalk(bounds, row_lists, col_lists, None, scores)
-    if not scores and order.shape[1] in (1, num_heads_k):
+    if not scores and not has_dropout and order.shape[1] in (1, num_heads_k):
         return IntervalWalk(bounds, row_lists, col_lists, order, scores)
     from ..masks.prepared.interval_operators import run_interval_tiles  # importing flash_dmattn does not need it
 

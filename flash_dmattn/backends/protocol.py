@@ -68,7 +68,7 @@ class Backend(Protocol):
         reads_dense(problem, direction) -> bool: of such a pair, whether that pass of a call is best served by a dense
             mask as it is. One that both passes read so is not prepared.
         differentiable_backward(problem, dout, dlse, q, k, v, mask, bias): the gradients of a pair as differentiable
-            PyTorch, without which a second derivative is refused; with sink= where there is one.
+            PyTorch, without which a second derivative is refused; with sink=, sequences= and dropout= where there are.
         HAS_FORWARD_AD = True: forward-mode derivatives (torch.func.jvp) go through it.
         workspace_bytes(problem) -> int: it takes every call on every device; auto falls back to it, and warns of so
             many bytes.
@@ -104,7 +104,9 @@ class KernelBackend(Backend, Protocol):
 
     `sink` (Hq,) is passed to a backend that lists "sink" in `FEATURES`, with calls that have one; others need no such
     argument. `lse` holds it. So with `sequences`, beside which q, k, v, mask and bias are 4-D as `Flags.layout`,
-    `mask_packing` and `bias_packing` say; out is shaped as q, lse (B, Hq, Lq), and a mask always "dense".
+    `mask_packing` and `bias_packing` say; out is shaped as q, lse (B, Hq, Lq), and a mask always "dense". So with
+    `dropout` int64 (2,), the key of a call whose `Flags.dropout_p` is not 0, to a backend that lists "dropout_p":
+    `flash_dmattn.reference.dropout` says which probabilities it drops.
     """
 
     def forward(
@@ -118,6 +120,7 @@ class KernelBackend(Backend, Protocol):
         *,
         sink: Tensor | None = None,
         sequences: SequenceView | None = None,
+        dropout: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(out, lse) of the contract."""
         ...
@@ -137,6 +140,7 @@ class KernelBackend(Backend, Protocol):
         *,
         sink: Tensor | None = None,
         sequences: SequenceView | None = None,
+        dropout: Tensor | None = None,
     ) -> Gradients:
         """(dq, dk, dv, dbias) of the contract; with a sink (dq, dk, dv, dbias, dsink)."""
         ...
@@ -145,8 +149,8 @@ class KernelBackend(Backend, Protocol):
 class CompositeBackend(Backend, Protocol):
     """A backend written in differentiable PyTorch: autograd goes through it, no pair needed.
 
-    `mask` is None or a bool tensor, 4-D as `bias` is; a prepared mask is unpacked for it. `sink` and `sequences` are as
-    of a `KernelBackend`.
+    `mask` is None or a bool tensor, 4-D as `bias` is; a prepared mask is unpacked for it. `sink`, `sequences` and
+    `dropout` are as of a `KernelBackend`.
     """
 
     def attention(
@@ -160,6 +164,7 @@ class CompositeBackend(Backend, Protocol):
         *,
         sink: Tensor | None = None,
         sequences: SequenceView | None = None,
+        dropout: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """(out, lse), and the probabilities as a third where the problem asks for them."""
         ...

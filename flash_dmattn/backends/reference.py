@@ -8,7 +8,7 @@ from ..problem import FEATURES as FEATURE_NAMES
 from ..problem import AttentionProblem, SequenceView
 from ..reference import formula
 from ..reference import sequences as loop
-from .entries import batch_of, formula_numbers, whole_batch
+from .entries import batch_of, dropout_of, formula_numbers, whole_batch
 from .protocol import Availability, Rule
 
 NAME = "reference"
@@ -40,11 +40,13 @@ def attention(
     bias: Tensor | None,
     sink: Tensor | None = None,
     sequences: SequenceView | None = None,
+    dropout: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """(out, lse), and the (B, Hq, Lq, Lk) probabilities where asked for; see `flash_dmattn.reference.formula`."""
+    dropped = dropout_of(dropout, problem.flags)
     if sequences is not None:
         batch = batch_of(sequences, problem.flags)
-        return loop.attention(batch, q, k, v, mask, bias, sink, **formula_numbers(problem))
+        return loop.attention(batch, q, k, v, mask, bias, sink, dropped, **formula_numbers(problem))
     mask, bias = whole_batch(problem, mask, bias)
     return formula.attention(
         q,
@@ -54,5 +56,6 @@ def attention(
         bias,
         return_probs=problem.return_probs,
         sink=sink,
+        dropout=dropped,
         **formula_numbers(problem),
     )

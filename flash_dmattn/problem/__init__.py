@@ -3,7 +3,16 @@
 from .arch import device_arch, parse_arch, sm_number
 from .band import Band, allowed_pairs, causal_window, keys_of_query, make_band
 from .bias import BiasClass, bias_class
-from .checks import as_scores, batch_names, check_broadcast, check_flag, check_scale, check_softcap, check_window
+from .checks import (
+    as_scores,
+    batch_names,
+    check_broadcast,
+    check_dropout,
+    check_flag,
+    check_scale,
+    check_softcap,
+    check_window,
+)
 from .description import (
     FEATURES,
     FLOAT_DTYPES,
@@ -54,6 +63,7 @@ __all__ = [
     "bias_class",
     "causal_window",
     "check_broadcast",
+    "check_dropout",
     "check_flag",
     "check_scale",
     "check_scores",

@@ -69,6 +69,15 @@ def check_softcap(softcap: float) -> float:
     return float(softcap)
 
 
+def check_dropout(dropout_p: float) -> float:
+    """The probability of dropout as a float, 0.0 for none; NaN is refused with what is out of range."""
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
+        raise TypeError(f"dropout_p is a {type(dropout_p).__name__}; it needs to be a number from 0 to 1, 0.0 for none")
+    if not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout_p is {dropout_p}; it needs to be a probability, from 0 to 1")
+    return float(dropout_p)
+
+
 def check_window(window_size: tuple[int, int] | None) -> tuple[int, int]:
     """The window as (left, right), -1 for an unlimited side; None is (-1, -1)."""
     if window_size is None:

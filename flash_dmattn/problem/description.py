@@ -83,6 +83,8 @@ class Flags(NamedTuple):
 
     Of a call with sequences, `max_seqlen_q` and `max_seqlen_k` are bounds on their lengths; a mask or a bias of which
     nothing is packed has entries for S sequences, or one.
+
+    A call whose `dropout_p` is not 0 has a key of its dropout beside it: see `flash_dmattn.reference.dropout`.
     """
 
     left: int
@@ -97,6 +99,7 @@ class Flags(NamedTuple):
     max_seqlen_k: int = 0
     mask_packing: Packing = "none"
     bias_packing: Packing = "none"
+    dropout_p: float = 0.0
 
     @property
     def packs_queries(self) -> bool:
@@ -244,6 +247,11 @@ class AttentionProblem(NamedTuple):
         return self.flags.deterministic
 
     @property
+    def dropout_p(self) -> float:
+        """The probability that a probability is dropped; 0.0 is no dropout."""
+        return self.flags.dropout_p
+
+    @property
     def bias_class(self) -> BiasClass | None:
         """What the bias has one value for, as kernels read it; None without a bias."""
         return None if self.bias is None else self.bias.bias_class
@@ -302,6 +310,7 @@ class AttentionProblem(NamedTuple):
             (self.is_causal, "causal"),
             (self.has_window, f"window {self.window_size}"),
             (self.softcap > 0, f"softcap {self.softcap:g}"),
+            (self.dropout_p > 0, f"dropout_p {self.dropout_p:g}"),
             (self.deterministic, "deterministic"),
             (self.return_lse, "return_lse"),
             (self.return_probs, "return_probs"),
@@ -324,6 +333,7 @@ FEATURES: dict[str, Callable[[AttentionProblem], bool]] = {
     "return_lse": lambda p: p.return_lse,
     "return_probs": lambda p: p.return_probs,
     "sink": lambda p: p.sink is not None,
+    "dropout_p": lambda p: p.dropout_p > 0,
     "sequences": lambda p: p.sequences is not None,
     "paged": lambda p: p.sequences is not None and p.sequences.has_pages,
 }

@@ -47,6 +47,7 @@ def _sequences() -> dict[str, dict[str, Any]]:
     return {
         "packed": {"sequences": packed, "q": (1, 8192, 16, 64), "is_causal": True},
         "packed, by-position bias": {"sequences": packed, "q": (1, 8192, 16, 64), "bias": (1, 16, 2048, 2048)},
+        "packed, dropout": {"sequences": packed, "q": (1, 8192, 16, 64), "dropout_p": 0.1},
         "padded": {"sequences": padded},
         "paged, one query": {"sequences": paged, "q": (2, 1, 16, 64), **no_gradients},
         "paged, queries packed": {"sequences": mixed, "q": (1, 512, 16, 64), **no_gradients},
@@ -84,6 +85,9 @@ def rows() -> tuple[Row, ...]:
         _row("flags", "probabilities returned", return_probs=True),
         _row("flags", "sink", sink=True),
         _row("flags", "sink, CPU, forward", device="cpu", dtype="fp32", forward_only=True, sink=True),
+        _row("flags", "dropout", dropout_p=0.1),
+        _row("flags", "dropout, bias (1, H, Lq, Lk), dbias", dropout_p=0.1, bias=(1, 16, 4096, 4096)),
+        _row("flags", "dropout, CPU", device="cpu", dtype="fp32", dropout_p=0.1),
         *(_row("sequences", name, **call) for name, call in _sequences().items()),
         _row("mask", "(B, H, Lq, Lk)", mask=full),
         _row("mask", "(B, Hk, Lq, Lk), grouped heads", kv_heads=4, mask=(2, 4, 4096, 4096)),

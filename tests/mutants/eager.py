@@ -112,8 +112,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "dv is that of the last rows",
         EAGER,
-        "dv_sum[:, keys], keep=True)",
-        "dv_sum[:, keys])",
+        "dv_sum[:, keys], scale, keep=True)",
+        "dv_sum[:, keys], scale)",
         SINGLE_KEYS,
     ),
     Fault(

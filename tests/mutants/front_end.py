@@ -27,8 +27,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "mapped calls that share a sink share its gradient",
         "flash_dmattn/autograd.py",
-        "is not None or needs_grad.sink or passes.number_of_sequence_tensors:",
-        "is not None or passes.number_of_sequence_tensors:",
+        "is not None or needs_grad.sink or passes.runs_one_by_one:",
+        "is not None or passes.runs_one_by_one:",
         (f"{SINKS}test_mapped_calls",),
     ),
     Fault(
@@ -62,8 +62,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "calls that differ in a repeat are remembered as one",
         "flash_dmattn/api.py",
-        "return_lse, return_probs, repeats, spec)\n",
-        "return_lse, return_probs, None, spec)\n",
+        "return_lse, return_probs, repeats, spec, dropout_p)\n",
+        "return_lse, return_probs, None, spec, dropout_p)\n",
         (f"{LEADING}test_calls_alike_are_described_once",),
     ),
     Fault(

@@ -170,9 +170,10 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a profiler does not see the forward pass",
         "flash_dmattn/operators.py",
-        "is_watched(q, k, v, bias, sink, *mask.tensors, *where)\n"
+        "is_watched(q, k, v, bias, sink, dropout, *mask.tensors, *where)\n"
         '        if watched or problem.device == "meta" or profiler._is_profiler_enabled:',
-        'is_watched(q, k, v, bias, sink, *mask.tensors, *where)\n        if watched or problem.device == "meta":',
+        "is_watched(q, k, v, bias, sink, dropout, *mask.tensors, *where)\n"
+        '        if watched or problem.device == "meta":',
         (f"{CITIZEN}operators_have_their_names_in_profiles",),
     ),
     Fault(

@@ -28,7 +28,7 @@ NAME = "triton"
 FEATURES = frozenset(
     {
         *("mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"),
-        *("sink", "sequences", "paged"),
+        *("sink", "sequences", "paged", "dropout_p"),
     }
 )
 MASK_FORM = "prepared"
@@ -144,12 +144,13 @@ def _forward(
     flags: Flags,
     sink: Tensor | None = None,
     sequences: SequenceView | None = None,
+    dropout: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     out, lse = operators.empty_outputs(q, v)
     if sequences is not None:
         if len(sequences.bounds) == 0 or out.numel() == 0:
             return operators.fill_empty(out, lse, None)
-        _of_sequences().forward(q, k, v, mask, bias, out, lse, flags, sink, sequences)
+        _of_sequences().forward(q, k, v, mask, bias, out, lse, flags, sink, sequences, dropout)
         return out, lse
     if k.shape[1] == 0:
         return operators.fill_empty(out, lse, sink)
@@ -159,7 +160,7 @@ def _forward(
             if mask.form == "intervals":
                 ordered = Ordered(q, k, v, mask, bias, flags)
                 k, v, mask, bias, flags = ordered.k, ordered.v, ordered.mask, ordered.bias, ordered.flags
-        _kernels().forward(q, k, v, mask, bias, out, lse, flags, sink)
+        _kernels().forward(q, k, v, mask, bias, out, lse, flags, sink, dropout)
     return out, lse
 
 
@@ -188,12 +189,13 @@ def _backward(
     needs_grad: NeedsGrad,
     sink: Tensor | None = None,
     sequences: SequenceView | None = None,
+    dropout: Tensor | None = None,
 ) -> Gradients:
     if sequences is not None:
         if len(sequences.bounds) == 0 or out.numel() == 0:
             lse = torch.full_like(lse, torch.inf)  # none of its rows has a sink
             return empty_gradients((q, k, v, bias), dout, None, out, lse, sink, needs_grad)
-        of_call = (dout, dlse, q, k, v, mask, bias, out, lse, flags, needs_grad, sink, sequences)
+        of_call = (dout, dlse, q, k, v, mask, bias, out, lse, flags, needs_grad, sink, sequences, dropout)
         found: Gradients = _of_sequences().backward(*of_call)
         return found
     if out.numel() == 0 or k.shape[1] == 0:
@@ -203,11 +205,11 @@ def _backward(
     if not reads_it:
         mask = walked_view(mask, q, k, bias, flags, needs_dbias=needs_grad.bias, gathers=GATHERS_KEYS)
     if reads_it or mask.form != "intervals":
-        gradients: Gradients = run(dout, dlse, q, k, v, mask, bias, out, lse, flags, needs_grad, sink)
+        gradients: Gradients = run(dout, dlse, q, k, v, mask, bias, out, lse, flags, needs_grad, sink, dropout)
         return gradients
     ordered = Ordered(q, k, v, mask, bias, flags, needs_dbias=needs_grad.bias)
     inputs = (q, ordered.k, ordered.v, ordered.mask, ordered.bias)
-    dq, dk, dv, dbias, *of_sink = run(dout, dlse, *inputs, out, lse, ordered.flags, needs_grad, sink)
+    dq, dk, dv, dbias, *of_sink = run(dout, dlse, *inputs, out, lse, ordered.flags, needs_grad, sink, dropout)
     return dq, ordered.by_key(dk), ordered.by_key(dv), ordered.bias_by_key(dbias), *of_sink
 
 

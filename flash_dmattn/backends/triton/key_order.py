@@ -34,7 +34,8 @@ class Ordered:
         *,
         needs_dbias: bool = False,
     ) -> None:
-        walk = interval_walk(mask, q.shape[1], k.shape[2], bias, needs_dbias=needs_dbias)
+        has_dropout = flags.dropout_p > 0
+        walk = interval_walk(mask, q.shape[1], k.shape[2], bias, needs_dbias=needs_dbias, has_dropout=has_dropout)
         words = walk.bounds.view(torch.int64).squeeze(-1)
         # What a bias shared among entries or heads visits is told by classes, which the mask has not kept.
         classes = walk.row_lists

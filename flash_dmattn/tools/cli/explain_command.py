@@ -33,6 +33,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--bias", type=sizes, metavar="B,H,Lq,Lk", help="shape of a bias, each size 1 or full")
     parser.add_argument("--bias-dtype", metavar="NAME", help="dtype of the bias (default: that of q)")
     parser.add_argument("--sink", action="store_true", help="an attention sink for each head")
+    parser.add_argument("--dropout", type=float, default=0.0, metavar="P", help="dropout of the probabilities")
     parser.add_argument("--grad", action="store_true", help="dq, dk and dv, and dsink of a sink, are needed")
     parser.add_argument("--bias-grad", action="store_true", help="dbias is needed")
     parser.add_argument("--causal", action="store_true", help="causal, aligned bottom-right")
@@ -121,6 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
             return_probs=arguments.return_probs,
             backend=parse_choice(arguments.backend),
             sink=arguments.sink,
+            dropout_p=arguments.dropout,
         )
     except (ValueError, TypeError) as error:
         arguments.fail(" ".join(str(error).split()))

@@ -1,0 +1,84 @@
+"""Dropout in the kernels: which probabilities of a tile are kept, as `flash_dmattn.reference.dropout` has it.
+
+A call of Philox serves two queries and two keys that are 8 apart. In the fragments of tensor cores, with queries in
+rows or in columns, one thread has all four, so that what it makes is moved to no other.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Dropout(NamedTuple):
+    """What is kept has a word of Philox of at least `threshold`, and is multiplied by `scale`."""
+
+    threshold: int
+    scale: float
+
+
+@triton.jit
+def philox_words(key, entry, head, rows, keys):
+    """The four words of Philox4x32-10 for queries and keys without their bit 3; the three broadcast."""
+    # One number of 64 bits, which Triton takes apart into the two words again.
+    seed = tl.load(key) | (tl.load(key + 1) << 32)
+    return tl.philox(seed, keys, rows, head, entry)
+
+
+@triton.jit
+def joined_words(key, entry, head, rows, keys):
+    """The same as one tensor (rows, keys, 2, 2): of two keys, and of two queries."""
+    first, second, third, fourth = philox_words(key, entry, head, rows, keys)
+    return tl.join(tl.join(first, second), tl.join(third, fourth))
+
+
+@triton.jit
+def is_kept(
+    key, dropout, b, h, first, first_key, rows, keys,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GATHERED: tl.constexpr,
+):  # fmt: skip
+    """Whether each probability of a (queries, keys) tile is kept.
+
+    Args:
+        key: int64 (2,), in memory.
+        b, h: the entry, or sequence, and the query head.
+        first, first_key: of the tile, multiples of 16.
+        rows, keys: of the tile. With GATHERED keys have no order, and a call of Philox serves one probability alone.
+    """
+    entry, head = b.to(tl.uint32), h.to(tl.uint32)
+    if GATHERED:
+        row_half, key_half = (rows >> 3) & 1, (keys >> 3) & 1
+        rows, keys = (rows >> 4) * 8 + (rows & 7), (keys >> 4) * 8 + (keys & 7)
+        rows, keys = tl.broadcast(rows[:, None], keys[None, :])
+        first_word, second, third, fourth = philox_words(key, entry, head, rows, keys)
+        upper = tl.where((key_half == 0)[None, :], first_word, second)
+        lower = tl.where((key_half == 0)[None, :], third, fourth)
+        return tl.where((row_half == 0)[:, None], upper, lower) >= tl.cast(dropout.threshold, tl.uint32)
+    else:
+        half_rows = (first >> 1) + tl.arange(0, BLOCK_M // 2)
+        half_keys = (first_key >> 1) + tl.arange(0, BLOCK_N // 2)
+        half_rows, half_keys = tl.broadcast(half_rows[:, None], half_keys[None, :])
+        words = joined_words(key, entry, head, half_rows, half_keys)
+        blocks = tl.reshape(words, (BLOCK_M // 16, 8, BLOCK_N // 16, 8, 2, 2))
+        words = tl.reshape(tl.permute(blocks, (0, 5, 1, 2, 4, 3)), (BLOCK_M, BLOCK_N))
+        return words >= tl.cast(dropout.threshold, tl.uint32)
+
+
+@triton.jit
+def is_kept_by_key(
+    key, dropout, b, h, first, first_key, rows, keys,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GATHERED: tl.constexpr,
+):  # fmt: skip
+    """The same tile as (keys, queries)."""
+    if GATHERED:
+        return tl.trans(is_kept(key, dropout, b, h, first, first_key, rows, keys, BLOCK_M, BLOCK_N, True))
+    else:
+        half_rows = (first >> 1) + tl.arange(0, BLOCK_M // 2)
+        half_keys = (first_key >> 1) + tl.arange(0, BLOCK_N // 2)
+        half_keys, half_rows = tl.broadcast(half_keys[:, None], half_rows[None, :])
+        words = joined_words(key, b.to(tl.uint32), h.to(tl.uint32), half_rows, half_keys)
+        blocks = tl.reshape(words, (BLOCK_N // 16, 8, BLOCK_M // 16, 8, 2, 2))
+        words = tl.reshape(tl.permute(blocks, (0, 4, 1, 2, 5, 3)), (BLOCK_N, BLOCK_M))
+        return words >= tl.cast(dropout.threshold, tl.uint32)
