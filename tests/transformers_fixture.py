@@ -1,4 +1,4 @@
-"""What the fixture `counted` gives: "dmattn" registered with transformers, and a record of what arrives and is called."""
+"""The fixture `counted`: "dmattn" registered with transformers, and a record of what arrives and is called."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ FAMILIES = {
     "gemma2": Family(
         "Gemma2ForCausalLM",
         "Gemma2Config",
-        {**GROUPED, "sliding_window": 5, "attn_logit_softcapping": 20.0, "query_pre_attn_scalar": 7},
+        {**GROUPED, "sliding_window": 5, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 7},
     ),
     "gemma3": Family("Gemma3ForCausalLM", "Gemma3TextConfig", {**GROUPED, **HYBRID}),
     "gpt_oss": Family("GptOssForCausalLM", "GptOssConfig", {**GROUPED, **HYBRID, **EXPERTS, "num_local_experts": 4}),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import attention
+from ...validation import follow_autocast
 from .arguments import refuse_unknown
 from .layer_mask import LayerMask, MaskArguments
 from .packed import take_packed
@@ -68,12 +69,12 @@ def attend(
         found = MaskArguments(is_causal=_is_causal(module, is_causal) and query.shape[2] > 1)
         if found.is_causal and query.shape[2] != key.shape[2]:
             key, value, bias = _align_top_left(query, key, value, bias)
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    q, k, v = follow_autocast(*(x.transpose(1, 2) for x in (query, key, value)))
     packed = found.sequences is not None and found.sequences.layout == "packed"
     if packed:
         q, k, v = (x.squeeze(0) for x in (q, k, v))
     call: dict[str, Any] = {"q": q, "k": k, "v": v, **found._asdict(), "softmax_scale": scaling}
-    call |= {"bias": None if bias is None else in_dtype(bias, query.dtype), "softcap": softcap or 0.0}
+    call |= {"bias": None if bias is None else in_dtype(bias, q.dtype), "softcap": softcap or 0.0}
     call |= {"sink": None if s_aux is None else s_aux.reshape(-1), **_dropout(dropout)}
     for observer in _observers:
         observer(module, call)
