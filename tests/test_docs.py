@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import doctest
 import importlib
+import importlib.util
 import io
 import os
 import re
@@ -99,6 +100,9 @@ def modules_with_examples() -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_page(page: Path, tmp_path: Path) -> None:
+    needed = page.stem if page.stem in OPTIONAL else None  # a page on an optional package bears its name
+    if needed is not None and importlib.util.find_spec(needed) is None:
+        pytest.skip(f"{page.name} needs {needed}, which is not installed")
     # A fresh interpreter per page: what a reader has who copies the blocks, and settings made there stay there.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FLASH_DMATTN_")}
     environment |= {"PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"}

@@ -97,9 +97,8 @@ def test_output_attentions_of_a_model(counted: Counted) -> None:
     model = make("bert")
     model.set_attn_implementation("dmattn")
     given = inputs(model, "masked")
-    with pytest.raises((NotImplementedError, ValueError), match="probabilities are never made|output_attentions"):
-        out = model(**given, output_attentions=True)
-        raise AssertionError(f"no error, and attentions {out.attentions}")
+    with pytest.raises(NotImplementedError, match="probabilities are never made"):
+        model(**given, output_attentions=True)
 
 
 def test_dropout_in_training_alone(counted: Counted) -> None:
@@ -112,22 +111,27 @@ def test_dropout_in_training_alone(counted: Counted) -> None:
         model.train()(tokens)
 
 
+# The newest model that calls the mask function and computes attention itself.
+MISREADS = "bloom" if lacks_interface("t5") is None else "t5"
 WITHOUT = {
+    "t5": lambda: transformers.T5Config(vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4),
     "bloom": lambda: transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4),
     "mpnet": lambda: transformers.MPNetConfig(vocab_size=VOCABULARY, **SMALL),
     "deberta": lambda: transformers.DebertaV2Config(vocab_size=VOCABULARY, **SMALL),
 }
 
 
-@pytest.mark.parametrize("name", WITHOUT)
+@pytest.mark.parametrize("name", [name for name in WITHOUT if name in ("mpnet", "deberta", MISREADS)])
 def test_models_without_an_interface(name: str, counted: Counted) -> None:
     """from_config takes any name for them; check refuses, and so does the mask function where they call it."""
     model = transformers.AutoModel.from_config(WITHOUT[name](), attn_implementation="dmattn")
     with pytest.raises(NotImplementedError, match=f"{type(model).__name__} has no attention interface"):
         check(model)
-    if name == "bloom":  # its own code would add our mask to its scores
-        with pytest.raises(NotImplementedError, match="BloomModel has no attention interface"):
-            model(torch.ones(1, 5, dtype=torch.long))
+    if name == MISREADS:  # its own code would add our mask to its scores
+        tokens = torch.ones(1, 5, dtype=torch.long)
+        given = {"decoder_input_ids": tokens} if name == "t5" else {}
+        with pytest.raises(NotImplementedError, match=f"{type(model).__name__} has no attention interface"):
+            model(tokens, **given)
     assert not counted.calls
 
 

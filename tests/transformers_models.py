@@ -128,11 +128,18 @@ def lacks_interface(name: str) -> str | None:
     return None
 
 
-def make(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    """A model whose weights are large enough for attention to matter; the same in every run."""
+def make(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """A model whose weights are large enough for attention to matter; the same in every run.
+
+    Args:
+        name, dtype: of FAMILIES, and of its weights.
+        changes: to its configuration.
+    """
     family = FAMILIES[name]
     torch.manual_seed(0)
-    model = getattr(transformers, family.model)(getattr(transformers, family.config)(**family.arguments)).to(dtype)
+    model = getattr(transformers, family.model)(
+        getattr(transformers, family.config)(**{**family.arguments, **changes})
+    ).to(dtype)
     with torch.no_grad():
         for weight, values in model.named_parameters():
             if values.ndim >= 2:
