@@ -15,8 +15,10 @@ from transformers import masking_utils
 from transformers_models import VERSION, padding
 
 import flash_dmattn
+from flash_dmattn.integrations.transformers import layer_mask
 from flash_dmattn.integrations.transformers.layer_mask import LayerMask
 from flash_dmattn.integrations.transformers.mask_function import make_mask
+from flash_dmattn.masks import PreparedMask
 
 BATCH = 3
 TAKES_POSITIONS = VERSION.release < (5, 4)  # cache_position in the place of q_length and q_offset
@@ -130,6 +132,20 @@ def test_a_position_that_is_a_tensor_is_not_read(place: str) -> None:
     found = make_mask(**given | {"q_offset": torch.tensor(where[2])})
     assert isinstance(found, LayerMask) and isinstance(found.used, Tensor)
     assert torch.equal(allowed_by(found, where, True, False), wanted)
+
+
+@pytest.mark.parametrize("name", ["causal", "bidirectional", "window"])
+@pytest.mark.parametrize("place", ["training", "decoding", "chunked prefill"])
+def test_padding_is_prepared_once_where_kernels_read_it(name: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU gets, on a CPU."""
+    monkeypatch.setattr(layer_mask, "PREPARING_DEVICES", ("cpu",))
+    where = PLACES[place]
+    given = arguments(where, FUNCTIONS[name](), padding(8, "left").bool()) | {"local_size": LOCAL_SIZES.get(name)}
+    found = make_mask(**given)
+    assert isinstance(found, LayerMask)
+    prepared = found.arguments(False)
+    assert isinstance(prepared.mask, PreparedMask) and prepared is found.arguments(False)
+    assert torch.equal(allowed_by(found, where, False, False), dense(given))
 
 
 def test_documents_are_packed_in_one_row_alone() -> None:

@@ -11,6 +11,9 @@ from torch.nn.attention.flex_attention import BlockMask
 from ... import Sequences, masks
 from ...masks import PreparedMask
 
+# Where kernels read prepared masks; elsewhere they would be unpacked again.
+PREPARING_DEVICES = ("cuda",)
+
 
 class MaskArguments(NamedTuple):
     """The arguments of `attention` that a mask becomes."""
@@ -117,7 +120,7 @@ class LayerMask(BlockMask):
             return MaskArguments(None, self.is_causal, self.window, packed_documents(self.documents[0]))
         if self.used is not None:
             return MaskArguments(self.padding, self.is_causal, self.window, self._padded(self.used))
-        if self.padding is not None and self.padding.is_cuda:
+        if self.padding is not None and self.padding.device.type in PREPARING_DEVICES:
             prepared = masks.prepare_mask(
                 self.padding, seqlen_q=seqlen_q, is_causal=self.is_causal, window_size=self.window
             )
