@@ -141,7 +141,7 @@ def test_padding_is_prepared_once_where_kernels_read_it(name: str, place: str, m
     monkeypatch.setattr(layer_mask, "PREPARING_DEVICES", ("cpu",))
     where = PLACES[place]
     given = arguments(where, FUNCTIONS[name](), padding(8, "left").bool()) | {"local_size": LOCAL_SIZES.get(name)}
-    found = make_mask(**given)
+    found = make_mask(**given, allow_is_bidirectional_skip=True)
     assert isinstance(found, LayerMask)
     prepared = found.arguments(False)
     assert isinstance(prepared.mask, PreparedMask) and prepared is found.arguments(False)
@@ -163,7 +163,8 @@ def overlays() -> dict[str, dict[str, Any]]:
 
     causal = masking_utils.causal_mask_function
     mine = masking_utils.and_masks(causal, odd)
-    one_of = masking_utils.or_masks(causal, odd)
+    documents = masking_utils.packed_sequence_mask_function(DOCUMENTS)
+    one_of = masking_utils.or_masks(masking_utils.sliding_window_overlay(3), documents)
     chunks = masking_utils.chunked_causal_mask_function(3, torch.zeros(BATCH, dtype=torch.long))
     return {
         "a function of the user": {"mask_function": odd},
@@ -184,19 +185,22 @@ def overlays() -> dict[str, dict[str, Any]]:
 def test_what_no_rule_describes_is_evaluated(name: str, side: str | None) -> None:
     mask = None if side is None else padding(8, side).bool()
     given = {**arguments(PLACES["training"], masking_utils.causal_mask_function, mask), **overlays()[name]}
-    found = make_mask(**given, allow_is_causal_skip=False)
+    found = make_mask(**given, local_size=1)  # says that causality alone is not all
     assert isinstance(found, Tensor) and torch.equal(found, dense(given))
 
 
+def sliding_window_overlay(sliding_window: int) -> Callable[..., Any]:
+    """Of the name of one in transformers, and of another meaning."""
+
+    def inner_mask(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return key > query - 2 * sliding_window
+
+    return inner_mask
+
+
 def test_a_function_of_a_known_name_elsewhere_is_not_taken_for_it() -> None:
-    def sliding_window_overlay(sliding_window: int) -> Callable[..., Any]:
-        def inner_mask(batch: Any, head: Any, query: Any, key: Any) -> Any:
-            return key > query - 2 * sliding_window
-
-        return inner_mask
-
     given = arguments(PLACES["training"], sliding_window_overlay(2), None)
-    found = make_mask(**given, allow_is_causal_skip=False)
+    found = make_mask(**given, local_size=4, allow_is_bidirectional_skip=True)
     assert isinstance(found, Tensor) and torch.equal(found, dense(given))
 
 
@@ -220,3 +224,9 @@ def test_padding_of_another_rank_is_refused() -> None:
     given = arguments(PLACES["training"], masking_utils.causal_mask_function, torch.ones(3, 8, 8, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"attention_mask has shape \(3, 8, 8\); it needs 2 dims"):
         make_mask(**given)
+
+
+def test_padding_behind_the_used_keys_is_none() -> None:
+    """An attention_mask as long as what has been seen pads the rest of a static cache, which is not read anyhow."""
+    found = make_mask(**arguments(PLACES["static prefill"], FUNCTIONS["causal"](), torch.ones(3, 5, dtype=torch.bool)))
+    assert isinstance(found, LayerMask) and found.padding is None and found.used == 5
