@@ -199,7 +199,7 @@ def sliding_window_overlay(sliding_window: int) -> Callable[..., Any]:
 
 
 def test_a_function_of_a_known_name_elsewhere_is_not_taken_for_it() -> None:
-    given = arguments(PLACES["training"], sliding_window_overlay(2), None)
+    given = arguments(PLACES["training"], sliding_window_overlay(2), padding(8, "left").bool())
     found = make_mask(**given, local_size=4, allow_is_bidirectional_skip=True)
     assert isinstance(found, Tensor) and torch.equal(found, dense(given))
 

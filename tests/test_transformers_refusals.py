@@ -41,6 +41,11 @@ def call(**given: Any) -> torch.Tensor:
         ({"attention_mask": torch.ones(1, 6, 6)}, ValueError, r"shape \(1, 6, 6\); a layer needs 4 dims"),
         ({"attention_mask": torch.ones(1, 1, 6, 6).int()}, TypeError, "dtype int32; with 4 dims it needs to be bool"),
         ({"key": K[:, :, :4], "value": V[:, :, :4]}, ValueError, "6 queries and 4 keys"),
+        (
+            {"attention_mask": LayerMask((1, 1, 6, 7), is_causal=True)},
+            ValueError,
+            "attention_mask is for 6 queries and 7 keys; this layer has 6 and 6",
+        ),
         ({"cu_seq_lens_k": LIMITS}, ValueError, "cu_seq_lens_q is None"),
         ({"query": Q.expand(2, -1, -1, -1), "cu_seq_lens_q": LIMITS}, ValueError, "a batch of 2; .* a batch of 1"),
         (
@@ -50,7 +55,7 @@ def call(**given: Any) -> torch.Tensor:
         ),
         ({"cu_seq_lens_q": LIMITS, "position_bias": torch.ones(1, 4, 6, 6)}, ValueError, "there is a bias"),
         (
-            {"cu_seq_lens_q": LIMITS, "attention_mask": LayerMask((1, 1, 6, 9), is_causal=True, used=6)},
+            {"cu_seq_lens_q": LIMITS, "attention_mask": LayerMask((1, 1, 6, 6), is_causal=True, used=4)},
             ValueError,
             "the keys are those of a static cache",
         ),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -22,6 +25,7 @@ from transformers_models import (
     step,
 )
 
+from flash_dmattn.integrations.transformers.attention_function import in_dtype
 from flash_dmattn.integrations.transformers.layer_mask import LayerMask
 
 CASES = [
@@ -160,6 +164,30 @@ def test_a_bias_is_converted_once(counted: Counted) -> None:
     assert [bias is not None for bias in biases] == [True, True, True, False, True, False]  # none of cross attention
     assert all(bias is None or bias.is_contiguous() for bias in biases)
     assert biases[0] is biases[1] and biases[2] is biases[4] and biases[0] is not biases[2]
+
+
+def test_the_copy_of_a_bias_follows_it() -> None:
+    """Changed in place or for another dtype it is made anew; it has the gradient of its original, and goes with it."""
+    bias = torch.randn(1, 3, 4, 2).transpose(1, 3)
+    first = in_dtype(bias, torch.float32)
+    assert first is in_dtype(bias, torch.float32) and first.is_contiguous() and torch.equal(first, bias)
+    assert in_dtype(first, torch.float32) is first
+    assert in_dtype(bias, torch.bfloat16).dtype == torch.bfloat16
+    bias.mul_(2)
+    assert torch.equal(in_dtype(bias, torch.float32), bias)
+    shared = torch.randn(1, 2, 4, 1).expand(5, -1, -1, 3)
+    small = in_dtype(shared, torch.float32)
+    assert small.shape == (1, 2, 4, 1) and torch.equal(small.expand(5, -1, -1, 3), shared)
+    learned = torch.randn(1, requires_grad=True)
+    computed = learned * bias
+    with torch.no_grad():
+        assert not in_dtype(computed, torch.float32).requires_grad
+    in_dtype(computed, torch.float32).sum().backward()
+    assert learned.grad is not None
+    gone = weakref.ref(in_dtype(computed, torch.float32))
+    del computed
+    gc.collect()
+    assert gone() is None
 
 
 FEELS = {

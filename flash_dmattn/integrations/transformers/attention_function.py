@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ... import attention
 from ...validation import follow_autocast
@@ -54,8 +55,7 @@ def attend(
     """
     sequences = take_packed(others, query.shape[0])
     refuse_unknown(module, others)
-    if isinstance(attention_mask, Tensor):
-        _check_mask(attention_mask)
+    _check_mask(attention_mask, query, key)
     bias = None if _is_empty_bias(module) else position_bias
     if isinstance(attention_mask, Tensor) and attention_mask.dtype != torch.bool:
         bias = attention_mask if bias is None else bias + attention_mask  # a mask of numbers is added
@@ -96,19 +96,27 @@ def observed(observer: Observer) -> Iterator[None]:
 def in_dtype(bias: Tensor, dtype: torch.dtype) -> Tensor:
     """The bias in the dtype of q and contiguous, converted once for all layers that share it.
 
-    T5 hands one bias, whose last stride is not 1, to every layer of a stack.
+    T5 hands one bias, whose last stride is not 1, to every layer of a stack. Dims that were expanded become size 1.
     """
+    expanded = [dim for dim in range(bias.dim()) if bias.stride(dim) == 0 and bias.shape[dim] > 1]
+    if expanded:  # what would be copied is small then
+        for dim in expanded:
+            bias = bias.narrow(dim, 0, 1)
+        return bias.to(dtype).contiguous()
     if bias.dtype == dtype and bias.is_contiguous():
         return bias
     # A leaf that needs a gradient would be kept alive by its own copy; a compiler finds equal expressions itself.
     if torch.compiler.is_compiling() or (bias.is_leaf and bias.requires_grad) or bias.is_inference():
         return bias.to(dtype).contiguous()
     key = (bias._version, dtype, torch.is_grad_enabled())
-    kept = getattr(bias, "_dmattn_copy", None)
+    kept = _copies.get(bias)
     if kept is None or kept[0] != key:
-        kept = (key, bias.to(dtype).contiguous())
-        bias._dmattn_copy = kept  # type: ignore[attr-defined]
+        kept = _copies[bias] = (key, bias.to(dtype).contiguous())
     return kept[1]
+
+
+# The copy of a bias goes when the bias does.
+_copies = WeakTensorKeyDictionary()
 
 
 def _dropout(probability: float) -> dict[str, float]:
@@ -122,7 +130,14 @@ def _dropout(probability: float) -> dict[str, float]:
     return {}
 
 
-def _check_mask(mask: Tensor) -> None:
+def _check_mask(mask: Tensor | LayerMask | None, query: Tensor, key: Tensor) -> None:
+    if isinstance(mask, LayerMask) and mask.shape[2:] != (query.shape[2], key.shape[2]):
+        raise ValueError(
+            f"attention_mask is for {mask.shape[2]} queries and {mask.shape[3]} keys; this layer has {query.shape[2]} "
+            f"and {key.shape[2]}"
+        )
+    if not isinstance(mask, Tensor):
+        return
     if mask.dim() != 4:
         raise ValueError(
             f"attention_mask has shape {tuple(mask.shape)}; a layer needs 4 dims, (batch, heads or 1, queries, keys)"
