@@ -9,7 +9,7 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?=
 
 # Only these may be missing under NO_VENV=1, and what that leaves out is printed.
-OPTIONAL := ruff mypy xdist hypothesis expecttest einops matplotlib rich triton numpy setuptools wheel build
+OPTIONAL := ruff mypy xdist hypothesis expecttest einops matplotlib rich transformers triton numpy setuptools wheel build
 
 ifeq ($(NO_VENV),)
 READY := $(VENV)/.flash_dmattn_ready
@@ -87,13 +87,16 @@ endif
 # --no-build-isolation: setup.py must see the torch that is installed. --no-deps: the pins are the whole list.
 # -v where the CUDA extension is built: pip would hide the progress of some minutes.
 # --no-compile: pip would compile 7500 files for most of a minute; Python compiles those that are imported.
-$(VENV)/.flash_dmattn_ready: requirements-dev.txt pyproject.toml setup.py
+$(VENV)/.flash_dmattn_ready: requirements-dev.txt requirements-transformers-5.0.txt pyproject.toml setup.py
 	@$(MAKE) --no-print-directory check-python
 	@echo "==> 1/3 virtual environment $(VENV)"
 	@$(RUN) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv "$(VENV)" || \
 		{ echo "$(PYTHON) cannot make a virtual environment; install its venv module (Debian: python3-venv) or choose another with PYTHON=..." >&2; exit 1; }
 	@echo "==> 2/3 requirements-dev.txt (torch is the large one)"
 	@$(RUN) -m pip install --disable-pip-version-check --no-compile -r requirements-dev.txt
+	@rm -rf "$(VENV)/transformers-5.0"
+	@$(RUN) -m pip install --disable-pip-version-check --no-compile --no-deps --quiet --target "$(VENV)/transformers-5.0" \
+		-r requirements-transformers-5.0.txt
 	@echo "==> 3/3 flash_dmattn, editable"
 	@verbose=; if $(RUN) csrc/build_cuda.py; then verbose=-v; fi; \
 		$(RUN) -m pip install --disable-pip-version-check --no-build-isolation --no-deps $$verbose -e .

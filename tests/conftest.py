@@ -111,6 +111,15 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Runner]:
         yield Runner(name)
 
 
+@pytest.fixture
+def counted() -> Iterator[Any]:
+    """The attention implementation "dmattn" of transformers, with every call that it makes recorded."""
+    from transformers_fixture import counting
+
+    with counting() as calls:
+        yield calls
+
+
 # Single tests there take the longest: begun last, they keep one worker busy when the others are done.
 LONG = (
     "test_cuda_emulation.py",

@@ -23,6 +23,7 @@ LAYERS = (
     ("autograd",),
     ("api", "explanation"),
     ("nn",),
+    ("integrations",),
     ("tools",),
     ("__main__",),
 )

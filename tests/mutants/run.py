@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from mutants.fault import Fault  # noqa: E402
 
-AREAS = ("front_end", "profile", "eager", "masks", "nn", "triton", "sequences", "dropout", "csrc", "build")
+AREAS = ("front_end", "profile", "eager", "masks", "nn", "integrations", "triton", "sequences", "dropout", "csrc", "build")
 SECONDS = 900  # a fault that makes its tests hang is killed after as many
 PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider")
 # csrc runs on the emulated GPU, built anew for each fault; head dim 64 reaches what the faults change.
@@ -174,16 +174,16 @@ def main() -> int:
                 outcomes.append(outcome)
                 print(
                     f"{len(outcomes):3d}/{len(work)}  {outcome.verdict:8}  {outcome.seconds:5.0f} s  "
-                    f"{outcome.area:10}{outcome.fault.what}",
+                    f"{outcome.area:14}{outcome.fault.what}",
                     flush=True,
                 )
                 if outcome.verdict != "killed":
                     print(f"         {outcome.fault.file}: {outcome.detail}", flush=True)
-    print(f"\n{'area':12}{'faults':>7}{'killed':>8}{'survived':>10}{'errors':>8}{'seconds':>9}")
+    print(f"\n{'area':14}{'faults':>7}{'killed':>8}{'survived':>10}{'errors':>8}{'seconds':>9}")
     for area in (*given.only, "all"):
         rows = [o for o in outcomes if area in (o.area, "all")]
         counts = [sum(o.verdict == verdict for o in rows) for verdict in ("killed", "survived", "error")]
-        print(f"{area:12}{len(rows):7}{counts[0]:8}{counts[1]:10}{counts[2]:8}{sum(o.seconds for o in rows):9.0f}")
+        print(f"{area:14}{len(rows):7}{counts[0]:8}{counts[1]:10}{counts[2]:8}{sum(o.seconds for o in rows):9.0f}")
     verdicts = {outcome.verdict for outcome in outcomes}
     return 2 if "error" in verdicts else 1 if "survived" in verdicts else 0
 

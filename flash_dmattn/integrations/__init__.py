@@ -1,0 +1,1 @@
+"""flash_dmattn inside other libraries, a module for each; none is imported before somebody asks for it."""

@@ -1,0 +1,188 @@
+"""The attention function of "dmattn": what a layer of transformers passes, as one call of `flash_dmattn.attention`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ... import attention
+from ...validation import follow_autocast
+from .arguments import refuse_unknown
+from .layer_mask import LayerMask, MaskArguments
+from .packed import take_packed
+
+Observer = Callable[[nn.Module, dict[str, Any]], None]
+_observers: list[Observer] = []
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | LayerMask | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What every layer of a model calls.
+
+    Args:
+        module: the layer, whose `is_causal` counts where there is no mask.
+        query: (B, Hq, Lq, D); key (B, Hk, Lk, D); value (B, Hk, Lk, Dv), not repeated.
+        attention_mask: what `make_mask` returned, a bool tensor, or a float tensor that is added to the scores, both
+            4-D and broadcastable to (B, Hq, Lq, Lk).
+        dropout, scaling, softcap, is_causal: as in `attention`.
+        position_bias: (B or 1, Hq, Lq, Lk), added to the scores, with its gradient.
+        s_aux: (Hq,), an attention sink, with its gradient.
+        others: `cu_seq_lens_q` and what belongs to it; the rest is of no effect, or refused.
+
+    Returns:
+        (B, Lq, Hq, Dv), and None in the place of probabilities.
+
+    Raises:
+        NotImplementedError: dropout, or an argument that would change the result and is not passed on.
+        TypeError, ValueError: as `attention`, and of masks that do not go with packed sequences.
+    """
+    sequences = take_packed(others, query.shape[0])
+    refuse_unknown(module, others)
+    _check_mask(attention_mask, query, key)
+    bias = None if _is_empty_bias(module) else position_bias
+    if isinstance(attention_mask, Tensor) and attention_mask.dtype != torch.bool:
+        bias = attention_mask if bias is None else bias + attention_mask  # a mask of numbers is added
+    if sequences is not None:
+        found = _of_packed(sequences, attention_mask, bias, _is_causal(module, is_causal))
+    elif isinstance(attention_mask, LayerMask):
+        found = attention_mask.arguments(bias is not None)
+    elif isinstance(attention_mask, Tensor):
+        found = MaskArguments(attention_mask if attention_mask.dtype == torch.bool else None)
+    else:
+        found = MaskArguments(is_causal=_is_causal(module, is_causal) and query.shape[2] > 1)
+        if found.is_causal and query.shape[2] != key.shape[2]:
+            key, value, bias = _align_top_left(query, key, value, bias)
+    q, k, v = follow_autocast(*(x.transpose(1, 2) for x in (query, key, value)))
+    packed = found.sequences is not None and found.sequences.layout == "packed"
+    if packed:
+        q, k, v = (x.squeeze(0) for x in (q, k, v))
+    call: dict[str, Any] = {"q": q, "k": k, "v": v, **found._asdict(), "softmax_scale": scaling}
+    call |= {"bias": None if bias is None else in_dtype(bias, q.dtype), "softcap": softcap or 0.0}
+    call |= {"sink": None if s_aux is None else s_aux.reshape(-1), **_dropout(dropout)}
+    for observer in _observers:
+        observer(module, call)
+    out = attention(**call)
+    assert isinstance(out, Tensor)
+    return (out.unsqueeze(0) if packed else out).contiguous(), None
+
+
+@contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """Show every call to `observer`, as the arguments of `attention`, before it is made."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
+
+def in_dtype(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bias in the dtype of q and contiguous, converted once for all layers that share it.
+
+    T5 hands one bias, whose last stride is not 1, to every layer of a stack. Dims that were expanded become size 1.
+    """
+    expanded = [dim for dim in range(bias.dim()) if bias.stride(dim) == 0 and bias.shape[dim] > 1]
+    if expanded:  # what would be copied is small then
+        for dim in expanded:
+            bias = bias.narrow(dim, 0, 1)
+        return bias.to(dtype).contiguous()
+    if bias.dtype == dtype and bias.is_contiguous():
+        return bias
+    # A leaf that needs a gradient would be kept alive by its own copy; a compiler finds equal expressions itself.
+    if torch.compiler.is_compiling() or (bias.is_leaf and bias.requires_grad) or bias.is_inference():
+        return bias.to(dtype).contiguous()
+    key = (bias._version, dtype, torch.is_grad_enabled())
+    kept = _copies.get(bias)
+    if kept is None or kept[0] != key:
+        kept = _copies[bias] = (key, bias.to(dtype).contiguous())
+    return kept[1]
+
+
+# The copy of a bias goes when the bias does.
+_copies = WeakTensorKeyDictionary()
+
+
+def _dropout(probability: float) -> dict[str, float]:
+    """What of dropout is passed on to `attention`. Layers pass a probability above 0 in training alone."""
+    if probability:
+        raise NotImplementedError(
+            f"dmattn has no attention dropout, and the model trains with {probability}: set attention_dropout "
+            "(attention_probs_dropout_prob of BERT, dropout_rate of T5, attn_pdrop of GPT-2) to 0.0 in its "
+            'configuration, or use attn_implementation="sdpa"'
+        )
+    return {}
+
+
+def _check_mask(mask: Tensor | LayerMask | None, query: Tensor, key: Tensor) -> None:
+    if isinstance(mask, LayerMask) and mask.shape[2:] != (query.shape[2], key.shape[2]):
+        raise ValueError(
+            f"attention_mask is for {mask.shape[2]} queries and {mask.shape[3]} keys; this layer has {query.shape[2]} "
+            f"and {key.shape[2]}"
+        )
+    if not isinstance(mask, Tensor):
+        return
+    if mask.dim() != 4:
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)}; a layer needs 4 dims, (batch, heads or 1, queries, keys)"
+        )
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        name = str(mask.dtype).removeprefix("torch.")
+        raise TypeError(f"attention_mask has dtype {name}; with 4 dims it needs to be bool, or float to be added")
+
+
+def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
+    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+
+
+def _is_empty_bias(module: nn.Module) -> bool:
+    """Whether the bias is the zeros (1, H, Lq, Lk) that T5 and its kin make for cross attention."""
+    no_table = getattr(module, "has_relative_attention_bias", None) is False
+    return no_table and getattr(module, "is_decoder", False) and not getattr(module, "is_causal", True)
+
+
+def _of_packed(sequences: Any, mask: Tensor | LayerMask | None, bias: Tensor | None, is_causal: bool) -> MaskArguments:
+    """The arguments of a call whose sequences the caller describes; of a mask causality, window and padding count."""
+    unfit = None
+    if isinstance(mask, Tensor):
+        unfit = f"attention_mask is a tensor of shape {tuple(mask.shape)}"
+    elif mask is not None and mask.used is not None:
+        unfit = "the keys are those of a static cache"
+    elif bias is not None:
+        unfit = f"there is a bias of shape {tuple(bias.shape)}, by positions of the whole row"
+    if unfit is not None:
+        raise ValueError(f"cu_seq_lens_q is given, and {unfit}, which does not go with it: leave out one of the two")
+    if mask is None:
+        return MaskArguments(None, is_causal, None, sequences)
+    assert isinstance(mask, LayerMask)
+    padding = None if mask.padding is None else mask.padding[0]  # (1, 1, Lk): beside packed keys, one value for each
+    return MaskArguments(padding, mask.is_causal, mask.window, sequences)
+
+
+def _align_top_left(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Without a mask transformers lets query i see keys up to i; keys that no query sees are left out."""
+    seqlen_q, seqlen_k = query.shape[2], key.shape[2]
+    if seqlen_k < seqlen_q:
+        raise ValueError(
+            f"attention is causal without a mask, of {seqlen_q} queries and {seqlen_k} keys; it needs at least as many "
+            "keys, or an attention_mask"
+        )
+    return key[:, :, :seqlen_q], value[:, :, :seqlen_q], None if bias is None else bias[..., :seqlen_q]

@@ -1,0 +1,82 @@
+"""Which models and modules ask transformers for their attention function, and which compute attention themselves."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import torch
+
+from .versions import transformers
+
+_ASKS = re.compile(r"ALL_ATTENTION_FUNCTIONS|attention_interface\(")
+_COMPUTES = re.compile(r"softmax\(|scaled_dot_product_attention\(")
+
+
+def asks_for_attention(kind: type) -> bool:
+    """Whether the forward of a module calls the attention function that the configuration names."""
+    return not issubclass(kind, transformers.PreTrainedModel) and _ASKS.search(_source(kind)) is not None
+
+
+def computes_attention(kind: type) -> bool:
+    """Whether a module takes the softmax itself, as its name and its source say."""
+    named = "attention" in kind.__name__.lower()
+    return named and not asks_for_attention(kind) and _COMPUTES.search(_source(kind)) is not None
+
+
+_sources: dict[type, str] = {}
+_refusals: dict[type, str | None] = {}
+
+
+def _source(kind: type) -> str:
+    # Of the class, since some compute in a method beside forward; of those that it inherits from transformers, too.
+    if kind in _sources:
+        return _sources[kind]
+    found = []
+    for base in kind.__mro__:
+        if base.__module__.startswith("torch.") or base is object:
+            continue
+        try:
+            found.append(inspect.getsource(base))
+        except (OSError, TypeError):
+            continue
+    return _sources.setdefault(kind, "\n".join(found))
+
+
+def refuse_config_without_interface(config: Any) -> None:
+    """Refuse a model whose own code would read our mask.
+
+    `from_config` and a configuration that names "dmattn" select it for any model, without a word.
+
+    Raises:
+        NotImplementedError: no model class of this configuration asks for its attention function.
+    """
+    if config is None or torch.compiler.is_compiling():
+        return
+    kind = type(config)
+    if kind not in _refusals:
+        _refusals[kind] = _refusal(kind)
+    message = _refusals[kind]
+    if message is not None:
+        raise NotImplementedError(message)
+
+
+def _refusal(kind: type) -> str | None:
+    try:
+        model = transformers.models.auto.modeling_auto.MODEL_MAPPING[kind]
+    except (KeyError, ImportError):
+        return None  # a part of a larger model, or somebody's own: nothing to judge by
+    models = model if isinstance(model, (list, tuple)) else (model,)
+    if any(one._can_set_attn_implementation() for one in models):
+        return None
+    return no_interface(models[0].__name__)
+
+
+def no_interface(name: str) -> str:
+    """The words of the refusal."""
+    return (
+        f'{name} has no attention interface in transformers {transformers.__version__}: attn_implementation="dmattn" '
+        'would leave its own attention in use, with a mask that it cannot read; use attn_implementation="eager", or a '
+        "version of transformers in which it has one (docs/transformers.md)"
+    )

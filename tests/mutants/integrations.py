@@ -1,0 +1,152 @@
+"""Faults of the adapter for transformers: rules read wrongly, arguments that get lost, masks that are not reused."""
+
+from __future__ import annotations
+
+from .fault import Fault
+
+FOLDER = "flash_dmattn/integrations/transformers"
+RULES, MASKS = f"{FOLDER}/mask_rules.py", f"{FOLDER}/mask_function.py"
+LAYER, CALLS = f"{FOLDER}/layer_mask.py", f"{FOLDER}/attention_function.py"
+ALLOWED = ("tests/test_transformers_masks.py::test_the_same_keys_are_allowed",)
+UNKNOWN = ("tests/test_transformers_masks.py::test_what_no_rule_describes_is_evaluated",)
+REFUSED = ("tests/test_transformers_refusals.py::test_refused",)
+ALIGNED = ("tests/test_transformers_refusals.py::test_without_a_mask_queries_and_keys_are_aligned_at_their_beginning",)
+COLLATED = ("tests/test_transformers_training.py::test_packed_documents_that_a_collator_describes",)
+CONVERTED = ("tests/test_transformers_training.py::test_a_bias_is_converted_once",)
+PREPARED = ("tests/test_transformers_masks.py::test_padding_is_prepared_once_where_kernels_read_it",)
+COMPILED = ("tests/test_transformers_compile.py::test_training_in_one_graph",)
+
+FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "a sliding window has a key too many",
+        RULES,
+        'Rule(window=(held["sliding_window"] - 1, -1))',
+        'Rule(window=(held["sliding_window"], -1))',
+        ALLOWED,
+    ),
+    Fault(
+        "of a window to both sides one is open",
+        RULES,
+        'Rule(window=(held["sliding_window"], held["sliding_window"]))',
+        'Rule(window=(held["sliding_window"], -1))',
+        ALLOWED,
+    ),
+    Fault(
+        "a union counts for an intersection",
+        RULES,
+        'maker == "and_masks"',
+        'maker in ("and_masks", "or_masks")',
+        UNKNOWN,
+    ),
+    Fault("of two windows the first counts", RULES, "len(windows) > 1 or", "", UNKNOWN),
+    Fault(
+        "unknown parts of a mask function are left out",
+        RULES,
+        "if len(known) < len(parts) or",
+        "if",
+        UNKNOWN,
+    ),
+    Fault(
+        "a function counts by its name, wherever it is from",
+        RULES,
+        'if getattr(function, "__module__", None) != masking_utils.__name__:',
+        "if False:",
+        ("tests/test_transformers_masks.py::test_a_function_of_a_known_name_elsewhere_is_not_taken_for_it",),
+    ),
+    Fault(
+        "the window of a compiled forward has a key too many",
+        RULES,
+        "Rule(is_causal=True, window=(local_size - 1, -1))",
+        "Rule(is_causal=True, window=(local_size, -1))",
+        COMPILED,
+    ),
+    Fault(
+        "a window that leaves out one key is dropped",
+        MASKS,
+        "max(window) >= kv_length - 1",
+        "max(window) >= kv_length - 6",
+        ALLOWED,
+    ),
+    Fault(
+        "a static cache counts as full", MASKS, "used = q_offset + q_length - kv_offset", "used = kv_length", ALLOWED
+    ),
+    Fault(
+        "padding behind the used keys counts",
+        MASKS,
+        "padding | (index >= used)",
+        "padding",
+        ("tests/test_transformers_masks.py::test_padding_behind_the_used_keys_is_none",),
+    ),
+    Fault(
+        "padding keeps the keys that have left a cache",
+        MASKS,
+        "padding[:, kv_offset : kv_offset + kv_length]",
+        "padding[:, :kv_length]",
+        ALLOWED,
+    ),
+    Fault(
+        "the last document of a row lacks its end",
+        LAYER,
+        "begins.new_full((1,), documents.shape[0])",
+        "begins.new_full((1,), documents.shape[0] - 1)",
+        ("tests/test_transformers_masks.py::test_documents_are_packed_in_one_row_alone",),
+    ),
+    Fault(
+        "documents see the one before",
+        LAYER,
+        "torch.where(begins, index, 0).cummax(1)",
+        "(index * 0).cummax(1)",
+        ALLOWED,
+    ),
+    Fault(
+        "a prepared mask forgets the window",
+        LAYER,
+        "seqlen_q=seqlen_q, is_causal=self.is_causal, window_size=self.window",
+        "seqlen_q=seqlen_q, is_causal=self.is_causal",
+        PREPARED,
+    ),
+    Fault(
+        "keys are aligned at the end",
+        CALLS,
+        "key[:, :, :seqlen_q], value[:, :, :seqlen_q]",
+        "key[:, :, -seqlen_q:], value[:, :, -seqlen_q:]",
+        ALIGNED,
+    ),
+    Fault(
+        "a query alone is causal",
+        CALLS,
+        "_is_causal(module, is_causal) and query.shape[2] > 1",
+        "_is_causal(module, is_causal)",
+        ALIGNED,
+    ),
+    Fault(
+        "zeros of cross attention stay a bias",
+        CALLS,
+        "None if _is_empty_bias(module) else position_bias",
+        "position_bias",
+        CONVERTED,
+    ),
+    Fault("every layer converts the bias", CALLS, "if kept is None or kept[0] != key:", "if True:", CONVERTED),
+    Fault(
+        "padding beside packed sequences is dropped",
+        CALLS,
+        "padding = None if mask.padding is None else mask.padding[0]",
+        "padding = None",
+        ("tests/test_transformers_refusals.py::test_packed_sequences_with_padding",),
+    ),
+    Fault("dropout is dropped", CALLS, "    if probability:\n", "    if probability > 1:\n", REFUSED),
+    Fault(
+        "limits of sequences are looked at by each layer anew",
+        f"{FOLDER}/packed.py",
+        "    _last = (key, found)\n",
+        "",
+        COLLATED,
+    ),
+    Fault(
+        "an unknown argument is ignored",
+        f"{FOLDER}/arguments.py",
+        "if value is None or value is False or name in _HARMLESS:",
+        "if value is None or value is False or name not in _REFUSED:",
+        REFUSED,
+    ),
+)

@@ -1,0 +1,232 @@
+"""transformers: the mask function allows what transformers' own dense mask allows, and says so in O(L)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers", exc_type=ImportError)
+
+from transformers import masking_utils
+from transformers_models import VERSION, padding
+
+import flash_dmattn
+from flash_dmattn.integrations.transformers import layer_mask
+from flash_dmattn.integrations.transformers.layer_mask import LayerMask
+from flash_dmattn.integrations.transformers.mask_function import make_mask
+from flash_dmattn.masks import PreparedMask
+
+BATCH = 3
+TAKES_POSITIONS = VERSION.release < (5, 4)  # cache_position in the place of q_length and q_offset
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0, 0, 0], [0, 1, 2, 2, 2, 2, 3, 3]])
+POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0], [0, 1, 2, 3, 4, 5, 6, 7], [0, 0, 0, 1, 2, 3, 0, 1]])
+
+
+def packed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As transformers lays packed documents over a mask function."""
+    remapped = function
+    if hasattr(masking_utils, "remap_positions_for_packed_sequence"):
+        remapped = masking_utils.remap_positions_for_packed_sequence(function, POSITIONS)
+    return masking_utils.and_masks(remapped, masking_utils.packed_sequence_mask_function(DOCUMENTS))
+
+
+FUNCTIONS: dict[str, Callable[[], Callable[..., Any]]] = {
+    "causal": lambda: masking_utils.causal_mask_function,
+    "bidirectional": lambda: masking_utils.bidirectional_mask_function,
+    "window": lambda: masking_utils.sliding_window_causal_mask_function(3),
+    "window of one key": lambda: masking_utils.sliding_window_causal_mask_function(1),
+    "window beyond": lambda: masking_utils.sliding_window_causal_mask_function(99),
+    "documents": lambda: packed(masking_utils.causal_mask_function),
+    "documents and window": lambda: packed(masking_utils.sliding_window_causal_mask_function(3)),
+}
+if hasattr(masking_utils, "sliding_window_bidirectional_mask_function"):
+    FUNCTIONS["both ways"] = lambda: masking_utils.sliding_window_bidirectional_mask_function(2)
+# Said beside the function, for those who look whether they may leave the mask out.
+LOCAL_SIZES = {"window": 3, "window of one key": 1, "window beyond": 99, "both ways": 2, "documents and window": 3}
+# Lq, Lk, the position of the first query, the position of the first key
+PLACES = {
+    "training": (8, 8, 0, 0),
+    "decoding": (1, 8, 7, 0),
+    "chunked prefill": (3, 8, 5, 0),
+    "full sliding cache": (3, 7, 9, 5),
+    "static prefill": (5, 12, 0, 0),
+    "static chunk": (3, 12, 4, 0),
+    "static decoding": (1, 12, 6, 0),
+}
+
+
+def arguments(place: tuple[int, int, int, int], function: Callable[..., Any], mask: Tensor | None) -> dict[str, Any]:
+    seqlen_q, seqlen_k, first_q, first_k = place
+    given: dict[str, Any] = {"batch_size": BATCH, "kv_length": seqlen_k, "kv_offset": first_k, "attention_mask": mask}
+    if TAKES_POSITIONS:
+        given["cache_position"] = torch.arange(seqlen_q) + first_q
+    else:
+        given |= {"q_length": seqlen_q, "q_offset": first_q, "device": torch.device("cpu")}
+    return {**given, "mask_function": function}
+
+
+def dense(given: dict[str, Any]) -> Tensor:
+    """What transformers allows, (B, 1, Lq, Lk)."""
+    more = {"allow_torch_fix": False} if TAKES_POSITIONS else {}
+    allowed = masking_utils.sdpa_mask(**given, allow_is_causal_skip=False, **more)
+    assert allowed is not None
+    return allowed
+
+
+def allowed_by(mask: LayerMask | None, place: tuple[int, int, int, int], is_causal: bool, with_bias: bool) -> Tensor:
+    """What a call allows: of equal scores, and an identity for values, the output is above 0 there."""
+    seqlen_q, seqlen_k = place[:2]
+    q, k = torch.zeros(BATCH, seqlen_q, 1, 8), torch.zeros(BATCH, seqlen_k, 1, 8)
+    v = torch.eye(seqlen_k)[None, :, None].expand(BATCH, -1, -1, -1)
+    call: dict[str, Any] = {"is_causal": is_causal} if mask is None else mask.arguments(with_bias)._asdict()
+    out = flash_dmattn.attention(q, k, v, **call)
+    assert isinstance(out, Tensor)
+    return (out > 0).transpose(1, 2)
+
+
+CASES = [
+    (name, place, side)
+    for name in FUNCTIONS
+    for place in PLACES
+    for side in (None, "left", "right", "full")
+    # transformers looks for documents where there is neither a cache nor padding.
+    if not name.startswith("documents") or (place, side) == ("training", None)
+]
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("name", "place", "side"), CASES)
+def test_the_same_keys_are_allowed(name: str, place: str, side: str | None, with_bias: bool) -> None:
+    where = PLACES[place]
+    seqlen_q, _, first_q, _ = where
+    seen = first_q + seqlen_q
+    mask = None if side is None else padding(seen, None if side == "full" else side).bool()
+    given = {**arguments(where, FUNCTIONS[name](), mask), "local_size": LOCAL_SIZES.get(name)}
+    found = make_mask(**given, allow_is_bidirectional_skip=True, allow_is_causal_skip=not name.startswith("documents"))
+    if isinstance(found, Tensor):
+        assert name == "both ways" and place.startswith("static"), "a rule has not been recognised"
+        assert torch.equal(found, dense(given))
+        return
+    assert torch.equal(allowed_by(found, where, name != "bidirectional", with_bias), dense(given))
+    if found is None:
+        assert name == "bidirectional" or seqlen_q == where[1] or seqlen_q == 1
+        return
+    held = [x.numel() for x in (found.padding, found.documents) if x is not None]
+    assert sum(held) <= BATCH * where[1] and found.shape == (BATCH, 1, *where[:2])
+
+
+@pytest.mark.parametrize("place", ["static prefill", "static chunk", "static decoding"])
+def test_a_position_that_is_a_tensor_is_not_read(place: str) -> None:
+    """Static caches of newer versions keep it on the device; asking for its value would wait."""
+    if TAKES_POSITIONS:
+        pytest.skip("before 5.4 the positions of queries are a tensor, which is read")
+    where = PLACES[place]
+    given = arguments(where, masking_utils.causal_mask_function, None)
+    wanted = dense(given)
+    found = make_mask(**given | {"q_offset": torch.tensor(where[2])}, allow_is_causal_skip=False)
+    assert isinstance(found, LayerMask) == (where[0] == 1)  # a model that lets nothing be skipped wants a tensor
+    found = make_mask(**given | {"q_offset": torch.tensor(where[2])})
+    assert isinstance(found, LayerMask) and isinstance(found.used, Tensor)
+    assert torch.equal(allowed_by(found, where, True, False), wanted)
+
+
+@pytest.mark.parametrize("name", ["causal", "bidirectional", "window"])
+@pytest.mark.parametrize("place", ["training", "decoding", "chunked prefill"])
+def test_padding_is_prepared_once_where_kernels_read_it(name: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU gets, on a CPU."""
+    monkeypatch.setattr(layer_mask, "PREPARING_DEVICES", ("cpu",))
+    where = PLACES[place]
+    given = arguments(where, FUNCTIONS[name](), padding(8, "left").bool()) | {"local_size": LOCAL_SIZES.get(name)}
+    found = make_mask(**given, allow_is_bidirectional_skip=True)
+    assert isinstance(found, LayerMask)
+    prepared = found.arguments(False)
+    assert isinstance(prepared.mask, PreparedMask) and prepared is found.arguments(False)
+    assert torch.equal(allowed_by(found, where, False, False), dense(given))
+
+
+def test_documents_are_packed_in_one_row_alone() -> None:
+    one = LayerMask((1, 1, 8, 8), documents=DOCUMENTS[:1], is_causal=True)
+    sequences = one.arguments(False).sequences
+    assert sequences is not None and sequences.cu_seqlens_q is not None
+    assert sequences.cu_seqlens_q.tolist() == [0, 3, 7, 8] and sequences.max_seqlen_q == 4
+    assert one.arguments(True).mask is not None and one.arguments(True).sequences is None
+    assert one.arguments(False) is one.arguments(False)  # made once for all layers
+
+
+def overlays() -> dict[str, dict[str, Any]]:
+    def odd(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return (query + key) % 2 == 0
+
+    causal = masking_utils.causal_mask_function
+    mine = masking_utils.and_masks(causal, odd)
+    documents = masking_utils.packed_sequence_mask_function(DOCUMENTS)
+    one_of = masking_utils.or_masks(masking_utils.sliding_window_overlay(3), documents)
+    chunks = masking_utils.chunked_causal_mask_function(3, torch.zeros(BATCH, dtype=torch.long))
+    return {
+        "a function of the user": {"mask_function": odd},
+        "both": {"mask_function": mine},
+        "one of two": {"mask_function": one_of},
+        "chunks": {"mask_function": chunks},
+        "two windows": {
+            "mask_function": masking_utils.and_masks(
+                masking_utils.sliding_window_causal_mask_function(3), masking_utils.sliding_window_overlay(5)
+            )
+        },
+        "vmap": {"mask_function": mine, "use_vmap": True},
+    }
+
+
+@pytest.mark.parametrize("name", overlays())
+@pytest.mark.parametrize("side", [None, "left"])
+def test_what_no_rule_describes_is_evaluated(name: str, side: str | None) -> None:
+    mask = None if side is None else padding(8, side).bool()
+    given = {**arguments(PLACES["training"], masking_utils.causal_mask_function, mask), **overlays()[name]}
+    found = make_mask(**given, local_size=1)  # says that causality alone is not all
+    assert isinstance(found, Tensor) and torch.equal(found, dense(given))
+
+
+def sliding_window_overlay(sliding_window: int) -> Callable[..., Any]:
+    """Of the name of one in transformers, and of another meaning."""
+
+    def inner_mask(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return key > query - 2 * sliding_window
+
+    return inner_mask
+
+
+def test_a_function_of_a_known_name_elsewhere_is_not_taken_for_it() -> None:
+    given = arguments(PLACES["training"], sliding_window_overlay(2), padding(8, "left").bool())
+    found = make_mask(**given, local_size=4, allow_is_bidirectional_skip=True)
+    assert isinstance(found, Tensor) and torch.equal(found, dense(given))
+
+
+def test_a_mask_passes_for_one_that_is_ready() -> None:
+    """generate() makes the mask of a static cache and hands it to the model, which must not take it for padding."""
+    mask = LayerMask((2, 1, 4, 8), padding=torch.ones(2, 1, 1, 8, dtype=torch.bool), is_causal=True, used=4)
+    assert isinstance(mask, masking_utils.BlockMask) and len(mask.shape) == 4
+    assert (mask.ndim, mask.dim(), mask.size(2), mask.size(), mask.numel()) == (4, 4, 4, (2, 1, 4, 8), 64)
+    assert mask.contiguous() is mask
+    moved = mask.to("meta")
+    assert moved.padding is not None and moved.padding.device.type == "meta" and moved.used == 4
+    assert (moved.shape, moved.is_causal, moved.window) == (mask.shape, True, None)
+    assert repr(mask) == "LayerMask((2, 1, 4, 8), padding, used, is_causal=True, window=None)"
+    with pytest.raises(TypeError, match="no values to index"):
+        mask[:, :, :, :4]
+    with pytest.raises(TypeError):
+        mask + 1  # type: ignore[operator]
+
+
+def test_padding_of_another_rank_is_refused() -> None:
+    given = arguments(PLACES["training"], masking_utils.causal_mask_function, torch.ones(3, 8, 8, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"attention_mask has shape \(3, 8, 8\); it needs 2 dims"):
+        make_mask(**given)
+
+
+def test_padding_behind_the_used_keys_is_none() -> None:
+    """An attention_mask as long as what has been seen pads the rest of a static cache, which is not read anyhow."""
+    found = make_mask(**arguments(PLACES["static prefill"], FUNCTIONS["causal"](), torch.ones(3, 5, dtype=torch.bool)))
+    assert isinstance(found, LayerMask) and found.padding is None and found.used == 5
