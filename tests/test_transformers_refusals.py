@@ -37,7 +37,6 @@ def call(**given: Any) -> torch.Tensor:
         ({"cache": object()}, NotImplementedError, "a paged cache, of continuous batching, is not read"),
         ({"output_attentions": True}, NotImplementedError, "probabilities are never made"),
         ({"sinks": torch.zeros(1)}, NotImplementedError, r"register\(ignored_arguments=\[\"sinks\"\]\)"),
-        ({"dropout": 0.1}, NotImplementedError, "attention_dropout .* to 0.0"),
         ({"attention_mask": torch.ones(1, 6, 6)}, ValueError, r"shape \(1, 6, 6\); a layer needs 4 dims"),
         ({"attention_mask": torch.ones(1, 1, 6, 6).int()}, TypeError, "dtype int32; with 4 dims it needs to be bool"),
         ({"key": K[:, :, :4], "value": V[:, :, :4]}, ValueError, "6 queries and 4 keys"),
@@ -111,9 +110,13 @@ def test_dropout_in_training_alone(counted: Counted) -> None:
     model = transformers.AutoModel.from_config(config, attn_implementation="dmattn")
     tokens = torch.ones(1, 5, dtype=torch.long)
     model.eval()(tokens)
-    assert len(counted.calls) == 2
-    with pytest.raises(NotImplementedError, match=r"trains with 0\.1: set attention_dropout"):
-        model.train()(tokens)
+    assert [call["dropout_p"] for call in counted.calls] == [0.0, 0.0]
+    results = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        results.append(model.train()(tokens).last_hidden_state)
+    assert [call["dropout_p"] for call in counted.calls[2:]] == 6 * [0.1]
+    assert torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
 
 
 # The newest model that calls the mask function and computes attention itself.

@@ -31,7 +31,10 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from mutants.fault import Fault  # noqa: E402
 
-AREAS = ("front_end", "profile", "eager", "masks", "nn", "integrations", "triton", "sequences", "dropout", "csrc", "build")
+AREAS = (
+    *("front_end", "profile", "eager", "masks", "nn", "integrations"),
+    *("triton", "sequences", "dropout", "csrc", "build"),
+)
 SECONDS = 900  # a fault that makes its tests hang is killed after as many
 PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider")
 # csrc runs on the emulated GPU, built anew for each fault; head dim 64 reaches what the faults change.

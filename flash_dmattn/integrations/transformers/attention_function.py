@@ -41,7 +41,7 @@ def attend(
         query: (B, Hq, Lq, D); key (B, Hk, Lk, D); value (B, Hk, Lk, Dv), not repeated.
         attention_mask: what `make_mask` returned, a bool tensor, or a float tensor that is added to the scores, both
             4-D and broadcastable to (B, Hq, Lq, Lk).
-        dropout, scaling, softcap, is_causal: as in `attention`.
+        dropout, scaling, softcap, is_causal: as in `attention`; layers pass a dropout above 0 in training alone.
         position_bias: (B or 1, Hq, Lq, Lk), added to the scores, with its gradient.
         s_aux: (Hq,), an attention sink, with its gradient.
         others: `cu_seq_lens_q` and what belongs to it; the rest is of no effect, or refused.
@@ -50,7 +50,7 @@ def attend(
         (B, Lq, Hq, Dv), and None in the place of probabilities.
 
     Raises:
-        NotImplementedError: dropout, or an argument that would change the result and is not passed on.
+        NotImplementedError: an argument that would change the result and is not passed on.
         TypeError, ValueError: as `attention`, and of masks that do not go with packed sequences.
     """
     sequences = take_packed(others, query.shape[0])
@@ -75,7 +75,7 @@ def attend(
         q, k, v = (x.squeeze(0) for x in (q, k, v))
     call: dict[str, Any] = {"q": q, "k": k, "v": v, **found._asdict(), "softmax_scale": scaling}
     call |= {"bias": None if bias is None else in_dtype(bias, q.dtype), "softcap": softcap or 0.0}
-    call |= {"sink": None if s_aux is None else s_aux.reshape(-1), **_dropout(dropout)}
+    call |= {"sink": None if s_aux is None else s_aux.reshape(-1), "dropout_p": dropout}
     for observer in _observers:
         observer(module, call)
     out = attention(**call)
@@ -117,17 +117,6 @@ def in_dtype(bias: Tensor, dtype: torch.dtype) -> Tensor:
 
 # The copy of a bias goes when the bias does.
 _copies = WeakTensorKeyDictionary()
-
-
-def _dropout(probability: float) -> dict[str, float]:
-    """What of dropout is passed on to `attention`. Layers pass a probability above 0 in training alone."""
-    if probability:
-        raise NotImplementedError(
-            f"dmattn has no attention dropout, and the model trains with {probability}: set attention_dropout "
-            "(attention_probs_dropout_prob of BERT, dropout_rate of T5, attn_pdrop of GPT-2) to 0.0 in its "
-            'configuration, or use attn_implementation="sdpa"'
-        )
-    return {}
 
 
 def _check_mask(mask: Tensor | LayerMask | None, query: Tensor, key: Tensor) -> None:
