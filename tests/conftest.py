@@ -127,6 +127,7 @@ LONG = (
     "test_cuda_extension.py",
     "test_benchmarks_run.py",
     "test_demo.py",
+    "test_transformers_oldest.py",
     "test_docs.py",
     "test_mask_pack_interpreter.py",
 )

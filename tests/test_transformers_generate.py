@@ -21,6 +21,8 @@ CACHES: dict[str, dict[str, Any]] = {
 }
 NAMES = ("llama", "mistral", "gemma3", "gpt_oss", "deepseek_v3", "gpt2", "t5", "bart", "whisper")
 
+PLAIN = ("deepseek_v3", "gpt2")  # of the same masks as llama
+
 
 def cases() -> list[tuple[str, str, str | None]]:
     found = []
