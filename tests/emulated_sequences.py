@@ -14,9 +14,8 @@ from pathlib import Path
 
 import emulated_cuda as emulated
 from cuda_sequence_calls import drawn
-from interpreted_sequences import spoiled
 from outcomes import report, served
-from sequence_calls import assert_accurate, run
+from sequence_calls import assert_accurate, run, spoiled
 
 import flash_dmattn
 from flash_dmattn.backends.cuda import backend as cuda

@@ -10,38 +10,17 @@ import random
 import sys
 import traceback
 from collections.abc import Iterator
-from dataclasses import replace
 
 import interpreted_triton as base
 import torch
 from outcomes import report
-from sequence_calls import SequenceCall, assert_accurate, draw, run
-from torch import Tensor
+from sequence_calls import assert_accurate, draw, run, spoiled
 
 from flash_dmattn.triton_kernels import plan_sequences, plan_slots
 
 LENGTHS = (0, 1, 5, 16, 17, 31, 32, 33, 40, 70)
 SKEWED = (1, 1, 1, 1, 2, 2, 5, 100)  # so that a tile of packed rows is searched for
 LAYOUTS = ("packed", "packed", "padded", "paged", "paged_packed")
-
-
-def spoiled(call: SequenceCall) -> SequenceCall:
-    """The call with NaN in every row of q, k, v and dout that is of no sequence."""
-    used_q = torch.zeros(call.q.shape[:-2], dtype=torch.bool)
-    used_k = torch.zeros(call.k.shape[:-2], dtype=torch.bool)
-    table = call.sequences.block_table
-    for s, (first_q, len_q, first_k, len_k) in enumerate(call.lengths):
-        (used_q if call.packs_queries else used_q[s])[first_q : first_q + len_q] = True
-        if table is None:
-            (used_k if call.packs_keys else used_k[s])[first_k : first_k + len_k] = True
-        for j in range(len_k if table is not None else 0):
-            used_k[table[s, j // call.k.shape[1]], j % call.k.shape[1]] = True
-
-    def bad(x: Tensor, used: Tensor) -> Tensor:
-        return x.masked_fill(~used[..., None, None], torch.nan)
-
-    q, dout = bad(call.q, used_q), bad(call.dout, used_q)
-    return replace(call, q=q, dout=dout, k=bad(call.k, used_k), v=bad(call.v, used_k))
 
 
 def outcomes(first: int, count: int) -> Iterator[str | None]:

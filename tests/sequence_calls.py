@@ -176,6 +176,25 @@ def draw(
     return call
 
 
+def spoiled(call: SequenceCall) -> SequenceCall:
+    """The call with NaN in every row of q, k, v and dout that is of no sequence."""
+    used_q = torch.zeros(call.q.shape[:-2], dtype=torch.bool, device=call.q.device)
+    used_k = torch.zeros(call.k.shape[:-2], dtype=torch.bool, device=call.k.device)
+    table = call.sequences.block_table
+    for s, (first_q, len_q, first_k, len_k) in enumerate(call.lengths):
+        (used_q if call.packs_queries else used_q[s])[first_q : first_q + len_q] = True
+        if table is None:
+            (used_k if call.packs_keys else used_k[s])[first_k : first_k + len_k] = True
+        for j in range(len_k if table is not None else 0):
+            used_k[table[s, j // call.k.shape[1]], j % call.k.shape[1]] = True
+
+    def bad(x: Tensor, used: Tensor) -> Tensor:
+        return x.masked_fill(~used[..., None, None], torch.nan)
+
+    q, dout = bad(call.q, used_q), bad(call.dout, used_q)
+    return replace(call, q=q, dout=dout, k=bad(call.k, used_k), v=bad(call.v, used_k))
+
+
 def run(call: SequenceCall, backend: str) -> Results:
     """out, lse and the gradients of a call, None of those that it does not need."""
     leaves = {n: None if (x := getattr(call, n)) is None else x.detach().clone() for n in LEAVES}

@@ -35,8 +35,10 @@ INSTANCE, BACKWARD_INSTANCE, DBIAS_INSTANCE = "forward_d64_bf16", "backward_d64_
 # The kernels beside those of the units, and how many there are of each.
 OTHERS = {
     "add_chunks_kernel": 2,
-    "backward_rows_kernel": 6,
-    "backward_sums_kernel": 2,
+    "backward_rows_kernel": 12,
+    "backward_sums_kernel": 4,
+    "few_keys_kernel": 2,
+    "fill_gaps_kernel": 1,
     "fill_multiprocessor": 1,
     "gather_bias_kernel": 1,
     "gather_keys_kernel": 1,
@@ -44,6 +46,7 @@ OTHERS = {
     "interval_tiles_kernel": 1,
     "key_codes_kernel": 1,
     "list_tiles_kernel": 1,
+    "list_works_kernel": 1,
     "order_lists_kernel": 1,
     "pack_mask_kernel": 4,
     "topk_intervals_kernel": 1,
@@ -200,6 +203,9 @@ def test_build_shows_progress_and_every_kernel(built: Built) -> None:
     # key.
     assert len(set(kernels)) == len(kernels), built.printed
     of_passes = {"forward_kernel": 8 + 2, "backward_kernel": 2 * (8 + 2) + 2 + 3, "shared_dbias_kernel": 2 * 2}
+    # Of sequences there are three forms of a bias, with two consumers or three; in the backward pass four.
+    of_sequences = {"forward_kernel": 2 * 3, "backward_kernel": 4, "shared_dbias_kernel": 1}
+    of_passes = {name: count + of_sequences[name] for name, count in of_passes.items()}
     assert found == {**of_passes, **OTHERS}, built.printed
 
 
@@ -481,7 +487,8 @@ def test_sass_is_of_hopper_and_uses_local_memory_for_reported_spills_alone(built
             assert re.search(r"\bHGMMA\.64x", sass) and re.search(r"\bUTMALDG\b", sass), name
             continue
         wide = re.findall(r"LDG\.E\.128\S*", sass)
-        if any(kernel in name for kernel in ("backward", "gather_keys", "add_chunks")):
+        of_sequences = ("few_keys", "fill_gaps", "list_works")
+        if any(kernel in name for kernel in ("backward", "gather_keys", "add_chunks", *of_sequences)):
             assert wide, name
             continue
         assert len(wide) == (8 if WIDE in name else 0), name  # all 8 of a thread on their way together
@@ -583,7 +590,8 @@ def test_record_of_the_build(built: Built) -> None:
     info = extension.build_info(built.file)
     assert info["version"] == flash_dmattn.__version__
     assert info["torch_target"] == "2.10" and info["arches"] == ["sm_90a"]
-    assert info["instances"] == [INSTANCE, BACKWARD_INSTANCE, DBIAS_INSTANCE]
+    of_sequences = [f"{name}_sequences_d64_bf16" for name in ("forward", "backward", "shared_dbias")]
+    assert info["instances"] == [INSTANCE, BACKWARD_INSTANCE, DBIAS_INSTANCE, *of_sequences]
     assert any("compute_90a" in flag for flag in info["flags"])
     assert info["commit"] == "unknown"  # the copy that was built is no repository
     assert re.fullmatch(r"\d+\.\d+", info["nvcc"])

@@ -13,8 +13,7 @@ import pytest
 import torch
 from cases import DEVICE
 from conftest import Runner
-from interpreted_sequences import spoiled
-from sequence_calls import LEAVES, SequenceCall, assert_accurate, run
+from sequence_calls import LEAVES, SequenceCall, assert_accurate, run, spoiled
 from torch import Tensor
 
 import flash_dmattn
@@ -60,7 +59,7 @@ def made(bias: tuple[int, ...] | None = None, padded: bool = False, **flags: Any
         sequences = Sequences.packed(tables[0], tables[1], max_seqlen_q=MOST_Q, max_seqlen_k=MOST_K)
         rows_q, rows_k, firsts = (TOKENS_Q,), (TOKENS_K,), edges
     lse_shape = (len(LENGTHS), HEADS, MOST_Q) if padded else (HEADS, TOKENS_Q)
-    standard = {"is_causal": False, "window_size": None, "softcap": 0.0, "softmax_scale": None}
+    standard = {"is_causal": False, "window_size": None, "softcap": 0.0, "softmax_scale": None, "dropout_p": 0.0}
     return SequenceCall(
         q=normal(*rows_q, HEADS, HEAD_DIM),
         k=normal(*rows_k, HEADS_K, HEAD_DIM),

@@ -17,7 +17,7 @@ from flash_dmattn.dispatch.errors import BackendError
 from flash_dmattn.dispatch.refusals import passes_of, reasons_against
 from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.dispatch.selection import choose, selected_names
-from flash_dmattn.problem import AttentionProblem, dtype_name
+from flash_dmattn.problem import AttentionProblem, SequenceSpec, dtype_name
 from flash_dmattn.tools import support_matrix
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,9 +63,35 @@ def described(seed: int) -> dict[str, Any]:
     }
 
 
+def described_sequences(seed: int) -> dict[str, Any]:
+    """The same of a call with packed sequences."""
+    pick = random.Random(seed)
+    number, most, heads = pick.choice((1, 3)), pick.choice((1, 64, 2048)), pick.choice((1, 4))
+    tokens = number * most + pick.choice((0, 5))
+    by_position = (pick.choice((1, number)), pick.choice((1, heads)), most, most)
+    bias = pick.choice((None, by_position, (pick.choice((1, heads)), tokens, most), (heads, 1, tokens)))
+    return {
+        "q": (1, tokens, heads, pick.choice((8, 64, 100, 256))),
+        "sequences": SequenceSpec("packed", number, tokens, tokens, most, most),
+        "dtype": pick.choice(("fp16", "bf16", "fp32")),
+        "device": pick.choice(("cpu", "sm_80", "sm_90", "sm_90")),
+        "mask": pick.choice((None, None, by_position)),
+        "bias": bias,
+        "bias_dtype": pick.choice((None, "fp32")),
+        "grad": pick.random() < 0.6,
+        "bias_grad": bias is not None and pick.random() < 0.5,
+        "is_causal": pick.random() < 0.5,
+        "softcap": pick.choice((0.0, 30.0)),
+        "window_size": pick.choice((None, (-1, 0), (16, 4))),
+        "deterministic": pick.random() < 0.5,
+    }
+
+
 @pytest.fixture(scope="module")
 def problems() -> list[tuple[int, AttentionProblem]]:
-    return [(seed, flash_dmattn.explain_problem(**described(seed)).problem) for seed in range(1000)]
+    calls = [(seed, described(seed)) for seed in range(1000)]
+    calls += [(seed, described_sequences(seed)) for seed in range(1000, 1300)]
+    return [(seed, flash_dmattn.explain_problem(**call).problem) for seed, call in calls]
 
 
 def all_rules(backend: Backend) -> tuple[Rule, ...]:

@@ -153,7 +153,7 @@ FAULTS: tuple[Fault, ...] = (
     # The forward kernel
     Fault(
         "forward: a negative scale taken as a positive one",
-        "csrc/api/forward.cpp",
+        "csrc/api/call.h",
         "} else if (softmax_scale < kLeastScale) {",
         "} else if (softmax_scale >= 0 && softmax_scale < kLeastScale) {",
         (f"{_RARE}test_a_negative_scale[no bias-cuda]",),
@@ -168,8 +168,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "forward: keys behind the last one are attended",
         "csrc/sm90/forward/consumer.h",
-        "const int to = min(row + p.high, p.seqlen_k - 1) - block * kBlockN - column;",
-        "const int to = row + p.high - block * kBlockN - column;",
+        "const int to = min(row + of.high, of.seqlen_k - 1) - block * kBlockN - column;",
+        "const int to = row + of.high - block * kBlockN - column;",
         _every_gradient("no bias"),
     ),
     Fault(
@@ -382,7 +382,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "dk and dv stay in the order of places",
         "csrc/sm90/backward/rows.cu",
-        "if (p.is_by_place && row < p.seqlen) {",
+        "if (p.is_by_place && row < seqlen) {",
         "if (p.is_by_place && row < 0) {",
         _intervals("no bias-True-False"),
     ),

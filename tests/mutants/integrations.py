@@ -134,7 +134,7 @@ FAULTS: tuple[Fault, ...] = (
         "padding = None",
         ("tests/test_transformers_refusals.py::test_packed_sequences_with_padding",),
     ),
-    Fault("dropout is dropped", CALLS, "    if probability:\n", "    if probability > 1:\n", REFUSED),
+    Fault("dropout is dropped", CALLS, '"dropout_p": dropout}', '"dropout_p": 0.0}', REFUSED),
     Fault(
         "limits of sequences are looked at by each layer anew",
         f"{FOLDER}/packed.py",

@@ -20,7 +20,8 @@ def _stores_dbias(p: AttentionProblem) -> bool:
 
 
 def _mean_queries(p: AttentionProblem) -> float:
-    assert p.sequences is not None
+    if p.sequences is None:
+        return p.seqlen_q
     return p.sequences.rows_q / (max(p.batch, 1) if p.sequences.packs_queries else 1)
 
 
