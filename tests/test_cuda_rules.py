@@ -88,7 +88,10 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         {**PACKED, "q": (1, 8192, 16, 192)},
         r"head dims are 192 and 192 \(v\); the kernels of sequences that are built take multiples of 8 up to 128",
     ),
-    "sequence_mask": ({**PACKED, "mask": (8, 1, 2048, 2048)}, "there is a mask; the kernels of sequences have "),
+    "sequence_mask": (
+        {**PACKED, "mask": (8, 1, 2048, 2048)},
+        r"mask has shape \(8, 1, 2048, 2048\); the kernels of seq",
+    ),
     "sequence_bias": (
         {**PACKED, "bias": (1, 16, 2048, 2048), "bias_dtype": "fp32"},
         "bias, one value per query and key, has dtype float32 and strides .*in the dtype of q, bfloat16",

@@ -175,8 +175,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "forward: a window without its leftmost key",
         "csrc/sm90/forward/consumer.h",
-        "const int from = row + p.low - block * kBlockN - column;",
-        "const int from = row + p.low + 1 - block * kBlockN - column;",
+        "const int from = row + of.low - block * kBlockN - column;",
+        "const int from = row + of.low + 1 - block * kBlockN - column;",
         _edges("(40, -1)"),
     ),
     Fault(
@@ -211,15 +211,15 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "backward: the tail of keys taken as inside",
         "csrc/sm90/backward/tile_scheduler.h",
-        "walk.stop_inside = end > p.seqlen_k ? 0 : max(",
+        "walk.stop_inside = end > of.seqlen_k ? 0 : max(",
         "walk.stop_inside = max(",
         (f"{_RARE}test_keys_behind_the_last_where_lse_is_far_below_zero[no bias-cuda]",),
     ),
     Fault(
         "dk: causal queries aligned top-left",
         "csrc/sm90/backward/tile_scheduler.h",
-        "const int first = max(first_key - p.high, 0);",
-        "const int first = max(first_key - (p.high < p.seqlen_k ? 0 : p.high), 0);",
+        "const int first = max(first_key - of.high, 0);",
+        "const int first = max(first_key - (of.high < of.seqlen_k ? 0 : of.high), 0);",
         (f"{_RARE}test_causal_queries_of_another_number_than_keys[(140, 328)-cuda]",),
     ),
     Fault(
@@ -232,8 +232,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "backward: blocks at the left edge of a window taken as inside",
         "csrc/sm90/backward/tile_scheduler.h",
-        "max(first_key - p.low + 1, 0) / Traits::kBlockM;",
-        "max(end - p.low, 0) / Traits::kBlockM;",
+        "max(first_key - of.low + 1, 0) / Traits::kBlockM;",
+        "max(end - of.low, 0) / Traits::kBlockM;",
         _edges("(40, -1)"),
     ),
     Fault(

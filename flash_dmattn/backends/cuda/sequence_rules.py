@@ -29,7 +29,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "sequence_mask",
         lambda p: p.mask is None,
-        lambda p: "there is a mask; the kernels of sequences have causality and windows alone",
+        lambda p: (
+            f"mask has shape {None if p.mask is None else tuple(p.mask.shape)}; the kernels of sequences have causality "
+            "and windows alone"
+        ),
         _OTHER,
     ),
     Rule(
