@@ -145,7 +145,7 @@ def values(problem: AttentionProblem) -> set[str]:
     numbers += (problem.num_heads, problem.num_heads_k)
     flags = ("deterministic", "return_lse", "return_probs", "is_causal")
     found = {str(number) for number in numbers}
-    found |= {problem.device, problem.arch}
+    found |= {problem.device, problem.arch, str(problem.softcap)}
     dtypes = {problem.dtype} | ({problem.bias.dtype} if problem.bias is not None else set())
     found |= {name for dtype in dtypes for name in (dtype_name(dtype), str(dtype))}
     found |= {flag for flag in flags if getattr(problem, flag)}

@@ -30,8 +30,8 @@ RULES: tuple[Rule, ...] = (
         "sequence_mask",
         lambda p: p.mask is None,
         lambda p: (
-            f"mask has shape {None if p.mask is None else tuple(p.mask.shape)}; the kernels of sequences have causality "
-            "and windows alone"
+            f"mask has shape {None if p.mask is None else tuple(p.mask.shape)}; "
+            "the kernels of sequences have causality and windows alone"
         ),
         _OTHER,
     ),
