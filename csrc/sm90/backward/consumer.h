@@ -95,11 +95,15 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
   }
 
   __device__ __forceinline__ void add_dq(const DqAccum& dq, const KeyWorkItem<Traits>& item, int block) {
+    const int tiles_q = (p.seqlen_q + kTile - 1) / kTile;
     const int row = block * (kBlockM / 64) + (kBlockM == 128 ? group : 0);
     const int panel = Traits::kPanels == 2 ? group : 0;
     const int first = kBlockM == 64 && kDqColumns < kAccumColumns ? group * (kDqColumns / 8) : 0;
+    const int64_t head = static_cast<int64_t>(item.batch) * p.num_heads + item.head;
     if (p.dq_semaphore != nullptr) named_barrier_sync(kMayAddBarrier + group, 128 + 32);
-    float* to = p.dq_sums + ((first_padded_tile_of(p, item) * 2 + row) * Traits::kPanels + panel) * kAccumFloats<kD>;
+    // Not by first_padded_tile_of in dense calls: ptxas would schedule the mainloop worse.
+    const int64_t tile = Traits::kHasSequences ? 2 * first_padded_tile_of(p, item) : head * 2 * tiles_q;
+    float* to = p.dq_sums + ((tile + row) * Traits::kPanels + panel) * kAccumFloats<kD>;
 #pragma unroll
     for (int c = 0; c < kDqColumns / 8; ++c) {
       float* four = to + accum_offset(first + c, threadIdx.x % 128);

@@ -123,9 +123,12 @@ struct KeyConsumer {
       for (int r = 0; r < 2; ++r) {
         const int key = first_key(item) + key_of_block(r, tile);
         const int query = block * kBlockM + 2 * (lane % 4);
-        int last = key - of.low;
-        if constexpr (Traits::kHasSequences) last = min(last, of.seqlen_q - 1);
-        keep_queries(scores, r, key - of.high - query, key < of.seqlen_k ? last - query : -1);
+        if constexpr (Traits::kHasSequences) {
+          const int last = min(key - of.low, of.seqlen_q - 1) - query;
+          keep_queries(scores, r, key - of.high - query, key < of.seqlen_k ? last : -1);
+        } else {  // not by extent_of, as in add_dq
+          keep_queries(scores, r, key - p.high - query, key < p.seqlen_k ? key - p.low - query : -1);
+        }
       }
     }
   }
@@ -297,7 +300,6 @@ struct KeyConsumer {
   __device__ __forceinline__ void epilogue(const float (&x)[kCount], void* to, float* sums, int columns, float factor,
                                            const KeyWorkItem<Traits>& item, int tile = 0) {
     const int heads_k = p.num_heads / p.heads_per_group, head_k = item.head / p.heads_per_group;
-    const int seqlen_k = extent_of(p, item).seqlen_k;
     if (sums != nullptr) {
       constexpr int kColumns = kCount * 2, kFloats = kAccumFloats<kColumns>;
       constexpr int kPanels = kColumns * kAccumRows / kFloats;
@@ -329,7 +331,7 @@ struct KeyConsumer {
         }
         quad_transpose(words[0], words[1], words[2], words[3], lane);
         const int column = 8 * (4 * c + lane % 4);
-        if (key < seqlen_k && column < columns) {
+        if (key < seqlen_k_of(p, item) && column < columns) {
           *reinterpret_cast<uint4*>(row + column) = make_uint4(words[0], words[1], words[2], words[3]);
         }
       }

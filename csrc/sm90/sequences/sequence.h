@@ -65,6 +65,15 @@ __device__ __forceinline__ int seqlen_q_of(const Params& p, const Work& work) {
   }
 }
 
+template <class Params, class Work>
+__device__ __forceinline__ int seqlen_k_of(const Params& p, const Work& work) {
+  if constexpr (kIsOfSequence<Work>) {
+    return work.sequence.seqlen_k;
+  } else {
+    return p.seqlen_k;
+  }
+}
+
 // The first row of a work tile's entry, or of its sequence, among all rows of q and of k.
 template <class Params, class Work>
 __device__ __forceinline__ int64_t first_query_of(const Params& p, const Work& work) {
