@@ -487,8 +487,7 @@ def test_sass_is_of_hopper_and_uses_local_memory_for_reported_spills_alone(built
             assert re.search(r"\bHGMMA\.64x", sass) and re.search(r"\bUTMALDG\b", sass), name
             continue
         wide = re.findall(r"LDG\.E\.128\S*", sass)
-        of_sequences = ("few_keys", "fill_gaps", "list_works")
-        if any(kernel in name for kernel in ("backward", "gather_keys", "add_chunks", *of_sequences)):
+        if any(kernel in name for kernel in ("backward", "gather_keys", "add_chunks", "few_keys", "fill_gaps")):
             assert wide, name
             continue
         assert len(wide) == (8 if WIDE in name else 0), name  # all 8 of a thread on their way together
