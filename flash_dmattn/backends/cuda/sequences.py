@@ -62,9 +62,10 @@ def backward(
 ) -> Gradients:
     """The gradients asked for; arguments as of `KernelBackend`, and the chunks of a shared dbias, 0 for a choice."""
     number = len(sequences.bounds)
+    # Rows of no sequence have no sink: their lse is not that of a row which has nothing else.
+    in_sequences = lse if sink is None else lse.masked_fill(lse == -torch.inf, torch.inf)
     if number == 0 or out.numel() == 0 or k.shape[1] == 0:
-        in_none = torch.full_like(lse, torch.inf) if number == 0 else lse.masked_fill(lse == -torch.inf, torch.inf)
-        return empty_gradients((q, k, v, bias), dout, dlse, out, in_none, sink, needs_grad)
+        return empty_gradients((q, k, v, bias), dout, dlse, out, in_sequences, sink, needs_grad)
     dq, dk, dv = (
         operators.empty_gradient(x) if needed else None for x, needed in zip((q, k, v), needs_grad[:3], strict=True)
     )
@@ -93,8 +94,6 @@ def backward(
         dbias = sequence_query_gradient(bias, dlse, lse, k.shape[2], flags, sink, delta, sequences.bounds)
     if sink is None:
         return dq, dk, dv, dbias
-    # Rows of no sequence have no sink: their lse is not that of a row which has nothing else.
-    in_sequences = lse.masked_fill(lse == -torch.inf, torch.inf)
     dsink = sink_gradient(sink, in_sequences, delta) if needs_grad.sink and delta is not None else None
     return dq, dk, dv, dbias, dsink
 
