@@ -162,12 +162,60 @@ class DynamicMaskAttention(nn.Module):
         >>> torch.allclose(torch.cat(steps, dim=1), layer(x))
         True
         """
-        q, k, v, padding, bias = self._project(x, attention_mask, cache)
-        mask = padding if bias is None else self._kept_keys(bias.detach(), x.shape[1], padding)
-        flags: dict[str, Any] = {"is_causal": True, "softmax_scale": self.softmax_scale, "backend": self.backend}
-        out = flash_dmattn.attention(q, k, v, mask, bias, **flags)
+        out = flash_dmattn.attention(**self.attention_call(*self._inputs(x, attention_mask, cache)))
         assert isinstance(out, torch.Tensor)
         return self.o_proj(out.flatten(2))
+
+    def project(self, x: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v of tokens, q and k turned to their positions.
+
+        Args:
+            x: (B, L, hidden_size).
+            angles: (L, D // 2) or (B, L, D // 2) from `rotary_angles`.
+
+        Returns:
+            q (B, L, Hq, D), k and v (B, L, Hk, D).
+
+        >>> layer = DynamicMaskAttention(32, num_heads=4, num_heads_k=2)
+        >>> [tuple(t.shape) for t in layer.project(torch.randn(1, 10, 32), torch.zeros(10, 4))]
+        [(1, 10, 4, 8), (1, 10, 2, 8), (1, 10, 2, 8)]
+        """
+        q = apply_rotary(self.q_norm(self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))), angles)
+        k = apply_rotary(self.k_norm(self.k_proj(x).unflatten(-1, (self.num_heads_k, self.head_dim))), angles)
+        return q, k, self.v_proj(x).unflatten(-1, (self.num_heads_k, self.head_dim))
+
+    def attention_call(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scores: torch.Tensor | None,
+        padding: torch.Tensor | None = None,
+        query_index: torch.Tensor | None = None,
+    ) -> dict[str, Any]:
+        """The arguments of the call of `flash_dmattn.attention` that this layer makes.
+
+        For a layer with a cache of its own: it projects, caches and scores itself, and calls
+        ``o_proj(flash_dmattn.attention(**layer.attention_call(...)).flatten(2))``.
+
+        Args:
+            q: (B, L, Hq, D), the last L positions.
+            k, v: (B, Lk, Hk, D), all positions.
+            scores: (B, Lk, Hk) from `key_scores`, or None with full attention.
+            padding: (B, 1, 1, Lk) bool, True for a real key; None where all are.
+            query_index: (1,), the index among the keys of a single query that is not the last, as in a cache of fixed
+                length; padding is False for the keys behind it then.
+
+        >>> layer = DynamicMaskAttention(32, num_heads=2, keep_window_size=4)
+        >>> q, k, v = layer.project(torch.randn(1, 10, 32), torch.zeros(10, 8))
+        >>> call = layer.attention_call(q, k, v, layer.key_scores(v))
+        >>> tuple(call["bias"].shape), tuple(flash_dmattn.attention(**call).shape)
+        ((1, 2, 1, 10), (1, 10, 2, 16))
+        """
+        bias = None if scores is None else scores.transpose(1, 2).unsqueeze(2)
+        mask = padding if bias is None else self._kept_keys(bias.detach(), q.shape[1], padding, query_index)
+        call = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "is_causal": True}
+        return call | {"softmax_scale": self.softmax_scale, "backend": self.backend}
 
     def attention_arguments(
         self, x: torch.Tensor, attention_mask: torch.Tensor | None = None, cache: KVCache | None = None
@@ -187,28 +235,25 @@ class DynamicMaskAttention(nn.Module):
         >>> [tuple(t.shape) for t in layer.attention_arguments(torch.randn(1, 10, 32))]
         [(1, 10, 4, 8), (1, 10, 2, 8), (1, 10, 2, 8), (1, 2, 10, 10), (1, 2, 1, 10)]
         """
-        q, k, v, padding, bias = self._project(x, attention_mask, cache)
-        mask = padding if bias is None else self._select_keys(bias.detach(), x.shape[1], padding)
-        return AttentionArguments(q, k, v, mask, bias)
+        q, k, v, scores, padding = self._inputs(x, attention_mask, cache)
+        if scores is None:
+            return AttentionArguments(q, k, v, padding, None)
+        bias = scores.transpose(1, 2).unsqueeze(2)
+        return AttentionArguments(q, k, v, self._select_keys(bias.detach(), x.shape[1], padding), bias)
 
-    def _project(
+    def _inputs(
         self, x: torch.Tensor, attention_mask: torch.Tensor | None, cache: KVCache | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """q, k, v, the mask of padding and the bias; no bias with full attention."""
+        """The arguments of `attention_call`; no scores with full attention."""
         if x.dim() != 3 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"x has shape {tuple(x.shape)}; it must be (batch, length, {self.hidden_size})")
         past = 0 if cache is None else cache.length
         positions = torch.arange(past, past + x.shape[1], device=x.device)
-        angles = rotary_angles(positions, self.head_dim, self.rope_theta)
-        q = apply_rotary(self.q_norm(self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))), angles)
-        k = apply_rotary(self.k_norm(self.k_proj(x).unflatten(-1, (self.num_heads_k, self.head_dim))), angles)
-        v = self.v_proj(x).unflatten(-1, (self.num_heads_k, self.head_dim))
+        q, k, v = self.project(x, rotary_angles(positions, self.head_dim, self.rope_theta))
         scores = self.key_scores(v)
         if cache is not None:
             k, v, scores = cache.append(k, v, scores)
-        padding = self._padding_mask(attention_mask, batch=x.shape[0], seqlen_k=k.shape[1])
-        bias = None if scores is None else scores.transpose(1, 2).unsqueeze(2)
-        return q, k, v, padding, bias
+        return q, k, v, scores, self._padding_mask(attention_mask, batch=x.shape[0], seqlen_k=k.shape[1])
 
     def key_scores(self, v: torch.Tensor) -> torch.Tensor | None:
         """s = A * softplus(W v): how much each key-value head wants each key.
@@ -237,12 +282,16 @@ class DynamicMaskAttention(nn.Module):
         )
 
     def _kept_keys(
-        self, scores: torch.Tensor, seqlen_q: int, padding: torch.Tensor | None
+        self,
+        scores: torch.Tensor,
+        seqlen_q: int,
+        padding: torch.Tensor | None,
+        query_index: torch.Tensor | None = None,
     ) -> torch.Tensor | PreparedMask | None:
         """What `_select_keys` gives, as intervals where there is more than one query."""
         assert self.keep_window_size is not None
         if seqlen_q == 1 or self.keep_window_size >= scores.shape[-1]:
-            return self._select_keys(scores, seqlen_q, padding)
+            return self._select_keys(scores, seqlen_q, padding, query_index)
         batch, _, _, seqlen_k = scores.shape
         kept = self.keep_window_size + self.local_window_size
         pays = reorder_pays(
@@ -258,7 +307,13 @@ class DynamicMaskAttention(nn.Module):
             reorder=pays,
         )
 
-    def _select_keys(self, scores: torch.Tensor, seqlen_q: int, padding: torch.Tensor | None) -> torch.Tensor | None:
+    def _select_keys(
+        self,
+        scores: torch.Tensor,
+        seqlen_q: int,
+        padding: torch.Tensor | None,
+        query_index: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
         """(B, Hk, L, Lk) mask of the kept keys for the last seqlen_q of the Lk positions."""
         assert self.keep_window_size is not None
         seqlen_k = scores.shape[-1]
@@ -271,7 +326,9 @@ class DynamicMaskAttention(nn.Module):
         else:
             keep = topk_mask(scores, self.keep_window_size, is_causal=True, mask=padding, seqlen_q=seqlen_q)
         if self.local_window_size:
-            query = torch.arange(seqlen_k - seqlen_q, seqlen_k, device=scores.device)[:, None]
+            if query_index is None:
+                query_index = torch.arange(seqlen_k - seqlen_q, seqlen_k, device=scores.device)
+            query = query_index[:, None]
             key = torch.arange(seqlen_k, device=scores.device)
             local = (key <= query) & (key > query - self.local_window_size)
             keep = keep | (local if padding is None else local & padding)

@@ -10,15 +10,16 @@ def rotary_angles(positions: torch.Tensor, head_dim: int, theta: float = 10000.0
 
     Equivalent to::
 
-        positions[:, None] * theta ** (-2 * torch.arange(head_dim // 2) / head_dim)
+        positions[..., None] * theta ** (-2 * torch.arange(head_dim // 2) / head_dim)
 
     Args:
-        positions: (L,) positions of the tokens, integers or floats.
+        positions: (L,) or (B, L) positions of the tokens, integers or floats.
         head_dim: number of channels of a head, even.
         theta: base of the geometric series of wavelengths; the longest is about ``2 * pi * theta`` tokens.
 
     Returns:
-        (L, head_dim // 2) angles in radians, fp64: an angle of many thousand radians keeps its fraction.
+        (L, head_dim // 2) or (B, L, head_dim // 2) angles in radians, fp64: an angle of many thousand radians keeps
+        its fraction.
 
     Raises:
         ValueError: head_dim is odd.
@@ -32,7 +33,7 @@ def rotary_angles(positions: torch.Tensor, head_dim: int, theta: float = 10000.0
     if head_dim % 2:
         raise ValueError(f"head_dim is {head_dim}; rotary positions turn channels in pairs, so it must be even")
     channel = torch.arange(head_dim // 2, dtype=torch.float64, device=positions.device)
-    return positions.to(torch.float64)[:, None] * theta ** (-2 * channel / head_dim)
+    return positions.to(torch.float64)[..., None] * theta ** (-2 * channel / head_dim)
 
 
 def apply_rotary(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
@@ -45,7 +46,7 @@ def apply_rotary(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
 
     Args:
         x: (B, L, H, D) queries or keys.
-        angles: (L, D // 2) from `rotary_angles`.
+        angles: (L, D // 2) or (B, L, D // 2) from `rotary_angles`.
 
     Returns:
         (B, L, H, D) in x's dtype; products are taken in fp32 at least.
@@ -57,7 +58,7 @@ def apply_rotary(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     [-0.0, 1.0]
     """
     work_dtype = torch.promote_types(x.dtype, torch.float32)
-    cos = angles.cos().to(work_dtype)[:, None, :]
-    sin = angles.sin().to(work_dtype)[:, None, :]
+    cos = angles.cos().to(work_dtype)[..., None, :]
+    sin = angles.sin().to(work_dtype)[..., None, :]
     first, second = x.to(work_dtype).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1).to(x.dtype)

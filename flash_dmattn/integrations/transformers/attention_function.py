@@ -76,11 +76,16 @@ def attend(
     call: dict[str, Any] = {"q": q, "k": k, "v": v, **found._asdict(), "softmax_scale": scaling}
     call |= {"bias": None if bias is None else in_dtype(bias, q.dtype), "softcap": softcap or 0.0}
     call |= {"sink": None if s_aux is None else s_aux.reshape(-1), "dropout_p": dropout}
-    for observer in _observers:
-        observer(module, call)
+    show_observers(module, call)
     out = attention(**call)
     assert isinstance(out, Tensor)
     return (out.unsqueeze(0) if packed else out).contiguous(), None
+
+
+def show_observers(module: nn.Module, call: dict[str, Any]) -> None:
+    """Show a call of `attention`, which a module is about to make, to whoever observes."""
+    for observer in _observers:
+        observer(module, call)
 
 
 @contextmanager

@@ -15,7 +15,9 @@ _COMPUTES = re.compile(r"softmax\(|scaled_dot_product_attention\(")
 
 
 def asks_for_attention(kind: type) -> bool:
-    """Whether the forward of a module calls the attention function that the configuration names."""
+    """Whether the forward of a module calls the attention function that the configuration names, or ours itself."""
+    if getattr(kind, "calls_flash_dmattn", False):
+        return True
     return not issubclass(kind, transformers.PreTrainedModel) and _ASKS.search(_source(kind)) is not None
 
 

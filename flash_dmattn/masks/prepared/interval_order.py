@@ -115,5 +115,8 @@ def reorder_pays(
     else:
         natural, pairs = float(tiles_q * tiles_k), seqlen_q * kept
     saved = heads * (natural - (1 + 15 / math.sqrt(kept)) * pairs / (TILE * TILE))
-    # Of sizes that are symbols the answer is one too: bool makes it a condition of the graph that is compiled.
-    return bool(saved * (_FORWARD_US + has_backward * _BACKWARD_US) / _SMS > _ORDER_US)
+    # Of sizes that are symbols the comparison is one too, and bool() of it still is: a branch makes it a condition of
+    # the graph that is compiled.
+    if saved * (_FORWARD_US + has_backward * _BACKWARD_US) / _SMS > _ORDER_US:  # noqa: SIM103
+        return True
+    return False
