@@ -34,6 +34,7 @@ SOURCES = (
     "api/module.cpp",
     "api/shared_dbias.cpp",
     "api/tensor_map.cpp",
+    "sm90/backward/clear_dbias.cu",
     "sm90/backward/clusters.cu",
     "sm90/backward/order.cu",
     "sm90/backward/rows.cu",

@@ -165,6 +165,21 @@ struct FillGapsParams {
   int num_heads;
 };
 
+// What writes zeros to a stored dbias where the main kernel has no tile; columns are a multiple of 8, of 16 bits.
+struct ClearDbiasParams {
+  void* x;                   // (number, num_heads, rows, columns), or (num_heads, rows, columns) of packed queries
+  int number, num_heads;     // number: entries, or sequences
+  int rows, columns;
+  int low, high;             // the band of dense calls
+  SequenceParams sequences;  // without bounds in dense calls
+  bool packs_rows;           // rows are those of packed queries
+  int shares;                // blocks of threads that share the rows of an entry and a head; set by the launch
+  // Of a mask, which then says it all: (Bm, Hm, Tq, 2 + Tk), lists of rows. Null without.
+  const int32_t* mask_lists;
+  int heads_per_mask, mask_heads;
+  bool mask_has_batch;
+};
+
 // How a mask is read: not at all, as bits, or as the queries that see each key, [x, y) of its bounds.
 enum class MaskForm { kNone, kTiles, kIntervals };
 

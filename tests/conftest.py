@@ -143,3 +143,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def eager() -> Callable[..., Results]:
     """The eager backend alone, for what every machine can test."""
     return Runner("eager")
+
+
+@pytest.fixture
+def unwritten_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the backend allocates is NaN until a kernel writes it."""
+    empty = torch.empty
+
+    def filled(*args: Any, **kwargs: Any) -> Tensor:
+        x = empty(*args, **kwargs)
+        return x.fill_(torch.nan) if x.is_floating_point() else x
+
+    monkeypatch.setattr(torch, "empty", filled)

@@ -125,25 +125,33 @@ def check_masked(backend: Runner, case: Case, form: str, **flags: Any) -> None:
     check(backend, case, inputs, given, **flags)
 
 
-@pytest.fixture
-def unwritten_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the backend allocates is NaN until a kernel writes it."""
-    empty = torch.empty
-
-    def filled(*args: Any, **kwargs: Any) -> Tensor:
-        x = empty(*args, **kwargs)
-        return x.fill_(torch.nan) if x.is_floating_point() else x
-
-    monkeypatch.setattr(torch, "empty", filled)
-
-
 @every_mask
 @pytest.mark.parametrize("shape", BIAS_SHAPES, ids="-".join)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_dbias(backend: Runner, heads: tuple[int, int, int], shape: tuple[str, ...], form: str) -> None:
+def test_dbias(
+    backend: Runner, heads: tuple[int, int, int], shape: tuple[str, ...], form: str, unwritten_is_nan: None
+) -> None:
     num_heads, num_heads_k, head_dim = heads
     case = BASE.with_(num_heads=num_heads, num_heads_k=num_heads_k, head_dim=head_dim, bias=shape)
     check_masked(backend, case, form)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    (
+        {"is_causal": True},
+        {"seqlen_q": 330, "seqlen_k": 136, "is_causal": True},  # rows before the first key have none
+        {"window_size": (70, 9)},
+        {"seqlen_q": 100, "seqlen_k": 520, "window_size": (-1, 40)},
+        {"batch": 2, "seqlen_k": 264, "window_size": (0, 64)},
+    ),
+    ids=str,
+)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_dbias_beyond_a_band(backend: Runner, head_dim: int, changes: dict[str, Any], unwritten_is_nan: None) -> None:
+    """A gradient that is stored tile by tile is zero where the band has no tile."""
+    case = BASE.with_(head_dim=head_dim, bias=FULL, **changes)
+    check(backend, case, case.build())
 
 
 @every_mask

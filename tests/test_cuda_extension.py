@@ -38,6 +38,7 @@ OTHERS = {
     "backward_rows_kernel": 12,
     "backward_sums_kernel": 4,
     "few_keys_kernel": 2,
+    "clear_dbias_kernel": 1,
     "fill_gaps_kernel": 1,
     "fill_multiprocessor": 1,
     "gather_bias_kernel": 1,

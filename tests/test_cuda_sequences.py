@@ -92,6 +92,15 @@ def test_padded_entries(backend: Runner, form: str) -> None:
     check(made(BIASES[form], padded=True, window_size=(64, 20)))
 
 
+@pytest.mark.parametrize("form", ("packed rows", "of each sequence", "shared by sequences", "shared by all"))
+@pytest.mark.parametrize("flags", ({}, {"is_causal": True}, {"window_size": (40, 20)}), ids=str)
+def test_every_number_of_dbias_is_written(
+    backend: Runner, form: str, flags: dict[str, Any], unwritten_is_nan: None
+) -> None:
+    """Beyond a band, behind the keys of a sequence, and in rows of no sequence, too."""
+    check(made(BIASES[form], padded=form == "of each sequence" and bool(flags), **flags))
+
+
 @pytest.mark.parametrize("chunks", (1, 2, 5))
 def test_chunks_of_a_shared_gradient(backend: Runner, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "NUM_DBIAS_CHUNKS", chunks)

@@ -144,8 +144,7 @@ struct Postprocess {
 };
 
 // Writes the gradients that are given, all contiguous. dbias, of a bias per query and key, has its dtype and is
-// (B, Hq, Lq, Lk), of which tiles that band or mask leave empty are not written; or it has fewer heads or batch
-// entries, and is written whole. dbias_sums (B, Hq, Lk), of a bias per key, is fp32. mask is {}, or (bits, row_lists,
+// (B, Hq, Lq, Lk), or has fewer heads or batch entries, and is written whole. dbias_sums (B, Hq, Lk), of a bias per key, is fp32. mask is {}, or (bits, row_lists,
 // col_lists) of a TileMask, or (bounds, row_lists, col_lists) of an IntervalMask, with key_order if k, v and a bias per
 // key are in its order; dk, dv and dbias_sums are in the order of keys, and dbias_sums starts as zeros then. low and high
 // are the band if there is no mask. delta (B, Hq, Lq) is of every row, for gradients that are made outside; alone it takes
@@ -344,6 +343,23 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   if (clusters > 0 && (has_mask || is_banded)) {
     const size_t bytes = static_cast<size_t>(dbias->numel()) * dbias->element_size();
     check(cudaMemsetAsync(params.summed_dbias, 0, bytes, device.stream), kName, "clearing dbias");
+  }
+  if (writer == DbiasWriter::kMain && (is_banded || has_mask)) {
+    ClearDbiasParams cleared{};
+    cleared.x = dbias->mutable_data_ptr();
+    cleared.number = params.batch;
+    cleared.num_heads = params.num_heads;
+    cleared.rows = params.seqlen_q;
+    cleared.columns = params.seqlen_k;
+    cleared.low = params.low;
+    cleared.high = params.high;
+    if (has_mask) {
+      cleared.mask_lists = static_cast<const int32_t*>(mask[1].const_data_ptr());
+      cleared.heads_per_mask = params.heads_per_mask;
+      cleared.mask_heads = params.mask_heads;
+      cleared.mask_has_batch = params.mask_has_batch;
+    }
+    check(launch_clear_dbias(cleared, device.stream), kName, "launching the kernel that clears dbias");
   }
   Tensor ordered_lists;
   if (is_ordered && has_mask) ordered_lists = order_lists(mask, q, tiles_q, tiles_k, params, device.stream);

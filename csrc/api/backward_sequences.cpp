@@ -95,9 +95,8 @@ FewKeysParams describe_few_keys(const BackwardRowsParams& rows, const BackwardPa
 }
 
 // Writes the gradients that are given, all contiguous and of all rows. dbias, of a bias per query and key, is stored
-// where sequences have scores, and starts as zeros, if it has one for each sequence and query head; of a bias by position
-// that sequences or heads share it is written whole. dbias_sums, of a bias per key, is
-// fp32, (1, Hq, Tk) of packed keys or (S, Hq, most_k), and starts as zeros, too. delta has the shape of lse; alone it
+// whole, by the main kernel if it has one for each sequence and query head. dbias_sums, of a bias per key, is fp32,
+// (1, Hq, Tk) of packed keys or (S, Hq, most_k), and starts as zeros. delta has the shape of lse; alone it
 // takes no main kernel. The other arguments are those of the forward operator.
 void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tensor v, Tensor bounds,
               std::optional<Tensor> bias, Tensor out, Tensor lse, std::optional<Tensor> dq, std::optional<Tensor> dk,
@@ -205,6 +204,17 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   int* const counters = reinterpret_cast<int*>(start + counter_at);
   params.tile_counter = counters;
   if (dq.has_value()) params.dq_sums = start + dq_at;
+  if (stores_dbias) {
+    ClearDbiasParams cleared{};
+    cleared.x = dbias->mutable_data_ptr();
+    cleared.number = static_cast<int>(number);
+    cleared.num_heads = static_cast<int>(sizes.num_heads);
+    cleared.rows = static_cast<int>(dbias->size(2));
+    cleared.columns = static_cast<int>(dbias->size(3));
+    cleared.sequences = of;
+    cleared.packs_rows = of.bias_packs_queries;
+    check(launch_clear_dbias(cleared, device.stream), kName, "launching the kernel that clears dbias");
+  }
   check(instance.rows(rows, device.stream), kName, "launching the kernel of the rows");
   check(instance.few_keys(describe_few_keys(rows, params, q, k, v, dout), device.stream), kName,
         "launching the kernel of few keys");

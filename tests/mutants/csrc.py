@@ -73,6 +73,27 @@ FAULTS: tuple[Fault, ...] = (
         _sequences("test_every_bias[none-cuda]"),
     ),
     Fault(
+        "dbias behind the band keeps what its memory had",
+        "csrc/sm90/backward/clear_dbias.cu",
+        "clear(to, kept_to, chunks);",
+        "clear(to, kept_to, min(kept_to, chunks));",
+        ("tests/test_cuda_backward.py::test_dbias_beyond_a_band[64-{'is_causal': True}-cuda]",),
+    ),
+    Fault(
+        "rows of the gap behind a sequence keep what their memory had",
+        "csrc/sm90/backward/clear_dbias.cu",
+        "    if (entry + 1 < p.number) end = min(end, p.sequences.bounds[entry + 1].x);",
+        "    end = min(end, first + of.seqlen_q);",
+        _sequences("test_every_number_of_dbias_is_written[{}-packed rows-cuda]"),
+    ),
+    Fault(
+        "the first empty tile of a mask keeps what its memory had",
+        "csrc/sm90/backward/clear_dbias.cu",
+        "for (int at = list[0] + list[1]; at < tiles_k; ++at) {",
+        "for (int at = list[0] + list[1] + 1; at < tiles_k; ++at) {",
+        ("tests/test_cuda_backward.py::test_dbias[(2, 2, 64)-B-Hq-Lq-Lk-empty tiles-cuda]",),
+    ),
+    Fault(
         "delta of few keys is without dlse",
         "csrc/sm90/sequences/few_keys.cu",
         "if (p.dlse != nullptr && p.lse[padded + i] != INFINITY) {",

@@ -59,8 +59,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the scale that the caller gave is not used",
         LAYER,
-        '"is_causal": True, "softmax_scale": self.softmax_scale, "backend"',
-        '"is_causal": True, "backend"',
+        'return call | {"softmax_scale": self.softmax_scale, "backend"',
+        'return call | {"backend"',
         FORMULA,
     ),
     Fault(

@@ -47,6 +47,8 @@ cudaError_t launch_backward_rows(const BackwardRowsParams& params, cudaStream_t 
 template <class T>
 cudaError_t launch_backward_sums(const BackwardSumsParams& params, cudaStream_t stream);
 cudaError_t launch_order_lists(const OrderListsParams& params, cudaStream_t stream);
+// Before the main kernel: dbias has zeros where no row of the band has a score, and the main kernel stores the rest.
+cudaError_t launch_clear_dbias(ClearDbiasParams params, cudaStream_t stream);
 // The largest cluster that every GPU with clusters has.
 constexpr int kMaxCluster = 8;
 

@@ -253,10 +253,7 @@ def _backward(
             allocate = torch.zeros if mask.form == "intervals" else torch.empty
             sums = allocate((*lse.shape[:2], seqlen_k), dtype=torch.float32, device=q.device)
         else:
-            # A dbias per head is written tile by tile; the tiles that a mask or band skips must be zeroed first.
-            skips_tiles = bias.shape[:2] == lse.shape[:2] and (mask.form != "none" or band is not None)
-            allocate = torch.zeros if skips_tiles else torch.empty
-            dbias = stored = allocate(bias.shape, dtype=bias.dtype, device=bias.device)
+            dbias = stored = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
     numbers = (low, high, flags.softmax_scale, flags.softcap, flags.deterministic, NUM_DBIAS_CHUNKS)
     if any(x is not None for x in (dq, dk, dv, stored, sums)):
         k, v = _rows(k), _rows(v)

@@ -77,7 +77,7 @@ def backward(
             columns = (1, k.shape[1]) if flags.bias_packing == "keys" else (number, min(flags.max_seqlen_k, k.shape[1]))
             sums = torch.zeros((columns[0], q.shape[2], columns[1]), dtype=torch.float32, device=q.device)
         else:
-            dbias = stored = torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device)
+            dbias = stored = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
     if any(x is not None for x in (dq, dk, dv, stored, sums, delta)):
         rows = _readable(dout, q, k, v)
         results = (out.contiguous(), lse.contiguous(), dq, dk, dv, stored, sums, delta)
