@@ -122,7 +122,6 @@ PASSED_OVER: dict[str, tuple[dict[str, Any], str]] = {
         {"q": (1, 4096, 16, 64), "bias": (1, 16, 4096, 4096), "bias_grad": True, "deterministic": True},
         "deterministic is True and",
     ),
-    "partial_dbias": ({"bias": PER_SCORE, "bias_grad": True, "is_causal": True}, "the gradient of bias, of a value"),
     "short_sequences": (SHORT_PACKED, "sequences have 64 queries on the mean, less than the 128 of a tile"),
 }
 NEVER_TAKEN = (

@@ -135,6 +135,15 @@ def test_generate(cache: str, padded: bool) -> None:
         assert torch.allclose(torch.stack(found.logits), torch.stack(expected.logits), rtol=1e-9, atol=1e-9)
 
 
+def test_positions_follow_the_cache() -> None:
+    """Without position_ids: a text in two pieces is the text in one."""
+    model, tokens = make().eval(), text()
+    cache = transformers.DynamicCache(config=model.config)
+    model(input_ids=tokens[:, :12], cache=cache)
+    second = model(input_ids=tokens[:, 12:], cache=cache, attention_mask=torch.ones_like(tokens))
+    assert torch.allclose(second.logits, model(input_ids=tokens).logits[:, 12:], rtol=1e-9, atol=1e-9)
+
+
 def test_static_cache_compiled() -> None:
     """One graph decodes; a prompt does not go into a static cache under a compiler."""
     model, tokens = make(torch.float32).eval(), text()

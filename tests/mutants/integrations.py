@@ -14,6 +14,13 @@ ALIGNED = ("tests/test_transformers_refusals.py::test_without_a_mask_queries_and
 COLLATED = ("tests/test_transformers_training.py::test_packed_documents_that_a_collator_describes",)
 CONVERTED = ("tests/test_transformers_training.py::test_a_bias_is_converted_once",)
 PREPARED = ("tests/test_transformers_masks.py::test_padding_is_prepared_once_where_kernels_read_it",)
+MODEL = f"{FOLDER}/dynamic_mask"
+FORMULA = tuple(
+    f"tests/test_transformers_dynamic_mask.py::test_formula[{checkpointing}-{padded}]"
+    for checkpointing in (None, True)
+    for padded in ("no", "left")
+)
+GENERATED = ("tests/test_transformers_dynamic_mask.py::test_generate",)
 COMPILED = ("tests/test_transformers_compile.py::test_training_in_one_graph",)
 
 FAULTS: tuple[Fault, ...] = (
@@ -148,5 +155,62 @@ FAULTS: tuple[Fault, ...] = (
         "if value is None or value is False or name in _HARMLESS:",
         "if value is None or value is False or name not in _REFUSED:",
         REFUSED,
+    ),
+    Fault(
+        "a static cache has a real key too many",
+        f"{MODEL}/keys.py",
+        "real = (index < cache.get_seq_length() + seqlen_q)[None]",
+        "real = (index <= cache.get_seq_length() + seqlen_q)[None]",
+        GENERATED,
+    ),
+    Fault(
+        "the last keys of a query are those at the end of a static cache",
+        f"{MODEL}/layers.py",
+        "keys.padding, keys.query_index)",
+        "keys.padding)",
+        GENERATED,
+    ),
+    Fault(
+        "a prompt in a static cache is aligned at the end of the cache",
+        f"{MODEL}/keys.py",
+        "return k[:, : self._used], v[:, : self._used]",
+        "return k, v",
+        GENERATED,
+    ),
+    Fault(
+        "tokens behind cached ones begin at position 0",
+        f"{MODEL}/keys.py",
+        "torch.arange(seqlen_q, device=device) + self.past",
+        "torch.arange(seqlen_q, device=device)",
+        ("tests/test_transformers_dynamic_mask.py::test_positions_follow_the_cache",),
+    ),
+    Fault(
+        "scores are of the new values alone",
+        f"{MODEL}/layers.py",
+        "        k, v = keys.append(k, v, self.layer)\n        call = self.attention_call(q, k, v, self.key_scores(v),",
+        "        scores = self.key_scores(v)\n        k, v = keys.append(k, v, self.layer)\n"
+        "        call = self.attention_call(q, k, v, scores,",
+        GENERATED,
+    ),
+    Fault(
+        "padding is not masked",
+        f"{MODEL}/keys.py",
+        "        self.padding = padding\n",
+        "        self.padding = None\n",
+        FORMULA,
+    ),
+    Fault(
+        "a layer is left out of the residual stream",
+        f"{MODEL}/layers.py",
+        "return x + self.mlp(",
+        "return self.mlp(",
+        FORMULA,
+    ),
+    Fault(
+        "a score scale that a folder lacks stays as its memory was",
+        f"{MODEL}/modeling.py",
+        "initialization.ones_(module.score_scale)",
+        "pass",
+        ("tests/test_transformers_dynamic_mask.py::test_missing_weights_are_initialised",),
     ),
 )

@@ -304,20 +304,6 @@ _AUTO_RULES: tuple[Rule, ...] = (
         'backend="cuda" runs it all the same',
         passes=("backward",),
     ),
-    Rule(
-        "partial_dbias",  # causal D64 0.91, D128 1.29
-        lambda p: (
-            _triton_is_slow(p)
-            or not _dbias_is_whole(p)
-            or not (p.mask or (max(p.head_dim, p.head_dim_v) <= 64 and (p.is_causal or p.has_window)))
-        ),
-        lambda p: (
-            "the gradient of bias, of a value for each head, is needed where a mask leaves tiles out; "
-            "it is filled with zeros before"
-        ),
-        'backend="cuda" runs it all the same',
-        passes=("backward",),
-    ),
 )
 
 
