@@ -138,6 +138,12 @@ struct SequenceParams {
   int section;
   // The sequence of each padded tile, -1 for none; only of the backward pass.
   const int* sequence_of_tile;
+  // Keys in pages, of the forward pass alone: (S), rows of `table_stride`, entry j / page_size is the page of key j. Null
+  // without. A page is page_rows_k rows of k behind the one before it, page_rows_v of v. A box of a TMA descriptor has
+  // page_box rows, and no box lies in two pages.
+  const int* block_table;
+  int64_t table_stride;
+  int table_columns, pages, page_size, page_box, page_rows_k, page_rows_v;
 };
 
 // What lists the work tiles of a head: blocks of queries, or of keys. Writes SequenceParams' arrays.

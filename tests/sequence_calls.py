@@ -64,6 +64,7 @@ def draw(
     dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float32),
     head_dims: tuple[int, ...] = (4, 8, 16),
     lengths_k: tuple[int, ...] | None = None,
+    page_sizes: tuple[int, ...] = (1, 4, 16),
 ) -> SequenceCall:
     """The call of a number; `lengths` are of queries and of keys, unless keys have others."""
     rng, torch_rng = random.Random(number), torch.Generator().manual_seed(number)
@@ -96,7 +97,7 @@ def draw(
     tokens_q = edges_q[-1] + behind_q
     tokens_k = tokens_q if same else edges_k[-1] + behind_k
     most_q, most_k = max(used_q, default=0) + rng.choice((0, 4)), max(used_k, default=0) + rng.choice((0, 4))
-    page_size = rng.choice((1, 4, 16))
+    page_size = rng.choice(page_sizes)
     if layout == "packed":
         named = {"max_seqlen_q": most_q, "max_seqlen_k": most_k}
         used = {"seqlens_q": table(used_q), "seqlens_k": table(used_k)} if spare else {}

@@ -95,6 +95,11 @@ def test_every_bias_of_sequences(built: Built) -> None:
     assert "24 passed, 1 skipped" in run(*command, FLASH_DMATTN_EMULATED=str(built.extension))
 
 
+def test_pages(built: Built) -> None:
+    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", TESTS / "test_cuda_pages.py")
+    assert "20 passed, 1 skipped" in run(*command, FLASH_DMATTN_EMULATED=str(built.extension))
+
+
 def test_interval_masks(built: Built) -> None:
     said = run(sys.executable, TESTS / "interval_calls.py", built.extension, "0", "60")
     assert "60 passed, 0 failed" in said

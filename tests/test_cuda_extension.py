@@ -28,6 +28,8 @@ from flash_dmattn.tools.cli import info
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in")
+# clear_dbias_kernel reads the bounds of a sequence so.
+LOAD_WIDE = ("backward", "gather_keys", "add_chunks", "few_keys", "fill_gaps", "clear_dbias_kernel")
 WIDE, NARROW = "PackTraitsILb1E", "PackTraitsILb0E"
 # One unit of a pass stands for all: they are one source.
 ONE_INSTANCE = {"FLASH_DMATTN_HEAD_DIMS": "64", "FLASH_DMATTN_DTYPES": "bf16"}
@@ -39,6 +41,7 @@ OTHERS = {
     "backward_sums_kernel": 4,
     "few_keys_kernel": 2,
     "clear_dbias_kernel": 1,
+    "clear_masked_dbias_kernel": 1,
     "fill_gaps_kernel": 1,
     "fill_multiprocessor": 1,
     "gather_bias_kernel": 1,
@@ -204,8 +207,9 @@ def test_build_shows_progress_and_every_kernel(built: Built) -> None:
     # key.
     assert len(set(kernels)) == len(kernels), built.printed
     of_passes = {"forward_kernel": 8 + 2, "backward_kernel": 2 * (8 + 2) + 2 + 3, "shared_dbias_kernel": 2 * 2}
-    # Of sequences there are three forms of a bias, with two consumers or three; in the backward pass four.
-    of_sequences = {"forward_kernel": 2 * 3, "backward_kernel": 4, "shared_dbias_kernel": 1}
+    # Of sequences there are three forms of a bias, with two consumers or three, and with two beside pages; in the
+    # backward pass four.
+    of_sequences = {"forward_kernel": 3 * 3, "backward_kernel": 4, "shared_dbias_kernel": 1}
     of_passes = {name: count + of_sequences[name] for name, count in of_passes.items()}
     assert found == {**of_passes, **OTHERS}, built.printed
 
@@ -488,7 +492,7 @@ def test_sass_is_of_hopper_and_uses_local_memory_for_reported_spills_alone(built
             assert re.search(r"\bHGMMA\.64x", sass) and re.search(r"\bUTMALDG\b", sass), name
             continue
         wide = re.findall(r"LDG\.E\.128\S*", sass)
-        if any(kernel in name for kernel in ("backward", "gather_keys", "add_chunks", "few_keys", "fill_gaps")):
+        if any(kernel in name for kernel in LOAD_WIDE):
             assert wide, name
             continue
         assert len(wide) == (8 if WIDE in name else 0), name  # all 8 of a thread on their way together

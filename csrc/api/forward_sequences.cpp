@@ -55,24 +55,31 @@ Bias describe_bias(const Tensor& bias, const Tensor& q, ForwardParams& params) {
 }
 
 // Writes out and lse, of all rows. q, k, v and out are (1, T, H, D) where `is_packed`, else (S, L, H, D), entries of q,
-// k and v next to each other; lse (1, Hq, Tq) or (S, Hq, Lq). bias is 4-D, its packing as BiasPacking says.
-void forward(Tensor q, Tensor k, Tensor v, Tensor bounds, std::optional<Tensor> bias, std::optional<Tensor> sink,
-             Tensor out, Tensor lse, bool is_packed, int64_t bias_packing, int64_t most_q, int64_t most_k, int64_t left,
+// k and v next to each other; beside a block_table k and v are (pages, page_size, Hk, D). lse is (1, Hq, Tq) or
+// (S, Hq, Lq). bias is 4-D, its packing as BiasPacking says.
+void forward(Tensor q, Tensor k, Tensor v, Tensor bounds, std::optional<Tensor> block_table, std::optional<Tensor> bias,
+             std::optional<Tensor> sink, Tensor out, Tensor lse, bool is_packed, int64_t bias_packing, int64_t most_q, int64_t most_k, int64_t left,
              int64_t right, double softmax_scale, double softcap) {
-  const Sizes sizes = sizes_of(kName, q, k, v);
+  Sizes sizes = sizes_of(kName, q, k, v);
+  // Beside pages the keys of an entry are those that a row of the table has room for.
+  if (block_table.has_value()) sizes.seqlen_k *= block_table->size(1);
   const KernelInstance instance = instance_for(q.scalar_type(), sizes.head_dim, sizes.head_dim_v);
   const int64_t number = bounds.size(0);
   ForwardParams params{};
   params.sequences = sequence_params(kName, {bounds, is_packed, bias_packing, most_q, most_k, left, right}, sizes);
   SequenceParams& of = params.sequences;
+  if (block_table.has_value()) set_pages(kName, *block_table, k, v, of);
   const Bias form = bias.has_value() ? describe_bias(*bias, q, params) : Bias::kNone;
   const int64_t all_q = sizes.batch * sizes.seqlen_q;
-  const int block_m = sequences_block_m(instance.head_dim, instance.head_dim_v, all_q / number);
+  const int block_m = sequences_block_m(instance.head_dim, instance.head_dim_v, all_q / number, block_table.has_value());
 
   const CurrentDevice device(kName, q);  // before the TMA descriptors, whose encoder needs its context
   params.q = ragged_rows_map(kName, q, "q", block_m);
-  params.k = ragged_rows_map(kName, k, "k", kTile);
-  params.v = ragged_rows_map(kName, v, "v", kTile);
+  const auto keys_map = [&](const Tensor& x, const char* name) {
+    return block_table.has_value() ? pages_map(kName, x, name, of.page_box) : ragged_rows_map(kName, x, name, kTile);
+  };
+  params.k = keys_map(k, "k");
+  params.v = keys_map(v, "v");
   if (form == Bias::kTile) {
     params.bias = of.bias_packs_queries ? ragged_scores_map(kName, *bias, "bias", block_m)
                                         : scores_by_position_map(kName, *bias, "bias", block_m);
@@ -87,7 +94,9 @@ void forward(Tensor q, Tensor k, Tensor v, Tensor bounds, std::optional<Tensor> 
   CHECK_ARGUMENT(tiles * sizes.num_heads <= kMaxInt / 2, "there are more than 2^30 tiles of rows");
   // A section's keys and values fit in L2.
   const int64_t group = sizes.num_heads / sizes.num_heads_k;
-  const int64_t group_bytes = sizes.batch * sizes.seqlen_k * (sizes.head_dim + sizes.head_dim_v) * 2;
+  const int64_t all_k = block_table.has_value() ? std::min(number * of.most_k, k.size(0) * k.size(1))
+                                                : sizes.batch * sizes.seqlen_k;
+  const int64_t group_bytes = all_k * (sizes.head_dim + sizes.head_dim_v) * 2;
   of.section =
       static_cast<int>(std::min(sizes.num_heads, group * std::max<int64_t>(1, kSectionBytes / group_bytes)));
   const Tensor works = list_works(kName, q, number, false, block_m, tiles, 0, of, &params.tile_counter, device.stream);
@@ -100,8 +109,8 @@ void forward(Tensor q, Tensor k, Tensor v, Tensor bounds, std::optional<Tensor> 
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flash_dmattn, m) {
   m.def(
-      "cuda_forward_sequences(Tensor q, Tensor k, Tensor v, Tensor bounds, Tensor? bias, Tensor? sink, Tensor(a!) out, "
-      "Tensor(b!) lse, bool is_packed, int bias_packing, int most_q, int most_k, int left, int right, "
+      "cuda_forward_sequences(Tensor q, Tensor k, Tensor v, Tensor bounds, Tensor? block_table, Tensor? bias, "
+      "Tensor? sink, Tensor(a!) out, Tensor(b!) lse, bool is_packed, int bias_packing, int most_q, int most_k, int left, int right, "
       "float softmax_scale, float softcap) -> ()");
 }
 

@@ -20,7 +20,7 @@ enum BiasPacking : int64_t { kByPosition = 0, kPackedQueries = 1, kPackedKeys = 
 // Arguments of both operators, as Python has them.
 struct SequenceCall {
   torch::stable::Tensor bounds;  // int32 (S, 4): first and number of queries, first and number of keys
-  bool is_packed;                // q, k and v have one entry of all tokens; else one for each sequence
+  bool is_packed;                // q, k and v have one entry of all tokens; else one for each sequence. Pages aside
   int64_t bias_packing, most_q, most_k, left, right;
 };
 
@@ -48,6 +48,35 @@ inline SequenceParams sequence_params(const char* op, const SequenceCall& call, 
   params.bias_packs_queries = call.bias_packing == kPackedQueries;
   params.bias_packs_keys = call.bias_packing == kPackedKeys;
   return params;
+}
+
+// Says where keys lie in pages: k and v are (pages, page_size, Hk, D). The page of key j of a sequence is entry
+// j / page_size of its row in the table, int32 (S, P).
+inline void set_pages(const char* op, const torch::stable::Tensor& table, const torch::stable::Tensor& k,
+                      const torch::stable::Tensor& v, SequenceParams& params) {
+  const int64_t pages = k.size(0), page_size = k.size(1);
+  CHECK_FOR(op, table.scalar_type() == torch::headeronly::ScalarType::Int && table.dim() == 2 && table.size(1) > 0 &&
+                    table.stride(1) == 1,
+            "block_table needs to be int32, (sequences, pages), its rows of unit stride");
+  CHECK_FOR(op, pages > 0 && v.size(0) == pages && v.size(1) == page_size, "k and v differ in pages, or have none");
+  const int64_t box = std::min<int64_t>(page_size, kTile);
+  CHECK_FOR(op, box >= 16 && kTile % box == 0 && page_size % box == 0, "pages have ", page_size,
+            " keys; kernels take 16, 32, 64, or a multiple of 128");
+  const auto rows_of_page = [&](const torch::stable::Tensor& x, const char* name) {
+    const int64_t rows = pages > 1 ? x.stride(0) / x.stride(1) : page_size;
+    CHECK_FOR(op, (pages == 1 || rows * x.stride(1) == x.stride(0)) && pages * rows <= kRaggedRows, name, " has pages ",
+              x.stride(0), " elements apart; they need to be a whole number of rows of ", x.stride(1));
+    return static_cast<int>(rows);
+  };
+  params.block_table = static_cast<const int*>(table.const_data_ptr());
+  params.table_stride = table.size(0) > 1 ? table.stride(0) : 0;
+  params.table_columns = static_cast<int>(table.size(1));
+  params.pages = static_cast<int>(pages);
+  params.page_size = static_cast<int>(page_size);
+  params.page_box = static_cast<int>(box);
+  params.page_rows_k = rows_of_page(k, "k");
+  params.page_rows_v = rows_of_page(v, "v");
+  params.packs_keys = false;
 }
 
 // Blocks of so many rows of all sequences: at most this many.

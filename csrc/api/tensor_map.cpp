@@ -93,6 +93,11 @@ CUtensorMap ragged_rows_map(const char* op, const Tensor& x, const char* name, i
   return ragged_map(op, x, name, x.size(3), stride, x.size(2), x.stride(2), rows, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
+CUtensorMap pages_map(const char* op, const Tensor& x, const char* name, int rows) {
+  return ragged_map(op, x, name, x.size(3), x.stride(1), x.size(2), x.stride(2), rows,
+                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+}
+
 CUtensorMap ragged_scores_map(const char* op, const Tensor& x, const char* name, int rows) {
   const int64_t heads = is_broadcast(x, 1) ? 1 : x.size(1);
   const int64_t stride = x.size(2) > 1 ? x.stride(2) : (x.size(3) + 7) / 8 * 8;

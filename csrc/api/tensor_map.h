@@ -27,6 +27,8 @@ CUtensorMap scores_map(const char* op, const torch::stable::Tensor& x, const cha
 // faults now and then.
 constexpr int64_t kRaggedWrap = int64_t{1} << 33;  // elements of 2 bytes
 CUtensorMap ragged_rows_map(const char* op, const torch::stable::Tensor& x, const char* name, int rows);
+// Of x (pages, page_size, H, D), whose pages are a whole number of rows apart, which is the number of rows of an entry.
+CUtensorMap pages_map(const char* op, const torch::stable::Tensor& x, const char* name, int rows);
 CUtensorMap ragged_scores_map(const char* op, const torch::stable::Tensor& x, const char* name, int rows);
 // scores_map with a dim of size 1 in the place of shifts.
 CUtensorMap scores_by_position_map(const char* op, const torch::stable::Tensor& x, const char* name, int rows);

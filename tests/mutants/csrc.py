@@ -35,7 +35,40 @@ def _sequences(case: str) -> tuple[str, ...]:
     return (f"tests/test_cuda_sequences.py::{case}",)
 
 
+def _pages(case: str) -> tuple[str, ...]:
+    return (f"tests/test_cuda_pages.py::{case}",)
+
+
 FAULTS: tuple[Fault, ...] = (
+    # Pages
+    Fault(
+        "slots behind the last key of a page are read",
+        "csrc/sm90/sequences/sequence.h",
+        "min(max(of.seqlen_k - first, 0), p.page_size), key - first);",
+        "p.page_size, key - first);",
+        _pages("test_every_size_of_a_page[64-cuda]"),
+    ),
+    Fault(
+        "pages follow each other",
+        "csrc/api/sequences.h",
+        "const int64_t rows = pages > 1 ? x.stride(0) / x.stride(1) : page_size;",
+        "const int64_t rows = page_size;",
+        _pages("test_pools_lie_anyhow[interleaved-cuda]"),
+    ),
+    Fault(
+        "every box of a block is that of its first page",
+        "csrc/sm90/forward/producer.h",
+        "block * kBlockN + row, page_rows);",
+        "block * kBlockN, page_rows);",
+        _pages("test_every_size_of_a_page[16-cuda]"),
+    ),
+    Fault(
+        "rows of the table follow each other",
+        "csrc/api/sequences.h",
+        "params.table_stride = table.size(0) > 1 ? table.stride(0) : 0;",
+        "params.table_stride = table.size(1);",
+        _pages("test_rows_of_a_table_lie_anyhow[cuda]"),
+    ),
     # Sequences
     Fault(
         "tiles of a sequence of no queries are those of the next",

@@ -7,11 +7,11 @@ namespace {
 
 constexpr int kD = FLASH_DMATTN_HEAD_DIM, kDv = FLASH_DMATTN_HEAD_DIM_V;
 
-template <int kConsumers>
+template <int kConsumers, bool kHasPages = false>
 cudaError_t launch_with(const ForwardParams& params, Bias bias, int blocks, cudaStream_t stream) {
   const auto launch = [&](auto form) {
     using Traits =
-        ForwardTraits<FLASH_DMATTN_ELEMENT, kD, kDv, decltype(form)::value, MaskForm::kNone, kConsumers, true>;
+        ForwardTraits<FLASH_DMATTN_ELEMENT, kD, kDv, decltype(form)::value, MaskForm::kNone, kConsumers, true, kHasPages>;
     return launch_forward_kernel<Traits>(params, blocks, stream);
   };
   if (bias == Bias::kTile) return launch(std::integral_constant<Bias, Bias::kTile>{});
@@ -24,7 +24,8 @@ cudaError_t launch_with(const ForwardParams& params, Bias bias, int blocks, cuda
 template <>
 cudaError_t launch_forward_sequences<FLASH_DMATTN_ELEMENT, kD, kDv>(const ForwardParams& params, Bias bias, int block_m,
                                                                     int blocks, cudaStream_t stream) {
-  if constexpr (sequences_block_m(kD, kDv, kQueriesOfThree) == 192) {
+  if (params.sequences.block_table != nullptr) return launch_with<2, true>(params, bias, blocks, stream);
+  if constexpr (sequences_block_m(kD, kDv, kQueriesOfThree, false) == 192) {
     if (block_m == 192) return launch_with<3>(params, bias, blocks, stream);
   }
   return launch_with<2>(params, bias, blocks, stream);

@@ -43,8 +43,8 @@ cudaError_t launch_forward_sequences(const ForwardParams& params, Bias bias, int
 // Three consumers where there are kernels of them, and sequences of so many queries on the mean leave few of their rows
 // empty.
 constexpr int kQueriesOfThree = 1024;
-constexpr int sequences_block_m(int head_dim, int head_dim_v, int64_t mean_queries) {
-  const int most = most_consumers(head_dim, head_dim_v, Bias::kNone, MaskForm::kNone);
+constexpr int sequences_block_m(int head_dim, int head_dim_v, int64_t mean_queries, bool has_pages) {
+  const int most = has_pages ? 2 : most_consumers(head_dim, head_dim_v, Bias::kNone, MaskForm::kNone);
   return 64 * (most > 2 && mean_queries >= kQueriesOfThree ? 3 : 2);
 }
 

@@ -8,9 +8,29 @@
 
 namespace flash_dmattn {
 
+// Loads a block of k or of v, with one arrival at the barrier.
+template <class Traits, int kPanels>
+__device__ __forceinline__ void load_key_block(const ForwardParams& p, const WorkTile<Traits::kHasSequences>& work,
+                                               uint8_t* to, const CUtensorMap* map, uint64_t* full, int block, int head,
+                                               [[maybe_unused]] int page_rows) {
+  constexpr int kBlockN = Traits::kBlockN;
+  if constexpr (Traits::kHasPages) {
+    barrier_arrive_expect_tx(full, kPanels * kBlockN * kRowBytes);
+#pragma unroll 1
+    for (int row = 0; row < kBlockN; row += p.sequences.page_box) {
+      const auto at = key_in_page(p.sequences, work.sequence, work.batch, block * kBlockN + row, page_rows);
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel) {
+        tma_load_box(to + (panel * kBlockN + row) * kRowBytes, map, full, panel * kPanelColumns, at, head);
+      }
+    }
+  } else {
+    tma_load_panels<kPanels, kBlockN>(to, map, full, 0, key_at(p, work, block * kBlockN), head);
+  }
+}
+
 template <class Traits>
 __device__ __forceinline__ void load_tiles(const ForwardParams& p, ForwardStorage<Traits>& shared) {
-  constexpr int kBlockN = Traits::kBlockN;
   prefetch_tensor_map(&p.q);
   prefetch_tensor_map(&p.k);
   prefetch_tensor_map(&p.v);
@@ -49,16 +69,14 @@ __device__ __forceinline__ void load_tiles(const ForwardParams& p, ForwardStorag
 
     auto copy_keys = [&](int block) {
       barrier_wait(&shared.k_empty[pipe_k.stage], pipe_k.phase ^ 1);
-      const auto at = key_at(p, work, block * kBlockN);
-      tma_load_panels<Traits::kPanels, kBlockN>(shared.k[pipe_k.stage], &p.k, &shared.k_full[pipe_k.stage], 0, at,
-                                                head_k);
+      load_key_block<Traits, Traits::kPanels>(p, work, shared.k[pipe_k.stage], &p.k, &shared.k_full[pipe_k.stage], block,
+                                              head_k, p.sequences.page_rows_k);
       pipe_k.advance();
     };
     auto copy_values = [&](int block) {
       barrier_wait(&shared.v_empty[pipe_v.stage], pipe_v.phase ^ 1);
-      const auto at = key_at(p, work, block * kBlockN);
-      tma_load_panels<Traits::kPanelsV, kBlockN>(shared.v[pipe_v.stage], &p.v, &shared.v_full[pipe_v.stage], 0, at,
-                                                 head_k);
+      load_key_block<Traits, Traits::kPanelsV>(p, work, shared.v[pipe_v.stage], &p.v, &shared.v_full[pipe_v.stage], block,
+                                               head_k, p.sequences.page_rows_v);
       pipe_v.advance();
     };
 

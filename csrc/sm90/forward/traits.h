@@ -9,13 +9,15 @@
 namespace flash_dmattn {
 
 template <class T, int kHeadDim, int kHeadDimV, Bias kBiasForm, MaskForm kMaskForm, int kNumConsumers,
-          bool kOfSequences = false>
+          bool kOfSequences = false, bool kInPages = false>
 struct ForwardTraits {
   using Element = T;
   static constexpr int kD = kHeadDim, kDv = kHeadDimV;
   static constexpr Bias kBias = kBiasForm;
   static constexpr bool kHasMask = kMaskForm != MaskForm::kNone, kHasIntervals = kMaskForm == MaskForm::kIntervals;
   static constexpr bool kHasSequences = kOfSequences;
+  // Keys in pages have kernels of their own: where pages lie takes registers that the producer does not have.
+  static constexpr bool kHasPages = kInPages;
 
   // A consumer has 64 rows, those of one wgmma. The more there are, the better they hide each other's softmax, and the
   // more rows share a tile of k and v.
@@ -57,6 +59,7 @@ struct ForwardTraits {
   // Whether there is split-KV: not for wide rows, nor for a bias that is read value by value, nor of sequences.
   static constexpr bool kSplitKv = kD <= 128 && kDv <= 128 && kBias != Bias::kStrided && !kHasSequences;
   static_assert(!(kHasSequences && (kHasMask || kBias == Bias::kStrided)), "where there are kernels of sequences");
+  static_assert(!kHasPages || (kHasSequences && kBlockN == kTile), "boxes of pages make up a block of keys");
 };
 
 }  // namespace flash_dmattn

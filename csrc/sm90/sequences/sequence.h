@@ -152,6 +152,16 @@ __device__ __forceinline__ auto key_at(const Params& p, const Work& work, int ro
   }
 }
 
+// The coordinates of a key in a page of k or of v, whose pages are `page_rows` rows apart. What lies behind the last key
+// of the sequence is outside, and of a wrong table some page is read.
+__device__ __forceinline__ RaggedRowAt key_in_page(const SequenceParams& p, const Sequence& of, int number, int key,
+                                                   int page_rows) {
+  const int column = min(key / p.page_size, p.table_columns - 1);
+  const int page = min(max(p.block_table[number * p.table_stride + column], 0), p.pages - 1);
+  const int first = column * p.page_size;
+  return ragged_row_at(page * page_rows, min(max(of.seqlen_k - first, 0), p.page_size), key - first);
+}
+
 // Of tiles of a bias, or of dbias.
 template <class Params, class Work>
 __device__ __forceinline__ auto score_at(const Params& p, const Work& work, int row, bool has_entries) {

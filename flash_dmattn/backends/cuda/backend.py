@@ -33,7 +33,8 @@ __all__ = ["AUTO_RULES", "FEATURES", "MASK_FORM", "NAME", "RULES", "INSTANCES", 
 
 NAME = "cuda"
 FEATURES = frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse", "sink"}) | {
-    "sequences"
+    "sequences",
+    "paged",
 }
 MASK_FORM = "prepared"
 # Number of KV splits of the forward kernel: 0 lets the operator choose (csrc/api/num_splits.h), 1 is none. Tests set

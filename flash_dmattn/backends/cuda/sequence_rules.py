@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...problem import AttentionProblem, dtype_name, keys_of_query
+from ...problem import AttentionProblem, dtype_name, fits_tma, keys_of_query
 from ..protocol import Rule
 from .bias_rows import fits
 
@@ -17,6 +17,22 @@ _PAIR = 'backend=("cuda", "triton") runs its forward pass and the backward pass 
 def _stores_dbias(p: AttentionProblem) -> bool:
     """Whether each score of packed queries has a place of its own in dbias."""
     return p.bias is not None and p.bias.shape[1] == p.num_heads and p.bias.shape[3] % _COLUMNS == 0
+
+
+_BOX = 128  # keys, which a kernel reads at a time
+_PAGE_SIZES = (16, 32, 64)  # and multiples of a box
+
+
+def _reads_pages_of(p: AttentionProblem) -> bool:
+    return p.sequences is None or p.sequences.page_size in _PAGE_SIZES or p.sequences.page_size % _BOX == 0
+
+
+def _reads_pages(p: AttentionProblem) -> bool:
+    """Whether TMA reads k and v in pages: rows of unit stride on 16 bytes, pages a whole number of rows apart."""
+    return all(
+        strides[3] == 1 and fits_tma((2, 2, p.num_heads_k), strides, p.dtype.itemsize) and strides[0] % strides[1] == 0
+        for strides in (p.k_strides, p.v_strides)
+    )
 
 
 def _mean_queries(p: AttentionProblem) -> float:
@@ -48,6 +64,24 @@ RULES: tuple[Rule, ...] = (
             + f"; tiles are copied in the dtype of q, {dtype_name(p.dtype)}, from rows of unit stride on 16 bytes"
         ),
         "cast bias, or pad its rows to a multiple of 8 keys",
+    ),
+    Rule(
+        "page_size",
+        lambda p: p.sequences is None or not p.sequences.has_pages or _reads_pages_of(p),
+        lambda p: (
+            f"pages have {0 if p.sequences is None else p.sequences.page_size} keys; the kernels take "
+            f"{', '.join(map(str, _PAGE_SIZES))} or a multiple of {_BOX}"
+        ),
+        _OTHER,
+    ),
+    Rule(
+        "page_strides",
+        lambda p: p.sequences is None or not p.sequences.has_pages or _reads_pages(p),
+        lambda p: (
+            f"k and v have strides {tuple(p.k_strides)} and {tuple(p.v_strides)}; "
+            "TMA reads pages a whole number of rows apart, of rows of unit stride that start on 16 bytes"
+        ),
+        _OTHER,
     ),
     Rule(
         "sequence_softcap",

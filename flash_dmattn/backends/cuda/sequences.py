@@ -40,8 +40,13 @@ def forward(
         return operators.fill_empty(out, lse, None)
     if sink is not None:
         sink = (sink.float() if sink.dtype == torch.float64 else sink).contiguous()
+    table = sequences.block_table
+    if table is None:
+        q, k, v = _readable(q, k, v)
+    else:
+        q, k, v, table = *_readable(q), *_pool(k, v), table if table.shape[1] else table.new_zeros((len(table), 1))
     attend = torch.ops.flash_dmattn.cuda_forward_sequences.default
-    attend(*_readable(q, k, v), sequences.bounds, bias, sink, out, lse, *_numbers(flags), flags.softcap)
+    attend(q, k, v, sequences.bounds, table, bias, sink, out, lse, *_numbers(flags), flags.softcap)
     return out, lse
 
 
@@ -109,6 +114,12 @@ def _readable(*tensors: Tensor) -> list[Tensor]:
     return [_rows(x) if x.shape[1] else x.new_zeros((x.shape[0], 1, *x.shape[2:])) for x in tensors]
 
 
+def _pool(*tensors: Tensor) -> list[Tensor]:
+    """Pages (pages, page_size, H, D) as TMA reads them; of a pool of none, one of zeros."""
+    present = [x if x.shape[0] else x.new_zeros((1, *x.shape[1:])) for x in tensors]
+    return [x if x.data_ptr() % 16 == 0 else x.clone() for x in present]
+
+
 def _rows(x: Tensor) -> Tensor:
     readable = x.data_ptr() % 16 == 0 and _fits(x.shape, x.stride(), x.element_size())
     return x if readable else x.clone(memory_format=torch.contiguous_format)
@@ -124,11 +135,12 @@ def notes(problem: AttentionProblem) -> tuple[str, ...]:
     """Copies that a call makes."""
     p, of = problem, problem.sequences
     assert of is not None
-    tensors = (
-        ("q", of.packs_queries, of.rows_q, p.num_heads, p.head_dim, p.q_strides),
-        ("k", of.packs_keys, of.rows_k, p.num_heads_k, p.head_dim, p.k_strides),
-        ("v", of.packs_keys, of.rows_k, p.num_heads_k, p.head_dim_v, p.v_strides),
-    )
+    tensors = [("q", of.packs_queries, of.rows_q, p.num_heads, p.head_dim, p.q_strides)]
+    if not of.has_pages:  # which are never copied
+        tensors += [
+            ("k", of.packs_keys, of.rows_k, p.num_heads_k, p.head_dim, p.k_strides),
+            ("v", of.packs_keys, of.rows_k, p.num_heads_k, p.head_dim_v, p.v_strides),
+        ]
     return tuple(
         f"copies {name}, of strides {tuple(strides)}: TMA reads entries one after the other, rows of unit stride that "
         "start on 16 bytes"
