@@ -37,18 +37,26 @@ def on_a_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def explained(**changes: Any) -> flash_dmattn.explanation.Explanation:
-    """A bf16 call on sm_90 without mask, bias and gradients, but for the changes; `bias_strides` are of a bias."""
-    strides = changes.pop("bias_strides", None)
+    """A bf16 call on sm_90 without mask, bias and gradients, but for the changes, also of strides."""
+    of_bias, of_k = (changes.pop(name, None) for name in ("bias_strides", "k_strides"))
     explanation = flash_dmattn.explain_problem(**{"q": Q, "device": "sm_90", **changes})
-    if strides is None:
+    if of_bias is of_k is None:
         return explanation
     problem = explanation.problem
-    problem = problem._replace(bias=problem.bias._replace(strides=strides))
+    if of_bias is not None:
+        problem = problem._replace(bias=problem.bias._replace(strides=of_bias))
+    if of_k is not None:
+        problem = problem._replace(k_strides=of_k)
     return flash_dmattn.explanation.explain_description(problem, changes.get("backend", "auto"))
 
 
 # Eight packed sequences of up to 2048 tokens.
 PACKED = {"q": (1, 8192, 16, 64), "sequences": SequenceSpec("packed", 8, 8192, 8192, 2048, 2048)}
+PAGED: dict[str, Any] = {
+    "q": (1, 512, 16, 64),
+    "seqlen_k": 64,
+    "sequences": SequenceSpec("paged_packed", 2, 512, 4096, 512, 4096, page_size=64),
+}
 SHORT_PACKED = {"q": (1, 8192, 16, 64), "sequences": SequenceSpec("packed", 128, 8192, 8192, 64, 64)}
 
 # The code of each rule, a call that breaks it and no other, and what is said of it.
@@ -95,6 +103,14 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "sequence_bias": (
         {**PACKED, "bias": (1, 16, 2048, 2048), "bias_dtype": "fp32"},
         "bias, one value per query and key, has dtype float32 and strides .*in the dtype of q, bfloat16",
+    ),
+    "page_size": (
+        {**PAGED, "seqlen_k": 48, "sequences": PAGED["sequences"]._replace(page_size=48)},
+        "pages have 48 keys; the kernels take 16, 32, 64 or a multiple of 128",
+    ),
+    "page_strides": (
+        {**PAGED, "k_strides": (64 * 1024 + 8, 1024, 64, 1)},
+        r"k and v have strides \(65544, 1024, 64, 1\) and .*TMA reads pages a whole number of rows apart",
     ),
     "sequence_softcap": ({**PACKED, "softcap": 30.0, **GRADIENTS}, "softcap is 30.0; the backward kernels of seq"),
     "sequence_order": ({**PACKED, "deterministic": True, **GRADIENTS}, "deterministic is True; blocks add to dq as"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from flash_dmattn.dispatch import call_cache, preferences, profile_store, refusa
 from flash_dmattn.dispatch.preferences import judge
 from flash_dmattn.dispatch.profile import FORMAT, Figures, Profile, ProfileError, dump, parse, read, write
 from flash_dmattn.dispatch.profile_rows import ROWS, rows_of
+from flash_dmattn.problem import SequenceSpec
 
 GPU, VERSIONS = "NVIDIA A100-SXM4-80GB", {"library": flash_dmattn.__version__, "torch": "2.11.0", "triton": "3.6.0"}
 FAST, MIDDLE, SLOW = Figures(1.0, 2.0), Figures(1.5, 3.0), Figures(9.0, 20.0)
@@ -284,7 +286,7 @@ def test_a_new_profile_makes_calls_choose_anew() -> None:
 def test_a_remembered_call_does_not_ask_for_a_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(1, 4, 2, 8)
     flash_dmattn.attention(x, x, x)
-    monkeypatch.setattr(selection, "judgement", lambda problem: pytest.fail("the choice is remembered"))
+    monkeypatch.setattr(selection, "candidates", lambda problem: pytest.fail("the choice is remembered"))
     flash_dmattn.attention(x, x, x)
 
 
@@ -379,6 +381,38 @@ def test_auto_goes_by_the_figures(name: str, arch: str, machine: SimpleNamespace
     refused = {"bias": (1, 16, 1, 4096), "bias_grad": True, "deterministic": True}
     assert chosen(device=arch, **refused) == (flex_refuses, flex_refuses)
     assert chosen(device=arch, q=(2, 4096, 16, 8)) == (flex_refuses, None)
+
+
+# What FlexAttention refuses: sequences, dropout, a gradient of a bias in a fixed order, narrow heads.
+REFUSED_BY_FLEX: dict[str, dict[str, Any]] = {
+    "sequences": {"q": (1, 8192, 16, 64), "sequences": SequenceSpec("packed", 8, 8192, 8192, 2048, 2048)},
+    "dropout": {"dropout_p": 0.1},
+    "fixed order": {"bias": (1, 16, 1, 4096), "bias_grad": True, "deterministic": True},
+    "narrow heads": {"q": (2, 4096, 16, 8)},
+}
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_120"])
+@pytest.mark.parametrize("name", REFUSED_BY_FLEX)
+def test_unmeasured_kernels_go_before_eager(name: str, arch: str) -> None:
+    """And flex before them; a pair of both passes, and no warning of a fallback."""
+    call = REFUSED_BY_FLEX[name] | {"device": arch}
+    assert chosen(**call) == (("triton",) * 2 if "bias_grad" in call else ("triton", None))
+    assert chosen(**call | {"grad": True}) == ("triton", "triton")
+    assert chosen(device=arch, grad=True) == ("flex", "flex")
+    problem = explain_problem(**CALL | call).problem
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert selection.select(problem, "auto").forward is triton
+    with flash_dmattn.disable_backends("triton"):
+        assert chosen(**call)[0] == "eager"
+    older = chosen(**call | {"device": "sm_75"})
+    assert older[0] == "eager", "nobody compiles the kernels for these"
+
+
+def test_kernels_that_were_measured_slower_than_eager_stay_behind_it() -> None:
+    install(profile_of(triton=SLOW, eager=FAST))
+    assert chosen(**REFUSED_BY_FLEX["narrow heads"]) == ("eager", None)
 
 
 def test_the_passes_that_a_call_runs_decide() -> None:
@@ -499,7 +533,11 @@ def test_without_a_profile_explain_and_the_warning_name_the_command() -> None:
     (verdict,) = (verdict for verdict in found.verdicts if verdict.backend == "triton")
     assert command in verdict.preferences[0].hint
     refused = explain_problem(**CALL, bias=(1, 16, 1, 4096), bias_grad=True, deterministic=True).problem
-    with pytest.warns(flash_dmattn.FallbackWarning, match=f"{command} does, for auto to take them"):
+    assert selection.select(refused, "auto").forward is triton
+    with (
+        flash_dmattn.disable_backends("triton"),
+        pytest.warns(flash_dmattn.FallbackWarning, match=f"{command} does, for auto to take them"),
+    ):
         selection.select(refused, "auto")
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ..backends.cuda import backend as cuda
 from ..backends.flex import backend as flex
-from ..backends.protocol import Rule
+from ..backends.protocol import Rule, is_fallback
 from ..backends.triton import backend as triton
 from ..problem import AttentionProblem, sm_number
 from . import profile_store
@@ -110,13 +110,33 @@ def order(judged: Judgement | None) -> list[str]:
     return names
 
 
+def candidates(problem: AttentionProblem) -> list[tuple[str, tuple[Rule, ...]]]:
+    """The backends in the order in which auto asks them, each with the preferences that bind it there.
+
+    Triton stands there a second time, before the last resort, on GPUs where nobody has measured it: kernels that were
+    compiled and checked for such a GPU serve better than eager PyTorch. So calls run that flex refuses, with sequences
+    or dropout.
+    """
+    judged = judgement(problem)
+    found = []
+    for name in order(judged):
+        if is_fallback(BACKENDS[name]) and judged is None and triton.NAME in BACKENDS and goes_by_profile(problem):
+            found.append((triton.NAME, _preferences_but_measured(triton.NAME)))
+        found.append((name, auto_rules(name, problem, judged)))
+    return found
+
+
+def _preferences_but_measured(name: str) -> tuple[Rule, ...]:
+    return tuple(rule for rule in BACKENDS[name].AUTO_RULES if rule.code != _BUILT_IN)
+
+
 def auto_rules(name: str, problem: AttentionProblem, judged: Judgement | None) -> tuple[Rule, ...]:
     """The preferences that bind auto for one backend and call."""
     stated = BACKENDS[name].AUTO_RULES
     if not goes_by_profile(problem):
         return stated
     if name == triton.NAME:
-        others = tuple(rule for rule in stated if rule.code != _BUILT_IN)
+        others = _preferences_but_measured(name)
         if judged is None:
             return (*others, _unmeasured(problem))
         return others if judged.takes_triton else (*others, _refusal(name, judged.why))

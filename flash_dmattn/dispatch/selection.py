@@ -16,7 +16,7 @@ from ..backends.protocol import (
     is_fallback,
 )
 from ..problem import AttentionProblem
-from .preferences import auto_rules, judgement, order
+from .preferences import candidates
 from .refusals import passes_of, refuse, refuse_all, report_fallback
 from .registry import BACKENDS, works
 from .settings import BackendChoice, Decision, check_choice, check_environment, process, thread
@@ -98,13 +98,13 @@ def selected_names(problem: AttentionProblem, selection: Selection) -> tuple[str
 
 def _choose_auto(problem: AttentionProblem, pairs_only: bool = False) -> Selection:
     needs_backward = any(problem.needs_grad)
-    judged = judgement(problem)
-    for name in order(judged):
+    asked = candidates(problem)
+    for name, rules in asked:
         backend = BACKENDS[name]
         if pairs_only and is_composite(backend):
             continue
         # The few rules of auto first: they turn most calls on a CPU away from the others at once.
-        if not all_hold(auto_rules(name, problem, judged), problem, "forward") or not _serves(name, problem, "forward"):
+        if not all_hold(rules, problem, "forward") or not _serves(name, problem, "forward"):
             continue
         if is_composite(backend):
             if needs_backward and not accepts(backend, problem, "backward"):
@@ -113,11 +113,11 @@ def _choose_auto(problem: AttentionProblem, pairs_only: bool = False) -> Selecti
         if not needs_backward:
             return Selection(backend, None)
         # The same backend where it can; else any other pair, since all share the layout of lse.
-        for other in (name, *BACKENDS):
+        for other, rules_of_other in ((name, rules), *asked):
             if (
                 not is_composite(BACKENDS[other])
                 and _serves(other, problem, "backward")
-                and all_hold(auto_rules(other, problem, judged), problem, "backward")
+                and all_hold(rules_of_other, problem, "backward")
             ):
                 return Selection(backend, cast(KernelBackend, BACKENDS[other]))
     refuse_all(problem)
