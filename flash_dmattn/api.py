@@ -122,7 +122,7 @@ def attention(
     The recurrence over key blocks is Dao et al., FlashAttention (2022) and FlashAttention-2 (2023); the gradients,
     with that of the bias, are derived in docs/mathematics.md. Sinks are those of OpenAI, gpt-oss model card
     (2025), after Xiao et al., Efficient streaming language models with attention sinks (2023). Dropout is drawn by
-    Philox4x32-10, Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011).
+    Philox4x32-7, Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011).
 
     >>> import torch, flash_dmattn
     >>> q = torch.randn(1, 5, 4, 16)

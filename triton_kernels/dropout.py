@@ -21,10 +21,10 @@ class Dropout(NamedTuple):
 
 @triton.jit
 def philox_words(key, entry, head, rows, keys):
-    """The four words of Philox4x32-10 for queries and keys without their bit 3; the three broadcast."""
+    """The four words of Philox4x32-7 for queries and keys without their bit 3; the three broadcast."""
     # One number of 64 bits, which Triton takes apart into the two words again.
     seed = tl.load(key) | (tl.load(key + 1) << 32)
-    return tl.philox(seed, keys, rows, head, entry)
+    return tl.philox(seed, keys, rows, head, entry, n_rounds=7)
 
 
 @triton.jit
