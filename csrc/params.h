@@ -24,11 +24,13 @@ struct PackMaskParams {
 };
 
 struct ListTilesParams {
-  const uint8_t* classes;  // (B, H, Tq, Tk), contiguous
+  const uint8_t* classes;  // (B, H, Tq, Tk), contiguous, or (B, H, Tk, Tq) if columns are
+  bool columns_are_contiguous;
   int32_t* row_lists;      // (B, H, Tq, 2 + Tk), contiguous
   int32_t* col_lists;      // (B, H, Tk, 2 + Tq), contiguous
-  int64_t num_rows;        // B * H * Tq
-  int64_t num_lists;       // B * H * (Tq + Tk)
+  int64_t heads;           // B * H
+  int64_t num_rows;        // of a launch, the row lists, which come first
+  int64_t num_lists;       // of a launch
   int tiles_q, tiles_k;
 };
 
@@ -77,7 +79,7 @@ struct IntervalTilesParams {
   const int32_t* stop;   // (B, H, Lk), contiguous
   const int32_t* order;  // (B, H, Lk), contiguous; null where places are keys
   int2* bounds;          // (B, H, 128 Tk), contiguous
-  uint8_t* classes;      // (B, H, Tq, Tk), contiguous
+  uint8_t* classes;      // (B, H, Tk, Tq), contiguous
   int seqlen_q, seqlen_k, tiles_q, tiles_k;
 };
 

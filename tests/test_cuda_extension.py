@@ -49,6 +49,7 @@ OTHERS = {
     "interval_bits_kernel": 1,
     "interval_tiles_kernel": 1,
     "key_codes_kernel": 1,
+    "list_long_tiles_kernel": 1,
     "list_tiles_kernel": 1,
     "list_works_kernel": 1,
     "order_lists_kernel": 1,

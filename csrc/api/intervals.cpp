@@ -134,7 +134,7 @@ std::vector<Tensor> interval_tiles(Tensor start, Tensor stop, Tensor order, int6
 
   const CurrentDevice device(kName, start);
   const std::array<int64_t, 4> of_places{batch, num_heads, tiles_k * kTile, 2};
-  const std::array<int64_t, 4> of_tiles{batch, num_heads, tiles_q, tiles_k};
+  const std::array<int64_t, 4> of_tiles{batch, num_heads, tiles_k, tiles_q};  // written column by column
   Tensor bounds = torch::stable::new_empty(start, {of_places.data(), of_places.size()}, ScalarType::Int);
   Tensor classes = torch::stable::new_empty(start, {of_tiles.data(), of_tiles.size()}, ScalarType::Byte);
   if (heads * tiles_k > 0) {
@@ -150,7 +150,7 @@ std::vector<Tensor> interval_tiles(Tensor start, Tensor stop, Tensor order, int6
     params.tiles_k = static_cast<int>(tiles_k);
     check(launch_interval_tiles(params, heads, device.stream), kName, "launching the kernel of the bounds");
   }
-  const auto [row_lists, col_lists] = list_tiles(kName, classes, device.stream);
+  const auto [row_lists, col_lists] = list_tiles(kName, classes, true, device.stream);
   return {bounds, row_lists, col_lists};
 }
 

@@ -74,7 +74,7 @@ std::vector<Tensor> pack_mask(Tensor mask, int64_t low, int64_t high, bool has_b
     check(launch_pack_mask(params, static_cast<unsigned>(pack_blocks), rows_are_aligned(mask), has_band, device.stream),
           kName, "launching the packing kernel");
   }
-  const auto [row_lists, col_lists] = list_tiles(kName, classes, device.stream);
+  const auto [row_lists, col_lists] = list_tiles(kName, classes, false, device.stream);
   return {bits, classes, row_lists, col_lists};
 }
 

@@ -13,12 +13,15 @@
 
 namespace flash_dmattn {
 
-// Returns (row_lists, col_lists) of classes (B, H, Tq, Tk), contiguous, whose blocks the caller has found to be few
-// enough: B * H * (Tq + Tk) fit int32.
+// Returns (row_lists, col_lists) of classes (B, H, Tq, Tk), or (B, H, Tk, Tq) with `columns_are_contiguous`, whose blocks
+// the caller has found to be few enough: B * H * (Tq + Tk) fit int32.
 inline std::pair<torch::stable::Tensor, torch::stable::Tensor> list_tiles(const char* op,
                                                                           const torch::stable::Tensor& classes,
+                                                                          bool columns_are_contiguous,
                                                                           cudaStream_t stream) {
-  const int64_t batch = classes.size(0), heads = classes.size(1), tiles_q = classes.size(2), tiles_k = classes.size(3);
+  const int64_t batch = classes.size(0), heads = classes.size(1);
+  const int64_t tiles_q = classes.size(columns_are_contiguous ? 3 : 2);
+  const int64_t tiles_k = classes.size(columns_are_contiguous ? 2 : 3);
   const auto lists_of = [&](int64_t tiles, int64_t length) {
     const std::array<int64_t, 4> shape{batch, heads, tiles, 2 + length};
     return torch::stable::new_empty(classes, {shape.data(), shape.size()}, torch::headeronly::ScalarType::Int);
@@ -28,13 +31,12 @@ inline std::pair<torch::stable::Tensor, torch::stable::Tensor> list_tiles(const 
   params.classes = static_cast<const uint8_t*>(classes.const_data_ptr());
   params.row_lists = static_cast<int32_t*>(lists.first.mutable_data_ptr());
   params.col_lists = static_cast<int32_t*>(lists.second.mutable_data_ptr());
-  params.num_rows = batch * heads * tiles_q;
-  params.num_lists = params.num_rows + batch * heads * tiles_k;
+  params.columns_are_contiguous = columns_are_contiguous;
+  params.heads = batch * heads;
   params.tiles_q = static_cast<int>(tiles_q);
   params.tiles_k = static_cast<int>(tiles_k);
-  if (params.num_lists > 0) {
-    const auto blocks = static_cast<unsigned>(ceil_div(params.num_lists, kListsPerBlock));
-    check(launch_list_tiles(params, blocks, stream), op, "launching the list kernel");
+  if (batch * heads * (tiles_q + tiles_k) > 0) {
+    check(launch_list_tiles(params, stream), op, "launching the list kernel");
   }
   return lists;
 }

@@ -69,6 +69,21 @@ FAULTS: tuple[Fault, ...] = (
         "params.table_stride = table.size(1);",
         _pages("test_rows_of_a_table_lie_anyhow[cuda]"),
     ),
+    # Lists of tiles
+    Fault(
+        "the last of 32 neighbouring lists is that of the next head",
+        "csrc/sm90/mask/list.cu",
+        "const int groups = (lists.number + kNeighbours - 1) / kNeighbours;",
+        "const int groups = lists.number / kNeighbours + 1;",
+        ("tests/test_cuda_pack.py::test_tiles_of_intervals[4096-65536]",),
+    ),
+    Fault(
+        "a tile with a dead place is full",
+        "csrc/sm90/mask/intervals.cu",
+        "first_stop = min(first_stop, of_place.y);",
+        "if (of_place.y > 0) first_stop = min(first_stop, of_place.y);",
+        ("tests/test_cuda_pack.py::test_tiles_of_intervals[300-257]",),
+    ),
     # Sequences
     Fault(
         "tiles of a sequence of no queries are those of the next",

@@ -22,7 +22,8 @@ __global__ void __launch_bounds__(kTile) interval_tiles_kernel(const __grid_cons
   bounds[threadIdx.x] = interval;
   p.bounds[blockIdx.x * static_cast<int64_t>(kTile) + threadIdx.x] = interval;
   __syncthreads();
-  int earliest = INT32_MAX, latest = 0;  // the rows that some place has, and all between
+  int earliest = INT32_MAX, latest = 0;           // the rows that some place has, and all between
+  int last_start = 0, first_stop = INT32_MAX;     // those between are the rows that all places have
 #pragma unroll 8
   for (int i = 0; i < kTile; ++i) {
     const int2 of_place = bounds[i];
@@ -30,21 +31,22 @@ __global__ void __launch_bounds__(kTile) interval_tiles_kernel(const __grid_cons
       earliest = min(earliest, of_place.x);
       latest = max(latest, of_place.y);
     }
+    last_start = max(last_start, of_place.x);
+    first_stop = min(first_stop, of_place.y);
   }
-  uint8_t* classes = p.classes + head * p.tiles_q * p.tiles_k + tile_k;
+  uint8_t* classes = p.classes + (head * p.tiles_k + tile_k) * p.tiles_q;
   for (int tile_q = threadIdx.x; tile_q < p.tiles_q; tile_q += kTile) {
     const int first = tile_q * kTile, end = min(first + kTile, p.seqlen_q);
-    bool is_active = false, is_full = false;
-    if (earliest < end && latest > first) {
-      is_full = true;
+    const bool is_full = last_start <= first && first_stop >= end;
+    bool is_active = is_full;
+    if (!is_full && earliest < end && latest > first) {
 #pragma unroll 8
       for (int i = 0; i < kTile; ++i) {
         const int2 of_place = bounds[i];
         is_active |= of_place.x < end && of_place.y > first && of_place.x < of_place.y;
-        is_full &= of_place.x <= first && of_place.y >= end;
       }
     }
-    classes[static_cast<int64_t>(tile_q) * p.tiles_k] = is_active + is_full;
+    classes[tile_q] = is_active + is_full;
   }
 }
 

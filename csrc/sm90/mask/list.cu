@@ -2,7 +2,9 @@
 //
 //     list = number of full tiles, number of partial tiles, then the indices: full, partial, empty, each ascending
 //
-// A warp writes one list. It reads the classes (1/16384 of the mask) twice: to count, then to place.
+// A warp writes a list. It reads the classes (1/16384 of the mask) twice: to count, then to place. Of long lists whose
+// classes do not lie side by side a block reads those of 32 lists together, which do.
+#include "../../api/integers.h"
 #include "../kernel_launch.h"
 #include "mask.h"
 
@@ -12,6 +14,55 @@ namespace {
 constexpr unsigned kAll = 0xffffffffu;
 constexpr int kPartial = 1, kFull = 2;
 
+// What a list has so far: of its full and of its partial tiles how many.
+struct Count {
+  int full = 0, partial = 0;
+};
+
+// Adds 32 tiles, one of each lane. Lanes beyond the end hold a class that is none of the three.
+__device__ __forceinline__ void count_tiles(int kind, Count& count) {
+  count.full += __popc(__ballot_sync(kAll, kind == kFull));
+  count.partial += __popc(__ballot_sync(kAll, kind == kPartial));
+}
+
+// Writes the indices of 32 tiles from `start` on, which follow those that `placed` counts, and counts them.
+__device__ __forceinline__ void place_tiles(int kind, int start, int length, const Count& all, Count& placed,
+                                            int32_t* indices) {
+  const int lane = threadIdx.x % 32, tile = start + lane;
+  const unsigned lanes_before = (1u << lane) - 1;
+  const unsigned full_lanes = __ballot_sync(kAll, kind == kFull);
+  const unsigned partial_lanes = __ballot_sync(kAll, kind == kPartial);
+  const int full_before = placed.full + __popc(full_lanes & lanes_before);
+  const int partial_before = placed.partial + __popc(partial_lanes & lanes_before);
+  const int empty_before = tile - full_before - partial_before;
+  const int place = kind == kFull      ? full_before
+                    : kind == kPartial ? all.full + partial_before
+                                       : all.full + all.partial + empty_before;
+  if (tile < length) indices[place] = tile;
+  placed.full += __popc(full_lanes);
+  placed.partial += __popc(partial_lanes);
+}
+
+// Where the lists of a kind are, and the classes of one: those of list i of head h start at
+// classes + h * Tq * Tk + i * list_stride, tile_stride apart.
+struct Lists {
+  int32_t* out;
+  int64_t list_stride, tile_stride;
+  int number, length;  // of a head; of a list
+};
+
+__device__ __forceinline__ Lists lists_of(const ListTilesParams& p, bool is_row) {
+  Lists lists;
+  lists.out = is_row ? p.row_lists : p.col_lists;
+  lists.number = is_row ? p.tiles_q : p.tiles_k;
+  lists.length = is_row ? p.tiles_k : p.tiles_q;
+  const bool is_contiguous = is_row != p.columns_are_contiguous;
+  lists.list_stride = is_contiguous ? lists.length : 1;
+  lists.tile_stride = is_contiguous ? 1 : lists.number;
+  return lists;
+}
+
+// Both kinds of lists, or those that have classes side by side.
 __global__ void __launch_bounds__(kListsPerBlock * 32) list_tiles_kernel(const __grid_constant__ ListTilesParams p) {
   griddep_wait();
   const int64_t list = static_cast<int64_t>(blockIdx.x) * kListsPerBlock + threadIdx.x / 32;
@@ -19,50 +70,85 @@ __global__ void __launch_bounds__(kListsPerBlock * 32) list_tiles_kernel(const _
   if (list >= p.num_lists) return;  // whole warps
   const bool is_row = list < p.num_rows;
   const int64_t index = is_row ? list : list - p.num_rows;
-  const int length = is_row ? p.tiles_k : p.tiles_q;
-  const int64_t stride = is_row ? 1 : p.tiles_k;
-  // There are no columns where tiles_k is 0, so nothing is divided by 0.
+  const Lists lists = lists_of(p, is_row);
+  const int64_t head = index / lists.number;
   const uint8_t* classes =
-      p.classes + (is_row ? index * p.tiles_k : index / p.tiles_k * p.tiles_q * p.tiles_k + index % p.tiles_k);
-  int32_t* out = (is_row ? p.row_lists : p.col_lists) + index * (2 + length);
-
-  // Lanes beyond the end hold a class that is none of the three.
-  auto class_of = [&](int tile) { return tile < length ? static_cast<int>(classes[tile * stride]) : -1; };
-
-  int num_full = 0, num_partial = 0;
-  for (int start = 0; start < length; start += 32) {
-    const int kind = class_of(start + lane);
-    num_full += __popc(__ballot_sync(kAll, kind == kFull));
-    num_partial += __popc(__ballot_sync(kAll, kind == kPartial));
-  }
+      p.classes + head * p.tiles_q * p.tiles_k + (index - head * lists.number) * lists.list_stride;
+  int32_t* out = lists.out + index * (2 + lists.length);
+  auto class_of = [&](int tile) {
+    return tile < lists.length ? static_cast<int>(classes[tile * lists.tile_stride]) : -1;
+  };
+  Count all, placed;
+  for (int start = 0; start < lists.length; start += 32) count_tiles(class_of(start + lane), all);
   if (lane == 0) {
-    out[0] = num_full;
-    out[1] = num_partial;
+    out[0] = all.full;
+    out[1] = all.partial;
   }
-  out += 2;
-
-  const unsigned lanes_before = (1u << lane) - 1;
-  int full = 0, partial = 0;
-  for (int start = 0; start < length; start += 32) {
-    const int tile = start + lane;
-    const int kind = class_of(tile);
-    const unsigned full_lanes = __ballot_sync(kAll, kind == kFull);
-    const unsigned partial_lanes = __ballot_sync(kAll, kind == kPartial);
-    const int full_before = full + __popc(full_lanes & lanes_before);
-    const int partial_before = partial + __popc(partial_lanes & lanes_before);
-    const int empty_before = tile - full_before - partial_before;
-    const int place = kind == kFull      ? full_before
-                      : kind == kPartial ? num_full + partial_before
-                                         : num_full + num_partial + empty_before;
-    if (tile < length) out[place] = tile;
-    full += __popc(full_lanes);
-    partial += __popc(partial_lanes);
+  for (int start = 0; start < lists.length; start += 32) {
+    place_tiles(class_of(start + lane), start, lists.length, all, placed, out + 2);
   }
 }
 
+constexpr int kNeighbours = 32, kWarps = 8, kListsOfWarp = kNeighbours / kWarps;
+constexpr int kTilesAtOnce = 128;
+
+// The kind of which neighbouring lists have their classes side by side.
+__global__ void __launch_bounds__(kWarps * 32) list_long_tiles_kernel(const __grid_constant__ ListTilesParams p) {
+  griddep_wait();
+  __shared__ uint8_t kinds[kTilesAtOnce][kNeighbours + 1];  // odd rows: 32 tiles of a list are in different banks
+  const Lists lists = lists_of(p, p.columns_are_contiguous);
+  const int groups = (lists.number + kNeighbours - 1) / kNeighbours;
+  const int64_t head = blockIdx.x / groups;
+  const int first_list = static_cast<int>(blockIdx.x - head * groups) * kNeighbours;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const uint8_t* classes = p.classes + head * p.tiles_q * p.tiles_k + first_list;
+  Count all[kListsOfWarp], placed[kListsOfWarp];
+  // Twice over all tiles; `use` gets a list of the warp, and the class of the lane's tile.
+  auto each = [&](auto use) {
+    for (int first = 0; first < lists.length; first += kTilesAtOnce) {
+      __syncthreads();  // the tiles before are read
+      for (int row = warp; row < kTilesAtOnce; row += kWarps) {
+        const bool exists = first + row < lists.length && first_list + lane < lists.number;
+        kinds[row][lane] = exists ? classes[(first + row) * lists.tile_stride + lane] : 0xff;
+      }
+      __syncthreads();
+#pragma unroll
+      for (int i = 0; i < kListsOfWarp; ++i) {
+#pragma unroll
+        for (int part = 0; part < kTilesAtOnce; part += 32) {
+          use(i, kinds[part + lane][warp * kListsOfWarp + i], first + part);
+        }
+      }
+    }
+  };
+  each([&](int i, int kind, int) { count_tiles(kind, all[i]); });
+  int32_t* const out = lists.out + (head * lists.number + first_list + warp * kListsOfWarp) * (2 + lists.length);
+  each([&](int i, int kind, int start) {
+    if (first_list + warp * kListsOfWarp + i >= lists.number) return;  // whole warps
+    int32_t* const list = out + static_cast<int64_t>(i) * (2 + lists.length);
+    if (start == 0 && lane < 2) list[lane] = lane == 0 ? all[i].full : all[i].partial;
+    place_tiles(kind, start, lists.length, all[i], placed[i], list + 2);
+  });
+}
+
+// From so many tiles on lists are long. Below, a block for 32 lists leaves most SMs without work.
+constexpr int kLong = 512;
+
 }  // namespace
 
-cudaError_t launch_list_tiles(const ListTilesParams& params, unsigned blocks, cudaStream_t stream) {
+cudaError_t launch_list_tiles(ListTilesParams params, cudaStream_t stream) {
+  const int64_t heads = params.heads, rows = heads * params.tiles_q, columns = heads * params.tiles_k;
+  const int64_t number = params.columns_are_contiguous ? params.tiles_q : params.tiles_k;  // of the other kind
+  const int64_t length = params.columns_are_contiguous ? params.tiles_k : params.tiles_q;
+  const bool is_long = length >= kLong && number > 0;
+  if (is_long) {
+    const auto blocks = static_cast<unsigned>(heads * ceil_div(number, kNeighbours));
+    const cudaError_t error = KernelLaunch(blocks, kWarps * 32, stream).run(list_long_tiles_kernel, params);
+    if (error != cudaSuccess) return error;
+  }
+  params.num_rows = is_long && params.columns_are_contiguous ? 0 : rows;
+  params.num_lists = is_long ? (params.columns_are_contiguous ? columns : rows) : rows + columns;
+  const auto blocks = static_cast<unsigned>(ceil_div(params.num_lists, kListsPerBlock));
   return KernelLaunch(blocks, kListsPerBlock * 32, stream).run(list_tiles_kernel, params);
 }
 

@@ -15,7 +15,8 @@ constexpr int kListsPerBlock = 4;
 // wide: rows start and end on 16 bytes and keys have unit stride, so 16 keys are one load.
 cudaError_t launch_pack_mask(const PackMaskParams& params, unsigned blocks, bool wide, bool has_band,
                              cudaStream_t stream);
-cudaError_t launch_list_tiles(const ListTilesParams& params, unsigned blocks, cudaStream_t stream);
+// Sets num_rows and num_lists.
+cudaError_t launch_list_tiles(ListTilesParams params, cudaStream_t stream);
 // Keys of a chunk in causal top-k, at most.
 constexpr int kMostChunkKeys = 1024;
 cudaError_t launch_topk(const TopkParams& params, cudaStream_t stream);
