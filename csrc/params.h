@@ -188,6 +188,13 @@ struct ClearDbiasParams {
   bool mask_has_batch;
 };
 
+// Dropout of probabilities: flash_dmattn/reference/dropout.py says which are kept.
+struct DropoutParams {
+  const int64_t* key;  // (2); null for none
+  uint32_t threshold;  // what is kept has a word of at least this
+  float scale;         // and is multiplied by this
+};
+
 // How a mask is read: not at all, as bits, or as the queries that see each key, [x, y) of its bounds.
 enum class MaskForm { kNone, kTiles, kIntervals };
 
@@ -243,6 +250,8 @@ struct ForwardParams {
   BiasDtype sink_dtype;
 
   SequenceParams sequences;  // of calls with sequences, whose kernels read no batch, seqlen_q, seqlen_k, low and high
+
+  DropoutParams dropout;
 };
 
 // The backward pass. Gradients that several blocks add to are summed in fp32, in accumulator tiles of 64 x 64
@@ -311,6 +320,8 @@ struct BackwardParams {
   float softcap, pre_scale;
 
   SequenceParams sequences;  // as in ForwardParams
+
+  DropoutParams dropout;
 };
 
 // For a fixed order of additions: column lists whose query tiles ascend. Written before the backward kernel.
@@ -367,6 +378,8 @@ struct SharedDbiasParams {
 
   // As in ForwardParams; batch, seqlen_q and seqlen_k are those of a bias by position then.
   SequenceParams sequences;
+
+  DropoutParams dropout;
 };
 
 // dbias from the slots of the shared_dbias kernel.

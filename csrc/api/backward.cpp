@@ -154,7 +154,8 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
               std::optional<Tensor> key_order, std::optional<Tensor> bias, Tensor out, Tensor lse,
               std::optional<Tensor> dq, std::optional<Tensor> dk, std::optional<Tensor> dv, std::optional<Tensor> dbias,
               std::optional<Tensor> dbias_sums, std::optional<Tensor> delta, int64_t low, int64_t high,
-              double softmax_scale, double softcap, bool deterministic, int64_t num_dbias_chunks) {
+              double softmax_scale, double softcap, bool deterministic, int64_t num_dbias_chunks,
+              std::optional<Tensor> dropout_key, double dropout_p) {
   const Sizes sizes = sizes_of(kName, q, k, v);
   const KernelInstance instance = instance_for(q.scalar_type(), sizes.head_dim, sizes.head_dim_v);
   CHECK_ARGUMENT(sizes.head_dim_v <= kMaxRowColumns, "rows of out have ", sizes.head_dim_v, " columns, more than ",
@@ -188,7 +189,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   if (has_mask) call.mask_batch = mask[0].size(0);
   call.has_key_order = key_order.has_value();
   call.is_banded = is_banded;
-  call.has_softcap = softcap > 0;
+  call.has_softcap = softcap > 0 || dropout_key.has_value();  // neither has kernels of two key tiles or of clusters
   call.is_deterministic = deterministic;
   call.needs_dq = dq.has_value();
   call.needs_dk_or_dv = dk.has_value() || dv.has_value();
@@ -220,6 +221,8 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   params.head_dim = static_cast<int>(sizes.head_dim);
   params.softmax_scale = static_cast<float>(softmax_scale);
   set_softcap(softmax_scale, softcap, params);
+  CHECK_ARGUMENT(!(softcap > 0 && dropout_key.has_value()), "there is no kernel with dropout and a softcap");
+  set_dropout(kName, dropout_key, dropout_p, instance.head_dim, instance.head_dim_v, params);
   set_band(sizes, low, high, params);
   if (has_mask) {
     CHECK_ARGUMENT(mask.size() == 3, "mask has ", mask.size(),
@@ -368,7 +371,8 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
     float* const slots = of_dbias.has_slots ? start + slots_at : nullptr;
     int* const dbias_counter = reinterpret_cast<int*>(start + dbias_counter_at);
     const SharedDbiasCall shared{dout,         q,     k,             v,   *bias, mask,          params.lse,
-                                 params.delta, slots, dbias_counter, low, high,  softmax_scale, softcap, nullptr};
+                                 params.delta, slots, dbias_counter, low, high,  softmax_scale, softcap, nullptr,
+                                 params.dropout};
     store_shared_dbias(kName, instance.shared_dbias, device, sizes, shared, of_dbias, *dbias);
   }
   if (!runs_main_kernel) return;
@@ -379,7 +383,8 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   postprocess.add(dq, params.dq_sums, 0, pairs, tiles_q * kTile, dq_columns, softmax_scale, false);
   postprocess.add(dk, params.dk_sums, full_group_pairs, summed_pairs, blocks_k * block_n, dq_columns, softmax_scale,
                   params.batch_is_inner, params.key_order != nullptr);
-  postprocess.add(dv, params.dv_sums, full_group_pairs, summed_pairs, blocks_k * block_n, dv_columns, 1.0,
+  const double of_dv = params.dropout.key != nullptr ? params.dropout.scale : 1.0;
+  postprocess.add(dv, params.dv_sums, full_group_pairs, summed_pairs, blocks_k * block_n, dv_columns, of_dv,
                   params.batch_is_inner, params.key_order != nullptr);
   if (postprocess.tiles > 0)
     check(instance.sums(postprocess.params, device.stream), kName, "launching the kernel of the sums");
@@ -392,7 +397,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flash_dmattn, m) {
       "cuda_backward_kernel(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? key_order, "
       "Tensor? bias, Tensor out, Tensor lse, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dbias, "
       "Tensor(e!)? dbias_sums, Tensor(f!)? delta, int low, int high, float softmax_scale, float softcap, "
-      "bool deterministic, int num_dbias_chunks) -> ()");
+      "bool deterministic, int num_dbias_chunks, Tensor? dropout_key, float dropout_p) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, m) { m.impl("cuda_backward_kernel", TORCH_BOX(&backward)); }

@@ -9,6 +9,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "../params.h"
+#include "../sm90/backward/instances.h"
 #include "common.h"
 
 namespace flash_dmattn {
@@ -85,6 +86,22 @@ inline void set_scale(double softmax_scale, double softcap, ForwardParams& param
     params.scale = static_cast<float>(softmax_scale);
   }
   params.inverse_scale = 1.0f / params.scale;
+}
+
+// Dropout of probabilities, of a kernel instance that has it: the key of a call, int64 (2,), and how many are dropped.
+template <class Params>
+void set_dropout(const char* op, const std::optional<torch::stable::Tensor>& key, double p, int64_t head_dim,
+                 int64_t head_dim_v, Params& params) {
+  if (!key.has_value()) return;
+  CHECK_FOR(op, key->scalar_type() == torch::headeronly::ScalarType::Long && key->numel() == 2 && key->is_contiguous(),
+            "the key of dropout needs to be int64, (2,)");
+  CHECK_FOR(op, has_dropout_kernels(static_cast<int>(head_dim), static_cast<int>(head_dim_v)),
+            "there are no kernels with dropout of head dims ", head_dim, " and ", head_dim_v, " (v)");
+  CHECK_FOR(op, p >= 0 && p <= 1, "p is ", p, "; it needs to be from 0 to 1");
+  constexpr double kWords = 4294967296.0;
+  params.dropout.key = static_cast<const int64_t*>(key->const_data_ptr());
+  params.dropout.threshold = static_cast<uint32_t>(std::min(p * kWords, kWords - 1));
+  params.dropout.scale = p == 1 ? 0.0f : static_cast<float>(1 / (1 - p));
 }
 
 // The form of a mask of which the first tensor is given: bits of a TileMask, (Bm, Hm, Lq, 4 Tk), or bounds of an

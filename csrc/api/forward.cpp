@@ -30,13 +30,14 @@ constexpr const char* kName = "cuda_forward_kernel";
 struct KernelInstance {
   decltype(&launch_forward<__half, 64, 64>) launch;
   decltype(&forward_tile<__half, 64, 64>) tile;
+  int64_t head_dim, head_dim_v;
 };
 
 // The smallest kernel instance whose head dims hold those of the call.
 KernelInstance instance_for(ScalarType dtype, int64_t head_dim, int64_t head_dim_v) {
 #define FLASH_DMATTN_INSTANCE(element, scalar, d, dv)                        \
   if (dtype == ScalarType::scalar && head_dim <= d && head_dim_v <= dv) {    \
-    return {&launch_forward<element, d, dv>, &forward_tile<element, d, dv>}; \
+    return {&launch_forward<element, d, dv>, &forward_tile<element, d, dv>, d, dv}; \
   }
   FLASH_DMATTN_INSTANCES(FLASH_DMATTN_INSTANCE)
 #undef FLASH_DMATTN_INSTANCE
@@ -63,10 +64,11 @@ int64_t longest_walk(const Sizes& sizes, bool has_mask, const ForwardTile& tile,
 // Writes out and lse. mask is {}, or (bits, row_lists) of a TileMask, or (bounds, row_lists) of an IntervalMask; low and
 // high are the band if there is no mask.
 // sink: (Hq), contiguous, in fp32 or 16 bits.
+// dropout_key: int64 (2), beside which a bias per query and key needs rows that TMA can read, and there is no softcap.
 // num_splits: KV splits of the work tiles of the last wave. 1 for none, 0 to let estimate_num_splits choose.
 void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::optional<Tensor> bias,
              std::optional<Tensor> sink, Tensor out, Tensor lse, int64_t low, int64_t high, double softmax_scale,
-             double softcap, int64_t num_splits) {
+             double softcap, int64_t num_splits, std::optional<Tensor> dropout_key, double dropout_p) {
   const Sizes sizes = sizes_of(kName, q, k, v);
   const KernelInstance instance = instance_for(q.scalar_type(), sizes.head_dim, sizes.head_dim_v);
 
@@ -76,7 +78,10 @@ void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::option
   const MaskForm of_mask = mask_form(mask);
   CHECK_ARGUMENT(of_mask != MaskForm::kIntervals || form == Bias::kNone || form == Bias::kVector,
                  "a bias per query and key needs bits of a mask");
-  const ForwardTile tile = instance.tile(form, of_mask, static_cast<int>(sizes.seqlen_q));
+  set_dropout(kName, dropout_key, dropout_p, instance.head_dim, instance.head_dim_v, params);
+  const bool has_dropout = params.dropout.key != nullptr;
+  CHECK_ARGUMENT(!has_dropout || form != Bias::kStrided, "bias has rows that TMA cannot read; dropout has no kernel for it");
+  const ForwardTile tile = instance.tile(form, of_mask, static_cast<int>(sizes.seqlen_q), has_dropout);
 
   const CurrentDevice device(kName, q);  // before the TMA descriptors, whose encoder needs its context
 
@@ -147,7 +152,8 @@ void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::option
 STABLE_TORCH_LIBRARY_FRAGMENT(flash_dmattn, m) {
   m.def(
       "cuda_forward_kernel(Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? bias, Tensor? sink, Tensor(a!) out, "
-      "Tensor(b!) lse, int low, int high, float softmax_scale, float softcap, int num_splits) -> ()");
+      "Tensor(b!) lse, int low, int high, float softmax_scale, float softcap, int num_splits, Tensor? dropout_key, "
+      "float dropout_p) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, m) { m.impl("cuda_forward_kernel", TORCH_BOX(&forward)); }

@@ -37,6 +37,7 @@ void store_shared_dbias(const char* op, const SharedDbiasKernels& kernels, const
   set_band(sizes, call.low, call.high, params);
   params.softmax_scale = static_cast<float>(call.softmax_scale);
   set_softcap(call.softmax_scale, call.softcap, params);
+  params.dropout = call.dropout;
   if (has_mask) {
     CHECK_FOR(op, mask_form(call.mask) == MaskForm::kTiles, "a bias per query and key needs bits of a mask");
     params.mask_bits = static_cast<const int32_t*>(call.mask[0].const_data_ptr());

@@ -32,6 +32,7 @@ struct SharedDbiasCall {
   int64_t low, high;
   double softmax_scale, softcap;
   const SequenceParams* sequences;  // null for none; beside them sizes are those of a bias by position
+  DropoutParams dropout;
 };
 
 // Writes all of dbias: contiguous, in the dtype of q, from slots unless its rows are a multiple of 8 keys.

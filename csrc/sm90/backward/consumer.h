@@ -270,6 +270,8 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
   __device__ __forceinline__ void step(const KeyWorkItem<Traits>& item, int i, Scores& scores, Block& block,
                                        int& last_index, Pipes& pipes) {
     constexpr bool kIsLast = kKeyTile == kKeyTiles - 1;
+    typename Base::Kept kept;
+    this->find_kept_of(kept, item, block.index);
     Scores dp;
     const int stage = pipes.rows.stage;
     if constexpr (kKeyTile == 0) barrier_wait(&shared.dout_full[stage], pipes.rows.phase);
@@ -288,7 +290,7 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     wgmma_fence_operand(dp);
     Operand probs, ds;
     float sums[2];
-    this->finish_ds(scores, dp, stage, probs, ds, sums);
+    this->finish_ds(scores, dp, kept, stage, probs, ds, sums);
     if constexpr (kHasKeyBias) add_key_sums(sums);
     multiply<kHasNext, kKeyTile>(item, i, probs, ds, scores, last_index, pipes);
     if constexpr (kHasNext) {
@@ -401,12 +403,13 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& p, Backwa
   PipelineState<Traits::kKeyStages> pipe_keys;
   PipelineState<2> pipe_work;
   float dk[Traits::kKeyTiles][Traits::kD / 2], dv[Traits::kKeyTiles][Traits::kDv / 2];
+  const auto dropout = DropoutKey<Traits::kHasDropout>::load(p.dropout);
   const PingPong pingpong{group};
   pingpong.start();
   for (;;) {
     const KeyWorkItem<Traits>& item = get_work_tile(shared, pipe_work);
     if (!item.is_valid) break;
-    BackwardConsumer<Traits> consumer{{p, shared, group, warp, lane, pipe_keys.stage, {}}, dk, dv};
+    BackwardConsumer<Traits> consumer{{p, shared, group, warp, lane, pipe_keys.stage, {}, dropout}, dk, dv};
     if (item.is_first) {
 #pragma unroll
       for (int tile = 0; tile < Traits::kKeyTiles; ++tile) {
@@ -428,7 +431,8 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& p, Backwa
 #pragma unroll
       for (int tile = 0; tile < Traits::kKeyTiles; ++tile) {
         consumer.epilogue(dk[tile], p.dk, consumer.sums_of(item, p.dk_sums), p.head_dim, p.softmax_scale, item, tile);
-        consumer.epilogue(dv[tile], p.dv, consumer.sums_of(item, p.dv_sums), p.head_dim_v, 1.0f, item, tile);
+        const float scale = Traits::kHasDropout ? p.dropout.scale : 1.0f;
+        consumer.epilogue(dv[tile], p.dv, consumer.sums_of(item, p.dv_sums), p.head_dim_v, scale, item, tile);
       }
       if (p.dkv_semaphore != nullptr) named_barrier_arrive(kHasAddedBarrier + group, 128 + 32);
     }

@@ -20,6 +20,9 @@ constexpr bool backward_stores_dbias(int head_dim, int head_dim_v, bool has_soft
   return !has_softcap || (head_dim <= 128 && head_dim_v <= 128);
 }
 
+// Whether there are kernels with dropout, in every pass: at the head dim of the models that have it.
+constexpr bool has_dropout_kernels(int head_dim, int head_dim_v) { return head_dim == 64 && head_dim_v == 64; }
+
 // Whether there are `kTileSum` kernels.
 constexpr bool backward_sums_dbias(int head_dim, int head_dim_v, bool has_softcap) {
   return head_dim <= 128 && head_dim_v <= 128 && !has_softcap;

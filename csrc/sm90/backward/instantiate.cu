@@ -33,6 +33,15 @@ cudaError_t launch_backward_main<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FL
       return launch_backward_kernel<Traits>(params, blocks, stream);
     });
   }
+  if constexpr (has_dropout_kernels(kD, kDv)) {
+    if (params.dropout.key != nullptr) {
+      return with_backward_form(bias, mask, [&](auto form, auto mask_form) {
+        using Traits = BackwardTraits<Element, kD, kDv, decltype(form)::value, decltype(mask_form)::value, false, kTile,
+                                      false, true>;
+        return launch_backward_kernel<Traits>(params, blocks, stream);
+      });
+    }
+  }
   return with_bool(params.softcap > 0, [&](auto has_softcap) {
     return with_backward_form(bias, mask, [&](auto form, auto mask_form) {
       using Traits = BackwardTraits<Element, kD, kDv, decltype(form)::value, decltype(mask_form)::value,

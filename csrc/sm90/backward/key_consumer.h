@@ -10,6 +10,7 @@
 #include <cfloat>
 
 #include "../../device/fragments.h"
+#include "../../device/philox.h"
 #include "../../device/pipeline.h"
 #include "../../device/softcap.h"
 #include "accumulators.h"
@@ -32,6 +33,7 @@ struct KeyConsumer {
   const int group, warp, lane;  // which consumer, so which 64 keys of a key tile; which warp of it
   const int key_stage;          // the pipeline stage of k and v
   float key_bias[2];            // the bias of the thread's two keys, in units of log2
+  const DropoutKey<Traits::kHasDropout> dropout;
 
   __device__ __forceinline__ static int first_key(const KeyWorkItem<Traits>& item) {
     return item.block_k * Traits::kBlockN;
@@ -206,12 +208,32 @@ struct KeyConsumer {
     }
   }
 
+  // Which scores of a block are kept, found before dp takes its registers.
+  using Kept = uint32_t[Traits::kHasDropout ? kScores / 32 : 1];
+
+  __device__ __forceinline__ void find_kept_of(Kept& kept, const KeyWorkItem<Traits>& item, int block) const {
+    if constexpr (Traits::kHasDropout) {
+      find_kept<kScores, false>(kept, p.dropout, dropout, item.batch, item.head, first_key(item) + key_of_block(0),
+                                block * kBlockM + 2 * (lane % 4));
+    }
+  }
+
+  // dp of a score, and its p as dv needs it, up to the scale of what is kept.
+  __device__ __forceinline__ float dropped_dp(float dp, const Kept& kept, int i) const {
+    if constexpr (!Traits::kHasDropout) return dp;
+    return is_kept(kept, i) ? dp * p.dropout.scale : 0.0f;
+  }
+  __device__ __forceinline__ float dropped_p(float exp, const Kept& kept, int i) const {
+    if constexpr (!Traits::kHasDropout) return exp;
+    return is_kept(kept, i) ? exp : 0.0f;
+  }
+
   // Converts p and ds to 16-bit operands, two scores at a time, so that the registers of p and dp suffice. `sums` is ds
   // summed before rounding, for dbias per key: of the thread's two keys, over its queries. The caller must add it to
   // shared memory at once. If it stayed in a register, ptxas would delay the sum to the next block and keep all of ds
   // alive.
-  __device__ __forceinline__ void finish_ds(const Scores& exps, const Scores& dp, int stage, Operand& probs,
-                                            Operand& ds, float (&sums)[2]) {
+  __device__ __forceinline__ void finish_ds(const Scores& exps, const Scores& dp, const Kept& kept, int stage,
+                                            Operand& probs, Operand& ds, float (&sums)[2]) {
     const float* delta = shared.delta[stage] + 2 * (lane % 4);
     sums[0] = sums[1] = 0.0f;
 #pragma unroll
@@ -220,8 +242,8 @@ struct KeyConsumer {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int i = 4 * c + 2 * r;
-        const float low = dp[i] - pair.x, high = dp[i + 1] - pair.y;
-        probs[c / 2][c % 2 * 2 + r] = pack(exps[i], exps[i + 1], Element{});
+        const float low = dropped_dp(dp[i], kept, i) - pair.x, high = dropped_dp(dp[i + 1], kept, i + 1) - pair.y;
+        probs[c / 2][c % 2 * 2 + r] = pack(dropped_p(exps[i], kept, i), dropped_p(exps[i + 1], kept, i + 1), Element{});
         ds[c / 2][c % 2 * 2 + r] = pack(exps[i] * low, exps[i + 1] * high, Element{});
         // Not from the rounded products: that takes two more registers than there are.
         if constexpr (kHasKeyBias) sums[r] = fmaf(exps[i], low, fmaf(exps[i + 1], high, sums[r]));

@@ -9,7 +9,7 @@
 namespace flash_dmattn {
 
 template <class T, int kHeadDim, int kHeadDimV, BackwardBias kBiasForm, MaskForm kMaskForm, bool kSoftcap,
-          int kN = kTile, bool kOfSequences = false>
+          int kN = kTile, bool kOfSequences = false, bool kDropout = false>
 struct BackwardTraits {
   using Element = T;
   static constexpr int kD = kHeadDim, kDv = kHeadDimV;
@@ -17,7 +17,7 @@ struct BackwardTraits {
   static constexpr bool kHasMask = kMaskForm != MaskForm::kNone, kHasIntervals = kMaskForm == MaskForm::kIntervals;
   static constexpr bool kStoresDbias = kBias == BackwardBias::kTileStore, kSumsDbias = kBias == BackwardBias::kTileSum;
   static constexpr bool kHasBiasTiles = kBias == BackwardBias::kTile || kStoresDbias || kSumsDbias;
-  static constexpr bool kHasSoftcap = kSoftcap, kHasSequences = kOfSequences;
+  static constexpr bool kHasSoftcap = kSoftcap, kHasSequences = kOfSequences, kHasDropout = kDropout;
   // With a softcap ds as dq needs it includes the slope of tanh, and dbias does not. So dbias overwrites the bias in
   // shared memory, in the tile that has just been read.
   static constexpr bool kReplacesBias = kStoresDbias && kHasSoftcap;
@@ -73,6 +73,8 @@ struct BackwardTraits {
                 "where there are kernels of two key tiles");
   static_assert(!kHasSequences || (kKeyTiles == 1 && !kSumsDbias && !kHasMask && !kHasSoftcap),
                 "where there are kernels of sequences");
+  static_assert(!kHasDropout || (kKeyTiles == 1 && !kSumsDbias && !kHasSequences && !kHasSoftcap),
+                "where there are kernels with dropout");
 };
 
 }  // namespace flash_dmattn

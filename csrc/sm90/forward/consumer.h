@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "../../device/fragments.h"
+#include "../../device/philox.h"
 #include "../../device/softcap.h"
 #include "../operands.h"
 #include "split_kv.h"
@@ -28,6 +29,7 @@ struct Consumer {
   float threshold[2];  // only a score above it makes row_max grow
   // Offset of the thread's row of the warp's first four bias matrices, in a panel of the bias tile.
   const uint32_t bias_offset;
+  const DropoutKey<Traits::kHasDropout> dropout;
 
   // A key block that needs masking: bits of the thread's two rows, or of an interval mask the rows of the lane's keys.
   struct MaskBits {
@@ -268,6 +270,17 @@ struct Consumer {
     }
   }
 
+  // Drops probabilities of a block; the epilogue scales what is kept. row_sum has all of them.
+  __device__ __forceinline__ void drop(float (&probs)[kScores], const Work& work, int block) {
+    if constexpr (Traits::kHasDropout) {
+      uint32_t kept[kScores / 32];
+      find_kept<kScores, true>(kept, p.dropout, dropout, work.batch, work.head, work.first_row + row_of_warp,
+                               block * kBlockN + 2 * (lane % 4));
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) probs[i] = is_kept(kept, i) ? probs[i] : 0.0f;
+    }
+  }
+
   __device__ __forceinline__ static void to_operand(const float (&scores)[kScores],
                                                     uint32_t (&probs)[kBlockN / 16][4]) {
 #pragma unroll
@@ -316,6 +329,7 @@ struct Consumer {
       }
     }
     if (p.sink != nullptr) join_sink(work.head, lse, factor);
+    if constexpr (Traits::kHasDropout) factor[0] *= p.dropout.scale, factor[1] *= p.dropout.scale;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = work.first_row + row_of_warp + 8 * r;
@@ -373,6 +387,7 @@ struct Consumer {
       finish_scores(scores, work, block, bias, pipe_bias);
       if (needs_mask) apply_mask(scores, mask_words, work, block);
       softmax(scores, rescale);  // nothing to rescale yet
+      drop(scores, work, block);
       to_operand(scores, probs);
       pipe_k.advance();
     }
@@ -401,6 +416,7 @@ struct Consumer {
       }
       if (needs_mask) apply_mask(scores, mask_words, work, block);
       const bool needs_rescale = softmax(scores, rescale);
+      drop(scores, work, block);
       wgmma_wait<0>();
       wgmma_fence_operand(out);
       barrier_arrive_of_warp(&shared.v_empty[pipe_v.stage]);
@@ -465,6 +481,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, ForwardStorage<T
   // The first consumer goes first: the last one fills its barrier.
   if (group == Traits::kConsumers - 1) named_barrier_arrive(kPingPongBarrier, 2 * 128);
   const uint32_t bias_offset = make_bias_offset<Traits>(group);
+  const auto dropout = DropoutKey<Traits::kHasDropout>::load(p.dropout);
   for (;;) {
     const WorkItem<Traits>& item = get_work_tile(shared, pipe_work);
     if (!item.is_valid) break;
@@ -473,7 +490,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, ForwardStorage<T
     float out[Traits::kDv / 2];
     Consumer<Traits> consumer{
         p,          shared,     group, lane, row_of_warp, pipe_q.stage, out, {-INFINITY, -INFINITY}, {0.0f, 0.0f},
-        {NAN, NAN}, bias_offset};
+        {NAN, NAN}, bias_offset, dropout};
     const bool has_rows = work.first_row + group * 64 < seqlen_q_of(p, work);
     if (walk.steps > 0) {
       barrier_wait(&shared.q_full[pipe_q.stage], pipe_q.phase);

@@ -8,15 +8,19 @@ namespace {
 
 constexpr int kD = FLASH_DMATTN_HEAD_DIM, kDv = FLASH_DMATTN_HEAD_DIM_V;
 
-template <Bias kBias, MaskForm kMask, int kConsumers>
-using TraitsOf = ForwardTraits<FLASH_DMATTN_ELEMENT, kD, kDv, kBias, kMask, kConsumers>;
+template <Bias kBias, MaskForm kMask, int kConsumers, bool kHasDropout = false>
+using TraitsOf = ForwardTraits<FLASH_DMATTN_ELEMENT, kD, kDv, kBias, kMask, kConsumers, false, false, kHasDropout>;
 
-// Calls f with the traits of the kernel that serves a call of so many queries.
+// Calls f with the traits of the kernel that serves a call of so many queries. Kernels with dropout have two consumers,
+// for the registers that Philox takes; the caller has found them to be there.
 template <class F>
-auto with_traits(Bias bias, MaskForm mask, int seqlen_q, F f) {
+auto with_traits(Bias bias, MaskForm mask, int seqlen_q, bool has_dropout, F f) {
   const auto call = [&](auto of_bias, auto of_mask) {
     constexpr Bias kBias = decltype(of_bias)::value;
     constexpr MaskForm kMask = decltype(of_mask)::value;
+    if constexpr (has_dropout_kernels(kD, kDv) && kBias != Bias::kStrided) {
+      if (has_dropout) return f(TraitsOf<kBias, kMask, 2, true>{});
+    }
     constexpr int kMost = most_consumers(kD, kDv, kBias, kMask);
     if constexpr (kMost == 4) {
       if (pays_to_take_three(seqlen_q)) return f(TraitsOf<kBias, kMask, 3>{});
@@ -38,14 +42,15 @@ auto with_traits(Bias bias, MaskForm mask, int seqlen_q, F f) {
 template <>
 cudaError_t launch_forward<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V>(
     const ForwardParams& params, Bias bias, MaskForm mask, int blocks, cudaStream_t stream) {
-  return with_traits(bias, mask, params.seqlen_q,
+  return with_traits(bias, mask, params.seqlen_q, params.dropout.key != nullptr,
                      [&](auto traits) { return launch_forward_kernel<decltype(traits)>(params, blocks, stream); });
 }
 
 template <>
 ForwardTile forward_tile<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V>(Bias bias, MaskForm mask,
-                                                                                               int seqlen_q) {
-  return with_traits(bias, mask, seqlen_q, [](auto traits) {
+                                                                                               int seqlen_q,
+                                                                                               bool has_dropout) {
+  return with_traits(bias, mask, seqlen_q, has_dropout, [](auto traits) {
     using Of = decltype(traits);
     return ForwardTile{Of::kBlockM, Of::kBlockN, Of::kSplitKv ? kSplitFloats<Of> : 0,
                        Of::kSplitKv ? kSplitWarps<Of> : 0};

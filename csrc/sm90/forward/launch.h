@@ -6,6 +6,7 @@
 #include <cuda_runtime_api.h>
 
 #include "../../params.h"
+#include "../backward/instances.h"
 
 namespace flash_dmattn {
 
@@ -55,6 +56,6 @@ struct ForwardTile {
   int split_floats, split_warps;
 };
 template <class T, int kHeadDim, int kHeadDimV>
-ForwardTile forward_tile(Bias bias, MaskForm mask, int seqlen_q);
+ForwardTile forward_tile(Bias bias, MaskForm mask, int seqlen_q, bool has_dropout);
 
 }  // namespace flash_dmattn

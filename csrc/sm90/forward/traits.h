@@ -9,7 +9,7 @@
 namespace flash_dmattn {
 
 template <class T, int kHeadDim, int kHeadDimV, Bias kBiasForm, MaskForm kMaskForm, int kNumConsumers,
-          bool kOfSequences = false, bool kInPages = false>
+          bool kOfSequences = false, bool kInPages = false, bool kDropout = false>
 struct ForwardTraits {
   using Element = T;
   static constexpr int kD = kHeadDim, kDv = kHeadDimV;
@@ -18,6 +18,7 @@ struct ForwardTraits {
   static constexpr bool kHasSequences = kOfSequences;
   // Keys in pages have kernels of their own: where pages lie takes registers that the producer does not have.
   static constexpr bool kHasPages = kInPages;
+  static constexpr bool kHasDropout = kDropout;
 
   // A consumer has 64 rows, those of one wgmma. The more there are, the better they hide each other's softmax, and the
   // more rows share a tile of k and v.
@@ -59,6 +60,8 @@ struct ForwardTraits {
   // Whether there is split-KV: not for wide rows, nor for a bias that is read value by value, nor of sequences.
   static constexpr bool kSplitKv = kD <= 128 && kDv <= 128 && kBias != Bias::kStrided && !kHasSequences;
   static_assert(!(kHasSequences && (kHasMask || kBias == Bias::kStrided)), "where there are kernels of sequences");
+  static_assert(!kHasDropout || (kBlockN % 16 == 0 && !kHasSequences && kBias != Bias::kStrided),
+                "where there are kernels with dropout");
   static_assert(!kHasPages || (kHasSequences && kBlockN == kTile), "boxes of pages make up a block of keys");
 };
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../../device/fragments.h"
+#include "../../device/philox.h"
 #include "../../device/softcap.h"
 #include "storage.h"
 
@@ -19,6 +20,7 @@ struct SharedDbiasConsumer {
   Scores& sums;
   PipelineState<Traits::kSlots>& pipe;
   const int bias_stage;
+  const DropoutKey<Traits::kHasDropout> dropout;
   using AttentionHead = Head<Traits::kHasSequences>;
 
   __device__ __forceinline__ int row_of_tile() const { return group * 64 + warp * 16 + lane / 4; }
@@ -152,7 +154,7 @@ struct SharedDbiasConsumer {
   __device__ __forceinline__ void add_head(const DbiasWorkTile& work, int position, bool needs_mask) {
     MaskWords words;
     AttentionHead head;
-    if (needs_mask) head = summed_head<Traits::kHasSequences>(p, work, position);
+    if (needs_mask || Traits::kHasDropout) head = summed_head<Traits::kHasSequences>(p, work, position);
     if (needs_mask) load_mask_words(words, work, head);
     Scores scores, dp;
     Slots<Traits::kD> first;
@@ -174,9 +176,18 @@ struct SharedDbiasConsumer {
 #pragma unroll
     for (int i = 0; i < kScores; ++i) scores[i] = exp2_approx(scores[i]);
     if constexpr (kIsSplitV) start_part<1>(dp, second);
+    [[maybe_unused]] uint32_t kept[Traits::kHasDropout ? kScores / 32 : 1];
+    if constexpr (Traits::kHasDropout) {
+      find_kept<kScores, true>(kept, p.dropout, dropout, head.batch, head.head, work.block_q * kTile + row_of_tile(),
+                               work.block_k * kTile + 2 * (lane % 4));
+    }
     wgmma_wait<0>();
     wgmma_fence_operand(dp);
     release(second);
+    if constexpr (Traits::kHasDropout) {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) dp[i] = is_kept(kept, i) ? dp[i] * p.dropout.scale : 0.0f;
+    }
 #pragma unroll
     for (int i = 0; i < kScores; ++i) sums[i] = fmaf(scores[i], dp[i] - delta.of_row[i / 2 % 2], sums[i]);
   }
@@ -228,6 +239,7 @@ __device__ __forceinline__ void sum_heads(const SharedDbiasParams& p, SharedDbia
   PipelineState<Traits::kBiasStages> pipe_bias;
   PipelineState<2> pipe_work;
   float sums[kTile / 2];
+  const auto dropout = DropoutKey<Traits::kHasDropout>::load(p.dropout);
   const PingPong pingpong{group};
   pingpong.start();
   for (;;) {
@@ -238,7 +250,7 @@ __device__ __forceinline__ void sum_heads(const SharedDbiasParams& p, SharedDbia
       for (int i = 0; i < kTile / 2; ++i) sums[i] = 0.0f;
     }
     if (item.takes_bias) barrier_wait(&shared.bias_full[pipe_bias.stage], pipe_bias.phase);
-    SharedDbiasConsumer<Traits> consumer{p, shared, group, warp, lane, sums, pipe, pipe_bias.stage};
+    SharedDbiasConsumer<Traits> consumer{p, shared, group, warp, lane, sums, pipe, pipe_bias.stage, dropout};
 #pragma unroll 1
     for (uint32_t left = item.visited; left != 0; left &= left - 1) {
       const int i = __ffs(left) - 1;

@@ -1,6 +1,7 @@
 // The shared_dbias kernels of one dtype and one pair of head dims, a kernel instance. The build compiles this file once
 // for each, chosen by FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM and FLASH_DMATTN_HEAD_DIM_V.
 #include "../../dispatch.h"
+#include "../backward/instances.h"
 #include "shared_dbias.h"
 
 namespace flash_dmattn {
@@ -8,10 +9,20 @@ namespace flash_dmattn {
 template <>
 cudaError_t launch_shared_dbias<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V>(
     const SharedDbiasParams& params, bool has_mask, int blocks, cudaStream_t stream) {
+  constexpr int kD = FLASH_DMATTN_HEAD_DIM, kDv = FLASH_DMATTN_HEAD_DIM_V;
+  if constexpr (has_dropout_kernels(kD, kDv)) {
+    if (params.dropout.key != nullptr) {
+      return with_bool(has_mask, [&](auto has_mask_) {
+        using Traits =
+            SharedDbiasTraits<FLASH_DMATTN_ELEMENT, kD, kDv, decltype(has_mask_)::value, false, false, true>;
+        return launch_shared_dbias_kernel<Traits>(params, blocks, stream);
+      });
+    }
+  }
   return with_bool(params.softcap > 0, [&](auto has_softcap) {
     return with_bool(has_mask, [&](auto has_mask_) {
-      using Traits = SharedDbiasTraits<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V,
-                                       decltype(has_mask_)::value, decltype(has_softcap)::value>;
+      using Traits =
+          SharedDbiasTraits<FLASH_DMATTN_ELEMENT, kD, kDv, decltype(has_mask_)::value, decltype(has_softcap)::value>;
       return launch_shared_dbias_kernel<Traits>(params, blocks, stream);
     });
   });

@@ -7,11 +7,13 @@
 
 namespace flash_dmattn {
 
-template <class T, int kHeadDim, int kHeadDimV, bool kMaskTiles, bool kSoftcap, bool kOfSequences = false>
+template <class T, int kHeadDim, int kHeadDimV, bool kMaskTiles, bool kSoftcap, bool kOfSequences = false,
+          bool kDropout = false>
 struct SharedDbiasTraits {
   using Element = T;
   static constexpr int kD = kHeadDim, kDv = kHeadDimV;
   static constexpr bool kHasMask = kMaskTiles, kHasSoftcap = kSoftcap, kHasSequences = kOfSequences;
+  static constexpr bool kHasDropout = kDropout;
   static_assert(!(kHasSequences && (kHasMask || kHasSoftcap)), "where there are kernels of sequences");
 
   // A consumer has 64 queries and the 128 keys of a mask tile: 64 registers each for sums, scores and dp.

@@ -35,6 +35,7 @@ NAME = "cuda"
 FEATURES = frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse", "sink"}) | {
     "sequences",
     "paged",
+    "dropout_p",
 }
 MASK_FORM = "prepared"
 # Number of KV splits of the forward kernel: 0 lets the operator choose (csrc/api/num_splits.h), 1 is none. Tests set
@@ -160,14 +161,21 @@ class _Tiles(NamedTuple):
 
 
 def _tiles_of(
-    mask: MaskView, q: Tensor, k: Tensor, bias: Tensor | None, band: Band | None, needs_dbias: bool = False
+    mask: MaskView,
+    q: Tensor,
+    k: Tensor,
+    bias: Tensor | None,
+    band: Band | None,
+    flags: Flags,
+    needs_dbias: bool = False,
 ) -> _Tiles | None:
     """The tiles of a mask of any form but "keys", packed here where it is dense; None without a mask."""
     if mask.form == "none":
         return None
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
     if mask.form == "intervals":
-        walk = interval_walk(mask, seqlen_q, k.shape[2], bias, needs_dbias=needs_dbias)
+        of_call = {"needs_dbias": needs_dbias, "has_dropout": flags.dropout_p > 0}
+        walk = interval_walk(mask, seqlen_q, k.shape[2], bias, **of_call)
         # Beside a bias of one value per score the kernels read bits.
         allowed = _kernels().interval_bits(walk.bounds, seqlen_q) if walk.is_per_score else walk.bounds
         return _Tiles(allowed, walk.row_lists, walk.col_lists, walk.order)
@@ -188,6 +196,7 @@ def _forward(
     flags: Flags,
     sink: Tensor | None = None,
     sequences: SequenceView | None = None,
+    dropout: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     if sequences is not None:
         return of_sequences.forward(q, k, v, bias, flags, sink, sequences)
@@ -202,15 +211,16 @@ def _forward(
     k, v = _rows(k), _rows(v)
     walked: Sequence[Tensor] = ()
     mask = walked_view(mask, q, k, bias, flags, needs_dbias=False, gathers=False)
-    tiles = _tiles_of(mask, q, k, bias, band)
+    tiles = _tiles_of(mask, q, k, bias, band, flags)
     if tiles is not None:
         walked = [tiles.allowed, tiles.row_lists]
         k, v, bias = tiles.in_order(k, v, bias)
     if bias is not None:
-        bias = readable_if_small(bias, q, v)
+        # Kernels with dropout read no bias value by value.
+        bias = readable_if_small(bias, q, v) if dropout is None else readable(bias)
     if sink is not None:
         sink = (sink.float() if sink.dtype == torch.float64 else sink).contiguous()
-    numbers = (low, high, flags.softmax_scale, flags.softcap, NUM_KV_SPLITS)
+    numbers = (low, high, flags.softmax_scale, flags.softcap, NUM_KV_SPLITS, dropout, flags.dropout_p)
     _kernels().attend(_rows(q), k, v, walked, bias, sink, out, lse, *numbers)
     return out, lse
 
@@ -229,6 +239,7 @@ def _backward(
     needs_grad: NeedsGrad,
     sink: Tensor | None = None,
     sequences: SequenceView | None = None,
+    dropout: Tensor | None = None,
 ) -> Gradients:
     if sequences is not None:
         call = (dout, dlse, q, k, v, bias, out, lse, flags, needs_grad, sink, sequences)
@@ -256,11 +267,12 @@ def _backward(
         else:
             dbias = stored = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
     numbers = (low, high, flags.softmax_scale, flags.softcap, flags.deterministic, NUM_DBIAS_CHUNKS)
+    numbers += (dropout, flags.dropout_p)
     if any(x is not None for x in (dq, dk, dv, stored, sums)):
         k, v = _rows(k), _rows(v)
         walked: Sequence[Tensor] = ()
         order, ordered_bias = None, bias
-        tiles = _tiles_of(mask, q, k, bias, band, needs_grad.bias)
+        tiles = _tiles_of(mask, q, k, bias, band, flags, needs_grad.bias)
         if tiles is not None:
             walked, order = [tiles.allowed, tiles.row_lists, tiles.col_lists], tiles.order
             k, v, ordered_bias = tiles.in_order(k, v, bias)

@@ -91,6 +91,7 @@ def _most_keys(p: AttentionProblem) -> int:
 
 
 _FEW_KEYS = 32
+_DROPOUT_DIMS = (64, 64)  # of the kernel instance that has it (csrc/sm90/backward/instances.h)
 _PAIR = 'backend=("cuda", "triton") runs its forward pass and the backward pass of the other'
 
 _RULES: tuple[Rule, ...] = (
@@ -185,6 +186,39 @@ _RULES: tuple[Rule, ...] = (
         ),
         f"pad k, v and bias to a multiple of 8 keys, or {_PAIR}",
         passes=("backward",),
+    ),
+    Rule(
+        "dropout_head_dim",
+        lambda p: p.dropout_p == 0 or _instance(p, "forward") == _DROPOUT_DIMS,
+        lambda p: (
+            f"dropout_p is {p.dropout_p} and head dims are {p.head_dim} and {p.head_dim_v} (v); "
+            f"the kernels with dropout are those of {_DROPOUT_DIMS[0]}"
+        ),
+        'use backend="triton"',
+    ),
+    Rule(
+        "dropout_beside",
+        lambda p: p.dropout_p == 0 or (p.softcap == 0 and p.sequences is None),
+        lambda p: (
+            f"dropout_p is {p.dropout_p} beside " + ("sequences" if p.softcap == 0 else f"a softcap of {p.softcap}")
+        ),
+        'use backend="triton"',
+    ),
+    Rule(
+        "dropout_bias",
+        lambda p: (
+            p.dropout_p == 0
+            or p.bias is None
+            or p.bias_class != "score"
+            or (p.bias.dtype == p.dtype and _reads_tiles(p))
+        ),
+        lambda p: (
+            f"dropout_p is {p.dropout_p} and bias "
+            + ("is none" if p.bias is None else f"has dtype {dtype_name(p.bias.dtype)} and strides {p.bias.strides}")
+            + f"; the kernels with dropout read tiles in the dtype of q, {dtype_name(p.dtype)}, "
+            "from rows of unit stride on 16 bytes"
+        ),
+        'cast bias, or use backend="triton"',
     ),
 )
 

@@ -1,0 +1,79 @@
+// Dropout of probabilities: which are kept, as flash_dmattn/reference/dropout.py has it.
+//
+// A call of Philox serves two queries and two keys that are 8 apart. A thread has all four in its fragment, with queries in
+// rows or in columns.
+#pragma once
+
+#include <cstdint>
+
+#include "../params.h"
+
+namespace flash_dmattn {
+
+// The two words of the key of a call; nothing without dropout.
+template <bool kHasDropout>
+struct DropoutKey {
+  __device__ __forceinline__ static DropoutKey load(const DropoutParams&) { return {}; }
+};
+template <>
+struct DropoutKey<true> {
+  uint32_t words[2];
+  __device__ __forceinline__ static DropoutKey load(const DropoutParams& p) {
+    return {{static_cast<uint32_t>(p.key[0]), static_cast<uint32_t>(p.key[1])}};
+  }
+};
+
+// The four words of Philox4x32-7. Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011).
+__device__ __forceinline__ void philox(const DropoutKey<true>& key, uint32_t a, uint32_t b, uint32_t c, uint32_t d,
+                                       uint32_t (&words)[4]) {
+  uint32_t key_a = key.words[0], key_b = key.words[1];
+#pragma unroll
+  for (int round = 0; round < 7; ++round) {
+    const uint64_t x = uint64_t{0xD2511F53u} * a, y = uint64_t{0xCD9E8D57u} * c;
+    a = static_cast<uint32_t>(y >> 32) ^ b ^ key_a;
+    b = static_cast<uint32_t>(y);
+    c = static_cast<uint32_t>(x >> 32) ^ d ^ key_b;
+    d = static_cast<uint32_t>(x);
+    key_a += 0x9E3779B9u;
+    key_b += 0xBB67AE85u;
+  }
+  words[0] = a, words[1] = b, words[2] = c, words[3] = d;
+}
+
+// The counter of a query or a key: its number without its bit 3.
+__device__ __forceinline__ uint32_t dropout_counter(int number) { return number / 16 * 8 + number % 8; }
+
+// Which scores of a thread are kept, a bit for each: kCount of them, 16 columns after the other, as an accumulator of a
+// product has them. `row` and `column` are the first of each that the thread has, neither with bit 3.
+template <int kCount, bool kRowsAreQueries>
+__device__ __forceinline__ void find_kept(uint32_t (&kept)[kCount / 32], const DropoutParams& p,
+                                          const DropoutKey<true>& key, int entry, int head, int row, int column) {
+  const uint32_t of_row = dropout_counter(row), of_column = dropout_counter(column);
+#pragma unroll
+  for (int i = 0; i < kCount / 8; ++i) {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const uint32_t other = of_column + 8 * i + e;
+      uint32_t words[4];
+      philox(key, kRowsAreQueries ? other : of_row, kRowsAreQueries ? of_row : other, head, entry, words);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const uint32_t word = words[kRowsAreQueries ? 2 * r + half : 2 * half + r];
+          bits |= word >= p.threshold ? 1u << (4 * half + 2 * r + e) : 0u;
+        }
+      }
+    }
+    if (i % 4 == 0) kept[i / 4] = 0;
+    kept[i / 4] |= bits << (i % 4 * 8);
+  }
+}
+
+template <int kWords>
+__device__ __forceinline__ bool is_kept(const uint32_t (&kept)[kWords], int i) {
+  return kept[i / 32] >> (i % 32) & 1u;
+}
+
+}  // namespace flash_dmattn
