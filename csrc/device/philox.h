@@ -50,24 +50,28 @@ __device__ __forceinline__ void find_kept(uint32_t (&kept)[kCount / 32], const D
                                           const DropoutKey<true>& key, int entry, int head, int row, int column) {
   const uint32_t of_row = dropout_counter(row), of_column = dropout_counter(column);
 #pragma unroll
-  for (int i = 0; i < kCount / 8; ++i) {
+  for (int w = 0; w < kCount / 32; ++w) {
     uint32_t bits = 0;
+    // A loop: ptxas would have several calls under way, and spill what the products have summed.
+#pragma unroll 1
+    for (int i = 4 * w; i < 4 * w + 4; ++i) {
+      bits >>= 8;
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const uint32_t other = of_column + 8 * i + e;
-      uint32_t words[4];
-      philox(key, kRowsAreQueries ? other : of_row, kRowsAreQueries ? of_row : other, head, entry, words);
+      for (int e = 0; e < 2; ++e) {
+        const uint32_t other = of_column + 8 * i + e;
+        uint32_t words[4];
+        philox(key, kRowsAreQueries ? other : of_row, kRowsAreQueries ? of_row : other, head, entry, words);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
+        for (int half = 0; half < 2; ++half) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const uint32_t word = words[kRowsAreQueries ? 2 * r + half : 2 * half + r];
-          bits |= word >= p.threshold ? 1u << (4 * half + 2 * r + e) : 0u;
+          for (int r = 0; r < 2; ++r) {
+            const uint32_t word = words[kRowsAreQueries ? 2 * r + half : 2 * half + r];
+            bits |= word >= p.threshold ? 1u << (24 + 4 * half + 2 * r + e) : 0u;
+          }
         }
       }
     }
-    if (i % 4 == 0) kept[i / 4] = 0;
-    kept[i / 4] |= bits << (i % 4 * 8);
+    kept[w] = bits;
   }
 }
 
