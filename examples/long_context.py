@@ -17,6 +17,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,20 +119,20 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
     if device.type == "cuda" and not given.quick:
         lengths, keep, training_steps, repeats = [4096, 8192, 16384, 32768], 1024, 30, 5
-        sizes = {"hidden_size": 2048, "num_layers": 4, "num_heads": 16, "num_heads_k": 4, "mlp_size": 4096}
+        config = ModelConfig(hidden_size=2048, num_layers=4, num_heads=16, num_heads_k=4, mlp_size=4096)
     elif given.quick:
         lengths, keep, training_steps, repeats = [32, 64], 16, 4, 1
-        sizes = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "num_heads_k": 1, "mlp_size": 32}
+        config = ModelConfig(hidden_size=32, num_layers=1, num_heads=2, num_heads_k=1, mlp_size=32)
     else:
         lengths, keep, training_steps, repeats = [256, 512, 1024, 2048], 64, 15, 2
-        sizes = {"hidden_size": 64, "num_layers": 2, "num_heads": 2, "num_heads_k": 1, "mlp_size": 128}
+        config = ModelConfig(hidden_size=64, num_layers=2, num_heads=2, num_heads_k=1, mlp_size=128)
 
     text = load_corpus().train
     names = {f"{keep} keys per query": keep, "full attention": None}
     steps: dict[str, list[Step]] = {}
     losses: dict[str, list[float]] = {}
     for name, keys in names.items():
-        trainer = Trainer(ModelConfig(**sizes, keep_window_size=keys), device)
+        trainer = Trainer(replace(config, keep_window_size=keys), device)
         windows = random_windows(text, training_steps, lengths[-1] + 1, torch.Generator().manual_seed(0))
         losses[name] = [trainer.step(window[None].to(device)) for window in windows]
         steps[name] = [trainer.measure(windows[:1, : length + 1].to(device), repeats) for length in lengths]

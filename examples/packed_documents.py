@@ -31,7 +31,7 @@ from flash_dmattn.tools.demo.text import load_corpus
 
 def documents(lengths: Sequence[int]) -> list[Tensor]:
     """So many bytes of so many modules of the standard library, each (length,) int64."""
-    found = []
+    found: list[Tensor] = []
     for path in load_corpus().train_files:
         text = path.read_bytes()
         if len(found) < len(lengths) and len(text) >= lengths[len(found)]:

@@ -68,8 +68,8 @@ def masks_of(layer: Any) -> Iterator[list[int]]:
 
 def generate(model: Any, attention: str, rows: Tensor, mask: Tensor, count: int) -> Outcome:
     model.set_attn_implementation(attention)
-    options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, "pad_token_id": PADDING}
-    options |= {"cache_implementation": "static", "disable_compile": True}
+    options: dict[str, Any] = {"max_new_tokens": count, "do_sample": False, "cache_implementation": "static"}
+    options |= {"disable_compile": True, "eos_token_id": None, "pad_token_id": PADDING}
     with masks_of(model.model.layers[0].self_attn) as sizes, flash_dmattn.record_decisions() as decisions:
         model.generate(input_ids=rows, attention_mask=mask, **options | {"max_new_tokens": 2})  # warms up
     started = time.perf_counter()
