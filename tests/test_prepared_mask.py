@@ -191,7 +191,6 @@ def test_a_mask_of_one_row_as_tiles() -> None:
             assert all(torch.equal(x, y) for x, y in zip(prepared.tensors, dense.tensors))
 
 
-
 @pytest.mark.parametrize("seqlen_q", [2, 127, 128, 129, 300])
 def test_tiles_of_the_last_row_may_be_full_and_those_of_a_cut_column_may_not(seqlen_q):
     mask = torch.ones(1, 2, seqlen_q, 300, dtype=torch.bool)

@@ -16,6 +16,7 @@ from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import flash_dmattn
@@ -172,12 +173,14 @@ def test_autocast(dtype: torch.dtype, form: str) -> None:
 
 
 def test_autocast_casts_a_float_mask() -> None:
-    """As torch does: of a mask in float32 kernels get what they read fastest."""
-    tensors = [x.detach().float() for x in draw(SERVED["each score"], "float")]
-    with torch.autocast("cpu", torch.bfloat16), flash_dmattn.record_decisions() as decisions, intercept_sdpa():
-        F.scaled_dot_product_attention(*tensors)
-    (decision,) = decisions
-    assert decision.problem.bias is not None and decision.problem.bias.dtype == torch.bfloat16
+    """As torch does, beside q in bfloat16 too: of a mask in float32 kernels get what they read fastest."""
+    q, k, v, mask = (x.detach().float() for x in draw(SERVED["each score"], "float"))
+    with torch.autocast("cpu", torch.bfloat16), flash_dmattn.record_decisions() as decisions, intercept_sdpa() as tally:
+        F.scaled_dot_product_attention(q, k, v, mask)
+        F.scaled_dot_product_attention(q.bfloat16(), k, v, mask)
+    assert tally.served == 2
+    for decision in decisions:
+        assert decision.problem.bias is not None and decision.problem.bias.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -212,6 +215,7 @@ def calls_of_torch() -> dict[str, tuple[str, Callable[[], Any]]]:
         "no mask": ("no mask", lambda: sdpa(q, k, v)),
         "causal alone": ("no mask", lambda: sdpa(q, k, v, is_causal=True)),
         "nested": ("a tensor subclass", refused(lambda: sdpa(nested, nested, nested, mask))),
+        "a wrapper": ("a tensor subclass", lambda: sdpa(*(TwoTensor(x, x.clone()) for x in (q, k, v, mask))).a),
         "CausalBias": ("a tensor subclass", lambda: sdpa(q, k, v, causal_lower_right(LQ, LK))),
         "two dims": ("shapes of q, k and v", lambda: sdpa(q[0, 0], k[0, 0], v[0, 0], square)),
         "causal": ("is_causal, unequal lengths", refused(lambda: sdpa(q, k, v, mask, is_causal=True))),
@@ -304,7 +308,8 @@ def test_contexts_nest_and_end() -> None:
             call_once()
             call_once()
             raise ZeroDivisionError
-        call_once()
+        attention, x = nn.MultiheadAttention(8, 2), torch.randn(4, 2, 8)
+        attention(x, x, x, key_padding_mask=torch.zeros(2, 4, dtype=torch.bool), need_weights=False)
         assert not torch.backends.mha.get_fastpath_enabled()
     call_once()
     assert (outer.served, inner.served) == (2, 2) and not outer.passed_on and not inner.passed_on
@@ -492,3 +497,16 @@ def test_compiled(name: str, mode: str) -> None:
             assert tally is None or tally.served == 0  # a graph counts nothing
             for x_, y in zip(found, wanted):
                 assert (x_ - y).norm() <= 1e-12 * max(float(y.norm()), largest)
+
+
+def test_compiled_without_a_mask() -> None:
+    """What is passed on is torch's in a graph too."""
+    q, k, v, _ = (x.detach() for x in draw(SERVED["each score"], "bool"))
+    torch.compiler.reset()
+    backend = Compiled()
+    compiled = torch.compile(lambda: F.scaled_dot_product_attention(q, k, v) + 1, backend=backend, fullgraph=True)
+    with intercept_sdpa():
+        found = compiled(), compiled()
+    assert backend.operators == 0
+    for x in found:
+        assert torch.equal(x, F.scaled_dot_product_attention(q, k, v) + 1)

@@ -149,6 +149,7 @@ def _torch(*args: Any, **kwargs: Any) -> Tensor:
 
 _lock = threading.Lock()
 _open = 0  # contexts of all threads
+_before: tuple[Callable[..., Tensor], bool] = SDPA, True  # the name, and whether torch has its fast path
 
 
 @contextmanager
@@ -170,9 +171,6 @@ def _patched() -> Iterator[None]:
                 if F.scaled_dot_product_attention is _patch:
                     F.scaled_dot_product_attention = _before[0]
                 torch.backends.mha.set_fastpath_enabled(_before[1])
-
-
-_before: tuple[Callable[..., Tensor], bool] = SDPA, True
 
 
 def _refusal(reason: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> str:

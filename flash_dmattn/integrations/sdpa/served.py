@@ -8,7 +8,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ... import attention
 from ...problem import FLOAT_DTYPES
-from ...validation import follow_autocast
 
 NO_MASK = "no mask"
 
@@ -25,18 +24,18 @@ def reason_to_pass_on(
     tensors = (query, key, value, attn_mask)
     if not all(map(_is_plain, tensors)):
         return "a tensor subclass"
-    q, k, v = follow_autocast(query, key, value)
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in FLOAT_DTYPES:
+    dtypes = {_autocast_dtype(x) for x in (query, key, value)}
+    if len(dtypes) > 1 or dtypes.isdisjoint(FLOAT_DTYPES):
         return "dtypes of q, k and v"
     if attn_mask.dtype != torch.bool and attn_mask.dtype not in FLOAT_DTYPES:
         return "dtype of the mask"
-    if any(x.device != q.device for x in tensors):
+    if any(x.device != query.device for x in tensors):
         return "devices"
-    if not _shapes_fit(q, k, v, enable_gqa):
+    if not _shapes_fit(query, key, value, enable_gqa):
         return "shapes of q, k and v"
-    if is_causal and q.shape[-2] != k.shape[-2]:
+    if is_causal and query.shape[-2] != key.shape[-2]:
         return "is_causal, unequal lengths"  # aligned at the first key there, at the last key here
-    if not _mask_fits(attn_mask, (*_batch(q, k, v), q.shape[-3], q.shape[-2], k.shape[-2])):
+    if not _mask_fits(attn_mask, (*_batch(query, key, value), query.shape[-3], query.shape[-2], key.shape[-2])):
         return "shape of the mask"
     return None
 
@@ -51,13 +50,12 @@ def serve(
     scale: float | None,
 ) -> Tensor:
     """A call that `reason_to_pass_on` has no reason against: q, k and v as transposed views, nothing copied."""
-    q, k, v = follow_autocast(query, key, value)
-    batch = _batch(q, k, v) or (1,)  # (heads, L, D) has none
-    q, k, v = (x.expand(*batch, *x.shape[-3:]).transpose(-3, -2) for x in (q, k, v))
+    batch = _batch(query, key, value) or (1,)  # (heads, L, D) has none
+    q, k, v = (x.expand(*batch, *x.shape[-3:]).transpose(-3, -2) for x in (query, key, value))
     attn_mask = torch.atleast_2d(attn_mask)
     is_bool = attn_mask.dtype == torch.bool
-    if not is_bool and q.dtype != query.dtype:
-        attn_mask = attn_mask.to(q.dtype)  # as autocast does with it in torch
+    if not is_bool:
+        attn_mask = attn_mask.to(_autocast_dtype(attn_mask))
     out = attention(
         q,
         k,
@@ -71,6 +69,14 @@ def serve(
     assert isinstance(out, Tensor)
     out = out.transpose(-3, -2)
     return out if query.dim() > 3 or len(batch) > 1 else out.squeeze(0)
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that autocast gives a tensor: `attention` casts q, k and v, torch's own the mask as well."""
+    kind = x.device.type
+    if not x.is_floating_point() or x.dtype == torch.float64 or not torch.amp.is_autocast_available(kind):
+        return x.dtype
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def _is_plain(x: Tensor) -> bool:
