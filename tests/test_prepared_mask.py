@@ -8,6 +8,7 @@ import torch
 from interval_fields import check_fields
 
 from flash_dmattn import masks
+from flash_dmattn.masks import KeyMask, TileMask
 from flash_dmattn.masks.prepared import packing
 from flash_dmattn.masks.prepared.prepare import prepare_mask
 from flash_dmattn.problem import make_band
@@ -176,6 +177,18 @@ def test_keys_of_many_queries_are_put_in_order_unasked():
     keys = torch.rand(1, 1, 1, 40) < 0.5
     assert [prepare_mask(keys, seqlen_q=n).is_reordered for n in (4095, 4096)] == [False, True]
     assert not masks.prepare_lengths([20], 4096, 40).is_reordered
+
+
+def test_a_mask_of_one_row_as_tiles() -> None:
+    """Asked for, from 16 queries on: what the dense mask becomes, band included."""
+    keys = torch.rand(2, 3, 1, 150) < 0.5
+    for seqlen_q in (15, 16, 140):
+        prepared = prepare_mask(keys, seqlen_q=seqlen_q, is_causal=True, as_tiles=True)
+        dense = prepare_mask(keys.repeat(1, 1, seqlen_q, 1), is_causal=True)
+        assert isinstance(dense, TileMask) and isinstance(prepared, TileMask if seqlen_q >= 16 else KeyMask)
+        assert torch.equal(prepared.dense(), dense.dense())
+        if isinstance(prepared, TileMask):
+            assert all(torch.equal(x, y) for x, y in zip(prepared.tensors, dense.tensors))
 
 
 @pytest.mark.parametrize("seqlen_q", [2, 127, 128, 129, 300])

@@ -35,7 +35,7 @@ def cases() -> list[tuple[str, str, str | None]]:
                 if (kind == "speech" and side is not None) or (cache in ("chunks", "beams") and name in NAMES[4:6]):
                     continue
                 found.append((name, cache, side))
-    return found
+    return found + [(name, "static", "left") for name in ("qwen3", "gemma2", "mixtral", "llama4", "umt5")]
 
 
 @pytest.mark.parametrize(("name", "cache", "side"), cases())

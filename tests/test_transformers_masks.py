@@ -18,7 +18,7 @@ import flash_dmattn
 from flash_dmattn.integrations.transformers import layer_mask
 from flash_dmattn.integrations.transformers.layer_mask import LayerMask
 from flash_dmattn.integrations.transformers.mask_function import make_mask
-from flash_dmattn.masks import PreparedMask
+from flash_dmattn.masks import IntervalMask, PreparedMask, TileMask
 
 BATCH = 3
 TAKES_POSITIONS = VERSION.release < (5, 4)  # cache_position in the place of q_length and q_offset
@@ -146,6 +146,19 @@ def test_padding_is_prepared_once_where_kernels_read_it(name: str, place: str, m
     prepared = found.arguments(False)
     assert isinstance(prepared.mask, PreparedMask) and prepared is found.arguments(False)
     assert torch.equal(allowed_by(found, where, False, False), dense(given))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_beside_a_bias_padding_is_prepared_as_bits(is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which kernels read there, and would make of another form in each pass of each layer."""
+    monkeypatch.setattr(layer_mask, "PREPARING_DEVICES", ("cpu",))
+    real = torch.ones(2, 1, 1, 20, dtype=torch.bool)
+    real[1, ..., 13:] = False
+    mask = LayerMask((2, 1, 20, 20), real, is_causal=is_causal)
+    without, beside = (mask.arguments(with_bias).mask for with_bias in (False, True))
+    assert isinstance(without, IntervalMask) and isinstance(beside, TileMask)
+    wanted = real & torch.ones(20, 20, dtype=torch.bool).tril() if is_causal else real.expand(2, 1, 20, 20)
+    assert torch.equal(without.dense(), wanted) and torch.equal(beside.dense(), wanted)
 
 
 def test_documents_are_packed_in_one_row_alone() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -118,6 +119,35 @@ FAMILIES = {
         "CLIPTextModelWithProjection", "CLIPTextConfig", {**TOKENS, **SMALL, "max_position_embeddings": 32}, "features"
     ),
 }
+
+
+DRAWN = (
+    *("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "mixtral", "llama4", "deepseek_v3", "gpt2", "bert"),
+    *("modernbert", "t5", "umt5", "bart"),
+)
+
+
+def drawn(name: str, number: int) -> dict[str, Any]:
+    """Changes to the configuration of a family in DRAWN: heads, groups, widths and windows; the same in every run."""
+    rng = random.Random(f"{name} {number}")
+    dim, heads_k, window = rng.choice((8, 12, 20)), rng.choice((1, 2, 3)), rng.randint(2, 9)
+    heads = heads_k * rng.choice((1, 2, 4))
+    whole = heads * dim  # of models whose heads share the hidden size
+    of_heads = {"hidden_size": whole, "num_attention_heads": heads}
+    if name == "gpt2":
+        return {"n_embd": whole, "n_head": heads}
+    if name in ("t5", "umt5"):
+        return {"d_model": rng.choice((24, 40)), "d_kv": dim, "num_heads": heads}
+    if name == "bart":
+        return {"d_model": whole, "encoder_attention_heads": heads, "decoder_attention_heads": heads}
+    if name in ("bert", "modernbert"):
+        return of_heads | ({"local_attention": 2 * window} if name == "modernbert" else {})
+    if name == "deepseek_v3":
+        latent = {"qk_nope_head_dim": dim, "v_head_dim": rng.choice((8, 16))}
+        return {"num_attention_heads": heads, "num_key_value_heads": heads, **latent}
+    windows = {"sliding_window": window} if name in ("mistral", "gemma2", "gemma3", "gpt_oss") else {}
+    grouped = {"num_attention_heads": heads, "num_key_value_heads": heads_k, "head_dim": dim}
+    return {"hidden_size": rng.choice((24, 40)), **grouped, **windows}
 
 
 def lacks_interface(name: str) -> str | None:

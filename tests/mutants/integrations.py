@@ -213,4 +213,18 @@ FAULTS: tuple[Fault, ...] = (
         "pass",
         ("tests/test_transformers_dynamic_mask.py::test_missing_weights_are_initialised",),
     ),
+    Fault(
+        "padding beside a bias is prepared as intervals",
+        LAYER,
+        "as_tiles=with_bias",
+        "as_tiles=False",
+        ("tests/test_transformers_masks.py::test_beside_a_bias_padding_is_prepared_as_bits",),
+    ),
+    Fault(
+        "as_tiles leaves a mask of one row as intervals",
+        "flash_dmattn/masks/prepared/prepare.py",
+        'of_keys = KeyForm("tiles")',
+        "pass",
+        ("tests/test_prepared_mask.py::test_a_mask_of_one_row_as_tiles",),
+    ),
 )

@@ -121,10 +121,9 @@ class LayerMask(BlockMask):
         if self.used is not None:
             return MaskArguments(self.padding, self.is_causal, self.window, self._padded(self.used))
         if self.padding is not None and self.padding.device.type in PREPARING_DEVICES:
-            prepared = masks.prepare_mask(
-                self.padding, seqlen_q=seqlen_q, is_causal=self.is_causal, window_size=self.window
-            )
-            return MaskArguments(prepared)
+            band: dict[str, Any] = {"is_causal": self.is_causal, "window_size": self.window}
+            # Bits beside a bias, which passes of all layers would make of intervals anew.
+            return MaskArguments(masks.prepare_mask(self.padding, seqlen_q=seqlen_q, as_tiles=with_bias, **band))
         return MaskArguments(self.padding, self.is_causal, self.window)
 
     def _padded(self, used: int | Tensor) -> Sequences:

@@ -8,7 +8,7 @@ from ...problem import causal_window, check_flag, check_window, merge
 from ..arguments import bool_mask, integer
 from ..broadcast import collapse
 from .intervals import IntervalMask
-from .operator import prepared_key_form, prepared_view
+from .operator import KeyForm, prepared_key_form, prepared_view
 from .packers import packer
 from .types import KeyMask, PreparedMask, TileMask
 
@@ -23,6 +23,7 @@ def prepare_mask(
     is_causal: bool = False,
     window_size: tuple[int, int] | None = None,
     reorder: bool | None = None,
+    as_tiles: bool = False,
 ) -> PreparedMask:
     """Turns a bool mask, with causality and window, into what kernels walk; it is read once.
 
@@ -45,6 +46,9 @@ def prepare_mask(
         reorder: of a mask of one row, put kept keys first, so that kernels visit no others; k and v are then copied in
             each call. It pays where kept keys lie scattered, not for padding. By default from 4096 queries on, where
             the copy is cheap beside the call.
+        as_tiles: of a mask of one row for 16 queries or more, make a `TileMask` all the same. It pays for calls with a
+            bias of one value per query and key: beside it kernels read bits, which they make of an interval mask anew
+            in each pass.
 
     Returns:
         IntervalMask or KeyMask where the mask has one row for all queries, else TileMask.
@@ -75,6 +79,8 @@ def prepare_mask(
     seqlen_k = _length("seqlen_k", "column", given.size(3), seqlen_k)
     is_causal, window_size = check_flag("is_causal", is_causal), check_window(window_size)
     of_keys = prepared_key_form(seqlen_q, None if reorder is None else check_flag("reorder", reorder))
+    if check_flag("as_tiles", as_tiles) and of_keys.form == "intervals":
+        of_keys = KeyForm("tiles")
     view = prepared_view(given, seqlen_q, seqlen_k, causal_window(is_causal, window_size), of_keys)
     kind = _KINDS[view.form]
     return kind(seqlen_q, seqlen_k, is_causal, window_size, *view.tensors, leading=leading)

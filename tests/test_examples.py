@@ -1,0 +1,113 @@
+"""The examples as a user runs them: what they print, return and draw."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+# In a process of its own, where several processes are what an example shows.
+ELSEWHERE = {"distributed_training"}
+
+
+def run(name: str, out: Path) -> dict[str, Any]:
+    """The result of `main` of an example in its quick form, on a CPU."""
+    spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    result: dict[str, Any] = module.main(["--quick", "--device", "cpu", "--out", str(out)])
+    picture = (out / f"{name}.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 5000
+    return result
+
+
+def table_of(printed: str, title: str) -> list[list[str]]:
+    """The rows of a table that an example has printed, without its head."""
+    _, _, rest = printed.partition(f"\n{title}")
+    lines = rest.split("\n\n")[0].splitlines()[3:]
+    rows = [re.split(r"\s{2,}", line.strip()) for line in lines if line.startswith("  ")]
+    assert rows, printed
+    return rows
+
+
+def test_fine_tune_t5(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers", exc_type=ImportError)
+    found = run("fine_tune_t5", tmp_path)
+    assert 0 < found["loss_difference"] < 1e-12 and 0 < found["gradient_difference"] < 1e-11
+    for attention in ("eager", "dmattn"):
+        assert found["end"][attention] < 0.9 * found["first"][attention]
+    assert abs(found["end"]["dmattn"] - found["end"]["eager"]) < 0.05 * found["end"]["eager"]
+    assert found["end"]["dmattn"] != found["end"]["eager"]  # each drops its own
+    assert found["backends"] == {"eager": [], "dmattn": ["eager, eager backward"]}  # no backend of ours there
+    rows = table_of(capsys.readouterr().out, "T5")
+    assert [row[:2] for row in rows] == [["eager", "0"], ["dmattn", "0"], ["eager", "0.1"], ["dmattn", "0.1"]]
+    assert rows[0][3] == rows[1][3]
+
+
+def test_packed_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers", exc_type=ImportError)
+    found = run("packed_documents", tmp_path)
+    padded, described, packed = (found["steps"][way] for way in ("padded, sdpa", "padded, dmattn", "packed, dmattn"))
+    assert 0 < found["difference"] < 1e-5
+    assert len(packed["losses"]) == 4 and len(set(packed["losses"])) == 4 and min(packed["losses"]) > 4
+    assert (padded["computed"], packed["computed"], found["real"]) == (4 * 96, 173, 173)
+    assert packed["megabytes"] < 0.6 * described["megabytes"] and described["megabytes"] < padded["megabytes"]
+    assert [row[1:3] for row in table_of(capsys.readouterr().out, "4 documents")] == [
+        ["384", "45%"],
+        ["384", "45%"],
+        ["173", "100%"],
+    ]
+
+
+def test_long_context(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run("long_context", tmp_path)
+    assert found["lengths"] == [32, 64] and found["keep"] == 16
+    kept, full = found["steps"]["16 keys per query"], found["steps"]["full attention"]
+    for length, few, every in zip(found["lengths"], kept, full):
+        assert every["pairs"] == length * (length + 1) / 2
+        assert few["pairs"] == sum(min(query + 1, 16) for query in range(length))
+        assert few["backends"] == every["backends"] == "eager, eager"
+    for losses in found["losses"].values():
+        assert len(losses) == 4 and min(losses) > 3 and max(losses) < 7  # ln 256 is 5.5
+    first = {name: losses[0] for name, losses in found["losses"].items()}
+    assert first["16 keys per query"] != first["full attention"]
+    assert [row[:3] for row in table_of(capsys.readouterr().out, "A training step")] == [
+        ["32", "16 keys per query", "392"],
+        ["32", "full attention", "528"],
+        ["64", "16 keys per query", "904"],
+        ["64", "full attention", "2,080"],
+    ]
+
+
+def test_static_cache_generation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers", exc_type=ImportError)
+    found = run("static_cache_generation", tmp_path)
+    assert found["generated"] == 12 and found["equal"] == {"eager": 12, "sdpa": 12, "dmattn": 12}
+    assert found["different_tokens"] > 4 and found["backends"] == "eager"
+    assert found["mask_bytes"]["sdpa"] >= 2 * 30 * 30 and found["mask_bytes"]["dmattn"] < 2 * 2 * 40
+    rows = table_of(capsys.readouterr().out, "2 prompts")
+    assert [row[:2] for row in rows] == [[attention, "12 of 12"] for attention in ("eager", "sdpa", "dmattn")]
+
+
+def test_every_example_is_listed_and_says_how_it_is_run() -> None:
+    """On the page and in its own docstring; a user's command line prints the options."""
+    page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    names = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+    assert len(names) >= 4
+    for name in names:
+        assert f"[{name}.py]({name}.py)" in page and f"python examples/{name}.py" in page
+        source = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
+        assert f"python examples/{name}.py" in source
+    command = [sys.executable, str(EXAMPLES / "long_context.py"), "--help"]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, env=None)
+    assert done.returncode == 0 and "--quick" in done.stdout and "--out" in done.stdout
+    tested = set(re.findall(r'run\("(\w+)"', Path(__file__).read_text(encoding="utf-8")))
+    assert tested | ELSEWHERE >= set(names)

@@ -1,0 +1,512 @@
+"""F.scaled_dot_product_attention inside of `intercept_sdpa`: values, gradients, and who computes them."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
+
+import flash_dmattn
+from flash_dmattn.integrations.sdpa import intercept_sdpa, served
+
+imported_earlier = F.scaled_dot_product_attention
+
+B, H, LQ, LK, D, DV = 2, 4, 5, 7, 8, 6
+
+
+class Shapes(NamedTuple):
+    """Of q, k, v and the mask; what else torch is told."""
+
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    v: tuple[int, ...]
+    mask: tuple[int, ...]
+    more: dict[str, Any] = {}
+
+
+Q, K, V = (B, H, LQ, D), (B, H, LK, D), (B, H, LK, DV)
+SERVED = {
+    "each score": Shapes(Q, K, V, (B, H, LQ, LK)),
+    "padding": Shapes(Q, K, V, (B, 1, 1, LK)),
+    "each query": Shapes(Q, K, V, (H, LQ, 1)),
+    "shared": Shapes(Q, K, V, (LQ, LK)),
+    "one row": Shapes(Q, K, V, (LK,)),
+    "scale": Shapes(Q, K, V, (1, H, LQ, LK), {"scale": 0.7}),
+    "scale 0": Shapes(Q, K, V, (1, H, LQ, LK), {"scale": 0.0}),
+    "causal": Shapes(Q, (B, H, LQ, D), (B, H, LQ, DV), (B, 1, 1, LQ), {"is_causal": True}),
+    "grouped heads": Shapes(Q, (B, 2, LK, D), (B, 2, LK, DV), (B, H, 1, LK), {"enable_gqa": True}),
+    "one head of keys": Shapes(Q, (B, 1, LK, D), (B, 1, LK, DV), (B, H, LQ, LK)),
+    "keys without a batch": Shapes(Q, (1, H, LK, D), (1, H, LK, DV), (B, 1, LQ, LK)),
+    "queries without a batch": Shapes((1, H, LQ, D), K, V, (B, 1, LQ, LK)),
+    "heads alone": Shapes((H, LQ, D), (H, LK, D), (H, LK, DV), (H, 1, LK)),
+    "two batch dims": Shapes((3, *Q), (3, *K), (3, *V), (3, 1, H, LQ, LK)),
+    "two batch dims, shared": Shapes((3, *Q), (3, *K), (3, *V), (B, 1, LQ, LK)),
+    "two batch dims that broadcast": Shapes((3, *Q), (1, *K), (3, 1, H, LK, DV), (H, LQ, LK)),
+}
+
+
+def draw(shapes: Shapes, form: str, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """q, k, v and a mask: "bool", "float" with a gradient, or "-inf", a float one that forbids some keys."""
+    torch.manual_seed(0)
+    qkv = [torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes[:3]]
+    if form == "float":
+        return [*qkv, torch.randn(shapes.mask, dtype=dtype).requires_grad_()]
+    allowed = torch.rand(shapes.mask) < 0.6
+    allowed[..., 0] = True  # no row without a key: what becomes of those is a test of its own
+    added = torch.zeros(shapes.mask, dtype=dtype).masked_fill(~allowed, -torch.inf)
+    return [*qkv, allowed if form == "bool" else added]
+
+
+def run(tensors: list[Tensor], **more: Any) -> list[Tensor]:
+    """The result, then the gradients of whatever has one."""
+    out = F.scaled_dot_product_attention(*tensors, **more)
+    weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(out.dtype)
+    return [out, *torch.autograd.grad((out * weight).sum(), [x for x in tensors if x.requires_grad])]
+
+
+def by_formula(tensors: list[Tensor], is_causal: bool = False, **more: Any) -> list[Tensor]:
+    """By torch's plain formula; what is causal beside a mask is put into the mask."""
+    *qkv, mask = tensors
+    if is_causal:
+        below = torch.ones(qkv[0].shape[-2], qkv[1].shape[-2], dtype=torch.bool).tril()
+        mask = mask & below if mask.dtype == torch.bool else mask.masked_fill(~below, -torch.inf)
+    # The formula wants as many heads of keys, and one batch.
+    batch = torch.broadcast_shapes(*(x.shape[:-3] for x in qkv))
+    heads = qkv[0].shape[-3]
+    full = [x.repeat_interleave(heads // x.shape[-3], -3).expand(*batch, heads, *x.shape[-2:]) for x in qkv]
+    more.pop("enable_gqa", None)
+    with sdpa_kernel(SDPBackend.MATH):
+        out = F.scaled_dot_product_attention(*full, mask, **more)
+    weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    return [out, *torch.autograd.grad((out * weight).sum(), [x for x in tensors if x.requires_grad])]
+
+
+def agree(found: list[Tensor], wanted: list[Tensor], tolerance: float = 1e-12) -> None:
+    assert len(found) == len(wanted)
+    for x, y in zip(found, wanted):
+        assert x.shape == y.shape and x.dtype == y.dtype
+        assert (x - y).norm() <= tolerance * y.norm() + 1e-14
+
+
+@pytest.mark.parametrize("form", ["bool", "float", "-inf"])
+@pytest.mark.parametrize("name", SERVED)
+def test_values_and_gradients(name: str, form: str) -> None:
+    tensors, more = draw(SERVED[name], form), SERVED[name].more
+    wanted = by_formula(tensors, **more)
+    with intercept_sdpa() as tally:
+        found = run(tensors, **more)
+    assert tally.served == 1 and not tally.passed_on
+    agree(found, wanted)
+
+
+def test_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries, keys and values arrive as views of what was given, a mask as itself."""
+    calls: list[tuple[Tensor, ...]] = []
+
+    def watched(*arguments: Any, **more: Any) -> Any:
+        calls.append(arguments)
+        return flash_dmattn.attention(*arguments, **more)
+
+    monkeypatch.setattr(served, "attention", watched)
+    for form in ("bool", "float"):
+        tensors = draw(SERVED["each score"], form)
+        with intercept_sdpa():
+            run(tensors)
+        *qkv, mask, bias = calls.pop()
+        for given, arrived in zip(tensors, qkv):
+            assert arrived.data_ptr() == given.data_ptr() and torch.equal(arrived.transpose(1, 2), given)
+        assert (mask if form == "bool" else bias) is tensors[3]
+
+
+@pytest.mark.parametrize("form", ["bool", "-inf"])
+def test_a_row_without_keys_is_zero(form: str) -> None:
+    tensors = draw(SERVED["each score"], form)
+    with torch.no_grad():
+        tensors[3][0, 1, 2] = False if form == "bool" else -torch.inf
+    with intercept_sdpa() as tally:
+        out, dq, *others = run(tensors)
+    assert tally.served == 1
+    assert not out[0, 1, 2].any() and not dq[0, 1, 2].any()
+    assert out[0, 1, 1].all() and all(bool(x.isfinite().all()) for x in (out, dq, *others))
+
+
+def test_dropout() -> None:
+    """That of `attention`: the same seed drops the same."""
+    q, k, v, bias = draw(SERVED["each score"], "float")
+    torch.manual_seed(3)
+    wanted = flash_dmattn.attention(*(x.transpose(1, 2) for x in (q, k, v)), bias=bias, dropout_p=0.4).transpose(1, 2)
+    torch.manual_seed(3)
+    with intercept_sdpa() as tally:
+        found = F.scaled_dot_product_attention(q, k, v, bias, dropout_p=0.4)
+    assert tally.served == 1 and torch.equal(found, wanted)
+    assert not torch.allclose(found, F.scaled_dot_product_attention(q, k, v, bias))
+
+
+@pytest.mark.parametrize("form", ["bool", "float"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast(dtype: torch.dtype, form: str) -> None:
+    """float32 tensors under autocast: a result of 16 bits, as exact as torch's, gradients in float32."""
+    exact = draw(SERVED["each score"], form)
+    wanted = by_formula(exact)
+    tensors = [x.detach().float().requires_grad_() if x.is_floating_point() else x for x in exact]
+    with torch.autocast("cpu", dtype):
+        theirs = run(tensors)
+        with intercept_sdpa() as tally:
+            ours = run(tensors)
+    assert tally.served == 1
+    assert [x.dtype for x in ours] == [x.dtype for x in theirs] == [dtype, *[torch.float32] * (len(ours) - 1)]
+    for x, y, z in zip(ours, theirs, wanted):
+        assert (x - z).norm() <= 1.5 * (y - z).norm() + 1e-5 * z.norm()
+
+
+def test_autocast_casts_a_float_mask() -> None:
+    """As torch does, beside q in bfloat16 too: of a mask in float32 kernels get what they read fastest."""
+    q, k, v, mask = (x.detach().float() for x in draw(SERVED["each score"], "float"))
+    with torch.autocast("cpu", torch.bfloat16), flash_dmattn.record_decisions() as decisions, intercept_sdpa() as tally:
+        F.scaled_dot_product_attention(q, k, v, mask)
+        F.scaled_dot_product_attention(q.bfloat16(), k, v, mask)
+    assert tally.served == 2
+    for decision in decisions:
+        assert decision.problem.bias is not None and decision.problem.bias.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    exact = draw(SERVED["grouped heads"], "float")
+    wanted = by_formula(exact, enable_gqa=True)
+    tensors = [x.detach().to(dtype).requires_grad_() for x in exact]
+    theirs = run(tensors, enable_gqa=True)
+    with intercept_sdpa() as tally:
+        ours = run(tensors, enable_gqa=True)
+    assert tally.served == 1
+    for x, y, z in zip(ours, theirs, wanted):
+        assert x.dtype == dtype and (x - z).norm() <= 1.5 * (y - z).norm() + 1e-5 * z.norm()
+
+
+def calls_of_torch() -> dict[str, tuple[str, Callable[[], Any]]]:
+    """Calls that torch computes: the reason, and the call."""
+    q, k, v, mask = (x.detach() for x in draw(SERVED["each score"], "bool"))
+    square = torch.ones(LQ, LK, dtype=torch.bool)
+    nested = torch.nested.nested_tensor([q[0, :3], q[0]], layout=torch.jagged)
+    sdpa = F.scaled_dot_product_attention
+
+    def refused(call: Callable[[], Any]) -> Callable[[], Any]:
+        def run_it() -> str:
+            with pytest.raises((RuntimeError, ValueError)) as error:
+                call()
+            return str(error.value)
+
+        return run_it
+
+    return {
+        "no mask": ("no mask", lambda: sdpa(q, k, v)),
+        "causal alone": ("no mask", lambda: sdpa(q, k, v, is_causal=True)),
+        "nested": ("a tensor subclass", refused(lambda: sdpa(nested, nested, nested, mask))),
+        "a wrapper": ("a tensor subclass", lambda: sdpa(*(TwoTensor(x, x.clone()) for x in (q, k, v, mask))).a),
+        "CausalBias": ("a tensor subclass", lambda: sdpa(q, k, v, causal_lower_right(LQ, LK))),
+        "two dims": ("shapes of q, k and v", lambda: sdpa(q[0, 0], k[0, 0], v[0, 0], square)),
+        "causal": ("is_causal, unequal lengths", refused(lambda: sdpa(q, k, v, mask, is_causal=True))),
+        "heads": ("shapes of q, k and v", refused(lambda: sdpa(q, k[:, :2], v[:, :2], mask))),
+        "head dims": ("shapes of q, k and v", refused(lambda: sdpa(q, k[..., :4], v, mask))),
+        "batches": ("shapes of q, k and v", refused(lambda: sdpa(q, k.repeat(2, 1, 1, 1), v, mask))),
+        "dtypes": ("dtypes of q, k and v", refused(lambda: sdpa(q, k.float(), v, mask))),
+        "numbers": ("dtype of the mask", refused(lambda: sdpa(q, k, v, mask.long()))),
+        "a mask of few heads": (
+            "shape of the mask",
+            refused(lambda: sdpa(q, k[:, :2], v[:, :2], mask[:, :2], enable_gqa=True)),
+        ),
+        "a mask of more dims": ("shape of the mask", refused(lambda: sdpa(q[0], k[0], v[0], mask))),
+    }
+
+
+@pytest.mark.parametrize("name", calls_of_torch())
+def test_what_is_passed_on(name: str) -> None:
+    """Torch's own result or message, counted with its reason."""
+    reason, call = calls_of_torch()[name]
+    wanted = call()
+    with intercept_sdpa() as tally:
+        found = call()
+    assert torch.equal(found, wanted) if isinstance(found, Tensor) else found == wanted
+    assert tally.served == 0 and tally.passed_on[reason] == 1
+    assert tally.passed_on.total() == 1
+
+
+@pytest.mark.parametrize("name", calls_of_torch())
+def test_strict(name: str) -> None:
+    """A call with a mask that would be torch's is refused with its reason; one without a mask is torch's."""
+    reason, _ = calls_of_torch()[name]
+    q, k, v, mask = (x.detach() for x in draw(SERVED["each score"], "bool"))
+    with intercept_sdpa(strict=True) as tally:
+        if reason == "no mask":
+            calls_of_torch()[name][1]()
+            assert tally.passed_on == {"no mask": 1}
+        with pytest.raises(NotImplementedError, match=r"is_causal, unequal lengths: query \(2, 4, 5, 8\) "):
+            F.scaled_dot_product_attention(q, k, v, mask, is_causal=True)
+    assert tally.served == 0
+
+
+def test_the_tally_prints_as_a_table() -> None:
+    q, k, v, mask = (x.detach() for x in draw(SERVED["each score"], "bool"))
+    with intercept_sdpa() as tally:
+        for _ in range(10):
+            F.scaled_dot_product_attention(q, k, v, mask)
+        F.scaled_dot_product_attention(q[0, 0], k[0, 0], v[0, 0], mask[0, 0])
+        F.scaled_dot_product_attention(q, k, v)
+        F.scaled_dot_product_attention(q, k, v)
+    assert str(tally).splitlines() == [
+        "F.scaled_dot_product_attention  calls",
+        "flash_dmattn                       10",
+        "torch: no mask                      2",
+        "torch: shapes of q, k and v         1",
+    ]
+
+
+# When it is active
+
+
+def call_once() -> None:
+    q, k, v, mask = (x.detach() for x in draw(SERVED["each score"], "bool"))
+    F.scaled_dot_product_attention(q, k, v, mask)
+
+
+def test_an_import_changes_nothing() -> None:
+    """And in a process whose first compilation happens inside of a context, that one is ours all the same."""
+    code = (
+        "import torch, torch.nn.functional as F; before = F.scaled_dot_product_attention\n"
+        "from flash_dmattn.integrations.sdpa import intercept_sdpa\n"
+        "print(F.scaled_dot_product_attention is before, torch.backends.mha.get_fastpath_enabled(),\n"
+        "      torch.overrides._get_current_function_mode_stack())\n"
+        "def show(graph, inputs):\n"
+        "    print(sum('flash_dmattn' in str(node.target) for node in graph.graph.nodes))\n"
+        "    return graph\n"
+        "q, mask = torch.randn(1, 2, 4, 8), torch.ones(4, 4, dtype=torch.bool)\n"
+        "with intercept_sdpa():\n"
+        "    torch.compile(lambda: F.scaled_dot_product_attention(q, q, q, mask), backend=show, fullgraph=True)()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True)
+    assert done.stdout.split() == ["True", "True", "[]", "1"]
+
+
+def test_contexts_nest_and_end() -> None:
+    """The innermost one decides; an error inside ends a context too, and then torch is as it was."""
+    with intercept_sdpa() as outer:
+        call_once()
+        with pytest.raises(ZeroDivisionError), intercept_sdpa() as inner:
+            call_once()
+            call_once()
+            raise ZeroDivisionError
+        attention, x = nn.MultiheadAttention(8, 2), torch.randn(4, 2, 8)
+        attention(x, x, x, key_padding_mask=torch.zeros(2, 4, dtype=torch.bool), need_weights=False)
+        assert not torch.backends.mha.get_fastpath_enabled()
+    call_once()
+    assert (outer.served, inner.served) == (2, 2) and not outer.passed_on and not inner.passed_on
+    assert F.scaled_dot_product_attention is imported_earlier and torch.backends.mha.get_fastpath_enabled()
+
+
+def test_a_call_passed_on_is_counted_once_in_nested_contexts() -> None:
+    q, k, v, _ = draw(SERVED["each score"], "bool")
+    with intercept_sdpa() as outer, intercept_sdpa() as inner:
+        F.scaled_dot_product_attention(q, k, v)
+    assert inner.passed_on == {"no mask": 1} and not outer.passed_on
+
+
+@pytest.mark.parametrize("way", ["direct", "attention module"])
+def test_other_threads_are_left_alone(way: str) -> None:
+    """Of two threads that overlap each has its own context, and a third has none."""
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    x, padding = torch.randn(2, 4, 8), torch.zeros(2, 4, dtype=torch.bool)
+    meet = threading.Barrier(3, timeout=60)
+    served_in: dict[str, int] = {}
+
+    def call() -> None:
+        call_once() if way == "direct" else attention(x, x, x, key_padding_mask=padding, need_weights=False)
+
+    def worker(name: str, calls: int) -> None:
+        with intercept_sdpa() if name != "none" else contextlib.nullcontext() as tally:
+            meet.wait()
+            for _ in range(calls):
+                call()
+            meet.wait()
+        if tally is not None:
+            served_in[name] = tally.served + tally.passed_on.total()
+
+    threads = [threading.Thread(target=worker, args=given) for given in (("a", 3), ("b", 5), ("none", 7))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert served_in == {"a": 3, "b": 5}
+    assert F.scaled_dot_product_attention is imported_earlier
+
+
+def test_somebody_elses_patch_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made before, it comes back; made inside, it is not removed."""
+    theirs = lambda *args, **more: imported_earlier(*args, **more)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", theirs)
+    with intercept_sdpa() as tally:
+        call_once()
+    assert F.scaled_dot_product_attention is theirs and tally.served == 1
+    monkeypatch.setattr(F, "scaled_dot_product_attention", imported_earlier)
+    with intercept_sdpa() as tally:
+        F.scaled_dot_product_attention = theirs
+        call_once()
+    assert F.scaled_dot_product_attention is theirs and tally.served == 1
+
+
+# What it reaches
+
+
+class RelativeBias(nn.Module):
+    """A window with a learned bias, as Swin and BEiT have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.table = nn.Linear(16, 48), nn.Parameter(torch.randn(2 * 9 - 1, 2))
+        self.register_buffer("index", torch.arange(9)[:, None] - torch.arange(9) + 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).reshape(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
+        bias = self.table[self.index].permute(2, 0, 1)[None]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).reshape(x.shape)
+
+
+PADDING = torch.zeros(3, 9, dtype=torch.bool)
+PADDING[1, 6:] = True
+
+
+def modules() -> dict[str, tuple[nn.Module, Callable[[Any, Tensor], Tensor]]]:
+    """Modules of torch, and how they are called."""
+    torch.manual_seed(1)
+    attention = nn.MultiheadAttention(16, 2, batch_first=True)
+    layer = nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0, batch_first=True)
+    causal = nn.Transformer.generate_square_subsequent_mask(9, dtype=torch.float64)
+    padding = torch.zeros(PADDING.shape, dtype=torch.float64).masked_fill(PADDING, -torch.inf)
+    return {
+        "relative bias": (RelativeBias(), lambda m, x: m(x)),
+        "attention": (attention, lambda m, x: m(x, x, x, key_padding_mask=PADDING, need_weights=False)[0]),
+        "encoder layer": (layer, lambda m, x: m(x, src_key_padding_mask=PADDING)),
+        "causal layer": (layer, lambda m, x: m(x, causal, padding, is_causal=True)),
+        "encoder": (nn.TransformerEncoder(layer, 2), lambda m, x: m(x, src_key_padding_mask=PADDING)),
+    }
+
+
+def outcome(module: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
+    """The result at tokens that are not padding, and the gradient of every weight."""
+    module.zero_grad()
+    out = call(x)[:, :9].masked_fill(PADDING[..., None], 0)
+    if out.requires_grad:
+        out.square().sum().backward()
+    return [out.detach(), *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("mode", ["train", "eval", "no_grad"])
+@pytest.mark.parametrize("name", modules())
+def test_modules_of_torch(name: str, mode: str) -> None:
+    """In evaluation without gradients too, where nn.TransformerEncoderLayer has a path that calls nothing."""
+    module, call = modules()[name]
+    module.double().train(mode == "train")
+    x = torch.randn(3, 9, 16, dtype=torch.float64)
+    with torch.set_grad_enabled(mode != "no_grad"):
+        wanted = outcome(module, lambda x: call(module, x), x)
+        with intercept_sdpa() as tally:
+            found = outcome(module, lambda x: call(module, x), x)
+    assert tally.served == (2 if name == "encoder" else 1) and not tally.passed_on
+    assert len(found) == (1 if mode == "no_grad" else 1 + len(list(module.parameters())))
+    largest = max(float(y.norm()) for y in wanted)  # gradients of key biases are zero but for rounding
+    for x, y in zip(found, wanted):
+        assert (x - y).norm() <= 1e-12 * max(float(y.norm()), largest)
+
+
+def test_a_name_imported_earlier() -> None:
+    q, k, v, mask = draw(SERVED["each score"], "bool")
+    with intercept_sdpa() as tally:
+        imported_earlier(q, k, v, mask)
+    assert tally.served == 1
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_recompute_with_it(reentrant: bool) -> None:
+    tensors = draw(SERVED["each score"], "float")
+    wanted = run(tensors)[1:]
+    with intercept_sdpa() as tally:
+        out = checkpoint(F.scaled_dot_product_attention, *tensors, use_reentrant=reentrant)
+        weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+        (out * weight).sum().backward()
+    assert tally.served == 2
+    agree([x.grad for x in tensors], wanted)  # type: ignore[misc]
+
+
+# torch.compile
+
+
+class Compiled:
+    """A backend of torch.compile that knows how many operators of this library each call runs."""
+
+    def __init__(self) -> None:
+        self.operators = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        from torch._dynamo.backends.common import aot_autograd
+
+        def compiler(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+            return make_boxed_func(graph)
+
+        return aot_autograd(fw_compiler=self._count, bw_compiler=compiler)(graph, inputs)
+
+    def _count(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        ours = sum("flash_dmattn" in str(node.target) for node in graph.graph.nodes)
+
+        def forward(*values: Any) -> Any:
+            self.operators += ours
+            return graph(*values)
+
+        return make_boxed_func(forward)
+
+
+@pytest.mark.parametrize("mode", ["train", "no_grad"])
+@pytest.mark.parametrize("name", ["relative bias", "attention", "encoder layer"])
+def test_compiled(name: str, mode: str) -> None:
+    """Compiled outside and called inside, and the other way round: guards notice both."""
+    module, call = modules()[name]
+    module.double().train(mode == "train")
+    x = torch.randn(3, 9, 16, dtype=torch.float64)
+    torch.compiler.reset()
+    backend = Compiled()
+    compiled = torch.compile(lambda x: call(module, x), backend=backend, fullgraph=True)
+    with torch.set_grad_enabled(mode != "no_grad"):
+        wanted = outcome(module, lambda x: call(module, x), x)
+        largest = max(float(y.norm()) for y in wanted)
+        for inside in (False, True, False, True):
+            backend.operators = 0
+            with intercept_sdpa() if inside else contextlib.nullcontext() as tally:
+                found = outcome(module, compiled, x)
+            assert backend.operators == (1 if inside else 0)
+            assert tally is None or tally.served == 0  # a graph counts nothing
+            for x_, y in zip(found, wanted):
+                assert (x_ - y).norm() <= 1e-12 * max(float(y.norm()), largest)
+
+
+def test_compiled_without_a_mask() -> None:
+    """What is passed on is torch's in a graph too."""
+    q, k, v, _ = (x.detach() for x in draw(SERVED["each score"], "bool"))
+    torch.compiler.reset()
+    backend = Compiled()
+    compiled = torch.compile(lambda: F.scaled_dot_product_attention(q, k, v) + 1, backend=backend, fullgraph=True)
+    with intercept_sdpa():
+        found = compiled(), compiled()
+    assert backend.operators == 0
+    for x in found:
+        assert torch.equal(x, F.scaled_dot_product_attention(q, k, v) + 1)
