@@ -23,7 +23,8 @@ from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flash_dmattn.problem import Flags, Layout, MaskForm, MaskView, NeedsGrad, Packing, SequenceView
-from flash_dmattn.triton_kernels import key_pack, mask_pack, plan_sequences
+from flash_dmattn.sequences.cache_writes import CacheWrite
+from flash_dmattn.triton_kernels import append, key_pack, mask_pack, plan_sequences
 from flash_dmattn.triton_kernels.kernel_launch import Launch
 from flash_dmattn.triton_kernels.launch import backward_plan, forward_plan
 from flash_dmattn.triton_kernels.plan import Call
@@ -292,6 +293,28 @@ def packing_jobs(arch: str) -> Iterator[Job]:
             scores = torch.empty(2, 4, 1, 2048, dtype=dtype, device="meta")
             key_pack.score_keys(scores, None)
             key_pack.score_keys(scores, torch.empty(2, 1, 1, 2048, dtype=torch.bool, device="meta"))
+    yield from found
+
+
+def append_jobs(arch: str) -> Iterator[Job]:
+    """The kernel that writes to caches: of each layout, of few and of many tokens."""
+    found: list[Job] = []
+
+    def record(launch: Launch, *tensors: Tensor | None) -> None:
+        found.append(job_of(launch, tensors, arch))
+
+    def meta(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    bounds, table = (torch.empty(4, width, dtype=torch.int32, device="meta") for width in (4, 8))
+    layouts: tuple[tuple[Layout, bool], ...] = (("packed", True), ("padded", False), ("paged", False))
+    with mock.patch.object(Launch, "__call__", record):
+        for layout, packs in (*layouts, ("paged_packed", True)):
+            for tokens in (1, 2048):
+                new = meta(1, 4 * tokens, 8, 128) if packs else meta(4, tokens, 8, 128)
+                cache = meta(*((1, 65536) if layout == "packed" else (4, 16384)), 8, 128)
+                in_pages = table if layout.startswith("paged") else None
+                append.write(CacheWrite(cache, cache, new, new, bounds, in_pages, layout))
     yield from found
 
 

@@ -150,7 +150,7 @@ def unwritten_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the backend allocates is NaN until a kernel writes it."""
     empty = torch.empty
 
-    def filled(*args: Any, **kwargs: Any) -> Tensor:
+    def filled(*args: Any, **kwargs: Any) -> torch.Tensor:
         x = empty(*args, **kwargs)
         return x.fill_(torch.nan) if x.is_floating_point() else x
 

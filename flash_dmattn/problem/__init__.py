@@ -16,6 +16,7 @@ from .checks import (
 from .description import (
     FEATURES,
     FLOAT_DTYPES,
+    PACKED_QUERIES,
     AttentionProblem,
     Flags,
     Gradients,
@@ -40,6 +41,7 @@ from .tma import fits_tma
 __all__ = [
     "FEATURES",
     "FLOAT_DTYPES",
+    "PACKED_QUERIES",
     "AttentionProblem",
     "Band",
     "BiasClass",

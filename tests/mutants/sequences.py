@@ -15,7 +15,95 @@ INTERPRETED = (
     "tests/test_triton_interpreter.py::test_sequences[1000]",
 )
 
+APPEND, WRITES, APPEND_KERNEL = (
+    *("flash_dmattn/sequences/append.py", "flash_dmattn/sequences/cache_writes.py"),
+    "triton_kernels/append.py",
+)
+_APPEND = "tests/test_append.py::test_"
+WRITTEN = (f"{_APPEND}random_writes",)
+WRITTEN_ANYHOW = (f"{_APPEND}wrong_tables_write_nowhere_else",)
+WRITTEN_BY_KERNEL = (f"{_APPEND}random_writes_of_the_kernel",)
+
 FAULTS: tuple[Fault, ...] = (
+    Fault("new tokens go behind the keys", WRITES, "place = keys - tokens + token", "place = keys + token", WRITTEN),
+    Fault(
+        "tokens of no sequence are written",
+        WRITES,
+        "(token >= 0) & (token < tokens) & (place >= 0)",
+        "(token >= 0) & (place >= 0)",
+        WRITTEN,
+    ),
+    Fault(
+        "a token before the first key is written",
+        WRITES,
+        "(token < tokens) & (place >= 0)",
+        "(token < tokens)",
+        WRITTEN_ANYHOW,
+    ),
+    Fault("a wrong page is written to", WRITES, ".clamp(0, pages - 1)", "", WRITTEN_ANYHOW),
+    Fault(
+        "the value of an unwritten row is changed",
+        WRITES,
+        "torch.where(is_written[leader], new.flatten(0, 1)[source], cache[entry, row])",
+        "new.flatten(0, 1)[source]",
+        WRITTEN_ANYHOW,
+    ),
+    Fault(
+        "a cache may share memory among heads",
+        APPEND,
+        "n > 1 and stride == 0",
+        "n > 99 and stride == 0",
+        (f"{_APPEND}bad_input_is_refused_by_name[one memory for all heads]",),
+    ),
+    Fault(
+        "new tokens need not be counted",
+        APPEND,
+        "if tokens > keys:",
+        "if tokens > keys + 9:",
+        (f"{_APPEND}bad_input_is_refused_by_name[uncounted]",),
+    ),
+    Fault(
+        "two keys may go to one place",
+        APPEND,
+        "if count > 1:",
+        "if count > 9:",
+        (f"{_APPEND}bad_input_is_refused_by_name[a page of two]",),
+    ),
+    Fault(
+        "the kernel finds the sequence before",
+        APPEND_KERNEL,
+        "            high = tl.where(is_behind, middle, high)\n",
+        "            high = tl.where(is_behind, middle, high - 1)\n",
+        WRITTEN_BY_KERNEL,
+    ),
+    Fault(
+        "the kernel writes tokens of no sequence",
+        APPEND_KERNEL,
+        "(token < tokens) & (place >= 0)",
+        "(place >= 0)",
+        WRITTEN_BY_KERNEL,
+    ),
+    Fault(
+        "the kernel writes before the first key",
+        APPEND_KERNEL,
+        "(token < tokens) & (place >= 0)",
+        "(token < tokens)",
+        WRITTEN_BY_KERNEL,
+    ),
+    Fault(
+        "the kernel writes to a wrong page",
+        APPEND_KERNEL,
+        "tl.minimum(tl.maximum(page, 0), pages - 1)",
+        "tl.minimum(page, pages - 1)",
+        WRITTEN_BY_KERNEL,
+    ),
+    Fault(
+        "the kernel writes values by the strides of keys",
+        APPEND_KERNEL,
+        "v_cache, v_cache_strides, v, v_strides, entry",
+        "v_cache, k_cache_strides, v, v_strides, entry",
+        WRITTEN_BY_KERNEL,
+    ),
     Fault(
         "tables that fall are taken as they are",
         VALUES,
