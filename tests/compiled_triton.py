@@ -185,6 +185,9 @@ class SequenceVariant(Variant):
         mask = MaskView()
         if self.mask == "dense":
             mask = MaskView("dense", (scores(("B", "1", "Lq", "Lk"), torch.bool),))
+        if self.mask == "tree":
+            words = (self.batch, self.seqlen_q, -(-self.seqlen_q // 32))
+            mask = MaskView("tree", (torch.empty(words, dtype=torch.int32, device="meta"),))
         right = 0 if self.is_causal else -1
         flags = Flags(-1, right, self.head_dim**-0.5, self.softcap, False, 1, 1, self.layout)
         flags = flags._replace(max_seqlen_q=self.seqlen_q, max_seqlen_k=self.seqlen_k, bias_packing=self.bias_packing)
@@ -204,7 +207,7 @@ class SequenceVariant(Variant):
 
 
 def run_sequence_plans(variant: SequenceVariant, arch: str, launch: Callable[..., None]) -> None:
-    """`run_plans` of a call with sequences; of one with pages the forward pass alone."""
+    """`run_plans` of a call with sequences; of one with pages or trees the forward pass alone."""
     call, sequences = variant.call(arch), variant.view()
     key = key_of(call)
     q, k, v, mask, bias = call.q, call.k, call.v, call.mask, call.bias
@@ -212,7 +215,7 @@ def run_sequence_plans(variant: SequenceVariant, arch: str, launch: Callable[...
     out, lse = torch.empty_like(q), torch.empty(q.shape[0], q.shape[2], q.shape[1], device=q.device)
     with mock.patch.object(Launch, "__call__", launch):
         plan_sequences.plan_forward(call, out)(q, k, v, mask, bias, sink, out, lse, sequences, key)
-        if sequences.block_table is None:
+        if sequences.block_table is None and mask.form != "tree":
             dout, needs_grad = torch.empty_like(q), NeedsGrad(True, True, True, bias is not None, call.has_sink)
             backward = plan_sequences.plan_backward(call, dout, None, needs_grad)
             backward(dout, None, q, k, v, mask, bias, sink, out, lse, sequences, key)

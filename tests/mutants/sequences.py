@@ -23,6 +23,9 @@ _APPEND = "tests/test_append.py::test_"
 WRITTEN = (f"{_APPEND}random_writes",)
 WRITTEN_ANYHOW = (f"{_APPEND}wrong_tables_write_nowhere_else",)
 WRITTEN_BY_KERNEL = (f"{_APPEND}random_writes_of_the_kernel",)
+TREE_KERNEL = "triton_kernels/tree_mask.py"
+TREES = tuple(f"tests/test_trees.py::test_random_calls_beside_one_dense_call[eager-{part}]" for part in range(3))
+INTERPRETED_TREES = ("tests/test_trees.py::test_random_calls_of_the_kernels",)
 
 FAULTS: tuple[Fault, ...] = (
     Fault("new tokens go behind the keys", WRITES, "place = keys - tokens + token", "place = keys + token", WRITTEN),
@@ -103,6 +106,76 @@ FAULTS: tuple[Fault, ...] = (
         "v_cache, v_cache_strides, v, v_strides, entry",
         "v_cache, k_cache_strides, v, v_strides, entry",
         WRITTEN_BY_KERNEL,
+    ),
+    Fault(
+        "a tree of one sequence is that of the first",
+        LOOP,
+        "own = x[s.number if x.shape[0] > 1 else 0]",
+        "own = x[0]",
+        TREES,
+    ),
+    Fault(
+        "new tokens are taken for the first keys",
+        LOOP,
+        "allowed[..., s.seqlen_k - tail :]",
+        "allowed[..., :tail]",
+        TREES,
+    ),
+    Fault(
+        "beside a tree causality is dropped",
+        "flash_dmattn/validation.py",
+        "    if is_causal or (window_size is not None and check_window(window_size)[1] != -1):",
+        "    if window_size is not None and check_window(window_size)[1] != -1:",
+        ("tests/test_trees.py::test_bad_input_is_refused_by_name[causal]",),
+    ),
+    Fault(
+        "a tree may have more tokens than the call",
+        "flash_dmattn/problem/sequences.py",
+        "if tokens != spec.max_seqlen_q:",
+        "if tokens < spec.max_seqlen_q:",
+        ("tests/test_trees.py::test_bad_input_is_refused_by_name[tokens]",),
+    ),
+    Fault(
+        "bit 31 of a tree is lost",
+        "flash_dmattn/masks/prepared/tree.py",
+        "shifts = torch.arange(WORD, device=tree.device)",
+        "shifts = torch.arange(WORD, device=tree.device) % 31",
+        ("tests/test_trees.py::test_bits[33]",),
+    ),
+    Fault(
+        "the kernel takes all new tokens as seen by all",
+        TREE_KERNEL,
+        "tl.where(is_token & (sees == 0), tokens, shape.seqlen_q)",
+        "tl.where(is_token & (sees == 0), shape.seqlen_q, shape.seqlen_q)",
+        INTERPRETED_TREES,
+    ),
+    Fault(
+        "the kernel stops before the last token that is seen",
+        TREE_KERNEL,
+        "tl.where(is_token & sees, tokens + 1, 0)",
+        "tl.where(is_token & sees, tokens, 0)",
+        INTERPRETED_TREES,
+    ),
+    Fault(
+        "the kernel reads the bits of the key's place",
+        TREE_KERNEL,
+        "token = (keys - old)[None, :]",
+        "token = (keys - old // 32 * 32)[None, :]",
+        INTERPRETED_TREES,
+    ),
+    Fault(
+        "the kernel reads the tree of the first sequence",
+        "triton_kernels/tile_ops.py",
+        "        return data + entry_of(b, strides) * strides.batch, 0\n",
+        "        return data, 0\n",
+        INTERPRETED_TREES,
+    ),
+    Fault(
+        "a chain has other bits than causality",
+        "triton_kernels/plan.py",
+        "read = BAND.value if self.mask_kind == TREE.value else self.mask_kind",
+        "read = self.mask_kind",
+        ("tests/test_trees.py::test_a_chain_has_the_tiles_of_causality",),
     ),
     Fault(
         "tables that fall are taken as they are",
