@@ -33,7 +33,7 @@ else:
     from .dispatch.settings import disable_backends, record_decisions, set_default_backend, set_fallback, use_backend
     from .explanation import Explanation, explain, explain_problem
     from .problem import AttentionProblem
-    from .sequences import Sequences
+    from .sequences import Sequences, append_to_cache
 
     if _TYPE_CHECKING:
         from . import nn
@@ -59,6 +59,7 @@ __all__ = [
     "FallbackWarning",
     "Sequences",
     "__version__",
+    "append_to_cache",
     "attention",
     "available_backends",
     "disable_backends",

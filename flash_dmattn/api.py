@@ -22,14 +22,14 @@ from .sequences.nested import Jagged, is_nested
 from .validation import describe, follow_autocast
 
 if TYPE_CHECKING:
-    from .masks import PreparedMask
+    from .masks import PreparedMask, TreeMask
 
 
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | PreparedMask | None = None,
+    mask: Tensor | PreparedMask | TreeMask | None = None,
     bias: Tensor | None = None,
     *,
     is_causal: bool = False,
@@ -69,7 +69,8 @@ def attention(
         mask: bool, True where q attends; each dimension 1 or full, (B, Hq or Hk, Lq, Lk); fewer dimensions, 2 at least,
             are read from the right as in torch. A dimension of stride 0 is never materialised. Takes no gradient. Or a
             prepared mask of `flash_dmattn.masks`, for any number of calls of its lengths: it brings is_causal and
-            window_size, which here stay unset or limit no side in another way.
+            window_size, which here stay unset or limit no side in another way. Beside sequences, of these a `TreeMask`
+            alone: which of its new tokens each query sees.
         bias: added to the scaled scores, itself unscaled; -inf masks. Shaped as mask, of its own shape; any float
             dtype. Its gradient has its shape and dtype, is accumulated in fp32 and rounded once.
         is_causal: query i attends keys j <= i + Lk - Lq (aligned bottom-right).

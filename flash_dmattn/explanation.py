@@ -23,7 +23,7 @@ from .sequences.nested import Jagged, is_nested
 from .validation import describe, follow_autocast
 
 if TYPE_CHECKING:
-    from .masks import PreparedMask
+    from .masks import PreparedMask, TreeMask
 
 DTYPES = {
     **dict.fromkeys(("fp16", "float16", "half"), torch.float16),
@@ -136,7 +136,7 @@ def explain(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | PreparedMask | None = None,
+    mask: Tensor | PreparedMask | TreeMask | None = None,
     bias: Tensor | None = None,
     *,
     is_causal: bool = False,
@@ -232,7 +232,8 @@ def explain_problem(
         dtype: of q, k and v: "fp16", "bf16", "fp32", "fp64" or a torch.dtype.
         device: "cpu", or the architecture of a GPU such as "sm_80", "sm_90", "gfx942".
         mask, bias: their shapes, or None; bias_dtype as dtype where not given.
-        mask_prepared: whether the mask is the prepared form of one of that shape.
+        mask_prepared: whether the mask is the prepared form of one of that shape; beside sequences it is a tree of n
+            new tokens, (S or 1, n, n).
         grad: whether dq, dk and dv, and dsink of a sink, are needed; bias_grad: whether dbias is.
         sink: whether there is one, of the dtype of q.
         sequences: how those of the call lie, a `flash_dmattn.problem.SequenceSpec`; q is 4-D then, (1, Tq, Hq, D) where
@@ -274,7 +275,11 @@ def explain_problem(
     q_meta = meta(q, q_dtype)
     k_meta = meta((*batch, seqlen_k, kv_heads, head_dim), q_dtype)
     v_meta = meta((*batch, seqlen_k, kv_heads, head_dim_v), q_dtype)
-    mask_meta = None if mask is None else meta(mask, torch.bool)
+    mask_meta: Tensor | TreeMask | None = None if mask is None else meta(mask, torch.bool)
+    if sequences is not None and mask_prepared and isinstance(mask_meta, Tensor):
+        from .masks.prepared.tree import prepare_tree  # importing flash_dmattn does not need it
+
+        mask_meta = prepare_tree(mask_meta)
     bias_meta = None if bias is None else meta(bias, bias_torch_dtype)
     copies: tuple[str, ...] = ()
     repeats = None
@@ -304,7 +309,7 @@ def explain_problem(
         arch=arch,
         needs_grad=NeedsGrad(grad, grad, grad, bias_grad and bias is not None, grad and sink),
     )
-    if mask_prepared and problem.mask is not None:
+    if mask_prepared and problem.mask is not None and sequences is None:
         of_batch, of_heads, of_query, _ = problem.mask.shape
         from .masks.prepared.operator import prepared_key_form  # importing flash_dmattn does not need it
 

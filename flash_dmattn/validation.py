@@ -26,6 +26,7 @@ from .problem import (
     check_scale,
     check_scores,
     check_softcap,
+    check_tree,
     check_window,
     device_arch,
     dtype_name,
@@ -35,7 +36,7 @@ from .problem import (
 )
 
 if TYPE_CHECKING:
-    from .masks import PreparedMask
+    from .masks import PreparedMask, TreeMask
 
 
 def follow_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,7 +62,7 @@ def describe(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | PreparedMask | None,
+    mask: Tensor | PreparedMask | TreeMask | None,
     bias: Tensor | None,
     is_causal: bool,
     softmax_scale: float | None,
@@ -74,7 +75,7 @@ def describe(
     sequences: SequenceSpec | None = None,
     dropout_p: float = 0.0,
     sink: Tensor | None = None,
-) -> tuple[AttentionProblem, Tensor | PreparedMask | None, Tensor | None]:
+) -> tuple[AttentionProblem, Tensor | PreparedMask | TreeMask | None, Tensor | None]:
     """Validate one call; return its description and the mask and bias as 4-D views, a prepared mask as it is.
 
     Args:
@@ -116,8 +117,6 @@ def describe(
 
     if sequences is not None:
         batch, seqlen_q, seqlen_k = sequences.number, sequences.max_seqlen_q, sequences.max_seqlen_k
-        if not (mask is None or isinstance(mask, Tensor)):
-            raise TypeError(f"mask is a {type(mask).__name__}; beside sequences it needs to be a bool torch.Tensor")
     sizes = (batch, num_heads, seqlen_q, seqlen_k)
     mask_spec = bias_spec = None
     mask_packing = bias_packing = _UNPACKED
@@ -134,6 +133,8 @@ def describe(
         mask, mask_spec, mask_packing = _describe_broadcast(
             "mask", mask, sizes, num_heads_k, device, repeats, sequences
         )
+    elif mask is not None and sequences is not None:
+        mask_spec, mask_form = _describe_tree(mask, is_causal, window_size, sequences, device), "tree"
     elif mask is not None:
         mask_spec, mask_form, is_causal, window_size = _describe_prepared(
             mask, is_causal, window_size, sizes, num_heads_k, device, repeats
@@ -303,8 +304,35 @@ def _check_sink(sink: Tensor, num_heads: int, device: torch.device) -> None:
         raise ValueError(f"sink is on {sink.device}; it needs to be on the device of q, {device}")
 
 
+def _describe_tree(
+    mask: PreparedMask | TreeMask,
+    is_causal: bool,
+    window_size: tuple[int, int] | None,
+    sequences: SequenceSpec,
+    device: torch.device,
+) -> TensorSpec:
+    """Validate what a call with sequences has as its mask that is no tensor; return its description."""
+    from .masks.prepared.tree import TreeMask  # as in `_describe_prepared`
+
+    if not isinstance(mask, TreeMask):
+        raise TypeError(
+            f"mask is a {type(mask).__name__}; beside sequences it needs to be a bool torch.Tensor or a TreeMask"
+        )
+    if mask.device != device:
+        raise ValueError(f"mask is on {mask.device}; it needs to be on the device of q, {device}")
+    check_tree(mask.shape, sequences)
+    given = "is_causal is True" if is_causal else f"window_size is {window_size}"
+    if is_causal or (window_size is not None and check_window(window_size)[1] != -1):
+        raise ValueError(
+            f"{given}, but mask is a TreeMask, which says itself what of the new tokens is seen; "
+            "beside it only window_size=(left, -1) limits anything"
+        )
+    number, tokens, _ = mask.shape
+    return unpacked_spec((number, 1, tokens, tokens))
+
+
 def _describe_prepared(
-    mask: PreparedMask,
+    mask: PreparedMask | TreeMask,
     is_causal: bool,
     window_size: tuple[int, int] | None,
     sizes: Shape4,
@@ -327,6 +355,8 @@ def _describe_prepared(
     from .masks.prepared.types import PreparedMask
 
     if not isinstance(mask, PreparedMask):
+        if getattr(mask, "form", None) == "tree":
+            raise ValueError("mask is a TreeMask, of the new tokens of sequences; it needs sequences= beside it")
         raise TypeError(
             f"mask is a {type(mask).__name__}; it needs to be a bool torch.Tensor, True where q attends, "
             "or a prepared mask"

@@ -36,7 +36,8 @@ class Batch:
         bounds: int32 (S, 4): the first query, how many, the first key, how many, of each sequence.
         block_table: int32 (S, P), the pages of keys, or None.
         packs_queries, packs_keys: whether q is (1, Tq, Hq, D) or (S, Lq, Hq, D), and k the same.
-        mask_packing, bias_packing: what of a mask or a bias is packed: "none", "queries" or "keys".
+        mask_packing, bias_packing: what of a mask or a bias is packed: "none", "queries" or "keys"; or "tree" of a mask
+            (S or 1, 1, n, n) of the new tokens of each sequence, which are its queries and its last keys.
 
     Raises:
         RuntimeError: a CUDA graph is being captured.
@@ -92,6 +93,8 @@ class Batch:
     def scores(self, name: str, x: Tensor, s: Sequence) -> Tensor:
         """Its part of a mask or a bias, or of a tensor shaped as one; dims of size 1 stay."""
         packing = self.packing[name]
+        if packing == "tree":
+            return self._tree(x, s)
         entry = slice(s.number, s.number + 1) if packing == "none" and x.shape[0] > 1 else slice(None)
         queries = s.queries if packing == "queries" else slice(s.seqlen_q)
         keys = s.keys if packing == "keys" else slice(s.seqlen_k)
@@ -101,6 +104,14 @@ class Batch:
             queries if x.shape[2] > 1 else slice(None),
             keys if x.shape[3] > 1 else slice(None),
         ]
+
+    @staticmethod
+    def _tree(x: Tensor, s: Sequence) -> Tensor:
+        own = x[s.number if x.shape[0] > 1 else 0]
+        allowed = own.new_ones(1, 1, s.seqlen_q, s.seqlen_k)
+        tail = min(s.seqlen_q, s.seqlen_k)  # of the new tokens, those that have a key
+        allowed[..., s.seqlen_k - tail :] = own[None, :, : s.seqlen_q, s.seqlen_q - tail : s.seqlen_q]
+        return allowed
 
     def inputs(
         self, s: Sequence, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None

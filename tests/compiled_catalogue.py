@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from compiled_triton import Job, Kernel, SequenceVariant, Variant, jobs_of, packing_jobs
+from compiled_triton import Job, Kernel, SequenceVariant, Variant, append_jobs, jobs_of, packing_jobs
 from compiled_variants import SEQUENCE_VARIANTS, VARIANTS
 
 from flash_dmattn.triton_kernels.gpus import GPUS, shared_bytes
@@ -62,10 +62,11 @@ class Entry(NamedTuple):
 def catalogue(
     archs: Iterable[str] = ARCHS, dtypes: Iterable[str] = tuple(DTYPES), words: Sequence[str] = ()
 ) -> list[Entry]:
-    """Every kernel once: of the calls in `VARIANTS`, each in each dtype, of those with sequences, and of packing."""
+    """Every kernel once: of the calls in `VARIANTS`, each in each dtype, of those with sequences, of what prepares."""
     entries: dict[str, Entry] = {}
     for arch in archs:
         found = [Entry("-", "packing", 0, job) for job in packing_jobs(arch)]
+        found += [Entry("-", "append", 0, job) for job in append_jobs(arch)]
         for dtype in dtypes:
             for name, given in VARIANTS.items():
                 variant = Variant(**given)

@@ -23,7 +23,8 @@ from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flash_dmattn.problem import Flags, Layout, MaskForm, MaskView, NeedsGrad, Packing, SequenceView
-from flash_dmattn.triton_kernels import key_pack, mask_pack, plan_sequences
+from flash_dmattn.sequences.cache_writes import CacheWrite
+from flash_dmattn.triton_kernels import append, key_pack, mask_pack, plan_sequences
 from flash_dmattn.triton_kernels.kernel_launch import Launch
 from flash_dmattn.triton_kernels.launch import backward_plan, forward_plan
 from flash_dmattn.triton_kernels.plan import Call
@@ -184,6 +185,9 @@ class SequenceVariant(Variant):
         mask = MaskView()
         if self.mask == "dense":
             mask = MaskView("dense", (scores(("B", "1", "Lq", "Lk"), torch.bool),))
+        if self.mask == "tree":
+            words = (self.batch, self.seqlen_q, -(-self.seqlen_q // 32))
+            mask = MaskView("tree", (torch.empty(words, dtype=torch.int32, device="meta"),))
         right = 0 if self.is_causal else -1
         flags = Flags(-1, right, self.head_dim**-0.5, self.softcap, False, 1, 1, self.layout)
         flags = flags._replace(max_seqlen_q=self.seqlen_q, max_seqlen_k=self.seqlen_k, bias_packing=self.bias_packing)
@@ -203,7 +207,7 @@ class SequenceVariant(Variant):
 
 
 def run_sequence_plans(variant: SequenceVariant, arch: str, launch: Callable[..., None]) -> None:
-    """`run_plans` of a call with sequences; of one with pages the forward pass alone."""
+    """`run_plans` of a call with sequences; of one with pages or trees the forward pass alone."""
     call, sequences = variant.call(arch), variant.view()
     key = key_of(call)
     q, k, v, mask, bias = call.q, call.k, call.v, call.mask, call.bias
@@ -211,7 +215,7 @@ def run_sequence_plans(variant: SequenceVariant, arch: str, launch: Callable[...
     out, lse = torch.empty_like(q), torch.empty(q.shape[0], q.shape[2], q.shape[1], device=q.device)
     with mock.patch.object(Launch, "__call__", launch):
         plan_sequences.plan_forward(call, out)(q, k, v, mask, bias, sink, out, lse, sequences, key)
-        if sequences.block_table is None:
+        if sequences.block_table is None and mask.form != "tree":
             dout, needs_grad = torch.empty_like(q), NeedsGrad(True, True, True, bias is not None, call.has_sink)
             backward = plan_sequences.plan_backward(call, dout, None, needs_grad)
             backward(dout, None, q, k, v, mask, bias, sink, out, lse, sequences, key)
@@ -292,6 +296,28 @@ def packing_jobs(arch: str) -> Iterator[Job]:
             scores = torch.empty(2, 4, 1, 2048, dtype=dtype, device="meta")
             key_pack.score_keys(scores, None)
             key_pack.score_keys(scores, torch.empty(2, 1, 1, 2048, dtype=torch.bool, device="meta"))
+    yield from found
+
+
+def append_jobs(arch: str) -> Iterator[Job]:
+    """The kernel that writes to caches: of each layout, of few and of many tokens."""
+    found: list[Job] = []
+
+    def record(launch: Launch, *tensors: Tensor | None) -> None:
+        found.append(job_of(launch, tensors, arch))
+
+    def meta(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    bounds, table = (torch.empty(4, width, dtype=torch.int32, device="meta") for width in (4, 8))
+    layouts: tuple[tuple[Layout, bool], ...] = (("packed", True), ("padded", False), ("paged", False))
+    with mock.patch.object(Launch, "__call__", record):
+        for layout, packs in (*layouts, ("paged_packed", True)):
+            for tokens in (1, 2048):
+                new = meta(1, 4 * tokens, 8, 128) if packs else meta(4, tokens, 8, 128)
+                cache = meta(*((1, 65536) if layout == "packed" else (4, 16384)), 8, 128)
+                in_pages = table if layout.startswith("paged") else None
+                append.write(CacheWrite(cache, cache, new, new, bounds, in_pages, layout))
     yield from found
 
 

@@ -99,6 +99,11 @@ SEQUENCE_VARIANTS: dict[str, dict[str, Any]] = {
     "64 packed, mask": {"head_dim": 64, "batch": 8, "mask": "dense", "bias": FULL, "is_causal": True},
     "64 padded": {"head_dim": 64, "layout": "padded", "is_causal": True},
     "128 paged": {"head_dim": 128, "layout": "paged", "batch": 64, "num_heads_k": 4, "seqlen_q": 1, "seqlen_k": 8192},
+    "128 paged, tree": {
+        **{"head_dim": 128, "layout": "paged", "batch": 64, "num_heads_k": 4, "mask": "tree"},
+        **{"seqlen_q": 16, "seqlen_k": 8192},
+    },
+    "64 packed, tree": {"head_dim": 64, "batch": 16, "mask": "tree"},
     "64 pages of 128": {"head_dim": 64, "layout": "paged", "batch": 16, "page_size": 128, "is_causal": True},
     "128 paged, packed": {"head_dim": 128, "layout": "paged_packed", "batch": 4, "num_heads_k": 4, "is_causal": True},
 }

@@ -43,7 +43,12 @@ class OutOfTree:
         availability: Availability | None = None,
     ) -> None:
         self.NAME, self.RULES, self.AUTO_RULES = name, rules, auto_rules
-        self.FEATURES = frozenset(FEATURES) - {"sink", "sequences", "paged"}  # their passes have no such arguments
+        self.FEATURES = frozenset(FEATURES) - {
+            "sink",
+            "sequences",
+            "paged",
+            "tree",
+        }  # their passes have no such arguments
         self.availability = Availability(True) if availability is None else availability
         self.ran: list[str] = []
 

@@ -16,6 +16,7 @@ from cases import DEVICE, Case, Inputs
 from torch import Tensor
 
 from flash_dmattn import Sequences, attention
+from flash_dmattn.masks import TreeMask
 from flash_dmattn.reference import formula
 from flash_dmattn.reference import yardstick as plain
 from flash_dmattn.reference.dropout import Dropout, draw_key
@@ -31,7 +32,7 @@ class SequenceCall:
     q: Tensor
     k: Tensor
     v: Tensor
-    mask: Tensor | None
+    mask: Tensor | TreeMask | None
     bias: Tensor | None
     sink: Tensor | None
     sequences: Sequences
@@ -275,6 +276,18 @@ class Tokens:
         columns = k[:, 1] if x.shape[2] != 1 else torch.zeros(1, dtype=torch.long)
         return x[:, rows[:, None], columns[None]][None]
 
+    def tree(self, mask: TreeMask) -> Tensor:
+        """(1, 1, queries, keys) of a tree: of keys of other sequences it says anything."""
+        sees = mask.to("cpu").unpacked()
+        lengths = torch.tensor([(n, m) for _, n, _, m in self.call.lengths] or [(0, 0)])
+        s, i = (x[:, None] for x in self.q.clamp(min=0).unbind(1))
+        seqlen_q, seqlen_k = (lengths[s, column] for column in (0, 1))
+        token = self.k[:, 1][None] - (seqlen_k - seqlen_q)
+        if sees.numel() == 0:
+            return torch.ones(1, 1, len(self.q), len(self.k), dtype=torch.bool)
+        among = token.clamp(0, sees.shape[1] - 1)
+        return ((token < 0) | sees[s if sees.shape[0] > 1 else 0, i, among])[None, None]
+
     def dropout(self) -> PairDropout | None:
         """Of every pair: what is kept goes by the number of its sequence and the places in it."""
         p = self.call.flags["dropout_p"]
@@ -308,7 +321,9 @@ def _dense(call: SequenceCall, tokens: Tokens, leaves: dict[str, Tensor | None])
     q, k, v = (leaves[n] for n in "qkv")
     assert q is not None and k is not None and v is not None
     mask = tokens.allowed()
-    of_mask = tokens.scores(None if call.mask is None else call.mask.cpu())
+    of_mask = tokens.tree(call.mask) if isinstance(call.mask, TreeMask) else None
+    if isinstance(call.mask, Tensor):
+        of_mask = tokens.scores(call.mask.cpu())
     mask = mask if of_mask is None else mask & of_mask
     dlse = call.dlse
     if dlse is not None:

@@ -26,9 +26,13 @@ USES = {
     "dropout_p": {"dropout_p": 0.5},
     "sequences": {"sequences": flash_dmattn.Sequences.padded(torch.tensor([5]))},
     "paged": {"sequences": flash_dmattn.Sequences.paged(torch.tensor([[0]]), torch.tensor([5]))},
+    "tree": {
+        "sequences": flash_dmattn.Sequences.padded(torch.tensor([5])),
+        "mask": flash_dmattn.masks.prepare_tree(torch.ones(1, 3, 3, dtype=torch.bool)),
+    },
 }
-# What no argument names alone: pages are of sequences.
-PARTS = {"paged": {"sequences"}}
+# What no argument names alone: pages are of sequences, and a tree is a mask beside them.
+PARTS = {"paged": {"sequences"}, "tree": {"sequences", "mask"}}
 # Every backend takes these: tensors, a factor that every call has, and the choice itself.
 IN_EVERY_CALL = {"q", "k", "v", "softmax_scale", "backend"}
 

@@ -80,19 +80,23 @@ def described_sequences(seed: int) -> dict[str, Any]:
     tokens = number * most + pick.choice((0, 5))
     by_position = (pick.choice((1, number)), pick.choice((1, heads)), most, most)
     bias = pick.choice((None, by_position, (pick.choice((1, heads)), tokens, most), (heads, 1, tokens)))
+    tree = random.Random(f"tree {seed}").random() < 0.1
+    mask: dict[str, Any] = {"mask": pick.choice((None, None, by_position))}
+    if tree:
+        mask = {"mask": (pick.choice((1, number)), most, most), "mask_prepared": True}
     return {
         "q": (1, tokens, heads, pick.choice((8, 64, 100, 256))),
         "sequences": SequenceSpec("packed", number, tokens, tokens, most, most),
         "dtype": pick.choice(("fp16", "bf16", "fp32")),
         "device": pick.choice(("cpu", "sm_80", "sm_90", "sm_90")),
-        "mask": pick.choice((None, None, by_position)),
+        **mask,
         "bias": bias,
         "bias_dtype": pick.choice((None, "fp32")),
         "grad": pick.random() < 0.6,
         "bias_grad": bias is not None and pick.random() < 0.5,
-        "is_causal": pick.random() < 0.5,
+        "is_causal": pick.random() < 0.5 and not tree,
         "softcap": pick.choice((0.0, 30.0)),
-        "window_size": pick.choice((None, (-1, 0), (16, 4))),
+        "window_size": None if tree else pick.choice((None, (-1, 0), (16, 4))),
         "deterministic": pick.random() < 0.5,
     }
 

@@ -30,6 +30,7 @@ from .tile_ops import (
     ROW_BIAS,
     TILE_BIAS,
     TILES,
+    TREE,
     bits_by_row,
     block_at,
     in_band,
@@ -49,6 +50,7 @@ from .tile_ops import (
     soft_cap,
     tiles_of_rows,
 )
+from .tree_mask import keys_of_trees, tree_allows
 
 
 @triton.jit
@@ -202,9 +204,14 @@ def forward_kernel(
         if BIAS == ROW_BIAS:
             row_bias = load_vector(bias_base, rows, shape.seqlen_q, bias_strides.row) * LOG2E
     data, index = mask_head(mask_data, mask_index, mask_strides, b, h_k if GROUPED else h, MASK)
-    walk, start, inside, before, after = keys_of_queries(
-        first, last, index, mask_strides, shape, MASK, LEFT, RIGHT, BLOCK_N
-    )
+    if MASK == TREE:
+        walk, start, inside, before, after = keys_of_trees(
+            first, last, rows, data, mask_strides.row, shape, LEFT, BLOCK_N
+        )
+    else:
+        walk, start, inside, before, after = keys_of_queries(
+            first, last, index, mask_strides, shape, MASK, LEFT, RIGHT, BLOCK_N
+        )
 
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -255,6 +262,8 @@ def forward_kernel(
                     allowed = in_band(rows[:, None], keys[None, :], shape, LEFT, RIGHT)
                     if MASK == DENSE and GROUPED:
                         allowed &= load_rows_of_heads(mask_data, mask_strides, b, h, rows, keys, shape) != 0
+                    elif MASK == TREE:
+                        allowed &= tree_allows(data, place, rows, keys, mask_strides.row, shape, BLOCK_N)
                     elif MASK == DENSE:
                         allowed &= load_bools(data, mask_strides, rows[:, None], keys[None, :], shape)
                 s = tl.where(allowed, s, float("-inf"))

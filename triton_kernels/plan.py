@@ -24,6 +24,7 @@ from .tile_ops import (
     ROW_BIAS,
     TILE_BIAS,
     TILES,
+    TREE,
     BiasStrides,
     MaskStrides,
     Shape,
@@ -63,6 +64,7 @@ _MASK_KINDS = {
     "keys": KEYS.value,
     "dense": DENSE.value,  # as short rows read it, and an interval mask
     "intervals": BOUNDS.value,
+    "tree": TREE.value,
 }
 _BIAS_KINDS = {"query": ROW_BIAS.value, "key": KEY_BIAS.value, "score": TILE_BIAS.value}
 
@@ -122,7 +124,8 @@ class Call:
         """The row of the tile table for a kernel."""
         block_d = max(self.block_d, self.block_dv)
         bias_tma = self.bias_tma() and self.tma(self.k, self.v)
-        kinds = {"mask": self.mask_kind, "bias": self.bias_kind, "bias_tma": bias_tma}
+        read = BAND.value if self.mask_kind == TREE.value else self.mask_kind  # a tree is a band but for the last keys
+        kinds = {"mask": read, "bias": self.bias_kind, "bias_tma": bias_tma}
         return tile_of(kernel, self.q.dtype, block_d, self.arch, **kinds)
 
     def precision_of(self, kernel: str) -> str:

@@ -124,6 +124,10 @@ class SequenceCall(Call):
 
     def scores_strides(self) -> tuple[BiasStrides, BiasStrides | MaskStrides]:
         """Of the bias and of the mask, which is read as it is."""
+        if self.mask.form == "tree":
+            bits = self.mask.tensors[0]
+            entries, _, words = bits.shape
+            return self.bias_strides(), MaskStrides(bits.stride(0), 0, words, 0, 0, 0, 1, 1, entries)
         return self.bias_strides(), self.mask_strides() if self.mask.form == "none" else self.dense_mask_strides()
 
     def plan_fill(self, like: Tensor, column: int, has_lse: bool = False) -> Launch:
@@ -205,11 +209,12 @@ def plan_forward(call: SequenceCall, out: Tensor) -> Callable[..., None]:
         sequences: SequenceView,
         dropout: Tensor | None,
     ) -> None:
+        data = mask.tensors[0] if mask.tensors else None
         if splits == 1:
-            launch(q, k, v, bias, mask.dense, None, out, lse, sink, *sequences, dropout)
+            launch(q, k, v, bias, data, None, out, lse, sink, *sequences, dropout)
         else:
             parts = empty_parts(splits, out, lse)
-            launch(q, k, v, bias, mask.dense, None, *parts, None, *sequences, dropout)
+            launch(q, k, v, bias, data, None, *parts, None, *sequences, dropout)
             combine(*parts, out, lse, sink)
         fill(out, lse, sequences.bounds)
 

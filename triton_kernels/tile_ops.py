@@ -10,14 +10,16 @@ import triton.language as tl
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
-# How a mask is read: the band alone, lists of 128 x 128 tiles with bits, the positions of the kept keys; and for short
-# rows a bool tensor as it is, one row of it for all queries, or the interval of queries of each key.
+# How a mask is read: the band alone, lists of 128 x 128 tiles with bits, the positions of the kept keys; for short rows
+# a bool tensor as it is, one row of it for all queries, or the interval of queries of each key; beside sequences the
+# bits of a tree of new tokens.
 BAND: tl.constexpr = tl.constexpr(0)
 TILES: tl.constexpr = tl.constexpr(1)
 KEYS: tl.constexpr = tl.constexpr(2)
 DENSE: tl.constexpr = tl.constexpr(3)
 DENSE_ROW: tl.constexpr = tl.constexpr(4)
 BOUNDS: tl.constexpr = tl.constexpr(5)
+TREE: tl.constexpr = tl.constexpr(6)
 
 # How sequences lie: see `Layout` of the library.
 NO_SEQUENCES: tl.constexpr = tl.constexpr(0)
@@ -396,6 +398,8 @@ def mask_head(data, index, strides, b, h, MASK: tl.constexpr):
         return 0, 0
     elif MASK == DENSE:
         return shared_head(data, strides, b, h), 0
+    elif MASK == TREE:
+        return data + entry_of(b, strides) * strides.batch, 0
     else:
         h_m = (h // strides.group).to(tl.int64)
         b_m = entry_of(b, strides)

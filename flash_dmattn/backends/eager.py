@@ -12,7 +12,7 @@ from ..problem import AttentionProblem, Flags, Gradients, MaskView, NeedsGrad, S
 from ..reference import eager as chunked
 from ..reference import formula
 from ..reference import sequences as loop
-from .entries import batch_of, dropout_of, formula_numbers, whole_batch
+from .entries import batch_of, bools_of, dropout_of, formula_numbers, whole_batch
 from .protocol import Availability, Rule
 
 NAME = "eager"
@@ -21,7 +21,7 @@ REPEATS_ENTRIES = True
 FEATURES = frozenset(
     {
         *("mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"),
-        *("sink", "sequences", "paged", "dropout_p"),
+        *("sink", "sequences", "paged", "tree", "dropout_p"),
     }
 )
 RULES: tuple[Rule, ...] = ()
@@ -75,7 +75,7 @@ def _forward(
     dropout: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     if sequences is not None:
-        inputs = (batch_of(sequences, flags), q, k, v, mask.dense, bias, sink)
+        inputs = (batch_of(sequences, flags, mask.form), q, k, v, bools_of(mask), bias, sink)
         return loop.forward(*inputs, dropout_of(dropout, flags), **_numbers(flags))
     return chunked.forward(
         q,
@@ -107,7 +107,7 @@ def _backward(
     dropout: Tensor | None = None,
 ) -> Gradients:
     if sequences is not None:
-        batch, inputs = batch_of(sequences, flags), (q, k, v, mask.dense, bias)
+        batch, inputs = batch_of(sequences, flags, mask.form), (q, k, v, bools_of(mask), bias)
         shared = (sink, dropout_of(dropout, flags))
         return loop.backward(batch, dout, dlse, *inputs, out, lse, *shared, needs_grad=needs_grad, **_numbers(flags))
     return chunked.backward(
@@ -156,8 +156,9 @@ def differentiable_backward(
     """The gradients as differentiable PyTorch, whose own derivative is the second derivative of attention."""
     dropped = dropout_of(dropout, problem.flags)
     if sequences is not None:
-        given = (batch_of(sequences, problem.flags), dout, dlse, q, k, v, mask.dense, bias, sink, dropped)
-        return loop.gradients(*given, **formula_numbers(problem))
+        batch = batch_of(sequences, problem.flags, mask.form)
+        given = (dout, dlse, q, k, v, bools_of(mask), bias, sink, dropped)
+        return loop.gradients(batch, *given, **formula_numbers(problem))
     dense, whole_bias = whole_batch(problem, mask.dense, bias)
     dq, dk, dv, dbias, *of_sink = formula.gradients(
         dout,

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..problem import AttentionProblem, Flags, SequenceView
+from ..problem import AttentionProblem, Flags, MaskForm, MaskView, SequenceView
 from ..reference import formula
 from ..reference.dropout import Dropout
 from ..reference.sequences import Batch
@@ -43,7 +43,17 @@ def dropout_of(key: Tensor | None, flags: Flags) -> Dropout | None:
     return None if key is None else Dropout(flags.dropout_p, key)
 
 
-def batch_of(sequences: SequenceView, flags: Flags) -> Batch:
+def bools_of(mask: MaskView) -> Tensor | None:
+    """The bool mask of a call with sequences, 4-D: a tree of new tokens is (S or 1, 1, n, n)."""
+    if mask.form != "tree":
+        return mask.dense
+    from ..masks.prepared.tree import unpack_tree  # importing flash_dmattn does not need it
+
+    return unpack_tree(mask.tensors[0])[:, None]
+
+
+def batch_of(sequences: SequenceView, flags: Flags, mask_form: MaskForm) -> Batch:
     """The sequences of a call, as the loop over them has them."""
-    packed = (flags.packs_queries, flags.packs_keys, flags.mask_packing, flags.bias_packing)
+    of_mask = "tree" if mask_form == "tree" else flags.mask_packing
+    packed = (flags.packs_queries, flags.packs_keys, of_mask, flags.bias_packing)
     return Batch(sequences.bounds, sequences.block_table, *packed)

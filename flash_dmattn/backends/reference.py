@@ -45,7 +45,7 @@ def attention(
     """(out, lse), and the (B, Hq, Lq, Lk) probabilities where asked for; see `flash_dmattn.reference.formula`."""
     dropped = dropout_of(dropout, problem.flags)
     if sequences is not None:
-        batch = batch_of(sequences, problem.flags)
+        batch = batch_of(sequences, problem.flags, problem.mask_form)
         return loop.attention(batch, q, k, v, mask, bias, sink, dropped, **formula_numbers(problem))
     mask, bias = whole_batch(problem, mask, bias)
     return formula.attention(

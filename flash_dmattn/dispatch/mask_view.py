@@ -12,19 +12,21 @@ from ..problem import AttentionProblem, MaskView
 from . import packers as packers  # registers the fast packers with flash_dmattn.masks
 
 if TYPE_CHECKING:
-    from ..masks import PreparedMask
+    from ..masks import PreparedMask, TreeMask
 
 _NONE = MaskView()
 
 
-def dense_mask(mask: Tensor | PreparedMask | None) -> Tensor | None:
-    """The mask of a call for a differentiable backend: 4-D bool, or None."""
-    return mask if mask is None or isinstance(mask, Tensor) else mask.unpacked()
+def dense_mask(mask: Tensor | PreparedMask | TreeMask | None) -> Tensor | None:
+    """The mask of a call for a differentiable backend: 4-D bool, of a tree (S or 1, 1, n, n), or None."""
+    if mask is None or isinstance(mask, Tensor):
+        return mask
+    return mask.unpacked() if mask.form != "tree" else mask.unpacked()[:, None]
 
 
 def mask_view(
     problem: AttentionProblem,
-    mask: Tensor | PreparedMask | None,
+    mask: Tensor | PreparedMask | TreeMask | None,
     forward: AnyBackend,
     backward: KernelBackend | None,
 ) -> MaskView:
@@ -41,7 +43,7 @@ def mask_view(
     if mask is None:
         return _NONE
     if problem.sequences is not None:
-        return MaskView("dense", (dense_mask(mask),))  # type: ignore[arg-type]
+        return MaskView("dense", (mask,)) if isinstance(mask, Tensor) else mask.view
     if not isinstance(mask, Tensor):
         if reads_prepared_masks(forward) and (backward is None or reads_prepared_masks(backward)):
             return mask.view
@@ -59,7 +61,9 @@ def mask_view(
 
 def readable_view(problem: AttentionProblem, view: MaskView, *backends: AnyBackend | None) -> MaskView:
     """A view for backends that were chosen after it was made: dense where one of them does not read prepared masks."""
-    if view.form == "none" or view.form == "dense" or all(b is None or reads_prepared_masks(b) for b in backends):
+    if view.form == "none" or view.form == "dense" or view.form == "tree":
+        return view
+    if all(b is None or reads_prepared_masks(b) for b in backends):
         return view
     from ..masks.saved import restore  # importing flash_dmattn does not need it
 
@@ -71,6 +75,6 @@ def readable_view(problem: AttentionProblem, view: MaskView, *backends: AnyBacke
 def unpacking_note(problem: AttentionProblem, backend: AnyBackend) -> str | None:
     """What `explain` says of a prepared mask beside a backend that reads dense ones; None where there is none."""
     mask = problem.mask
-    if mask is None or problem.mask_form == "dense" or reads_prepared_masks(backend):
+    if mask is None or problem.mask_form in ("dense", "tree") or reads_prepared_masks(backend):
         return None
     return f"unpacks the prepared mask to a dense bool tensor of {mask.span() / 2**20:.1f} MB"

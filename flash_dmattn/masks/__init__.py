@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .prepared.interval_builders import prepare_intervals, prepare_topk
     from .prepared.intervals import IntervalMask
     from .prepared.prepare import prepare_mask
+    from .prepared.tree import TreeMask, prepare_tree
     from .prepared.types import KeyMask, PreparedMask, TileMask
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "MaskStats",
     "PreparedMask",
     "TileMask",
+    "TreeMask",
     "causal_mask",
     "combine",
     "document_ids",
@@ -45,6 +47,7 @@ __all__ = [
     "prepare_lengths",
     "prepare_mask",
     "prepare_topk",
+    "prepare_tree",
     "prepare_window",
     "show",
     "sliding_window_mask",
@@ -57,6 +60,7 @@ _LAZY = {
     **dict.fromkeys(("KeyMask", "PreparedMask", "TileMask"), ".prepared.types"),
     **dict.fromkeys(("prepare_blocks", "prepare_documents", "prepare_lengths", "prepare_window"), ".prepared.builders"),
     **dict.fromkeys(("prepare_intervals", "prepare_topk"), ".prepared.interval_builders"),
+    **dict.fromkeys(("TreeMask", "prepare_tree"), ".prepared.tree"),
     "IntervalMask": ".prepared.intervals",
     "prepare_mask": ".prepared.prepare",
 }

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 if TYPE_CHECKING:
-    from . import PreparedMask
+    from . import PreparedMask, TreeMask
 
 
 def restore(
@@ -41,4 +41,11 @@ def restore_leading(leading: tuple[int, ...], *fields: Any) -> PreparedMask:
     return dataclasses.replace(restore(*fields), leading=tuple(leading))
 
 
-torch.serialization.add_safe_globals([restore, restore_leading])
+def restore_tree(bits: torch.Tensor) -> TreeMask:
+    """A tree mask of its field."""
+    from . import TreeMask
+
+    return TreeMask(bits)
+
+
+torch.serialization.add_safe_globals([restore, restore_leading, restore_tree])

@@ -16,6 +16,7 @@ from .checks import (
 from .description import (
     FEATURES,
     FLOAT_DTYPES,
+    PACKED_QUERIES,
     AttentionProblem,
     Flags,
     Gradients,
@@ -34,12 +35,13 @@ from .description import (
 )
 from .leading import Repeats, fold_call, merge, unfold
 from .mapped import MappedCall
-from .sequences import RANKS, check_scores, packing_of
+from .sequences import RANKS, check_scores, check_tree, packing_of
 from .tma import fits_tma
 
 __all__ = [
     "FEATURES",
     "FLOAT_DTYPES",
+    "PACKED_QUERIES",
     "AttentionProblem",
     "Band",
     "BiasClass",
@@ -68,6 +70,7 @@ __all__ = [
     "check_scale",
     "check_scores",
     "check_softcap",
+    "check_tree",
     "check_window",
     "device_arch",
     "dtype_name",

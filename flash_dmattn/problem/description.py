@@ -13,8 +13,8 @@ from .bias import BiasClass, bias_class
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 Shape4 = tuple[int, int, int, int]
-# No mask, a bool tensor, or a prepared mask: a TileMask, a KeyMask or an IntervalMask.
-MaskForm = Literal["none", "dense", "tiles", "keys", "intervals"]
+# No mask, a bool tensor, or a prepared mask: a TileMask, a KeyMask or an IntervalMask, beside sequences a TreeMask.
+MaskForm = Literal["none", "dense", "tiles", "keys", "intervals", "tree"]
 # How the sequences of a batch lie: each an entry of the batch, of full length ("dense") or used in part ("padded"); one
 # behind the other in one row of tokens ("packed"); or with keys in pages of a cache ("paged"), and queries that are
 # packed ("paged_packed").
@@ -42,8 +42,8 @@ class MaskView(NamedTuple):
 
     "none" has no tensors; "dense" one bool tensor (Bm, Hm, Lq or 1, Lk or 1), in which a stride of 0 is a broadcast
     dim; "tiles" has bits, classes, row_lists and col_lists of a `TileMask`; "keys" has kept, count and prefix of a
-    `KeyMask`; "intervals" has start, stop, order, bounds, row_lists and col_lists of an `IntervalMask`. Bm is 1, the
-    batch size, or a number that `Flags.mask_repeat` goes with.
+    `KeyMask`; "intervals" has start, stop, order, bounds, row_lists and col_lists of an `IntervalMask`; "tree" the bits
+    of a `TreeMask`. Bm is 1, the batch size, or a number that `Flags.mask_repeat` goes with.
     """
 
     form: MaskForm = "none"
@@ -292,7 +292,7 @@ class AttentionProblem(NamedTuple):
             f"{batch}, {heads}, head_dim {dim}",
             f"{dtype_name(self.dtype)} on {self.arch}",
         ]
-        mask = "prepared mask" if self.mask_form not in ("none", "dense") else "mask"
+        mask = {"none": "mask", "dense": "mask", "tree": "tree"}.get(self.mask_form, "prepared mask")
         for name, spec in ((mask, self.mask), ("bias", self.bias)):
             if spec is not None:
                 flags = self.flags
@@ -336,6 +336,7 @@ FEATURES: dict[str, Callable[[AttentionProblem], bool]] = {
     "dropout_p": lambda p: p.dropout_p > 0,
     "sequences": lambda p: p.sequences is not None,
     "paged": lambda p: p.sequences is not None and p.sequences.has_pages,
+    "tree": lambda p: p.mask_form == "tree",
 }
 
 

@@ -59,5 +59,21 @@ def check_scores(name: str, shape: Sequence[int], packing: Packing, spec: Sequen
     raise ValueError(f"{name} has shape {_own(shape, packing)}, read as ({dims}); it needs {wanted}")
 
 
+def check_tree(shape: Sequence[int], spec: SequenceSpec) -> None:
+    """Refuse a tree mask (S or 1, n, n) that was made for other sequences."""
+    number, tokens, _ = shape
+    if not spec.names_max[0]:
+        raise ValueError(
+            f"mask is a TreeMask of {tokens} new tokens; it needs max_seqlen_q, which the sequences do not name "
+            f"(Sequences.{spec.layout.removesuffix('_packed')}(..., max_seqlen_q={tokens}))"
+        )
+    if tokens != spec.max_seqlen_q:
+        raise ValueError(
+            f"mask is a TreeMask of {tokens} new tokens; it needs max_seqlen_q of them, {spec.max_seqlen_q}"
+        )
+    if number not in (1, spec.number):
+        raise ValueError(f"mask is a TreeMask of {number} sequences; it needs 1 or {spec.number}")
+
+
 def _own(shape: Sequence[int], packing: Packing) -> tuple[int, ...]:
     return tuple(shape) if packing == "none" else tuple(shape[1:])

@@ -1,6 +1,7 @@
-"""Sequences of many lengths in one call: where they lie, and the way there from a padded batch."""
+"""Sequences of many lengths in one call: where they lie, the way there from a padded batch, and into a cache."""
 
+from .append import append_to_cache
 from .layout import Sequences
 from .padding import Padding
 
-__all__ = ["Padding", "Sequences"]
+__all__ = ["Padding", "Sequences", "append_to_cache"]

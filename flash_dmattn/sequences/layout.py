@@ -213,12 +213,13 @@ class Sequences:
             page_size,
         )
 
-    def view(self, spec: SequenceSpec, pages: int = 0) -> SequenceView:
+    def view(self, spec: SequenceSpec, pages: int = 0, names: tuple[str, str] = ("q", "k")) -> SequenceView:
         """What kernels receive; remembered for the next layer. On a GPU it does not wait for the device.
 
         Args:
             spec: of the call.
             pages: of k, where keys are in pages.
+            names: of the tensors that have queries and keys, for messages.
         """
         if torch.compiler.is_compiling() or _is_capturing(self.device):
             return SequenceView(make_bounds(self._tables, self.device, spec), self.block_table)
@@ -229,7 +230,7 @@ class Sequences:
         found = self._views.get(key)
         if found is None:
             if self.device.type == "cpu":
-                check_values(self._tables, spec, pages)
+                check_values(self._tables, spec, pages, names)
             found = SequenceView(make_bounds(self._tables, self.device, spec), self.block_table)
             self._views.clear()
             if key is not None:

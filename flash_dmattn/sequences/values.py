@@ -47,31 +47,37 @@ def _safe_side(
     return first, lengths.clamp(0, min(rows, most))
 
 
-def check_values(tables: Tables, spec: SequenceSpec | None = None, pages: int = 0) -> None:
+def check_values(
+    tables: Tables, spec: SequenceSpec | None = None, pages: int = 0, names: tuple[str, str] = ("q", "k")
+) -> None:
     """Refuse values that do not fit one another; waits for the device.
 
     Args:
         spec: of a call, which they have to fit, too.
         pages: of k, where keys are in pages.
+        names: of the tensors that have queries and keys, for messages.
 
     Raises:
         ValueError: as `Sequences.check` says.
     """
     x = tables
     rows_q, rows_k = (None, None) if spec is None else (spec.rows_q, spec.rows_k)
-    _check_side("q", x.cu_seqlens_q, x.seqlens_q, rows_q, x.max_seqlen_q)
-    lengths = _check_side("k", x.cu_seqlens_k, x.seqlens_k, rows_k, x.max_seqlen_k)
+    _check_side("q", x.cu_seqlens_q, x.seqlens_q, rows_q, x.max_seqlen_q, names[0])
+    lengths = _check_side("k", x.cu_seqlens_k, x.seqlens_k, rows_k, x.max_seqlen_k, names[1])
     if x.block_table is not None and spec is not None:
         for s, (row, n) in enumerate(zip(x.block_table.tolist(), lengths, strict=True)):
             for page in row[: -(-n // max(spec.page_size, 1))]:
                 if not 0 <= page < pages:
-                    raise ValueError(f"block_table names page {page} for sequence {s}; k has {pages} pages")
+                    raise ValueError(f"block_table names page {page} for sequence {s}; {names[1]} has {pages} pages")
 
 
 def _check_side(
-    side: str, cu_seqlens: Tensor | None, used: Tensor | None, rows: int | None, most: int | None
+    side: str, cu_seqlens: Tensor | None, used: Tensor | None, rows: int | None, most: int | None, tensor: str
 ) -> list[int]:
-    """Check the values of queries, "q", or of keys; return the lengths, none where all slots are full."""
+    """Check the values of queries, "q", or of keys; return the lengths, none where all slots are full.
+
+    `tensor` is the name of the one that has them.
+    """
     lengths: list[int] = []
     slots: list[int] | None = None
     if cu_seqlens is not None:
@@ -82,7 +88,7 @@ def _check_side(
             if end < start:
                 raise ValueError(f"{name} falls from {start} to {end} at sequence {s}; it needs to ascend")
         if rows is not None and edges[-1] > rows:
-            raise ValueError(f"{name} ends with {edges[-1]}; {side} has {rows} tokens")
+            raise ValueError(f"{name} ends with {edges[-1]}; {tensor} has {rows} tokens")
         lengths = slots = [end - start for start, end in pairwise(edges)]
     if used is not None:
         lengths = used.tolist()

@@ -15,7 +15,168 @@ INTERPRETED = (
     "tests/test_triton_interpreter.py::test_sequences[1000]",
 )
 
+APPEND, WRITES, APPEND_KERNEL = (
+    *("flash_dmattn/sequences/append.py", "flash_dmattn/sequences/cache_writes.py"),
+    "triton_kernels/append.py",
+)
+_APPEND = "tests/test_append.py::test_"
+WRITTEN = (f"{_APPEND}random_writes",)
+WRITTEN_ANYHOW = (f"{_APPEND}wrong_tables_write_nowhere_else",)
+WRITTEN_BY_KERNEL = (f"{_APPEND}random_writes_of_the_kernel",)
+TREE_KERNEL = "triton_kernels/tree_mask.py"
+TREES = tuple(f"tests/test_trees.py::test_random_calls_beside_one_dense_call[eager-{part}]" for part in range(3))
+INTERPRETED_TREES = ("tests/test_trees.py::test_random_calls_of_the_kernels",)
+
 FAULTS: tuple[Fault, ...] = (
+    Fault("new tokens go behind the keys", WRITES, "place = keys - tokens + token", "place = keys + token", WRITTEN),
+    Fault(
+        "tokens of no sequence are written",
+        WRITES,
+        "(token >= 0) & (token < tokens) & (place >= 0)",
+        "(token >= 0) & (place >= 0)",
+        WRITTEN,
+    ),
+    Fault(
+        "a token before the first key is written",
+        WRITES,
+        "(token < tokens) & (place >= 0)",
+        "(token < tokens)",
+        WRITTEN_ANYHOW,
+    ),
+    Fault("a wrong page is written to", WRITES, ".clamp(0, pages - 1)", "", WRITTEN_ANYHOW),
+    Fault(
+        "the value of an unwritten row is changed",
+        WRITES,
+        "torch.where(is_written[leader], new.flatten(0, 1)[source], cache[entry, row])",
+        "new.flatten(0, 1)[source]",
+        WRITTEN_ANYHOW,
+    ),
+    Fault(
+        "a cache may share memory among heads",
+        APPEND,
+        "n > 1 and stride == 0",
+        "n > 99 and stride == 0",
+        (f"{_APPEND}bad_input_is_refused_by_name[one memory for all heads]",),
+    ),
+    Fault(
+        "new tokens need not be counted",
+        APPEND,
+        "if tokens > keys:",
+        "if tokens > keys + 9:",
+        (f"{_APPEND}bad_input_is_refused_by_name[uncounted]",),
+    ),
+    Fault(
+        "two keys may go to one place",
+        APPEND,
+        "if count > 1:",
+        "if count > 9:",
+        (f"{_APPEND}bad_input_is_refused_by_name[a page of two]",),
+    ),
+    Fault(
+        "the kernel finds the sequence before",
+        APPEND_KERNEL,
+        "            high = tl.where(is_behind, middle, high)\n",
+        "            high = tl.where(is_behind, middle, high - 1)\n",
+        WRITTEN_BY_KERNEL,
+    ),
+    Fault(
+        "the kernel writes tokens of no sequence",
+        APPEND_KERNEL,
+        "(token < tokens) & (place >= 0)",
+        "(place >= 0)",
+        WRITTEN_BY_KERNEL,
+    ),
+    Fault(
+        "the kernel writes before the first key",
+        APPEND_KERNEL,
+        "(token < tokens) & (place >= 0)",
+        "(token < tokens)",
+        WRITTEN_BY_KERNEL,
+    ),
+    Fault(
+        "the kernel writes to a wrong page",
+        APPEND_KERNEL,
+        "tl.minimum(tl.maximum(page, 0), pages - 1)",
+        "tl.minimum(page, pages - 1)",
+        WRITTEN_BY_KERNEL,
+    ),
+    Fault(
+        "the kernel writes values by the strides of keys",
+        APPEND_KERNEL,
+        "v_cache, v_cache_strides, v, v_strides, entry",
+        "v_cache, k_cache_strides, v, v_strides, entry",
+        WRITTEN_BY_KERNEL,
+    ),
+    Fault(
+        "a tree of one sequence is that of the first",
+        LOOP,
+        "own = x[s.number if x.shape[0] > 1 else 0]",
+        "own = x[0]",
+        TREES,
+    ),
+    Fault(
+        "new tokens are taken for the first keys",
+        LOOP,
+        "allowed[..., s.seqlen_k - tail :]",
+        "allowed[..., :tail]",
+        TREES,
+    ),
+    Fault(
+        "beside a tree causality is dropped",
+        "flash_dmattn/validation.py",
+        "    if is_causal or (window_size is not None and check_window(window_size)[1] != -1):",
+        "    if window_size is not None and check_window(window_size)[1] != -1:",
+        ("tests/test_trees.py::test_bad_input_is_refused_by_name[causal]",),
+    ),
+    Fault(
+        "a tree may have more tokens than the call",
+        "flash_dmattn/problem/sequences.py",
+        "if tokens != spec.max_seqlen_q:",
+        "if tokens < spec.max_seqlen_q:",
+        ("tests/test_trees.py::test_bad_input_is_refused_by_name[tokens]",),
+    ),
+    Fault(
+        "bit 31 of a tree is lost",
+        "flash_dmattn/masks/prepared/tree.py",
+        "shifts = torch.arange(WORD, device=tree.device)",
+        "shifts = torch.arange(WORD, device=tree.device) % 31",
+        ("tests/test_trees.py::test_bits[33]",),
+    ),
+    Fault(
+        "the kernel takes all new tokens as seen by all",
+        TREE_KERNEL,
+        "tl.where(is_token & (sees == 0), tokens, shape.seqlen_q)",
+        "tl.where(is_token & (sees == 0), shape.seqlen_q, shape.seqlen_q)",
+        INTERPRETED_TREES,
+    ),
+    Fault(
+        "the kernel stops before the last token that is seen",
+        TREE_KERNEL,
+        "tl.where(is_token & sees, tokens + 1, 0)",
+        "tl.where(is_token & sees, tokens, 0)",
+        INTERPRETED_TREES,
+    ),
+    Fault(
+        "the kernel reads the bits of the key's place",
+        TREE_KERNEL,
+        "token = (keys - old)[None, :]",
+        "token = (keys - old // 32 * 32)[None, :]",
+        INTERPRETED_TREES,
+    ),
+    Fault(
+        "the kernel reads the tree of the first sequence",
+        "triton_kernels/tile_ops.py",
+        "        return data + entry_of(b, strides) * strides.batch, 0\n",
+        "        return data, 0\n",
+        INTERPRETED_TREES,
+    ),
+    Fault(
+        "a chain has other bits than causality",
+        "triton_kernels/plan.py",
+        "read = BAND.value if self.mask_kind == TREE.value else self.mask_kind",
+        "read = self.mask_kind",
+        ("tests/test_trees.py::test_a_chain_has_the_tiles_of_causality",),
+    ),
     Fault(
         "tables that fall are taken as they are",
         VALUES,

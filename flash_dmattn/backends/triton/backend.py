@@ -28,7 +28,7 @@ NAME = "triton"
 FEATURES = frozenset(
     {
         *("mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"),
-        *("sink", "sequences", "paged", "dropout_p"),
+        *("sink", "sequences", "paged", "tree", "dropout_p"),
     }
 )
 MASK_FORM = "prepared"
@@ -65,6 +65,13 @@ RULES: tuple[Rule, ...] = (
         lambda p: max(p.head_dim, p.head_dim_v) <= MAX_HEAD_DIM,
         lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v); the tiles hold at most {MAX_HEAD_DIM}",
         'use backend="eager"',
+    ),
+    Rule(
+        "tree_gradients",
+        lambda p: p.mask_form != "tree",
+        lambda p: f"mask is a tree of {p.seqlen_q} new tokens; the backward kernels read none",
+        'backend=("triton", "eager") runs its forward pass, and loops over sequences for gradients',
+        passes=("backward",),
     ),
 )
 AUTO_RULES: tuple[Rule, ...] = (
@@ -122,7 +129,8 @@ def notes(problem: AttentionProblem) -> tuple[str, ...]:
     """Copies that a call makes."""
     p = problem
     if p.sequences is not None:
-        return ("reads the bool mask as it is, and skips nothing for it",) if p.mask is not None else ()
+        reads_bools = p.mask_form == "dense"
+        return ("reads the bool mask as it is, and skips nothing for it",) if reads_bools else ()
     copies = [
         f"copies {name}, whose last stride is {strides[3]}: the kernels read rows of unit stride"
         for name, strides in (("q", p.q_strides), ("k", p.k_strides), ("v", p.v_strides))

@@ -1,0 +1,145 @@
+"""`append_to_cache`: the keys and values of new tokens written into a cache, and what is refused of such a call."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from ..problem import FLOAT_DTYPES, RANKS, SequenceView, dtype_name
+from .cache_writes import OPERATOR, CacheWrite, places
+from .layout import Sequences
+
+_NEW = {3: "3, (new tokens of all sequences, heads, head_dim)", 4: "4, (sequences, new tokens, heads, head_dim)"}
+_CACHES = {
+    "packed": "3, (keys of all sequences, heads, head_dim)",
+    "padded": "4, (sequences, keys, heads, head_dim)",
+    "paged": "4, (pages, page_size, heads, head_dim)",
+}
+
+
+def append_to_cache(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> None:
+    """Writes the keys and values of new tokens behind those that a cache has, in place; one launch on a GPU.
+
+    The same `sequences` serve the call of `attention` that follows: their queries are the new tokens, and their
+    `seqlens_k` count these among the keys. So new token i of n of sequence s becomes its key `seqlens_k[s] - n + i`::
+
+        for s, (tokens, keys) in enumerate(zip(seqlens_q, seqlens_k)):
+            k_cache[s, keys - tokens : keys] = k[s, :tokens]  # padded; in pages by block_table, likewise
+
+    Nothing else of the caches is touched, nor read. It works inside `torch.compile` and CUDA graphs, and has no
+    gradient.
+
+    Args:
+        k_cache: (S, Lk, Hk, D) beside padded sequences, (pages, page_size, Hk, D) beside paged ones, (Tk, Hk, D) beside
+            packed ones, whose slots `cu_seqlens_k` bounds. float16, bfloat16, float32 or float64; any strides.
+        v_cache: the same of values, with head dim Dv.
+        k: (S, L, Hk, D), or packed (T, Hk, D) where the sequences pack queries; dtype and device of `k_cache`.
+        v: (S, L, Hk, Dv) or (T, Hk, Dv).
+        sequences: a `Sequences`. Tokens of no sequence, or behind `seqlens_q`, are not written.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: shapes or devices do not fit; a gradient is needed; a cache reads one place for several keys. On a
+            CPU also: a sequence has more new tokens than keys, two keys go to one place, a page does not exist. On a
+            GPU wrong values write to wrong places of the cache, and never beyond it.
+
+    >>> import torch, flash_dmattn
+    >>> k_cache, v_cache = torch.zeros(2, 6, 16, 4, 32)  # 6 pages of 16 keys
+    >>> q, k, v = torch.randn(3, 2, 1, 4, 32)  # a new token for each of 2 sequences
+    >>> cache = flash_dmattn.Sequences.paged(torch.tensor([[5, 0], [2, 3]]), torch.tensor([17, 7]))
+    >>> flash_dmattn.append_to_cache(k_cache, v_cache, k, v, cache)
+    >>> torch.equal(k_cache[0, 0], k[0, 0]), torch.equal(v_cache[2, 6], v[1, 0])
+    (True, True)
+    >>> flash_dmattn.attention(q, k_cache, v_cache, is_causal=True, sequences=cache).shape
+    torch.Size([2, 1, 4, 32])
+    """
+    if not isinstance(sequences, Sequences):
+        raise TypeError(f"sequences is a {type(sequences).__name__}; it needs to be a flash_dmattn.Sequences")
+    given = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
+    _check_tensors(given, sequences)
+    _check_sizes(given, sequences)
+    view = sequences.view(sequences.spec(k, k_cache, v_cache), k_cache.shape[0], names=("k", "k_cache"))
+    if k.dim() == 3:
+        k, v = k.unsqueeze(0), v.unsqueeze(0)
+    if k_cache.dim() == 3:
+        k_cache, v_cache = k_cache.unsqueeze(0), v_cache.unsqueeze(0)
+    if k.device.type == "cpu" and not torch.compiler.is_compiling():
+        _check_places(CacheWrite(k_cache, v_cache, k, v, *_tables(view), sequences.layout))
+    OPERATOR(k_cache, v_cache, k, v, *_tables(view), sequences.layout)
+
+
+def _tables(view: SequenceView) -> tuple[Tensor, Tensor | None]:
+    return view.bounds, view.block_table
+
+
+def _check_tensors(given: dict[str, Tensor], sequences: Sequences) -> None:
+    """Refuse what is of another type, dtype, device or rank, or has a gradient or shared memory."""
+    kind = sequences.layout.partition("_")[0]
+    rank_new, rank_cache = RANKS[sequences.layout]
+    k_cache = given["k_cache"]
+    for name, x in given.items():
+        is_cache = name.endswith("_cache")
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; it needs to be a torch.Tensor")
+        if x.dtype not in FLOAT_DTYPES:
+            raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it needs float16, bfloat16, float32 or float64")
+        if x.dtype != k_cache.dtype:
+            wanted = dtype_name(k_cache.dtype)
+            raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it needs that of k_cache, {wanted}")
+        if x.device != sequences.device:
+            raise ValueError(f"{name} is on {x.device}; it needs to be where the sequences are, on {sequences.device}")
+        if x.dim() != (rank_cache if is_cache else rank_new):
+            needs = _CACHES[kind] if is_cache else _NEW[rank_new]
+            raise ValueError(
+                f"{name} has {x.dim()} dimensions, shape {tuple(x.shape)}; beside {kind} sequences it needs {needs}"
+            )
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise ValueError(
+                f"{name} requires grad; what is written to a cache has no gradient (call under torch.no_grad())"
+            )
+        if is_cache and any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)):
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)} and strides {x.stride()}; it needs memory of its own for each value"
+            )
+
+
+def _check_sizes(given: dict[str, Tensor], sequences: Sequences) -> None:
+    """Refuse sizes that do not fit one another."""
+    k_cache, v_cache, k, v = given.values()
+    if v.shape[:-1] != k.shape[:-1]:
+        raise ValueError(f"v has shape {tuple(v.shape)}; but for the last size it needs that of k, {tuple(k.shape)}")
+    if v_cache.shape[:-1] != k_cache.shape[:-1]:
+        raise ValueError(
+            f"v_cache has shape {tuple(v_cache.shape)}; but for the last size it needs that of k_cache, "
+            f"{tuple(k_cache.shape)}"
+        )
+    for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        if new.shape[-2:] != cache.shape[-2:]:
+            raise ValueError(
+                f"{name} has {new.shape[-2]} heads of {new.shape[-1]}; it needs those of {name}_cache, "
+                f"{cache.shape[-2]} of {cache.shape[-1]}"
+            )
+    for name, x in (("k", k), ("k_cache", k_cache)):
+        holds_sequences = x.dim() == 4 and not (name == "k_cache" and sequences.block_table is not None)
+        if holds_sequences and x.shape[0] != sequences.number:
+            raise ValueError(f"{name} has {x.shape[0]} entries; it needs one for each sequence, {sequences.number}")
+
+
+def _check_places(write: CacheWrite) -> None:
+    """Refuse, on a CPU, tokens that have no place, or that share one."""
+    for s, (_, tokens, _, keys) in enumerate(write.bounds.tolist()):
+        if tokens > keys:
+            raise ValueError(
+                f"sequence {s} has {tokens} new tokens and {keys} keys; seqlens_k needs to count the new tokens"
+            )
+    if write.is_empty:
+        return
+    is_written, entry, row = (x.tolist() for x in places(write))
+    taken = Counter((e, r) for e, r, written in zip(entry, row, is_written, strict=True) if written)
+    for (page, slot), count in taken.items():
+        if count > 1:
+            raise ValueError(
+                f"{count} new tokens go to row {slot} of page {page}; block_table needs a page for each of them"
+            )

@@ -1,0 +1,246 @@
+"""Trees of new tokens: values on every backend that has them, chains, the mask itself, and every refusal."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import os
+import pickle
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from cases import DEVICE
+from conftest import Runner
+from sequence_calls import assert_accurate, run
+from torch import Tensor
+from tree_calls import as_chain, draw
+
+import flash_dmattn
+from flash_dmattn import Sequences, attention
+from flash_dmattn.masks import TreeMask, prepare_mask, prepare_tree
+from flash_dmattn.problem import Flags
+
+EXAMPLES = int(os.environ.get("FLASH_DMATTN_EXAMPLES", 120))
+ON_GPU: dict[str, Any] = {
+    "dtypes": (torch.bfloat16, torch.float16, torch.float32),
+    "lengths": (0, 1, 3, 16, 33, 129),
+    "lengths_k": (0, 1, 31, 128, 129, 300, 1000, 5000),
+    "head_dims": (16, 64, 128),
+}
+
+
+def of_backend(backend: Runner) -> dict[str, Any]:
+    """What to draw for a backend that has trees; skip the others, and those that need another device."""
+    if backend.name in ("cuda", "flex"):
+        pytest.skip(f"{backend.name}: its rules refuse trees")
+    if backend.name == "triton" and DEVICE == "cpu":
+        pytest.skip("triton: it runs on GPUs")
+    return ON_GPU if backend.name == "triton" else {}
+
+
+def served(backend: Runner, call: Any) -> Any:
+    """The call without gradients where the backend has none for trees."""
+    return replace(call, needs_grad=()) if backend.name == "triton" else call
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_random_calls_beside_one_dense_call(backend: Runner, part: int) -> None:
+    given = of_backend(backend)
+    for number in range(part, EXAMPLES, 3):
+        call = served(backend, draw(number, **given))
+        assert_accurate(run(call, backend.name), call)
+
+
+def test_the_reference_reads_trees() -> None:
+    for number in range(40):
+        call = draw(number, dtypes=(torch.float64,))
+        assert_accurate(run(call, "reference"), call)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves")
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_random_calls_of_the_kernels() -> None:
+    from test_triton_interpreter import interpret
+
+    assert "40 passed, 0 failed" in interpret("interpreted_trees.py", "0", "40")
+
+
+def test_a_chain_is_causal_bit_for_bit(backend: Runner) -> None:
+    given = of_backend(backend)
+    for number in range(40):
+        chain, causal = (run(served(backend, each), backend.name) for each in as_chain(draw(number, **given)))
+        for name, x in causal.items():
+            assert x is None or torch.equal(x, chain[name]), (number, name)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_a_chain_has_the_tiles_of_causality() -> None:
+    """Also those of a GPU that is not here: other tiles would have other bits."""
+    from compiled_triton import SequenceVariant
+
+    for layout, dim in (("packed", 64), ("paged", 128), ("paged_packed", 256)):
+        given: dict[str, Any] = {"head_dim": dim, "layout": layout, "batch": 16, "seqlen_q": 512}
+        tree, causal = (
+            SequenceVariant(**given, **more).call("sm_90") for more in ({"mask": "tree"}, {"is_causal": True})
+        )
+        assert tree.tile("forward") == causal.tile("forward")
+
+
+def test_a_tree_is_a_mask_of_all_keys() -> None:
+    """Of sequences of 5 new tokens at most behind 0 to 9 keys: by position, earlier keys are all seen."""
+    lengths_q, lengths_k = torch.tensor([5, 2, 4, 3]), torch.tensor([14, 2, 3, 9])
+    tree = torch.rand(4, 5, 5) < 0.5
+    mask = torch.ones(4, 1, 5, 14, dtype=torch.bool)
+    for s, (n, m) in enumerate(zip(lengths_q.tolist(), lengths_k.tolist(), strict=True)):
+        for i in range(n):
+            for t in range(max(0, n - m), n):
+                mask[s, 0, i, m - n + t] = tree[s, i, t]
+    q, k, v = torch.randn(4, 5, 2, 8), torch.randn(4, 14, 2, 8), torch.randn(4, 14, 2, 8)
+    sequences = Sequences.padded(lengths_k, lengths_q)
+    for window in (None, (2, -1)):
+        found = attention(q, k, v, prepare_tree(tree), window_size=window, sequences=sequences)
+        torch.testing.assert_close(found, attention(q, k, v, mask, window_size=window, sequences=sequences))
+
+
+@pytest.mark.parametrize("tokens", (0, 1, 31, 32, 33, 65))
+def test_bits(tokens: int) -> None:
+    tree = torch.rand(3, tokens, tokens) < 0.5
+    prepared = prepare_tree(tree.transpose(1, 2).contiguous().transpose(1, 2))
+    assert prepared.bits.dtype == torch.int32 and prepared.bits.shape == (3, tokens, -(-tokens // 32))
+    for i in range(tokens):
+        for t in range(tokens):
+            assert bool(prepared.bits[1, i, t // 32] >> t % 32 & 1) == bool(tree[1, i, t])
+    assert torch.equal(prepared.unpacked(), tree)
+    file = io.BytesIO()
+    torch.save(prepared, file)
+    file.seek(0)
+    for copied in (torch.load(file), pickle.loads(pickle.dumps(prepared)), prepared.to("cpu")):
+        assert type(copied) is TreeMask and torch.equal(copied.bits, prepared.bits)
+
+
+def test_explain_tells_of_trees() -> None:
+    pool, q = torch.zeros(3, 4, 2, 16, dtype=torch.bfloat16), torch.zeros(1, 3, 2, 16, dtype=torch.bfloat16)
+    cache = Sequences.paged(torch.zeros(1, 2, dtype=torch.int32), torch.tensor([5]))
+    explanation = flash_dmattn.explain(q, pool, pool, prepare_tree(torch.ones(1, 3, 3) > 0), sequences=cache)
+    assert "tree (1, 1, 3, 3)" in str(explanation) and explanation.problem.features == {
+        *("mask", "sequences", "paged", "tree"),
+    }
+    refused = {v.backend: [r.code for r in v.reasons] for v in explanation.verdicts}
+    assert all("tree" in refused[name] for name in ("cuda", "flex")) and explanation.forward == "eager"
+    assert all("tree" not in refused[name] for name in ("triton", "eager", "reference"))
+    assert not any("unpacks" in note for v in explanation.verdicts for note in v.notes)
+    padded = Sequences.padded(torch.tensor([5]))
+    x = torch.zeros(1, 5, 2, 16, requires_grad=True)
+    explanation = flash_dmattn.explain(x, x, x, prepare_tree(torch.ones(1, 5, 5) > 0), sequences=padded)
+    verdict = next(v for v in explanation.verdicts if v.backend == "triton")
+    assert "tree_gradients" in [r.code for r in verdict.reasons] and not verdict.backward
+
+
+def test_opcheck() -> None:
+    call = draw(6, "padded", dtypes=(torch.float32,))
+    view = call.sequences.view(call.sequences.spec(call.q, call.k, call.v))
+    flags = Flags(-1, -1, 0.5, 0.0, False, layout="padded", max_seqlen_q=call.q.shape[1], max_seqlen_k=call.k.shape[1])
+    inputs = (call.q, call.k, call.v, [call.mask.bits], "tree", None, None, list(view.tensors), None)
+    # Lengths are read on the host: what follows shapes alone cannot run.
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.flash_dmattn.eager_forward.default, (*inputs, *flags), test_utils=checks)
+
+
+def test_compiled_with_a_tree_made_inside_or_outside() -> None:
+    def step(q: Tensor, pool: Tensor, table: Tensor, lengths: Tensor, tree: Any) -> Tensor:
+        mask = prepare_tree(tree) if isinstance(tree, Tensor) else tree
+        out = attention(q, pool, pool, mask, sequences=Sequences.paged(table, lengths))
+        assert isinstance(out, Tensor)
+        return out
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens, lengths in ((3, [7, 9]), (5, [12, 5, 20])):
+        count = len(lengths)
+        tree = torch.rand(count, tokens, tokens, device=DEVICE) < 0.5
+        table = torch.randperm(15, device=DEVICE)[: 5 * count].view(count, 5)
+        q, pool = torch.randn(count, tokens, 2, 16, device=DEVICE), torch.randn(15, 4, 2, 16, device=DEVICE)
+        given = (q, pool, table, torch.tensor(lengths, device=DEVICE))
+        for each in (tree, prepare_tree(tree)):
+            with torch.no_grad():
+                torch.testing.assert_close(compiled(*given, each), step(*given, each))
+
+
+def test_second_derivative() -> None:
+    sequences, tree = Sequences.padded(torch.tensor([5, 2])), prepare_tree(torch.rand(2, 3, 3) < 0.6)
+    q, k = (torch.randn(2, n, 2, 3, dtype=torch.float64, requires_grad=True) for n in (3, 5))
+
+    def call(q: Tensor, k: Tensor) -> Any:
+        return attention(q, k, k, tree, sequences=sequences, backend="eager")
+
+    assert torch.autograd.gradcheck(call, (q, k)) and torch.autograd.gradgradcheck(call, (q, k))
+
+
+Q, POOL = torch.zeros(2, 3, 2, 8), torch.zeros(4, 4, 2, 8)
+PAGES = Sequences.paged(torch.tensor([[0, 1], [2, 3]]), torch.tensor([8, 4]))
+TREE = prepare_tree(torch.ones(2, 3, 3) > 0)
+CU = torch.tensor([0, 3, 6])
+
+BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "no tensor": (lambda: prepare_tree([[True]]), TypeError, "tree is a list and must be a torch.bool tensor"),
+    "dtype": (lambda: prepare_tree(torch.ones(1, 2, 2)), TypeError, "tree has dtype torch.float32 and must be"),
+    "rank": (
+        lambda: prepare_tree(torch.ones(2, 2) > 0),
+        ValueError,
+        "tree has shape (2, 2) and must be (sequences or 1, new tokens, new tokens)",
+    ),
+    "not square": (lambda: prepare_tree(torch.ones(1, 2, 3) > 0), ValueError, "tree has shape (1, 2, 3) and must be"),
+    "no sequences": (
+        lambda: attention(Q, Q, Q, TREE),
+        ValueError,
+        "mask is a TreeMask, of the new tokens of sequences; it needs sequences= beside it",
+    ),
+    "tokens": (
+        lambda: attention(Q[:, :2], POOL, POOL, TREE, sequences=PAGES),
+        ValueError,
+        "mask is a TreeMask of 3 new tokens; it needs max_seqlen_q of them, 2",
+    ),
+    "entries": (
+        lambda: attention(Q, POOL, POOL, prepare_tree(torch.ones(5, 3, 3) > 0), sequences=PAGES),
+        ValueError,
+        "mask is a TreeMask of 5 sequences; it needs 1 or 2",
+    ),
+    "bound": (
+        lambda: attention(
+            Q.flatten(0, 1), POOL, POOL, TREE,
+            sequences=Sequences.paged(PAGES.block_table, PAGES.seqlens_k, cu_seqlens_q=CU),
+        ),
+        ValueError,
+        "it needs max_seqlen_q, which the sequences do not name (Sequences.paged(..., max_seqlen_q=3))",
+    ),
+    "device": (
+        lambda: attention(Q, POOL, POOL, TREE.to("meta"), sequences=PAGES),
+        ValueError,
+        "mask is on meta; it needs to be on the device of q, cpu",
+    ),
+    "causal": (
+        lambda: attention(Q, POOL, POOL, TREE, is_causal=True, sequences=PAGES),
+        ValueError,
+        "is_causal is True, but mask is a TreeMask, which says itself what of the new tokens is seen",
+    ),
+    "right window": (
+        lambda: attention(Q, POOL, POOL, TREE, window_size=(3, 0), sequences=PAGES),
+        ValueError,
+        "window_size is (3, 0), but mask is a TreeMask",
+    ),
+    "another prepared mask": (
+        lambda: attention(Q, POOL, POOL, prepare_mask(torch.ones(3, 8) > 0), sequences=PAGES),
+        TypeError,
+        "mask is a TileMask; beside sequences it needs to be a bool torch.Tensor or a TreeMask",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_by_name(name: str) -> None:
+    call, kind, message = BAD[name]
+    with pytest.raises(kind, match=re.escape(message)):
+        call()
