@@ -118,10 +118,9 @@ def context_parallel_attention(
     q, k, v = follow_autocast(q, k, v)
     mask, bias, sink = _with_whole_keys(call, sink, reduce_bias_grad)
     if call.strategy == "ulysses":
-        out, lse = attend_traded(call, q, k, v, cast("Tensor | None", mask), bias, sink, backend)
-    else:
-        out, lse = attend_gathered(call, pair, exchange_dtype or q.dtype, q, k, v, mask, bias, sink)
-    return (out, lse) if return_lse else out
+        return attend_traded(call, q, k, v, cast("Tensor | None", mask), bias, sink, backend)
+    results = attend_gathered(call, pair, exchange_dtype or q.dtype, q, k, v, mask, bias, sink)
+    return results if return_lse else results[0]
 
 
 class Ours(NamedTuple):

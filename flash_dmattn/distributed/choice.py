@@ -6,7 +6,7 @@ from typing import NamedTuple, cast
 
 import torch
 
-from ..backends.protocol import AnyBackend, KernelBackend, accepts, is_composite
+from ..backends.protocol import Direction, KernelBackend, accepts, is_composite
 from ..dispatch.refusals import report_fallback
 from ..dispatch.registry import BACKENDS, works
 from ..dispatch.selection import Selection, choice_in_force, falls_back, select_pair
@@ -99,12 +99,12 @@ class _Named(NamedTuple):
         return Selection(BACKENDS[self.forward], backward)
 
 
-def _first_for_all(preferred: list[str], problems: list[AttentionProblem], direction: str) -> AnyBackend:
+def _first_for_all(preferred: list[str], problems: list[AttentionProblem], direction: Direction) -> KernelBackend:
     """The first backend, of those that a slice prefers before others, that serves one pass of all slices."""
     for name in (*(n for n in BACKENDS if n in preferred), *BACKENDS):
         backend = BACKENDS[name]
         if is_composite(backend) or name in process.disabled or not works(name):
             continue
-        if all(accepts(backend, problem, direction) for problem in problems):  # type: ignore[arg-type]
+        if all(accepts(backend, problem, direction) for problem in problems):
             return backend
     raise AssertionError("eager serves every call")

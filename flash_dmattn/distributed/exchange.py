@@ -15,6 +15,9 @@ from torch import Tensor
 from .group import process_group
 from .layout import SequenceLayout
 
+# torch renamed it after 2.12, and warns of the old name.
+_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+
 
 class Gathering:
     """Tensors of this rank's rows on their way to every rank; `wait` has them whole, rows in global order."""
@@ -32,9 +35,7 @@ class Gathering:
         self._sent = _joined(tensors)
         self._received = self._sent.new_empty((layout.world_size, self._sent.numel()))
         # Both buffers stay referenced until `wait`: the network still reads and writes them.
-        self._work = dist.all_gather_into_tensor(
-            _bytes(self._received), _bytes(self._sent), group=process_group(group), async_op=True
-        )
+        self._work = _all_gather(_bytes(self._received), _bytes(self._sent), process_group(group), True)
 
     def wait(self) -> list[Tensor]:
         """The tensors of the whole sequence."""
@@ -87,7 +88,7 @@ def sum_over(x: Tensor, size: int, group: str) -> Tensor:
     """The sum of one tensor over all ranks, the same bits on each: fp32, fp64 for fp64."""
     sent = x.contiguous()
     received = sent.new_empty((size, *sent.shape))
-    dist.all_gather_into_tensor(_bytes(received), _bytes(sent), group=process_group(group))
+    _all_gather(_bytes(received), _bytes(sent), process_group(group), False)
     return summed(received.unbind())
 
 

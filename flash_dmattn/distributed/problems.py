@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..problem import (
@@ -172,10 +171,3 @@ def view_of_heads(view: MaskView, heads: HeadGroup) -> MaskView:
     # Kernels read prepared masks as contiguous tensors.
     parts = [x[:, heads.of(x.shape[1])] for x in view.tensors]
     return MaskView(view.form, tuple(parts if view.form == "dense" else [x.contiguous() for x in parts]))
-
-
-def empty_like_rows(q: Tensor, head_dim_v: int) -> tuple[Tensor, Tensor]:
-    """Uninitialised (out, lse) of a rank's rows."""
-    batch, rows, heads, _ = q.shape
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(batch, rows, heads, head_dim_v), q.new_empty(batch, heads, rows, dtype=lse_dtype)

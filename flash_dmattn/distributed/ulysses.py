@@ -157,8 +157,8 @@ def attend_traded(
     bias: Tensor | None,
     sink: Tensor | None,
     backend: BackendChoice,
-) -> tuple[Tensor, Tensor | None]:
-    """(out, lse) of this rank's rows; lse is None where the call does not return it.
+) -> Tensor | tuple[Tensor, Tensor]:
+    """out of this rank's rows, with lse where the call returns it.
 
     Args:
         call: as it was described.
@@ -187,6 +187,6 @@ def attend_traded(
     )
     out: Tensor = _ToRows.apply(found[0], name, call.layout.flat)
     if not p.return_lse:
-        return out, None
+        return out
     lse = _ToRows.apply(found[1].transpose(1, 2)[..., None], name, call.layout.flat)
     return out, lse.squeeze(-1).transpose(1, 2)
