@@ -1,12 +1,13 @@
-"""Context-parallel calls, drawn whole and the same on every rank, run on a rank's part, and compared with one process."""
+"""Context-parallel calls, drawn whole on every rank, run on the rank's part, and compared with one process."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from distributed_backend import registered
 from torch import Tensor
 
 import flash_dmattn
@@ -26,7 +27,15 @@ BIASES = {
     "sharded": ("b", "k", "", "s"),
     "sharded_one": ("b", "", "", "s"),
 }
-MASKS = {**BIASES, "prepared": ("b", "q", "i", "j"), "prepared_group": ("", "k", "i", "j"), "prepared_keys": ("b", "", "", "j")}
+MASKS = {
+    **BIASES,
+    "prepared": ("b", "q", "i", "j"),
+    "prepared_group": ("", "k", "i", "j"),
+    "prepared_keys": ("b", "", "", "j"),
+}
+
+# Masks of a rank that makes a mistake.
+MISTAKEN = {"wrong": lambda mask: mask[..., 1:], "numbers": lambda mask: mask.to(torch.float64)}
 
 
 @dataclass(frozen=True)
@@ -93,6 +102,11 @@ class Inputs:
         return {name: x for name, x in named.items() if x is not None}
 
 
+def dims_of_mask(case: ParallelCase) -> tuple[str, ...] | None:
+    """The dims of a mask, those of one that goes wrong too."""
+    return MASKS["full" if case.mask in MISTAKEN else case.mask]
+
+
 def shape_of(dims: tuple[str, ...], case: ParallelCase) -> tuple[int, ...]:
     """The whole shape of a mask or bias."""
     sizes = {"b": case.batch, "q": case.heads, "k": case.heads_k, "i": case.seqlen_q, "j": case.seqlen_k}
@@ -109,7 +123,7 @@ def draw(case: ParallelCase) -> Inputs:
     q = normal(case.batch, case.seqlen_q, case.heads, case.dim)
     k = normal(case.batch, case.seqlen_k, case.heads_k, case.dim)
     v = normal(case.batch, case.seqlen_k, case.heads_k, case.dim_v)
-    dims, of_mask = BIASES[case.bias], MASKS[case.mask]
+    dims, of_mask = BIASES[case.bias], dims_of_mask(case)
     bias = None if dims is None else normal(*shape_of(dims, case), dtype=case.bias_dtype or case.dtype)
     mask = None
     if of_mask is not None:
@@ -173,7 +187,9 @@ def parallel(case: ParallelCase, x: Inputs, **more: Any) -> dict[str, Tensor]:
         own["bias"] = local_bias(BIASES[case.bias] or (), x.bias, layouts, rank)
     if x.sink is not None:
         own["sink"] = x.sink
-    mask: Any = None if x.mask is None else local_bias(MASKS[case.mask] or (), x.mask, layouts, rank)
+    mask: Any = None if x.mask is None else local_bias(dims_of_mask(case) or (), x.mask, layouts, rank)
+    if case.mask in MISTAKEN:
+        mask = MISTAKEN[case.mask](mask)
     flags = dict(x.flags)
     if case.mask.startswith("prepared"):
         band = {"is_causal": flags.pop("is_causal"), "window_size": flags.pop("window_size")}
@@ -247,3 +263,44 @@ def repeated(case: ParallelCase) -> bool:
     x = draw(case)
     first, second = parallel(case, x), parallel(case, x)
     return all(torch.equal(first[name], second[name]) for name in first)
+
+
+def compared_by_unpacking(case: ParallelCase) -> tuple[dict[str, float], set[str]]:
+    """`compared` on the backend that reads prepared masks, and the forms in which masks came."""
+    backend = registered()
+    backend.forms.clear()
+    return compared(replace(case, backend="unpacking")), set(backend.forms)
+
+
+def decisions(case: ParallelCase) -> list[tuple[str, str | None]]:
+    """The backends that a rank chose."""
+    with flash_dmattn.record_decisions() as made:
+        parallel(case, draw(case))
+    return [(d.forward, d.backward) for d in made]
+
+
+def mistaken(case: ParallelCase, rank: int, change: dict[str, Any], then: ParallelCase) -> tuple[str, str, float]:
+    """What is raised where one rank's call is another than those of the others; and that a next call is right."""
+    mine = replace(case, **change) if dist.get_rank() == rank else case
+    try:
+        parallel(mine, draw(mine))
+    except Exception as error:
+        return type(error).__name__, str(error), max(compared(then).values())
+    raise AssertionError("nothing was raised")
+
+
+def gradient_of_bias(case: ParallelCase) -> Tensor:
+    """The gradient of the bias that a rank has."""
+    return parallel(case, draw(case))["dbias"]
+
+
+def mistaken_later(case: ParallelCase) -> str:
+    """What is raised where one rank's third call is another, and each call is compared."""
+    for _ in range(2):
+        parallel(case, draw(case), check="always")
+    mine = replace(case, softcap=1.5) if dist.get_rank() == 1 else case
+    try:
+        parallel(mine, draw(mine), check="always")
+    except ValueError as error:
+        return type(error).__name__
+    return "nothing"
