@@ -331,6 +331,7 @@ def check_operators(case: ParallelCase) -> list[str]:
 
     with Recording():
         parallel(case, draw(case))
-    for function, args in seen.values():
+    for function, given in seen.values():
+        args = torch.utils._pytree.tree_map(lambda a: a.detach() if isinstance(a, Tensor) else a, given)
         torch.library.opcheck(function, args, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_static"))
     return sorted(seen)
