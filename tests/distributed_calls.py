@@ -13,6 +13,7 @@ from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn.distributed import SequenceLayout, context_parallel_attention, prepare_mask
+from flash_dmattn.masks import topk_mask
 
 # Which dims of (B, H, Lq, Lk) a bias has, heads "q" or "k"; and whether a rank has its rows, or its keys, alone.
 BIASES = {
@@ -33,6 +34,8 @@ MASKS = {
     "prepared": ("b", "q", "i", "j"),
     "prepared_group": ("", "k", "i", "j"),
     "prepared_keys": ("b", "", "", "j"),
+    "topk": ("b", "k", "i", "j"),  # the largest of the bias, which has keys
+    "prepared_topk": ("b", "k", "i", "j"),
 }
 
 # Masks of a rank that makes a mistake.
@@ -129,6 +132,9 @@ def draw(case: ParallelCase) -> Inputs:
     mask = None
     if of_mask is not None:
         mask = torch.rand(*shape_of(of_mask, case), generator=generator) > 0.25
+        if case.mask.endswith("topk"):
+            assert bias is not None
+            mask = topk_mask(bias.cpu(), max(2, case.seqlen_k // 8), is_causal=case.causal)
         if case.empty:
             mask[..., : mask.shape[2] // 2, :] = False
         mask = mask.to(case.device)

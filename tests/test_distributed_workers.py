@@ -12,7 +12,10 @@ P = ParallelCase
 
 CASES = {
     **{f"bias {name}": P(bias=name, causal=True, lse=True, seed=i) for i, name in enumerate(BIASES)},
-    **{f"mask {name}": P(mask=name, causal=True, lse=True, seed=20 + i) for i, name in enumerate(MASKS)},
+    **{
+        f"mask {name}": P(mask=name, bias="keys" if "topk" in name else "none", causal=True, lse=True, seed=20 + i)
+        for i, name in enumerate(MASKS)
+    },
     "window": P(window=(5, 3), bias="full", lse=True),
     "left window, groups": P(window=(6, -1), bias="group", groups=2),
     "right window": P(window=(-1, 2), bias="keys", mask="prepared"),
