@@ -66,11 +66,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "dropout": (lambda: attend(dropout_p=0.1), ValueError, "dropout_p is 0.1; context_parallel_attention has no"),
     "probabilities": (lambda: attend(return_probs=True), TypeError, "return_probs"),
-    "nested": (
-        lambda: attend(*[torch.nested.nested_tensor([x[0]], layout=torch.jagged) for x in tensors()]),
-        ValueError,
-        JAGGED,
-    ),
+    "nested": (lambda: attend(*jagged()), ValueError, "q is a nested tensor; context parallelism shares one"),
     "rank of q": (lambda: attend(*[x[0] for x in tensors()]), ValueError, "q has 3 dimensions"),
     "no tensor": (lambda: attend(None, None, None), TypeError, "q is a NoneType"),
     "rows": (lambda: attend(*tensors(8)), ValueError, "q has 8 rows; it needs the 16 that each of 1 ranks has of 16"),
