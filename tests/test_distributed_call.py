@@ -171,9 +171,7 @@ def test_autocast() -> None:
         assert attend().dtype == torch.bfloat16
 
 
-def describe(
-    size: int, rows: int = 16, strategy: str = "auto", groups: int | None = None, **given: Any
-) -> ParallelCall:
+def describe(size: int, rows: int = 16, strategy: str = "auto", **given: Any) -> ParallelCall:
     """A call of rank 0 of a group that need not exist."""
     layout = SequenceLayout.zigzag(rows * size, size)
     sizes = {name: given.pop(name) for name in ("heads", "heads_k", "dim") if name in given}
@@ -192,9 +190,8 @@ def describe(
         "return_lse": False,
         **given,
     }
-    return describe_call(
-        q, k, v, members=Members("none", size, 0), layout=layout, strategy=strategy, groups=groups, **flags
-    )
+    members = Members("none", size, 0)
+    return describe_call(q, k, v, members=members, layout=layout, strategy=strategy, **flags)
 
 
 @pytest.mark.parametrize(
