@@ -136,10 +136,9 @@ def _backward(
         whole_k, whole_v = coming.wait()
         if index + 1 < len(groups):
             coming = start(index + 1)
-        found = rows.backward(backend, heads, whole_k, whole_v, out, lse, dout, dlse, sums)
+        sent = rows.backward(backend, heads, whole_k, whole_v, out, lse, dout, dlse, sums, n.exchange_dtype)
         if leaving is not None:
             store(index - 1, leaving)
-        sent = [x.to(n.exchange_dtype) for x in found if x is not None]
         if sent:  # on its way while the next group is computed
             leaving = Returning(sent, 1, layout_k, n.rank, n.group)
     if leaving is not None:
