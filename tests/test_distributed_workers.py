@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from distributed_calls import BIASES, MASKS, ParallelCase
 from distributed_workers import workers
 
+ROOT = Path(__file__).resolve().parent.parent
 TOLERANCE = 1e-10
 P = ParallelCase
 
@@ -156,3 +162,13 @@ def test_operators_are_what_they_say() -> None:
             checked |= {name.split(".")[1] for name in names}
     wanted = {"gather_forward", "gather_backward", "gather_keys", "return_keys", "sum_over_ranks"}
     assert wanted | {"trade_to_heads", "trade_to_rows"} <= checked
+
+
+def test_the_program_of_gpu_tests_runs_on_a_cpu() -> None:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["tests/gpu_distributed.py", "--random", "2", "--match", "o"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "passed   eager   top-k mask, bias of keys: eager" in done.stdout and "random 1" in done.stdout
+    assert done.stdout.splitlines()[-1].endswith("| 0 | 0 |")
