@@ -341,3 +341,12 @@ def check_operators(case: ParallelCase) -> list[str]:
         args = torch.utils._pytree.tree_map(lambda a: a.detach() if isinstance(a, Tensor) else a, given)
         torch.library.opcheck(function, args, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_static"))
     return sorted(seen)
+
+
+def counted_flop(case: ParallelCase) -> int:
+    """What torch's counter counts of a rank's call and its backward pass."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        parallel(case, draw(case))
+    return int(counter.get_total_flops())

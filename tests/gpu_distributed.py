@@ -178,7 +178,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the number of the first of them")
     parser.add_argument("--match", default="", help="only cases with this in their name")
     parser.add_argument(
-        "--start", type=int, default=0, help="how many of the cases to leave out, as a line at the end says"
+        "--skip", type=int, default=0, help="how many of the cases to leave out, as a line at the end says"
     )
     parser.add_argument("--seconds", type=float, default=540.0, help="start no case after so many")
     parser.add_argument("--backends", nargs="+", default=None, help="instead of cuda and triton, or eager on a CPU")
@@ -204,7 +204,7 @@ def main() -> int:
     counts: Counter[tuple[str, str]] = Counter()
     left = -1
     for number, (name, case) in enumerate(cases.items()):
-        if given.match not in name or number < given.start:
+        if given.match not in name or number < given.skip:
             continue
         late = [time.monotonic() - started > given.seconds]  # on the first rank, whose word counts
         dist.broadcast_object_list(late)
@@ -225,7 +225,7 @@ def main() -> int:
         for backend in backends:
             print(f"| {backend} | {' | '.join(str(counts[backend, v]) for v in ('passed', 'refused', 'failed'))} |")
         if left >= 0:
-            print(f"stopped after {given.seconds:.0f} s: go on with --start {left}")
+            print(f"stopped after {given.seconds:.0f} s: go on with --skip {left}")
     failed = any(verdict == "failed" for _, verdict in counts) or not counts
     dist.destroy_process_group()
     return int(failed)

@@ -166,6 +166,15 @@ def test_operators_are_what_they_say() -> None:
     assert wanted | {"trade_to_heads", "trade_to_rows"} <= checked
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_ranks_together_have_the_flop_of_one_call(causal: bool) -> None:
+    counts = workers(2).run(
+        "distributed_calls.counted_flop", P(causal=causal, dim=8, dim_v=4, seqlen_k=48, bias="full")
+    )
+    pairs = 2 * 4 * (sum(48 - 32 + i + 1 for i in range(32)) if causal else 32 * 48)
+    assert counts[0] == counts[1] and sum(counts) == pairs * 2 * ((8 + 4) + (8 + 4 + 4 + 8 + 8))
+
+
 def test_the_program_of_gpu_tests_runs_on_a_cpu() -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -97,33 +97,37 @@ def describe_call(
     if torch.is_grad_enabled():
         needs = (x is not None and x.requires_grad for x in (q, k, v, bias, sink))
         problem = problem._replace(needs_grad=NeedsGrad(*needs))
-    if isinstance(mask, ShardedMask):
-        own = mask.masks[0]
-        rows = 1 if own.form == "keys" else layout.local_length
-        spec = unpacked_spec((mask.batch, mask.heads, rows, layout_k.length))
-        problem = problem._replace(mask=spec, mask_form=own.form)
-    given_mask = as_scores(mask) if isinstance(mask, Tensor) else mask
-    given_bias = None if bias is None else as_scores(bias)
-    if mask_needs_keys and problem.mask is not None:
-        problem = problem._replace(mask=_contiguous_spec(problem.mask.shape, torch.bool))
-    if problem.bias is not None and given_bias is not None and given_bias.shape[2] == 1:
-        dtype = sum_dtype(given_bias.dtype) if problem.needs_grad.bias else given_bias.dtype
-        spec = _contiguous_spec(problem.bias.shape, dtype) if bias_needs_keys else problem.bias._replace(dtype=dtype)
-        problem = problem._replace(bias=spec)
     call = ParallelCall(
         problem,
         members,
         layout,
         layout_k,
-        given_mask,
-        given_bias,
+        as_scores(mask) if isinstance(mask, Tensor) else mask,
+        None if bias is None else as_scores(bias),
         mask_needs_keys,
         bias_needs_keys,
         strategy,
         1,
     )
+    call = call._replace(problem=_as_read(call))
     call = call._replace(strategy=_strategy(call))
     return call._replace(head_groups=_head_groups(call, groups))
+
+
+def _as_read(call: ParallelCall) -> AttentionProblem:
+    """The problem with mask and bias as slices read them, where that is not as they were given."""
+    problem, mask, bias = call.problem, call.mask, call.bias
+    if isinstance(mask, ShardedMask):
+        form = mask.masks[0].form
+        rows = 1 if form == "keys" else problem.seqlen_q
+        problem = problem._replace(mask=unpacked_spec((mask.batch, mask.heads, rows, problem.seqlen_k)), mask_form=form)
+    elif call.mask_needs_keys and problem.mask is not None:
+        problem = problem._replace(mask=_contiguous_spec(problem.mask.shape, torch.bool))
+    if problem.bias is not None and bias is not None and bias.shape[2] == 1:
+        dtype = sum_dtype(bias.dtype) if problem.needs_grad.bias else bias.dtype
+        whole = _contiguous_spec(problem.bias.shape, dtype) if call.bias_needs_keys else problem.bias
+        problem = problem._replace(bias=whole._replace(dtype=dtype))
+    return problem
 
 
 def _check_layouts(
