@@ -162,9 +162,9 @@ def _prepare_together(
     try:
         call, pair, shared = _prepare(ours, arguments, numbers)
     except Exception as error:  # of every kind: the other ranks wait for this one, whatever it was
-        agree(members, (), error, always=always)
+        agree((members,), (), error, always=always)
         raise
-    agree(members, shared, None, always=always)
+    agree((members,), shared, None, always=always)
     return call, pair
 
 
