@@ -36,10 +36,10 @@ else:
     from .sequences import Sequences, append_to_cache
 
     if _TYPE_CHECKING:
-        from . import nn
+        from . import distributed, nn
 
     # On first use: what not every program needs costs none of them an import.
-    _LAZY = ("nn",)
+    _LAZY = ("distributed", "nn")
 
     def __getattr__(name: str) -> object:
         if name in _LAZY:
@@ -63,6 +63,7 @@ __all__ = [
     "attention",
     "available_backends",
     "disable_backends",
+    "distributed",
     "explain",
     "explain_problem",
     "masks",

@@ -128,6 +128,7 @@ def test_examples_in_docstrings(name: str, tmp_path: Path, monkeypatch: pytest.M
 
 LISTED = (
     "",
+    ".distributed",
     ".integrations.sdpa",
     ".integrations.transformers",
     ".integrations.transformers.dynamic_mask",

@@ -22,7 +22,7 @@ LAYERS = (
     ("validation",),
     ("autograd",),
     ("api", "explanation"),
-    ("nn",),
+    ("nn", "distributed"),
     ("integrations",),
     ("tools",),
     ("__main__",),

@@ -1,0 +1,253 @@
+"""`SequenceLayout`: which rank has which positions of a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """Which rank of a group has which positions of a sequence: host ints, hashable, the same object on every rank.
+
+    Attributes:
+        length: positions of the whole sequence.
+        intervals: of each rank the runs of positions [start, stop) that it has, ascending; neighbours are one run. Rows
+            of a rank's tensors are in this order. Every rank has as many rows.
+
+    Raises:
+        TypeError: `length` or a bound is no int.
+        ValueError: a position belongs to no rank or to two, or ranks differ in their number of rows.
+
+    >>> from flash_dmattn.distributed import SequenceLayout
+    >>> layout = SequenceLayout.zigzag(16, 2)
+    >>> layout.intervals
+    (((0, 4), (12, 16)), ((4, 12),))
+    >>> layout.positions(0).tolist()
+    [0, 1, 2, 3, 12, 13, 14, 15]
+    """
+
+    length: int
+    intervals: tuple[tuple[Interval, ...], ...]
+
+    def __post_init__(self) -> None:
+        bounds = [x for of_rank in self.intervals for interval in of_rank for x in interval]
+        for x in (self.length, *bounds):
+            if isinstance(x, bool) or not isinstance(x, int):
+                raise TypeError(f"layout has {x!r} among its length and bounds; it needs ints")
+        if not (self.intervals and all(self.intervals)):
+            raise ValueError(f"intervals is {self.intervals}; each rank needs one interval at least")
+        merged = tuple(_merged(of_rank) for of_rank in self.intervals)
+        object.__setattr__(self, "intervals", merged)
+        place = 0
+        for start, stop in sorted(interval for of_rank in merged for interval in of_rank):
+            if start != place or stop <= start:
+                raise ValueError(
+                    f"intervals has [{start}, {stop}) where position {place} comes next; each of the {self.length} "
+                    "positions needs to belong to one rank"
+                )
+            place = stop
+        if place != self.length:
+            raise ValueError(f"intervals ends at position {place}; it needs to cover the length, {self.length}")
+        counts = [sum(stop - start for start, stop in of_rank) for of_rank in merged]
+        if len(set(counts)) != 1:
+            raise ValueError(f"ranks have {counts} rows; they need the same number each")
+
+    @classmethod
+    def zigzag(cls, length: int, world_size: int) -> SequenceLayout:
+        """Rank r has chunks r and 2 * world_size - 1 - r of 2 * world_size: equal work under causality.
+
+        This is the order of `context_parallel` in torch (head-tail) and of TransformerEngine (DualChunkSwap), so their
+        loaders fit. Chunks of a multiple of 128 are fastest.
+
+        Raises:
+            ValueError: `length` is no multiple of 2 * world_size.
+        """
+        chunk = _share(length, 2 * _positive("world_size", world_size))
+        ends = [(i * chunk, (i + 1) * chunk) for i in range(2 * world_size)]
+        return cls(length, tuple((ends[r], ends[-1 - r]) for r in range(world_size)))
+
+    @classmethod
+    def contiguous(cls, length: int, world_size: int) -> SequenceLayout:
+        """Rank r has rows r * length / world_size and the following: for calls without causality.
+
+        Raises:
+            ValueError: `length` is no multiple of `world_size`.
+        """
+        rows = _share(length, _positive("world_size", world_size))
+        return cls(length, tuple(((r * rows, (r + 1) * rows),) for r in range(world_size)))
+
+    @classmethod
+    def balanced(cls, work: Sequence[float], length: int, world_size: int, *, pieces: int = 8) -> SequenceLayout:
+        """Rows dealt out by how much work they are: for masks whose rows differ.
+
+        The sequence is cut into `pieces` chunks for each rank. The largest goes first, to the rank with least work
+        that still wants chunks, so every rank has `pieces` of them.
+
+        Args:
+            work: of each run of ceil(length / len(work)) rows how much it is, on the host, the same on every rank; for
+                instance the number of live tiles for each 128 rows of a prepared mask,
+                `(mask.row_full_count + mask.row_partial_count).sum((0, 1)).tolist()`.
+            length, world_size: positions in all, and ranks.
+            pieces: chunks of a rank. More of them balance better, and are more calls.
+
+        Raises:
+            ValueError: `length` is no multiple of world_size * pieces, or `work` is empty or has more entries.
+
+        Largest-first scheduling is Graham, Bounds on multiprocessing timing anomalies (1969).
+
+        >>> from flash_dmattn.distributed import SequenceLayout
+        >>> SequenceLayout.balanced([9, 1, 1, 1], length=8, world_size=2, pieces=2).intervals
+        (((0, 2), (6, 8)), ((2, 6),))
+        """
+        world_size, pieces = _positive("world_size", world_size), _positive("pieces", pieces)
+        chunk = _share(length, world_size * pieces)
+        if not 0 < len(work) <= length:
+            raise ValueError(f"work has {len(work)} entries; it needs 1 to {length}, one for each run of rows")
+        run = -(-length // len(work))
+        sums = [0.0]
+        for row in range(length):  # a prefix sum over rows: chunks need not end where runs do
+            sums.append(sums[-1] + work[row // run] / run)
+        chunks = [(i * chunk, (i + 1) * chunk) for i in range(world_size * pieces)]
+        weights = {interval: sums[interval[1]] - sums[interval[0]] for interval in chunks}
+        loads = [0.0] * world_size
+        dealt: list[list[Interval]] = [[] for _ in range(world_size)]
+        for interval in sorted(chunks, key=lambda x: (-weights[x], x)):
+            rank = min((r for r in range(world_size) if len(dealt[r]) < pieces), key=lambda r: (loads[r], r))
+            dealt[rank].append(interval)
+            loads[rank] += weights[interval]
+        return cls(length, tuple(tuple(sorted(of_rank)) for of_rank in dealt))
+
+    def joined(self, number: int) -> tuple[SequenceLayout, tuple[SequenceLayout, ...]]:
+        """Runs of `number` ranks taken for one rank each: their layout, and of each of them who has which of its rows.
+
+        Raises:
+            ValueError: the ranks are no multiple of `number`.
+
+        >>> from flash_dmattn.distributed import SequenceLayout
+        >>> outer, inner = SequenceLayout.zigzag(16, 4).joined(2)
+        >>> outer.intervals, inner[0].intervals
+        ((((0, 4), (12, 16)), ((4, 12),)), (((0, 2), (6, 8)), ((2, 6),)))
+        """
+        if self.world_size % _positive("number", number):
+            raise ValueError(f"number is {number}; it needs to divide the {self.world_size} ranks of the layout")
+        outer, inner = [], []
+        for first in range(0, self.world_size, number):
+            members = self.intervals[first : first + number]
+            runs = sorted((start, stop, r) for r, of_rank in enumerate(members) for start, stop in of_rank)
+            own: list[list[Interval]] = [[] for _ in members]
+            row = 0
+            for start, stop, r in runs:
+                own[r].append((row, row + stop - start))
+                row += stop - start
+            outer.append(tuple((start, stop) for start, stop, _ in runs))
+            inner.append(SequenceLayout(row, tuple(tuple(x) for x in own)))
+        return SequenceLayout(self.length, tuple(outer)), tuple(inner)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.intervals)
+
+    @property
+    def local_length(self) -> int:
+        """Rows of each rank."""
+        return self.length // self.world_size
+
+    def positions(self, rank: int, device: torch.device | str | None = None) -> Tensor:
+        """The global positions of a rank's rows, int64 (local_length,): for rotary embeddings and labels."""
+        runs = [torch.arange(start, stop, device=device) for start, stop in self.of_rank(rank)]
+        return torch.cat(runs)
+
+    def shard(self, x: Tensor, dim: int, rank: int) -> Tensor:
+        """What a rank has of a tensor of the whole sequence; differentiable.
+
+        Equivalent to `x.index_select(dim, layout.positions(rank))`.
+
+        Raises:
+            ValueError: `x` has another length along `dim`, or there is no such rank.
+        """
+        if x.shape[dim] != self.length:
+            raise ValueError(f"x has size {x.shape[dim]} along dim {dim}; it needs that of the layout, {self.length}")
+        runs = [x.narrow(dim, start, stop - start) for start, stop in self.of_rank(rank)]
+        return torch.cat(runs, dim)
+
+    def unshard(self, pieces: Sequence[Tensor], dim: int) -> Tensor:
+        """The tensor of the whole sequence, from those of all ranks in their order; differentiable.
+
+        Raises:
+            ValueError: there is not one piece for each rank, or one has another length along `dim`.
+        """
+        if len(pieces) != self.world_size:
+            raise ValueError(f"pieces has {len(pieces)} tensors; it needs one for each of {self.world_size} ranks")
+        runs: list[tuple[int, Tensor]] = []
+        for piece, of_rank in zip(pieces, self.intervals):
+            if piece.shape[dim] != self.local_length:
+                raise ValueError(
+                    f"a piece has size {piece.shape[dim]} along dim {dim}; it needs that of a rank, {self.local_length}"
+                )
+            lengths = [stop - start for start, stop in of_rank]
+            runs += zip((start for start, _ in of_rank), piece.split(lengths, dim))
+        return torch.cat([x for _, x in sorted(runs, key=lambda run: run[0])], dim)
+
+    def of_rank(self, rank: int) -> tuple[Interval, ...]:
+        """The intervals of a rank.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank is {rank}; the layout has ranks 0 to {self.world_size - 1}")
+        return self.intervals[rank]
+
+    @property
+    def flat(self) -> tuple[int, ...]:
+        """All of it as ints, for operators: the length, then of each rank the number of intervals and their bounds."""
+        return self.length, *(
+            x for of_rank in self.intervals for x in (len(of_rank), *(b for pair in of_rank for b in pair))
+        )
+
+
+@lru_cache(maxsize=256)
+def from_flat(flat: tuple[int, ...]) -> SequenceLayout:
+    """The layout that has given these ints as `flat`."""
+    length, *rest = flat
+    intervals = []
+    while rest:
+        number, rest = rest[0], rest[1:]
+        bounds, rest = rest[: 2 * number], rest[2 * number :]
+        intervals.append(tuple(zip(bounds[::2], bounds[1::2])))
+    return SequenceLayout(length, tuple(intervals))
+
+
+def _merged(of_rank: Sequence[Interval]) -> tuple[Interval, ...]:
+    """Runs with neighbours joined; their order is checked, since rows of a rank's tensors are in it."""
+    merged: list[Interval] = []
+    for start, stop in of_rank:
+        if merged and start < merged[-1][1]:
+            raise ValueError(f"intervals has {tuple(of_rank)} for a rank; they need to ascend, and not to overlap")
+        if merged and start == merged[-1][1]:
+            merged[-1] = (merged[-1][0], stop)
+        else:
+            merged.append((start, stop))
+    return tuple(merged)
+
+
+def _positive(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}; it needs to be an int")
+    if value < 1:
+        raise ValueError(f"{name} is {value}; it needs to be 1 or more")
+    return value
+
+
+def _share(length: int, parts: int) -> int:
+    if _positive("length", length) % parts:
+        raise ValueError(f"length is {length}; it needs to be a multiple of {parts}")
+    return length // parts

@@ -1,0 +1,196 @@
+"""The calls of one rank over one group of heads, once the keys and values of that group are whole. Nothing is sent."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..autograd import run_forward
+from ..backends.protocol import KernelBackend
+from ..operators import empty_gradient, extra_arguments
+from ..problem import AttentionProblem, MaskView
+from .exchange import sum_dtype
+from .mask import cut
+from .problems import HeadGroup, slice_problem, view_of_heads
+from .slices import Slice
+
+
+class RankRows(NamedTuple):
+    """What a rank's calls share.
+
+    Attributes:
+        problem: of its rows over all keys.
+        parts: its slices, and in `views` the mask of each.
+        q: (B, Lq / W, Hq, D).
+        bias: 4-D, with the rank's rows or one, all keys or one; None without.
+        sink: (Hq,), or None.
+    """
+
+    problem: AttentionProblem
+    parts: tuple[Slice, ...]
+    views: list[MaskView]
+    q: Tensor
+    bias: Tensor | None
+    sink: Tensor | None
+
+    def forward(self, backend: KernelBackend, heads: HeadGroup, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Fill out (B, Lq / W, Hq, Dv) and lse (B, Hq, Lq / W) of a group of heads.
+
+        Args:
+            k, v: (B, Lk, heads of the group, ·), in global order.
+        """
+        of_q = heads.of(self.problem.num_heads)
+        sink = None if self.sink is None else self.sink[of_q]
+        for part, view in zip(self.parts, self.views):
+            mask = view_of_heads(view, heads)
+            problem = slice_problem(self.problem, part, heads, mask)
+            inputs = (self.q[:, part.rows, of_q], k[:, part.keys], v[:, part.keys], self._bias(part, heads))
+            found = run_forward(backend, problem, *inputs, sink, mask, None, None)
+            out[:, part.rows, of_q], lse[:, of_q, part.rows] = found
+
+    def backward(
+        self,
+        backend: KernelBackend,
+        heads: HeadGroup,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        sums: Sums,
+        exchange_dtype: torch.dtype,
+    ) -> list[Tensor]:
+        """Add this group's gradients of q, bias and sink to `sums`; return those of its whole k and v.
+
+        Returns:
+            Of dk, dv (B, Lk, heads of the group, ·) those that are needed: sums over this rank's rows, made in fp32
+            (fp64 for fp64) and rounded once to the dtype of the exchange.
+        """
+        of_q = heads.of(self.problem.num_heads)
+        sink = None if self.sink is None else self.sink[of_q]
+        needs = self.problem.needs_grad
+        dk, dv = (
+            KeySum(x, len(self.parts), exchange_dtype) if needed else None for x, needed in zip((k, v), needs[1:])
+        )
+        for part, view in zip(self.parts, self.views):
+            mask = view_of_heads(view, heads)
+            problem = slice_problem(self.problem, part, heads, mask)
+            found = backend.backward(
+                problem,
+                dout[:, part.rows, of_q],
+                None if dlse is None else dlse[:, of_q, part.rows],
+                self.q[:, part.rows, of_q],
+                k[:, part.keys],
+                v[:, part.keys],
+                mask,
+                self._bias(part, heads),
+                out[:, part.rows, of_q].contiguous(),  # as every backend has written them
+                lse[:, of_q, part.rows].contiguous(),
+                **extra_arguments(sink, None),
+            )
+            dq, dk_part, dv_part, dbias, *dsink = found
+            if dq is not None and sums.q is not None:
+                sums.q[:, part.rows, of_q] = dq
+            if dk is not None and dk_part is not None:
+                dk.add(part, dk_part)
+            if dv is not None and dv_part is not None:
+                dv.add(part, dv_part)
+            if dbias is not None and sums.bias is not None:
+                _take_dbias(_of_group(sums.bias, heads), part, dbias)
+            if dsink and dsink[0] is not None and sums.sink is not None:
+                sums.sink[of_q] += dsink[0]
+        return [x.total() for x in (dk, dv) if x is not None]
+
+    def _bias(self, part: Slice, heads: HeadGroup) -> Tensor | None:
+        return None if self.bias is None else _of_group(cut(self.bias, part), heads)
+
+
+class KeySum:
+    """The gradient of whole keys or values, summed slice by slice."""
+
+    def __init__(self, like: Tensor, number: int, dtype: torch.dtype) -> None:
+        """Nothing yet.
+
+        Args:
+            like: the whole keys or values.
+            number: of slices.
+            dtype: of the sum, in the end.
+        """
+        self._like, self._dtype = like, dtype
+        self._largest: tuple[Slice, Tensor] | None = None
+        # Two terms are added in fp32 and rounded once by one addition, so they need no sum of a wider dtype.
+        self._is_narrow = number <= 2 and dtype == like.dtype
+        self._sum: Tensor | None = None
+
+    def add(self, part: Slice, gradient: Tensor) -> None:
+        """Add the gradient of the keys of one slice; it may be written to."""
+        if not self._is_narrow:
+            if self._sum is None:
+                self._sum = torch.zeros_like(self._like, dtype=sum_dtype(self._like.dtype))
+            self._sum[:, part.keys] += gradient
+        elif self._largest is None:
+            self._largest = (part, gradient)
+        else:
+            first = self._largest
+            (part, gradient), self._largest = sorted((first, (part, gradient)), key=lambda term: term[0].seqlen_k)
+            self._sum = self._whole(self._largest)
+            self._sum[:, part.keys] += gradient
+
+    def total(self) -> Tensor:
+        """The sum over all slices."""
+        if self._sum is None:
+            assert self._largest is not None
+            return self._whole(self._largest)
+        return self._sum.to(self._dtype)
+
+    def _whole(self, term: tuple[Slice, Tensor]) -> Tensor:
+        part, gradient = term
+        if part.seqlen_k == self._like.shape[1]:
+            return gradient
+        whole = torch.zeros_like(self._like)
+        whole[:, part.keys] = gradient
+        return whole
+
+
+class Sums(NamedTuple):
+    """The gradients that stay with a rank, filled slice by slice; None where not needed.
+
+    Those of a bias without rows of its own, and of a sink, are sums over slices: their dtype is fp32 at least then.
+    """
+
+    q: Tensor | None
+    bias: Tensor | None
+    sink: Tensor | None
+
+    @classmethod
+    def of(cls, rows: RankRows) -> Sums:
+        """Those that the call needs, zero where slices add to them."""
+        needs, dbias = rows.problem.needs_grad, None
+        if needs.bias and rows.bias is not None:
+            dbias = empty_gradient(rows.bias) if rows.bias.shape[2] > 1 else rows.bias.new_zeros(rows.bias.shape)
+        return cls(
+            empty_gradient(rows.q) if needs.q else None,
+            dbias,
+            rows.sink.new_zeros(rows.sink.shape) if needs.sink and rows.sink is not None else None,
+        )
+
+
+def _take_dbias(whole: Tensor, part: Slice, dbias: Tensor) -> None:
+    """Put the gradient of one slice into that of the bias."""
+    if whole.shape[2] == 1:  # one row for all queries, which each slice has a term of
+        whole[..., part.keys if whole.shape[3] > 1 else slice(None)] += dbias
+        return
+    rows = whole[:, :, part.rows]
+    if whole.shape[3] == 1:
+        rows.copy_(dbias)
+        return
+    rows[..., : part.start] = 0
+    rows[..., part.keys] = dbias
+    rows[..., part.stop :] = 0
+
+
+def _of_group(x: Tensor, heads: HeadGroup) -> Tensor:
+    return x if x.shape[1] == 1 else x[:, heads.of(x.shape[1])]
