@@ -13,15 +13,16 @@ from .dispatch.call_cache import look_up, remember
 from .dispatch.mask_view import dense_mask, mask_view
 from .dispatch.selection import select
 from .dispatch.settings import BackendChoice
-from .operators import extra_arguments, is_transformed
+from .operators import extra_arguments, is_dtensor, is_transformed
 from .problem import SequenceSpec, SequenceView, as_scores, fold_call, unfold
 from .reference.dropout import draw_key
 from .sequences import Sequences
 from .sequences.layout import lay_out
 from .sequences.nested import Jagged, is_nested
-from .validation import describe, follow_autocast
+from .validation import describe, follow_autocast, refuse_dtensors
 
 if TYPE_CHECKING:
+    from .distributed.dtensor import ShardedCall
     from .masks import PreparedMask
 
 
@@ -138,6 +139,12 @@ def attention(
     spec: SequenceSpec | None = None
     where: SequenceView | None = None
     jagged: Jagged | None = None
+    sharded: ShardedCall | None = None
+    if type(q) is not Tensor and is_dtensor(q):
+        from .distributed.dtensor import ShardedCall  # which only programs with DTensors load
+
+        sharded = ShardedCall(q, k, v, mask, bias, sink, sequences, dropout_p)
+        q, k, v, mask, bias, sink = sharded.local
     if is_nested(q) and sequences is None:
         jagged = Jagged(q, k, v)
         q, k, v, sequences = jagged.q, jagged.k, jagged.v, jagged.sequences
@@ -150,6 +157,8 @@ def attention(
     flags = (*numbers, return_lse, return_probs, repeats, spec, dropout_p)
     key, found = look_up(q, k, v, mask, bias, flags, backend, sink)
     if found is None:
+        if key is None:
+            refuse_dtensors(q, k, v, mask, bias, sink)
         problem, mask, bias = describe(q, k, v, mask, bias, *flags, sink)
         forward, backward = selection = select(problem, backend)
         if key is not None:
@@ -179,6 +188,8 @@ def attention(
         results = tuple(x.squeeze(0) for x in results)
         if jagged is not None:
             results = jagged.wrap(results)
+    if sharded is not None:
+        results = sharded.wrap(results)
     if return_lse:
         return results
     return results[0] if not return_probs else (results[0], results[2])
