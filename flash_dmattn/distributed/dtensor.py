@@ -103,15 +103,15 @@ class ShardedCall:
         placement, dims = q.placements[mesh_dim], q.dim()
         if type(placement) is Replicate:
             return None
-        if type(placement) is Shard and placement.dim % dims < dims - 3:
-            return placement.dim % dims
-        if type(placement) is Shard and placement.dim % dims == dims - 2:
-            return dims - 2
-        if type(placement) is Shard and placement.dim % dims == dims - 3:
-            raise ValueError(
-                f"q has placements {q.placements}, which share its sequence; it needs its batch or heads to be shared. "
-                "For a sequence call flash_dmattn.distributed.context_parallel_attention with local tensors"
-            )
+        if type(placement) is Shard:
+            dim = int(placement.dim) % dims  # int: under torch.compile a graph is of one place
+            if dim < dims - 3 or dim == dims - 2:
+                return dim
+            if dim == dims - 3:
+                raise ValueError(
+                    f"q has placements {q.placements}, which share its sequence; it needs its batch or heads to be "
+                    "shared. For a sequence call flash_dmattn.distributed.context_parallel_attention with local tensors"
+                )
         batch = " or ".join(f"Shard({dim})" for dim in range(dims - 3))
         raise ValueError(
             f"q has placements {q.placements}; on mesh dim {mesh_dim} it needs Replicate(), {batch} (batch) "
