@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from ..dispatch.selection import Selection
 from ..dispatch.settings import BackendChoice
-from .group import Group
+from ..problem import check_flag
+from ..validation import follow_autocast
+from .agreement import Shared, agree
+from .call import ParallelCall, Strategy, describe_call, shared_of
+from .choice import choose_pair
+from .exchange import sum_dtype
+from .gather import attend_gathered
+from .group import Group, Members, members_of
 from .layout import SequenceLayout
 from .mask import ShardedMask
+from .sums import gather_keys, sum_gradient
+from .ulysses import attend_traded, choose_traded
 
 
 def context_parallel_attention(
@@ -23,10 +33,11 @@ def context_parallel_attention(
     group: Group,
     layout: SequenceLayout,
     layout_k: SequenceLayout | None = None,
-    strategy: Literal["auto", "gather", "ulysses"] = "auto",
+    strategy: Strategy = "auto",
     reduce_bias_grad: bool = False,
     exchange_dtype: torch.dtype | None = None,
     head_groups: int | None = None,
+    check: Literal["new", "always"] = "new",
     is_causal: bool = False,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
@@ -35,7 +46,149 @@ def context_parallel_attention(
     return_lse: bool = False,
     backend: BackendChoice = "auto",
     sink: Tensor | None = None,
-    **refused: Any,
+    sequences: None = None,
+    dropout_p: float = 0.0,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention whose sequence is shared among ranks (skeleton)."""
-    raise NotImplementedError
+    """`attention` of one sequence whose positions are shared among the ranks of a group.
+
+    Equivalent to, with W ranks and everything of the whole sequence on each::
+
+        out = flash_dmattn.attention(whole_q, whole_k, whole_v, whole_mask, whole_bias, **keywords)
+        out = layout.shard(out, 1, rank)
+
+    Every rank calls it at the same time with its own rows, and gets its own rows of the result; gradients are those of
+    the sum of the losses of all ranks. Sizes: Lq and Lk are those of the whole sequence, the rest as in `attention`.
+
+    Args:
+        q: (B, Lq / W, Hq, D), the rows that `layout` gives this rank, `layout.shard(whole_q, 1, rank)`.
+        k: (B, Lk / W, Hk, D), the rows of `layout_k`.
+        v: (B, Lk / W, Hk, Dv).
+        mask: bool, read from the right as (B, H, i, j): i is 1, one row for all queries, or Lq / W, the rows of this
+            rank; j is 1, Lk in global order, or with i = 1 also Lk / W, sharded as the keys. Or a `ShardedMask` of
+            `prepare_mask`, for any number of calls. Rows are never sent.
+        bias: of the same shapes, any float dtype. Its gradient has its shape. With rows of this rank, or sharded by
+            keys, that gradient is exact and complete. With i = 1 and otherwise it is that of this rank's rows, like
+            that of any weight: what sums gradients over ranks (DDP, FSDP) sums it too.
+        group: a `ProcessGroup`, or a `DeviceMesh` of one dim.
+        layout: of the queries, and of the keys where `layout_k` is None.
+        layout_k: of the keys.
+        strategy: "gather": keys and values are gathered, rows of masks and biases stay. "ulysses": heads are traded for
+            positions, for calls without rows of their own and heads that the ranks divide. "auto": which sends less.
+        reduce_bias_grad: sum gradients of a bias with i = 1, and of the sink, over the ranks here, in their order.
+        exchange_dtype: in which gradients of k and v are sent, their own by default; torch.float32 rounds them later.
+        head_groups: in how many groups of key-value heads "gather" goes; each is on its way while the one before it is
+            computed, and takes memory in turn. None chooses.
+        check: "new" compares the calls of ranks once for each class of calls, so that a mistake on one rank raises on
+            all; "always" compares each call, which waits for all ranks.
+        is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, backend: as in `attention`, of the
+            whole call.
+        sink: (Hq,), as in `attention`, the same on every rank; its gradient is that of this rank's rows.
+        sequences, dropout_p: refused.
+
+    Returns:
+        out (B, Lq / W, Hq, Dv), or with `return_lse` a tuple of it and lse (B, Hq, Lq / W), both as in `attention`.
+        Results are equal bit by bit from run to run where those of the backend are, for the same number of ranks.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong on some rank: the same error on all of them, with the rank's number.
+        BackendUnsupportedError, BackendUnavailableError: as in `attention`; one pair of backends serves all ranks.
+        NotImplementedError: on a second derivative.
+
+    Gathered keys: Llama Team, The Llama 3 herd of models (2024). Traded heads: Jacobs et al., DeepSpeed Ulysses (2023).
+    Chunks in zigzag: Brandon et al., Striped attention (2023), and ring-flash-attention.
+
+    >>> import torch, torch.distributed as dist
+    >>> from flash_dmattn.distributed import SequenceLayout, context_parallel_attention
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun starts more of them
+    >>> layout = SequenceLayout.zigzag(16, dist.get_world_size())
+    >>> q, k, v = torch.randn(3, 1, layout.local_length, 4, 8)
+    >>> context_parallel_attention(q, k, v, group=dist.group.WORLD, layout=layout, is_causal=True).shape
+    torch.Size([1, 16, 4, 8])
+    >>> dist.destroy_process_group()
+    """
+    members = members_of(group, layout)
+    arguments = (q, k, v, mask, bias, sink, members, layout, layout_k, strategy, head_groups)
+    numbers = (is_causal, softmax_scale, softcap, window_size, deterministic, return_lse)
+    ours = Ours(reduce_bias_grad, exchange_dtype, backend, sequences is not None, dropout_p)
+    if torch.compiler.is_compiling():
+        # What raises here raises on this rank alone: nothing can be sent while a graph is traced.
+        call, pair, _ = _prepare(ours, arguments, numbers)
+    else:
+        call, pair = _prepare_together(members, _check_check(check), ours, arguments, numbers)
+    q, k, v = follow_autocast(q, k, v)
+    mask, bias, sink = _with_whole_keys(call, sink, reduce_bias_grad)
+    if call.strategy == "ulysses":
+        return attend_traded(call, q, k, v, cast("Tensor | None", mask), bias, sink, backend)
+    results = attend_gathered(call, pair, exchange_dtype or q.dtype, q, k, v, mask, bias, sink)
+    return results if return_lse else results[0]
+
+
+class Ours(NamedTuple):
+    """The arguments that `attention` does not have, or that are refused here, and its `backend`."""
+
+    reduce_bias_grad: bool
+    exchange_dtype: torch.dtype | None
+    backend: BackendChoice
+    has_sequences: bool
+    dropout_p: float
+
+
+def _prepare(
+    ours: Ours, arguments: tuple[Any, ...], numbers: tuple[Any, ...]
+) -> tuple[ParallelCall, Selection, Shared]:
+    """Everything that can be wrong is found here, before anything is sent."""
+    if ours.has_sequences:
+        raise ValueError(
+            "sequences is set; context parallelism shares one sequence: pass a mask of its documents, "
+            "flash_dmattn.masks.document_mask"
+        )
+    if ours.dropout_p != 0:
+        raise ValueError(f"dropout_p is {ours.dropout_p!r}; context_parallel_attention has no dropout")
+    check_flag("reduce_bias_grad", ours.reduce_bias_grad)
+    q, k, v, *others = arguments
+    call = describe_call(*follow_autocast(q, k, v), *others, *numbers)
+    dtype = call.problem.dtype
+    if ours.exchange_dtype not in (None, dtype, sum_dtype(dtype)):
+        raise ValueError(f"exchange_dtype is {ours.exchange_dtype}; it needs to be None, {dtype} or {sum_dtype(dtype)}")
+    pair = choose_traded(call, ours.backend) if call.strategy == "ulysses" else choose_pair(call, ours.backend)
+    more = {"reduce_bias_grad": ours.reduce_bias_grad, "exchange_dtype": ours.exchange_dtype}
+    return call, pair, shared_of(call, **more)
+
+
+def _prepare_together(
+    members: Members, always: bool, ours: Ours, arguments: tuple[Any, ...], numbers: tuple[Any, ...]
+) -> tuple[ParallelCall, Selection]:
+    """The same, with what went wrong on any rank raised on all of them."""
+    try:
+        call, pair, shared = _prepare(ours, arguments, numbers)
+    except Exception as error:  # of every kind: the other ranks wait for this one, whatever it was
+        agree(members, (), error, always=always)
+        raise
+    agree(members, shared, None, always=always)
+    return call, pair
+
+
+def _check_check(check: str) -> bool:
+    if check not in ("new", "always"):
+        raise ValueError(f"check is {check!r}; it needs to be 'new' or 'always'")
+    return check == "always"
+
+
+def _with_whole_keys(
+    call: ParallelCall, sink: Tensor | None, reduce_bias_grad: bool
+) -> tuple[Tensor | ShardedMask | None, Tensor | None, Tensor | None]:
+    """Mask, bias and sink as the slices read them; what ranks share is in fp32 where its gradient is a sum."""
+    mask, bias, needs = call.mask, call.bias, call.problem.needs_grad
+    if call.mask_needs_keys:
+        mask = gather_keys(cast(Tensor, mask), call.members, call.layout_k)
+    if bias is not None and bias.shape[2] == 1:
+        if needs.bias:
+            bias = bias.to(sum_dtype(bias.dtype))
+        if call.bias_needs_keys:
+            bias = gather_keys(bias, call.members, call.layout_k)
+        elif needs.bias and reduce_bias_grad:
+            bias = sum_gradient(bias, call.members)
+    if sink is not None and needs.sink:
+        sink = sink.to(sum_dtype(sink.dtype))
+        sink = sum_gradient(sink, call.members) if reduce_bias_grad else sink
+    return mask, bias, sink

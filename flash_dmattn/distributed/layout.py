@@ -160,7 +160,7 @@ class SequenceLayout:
         """
         if len(pieces) != self.world_size:
             raise ValueError(f"pieces has {len(pieces)} tensors; it needs one for each of {self.world_size} ranks")
-        runs = []
+        runs: list[tuple[int, Tensor]] = []
         for piece, of_rank in zip(pieces, self.intervals):
             if piece.shape[dim] != self.local_length:
                 raise ValueError(

@@ -135,7 +135,8 @@ def prepare_mask(
                 reorder=reorder,
             )
         )
-    return ShardedMask(layout, layout_k, rank, is_causal, window_size, *given.shape[:2], tuple(masks))
+    batch, heads = given.shape[:2]
+    return ShardedMask(layout, layout_k, rank, is_causal, window_size, batch, heads, tuple(masks))
 
 
 def cut(x: Tensor, part: Slice) -> Tensor:

@@ -1,0 +1,273 @@
+"""Validation of a context-parallel call, and what every rank has to know of it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..masks.prepared.types import PreparedMask
+from ..problem import AttentionProblem, NeedsGrad, Shape4, TensorSpec, as_scores, check_flag, dtype_name, unpacked_spec
+from ..sequences.nested import is_nested
+from ..validation import describe
+from .agreement import Shared
+from .exchange import sum_dtype
+from .group import Members
+from .layout import SequenceLayout
+from .mask import ShardedMask
+
+Strategy = Literal["auto", "gather", "ulysses"]
+STRATEGIES = ("auto", "gather", "ulysses")
+
+
+class ParallelCall(NamedTuple):
+    """One call as its rank has it, checked.
+
+    Attributes:
+        problem: the rank's rows over all keys, as one ordinary call; strides of k and v are of no account.
+        members, layout, layout_k: of the group, of queries and of keys.
+        mask: None, 4-D bool, or sharded by rows and prepared.
+        bias: None or 4-D.
+        mask_needs_keys, bias_needs_keys: whether each has one row for all queries, sharded by keys.
+        strategy: "gather" or "ulysses".
+        head_groups: of the former, how many groups of key-value heads are gathered one after the other.
+    """
+
+    problem: AttentionProblem
+    members: Members
+    layout: SequenceLayout
+    layout_k: SequenceLayout
+    mask: Tensor | ShardedMask | None
+    bias: Tensor | None
+    mask_needs_keys: bool
+    bias_needs_keys: bool
+    strategy: str
+    head_groups: int
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether a mask or a bias has values of its own for the rank's rows."""
+        bias, mask = self.bias, self.mask
+        of_mask = isinstance(mask, ShardedMask) or (mask is not None and mask.shape[2] > 1)
+        return of_mask or (bias is not None and bias.shape[2] > 1)
+
+
+def describe_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | ShardedMask | None,
+    bias: Tensor | None,
+    sink: Tensor | None,
+    members: Members,
+    layout: SequenceLayout,
+    layout_k: SequenceLayout | None,
+    strategy: str,
+    groups: int | None,
+    is_causal: bool,
+    softmax_scale: float | None,
+    softcap: float,
+    window_size: tuple[int, int] | None,
+    deterministic: bool | None,
+    return_lse: bool,
+) -> ParallelCall:
+    """Validate what one rank was given.
+
+    Raises:
+        TypeError, ValueError: as `attention`, of the rank's rows over all keys; and what does not fit the layouts.
+    """
+    if is_nested(q):
+        raise ValueError("q is a nested tensor; context parallelism shares one sequence: pad it, or mask its documents")
+    layout_k = _check_layouts(q, k, v, members, layout, layout_k)
+    mask_needs_keys, whole_mask = _whole_keys(mask, layout_k)
+    bias_needs_keys, whole_bias = _whole_keys(bias, layout_k)
+    if isinstance(mask, ShardedMask):
+        is_causal, window_size = _band_of(mask, is_causal, window_size, members, layout, layout_k)
+        shape = (mask.batch, mask.heads, layout.local_length, layout_k.length)
+        whole_mask = torch.empty((1, 1, 1, 1), dtype=torch.bool, device=mask.device).expand(shape)
+    elif isinstance(mask, PreparedMask):
+        raise TypeError(
+            f"mask is a {type(mask).__name__}, of whole rows; context parallelism needs one of "
+            "flash_dmattn.distributed.prepare_mask, or a bool tensor of this rank's rows"
+        )
+    numbers = (is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, False)
+    whole_k, whole_v = (_standing_for(x, layout_k.length, 1) for x in (k, v))
+    problem, _, _ = describe(q, whole_k, whole_v, whole_mask, whole_bias, *numbers, sink=sink)
+    if torch.is_grad_enabled():
+        needs = (x is not None and x.requires_grad for x in (q, k, v, bias, sink))
+        problem = problem._replace(needs_grad=NeedsGrad(*needs))
+    if isinstance(mask, ShardedMask):
+        own = mask.masks[0]
+        rows = 1 if own.form == "keys" else layout.local_length
+        spec = unpacked_spec((mask.batch, mask.heads, rows, layout_k.length))
+        problem = problem._replace(mask=spec, mask_form=own.form)
+    given_mask = as_scores(mask) if isinstance(mask, Tensor) else mask
+    given_bias = None if bias is None else as_scores(bias)
+    if mask_needs_keys and problem.mask is not None:
+        problem = problem._replace(mask=_contiguous_spec(problem.mask.shape, torch.bool))
+    if problem.bias is not None and given_bias is not None and given_bias.shape[2] == 1:
+        dtype = sum_dtype(given_bias.dtype) if problem.needs_grad.bias else given_bias.dtype
+        spec = _contiguous_spec(problem.bias.shape, dtype) if bias_needs_keys else problem.bias._replace(dtype=dtype)
+        problem = problem._replace(bias=spec)
+    call = ParallelCall(
+        problem,
+        members,
+        layout,
+        layout_k,
+        given_mask,
+        given_bias,
+        mask_needs_keys,
+        bias_needs_keys,
+        strategy,
+        1,
+    )
+    call = call._replace(strategy=_strategy(call))
+    return call._replace(head_groups=_head_groups(call, groups))
+
+
+def _check_layouts(
+    q: Tensor, k: Tensor, v: Tensor, members: Members, layout: SequenceLayout, layout_k: SequenceLayout | None
+) -> SequenceLayout:
+    """The layout of keys; `describe` names what is no tensor of four dims."""
+    if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
+        return layout
+    if layout_k is None:
+        if k.shape[1] != q.shape[1]:
+            raise ValueError(
+                f"k has {k.shape[1]} rows and q has {q.shape[1]}; layout_k needs to be the layout of the keys, not None"
+            )
+        layout_k = layout
+    if not isinstance(layout_k, SequenceLayout):
+        raise TypeError(f"layout_k is a {type(layout_k).__name__}; it needs to be a SequenceLayout")
+    if layout_k.world_size != members.size:
+        raise ValueError(f"layout_k is for {layout_k.world_size} ranks; it needs the {members.size} of the group")
+    for name, x, of in (("q", q, layout), ("k", k, layout_k), ("v", v, layout_k)):
+        if x.shape[1] != of.local_length:
+            raise ValueError(
+                f"{name} has {x.shape[1]} rows; it needs the {of.local_length} that each of {members.size} ranks has "
+                f"of {of.length}: layout.shard({name}, 1, rank) takes them"
+            )
+    return layout_k
+
+
+def _contiguous_spec(shape: Shape4, dtype: torch.dtype) -> TensorSpec:
+    return unpacked_spec(shape)._replace(dtype=dtype)
+
+
+def _standing_for(x: Tensor, length: int, dim: int) -> Tensor:
+    """A tensor of the whole length along a dim in the place of a part of it, without memory."""
+    if not isinstance(x, Tensor) or x.dim() != 4:
+        return x
+    shape = list(x.shape)
+    shape[dim] = length
+    return x.detach().new_empty((1, 1, 1, 1)).expand(shape)
+
+
+def _whole_keys(x: Any, layout_k: SequenceLayout) -> tuple[bool, Tensor | None]:
+    """Whether a mask or bias is sharded by keys, and what stands for it whole; it has one row for all queries then."""
+    if not isinstance(x, Tensor) or not 2 <= x.dim() <= 4:
+        return False, x
+    b, h, i, j = as_scores(x).shape
+    if i == 1 and j == layout_k.local_length and 1 < j < layout_k.length:
+        return True, x.detach().new_empty((1, 1, 1, 1)).expand(b, h, i, layout_k.length)
+    return False, x
+
+
+def _band_of(
+    mask: ShardedMask,
+    is_causal: bool,
+    window_size: tuple[int, int] | None,
+    members: Members,
+    layout: SequenceLayout,
+    layout_k: SequenceLayout,
+) -> tuple[bool, tuple[int, int]]:
+    if (mask.layout, mask.layout_k) != (layout, layout_k):
+        raise ValueError(f"mask was prepared for other layouts, {mask}; it needs those of the call")
+    if mask.rank != members.rank:
+        raise ValueError(f"mask was prepared for rank {mask.rank}; this is rank {members.rank}")
+    if check_flag("is_causal", is_causal) not in (False, mask.is_causal) or window_size not in (None, mask.window_size):
+        raise ValueError(
+            f"is_causal is {is_causal} and window_size is {window_size}, but mask was prepared with "
+            f"is_causal={mask.is_causal}, window_size={mask.window_size}; a prepared mask brings its own limits"
+        )
+    return mask.is_causal, mask.window_size
+
+
+def _strategy(call: ParallelCall) -> str:
+    p, size = call.problem, call.members.size
+    heads_divide = p.num_heads % size == 0 and (p.num_heads_k % size == 0 or size % p.num_heads_k == 0)
+    if call.strategy not in STRATEGIES:
+        raise ValueError(f"strategy is {call.strategy!r}; it needs to be one of {', '.join(map(repr, STRATEGIES))}")
+    if call.strategy == "ulysses":
+        if call.has_rows:
+            raise ValueError(
+                "strategy is 'ulysses', and a mask or bias has rows of this rank, which would have to move with the "
+                "queries; strategy='gather' leaves them where they are"
+            )
+        if not heads_divide:
+            raise ValueError(
+                f"strategy is 'ulysses', with {p.num_heads} heads on {p.num_heads_k} key-value heads and {size} ranks; "
+                "it needs heads of q that are a multiple of the ranks, and key-value heads that divide them or are "
+                "divided by them: strategy='gather' needs nothing of the kind"
+            )
+    if call.strategy != "auto":
+        return call.strategy
+    # Where Ulysses sends less: gather moves 1.5 W / (G + 1) times its bytes.
+    group = p.num_heads // p.num_heads_k
+    return "ulysses" if heads_divide and not call.has_rows and size > (group + 1) / 1.5 else "gather"
+
+
+# Work tiles of a group: two waves on the multiprocessors of an H100 or H200.
+_TILES = 2 * 132
+_MOST_GROUPS = 4
+
+
+def _head_groups(call: ParallelCall, groups: int | None) -> int:
+    p = call.problem
+    bias = call.bias
+    shares_heads = bias is not None and bias.shape[1] == 1 and bias.shape[2] > 1 and p.needs_grad.bias
+    if groups is not None:
+        if isinstance(groups, bool) or not isinstance(groups, int):
+            raise TypeError(f"head_groups is {groups!r}; it needs to be an int or None")
+        if groups < 1 or p.num_heads_k % groups:
+            raise ValueError(f"head_groups is {groups}; it needs to divide the {p.num_heads_k} key-value heads")
+        if shares_heads and groups > 1:
+            raise ValueError(
+                f"head_groups is {groups}, and bias of shape {tuple(call.bias.shape)} has one gradient for all heads, "  # type: ignore[union-attr]
+                "which one call has to sum; it needs to be 1"
+            )
+        return groups
+    if shares_heads:
+        return 1
+    tiles = p.batch * p.num_heads * -(-p.seqlen_q // 128)
+    fitting = [n for n in range(1, _MOST_GROUPS + 1) if p.num_heads_k % n == 0 and tiles >= n * _TILES]
+    return max(fitting, default=1)
+
+
+def shared_of(call: ParallelCall, **more: object) -> Shared:
+    """What has to be the same on every rank, in words."""
+    p = call.problem
+    mask, bias = call.mask, call.bias
+    of_mask = None if mask is None else f"{tuple(mask.shape)}" if isinstance(mask, Tensor) else "prepared"
+    needed = [name for name, needed in zip(NeedsGrad._fields, p.needs_grad, strict=True) if needed]
+    values = {
+        "device": p.device,
+        "q": f"{dtype_name(p.dtype)} {(p.batch, p.seqlen_q, p.num_heads, p.head_dim)}",
+        "k": (p.batch, call.layout_k.local_length, p.num_heads_k, p.head_dim),
+        "v": (p.batch, call.layout_k.local_length, p.num_heads_k, p.head_dim_v),
+        "mask": of_mask,
+        "bias": None if bias is None else f"{dtype_name(bias.dtype)} {tuple(bias.shape)}",
+        "sink": None if p.sink is None else dtype_name(p.sink),
+        "layout": call.layout,
+        "layout_k": call.layout_k,
+        "strategy": call.strategy,
+        "head_groups": call.head_groups,
+        "window (causality folded in)": p.window,
+        "softmax_scale": p.softmax_scale,
+        "softcap": p.softcap,
+        "deterministic": p.deterministic,
+        "requires_grad": ", ".join(needed) or "nothing",
+        **more,
+    }
+    return tuple((name, str(value)) for name, value in values.items())

@@ -1,0 +1,110 @@
+"""The backends of a context-parallel call: one pair for every slice of every rank, chosen before anything is sent."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+import torch
+
+from ..backends.protocol import Direction, KernelBackend, accepts, is_composite
+from ..dispatch.refusals import report_fallback
+from ..dispatch.registry import BACKENDS, works
+from ..dispatch.selection import Selection, choice_in_force, falls_back, select_pair
+from ..dispatch.settings import BackendChoice, Decision, process, thread
+from ..problem import AttentionProblem
+from .call import ParallelCall
+from .problems import head_groups, slice_problem
+from .slices import plan
+
+
+class _Key(NamedTuple):
+    problem: AttentionProblem
+    call: tuple[object, ...]
+    requested: BackendChoice
+    disabled: tuple[str, ...]
+
+
+_remembered: dict[_Key, Selection] = {}
+_MOST_REMEMBERED = 256
+
+
+def choose_pair(call: ParallelCall, backend: BackendChoice) -> Selection:
+    """The pair that serves every slice of every rank; backward is None where no gradient is needed.
+
+    Raises:
+        ValueError: `backend` names one that is no forward/backward pair, or is unknown.
+        BackendUnsupportedError, BackendUnavailableError: the named backend refuses a slice.
+    """
+    requested = choice_in_force(backend)
+    key = _Key(call.problem, (call.layout, call.head_groups), requested, process.disabled)
+    found = _remembered.get(key)
+    if found is None:
+        found = _choose(slices_of(call), requested)
+        if len(_remembered) >= _MOST_REMEMBERED:
+            _remembered.clear()
+        if call.problem.device == "cpu" or not falls_back(call.problem, requested, found):
+            _remembered[key] = found
+    if falls_back(call.problem, requested, found):
+        report_fallback(call.problem)
+    if thread.records is not None and not torch.compiler.is_compiling():
+        backward = None if found.backward is None else found.backward.NAME
+        thread.records.append(Decision(call.problem, requested, found.forward.NAME, backward))
+    return found
+
+
+def slices_of(call: ParallelCall) -> list[AttentionProblem]:
+    """The different problems among the slices of all ranks, all of which the pair has to serve."""
+    heads = head_groups(call.problem.num_heads_k, call.head_groups)[0]  # the others are like it
+    parts = {
+        part._replace(row=0, row_stop=part.seqlen_q)
+        for rank in range(call.members.size)
+        for part in plan(call.layout, rank, call.layout_k.length, call.problem.window)
+    }
+    return [slice_problem(call.problem, part, heads) for part in sorted(parts)]
+
+
+def _choose(problems: list[AttentionProblem], requested: BackendChoice) -> Selection:
+    names = () if requested == "auto" else (requested,) if isinstance(requested, str) else requested
+    for name in names:
+        if name in BACKENDS and is_composite(BACKENDS[name]):
+            pairs = ", ".join(repr(n) for n, b in BACKENDS.items() if not is_composite(b))
+            raise ValueError(
+                f"backend is {requested!r}, and {name!r} is one differentiable function; context parallelism needs a "
+                f"forward/backward pair: one of {pairs}"
+            )
+    selections = list(dict.fromkeys(_Named.of(select_pair(problem, requested)) for problem in problems))
+    if len(selections) == 1:
+        return selections[0].selection
+    # Sizes of slices differ, and so may what suits them; but all of them share one pair.
+    forward = _first_for_all([s.forward for s in selections], problems, "forward")
+    backward = (
+        None
+        if selections[0].backward is None
+        else _first_for_all([s.backward or "" for s in selections], problems, "backward")
+    )
+    return Selection(forward, backward)
+
+
+class _Named(NamedTuple):
+    forward: str
+    backward: str | None
+
+    @classmethod
+    def of(cls, selection: Selection) -> _Named:
+        return cls(selection.forward.NAME, None if selection.backward is None else selection.backward.NAME)
+
+    @property
+    def selection(self) -> Selection:
+        backward = None if self.backward is None else cast(KernelBackend, BACKENDS[self.backward])
+        return Selection(BACKENDS[self.forward], backward)
+
+
+def _first_for_all(preferred: list[str], problems: list[AttentionProblem], direction: Direction) -> KernelBackend:
+    """The first backend, of those that a slice prefers before others, that serves one pass of all slices."""
+    for name in (*(n for n in BACKENDS if n in preferred), *BACKENDS):
+        backend = BACKENDS[name]
+        if is_composite(backend) or name in process.disabled or not works(name):
+            continue
+        if all(accepts(backend, problem, direction) for problem in problems):
+            return backend
+    raise AssertionError("eager serves every call")

@@ -1,0 +1,26 @@
+"""How operators of this package are registered: each is one node of a graph, with its collectives inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_LIBRARY = torch.library.Library("flash_dmattn", "FRAGMENT")
+
+
+def define(name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Register an operator and its fake; return what calls it.
+
+    Args:
+        name: in `torch.ops.flash_dmattn`.
+        schema: of its arguments and results.
+        function: what it runs, on every device.
+        fake: the same on tensors without values, sending nothing.
+    """
+    _LIBRARY.define(f"{name}{schema}")
+    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"flash_dmattn::{name}", fake, lib=_LIBRARY)
+    operator: Callable[..., Any] = getattr(torch.ops.flash_dmattn, name).default
+    return operator

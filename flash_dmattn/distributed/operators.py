@@ -1,0 +1,181 @@
+"""The operators of the strategy "gather": each one node of a graph, with the collectives inside."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from ..backends.protocol import KernelBackend
+from ..dispatch.registry import BACKENDS
+from ..operators import empty_gradient, empty_outputs
+from ..problem import NeedsGrad
+from .definition import define
+from .exchange import Gathering, Returning
+from .layout import from_flat
+from .problems import head_groups, rank_problem, views_of
+from .rows import RankRows, Sums
+from .slices import plan
+
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor[] mask, str[] mask_forms, Tensor? bias, Tensor? sink"
+_NUMBERS = (
+    "str group, int rank, int[] layout, int[] layout_k, int left, int right, float softmax_scale, float softcap, "
+    "bool deterministic, str forward, str backward, int head_groups, ScalarType exchange_dtype, bool[5] needs_grad"
+)
+
+
+class Numbers(NamedTuple):
+    """What operators receive beside tensors, in the order of their schemas.
+
+    Attributes:
+        group, rank: of the process group its name, and this process's place in it.
+        layout, layout_k: `SequenceLayout.flat`.
+        left, right: the window of the whole call, causality folded in.
+        forward, backward: names of the backends.
+        head_groups: how many groups of key-value heads are gathered one after the other.
+        exchange_dtype: in which gradients of k and v are sent.
+    """
+
+    group: str
+    rank: int
+    layout: tuple[int, ...]
+    layout_k: tuple[int, ...]
+    left: int
+    right: int
+    softmax_scale: float
+    softcap: float
+    deterministic: bool
+    forward: str
+    backward: str
+    head_groups: int
+    exchange_dtype: torch.dtype
+    needs_grad: tuple[bool, ...]
+
+    def rows(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: list[Tensor],
+        mask_forms: list[str],
+        bias: Tensor | None,
+        sink: Tensor | None,
+    ) -> RankRows:
+        """The calls of this rank."""
+        seqlen_k, window = self.layout_k[0], (self.left, self.right)
+        numbers = (window, self.softmax_scale, self.softcap, self.deterministic, NeedsGrad(*self.needs_grad))
+        problem = rank_problem(q, v, bias, sink, seqlen_k, k.shape[2], *numbers)
+        parts = plan(from_flat(tuple(self.layout)), self.rank, seqlen_k, window)
+        return RankRows(problem, parts, views_of(mask_forms, mask), q, bias, sink)
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: list[Tensor],
+    mask_forms: list[str],
+    bias: Tensor | None,
+    sink: Tensor | None,
+    *numbers: Any,
+) -> tuple[Tensor, Tensor]:
+    n = Numbers(*numbers)
+    rows = n.rows(q, k, v, mask, mask_forms, bias, sink)
+    backend = cast(KernelBackend, BACKENDS[n.forward])
+    out, lse = empty_outputs(q, v)
+    layout_k = from_flat(tuple(n.layout_k))
+    groups = head_groups(k.shape[2], n.head_groups)
+
+    def start(index: int) -> Gathering:
+        of_group = groups[index].of(k.shape[2])
+        return Gathering((k[:, :, of_group], v[:, :, of_group]), 1, layout_k, n.group)
+
+    coming = start(0)
+    for index, heads in enumerate(groups):
+        whole_k, whole_v = coming.wait()
+        if index + 1 < len(groups):  # on its way while this group is computed
+            coming = start(index + 1)
+        rows.forward(backend, heads, whole_k, whole_v, out, lse)
+    return out, lse
+
+
+def _backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: list[Tensor],
+    mask_forms: list[str],
+    bias: Tensor | None,
+    sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    *numbers: Any,
+) -> list[Tensor]:
+    n = Numbers(*numbers)
+    rows = n.rows(q, k, v, mask, mask_forms, bias, sink)
+    backend = cast(KernelBackend, BACKENDS[n.backward])
+    sums = Sums.of(rows)
+    dk, dv = (empty_gradient(x) if needed else None for x, needed in zip((k, v), n.needs_grad[1:3]))
+    layout_k = from_flat(tuple(n.layout_k))
+    groups = head_groups(k.shape[2], n.head_groups)
+
+    def start(index: int) -> Gathering:
+        of_group = groups[index].of(k.shape[2])
+        return Gathering((k[:, :, of_group], v[:, :, of_group]), 1, layout_k, n.group)
+
+    def store(index: int, returning: Returning) -> None:
+        of_group = groups[index].of(k.shape[2])
+        for gradient, total in zip([x for x in (dk, dv) if x is not None], returning.wait()):
+            gradient[:, :, of_group] = total
+
+    coming, leaving = start(0), None
+    for index, heads in enumerate(groups):
+        whole_k, whole_v = coming.wait()
+        if index + 1 < len(groups):
+            coming = start(index + 1)
+        found = rows.backward(backend, heads, whole_k, whole_v, out, lse, dout, dlse, sums)
+        if leaving is not None:
+            store(index - 1, leaving)
+        sent = [x.to(n.exchange_dtype) for x in found if x is not None]
+        if sent:  # on its way while the next group is computed
+            leaving = Returning(sent, 1, layout_k, n.rank, n.group)
+    if leaving is not None:
+        store(len(groups) - 1, leaving)
+    return [x for x in (sums.q, dk, dv, sums.bias, sums.sink) if x is not None]
+
+
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return empty_outputs(q, v)
+
+
+def _backward_fake(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: list[Tensor],
+    mask_forms: list[str],
+    bias: Tensor | None,
+    sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    *numbers: Any,
+) -> list[Tensor]:
+    needs_grad = Numbers(*numbers).needs_grad
+    return [empty_gradient(x) for x, needed in zip((q, k, v, bias, sink), needs_grad) if needed and x is not None]
+
+
+gather_forward = define(
+    "gather_forward", f"({_INPUTS}, {_NUMBERS}) -> (Tensor out, Tensor lse)", _forward, _forward_fake
+)
+# A list holds the gradients asked for and no others: an operator cannot return None under torch.compile.
+gather_backward = define(
+    "gather_backward",
+    f"(Tensor dout, Tensor? dlse, {_INPUTS}, Tensor out, Tensor lse, {_NUMBERS}) -> Tensor[]",
+    _backward,
+    _backward_fake,
+)

@@ -1,0 +1,131 @@
+"""The calls of one rank over one group of heads, once the keys and values of that group are whole. Nothing is sent."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..autograd import run_forward
+from ..backends.protocol import KernelBackend
+from ..operators import extra_arguments
+from ..problem import AttentionProblem, MaskView
+from .exchange import sum_dtype
+from .mask import cut
+from .problems import HeadGroup, slice_problem, view_of_heads
+from .slices import Slice
+
+
+class RankRows(NamedTuple):
+    """What a rank's calls share.
+
+    Attributes:
+        problem: of its rows over all keys.
+        parts: its slices, and in `views` the mask of each.
+        q: (B, Lq / W, Hq, D).
+        bias: 4-D, with the rank's rows or one, all keys or one; None without.
+        sink: (Hq,), or None.
+    """
+
+    problem: AttentionProblem
+    parts: tuple[Slice, ...]
+    views: list[MaskView]
+    q: Tensor
+    bias: Tensor | None
+    sink: Tensor | None
+
+    def forward(self, backend: KernelBackend, heads: HeadGroup, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Fill out (B, Lq / W, Hq, Dv) and lse (B, Hq, Lq / W) of a group of heads.
+
+        Args:
+            k, v: (B, Lk, heads of the group, ·), in global order.
+        """
+        of_q = heads.of(self.problem.num_heads)
+        sink = None if self.sink is None else self.sink[of_q]
+        for part, view in zip(self.parts, self.views):
+            mask = view_of_heads(view, heads)
+            problem = slice_problem(self.problem, part, heads, mask)
+            inputs = (self.q[:, part.rows, of_q], k[:, part.keys], v[:, part.keys], self._bias(part, heads))
+            found = run_forward(backend, problem, *inputs, sink, mask, None, None)
+            out[:, part.rows, of_q], lse[:, of_q, part.rows] = found
+
+    def backward(
+        self,
+        backend: KernelBackend,
+        heads: HeadGroup,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        sums: Sums,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Add this group's gradients of q, bias and sink to `sums`; return those of its whole k and v.
+
+        Returns:
+            dk, dv (B, Lk, heads of the group, ·), the sums over this rank's rows in fp32, fp64 for fp64; None where
+            not needed.
+        """
+        of_q = heads.of(self.problem.num_heads)
+        sink = None if self.sink is None else self.sink[of_q]
+        needs = self.problem.needs_grad
+        dk = k.new_zeros(k.shape, dtype=sum_dtype(k.dtype)) if needs.k else None
+        dv = v.new_zeros(v.shape, dtype=sum_dtype(v.dtype)) if needs.v else None
+        for part, view in zip(self.parts, self.views):
+            mask = view_of_heads(view, heads)
+            problem = slice_problem(self.problem, part, heads, mask)
+            found = backend.backward(
+                problem,
+                dout[:, part.rows, of_q],
+                None if dlse is None else dlse[:, of_q, part.rows],
+                self.q[:, part.rows, of_q],
+                k[:, part.keys],
+                v[:, part.keys],
+                mask,
+                self._bias(part, heads),
+                out[:, part.rows, of_q].contiguous(),  # as every backend has written them
+                lse[:, of_q, part.rows].contiguous(),
+                **extra_arguments(sink, None),
+            )
+            dq, dk_part, dv_part, dbias, *dsink = found
+            if dq is not None and sums.q is not None:
+                sums.q[:, part.rows, of_q] = dq
+            if dk is not None and dk_part is not None:
+                dk[:, part.keys] += dk_part
+            if dv is not None and dv_part is not None:
+                dv[:, part.keys] += dv_part
+            if dbias is not None and sums.bias is not None:
+                # One element of the sum is met by one slice where bias has rows; where it has one for all, by each.
+                _of_group(cut(sums.bias, part), heads).add_(dbias)
+            if dsink and dsink[0] is not None and sums.sink is not None:
+                sums.sink[of_q] += dsink[0]
+        return dk, dv
+
+    def _bias(self, part: Slice, heads: HeadGroup) -> Tensor | None:
+        return None if self.bias is None else _of_group(cut(self.bias, part), heads)
+
+
+class Sums(NamedTuple):
+    """The gradients that stay with a rank, filled slice by slice; None where not needed.
+
+    Those of a bias without rows of its own, and of a sink, are sums over slices: their dtype is fp32 at least then.
+    """
+
+    q: Tensor | None
+    bias: Tensor | None
+    sink: Tensor | None
+
+    @classmethod
+    def of(cls, rows: RankRows) -> Sums:
+        """Those that the call needs, zeroed where slices leave something out."""
+        needs = rows.problem.needs_grad
+        return cls(
+            rows.q.new_empty(rows.q.shape) if needs.q else None,
+            rows.bias.new_zeros(rows.bias.shape) if needs.bias and rows.bias is not None else None,
+            rows.sink.new_zeros(rows.sink.shape) if needs.sink and rows.sink is not None else None,
+        )
+
+
+def _of_group(x: Tensor, heads: HeadGroup) -> Tensor:
+    return x if x.shape[1] == 1 else x[:, heads.of(x.shape[1])]

@@ -1,0 +1,306 @@
+"""Context-parallel calls, drawn whole on every rank, run on the rank's part, and compared with one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from distributed_backend import registered
+from torch import Tensor
+
+import flash_dmattn
+from flash_dmattn.distributed import SequenceLayout, context_parallel_attention, prepare_mask
+
+# Which dims of (B, H, Lq, Lk) a bias has, heads "q" or "k"; and whether a rank has its rows, or its keys, alone.
+BIASES = {
+    "none": None,
+    "full": ("b", "q", "i", "j"),
+    "shared": ("", "q", "i", "j"),
+    "group": ("b", "k", "i", "j"),
+    "one_head": ("b", "", "i", "j"),
+    "query": ("b", "q", "i", ""),
+    "keys": ("b", "k", "", "j"),
+    "keys_of_q": ("", "q", "", "j"),
+    "head": ("", "q", "", ""),
+    "sharded": ("b", "k", "", "s"),
+    "sharded_one": ("b", "", "", "s"),
+}
+MASKS = {
+    **BIASES,
+    "prepared": ("b", "q", "i", "j"),
+    "prepared_group": ("", "k", "i", "j"),
+    "prepared_keys": ("b", "", "", "j"),
+}
+
+# Masks of a rank that makes a mistake.
+MISTAKEN = {"wrong": lambda mask: mask[..., 1:], "numbers": lambda mask: mask.to(torch.float64)}
+
+
+@dataclass(frozen=True)
+class ParallelCase:
+    """One call; `bias` and `mask` are names of `BIASES` and `MASKS`."""
+
+    layout: str = "zigzag"
+    bias: str = "none"
+    mask: str = "none"
+    causal: bool = False
+    window: tuple[int, int] | None = None
+    seqlen_q: int = 32
+    seqlen_k: int = 32
+    batch: int = 2
+    heads: int = 4
+    heads_k: int = 2
+    dim: int = 4
+    dim_v: int = 4
+    needs: tuple[str, ...] = ("q", "k", "v", "bias", "sink")
+    lse: bool = False
+    softcap: float = 0.0
+    scale: float | None = None
+    sink: bool = False
+    empty: bool = False
+    strategy: str = "gather"
+    reduce: bool = False
+    groups: int | None = None
+    exchange: torch.dtype | None = None
+    dtype: torch.dtype = torch.float64
+    bias_dtype: torch.dtype | None = None
+    backend: Any = "auto"
+    device: str = "cpu"
+    seed: int = 0
+
+    def layouts(self, size: int) -> tuple[SequenceLayout, SequenceLayout]:
+        """Those of the queries and of the keys."""
+        return layout_of(self.layout, self.seqlen_q, size), layout_of(self.layout, self.seqlen_k, size)
+
+
+def layout_of(name: str, length: int, size: int) -> SequenceLayout:
+    """A layout by its name."""
+    if name == "balanced":
+        work = [1.0 + (i * 7) % 5 for i in range(length // 4)]
+        return SequenceLayout.balanced(work, length, size, pieces=2)
+    return getattr(SequenceLayout, name)(length, size)  # type: ignore[no-any-return]
+
+
+@dataclass
+class Inputs:
+    """The whole call, the same on every rank: leaves of the reference."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    bias: Tensor | None
+    sink: Tensor | None
+    dout: Tensor
+    dlse: Tensor
+    flags: dict[str, Any] = field(default_factory=dict)
+
+    def floats(self) -> dict[str, Tensor]:
+        named = {"q": self.q, "k": self.k, "v": self.v, "bias": self.bias, "sink": self.sink}
+        return {name: x for name, x in named.items() if x is not None}
+
+
+def dims_of_mask(case: ParallelCase) -> tuple[str, ...] | None:
+    """The dims of a mask, those of one that goes wrong too."""
+    return MASKS["full" if case.mask in MISTAKEN else case.mask]
+
+
+def shape_of(dims: tuple[str, ...], case: ParallelCase) -> tuple[int, ...]:
+    """The whole shape of a mask or bias."""
+    sizes = {"b": case.batch, "q": case.heads, "k": case.heads_k, "i": case.seqlen_q, "j": case.seqlen_k}
+    return tuple(sizes.get("j" if name == "s" else name, 1) for name in dims)
+
+
+def draw(case: ParallelCase) -> Inputs:
+    """The whole call, from the case's seed."""
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def normal(*shape: int, dtype: torch.dtype = case.dtype) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(case.device, dtype)
+
+    q = normal(case.batch, case.seqlen_q, case.heads, case.dim)
+    k = normal(case.batch, case.seqlen_k, case.heads_k, case.dim)
+    v = normal(case.batch, case.seqlen_k, case.heads_k, case.dim_v)
+    dims, of_mask = BIASES[case.bias], dims_of_mask(case)
+    bias = None if dims is None else normal(*shape_of(dims, case), dtype=case.bias_dtype or case.dtype)
+    mask = None
+    if of_mask is not None:
+        mask = torch.rand(*shape_of(of_mask, case), generator=generator) > 0.25
+        if case.empty:
+            mask[..., : mask.shape[2] // 2, :] = False
+        mask = mask.to(case.device)
+    sink = normal(case.heads) if case.sink else None
+    dout = normal(case.batch, case.seqlen_q, case.heads, case.dim_v)
+    dlse = normal(case.batch, case.heads, case.seqlen_q).to(torch.promote_types(case.dtype, torch.float32))
+    flags = {"is_causal": case.causal, "window_size": case.window, "softcap": case.softcap, "softmax_scale": case.scale}
+    return Inputs(q, k, v, mask, bias, sink, dout, dlse, flags)
+
+
+def leaves(case: ParallelCase, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The inputs that are floats as leaves, those that the case needs gradients of with them."""
+    return {name: x.detach().clone().requires_grad_(name in case.needs) for name, x in given.items()}
+
+
+def send_back(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> None:
+    """Backward from out, and from lse where it is used; that of an empty row is -inf whatever the inputs are."""
+    total = (out * dout).sum()
+    if dlse is not None:
+        total = total + torch.where(lse > -torch.inf, lse * dlse, torch.zeros_like(lse)).sum()
+    total.backward()
+
+
+def whole(case: ParallelCase, x: Inputs, backend: Any) -> dict[str, Tensor]:
+    """Results and gradients of one call in this process."""
+    given = leaves(case, x.floats())
+    out, lse = flash_dmattn.attention(
+        given["q"],
+        given["k"],
+        given["v"],
+        x.mask,
+        given.get("bias"),
+        sink=given.get("sink"),
+        return_lse=True,
+        backend=backend,
+        **x.flags,
+    )
+    if any(t.requires_grad for t in given.values()):
+        send_back(out, lse, x.dout, x.dlse if case.lse else None)
+    gradients = {f"d{name}": t.grad for name, t in given.items() if t.grad is not None}
+    return {"out": out.detach(), "lse": lse.detach(), **gradients}
+
+
+def local_bias(dims: tuple[str, ...], x: Tensor, layouts: tuple[SequenceLayout, SequenceLayout], rank: int) -> Tensor:
+    """What a rank has of a mask or bias."""
+    if dims[2]:
+        x = layouts[0].shard(x, 2, rank)
+    return layouts[1].shard(x, 3, rank) if dims[3] == "s" else x
+
+
+def parallel(case: ParallelCase, x: Inputs, **more: Any) -> dict[str, Tensor]:
+    """Results and gradients of this rank, of its own part."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    layouts = of_q, of_k = case.layouts(size)
+    own = {"q": of_q.shard(x.q, 1, rank), "k": of_k.shard(x.k, 1, rank), "v": of_k.shard(x.v, 1, rank)}
+    if x.bias is not None:
+        own["bias"] = local_bias(BIASES[case.bias] or (), x.bias, layouts, rank)
+    if x.sink is not None:
+        own["sink"] = x.sink
+    mask: Any = None if x.mask is None else local_bias(dims_of_mask(case) or (), x.mask, layouts, rank)
+    if case.mask in MISTAKEN:
+        mask = MISTAKEN[case.mask](mask)
+    flags = dict(x.flags)
+    if case.mask.startswith("prepared"):
+        band = {"is_causal": flags.pop("is_causal"), "window_size": flags.pop("window_size")}
+        mask = prepare_mask(mask, of_q, rank, layout_k=of_k, **band)
+    given = leaves(case, own)
+    out, lse = context_parallel_attention(
+        given["q"],
+        given["k"],
+        given["v"],
+        mask,
+        given.get("bias"),
+        sink=given.get("sink"),
+        group=dist.group.WORLD,
+        layout=of_q,
+        layout_k=of_k,
+        return_lse=True,
+        **{
+            **flags,
+            "strategy": case.strategy,
+            "reduce_bias_grad": case.reduce,
+            "head_groups": case.groups,
+            "exchange_dtype": case.exchange,
+            "backend": case.backend,
+            **more,
+        },
+    )
+    if any(t.requires_grad for t in given.values()):
+        dlse = of_q.shard(x.dlse, 2, rank) if case.lse else None
+        send_back(out, lse, of_q.shard(x.dout, 1, rank), dlse)
+    gradients = {f"d{name}": t.grad for name, t in given.items() if t.grad is not None}
+    return {"out": out.detach(), "lse": lse.detach(), **gradients}
+
+
+def part_of(case: ParallelCase, name: str, x: Tensor) -> Tensor:
+    """What a rank should have of a whole result."""
+    layouts, rank = case.layouts(dist.get_world_size()), dist.get_rank()
+    if name in ("out", "dq"):
+        return layouts[0].shard(x, 1, rank)
+    if name == "lse":
+        return layouts[0].shard(x, 2, rank)
+    if name in ("dk", "dv"):
+        return layouts[1].shard(x, 1, rank)
+    return local_bias(BIASES[case.bias] or (), x, layouts, rank) if name == "dbias" else x
+
+
+def is_partial(case: ParallelCase, name: str) -> bool:
+    """Whether a rank's gradient is that of its own rows, and the whole is their sum."""
+    dims = BIASES[case.bias] or ("",) * 4
+    shared = name == "dsink" or (name == "dbias" and not dims[2] and dims[3] != "s")
+    return shared and not case.reduce
+
+
+def compared(case: ParallelCase) -> dict[str, float]:
+    """The largest difference of each result between this rank and one process."""
+    x = draw(case)
+    wanted = whole(case, x, "eager")
+    found = parallel(case, x)
+    assert found.keys() == wanted.keys(), (found.keys(), wanted.keys())
+    errors = {}
+    for name, y in found.items():
+        if is_partial(case, name):
+            dist.all_reduce(y)
+        z = part_of(case, name, wanted[name])
+        assert y.shape == z.shape and y.dtype == z.dtype, (name, y.shape, z.shape, y.dtype, z.dtype)
+        errors[name] = float(torch.where(y == z, torch.zeros_like(y), y - z).abs().max())  # -inf is equal to -inf
+    return errors
+
+
+def repeated(case: ParallelCase) -> bool:
+    """Whether two runs are equal bit by bit."""
+    x = draw(case)
+    first, second = parallel(case, x), parallel(case, x)
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+def compared_by_unpacking(case: ParallelCase) -> tuple[dict[str, float], set[str]]:
+    """`compared` on the backend that reads prepared masks, and the forms in which masks came."""
+    backend = registered()
+    backend.forms.clear()
+    return compared(replace(case, backend="unpacking")), set(backend.forms)
+
+
+def decisions(case: ParallelCase) -> list[tuple[str, str | None]]:
+    """The backends that a rank chose."""
+    with flash_dmattn.record_decisions() as made:
+        parallel(case, draw(case))
+    return [(d.forward, d.backward) for d in made]
+
+
+def mistaken(case: ParallelCase, rank: int, change: dict[str, Any], then: ParallelCase) -> tuple[str, str, float]:
+    """What is raised where one rank's call is another than those of the others; and that a next call is right."""
+    mine = replace(case, **change) if dist.get_rank() == rank else case
+    try:
+        parallel(mine, draw(mine))
+    except Exception as error:
+        return type(error).__name__, str(error), max(compared(then).values())
+    raise AssertionError("nothing was raised")
+
+
+def gradient_of_bias(case: ParallelCase) -> Tensor:
+    """The gradient of the bias that a rank has."""
+    return parallel(case, draw(case))["dbias"]
+
+
+def mistaken_later(case: ParallelCase) -> str:
+    """What is raised where one rank's third call is another, and each call is compared."""
+    for _ in range(2):
+        parallel(case, draw(case), check="always")
+    mine = replace(case, softcap=1.5) if dist.get_rank() == 1 else case
+    try:
+        parallel(mine, draw(mine), check="always")
+    except ValueError as error:
+        return type(error).__name__
+    return "nothing"

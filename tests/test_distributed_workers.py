@@ -1,0 +1,137 @@
+"""Context parallelism over gloo, two and four processes, in fp64 against one call in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from distributed_calls import BIASES, MASKS, ParallelCase
+from distributed_workers import workers
+
+TOLERANCE = 1e-10
+P = ParallelCase
+
+CASES = {
+    **{f"bias {name}": P(bias=name, causal=True, lse=True, seed=i) for i, name in enumerate(BIASES)},
+    **{
+        f"mask {name}": P(mask=name, causal=True, lse=True, seed=20 + i)
+        for i, name in enumerate(MASKS)
+        if name not in MISTAKEN
+    },
+    "window": P(window=(5, 3), bias="full", lse=True),
+    "left window, groups": P(window=(6, -1), bias="group", groups=2),
+    "right window": P(window=(-1, 2), bias="keys", mask="prepared"),
+    "narrow window": P(window=(0, 0), mask="full", bias="shared"),
+    "softcap, scale": P(softcap=2.0, scale=0.7, causal=True, bias="full", lse=True),
+    "sink": P(sink=True, causal=True, bias="full", lse=True),
+    "sink, reduced": P(sink=True, mask="full", reduce=True, groups=2),
+    "reduced bias": P(bias="head", causal=True, reduce=True),
+    "reduced keys": P(bias="keys", causal=True, reduce=True, groups=2, lse=True),
+    "sharded, groups": P(bias="sharded", mask="sharded", groups=2, lse=True),
+    "empty rows": P(mask="full", empty=True, bias="full", lse=True),
+    "empty rows, sink": P(mask="full", empty=True, sink=True, lse=True),
+    "more keys": P(seqlen_q=16, seqlen_k=48, causal=True, bias="full", lse=True),
+    "fewer keys, rows without": P(seqlen_q=48, seqlen_k=16, causal=True, bias="full", lse=True, sink=True),
+    "cross, sharded": P(seqlen_q=16, seqlen_k=32, bias="sharded", mask="prepared", layout="contiguous"),
+    "contiguous": P(layout="contiguous", causal=True, bias="full"),
+    "balanced": P(layout="balanced", mask="prepared", bias="full", lse=True),
+    "balanced, keys": P(layout="balanced", mask="keys", bias="sharded", causal=True),
+    "dims": P(dim=8, dim_v=3, causal=True, bias="query"),
+    "one key-value head": P(heads=4, heads_k=1, causal=True, bias="keys"),
+    "heads alike": P(heads=4, heads_k=4, groups=4, causal=True, bias="full", mask="group"),
+    "only dbias": P(needs=("bias",), causal=True, bias="full"),
+    "only dq": P(needs=("q",), causal=True, bias="keys"),
+    "only dk": P(needs=("k",), causal=True, bias="full", groups=2),
+    "only dv, sharded": P(needs=("v", "bias"), bias="sharded"),
+    "no gradient": P(needs=(), causal=True, bias="sharded", mask="prepared"),
+    "exchange": P(exchange=torch.float64, causal=True),
+    "ulysses": P(strategy="ulysses", causal=True, lse=True, heads=8, heads_k=4, bias="keys"),
+    "ulysses, window": P(strategy="ulysses", window=(4, 1), heads=8, heads_k=8, bias="keys_of_q", mask="keys"),
+    "ulysses, shared heads": P(strategy="ulysses", causal=True, heads=8, heads_k=2, bias="keys", lse=True),
+    "ulysses, one head": P(strategy="ulysses", causal=True, heads=4, heads_k=1, bias="head", reduce=True),
+    "ulysses, sharded": P(strategy="ulysses", causal=True, heads=4, heads_k=4, bias="sharded", mask="sharded"),
+    "ulysses, sink": P(strategy="ulysses", heads=4, heads_k=4, sink=True, lse=True, softcap=3.0),
+    "ulysses, cross": P(strategy="ulysses", heads=4, heads_k=4, seqlen_q=16, seqlen_k=48, causal=True),
+    "auto": P(strategy="auto", heads=8, heads_k=8, causal=True, bias="head"),
+    "auto, rows": P(strategy="auto", heads=8, heads_k=8, causal=True, bias="full"),
+}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_a_call_over_processes_equals_one_call(name: str, size: int) -> None:
+    for rank, errors in enumerate(workers(size).run("distributed_calls.compared", CASES[name])):
+        assert max(errors.values()) < TOLERANCE, (rank, errors)
+
+
+FORMS = {
+    "tiles": P(mask="prepared", causal=True, bias="full", lse=True),
+    "tiles of key-value heads": P(mask="prepared_group", causal=True, groups=2),
+    "tiles made in the call": P(mask="full", groups=2, window=(9, 2)),
+    "intervals": P(mask="prepared_keys", causal=True, seqlen_q=128, seqlen_k=128),
+    "intervals made in the call": P(mask="keys", causal=True, seqlen_q=128, seqlen_k=128, groups=2, bias="keys"),
+    "keys": P(mask="prepared_keys", causal=True),
+    "keys, sharded": P(mask="sharded", causal=True, window=(7, 0)),
+}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", FORMS)
+def test_a_backend_that_reads_prepared_masks_gets_those_of_its_slices(name: str, size: int) -> None:
+    answers = workers(size).run("distributed_calls.compared_by_unpacking", FORMS[name])
+    assert all(max(errors.values()) < TOLERANCE for errors, _ in answers), answers
+    forms = set().union(*(found for _, found in answers))
+    assert forms <= {"tiles", "intervals", "keys"} and name.split()[0].strip(",") in forms, forms
+
+
+REPEATED = {
+    "groups": P(causal=True, bias="full", groups=2, dtype=torch.bfloat16, seqlen_q=128, seqlen_k=128, dim=16, dim_v=16),
+    "summed": P(bias="head", reduce=True, sink=True, dtype=torch.float32),
+    "sharded": P(bias="sharded", mask="prepared", dtype=torch.float32, layout="balanced"),
+    "ulysses": P(strategy="ulysses", heads=4, heads_k=4, dtype=torch.float16, causal=True),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_results_are_equal_bit_by_bit_from_run_to_run(name: str) -> None:
+    assert workers(4).run("distributed_calls.repeated", REPEATED[name]) == [True] * 4
+
+
+def test_every_rank_has_the_same_bits_of_a_summed_gradient() -> None:
+    case = P(bias="head", reduce=True, causal=True, dtype=torch.float32)
+    first, *others = workers(4).run("distributed_calls.gradient_of_bias", case)
+    assert all(torch.equal(first, x) for x in others)
+
+
+MISTAKES = {
+    "mask shape": ({"mask": "wrong"}, "ValueError", "rank 1: mask has shape"),
+    "mask dtype": ({"mask": "numbers"}, "TypeError", "rank 1: mask has dtype float64; it needs bool"),
+    "no mask": ({"mask": "none"}, "ValueError", "mask is (2, 4, 16, 32) on rank 0 and None on rank 1"),
+    "rows": ({"seqlen_q": 64}, "ValueError", "q is float64 (2, 16, 4, 4) on rank 0 and float64 (2, 32, 4, 4) on"),
+    "window": ({"window": (3, 3)}, "ValueError", "window"),
+    "scale": ({"scale": 0.1}, "ValueError", "softmax_scale is 0.5 on rank 0 and 0.1 on rank 1"),
+    "gradients": ({"needs": ("q",)}, "ValueError", "requires_grad is q, k, v on rank 0 and q on rank 1"),
+    "strategy": ({"strategy": "ulysses"}, "ValueError", "rank 1: strategy is 'ulysses', and a mask or bias has rows"),
+    "groups": ({"groups": 3}, "ValueError", "rank 1: head_groups is 3; it needs to divide the 2 key-value heads"),
+    "backend": (
+        {"backend": "triton"},
+        "BackendUnsupportedError",
+        "rank 1: backend 'triton' does not support this call",
+    ),
+    "unknown backend": ({"backend": "fast"}, "ValueError", "rank 1: backend 'fast' is unknown"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_of_one_rank_raises_on_all(name: str) -> None:
+    change, kind, message = MISTAKES[name]
+    # A class of its own each, so that the class is new to every rank.
+    case = P(mask="full", causal=True, batch=2, dim=4, softcap=1.0 + list(MISTAKES).index(name))
+    answers = workers(2).run("distributed_calls.mistaken", case, 1, change, P(causal=True))
+    assert {found for found, _, _ in answers} == {kind}, answers
+    assert len({said for _, said, _ in answers}) == 1 and message in answers[0][1], answers
+    assert max(error for _, _, error in answers) < TOLERANCE
+
+
+def test_calls_of_a_known_class_are_compared_where_asked_for() -> None:
+    answers = workers(2).run("distributed_calls.mistaken_later", P(mask="full", causal=True))
+    assert answers == ["ValueError"] * 2
