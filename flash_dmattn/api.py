@@ -13,7 +13,8 @@ from .dispatch.call_cache import look_up, remember
 from .dispatch.mask_view import dense_mask, mask_view
 from .dispatch.selection import select
 from .dispatch.settings import BackendChoice
-from .operators import extra_arguments, is_dtensor, is_transformed
+from .dtensors import above, is_dtensor
+from .operators import extra_arguments, is_transformed
 from .problem import SequenceSpec, SequenceView, as_scores, fold_call, unfold
 from .reference.dropout import draw_key
 from .sequences import Sequences
@@ -22,7 +23,6 @@ from .sequences.nested import Jagged, is_nested
 from .validation import describe, follow_autocast, refuse_dtensors
 
 if TYPE_CHECKING:
-    from .distributed.dtensor import ShardedCall
     from .masks import PreparedMask
 
 
@@ -139,12 +139,25 @@ def attention(
     spec: SequenceSpec | None = None
     where: SequenceView | None = None
     jagged: Jagged | None = None
-    sharded: ShardedCall | None = None
     if type(q) is not Tensor and is_dtensor(q):
-        from .distributed.dtensor import ShardedCall  # which only programs with DTensors load
-
-        sharded = ShardedCall(q, k, v, mask, bias, sink, sequences, dropout_p)
-        q, k, v, mask, bias, sink = sharded.local
+        return above().attention(
+            q,
+            k,
+            v,
+            mask,
+            bias,
+            is_causal=is_causal,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            window_size=window_size,
+            deterministic=deterministic,
+            return_lse=return_lse,
+            return_probs=return_probs,
+            backend=backend,
+            sink=sink,
+            sequences=sequences,
+            dropout_p=dropout_p,
+        )
     if is_nested(q) and sequences is None:
         jagged = Jagged(q, k, v)
         q, k, v, sequences = jagged.q, jagged.k, jagged.v, jagged.sequences
@@ -188,8 +201,6 @@ def attention(
         results = tuple(x.squeeze(0) for x in results)
         if jagged is not None:
             results = jagged.wrap(results)
-    if sharded is not None:
-        results = sharded.wrap(results)
     if return_lse:
         return results
     return results[0] if not return_probs else (results[0], results[2])

@@ -16,7 +16,7 @@ from .dispatch.refusals import passes_of, reasons_against, refuse_fallback
 from .dispatch.registry import BACKENDS
 from .dispatch.selection import choice_in_force, choose, falls_back, selected_names
 from .dispatch.settings import BackendChoice, process
-from .operators import is_dtensor
+from .dtensors import above, is_dtensor
 from .problem import AttentionProblem, MaskForm, NeedsGrad, SequenceSpec, fold_call, parse_arch, unpacked_spec
 from .sequences import Sequences
 from .sequences.layout import lay_out
@@ -173,9 +173,25 @@ def explain(
     copies: tuple[str, ...] = ()
     repeats = spec = None
     if type(q) is not Tensor and is_dtensor(q):
-        from .distributed.dtensor import ShardedCall  # which only programs with DTensors load
-
-        q, k, v, mask, bias, sink = ShardedCall(q, k, v, mask, bias, sink, sequences, dropout_p).local
+        found: Explanation = above().explain(
+            q,
+            k,
+            v,
+            mask,
+            bias,
+            is_causal=is_causal,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            window_size=window_size,
+            deterministic=deterministic,
+            return_lse=return_lse,
+            return_probs=return_probs,
+            backend=backend,
+            sink=sink,
+            sequences=sequences,
+            dropout_p=dropout_p,
+        )
+        return found
     if is_nested(q) and sequences is None:
         jagged = Jagged(q, k, v)
         q, k, v, sequences = jagged.q, jagged.k, jagged.v, jagged.sequences

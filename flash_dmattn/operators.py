@@ -6,7 +6,6 @@ Operators are declared with `Library.define` and `impl`, and differentiated by t
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -131,12 +130,6 @@ def is_watched(*tensors: object) -> bool:
         if x is not None and type(x) is not Tensor and type(x) is not torch.nn.Parameter:
             return True
     return False
-
-
-def is_dtensor(x: object) -> bool:
-    """Whether an argument is a DTensor, asked without importing them: whoever has one has done so."""
-    tensors = sys.modules.get("torch.distributed.tensor")
-    return tensors is not None and isinstance(x, tensors.DTensor)
 
 
 # What runs a pass: forward(q, k, v, mask, bias, flags) -> (out, lse), and

@@ -135,7 +135,7 @@ def distance(x: Any, y: Tensor) -> float:
     return (same[0] - same[1]).abs().max().item() if y.numel() else 0.0
 
 
-def refusal(call: Call, changes: dict[str, Any]) -> str:
+def refusal(call: Call, changes: dict[str, Any], compiled: bool = False) -> str:
     """The type and the words of what the call raises; a change is "plain", "other mesh" or another tensor."""
     tensors = distributed(call.tensors(), call.placements())
     mesh = mesh_of(1)
@@ -143,7 +143,9 @@ def refusal(call: Call, changes: dict[str, Any]) -> str:
         if change == "plain":
             tensors[name] = tensors[name].to_local().detach()
         elif change == "other mesh":
-            tensors[name] = distribute_tensor(tensors[name].full_tensor().detach(), mesh_of(2), [Replicate(), Replicate()])
+            tensors[name] = distribute_tensor(
+                tensors[name].full_tensor().detach(), mesh_of(2), [Replicate(), Replicate()]
+            )
         elif change == "prepared":
             tensors[name] = prepare_mask(torch.ones(3, 1, call.seqlen_q, call.seqlen_k, dtype=torch.bool))
         elif change == "partial":
@@ -151,8 +153,9 @@ def refusal(call: Call, changes: dict[str, Any]) -> str:
             tensors[name] = DTensor.from_local(local, mesh, [Partial()], run_check=False)
         else:
             tensors[name] = change
+    run = torch.compile(attend, backend="aot_eager") if compiled else attend
     try:
-        attend(tensors, dict(call.flags))
+        run(tensors, dict(call.flags))
     except (TypeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing is refused"

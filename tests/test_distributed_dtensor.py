@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from dtensor_calls import Call
 from distributed_workers import Workers, workers
+from dtensor_calls import Call
 
 import flash_dmattn
 
@@ -65,6 +65,45 @@ CALLS = {
         "S2",
         "S1",
     ),
+    "sequence": (
+        Call("S1", seqlen_q=8, seqlen_k=8, mask=(3, 1, 8, 8), of_mask="S2", bias=(1, 4, 8, 8), of_bias="S2", flags=LSE),
+        "S1",
+        "S2",
+    ),
+    "sequence, shared bias": (
+        Call("S1", seqlen_q=8, seqlen_k=12, bias=(1, 2, 1, 12), of_bias="R", of_sink="R", flags=LSE),
+        "S1",
+        "S2",
+    ),
+    "sequence, all else whole": (
+        Call("S1", k="R", seqlen_q=8, mask=(8, 8), seqlen_k=8, of_mask="R", bias=(1, 4, 8, 8), of_bias="R", flags=LSE),
+        "S1",
+        "S2",
+    ),
+    "sequence, bias and mask of the keys": (
+        Call("S1", seqlen_q=8, seqlen_k=8, mask=(3, 1, 1, 8), of_mask="S3", bias=(1, 2, 1, 8), of_bias="S3", flags=LSE),
+        "S1",
+        "S2",
+    ),
+    "batch and sequence": (
+        Call(
+            "S0 S1",
+            seqlen_q=8,
+            seqlen_k=8,
+            mask=(3, 1, 8, 8),
+            of_mask="S0 S2",
+            bias=(3, 1, 1, 8),
+            of_bias="R R",
+            of_sink="R R",
+        ),
+        "S0 S1",
+        "S0 S2",
+    ),
+    "sequence and heads": (
+        Call("S1 S2", seqlen_q=8, seqlen_k=8, bias=(3, 4, 8, 8), of_bias="S2 S1", of_sink="R S0", flags=LSE),
+        "S1 S2",
+        "S2 S1",
+    ),
     "window and softcap": (Call("S2", flags=(("softcap", 2.0), ("window_size", (3, 0)))), "S2", "S1"),
     "gradient of the bias alone": (Call("S0", bias=(1, 4, 5, 7), of_bias="R", needs="bias"), "S0", "S0"),
     "gradient of the keys alone": (Call("S0 S2", k="S0 R", needs="k"), "S0 S2", "S0 S1"),
@@ -103,6 +142,13 @@ def test_one_graph_under_compile(name: str, four: Workers) -> None:
         check(call, found, of_out, of_lse)
 
 
+def test_a_shared_sequence_is_not_traced(four: Workers) -> None:
+    for said in four.run("dtensor_calls.refusal", Call("S1", seqlen_q=8, seqlen_k=8), {}, True):
+        assert re.match(r"ValueError: q shares its sequence under torch\.compile.*context_parallel_attention", said), (
+            said
+        )
+
+
 BATCH, HEADS = Call("S0", bias=(1, 2, 1, 7), of_bias="R"), Call("S2", bias=(1, 2, 1, 7), of_bias="S1")
 REFUSED = {
     "keys elsewhere": (
@@ -133,9 +179,30 @@ REFUSED = {
     "partial q": (
         Call("R"),
         {"q": "partial"},
-        r"q has placements \(Partial\(sum\),\); on mesh dim 0 it needs Replicate\(\), Shard\(0\) \(batch\) or S",
+        r"q has placements \(Partial\(sum\),\); on mesh dim 0 it needs Replicate\(\), Shard\(0\) \(batch\), ",
     ),
-    "sequence": (Call("S1"), {}, r"q has placements \(Shard\(dim=1\),\).*distributed\.context_parallel_attention"),
+    "a sequence that does not divide": (
+        Call("S1"),
+        {},
+        "ValueError: q has 5 positions, shared among 2 ranks; it needs a multiple of 2, 4 at least",
+    ),
+    "keys that do not divide": (Call("S1", seqlen_q=4), {}, "ValueError: k has 7 positions, shared among 2 ranks"),
+    "rows like one for all": (Call("S1", seqlen_q=2, seqlen_k=8), {}, "ValueError: q has 2 positions.* 4 at least"),
+    "sequence twice": (
+        Call("S1 S1", seqlen_q=8, seqlen_k=8),
+        {},
+        r"q has placements .* share its sequence over 2 mesh dims; it needs one: flatten them",
+    ),
+    "rows of a bias elsewhere": (
+        Call("S1", seqlen_q=8, seqlen_k=8, bias=(1, 1, 8, 8), of_bias="S3"),
+        {},
+        r"bias .* it needs \(Shard\(dim=2\),\)",
+    ),
+    "probabilities of a shared sequence": (
+        Call("S1", seqlen_q=8, seqlen_k=8, flags=(("backend", "reference"), ("return_probs", True))),
+        {},
+        "ValueError: return_probs is True, and q shares its sequence",
+    ),
     "head dim": (
         Call("S3"),
         {},
