@@ -135,7 +135,7 @@ def distance(x: Any, y: Tensor) -> float:
     return (same[0] - same[1]).abs().max().item() if y.numel() else 0.0
 
 
-def refusal(call: Call, changes: dict[str, Any], compiled: bool = False) -> str:
+def refusal(call: Call, changes: dict[str, Any]) -> str:
     """The type and the words of what the call raises; a change is "plain", "other mesh" or another tensor."""
     tensors = distributed(call.tensors(), call.placements())
     mesh = mesh_of(1)
@@ -153,11 +153,20 @@ def refusal(call: Call, changes: dict[str, Any], compiled: bool = False) -> str:
             tensors[name] = DTensor.from_local(local, mesh, [Partial()], run_check=False)
         else:
             tensors[name] = change
-    run = torch.compile(attend, backend="aot_eager") if compiled else attend
     try:
-        run(tensors, dict(call.flags))
+        attend(tensors, dict(call.flags))
     except (TypeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
+    return "nothing is refused"
+
+
+def refused_as_one_graph(call: Call) -> str:
+    """What compiling the call with fullgraph=True raises."""
+    shared = distributed(call.tensors(), call.placements())
+    try:
+        torch.compile(attend, backend="aot_eager", fullgraph=True)(shared, {})
+    except (ValueError, torch._dynamo.exc.TorchDynamoException) as error:
+        return str(error)
     return "nothing is refused"
 
 

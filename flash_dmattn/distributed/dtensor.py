@@ -125,8 +125,8 @@ class ShardedCall:
         """The group that shares the sequence, and who in it has which queries and which keys."""
         if torch.compiler.is_compiling():
             raise ValueError(
-                "q shares its sequence under torch.compile, which does not trace how a SequenceLayout is made; make one "
-                "outside, and call flash_dmattn.distributed.context_parallel_attention with local tensors"
+                "q shares its sequence in a graph of torch.compile, which cannot trace how a SequenceLayout is made; "
+                "make one outside, and call flash_dmattn.distributed.context_parallel_attention with local tensors"
             )
         assert self.rows_on is not None
         contiguous, size = SequenceLayout.contiguous, self._mesh.size(self.rows_on)
