@@ -5,10 +5,10 @@
 
 A prediction, not a measurement: it knows no congestion, no stragglers and no rounding of clocks.
 
-It is of one layer, forward and backward. W GPUs are `inner` x `outer`: the inner ones, in a node, trade heads (Ulysses);
-the outer ones gather keys and values in `groups` of key-value heads, one group on the wire while the one before is
-computed, each cut into `segments` of keys where rows may be computed in parts that are merged by lse. Seconds, bytes,
-FLOP; n = B L, and e = 2 bytes a value:
+It is of one layer, forward and backward. W GPUs are `inner` x `outer`: the inner ones, in a node, trade heads
+(Ulysses); the outer ones gather keys and values in `groups` of key-value heads, one group on the wire while the one
+before is computed, each cut into `segments` of keys where rows may be computed in parts that are merged by lse.
+Seconds, bytes, FLOP; n = B L, and e = 2 bytes a value:
 
     FLOP      forward 4 n L Hq D density, backward 2.5 times that; each GPU does 1 / W of it, at the rate of one GPU,
               stretched by the last wave: (tiles / SMs + 1/4) / (tiles / SMs), 128 rows of a head to a tile
@@ -73,7 +73,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Layer:
-    """One attention call: `length` L, heads Hq and Hk, head dim D, batch B; `density` of the scores that are allowed."""
+    """One attention call: `length` L, heads Hq and Hk, head dim D, batch B; `density` of allowed scores."""
 
     length: int
     heads: int = 32
@@ -201,6 +201,8 @@ def table(machine: Machine, layers: Sequence[Layer], gpus: Sequence[int], partia
     header += ("forward ms", "backward ms", "efficiency", "transient GB")
     rows = [header, ("---",) * len(header)]
     for layer, count, strategy in itertools.product(layers, gpus, STRATEGIES):
+        if strategy == "2d" and count <= machine.node:
+            continue  # in one node it is one of the other two, or slower
         x = best(machine, layer, count, strategy, partial_rows)
         where = (str(layer.length), f"{layer.heads} on {layer.kv_heads}", str(count), strategy)
         if x is None:
