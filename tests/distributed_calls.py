@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn.distributed import SequenceLayout, context_parallel_attention, prepare_mask
+from flash_dmattn.masks import topk_mask
 
 # Which dims of (B, H, Lq, Lk) a bias has, heads "q" or "k"; and whether a rank has its rows, or its keys, alone.
 BIASES = {
@@ -32,6 +34,8 @@ MASKS = {
     "prepared": ("b", "q", "i", "j"),
     "prepared_group": ("", "k", "i", "j"),
     "prepared_keys": ("b", "", "", "j"),
+    "topk": ("b", "k", "i", "j"),  # the largest of the bias, which has keys
+    "prepared_topk": ("b", "k", "i", "j"),
 }
 
 # Masks of a rank that makes a mistake.
@@ -128,6 +132,9 @@ def draw(case: ParallelCase) -> Inputs:
     mask = None
     if of_mask is not None:
         mask = torch.rand(*shape_of(of_mask, case), generator=generator) > 0.25
+        if case.mask.endswith("topk"):
+            assert bias is not None
+            mask = topk_mask(bias.cpu(), max(2, case.seqlen_k // 8), is_causal=case.causal)
         if case.empty:
             mask[..., : mask.shape[2] // 2, :] = False
         mask = mask.to(case.device)
@@ -178,7 +185,9 @@ def local_bias(dims: tuple[str, ...], x: Tensor, layouts: tuple[SequenceLayout, 
     return layouts[1].shard(x, 3, rank) if dims[3] == "s" else x
 
 
-def parallel(case: ParallelCase, x: Inputs, **more: Any) -> dict[str, Tensor]:
+def parallel(
+    case: ParallelCase, x: Inputs, run: Callable[..., Any] = context_parallel_attention, **more: Any
+) -> dict[str, Tensor]:
     """Results and gradients of this rank, of its own part."""
     rank, size = dist.get_rank(), dist.get_world_size()
     layouts = of_q, of_k = case.layouts(size)
@@ -195,7 +204,7 @@ def parallel(case: ParallelCase, x: Inputs, **more: Any) -> dict[str, Tensor]:
         band = {"is_causal": flags.pop("is_causal"), "window_size": flags.pop("window_size")}
         mask = prepare_mask(mask, of_q, rank, layout_k=of_k, **band)
     given = leaves(case, own)
-    out, lse = context_parallel_attention(
+    out, lse = run(
         given["q"],
         given["k"],
         given["v"],
@@ -304,3 +313,31 @@ def mistaken_later(case: ParallelCase) -> str:
     except ValueError as error:
         return type(error).__name__
     return "nothing"
+
+
+def compiled(case: ParallelCase) -> float:
+    """The largest difference between a compiled call, in one graph, and the same call run; gradients too."""
+    torch._dynamo.reset()
+    x = draw(case)
+    wanted = parallel(case, x)
+    found = parallel(case, x, run=torch.compile(context_parallel_attention, fullgraph=True, backend="aot_eager"))
+    assert found.keys() == wanted.keys()
+    return max(float((found[name] - y).abs().max()) for name, y in wanted.items())
+
+
+def check_operators(case: ParallelCase) -> list[str]:
+    """`torch.library.opcheck` of every operator that a call and its backward pass run; their names."""
+    seen: dict[str, tuple[Any, tuple[Any, ...]]] = {}
+
+    class Recording(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function.namespace == "flash_dmattn":
+                seen.setdefault(str(function), (function, args))
+            return function(*args, **(kwargs or {}))
+
+    with Recording():
+        parallel(case, draw(case))
+    for function, given in seen.values():
+        args = torch.utils._pytree.tree_map(lambda a: a.detach() if isinstance(a, Tensor) else a, given)
+        torch.library.opcheck(function, args, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_static"))
+    return sorted(seen)

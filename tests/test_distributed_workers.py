@@ -13,9 +13,8 @@ P = ParallelCase
 CASES = {
     **{f"bias {name}": P(bias=name, causal=True, lse=True, seed=i) for i, name in enumerate(BIASES)},
     **{
-        f"mask {name}": P(mask=name, causal=True, lse=True, seed=20 + i)
+        f"mask {name}": P(mask=name, bias="keys" if "topk" in name else "none", causal=True, lse=True, seed=20 + i)
         for i, name in enumerate(MASKS)
-        if name not in MISTAKEN
     },
     "window": P(window=(5, 3), bias="full", lse=True),
     "left window, groups": P(window=(6, -1), bias="group", groups=2),
@@ -135,3 +134,25 @@ def test_a_mistake_of_one_rank_raises_on_all(name: str) -> None:
 def test_calls_of_a_known_class_are_compared_where_asked_for() -> None:
     answers = workers(2).run("distributed_calls.mistaken_later", P(mask="full", causal=True))
     assert answers == ["ValueError"] * 2
+
+
+COMPILED = {
+    "gather": P(causal=True, bias="full", mask="full", groups=2, lse=True),
+    "summed": P(bias="head", reduce=True, mask="prepared", sink=True),
+    "sharded": P(bias="sharded", mask="sharded", window=(5, 2)),
+    "ulysses": P(strategy="ulysses", heads=4, heads_k=2, bias="keys", causal=True, lse=True),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_call_compiles_to_one_graph(name: str) -> None:
+    assert max(workers(2).run("distributed_calls.compiled", COMPILED[name])) < TOLERANCE
+
+
+def test_operators_are_what_they_say() -> None:
+    checked: set[str] = set()
+    for case in COMPILED.values():
+        for names in workers(2).run("distributed_calls.check_operators", case):
+            checked |= {name.split(".")[1] for name in names}
+    wanted = {"gather_forward", "gather_backward", "gather_keys", "return_keys", "sum_over_ranks"}
+    assert wanted | {"trade_to_heads", "trade_to_rows"} <= checked

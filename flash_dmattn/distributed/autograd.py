@@ -51,8 +51,10 @@ class GatherAttention(torch.autograd.Function):
         rest = (None,) * (1 + len(mask))
         # Ranks that send nothing back would keep the others waiting, so a gradient of nothing is one of zeros.
         dout = torch.zeros_like(out) if dout is None else dout
-        gradients: Gradients = GatherGradients.apply(dout, dlse, q, k, v, bias, sink, out, lse, ctx.call, *mask)
-        return *gradients, *rest
+        arguments = (dout, dlse, q, k, v, bias, sink, out, lse, ctx.call, *mask)
+        if torch.is_grad_enabled():
+            return *GatherGradients.apply(*arguments), *rest
+        return *_gradients(*arguments), *rest
 
 
 class GatherGradients(torch.autograd.Function):
@@ -73,9 +75,7 @@ class GatherGradients(torch.autograd.Function):
         *mask: Tensor,
     ) -> Gradients:
         """Run the backward pass."""
-        inputs = (q, k, v, list(mask), list(call.mask_forms), bias, sink)
-        found = gather_backward(dout, dlse, *inputs, out, lse, *call.numbers)
-        return spread(found, NeedsGrad(*call.numbers.needs_grad))
+        return _gradients(dout, dlse, q, k, v, bias, sink, out, lse, call, *mask)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
@@ -88,3 +88,21 @@ class GatherGradients(torch.autograd.Function):
             "context_parallel_attention has no second derivative; "
             'flash_dmattn.attention(..., backend="eager") has one on one device'
         )
+
+
+def _gradients(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    call: GatherCall,
+    *mask: Tensor,
+) -> Gradients:
+    inputs = (q, k, v, list(mask), list(call.mask_forms), bias, sink)
+    found = gather_backward(dout, dlse, *inputs, out, lse, *call.numbers)
+    return spread(found, NeedsGrad(*call.numbers.needs_grad))

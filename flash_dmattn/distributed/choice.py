@@ -13,13 +13,15 @@ from ..dispatch.selection import Selection, choice_in_force, falls_back, select_
 from ..dispatch.settings import BackendChoice, Decision, process, thread
 from ..problem import AttentionProblem
 from .call import ParallelCall
+from .layout import SequenceLayout
 from .problems import head_groups, slice_problem
 from .slices import plan
 
 
 class _Key(NamedTuple):
     problem: AttentionProblem
-    call: tuple[object, ...]
+    layout: SequenceLayout
+    head_groups: int
     requested: BackendChoice
     disabled: tuple[str, ...]
 
@@ -36,17 +38,18 @@ def choose_pair(call: ParallelCall, backend: BackendChoice) -> Selection:
         BackendUnsupportedError, BackendUnavailableError: the named backend refuses a slice.
     """
     requested = choice_in_force(backend)
-    key = _Key(call.problem, (call.layout, call.head_groups), requested, process.disabled)
+    if torch.compiler.is_compiling():  # sizes may be symbols there, which no key can hold
+        return _choose(slices_of(call), requested)
+    key = _Key(call.problem, call.layout, call.head_groups, requested, process.disabled)
     found = _remembered.get(key)
     if found is None:
         found = _choose(slices_of(call), requested)
         if len(_remembered) >= _MOST_REMEMBERED:
             _remembered.clear()
-        if call.problem.device == "cpu" or not falls_back(call.problem, requested, found):
-            _remembered[key] = found
+        _remembered[key] = found
     if falls_back(call.problem, requested, found):
         report_fallback(call.problem)
-    if thread.records is not None and not torch.compiler.is_compiling():
+    if thread.records is not None:
         backward = None if found.backward is None else found.backward.NAME
         thread.records.append(Decision(call.problem, requested, found.forward.NAME, backward))
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 from .layout import SequenceLayout
@@ -72,7 +71,6 @@ def slice_keys(
     return start, stop, (left + shift if left >= 0 else -1, right - shift if right >= 0 else -1)
 
 
-@lru_cache(maxsize=1024)
 def plan(layout: SequenceLayout, rank: int, seqlen_k: int, window: tuple[int, int]) -> tuple[Slice, ...]:
     """The calls of one rank.
 

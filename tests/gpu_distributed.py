@@ -1,0 +1,214 @@
+"""Context parallelism on GPUs (NCCL), or on a CPU (gloo): every result under the rule of accuracy, bits repeated.
+
+    NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 \\
+        torchrun --nproc-per-node 2 tests/gpu_distributed.py
+    CUDA_VISIBLE_DEVICES= torchrun --nproc-per-node 2 tests/gpu_distributed.py --random 4   # small sizes, on a CPU
+
+One line for each case and backend, a table at the end. Exit status: 0; 1 where a case failed; 2 where it did not start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parent
+sys.path[:0] = [str(TESTS.parent), str(TESTS)]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from accuracy import assert_accurate  # noqa: E402
+from cases import Case  # noqa: E402
+from cases import Inputs as WholeInputs  # noqa: E402
+from distributed_calls import BIASES, ParallelCase, draw, is_partial, parallel  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from flash_dmattn import BackendUnsupportedError  # noqa: E402
+
+# Multicast of NVLink, in whichever way it would be used: it stays off on shared machines.
+REQUIRED = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+
+
+def missing_of(environment: Mapping[str, str]) -> list[str]:
+    """What has to be set before NCCL starts, and is not."""
+    return [f"{name}={value}" for name, value in REQUIRED.items() if environment.get(name) != value]
+
+
+def named_cases(large: bool) -> dict[str, ParallelCase]:
+    """The calls that the library is about, causal, in bf16."""
+    length, dim = (2048, 128) if large else (64, 16)
+    base = ParallelCase(causal=True, lse=True, dtype=torch.bfloat16, seqlen_q=length, seqlen_k=length, batch=1, heads=8)
+    base = replace(base, dim=dim, dim_v=dim)
+    return {
+        "causal": base,
+        "top-k mask, bias of keys": replace(base, mask="topk", bias="keys", reduce=True),
+        "top-k mask, bias sharded": replace(base, mask="topk", bias="sharded"),
+        "prepared top-k mask": replace(base, mask="prepared_topk", bias="keys", groups=2, reduce=True),
+        "bias of pairs": replace(base, bias="full"),
+        "bias of pairs, groups": replace(base, bias="full", groups=2),
+        "bias shared by the batch": replace(base, bias="shared", batch=2),
+        "bias shared by heads": replace(base, bias="one_head", causal=False),
+        "mask of keys": replace(base, mask="keys", batch=2),
+        "prepared mask of keys": replace(base, mask="prepared_keys", batch=2, layout="contiguous"),
+        "empty rows": replace(base, mask="full", empty=True, causal=False),
+        "window": replace(base, window=(length // 4, -1)),
+        "fp32 exchange": replace(base, exchange=torch.float32),
+        "head slopes, summed": replace(base, bias="keys_of_q", reduce=True),
+        "more keys": replace(base, seqlen_k=2 * length, bias="full"),
+        "sink": replace(base, sink=True, reduce=True),
+        "ulysses": replace(base, strategy="ulysses", bias="keys", reduce=True),
+        "ulysses, shared heads": replace(base, strategy="ulysses", heads_k=1, mask="keys"),
+        "balanced": replace(base, layout="balanced", mask="prepared", bias="full"),
+    }
+
+
+def random_case(seed: int, large: bool) -> ParallelCase:
+    """A call drawn from its number."""
+    r = random.Random(seed)
+    unit = 256 if large else 16
+    seqlen_q = unit * r.randint(1, 5)
+    bias = r.choice(list(BIASES))
+    heads_k = r.choice((1, 2, 4))
+    sink = r.random() < 0.2
+    reduce = sink or r.random() < 0.5
+    shared = BIASES[bias] is not None and not BIASES[bias][2]
+    return ParallelCase(
+        layout=r.choice(("zigzag", "contiguous", "balanced")),
+        bias=bias,
+        mask=r.choice(("none", "full", "group", "keys", "sharded", "prepared", "prepared_keys")),
+        causal=r.random() < 0.5,
+        window=r.choice((None, None, (unit, 3), (-1, 5), (2 * unit, -1))),
+        seqlen_q=seqlen_q,
+        seqlen_k=r.choice((seqlen_q, seqlen_q + unit, max(unit, seqlen_q - unit))),
+        batch=r.choice((1, 2)),
+        heads=heads_k * r.choice((1, 2, 4)),
+        heads_k=heads_k,
+        dim=r.choice((64, 128)) if large else 16,
+        dim_v=0,
+        lse=True,  # without it gradients of one value per query are zeros, of which no error is relative
+        softcap=r.choice((0.0, 0.0, 4.0)),
+        sink=sink,
+        reduce=reduce,
+        bias_dtype=torch.float32 if shared and not reduce else None,  # partial gradients are each rounded to it
+        groups=r.choice((None, 1, heads_k)) if bias != "one_head" else None,
+        exchange=r.choice((None, torch.float32)),
+        dtype=torch.bfloat16,
+        seed=seed,
+    )
+
+
+def put_together(case: ParallelCase, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The whole results, from those of all ranks."""
+    of_q, of_k = case.layouts(dist.get_world_size())
+    dims = BIASES[case.bias] or ("",) * 4
+    found = {}
+    for name, x in results.items():
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x.contiguous())
+        if name in ("out", "dq", "lse"):
+            found[name] = of_q.unshard(parts, 2 if name == "lse" else 1)
+        elif name in ("dk", "dv"):
+            found[name] = of_k.unshard(parts, 1)
+        elif name == "dbias" and dims[2]:
+            found[name] = of_q.unshard(parts, 2)
+        elif name == "dbias" and dims[3] == "s":
+            found[name] = of_k.unshard(parts, 3)
+        elif is_partial(case, name):
+            found[name] = torch.stack(parts).double().sum(0).to(x.dtype)
+        else:
+            assert all(torch.equal(parts[0], other) for other in parts), f"{name} differs between ranks"
+            found[name] = x
+    return found
+
+
+def judge(case: ParallelCase) -> str:
+    """What is wrong with a call: nothing, or its errors beside what is allowed."""
+    x = draw(case)
+    got = put_together(case, parallel(case, x))
+    needs = tuple(name for name in ("q", "k", "v", "bias", "sink") if name in x.floats())
+    flags = {name: value for name, value in x.flags.items() if value is not None}
+    described = Case(dtype=case.dtype, needs_grad=needs, dlse=True, **flags)
+    inputs = WholeInputs(x.q, x.k, x.v, x.mask, x.bias, x.dout, x.dlse, x.sink)
+    names = ("out", "lse", "dq", "dk", "dv", "dbias", *(("dsink",) if case.sink else ()))
+    try:
+        assert_accurate({name: got.get(name) for name in names}, described, inputs)
+    except AssertionError as error:
+        return " ".join(str(error).split("\n")[1:]).strip() or str(error)
+    first, second = (parallel(case, x, deterministic=True) for _ in range(2))
+    differing = [name for name in first if not torch.equal(first[name], second[name])]
+    return f"bits differ in {', '.join(differing)}" if differing else ""
+
+
+def outcome(case: ParallelCase, backend: Any) -> tuple[str, str]:
+    """("passed", "failed" or "refused", what there is to say), the same on every rank."""
+    choices = [backend, ("cuda", "triton")] if backend == "cuda" else [backend]
+    said = ""
+    for choice in choices:
+        try:
+            said = judge(replace(case, backend=choice))
+        except BackendUnsupportedError as error:
+            refusal = str(error).partition("\n")[2].strip().split("\n")[0]
+            continue
+        except Exception as error:  # of one rank or all: the others of the run are still worth having
+            said = f"{type(error).__name__}: {error}"
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, said)
+        wrong = [f"rank {rank}: {text}" for rank, text in enumerate(everywhere) if text]
+        name = choice if isinstance(choice, str) else "/".join(choice)
+        return ("failed", f"{name}: {wrong[0]}") if wrong else ("passed", name)
+    return "refused", refusal
+
+
+def main() -> int:
+    """Run the cases of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--random", type=int, default=40, help="how many calls to draw")
+    parser.add_argument("--first", type=int, default=0, help="the number of the first of them")
+    parser.add_argument("--match", default="", help="only cases with this in their name")
+    parser.add_argument("--backends", nargs="+", default=None, help="instead of cuda and triton, or eager on a CPU")
+    given = parser.parse_args()
+    on_gpus = torch.cuda.is_available()
+    missing = missing_of(os.environ)
+    if on_gpus and missing:
+        print(f"not started: set {' '.join(missing)}, which keep NVLink multicast off", flush=True)
+        return 2
+    if on_gpus:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.set_num_threads(1)
+    dist.init_process_group("nccl" if on_gpus else "gloo")
+    cases = named_cases(on_gpus)
+    for seed in range(given.first, given.first + given.random):
+        case = random_case(seed, on_gpus)
+        cases[f"random {seed}"] = replace(case, dim_v=case.dim)
+    backends = given.backends or (("cuda", "triton") if on_gpus else ("eager",))
+    counts: Counter[tuple[str, str]] = Counter()
+    for name, case in cases.items():
+        if given.match not in name:
+            continue
+        for backend in backends:
+            here = replace(case, device=f"cuda:{torch.cuda.current_device()}" if on_gpus else "cpu")
+            verdict, text = outcome(here, backend)
+            counts[backend, verdict] += 1
+            if dist.get_rank() == 0:
+                print(f"{verdict:8} {backend:7} {name}: {text}", flush=True)
+                if verdict == "failed":
+                    print(f"         {here}", flush=True)
+    if dist.get_rank() == 0:
+        print(f"\n{dist.get_world_size()} ranks, {torch.cuda.get_device_name() if on_gpus else 'CPU'}")
+        print("| backend | passed | refused | failed |\n| --- | --- | --- | --- |")
+        for backend in backends:
+            print(f"| {backend} | {' | '.join(str(counts[backend, v]) for v in ('passed', 'refused', 'failed'))} |")
+    failed = any(verdict == "failed" for _, verdict in counts) or not counts
+    dist.destroy_process_group()
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""All ranks of a call in one process: their slices together are the whole call, values and all gradients, in fp64."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from distributed_calls import BIASES, ParallelCase, draw, local_bias, whole
+
+from flash_dmattn.backends import eager
+from flash_dmattn.distributed import SequenceLayout, prepare_mask
+from flash_dmattn.distributed.mask import cut
+from flash_dmattn.distributed.problems import head_groups, rank_problem
+from flash_dmattn.distributed.rows import RankRows, Sums
+from flash_dmattn.distributed.slices import plan
+from flash_dmattn.problem import MaskView, NeedsGrad, causal_window
+
+TOLERANCE = 1e-10
+WINDOWS = (None, (3, -1), (0, 0), (2, 1), (-1, 2), (5, 9))
+
+
+def simulated(case: ParallelCase, size: int) -> dict[str, torch.Tensor]:
+    """What the ranks of a group compute between gathering keys and sending gradients back, put together."""
+    x = draw(case)
+    of_q, of_k = layouts = case.layouts(size)
+    window = causal_window(case.causal, (-1, -1) if case.window is None else case.window)
+    found: dict[str, list[torch.Tensor]] = {}
+    dk, dv = torch.zeros_like(x.k), torch.zeros_like(x.v)
+    shared_bias = x.bias is not None and not BIASES[case.bias][2]
+    for rank in range(size):
+        q, dout, dlse = of_q.shard(x.q, 1, rank), of_q.shard(x.dout, 1, rank), of_q.shard(x.dlse, 2, rank)
+        bias = None if x.bias is None else local_bias(BIASES[case.bias], x.bias, layouts, rank)
+        needs = NeedsGrad(True, True, True, bias is not None, False)
+        scale = case.dim**-0.5 if case.scale is None else case.scale
+        numbers = (case.seqlen_k, case.heads_k, window, scale, case.softcap, False, needs)
+        problem = rank_problem(q, x.v, bias, None, *numbers)
+        parts = plan(of_q, rank, of_k.length, window)
+        views = [MaskView() for _ in parts]
+        if x.mask is not None:
+            mask = of_q.shard(x.mask, 2, rank)
+            views = [MaskView("dense", (cut(mask, part),)) for part in parts]
+        rows = RankRows(problem, parts, views, q, bias, None)
+        out, lse = torch.empty_like(dout), torch.empty(dlse.shape, dtype=dlse.dtype)
+        sums = Sums.of(rows)
+        for heads in head_groups(case.heads_k, case.groups or 1):
+            k, v = (y[:, :, heads.of(case.heads_k)] for y in (x.k, x.v))
+            rows.forward(eager, heads, k, v, out, lse)
+            given = dlse.masked_fill(lse == -torch.inf, 0)
+            dk_part, dv_part = rows.backward(eager, heads, k, v, out, lse, dout, given, sums)
+            dk[:, :, heads.of(case.heads_k)] += dk_part
+            dv[:, :, heads.of(case.heads_k)] += dv_part
+        for name, y in (("out", out), ("lse", lse), ("dq", sums.q), ("dbias", sums.bias)):
+            if y is not None:
+                found.setdefault(name, []).append(y)
+    results = {"dk": dk, "dv": dv}
+    for name, pieces in found.items():
+        if name == "dbias" and shared_bias:
+            results[name] = sum(pieces)  # type: ignore[assignment]
+        else:
+            results[name] = of_q.unshard(pieces, 2 if name in ("lse", "dbias") else 1)
+    return results
+
+
+@pytest.mark.parametrize("bias", [name for name in BIASES if not name.startswith("sharded")])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "balanced"])
+def test_slices_together_are_the_whole_call(bias: str, layout: str) -> None:
+    drawn = itertools.product((16, 24), (8, 16, 32), (False, True), WINDOWS)
+    for number, (seqlen_q, seqlen_k, causal, window) in enumerate(drawn):
+        size = (1, 2, 4)[number % 3]
+        case = ParallelCase(
+            layout,
+            bias,
+            ("none", "full", "shared")[number // 3 % 3],
+            causal,
+            window,
+            seqlen_q,
+            seqlen_k,
+            groups=1 + number % 2 if bias != "one_head" else 1,
+            lse=True,
+            softcap=1.5 * (number % 5 == 0),
+            seed=number,
+        )
+        wanted, results = whole(case, draw(case), "eager"), simulated(case, size)
+        assert wanted.keys() == results.keys()
+        for name, x in wanted.items():
+            assert torch.equal(x == -torch.inf, results[name] == -torch.inf)
+            error = float((x - results[name]).nan_to_num().abs().max())
+            assert error < TOLERANCE, (case, size, name, error)
+
+
+@pytest.mark.parametrize("causal, window", [(False, None), (True, None), (True, (40, -1)), (False, (9, 5))])
+@pytest.mark.parametrize("rows", [True, False])
+def test_a_sharded_mask_is_that_of_the_rank(causal: bool, window: Any, rows: bool) -> None:
+    torch.manual_seed(0)
+    of_q, of_k = SequenceLayout.zigzag(288, 3), SequenceLayout.contiguous(144, 3)
+    mask = torch.rand(2, 4, 288 if rows else 1, 144) > 0.4
+    keys, i = torch.arange(144), torch.arange(288)[:, None] + 144 - 288
+    left, right = causal_window(causal, (-1, -1) if window is None else window)
+    band = (keys >= i - left) | torch.tensor(left < 0)
+    band &= (keys <= i + right) | torch.tensor(right < 0)
+    for rank in range(3):
+        own = of_q.shard(mask, 2, rank) if rows else mask
+        prepared = prepare_mask(own, of_q, rank, layout_k=of_k, is_causal=causal, window_size=window)
+        wanted = of_q.shard((mask & band).expand(2, 4, 288, 144), 2, rank)
+        assert torch.equal(prepared.dense(), wanted)
+        assert torch.equal(prepared.to("cpu").dense(), wanted)
+        assert f"rank={rank} of 3" in repr(prepared)
