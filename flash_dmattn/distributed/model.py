@@ -197,7 +197,7 @@ def best(
 
 def table(machine: Machine, layers: Sequence[Layer], gpus: Sequence[int], partial_rows: bool = False) -> str:
     """A markdown table with a row for each layer, number of GPUs and strategy that is possible."""
-    header = ("length", "heads", "GPUs", "strategy", "inner x outer", "head groups", "segments")
+    header: tuple[str, ...] = ("length", "heads", "GPUs", "strategy", "inner x outer", "head groups", "segments")
     header += ("forward ms", "backward ms", "efficiency", "transient GB")
     rows = [header, ("---",) * len(header)]
     for layer, count, strategy in itertools.product(layers, gpus, STRATEGIES):
