@@ -5,9 +5,9 @@
     torchrun --nproc-per-node 2 examples/distributed_training.py --device cuda
 
 Each rank has its rows of each sequence, in zigzag: the layers work on those, and attention gathers the keys.
-Parameters, with the slopes of a learned bias among them, are sharded over all ranks by FSDP2, on one flattened mesh dim:
-two dims would mean replicas. The loss of a rank is the mean over its tokens; FSDP2 takes the mean of their gradients,
-which is that of all tokens, since every rank has as many.
+Parameters, with the slopes of a learned bias among them, are sharded over all ranks by FSDP2, on one flattened mesh
+dim: two dims would mean replicas. The loss of a rank is the mean over its tokens; FSDP2 takes the mean of their
+gradients, which is that of all tokens, since every rank has as many.
 """
 
 from __future__ import annotations

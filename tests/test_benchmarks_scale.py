@@ -95,7 +95,7 @@ def test_the_predictor_reads_what_was_measured(tmp_path: Path) -> None:
         (
             ["--out", "x", "--device", "cuda"],
             True,
-            "multicast needs to be off: export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1",
+            "to be off: export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1",
         ),
         (["--out", "x", "--device", "cpu"], True, "on a CPU only --quick ends in time"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -13,18 +14,12 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = "examples/distributed_training.py"
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, text=True, capture_output=True, timeout=300
-    )
-
-
 @pytest.mark.parametrize(("ranks", "dp"), [(2, 1), (4, 2)], ids=["sequence", "batch and sequence"])
 def test_losses_are_those_of_one_process(ranks: int, dp: int) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
-    done = run(*torchrun, EXAMPLE, "--steps", "6", "--dp", str(dp))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += [EXAMPLE, "--steps", "6", "--dp", str(dp)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     head, _, *table = done.stdout.splitlines()
     assert head == f"{dp} x {ranks // dp} ranks: batch x sequence of 128"
@@ -35,9 +30,20 @@ def test_losses_are_those_of_one_process(ranks: int, dp: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [([], "start it with torchrun --nproc-per-node 2"), (["--dp", "3"], "start it with torchrun")],
+    ("arguments", "ranks", "message"),
+    [([], None, "start it with torchrun --nproc-per-node 2"), (["--dp", "3"], "4", "it needs to divide the 4 ranks")],
 )
-def test_refused(arguments: list[str], message: str) -> None:
-    done = run(EXAMPLE, *arguments)
-    assert done.returncode == 2 and message in done.stderr
+def test_refused(
+    arguments: list[str],
+    ranks: str | None,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    if ranks is not None:
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", ranks)
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(ROOT / EXAMPLE))["main"](arguments)
+    assert message in capsys.readouterr().err
