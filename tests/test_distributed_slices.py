@@ -13,8 +13,8 @@ from flash_dmattn.backends import eager
 from flash_dmattn.distributed import SequenceLayout, prepare_mask
 from flash_dmattn.distributed.mask import cut
 from flash_dmattn.distributed.problems import head_groups, rank_problem
-from flash_dmattn.distributed.rows import RankRows, Sums
-from flash_dmattn.distributed.slices import plan
+from flash_dmattn.distributed.rows import KeySum, RankRows, Sums
+from flash_dmattn.distributed.slices import Slice, plan
 from flash_dmattn.problem import MaskView, NeedsGrad, causal_window
 
 TOLERANCE = 1e-10
@@ -48,7 +48,7 @@ def simulated(case: ParallelCase, size: int) -> dict[str, torch.Tensor]:
             k, v = (y[:, :, heads.of(case.heads_k)] for y in (x.k, x.v))
             rows.forward(eager, heads, k, v, out, lse)
             given = dlse.masked_fill(lse == -torch.inf, 0)
-            dk_part, dv_part = rows.backward(eager, heads, k, v, out, lse, dout, given, sums)
+            dk_part, dv_part = rows.backward(eager, heads, k, v, out, lse, dout, given, sums, q.dtype)
             dk[:, :, heads.of(case.heads_k)] += dk_part
             dv[:, :, heads.of(case.heads_k)] += dv_part
         for name, y in (("out", out), ("lse", lse), ("dq", sums.q), ("dbias", sums.bias)):
@@ -107,3 +107,17 @@ def test_a_sharded_mask_is_that_of_the_rank(causal: bool, window: Any, rows: boo
         assert torch.equal(prepared.dense(), wanted)
         assert torch.equal(prepared.to("cpu").dense(), wanted)
         assert f"rank={rank} of 3" in repr(prepared)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("exchange", [torch.bfloat16, torch.float32])
+def test_gradients_of_keys_are_rounded_once(number: int, exchange: torch.dtype) -> None:
+    torch.manual_seed(0)
+    keys = torch.zeros(2, 24, 2, 4, dtype=torch.bfloat16)
+    parts = [Slice(0, 1, *bounds, (-1, -1)) for bounds in ((0, 8), (4, 20), (0, 24))][-number:]
+    found, exact = KeySum(keys, number, exchange), keys.float()
+    for part in parts:
+        gradient = torch.randn(2, part.seqlen_k, 2, 4).bfloat16()
+        exact[:, part.keys] += gradient
+        found.add(part, gradient.clone())
+    assert torch.equal(found.total(), exact.to(exchange))

@@ -126,7 +126,10 @@ def test_examples_in_docstrings(name: str, tmp_path: Path, monkeypatch: pytest.M
     assert result.failed == 0, f"{result.failed} of {result.attempted} examples fail"
 
 
-LISTED = ("", ".integrations.transformers", ".integrations.transformers.dynamic_mask", ".masks", ".nn", ".sequences")
+LISTED = (
+    *("", ".distributed", ".integrations.transformers", ".integrations.transformers.dynamic_mask"),
+    *(".masks", ".nn", ".sequences"),
+)
 
 
 @pytest.mark.parametrize("name", [f"flash_dmattn{part}" for part in LISTED])

@@ -61,21 +61,9 @@ class GatherGradients(torch.autograd.Function):
     """The backward pass as a function of its own, so that it can refuse to have a derivative."""
 
     @staticmethod
-    def forward(
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        sink: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-        call: GatherCall,
-        *mask: Tensor,
-    ) -> Gradients:
+    def forward(*arguments: Any) -> Gradients:
         """Run the backward pass."""
-        return _gradients(dout, dlse, q, k, v, bias, sink, out, lse, call, *mask)
+        return _gradients(*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:

@@ -6,14 +6,14 @@ import threading
 from types import TracebackType
 from typing import NamedTuple
 
-from .group import Group, Members, members_of
+from .group import Group, members_of
 from .layout import SequenceLayout
 
 
 class InContext(NamedTuple):
     """What a `use_context_parallel` block says: the group, and who has which positions."""
 
-    members: Members
+    group: Group
     layout: SequenceLayout
 
 
@@ -39,7 +39,8 @@ class use_context_parallel:
     """
 
     def __init__(self, group: Group, layout: SequenceLayout) -> None:
-        self._entered = InContext(members_of(group, layout), layout)
+        members_of(group, layout)  # which refuses what does not fit
+        self._entered = InContext(group, layout)
 
     def __enter__(self) -> SequenceLayout:
         self._previous = _thread.current

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,7 +15,7 @@ from ..problem import NeedsGrad
 from .definition import define
 from .exchange import Gathering, Returning
 from .layout import from_flat
-from .problems import head_groups, rank_problem, views_of
+from .problems import HeadGroup, head_groups, rank_problem, views_of
 from .rows import RankRows, Sums
 from .slices import plan
 
@@ -69,6 +70,21 @@ class Numbers(NamedTuple):
         parts = plan(from_flat(tuple(self.layout)), self.rank, seqlen_k, window)
         return RankRows(problem, parts, views_of(mask_forms, mask), q, bias, sink)
 
+    def arriving(self, k: Tensor, v: Tensor) -> Iterator[tuple[HeadGroup, Tensor, Tensor]]:
+        """Groups of heads with their whole keys and values; each is on its way while the one before it is computed."""
+        heads_k, layout_k = k.shape[2], from_flat(tuple(self.layout_k))
+        groups = head_groups(heads_k, self.head_groups)
+
+        def start(heads: HeadGroup) -> Gathering:
+            return Gathering([x[:, :, heads.of(heads_k)] for x in (k, v)], 1, layout_k, self.group)
+
+        coming = start(groups[0])
+        for heads, following in zip(groups, [*groups[1:], None]):
+            whole_k, whole_v = coming.wait()
+            if following is not None:
+                coming = start(following)
+            yield heads, whole_k, whole_v
+
 
 def _forward(
     q: Tensor,
@@ -84,18 +100,7 @@ def _forward(
     rows = n.rows(q, k, v, mask, mask_forms, bias, sink)
     backend = cast(KernelBackend, BACKENDS[n.forward])
     out, lse = empty_outputs(q, v)
-    layout_k = from_flat(tuple(n.layout_k))
-    groups = head_groups(k.shape[2], n.head_groups)
-
-    def start(index: int) -> Gathering:
-        of_group = groups[index].of(k.shape[2])
-        return Gathering((k[:, :, of_group], v[:, :, of_group]), 1, layout_k, n.group)
-
-    coming = start(0)
-    for index, heads in enumerate(groups):
-        whole_k, whole_v = coming.wait()
-        if index + 1 < len(groups):  # on its way while this group is computed
-            coming = start(index + 1)
+    for heads, whole_k, whole_v in n.arriving(k, v):
         rows.forward(backend, heads, whole_k, whole_v, out, lse)
     return out, lse
 
@@ -120,30 +125,20 @@ def _backward(
     sums = Sums.of(rows)
     dk, dv = (empty_gradient(x) if needed else None for x, needed in zip((k, v), n.needs_grad[1:3]))
     layout_k = from_flat(tuple(n.layout_k))
-    groups = head_groups(k.shape[2], n.head_groups)
 
-    def start(index: int) -> Gathering:
-        of_group = groups[index].of(k.shape[2])
-        return Gathering((k[:, :, of_group], v[:, :, of_group]), 1, layout_k, n.group)
-
-    def store(index: int, returning: Returning) -> None:
-        of_group = groups[index].of(k.shape[2])
+    def store(heads: HeadGroup, returning: Returning) -> None:
         for gradient, total in zip([x for x in (dk, dv) if x is not None], returning.wait()):
-            gradient[:, :, of_group] = total
+            gradient[:, :, heads.of(k.shape[2])] = total
 
-    coming, leaving = start(0), None
-    for index, heads in enumerate(groups):
-        whole_k, whole_v = coming.wait()
-        if index + 1 < len(groups):
-            coming = start(index + 1)
-        found = rows.backward(backend, heads, whole_k, whole_v, out, lse, dout, dlse, sums)
+    leaving: tuple[HeadGroup, Returning] | None = None
+    for heads, whole_k, whole_v in n.arriving(k, v):
+        sent = rows.backward(backend, heads, whole_k, whole_v, out, lse, dout, dlse, sums, n.exchange_dtype)
         if leaving is not None:
-            store(index - 1, leaving)
-        sent = [x.to(n.exchange_dtype) for x in found if x is not None]
+            store(*leaving)
         if sent:  # on its way while the next group is computed
-            leaving = Returning(sent, 1, layout_k, n.rank, n.group)
+            leaving = (heads, Returning(sent, 1, layout_k, n.rank, n.group))
     if leaving is not None:
-        store(len(groups) - 1, leaving)
+        store(*leaving)
     return [x for x in (sums.q, dk, dv, sums.bias, sums.sink) if x is not None]
 
 

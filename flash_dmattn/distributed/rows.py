@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..autograd import run_forward
@@ -60,18 +61,20 @@ class RankRows(NamedTuple):
         dout: Tensor,
         dlse: Tensor | None,
         sums: Sums,
-    ) -> tuple[Tensor | None, Tensor | None]:
+        exchange_dtype: torch.dtype,
+    ) -> list[Tensor]:
         """Add this group's gradients of q, bias and sink to `sums`; return those of its whole k and v.
 
         Returns:
-            dk, dv (B, Lk, heads of the group, ·), the sums over this rank's rows in fp32, fp64 for fp64; None where
-            not needed.
+            Of dk, dv (B, Lk, heads of the group, ·) those that are needed: sums over this rank's rows, made in fp32
+            (fp64 for fp64) and rounded once to the dtype of the exchange.
         """
         of_q = heads.of(self.problem.num_heads)
         sink = None if self.sink is None else self.sink[of_q]
         needs = self.problem.needs_grad
-        dk = k.new_zeros(k.shape, dtype=sum_dtype(k.dtype)) if needs.k else None
-        dv = v.new_zeros(v.shape, dtype=sum_dtype(v.dtype)) if needs.v else None
+        dk, dv = (
+            KeySum(x, len(self.parts), exchange_dtype) if needed else None for x, needed in zip((k, v), needs[1:])
+        )
         for part, view in zip(self.parts, self.views):
             mask = view_of_heads(view, heads)
             problem = slice_problem(self.problem, part, heads, mask)
@@ -92,18 +95,65 @@ class RankRows(NamedTuple):
             if dq is not None and sums.q is not None:
                 sums.q[:, part.rows, of_q] = dq
             if dk is not None and dk_part is not None:
-                dk[:, part.keys] += dk_part
+                dk.add(part, dk_part)
             if dv is not None and dv_part is not None:
-                dv[:, part.keys] += dv_part
+                dv.add(part, dv_part)
             if dbias is not None and sums.bias is not None:
                 # One element of the sum is met by one slice where bias has rows; where it has one for all, by each.
                 _of_group(cut(sums.bias, part), heads).add_(dbias)
             if dsink and dsink[0] is not None and sums.sink is not None:
                 sums.sink[of_q] += dsink[0]
-        return dk, dv
+        return [x.total() for x in (dk, dv) if x is not None]
 
     def _bias(self, part: Slice, heads: HeadGroup) -> Tensor | None:
         return None if self.bias is None else _of_group(cut(self.bias, part), heads)
+
+
+class KeySum:
+    """The gradient of whole keys or values, summed slice by slice."""
+
+    def __init__(self, like: Tensor, number: int, dtype: torch.dtype) -> None:
+        """Nothing yet.
+
+        Args:
+            like: the whole keys or values.
+            number: of slices.
+            dtype: of the sum, in the end.
+        """
+        self._like, self._dtype = like, dtype
+        self._largest: tuple[Slice, Tensor] | None = None
+        # Two terms are added in fp32 and rounded once by one addition, so they need no sum of a wider dtype.
+        self._is_narrow = number <= 2 and dtype == like.dtype
+        self._sum: Tensor | None = None
+
+    def add(self, part: Slice, gradient: Tensor) -> None:
+        """Add the gradient of the keys of one slice; it may be written to."""
+        if not self._is_narrow:
+            if self._sum is None:
+                self._sum = torch.zeros_like(self._like, dtype=sum_dtype(self._like.dtype))
+            self._sum[:, part.keys] += gradient
+        elif self._largest is None:
+            self._largest = (part, gradient)
+        else:
+            first = self._largest
+            (part, gradient), self._largest = sorted((first, (part, gradient)), key=lambda term: term[0].seqlen_k)
+            self._sum = self._whole(self._largest)
+            self._sum[:, part.keys] += gradient
+
+    def total(self) -> Tensor:
+        """The sum over all slices."""
+        if self._sum is None:
+            assert self._largest is not None
+            return self._whole(self._largest)
+        return self._sum.to(self._dtype)
+
+    def _whole(self, term: tuple[Slice, Tensor]) -> Tensor:
+        part, gradient = term
+        if part.seqlen_k == self._like.shape[1]:
+            return gradient
+        whole = torch.zeros_like(self._like)
+        whole[:, part.keys] = gradient
+        return whole
 
 
 class Sums(NamedTuple):

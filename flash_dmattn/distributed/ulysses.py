@@ -45,38 +45,21 @@ _to_heads_op = define("trade_to_heads", _SCHEMA, _to_heads, _to_heads_fake)
 _to_rows_op = define("trade_to_rows", _SCHEMA, _to_rows, _to_rows_fake)
 
 
-class _ToHeads(torch.autograd.Function):
-    """(B, L / W, H, D) of this rank's rows to (B, L, H / W, D) of its heads."""
+class _Trade(torch.autograd.Function):
+    """(B, L / W, H, D) of this rank's rows to (B, L, H / W, D) of its heads, or back; each is the other's gradient."""
 
     @staticmethod
-    def forward(x: Tensor, group: str, layout: tuple[int, ...]) -> Tensor:
-        found: Tensor = _to_heads_op(x, group, list(layout))
+    def forward(x: Tensor, group: str, layout: tuple[int, ...], to_heads: bool) -> Tensor:
+        found: Tensor = (_to_heads_op if to_heads else _to_rows_op)(x, group, list(layout))
         return found
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.group, ctx.layout = inputs
+        _, ctx.group, ctx.layout, ctx.to_heads = inputs
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _ToRows.apply(gradient, ctx.group, ctx.layout), None, None
-
-
-class _ToRows(torch.autograd.Function):
-    """The way back; each is the other's gradient."""
-
-    @staticmethod
-    def forward(x: Tensor, group: str, layout: tuple[int, ...]) -> Tensor:
-        found: Tensor = _to_rows_op(x, group, list(layout))
-        return found
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.group, ctx.layout = inputs
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _ToHeads.apply(gradient, ctx.group, ctx.layout), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Trade.apply(gradient, ctx.group, ctx.layout, not ctx.to_heads), None, None, None
 
 
 class _OwnHeads(NamedTuple):
@@ -168,8 +151,8 @@ def attend_traded(
     p, own, name = call.problem, _heads_of(call), call.members.name
     if own.repeats > 1:
         k, v = (x.repeat_interleave(own.repeats, 2) for x in (k, v))
-    whole_q = _ToHeads.apply(q, name, call.layout.flat)
-    whole_k, whole_v = (_ToHeads.apply(x, name, call.layout_k.flat) for x in (k, v))
+    whole_q = _Trade.apply(q, name, call.layout.flat, True)
+    whole_k, whole_v = (_Trade.apply(x, name, call.layout_k.flat, True) for x in (k, v))
     found = attention(
         whole_q,
         whole_k,
@@ -185,8 +168,8 @@ def attend_traded(
         backend=backend,
         sink=None if sink is None else sink[own.of(p.num_heads)],
     )
-    out: Tensor = _ToRows.apply(found[0], name, call.layout.flat)
+    out: Tensor = _Trade.apply(found[0], name, call.layout.flat, False)
     if not p.return_lse:
         return out
-    lse = _ToRows.apply(found[1].transpose(1, 2)[..., None], name, call.layout.flat)
+    lse = _Trade.apply(found[1].transpose(1, 2)[..., None], name, call.layout.flat, False)
     return out, lse.squeeze(-1).transpose(1, 2)

@@ -1,0 +1,148 @@
+"""Faults of context parallelism: layouts, slices, sums over ranks, agreement, choices."""
+
+from __future__ import annotations
+
+from .fault import Fault
+
+PACKAGE = "flash_dmattn/distributed/"
+SLICES = ("tests/test_distributed_layout.py::test_slices_allow_what_the_whole_call_allows",)
+WHOLE = ("tests/test_distributed_slices.py::test_slices_together_are_the_whole_call",)
+ONE_CALL = "tests/test_distributed_workers.py::test_a_call_over_processes_equals_one_call"
+MISTAKE = "tests/test_distributed_workers.py::test_a_mistake_of_one_rank_raises_on_all"
+GROUPS = ("tests/test_distributed_call.py::test_head_groups_have_two_waves_of_tiles_each",)
+
+FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "chunks of a rank are neighbours in zigzag",
+        PACKAGE + "layout.py",
+        "tuple((ends[r], ends[-1 - r]) for r in range(world_size))",
+        "tuple((ends[2 * r], ends[2 * r + 1]) for r in range(world_size))",
+        ("tests/test_distributed_layout.py::test_zigzag_shares_causal_work_equally",),
+    ),
+    Fault(
+        "the smallest chunk is dealt first",
+        PACKAGE + "layout.py",
+        "key=lambda x: (-weights[x], x)",
+        "key=lambda x: (weights[x], x)",
+        ("tests/test_distributed_layout.py::test_balanced_work",),
+    ),
+    Fault(
+        "parts are put together in the order of ranks",
+        PACKAGE + "layout.py",
+        "sorted(runs, key=lambda run: run[0])",
+        "runs",
+        ("tests/test_distributed_layout.py::test_every_position_is_on_one_rank_and_comes_back",),
+    ),
+    Fault(
+        "a window does not shift with the end of its slice",
+        PACKAGE + "slices.py",
+        "left + shift if left >= 0 else -1",
+        "left if left >= 0 else -1",
+        SLICES,
+    ),
+    Fault(
+        "keys right of the diagonal are cut off",
+        PACKAGE + "slices.py",
+        "min(seqlen_k, b + offset + right)",
+        "min(seqlen_k, b + offset)",
+        SLICES,
+    ),
+    Fault(
+        "a slice starts one key late",
+        PACKAGE + "slices.py",
+        "max(0, a + offset - left)",
+        "max(0, a + offset - left + 1)",
+        SLICES,
+    ),
+    Fault(
+        "a second slice forgets what the first added to dbias",
+        PACKAGE + "rows.py",
+        "_of_group(cut(sums.bias, part), heads).add_(dbias)",
+        "_of_group(cut(sums.bias, part), heads).copy_(dbias)",
+        WHOLE,
+    ),
+    Fault(
+        "the gradient of keys is that of the largest slice",
+        PACKAGE + "rows.py",
+        "            self._sum = self._whole(self._largest)\n            self._sum[:, part.keys] += gradient\n",
+        "            self._sum = self._whole(self._largest)\n",
+        WHOLE,
+    ),
+    Fault(
+        "three slices are summed in 16 bits",
+        PACKAGE + "rows.py",
+        "number <= 2 and dtype == like.dtype",
+        "dtype == like.dtype",
+        ("tests/test_distributed_slices.py::test_gradients_of_keys_are_rounded_once",),
+    ),
+    Fault(
+        "gradients of ranks are not summed but the first one's taken",
+        PACKAGE + "exchange.py",
+        "        total += x\n",
+        "        total += 0 * x\n",
+        (f"{ONE_CALL}[bias full-2]",),
+    ),
+    Fault(
+        "a bias of one head reads the first of a group alone",
+        PACKAGE + "problems.py",
+        "width = heads // self.total",
+        "width = 1",
+        (f"{ONE_CALL}[left window, groups-2]",),
+    ),
+    Fault(
+        "a summed bias gradient is that of one rank",
+        PACKAGE + "sums.py",
+        "return sum_over(x, size, group)",
+        "return x.clone()",
+        (f"{ONE_CALL}[reduced bias-2]",),
+    ),
+    Fault(
+        "prepared masks of head groups are views",
+        PACKAGE + "problems.py",
+        'parts if view.form == "dense" else [x.contiguous() for x in parts]',
+        "parts",
+        ("tests/test_distributed_workers.py::test_a_backend_that_reads_prepared_masks_gets_those_of_its_slices",),
+    ),
+    Fault(
+        "a rank that fails does not say so",
+        PACKAGE + "api.py",
+        "        agree(members, (), error, always=always)\n",
+        "        agree(members, (), None, always=always)\n",
+        (f"{MISTAKE}[mask shape]",),
+    ),
+    Fault(
+        "ranks do not compare what needs gradients",
+        PACKAGE + "call.py",
+        '", ".join(needed) or "nothing"',
+        '"something"',
+        (f"{MISTAKE}[gradients]",),
+    ),
+    Fault(
+        "ulysses is chosen where it sends more",
+        PACKAGE + "call.py",
+        "size > (group + 1) / 1.5",
+        "size > 1",
+        ("tests/test_distributed_call.py::test_auto_takes_what_sends_less",),
+    ),
+    Fault(
+        "heads that share a gradient are split into groups",
+        PACKAGE + "call.py",
+        "    if shares_heads:\n        return 1\n",
+        "",
+        GROUPS,
+    ),
+    Fault(
+        "backends are those of this rank's first slice",
+        PACKAGE + "choice.py",
+        "    if len(selections) == 1:\n",
+        "    if selections:\n",
+        ("tests/test_distributed_call.py::test_one_pair_serves_every_slice_of_every_rank",),
+    ),
+    Fault(
+        "shared key-value heads are those of the wrong rank",
+        PACKAGE + "ulysses.py",
+        "slice(self.rank // self.repeats, self.rank // self.repeats + 1)",
+        "slice(0, 1)",
+        (f"{ONE_CALL}[ulysses, shared heads-4]",),
+    ),
+)

@@ -1,0 +1,294 @@
+"""What a context-parallel call refuses, and what it chooses: strategy, head groups, one pair of backends for all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_backend import Unpacking
+from gpu_distributed import REQUIRED, missing_of
+
+import flash_dmattn
+from flash_dmattn.backends import eager
+from flash_dmattn.backends.protocol import Rule
+from flash_dmattn.distributed import (
+    SequenceLayout,
+    context_parallel_attention,
+    prepare_mask,
+    use_context_parallel,
+)
+from flash_dmattn.distributed.call import ParallelCall, describe_call
+from flash_dmattn.distributed.choice import choose_pair, slices_of
+from flash_dmattn.distributed.context import context_in_force
+from flash_dmattn.distributed.group import Members
+from flash_dmattn.masks import prepare_window
+
+LAYOUT = SequenceLayout.zigzag(16, 1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def tensors(rows: int = 16, heads: int = 4, heads_k: int = 2, dim: int = 8, **flags: Any) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(2, rows, h, dim, **flags) for h in (heads, heads_k, heads_k)]
+
+
+def attend(*arguments: Any, **keywords: Any) -> Any:
+    q, k, v, *others = arguments if len(arguments) >= 3 else tensors()
+    return context_parallel_attention(q, k, v, *others, **{"group": dist.group.WORLD, "layout": LAYOUT, **keywords})
+
+
+def mask_of(layout: SequenceLayout = LAYOUT, rank: int = 0, batch: int = 1, heads: int = 1, **flags: Any) -> Any:
+    return prepare_mask(
+        torch.ones(batch, heads, layout.local_length, layout.length, dtype=torch.bool), layout, rank, **flags
+    )
+
+
+def jagged() -> list[torch.Tensor]:
+    return [torch.nested.nested_tensor([x[0]], layout=torch.jagged) for x in tensors()]
+
+
+REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    "sequences": (
+        lambda: attend(sequences=flash_dmattn.Sequences),
+        ValueError,
+        "sequences is set; context parallelism",
+    ),
+    "dropout": (lambda: attend(dropout_p=0.1), ValueError, "dropout_p is 0.1; context_parallel_attention has no"),
+    "probabilities": (lambda: attend(return_probs=True), TypeError, "return_probs"),
+    "nested": (lambda: attend(*jagged()), ValueError, "q is a nested tensor; context parallelism shares one"),
+    "rank of q": (lambda: attend(*[x[0] for x in tensors()]), ValueError, "q has 3 dimensions"),
+    "no tensor": (lambda: attend(None, None, None), TypeError, "q is a NoneType"),
+    "rows": (lambda: attend(*tensors(8)), ValueError, "q has 8 rows; it needs the 16 that each of 1 ranks has of 16"),
+    "keys": (lambda: attend(tensors()[0], *tensors(8)[1:]), ValueError, "k has 8 rows and q has 16; layout_k needs"),
+    "values": (lambda: attend(*tensors()[:2], tensors(8)[2]), ValueError, "v has 8 rows; it needs the 16"),
+    "group": (lambda: attend(group=None), TypeError, "group is a NoneType; it needs to be a torch.distributed"),
+    "layout": (lambda: attend(layout=16), TypeError, "layout is a int; it needs to be a SequenceLayout"),
+    "ranks": (lambda: attend(layout=SequenceLayout.zigzag(16, 2)), ValueError, "layout is for 2 ranks; it needs the 1"),
+    "layout_k": (lambda: attend(layout_k=16), TypeError, "layout_k is a int"),
+    "ranks of keys": (lambda: attend(layout_k=SequenceLayout.zigzag(16, 2)), ValueError, "layout_k is for 2 ranks"),
+    "mask of whole rows": (
+        lambda: attend(*tensors(), prepare_window(16, 16)),
+        TypeError,
+        "mask is a TileMask, of whole",
+    ),
+    "mask of numbers": (
+        lambda: attend(*tensors(), torch.ones(16, 16)),
+        TypeError,
+        "mask has dtype float32; it needs bool",
+    ),
+    "mask of a layout": (
+        lambda: attend(*tensors(), mask_of(SequenceLayout.zigzag(32, 1))),
+        ValueError,
+        "other layouts",
+    ),
+    "mask of a rank": (
+        lambda: describe(2, mask=mask_of(SequenceLayout.zigzag(32, 2), 1)),
+        ValueError,
+        "mask was prepared for rank 1; this is rank 0",
+    ),
+    "mask of a batch": (lambda: attend(*tensors(), mask_of(batch=3)), ValueError, r"mask has shape \(3, 1, 16, 16\)"),
+    "mask of heads": (
+        lambda: attend(*tensors(), mask_of(heads=3)),
+        ValueError,
+        r"batch in \{1, 2\}, heads",
+    ),
+    "band": (lambda: attend(*tensors(), mask_of(), is_causal=True), ValueError, "is_causal is True and window_size is"),
+    "window": (lambda: attend(*tensors(), mask_of(), window_size=(1, 1)), ValueError, "brings its own limits"),
+    "bias": (lambda: attend(*tensors(), None, torch.ones(16, 7)), ValueError, r"bias has shape \(1, 1, 16, 7\)"),
+    "strategy": (lambda: attend(strategy="ring"), ValueError, "strategy is 'ring'; it needs to be one of 'auto'"),
+    "rows and ulysses": (
+        lambda: attend(*tensors(), torch.ones(16, 16, dtype=torch.bool), strategy="ulysses"),
+        ValueError,
+        "strategy='gather' leaves them where they are",
+    ),
+    "heads and ulysses": (lambda: describe(3, strategy="ulysses"), ValueError, "4 heads on 2 key-value heads and 3"),
+    "head_groups": (lambda: attend(head_groups=3), ValueError, "head_groups is 3; it needs to divide the 2"),
+    "kind of head_groups": (lambda: attend(head_groups=1.0), TypeError, "head_groups is 1.0"),
+    "head_groups of one head": (
+        lambda: attend(*tensors(), None, torch.ones(1, 16, 16, requires_grad=True), head_groups=2),
+        ValueError,
+        "has one gradient for all heads, which one call has to sum; it needs to be 1",
+    ),
+    "check": (lambda: attend(check="never"), ValueError, "check is 'never'; it needs to be 'new' or 'always'"),
+    "exchange": (lambda: attend(exchange_dtype=torch.int8), ValueError, "exchange_dtype is torch.int8; it needs to be"),
+    "reduce": (lambda: attend(reduce_bias_grad=1), TypeError, "reduce_bias_grad is 1; it needs to be True or False"),
+    "composite": (lambda: attend(backend="flex"), ValueError, "'flex' is one differentiable function; context"),
+    "refusal": (lambda: attend(backend="cuda"), flash_dmattn.BackendError, "device is cpu"),
+    "rows of prepare": (
+        lambda: prepare_mask(torch.ones(8, 16) > 0, LAYOUT, 0),
+        ValueError,
+        r"mask has shape \(8, 16\)",
+    ),
+    "dims of prepare": (lambda: prepare_mask(torch.ones(16) > 0, LAYOUT, 0), ValueError, "mask has 1 dimensions"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name: str) -> None:
+    call, kind, message = REFUSED[name]
+    with pytest.raises(kind, match=message):
+        call()
+
+
+def test_a_mesh_of_several_dims_is_refused_and_one_of_one_dim_is_a_group() -> None:
+    with pytest.raises(ValueError, match="group is a mesh of 2 dims; it needs one"):
+        attend(group=dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "cp")))
+    q, k, v = tensors()
+    out = attend(q, k, v, group=dist.init_device_mesh("cpu", (1,)), is_causal=True)
+    torch.testing.assert_close(out, flash_dmattn.attention(q, k, v, is_causal=True))
+
+
+def test_a_second_derivative_is_refused() -> None:
+    q, k, v = (x.requires_grad_() for x in tensors())
+    (dq,) = torch.autograd.grad(attend(q, k, v).square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="context_parallel_attention has no second derivative"):
+        dq.sum().backward()
+
+
+def test_gradients_of_lse_alone() -> None:
+    q, k, v = (x.requires_grad_() for x in tensors(dtype=torch.float64))
+    found = torch.autograd.grad(attend(q, k, v, return_lse=True)[1].square().sum(), (q, k, v))
+    wanted = torch.autograd.grad(
+        flash_dmattn.attention(q, k, v, return_lse=True)[1].square().sum(), (q, k, v), allow_unused=True
+    )
+    for x, y in zip(found, wanted):
+        torch.testing.assert_close(x, torch.zeros_like(x) if y is None else y)
+
+
+def test_autocast() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attend().dtype == torch.bfloat16
+
+
+def describe(size: int, rows: int = 16, strategy: str = "auto", **given: Any) -> ParallelCall:
+    """A call of rank 0 of a group that need not exist."""
+    layout = SequenceLayout.zigzag(rows * size, size)
+    sizes = {name: given.pop(name) for name in ("heads", "heads_k", "dim") if name in given}
+    q, k, v = (x.requires_grad_() for x in tensors(rows, **sizes))
+    flags = {
+        "mask": None,
+        "bias": None,
+        "sink": None,
+        "layout_k": None,
+        "groups": None,
+        "is_causal": True,
+        "softmax_scale": None,
+        "softcap": 0.0,
+        "window_size": None,
+        "deterministic": None,
+        "return_lse": False,
+        **given,
+    }
+    members = Members("none", size, 0)
+    return describe_call(q, k, v, members=members, layout=layout, strategy=strategy, **flags)
+
+
+@pytest.mark.parametrize(
+    "size, heads, heads_k, wanted",
+    [
+        (2, 8, 8, "ulysses"),  # gather moves 1.5 times as much
+        (2, 8, 4, "gather"),  # as much: 2 = (2 + 1) / 1.5
+        (4, 8, 4, "ulysses"),
+        (4, 32, 4, "gather"),  # 4 < 6
+        (8, 32, 4, "ulysses"),  # key-value heads are repeated
+        (8, 12, 12, "gather"),  # heads do not divide
+    ],
+)
+def test_auto_takes_what_sends_less(size: int, heads: int, heads_k: int, wanted: str) -> None:
+    assert describe(size, heads=heads, heads_k=heads_k).strategy == wanted
+    rows = torch.ones(16, 16 * size, dtype=torch.bool)
+    assert describe(size, heads=heads, heads_k=heads_k, mask=rows).strategy == "gather"
+
+
+def test_head_groups_have_two_waves_of_tiles_each() -> None:
+    sizes = {"heads": 16, "heads_k": 8, "dim": 1, "strategy": "gather"}
+    assert describe(2, 128, **sizes).head_groups == 1  # 32 tiles
+    assert describe(2, 128 * 17, **sizes).head_groups == 2  # 544 tiles: 272 each
+    assert describe(2, 128 * 40, **sizes).head_groups == 4  # 1280: 4 x 264 and no more
+    assert describe(2, 128, groups=8, **sizes).head_groups == 8
+    one_head = torch.ones(1, 128 * 17, 1, requires_grad=True)
+    assert describe(2, 128 * 17, bias=one_head, **sizes).head_groups == 1
+
+
+class Picky(Unpacking):
+    """A backend that takes calls with some numbers of keys."""
+
+    def __init__(self, name: str, most: int, least: int = 0) -> None:
+        super().__init__()
+        self.NAME = name  # type: ignore[misc]
+        self.RULES = (  # type: ignore[assignment]
+            Rule("keys", lambda p: least <= p.seqlen_k <= most, lambda p: f"there are {p.seqlen_k} keys"),
+        )
+
+
+@pytest.fixture
+def picky() -> Iterator[None]:
+    """Two backends that auto prefers to eager, and of which only the second serves every slice of some calls."""
+    flash_dmattn.register_backend(Picky("first", most=40), before="eager")
+    flash_dmattn.register_backend(Picky("second", most=128), before="eager")
+    yield
+    for name in ("first", "second"):
+        flash_dmattn.unregister_backend(name)
+
+
+def names(call: ParallelCall, backend: Any = "auto") -> tuple[str, str | None]:
+    forward, backward = choose_pair(call, backend)
+    return forward.NAME, None if backward is None else backward.NAME
+
+
+def test_one_pair_serves_every_slice_of_every_rank(picky: None) -> None:
+    # Rank 0 alone would have chosen another: its slices have 8 and 32 keys, those of rank 1 16 and 24.
+    assert {p.seqlen_k for p in slices_of(describe(2, strategy="gather"))} == {8, 24, 32}
+    assert names(describe(2, strategy="gather")) == ("first", "first")
+    assert names(describe(4, strategy="gather")) == ("second", "second")
+    assert names(describe(16, strategy="gather")) == ("eager", "eager")
+    with torch.no_grad():
+        assert names(describe(4, strategy="gather")) == ("second", None)
+
+
+def test_a_named_backend_has_to_serve_every_slice(picky: None) -> None:
+    with pytest.raises(flash_dmattn.BackendUnsupportedError, match="there are 48 keys"):
+        names(describe(4, strategy="gather"), "first")
+    assert names(describe(4, strategy="gather"), ("second", "eager")) == ("second", "eager")
+
+
+def test_a_decision_is_recorded_once() -> None:
+    with flash_dmattn.record_decisions() as decisions:
+        attend(is_causal=True, strategy="gather")
+    assert [(d.forward, d.backward) for d in decisions] == [(eager.NAME, None)]
+
+
+def test_a_context_is_that_of_its_thread_and_ends() -> None:
+    seen: list[object] = []
+    assert context_in_force() is None
+    with use_context_parallel(dist.group.WORLD, LAYOUT) as layout:
+        assert layout is LAYOUT
+        inner = SequenceLayout.contiguous(8, 1)
+        with use_context_parallel(dist.group.WORLD, inner):
+            found = context_in_force()
+            assert found is not None and found.layout is inner
+        found = context_in_force()
+        assert found is not None and found.layout is LAYOUT and found.group is dist.group.WORLD
+        thread = threading.Thread(target=lambda: seen.append(context_in_force()))
+        thread.start()
+        thread.join()
+    assert context_in_force() is None and seen == [None]
+    with pytest.raises(ValueError, match="layout is for 2 ranks"):
+        use_context_parallel(dist.group.WORLD, SequenceLayout.zigzag(8, 2))
+
+
+def test_what_gpu_tests_need_is_asked_for() -> None:
+    assert missing_of(REQUIRED) == []
+    assert missing_of({**REQUIRED, "NCCL_NVLS_ENABLE": "1"}) == ["NCCL_NVLS_ENABLE=0"]
+    assert len(missing_of({})) == 3
