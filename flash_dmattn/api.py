@@ -57,7 +57,8 @@ def attention(
 
     Any number of batch dims may stand before (L, H, D): q, k and v (*batch, L, H, D), mask and bias broadcast against
     (*batch, Hq, Lq, Lk) as in torch. None is expanded; dims whose strides do not fold into one are copied, which
-    `explain` tells. Under `torch.vmap` the mapped dim is one more of them.
+    `explain` tells. Under `torch.vmap` the mapped dim is one more of them. Tensors may be DTensors, all of them on one
+    mesh, whose batch, heads or sequence are shared among ranks: see docs/dtensor.md.
 
     Sizes: B batch, Lq and Lk query and key lengths, Hq query heads and Hk key-value heads with Hq % Hk == 0 (query
     head h reads key-value head h // (Hq // Hk)), D and Dv head dims. B, Lq and Lk may be 0.

@@ -250,10 +250,13 @@ def repeated(call: Call) -> bool:
     return all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
 
 
-def explained(call: Call) -> tuple[int, int, str | None]:
-    """(batch, heads) that `explain` speaks of, and the backend."""
+def explained(call: Call) -> tuple[int, int, str | None] | str:
+    """(batch, heads) that `explain` speaks of, and the backend; or what it refuses."""
     shared = distributed(call.tensors(), call.placements())
-    found = flash_dmattn.explain(**shared)
+    try:
+        found = flash_dmattn.explain(**shared)
+    except ValueError as error:
+        return str(error)
     return found.problem.batch, found.problem.num_heads, found.forward
 
 

@@ -290,6 +290,8 @@ def test_second_derivative(four: Workers) -> None:
 
 def test_explain_speaks_of_the_call_of_the_rank(four: Workers) -> None:
     assert four.run("dtensor_calls.explained", Call("S0 S2")) == [(2, 2, "eager")] * 2 + [(1, 2, "eager")] * 2
+    for said in four.run("dtensor_calls.explained", Call("S1", seqlen_q=8, seqlen_k=8)):
+        assert "share its sequence; such a call is several" in said
 
 
 def test_plain_calls_ask_nothing_of_dtensors() -> None:

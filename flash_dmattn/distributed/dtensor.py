@@ -107,7 +107,7 @@ class ShardedCall:
                 f"dropout_p is {dropout_p} beside DTensors; it needs to be 0.0: ranks would draw the same for other "
                 "entries (call attention with local tensors, each rank with a seed of its own)"
             )
-        self._mesh, self._shape, self._keys = q.device_mesh, tuple(q.shape), 0
+        self._mesh, self._shape = q.device_mesh, tuple(q.shape)
         named = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "sink": sink}
         for name, x in named.items():
             self._check_kind(name, x)
