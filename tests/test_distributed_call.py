@@ -257,6 +257,16 @@ def test_one_pair_serves_every_slice_of_every_rank(picky: None) -> None:
         assert names(describe(4, strategy="gather")) == ("second", None)
 
 
+def test_a_choice_is_made_anew_where_backends_change() -> None:
+    assert names(describe(2, strategy="gather")) == ("eager", "eager")
+    flash_dmattn.register_backend(Picky("first", most=40), before="eager")
+    try:
+        assert names(describe(2, strategy="gather")) == ("first", "first")
+    finally:
+        flash_dmattn.unregister_backend("first")
+    assert names(describe(2, strategy="gather")) == ("eager", "eager")
+
+
 def test_a_named_backend_has_to_serve_every_slice(picky: None) -> None:
     with pytest.raises(flash_dmattn.BackendUnsupportedError, match="there are 48 keys"):
         names(describe(4, strategy="gather"), "first")

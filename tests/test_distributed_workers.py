@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from distributed_calls import BIASES, MASKS, ParallelCase
 from distributed_workers import workers
 
+ROOT = Path(__file__).resolve().parent.parent
 TOLERANCE = 1e-10
 P = ParallelCase
 
@@ -20,10 +26,12 @@ CASES = {
     "left window, groups": P(window=(6, -1), bias="group", groups=2),
     "right window": P(window=(-1, 2), bias="keys", mask="prepared"),
     "narrow window": P(window=(0, 0), mask="full", bias="shared"),
+    "far window": P(window=(20, 3), bias="full", mask="prepared", seqlen_q=1024, seqlen_k=1024, heads=2, batch=1),
+    "far window, keys": P(window=(20, 3), bias="sharded", seqlen_q=1024, seqlen_k=1024, heads=2, batch=1, groups=2),
     "softcap, scale": P(softcap=2.0, scale=0.7, causal=True, bias="full", lse=True),
     "sink": P(sink=True, causal=True, bias="full", lse=True),
     "sink, reduced": P(sink=True, mask="full", reduce=True, groups=2),
-    "reduced bias": P(bias="head", causal=True, reduce=True),
+    "reduced bias": P(bias="head", causal=True, reduce=True, lse=True),
     "reduced keys": P(bias="keys", causal=True, reduce=True, groups=2, lse=True),
     "sharded, groups": P(bias="sharded", mask="sharded", groups=2, lse=True),
     "empty rows": P(mask="full", empty=True, bias="full", lse=True),
@@ -34,7 +42,7 @@ CASES = {
     "contiguous": P(layout="contiguous", causal=True, bias="full"),
     "balanced": P(layout="balanced", mask="prepared", bias="full", lse=True),
     "balanced, keys": P(layout="balanced", mask="keys", bias="sharded", causal=True),
-    "dims": P(dim=8, dim_v=3, causal=True, bias="query"),
+    "dims": P(dim=8, dim_v=3, causal=True, bias="query", lse=True),
     "one key-value head": P(heads=4, heads_k=1, causal=True, bias="keys"),
     "heads alike": P(heads=4, heads_k=4, groups=4, causal=True, bias="full", mask="group"),
     "only dbias": P(needs=("bias",), causal=True, bias="full"),
@@ -46,11 +54,11 @@ CASES = {
     "ulysses": P(strategy="ulysses", causal=True, lse=True, heads=8, heads_k=4, bias="keys"),
     "ulysses, window": P(strategy="ulysses", window=(4, 1), heads=8, heads_k=8, bias="keys_of_q", mask="keys"),
     "ulysses, shared heads": P(strategy="ulysses", causal=True, heads=8, heads_k=2, bias="keys", lse=True),
-    "ulysses, one head": P(strategy="ulysses", causal=True, heads=4, heads_k=1, bias="head", reduce=True),
+    "ulysses, one head": P(strategy="ulysses", causal=True, heads=4, heads_k=1, bias="head", reduce=True, lse=True),
     "ulysses, sharded": P(strategy="ulysses", causal=True, heads=4, heads_k=4, bias="sharded", mask="sharded"),
     "ulysses, sink": P(strategy="ulysses", heads=4, heads_k=4, sink=True, lse=True, softcap=3.0),
     "ulysses, cross": P(strategy="ulysses", heads=4, heads_k=4, seqlen_q=16, seqlen_k=48, causal=True),
-    "auto": P(strategy="auto", heads=8, heads_k=8, causal=True, bias="head"),
+    "auto": P(strategy="auto", heads=8, heads_k=8, causal=True, bias="head", lse=True),
     "auto, rows": P(strategy="auto", heads=8, heads_k=8, causal=True, bias="full"),
 }
 
@@ -84,7 +92,7 @@ def test_a_backend_that_reads_prepared_masks_gets_those_of_its_slices(name: str,
 
 REPEATED = {
     "groups": P(causal=True, bias="full", groups=2, dtype=torch.bfloat16, seqlen_q=128, seqlen_k=128, dim=16, dim_v=16),
-    "summed": P(bias="head", reduce=True, sink=True, dtype=torch.float32),
+    "summed": P(bias="head", reduce=True, sink=True, dtype=torch.float32, lse=True),
     "sharded": P(bias="sharded", mask="prepared", dtype=torch.float32, layout="balanced"),
     "ulysses": P(strategy="ulysses", heads=4, heads_k=4, dtype=torch.float16, causal=True),
 }
@@ -96,7 +104,7 @@ def test_results_are_equal_bit_by_bit_from_run_to_run(name: str) -> None:
 
 
 def test_every_rank_has_the_same_bits_of_a_summed_gradient() -> None:
-    case = P(bias="head", reduce=True, causal=True, dtype=torch.float32)
+    case = P(bias="head", reduce=True, causal=True, dtype=torch.float32, lse=True)
     first, *others = workers(4).run("distributed_calls.gradient_of_bias", case)
     assert all(torch.equal(first, x) for x in others)
 
@@ -138,7 +146,7 @@ def test_calls_of_a_known_class_are_compared_where_asked_for() -> None:
 
 COMPILED = {
     "gather": P(causal=True, bias="full", mask="full", groups=2, lse=True),
-    "summed": P(bias="head", reduce=True, mask="prepared", sink=True),
+    "summed": P(bias="head", reduce=True, mask="prepared", sink=True, lse=True),
     "sharded": P(bias="sharded", mask="sharded", window=(5, 2)),
     "ulysses": P(strategy="ulysses", heads=4, heads_k=2, bias="keys", causal=True, lse=True),
 }
@@ -156,3 +164,13 @@ def test_operators_are_what_they_say() -> None:
             checked |= {name.split(".")[1] for name in names}
     wanted = {"gather_forward", "gather_backward", "gather_keys", "return_keys", "sum_over_ranks"}
     assert wanted | {"trade_to_heads", "trade_to_rows"} <= checked
+
+
+def test_the_program_of_gpu_tests_runs_on_a_cpu() -> None:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["tests/gpu_distributed.py", "--random", "2", "--match", "o"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "passed   eager   top-k mask, bias of keys: eager" in done.stdout and "random 1" in done.stdout
+    assert done.stdout.splitlines()[-1].endswith("| 0 | 0 |")

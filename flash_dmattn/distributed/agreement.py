@@ -16,7 +16,9 @@ _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (TypeError, ValueError, NotImplementedError, BackendUnsupportedError, BackendUnavailableError)
 }
-_agreed: set[tuple[str, int, Shared]] = set()
+# Of each group, by its name and size. A group's classes are counted and forgotten on all of its ranks alike.
+_agreed: dict[tuple[str, int], set[Shared]] = {}
+_MOST_AGREED = 1024
 
 
 class _Said(NamedTuple):
@@ -41,8 +43,8 @@ def agree(members: Members, shared: Shared, failure: Exception | None, *, always
         ValueError: ranks differ in a value.
         The kind of a failure: with the message of the lowest rank that has one.
     """
-    key = (members.name, members.size, shared)
-    if failure is None and key in _agreed and not always:
+    agreed = _agreed.setdefault((members.name, members.size), set())
+    if failure is None and shared in agreed and not always:
         return
     own = _Said(shared) if failure is None else _Said(shared, type(failure).__name__, str(failure))
     said: list[Any] = [own] * members.size
@@ -54,7 +56,9 @@ def agree(members: Members, shared: Shared, failure: Exception | None, *, always
     for rank, other in enumerate(said):
         if other.shared != said[0].shared:
             raise ValueError(_difference(said[0].shared, other.shared, rank))
-    _agreed.add(key)
+    if len(agreed) >= _MOST_AGREED:
+        agreed.clear()
+    agreed.add(shared)
 
 
 def _difference(first: Shared, other: Shared, rank: int) -> str:

@@ -8,7 +8,7 @@ import torch
 
 from ..backends.protocol import Direction, KernelBackend, accepts, is_composite
 from ..dispatch.refusals import report_fallback
-from ..dispatch.registry import BACKENDS, works
+from ..dispatch.registry import BACKENDS, on_change, works
 from ..dispatch.selection import Selection, choice_in_force, falls_back, select_pair
 from ..dispatch.settings import BackendChoice, Decision, process, thread
 from ..problem import AttentionProblem
@@ -28,6 +28,7 @@ class _Key(NamedTuple):
 
 _remembered: dict[_Key, Selection] = {}
 _MOST_REMEMBERED = 256
+on_change.append(_remembered.clear)
 
 
 def choose_pair(call: ParallelCall, backend: BackendChoice) -> Selection:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..autograd import run_forward
 from ..backends.protocol import KernelBackend
-from ..operators import extra_arguments
+from ..operators import empty_gradient, extra_arguments
 from ..problem import AttentionProblem, MaskView
 from .exchange import sum_dtype
 from .mask import cut
@@ -99,8 +99,7 @@ class RankRows(NamedTuple):
             if dv is not None and dv_part is not None:
                 dv.add(part, dv_part)
             if dbias is not None and sums.bias is not None:
-                # One element of the sum is met by one slice where bias has rows; where it has one for all, by each.
-                _of_group(cut(sums.bias, part), heads).add_(dbias)
+                _take_dbias(_of_group(sums.bias, heads), part, dbias)
             if dsink and dsink[0] is not None and sums.sink is not None:
                 sums.sink[of_q] += dsink[0]
         return [x.total() for x in (dk, dv) if x is not None]
@@ -168,13 +167,29 @@ class Sums(NamedTuple):
 
     @classmethod
     def of(cls, rows: RankRows) -> Sums:
-        """Those that the call needs, zeroed where slices leave something out."""
-        needs = rows.problem.needs_grad
+        """Those that the call needs, zero where slices add to them."""
+        needs, dbias = rows.problem.needs_grad, None
+        if needs.bias and rows.bias is not None:
+            dbias = empty_gradient(rows.bias) if rows.bias.shape[2] > 1 else rows.bias.new_zeros(rows.bias.shape)
         return cls(
-            rows.q.new_empty(rows.q.shape) if needs.q else None,
-            rows.bias.new_zeros(rows.bias.shape) if needs.bias and rows.bias is not None else None,
+            empty_gradient(rows.q) if needs.q else None,
+            dbias,
             rows.sink.new_zeros(rows.sink.shape) if needs.sink and rows.sink is not None else None,
         )
+
+
+def _take_dbias(whole: Tensor, part: Slice, dbias: Tensor) -> None:
+    """Put the gradient of one slice into that of the bias."""
+    if whole.shape[2] == 1:  # one row for all queries, which each slice has a term of
+        whole[..., part.keys if whole.shape[3] > 1 else slice(None)] += dbias
+        return
+    rows = whole[:, :, part.rows]
+    if whole.shape[3] == 1:
+        rows.copy_(dbias)
+        return
+    rows[..., : part.start] = 0
+    rows[..., part.keys] = dbias
+    rows[..., part.stop :] = 0
 
 
 def _of_group(x: Tensor, heads: HeadGroup) -> Tensor:

@@ -47,7 +47,7 @@ class Slice(NamedTuple):
 
 
 def slice_keys(
-    a: int, b: int, seqlen_q: int, seqlen_k: int, window: tuple[int, int], alignment: int = ALIGNMENT
+    a: int, b: int, seqlen_q: int, seqlen_k: int, window: tuple[int, int], alignment: int
 ) -> tuple[int, int, tuple[int, int]]:
     """The keys that rows [a, b) of a call need, and their window in a call of their own.
 
@@ -82,6 +82,6 @@ def plan(layout: SequenceLayout, rank: int, seqlen_k: int, window: tuple[int, in
     """
     slices, row = [], 0
     for a, b in layout.of_rank(rank):
-        slices.append(Slice(row, row + b - a, *slice_keys(a, b, layout.length, seqlen_k, window)))
+        slices.append(Slice(row, row + b - a, *slice_keys(a, b, layout.length, seqlen_k, window, ALIGNMENT)))
         row += b - a
     return tuple(slices)

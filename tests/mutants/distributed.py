@@ -57,9 +57,16 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a second slice forgets what the first added to dbias",
         PACKAGE + "rows.py",
-        "_of_group(cut(sums.bias, part), heads).add_(dbias)",
-        "_of_group(cut(sums.bias, part), heads).copy_(dbias)",
+        "else slice(None)] += dbias",
+        "else slice(None)] = dbias",
         WHOLE,
+    ),
+    Fault(
+        "the gradient of a bias is unwritten left of its slice",
+        PACKAGE + "rows.py",
+        "    rows[..., : part.start] = 0\n",
+        "",
+        ("tests/test_distributed_slices.py::test_gradients_of_pairs_that_no_slice_has_are_zero",),
     ),
     Fault(
         "the gradient of keys is that of the largest slice",

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ... import attention
+from ...distributed.context import context_in_force
 from ...validation import follow_autocast
 from .arguments import refuse_unknown
 from .layer_mask import LayerMask, MaskArguments
+from .over_ranks import attend_over_ranks
 from .packed import take_packed
 
 Observer = Callable[[nn.Module, dict[str, Any]], None]
@@ -77,7 +79,8 @@ def attend(
     call |= {"bias": None if bias is None else in_dtype(bias, q.dtype), "softcap": softcap or 0.0}
     call |= {"sink": None if s_aux is None else s_aux.reshape(-1), "dropout_p": dropout}
     show_observers(module, call)
-    out = attention(**call)
+    context = context_in_force()
+    out = attention(**call) if context is None else attend_over_ranks(context, call, attention_mask)
     assert isinstance(out, Tensor)
     return (out.unsqueeze(0) if packed else out).contiguous(), None
 

@@ -1,0 +1,21 @@
+"""Models of transformers in a `use_context_parallel` block, over two processes, in fp64."""
+
+from __future__ import annotations
+
+import pytest
+from distributed_workers import workers
+
+pytest.importorskip("transformers")
+
+TOLERANCE = 1e-6  # norms of models are in fp32, and gradients of their weights summed in it
+
+
+@pytest.mark.parametrize("family, layout", [("llama", "zigzag"), ("mistral", "zigzag"), ("gemma2", "contiguous")])
+def test_a_model_over_ranks_equals_the_model(family: str, layout: str) -> None:
+    assert max(workers(2).run("distributed_models.compared", family, layout)) < TOLERANCE
+
+
+@pytest.mark.parametrize("what", ["padding", "documents"])
+def test_what_a_rank_knows_of_its_own_tokens_alone_is_refused(what: str) -> None:
+    for said in workers(2).run("distributed_models.refused", what):
+        assert f"attention_mask has {what} of this rank's tokens" in said
