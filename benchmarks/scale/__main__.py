@@ -138,7 +138,7 @@ def rows_of(group: Group, work: Work, with_peers: bool) -> Iterator[Row]:
         ("ours", groups, partial(work.shared, group, groups)) for groups in work.head_groups
     ]
     if with_peers and work.is_plain:
-        systems += [(name, None, partial(bind, group, work)) for name, bind in peers.peers(group.device)]
+        systems += [(name, None, partial(bind, group, work)) for name, bind in peers.peers(group.device, work)]
     for system, groups, bind in systems:
         row: Row = {**about, "system": system, "head_groups": groups, **alone}
         try:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 # Of one pass: so many runs, or as many as fit about this time, after so many that do not count.
-LEAST, MOST, MILLISECONDS, WARM = 3, 20, 1000.0, 2
+LEAST, MOST, MILLISECONDS, WARM = 3, 20, 500.0, 2
 # Errors of 16 bit results beside those of one GPU, both rounded: what rounding leaves is 4e-3.
 MOST_ERROR = 1.5e-2
 
