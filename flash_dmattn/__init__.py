@@ -31,6 +31,7 @@ else:
     from .dispatch.registry import register_backend, unregister_backend
     from .dispatch.selection import available_backends
     from .dispatch.settings import disable_backends, record_decisions, set_default_backend, set_fallback, use_backend
+    from .dtensors import load_with
     from .explanation import Explanation, explain, explain_problem
     from .problem import AttentionProblem
     from .sequences import Sequences, append_to_cache
@@ -45,6 +46,13 @@ else:
         if name in _LAZY:
             return _import_module(f".{name}", __name__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def _load_dtensor() -> object:
+        from .distributed import dtensor
+
+        return dtensor
+
+    load_with(_load_dtensor)
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *_LAZY})

@@ -13,13 +13,14 @@ from .dispatch.call_cache import look_up, remember
 from .dispatch.mask_view import dense_mask, mask_view
 from .dispatch.selection import select
 from .dispatch.settings import BackendChoice
+from .dtensors import above, is_dtensor
 from .operators import extra_arguments, is_transformed
 from .problem import SequenceSpec, SequenceView, as_scores, fold_call, unfold
 from .reference.dropout import draw_key
 from .sequences import Sequences
 from .sequences.layout import lay_out
 from .sequences.nested import Jagged, is_nested
-from .validation import describe, follow_autocast
+from .validation import describe, follow_autocast, refuse_dtensors
 
 if TYPE_CHECKING:
     from .masks import PreparedMask, TreeMask
@@ -56,7 +57,8 @@ def attention(
 
     Any number of batch dims may stand before (L, H, D): q, k and v (*batch, L, H, D), mask and bias broadcast against
     (*batch, Hq, Lq, Lk) as in torch. None is expanded; dims whose strides do not fold into one are copied, which
-    `explain` tells. Under `torch.vmap` the mapped dim is one more of them.
+    `explain` tells. Under `torch.vmap` the mapped dim is one more of them. Tensors may be DTensors, all of them on one
+    mesh, whose batch, heads or sequence are shared among ranks: see docs/dtensor.md.
 
     Sizes: B batch, Lq and Lk query and key lengths, Hq query heads and Hk key-value heads with Hq % Hk == 0 (query
     head h reads key-value head h // (Hq // Hk)), D and Dv head dims. B, Lq and Lk may be 0.
@@ -139,6 +141,25 @@ def attention(
     spec: SequenceSpec | None = None
     where: SequenceView | None = None
     jagged: Jagged | None = None
+    if type(q) is not Tensor and is_dtensor(q):
+        return above().attention(
+            q,
+            k,
+            v,
+            mask,
+            bias,
+            is_causal=is_causal,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            window_size=window_size,
+            deterministic=deterministic,
+            return_lse=return_lse,
+            return_probs=return_probs,
+            backend=backend,
+            sink=sink,
+            sequences=sequences,
+            dropout_p=dropout_p,
+        )
     if is_nested(q) and sequences is None:
         jagged = Jagged(q, k, v)
         q, k, v, sequences = jagged.q, jagged.k, jagged.v, jagged.sequences
@@ -151,6 +172,8 @@ def attention(
     flags = (*numbers, return_lse, return_probs, repeats, spec, dropout_p)
     key, found = look_up(q, k, v, mask, bias, flags, backend, sink)
     if found is None:
+        if key is None:
+            refuse_dtensors(q, k, v, mask, bias, sink)
         problem, mask, bias = describe(q, k, v, mask, bias, *flags, sink)
         forward, backward = selection = select(problem, backend)
         if key is not None:

@@ -16,11 +16,12 @@ from .dispatch.refusals import passes_of, reasons_against, refuse_fallback
 from .dispatch.registry import BACKENDS
 from .dispatch.selection import choice_in_force, choose, falls_back, selected_names
 from .dispatch.settings import BackendChoice, process
+from .dtensors import above, is_dtensor
 from .problem import AttentionProblem, MaskForm, NeedsGrad, SequenceSpec, fold_call, parse_arch, unpacked_spec
 from .sequences import Sequences
 from .sequences.layout import lay_out
 from .sequences.nested import Jagged, is_nested
-from .validation import describe, follow_autocast
+from .validation import describe, follow_autocast, refuse_dtensors
 
 if TYPE_CHECKING:
     from .masks import PreparedMask, TreeMask
@@ -156,6 +157,8 @@ def explain(
     Args:
         q, k, v, mask, bias and the rest: as for `flash_dmattn.attention`.
 
+    Of DTensors it explains the call of this rank, whose sizes decide there.
+
     Returns:
         An `Explanation`: print it, or take its `to_dict()`.
 
@@ -169,6 +172,26 @@ def explain(
     """
     copies: tuple[str, ...] = ()
     repeats = spec = None
+    if type(q) is not Tensor and is_dtensor(q):
+        found: Explanation = above().explain(
+            q,
+            k,
+            v,
+            mask,
+            bias,
+            is_causal=is_causal,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            window_size=window_size,
+            deterministic=deterministic,
+            return_lse=return_lse,
+            return_probs=return_probs,
+            backend=backend,
+            sink=sink,
+            sequences=sequences,
+            dropout_p=dropout_p,
+        )
+        return found
     if is_nested(q) and sequences is None:
         jagged = Jagged(q, k, v)
         q, k, v, sequences = jagged.q, jagged.k, jagged.v, jagged.sequences
@@ -177,6 +200,7 @@ def explain(
     elif isinstance(q, Tensor) and q.dim() > 4:
         q, k, v, mask, bias, _, repeats, copies = fold_call(q, k, v, mask, bias)
     q, k, v = follow_autocast(q, k, v)
+    refuse_dtensors(q, k, v, mask, bias, sink)
     problem, _, _ = describe(
         q,
         k,

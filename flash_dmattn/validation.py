@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import Tensor
 
+from .dtensors import is_dtensor
+from .operators import is_transformed
 from .problem import (
     FLOAT_DTYPES,
     AttentionProblem,
@@ -56,6 +58,32 @@ def follow_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
 
 # Asked for once: torch.is_autocast_enabled raises for a device type that has no autocast.
 _AUTOCAST = tuple(name for name in ("cpu", "cuda", "mps", "xpu", "hpu") if torch.amp.is_autocast_available(name))
+
+
+def refuse_dtensors(*tensors: object) -> None:
+    """Refuse q, k, v, mask, bias and sink where one is a DTensor, of calls whose q is none.
+
+    Raises:
+        TypeError: it names the argument, and, inside of a transform of `torch.func`, that.
+    """
+    for name, x in zip(("q", "k", "v", "mask", "bias", "sink"), tensors, strict=True):
+        if is_dtensor(x):
+            raise TypeError(
+                f"{name} is a DTensor, and q is a {type(tensors[0]).__name__}; q needs to be a DTensor, too, or "
+                f"{name} a plain tensor: {name}.to_local()"
+            )
+        if is_transformed() and isinstance(x, Tensor) and is_dtensor(_unwrapped(x)):
+            raise TypeError(
+                f"{name} is a DTensor inside of a transform of torch.func, such as vmap; it needs to be a plain tensor "
+                f"there: {name}.to_local()"
+            )
+
+
+def _unwrapped(x: Tensor) -> Tensor:
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(x):
+        x = functorch.get_unwrapped(x)
+    return x
 
 
 def describe(

@@ -1,0 +1,168 @@
+"""Context-parallel attention on the GPUs of one host, beside the same call on one GPU, and torch's context_parallel.
+
+    export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
+    torchrun --nproc-per-node 2 -m benchmarks.scale --out DIR            # under five minutes on two H200
+    torchrun --nproc-per-node 2 -m benchmarks.scale --out DIR --quick    # tiny sizes, on CPU with gloo
+    python -m benchmarks.scale --report DIR                              # table and plot of what is there
+
+Writes DIR/scale.json after every row, then scale.md and scale.png. Efficiency is the time of one GPU over W times that
+of W. Each system's output and gradients are held against those of one GPU, in the same run. "machine" in the JSON is
+what `python -m flash_dmattn.distributed.model --machine DIR/scale.json` reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import peers, report
+from .bandwidth import SIZES, bandwidths
+from .calls import QUICK, Sizes, Work, cases
+from .measure import Group, compare, time_passes
+
+# Multicast of NVLink, switched off: the network adds nothing up here, and a fault of it takes the host with it.
+REQUIRED = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+SECONDS = 120  # a collective that takes longer hangs
+Row = dict[str, Any]
+
+
+def main() -> int:
+    """Run, or report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="the folder to write")
+    parser.add_argument(
+        "--report", type=Path, metavar="DIR", help="write table and plot of DIR/scale.json, run nothing"
+    )
+    parser.add_argument("--quick", action="store_true", help="tiny sizes")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="cases with one of these words in their name")
+    parser.add_argument("--no-peers", action="store_true", help="without torch's context_parallel")
+    given = parser.parse_args()
+    if given.report is not None:
+        print(*report.write(json.loads((given.report / "scale.json").read_text()), given.report), sep="\n")
+        return 0
+    if given.out is None:
+        parser.error("--out is needed: the folder to write")
+    if "RANK" not in os.environ:
+        parser.error("this process is no rank: start it with torchrun --nproc-per-node 2 -m benchmarks.scale")
+    lacking = [f"{name}={value}" for name, value in REQUIRED.items() if os.environ.get(name) != value]
+    if given.device == "cuda" and lacking:
+        parser.error(f"multicast needs to be off: export {' '.join(lacking)}")
+    if given.device == "cpu" and not given.quick:
+        parser.error("on a CPU only --quick ends in time")
+    return run(given)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Every case, on every rank; rank 0 writes."""
+    group = start(given.device)
+    started = time.monotonic()
+    sizes = QUICK if given.quick else Sizes()
+    content: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if given.device == "cuda" else "cpu",
+        "world_size": group.size,
+        "torch": torch.__version__,
+        "quick": given.quick,
+        "machine": {},
+        "bandwidth": [],
+        "rows": [],
+    }
+
+    def say(text: str) -> None:
+        if group.rank == 0:
+            print(f"[{time.monotonic() - started:5.0f} s] {text}", flush=True)
+
+    def keep() -> None:
+        if group.rank == 0:
+            given.out.mkdir(parents=True, exist_ok=True)
+            (given.out / "scale.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+    for row in bandwidths(group, SIZES[:1] if given.quick else SIZES):
+        content["bandwidth"].append(row)
+        say(f"{row['collective']} of {row['mb']:g} MB a rank: {row['ms']:.3f} ms, {row['gbs']:.1f} GB/s received")
+    keep()
+    for work in cases(group, sizes):
+        if given.only and not any(word in work.name for word in given.only):
+            continue
+        say(work.name)
+        for row in rows_of(group, work, not given.no_peers):
+            content["rows"].append(row)
+            say(f"    {report.line(row)}")
+            keep()
+    content["machine"] = report.machine_of(content)
+    keep()
+    if group.rank == 0:
+        print(*report.write(content, given.out), sep="\n", flush=True)
+    wrong = [row for row in content["rows"] if row.get("right") is False]
+    say(f"done; {len(wrong)} of {len(content['rows'])} rows differ from one GPU")
+    dist.destroy_process_group()
+    return 1 if any(row["system"].startswith("ours") for row in wrong) else 0
+
+
+def start(device: str) -> Group:
+    """Join the group that torchrun has made."""
+    timeout = timedelta(seconds=SECONDS)
+    if device == "cpu":
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", timeout=timeout)
+        return Group(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(place)
+    dist.init_process_group("nccl", timeout=timeout, device_id=place)
+    return Group(dist.get_rank(), dist.get_world_size(), place)
+
+
+def rows_of(group: Group, work: Work, with_peers: bool) -> Iterator[Row]:
+    """One GPU first, then ours for each number of head groups, then the peers."""
+    about = {"case": work.name, "length": work.length, "heads": work.heads, "kv_heads": work.kv_heads}
+    inputs = work.whole(group)
+    one = time_passes(group, inputs.call, inputs.leaves, inputs.dout)
+    wanted = work.rows_of_rank(group, one.results)
+    alone = {"one_forward_ms": one.forward, "one_backward_ms": one.backward}
+    one.results.clear()
+    del inputs
+    free(group)
+    systems: list[tuple[str, int | None, Callable[[], Any]]] = [
+        ("ours", groups, partial(work.shared, group, groups)) for groups in work.head_groups
+    ]
+    if with_peers and work.is_plain:
+        systems += [(name, None, partial(bind, group, work)) for name, bind in peers.peers(group.device, work)]
+    for system, groups, bind in systems:
+        row: Row = {**about, "system": system, "head_groups": groups, **alone}
+        try:
+            shared = bind()
+            with shared.around:
+                times = time_passes(group, shared.call, shared.leaves, shared.dout)
+            both = (alone["one_forward_ms"] + alone["one_backward_ms"]) / group.size
+            row |= {"forward_ms": times.forward, "backward_ms": times.backward}
+            row |= {"efficiency": both / (times.forward + times.backward)}
+            row |= {"forward_efficiency": alone["one_forward_ms"] / group.size / times.forward}
+            row |= compare(group, shared.names, times.results, wanted, shared.places)
+            del shared, times
+        except Exception as failure:  # of a peer, say: the others still count
+            row["failed"] = f"{type(failure).__name__}: {failure}".split("\n")[0][:300]
+        free(group)
+        yield row
+
+
+def free(group: Group) -> None:
+    """Give memory back between systems."""
+    gc.collect()
+    if group.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""The calls that are timed: of one GPU with whole tensors, and of a rank with its share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import flash_dmattn
+from flash_dmattn.distributed import SequenceLayout, context_parallel_attention, prepare_mask
+from flash_dmattn.masks import prepare_mask as prepare_whole_mask
+from flash_dmattn.masks import topk_mask
+
+from .measure import Group
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the cases."""
+
+    lengths: tuple[int, ...] = (16384, 32768, 65536, 131072)
+    heads: tuple[tuple[int, int], ...] = ((32, 8), (32, 32))
+    head_dim: int = 128
+    head_groups: tuple[int | None, ...] = (1, 2, 4)
+    biased: tuple[int, int, int] = (16384, 16, 4)  # length, heads, key-value heads: its bias takes 8.6 GB
+    sparse: tuple[int, int, int] = (32768, 32, 8)
+    kept: int = 2048
+    dtype: torch.dtype = torch.bfloat16
+
+
+QUICK = Sizes((256,), ((4, 2), (4, 4)), 16, (1, 2), (128, 4, 2), (256, 4, 2), 32, torch.float32)
+
+
+class Bound(NamedTuple):
+    """One system's call.
+
+    Attributes:
+        call: what to run.
+        leaves, dout: what it is differentiated by, and with.
+        names: of out and the gradients.
+        places: where our rows stand among those of the system, None where they are the same.
+        around: what both passes run inside of.
+    """
+
+    call: Callable[[], Tensor]
+    leaves: list[Tensor]
+    dout: Tensor
+    names: tuple[str, ...]
+    places: Tensor | None = None
+    around: AbstractContextManager[Any] = nullcontext()
+
+
+@dataclass(frozen=True)
+class Work:
+    """One case. `kind`: "plain", "bias" (B, Hq, L, L) with its gradient, or "topk" with a bias of the keys."""
+
+    kind: str
+    length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    head_groups: tuple[int | None, ...]
+    kept: int
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        """What rows and --only call it."""
+        names = {"plain": "causal", "bias": "causal, bias (B,Hq,L,L)", "topk": f"top-{self.kept}, bias (B,Hq,1,L)"}
+        return f"{names[self.kind]}, {self.length}, {self.heads} on {self.kv_heads}"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether peers can do it."""
+        return self.kind == "plain"
+
+    def layout(self, group: Group) -> SequenceLayout:
+        """Which rank has which rows."""
+        return SequenceLayout.zigzag(self.length, group.size)
+
+    def tensors(self, group: Group) -> dict[str, Tensor]:
+        """q, k, v and dout, and the bias where there is one: whole, and the same on every rank."""
+        generator = torch.Generator(group.device).manual_seed(self.length + self.kv_heads)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, dtype=self.dtype, device=group.device, generator=generator)
+
+        found = {
+            name: normal(1, self.length, heads, self.head_dim)
+            for name, heads in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads), ("dout", self.heads))
+        }
+        if self.kind == "bias":
+            found["bias"] = normal(1, self.heads, self.length, self.length)
+        elif self.kind == "topk":
+            found["bias"] = normal(1, self.heads, 1, self.length)
+        return found
+
+    def kept_keys(self, group: Group) -> Tensor:
+        """The mask of top-k: (1, Hk, L, L)."""
+        generator = torch.Generator(group.device).manual_seed(1)
+        scores = torch.randn(self.kv_heads, 1, self.length, device=group.device, generator=generator)
+        return topk_mask(scores, self.kept, is_causal=True)
+
+    def whole(self, group: Group) -> Bound:
+        """The call of one GPU."""
+        x = self.tensors(group)
+        mask = prepare_whole_mask(self.kept_keys(group), is_causal=True) if self.kind == "topk" else None
+        leaves = [x[name].requires_grad_() for name in ("q", "k", "v", "bias") if name in x]
+        q, k, v, *bias = leaves
+
+        def call() -> Tensor:
+            out = flash_dmattn.attention(q, k, v, mask, *bias, is_causal=True)
+            assert isinstance(out, Tensor)
+            return out
+
+        return Bound(call, leaves, x["dout"], names_of(leaves))
+
+    def shared(self, group: Group, head_groups: int | None) -> Bound:
+        """The call of this rank, by gathered keys."""
+        layout, x = self.layout(group), self.tensors(group)
+        x = {name: self._share(layout, name, tensor, group.rank) for name, tensor in x.items()}
+        mask = None
+        if self.kind == "topk":
+            rows = layout.shard(self.kept_keys(group), 2, group.rank)
+            mask = prepare_mask(rows, layout, group.rank, is_causal=True)
+        leaves = [x[name].requires_grad_() for name in ("q", "k", "v", "bias") if name in x]
+        q, k, v, *bias = leaves
+        world = dist.group.WORLD
+        assert world is not None
+
+        def call() -> Tensor:
+            out = context_parallel_attention(
+                q,
+                k,
+                v,
+                mask,
+                *bias,
+                group=world,
+                layout=layout,
+                strategy="gather",
+                head_groups=head_groups,
+                is_causal=mask is None,
+            )
+            assert isinstance(out, Tensor)
+            return out
+
+        return Bound(call, leaves, x["dout"], names_of(leaves))
+
+    def rows_of_rank(self, group: Group, results: Sequence[Tensor]) -> list[Tensor]:
+        """out and the gradients of one GPU, where this rank has them."""
+        layout, names = self.layout(group), ("dout", "q", "k", "v", "bias")
+        return [self._share(layout, name, x.detach(), group.rank) for name, x in zip(names, results, strict=False)]
+
+    def _share(self, layout: SequenceLayout, name: str, x: Tensor, rank: int) -> Tensor:
+        # A bias of the keys is shared as they are, one of the scores by its rows.
+        dim = 1 if name != "bias" else 3 if self.kind == "topk" else 2
+        return layout.shard(x.detach(), dim, rank).contiguous()
+
+
+def names_of(leaves: Sequence[Tensor]) -> tuple[str, ...]:
+    """out, and of each leaf its gradient."""
+    return ("out", "dq", "dk", "dv", "dbias")[: len(leaves) + 1]
+
+
+def cases(group: Group, sizes: Sizes) -> Iterator[Work]:
+    """Every case; those whose bias or mask takes long to make come last."""
+    rest: dict[str, Any] = {"head_dim": sizes.head_dim, "kept": sizes.kept, "dtype": sizes.dtype}
+    for length in sizes.lengths:
+        for heads, kv_heads in sizes.heads:
+            yield Work("plain", length, heads, kv_heads, head_groups=sizes.head_groups, **rest)
+    yield Work("bias", *sizes.biased, head_groups=(None,), **rest)
+    yield Work("topk", *sizes.sparse, head_groups=(None,), **rest)

@@ -1,0 +1,96 @@
+"""Time of passes that several ranks make together, and how far their results are from those of one GPU."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Of one pass: so many runs, or as many as fit about this time, after so many that do not count.
+LEAST, MOST, MILLISECONDS, WARM = 3, 20, 500.0, 2
+# Errors of 16 bit results beside those of one GPU, both rounded: what rounding leaves is 4e-3.
+MOST_ERROR = 1.5e-2
+
+
+class Group(NamedTuple):
+    """The ranks that run together: this one, how many they are, and its device."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+
+class Passes(NamedTuple):
+    """Milliseconds of the slowest rank, the median of the runs; and out with the gradients of the last run."""
+
+    forward: float
+    backward: float
+    results: list[Tensor]
+
+
+def time_passes(group: Group, call: Callable[[], Tensor], leaves: Sequence[Tensor], dout: Tensor) -> Passes:
+    """Time a forward pass without gradients and a backward pass, every rank at the same time."""
+    with torch.no_grad():
+        forward = timed(group, call)
+    out = call()
+
+    def backward() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, list(leaves), dout, retain_graph=True)
+
+    milliseconds = timed(group, backward)
+    return Passes(forward, milliseconds, [out.detach(), *backward()])
+
+
+def timed(group: Group, run: Callable[[], Any]) -> float:
+    """Milliseconds of a run on the slowest rank, the median of several."""
+    for _ in range(WARM):
+        run()
+    once = _slowest(group, [_once(group, run)])[0]
+    count = int(min(max(MILLISECONDS / max(once, 1e-3), LEAST), MOST))
+    return statistics.median(_slowest(group, [_once(group, run) for _ in range(count)]))
+
+
+def _once(group: Group, run: Callable[[], Any]) -> float:
+    if group.device.type == "cpu":
+        dist.barrier()
+        started = time.perf_counter()
+        run()
+        return 1e3 * (time.perf_counter() - started)
+    torch.cuda.synchronize()
+    dist.barrier()
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    run()
+    last.record()
+    torch.cuda.synchronize()
+    return first.elapsed_time(last)
+
+
+def _slowest(group: Group, milliseconds: list[float]) -> list[float]:
+    together = torch.tensor(milliseconds, device=group.device)
+    dist.all_reduce(together, op=dist.ReduceOp.MAX)
+    found: list[float] = together.tolist()
+    return found
+
+
+def compare(
+    group: Group, names: Sequence[str], found: Sequence[Tensor], wanted: Sequence[Tensor], places: Tensor | None
+) -> dict[str, Any]:
+    """Relative errors of each result on the worst rank, and whether all are what rounding leaves.
+
+    Args:
+        names: of the results.
+        found, wanted: the rows of this rank.
+        places: where the rows of `found` stand among those of `wanted`, None where they are the same.
+    """
+    errors = {}
+    for name, x, y in zip(names, found, wanted, strict=True):
+        x = x if places is None else x.index_select(1, places)
+        gap = (x.float() - y.float()).norm() / y.float().norm().clamp_min(1e-30)
+        errors[name] = _slowest(group, [gap.item()])[0]
+    return {"errors": errors, "right": all(error <= MOST_ERROR for error in errors.values())}

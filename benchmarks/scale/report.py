@@ -1,0 +1,123 @@
+"""Table and plot of a run, and what of it the predictor reads."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+# Okabe and Ito's colours, ours the warm ones.
+COLORS = ("#D55E00", "#E69F00", "#CC79A7", "#0072B2", "#009E73", "#56B4E9", "#999999")
+
+
+def write(content: Record, folder: Path) -> list[Path]:
+    """Write scale.md, and scale.png where there is matplotlib; return the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = [folder / "scale.md"]
+    written[0].write_text(page(content), encoding="utf-8")
+    if find_spec("matplotlib") is not None:
+        written.append(plot(content, folder / "scale.png"))
+    return written
+
+
+def name_of(row: Record) -> str:
+    """The system, with the number of head groups where it was asked for."""
+    groups = row["head_groups"]
+    return str(row["system"]) if groups is None else f"{row['system']}, {groups} group{'s' if groups > 1 else ''}"
+
+
+def line(row: Record) -> str:
+    """One row in a line, for whoever watches."""
+    if "failed" in row:
+        return f"{name_of(row)}: {row['failed']}"
+    worst = max(row["errors"].values())
+    return (
+        f"{name_of(row)}: forward {row['forward_ms']:.2f} ms, backward {row['backward_ms']:.2f} ms, efficiency "
+        f"{row['efficiency']:.1%}, error {worst:.1e}{'' if row['right'] else ', DIFFERS'}"
+    )
+
+
+def page(content: Record) -> str:
+    """The run as markdown."""
+    head = ("case", "system", "forward ms", "backward ms", "one GPU ms", "efficiency", "of the forward pass", "error")
+    body: list[tuple[str, ...]] = [head, ("---",) * len(head)]
+    for row in content["rows"]:
+        alone = f"{row['one_forward_ms']:.2f} + {row['one_backward_ms']:.2f}"
+        if "failed" in row:
+            body.append((row["case"], name_of(row), "failed", row["failed"].replace("|", "/"), alone, "", "", ""))
+            continue
+        worst = max(row["errors"], key=row["errors"].get)
+        error = f"{row['errors'][worst]:.1e} ({worst}){'' if row['right'] else ', **differs**'}"
+        times = (f"{row['forward_ms']:.2f}", f"{row['backward_ms']:.2f}", alone)
+        shares = (f"{row['efficiency']:.1%}", f"{row['forward_efficiency']:.1%}")
+        body.append((row["case"], name_of(row), *times, *shares, error))
+    links: list[tuple[str, ...]] = [("MB a rank", "collective", "ms", "GB/s received"), ("---",) * 4]
+    links += [(f"{x['mb']:g}", x["collective"], f"{x['ms']:.3f}", f"{x['gbs']:.1f}") for x in content["bandwidth"]]
+    sections = [
+        "# Context parallelism",
+        f"{content['world_size']} x {content['device']}, torch {content['torch']}. Times are of the slowest rank, "
+        "medians; efficiency is the time of one GPU over that of all of them times their number, of both passes; error "
+        "is the largest of out and gradients beside one GPU.",
+        table(body),
+        table(links),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def table(rows: list[tuple[str, ...]]) -> str:
+    """Rows as markdown."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def machine_of(content: Record) -> dict[str, float]:
+    """The fields of the predictor's `Machine` that were measured; none of a quick run, which measures launches."""
+    if content["quick"]:
+        return {}
+    found = {}
+    gathered = [x["gbs"] for x in content["bandwidth"] if x["collective"] == "all_gather"]
+    if gathered:
+        found["nvlink_gbs"] = max(gathered)
+    plain = [row for row in content["rows"] if row["case"].startswith("causal, ") and "bias" not in row["case"]]
+    if plain:
+        row = max(plain, key=lambda row: row["length"])
+        flop = 4.0 * row["length"] ** 2 * row["heads"] * 128 * 0.5
+        found["forward_tflops"] = flop / row["one_forward_ms"] / 1e9
+        found["backward_tflops"] = 2.5 * flop / row["one_backward_ms"] / 1e9
+    return found
+
+
+def plot(content: Record, path: Path) -> Path:
+    """Efficiency by length, a panel for each pair of heads; what is wrong or failed is left out."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [row for row in content["rows"] if row.get("right") and row["case"].startswith("causal, ")]
+    rows = [row for row in rows if "bias" not in row["case"]]
+    panels = sorted({(row["heads"], row["kv_heads"]) for row in rows}) or [(0, 0)]
+    figure, axes = pyplot.subplots(
+        1, len(panels), figsize=(5.5 * len(panels), 4.4), sharey=True, squeeze=False, layout="constrained"
+    )
+    systems = list(dict.fromkeys(name_of(row) for row in rows))
+    for place, (heads, kv_heads) in zip(axes[0], panels, strict=True):
+        here = [row for row in rows if (row["heads"], row["kv_heads"]) == (heads, kv_heads)]
+        for index, system in enumerate(systems):
+            points = [(row["length"], 100 * row["efficiency"]) for row in here if name_of(row) == system]
+            if points:
+                x, y = zip(*sorted(points))
+                style = "-" if system.startswith("ours") else "--"
+                place.plot(x, y, style, marker="o", color=COLORS[index % len(COLORS)], label=system)
+        place.set(xscale="log", xlabel="length", title=f"{heads} heads on {kv_heads}")
+        lengths = sorted({row["length"] for row in here})
+        place.set_xticks(lengths, [f"{n >> 10}k" if n >= 1024 else str(n) for n in lengths])
+        place.minorticks_off()
+        place.grid(alpha=0.3)
+    axes[0][0].set_ylabel("efficiency, forward and backward, %")
+    if systems:
+        axes[0][0].legend(frameon=False, fontsize="small")
+    figure.suptitle(f"Context parallelism, {content['world_size']} x {content['device']}, causal")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return path

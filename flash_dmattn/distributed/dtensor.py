@@ -1,0 +1,314 @@
+"""Calls with DTensors: from placements to the call of each rank, and its results to DTensors again.
+
+The batch and the heads of a call may be shared among the ranks of a mesh: no entry and no group of heads reads another,
+so nothing is communicated but gradients of what ranks share. A shared sequence is context parallelism. What k, v, mask
+and bias have to be on follows from q alone, and they are not moved between ranks: docs/dtensor.md has the table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from .. import api, explanation
+from ..dtensors import is_dtensor
+from ..problem import Repeats, fold_call
+from ..validation import describe
+from .api import context_parallel_attention
+from .layout import SequenceLayout
+
+# The dim of a tensor that the ranks of each mesh dim share among them; None where each of them needs all of it.
+Dims = tuple[int | None, ...]
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any,
+    bias: Any,
+    *,
+    sink: Any,
+    sequences: object,
+    dropout_p: float,
+    return_lse: bool,
+    return_probs: bool,
+    **flags: Any,
+) -> Any:
+    """`flash_dmattn.attention` where q is a DTensor: the call of this rank, and its results as DTensors.
+
+    Args:
+        q: a DTensor; it decides for the others.
+        k, v, mask, bias and the rest: as given to `flash_dmattn.attention`.
+
+    Raises:
+        TypeError: a plain tensor is beside q, or what `attention` itself refuses.
+        ValueError: a placement that needs communication, another mesh, or what `attention` itself refuses.
+    """
+    call = ShardedCall(q, k, v, mask, bias, sink, sequences, dropout_p)
+    *local, sink = call.local
+    if call.rows_on is None:
+        results = api.attention(*local, return_lse=return_lse, return_probs=return_probs, sink=sink, **flags)
+    elif return_probs:
+        raise ValueError("return_probs is True, and q shares its sequence; no rank has all probabilities of a row")
+    else:
+        group, layout, layout_k = call.layouts()
+        flags |= {"group": group, "layout": layout, "layout_k": layout_k}
+        results = context_parallel_attention(*local, return_lse=return_lse, sink=sink, **flags)
+    results = call.wrap(results if isinstance(results, tuple) else (results,))
+    return results if return_lse or return_probs else results[0]
+
+
+def explain(
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any,
+    bias: Any,
+    *,
+    sink: Any,
+    sequences: object,
+    dropout_p: float,
+    **flags: Any,
+) -> explanation.Explanation:
+    """`flash_dmattn.explain` of the call of this rank."""
+    call = ShardedCall(q, k, v, mask, bias, sink, sequences, dropout_p)
+    if call.rows_on is not None:
+        raise ValueError(
+            f"q has placements {q.placements}, which share its sequence; such a call is several, of slices of "
+            "the keys: explain one of them with local tensors"
+        )
+    *local, sink = call.local
+    return explanation.explain(*local, sink=sink, **flags)
+
+
+class ShardedCall:
+    """A call whose tensors are DTensors: the local tensors of this rank, and how its results become DTensors.
+
+    Attributes:
+        local: q, k, v, mask, bias and sink of the call of this rank.
+        rows_on: the mesh dim whose ranks share the sequence, None where none do.
+    """
+
+    def __init__(
+        self, q: Any, k: Any, v: Any, mask: Any, bias: Any, sink: Any, sequences: object, dropout_p: float
+    ) -> None:
+        if sequences is not None:
+            raise ValueError("sequences is given beside DTensors; it needs local tensors: pass q.to_local() and so on")
+        if dropout_p:
+            raise ValueError(
+                f"dropout_p is {dropout_p} beside DTensors; it needs to be 0.0: ranks would draw the same for other "
+                "entries (call attention with local tensors, each rank with a seed of its own)"
+            )
+        self._mesh, self._shape = q.device_mesh, tuple(q.shape)
+        named = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "sink": sink}
+        for name, x in named.items():
+            self._check_kind(name, x)
+        _validate(q, k, v, mask, bias, sink)
+        self._keys, self._head_dim_v = k.shape[-3], v.shape[-1]
+        self._of_q: Dims = tuple([self._place_of_q(q, dim) for dim in range(self._mesh.ndim)])
+        rows_on = [mesh_dim for mesh_dim, dim in enumerate(self._of_q) if dim == len(self._shape) - 3]
+        self.rows_on = rows_on[0] if rows_on else None
+        self._check_heads(q, k)
+        if self.rows_on is not None:
+            self._check_rows(q, len(rows_on))
+        self.local = tuple([self._local(name, x) for name, x in named.items()])
+
+    def layouts(self) -> tuple[ProcessGroup, SequenceLayout, SequenceLayout]:
+        """The group that shares the sequence, and who in it has which queries and which keys."""
+        if torch.compiler.is_compiling():
+            raise ValueError(
+                "q shares its sequence in a graph of torch.compile, which cannot trace how a SequenceLayout is made; "
+                "make one outside, and call flash_dmattn.distributed.context_parallel_attention with local tensors"
+            )
+        assert self.rows_on is not None
+        contiguous, size = SequenceLayout.contiguous, self._mesh.size(self.rows_on)
+        return self._mesh.get_group(self.rows_on), contiguous(self._shape[-3], size), contiguous(self._keys, size)
+
+    def wrap(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """out, lse and probabilities of this rank as DTensors of the whole call."""
+        out, *of_scores = results
+        *batch, rows, heads, _ = self._shape
+        whole = [self._global(out, (*batch, rows, heads, self._head_dim_v), _placements(self._of_q))]
+        of_scores_placed = _placements([None if dim is None else self._score_dim(dim) for dim in self._of_q])
+        for x in of_scores:  # (*batch, heads, rows), and of probabilities keys
+            shape = (*batch, heads, rows, *x.shape[len(batch) + 2 :])
+            whole.append(self._global(x, shape, of_scores_placed))
+        return tuple(whole)
+
+    def _check_kind(self, name: str, x: Any) -> None:
+        if x is None and name not in ("k", "v"):
+            return
+        if name == "mask" and not isinstance(x, Tensor):
+            shape = getattr(x, "shape", None)  # a ShardedMask, which is of one rank, has none
+            if shape is not None and math.prod(shape[:-2]) != 1:
+                raise ValueError(
+                    f"mask was prepared with batch and heads {tuple(shape[:-2])}; beside DTensors it needs (1, 1), the "
+                    "same on every rank, or to be a bool DTensor"
+                )
+            return
+        if not is_dtensor(x):
+            raise TypeError(
+                f"{name} is a {type(x).__name__}, and q is a DTensor; {name} needs to be one, too, on the mesh of q "
+                "(torch.distributed.tensor.distribute_tensor makes it, DTensor.from_local of local tensors)"
+            )
+        if x.device_mesh != self._mesh:
+            raise ValueError(f"{name} is on {x.device_mesh}; it needs to be on the mesh of q, {self._mesh}")
+
+    def _place_of_q(self, q: Any, mesh_dim: int) -> int | None:
+        """The dim of q that is shared among the ranks of a mesh dim, None where each has all of q."""
+        placement, dims = q.placements[mesh_dim], q.dim()
+        if type(placement) is Replicate:
+            return None
+        for dim in range(dims - 1):  # compared one by one, so that a graph of torch.compile is of one of them
+            if placement == Shard(dim):
+                return dim
+        batch = " or ".join([f"Shard({dim})" for dim in range(dims - 3)])
+        raise ValueError(
+            f"q has placements {q.placements}; on mesh dim {mesh_dim} it needs Replicate(), {batch} (batch), "
+            f"Shard({dims - 3}) (sequence) or Shard({dims - 2}) (heads): q.redistribute(placements=...) communicates"
+        )
+
+    def _check_heads(self, q: DTensor, k: DTensor) -> None:
+        """Each rank needs whole groups: the same number of key-value heads, and the query heads that read them."""
+        sizes = [self._mesh.size(dim) for dim, place in enumerate(self._of_q) if place == q.dim() - 2]
+        if k.shape[-2] % math.prod(sizes) != 0:
+            raise ValueError(
+                f"k has {k.shape[-2]} heads, and q has placements {q.placements} on a mesh of shape "
+                f"{tuple(self._mesh.shape)}; k needs a multiple of {math.prod(sizes)} heads, the same for each rank "
+                "(repeat them, k.repeat_interleave(n, dim=-2), or share the batch)"
+            )
+
+    def _check_rows(self, q: Any, mesh_dims: int) -> None:
+        """Ranks have as many positions each, and more than one: a row of a mask is else like one for all queries."""
+        if mesh_dims > 1:
+            raise ValueError(
+                f"q has placements {q.placements}, which share its sequence over {mesh_dims} mesh dims; it needs one: "
+                "flatten them, mesh[names]._flatten()"
+            )
+        size = self._mesh.size(self.rows_on)
+        for name, length in (("q", self._shape[-3]), ("k", self._keys)):
+            if length % size or length < 2 * size:
+                raise ValueError(
+                    f"{name} has {length} positions, shared among {size} ranks; it needs a multiple of {size}, "
+                    f"{2 * size} at least"
+                )
+
+    def _score_dim(self, dim: int) -> int:
+        """Where the scores (*batch, heads, rows, keys) have a dim of q (*batch, rows, heads, head_dim)."""
+        heads = len(self._shape) - 2
+        return dim - 1 if dim == heads else dim + 1 if dim == heads - 1 else dim
+
+    def _dim_of(self, name: str, x: Any, mesh_dim: int) -> int | None:
+        """The dim of a tensor that goes with that of q on a mesh dim; None where it has one entry for all of that."""
+        of_q = self._of_q[mesh_dim]
+        if of_q is None:
+            return None
+        if name == "sink":
+            return 0 if of_q == len(self._shape) - 2 else None
+        if name not in ("mask", "bias"):
+            return of_q
+        dim = self._score_dim(of_q) - (len(self._shape) - x.dim())  # dims count from the right
+        if dim >= 0 and x.shape[dim] > 1:
+            return dim
+        # One row for all queries may be shared as the keys are.
+        keys = x.dim() - 1
+        is_shared = mesh_dim == self.rows_on and x.shape[keys] > 1 and x.placements[mesh_dim] == Shard(keys)
+        return keys if is_shared else None
+
+    def _local(self, name: str, x: Any) -> Any:
+        """The tensor of this rank, through which its gradient finds the placements of x."""
+        if not is_dtensor(x):
+            return x
+        dims = tuple([self._dim_of(name, x, mesh_dim) for mesh_dim in range(self._mesh.ndim)])
+        needed = _placements(dims)
+        for mesh_dim, (found, want) in enumerate(zip(x.placements, needed, strict=True)):
+            # Ranks split a dim in the order of mesh dims: what a later one has split already, none can split before it.
+            if found != want and (type(found) is not Replicate or want in x.placements[mesh_dim + 1 :]):
+                self._refuse(name, x, needed)
+        if not (x.requires_grad and torch.is_grad_enabled()):
+            return _take(x, dims)
+        is_shared = tuple([dim is None and of_q is not None for dim, of_q in zip(dims, self._of_q, strict=True)])
+        return _Local.apply(x, dims, is_shared)
+
+    def _refuse(self, name: str, x: DTensor, needed: tuple[Placement, ...]) -> NoReturn:
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)} and placements {x.placements}; beside q with "
+            f"{_placements(self._of_q)} it needs {needed}, or Replicate() where a rank takes its part itself: "
+            f"{name}.redistribute(placements=...) communicates"
+        )
+
+    def _global(self, x: Tensor, shape: tuple[int, ...], placements: tuple[Placement, ...]) -> Tensor:
+        whole: Tensor = DTensor.from_local(
+            x, self._mesh, placements, run_check=False, shape=torch.Size(shape), stride=_contiguous(shape)
+        )
+        return whole
+
+
+class _Local(torch.autograd.Function):
+    """`_take`, whose backward sums what ranks share and gives the gradient the placements of what it is of.
+
+    `DTensor.to_local(grad_placements=)` leaves the gradient of a leaf Partial, with which an optimizer steps wrongly.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, dims: Dims, is_shared: tuple[bool, ...]) -> Tensor:
+        ctx.mesh, ctx.placements, ctx.shape, ctx.dtype = x.device_mesh, x.placements, x.shape, x.dtype
+        ctx.of_gradient = [Partial() if shared else at for shared, at in zip(is_shared, _placements(dims), strict=True)]
+        local = _take(x, dims)
+        return local.float() if any(is_shared) and x.dtype.itemsize < 4 else local
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        whole = DTensor.from_local(
+            grad, ctx.mesh, ctx.of_gradient, run_check=False, shape=ctx.shape, stride=_contiguous(ctx.shape)
+        )
+        return whole.redistribute(placements=ctx.placements).to(ctx.dtype), None, None
+
+
+def _take(x: DTensor, dims: Dims) -> Tensor:
+    """A view of the local tensor of a DTensor, sliced along a mesh dim where every rank has all of it."""
+    local: Tensor = x.to_local()
+    local = local.view_as(local)
+    mesh: DeviceMesh = x.device_mesh
+    for mesh_dim, dim in enumerate(dims):
+        if dim is not None and type(x.placements[mesh_dim]) is Replicate:
+            # As torch.chunk has it: ranks at the end may have fewer, or none.
+            size, parts = local.shape[dim], mesh.size(mesh_dim)
+            each = -(-size // parts)
+            start = min(mesh.get_local_rank(mesh_dim) * each, size)
+            local = local.narrow(dim, start, min(each, size - start))
+    return local
+
+
+def _placements(dims: Sequence[int | None]) -> tuple[Placement, ...]:
+    """Shard where a mesh dim has a tensor dim, Replicate where it has none."""
+    return tuple([Replicate() if dim is None else Shard(dim) for dim in dims])
+
+
+def _validate(q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Tensor | None, sink: Tensor | None) -> None:
+    """Refuse what `attention` refuses of the whole tensors: on every rank alike, before any of them communicates."""
+    q, k, v = _on_meta(q), _on_meta(k), _on_meta(v)
+    mask = _on_meta(mask) if is_dtensor(mask) else None
+    bias, sink = (None if x is None else _on_meta(x) for x in (bias, sink))
+    repeats: Repeats | None = None
+    if q.dim() > 4:
+        q, k, v, mask, bias, _, repeats, _ = fold_call(q, k, v, mask, bias)
+    describe(q, k, v, mask, bias, False, None, 0.0, None, None, False, False, repeats, sink=sink)
+
+
+def _on_meta(x: Tensor) -> Tensor:
+    meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    return meta.requires_grad_() if x.requires_grad and x.is_floating_point() else meta
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor."""
+    return tuple([math.prod([max(size, 1) for size in shape[dim + 1 :]]) for dim in range(len(shape))])

@@ -1,0 +1,329 @@
+"""DTensors in `attention`: values, gradients and placements beside one process, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from distributed_workers import Workers, workers
+from dtensor_calls import Call
+
+import flash_dmattn
+
+ROOT = Path(__file__).resolve().parent.parent
+LSE = (("return_lse", True),)
+
+
+@pytest.fixture
+def four() -> Workers:
+    """Four ranks, as a mesh of (2, 2) or two meshes of (2) that do the same."""
+    return workers(4)
+
+
+# Each call, and the placements of what comes of it; those of gradients are those of the leaf.
+CALLS = {
+    "batch": (Call("S0", mask=(3, 1, 5, 7), of_mask="S0", bias=(3, 2, 5, 7), of_bias="S0", flags=LSE), "S0", "S0"),
+    "batch, shared bias": (Call("S0", bias=(1, 2, 1, 7), of_bias="R", of_sink="R", flags=LSE), "S0", "S0"),
+    "batch, whole bias that is sliced": (Call("S0", bias=(3, 1, 5, 7), of_bias="R", flags=LSE), "S0", "S0"),
+    "batch, mask and bias of two dims": (
+        Call("S0", mask=(5, 7), of_mask="R", bias=(5, 1), of_bias="R", flags=LSE),
+        "S0",
+        "S0",
+    ),
+    "batch, whole keys": (Call("S0", k="R", mask=(3, 4, 5, 7), of_mask="R"), "S0", "S0"),
+    "a rank without entries": (Call("S0", batch=(1,), bias=(1, 4, 5, 7), of_bias="R", of_sink="R"), "S0", "S0"),
+    "heads": (
+        Call("S2", mask=(3, 4, 5, 7), of_mask="S1", bias=(1, 4, 5, 7), of_bias="S1", of_sink="S0", flags=LSE),
+        "S2",
+        "S1",
+    ),
+    "heads, bias of key-value heads": (Call("S2", bias=(3, 2, 1, 7), of_bias="S1", flags=LSE), "S2", "S1"),
+    "heads, bias of three dims": (Call("S2", bias=(2, 1, 7), of_bias="S0", flags=LSE), "S2", "S1"),
+    "heads, bias of one head": (Call("S2", bias=(3, 1, 5, 7), of_bias="R", flags=LSE), "S2", "S1"),
+    "heads, all else whole": (Call("S2", k="R", bias=(2, 5, 7), of_bias="R", of_sink="R", flags=LSE), "S2", "S1"),
+    "replicas": (Call("R", mask=(5, 7), of_mask="R", bias=(1, 1, 5, 7), of_bias="R", of_sink="R", flags=LSE), "R", "R"),
+    "batch and heads": (
+        Call("S0 S2", mask=(3, 1, 5, 7), of_mask="S0 R", bias=(3, 4, 1, 7), of_bias="S0 S1", of_sink="R S0", flags=LSE),
+        "S0 S2",
+        "S0 S1",
+    ),
+    "heads and batch": (Call("S2 S0", bias=(1, 4, 5, 7), of_bias="S1 R", of_sink="R R", flags=LSE), "S2 S0", "S1 S0"),
+    "batch and heads, shared bias": (Call("S0 S2", bias=(5, 7), of_bias="R R", flags=LSE), "S0 S2", "S0 S1"),
+    "batch and replicas": (Call("S0 R", bias=(1, 2, 1, 7), of_bias="R R", of_sink="R R", flags=LSE), "S0 R", "S0 R"),
+    "batch twice": (Call("S0 S0", bias=(3, 1, 1, 7), of_bias="S0 R", flags=LSE), "S0 S0", "S0 S0"),
+    "heads twice": (Call("S2 S2", num_heads_k=4, bias=(4, 5, 7), of_bias="S0 S0", flags=LSE), "S2 S2", "S1 S1"),
+    "two batch dims": (
+        Call("S1 S0", batch=(2, 3), mask=(2, 1, 1, 5, 7), of_mask="R S0", bias=(3, 4, 5, 7), of_bias="S0 R", flags=LSE),
+        "S1 S0",
+        "S1 S0",
+    ),
+    "probabilities": (
+        Call("S2", needs="", flags=(("backend", "reference"), ("return_lse", True), ("return_probs", True))),
+        "S2",
+        "S1",
+    ),
+    "sequence": (
+        Call("S1", seqlen_q=8, seqlen_k=8, mask=(3, 1, 8, 8), of_mask="S2", bias=(1, 4, 8, 8), of_bias="S2", flags=LSE),
+        "S1",
+        "S2",
+    ),
+    "sequence, shared bias": (
+        Call("S1", seqlen_q=8, seqlen_k=12, bias=(1, 2, 1, 12), of_bias="R", of_sink="R", flags=LSE),
+        "S1",
+        "S2",
+    ),
+    "sequence, all else whole": (
+        Call("S1", k="R", seqlen_q=8, mask=(8, 8), seqlen_k=8, of_mask="R", bias=(1, 4, 8, 8), of_bias="R", flags=LSE),
+        "S1",
+        "S2",
+    ),
+    "sequence, bias and mask of the keys": (
+        Call("S1", seqlen_q=8, seqlen_k=8, mask=(3, 1, 1, 8), of_mask="S3", bias=(1, 2, 1, 8), of_bias="S3", flags=LSE),
+        "S1",
+        "S2",
+    ),
+    "batch and sequence": (
+        Call(
+            "S0 S1",
+            seqlen_q=8,
+            seqlen_k=8,
+            mask=(3, 1, 8, 8),
+            of_mask="S0 S2",
+            bias=(3, 1, 1, 8),
+            of_bias="R R",
+            of_sink="R R",
+        ),
+        "S0 S1",
+        "S0 S2",
+    ),
+    "sequence and heads": (
+        Call("S1 S2", seqlen_q=8, seqlen_k=8, bias=(3, 4, 8, 8), of_bias="S2 S1", of_sink="R S0", flags=LSE),
+        "S1 S2",
+        "S2 S1",
+    ),
+    "window and softcap": (Call("S2", flags=(("softcap", 2.0), ("window_size", (3, 0)))), "S2", "S1"),
+    "gradient of the bias alone": (Call("S0", bias=(1, 4, 5, 7), of_bias="R", needs="bias"), "S0", "S0"),
+    "gradient of the keys alone": (Call("S0 S2", k="S0 R", needs="k"), "S0 S2", "S0 S1"),
+    "gradient of the sink alone": (Call("S0 S2", of_sink="R R", needs="sink"), "S0 S2", "S0 S1"),
+}
+
+
+def check(call: Call, found: dict[str, tuple[str, float]], of_out: str, of_lse: str) -> None:
+    leaves = {
+        "dq": call.q,
+        "dk": call.k or call.q,
+        "dv": call.k or call.q,
+        "dbias": call.of_bias,
+        "dsink": call.of_sink,
+    }
+    expected = {"out": of_out, "lse": of_lse, "probs": of_lse, **leaves}
+    assert {name: placed for name, (placed, _) in found.items()} == {name: expected[name] for name in found}
+    assert {name: far for name, (_, far) in found.items() if not far < 1e-10} == {}
+    needed = {f"d{name}" for name in call.needs.split()} - ({"dbias"} if call.bias is None else set())
+    assert needed - ({"dsink"} if not call.of_sink else set()) == {name for name in found if name.startswith("d")}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_values_gradients_and_placements(name: str, four: Workers) -> None:
+    call, of_out, of_lse = CALLS[name]
+    for found in four.run("dtensor_calls.compare", call):
+        if "probabilities" in name:
+            assert set(found) == {"out", "lse", "probs"}
+        check(call, found, of_out, of_lse)
+
+
+@pytest.mark.parametrize("name", ["batch, shared bias", "heads, all else whole", "batch and heads"])
+def test_one_graph_under_compile(name: str, four: Workers) -> None:
+    call, of_out, of_lse = CALLS[name]
+    for found in four.run("dtensor_calls.compare", call, True):
+        check(call, found, of_out, of_lse)
+
+
+def test_a_shared_sequence_is_not_traced(four: Workers) -> None:
+    for said in four.run("dtensor_calls.refused_as_one_graph", Call("S1", seqlen_q=8, seqlen_k=8)):
+        assert "q shares its sequence in a graph of torch.compile" in said
+
+
+BATCH, HEADS = Call("S0", bias=(1, 2, 1, 7), of_bias="R"), Call("S2", bias=(1, 2, 1, 7), of_bias="S1")
+REFUSED = {
+    "keys elsewhere": (
+        Call("S0", k="S2"),
+        {},
+        r"ValueError: k has shape \(3, 7, 2, 8\) and placements \(Shard\(dim=2\),\); beside q with \(Shard\(dim=0\),\) "
+        r"it needs \(Shard\(dim=0\),\), or Replicate\(\).*k\.redistribute\(placements=\.\.\.\) communicates",
+    ),
+    "keys of heads beside replicas": (Call("R", k="S2"), {}, r"k has .* it needs \(Replicate\(\),\)"),
+    "shared bias that is split": (
+        Call("S0", bias=(1, 2, 1, 7), of_bias="S1"),
+        {},
+        r"bias has shape \(1, 2, 1, 7\) and placements \(Shard\(dim=1\),\); .* it needs \(Replicate\(\),\)",
+    ),
+    "bias split by keys": (Call("S2", bias=(2, 5, 7), of_bias="S2"), {}, r"bias .* it needs \(Shard\(dim=0\),\)"),
+    "mask of batch beside heads": (
+        Call("S2", mask=(3, 4, 5, 7), of_mask="S0"),
+        {},
+        r"mask .* it needs \(Shard\(dim=1\),\)",
+    ),
+    "sink split beside batch": (Call("S0", of_sink="S0"), {}, r"sink has shape \(4,\) .* it needs \(Replicate\(\),\)"),
+    "a dim split by the later mesh dim first": (
+        Call("S0 S0", bias=(3, 1, 1, 7), of_bias="R S0"),
+        {},
+        r"bias .* \(Replicate\(\), Shard\(dim=0\)\); .* it needs \(Shard\(dim=0\), Shard\(dim=0\)\)",
+    ),
+    "partial bias": (BATCH, {"bias": "partial"}, r"bias .*\(Partial\(sum\),\); .* it needs \(Replicate\(\),\)"),
+    "partial q": (
+        Call("R"),
+        {"q": "partial"},
+        r"q has placements \(Partial\(sum\),\); on mesh dim 0 it needs Replicate\(\), Shard\(0\) \(batch\), ",
+    ),
+    "a sequence that does not divide": (
+        Call("S1"),
+        {},
+        "ValueError: q has 5 positions, shared among 2 ranks; it needs a multiple of 2, 4 at least",
+    ),
+    "keys that do not divide": (Call("S1", seqlen_q=4), {}, "ValueError: k has 7 positions, shared among 2 ranks"),
+    "rows like one for all": (Call("S1", seqlen_q=2, seqlen_k=8), {}, "ValueError: q has 2 positions.* 4 at least"),
+    "sequence twice": (
+        Call("S1 S1", seqlen_q=8, seqlen_k=8),
+        {},
+        r"q has placements .* share its sequence over 2 mesh dims; it needs one: flatten them",
+    ),
+    "rows of a bias elsewhere": (
+        Call("S1", seqlen_q=8, seqlen_k=8, bias=(1, 1, 8, 8), of_bias="S3"),
+        {},
+        r"bias .* it needs \(Shard\(dim=2\),\)",
+    ),
+    "probabilities of a shared sequence": (
+        Call("S1", seqlen_q=8, seqlen_k=8, flags=(("backend", "reference"), ("return_probs", True))),
+        {},
+        "ValueError: return_probs is True, and q shares its sequence",
+    ),
+    "head dim": (
+        Call("S3"),
+        {},
+        r"q has placements \(Shard\(dim=3\),\); on mesh dim 0 it needs .* Shard\(2\) \(heads\)",
+    ),
+    "heads that do not divide": (
+        Call("S2", num_heads_k=1),
+        {},
+        r"k has 1 heads, and q has placements \(Shard\(dim=2\),\) .* \(2,\); k needs a multiple of 2 heads",
+    ),
+    "heads that do not divide twice": (Call("S2 S2"), {}, r"k has 2 heads.* k needs a multiple of 4 heads"),
+    "plain keys": (BATCH, {"k": "plain"}, "TypeError: k is a Tensor, and q is a DTensor; k needs to be one, too"),
+    "plain bias": (BATCH, {"bias": "plain"}, "TypeError: bias is a Tensor, and q is a DTensor"),
+    "plain q": (BATCH, {"q": "plain"}, "TypeError: k is a DTensor, and q is a Tensor; q needs to be a DTensor, too"),
+    "all but the bias plain": (
+        BATCH,
+        {"q": "plain", "k": "plain", "v": "plain"},
+        r"TypeError: bias is a DTensor, and q is a Tensor; q needs to be a DTensor, too, or bias a plain tensor",
+    ),
+    "no keys": (BATCH, {"k": None}, "TypeError: k is a NoneType, and q is a DTensor"),
+    "another mesh": (BATCH, {"bias": "other mesh"}, r"ValueError: bias is on DeviceMesh.*needs to be on the mesh of q"),
+    "prepared mask with entries": (
+        BATCH,
+        {"mask": "prepared"},
+        r"ValueError: mask was prepared with batch and heads \(3, 1\); beside DTensors it needs \(1, 1\)",
+    ),
+    "no mask at all": (BATCH, {"mask": 3}, "TypeError: mask is a int; it needs to be a bool torch.Tensor"),
+    "dropout": (Call("S0", flags=(("dropout_p", 0.5),)), {}, r"ValueError: dropout_p is 0.5 beside DTensors"),
+    "sequences": (Call("S0", flags=(("sequences", 1),)), {}, "ValueError: sequences is given beside DTensors"),
+    # Of the whole tensors, so that each rank refuses alike: the first has two entries of each here.
+    "a bias that does not broadcast": (
+        Call("S0", bias=(2, 2, 1, 7), of_bias="R"),
+        {},
+        r"ValueError: bias has shape \(2, 2, 1, 7\).*it needs batch in \{1, 3\}",
+    ),
+    "a mask of floats": (
+        Call("S0", mask=(5, 7), of_mask="R", dtypes=(("mask", "float64"),)),
+        {},
+        "TypeError: mask has dtype float64; it needs bool",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_on_every_rank(name: str, four: Workers) -> None:
+    call, changes, message = REFUSED[name]
+    for said in four.run("dtensor_calls.refusal", call, changes):
+        assert re.match(message if "Error" in message else ".*" + message, said), said
+
+
+@pytest.mark.parametrize("kind", ["vmap", "grad"])
+def test_transforms_are_refused(kind: str, four: Workers) -> None:
+    for said in four.run("dtensor_calls.transformed", kind):
+        assert re.search(r"is a DTensor.*(inside of a transform of torch\.func|needs to be one, too)", said), said
+
+
+def test_a_prepared_mask_of_all_goes_to_every_rank(four: Workers) -> None:
+    assert max(four.run("dtensor_calls.prepared_for_all")) < 1e-10
+
+
+def test_keys_that_are_still_being_gathered(four: Workers) -> None:
+    assert max(four.run("dtensor_calls.gathered_keys")) < 1e-10
+
+
+@pytest.mark.parametrize("call", [BATCH, HEADS, Call("S0 S2", bias=(5, 7), of_bias="R R")], ids=str)
+def test_an_optimizer_steps_as_in_one_process(call: Call, four: Workers) -> None:
+    for placed, held, far in four.run("dtensor_calls.steps", call):
+        assert placed == call.of_bias
+        assert far < 1e-10
+        if "S" not in call.of_bias:
+            assert held < 1e-10  # what each rank holds itself
+
+
+def test_a_shared_gradient_is_rounded_once(four: Workers) -> None:
+    for same, differing in four.run("dtensor_calls.widened"):
+        assert differing > 10  # the values could tell
+        assert same
+
+
+def test_deterministic(four: Workers) -> None:
+    assert all(four.run("dtensor_calls.repeated", Call("S0 S2", bias=(5, 7), of_bias="R R", of_sink="R S0")))
+
+
+def test_second_derivative(four: Workers) -> None:
+    assert max(four.run("dtensor_calls.second")) < 1e-10
+
+
+def test_explain_speaks_of_the_call_of_the_rank(four: Workers) -> None:
+    assert four.run("dtensor_calls.explained", Call("S0 S2")) == [(2, 2, "eager")] * 2 + [(1, 2, "eager")] * 2
+    for said in four.run("dtensor_calls.explained", Call("S1", seqlen_q=8, seqlen_k=8)):
+        assert "share its sequence; such a call is several" in said
+
+
+def test_the_program_of_gpu_tests_runs_on_a_cpu() -> None:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, "tests/gpu_dtensor.py"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("passed q S") == 9 and "FAILED" not in done.stdout
+
+
+def test_plain_calls_ask_nothing_of_dtensors() -> None:
+    """Not even whether an argument is one: the functions that a call runs are those that it ran without them."""
+    x = torch.randn(1, 5, 2, 8)
+    called: list[str] = []
+
+    def note(frame: FrameType, event: str, arg: Any) -> None:
+        if event == "call":
+            called.append(f"{frame.f_code.co_filename}:{frame.f_code.co_name}")
+
+    for bias in (None, torch.randn(5, 5)):
+        flash_dmattn.attention(x, x, x, None, bias)
+        sys.setprofile(note)
+        try:
+            flash_dmattn.attention(x, x, x, None, bias)
+        finally:
+            sys.setprofile(None)
+    assert any(name.endswith("api.py:attention") for name in called)  # it was watched
+    asking = [name for name in called if re.search("distributed|dtensor", name.partition("flash_dmattn")[2])]
+    assert asking == []

@@ -1,0 +1,49 @@
+"""The example of FSDP2 with context parallelism: two processes lose what one does."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLE = "examples/distributed_training.py"
+
+
+@pytest.mark.parametrize(("ranks", "dp"), [(2, 1), (4, 2)], ids=["sequence", "batch and sequence"])
+def test_losses_are_those_of_one_process(ranks: int, dp: int) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += [EXAMPLE, "--steps", "6", "--dp", str(dp)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    head, _, *table = done.stdout.splitlines()
+    assert head == f"{dp} x {ranks // dp} ranks: batch x sequence of 128"
+    rows = [[float(cell) for cell in line.split()] for line in table]
+    assert [row[0] for row in rows] == list(range(6))
+    assert all(abs(row[3]) < 2e-5 and abs(row[1] - row[2]) < 2e-5 for row in rows)
+    assert rows[-1][1] < rows[0][1] - 0.3  # it learns, so that a wrong step would show
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ranks", "message"),
+    [([], None, "start it with torchrun --nproc-per-node 2"), (["--dp", "3"], "4", "it needs to divide the 4 ranks")],
+)
+def test_refused(
+    arguments: list[str],
+    ranks: str | None,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    if ranks is not None:
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", ranks)
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(ROOT / EXAMPLE))["main"](arguments)
+    assert message in capsys.readouterr().err
