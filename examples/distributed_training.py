@@ -44,8 +44,11 @@ class Share:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         """Causal attention of these rows over all keys."""
         if self.mesh is None:
-            return attention(q, k, v, None, bias, is_causal=True)
-        return context_parallel_attention(q, k, v, None, bias, group=self.mesh, layout=self.layout, is_causal=True)
+            out = attention(q, k, v, None, bias, is_causal=True)
+        else:
+            out = context_parallel_attention(q, k, v, None, bias, group=self.mesh, layout=self.layout, is_causal=True)
+        assert isinstance(out, Tensor)  # no lse beside it
+        return out
 
 
 class Block(nn.Module):

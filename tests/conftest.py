@@ -15,7 +15,6 @@ from cases import DEVICE, Case, Inputs
 from flex_fixture import ROUNDED, ROUNDS_GRADIENTS
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
-from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn.dispatch import call_cache, profile_store, settings

@@ -266,8 +266,8 @@ def _backward(
             sums = allocate((*lse.shape[:2], seqlen_k), dtype=torch.float32, device=q.device)
         else:
             dbias = stored = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
-    numbers = (low, high, flags.softmax_scale, flags.softcap, flags.deterministic, NUM_DBIAS_CHUNKS)
-    numbers += (dropout, flags.dropout_p)
+    of_call = (low, high, flags.softmax_scale, flags.softcap, flags.deterministic, NUM_DBIAS_CHUNKS)
+    numbers = (*of_call, dropout, flags.dropout_p)
     if any(x is not None for x in (dq, dk, dv, stored, sums)):
         k, v = _rows(k), _rows(v)
         walked: Sequence[Tensor] = ()
