@@ -120,6 +120,9 @@ struct IntervalBitsParams {
   int seqlen_q, tiles_q, tiles_k;
 };
 
+// The smallest page of keys that kernels read.
+constexpr int kLeastPage = 16;
+
 // Rows of a ragged TMA descriptor (api/tensor_map.h).
 constexpr int kRaggedRows = 1 << 30;
 

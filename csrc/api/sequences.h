@@ -60,7 +60,7 @@ inline void set_pages(const char* op, const torch::stable::Tensor& table, const 
             "block_table needs to be int32, (sequences, pages), its rows of unit stride");
   CHECK_FOR(op, pages > 0 && v.size(0) == pages && v.size(1) == page_size, "k and v differ in pages, or have none");
   const int64_t box = std::min<int64_t>(page_size, kTile);
-  CHECK_FOR(op, box >= 16 && kTile % box == 0 && page_size % box == 0, "pages have ", page_size,
+  CHECK_FOR(op, box >= kLeastPage && kTile % box == 0 && page_size % box == 0, "pages have ", page_size,
             " keys; kernels take 16, 32, 64, or a multiple of 128");
   const auto rows_of_page = [&](const torch::stable::Tensor& x, const char* name) {
     const int64_t rows = pages > 1 ? x.stride(0) / x.stride(1) : page_size;

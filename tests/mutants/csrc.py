@@ -44,8 +44,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "slots behind the last key of a page are read",
         "csrc/sm90/sequences/sequence.h",
-        "min(max(of.seqlen_k - first, 0), p.page_size), key - first);",
-        "p.page_size, key - first);",
+        "min(max(left, 0), p.page_size), row);",
+        "p.page_size, row);",
         _pages("test_every_size_of_a_page[64-cuda]"),
     ),
     Fault(
@@ -57,9 +57,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "every box of a block is that of its first page",
-        "csrc/sm90/forward/producer.h",
-        "block * kBlockN + row, page_rows);",
-        "block * kBlockN, page_rows);",
+        "csrc/sm90/sequences/sequence.h",
+        "min(column, p.table_columns - 1)];",
+        "min(first_column, p.table_columns - 1)];",
         _pages("test_every_size_of_a_page[16-cuda]"),
     ),
     Fault(

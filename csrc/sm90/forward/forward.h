@@ -36,7 +36,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) forward_kernel(const __gr
     }
     for (int stage = 0; stage < 2; ++stage) {
       barrier_init(&shared.work_full[stage], 1);
-      barrier_init(&shared.work_empty[stage], kArrivals + kArrivalsOfWarp * Traits::kProducesBias);
+      constexpr int kWarps = Traits::kProducesBias + Traits::kHasPages;  // of the producer, that read work tiles
+      barrier_init(&shared.work_empty[stage], kArrivals + kArrivalsOfWarp * kWarps);
     }
     fence_barrier_init();
   }
@@ -51,6 +52,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) forward_kernel(const __gr
       if (threadIdx.x == 0) load_tiles<Traits>(p, shared);
     } else if (Traits::kProducesBias && warp == 1) {
       produce_bias<Traits>(p, shared);
+    } else if (Traits::kHasPages && warp == 2) {
+      if constexpr (Traits::kHasPages) load_pages<Traits>(p, shared);
     }
   } else {
     setmaxnreg_inc<Traits::kConsumerRegisters>();

@@ -1,4 +1,5 @@
-// The producer warpgroup: one thread schedules tiles and loads q, k and v by TMA; one warp supplies the bias.
+// The producer warpgroup: one thread schedules tiles and loads q, k and v by TMA; one warp supplies the bias, and one loads k
+// and v where they lie in pages.
 #pragma once
 
 #include <type_traits>
@@ -8,29 +9,9 @@
 
 namespace flash_dmattn {
 
-// Loads a block of k or of v, with one arrival at the barrier.
-template <class Traits, int kPanels>
-__device__ __forceinline__ void load_key_block(const ForwardParams& p, const WorkTile<Traits::kHasSequences>& work,
-                                               uint8_t* to, const CUtensorMap* map, uint64_t* full, int block, int head,
-                                               [[maybe_unused]] int page_rows) {
-  constexpr int kBlockN = Traits::kBlockN;
-  if constexpr (Traits::kHasPages) {
-    barrier_arrive_expect_tx(full, kPanels * kBlockN * kRowBytes);
-#pragma unroll 1
-    for (int row = 0; row < kBlockN; row += p.sequences.page_box) {
-      const auto at = key_in_page(p.sequences, work.sequence, work.batch, block * kBlockN + row, page_rows);
-#pragma unroll
-      for (int panel = 0; panel < kPanels; ++panel) {
-        tma_load_box(to + (panel * kBlockN + row) * kRowBytes, map, full, panel * kPanelColumns, at, head);
-      }
-    }
-  } else {
-    tma_load_panels<kPanels, kBlockN>(to, map, full, 0, key_at(p, work, block * kBlockN), head);
-  }
-}
-
 template <class Traits>
 __device__ __forceinline__ void load_tiles(const ForwardParams& p, ForwardStorage<Traits>& shared) {
+  constexpr int kBlockN = Traits::kBlockN;
   prefetch_tensor_map(&p.q);
   prefetch_tensor_map(&p.k);
   prefetch_tensor_map(&p.v);
@@ -68,15 +49,19 @@ __device__ __forceinline__ void load_tiles(const ForwardParams& p, ForwardStorag
     const int head_k = work.head / p.heads_per_group;
 
     auto copy_keys = [&](int block) {
+      if constexpr (Traits::kHasPages) return;
       barrier_wait(&shared.k_empty[pipe_k.stage], pipe_k.phase ^ 1);
-      load_key_block<Traits, Traits::kPanels>(p, work, shared.k[pipe_k.stage], &p.k, &shared.k_full[pipe_k.stage], block,
-                                              head_k, p.sequences.page_rows_k);
+      const auto at = key_at(p, work, block * kBlockN);
+      tma_load_panels<Traits::kPanels, kBlockN>(shared.k[pipe_k.stage], &p.k, &shared.k_full[pipe_k.stage], 0, at,
+                                                head_k);
       pipe_k.advance();
     };
     auto copy_values = [&](int block) {
+      if constexpr (Traits::kHasPages) return;
       barrier_wait(&shared.v_empty[pipe_v.stage], pipe_v.phase ^ 1);
-      load_key_block<Traits, Traits::kPanelsV>(p, work, shared.v[pipe_v.stage], &p.v, &shared.v_full[pipe_v.stage], block,
-                                               head_k, p.sequences.page_rows_v);
+      const auto at = key_at(p, work, block * kBlockN);
+      tma_load_panels<Traits::kPanelsV, kBlockN>(shared.v[pipe_v.stage], &p.v, &shared.v_full[pipe_v.stage], 0, at,
+                                                 head_k);
       pipe_v.advance();
     };
 
@@ -100,6 +85,50 @@ __device__ __forceinline__ void load_tiles(const ForwardParams& p, ForwardStorag
       copy_values(block);
     }
     index = next;
+  }
+}
+
+// Loads k and v in pages, as one warp: each lane finds and loads boxes of its own, so that one wait for the table serves all.
+template <class Traits>
+__device__ __forceinline__ void load_pages(const ForwardParams& p, ForwardStorage<Traits>& shared) {
+  const int lane = threadIdx.x % 32, boxes = kTile / p.sequences.page_box;
+  PipelineState<Traits::kStages> pipe_k, pipe_v;
+  PipelineState<2> pipe_work;
+  for (;;) {
+    const WorkItem<Traits>& item = get_work_tile(shared, pipe_work);
+    if (!item.is_valid) return;
+    const Sequence of = item.work.sequence;
+    const int number = item.work.batch, head_k = item.work.head / p.heads_per_group;
+    const Walk<Traits>& walk = item.walk;
+    const auto load = [&](auto panels, uint8_t* to, const CUtensorMap* map, uint64_t* full, int block, int page_rows) {
+      constexpr int kPanels = decltype(panels)::value;
+      if (lane == 0) barrier_arrive_expect_tx(full, kPanels * kTile * kRowBytes);
+      __syncwarp();
+      for (int i = lane; i < boxes * kPanels; i += 32) {
+        const int box = i / kPanels, panel = i % kPanels;
+        const auto at = key_in_page(p.sequences, of, number, block * kTile, box, page_rows);
+        tma_load_box(to + (panel * kTile + box * p.sequences.page_box) * kRowBytes, map, full, panel * kPanelColumns, at,
+                     head_k);
+      }
+    };
+    const auto load_keys = [&](int block) {
+      barrier_wait(&shared.k_empty[pipe_k.stage], pipe_k.phase ^ 1);
+      load(std::integral_constant<int, Traits::kPanels>{}, shared.k[pipe_k.stage], &p.k, &shared.k_full[pipe_k.stage],
+           block, p.sequences.page_rows_k);
+      pipe_k.advance();
+    };
+    // In the order of load_tiles: the keys of a step before the values of the step before.
+#pragma unroll 1
+    for (int step = 0; step <= walk.steps; ++step) {
+      bool needs_mask;
+      if (step < walk.steps) load_keys(walk.at(step, needs_mask));
+      if (step == 0) continue;
+      barrier_wait(&shared.v_empty[pipe_v.stage], pipe_v.phase ^ 1);
+      load(std::integral_constant<int, Traits::kPanelsV>{}, shared.v[pipe_v.stage], &p.v, &shared.v_full[pipe_v.stage],
+           walk.at(step - 1, needs_mask), p.sequences.page_rows_v);
+      pipe_v.advance();
+    }
+    release_work_tile(shared, pipe_work);
   }
 }
 

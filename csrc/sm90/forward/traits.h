@@ -16,7 +16,7 @@ struct ForwardTraits {
   static constexpr Bias kBias = kBiasForm;
   static constexpr bool kHasMask = kMaskForm != MaskForm::kNone, kHasIntervals = kMaskForm == MaskForm::kIntervals;
   static constexpr bool kHasSequences = kOfSequences;
-  // Keys in pages have kernels of their own: where pages lie takes registers that the producer does not have.
+  // Keys in pages have kernels of their own, in which another warp loads them.
   static constexpr bool kHasPages = kInPages;
   static constexpr bool kHasDropout = kDropout;
 

@@ -152,14 +152,15 @@ __device__ __forceinline__ auto key_at(const Params& p, const Work& work, int ro
   }
 }
 
-// The coordinates of a key in a page of k or of v, whose pages are `page_rows` rows apart. What lies behind the last key
-// of the sequence is outside, and of a wrong table some page is read.
-__device__ __forceinline__ RaggedRowAt key_in_page(const SequenceParams& p, const Sequence& of, int number, int key,
-                                                   int page_rows) {
-  const int column = min(key / p.page_size, p.table_columns - 1);
-  const int page = min(max(p.block_table[number * p.table_stride + column], 0), p.pages - 1);
-  const int first = column * p.page_size;
-  return ragged_row_at(page * page_rows, min(max(of.seqlen_k - first, 0), p.page_size), key - first);
+// The coordinates of the i-th box of a block of keys, in its page of k or of v, whose pages are `page_rows` rows apart. What
+// lies behind the last key of the sequence is outside, and of a wrong table some page is read.
+__device__ __forceinline__ RaggedRowAt key_in_page(const SequenceParams& p, const Sequence& of, int number, int first_key,
+                                                   int i, int page_rows) {
+  const int first_column = first_key / p.page_size, column = first_column + i;
+  const int row = first_key - first_column * p.page_size;  // not 0 in pages of more than a block alone
+  const int page = p.block_table[number * p.table_stride + min(column, p.table_columns - 1)];
+  const int left = of.seqlen_k - column * p.page_size;
+  return ragged_row_at(min(max(page, 0), p.pages - 1) * page_rows, min(max(left, 0), p.page_size), row);
 }
 
 // Of tiles of a bias, or of dbias.
