@@ -107,7 +107,7 @@ def test_every_example_is_listed_and_says_how_it_is_run() -> None:
         source = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
         assert f"python examples/{name}.py" in source
     command = [sys.executable, str(EXAMPLES / "long_context.py"), "--help"]
-    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, env=None)
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True)
     assert done.returncode == 0 and "--quick" in done.stdout and "--out" in done.stdout
     tested = set(re.findall(r'run\("(\w+)"', Path(__file__).read_text(encoding="utf-8")))
     assert tested | ELSEWHERE >= set(names)

@@ -108,8 +108,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a prepared mask forgets the window",
         LAYER,
-        "seqlen_q=seqlen_q, is_causal=self.is_causal, window_size=self.window",
-        "seqlen_q=seqlen_q, is_causal=self.is_causal",
+        '{"is_causal": self.is_causal, "window_size": self.window}',
+        '{"is_causal": self.is_causal}',
         PREPARED,
     ),
     Fault(
