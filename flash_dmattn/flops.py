@@ -43,7 +43,12 @@ def forward_flop(
         q, k, v and the rest: those of the operator, the fields of `Flags` last.
         out_val: its result, which plays no part.
     """
-    return _pairs(q, k, Flags(*flags)) * 2 * (q.shape[3] + v.shape[3])
+    return forward_flop_of(_pairs(q, k, Flags(*flags)), q.shape[3], v.shape[3])
+
+
+def forward_flop_of(pairs: int, head_dim: int, head_dim_v: int) -> int:
+    """The same for a number of allowed pairs, those of all query heads together."""
+    return pairs * 2 * (head_dim + head_dim_v)
 
 
 def backward_flop(
@@ -73,12 +78,16 @@ def backward_flop(
         out_val: its result, which plays no part.
     """
     *flags, needs_grad = flags_and_need
+    return backward_flop_of(_pairs(q, k, Flags(*flags)), q.shape[3], v.shape[3], needs_grad)
+
+
+def backward_flop_of(pairs: int, dim: int, dim_v: int, needs_grad: Sequence[bool]) -> int:
+    """The same for a number of allowed pairs, those of all query heads together."""
     need_q, need_k, need_v, need_bias, *_ = needs_grad
-    dim, dim_v = q.shape[3], v.shape[3]
     if not any(needs_grad[:4]):
         return 0
     dp = dim_v if need_q or need_k or need_bias else 0
-    return _pairs(q, k, Flags(*flags)) * 2 * (dim + dp + need_v * dim_v + (need_q + need_k) * dim)
+    return pairs * 2 * (dim + dp + need_v * dim_v + (need_q + need_k) * dim)
 
 
 def _pairs(q: Tensor, k: Tensor, flags: Flags) -> int:

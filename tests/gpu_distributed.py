@@ -4,7 +4,8 @@
         torchrun --nproc-per-node 2 tests/gpu_distributed.py
     CUDA_VISIBLE_DEVICES= torchrun --nproc-per-node 2 tests/gpu_distributed.py --random 4   # small sizes, on a CPU
 
-One line for each case and backend, a table at the end. Exit status: 0; 1 where a case failed; 2 where it did not start.
+One line for each case and backend, a table at the end. Exit status: 0; 1 where a case failed; 2 where it did not start
+(torchrun makes 1 of it). Where `--seconds` run out, the last line says how to go on.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import os
 import random
 import sys
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -128,8 +130,8 @@ def put_together(case: ParallelCase, results: Mapping[str, Tensor]) -> dict[str,
     return found
 
 
-def judge(case: ParallelCase) -> str:
-    """What is wrong with a call: nothing, or its errors beside what is allowed."""
+def judge(case: ParallelCase) -> tuple[str, str]:
+    """What is wrong with a call, its errors beside what is allowed, or nothing; and what was left out."""
     x = draw(case)
     got = put_together(case, parallel(case, x))
     needs = tuple(name for name in ("q", "k", "v", "bias", "sink") if name in x.floats())
@@ -140,19 +142,22 @@ def judge(case: ParallelCase) -> str:
     try:
         assert_accurate({name: got.get(name) for name in names}, described, inputs)
     except AssertionError as error:
-        return " ".join(str(error).split("\n")[1:]).strip() or str(error)
-    first, second = (parallel(case, x, deterministic=True) for _ in range(2))
+        return " ".join(str(error).split("\n")[1:]).strip() or str(error), ""
+    try:
+        first, second = (parallel(case, x, deterministic=True) for _ in range(2))
+    except BackendUnsupportedError:
+        return "", ", which refuses deterministic=True"
     differing = [name for name in first if not torch.equal(first[name], second[name])]
-    return f"bits differ in {', '.join(differing)}" if differing else ""
+    return f"bits differ in {', '.join(differing)}" if differing else "", ""
 
 
 def outcome(case: ParallelCase, backend: Any) -> tuple[str, str]:
     """("passed", "failed" or "refused", what there is to say), the same on every rank."""
     choices = [backend, ("cuda", "triton")] if backend == "cuda" else [backend]
-    said = ""
     for choice in choices:
+        note = ""
         try:
-            said = judge(replace(case, backend=choice))
+            said, note = judge(replace(case, backend=choice))
         except BackendUnsupportedError as error:
             refusal = str(error).partition("\n")[2].strip().split("\n")[0]
             continue
@@ -162,7 +167,7 @@ def outcome(case: ParallelCase, backend: Any) -> tuple[str, str]:
         dist.all_gather_object(everywhere, said)
         wrong = [f"rank {rank}: {text}" for rank, text in enumerate(everywhere) if text]
         name = choice if isinstance(choice, str) else "/".join(choice)
-        return ("failed", f"{name}: {wrong[0]}") if wrong else ("passed", name)
+        return ("failed", f"{name}: {wrong[0]}") if wrong else ("passed", name + note)
     return "refused", refusal
 
 
@@ -172,6 +177,10 @@ def main() -> int:
     parser.add_argument("--random", type=int, default=40, help="how many calls to draw")
     parser.add_argument("--first", type=int, default=0, help="the number of the first of them")
     parser.add_argument("--match", default="", help="only cases with this in their name")
+    parser.add_argument(
+        "--skip", type=int, default=0, help="how many of the cases to leave out, as a line at the end says"
+    )
+    parser.add_argument("--seconds", type=float, default=540.0, help="start no case after so many")
     parser.add_argument("--backends", nargs="+", default=None, help="instead of cuda and triton, or eager on a CPU")
     given = parser.parse_args()
     on_gpus = torch.cuda.is_available()
@@ -182,16 +191,26 @@ def main() -> int:
     if on_gpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.set_num_threads(1)
-    dist.init_process_group("nccl" if on_gpus else "gloo")
+    started = time.monotonic()
+    if on_gpus:
+        dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    else:
+        dist.init_process_group("gloo")
     cases = named_cases(on_gpus)
     for seed in range(given.first, given.first + given.random):
         case = random_case(seed, on_gpus)
         cases[f"random {seed}"] = replace(case, dim_v=case.dim)
     backends = given.backends or (("cuda", "triton") if on_gpus else ("eager",))
     counts: Counter[tuple[str, str]] = Counter()
-    for name, case in cases.items():
-        if given.match not in name:
+    left = -1
+    for number, (name, case) in enumerate(cases.items()):
+        if given.match not in name or number < given.skip:
             continue
+        late = [time.monotonic() - started > given.seconds]  # on the first rank, whose word counts
+        dist.broadcast_object_list(late)
+        if late[0]:
+            left = number
+            break
         for backend in backends:
             here = replace(case, device=f"cuda:{torch.cuda.current_device()}" if on_gpus else "cpu")
             verdict, text = outcome(here, backend)
@@ -205,6 +224,8 @@ def main() -> int:
         print("| backend | passed | refused | failed |\n| --- | --- | --- | --- |")
         for backend in backends:
             print(f"| {backend} | {' | '.join(str(counts[backend, v]) for v in ('passed', 'refused', 'failed'))} |")
+        if left >= 0:
+            print(f"stopped after {given.seconds:.0f} s: go on with --skip {left}")
     failed = any(verdict == "failed" for _, verdict in counts) or not counts
     dist.destroy_process_group()
     return int(failed)

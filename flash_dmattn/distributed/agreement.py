@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -17,7 +18,7 @@ _KINDS: dict[str, type[Exception]] = {
     for kind in (TypeError, ValueError, NotImplementedError, BackendUnsupportedError, BackendUnavailableError)
 }
 # Of each group, by its name and size. A group's classes are counted and forgotten on all of its ranks alike.
-_agreed: dict[tuple[str, int], set[Shared]] = {}
+_agreed: dict[tuple[tuple[str, int], ...], set[Shared]] = {}
 _MOST_AGREED = 1024
 
 
@@ -27,14 +28,14 @@ class _Said(NamedTuple):
     message: str = ""
 
 
-def agree(members: Members, shared: Shared, failure: Exception | None, *, always: bool = False) -> None:
+def agree(groups: Sequence[Members], shared: Shared, failure: Exception | None, *, always: bool = False) -> None:
     """Compare a call with those of the other ranks: once for each class of calls, on all of them at once.
 
     A rank whose own arguments are bad tells the others, and all raise its error. That they wait for it is sure where
     the class is new to all, as a first call is; `always` compares every call.
 
     Args:
-        members: of the group.
+        groups: one, or several that are the dims of a mesh: what is said in one of them is passed on in the next.
         shared: what decides how much is sent; empty where `failure` came before it was known.
         failure: what this rank would have raised.
         always: whether to compare calls of a class that was compared before.
@@ -43,29 +44,42 @@ def agree(members: Members, shared: Shared, failure: Exception | None, *, always
         ValueError: ranks differ in a value.
         The kind of a failure: with the message of the lowest rank that has one.
     """
-    agreed = _agreed.setdefault((members.name, members.size), set())
+    agreed = _agreed.setdefault(tuple((members.name, members.size) for members in groups), set())
     if failure is None and shared in agreed and not always:
         return
-    own = _Said(shared) if failure is None else _Said(shared, type(failure).__name__, str(failure))
-    said: list[Any] = [own] * members.size
-    if members.size > 1:
-        dist.all_gather_object(said, own, group=process_group(members.name))
-    for rank, other in enumerate(said):
-        if other.kind:
-            raise _error(other.kind, f"rank {rank}: {other.message}") from (failure if rank == members.rank else None)
-    for rank, other in enumerate(said):
-        if other.shared != said[0].shared:
-            raise ValueError(_difference(said[0].shared, other.shared, rank))
+    said = _Said(shared)
+    if failure is not None:
+        said = _Said(shared, type(failure).__name__, f"rank {dist.get_rank()}: {failure}")
+    for members in groups:
+        said = _of_all(said, members)
+    if said.kind:
+        raise _error(said.kind, said.message) from failure
     if len(agreed) >= _MOST_AGREED:
         agreed.clear()
     agreed.add(shared)
 
 
-def _difference(first: Shared, other: Shared, rank: int) -> str:
+def _of_all(own: _Said, members: Members) -> _Said:
+    """What the ranks of a group say together: the first failure, the first difference, or what all of them say."""
+    if members.size == 1:
+        return own
+    said: list[Any] = [own] * members.size
+    dist.all_gather_object(said, own, group=process_group(members.name))
+    for other in said:
+        if other.kind:
+            return other
+    for rank, other in enumerate(said):
+        if other.shared != said[0].shared:
+            ranks = [dist.get_global_rank(process_group(members.name), r) for r in (0, rank)]
+            return _Said(own.shared, "ValueError", _difference(said[0].shared, other.shared, *ranks))
+    return own
+
+
+def _difference(first: Shared, other: Shared, first_rank: int, rank: int) -> str:
     values = dict(first)
     name = next(name for name, value in other if values.get(name) != value)
     return (
-        f"{name} is {values.get(name)} on rank 0 and {dict(other)[name]} on rank {rank}; "
+        f"{name} is {values.get(name)} on rank {first_rank} and {dict(other)[name]} on rank {rank}; "
         "context_parallel_attention needs the same on every rank"
     )
 

@@ -79,7 +79,7 @@ def describe_call(
     """
     if is_nested(q):
         raise ValueError("q is a nested tensor; context parallelism shares one sequence: pad it, or mask its documents")
-    layout_k = _check_layouts(q, k, v, members, layout, layout_k)
+    layout_k = check_layouts(q, k, v, members, layout, layout_k)
     mask_needs_keys, whole_mask = _whole_keys(mask, layout_k)
     bias_needs_keys, whole_bias = _whole_keys(bias, layout_k)
     if isinstance(mask, ShardedMask):
@@ -97,36 +97,40 @@ def describe_call(
     if torch.is_grad_enabled():
         needs = (x is not None and x.requires_grad for x in (q, k, v, bias, sink))
         problem = problem._replace(needs_grad=NeedsGrad(*needs))
-    if isinstance(mask, ShardedMask):
-        own = mask.masks[0]
-        rows = 1 if own.form == "keys" else layout.local_length
-        spec = unpacked_spec((mask.batch, mask.heads, rows, layout_k.length))
-        problem = problem._replace(mask=spec, mask_form=own.form)
-    given_mask = as_scores(mask) if isinstance(mask, Tensor) else mask
-    given_bias = None if bias is None else as_scores(bias)
-    if mask_needs_keys and problem.mask is not None:
-        problem = problem._replace(mask=_contiguous_spec(problem.mask.shape, torch.bool))
-    if problem.bias is not None and given_bias is not None and given_bias.shape[2] == 1:
-        dtype = sum_dtype(given_bias.dtype) if problem.needs_grad.bias else given_bias.dtype
-        spec = _contiguous_spec(problem.bias.shape, dtype) if bias_needs_keys else problem.bias._replace(dtype=dtype)
-        problem = problem._replace(bias=spec)
     call = ParallelCall(
         problem,
         members,
         layout,
         layout_k,
-        given_mask,
-        given_bias,
+        as_scores(mask) if isinstance(mask, Tensor) else mask,
+        None if bias is None else as_scores(bias),
         mask_needs_keys,
         bias_needs_keys,
         strategy,
         1,
     )
+    call = call._replace(problem=_as_read(call))
     call = call._replace(strategy=_strategy(call))
     return call._replace(head_groups=_head_groups(call, groups))
 
 
-def _check_layouts(
+def _as_read(call: ParallelCall) -> AttentionProblem:
+    """The problem with mask and bias as slices read them, where that is not as they were given."""
+    problem, mask, bias = call.problem, call.mask, call.bias
+    if isinstance(mask, ShardedMask):
+        form = mask.masks[0].form
+        rows = 1 if form == "keys" else problem.seqlen_q
+        problem = problem._replace(mask=unpacked_spec((mask.batch, mask.heads, rows, problem.seqlen_k)), mask_form=form)
+    elif call.mask_needs_keys and problem.mask is not None:
+        problem = problem._replace(mask=_contiguous_spec(problem.mask.shape, torch.bool))
+    if problem.bias is not None and bias is not None and bias.shape[2] == 1:
+        dtype = sum_dtype(bias.dtype) if problem.needs_grad.bias else bias.dtype
+        whole = _contiguous_spec(problem.bias.shape, dtype) if call.bias_needs_keys else problem.bias
+        problem = problem._replace(bias=whole._replace(dtype=dtype))
+    return problem
+
+
+def check_layouts(
     q: Tensor, k: Tensor, v: Tensor, members: Members, layout: SequenceLayout, layout_k: SequenceLayout | None
 ) -> SequenceLayout:
     """The layout of keys; `describe` names what is no tensor of four dims."""
@@ -196,7 +200,6 @@ def _band_of(
 
 def _strategy(call: ParallelCall) -> str:
     p, size = call.problem, call.members.size
-    heads_divide = p.num_heads % size == 0 and (p.num_heads_k % size == 0 or size % p.num_heads_k == 0)
     if call.strategy not in STRATEGIES:
         raise ValueError(f"strategy is {call.strategy!r}; it needs to be one of {', '.join(map(repr, STRATEGIES))}")
     if call.strategy == "ulysses":
@@ -205,17 +208,34 @@ def _strategy(call: ParallelCall) -> str:
                 "strategy is 'ulysses', and a mask or bias has rows of this rank, which would have to move with the "
                 "queries; strategy='gather' leaves them where they are"
             )
-        if not heads_divide:
-            raise ValueError(
-                f"strategy is 'ulysses', with {p.num_heads} heads on {p.num_heads_k} key-value heads and {size} ranks; "
-                "it needs heads of q that are a multiple of the ranks, and key-value heads that divide them or are "
-                "divided by them: strategy='gather' needs nothing of the kind"
-            )
+        check_heads(p.num_heads, p.num_heads_k, size)
     if call.strategy != "auto":
         return call.strategy
     # Where Ulysses sends less: gather moves 1.5 W / (G + 1) times its bytes.
     group = p.num_heads // p.num_heads_k
-    return "ulysses" if heads_divide and not call.has_rows and size > (group + 1) / 1.5 else "gather"
+    return (
+        "ulysses"
+        if _heads_divide(p.num_heads, p.num_heads_k, size) and not call.has_rows and size > (group + 1) / 1.5
+        else "gather"
+    )
+
+
+def _heads_divide(num_heads: int, num_heads_k: int, size: int) -> bool:
+    return num_heads % size == 0 and (num_heads_k % size == 0 or size % num_heads_k == 0)
+
+
+def check_heads(num_heads: int, num_heads_k: int, size: int) -> None:
+    """Refuse heads that `size` ranks cannot trade for positions.
+
+    Raises:
+        ValueError: they do not divide.
+    """
+    if not _heads_divide(num_heads, num_heads_k, size):
+        raise ValueError(
+            f"q has {num_heads} heads on {num_heads_k} key-value heads, and {size} ranks trade them; it needs heads of "
+            "q that are a multiple of the ranks, and key-value heads that divide them or are divided by them: "
+            "strategy='gather' over one dim needs nothing of the kind"
+        )
 
 
 # Work tiles of a group: two waves on the multiprocessors of an H100 or H200.

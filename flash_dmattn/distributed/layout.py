@@ -124,6 +124,32 @@ class SequenceLayout:
             loads[rank] += weights[interval]
         return cls(length, tuple(tuple(sorted(of_rank)) for of_rank in dealt))
 
+    def joined(self, number: int) -> tuple[SequenceLayout, tuple[SequenceLayout, ...]]:
+        """Runs of `number` ranks taken for one rank each: their layout, and of each of them who has which of its rows.
+
+        Raises:
+            ValueError: the ranks are no multiple of `number`.
+
+        >>> from flash_dmattn.distributed import SequenceLayout
+        >>> outer, inner = SequenceLayout.zigzag(16, 4).joined(2)
+        >>> outer.intervals, inner[0].intervals
+        ((((0, 4), (12, 16)), ((4, 12),)), (((0, 2), (6, 8)), ((2, 6),)))
+        """
+        if self.world_size % _positive("number", number):
+            raise ValueError(f"number is {number}; it needs to divide the {self.world_size} ranks of the layout")
+        outer, inner = [], []
+        for first in range(0, self.world_size, number):
+            members = self.intervals[first : first + number]
+            runs = sorted((start, stop, r) for r, of_rank in enumerate(members) for start, stop in of_rank)
+            own: list[list[Interval]] = [[] for _ in members]
+            row = 0
+            for start, stop, r in runs:
+                own[r].append((row, row + stop - start))
+                row += stop - start
+            outer.append(tuple((start, stop) for start, stop, _ in runs))
+            inner.append(SequenceLayout(row, tuple(tuple(x) for x in own)))
+        return SequenceLayout(self.length, tuple(outer)), tuple(inner)
+
     @property
     def world_size(self) -> int:
         """Number of ranks."""

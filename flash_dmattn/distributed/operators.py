@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ..backends.protocol import KernelBackend
 from ..dispatch.registry import BACKENDS
+from ..flops import backward_flop_of, forward_flop_of, register
 from ..operators import empty_gradient, empty_outputs
-from ..problem import NeedsGrad
+from ..problem import NeedsGrad, allowed_pairs
 from .definition import define
 from .exchange import Gathering, Returning
 from .layout import from_flat
@@ -69,6 +70,12 @@ class Numbers(NamedTuple):
         problem = rank_problem(q, v, bias, sink, seqlen_k, k.shape[2], *numbers)
         parts = plan(from_flat(tuple(self.layout)), self.rank, seqlen_k, window)
         return RankRows(problem, parts, views_of(mask_forms, mask), q, bias, sink)
+
+    def pairs(self, q: Tensor) -> int:
+        """How many pairs of a query and a key the slices of this rank allow, those of all query heads together."""
+        parts = plan(from_flat(tuple(self.layout)), self.rank, self.layout_k[0], (self.left, self.right))
+        allowed = sum(allowed_pairs(part.seqlen_q, part.seqlen_k, part.window) for part in parts)
+        return q.shape[0] * q.shape[2] * allowed
 
     def arriving(self, k: Tensor, v: Tensor) -> Iterator[tuple[HeadGroup, Tensor, Tensor]]:
         """Groups of heads with their whole keys and values; each is on its way while the one before it is computed."""
@@ -164,6 +171,17 @@ def _backward_fake(
     return [empty_gradient(x) for x, needed in zip((q, k, v, bias, sink), needs_grad) if needed and x is not None]
 
 
+def _forward_flop(q: Tensor, k: Tensor, v: Tensor, *others: Any, out_val: object = None) -> int:
+    return forward_flop_of(Numbers(*others[4:]).pairs(q), q.shape[3], v.shape[3])
+
+
+def _backward_flop(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *others: Any, out_val: object = None
+) -> int:
+    numbers = Numbers(*others[6:])
+    return backward_flop_of(numbers.pairs(q), q.shape[3], v.shape[3], numbers.needs_grad)
+
+
 gather_forward = define(
     "gather_forward", f"({_INPUTS}, {_NUMBERS}) -> (Tensor out, Tensor lse)", _forward, _forward_fake
 )
@@ -174,3 +192,5 @@ gather_backward = define(
     _backward,
     _backward_fake,
 )
+register(torch.ops.flash_dmattn.gather_forward, _forward_flop)
+register(torch.ops.flash_dmattn.gather_backward, _backward_flop)
