@@ -215,7 +215,7 @@ def parallel(
         mask,
         given.get("bias"),
         sink=given.get("sink"),
-        group=dist.group.WORLD if case.mesh is None else mesh_of(case.mesh),
+        group=dist.group.WORLD if case.mesh is None else mesh_of(case.mesh, case.device),
         layout=of_q,
         layout_k=of_k,
         return_lse=True,
@@ -237,9 +237,9 @@ def parallel(
 
 
 @lru_cache
-def mesh_of(sizes: tuple[int, int]) -> DeviceMesh:
+def mesh_of(sizes: tuple[int, int], device: str = "cpu") -> DeviceMesh:
     """A mesh of two dims, made once."""
-    return dist.init_device_mesh("cpu", sizes, mesh_dim_names=("outer", "inner"))
+    return dist.init_device_mesh(device.split(":")[0], sizes, mesh_dim_names=("outer", "inner"))
 
 
 def rows_of(case: ParallelCase) -> tuple[tuple[SequenceLayout, SequenceLayout], int]:
@@ -281,7 +281,7 @@ def compared(case: ParallelCase) -> dict[str, float]:
         if is_partial(case, name):
             dist.all_reduce(y)
         elif case.mesh is not None and name == "dbias" and (BIASES[case.bias] or ())[2]:  # those of a rank's heads
-            dist.all_reduce(y, group=mesh_of(case.mesh).get_group(1))
+            dist.all_reduce(y, group=mesh_of(case.mesh, case.device).get_group(1))
         z = part_of(case, name, wanted[name])
         assert y.shape == z.shape and y.dtype == z.dtype, (name, y.shape, z.shape, y.dtype, z.dtype)
         errors[name] = float(torch.where(y == z, torch.zeros_like(y), y - z).abs().max())  # -inf is equal to -inf

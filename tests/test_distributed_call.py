@@ -160,6 +160,10 @@ def test_refusals_over_a_mesh_of_two_dims() -> None:
         attend(group=mesh, layout=SequenceLayout.zigzag(16, 2))
     with pytest.raises(TypeError, match="layout is a int; it needs to be a SequenceLayout"):
         attend(group=mesh, layout=3)
+    with pytest.raises(TypeError, match="layout_k is a int; it needs to be a SequenceLayout"):
+        attend(group=mesh, layout_k=3)
+    with pytest.raises(ValueError, match="layout_k is for 2 ranks; it needs the 1"):
+        attend(group=mesh, layout_k=SequenceLayout.zigzag(16, 2))
     with pytest.raises(ValueError, match="q has 8 rows; it needs the 16"):
         attend(*tensors(8), group=mesh)
     with pytest.raises(ValueError, match="q has 3 dimensions"):

@@ -34,13 +34,20 @@ class Both(NamedTuple):
     Attributes:
         outer, inner: the groups of this process.
         layout: of the queries over all ranks.
-        layout_k: of the keys; None for that of the queries.
+        layout_k: of the keys; None for that of the queries, here and below.
+        outer_layout, outer_layout_k: which positions the ranks of each inner group have together. Rows of masks and
+            biases are in it.
+        within, within_k: which of the rows of its inner group each rank has.
     """
 
     outer: Members
     inner: Members
     layout: SequenceLayout
     layout_k: SequenceLayout | None
+    outer_layout: SequenceLayout
+    outer_layout_k: SequenceLayout | None
+    within: SequenceLayout
+    within_k: SequenceLayout
 
     @classmethod
     def of(cls, mesh: DeviceMesh, layout: SequenceLayout, layout_k: SequenceLayout | None) -> Both:
@@ -56,17 +63,13 @@ class Both(NamedTuple):
             raise ValueError(f"layout is for {layout.world_size} ranks; it needs the {mesh.size()} of the mesh")
         groups = [mesh.get_group(dim) for dim in (0, 1)]
         outer, inner = (Members(group.group_name, group.size(), group.rank()) for group in groups)
-        return cls(outer, inner, layout, layout_k)
-
-    @property
-    def outer_layout(self) -> SequenceLayout:
-        """Which positions the ranks of each inner group have together: rows of masks and biases are in it."""
-        return self.layout.joined(self.inner.size)[0]
-
-    @property
-    def outer_layout_k(self) -> SequenceLayout | None:
-        """The same of the keys."""
-        return None if self.layout_k is None else self.layout_k.joined(self.inner.size)[0]
+        together, within = layout.joined(inner.size)
+        own = within[outer.rank]
+        # What is no layout of as many ranks, the validation names.
+        if not isinstance(layout_k, SequenceLayout) or layout_k.world_size != mesh.size():
+            return cls(outer, inner, layout, layout_k, together, None, own, own)
+        together_k, within_k = layout_k.joined(inner.size)
+        return cls(outer, inner, layout, layout_k, together, together_k, own, within_k[outer.rank])
 
     def described(self, x: Inputs, reduce_bias_grad: bool) -> Inputs:
         """What the call over the outer dim receives: tensors without memory for q, k and v, and the heads of the rest.
@@ -98,20 +101,17 @@ class Both(NamedTuple):
 
     def traded(self, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of this rank's heads, with the rows of its inner group."""
-        heads, place = self._heads(x), self.outer.rank
-        within = self.layout.joined(self.inner.size)[1][place]
-        within_k = within if self.layout_k is None else self.layout_k.joined(self.inner.size)[1][place]
-        k, v = (heads.repeated(t) for t in (x.k, x.v))
-        q = trade_heads(x.q, self.inner.name, within, to_heads=True)
-        return q, *(trade_heads(t, self.inner.name, within_k, to_heads=True) for t in (k, v))  # type: ignore[return-value]
+        heads, name = self._heads(x), self.inner.name
+        q = trade_heads(x.q, name, self.within, to_heads=True)
+        k, v = (trade_heads(heads.repeated(t), name, self.within_k, to_heads=True) for t in (x.k, x.v))
+        return q, k, v
 
     def returned(self, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """out and lse of this rank's rows, with all heads."""
-        within = self.layout.joined(self.inner.size)[1][self.outer.rank]
-        own = trade_heads(out, self.inner.name, within, to_heads=False)
+        own = trade_heads(out, self.inner.name, self.within, to_heads=False)
         if lse is None:
             return own, None
-        traded = trade_heads(lse.transpose(1, 2)[..., None], self.inner.name, within, to_heads=False)
+        traded = trade_heads(lse.transpose(1, 2)[..., None], self.inner.name, self.within, to_heads=False)
         return own, traded.squeeze(-1).transpose(1, 2)
 
     def _heads(self, x: Inputs) -> OwnHeads:
