@@ -129,6 +129,8 @@ LONG = (
     "test_demo.py",
     "test_transformers_oldest.py",
     "test_docs.py",
+    "test_distributed_dtensor.py",
+    "test_distributed_training.py",
     "test_mask_pack_interpreter.py",
 )
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from distributed_backend import registered
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 import flash_dmattn
 from flash_dmattn.distributed import SequenceLayout, context_parallel_attention, prepare_mask
@@ -71,6 +73,7 @@ class ParallelCase:
     dtype: torch.dtype = torch.float64
     bias_dtype: torch.dtype | None = None
     backend: Any = "auto"
+    mesh: tuple[int, int] | None = None
     device: str = "cpu"
     seed: int = 0
 
@@ -190,19 +193,20 @@ def parallel(
 ) -> dict[str, Tensor]:
     """Results and gradients of this rank, of its own part."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    layouts = of_q, of_k = case.layouts(size)
+    of_q, of_k = case.layouts(size)
+    layouts, place = rows_of(case)
     own = {"q": of_q.shard(x.q, 1, rank), "k": of_k.shard(x.k, 1, rank), "v": of_k.shard(x.v, 1, rank)}
     if x.bias is not None:
-        own["bias"] = local_bias(BIASES[case.bias] or (), x.bias, layouts, rank)
+        own["bias"] = local_bias(BIASES[case.bias] or (), x.bias, layouts, place)
     if x.sink is not None:
         own["sink"] = x.sink
-    mask: Any = None if x.mask is None else local_bias(dims_of_mask(case) or (), x.mask, layouts, rank)
+    mask: Any = None if x.mask is None else local_bias(dims_of_mask(case) or (), x.mask, layouts, place)
     if case.mask in MISTAKEN:
         mask = MISTAKEN[case.mask](mask)
     flags = dict(x.flags)
     if case.mask.startswith("prepared"):
         band = {"is_causal": flags.pop("is_causal"), "window_size": flags.pop("window_size")}
-        mask = prepare_mask(mask, of_q, rank, layout_k=of_k, **band)
+        mask = prepare_mask(mask, layouts[0], place, layout_k=layouts[1], **band)
     given = leaves(case, own)
     out, lse = run(
         given["q"],
@@ -211,7 +215,7 @@ def parallel(
         mask,
         given.get("bias"),
         sink=given.get("sink"),
-        group=dist.group.WORLD,
+        group=dist.group.WORLD if case.mesh is None else mesh_of(case.mesh, case.device),
         layout=of_q,
         layout_k=of_k,
         return_lse=True,
@@ -232,6 +236,21 @@ def parallel(
     return {"out": out.detach(), "lse": lse.detach(), **gradients}
 
 
+@lru_cache
+def mesh_of(sizes: tuple[int, int], device: str = "cpu") -> DeviceMesh:
+    """A mesh of two dims, made once."""
+    return dist.init_device_mesh(device.split(":")[0], sizes, mesh_dim_names=("outer", "inner"))
+
+
+def rows_of(case: ParallelCase) -> tuple[tuple[SequenceLayout, SequenceLayout], int]:
+    """The layouts of queries and keys by which masks and biases are shared, and this rank's place in them."""
+    of_q, of_k = case.layouts(dist.get_world_size())
+    if case.mesh is None:
+        return (of_q, of_k), dist.get_rank()
+    inner = case.mesh[1]
+    return (of_q.joined(inner)[0], of_k.joined(inner)[0]), dist.get_rank() // inner
+
+
 def part_of(case: ParallelCase, name: str, x: Tensor) -> Tensor:
     """What a rank should have of a whole result."""
     layouts, rank = case.layouts(dist.get_world_size()), dist.get_rank()
@@ -241,7 +260,7 @@ def part_of(case: ParallelCase, name: str, x: Tensor) -> Tensor:
         return layouts[0].shard(x, 2, rank)
     if name in ("dk", "dv"):
         return layouts[1].shard(x, 1, rank)
-    return local_bias(BIASES[case.bias] or (), x, layouts, rank) if name == "dbias" else x
+    return local_bias(BIASES[case.bias] or (), x, *rows_of(case)) if name == "dbias" else x
 
 
 def is_partial(case: ParallelCase, name: str) -> bool:
@@ -261,6 +280,8 @@ def compared(case: ParallelCase) -> dict[str, float]:
     for name, y in found.items():
         if is_partial(case, name):
             dist.all_reduce(y)
+        elif case.mesh is not None and name == "dbias" and (BIASES[case.bias] or ())[2]:  # those of a rank's heads
+            dist.all_reduce(y, group=mesh_of(case.mesh, case.device).get_group(1))
         z = part_of(case, name, wanted[name])
         assert y.shape == z.shape and y.dtype == z.dtype, (name, y.shape, z.shape, y.dtype, z.dtype)
         errors[name] = float(torch.where(y == z, torch.zeros_like(y), y - z).abs().max())  # -inf is equal to -inf

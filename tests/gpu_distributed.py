@@ -43,8 +43,8 @@ def missing_of(environment: Mapping[str, str]) -> list[str]:
     return [f"{name}={value}" for name, value in REQUIRED.items() if environment.get(name) != value]
 
 
-def named_cases(large: bool) -> dict[str, ParallelCase]:
-    """The calls that the library is about, causal, in bf16."""
+def named_cases(large: bool, size: int) -> dict[str, ParallelCase]:
+    """The calls that the library is about, causal, in bf16, for `size` ranks."""
     length, dim = (2048, 128) if large else (64, 16)
     base = ParallelCase(causal=True, lse=True, dtype=torch.bfloat16, seqlen_q=length, seqlen_k=length, batch=1, heads=8)
     base = replace(base, dim=dim, dim_v=dim)
@@ -67,6 +67,8 @@ def named_cases(large: bool) -> dict[str, ParallelCase]:
         "sink": replace(base, sink=True, reduce=True),
         "ulysses": replace(base, strategy="ulysses", bias="keys", reduce=True),
         "ulysses, shared heads": replace(base, strategy="ulysses", heads_k=1, mask="keys"),
+        "mesh, heads": replace(base, strategy="auto", mesh=(1, size), mask="keys"),
+        "mesh, keys": replace(base, strategy="auto", mesh=(size, 1), mask="prepared_keys", sink=True, reduce=True),
         "balanced": replace(base, layout="balanced", mask="prepared", bias="full"),
     }
 
@@ -196,7 +198,7 @@ def main() -> int:
         dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     else:
         dist.init_process_group("gloo")
-    cases = named_cases(on_gpus)
+    cases = named_cases(on_gpus, dist.get_world_size())
     for seed in range(given.first, given.first + given.random):
         case = random_case(seed, on_gpus)
         cases[f"random {seed}"] = replace(case, dim_v=case.dim)

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.scale import __main__ as scale
 from benchmarks.scale import report
+from benchmarks.scale.measure import Group
 from flash_dmattn.distributed.model import Machine, read_machine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,7 +58,9 @@ def content(**changes: Any) -> dict[str, Any]:
     failed = {**row, "system": "torch, cudnn, alltoall", "head_groups": None, "failed": "RuntimeError: a | b"}
     links = [{"collective": "all_gather", "mb": 64, "ms": 0.3, "gbs": 211.0}]
     found = {"device": "NVIDIA H200", "world_size": 2, "torch": "2.11.0", "quick": False, "bandwidth": links}
-    return {**found, "rows": [row, failed], "machine": {}, **changes}
+    lacking = {"case": "causal, 131072, 32 on 32", "length": 131072, "heads": 32, "kv_heads": 32, "system": "one GPU"}
+    lacking |= {"head_groups": None, "failed": "OutOfMemoryError: too long"}
+    return {**found, "rows": [row, failed, lacking], "machine": {}, **changes}
 
 
 def test_report_of_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,7 +74,20 @@ def test_report_of_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
         in page
     )
     assert "| torch, cudnn, alltoall | failed | RuntimeError: a / b |" in page
+    assert "| causal, 131072, 32 on 32 | one GPU | failed | OutOfMemoryError: too long |" in page
     assert "| 64 | all_gather | 0.300 | 211.0 |" in page
+
+
+def test_a_case_that_one_gpu_cannot_do_is_a_row() -> None:
+    class TooLong:
+        name, length, heads, kv_heads = "causal", 1, 2, 2
+
+        def whole(self, group: Group) -> None:
+            raise MemoryError("too long")
+
+    rows = list(scale.rows_of(Group(0, 2, torch.device("cpu")), TooLong(), True))
+    assert [(row["system"], row["failed"]) for row in rows] == [("one GPU", "MemoryError: too long")]
+    assert report.line(rows[0]) == "one GPU: MemoryError: too long"
 
 
 def test_what_differs_is_said() -> None:

@@ -112,7 +112,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         "strategy='gather' leaves them where they are",
     ),
-    "heads and ulysses": (lambda: describe(3, strategy="ulysses"), ValueError, "4 heads on 2 key-value heads and 3"),
+    "heads and ulysses": (lambda: describe(3, strategy="ulysses"), ValueError, "4 heads on 2 key-value heads, and 3"),
     "head_groups": (lambda: attend(head_groups=3), ValueError, "head_groups is 3; it needs to divide the 2"),
     "kind of head_groups": (lambda: attend(head_groups=1.0), TypeError, "head_groups is 1.0"),
     "head_groups of one head": (
@@ -142,11 +142,36 @@ def test_refusals(name: str) -> None:
 
 
 def test_a_mesh_of_several_dims_is_refused_and_one_of_one_dim_is_a_group() -> None:
-    with pytest.raises(ValueError, match="group is a mesh of 2 dims; it needs one"):
-        attend(group=dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "cp")))
+    with pytest.raises(ValueError, match="group is a mesh of 3 dims; it needs one or two"):
+        attend(group=dist.init_device_mesh("cpu", (1, 1, 1)))
     q, k, v = tensors()
     out = attend(q, k, v, group=dist.init_device_mesh("cpu", (1,)), is_causal=True)
     torch.testing.assert_close(out, flash_dmattn.attention(q, k, v, is_causal=True))
+
+
+def test_refusals_over_a_mesh_of_two_dims() -> None:
+    mesh = dist.init_device_mesh("cpu", (1, 1))
+    q, k, v = tensors()
+    out = attend(q, k, v, group=mesh, is_causal=True)
+    torch.testing.assert_close(out, flash_dmattn.attention(q, k, v, is_causal=True))
+    with pytest.raises(ValueError, match="strategy is 'gather'; over a mesh of two dims it needs to be 'auto'"):
+        attend(group=mesh, strategy="gather")
+    with pytest.raises(ValueError, match="layout is for 2 ranks; it needs the 1 of the mesh"):
+        attend(group=mesh, layout=SequenceLayout.zigzag(16, 2))
+    with pytest.raises(TypeError, match="layout is a int; it needs to be a SequenceLayout"):
+        attend(group=mesh, layout=3)
+    with pytest.raises(TypeError, match="layout_k is a int; it needs to be a SequenceLayout"):
+        attend(group=mesh, layout_k=3)
+    with pytest.raises(ValueError, match="layout_k is for 2 ranks; it needs the 1"):
+        attend(group=mesh, layout_k=SequenceLayout.zigzag(16, 2))
+    with pytest.raises(ValueError, match="q has 8 rows; it needs the 16"):
+        attend(*tensors(8), group=mesh)
+    with pytest.raises(ValueError, match="q has 3 dimensions"):
+        attend(*[x[0] for x in tensors()], group=mesh)
+    with pytest.raises(ValueError, match="mask was prepared with 4 heads; over a mesh of two dims"):
+        attend(*tensors(), mask_of(heads=4), group=mesh)
+    with pytest.raises(ValueError, match=r"sink has shape \(3,\)"):
+        attend(group=mesh, sink=torch.ones(3))
 
 
 def test_a_second_derivative_is_refused() -> None:

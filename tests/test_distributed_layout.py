@@ -49,6 +49,20 @@ def test_chunks_in_zigzag() -> None:
     assert SequenceLayout.zigzag(24, 3).intervals == (((0, 4), (20, 24)), ((4, 8), (16, 20)), ((8, 16),))
 
 
+@pytest.mark.parametrize("name", ["zigzag", "contiguous"])
+def test_ranks_are_joined(name: str) -> None:
+    layout = getattr(SequenceLayout, name)(48, 6)
+    outer, inner = layout.joined(3)
+    assert outer.world_size == len(inner) == 2
+    for rank in range(6):
+        place, within = divmod(rank, 3)
+        own = outer.positions(place)[inner[place].positions(within)]
+        assert torch.equal(own, layout.positions(rank))
+    assert layout.joined(1)[0] == layout
+    with pytest.raises(ValueError, match="number is 4; it needs to divide the 6 ranks"):
+        layout.joined(4)
+
+
 def test_zigzag_shares_causal_work_equally() -> None:
     layout = SequenceLayout.zigzag(96, 4)
     work = [int((layout.positions(rank) + 1).sum()) for rank in range(4)]

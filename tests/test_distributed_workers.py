@@ -70,6 +70,39 @@ def test_a_call_over_processes_equals_one_call(name: str, size: int) -> None:
         assert max(errors.values()) < TOLERANCE, (rank, errors)
 
 
+M = (2, 2)
+ON_A_MESH = {
+    "plain": P(mesh=M, strategy="auto", causal=True, lse=True),
+    "bias of pairs": P(mesh=M, strategy="auto", causal=True, bias="full", mask="full", lse=True),
+    "bias of groups": P(mesh=M, strategy="auto", bias="group", mask="shared", heads=8, heads_k=4, groups=2),
+    "bias of keys": P(mesh=M, strategy="auto", causal=True, bias="keys", mask="keys", lse=True),
+    "bias sharded": P(mesh=M, strategy="auto", bias="sharded", mask="sharded", reduce=True),
+    "bias of one head": P(mesh=M, strategy="auto", bias="one_head", window=(9, 4)),
+    "summed": P(mesh=M, strategy="auto", bias="keys_of_q", reduce=True, sink=True, lse=True),
+    "sink": P(mesh=M, strategy="auto", sink=True, lse=True, causal=True),
+    "shared heads": P(mesh=M, strategy="auto", heads=4, heads_k=1, causal=True, dim=8, dim_v=4),
+    "prepared": P(mesh=M, strategy="auto", mask="prepared_keys", causal=True, seqlen_q=16, seqlen_k=48),
+    "outer of one": P(mesh=(1, 4), strategy="auto", heads=8, heads_k=8, bias="head", causal=True, lse=True),
+    "inner of one": P(mesh=(4, 1), strategy="auto", bias="full", causal=True),
+    "contiguous": P(mesh=M, strategy="auto", layout="contiguous", bias="query", lse=True),
+}
+
+
+@pytest.mark.parametrize("name", ON_A_MESH)
+def test_a_call_over_a_mesh_of_two_dims_equals_one_call(name: str) -> None:
+    for rank, errors in enumerate(workers(4).run("distributed_calls.compared", ON_A_MESH[name])):
+        assert max(errors.values()) < TOLERANCE, (rank, errors)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_mistake_of_one_rank_of_a_mesh_raises_on_all(rank: int) -> None:
+    case = P(mesh=M, strategy="auto", mask="full", softcap=40.0 + rank)
+    for kind, said, error in workers(4).run("distributed_calls.mistaken", case, rank, {"mask": "wrong"}, P()):
+        assert kind == "ValueError" and f"rank {rank}: mask has shape" in said and error < TOLERANCE
+    answers = workers(4).run("distributed_calls.mistaken", case, rank, {"scale": 0.1}, P())
+    assert len({said for _, said, _ in answers}) == 1 and "softmax_scale is" in answers[0][1], answers
+
+
 FORMS = {
     "tiles": P(mask="prepared", causal=True, bias="full", lse=True),
     "tiles of key-value heads": P(mask="prepared_group", causal=True, groups=2),
@@ -145,6 +178,7 @@ def test_calls_of_a_known_class_are_compared_where_asked_for() -> None:
 
 
 COMPILED = {
+    "mesh": P(mesh=M, strategy="auto", causal=True, bias="full", lse=True),
     "gather": P(causal=True, bias="full", mask="full", groups=2, lse=True),
     "summed": P(bias="head", reduce=True, mask="prepared", sink=True, lse=True),
     "sharded": P(bias="sharded", mask="sharded", window=(5, 2)),
@@ -154,12 +188,13 @@ COMPILED = {
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_call_compiles_to_one_graph(name: str) -> None:
-    assert max(workers(2).run("distributed_calls.compiled", COMPILED[name])) < TOLERANCE
+    size = 2 if COMPILED[name].mesh is None else 4
+    assert max(workers(size).run("distributed_calls.compiled", COMPILED[name])) < TOLERANCE
 
 
 def test_operators_are_what_they_say() -> None:
     checked: set[str] = set()
-    for case in COMPILED.values():
+    for case in (case for case in COMPILED.values() if case.mesh is None):
         for names in workers(2).run("distributed_calls.check_operators", case):
             checked |= {name.split(".")[1] for name in names}
     wanted = {"gather_forward", "gather_backward", "gather_keys", "return_keys", "sum_over_ranks"}

@@ -26,10 +26,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from . import peers, report
 from .bandwidth import SIZES, bandwidths
-from .calls import QUICK, Sizes, Work, cases
+from .calls import QUICK, Bound, Sizes, Work, cases
 from .measure import Group, compare, time_passes
 
 # Multicast of NVLink, switched off: the network adds nothing up here, and a fault of it takes the host with it.
@@ -127,14 +128,14 @@ def start(device: str) -> Group:
 def rows_of(group: Group, work: Work, with_peers: bool) -> Iterator[Row]:
     """One GPU first, then ours for each number of head groups, then the peers."""
     about = {"case": work.name, "length": work.length, "heads": work.heads, "kv_heads": work.kv_heads}
-    inputs = work.whole(group)
-    one = time_passes(group, inputs.call, inputs.leaves, inputs.dout)
-    wanted = work.rows_of_rank(group, one.results)
-    alone = {"one_forward_ms": one.forward, "one_backward_ms": one.backward}
-    one.results.clear()
-    del inputs
-    free(group)
-    systems: list[tuple[str, int | None, Callable[[], Any]]] = [
+    try:
+        alone, wanted = one_gpu(group, work)
+    except Exception as failure:  # memory, say: the other cases still count
+        yield {**about, "system": "one GPU", "head_groups": None, "failed": said_of(failure)}
+        return
+    finally:
+        free(group)
+    systems: list[tuple[str, int | None, Callable[[], Bound]]] = [
         ("ours", groups, partial(work.shared, group, groups)) for groups in work.head_groups
     ]
     if with_peers and work.is_plain:
@@ -142,19 +143,40 @@ def rows_of(group: Group, work: Work, with_peers: bool) -> Iterator[Row]:
     for system, groups, bind in systems:
         row: Row = {**about, "system": system, "head_groups": groups, **alone}
         try:
-            shared = bind()
-            with shared.around:
-                times = time_passes(group, shared.call, shared.leaves, shared.dout)
-            both = (alone["one_forward_ms"] + alone["one_backward_ms"]) / group.size
-            row |= {"forward_ms": times.forward, "backward_ms": times.backward}
-            row |= {"efficiency": both / (times.forward + times.backward)}
-            row |= {"forward_efficiency": alone["one_forward_ms"] / group.size / times.forward}
-            row |= compare(group, shared.names, times.results, wanted, shared.places)
-            del shared, times
+            row |= beside_one_gpu(group, bind, alone, wanted)
         except Exception as failure:  # of a peer, say: the others still count
-            row["failed"] = f"{type(failure).__name__}: {failure}".split("\n")[0][:300]
+            row["failed"] = said_of(failure)
         free(group)
         yield row
+
+
+def beside_one_gpu(
+    group: Group, bind: Callable[[], Bound], alone: dict[str, float], wanted: list[Tensor]
+) -> dict[str, Any]:
+    """Times, efficiency and errors of one system."""
+    shared = bind()
+    with shared.around:
+        times = time_passes(group, shared.call, shared.leaves, shared.dout)
+    share = {name: milliseconds / group.size for name, milliseconds in alone.items()}
+    return {
+        "forward_ms": times.forward,
+        "backward_ms": times.backward,
+        "efficiency": sum(share.values()) / (times.forward + times.backward),
+        "forward_efficiency": share["one_forward_ms"] / times.forward,
+        **compare(group, shared.names, times.results, wanted, shared.places),
+    }
+
+
+def one_gpu(group: Group, work: Work) -> tuple[dict[str, float], list[Tensor]]:
+    """The times of one GPU, and of its results the rows that this rank has."""
+    inputs = work.whole(group)
+    times = time_passes(group, inputs.call, inputs.leaves, inputs.dout)
+    return {"one_forward_ms": times.forward, "one_backward_ms": times.backward}, work.rows_of_rank(group, times.results)
+
+
+def said_of(failure: Exception) -> str:
+    """A line for a row."""
+    return f"{type(failure).__name__}: {failure}".split("\n")[0][:300]
 
 
 def free(group: Group) -> None:

@@ -43,7 +43,7 @@ def page(content: Record) -> str:
     head = ("case", "system", "forward ms", "backward ms", "one GPU ms", "efficiency", "of the forward pass", "error")
     body: list[tuple[str, ...]] = [head, ("---",) * len(head)]
     for row in content["rows"]:
-        alone = f"{row['one_forward_ms']:.2f} + {row['one_backward_ms']:.2f}"
+        alone = f"{row['one_forward_ms']:.2f} + {row['one_backward_ms']:.2f}" if "one_forward_ms" in row else ""
         if "failed" in row:
             body.append((row["case"], name_of(row), "failed", row["failed"].replace("|", "/"), alone, "", "", ""))
             continue
@@ -78,7 +78,8 @@ def machine_of(content: Record) -> dict[str, float]:
     gathered = [x["gbs"] for x in content["bandwidth"] if x["collective"] == "all_gather"]
     if gathered:
         found["nvlink_gbs"] = max(gathered)
-    plain = [row for row in content["rows"] if row["case"].startswith("causal, ") and "bias" not in row["case"]]
+    timed = [row for row in content["rows"] if "one_forward_ms" in row]
+    plain = [row for row in timed if row["case"].startswith("causal, ") and "bias" not in row["case"]]
     if plain:
         row = max(plain, key=lambda row: row["length"])
         flop = 4.0 * row["length"] ** 2 * row["heads"] * 128 * 0.5

@@ -6,12 +6,14 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..dispatch.selection import Selection
 from ..dispatch.settings import BackendChoice
 from ..problem import check_flag
 from ..validation import follow_autocast
-from .agreement import Shared, agree
+from .agreement import agree
+from .both import Both, Inputs
 from .call import ParallelCall, Strategy, describe_call, shared_of
 from .choice import choose_pair
 from .exchange import sum_dtype
@@ -69,7 +71,10 @@ def context_parallel_attention(
         bias: of the same shapes, any float dtype. Its gradient has its shape. With rows of this rank, or sharded by
             keys, that gradient is exact and complete. With i = 1 and otherwise it is that of this rank's rows, like
             that of any weight: what sums gradients over ranks (DDP, FSDP) sums it too.
-        group: a `ProcessGroup`, or a `DeviceMesh` of one dim.
+        group: a `ProcessGroup`, or a `DeviceMesh` of one dim; or of two, (outer, inner): heads are traded for positions
+            over the inner dim, keys gathered over the outer one. `layout` counts all ranks, the inner dim first, and
+            rows of masks and biases are those that an inner group has together, of `layout.joined(inner size)[0]`:
+            (B, H, Lq / outer size, ·). Gradients of a bias are those of this rank's heads then.
         layout: of the queries, and of the keys where `layout_k` is None.
         layout_k: of the keys.
         strategy: "gather": keys and values are gathered, rows of masks and biases stay. "ulysses": heads are traded for
@@ -106,21 +111,25 @@ def context_parallel_attention(
     torch.Size([1, 16, 4, 8])
     >>> dist.destroy_process_group()
     """
-    members = members_of(group, layout)
-    arguments = (q, k, v, mask, bias, sink, members, layout, layout_k, strategy, head_groups)
+    both = Both.of(group, layout, layout_k) if isinstance(group, DeviceMesh) and group.ndim == 2 else None
+    groups = (members_of(group, layout),) if both is None else (both.inner, both.outer)
+    given = Inputs(*follow_autocast(q, k, v), mask, bias, sink)
+    over = (groups[-1], layout, layout_k, strategy, head_groups)
     numbers = (is_causal, softmax_scale, softcap, window_size, deterministic, return_lse)
-    ours = Ours(reduce_bias_grad, exchange_dtype, backend, sequences is not None, dropout_p)
+    ours = Ours(reduce_bias_grad, exchange_dtype, backend, sequences is not None, dropout_p, both)
     if torch.compiler.is_compiling():
         # What raises here raises on this rank alone: nothing can be sent while a graph is traced.
-        call, pair, _ = _prepare(ours, arguments, numbers)
+        call, pair, sink = _prepare(ours, given, over, numbers)
     else:
-        call, pair = _prepare_together(members, _check_check(check), ours, arguments, numbers)
-    q, k, v = follow_autocast(q, k, v)
+        call, pair, sink = _prepare_together(groups, _check_check(check), ours, given, over, numbers)
     mask, bias, sink = _with_whole_keys(call, sink, reduce_bias_grad)
+    q, k, v = given[:3] if both is None else both.traded(given)
     if call.strategy == "ulysses":
         return attend_traded(call, q, k, v, cast("Tensor | None", mask), bias, sink, backend)
-    results = attend_gathered(call, pair, exchange_dtype or q.dtype, q, k, v, mask, bias, sink)
-    return results if return_lse else results[0]
+    out, lse = attend_gathered(call, pair, exchange_dtype or q.dtype, q, k, v, mask, bias, sink)
+    if both is not None:
+        out, lse = both.returned(out, lse if return_lse else None)  # type: ignore[assignment]
+    return (out, lse) if return_lse else out
 
 
 class Ours(NamedTuple):
@@ -131,11 +140,12 @@ class Ours(NamedTuple):
     backend: BackendChoice
     has_sequences: bool
     dropout_p: float
+    both: Both | None
 
 
 def _prepare(
-    ours: Ours, arguments: tuple[Any, ...], numbers: tuple[Any, ...]
-) -> tuple[ParallelCall, Selection, Shared]:
+    ours: Ours, given: Inputs, over: tuple[Any, ...], numbers: tuple[Any, ...]
+) -> tuple[ParallelCall, Selection, Tensor | None]:
     """Everything that can be wrong is found here, before anything is sent."""
     if ours.has_sequences:
         raise ValueError(
@@ -145,27 +155,38 @@ def _prepare(
     if ours.dropout_p != 0:
         raise ValueError(f"dropout_p is {ours.dropout_p!r}; context_parallel_attention has no dropout")
     check_flag("reduce_bias_grad", ours.reduce_bias_grad)
-    q, k, v, *others = arguments
-    call = describe_call(*follow_autocast(q, k, v), *others, *numbers)
+    if ours.both is not None:
+        members, _, _, strategy, groups = over
+        if strategy != "auto":
+            raise ValueError(f"strategy is {strategy!r}; over a mesh of two dims it needs to be 'auto', which is both")
+        given = ours.both.described(given, ours.reduce_bias_grad)
+        over = (members, ours.both.outer_layout, ours.both.outer_layout_k, "gather", groups)
+    call = describe_call(*given, *over, *numbers)
     dtype = call.problem.dtype
     if ours.exchange_dtype not in (None, dtype, sum_dtype(dtype)):
         raise ValueError(f"exchange_dtype is {ours.exchange_dtype}; it needs to be None, {dtype} or {sum_dtype(dtype)}")
     pair = choose_traded(call, ours.backend) if call.strategy == "ulysses" else choose_pair(call, ours.backend)
-    more = {"reduce_bias_grad": ours.reduce_bias_grad, "exchange_dtype": ours.exchange_dtype}
-    return call, pair, shared_of(call, **more)
+    return call, pair, given.sink
 
 
 def _prepare_together(
-    members: Members, always: bool, ours: Ours, arguments: tuple[Any, ...], numbers: tuple[Any, ...]
-) -> tuple[ParallelCall, Selection]:
+    members: tuple[Members, ...],
+    always: bool,
+    ours: Ours,
+    given: Inputs,
+    over: tuple[Any, ...],
+    numbers: tuple[Any, ...],
+) -> tuple[ParallelCall, Selection, Tensor | None]:
     """The same, with what went wrong on any rank raised on all of them."""
     try:
-        call, pair, shared = _prepare(ours, arguments, numbers)
+        call, pair, sink = _prepare(ours, given, over, numbers)
+        more = {"reduce_bias_grad": ours.reduce_bias_grad, "exchange_dtype": ours.exchange_dtype}
+        shared = shared_of(call, **more)
     except Exception as error:  # of every kind: the other ranks wait for this one, whatever it was
-        agree((members,), (), error, always=always)
+        agree(members, (), error, always=always)
         raise
-    agree((members,), shared, None, always=always)
-    return call, pair
+    agree(members, shared, None, always=always)
+    return call, pair, sink
 
 
 def _check_check(check: str) -> bool:

@@ -79,7 +79,7 @@ def describe_call(
     """
     if is_nested(q):
         raise ValueError("q is a nested tensor; context parallelism shares one sequence: pad it, or mask its documents")
-    layout_k = _check_layouts(q, k, v, members, layout, layout_k)
+    layout_k = check_layouts(q, k, v, members, layout, layout_k)
     mask_needs_keys, whole_mask = _whole_keys(mask, layout_k)
     bias_needs_keys, whole_bias = _whole_keys(bias, layout_k)
     if isinstance(mask, ShardedMask):
@@ -130,7 +130,7 @@ def _as_read(call: ParallelCall) -> AttentionProblem:
     return problem
 
 
-def _check_layouts(
+def check_layouts(
     q: Tensor, k: Tensor, v: Tensor, members: Members, layout: SequenceLayout, layout_k: SequenceLayout | None
 ) -> SequenceLayout:
     """The layout of keys; `describe` names what is no tensor of four dims."""
@@ -200,7 +200,6 @@ def _band_of(
 
 def _strategy(call: ParallelCall) -> str:
     p, size = call.problem, call.members.size
-    heads_divide = p.num_heads % size == 0 and (p.num_heads_k % size == 0 or size % p.num_heads_k == 0)
     if call.strategy not in STRATEGIES:
         raise ValueError(f"strategy is {call.strategy!r}; it needs to be one of {', '.join(map(repr, STRATEGIES))}")
     if call.strategy == "ulysses":
@@ -209,17 +208,34 @@ def _strategy(call: ParallelCall) -> str:
                 "strategy is 'ulysses', and a mask or bias has rows of this rank, which would have to move with the "
                 "queries; strategy='gather' leaves them where they are"
             )
-        if not heads_divide:
-            raise ValueError(
-                f"strategy is 'ulysses', with {p.num_heads} heads on {p.num_heads_k} key-value heads and {size} ranks; "
-                "it needs heads of q that are a multiple of the ranks, and key-value heads that divide them or are "
-                "divided by them: strategy='gather' needs nothing of the kind"
-            )
+        check_heads(p.num_heads, p.num_heads_k, size)
     if call.strategy != "auto":
         return call.strategy
     # Where Ulysses sends less: gather moves 1.5 W / (G + 1) times its bytes.
     group = p.num_heads // p.num_heads_k
-    return "ulysses" if heads_divide and not call.has_rows and size > (group + 1) / 1.5 else "gather"
+    return (
+        "ulysses"
+        if _heads_divide(p.num_heads, p.num_heads_k, size) and not call.has_rows and size > (group + 1) / 1.5
+        else "gather"
+    )
+
+
+def _heads_divide(num_heads: int, num_heads_k: int, size: int) -> bool:
+    return num_heads % size == 0 and (num_heads_k % size == 0 or size % num_heads_k == 0)
+
+
+def check_heads(num_heads: int, num_heads_k: int, size: int) -> None:
+    """Refuse heads that `size` ranks cannot trade for positions.
+
+    Raises:
+        ValueError: they do not divide.
+    """
+    if not _heads_divide(num_heads, num_heads_k, size):
+        raise ValueError(
+            f"q has {num_heads} heads on {num_heads_k} key-value heads, and {size} ranks trade them; it needs heads of "
+            "q that are a multiple of the ranks, and key-value heads that divide them or are divided by them: "
+            "strategy='gather' over one dim needs nothing of the kind"
+        )
 
 
 # Work tiles of a group: two waves on the multiprocessors of an H100 or H200.

@@ -36,7 +36,9 @@ def members_of(group: Group, layout: SequenceLayout) -> Members:
     """
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            raise ValueError(f"group is a mesh of {group.ndim} dims; it needs one: take it by name, mesh['cp']")
+            raise ValueError(
+                f"group is a mesh of {group.ndim} dims; it needs one or two: take them by name, mesh['cp']"
+            )
         group = group.get_group()
     if not isinstance(group, ProcessGroup):
         raise TypeError(

@@ -14,7 +14,7 @@ from ..problem import AttentionProblem, TensorSpec, unpacked_spec
 from .call import ParallelCall
 from .definition import define
 from .exchange import trade
-from .layout import from_flat
+from .layout import SequenceLayout, from_flat
 
 
 def _to_heads(x: Tensor, group: str, layout: list[int]) -> Tensor:
@@ -62,7 +62,13 @@ class _Trade(torch.autograd.Function):
         return _Trade.apply(gradient, ctx.group, ctx.layout, not ctx.to_heads), None, None, None
 
 
-class _OwnHeads(NamedTuple):
+def trade_heads(x: Tensor, group: str, layout: SequenceLayout, *, to_heads: bool) -> Tensor:
+    """(B, L / W, H, D) of this rank's rows to (B, L, H / W, D) of its heads, or back; differentiable."""
+    traded: Tensor = _Trade.apply(x, group, layout.flat, to_heads)
+    return traded
+
+
+class OwnHeads(NamedTuple):
     """The heads that a rank computes.
 
     Attributes:
@@ -89,6 +95,10 @@ class _OwnHeads(NamedTuple):
         width = heads // self.size
         return slice(self.rank * width, (self.rank + 1) * width)
 
+    def repeated(self, x: Tensor) -> Tensor:
+        """Keys or values (B, L / W, Hk, D), each head as often as ranks share it."""
+        return x if self.repeats == 1 else x.repeat_interleave(self.repeats, 2)
+
     def cut(self, x: Tensor | None) -> Tensor | None:
         """The same of a mask or bias (b, h, 1, j)."""
         return None if x is None else x[:, self.of(x.shape[1])]
@@ -103,9 +113,9 @@ def choose_traded(call: ParallelCall, backend: BackendChoice) -> Selection:
     return choose(_problem(call), choice_in_force(backend))
 
 
-def _heads_of(call: ParallelCall) -> _OwnHeads:
+def _heads_of(call: ParallelCall) -> OwnHeads:
     p = call.problem
-    return _OwnHeads(call.members.rank, call.members.size, p.num_heads, p.num_heads_k)
+    return OwnHeads(call.members.rank, call.members.size, p.num_heads, p.num_heads_k)
 
 
 def _problem(call: ParallelCall) -> AttentionProblem:
@@ -149,10 +159,8 @@ def attend_traded(
         mask, bias: with one row for all queries, and all keys or one.
     """
     p, own, name = call.problem, _heads_of(call), call.members.name
-    if own.repeats > 1:
-        k, v = (x.repeat_interleave(own.repeats, 2) for x in (k, v))
-    whole_q = _Trade.apply(q, name, call.layout.flat, True)
-    whole_k, whole_v = (_Trade.apply(x, name, call.layout_k.flat, True) for x in (k, v))
+    whole_q = trade_heads(q, name, call.layout, to_heads=True)
+    whole_k, whole_v = (trade_heads(own.repeated(x), name, call.layout_k, to_heads=True) for x in (k, v))
     found = attention(
         whole_q,
         whole_k,
@@ -168,8 +176,8 @@ def attend_traded(
         backend=backend,
         sink=None if sink is None else sink[own.of(p.num_heads)],
     )
-    out: Tensor = _Trade.apply(found[0], name, call.layout.flat, False)
+    out = trade_heads(found[0], name, call.layout, to_heads=False)
     if not p.return_lse:
         return out
-    lse = _Trade.apply(found[1].transpose(1, 2)[..., None], name, call.layout.flat, False)
+    lse = trade_heads(found[1].transpose(1, 2)[..., None], name, call.layout, to_heads=False)
     return out, lse.squeeze(-1).transpose(1, 2)

@@ -13,6 +13,20 @@ GROUPS = ("tests/test_distributed_call.py::test_head_groups_have_two_waves_of_ti
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
+        "rows of joined ranks are in the order of ranks",
+        PACKAGE + "layout.py",
+        "runs = sorted((start, stop, r) for r",
+        "runs = list((start, stop, r) for r",
+        ("tests/test_distributed_layout.py::test_ranks_are_joined",),
+    ),
+    Fault(
+        "over a mesh a sink is that of the first heads",
+        PACKAGE + "both.py",
+        "[heads.of(x.q.shape[2])]",
+        "[: x.q.shape[2] // self.inner.size]",
+        ("tests/test_distributed_workers.py::test_a_call_over_a_mesh_of_two_dims_equals_one_call[sink]",),
+    ),
+    Fault(
         "chunks of a rank are neighbours in zigzag",
         PACKAGE + "layout.py",
         "tuple((ends[r], ends[-1 - r]) for r in range(world_size))",
