@@ -262,7 +262,7 @@ FAULTS: tuple[Fault, ...] = (
         PLAN,
         "sink_gradient(sink, lse.masked_fill(lse == -torch.inf, torch.inf), rows)",
         "sink_gradient(sink, lse, rows)",
-        ("tests/test_triton_sequences.py::test_in_the_interpreter[drawn]",),
+        ("tests/test_triton_sequences.py::test_in_the_interpreter[made]",),
     ),
     Fault(
         "causality is aligned to the first key",
