@@ -74,10 +74,13 @@ def draw(number: int, is_wrong: bool = False, dtypes: tuple[torch.dtype, ...] = 
         return STRIDES[rng.choice(tuple(STRIDES))](x) if x.numel() else x
 
     new = (1, rows) if packs_tokens else (count, rows)
-    caches = [values((entries, entry_rows, heads, d)) for d in dims]
+    caches: list[Tensor | None] = [values((entries, entry_rows, heads, d)) for d in dims]
     for x in caches:
+        assert x is not None
         x.masked_fill_(torch.rand(x.shape, generator=torch_rng).to(DEVICE) < 0.3, torch.nan)
     k, v = (values((*new, heads, d)) for d in dims)
+    if rng.random() < 0.15:  # a cache of one kind
+        caches, v = [caches[0], None], None
     in_pages = table.to(DEVICE) if layout.startswith("paged") else None
     of_device = torch.tensor(bounds, dtype=torch.int32, device=DEVICE).view(count, 4)
     return WriteCall(CacheWrite(*caches, k, v, of_device, in_pages, layout), sequences, f"draw({number}, {is_wrong})")
@@ -103,10 +106,11 @@ def targets(write: CacheWrite) -> dict[tuple[int, int], list[tuple[int, int]]]:
 def assert_written(call: WriteCall, writer: Writer) -> None:
     """Every value of the caches is what it was, or that of a token that goes there; so is all memory around them."""
     write = call.write
-    before = [_storage(x).clone() for x in (write.k_cache, write.v_cache)]
+    pairs = [pair for pair in ((write.k_cache, write.k), (write.v_cache, write.v)) if pair[0] is not None]
+    before = [_storage(cache).clone() for cache, _ in pairs]
     wanted = targets(write)
     writer(write)
-    for cache, new, old in ((write.k_cache, write.k, before[0]), (write.v_cache, write.v, before[1])):
+    for (cache, new), old in zip(pairs, before, strict=True):
         same = old.as_strided(cache.shape, cache.stride(), cache.storage_offset())
         for (entry, row), tokens in wanted.items():
             found = cache[entry, row]

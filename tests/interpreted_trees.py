@@ -1,6 +1,6 @@
 """Run the Triton kernels with trees of new tokens in its interpreter: `python interpreted_trees.py <first> <calls>`.
 
-As `interpreted_sequences.py`. Each call with a chain as its tree has the bits of the causal call.
+As `interpreted_sequences.py`; gradients are eager's. With a chain as its tree each call has the bits of causality.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def outcomes(first: int, count: int) -> Iterator[str | None]:
         lengths = {"lengths": (1, 3, 5)} if number % 2 else {"lengths": (0, 1, 5, 17, 33)}
         layout = rng.choice(LAYOUTS)
         call = draw(number, layout, dtypes=base.EVERY_DTYPE, head_dims=(4, 16, 20), lengths_k=LENGTHS_K, **lengths)
-        call = spoiled(replace(call, needs_grad=()))
+        call = spoiled(call)
         base.set_up(rng.choice(base.TILES), 1, 0)
         base._allocated.clear()
         try:
-            assert_accurate(run(call, "triton"), call)
-            chain, causal = (run(each, "triton") for each in as_chain(call))
+            assert_accurate(run(call, ("triton", "eager")), call)
+            chain, causal = (run(replace(each, needs_grad=()), "triton") for each in as_chain(call))
             for name in ("out", "lse"):
                 assert torch.equal(chain[name], causal[name]), f"{name} of a chain is not that of causality"
             base.assert_margins()

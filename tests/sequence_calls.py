@@ -197,7 +197,7 @@ def spoiled(call: SequenceCall) -> SequenceCall:
     return replace(call, q=q, dout=dout, k=bad(call.k, used_k), v=bad(call.v, used_k))
 
 
-def run(call: SequenceCall, backend: str) -> Results:
+def run(call: SequenceCall, backend: str | tuple[str, str]) -> Results:
     """out, lse and the gradients of a call, None of those that it does not need."""
     leaves = {n: None if (x := getattr(call, n)) is None else x.detach().clone() for n in LEAVES}
     for name in call.needs_grad:

@@ -26,8 +26,8 @@ def by_sequences(call: Any) -> Callable[[CacheWrite], None]:
     """A writer that calls the public function, with the tensors of a call in its layout."""
 
     def write(given: CacheWrite) -> None:
-        caches = [x[0] if given.packs_keys else x for x in (given.k_cache, given.v_cache)]
-        new = [x[0] if given.packs_tokens else x for x in (given.k, given.v)]
+        caches = [x[0] if given.packs_keys and x is not None else x for x in (given.k_cache, given.v_cache)]
+        new = [x[0] if given.packs_tokens and x is not None else x for x in (given.k, given.v)]
         assert append_to_cache(*caches, *new, call.sequences) is None
 
     return write

@@ -27,8 +27,8 @@ from flash_dmattn.problem import Flags
 EXAMPLES = int(os.environ.get("FLASH_DMATTN_EXAMPLES", 120))
 ON_GPU: dict[str, Any] = {
     "dtypes": (torch.bfloat16, torch.float16, torch.float32),
-    "lengths": (0, 1, 3, 16, 33, 129),
-    "lengths_k": (0, 1, 31, 128, 129, 300, 1000, 5000),
+    "lengths": (0, 1, 3, 16, 33, 70),
+    "lengths_k": (0, 1, 31, 128, 129, 300, 1000),
     "head_dims": (16, 64, 128),
 }
 
@@ -42,17 +42,17 @@ def of_backend(backend: Runner) -> dict[str, Any]:
     return ON_GPU if backend.name == "triton" else {}
 
 
-def served(backend: Runner, call: Any) -> Any:
-    """The call without gradients where the backend has none for trees."""
-    return replace(call, needs_grad=()) if backend.name == "triton" else call
+def choice(backend: Runner) -> str | tuple[str, str]:
+    """What to pass as `backend`: the gradients of triton's trees are eager's."""
+    return ("triton", "eager") if backend.name == "triton" else backend.name
 
 
 @pytest.mark.parametrize("part", range(3))
 def test_random_calls_beside_one_dense_call(backend: Runner, part: int) -> None:
     given = of_backend(backend)
     for number in range(part, EXAMPLES, 3):
-        call = served(backend, draw(number, **given))
-        assert_accurate(run(call, backend.name), call)
+        call = draw(number, **given)
+        assert_accurate(run(call, choice(backend)), call)
 
 
 def test_the_reference_reads_trees() -> None:
@@ -72,7 +72,10 @@ def test_random_calls_of_the_kernels() -> None:
 def test_a_chain_is_causal_bit_for_bit(backend: Runner) -> None:
     given = of_backend(backend)
     for number in range(40):
-        chain, causal = (run(served(backend, each), backend.name) for each in as_chain(draw(number, **given)))
+        call = draw(number, **given)
+        if backend.name == "triton":
+            call = replace(call, needs_grad=())
+        chain, causal = (run(each, backend.name) for each in as_chain(call))
         for name, x in causal.items():
             assert x is None or torch.equal(x, chain[name]), (number, name)
 

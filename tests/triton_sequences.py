@@ -7,6 +7,7 @@ with bounds that the front end need not make.
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 import traceback
@@ -228,7 +229,19 @@ def late_calls() -> Iterator[str | None]:
         margins.clear()
 
 
-MADE = {"few keys": few_keys, "late": late_calls}
+def sinks_beside_gaps() -> Iterator[str | None]:
+    """Outcomes of two calls with the gradient of a sink and rows of no sequence, which a few draws may all lack."""
+
+    def is_one(number: int) -> bool:
+        call = draw(number, LENGTHS, DTYPES, 3)
+        rows = call.q.shape[0] * call.q.shape[1]
+        return call.needs.sink and 0 < sum(length for _, length, _, _ in call.bounds) < rows
+
+    for number in itertools.islice(filter(is_one, itertools.count()), 2):
+        yield from each(is_accurate, number, 1, most=3)
+
+
+MADE = {"few keys": few_keys, "late": late_calls, "sinks": sinks_beside_gaps}
 # In the interpreter, where a draw takes a second.
 DRAWS = {"accurate": 12, "others": 3, "bounds": 3, "dense": 1, "repeats": 2}
 

@@ -41,6 +41,7 @@ def append_kernel(
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    HAS_V: tl.constexpr,
 ):
     """One head of ROWS rows of new tokens, of `slots` each of a sequence, or of one row of all of them.
 
@@ -80,9 +81,11 @@ def append_kernel(
     copy_rows(
         k_cache, k_cache_strides, k, k_strides, entry, key, from_entry, from_row, head, is_written, head_dim, BLOCK_D
     )  # fmt: skip
-    copy_rows(
-        v_cache, v_cache_strides, v, v_strides, entry, key, from_entry, from_row, head, is_written, head_dim_v, BLOCK_DV
-    )  # fmt: skip
+    if HAS_V:
+        copy_rows(
+            v_cache, v_cache_strides, v, v_strides, entry, key, from_entry, from_row, head, is_written, head_dim_v,
+            BLOCK_DV,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -102,18 +105,22 @@ def write(given: CacheWrite) -> None:
     """Write the new keys and values of a `CacheWrite` that is not empty."""
     entries, slots, heads, head_dim = given.k.shape
     rows, number = entries * slots, given.bounds.shape[0]
-    head_dim_v = given.v.shape[3]
+    v, v_cache = given.v, given.v_cache
+    has_v = v is not None and v_cache is not None
+    if v is None or v_cache is None:
+        v, v_cache = given.k, given.k_cache  # which nothing reads as such
+    head_dim_v = v.shape[3]
     block_d, block_dv = triton.next_power_of_2(head_dim), triton.next_power_of_2(head_dim_v)
     widest = max(block_d, block_dv) * given.k.element_size()
     block = max(1, min(_MOST_ROWS, _TILE_BYTES // widest))
     if rows * heads <= _FEW:
         block = min(block, _FEW_ROWS)
     table = given.bounds if given.block_table is None else given.block_table
-    tensors = (given.k_cache, given.v_cache, given.k, given.v, given.bounds, table)
+    tensors = (given.k_cache, v_cache, given.k, v, given.bounds, table)
     strides = tuple(tuple(x.stride()) for x in tensors[:4])
     sizes = (rows, slots, number, number.bit_length(), heads, head_dim, head_dim_v, given.k_cache.shape[0])
     page = 0 if given.block_table is None else given.k_cache.shape[1]
-    constants = (given.packs_tokens, given.packs_keys, page, block, block_d, block_dv)
+    constants = (given.packs_tokens, given.packs_keys, page, block, block_d, block_dv, has_v)
     launch(
         append_kernel,
         triton.cdiv(rows, block) * heads,

@@ -105,9 +105,8 @@ class KernelBackend(Backend, Protocol):
     `sink` (Hq,) is passed to a backend that lists "sink" in `FEATURES`, with calls that have one; others need no such
     argument. `lse` holds it. So with `sequences`, beside which q, k, v, mask and bias are 4-D as `Flags.layout`,
     `mask_packing` and `bias_packing` say; out is shaped as q, lse (B, Hq, Lq), and a mask "dense", or "tree" for one
-    that lists "tree". So with
-    `dropout` int64 (2,), the key of a call whose `Flags.dropout_p` is not 0, to a backend that lists "dropout_p":
-    `flash_dmattn.reference.dropout` says which probabilities it drops.
+    that lists "tree". So with `dropout` int64 (2,), the key of a call whose `Flags.dropout_p` is not 0, to a backend
+    that lists "dropout_p": `flash_dmattn.reference.dropout` says which probabilities it drops.
     """
 
     def forward(
@@ -151,8 +150,7 @@ class CompositeBackend(Backend, Protocol):
     """A backend written in differentiable PyTorch: autograd goes through it, no pair needed.
 
     `mask` is None or a bool tensor, 4-D as `bias` is; a prepared mask is unpacked for it, a tree to (S or 1, 1, n, n),
-    n new tokens by n, for one that lists "tree". `sink`, `sequences` and
-    `dropout` are as of a `KernelBackend`.
+    n new tokens by n, for one that lists "tree". `sink`, `sequences` and `dropout` are as of a `KernelBackend`.
     """
 
     def attention(

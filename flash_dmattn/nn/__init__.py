@@ -2,6 +2,7 @@
 
 from .dynamic_mask_attention import AttentionArguments, DynamicMaskAttention
 from .kv_cache import KVCache
+from .paged_cache import PagedKVCache
 from .pair_bias_attention import PairBiasAttention
 from .position_bias import RelativePositionBias, WindowPositionBias, alibi_slopes
 from .rotary import apply_rotary, rotary_angles
@@ -10,6 +11,7 @@ __all__ = [
     "AttentionArguments",
     "DynamicMaskAttention",
     "KVCache",
+    "PagedKVCache",
     "PairBiasAttention",
     "RelativePositionBias",
     "WindowPositionBias",

@@ -11,8 +11,11 @@ from torch import nn
 import flash_dmattn
 from flash_dmattn.masks import PreparedMask, prepare_topk, topk_mask
 from flash_dmattn.masks.prepared.interval_order import reorder_pays
+from flash_dmattn.sequences import Sequences
 
 from .kv_cache import KVCache
+from .layer_sequences import LayerSequences
+from .paged_cache import PagedKVCache
 from .rotary import apply_rotary, rotary_angles
 
 # Scores are rounded to the nearest multiple of this before they are compared: 0.02 % of an attention weight. One key
@@ -138,23 +141,32 @@ class DynamicMaskAttention(nn.Module):
             self.score_scale = nn.Parameter(torch.ones(num_heads_k, **where))
 
     def forward(
-        self, x: torch.Tensor, attention_mask: torch.Tensor | None = None, cache: KVCache | None = None
+        self,
+        x: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        cache: KVCache | PagedKVCache | None = None,
+        sequences: Sequences | None = None,
     ) -> torch.Tensor:
         """Attend from every token of x to the tokens up to it, those in the cache included.
 
         Equivalent to ``o_proj(flash_dmattn.attention(*attention_arguments(x, ...), is_causal=True).flatten(2))``.
 
         Args:
-            x: (B, L, hidden_size), the new tokens.
+            x: (B, L, hidden_size), the new tokens; (T, hidden_size) where sequences pack them.
             attention_mask: (B, Lk) bool or integer, non-zero for a real token, zero for padding, on the left or the
                 right; Lk counts the cached tokens too. None when there is no padding.
-            cache: a `KVCache` of this layer; x is appended to it. None without decoding.
+            cache: a `KVCache` of this layer, or beside paged sequences a `PagedKVCache`; x is appended to it. None
+                without decoding.
+            sequences: `Sequences.packed(cu_seqlens_q, max_seqlen_q=...)`, whose sequences each attend to themselves; or
+                `Sequences.paged`, whose keys are in the pages of the cache, those of x among them. Each token has the
+                output that it has in its sequence alone.
 
         Returns:
-            (B, L, hidden_size) in x's dtype. A query that sees padding only gets the o_proj of zero.
+            The shape and dtype of x. A query that sees padding only, or a token of no sequence, gets the o_proj of
+            zero.
 
         Raises:
-            ValueError: x or attention_mask has the wrong shape.
+            ValueError: x or attention_mask has the wrong shape, or arguments do not go together.
 
         >>> layer = DynamicMaskAttention(32, num_heads=2, keep_window_size=4).double().requires_grad_(False)
         >>> x, cache = torch.randn(1, 10, 32, dtype=torch.float64), KVCache()
@@ -162,19 +174,25 @@ class DynamicMaskAttention(nn.Module):
         >>> torch.allclose(torch.cat(steps, dim=1), layer(x))
         True
         """
-        out = flash_dmattn.attention(**self.attention_call(*self._inputs(x, attention_mask, cache)))
+        if sequences is not None:
+            call = self._sequence_call(x, attention_mask, cache, sequences)
+        elif isinstance(cache, PagedKVCache):
+            raise ValueError("cache is a PagedKVCache and sequences is None; it needs Sequences.paged")
+        else:
+            call = self.attention_call(*self._inputs(x, attention_mask, cache))
+        out = flash_dmattn.attention(**call)
         assert isinstance(out, torch.Tensor)
-        return self.o_proj(out.flatten(2))
+        return self.o_proj(out.flatten(-2))
 
     def project(self, x: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k and v of tokens, q and k turned to their positions.
 
         Args:
-            x: (B, L, hidden_size).
+            x: (B, L, hidden_size), or without B.
             angles: (L, D // 2) or (B, L, D // 2) from `rotary_angles`.
 
         Returns:
-            q (B, L, Hq, D), k and v (B, L, Hk, D).
+            q (B, L, Hq, D), k and v (B, L, Hk, D), without B where x has none.
 
         >>> layer = DynamicMaskAttention(32, num_heads=4, num_heads_k=2)
         >>> [tuple(t.shape) for t in layer.project(torch.randn(1, 10, 32), torch.zeros(10, 4))]
@@ -214,8 +232,7 @@ class DynamicMaskAttention(nn.Module):
         """
         bias = None if scores is None else scores.transpose(1, 2).unsqueeze(2)
         mask = padding if bias is None else self._kept_keys(bias.detach(), q.shape[1], padding, query_index)
-        call = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "is_causal": True}
-        return call | {"softmax_scale": self.softmax_scale, "backend": self.backend}
+        return self._call(q, k, v, mask, bias)
 
     def attention_arguments(
         self, x: torch.Tensor, attention_mask: torch.Tensor | None = None, cache: KVCache | None = None
@@ -255,11 +272,42 @@ class DynamicMaskAttention(nn.Module):
             k, v, scores = cache.append(k, v, scores)
         return q, k, v, scores, self._padding_mask(attention_mask, batch=x.shape[0], seqlen_k=k.shape[1])
 
+    def _sequence_call(
+        self,
+        x: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        cache: KVCache | PagedKVCache | None,
+        sequences: Sequences,
+    ) -> dict[str, Any]:
+        """The arguments of the call of `flash_dmattn.attention` with sequences."""
+        places = LayerSequences(x, self.hidden_size, attention_mask, cache, sequences)
+        q, k, v = self.project(x, rotary_angles(places.positions, self.head_dim, self.rope_theta))
+        scores, pool = self.key_scores(v), places.pool
+        if pool is not None:
+            pool.append(k, v, scores, sequences)
+            k, v, scores = pool.k, pool.v, pool.scores
+        mask = bias = None
+        if scores is not None and self.keep_window_size is not None:
+            bias = places.bias(scores)
+            mask = places.mask(_ranked(scores.detach()), self.keep_window_size, self.local_window_size)
+        return self._call(q, k, v, mask, bias) | {"sequences": sequences}
+
+    def _call(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | PreparedMask | None,
+        bias: torch.Tensor | None,
+    ) -> dict[str, Any]:
+        call = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "is_causal": True}
+        return call | {"softmax_scale": self.softmax_scale, "backend": self.backend}
+
     def key_scores(self, v: torch.Tensor) -> torch.Tensor | None:
         """s = A * softplus(W v): how much each key-value head wants each key.
 
         Args:
-            v: (B, L, Hk, D) values.
+            v: (B, L, Hk, D) values, or without B.
 
         Returns:
             (B, L, Hk) scores, in fp32 at least; None with full attention.
@@ -270,7 +318,7 @@ class DynamicMaskAttention(nn.Module):
         """
         if self.keep_window_size is None:
             return None
-        wanted = self.score_proj(v.flatten(2))
+        wanted = self.score_proj(v.flatten(-2))
         work_dtype = torch.promote_types(wanted.dtype, torch.float32)
         return self.score_scale.to(work_dtype) * F.softplus(wanted.to(work_dtype))
 

@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from ..problem import FLOAT_DTYPES, RANKS, SequenceView, dtype_name
+from ..problem import FLOAT_DTYPES, RANKS, dtype_name
 from .cache_writes import OPERATOR, CacheWrite, places
 from .layout import Sequences
 
@@ -19,7 +19,7 @@ _CACHES = {
 }
 
 
-def append_to_cache(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> None:
+def append_to_cache(k_cache: Tensor, v_cache: Tensor | None, k: Tensor, v: Tensor | None, sequences: Sequences) -> None:
     """Writes the keys and values of new tokens behind those that a cache has, in place; one launch on a GPU.
 
     The same `sequences` serve the call of `attention` that follows: their queries are the new tokens, and their
@@ -34,7 +34,7 @@ def append_to_cache(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, sequ
     Args:
         k_cache: (S, Lk, Hk, D) beside padded sequences, (pages, page_size, Hk, D) beside paged ones, (Tk, Hk, D) beside
             packed ones, whose slots `cu_seqlens_k` bounds. float16, bfloat16, float32 or float64; any strides.
-        v_cache: the same of values, with head dim Dv.
+        v_cache: the same of values, with head dim Dv; None, as v then, for a cache of one kind.
         k: (S, L, Hk, D), or packed (T, Hk, D) where the sequences pack queries; dtype and device of `k_cache`.
         v: (S, L, Hk, Dv) or (T, Hk, Dv).
         sequences: a `Sequences`. Tokens of no sequence, or behind `seqlens_q`, are not written.
@@ -57,21 +57,19 @@ def append_to_cache(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, sequ
     """
     if not isinstance(sequences, Sequences):
         raise TypeError(f"sequences is a {type(sequences).__name__}; it needs to be a flash_dmattn.Sequences")
-    given = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
+    given = {"k_cache": k_cache, "k": k}
+    if v_cache is not None or v is not None:
+        given = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}  # type: ignore[dict-item] # which is refused
     _check_tensors(given, sequences)
     _check_sizes(given, sequences)
-    view = sequences.view(sequences.spec(k, k_cache, v_cache), k_cache.shape[0], names=("k", "k_cache"))
-    if k.dim() == 3:
-        k, v = k.unsqueeze(0), v.unsqueeze(0)
-    if k_cache.dim() == 3:
-        k_cache, v_cache = k_cache.unsqueeze(0), v_cache.unsqueeze(0)
+    view = sequences.view(sequences.spec(k, k_cache, k_cache), k_cache.shape[0], names=("k", "k_cache"))
+    rows = {name: x.unsqueeze(0) if x.dim() == 3 else x for name, x in given.items()}
+    write = CacheWrite(
+        rows["k_cache"], rows.get("v_cache"), rows["k"], rows.get("v"), view.bounds, view.block_table, sequences.layout
+    )
     if k.device.type == "cpu" and not torch.compiler.is_compiling():
-        _check_places(CacheWrite(k_cache, v_cache, k, v, *_tables(view), sequences.layout))
-    OPERATOR(k_cache, v_cache, k, v, *_tables(view), sequences.layout)
-
-
-def _tables(view: SequenceView) -> tuple[Tensor, Tensor | None]:
-    return view.bounds, view.block_table
+        _check_places(write)
+    OPERATOR(*write)
 
 
 def _check_tensors(given: dict[str, Tensor], sequences: Sequences) -> None:
@@ -107,15 +105,15 @@ def _check_tensors(given: dict[str, Tensor], sequences: Sequences) -> None:
 
 def _check_sizes(given: dict[str, Tensor], sequences: Sequences) -> None:
     """Refuse sizes that do not fit one another."""
-    k_cache, v_cache, k, v = given.values()
-    if v.shape[:-1] != k.shape[:-1]:
-        raise ValueError(f"v has shape {tuple(v.shape)}; but for the last size it needs that of k, {tuple(k.shape)}")
-    if v_cache.shape[:-1] != k_cache.shape[:-1]:
-        raise ValueError(
-            f"v_cache has shape {tuple(v_cache.shape)}; but for the last size it needs that of k_cache, "
-            f"{tuple(k_cache.shape)}"
-        )
-    for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
+    k_cache, k = given["k_cache"], given["k"]
+    for name, of in (("v", "k"), ("v_cache", "k_cache")):
+        if name in given and given[name].shape[:-1] != given[of].shape[:-1]:
+            raise ValueError(
+                f"{name} has shape {tuple(given[name].shape)}; but for the last size it needs that of {of}, "
+                f"{tuple(given[of].shape)}"
+            )
+    for name in ("k", "v") if "v" in given else ("k",):
+        new, cache = given[name], given[f"{name}_cache"]
         if new.shape[-2:] != cache.shape[-2:]:
             raise ValueError(
                 f"{name} has {new.shape[-2]} heads of {new.shape[-1]}; it needs those of {name}_cache, "

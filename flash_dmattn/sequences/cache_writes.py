@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from ..problem import PACKED_QUERIES, Layout
+from .tokens import token_places
 
 _LIBRARY = torch.library.Library("flash_dmattn", "FRAGMENT")
 _LIBRARY.define(
-    "append_to_cache(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor bounds, Tensor? block_table, "
+    "append_to_cache(Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor k, Tensor? v, Tensor bounds, Tensor? block_table, "
     "str layout) -> ()"
 )
 
@@ -22,16 +23,16 @@ class CacheWrite(NamedTuple):
 
     Attributes:
         k_cache, v_cache: (S, Lk, Hk, ·), (1, Tk, Hk, ·), or in pages (pages, page_size, Hk, ·); any strides.
-        k, v: the new ones, (S, L, Hk, ·) or (1, T, Hk, ·); any strides.
+        k, v: the new ones, (S, L, Hk, ·) or (1, T, Hk, ·); any strides. Neither v nor v_cache of a cache of one kind.
         bounds, block_table: of a `SequenceView`, the new tokens in the place of queries. Entries of the table may be
             wrong, and a sequence may have fewer keys than new tokens: neither may write beyond the caches.
         layout: of the sequences.
     """
 
     k_cache: Tensor
-    v_cache: Tensor
+    v_cache: Tensor | None
     k: Tensor
-    v: Tensor
+    v: Tensor | None
     bounds: Tensor
     block_table: Tensor | None
     layout: Layout
@@ -57,17 +58,10 @@ def places(write: CacheWrite) -> tuple[Tensor, Tensor, Tensor]:
 
     A row that goes nowhere has entry and row 0.
     """
-    bounds = write.bounds.long()
-    rows = torch.arange(write.k.shape[0] * write.k.shape[1], device=bounds.device)
-    if write.packs_tokens:
-        # The last that begins at or before a row: those without tokens begin where the next one does.
-        own = (torch.searchsorted(bounds[:, 0].contiguous(), rows, right=True) - 1).clamp(min=0)
-        token = rows - bounds[own, 0]
-    else:
-        own, token = rows // write.k.shape[1], rows % write.k.shape[1]
-    _, tokens, first, keys = bounds[own].unbind(1)
+    own, token, is_token = token_places(write.bounds, write.k.shape[0], write.k.shape[1], write.packs_tokens)
+    _, tokens, first, keys = write.bounds.long()[own].unbind(1)
     place = keys - tokens + token
-    is_written = (token >= 0) & (token < tokens) & (place >= 0)
+    is_written = is_token & (place >= 0)
     place = torch.where(is_written, place, 0)
     entry = torch.zeros_like(own) if write.packs_keys else own
     row = first + place
@@ -87,6 +81,8 @@ def write_by_pytorch(write: CacheWrite) -> None:
     source = torch.where(is_written, torch.arange(len(entry), device=entry.device), leader)
     entry, row = entry[source], row[source]
     for cache, new in ((write.k_cache, write.k), (write.v_cache, write.v)):
+        if cache is None or new is None:
+            continue
         values = torch.where(is_written[leader], new.flatten(0, 1)[source], cache[entry, row])
         cache.index_put_((entry, row), values)
 
@@ -102,7 +98,13 @@ def register(find_faster: Callable[[CacheWrite], Writer | None]) -> None:
 
 
 def _write(
-    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, bounds: Tensor, block_table: Tensor | None, layout: Layout
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    k: Tensor,
+    v: Tensor | None,
+    bounds: Tensor,
+    block_table: Tensor | None,
+    layout: Layout,
 ) -> None:
     write = CacheWrite(k_cache, v_cache, k, v, bounds, block_table, layout)
     if not write.is_empty:

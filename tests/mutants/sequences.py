@@ -26,21 +26,23 @@ WRITTEN_BY_KERNEL = (f"{_APPEND}random_writes_of_the_kernel",)
 TREE_KERNEL = "triton_kernels/tree_mask.py"
 TREES = tuple(f"tests/test_trees.py::test_random_calls_beside_one_dense_call[eager-{part}]" for part in range(3))
 INTERPRETED_TREES = ("tests/test_trees.py::test_random_calls_of_the_kernels",)
+LAYER, _LAYER = "flash_dmattn/nn/layer_sequences.py", "tests/test_nn_sequences.py::test_"
+PACKED_LAYER = (f"{_LAYER}packed_sequences_are_each_alone[plain]",)
 
 FAULTS: tuple[Fault, ...] = (
     Fault("new tokens go behind the keys", WRITES, "place = keys - tokens + token", "place = keys + token", WRITTEN),
     Fault(
         "tokens of no sequence are written",
         WRITES,
-        "(token >= 0) & (token < tokens) & (place >= 0)",
-        "(token >= 0) & (place >= 0)",
+        "is_written = is_token & (place >= 0)",
+        "is_written = place >= 0",
         WRITTEN,
     ),
     Fault(
         "a token before the first key is written",
         WRITES,
-        "(token < tokens) & (place >= 0)",
-        "(token < tokens)",
+        "is_written = is_token & (place >= 0)",
+        "is_written = is_token",
         WRITTEN_ANYHOW,
     ),
     Fault("a wrong page is written to", WRITES, ".clamp(0, pages - 1)", "", WRITTEN_ANYHOW),
@@ -178,6 +180,48 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/test_trees.py::test_a_chain_has_the_tiles_of_causality",),
     ),
     Fault(
+        "positions of packed tokens go on from text to text",
+        LAYER,
+        "(place + lengths[:, 3] - lengths[:, 1])",
+        "(place + lengths[:, 2] + lengths[:, 3] - lengths[:, 1])",
+        PACKED_LAYER,
+    ),
+    Fault(
+        "new tokens begin at position 0",
+        LAYER,
+        "(place + lengths[:, 3] - lengths[:, 1])",
+        "place",
+        (f"{_LAYER}decoding_from_pages_equals_the_full_forward[by slots-plain]",),
+    ),
+    Fault(
+        "scores of packed keys are those of the first sequence",
+        LAYER,
+        "place = self._bounds[:, 2:3].long() +",
+        "place = 0 * self._bounds[:, 2:3].long() +",
+        PACKED_LAYER,
+    ),
+    Fault(
+        "keys behind a sequence are kept",
+        LAYER,
+        "run_score_keys(self._by_sequence(ranks)[:, :, None], is_key[:, None, None])",
+        "run_score_keys(self._by_sequence(ranks)[:, :, None], torch.ones_like(is_key)[:, None, None])",
+        (f"{_LAYER}decoding_from_pages_equals_the_full_forward[by slots-plain]",),
+    ),
+    Fault(
+        "other keys than queries are taken for the same",
+        LAYER,
+        "if not torch.equal(self._bounds[:, :2], self._bounds[:, 2:]):",
+        "if False:",
+        (f"{_LAYER}bad_input_is_refused_by_name[other keys]",),
+    ),
+    Fault(
+        "scores are not written to pages",
+        "flash_dmattn/nn/paged_cache.py",
+        "            append_to_cache(self.scores[..., None], None, scores[..., None], None, sequences)",
+        "            pass",
+        (f"{_LAYER}decoding_from_pages_equals_the_full_forward[by slots-plain]",),
+    ),
+    Fault(
         "tables that fall are taken as they are",
         VALUES,
         "cu_seqlens.clamp(0, rows).cummax(0).values",
@@ -218,7 +262,7 @@ FAULTS: tuple[Fault, ...] = (
         PLAN,
         "sink_gradient(sink, lse.masked_fill(lse == -torch.inf, torch.inf), rows)",
         "sink_gradient(sink, lse, rows)",
-        INTERPRETED,
+        ("tests/test_triton_sequences.py::test_in_the_interpreter[made]",),
     ),
     Fault(
         "causality is aligned to the first key",
