@@ -100,6 +100,11 @@ def test_pages(built: Built) -> None:
     assert "20 passed, 1 skipped" in run(*command, FLASH_DMATTN_EMULATED=str(built.extension))
 
 
+def test_dropout(built: Built) -> None:
+    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", TESTS / "test_cuda_dropout.py")
+    assert "31 passed" in run(*command, FLASH_DMATTN_EMULATED=str(built.extension))
+
+
 def test_interval_masks(built: Built) -> None:
     said = run(sys.executable, TESTS / "interval_calls.py", built.extension, "0", "60")
     assert "60 passed, 0 failed" in said

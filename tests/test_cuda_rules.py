@@ -92,6 +92,15 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         },
         "the gradient of bias, of rows of 4095 keys, is needed; ",
     ),
+    "dropout_head_dim": (
+        {"q": (2, 4096, 16, 128), "dropout_p": 0.1},
+        r"dropout_p is 0.1 and head dims are 128 and 128 \(v\); the kernels with dropout are those of 64",
+    ),
+    "dropout_beside": ({"dropout_p": 0.1, "softcap": 30.0}, "dropout_p is 0.1 beside a softcap of 30.0"),
+    "dropout_bias": (
+        {"dropout_p": 0.1, "bias": (1, 16, 4096, 4096), "bias_dtype": "fp32"},
+        "dropout_p is 0.1 and bias has dtype float32 and strides .*; the kernels with dropout read tiles",
+    ),
     "sequence_head_dim": (
         {**PACKED, "q": (1, 8192, 16, 192)},
         r"head dims are 192 and 192 \(v\); the kernels of sequences that are built take multiples of 8 up to 128",

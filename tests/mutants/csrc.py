@@ -69,6 +69,42 @@ FAULTS: tuple[Fault, ...] = (
         "params.table_stride = table.size(1);",
         _pages("test_rows_of_a_table_lie_anyhow[cuda]"),
     ),
+    # Dropout
+    Fault(
+        "what is dropped goes by tiles in the backward pass",
+        "csrc/sm90/backward/key_consumer.h",
+        "block * kBlockM + 2 * (lane % 4));",
+        "2 * (lane % 4));",
+        ("tests/test_cuda_dropout.py::test_every_form[plain-cuda]",),
+    ),
+    Fault(
+        "dv is not scaled",
+        "csrc/sm90/backward/consumer.h",
+        "Traits::kHasDropout ? p.dropout.scale : 1.0f;",
+        "1.0f;",
+        ("tests/test_cuda_dropout.py::test_every_form[plain-cuda]",),
+    ),
+    Fault(
+        "sums of dv are not scaled",
+        "csrc/api/backward.cpp",
+        "params.dropout.key != nullptr ? params.dropout.scale : 1.0;",
+        "1.0;",
+        ("tests/test_cuda_dropout.py::test_every_form[causal-cuda]",),
+    ),
+    Fault(
+        "a shared dbias of the scores that are dropped, too",
+        "csrc/sm90/shared_dbias/consumer.h",
+        "dp[i] = is_kept(kept, i) ? dp[i] * p.dropout.scale : 0.0f;",
+        "dp[i] = dp[i] * p.dropout.scale;",
+        ("tests/test_cuda_dropout.py::test_every_form[dbias that entries share-cuda]",),
+    ),
+    Fault(
+        "keys stay in the order of a mask beside dropout",
+        "flash_dmattn/backends/cuda/backend.py",
+        '"has_dropout": flags.dropout_p > 0}',
+        '"has_dropout": False}',
+        ("tests/test_cuda_dropout.py::test_interval_masks[in_order-none-cuda]",),
+    ),
     # Lists of tiles
     Fault(
         "the last of 32 neighbouring lists is that of the next head",

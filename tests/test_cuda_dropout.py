@@ -1,0 +1,137 @@
+"""Dropout on cuda, each form of mask and bias with its gradients: on a GPU or the emulated one.
+
+`test_dropout.py` has what holds of every backend; `draws.draw_cuda` drops probabilities of random calls, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from accuracy import assert_accurate
+from cases import ALL, DEVICE, Case
+from conftest import Runner
+from torch import Tensor
+
+import flash_dmattn
+from flash_dmattn import masks
+from flash_dmattn.masks import PreparedMask
+
+pytestmark = pytest.mark.parametrize("backend", ("cuda",), indirect=True)
+
+BASE = Case(
+    seqlen_q=200,
+    seqlen_k=264,
+    num_heads=4,
+    head_dim=64,
+    dtype=torch.bfloat16,
+    dropout_p=0.3,
+    dlse=True,
+)
+FULL, ENTRIES, HEADS, PER_KEY, PER_QUERY = (
+    ("B", "Hq", "Lq", "Lk"),
+    ("1", "Hq", "Lq", "Lk"),
+    ("B", "1", "Lq", "Lk"),
+    ("B", "Hk", "1", "Lk"),
+    ("B", "Hq", "Lq", "1"),
+)
+BITS = {"mask": ("B", "1", "Lq", "Lk"), "mask_kind": "empty_tiles"}
+CASES = {
+    "plain": BASE,
+    "causal": BASE.with_(is_causal=True),
+    "window": BASE.with_(window_size=(70, 20)),
+    "narrower heads": BASE.with_(head_dim=40, head_dim_v=48),
+    "stored dbias": BASE.with_(bias=FULL),
+    "stored dbias, bits": BASE.with_(bias=FULL, **BITS),
+    "stored dbias, causal": BASE.with_(bias=FULL, is_causal=True),
+    "dbias that entries share": BASE.with_(bias=ENTRIES),
+    "dbias that entries share, bits": BASE.with_(bias=ENTRIES, **BITS),
+    "dbias that heads share": BASE.with_(bias=HEADS, is_causal=True),
+    "bias without its gradient": BASE.with_(bias=ENTRIES, needs_grad=("q", "k", "v")),
+    "its gradient alone": BASE.with_(bias=ENTRIES, needs_grad=("bias",), dlse=False),
+    "bias per key": BASE.with_(bias=PER_KEY),
+    "bias per key, bits": BASE.with_(bias=PER_KEY, **BITS),
+    "bias per query": BASE.with_(bias=PER_QUERY, is_causal=True),
+    "bits": BASE.with_(**BITS),
+    "padding": BASE.with_(mask=("B", "1", "1", "Lk")),
+    "sink": BASE.with_(sink="normal", needs_grad=(*ALL, "sink")),
+    "large scores": BASE.with_(logits=30.0),
+    "all is dropped": BASE.with_(dropout_p=1.0, bias=FULL),
+    "nearly all is dropped": BASE.with_(dropout_p=0.97),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_form(backend: Runner, name: str) -> None:
+    case = CASES[name]
+    inputs = case.build()
+    assert_accurate(backend(case, inputs), case, inputs)
+
+
+def lengths(scores: Tensor) -> PreparedMask:
+    return masks.prepare_lengths(torch.tensor([264, 100], device=DEVICE), 200, 264)
+
+
+def in_order(scores: Tensor) -> PreparedMask:
+    return masks.prepare_topk(scores, 60, is_causal=True, seqlen_q=200, reorder=True)
+
+
+@pytest.mark.parametrize("bias", (None, PER_KEY, ENTRIES), ids=("none", "per key", "per score"))
+@pytest.mark.parametrize("make", (lengths, in_order))
+def test_interval_masks(backend: Runner, make: Callable[[Tensor], PreparedMask], bias: tuple[str, ...] | None) -> None:
+    """Which probabilities are dropped goes by keys, not by their places in the order of a mask."""
+    scores = torch.randn(2, 2, 1, 264, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    prepared = make(scores)
+    case = BASE.with_(bias=bias, mask=("B", "Hk", "Lq", "Lk"))
+    inputs = replace(case.build(), mask=prepared.dense().expand(2, 2, -1, -1).contiguous())
+    given = replace(inputs, mask=prepared)  # type: ignore[arg-type]
+    assert_accurate(backend(case, given), case, inputs)
+
+
+def test_it_drops_what_eager_drops(backend: Runner) -> None:
+    """v of ones makes out the share of what is kept: the same of both, but for rounding to 16 bits."""
+    q, k = (torch.randn(2, n, 4, 64, device=DEVICE, dtype=torch.bfloat16) for n in (130, 264))
+    found = []
+    for name in ("cuda", "eager"):
+        torch.manual_seed(3)
+        found.append(flash_dmattn.attention(q, k, torch.ones_like(k), dropout_p=0.5, backend=name))
+    torch.testing.assert_close(*found, rtol=0.02, atol=0.02)
+
+
+def test_calls_repeat_by_their_seed(backend: Runner) -> None:
+    case = BASE.with_(bias=ENTRIES)
+    first, second = (backend(case, case.build()) for _ in range(2))
+    assert first["out"] is not None and second["out"] is not None and torch.equal(first["out"], second["out"])
+    x = case.build()
+    draws = [flash_dmattn.attention(x.q, x.k, x.v, dropout_p=0.3, backend="cuda") for _ in range(2)]
+    assert not torch.equal(*draws)
+
+
+def test_a_fixed_order_repeats_every_bit(backend: Runner) -> None:
+    case = BASE.with_(bias=ENTRIES, is_causal=True)
+    inputs = case.build()
+
+    def gradients() -> list[Tensor]:
+        leaves = [x.detach().clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v, inputs.bias)]
+        torch.manual_seed(0)
+        out = flash_dmattn.attention(
+            *leaves[:3], None, leaves[3], is_causal=True, dropout_p=0.3, deterministic=True, backend="cuda"
+        )
+        assert isinstance(out, Tensor)
+        return list(torch.autograd.grad(out, leaves, inputs.dout))
+
+    assert all(torch.equal(x, y) for x, y in zip(gradients(), gradients(), strict=True))
+
+
+def test_a_bias_off_sixteen_bytes_is_copied(backend: Runner) -> None:
+    case = BASE.with_(bias=FULL)
+    inputs = case.build()
+    assert inputs.bias is not None
+    moved = torch.cat((inputs.bias.new_zeros(1), inputs.bias.flatten()))[1:].view(inputs.bias.shape)
+    torch.manual_seed(0)
+    found = flash_dmattn.attention(inputs.q, inputs.k, inputs.v, None, moved, dropout_p=0.3, backend="cuda")
+    torch.manual_seed(0)
+    wanted = flash_dmattn.attention(inputs.q, inputs.k, inputs.v, None, inputs.bias, dropout_p=0.3, backend="cuda")
+    assert isinstance(found, Tensor) and isinstance(wanted, Tensor) and torch.equal(found, wanted)
