@@ -10,23 +10,9 @@
 
 namespace flash_dmattn {
 
-// The two words of the key of a call; nothing without dropout.
-template <bool kHasDropout>
-struct DropoutKey {
-  __device__ __forceinline__ static DropoutKey load(const DropoutParams&) { return {}; }
-};
-template <>
-struct DropoutKey<true> {
-  uint32_t words[2];
-  __device__ __forceinline__ static DropoutKey load(const DropoutParams& p) {
-    return {{static_cast<uint32_t>(p.key[0]), static_cast<uint32_t>(p.key[1])}};
-  }
-};
-
 // The four words of Philox4x32-7. Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011).
-__device__ __forceinline__ void philox(const DropoutKey<true>& key, uint32_t a, uint32_t b, uint32_t c, uint32_t d,
+__device__ __forceinline__ void philox(uint32_t key_a, uint32_t key_b, uint32_t a, uint32_t b, uint32_t c, uint32_t d,
                                        uint32_t (&words)[4]) {
-  uint32_t key_a = key.words[0], key_b = key.words[1];
 #pragma unroll
   for (int round = 0; round < 7; ++round) {
     const uint64_t x = uint64_t{0xD2511F53u} * a, y = uint64_t{0xCD9E8D57u} * c;
@@ -46,8 +32,10 @@ __device__ __forceinline__ uint32_t dropout_counter(int number) { return number 
 // Which scores of a thread are kept, a bit for each: kCount of them, 16 columns after the other, as an accumulator of a
 // product has them. `row` and `column` are the first of each that the thread has, neither with bit 3.
 template <int kCount, bool kRowsAreQueries>
-__device__ __forceinline__ void find_kept(uint32_t (&kept)[kCount / 32], const DropoutParams& p,
-                                          const DropoutKey<true>& key, int entry, int head, int row, int column) {
+__device__ __forceinline__ void find_kept(uint32_t (&kept)[kCount / 32], const DropoutParams& p, int entry, int head,
+                                          int row, int column) {
+  // Loaded each time: no registers are left to keep them in.
+  const uint32_t key_a = static_cast<uint32_t>(p.key[0]), key_b = static_cast<uint32_t>(p.key[1]);
   const uint32_t of_row = dropout_counter(row), of_column = dropout_counter(column);
 #pragma unroll
   for (int w = 0; w < kCount / 32; ++w) {
@@ -60,7 +48,7 @@ __device__ __forceinline__ void find_kept(uint32_t (&kept)[kCount / 32], const D
       for (int e = 0; e < 2; ++e) {
         const uint32_t other = of_column + 8 * i + e;
         uint32_t words[4];
-        philox(key, kRowsAreQueries ? other : of_row, kRowsAreQueries ? of_row : other, head, entry, words);
+        philox(key_a, key_b, kRowsAreQueries ? other : of_row, kRowsAreQueries ? of_row : other, head, entry, words);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
 #pragma unroll

@@ -286,11 +286,12 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     if constexpr (kHasNext && kIsLast) this->find_block(block, item, i + 1);  // loaded early, to be there when needed
 #pragma unroll
     for (int s = 0; s < kScores; ++s) scores[s] = exp2_approx(scores[s]);
+    this->mark_dropped(scores, kept);
     wgmma_wait<0>();
     wgmma_fence_operand(dp);
     Operand probs, ds;
     float sums[2];
-    this->finish_ds(scores, dp, kept, stage, probs, ds, sums);
+    this->finish_ds(scores, dp, stage, probs, ds, sums);
     if constexpr (kHasKeyBias) add_key_sums(sums);
     multiply<kHasNext, kKeyTile>(item, i, probs, ds, scores, last_index, pipes);
     if constexpr (kHasNext) {
@@ -403,13 +404,12 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& p, Backwa
   PipelineState<Traits::kKeyStages> pipe_keys;
   PipelineState<2> pipe_work;
   float dk[Traits::kKeyTiles][Traits::kD / 2], dv[Traits::kKeyTiles][Traits::kDv / 2];
-  const auto dropout = DropoutKey<Traits::kHasDropout>::load(p.dropout);
   const PingPong pingpong{group};
   pingpong.start();
   for (;;) {
     const KeyWorkItem<Traits>& item = get_work_tile(shared, pipe_work);
     if (!item.is_valid) break;
-    BackwardConsumer<Traits> consumer{{p, shared, group, warp, lane, pipe_keys.stage, {}, dropout}, dk, dv};
+    BackwardConsumer<Traits> consumer{{p, shared, group, warp, lane, pipe_keys.stage, {}}, dk, dv};
     if (item.is_first) {
 #pragma unroll
       for (int tile = 0; tile < Traits::kKeyTiles; ++tile) {

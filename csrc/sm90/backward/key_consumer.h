@@ -33,7 +33,6 @@ struct KeyConsumer {
   const int group, warp, lane;  // which consumer, so which 64 keys of a key tile; which warp of it
   const int key_stage;          // the pipeline stage of k and v
   float key_bias[2];            // the bias of the thread's two keys, in units of log2
-  const DropoutKey<Traits::kHasDropout> dropout;
 
   __device__ __forceinline__ static int first_key(const KeyWorkItem<Traits>& item) {
     return item.block_k * Traits::kBlockN;
@@ -213,27 +212,33 @@ struct KeyConsumer {
 
   __device__ __forceinline__ void find_kept_of(Kept& kept, const KeyWorkItem<Traits>& item, int block) const {
     if constexpr (Traits::kHasDropout) {
-      find_kept<kScores, false>(kept, p.dropout, dropout, item.batch, item.head, first_key(item) + key_of_block(0),
+      find_kept<kScores, false>(kept, p.dropout, item.batch, item.head, first_key(item) + key_of_block(0),
                                 block * kBlockM + 2 * (lane % 4));
     }
   }
 
-  // dp of a score, and its p as dv needs it, up to the scale of what is kept.
-  __device__ __forceinline__ float dropped_dp(float dp, const Kept& kept, int i) const {
-    if constexpr (!Traits::kHasDropout) return dp;
-    return is_kept(kept, i) ? dp * p.dropout.scale : 0.0f;
+  // Marks p of what is dropped by its sign, which takes no registers of its own.
+  __device__ __forceinline__ static void mark_dropped(Scores& exps, const Kept& kept) {
+    if constexpr (Traits::kHasDropout) {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) exps[i] = is_kept(kept, i) ? exps[i] : -exps[i];
+    }
   }
-  __device__ __forceinline__ float dropped_p(float exp, const Kept& kept, int i) const {
-    if constexpr (!Traits::kHasDropout) return exp;
-    return is_kept(kept, i) ? exp : 0.0f;
+
+  // dp - delta of a score whose p may be marked, and its p as dv needs it, up to the scale of what is kept.
+  __device__ __forceinline__ float dp_minus_delta(float exp, float dp, float delta) const {
+    if constexpr (!Traits::kHasDropout) return dp - delta;
+    return exp > 0.0f ? fmaf(dp, p.dropout.scale, -delta) : -delta;
   }
+  __device__ __forceinline__ static float kept_p(float exp) { return Traits::kHasDropout ? fmaxf(exp, 0.0f) : exp; }
+  __device__ __forceinline__ static float whole_p(float exp) { return Traits::kHasDropout ? fabsf(exp) : exp; }
 
   // Converts p and ds to 16-bit operands, two scores at a time, so that the registers of p and dp suffice. `sums` is ds
   // summed before rounding, for dbias per key: of the thread's two keys, over its queries. The caller must add it to
   // shared memory at once. If it stayed in a register, ptxas would delay the sum to the next block and keep all of ds
   // alive.
-  __device__ __forceinline__ void finish_ds(const Scores& exps, const Scores& dp, const Kept& kept, int stage,
-                                            Operand& probs, Operand& ds, float (&sums)[2]) {
+  __device__ __forceinline__ void finish_ds(const Scores& exps, const Scores& dp, int stage, Operand& probs,
+                                            Operand& ds, float (&sums)[2]) {
     const float* delta = shared.delta[stage] + 2 * (lane % 4);
     sums[0] = sums[1] = 0.0f;
 #pragma unroll
@@ -242,11 +247,12 @@ struct KeyConsumer {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int i = 4 * c + 2 * r;
-        const float low = dropped_dp(dp[i], kept, i) - pair.x, high = dropped_dp(dp[i + 1], kept, i + 1) - pair.y;
-        probs[c / 2][c % 2 * 2 + r] = pack(dropped_p(exps[i], kept, i), dropped_p(exps[i + 1], kept, i + 1), Element{});
-        ds[c / 2][c % 2 * 2 + r] = pack(exps[i] * low, exps[i + 1] * high, Element{});
+        const float low = dp_minus_delta(exps[i], dp[i], pair.x), high = dp_minus_delta(exps[i + 1], dp[i + 1], pair.y);
+        const float p_low = whole_p(exps[i]), p_high = whole_p(exps[i + 1]);
+        probs[c / 2][c % 2 * 2 + r] = pack(kept_p(exps[i]), kept_p(exps[i + 1]), Element{});
+        ds[c / 2][c % 2 * 2 + r] = pack(p_low * low, p_high * high, Element{});
         // Not from the rounded products: that takes two more registers than there are.
-        if constexpr (kHasKeyBias) sums[r] = fmaf(exps[i], low, fmaf(exps[i + 1], high, sums[r]));
+        if constexpr (kHasKeyBias) sums[r] = fmaf(p_low, low, fmaf(p_high, high, sums[r]));
       }
     }
   }

@@ -29,7 +29,6 @@ struct Consumer {
   float threshold[2];  // only a score above it makes row_max grow
   // Offset of the thread's row of the warp's first four bias matrices, in a panel of the bias tile.
   const uint32_t bias_offset;
-  const DropoutKey<Traits::kHasDropout> dropout;
 
   // A key block that needs masking: bits of the thread's two rows, or of an interval mask the rows of the lane's keys.
   struct MaskBits {
@@ -274,7 +273,7 @@ struct Consumer {
   __device__ __forceinline__ void drop(float (&probs)[kScores], const Work& work, int block) {
     if constexpr (Traits::kHasDropout) {
       uint32_t kept[kScores / 32];
-      find_kept<kScores, true>(kept, p.dropout, dropout, work.batch, work.head, work.first_row + row_of_warp,
+      find_kept<kScores, true>(kept, p.dropout, work.batch, work.head, work.first_row + row_of_warp,
                                block * kBlockN + 2 * (lane % 4));
 #pragma unroll
       for (int i = 0; i < kScores; ++i) probs[i] = is_kept(kept, i) ? probs[i] : 0.0f;
@@ -481,7 +480,6 @@ __device__ __forceinline__ void consume(const ForwardParams& p, ForwardStorage<T
   // The first consumer goes first: the last one fills its barrier.
   if (group == Traits::kConsumers - 1) named_barrier_arrive(kPingPongBarrier, 2 * 128);
   const uint32_t bias_offset = make_bias_offset<Traits>(group);
-  const auto dropout = DropoutKey<Traits::kHasDropout>::load(p.dropout);
   for (;;) {
     const WorkItem<Traits>& item = get_work_tile(shared, pipe_work);
     if (!item.is_valid) break;
@@ -490,7 +488,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, ForwardStorage<T
     float out[Traits::kDv / 2];
     Consumer<Traits> consumer{
         p,          shared,     group, lane, row_of_warp, pipe_q.stage, out, {-INFINITY, -INFINITY}, {0.0f, 0.0f},
-        {NAN, NAN}, bias_offset, dropout};
+        {NAN, NAN}, bias_offset};
     const bool has_rows = work.first_row + group * 64 < seqlen_q_of(p, work);
     if (walk.steps > 0) {
       barrier_wait(&shared.q_full[pipe_q.stage], pipe_q.phase);

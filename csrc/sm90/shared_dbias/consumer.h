@@ -20,7 +20,6 @@ struct SharedDbiasConsumer {
   Scores& sums;
   PipelineState<Traits::kSlots>& pipe;
   const int bias_stage;
-  const DropoutKey<Traits::kHasDropout> dropout;
   using AttentionHead = Head<Traits::kHasSequences>;
 
   __device__ __forceinline__ int row_of_tile() const { return group * 64 + warp * 16 + lane / 4; }
@@ -178,7 +177,7 @@ struct SharedDbiasConsumer {
     if constexpr (kIsSplitV) start_part<1>(dp, second);
     [[maybe_unused]] uint32_t kept[Traits::kHasDropout ? kScores / 32 : 1];
     if constexpr (Traits::kHasDropout) {
-      find_kept<kScores, true>(kept, p.dropout, dropout, head.batch, head.head, work.block_q * kTile + row_of_tile(),
+      find_kept<kScores, true>(kept, p.dropout, head.batch, head.head, work.block_q * kTile + row_of_tile(),
                                work.block_k * kTile + 2 * (lane % 4));
     }
     wgmma_wait<0>();
@@ -239,7 +238,6 @@ __device__ __forceinline__ void sum_heads(const SharedDbiasParams& p, SharedDbia
   PipelineState<Traits::kBiasStages> pipe_bias;
   PipelineState<2> pipe_work;
   float sums[kTile / 2];
-  const auto dropout = DropoutKey<Traits::kHasDropout>::load(p.dropout);
   const PingPong pingpong{group};
   pingpong.start();
   for (;;) {
@@ -250,7 +248,7 @@ __device__ __forceinline__ void sum_heads(const SharedDbiasParams& p, SharedDbia
       for (int i = 0; i < kTile / 2; ++i) sums[i] = 0.0f;
     }
     if (item.takes_bias) barrier_wait(&shared.bias_full[pipe_bias.stage], pipe_bias.phase);
-    SharedDbiasConsumer<Traits> consumer{p, shared, group, warp, lane, sums, pipe, pipe_bias.stage, dropout};
+    SharedDbiasConsumer<Traits> consumer{p, shared, group, warp, lane, sums, pipe, pipe_bias.stage};
 #pragma unroll 1
     for (uint32_t left = item.visited; left != 0; left &= left - 1) {
       const int i = __ffs(left) - 1;

@@ -59,7 +59,7 @@ struct WideBackwardConsumer : KeyConsumer<Traits, WideBackwardStorage<Traits>> {
     wgmma_fence_operand(dp);
     Operand probs, ds;
     float of_keys[2];
-    this->finish_ds(scores, dp, {}, at.rows.stage, probs, ds, of_keys);
+    this->finish_ds(scores, dp, at.rows.stage, probs, ds, of_keys);
     add_key_sums(of_keys);
     // p overwrites the bias: each warp has read what it overwrites.
     barrier_wait(&shared.ds_empty[at.scores.stage], at.scores.phase ^ 1);
@@ -236,7 +236,7 @@ __device__ __forceinline__ void consume_wide_backward(const BackwardParams& p, W
   for (;;) {
     const KeyWorkItem<Traits>& item = get_work_tile(shared, pipe_work);
     if (!item.is_valid) return;
-    Consumer consumer{{p, shared, 0, warp, lane, pipe_keys.stage, {}, {}}, sums};
+    Consumer consumer{{p, shared, 0, warp, lane, pipe_keys.stage, {}}, sums};
     if (item.is_first) {
 #pragma unroll
       for (int i = 0; i < Consumer::kColumns / 2; ++i) sums[i] = 0.0f;
