@@ -81,9 +81,9 @@ class LayerSequences:
                 f"sequences name no max_seqlen_k; a layer that keeps {keep} keys needs it "
                 "(Sequences.packed(..., max_seqlen_q=...))"
             )
-        is_key = torch.arange(most, device=ranks.device) < self._bounds[:, 3:4]
-        keys = run_score_keys(self._by_sequence(ranks)[:, :, None], is_key[:, None, None])
+        keys = run_score_keys(self._by_sequence(ranks)[:, :, None], None)
         # The best of a causal prefix stay so until better ones come: each key is kept by one interval of positions.
+        # What stands behind the last key is in no prefix of a token.
         start, stop = run_topk_intervals(keys, keep, most, local)
         if not self.is_packed:
             position = self.positions[:, None, :, None]

@@ -201,13 +201,6 @@ FAULTS: tuple[Fault, ...] = (
         PACKED_LAYER,
     ),
     Fault(
-        "keys behind a sequence are kept",
-        LAYER,
-        "run_score_keys(self._by_sequence(ranks)[:, :, None], is_key[:, None, None])",
-        "run_score_keys(self._by_sequence(ranks)[:, :, None], torch.ones_like(is_key)[:, None, None])",
-        (f"{_LAYER}decoding_from_pages_equals_the_full_forward[by slots-plain]",),
-    ),
-    Fault(
         "other keys than queries are taken for the same",
         LAYER,
         "if not torch.equal(self._bounds[:, :2], self._bounds[:, 2:]):",
