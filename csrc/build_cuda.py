@@ -33,7 +33,6 @@ SOURCES = (
     "api/mask.cpp",
     "api/module.cpp",
     "api/shared_dbias.cpp",
-    "api/sm_margin.cpp",
     "api/tensor_map.cpp",
     "sm90/backward/clear_dbias.cu",
     "sm90/backward/clusters.cu",

@@ -97,7 +97,7 @@ def test_every_bias_of_sequences(built: Built) -> None:
 
 def test_pages(built: Built) -> None:
     command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", TESTS / "test_cuda_pages.py")
-    assert "20 passed, 1 skipped" in run(*command, FLASH_DMATTN_EMULATED=str(built.extension))
+    assert "19 passed, 1 skipped" in run(*command, FLASH_DMATTN_EMULATED=str(built.extension))
 
 
 def test_dropout(built: Built) -> None:

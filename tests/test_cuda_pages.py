@@ -16,8 +16,6 @@ from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn import Sequences
-from flash_dmattn.backends.cuda import backend as cuda
-from flash_dmattn.backends.cuda.sm_margin import sm_margin
 
 pytestmark = pytest.mark.parametrize("backend", ("cuda",), indirect=True)
 
@@ -194,19 +192,3 @@ def test_pages_that_are_refused(backend: Runner, page_size: int, place: str | No
         attend(call)
     told = flash_dmattn.explain(call.q, call.k, call.v, sequences=call.sequences)
     assert told.forward != "cuda" and said in str(told)
-
-
-def test_a_margin_leaves_results_accurate(backend: Runner) -> None:
-    """More than there are SMs leave one; the margin before comes back, after an error too."""
-    call = made(16, is_causal=True)
-    set_margin = torch.ops.flash_dmattn.cuda_set_sm_margin.default
-    with pytest.raises(ZeroDivisionError), sm_margin(2):
-        with sm_margin(10**6):
-            check(call)
-            assert set_margin(5) == 10**6
-        assert set_margin(2) == 2
-        raise ZeroDivisionError
-    assert set_margin(0) == 0
-    with pytest.raises(RuntimeError, match="margin is -1"):
-        set_margin(-1)
-    assert cuda.probe().usable

@@ -117,7 +117,9 @@ def plot(content: Record, path: Path) -> Path:
         place.grid(alpha=0.3)
     axes[0][0].set_ylabel("efficiency, forward and backward, %")
     if systems:
-        axes[0][0].legend(frameon=False, fontsize="small")
+        # Below the axes: no corner is free where there are many systems.
+        lines, names = axes[0][0].get_legend_handles_labels()
+        figure.legend(lines, names, loc="outside lower center", ncols=4, frameon=False, fontsize="small")
     figure.suptitle(f"Context parallelism, {content['world_size']} x {content['device']}, causal")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -1,7 +1,6 @@
 // The host's part of tile scheduling: the number of SMs, sections of work tiles, and counters for dynamic scheduling.
 #pragma once
 
-#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdint>
@@ -18,12 +17,8 @@ namespace flash_dmattn {
 // What the tiles of a section share fits in the 50 MB of L2, with room for what each tile reads alone.
 constexpr int64_t kSectionBytes = 24 << 20;
 
-// SMs that the launches of this thread leave to other kernels. Blocks of persistent kernels hold theirs to the end, and a
-// collective that runs beside them would wait for one.
-inline thread_local int sm_margin = 0;
-
-// The number of SMs to fill. Asked once: the query takes as long as encoding a TMA descriptor. Two threads that ask at the
-// same time write the same value.
+// The number of SMs. Asked once: the query takes as long as encoding a TMA descriptor. Two threads that ask at the same
+// time write the same value.
 inline int sm_count(const char* op, int device) {
   static std::array<std::atomic<int>, 64> known{};
   std::atomic<int>& count = known[static_cast<size_t>(device) % known.size()];
@@ -32,7 +27,7 @@ inline int sm_count(const char* op, int device) {
     check(cudaDeviceGetAttribute(&found, cudaDevAttrMultiProcessorCount, device), op, "asking for multiprocessors");
     count = found;
   }
-  return std::max(1, count - sm_margin);
+  return count;
 }
 
 // Counters set to 0, on the device of `like`. They live as long as the tensor that is returned.

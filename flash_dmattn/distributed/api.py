@@ -81,8 +81,8 @@ def context_parallel_attention(
             positions, for calls without rows of their own and heads that the ranks divide. "auto": which sends less.
         reduce_bias_grad: sum gradients of a bias with i = 1, and of the sink, over the ranks here, in their order.
         exchange_dtype: in which gradients of k and v are sent, their own by default; torch.float32 rounds them later.
-        head_groups: in how many groups of key-value heads "gather" goes; each is on its way while the one before it is
-            computed, and takes memory in turn. None chooses.
+        head_groups: in how many groups of key-value heads "gather" goes, None for 1. Each is on its way while the one
+            before it is computed. More of them take less memory, and more time where it was measured.
         check: "new" compares the calls of ranks once for each class of calls, so that a mistake on one rank raises on
             all; "always" compares each call, which waits for all ranks.
         is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, backend: as in `attention`, of the

@@ -238,31 +238,20 @@ def check_heads(num_heads: int, num_heads_k: int, size: int) -> None:
         )
 
 
-# Work tiles of a group: two waves on the multiprocessors of an H100 or H200.
-_TILES = 2 * 132
-_MOST_GROUPS = 4
-
-
 def _head_groups(call: ParallelCall, groups: int | None) -> int:
-    p = call.problem
-    bias = call.bias
-    shares_heads = bias is not None and bias.shape[1] == 1 and bias.shape[2] > 1 and p.needs_grad.bias
-    if groups is not None:
-        if isinstance(groups, bool) or not isinstance(groups, int):
-            raise TypeError(f"head_groups is {groups!r}; it needs to be an int or None")
-        if groups < 1 or p.num_heads_k % groups:
-            raise ValueError(f"head_groups is {groups}; it needs to divide the {p.num_heads_k} key-value heads")
-        if shares_heads and groups > 1:
-            raise ValueError(
-                f"head_groups is {groups}, and bias of shape {tuple(call.bias.shape)} has one gradient for all heads, "  # type: ignore[union-attr]
-                "which one call has to sum; it needs to be 1"
-            )
-        return groups
-    if shares_heads:
-        return 1
-    tiles = p.batch * p.num_heads * -(-p.seqlen_q // 128)
-    fitting = [n for n in range(1, _MOST_GROUPS + 1) if p.num_heads_k % n == 0 and tiles >= n * _TILES]
-    return max(fitting, default=1)
+    if groups is None:
+        return 1  # the fastest from 16384 to 65536 tokens (docs/scale.md)
+    p, bias = call.problem, call.bias
+    if isinstance(groups, bool) or not isinstance(groups, int):
+        raise TypeError(f"head_groups is {groups!r}; it needs to be an int or None")
+    if groups < 1 or p.num_heads_k % groups:
+        raise ValueError(f"head_groups is {groups}; it needs to divide the {p.num_heads_k} key-value heads")
+    if groups > 1 and bias is not None and bias.shape[1] == 1 and bias.shape[2] > 1 and p.needs_grad.bias:
+        raise ValueError(
+            f"head_groups is {groups}, and bias of shape {tuple(bias.shape)} has one gradient for all heads, "
+            "which one call has to sum; it needs to be 1"
+        )
+    return groups
 
 
 def shared_of(call: ParallelCall, **more: object) -> Shared:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ..backends.cuda.sm_margin import sm_margin
 from ..backends.protocol import KernelBackend
 from ..dispatch.registry import BACKENDS
 from ..flops import backward_flop_of, forward_flop_of, register
@@ -26,9 +25,6 @@ _NUMBERS = (
     "str group, int rank, int[] layout, int[] layout_k, int left, int right, float softmax_scale, float softcap, "
     "bool deterministic, str forward, str backward, int head_groups, ScalarType exchange_dtype, bool[5] needs_grad"
 )
-
-# SMs that persistent kernels leave to a collective beside them, which else would wait for their end.
-SM_MARGIN = 8
 
 
 class Numbers(NamedTuple):
@@ -81,8 +77,8 @@ class Numbers(NamedTuple):
         allowed = sum(allowed_pairs(part.seqlen_q, part.seqlen_k, part.window) for part in parts)
         return q.shape[0] * q.shape[2] * allowed
 
-    def arriving(self, k: Tensor, v: Tensor) -> Iterator[tuple[HeadGroup, Tensor, Tensor, bool]]:
-        """Groups of heads with their whole keys and values, and whether the next is on its way meanwhile."""
+    def arriving(self, k: Tensor, v: Tensor) -> Iterator[tuple[HeadGroup, Tensor, Tensor]]:
+        """Groups of heads with their whole keys and values; each is on its way while the one before it is computed."""
         heads_k, layout_k = k.shape[2], from_flat(tuple(self.layout_k))
         groups = head_groups(heads_k, self.head_groups)
 
@@ -94,7 +90,7 @@ class Numbers(NamedTuple):
             whole_k, whole_v = coming.wait()
             if following is not None:
                 coming = start(following)
-            yield heads, whole_k, whole_v, following is not None
+            yield heads, whole_k, whole_v
 
 
 def _forward(
@@ -111,9 +107,8 @@ def _forward(
     rows = n.rows(q, k, v, mask, mask_forms, bias, sink)
     backend = cast(KernelBackend, BACKENDS[n.forward])
     out, lse = empty_outputs(q, v)
-    for heads, whole_k, whole_v, is_sending in n.arriving(k, v):
-        with sm_margin(SM_MARGIN if is_sending else 0):
-            rows.forward(backend, heads, whole_k, whole_v, out, lse)
+    for heads, whole_k, whole_v in n.arriving(k, v):
+        rows.forward(backend, heads, whole_k, whole_v, out, lse)
     return out, lse
 
 
@@ -143,9 +138,8 @@ def _backward(
             gradient[:, :, heads.of(k.shape[2])] = total
 
     leaving: tuple[HeadGroup, Returning] | None = None
-    for heads, whole_k, whole_v, is_sending in n.arriving(k, v):
-        with sm_margin(SM_MARGIN if is_sending or leaving is not None else 0):
-            sent = rows.backward(backend, heads, whole_k, whole_v, out, lse, dout, dlse, sums, n.exchange_dtype)
+    for heads, whole_k, whole_v in n.arriving(k, v):
+        sent = rows.backward(backend, heads, whole_k, whole_v, out, lse, dout, dlse, sums, n.exchange_dtype)
         if leaving is not None:
             store(*leaving)
         if sent:  # on its way while the next group is computed
