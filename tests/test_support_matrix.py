@@ -60,6 +60,7 @@ def described(seed: int) -> dict[str, Any]:
         "deterministic": pick.random() < 0.5,
         "return_lse": pick.random() < 0.5,
         "return_probs": pick.random() < 0.2,
+        "dropout_p": pick.choice((0.0, 0.0, 0.1)),
     }
 
 
@@ -160,7 +161,7 @@ def values(problem: AttentionProblem) -> set[str]:
     numbers += () if problem.sequences is None else (problem.sequences.page_size,)
     flags = ("deterministic", "return_lse", "return_probs", "is_causal")
     found = {str(number) for number in numbers}
-    found |= {problem.device, problem.arch, str(problem.softcap)}
+    found |= {problem.device, problem.arch, str(problem.softcap), str(problem.dropout_p)}
     dtypes = {problem.dtype} | ({problem.bias.dtype} if problem.bias is not None else set())
     found |= {name for dtype in dtypes for name in (dtype_name(dtype), str(dtype))}
     found |= {flag for flag in flags if getattr(problem, flag)}

@@ -308,8 +308,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "forward: a stage of v is waited for in the wrong phase",
         "csrc/sm90/forward/producer.h",
-        "barrier_wait(&shared.v_empty[pipe_v.stage], pipe_v.phase ^ 1);",
-        "barrier_wait(&shared.v_empty[pipe_v.stage], pipe_v.phase);",
+        "barrier_wait(&shared.v_empty[pipe_v.stage], pipe_v.phase ^ 1);\n      const auto at",
+        "barrier_wait(&shared.v_empty[pipe_v.stage], pipe_v.phase);\n      const auto at",
         _every_gradient("no bias"),
     ),
     # The backward kernel
@@ -529,8 +529,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a tile whose rows end in it taken as full",
         "csrc/sm90/mask/intervals.cu",
-        "is_full &= of_place.x <= first && of_place.y >= end;",
-        "is_full &= of_place.x <= first && of_place.y > first;",
+        "last_start <= first && first_stop >= end;",
+        "last_start <= first && first_stop > first;",
         ("tests/test_cuda_pack.py::test_tiles_of_intervals[300-257]",),
     ),
     Fault(

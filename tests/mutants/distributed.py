@@ -9,7 +9,6 @@ SLICES = ("tests/test_distributed_layout.py::test_slices_allow_what_the_whole_ca
 WHOLE = ("tests/test_distributed_slices.py::test_slices_together_are_the_whole_call",)
 ONE_CALL = "tests/test_distributed_workers.py::test_a_call_over_processes_equals_one_call"
 MISTAKE = "tests/test_distributed_workers.py::test_a_mistake_of_one_rank_raises_on_all"
-GROUPS = ("tests/test_distributed_call.py::test_head_groups_have_two_waves_of_tiles_each",)
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
@@ -146,11 +145,11 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/test_distributed_call.py::test_auto_takes_what_sends_less",),
     ),
     Fault(
-        "heads that share a gradient are split into groups",
+        "a gradient that heads share is split into groups",
         PACKAGE + "call.py",
-        "    if shares_heads:\n        return 1\n",
-        "",
-        GROUPS,
+        "if groups > 1 and bias is not None",
+        "if groups < 1 and bias is not None",
+        ("tests/test_distributed_call.py::test_refusals[head_groups of one head]",),
     ),
     Fault(
         "backends are those of this rank's first slice",
