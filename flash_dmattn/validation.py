@@ -45,7 +45,7 @@ def follow_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
     """q, k and v in the dtype of autocast where it is on; fp64 and bias keep theirs, as in torch's own."""
     # On the path of every call: torch spells the device's name anew each time that it is asked for.
     kind = "" if not isinstance(q, Tensor) else "cuda" if q.is_cuda else q.device.type
-    if kind not in _AUTOCAST or not torch.is_autocast_enabled(kind):
+    if kind not in AUTOCAST_DEVICES or not torch.is_autocast_enabled(kind):
         return q, k, v
     dtype = torch.get_autocast_dtype(kind)
 
@@ -57,7 +57,7 @@ def follow_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 # Asked for once: torch.is_autocast_enabled raises for a device type that has no autocast.
-_AUTOCAST = tuple(name for name in ("cpu", "cuda", "mps", "xpu", "hpu") if torch.amp.is_autocast_available(name))
+AUTOCAST_DEVICES = tuple(name for name in ("cpu", "cuda", "mps", "xpu", "hpu") if torch.amp.is_autocast_available(name))
 
 
 def refuse_dtensors(*tensors: object) -> None:

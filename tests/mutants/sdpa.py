@@ -52,8 +52,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a CausalBias is read as a tensor",
         CALLS,
-        "own in (Tensor.__torch_function__, torch._C._disabled_torch_function_impl)",
-        "True",
+        "not in (Tensor.__torch_function__, torch._C._disabled_torch_function_impl)",
+        "is None",
         PASSED_ON,
     ),
     Fault(

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ... import attention
 from ...problem import FLOAT_DTYPES
+from ...validation import AUTOCAST_DEVICES
 
 NO_MASK = "no mask"
 
@@ -74,16 +75,17 @@ def serve(
 def _autocast_dtype(x: Tensor) -> torch.dtype:
     """The dtype that autocast gives a tensor: `attention` casts q, k and v, torch's own the mask as well."""
     kind = x.device.type
-    if not x.is_floating_point() or x.dtype == torch.float64 or not torch.amp.is_autocast_available(kind):
+    if not x.is_floating_point() or x.dtype == torch.float64 or kind not in AUTOCAST_DEVICES:
         return x.dtype
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def _is_plain(x: Tensor) -> bool:
     """Whether operators of this library see the tensor itself, as they do not of a nested or a distributed one."""
-    own = type(x).__torch_function__
-    plain = own in (Tensor.__torch_function__, torch._C._disabled_torch_function_impl)
-    return plain and not x.is_nested and not is_traceable_wrapper_subclass(x)
+    if type(x) is not Tensor and type(x) is not torch.nn.Parameter:  # Dynamo before 2.12 cannot compare functions
+        if type(x).__torch_function__ not in (Tensor.__torch_function__, torch._C._disabled_torch_function_impl):
+            return False
+    return not x.is_nested and not is_traceable_wrapper_subclass(x)
 
 
 def _batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
