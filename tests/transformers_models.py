@@ -92,8 +92,8 @@ FAMILIES = {
         "5.4",
         3,
     ),
-    "t5": Family("T5ForConditionalGeneration", "T5Config", T5, "seq2seq", "5.14", 6),
-    "umt5": Family("UMT5ForConditionalGeneration", "UMT5Config", T5, "seq2seq", "5.14", 6),
+    "t5": Family("T5ForConditionalGeneration", "T5Config", T5, "seq2seq", "5.15", 6),
+    "umt5": Family("UMT5ForConditionalGeneration", "UMT5Config", T5, "seq2seq", "5.15", 6),
     "bart": Family(
         "BartForConditionalGeneration", "BartConfig", {**SEQ2SEQ, "max_position_embeddings": 64}, "seq2seq", calls=6
     ),
