@@ -91,10 +91,13 @@ class Operators:
         softcap: float,
         deterministic: bool,
         num_dbias_chunks: int,
+        dropout: Tensor | None,
+        dropout_p: float,
     ) -> None:
-        """`cuda_backward_kernel`: a tile of a dbias of every head is written where some of it is allowed."""
+        """`cuda_backward_kernel`: all of dbias is written, 0 where nothing is allowed."""
         self.calls.append({"dq": dq, "dk": dk, "dv": dv, "dbias": dbias, "sums": sums, "deterministic": deterministic})
         self.calls[-1] |= {"order": order, "delta": delta, "mask": mask}
+        assert dropout is None and dropout_p == 0.0
         assert order is None or dq is not None or not deterministic
         assert all(can_copy(x) for x in (dout, q, k, v)) and out.is_contiguous() and lse.is_contiguous()
         allowed = self.allowed(q, k, mask, low, high)
@@ -130,14 +133,8 @@ class Operators:
         if dbias is not None:
             assert dbias.is_contiguous()
             if dbias.shape[:2] != ds.shape[:2]:
-                shared = ds.unflatten(1, (dbias.shape[1], -1)).sum(2)
-                dbias.copy_(shared.sum_to_size(dbias.shape))
-                return
-            for row in range(0, q.shape[1], TILE):
-                for key in range(0, k.shape[1], TILE):
-                    tile = (..., slice(row, row + TILE), slice(key, key + TILE))
-                    if allowed[tile].any():
-                        dbias[tile] = ds[tile]
+                ds = ds.unflatten(1, (dbias.shape[1], -1)).sum(2).sum_to_size(dbias.shape)
+            dbias.copy_(ds)
 
 
 def gather_keys(k: Tensor, v: Tensor, order: Tensor, bounds: Tensor) -> tuple[Tensor, ...]:
