@@ -1,6 +1,4 @@
 """Which backend runs a call: the registry, settings, the choice, refusals, the cache of calls, packers of masks.
 
-Also who writes to caches of keys and values.
+Also who writes to caches of keys and values. This file imports nothing: `state` has to load without torch.
 """
-
-from . import cache_writers as cache_writers  # registers the fast writers with flash_dmattn.sequences
