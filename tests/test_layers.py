@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # From the bottom up. A part may import itself and what stands before it; docs/ARCHITECTURE.md draws the same order.
 LAYERS = (
-    ("_version", "dtensors"),
+    ("_version", "definition", "dtensors"),
     ("problem", "reference"),
     ("masks", "flops", "sequences"),
     ("operators", "gradients"),

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ..backends.protocol import KernelBackend
+from ..definition import define
 from ..dispatch.registry import BACKENDS
 from ..flops import backward_flop_of, forward_flop_of, register
 from ..operators import empty_gradient, empty_outputs
 from ..problem import NeedsGrad, allowed_pairs
-from .definition import define
 from .exchange import Gathering, Returning
 from .layout import from_flat
 from .problems import HeadGroup, head_groups, rank_problem, views_of

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .definition import define
+from ..definition import define
 from .exchange import Gathering, Returning, sum_over
 from .group import Members
 from .layout import SequenceLayout, from_flat

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ..api import attention
+from ..definition import define
 from ..dispatch.selection import Selection, choice_in_force, choose
 from ..dispatch.settings import BackendChoice
 from ..problem import AttentionProblem, TensorSpec, unpacked_spec
 from .call import ParallelCall
-from .definition import define
 from .exchange import trade
 from .layout import SequenceLayout, from_flat
 

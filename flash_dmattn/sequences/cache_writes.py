@@ -8,14 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..definition import define
 from ..problem import PACKED_QUERIES, Layout
 from .tokens import token_places
-
-_LIBRARY = torch.library.Library("flash_dmattn", "FRAGMENT")
-_LIBRARY.define(
-    "append_to_cache(Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor k, Tensor? v, Tensor bounds, Tensor? block_table, "
-    "str layout) -> ()"
-)
 
 
 class CacheWrite(NamedTuple):
@@ -115,6 +110,10 @@ def _write_fake(*_: object) -> None:
     return None
 
 
-_LIBRARY.impl("append_to_cache", _write, "CompositeExplicitAutograd")
-torch.library.register_fake("flash_dmattn::append_to_cache", _write_fake, lib=_LIBRARY)
-OPERATOR = torch.ops.flash_dmattn.append_to_cache.default
+OPERATOR = define(
+    "append_to_cache",
+    "(Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor k, Tensor? v, Tensor bounds, Tensor? block_table, str layout) "
+    "-> ()",
+    _write,
+    _write_fake,
+)

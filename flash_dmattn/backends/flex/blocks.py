@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...definition import define
 from ...problem import AttentionProblem
 from ...reference import formula
 
@@ -89,17 +90,10 @@ def prepare_in_graph(mask: Tensor | None, limits: Limits, problem: AttentionProb
     if mask is None and limits == Limits(None, None):
         return Blocks(None, None, None)
     p = problem
-    *lists, lower, upper = torch.ops.flash_dmattn.flex_blocks(
+    *lists, lower, upper = _OPERATOR(
         mask, limits.lower, limits.upper, p.num_heads, p.seqlen_q, p.seqlen_k, device, p.batch, p.flags.mask_repeat
     )
     return Blocks(BlockLists(*lists), None if limits.lower is None else lower, None if limits.upper is None else upper)
-
-
-_LIBRARY = torch.library.Library("flash_dmattn", "FRAGMENT")
-_LIBRARY.define(
-    "flex_blocks(Tensor? mask, SymInt? lower, SymInt? upper, SymInt num_heads, SymInt seqlen_q, SymInt seqlen_k, "
-    "Device device, SymInt batch, SymInt repeat) -> Tensor[]"
-)
 
 
 def _blocks(
@@ -137,8 +131,13 @@ def _blocks_fake(
     return [torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes]
 
 
-_LIBRARY.impl("flex_blocks", _blocks, "CompositeExplicitAutograd")
-torch.library.register_fake("flash_dmattn::flex_blocks", _blocks_fake, lib=_LIBRARY)
+_OPERATOR = define(
+    "flex_blocks",
+    "(Tensor? mask, SymInt? lower, SymInt? upper, SymInt num_heads, SymInt seqlen_q, SymInt seqlen_k, Device device, "
+    "SymInt batch, SymInt repeat) -> Tensor[]",
+    _blocks,
+    _blocks_fake,
+)
 
 
 def block_lists(

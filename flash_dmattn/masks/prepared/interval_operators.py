@@ -10,17 +10,9 @@ from typing import cast
 
 import torch
 
+from ...definition import define
 from .packers import packer
 from .packing import TILE, tiles
-
-_LIBRARY = torch.library.Library("flash_dmattn", "FRAGMENT")
-
-
-def _define(name: str, schema: str, function: Callable[..., object], fake: Callable[..., object]) -> object:
-    _LIBRARY.define(f"{name}{schema}")
-    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"flash_dmattn::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.flash_dmattn, name).default
 
 
 def _topk(keys: torch.Tensor, k: int, seqlen_q: int, local: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,11 +54,11 @@ def _score_keys_fake(scores: torch.Tensor, allowed: torch.Tensor | None) -> torc
 
 run_score_keys = cast(
     Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor],
-    _define("score_keys", "(Tensor scores, Tensor? allowed) -> Tensor", _score_keys, _score_keys_fake),
+    define("score_keys", "(Tensor scores, Tensor? allowed) -> Tensor", _score_keys, _score_keys_fake),
 )
 run_topk_intervals = cast(
     Callable[[torch.Tensor, int, int, int], tuple[torch.Tensor, torch.Tensor]],
-    _define(
+    define(
         "topk_intervals",
         "(Tensor keys, SymInt k, SymInt seqlen_q, SymInt local) -> (Tensor start, Tensor stop)",
         _topk,
@@ -75,11 +67,11 @@ run_topk_intervals = cast(
 )
 run_key_order = cast(
     Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor],
-    _define("key_order", "(Tensor start, Tensor stop, SymInt seqlen_q) -> Tensor", _order, _order_fake),
+    define("key_order", "(Tensor start, Tensor stop, SymInt seqlen_q) -> Tensor", _order, _order_fake),
 )
 run_interval_tiles = cast(
     Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], list[torch.Tensor]],
-    _define(
+    define(
         "interval_tiles",
         "(Tensor start, Tensor stop, Tensor order, SymInt seqlen_q) -> Tensor[]",
         _tiles,

@@ -6,16 +6,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from ...definition import LIBRARY, define
 from ...problem import Band, MaskView, make_band
 from ..broadcast import collapse
 from .packers import packer
 from .packing import TILE, TILE_WORDS, tiles
-
-_LIBRARY = torch.library.Library("flash_dmattn", "FRAGMENT")
-_LIBRARY.define(
-    "prepare_mask(Tensor mask, SymInt seqlen_q, SymInt seqlen_k, int left, int right, str key_form, bool reorder) "
-    "-> Tensor[]"
-)
 
 # Fewer queries are bound by reading k and v, so that fetching the kept keys one by one costs nothing; with more of them
 # it costs five times what tiles do.
@@ -145,7 +140,10 @@ def _prepare_many(
     return [x.view(*entries, *x.shape[1:]) for x in made], [0] * len(made)
 
 
-_LIBRARY.impl("prepare_mask", prepare, "CompositeExplicitAutograd")
-torch.library.register_fake("flash_dmattn::prepare_mask", _prepare_fake, lib=_LIBRARY)
-_OPERATOR = torch.ops.flash_dmattn.prepare_mask.default
-torch.library.register_vmap("flash_dmattn::prepare_mask", _prepare_many, lib=_LIBRARY)
+_OPERATOR = define(
+    "prepare_mask",
+    "(Tensor mask, SymInt seqlen_q, SymInt seqlen_k, int left, int right, str key_form, bool reorder) -> Tensor[]",
+    prepare,
+    _prepare_fake,
+)
+torch.library.register_vmap("flash_dmattn::prepare_mask", _prepare_many, lib=LIBRARY)

@@ -1,4 +1,4 @@
-"""How operators of this package are registered: each is one node of a graph, with its collectives inside."""
+"""How functions of the library become operators of torch, which are one node of a graph each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-_LIBRARY = torch.library.Library("flash_dmattn", "FRAGMENT")
+LIBRARY = torch.library.Library("flash_dmattn", "FRAGMENT")
 
 
 def define(name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -19,8 +19,9 @@ def define(name: str, schema: str, function: Callable[..., Any], fake: Callable[
         function: what it runs, on every device.
         fake: the same on tensors without values, sending nothing.
     """
-    _LIBRARY.define(f"{name}{schema}")
-    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"flash_dmattn::{name}", fake, lib=_LIBRARY)
+    LIBRARY.define(f"{name}{schema}")
+    LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"flash_dmattn::{name}", fake, lib=LIBRARY)
+    # The overload packets resolve overloads on every call; `.default` skips that.
     operator: Callable[..., Any] = getattr(torch.ops.flash_dmattn, name).default
     return operator
