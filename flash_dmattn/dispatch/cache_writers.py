@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from functools import cache
 
 from ..problem import device_arch
 from ..sequences import cache_writes
 from ..sequences.cache_writes import CacheWrite, Writer
 from .settings import process
+from .triton_modules import triton_module
 
 
 def find_writer(write: CacheWrite) -> Writer | None:
@@ -20,13 +20,8 @@ def find_writer(write: CacheWrite) -> Writer | None:
 
 @cache
 def _triton_writer() -> Writer | None:
-    try:
-        of_caches = importlib.import_module("flash_dmattn.triton_kernels.append")
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "triton":
-            raise
-        return None
-    writer: Writer = of_caches.write
+    of_caches = triton_module("flash_dmattn.triton_kernels.append")
+    writer: Writer | None = None if of_caches is None else of_caches.write
     return writer
 
 

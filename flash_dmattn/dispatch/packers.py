@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from functools import cache
 from typing import Any
 
@@ -15,6 +14,7 @@ from ..masks.prepared.interval_tiles import IntervalTiles
 from ..masks.prepared.packers import Packer
 from ..problem import Band, device_arch
 from .settings import process
+from .triton_modules import triton_module
 
 
 def packs_by_extension(tensor: torch.Tensor) -> bool:
@@ -36,12 +36,9 @@ def find_packer(tensor: torch.Tensor) -> Packer | None:
 
 @cache
 def _triton_packer() -> Packer | None:
-    try:
-        of_masks = importlib.import_module("flash_dmattn.triton_kernels.mask_pack")
-        of_keys = importlib.import_module("flash_dmattn.triton_kernels.key_pack")
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "triton":
-            raise
+    of_masks = triton_module("flash_dmattn.triton_kernels.mask_pack")
+    of_keys = triton_module("flash_dmattn.triton_kernels.key_pack")
+    if of_masks is None or of_keys is None:
         return None
 
     def pack_tiles(mask: torch.Tensor, band: Band | None) -> list[torch.Tensor]:
