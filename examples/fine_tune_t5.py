@@ -70,8 +70,7 @@ def make_model(sizes: dict[str, int], dropout: float, attention: str) -> Any:
     torch.manual_seed(0)
     more = {"vocab_size": VOCABULARY, "decoder_start_token_id": PADDING, "feed_forward_proj": "gated-gelu"}
     config = transformers.T5Config(**sizes, **more, dropout_rate=dropout)
-    model = transformers.T5ForConditionalGeneration(config)
-    model.set_attn_implementation(attention)
+    model = transformers.AutoModelForSeq2SeqLM.from_config(config, attn_implementation=attention)
     return model.train()
 
 
