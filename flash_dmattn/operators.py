@@ -62,6 +62,11 @@ def empty_gradient(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
+def empty_gradients(tensors: Sequence[Tensor | None], needs_grad: Sequence[bool]) -> list[Tensor]:
+    """Those of q, k, v, bias and sink that are asked for, as an operator returns them."""
+    return [empty_gradient(x) for x, needed in zip(tensors, needs_grad, strict=True) if needed and x is not None]
+
+
 def fill_empty(out: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     """out and lse of rows without keys: zeros, and the sink of each head, -inf without one."""
     return out.zero_(), lse.fill_(-torch.inf) if sink is None else lse.copy_(sink[:, None])
@@ -87,12 +92,7 @@ def _backward_fake(
     lse: Tensor,
     *flags_and_need: Any,
 ) -> list[Tensor]:
-    needs_grad = flags_and_need[-1]
-    return [
-        empty_gradient(x)
-        for x, needed in zip((q, k, v, bias, sink), needs_grad, strict=True)
-        if needed and x is not None
-    ]
+    return empty_gradients((q, k, v, bias, sink), flags_and_need[-1])
 
 
 def _one_by_one(operator: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Any, Any]]:

@@ -6,6 +6,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ..report.tables import table
+
 Record = dict[str, Any]
 # Okabe and Ito's colours, ours the warm ones.
 COLORS = ("#D55E00", "#E69F00", "#CC79A7", "#0072B2", "#009E73", "#56B4E9", "#999999")
@@ -40,34 +42,28 @@ def line(row: Record) -> str:
 
 def page(content: Record) -> str:
     """The run as markdown."""
-    head = ("case", "system", "forward ms", "backward ms", "one GPU ms", "efficiency", "of the forward pass", "error")
-    body: list[tuple[str, ...]] = [head, ("---",) * len(head)]
+    head = ["case", "system", "forward ms", "backward ms", "one GPU ms", "efficiency", "of the forward pass", "error"]
+    body: list[list[str]] = []
     for row in content["rows"]:
         alone = f"{row['one_forward_ms']:.2f} + {row['one_backward_ms']:.2f}" if "one_forward_ms" in row else ""
         if "failed" in row:
-            body.append((row["case"], name_of(row), "failed", row["failed"].replace("|", "/"), alone, "", "", ""))
+            body.append([row["case"], name_of(row), "failed", row["failed"], alone, "", "", ""])
             continue
         worst = max(row["errors"], key=row["errors"].get)
         error = f"{row['errors'][worst]:.1e} ({worst}){'' if row['right'] else ', **differs**'}"
         times = (f"{row['forward_ms']:.2f}", f"{row['backward_ms']:.2f}", alone)
         shares = (f"{row['efficiency']:.1%}", f"{row['forward_efficiency']:.1%}")
-        body.append((row["case"], name_of(row), *times, *shares, error))
-    links: list[tuple[str, ...]] = [("MB a rank", "collective", "ms", "GB/s received"), ("---",) * 4]
-    links += [(f"{x['mb']:g}", x["collective"], f"{x['ms']:.3f}", f"{x['gbs']:.1f}") for x in content["bandwidth"]]
+        body.append([row["case"], name_of(row), *times, *shares, error])
+    links = [[f"{x['mb']:g}", x["collective"], f"{x['ms']:.3f}", f"{x['gbs']:.1f}"] for x in content["bandwidth"]]
     sections = [
         "# Context parallelism",
         f"{content['world_size']} x {content['device']}, torch {content['torch']}. Times are of the slowest rank, "
         "medians; efficiency is the time of one GPU over that of all of them times their number, of both passes; error "
         "is the largest of out and gradients beside one GPU.",
-        table(body),
-        table(links),
+        "\n".join(table(head, body)),
+        "\n".join(table(["MB a rank", "collective", "ms", "GB/s received"], links)),
     ]
     return "\n\n".join(sections) + "\n"
-
-
-def table(rows: list[tuple[str, ...]]) -> str:
-    """Rows as markdown."""
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def machine_of(content: Record) -> dict[str, float]:

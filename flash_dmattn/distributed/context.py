@@ -11,10 +11,11 @@ from .layout import SequenceLayout
 
 
 class InContext(NamedTuple):
-    """What a `use_context_parallel` block says: the group, and who has which positions."""
+    """What a `use_context_parallel` block says: the group, who has which positions, and which rank this process is."""
 
     group: Group
     layout: SequenceLayout
+    rank: int
 
 
 class _Thread(threading.local):
@@ -39,8 +40,7 @@ class use_context_parallel:
     """
 
     def __init__(self, group: Group, layout: SequenceLayout) -> None:
-        members_of(group, layout)  # which refuses what does not fit
-        self._entered = InContext(group, layout)
+        self._entered = InContext(group, layout, members_of(group, layout).rank)  # which refuses what does not fit
 
     def __enter__(self) -> SequenceLayout:
         self._previous = _thread.current

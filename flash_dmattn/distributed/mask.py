@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -54,9 +54,7 @@ class ShardedMask:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> ShardedMask:
         """The same mask on a device, as `torch.Tensor.to` has it."""
-        moved = tuple(mask.to(device, non_blocking=non_blocking) for mask in self.masks)
-        band = (self.is_causal, self.window_size)
-        return ShardedMask(self.layout, self.layout_k, self.rank, *band, self.batch, self.heads, moved)
+        return replace(self, masks=tuple(mask.to(device, non_blocking=non_blocking) for mask in self.masks))
 
     def dense(self) -> Tensor:
         """The bool mask of the rank's rows over all keys, band included: (Bm, Hm, Lq / W, Lk)."""

@@ -1,7 +1,7 @@
 """The predictor: time, efficiency and memory of context-parallel attention from one GPU's speed and link bandwidths.
 
     python -m flash_dmattn.distributed.model --lengths 32768 131072 --gpus 2 8
-    python -m flash_dmattn.distributed.model --machine scale.json     # as benchmarks/scale.py has measured
+    python -m flash_dmattn.distributed.model --machine scale.json     # as benchmarks.scale has measured
 
 A prediction, not a measurement: it knows no congestion, no stragglers and no rounding of clocks.
 

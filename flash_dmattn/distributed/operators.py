@@ -12,7 +12,7 @@ from ..backends.protocol import KernelBackend
 from ..definition import define
 from ..dispatch.registry import BACKENDS
 from ..flops import backward_flop_of, forward_flop_of, register
-from ..operators import empty_gradient, empty_outputs
+from ..operators import empty_gradient, empty_gradients, empty_outputs
 from ..problem import NeedsGrad, allowed_pairs
 from .exchange import Gathering, Returning
 from .layout import from_flat
@@ -163,12 +163,9 @@ def _backward_fake(
     mask_forms: list[str],
     bias: Tensor | None,
     sink: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    *numbers: Any,
+    *others: Any,
 ) -> list[Tensor]:
-    needs_grad = Numbers(*numbers).needs_grad
-    return [empty_gradient(x) for x, needed in zip((q, k, v, bias, sink), needs_grad) if needed and x is not None]
+    return empty_gradients((q, k, v, bias, sink), others[-1])  # needs_grad, the last of `Numbers`
 
 
 def _forward_flop(q: Tensor, k: Tensor, v: Tensor, *others: Any, out_val: object = None) -> int:

@@ -81,8 +81,8 @@ def rank_problem(
         head_dim,
         head_dim_v,
         q.stride(),  # type: ignore[arg-type]
-        _gathered_strides(seqlen_k, num_heads_k, head_dim),
-        _gathered_strides(seqlen_k, num_heads_k, head_dim_v),
+        unpacked_spec((batch, seqlen_k, num_heads_k, head_dim)).strides,
+        unpacked_spec((batch, seqlen_k, num_heads_k, head_dim_v)).strides,
         None,
         "none",
         None if bias is None else spec_of(bias),
@@ -118,8 +118,9 @@ def slice_problem(
         seqlen_k=part.seqlen_k,
         num_heads=heads.number * (whole.num_heads // heads.total),
         num_heads_k=heads.number,
-        k_strides=_gathered_strides(whole.seqlen_k, heads.number, whole.head_dim),
-        v_strides=_gathered_strides(whole.seqlen_k, heads.number, whole.head_dim_v),
+        # Of what is gathered, all keys of the group: a slice of them is a view.
+        k_strides=unpacked_spec((whole.batch, whole.seqlen_k, heads.number, whole.head_dim)).strides,
+        v_strides=unpacked_spec((whole.batch, whole.seqlen_k, heads.number, whole.head_dim_v)).strides,
         mask=spec,
         mask_form=form,
         bias=_cut_spec(whole.bias, part, heads),
@@ -127,10 +128,6 @@ def slice_problem(
         window_size=(left, -1 if causal else right),
         flags=whole.flags._replace(left=left, right=right),
     )
-
-
-def _gathered_strides(seqlen_k: int, num_heads_k: int, dim: int) -> tuple[int, int, int, int]:
-    return seqlen_k * num_heads_k * dim, num_heads_k * dim, dim, 1
 
 
 def _cut_spec(spec: TensorSpec | None, part: Slice, heads: HeadGroup) -> TensorSpec | None:

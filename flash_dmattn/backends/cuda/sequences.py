@@ -136,7 +136,7 @@ def notes(problem: AttentionProblem) -> tuple[str, ...]:
     p, of = problem, problem.sequences
     assert of is not None
     tensors = [("q", of.packs_queries, of.rows_q, p.num_heads, p.head_dim, p.q_strides)]
-    if not of.has_pages:  # which are never copied
+    if not of.has_pages:  # whose strides a rule has checked
         tensors += [
             ("k", of.packs_keys, of.rows_k, p.num_heads_k, p.head_dim, p.k_strides),
             ("v", of.packs_keys, of.rows_k, p.num_heads_k, p.head_dim_v, p.v_strides),

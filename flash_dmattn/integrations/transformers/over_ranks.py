@@ -27,17 +27,12 @@ def attend_over_ranks(context: InContext, call: dict[str, Any], attention_mask: 
     """
     call = dict(call)
     if isinstance(attention_mask, LayerMask):
-        _refuse_local(attention_mask, context.layout, torch.distributed.get_rank(_group(context)))
+        _refuse_local(attention_mask, context.layout, context.rank)
         call |= {"mask": None, "is_causal": attention_mask.is_causal, "window_size": attention_mask.window}
         call["sequences"] = None
     out = context_parallel_attention(group=context.group, layout=context.layout, **call)
     assert isinstance(out, Tensor)
     return out
-
-
-def _group(context: InContext) -> Any:
-    group = context.group
-    return group if isinstance(group, torch.distributed.ProcessGroup) else group.get_group()
 
 
 def _refuse_local(mask: LayerMask, layout: SequenceLayout, rank: int) -> None:

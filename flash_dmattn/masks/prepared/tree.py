@@ -10,7 +10,7 @@ import torch
 from ...problem import MaskView
 from ..pad import pad
 from ..saved import restore_tree
-from .packing import WORD
+from .packing import WORD, unpack_words
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -109,6 +109,7 @@ def prepare_tree(tree: torch.Tensor) -> TreeMask:
         raise TypeError(f"tree has dtype {tree.dtype} and must be torch.bool, True = attend; pass tree != 0.")
     if tree.dim() != 3 or tree.shape[1] != tree.shape[2]:
         raise ValueError(f"tree has shape {tuple(tree.shape)} and must be (sequences or 1, new tokens, new tokens).")
+    # As `pack_words`, which torch.compile cannot trace: it asks where tensors start in memory.
     words = pad(tree, (0, -tree.shape[2] % WORD)).unflatten(2, (-1, WORD)).long()
     shifts = torch.arange(WORD, device=tree.device)
     return TreeMask((words << shifts).sum(3).to(torch.int32))  # of a set bit 31 the lower half of an int64
@@ -116,6 +117,4 @@ def prepare_tree(tree: torch.Tensor) -> TreeMask:
 
 def unpack_tree(bits: torch.Tensor) -> torch.Tensor:
     """The bool tensor (S or 1, n, n) of the bits of a `TreeMask`."""
-    tokens = bits.shape[1]
-    shifts = torch.arange(WORD, dtype=torch.int32, device=bits.device)
-    return ((bits[..., None] >> shifts) & 1).bool().flatten(2)[..., :tokens]
+    return unpack_words(bits, bits.shape[1])
