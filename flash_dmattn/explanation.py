@@ -24,7 +24,7 @@ from .sequences.nested import Jagged, is_nested
 from .validation import describe, follow_autocast, refuse_dtensors
 
 if TYPE_CHECKING:
-    from .masks import PreparedMask, TreeMask
+    from .masks import PreparedMask, SequenceTileMask, TreeMask
 
 DTYPES = {
     **dict.fromkeys(("fp16", "float16", "half"), torch.float16),
@@ -137,7 +137,7 @@ def explain(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | PreparedMask | TreeMask | None = None,
+    mask: Tensor | PreparedMask | SequenceTileMask | TreeMask | None = None,
     bias: Tensor | None = None,
     *,
     is_causal: bool = False,
@@ -196,7 +196,7 @@ def explain(
         jagged = Jagged(q, k, v)
         q, k, v, sequences = jagged.q, jagged.k, jagged.v, jagged.sequences
     if sequences is not None:
-        q, k, v, spec, _ = lay_out(sequences, q, k, v)
+        q, k, v, spec, _ = lay_out(sequences, q, k, v, mask)
     elif isinstance(q, Tensor) and q.dim() > 4:
         q, k, v, mask, bias, _, repeats, copies = fold_call(q, k, v, mask, bias)
     q, k, v = follow_autocast(q, k, v)

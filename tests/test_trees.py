@@ -237,7 +237,8 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "another prepared mask": (
         lambda: attention(Q, POOL, POOL, prepare_mask(torch.ones(3, 8) > 0), sequences=PAGES),
         TypeError,
-        "mask is a TileMask; beside sequences it needs to be a bool torch.Tensor or a TreeMask",
+        "mask is a TileMask; beside sequences it needs to be a bool torch.Tensor, what "
+        "prepare_mask(mask, sequences=...) makes of one, or a TreeMask",
     ),
 }  # fmt: skip
 

@@ -130,7 +130,8 @@ def notes(problem: AttentionProblem) -> tuple[str, ...]:
     p = problem
     if p.sequences is not None:
         reads_bools = p.mask_form == "dense"
-        return ("reads the bool mask as it is, and skips nothing for it",) if reads_bools else ()
+        advice = "prepare_mask(mask, sequences=...) makes tiles of it"
+        return (f"reads the bool mask as it is, and skips nothing for it: {advice}",) if reads_bools else ()
     copies = [
         f"copies {name}, whose last stride is {strides[3]}: the kernels read rows of unit stride"
         for name, strides in (("q", p.q_strides), ("k", p.k_strides), ("v", p.v_strides))
