@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import os
 import pickle
 import re
@@ -170,7 +171,10 @@ def test_it_is_copied_pickled_and_moved() -> None:
     call = prepared(with_mask(11, "packed"))
     mask = call.mask
     assert isinstance(mask, SequenceTileMask) and mask.to(mask.device) is mask
-    for other in (copy.deepcopy(mask), pickle.loads(pickle.dumps(mask)), mask.to("meta")):
+    file = io.BytesIO()
+    torch.save(mask, file)
+    loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    for other in (copy.deepcopy(mask), pickle.loads(pickle.dumps(mask)), loaded, mask.to("meta")):
         assert other.spec == mask.spec and other.shape == mask.shape and other.window_size == mask.window_size
         for x, y in zip(other.tensors, mask.tensors, strict=True):
             assert x.shape == y.shape and (x.is_meta or torch.equal(x, y))
@@ -191,6 +195,12 @@ def test_explain_says_what_a_mask_costs() -> None:
     notes = {verdict.backend: verdict.notes for verdict in found.verdicts}
     assert "unpacks the prepared mask to a dense bool tensor of 0.1 MB" in notes["eager"]
     assert "prepared mask (1, 1, 500, 300) of packed queries" in str(found.problem)
+    described = flash_dmattn.explain_problem(
+        (1, 500, 2, 16),
+        **{"dtype": "fp32", "device": found.problem.arch, "mask": (1, 1, 300, 300), "mask_prepared": True},
+        **{"is_causal": True, "sequences": tiles.spec},
+    )
+    assert described.problem == found.problem
 
 
 @pytest.mark.parametrize("number", range(4))

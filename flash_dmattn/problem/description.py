@@ -179,6 +179,12 @@ class SequenceSpec(NamedTuple):
         """Whether k and v are."""
         return self.layout == "packed"
 
+    def shape_of_tiles(self, mask_heads: int) -> Shape4:
+        """That of the bool tensor which a `SequenceTileMask` beside these sequences unpacks to."""
+        if self.packs_queries:
+            return 1, mask_heads, self.rows_q, self.max_seqlen_k
+        return self.number, mask_heads, self.max_seqlen_q, self.max_seqlen_k
+
     def __str__(self) -> str:
         rows = f"{self.rows_q} queries and {self.rows_k} keys"
         if self.layout == "padded":

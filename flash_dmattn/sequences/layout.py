@@ -166,9 +166,9 @@ class Sequences:
         ]
         return Sequences(self.layout, *tables)
 
-    def __getstate__(self) -> dict[str, Any]:
-        # For pickle and copy. What is remembered goes by versions of tensors, which a copy counts anew.
-        return {**self.__dict__, "_views": {}}
+    def __reduce__(self) -> tuple[object, ...]:
+        # For pickle, copy and `torch.save`. What is remembered goes by versions of tensors, which a copy counts anew.
+        return restore_sequences, (self.layout, *self._tables)
 
     def __repr__(self) -> str:
         # Not the values: printing them waits for the device.
@@ -261,6 +261,14 @@ class Sequences:
         if q is not None and k is not None:
             spec, pages = self.spec(q, k, k), k.shape[0]
         check_values(self._tables, spec, pages)
+
+
+def restore_sequences(layout: Layout, *tables: Any) -> Sequences:
+    """Sequences of their fields: what `torch.load` calls, also with `weights_only=True`, its default."""
+    return Sequences(layout, *tables)
+
+
+torch.serialization.add_safe_globals([restore_sequences])
 
 
 def lay_out(

@@ -11,6 +11,7 @@ from ...problem import MaskView, SequenceSpec, causal_window, check_flag, check_
 from ...sequences.layout import Sequences
 from ..arguments import bool_mask, integer, values_can_be_read
 from ..broadcast import collapse
+from ..saved import restore_sequence_tiles
 from .sequence_packing import MaskPacking, prepare_sequences, unpack_sequences
 
 if TYPE_CHECKING:
@@ -50,10 +51,7 @@ class SequenceTileMask:
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """That of `unpacked`."""
-        spec, num_heads = self.spec, self.bits.shape[1]
-        if spec.packs_queries:
-            return 1, num_heads, spec.rows_q, spec.max_seqlen_k
-        return spec.number, num_heads, spec.max_seqlen_q, spec.max_seqlen_k
+        return self.spec.shape_of_tiles(self.bits.shape[1])
 
     @property
     def device(self) -> torch.device:
@@ -94,6 +92,11 @@ class SequenceTileMask:
             (1, Hm, Tq, max_seqlen_k) where queries are packed, else (S, Hm, max_seqlen_q, max_seqlen_k).
         """
         return unpack_sequences(self.bits, self.spec)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """For pickle, copy and `torch.save`; with its sequences, which calls with the copy have to pass."""
+        fields = (self.sequences, tuple(self.spec), self.is_causal, self.window_size, *self.tensors)
+        return restore_sequence_tiles, fields
 
     def __repr__(self) -> str:
         # Not the values: printing them waits for the device.
