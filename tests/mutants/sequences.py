@@ -325,6 +325,20 @@ FAULTS: tuple[Fault, ...] = (
         PACKED_TILES,
     ),
     Fault(
+        "gradients of a tree have no earlier keys",
+        PACK,
+        "within(mask.shape[3], token)) | (token < 0))[None]",
+        "within(mask.shape[3], token)))[None]",
+        INTERPRETED_TREES,
+    ),
+    Fault(
+        "gradients of a tree take the tree of the first sequence",
+        PACK,
+        "mask[within(mask.shape[0], owner), 0, within(mask.shape[2], place)]",
+        "mask[within(mask.shape[0], owner * 0), 0, within(mask.shape[2], place)]",
+        INTERPRETED_TREES,
+    ),
+    Fault(
         "pairs of a ragged mask begin with those before",
         PACK,
         "(pairs.cumsum(0) - pairs)[owner]",

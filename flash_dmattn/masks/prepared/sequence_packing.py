@@ -17,8 +17,9 @@ from ..pad import pad
 from . import packing
 from .packing import TILE, TILE_WORDS, pack_words, tiles, unpack_words
 
-# What of a mask is packed, as `Packing` of a call has it, or all pairs of a sequence behind those of the one before.
-MaskPacking = Literal["none", "queries", "keys", "ragged"]
+# What of a mask is packed, as `Packing` of a call has it; or all pairs of a sequence behind those of the one before; or
+# nothing, of a tree of new tokens.
+MaskPacking = Literal["none", "queries", "keys", "ragged", "tree"]
 
 
 class Side(NamedTuple):
@@ -71,7 +72,8 @@ def pack_sequences(
     """The tensors of a `SequenceTileMask`: bits, classes, row_lists, col_lists.
 
     Args:
-        mask: bool (Bm, Hm, Lq or 1, Lk or 1) as `attention` reads it beside these sequences; "ragged" is (1, Hm, 1, N).
+        mask: bool (Bm, Hm, Lq or 1, Lk or 1) as `attention` reads it beside these sequences; "ragged" is (1, Hm, 1, N),
+            "tree" (S or 1, 1, n, n).
         bounds: of a `SequenceView`.
         window: with causality folded in, as `causal_window` has it.
     """
@@ -126,6 +128,11 @@ def _rows_of(
         return mask[0][:, within(mask.shape[2], rows)]
     if mask_packing == "none":
         return mask[within(mask.shape[0], owner), :, within(mask.shape[2], place)].transpose(0, 1)
+    if mask_packing == "tree":
+        earlier = keys.lengths[owner] - queries.lengths[owner]
+        token = torch.arange(number, device=mask.device) - earlier[:, None]
+        tree = mask[within(mask.shape[0], owner), 0, within(mask.shape[2], place)]
+        return (tree.gather(1, within(mask.shape[3], token)) | (token < 0))[None]
     if mask_packing == "keys":
         first = keys.first[owner]
     else:
