@@ -24,7 +24,8 @@ class LaidOut(NamedTuple):
     def places(self) -> Places:
         """What a mask or a bias with a value per score is read through."""
         q, k = self.queries, self.keys
-        return Places(q.sequence, q.place, q.token.clamp(min=0), k.place)
+        any_token = torch.arange(len(q.token), device=q.token.device, dtype=torch.int32) % len(q.row)
+        return Places(q.sequence, q.place, torch.where(q.token < 0, any_token, q.token), k.place)
 
 
 def prepare_sequences(

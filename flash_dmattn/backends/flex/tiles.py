@@ -100,7 +100,8 @@ class Side(NamedTuple):
     Attributes:
         token: (rows,), which token of all lies in each row; -1 of a row without one.
         row: (tokens,), the row of each token; -1 of those of no sequence.
-        sequence, place: (rows,), the sequence of each row, and the place of its token in it, 0 of a row without one.
+        sequence, place: (rows,), the sequence of each row, and the place of its token in it; of a row without one any that
+            there is, few of them alike, as kernels add what they mask to gradients, zeros, one after the other.
     """
 
     token: Tensor
@@ -123,7 +124,7 @@ def side_of(bounds: Tensor, extent: Extent, tiles: Tiles) -> Side:
         token.flatten(),
         row.to(torch.int32),
         own.expand(-1, BLOCK).flatten(),
-        place.masked_fill(~is_used, 0).flatten(),
+        (place % extent.most).flatten(),
     )
 
 
