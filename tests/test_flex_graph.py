@@ -11,7 +11,6 @@ from flex_fixture import eager_flex
 from torch import Tensor
 
 import flash_dmattn
-from flash_dmattn.backends.flex import backend as flex
 from flash_dmattn.backends.flex import blocks as flex_blocks
 from flash_dmattn.backends.flex import call as call_of_flex
 from flash_dmattn.backends.flex import graph

@@ -5,15 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...problem import AttentionProblem, SequenceView, TensorSpec, bias_class, dtype_name
+from ...problem import AttentionProblem, SequenceSpec, SequenceView, TensorSpec, bias_class, dtype_name
 from ..protocol import Availability, Rule
-from .blocks import limits_of, prepare_blocks, prepare_in_graph
+from .blocks import BLOCK, limits_of, prepare_blocks, prepare_in_graph
 from .call import attend, graph_module, nothing, ready_inputs, widens, with_sink
 from .sequences import attend_sequences
+from .tiles import extents
 
 NAME = "flex"
 REPEATS_ENTRIES = True
-FEATURES = frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse", "sink", "sequences"})
+FEATURES = frozenset(
+    {"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse", "sink", "sequences"}
+)
 
 _INT32_MAX = 2**31 - 1
 
@@ -24,11 +27,21 @@ def _row_span(strides: tuple[int, ...], length: int, head_dim: int) -> int:
 
 
 def _largest_row_span(p: AttentionProblem) -> int:
+    if p.sequences is not None:  # in rows that follow each other
+        return max(side.rows for side in extents(p.sequences)) * max(p.head_dim, p.head_dim_v)
     return max(
         _row_span(p.q_strides, p.seqlen_q, p.head_dim),
         _row_span(p.k_strides, p.seqlen_k, p.head_dim),
         _row_span(p.v_strides, p.seqlen_k, p.head_dim_v),
     )
+
+
+def _listed_tiles(p: AttentionProblem) -> int:
+    """The elements of a tile list of a call with sequences."""
+    if p.sequences is None:
+        return 0
+    queries, keys = extents(p.sequences)
+    return queries.tiles * keys.tiles * (1 if p.mask is None or p.mask.broadcast()[1] else p.num_heads)
 
 
 def _span(spec: TensorSpec | None) -> int:
@@ -100,6 +113,15 @@ RULES: tuple[Rule, ...] = (
         "pass tensors whose heads are contiguous: x.transpose(1, 2).contiguous().transpose(1, 2)",
     ),
     Rule(
+        "tile_lists",
+        lambda p: _listed_tiles(p) <= _INT32_MAX,
+        lambda p: (
+            f"a list of the tiles of all sequences has {_listed_tiles(p)} elements; FlexAttention's kernels find their "
+            f"places in it with 32 bits, so at most {_INT32_MAX}"
+        ),
+        "split the batch: each sequence has tiles of its own, and a list a row for each of queries, a column of keys",
+    ),
+    Rule(
         "deterministic",
         lambda p: not (p.deterministic and p.needs_grad.bias),
         lambda p: "deterministic is True and the gradient of bias is needed; FlexAttention adds it up with atomics",
@@ -150,6 +172,8 @@ def notes(problem: AttentionProblem) -> tuple[str, ...]:
             else "FlexAttention's forward kernel is slow to read 16 bits for a key"
         )
         found.append(f"copies bias to float32, {4 * _span(bias) / 2**20:.1f} MB: {why}")
+    if problem.sequences is not None:
+        found.append(_note_of_rows(problem, problem.sequences))
     if problem.needs_grad.bias and bias is not None and not bias.broadcast()[3]:
         found.append("the gradient of bias is added up with atomics: not bitwise repeatable")
         if bias.broadcast()[2]:
@@ -159,9 +183,20 @@ def notes(problem: AttentionProblem) -> tuple[str, ...]:
     if problem.sink is not None:
         found.append("scales out by the share of the keys beside the sink, once more rounded")
     for name, strides in (("q", problem.q_strides), ("k", problem.k_strides), ("v", problem.v_strides)):
-        if problem.device == "cpu" and strides[3] != 1:
+        if problem.device == "cpu" and problem.sequences is None and strides[3] != 1:
             found.append(f"copies {name}: FlexAttention's CPU kernel needs the head dim contiguous")
     return tuple(found)
+
+
+def _note_of_rows(p: AttentionProblem, spec: SequenceSpec) -> str:
+    queries, keys = extents(spec)
+    dims = p.head_dim + p.head_dim_v
+    copied = (queries.rows * p.num_heads + keys.rows * p.num_heads_k) * dims * p.dtype.itemsize  # q and out, k and v
+    lists = 4 * 4 * _listed_tiles(p)
+    return (
+        f"copies q, k, v and out into rows of {BLOCK}, none of which two sequences share, {copied / 2**20:.1f} MB, "
+        f"with {lists / 2**20:.1f} MB of lists"
+    )
 
 
 def attention(

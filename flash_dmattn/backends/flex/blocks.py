@@ -70,8 +70,8 @@ class Blocks(NamedTuple):
     """What a call's mask, causal limit and window become: tile lists, and the limits as int32 of no dimension.
 
     Tensors all, filled on the device: a Python int would be compiled into the graph, a copied one would wait for the
-    host. None is no limit; no lists mean that everything is allowed. Of sequences the limits have one dimension: the first
-    and the last key that each query may see.
+    host. None is no limit; no lists mean that everything is allowed. Of sequences the limits have one dimension: the
+    first and the last key that each query may see.
     """
 
     lists: BlockLists | None

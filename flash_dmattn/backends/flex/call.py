@@ -24,7 +24,7 @@ def graph_module() -> ModuleType:
 def ready_inputs(
     problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The inputs without gradients that nobody needs, without expanded dims, and a bias in the dtype that it is read in."""
+    """The inputs without gradients that nobody needs and without expanded dims, a bias in the dtype that is read."""
     if not any(problem.needs_grad):
         # On CPU FlexAttention refuses what requires a gradient, also where none is recorded.
         q, k, v = _detached(q), _detached(k), _detached(v)

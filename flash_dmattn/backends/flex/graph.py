@@ -144,9 +144,7 @@ def run(
     return out.transpose(1, 2), aux.lse.masked_fill(aux.lse == -torch.inf, -torch.inf)
 
 
-def _index(
-    shared: Shared, places: Places | None, b: Tensor, h: Tensor, i: Tensor, j: Tensor
-) -> tuple[Tensor, ...]:
+def _index(shared: Shared, places: Places | None, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, ...]:
     # Four tensors always: a dim dropped by a view breaks the CPU kernel with symbolic lengths, and a literal 0 the
     # gradient of a captured tensor. The compiler folds x * 0.
     (has_b, has_h, has_i, has_j), group, entries, packing = shared

@@ -71,10 +71,12 @@ def _prepared(
         some, every = some & mask_some, every & mask_every
         if some.shape[0] not in (1, num_heads):  # the kernels look a query head up modulo the number of lists
             some, every = (x.repeat_interleave(num_heads // x.shape[0], dim=0) for x in (some, every))
-    by_row, by_column = [], []
+    by_row: list[Tensor] = []
+    by_column: list[Tensor] = []
     for active in (some & ~every, every):
+        columns = _columns(active, tiles_q, tiles_k, of_queries.width)
         by_row += _listed(active, tiles_k.first[tiles_q.own], of_keys.tiles)
-        by_column += _listed(_columns(active, tiles_q, tiles_k, of_queries.width), tiles_q.first[tiles_k.own], of_queries.tiles)
+        by_column += _listed(columns, tiles_q.first[tiles_k.own], of_queries.tiles)
     return [*queries, *keys, *_limits(bounds, queries, tiles_k.first, left, right), *by_row, *by_column]
 
 

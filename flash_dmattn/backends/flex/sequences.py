@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...problem import AttentionProblem, SequenceView
+from ...problem import AttentionProblem, Packing, SequenceView, spec_of
 from .call import attend, nothing, ready_inputs, with_sink
 from .sequence_blocks import prepare_sequences
 from .tiles import Side, extents, laid_out, moved
@@ -37,25 +37,26 @@ def attend_sequences(
         sequences.bounds, mask, flags.mask_packing, extents(spec), problem.window, problem.num_heads
     )
     queries, keys = tiled.queries, tiled.keys
-    read: list[tuple[Tensor | None, str | None]] = [
-        (None, None) if x is None else laid_out(x, packing, queries, keys)
-        for x, packing in ((mask, flags.mask_packing), (bias, flags.bias_packing))
-    ]
+    of_mask: Packing | None = None
+    of_bias: Packing | None = None
+    if mask is not None:
+        mask, of_mask = laid_out(mask, flags.mask_packing, queries, keys)
+    if bias is not None:
+        bias, of_bias = laid_out(bias, flags.bias_packing, queries, keys)
     q_rows, k_rows, v_rows = _in_rows(q, queries), _in_rows(k, keys), _in_rows(v, keys)
     of_rows = problem._replace(
         batch=1,
         seqlen_q=q_rows.shape[1],
         seqlen_k=k_rows.shape[1],
-        q_strides=q_rows.stride(),
-        k_strides=k_rows.stride(),
-        v_strides=v_rows.stride(),
+        q_strides=spec_of(q_rows).strides,
+        k_strides=spec_of(k_rows).strides,
+        v_strides=spec_of(v_rows).strides,
         return_lse=problem.return_lse or sink is not None,
     )
-    (mask, of_mask), (bias, of_bias) = read
     places = tiled.places if of_mask is not None or of_bias is not None else None
     results = attend(of_rows, q_rows, k_rows, v_rows, mask, bias, tiled.blocks, (of_mask, of_bias), places)
     if sink is not None:
-        results = with_sink(*results, sink)
+        results = with_sink(results[0], results[1], sink)
     out = moved(results[0], 1, queries.row, queries.token).view(*q.shape[:3], v.shape[3])
     if unread is not None:
         out = out + unread.sum().to(out.dtype)

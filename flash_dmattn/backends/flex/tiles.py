@@ -1,6 +1,6 @@
 """Sequences laid out anew, each from a tile of rows of its own on: where the rows come from, and what goes there.
 
-No tile is shared, so that nothing of one sequence meets another: a kernel multiplies what it masks by 0, which leaves NaN.
+No tile is shared, so that nothing of one sequence meets another: kernels multiply what they mask by 0, and NaN stays.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class Side(NamedTuple):
     Attributes:
         token: (rows,), which token of all lies in each row; -1 of a row without one.
         row: (tokens,), the row of each token; -1 of those of no sequence.
-        sequence, place: (rows,), the sequence of each row, and the place of its token in it; of a row without one any that
-            there is, few of them alike, as kernels add what they mask to gradients, zeros, one after the other.
+        sequence, place: (rows,), the sequence of each row, and the place of its token in it; of a row without one any
+            that there is, few of them alike, as kernels add zeros to a gradient there, one after the other.
     """
 
     token: Tensor
@@ -160,7 +160,7 @@ def _rows(x: Tensor, dim: int, which: Tensor, fill: float) -> Tensor:
 
 
 def laid_out(x: Tensor, packing: Packing, queries: Side, keys: Side) -> tuple[Tensor, Packing | None]:
-    """A mask or a bias as calls of the rows read it, and how: None is as a dense one, see `graph.Shared` for the others.
+    """A mask or a bias as calls of the rows read it, and how: None is as a dense one, for others see `graph.Shared`.
 
     One value per score stays as it is, and is read through the places of rows; any other is laid out as they are.
     """
