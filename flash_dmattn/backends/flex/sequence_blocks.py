@@ -18,14 +18,8 @@ class LaidOut(NamedTuple):
 
     queries: Side
     keys: Side
+    places: Places
     blocks: Blocks
-
-    @property
-    def places(self) -> Places:
-        """What a mask or a bias with a value per score is read through."""
-        q, k = self.queries, self.keys
-        any_token = torch.arange(len(q.token), device=q.token.device, dtype=torch.int32) % len(q.row)
-        return Places(q.sequence, q.place, torch.where(q.token < 0, any_token, q.token), k.place)
 
 
 def prepare_sequences(
@@ -49,7 +43,9 @@ def prepare_sequences(
     prepare = _OPERATOR if torch.compiler.is_compiling() else _prepared
     queries, keys = extents
     x = prepare(bounds, mask, packing, list(queries), list(keys), *window, num_heads)
-    return LaidOut(Side(*x[:4]), Side(*x[4:8]), Blocks(BlockLists(*x[10:]), x[8], x[9]))
+    of_q, of_k = Side(*x[:4]), Side(*x[4:8])
+    places = Places(of_q.sequence, of_q.place, x[8], of_k.place)
+    return LaidOut(of_q, of_k, places, Blocks(BlockLists(*x[11:]), x[9], x[10]))
 
 
 def _prepared(
@@ -77,12 +73,19 @@ def _prepared(
         columns = _columns(active, tiles_q, tiles_k, of_queries.width)
         by_row += _listed(active, tiles_k.first[tiles_q.own], of_keys.tiles)
         by_column += _listed(columns, tiles_q.first[tiles_k.own], of_queries.tiles)
-    return [*queries, *keys, *_limits(bounds, queries, tiles_k.first, left, right), *by_row, *by_column]
+    limits = _limits(bounds, queries, tiles_k.first, left, right)
+    return [*queries, *keys, _some_token(queries), *limits, *by_row, *by_column]
 
 
 def _extent(numbers: list[int]) -> Extent:
     entries, tokens, is_packed, most, tiles = numbers  # an operator has numbers alone
     return Extent(entries, tokens, bool(is_packed), most, tiles)
+
+
+def _some_token(queries: Side) -> Tensor:
+    """The token of each row, of a row without one any that there is: see `Side.place`."""
+    rows = torch.arange(len(queries.token), device=queries.token.device, dtype=torch.int32)
+    return torch.where(queries.token < 0, rows % len(queries.row), queries.token)
 
 
 def _limits(bounds: Tensor, queries: Side, first_tile: Tensor, left: int, right: int) -> tuple[Tensor, Tensor]:
@@ -172,7 +175,7 @@ def _fake(
     shapes: list[tuple[int, ...]] = []
     for side in (queries, keys):
         shapes += [(side.rows,), (side.entries * side.tokens,), (side.rows,), (side.rows,)]
-    shapes += [(queries.rows,)] * 2
+    shapes += [(queries.rows,)] * 3
     for rows, columns in ((queries.tiles, keys.tiles), (keys.tiles, queries.tiles)):
         shapes += [(1, heads, rows), (1, heads, rows, columns)] * 2
     return [torch.empty(shape, dtype=torch.int32, device=bounds.device) for shape in shapes]

@@ -68,4 +68,5 @@ def attend_sequences(
 
 def _in_rows(x: Tensor, side: Side) -> Tensor:
     """The tokens of q, k or v, (entries, tokens, H, D), as (1, rows, H, D); the rows of a head follow each other."""
-    return moved(x.flatten(0, 1).transpose(0, 1), 1, side.token, side.row)[None].transpose(1, 2)
+    # Of 4 dims, as Inductor's CPU kernel fails on a view of what a graph has computed with fewer (torch 2.13).
+    return moved(x.flatten(0, 1)[None].transpose(1, 2), 2, side.token, side.row).transpose(1, 2)
