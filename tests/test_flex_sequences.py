@@ -430,7 +430,7 @@ def test_inside_a_callers_graph(form: tuple[int, ...] | None) -> None:
                 found.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
                 backend = "eager"
             for x, y in zip(*found, strict=True):
-                torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+                assert (x - y).norm() <= 1e-4 * y.norm()
     torch._dynamo.reset()
 
 

@@ -110,7 +110,7 @@ RULES: tuple[Rule, ...] = (
             f"one head of q, k or v spans {_largest_row_span(p)} elements; FlexAttention's kernels add up row offsets "
             f"in 32 bits, so at most {_INT32_MAX}"
         ),
-        "pass tensors whose heads are contiguous: x.transpose(1, 2).contiguous().transpose(1, 2); split packed sequences",
+        "pass tensors whose heads are contiguous: x.transpose(1, 2).contiguous().transpose(1, 2); or split the batch",
     ),
     Rule(
         "tile_lists",
