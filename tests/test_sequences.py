@@ -44,11 +44,15 @@ def skip_where_refused(backend: Runner, call: SequenceCall) -> None:
 
 def of_backend(name: str) -> dict[str, Any]:
     """What to draw for a backend: long rows in 16 bits for kernels, fp64 too for PyTorch."""
+    if name == "flex":
+        return {**ON_GPU, "dtypes": (torch.float32,)}  # beside a sink it rounds an out of 16 bits once more
     return {} if name in ("eager", "reference") else ON_GPU
 
 
 @pytest.mark.parametrize("part", range(6))
 def test_random_calls_beside_one_dense_call(backend: Runner, part: int) -> None:
+    if backend.name == "flex" and DEVICE == "cuda":
+        pytest.skip("flex: nearly each of these calls would compile for a minute; tests/flex_check.py has classes of them")
     ran = 0
     for number in range(part, EXAMPLES, 6):
         call = draw(number, **of_backend(backend.name))
