@@ -52,7 +52,7 @@ def of_backend(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("part", range(6))
 def test_random_calls_beside_one_dense_call(backend: Runner, part: int) -> None:
     if backend.name == "flex" and DEVICE == "cuda":
-        pytest.skip("flex: nearly each of these calls would compile for a minute; tests/flex_check.py has classes of them")
+        pytest.skip("flex: nearly each of these would compile for a minute; tests/flex_check.py has classes of them")
     ran = 0
     for number in range(part, EXAMPLES, 6):
         call = draw(number, **of_backend(backend.name))
