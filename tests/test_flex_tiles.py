@@ -185,3 +185,28 @@ def test_the_operator_is_what_it_tells_compilers(packing: Packing, shape: tuple[
     mask = None if shape is None else torch.rand(shape) < 0.5
     given = (sequences.view(spec).bounds, mask, packing, queries, keys, 10, 0, 4)
     torch.library.opcheck(sequence_blocks._OPERATOR, given)
+
+
+def test_layers_share_what_a_batch_needs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And it goes with the sequences; another window, or a table that has changed, has its own."""
+    made: list[object] = []
+    before = len(sequence_blocks._kept)
+    prepared = sequence_blocks._prepared
+    monkeypatch.setattr(sequence_blocks, "_prepared", lambda *given: made.append(given[5:7]) or prepared(*given))
+    cu = torch.tensor([0, 30, 200], dtype=torch.int32)
+    sequences = Sequences.packed(cu)
+    q = torch.zeros(200, 2, 1)
+    spec = sequences.spec(q, q, q)
+
+    def of_layer(sequences: Sequences, window: tuple[int, int]) -> LaidOut:
+        return prepare_sequences(sequences.view(spec).bounds, None, "none", extents(spec), window, 2)
+
+    first = of_layer(sequences, (-1, 0))
+    assert of_layer(sequences, (-1, 0)) is first and len(made) == 1
+    assert of_layer(sequences, (9, 0)) is not first and made == [(-1, 0), (9, 0)]
+    cu[1] = 40
+    second = of_layer(sequences, (-1, 0))
+    assert second is not first and len(made) == 3
+    assert int((second.queries.sequence[second.queries.token >= 0] == 0).sum()) == 40
+    del sequences, first, second
+    assert len(sequence_blocks._kept) <= before

@@ -105,6 +105,13 @@ FAULTS: tuple[Fault, ...] = (
         "entry = tiles_q.own if x.shape[0] > 9",
         LISTS,
     ),
+    Fault(
+        "layers with other windows share lists",
+        BLOCKS,
+        "    found = kept.get((extents, window))\n",
+        "    found = next(iter(kept.values()), None)\n",
+        (f"{_TILES}layers_share_what_a_batch_needs_once",),
+    ),
     Fault("rows of no sequence have the sink", CALL, "queries.token, -torch.inf)", "queries.token, 0.0)", EMPTY),
     Fault("a call without keys has no row for them", CALL, "if spec.rows_k == 0:", "if spec.rows_k < 0:", EMPTY),
 )

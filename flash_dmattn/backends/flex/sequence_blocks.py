@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...definition import define
 from ...problem import Packing
@@ -40,12 +41,28 @@ def prepare_sequences(
         window: (left, right), with causality folded in; -1 is no limit.
         num_heads: of q.
     """
-    prepare = _OPERATOR if torch.compiler.is_compiling() else _prepared
     queries, keys = extents
-    x = prepare(bounds, mask, packing, list(queries), list(keys), *window, num_heads)
-    of_q, of_k = Side(*x[:4]), Side(*x[4:8])
-    places = Places(of_q.sequence, of_q.place, x[8], of_k.place)
-    return LaidOut(of_q, of_k, places, Blocks(BlockLists(*x[11:]), x[9], x[10]))
+    given = (bounds, mask, packing, list(queries), list(keys), *window, num_heads)
+    if torch.compiler.is_compiling():
+        return _named(_OPERATOR(*given))
+    if mask is not None:
+        return _named(_prepared(*given))
+    kept = _kept.setdefault(bounds, {})
+    found = kept.get((extents, window))
+    if found is None:
+        found = kept[extents, window] = _named(_prepared(*given))
+    return found
+
+
+# Of calls without a mask, for as long as the bounds live, which `Sequences` remember: all layers of a model read the
+# same tensors, and save them for the backward pass once.
+_kept = WeakTensorKeyDictionary()
+
+
+def _named(x: list[Tensor]) -> LaidOut:
+    queries, keys = Side(*x[:4]), Side(*x[4:8])
+    places = Places(queries.sequence, queries.place, x[8], keys.place)
+    return LaidOut(queries, keys, places, Blocks(BlockLists(*x[11:]), x[9], x[10]))
 
 
 def _prepared(

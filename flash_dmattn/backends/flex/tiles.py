@@ -48,7 +48,7 @@ def tiles_for(length: int) -> int:
 
 
 def extents(spec: SequenceSpec) -> tuple[Extent, Extent]:
-    """Those of queries and of keys, of which one at least is laid out."""
+    """Those of the queries and of the keys of a call, as if there were a token where there is none."""
     sides = ((spec.rows_q, spec.max_seqlen_q, spec.packs_queries), (spec.rows_k, spec.max_seqlen_k, spec.packs_keys))
     queries, keys = (_extent(spec.number, *side) for side in sides)
     return queries, keys
