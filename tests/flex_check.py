@@ -344,7 +344,6 @@ def check_sequences(per_class: int, seed: int, device: str, budget: float) -> tu
 def check_sequence_memory() -> bool:
     """A call of many sequences never waits for the host, and makes no tensor of all queries by all keys."""
     edges = torch.arange(0, 65537, 4096, device="cuda", dtype=torch.int32)
-    sequences = flash_dmattn.Sequences.packed(edges, max_seqlen_q=4096)
     q, k, v = (torch.randn(65536, 4, 64, device="cuda", dtype=BF16).requires_grad_() for _ in range(3))
     bias = torch.randn(4, 1, 65536, device="cuda", dtype=BF16).requires_grad_()
     for turn in ("compiles", "counts"):
@@ -353,6 +352,7 @@ def check_sequence_memory() -> bool:
         before = torch.cuda.memory_allocated()
         torch.cuda.set_sync_debug_mode("error" if turn == "counts" else "default")
         try:
+            sequences = flash_dmattn.Sequences.packed(edges, max_seqlen_q=4096)
             out = flash_dmattn.attention(q, k, v, None, bias, is_causal=True, sequences=sequences, backend="flex")
             assert isinstance(out, Tensor)
             out.sum().backward()

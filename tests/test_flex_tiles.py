@@ -59,9 +59,9 @@ MASKS: tuple[tuple[str, Packing, tuple[int, ...] | None], ...] = (
     ("by position, of keys", "none", (5, 4, 1, 270)),
     ("by position, of queries", "none", (1, 2, 300, 1)),
     ("of sequences", "none", (5, 1, 1, 1)),
-    ("rows", "queries", (1, 2, 730, 270)),
-    ("query", "queries", (1, 1, 730, 1)),
-    ("keys", "keys", (1, 4, 1, 605)),
+    ("rows", "queries", (1, 2, 860, 270)),
+    ("query", "queries", (1, 1, 860, 1)),
+    ("keys", "keys", (1, 4, 1, 676)),
 )
 
 
@@ -70,18 +70,18 @@ MASKS: tuple[tuple[str, Packing, tuple[int, ...] | None], ...] = (
 def test_tile_lists_and_limits_against_brute_force(
     packing: Packing, shape: tuple[int, ...] | None, window: tuple[int, int]
 ) -> None:
-    cu_q, cu_k = torch.tensor([0, 300, 300, 557, 600, 728]), torch.tensor([0, 270, 274, 274, 474, 603])
-    used = {"seqlens_q": torch.tensor([300, 0, 256, 43, 100]), "seqlens_k": torch.tensor([256, 4, 0, 200, 129])}
+    cu_q, cu_k = torch.tensor([0, 300, 300, 557, 600, 857]), torch.tensor([0, 270, 274, 404, 404, 674])
+    used = {"seqlens_q": torch.tensor([300, 0, 256, 43, 257]), "seqlens_k": torch.tensor([256, 4, 129, 0, 270])}
     sequences = Sequences.packed(cu_q, cu_k, max_seqlen_q=300, max_seqlen_k=270, **used)
-    q, k = torch.zeros(730, 4, 1), torch.zeros(605, 2, 1)
+    q, k = torch.zeros(860, 4, 1), torch.zeros(676, 2, 1)
     spec = sequences.spec(q, k, k)
     bounds = sequences.view(spec).bounds
     mask = None
     if shape is not None:
         generator = torch.Generator().manual_seed(sum(shape))
         # Whole stretches on and off, single elements flipped in some: every class of tile occurs.
-        coarse = torch.rand(*shape[:2], -(-shape[2] // 150), -(-shape[3] // 150), generator=generator) < 0.6
-        mask = coarse.repeat_interleave(150, 2).repeat_interleave(150, 3)[:, :, : shape[2], : shape[3]]
+        coarse = torch.rand(*shape[:2], -(-shape[2] // BLOCK), -(-shape[3] // BLOCK), generator=generator) < 0.6
+        mask = coarse.repeat_interleave(BLOCK, 2).repeat_interleave(BLOCK, 3)[:, :, : shape[2], : shape[3]]
         mask = mask ^ (torch.rand(shape, generator=generator) < 1e-4)
     laid = prepare_sequences(bounds, mask, packing, extents(spec), window, 4)
     pairs = dense_pairs(spec, bounds, mask, packing, window, laid)
@@ -176,10 +176,10 @@ def test_wild_tables_leave_no_tensor() -> None:
 @pytest.mark.parametrize(("packing", "shape"), [x[1:] for x in MASKS], ids=[x[0] for x in MASKS])
 def test_the_operator_is_what_it_tells_compilers(packing: Packing, shape: tuple[int, ...] | None) -> None:
     sequences = Sequences.packed(
-        torch.tensor([0, 300, 300, 557, 600, 728]), torch.tensor([0, 270, 274, 274, 474, 603]), max_seqlen_q=300,
+        torch.tensor([0, 300, 300, 557, 600, 857]), torch.tensor([0, 270, 274, 404, 404, 674]), max_seqlen_q=300,
         max_seqlen_k=270,
     )  # fmt: skip
-    q, k = torch.zeros(730, 4, 1), torch.zeros(605, 2, 1)
+    q, k = torch.zeros(860, 4, 1), torch.zeros(676, 2, 1)
     spec = sequences.spec(q, k, k)
     queries, keys = (list(x) for x in extents(spec))
     mask = None if shape is None else torch.rand(shape) < 0.5

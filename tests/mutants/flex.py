@@ -77,7 +77,7 @@ FAULTS: tuple[Fault, ...] = (
         LISTS,
     ),
     Fault(
-        "lists of tiles leave out the offset",
+        "lists of tiles align causality to the first keys",
         BLOCKS,
         "offset = seqlen_k - seqlen_q\n",
         "offset = seqlen_k - seqlen_k\n",
@@ -92,7 +92,7 @@ FAULTS: tuple[Fault, ...] = (
         COMPILED,
     ),
     Fault(
-        "a mask of packed rows is summed by the rows of tokens",
+        "tiles that a mask of packed rows allows in part count as whole",
         BLOCKS,
         "count[..., :width] == BLOCK * BLOCK",
         "count[..., :width] > 0",
