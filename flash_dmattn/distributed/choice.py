@@ -39,6 +39,19 @@ def choose_pair(call: ParallelCall, backend: BackendChoice) -> Selection:
         BackendUnsupportedError, BackendUnavailableError: the named backend refuses a slice.
     """
     requested = choice_in_force(backend)
+    found = find_pair(call, requested)
+    if torch.compiler.is_compiling():
+        return found
+    if falls_back(call.problem, requested, found):
+        report_fallback(call.problem)
+    if thread.records is not None:
+        backward = None if found.backward is None else found.backward.NAME
+        thread.records.append(Decision(call.problem, requested, found.forward.NAME, backward))
+    return found
+
+
+def find_pair(call: ParallelCall, requested: BackendChoice) -> Selection:
+    """The choice itself: no warning, no record."""
     if torch.compiler.is_compiling():  # sizes may be symbols there, which no key can hold
         return _choose(slices_of(call), requested)
     key = _Key(call.problem, call.layout, call.head_groups, requested, process.disabled)
@@ -48,11 +61,6 @@ def choose_pair(call: ParallelCall, backend: BackendChoice) -> Selection:
         if len(_remembered) >= _MOST_REMEMBERED:
             _remembered.clear()
         _remembered[key] = found
-    if falls_back(call.problem, requested, found):
-        report_fallback(call.problem)
-    if thread.records is not None:
-        backward = None if found.backward is None else found.backward.NAME
-        thread.records.append(Decision(call.problem, requested, found.forward.NAME, backward))
     return found
 
 

@@ -8,6 +8,7 @@ PACKAGE = "flash_dmattn/distributed/"
 SLICES = ("tests/test_distributed_layout.py::test_slices_allow_what_the_whole_call_allows",)
 WHOLE = ("tests/test_distributed_slices.py::test_slices_together_are_the_whole_call",)
 ONE_CALL = "tests/test_distributed_workers.py::test_a_call_over_processes_equals_one_call"
+BYTES = "tests/test_distributed_explain.py::test_bytes_are_those_that_collectives_are_handed"
 MISTAKE = "tests/test_distributed_workers.py::test_a_mistake_of_one_rank_raises_on_all"
 
 FAULTS: tuple[Fault, ...] = (
@@ -126,8 +127,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a rank that fails does not say so",
         PACKAGE + "api.py",
-        "        agree(members, (), error, always=always)\n",
-        "        agree(members, (), None, always=always)\n",
+        "        agree(request.groups, (), error, always=always)\n",
+        "        agree(request.groups, (), None, always=always)\n",
         (f"{MISTAKE}[mask shape]",),
     ),
     Fault(
@@ -139,9 +140,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "ulysses is chosen where it sends more",
-        PACKAGE + "call.py",
-        "size > (group + 1) / 1.5",
-        "size > 1",
+        PACKAGE + "strategy.py",
+        "if size > (num_heads // num_heads_k + 1) / 1.5",
+        "if size > 1",
         ("tests/test_distributed_call.py::test_auto_takes_what_sends_less",),
     ),
     Fault(
@@ -164,5 +165,40 @@ FAULTS: tuple[Fault, ...] = (
         "slice(self.rank // self.repeats, self.rank // self.repeats + 1)",
         "slice(0, 1)",
         (f"{ONE_CALL}[ulysses, shared heads-4]",),
+    ),
+    Fault(
+        "gradients of keys are said to be sent in the dtype of keys",
+        PACKAGE + "traffic.py",
+        "(request.ours.exchange_dtype or p.dtype).itemsize",
+        "p.dtype.itemsize",
+        (f"{BYTES}[fp32 exchange-2]",),
+    ),
+    Fault(
+        "bytes of a bias with a gradient are said to be those of its dtype",
+        PACKAGE + "traffic.py",
+        "(sum_dtype(dtype) if call.problem.needs_grad.bias else dtype).itemsize",
+        "dtype.itemsize",
+        (f"{BYTES}[bias in 16 bits-2]",),
+    ),
+    Fault(
+        "key-value heads that ranks share are said to be sent once",
+        PACKAGE + "traffic.py",
+        "k.shape[2] * max(1, size // k.shape[2])",
+        "k.shape[2]",
+        (f"{BYTES}[ulysses, shared heads-4]",),
+    ),
+    Fault(
+        "a backend is said to serve all slices that serves one",
+        PACKAGE + "explanation.py",
+        "is_pair and all(verdict.forward for",
+        "is_pair and any(verdict.forward for",
+        ("tests/test_distributed_explain.py::test_a_backend_that_serves_some_slices_serves_none",),
+    ),
+    Fault(
+        "the rank over a mesh is that among the outer ones",
+        PACKAGE + "explanation.py",
+        "both.outer.rank * both.inner.size + both.inner.rank",
+        "both.outer.rank",
+        ("tests/test_distributed_explain.py::test_both_strategies_over_a_mesh",),
     ),
 )
