@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import flash_dmattn
+from flash_dmattn import distributed
 from flash_dmattn.distributed import (
     SequenceLayout,
     context_parallel_attention,
@@ -293,6 +294,22 @@ def compared(case: ParallelCase) -> dict[str, float]:
         assert y.shape == z.shape and y.dtype == z.dtype, (name, y.shape, z.shape, y.dtype, z.dtype)
         errors[name] = float(torch.where(y == z, torch.zeros_like(y), y - z).abs().max())  # -inf is equal to -inf
     return errors
+
+
+def in_parts(case: ParallelCase) -> tuple[dict[str, float], dict[str, bool]]:
+    """`compared` of a call in which ranks send what is read, and whether each result has the bits of all keys sent."""
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        transfers = explain_context_parallel(*arguments, **keywords).traffic.forward
+        assert {x.how for x in transfers if "keys" in x.what} == {how}, transfers
+        return context_parallel_attention(*arguments, **keywords)
+
+    x, how = draw(case), "all_to_all"
+    found = parallel(case, x, run=call)
+    with patch.object(distributed.call, "CLEAR_SHARE", -1):
+        how = "all_gather"
+        wanted = parallel(case, x, run=call)
+    return compared(case), {name: torch.equal(y, wanted[name]) for name, y in found.items()}
 
 
 def repeated(case: ParallelCase) -> bool:

@@ -19,7 +19,7 @@ from .layout import SequenceLayout
 from .mask import ShardedMask
 from .request import Ours, Request, check_check
 from .strategy import Strategy
-from .sums import gather_keys, sum_gradient
+from .sums import fetch_keys, gather_keys, sum_gradient
 from .ulysses import attend_traded, choose_traded
 
 
@@ -156,13 +156,19 @@ def _with_whole_keys(
 ) -> tuple[Tensor | ShardedMask | None, Tensor | None, Tensor | None]:
     """Mask, bias and sink as the slices read them; what ranks share is in fp32 where its gradient is a sum."""
     mask, bias, needs = call.mask, call.bias, call.problem.needs_grad
+
+    def whole(x: Tensor) -> Tensor:
+        if call.sends_parts:
+            return fetch_keys(x, call.members, call.layout, call.layout_k, call.problem.window)
+        return gather_keys(x, call.members, call.layout_k)
+
     if call.mask_needs_keys:
-        mask = gather_keys(cast(Tensor, mask), call.members, call.layout_k)
+        mask = whole(cast(Tensor, mask))
     if bias is not None and bias.shape[2] == 1:
         if needs.bias:
             bias = bias.to(sum_dtype(bias.dtype))
         if call.bias_needs_keys:
-            bias = gather_keys(bias, call.members, call.layout_k)
+            bias = whole(bias)
         elif needs.bias and reduce_bias_grad:
             bias = sum_gradient(bias, call.members)
     if sink is not None and needs.sink:

@@ -16,6 +16,7 @@ from .exchange import sum_dtype
 from .group import Members
 from .layout import SequenceLayout
 from .mask import ShardedMask
+from .reading import CLEAR_SHARE, length_of, runs_read, share_moved
 from .strategy import strategy_of
 
 
@@ -30,6 +31,7 @@ class ParallelCall(NamedTuple):
         mask_needs_keys, bias_needs_keys: whether each has one row for all queries, sharded by keys.
         strategy: "gather" or "ulysses"; and why, in words.
         head_groups: of the former, how many groups of key-value heads are gathered one after the other.
+        sends_parts: of the former, whether ranks send each other the keys that are read; else all get all of them.
     """
 
     problem: AttentionProblem
@@ -43,6 +45,13 @@ class ParallelCall(NamedTuple):
     strategy: str
     why: str
     head_groups: int
+    sends_parts: bool
+
+    def keys_held(self, rank: int) -> int:
+        """How many keys a rank has while it computes."""
+        if not self.sends_parts:
+            return self.layout_k.length
+        return length_of(runs_read(self.layout, rank, self.layout_k.length, self.problem.window))
 
     @property
     def has_rows(self) -> bool:
@@ -108,11 +117,14 @@ def describe_call(
         strategy,
         "",
         1,
+        False,
     )
     call = call._replace(problem=_as_read(call))
     p = call.problem
-    strategy, why = strategy_of(strategy, p.num_heads, p.num_heads_k, members.size, call.has_rows)
-    call = call._replace(strategy=strategy, why=why)
+    share = share_moved(layout, layout_k, p.window)
+    share = share if share <= CLEAR_SHARE else 1.0
+    strategy, why = strategy_of(strategy, p.num_heads, p.num_heads_k, members.size, call.has_rows, share)
+    call = call._replace(strategy=strategy, why=why, sends_parts=strategy == "gather" and share < 1)
     return call._replace(head_groups=_head_groups(call, groups))
 
 
@@ -234,6 +246,7 @@ def shared_of(call: ParallelCall, **more: object) -> Shared:
         "layout_k": call.layout_k,
         "strategy": call.strategy,
         "head_groups": call.head_groups,
+        "keys sent": "those that are read" if call.sends_parts else "all",
         "window (causality folded in)": p.window,
         "softmax_scale": p.softmax_scale,
         "softcap": p.softcap,

@@ -8,7 +8,9 @@ Strategy = Literal["auto", "gather", "ulysses"]
 STRATEGIES = ("auto", "gather", "ulysses")
 
 
-def strategy_of(asked: str, num_heads: int, num_heads_k: int, size: int, has_rows: bool) -> tuple[str, str]:
+def strategy_of(
+    asked: str, num_heads: int, num_heads_k: int, size: int, has_rows: bool, share: float
+) -> tuple[str, str]:
     """("gather" or "ulysses", why); W is the number of ranks there.
 
     Args:
@@ -16,6 +18,7 @@ def strategy_of(asked: str, num_heads: int, num_heads_k: int, size: int, has_row
         num_heads, num_heads_k: of the whole call.
         size: number of ranks.
         has_rows: whether a mask or bias has rows of its own for each rank.
+        share: of all keys, which gather would move.
 
     Raises:
         ValueError: there is no such strategy, or it cannot serve the call.
@@ -35,9 +38,12 @@ def strategy_of(asked: str, num_heads: int, num_heads_k: int, size: int, has_row
         return "gather", "a mask or bias has rows of this rank, which stay where they are"
     if not _heads_divide(num_heads, num_heads_k, size):
         return "gather", "the ranks do not divide the heads, as ulysses needs"
-    # Gather moves 1.5 W / (G + 1) times the bytes of Ulysses.
-    if size > (num_heads // num_heads_k + 1) / 1.5:
+    # Gather moves 1.5 W / (G + 1) times the bytes of Ulysses, or a share of that.
+    even = (num_heads // num_heads_k + 1) / 1.5
+    if size * share > even:
         return "ulysses", "it sends less than gather: W > (Hq / Hk + 1) / 1.5"
+    if size > even:
+        return "gather", "ranks read so few keys of others that it sends less than ulysses"
     return "gather", "ulysses would send no less: W <= (Hq / Hk + 1) / 1.5"
 
 

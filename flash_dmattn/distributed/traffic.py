@@ -10,6 +10,7 @@ from torch import Tensor
 from ..problem import as_scores
 from .call import ParallelCall
 from .exchange import sum_dtype
+from .reading import moves_of
 from .request import Request
 
 
@@ -43,24 +44,52 @@ def traffic_of(request: Request, call: ParallelCall, sink: Tensor | None) -> Tra
         request: what was asked for.
         call, sink: as it was described.
     """
-    size = call.members.size
     needed = any(call.problem.needs_grad)
-    forward = [_all_gather(f"{name}, sharded by keys", own, size) for name, own in _sharded(call)]
+    keys = Keys.of(call)
+    forward = [keys.brought(f"{name}, sharded by keys", each) for name, each in _sharded(call)]
     backward: list[Transfer] = []
     transient = 0
     if call.strategy == "gather":
-        keys = _keys(call)
-        forward.append(_all_gather("keys and values", keys, size))
-        backward += _gathered_backward(request, call, keys)
+        p = call.problem
+        each = p.batch * p.num_heads_k * (p.head_dim + p.head_dim_v) * p.dtype.itemsize
+        forward.append(keys.brought("keys and values", each))
+        backward.append(keys.brought("keys and values again", each))
+        backward += _gradients_of_keys(request, call, keys)
         # Forward what arrives and its order; backward besides these gradients of two slices, their sum, and its parts.
-        transient = (6 if needed else 2) * keys * size // call.head_groups
+        transient = (6 if needed else 2) * each * call.keys_held(call.members.rank) // call.head_groups
     if call.strategy == "ulysses" or request.both is not None:
         there, back = _traded(request, call)
         forward = [there[0], *forward, there[1]]
         backward = [back[0], *backward, *back[1:]]
         transient += 2 * sum(transfer.sent + transfer.received for transfer in there)
-    backward += _summed(request, call, sink)
+    backward += _summed(request, call, sink, keys)
     return Traffic(tuple(forward), tuple(backward) if needed else (), transient)
+
+
+class Keys(NamedTuple):
+    """How many positions of keys a rank sends, and receives; `parts` where that is what ranks read."""
+
+    sent: int
+    received: int
+    parts: bool
+
+    @classmethod
+    def of(cls, call: ParallelCall) -> Keys:
+        """Those of a call."""
+        if call.sends_parts:
+            rank, window = call.members.rank, call.problem.window
+            moves = moves_of(call.layout.flat, call.layout_k.flat, rank, window)
+            return cls(moves.sent, moves.received, True)
+        others = (call.members.size - 1) * call.layout_k.local_length
+        return cls(others, others, False)
+
+    def brought(self, what: str, each: int) -> Transfer:
+        """The transfer of `each` bytes a position to the ranks that read it."""
+        return Transfer(what, "all_to_all" if self.parts else "all_gather", each * self.sent, each * self.received)
+
+    def returned(self, what: str, each: int) -> Transfer:
+        """The transfer of `each` bytes a position back to the rank that has it."""
+        return Transfer(what, "all_to_all", each * self.received, each * self.sent)
 
 
 def _all_gather(what: str, own: int, size: int) -> Transfer:
@@ -74,30 +103,22 @@ def _all_to_all(what: str, whole: int, size: int) -> Transfer:
     return Transfer(what, "all_to_all", moved, moved)
 
 
-def _keys(call: ParallelCall) -> int:
-    """Bytes of the keys and values that a rank has."""
-    p = call.problem
-    return p.batch * call.layout_k.local_length * p.num_heads_k * (p.head_dim + p.head_dim_v) * p.dtype.itemsize
-
-
 def _sharded(call: ParallelCall) -> Iterator[tuple[str, int]]:
-    """The mask and the bias that are gathered, and their bytes on a rank."""
+    """The mask and the bias that are gathered, and their bytes a position."""
     if call.mask_needs_keys and isinstance(call.mask, Tensor):
-        yield "mask", call.mask.numel()
+        yield "mask", call.mask.shape[:3].numel()
     if call.bias_needs_keys and call.bias is not None:
-        dtype = call.bias.dtype
-        yield "bias", call.bias.numel() * (sum_dtype(dtype) if call.problem.needs_grad.bias else dtype).itemsize
+        dtype = sum_dtype(call.bias.dtype) if call.problem.needs_grad.bias else call.bias.dtype
+        yield "bias", call.bias.shape[:3].numel() * dtype.itemsize
 
 
-def _gathered_backward(request: Request, call: ParallelCall, keys: int) -> Iterator[Transfer]:
-    p, size = call.problem, call.members.size
-    yield _all_gather("keys and values again", keys, size)
-    gradients = [name for name, needed in (("dk", p.needs_grad.k), ("dv", p.needs_grad.v)) if needed]
+def _gradients_of_keys(request: Request, call: ParallelCall, keys: Keys) -> Iterator[Transfer]:
+    p = call.problem
     dims = p.head_dim * p.needs_grad.k + p.head_dim_v * p.needs_grad.v
     if dims:
-        values = p.batch * call.layout_k.length * p.num_heads_k * dims
+        names = [name for name, needed in (("dk", p.needs_grad.k), ("dv", p.needs_grad.v)) if needed]
         exchanged = (request.ours.exchange_dtype or p.dtype).itemsize
-        yield _all_to_all(" and ".join(gradients), values * exchanged, size)
+        yield keys.returned(" and ".join(names), p.batch * p.num_heads_k * dims * exchanged)
 
 
 def _traded(request: Request, call: ParallelCall) -> tuple[list[Transfer], list[Transfer]]:
@@ -121,7 +142,7 @@ def _traded(request: Request, call: ParallelCall) -> tuple[list[Transfer], list[
     return there, back
 
 
-def _summed(request: Request, call: ParallelCall, sink: Tensor | None) -> Iterator[Transfer]:
+def _summed(request: Request, call: ParallelCall, sink: Tensor | None, keys: Keys) -> Iterator[Transfer]:
     """Gradients of what ranks share."""
     needs, outer = call.problem.needs_grad, call.members.size
     terms = [("dbias", call.bias, request.given.bias, needs.bias), ("dsink", sink, request.given.sink, needs.sink)]
@@ -130,7 +151,7 @@ def _summed(request: Request, call: ParallelCall, sink: Tensor | None) -> Iterat
             continue
         itemsize = sum_dtype(own.dtype).itemsize
         if name == "dbias" and call.bias_needs_keys:
-            yield _all_to_all("dbias, sharded by keys", own.numel() * itemsize * outer, outer)
+            yield keys.returned("dbias, sharded by keys", own.shape[:3].numel() * itemsize)
         elif request.ours.reduce_bias_grad:
             yield _all_gather(f"{name}, summed", own.numel() * itemsize, outer)
         if request.ours.reduce_bias_grad and request.both is not None:

@@ -141,8 +141,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "ulysses is chosen where it sends more",
         PACKAGE + "strategy.py",
-        "if size > (num_heads // num_heads_k + 1) / 1.5",
-        "if size > 1",
+        "if size * share > even",
+        "if size * share > 1",
         ("tests/test_distributed_call.py::test_auto_takes_what_sends_less",),
     ),
     Fault(
@@ -176,8 +176,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "bytes of a bias with a gradient are said to be those of its dtype",
         PACKAGE + "traffic.py",
-        "(sum_dtype(dtype) if call.problem.needs_grad.bias else dtype).itemsize",
-        "dtype.itemsize",
+        "dtype = sum_dtype(call.bias.dtype) if call.problem.needs_grad.bias else call.bias.dtype",
+        "dtype = call.bias.dtype",
         (f"{BYTES}[bias in 16 bits-2]",),
     ),
     Fault(
