@@ -171,6 +171,19 @@ def test_a_verdict_is_of_all_slices_of_all_ranks() -> None:
     assert explained(grad=False).backward is None
 
 
+def test_what_a_window_sends_is_said() -> None:
+    found = explained(window_size=(10, 0), bias=torch.ones(1, 256, requires_grad=True))
+    # Rank 1 has 128:256 and 768:896; it reads 0:128 and 640:768, and 128:256 and 768:896 are read by one rank each.
+    sent = 2 * 128
+    assert [(x.what, x.how, x.sent) for x in found.traffic.forward] == [
+        ("bias, sharded by keys", "all_to_all", sent * 4),
+        ("keys and values", "all_to_all", sent * 2 * 2 * 32 * 4),
+    ]
+    assert "ranks send the keys that others read: no rank more than 33.3% of what an all_gather would" in str(found)
+    assert found.traffic.transient == 6 * 512 * 2 * 2 * 32 * 4
+    assert {x.how for x in explained(window_size=(900, 0)).traffic.forward} == {"all_gather"}
+
+
 class FewKeys(Unpacking):
     """A backend that takes no call of many keys."""
 

@@ -75,8 +75,9 @@ def context_parallel_attention(
             (B, H, Lq / outer size, ·). Gradients of a bias are those of this rank's heads then.
         layout: of the queries, and of the keys where `layout_k` is None.
         layout_k: of the keys.
-        strategy: "gather": keys and values are gathered, rows of masks and biases stay. "ulysses": heads are traded for
-            positions, for calls without rows of their own and heads that the ranks divide. "auto": which sends less.
+        strategy: "gather": keys and values are gathered, of a window those that a rank reads; rows of masks and biases
+            stay. "ulysses": heads are traded for positions, for calls without rows of their own and heads that the
+            ranks divide. "auto": which sends less.
         reduce_bias_grad: sum gradients of a bias with i = 1, and of the sink, over the ranks here, in their order.
         exchange_dtype: in which gradients of k and v are sent, their own by default; torch.float32 rounds them later.
         head_groups: in how many groups of key-value heads "gather" goes, None for 1. Each is on its way while the one

@@ -9,6 +9,8 @@ SLICES = ("tests/test_distributed_layout.py::test_slices_allow_what_the_whole_ca
 WHOLE = ("tests/test_distributed_slices.py::test_slices_together_are_the_whole_call",)
 ONE_CALL = "tests/test_distributed_workers.py::test_a_call_over_processes_equals_one_call"
 BYTES = "tests/test_distributed_explain.py::test_bytes_are_those_that_collectives_are_handed"
+COVERED = "tests/test_distributed_reading.py::test_every_key_that_is_read_is_held_and_nothing_else_is_sent"
+PARTS = "tests/test_distributed_reading.py::test_results_are_those_of_one_process_and_the_bits_of_all_keys_sent"
 MISTAKE = "tests/test_distributed_workers.py::test_a_mistake_of_one_rank_raises_on_all"
 
 FAULTS: tuple[Fault, ...] = (
@@ -85,7 +87,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the gradient of keys is that of the largest slice",
         PACKAGE + "rows.py",
-        "            self._sum = self._whole(self._largest)\n            self._sum[:, part.keys] += gradient\n",
+        "            self._sum = self._whole(self._largest)\n            self._sum[:, keys] += gradient\n",
         "            self._sum = self._whole(self._largest)\n",
         WHOLE,
     ),
@@ -200,5 +202,89 @@ FAULTS: tuple[Fault, ...] = (
         "both.outer.rank * both.inner.size + both.inner.rank",
         "both.outer.rank",
         ("tests/test_distributed_explain.py::test_both_strategies_over_a_mesh",),
+    ),
+    Fault(
+        "keys are held in the order of ranks",
+        PACKAGE + "reading.py",
+        "arriving = sorted((start, stop, rank) for",
+        "arriving = list((start, stop, rank) for",
+        (COVERED,),
+    ),
+    Fault(
+        "slices read what they had where all keys are held",
+        PACKAGE + "reading.py",
+        "place_in(held, part.start) if part.seqlen_k else 0",
+        "part.start",
+        (COVERED,),
+    ),
+    Fault(
+        "runs of keys that overlap end with the later start",
+        PACKAGE + "reading.py",
+        "(found[-1][0], max(stop, found[-1][1]))",
+        "(found[-1][0], found[-1][1])",
+        (COVERED,),
+    ),
+    Fault(
+        "the share is that of what is received",
+        PACKAGE + "reading.py",
+        "max(*sent, *received)",
+        "max(received)",
+        (COVERED,),
+    ),
+    Fault(
+        "parts are sent wherever that is less",
+        PACKAGE + "reading.py",
+        "CLEAR_SHARE = 0.5",
+        "CLEAR_SHARE = 1.0",
+        ("tests/test_distributed_reading.py::test_parts_are_sent_where_that_is_clearly_less",),
+    ),
+    Fault(
+        "a rank sends all of its keys to each that reads some",
+        PACKAGE + "reading.py",
+        "to = tuple(common(own, runs) for runs in reads)",
+        "to = tuple(own if common(own, runs) else () for runs in reads)",
+        (COVERED,),
+    ),
+    Fault(
+        "keys that nobody reads have gradients of the first sum",
+        PACKAGE + "fetching.py",
+        "place = place_in(moves.own, start)",
+        "place = 0",
+        (f"{PARTS}[contiguous-4]",),
+    ),
+    Fault(
+        "what a rank has read of its own does not come back",
+        PACKAGE + "fetching.py",
+        "iter(self._own if rank == moves.rank else arrived)",
+        "iter([torch.zeros_like(x) for x in self._own] if rank == moves.rank else arrived)",
+        (f"{PARTS}[plain-2]",),
+    ),
+    Fault(
+        "a bias that is not read has no place before it",
+        PACKAGE + "reading.py",
+        "[(-1, place, start)] * (start > place) + ",
+        "",
+        ("tests/test_distributed_reading.py::test_a_tensor_of_all_keys_has_gaps_where_none_are_read",),
+    ),
+    Fault(
+        "the strides of keys are those of all of them",
+        PACKAGE + "problems.py",
+        "k_strides=unpacked_spec((whole.batch, held, ",
+        "k_strides=unpacked_spec((whole.batch, whole.seqlen_k, ",
+        ("tests/test_distributed_reading.py::test_a_backend_that_reads_prepared_masks_gets_those_of_its_slices",),
+    ),
+    Fault(
+        "auto weighs ulysses against all keys sent",
+        PACKAGE + "strategy.py",
+        "if size * share > even",
+        "if size > even",
+        ("tests/test_distributed_reading.py::test_auto_compares_ulysses_with_what_is_sent",),
+    ),
+    Fault(
+        "gradients of keys are said to leave as they came",
+        PACKAGE + "traffic.py",
+        'Transfer(what, "all_to_all", each * self.received, each * self.sent)',
+        'Transfer(what, "all_to_all", each * self.sent, each * self.received)',
+        ("tests/test_distributed_reading.py::test_bytes_of_parts_are_those_that_collectives_are_handed[more keys-4]",),
     ),
 )
