@@ -19,7 +19,7 @@ from .layout import SequenceLayout
 from .mask import ShardedMask
 from .request import Ours, Request, check_check
 from .strategy import Strategy
-from .sums import fetch_keys, gather_keys, sum_gradient
+from .sums import Numbers, gather_keys, sum_gradient
 from .ulysses import attend_traded, choose_traded
 
 
@@ -159,9 +159,8 @@ def _with_whole_keys(
     mask, bias, needs = call.mask, call.bias, call.problem.needs_grad
 
     def whole(x: Tensor) -> Tensor:
-        if call.sends_parts:
-            return fetch_keys(x, call.members, call.layout, call.layout_k, call.problem.window)
-        return gather_keys(x, call.members, call.layout_k)
+        over = (call.members.name, call.members.rank, call.layout.flat, call.layout_k.flat)
+        return gather_keys(x, Numbers(*over, *call.problem.window, call.sends_parts))
 
     if call.mask_needs_keys:
         mask = whole(cast(Tensor, mask))
