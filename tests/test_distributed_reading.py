@@ -119,10 +119,14 @@ def test_parts_are_sent_where_that_is_clearly_less(
     assert (share_moved(layout, layout, window) <= CLEAR_SHARE) == is_sent_in_parts
 
 
-def test_what_a_window_leaves_of_128k() -> None:
-    # Of 14 chunks of 8192 that others have, the ends of two: 4096 each.
-    layout = SequenceLayout.zigzag(131072, 8)
-    assert share_moved(layout, layout, (4096, 0)) == 2 * 4096 / (7 * 16384)
+@pytest.mark.parametrize("window, share, held", [(1024, "1.8%", "14%"), (4096, "7.1%", "19%"), (16384, "29%", "38%")])
+def test_what_a_window_leaves_of_128k(window: int, share: str, held: str) -> None:
+    layout, beside = SequenceLayout.zigzag(131072, 8), SequenceLayout.contiguous(131072, 8)
+    moved = share_moved(layout, layout, (window, 0))
+    most = max(length_of(runs_read(layout, rank, 131072, (window, 0))) for rank in range(8))
+    assert (f"{100 * moved:.2g}%", f"{most / 131072:.0%}") == (share, held)
+    if window <= 8192:  # of 14 chunks of 8192 that others have, the ends of two; or the end of one neighbour
+        assert moved == 2 * window / (7 * 16384) == 2 * share_moved(beside, beside, (window, 0))
 
 
 def test_auto_compares_ulysses_with_what_is_sent() -> None:
