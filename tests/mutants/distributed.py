@@ -246,7 +246,7 @@ FAULTS: tuple[Fault, ...] = (
         (COVERED,),
     ),
     Fault(
-        "keys that nobody reads have gradients of the first sum",
+        "gradients of keys are all added to the first rows of a rank",
         PACKAGE + "fetching.py",
         "place = place_in(moves.own, start)",
         "place = 0",
