@@ -23,14 +23,14 @@ from .sequences.nested import Jagged, is_nested
 from .validation import describe, follow_autocast, refuse_dtensors
 
 if TYPE_CHECKING:
-    from .masks import PreparedMask, TreeMask
+    from .masks import PreparedMask, SequenceTileMask, TreeMask
 
 
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | PreparedMask | TreeMask | None = None,
+    mask: Tensor | PreparedMask | SequenceTileMask | TreeMask | None = None,
     bias: Tensor | None = None,
     *,
     is_causal: bool = False,
@@ -164,7 +164,7 @@ def attention(
         jagged = Jagged(q, k, v)
         q, k, v, sequences = jagged.q, jagged.k, jagged.v, jagged.sequences
     if sequences is not None:
-        q, k, v, spec, where = lay_out(sequences, q, k, v)
+        q, k, v, spec, where = lay_out(sequences, q, k, v, mask)
     elif isinstance(q, Tensor) and q.dim() > 4:
         q, k, v, mask, bias, leading, repeats, _ = fold_call(q, k, v, mask, bias)
     q, k, v = follow_autocast(q, k, v)

@@ -24,7 +24,7 @@ from .sequences.nested import Jagged, is_nested
 from .validation import describe, follow_autocast, refuse_dtensors
 
 if TYPE_CHECKING:
-    from .masks import PreparedMask, TreeMask
+    from .masks import PreparedMask, SequenceTileMask, TreeMask
 
 DTYPES = {
     **dict.fromkeys(("fp16", "float16", "half"), torch.float16),
@@ -145,7 +145,7 @@ def explain(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | PreparedMask | TreeMask | None = None,
+    mask: Tensor | PreparedMask | SequenceTileMask | TreeMask | None = None,
     bias: Tensor | None = None,
     *,
     is_causal: bool = False,
@@ -205,7 +205,7 @@ def explain(
         jagged = Jagged(q, k, v)
         q, k, v, sequences = jagged.q, jagged.k, jagged.v, jagged.sequences
     if sequences is not None:
-        q, k, v, spec, _ = lay_out(sequences, q, k, v)
+        q, k, v, spec, _ = lay_out(sequences, q, k, v, mask)
     elif isinstance(q, Tensor) and q.dim() > 4:
         q, k, v, mask, bias, _, repeats, copies = fold_call(q, k, v, mask, bias)
     q, k, v = follow_autocast(q, k, v)
@@ -265,8 +265,8 @@ def explain_problem(
         dtype: of q, k and v: "fp16", "bf16", "fp32", "fp64" or a torch.dtype.
         device: "cpu", or the architecture of a GPU such as "sm_80", "sm_90", "gfx942".
         mask, bias: their shapes, or None; bias_dtype as dtype where not given.
-        mask_prepared: whether the mask is the prepared form of one of that shape; beside sequences it is a tree of n
-            new tokens, (S or 1, n, n).
+        mask_prepared: whether the mask is the prepared form of one of that shape; beside sequences one of 3 dims,
+            (S or 1, n, n), is a tree of n new tokens.
         grad: whether dq, dk and dv, and dsink of a sink, are needed; bias_grad: whether dbias is.
         sink: whether there is one, of the dtype of q.
         sequences: how those of the call lie, a `flash_dmattn.problem.SequenceSpec`; q is 4-D then, (1, Tq, Hq, D) where
@@ -309,7 +309,7 @@ def explain_problem(
     k_meta = meta((*batch, seqlen_k, kv_heads, head_dim), q_dtype)
     v_meta = meta((*batch, seqlen_k, kv_heads, head_dim_v), q_dtype)
     mask_meta: Tensor | TreeMask | None = None if mask is None else meta(mask, torch.bool)
-    if sequences is not None and mask_prepared and isinstance(mask_meta, Tensor):
+    if sequences is not None and mask_prepared and isinstance(mask_meta, Tensor) and mask_meta.dim() == 3:
         from .masks.prepared.tree import prepare_tree  # importing flash_dmattn does not need it
 
         mask_meta = prepare_tree(mask_meta)
@@ -342,6 +342,10 @@ def explain_problem(
         arch=arch,
         needs_grad=NeedsGrad(grad, grad, grad, bias_grad and bias is not None, grad and sink),
     )
+    if mask_prepared and problem.mask is not None and sequences is not None and problem.mask_form == "dense":
+        shape = sequences.shape_of_tiles(problem.mask.shape[1])
+        flags = problem.flags._replace(mask_packing="queries" if sequences.packs_queries else "none")
+        problem = problem._replace(mask=unpacked_spec(shape), mask_form="sequence_tiles", flags=flags)
     if mask_prepared and problem.mask is not None and sequences is None:
         of_batch, of_heads, of_query, _ = problem.mask.shape
         from .masks.prepared.operator import prepared_key_form  # importing flash_dmattn does not need it

@@ -27,6 +27,7 @@ from .problem import (
     check_flag,
     check_scale,
     check_scores,
+    check_sequence_tiles,
     check_softcap,
     check_tree,
     check_window,
@@ -38,7 +39,7 @@ from .problem import (
 )
 
 if TYPE_CHECKING:
-    from .masks import PreparedMask, TreeMask
+    from .masks import PreparedMask, SequenceTileMask, TreeMask
 
 
 def follow_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,7 +91,7 @@ def describe(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | PreparedMask | TreeMask | None,
+    mask: Tensor | PreparedMask | SequenceTileMask | TreeMask | None,
     bias: Tensor | None,
     is_causal: bool,
     softmax_scale: float | None,
@@ -103,7 +104,7 @@ def describe(
     sequences: SequenceSpec | None = None,
     dropout_p: float = 0.0,
     sink: Tensor | None = None,
-) -> tuple[AttentionProblem, Tensor | PreparedMask | TreeMask | None, Tensor | None]:
+) -> tuple[AttentionProblem, Tensor | PreparedMask | SequenceTileMask | TreeMask | None, Tensor | None]:
     """Validate one call; return its description and the mask and bias as 4-D views, a prepared mask as it is.
 
     Args:
@@ -162,7 +163,9 @@ def describe(
             "mask", mask, sizes, num_heads_k, device, repeats, sequences
         )
     elif mask is not None and sequences is not None:
-        mask_spec, mask_form = _describe_tree(mask, is_causal, window_size, sequences, device), "tree"
+        mask_spec, mask_form, mask_packing, is_causal, window_size = _describe_beside(
+            mask, is_causal, window_size, (num_heads, num_heads_k), sequences, device
+        )
     elif mask is not None:
         mask_spec, mask_form, is_causal, window_size = _describe_prepared(
             mask, is_causal, window_size, sizes, num_heads_k, device, repeats
@@ -332,35 +335,48 @@ def _check_sink(sink: Tensor, num_heads: int, device: torch.device) -> None:
         raise ValueError(f"sink is on {sink.device}; it needs to be on the device of q, {device}")
 
 
-def _describe_tree(
-    mask: PreparedMask | TreeMask,
+def _describe_beside(
+    mask: PreparedMask | SequenceTileMask | TreeMask,
     is_causal: bool,
     window_size: tuple[int, int] | None,
+    heads: tuple[int, int],
     sequences: SequenceSpec,
     device: torch.device,
-) -> TensorSpec:
-    """Validate what a call with sequences has as its mask that is no tensor; return its description."""
-    from .masks.prepared.tree import TreeMask  # as in `_describe_prepared`
+) -> tuple[TensorSpec, MaskForm, Packing, bool, tuple[int, int]]:
+    """Validate what a call with sequences has as its mask that is no tensor.
 
-    if not isinstance(mask, TreeMask):
+    Returns:
+        Its description, its form, what of it is packed, and the band, which a mask with tiles decides.
+    """
+    from .masks.prepared.sequence_tiles import SequenceTileMask  # as in `_describe_prepared`
+    from .masks.prepared.tree import TreeMask
+
+    if not isinstance(mask, (SequenceTileMask, TreeMask)):
         raise TypeError(
-            f"mask is a {type(mask).__name__}; beside sequences it needs to be a bool torch.Tensor or a TreeMask"
+            f"mask is a {type(mask).__name__}; beside sequences it needs to be a bool torch.Tensor, what "
+            "prepare_mask(mask, sequences=...) makes of one, or a TreeMask"
         )
     if mask.device != device:
         raise ValueError(f"mask is on {mask.device}; it needs to be on the device of q, {device}")
+    if isinstance(mask, SequenceTileMask):
+        check_sequence_tiles(mask.spec, mask.shape[1], sequences, heads)
+        _check_band(mask, check_flag("is_causal", is_causal), check_window(window_size))
+        mask_packing: Packing = "queries" if sequences.packs_queries else "none"
+        return unpacked_spec(mask.shape), mask.form, mask_packing, mask.is_causal, mask.window_size
     check_tree(mask.shape, sequences)
+    window = _NO_WINDOW if window_size is None else check_window(window_size)
     given = "is_causal is True" if is_causal else f"window_size is {window_size}"
-    if is_causal or (window_size is not None and check_window(window_size)[1] != -1):
+    if is_causal or window[1] != -1:
         raise ValueError(
             f"{given}, but mask is a TreeMask, which says itself what of the new tokens is seen; "
             "beside it only window_size=(left, -1) limits anything"
         )
     number, tokens, _ = mask.shape
-    return unpacked_spec((number, 1, tokens, tokens))
+    return unpacked_spec((number, 1, tokens, tokens)), mask.form, _UNPACKED, is_causal, window
 
 
 def _describe_prepared(
-    mask: PreparedMask | TreeMask,
+    mask: PreparedMask | SequenceTileMask | TreeMask,
     is_causal: bool,
     window_size: tuple[int, int] | None,
     sizes: Shape4,
@@ -383,6 +399,8 @@ def _describe_prepared(
     from .masks.prepared.types import PreparedMask
 
     if not isinstance(mask, PreparedMask):
+        if getattr(mask, "form", None) == "sequence_tiles":
+            raise ValueError("mask was prepared beside sequences; it needs sequences=mask.sequences beside it")
         if getattr(mask, "form", None) == "tree":
             raise ValueError("mask is a TreeMask, of the new tokens of sequences; it needs sequences= beside it")
         raise TypeError(
@@ -403,7 +421,7 @@ def _describe_prepared(
     return unpacked_spec(shape), mask.form, mask.is_causal, mask.window_size
 
 
-def _check_band(mask: PreparedMask, is_causal: bool, window_size: tuple[int, int]) -> None:
+def _check_band(mask: PreparedMask | SequenceTileMask, is_causal: bool, window_size: tuple[int, int]) -> None:
     right = 0 if mask.is_causal else mask.window_size[1]
     if is_causal:
         if right != 0:
@@ -414,7 +432,7 @@ def _check_band(mask: PreparedMask, is_causal: bool, window_size: tuple[int, int
         _refuse_band(mask, f"window_size is {window_size}")
 
 
-def _refuse_band(mask: PreparedMask, given: str) -> NoReturn:
+def _refuse_band(mask: PreparedMask | SequenceTileMask, given: str) -> NoReturn:
     raise ValueError(
         f"{given}, but mask was prepared with is_causal={mask.is_causal}, window_size={mask.window_size}; "
         "a prepared mask brings its own limits: pass is_causal and window_size to prepare_mask"

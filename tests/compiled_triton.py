@@ -22,6 +22,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from flash_dmattn.masks.prepared.packing import TILE, tiles
 from flash_dmattn.problem import Flags, Layout, MaskForm, MaskView, NeedsGrad, Packing, SequenceView
 from flash_dmattn.sequences.cache_writes import CacheWrite
 from flash_dmattn.triton_kernels import append, key_pack, mask_pack, plan_sequences
@@ -185,6 +186,14 @@ class SequenceVariant(Variant):
         mask = MaskView()
         if self.mask == "dense":
             mask = MaskView("dense", (scores(("B", "1", "Lq", "Lk"), torch.bool),))
+        if self.mask == "sequence_tiles":
+            rows = self.total if packs_q else self.batch * self.seqlen_q
+            columns, of_keys = tiles(self.seqlen_k), self.total // TILE + self.batch
+            shapes = [(rows, 4 * columns), (rows // TILE + self.batch, columns)]
+            shapes += [(shapes[1][0], 2 + columns), (of_keys, 2 + tiles(self.seqlen_q))]
+            dtypes = (torch.int32, torch.uint8, torch.int32, torch.int32)
+            made = (torch.empty((1, 1, *s), dtype=d, device="meta") for s, d in zip(shapes, dtypes, strict=True))
+            mask = MaskView("sequence_tiles", tuple(made))
         if self.mask == "tree":
             words = (self.batch, self.seqlen_q, -(-self.seqlen_q // 32))
             mask = MaskView("tree", (torch.empty(words, dtype=torch.int32, device="meta"),))

@@ -103,6 +103,13 @@ SEQUENCE_VARIANTS: dict[str, dict[str, Any]] = {
         **{"head_dim": 128, "layout": "paged", "batch": 64, "num_heads_k": 4, "mask": "tree"},
         **{"seqlen_q": 16, "seqlen_k": 8192},
     },
+    "64 packed, tiles": {
+        **{"head_dim": 64, "batch": 8, "mask": "sequence_tiles", "bias": ("1", "Hk", "Lq", "Lk")},
+    },
+    "128 packed, tiles, rows": {"head_dim": 128, "batch": 16, "mask": "sequence_tiles", **ROWS},
+    "128 paged, few queries, tiles": {
+        **{"head_dim": 128, "batch": 16, "layout": "paged", "seqlen_q": 4, "mask": "sequence_tiles"},
+    },
     "64 packed, tree": {"head_dim": 64, "batch": 16, "mask": "tree"},
     "64 pages of 128": {"head_dim": 64, "layout": "paged", "batch": 16, "page_size": 128, "is_causal": True},
     "128 paged, packed": {"head_dim": 128, "layout": "paged_packed", "batch": 4, "num_heads_k": 4, "is_causal": True},

@@ -1,7 +1,8 @@
 """Check the flex backend on a GPU: random calls, forward and backward, against the formula in fp64.
 
-    python tests/flex_check.py                # compile counts, memory, then 112 calls of 16 classes
-    python tests/flex_check.py --device cpu   # on FlexAttention's own dense formula, to try the script itself
+    python tests/flex_check.py                    # compile counts, memory, 112 calls of 16 classes, then sequences
+    python tests/flex_check.py --only sequences   # these alone: 84 calls of 12 classes, memory, no synchronisation
+    python tests/flex_check.py --device cpu       # on FlexAttention's own dense formula, to try the script itself
 
 A class is what is compiled once: dtype, heads, head dims, broadcast forms, flags. Its calls differ in lengths, batch,
 window, mask, values and empty rows. A tensor passes where err(x) = |x - x64| / |x64| is at most 1.5 times the error of
@@ -24,6 +25,9 @@ from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+import flex_sequence_classes as of_sequences  # noqa: E402
+from sequence_calls import assert_accurate, run, spoiled  # noqa: E402
 
 import flash_dmattn  # noqa: E402
 from flash_dmattn.problem import dtype_name  # noqa: E402
@@ -307,6 +311,58 @@ def check_memory() -> bool:
     return peak < dense
 
 
+def check_sequences(per_class: int, seed: int, device: str, budget: float) -> tuple[int, bool]:
+    """Run every class of sequences, with NaN in all rows of none; the number of calls, and whether all passed."""
+    rng = random.Random(seed)
+    start, done, passed = time.perf_counter(), 0, True
+    for number, kind in enumerate(of_sequences.CLASSES):
+        if time.perf_counter() - start > budget:
+            left = len(of_sequences.CLASSES) - number
+            print(f"time budget of {budget:.0f} s spent: {left} classes of sequences were not run", flush=True)
+            return done, False
+        before = graphs_compiled()
+        for index in range(per_class):
+            call_seed = rng.randrange(2**31)
+            call = of_sequences.draw(kind, random.Random(call_seed), device)
+            try:
+                results = {name: None if x is None else x.cpu() for name, x in run(spoiled(call), "flex").items()}
+                assert_accurate(results, call)
+            except Exception as failure:
+                print(f"  FAILED {kind}, call {index}, seed {call_seed}: {type(failure).__name__}: {failure}"[:3000])
+                passed = False
+                if not isinstance(failure, AssertionError):
+                    break
+            done += 1
+        print(
+            f"[{number + 1:2}/{len(of_sequences.CLASSES)}] {time.perf_counter() - start:5.0f} s  {kind}\n"
+            f"        graphs {graphs_compiled() - before}",
+            flush=True,
+        )
+    return done, passed
+
+
+def check_sequence_memory() -> bool:
+    """A call of many sequences never waits for the host, and makes no tensor of all queries by all keys."""
+    edges = torch.arange(0, 65537, 4096, device="cuda", dtype=torch.int32)
+    sequences = flash_dmattn.Sequences.packed(edges, max_seqlen_q=4096)
+    q, k, v = (torch.randn(65536, 4, 64, device="cuda", dtype=BF16).requires_grad_() for _ in range(3))
+    bias = torch.randn(4, 1, 65536, device="cuda", dtype=BF16).requires_grad_()
+    for turn in ("compiles", "counts"):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.set_sync_debug_mode("error" if turn == "counts" else "default")
+        try:
+            out = flash_dmattn.attention(q, k, v, None, bias, is_causal=True, sequences=sequences, backend="flex")
+            assert isinstance(out, Tensor)
+            out.sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+    print(f"peak of 16 sequences of 4096: {peak:.0f} MB; a bool for each pair of tokens would be 4096 MB", flush=True)
+    return peak < 1024
+
+
 def main() -> int:
     """Run everything; 0 if all passed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -314,6 +370,7 @@ def main() -> int:
     parser.add_argument("--per-class", type=int, default=7, help="calls of each class (default 7: 112 in all)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--budget", type=float, default=480.0, help="seconds after which no new class is begun")
+    parser.add_argument("--only", choices=("dense", "sequences"), help="leave out the other classes")
     options = parser.parse_args()
     name = torch.cuda.get_device_name() if options.device == "cuda" else "cpu, FlexAttention's dense formula"
     print(f"torch {torch.__version__}, {name}; seed {options.seed}", flush=True)
@@ -322,15 +379,23 @@ def main() -> int:
         from flex_fixture import eager_flex
 
         fixture = eager_flex()
+    verdict: dict[str, bool] = {}
+    done, classes, worst = 0, 0, 0.0
+    given = (options.per_class, options.seed, options.device, options.budget)
     with fixture:
-        counts = check_counts(options.device)
-        memory = options.device == "cpu" or check_memory()
-        done, worst, accurate = check_classes(options.per_class, options.seed, options.device, options.budget)
-    verdict = {"accuracy": accurate, "compile counts": counts, "memory": memory}
+        if options.only != "sequences":
+            verdict["compile counts"] = check_counts(options.device)
+            verdict["memory"] = options.device == "cpu" or check_memory()
+            done, worst, verdict["accuracy"] = check_classes(*given)
+            classes += len(CLASSES)
+        if options.only != "dense":
+            verdict["memory of sequences"] = options.device == "cpu" or check_sequence_memory()
+            of_lengths, verdict["sequences"] = check_sequences(*given)
+            done, classes = done + of_lengths, classes + len(of_sequences.CLASSES)
     failed = [what for what, passed in verdict.items() if not passed]
     print(
-        f"{'FAILED: ' + ', '.join(failed) if failed else 'passed'}: {done} calls of {len(CLASSES)} classes, "
-        f"worst err / bound {worst:.3f} (at most 1), {graphs_compiled()} graphs compiled"
+        f"{'FAILED: ' + ', '.join(failed) if failed else 'passed'}: {done} calls of {classes} classes, "
+        f"worst err / bound of dense ones {worst:.3f} (at most 1), {graphs_compiled()} graphs compiled"
     )
     return 1 if failed else 0
 

@@ -1,6 +1,6 @@
 """Run the Triton kernels with trees of new tokens in its interpreter: `python interpreted_trees.py <first> <calls>`.
 
-As `interpreted_sequences.py`; gradients are eager's. With a chain as its tree each call has the bits of causality.
+As `interpreted_sequences.py`. With a chain as its tree each call has the bits of causality.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def outcomes(first: int, count: int) -> Iterator[str | None]:
         base.set_up(rng.choice(base.TILES), 1, 0)
         base._allocated.clear()
         try:
-            assert_accurate(run(call, ("triton", "eager")), call)
+            assert_accurate(run(call, "triton"), call)
             chain, causal = (run(replace(each, needs_grad=()), "triton") for each in as_chain(call))
             for name in ("out", "lse"):
                 assert torch.equal(chain[name], causal[name]), f"{name} of a chain is not that of causality"

@@ -17,7 +17,8 @@ from cases import DEVICE, Case, Inputs
 from layouts import LAYOUTS as STRIDES
 from torch import Tensor
 
-from flash_dmattn.problem import Flags, Layout, MaskView, NeedsGrad, Packing, SequenceView
+from flash_dmattn.masks.prepared.sequence_packing import pack_sequences
+from flash_dmattn.problem import Flags, Layout, MaskView, NeedsGrad, Packing, SequenceSpec, SequenceView
 from flash_dmattn.reference import formula
 from flash_dmattn.reference import yardstick as plain
 from flash_dmattn.reference.yardstick import FLOOR, RATIO
@@ -43,11 +44,23 @@ class ViewCall:
     dlse: Tensor | None
     needs: NeedsGrad
     told: str
+    prepares: bool = False  # whether kernels receive the mask as tiles
 
     @property
     def view(self) -> SequenceView:
         bounds = torch.tensor(self.bounds, dtype=torch.int32, device=DEVICE).view(-1, 4)
         return SequenceView(bounds, self.table)
+
+    @property
+    def mask_view(self) -> MaskView:
+        if self.mask is None:
+            return MaskView()
+        if not self.prepares:
+            return MaskView("dense", (self.mask,))
+        f, bounds = self.flags, self.view.bounds
+        rows_k = self.k.shape[1] if self.table is None else self.table.shape[1] * self.k.shape[1]
+        spec = SequenceSpec(f.layout, len(bounds), self.q.shape[1], rows_k, f.max_seqlen_q, f.max_seqlen_k)
+        return MaskView("sequence_tiles", tuple(pack_sequences(self.mask, bounds, f.mask_packing, spec, f.window)))
 
     def tensors(self) -> dict[str, Tensor | None]:
         return {name: getattr(self, name) for name in ("q", "k", "v", "mask", "bias", "dout", "dlse")}
@@ -78,8 +91,14 @@ class ViewCall:
         return x[..., start_k : start_k + len_k] if x.shape[3] > 1 else x
 
 
-def draw(number: int, lengths: tuple[int, ...], dtypes: tuple[torch.dtype, ...], most: int = 40) -> ViewCall:
-    """The call of a number, of at most so many sequences."""
+def draw(
+    number: int,
+    lengths: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+    most: int = 40,
+    lengths_k: tuple[int, ...] | None = None,
+) -> ViewCall:
+    """The call of a number, of at most so many sequences; `lengths` are of keys, too, unless those have others."""
     rng, generator = random.Random(number), torch.Generator().manual_seed(number)
     layout = rng.choice(LAYOUTS)
     packs_q, packs_k = layout in ("packed", "paged_packed"), layout == "packed"
@@ -93,7 +112,7 @@ def draw(number: int, lengths: tuple[int, ...], dtypes: tuple[torch.dtype, ...],
     def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.randn(shape, generator=generator).to(DEVICE, dtype)
 
-    def side(is_packed: bool) -> tuple[list[int], list[int], int]:
+    def side(is_packed: bool, lengths: tuple[int, ...]) -> tuple[list[int], list[int], int]:
         """Firsts, lengths, and rows of the tensor."""
         used = [rng.choice(lengths) for _ in range(count)]
         if not is_packed:
@@ -105,8 +124,8 @@ def draw(number: int, lengths: tuple[int, ...], dtypes: tuple[torch.dtype, ...],
             at += n + rng.choice(gaps)
         return firsts, used, max(1, at + rng.choice((0, 0, 9)))
 
-    first_q, len_q, rows_q = side(packs_q)
-    first_k, len_k, rows_k = side(packs_k)
+    first_q, len_q, rows_q = side(packs_q, lengths)
+    first_k, len_k, rows_k = side(packs_k, lengths_k or lengths)
     max_q = max(1, max(len_q)) + rng.choice((0, 0, 3)) if packs_q else rows_q
     max_k = max(1, max(len_k)) + rng.choice((0, 0, 3)) if packs_k else rows_k
     table, k_entries, k_rows = None, 1 if packs_k else count, rows_k
@@ -218,7 +237,7 @@ def moved(call: ViewCall, name: str) -> ViewCall:
 
 def run(call: ViewCall, forward: Callable[..., Any], backward: Callable[..., Any]) -> Results:
     """out, lse and gradients, None of those that the call does not need, as a backend makes them."""
-    mask = MaskView() if call.mask is None else MaskView("dense", (call.mask,))
+    mask = call.mask_view
     extra: dict[str, Any] = {"sequences": call.view}
     if call.sink is not None:
         extra["sink"] = call.sink

@@ -41,7 +41,7 @@ def table_of(printed: str, title: str) -> list[list[str]]:
 def test_fine_tune_t5(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers", exc_type=ImportError)
     found = run("fine_tune_t5", tmp_path)
-    assert 0 < found["loss_difference"] < 1e-12 and 0 < found["gradient_difference"] < 1e-11
+    assert found["loss_difference"] < 1e-12 and found["gradient_difference"] < 1e-11
     for attention in ("eager", "dmattn"):
         assert found["end"][attention] < 0.9 * found["first"][attention]
     assert abs(found["end"]["dmattn"] - found["end"]["eager"]) < 0.05 * found["end"]["eager"]
@@ -56,7 +56,7 @@ def test_packed_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     pytest.importorskip("transformers", exc_type=ImportError)
     found = run("packed_documents", tmp_path)
     padded, described, packed = (found["steps"][way] for way in ("padded, sdpa", "padded, dmattn", "packed, dmattn"))
-    assert 0 < found["difference"] < 1e-5
+    assert found["difference"] < 1e-5
     assert len(packed["losses"]) == 4 and len(set(packed["losses"])) == 4 and min(packed["losses"]) > 4
     assert (padded["computed"], packed["computed"], found["real"]) == (4 * 96, 173, 173)
     assert packed["megabytes"] < 0.6 * described["megabytes"] and described["megabytes"] < padded["megabytes"]

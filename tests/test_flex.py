@@ -13,6 +13,7 @@ from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn.backends.flex import backend as flex
+from flash_dmattn.backends.flex.call import graph_module
 from flash_dmattn.problem import Flags, NeedsGrad, TensorSpec
 from flash_dmattn.reference import formula
 
@@ -246,7 +247,7 @@ def test_inputs_that_require_gradients_where_none_is_recorded(
     without_gradients: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the hint of `cpu_backward` recommends; the refusal of FlexAttention itself stays in place here."""
-    monkeypatch.setattr(flex._graph(), "compiler", "eager")
+    monkeypatch.setattr(graph_module(), "compiler", "eager")
     q, k, v, bias = (x.requires_grad_() for x in (*inputs(37, 45), random_bias(1, HK, 1, 45)))
     with without_gradients():
         out = flash_dmattn.attention(q, k, v, None, bias, backend="flex")

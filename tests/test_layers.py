@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     ("_version", "definition", "dtensors"),
     ("problem", "reference"),
-    ("masks", "flops", "sequences"),
+    ("flops", "sequences"),
+    ("masks",),
     ("operators", "gradients"),
     ("triton_kernels",),
     ("backends",),

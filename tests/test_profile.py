@@ -383,9 +383,10 @@ def test_auto_goes_by_the_figures(name: str, arch: str, machine: SimpleNamespace
     assert chosen(device=arch, q=(2, 4096, 16, 8)) == (flex_refuses, None)
 
 
-# What FlexAttention refuses: sequences, dropout, a gradient of a bias in a fixed order, narrow heads.
+SEQUENCES = {"q": (1, 8192, 16, 64), "sequences": SequenceSpec("packed", 8, 8192, 8192, 2048, 2048)}
+# What FlexAttention refuses: dropout, a gradient of a bias in a fixed order, narrow heads.
 REFUSED_BY_FLEX: dict[str, dict[str, Any]] = {
-    "sequences": {"q": (1, 8192, 16, 64), "sequences": SequenceSpec("packed", 8, 8192, 8192, 2048, 2048)},
+    "sequences, dropout": SEQUENCES | {"dropout_p": 0.1},
     "dropout": {"dropout_p": 0.1},
     "fixed order": {"bias": (1, 16, 1, 4096), "bias_grad": True, "deterministic": True},
     "narrow heads": {"q": (2, 4096, 16, 8)},
@@ -408,6 +409,15 @@ def test_unmeasured_kernels_go_before_eager(name: str, arch: str) -> None:
         assert chosen(**call)[0] == "eager"
     older = chosen(**call | {"device": "sm_75"})
     assert older[0] == "eager", "nobody compiles the kernels for these"
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_120"])
+def test_unmeasured_kernels_take_sequences_before_flex(arch: str) -> None:
+    """They read them as they lie."""
+    assert chosen(**SEQUENCES, device=arch, grad=True) == ("triton", "triton")
+    with flash_dmattn.disable_backends("triton"):
+        assert chosen(**SEQUENCES, device=arch, grad=True) == ("flex", "flex")
+    assert chosen(**SEQUENCES, device="sm_75", dtype="fp16", grad=True) == ("flex", "flex")
 
 
 def test_kernels_that_were_measured_slower_than_eager_stay_behind_it() -> None:

@@ -28,7 +28,9 @@ def test_in_the_interpreter(part: str) -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter runs them all in one process")
-@pytest.mark.parametrize("check", ("accurate", "others", "bounds", "dense", "repeats", "few keys", "late", "sinks"))
+@pytest.mark.parametrize(
+    "check", ("accurate", "others", "bounds", "dense", "repeats", "few keys", "late", "sinks", "tiles")
+)
 def test_on_a_gpu(check: str) -> None:
     from triton_sequences import MADE, drawn
 
@@ -37,7 +39,7 @@ def test_on_a_gpu(check: str) -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels; the bounds are those of the pinned Triton")
-@pytest.mark.parametrize("name", ("64 packed, mask", "128 paged"))
+@pytest.mark.parametrize("name", ("64 packed, mask", "64 packed, tiles", "128 paged"))
 def test_compiled_for_sm_90(name: str) -> None:
     """All forms for all GPUs are compiled by `compile_everything.py`, samples by `test_triton_gpus.py`."""
     from compiled_catalogue import SEQUENCES, catalogue, compiled

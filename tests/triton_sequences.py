@@ -33,6 +33,7 @@ LENGTHS = (0, 1, 16, 31, 32, 33, 65) if DEVICE == "cpu" else (0, 1, 31, 32, 33, 
 DTYPES = (torch.float32, torch.float16) if DEVICE == "cpu" else (torch.float32, torch.float16, torch.bfloat16)
 
 
+TILE_LENGTHS = (0, 1, 33, 127, 128, 129, 200, 300)  # around the edges of tiles of a packed mask
 FAR = 100_000  # beyond what a tile before the first sequence would reach
 LATE_BIASES: tuple[tuple[Packing, tuple[int, int, int, int]], ...] = (
     ("queries", (1, 2, 300, 64)),
@@ -241,7 +242,49 @@ def sinks_beside_gaps() -> Iterator[str | None]:
         yield from each(is_accurate, number, 1, most=3)
 
 
-MADE = {"few keys": few_keys, "late": late_calls, "sinks": sinks_beside_gaps}
+def _sums_scores(call: ViewCall) -> bool:
+    """Whether sequences or heads share the gradient of a bias of one value per score."""
+    bias = call.bias
+    if not call.needs.bias or bias is None or bias.shape[2] == 1 or bias.shape[3] == 1:
+        return False
+    return len(call.bounds) > 1 and (bias.shape[1] < call.q.shape[2] or bias.shape[0] == 1)
+
+
+def _has_lists_by_group(call: ViewCall) -> bool:
+    """Whether all heads of a group are one tile, and each group has lists of its own."""
+    assert call.mask is not None
+    return 1 < call.mask.shape[1] == call.k.shape[2] < call.q.shape[2] and call.table is not None
+
+
+# What some of the calls with masks of tiles have to be; the others are any.
+TILE_KINDS: tuple[tuple[tuple[int, ...], Callable[[ViewCall], bool]], ...] = (
+    (TILE_LENGTHS, lambda call: True),
+    (TILE_LENGTHS, _sums_scores),
+    ((0, 1, 5, 16), lambda call: True),
+    ((1, 5, 16), _has_lists_by_group),
+)
+
+
+def masks_of_tiles(count: int = 16, first: int = 0) -> Iterator[str | None]:
+    """Outcomes of calls whose mask is prepared, with tiles of which all pairs, some or none are allowed."""
+    for kind, (lengths, is_one) in enumerate(TILE_KINDS):
+        drawn = (draw(number, lengths, DTYPES, 3, TILE_LENGTHS) for number in itertools.count(first + kind * 100_000))
+        for call in itertools.islice((call for call in drawn if call.mask is not None and is_one(call)), count // 4):
+            rng = random.Random(call.told)
+            assert call.mask is not None
+            mask = call.mask.contiguous()
+            for allowed in (True, False, True, False):
+                rows, keys = (slice(x, x + rng.choice((130, 300))) for x in (rng.randrange(300), rng.randrange(300)))
+                mask[..., rows, keys] = allowed
+            set_up(rng)
+            try:
+                is_accurate(replace(call, mask=mask, prepares=True), rng)
+                yield None
+            except Exception:  # the other calls still count
+                yield f"{call.told} {call.flags.layout}\n{traceback.format_exc(limit=-4)}"[:3000]
+
+
+MADE = {"few keys": few_keys, "late": late_calls, "sinks": sinks_beside_gaps, "tiles": masks_of_tiles}
 # In the interpreter, where a draw takes a second.
 DRAWS = {"accurate": 12, "others": 3, "bounds": 3, "dense": 1, "repeats": 2}
 

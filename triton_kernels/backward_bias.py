@@ -161,13 +161,20 @@ def backward_bias_kernel(
                 first, tl.minimum(first + BLOCK_M, of_entry.seqlen_q) - 1, of_entry, LEFT, RIGHT
             )
             visit = (first < of_entry.seqlen_q) & (first_key < hi) & (first_key + BLOCK_N > lo)
+        first_row = b_row * layout.rows_q + first_q if SEQUENCES != NO_SEQUENCES else b_row
         if MASK == TILES:
             h_m = (h // mask_strides.group).to(tl.int64)
             # A list has two counts before its tiles, and as many tiles as a row of classes.
             b_m = entry_of(b, mask_strides)
-            place = b_m * mask_strides.list_batch + h_m * mask_strides.list_head + first // TILE * mask_strides.list_row
+            tile = first // TILE
+            if SEQUENCES != NO_SEQUENCES:
+                tile += (first_row // TILE).to(tl.int32) + b.to(tl.int32)
+            place = b_m * mask_strides.list_batch + h_m * mask_strides.list_head + tile * mask_strides.list_row
             line = place // mask_strides.list_row * (mask_strides.list_row - 2)
-            visit = tl.load(classes + line + first_key // TILE) != 0
+            if SEQUENCES == NO_SEQUENCES:
+                visit = tl.load(classes + line + first_key // TILE) != 0
+            else:
+                visit = visit & (tl.load(classes + line + first_key // TILE, mask=visit, other=0) != 0)
         if MASK == KEYS:
             data, index = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)
             before = tl.load(index + keys, mask=keys < shape.seqlen_k, other=0)
@@ -206,8 +213,10 @@ def backward_bias_kernel(
             s += bias_tile.to(tl.float32) * LOG2E
             allowed = in_band(rows[:, None], keys[None, :], of_entry, LEFT, RIGHT)
             if MASK == TILES:
-                data, _ = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)
-                allowed &= bits_by_row(data, first_key, rows, shape.seqlen_q, mask_strides.row, BLOCK_M, BLOCK_N)
+                data = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)[0]
+                if SEQUENCES != NO_SEQUENCES:
+                    data += first_row * mask_strides.row
+                allowed &= bits_by_row(data, first_key, rows, of_entry.seqlen_q, mask_strides.row, BLOCK_M, BLOCK_N)
             elif MASK == DENSE:
                 data, _ = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)
                 data = scores_from(data, mask_strides, layout.mask_rows, layout.mask_keys, first_q, first_k)

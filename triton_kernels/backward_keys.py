@@ -32,6 +32,7 @@ from .tile_ops import (
     load_bools,
     load_tile,
     load_vector,
+    mask_from,
     mask_head,
     queries_of_keys,
     renormalize,
@@ -172,6 +173,8 @@ def backward_keys_kernel(
             bias = scores_from(bias, bias_strides, layout.bias_rows, layout.bias_keys, first_q, first_k)
         if MASK == DENSE:
             mask_data = scores_from(mask_data, mask_strides, layout.mask_rows, layout.mask_keys, first_q, first_k)
+        queries_before = b_row * layout.rows_q + first_q
+        mask_data, mask_index = mask_from(mask_data, mask_index, mask_strides, queries_before, first_row, own, MASK)
         few = shape.seqlen_k <= layout.few_keys
         bias_row = layout.bias_rows * first_q
     members = shape.num_heads // owners

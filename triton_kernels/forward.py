@@ -42,6 +42,7 @@ from .tile_ops import (
     load_rows_of_heads,
     load_tile,
     load_vector,
+    mask_from,
     mask_head,
     scores_from,
     sequence_at,
@@ -175,6 +176,7 @@ def forward_kernel(
             bias = scores_from(bias, bias_strides, layout.bias_rows, layout.bias_keys, first_q, first_k)
         if MASK == DENSE:
             mask_data = scores_from(mask_data, mask_strides, layout.mask_rows, layout.mask_keys, first_q, first_k)
+        mask_data, mask_index = mask_from(mask_data, mask_index, mask_strides, first_row, first_row, own, MASK)
         if SEQUENCES == PAGED or SEQUENCES == PAGED_PACKED:
             table += b * layout.table_row
 
@@ -203,7 +205,7 @@ def forward_kernel(
         bias_base = shared_head(bias, bias_strides, b, h)
         if BIAS == ROW_BIAS:
             row_bias = load_vector(bias_base, rows, shape.seqlen_q, bias_strides.row) * LOG2E
-    data, index = mask_head(mask_data, mask_index, mask_strides, b, h_k if GROUPED else h, MASK)
+    data, index = mask_head(mask_data, mask_index, mask_strides, b, h_k * shape.group if GROUPED else h, MASK)
     if MASK == TREE:
         walk, start, inside, before, after = keys_of_trees(
             first, last, rows, data, mask_strides.row, shape, LEFT, BLOCK_N

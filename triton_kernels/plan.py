@@ -49,18 +49,21 @@ def read_of(mask: MaskView, columns: bool = False) -> tuple[Tensor | None, Tenso
     if mask.form == "keys":
         kept, _, prefix = mask.tensors
         return kept, prefix
+    if mask.form in ("dense", "tree"):
+        return mask.tensors[0], None
     bits, _, row_lists, col_lists = mask.tensors
     return bits, col_lists if columns else row_lists
 
 
 def classes_of(mask: MaskView) -> Tensor | None:
     """The classes of the tiles of a mask that has some."""
-    return mask.tensors[1] if mask.form == "tiles" else None
+    return mask.tensors[1] if mask.form in ("tiles", "sequence_tiles") else None
 
 
 _MASK_KINDS = {
     "none": BAND.value,
     "tiles": TILES.value,
+    "sequence_tiles": TILES.value,
     "keys": KEYS.value,
     "dense": DENSE.value,  # as short rows read it, and an interval mask
     "intervals": BOUNDS.value,
@@ -107,7 +110,7 @@ class Call:
         self.mask_kind = _MASK_KINDS[mask.form]
         self.bias_kind = NO_BIAS.value if bias is None else _BIAS_KINDS[bias_class(bias.shape, bias.stride())]
         # The band is folded into prepared masks but those of kept keys.
-        folded = mask.form in ("tiles", "intervals")
+        folded = mask.form in ("tiles", "sequence_tiles", "intervals")
         self.band = (False, False) if folded else (left >= 0, right >= 0)
         softcap, scale = flags.softcap, flags.softmax_scale
         self.scale_log2 = scale / softcap if softcap > 0 else scale * LOG2E.value

@@ -18,7 +18,7 @@ from .backward_queries import backward_queries_kernel
 from .fill_gaps import fill_gaps_kernel
 from .forward import forward_kernel
 from .kernel_launch import Launch
-from .plan import Call, row_strides
+from .plan import Call, classes_of, read_of, row_strides
 from .plan_backward import MOST_FEW_KEYS
 from .plan_forward import empty_parts, plan_combine
 from .plan_slots import chunks_of, most_slots, plan_sum
@@ -122,13 +122,20 @@ class SequenceCall(Call):
             return tile_of(kernel, self.q.dtype, max(self.block_d, self.block_dv), "sm_80", **_PLAIN)
         return super().tile(kernel)
 
-    def scores_strides(self) -> tuple[BiasStrides, BiasStrides | MaskStrides]:
-        """Of the bias and of the mask, which is read as it is."""
+    @property
+    def has_tiles(self) -> bool:
+        """Whether the mask is of bits and lists of tiles."""
+        return self.mask.form == "sequence_tiles"
+
+    def scores_strides(self, columns: bool = False) -> tuple[BiasStrides, BiasStrides | MaskStrides]:
+        """Of the bias and of the mask, read by rows of tiles or by columns; a bool mask is read as it is."""
         if self.mask.form == "tree":
             bits = self.mask.tensors[0]
             entries, _, words = bits.shape
             return self.bias_strides(), MaskStrides(bits.stride(0), 0, words, 0, 0, 0, 1, 1, entries)
-        return self.bias_strides(), self.mask_strides() if self.mask.form == "none" else self.dense_mask_strides()
+        if self.mask.form == "dense":
+            return self.bias_strides(), self.dense_mask_strides()
+        return self.bias_strides(), self.mask_strides(columns)
 
     def plan_fill(self, like: Tensor, column: int, has_lse: bool = False) -> Launch:
         """What writes the rows of no sequence of (B, L, H, D) tensors: run(x, lse, bounds).
@@ -153,6 +160,8 @@ def plan_forward(call: SequenceCall, out: Tensor) -> Callable[..., None]:
     # Not of packed sequences, where the bound on lengths would change the order of sums; nor with dropout, which goes
     # by tiles of queries of one head.
     is_few = most_rows <= MOST_GROUP_ROWS and call.q.dtype != torch.float32
+    # Heads of a group may share rows of a tile, but not where they have lists of their own.
+    is_few = is_few and not (call.has_tiles and call.mask.tensors[0].shape[1] not in (1, call.num_heads_k))
     if is_few and flags.layout != "packed" and not call.has_dropout:
         # One tile for each sequence, and the heads of a group that read the same keys.
         has_room = call.arch == "sm_90" and max(call.block_d, call.block_dv) <= 128
@@ -209,12 +218,12 @@ def plan_forward(call: SequenceCall, out: Tensor) -> Callable[..., None]:
         sequences: SequenceView,
         dropout: Tensor | None,
     ) -> None:
-        data = mask.tensors[0] if mask.tensors else None
+        read = read_of(mask)
         if splits == 1:
-            launch(q, k, v, bias, data, None, out, lse, sink, *sequences, dropout)
+            launch(q, k, v, bias, *read, out, lse, sink, *sequences, dropout)
         else:
             parts = empty_parts(splits, out, lse)
-            launch(q, k, v, bias, data, None, *parts, None, *sequences, dropout)
+            launch(q, k, v, bias, *read, *parts, None, *sequences, dropout)
             combine(*parts, out, lse, sink)
         fill(out, lse, sequences.bounds)
 
@@ -267,16 +276,16 @@ def plan_backward(
         dropout: Tensor | None,
     ) -> Gradients:
         lse_log2, delta = delta_of(dout, out, dlse, lse, sequences.bounds)
-        read = (q, k, v, bias, dout, lse_log2, delta, mask.dense)
+        read = (q, k, v, bias, dout, lse_log2, delta)
         dq = dk = dv = dbias = None
         if keys_of is not None:
-            dk, dv, dbias = keys_of(read, sequences.bounds, dropout)
+            dk, dv, dbias = keys_of(read, mask, sequences.bounds, dropout)
         if sums_of is not None:
-            dbias = sums_of(read, sequences.bounds, dropout)[2]
+            dbias = sums_of(read, mask, sequences.bounds, dropout)[2]
         if queries_of is not None:
-            dq = queries_of(read, sequences.bounds, dropout)
+            dq = queries_of(read, mask, sequences.bounds, dropout)
         if bias_of is not None:
-            dbias = bias_of(read, sequences.bounds, dropout)
+            dbias = bias_of(read, mask, sequences.bounds, dropout)
         rows = None
         if sink is not None and (need_sink or kind == "query"):
             rows = row_delta(dout, out, dlse, lse)
@@ -316,7 +325,8 @@ def _plan_keys(
     per_key, stored = dbias_kind == KEY_SUM.value, dbias_kind == STORE.value
     tiles, search = call.tiles_of_keys(tile.block_n)
     strides = row_strides(call.q, call.k, call.v, dout)
-    numbers = (*call.scores_strides(), shape, call.scale_log2, flags.softmax_scale, flags.softcap, owners, tiles)
+    of_scores = call.scores_strides(columns=True)
+    numbers = (*of_scores, shape, call.scale_log2, flags.softmax_scale, flags.softcap, owners, tiles)
     constants = (
         *call.constants(tile),
         False,
@@ -341,9 +351,8 @@ def _plan_keys(
     entries = 1 if flags.bias_packing == "keys" else call.number
 
     def run(
-        read: tuple[Tensor | None, ...], bounds: Tensor, dropout: Tensor | None
+        operands: tuple[Tensor | None, ...], mask: MaskView, bounds: Tensor, dropout: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        *operands, mask = read
         _, k, v, bias = operands[:4]
         assert k is not None and v is not None
         dk = torch.empty(k.shape, dtype=k.dtype, device=k.device) if need_k else None
@@ -353,7 +362,7 @@ def _plan_keys(
             made = torch.zeros((entries, owners, call.layout.dbias_keys), dtype=torch.float32, device=k.device)
         elif stored and bias is not None:
             made = torch.zeros(bias.shape, dtype=bias.dtype, device=k.device)
-        launch(*operands, mask, None, dk, dv, made, None, bounds, dropout)
+        launch(*operands, *read_of(mask, columns=True), dk, dv, made, None, bounds, dropout)
         if dk is not None:
             fill_k(dk, None, bounds)
         if dv is not None:
@@ -390,12 +399,11 @@ def _plan_queries(call: SequenceCall, dout: Tensor) -> Callable[..., Tensor]:
     )
     fill = call.plan_fill(call.q, 0)
 
-    def run(read: tuple[Tensor | None, ...], bounds: Tensor, dropout: Tensor | None) -> Tensor:
-        *operands, mask = read
+    def run(operands: tuple[Tensor | None, ...], mask: MaskView, bounds: Tensor, dropout: Tensor | None) -> Tensor:
         q = operands[0]
         assert q is not None
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        launch(*operands, mask, None, dq, None, bounds, dropout)
+        launch(*operands, *read_of(mask), dq, None, bounds, dropout)
         fill(dq, None, bounds)
         return dq
 
@@ -437,8 +445,7 @@ def _plan_bias(call: SequenceCall, dout: Tensor, bias: Tensor) -> Callable[..., 
     )
     add = plan_sum(slots, bias)
 
-    def run(read: tuple[Tensor | None, ...], bounds: Tensor, dropout: Tensor | None) -> Tensor:
-        *operands, mask = read
+    def run(operands: tuple[Tensor | None, ...], mask: MaskView, bounds: Tensor, dropout: Tensor | None) -> Tensor:
         bias = operands[3]
         assert bias is not None
         empty = torch.zeros if packs_rows else torch.empty
@@ -446,7 +453,7 @@ def _plan_bias(call: SequenceCall, dout: Tensor, bias: Tensor) -> Callable[..., 
         sums = dbias
         if slots > 1:
             sums = empty((slots, *bias.shape), dtype=torch.float32, device=bias.device)
-        launch(*operands, mask, None, None, sums, None, bounds, dropout)
+        launch(*operands, *read_of(mask), classes_of(mask), sums, None, bounds, dropout)
         add(sums, dbias)
         return dbias
 

@@ -104,9 +104,10 @@ class KernelBackend(Backend, Protocol):
 
     `sink` (Hq,) is passed to a backend that lists "sink" in `FEATURES`, with calls that have one; others need no such
     argument. `lse` holds it. So with `sequences`, beside which q, k, v, mask and bias are 4-D as `Flags.layout`,
-    `mask_packing` and `bias_packing` say; out is shaped as q, lse (B, Hq, Lq), and a mask "dense", or "tree" for one
-    that lists "tree". So with `dropout` int64 (2,), the key of a call whose `Flags.dropout_p` is not 0, to a backend
-    that lists "dropout_p": `flash_dmattn.reference.dropout` says which probabilities it drops.
+    `mask_packing` and `bias_packing` say; out is shaped as q, lse (B, Hq, Lq), and a mask "dense", with `MASK_FORM =
+    "prepared"` also "sequence_tiles", or "tree" for one that lists "tree". So with `dropout` int64 (2,), the key of a
+    call whose `Flags.dropout_p` is not 0, to a backend that lists "dropout_p": `flash_dmattn.reference.dropout` says
+    which probabilities it drops.
     """
 
     def forward(

@@ -19,7 +19,7 @@ from .selection import Selection, choice_in_force, falls_back
 from .settings import BackendChoice, process, thread
 
 if TYPE_CHECKING:
-    from ..masks import PreparedMask, TreeMask
+    from ..masks import PreparedMask, SequenceTileMask, TreeMask
 
 Key = tuple[Any, ...]
 
@@ -50,7 +50,7 @@ def look_up(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | PreparedMask | TreeMask | None,
+    mask: Tensor | PreparedMask | SequenceTileMask | TreeMask | None,
     bias: Tensor | None,
     flags: tuple[Any, ...],
     backend: BackendChoice,

@@ -12,12 +12,12 @@ from ..problem import AttentionProblem, MaskView
 from . import packers as packers  # registers the fast packers with flash_dmattn.masks
 
 if TYPE_CHECKING:
-    from ..masks import PreparedMask, TreeMask
+    from ..masks import PreparedMask, SequenceTileMask, TreeMask
 
 _NONE = MaskView()
 
 
-def dense_mask(mask: Tensor | PreparedMask | TreeMask | None) -> Tensor | None:
+def dense_mask(mask: Tensor | PreparedMask | SequenceTileMask | TreeMask | None) -> Tensor | None:
     """The mask of a call for a differentiable backend: 4-D bool, of a tree (S or 1, 1, n, n), or None."""
     if mask is None or isinstance(mask, Tensor):
         return mask
@@ -26,7 +26,7 @@ def dense_mask(mask: Tensor | PreparedMask | TreeMask | None) -> Tensor | None:
 
 def mask_view(
     problem: AttentionProblem,
-    mask: Tensor | PreparedMask | TreeMask | None,
+    mask: Tensor | PreparedMask | SequenceTileMask | TreeMask | None,
     forward: AnyBackend,
     backward: KernelBackend | None,
 ) -> MaskView:
@@ -42,12 +42,13 @@ def mask_view(
     """
     if mask is None:
         return _NONE
-    if problem.sequences is not None:
-        return MaskView("dense", (mask,)) if isinstance(mask, Tensor) else mask.view
     if not isinstance(mask, Tensor):
-        if reads_prepared_masks(forward) and (backward is None or reads_prepared_masks(backward)):
+        reads_it = reads_prepared_masks(forward) and (backward is None or reads_prepared_masks(backward))
+        if reads_it or mask.form == "tree":
             return mask.view
         mask = mask.unpacked()
+    if problem.sequences is not None:
+        return MaskView("dense", (mask,))
     if backward is None or not (reads_prepared_masks(forward) and reads_prepared_masks(backward)):
         return MaskView("dense", (mask,))
     if reads_dense(forward, problem, "forward") and reads_dense(backward, problem, "backward"):
@@ -65,7 +66,12 @@ def readable_view(problem: AttentionProblem, view: MaskView, *backends: AnyBacke
         return view
     if all(b is None or reads_prepared_masks(b) for b in backends):
         return view
-    from ..masks.saved import restore  # importing flash_dmattn does not need it
+    if view.form == "sequence_tiles":
+        assert problem.sequences is not None
+        from ..masks.prepared.sequence_packing import unpack_sequences  # importing flash_dmattn does not need it
+
+        return MaskView("dense", (unpack_sequences(view.tensors[0], problem.sequences),))
+    from ..masks.saved import restore  # likewise
 
     # The band of the problem applies to every form, so that this one need not know it.
     mask = restore(view.form, problem.seqlen_q, problem.seqlen_k, False, (-1, -1), *view.tensors)

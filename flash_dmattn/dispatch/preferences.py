@@ -114,13 +114,14 @@ def candidates(problem: AttentionProblem) -> list[tuple[str, tuple[Rule, ...]]]:
     """The backends in the order in which auto asks them, each with the preferences that bind it there.
 
     Triton stands there a second time, before the last resort, on GPUs where nobody has measured it: kernels that were
-    compiled and checked for such a GPU serve better than eager PyTorch. So calls run that flex refuses, with sequences
-    or dropout.
+    compiled and checked for such a GPU serve better than eager PyTorch. So calls run that flex refuses, with dropout or
+    pages. Those with sequences it has before flex, which copies them into rows of its own.
     """
     judged = judgement(problem)
+    is_unmeasured = judged is None and triton.NAME in BACKENDS and goes_by_profile(problem)
     found = []
     for name in order(judged):
-        if is_fallback(BACKENDS[name]) and judged is None and triton.NAME in BACKENDS and goes_by_profile(problem):
+        if is_unmeasured and (is_fallback(BACKENDS[name]) if problem.sequences is None else name == flex.NAME):
             found.append((triton.NAME, _preferences_but_measured(triton.NAME)))
         found.append((name, auto_rules(name, problem, judged)))
     return found

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .prepared.interval_builders import prepare_intervals, prepare_topk
     from .prepared.intervals import IntervalMask
     from .prepared.prepare import prepare_mask
+    from .prepared.sequence_tiles import SequenceTileMask, prepare_ragged
     from .prepared.tree import TreeMask, prepare_tree
     from .prepared.types import KeyMask, PreparedMask, TileMask
 
@@ -31,6 +32,7 @@ __all__ = [
     "KeyMask",
     "MaskStats",
     "PreparedMask",
+    "SequenceTileMask",
     "TileMask",
     "TreeMask",
     "causal_mask",
@@ -46,6 +48,7 @@ __all__ = [
     "prepare_intervals",
     "prepare_lengths",
     "prepare_mask",
+    "prepare_ragged",
     "prepare_topk",
     "prepare_tree",
     "prepare_window",
@@ -60,6 +63,7 @@ _LAZY = {
     **dict.fromkeys(("KeyMask", "PreparedMask", "TileMask"), ".prepared.types"),
     **dict.fromkeys(("prepare_blocks", "prepare_documents", "prepare_lengths", "prepare_window"), ".prepared.builders"),
     **dict.fromkeys(("prepare_intervals", "prepare_topk"), ".prepared.interval_builders"),
+    **dict.fromkeys(("SequenceTileMask", "prepare_ragged"), ".prepared.sequence_tiles"),
     **dict.fromkeys(("TreeMask", "prepare_tree"), ".prepared.tree"),
     "IntervalMask": ".prepared.intervals",
     "prepare_mask": ".prepared.prepare",

@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from ..problem import SequenceSpec
+
 if TYPE_CHECKING:
-    from . import PreparedMask, TreeMask
+    from ..sequences.layout import Sequences
+    from . import PreparedMask, SequenceTileMask, TreeMask
 
 
 def restore(
@@ -48,4 +51,13 @@ def restore_tree(bits: torch.Tensor) -> TreeMask:
     return TreeMask(bits)
 
 
-torch.serialization.add_safe_globals([restore, restore_leading, restore_tree])
+def restore_sequence_tiles(
+    sequences: Sequences, spec: tuple[Any, ...], is_causal: bool, window_size: tuple[int, int], *tensors: torch.Tensor
+) -> SequenceTileMask:
+    """A mask beside sequences of its fields."""
+    from . import SequenceTileMask
+
+    return SequenceTileMask(sequences, SequenceSpec(*spec), is_causal, window_size, *tensors)
+
+
+torch.serialization.add_safe_globals([restore, restore_leading, restore_tree, restore_sequence_tiles])

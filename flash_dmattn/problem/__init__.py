@@ -35,7 +35,7 @@ from .description import (
 )
 from .leading import Repeats, fold_call, merge, unfold
 from .mapped import MappedCall
-from .sequences import RANKS, check_scores, check_tree, packing_of
+from .sequences import RANKS, check_scores, check_sequence_tiles, check_tree, packing_of
 from .tma import fits_tma
 
 __all__ = [
@@ -69,6 +69,7 @@ __all__ = [
     "check_flag",
     "check_scale",
     "check_scores",
+    "check_sequence_tiles",
     "check_softcap",
     "check_tree",
     "check_window",

@@ -13,8 +13,9 @@ from .bias import BiasClass, bias_class
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 Shape4 = tuple[int, int, int, int]
-# No mask, a bool tensor, or a prepared mask: a TileMask, a KeyMask or an IntervalMask, beside sequences a TreeMask.
-MaskForm = Literal["none", "dense", "tiles", "keys", "intervals", "tree"]
+# No mask, a bool tensor, or a prepared mask: a TileMask, a KeyMask or an IntervalMask, beside sequences a
+# SequenceTileMask or a TreeMask.
+MaskForm = Literal["none", "dense", "tiles", "keys", "intervals", "sequence_tiles", "tree"]
 # How the sequences of a batch lie: each an entry of the batch, of full length ("dense") or used in part ("padded"); one
 # behind the other in one row of tokens ("packed"); or with keys in pages of a cache ("paged"), and queries that are
 # packed ("paged_packed").
@@ -42,8 +43,9 @@ class MaskView(NamedTuple):
 
     "none" has no tensors; "dense" one bool tensor (Bm, Hm, Lq or 1, Lk or 1), in which a stride of 0 is a broadcast
     dim; "tiles" has bits, classes, row_lists and col_lists of a `TileMask`; "keys" has kept, count and prefix of a
-    `KeyMask`; "intervals" has start, stop, order, bounds, row_lists and col_lists of an `IntervalMask`; "tree" the bits
-    of a `TreeMask`. Bm is 1, the batch size, or a number that `Flags.mask_repeat` goes with.
+    `KeyMask`; "intervals" has start, stop, order, bounds, row_lists and col_lists of an `IntervalMask`;
+    "sequence_tiles" has those of "tiles", of a `SequenceTileMask`; "tree" has the bits of a `TreeMask`.
+    Bm is 1, the batch size, or a number that `Flags.mask_repeat` goes with.
     """
 
     form: MaskForm = "none"
@@ -176,6 +178,12 @@ class SequenceSpec(NamedTuple):
     def packs_keys(self) -> bool:
         """Whether k and v are."""
         return self.layout == "packed"
+
+    def shape_of_tiles(self, mask_heads: int) -> Shape4:
+        """That of the bool tensor which a `SequenceTileMask` beside these sequences unpacks to."""
+        if self.packs_queries:
+            return 1, mask_heads, self.rows_q, self.max_seqlen_k
+        return self.number, mask_heads, self.max_seqlen_q, self.max_seqlen_k
 
     def __str__(self) -> str:
         rows = f"{self.rows_q} queries and {self.rows_k} keys"

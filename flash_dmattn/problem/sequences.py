@@ -30,11 +30,13 @@ def packing_of(name: str, shape: Sequence[int], spec: SequenceSpec) -> Packing:
     )
 
 
-def check_scores(name: str, shape: Sequence[int], packing: Packing, spec: SequenceSpec, heads: tuple[int, int]) -> None:
+def check_scores(
+    name: str, shape: Sequence[int], packing: Packing, spec: SequenceSpec, heads: tuple[int, int] | None
+) -> None:
     """Refuse a mask or a bias, read as 4-D, whose shape does not fit the sequences.
 
     Args:
-        heads: those of q, and those of k.
+        heads: those of q, and those of k; None where no call is known.
     """
     rows, columns = spec.max_seqlen_q, spec.max_seqlen_k
     names = ("max_seqlen_q", "max_seqlen_k")
@@ -44,7 +46,7 @@ def check_scores(name: str, shape: Sequence[int], packing: Packing, spec: Sequen
     elif packing == "keys":
         rows, columns, names, batch = 1, spec.rows_k, ("1", "keys of all sequences"), {1}
     b, h, i, j = shape
-    if b in batch and h in (1, *heads) and i in (1, rows) and j in (1, columns):
+    if b in batch and (heads is None or h in (1, *heads)) and i in (1, rows) and j in (1, columns):
         for size, named, dim in zip((i, j), spec.names_max, names, strict=True):
             if dim.startswith("max_") and size > 1 and not named:
                 raise ValueError(
@@ -52,7 +54,9 @@ def check_scores(name: str, shape: Sequence[int], packing: Packing, spec: Sequen
                     f"name (Sequences.{spec.layout.removesuffix('_packed')}(..., {dim}={size}))"
                 )
         return
-    wanted = f"heads in {sorted({1, *heads})}, {names[0]} in {sorted({1, rows})}, {names[1]} in {sorted({1, columns})}"
+    wanted = f"{names[0]} in {sorted({1, rows})}, {names[1]} in {sorted({1, columns})}"
+    if heads is not None:
+        wanted = f"heads in {sorted({1, *heads})}, {wanted}"
     if packing == "none":
         wanted = f"sequences in {sorted(batch)}, {wanted}"
     dims = ("sequences, " if packing == "none" else "") + f"heads, {names[0]}, {names[1]}"
@@ -73,6 +77,30 @@ def check_tree(shape: Sequence[int], spec: SequenceSpec) -> None:
         )
     if number not in (1, spec.number):
         raise ValueError(f"mask is a TreeMask of {number} sequences; it needs 1 or {spec.number}")
+
+
+def check_sequence_tiles(prepared: SequenceSpec, mask_heads: int, spec: SequenceSpec, heads: tuple[int, int]) -> None:
+    """Refuse a mask with tiles that was prepared for calls of other sizes.
+
+    Args:
+        prepared: what it was prepared for.
+        mask_heads: how many heads it has.
+        spec, heads: of the call; heads are those of q, and those of k.
+    """
+    fields = {
+        "the layout": "layout",
+        "sequences": "number",
+        "seqlen_q": "rows_q",
+        "seqlen_k": "rows_k",
+        "max_seqlen_q": "max_seqlen_q",
+        "max_seqlen_k": "max_seqlen_k",
+    }
+    for name, field in fields.items():
+        has, needs = getattr(prepared, field), getattr(spec, field)
+        if has != needs:
+            raise ValueError(f"mask was prepared for {name} {has}; it needs that of the call, {needs}")
+    if mask_heads not in (1, *heads):
+        raise ValueError(f"mask was prepared with {mask_heads} heads; it needs one of {sorted({1, *heads})}")
 
 
 def _own(shape: Sequence[int], packing: Packing) -> tuple[int, ...]:

@@ -166,9 +166,9 @@ class Sequences:
         ]
         return Sequences(self.layout, *tables)
 
-    def __getstate__(self) -> dict[str, Any]:
-        # For pickle and copy. What is remembered goes by versions of tensors, which a copy counts anew.
-        return {**self.__dict__, "_views": {}}
+    def __reduce__(self) -> tuple[object, ...]:
+        # For pickle, copy and `torch.save`. What is remembered goes by versions of tensors, which a copy counts anew.
+        return restore_sequences, (self.layout, *self._tables)
 
     def __repr__(self) -> str:
         # Not the values: printing them waits for the device.
@@ -201,10 +201,14 @@ class Sequences:
         rows_k = k.shape[-3]
         if self.block_table is not None:
             rows_k = self.block_table.shape[1] * page_size if k.shape[0] > 0 else 0  # no page has a key to read
+        return self.spec_of(rows_q, rows_k, page_size)
+
+    def spec_of(self, rows_q: int, rows_k: int, page_size: int = 0) -> SequenceSpec:
+        """The description of a call from the rows of q, `q.shape[-3]`, and those of k, or of its tables of pages."""
         packs_q, packs_k = self.cu_seqlens_q is not None, self.cu_seqlens_k is not None
         return SequenceSpec(
             self.layout,
-            number,
+            self.number,
             rows_q,
             rows_k,
             rows_q if self.max_seqlen_q is None else self.max_seqlen_q,
@@ -212,6 +216,10 @@ class Sequences:
             (not packs_q or self.max_seqlen_q is not None, not packs_k or self.max_seqlen_k is not None),
             page_size,
         )
+
+    def bounds_of(self, spec: SequenceSpec) -> Tensor:
+        """The bounds of a `SequenceView`, made anew; on a GPU it does not wait for the device."""
+        return make_bounds(self._tables, self.device, spec)
 
     def view(self, spec: SequenceSpec, pages: int = 0, names: tuple[str, str] = ("q", "k")) -> SequenceView:
         """What kernels receive; remembered for the next layer. On a GPU it does not wait for the device.
@@ -222,7 +230,7 @@ class Sequences:
             names: of the tensors that have queries and keys, for messages.
         """
         if torch.compiler.is_compiling() or _is_capturing(self.device):
-            return SequenceView(make_bounds(self._tables, self.device, spec), self.block_table)
+            return SequenceView(self.bounds_of(spec), self.block_table)
         key = None
         if not any(x.is_inference() for x in self._tensors):  # those do not say when they change
             # What inference mode makes cannot be saved for a backward pass.
@@ -231,7 +239,7 @@ class Sequences:
         if found is None:
             if self.device.type == "cpu":
                 check_values(self._tables, spec, pages, names)
-            found = SequenceView(make_bounds(self._tables, self.device, spec), self.block_table)
+            found = SequenceView(self.bounds_of(spec), self.block_table)
             self._views.clear()
             if key is not None:
                 self._views[key] = found
@@ -255,16 +263,30 @@ class Sequences:
         check_values(self._tables, spec, pages)
 
 
+def restore_sequences(layout: Layout, *tables: Any) -> Sequences:
+    """Sequences of their fields: what `torch.load` calls, also with `weights_only=True`, its default."""
+    return Sequences(layout, *tables)
+
+
+torch.serialization.add_safe_globals([restore_sequences])
+
+
 def lay_out(
-    sequences: Sequences, q: Tensor, k: Tensor, v: Tensor
+    sequences: Sequences, q: Tensor, k: Tensor, v: Tensor, mask: object
 ) -> tuple[Tensor, Tensor, Tensor, SequenceSpec, SequenceView]:
     """q, k and v of a call with sequences, 4-D, with the description of these and what kernels receive of them.
 
     Raises:
-        TypeError, ValueError: not `Sequences`, or tensors do not fit them.
+        TypeError, ValueError: not `Sequences`, tensors do not fit them, or the mask was prepared for others.
     """
     if not isinstance(sequences, Sequences):
         raise TypeError(f"sequences is a {type(sequences).__name__}; it needs to be a flash_dmattn.Sequences")
+    # The values may differ where sizes agree, and nobody reads those.
+    if getattr(mask, "form", None) == "sequence_tiles" and mask.sequences is not sequences:  # type: ignore[attr-defined]
+        raise ValueError(
+            "mask was prepared for other Sequences than those of the call; it needs the same object: pass "
+            "sequences=mask.sequences, or prepare it anew"
+        )
     spec = sequences.spec(q, k, v)
     view = sequences.view(spec, k.shape[0])
     if spec.packs_queries:

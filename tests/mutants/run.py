@@ -33,7 +33,7 @@ from mutants.fault import Fault  # noqa: E402
 
 AREAS = (
     *("front_end", "profile", "eager", "masks", "nn", "integrations"),
-    *("triton", "sequences", "dropout", "sdpa", "distributed", "dtensor", "csrc", "build"),
+    *("triton", "sequences", "flex", "dropout", "sdpa", "distributed", "dtensor", "csrc", "build"),
 )
 SECONDS = 900  # a fault that makes its tests hang is killed after as many
 PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider")

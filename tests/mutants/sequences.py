@@ -26,6 +26,10 @@ WRITTEN_BY_KERNEL = (f"{_APPEND}random_writes_of_the_kernel",)
 TREE_KERNEL = "triton_kernels/tree_mask.py"
 TREES = tuple(f"tests/test_trees.py::test_random_calls_beside_one_dense_call[eager-{part}]" for part in range(3))
 INTERPRETED_TREES = ("tests/test_trees.py::test_random_calls_of_the_kernels",)
+PACK = "flash_dmattn/masks/prepared/sequence_packing.py"
+_TILES = "tests/test_sequence_tiles.py::test_"
+PACKED_TILES = tuple(f"{_TILES}tensors_against_a_loop[{chunk}]" for chunk in (1 << 24, 5000))
+INTERPRETED_TILES = ("tests/test_triton_sequences.py::test_in_the_interpreter[made]",)
 LAYER, _LAYER = "flash_dmattn/nn/layer_sequences.py", "tests/test_nn_sequences.py::test_"
 PACKED_LAYER = (f"{_LAYER}packed_sequences_are_each_alone[plain]",)
 
@@ -126,8 +130,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "beside a tree causality is dropped",
         "flash_dmattn/validation.py",
-        "    if is_causal or (window_size is not None and check_window(window_size)[1] != -1):",
-        "    if window_size is not None and check_window(window_size)[1] != -1:",
+        "    if is_causal or window[1] != -1:",
+        "    if window[1] != -1:",
         ("tests/test_trees.py::test_bad_input_is_refused_by_name[causal]",),
     ),
     Fault(
@@ -284,5 +288,117 @@ FAULTS: tuple[Fault, ...] = (
         "            begin = steps * part // splits\n            steps = steps * (part + 1) // splits\n",
         "            begin = 0\n",
         ("tests/test_triton_interpreter.py::test_lines_that_random_calls_may_miss[parts-3]",),
+    ),
+    Fault(
+        "rows behind a sequence have bits",
+        PACK,
+        "allowed &= (place < queries.lengths[owner])[:, None]",
+        "allowed &= (place < queries.lengths[owner] + 1)[:, None]",
+        PACKED_TILES,
+    ),
+    Fault(
+        "a prepared band is aligned to the first key",
+        PACK,
+        "(place + keys.lengths[owner] - queries.lengths[owner])",
+        "(place)",
+        PACKED_TILES,
+    ),
+    Fault(
+        "rows that are missing make a tile partial",
+        PACK,
+        "full = ((own == -1).all(-1) | ~exists[..., None]).all(2)",
+        "full = (own == -1).all(-1).all(2)",
+        PACKED_TILES,
+    ),
+    Fault(
+        "a column lists the tiles of the next sequence",
+        PACK,
+        "exists = (inner * TILE < queries.lengths[owner][:, None])",
+        "exists = (inner * TILE < queries.lengths[owner][:, None] + 128)",
+        PACKED_TILES,
+    ),
+    Fault(
+        "tiles of two sequences meet",
+        PACK,
+        "return self.first // TILE + torch.arange(self.first.shape[0], device=self.first.device)",
+        "return self.first // TILE",
+        PACKED_TILES,
+    ),
+    Fault(
+        "gradients of a tree have no earlier keys",
+        PACK,
+        "within(mask.shape[3], token)) | (token < 0))[None]",
+        "within(mask.shape[3], token)))[None]",
+        INTERPRETED_TREES,
+    ),
+    Fault(
+        "gradients of a tree take the tree of the first sequence",
+        PACK,
+        "mask[within(mask.shape[0], owner), 0, within(mask.shape[2], place)]",
+        "mask[within(mask.shape[0], owner * 0), 0, within(mask.shape[2], place)]",
+        INTERPRETED_TREES,
+    ),
+    Fault(
+        "pairs of a ragged mask begin with those before",
+        PACK,
+        "(pairs.cumsum(0) - pairs)[owner]",
+        "pairs.cumsum(0)[owner]",
+        (f"{_TILES}ragged_masks",),
+    ),
+    Fault(
+        "a mask of other sequences is taken",
+        LAYOUT,
+        "mask.sequences is not sequences",
+        "mask.sequences is None",
+        (f"{_TILES}bad_input_is_refused_by_name[others]",),
+    ),
+    Fault(
+        "the band of a prepared mask is the call's",
+        "flash_dmattn/validation.py",
+        "return unpacked_spec(mask.shape), mask.form, mask_packing, mask.is_causal, mask.window_size",
+        "return unpacked_spec(mask.shape), mask.form, mask_packing, is_causal, (-1, -1)",
+        (f"{_TILES}explain_says_what_a_mask_costs",),
+    ),
+    Fault(
+        "bits are read from the first row of all",
+        "triton_kernels/tile_ops.py",
+        "        data += first_row.to(tl.int64) * strides.row\n",
+        "",
+        INTERPRETED_TILES,
+    ),
+    Fault(
+        "lists are read from the first tile of all",
+        "triton_kernels/tile_ops.py",
+        "        index += (first_place // TILE + own).to(tl.int64) * strides.list_row\n",
+        "",
+        INTERPRETED_TILES,
+    ),
+    Fault(
+        "columns are found by the places of queries",
+        KEYS,
+        "mask_strides, queries_before, first_row, own, MASK)",
+        "mask_strides, queries_before, queries_before, own, MASK)",
+        INTERPRETED_TILES,
+    ),
+    Fault(
+        "classes of the first sequence count for all",
+        "triton_kernels/backward_bias.py",
+        "                tile += (first_row // TILE).to(tl.int32) + b.to(tl.int32)\n",
+        "                tile += 0\n",
+        INTERPRETED_TILES,
+    ),
+    Fault(
+        "heads of a group read the lists of the first",
+        "triton_kernels/forward.py",
+        "h_k * shape.group if GROUPED else h, MASK)",
+        "h_k if GROUPED else h, MASK)",
+        INTERPRETED_TILES,
+    ),
+    Fault(
+        "heads with lists of their own share a tile",
+        PLAN,
+        "is_few = is_few and not (call.has_tiles",
+        "is_few = is_few and not (not call.has_tiles",
+        INTERPRETED_TILES,
     ),
 )

@@ -52,11 +52,26 @@ def limits_of(problem: AttentionProblem) -> Limits:
     return Limits(lower, upper)
 
 
+class Places(NamedTuple):
+    """Where the rows that sequences are laid out in come from, int32; 0 of rows that come from nowhere.
+
+    Attributes:
+        sequence, query, token: of each query its sequence, its place in that, and its token among all that are packed.
+        key: of each key its place in its sequence.
+    """
+
+    sequence: Tensor
+    query: Tensor
+    token: Tensor
+    key: Tensor
+
+
 class Blocks(NamedTuple):
     """What a call's mask, causal limit and window become: tile lists, and the limits as int32 of no dimension.
 
     Tensors all, filled on the device: a Python int would be compiled into the graph, a copied one would wait for the
-    host. None is no limit; no lists mean that everything is allowed.
+    host. None is no limit; no lists mean that everything is allowed. Of sequences the limits have one dimension: the
+    first and the last key that each query may see.
     """
 
     lists: BlockLists | None
@@ -164,10 +179,10 @@ def block_lists(
         # Nor do they divide the batch where parts of it share an entry.
         partial, full = (formula.spread_entries(x, *entries) for x in (partial, full))
     return BlockLists(
-        *_compact(partial),
-        *_compact(full),
-        *_compact(partial.transpose(2, 3)),
-        *_compact(full.transpose(2, 3)),
+        *compact(partial),
+        *compact(full),
+        *compact(partial.transpose(2, 3)),
+        *compact(full.transpose(2, 3)),
     )
 
 
@@ -179,15 +194,15 @@ def tile_classes(
     A tile where mask and limits each allow something, but nothing in common, counts as partly allowed: it costs time,
     not correctness, as every element of such a tile is tested again.
     """
-    rows, keys = _bounds(seqlen_q, device), _bounds(seqlen_k, device)
+    rows, keys = tile_bounds(seqlen_q, device), tile_bounds(seqlen_k, device)
     some, every = _band_classes(limits, rows, keys)
     if mask is not None:
-        mask_some, mask_every = _mask_classes(mask, rows, keys)
+        mask_some, mask_every = mask_classes(mask, rows, keys)
         some, every = some & mask_some, every & mask_every
     return some & ~every, every
 
 
-def _bounds(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def tile_bounds(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     # First and last position of every tile; the last tile may be short.
     first = torch.arange((length + BLOCK - 1) // BLOCK, device=device, dtype=torch.int32) * BLOCK
     return first, (first + (BLOCK - 1)).clamp(max=length - 1)
@@ -206,20 +221,20 @@ def _band_classes(limits: Limits, rows: tuple[Tensor, Tensor], keys: tuple[Tenso
     return some, every
 
 
-def _mask_classes(mask: Tensor, rows: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def mask_classes(mask: Tensor, rows: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     # Counting reads the mask once, where any() and all() would read it twice; a ragged edge is never padded (a copy).
     area = torch.ones((), dtype=torch.int32, device=mask.device)
     count = mask
     if mask.shape[3] > 1:
-        count = _tile_sums(count, 3)
+        count = tile_sums(count, 3)
         area = area * (keys[1] - keys[0] + 1)
     if mask.shape[2] > 1:
-        count = _tile_sums(count, 2)
+        count = tile_sums(count, 2)
         area = area * (rows[1] - rows[0] + 1)[:, None]
     return count > 0, count == area
 
 
-def _tile_sums(x: Tensor, dim: int) -> Tensor:
+def tile_sums(x: Tensor, dim: int) -> Tensor:
     whole = x.shape[dim] // BLOCK
     edge = x.shape[dim] - whole * BLOCK
     sums = x.narrow(dim, 0, whole * BLOCK).unflatten(dim, (whole, BLOCK)).sum(dim + 1, dtype=torch.int32)
@@ -229,7 +244,7 @@ def _tile_sums(x: Tensor, dim: int) -> Tensor:
     return torch.cat((sums, rest), dim) if whole else rest
 
 
-def _compact(active: Tensor) -> tuple[Tensor, Tensor]:
+def compact(active: Tensor) -> tuple[Tensor, Tensor]:
     # A stable descending sort puts the indices of the active tiles first, in order, without a host synchronisation.
     # The kernels compute offsets as if both were contiguous, whatever their strides.
     counts = active.sum(-1, dtype=torch.int32)

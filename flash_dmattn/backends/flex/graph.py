@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from .blocks import BLOCK, BlockLists
+from ...problem import Packing
+from .blocks import BLOCK, BlockLists, Places
 
 # The graph compiler given to torch.compile. Tests set "eager": FlexAttention's own dense formula, which has a backward
 # pass on CPU.
@@ -24,12 +25,14 @@ class Shared(NamedTuple):
     """How a mask or bias is shared: which of (batch, head, query, key) it has, and query heads per head of it.
 
     `entries` is (repeat, size) where entry b of the batch reads entry b // repeat % size of it, None where it has one
-    for each.
+    for each. `packing` is how one with a value per score is read beside sequences, whose rows are laid out anew: "none"
+    by sequence and place in it, "queries" by token and place of the key; None is by row and column, as they come.
     """
 
     dims: tuple[bool, bool, bool, bool]
     group: int
     entries: tuple[int, int] | None = None
+    packing: Packing | None = None
 
 
 class Form(NamedTuple):
@@ -45,12 +48,12 @@ class Form(NamedTuple):
     no_decoding: bool  # keep torch from its kernel for few queries
 
 
-def shared(x: Tensor, num_heads: int, batch: int, repeat: int) -> Shared:
+def shared(x: Tensor, num_heads: int, batch: int, repeat: int, packing: Packing | None = None) -> Shared:
     """How a mask or bias, its broadcast dims of size 1, is shared by `num_heads` query heads and a batch."""
     b, h, i, j = (size > 1 for size in x.shape)
     # int() makes it a constant also where a caller's graph has symbolic sizes.
-    entries = (int(repeat), int(x.shape[0])) if b and x.shape[0] != batch else None
-    return Shared((b, h, i, j), int(num_heads // x.shape[1]) if h else 1, entries)
+    entries = (int(repeat), int(x.shape[0])) if packing is None and b and x.shape[0] != batch else None
+    return Shared((b, h, i, j), int(num_heads // x.shape[1]) if h else 1, entries, packing)
 
 
 def run(
@@ -60,9 +63,10 @@ def run(
     v: Tensor,
     mask: Tensor | None,
     bias: Tensor | None,
+    lists: BlockLists | None,
     lower: Tensor | None,
     upper: Tensor | None,
-    lists: BlockLists | None,
+    places: Places | None,
 ) -> tuple[Tensor, ...]:
     """FlexAttention on (B, L, H, D) tensors: (out,) or (out, lse).
 
@@ -70,8 +74,10 @@ def run(
         form: the constants.
         q, k, v: as in the contract.
         mask, bias: 4-D, dims that `form` says they do not have being of size 1.
-        lower, upper: the band's limits, int32 of no dimension, on the device.
         lists: the tile lists; None exactly where there is neither mask nor limit.
+        lower, upper: int32, on the device: of no dimension the limits of the band, on key - query; of one the first and
+            the last key that each query may see.
+        places: what `form` says that mask or bias is read through.
     """
 
     # Locals, as a closure over `form` would capture every value in it, and floats cannot be captured.
@@ -84,18 +90,18 @@ def run(
         if softcap is not None:
             score = softcap * torch.tanh(score / softcap)
         if bias is not None and bias_shared is not None:
-            score = score + bias[_index(bias_shared, b, h, i, j)]
+            score = score + bias[_index(bias_shared, places, b, h, i, j)]
         return score
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         allowed = None
         if mask is not None and mask_shared is not None:
-            allowed = mask[_index(mask_shared, b, h, i, j)] != 0
+            allowed = mask[_index(mask_shared, places, b, h, i, j)] != 0
         if lower is not None:
-            inside = j - i >= lower
+            inside = j >= lower[i] if lower.dim() else j - i >= lower
             allowed = inside if allowed is None else allowed & inside
         if upper is not None:
-            inside = j - i <= upper
+            inside = j <= upper[i] if upper.dim() else j - i <= upper
             allowed = inside if allowed is None else allowed & inside
         return allowed  # type: ignore[return-value]
 
@@ -138,10 +144,13 @@ def run(
     return out.transpose(1, 2), aux.lse.masked_fill(aux.lse == -torch.inf, -torch.inf)
 
 
-def _index(shared: Shared, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, ...]:
+def _index(shared: Shared, places: Places | None, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, ...]:
     # Four tensors always: a dim dropped by a view breaks the CPU kernel with symbolic lengths, and a literal 0 the
     # gradient of a captured tensor. The compiler folds x * 0.
-    (has_b, has_h, has_i, has_j), group, entries = shared
+    (has_b, has_h, has_i, has_j), group, entries, packing = shared
+    if packing is not None and places is not None:
+        b = places.sequence[i] if packing == "none" else b
+        i, j = (places.query if packing == "none" else places.token)[i], places.key[j]
     if entries is not None:
         b = b // entries[0] % entries[1]
     if group > 1:

@@ -23,6 +23,7 @@ from ...problem import (
 from ..interval_walk import interval_notes, walked_view
 from ..protocol import Availability, Direction, Rule
 from .key_order import Ordered
+from .tree_tiles import tiles_of_tree
 
 NAME = "triton"
 FEATURES = frozenset(
@@ -65,13 +66,6 @@ RULES: tuple[Rule, ...] = (
         lambda p: max(p.head_dim, p.head_dim_v) <= MAX_HEAD_DIM,
         lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v); the tiles hold at most {MAX_HEAD_DIM}",
         'use backend="eager"',
-    ),
-    Rule(
-        "tree_gradients",
-        lambda p: p.mask_form != "tree",
-        lambda p: f"mask is a tree of {p.seqlen_q} new tokens; the backward kernels read none",
-        'backend=("triton", "eager") runs its forward pass, and loops over sequences for gradients',
-        passes=("backward",),
     ),
 )
 AUTO_RULES: tuple[Rule, ...] = (
@@ -129,8 +123,11 @@ def notes(problem: AttentionProblem) -> tuple[str, ...]:
     """Copies that a call makes."""
     p = problem
     if p.sequences is not None:
+        if p.mask_form == "tree" and any(p.needs_grad):
+            return ("packs the tree as a mask of all keys for the gradients, a bit for each",)
         reads_bools = p.mask_form == "dense"
-        return ("reads the bool mask as it is, and skips nothing for it",) if reads_bools else ()
+        advice = "prepare_mask(mask, sequences=...) makes tiles of it"
+        return (f"reads the bool mask as it is, and skips nothing for it: {advice}",) if reads_bools else ()
     copies = [
         f"copies {name}, whose last stride is {strides[3]}: the kernels read rows of unit stride"
         for name, strides in (("q", p.q_strides), ("k", p.k_strides), ("v", p.v_strides))
@@ -203,6 +200,8 @@ def _backward(
         if len(sequences.bounds) == 0 or out.numel() == 0:
             lse = torch.full_like(lse, torch.inf)  # none of its rows has a sink
             return empty_gradients((q, k, v, bias), dout, None, out, lse, sink, needs_grad)
+        if mask.form == "tree":
+            mask = tiles_of_tree(mask.tensors[0], sequences.bounds, q.shape[1], k.shape[1], flags)
         of_call = (dout, dlse, q, k, v, mask, bias, out, lse, flags, needs_grad, sink, sequences, dropout)
         found: Gradients = _of_sequences().backward(*of_call)
         return found

@@ -121,13 +121,14 @@ def classify(bits: torch.Tensor) -> torch.Tensor:
 
 def list_tiles(classes: torch.Tensor) -> TileLists:
     """The lists of a class table uint8 (Bm, Hm, Tq, Tk), along rows and along columns of tiles."""
+    return list_rows(classes), list_rows(classes.transpose(-1, -2))
 
-    def along(table: torch.Tensor) -> torch.Tensor:
-        order = (FULL - table).argsort(dim=-1, stable=True).to(torch.int32)
-        counts = [(table == kind).sum(-1, keepdim=True, dtype=torch.int32) for kind in (FULL, PARTIAL)]
-        return torch.cat([*counts, order], dim=-1).contiguous()
 
-    return along(classes), along(classes.transpose(-1, -2))
+def list_rows(classes: torch.Tensor) -> torch.Tensor:
+    """The lists of the rows (..., tiles) of a class table: int32 (..., 2 + tiles)."""
+    order = (FULL - classes).argsort(dim=-1, stable=True).to(torch.int32)
+    counts = [(classes == kind).sum(-1, keepdim=True, dtype=torch.int32) for kind in (FULL, PARTIAL)]
+    return torch.cat([*counts, order], dim=-1).contiguous()
 
 
 def key_set(mask: torch.Tensor) -> KeySet:

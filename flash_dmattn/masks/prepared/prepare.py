@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, overload
+
 import torch
 
 from ...problem import causal_window, check_flag, check_window, merge
@@ -12,7 +14,39 @@ from .operator import KeyForm, prepared_key_form, prepared_view
 from .packers import packer
 from .types import KeyMask, PreparedMask, TileMask
 
+if TYPE_CHECKING:
+    from ...sequences.layout import Sequences
+    from .sequence_tiles import SequenceTileMask
+
 _KINDS: dict[str, type[PreparedMask]] = {"tiles": TileMask, "keys": KeyMask, "intervals": IntervalMask}
+
+
+@overload
+def prepare_mask(
+    mask: torch.Tensor,
+    *,
+    seqlen_q: int | None = None,
+    seqlen_k: int | None = None,
+    is_causal: bool = False,
+    window_size: tuple[int, int] | None = None,
+    reorder: bool | None = None,
+    as_tiles: bool = False,
+    sequences: None = None,
+) -> PreparedMask: ...
+
+
+@overload
+def prepare_mask(
+    mask: torch.Tensor,
+    *,
+    seqlen_q: int | None = None,
+    seqlen_k: int | None = None,
+    is_causal: bool = False,
+    window_size: tuple[int, int] | None = None,
+    reorder: None = None,
+    as_tiles: bool = False,
+    sequences: Sequences,
+) -> SequenceTileMask: ...
 
 
 def prepare_mask(
@@ -24,7 +58,8 @@ def prepare_mask(
     window_size: tuple[int, int] | None = None,
     reorder: bool | None = None,
     as_tiles: bool = False,
-) -> PreparedMask:
+    sequences: Sequences | None = None,
+) -> PreparedMask | SequenceTileMask:
     """Turns a bool mask, with causality and window, into what kernels walk; it is read once.
 
     The result stands for `mask & causal_mask(Lq, Lk) & sliding_window_mask(Lq, Lk, window_size)`, which is what its
@@ -36,11 +71,16 @@ def prepare_mask(
     in memory but for lists of tiles, band or no band. Any other becomes a `TileMask`, Lq * Lk / 8 bytes for each of its
     heads; tiles outside the band are not read.
 
+    Beside `sequences` the mask has the shapes that `attention` takes there: by position, packed rows or packed keys.
+    The band is that of each sequence. The result, a `SequenceTileMask` of max_seqlen_k / 8 bytes for each query and
+    head, is for calls with the same `Sequences` object, and is made by PyTorch on every device.
+
     Args:
         mask: bool tensor of 2 dims or more, read from the right as (*batch, Hm, Lq or 1, Lk or 1), any strides. Hm may
             be 1, Hk or Hq: heads stay as they are. Leading dims, each 1 or that of the calls, fold into the one batch
             of the result, which knows them as `batch_dims`.
-        seqlen_q, seqlen_k: number of queries and keys; needed where the mask has size 1 for all of them.
+        seqlen_q, seqlen_k: number of queries and keys; needed where the mask has size 1 for all of them. Beside
+            `sequences` always needed: `q.shape[-3]` and `k.shape[-3]`, of pages `block_table.shape[1] * page_size`.
         is_causal: forbid keys past i + Lk - Lq.
         window_size: `(left, right)` keys around i + Lk - Lq; -1 is unlimited on that side.
         reorder: of a mask of one row, put kept keys first, so that kernels visit no others; k and v are then copied in
@@ -49,9 +89,11 @@ def prepare_mask(
         as_tiles: of a mask of one row for 16 queries or more, make a `TileMask` all the same. It pays for calls with a
             bias of one value per query and key: beside it kernels read bits, which they make of an interval mask anew
             in each pass.
+        sequences: where the sequences of the calls lie; `reorder` is refused beside them, `as_tiles` is what is made.
 
     Returns:
-        IntervalMask or KeyMask where the mask has one row for all queries, else TileMask.
+        IntervalMask or KeyMask where the mask has one row for all queries, else TileMask; SequenceTileMask beside
+        sequences.
 
     Raises:
         TypeError: not a bool tensor, or a length, flag or window of another type.
@@ -65,6 +107,14 @@ def prepare_mask(
         >>> prepare_mask(padding_mask([3, 5], 6), seqlen_q=6).kept.tolist()
         [[[0, 1, 2, 6, 6, 6]], [[0, 1, 2, 3, 4, 6]]]
     """
+    if sequences is not None:
+        from .sequence_tiles import prepare_beside  # few programs have sequences
+
+        if reorder is not None:
+            raise ValueError(f"reorder is {reorder}; beside sequences it must be None.")
+        return prepare_beside(
+            mask, sequences, seqlen_q=seqlen_q, seqlen_k=seqlen_k, is_causal=is_causal, window_size=window_size
+        )
     leading = None
     if isinstance(mask, torch.Tensor) and mask.dim() > 4:
         mask = collapse(mask, dims=tuple(range(mask.dim() - 3)))

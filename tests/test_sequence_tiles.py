@@ -1,0 +1,367 @@
+"""Masks prepared beside sequences: every tensor against a loop, calls of every backend, and every refusal."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from cases import DEVICE
+from conftest import Runner
+from sequence_calls import SequenceCall, assert_accurate, draw, run
+from torch import Tensor
+
+import flash_dmattn
+from flash_dmattn import Sequences, attention
+from flash_dmattn.masks import SequenceTileMask, prepare_mask, prepare_ragged
+from flash_dmattn.masks.prepared import packing
+
+EXAMPLES = int(os.environ.get("FLASH_DMATTN_EXAMPLES", 120))
+LONG = (0, 1, 31, 128, 129, 200, 300)  # around the edges of tiles
+
+
+def rows_of(call: SequenceCall) -> dict[str, int]:
+    """The lengths that `prepare_mask` asks for."""
+    table = call.sequences.block_table
+    rows_k = call.k.shape[-3] if table is None else table.shape[1] * call.k.shape[1]
+    return {"seqlen_q": call.q.shape[-3], "seqlen_k": rows_k}
+
+
+def band_of(call: SequenceCall) -> dict[str, Any]:
+    return {name: call.flags[name] for name in ("is_causal", "window_size")}
+
+
+def prepared(call: SequenceCall) -> SequenceCall:
+    """The same call with its mask prepared, which brings its band."""
+    assert isinstance(call.mask, Tensor)
+    mask = prepare_mask(call.mask, sequences=call.sequences, **rows_of(call), **band_of(call))
+    return replace(call, mask=mask)  # type: ignore[arg-type]
+
+
+def with_mask(number: int, *given: Any, **more: Any) -> SequenceCall:
+    """The first call from a number on that has a mask, of which parts are all True or all False."""
+    while (call := draw(number, *given, **more)).mask is None:
+        number += 1_000_000
+    assert isinstance(call.mask, Tensor)
+    generator = torch.Generator().manual_seed(number)
+    for allowed in (True, False):
+        first = torch.randint(0, 200, (2,), generator=generator).tolist()
+        call.mask[..., first[0] : first[0] + 260, first[1] : first[1] + 260] = allowed
+    return call
+
+
+def allowed_in(call: SequenceCall, s: int) -> Tensor:
+    """The mask and the band of one sequence: bool (Hm, queries, keys)."""
+    first_q, n, first_k, m = call.lengths[s]
+    mask = call.mask
+    assert isinstance(mask, Tensor)
+    if mask.dim() == 4:
+        mask = mask[s if mask.shape[0] > 1 else 0]
+        own = mask[:, : n if mask.shape[1] > 1 else 1, : m if mask.shape[2] > 1 else 1]
+    elif mask.shape[1] == 1 != mask.shape[2] and call.packs_keys:
+        own = mask[:, :, first_k : first_k + m]
+    else:
+        own = mask[:, first_q : first_q + n, : m if mask.shape[2] > 1 else 1]
+    left, right = call.flags["window_size"] or (-1, -1)
+    right = 0 if call.flags["is_causal"] else right
+    gap = torch.arange(m)[None, :] - torch.arange(n)[:, None] - (m - n)
+    band = ((left < 0) | (gap >= -left)) & ((right < 0) | (gap <= right))
+    return own.cpu().expand(-1, n, m) & band
+
+
+def check_tensors(call: SequenceCall, mask: SequenceTileMask) -> None:
+    """Bits, classes and lists, sequence by sequence."""
+    bits = packing.unpack_words(mask.bits[0].cpu(), mask.bits.shape[3] * 32)
+    classes, row_lists, col_lists = (x[0].cpu() for x in mask.tensors[1:])
+    rows_q, rows_k = rows_of(call).values()
+    used = torch.zeros(bits.shape[1], dtype=torch.bool)
+    for s, (first_q, n, first_k, m) in enumerate(call.lengths):
+        first_q += 0 if call.packs_queries else s * rows_q
+        first_k += 0 if call.packs_keys else s * rows_k
+        wanted = torch.zeros(bits.shape[0], n, bits.shape[2], dtype=torch.bool)
+        wanted[:, :, :m] = allowed_in(call, s)[: len(wanted)]  # an empty mask may count as expanded
+        assert torch.equal(bits[:, first_q : first_q + n], wanted)
+        used[first_q : first_q + n] = True
+        tiles = range(-(-n // 128)), range(mask.classes.shape[3])
+        kinds = torch.zeros(bits.shape[0], len(tiles[0]), len(tiles[1]), dtype=torch.int64)
+        for i in tiles[0]:
+            for j in tiles[1]:
+                tile = wanted[:, i * 128 : i * 128 + 128, j * 128 : j * 128 + 128].flatten(1)
+                kinds[:, i, j] = tile.any(1).long() + tile.all(1)
+        top, left = first_q // 128 + s, first_k // 128 + s
+        assert torch.equal(classes[:, top : top + len(tiles[0])].long(), kinds)
+        for h in range(bits.shape[0]):
+            for i in tiles[0]:
+                check_list(row_lists[h, top + i], kinds[h, i])
+            for j in range(-(-m // 128)):
+                check_list(col_lists[h, left + j], kinds[h, :, j])
+    assert not bits[:, ~used].any()
+
+
+def check_list(found: Tensor, kinds: Tensor) -> None:
+    """The counts of full and of partial tiles, and which these are."""
+    full, partial = ((kinds == kind).nonzero().flatten().tolist() for kind in (2, 1))
+    assert found[:2].tolist() == [len(full), len(partial)]
+    assert found[2 : 2 + len(full) + len(partial)].tolist() == full + partial
+
+
+@pytest.mark.parametrize("chunk", (1 << 24, 5000))
+def test_tensors_against_a_loop(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "CHUNK_ELEMENTS", chunk)
+    for number in range(60):
+        call = with_mask(number, lengths=LONG if number % 2 else (0, 1, 5, 33), page_sizes=(16, 100))
+        mask = prepared(call).mask
+        assert isinstance(mask, SequenceTileMask)
+        check_tensors(call, mask)
+
+
+def test_a_mask_that_is_expanded_is_read_once() -> None:
+    sequences = Sequences.packed(torch.tensor([0, 150, 290], device=DEVICE), max_seqlen_q=150)
+    mask = (torch.rand(1, 290, 150, device=DEVICE) < 0.5).expand(4, 290, 150)
+    found = prepare_mask(mask, sequences=sequences, seqlen_q=290, seqlen_k=290)
+    assert found.bits.shape == (1, 1, 290, 8) and torch.equal(found.unpacked()[0, :, :150], mask[:1, :150])
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_calls_beside_one_dense_call(backend: Runner, part: int) -> None:
+    if backend.name == "cuda":
+        pytest.skip("cuda: its rules refuse masks beside sequences")
+    if backend.name == "flex":
+        pytest.skip("flex: it reads bool masks, and tests/test_flex_sequences.py has those")
+    if backend.name == "triton" and DEVICE == "cpu":
+        pytest.skip("triton: it runs on GPUs")
+    given: dict[str, Any] = {}
+    if backend.name == "triton":
+        given = {"dtypes": (torch.bfloat16, torch.float16, torch.float32), "head_dims": (16, 64, 128), "lengths": LONG}
+    for number in range(part, EXAMPLES, 3):
+        call = with_mask(number, **given)
+        assert_accurate(run(prepared(call), backend.name), call)
+
+
+def test_results_have_the_bits_of_the_bool_mask() -> None:
+    for number in range(60):
+        call = with_mask(number)
+        for backend in ("eager", "reference"):
+            found, wanted = run(prepared(call), backend), run(call, backend)
+            for name, x in wanted.items():
+                assert x is None or torch.equal(x, found[name]), (number, backend, name)
+
+
+def test_ragged_masks() -> None:
+    for number in range(40):
+        call = with_mask(number, lengths=LONG)
+        given = {**rows_of(call), **band_of(call)}
+        heads = call.mask.shape[-3]  # type: ignore[union-attr]
+        free = replace(call, flags={**call.flags, "is_causal": False, "window_size": None})
+        parts = [allowed_in(free, s).flatten(1) for s in range(len(call.lengths))]
+        flat = torch.cat([torch.zeros(heads, 0, dtype=torch.bool), *parts], 1).to(DEVICE)
+        found = prepare_ragged(flat[0] if heads == 1 else flat, call.sequences, **given)
+        wanted = prepared(call).mask
+        assert isinstance(wanted, SequenceTileMask)
+        for x, y in zip(found.tensors, wanted.tensors, strict=True):
+            assert torch.equal(x, y)
+
+
+def test_it_is_copied_pickled_and_moved() -> None:
+    call = prepared(with_mask(11, "packed"))
+    mask = call.mask
+    assert isinstance(mask, SequenceTileMask) and mask.to(mask.device) is mask
+    file = io.BytesIO()
+    torch.save(mask, file)
+    loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    for other in (copy.deepcopy(mask), pickle.loads(pickle.dumps(mask)), loaded, mask.to("meta")):
+        assert other.spec == mask.spec and other.shape == mask.shape and other.window_size == mask.window_size
+        for x, y in zip(other.tensors, mask.tensors, strict=True):
+            assert x.shape == y.shape and (x.is_meta or torch.equal(x, y))
+        assert other.sequences.device == other.device
+    again = pickle.loads(pickle.dumps(mask))
+    found = run(replace(call, mask=again, sequences=again.sequences), "eager")
+    for name, x in run(call, "eager").items():
+        assert x is None or torch.equal(x, found[name])
+
+
+def test_explain_says_what_a_mask_costs() -> None:
+    sequences = Sequences.packed(torch.tensor([0, 300, 500], device=DEVICE), max_seqlen_q=300)
+    q = torch.randn(500, 2, 16, device=DEVICE)
+    mask = torch.rand(1, 1, 300, 300, device=DEVICE) < 0.5
+    tiles = prepare_mask(mask, is_causal=True, sequences=sequences, seqlen_q=500, seqlen_k=500)
+    found = flash_dmattn.explain(q, q, q, tiles, sequences=sequences)
+    assert found.problem.mask_form == "sequence_tiles" and found.problem.is_causal
+    notes = {verdict.backend: verdict.notes for verdict in found.verdicts}
+    assert "unpacks the prepared mask to a dense bool tensor of 0.1 MB" in notes["eager"]
+    assert "prepared mask (1, 1, 500, 300) of packed queries" in str(found.problem)
+    described = flash_dmattn.explain_problem(
+        (1, 500, 2, 16),
+        **{"dtype": "fp32", "device": found.problem.arch, "mask": (1, 1, 300, 300), "mask_prepared": True},
+        **{"is_causal": True, "sequences": tiles.spec},
+    )
+    assert described.problem == found.problem
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_opcheck(number: int) -> None:
+    layout = ("packed", "padded", "paged", "paged_packed")[number]
+    call = with_mask(number, layout)
+    mask = prepared(call).mask
+    assert isinstance(mask, SequenceTileMask) and isinstance(call.mask, Tensor)
+    spec = mask.spec
+    sizes = (spec.layout, spec.rows_q, spec.rows_k, spec.max_seqlen_q, spec.max_seqlen_k)
+    packed = "none" if call.mask.dim() == 4 else "queries"
+    given = call.mask if call.mask.dim() == 4 else call.mask[None]
+    arguments = (given, call.sequences.bounds_of(spec), packed, *sizes, 3, 0)
+    torch.library.opcheck(torch.ops.flash_dmattn.prepare_sequence_mask.default, arguments)
+
+
+def test_compiled_with_a_mask_made_inside_or_outside() -> None:
+    torch._dynamo.reset()
+
+    def step(q: Tensor, mask: Tensor, sequences: Sequences) -> Tensor:
+        rows = q.shape[0]
+        tiles = prepare_mask(mask, is_causal=True, sequences=sequences, seqlen_q=rows, seqlen_k=rows)
+        return attention(q, q, q, tiles, sequences=sequences, backend="eager")
+
+    def outside(q: Tensor, tiles: SequenceTileMask) -> Tensor:
+        return attention(q, q, q, tiles, sequences=tiles.sequences, backend="eager")
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    compiled_outside = torch.compile(outside, backend="aot_eager", fullgraph=True)
+    for lengths in ((3, 40, 7), (30, 5, 2), (17, 17, 60)):
+        edges = torch.tensor([0, *lengths], device=DEVICE).cumsum(0)
+        sequences = Sequences.packed(edges, max_seqlen_q=64)
+        q = torch.randn(sum(lengths), 2, 8, device=DEVICE)
+        mask = torch.rand(1, 2, 64, 64, device=DEVICE) < 0.6
+        wanted = attention(q, q, q, mask, is_causal=True, sequences=sequences, backend="eager")
+        torch.testing.assert_close(compiled(q, mask, sequences), wanted)
+        tiles = prepare_mask(mask, is_causal=True, sequences=sequences, seqlen_q=len(q), seqlen_k=len(q))
+        torch.testing.assert_close(compiled_outside(q, tiles), wanted)
+
+
+EDGES = Sequences.packed(torch.tensor([0, 3, 8], device=DEVICE), max_seqlen_q=5)
+OTHER = Sequences.packed(torch.tensor([0, 4, 8], device=DEVICE), max_seqlen_q=5)
+MASK = torch.ones(1, 8, 5, dtype=torch.bool, device=DEVICE)
+Q = torch.zeros(8, 2, 4, device=DEVICE)
+
+
+def tiles_of(mask: Tensor = MASK, sequences: Any = EDGES, **given: Any) -> SequenceTileMask:
+    return prepare_mask(mask, sequences=sequences, **{"seqlen_q": 8, "seqlen_k": 8, **given})
+
+
+BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "no sequences": (
+        lambda: attention(Q[None], Q[None], Q[None], tiles_of()),
+        ValueError,
+        "mask was prepared beside sequences; it needs sequences=mask.sequences beside it",
+    ),
+    "others": (
+        lambda: attention(Q, Q, Q, tiles_of(), sequences=OTHER),
+        ValueError,
+        "mask was prepared for other Sequences than those of the call; it needs the same object: "
+        "pass sequences=mask.sequences, or prepare it anew",
+    ),
+    "explained": (
+        lambda: flash_dmattn.explain(Q, Q, Q, tiles_of(), sequences=OTHER),
+        ValueError,
+        "mask was prepared for other Sequences",
+    ),
+    "more rows": (
+        lambda: attention(Q, Q, Q, tiles_of(MASK[None, :, :5], seqlen_q=7), sequences=EDGES),
+        ValueError,
+        "mask was prepared for seqlen_q 7; it needs that of the call, 8",
+    ),
+    "more keys": (
+        lambda: attention(Q, Q, Q, tiles_of(seqlen_k=9), sequences=EDGES),
+        ValueError,
+        "mask was prepared for seqlen_k 9; it needs that of the call, 8",
+    ),
+    "heads": (
+        lambda: attention(Q, Q, Q, tiles_of(MASK.expand(3, 8, 5).contiguous()), sequences=EDGES),
+        ValueError,
+        "mask was prepared with 3 heads; it needs one of [1, 2]",
+    ),
+    "device": (
+        lambda: attention(Q, Q, Q, replace(tiles_of(), bits=torch.zeros(1, 1, 8, 4, device="meta")), sequences=EDGES),
+        ValueError,
+        "mask is on meta; it needs to be on the device of q",
+    ),
+    "causal": (
+        lambda: attention(Q, Q, Q, tiles_of(), is_causal=True, sequences=EDGES),
+        ValueError,
+        "is_causal is True, but mask was prepared with is_causal=False, window_size=(-1, -1)",
+    ),
+    "window": (
+        lambda: attention(Q, Q, Q, tiles_of(), window_size=(3, -1), sequences=EDGES),
+        ValueError,
+        "window_size is (3, -1), but mask was prepared with",
+    ),
+    "no lengths": (
+        lambda: tiles_of(seqlen_q=None),
+        ValueError,
+        "seqlen_q is None; beside sequences it must be q.shape[-3].",
+    ),
+    "no keys": (
+        lambda: tiles_of(seqlen_k=None),
+        ValueError,
+        "seqlen_k is None; beside sequences it must be k.shape[-3], of pages block_table.shape[1] * page_size.",
+    ),
+    "reorder": (
+        lambda: tiles_of(reorder=True),
+        ValueError,
+        "reorder is True; beside sequences it must be None.",
+    ),
+    "not sequences": (
+        lambda: tiles_of(sequences=torch.tensor([0, 3, 8])),
+        TypeError,
+        "sequences is a Tensor and must be a flash_dmattn.Sequences.",
+    ),
+    "shape": (
+        lambda: tiles_of(MASK[:, :4]),
+        ValueError,
+        "mask has shape (1, 4, 5), read as (heads, queries of all sequences, max_seqlen_k); it needs "
+        "queries of all sequences in [1, 8], max_seqlen_k in [1, 5]",
+    ),
+    "dtype": (lambda: tiles_of(MASK.int()), TypeError, "mask has dtype torch.int32 and must be torch.bool"),
+    "where": (
+        lambda: tiles_of(MASK.to("meta")),
+        ValueError,
+        f"mask is on meta and must be where sequences are, on {EDGES.device}.",
+    ),
+    "ragged rank": (
+        lambda: prepare_ragged(MASK, EDGES, seqlen_q=8, seqlen_k=8),
+        ValueError,
+        "flat has shape (1, 8, 5) and must be (pairs,) or (heads, pairs).",
+    ),
+    "ragged dtype": (
+        lambda: prepare_ragged(torch.ones(34), EDGES, seqlen_q=8, seqlen_k=8),
+        TypeError,
+        "flat has dtype torch.float32 and must be torch.bool",
+    ),
+}
+if DEVICE == "cpu":  # elsewhere nobody waits to count them
+    BAD["ragged pairs"] = (
+        lambda: prepare_ragged(torch.ones(33) > 0, EDGES, seqlen_q=8, seqlen_k=8),
+        ValueError,
+        "flat has 33 pairs and must have 34, queries times keys of sequences.",
+    )
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_by_name(name: str) -> None:
+    call, kind, message = BAD[name]
+    with pytest.raises(kind, match=re.escape(message)):
+        call()
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="a CPU does not run ahead")
+def test_nothing_waits_for_the_device() -> None:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        tiles_of()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
