@@ -100,12 +100,21 @@ class Explanation:
         }
 
     def __str__(self) -> str:
+        profile = [] if self.profile is None else [f"profile: {self.profile}"]
+        return "\n".join([f"attention: {self.problem}", self.chosen, *profile, *self.copies, "", *self.table])
+
+    @property
+    def chosen(self) -> str:
+        """The line that says what runs."""
         if self.error is not None:
-            chosen = f"backend={self.requested!r} would raise"
-        elif self.backward is None:
-            chosen = f"backend={self.requested!r} runs {self.forward}"
-        else:
-            chosen = f"backend={self.requested!r} runs {self.forward} forward, {self.backward} backward"
+            return f"backend={self.requested!r} would raise"
+        if self.backward is None:
+            return f"backend={self.requested!r} runs {self.forward}"
+        return f"backend={self.requested!r} runs {self.forward} forward, {self.backward} backward"
+
+    @property
+    def table(self) -> list[str]:
+        """The lines of the verdicts."""
         header = ("backend", "forward", "backward", "why")
         rows = [header, *(row for verdict in self.verdicts for row in self._rows(verdict))]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
@@ -114,8 +123,7 @@ class Explanation:
             for row in rows
         ]
         table.insert(1, "  ".join(["-" * width for width in widths] + ["---"]))
-        profile = [] if self.profile is None else [f"profile: {self.profile}"]
-        return "\n".join([f"attention: {self.problem}", chosen, *profile, *self.copies, "", *table])
+        return table
 
     def _rows(self, verdict: Verdict) -> list[tuple[str, str, str, str]]:
         def cell(serves: bool | None, chosen: str | None) -> str:
@@ -157,7 +165,8 @@ def explain(
     Args:
         q, k, v, mask, bias and the rest: as for `flash_dmattn.attention`.
 
-    Of DTensors it explains the call of this rank, whose sizes decide there.
+    Of DTensors it explains the call of this rank, whose sizes decide there; where they share the sequence the result is
+    that of `flash_dmattn.distributed.explain_context_parallel`.
 
     Returns:
         An `Explanation`: print it, or take its `to_dict()`.
@@ -375,13 +384,15 @@ def explain_description(problem: AttentionProblem, backend: BackendChoice, copie
         forward,
         backward,
         error,
-        tuple(_verdict(name, problem) for name in BACKENDS),
+        tuple(verdict_of(name, problem) for name in BACKENDS),
         cite(problem) if requested == "auto" else None,
         copies,
     )
 
 
-def _verdict(name: str, problem: AttentionProblem) -> Verdict:
+def verdict_of(name: str, problem: AttentionProblem) -> Verdict:
+    """What one backend says of a problem."""
+
     def serves(direction: Direction) -> bool:
         return not reasons_against(name, problem, (direction,))
 

@@ -44,6 +44,7 @@ class Unpacking:
         self, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Any, **rest: Any
     ) -> tuple[Tensor, Tensor]:
         """As eager's."""
+        assert (problem.k_strides, problem.v_strides) == (k.stride(), v.stride())
         return eager.forward(problem, q, k, v, self._dense(problem, mask), bias, **rest)
 
     def backward(
@@ -62,6 +63,7 @@ class Unpacking:
     ) -> Gradients:
         """As eager's."""
         assert out.is_contiguous() and lse.is_contiguous()
+        assert (problem.k_strides, problem.v_strides) == (k.stride(), v.stride())
         return eager.backward(problem, dout, dlse, q, k, v, self._dense(problem, mask), bias, out, lse, **rest)
 
 

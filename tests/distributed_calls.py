@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import flash_dmattn
-from flash_dmattn.distributed import SequenceLayout, context_parallel_attention, prepare_mask
+from flash_dmattn import distributed
+from flash_dmattn.distributed import (
+    SequenceLayout,
+    context_parallel_attention,
+    exchange,
+    explain_context_parallel,
+    prepare_mask,
+)
 from flash_dmattn.masks import topk_mask
 
 # Which dims of (B, H, Lq, Lk) a bias has, heads "q" or "k"; and whether a rank has its rows, or its keys, alone.
@@ -288,6 +296,22 @@ def compared(case: ParallelCase) -> dict[str, float]:
     return errors
 
 
+def in_parts(case: ParallelCase) -> tuple[dict[str, float], dict[str, bool]]:
+    """`compared` of a call in which ranks send what is read, and whether each result has the bits of all keys sent."""
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        transfers = explain_context_parallel(*arguments, **keywords).traffic.forward
+        assert {x.how for x in transfers if "keys" in x.what} == {how}, transfers
+        return context_parallel_attention(*arguments, **keywords)
+
+    x, how = draw(case), "all_to_all"
+    found = parallel(case, x, run=call)
+    with patch.object(distributed.call, "CLEAR_SHARE", -1):
+        how = "all_gather"
+        wanted = parallel(case, x, run=call)
+    return compared(case), {name: torch.equal(y, wanted[name]) for name, y in found.items()}
+
+
 def repeated(case: ParallelCase) -> bool:
     """Whether two runs are equal bit by bit."""
     x = draw(case)
@@ -362,6 +386,44 @@ def check_operators(case: ParallelCase) -> list[str]:
         args = torch.utils._pytree.tree_map(lambda a: a.detach() if isinstance(a, Tensor) else a, given)
         torch.library.opcheck(function, args, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_static"))
     return sorted(seen)
+
+
+def counted_bytes(case: ParallelCase) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]]:
+    """What a rank's collectives are handed in each pass, (sent, received) bytes; and what is said of it before."""
+    counts = {"forward": [0, 0], "backward": [0, 0]}
+    at, said = "forward", {}
+
+    def counting(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def run(received: Tensor, sent: Tensor, *rest: Any, **more: Any) -> Any:
+            group = more["group"] if "group" in more else rest[0]
+            size, rank = group.size(), group.rank()
+            splits = more.get("input_split_sizes"), more.get("output_split_sizes")
+            if "group" not in more:  # gathered: all of it goes to each of the others
+                numbers = [(size - 1) * sent.numel(), received.numel() - sent.numel()]
+            else:
+                own = [x.numel() // size if of is None else of[rank] for x, of in zip((sent, received), splits)]
+                numbers = [sent.numel() - own[0], received.numel() - own[1]]
+            assert sent.dtype == received.dtype == torch.uint8
+            counts[at] = [x + y for x, y in zip(counts[at], numbers)]
+            return collective(received, sent, *rest, **more)
+
+        return run
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal at
+        found = explain_context_parallel(*arguments, **keywords)
+        for name, transfers in (("forward", found.traffic.forward), ("backward", found.traffic.backward)):
+            said[name] = (sum(x.sent for x in transfers), sum(x.received for x in transfers))
+        results = context_parallel_attention(*arguments, **keywords)
+        at = "backward"
+        return results
+
+    with (
+        patch.object(exchange, "_all_gather", counting(exchange._all_gather)),
+        patch.object(dist, "all_to_all_single", counting(dist.all_to_all_single)),
+    ):
+        parallel(case, draw(case), run=call)
+    return {name: (sent, received) for name, (sent, received) in counts.items()}, said
 
 
 def counted_flop(case: ParallelCase) -> int:

@@ -250,14 +250,12 @@ def repeated(call: Call) -> bool:
     return all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
 
 
-def explained(call: Call) -> tuple[int, int, str | None] | str:
-    """(batch, heads) that `explain` speaks of, and the backend; or what it refuses."""
-    shared = distributed(call.tensors(), call.placements())
-    try:
-        found = flash_dmattn.explain(**shared)
-    except ValueError as error:
-        return str(error)
-    return found.problem.batch, found.problem.num_heads, found.forward
+def explained(call: Call) -> tuple[int, int, str | None, str, list[tuple[int, int]]]:
+    """(batch, heads) that `explain` speaks of, the backend, the strategy, and of each slice its queries and keys."""
+    found = flash_dmattn.explain(**distributed(call.tensors(), call.placements()), **dict(call.flags))
+    strategy, slices = getattr(found, "strategy", ""), getattr(found, "slices", ())
+    sizes = [(part.seqlen_q, part.seqlen_k) for part in slices]
+    return found.problem.batch, found.problem.num_heads, found.forward, strategy, sizes
 
 
 def second() -> float:

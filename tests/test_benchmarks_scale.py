@@ -28,8 +28,12 @@ def test_a_quick_run_of_two_processes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     content = json.loads((tmp_path / "scale.json").read_text())
     assert {row["collective"] for row in content["bandwidth"]} == {"all_gather", "all_to_all"}
-    ours = [row for row in content["rows"] if row["system"] == "ours"]
+    ours = [row for row in content["rows"] if row["system"].startswith("ours")]
+    windowed = [row["system"] for row in ours if row["case"] == "window 64, 1024, 4 on 2"]
+    assert windowed == ["ours", "ours, all keys sent"]
     assert [row["case"] for row in ours] == ["causal, 256, 4 on 2"] * 2 + [
+        "window 64, 1024, 4 on 2",
+        "window 64, 1024, 4 on 2",
         "causal, bias (B,Hq,L,L), 128, 4 on 2",
         "top-32, bias (B,Hq,1,L), 256, 4 on 2",
     ]
@@ -40,7 +44,7 @@ def test_a_quick_run_of_two_processes(tmp_path: Path) -> None:
         both = (row["one_forward_ms"] + row["one_backward_ms"]) / 2
         assert row["efficiency"] == pytest.approx(both / (row["forward_ms"] + row["backward_ms"]))
     # On a CPU torch's own has no kernel: a row that says so, and no end of the run.
-    peers = [row for row in content["rows"] if row["system"] != "ours"]
+    peers = [row for row in content["rows"] if not row["system"].startswith("ours")]
     assert [row["system"] for row in peers] == [
         f"torch, flash, {method}, {form} heads"
         for method in ("allgather", "alltoall")

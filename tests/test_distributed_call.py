@@ -18,6 +18,7 @@ from flash_dmattn.backends.protocol import Rule
 from flash_dmattn.distributed import (
     SequenceLayout,
     context_parallel_attention,
+    explain_context_parallel,
     prepare_mask,
     use_context_parallel,
 )
@@ -139,6 +140,24 @@ def test_refusals(name: str) -> None:
     call, kind, message = REFUSED[name]
     with pytest.raises(kind, match=message):
         call()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_is_explained_with_the_same_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, kind, _ = REFUSED[name]
+    with pytest.raises(kind) as of_call:
+        call()
+
+    def explained(*arguments: Any, **keywords: Any) -> None:
+        found = explain_context_parallel(*arguments, **keywords)
+        if found.error is not None:
+            raise flash_dmattn.BackendUnsupportedError(found.error, backend="")
+
+    monkeypatch.setitem(globals(), "context_parallel_attention", explained)
+    with pytest.raises(kind) as of_explanation:
+        call()
+    said = str(of_explanation.value).replace("explain_context_parallel()", "context_parallel_attention()")
+    assert str(of_call.value).removeprefix("rank 0: ") == said
 
 
 def test_a_mesh_of_several_dims_is_refused_and_one_of_one_dim_is_a_group() -> None:

@@ -293,9 +293,11 @@ def test_second_derivative(four: Workers) -> None:
 
 
 def test_explain_speaks_of_the_call_of_the_rank(four: Workers) -> None:
-    assert four.run("dtensor_calls.explained", Call("S0 S2")) == [(2, 2, "eager")] * 2 + [(1, 2, "eager")] * 2
-    for said in four.run("dtensor_calls.explained", Call("S1", seqlen_q=8, seqlen_k=8)):
-        assert "share its sequence; such a call is several" in said
+    shared = [(batch, 2, "eager", "", []) for batch in (2, 2, 1, 1)]
+    assert four.run("dtensor_calls.explained", Call("S0 S2")) == shared
+    of_rows = Call("S1", seqlen_q=8, seqlen_k=8, flags=(("is_causal", True),))
+    calls = four.run("dtensor_calls.explained", of_rows)
+    assert [call[2:] for call in calls] == [("eager", "gather", [(4, keys)]) for keys in (4, 8)] * 2
 
 
 def test_the_program_of_gpu_tests_runs_on_a_cpu() -> None:

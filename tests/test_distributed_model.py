@@ -76,6 +76,19 @@ def test_gather_by_hand() -> None:
     )
 
 
+def test_a_window_leaves_a_share_of_the_wire_by_hand() -> None:
+    layer = Layer(25600, heads=4, kv_heads=2, head_dim=125, density=0.5, window=1280)
+    # A rank of two has chunks 0 and 3, or 1 and 2, of 6400; it lacks the 1280 keys before one of them, of 12800.
+    assert layer.share(2) == 0.1 and LAYER.share(2) == 1.0
+    assert Layer(25600, window=12800).share(2) == 1.0  # 1 is not clearly less
+    x, whole = model.predict(PLAIN, layer, 2), model.predict(PLAIN, LAYER, 2)
+    assert x is not None and whole is not None
+    assert whole.forward - x.forward == pytest.approx(0.9 * 0.128e-3, rel=1e-4)
+    assert whole.backward - x.backward == pytest.approx(0.9 * 0.256e-3, rel=1e-4)
+    assert x.transient == pytest.approx(6 * 25.6e6 * 0.55)
+    assert model.density_of(8, 3) == pytest.approx((1 + 2 + 3 + 4 * 5) / 64) and model.density_of(8, 99) == 36 / 64
+
+
 def test_groups_hide_the_wire_by_hand() -> None:
     x = model.predict(PLAIN, LAYER, 2, groups=2)
     # Each of two stages has half of everything and 2 waves; one SM of 100 is lent while the second group is gathered.
@@ -130,6 +143,9 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert [row[3] for row in rows[2:]] == ["gather", "ulysses"]
     expected = model.best(machine, Layer(32768), 2, "gather")
     assert expected is not None and rows[2][7] == f"{expected.forward * 1e3:.2f}"
+    model.main(["--lengths", "32768", "--gpus", "2", "--kv-heads", "8", "--window", "1024"])
+    windowed = Layer(32768, window=1024, density=model.density_of(32768, 1024))
+    assert capsys.readouterr().out.partition("\n\n")[2].strip() == model.table(Machine(), [windowed], [2])
     model.main(["--lengths", "100", "--gpus", "64"])
     assert "| 64 | 2d | does not divide |" in capsys.readouterr().out
 
@@ -142,6 +158,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         ('{"sms": 0}', [], "has 0 for sms; it needs a positive number"),
         ("{", [], "Expecting property name"),
         ("{}", ["--density", "0"], "density above 0"),
+        ("{}", ["--window", "-1"], "--window is -1; it needs to be at least 1, or 0 for none"),
         ("{}", ["--heads", "6"], "--heads is 6; it needs to be a multiple of each of --kv-heads, [8, 32]"),
     ],
 )

@@ -138,6 +138,8 @@ def rows_of(group: Group, work: Work, with_peers: bool) -> Iterator[Row]:
     systems: list[tuple[str, int | None, Callable[[], Bound]]] = [
         ("ours", groups, partial(work.shared, group, groups)) for groups in work.head_groups
     ]
+    if work.window_size is not None:
+        systems.append(("ours, all keys sent", None, partial(work.shared, group, None, all_keys=True)))
     if with_peers and work.is_plain:
         systems += [(name, None, partial(bind, group, work)) for name, bind in peers.peers(group.device, work)]
     for system, groups, bind in systems:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn.distributed import SequenceLayout, context_parallel_attention, prepare_mask
+from flash_dmattn.distributed import call as parallel_call
 from flash_dmattn.masks import prepare_mask as prepare_whole_mask
 from flash_dmattn.masks import topk_mask
 
@@ -30,10 +32,12 @@ class Sizes:
     biased: tuple[int, int, int] = (16384, 16, 4)  # length, heads, key-value heads: its bias takes 8.6 GB
     sparse: tuple[int, int, int] = (32768, 32, 8)
     kept: int = 2048
+    windowed: tuple[int, int, int] = (131072, 32, 8)
+    window: int = 4096
     dtype: torch.dtype = torch.bfloat16
 
 
-QUICK = Sizes((256,), ((4, 2), (4, 4)), 16, (1, 2), (128, 4, 2), (256, 4, 2), 32, torch.float32)
+QUICK = Sizes((256,), ((4, 2), (4, 4)), 16, (1, 2), (128, 4, 2), (256, 4, 2), 32, (1024, 4, 2), 64, torch.float32)
 
 
 class Bound(NamedTuple):
@@ -57,7 +61,7 @@ class Bound(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """One case. `kind`: "plain", "bias" (B, Hq, L, L) with its gradient, or "topk" with a bias of the keys."""
+    """One case. `kind`: "plain", "window", "bias" (B, Hq, L, L) with its gradient, "topk" with a bias of the keys."""
 
     kind: str
     length: int
@@ -66,18 +70,29 @@ class Work:
     head_dim: int
     head_groups: tuple[int | None, ...]
     kept: int
+    window: int
     dtype: torch.dtype
 
     @property
     def name(self) -> str:
         """What rows and --only call it."""
-        names = {"plain": "causal", "bias": "causal, bias (B,Hq,L,L)", "topk": f"top-{self.kept}, bias (B,Hq,1,L)"}
+        names = {
+            "plain": "causal",
+            "bias": "causal, bias (B,Hq,L,L)",
+            "topk": f"top-{self.kept}, bias (B,Hq,1,L)",
+            "window": f"window {self.window}",
+        }
         return f"{names[self.kind]}, {self.length}, {self.heads} on {self.kv_heads}"
 
     @property
     def is_plain(self) -> bool:
         """Whether peers can do it."""
         return self.kind == "plain"
+
+    @property
+    def window_size(self) -> tuple[int, int] | None:
+        """The window of the call, causal besides."""
+        return (self.window, -1) if self.kind == "window" else None
 
     def layout(self, group: Group) -> SequenceLayout:
         """Which rank has which rows."""
@@ -114,14 +129,14 @@ class Work:
         q, k, v, *bias = leaves
 
         def call() -> Tensor:
-            out = flash_dmattn.attention(q, k, v, mask, *bias, is_causal=True)
+            out = flash_dmattn.attention(q, k, v, mask, *bias, is_causal=True, window_size=self.window_size)
             assert isinstance(out, Tensor)
             return out
 
         return Bound(call, leaves, x["dout"], names_of(leaves))
 
-    def shared(self, group: Group, head_groups: int | None) -> Bound:
-        """The call of this rank, by gathered keys."""
+    def shared(self, group: Group, head_groups: int | None, all_keys: bool = False) -> Bound:
+        """The call of this rank, by gathered keys; of all of them, or as the library chooses."""
         layout, x = self.layout(group), self.tensors(group)
         x = {name: self._share(layout, name, tensor, group.rank) for name, tensor in x.items()}
         mask = None
@@ -145,11 +160,13 @@ class Work:
                 strategy="gather",
                 head_groups=head_groups,
                 is_causal=mask is None,
+                window_size=self.window_size,
             )
             assert isinstance(out, Tensor)
             return out
 
-        return Bound(call, leaves, x["dout"], names_of(leaves))
+        around = patch.object(parallel_call, "CLEAR_SHARE", -1.0) if all_keys else nullcontext()
+        return Bound(call, leaves, x["dout"], names_of(leaves), around=around)
 
     def rows_of_rank(self, group: Group, results: Sequence[Tensor]) -> list[Tensor]:
         """out and the gradients of one GPU, where this rank has them."""
@@ -169,9 +186,11 @@ def names_of(leaves: Sequence[Tensor]) -> tuple[str, ...]:
 
 def cases(group: Group, sizes: Sizes) -> Iterator[Work]:
     """Every case; those whose bias or mask takes long to make come last."""
-    rest: dict[str, Any] = {"head_dim": sizes.head_dim, "kept": sizes.kept, "dtype": sizes.dtype}
+    rest: dict[str, Any] = {"head_dim": sizes.head_dim, "kept": sizes.kept, "window": sizes.window}
+    rest["dtype"] = sizes.dtype
     for length in sizes.lengths:
         for heads, kv_heads in sizes.heads:
             yield Work("plain", length, heads, kv_heads, head_groups=sizes.head_groups, **rest)
+    yield Work("window", *sizes.windowed, head_groups=(None,), **rest)
     yield Work("bias", *sizes.biased, head_groups=(None,), **rest)
     yield Work("topk", *sizes.sparse, head_groups=(None,), **rest)

@@ -2,7 +2,16 @@
 
 from .api import context_parallel_attention
 from .context import use_context_parallel
+from .explanation import ParallelExplanation, explain_context_parallel
 from .layout import SequenceLayout
 from .mask import ShardedMask, prepare_mask
 
-__all__ = ["SequenceLayout", "ShardedMask", "context_parallel_attention", "prepare_mask", "use_context_parallel"]
+__all__ = [
+    "ParallelExplanation",
+    "SequenceLayout",
+    "ShardedMask",
+    "context_parallel_attention",
+    "explain_context_parallel",
+    "prepare_mask",
+    "use_context_parallel",
+]

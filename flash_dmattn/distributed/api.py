@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from ..dispatch.selection import Selection
 from ..dispatch.settings import BackendChoice
-from ..problem import check_flag
-from ..validation import follow_autocast
 from .agreement import agree
-from .both import Both, Inputs
-from .call import ParallelCall, Strategy, describe_call, shared_of
+from .call import ParallelCall, shared_of
 from .choice import choose_pair
 from .exchange import sum_dtype
 from .gather import attend_gathered
-from .group import Group, Members, members_of
+from .group import Group
 from .layout import SequenceLayout
 from .mask import ShardedMask
-from .sums import gather_keys, sum_gradient
+from .request import Ours, Request, check_check
+from .strategy import Strategy
+from .sums import Numbers, gather_keys, sum_gradient
 from .ulysses import attend_traded, choose_traded
 
 
@@ -77,8 +75,9 @@ def context_parallel_attention(
             (B, H, Lq / outer size, ·). Gradients of a bias are those of this rank's heads then.
         layout: of the queries, and of the keys where `layout_k` is None.
         layout_k: of the keys.
-        strategy: "gather": keys and values are gathered, rows of masks and biases stay. "ulysses": heads are traded for
-            positions, for calls without rows of their own and heads that the ranks divide. "auto": which sends less.
+        strategy: "gather": keys and values are gathered, of a window those that a rank reads; rows of masks and biases
+            stay. "ulysses": heads are traded for positions, for calls without rows of their own and heads that the
+            ranks divide. "auto": which sends less.
         reduce_bias_grad: sum gradients of a bias with i = 1, and of the sink, over the ranks here, in their order.
         exchange_dtype: in which gradients of k and v are sent, their own by default; torch.float32 rounds them later.
         head_groups: in how many groups of key-value heads "gather" goes, None for 1. Each is on its way while the one
@@ -111,19 +110,18 @@ def context_parallel_attention(
     torch.Size([1, 16, 4, 8])
     >>> dist.destroy_process_group()
     """
-    both = Both.of(group, layout, layout_k) if isinstance(group, DeviceMesh) and group.ndim == 2 else None
-    groups = (members_of(group, layout),) if both is None else (both.inner, both.outer)
-    given = Inputs(*follow_autocast(q, k, v), mask, bias, sink)
-    over = (groups[-1], layout, layout_k, strategy, head_groups)
+    ours = Ours(reduce_bias_grad, exchange_dtype, sequences is not None, dropout_p)
     numbers = (is_causal, softmax_scale, softcap, window_size, deterministic, return_lse)
-    ours = Ours(reduce_bias_grad, exchange_dtype, backend, sequences is not None, dropout_p, both)
+    request = Request.of((q, k, v, mask, bias, sink), group, layout, layout_k, strategy, head_groups, numbers, ours)
+    always = check_check(check)
     if torch.compiler.is_compiling():
         # What raises here raises on this rank alone: nothing can be sent while a graph is traced.
-        call, pair, sink = _prepare(ours, given, over, numbers)
+        call, pair, sink = _prepare(request, backend)
     else:
-        call, pair, sink = _prepare_together(groups, _check_check(check), ours, given, over, numbers)
+        call, pair, sink = _prepare_together(request, backend, always)
     mask, bias, sink = _with_whole_keys(call, sink, reduce_bias_grad)
-    q, k, v = given[:3] if both is None else both.traded(given)
+    both = request.both
+    q, k, v = request.given[:3] if both is None else both.traded(request.given)
     if call.strategy == "ulysses":
         return attend_traded(call, q, k, v, cast("Tensor | None", mask), bias, sink, backend)
     out, lse = attend_gathered(call, pair, exchange_dtype or q.dtype, q, k, v, mask, bias, sink)
@@ -132,67 +130,26 @@ def context_parallel_attention(
     return (out, lse) if return_lse else out
 
 
-class Ours(NamedTuple):
-    """The arguments that `attention` does not have, or that are refused here, and its `backend`."""
-
-    reduce_bias_grad: bool
-    exchange_dtype: torch.dtype | None
-    backend: BackendChoice
-    has_sequences: bool
-    dropout_p: float
-    both: Both | None
-
-
-def _prepare(
-    ours: Ours, given: Inputs, over: tuple[Any, ...], numbers: tuple[Any, ...]
-) -> tuple[ParallelCall, Selection, Tensor | None]:
+def _prepare(request: Request, backend: BackendChoice) -> tuple[ParallelCall, Selection, Tensor | None]:
     """Everything that can be wrong is found here, before anything is sent."""
-    if ours.has_sequences:
-        raise ValueError(
-            "sequences is set; context parallelism shares one sequence: pass a mask of its documents, "
-            "flash_dmattn.masks.document_mask"
-        )
-    if ours.dropout_p != 0:
-        raise ValueError(f"dropout_p is {ours.dropout_p!r}; context_parallel_attention has no dropout")
-    check_flag("reduce_bias_grad", ours.reduce_bias_grad)
-    if ours.both is not None:
-        members, _, _, strategy, groups = over
-        if strategy != "auto":
-            raise ValueError(f"strategy is {strategy!r}; over a mesh of two dims it needs to be 'auto', which is both")
-        given = ours.both.described(given, ours.reduce_bias_grad)
-        over = (members, ours.both.outer_layout, ours.both.outer_layout_k, "gather", groups)
-    call = describe_call(*given, *over, *numbers)
-    dtype = call.problem.dtype
-    if ours.exchange_dtype not in (None, dtype, sum_dtype(dtype)):
-        raise ValueError(f"exchange_dtype is {ours.exchange_dtype}; it needs to be None, {dtype} or {sum_dtype(dtype)}")
-    pair = choose_traded(call, ours.backend) if call.strategy == "ulysses" else choose_pair(call, ours.backend)
-    return call, pair, given.sink
+    call, sink = request.described()
+    return call, choose_traded(call, backend) if call.strategy == "ulysses" else choose_pair(call, backend), sink
 
 
 def _prepare_together(
-    members: tuple[Members, ...],
-    always: bool,
-    ours: Ours,
-    given: Inputs,
-    over: tuple[Any, ...],
-    numbers: tuple[Any, ...],
+    request: Request, backend: BackendChoice, always: bool
 ) -> tuple[ParallelCall, Selection, Tensor | None]:
     """The same, with what went wrong on any rank raised on all of them."""
     try:
-        call, pair, sink = _prepare(ours, given, over, numbers)
+        call, pair, sink = _prepare(request, backend)
+        ours = request.ours
         more = {"reduce_bias_grad": ours.reduce_bias_grad, "exchange_dtype": ours.exchange_dtype}
         shared = shared_of(call, **more)
     except Exception as error:  # of every kind: the other ranks wait for this one, whatever it was
-        agree(members, (), error, always=always)
+        agree(request.groups, (), error, always=always)
         raise
-    agree(members, shared, None, always=always)
+    agree(request.groups, shared, None, always=always)
     return call, pair, sink
-
-
-def _check_check(check: str) -> bool:
-    if check not in ("new", "always"):
-        raise ValueError(f"check is {check!r}; it needs to be 'new' or 'always'")
-    return check == "always"
 
 
 def _with_whole_keys(
@@ -200,13 +157,18 @@ def _with_whole_keys(
 ) -> tuple[Tensor | ShardedMask | None, Tensor | None, Tensor | None]:
     """Mask, bias and sink as the slices read them; what ranks share is in fp32 where its gradient is a sum."""
     mask, bias, needs = call.mask, call.bias, call.problem.needs_grad
+
+    def whole(x: Tensor) -> Tensor:
+        over = (call.members.name, call.members.rank, call.layout.flat, call.layout_k.flat)
+        return gather_keys(x, Numbers(*over, *call.problem.window, call.sends_parts))
+
     if call.mask_needs_keys:
-        mask = gather_keys(cast(Tensor, mask), call.members, call.layout_k)
+        mask = whole(cast(Tensor, mask))
     if bias is not None and bias.shape[2] == 1:
         if needs.bias:
             bias = bias.to(sum_dtype(bias.dtype))
         if call.bias_needs_keys:
-            bias = gather_keys(bias, call.members, call.layout_k)
+            bias = whole(bias)
         elif needs.bias and reduce_bias_grad:
             bias = sum_gradient(bias, call.members)
     if sink is not None and needs.sink:

@@ -8,11 +8,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..problem import as_scores
-from .call import check_heads, check_layouts
+from .call import check_layouts
 from .exchange import sum_dtype
 from .group import Members
 from .layout import SequenceLayout
 from .mask import ShardedMask
+from .strategy import check_heads
 from .sums import sum_gradient
 from .ulysses import OwnHeads, trade_heads
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +16,8 @@ from .exchange import sum_dtype
 from .group import Members
 from .layout import SequenceLayout
 from .mask import ShardedMask
-
-Strategy = Literal["auto", "gather", "ulysses"]
-STRATEGIES = ("auto", "gather", "ulysses")
+from .reading import CLEAR_SHARE, length_of, runs_read, share_moved
+from .strategy import strategy_of
 
 
 class ParallelCall(NamedTuple):
@@ -30,8 +29,9 @@ class ParallelCall(NamedTuple):
         mask: None, 4-D bool, or sharded by rows and prepared.
         bias: None or 4-D.
         mask_needs_keys, bias_needs_keys: whether each has one row for all queries, sharded by keys.
-        strategy: "gather" or "ulysses".
+        strategy: "gather" or "ulysses"; and why, in words.
         head_groups: of the former, how many groups of key-value heads are gathered one after the other.
+        sends_parts: of the former, whether ranks send each other the keys that are read; else all get all of them.
     """
 
     problem: AttentionProblem
@@ -43,7 +43,15 @@ class ParallelCall(NamedTuple):
     mask_needs_keys: bool
     bias_needs_keys: bool
     strategy: str
+    why: str
     head_groups: int
+    sends_parts: bool
+
+    def keys_held(self, rank: int) -> int:
+        """How many keys a rank has while it computes."""
+        if not self.sends_parts:
+            return self.layout_k.length
+        return length_of(runs_read(self.layout, rank, self.layout_k.length, self.problem.window))
 
     @property
     def has_rows(self) -> bool:
@@ -107,10 +115,16 @@ def describe_call(
         mask_needs_keys,
         bias_needs_keys,
         strategy,
+        "",
         1,
+        False,
     )
     call = call._replace(problem=_as_read(call))
-    call = call._replace(strategy=_strategy(call))
+    p = call.problem
+    share = share_moved(layout, layout_k, p.window)
+    share = share if share <= CLEAR_SHARE else 1.0
+    strategy, why = strategy_of(strategy, p.num_heads, p.num_heads_k, members.size, call.has_rows, share)
+    call = call._replace(strategy=strategy, why=why, sends_parts=strategy == "gather" and share < 1)
     return call._replace(head_groups=_head_groups(call, groups))
 
 
@@ -198,46 +212,6 @@ def _band_of(
     return mask.is_causal, mask.window_size
 
 
-def _strategy(call: ParallelCall) -> str:
-    p, size = call.problem, call.members.size
-    if call.strategy not in STRATEGIES:
-        raise ValueError(f"strategy is {call.strategy!r}; it needs to be one of {', '.join(map(repr, STRATEGIES))}")
-    if call.strategy == "ulysses":
-        if call.has_rows:
-            raise ValueError(
-                "strategy is 'ulysses', and a mask or bias has rows of this rank, which would have to move with the "
-                "queries; strategy='gather' leaves them where they are"
-            )
-        check_heads(p.num_heads, p.num_heads_k, size)
-    if call.strategy != "auto":
-        return call.strategy
-    # Where Ulysses sends less: gather moves 1.5 W / (G + 1) times its bytes.
-    group = p.num_heads // p.num_heads_k
-    return (
-        "ulysses"
-        if _heads_divide(p.num_heads, p.num_heads_k, size) and not call.has_rows and size > (group + 1) / 1.5
-        else "gather"
-    )
-
-
-def _heads_divide(num_heads: int, num_heads_k: int, size: int) -> bool:
-    return num_heads % size == 0 and (num_heads_k % size == 0 or size % num_heads_k == 0)
-
-
-def check_heads(num_heads: int, num_heads_k: int, size: int) -> None:
-    """Refuse heads that `size` ranks cannot trade for positions.
-
-    Raises:
-        ValueError: they do not divide.
-    """
-    if not _heads_divide(num_heads, num_heads_k, size):
-        raise ValueError(
-            f"q has {num_heads} heads on {num_heads_k} key-value heads, and {size} ranks trade them; it needs heads of "
-            "q that are a multiple of the ranks, and key-value heads that divide them or are divided by them: "
-            "strategy='gather' over one dim needs nothing of the kind"
-        )
-
-
 def _head_groups(call: ParallelCall, groups: int | None) -> int:
     if groups is None:
         return 1  # the fastest from 16384 to 65536 tokens (docs/scale.md)
@@ -272,6 +246,7 @@ def shared_of(call: ParallelCall, **more: object) -> Shared:
         "layout_k": call.layout_k,
         "strategy": call.strategy,
         "head_groups": call.head_groups,
+        "keys sent": "those that are read" if call.sends_parts else "all",
         "window (causality folded in)": p.window,
         "softmax_scale": p.softmax_scale,
         "softcap": p.softcap,

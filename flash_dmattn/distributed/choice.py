@@ -22,6 +22,7 @@ class _Key(NamedTuple):
     problem: AttentionProblem
     layout: SequenceLayout
     head_groups: int
+    sends_parts: bool
     requested: BackendChoice
     disabled: tuple[str, ...]
 
@@ -39,15 +40,9 @@ def choose_pair(call: ParallelCall, backend: BackendChoice) -> Selection:
         BackendUnsupportedError, BackendUnavailableError: the named backend refuses a slice.
     """
     requested = choice_in_force(backend)
-    if torch.compiler.is_compiling():  # sizes may be symbols there, which no key can hold
-        return _choose(slices_of(call), requested)
-    key = _Key(call.problem, call.layout, call.head_groups, requested, process.disabled)
-    found = _remembered.get(key)
-    if found is None:
-        found = _choose(slices_of(call), requested)
-        if len(_remembered) >= _MOST_REMEMBERED:
-            _remembered.clear()
-        _remembered[key] = found
+    found = find_pair(call, requested)
+    if torch.compiler.is_compiling():
+        return found
     if falls_back(call.problem, requested, found):
         report_fallback(call.problem)
     if thread.records is not None:
@@ -56,15 +51,29 @@ def choose_pair(call: ParallelCall, backend: BackendChoice) -> Selection:
     return found
 
 
+def find_pair(call: ParallelCall, requested: BackendChoice) -> Selection:
+    """The choice itself: no warning, no record."""
+    if torch.compiler.is_compiling():  # sizes may be symbols there, which no key can hold
+        return _choose(slices_of(call), requested)
+    key = _Key(call.problem, call.layout, call.head_groups, call.sends_parts, requested, process.disabled)
+    found = _remembered.get(key)
+    if found is None:
+        found = _choose(slices_of(call), requested)
+        if len(_remembered) >= _MOST_REMEMBERED:
+            _remembered.clear()
+        _remembered[key] = found
+    return found
+
+
 def slices_of(call: ParallelCall) -> list[AttentionProblem]:
     """The different problems among the slices of all ranks, all of which the pair has to serve."""
     heads = head_groups(call.problem.num_heads_k, call.head_groups)[0]  # the others are like it
     parts = {
-        part._replace(row=0, row_stop=part.seqlen_q)
+        (part._replace(row=0, row_stop=part.seqlen_q), call.keys_held(rank))
         for rank in range(call.members.size)
         for part in plan(call.layout, rank, call.layout_k.length, call.problem.window)
     }
-    return [slice_problem(call.problem, part, heads) for part in sorted(parts)]
+    return [slice_problem(call.problem, part, heads, held) for part, held in sorted(parts)]
 
 
 def _choose(problems: list[AttentionProblem], requested: BackendChoice) -> Selection:

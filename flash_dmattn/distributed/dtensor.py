@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
@@ -22,6 +21,7 @@ from ..dtensors import is_dtensor
 from ..problem import Repeats, fold_call
 from ..validation import describe
 from .api import context_parallel_attention
+from .explanation import explain_context_parallel
 from .layout import SequenceLayout
 
 # The dim of a tensor that the ranks of each mesh dim share among them; None where each of them needs all of it.
@@ -56,11 +56,8 @@ def attention(
     *local, sink = call.local
     if call.rows_on is None:
         results = api.attention(*local, return_lse=return_lse, return_probs=return_probs, sink=sink, **flags)
-    elif return_probs:
-        raise ValueError("return_probs is True, and q shares its sequence; no rank has all probabilities of a row")
     else:
-        group, layout, layout_k = call.layouts()
-        flags |= {"group": group, "layout": layout, "layout_k": layout_k}
+        flags |= call.over_ranks(return_probs)
         results = context_parallel_attention(*local, return_lse=return_lse, sink=sink, **flags)
     results = call.wrap(results if isinstance(results, tuple) else (results,))
     return results if return_lse or return_probs else results[0]
@@ -76,17 +73,15 @@ def explain(
     sink: Any,
     sequences: object,
     dropout_p: float,
+    return_probs: bool,
     **flags: Any,
 ) -> explanation.Explanation:
-    """`flash_dmattn.explain` of the call of this rank."""
+    """`flash_dmattn.explain` of the call of this rank, or `explain_context_parallel` where ranks share the sequence."""
     call = ShardedCall(q, k, v, mask, bias, sink, sequences, dropout_p)
-    if call.rows_on is not None:
-        raise ValueError(
-            f"q has placements {q.placements}, which share its sequence; such a call is several, of slices of "
-            "the keys: explain one of them with local tensors"
-        )
     *local, sink = call.local
-    return explanation.explain(*local, sink=sink, **flags)
+    if call.rows_on is None:
+        return explanation.explain(*local, sink=sink, return_probs=return_probs, **flags)
+    return explain_context_parallel(*local, sink=sink, **flags | call.over_ranks(return_probs))
 
 
 class ShardedCall:
@@ -121,8 +116,10 @@ class ShardedCall:
             self._check_rows(q, len(rows_on))
         self.local = tuple([self._local(name, x) for name, x in named.items()])
 
-    def layouts(self) -> tuple[ProcessGroup, SequenceLayout, SequenceLayout]:
-        """The group that shares the sequence, and who in it has which queries and which keys."""
+    def over_ranks(self, return_probs: bool) -> dict[str, Any]:
+        """The group that shares the sequence, and who in it has which queries and which keys, as arguments."""
+        if return_probs:
+            raise ValueError("return_probs is True, and q shares its sequence; no rank has all probabilities of a row")
         if torch.compiler.is_compiling():
             raise ValueError(
                 "q shares its sequence in a graph of torch.compile, which cannot trace how a SequenceLayout is made; "
@@ -130,7 +127,8 @@ class ShardedCall:
             )
         assert self.rows_on is not None
         contiguous, size = SequenceLayout.contiguous, self._mesh.size(self.rows_on)
-        return self._mesh.get_group(self.rows_on), contiguous(self._shape[-3], size), contiguous(self._keys, size)
+        layouts = {"layout": contiguous(self._shape[-3], size), "layout_k": contiguous(self._keys, size)}
+        return {"group": self._mesh.get_group(self.rows_on), **layouts}
 
     def wrap(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """out, lse and probabilities of this rank as DTensors of the whole call."""

@@ -84,6 +84,44 @@ class Returning:
         return [torch.cat(runs[i::number], self._dim) for i in range(number)]
 
 
+class Pieces:
+    """Pieces on their way from each rank to each other one, as many as they have for each other."""
+
+    def __init__(
+        self, outgoing: list[list[Tensor]], incoming: list[list[int]], rank: int, like: Tensor, group: str
+    ) -> None:
+        """Start sending.
+
+        Args:
+            outgoing: of each rank the pieces for it. Those for this one stay.
+            incoming: of each rank the numbers of elements of its pieces for this one.
+            rank: this one.
+            like: a tensor of the dtype and on the device of all.
+            group: name of the process group.
+        """
+        self._numbers = [[] if r == rank else numbers for r, numbers in enumerate(incoming)]
+        sent = [[] if r == rank else pieces for r, pieces in enumerate(outgoing)]
+        to = [like.itemsize * sum(x.numel() for x in pieces) for pieces in sent]
+        of = [like.itemsize * sum(numbers) for numbers in self._numbers]
+        # Both buffers stay referenced until `wait`, as above.
+        self._sent = _joined([like.new_empty(0), *(x for pieces in sent for x in pieces)])
+        self._received = like.new_empty(sum(of) // like.itemsize)
+        self._work = dist.all_to_all_single(
+            _bytes(self._received),
+            _bytes(self._sent),
+            output_split_sizes=of,
+            input_split_sizes=to,
+            group=process_group(group),
+            async_op=True,
+        )
+
+    def wait(self) -> list[list[Tensor]]:
+        """Of each rank its pieces, flat."""
+        self._work.wait()
+        pieces = iter(self._received.split([n for numbers in self._numbers for n in numbers]))
+        return [[next(pieces) for _ in numbers] for numbers in self._numbers]
+
+
 def sum_over(x: Tensor, size: int, group: str) -> Tensor:
     """The sum of one tensor over all ranks, the same bits on each: fp32, fp64 for fp64."""
     sent = x.contiguous()

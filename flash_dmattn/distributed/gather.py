@@ -51,6 +51,7 @@ def attend_gathered(
         pair.forward.NAME,
         "" if pair.backward is None else pair.backward.NAME,
         call.head_groups,
+        call.sends_parts,
         exchange_dtype,
         tuple(problem.needs_grad),
     )
@@ -66,8 +67,8 @@ def attend_gathered(
 def _views(call: ParallelCall, pair: Selection, mask: Tensor | ShardedMask | None) -> list[MaskView]:
     """The mask of each slice as both passes receive it, all heads together."""
     heads = HeadGroup(0, call.problem.num_heads_k, call.problem.num_heads_k)
-    views = []
+    views, held = [], call.keys_held(call.members.rank)
     for index, part in enumerate(plan(call.layout, call.members.rank, call.layout_k.length, call.problem.window)):
         own = None if mask is None else mask.masks[index] if isinstance(mask, ShardedMask) else cut(mask, part)
-        views.append(mask_view(slice_problem(call.problem, part, heads), own, *pair))
+        views.append(mask_view(slice_problem(call.problem, part, heads, held), own, *pair))
     return views

@@ -15,7 +15,7 @@ Seconds, bytes, FLOP; n = B L, and e = 2 bytes a value:
     wire      bytes / bandwidth + latency + per_peer x peers, per collective
     traded    (inner - 1) / inner (n / W) heads D e: q, k, v and out forward; those, dout and gradients backward
     gathered  (outer - 1) / outer n 2 (Hk / inner) D e / stages, stages = groups x segments; and as much again, of dK
-              and dV, out of each stage of the backward pass
+              and dV, out of each stage of the backward pass; of a window the share that a rank of a zigzag layout reads
     stage     the longer of computing, slowed by the SMs that NCCL holds, and of the wire
     pass      the first stage's wire + (stages - 1) stages + the last one's computing and wire
 
@@ -32,6 +32,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+
+from .layout import SequenceLayout
+from .reading import CLEAR_SHARE, share_moved
 
 Strategy = Literal["gather", "ulysses", "2d"]
 STRATEGIES: tuple[Strategy, ...] = ("gather", "ulysses", "2d")
@@ -73,7 +76,10 @@ class Machine:
 
 @dataclass(frozen=True)
 class Layer:
-    """One attention call: `length` L, heads Hq and Hk, head dim D, batch B; `density` of allowed scores."""
+    """One attention call: `length` L, heads Hq and Hk, head dim D, batch B; `density` of allowed scores.
+
+    `window` is how many keys before its own a causal query sees, 0 for all; `density` is not derived from it.
+    """
 
     length: int
     heads: int = 32
@@ -81,6 +87,23 @@ class Layer:
     head_dim: int = 128
     batch: int = 1
     density: float = 0.5
+    window: int = 0
+
+    def share(self, outer: int) -> float:
+        """Of the keys that an all_gather would move among `outer` ranks, how many are moved."""
+        layout = SequenceLayout.zigzag(self.length, outer)
+        share = share_moved(layout, layout, (self.window or -1, 0))
+        return share if share <= CLEAR_SHARE else 1.0
+
+
+def density_of(length: int, window: int) -> float:
+    """The share of all scores that a causal window leaves.
+
+    >>> density_of(4, 1)  # 7 of 16: 1 + 2 + 2 + 2
+    0.4375
+    """
+    seen = min(window, length - 1) + 1
+    return (length * seen - seen * (seen - 1) / 2) / length**2
 
 
 class Prediction(NamedTuple):
@@ -155,10 +178,12 @@ def predict(
     forward = trade(volume_in, volume_out) + 2 * (volume_in + volume_out) / copy
     backward = trade(*[traded(3 * layer.heads + 2 * layer.kv_heads)] * 2)
 
-    keys = 2 * n * kv_heads * dim * _BYTES  # K and V of one inner rank
+    whole = 2 * n * kv_heads * dim * _BYTES  # K and V of one inner rank
+    moved = layer.share(outer) * (outer - 1) / outer * whole
+    keys = moved + whole / outer  # what a rank holds
     part = wire(
         machine,
-        (outer - 1) / outer * keys / stages,
+        moved / stages,
         outer,
         machine.nvlink_gbs if gpus <= machine.node else machine.network_gbs,
     )
@@ -247,6 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--head-dim", default=128, help="of q, k and v", **integers)
     parser.add_argument("--batch", default=1, help="sequences", **integers)
     parser.add_argument("--density", default=0.5, type=float, help="of allowed scores; 0.5 is causal")
+    parser.add_argument("--window", default=0, help="keys before its own that a query sees, 0: all", **integers)
     parser.add_argument(
         "--partial-rows", action="store_true", help="also rows in segments, which nothing here computes"
     )
@@ -255,6 +281,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=float, metavar="X", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     sizes = (*given.lengths, *given.gpus, given.heads, *given.kv_heads, given.head_dim, given.batch)
+    if given.window < 0:
+        parser.error(f"--window is {given.window}; it needs to be at least 1, or 0 for none")
     if min(sizes) < 1 or not 0 < given.density <= 1:
         parser.error("sizes need to be at least 1, and density above 0 and at most 1")
     if any(given.heads % kv_heads for kv_heads in given.kv_heads):
@@ -267,7 +295,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     overrides = {field.name: getattr(given, field.name) for field in fields(Machine)}
     machine = replace(machine, **{name: value for name, value in overrides.items() if value is not None})
     layers = [
-        Layer(length, given.heads, kv_heads, given.head_dim, given.batch, given.density)
+        Layer(
+            length,
+            given.heads,
+            kv_heads,
+            given.head_dim,
+            given.batch,
+            density_of(length, given.window) if given.window else given.density,
+            given.window,
+        )
         for length in given.lengths
         for kv_heads in given.kv_heads
     ]

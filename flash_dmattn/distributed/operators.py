@@ -15,15 +15,18 @@ from ..flops import backward_flop_of, forward_flop_of, register
 from ..operators import empty_gradient, empty_gradients, empty_outputs
 from ..problem import NeedsGrad, allowed_pairs
 from .exchange import Gathering, Returning
+from .fetching import Fetching, GivingBack
 from .layout import from_flat
 from .problems import HeadGroup, head_groups, rank_problem, views_of
+from .reading import Moves, moves_of, places_in
 from .rows import RankRows, Sums
 from .slices import plan
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor[] mask, str[] mask_forms, Tensor? bias, Tensor? sink"
 _NUMBERS = (
     "str group, int rank, int[] layout, int[] layout_k, int left, int right, float softmax_scale, float softcap, "
-    "bool deterministic, str forward, str backward, int head_groups, ScalarType exchange_dtype, bool[5] needs_grad"
+    "bool deterministic, str forward, str backward, int head_groups, bool sends_parts, ScalarType exchange_dtype, "
+    "bool[5] needs_grad"
 )
 
 
@@ -36,6 +39,7 @@ class Numbers(NamedTuple):
         left, right: the window of the whole call, causality folded in.
         forward, backward: names of the backends.
         head_groups: how many groups of key-value heads are gathered one after the other.
+        sends_parts: whether ranks send each other the keys that are read; else every rank gets all of them.
         exchange_dtype: in which gradients of k and v are sent.
     """
 
@@ -51,6 +55,7 @@ class Numbers(NamedTuple):
     forward: str
     backward: str
     head_groups: int
+    sends_parts: bool
     exchange_dtype: torch.dtype
     needs_grad: tuple[bool, ...]
 
@@ -69,7 +74,13 @@ class Numbers(NamedTuple):
         numbers = (window, self.softmax_scale, self.softcap, self.deterministic, NeedsGrad(*self.needs_grad))
         problem = rank_problem(q, v, bias, sink, seqlen_k, k.shape[2], *numbers)
         parts = plan(from_flat(tuple(self.layout)), self.rank, seqlen_k, window)
-        return RankRows(problem, parts, views_of(mask_forms, mask), q, bias, sink)
+        held = self.moves.held if self.sends_parts else ((0, seqlen_k),)
+        return RankRows(problem, parts, places_in(held, parts), views_of(mask_forms, mask), q, bias, sink)
+
+    @property
+    def moves(self) -> Moves:
+        """Which keys ranks send each other, where they send parts."""
+        return moves_of(tuple(self.layout), tuple(self.layout_k), self.rank, (self.left, self.right))
 
     def pairs(self, q: Tensor) -> int:
         """How many pairs of a query and a key the slices of this rank allow, those of all query heads together."""
@@ -78,19 +89,28 @@ class Numbers(NamedTuple):
         return q.shape[0] * q.shape[2] * allowed
 
     def arriving(self, k: Tensor, v: Tensor) -> Iterator[tuple[HeadGroup, Tensor, Tensor]]:
-        """Groups of heads with their whole keys and values; each is on its way while the one before it is computed."""
-        heads_k, layout_k = k.shape[2], from_flat(tuple(self.layout_k))
+        """Groups of heads with the keys and values of other ranks; each comes while the one before it is computed."""
+        heads_k = k.shape[2]
         groups = head_groups(heads_k, self.head_groups)
 
-        def start(heads: HeadGroup) -> Gathering:
-            return Gathering([x[:, :, heads.of(heads_k)] for x in (k, v)], 1, layout_k, self.group)
+        def start(heads: HeadGroup) -> Gathering | Fetching:
+            tensors = [x[:, :, heads.of(heads_k)] for x in (k, v)]
+            if self.sends_parts:
+                return Fetching(tensors, 1, self.moves, self.group)
+            return Gathering(tensors, 1, from_flat(tuple(self.layout_k)), self.group)
 
-        coming = start(groups[0])
+        coming: Gathering | Fetching | None = start(groups[0])
         for heads, following in zip(groups, [*groups[1:], None]):
-            whole_k, whole_v = coming.wait()
-            if following is not None:
-                coming = start(following)
-            yield heads, whole_k, whole_v
+            assert coming is not None
+            held_k, held_v = coming.wait()
+            coming = None if following is None else start(following)  # its buffers are free while this one computes
+            yield heads, held_k, held_v
+
+    def returning(self, gradients: list[Tensor]) -> Returning | GivingBack:
+        """Gradients of what `arriving` has brought, on their way back."""
+        if self.sends_parts:
+            return GivingBack(gradients, 1, self.moves, self.group)
+        return Returning(gradients, 1, from_flat(tuple(self.layout_k)), self.rank, self.group)
 
 
 def _forward(
@@ -107,8 +127,8 @@ def _forward(
     rows = n.rows(q, k, v, mask, mask_forms, bias, sink)
     backend = cast(KernelBackend, BACKENDS[n.forward])
     out, lse = empty_outputs(q, v)
-    for heads, whole_k, whole_v in n.arriving(k, v):
-        rows.forward(backend, heads, whole_k, whole_v, out, lse)
+    for heads, held_k, held_v in n.arriving(k, v):
+        rows.forward(backend, heads, held_k, held_v, out, lse)
     return out, lse
 
 
@@ -131,19 +151,18 @@ def _backward(
     backend = cast(KernelBackend, BACKENDS[n.backward])
     sums = Sums.of(rows)
     dk, dv = (empty_gradient(x) if needed else None for x, needed in zip((k, v), n.needs_grad[1:3]))
-    layout_k = from_flat(tuple(n.layout_k))
 
-    def store(heads: HeadGroup, returning: Returning) -> None:
+    def store(heads: HeadGroup, returning: Returning | GivingBack) -> None:
         for gradient, total in zip([x for x in (dk, dv) if x is not None], returning.wait()):
             gradient[:, :, heads.of(k.shape[2])] = total
 
-    leaving: tuple[HeadGroup, Returning] | None = None
-    for heads, whole_k, whole_v in n.arriving(k, v):
-        sent = rows.backward(backend, heads, whole_k, whole_v, out, lse, dout, dlse, sums, n.exchange_dtype)
+    leaving: tuple[HeadGroup, Returning | GivingBack] | None = None
+    for heads, held_k, held_v in n.arriving(k, v):
+        sent = rows.backward(backend, heads, held_k, held_v, out, lse, dout, dlse, sums, n.exchange_dtype)
         if leaving is not None:
             store(*leaving)
         if sent:  # on its way while the next group is computed
-            leaving = (heads, Returning(sent, 1, layout_k, n.rank, n.group))
+            leaving = (heads, n.returning(sent))
     if leaving is not None:
         store(*leaving)
     return [x for x in (sums.q, dk, dv, sums.bias, sums.sink) if x is not None]

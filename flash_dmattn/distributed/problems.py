@@ -97,7 +97,7 @@ def rank_problem(
 
 
 def slice_problem(
-    whole: AttentionProblem, part: Slice, heads: HeadGroup, mask: MaskView | None = None
+    whole: AttentionProblem, part: Slice, heads: HeadGroup, held: int, mask: MaskView | None = None
 ) -> AttentionProblem:
     """The problem of one slice and one group of heads.
 
@@ -105,6 +105,7 @@ def slice_problem(
         whole: of the rank's rows over all keys.
         part: which rows and keys, and their window.
         heads: which heads.
+        held: number of keys in the tensors of which its keys are a run.
         mask: of the slice and the group; that of `whole` is cut where it is None.
     """
     left, right = part.window
@@ -118,9 +119,9 @@ def slice_problem(
         seqlen_k=part.seqlen_k,
         num_heads=heads.number * (whole.num_heads // heads.total),
         num_heads_k=heads.number,
-        # Of what is gathered, all keys of the group: a slice of them is a view.
-        k_strides=unpacked_spec((whole.batch, whole.seqlen_k, heads.number, whole.head_dim)).strides,
-        v_strides=unpacked_spec((whole.batch, whole.seqlen_k, heads.number, whole.head_dim_v)).strides,
+        # Of what has arrived, all keys of the group: a slice of them is a view.
+        k_strides=unpacked_spec((whole.batch, held, heads.number, whole.head_dim)).strides,
+        v_strides=unpacked_spec((whole.batch, held, heads.number, whole.head_dim_v)).strides,
         mask=spec,
         mask_form=form,
         bias=_cut_spec(whole.bias, part, heads),

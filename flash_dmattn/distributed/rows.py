@@ -22,7 +22,7 @@ class RankRows(NamedTuple):
 
     Attributes:
         problem: of its rows over all keys.
-        parts: its slices, and in `views` the mask of each.
+        parts: its slices; in `places` where the keys of each are in k and v, and in `views` its mask.
         q: (B, Lq / W, Hq, D).
         bias: 4-D, with the rank's rows or one, all keys or one; None without.
         sink: (Hq,), or None.
@@ -30,6 +30,7 @@ class RankRows(NamedTuple):
 
     problem: AttentionProblem
     parts: tuple[Slice, ...]
+    places: tuple[slice, ...]
     views: list[MaskView]
     q: Tensor
     bias: Tensor | None
@@ -39,14 +40,14 @@ class RankRows(NamedTuple):
         """Fill out (B, Lq / W, Hq, Dv) and lse (B, Hq, Lq / W) of a group of heads.
 
         Args:
-            k, v: (B, Lk, heads of the group, ·), in global order.
+            k, v: (B, keys that the rank holds, heads of the group, ·), in global order.
         """
         of_q = heads.of(self.problem.num_heads)
         sink = None if self.sink is None else self.sink[of_q]
-        for part, view in zip(self.parts, self.views):
+        for part, keys, view in zip(self.parts, self.places, self.views):
             mask = view_of_heads(view, heads)
-            problem = slice_problem(self.problem, part, heads, mask)
-            inputs = (self.q[:, part.rows, of_q], k[:, part.keys], v[:, part.keys], self._bias(part, heads))
+            problem = slice_problem(self.problem, part, heads, k.shape[1], mask)
+            inputs = (self.q[:, part.rows, of_q], k[:, keys], v[:, keys], self._bias(part, heads))
             found = run_forward(backend, problem, *inputs, sink, mask, None, None)
             out[:, part.rows, of_q], lse[:, of_q, part.rows] = found
 
@@ -63,10 +64,10 @@ class RankRows(NamedTuple):
         sums: Sums,
         exchange_dtype: torch.dtype,
     ) -> list[Tensor]:
-        """Add this group's gradients of q, bias and sink to `sums`; return those of its whole k and v.
+        """Add this group's gradients of q, bias and sink to `sums`; return those of its k and v.
 
         Returns:
-            Of dk, dv (B, Lk, heads of the group, ·) those that are needed: sums over this rank's rows, made in fp32
+            Of dk, dv, as k and v, those that are needed: sums over this rank's rows, made in fp32
             (fp64 for fp64) and rounded once to the dtype of the exchange.
         """
         of_q = heads.of(self.problem.num_heads)
@@ -75,16 +76,16 @@ class RankRows(NamedTuple):
         dk, dv = (
             KeySum(x, len(self.parts), exchange_dtype) if needed else None for x, needed in zip((k, v), needs[1:])
         )
-        for part, view in zip(self.parts, self.views):
+        for part, keys, view in zip(self.parts, self.places, self.views):
             mask = view_of_heads(view, heads)
-            problem = slice_problem(self.problem, part, heads, mask)
+            problem = slice_problem(self.problem, part, heads, k.shape[1], mask)
             found = backend.backward(
                 problem,
                 dout[:, part.rows, of_q],
                 None if dlse is None else dlse[:, of_q, part.rows],
                 self.q[:, part.rows, of_q],
-                k[:, part.keys],
-                v[:, part.keys],
+                k[:, keys],
+                v[:, keys],
                 mask,
                 self._bias(part, heads),
                 out[:, part.rows, of_q].contiguous(),  # as every backend has written them
@@ -95,9 +96,9 @@ class RankRows(NamedTuple):
             if dq is not None and sums.q is not None:
                 sums.q[:, part.rows, of_q] = dq
             if dk is not None and dk_part is not None:
-                dk.add(part, dk_part)
+                dk.add(keys, dk_part)
             if dv is not None and dv_part is not None:
-                dv.add(part, dv_part)
+                dv.add(keys, dv_part)
             if dbias is not None and sums.bias is not None:
                 _take_dbias(_of_group(sums.bias, heads), part, dbias)
             if dsink and dsink[0] is not None and sums.sink is not None:
@@ -109,35 +110,35 @@ class RankRows(NamedTuple):
 
 
 class KeySum:
-    """The gradient of whole keys or values, summed slice by slice."""
+    """The gradient of all keys or values that a rank holds, summed slice by slice."""
 
     def __init__(self, like: Tensor, number: int, dtype: torch.dtype) -> None:
         """Nothing yet.
 
         Args:
-            like: the whole keys or values.
+            like: those keys or values.
             number: of slices.
             dtype: of the sum, in the end.
         """
         self._like, self._dtype = like, dtype
-        self._largest: tuple[Slice, Tensor] | None = None
+        self._largest: tuple[slice, Tensor] | None = None
         # Two terms are added in fp32 and rounded once by one addition, so they need no sum of a wider dtype.
         self._is_narrow = number <= 2 and dtype == like.dtype
         self._sum: Tensor | None = None
 
-    def add(self, part: Slice, gradient: Tensor) -> None:
-        """Add the gradient of the keys of one slice; it may be written to."""
+    def add(self, keys: slice, gradient: Tensor) -> None:
+        """Add the gradient of the keys of one slice, which are there; it may be written to."""
         if not self._is_narrow:
             if self._sum is None:
                 self._sum = torch.zeros_like(self._like, dtype=sum_dtype(self._like.dtype))
-            self._sum[:, part.keys] += gradient
+            self._sum[:, keys] += gradient
         elif self._largest is None:
-            self._largest = (part, gradient)
+            self._largest = (keys, gradient)
         else:
             first = self._largest
-            (part, gradient), self._largest = sorted((first, (part, gradient)), key=lambda term: term[0].seqlen_k)
+            (keys, gradient), self._largest = sorted((first, (keys, gradient)), key=lambda term: term[1].shape[1])
             self._sum = self._whole(self._largest)
-            self._sum[:, part.keys] += gradient
+            self._sum[:, keys] += gradient
 
     def total(self) -> Tensor:
         """The sum over all slices."""
@@ -146,12 +147,12 @@ class KeySum:
             return self._whole(self._largest)
         return self._sum.to(self._dtype)
 
-    def _whole(self, term: tuple[Slice, Tensor]) -> Tensor:
-        part, gradient = term
-        if part.seqlen_k == self._like.shape[1]:
+    def _whole(self, term: tuple[slice, Tensor]) -> Tensor:
+        keys, gradient = term
+        if gradient.shape[1] == self._like.shape[1]:
             return gradient
         whole = torch.zeros_like(self._like)
-        whole[:, part.keys] = gradient
+        whole[:, keys] = gradient
         return whole
 
 

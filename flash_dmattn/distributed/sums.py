@@ -2,34 +2,70 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..definition import define
 from .exchange import Gathering, Returning, sum_over
+from .fetching import Fetching, GivingBack
 from .group import Members
-from .layout import SequenceLayout, from_flat
+from .layout import from_flat
+from .reading import Moves, moves_of
+
+_NUMBERS = "str group, int rank, int[] layout, int[] layout_k, int left, int right, bool sends_parts"
 
 
-def _gather_keys(x: Tensor, group: str, layout: list[int]) -> Tensor:
-    as_bytes = x.view(torch.uint8) if x.dtype == torch.bool else x
-    (whole,) = Gathering((as_bytes,), x.dim() - 1, from_flat(tuple(layout)), group).wait()
+class Numbers(NamedTuple):
+    """What the operators of keys receive beside a tensor, in the order of their schema; as those of attention have it.
+
+    With `sends_parts` a rank gets what its slices read, and zeros elsewhere.
+    """
+
+    group: str
+    rank: int
+    layout: tuple[int, ...]
+    layout_k: tuple[int, ...]
+    left: int
+    right: int
+    sends_parts: bool
+
+    @property
+    def moves(self) -> Moves:
+        """Which keys ranks send each other, where they send parts."""
+        return moves_of(tuple(self.layout), tuple(self.layout_k), self.rank, (self.left, self.right), whole=True)
+
+
+def _gather_keys(x: Tensor, *numbers: Any) -> Tensor:
+    n, dim = Numbers(*numbers), x.dim() - 1
+    given = (x.view(torch.uint8) if x.dtype == torch.bool else x,)
+    coming: Fetching | Gathering
+    if n.sends_parts:
+        coming = Fetching(given, dim, n.moves, n.group)
+    else:
+        coming = Gathering(given, dim, from_flat(tuple(n.layout_k)), n.group)
+    (whole,) = coming.wait()
     return whole.view(torch.bool) if x.dtype == torch.bool else whole
 
 
-def _gather_keys_fake(x: Tensor, group: str, layout: list[int]) -> Tensor:
-    return x.new_empty((*x.shape[:-1], layout[0]))
+def _gather_keys_fake(x: Tensor, *numbers: Any) -> Tensor:
+    return x.new_empty((*x.shape[:-1], Numbers(*numbers).layout_k[0]))
 
 
-def _return_keys(x: Tensor, group: str, rank: int, layout: list[int]) -> Tensor:
-    (own,) = Returning((x,), x.dim() - 1, from_flat(tuple(layout)), rank, group).wait()
+def _return_keys(x: Tensor, *numbers: Any) -> Tensor:
+    n, dim = Numbers(*numbers), x.dim() - 1
+    leaving: GivingBack | Returning
+    if n.sends_parts:
+        leaving = GivingBack((x,), dim, n.moves, n.group)
+    else:
+        leaving = Returning((x,), dim, from_flat(tuple(n.layout_k)), n.rank, n.group)
+    (own,) = leaving.wait()
     return own
 
 
-def _return_keys_fake(x: Tensor, group: str, rank: int, layout: list[int]) -> Tensor:
-    return x.new_empty((*x.shape[:-1], from_flat(tuple(layout)).local_length))
+def _return_keys_fake(x: Tensor, *numbers: Any) -> Tensor:
+    return x.new_empty((*x.shape[:-1], from_flat(tuple(Numbers(*numbers).layout_k)).local_length))
 
 
 def _sum(x: Tensor, group: str, size: int) -> Tensor:
@@ -40,10 +76,8 @@ def _sum_fake(x: Tensor, group: str, size: int) -> Tensor:
     return x.new_empty(x.shape)
 
 
-_gather_op = define("gather_keys", "(Tensor x, str group, int[] layout) -> Tensor", _gather_keys, _gather_keys_fake)
-_return_op = define(
-    "return_keys", "(Tensor x, str group, int rank, int[] layout) -> Tensor", _return_keys, _return_keys_fake
-)
+_gather_op = define("gather_keys", f"(Tensor x, {_NUMBERS}) -> Tensor", _gather_keys, _gather_keys_fake)
+_return_op = define("return_keys", f"(Tensor x, {_NUMBERS}) -> Tensor", _return_keys, _return_keys_fake)
 _sum_op = define("sum_over_ranks", "(Tensor x, str group, int size) -> Tensor", _sum, _sum_fake)
 
 
@@ -51,18 +85,18 @@ class _GatherKeys(torch.autograd.Function):
     """The whole of what is sharded by keys; backward sums what all ranks have sent for the keys of this one."""
 
     @staticmethod
-    def forward(x: Tensor, members: Members, layout: tuple[int, ...]) -> Tensor:
-        whole: Tensor = _gather_op(x, members.name, list(layout))
+    def forward(x: Tensor, numbers: Numbers) -> Tensor:
+        whole: Tensor = _gather_op(x, *numbers)
         return whole
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.members, ctx.layout = inputs
+        _, ctx.numbers = inputs
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        own: Tensor = _return_op(gradient, ctx.members.name, ctx.members.rank, list(ctx.layout))
-        return own, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        own: Tensor = _return_op(gradient, *ctx.numbers)
+        return own, None
 
 
 class _SumGradient(torch.autograd.Function):
@@ -82,9 +116,9 @@ class _SumGradient(torch.autograd.Function):
         return total, None
 
 
-def gather_keys(x: Tensor, members: Members, layout: SequenceLayout) -> Tensor:
+def gather_keys(x: Tensor, numbers: Numbers) -> Tensor:
     """A mask or bias (..., Lk / W), sharded as the keys are, with all keys in global order; differentiable."""
-    whole: Tensor = _GatherKeys.apply(x, members, layout.flat)
+    whole: Tensor = _GatherKeys.apply(x, numbers)
     return whole
 
 

@@ -110,7 +110,7 @@ def choose_traded(call: ParallelCall, backend: BackendChoice) -> Selection:
     Raises:
         ValueError, BackendUnsupportedError, BackendUnavailableError: as `attention`.
     """
-    return choose(_problem(call), choice_in_force(backend))
+    return choose(problem_of_heads(call), choice_in_force(backend))
 
 
 def _heads_of(call: ParallelCall) -> OwnHeads:
@@ -118,7 +118,8 @@ def _heads_of(call: ParallelCall) -> OwnHeads:
     return OwnHeads(call.members.rank, call.members.size, p.num_heads, p.num_heads_k)
 
 
-def _problem(call: ParallelCall) -> AttentionProblem:
+def problem_of_heads(call: ParallelCall) -> AttentionProblem:
+    """The one call that each rank makes: all positions of its heads."""
     p, size = call.problem, call.members.size
     own = _heads_of(call)
     heads, heads_k, seqlen_q = p.num_heads // size, max(1, p.num_heads_k // size), call.layout.length

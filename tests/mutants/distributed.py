@@ -8,6 +8,9 @@ PACKAGE = "flash_dmattn/distributed/"
 SLICES = ("tests/test_distributed_layout.py::test_slices_allow_what_the_whole_call_allows",)
 WHOLE = ("tests/test_distributed_slices.py::test_slices_together_are_the_whole_call",)
 ONE_CALL = "tests/test_distributed_workers.py::test_a_call_over_processes_equals_one_call"
+BYTES = "tests/test_distributed_explain.py::test_bytes_are_those_that_collectives_are_handed"
+COVERED = "tests/test_distributed_reading.py::test_every_key_that_is_read_is_held_and_nothing_else_is_sent"
+PARTS = "tests/test_distributed_reading.py::test_results_are_those_of_one_process_and_the_bits_of_all_keys_sent"
 MISTAKE = "tests/test_distributed_workers.py::test_a_mistake_of_one_rank_raises_on_all"
 
 FAULTS: tuple[Fault, ...] = (
@@ -84,7 +87,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the gradient of keys is that of the largest slice",
         PACKAGE + "rows.py",
-        "            self._sum = self._whole(self._largest)\n            self._sum[:, part.keys] += gradient\n",
+        "            self._sum = self._whole(self._largest)\n            self._sum[:, keys] += gradient\n",
         "            self._sum = self._whole(self._largest)\n",
         WHOLE,
     ),
@@ -126,8 +129,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a rank that fails does not say so",
         PACKAGE + "api.py",
-        "        agree(members, (), error, always=always)\n",
-        "        agree(members, (), None, always=always)\n",
+        "        agree(request.groups, (), error, always=always)\n",
+        "        agree(request.groups, (), None, always=always)\n",
         (f"{MISTAKE}[mask shape]",),
     ),
     Fault(
@@ -139,9 +142,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "ulysses is chosen where it sends more",
-        PACKAGE + "call.py",
-        "size > (group + 1) / 1.5",
-        "size > 1",
+        PACKAGE + "strategy.py",
+        "if size * share > even",
+        "if size * share > 1",
         ("tests/test_distributed_call.py::test_auto_takes_what_sends_less",),
     ),
     Fault(
@@ -164,5 +167,124 @@ FAULTS: tuple[Fault, ...] = (
         "slice(self.rank // self.repeats, self.rank // self.repeats + 1)",
         "slice(0, 1)",
         (f"{ONE_CALL}[ulysses, shared heads-4]",),
+    ),
+    Fault(
+        "gradients of keys are said to be sent in the dtype of keys",
+        PACKAGE + "traffic.py",
+        "(request.ours.exchange_dtype or p.dtype).itemsize",
+        "p.dtype.itemsize",
+        (f"{BYTES}[fp32 exchange-2]",),
+    ),
+    Fault(
+        "bytes of a bias with a gradient are said to be those of its dtype",
+        PACKAGE + "traffic.py",
+        "dtype = sum_dtype(call.bias.dtype) if call.problem.needs_grad.bias else call.bias.dtype",
+        "dtype = call.bias.dtype",
+        (f"{BYTES}[bias in 16 bits-2]",),
+    ),
+    Fault(
+        "key-value heads that ranks share are said to be sent once",
+        PACKAGE + "traffic.py",
+        "k.shape[2] * max(1, size // k.shape[2])",
+        "k.shape[2]",
+        (f"{BYTES}[ulysses, shared heads-4]",),
+    ),
+    Fault(
+        "a backend is said to serve all slices that serves one",
+        PACKAGE + "explanation.py",
+        "is_pair and all(verdict.forward for",
+        "is_pair and any(verdict.forward for",
+        ("tests/test_distributed_explain.py::test_a_backend_that_serves_some_slices_serves_none",),
+    ),
+    Fault(
+        "the rank over a mesh is that among the outer ones",
+        PACKAGE + "explanation.py",
+        "both.outer.rank * both.inner.size + both.inner.rank",
+        "both.outer.rank",
+        ("tests/test_distributed_explain.py::test_both_strategies_over_a_mesh",),
+    ),
+    Fault(
+        "keys are held in the order of ranks",
+        PACKAGE + "reading.py",
+        "arriving = sorted((start, stop, rank) for",
+        "arriving = list((start, stop, rank) for",
+        (COVERED,),
+    ),
+    Fault(
+        "slices read what they had where all keys are held",
+        PACKAGE + "reading.py",
+        "place_in(held, part.start) if part.seqlen_k else 0",
+        "part.start",
+        (COVERED,),
+    ),
+    Fault(
+        "runs of keys that overlap end with the later start",
+        PACKAGE + "reading.py",
+        "(found[-1][0], max(stop, found[-1][1]))",
+        "(found[-1][0], found[-1][1])",
+        (COVERED,),
+    ),
+    Fault(
+        "the share is that of what is received",
+        PACKAGE + "reading.py",
+        "max(*sent, *received)",
+        "max(received)",
+        (COVERED,),
+    ),
+    Fault(
+        "parts are sent wherever that is less",
+        PACKAGE + "reading.py",
+        "CLEAR_SHARE = 0.5",
+        "CLEAR_SHARE = 1.0",
+        ("tests/test_distributed_reading.py::test_parts_are_sent_where_that_is_clearly_less",),
+    ),
+    Fault(
+        "a rank sends all of its keys to each that reads some",
+        PACKAGE + "reading.py",
+        "to = tuple(common(own, runs) for runs in reads)",
+        "to = tuple(own if common(own, runs) else () for runs in reads)",
+        (COVERED,),
+    ),
+    Fault(
+        "gradients of keys are all added to the first rows of a rank",
+        PACKAGE + "fetching.py",
+        "place = place_in(moves.own, start)",
+        "place = 0",
+        (f"{PARTS}[contiguous-4]",),
+    ),
+    Fault(
+        "what a rank has read of its own does not come back",
+        PACKAGE + "fetching.py",
+        "iter(self._own if rank == moves.rank else arrived)",
+        "iter([torch.zeros_like(x) for x in self._own] if rank == moves.rank else arrived)",
+        (f"{PARTS}[plain-2]",),
+    ),
+    Fault(
+        "a bias that is not read has no place before it",
+        PACKAGE + "reading.py",
+        "[(-1, place, start)] * (start > place) + ",
+        "",
+        ("tests/test_distributed_reading.py::test_a_tensor_of_all_keys_has_gaps_where_none_are_read",),
+    ),
+    Fault(
+        "the strides of keys are those of all of them",
+        PACKAGE + "problems.py",
+        "k_strides=unpacked_spec((whole.batch, held, ",
+        "k_strides=unpacked_spec((whole.batch, whole.seqlen_k, ",
+        ("tests/test_distributed_reading.py::test_a_backend_that_reads_prepared_masks_gets_those_of_its_slices",),
+    ),
+    Fault(
+        "auto weighs ulysses against all keys sent",
+        PACKAGE + "strategy.py",
+        "if size * share > even",
+        "if size > even",
+        ("tests/test_distributed_reading.py::test_auto_compares_ulysses_with_what_is_sent",),
+    ),
+    Fault(
+        "gradients of keys are said to leave as they came",
+        PACKAGE + "traffic.py",
+        'Transfer(what, "all_to_all", each * self.received, each * self.sent)',
+        'Transfer(what, "all_to_all", each * self.sent, each * self.received)',
+        ("tests/test_distributed_reading.py::test_bytes_of_parts_are_those_that_collectives_are_handed[more keys-4]",),
     ),
 )
