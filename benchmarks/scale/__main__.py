@@ -189,4 +189,6 @@ def free(group: Group) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # a thread of gloo that outlives the interpreter, in one run of ten, would end it by a signal
