@@ -337,6 +337,11 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "flat has shape (1, 8, 5) and must be (pairs,) or (heads, pairs).",
     ),
+    "ragged where": (
+        lambda: prepare_ragged(torch.ones(34, device="meta") > 0, EDGES, seqlen_q=8, seqlen_k=8),
+        ValueError,
+        f"flat is on meta and must be where sequences are, on {EDGES.device}.",
+    ),
     "ragged dtype": (
         lambda: prepare_ragged(torch.ones(34), EDGES, seqlen_q=8, seqlen_k=8),
         TypeError,

@@ -117,7 +117,7 @@ def prepare_beside(
 ) -> SequenceTileMask:
     """`prepare_mask(mask, sequences=...)`; its docstring says what the arguments are."""
     spec = _spec_of(sequences, seqlen_q, seqlen_k)
-    given = bool_mask("mask", mask)
+    given = _where_sequences_are("mask", bool_mask("mask", mask), sequences)
     mask_packing = packing_of("mask", mask.shape, spec)
     check_scores("mask", given.shape, mask_packing, spec, None)
     return _pack(given, mask_packing, sequences, spec, is_causal, window_size)
@@ -168,7 +168,7 @@ def prepare_ragged(
     [[1, 0], [1, 0], [1, 1]]
     """
     spec = _spec_of(sequences, seqlen_q, seqlen_k)
-    given = bool_mask("flat", flat)
+    given = _where_sequences_are("flat", bool_mask("flat", flat), sequences)
     if flat.dim() not in (1, 2):
         raise ValueError(f"flat has shape {tuple(flat.shape)} and must be (pairs,) or (heads, pairs).")
     bounds = sequences.bounds_of(spec)
@@ -190,6 +190,13 @@ def _spec_of(sequences: Sequences, seqlen_q: int | None, seqlen_k: int | None) -
     return sequences.spec_of(integer("seqlen_q", seqlen_q), integer("seqlen_k", seqlen_k))
 
 
+def _where_sequences_are(name: str, mask: torch.Tensor, sequences: Sequences) -> torch.Tensor:
+    """The mask, if it is on their device."""
+    if mask.device != sequences.device:
+        raise ValueError(f"{name} is on {mask.device} and must be where sequences are, on {sequences.device}.")
+    return mask
+
+
 def _pack(
     mask: torch.Tensor,
     mask_packing: MaskPacking,
@@ -198,8 +205,6 @@ def _pack(
     is_causal: bool,
     window_size: tuple[int, int] | None,
 ) -> SequenceTileMask:
-    if mask.device != sequences.device:
-        raise ValueError(f"mask is on {mask.device} and must be where sequences are, on {sequences.device}.")
     is_causal, window_size = check_flag("is_causal", is_causal), check_window(window_size)
     # Collapsed before the operator, so that sizes alone decide what it returns: compilers change strides.
     tensors = prepare_sequences(
