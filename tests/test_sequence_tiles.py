@@ -122,6 +122,18 @@ def test_tensors_against_a_loop(chunk: int, monkeypatch: pytest.MonkeyPatch) -> 
         check_tensors(call, mask)
 
 
+def test_a_batch_of_no_sequences_has_empty_tiles() -> None:
+    none = Sequences.packed(torch.tensor([0], device=DEVICE), max_seqlen_q=200)
+    q = torch.randn(300, 2, 8, device=DEVICE, requires_grad=True)
+    for shape in ((1, 300, 200), (1, 2, 200, 200), (2, 1, 300)):
+        mask = torch.ones(shape, dtype=torch.bool, device=DEVICE)
+        tiles = prepare_mask(mask, sequences=none, seqlen_q=300, seqlen_k=300)
+        assert tiles.classes.shape[2:] == (2, 2) and not any(x.any() for x in (tiles.bits, tiles.classes))
+        out = attention(q, q, q, tiles, sequences=none, backend="eager")
+        assert isinstance(out, Tensor) and not out.any()
+        assert not torch.autograd.grad(out.sum(), q)[0].any()
+
+
 def test_a_mask_that_is_expanded_is_read_once() -> None:
     sequences = Sequences.packed(torch.tensor([0, 150, 290], device=DEVICE), max_seqlen_q=150)
     mask = (torch.rand(1, 290, 150, device=DEVICE) < 0.5).expand(4, 290, 150)

@@ -13,6 +13,7 @@ import torch
 
 from ...definition import define
 from ...problem import SequenceSpec
+from ...sequences.tokens import TokenPlaces, token_places
 from ..pad import pad
 from . import packing
 from .packing import TILE, TILE_WORDS, pack_words, tiles, unpack_words
@@ -45,6 +46,13 @@ class Side(NamedTuple):
         """How many tiles of rows there are numbers for."""
         return self.rows // TILE + self.first.shape[0]
 
+    def tile_places(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of each tile its sequence, which of that one's tiles it is, and whether that one has it; S is at least 1."""
+        number = torch.arange(self.tiles, device=self.first.device)
+        own = (torch.searchsorted(self.first_tile, number, right=True) - 1).clamp(min=0)
+        place = number - self.first_tile[own]
+        return own, place, (place >= 0) & (place * TILE < self.lengths[own])
+
 
 def sides_of(bounds: torch.Tensor, spec: SequenceSpec) -> tuple[Side, Side]:
     """Queries and keys, from the bounds of a `SequenceView`."""
@@ -57,13 +65,6 @@ def sides_of(bounds: torch.Tensor, spec: SequenceSpec) -> tuple[Side, Side]:
     if not spec.packs_keys:
         keys = Side(slots * spec.rows_k, length_k, spec.number * spec.rows_k)
     return queries, keys
-
-
-def _owners(starts: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last sequence that starts at or before each place, and how far behind its start that is, -1 before all."""
-    found = torch.searchsorted(starts, places, right=True) - 1
-    owner = found.clamp(min=0)
-    return owner, torch.where(found >= 0, places - starts[owner], -1)
 
 
 def pack_sequences(
@@ -80,28 +81,26 @@ def pack_sequences(
     queries, keys = sides_of(bounds, spec)
     num_heads, columns = mask.shape[1], tiles(spec.max_seqlen_k)
     bits = torch.zeros(num_heads, queries.rows, columns * TILE_WORDS, dtype=torch.int32, device=mask.device)
-    if spec.number > 0 and mask.numel() > 0:
+    if spec.number > 0 and mask.numel() > 0 and bits.numel() > 0:
+        tokens = token_places(bounds, queries.rows // spec.rows_q, spec.rows_q, spec.packs_queries)
         step = max(1, packing.CHUNK_ELEMENTS // max(1, num_heads * spec.max_seqlen_k))
-        for start in range(0, queries.rows if bits.numel() else 0, step):
-            rows = torch.arange(start, min(start + step, queries.rows), device=mask.device)
-            owner, place = _owners(queries.first, rows)
-            allowed = _inside(owner, place, queries, keys, spec.max_seqlen_k, window)
-            values = _rows_of(mask, mask_packing, owner, place, rows, queries, keys, spec.max_seqlen_k)
+        for start in range(0, queries.rows, step):
+            some = TokenPlaces(*(x[start : start + step] for x in tokens))
+            allowed = _inside(some, queries, keys, spec.max_seqlen_k, window)
+            values = _rows_of(mask, mask_packing, some, start, queries, keys, spec.max_seqlen_k)
             bits[:, start : start + step] = pack_words(values & allowed)
     classes = _classify(bits, queries, columns)
     of_keys = _by_column(classes, queries, keys, tiles(spec.max_seqlen_q))
     return [x[None] for x in (bits, classes, packing.list_rows(classes), packing.list_rows(of_keys))]
 
 
-def _inside(
-    owner: torch.Tensor, place: torch.Tensor, queries: Side, keys: Side, max_seqlen_k: int, window: tuple[int, int]
-) -> torch.Tensor:
+def _inside(tokens: TokenPlaces, queries: Side, keys: Side, max_seqlen_k: int, window: tuple[int, int]) -> torch.Tensor:
     """Which keys of its sequence each row reaches: bool (rows, max_seqlen_k). The band ends at the last of both."""
     left, right = window
-    column = torch.arange(max_seqlen_k, device=owner.device)
-    diagonal = (place + keys.lengths[owner] - queries.lengths[owner])[:, None]
-    allowed = (column < keys.lengths[owner][:, None]) & (place >= 0)[:, None]
-    allowed &= (place < queries.lengths[owner])[:, None]
+    own, place, is_used = tokens
+    column = torch.arange(max_seqlen_k, device=own.device)
+    diagonal = (place + keys.lengths[own] - queries.lengths[own])[:, None]
+    allowed = (column < keys.lengths[own][:, None]) & is_used[:, None]
     if left >= 0:
         allowed &= column >= diagonal - left
     if right >= 0:
@@ -112,32 +111,32 @@ def _inside(
 def _rows_of(
     mask: torch.Tensor,
     mask_packing: MaskPacking,
-    owner: torch.Tensor,
-    place: torch.Tensor,
-    rows: torch.Tensor,
+    tokens: TokenPlaces,
+    start: int,
     queries: Side,
     keys: Side,
     number: int,
 ) -> torch.Tensor:
-    """Rows of a mask, for the first `number` keys of their sequences: bool (Hm, rows, number or 1)."""
+    """Rows of a mask from `start` on, for the first `number` keys of their sequences: bool (Hm, rows, number or 1)."""
+    own, place, _ = tokens
 
     def within(size: int, index: torch.Tensor) -> torch.Tensor:
         return index.clamp(0, size - 1)  # what is of no sequence reads anything; `_inside` forbids it
 
     if mask_packing == "queries":
-        return mask[0][:, within(mask.shape[2], rows)]
+        return mask[0, :, start : start + len(own)] if mask.shape[2] > 1 else mask[0]
     if mask_packing == "none":
-        return mask[within(mask.shape[0], owner), :, within(mask.shape[2], place)].transpose(0, 1)
+        return mask[within(mask.shape[0], own), :, within(mask.shape[2], place)].transpose(0, 1)
     if mask_packing == "tree":
-        earlier = keys.lengths[owner] - queries.lengths[owner]
+        earlier = keys.lengths[own] - queries.lengths[own]
         token = torch.arange(number, device=mask.device) - earlier[:, None]
-        tree = mask[within(mask.shape[0], owner), 0, within(mask.shape[2], place)]
+        tree = mask[within(mask.shape[0], own), 0, within(mask.shape[2], place)]
         return (tree.gather(1, within(mask.shape[3], token)) | (token < 0))[None]
     if mask_packing == "keys":
-        first = keys.first[owner]
+        first = keys.first[own]
     else:
         pairs = queries.lengths * keys.lengths
-        first = (pairs.cumsum(0) - pairs)[owner] + place * keys.lengths[owner]
+        first = (pairs.cumsum(0) - pairs)[own] + place * keys.lengths[own]
     index = first[:, None] + torch.arange(number, device=mask.device)
     return mask[0, :, 0][:, within(mask.shape[3], index)]
 
@@ -146,32 +145,29 @@ def _classify(bits: torch.Tensor, queries: Side, columns: int) -> torch.Tensor:
     """The class of every tile: uint8 (Hm, rows of tiles, columns). Rows that a sequence has not forbid nothing."""
     num_heads, _, words = bits.shape
     classes = torch.zeros(num_heads, queries.tiles, columns, dtype=torch.uint8, device=bits.device)
-    if classes.numel() == 0 or queries.rows == 0:
+    if classes.numel() == 0 or queries.rows == 0 or len(queries.first) == 0:
         return classes
-    first_tile, inner = queries.first_tile, torch.arange(TILE, device=bits.device)
+    own, place, exists = queries.tile_places()
+    # Rows behind the last one are that one again, which changes no class.
+    row = torch.minimum(
+        place[:, None] * TILE + torch.arange(TILE, device=bits.device), queries.lengths[own][:, None] - 1
+    )
+    row = (queries.first[own][:, None] + row).clamp(0, queries.rows - 1)
     step = max(1, packing.CHUNK_ELEMENTS // max(1, num_heads * TILE * words))
     for start in range(0, queries.tiles, step):
-        numbers = torch.arange(start, min(start + step, queries.tiles), device=bits.device)
-        owner, place = _owners(first_tile, numbers)
-        row = place[:, None] * TILE + inner
-        exists = (place >= 0)[:, None] & (row < queries.lengths[owner][:, None])
-        own = bits[:, (queries.first[owner][:, None] + row).clamp(0, queries.rows - 1)]
-        own = own.unflatten(-1, (columns, TILE_WORDS))
-        seen = ((own != 0).any(-1) & exists[..., None]).any(2)
-        full = ((own == -1).all(-1) | ~exists[..., None]).all(2)
-        classes[:, start : start + step] = seen.to(torch.uint8) + (seen & full)
-    return classes
+        classes[:, start : start + step] = packing.classify(bits[:, row[start : start + step]]).squeeze(2)
+    return torch.where(exists[:, None], classes, 0)
 
 
 def _by_column(classes: torch.Tensor, queries: Side, keys: Side, most_rows: int) -> torch.Tensor:
     """The classes by columns of tiles, each with the rows of its own sequence: uint8 (Hm, columns of tiles, rows)."""
     num_heads, rows, columns = classes.shape
-    if classes.numel() == 0:
+    if classes.numel() == 0 or len(queries.first) == 0:
         return classes.new_zeros(num_heads, keys.tiles, most_rows)
-    numbers, inner = torch.arange(keys.tiles, device=classes.device), torch.arange(most_rows, device=classes.device)
-    owner, place = _owners(keys.first_tile, numbers)
-    exists = (inner * TILE < queries.lengths[owner][:, None]) & (place >= 0)[:, None] & (place < columns)[:, None]
-    row = (queries.first_tile[owner][:, None] + inner).clamp(max=rows - 1)
+    own, place, has_keys = keys.tile_places()
+    inner = torch.arange(most_rows, device=classes.device)
+    exists = (inner * TILE < queries.lengths[own][:, None]) & has_keys[:, None]
+    row = (queries.first_tile[own][:, None] + inner).clamp(max=rows - 1)
     found = classes[:, row, place.clamp(0, columns - 1)[:, None]]
     return torch.where(exists, found, 0)
 
@@ -217,21 +213,18 @@ def _prepare_fake(
     left: int,
     right: int,
 ) -> list[torch.Tensor]:
-    number, heads = bounds.shape[0], (1, mask.shape[1])
-    spec = SequenceSpec(layout, number, rows_q, rows_k, max_seqlen_q, max_seqlen_k)
-    all_q = rows_q if spec.packs_queries else number * rows_q
-    all_k = rows_k if spec.packs_keys else number * rows_k
-    rows, columns = all_q // TILE + number, all_k // TILE + number
+    spec = SequenceSpec(layout, bounds.shape[0], rows_q, rows_k, max_seqlen_q, max_seqlen_k)
+    queries, keys = sides_of(bounds, spec)
     of_rows, of_columns = tiles(max_seqlen_k), tiles(max_seqlen_q)
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.empty((*heads, *shape), dtype=dtype, device=mask.device)
+        return torch.empty((1, mask.shape[1], *shape), dtype=dtype, device=mask.device)
 
     return [
-        empty(all_q, of_rows * TILE_WORDS),
-        empty(rows, of_rows, dtype=torch.uint8),
-        empty(rows, 2 + of_rows),
-        empty(columns, 2 + of_columns),
+        empty(queries.rows, of_rows * TILE_WORDS),
+        empty(queries.tiles, of_rows, dtype=torch.uint8),
+        empty(queries.tiles, 2 + of_rows),
+        empty(keys.tiles, 2 + of_columns),
     ]
 
 

@@ -120,7 +120,7 @@ def prepare_beside(
     given = _where_sequences_are("mask", bool_mask("mask", mask), sequences)
     mask_packing = packing_of("mask", mask.shape, spec)
     check_scores("mask", given.shape, mask_packing, spec, None)
-    return _pack(given, mask_packing, sequences, spec, is_causal, window_size)
+    return _pack(given, mask_packing, sequences, spec, sequences.bounds_of(spec), is_causal, window_size)
 
 
 def prepare_ragged(
@@ -176,7 +176,7 @@ def prepare_ragged(
         pairs = int((bounds[:, 1].long() * bounds[:, 3]).sum())
         if flat.shape[-1] != pairs:
             raise ValueError(f"flat has {flat.shape[-1]} pairs and must have {pairs}, queries times keys of sequences.")
-    return _pack(given.transpose(1, 2), "ragged", sequences, spec, is_causal, window_size)
+    return _pack(given.transpose(1, 2), "ragged", sequences, spec, bounds, is_causal, window_size)
 
 
 def _spec_of(sequences: Sequences, seqlen_q: int | None, seqlen_k: int | None) -> SequenceSpec:
@@ -202,6 +202,7 @@ def _pack(
     mask_packing: MaskPacking,
     sequences: Sequences,
     spec: SequenceSpec,
+    bounds: torch.Tensor,
     is_causal: bool,
     window_size: tuple[int, int] | None,
 ) -> SequenceTileMask:
@@ -209,7 +210,7 @@ def _pack(
     # Collapsed before the operator, so that sizes alone decide what it returns: compilers change strides.
     tensors = prepare_sequences(
         collapse(mask),
-        sequences.bounds_of(spec),
+        bounds,
         mask_packing,
         *(spec.layout, spec.rows_q, spec.rows_k, spec.max_seqlen_q, spec.max_seqlen_k),
         *causal_window(is_causal, window_size),
