@@ -22,6 +22,7 @@ from flash_dmattn.dispatch import call_cache, preferences, profile_store, refusa
 from flash_dmattn.dispatch.preferences import judge
 from flash_dmattn.dispatch.profile import FORMAT, Figures, Profile, ProfileError, dump, parse, read, write
 from flash_dmattn.dispatch.profile_rows import ROWS, rows_of
+from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.problem import SequenceSpec
 
 GPU, VERSIONS = "NVIDIA A100-SXM4-80GB", {"library": flash_dmattn.__version__, "torch": "2.11.0", "triton": "3.6.0"}
@@ -418,6 +419,15 @@ def test_unmeasured_kernels_take_sequences_before_flex(arch: str) -> None:
     with flash_dmattn.disable_backends("triton"):
         assert chosen(**SEQUENCES, device=arch, grad=True) == ("flex", "flex")
     assert chosen(**SEQUENCES, device="sm_75", dtype="fp16", grad=True) == ("flex", "flex")
+
+
+def test_unmeasured_kernels_take_sequences_where_there_is_no_flex() -> None:
+    flex = BACKENDS["flex"]
+    flash_dmattn.unregister_backend("flex")
+    try:
+        assert chosen(**SEQUENCES, device="sm_80", grad=True) == ("triton", "triton")
+    finally:
+        flash_dmattn.register_backend(flex, before="eager")
 
 
 def test_kernels_that_were_measured_slower_than_eager_stay_behind_it() -> None:

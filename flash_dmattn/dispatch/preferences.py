@@ -118,11 +118,12 @@ def candidates(problem: AttentionProblem) -> list[tuple[str, tuple[Rule, ...]]]:
     pages. Those with sequences it has before flex, which copies them into rows of its own.
     """
     judged = judgement(problem)
-    is_unmeasured = judged is None and triton.NAME in BACKENDS and goes_by_profile(problem)
+    is_waiting = judged is None and triton.NAME in BACKENDS and goes_by_profile(problem)
     found = []
     for name in order(judged):
-        if is_unmeasured and (is_fallback(BACKENDS[name]) if problem.sequences is None else name == flex.NAME):
+        if is_waiting and (is_fallback(BACKENDS[name]) or (name == flex.NAME and problem.sequences is not None)):
             found.append((triton.NAME, _preferences_but_measured(triton.NAME)))
+            is_waiting = False
         found.append((name, auto_rules(name, problem, judged)))
     return found
 
