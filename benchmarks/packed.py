@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -149,13 +150,11 @@ class Truth:
 
     def __init__(self, batch: Batch) -> None:
         plain = self.results(batch, partial(batch.call, batch.mask, "eager"))
-        wide = Batch.__new__(Batch)
-        wide.case, wide.sequences, wide.mask = batch.case, batch.sequences, batch.mask
-        names = ("q", "k", "v", "bias", "dout")
-        for name in names:
-            x = getattr(batch, name)
-            setattr(wide, name, None if x is None else x.detach().double().requires_grad_(name != "dout"))
-        wide.leaves = [x for x in (wide.q, wide.k, wide.v, wide.bias) if x is not None]
+        wide = copy(batch)
+        wide.leaves = [x.detach().double().requires_grad_() for x in batch.leaves]
+        wide.q, wide.k, wide.v = wide.leaves[:3]
+        wide.bias = None if batch.bias is None else wide.leaves[3]
+        wide.dout = batch.dout.double()
         self.exact = self.results(wide, partial(wide.call, wide.mask, "eager"))
         self.allowed = [1.5 * self._off(x, y) + 1e-5 for x, y in zip(plain, self.exact, strict=True)]
 

@@ -156,12 +156,13 @@ def explain_context_parallel(
     check_check(check)
     call, own_sink = request.described()
     requested = choice_in_force(backend)
-    problem, problems = call.problem, slices_of(call)
-    parts = plan(call.layout, call.members.rank, call.layout_k.length, problem.window)
     if call.strategy == "ulysses":
         problem = problem_of_heads(call)
         problems = [problem]
-        parts = (Slice(0, problem.seqlen_q, 0, problem.seqlen_k, problem.window),)
+        parts: tuple[Slice, ...] = (Slice(0, problem.seqlen_q, 0, problem.seqlen_k, problem.window),)
+    else:
+        problem, problems = call.problem, slices_of(call)
+        parts = plan(call.layout, call.members.rank, call.layout_k.length, problem.window)
     forward = backward = error = None
     try:
         found = choose(problem, requested) if call.strategy == "ulysses" else find_pair(call, requested)
