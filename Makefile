@@ -19,6 +19,9 @@ READY := check-python
 RUN := $(PYTHON)
 endif
 
+# The oldest versions that are served, each in a folder of its own in the environment, for tests in a process of theirs.
+OLDEST := transformers-5.0 triton-3.5
+
 # $(call have,module) is a shell condition: can RUN import it?
 have = $(RUN) -c 'import sys; from importlib.util import find_spec; sys.exit(find_spec("$(1)") is None)'
 
@@ -87,16 +90,17 @@ endif
 # --no-build-isolation: setup.py must see the torch that is installed. --no-deps: the pins are the whole list.
 # -v where the CUDA extension is built: pip would hide the progress of some minutes.
 # --no-compile: pip would compile 7500 files for most of a minute; Python compiles those that are imported.
-$(VENV)/.flash_dmattn_ready: requirements-dev.txt requirements-transformers-5.0.txt pyproject.toml setup.py
+$(VENV)/.flash_dmattn_ready: requirements-dev.txt $(OLDEST:%=requirements-%.txt) pyproject.toml setup.py
 	@$(MAKE) --no-print-directory check-python
 	@echo "==> 1/3 virtual environment $(VENV)"
 	@$(RUN) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv "$(VENV)" || \
 		{ echo "$(PYTHON) cannot make a virtual environment; install its venv module (Debian: python3-venv) or choose another with PYTHON=..." >&2; exit 1; }
 	@echo "==> 2/3 requirements-dev.txt (torch is the large one)"
 	@$(RUN) -m pip install --disable-pip-version-check --no-compile -r requirements-dev.txt
-	@rm -rf "$(VENV)/transformers-5.0"
-	@$(RUN) -m pip install --disable-pip-version-check --no-compile --no-deps --quiet --target "$(VENV)/transformers-5.0" \
-		-r requirements-transformers-5.0.txt
+	@for oldest in $(OLDEST); do \
+		rm -rf "$(VENV)/$$oldest" && $(RUN) -m pip install --disable-pip-version-check --no-compile --no-deps --quiet \
+			--target "$(VENV)/$$oldest" -r "requirements-$$oldest.txt" || exit 1; \
+	done
 	@echo "==> 3/3 flash_dmattn, editable"
 	@verbose=; if $(RUN) csrc/build_cuda.py; then verbose=-v; fi; \
 		$(RUN) -m pip install --disable-pip-version-check --no-build-isolation --no-deps $$verbose -e .

@@ -32,7 +32,6 @@ from .tile_ops import (
     load_bools,
     load_tile,
     load_vector,
-    mask_from,
     mask_head,
     queries_of_keys,
     renormalize,
@@ -42,6 +41,7 @@ from .tile_ops import (
     shape_of,
     shared_head,
     soft_cap,
+    tiles_from,
 )
 
 # What of the gradient of a bias this kernel makes.
@@ -174,7 +174,8 @@ def backward_keys_kernel(
         if MASK == DENSE:
             mask_data = scores_from(mask_data, mask_strides, layout.mask_rows, layout.mask_keys, first_q, first_k)
         queries_before = b_row * layout.rows_q + first_q
-        mask_data, mask_index = mask_from(mask_data, mask_index, mask_strides, queries_before, first_row, own, MASK)
+        if MASK == TILES:
+            mask_data, mask_index = tiles_from(mask_data, mask_index, mask_strides, queries_before, first_row, own)
         few = shape.seqlen_k <= layout.few_keys
         bias_row = layout.bias_rows * first_q
     members = shape.num_heads // owners

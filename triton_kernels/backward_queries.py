@@ -28,7 +28,6 @@ from .tile_ops import (
     load_bools,
     load_tile,
     load_vector,
-    mask_from,
     mask_head,
     renormalize,
     row_totals,
@@ -37,6 +36,7 @@ from .tile_ops import (
     shape_of,
     shared_head,
     soft_cap,
+    tiles_from,
     tiles_of_rows,
 )
 
@@ -128,7 +128,8 @@ def backward_queries_kernel(
             bias = scores_from(bias, bias_strides, layout.bias_rows, layout.bias_keys, first_q, first_k)
         if MASK == DENSE:
             mask_data = scores_from(mask_data, mask_strides, layout.mask_rows, layout.mask_keys, first_q, first_k)
-        mask_data, mask_index = mask_from(mask_data, mask_index, mask_strides, first_row, first_row, own, MASK)
+        if MASK == TILES:
+            mask_data, mask_index = tiles_from(mask_data, mask_index, mask_strides, first_row, first_row, own)
         few = shape.seqlen_k <= layout.few_keys
         bias_row = layout.bias_rows * first_q
     h_k = h // shape.group

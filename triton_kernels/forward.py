@@ -42,13 +42,13 @@ from .tile_ops import (
     load_rows_of_heads,
     load_tile,
     load_vector,
-    mask_from,
     mask_head,
     scores_from,
     sequence_at,
     shape_of,
     shared_head,
     soft_cap,
+    tiles_from,
     tiles_of_rows,
 )
 from .tree_mask import keys_of_trees, tree_allows
@@ -176,7 +176,8 @@ def forward_kernel(
             bias = scores_from(bias, bias_strides, layout.bias_rows, layout.bias_keys, first_q, first_k)
         if MASK == DENSE:
             mask_data = scores_from(mask_data, mask_strides, layout.mask_rows, layout.mask_keys, first_q, first_k)
-        mask_data, mask_index = mask_from(mask_data, mask_index, mask_strides, first_row, first_row, own, MASK)
+        if MASK == TILES:
+            mask_data, mask_index = tiles_from(mask_data, mask_index, mask_strides, first_row, first_row, own)
         if SEQUENCES == PAGED or SEQUENCES == PAGED_PACKED:
             table += b * layout.table_row
 

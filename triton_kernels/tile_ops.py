@@ -221,12 +221,11 @@ def scores_from(x, strides, rows_packed, keys_packed, first_q, first_k):
 
 
 @triton.jit
-def mask_from(data, index, strides, first_row, first_place, own, MASK: tl.constexpr):
+def tiles_from(data, index, strides, first_row, first_place, own):
     """Where bits and lists of a sequence begin: its bits with its first query, of all that there are, its tiles as
     `SequenceTileMask` numbers them, with the first place among the rows or columns that the lists have."""
-    if MASK == TILES:
-        data += first_row.to(tl.int64) * strides.row
-        index += (first_place // TILE + own).to(tl.int64) * strides.list_row
+    data += first_row.to(tl.int64) * strides.row
+    index += (first_place // TILE + own).to(tl.int64) * strides.list_row
     return data, index
 
 
