@@ -148,14 +148,18 @@ def _index(shared: Shared, places: Places | None, b: Tensor, h: Tensor, i: Tenso
     # Four tensors always: a dim dropped by a view breaks the CPU kernel with symbolic lengths, and a literal 0 the
     # gradient of a captured tensor. The compiler folds x * 0.
     (has_b, has_h, has_i, has_j), group, entries, packing = shared
+    zero = b * 0
     if packing is not None and places is not None:
+        # The batch of such a call has one entry. A constant beside rows that are loaded breaks the kernel that adds up the
+        # gradient: Inductor takes the index for one number, and reshapes a tile to it (torch 2.11).
+        zero = b
         b = places.sequence[i] if packing == "none" else b
         i, j = (places.query if packing == "none" else places.token)[i], places.key[j]
     if entries is not None:
         b = b // entries[0] % entries[1]
     if group > 1:
         h = h // group
-    return b if has_b else b * 0, h if has_h else h * 0, i if has_i else i * 0, j if has_j else j * 0
+    return b if has_b else zero, h if has_h else zero, i if has_i else zero, j if has_j else zero
 
 
 _compiled: dict[tuple[object, ...], Callable[..., tuple[Tensor, ...]]] = {}

@@ -91,7 +91,7 @@ def _prepared(
         by_row += _listed(active, tiles_k.first[tiles_q.own], of_keys.tiles)
         by_column += _listed(columns, tiles_q.first[tiles_k.own], of_queries.tiles)
     limits = _limits(bounds, queries, tiles_k.first, left, right)
-    return [*queries, *keys, _some_token(queries), *limits, *by_row, *by_column]
+    return [*queries, *keys, _some_token(queries, bounds[:, 0]), *limits, *by_row, *by_column]
 
 
 def _extent(numbers: list[int]) -> Extent:
@@ -99,10 +99,9 @@ def _extent(numbers: list[int]) -> Extent:
     return Extent(entries, tokens, bool(is_packed), most, tiles)
 
 
-def _some_token(queries: Side) -> Tensor:
-    """The token of each row, of a row without one any that there is: see `Side.place`."""
-    rows = torch.arange(len(queries.token), device=queries.token.device, dtype=torch.int32)
-    return torch.where(queries.token < 0, rows % len(queries.row), queries.token)
+def _some_token(queries: Side, first: Tensor) -> Tensor:
+    """The token of each row of packed queries, of a row without one that of the place that `Side.place` names."""
+    return (first[queries.sequence] + queries.place).clamp(max=len(queries.row) - 1)
 
 
 def _limits(bounds: Tensor, queries: Side, first_tile: Tensor, left: int, right: int) -> tuple[Tensor, Tensor]:

@@ -100,8 +100,9 @@ class Side(NamedTuple):
     Attributes:
         token: (rows,), which token of all lies in each row; -1 of a row without one.
         row: (tokens,), the row of each token; -1 of those of no sequence.
-        sequence, place: (rows,), the sequence of each row, and the place of its token in it; of a row without one any
-            that there is, few of them alike, as kernels add zeros to a gradient there, one after the other.
+        sequence, place: (rows,), the sequence of each row, and the place of its token in it; of a row without one that
+            of a token of the same sequence, as kernels add what they mask to a gradient there: 0, or NaN where a row of
+            that sequence is.
     """
 
     token: Tensor
@@ -115,7 +116,8 @@ def side_of(bounds: Tensor, extent: Extent, tiles: Tiles) -> Side:
     own = tiles.own[:, None]
     inside = torch.arange(BLOCK, device=bounds.device, dtype=torch.int32)
     place = tiles.local[:, None] * BLOCK + inside
-    is_used = tiles.is_used[:, None] & (place < bounds[:, 1][own])
+    length = bounds[:, 1][own]
+    is_used = tiles.is_used[:, None] & (place < length)
     first = bounds[:, 0][own] if extent.is_packed else own * extent.tokens
     token = (first + place).masked_fill(~is_used, -1)
     of_tokens = token_places(bounds, extent.entries, extent.tokens, extent.is_packed)
@@ -124,7 +126,7 @@ def side_of(bounds: Tensor, extent: Extent, tiles: Tiles) -> Side:
         token.flatten(),
         row.to(torch.int32),
         own.expand(-1, BLOCK).flatten(),
-        (place % extent.most).flatten(),
+        (place % length.clamp(1, extent.most)).flatten(),
     )
 
 
