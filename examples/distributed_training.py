@@ -140,6 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.set_num_threads(1)
+    # By name: where there is a GPU, a mesh of CPUs would get the group of GPUs.
+    dist.init_process_group("nccl" if given.device == "cuda" else "gloo")
     mesh = init_device_mesh(given.device, (given.dp, size // given.dp), mesh_dim_names=("dp", "cp"))
     everyone = mesh["dp", "cp"]._flatten("dp_cp")
 
