@@ -30,7 +30,7 @@ FAULTS: tuple[Fault, ...] = (
         "tokens // BLOCK + 1)",
         LAYOUTS,
     ),
-    Fault("tokens beyond a sequence are in it", TILES, "(place < bounds[:, 1][own])", "(place < BLOCK)", LAYOUTS),
+    Fault("tokens beyond a sequence are in it", TILES, "(place < length)", "(place < BLOCK)", LAYOUTS),
     Fault(
         "gradients of rows of no sequence arrive",
         TILES,
@@ -45,8 +45,16 @@ FAULTS: tuple[Fault, ...] = (
         "",
         UNREAD,
     ),
-    Fault("places of rows without a token leave a bias", TILES, "(place % extent.most)", "place", WILD),
-    Fault("tokens of rows without one leave a bias", BLOCKS, "rows % len(queries.row)", "rows", WILD),
+    Fault(
+        "places of rows without a token leave a bias", TILES, "(place % length.clamp(1, extent.most))", "place", WILD
+    ),
+    Fault(
+        "tokens of rows without one leave a bias",
+        BLOCKS,
+        "(first[queries.sequence] + queries.place).clamp(max=len(queries.row) - 1)",
+        "rows",
+        WILD,
+    ),
     Fault(
         "sequences share the entry of the first",
         TILES,

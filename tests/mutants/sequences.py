@@ -362,22 +362,22 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "bits are read from the first row of all",
         "triton_kernels/tile_ops.py",
-        "        data += first_row.to(tl.int64) * strides.row\n",
+        "    data += first_row.to(tl.int64) * strides.row\n",
         "",
         INTERPRETED_TILES,
     ),
     Fault(
         "lists are read from the first tile of all",
         "triton_kernels/tile_ops.py",
-        "        index += (first_place // TILE + own).to(tl.int64) * strides.list_row\n",
+        "    index += (first_place // TILE + own).to(tl.int64) * strides.list_row\n",
         "",
         INTERPRETED_TILES,
     ),
     Fault(
         "columns are found by the places of queries",
         KEYS,
-        "mask_strides, queries_before, first_row, own, MASK)",
-        "mask_strides, queries_before, queries_before, own, MASK)",
+        "mask_strides, queries_before, first_row, own)",
+        "mask_strides, queries_before, queries_before, own)",
         INTERPRETED_TILES,
     ),
     Fault(
