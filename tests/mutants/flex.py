@@ -52,7 +52,7 @@ FAULTS: tuple[Fault, ...] = (
         "tokens of rows without one leave a bias",
         BLOCKS,
         "(first[queries.sequence] + queries.place).clamp(max=len(queries.row) - 1)",
-        "rows",
+        "first[queries.sequence] + queries.place",
         WILD,
     ),
     Fault(
