@@ -1,4 +1,6 @@
-"""Packed sequences on a GPU, both passes, beside torch's varlen_attn and the floor: `python -m benchmarks.packed`.
+"""Packed sequences on a GPU, both passes, beside their peers and the floor: `python -m benchmarks.packed`.
+
+The peers are torch's varlen_attn and FlashAttention-4, for the cases without mask and bias.
 
 Outputs and gradients of every system are compared with fp64 in the same run: exit status 1 where one is further off
 than 1.5 times what plain PyTorch is.
@@ -7,6 +9,7 @@ than 1.5 times what plain PyTorch is.
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
@@ -20,6 +23,7 @@ from flash_dmattn import Sequences, attention
 from flash_dmattn.masks import prepare_mask, topk_mask
 
 from .floors import Floor, Rates, rates_of
+from .systems import fa4
 from .timing import Runner, gradients, measure
 
 MIX = (8192, 6144, 4096, 3072, 2048, 2048, 1536, 1280, 1024, 1024, 768, 512, 512, 256, 128, 128)
@@ -75,13 +79,13 @@ class Batch:
         }
         self.bias = None if case.bias is None else normal(*shapes[case.bias])
         self.leaves = [x.requires_grad_() for x in (self.q, self.k, self.v, self.bias) if x is not None]
-        edges = torch.tensor((0, *case.lengths), device=device).cumsum(0, dtype=torch.int32)
-        self.sequences = Sequences.packed(edges, max_seqlen_q=most)
+        self.edges = torch.tensor((0, *case.lengths), device=device).cumsum(0, dtype=torch.int32)
+        self.sequences = Sequences.packed(self.edges, max_seqlen_q=most)
         self.mask: Tensor | None = None
         if case.kept:
             scores = torch.randn(case.heads_k, tokens, generator=random, device=device)
             self.mask = torch.zeros(case.heads_k, tokens, most, dtype=torch.bool, device=device)
-            for first, length in zip(edges.tolist(), case.lengths, strict=False):
+            for first, length in zip(self.edges.tolist(), case.lengths, strict=False):
                 own = scores[None, :, None, first : first + length]
                 kept = topk_mask(own, case.kept, is_causal=case.is_causal)
                 self.mask[:, first : first + length, :length] = kept[0]
@@ -103,14 +107,34 @@ class Batch:
         return out
 
     def varlen(self) -> Tensor:
-        """torch's own."""
+        """torch's own; releases whose function has no `enable_gqa` hand grouped heads to the same kernels unasked."""
         from torch.nn.attention.varlen import varlen_attn  # torch 2.10 and later
 
-        edges, most = self.sequences.cu_seqlens_q, max(self.case.lengths)
-        assert edges is not None
+        edges, most = self.edges, max(self.case.lengths)
         window = (-1, 0) if self.case.is_causal else (-1, -1)
-        grouped: dict[str, Any] = {"enable_gqa": True} if self.case.heads != self.case.heads_k else {}
+        is_grouped = self.case.heads != self.case.heads_k
+        has_flag = "enable_gqa" in inspect.signature(varlen_attn).parameters
+        grouped: dict[str, Any] = {"enable_gqa": True} if is_grouped and has_flag else {}
         out = varlen_attn(self.q, self.k, self.v, edges, edges, most, most, window_size=window, **grouped)
+        assert isinstance(out, Tensor)
+        return out
+
+    def fa4(self) -> Tensor:
+        """FlashAttention-4's, which returns (out, lse)."""
+        reason = fa4.missing(self.q.device)
+        if reason:
+            raise RuntimeError(reason)
+        most = max(self.case.lengths)
+        out, _ = fa4.interface().flash_attn_varlen_func(
+            self.q,
+            self.k,
+            self.v,
+            cu_seqlens_q=self.edges,
+            cu_seqlens_k=self.edges,
+            max_seqlen_q=most,
+            max_seqlen_k=most,
+            causal=self.case.is_causal,
+        )
         assert isinstance(out, Tensor)
         return out
 
@@ -135,7 +159,7 @@ class System(NamedTuple):
 
 
 def systems(batch: Batch, backends: Sequence[str]) -> Iterator[System]:
-    """Ours on each backend, with a mask also as tiles, and torch's own where it has what the case needs."""
+    """Ours on each backend, with a mask also as tiles, and the peers where they have what the case needs."""
     tiles = None if batch.mask is None else batch.prepared()
     for backend in backends:
         yield System(backend, partial(batch.call, batch.mask, backend))
@@ -143,6 +167,7 @@ def systems(batch: Batch, backends: Sequence[str]) -> Iterator[System]:
             yield System(f"{backend}, tiles", partial(batch.call, tiles, backend))
     if batch.bias is None and batch.mask is None:
         yield System("varlen_attn", batch.varlen)
+        yield System("fa4 varlen", batch.fa4)
 
 
 class Truth:
