@@ -150,8 +150,8 @@ def _index(shared: Shared, places: Places | None, b: Tensor, h: Tensor, i: Tenso
     (has_b, has_h, has_i, has_j), group, entries, packing = shared
     zero = b * 0
     if packing is not None and places is not None:
-        # The batch of such a call has one entry. A constant beside rows that are loaded breaks the kernel that adds up
-        # the gradient: Inductor takes the index for one number, and reshapes a tile to it (torch 2.11).
+        # Not the constant: beside rows that are loaded Inductor takes an index with it for one number, and fails to
+        # compile the gradient (torch 2.11). The batch of such a call has one entry, so b is 0.
         zero = b
         b = places.sequence[i] if packing == "none" else b
         i, j = (places.query if packing == "none" else places.token)[i], places.key[j]
