@@ -128,6 +128,7 @@ LONG = (
     "test_benchmarks_run.py",
     "test_demo.py",
     "test_transformers_oldest.py",
+    "test_triton_oldest.py",
     "test_docs.py",
     "test_distributed_dtensor.py",
     "test_distributed_training.py",

@@ -49,6 +49,13 @@ FAULTS: tuple[Fault, ...] = (
         "places of rows without a token leave a bias", TILES, "(place % length.clamp(1, extent.most))", "place", WILD
     ),
     Fault(
+        "rows without a token read what is beside their sequence",
+        TILES,
+        "(place % length.clamp(1, extent.most))",
+        "(place % extent.most)",
+        LAYOUTS,
+    ),
+    Fault(
         "tokens of rows without one leave a bias",
         BLOCKS,
         "(first[queries.sequence] + queries.place).clamp(max=len(queries.row) - 1)",
