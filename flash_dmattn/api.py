@@ -189,7 +189,7 @@ def attention(
     if is_composite(forward):
         results = forward.attention(problem, q, k, v, dense_mask(mask), bias, **extra_arguments(sink, where, dropout))
     else:
-        view = mask_view(problem, mask, forward, backward)
+        view = mask_view(problem, mask, forward, backward, where)
         if backward is None and (key is not None or not is_transformed()):
             results = run_forward(forward, problem, q, k, v, bias, sink, view, where, dropout)
         else:

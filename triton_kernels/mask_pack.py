@@ -33,7 +33,7 @@ LIST_BLOCK, LIST_NUM_WARPS = 256, 2
 
 
 @triton.jit
-def _ones_below(n):
+def ones_below(n):
     """The n lowest bits set, for any n: none below 1, all 32 above 31."""
     n = tl.minimum(tl.maximum(n, 0), 32)
     ones = (tl.full(n.shape, 1, tl.uint32) << tl.minimum(n, 31).to(tl.uint32)) - 1
@@ -41,13 +41,13 @@ def _ones_below(n):
 
 
 @triton.jit
-def _tile_in_band(first_key, first_row, low, high, TILE: tl.constexpr):
+def tile_in_band(first_key, first_row, low, high, TILE: tl.constexpr):
     """Whether a band reaches the tile whose first key and row these are."""
     return (first_key + (TILE - 1) >= first_row + low) & (first_key <= first_row + (TILE - 1) + high)
 
 
 @triton.jit
-def _nibbles(four):
+def nibbles(four):
     """Bit k of each result says whether byte k is not 0."""
     # The sum sets bit 7 of a byte if any lower bit is set. The product moves bit 7 of byte k to bit 28 + k, and no two
     # partial products meet.
@@ -57,7 +57,7 @@ def _nibbles(four):
 
 
 @triton.jit
-def _load_wide(
+def load_wide(
     mask_ptr, rows, first_row, first_key, seqlen_q, seqlen_k, stride_q, low, high,
     HAS_BAND: tl.constexpr, BLOCK_K: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -66,19 +66,19 @@ def _load_wide(
     # One predicate for all 16 bytes, and seen to be.
     inside = first_key + quads // 4 * 16 < seqlen_k
     if HAS_BAND:
-        inside &= _tile_in_band(first_key + quads // (TILE // 4) * TILE, first_row, low, high, TILE)
+        inside &= tile_in_band(first_key + quads // (TILE // 4) * TILE, first_row, low, high, TILE)
     starts = (rows.to(tl.int64) * stride_q)[:, None] * 4
     four = tl.load(
         mask_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + starts + (first_key // 4 + quads)[None, :],
         mask=(rows < seqlen_q)[:, None] & inside[None, :],
         other=0,
     )
-    bits = _nibbles(four) << (quads % 8 * 4).to(tl.uint32)[None, :]
+    bits = nibbles(four) << (quads % 8 * 4).to(tl.uint32)[None, :]
     return tl.sum(tl.reshape(bits, (TILE, BLOCK_K // 32, 8)), axis=2)
 
 
 @triton.jit
-def _load_narrow(
+def load_narrow(
     mask_ptr, rows, first_row, first_key, seqlen_q, seqlen_k, stride_q, stride_k, low, high,
     VEC: tl.constexpr, HAS_BAND: tl.constexpr, BLOCK_K: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -90,7 +90,7 @@ def _load_narrow(
     starts = (rows.to(tl.int64) * stride_q)[:, None, None]
     wanted = (rows < seqlen_q)[:, None, None]
     if HAS_BAND:
-        wanted &= _tile_in_band(word_keys // TILE * TILE, first_row, low, high, TILE)[None, :, None]
+        wanted &= tile_in_band(word_keys // TILE * TILE, first_row, low, high, TILE)[None, :, None]
     bits = tl.zeros((TILE, BLOCK_K // 32, 4), tl.uint32)
     for step in range(0, 32, 4 * VEC):
         shifts = step + tl.arange(0, 4) * VEC
@@ -98,7 +98,7 @@ def _load_narrow(
         inside = wanted & (keys < seqlen_k)[None, :, :]
         if VEC == 4:
             quads_ptr = mask_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-            some = _nibbles(tl.load(quads_ptr + starts + (keys // 4)[None, :, :], mask=inside, other=0))
+            some = nibbles(tl.load(quads_ptr + starts + (keys // 4)[None, :, :], mask=inside, other=0))
         else:
             offsets = starts + (keys.to(tl.int64) * stride_k)[None, :, :]
             some = (tl.load(mask_ptr + offsets, mask=inside, other=0) != 0).to(tl.uint32)
@@ -128,11 +128,11 @@ def _pack_kernel(
     start = (head // num_heads).to(tl.int64) * stride_b + (head % num_heads).to(tl.int64) * stride_h
     mask_ptr += start * VEC
     if VEC == 16:
-        bits = _load_wide(
+        bits = load_wide(
             mask_ptr, rows, first_row, first_key, seqlen_q, seqlen_k, stride_q, low, high, HAS_BAND, BLOCK_K, TILE
         )
     else:
-        bits = _load_narrow(
+        bits = load_narrow(
             mask_ptr, rows, first_row, first_key, seqlen_q, seqlen_k, stride_q, stride_k, low, high,
             VEC, HAS_BAND, BLOCK_K, TILE,
         )  # fmt: skip
@@ -140,7 +140,7 @@ def _pack_kernel(
     if HAS_BAND:
         behind = rows[:, None] - words[None, :] * 32
         # low <= high, so the bits of the second term are among those of the first.
-        bits &= _ones_below(behind + (high + 1)) ^ _ones_below(behind + low)
+        bits &= ones_below(behind + (high + 1)) ^ ones_below(behind + low)
 
     # Written so that a row is seen to start on 16 bytes and the predicate to be the same for all of them.
     row_starts = (head.to(tl.int64) * seqlen_q + rows) * tiles_k * 4
@@ -159,25 +159,18 @@ def _pack_kernel(
     tl.store(classes_ptr + table_row + tiles, kind.to(tl.uint8), mask=tiles < tiles_k)
 
 
-@triton.jit(do_not_specialize=["heads", "tiles_q", "tiles_k"])
-def _list_kernel(classes_ptr, rows_ptr, cols_ptr, heads, tiles_q, tiles_k, BLOCK: tl.constexpr):
-    # One program per row of tiles, then one per column: number of full tiles, of partial ones, then the tiles.
-    program = tl.program_id(0).to(tl.int64)
-    num_rows = heads.to(tl.int64) * tiles_q
-    is_row = program < num_rows
-    index = tl.where(is_row, program, program - num_rows)
-    length = tl.where(is_row, tiles_k, tiles_q)
-    stride = tl.where(is_row, 1, tiles_k)
-    columns = tl.maximum(tiles_k, 1)  # rows without tiles are counted too
-    classes_ptr += tl.where(is_row, index * tiles_k, index // columns * tiles_q * tiles_k + index % columns)
-    list_ptr = tl.where(is_row, rows_ptr, cols_ptr) + index * (2 + length)
+@triton.jit
+def write_list(classes_ptr, stride, length, existing, list_ptr, BLOCK: tl.constexpr):
+    """The list of `length` tiles, `stride` classes apart: number of full ones, of partial ones, then the tiles.
 
+    Tiles from `existing` on are empty, whatever class stands there.
+    """
     offsets = tl.arange(0, BLOCK)
     num_full = 0
     num_partial = 0
     for start in range(0, length, BLOCK):
         tiles = start + offsets
-        kind = tl.load(classes_ptr + tiles.to(tl.int64) * stride, mask=tiles < length, other=0)
+        kind = tl.load(classes_ptr + tiles.to(tl.int64) * stride, mask=tiles < existing, other=0)
         num_full += tl.sum((kind == 2).to(tl.int32), axis=0)
         num_partial += tl.sum((kind == 1).to(tl.int32), axis=0)
     tl.store(list_ptr, num_full)
@@ -187,7 +180,7 @@ def _list_kernel(classes_ptr, rows_ptr, cols_ptr, heads, tiles_q, tiles_k, BLOCK
     partial_before = 0
     for start in range(0, length, BLOCK):
         tiles = start + offsets
-        kind = tl.load(classes_ptr + tiles.to(tl.int64) * stride, mask=tiles < length, other=0)
+        kind = tl.load(classes_ptr + tiles.to(tl.int64) * stride, mask=tiles < existing, other=0)
         # One scan for both: full tiles in the lower half, partial ones in the upper.
         both = (kind == 2).to(tl.int32) + ((kind == 1).to(tl.int32) << 16)
         upto = tl.cumsum(both, axis=0)
@@ -199,6 +192,22 @@ def _list_kernel(classes_ptr, rows_ptr, cols_ptr, heads, tiles_q, tiles_k, BLOCK
         totals = tl.sum(both, axis=0)
         full_before += totals & 0xFFFF
         partial_before += totals >> 16
+
+
+@triton.jit(do_not_specialize=["heads", "tiles_q", "tiles_k"])
+def _list_kernel(classes_ptr, rows_ptr, cols_ptr, heads, tiles_q, tiles_k, BLOCK: tl.constexpr):
+    # One program per row of tiles, then one per column.
+    program = tl.program_id(0).to(tl.int64)
+    num_rows = heads.to(tl.int64) * tiles_q
+    is_row = program < num_rows
+    index = tl.where(is_row, program, program - num_rows)
+    length = tl.where(is_row, tiles_k, tiles_q)
+    stride = tl.where(is_row, 1, tiles_k)
+    columns = tl.maximum(tiles_k, 1)  # rows without tiles are counted too
+    classes_ptr += tl.where(is_row, index * tiles_k, index // columns * tiles_q * tiles_k + index % columns)
+    list_ptr = tl.where(is_row, rows_ptr, cols_ptr) + index * (2 + length)
+
+    write_list(classes_ptr, stride, length, length, list_ptr, BLOCK)
 
 
 def vector_bytes(mask: torch.Tensor) -> int:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ..backends.interval_walk import call_key_form
 from ..backends.protocol import AnyBackend, KernelBackend, gathers_keys, reads_dense, reads_prepared_masks
-from ..problem import AttentionProblem, MaskView
+from ..backends.sequence_walk import walks_tiles
+from ..problem import AttentionProblem, MaskView, SequenceView
 from . import packers as packers  # registers the fast packers with flash_dmattn.masks
 
 if TYPE_CHECKING:
@@ -29,27 +30,33 @@ def mask_view(
     mask: Tensor | PreparedMask | SequenceTileMask | TreeMask | None,
     forward: AnyBackend,
     backward: KernelBackend | None,
+    sequences: SequenceView | None = None,
 ) -> MaskView:
     """The mask of a call as both passes of a pair receive it.
 
     A dense mask is prepared here where two passes share the result; a forward pass alone prepares it itself, since it
-    may do without. A prepared mask that one of the passes does not read is unpacked to a dense one: `unpacking_note`
-    says so.
+    may do without. Beside sequences `walks_tiles` decides, of both alike. A prepared mask that one of the passes does
+    not read is unpacked to a dense one: `unpacking_note` says so.
 
     Args:
         mask: as `describe` returns it.
         forward, backward: the backends of the passes; backward is None where no gradient is needed.
+        sequences: those of the call.
     """
     if mask is None:
         return _NONE
+    reads_it = reads_prepared_masks(forward) and (backward is None or reads_prepared_masks(backward))
     if not isinstance(mask, Tensor):
-        reads_it = reads_prepared_masks(forward) and (backward is None or reads_prepared_masks(backward))
         if reads_it or mask.form == "tree":
             return mask.view
         mask = mask.unpacked()
     if problem.sequences is not None:
-        return MaskView("dense", (mask,))
-    if backward is None or not (reads_prepared_masks(forward) and reads_prepared_masks(backward)):
+        if sequences is None or not reads_it or not walks_tiles(problem):
+            return MaskView("dense", (mask,))
+        from ..masks.prepared.sequence_operator import prepared_beside  # importing flash_dmattn does not need it
+
+        return prepared_beside(problem, mask, sequences)
+    if backward is None or not reads_it:
         return MaskView("dense", (mask,))
     if reads_dense(forward, problem, "forward") and reads_dense(backward, problem, "backward"):
         return MaskView("dense", (mask,))

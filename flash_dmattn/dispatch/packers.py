@@ -1,4 +1,4 @@
-"""Who packs masks on a GPU: the CUDA extension on Hopper, Triton on other GPUs and for masks of one row."""
+"""Who packs masks on a GPU: the CUDA extension on Hopper, Triton on others and for masks of one row or of sequences."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ def find_packer(tensor: torch.Tensor) -> Packer | None:
     """The fastest packer for a tensor; None for that of PyTorch."""
     if packs_by_extension(tensor):
         return _extension_packer()
-    return _triton_packer() if tensor.is_cuda else None
+    return _triton_packer(device_arch(tensor.device)[:3]) if tensor.is_cuda else None
 
 
 @cache
-def _triton_packer() -> Packer | None:
+def _triton_packer(family: str = "sm_") -> Packer | None:
+    """That of NVIDIA's GPUs, "sm_", or of AMD's, "gfx"."""
     of_masks = triton_module("flash_dmattn.triton_kernels.mask_pack")
     of_keys = triton_module("flash_dmattn.triton_kernels.key_pack")
-    if of_masks is None or of_keys is None:
+    of_sequences = triton_module("flash_dmattn.triton_kernels.sequence_pack")
+    if of_masks is None or of_keys is None or of_sequences is None:
         return None
 
     def pack_tiles(mask: torch.Tensor, band: Band | None) -> list[torch.Tensor]:
@@ -52,6 +54,8 @@ def _triton_packer() -> Packer | None:
         score_keys=of_keys.score_keys,
         key_intervals=of_keys.key_intervals,
         interval_tiles=of_keys.interval_tiles,
+        # AMD's have not been tried with it.
+        pack_sequences=of_sequences.pack_sequences if family == "sm_" else packers.PYTORCH.pack_sequences,
     )
 
 

@@ -22,6 +22,7 @@ from ...problem import (
 )
 from ..interval_walk import interval_notes, walked_view
 from ..protocol import Availability, Direction, Rule
+from ..sequence_walk import mask_notes
 from .key_order import Ordered
 from .tree_tiles import tiles_of_tree
 
@@ -125,9 +126,7 @@ def notes(problem: AttentionProblem) -> tuple[str, ...]:
     if p.sequences is not None:
         if p.mask_form == "tree" and any(p.needs_grad):
             return ("packs the tree as a mask of all keys for the gradients, a bit for each",)
-        reads_bools = p.mask_form == "dense"
-        advice = "prepare_mask(mask, sequences=...) makes tiles of it"
-        return (f"reads the bool mask as it is, and skips nothing for it: {advice}",) if reads_bools else ()
+        return mask_notes(p)
     copies = [
         f"copies {name}, whose last stride is {strides[3]}: the kernels read rows of unit stride"
         for name, strides in (("q", p.q_strides), ("k", p.k_strides), ("v", p.v_strides))

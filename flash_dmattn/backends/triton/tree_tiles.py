@@ -16,9 +16,9 @@ def tiles_of_tree(bits: Tensor, bounds: Tensor, rows_q: int, rows_k: int, flags:
         rows_q, rows_k: of q and k.
         flags: of the call.
     """
-    from ...masks.prepared.sequence_packing import pack_sequences  # importing flash_dmattn does not need it
+    from ...masks.prepared.packers import packer  # importing flash_dmattn does not need it
     from ...masks.prepared.tree import unpack_tree
 
     spec = SequenceSpec(flags.layout, len(bounds), rows_q, rows_k, flags.max_seqlen_q, flags.max_seqlen_k)
-    tensors = pack_sequences(unpack_tree(bits)[:, None], bounds, "tree", spec, flags.window)
-    return MaskView("sequence_tiles", tuple(tensors))
+    pairs = unpack_tree(bits)[:, None]
+    return MaskView("sequence_tiles", tuple(packer(pairs).pack_sequences(pairs, bounds, "tree", spec, flags.window)))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...problem import Band
+from ...problem import Band, SequenceSpec
 from ..topk import score_keys
 from ..topk_stops import topk_intervals
 from . import packing
@@ -15,6 +15,7 @@ from .interval_order import key_order
 from .interval_tiles import IntervalTiles, interval_bounds, interval_classes
 from .key_intervals import KeyIntervals, key_intervals
 from .packing import KeySet, TileLists
+from .sequence_packing import MaskPacking, pack_sequences
 
 
 class Packer(NamedTuple):
@@ -29,6 +30,7 @@ class Packer(NamedTuple):
         interval_tiles: (start, stop, order, seqlen_q) -> bounds, row_lists, col_lists of an `IntervalMask`.
         topk_intervals: as `masks.topk_stops.topk_intervals`.
         key_order: as `interval_order.key_order`.
+        pack_sequences: as `sequence_packing.pack_sequences`.
     """
 
     pack_tiles: Callable[[torch.Tensor, Band | None], list[torch.Tensor]]
@@ -39,6 +41,9 @@ class Packer(NamedTuple):
     interval_tiles: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], IntervalTiles]
     topk_intervals: Callable[[torch.Tensor, int, int, int], tuple[torch.Tensor, torch.Tensor]]
     key_order: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+    pack_sequences: Callable[
+        [torch.Tensor, torch.Tensor, MaskPacking, SequenceSpec, tuple[int, int]], list[torch.Tensor]
+    ]
 
 
 def _pack_tiles(mask: torch.Tensor, band: Band | None) -> list[torch.Tensor]:
@@ -61,6 +66,7 @@ PYTORCH = Packer(
     list_intervals,
     topk_intervals,
     key_order,
+    pack_sequences,
 )
 _find_faster: Callable[[torch.Tensor], Packer | None] = lambda tensor: None
 

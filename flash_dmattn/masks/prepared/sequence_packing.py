@@ -1,5 +1,7 @@
 """Packing of a mask beside sequences in plain PyTorch: bits of all queries, and lists of the tiles of each sequence.
 
+The oracle of `triton_kernels/sequence_pack.py`, whose `pack_sequences` has these arguments and results, bit for bit.
+
 Each sequence has tiles of its own, of no other's rows and columns. Those of sequence s begin with number
 `first // 128 + s`, where `first` is its first row among those of all: tiles of two sequences never meet, and no
 sequence has to know the lengths of those before it.
@@ -7,11 +9,10 @@ sequence has to know the lengths of those before it.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
-from ...definition import define
 from ...problem import SequenceSpec
 from ...sequences.tokens import TokenPlaces, token_places
 from ..pad import pad
@@ -54,17 +55,28 @@ class Side(NamedTuple):
         return own, place, (place >= 0) & (place * TILE < self.lengths[own])
 
 
+def row_counts(spec: SequenceSpec) -> tuple[int, int]:
+    """How many rows of queries and of keys there are in all, as `Side` counts them."""
+    rows_q = spec.rows_q if spec.packs_queries else spec.number * spec.rows_q
+    return rows_q, spec.rows_k if spec.packs_keys else spec.number * spec.rows_k
+
+
+def tile_count(rows: int, spec: SequenceSpec) -> int:
+    """How many tiles so many rows of these sequences have numbers for."""
+    return rows // TILE + spec.number
+
+
+def packs_nothing(mask: torch.Tensor, spec: SequenceSpec) -> bool:
+    """Whether no pair has a bit that may be set, or none has a bit at all."""
+    return spec.number == 0 or mask.numel() == 0 or row_counts(spec)[0] == 0 or spec.max_seqlen_k == 0
+
+
 def sides_of(bounds: torch.Tensor, spec: SequenceSpec) -> tuple[Side, Side]:
     """Queries and keys, from the bounds of a `SequenceView`."""
     first_q, length_q, first_k, length_k = bounds.long().T.contiguous().unbind(0)
-    slots = torch.arange(spec.number, device=bounds.device)
-    queries = Side(first_q, length_q, spec.rows_q)
-    if not spec.packs_queries:
-        queries = Side(slots * spec.rows_q, length_q, spec.number * spec.rows_q)
-    keys = Side(first_k, length_k, spec.rows_k)
-    if not spec.packs_keys:
-        keys = Side(slots * spec.rows_k, length_k, spec.number * spec.rows_k)
-    return queries, keys
+    slots, (rows_q, rows_k) = torch.arange(spec.number, device=bounds.device), row_counts(spec)
+    queries = Side(first_q if spec.packs_queries else slots * spec.rows_q, length_q, rows_q)
+    return queries, Side(first_k if spec.packs_keys else slots * spec.rows_k, length_k, rows_k)
 
 
 def pack_sequences(
@@ -81,7 +93,7 @@ def pack_sequences(
     queries, keys = sides_of(bounds, spec)
     num_heads, columns = mask.shape[1], tiles(spec.max_seqlen_k)
     bits = torch.zeros(num_heads, queries.rows, columns * TILE_WORDS, dtype=torch.int32, device=mask.device)
-    if spec.number > 0 and mask.numel() > 0 and bits.numel() > 0:
+    if not packs_nothing(mask, spec):
         tokens = token_places(bounds, queries.rows // spec.rows_q, spec.rows_q, spec.packs_queries)
         step = max(1, packing.CHUNK_ELEMENTS // max(1, num_heads * spec.max_seqlen_k))
         for start in range(0, queries.rows, step):
@@ -183,55 +195,3 @@ def unpack_sequences(bits: torch.Tensor, spec: SequenceSpec) -> torch.Tensor:
         return rows
     by_slot = rows[0].unflatten(1, (spec.number, spec.rows_q)).transpose(0, 1)[:, :, : spec.max_seqlen_q]
     return pad(by_slot, (0, 0, 0, max(0, spec.max_seqlen_q - spec.rows_q)), value=False).contiguous()
-
-
-def _prepare(
-    mask: torch.Tensor,
-    bounds: torch.Tensor,
-    mask_packing: MaskPacking,
-    layout: Any,
-    rows_q: int,
-    rows_k: int,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    left: int,
-    right: int,
-) -> list[torch.Tensor]:
-    spec = SequenceSpec(layout, bounds.shape[0], rows_q, rows_k, max_seqlen_q, max_seqlen_k)
-    return pack_sequences(mask, bounds, mask_packing, spec, (left, right))
-
-
-def _prepare_fake(
-    mask: torch.Tensor,
-    bounds: torch.Tensor,
-    mask_packing: MaskPacking,
-    layout: Any,
-    rows_q: int,
-    rows_k: int,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    left: int,
-    right: int,
-) -> list[torch.Tensor]:
-    spec = SequenceSpec(layout, bounds.shape[0], rows_q, rows_k, max_seqlen_q, max_seqlen_k)
-    queries, keys = sides_of(bounds, spec)
-    of_rows, of_columns = tiles(max_seqlen_k), tiles(max_seqlen_q)
-
-    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.empty((1, mask.shape[1], *shape), dtype=dtype, device=mask.device)
-
-    return [
-        empty(queries.rows, of_rows * TILE_WORDS),
-        empty(queries.tiles, of_rows, dtype=torch.uint8),
-        empty(queries.tiles, 2 + of_rows),
-        empty(keys.tiles, 2 + of_columns),
-    ]
-
-
-prepare_sequences = define(
-    "prepare_sequence_mask",
-    "(Tensor mask, Tensor bounds, str mask_packing, str layout, SymInt rows_q, SymInt rows_k, SymInt max_seqlen_q, "
-    "SymInt max_seqlen_k, int left, int right) -> Tensor[]",
-    _prepare,
-    _prepare_fake,
-)

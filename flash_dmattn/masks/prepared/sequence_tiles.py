@@ -10,9 +10,9 @@ import torch
 from ...problem import MaskView, SequenceSpec, causal_window, check_flag, check_scores, check_window, packing_of
 from ...sequences.layout import Sequences
 from ..arguments import bool_mask, integer, values_can_be_read
-from ..broadcast import collapse
 from ..saved import restore_sequence_tiles
-from .sequence_packing import MaskPacking, prepare_sequences, unpack_sequences
+from .sequence_operator import pack_beside
+from .sequence_packing import MaskPacking, unpack_sequences
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -207,12 +207,5 @@ def _pack(
     window_size: tuple[int, int] | None,
 ) -> SequenceTileMask:
     is_causal, window_size = check_flag("is_causal", is_causal), check_window(window_size)
-    # Collapsed before the operator, so that sizes alone decide what it returns: compilers change strides.
-    tensors = prepare_sequences(
-        collapse(mask),
-        bounds,
-        mask_packing,
-        *(spec.layout, spec.rows_q, spec.rows_k, spec.max_seqlen_q, spec.max_seqlen_k),
-        *causal_window(is_causal, window_size),
-    )
+    tensors = pack_beside(mask, bounds, mask_packing, spec, causal_window(is_causal, window_size))
     return SequenceTileMask(sequences, spec, is_causal, window_size, *tensors)

@@ -1,0 +1,168 @@
+"""Masks beside sequences drawn at random, to be packed by kernels and by PyTorch, which have to agree in every bit.
+
+Bounds are written by hand, as `sequence_views.py` has them: any two sequences may have a gap between them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from cases import DEVICE
+from torch import Tensor
+
+from flash_dmattn.masks.broadcast import collapse
+from flash_dmattn.masks.prepared.sequence_packing import MaskPacking, pack_sequences
+from flash_dmattn.problem import Layout, SequenceSpec
+
+# Around the edges of words and of tiles.
+LENGTHS = (0, 1, 31, 32, 33, 127, 128, 129, 300)
+LAYOUTS: tuple[Layout, ...] = ("packed", "packed", "packed", "padded", "paged", "paged_packed")
+WINDOWS = ((-1, -1), (-1, -1), (-1, 0), (-1, 0), (3, 0), (40, 9), (0, 0), (-1, 130), (200, -1), (2**62, 0), (5, 2**40))
+NAMES = ("bits", "classes", "row_lists", "col_lists")
+MARGIN = 2048
+
+
+class PackCall(NamedTuple):
+    """The arguments of `pack_sequences`; `given` are the bytes of the mask, any but 0 for True."""
+
+    given: Tensor
+    bounds: Tensor
+    mask_packing: MaskPacking
+    spec: SequenceSpec
+    window: tuple[int, int]
+    told: str
+
+    def packed_by(self, pack: Callable[..., list[Tensor]]) -> list[Tensor]:
+        return pack(self.given.view(torch.bool), *self[1:5])
+
+    def wanted(self) -> list[Tensor]:
+        """By PyTorch, which takes bools of 0 and 1."""
+        return pack_sequences(self.given != 0, *self[1:5])
+
+
+def draw(number: int) -> PackCall:
+    """The call of a number."""
+    rng, generator = random.Random(f"pack {number}"), torch.Generator().manual_seed(number)
+    layout = rng.choice(LAYOUTS)
+    packs_q, packs_k = layout in ("packed", "paged_packed"), layout == "packed"
+    count = rng.choice((0, 1, 1, 2, 3, 3, 7, 7, 40, 300) if number % 10 == 0 else (1, 2, 3, 3, 7))
+    lengths = LENGTHS if count < 40 else (0, 1, 5, 32)
+
+    def side(is_packed: bool) -> tuple[list[int], list[int], int]:
+        """Firsts, lengths, and rows of the tensor."""
+        used = [rng.choice(lengths) for _ in range(count)]
+        if not is_packed:
+            return [0] * count, used, max(used, default=0) + rng.choice((0, 0, 5))
+        gaps = rng.choice(((0,), (0, 0, 1, 50, 129)))
+        at, firsts = rng.choice((0, 0, 3, 127, 128, 300)), []
+        for n in used:
+            firsts.append(at)
+            at += n + rng.choice(gaps)
+        return firsts, used, at + rng.choice((0, 0, 9, 140))
+
+    (first_q, len_q, rows_q), (first_k, len_k, rows_k) = side(packs_q), side(packs_k)
+    max_q = max(len_q, default=0) + rng.choice((0, 3, 130)) if packs_q else rows_q
+    max_k = max(len_k, default=0) + rng.choice((0, 3, 130)) if packs_k else rows_k
+    if rng.random() < 0.6:  # rows that loads of several bytes may read
+        width = rng.choice((4, 16, 16))
+        max_k = -(-max_k // width) * width
+        rows_k = rows_k if packs_k else max_k
+    rows = list(zip(first_q, len_q, first_k, len_k, strict=True))
+    bounds = torch.tensor(rows, dtype=torch.int32).view(-1, 4)
+    spec = SequenceSpec(layout, count, rows_q, rows_k, max_q, max_k)
+
+    packings: list[MaskPacking] = ["none", "none", "ragged", "tree"]
+    packings += packs_q * ["queries"] * 5 + packs_k * ["keys"] * 2  # type: ignore[assignment]
+    packing, heads = rng.choice(packings), rng.choice((1, 1, 2, 3)) if count < 40 else 1
+    entries, i, j = rng.choice((1, max(count, 1))), rng.choice((1, max_q, max_q)), rng.choice((1, max_k, max_k))
+    shape = (entries, heads, i, j)
+    if packing == "queries":
+        shape = (1, heads, rng.choice((1, rows_q, rows_q)), j)
+    elif packing == "keys":
+        shape = (1, heads, 1, rows_k)
+    elif packing == "ragged":
+        pairs = sum(n * m for _, n, _, m in rows)
+        shape = (1, heads, 1, max(pairs - rng.choice((0, 0, 0, 40)), rng.choice((0, 1))))  # some may be missing
+    elif packing == "tree":
+        heads = 1
+        shape = (entries, 1, max_q, max_q)
+    mask = torch.rand(shape, generator=generator) < rng.choice((0.5, 0.05, 1.0))
+    for allowed in (True, False):
+        row, key = (rng.randrange(300) for _ in range(2))
+        mask[..., row : row + 260, key : key + 260] = allowed
+    laid, how = laid_out(mask, rng)
+    window = rng.choice(WINDOWS)
+    told = f"draw({number}): {packing} {tuple(shape)} {how}, {spec}, window {window}"
+    return PackCall(laid.to(DEVICE) if DEVICE == "cpu" else laid, bounds.to(DEVICE), packing, spec, window, told)
+
+
+def laid_out(mask: Tensor, rng: random.Random) -> tuple[Tensor, str]:
+    """The same bools as bytes in other strides, inside of an allocation of bytes that are True, collapsed."""
+    how = rng.choice(("contiguous", "contiguous", "shifted", "odd rows", "wide rows", "transposed", "thirds", "expanded"))
+    mask = mask.to(DEVICE)
+    given = mask.to(torch.uint8) * rng.choice((1, 1, 2, 128, 255))
+    if mask.numel() == 0:
+        return given, "empty"
+    entries, heads, rows, keys = mask.shape
+    if how in ("shifted", "odd rows", "wide rows"):
+        width = keys + {"shifted": 0, "odd rows": 1, "wide rows": 16 + -keys % 16}[how]
+        start = rng.choice((1, 4, 16)) if how == "shifted" else 16
+        storage = torch.ones(start + entries * heads * rows * width + 64, dtype=torch.uint8, device=mask.device)
+        inside = storage[start : start + entries * heads * rows * width].view(entries, heads, rows, width)[..., :keys]
+        given = inside.copy_(given)
+    elif how == "transposed":
+        given = given.mT.contiguous().mT
+    elif how == "thirds":
+        given = given.repeat_interleave(3, dim=3)[..., ::3]
+    elif how == "expanded":
+        dim = rng.randrange(4)
+        given = given.narrow(dim, 0, 1).expand(given.shape)
+    given = collapse(given)
+    # A dim of size 1 may have any stride.
+    strides = [rng.choice((s, 7, 10**12 + 1)) if n == 1 else s for n, s in zip(given.shape, given.stride(), strict=True)]
+    return given.as_strided(given.shape, strides), how
+
+
+def assert_same(call: PackCall, pack: Callable[..., list[Tensor]]) -> None:
+    """All tensors have every bit of PyTorch's; every place is written, and none beside them."""
+    wanted, made, empty = call.wanted(), [], torch.empty
+
+    def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        size = torch.Size(shape).numel()
+        whole = torch.full((size + 2 * MARGIN,), 77, dtype=dtype, device=device)
+        made.append((whole, size))
+        return whole[MARGIN : MARGIN + size].view(shape)
+
+    assert pack.__module__.endswith("sequence_pack")
+    with mock.patch.object(torch, "empty", guarded if call.spec.number and call.given.numel() else empty):
+        found = call.packed_by(pack)
+    for name, x, y in zip(NAMES, found, wanted, strict=True):
+        assert x.dtype == y.dtype and x.shape == y.shape and x.is_contiguous(), f"{name}: {x.shape}, not {y.shape}"
+        assert torch.equal(x, y), f"{name} differs in {int((x != y).sum())} of {x.numel()} places"
+    for whole, size in made:
+        assert bool((whole[:MARGIN] == 77).all() and (whole[MARGIN + size :] == 77).all()), "written beside a tensor"
+
+
+def outcomes(numbers: Any) -> Iterator[str | None]:
+    """What came of each call on the kernels: None, or why it failed."""
+    from flash_dmattn.triton_kernels import mask_pack, sequence_pack
+
+    strips = tuple(mask_pack.STRIP.items())
+    for number in numbers:
+        call = draw(number)
+        # Several strips and several steps of a list, which masks this small would have one of.
+        small = random.Random(number).random() < 0.5 and DEVICE == "cpu"
+        given = dict(strips) if not small else dict.fromkeys((16, 4, 1), (128, 4))
+        with (
+            mock.patch.object(sequence_pack, "STRIP", given),
+            mock.patch.object(sequence_pack, "LIST_BLOCK", 2 if small else mask_pack.LIST_BLOCK),
+        ):
+            try:
+                assert_same(call, sequence_pack.pack_sequences)
+                yield None
+            except Exception as failure:  # the other calls still count
+                yield f"{call.told}\n  {type(failure).__name__}: {failure}"[:2000]
