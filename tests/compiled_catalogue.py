@@ -8,7 +8,16 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from compiled_triton import Job, Kernel, SequenceVariant, Variant, append_jobs, jobs_of, packing_jobs
+from compiled_triton import (
+    Job,
+    Kernel,
+    SequenceVariant,
+    Variant,
+    append_jobs,
+    jobs_of,
+    packing_jobs,
+    sequence_packing_jobs,
+)
 from compiled_variants import SEQUENCE_VARIANTS, VARIANTS
 
 from flash_dmattn.triton_kernels.gpus import GPUS, shared_bytes
@@ -66,6 +75,7 @@ def catalogue(
     entries: dict[str, Entry] = {}
     for arch in archs:
         found = [Entry("-", "packing", 0, job) for job in packing_jobs(arch)]
+        found += [Entry("-", f"{SEQUENCES}packing", 0, job) for job in sequence_packing_jobs(arch)]
         found += [Entry("-", "append", 0, job) for job in append_jobs(arch)]
         for dtype in dtypes:
             for name, given in VARIANTS.items():

@@ -23,9 +23,10 @@ from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flash_dmattn.masks.prepared.packing import TILE, tiles
-from flash_dmattn.problem import Flags, Layout, MaskForm, MaskView, NeedsGrad, Packing, SequenceView
+from flash_dmattn.masks.prepared.sequence_packing import MaskPacking
+from flash_dmattn.problem import Flags, Layout, MaskForm, MaskView, NeedsGrad, Packing, SequenceSpec, SequenceView
 from flash_dmattn.sequences.cache_writes import CacheWrite
-from flash_dmattn.triton_kernels import append, key_pack, mask_pack, plan_sequences
+from flash_dmattn.triton_kernels import append, key_pack, mask_pack, plan_sequences, sequence_pack
 from flash_dmattn.triton_kernels.kernel_launch import Launch
 from flash_dmattn.triton_kernels.launch import backward_plan, forward_plan
 from flash_dmattn.triton_kernels.plan import Call
@@ -305,6 +306,40 @@ def packing_jobs(arch: str) -> Iterator[Job]:
             scores = torch.empty(2, 4, 1, 2048, dtype=dtype, device="meta")
             key_pack.score_keys(scores, None)
             key_pack.score_keys(scores, torch.empty(2, 1, 1, 2048, dtype=torch.bool, device="meta"))
+    yield from found
+
+
+# The masks beside sequences that are packed in the catalogue, by what decides a kernel; rows of 16, 4 and 1 bytes.
+PACKED_SEQUENCES: tuple[tuple[Layout, MaskPacking, tuple[int, ...], tuple[int, int]], ...] = (
+    *(
+        ("packed", "queries", (1, 4, 16384, most), window)
+        for most in (2048, 2044, 2047)
+        for window in ((-1, 0), (-1, -1))
+    ),
+    *(("padded", "none", (8, 4, 2048, 2048), window) for window in ((-1, 0), (-1, -1))),
+    ("paged", "none", (8, 1, 2048, 2047), (-1, 0)),
+    ("packed", "keys", (1, 4, 1, 16384), (-1, 0)),
+    ("packed", "queries", (1, 4, 16384, 48), (-1, -1)),  # one tile of keys
+    *((layout, "ragged", (1, 1, 1, 2**24), (-1, -1)) for layout in ("packed", "padded")),
+    *((layout, "tree", (8, 1, 64, 64), window) for layout, window in (("packed", (-1, -1)), ("padded", (64, -1)))),
+)  # type: ignore[assignment]
+
+
+def sequence_packing_jobs(arch: str) -> Iterator[Job]:
+    """The kernels that pack masks beside sequences."""
+    found: list[Job] = []
+
+    def record(launch: Launch, *tensors: Tensor | None) -> None:
+        found.append(job_of(launch, tensors, arch))
+
+    with mock.patch.object(Launch, "__call__", record):
+        for layout, packing, shape, window in PACKED_SEQUENCES:
+            packs_q, packs_k = layout in ("packed", "paged_packed"), layout == "packed"
+            most_q, most_k = 64 if packing == "tree" else 2048, shape[3] if packing in ("none", "queries") else 2048
+            rows = (16384 if packs_q else most_q, 16384 if packs_k else most_k)
+            mask = torch.empty(shape, dtype=torch.bool, device="meta")
+            bounds = torch.empty(8, 4, dtype=torch.int32, device="meta")
+            sequence_pack.pack_sequences(mask, bounds, packing, SequenceSpec(layout, 8, *rows, most_q, most_k), window)
     yield from found
 
 

@@ -102,7 +102,9 @@ def draw(number: int) -> PackCall:
 
 def laid_out(mask: Tensor, rng: random.Random) -> tuple[Tensor, str]:
     """The same bools as bytes in other strides, inside of an allocation of bytes that are True, collapsed."""
-    how = rng.choice(("contiguous", "contiguous", "shifted", "odd rows", "wide rows", "transposed", "thirds", "expanded"))
+    how = rng.choice(
+        ("contiguous", "contiguous", "shifted", "odd rows", "wide rows", "transposed", "thirds", "expanded")
+    )
     mask = mask.to(DEVICE)
     given = mask.to(torch.uint8) * rng.choice((1, 1, 2, 128, 255))
     if mask.numel() == 0:
@@ -123,7 +125,9 @@ def laid_out(mask: Tensor, rng: random.Random) -> tuple[Tensor, str]:
         given = given.narrow(dim, 0, 1).expand(given.shape)
     given = collapse(given)
     # A dim of size 1 may have any stride.
-    strides = [rng.choice((s, 7, 10**12 + 1)) if n == 1 else s for n, s in zip(given.shape, given.stride(), strict=True)]
+    strides = [
+        rng.choice((s, 7, 10**12 + 1)) if n == 1 else s for n, s in zip(given.shape, given.stride(), strict=True)
+    ]
     return given.as_strided(given.shape, strides), how
 
 
