@@ -30,6 +30,10 @@ PACK = "flash_dmattn/masks/prepared/sequence_packing.py"
 _TILES = "tests/test_sequence_tiles.py::test_"
 PACKED_TILES = tuple(f"{_TILES}tensors_against_a_loop[{chunk}]" for chunk in (1 << 24, 5000))
 INTERPRETED_TILES = ("tests/test_triton_sequences.py::test_in_the_interpreter[made]",)
+PACK_KERNEL, WALK = "triton_kernels/sequence_pack.py", "flash_dmattn/backends/sequence_walk.py"
+_PACKS = "tests/test_sequence_pack.py::test_"
+PACKED_BY_KERNEL = (f"{_PACKS}random_masks[0]",)
+PACKED_BY_CALL = (f"{_PACKS}which_masks_are_packed_by_the_call",)
 LAYER, _LAYER = "flash_dmattn/nn/layer_sequences.py", "tests/test_nn_sequences.py::test_"
 PACKED_LAYER = (f"{_LAYER}packed_sequences_are_each_alone[plain]",)
 
@@ -344,6 +348,118 @@ FAULTS: tuple[Fault, ...] = (
         "(pairs.cumsum(0) - pairs)[own]",
         "pairs.cumsum(0)[own]",
         (f"{_TILES}ragged_masks",),
+    ),
+    Fault(
+        "packing: rows that are missing make a tile partial",
+        PACK_KERNEL,
+        "all_bits = ((bits == 0xFFFFFFFF) | (rows >= seqlen_q)[:, None])",
+        "all_bits = (bits == 0xFFFFFFFF)",
+        PACKED_BY_KERNEL,
+    ),
+    Fault(
+        "packing: a band is aligned to the first key",
+        PACK_KERNEL,
+        "high = seqlen_k - seqlen_q + right",
+        "high = right",
+        PACKED_BY_KERNEL,
+    ),
+    Fault(
+        "packing: rows behind a sequence are left as they were",
+        PACK_KERNEL,
+        "(at_rows < behind_q)",
+        "(at_rows < first_q + seqlen_q)",
+        PACKED_BY_KERNEL,
+    ),
+    Fault(
+        "packing: rows before the first sequence are left as they were",
+        PACK_KERNEL,
+        "(at_rows >= 0) & ",
+        "(rows >= 0) & ",
+        PACKED_BY_KERNEL,
+    ),
+    Fault(
+        "packing: keys behind a sequence have bits",
+        PACK_KERNEL,
+        "bits &= ones_below(seqlen_k - words * 32)[None, :]",
+        "bits &= ones_below(seqlen_k + 15 - words * 32)[None, :]",
+        PACKED_BY_KERNEL,
+    ),
+    Fault(
+        "packing: a column lists the tiles of the next sequence",
+        PACK_KERNEL,
+        "existing = tl.where(has_keys, tl.cdiv(seqlen_q, TILE), 0)",
+        "existing = tl.where(has_keys, most_rows, 0)",
+        PACKED_BY_KERNEL,
+    ),
+    Fault(
+        "packing: pairs begin with those of the first sequence",
+        PACK_KERNEL,
+        "first_pair = tl.load(pairs_ptr + own)",
+        "first_pair = tl.load(pairs_ptr)",
+        PACKED_BY_KERNEL,
+    ),
+    Fault(
+        "packing: earlier keys are not seen by a tree",
+        PACK_KERNEL,
+        "(token >= 0)[None, :, :], other=1)",
+        "(token >= 0)[None, :, :], other=0)",
+        PACKED_BY_KERNEL,
+    ),
+    Fault(
+        "packing: keys begin with those of the first sequence",
+        PACK_KERNEL,
+        'of_first_k = of_key if mask_packing == "keys" else 0',
+        "of_first_k = 0",
+        PACKED_BY_KERNEL,
+    ),
+    Fault(
+        "packing: a dim of size 1 is walked by its stride",
+        PACK_KERNEL,
+        "stride // unit if size > 1 else 0 for",
+        "stride // unit if size > 0 else 0 for",
+        PACKED_BY_KERNEL,
+    ),
+    Fault(
+        "packing: rows of masks lie within 2 GB",
+        PACK_KERNEL,
+        "start = own.to(tl.int64) * stride_own + head * stride_h",
+        "start = own.to(tl.int64) * stride_own + (head * stride_h).to(tl.int32)",
+        (f"{_PACKS}offsets_beyond_int32",),
+    ),
+    Fault(
+        "a mask with one value for all keys is packed by the call",
+        WALK,
+        "if shares_queries or shares_keys or",
+        "if shares_queries or",
+        PACKED_BY_CALL,
+    ),
+    Fault(
+        "one tile of keys is packed by the call",
+        WALK,
+        "p.seqlen_k > FEW_KEYS",
+        "p.seqlen_k >= FEW_KEYS",
+        PACKED_BY_CALL,
+    ),
+    Fault(
+        "tiles are made for a pass that reads none",
+        "flash_dmattn/dispatch/mask_view.py",
+        "if sequences is None or not reads_it or not walks_tiles(problem):",
+        "if sequences is None or not walks_tiles(problem):",
+        PACKED_BY_CALL,
+    ),
+    Fault(
+        "the switch of packing by calls has no effect",
+        WALK,
+        "if not PREPARES or p.mask is None",
+        "if p.mask is None",
+        (f"{_PACKS}calls_in_graphs_under_transforms_and_switched_off[off-1]",),
+    ),
+    Fault(
+        "masks beside sequences are packed by Triton on GPUs of AMD",
+        "flash_dmattn/dispatch/packers.py",
+        'if family == "sm_" else',
+        "if family else",
+        (f"{_PACKS}who_packs",),
     ),
     Fault(
         "a mask of other sequences is taken",

@@ -73,7 +73,7 @@ def prepare_mask(
 
     Beside `sequences` the mask has the shapes that `attention` takes there: by position, packed rows or packed keys.
     The band is that of each sequence. The result, a `SequenceTileMask` of max_seqlen_k / 8 bytes for each query and
-    head, is for calls with the same `Sequences` object, and is made by PyTorch on every device.
+    head, is for calls with the same `Sequences` object. Triton makes it on GPUs of NVIDIA, elsewhere PyTorch.
 
     Args:
         mask: bool tensor of 2 dims or more, read from the right as (*batch, Hm, Lq or 1, Lk or 1), any strides. Hm may
