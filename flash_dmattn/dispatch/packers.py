@@ -38,7 +38,8 @@ def find_packer(tensor: torch.Tensor) -> Packer | None:
 def _triton_packer() -> Packer | None:
     of_masks = triton_module("flash_dmattn.triton_kernels.mask_pack")
     of_keys = triton_module("flash_dmattn.triton_kernels.key_pack")
-    if of_masks is None or of_keys is None:
+    of_intervals = triton_module("flash_dmattn.triton_kernels.interval_pack")
+    if of_masks is None or of_keys is None or of_intervals is None:
         return None
 
     def pack_tiles(mask: torch.Tensor, band: Band | None) -> list[torch.Tensor]:
@@ -51,6 +52,7 @@ def _triton_packer() -> Packer | None:
         key_set=of_keys.key_set,
         score_keys=of_keys.score_keys,
         key_intervals=of_keys.key_intervals,
+        mask_intervals=of_intervals.mask_intervals,
         interval_tiles=of_keys.interval_tiles,
     )
 
