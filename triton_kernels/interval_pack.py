@@ -23,7 +23,7 @@ from .kernel_launch import launch
 from .mask_pack import _ones_below, vector_bytes
 
 # Keys of a strip, and warps, by the bytes of a load. Each warp takes 32 rows; 8 loads of 16 bytes are in flight.
-STRIP = {16: (512, 8), 4: (256, 8), 1: (128, 8)}
+STRIP = {16: (512, 8), 4: (256, 8), 1: (64, 8)}
 WORD = 32
 # Keys of a program that looks at the sums.
 SUMS_BLOCK, SUMS_NUM_WARPS = 1024, 4
@@ -47,7 +47,7 @@ def _eight_rows(
         return tl.sum(sees.to(tl.uint32) << shifts, axis=0)
     quads = tl.arange(0, BLOCK_K // 4)
     # One predicate for all bytes of a load, and seen to be; stride_q counts loads.
-    inside = first_key + quads * 4 // VEC * VEC < seqlen_k
+    inside = first_key + quads // (VEC // 4) * VEC < seqlen_k
     four = tl.load(
         mask_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         + starts * (VEC // 4)
