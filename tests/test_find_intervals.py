@@ -218,7 +218,11 @@ def test_it_waits_once_and_only_if_it_is_asked_to() -> None:
         assert len(copies) + len(reads.numbers) == number
     with Reads() as reads:
         prepare_mask(mask, reorder=True)
+        prepare_topk(torch.randn(300), 5, is_causal=True, reorder=True)
     assert not reads.numbers
+    with Reads() as reads:
+        prepare_topk(torch.randn(300), 5, is_causal=True, compact=True)
+    assert reads.numbers == ["torch.int64"]
 
 
 def test_errors() -> None:

@@ -45,7 +45,9 @@ class Ordered:
             classes = interval_classes(walk.bounds, q.shape[1])
         self.mask = MaskView("tiles", (words, classes, walk.row_lists, walk.col_lists))
         self.k, self.v, self.bias, self.flags = k, v, bias, flags
-        self._given_bias, self._bias_repeat, self._rows, self._seqlen_k = bias, flags.bias_repeat, None, k.shape[1]
+        self._given_bias, self._bias_repeat, self._seqlen_k = bias, flags.bias_repeat, k.shape[1]
+        self._rows: Tensor | None = None
+        self._bias_order: Tensor | None = None
         if walk.order is None:
             return
         batch, seqlen_k, heads, _ = k.shape
@@ -63,14 +65,18 @@ class Ordered:
             .transpose(1, 2)[..., None]
         )
         self.k, self.v = (x.reshape(-1, x.shape[3])[self._rows].masked_fill_(dead, 0) for x in (k, v))
-        if bias is not None and bias_class(bias.shape, bias.stride()) == "key":
+        # One value that was expanded over keys may have a gradient for each.
+        if bias is not None and "key" in (
+            bias_class(bias.shape, bias.stride()),
+            needs_dbias and bias_class(bias.shape),
+        ):
             if orders.shape[0] > 1 and bias.shape[0] not in (1, batch):
                 bias = formula.spread_entries(bias, batch, flags.bias_repeat)
                 self.flags = flags._replace(bias_repeat=1)
             self._bias_order = self._order_of_bias(bias, orders, q.shape[2])
             values = bias[:, :, :1].float().expand(*self._bias_order.shape[:2], 1, seqlen_k)
             self.bias = values.gather(3, self._bias_order[:, :, None])
-        elif bias is not None:
+        elif bias is not None and bias.shape[3] > places:
             self.bias = bias[..., :places]  # one value for all keys
 
     @staticmethod
@@ -94,7 +100,7 @@ class Ordered:
     def bias_by_key(self, gradient: Tensor | None) -> Tensor | None:
         """The gradient of the bias in the order of keys, in the shape and dtype of the one that was given."""
         given = self._given_bias
-        if gradient is None or given is None or self.bias is given:
+        if gradient is None or given is None or self._bias_order is None:
             return gradient
         allocate = gradient.new_empty if gradient.shape[3] == self._seqlen_k else gradient.new_zeros
         ordered = allocate((*gradient.shape[:3], self._seqlen_k))
