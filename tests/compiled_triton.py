@@ -26,7 +26,7 @@ from flash_dmattn.masks.prepared.packing import TILE, tiles
 from flash_dmattn.masks.prepared.sequence_packing import MaskPacking
 from flash_dmattn.problem import Flags, Layout, MaskForm, MaskView, NeedsGrad, Packing, SequenceSpec, SequenceView
 from flash_dmattn.sequences.cache_writes import CacheWrite
-from flash_dmattn.triton_kernels import append, key_pack, mask_pack, plan_sequences, sequence_pack
+from flash_dmattn.triton_kernels import append, interval_pack, key_pack, mask_pack, plan_sequences, sequence_pack
 from flash_dmattn.triton_kernels.kernel_launch import Launch
 from flash_dmattn.triton_kernels.launch import backward_plan, forward_plan
 from flash_dmattn.triton_kernels.plan import Call
@@ -297,6 +297,7 @@ def packing_jobs(arch: str) -> Iterator[Job]:
             mask = torch.empty(2, 4, 2048, seqlen_k, dtype=torch.bool, device="meta")
             for band in (None, (-1, 0)):
                 mask_pack.pack_mask(mask, band)
+                interval_pack.mask_intervals(mask, band)
             key_pack.key_set(mask[:, :, :1])
             for reorder in (False, True):
                 key_pack.interval_tiles(*key_pack.key_intervals(mask[:, :, :1], 2048, (-2048, 0), reorder), 2048)

@@ -33,6 +33,7 @@ from torch import Tensor  # noqa: E402
 
 import flash_dmattn  # noqa: E402
 from flash_dmattn.masks import IntervalMask, prepare_intervals, prepare_mask, prepare_topk  # noqa: E402
+from flash_dmattn.masks.prepared.compact_order import compact_order  # noqa: E402
 from flash_dmattn.masks.prepared.operator import FEW_QUERIES  # noqa: E402
 
 
@@ -158,6 +159,16 @@ def draw_mask(rng: random.Random, place: Place, case: Case, number: int) -> Inte
     return prepare_intervals([0], stop, seqlen_q, window_size=window, is_causal=rng.random() < 0.3, reorder=reorder)
 
 
+def compacted(mask: IntervalMask) -> IntervalMask:
+    """The mask with as few places as its live keys need, in whole tiles, where that is fewer than it has."""
+    live = int((mask.start < mask.stop).sum(-1).max()) if mask.start.numel() else 0
+    places = max(1, -(-live // 128)) * 128
+    if not mask.is_reordered or places >= mask.seqlen_k:
+        return mask
+    order, bounds, row_lists, col_lists = compact_order(mask.start, mask.stop, mask.order, mask.seqlen_q, places)
+    return replace(mask, order=order, bounds=bounds, row_lists=row_lists, col_lists=col_lists)
+
+
 def with_dead_keys_nan(case: Case, mask: IntervalMask, inputs: Inputs) -> Inputs:
     """The inputs with NaN in the keys that no query sees, where k and v follow the mask's order."""
     per_score = case.bias is not None and case.bias[2:] == ("Lq", "Lk") and case.seqlen_q > 1 and case.seqlen_k > 1
@@ -183,6 +194,8 @@ def failure_of(place: Place, number: int) -> str | None:
     rng = random.Random(number)
     case = draw_case(rng, place, number)
     mask = draw_mask(rng, place, case, number)
+    if random.Random(f"places {number}").random() < 0.5:
+        mask = compacted(mask)
     place.prepare(rng, number)
     deterministic = rng.random() < 0.4
     inputs = replace(case.build(place.device), mask=mask.unpacked().to(place.device))
@@ -200,7 +213,8 @@ def failure_of(place: Place, number: int) -> str | None:
         raise
     except Exception as failure:  # the other calls still count
         said = f"{type(failure).__name__}: {failure}"
-        return f"number {number}: {mask}, reordered {mask.is_reordered}, deterministic {deterministic}\n{said}"[:2000]
+        kind = f"{mask.num_places} places, reordered {mask.is_reordered}, deterministic {deterministic}"
+        return f"number {number}: {mask}, {kind}\n{said}"[:2000]
     return None
 
 

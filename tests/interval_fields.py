@@ -18,19 +18,23 @@ def check_fields(mask: IntervalMask) -> None:
     live = mask.start < mask.stop
     assert bool(((mask.start >= 0) & (mask.stop <= seqlen_q)).all())
     assert not mask.start[~live].any() and not mask.stop[~live].any()
-    assert mask.order.shape in ((batch, heads, seqlen_k), (batch, heads, 0))
+    places = mask.num_places
+    assert mask.order.shape == (batch, heads, places if mask.is_reordered else 0)
     if mask.is_reordered:
-        assert torch.equal(mask.order.sort(-1).values, torch.arange(seqlen_k, dtype=torch.int32).expand_as(mask.start))
+        assert places == seqlen_k or (places % 128 == 0 and places < seqlen_k)
+        keys = mask.order.sort(-1).values  # distinct
+        assert bool((keys.diff(dim=-1) > 0).all() and (keys >= 0).all() and (keys < seqlen_k).all())
         placed = live.gather(2, mask.order.long())
         assert torch.equal(placed, placed.sort(-1, descending=True).values)
+        assert torch.equal(placed.sum(-1), live.sum(-1))
     dense = mask.dense()
     if mask.is_reordered:
-        dense = dense.gather(3, mask.order.long()[:, :, None].expand_as(dense))
+        dense = dense.gather(3, mask.order.long()[:, :, None].expand(-1, -1, seqlen_q, -1))
     # What a dense mask of places is packed to.
     row_lists, col_lists = packing.list_tiles(packing.pack_mask(dense, None)[1])
     assert torch.equal(mask.row_lists, row_lists) and torch.equal(mask.col_lists, col_lists)
     start, stop = mask.bounds[:, :, None].unbind(-1)
     rows = torch.arange(seqlen_q)[:, None]
     allowed = (rows >= start) & (rows < stop)
-    assert torch.equal(allowed[..., :seqlen_k], dense) and not allowed[..., seqlen_k:].any()
-    assert mask.bounds.shape == (batch, heads, -(-seqlen_k // 128) * 128, 2)
+    assert torch.equal(allowed[..., :places], dense) and not allowed[..., places:].any()
+    assert mask.bounds.shape == (batch, heads, -(-places // 128) * 128, 2)

@@ -140,7 +140,7 @@ class Operators:
 def gather_keys(k: Tensor, v: Tensor, order: Tensor, bounds: Tensor) -> tuple[Tensor, ...]:
     """`cuda_gather_keys`: zeros for dead keys."""
     each = order.long().expand(k.shape[0], k.shape[2], -1).mT[..., None]
-    start, stop = bounds[:, :, : k.shape[1]].unbind(-1)
+    start, stop = bounds[:, :, : order.shape[2]].unbind(-1)
     dead = (start >= stop).expand(k.shape[0], k.shape[2], -1).mT[..., None]
     return tuple(x.gather(1, each.expand(-1, -1, -1, x.shape[3])).masked_fill(dead, 0.0) for x in (k, v))
 
@@ -346,6 +346,27 @@ def test_an_interval_mask_is_read_in_its_order(
     check(case, replace(case.build("cpu"), mask=prepared.unpacked()), prepared.view)
     per_score = bias is not None and bias[2:] == ("Lq", "Lk")
     assert (operators.calls[0]["order"] is None) == per_score
+
+
+@pytest.mark.parametrize("bias", BIASES, ids=str)
+@pytest.mark.parametrize("heads", ((1, 1), (2, 1), (1, 2), (2, 2)), ids=str)
+@pytest.mark.parametrize("deterministic", (False, True))
+def test_an_order_of_few_places(
+    bias: tuple[str, ...] | None, heads: tuple[int, int], deterministic: bool, operators: Operators
+) -> None:
+    """Kernels see as many keys as there are places; other keys get zeros."""
+    case = BASE.with_(bias=bias)
+    generator = torch.Generator().manual_seed(1)
+    scores = torch.randn(*heads, 1, case.seqlen_k, generator=generator)
+    keys = torch.rand(*heads, 1, case.seqlen_k, generator=generator) < 0.3
+    prepared = prepare_topk(scores, 20, is_causal=True, mask=keys, seqlen_q=case.seqlen_q, compact=True)
+    assert prepared.num_places == 128
+    check(case, replace(case.build("cpu"), mask=prepared.unpacked()), prepared.view, deterministic=deterministic)
+    call = operators.calls[0]
+    assert (call["order"] is None) == (bias is not None and bias[2:] == ("Lq", "Lk"))
+    if call["order"] is not None:
+        assert call["order"].shape == prepared.order.shape and call["dk"].shape[1] == call["dv"].shape[1] == 128
+        assert torch.equal(call["order"], torch.arange(128, dtype=torch.int32).expand_as(prepared.order))
 
 
 def test_a_mask_for_each_head_of_a_group_keeps_keys_in_their_own_order(operators: Operators) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import pickle
 import random
 import re
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_dmattn import masks
 from flash_dmattn.masks import IntervalMask, prepare_intervals, prepare_topk, topk_mask
+from flash_dmattn.masks.prepared.compact_order import places_for
 from flash_dmattn.masks.prepared.interval_order import hilbert_codes, key_order, reorder_pays
 from flash_dmattn.masks.topk_stops import topk_stops
 
@@ -275,6 +277,68 @@ def test_top_k_reorders_where_it_pays_unless_it_is_told() -> None:
     assert not prepare_intervals([0] * 9, [9] * 9, 9).is_reordered
 
 
+# Places for live keys alone
+
+
+def test_how_many_places() -> None:
+    assert [places_for(live, 16384) for live in (0, 1, 256, 257, 8192, 8193, 16384)] == [
+        256,
+        256,
+        256,
+        512,
+        8192,
+        16384,
+        16384,
+    ]
+    assert places_for(8000, 2**20) == 16384 and places_for(130, 1000) == 256 and places_for(1, 255) == 255
+    assert [places_for(0, n) for n in (0, 1, 256)] == [0, 1, 128]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("seqlen_q", [1, 128, 700])
+def test_places_of_live_keys(seqlen_q: int, is_causal: bool) -> None:
+    """Of two batch entries and heads with live keys of their own, of which the greatest number counts."""
+    generator = torch.Generator().manual_seed(seqlen_q)
+    scores = torch.randn(2, 2, 1, 700, generator=generator)
+    mask = torch.rand(2, 2, 1, 700, generator=generator) < torch.tensor([[0.1, 0.3], [0.02, 0.0]])[:, :, None, None]
+    given: dict[str, Any] = {"is_causal": is_causal, "mask": mask, "seqlen_q": seqlen_q}
+    whole, compact = (prepare_topk(scores, 90, reorder=True, compact=few, **given) for few in (False, True))
+    live = int((whole.start < whole.stop).sum(-1).max())
+    assert compact.num_places == -(-live // 128) * 128 <= 256 and whole.num_places == 700
+    check_fields(compact)
+    assert compact.is_reordered and torch.equal(compact.order, whole.order[:, :, : compact.num_places])
+    assert torch.equal(compact.start, whole.start) and torch.equal(compact.stop, whole.stop)
+    assert compact.stats() == whole.stats() and torch.equal(compact.dense(), whole.dense())
+    again = pickle.loads(pickle.dumps(compact))
+    assert all(torch.equal(x, y) for x, y in zip(again.tensors, compact.tensors, strict=True))
+    start, stop = whole.start, whole.stop
+    other = prepare_intervals(start, stop, seqlen_q, is_causal=is_causal, reorder=True, compact=True)
+    assert all(torch.equal(x, y) for x, y in zip(other.tensors, compact.tensors, strict=True))
+    # What is found in a dense mask has been counted already.
+    if seqlen_q > 1:
+        found = masks.prepare_mask(whole.dense(), is_causal=is_causal, find_intervals=True, reorder=True)
+        assert all(torch.equal(x, y) for x, y in zip(found.tensors, compact.tensors, strict=True))
+
+
+def test_no_places_are_left_out_where_most_keys_are_live() -> None:
+    scores = torch.arange(700.0)  # rising: each key is kept for a while
+    whole, compact = (prepare_topk(scores, 30, is_causal=True, reorder=True, compact=few) for few in (False, True))
+    assert all(torch.equal(x, y) for x, y in zip(whole.tensors, compact.tensors, strict=True))
+    for shape, seqlen_q in (((1, 2, 1, 0), 5), ((1, 2, 1, 500), 0), ((0, 2, 1, 500), 5)):
+        empty = prepare_topk(torch.zeros(shape), 3, is_causal=True, seqlen_q=seqlen_q, compact=True)
+        assert empty.dense().shape == (*shape[:2], seqlen_q, shape[3]) and empty.is_reordered
+        check_fields(empty)
+
+
+def test_lists_of_few_places_take_memory_by_live_keys() -> None:
+    """Of independent scores a seventh of the keys are live here, and the lists are a seventh too."""
+    scores = torch.randn(1, 1, 1, 16384, generator=torch.Generator().manual_seed(0))
+    whole, compact = (prepare_topk(scores, 512, is_causal=True, reorder=True, compact=few) for few in (False, True))
+    lists = [mask.row_lists.nbytes + mask.col_lists.nbytes for mask in (whole, compact)]
+    assert lists[0] == 2 * 4 * 128 * 130 and lists[1] == 4 * (128 * (2 + 18) + 18 * 130)
+    assert compact.num_places == 18 * 128
+
+
 # Statistics
 
 
@@ -444,6 +508,13 @@ def bad_calls() -> Iterator[tuple[Any, type[Exception], str]]:
     yield lambda: prepare_topk(row, 1, local=2), ValueError, "local is 2 and is_causal is False"
     yield lambda: prepare_topk(row, 1, is_causal=1), TypeError, "is_causal is 1; it needs to be True"  # type: ignore[arg-type]
     yield lambda: prepare_topk(row, 1, reorder=1), TypeError, "reorder is 1; it needs to be True or"  # type: ignore[arg-type]
+    yield (
+        lambda: prepare_topk(row, 1, reorder=False, compact=True),
+        ValueError,
+        "compact is True and reorder is False; only an order of keys has places to leave out.",
+    )
+    yield lambda: prepare_intervals([0], [1], 4, compact=True), ValueError, "compact is True and reorder is False"
+    yield lambda: prepare_topk(row, 1, compact=1), TypeError, "compact is 1; it needs to be True"  # type: ignore[arg-type]
     yield lambda: prepare_intervals([0.5], [1], 4), TypeError, "start has dtype torch.float32"  # type: ignore[list-item]
     yield lambda: prepare_intervals([0], torch.ones(4), 4), TypeError, "stop has dtype torch.float32"
     yield lambda: prepare_intervals(torch.tensor(0), [1], 4), ValueError, "start has shape () (0-D) and must be 1-D or"

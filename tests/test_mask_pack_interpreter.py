@@ -23,6 +23,7 @@ import torch
 
 from flash_dmattn.masks.prepared import packing
 from flash_dmattn.masks.prepared.key_intervals import key_intervals
+from flash_dmattn.masks.prepared.mask_intervals import mask_intervals
 from flash_dmattn.masks.prepared.packers import list_intervals
 from flash_dmattn.masks.topk import score_keys
 from flash_dmattn.problem import causal_window, make_band
@@ -145,6 +146,50 @@ def check_keys() -> None:
             equal(key_pack.interval_tiles(*arguments), list_intervals(*arguments), (seqlen_q, seqlen_k))
 
 
+def runs(*shape: int) -> torch.Tensor:
+    """A random mask of one run of queries for each key, or none."""
+    batch, heads, seqlen_q, seqlen_k = shape
+    start, stop = (torch.randint(-5, seqlen_q + 6, (batch, heads, 1, seqlen_k)) for _ in range(2))
+    rows = torch.arange(seqlen_q)[:, None]
+    return (rows >= start) & (rows < stop)
+
+
+def same_runs(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...], what: object) -> None:
+    """Starts and stops where every key has one run; of others, that some key has more."""
+    assert found[2].dtype == torch.bool and torch.equal(found[2], wanted[2]), what
+    assert all(x.shape == y.shape and x.dtype == y.dtype for x, y in zip(found, wanted, strict=True)), what
+    if wanted[2]:
+        equal(found, wanted, what)
+
+
+def check_runs() -> None:
+    """Runs that begin and end in any word, and faults of one row: one inside is missing, one far away is there."""
+    from flash_dmattn.triton_kernels import interval_pack
+
+    for shape in (*SHAPES, (1, 1, 520, 48), (2, 1, 300, 516)):
+        for is_causal, window_size in WINDOWS:
+            band = make_band(*shape[2:], causal_window(is_causal, window_size))
+            mask = runs(*shape)
+            same_runs(interval_pack.mask_intervals(mask, band), mask_intervals(mask, band), (shape, band))
+            mask ^= torch.rand(shape) < 1e-3
+            same_runs(interval_pack.mask_intervals(mask, band), mask_intervals(mask, band), (shape, band))
+    for begin, end in ((0, 600), (31, 33), (32, 64), (255, 257), (5, 6), (599, 600), (0, 1), (100, 490)):
+        mask = torch.zeros(1, 1, 600, 20, dtype=torch.bool)
+        mask[:, :, begin:end, 7] = True
+        found = interval_pack.mask_intervals(mask, None)
+        assert found[2] and (int(found[0][..., 7]), int(found[1][..., 7])) == (begin, end)
+        for row in (begin - 2, end + 1, begin - 40, end + 300, begin + 1):
+            if 0 <= row < 600 and not begin + 1 == row >= end - 1:
+                other = mask.clone()
+                other[:, :, row, 7] ^= True
+                assert not interval_pack.mask_intervals(other, None)[2], (begin, end, row)
+    for name, (_, mask) in layouts().items():
+        if all(size == 1 or stride for size, stride in zip(mask.shape, mask.stride(), strict=True)):
+            mask.copy_(runs(*mask.shape))
+        for band in (None, make_band(140, mask.size(3), (150, 0))):
+            same_runs(interval_pack.mask_intervals(mask, band), mask_intervals(mask, band), (name, band))
+
+
 def check_scores() -> None:
     """Integers in the order of scores, of every float dtype: zeros of both signs, NaN, infinities, what is left out."""
     from flash_dmattn.triton_kernels import key_pack
@@ -168,7 +213,7 @@ def check_scores() -> None:
 
 def check_bytes() -> None:
     """Every byte of a bool but 0 is True, as in PyTorch: `uint8.view(torch.bool)` has others than 1."""
-    from flash_dmattn.triton_kernels import key_pack, mask_pack
+    from flash_dmattn.triton_kernels import interval_pack, key_pack, mask_pack
 
     for vector, seqlen_k in ((16, 272), (4, 268), (1, 271)):
         keys = torch.randint(256, (1, 2, 130, seqlen_k), dtype=torch.uint8) * (torch.rand(1, 2, 130, seqlen_k) < 0.5)
@@ -177,6 +222,9 @@ def check_bytes() -> None:
         assert mask_pack.vector_bytes(mask) == vector
         for band in (None, make_band(130, seqlen_k, (-1, 0))):
             equal(mask_pack.pack_mask(mask, band), packing.pack_mask(keys != 0, band), (vector, band))
+        some = runs(1, 2, 130, seqlen_k)
+        of_bytes = (keys.clamp(min=1) * some).view(torch.bool)
+        same_runs(interval_pack.mask_intervals(of_bytes, None), mask_intervals(some, None), vector)
         row, flags = mask[:, :, :1], keys[:, :, :1] != 0
         with mock.patch.multiple(key_pack, SHORT_CHUNK=32, CHUNK=64, MOST_CHUNKS=2):
             equal(key_pack.key_set(row), packing.key_set(flags), vector)
@@ -185,7 +233,7 @@ def check_bytes() -> None:
 
 def check_nothing_outside_is_touched() -> None:
     """Outputs lie in larger allocations whose margins must keep their value; inputs are covered by `layouts`."""
-    from flash_dmattn.triton_kernels import key_pack, mask_pack
+    from flash_dmattn.triton_kernels import interval_pack, key_pack, mask_pack
 
     allocated = []
 
@@ -195,7 +243,10 @@ def check_nothing_outside_is_touched() -> None:
         allocated.append((whole, size))
         return whole[2048 : 2048 + size].view(shape)
 
-    with mock.patch.object(mask_pack.torch, "empty", guarded):
+    def cleared(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return guarded(*shape, dtype=dtype, device=device).zero_()
+
+    with mock.patch.multiple(mask_pack.torch, empty=guarded, zeros=cleared):
         for shape in ((1, 2, 5, 7), (1, 1, 130, 640), (1, 1, 3, 1029)):
             bits, classes = mask_pack.pack_mask(tiled_mask(*shape), make_band(*shape[2:], (-1, 0)))
             mask_pack.list_tiles(classes)
@@ -203,14 +254,15 @@ def check_nothing_outside_is_touched() -> None:
             key_pack.key_set(keys)
             key_pack.interval_tiles(*key_pack.key_intervals(keys, 130, None, True), 130)
             assert bits.numel()
-    assert len(allocated) == 48
+            assert interval_pack.mask_intervals(runs(1, 2, 300, shape[3]), None)[2]
+    assert len(allocated) == 57
     for whole, size in allocated:
         assert bool((whole[:2048] == 77).all()) and bool((whole[2048 + size :] == 77).all())
 
 
 def check_offsets_beyond_int32() -> None:
     """Masks that span up to 2^34 bytes, of which few are touched: the rest is never backed by memory."""
-    from flash_dmattn.triton_kernels import key_pack, mask_pack
+    from flash_dmattn.triton_kernels import interval_pack, key_pack, mask_pack
 
     unreserved = 0x4000  # MAP_NORESERVE of Linux, which the mmap module does not name before Python 3.11
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | unreserved
@@ -227,6 +279,8 @@ def check_offsets_beyond_int32() -> None:
         mask = storage.as_strided(shape, strides)
         mask.copy_(tiled_mask(*shape))
         equal(mask_pack.pack_mask(mask, None), packing.pack_mask(mask, None), strides)
+        mask.copy_(runs(*shape))
+        same_runs(interval_pack.mask_intervals(mask, None), mask_intervals(mask, None), strides)
     wide_keys, wide_heads = (1, 1 << 30, 1, 1 << 25), ((1 << 30) + 1, (1 << 30) + 64, 1, 1)
     for shape, strides in (((2, 2, 1, 70), wide_keys), ((4, 4, 1, 9), wide_heads)):
         keys = storage.as_strided(shape, strides)
@@ -242,7 +296,7 @@ def compiled(kernel: object, capability: int, constants: dict[str, int], unit: t
     from triton.compiler import ASTSource
 
     constants = constants | dict.fromkeys(unit, 1)
-    bytes_of = {"mask_ptr": "*u8", "classes_ptr": "*u8"}
+    bytes_of = {"mask_ptr": "*u8", "classes_ptr": "*u8", "flag_ptr": "*u8"}
     signature = {
         name: "constexpr" if name in constants else bytes_of.get(name, "*i32") if name.endswith("_ptr") else "i32"
         for name in kernel.arg_names
@@ -260,7 +314,19 @@ def compiled(kernel: object, capability: int, constants: dict[str, int], unit: t
 
 
 def check_compiled(capability: int) -> None:
-    from flash_dmattn.triton_kernels import key_pack, mask_pack
+    from flash_dmattn.triton_kernels import interval_pack, key_pack, mask_pack
+
+    for vector, (block_k, lanes) in interval_pack.STRIP.items():
+        for has_band in (False, True):
+            constants = {"VEC": vector, "HAS_BAND": has_band, "LANES": lanes, "BLOCK_K": block_k}
+            ptx, *usage = compiled(interval_pack._runs_kernel, capability, constants, ("stride_k",), lanes)
+            loads = set(re.findall(r"ld\.global\.(\S+)", ptx))
+            assert loads == {{16: "v4.b32", 4: "b32", 1: "b8"}[vector]}, (vector, has_band, loads)
+            fits(usage, ("runs", vector, has_band))
+    _, *usage = compiled(
+        interval_pack._sums_kernel, capability, {"BLOCK": interval_pack.SUMS_BLOCK}, (), interval_pack.SUMS_NUM_WARPS
+    )
+    fits(usage, "sums of runs")
 
     for vector, (block_k, num_warps) in mask_pack.STRIP.items():
         for has_band in (False, True):
@@ -302,6 +368,7 @@ INTERPRETED: dict[str, Callable[[], None]] = {
     "layouts": check_layouts,
     "lists": check_lists,
     "keys": check_keys,
+    "runs": check_runs,
     "scores": check_scores,
     "bytes": check_bytes,
     "nothing_outside": check_nothing_outside_is_touched,

@@ -179,16 +179,16 @@ Tensor interval_bits(Tensor bounds, int64_t seqlen_q) {
   return bits;
 }
 
-// Returns a bias per key, (Bb, Hb, 1, Lk) of any strides, by place: fp32 (B, H, 1, Lk), contiguous, B and H the larger of
-// those of the bias and of order (Bm, Hm, Lk).
+// Returns a bias per key, (Bb, Hb, 1, Lk) of any strides, by place: fp32 (B, H, 1, P), contiguous, B and H the larger of
+// those of the bias and of order (Bm, Hm, P).
 Tensor gather_bias(Tensor bias, Tensor order) {
   constexpr const char* kName = "cuda_gather_bias";
   CHECK_ARGUMENT(bias.is_cuda(), "bias is not on a CUDA device; the kernel is written for sm_90a");
   const int64_t batch = std::max(is_broadcast(bias, 0) ? 1 : bias.size(0), order.size(0));
   const int64_t bias_heads = is_broadcast(bias, 1) ? 1 : bias.size(1), heads = std::max(bias_heads, order.size(1));
-  CHECK_ARGUMENT(bias.dim() == 4 && order.dim() == 3 && bias.size(3) == order.size(2) && heads % bias_heads == 0 &&
+  CHECK_ARGUMENT(bias.dim() == 4 && order.dim() == 3 && bias.size(3) >= order.size(2) && heads % bias_heads == 0 &&
                      heads % order.size(1) == 0,
-                 "bias and order differ in keys, or their heads do not divide each other");
+                 "bias has fewer keys than order, or their heads do not divide each other");
   const CurrentDevice device(kName, bias);
   const std::array<int64_t, 4> shape{batch, heads, 1, order.size(2)};
   Tensor result = torch::stable::new_empty(bias, {shape.data(), shape.size()}, ScalarType::Float);
@@ -211,13 +211,13 @@ Tensor gather_bias(Tensor bias, Tensor order) {
   return result;
 }
 
-// Returns k and v, (B, Lk, Hk, D) with rows that TMA can read, by place, contiguous. order (Bm, Hm, Lk) and bounds
-// (Bm, Hm, 128 Tk, 2) are those of an IntervalMask whose heads Hk is a multiple of. Dead keys are zeros, or what they
-// happen to be where a whole tile is dead.
+// Returns k and v, (B, Lk, Hk, D) with rows that TMA can read, by place: (B, P, Hk, D), contiguous. order (Bm, Hm, P), of
+// at most Lk places, and bounds (Bm, Hm, 128 ceil(P / 128), 2) are those of an IntervalMask whose heads Hk is a multiple
+// of. Dead keys are zeros, or what they happen to be where a whole tile is dead.
 std::vector<Tensor> gather_keys(Tensor k, Tensor v, Tensor order, Tensor bounds) {
   constexpr const char* kName = "cuda_gather_keys";
   CHECK_ARGUMENT(k.is_cuda(), "k is not on a CUDA device; the kernel is written for sm_90a");
-  CHECK_ARGUMENT(order.dim() == 3 && bounds.dim() == 4 && order.size(2) == k.size(1) && k.size(2) % order.size(1) == 0,
+  CHECK_ARGUMENT(order.dim() == 3 && bounds.dim() == 4 && order.size(2) <= k.size(1) && k.size(2) % order.size(1) == 0,
                  "k has ", k.size(1), " keys and ", k.size(2), " heads, and order is not of a divisor of them");
   const CurrentDevice device(kName, k);
   GatherKeysParams params{};
@@ -226,7 +226,7 @@ std::vector<Tensor> gather_keys(Tensor k, Tensor v, Tensor order, Tensor bounds)
     CHECK_ARGUMENT(x.dim() == 4 && x.stride(3) == 1 && x.size(3) * 2 % 16 == 0 && x.size(1) == k.size(1) &&
                        x.size(2) == k.size(2),
                    "k and v need to be (B, Lk, Hk, D) with rows of 16 bytes");
-    const std::array<int64_t, 4> shape{x.size(0), x.size(1), x.size(2), x.size(3)};
+    const std::array<int64_t, 4> shape{x.size(0), order.size(2), x.size(2), x.size(3)};
     results.push_back(torch::stable::new_empty(x, {shape.data(), shape.size()}));
     rows.from = x.const_data_ptr();
     rows.to = results.back().mutable_data_ptr();
@@ -239,8 +239,8 @@ std::vector<Tensor> gather_keys(Tensor k, Tensor v, Tensor order, Tensor bounds)
   rows_of(v, params.v);
   params.order = static_cast<const int32_t*>(order.const_data_ptr());
   params.bounds = static_cast<const int2*>(bounds.const_data_ptr());
-  params.rows = k.size(0) * k.size(1) * k.size(2);
-  params.seqlen = static_cast<int>(k.size(1));
+  params.rows = k.size(0) * order.size(2) * k.size(2);
+  params.seqlen = static_cast<int>(order.size(2));
   params.num_heads = static_cast<int>(k.size(2));
   params.tiles = static_cast<int>(bounds.size(2) / kTile);
   params.heads_per_mask = static_cast<int>(k.size(2) / order.size(1));

@@ -39,8 +39,9 @@ def _triton_packer(family: str = "sm_") -> Packer | None:
     """That of NVIDIA's GPUs, "sm_", or of AMD's, "gfx"."""
     of_masks = triton_module("flash_dmattn.triton_kernels.mask_pack")
     of_keys = triton_module("flash_dmattn.triton_kernels.key_pack")
+    of_intervals = triton_module("flash_dmattn.triton_kernels.interval_pack")
     of_sequences = triton_module("flash_dmattn.triton_kernels.sequence_pack")
-    if of_masks is None or of_keys is None or of_sequences is None:
+    if of_masks is None or of_keys is None or of_intervals is None or of_sequences is None:
         return None
 
     def pack_tiles(mask: torch.Tensor, band: Band | None) -> list[torch.Tensor]:
@@ -53,6 +54,7 @@ def _triton_packer(family: str = "sm_") -> Packer | None:
         key_set=of_keys.key_set,
         score_keys=of_keys.score_keys,
         key_intervals=of_keys.key_intervals,
+        mask_intervals=of_intervals.mask_intervals,
         interval_tiles=of_keys.interval_tiles,
         # AMD's have not been tried with it.
         pack_sequences=of_sequences.pack_sequences if family == "sm_" else packers.PYTORCH.pack_sequences,

@@ -9,6 +9,10 @@ TILE_MASK = ("tests/test_prepared_mask.py::test_tile_mask_against_loops",)
 KEY_MASK = ("tests/test_prepared_mask.py::test_key_mask_against_loops",)
 PREFIXES = ("tests/test_mask_topk.py::test_larger_prefixes_agree_with_the_chunked_selection",)
 INTERVALS = ("tests/test_interval_mask.py::test_intervals_by_comparison",)
+RUNS = ("tests/test_find_intervals.py::test_runs_against_loops",)
+PLACES = ("tests/test_interval_mask.py::test_places_of_live_keys",)
+FEW_PLACES = ("tests/test_cuda_host.py::test_an_order_of_few_places",)
+KEY_PLACES = ("tests/test_key_places.py::test_gradients_by_key",)
 STOPS = ("tests/test_interval_mask.py::test_stops_by_their_definition",)
 ORDER = ("tests/test_interval_mask.py::test_order_is_a_stable_sort_of_each_head",)
 TIES = ("tests/test_mask_topk.py::test_the_two_zeros_tie_and_the_earliest_of_a_tie_is_kept",)
@@ -321,5 +325,69 @@ FAULTS: tuple[Fault, ...] = (
         "(start.amax(-1, keepdim=True) <= first_row)",
         "(start.amin(-1, keepdim=True) <= first_row)",
         ("tests/test_interval_mask.py::test_tiles_are_those_of_the_dense_mask_by_place",),
+    ),
+    Fault(
+        "a key of two runs of queries passes for one of an interval",
+        "flash_dmattn/masks/prepared/mask_intervals.py",
+        "(count == stop - start).all()",
+        "(count <= stop - start).all()",
+        RUNS,
+    ),
+    Fault(
+        "a run begins anew with each chunk of rows",
+        "flash_dmattn/masks/prepared/mask_intervals.py",
+        "torch.where(seen & (count == 0), begin + first, start)",
+        "torch.where(seen, begin + first, start)",
+        RUNS,
+    ),
+    Fault(
+        "a mask that is found to be intervals is not cut to the band",
+        "flash_dmattn/masks/prepared/recognition.py",
+        "run_mask_intervals(mask.expand(-1, -1, -1, seqlen_k), *window)",
+        "run_mask_intervals(mask.expand(-1, -1, -1, seqlen_k), -1, -1)",
+        RUNS,
+    ),
+    Fault(
+        "what a caller says of an order is not followed where intervals are found",
+        "flash_dmattn/masks/prepared/recognition.py",
+        "order = run_key_order(start, stop, seqlen_q) if reorder else natural",
+        "order = run_key_order(start, stop, seqlen_q)",
+        RUNS,
+    ),
+    # Places for live keys alone
+    Fault(
+        "the last live keys have no place",
+        "flash_dmattn/masks/prepared/compact_order.py",
+        "places = max(1, -(-live // share)) * share",
+        "places = max(1, live // share) * share",
+        ("tests/test_interval_mask.py::test_how_many_places", *PLACES),
+    ),
+    Fault(
+        "gradients of keys without a place are what was in memory",
+        "flash_dmattn/backends/cuda/backend.py",
+        "result.zero_().scatter_(1,",
+        "result.scatter_(1,",
+        FEW_PLACES,
+    ),
+    Fault(
+        "kernels with few places take the keys of an order for places",
+        "flash_dmattn/backends/cuda/backend.py",
+        "own = torch.arange(places, dtype=torch.int32, device=order.device).expand(order.shape).contiguous()",
+        "own = order",
+        FEW_PLACES,
+    ),
+    Fault(
+        "triton: gradients of keys without a place are what was in memory",
+        "flash_dmattn/backends/triton/key_order.py",
+        "allocate = rows.new_empty if places == self._seqlen_k else rows.new_zeros",
+        "allocate = rows.new_empty",
+        KEY_PLACES,
+    ),
+    Fault(
+        "triton: the gradient of a bias that was expanded over keys stays in order of places",
+        "flash_dmattn/backends/triton/key_order.py",
+        "needs_dbias and bias_class(bias.shape))",
+        "False)",
+        KEY_PLACES,
     ),
 )

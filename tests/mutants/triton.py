@@ -11,6 +11,7 @@ EMPTY_ROWS = ("tests/test_triton_interpreter.py::test_the_lse_of_an_empty_row_ta
 _PACKING = "tests/test_mask_pack_interpreter.py::test_interpreted"
 INTERVALS = ("tests/test_triton_interpreter.py::test_interval_masks",)
 PACKED, BEYOND_INT32 = (f"{_PACKING}[shapes]",), (f"{_PACKING}[beyond_int32]",)
+RUNS = (f"{_PACKING}[runs]",)
 
 _SHORT = "tests/test_triton_interpreter.py::test_short_rows"
 SHORT = (f"{_SHORT}[0]", f"{_SHORT}[1]")
@@ -316,6 +317,34 @@ FAULTS: tuple[Fault, ...] = (
         "offsets = starts + (keys.to(tl.int64) * stride_k)",
         "offsets = starts + (keys * stride_k)",
         BEYOND_INT32,
+    ),
+    Fault(
+        "two runs of queries in one word pass for one",
+        "triton_kernels/interval_pack.py",
+        "gaps = ((words + lowest) & words) != 0",
+        "gaps = ((words + lowest) & words) < 0",
+        RUNS,
+    ),
+    Fault(
+        "runs of two words with queries between them pass for one",
+        "triton_kernels/interval_pack.py",
+        "if tl.max((count != stop - start).to(tl.int32), axis=0) != 0:",
+        "if tl.max((count > stop - start).to(tl.int32), axis=0) != 0:",
+        RUNS,
+    ),
+    Fault(
+        "a run ends before its last query",
+        "triton_kernels/interval_pack.py",
+        "(_position(words ^ (words & (words >> 1))) + 1), 0)",
+        "_position(words ^ (words & (words >> 1))), 0)",
+        RUNS,
+    ),
+    Fault(
+        "the lowest diagonal of a band is not looked for in runs",
+        "triton_kernels/interval_pack.py",
+        "_ones_below(ahead - low + 1) ^",
+        "_ones_below(ahead - low) ^",
+        RUNS,
     ),
     # Keys that programs share
     Fault(

@@ -157,7 +157,40 @@ class _Tiles(NamedTuple):
         k, v = kernels.gather_keys(k, v, self.order, self.allowed)
         if bias is not None and bias_class(bias.shape, bias.stride()) == "key":
             bias = kernels.gather_bias(bias, self.order)
+        elif bias is not None:
+            bias = bias[..., : k.shape[1]]  # one value for all keys
         return k, v, bias
+
+
+class _ByPlace:
+    """Gradients of a call whose order has places for some keys alone, the live ones and a few more.
+
+    Kernels see a call of as many keys as there are places, in their own order. What they return is moved to the keys
+    that have these places; others get zeros.
+
+    Attributes:
+        of_places: an order, dk, dv and the sums of dbias, as the kernels take them.
+    """
+
+    def __init__(self, order: Tensor, dk: Tensor | None, dv: Tensor | None, sums: Tensor | None) -> None:
+        places = order.shape[2]
+        own = torch.arange(places, dtype=torch.int32, device=order.device).expand(order.shape).contiguous()
+        by_place = [None if x is None else x.new_empty((x.shape[0], places, *x.shape[2:])) for x in (dk, dv)]
+        self.of_places = (own, *by_place, None if sums is None else sums.new_zeros((*sums.shape[:2], places)))
+        self._order, self._results = order.long(), (dk, dv, sums)
+
+    def move(self) -> None:
+        """Write the gradients of all keys."""
+        for result, found in zip(self._results, self.of_places[1:], strict=True):
+            if result is None or found is None:
+                continue
+            index = self._order
+            if result.dim() == 4:
+                index = index.expand(result.shape[0], result.shape[2], -1).transpose(1, 2)[..., None]
+                result.zero_().scatter_(1, index.expand_as(found), found)
+            else:
+                index = index.repeat_interleave(result.shape[1] // index.shape[1], 1)
+                result.scatter_(2, index.expand_as(found), found)  # it has been zeros
 
 
 def _tiles_of(
@@ -280,9 +313,15 @@ def _backward(
         if order is not None and flags.deterministic and dq is None:
             summed_q = operators.empty_gradient(q)  # its sums fix the order of the others
         read_bias = None if ordered_bias is None else readable(ordered_bias)
-        tensors = (_rows(dout), dlse, _rows(q), k, v, walked, order, read_bias)
-        results = (out.contiguous(), lse.contiguous(), summed_q, dk, dv, stored, sums, delta)
+        results_of_keys = None
+        if order is not None and order.shape[2] < seqlen_k:
+            results_of_keys = _ByPlace(order, dk, dv, sums)
+        walked_order, *of_keys = (order, dk, dv, sums) if results_of_keys is None else results_of_keys.of_places
+        tensors = (_rows(dout), dlse, _rows(q), k, v, walked, walked_order, read_bias)
+        results = (out.contiguous(), lse.contiguous(), summed_q, *of_keys[:2], stored, of_keys[2], delta)
         _kernels().differentiate(*tensors, *results, *numbers)
+        if results_of_keys is not None:
+            results_of_keys.move()
     elif delta is not None:
         tensors = (_rows(dout), dlse, _rows(q), _rows(k), _rows(v), (), None, None)
         results = (out.contiguous(), lse.contiguous(), None, None, None, None, None, delta)

@@ -45,30 +45,39 @@ class Ordered:
             classes = interval_classes(walk.bounds, q.shape[1])
         self.mask = MaskView("tiles", (words, classes, walk.row_lists, walk.col_lists))
         self.k, self.v, self.bias, self.flags = k, v, bias, flags
-        self._given_bias, self._bias_repeat, self._rows = bias, flags.bias_repeat, None
+        self._given_bias, self._bias_repeat, self._seqlen_k = bias, flags.bias_repeat, k.shape[1]
+        self._rows: Tensor | None = None
+        self._bias_order: Tensor | None = None
         if walk.order is None:
             return
         batch, seqlen_k, heads, _ = k.shape
         # k and v are copied for each entry of the batch, so that is what orders are for.
         orders = formula.spread_entries(walk.order.long(), batch, flags.mask_repeat)
-        order = orders.expand(batch, heads, seqlen_k).transpose(1, 2)
+        places = orders.shape[2]  # all keys, or live ones
+        order = orders.expand(batch, heads, places).transpose(1, 2)
         pairs = torch.arange(batch * heads, device=k.device).view(batch, 1, heads)
         self._rows = (pairs // heads * seqlen_k + order) * heads + pairs % heads
-        start, stop = walk.bounds[:, :, :seqlen_k].unbind(-1)
+        start, stop = walk.bounds[:, :, :places].unbind(-1)
         # Zeros for dead keys beside live ones: a product takes them all, and 0 * NaN is NaN.
         dead = (
             formula.spread_entries(start >= stop, batch, flags.mask_repeat)
-            .expand(batch, heads, seqlen_k)
+            .expand(batch, heads, places)
             .transpose(1, 2)[..., None]
         )
         self.k, self.v = (x.reshape(-1, x.shape[3])[self._rows].masked_fill_(dead, 0) for x in (k, v))
-        if bias is not None and bias_class(bias.shape, bias.stride()) == "key":
+        # One value that was expanded over keys may have a gradient for each.
+        if bias is not None and "key" in (
+            bias_class(bias.shape, bias.stride()),
+            needs_dbias and bias_class(bias.shape),
+        ):
             if orders.shape[0] > 1 and bias.shape[0] not in (1, batch):
                 bias = formula.spread_entries(bias, batch, flags.bias_repeat)
                 self.flags = flags._replace(bias_repeat=1)
             self._bias_order = self._order_of_bias(bias, orders, q.shape[2])
             values = bias[:, :, :1].float().expand(*self._bias_order.shape[:2], 1, seqlen_k)
             self.bias = values.gather(3, self._bias_order[:, :, None])
+        elif bias is not None and bias.shape[3] > places:
+            self.bias = bias[..., :places]  # one value for all keys
 
     @staticmethod
     def _order_of_bias(bias: Tensor, order: Tensor, num_heads: int) -> Tensor:
@@ -82,15 +91,20 @@ class Ordered:
         """The gradient of k or of v in the order of keys."""
         if gradient is None or self._rows is None:
             return gradient
-        rows = gradient.reshape(-1, gradient.shape[3])
-        return torch.empty_like(rows).index_copy_(0, self._rows.flatten(), rows).view(gradient.shape)
+        batch, places, heads, head_dim = gradient.shape
+        rows = gradient.reshape(-1, head_dim)
+        allocate = rows.new_empty if places == self._seqlen_k else rows.new_zeros
+        result = allocate((batch * self._seqlen_k * heads, head_dim)).index_copy_(0, self._rows.flatten(), rows)
+        return result.view(batch, self._seqlen_k, heads, head_dim)
 
     def bias_by_key(self, gradient: Tensor | None) -> Tensor | None:
         """The gradient of the bias in the order of keys, in the shape and dtype of the one that was given."""
         given = self._given_bias
-        if gradient is None or given is None or self.bias is given:
+        if gradient is None or given is None or self._bias_order is None:
             return gradient
-        ordered = torch.empty_like(gradient).scatter_(3, self._bias_order[:, :, None], gradient)
+        allocate = gradient.new_empty if gradient.shape[3] == self._seqlen_k else gradient.new_zeros
+        ordered = allocate((*gradient.shape[:3], self._seqlen_k))
+        ordered.scatter_(3, self._bias_order[:, :, None], gradient)
         if ordered.shape[0] != given.shape[0] != 1:
             ordered = formula.sum_entries(ordered, given.shape[0], self._bias_repeat)
         return ordered.sum_to_size(given.shape).to(given.dtype)

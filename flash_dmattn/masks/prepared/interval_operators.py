@@ -11,6 +11,7 @@ from typing import cast
 import torch
 
 from ...definition import define
+from ...problem import make_band
 from .packers import packer
 from .packing import TILE, tiles
 
@@ -40,6 +41,16 @@ def _tiles_fake(start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, se
     heads, rows, columns = start.shape[:2], tiles(seqlen_q), tiles(start.size(2))
     shapes = ((*heads, columns * TILE, 2), (*heads, rows, 2 + columns), (*heads, columns, 2 + rows))
     return [start.new_empty(shape) for shape in shapes]
+
+
+def _of_mask(mask: torch.Tensor, left: int, right: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return packer(mask).mask_intervals(mask, make_band(mask.size(2), mask.size(3), (left, right)))
+
+
+def _of_mask_fake(mask: torch.Tensor, left: int, right: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    shape = (*mask.shape[:2], mask.size(3))
+    start, stop = (mask.new_empty(shape, dtype=torch.int32) for _ in range(2))
+    return start, stop, mask.new_empty(())
 
 
 def _score_keys(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
@@ -76,5 +87,14 @@ run_interval_tiles = cast(
         "(Tensor start, Tensor stop, Tensor order, SymInt seqlen_q) -> Tensor[]",
         _tiles,
         _tiles_fake,
+    ),
+)
+run_mask_intervals = cast(
+    Callable[[torch.Tensor, int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    define(
+        "mask_intervals",
+        "(Tensor mask, int left, int right) -> (Tensor start, Tensor stop, Tensor is_intervals)",
+        _of_mask,
+        _of_mask_fake,
     ),
 )

@@ -114,9 +114,21 @@ def reorder_pays(
         pairs = allowed_pairs(seqlen_q, seqlen_k, (kept - 1, 0))  # as many keys of each prefix as a window has
     else:
         natural, pairs = float(tiles_q * tiles_k), seqlen_q * kept
-    saved = heads * (natural - (1 + 15 / math.sqrt(kept)) * pairs / (TILE * TILE))
     # Of sizes that are symbols the comparison is one too, and bool() of it still is: a branch makes it a condition of
     # the graph that is compiled.
-    if saved * (_FORWARD_US + has_backward * _BACKWARD_US) / _SMS > _ORDER_US:  # noqa: SIM103
+    if order_saves(heads * natural, heads * pairs, kept, has_backward=has_backward):  # noqa: SIM103
         return True
     return False
+
+
+def order_saves(natural: float, pairs: float, kept: float, *, has_backward: bool) -> bool:
+    """Whether an order saves a call more time than it costs.
+
+    Args:
+        natural: tiles of 128 x 128 that some pair is in, keys being in natural order; of all heads, as `pairs`.
+        pairs: pairs of a query and a key that it keeps.
+        kept: how many keys a query keeps.
+        has_backward: whether there will be a backward pass.
+    """
+    saved = natural - (1 + 15 / math.sqrt(kept)) * pairs / (TILE * TILE)
+    return saved * (_FORWARD_US + has_backward * _BACKWARD_US) / _SMS > _ORDER_US

@@ -8,7 +8,9 @@ from typing import ClassVar, Literal
 import torch
 
 from ..blocks import MaskStats
+from ..pad import pad
 from .interval_tiles import covering, interval_classes
+from .packing import tiles
 from .types import PreparedMask, class_stats
 
 
@@ -24,10 +26,12 @@ class IntervalMask(PreparedMask):
     Attributes:
         start, stop: (Bm, Hm, Lk). Queries `start` to `stop`, not included, attend to the key, 0 <= start < stop <= Lq;
             both are 0 for a dead key, which no query attends to.
-        order: (Bm, Hm, Lk), the key at each place, live keys first, neighbours of similar intervals, so that tiles of
-            128 places are dense; or (Bm, Hm, 0), keys in their own order. It changes no result, only the time.
-        bounds: (Bm, Hm, 128 * Tk, 2), start and stop at each place, Tk = ceil(Lk / 128); (0, 0) past the last key.
-        row_lists, col_lists: (Bm, Hm, Tq, 2 + Tk) and (Bm, Hm, Tk, 2 + Tq), the tiles of places as a `TileMask` lists
+        order: (Bm, Hm, P), the key at each of P places, live keys first, neighbours of similar intervals, so that tiles
+            of 128 places are dense; P is Lk, or fewer where some dead keys have no place. Or (Bm, Hm, 0), keys in their
+            own order. It changes no result, only the time.
+        bounds: (Bm, Hm, 128 * Tp, 2), start and stop at each place, Tp = ceil(P / 128), P being Lk without an order;
+            (0, 0) past the last place.
+        row_lists, col_lists: (Bm, Hm, Tq, 2 + Tp) and (Bm, Hm, Tp, 2 + Tq), the tiles of places as a `TileMask` lists
             those of keys.
     """
 
@@ -56,7 +60,12 @@ class IntervalMask(PreparedMask):
     @property
     def is_reordered(self) -> bool:
         """Whether it has an order of keys of its own."""
-        return self.order.size(2) == self.seqlen_k
+        return self.order.size(2) > 0 or self.seqlen_k == 0
+
+    @property
+    def num_places(self) -> int:
+        """How many keys have a place: all, or those of an order that leaves dead keys out."""
+        return self.order.size(2) or self.seqlen_k
 
     def unpacked(self) -> torch.Tensor:
         return self.dense()
@@ -71,6 +80,7 @@ class IntervalMask(PreparedMask):
     def stats(self) -> MaskStats:
         """As for any prepared mask, of tiles of places: 128 keys that stand side by side in `order`, if it has one."""
         classes = interval_classes(self.bounds, self.seqlen_q)
+        classes = pad(classes, (0, tiles(self.seqlen_k) - classes.size(3)))
         seen = covering(self.start, self.stop, self.seqlen_q)
         attending = int((self.stop - self.start).sum(dtype=torch.int64))
         return class_stats(self.shape, attending, classes, int((seen == 0).sum()))

@@ -14,6 +14,7 @@ from . import packing
 from .interval_order import key_order
 from .interval_tiles import IntervalTiles, interval_bounds, interval_classes
 from .key_intervals import KeyIntervals, key_intervals
+from .mask_intervals import MaskIntervals, mask_intervals
 from .packing import KeySet, TileLists
 from .sequence_packing import MaskPacking, pack_sequences
 
@@ -27,6 +28,7 @@ class Packer(NamedTuple):
         key_set: bool (Bm, Hm, 1, Lk) of any strides -> kept, count, prefix of a `KeyMask`.
         score_keys: as `masks.topk.score_keys`.
         key_intervals: as `key_intervals.key_intervals`.
+        mask_intervals: as `mask_intervals.mask_intervals`.
         interval_tiles: (start, stop, order, seqlen_q) -> bounds, row_lists, col_lists of an `IntervalMask`.
         topk_intervals: as `masks.topk_stops.topk_intervals`.
         key_order: as `interval_order.key_order`.
@@ -38,6 +40,7 @@ class Packer(NamedTuple):
     key_set: Callable[[torch.Tensor], KeySet]
     score_keys: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
     key_intervals: Callable[[torch.Tensor, int, Band | None, bool], KeyIntervals]
+    mask_intervals: Callable[[torch.Tensor, Band | None], MaskIntervals]
     interval_tiles: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], IntervalTiles]
     topk_intervals: Callable[[torch.Tensor, int, int, int], tuple[torch.Tensor, torch.Tensor]]
     key_order: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
@@ -63,6 +66,7 @@ PYTORCH = Packer(
     packing.key_set,
     score_keys,
     key_intervals,
+    mask_intervals,
     list_intervals,
     topk_intervals,
     key_order,

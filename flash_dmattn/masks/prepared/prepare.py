@@ -12,6 +12,7 @@ from ..broadcast import collapse
 from .intervals import IntervalMask
 from .operator import KeyForm, prepared_key_form, prepared_view
 from .packers import packer
+from .recognition import interval_tensors
 from .types import KeyMask, PreparedMask, TileMask
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def prepare_mask(
     window_size: tuple[int, int] | None = None,
     reorder: bool | None = None,
     as_tiles: bool = False,
+    find_intervals: bool = False,
     sequences: None = None,
 ) -> PreparedMask: ...
 
@@ -45,6 +47,7 @@ def prepare_mask(
     window_size: tuple[int, int] | None = None,
     reorder: None = None,
     as_tiles: bool = False,
+    find_intervals: bool = False,
     sequences: Sequences,
 ) -> SequenceTileMask: ...
 
@@ -58,14 +61,15 @@ def prepare_mask(
     window_size: tuple[int, int] | None = None,
     reorder: bool | None = None,
     as_tiles: bool = False,
+    find_intervals: bool = False,
     sequences: Sequences | None = None,
 ) -> PreparedMask | SequenceTileMask:
     """Turns a bool mask, with causality and window, into what kernels walk; it is read once.
 
     The result stands for `mask & causal_mask(Lq, Lk) & sliding_window_mask(Lq, Lk, window_size)`, which is what its
     method `dense` returns. On a GPU it is made by kernels of the CUDA extension or of Triton, elsewhere by PyTorch,
-    with the same result. Nothing waits for the device. Dims that were expanded (stride 0) count as size 1 and are never
-    materialised.
+    with the same result. Nothing waits for the device, unless `find_intervals` asks for it. Dims that were expanded
+    (stride 0) count as size 1 and are never materialised.
 
     A mask of one row for all queries becomes an `IntervalMask`, or for fewer than 16 queries a `KeyMask`, both of O(Lk)
     in memory but for lists of tiles, band or no band. Any other becomes a `TileMask`, Lq * Lk / 8 bytes for each of its
@@ -89,15 +93,22 @@ def prepare_mask(
         as_tiles: of a mask of one row for 16 queries or more, make a `TileMask` all the same. It pays for calls with a
             bias of one value per query and key: beside it kernels read bits, which they make of an interval mask anew
             in each pass.
-        sequences: where the sequences of the calls lie; `reorder` is refused beside them, `as_tiles` is what is made.
+        find_intervals: look whether, within the band, each key of a mask that depends on the query is seen by one run
+            of queries, as in causal top-k by one score per key, windows, documents or prefixes. Such a mask becomes an
+            `IntervalMask`, and `reorder` applies to it: by default keys get an order where the tiles that it saves pay
+            for it in a forward pass. Any other mask becomes what it does without. The answer is read back: the program
+            waits for the device, once, which a CUDA graph cannot capture and `torch.compile` breaks its graph for.
+        sequences: where the sequences of the calls lie; `reorder` and `find_intervals` are refused beside them,
+            `as_tiles` is what is made.
 
     Returns:
-        IntervalMask or KeyMask where the mask has one row for all queries, else TileMask; SequenceTileMask beside
-        sequences.
+        IntervalMask or KeyMask where the mask has one row for all queries, IntervalMask where `find_intervals` found
+        some, else TileMask; SequenceTileMask beside sequences.
 
     Raises:
         TypeError: not a bool tensor, or a length, flag or window of another type.
-        ValueError: another rank, lengths that are missing or differ from those of the mask, a negative window.
+        ValueError: another rank, lengths that are missing or differ from those of the mask, a negative window, both
+            `as_tiles` and `find_intervals`.
 
     Example:
         >>> from flash_dmattn.masks import padding_mask, prepare_mask
@@ -106,7 +117,12 @@ def prepare_mask(
         (torch.Size([2, 4, 300, 8]), torch.Size([2, 4, 3, 2]))
         >>> prepare_mask(padding_mask([3, 5], 6), seqlen_q=6).kept.tolist()
         [[[0, 1, 2, 6, 6, 6]], [[0, 1, 2, 3, 4, 6]]]
+        >>> prepare_mask(torch.ones(3, 3, dtype=torch.bool).tril(), find_intervals=True).start.tolist()
+        [[[0, 1, 2]]]
     """
+    if check_flag("find_intervals", find_intervals) and (check_flag("as_tiles", as_tiles) or sequences is not None):
+        other = "beside sequences" if sequences is not None else "with as_tiles=True"
+        raise ValueError(f"find_intervals is True; {other} it must be False.")
     if sequences is not None:
         from .sequence_tiles import prepare_beside  # few programs have sequences
 
@@ -131,7 +147,12 @@ def prepare_mask(
     of_keys = prepared_key_form(seqlen_q, None if reorder is None else check_flag("reorder", reorder))
     if check_flag("as_tiles", as_tiles) and of_keys.form == "intervals":
         of_keys = KeyForm("tiles")
-    view = prepared_view(given, seqlen_q, seqlen_k, causal_window(is_causal, window_size), of_keys)
+    window = causal_window(is_causal, window_size)
+    if find_intervals and (rows := collapse(given)).size(2) != 1:
+        found = interval_tensors(rows, seqlen_q, seqlen_k, window, reorder)
+        if found is not None:
+            return IntervalMask(seqlen_q, seqlen_k, is_causal, window_size, *found, leading=leading)
+    view = prepared_view(given, seqlen_q, seqlen_k, window, of_keys)
     kind = _KINDS[view.form]
     return kind(seqlen_q, seqlen_k, is_causal, window_size, *view.tensors, leading=leading)
 

@@ -1,0 +1,44 @@
+"""Dense bool masks that happen to be intervals, recognised: the one step of preparing that waits for the device."""
+
+from __future__ import annotations
+
+import torch
+
+from .compact_order import compact_order, live_keys, places_for
+from .interval_operators import run_interval_tiles, run_key_order, run_mask_intervals
+from .interval_order import order_saves
+
+
+def interval_tensors(
+    mask: torch.Tensor, seqlen_q: int, seqlen_k: int, window: tuple[int, int], reorder: bool | None
+) -> tuple[torch.Tensor, ...] | None:
+    """The tensors of an `IntervalMask` that allows what a mask does; None where some key has several runs of queries.
+
+    Values decide, so it waits for the device, once. Then the numbers of pairs and of tiles are known too, and they say
+    whether an order of keys pays, and how many places it needs.
+
+    Args:
+        mask: bool (Bm, Hm, Lq, Lk or 1), collapsed.
+        seqlen_q, seqlen_k: of the calls.
+        window: as `causal_window` has it; it is folded in.
+        reorder: whether keys of similar intervals stand side by side; by default where that pays in a forward pass.
+    """
+    start, stop, is_intervals = run_mask_intervals(mask.expand(-1, -1, -1, seqlen_k), *window)
+    natural = start.new_empty((*start.shape[:2], 0))
+    numbers, walked = [is_intervals, live_keys(start, stop)], None
+    if reorder is None:
+        walked = run_interval_tiles(start, stop, natural, seqlen_q)
+        numbers += [(stop - start).sum(dtype=torch.int64), walked[1][..., :2].sum(dtype=torch.int64)]
+    found, live, *counted = torch.stack(numbers).tolist()
+    if not found:
+        return None
+    if counted:
+        pairs, active = counted
+        kept = pairs / max(1, start.size(0) * start.size(1) * seqlen_q)
+        reorder = kept > 0 and order_saves(active, pairs, kept, has_backward=False)
+    if not reorder:
+        return start, stop, natural, *(walked or run_interval_tiles(start, stop, natural, seqlen_q))
+    order, places = run_key_order(start, stop, seqlen_q), places_for(live, seqlen_k)
+    if places < seqlen_k:
+        return start, stop, *compact_order(start, stop, order, seqlen_q, places)
+    return start, stop, order, *run_interval_tiles(start, stop, order, seqlen_q)

@@ -1,0 +1,263 @@
+"""Dense masks that are intervals, recognised by `prepare_mask(find_intervals=True)`: against loops, and its reads."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from cases import DEVICE
+from interval_fields import check_fields
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flash_dmattn
+from flash_dmattn import masks
+from flash_dmattn.masks import IntervalMask, KeyMask, TileMask, prepare_mask, prepare_topk, topk_mask
+from flash_dmattn.masks.prepared import packing
+from flash_dmattn.masks.prepared.interval_order import order_saves
+from flash_dmattn.masks.prepared.mask_intervals import mask_intervals
+from flash_dmattn.problem import Band, causal_window, make_band
+
+BANDS: list[dict[str, Any]] = [
+    {},
+    {"is_causal": True},
+    {"window_size": (7, 3)},
+    {"window_size": (0, 0)},
+    {"window_size": (-1, 2), "is_causal": True},
+]
+SIZES = [(2, 3), (2, 1), (2, 9), (9, 2), (20, 20), (14, 31), (31, 14), (130, 260), (260, 130)]
+
+
+def runs(seqlen_q: int, seqlen_k: int, seed: int = 0, batch: int = 2, heads: int = 3) -> Tensor:
+    """A random mask of one run of queries for each key, or none."""
+    generator = torch.Generator().manual_seed(seed)
+    start, stop = (torch.randint(-5, seqlen_q + 6, (batch, heads, 1, seqlen_k), generator=generator) for _ in range(2))
+    rows = torch.arange(seqlen_q)[:, None]
+    return (rows >= start) & (rows < stop)
+
+
+def by_loops(mask: Tensor, band: Band | None) -> tuple[list[int], list[int], bool]:
+    """Starts and stops of all keys, of all heads, and whether every key has one run."""
+    starts, stops, is_intervals = [], [], True
+    for head in mask.flatten(0, 1).tolist():
+        for key in range(mask.size(3)):
+            sees = [i for i, row in enumerate(head) if row[key] and (band is None or band.low <= key - i <= band.high)]
+            starts.append(sees[0] if sees else 0)
+            stops.append(sees[-1] + 1 if sees else 0)
+            is_intervals &= sees == list(range(starts[-1], stops[-1]))
+    return starts, stops, is_intervals
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), SIZES)
+def test_runs_against_loops(seqlen_q: int, seqlen_k: int, band: dict[str, Any]) -> None:
+    limits = make_band(
+        seqlen_q, seqlen_k, causal_window(band.get("is_causal", False), band.get("window_size", (-1, -1)))
+    )
+    generator = torch.Generator().manual_seed(1)
+    for flipped in (0.0, 0.002, 0.3):
+        mask = runs(seqlen_q, seqlen_k)
+        mask ^= torch.rand(mask.shape, generator=generator) < flipped
+        with mock.patch.object(packing, "CHUNK_ELEMENTS", 6 * seqlen_k * 7):  # seven rows at a time
+            start, stop, is_intervals = mask_intervals(mask, limits)
+        wanted = by_loops(mask, limits)
+        assert (start.flatten().tolist(), stop.flatten().tolist(), bool(is_intervals)) == wanted
+        prepared = prepare_mask(mask, seqlen_k=seqlen_k, find_intervals=True, reorder=bool(flipped), **band)
+        assert type(prepared) is (IntervalMask if wanted[2] else TileMask)
+        assert torch.equal(prepared.dense(), prepare_mask(mask, seqlen_k=seqlen_k, **band).dense())
+        if isinstance(prepared, IntervalMask):
+            assert (prepared.start.flatten().tolist(), prepared.stop.flatten().tolist()) == wanted[:2]
+            assert prepared.is_reordered == bool(flipped)
+            check_fields(prepared)
+
+
+@pytest.mark.parametrize(
+    ("hole", "is_causal", "found"),
+    [
+        ((3, 1), False, TileMask),
+        ((7, 1), False, IntervalMask),
+        ((2, 5), False, IntervalMask),
+        ((2, 5), True, IntervalMask),
+    ],
+)
+def test_one_pair_decides(hole: tuple[int, int], is_causal: bool, found: type) -> None:
+    """Of a causal mask a pair inside is missing, the last query of a key is, a pair above the diagonal is allowed."""
+    mask = torch.ones(8, 8, dtype=torch.bool).tril()
+    mask[hole] ^= True
+    if hole == (2, 5):
+        mask[3:5, 5] = is_causal is False  # without the band the run has to go on to the diagonal
+    assert type(prepare_mask(mask, find_intervals=True, is_causal=is_causal)) is found
+
+
+def test_known_masks() -> None:
+    length = 300
+    ids = masks.document_ids([100, 30, 170])
+    scores = torch.randn(2, 2, 1, length, generator=torch.Generator().manual_seed(0))
+    known = {
+        "causal": masks.causal_mask(length, length),
+        "window": masks.sliding_window_mask(length, length, (50, 3)),
+        "documents": masks.document_mask(ids),
+        "prefix": masks.prefix_lm_mask([20, 100], length, length),
+        "top-k": topk_mask(scores, 40, is_causal=True),
+        "padding, causal": masks.padding_mask([200, 300], length) & masks.causal_mask(length, length),
+        "nothing": torch.zeros(length, length, dtype=torch.bool),
+        "everything": torch.ones(length, length, dtype=torch.bool),
+    }
+    for name, mask in known.items():
+        prepared = prepare_mask(mask, find_intervals=True)
+        assert isinstance(prepared, IntervalMask), name
+        assert torch.equal(prepared.dense(), mask.expand(prepared.shape)), name
+        check_fields(prepared)
+    by_query = topk_mask(torch.randn(1, 1, length, length), 40, is_causal=True)
+    assert isinstance(prepare_mask(by_query, find_intervals=True), TileMask)
+
+
+def test_top_k_is_that_of_its_builder() -> None:
+    scores = torch.randn(2, 3, 1, 500, generator=torch.Generator().manual_seed(0)).round(decimals=1)
+    for reorder in (False, True):
+        wanted = prepare_topk(scores, 50, is_causal=True, reorder=reorder)
+        found = prepare_mask(wanted.dense(), is_causal=True, find_intervals=True, reorder=reorder)
+        assert found.is_causal and found.call_key == wanted.call_key
+        assert all(torch.equal(x, y) for x, y in zip(found.tensors, wanted.tensors, strict=True))
+
+
+def test_shapes_of_masks() -> None:
+    """Expanded dims stay of size 1, leading ones fold, and a mask of one row becomes what it does without."""
+    mask = runs(40, 50, batch=4, heads=2)
+    assert prepare_mask(mask[:1, :1].expand(3, 5, -1, -1), find_intervals=True).shape == (1, 1, 40, 50)
+    folded = prepare_mask(mask.view(2, 2, 2, 40, 50), find_intervals=True)
+    assert isinstance(folded, IntervalMask) and folded.batch_dims == (2, 2)
+    assert torch.equal(folded.dense(), mask)
+    column = mask[..., :1]
+    prepared = prepare_mask(column, seqlen_k=50, is_causal=True, find_intervals=True)
+    assert isinstance(prepared, IntervalMask)
+    assert torch.equal(prepared.dense(), column & masks.causal_mask(40, 50))
+    row = mask[:, :, :1]
+    assert isinstance(prepare_mask(row, seqlen_q=3, find_intervals=True), KeyMask)
+    one, other = (prepare_mask(row, seqlen_q=40, find_intervals=find) for find in (False, True))
+    assert all(torch.equal(x, y) for x, y in zip(one.tensors, other.tensors, strict=True))
+    for shape in ((1, 2, 0, 5), (1, 2, 5, 0), (0, 2, 5, 5)):
+        empty = prepare_mask(torch.ones(shape, dtype=torch.bool), find_intervals=True)
+        assert isinstance(empty, IntervalMask) and empty.dense().shape == shape
+
+
+@pytest.mark.parametrize("reorder", [False, True])
+def test_in_a_call(reorder: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 60, 4, 16, generator=generator, dtype=torch.float64) for _ in range(3))
+    bias = torch.randn(2, 2, 1, 60, generator=generator, dtype=torch.float64)
+    mask = topk_mask(bias, 9, is_causal=True)
+    inputs = [x.requires_grad_() for x in (q, k[:, :, :2], v[:, :, :2], bias)]
+    prepared = prepare_mask(mask, is_causal=True, find_intervals=True, reorder=reorder)
+    assert isinstance(prepared, IntervalMask)
+    results = []
+    for given, backend in ((prepared, "eager"), (mask, "reference")):
+        out = flash_dmattn.attention(*inputs[:3], given, inputs[3], is_causal=True, backend=backend)
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+# An order of keys
+
+
+def test_an_order_is_made_where_its_tiles_pay() -> None:
+    """1024 of 8192 keys scattered, those of a window, and few keys: by tiles that are counted, not expected."""
+    generator = torch.Generator().manual_seed(0)
+    tiles = {}
+    for name, scores in (
+        ("scattered", torch.randn(1, 8, 1, 8192, generator=generator)),
+        ("rising", torch.arange(8192.0).expand(1, 8, 1, -1)),  # the last 1024 keys of each prefix
+    ):
+        natural = prepare_topk(scores, 1024, is_causal=True, reorder=False)
+        pairs, active = int((natural.stop - natural.start).sum()), int(natural.row_lists[..., :2].sum())
+        tiles[name] = order_saves(active, pairs, pairs / (natural.start.numel()), has_backward=False)
+    assert tiles == {"scattered": True, "rising": False}
+    assert not order_saves(10, 1000.0, 5.0, has_backward=True)
+
+    mask = topk_mask(torch.randn(1, 1, 1, 300, generator=generator), 30, is_causal=True)
+    for pays in (False, True):
+        with mock.patch("flash_dmattn.masks.prepared.recognition.order_saves", return_value=pays) as asked:
+            found = prepare_mask(mask, find_intervals=True)
+        assert isinstance(found, IntervalMask) and found.is_reordered is pays
+        ((active, pairs, kept), given) = asked.call_args
+        assert (active, pairs, given) == (6, int(mask.sum()), {"has_backward": False})
+        assert kept == pytest.approx(float(mask.sum(-1).float().mean()))
+
+
+# What it waits for, and what it refuses
+
+
+class Reads(TorchDispatchMode):
+    """How often a value is read, and what of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.numbers.append(str(args[0].dtype))
+        return func(*args, **(kwargs or {}))
+
+
+def test_it_waits_once_and_only_if_it_is_asked_to() -> None:
+    mask = runs(40, 50)
+    for given, reorder, number in ((mask, None, 1), (mask, True, 1), (mask ^ (torch.rand(40, 50) < 0.3), False, 1)):
+        copies, copy = [], Tensor.tolist
+
+        def tolist(x: Tensor, copies: list[Tensor] = copies, copy: Any = copy) -> Any:
+            copies.append(x)
+            return copy(x)
+
+        with mock.patch.object(Tensor, "tolist", tolist), Reads() as reads:
+            prepare_mask(given, find_intervals=True, reorder=reorder)
+        assert len(copies) + len(reads.numbers) == number
+    with Reads() as reads:
+        prepare_mask(mask, reorder=True)
+        prepare_topk(torch.randn(300), 5, is_causal=True, reorder=True)
+    assert not reads.numbers
+    with Reads() as reads:
+        prepare_topk(torch.randn(300), 5, is_causal=True, compact=True)
+    assert reads.numbers == ["torch.int64"]
+
+
+def test_errors() -> None:
+    mask = torch.ones(4, 4, dtype=torch.bool)
+    with pytest.raises(ValueError, match=re.escape("find_intervals is True; with as_tiles=True it must be False.")):
+        prepare_mask(mask, find_intervals=True, as_tiles=True)
+    layout = flash_dmattn.Sequences.packed(torch.tensor([0, 4]), torch.tensor([0, 4]), max_seqlen_q=4, max_seqlen_k=4)
+    with pytest.raises(ValueError, match=re.escape("find_intervals is True; beside sequences it must be False.")):
+        prepare_mask(mask, seqlen_q=4, seqlen_k=4, sequences=layout, find_intervals=True)
+    with pytest.raises(TypeError, match="find_intervals is 1; it needs to be True or"):
+        prepare_mask(mask, find_intervals=1)  # type: ignore[call-overload]
+
+
+def test_the_operator_and_its_fake() -> None:
+    operator = torch.ops.flash_dmattn.mask_intervals.default
+    for mask in (runs(20, 30), runs(20, 30).mT, runs(20, 1).expand(-1, -1, -1, 30)):
+        torch.library.opcheck(operator, (mask, -1, 0))
+
+
+def test_a_compiled_caller_goes_on_behind_the_answer() -> None:
+    def masked(mask: Tensor) -> Tensor:
+        return prepare_mask(mask, find_intervals=True).dense().sum() + 1
+
+    mask = runs(20, 30)
+    assert int(torch.compile(masked, backend="aot_eager")(mask)) == int(mask.sum()) + 1
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="masks on the CPU are read by PyTorch")
+@pytest.mark.parametrize("width", [1040, 1036, 1035])
+def test_on_a_gpu(width: int) -> None:
+    for flipped in (0.0, 1e-6, 0.5):
+        mask = runs(1000, width)
+        mask ^= torch.rand(mask.shape, generator=torch.Generator().manual_seed(0)) < flipped
+        one, other = (
+            prepare_mask(x, is_causal=True, find_intervals=True, reorder=True) for x in (mask.to(DEVICE), mask)
+        )
+        assert type(one) is type(other)
+        assert all(torch.equal(x.cpu(), y) for x, y in zip(one.tensors, other.tensors, strict=True))
