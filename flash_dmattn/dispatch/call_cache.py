@@ -30,6 +30,7 @@ class CallClass(NamedTuple):
     problem: AttentionProblem
     forward: AnyBackend
     backward: KernelBackend | None
+    ready: dict[Any, Any]  # what `flash_dmattn.direct` decides once, by the form of the mask and the choice of the call
 
 
 # A program that meets more classes of calls than this, one that decodes say, forgets them and starts again.
@@ -105,7 +106,7 @@ def remember(key: Key, problem: AttentionProblem, selection: Selection, backend:
         return  # under torch.jit.trace sizes are tensors
     if len(_classes) >= MAX_REMEMBERED:
         _classes.clear()
-    _classes[key] = CallClass(problem, *selection)
+    _classes[key] = CallClass(problem, *selection, {})
 
 
 def _of(x: Tensor) -> Key:

@@ -20,8 +20,10 @@ from ...problem import (
     dtype_name,
     sm_number,
 )
+from ..direct import DirectBackward, DirectForward
 from ..interval_walk import interval_notes, walked_view
 from ..protocol import Availability, Direction, Rule
+from . import direct
 from .key_order import Ordered
 from .tree_tiles import tiles_of_tree
 
@@ -221,3 +223,13 @@ def _backward(
 
 
 forward, backward = operators.define_pair(NAME, _forward, _backward, _forward_maskless)
+
+
+def direct_forward(problem: AttentionProblem, mask: MaskView) -> DirectForward | None:
+    """The forward pass of a class of calls: see `Backend`."""
+    return direct.forward_pass(problem, mask, _kernels())
+
+
+def direct_backward(problem: AttentionProblem, mask: MaskView) -> DirectBackward | None:
+    """The backward pass of a class of calls."""
+    return direct.backward_pass(problem, mask, _kernels())

@@ -1,0 +1,131 @@
+"""The passes of `triton` for a class of calls that is described: plans are found by the places of tensors alone.
+
+The plans are those of `triton_kernels.launch`. Where a class first turns its tensors into others, there is no pass here:
+rows of no unit stride, heads of a group as rows of one tile, masks that are packed or put in an order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...problem import AttentionProblem, Gradients, MaskView
+from ..direct import DirectBackward, DirectForward, has_pairs, outputs_of
+from ..protocol import Direction
+
+# Of a class: where tensors lie beyond multiples of 16 bytes differs from call to call, but hardly ever.
+MAX_PLANS = 64
+
+
+def forward_pass(p: AttentionProblem, mask: MaskView, launch: ModuleType) -> DirectForward | None:
+    """The forward pass of a class of calls.
+
+    Args:
+        p: of the class.
+        mask: of one of its calls; of its tensors, sizes alone count.
+        launch: `triton_kernels.launch`.
+    """
+    if not _is_read(p, mask, launch, "forward") or (p.seqlen_q == 1 and p.num_heads != p.num_heads_k):
+        return None
+    form, flags, outputs, is_fp32 = mask.form, p.flags, outputs_of(p), p.dtype == torch.float32
+    plans: dict[tuple[Any, ...], Callable[..., None]] = {}
+
+    def run(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sink: Tensor | None,
+        mask: tuple[Tensor, ...],
+        dropout: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = outputs(q)
+        sink = None if sink is None else sink.contiguous()
+        view = MaskView(form, mask)
+        places = _places(q, k, v, bias, sink, dropout, *mask)
+        key = (launch.takes_tf32(q.dtype), *places) if is_fp32 else places
+        plan = plans.get(key)
+        if plan is None:
+            with launch.on_device(q):
+                plan = launch.planned_forward(q, k, v, view, bias, flags, sink, dropout)
+            _keep(plans, key, plan)
+        if launch.is_current_device(q):
+            plan(q, k, v, view, bias, sink, out, lse, dropout)
+        else:
+            with torch.cuda.device(q.device):
+                plan(q, k, v, view, bias, sink, out, lse, dropout)
+        return out, lse
+
+    return run
+
+
+def backward_pass(p: AttentionProblem, mask: MaskView, launch: ModuleType) -> DirectBackward | None:
+    """The backward pass of a class of calls; arguments as of `forward_pass`."""
+    if not _is_read(p, mask, launch, "backward"):
+        return None
+    form, flags, needs_grad, is_fp32 = mask.form, p.flags, p.needs_grad, p.dtype == torch.float32
+    has_unit_rows = p.head_dim_v == 1
+    plans: dict[tuple[Any, ...], Callable[..., Gradients]] = {}
+
+    def run(
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sink: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        mask: tuple[Tensor, ...],
+        dropout: Tensor | None,
+    ) -> Gradients:
+        sink = None if sink is None else sink.contiguous()
+        strides = dout.stride()
+        if not (strides[3] == 1 or has_unit_rows):
+            dout = dout.contiguous()
+            strides = dout.stride()
+        view = MaskView(form, mask)
+        places = _places(q, k, v, bias, sink, dropout, *mask, dout, dlse, out, lse)
+        of_call = (strides, None if dlse is None else dlse.stride(), is_fp32 and launch.takes_tf32(q.dtype))
+        key = (of_call, places)
+        plan = plans.get(key)
+        if plan is None:
+            with launch.on_device(q):
+                tensors = (q, k, v, view, bias, flags, sink, dropout)
+                plan = launch.planned_backward(dout, dlse, *tensors, out, lse, needs_grad)
+            _keep(plans, key, plan)
+        if launch.is_current_device(q):
+            return plan(dout, dlse, q, k, v, view, bias, sink, out, lse, dropout)
+        with torch.cuda.device(q.device):
+            return plan(dout, dlse, q, k, v, view, bias, sink, out, lse, dropout)
+
+    return run
+
+
+def _is_read(p: AttentionProblem, mask: MaskView, launch: ModuleType, direction: Direction) -> bool:
+    """Whether the kernels of a pass read the tensors of a class as they are."""
+    if p.sequences is not None or not has_pairs(p):
+        return False
+    rows = ((p.q_strides, p.head_dim), (p.k_strides, p.head_dim), (p.v_strides, p.head_dim_v))
+    if not all(strides[3] == 1 or dim == 1 for strides, dim in rows):
+        return False
+    if mask.form in ("none", "tiles", "keys"):
+        return True
+    call = launch.ShortCall.described(p)._replace(mask_form=mask.form)
+    serves: bool = call.serves_forward() if direction == "forward" else call.serves_backward()
+    return serves
+
+
+def _places(*tensors: Tensor | None) -> tuple[int | None, ...]:
+    return tuple([None if x is None else x.data_ptr() % 16 for x in tensors])
+
+
+def _keep(plans: dict[tuple[Any, ...], Callable[..., Any]], key: tuple[Any, ...], plan: Callable[..., Any]) -> None:
+    if len(plans) >= MAX_PLANS:
+        plans.clear()
+    plans[key] = plan
