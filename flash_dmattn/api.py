@@ -178,7 +178,7 @@ def attention(
         problem, mask, bias = describe(q, k, v, mask, bias, *flags, sink)
         forward, backward = selection = select(problem, backend)
         if key is not None:
-            remember(key, problem, selection, backend)
+            found = remember(key, problem, selection, backend)
     else:
         problem, forward, backward, _ = found
         mask = as_scores(mask) if isinstance(mask, Tensor) else mask

@@ -61,13 +61,13 @@ def ready_for(found: CallClass, mask: MaskView, requested: BackendChoice) -> Rea
 def _ready(found: CallClass, mask: MaskView, requested: BackendChoice) -> Ready:
     problem, forward, backward = found.problem, found.forward, found.backward
     passes = Passes(problem, forward, backward, mask.form, requested, 0, problem.dropout_p > 0)  # type: ignore[arg-type]
-    runs = [
-        make and make(problem, mask)
-        for make in (getattr(forward, "direct_forward", None), getattr(backward, "direct_backward", None))
-    ]
-    strides = (problem.q_strides, problem.k_strides, problem.v_strides, problem.bias and problem.bias.strides)
+    make_forward, make_backward = getattr(forward, "direct_forward", None), getattr(backward, "direct_backward", None)
+    first = None if make_forward is None else make_forward(problem, mask)
+    second = None if make_backward is None else make_backward(problem, mask)
+    of_bias = None if problem.bias is None else problem.bias.strides
+    strides = (problem.q_strides, problem.k_strides, problem.v_strides, of_bias)
     dense = mask.dense
-    return Ready(passes, *runs, (*strides, None if dense is None else dense.stride()))
+    return Ready(passes, first, second, (*strides, None if dense is None else dense.stride()))
 
 
 def attend_directly(

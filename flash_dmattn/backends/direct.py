@@ -19,6 +19,7 @@ DirectForward = Callable[..., tuple[Tensor, Tensor]]
 # the class, out and lse are contiguous.
 DirectBackward = Callable[..., Gradients]
 Allocate = Callable[[Tensor], Tensor]
+Outputs = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def has_pairs(p: AttentionProblem) -> bool:
@@ -46,7 +47,7 @@ def new_like(shape: Sequence[int], strides: Sequence[int]) -> Allocate:
     return lambda x: empty(sizes, dtype=x.dtype, device=x.device)
 
 
-def outputs_of(p: AttentionProblem) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+def outputs_of(p: AttentionProblem) -> Outputs:
     """What makes uninitialised (out, lse) beside q, as `operators.empty_outputs` does; of 32 bits at most."""
     sizes, rows = (p.batch, p.seqlen_q, p.num_heads, p.head_dim_v), (p.batch, p.num_heads, p.seqlen_q)
     empty, float32 = torch.empty, torch.float32

@@ -56,7 +56,7 @@ def forward_pass(
             k = rows(k)
         if not (v_fits and v.data_ptr() % 16 == 0):
             v = rows(v)
-        if read_bias is not None:
+        if read_bias is not None and bias is not None:
             bias = read_bias(bias)
         walked = [mask[place] for place in lists] if mask else ()
         attend(q, k, v, walked, bias, None, out, lse, low, high, scale, softcap, num_kv_splits(), dropout, dropout_p)
@@ -86,7 +86,7 @@ def backward_pass(
     )
     new_bias = new_like(p.bias.shape, p.bias.strides) if dbias_class == "score" and p.bias is not None else None
     sum_sizes = (p.batch, p.num_heads, p.seqlen_k) if dbias_class == "key" else None
-    # In an order of keys the kernel adds to them; of such a mask it is empty here, and they start as zeros all the same.
+    # As in `backend.py`: of an interval mask the kernel may add to them.
     allocate = torch.zeros if mask.form == "intervals" else torch.empty
     copies_bias = p.bias_class == "score"
     bias_fits = copies_bias and p.bias is not None and fits(p.bias.shape, p.bias.strides, p.bias.dtype.itemsize)
@@ -135,7 +135,7 @@ def backward_pass(
 
 
 def _places_of(p: AttentionProblem, mask: MaskView, is_per_score: bool) -> tuple[int, ...] | None:
-    """Where bits or bounds, lists of rows and lists of columns are among the tensors of a mask; None for no pass here."""
+    """Where bits or bounds, row lists and column lists are among the tensors of a mask; None for no pass here."""
     if p.sequences is not None or p.sink is not None or not has_pairs(p):
         return None
     if mask.form == "none":

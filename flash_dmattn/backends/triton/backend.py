@@ -171,17 +171,6 @@ def _forward(
     return out, lse
 
 
-def _forward_maskless(
-    problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    p = problem
-    if not (p.batch and p.seqlen_q and p.num_heads and p.seqlen_k):
-        return _forward(q, k, v, MaskView(), bias, p.flags, sink)
-    out, lse = operators.empty_outputs_of(problem, q.device)
-    _kernels().forward_maskless(problem, q, k, v, bias, out, lse, sink)
-    return out, lse
-
-
 def _backward(
     dout: Tensor,
     dlse: Tensor | None,
@@ -222,7 +211,7 @@ def _backward(
     return dq, ordered.by_key(dk), ordered.by_key(dv), ordered.bias_by_key(dbias), *of_sink
 
 
-forward, backward = operators.define_pair(NAME, _forward, _backward, _forward_maskless)
+forward, backward = operators.define_pair(NAME, _forward, _backward)
 
 
 def direct_forward(problem: AttentionProblem, mask: MaskView) -> DirectForward | None:

@@ -1,7 +1,7 @@
 """The passes of `triton` for a class of calls that is described: plans are found by the places of tensors alone.
 
-The plans are those of `triton_kernels.launch`. Where a class first turns its tensors into others, there is no pass here:
-rows of no unit stride, heads of a group as rows of one tile, masks that are packed or put in an order.
+The plans are those of `triton_kernels.launch`. Masks that are packed or put in an order first have
+no pass here, nor have gradients of rows of no unit stride.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...problem import AttentionProblem, Gradients, MaskView
-from ..direct import DirectBackward, DirectForward, has_pairs, outputs_of
+from ...problem import AttentionProblem, Flags, Gradients, MaskForm, MaskView
+from ..direct import DirectBackward, DirectForward, Outputs, has_pairs, outputs_of
 from ..protocol import Direction
 
 # Of a class: where tensors lie beyond multiples of 16 bytes differs from call to call, but hardly ever.
@@ -29,9 +29,11 @@ def forward_pass(p: AttentionProblem, mask: MaskView, launch: ModuleType) -> Dir
         mask: of one of its calls; of its tensors, sizes alone count.
         launch: `triton_kernels.launch`.
     """
-    if not _is_read(p, mask, launch, "forward") or (p.seqlen_q == 1 and p.num_heads != p.num_heads_k):
+    if not _is_read(p, mask, launch, "forward"):
         return None
     form, flags, outputs, is_fp32 = mask.form, p.flags, outputs_of(p), p.dtype == torch.float32
+    if not _has_unit_rows(p) or (p.seqlen_q == 1 and p.num_heads != p.num_heads_k):
+        return _forward_of_others(form, flags, outputs, launch)
     plans: dict[tuple[Any, ...], Callable[..., None]] = {}
 
     def run(
@@ -63,12 +65,31 @@ def forward_pass(p: AttentionProblem, mask: MaskView, launch: ModuleType) -> Dir
     return run
 
 
+def _forward_of_others(form: MaskForm, flags: Flags, outputs: Outputs, launch: ModuleType) -> DirectForward:
+    """That of a class whose tensors the host may first turn into others: copies, or heads as rows."""
+
+    def run(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sink: Tensor | None,
+        mask: tuple[Tensor, ...],
+        dropout: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = outputs(q)
+        launch.forward(q, k, v, MaskView(form, mask), bias, out, lse, flags, sink, dropout)
+        return out, lse
+
+    return run
+
+
 def backward_pass(p: AttentionProblem, mask: MaskView, launch: ModuleType) -> DirectBackward | None:
     """The backward pass of a class of calls; arguments as of `forward_pass`."""
-    if not _is_read(p, mask, launch, "backward"):
+    if not (_has_unit_rows(p) and _is_read(p, mask, launch, "backward")):
         return None
     form, flags, needs_grad, is_fp32 = mask.form, p.flags, p.needs_grad, p.dtype == torch.float32
-    has_unit_rows = p.head_dim_v == 1
+    is_column = p.head_dim_v == 1
     plans: dict[tuple[Any, ...], Callable[..., Gradients]] = {}
 
     def run(
@@ -86,7 +107,7 @@ def backward_pass(p: AttentionProblem, mask: MaskView, launch: ModuleType) -> Di
     ) -> Gradients:
         sink = None if sink is None else sink.contiguous()
         strides = dout.stride()
-        if not (strides[3] == 1 or has_unit_rows):
+        if not (strides[3] == 1 or is_column):
             dout = dout.contiguous()
             strides = dout.stride()
         view = MaskView(form, mask)
@@ -108,17 +129,19 @@ def backward_pass(p: AttentionProblem, mask: MaskView, launch: ModuleType) -> Di
 
 
 def _is_read(p: AttentionProblem, mask: MaskView, launch: ModuleType, direction: Direction) -> bool:
-    """Whether the kernels of a pass read the tensors of a class as they are."""
+    """Whether the kernels of a pass read the mask of a class as it is."""
     if p.sequences is not None or not has_pairs(p):
-        return False
-    rows = ((p.q_strides, p.head_dim), (p.k_strides, p.head_dim), (p.v_strides, p.head_dim_v))
-    if not all(strides[3] == 1 or dim == 1 for strides, dim in rows):
         return False
     if mask.form in ("none", "tiles", "keys"):
         return True
     call = launch.ShortCall.described(p)._replace(mask_form=mask.form)
     serves: bool = call.serves_forward() if direction == "forward" else call.serves_backward()
     return serves
+
+
+def _has_unit_rows(p: AttentionProblem) -> bool:
+    rows = ((p.q_strides, p.head_dim), (p.k_strides, p.head_dim), (p.v_strides, p.head_dim_v))
+    return all(strides[3] == 1 or dim == 1 for strides, dim in rows)
 
 
 def _places(*tensors: Tensor | None) -> tuple[int | None, ...]:
