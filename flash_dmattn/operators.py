@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from . import flops
+from .definition import is_transformed as is_transformed
+from .definition import is_watched
 from .problem import AttentionProblem, Flags, Gradients, MaskForm, MaskView, NeedsGrad, SequenceView
 
 _LIBRARY = torch.library.Library("flash_dmattn", "DEF")
@@ -100,25 +102,6 @@ def _one_by_one(operator: Callable[..., tuple[Tensor, Tensor]]) -> Callable[...,
         return tuple(torch.stack(x) for x in zip(*each, strict=True)), (0, 0)
 
     return rule
-
-
-def is_transformed() -> bool:
-    """Whether a transform of `torch.func` is running: grad, vmap, jvp and what is made of them; compilers undo them."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def is_watched(*tensors: object) -> bool:
-    """Whether anything needs to see an operator: a compiler, a dispatch mode, a functorch transform, a tensor subclass.
-
-    Where nothing does, the function behind an operator is called in its place, with arguments of the same types, which
-    saves the dispatcher's way into Python and back. What is neither None nor a tensor counts as a subclass.
-    """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or is_transformed():
-        return True
-    for x in tensors:  # a plain loop: a generator costs twice as much on this path
-        if x is not None and type(x) is not Tensor and type(x) is not torch.nn.Parameter:
-            return True
-    return False
 
 
 # What runs a pass: forward(q, k, v, mask, bias, flags) -> (out, lse), and

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..backends.protocol import AnyBackend, KernelBackend
-from ..operators import is_watched
+from ..definition import is_watched
 from ..problem import AttentionProblem
 from .registry import on_change
 from .selection import Selection, choice_in_force, falls_back
