@@ -43,23 +43,9 @@ def forward(
     with on_device(q):
         if mask.dense is not None and not is_short_forward(q, k, v, mask):
             mask = _packed(mask.dense, q.shape[1], k.shape[1], flags)
-        plan = planned_forward(q, k, v, mask, bias, flags, sink, dropout)
+        key = ("forward", mask.form, flags, *signature(q, k, v, bias, sink, dropout, *mask.tensors))
+        plan = remembered(plans, key, lambda: forward_plan(Call(q, k, v, mask, bias, flags, sink)))
         plan(q, k, v, mask, bias, sink, out, lse, dropout)
-
-
-def planned_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: MaskView,
-    bias: Tensor | None,
-    flags: Flags,
-    sink: Tensor | None,
-    dropout: Tensor | None,
-) -> Callable[..., None]:
-    """The plan of the forward pass of a call on the current device, whose tensors the kernels read as they are."""
-    key = ("forward", mask.form, flags, *signature(q, k, v, bias, sink, dropout, *mask.tensors))
-    return remembered(plans, key, lambda: forward_plan(Call(q, k, v, mask, bias, flags, sink)))
 
 
 def forward_plan(call: Call) -> Callable[..., None]:
@@ -160,29 +146,17 @@ def backward(
     with on_device(q):
         if mask.dense is not None and not is_short_backward(q, k, v, mask):
             mask = _packed(mask.dense, q.shape[1], k.shape[1], flags)
-        plan = planned_backward(dout, dlse, q, k, v, mask, bias, flags, sink, dropout, out, lse, needs_grad)
+        key = (
+            "backward",
+            mask.form,
+            needs_grad,
+            flags,
+            *signature(q, k, v, bias, sink, dropout, dout, dlse, out, lse, *mask.tensors),
+        )
+        plan = remembered(
+            plans, key, lambda: backward_plan(Call(q, k, v, mask, bias, flags, sink), dout, dlse, needs_grad)
+        )
         return plan(dout, dlse, q, k, v, mask, bias, sink, out, lse, dropout)
-
-
-def planned_backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: MaskView,
-    bias: Tensor | None,
-    flags: Flags,
-    sink: Tensor | None,
-    dropout: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    needs_grad: NeedsGrad,
-) -> Callable[..., Gradients]:
-    """The plan of the backward pass of a call, as `planned_forward`."""
-    of_tensors = signature(q, k, v, bias, sink, dropout, dout, dlse, out, lse, *mask.tensors)
-    key = ("backward", mask.form, needs_grad, flags, *of_tensors)
-    return remembered(plans, key, lambda: backward_plan(Call(q, k, v, mask, bias, flags, sink), dout, dlse, needs_grad))
 
 
 def needs_fp32_delta(dtype: torch.dtype, seqlen_k: int, window: tuple[int, int], needs_grad: NeedsGrad) -> bool:

@@ -1,14 +1,12 @@
-"""The passes of `triton` for a class of calls that is described: plans are found by the places of tensors alone.
+"""The passes of `triton` for a class of calls that is described: plans are found by the problem and tensors' places.
 
-The plans are those of `triton_kernels.launch`. Masks that are packed or put in an order first have
-no pass here, nor have gradients of rows of no unit stride.
+What the problem says is looked up in a third of the time that every tensor takes to say it. Masks that are packed or
+put in an order first have no pass here, nor have gradients of rows of no unit stride.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +14,6 @@ from torch import Tensor
 from ...problem import AttentionProblem, Flags, Gradients, MaskForm, MaskView
 from ..direct import DirectBackward, DirectForward, Outputs, has_pairs, outputs_of
 from ..protocol import Direction
-
-# Of a class: where tensors lie beyond multiples of 16 bytes differs from call to call, but hardly ever.
-MAX_PLANS = 64
 
 
 def forward_pass(p: AttentionProblem, mask: MaskView, launch: ModuleType) -> DirectForward | None:
@@ -31,10 +26,10 @@ def forward_pass(p: AttentionProblem, mask: MaskView, launch: ModuleType) -> Dir
     """
     if not _is_read(p, mask, launch, "forward"):
         return None
-    form, flags, outputs, is_fp32 = mask.form, p.flags, outputs_of(p), p.dtype == torch.float32
+    form, flags, outputs, dtype = mask.form, p.flags, outputs_of(p), p.dtype
     if not _has_unit_rows(p) or (p.seqlen_q == 1 and p.num_heads != p.num_heads_k):
         return _forward_of_others(form, flags, outputs, launch)
-    plans: dict[tuple[Any, ...], Callable[..., None]] = {}
+    takes_tf32, is_current_device = launch.takes_tf32, launch.is_current_device
 
     def run(
         q: Tensor,
@@ -48,14 +43,13 @@ def forward_pass(p: AttentionProblem, mask: MaskView, launch: ModuleType) -> Dir
         out, lse = outputs(q)
         sink = None if sink is None else sink.contiguous()
         view = MaskView(form, mask)
-        places = _places(q, k, v, bias, sink, dropout, *mask)
-        key = (launch.takes_tf32(q.dtype), *places) if is_fp32 else places
-        plan = plans.get(key)
+        key = ("forward", p, form, q.get_device(), takes_tf32(dtype), *_places(q, k, v, bias, sink, dropout, *mask))
+        plan = launch.plans.get(key)
         if plan is None:
             with launch.on_device(q):
-                plan = launch.planned_forward(q, k, v, view, bias, flags, sink, dropout)
-            _keep(plans, key, plan)
-        if launch.is_current_device(q):
+                made = launch.forward_plan(launch.Call(q, k, v, view, bias, flags, sink))
+            plan = launch.remembered(launch.plans, key, lambda: made)
+        if is_current_device(q):
             plan(q, k, v, view, bias, sink, out, lse, dropout)
         else:
             with torch.cuda.device(q.device):
@@ -88,9 +82,8 @@ def backward_pass(p: AttentionProblem, mask: MaskView, launch: ModuleType) -> Di
     """The backward pass of a class of calls; arguments as of `forward_pass`."""
     if not (_has_unit_rows(p) and _is_read(p, mask, launch, "backward")):
         return None
-    form, flags, needs_grad, is_fp32 = mask.form, p.flags, p.needs_grad, p.dtype == torch.float32
-    is_column = p.head_dim_v == 1
-    plans: dict[tuple[Any, ...], Callable[..., Gradients]] = {}
+    form, flags, needs_grad, dtype, is_column = mask.form, p.flags, p.needs_grad, p.dtype, p.head_dim_v == 1
+    takes_tf32, is_current_device = launch.takes_tf32, launch.is_current_device
 
     def run(
         dout: Tensor,
@@ -112,18 +105,19 @@ def backward_pass(p: AttentionProblem, mask: MaskView, launch: ModuleType) -> Di
             strides = dout.stride()
         view = MaskView(form, mask)
         places = _places(q, k, v, bias, sink, dropout, *mask, dout, dlse, out, lse)
-        of_call = (strides, None if dlse is None else dlse.stride(), is_fp32 and launch.takes_tf32(q.dtype))
-        key = (of_call, places)
-        plan = plans.get(key)
+        of_dlse = None if dlse is None else dlse.stride()
+        key = ("backward", p, form, q.get_device(), takes_tf32(dtype), strides, of_dlse, *places)
+        plan = launch.plans.get(key)
         if plan is None:
             with launch.on_device(q):
-                tensors = (q, k, v, view, bias, flags, sink, dropout)
-                plan = launch.planned_backward(dout, dlse, *tensors, out, lse, needs_grad)
-            _keep(plans, key, plan)
-        if launch.is_current_device(q):
-            return plan(dout, dlse, q, k, v, view, bias, sink, out, lse, dropout)
+                made = launch.backward_plan(launch.Call(q, k, v, view, bias, flags, sink), dout, dlse, needs_grad)
+            plan = launch.remembered(launch.plans, key, lambda: made)
+        if is_current_device(q):
+            found: Gradients = plan(dout, dlse, q, k, v, view, bias, sink, out, lse, dropout)
+            return found
         with torch.cuda.device(q.device):
-            return plan(dout, dlse, q, k, v, view, bias, sink, out, lse, dropout)
+            found = plan(dout, dlse, q, k, v, view, bias, sink, out, lse, dropout)
+        return found
 
     return run
 
@@ -146,9 +140,3 @@ def _has_unit_rows(p: AttentionProblem) -> bool:
 
 def _places(*tensors: Tensor | None) -> tuple[int | None, ...]:
     return tuple([None if x is None else x.data_ptr() % 16 for x in tensors])
-
-
-def _keep(plans: dict[tuple[Any, ...], Callable[..., Any]], key: tuple[Any, ...], plan: Callable[..., Any]) -> None:
-    if len(plans) >= MAX_PLANS:
-        plans.clear()
-    plans[key] = plan
