@@ -120,7 +120,7 @@ def backward_pass(
         if not (v_fits and v.data_ptr() % 16 == 0):
             v = rows(v)
         if not (dout.is_contiguous() and dout.data_ptr() % 16 == 0):
-            dout = rows(dout)
+            dout = rows(dout) if dout.stride()[3] == 1 else dout.contiguous()
         read = bias
         if copies_bias and bias is not None and not (bias_fits and bias.data_ptr() % 16 == 0):
             read = readable(bias)
