@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 
 from .autograd import Attention, Passes, run_forward
 from .backends.protocol import has_forward_ad, is_composite
+from .direct import attend_directly, is_ready, ready_for
 from .dispatch.call_cache import look_up, remember
 from .dispatch.mask_view import dense_mask, mask_view
 from .dispatch.selection import select
@@ -177,9 +178,9 @@ def attention(
         problem, mask, bias = describe(q, k, v, mask, bias, *flags, sink)
         forward, backward = selection = select(problem, backend)
         if key is not None:
-            remember(key, problem, selection, backend)
+            found = remember(key, problem, selection, backend)
     else:
-        problem, forward, backward = found
+        problem, forward, backward, _ = found
         mask = as_scores(mask) if isinstance(mask, Tensor) else mask
         bias = None if bias is None else as_scores(bias)
     dropout = draw_key(q.device) if problem.flags.dropout_p > 0 else None
@@ -190,7 +191,9 @@ def attention(
         results = forward.attention(problem, q, k, v, dense_mask(mask), bias, **extra_arguments(sink, where, dropout))
     else:
         view = mask_view(problem, mask, forward, backward, where)
-        if backward is None and (key is not None or not is_transformed()):
+        if where is None and found is not None and is_ready(found):
+            results = attend_directly(ready_for(found, view, backend), q, k, v, bias, sink, view.tensors, dropout)
+        elif backward is None and (key is not None or not is_transformed()):
             results = run_forward(forward, problem, q, k, v, bias, sink, view, where, dropout)
         else:
             of_sequences = () if where is None else where.tensors

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 LIBRARY = torch.library.Library("flash_dmattn", "FRAGMENT")
 
@@ -25,3 +26,22 @@ def define(name: str, schema: str, function: Callable[..., Any], fake: Callable[
     # The overload packets resolve overloads on every call; `.default` skips that.
     operator: Callable[..., Any] = getattr(torch.ops.flash_dmattn, name).default
     return operator
+
+
+def is_transformed() -> bool:
+    """Whether a transform of `torch.func` is running: grad, vmap, jvp and what is made of them; compilers undo them."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_watched(*tensors: object) -> bool:
+    """Whether anything needs to see an operator: a compiler, a dispatch mode, a functorch transform, a tensor subclass.
+
+    Where nothing does, the function behind an operator is called in its place, with arguments of the same types, which
+    saves the dispatcher's way into Python and back. What is neither None nor a tensor counts as a subclass.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or is_transformed():
+        return True
+    for x in tensors:  # a plain loop: a generator costs twice as much on this path
+        if x is not None and type(x) is not Tensor and type(x) is not torch.nn.Parameter:
+            return True
+    return False

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from . import flops
+from .definition import is_transformed as is_transformed
+from .definition import is_watched
 from .problem import AttentionProblem, Flags, Gradients, MaskForm, MaskView, NeedsGrad, SequenceView
 
 _LIBRARY = torch.library.Library("flash_dmattn", "DEF")
@@ -39,20 +41,9 @@ BACKWARD_SCHEMA = (
 def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Uninitialised (out, lse) as every backend returns them: contiguous, lse fp32 (fp64 for fp64)."""
     batch, seqlen_q, num_heads, _ = q.shape
-    return _empty_outputs(batch, seqlen_q, num_heads, v.shape[3], q.dtype, q.device)
-
-
-def empty_outputs_of(problem: AttentionProblem, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The same for a call that is described."""
-    p = problem
-    return _empty_outputs(p.batch, p.seqlen_q, p.num_heads, p.head_dim_v, p.dtype, device)
-
-
-def _empty_outputs(
-    batch: int, seqlen_q: int, num_heads: int, head_dim_v: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
+    dtype, device = q.dtype, q.device
     # Sizes one by one: torch takes a third longer to read them from a tuple.
-    out = torch.empty(batch, seqlen_q, num_heads, head_dim_v, dtype=dtype, device=device)
+    out = torch.empty(batch, seqlen_q, num_heads, v.shape[3], dtype=dtype, device=device)
     lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     return out, torch.empty(batch, num_heads, seqlen_q, dtype=lse_dtype, device=device)
 
@@ -113,25 +104,6 @@ def _one_by_one(operator: Callable[..., tuple[Tensor, Tensor]]) -> Callable[...,
     return rule
 
 
-def is_transformed() -> bool:
-    """Whether a transform of `torch.func` is running: grad, vmap, jvp and what is made of them; compilers undo them."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def is_watched(*tensors: object) -> bool:
-    """Whether anything needs to see an operator: a compiler, a dispatch mode, a functorch transform, a tensor subclass.
-
-    Where nothing does, the function behind an operator is called in its place, with arguments of the same types, which
-    saves the dispatcher's way into Python and back. What is neither None nor a tensor counts as a subclass.
-    """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or is_transformed():
-        return True
-    for x in tensors:  # a plain loop: a generator costs twice as much on this path
-        if x is not None and type(x) is not Tensor and type(x) is not torch.nn.Parameter:
-            return True
-    return False
-
-
 # What runs a pass: forward(q, k, v, mask, bias, flags) -> (out, lse), and
 # backward(dout, dlse, q, k, v, mask, bias, out, lse, flags, needs_grad) -> gradients.
 # Calls with a sink, and only those, pass it on as one more argument, sink=; so those with sequences, sequences=, and
@@ -141,7 +113,7 @@ Backward = Callable[..., Gradients]
 
 
 def define_pair(
-    name: str, forward: Forward, backward: Backward, maskless: Callable[..., tuple[Tensor, Tensor]] | None = None
+    name: str, forward: Forward, backward: Backward
 ) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Gradients]]:
     """Register `<name>_forward` and `<name>_backward`; return the pair as `KernelBackend` methods that call them.
 
@@ -149,19 +121,15 @@ def define_pair(
         name: of the backend.
         forward: run by the operator, called as forward(q, k, v, mask, bias, flags) with a `MaskView` and `Flags`.
         backward: called as backward(dout, dlse, q, k, v, mask, bias, out, lse, flags, needs_grad) with a `NeedsGrad`.
-        maskless: what a forward pass without a mask runs in the place of `forward` where no operator is needed, called
-            as (problem, q, k, v, bias): what the problem says need not be asked of the tensors again.
 
     A pair that lists "sink" in its FEATURES is called with one more argument, sink (Hq,), where a call has one; its
     backward returns dsink as a fifth gradient then. One that lists "sequences" is called with sequences=, a
     `SequenceView`, where a call has them, and one that lists "dropout_p" with dropout=, the key of a call with dropout.
     """
-    return define_forward(name, forward, maskless), define_backward(name, backward)
+    return define_forward(name, forward), define_backward(name, backward)
 
 
-def define_forward(
-    name: str, forward: Forward, maskless: Callable[..., tuple[Tensor, Tensor]] | None = None
-) -> Callable[..., tuple[Tensor, Tensor]]:
+def define_forward(name: str, forward: Forward) -> Callable[..., tuple[Tensor, Tensor]]:
     """Register `<name>_forward` alone; return the `KernelBackend` method that calls it."""
 
     def operator(
@@ -210,8 +178,6 @@ def define_forward(
         if sequences is not None or dropout is not None:
             rest = extra_arguments(sink, sequences, dropout)
             return forward(q, k, v, mask, bias, problem.flags, **rest)
-        if maskless is not None and mask.form == "none":
-            return maskless(problem, q, k, v, bias) if sink is None else maskless(problem, q, k, v, bias, sink=sink)
         if sink is not None:
             return forward(q, k, v, mask, bias, problem.flags, sink=sink)
         return forward(q, k, v, mask, bias, problem.flags)

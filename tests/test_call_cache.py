@@ -286,7 +286,7 @@ def test_a_fallback_is_chosen_anew_by_every_call() -> None:
     call_cache.remember(("key",), problem, chosen, "auto")
     assert not call_cache._classes
     call_cache.remember(("key",), problem, chosen, "eager")
-    assert call_cache._classes == {("key",): (problem, eager, None)}
+    assert call_cache._classes == {("key",): (problem, eager, None, {})}
 
 
 def test_as_many_classes_as_may_be_remembered(monkeypatch: pytest.MonkeyPatch) -> None:

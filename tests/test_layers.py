@@ -22,6 +22,7 @@ LAYERS = (
     ("dispatch",),
     ("validation",),
     ("autograd",),
+    ("direct",),
     ("api", "explanation"),
     ("nn", "distributed"),
     ("integrations",),

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from flash_dmattn.masks.prepared.operator import KeyForm, prepared_view
-from flash_dmattn.problem import AttentionProblem, Flags, Gradients, MaskView, NeedsGrad, keys_of_query
+from flash_dmattn.problem import Flags, Gradients, MaskView, NeedsGrad, keys_of_query
 
-from .kernel_launch import is_current_device, on_device, remembered
+from .kernel_launch import is_current_device as is_current_device
+from .kernel_launch import on_device, remembered
 from .plan import Call, takes_tf32
 from .plan_backward import MOST_FEW_KEYS, plan_backward
 from .plan_forward import plan_forward
@@ -47,45 +48,6 @@ def forward(
         plan(q, k, v, mask, bias, sink, out, lse, dropout)
 
 
-def forward_maskless(
-    problem: AttentionProblem,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    sink: Tensor | None = None,
-) -> None:
-    """`forward` without a mask, of a call that is described: but for the tensors' places that decides the launch.
-
-    Small calls wait for the host, and what a problem says is looked up in a third of the time that every tensor takes
-    to say it.
-    """
-    places = (q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16, None if bias is None else bias.data_ptr() % 16)
-    of_sink = None
-    if sink is not None:
-        sink = sink.contiguous()
-        of_sink = sink.data_ptr() % 16
-    key = (problem, q.get_device(), takes_tf32(problem.dtype), *places, of_sink)
-    plan = plans.get(key) or remembered(plans, key, lambda: _plan_maskless(problem, q, k, v, bias, sink))
-    if is_current_device(q):
-        plan(q, k, v, NO_MASK, bias, sink, out, lse, None)
-    else:
-        with torch.cuda.device(q.device):
-            plan(q, k, v, NO_MASK, bias, sink, out, lse, None)
-
-
-def _plan_maskless(
-    problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None
-) -> Callable[..., None]:
-    flags = problem.flags
-    if _has_unit_rows(q) and _has_unit_rows(k) and _has_unit_rows(v) and not takes_group_rows(q, k, NO_MASK, flags):
-        return forward_plan(Call(q, k, v, NO_MASK, bias, flags, sink))
-    # Which plans for the copies that the kernels read.
-    return lambda q, k, v, mask, bias, sink, out, lse, _: forward(q, k, v, mask, bias, out, lse, flags, sink)
-
-
 def forward_plan(call: Call) -> Callable[..., None]:
     """How a class of calls makes out and lse: run(q, k, v, mask, bias, sink, out, lse, dropout)."""
     is_short = ShortCall.of(call.q, call.k, call.v, call.mask, call.arch).serves_forward()
@@ -114,7 +76,6 @@ def is_short_backward(q: Tensor, k: Tensor, v: Tensor, mask: MaskView) -> bool:
     return ShortCall.of(q, k, v, mask).serves_backward()
 
 
-NO_MASK = MaskView()
 # From this many keys on, reading k and v once for a whole group pays for one more copy of out.
 GROUP_ROWS_FROM = 512
 

@@ -69,6 +69,9 @@ class Backend(Protocol):
             mask as it is. One that both passes read so is not prepared.
         differentiable_backward(problem, dout, dlse, q, k, v, mask, bias): the gradients of a pair as differentiable
             PyTorch, without which a second derivative is refused; with sink=, sequences= and dropout= where there are.
+        direct_forward(problem, mask), direct_backward(problem, mask): of such a pair, what runs that pass of every call
+            of a class, with all decided that the problem says; None where it has nothing to decide beforehand. `mask`
+            is the `MaskView` of one of its calls, of whose tensors sizes alone count. See `backends.direct`.
         HAS_FORWARD_AD = True: forward-mode derivatives (torch.func.jvp) go through it.
         workspace_bytes(problem) -> int: it takes every call on every device; auto falls back to it, and warns of so
             many bytes.

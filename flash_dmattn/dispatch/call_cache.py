@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..backends.protocol import AnyBackend, KernelBackend
-from ..operators import is_watched
+from ..definition import is_watched
 from ..problem import AttentionProblem
 from .registry import on_change
 from .selection import Selection, choice_in_force, falls_back
@@ -30,6 +30,7 @@ class CallClass(NamedTuple):
     problem: AttentionProblem
     forward: AnyBackend
     backward: KernelBackend | None
+    ready: dict[Any, Any]  # what `flash_dmattn.direct` decides once, by the form of the mask and the choice of the call
 
 
 # A program that meets more classes of calls than this, one that decodes say, forgets them and starts again.
@@ -96,16 +97,17 @@ def look_up(
         return None, None
 
 
-def remember(key: Key, problem: AttentionProblem, selection: Selection, backend: BackendChoice) -> None:
-    """Let later calls of the class do without a description and a choice of their own.
+def remember(key: Key, problem: AttentionProblem, selection: Selection, backend: BackendChoice) -> CallClass | None:
+    """Let later calls of the class do without a description and a choice of their own; None where they may not.
 
     Not where "auto" falls back to eager: every such call warns or is refused, as the policy is at its time.
     """
     if type(problem.seqlen_q) is not int or falls_back(problem, choice_in_force(backend), selection):
-        return  # under torch.jit.trace sizes are tensors
+        return None  # under torch.jit.trace sizes are tensors
     if len(_classes) >= MAX_REMEMBERED:
         _classes.clear()
-    _classes[key] = CallClass(problem, *selection)
+    found = _classes[key] = CallClass(problem, *selection, {})
+    return found
 
 
 def _of(x: Tensor) -> Key:

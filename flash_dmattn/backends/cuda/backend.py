@@ -22,14 +22,28 @@ from ...problem import (
     fits_tma,
     make_band,
 )
+from ..direct import DirectBackward, DirectForward
 from ..interval_walk import interval_notes, interval_walk, walked_view
 from ..protocol import Availability
-from . import extension
+from . import direct, extension
 from . import sequences as of_sequences
 from .bias_rows import copies_bias, copy_note, readable, readable_if_small
 from .rules import AUTO_RULES, INSTANCES, RULES
 
-__all__ = ["AUTO_RULES", "FEATURES", "MASK_FORM", "NAME", "RULES", "INSTANCES", "backward", "forward", "notes", "probe"]
+__all__ = [
+    "AUTO_RULES",
+    "FEATURES",
+    "INSTANCES",
+    "MASK_FORM",
+    "NAME",
+    "RULES",
+    "backward",
+    "direct_backward",
+    "direct_forward",
+    "forward",
+    "notes",
+    "probe",
+]
 
 NAME = "cuda"
 FEATURES = frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse", "sink"}) | {
@@ -336,3 +350,13 @@ def _backward(
 
 
 forward, backward = operators.define_pair(NAME, _forward, _backward)
+
+
+def direct_forward(problem: AttentionProblem, mask: MaskView) -> DirectForward | None:
+    """The forward pass of a class of calls: see `Backend`."""
+    return direct.forward_pass(problem, mask, _kernels().attend, _rows, lambda: NUM_KV_SPLITS)
+
+
+def direct_backward(problem: AttentionProblem, mask: MaskView) -> DirectBackward | None:
+    """The backward pass of a class of calls."""
+    return direct.backward_pass(problem, mask, _kernels().differentiate, _rows, lambda: NUM_DBIAS_CHUNKS)

@@ -20,9 +20,11 @@ from ...problem import (
     dtype_name,
     sm_number,
 )
+from ..direct import DirectBackward, DirectForward
 from ..interval_walk import interval_notes, walked_view
 from ..protocol import Availability, Direction, Rule
 from ..sequence_walk import mask_notes
+from . import direct
 from .key_order import Ordered
 from .tree_tiles import tiles_of_tree
 
@@ -168,17 +170,6 @@ def _forward(
     return out, lse
 
 
-def _forward_maskless(
-    problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    p = problem
-    if not (p.batch and p.seqlen_q and p.num_heads and p.seqlen_k):
-        return _forward(q, k, v, MaskView(), bias, p.flags, sink)
-    out, lse = operators.empty_outputs_of(problem, q.device)
-    _kernels().forward_maskless(problem, q, k, v, bias, out, lse, sink)
-    return out, lse
-
-
 def _backward(
     dout: Tensor,
     dlse: Tensor | None,
@@ -219,4 +210,14 @@ def _backward(
     return dq, ordered.by_key(dk), ordered.by_key(dv), ordered.bias_by_key(dbias), *of_sink
 
 
-forward, backward = operators.define_pair(NAME, _forward, _backward, _forward_maskless)
+forward, backward = operators.define_pair(NAME, _forward, _backward)
+
+
+def direct_forward(problem: AttentionProblem, mask: MaskView) -> DirectForward | None:
+    """The forward pass of a class of calls: see `Backend`."""
+    return direct.forward_pass(problem, mask, _kernels())
+
+
+def direct_backward(problem: AttentionProblem, mask: MaskView) -> DirectBackward | None:
+    """The backward pass of a class of calls."""
+    return direct.backward_pass(problem, mask, _kernels())

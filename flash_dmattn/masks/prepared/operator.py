@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.autograd import profiler
 
-from ...definition import LIBRARY, define
+from ...definition import LIBRARY, define, is_watched
 from ...problem import Band, MaskView, make_band
 from ..broadcast import collapse
 from .packers import packer
@@ -88,7 +89,8 @@ def prepared_view(
     # Collapsed before the operator, so that sizes alone decide what it returns: compilers change strides.
     mask = collapse(mask)
     form = of_keys.form if mask.size(2) == 1 else "tiles"
-    return MaskView(form, tuple(_OPERATOR(mask, seqlen_q, seqlen_k, *window, form, of_keys.reorder)))
+    run = _OPERATOR if is_watched(mask) or mask.is_meta or profiler._is_profiler_enabled else prepare
+    return MaskView(form, tuple(run(mask, seqlen_q, seqlen_k, *window, form, of_keys.reorder)))
 
 
 def prepare(

@@ -1,0 +1,455 @@
+"""Calls that nothing watches: they run what others run, bit for bit, and whatever watches is shown an operator."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from accuracy import Results, run
+from cases import DEVICE, Case, Inputs
+from conftest import Runner
+from out_of_tree import Counting, registered
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import flash_dmattn
+from flash_dmattn import direct
+from flash_dmattn.backends.cuda import backend as cuda
+from flash_dmattn.backends.cuda import rules as cuda_rules
+from flash_dmattn.backends.protocol import Availability
+from flash_dmattn.dispatch import settings
+from flash_dmattn.masks import prepare_mask
+from flash_dmattn.problem import AttentionProblem, MaskView
+
+
+@pytest.fixture(autouse=True)
+def checked_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call of a program checks it, and is not remembered."""
+    monkeypatch.setattr(settings.process, "environment_unchecked", False)
+
+
+class Watch(TorchDispatchMode):
+    """What has to be shown operators; it records those of this library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operator.namespace == "flash_dmattn":
+            self.seen.append(operator.name().partition("::")[2])
+        return operator(*args, **(kwargs or {}))
+
+
+BASE = Case(batch=2, seqlen_q=70, seqlen_k=90, head_dim=64, dtype=torch.bfloat16)
+CASES = {
+    "plain": BASE,
+    "causal": BASE.with_(is_causal=True, seqlen_k=70),
+    "window, scale, softcap": BASE.with_(window_size=(20, 3), softmax_scale=0.3, softcap=2.0),
+    "lse": BASE.with_(dlse=True),
+    "mask": BASE.with_(mask=("1", "1", "Lq", "Lk"), mask_kind="empty_rows"),
+    "mask of each head": BASE.with_(mask=("B", "Hq", "Lq", "Lk")),
+    "padding": BASE.with_(mask=("B", "1", "1", "Lk")),
+    "padding beside a bias": BASE.with_(mask=("B", "1", "1", "Lk"), bias=("1", "Hq", "Lq", "Lk"), seqlen_k=96),
+    "bias": BASE.with_(bias=("1", "Hq", "Lq", "Lk"), seqlen_k=96),
+    "bias in fp32": BASE.with_(bias=("B", "Hq", "Lq", "Lk"), seqlen_k=96, bias_dtype=torch.float32),
+    "bias of any rows": BASE.with_(bias=("1", "1", "Lq", "Lk"), batch=8),
+    "bias of keys": BASE.with_(bias=("B", "Hk", "1", "Lk")),
+    "bias of queries": BASE.with_(bias=("1", "Hq", "Lq", "1")),
+    "sink": BASE.with_(sink="normal", needs_grad=("q", "k", "v", "sink")),
+    "dropout": BASE.with_(dropout_p=0.3, num_heads_k=4),
+    "few keys": BASE.with_(seqlen_q=20, seqlen_k=40, num_heads_k=4),
+    "one query": BASE.with_(seqlen_q=1, seqlen_k=600),
+    "no key": BASE.with_(seqlen_k=0),
+    "no gradient": BASE.with_(mask=("1", "1", "Lq", "Lk"), needs_grad=()),
+    **{f"gradients of {names}": BASE.with_(needs_grad=names) for names in (("q",), ("k",), ("v",), ("k", "v"))},
+    "gradient of the bias": BASE.with_(bias=("1", "Hq", "Lq", "Lk"), seqlen_k=96, needs_grad=("bias",)),
+}
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "heads first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "beside another": lambda x: torch.cat([x, x], -1)[..., : x.shape[3]],
+    "shifted": lambda x: torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape),
+    "column by column": lambda x: x.transpose(1, 3).contiguous().transpose(1, 3),
+}
+
+
+def assert_same(one: Results, other: Results) -> None:
+    """The same bits and layouts."""
+    assert one.keys() == other.keys()
+    for name, x in one.items():
+        y = other[name]
+        assert (x is None) == (y is None), name
+        if x is not None and y is not None:
+            assert torch.equal(x, y) and x.stride() == y.stride(), name
+
+
+def both_ways(attention: Callable[..., Any], case: Case, inputs: Inputs) -> tuple[Results, Results]:
+    """The results of a call that nothing watches, the second of its class, and of one that is watched."""
+    run(attention, case, inputs)
+    plain = run(attention, case, inputs)
+    with Watch() as watch:
+        watched = run(attention, case, inputs)
+    assert any(name.endswith("_forward") for name in watch.seen)
+    assert any(name.endswith("_backward") for name in watch.seen) == bool(case.needs_grad)
+    return plain, watched
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_both_ways_give_the_same_bits(backend: Runner, name: str) -> None:
+    if backend.name == "flex":
+        pytest.skip("flex is one differentiable function, without passes")
+    case = CASES[name]
+    if case.sink is None and "sink" not in case.needs_grad and case.bias is None:
+        case = case.with_(needs_grad=tuple(x for x in case.needs_grad if x != "bias"))
+    inputs = case.build()
+    refusal = backend.refusal(case, inputs)
+    if refusal is not None:
+        pytest.skip(refusal)
+    choice = backend.choice(case, inputs, deterministic=True)
+    attention = partial(flash_dmattn.attention, return_lse=True, backend=choice, deterministic=True)
+    assert_same(*both_ways(attention, case, inputs))
+
+
+Launched = list[tuple[Any, ...]]
+
+
+def seen_of(x: Any) -> Any:
+    """What a kernel can see of an argument, but for values and addresses."""
+    if isinstance(x, Tensor):
+        return x.shape, x.stride(), x.dtype, x.data_ptr() % 16
+    return tuple(map(seen_of, x)) if isinstance(x, (list, tuple)) else x
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
+    """What kernels of cuda and triton are launched with, on CPU tensors; they compute nothing."""
+    if DEVICE == "cuda":
+        pytest.skip("a GPU runs the kernels themselves")
+    pytest.importorskip("triton")
+    from flash_dmattn.backends.triton import backend as triton
+    from flash_dmattn.triton_kernels import kernel_launch
+
+    calls: Launched = []
+    for module in (cuda, triton):
+        monkeypatch.setattr(module, "RULES", tuple(rule for rule in module.RULES if rule.code != "device"))
+    monkeypatch.setattr(cuda, "_found", Availability(True))
+    monkeypatch.setattr(cuda_rules, "installed_instances", lambda: None)
+    from flash_dmattn.masks.broadcast import collapse
+    from flash_dmattn.masks.prepared.operator import pack_tiles
+
+    def stand_in(name: str) -> Callable[..., None]:
+        return lambda *arguments: calls.append((name, *map(seen_of, arguments)))
+
+    gathers: tuple[Any, ...] = (lambda k, v, *_: (k.contiguous(), v.contiguous()), lambda bias, _: bias.float())
+    bits = lambda bounds, n: torch.zeros(*bounds.shape[:2], n, bounds.shape[2] // 32, dtype=torch.int32)
+    kernels = cuda._Kernels(stand_in("forward"), stand_in("backward"), *gathers, bits, collapse, pack_tiles)
+    monkeypatch.setattr(cuda, "_found_kernels", kernels)
+
+    def launch(self: Any, *tensors: Tensor | None) -> None:
+        calls.append((self.kernel, self.grid, self.rest, tuple(self.options.items()), *map(seen_of, tensors)))
+
+    monkeypatch.setattr(kernel_launch.Launch, "__call__", launch)
+    return calls
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("choice", ["cuda", "triton", ("cuda", "triton"), ("triton", "cuda")], ids=str)
+def test_kernels_are_launched_alike(choice: Any, name: str, layout: str, launched: Launched) -> None:
+    """Every class of calls and every layout, on the host alone: the same launches of the same arguments, in order."""
+    case = CASES[name]
+    arrange = LAYOUTS[layout]
+    inputs = case.build("cpu")
+    inputs = replace(inputs, q=arrange(inputs.q), k=arrange(inputs.k), v=arrange(inputs.v), dout=arrange(inputs.dout))
+    for prepares in (False, True) if inputs.mask is not None else (False,):
+        found = replace(inputs, mask=prepare_mask(inputs.mask, seqlen_q=case.seqlen_q)) if prepares else inputs
+        attention = partial(flash_dmattn.attention, return_lse=True, backend=choice, deterministic=True)
+        try:
+            run(attention, case, found)
+        except flash_dmattn.BackendUnsupportedError as refusal:
+            pytest.skip(str(refusal).splitlines()[1].strip())
+        launched.clear()
+        run(attention, case, found)
+        plain = launched.copy()
+        launched.clear()
+        with Watch():
+            run(attention, case, found)
+        assert plain == launched
+        assert plain or name == "no key"
+        launched.clear()
+
+
+class Ready(Counting):
+    """A pair that has passes ready beside its operators; `ways` says which ran."""
+
+    def __init__(self) -> None:
+        super().__init__("ready")
+        self.ways: list[str] = []
+
+    def _forward(self, *arguments: Any, **others: Any) -> Any:
+        self.ways.append("operator forward")
+        return super()._forward(*arguments, **others)
+
+    def _backward(self, *arguments: Any, **others: Any) -> Any:
+        self.ways.append("operator backward")
+        return super()._backward(*arguments, **others)
+
+    def direct_forward(self, problem: AttentionProblem, mask: MaskView) -> Any:
+        def run(q: Any, k: Any, v: Any, bias: Any, sink: Any, mask: Any, dropout: Any) -> Any:
+            self.ways.append("forward")
+            view = MaskView("dense", mask) if mask else MaskView()
+            return super(Ready, self)._forward(q, k, v, view, bias, problem.flags)
+
+        return run
+
+    def direct_backward(self, problem: AttentionProblem, mask: MaskView) -> Any:
+        def run(
+            dout: Any, dlse: Any, q: Any, k: Any, v: Any, bias: Any, sink: Any, out: Any, lse: Any, mask: Any, _: Any
+        ) -> Any:
+            self.ways.append("backward")
+            view = MaskView("dense", mask) if mask else MaskView()
+            of_call = (dout, dlse, q, k, v, view, bias, out, lse, problem.flags, problem.needs_grad)
+            return super(Ready, self)._backward(*of_call)
+
+        return run
+
+
+@pytest.fixture(scope="module")
+def pair() -> Ready:
+    """Made once: operators cannot be defined twice."""
+    return Ready()
+
+
+@pytest.fixture
+def ready(pair: Ready) -> Iterator[Ready]:
+    pair.ways.clear()
+    with registered(pair):
+        yield pair
+
+
+SHAPES = (2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 8)
+
+
+def leaves() -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(shape, generator=generator, requires_grad=True) for shape in SHAPES)
+
+
+MASK = torch.rand(5, 7, generator=torch.Generator().manual_seed(1)) > 0.3
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, backend: str = "ready") -> Tensor:
+    out = flash_dmattn.attention(q, k, v, MASK, backend=backend)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def gradients(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
+    out = function(*inputs)
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), inputs)]
+
+
+WANTED = gradients(partial(attend, backend="eager"), *leaves())
+
+
+def check_gradients(found: list[Tensor]) -> None:
+    torch.testing.assert_close(found, WANTED)
+
+
+def test_a_call_that_nothing_watches_is_made_ready_from_the_first_on(ready: Ready) -> None:
+    for _ in range(3):
+        check_gradients(gradients(attend, *leaves()))
+    with torch.no_grad():
+        torch.testing.assert_close(attend(*leaves()), WANTED[0])
+    assert ready.ways == ["forward", "backward"] * 3 + ["forward"]
+
+
+def test_checkpoints_go_the_same_way_twice(ready: Ready) -> None:
+    for _ in range(2):
+        check_gradients(gradients(lambda *x: checkpoint(attend, *x, use_reentrant=False), *leaves()))
+    assert ready.ways == ["forward", "forward", "backward"] * 2
+
+
+def profiled() -> AbstractContextManager[Any]:
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+
+
+@pytest.mark.parametrize("watch", [Watch, profiled], ids=["dispatch mode", "profiler"])
+def test_what_watches_is_shown_operators(watch: Callable[[], Any], ready: Ready) -> None:
+    gradients(attend, *leaves())
+    ready.ways.clear()
+    with watch():
+        check_gradients(gradients(attend, *leaves()))
+    assert ready.ways == ["operator forward", "operator backward"]
+
+
+@pytest.mark.parametrize("watch", [Watch, profiled], ids=["dispatch mode", "profiler"])
+def test_what_watches_the_backward_pass_alone_is_shown_its_operator(watch: Callable[[], Any], ready: Ready) -> None:
+    inputs = leaves()
+    out = attend(*inputs)
+    with watch():
+        found = torch.autograd.grad(out.square().sum(), inputs)
+    check_gradients([out.detach(), *found])
+    assert ready.ways == ["forward", "operator backward"]
+
+
+def test_fake_and_meta_tensors_run_nothing(ready: Ready) -> None:
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(x).requires_grad_() for x in leaves()]
+        out = flash_dmattn.attention(*fake, backend="ready")
+        assert isinstance(out, Tensor)
+        assert [x.shape for x in torch.autograd.grad(out.sum(), fake)] == list(map(torch.Size, SHAPES))
+    meta = [torch.empty(shape, device="meta", requires_grad=True) for shape in SHAPES]
+    for _ in range(2):
+        out = flash_dmattn.attention(*meta, backend="ready")
+        assert isinstance(out, Tensor)
+        out.sum().backward()
+    assert ready.ways == []
+
+
+class Wrapped(Tensor):
+    """A subclass without a rule of its own."""
+
+
+def test_subclasses_are_shown_operators(ready: Ready) -> None:
+    inputs = [x.detach().as_subclass(Wrapped).requires_grad_() for x in leaves()]
+    gradients(attend, *leaves())
+    ready.ways.clear()
+    for x, y in zip(gradients(attend, *inputs), WANTED, strict=True):
+        torch.testing.assert_close(x.as_subclass(Tensor), y)
+    assert ready.ways == ["operator forward", "operator backward"]
+
+
+def test_a_parameter_is_no_subclass(ready: Ready) -> None:
+    check_gradients(gradients(attend, *map(torch.nn.Parameter, leaves())))
+    assert ready.ways == ["forward", "backward"]
+
+
+def test_transforms_and_compilers_are_shown_operators(ready: Ready) -> None:
+    gradients(attend, *leaves())
+    ready.ways.clear()
+    inputs = [x.detach() for x in leaves()]
+    found = torch.func.grad(lambda *x: attend(*x).square().sum(), argnums=(0, 1, 2))(*inputs)
+    check_gradients([WANTED[0], *found])
+    mapped = torch.func.vmap(attend)(*(torch.stack([x, x]) for x in inputs))
+    torch.testing.assert_close(mapped[1], WANTED[0])
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    check_gradients(gradients(compiled, *leaves()))
+    both = ["operator forward", "operator backward"]
+    assert ready.ways == [*both, "operator forward", *both]
+
+
+def test_gradients_of_which_there_is_a_graph_go_by_the_function_that_has_rules(ready: Ready) -> None:
+    inputs = leaves()
+    out = attend(*inputs)
+    recorded = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
+    check_gradients([out.detach(), *(x.detach() for x in recorded)])
+    assert ready.ways == ["forward", "operator backward"]
+    with pytest.raises(NotImplementedError, match=r"backend 'ready' has no second derivative.*backend=\"eager\""):
+        recorded[0].sum().backward()
+
+
+def test_second_derivatives_of_remembered_calls() -> None:
+    inputs = [x.detach().double().requires_grad_() for x in leaves()]
+    for _ in range(2):
+        assert torch.autograd.gradgradcheck(partial(attend, backend="eager"), inputs)
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_saved_tensors_that_come_back_in_another_layout(which: int, ready: Ready) -> None:
+    """As hooks return them that keep them elsewhere: strides are those of a copy."""
+    inputs = leaves()
+    arranged = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in inputs]
+    counter = itertools.count()
+
+    def unpack(x: Tensor) -> Tensor:
+        place = next(counter)
+        if place == which or which == 3:
+            return x.contiguous() if place < 3 else x.clone()
+        return x
+
+    with saved_tensors_hooks(lambda x: x, unpack):
+        out = attend(*arranged)
+        counter = itertools.count()
+        found = torch.autograd.grad(out, arranged, 2 * out.detach())
+    check_gradients([out.detach(), *found])
+    assert ready.ways == ["forward", "operator backward"]
+
+
+def test_saved_tensors_that_come_back_alike_stay_ready(ready: Ready) -> None:
+    inputs = leaves()
+    with saved_tensors_hooks(lambda x: x.clone(), lambda x: x.clone()):
+        check_gradients(gradients(attend, *inputs))
+    assert ready.ways == ["forward", "backward"]
+
+
+def test_hooks_see_and_change_gradients(ready: Ready) -> None:
+    inputs = leaves()
+    inputs[0].register_hook(lambda g: 3 * g)
+    found = gradients(attend, *inputs)
+    check_gradients([found[0], found[1] / 3, *found[2:]])
+
+
+@pytest.mark.parametrize("function", ["ready", "watched"])
+def test_a_tensor_that_was_written_to_is_named_as_ever(function: str, ready: Ready) -> None:
+    q, k, v = leaves()
+    with Watch() if function == "watched" else nullcontext():
+        out = attend(q, k, v)
+    loss = out.square().sum()
+    with torch.no_grad():
+        out.add_(1)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*output 0 of Attention,"):
+        loss.backward()
+
+
+def test_a_mask_that_was_written_to_is_noticed(ready: Ready) -> None:
+    mask = MASK.clone()
+    out = flash_dmattn.attention(*leaves(), mask, backend="ready")
+    assert isinstance(out, Tensor)
+    mask.fill_(True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_lse_alone_and_nothing_at_all(ready: Ready) -> None:
+    def lse_of(backend: str) -> tuple[Tensor | None, ...]:
+        inputs = leaves()
+        _, lse = flash_dmattn.attention(*inputs, MASK, backend=backend, return_lse=True)
+        return torch.autograd.grad(lse.sum(), inputs, allow_unused=True)
+
+    torch.testing.assert_close(lse_of("ready"), lse_of("eager"))
+    assert ready.ways == ["forward", "backward"]
+
+
+def test_calls_of_several_choices_share_a_class(ready: Ready) -> None:
+    """The choice of the call is what `torch.vmap` of its gradients chooses by."""
+    with flash_dmattn.use_backend("ready"):
+        for choice in ("auto", "ready"):
+            check_gradients(gradients(partial(attend, backend=choice), *leaves()))
+    assert ready.ways == ["forward", "backward"] * 2
+
+
+def test_a_call_that_has_no_pass_ready_runs_the_pair(monkeypatch: pytest.MonkeyPatch, ready: Ready) -> None:
+    monkeypatch.setattr(ready, "direct_forward", lambda problem, mask: None)
+    monkeypatch.setattr(ready, "direct_backward", lambda problem, mask: None)
+    check_gradients(gradients(attend, *leaves()))
+    assert ready.ways == ["operator forward", "operator backward"]
+
+
+def test_a_fake_gradient_is_not_taken_for_a_plain_one(ready: Ready) -> None:
+    assert not direct.is_ready(None)
+    inputs = leaves()
+    out = attend(*inputs)
+    found = torch.autograd.grad(out, inputs, (2 * out.detach()).as_subclass(Wrapped))
+    torch.testing.assert_close([x.as_subclass(Tensor) for x in found], WANTED[1:])
+    assert ready.ways == ["forward", "operator backward"]
