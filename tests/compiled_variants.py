@@ -97,6 +97,11 @@ SEQUENCE_VARIANTS: dict[str, dict[str, Any]] = {
     "64 packed, by position": {"head_dim": 64, "batch": 16, "bias": SHARED_BIAS},
     "128 packed, keys": {"head_dim": 128, "batch": 16, "bias": ("1", "Hk", "1", "T"), "bias_packing": "keys"},
     "64 packed, mask": {"head_dim": 64, "batch": 8, "mask": "dense", "bias": FULL, "is_causal": True},
+    "64 packed, short": {"head_dim": 64, "batch": 512, "seqlen_q": 48, "seqlen_k": 48},
+    "128 packed, short": {
+        **{"head_dim": 128, "batch": 512, "seqlen_q": 48, "seqlen_k": 48, "num_heads_k": 4, "is_causal": True},
+        **{"bias": ("1", "Hq", "T", "Lk"), "bias_packing": "queries"},
+    },
     "64 padded": {"head_dim": 64, "layout": "padded", "is_causal": True},
     "128 paged": {"head_dim": 128, "layout": "paged", "batch": 64, "num_heads_k": 4, "seqlen_q": 1, "seqlen_k": 8192},
     "128 paged, tree": {

@@ -5,6 +5,8 @@ Scores are computed transposed, (keys, queries), so that p and ds feed dv and dk
     p = exp2(s - lse);  dv += p @ dout;  ds = p * (v @ dout^T - delta);  dk += ds @ q;  dbias = ds or rowsum(ds)
 
 With dropout dv takes p as it is dropped, and v @ dout^T is dropped as p is; all else takes p itself.
+
+A sequence whose keys are one tile has all of dq = ds^T @ k here, too: with ONE_PASS nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -75,6 +77,14 @@ def store_rows(dbias, tile, b, h, first_q, rows, keys, shape, layout):
 
 
 @triton.jit
+def store_dq(dq, tile, first_row, rows, h, shape, dims):
+    """Store rows of a head of one sequence, from `first_row` on, in a contiguous (B, L, Hq, D) gradient."""
+    at = dq + ((first_row + rows) * shape.num_heads + h)[:, None] * shape.head_dim + dims[None, :]
+    stored = (rows < shape.seqlen_q)[:, None] & (dims < shape.head_dim)[None, :]
+    tl.store(at, tile.to(dq.dtype.element_ty), mask=stored)
+
+
+@triton.jit
 def backward_keys_kernel(
     q,
     k,
@@ -91,6 +101,7 @@ def backward_keys_kernel(
     sink,
     bounds,
     dropout_key,
+    dq,
     q_strides,
     k_strides,
     v_strides,
@@ -131,6 +142,7 @@ def backward_keys_kernel(
     SEQUENCES: tl.constexpr,
     SEARCH: tl.constexpr,
     DROPOUT: tl.constexpr,
+    ONE_PASS: tl.constexpr,
 ):
     """One block of keys of one owner, a key-value head or a query head; its queries in turn.
 
@@ -139,7 +151,8 @@ def backward_keys_kernel(
     blocks of keys of an owner, equally many to a block, and each takes a share of its queries.
 
     With SEQUENCES each owner has `grid_tiles` tiles of keys of single sequences, of which `bounds` has the places; dk
-    and dv are shaped as k and v, and dbias is zeros beforehand.
+    and dv are shaped as k and v, and dbias is zeros beforehand. With ONE_PASS dq, shaped as q, has the rows of all
+    sequences of at most BLOCK_N keys.
     """
     scale_log2 = tl.cast(scale_log2, tl.float32)  # Inductor passes floats as fp64
     scale = tl.cast(scale, tl.float32)
@@ -155,6 +168,7 @@ def backward_keys_kernel(
         row_pitch = shape.seqlen_q
         first_q = 0
         few = False
+        whole = False
         bias_row = 0
     else:
         own, slot = sequence_at(slot, bounds, shape.seqlen_k, layout.number, SEARCH, 2, BLOCK_N)
@@ -177,6 +191,7 @@ def backward_keys_kernel(
         if MASK == TILES:
             mask_data, mask_index = tiles_from(mask_data, mask_index, mask_strides, queries_before, first_row, own)
         few = shape.seqlen_k <= layout.few_keys
+        whole = shape.seqlen_k <= BLOCK_N
         bias_row = layout.bias_rows * first_q
     members = shape.num_heads // owners
     h_k = owner * members // shape.group
@@ -244,7 +259,7 @@ def backward_keys_kernel(
                         BLOCK_M, BLOCK_D, TMA, WIDE, True, PAD_D,
                     )  # fmt: skip
                     lse_rows = tl.load(lse_log2 + statistics + rows, mask=row_ok, other=float("inf"))
-                    if NEED_K or DBIAS != NO_DBIAS:  # here, so that it has arrived when it is needed
+                    if NEED_K or DBIAS != NO_DBIAS or ONE_PASS:  # here, so that it has arrived when it is needed
                         d = tl.load(delta + statistics + rows, mask=row_ok, other=0.0)
                     s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
                     if SOFTCAP:
@@ -289,7 +304,7 @@ def backward_keys_kernel(
                     )  # fmt: skip
                     if NEED_V:
                         acc_dv = tl.dot(weights.to(g_tile.dtype), g_tile, acc_dv, input_precision=PRECISION)
-                    if NEED_K or DBIAS != NO_DBIAS:
+                    if NEED_K or DBIAS != NO_DBIAS or ONE_PASS:
                         dp = tl.dot(v_tile, tl.trans(g_tile), input_precision=PRECISION)
                         if DROPOUT:
                             dp = tl.where(kept, dp * tl.cast(dropout.scale, tl.float32), 0.0)
@@ -318,10 +333,23 @@ def backward_keys_kernel(
                                 )
                             else:
                                 store_rows(dbias, tl.trans(ds), b, h, first_q, rows, keys, shape, layout)
-                        if NEED_K:
+                        if NEED_K or ONE_PASS:
                             if SOFTCAP:
                                 ds = ds * slope
-                            acc_dk = tl.dot(ds.to(q_tile.dtype), q_tile, acc_dk, input_precision=PRECISION)
+                            if NEED_K:
+                                acc_dk = tl.dot(ds.to(q_tile.dtype), q_tile, acc_dk, input_precision=PRECISION)
+                            if ONE_PASS:
+                                if whole:
+                                    turned = tl.trans(ds.to(k_tile.dtype))
+                                    of_rows = tl.dot(turned, k_tile, input_precision=PRECISION) * scale
+                                    store_dq(dq, of_rows, queries_before, rows, h, shape, dims)
+            if ONE_PASS:
+                if whole:  # rows that see no key
+                    visited = inside + before + after
+                    for step in range(0, tl.cdiv(shape.seqlen_q, BLOCK_M) - visited):
+                        first = tl.where(step < start - before, step, step + visited) * BLOCK_M
+                        nothing = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+                        store_dq(dq, nothing, queries_before, first + tl.arange(0, BLOCK_M), h, shape, dims)
             if DBIAS == STORE and EDGES and MASK != KEYS and SEQUENCES == NO_SEQUENCES:
                 if part == 0:
                     visited = inside + before + after
@@ -362,3 +390,11 @@ def backward_keys_kernel(
                     sums = dbias + (b * (1 - layout.bias_keys) * owners + owner) * layout.dbias_keys
                     sums += first_k * layout.bias_keys
                 tl.store(sums + keys, acc_bias, mask=key_ok)
+    elif ONE_PASS:
+        if count == 0 and slot == 0:
+            dims = tl.arange(0, BLOCK_D)
+            nothing = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            for member in range(0, members):
+                for first in range(0, shape.seqlen_q, BLOCK_M):
+                    rows = first + tl.arange(0, BLOCK_M)
+                    store_dq(dq, nothing, queries_before, rows, owner * members + member, shape, dims)

@@ -113,7 +113,7 @@ def backward_queries_kernel(
         first_k = tl.load(bounds + own * 4 + 2)
         shape = shape_of(shape, tl.load(bounds + own * 4 + 1), tl.load(bounds + own * 4 + 3))
         tiles_m = tl.cdiv(shape.seqlen_q, BLOCK_M)
-        if place >= tiles_m:
+        if place >= tiles_m or shape.seqlen_k <= layout.one_pass_keys:
             return
         tile_m = tiles_m - 1 - place
         b = own.to(tl.int64)

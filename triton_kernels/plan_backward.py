@@ -163,6 +163,7 @@ def plan_keys(
         NO_SEQUENCES.value,
         False,
         call.has_dropout,
+        False,
     )
     launch = Launch(
         backward_keys_kernel,
@@ -197,10 +198,10 @@ def plan_keys(
             dims = (shape.head_dim if need_k else 0, shape.head_dim_v if need_v else 0, 1 if per_key else 0)
             pieces = [torch.empty(num_parts * n, dtype=torch.float32, device=k.device) if n else None for n in dims]
             made = (*pieces[:2], dbias if stored else pieces[2])
-            launch(*read, *read_of(mask, columns=True), *made, sink, None, dropout)
+            launch(*read, *read_of(mask, columns=True), *made, sink, None, dropout, None)
             gather(*pieces, *read_of(mask), dk, dv, sums)
         else:
-            launch(*read, *read_of(mask, columns=True), dk, dv, dbias if stored else sums, sink, None, dropout)
+            launch(*read, *read_of(mask, columns=True), dk, dv, dbias if stored else sums, sink, None, dropout, None)
         if sums is not None:
             dbias = key_gradient(bias, sums, num_heads_k, repeat)
         return dk, dv, dbias

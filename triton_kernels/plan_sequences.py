@@ -49,6 +49,8 @@ _PLAIN = {"mask": BAND.value, "bias": NO_BIAS.value, "bias_tma": False}
 # it up to head dim 128 on sm_90; and what the shared memory of other GPUs, or wider heads, have room for.
 MOST_GROUP_ROWS = 64
 _FEW_ROWS, _FEW_ROWS_SMALL = (64, 4, 3), (32, 4, 2)
+# Where the kernel of dk and dv makes dq of sequences whose keys are one tile, by head dim: not yet tuned.
+_ONE_PASS = {64: Tile(64, 64, 4, 1), 128: Tile(32, 64, 8, 1)}
 _BIAS_AT = 5  # of BIAS among `Call.constants`
 # A part of the keys of a few queries has at least so many, and about so many of the longest sequence.
 LEAST_PART, PART = 256, 4096
@@ -91,6 +93,7 @@ class SequenceCall(Call):
             pages=k.shape[0],
             table_row=0 if sequences.block_table is None else sequences.block_table.stride(0),
             few_keys=MOST_FEW_KEYS,
+            one_pass_keys=-1,
             dbias_rows=self.rows_q if flags.bias_packing == "queries" else flags.max_seqlen_q,
             dbias_keys=self.rows_k if flags.bias_packing == "keys" else flags.max_seqlen_k,
         )
@@ -113,14 +116,34 @@ class SequenceCall(Call):
         search = is_packed and 4 * of_each > 5 * of_tokens
         return (of_tokens if search else of_each), search
 
-    def tile(self, kernel: str) -> Tile:
-        """The row of the tile table for a kernel; smaller tiles where most sequences fill no larger one."""
+    @property
+    def is_short(self) -> bool:
+        """Whether most sequences fill no large tile."""
         # By mean lengths, not by the bounds on them, which are to change no result.
         mean_q = self.rows_q / (self.number if self.flags.packs_queries else 1)
         mean_k = self.rows_k / (self.number if self.flags.packs_keys else 1)
-        if max(mean_q, mean_k) <= SHORT and self.q.dtype != torch.float32 and self.code in (PACKED.value, PADDED.value):
+        return max(mean_q, mean_k) <= SHORT and self.code in (PACKED.value, PADDED.value)
+
+    def tile(self, kernel: str) -> Tile:
+        """The row of the tile table for a kernel; smaller tiles where most sequences fill no larger one."""
+        if kernel == "keys" and self.layout.one_pass_keys >= 0:
+            return self.one_pass_tile
+        if self.is_short and self.q.dtype != torch.float32:
             return tile_of(kernel, self.q.dtype, max(self.block_d, self.block_dv), "sm_80", **_PLAIN)
         return super().tile(kernel)
+
+    @property
+    def one_pass_tile(self) -> Tile:
+        """That of the kernel of dk and dv where it makes dq of short sequences, too."""
+        width = max(self.block_d, self.block_dv)
+        if self.q.dtype == torch.float32 or width > 128:
+            return tile_of("keys", self.q.dtype, width, "sm_80", **_PLAIN)
+        return _ONE_PASS[64 if width <= 64 else 128]
+
+    def take_one_pass(self) -> None:
+        """Have short sequences' gradients made by one kernel; those of more keys than its tile has by two."""
+        most = self.one_pass_tile.block_n
+        self.layout = self.layout._replace(one_pass_keys=most, few_keys=max(most, MOST_FEW_KEYS))
 
     @property
     def has_tiles(self) -> bool:
@@ -251,15 +274,24 @@ def plan_backward(
     stored = stored and bias is not None and (packs_rows or bias.shape[0] == call.number)
     # A bias per key with a head for each query head needs its sums apart from dk and dv, which groups share.
     apart = kind == "key" and bias is not None and shape.group > 1 and bias.shape[1] == shape.num_heads
-    delta_of = _plan_delta(call, dout, dlse)
+    shared = kind == "score" and not stored
     of_keys = STORE if stored else KEY_SUM if kind == "key" and not apart else NO_DBIAS
-    keys_of = sums_of = None
-    if need_k or need_v or of_keys.value != NO_DBIAS.value:
-        keys_of = _plan_keys(call, dout, need_k, need_v, of_keys.value, call.num_heads_k)
+    needs_keys = need_k or need_v or of_keys.value != NO_DBIAS.value
+    # Not where dbias is made apart: that kernel would have to take delta of as many keys from p and dp.
+    one_pass = need_q and needs_keys and call.is_short and not call.has_tiles and not shared
+    if one_pass:
+        call.take_one_pass()
+    delta_of = _plan_delta(call, dout, dlse)
+    keys_of = sums_of = queries_of = None
+    if needs_keys:
+        keys_of = _plan_keys(call, dout, need_k, need_v, of_keys.value, call.num_heads_k, one_pass)
     if apart:
-        sums_of = _plan_keys(call, dout, False, False, KEY_SUM.value, shape.num_heads)
-    queries_of = _plan_queries(call, dout) if need_q else None
-    bias_of = _plan_bias(call, dout, bias) if kind == "score" and not stored and bias is not None else None
+        sums_of = _plan_keys(call, dout, False, False, KEY_SUM.value, shape.num_heads, False)
+    if need_q and shape.seqlen_k > call.layout.one_pass_keys:
+        queries_of = _plan_queries(call, dout)
+    bias_of = _plan_bias(call, dout, bias) if shared and bias is not None else None
+
+    fill_q = call.plan_fill(call.q, 0)
 
     def run(
         dout: Tensor,
@@ -278,12 +310,16 @@ def plan_backward(
         lse_log2, delta = delta_of(dout, out, dlse, lse, sequences.bounds)
         read = (q, k, v, bias, dout, lse_log2, delta)
         dq = dk = dv = dbias = None
+        if need_q:
+            dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if keys_of is not None:
-            dk, dv, dbias = keys_of(read, mask, sequences.bounds, dropout)
+            dk, dv, dbias = keys_of(read, mask, sequences.bounds, dropout, dq if one_pass else None)
         if sums_of is not None:
-            dbias = sums_of(read, mask, sequences.bounds, dropout)[2]
-        if queries_of is not None:
-            dq = queries_of(read, mask, sequences.bounds, dropout)
+            dbias = sums_of(read, mask, sequences.bounds, dropout, None)[2]
+        if dq is not None:
+            if queries_of is not None:
+                queries_of(read, mask, sequences.bounds, dropout, dq)
+            fill_q(dq, None, sequences.bounds)
         if bias_of is not None:
             dbias = bias_of(read, mask, sequences.bounds, dropout)
         rows = None
@@ -306,7 +342,8 @@ def _plan_delta(call: SequenceCall, dout: Tensor, dlse: Tensor | None) -> Callab
     block = 32
     strides = (*row_strides(dout), (0, 0, 0) if dlse is None else tuple(dlse.stride()))
     tiles, search = call.tiles_of_queries(block)
-    constants = (block, call.block_dv, dlse is not None, False, call.code, search)
+    few = call.shape.seqlen_k <= call.layout.few_keys  # then out need not be read
+    constants = (block, call.block_dv, dlse is not None, few, call.code, search)
     launch = Launch(delta_kernel, tiles * call.shape.num_heads, (*strides, call.shape, call.layout), constants)
 
     def run(dout: Tensor, out: Tensor, dlse: Tensor | None, lse: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
@@ -318,9 +355,9 @@ def _plan_delta(call: SequenceCall, dout: Tensor, dlse: Tensor | None) -> Callab
 
 
 def _plan_keys(
-    call: SequenceCall, dout: Tensor, need_k: bool, need_v: bool, dbias_kind: int, owners: int
+    call: SequenceCall, dout: Tensor, need_k: bool, need_v: bool, dbias_kind: int, owners: int, one_pass: bool
 ) -> Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """dk, dv, and the gradient of a bias of one value per key, or per score of every head."""
+    """dk, dv, and the gradient of a bias of one value per key, or per score of every head; with `one_pass` dq, too."""
     shape, tile, flags = call.shape, call.tile("keys"), call.flags
     per_key, stored = dbias_kind == KEY_SUM.value, dbias_kind == STORE.value
     tiles, search = call.tiles_of_keys(tile.block_n)
@@ -344,6 +381,7 @@ def _plan_keys(
         call.code,
         search,
         call.has_dropout,
+        one_pass,
     )
     numbers = (*numbers, call.layout, call.dropout)
     launch = Launch(backward_keys_kernel, tiles * owners, (*strides, *numbers), constants, tile.options)
@@ -351,7 +389,7 @@ def _plan_keys(
     entries = 1 if flags.bias_packing == "keys" else call.number
 
     def run(
-        operands: tuple[Tensor | None, ...], mask: MaskView, bounds: Tensor, dropout: Tensor | None
+        operands: tuple[Tensor | None, ...], mask: MaskView, bounds: Tensor, dropout: Tensor | None, dq: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         _, k, v, bias = operands[:4]
         assert k is not None and v is not None
@@ -362,7 +400,7 @@ def _plan_keys(
             made = torch.zeros((entries, owners, call.layout.dbias_keys), dtype=torch.float32, device=k.device)
         elif stored and bias is not None:
             made = torch.zeros(bias.shape, dtype=bias.dtype, device=k.device)
-        launch(*operands, *read_of(mask, columns=True), dk, dv, made, None, bounds, dropout)
+        launch(*operands, *read_of(mask, columns=True), dk, dv, made, None, bounds, dropout, dq)
         if dk is not None:
             fill_k(dk, None, bounds)
         if dv is not None:
@@ -374,8 +412,8 @@ def _plan_keys(
     return run
 
 
-def _plan_queries(call: SequenceCall, dout: Tensor) -> Callable[..., Tensor]:
-    """dq, with ds computed again."""
+def _plan_queries(call: SequenceCall, dout: Tensor) -> Callable[..., None]:
+    """dq of sequences that have it from no other kernel, with ds computed again."""
     tile, flags = call.tile("queries"), call.flags
     tiles, search = call.tiles_of_queries(tile.block_m)
     numbers = (*call.scores_strides(), call.shape, call.scale_log2, flags.softmax_scale, flags.softcap)
@@ -397,15 +435,11 @@ def _plan_queries(call: SequenceCall, dout: Tensor) -> Callable[..., Tensor]:
     launch = Launch(
         backward_queries_kernel, tiles * call.shape.num_heads, (*strides, *numbers), constants, tile.options
     )
-    fill = call.plan_fill(call.q, 0)
 
-    def run(operands: tuple[Tensor | None, ...], mask: MaskView, bounds: Tensor, dropout: Tensor | None) -> Tensor:
-        q = operands[0]
-        assert q is not None
-        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    def run(
+        operands: tuple[Tensor | None, ...], mask: MaskView, bounds: Tensor, dropout: Tensor | None, dq: Tensor
+    ) -> None:
         launch(*operands, *read_of(mask), dq, None, bounds, dropout)
-        fill(dq, None, bounds)
-        return dq
 
     return run
 

@@ -57,8 +57,8 @@ class SequenceLayout(NamedTuple):
 
     `rows_q` and `rows_k` are rows of tokens, or slots of a sequence. `mask_rows` is 1 where the queries of a mask are
     packed, else 0, and so the others. A row of the table of pages has `table_row` entries. Sequences of at most
-    `few_keys` keys take delta from p and dp, as calls with FEW_KEYS do. A head of the gradient of a bias has
-    `dbias_rows` rows of `dbias_keys` values.
+    `few_keys` keys take delta from p and dp, as calls with FEW_KEYS do; those of at most `one_pass_keys`, -1 for none,
+    have dq from the kernel of dk and dv. A head of the gradient of a bias has `dbias_rows` rows of `dbias_keys` values.
     """
 
     number: int
@@ -71,6 +71,7 @@ class SequenceLayout(NamedTuple):
     pages: int
     table_row: int
     few_keys: int
+    one_pass_keys: int
     dbias_rows: int
     dbias_keys: int
 
