@@ -20,7 +20,7 @@ from flash_dmattn.masks.prepared.mask_intervals import MaskIntervals
 from flash_dmattn.problem import Band
 
 from .kernel_launch import launch
-from .mask_pack import _ones_below, vector_bytes
+from .mask_pack import ones_below, vector_bytes
 
 # Keys of a strip, and warps, by the bytes of a load. Each warp takes 32 rows; 8 loads of 16 bytes are in flight.
 STRIP = {16: (512, 8), 4: (256, 8), 1: (64, 8)}
@@ -100,7 +100,7 @@ def _runs_kernel(
         if HAS_BAND:
             ahead = keys[None, :] - rows[:, None]
             # low <= high, so the bits of the second term are among those of the first.
-            words &= _ones_below(ahead - low + 1) ^ _ones_below(ahead - high)
+            words &= ones_below(ahead - low + 1) ^ ones_below(ahead - high)
         lowest = words & (words ^ (words - 1))
         gaps = ((words + lowest) & words) != 0
         if tl.max(tl.max(gaps.to(tl.int32), axis=1), axis=0) != 0:

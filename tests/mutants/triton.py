@@ -342,8 +342,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the lowest diagonal of a band is not looked for in runs",
         "triton_kernels/interval_pack.py",
-        "_ones_below(ahead - low + 1) ^",
-        "_ones_below(ahead - low) ^",
+        "ones_below(ahead - low + 1) ^",
+        "ones_below(ahead - low) ^",
         RUNS,
     ),
     # Keys that programs share
