@@ -97,7 +97,12 @@ def all_parts() -> list[Part]:
         pytest_part("parts", ["tests/test_cuda_kv_splits.py", "tests/test_cuda_rare.py"], 2, 40),
         pytest_part("gpu", ["tests/test_gpu.py", "tests/test_gpu_backward.py"], 4, 120, kernels),
         pytest_part("bugs", ["tests/test_predecessor_bugs.py"], 2, 60, kernels),
-        pytest_part("serving", [f"tests/test_{name}.py" for name in ("append", "trees", "nn_sequences", "sequence_pack")], 4, 180),
+        pytest_part(
+            "serving",
+            [f"tests/test_{name}.py" for name in ("append", "trees", "nn_sequences", "sequence_pack")],
+            4,
+            180,
+        ),
         pytest_part("sizes", ["tests/test_gpu_sizes.py", "tests/test_cuda_pack.py"], 2, 100),
         *(
             Part(f"intervals-{backend}-{first}", (sys.executable, *script), 1, 120)

@@ -24,6 +24,7 @@ from torch import Tensor
 import flash_dmattn
 from flash_dmattn import Sequences
 from flash_dmattn.masks.prepared import packers, sequence_operator
+from flash_dmattn.nn import DynamicMaskAttention
 from flash_dmattn.problem import SequenceSpec
 from flash_dmattn.triton_kernels import sequence_pack
 
@@ -162,6 +163,25 @@ def switched_off() -> Iterator[str | None]:
     yield None if torch.allclose(found, wanted, atol=1e-5) else "other results"
 
 
+def layer_calls() -> Iterator[str | None]:
+    """The outcome of a layer that keeps a few keys of packed documents: its bool mask becomes tiles once a step."""
+    base.set_up(base.TILES[0], 1, 0)
+    torch.manual_seed(0)
+    layer = DynamicMaskAttention(32, num_heads=2, num_heads_k=1, keep_window_size=20, backend="eager")
+    documents, x = Sequences.packed(torch.tensor([0, 140, 170]), max_seqlen_q=140), torch.randn(170, 32)
+
+    def step() -> list[Tensor]:
+        out = layer(x, sequences=documents)
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), list(layer.parameters()))]
+
+    wanted = step()
+    layer.backend = "triton"
+    with packed_once():
+        found = step()
+    good = all(torch.allclose(x, y, atol=1e-3, rtol=1e-4) for x, y in zip(found, wanted, strict=True))
+    yield None if good else "other results"
+
+
 if __name__ == "__main__":
     make_quick()
     base.backend.RULES = tuple(rule for rule in base.backend.RULES if rule.code != "device")
@@ -172,5 +192,6 @@ if __name__ == "__main__":
         "calls": lambda: attention_calls(int(first), int(count)),
         "transformed": transformed_calls,
         "off": switched_off,
+        "layer": layer_calls,
     }[what]()
     sys.exit(report(found))

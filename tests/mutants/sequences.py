@@ -452,7 +452,7 @@ FAULTS: tuple[Fault, ...] = (
         WALK,
         "if not PREPARES or p.mask is None",
         "if p.mask is None",
-        (f"{_PACKS}calls_in_graphs_under_transforms_and_switched_off[off-1]",),
+        (f"{_PACKS}calls_in_graphs_under_transforms_of_a_layer_and_switched_off[off-1]",),
     ),
     Fault(
         "masks beside sequences are packed by Triton on GPUs of AMD",
