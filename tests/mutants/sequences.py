@@ -420,7 +420,7 @@ FAULTS: tuple[Fault, ...] = (
         PACKED_BY_KERNEL,
     ),
     Fault(
-        "packing: rows of masks lie within 2 GB",
+        "packing: heads of a mask lie within 2 GB",
         PACK_KERNEL,
         "start = own.to(tl.int64) * stride_own + head * stride_h",
         "start = own.to(tl.int64) * stride_own + (head * stride_h).to(tl.int32)",
