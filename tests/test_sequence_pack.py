@@ -42,7 +42,7 @@ def test_random_masks(part: int) -> None:
 def test_offsets_beyond_int32() -> None:
     from test_triton_interpreter import interpret
 
-    assert "36 passed, 0 failed" in interpret("interpreted_packs.py", "far")
+    assert "40 passed, 0 failed" in interpret("interpreted_packs.py", "far")
 
 
 @needs_triton
@@ -55,8 +55,8 @@ def test_calls_pack_their_bool_mask_once_for_both_passes() -> None:
 
 @needs_triton
 @without_gpu
-@pytest.mark.parametrize(("what", "number"), (("transformed", 8), ("off", 1)))
-def test_calls_in_graphs_under_transforms_and_switched_off(what: str, number: int) -> None:
+@pytest.mark.parametrize(("what", "number"), (("transformed", 8), ("layer", 1), ("off", 1)))
+def test_calls_in_graphs_under_transforms_of_a_layer_and_switched_off(what: str, number: int) -> None:
     from test_triton_interpreter import interpret
 
     assert f"{number} passed, 0 failed" in interpret("interpreted_packs.py", what)

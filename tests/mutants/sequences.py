@@ -420,7 +420,7 @@ FAULTS: tuple[Fault, ...] = (
         PACKED_BY_KERNEL,
     ),
     Fault(
-        "packing: rows of masks lie within 2 GB",
+        "packing: heads of a mask lie within 2 GB",
         PACK_KERNEL,
         "start = own.to(tl.int64) * stride_own + head * stride_h",
         "start = own.to(tl.int64) * stride_own + (head * stride_h).to(tl.int32)",
@@ -452,7 +452,7 @@ FAULTS: tuple[Fault, ...] = (
         WALK,
         "if not PREPARES or p.mask is None",
         "if p.mask is None",
-        (f"{_PACKS}calls_in_graphs_under_transforms_and_switched_off[off-1]",),
+        (f"{_PACKS}calls_in_graphs_under_transforms_of_a_layer_and_switched_off[off-1]",),
     ),
     Fault(
         "masks beside sequences are packed by Triton on GPUs of AMD",
