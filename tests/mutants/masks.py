@@ -350,8 +350,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "what a caller says of an order is not followed where intervals are found",
         "flash_dmattn/masks/prepared/recognition.py",
-        "order = run_key_order(start, stop, seqlen_q) if reorder else natural",
-        "order = run_key_order(start, stop, seqlen_q)",
+        "    if not reorder:",
+        "    if walked is not None and not reorder:",
         RUNS,
     ),
     # Places for live keys alone
@@ -386,8 +386,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "triton: the gradient of a bias that was expanded over keys stays in order of places",
         "flash_dmattn/backends/triton/key_order.py",
-        "needs_dbias and bias_class(bias.shape))",
-        "False)",
+        "            needs_dbias and bias_class(bias.shape),",
+        "            False,",
         KEY_PLACES,
     ),
 )

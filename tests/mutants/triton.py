@@ -379,15 +379,15 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "dk and dv stay in the order of places",
         "flash_dmattn/backends/triton/key_order.py",
-        "torch.empty_like(rows).index_copy_(0, self._rows.flatten(), rows)",
-        "rows",
+        ".index_copy_(0, self._rows.flatten(), rows)",
+        ".index_copy_(0, self._rows.flatten().sort().values, rows)",
         INTERVALS,
     ),
     Fault(
         "the gradient of a bias per key stays in the order of places",
         "flash_dmattn/backends/triton/key_order.py",
-        "torch.empty_like(gradient).scatter_(3, self._bias_order[:, :, None], gradient)",
-        "gradient",
+        "ordered.scatter_(3, self._bias_order[:, :, None], gradient)",
+        "ordered[..., : gradient.shape[3]] = gradient",
         INTERVALS,
     ),
     Fault(
