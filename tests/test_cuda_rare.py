@@ -270,6 +270,24 @@ def test_an_interval_mask(backend: Runner, bias: str, reorder: bool, determinist
     assert_accurate(run(attention, case, given), case, inputs)
 
 
+@pytest.mark.parametrize("deterministic", (False, True))
+@pytest.mark.parametrize("bias", ("no bias", "per key"))
+def test_an_order_of_few_places(backend: Runner, bias: str, deterministic: bool) -> None:
+    """Kernels see the keys that have a place; dead ones, with a place or without, hold NaN and get zeros."""
+    case = BASE.with_(batch=2, seqlen_q=300, seqlen_k=500, num_heads=4, num_heads_k=2, bias=BIASES[bias])
+    mask = scattered(case, reorder=True, compact=True)
+    assert mask.num_places == 128
+    inputs = replace(case.build(), mask=mask.unpacked())
+    dead = (mask.start == mask.stop).transpose(1, 2)[..., None]
+    k, v = (x.masked_fill(dead, torch.nan) for x in (inputs.k, inputs.v))
+    attention = partial(flash_dmattn.attention, return_lse=True, backend="cuda", deterministic=deterministic)
+    found = run(attention, case, replace(inputs, mask=mask, k=k, v=v))
+    assert_accurate(found, case, inputs)
+    for name in ("dk", "dv"):
+        gradient = found[name]
+        assert gradient is not None and not gradient.masked_select(dead).any(), name
+
+
 def test_walks_of_an_interval_mask_that_several_blocks_share(backend: Runner) -> None:
     """More than 32 tiles of queries: two work tiles for a key block, of which one may get nothing."""
     case = BASE.with_(seqlen_q=4300, seqlen_k=136, num_heads=1, num_heads_k=1, bias=PER_KEY)

@@ -499,6 +499,13 @@ FAULTS: tuple[Fault, ...] = (
         _intervals("per key-True-False"),
     ),
     Fault(
+        "an order of few places is read as one of all keys",
+        "csrc/api/intervals.cpp",
+        "params.seqlen = static_cast<int>(order.size(2));\n  params.num_heads",
+        "params.seqlen = static_cast<int>(k.size(1));\n  params.num_heads",
+        (f"{_RARE}test_an_order_of_few_places[no bias-False-cuda]",),
+    ),
+    Fault(
         "dead keys beside live ones are copied as they are",
         "csrc/sm90/mask/intervals.cu",
         "const bool keeps = is_live(place);",

@@ -122,8 +122,9 @@ def prepare_topk(
             the heads of `scores` for those of the call, and a backward pass expected where `scores` need a gradient.
         compact: of an order, which is made then, make places for live keys alone. Of independent scores few are live,
             about k * (1 + ln(Lk / k)): at 1M keys and k = 1024 lists of tiles take a hundredth, and so do k, v and the
-            sums of their gradients in each call. Their number is read back: the program waits for the device, once.
-            Where more than half of the keys are live, nothing changes.
+            sums of their gradients in each call. Their number is read back: the program waits for the device, once,
+            which a CUDA graph cannot capture and `torch.compile` breaks its graph for. Where more than half of the keys
+            are live, nothing changes.
 
     Returns:
         IntervalMask with the batch size and heads of scores and mask.
