@@ -210,7 +210,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "an unused lse costs a dlse of zeros",
-        "flash_dmattn/autograd.py",
+        "flash_dmattn/direct.py",
         "ctx.set_materialize_grads(False)",
         "ctx.set_materialize_grads(True)",
         ("tests/test_autograd.py::test_an_output_that_is_not_used_costs_its_gradient_nothing",),
@@ -238,7 +238,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a dispatch mode does not see the operators",
-        "flash_dmattn/operators.py",
+        "flash_dmattn/definition.py",
         " or torch._C._len_torch_dispatch_stack() > 0",
         "",
         ("tests/test_ops.py::test_a_dispatch_mode_sees_the_operators",),
