@@ -1,4 +1,4 @@
-"""The one `autograd.Function`: the contract of gradients, shared by every kernel backend.
+"""The `autograd.Function` that everything can watch: the contract of gradients, shared by every kernel backend.
 
 Under `torch.vmap` both passes run once, with the mapped dim folded into the batch: see `MappedCall`. The batch shares
 one sink per head, so calls that have each their own, or their own gradient of it, run one by one. So do calls with

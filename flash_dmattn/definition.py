@@ -39,7 +39,9 @@ def is_watched(*tensors: object) -> bool:
     Where nothing does, the function behind an operator is called in its place, with arguments of the same types, which
     saves the dispatcher's way into Python and back. What is neither None nor a tensor counts as a subclass.
     """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or is_transformed():
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # as `is_transformed`, on the path of every call
         return True
     for x in tensors:  # a plain loop: a generator costs twice as much on this path
         if x is not None and type(x) is not Tensor and type(x) is not torch.nn.Parameter:

@@ -183,4 +183,4 @@ def _lie_as_before(
 # Messages of torch name a function, and these are the words that they have for `Attention`.
 DirectAttention._backward_cls.__name__ = Attention._backward_cls.__name__
 # What the engine calls; torch's own looks first which of two names the function has for its backward pass.
-DirectAttention._backward_cls.apply = DirectAttention.backward
+DirectAttention._backward_cls.apply = DirectAttention.backward  # type: ignore[attr-defined]

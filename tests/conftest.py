@@ -151,10 +151,11 @@ def eager() -> Callable[..., Results]:
 @pytest.fixture
 def unwritten_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the backend allocates is NaN until a kernel writes it."""
-    empty = torch.empty
+    for name in ("empty", "empty_like"):
+        make = getattr(torch, name)
 
-    def filled(*args: Any, **kwargs: Any) -> torch.Tensor:
-        x = empty(*args, **kwargs)
-        return x.fill_(torch.nan) if x.is_floating_point() else x
+        def filled(*args: Any, make: Callable[..., torch.Tensor] = make, **kwargs: Any) -> torch.Tensor:
+            x = make(*args, **kwargs)
+            return x.fill_(torch.nan) if x.is_floating_point() else x
 
-    monkeypatch.setattr(torch, "empty", filled)
+        monkeypatch.setattr(torch, name, filled)

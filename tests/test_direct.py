@@ -453,3 +453,29 @@ def test_a_fake_gradient_is_not_taken_for_a_plain_one(ready: Ready) -> None:
     found = torch.autograd.grad(out, inputs, (2 * out.detach()).as_subclass(Wrapped))
     torch.testing.assert_close([x.as_subclass(Tensor) for x in found], WANTED[1:])
     assert ready.ways == ["forward", "operator backward"]
+
+
+def test_a_mask_is_prepared_by_its_operator_where_something_watches() -> None:
+    plain = prepare_mask(MASK)
+    with Watch() as watch:
+        watched = prepare_mask(MASK)
+    assert watch.seen == ["prepare_mask"]
+    assert all(torch.equal(x, y) for x, y in zip(plain.tensors, watched.tensors, strict=True))
+
+
+@pytest.mark.parametrize("choice", ["cuda", "triton"])
+def test_gradients_of_any_layout_that_arrive_in_calls_of_one_class(choice: str, launched: Launched) -> None:
+    case = CASES["lse"]
+    inputs = case.build("cpu")
+    attention = partial(flash_dmattn.attention, return_lse=True, backend=choice)
+    run(attention, case, inputs)
+    for arrange, of_lse in itertools.product(LAYOUTS.values(), (Tensor.clone, lambda x: x.mT.contiguous().mT)):
+        leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+        ways = []
+        for watch in (nullcontext(), Watch()):
+            launched.clear()
+            with watch:
+                results = attention(*leaves)
+                torch.autograd.grad(results, leaves, (arrange(inputs.dout), of_lse(torch.ones_like(results[1]))))
+            ways.append(launched.copy())
+        assert ways[0] == ways[1]

@@ -68,7 +68,7 @@ def look_up(
     window_size = flags[3]
     is_prepared = not (mask is None or isinstance(mask, Tensor))
     if (
-        is_watched(q, k, v, None if is_prepared else mask, bias, sink)
+        is_watched(q, k, v, bias, sink, *(getattr(mask, "tensors", (mask,)) if is_prepared else (mask,)))
         or process.environment_unchecked
         or thread.records is not None
         or not (window_size is None or type(window_size) is tuple)
@@ -76,8 +76,6 @@ def look_up(
         return None, None
     kinds = tuple(map(type, flags if window_size is None else (*flags, *window_size)))  # True == 1 == 1.0
     try:
-        if is_prepared and is_watched(*mask.tensors):  # type: ignore[union-attr]
-            return None, None
         key = (
             _of(q),
             _of(k),

@@ -16,6 +16,8 @@ PER_SAMPLE = f"{LEADING}test_vmap_and_per_sample_gradients"
 
 SINKS = "tests/test_sinks.py::"
 
+DIRECT = "tests/test_direct.py::"
+
 FAULTS: tuple[Fault, ...] = (
     Fault(
         "calls that differ in their sink alone are taken for alike",
@@ -208,7 +210,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "an unused lse costs a dlse of zeros",
-        "flash_dmattn/autograd.py",
+        "flash_dmattn/direct.py",
         "ctx.set_materialize_grads(False)",
         "ctx.set_materialize_grads(True)",
         ("tests/test_autograd.py::test_an_output_that_is_not_used_costs_its_gradient_nothing",),
@@ -236,7 +238,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a dispatch mode does not see the operators",
-        "flash_dmattn/operators.py",
+        "flash_dmattn/definition.py",
         " or torch._C._len_torch_dispatch_stack() > 0",
         "",
         ("tests/test_ops.py::test_a_dispatch_mode_sees_the_operators",),
@@ -289,5 +291,97 @@ FAULTS: tuple[Fault, ...] = (
         "if p.bias is None or p.bias.shape[0] != 1:",
         "if p.bias is None:",
         ("tests/test_cuda_rules.py",),
+    ),
+    # Calls that nothing watches
+    Fault(
+        "the first call of a class goes another way than the rest",
+        "flash_dmattn/dispatch/call_cache.py",
+        "    return found\n",
+        "    return None\n",
+        (f"{DIRECT}test_a_call_that_nothing_watches_is_made_ready_from_the_first_on",),
+    ),
+    Fault(
+        "a gradient with a graph is made by kernels that have no derivative",
+        "flash_dmattn/direct.py",
+        "            or torch.is_grad_enabled()\n",
+        "",
+        (f"{DIRECT}test_gradients_of_which_there_is_a_graph_go_by_the_function_that_has_rules",),
+    ),
+    Fault(
+        "what watches the backward pass alone is shown nothing",
+        "flash_dmattn/direct.py",
+        "            or is_watched(dout, dlse, *saved)\n",
+        "",
+        (f"{DIRECT}test_what_watches_the_backward_pass_alone_is_shown_its_operator",),
+    ),
+    Fault(
+        "a profiler of the backward pass alone is shown nothing",
+        "flash_dmattn/direct.py",
+        "            or profiler._is_profiler_enabled\n",
+        "",
+        (f"{DIRECT}test_what_watches_the_backward_pass_alone_is_shown_its_operator",),
+    ),
+    Fault(
+        "a profiler of a remembered call is shown nothing",
+        "flash_dmattn/direct.py",
+        "found is not None and not profiler._is_profiler_enabled and",
+        "found is not None and",
+        (f"{DIRECT}test_what_watches_is_shown_operators",),
+    ),
+    Fault(
+        "saved tensors are taken to lie as they did, whatever hooks bring back",
+        "flash_dmattn/direct.py",
+        "        q.stride() != strides[0]\n",
+        "        q.stride() != q.stride()\n",
+        (f"{DIRECT}test_saved_tensors_that_come_back_in_another_layout",),
+    ),
+    Fault(
+        "messages of torch name another function",
+        "flash_dmattn/direct.py",
+        "__name__ = Attention._backward_cls.__name__",
+        '__name__ = "DirectAttentionBackward"',
+        (f"{DIRECT}test_a_tensor_that_was_written_to_is_named_as_ever",),
+    ),
+    Fault(
+        "a mask is prepared without its operator where something watches",
+        "flash_dmattn/masks/prepared/operator.py",
+        "run = _OPERATOR if is_watched(mask) or",
+        "run = _OPERATOR if",
+        (f"{DIRECT}test_a_mask_is_prepared_by_its_operator_where_something_watches",),
+    ),
+    Fault(
+        "a class of calls whose q TMA cannot read hands it to the kernel",
+        "flash_dmattn/backends/cuda/direct.py",
+        "q_fits, k_fits, v_fits = _rows_fit(p)\n    low, high = _band(p)\n    scale, softcap, dropout_p",
+        "q_fits = k_fits = v_fits = True\n    low, high = _band(p)\n    scale, softcap, dropout_p",
+        (f"{DIRECT}test_kernels_are_launched_alike",),
+    ),
+    Fault(
+        "a class of calls reads bits where bounds are",
+        "flash_dmattn/backends/cuda/direct.py",
+        "        return 3, 4, 5\n",
+        "        return 0, 4, 5\n",
+        (f"{DIRECT}test_kernels_are_launched_alike",),
+    ),
+    Fault(
+        "beside a bias per score a class of calls reads bounds",
+        "flash_dmattn/backends/cuda/direct.py",
+        'p.bias_class == "score")\n    if places is None:',
+        "False)\n    if places is None:",
+        (f"{DIRECT}test_kernels_are_launched_alike",),
+    ),
+    Fault(
+        "calls of one class share a plan whatever the layout of the gradient that arrives",
+        "flash_dmattn/backends/triton/direct.py",
+        "takes_tf32(dtype), strides, of_dlse, *places)",
+        "takes_tf32(dtype), *places)",
+        (f"{DIRECT}test_gradients_of_any_layout_that_arrive_in_calls_of_one_class",),
+    ),
+    Fault(
+        "a class of calls with rows of another stride is planned as if it had none",
+        "flash_dmattn/backends/triton/direct.py",
+        "    if not _has_unit_rows(p) or (p",
+        "    if (p",
+        (f"{DIRECT}test_kernels_are_launched_alike",),
     ),
 )
