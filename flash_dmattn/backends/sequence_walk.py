@@ -14,7 +14,7 @@ def walks_tiles(problem: AttentionProblem) -> bool:
     """Whether a call beside sequences turns its bool mask into tiles, for backends that read prepared masks.
 
     Where each row of packed queries has a value for each key, kernels read a byte for every pair in every pass; a mask
-    with one value for several rows or keys is small. It holds for a forward pass alone, too. On AMD's GPUs PyTorch packs
+    with one value for several rows or keys is small. A forward pass alone counts as two do. On AMD's GPUs PyTorch packs
     the mask, which takes longer than both passes.
     """
     p = problem
