@@ -13,9 +13,9 @@ FEW_QUERIES, FEW_KEYS = 16, 128
 def walks_tiles(problem: AttentionProblem) -> bool:
     """Whether a call beside sequences turns its bool mask into tiles, for backends that read prepared masks.
 
-    Where each row of packed queries has a value for each key, kernels read a byte for every pair of every pass; what
-    one value serves several rows or keys of is small. Where the mask is packed by PyTorch, as on AMD's GPUs, that takes
-    longer than both passes.
+    Where each row of packed queries has a value for each key, kernels read a byte for every pair in every pass; a mask
+    with one value for several rows or keys is small. A forward pass alone counts as two do. On AMD's GPUs PyTorch packs
+    the mask, which takes longer than both passes.
     """
     p = problem
     if not PREPARES or p.mask is None or p.mask_form != "dense" or p.flags.mask_packing != "queries":
