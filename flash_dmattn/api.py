@@ -191,12 +191,13 @@ def attention(
         results = forward.attention(problem, q, k, v, dense_mask(mask), bias, **extra_arguments(sink, where, dropout))
     else:
         view = mask_view(problem, mask, forward, backward, where)
-        if where is None and found is not None and is_ready(found):
-            results = attend_directly(ready_for(found, view, backend), q, k, v, bias, sink, view.tensors, dropout)
+        of_sequences = () if where is None else where.tensors
+        if found is not None and is_ready(found):
+            ready = ready_for(found, view, backend, len(of_sequences))
+            results = attend_directly(ready, q, k, v, bias, sink, (*view.tensors, *of_sequences), dropout)
         elif backward is None and (key is not None or not is_transformed()):
             results = run_forward(forward, problem, q, k, v, bias, sink, view, where, dropout)
         else:
-            of_sequences = () if where is None else where.tensors
             passes = Passes(problem, forward, backward, view.form, backend, len(of_sequences), dropout is not None)
             of_dropout = () if dropout is None else (dropout,)
             results = Attention.apply(q, k, v, bias, sink, passes, *view.tensors, *of_sequences, *of_dropout)

@@ -15,6 +15,7 @@ from torch.autograd import profiler
 
 from .autograd import Attention, Passes, differentiate, run_forward
 from .backends.direct import DirectBackward, DirectForward
+from .backends.protocol import is_composite
 from .dispatch.call_cache import CallClass
 from .dispatch.settings import BackendChoice
 from .operators import is_watched
@@ -43,24 +44,27 @@ def is_ready(found: CallClass | None) -> bool:
     return found is not None and not profiler._is_profiler_enabled and found.problem.device != "meta"
 
 
-def ready_for(found: CallClass, mask: MaskView, requested: BackendChoice) -> Ready:
+def ready_for(found: CallClass, mask: MaskView, requested: BackendChoice, number_of_sequence_tensors: int) -> Ready:
     """What a class of calls of a pair of backends runs.
 
     Args:
-        found: the class, without sequences.
+        found: the class.
         mask: of the call, as backends receive it.
         requested: the `backend` of the call.
+        number_of_sequence_tensors: of calls with sequences, which stand behind those of the mask.
     """
     key = (mask.form, requested)
     ready: Ready | None = found.ready.get(key)
     if ready is None:
-        ready = found.ready[key] = _ready(found, mask, requested)
+        ready = found.ready[key] = _ready(found, mask, requested, number_of_sequence_tensors)
     return ready
 
 
-def _ready(found: CallClass, mask: MaskView, requested: BackendChoice) -> Ready:
+def _ready(found: CallClass, mask: MaskView, requested: BackendChoice, number_of_sequence_tensors: int) -> Ready:
     problem, forward, backward = found.problem, found.forward, found.backward
-    passes = Passes(problem, forward, backward, mask.form, requested, 0, problem.dropout_p > 0)  # type: ignore[arg-type]
+    assert not is_composite(forward)
+    behind = (number_of_sequence_tensors, problem.dropout_p > 0)
+    passes = Passes(problem, forward, backward, mask.form, requested, *behind)
     make_forward, make_backward = getattr(forward, "direct_forward", None), getattr(backward, "direct_backward", None)
     first = None if make_forward is None else make_forward(problem, mask)
     second = None if make_backward is None else make_backward(problem, mask)
@@ -100,8 +104,8 @@ def _forward(
     if ready.forward is not None:
         return ready.forward(q, k, v, bias, sink, mask, dropout)
     passes = ready.passes
-    view = MaskView(passes.mask_form, mask)
-    return run_forward(passes.forward, passes.problem, q, k, v, bias, sink, view, None, dropout)
+    behind = passes.split(mask if dropout is None else (*mask, dropout))
+    return run_forward(passes.forward, passes.problem, q, k, v, bias, sink, *behind)
 
 
 class DirectAttention(torch.autograd.Function):

@@ -479,3 +479,26 @@ def test_gradients_of_any_layout_that_arrive_in_calls_of_one_class(choice: str, 
                 torch.autograd.grad(results, leaves, (arrange(inputs.dout), of_lse(torch.ones_like(results[1]))))
             ways.append(launched.copy())
         assert ways[0] == ways[1]
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_sequences_go_both_ways_alike(dropout_p: float) -> None:
+    """They have no passes ready, and stand behind the mask among what is saved."""
+    q, k, v = (torch.randn(12, heads, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
+    limits = torch.tensor([0, 5, 5, 12], dtype=torch.int32)
+    mask = torch.rand(1, 12, 7, generator=torch.Generator().manual_seed(3)) > 0.3
+
+    def results() -> list[Tensor]:
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        torch.manual_seed(0)
+        sequences = flash_dmattn.Sequences.packed(limits, max_seqlen_q=7, max_seqlen_k=7)
+        out = flash_dmattn.attention(*inputs, mask, sequences=sequences, dropout_p=dropout_p, backend="eager")
+        assert isinstance(out, Tensor)
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), inputs)]
+
+    results()
+    plain = results()
+    with Watch() as watch:
+        watched = results()
+    assert watch.seen[-2:] == ["eager_forward", "eager_backward"]
+    assert all(torch.equal(x, y) for x, y in zip(plain, watched, strict=True))
