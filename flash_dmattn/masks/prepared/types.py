@@ -84,7 +84,7 @@ class PreparedMask(ABC):
     def device(self) -> torch.device:
         """Where its tensors are."""
 
-    @cached_property
+    @property
     def view(self) -> MaskView:
         """What a kernel backend receives."""
         return MaskView(self.form, self.tensors)
