@@ -4,7 +4,7 @@ Random weights, bf16; a step is forward, loss and backward, without an optimizer
 that the host may run ahead of the GPU; the host's own time stands beside. The first loss of every implementation is
 compared with that of "sdpa": exit status 1 where they differ by more than bf16 explains.
 
-    python -m benchmarks.training                            # a GPU, three minutes
+    python -m benchmarks.training                            # a GPU, some minutes
     python -m benchmarks.training --models t5 --steps 12
     python -m benchmarks.training --quick                    # tiny models, on a CPU too
 """

@@ -9,13 +9,14 @@ from torch.autograd import forward_ad
 
 from .autograd import Attention, Passes, run_forward
 from .backends.protocol import has_forward_ad, is_composite
+from .definition import is_transformed
 from .direct import attend_directly, is_ready, ready_for
 from .dispatch.call_cache import look_up, remember
 from .dispatch.mask_view import dense_mask, mask_view
 from .dispatch.selection import select
 from .dispatch.settings import BackendChoice
 from .dtensors import above, is_dtensor
-from .operators import extra_arguments, is_transformed
+from .operators import extra_arguments
 from .problem import SequenceSpec, SequenceView, as_scores, fold_call, unfold
 from .reference.dropout import draw_key
 from .sequences import Sequences

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from .backends.protocol import KernelBackend, accepts, repeats_entries
+from .definition import is_transformed
 from .dispatch.mask_view import readable_view
 from .dispatch.selection import choice_in_force, select_pair
 from .dispatch.settings import BackendChoice
-from .operators import extra_arguments, is_transformed, view_of
+from .operators import extra_arguments, view_of
 from .problem import AttentionProblem, Gradients, MappedCall, MaskForm, MaskView, NeedsGrad, SequenceView
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from . import flops
-from .definition import is_transformed as is_transformed
 from .definition import is_watched
 from .problem import AttentionProblem, Flags, Gradients, MaskForm, MaskView, NeedsGrad, SequenceView
 

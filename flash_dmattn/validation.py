@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import Tensor
 
+from .definition import is_transformed
 from .dtensors import is_dtensor
-from .operators import is_transformed
 from .problem import (
     FLOAT_DTYPES,
     AttentionProblem,

@@ -141,8 +141,7 @@ class SequenceCall(Call):
 
     def take_one_pass(self) -> None:
         """Have it make them; those of sequences of more keys are made by two."""
-        most = _ONE_PASS.block_n
-        self.layout = self.layout._replace(one_pass_keys=most, few_keys=max(most, MOST_FEW_KEYS))
+        self.layout = self.layout._replace(one_pass_keys=_ONE_PASS.block_n, few_keys=_ONE_PASS.block_n)
 
     @property
     def has_tiles(self) -> bool:
@@ -276,7 +275,7 @@ def plan_backward(
     shared = kind == "score" and not stored
     of_keys = STORE if stored else KEY_SUM if kind == "key" and not apart else NO_DBIAS
     needs_keys = need_k or need_v or of_keys.value != NO_DBIAS.value
-    # Not where dbias is made apart: that kernel would have to take delta of as many keys from p and dp.
+    # Not beside a dbias of scores that is shared: its kernel would have to take delta of as many keys from p and dp.
     one_pass = need_q and needs_keys and call.may_take_one_pass and not shared
     if one_pass:
         call.take_one_pass()
@@ -289,7 +288,6 @@ def plan_backward(
     if need_q and shape.seqlen_k > call.layout.one_pass_keys:
         queries_of = _plan_queries(call, dout)
     bias_of = _plan_bias(call, dout, bias) if shared and bias is not None else None
-
     fill_q = call.plan_fill(call.q, 0)
 
     def run(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..definition import is_transformed
 from ..dispatch.mask_view import mask_view
 from ..dispatch.selection import Selection
-from ..operators import is_transformed
 from ..problem import MaskView
 from .autograd import GatherAttention, GatherCall
 from .call import ParallelCall

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ...definition import LIBRARY, define
-from ...problem import AttentionProblem, MaskView, SequenceSpec, SequenceView
+from ...problem import AttentionProblem, Layout, MaskView, SequenceSpec, SequenceView
 from ..broadcast import collapse
 from .packers import packer
 from .packing import TILE_WORDS, tiles
@@ -36,37 +36,23 @@ def prepared_beside(problem: AttentionProblem, mask: torch.Tensor, sequences: Se
     return MaskView("sequence_tiles", tuple(packed))
 
 
-def _prepare(
-    mask: torch.Tensor,
-    bounds: torch.Tensor,
-    mask_packing: MaskPacking,
-    layout: Any,
-    rows_q: int,
-    rows_k: int,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    left: int,
-    right: int,
-) -> list[torch.Tensor]:
-    spec = SequenceSpec(layout, bounds.shape[0], rows_q, rows_k, max_seqlen_q, max_seqlen_k)
-    return packer(mask).pack_sequences(mask, bounds, mask_packing, spec, (left, right))
+def _spec_of(bounds: torch.Tensor, layout: Layout, *sizes: int) -> tuple[SequenceSpec, tuple[int, int]]:
+    """The spec and the window, from what the schema has behind the tensors and the packing."""
+    rows_q, rows_k, max_seqlen_q, max_seqlen_k, left, right = sizes
+    return SequenceSpec(layout, bounds.shape[0], rows_q, rows_k, max_seqlen_q, max_seqlen_k), (left, right)
+
+
+def _prepare(mask: torch.Tensor, bounds: torch.Tensor, mask_packing: MaskPacking, *sizes: Any) -> list[torch.Tensor]:
+    spec, window = _spec_of(bounds, *sizes)
+    return packer(mask).pack_sequences(mask, bounds, mask_packing, spec, window)
 
 
 def _prepare_fake(
-    mask: torch.Tensor,
-    bounds: torch.Tensor,
-    mask_packing: MaskPacking,
-    layout: Any,
-    rows_q: int,
-    rows_k: int,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    left: int,
-    right: int,
+    mask: torch.Tensor, bounds: torch.Tensor, mask_packing: MaskPacking, *sizes: Any
 ) -> list[torch.Tensor]:
-    spec = SequenceSpec(layout, bounds.shape[0], rows_q, rows_k, max_seqlen_q, max_seqlen_k)
+    spec, _ = _spec_of(bounds, *sizes)
     all_q, all_k = row_counts(spec)
-    of_rows, of_columns = tiles(max_seqlen_k), tiles(max_seqlen_q)
+    of_rows, of_columns = tiles(spec.max_seqlen_k), tiles(spec.max_seqlen_q)
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty((1, mask.shape[1], *shape), dtype=dtype, device=mask.device)
