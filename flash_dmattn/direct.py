@@ -152,7 +152,7 @@ class DirectAttention(torch.autograd.Function):
             or torch.is_grad_enabled()
             or is_watched(dout, dlse, *saved)
             or profiler._is_profiler_enabled
-            or not _lie_as_before(ready, q, k, v, bias, out, lse, mask)
+            or not lie_as_before(ready.strides, q, k, v, bias, out, lse, mask)
         ):
             found = differentiate(dout, dlse, q, k, v, bias, sink, out, lse, passes, *mask)
             return *found, None, None, None
@@ -163,11 +163,10 @@ class DirectAttention(torch.autograd.Function):
         return *gradients, None, None, None
 
 
-def _lie_as_before(
-    ready: Ready, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, mask: list[Tensor]
+def lie_as_before(
+    strides: Strides, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, mask: list[Tensor]
 ) -> bool:
     """Whether saved tensors lie as the class has them: hooks on them may bring copies back."""
-    strides = ready.strides
     if (
         q.stride() != strides[0]
         or k.stride() != strides[1]

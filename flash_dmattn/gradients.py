@@ -1,8 +1,8 @@
-"""Gradients that kernels leave to PyTorch: of empty calls, of a sink, and of a bias of one value per query or key."""
+"""Room for gradients, and those that kernels leave to PyTorch: of empty calls, of a sink, of a bias per query or key."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,13 +12,38 @@ from .reference.formula import sum_entries
 from .reference.sinks import row_delta, sink_gradient, through_lse
 
 __all__ = [
+    "Allocate",
+    "contiguous_strides",
     "empty_gradients",
     "key_gradient",
+    "new_like",
     "query_gradient",
     "row_delta",
     "sequence_query_gradient",
     "sink_gradient",
 ]
+
+Allocate = Callable[[Tensor], Tensor]
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Those that torch gives a new tensor; one that is contiguous may have others where its size is 1."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def new_like(shape: Sequence[int], strides: Sequence[int]) -> Allocate:
+    """What makes an uninitialised tensor, contiguous, of the shape and dtype of one of these strides.
+
+    torch takes half as long to copy what a tensor is as to read it from arguments.
+    """
+    if tuple(strides) == contiguous_strides(shape):
+        return torch.empty_like
+    sizes, empty = tuple(shape), torch.empty
+    return lambda x: empty(sizes, dtype=x.dtype, device=x.device)
 
 
 def empty_gradients(

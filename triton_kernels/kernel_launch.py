@@ -73,16 +73,16 @@ class Launch:
         self.descriptors = tuple(descriptors)
         self.compiled: Any = None  # stays so in the interpreter, which compiles nothing
         self.device = 0
+        # What a call without descriptors needs of the compiled kernel and the driver, looked up once.
+        self.at_once: tuple[Any, ...] | None = None
 
     def __call__(self, *tensors: Tensor | None) -> None:
-        compiled = self.compiled
-        if compiled is None or self.descriptors or _hooks_are_set():
+        if self.at_once is None or _hooks_are_set():
             self._launch_by_triton(tensors)
             return
-        stream, no_hooks = driver.active.get_current_stream(self.device), (None, None, None)
+        run, stream_of, function, metadata = self.at_once
         addresses = [None if x is None else x.data_ptr() for x in tensors]
-        function, metadata = compiled.function, compiled.packed_metadata
-        compiled.run(*self.grid, stream, function, metadata, *no_hooks, *addresses, *self.rest)
+        run(*self.grid, stream_of(self.device), function, metadata, None, None, None, *addresses, *self.rest)
 
     def _launch_by_triton(self, tensors: Sequence[Tensor | None]) -> None:
         arguments: list[Any] = [*tensors]
@@ -93,15 +93,20 @@ class Launch:
             return
         self.compiled = self.kernel[self.grid](*arguments, *self.rest, **self.options)
         if self.compiled is not None:
-            self.device = driver.active.get_current_device()
+            active, compiled = driver.active, self.compiled
+            self.device = active.get_current_device()
+            if not self.descriptors:
+                run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+                self.at_once = run, active.get_current_stream, function, metadata
 
 
 def _hooks_are_set() -> bool:
     """Whether someone, a profiler say, is to be told of launches; a chain of no hooks is told nothing."""
-    for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
-        if hook is not None and getattr(hook, "calls", True):
-            return True
-    return False
+    runtime = knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    if enter is not None and getattr(enter, "calls", True):
+        return True
+    return leave is not None and bool(getattr(leave, "calls", True))
 
 
 _launches: dict[tuple[Any, ...], Launch] = {}

@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from flash_dmattn.gradients import key_gradient, query_gradient, sink_gradient
+from flash_dmattn.gradients import key_gradient, new_like, query_gradient, sink_gradient
 from flash_dmattn.problem import Gradients, MaskView, NeedsGrad, bias_class
 
 from .kernel_launch import Launch
@@ -121,7 +121,16 @@ def plan_short_backward(
         )
         options = {"num_warps": tile.num_warps}
         launches.append(Launch(short_backward_kernel, programs, numbers, constants, options))
-    add = plan_sum(slots, bias) if bias is not None else None
+    # Decided here: a comparison of two constants of Triton takes as long as the allocation of a tensor.
+    sums_keys = bool(kind == KEY_SUM) and bias is not None
+    new_q, new_k, new_v = (
+        new_like(x.shape, x.stride()) if needed else None for x, needed in ((q, need_q), (k, need_k), (v, need_v))
+    )
+    stores_bias = bool(kind != NO_DBIAS) and not sums_keys and bias is not None
+    new_bias = new_like(bias.shape, bias.stride()) if stores_bias and bias is not None else None
+    add = plan_sum(slots, bias) if stores_bias and slots > 1 and bias is not None else None
+    needs_delta, is_query = len(launches) > 1 or reads_delta, made_as == "query"
+    sum_sizes, num_heads = (shape.batch, shape.num_heads, shape.seqlen_k), shape.num_heads
 
     def run(
         dout: Tensor,
@@ -136,30 +145,28 @@ def plan_short_backward(
         lse: Tensor,
         dropout: Tensor | None,
     ) -> Gradients:
-        def empty(x: Tensor, needed: bool) -> Tensor | None:
-            return torch.empty(x.shape, dtype=x.dtype, device=x.device) if needed else None
-
-        def sums(*sizes: int) -> Tensor:
-            return torch.empty(sizes, dtype=torch.float32, device=q.device)
-
-        dq, dk, dv = empty(q, need_q), empty(k, need_k), empty(v, need_v)
+        dq = None if new_q is None else new_q(q)
+        dk = None if new_k is None else new_k(k)
+        dv = None if new_v is None else new_v(v)
         made = dbias = delta = None
-        if bias is not None and kind == KEY_SUM:
-            made = sums(shape.batch, shape.num_heads, shape.seqlen_k)
-        elif bias is not None and kind != NO_DBIAS:
-            dbias = empty(bias, True)
+        if new_bias is not None and bias is not None:
+            dbias = new_bias(bias)
             made = empty_slots(slots, dbias)
-        if len(launches) > 1 or reads_delta:
-            delta = sums(2, *lse.shape)
+        elif sums_keys:
+            made = torch.empty(sum_sizes, dtype=torch.float32, device=q.device)
+        if needs_delta:
+            delta = torch.empty((2, *lse.shape), dtype=torch.float32, device=q.device)
         for launch in launches:
             launch(q, k, v, bias, dout, lse, dlse, *mask_tensors(mask), delta, dq, dk, dv, made, sink, dropout)
-        of_rows = None if delta is None else delta[0]
-        if bias is not None and kind == KEY_SUM:
-            dbias = key_gradient(bias, made, shape.num_heads, repeat)
-        elif bias is not None and add is not None and dbias is not None:
+        if add is not None:
             add(made, dbias)
-        elif bias is not None and made_as == "query":
-            dbias = query_gradient(bias, dlse, lse, shape.num_heads, repeat, sink, of_rows)
+        if sink is None and not (sums_keys or is_query):
+            return dq, dk, dv, dbias
+        of_rows = None if delta is None else delta[0]
+        if bias is not None and sums_keys:
+            dbias = key_gradient(bias, made, num_heads, repeat)
+        elif bias is not None and is_query:
+            dbias = query_gradient(bias, dlse, lse, num_heads, repeat, sink, of_rows)
         if sink is None:
             return dq, dk, dv, dbias
         return dq, dk, dv, dbias, sink_gradient(sink, lse, of_rows) if need_sink and of_rows is not None else None

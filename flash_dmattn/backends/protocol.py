@@ -72,6 +72,8 @@ class Backend(Protocol):
         direct_forward(problem, mask), direct_backward(problem, mask): of such a pair, what runs that pass of every call
             of a class, with all decided that the problem says; None where it has nothing to decide beforehand. `mask`
             is the `MaskView` of one of its calls, of whose tensors sizes alone count. See `backends.direct`.
+        heads_first_forward(problem, mask), heads_first_backward(problem, mask): the same for q, k and v that arrive as
+            (B, H, L, D); out and dout are (B, L, H, Dv), gradients as q, k and v. The problem is that of (B, L, H, D).
         HAS_FORWARD_AD = True: forward-mode derivatives (torch.func.jvp) go through it.
         workspace_bytes(problem) -> int: it takes every call on every device; auto falls back to it, and warns of so
             many bytes.

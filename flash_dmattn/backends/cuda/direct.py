@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...gradients import key_gradient
+from ...gradients import key_gradient, new_like
 from ...problem import AttentionProblem, Gradients, MaskView, Shape4, fits_tma, make_band
-from ..direct import DirectBackward, DirectForward, has_pairs, new_like, outputs_of
+from ..direct import DirectBackward, DirectForward, has_pairs, outputs_of
 from .bias_rows import fits, is_small_and_shared, readable
 
 Rows = Callable[[Tensor], Tensor]

@@ -221,3 +221,13 @@ def direct_forward(problem: AttentionProblem, mask: MaskView) -> DirectForward |
 def direct_backward(problem: AttentionProblem, mask: MaskView) -> DirectBackward | None:
     """The backward pass of a class of calls."""
     return direct.backward_pass(problem, mask, _kernels())
+
+
+def heads_first_forward(problem: AttentionProblem, mask: MaskView) -> DirectForward | None:
+    """The forward pass of a class of calls whose q, k and v arrive as (B, H, L, D)."""
+    return direct.forward_pass(problem, mask, _kernels(), heads_first=True)
+
+
+def heads_first_backward(problem: AttentionProblem, mask: MaskView) -> DirectBackward | None:
+    """The backward pass of such a class."""
+    return direct.backward_pass(problem, mask, _kernels(), heads_first=True)

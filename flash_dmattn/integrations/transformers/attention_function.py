@@ -13,6 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ... import attention
 from ...distributed.context import context_in_force
+from ...heads_first import attend_heads_first
 from ...validation import follow_autocast
 from .arguments import refuse_unknown
 from .layer_mask import LayerMask, MaskArguments
@@ -56,10 +57,13 @@ def attend(
         NotImplementedError: an argument that would change the result and is not passed on.
         TypeError, ValueError: as `attention`, and of masks that do not go with packed sequences.
     """
-    sequences = take_packed(others, query.shape[0])
-    refuse_unknown(module, others)
-    _check_mask(attention_mask, query, key)
-    bias = None if _is_empty_bias(module) else position_bias
+    sequences = None
+    if others:
+        sequences = take_packed(others, query.shape[0])
+        refuse_unknown(module, others)
+    if attention_mask is not None:
+        _check_mask(attention_mask, query, key)
+    bias = None if position_bias is None or _is_empty_bias(module) else position_bias
     if isinstance(attention_mask, Tensor) and attention_mask.dtype != torch.bool:
         bias = attention_mask if bias is None else bias + attention_mask  # a mask of numbers is added
     if sequences is not None:
@@ -72,18 +76,52 @@ def attend(
         found = MaskArguments(is_causal=_is_causal(module, is_causal) and query.shape[2] > 1)
         if found.is_causal and query.shape[2] != key.shape[2]:
             key, value, bias = _align_top_left(query, key, value, bias)
-    q, k, v = follow_autocast(*(x.transpose(1, 2) for x in (query, key, value)))
-    packed = found.sequences is not None and found.sequences.layout == "packed"
-    if packed:
-        q, k, v = (x.squeeze(0) for x in (q, k, v))
-    call: dict[str, Any] = {"q": q, "k": k, "v": v, **found._asdict(), "softmax_scale": scaling}
-    call |= {"bias": None if bias is None else in_dtype(bias, q.dtype), "softcap": softcap or 0.0}
-    call |= {"sink": None if s_aux is None else s_aux.reshape(-1), "dropout_p": dropout}
-    show_observers(module, call)
+    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+        query, key, value = follow_autocast(query, key, value)
+    if bias is not None:
+        bias = in_dtype(bias, query.dtype)
+    call: dict[str, Any] | None = None
+    if _observers:
+        call = _call(query, key, value, found, bias, scaling, softcap, s_aux, dropout)
+        show_observers(module, call)
     context = context_in_force()
+    if context is None and found.sequences is None and _is_plain(scaling) and _is_plain(softcap):
+        mask, is_causal, window, _ = found
+        sink = None if s_aux is None else s_aux.reshape(-1)
+        numbers = (is_causal, scaling, softcap or 0.0, window)
+        attended = attend_heads_first(query, key, value, mask, bias, *numbers, sink, dropout)
+        if attended is not None:
+            return attended, None
+    if call is None:
+        call = _call(query, key, value, found, bias, scaling, softcap, s_aux, dropout)
     out = attention(**call) if context is None else attend_over_ranks(context, call, attention_mask)
     assert isinstance(out, Tensor)
-    return (out.unsqueeze(0) if packed else out).contiguous(), None
+    return (out.unsqueeze(0) if call["q"].dim() == 3 else out).contiguous(), None
+
+
+def _is_plain(number: Any) -> bool:
+    """Whether it is a float or None, as all but a few models have it: what else there is, `attention` judges."""
+    return number is None or type(number) is float
+
+
+def _call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    found: MaskArguments,
+    bias: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+    dropout: float,
+) -> dict[str, Any]:
+    """The arguments of `attention`."""
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    if found.sequences is not None and found.sequences.layout == "packed":
+        q, k, v = q.squeeze(0), k.squeeze(0), v.squeeze(0)
+    call: dict[str, Any] = {"q": q, "k": k, "v": v, **found._asdict(), "softmax_scale": scaling, "bias": bias}
+    call |= {"softcap": softcap or 0.0, "sink": None if s_aux is None else s_aux.reshape(-1), "dropout_p": dropout}
+    return call
 
 
 def show_observers(module: nn.Module, call: dict[str, Any]) -> None:
@@ -111,13 +149,13 @@ def in_dtype(bias: Tensor, dtype: torch.dtype) -> Tensor:
     last = None if torch.compiler.is_compiling() else _last
     if last is not None and last[0]() is bias and last[1] == (bias._version, dtype, torch.is_grad_enabled()):
         return last[2]
+    if bias.dtype == dtype and bias.is_contiguous():
+        return bias
     expanded = [dim for dim in range(bias.dim()) if bias.stride(dim) == 0 and bias.shape[dim] > 1]
     if expanded:  # what would be copied is small then
         for dim in expanded:
             bias = bias.narrow(dim, 0, 1)
         return bias.to(dtype).contiguous()
-    if bias.dtype == dtype and bias.is_contiguous():
-        return bias
     # A leaf that needs a gradient would be kept alive by its own copy; a compiler finds equal expressions itself.
     if torch.compiler.is_compiling() or (bias.is_leaf and bias.requires_grad) or bias.is_inference():
         return bias.to(dtype).contiguous()

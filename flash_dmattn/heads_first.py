@@ -1,0 +1,257 @@
+"""Calls whose q, k and v are (B, H, L, D), as models hand them over: the way of `flash_dmattn.direct`, with less on it.
+
+`attention` takes (B, L, H, D). A layer of a model would record three transpositions for it, and run three more in its
+backward pass; here they are no steps of the graph, and where the kernels read addresses alone there are none.
+
+A layer that is checkpointed runs twice, and has to save the same both times. So every call that may come here does, the
+first of a class too, and where a profiler or a dispatch mode is to be shown operators they are run from here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad, profiler
+
+from .autograd import Attention, differentiate, run_forward
+from .backends.direct import DirectBackward, DirectForward
+from .backends.protocol import is_composite
+from .definition import is_watched
+from .direct import Ready, Strides, lie_as_before, ready_for
+from .dispatch.call_cache import CallClass, look_up, remember
+from .dispatch.mask_view import mask_view
+from .dispatch.registry import on_change
+from .dispatch.selection import choice_in_force, choose, select
+from .dispatch.settings import check_environment, process, thread
+from .problem import MaskView
+from .reference.dropout import draw_key
+from .validation import describe
+
+if TYPE_CHECKING:
+    from .masks import PreparedMask
+
+
+class HeadsFirst(NamedTuple):
+    """What the calls of a class run.
+
+    Attributes:
+        ready: the class as `flash_dmattn.direct` has it, of (B, L, H, D).
+        forward, backward: passes that take (B, H, L, D); None where q, k and v are turned around for those of `ready`.
+        strides: as in `Ready`, with q, k and v as they arrive.
+    """
+
+    ready: Ready
+    forward: DirectForward | None
+    backward: DirectBackward | None
+    strides: Strides
+
+
+# A program that meets more classes of calls than this forgets them and starts again.
+MAX_REMEMBERED = 1024
+_classes: dict[tuple[Any, ...], CallClass | None] = {}  # None: its backend has no passes
+on_change.append(_classes.clear)
+
+_NO_MASK = MaskView()
+
+
+def attend_heads_first(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | PreparedMask | None,
+    bias: Tensor | None,
+    is_causal: bool,
+    softmax_scale: float | None,
+    softcap: float,
+    window_size: tuple[int, int] | None,
+    sink: Tensor | None,
+    dropout_p: float,
+) -> Tensor | None:
+    """out (B, Lq, Hq, Dv), contiguous, of a call without sequences; None where it has to go through `attention`.
+
+    Args:
+        q, k, v: (B, Hq, Lq, D), (B, Hk, Lk, D) and (B, Hk, Lk, Dv), in one dtype: autocast has been followed.
+        mask, bias: 4-D, as all else as in `attention`.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or not _are_plain(q, k, v, bias, sink)
+    ):
+        return None
+    key = (
+        *(q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride()),
+        *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
+        *(q.requires_grad, k.requires_grad, v.requires_grad),
+        None if mask is None else _of(mask) if isinstance(mask, Tensor) else mask.call_key,
+        None if bias is None else _of(bias),
+        None if sink is None else _of(sink),
+        *(is_causal, softmax_scale, softcap, window_size, dropout_p),
+        torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        thread.backend,
+        process.default_backend,
+        process.disabled,
+    )
+    if thread.records is None and key in _classes:
+        found = _classes[key]
+    else:
+        numbers = (is_causal, softmax_scale, softcap, window_size, None, False, False, None, None, dropout_p)
+        found = _class_of(key, q, k, v, mask, bias, sink, numbers)
+    if found is None:
+        return None
+    problem, forward, backward, _ = found
+    view = _NO_MASK if mask is None else mask_view(problem, mask, forward, backward)
+    passes = found.ready.get(view.form)
+    if passes is None:
+        passes = found.ready[view.form] = _heads_first(found, view)
+    dropout = draw_key(q.device) if dropout_p > 0 else None
+    if backward is None:
+        return _forward(passes, q, k, v, bias, sink, view.tensors, dropout)[0]
+    out: Tensor = HeadsFirstAttention.apply(q, k, v, bias, sink, passes, view.tensors, dropout)
+    return out
+
+
+def _are_plain(*tensors: Tensor | None) -> bool:
+    for x in tensors:  # a plain loop: a generator costs twice as much on this path
+        if x is not None and type(x) is not Tensor and type(x) is not torch.nn.Parameter:
+            return False
+    return True
+
+
+def _of(x: Tensor) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.dtype, x.device, x.requires_grad
+
+
+def _class_of(
+    key: tuple[Any, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | PreparedMask | None,
+    bias: Tensor | None,
+    sink: Tensor | None,
+    flags: tuple[Any, ...],
+) -> CallClass | None:
+    """The class of a call, described where it is the first; None where its backend has no passes."""
+    if process.environment_unchecked:
+        check_environment()
+    rows = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+    place, found = look_up(*rows, mask, bias, flags, "auto", sink)
+    if found is None:
+        problem, _, _ = describe(*rows, mask, bias, *flags, sink)
+        if is_composite(choose(problem, choice_in_force("auto")).forward):
+            if place is not None:
+                _keep(key, None)
+            return None  # `attention` chooses it again, and says so to whoever records or is warned
+        selection = select(problem, "auto")
+        if place is None:
+            return CallClass(problem, *selection, {})
+        found = remember(place, problem, selection, "auto")
+    if found is not None:
+        # Passes of its own: the rest of the class has those of (B, L, H, D).
+        found = None if is_composite(found.forward) else found._replace(ready={})
+        _keep(key, found)
+    return found
+
+
+def _keep(key: tuple[Any, ...], found: CallClass | None) -> None:
+    if len(_classes) >= MAX_REMEMBERED:
+        _classes.clear()
+    _classes[key] = found
+
+
+def _heads_first(found: CallClass, view: MaskView) -> HeadsFirst:
+    ready = ready_for(found._replace(ready={}), view, "auto", 0)
+    forward, backward, problem = found.forward, found.backward, found.problem
+    make_forward = getattr(forward, "heads_first_forward", None)
+    make_backward = getattr(backward, "heads_first_backward", None)
+    first = None if make_forward is None else make_forward(problem, view)
+    second = None if make_backward is None else make_backward(problem, view)
+    of_rows = ready.strides[:3]
+    strides = tuple(None if x is None else (x[0], x[2], x[1], x[3]) for x in of_rows)
+    return HeadsFirst(ready, first, second, (*strides, *ready.strides[3:]))
+
+
+def _forward(
+    passes: HeadsFirst,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    sink: Tensor | None,
+    mask: tuple[Tensor, ...],
+    dropout: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse), by operators where something is to be shown them."""
+    ready = passes.ready
+    is_shown = torch._C._len_torch_dispatch_stack() > 0 or profiler._is_profiler_enabled
+    is_shown = is_shown or ready.passes.problem.device == "meta"
+    if passes.forward is not None and not is_shown:
+        return passes.forward(q, k, v, bias, sink, mask, dropout)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if ready.forward is not None and not is_shown:
+        return ready.forward(q, k, v, bias, sink, mask, dropout)
+    of_call = ready.passes
+    behind = of_call.split(mask if dropout is None else (*mask, dropout))
+    return run_forward(of_call.forward, of_call.problem, q, k, v, bias, sink, *behind)
+
+
+class HeadsFirstAttention(torch.autograd.Function):
+    """out of `Attention`, for q, k and v with heads before rows; its gradients lie as they do."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sink: Tensor | None,
+        passes: HeadsFirst,
+        mask: tuple[Tensor, ...],
+        dropout: Tensor | None,
+    ) -> Tensor:
+        """Run the forward pass, and keep what the backward pass reads."""
+        out, lse = _forward(passes, q, k, v, bias, sink, mask, dropout)
+        if dropout is not None:
+            mask = (*mask, dropout)
+        ctx.save_for_backward(q, k, v, bias, sink, out, lse, *mask)
+        ctx.passes = passes
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        """Run the backward pass as it was made ready, or as `Attention` does."""
+        saved = ctx.saved_tensors
+        q, k, v, bias, sink, out, lse, *mask = saved
+        passes: HeadsFirst = ctx.passes
+        ready = passes.ready
+        of_call = ready.passes
+        run = passes.backward
+        is_as_made = not (
+            torch.is_grad_enabled()
+            or is_watched(dout, *saved)
+            or profiler._is_profiler_enabled
+            or not lie_as_before(passes.strides, q, k, v, bias, out, lse, mask)
+        )
+        if is_as_made and run is not None:
+            dropout = mask.pop() if of_call.has_dropout else None
+            found = run(dout, None, q, k, v, bias, sink, out, lse, tuple(mask), dropout)
+            return (*found, None, None, None, None) if sink is None else (*found, None, None, None)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if is_as_made and ready.backward is not None:
+            dropout = mask.pop() if of_call.has_dropout else None
+            found = ready.backward(dout, None, q, k, v, bias, sink, out, lse, tuple(mask), dropout)
+        else:
+            found = differentiate(dout, None, q, k, v, bias, sink, out, lse, of_call, *mask)
+        dq, dk, dv = (None if x is None else x.transpose(1, 2) for x in found[:3])
+        return dq, dk, dv, found[3], found[4] if len(found) > 4 else None, None, None, None
+
+
+# As in `flash_dmattn.direct`.
+HeadsFirstAttention._backward_cls.__name__ = Attention._backward_cls.__name__
+HeadsFirstAttention._backward_cls.apply = HeadsFirstAttention.backward  # type: ignore[attr-defined]
