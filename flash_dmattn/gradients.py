@@ -1,4 +1,4 @@
-"""Room for gradients, and those that kernels leave to PyTorch: of empty calls, of a sink, of a bias per query or key."""
+"""Room for gradients, and those left to PyTorch: of empty calls, of a sink, of a bias of one value per query or key."""
 
 from __future__ import annotations
 

@@ -99,8 +99,8 @@ def attend_heads_first(
     if thread.records is None and key in _classes:
         found = _classes[key]
     else:
-        numbers = (is_causal, softmax_scale, softcap, window_size, None, False, False, None, None, dropout_p)
-        found = _class_of(key, q, k, v, mask, bias, sink, numbers)
+        numbers = (is_causal, softmax_scale, softcap, window_size)
+        found = _class_of(key, q, k, v, mask, bias, sink, numbers, dropout_p)
     if found is None:
         return None
     problem, forward, backward, _ = found
@@ -134,12 +134,14 @@ def _class_of(
     mask: Tensor | PreparedMask | None,
     bias: Tensor | None,
     sink: Tensor | None,
-    flags: tuple[Any, ...],
+    numbers: tuple[bool, float | None, float, tuple[int, int] | None],
+    dropout_p: float,
 ) -> CallClass | None:
     """The class of a call, described where it is the first; None where its backend has no passes."""
     if process.environment_unchecked:
         check_environment()
     rows = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+    flags = (*numbers, None, False, False, None, None, dropout_p)
     place, found = look_up(*rows, mask, bias, flags, "auto", sink)
     if found is None:
         problem, _, _ = describe(*rows, mask, bias, *flags, sink)

@@ -29,6 +29,7 @@ class Counted:
             return flash_dmattn.attention(**{key: x for key, x in call.items() if key != name})
 
         self._patch.setattr(attention_function, "attention", without)
+        self._patch.setattr(attention_function, "attend_heads_first", lambda *_: None)  # so that it is what runs
 
 
 @contextmanager

@@ -7,6 +7,7 @@ put in an order first have no pass here, nor have gradients of rows of no unit s
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from ...gradients import contiguous_strides
 from ...problem import AttentionProblem, Flags, Gradients, MaskForm, MaskView
 from ..direct import DirectBackward, DirectForward, Outputs, has_pairs, outputs_of
 from ..protocol import Direction
+
+# What stands for a class in the keys of its plans: the problem has some 80 numbers to hash.
+_names: dict[tuple[Any, ...], object] = {}
 
 
 def forward_pass(
@@ -34,7 +38,8 @@ def forward_pass(
     form, flags, outputs, dtype = mask.form, p.flags, outputs_of(p, heads_first), p.dtype
     if not _has_unit_rows(p) or (p.seqlen_q == 1 and p.num_heads != p.num_heads_k):
         return None if heads_first else _forward_of_others(form, flags, outputs, launch)
-    takes_tf32, is_current_device, this = launch.takes_tf32, launch.is_current_device, object()
+    takes_tf32, is_current_device = launch.takes_tf32, launch.is_current_device
+    this = launch.remembered(_names, ("forward", p, form), object)
 
     def run(
         q: Tensor,
@@ -95,7 +100,8 @@ def backward_pass(
     if heads_first and not (_is_short(p, mask, launch, "backward") and _are_contiguous(p)):
         return None
     form, flags, needs_grad, dtype, is_column = mask.form, p.flags, p.needs_grad, p.dtype, p.head_dim_v == 1
-    takes_tf32, is_current_device, this = launch.takes_tf32, launch.is_current_device, object()
+    takes_tf32, is_current_device = launch.takes_tf32, launch.is_current_device
+    this = launch.remembered(_names, ("backward", p, form), object)
 
     def run(
         dout: Tensor,
