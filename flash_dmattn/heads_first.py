@@ -140,11 +140,11 @@ def _class_of(
     """The class of a call, described where it is the first; None where its backend has no passes."""
     if process.environment_unchecked:
         check_environment()
-    rows = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     flags = (*numbers, None, False, False, None, None, dropout_p)
-    place, found = look_up(*rows, mask, bias, flags, "auto", sink)
+    place, found = look_up(q, k, v, mask, bias, flags, "auto", sink)
     if found is None:
-        problem, _, _ = describe(*rows, mask, bias, *flags, sink)
+        problem, _, _ = describe(q, k, v, mask, bias, *flags, sink)
         if is_composite(choose(problem, choice_in_force("auto")).forward):
             if place is not None:
                 _keep(key, None)
