@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 from torch.autograd import forward_ad, profiler
+from torch.nn import Parameter
 
 from .autograd import Attention, differentiate, run_forward
 from .backends.direct import DirectBackward, DirectForward
@@ -79,15 +81,18 @@ def attend_heads_first(
         torch.compiler.is_compiling()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
-        or not _are_plain(q, k, v, bias, sink)
     ):
         return None
+    for x in (q, k, v, bias, sink):
+        # Nor wrappers that a transform has left behind, which `torch.autograd.Function.apply` would look for.
+        if x is not None and ((type(x) is not Tensor and type(x) is not Parameter) or is_wrapped(x)):
+            return None
     key = (
         *(q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride()),
         *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
         *(q.requires_grad, k.requires_grad, v.requires_grad),
         None if mask is None else _of(mask) if isinstance(mask, Tensor) else mask.call_key,
-        None if bias is None else _of(bias),
+        None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device, bias.requires_grad),
         None if sink is None else _of(sink),
         *(is_causal, softmax_scale, softcap, window_size, dropout_p),
         torch.is_grad_enabled(),
@@ -111,15 +116,8 @@ def attend_heads_first(
     dropout = draw_key(q.device) if dropout_p > 0 else None
     if backward is None:
         return _forward(passes, q, k, v, bias, sink, view.tensors, dropout)[0]
-    out: Tensor = HeadsFirstAttention.apply(q, k, v, bias, sink, passes, view.tensors, dropout)
+    out: Tensor = _apply(q, k, v, bias, sink, passes, view.tensors, dropout)
     return out
-
-
-def _are_plain(*tensors: Tensor | None) -> bool:
-    for x in tensors:  # a plain loop: a generator costs twice as much on this path
-        if x is not None and type(x) is not Tensor and type(x) is not torch.nn.Parameter:
-            return False
-    return True
 
 
 def _of(x: Tensor) -> tuple[Any, ...]:
@@ -257,3 +255,5 @@ class HeadsFirstAttention(torch.autograd.Function):
 # As in `flash_dmattn.direct`.
 HeadsFirstAttention._backward_cls.__name__ = Attention._backward_cls.__name__
 HeadsFirstAttention._backward_cls.apply = HeadsFirstAttention.backward  # type: ignore[attr-defined]
+# What torch's own comes to where no transform is about and no tensor is a wrapper of one, as has been asked.
+_apply: Any = super(torch.autograd.Function, HeadsFirstAttention).apply

@@ -176,5 +176,8 @@ def _are_contiguous(p: AttentionProblem) -> bool:
 
 def _places(*tensors: Tensor | None) -> tuple[int | None, ...] | None:
     """Where each tensor starts, in bytes behind a multiple of 16; None of tensors that all start on one, as most do."""
-    places = [None if x is None else x.data_ptr() % 16 for x in tensors]
-    return tuple(places) if any(places) else None
+    bits = 0
+    for x in tensors:
+        if x is not None:
+            bits |= x.data_ptr()
+    return None if bits % 16 == 0 else tuple([None if x is None else x.data_ptr() % 16 for x in tensors])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -61,17 +61,25 @@ def attend(
     if others:
         sequences = take_packed(others, query.shape[0])
         refuse_unknown(module, others)
-    if attention_mask is not None:
-        _check_mask(attention_mask, query, key)
     bias = None if position_bias is None or _is_empty_bias(module) else position_bias
-    if isinstance(attention_mask, Tensor) and attention_mask.dtype != torch.bool:
-        bias = attention_mask if bias is None else bias + attention_mask  # a mask of numbers is added
+    dense = None
+    if isinstance(attention_mask, Tensor):
+        if attention_mask.dim() != 4:
+            _refuse_rank(attention_mask)
+        if attention_mask.is_floating_point():  # a mask of numbers is added
+            bias = attention_mask if bias is None else bias + attention_mask
+        elif attention_mask.dtype == torch.bool:
+            dense = attention_mask
+        else:
+            _refuse_dtype(attention_mask)
+    elif attention_mask is not None:
+        _check_lengths(attention_mask, query, key)
     if sequences is not None:
         found = _of_packed(sequences, attention_mask, bias, _is_causal(module, is_causal))
     elif isinstance(attention_mask, LayerMask):
         found = attention_mask.arguments(bias is not None)
     elif isinstance(attention_mask, Tensor):
-        found = MaskArguments(attention_mask if attention_mask.dtype == torch.bool else None)
+        found = MaskArguments(dense)
     else:
         found = MaskArguments(is_causal=_is_causal(module, is_causal) and query.shape[2] > 1)
         if found.is_causal and query.shape[2] != key.shape[2]:
@@ -85,7 +93,8 @@ def attend(
         call = _call(query, key, value, found, bias, scaling, softcap, s_aux, dropout)
         show_observers(module, call)
     context = context_in_force()
-    if context is None and found.sequences is None and _is_plain(scaling) and _is_plain(softcap):
+    # A scale is a float or None; what else there is, `attention` judges.
+    if context is None and found.sequences is None and (scaling is None or type(scaling) is float):
         mask, is_causal, window, _ = found
         sink = None if s_aux is None else s_aux.reshape(-1)
         numbers = (is_causal, scaling, softcap or 0.0, window)
@@ -97,11 +106,6 @@ def attend(
     out = attention(**call) if context is None else attend_over_ranks(context, call, attention_mask)
     assert isinstance(out, Tensor)
     return (out.unsqueeze(0) if call["q"].dim() == 3 else out).contiguous(), None
-
-
-def _is_plain(number: Any) -> bool:
-    """Whether it is a float or None, as all but a few models have it: what else there is, `attention` judges."""
-    return number is None or type(number) is float
 
 
 def _call(
@@ -179,21 +183,23 @@ def _forget(gone: weakref.ref[Tensor]) -> None:
         _last = None
 
 
-def _check_mask(mask: Tensor | LayerMask | None, query: Tensor, key: Tensor) -> None:
+def _check_lengths(mask: LayerMask, query: Tensor, key: Tensor) -> None:
     if isinstance(mask, LayerMask) and mask.shape[2:] != (query.shape[2], key.shape[2]):
         raise ValueError(
             f"attention_mask is for {mask.shape[2]} queries and {mask.shape[3]} keys; this layer has {query.shape[2]} "
             f"and {key.shape[2]}"
         )
-    if not isinstance(mask, Tensor):
-        return
-    if mask.dim() != 4:
-        raise ValueError(
-            f"attention_mask has shape {tuple(mask.shape)}; a layer needs 4 dims, (batch, heads or 1, queries, keys)"
-        )
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        name = str(mask.dtype).removeprefix("torch.")
-        raise TypeError(f"attention_mask has dtype {name}; with 4 dims it needs to be bool, or float to be added")
+
+
+def _refuse_rank(mask: Tensor) -> NoReturn:
+    raise ValueError(
+        f"attention_mask has shape {tuple(mask.shape)}; a layer needs 4 dims, (batch, heads or 1, queries, keys)"
+    )
+
+
+def _refuse_dtype(mask: Tensor) -> NoReturn:
+    name = str(mask.dtype).removeprefix("torch.")
+    raise TypeError(f"attention_mask has dtype {name}; with 4 dims it needs to be bool, or float to be added")
 
 
 def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
