@@ -1,0 +1,284 @@
+"""Layers of models hand over (B, H, L, D): one step of the graph, the results of `attention`, and the same launches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from cases import DEVICE
+from out_of_tree import registered
+from test_direct import Launched, Ready, Watch, launched, profiled
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+import flash_dmattn
+from flash_dmattn import heads_first
+from flash_dmattn.heads_first import attend_heads_first
+from flash_dmattn.masks import prepare_mask
+
+__all__ = ["launched"]  # a fixture
+
+NAMES = ("mask", "bias", "is_causal", "softmax_scale", "softcap", "window_size", "sink", "dropout_p")
+DEFAULTS: dict[str, Any] = dict(zip(NAMES, (None, None, False, None, 0.0, None, None, 0.0), strict=True))
+SHAPES = (2, 4, 9, 16), (2, 2, 11, 16), (2, 2, 11, 16)
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers that depend on the shape alone."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
+MASK = drawn(2, 1, 9, 11) > -0.5
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "bias": {"bias": drawn(1, 4, 9, 11)},
+    "bias of each entry": {"bias": drawn(2, 4, 9, 11)},
+    "bias of keys": {"bias": drawn(2, 2, 1, 11)},
+    "bool mask": {"mask": MASK},
+    "prepared mask": {"mask": prepare_mask(MASK)},
+    "numbers": {"softmax_scale": 0.3, "softcap": 2.0, "window_size": (3, 2)},
+    "sink": {"sink": drawn(4)},
+    "dropout": {"dropout_p": 0.3},
+    "all": {"mask": MASK, "bias": drawn(2, 4, 1, 11), "sink": drawn(4), "is_causal": True, "softcap": 3.0},
+}
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "heads first": lambda x: x,
+    "one projection": lambda x: torch.cat([x, x], -1)[..., : x.shape[3]],
+}
+
+
+def leaves(call: dict[str, Any], arrange: Callable[[Tensor], Tensor] = LAYOUTS["rows first"]) -> dict[str, Any]:
+    """q, k, v and the arguments of a call; floats need gradients."""
+    given = {name: arrange(drawn(*shape)) for name, shape in zip("qkv", SHAPES, strict=True)} | DEFAULTS | call
+    copied = {
+        name: x.detach().clone() if name in ("bias", "sink") and x is not None else x for name, x in given.items()
+    }
+    return {
+        name: x.requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in copied.items()
+    }
+
+
+def ours(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Tensor:
+    """As a layer calls it."""
+    order = ("mask", "bias", "is_causal", "softmax_scale", "softcap", "window_size", "sink", "dropout_p")
+    out = attend_heads_first(q, k, v, *(call[name] for name in order))
+    assert out is not None
+    return out
+
+
+def by_attention(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Tensor:
+    """As a user calls it."""
+    out = flash_dmattn.attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **call)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def results(function: Callable[..., Tensor], given: dict[str, Any]) -> list[Tensor]:
+    """out, and the gradient of every argument that has one."""
+    torch.manual_seed(0)
+    out = function(**given)
+    inputs = [x for x in given.values() if isinstance(x, Tensor) and x.requires_grad]
+    return [out.detach(), *torch.autograd.grad(out, inputs, drawn(*out.shape, dtype=out.dtype))]
+
+
+def assert_same(one: list[Tensor], other: list[Tensor]) -> None:
+    assert len(one) == len(other)
+    for x, y in zip(one, other, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", CALLS)
+def test_results_are_those_of_attention(name: str, layout: str) -> None:
+    wanted = results(by_attention, leaves(CALLS[name], LAYOUTS[layout]))
+    for _ in range(2):
+        given = leaves(CALLS[name], LAYOUTS[layout])
+        found = results(ours, given)
+        assert_same(found, wanted)
+        assert found[0].is_contiguous() and [x.shape for x in found[1:4]] == list(map(torch.Size, SHAPES))
+        with torch.no_grad():
+            torch.manual_seed(0)
+            assert torch.equal(ours(**given), wanted[0])
+
+
+def test_a_call_is_one_step_of_the_graph() -> None:
+    given = leaves(CALLS["bias"])
+    out = ours(**given)
+    assert out.grad_fn is not None
+    before = [step for step, _ in out.grad_fn.next_functions if step is not None]
+    assert [step.variable for step in before] == [given[name] for name in ("q", "k", "v", "bias")]  # type: ignore[attr-defined]
+
+
+# Rows of one window, as Swin has them: a bias that all windows share, or one with the mask of a shift in it.
+WINDOWS, WIDTH = 4, 49
+
+
+@pytest.mark.parametrize("entries", [1, WINDOWS])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_windows_launch_what_attention_launches(layout: str, entries: int, launched: Launched) -> None:
+    """The same kernels of the same arguments at the same places of memory, without a tensor being turned around."""
+    arrange = LAYOUTS[layout]
+    bf16 = torch.bfloat16
+    shape = (WINDOWS, 3, WIDTH, 32)
+    q, k, v = (arrange(drawn(*shape, dtype=bf16)).detach().requires_grad_() for _ in range(3))
+    bias = drawn(entries, 3, WIDTH, WIDTH, dtype=bf16).requires_grad_()
+    call = DEFAULTS | {"q": q, "k": k, "v": v, "bias": bias, "softmax_scale": 0.2}
+    found = []
+    with flash_dmattn.use_backend("triton"):
+        for function in (by_attention, ours):
+            for _ in range(2):
+                launched.clear()
+                results(function, call)
+            found.append([(*one[:4], *map(rows, one[4:])) for one in launched])
+    assert len(found[0]) == 2
+    assert found[0] == found[1]
+
+
+def rows(x: Any) -> Any:
+    """Sizes and strides of a tensor as they lie in memory, whatever the order of its dims."""
+    if not isinstance(x, tuple) or not x or not isinstance(x[0], torch.Size):
+        return x
+    size, stride, dtype, place = x
+    return sorted(zip(size, stride, strict=True)), dtype, place
+
+
+@pytest.fixture(scope="module")
+def pair() -> Ready:
+    """Made once: operators cannot be defined twice."""
+    return Ready()
+
+
+@pytest.fixture
+def ready(pair: Ready) -> Iterator[Ready]:
+    pair.ways.clear()
+    with registered(pair), flash_dmattn.use_backend("ready"):
+        yield pair
+
+
+WANTED = results(by_attention, leaves({}))
+
+
+def check(found: list[Tensor]) -> None:
+    torch.testing.assert_close(found, WANTED)
+
+
+def test_passes_that_are_ready_run_from_the_first_call_on(ready: Ready) -> None:
+    for _ in range(2):
+        check(results(ours, leaves({})))
+    assert ready.ways == ["forward", "backward"] * 2
+
+
+@pytest.mark.parametrize("watch", [Watch, profiled], ids=["dispatch mode", "profiler"])
+def test_what_watches_is_shown_operators(watch: Callable[[], Any], ready: Ready) -> None:
+    with watch():
+        check(results(ours, leaves({})))
+    check(results(ours, leaves({})))
+    given = leaves({})
+    out = ours(**given)
+    with watch():
+        found = torch.autograd.grad(out, [given[name] for name in "qkv"], drawn(*out.shape))
+    check([out.detach(), *found])
+    assert ready.ways == [
+        "operator forward",
+        "operator backward",
+        "forward",
+        "backward",
+        "forward",
+        "operator backward",
+    ]
+
+
+def recorded() -> AbstractContextManager[Any]:
+    return flash_dmattn.record_decisions()
+
+
+@pytest.mark.parametrize("watch", [Watch, profiled, recorded, nullcontext], ids=lambda watch: watch.__name__)
+def test_a_layer_that_is_checkpointed_saves_the_same_twice(watch: Callable[[], Any], ready: Ready) -> None:
+    """torch compares what both runs save; here the first is watched and the second is not."""
+    heads_first._classes.clear()
+    given = leaves({})
+    tensors = [given[name] for name in "qkv"]
+    with watch():
+        out = checkpoint(lambda q, k, v: ours(q, k, v, **DEFAULTS), *tensors, use_reentrant=False)
+    check([out.detach(), *torch.autograd.grad(out, tensors, drawn(*out.shape))])
+
+
+def test_records_have_a_decision_for_each_call() -> None:
+    with flash_dmattn.record_decisions() as decisions:
+        for _ in range(2):
+            results(ours, leaves({}))
+    assert len(decisions) == 2
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_saved_tensors_that_come_back_in_another_layout(which: int, ready: Ready) -> None:
+    given, counter = leaves({}), itertools.count()
+
+    def unpack(x: Tensor) -> Tensor:
+        place = next(counter)
+        return x.contiguous() if place == which else x.clone() if which == 3 else x
+
+    with saved_tensors_hooks(lambda x: x, unpack):
+        check(results(ours, given))
+    assert ready.ways == ["forward", "backward" if which == 3 else "operator backward"]
+
+
+def test_second_derivatives() -> None:
+    given = {name: x.detach().double().requires_grad_() if name in "qkv" else x for name, x in leaves({}).items()}
+    assert torch.autograd.gradgradcheck(
+        lambda q, k, v: ours(q, k, v, **DEFAULTS), [given[name] for name in "qkv"], fast_mode=True
+    )
+
+
+def test_a_gradient_with_a_graph_goes_by_the_function_that_has_rules(ready: Ready) -> None:
+    given = leaves({})
+    tensors = [given[name] for name in "qkv"]
+    found = torch.autograd.grad(ours(**given).sum(), tensors, create_graph=True)
+    assert ready.ways == ["forward", "operator backward"]
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        found[0].sum().backward()
+
+
+class Wrapped(Tensor):
+    """A subclass without a rule of its own."""
+
+
+def test_what_has_rules_of_its_own_goes_through_attention() -> None:
+    q, k, v = (leaves({})[name].detach() for name in "qkv")
+    numbers = list(DEFAULTS.values())
+    found: list[Any] = []
+
+    def attend(x: Tensor) -> Tensor:
+        found.append(attend_heads_first(x, k, v, *numbers))
+        return x.sum()
+
+    torch.func.vmap(attend)(torch.stack([q, q]))
+    torch.func.grad(attend)(q)
+    attend(q.as_subclass(Wrapped))
+    with torch.autograd.forward_ad.dual_level():
+        attend(q)
+    assert found == [None] * 4
+
+
+def test_a_tensor_that_a_transform_has_left_behind_goes_through_attention() -> None:
+    left: list[Tensor] = []
+    q, k, v = (leaves({})[name].detach() for name in "qkv")
+    torch.func.grad(lambda x: (left.append(x), x.sum())[1])(q)
+    assert attend_heads_first(left[0], k, v, *DEFAULTS.values()) is None
+
+
+def test_a_backend_that_is_registered_or_disabled_is_chosen_anew(ready: Ready) -> None:
+    check(results(ours, leaves({})))
+    with flash_dmattn.use_backend("eager"):
+        check(results(ours, leaves({})))
+    assert ready.ways == ["forward", "backward"]
+    with flash_dmattn.disable_backends("ready"), pytest.raises(flash_dmattn.BackendUnavailableError):
+        ours(**leaves({}))
