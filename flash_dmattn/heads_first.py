@@ -26,7 +26,7 @@ from .dispatch.call_cache import CallClass, look_up, remember
 from .dispatch.mask_view import mask_view
 from .dispatch.registry import on_change
 from .dispatch.selection import choice_in_force, choose, select
-from .dispatch.settings import check_environment, process, thread
+from .dispatch.settings import process, thread
 from .problem import MaskView
 from .reference.dropout import draw_key
 from .validation import describe
@@ -136,8 +136,6 @@ def _class_of(
     dropout_p: float,
 ) -> CallClass | None:
     """The class of a call, described where it is the first; None where its backend has no passes."""
-    if process.environment_unchecked:
-        check_environment()
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     flags = (*numbers, None, False, False, None, None, dropout_p)
     place, found = look_up(q, k, v, mask, bias, flags, "auto", sink)

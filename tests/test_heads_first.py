@@ -150,6 +150,42 @@ def rows(x: Any) -> Any:
     return sorted(zip(size, stride, strict=True)), dtype, place
 
 
+def test_layers_of_swin_launch_their_kernels_and_nothing_else(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of a model: each layer goes the short way in both passes, with a class and plans that are found."""
+    pytest.importorskip("transformers", exc_type=ImportError)
+    from transformers_models import FAMILIES, inputs, lacks_interface, make, step
+
+    from flash_dmattn.integrations.transformers import attention_function, register
+    from flash_dmattn.triton_kernels import launch
+    from flash_dmattn.triton_kernels.short_backward import short_backward_kernel
+    from flash_dmattn.triton_kernels.short_forward import short_forward_kernel
+    from flash_dmattn.triton_kernels.sum_slots import sum_slots_kernel
+
+    reason = lacks_interface("swin")
+    if reason is not None:
+        pytest.skip(reason)
+    name, model = register(), make("swin", torch.bfloat16).train()
+    given = inputs(model, "image")
+    given["pixel_values"] = given["pixel_values"].bfloat16()
+
+    def refuse(*arguments: Any, **others: Any) -> Any:
+        raise AssertionError("the long way")
+
+    with flash_dmattn.use_backend("triton"):
+        step(model, given, name)
+        launched.clear()
+        for module, function in (
+            *((attention_function, "attention"), (heads_first, "describe"), (heads_first, "differentiate")),
+            *((launch, "forward_plan"), (launch, "backward_plan")),
+        ):
+            monkeypatch.setattr(module, function, refuse)
+        step(model, given, name)
+    kernels = [one[0] for one in launched if one[0] is not sum_slots_kernel]
+    assert kernels == [short_forward_kernel] * FAMILIES["swin"].calls + [short_backward_kernel] * FAMILIES["swin"].calls
+
+
 @pytest.fixture(scope="module")
 def pair() -> Ready:
     """Made once: operators cannot be defined twice."""

@@ -17,6 +17,7 @@ PER_SAMPLE = f"{LEADING}test_vmap_and_per_sample_gradients"
 SINKS = "tests/test_sinks.py::"
 
 DIRECT = "tests/test_direct.py::"
+HEADS = "tests/test_heads_first.py::"
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
@@ -383,5 +384,69 @@ FAULTS: tuple[Fault, ...] = (
         "    if not _has_unit_rows(p) or (p",
         "    if (p",
         (f"{DIRECT}test_kernels_are_launched_alike",),
+    ),
+    # Calls with heads first
+    Fault(
+        "a gradient with a graph is made by kernels that have no derivative, where heads come first",
+        "flash_dmattn/heads_first.py",
+        "            torch.is_grad_enabled()\n            or is_watched(dout",
+        "            is_watched(dout",
+        (f"{HEADS}test_a_gradient_with_a_graph_goes_by_the_function_that_has_rules",),
+    ),
+    Fault(
+        "what watches the backward pass alone of a layer is shown nothing",
+        "flash_dmattn/heads_first.py",
+        "is_watched(dout, *saved)\n            or profiler._is_profiler_enabled",
+        "is_watched(dout, *saved)",
+        (f"{HEADS}test_what_watches_is_shown_operators",),
+    ),
+    Fault(
+        "a layer that is watched goes another way than when it runs again",
+        "flash_dmattn/heads_first.py",
+        "            return CallClass(problem, *selection, {})\n",
+        "            return None\n",
+        (f"{HEADS}test_a_layer_that_is_checkpointed_saves_the_same_twice",),
+    ),
+    Fault(
+        "layers whose bias lies another way are taken for alike",
+        "flash_dmattn/heads_first.py",
+        "(bias.shape, bias.stride(), bias.dtype, bias.device, bias.requires_grad)",
+        "bias.dtype",
+        (f"{HEADS}test_results_are_those_of_attention",),
+    ),
+    Fault(
+        "what a transform has left behind is recorded as a tensor",
+        "flash_dmattn/heads_first.py",
+        " or is_wrapped(x)):",
+        "):",
+        (f"{HEADS}test_a_tensor_that_a_transform_has_left_behind_goes_through_attention",),
+    ),
+    Fault(
+        "saved tensors of a layer never lie as they did",
+        "flash_dmattn/heads_first.py",
+        "(x[0], x[2], x[1], x[3]) for x in of_rows)",
+        "tuple(x) for x in of_rows)",
+        (f"{HEADS}test_passes_that_are_ready_run_from_the_first_call_on",),
+    ),
+    Fault(
+        "gradients of q, k and v that do not lie row by row are made with heads first",
+        "flash_dmattn/backends/triton/direct.py",
+        " and _are_contiguous(p)):\n",
+        "):\n",
+        (f"{HEADS}test_windows_launch_what_attention_launches",),
+    ),
+    Fault(
+        "calls whose tensors start between words share the plan of others",
+        "flash_dmattn/backends/triton/direct.py",
+        "return None if bits % 16 == 0 else",
+        "return None if bits % 2 == 0 else",
+        (f"{DIRECT}test_kernels_are_launched_alike", "tests/test_triton_launch.py"),
+    ),
+    Fault(
+        "of a call with heads first autocast is not followed",
+        "flash_dmattn/integrations/transformers/attention_function.py",
+        "torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():",
+        "torch.compiler.is_compiling():",
+        ("tests/test_transformers_training.py::test_autocast",),
     ),
 )
