@@ -118,21 +118,24 @@ def test_a_call_is_one_step_of_the_graph() -> None:
 
 
 # Rows of one window, as Swin has them: a bias that all windows share, or one with the mask of a shift in it.
-WINDOWS, WIDTH = 4, 49
+WINDOWS = 4
 
 
+@pytest.mark.parametrize(("choice", "width"), [("triton", 49), ("cuda", 48)])
 @pytest.mark.parametrize("entries", [1, WINDOWS])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_windows_launch_what_attention_launches(layout: str, entries: int, launched: Launched) -> None:
+def test_windows_launch_what_attention_launches(
+    layout: str, entries: int, choice: str, width: int, launched: Launched
+) -> None:
     """The same kernels of the same arguments at the same places of memory, without a tensor being turned around."""
     arrange = LAYOUTS[layout]
     bf16 = torch.bfloat16
-    shape = (WINDOWS, 3, WIDTH, 32)
+    shape = (WINDOWS, 3, width, 32)
     q, k, v = (arrange(drawn(*shape, dtype=bf16)).detach().requires_grad_() for _ in range(3))
-    bias = drawn(entries, 3, WIDTH, WIDTH, dtype=bf16).requires_grad_()
+    bias = drawn(entries, 3, width, width, dtype=bf16).requires_grad_()
     call = DEFAULTS | {"q": q, "k": k, "v": v, "bias": bias, "softmax_scale": 0.2}
     found = []
-    with flash_dmattn.use_backend("triton"):
+    with flash_dmattn.use_backend(choice):
         for function in (by_attention, ours):
             for _ in range(2):
                 launched.clear()
