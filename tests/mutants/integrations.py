@@ -129,7 +129,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "zeros of cross attention stay a bias",
         CALLS,
-        "None if _is_empty_bias(module) else position_bias",
+        "None if position_bias is None or _is_empty_bias(module) else position_bias",
         "position_bias",
         CONVERTED,
     ),
