@@ -34,6 +34,7 @@ def forward(
 ) -> None:
     """Write out (B, Lq, Hq, Dv) and lse (B, Hq, Lq), both contiguous; `mask` as `KernelBackend` has it.
 
+    Of dense calls out may also be (B, Hq, Lq, Dv) in memory, and its view.
     `sink` is (Hq,), or (Hq, Lq) with one for each row; `dropout` the key of a call with dropout.
     """
     q, k, v = unit_rows(q), unit_rows(k), unit_rows(v)
@@ -43,9 +44,15 @@ def forward(
     with on_device(q):
         if mask.dense is not None and not is_short_forward(q, k, v, mask):
             mask = _packed(mask.dense, q.shape[1], k.shape[1], flags)
-        key = ("forward", mask.form, flags, *signature(q, k, v, bias, sink, dropout, *mask.tensors))
-        plan = remembered(plans, key, lambda: forward_plan(Call(q, k, v, mask, bias, flags, sink)))
-        plan(q, k, v, mask, bias, sink, out, lse, dropout)
+        heads_first = not out.is_contiguous()
+        key = ("forward", mask.form, flags, heads_first, *signature(q, k, v, bias, sink, dropout, *mask.tensors))
+
+        def make() -> Callable[..., None]:
+            call = Call(q, k, v, mask, bias, flags, sink)
+            call.heads_first = heads_first
+            return forward_plan(call)
+
+        remembered(plans, key, make)(q, k, v, mask, bias, sink, out, lse, dropout)
 
 
 def forward_plan(call: Call) -> Callable[..., None]:
@@ -76,7 +83,7 @@ def is_short_backward(q: Tensor, k: Tensor, v: Tensor, mask: MaskView) -> bool:
     return ShortCall.of(q, k, v, mask).serves_backward()
 
 
-# From this many keys on, reading k and v once for a whole group pays for one more copy of out.
+# From this many keys on, reading k and v once for a whole group pays.
 GROUP_ROWS_FROM = 512
 
 
@@ -116,13 +123,12 @@ def forward_group_rows(
         return x.unflatten(1, (num_heads_k, -1)).squeeze(3) if x.shape[1] == num_heads else x
 
     q = q.unflatten(2, (num_heads_k, -1)).squeeze(1).transpose(1, 2)
-    grouped = torch.empty((*q.shape[:3], v.shape[3]), dtype=out.dtype, device=out.device)
+    grouped = out.view(q.shape[0], num_heads_k, -1, v.shape[3]).transpose(1, 2)
     mask = mask if mask.dense is None else MaskView("dense", (rows(mask.dense),))
     bias = None if bias is None else rows(bias)
     sink = None if sink is None else sink.view(num_heads_k, -1)
     flags = flags._replace(left=-1, right=-1)
     forward(q, k, v, mask, bias, grouped, lse.view(q.shape[0], num_heads_k, -1), flags, sink)
-    out.view(q.shape[0], num_heads_k, -1, v.shape[3]).copy_(grouped.transpose(1, 2))
 
 
 def backward(

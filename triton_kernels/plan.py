@@ -30,7 +30,7 @@ from .tile_ops import (
     Shape,
     Strides,
 )
-from .tile_table import Tile, tf32_fits, tile_of
+from .tile_table import MOST_FEW_ROWS, Tile, few_rows_tile, tf32_fits, tile_of
 
 
 def takes_tf32(dtype: torch.dtype) -> bool:
@@ -117,6 +117,17 @@ class Call:
         # Descriptors cost the host 20 us each (H200, Triton 3.6), more than a small call takes the GPU.
         self.pays_for_tma = batch * num_heads * seqlen_q * seqlen_k * (head_dim + head_dim_v) >= 2**34
         self.precision = "tf32" if takes_tf32(q.dtype) else "ieee"
+        self.heads_first = False  # whether out is (B, Hq, Lq, Dv) in memory
+
+    @property
+    def has_few_rows(self) -> bool:
+        """Whether all queries of a head are one tile of the least size."""
+        return self.shape.seqlen_q <= MOST_FEW_ROWS
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a kernel may start before the one that it reads from has ended: where that has been measured."""
+        return self.arch == "sm_90"
 
     @property
     def has_dropout(self) -> bool:
@@ -128,6 +139,10 @@ class Call:
         block_d = max(self.block_d, self.block_dv)
         bias_tma = self.bias_tma() and self.tma(self.k, self.v)
         read = BAND.value if self.mask_kind == TREE.value else self.mask_kind  # a tree is a band but for the last keys
+        if kernel == "forward" and self.has_few_rows:
+            few = few_rows_tile(self.q.dtype, block_d, self.arch)
+            if few is not None:
+                return few
         kinds = {"mask": read, "bias": self.bias_kind, "bias_tma": bias_tma}
         return tile_of(kernel, self.q.dtype, block_d, self.arch, **kinds)
 

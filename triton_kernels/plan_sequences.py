@@ -118,6 +118,11 @@ class SequenceCall(Call):
         return (of_tokens if search else of_each), search
 
     @property
+    def has_few_rows(self) -> bool:
+        """No: of packed queries a bound on lengths would decide, and `plan_forward` sees to the others."""
+        return False
+
+    @property
     def is_short(self) -> bool:
         """Whether most sequences fill no large tile."""
         # By mean lengths, not by the bounds on them, which are to change no result.
@@ -214,6 +219,10 @@ def plan_forward(call: SequenceCall, out: Tensor) -> Callable[..., None]:
         max(1, call.k.shape[1]) if flags.layout.startswith("paged") else 0,
         grouped,
         call.has_dropout,
+        False,
+        False,
+        0,
+        call.overlaps and splits > 1,
     ]
     launch = Launch(
         forward_kernel,

@@ -167,6 +167,18 @@ def load_tile(
 
 
 @triton.jit
+def fetch_to_l2(x, strides, b, h, rows, num_dims, BLOCK_D: tl.constexpr):
+    """Ask an NVIDIA GPU to bring rows of one head of a (B, L, H, D) tensor into its L2 cache; nothing waits for them."""
+    LINE: tl.constexpr = 1024 // x.dtype.element_ty.primitive_bitwidth  # values in 128 bytes
+    lines = tl.arange(0, BLOCK_D // LINE if BLOCK_D > LINE else 1) * LINE
+    base = x + b * strides.batch + h.to(tl.int64) * strides.head
+    at = base + rows.to(tl.int64)[:, None] * strides.row + tl.minimum(lines, num_dims - 1)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def tiles_of_rows(rows, most, number, SEARCH: tl.constexpr, BLOCK: tl.constexpr):
     """How many tiles the rows of sequences have at most: `sequence_at` finds those that there are."""
     if SEARCH:

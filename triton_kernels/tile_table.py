@@ -122,6 +122,9 @@ _SM90_KEYS = {
         256: Tile(32, 32, 4, 1),
     },
 }
+# The forward kernel of so many queries of a head, as a decoding step has for the heads of a group: of any mask and bias.
+MOST_FEW_ROWS = 16
+_SM90_FEW_ROWS = {64: Tile(MOST_FEW_ROWS, 128, 4, 3), 128: Tile(MOST_FEW_ROWS, 64, 4, 4)}
 # fp32 products run outside the tensor cores unless TF32 is allowed, and their tiles take twice the room.
 _SM90_FP32 = {
     "forward": {64: Tile(32, 128, 4, 2)},  # fp32-d64 0.948; 1.231 for 64x64
@@ -164,6 +167,13 @@ def _fp32_table(kernel: str, block_d: int, arch: str) -> dict[int, Tile]:
 def tf32_fits(kernel: str, block_d: int, arch: str) -> bool:
     """Whether a kernel of fp32 has the room for products in TF32: at 256 that of the keys takes 114 KB, 98 without."""
     return kernel != "keys" or block_d <= 128 or shared_bytes(arch) > ROOM_OF_SMALL
+
+
+def few_rows_tile(dtype: torch.dtype, block_d: int, arch: str) -> Tile | None:
+    """The tile of the forward kernel of few rows, where it has been timed."""
+    if dtype == torch.float32 or arch != "sm_90" or block_d > 128:
+        return None
+    return _row(_SM90_FEW_ROWS, block_d)
 
 
 def tile_of(
