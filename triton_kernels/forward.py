@@ -45,6 +45,7 @@ from .tile_ops import (
     load_tile,
     load_vector,
     mask_head,
+    page_within,
     scores_from,
     sequence_at,
     shape_of,
@@ -212,8 +213,12 @@ def forward_kernel(
             block += (inside + before + after) * part // splits
         soon = block * BLOCK_N + tl.arange(0, AHEAD * BLOCK_N)
         soon = tl.maximum(tl.minimum(soon, shape.seqlen_k - 1), 0)
-        fetch_to_l2(k, k_strides, b_k, h_k, soon, shape.head_dim, BLOCK_D)
-        fetch_to_l2(v, v_strides, b_k, h_k, soon, shape.head_dim_v, BLOCK_DV)
+        owner = b_k
+        if SEQUENCES == PAGED or SEQUENCES == PAGED_PACKED:
+            owner = page_within(tl.load(table + soon // PAGE, mask=soon < shape.seqlen_k, other=0), layout)
+            soon = soon % PAGE
+        fetch_to_l2(k, k_strides, owner, h_k, soon, shape.head_dim, BLOCK_D)
+        fetch_to_l2(v, v_strides, owner, h_k, soon, shape.head_dim_v, BLOCK_DV)
     if GROUPED:
         q_rows = q + b_q * q_strides.batch + rows.to(tl.int64) * q_strides.row + h.to(tl.int64) * q_strides.head
         is_value = (rows < shape.seqlen_q)[:, None] & (dims < shape.head_dim)[None, :]

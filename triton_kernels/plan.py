@@ -30,7 +30,7 @@ from .tile_ops import (
     Shape,
     Strides,
 )
-from .tile_table import MOST_FEW_ROWS, Tile, few_rows_tile, tf32_fits, tile_of
+from .tile_table import MOST_FEW_ROWS, Tile, tf32_fits, tile_of
 
 
 def takes_tf32(dtype: torch.dtype) -> bool:
@@ -121,8 +121,8 @@ class Call:
 
     @property
     def has_few_rows(self) -> bool:
-        """Whether all queries of a head are one tile of the least size."""
-        return self.shape.seqlen_q <= MOST_FEW_ROWS
+        """Whether all queries of a head are one tile of the least size, bound by reading k and v."""
+        return self.shape.seqlen_q <= MOST_FEW_ROWS and max(self.block_d, self.block_dv) <= 128
 
     @property
     def overlaps(self) -> bool:
@@ -139,11 +139,7 @@ class Call:
         block_d = max(self.block_d, self.block_dv)
         bias_tma = self.bias_tma() and self.tma(self.k, self.v)
         read = BAND.value if self.mask_kind == TREE.value else self.mask_kind  # a tree is a band but for the last keys
-        if kernel == "forward" and self.has_few_rows:
-            few = few_rows_tile(self.q.dtype, block_d, self.arch)
-            if few is not None:
-                return few
-        kinds = {"mask": read, "bias": self.bias_kind, "bias_tma": bias_tma}
+        kinds = {"mask": read, "bias": self.bias_kind, "bias_tma": bias_tma, "few_rows": self.has_few_rows}
         return tile_of(kernel, self.q.dtype, block_d, self.arch, **kinds)
 
     def precision_of(self, kernel: str) -> str:

@@ -15,7 +15,6 @@ from .forward_combine import combine_kernel
 from .kernel_launch import Launch
 from .plan import Call, num_kv_splits, read_of, row_strides
 from .tile_ops import KEYS, NO_SEQUENCES, TILES, Shape
-from .tile_table import Tile
 
 # A share of the keys of few rows has at least so many blocks, and a call at most so many shares.
 LEAST_BLOCKS, MOST_SHARES = 2, 64
@@ -28,9 +27,9 @@ AHEAD = 2
 def plan_forward(call: Call) -> Callable[..., None]:
     """How a class of calls makes out and lse: run(q, k, v, mask, bias, sink, out, lse, dropout)."""
     shape, flags, tile = call.shape, call.flags, call.tile("forward")
-    tma, bias_tma, descriptors = call.key_descriptors(tile)
-    programs = triton.cdiv(shape.seqlen_q, tile.block_m) * shape.batch * shape.num_heads
     few = call.has_few_rows
+    tma, bias_tma, descriptors = (False, False, []) if few else call.key_descriptors(tile)
+    programs = triton.cdiv(shape.seqlen_q, tile.block_m) * shape.batch * shape.num_heads
     splits = (num_key_shares if few else num_kv_splits)(
         programs, triton.cdiv(shape.seqlen_k, tile.block_n), call.num_sms
     )
@@ -55,7 +54,7 @@ def plan_forward(call: Call) -> Callable[..., None]:
         call.has_dropout,
         call.heads_first,
         few and edges and call.mask_kind != TILES.value,
-        blocks_ahead(call, tile) if few else 0,
+        blocks_ahead(call) if few else 0,
         call.overlaps and splits > 1,
     )
     launch = Launch(forward_kernel, programs * splits, (*strides, *numbers), constants, tile.options, descriptors)
@@ -90,7 +89,7 @@ def num_key_shares(programs: int, blocks: int, num_sms: int) -> int:
     return triton.cdiv(blocks, triton.cdiv(blocks, shares))
 
 
-def blocks_ahead(call: Call, tile: Tile) -> int:
+def blocks_ahead(call: Call) -> int:
     """How many blocks of k and v a program of few rows asks for before it waits for q, where it knows their place."""
     return 0 if not call.overlaps or call.mask_kind in (KEYS.value, TILES.value) else AHEAD
 

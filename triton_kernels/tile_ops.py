@@ -168,11 +168,14 @@ def load_tile(
 
 @triton.jit
 def fetch_to_l2(x, strides, b, h, rows, num_dims, BLOCK_D: tl.constexpr):
-    """Ask an NVIDIA GPU to bring rows of one head of a (B, L, H, D) tensor into its L2 cache; nothing waits for them."""
+    """Ask an NVIDIA GPU to bring rows of one head of a (B, L, H, D) tensor into its L2 cache; nothing waits for them.
+
+    `b` is one entry, or the page of each row.
+    """
     LINE: tl.constexpr = 1024 // x.dtype.element_ty.primitive_bitwidth  # values in 128 bytes
     lines = tl.arange(0, BLOCK_D // LINE if BLOCK_D > LINE else 1) * LINE
-    base = x + b * strides.batch + h.to(tl.int64) * strides.head
-    at = base + rows.to(tl.int64)[:, None] * strides.row + tl.minimum(lines, num_dims - 1)[None, :]
+    at = x + b * strides.batch + rows.to(tl.int64) * strides.row + h.to(tl.int64) * strides.head
+    at = at[:, None] + tl.minimum(lines, num_dims - 1)[None, :]
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -243,6 +246,12 @@ def tiles_from(data, index, strides, first_row, first_place, own):
 
 
 @triton.jit
+def page_within(page, layout):
+    """An entry of the table of pages: a wrong one reads wrong keys, not beyond them."""
+    return tl.minimum(tl.maximum(page, 0), layout.pages - 1).to(tl.int64)
+
+
+@triton.jit
 def load_pages(
     x,
     table,
@@ -264,7 +273,7 @@ def load_pages(
         page = tl.load(table + first // PAGE)
     else:
         page = tl.load(table + keys // PAGE, mask=is_key, other=0)
-    page = tl.minimum(tl.maximum(page, 0), layout.pages - 1).to(tl.int64)  # a wrong table reads wrong keys, not beyond
+    page = page_within(page, layout)
     rows = page * strides.batch + (keys % PAGE).to(tl.int64) * strides.row + h.to(tl.int64) * strides.head
     inside = is_key[:, None]
     if CHECK_DIMS:
