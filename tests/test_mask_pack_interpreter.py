@@ -166,28 +166,23 @@ def check_runs() -> None:
     """Runs that begin and end in any word, and faults of one row: one inside is missing, one far away is there."""
     from flash_dmattn.triton_kernels import interval_pack
 
-    for shape in (*SHAPES, (1, 1, 520, 48), (2, 1, 300, 516)):
+    for shape in (*SHAPES, (1, 1, 520, 48), (2, 1, 300, 516), (1, 1, 32, 4200), (1, 2, 33, 31)):
         for is_causal, window_size in WINDOWS:
             band = make_band(*shape[2:], causal_window(is_causal, window_size))
             mask = runs(*shape)
-            same_runs(interval_pack.mask_intervals(mask, band), mask_intervals(mask, band), (shape, band))
-            mask ^= torch.rand(shape) < 1e-3
-            same_runs(interval_pack.mask_intervals(mask, band), mask_intervals(mask, band), (shape, band))
+            for given in (mask, mask ^ (torch.rand(shape) < 1e-3)):
+                of_bits = (packing.pack_mask(given, band)[0], shape[3])
+                same_runs(interval_pack.mask_intervals(*of_bits), mask_intervals(*of_bits), (shape, band))
     for begin, end in ((0, 600), (31, 33), (32, 64), (255, 257), (5, 6), (599, 600), (0, 1), (100, 490)):
-        mask = torch.zeros(1, 1, 600, 20, dtype=torch.bool)
-        mask[:, :, begin:end, 7] = True
-        found = interval_pack.mask_intervals(mask, None)
-        assert found[2] and (int(found[0][..., 7]), int(found[1][..., 7])) == (begin, end)
+        mask = torch.zeros(1, 1, 600, 40, dtype=torch.bool)
+        mask[:, :, begin:end, 7] = mask[:, :, begin:end, 31] = True
+        start, stop, is_intervals = interval_pack.mask_intervals(packing.pack_words(mask), 40)
+        assert is_intervals and [(int(start[..., key]), int(stop[..., key])) for key in (7, 31)] == [(begin, end)] * 2
         for row in (begin - 2, end + 1, begin - 40, end + 300, begin + 1):
             if 0 <= row < 600 and not begin + 1 == row >= end - 1:
                 other = mask.clone()
                 other[:, :, row, 7] ^= True
-                assert not interval_pack.mask_intervals(other, None)[2], (begin, end, row)
-    for name, (_, mask) in layouts().items():
-        if all(size == 1 or stride for size, stride in zip(mask.shape, mask.stride(), strict=True)):
-            mask.copy_(runs(*mask.shape))
-        for band in (None, make_band(140, mask.size(3), (150, 0))):
-            same_runs(interval_pack.mask_intervals(mask, band), mask_intervals(mask, band), (name, band))
+                assert not interval_pack.mask_intervals(packing.pack_words(other), 40)[2], (begin, end, row)
 
 
 def check_scores() -> None:
@@ -213,7 +208,7 @@ def check_scores() -> None:
 
 def check_bytes() -> None:
     """Every byte of a bool but 0 is True, as in PyTorch: `uint8.view(torch.bool)` has others than 1."""
-    from flash_dmattn.triton_kernels import interval_pack, key_pack, mask_pack
+    from flash_dmattn.triton_kernels import key_pack, mask_pack
 
     for vector, seqlen_k in ((16, 272), (4, 268), (1, 271)):
         keys = torch.randint(256, (1, 2, 130, seqlen_k), dtype=torch.uint8) * (torch.rand(1, 2, 130, seqlen_k) < 0.5)
@@ -222,9 +217,6 @@ def check_bytes() -> None:
         assert mask_pack.vector_bytes(mask) == vector
         for band in (None, make_band(130, seqlen_k, (-1, 0))):
             equal(mask_pack.pack_mask(mask, band), packing.pack_mask(keys != 0, band), (vector, band))
-        some = runs(1, 2, 130, seqlen_k)
-        of_bytes = (keys.clamp(min=1) * some).view(torch.bool)
-        same_runs(interval_pack.mask_intervals(of_bytes, None), mask_intervals(some, None), vector)
         row, flags = mask[:, :, :1], keys[:, :, :1] != 0
         with mock.patch.multiple(key_pack, SHORT_CHUNK=32, CHUNK=64, MOST_CHUNKS=2):
             equal(key_pack.key_set(row), packing.key_set(flags), vector)
@@ -254,15 +246,15 @@ def check_nothing_outside_is_touched() -> None:
             key_pack.key_set(keys)
             key_pack.interval_tiles(*key_pack.key_intervals(keys, 130, None, True), 130)
             assert bits.numel()
-            assert interval_pack.mask_intervals(runs(1, 2, 300, shape[3]), None)[2]
-    assert len(allocated) == 57
+            assert interval_pack.mask_intervals(packing.pack_words(runs(1, 2, 300, shape[3])), shape[3])[2]
+    assert len(allocated) == 54
     for whole, size in allocated:
         assert bool((whole[:2048] == 77).all()) and bool((whole[2048 + size :] == 77).all())
 
 
 def check_offsets_beyond_int32() -> None:
     """Masks that span up to 2^34 bytes, of which few are touched: the rest is never backed by memory."""
-    from flash_dmattn.triton_kernels import interval_pack, key_pack, mask_pack
+    from flash_dmattn.triton_kernels import key_pack, mask_pack
 
     unreserved = 0x4000  # MAP_NORESERVE of Linux, which the mmap module does not name before Python 3.11
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | unreserved
@@ -279,8 +271,6 @@ def check_offsets_beyond_int32() -> None:
         mask = storage.as_strided(shape, strides)
         mask.copy_(tiled_mask(*shape))
         equal(mask_pack.pack_mask(mask, None), packing.pack_mask(mask, None), strides)
-        mask.copy_(runs(*shape))
-        same_runs(interval_pack.mask_intervals(mask, None), mask_intervals(mask, None), strides)
     wide_keys, wide_heads = (1, 1 << 30, 1, 1 << 25), ((1 << 30) + 1, (1 << 30) + 64, 1, 1)
     for shape, strides in (((2, 2, 1, 70), wide_keys), ((4, 4, 1, 9), wide_heads)):
         keys = storage.as_strided(shape, strides)
@@ -316,17 +306,10 @@ def compiled(kernel: object, capability: int, constants: dict[str, int], unit: t
 def check_compiled(capability: int) -> None:
     from flash_dmattn.triton_kernels import interval_pack, key_pack, mask_pack
 
-    for vector, (block_k, lanes) in interval_pack.STRIP.items():
-        for has_band in (False, True):
-            constants = {"VEC": vector, "HAS_BAND": has_band, "LANES": lanes, "BLOCK_K": block_k}
-            ptx, *usage = compiled(interval_pack._runs_kernel, capability, constants, ("stride_k",), lanes)
-            loads = set(re.findall(r"ld\.global\.(\S+)", ptx))
-            assert loads == {{16: "v4.b32", 4: "b32", 1: "b8"}[vector]}, (vector, has_band, loads)
-            fits(usage, ("runs", vector, has_band))
-    _, *usage = compiled(
-        interval_pack._sums_kernel, capability, {"BLOCK": interval_pack.SUMS_BLOCK}, (), interval_pack.SUMS_NUM_WARPS
-    )
-    fits(usage, "sums of runs")
+    constants = {"ROWS": interval_pack.ROWS, "WORDS": interval_pack.WORDS}
+    ptx, *usage = compiled(interval_pack._runs_kernel, capability, constants, (), interval_pack.NUM_WARPS)
+    assert set(re.findall(r"ld\.global\.(\S+)", ptx)) == {"v4.b32"}
+    fits(usage, "runs")
 
     for vector, (block_k, num_warps) in mask_pack.STRIP.items():
         for has_band in (False, True):

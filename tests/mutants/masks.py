@@ -341,17 +341,10 @@ FAULTS: tuple[Fault, ...] = (
         RUNS,
     ),
     Fault(
-        "a mask that is found to be intervals is not cut to the band",
-        "flash_dmattn/masks/prepared/recognition.py",
-        "run_mask_intervals(mask.expand(-1, -1, -1, seqlen_k), *window)",
-        "run_mask_intervals(mask.expand(-1, -1, -1, seqlen_k), -1, -1)",
-        RUNS,
-    ),
-    Fault(
         "what a caller says of an order is not followed where intervals are found",
         "flash_dmattn/masks/prepared/recognition.py",
         "    if not reorder:",
-        "    if walked is not None and not reorder:",
+        "    if counted and not reorder:",
         RUNS,
     ),
     # Places for live keys alone

@@ -11,7 +11,6 @@ from typing import cast
 import torch
 
 from ...definition import define
-from ...problem import make_band
 from .packers import packer
 from .packing import TILE, tiles
 
@@ -43,14 +42,13 @@ def _tiles_fake(start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, se
     return [start.new_empty(shape) for shape in shapes]
 
 
-def _of_mask(mask: torch.Tensor, left: int, right: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return packer(mask).mask_intervals(mask, make_band(mask.size(2), mask.size(3), (left, right)))
+def _of_bits(bits: torch.Tensor, seqlen_k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return packer(bits).mask_intervals(bits, seqlen_k)
 
 
-def _of_mask_fake(mask: torch.Tensor, left: int, right: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    shape = (*mask.shape[:2], mask.size(3))
-    start, stop = (mask.new_empty(shape, dtype=torch.int32) for _ in range(2))
-    return start, stop, mask.new_empty(())
+def _of_bits_fake(bits: torch.Tensor, seqlen_k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    start, stop = (bits.new_empty((*bits.shape[:2], seqlen_k)) for _ in range(2))
+    return start, stop, bits.new_empty((), dtype=torch.bool)
 
 
 def _score_keys(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
@@ -90,11 +88,11 @@ run_interval_tiles = cast(
     ),
 )
 run_mask_intervals = cast(
-    Callable[[torch.Tensor, int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
     define(
         "mask_intervals",
-        "(Tensor mask, int left, int right) -> (Tensor start, Tensor stop, Tensor is_intervals)",
-        _of_mask,
-        _of_mask_fake,
+        "(Tensor bits, SymInt seqlen_k) -> (Tensor start, Tensor stop, Tensor is_intervals)",
+        _of_bits,
+        _of_bits_fake,
     ),
 )

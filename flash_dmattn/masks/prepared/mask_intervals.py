@@ -1,46 +1,41 @@
-"""The run of queries that sees each key of a bool mask, if there is one, in plain PyTorch; the oracle of the kernel."""
+"""The run of queries that sees each key of a packed mask, if there is one, in plain PyTorch: the kernel's oracle."""
 
 from __future__ import annotations
 
 import torch
 
-from ...problem import Band
 from . import packing
 
 # start, stop (see `IntervalMask`), and a bool of no dims: whether every key is seen by one run of queries.
 MaskIntervals = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def mask_intervals(mask: torch.Tensor, band: Band | None) -> MaskIntervals:
+def mask_intervals(bits: torch.Tensor, seqlen_k: int) -> MaskIntervals:
     """The first query that sees each key and the one behind the last, and whether all between them do.
 
     A key is seen by one run of queries if and only if as many see it as there are from the first to the last.
 
     Args:
-        mask: bool (Bm, Hm, Lq, Lk), any strides, 0 included.
-        band: what is folded in.
+        bits: int32 (Bm, Hm, Lq, words) of a `TileMask`.
+        seqlen_k: number of keys.
 
     Returns:
         start and stop int32 (Bm, Hm, Lk), contiguous, (0, 0) for a key that no query sees; a bool of no dims. Where
         that is False a kernel may leave anything from 0 to Lq in start and stop.
 
     Example:
-        >>> start, stop, is_intervals = mask_intervals(torch.tensor([[[[True, False], [True, True]]]]), None)
+        >>> bits = packing.pack_words(torch.tensor([[[[True, False], [True, True]]]]))
+        >>> start, stop, is_intervals = mask_intervals(bits, 2)
         >>> start.tolist(), stop.tolist(), is_intervals.item()
         ([[[0, 1]]], [[[2, 2]]], True)
     """
-    batch, num_heads, seqlen_q, seqlen_k = mask.shape
-    start, stop, count = (torch.zeros(batch, num_heads, seqlen_k, dtype=torch.int64, device=mask.device) for _ in "abc")
-    keys = torch.arange(seqlen_k, device=mask.device)
+    batch, num_heads, seqlen_q, _ = bits.shape
+    start, stop, count = (torch.zeros(batch, num_heads, seqlen_k, dtype=torch.int64, device=bits.device) for _ in "abc")
     step = max(1, packing.CHUNK_ELEMENTS // max(1, batch * num_heads * seqlen_k))
     for begin in range(0, seqlen_q, step):
-        rows = mask[:, :, begin : begin + step]
-        if band is not None:
-            diagonals = keys - torch.arange(begin, begin + rows.size(2), device=mask.device)[:, None]
-            rows = rows & (diagonals >= band.low) & (diagonals <= band.high)
-        flags = rows.to(torch.uint8)
+        flags = packing.unpack_words(bits[:, :, begin : begin + step], seqlen_k).to(torch.uint8)
         seen = flags.amax(2).bool()
-        first, last = flags.argmax(2), rows.size(2) - 1 - flags.flip(2).argmax(2)  # argmax finds the first of a tie
+        first, last = flags.argmax(2), flags.size(2) - 1 - flags.flip(2).argmax(2)  # argmax finds the first of a tie
         start = torch.where(seen & (count == 0), begin + first, start)
         stop = torch.where(seen, begin + last + 1, stop)
         count += flags.sum(2, dtype=torch.int64)

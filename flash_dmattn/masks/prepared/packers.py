@@ -40,7 +40,7 @@ class Packer(NamedTuple):
     key_set: Callable[[torch.Tensor], KeySet]
     score_keys: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
     key_intervals: Callable[[torch.Tensor, int, Band | None, bool], KeyIntervals]
-    mask_intervals: Callable[[torch.Tensor, Band | None], MaskIntervals]
+    mask_intervals: Callable[[torch.Tensor, int], MaskIntervals]
     interval_tiles: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], IntervalTiles]
     topk_intervals: Callable[[torch.Tensor, int, int, int], tuple[torch.Tensor, torch.Tensor]]
     key_order: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]

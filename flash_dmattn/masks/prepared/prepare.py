@@ -148,11 +148,12 @@ def prepare_mask(
     if check_flag("as_tiles", as_tiles) and of_keys.form == "intervals":
         of_keys = KeyForm("tiles")
     window = causal_window(is_causal, window_size)
-    if find_intervals and (rows := collapse(given)).size(2) != 1:
-        found = interval_tensors(rows, seqlen_q, seqlen_k, window, reorder)
+    view = prepared_view(given, seqlen_q, seqlen_k, window, of_keys)
+    if find_intervals and view.form == "tiles":
+        bits, _, row_lists, _ = view.tensors
+        found = interval_tensors(bits, row_lists, seqlen_k, reorder)
         if found is not None:
             return IntervalMask(seqlen_q, seqlen_k, is_causal, window_size, *found, leading=leading)
-    view = prepared_view(given, seqlen_q, seqlen_k, window, of_keys)
     kind = _KINDS[view.form]
     return kind(seqlen_q, seqlen_k, is_causal, window_size, *view.tensors, leading=leading)
 

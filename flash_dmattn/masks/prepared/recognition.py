@@ -1,4 +1,4 @@
-"""Dense bool masks that happen to be intervals, recognised: the one step of preparing that waits for the device."""
+"""Packed masks that happen to be intervals, recognised: the one step of preparing that waits for the device."""
 
 from __future__ import annotations
 
@@ -10,25 +10,23 @@ from .interval_order import order_saves
 
 
 def interval_tensors(
-    mask: torch.Tensor, seqlen_q: int, seqlen_k: int, window: tuple[int, int], reorder: bool | None
+    bits: torch.Tensor, row_lists: torch.Tensor, seqlen_k: int, reorder: bool | None
 ) -> tuple[torch.Tensor, ...] | None:
-    """The tensors of an `IntervalMask` that allows what a mask does; None where some key has several runs of queries.
+    """The tensors of an `IntervalMask` that allows what bits do; None where some key has several runs of queries.
 
     Values decide, so it waits for the device, once. Then the numbers of pairs and of tiles are known too, and they say
     whether an order of keys pays, and how many places it needs.
 
     Args:
-        mask: bool (Bm, Hm, Lq, Lk or 1), collapsed.
-        seqlen_q, seqlen_k: of the calls.
-        window: as `causal_window` has it; it is folded in.
+        bits, row_lists: of a `TileMask`, the band folded in.
+        seqlen_k: number of keys.
         reorder: whether keys of similar intervals stand side by side; by default where that pays in a forward pass.
     """
-    start, stop, is_intervals = run_mask_intervals(mask.expand(-1, -1, -1, seqlen_k), *window)
-    natural = start.new_empty((*start.shape[:2], 0))
-    numbers, walked = [is_intervals, live_keys(start, stop)], None
+    seqlen_q = bits.size(2)
+    start, stop, is_intervals = run_mask_intervals(bits, seqlen_k)
+    numbers = [is_intervals, live_keys(start, stop)]
     if reorder is None:
-        walked = run_interval_tiles(start, stop, natural, seqlen_q)
-        numbers += [(stop - start).sum(dtype=torch.int64), walked[1][..., :2].sum(dtype=torch.int64)]
+        numbers += [(stop - start).sum(dtype=torch.int64), row_lists[..., :2].sum(dtype=torch.int64)]
     found, live, *counted = torch.stack(numbers).tolist()
     if not found:
         return None
@@ -37,7 +35,8 @@ def interval_tensors(
         kept = pairs / max(1, start.size(0) * start.size(1) * seqlen_q)
         reorder = kept > 0 and order_saves(active, pairs, kept, has_backward=False)
     if not reorder:
-        return start, stop, natural, *(walked or run_interval_tiles(start, stop, natural, seqlen_q))
+        order = start.new_empty((*start.shape[:2], 0))
+        return start, stop, order, *run_interval_tiles(start, stop, order, seqlen_q)
     order, places = run_key_order(start, stop, seqlen_q), places_for(live, seqlen_k)
     if places < seqlen_k:
         return start, stop, *compact_order(start, stop, order, seqlen_q, places)
