@@ -19,6 +19,7 @@ from .dropout import is_kept
 from .tile_ops import (
     BAND,
     DENSE,
+    DENSE_ROW,
     KEY_BIAS,
     KEYS,
     LN2,
@@ -264,6 +265,9 @@ def forward_kernel(
             keys = place + tl.arange(0, BLOCK_N)
             if MASK == KEYS:
                 keys = tl.load(data + keys, mask=keys < shape.seqlen_k, other=shape.seqlen_k)
+            elif MASK == DENSE_ROW:  # a key that no row sees is as one behind the last: nothing is read of it
+                seen = tl.load(data + keys.to(tl.int64) * mask_strides.key, mask=keys < shape.seqlen_k, other=0)
+                keys = tl.where(seen != 0, keys, shape.seqlen_k)
             if SEQUENCES == PAGED or SEQUENCES == PAGED_PACKED:
                 k_tile = load_pages(
                     k, table, layout, k_strides, h_k, place, keys, shape.seqlen_k, dims, shape.head_dim,

@@ -18,6 +18,7 @@ from .plan_backward import MOST_FEW_KEYS, plan_backward
 from .plan_forward import plan_forward
 from .plan_short import plan_short_backward, plan_short_forward
 from .short_calls import ShortCall
+from .tile_table import MOST_FEW_ROWS
 
 
 def forward(
@@ -42,7 +43,7 @@ def forward(
     if takes_group_rows(q, k, mask, flags):
         return forward_group_rows(q, k, v, mask, bias, out, lse, flags, sink)
     with on_device(q):
-        if mask.dense is not None and not is_short_forward(q, k, v, mask):
+        if mask.dense is not None and not (is_short_forward(q, k, v, mask) or reads_one_row(q, k, v, mask, flags)):
             mask = _packed(mask.dense, q.shape[1], k.shape[1], flags)
         heads_first = not out.is_contiguous()
         key = ("forward", mask.form, flags, heads_first, *signature(q, k, v, bias, sink, dropout, *mask.tensors))
@@ -81,6 +82,21 @@ def is_short_forward(q: Tensor, k: Tensor, v: Tensor, mask: MaskView) -> bool:
 def is_short_backward(q: Tensor, k: Tensor, v: Tensor, mask: MaskView) -> bool:
     """The same of its backward pass."""
     return ShortCall.of(q, k, v, mask).serves_backward()
+
+
+# Keys of all heads up to which few queries read a bool mask as it is: a walk over all keys, of which those that are not
+# kept are not fetched, is shorter than packing the mask and the launches of that.
+MOST_READ_KEYS = 2**19
+
+
+def reads_one_row(q: Tensor, k: Tensor, v: Tensor, mask: MaskView, flags: Flags) -> bool:
+    """Whether the forward pass of few queries reads a mask with one row for all of them as it is."""
+    bools = mask.dense
+    batch, seqlen_q, num_heads, head_dim = q.shape
+    if bools is None or seqlen_q > MOST_FEW_ROWS or max(head_dim, v.shape[3]) > 128 or flags.dropout_p > 0:
+        return False
+    has_one_row = bools.shape[2] == 1 or bools.stride()[2] == 0
+    return has_one_row and batch * num_heads * k.shape[1] <= MOST_READ_KEYS
 
 
 # From this many keys on, reading k and v once for a whole group pays.

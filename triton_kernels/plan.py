@@ -17,6 +17,7 @@ from .tile_ops import (
     BAND,
     BOUNDS,
     DENSE,
+    DENSE_ROW,
     KEY_BIAS,
     KEYS,
     LOG2E,
@@ -123,6 +124,10 @@ class Call:
     def has_few_rows(self) -> bool:
         """Whether all queries of a head are one tile of the least size, bound by reading k and v."""
         return self.shape.seqlen_q <= MOST_FEW_ROWS and max(self.block_d, self.block_dv) <= 128
+
+    def read_one_row(self) -> None:
+        """Have a bool mask of one row for all queries read as it is."""
+        self.mask_kind = DENSE_ROW.value
 
     @property
     def overlaps(self) -> bool:

@@ -14,18 +14,20 @@ from .forward import forward_kernel
 from .forward_combine import combine_kernel
 from .kernel_launch import Launch
 from .plan import Call, num_kv_splits, read_of, row_strides
-from .tile_ops import KEYS, NO_SEQUENCES, TILES, Shape
+from .tile_ops import DENSE_ROW, KEYS, NO_SEQUENCES, TILES, Shape
 
 # A share of the keys of few rows has at least so many blocks, and a call at most so many shares.
 LEAST_BLOCKS, MOST_SHARES = 2, 64
-# Values of parts for each thread of the kernel that combines them, as far as its most warps reach.
-COMBINE_VALUES, COMBINE_WARPS = 32, 4
+# Values of parts for each thread of the kernel that combines them, as far as its most warps reach, and those at once.
+VALUES_OF_THREAD, COMBINE_WARPS, COMBINE_VALUES = 32, 4, 8192
 # Blocks of k and v that a program of few rows asks for before it waits for q.
 AHEAD = 2
 
 
 def plan_forward(call: Call) -> Callable[..., None]:
     """How a class of calls makes out and lse: run(q, k, v, mask, bias, sink, out, lse, dropout)."""
+    if call.mask.form == "dense":
+        call.read_one_row()
     shape, flags, tile = call.shape, call.flags, call.tile("forward")
     few = call.has_few_rows
     tma, bias_tma, descriptors = (False, False, []) if few else call.key_descriptors(tile)
@@ -35,7 +37,8 @@ def plan_forward(call: Call) -> Callable[..., None]:
     )
     edges = call.edges(shape.seqlen_k % tile.block_n)
     strides = row_strides(call.q, call.k, call.v)
-    numbers = (call.bias_strides(bias_tma), call.mask_strides(), shape, abs(call.scale_log2), flags.softcap, splits)
+    mask_strides = call.dense_mask_strides() if call.mask.form == "dense" else call.mask_strides()
+    numbers = (call.bias_strides(bias_tma), mask_strides, shape, abs(call.scale_log2), flags.softcap, splits)
     numbers = (*numbers, *call.sink_strides, None, call.dropout)
     constants = (
         *call.constants(tile),
@@ -91,15 +94,16 @@ def num_key_shares(programs: int, blocks: int, num_sms: int) -> int:
 
 def blocks_ahead(call: Call) -> int:
     """How many blocks of k and v a program of few rows asks for before it waits for q, where it knows their place."""
-    return 0 if not call.overlaps or call.mask_kind in (KEYS.value, TILES.value) else AHEAD
+    knows = call.mask_kind not in (DENSE_ROW.value, KEYS.value, TILES.value)
+    return AHEAD if call.overlaps and knows else 0
 
 
 def plan_combine(call: Call, shape: Shape, splits: int) -> Launch:
     """What joins the shares of the keys: run(parts, parts_lse, out, lse, sink), with out and lse of a shape."""
     rows = shape.batch * shape.num_heads * shape.seqlen_q
     shares = triton.next_power_of_2(splits)
-    num_warps = max(1, min(COMBINE_WARPS, shares * call.block_dv // (32 * COMBINE_VALUES)))
-    at_once = min(shares, 64 * num_warps * COMBINE_VALUES // call.block_dv)
+    num_warps = max(1, min(COMBINE_WARPS, shares * call.block_dv // (32 * VALUES_OF_THREAD)))
+    at_once = min(shares, COMBINE_VALUES // call.block_dv)
     constants = (call.block_dv, shares, at_once, call.has_sink, call.heads_first, call.overlaps)
     options = {"num_warps": num_warps, **({"launch_pdl": True} if call.overlaps else {})}
     return Launch(combine_kernel, rows, (shape, splits, rows, *call.sink_strides), constants, options)

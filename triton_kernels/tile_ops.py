@@ -427,7 +427,7 @@ def mask_head(data, index, strides, b, h, MASK: tl.constexpr):
     """Data and index of the head of a mask that query head h reads; zeros where there is no mask."""
     if MASK == BAND:
         return 0, 0
-    elif MASK == DENSE:
+    elif MASK == DENSE or MASK == DENSE_ROW:
         return shared_head(data, strides, b, h), 0
     elif MASK == TREE:
         return data + entry_of(b, strides) * strides.batch, 0
@@ -455,7 +455,7 @@ def keys_of_queries(
             lo, lo_full = tl.load(index + lo), tl.load(index + lo_full)
             hi_full, hi = tl.load(index + hi_full), tl.load(index + hi)
         start, full, end, stop = blocks_of(lo, lo_full, hi_full, hi, BLOCK)
-        if MASK == DENSE:  # every block needs a look
+        if MASK == DENSE or MASK == DENSE_ROW:  # every block needs a look
             return index, start, 0, 0, stop - start
         else:
             return index, full, end - full, full - start, stop - end
