@@ -65,6 +65,7 @@ class Variant:
     sink: bool = False
     dropout_p: float = 0.0
     one_row: bool = False  # a bool mask of one row for all queries
+    heads_first: bool = False  # as out is in memory
     row_stride: int = 0  # elements from a row of q, k, v and dout to the next; 0: contiguous
 
     def rows(self, seqlen: int, num_heads: int) -> Tensor:
@@ -119,7 +120,7 @@ class Variant:
         flags = flags._replace(dropout_p=self.dropout_p)
         sink = torch.empty(self.num_heads, dtype=self.dtype, device="meta") if self.sink else None
         call = Call(q, k, v, self.mask_view(), bias, flags, sink)
-        call.arch, call.num_sms = arch, 132
+        call.arch, call.num_sms, call.heads_first = arch, 132, self.heads_first
         if self.tf32:
             call.precision = "tf32"
         return call

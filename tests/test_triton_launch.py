@@ -216,6 +216,49 @@ def test_rows_of_another_stride_are_copied_and_groups_are_rows(plans: dict[Any, 
     assert len(plans) == 2
 
 
+def test_the_heads_of_a_group_are_written_to_out_itself(plans: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from flash_dmattn.triton_kernels import kernel_launch
+
+    given: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(kernel_launch.Launch, "__call__", lambda _, *tensors: given.append(tensors))
+    for query_heads, heads_first in ((4, True), (2, False)):
+        given.clear()
+        out = attend(torch.randn(2, 1, query_heads, 16), torch.randn(2, 600, 2, 16))
+        ((*_, written, _, _, _, _, _),) = given
+        assert written.data_ptr() == out.data_ptr()
+        assert written.is_contiguous() is not heads_first and out.is_contiguous()
+
+
+MASKS_OF_ONE_ROW: tuple[tuple[tuple[int, ...], dict[str, Any], bool], ...] = (
+    ((2, 1, 1, 300), {}, True),
+    ((1, 4, 1, 300), {"seqlen_q": 16}, True),
+    ((1, 4, 1, 300), {"seqlen_q": 17}, False),
+    ((2, 1, 5, 300), {"seqlen_q": 5}, False),
+    ((2, 1, 1, 300), {"head_dim": 136}, False),
+    ((2, 1, 1, 300), {"dropout_p": 0.1}, False),
+    ((2, 1, 1, 2**17), {}, False),  # a walk over as many keys is longer than packing
+)
+
+
+@pytest.mark.parametrize(("shape", "changes", "as_it_is"), MASKS_OF_ONE_ROW)
+def test_few_queries_read_a_mask_of_one_row_as_it_is(
+    shape: tuple[int, ...], changes: dict[str, Any], as_it_is: bool
+) -> None:
+    from flash_dmattn.problem import Flags, MaskView
+    from flash_dmattn.triton_kernels.launch import reads_one_row
+
+    dims = {"seqlen_q": 5, "head_dim": 16, "dropout_p": 0.0, **changes}
+    q = torch.empty(2, dims["seqlen_q"], 4, dims["head_dim"], device="meta")
+    k = torch.empty(2, shape[3], 4, dims["head_dim"], device="meta")
+    flags = Flags(-1, -1, 0.25, 0.0, False)._replace(dropout_p=dims["dropout_p"])
+    mask = torch.empty(shape, dtype=torch.bool, device="meta")
+    for bools in (mask, mask.expand(2, 4, *shape[2:])):
+        assert reads_one_row(q, k, k, MaskView("dense", (bools,)), flags) is as_it_is
+    if shape[2] == 1 and as_it_is:
+        assert reads_one_row(q, k, k, MaskView("dense", (mask.expand(-1, -1, dims["seqlen_q"], -1),)), flags)
+    assert not reads_one_row(q, k, k, MaskView(), flags)
+
+
 def test_what_an_operator_or_the_way_without_it_makes_is_alike(plans: dict[Any, Any]) -> None:
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -71,5 +71,7 @@ def combine_kernel(
         logit = tl.load(sink + h * sink_of_head + row % shape.seqlen_q * sink_of_row)
         natural, share = join_sink(natural, logit.to(tl.float32))
         acc = acc * share
-    tl.store(out + tl.cast(line, tl.int64) * shape.head_dim_v + dims, (acc / total_or_1).to(out.dtype.element_ty), is_value)
+    tl.store(
+        out + tl.cast(line, tl.int64) * shape.head_dim_v + dims, (acc / total_or_1).to(out.dtype.element_ty), is_value
+    )
     tl.store(lse + row, natural)

@@ -186,8 +186,8 @@ def tile_of(
 ) -> Tile:
     """The tile of a kernel ("forward", "keys", "queries", "product", "bias") for the larger of the padded head dims.
 
-    `bias_tma`: whether a bias of one value per score is read in tiles through the tensor memory accelerator; `few_rows`:
-    whether a head has at most MOST_FEW_ROWS queries, of head dims up to 128.
+    `bias_tma`: whether a bias of one value per score is read in tiles through the tensor memory accelerator.
+    `few_rows`: whether a head has at most MOST_FEW_ROWS queries, of head dims up to 128.
     """
     if dtype == torch.float32:
         return _row(_fp32_table(kernel, block_d, arch), block_d)
