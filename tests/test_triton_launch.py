@@ -112,6 +112,27 @@ def test_hooks_are_called_by_triton(
     assert len(kernel.compiled.by_address) == 1
 
 
+@pytest.mark.parametrize(
+    ("version", "status", "may"), [(12020, 0, False), (12030, 0, True), (13000, 1, False), (0, None, True)]
+)
+def test_launches_overlap_where_graphs_of_the_driver_can_hold_them(
+    version: int, status: int | None, may: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flash_dmattn.triton_kernels import kernel_launch
+
+    class Driver:
+        def __init__(self, name: str) -> None:
+            if status is None:
+                raise OSError(f"there is no {name}")
+
+        def cuDriverGetVersion(self, place: Any) -> int | None:
+            place._obj.value = version
+            return status
+
+    monkeypatch.setattr(kernel_launch.ctypes, "CDLL", Driver)
+    assert kernel_launch.driver_overlaps.__wrapped__() is may
+
+
 def test_descriptors_are_made_by_triton(streams: list[int]) -> None:
     from flash_dmattn.triton_kernels.kernel_launch import Descriptor, Launch
 

@@ -12,7 +12,7 @@ from flash_dmattn.problem import Flags, MaskView, bias_class, device_arch, fits_
 from flash_dmattn.reference.dropout import scale_of, threshold_of
 
 from .dropout import Dropout
-from .kernel_launch import Descriptor
+from .kernel_launch import Descriptor, driver_overlaps
 from .tile_ops import (
     BAND,
     BOUNDS,
@@ -132,7 +132,7 @@ class Call:
     @property
     def overlaps(self) -> bool:
         """Whether a kernel may start before the one that it reads from has ended: where that has been measured."""
-        return self.arch == "sm_90"
+        return self.arch == "sm_90" and driver_overlaps()
 
     @property
     def has_dropout(self) -> bool:

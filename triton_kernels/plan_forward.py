@@ -95,7 +95,7 @@ def num_key_shares(programs: int, blocks: int, num_sms: int) -> int:
 def blocks_ahead(call: Call) -> int:
     """How many blocks of k and v a program of few rows asks for before it waits for q, where it knows their place."""
     knows = call.mask_kind not in (DENSE_ROW.value, KEYS.value, TILES.value)
-    return AHEAD if call.overlaps and knows else 0
+    return AHEAD if call.arch == "sm_90" and knows else 0
 
 
 def plan_combine(call: Call, shape: Shape, splits: int) -> Launch:
