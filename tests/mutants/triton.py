@@ -401,8 +401,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a mask of a value per query is read as one row",
         "triton_kernels/launch.py",
-        "has_one_row = bools.shape[2] == 1 or bools.stride()[2] == 0",
-        "has_one_row = True",
+        "is_one = bools.shape[2] == 1 or bools.stride()[2] == 0",
+        "is_one = True",
         MASKS_OF_FEW,
     ),
     # Interval masks

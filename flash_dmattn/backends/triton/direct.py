@@ -27,7 +27,7 @@ def forward_pass(p: AttentionProblem, mask: MaskView, launch: ModuleType) -> Dir
     if not _is_read(p, mask, launch, "forward"):
         return None
     form, flags, outputs, dtype = mask.form, p.flags, outputs_of(p), p.dtype
-    if not _has_unit_rows(p) or (p.seqlen_q == 1 and p.num_heads != p.num_heads_k):
+    if not _has_unit_rows(p):
         return _forward_of_others(form, flags, outputs, launch)
     takes_tf32, is_current_device = launch.takes_tf32, launch.is_current_device
 
@@ -47,7 +47,7 @@ def forward_pass(p: AttentionProblem, mask: MaskView, launch: ModuleType) -> Dir
         plan = launch.plans.get(key)
         if plan is None:
             with launch.on_device(q):
-                made = launch.forward_plan(launch.Call(q, k, v, view, bias, flags, sink))
+                made = launch.forward_plan(launch.planned_call(q, k, v, view, bias, flags, sink))
             plan = launch.remembered(launch.plans, key, lambda: made)
         if is_current_device(q):
             plan(q, k, v, view, bias, sink, out, lse, dropout)
@@ -60,7 +60,7 @@ def forward_pass(p: AttentionProblem, mask: MaskView, launch: ModuleType) -> Dir
 
 
 def _forward_of_others(form: MaskForm, flags: Flags, outputs: Outputs, launch: ModuleType) -> DirectForward:
-    """That of a class whose tensors the host may first turn into others: copies, or heads as rows."""
+    """That of a class whose tensors the host may first copy."""
 
     def run(
         q: Tensor,
