@@ -8,6 +8,7 @@ import torch
 
 FULL, SHARED_BIAS, PER_KEY = ("B", "Hq", "Lq", "Lk"), ("1", "Hq", "Lq", "Lk"), ("1", "Hk", "1", "Lk")
 HALF = {"dtype": torch.float16}
+FEW_QUERIES: dict[str, Any] = {"head_dim": 128, "seqlen_q": 4, "seqlen_k": 8192, "num_heads": 8, "num_heads_k": 8}
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"is_causal": True},
@@ -34,6 +35,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "64 fp16, fp32 bias": {"head_dim": 64, "dtype": torch.float16, "bias": FULL, "bias_dtype": torch.float32},
     # Few queries: keys in shares. Few keys: queries in shares.
     "128 one query": {"head_dim": 128, "seqlen_q": 1, "seqlen_k": 65536},
+    "64 one query": {"head_dim": 64, "batch": 1, "seqlen_q": 1, "seqlen_k": 8191, "sink": True},
+    # Few of them, as the heads of a group are of one.
+    "128 few queries, heads first": {**FEW_QUERIES, "heads_first": True},
+    "128 few queries, full": {**FEW_QUERIES, "bias": FULL},
+    "128 few queries, keys": {**FEW_QUERIES, "mask": "keys"},
+    "128 few queries, one row": {**FEW_QUERIES, "mask": "dense", "one_row": True},
     "64 few keys": {"head_dim": 64, "seqlen_q": 65536, "seqlen_k": 64, "num_heads": 2, "num_heads_k": 1},
     # Not through the tensor memory accelerator, which small calls do not pay for either, and with offsets of 64 bits.
     "64 short": {"head_dim": 64, "batch": 1, "seqlen_q": 500, "seqlen_k": 500, "num_heads": 2, "num_heads_k": 2},

@@ -43,7 +43,7 @@ from torch import Tensor  # noqa: E402
 import flash_dmattn  # noqa: E402
 from flash_dmattn.backends.triton import backend  # noqa: E402
 from flash_dmattn.masks import prepare_mask  # noqa: E402
-from flash_dmattn.triton_kernels import launch, plan_backward, plan_slots, short_calls, tile_table  # noqa: E402
+from flash_dmattn.triton_kernels import launch, plan_backward, plan_forward, plan_slots, short_calls, tile_table  # noqa: E402
 from flash_dmattn.triton_kernels.plan import Call  # noqa: E402
 from flash_dmattn.triton_kernels.tile_table import Tile  # noqa: E402
 
@@ -311,6 +311,7 @@ PLAIN = Case(batch=1, seqlen_q=40, seqlen_k=70, num_heads=2, num_heads_k=1, dtyp
 CAPPED = PLAIN.with_(softcap=2.0, logits=3.0)  # from where tanh is a line to where it is flat
 FEW_ROWS = PLAIN.with_(seqlen_q=7, seqlen_k=300, needs_grad=())
 SUNK = PLAIN.with_(sink="normal", needs_grad=(*ALL, "sink"))
+GROUPS = FEW_ROWS.with_(batch=2, seqlen_q=1, seqlen_k=600, num_heads=4, num_heads_k=2)
 FULL = ("B", "Hq", "Lq", "Lk")
 SHARED = ("1", "1", "Lq", "Lk")
 LINES = {
@@ -339,6 +340,21 @@ LINES = {
         FEW_ROWS.with_(logits=3.0),
         FEW_ROWS.with_(mask=SHARED, mask_kind="empty_rows"),
         FEW_ROWS.with_(sink="normal"),
+        # Blocks at both edges of a window are shared as the others are.
+        FEW_ROWS.with_(window_size=(150, 40), logits=3.0),
+        PLAIN.with_(seqlen_q=17, seqlen_k=300, window_size=(150, 40), needs_grad=()),
+        # The heads of a group are rows of one tile, and lie in out before the queries that they are taken for.
+        GROUPS,
+        GROUPS.with_(sink="normal", bias=("B", "Hq", "1", "Lk"), dtype=torch.float16),
+    ),
+    # A bool mask of one row, which few queries read as it is: of all heads, of each group, beside a bias and a window.
+    "one row": (
+        FEW_ROWS.with_(mask=("B", "1", "1", "Lk"), logits=3.0),
+        FEW_ROWS.with_(mask=("B", "1", "1", "Lk"), mask_kind="none_allowed", sink="normal"),
+        FEW_ROWS.with_(mask=("1", "Hk", "1", "Lk"), mask_kind="empty_tiles", bias=SHARED, batch=2),
+        FEW_ROWS.with_(mask=("B", "Hq", "1", "Lk"), bias=("1", "Hk", "1", "Lk"), window_size=(150, 40)),
+        GROUPS.with_(mask=("B", "Hk", "1", "Lk")),
+        GROUPS.with_(mask=("1", "1", "1", "Lk"), bias=("B", "Hq", "1", "Lk"), softcap=2.0),
     ),
     # A logit of each head: in rows of many keys and of none, where few keys are normalised again, and for the G heads
     # of a group as rows of one.
@@ -379,8 +395,9 @@ def walk_calls() -> Iterator[str | None]:
 
 
 def line_calls(name: str) -> Iterator[str | None]:
-    """Outcomes of the calls of that name, a mask beside a window prepared too."""
-    settings = (Tile(32, 32, 4, 1), 64 if name == "parts" else 1, PARTS_BYTES[0])
+    """Outcomes of the calls of that name, a mask beside a window prepared too; of parts, two are loaded at once."""
+    plan_forward.COMBINE_VALUES = 32 if name == "parts" else plan_forward.COMBINE_VALUES
+    settings = (Tile(32, 32, 4, 1), 64 if name in ("parts", "one row") else 1, PARTS_BYTES[0])
     for case in LINES[name]:
         for prepared in (False, True) if case.mask is not None and case.window_size is not None else (False,):
             yield failure_of(case, case.build(), None, prepared, settings)

@@ -19,7 +19,7 @@ CAPABILITIES = (80, 90, 100)
 # On sm_80 and sm_100 all masks and biases share the tiles of one table.
 FP32 = tuple(f"{d} {kind}" for kind in ("fp32", "tf32") for d in (64, 128, 256))
 ON_SM_90_ALONE = (
-    *(name for name in VARIANTS if "unaligned" in name),
+    *(name for name in VARIANTS if "unaligned" in name or "few queries" in name),
     "256 shared",
     "256 tiles",
     "256 keys",
@@ -113,6 +113,46 @@ def test_fits_the_gpu(name: str, capability: int) -> None:
             rows = found.block_n if kernel == "backward_keys" else found.block_m
             instructions = {80: "mma.sync", 90: "wgmma.mma_async" if rows >= 64 else "mma.sync", 100: "mma"}
             assert instructions[capability] in found.text, f"{kernel} has no {instructions[capability]}"
+
+
+FEW_QUERIES = [name for name in VARIANTS if "one query" in name or "few queries" in name]
+
+
+@pytest.mark.parametrize("name", FEW_QUERIES)
+def test_the_forward_kernels_of_few_queries_spill_nothing(name: str) -> None:
+    from compiled_triton import Variant, jobs_of
+
+    forward, combine = (job.compile() for job in jobs_of(Variant(**VARIANTS[name]), "sm_90")[:2])
+    assert (forward.name, combine.name) == ("forward", "combine")
+    assert forward.block_m == 16 and "mma.sync" in forward.text
+    assert forward.stack == combine.stack == 0
+    assert 2 * (forward.shared + 1024) <= 228 * 1024  # `num_key_shares` counts on two programs to an SM
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_the_kernel_that_combines_parts_starts_early_on_sm_90_alone(capability: int) -> None:
+    """Elsewhere nobody has tried it. It waits before it reads, and what it waits for lets it start."""
+    from compiled_triton import Variant, jobs_of
+
+    for name in ("128 one query", "128 few queries, heads first"):
+        forward, combine = jobs_of(Variant(**VARIANTS[name]), f"sm_{capability}")[:2]
+        assert (forward.name, combine.name) == ("forward", "combine")
+        early = capability == 90
+        assert combine.options.get("launch_pdl", False) is early and "launch_pdl" not in forward.options
+        made, joined = forward.compile().text, combine.compile().text
+        assert ("griddepcontrol.launch_dependents" in made) is early
+        assert ("prefetch.global.L2" in made) is early
+        assert ("griddepcontrol.wait" in joined) is early
+        if early:
+            assert joined.index("griddepcontrol.wait") < joined.index("ld.global")
+            assert made.index("prefetch.global.L2") < made.index("ld.global")
+
+
+def test_parts_are_combined_by_loads_that_are_on_their_way_together() -> None:
+    from compiled_triton import Variant, jobs_of
+
+    text = jobs_of(Variant(**VARIANTS["128 few queries, heads first"]), "sm_90")[1].compile().text
+    assert text.count("ld.global") > 4 and text.rindex("ld.global") < text.index("ex2.approx")
 
 
 def test_what_philox_makes_stays_in_its_thread() -> None:

@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import weakref
 from collections.abc import Callable
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -112,6 +113,27 @@ def test_hooks_are_called_by_triton(
     assert len(kernel.compiled.by_address) == 1
 
 
+@pytest.mark.parametrize(
+    ("version", "status", "may"), [(12020, 0, False), (12030, 0, True), (13000, 1, False), (0, None, True)]
+)
+def test_launches_overlap_where_graphs_of_the_driver_can_hold_them(
+    version: int, status: int | None, may: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flash_dmattn.triton_kernels import kernel_launch
+
+    class Driver:
+        def __init__(self, name: str) -> None:
+            if status is None:
+                raise OSError(f"there is no {name}")
+
+        def cuDriverGetVersion(self, place: Any) -> int | None:
+            place._obj.value = version
+            return status
+
+    monkeypatch.setattr(kernel_launch.ctypes, "CDLL", Driver)
+    assert kernel_launch.driver_overlaps.__wrapped__() is may
+
+
 def test_descriptors_are_made_by_triton(streams: list[int]) -> None:
     from flash_dmattn.triton_kernels.kernel_launch import Descriptor, Launch
 
@@ -214,6 +236,48 @@ def test_rows_of_another_stride_are_copied_and_groups_are_rows(plans: dict[Any, 
     assert len(plans) == 1
     attend(torch.randn(1, 1, 4, 16), torch.randn(1, GROUP_ROWS_FROM, 2, 16))
     assert len(plans) == 2
+
+
+def test_the_heads_of_a_group_are_written_to_out_itself(plans: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from flash_dmattn.triton_kernels import kernel_launch
+
+    given: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(kernel_launch.Launch, "__call__", lambda _, *tensors: given.append(tensors))
+    for dtype, mask in product((torch.float32, torch.float16), (None, torch.ones(2, 1, 1, 600, dtype=torch.bool))):
+        given.clear()
+        q, k = torch.randn(2, 1, 4, 16).to(dtype), torch.randn(2, 600, 2, 16).to(dtype)
+        out = flash_dmattn.attention(q, k, k, mask, backend="triton")
+        ((*_, written, _, _, _, _, _),) = given  # one launch, and no copy behind it
+        assert written is out
+
+
+MASKS_OF_ONE_ROW: tuple[tuple[tuple[int, ...], dict[str, Any], bool], ...] = (
+    ((2, 1, 1, 300), {}, True),
+    ((1, 4, 1, 300), {"seqlen_q": 16}, True),
+    ((1, 4, 1, 300), {"seqlen_q": 17}, False),
+    ((2, 1, 5, 300), {"seqlen_q": 5}, False),
+    ((2, 1, 1, 300), {"head_dim": 136}, False),
+    ((2, 1, 1, 300), {"dropout_p": 0.1}, False),
+    ((2, 1, 1, 2**17), {}, False),  # a walk over as many keys is longer than packing
+)
+
+
+@pytest.mark.parametrize(("shape", "changes", "as_it_is"), MASKS_OF_ONE_ROW)
+def test_few_queries_read_a_mask_of_one_row_as_it_is(
+    shape: tuple[int, ...], changes: dict[str, Any], as_it_is: bool
+) -> None:
+    from flash_dmattn.problem import Flags
+    from flash_dmattn.triton_kernels.launch import reads_one_row
+
+    dims = {"seqlen_q": 5, "head_dim": 16, "dropout_p": 0.0, **changes}
+    q = torch.empty(2, dims["seqlen_q"], 4, dims["head_dim"], device="meta")
+    k = torch.empty(2, shape[3], 4, dims["head_dim"], device="meta")
+    flags = Flags(-1, -1, 0.25, 0.0, False)._replace(dropout_p=dims["dropout_p"])
+    mask, rows = torch.empty(shape, dtype=torch.bool, device="meta"), dims["seqlen_q"]
+    for bools in (mask, mask.expand(2, 4, *shape[2:])):
+        assert reads_one_row(bools, rows, 4, q, k, k, flags) is as_it_is
+    if shape[2] == 1:
+        assert reads_one_row(mask.expand(-1, -1, rows, -1), rows, 4, q, k, k, flags) is as_it_is
 
 
 def test_what_an_operator_or_the_way_without_it_makes_is_alike(plans: dict[Any, Any]) -> None:

@@ -18,6 +18,28 @@ SETTINGS = {
 }
 
 
+@pytest.mark.parametrize(
+    ("programs", "blocks", "shares"),
+    [
+        (8, 128, 32),
+        (64, 128, 4),
+        (100, 128, 2),
+        (133, 128, 1),
+        (4096, 1, 1),
+        (1, 5, 2),
+        (1, 1, 1),
+        (1, 4096, 64),
+        (32, 65, 8),
+    ],
+)
+def test_shares_of_the_keys_of_few_rows_fill_two_programs_of_each_sm(programs: int, blocks: int, shares: int) -> None:
+    from flash_dmattn.triton_kernels.plan_forward import num_key_shares
+
+    assert num_key_shares(programs, blocks, 132) == shares
+    most = -(-blocks // shares)
+    assert shares == 1 or -(-blocks // (shares - 1)) > most  # fewer would each have more
+
+
 @pytest.fixture
 def precision() -> None:
     """The setting as it was, after the test: by the name that every other one can be read by."""

@@ -17,7 +17,9 @@ import triton.language as tl
 
 from .dropout import is_kept
 from .tile_ops import (
+    BAND,
     DENSE,
+    DENSE_ROW,
     KEY_BIAS,
     KEYS,
     LN2,
@@ -33,6 +35,7 @@ from .tile_ops import (
     TREE,
     bits_by_row,
     block_at,
+    fetch_to_l2,
     in_band,
     join_sink,
     keys_of_queries,
@@ -43,6 +46,7 @@ from .tile_ops import (
     load_tile,
     load_vector,
     mask_head,
+    page_within,
     scores_from,
     sequence_at,
     shape_of,
@@ -107,6 +111,10 @@ def forward_kernel(
     PAGE: tl.constexpr,
     GROUPED: tl.constexpr,
     DROPOUT: tl.constexpr,
+    HEADS_FIRST: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
+    AHEAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """`scale` is |softmax_scale| * log2(e), or |softmax_scale| / softcap.
 
@@ -120,9 +128,15 @@ def forward_kernel(
     that the group reads its keys once.
 
     With DROPOUT p is dropped before it meets v, with the key at `dropout_key` and the numbers of `dropout`.
+
+    With HEADS_FIRST out is (B, Hq, Lq, Dv). With ONE_LOOP every block is looked at as one at an edge, so that no second
+    loop waits for its first loads. The first AHEAD blocks are asked for before q is waited for. With OVERLAP the kernel
+    behind this one may start, and has to wait for what it reads.
     """
     scale = tl.cast(scale, tl.float32)  # Inductor passes floats as fp64
     softcap = tl.cast(softcap, tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     part = 0
     if SEQUENCES == NO_SEQUENCES:
@@ -191,6 +205,21 @@ def forward_kernel(
         last = tl.minimum(first + BLOCK_M, shape.seqlen_q) - 1
     dims = tl.arange(0, BLOCK_D)
     dims_v = tl.arange(0, BLOCK_DV)
+    if AHEAD > 0:
+        _, full, inside, before, after = keys_of_queries(
+            first, last, 0, mask_strides, shape, BAND, LEFT, RIGHT, BLOCK_N
+        )
+        block = full - before
+        if SPLIT_KEYS:
+            block += (inside + before + after) * part // splits
+        soon = block * BLOCK_N + tl.arange(0, AHEAD * BLOCK_N)
+        soon = tl.maximum(tl.minimum(soon, shape.seqlen_k - 1), 0)
+        owner = b_k
+        if SEQUENCES == PAGED or SEQUENCES == PAGED_PACKED:
+            owner = page_within(tl.load(table + soon // PAGE, mask=soon < shape.seqlen_k, other=0), layout)
+            soon = soon % PAGE
+        fetch_to_l2(k, k_strides, owner, h_k, soon, shape.head_dim, BLOCK_D)
+        fetch_to_l2(v, v_strides, owner, h_k, soon, shape.head_dim_v, BLOCK_DV)
     if GROUPED:
         q_rows = q + b_q * q_strides.batch + rows.to(tl.int64) * q_strides.row + h.to(tl.int64) * q_strides.head
         is_value = (rows < shape.seqlen_q)[:, None] & (dims < shape.head_dim)[None, :]
@@ -216,20 +245,29 @@ def forward_kernel(
             first, last, index, mask_strides, shape, MASK, LEFT, RIGHT, BLOCK_N
         )
 
+    if ONE_LOOP:
+        start, inside, before, after = start - before, 0, 0, inside + before + after
+    if SPLIT_KEYS:  # blocks of both loops, in their order, so that no share has more than one block more than another
+        begin_part = (inside + before + after) * part // splits
+        end_part = (inside + before + after) * (part + 1) // splits
+
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc_o = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    for phase in tl.static_range(0, 2 if EDGES else 1):
+    for phase in tl.static_range(1 if ONE_LOOP else 0, 2 if EDGES else 1):
         steps = inside if phase == 0 else before + after
         begin = 0
         if SPLIT_KEYS:
-            begin = steps * part // splits
-            steps = steps * (part + 1) // splits
+            begin = tl.minimum(begin_part, inside) if phase == 0 else tl.maximum(begin_part - inside, 0)
+            steps = tl.minimum(end_part, inside) if phase == 0 else tl.maximum(end_part - inside, 0)
         for step in tl.range(begin, steps, num_stages=EDGE_STAGES if phase == 1 else STAGES):
             place = block_at(step, walk, start, inside, before, phase == 1, MASK, BLOCK_N)
             keys = place + tl.arange(0, BLOCK_N)
             if MASK == KEYS:
                 keys = tl.load(data + keys, mask=keys < shape.seqlen_k, other=shape.seqlen_k)
+            elif MASK == DENSE_ROW:  # a key that no row sees is as one behind the last: nothing is read of it
+                seen = tl.load(data + keys.to(tl.int64) * mask_strides.key, mask=keys < shape.seqlen_k, other=0)
+                keys = tl.where(seen != 0, keys, shape.seqlen_k)
             if SEQUENCES == PAGED or SEQUENCES == PAGED_PACKED:
                 k_tile = load_pages(
                     k, table, layout, k_strides, h_k, place, keys, shape.seqlen_k, dims, shape.head_dim,
@@ -303,7 +341,8 @@ def forward_kernel(
         before = part.to(tl.int64) * all_rows
         first_row += before
         statistics += before * shape.num_heads
-    out_rows = out + ((first_row + rows) * shape.num_heads + h)[:, None] * shape.head_dim_v + dims_v[None, :]
+    line = statistics + rows if HEADS_FIRST else (first_row + rows) * shape.num_heads + h
+    out_rows = out + line[:, None] * shape.head_dim_v + dims_v[None, :]
     stored = row_ok[:, None] & (dims_v < shape.head_dim_v)[None, :]
     natural = tl.where(row_sum > 0, (row_max + tl.math.log2(total)) * LN2, float("-inf"))
     if DROPOUT:

@@ -2,7 +2,7 @@
 
     lse = logsumexp_i lse_i;  out = sum_i exp(lse_i - lse) out_i
 
-and the sink of a head where it has one, in the order of i, so that the result is the same from run to run.
+and the sink of a head where it has one, in an order that sizes decide, so that the result is the same from run to run.
 """
 
 from __future__ import annotations
@@ -25,36 +25,53 @@ def combine_kernel(
     num_rows,
     sink_of_head,
     sink_of_row,
-    BLOCK_M: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    SPLITS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     HAS_SINK: tl.constexpr,
+    HEADS_FIRST: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """One block of the `num_rows` rows of (B, Hq, Lq); parts (splits, B, Lq, Hq, Dv) and all else are contiguous."""
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    row_ok = rows < num_rows
+    """One of the `num_rows` rows of (B, Hq, Lq).
+
+    parts (splits, B, Lq, Hq, Dv), or (splits, B, Hq, Lq, Dv) with HEADS_FIRST, and all else are contiguous. AT_ONCE of
+    the at most SPLITS shares are loaded together: one after the other, each would wait for the one before. With OVERLAP
+    the kernel may have been started before the one that makes the parts has ended, and waits for that.
+    """
+    row = tl.program_id(0)
+    h = row // shape.seqlen_q % shape.num_heads
+    line = row
+    if not HEADS_FIRST:
+        b = row // (shape.num_heads * shape.seqlen_q)
+        line = (b * shape.seqlen_q + row % shape.seqlen_q) * shape.num_heads + h
     dims = tl.arange(0, BLOCK_DV)
-    b = rows // (shape.num_heads * shape.seqlen_q)
-    h = rows // shape.seqlen_q % shape.num_heads
-    line = (b * shape.seqlen_q + rows % shape.seqlen_q) * shape.num_heads + h
-    stored = row_ok[:, None] & (dims < shape.head_dim_v)[None, :]
-    place = line[:, None] * shape.head_dim_v + dims[None, :]
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    for part in range(0, splits):
-        top = tl.maximum(top, tl.load(parts_lse + part * num_rows + rows, mask=row_ok, other=float("-inf")))
+    is_value = dims < shape.head_dim_v
+    size = tl.cast(num_rows, tl.int64)
+    every = tl.arange(0, SPLITS)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    of_parts = tl.load(parts_lse + every * size + row, mask=every < splits, other=float("-inf"))
+    some = tl.arange(0, AT_ONCE)
+    logits = tl.load(parts_lse + some * size + row, mask=some < splits, other=float("-inf"))
+    at = parts + ((some * size + line) * shape.head_dim_v)[:, None] + dims[None, :]
+    values = tl.load(at, mask=(some < splits)[:, None] & is_value[None, :], other=0.0)
+    top = tl.max(of_parts, 0)
     shift = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    for part in range(0, splits):
-        weight = tl.math.exp2(
-            (tl.load(parts_lse + part * num_rows + rows, mask=row_ok, other=float("-inf")) - shift) * LOG2E
-        )
-        total += weight
-        acc += weight[:, None] * tl.load(parts + part * num_rows * shape.head_dim_v + place, mask=stored, other=0.0)
+    total = tl.sum(tl.math.exp2((of_parts - shift) * LOG2E), 0)
+    acc = tl.sum(tl.math.exp2((logits - shift) * LOG2E)[:, None] * values, 0)
+    for first in tl.static_range(AT_ONCE, SPLITS, AT_ONCE):
+        some = first + tl.arange(0, AT_ONCE)
+        logits = tl.load(parts_lse + some * size + row, mask=some < splits, other=float("-inf"))
+        at = parts + ((some * size + line) * shape.head_dim_v)[:, None] + dims[None, :]
+        values = tl.load(at, mask=(some < splits)[:, None] & is_value[None, :], other=0.0)
+        acc += tl.sum(tl.math.exp2((logits - shift) * LOG2E)[:, None] * values, 0)
     total_or_1 = tl.where(total > 0, total, 1.0)
     natural = tl.where(total > 0, shift + tl.math.log2(total_or_1) * LN2, float("-inf"))
     if HAS_SINK:
-        at = sink + h * sink_of_head + rows % shape.seqlen_q * sink_of_row
-        natural, share = join_sink(natural, tl.load(at, mask=row_ok, other=float("-inf")).to(tl.float32))
-        acc = acc * share[:, None]
-    tl.store(out + place, (acc / total_or_1[:, None]).to(out.dtype.element_ty), mask=stored)
-    tl.store(lse + rows, natural, mask=row_ok)
+        logit = tl.load(sink + h * sink_of_head + row % shape.seqlen_q * sink_of_row)
+        natural, share = join_sink(natural, logit.to(tl.float32))
+        acc = acc * share
+    tl.store(
+        out + tl.cast(line, tl.int64) * shape.head_dim_v + dims, (acc / total_or_1).to(out.dtype.element_ty), is_value
+    )
+    tl.store(lse + row, natural)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -37,6 +39,21 @@ def is_current_device(x: Tensor) -> bool:
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
     """Make the tensor's device the current one, where it is not."""
     return contextlib.nullcontext() if is_current_device(x) else torch.cuda.device(x.device)
+
+
+# The first driver whose graphs hold launches that begin before the one ahead of them has ended: that of CUDA 12.3.
+FIRST_TO_OVERLAP = 12030
+
+
+@functools.cache
+def driver_overlaps() -> bool:
+    """Whether launches may overlap, in graphs too; where there is no driver, nothing is launched, and they may."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return True
+    version = ctypes.c_int()
+    return driver.cuDriverGetVersion(ctypes.byref(version)) == 0 and version.value >= FIRST_TO_OVERLAP
 
 
 class Descriptor(NamedTuple):

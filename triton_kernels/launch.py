@@ -18,6 +18,7 @@ from .plan_backward import MOST_FEW_KEYS, plan_backward
 from .plan_forward import plan_forward
 from .plan_short import plan_short_backward, plan_short_forward
 from .short_calls import ShortCall
+from .tile_table import MOST_FEW_ROWS
 
 
 def forward(
@@ -34,17 +35,15 @@ def forward(
 ) -> None:
     """Write out (B, Lq, Hq, Dv) and lse (B, Hq, Lq), both contiguous; `mask` as `KernelBackend` has it.
 
-    `sink` is (Hq,), or (Hq, Lq) with one for each row; `dropout` the key of a call with dropout.
+    `sink` is (Hq,); `dropout` the key of a call with dropout.
     """
     q, k, v = unit_rows(q), unit_rows(k), unit_rows(v)
     sink = None if sink is None else sink.contiguous()
-    if takes_group_rows(q, k, mask, flags):
-        return forward_group_rows(q, k, v, mask, bias, out, lse, flags, sink)
     with on_device(q):
         if mask.dense is not None and not is_short_forward(q, k, v, mask):
-            mask = _packed(mask.dense, q.shape[1], k.shape[1], flags)
+            mask = _read_or_packed(mask.dense, q, k, v, flags, takes_group_rows(q, k, mask, flags))
         key = ("forward", mask.form, flags, *signature(q, k, v, bias, sink, dropout, *mask.tensors))
-        plan = remembered(plans, key, lambda: forward_plan(Call(q, k, v, mask, bias, flags, sink)))
+        plan = remembered(plans, key, lambda: forward_plan(planned_call(q, k, v, mask, bias, flags, sink)))
         plan(q, k, v, mask, bias, sink, out, lse, dropout)
 
 
@@ -76,7 +75,10 @@ def is_short_backward(q: Tensor, k: Tensor, v: Tensor, mask: MaskView) -> bool:
     return ShortCall.of(q, k, v, mask).serves_backward()
 
 
-# From this many keys on, reading k and v once for a whole group pays for one more copy of out.
+# Keys of all heads up to which few queries read a bool mask as it is: a walk over all keys, of which those that are not
+# kept are not fetched, is shorter than packing the mask and the launches of that.
+MOST_READ_KEYS = 2**19
+# From this many keys on, reading k and v once for a whole group pays.
 GROUP_ROWS_FROM = 512
 
 
@@ -91,38 +93,48 @@ def takes_group_rows(q: Tensor, k: Tensor, mask: MaskView, flags: Flags) -> bool
         return False
     if mask.form == "keys":
         return mask.tensors[0].shape[1] != q.shape[2]  # a key set for each query head is not one for each row
-    return mask.form != "tiles"
+    return mask.form != "tiles" or mask.tensors[0].shape[2] != 1  # of rows that were packed as such
 
 
-def forward_group_rows(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: MaskView,
-    bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    flags: Flags,
-    sink: Tensor | None = None,
-) -> None:
-    """The forward pass of one query, its G heads of a group taken as G queries of one key-value head.
+def planned_call(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None, flags: Flags, sink: Tensor | None
+) -> Call:
+    """The call as its forward kernels have it: of one query, the G heads of a group may be G queries of one head.
 
-    Causality says nothing to the last query, nor does a window's right side.
+    Causality says nothing to the last query, nor does a window's right side. A plan is given the tensors as they are.
     """
-    num_heads, num_heads_k = q.shape[2], k.shape[2]
+    if not takes_group_rows(q, k, mask, flags):
+        return Call(q, k, v, mask, bias, flags, sink)
+    rows = q.unflatten(2, (k.shape[2], -1)).squeeze(1).transpose(1, 2)
+    bias = None if bias is None else _heads_as_rows(bias, q, k)
+    sink = None if sink is None else sink.view(k.shape[2], -1)
+    call = Call(rows, k, v, mask, bias, flags._replace(left=-1, right=-1), sink)
+    call.heads_first = True
+    return call
 
-    def rows(x: Tensor) -> Tensor:
-        """(B, Hq, 1, Lk) as (B, Hk, G, Lk); with fewer heads it holds for every row as it is."""
-        return x.unflatten(1, (num_heads_k, -1)).squeeze(3) if x.shape[1] == num_heads else x
 
-    q = q.unflatten(2, (num_heads_k, -1)).squeeze(1).transpose(1, 2)
-    grouped = torch.empty((*q.shape[:3], v.shape[3]), dtype=out.dtype, device=out.device)
-    mask = mask if mask.dense is None else MaskView("dense", (rows(mask.dense),))
-    bias = None if bias is None else rows(bias)
-    sink = None if sink is None else sink.view(num_heads_k, -1)
-    flags = flags._replace(left=-1, right=-1)
-    forward(q, k, v, mask, bias, grouped, lse.view(q.shape[0], num_heads_k, -1), flags, sink)
-    out.view(q.shape[0], num_heads_k, -1, v.shape[3]).copy_(grouped.transpose(1, 2))
+def _heads_as_rows(x: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """(B, Hq, 1, Lk) as (B, Hk, G, Lk); with fewer heads it holds for every row as it is."""
+    return x.unflatten(1, (k.shape[2], -1)).squeeze(3) if x.shape[1] == q.shape[2] else x
+
+
+def _read_or_packed(bools: Tensor, q: Tensor, k: Tensor, v: Tensor, flags: Flags, groups: bool) -> MaskView:
+    """A bool mask in the form that a forward pass reads."""
+    rows, heads = q.shape[1:3]
+    if groups:
+        bools, heads, flags = _heads_as_rows(bools, q, k), k.shape[2], flags._replace(left=-1, right=-1)
+        rows = q.shape[2] // heads
+    if reads_one_row(bools, rows, heads, q, k, v, flags):
+        return MaskView("dense", (bools,))
+    return _packed(bools, rows, k.shape[1], flags)
+
+
+def reads_one_row(bools: Tensor, rows: int, heads: int, q: Tensor, k: Tensor, v: Tensor, flags: Flags) -> bool:
+    """Whether few queries, the rows of each head, read a bool mask with one row for all of them as it is."""
+    is_one = bools.shape[2] == 1 or bools.stride()[2] == 0
+    if not is_one or rows > MOST_FEW_ROWS or max(q.shape[3], v.shape[3]) > 128 or flags.dropout_p > 0:
+        return False
+    return q.shape[0] * heads * k.shape[1] <= MOST_READ_KEYS
 
 
 def backward(

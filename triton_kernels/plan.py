@@ -12,11 +12,12 @@ from flash_dmattn.problem import Flags, MaskView, bias_class, device_arch, fits_
 from flash_dmattn.reference.dropout import scale_of, threshold_of
 
 from .dropout import Dropout
-from .kernel_launch import Descriptor
+from .kernel_launch import Descriptor, driver_overlaps
 from .tile_ops import (
     BAND,
     BOUNDS,
     DENSE,
+    DENSE_ROW,
     KEY_BIAS,
     KEYS,
     LOG2E,
@@ -30,7 +31,7 @@ from .tile_ops import (
     Shape,
     Strides,
 )
-from .tile_table import Tile, tf32_fits, tile_of
+from .tile_table import MOST_FEW_ROWS, Tile, tf32_fits, tile_of
 
 
 def takes_tf32(dtype: torch.dtype) -> bool:
@@ -117,6 +118,21 @@ class Call:
         # Descriptors cost the host 20 us each (H200, Triton 3.6), more than a small call takes the GPU.
         self.pays_for_tma = batch * num_heads * seqlen_q * seqlen_k * (head_dim + head_dim_v) >= 2**34
         self.precision = "tf32" if takes_tf32(q.dtype) else "ieee"
+        self.heads_first = False  # whether out is (B, Hq, Lq, Dv) in memory
+
+    @property
+    def has_few_rows(self) -> bool:
+        """Whether all queries of a head are one tile of the least size, bound by reading k and v."""
+        return self.shape.seqlen_q <= MOST_FEW_ROWS and max(self.block_d, self.block_dv) <= 128
+
+    def read_one_row(self) -> None:
+        """Have a bool mask of one row for all queries read as it is."""
+        self.mask_kind = DENSE_ROW.value
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a kernel may start before the one that it reads from has ended: where that has been measured."""
+        return self.arch == "sm_90" and driver_overlaps()
 
     @property
     def has_dropout(self) -> bool:
@@ -128,7 +144,7 @@ class Call:
         block_d = max(self.block_d, self.block_dv)
         bias_tma = self.bias_tma() and self.tma(self.k, self.v)
         read = BAND.value if self.mask_kind == TREE.value else self.mask_kind  # a tree is a band but for the last keys
-        kinds = {"mask": read, "bias": self.bias_kind, "bias_tma": bias_tma}
+        kinds = {"mask": read, "bias": self.bias_kind, "bias_tma": bias_tma, "few_rows": self.has_few_rows}
         return tile_of(kernel, self.q.dtype, block_d, self.arch, **kinds)
 
     def precision_of(self, kernel: str) -> str:

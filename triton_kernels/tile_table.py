@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from .gpus import KIB, shared_bytes
-from .tile_ops import BAND, KEYS, TILE_BIAS
+from .tile_ops import BAND, KEYS, TILE_BIAS, TILES
 
 
 class Tile(NamedTuple):
@@ -122,6 +122,13 @@ _SM90_KEYS = {
         256: Tile(32, 32, 4, 1),
     },
 }
+# The forward kernel of so many queries of a head, as a decoding step has for the heads of a group, which reads k and v
+# through pointers. With a bias of one value per score; and with lists of tiles or of kept keys, of whose n stages
+# (n - 1) / 2 reach k and v.
+MOST_FEW_ROWS = 16
+_SM90_FEW_ROWS = {64: Tile(MOST_FEW_ROWS, 128, 4, 3), 128: Tile(MOST_FEW_ROWS, 64, 4, 4)}
+_SM90_FEW_ROWS_BIAS = {128: Tile(MOST_FEW_ROWS, 64, 4, 4)}
+_SM90_FEW_ROWS_LISTS = {128: Tile(MOST_FEW_ROWS, 64, 4, 5)}
 # fp32 products run outside the tensor cores unless TF32 is allowed, and their tiles take twice the room.
 _SM90_FP32 = {
     "forward": {64: Tile(32, 128, 4, 2)},  # fp32-d64 0.948; 1.231 for 64x64
@@ -175,15 +182,21 @@ def tile_of(
     mask: int,
     bias: int,
     bias_tma: bool,
+    few_rows: bool = False,
 ) -> Tile:
     """The tile of a kernel ("forward", "keys", "queries", "product", "bias") for the larger of the padded head dims.
 
     `bias_tma`: whether a bias of one value per score is read in tiles through the tensor memory accelerator.
+    `few_rows`: whether a head has at most MOST_FEW_ROWS queries, of head dims up to 128.
     """
     if dtype == torch.float32:
         return _row(_fp32_table(kernel, block_d, arch), block_d)
     if arch != "sm_90":
         return _row(_SMALL, block_d)
+    if few_rows and kernel == "forward":
+        with_lists = mask in (KEYS.value, TILES.value)
+        of_bias = _SM90_FEW_ROWS_BIAS if bias == TILE_BIAS.value else _SM90_FEW_ROWS
+        return _row(_SM90_FEW_ROWS_LISTS if with_lists else of_bias, block_d)
     if mask == KEYS.value and kernel in _SM90_KEYS:
         # The pointers of a bias that is gathered too take the registers of larger tiles.
         return _row(_SMALL if bias == TILE_BIAS.value else _SM90_KEYS[kernel], block_d)

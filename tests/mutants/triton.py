@@ -6,7 +6,8 @@ from .fault import Fault
 
 _LINES = "tests/test_triton_interpreter.py::test_lines_that_random_calls_may_miss"
 SCORES, SOFTCAP, BANDS = (f"{_LINES}[scores-4]",), (f"{_LINES}[softcap-3]",), (f"{_LINES}[bands-7]",)
-MASKS, PARTS, SINKS = (f"{_LINES}[masks-2]",), (f"{_LINES}[parts-3]",), (f"{_LINES}[sinks-4]",)
+MASKS, PARTS, SINKS = (f"{_LINES}[masks-2]",), (f"{_LINES}[parts-7]",), (f"{_LINES}[sinks-4]",)
+ONE_ROW, MASKS_OF_FEW = (f"{_LINES}[one row-7]",), PARTS
 EMPTY_ROWS = ("tests/test_triton_interpreter.py::test_the_lse_of_an_empty_row_takes_no_gradient",)
 _PACKING = "tests/test_mask_pack_interpreter.py::test_interpreted"
 INTERVALS = ("tests/test_triton_interpreter.py::test_interval_masks",)
@@ -22,8 +23,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a sink joins each share of the keys",
         "triton_kernels/forward_combine.py",
-        'tl.load(at, mask=row_ok, other=float("-inf")).to(tl.float32))',
-        'tl.load(at, mask=row_ok, other=float("-inf")).to(tl.float32) + tl.math.log2(splits * 1.0) * LN2)',
+        "join_sink(natural, logit.to(tl.float32))",
+        "join_sink(natural, logit.to(tl.float32) + tl.math.log2(splits * 1.0) * LN2)",
         PARTS,
     ),
     Fault(
@@ -350,9 +351,59 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "parts weighed by another base",
         "triton_kernels/forward_combine.py",
-        'other=float("-inf")) - shift) * LOG2E',
-        'other=float("-inf")) - shift) * LN2',
+        "total = tl.sum(tl.math.exp2((of_parts - shift) * LOG2E), 0)",
+        "total = tl.sum(tl.math.exp2((of_parts - shift) * LN2), 0)",
         PARTS,
+    ),
+    Fault(
+        "of more parts than are loaded at once, the first are added again",
+        "triton_kernels/forward_combine.py",
+        "some = first + tl.arange(0, AT_ONCE)",
+        "some = tl.arange(0, AT_ONCE)",
+        PARTS,
+    ),
+    Fault(
+        "parts of a group's heads are combined as rows of queries",
+        "triton_kernels/forward_combine.py",
+        "    if not HEADS_FIRST:\n",
+        "    if True:\n",
+        PARTS,
+    ),
+    Fault(
+        "a group's heads are written as rows of queries",
+        "triton_kernels/forward.py",
+        "statistics + rows if HEADS_FIRST else",
+        "statistics + rows if False else",
+        PARTS,
+    ),
+    Fault(
+        "a share of blocks at an edge begins with those of all shares before",
+        "triton_kernels/forward.py",
+        "tl.maximum(begin_part - inside, 0)",
+        "tl.maximum(begin_part - inside, 0) * 0",
+        PARTS,
+    ),
+    Fault(
+        "in one loop the blocks before the inside ones are left out",
+        "triton_kernels/forward.py",
+        "start - before, 0, 0, inside + before + after",
+        "start, 0, 0, inside + before + after",
+        PARTS,
+    ),
+    # Bool masks of one row, read as they are
+    Fault(
+        "a key that no row sees is seen",
+        "triton_kernels/forward.py",
+        "keys = tl.where(seen != 0, keys, shape.seqlen_k)",
+        "keys = tl.where(seen != 0, keys, keys)",
+        ONE_ROW,
+    ),
+    Fault(
+        "a mask of a value per query is read as one row",
+        "triton_kernels/launch.py",
+        "is_one = bools.shape[2] == 1 or bools.stride()[2] == 0",
+        "is_one = True",
+        MASKS_OF_FEW,
     ),
     # Interval masks
     Fault(

@@ -36,7 +36,7 @@ def forward_pass(
     if not _is_read(p, mask, launch, "forward") or (heads_first and not _is_short(p, mask, launch, "forward")):
         return None
     form, flags, outputs, dtype = mask.form, p.flags, outputs_of(p, heads_first), p.dtype
-    if not _has_unit_rows(p) or (p.seqlen_q == 1 and p.num_heads != p.num_heads_k):
+    if not _has_unit_rows(p) or (heads_first and p.seqlen_q == 1 and p.num_heads != p.num_heads_k):
         return None if heads_first else _forward_of_others(form, flags, outputs, launch)
     takes_tf32, is_current_device = launch.takes_tf32, launch.is_current_device
     this = launch.remembered(_names, ("forward", p, form), object)
@@ -60,7 +60,7 @@ def forward_pass(
             if heads_first:
                 q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
             with launch.on_device(q):
-                made = launch.forward_plan(launch.Call(q, k, v, view, bias, flags, sink))
+                made = launch.forward_plan(launch.planned_call(q, k, v, view, bias, flags, sink))
             plan = launch.remembered(launch.plans, key, lambda: made)
         if is_current_device(q):
             plan(q, k, v, view, bias, sink, out, lse, dropout)
@@ -73,7 +73,7 @@ def forward_pass(
 
 
 def _forward_of_others(form: MaskForm, flags: Flags, outputs: Outputs, launch: ModuleType) -> DirectForward:
-    """That of a class whose tensors the host may first turn into others: copies, or heads as rows."""
+    """That of a class whose tensors the host may first copy."""
 
     def run(
         q: Tensor,
