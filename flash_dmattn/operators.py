@@ -124,8 +124,8 @@ def define_pair(
     A pair that lists "sink" in its FEATURES is called with one more argument, sink (Hq,), where a call has one; its
     backward returns dsink as a fifth gradient then. One that lists "sequences" is called with sequences=, a
     `SequenceView`, where a call has them, and one that lists "dropout_p" with dropout=, the key of a call with dropout.
-    The backward of one with `STORES_DBIAS` is called with dbias_out= where dbias has a place; it writes there or not, and
-    what it returns is copied there then.
+    The backward of one with `STORES_DBIAS` is called with dbias_out= where dbias has a place; where it does not write
+    there, what it returns is copied.
     """
     return define_forward(name, forward), define_backward(name, backward)
 
@@ -238,7 +238,9 @@ def define_backward(name: str, backward: Backward) -> Callable[..., Gradients]:
         flags, needs_grad = problem.flags, problem.needs_grad
         where = () if sequences is None else sequences.tensors
         watched = is_watched(dout, dlse, q, k, v, bias, sink, dropout, out, lse, *mask.tensors, *where)
-        if watched or problem.device == "meta" or profiler._is_profiler_enabled:
+        # The operator returns a dbias of its own: a profiler is shown kernels alone, and not a copy besides.
+        profiled = profiler._is_profiler_enabled and dbias_out is None
+        if watched or problem.device == "meta" or profiled:
             inputs = (q, k, v, list(mask.tensors), mask.form, bias, sink, list(where), dropout)
             gradients = spread(backward_op(dout, dlse, *inputs, out, lse, *flags, list(needs_grad)), needs_grad)
             return gradients if dbias_out is None else with_dbias(gradients, dbias_out)
