@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from flash_dmattn.reference import formula
 
 pytestmark = pytest.mark.parametrize("backend", ("cuda",), indirect=True)
 
-AROUND = 7.0  # what lies in the larger tensor beside dbias
+AROUND = -12352.0  # what lies in the larger tensor beside dbias, which has no such number
 SMALL = BASE.with_(batch=2, num_heads=4, num_heads_k=2, bias=FULL)
 
 
@@ -134,6 +135,28 @@ def test_other_dims_behind_each_other(backend: Runner, stored: list[tuple[int, .
     place = frame.as_strided((1, heads, rows, keys), (3, *frame.permute(2, 1, 0, 3).stride()[1:]))
     check(case, inputs, frame, place)
     assert [len({*strides}) for strides in stored[::2]] == [4, 4] and stored[2][0] == 3
+
+
+@pytest.mark.parametrize("strides", ((8, 2**31 + 64, 448, 1), (8, 448, 2**23, 1)), ids=("heads", "rows"))
+@pytest.mark.parametrize("form", ("causal", "empty tiles"))
+def test_offsets_that_32_bits_do_not_hold(
+    backend: Runner, form: str, strides: tuple[int, ...], tmp_path: Path, stored: list[tuple[int, ...]]
+) -> None:
+    case, inputs = built(backend, SMALL.with_(batch=1, num_heads=2, seqlen_q=520, seqlen_k=384), form)
+    assert inputs.bias is not None
+    number = sum((size - 1) * stride for size, stride in zip((2, 520, 448), strides[1:])) + 1
+    if DEVICE == "cuda":
+        if torch.cuda.mem_get_info()[0] < 12e9:
+            pytest.skip("needs 12 GB of GPU memory")
+        buffer = torch.zeros(number, dtype=case.dtype, device=DEVICE)
+    else:  # a file with holes, whose pages are there when they are written
+        buffer = torch.from_file(str(tmp_path / "buffer"), shared=True, size=number, dtype=case.dtype)
+    wider = buffer.as_strided((1, 2, 520, 448), strides)
+    out, lse = formula.attention(inputs.q, inputs.k, inputs.v, inputs.mask, inputs.bias, **case.flags())
+    found = dbias_of(case, inputs, out, lse, dbias_out=wider[..., :384].fill_(torch.nan))
+    assert stored == [strides] and number > 2**31
+    assert torch.equal(found, dbias_of(case, inputs, out, lse))
+    assert not wider[..., 384:].any()
 
 
 @pytest.mark.parametrize(
