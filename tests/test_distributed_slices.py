@@ -202,3 +202,20 @@ def test_gradients_without_a_place_are_not_asked_for_in_one(bias: str) -> None:
     case = ParallelCase(bias=bias, causal=True)
     assert torch.equal(simulated(case, 2, storing)["dbias"], simulated(case, 2)["dbias"])
     assert not storing.places
+
+
+def test_the_largest_slice_is_the_first_of_a_forward_pass() -> None:
+    sizes: list[int] = []
+
+    class Watched:
+        backward = staticmethod(eager.backward)
+
+        @staticmethod
+        def forward(problem: Any, *arguments: Any, **rest: Any) -> Any:
+            sizes.append(problem.seqlen_q * problem.seqlen_k)
+            return eager.forward(problem, *arguments, **rest)
+
+    case = ParallelCase(causal=True, seqlen_q=64, seqlen_k=64)
+    found, wanted = simulated(case, 2, Watched), whole(case, draw(case), "eager")
+    assert sizes == [16 * 64, 16 * 16, 32 * 48]  # of rank 0, then of rank 1, whose chunks are neighbours
+    assert float((found["out"] - wanted["out"]).abs().max()) < TOLERANCE

@@ -44,7 +44,9 @@ class RankRows(NamedTuple):
         """
         of_q = heads.of(self.problem.num_heads)
         sink = None if self.sink is None else self.sink[of_q]
-        for part, keys, view in zip(self.parts, self.places, self.views):
+        slices = zip(self.parts, self.places, self.views)
+        # The largest first: while it is computed the host gets the others ready.
+        for part, keys, view in sorted(slices, key=lambda one: -one[0].seqlen_q * one[0].seqlen_k):
             mask = view_of_heads(view, heads)
             problem = slice_problem(self.problem, part, heads, k.shape[1], mask)
             inputs = (self.q[:, part.rows, of_q], k[:, keys], v[:, keys], self._bias(part, heads))
