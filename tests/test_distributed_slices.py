@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -181,9 +182,10 @@ def bits_of(case: ParallelCase, size: int, backend: Any) -> dict[str, torch.Tens
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("bias", ["full", "shared", "group", "one_head"])
 def test_the_place_of_a_slice_is_handed_to_a_backend_that_stores_there(bias: str, groups: int) -> None:
-    drawn: Iterator[Any] = itertools.product(("zigzag", "balanced"), (False, True), (None, (3, -1), (5, 9)))
-    for layout, causal, window in drawn:
-        case = ParallelCase(layout, bias, causal=causal, window=window, groups=1 if bias == "one_head" else groups)
+    drawn: Iterator[Any] = itertools.product(("zigzag", "balanced"), (16, 32), (False, True), (None, (3, -1), (5, 9)))
+    for layout, seqlen_k, causal, window in drawn:  # of 16 keys some slices have none
+        case = ParallelCase(layout, bias, causal=causal, window=window, seqlen_k=seqlen_k)
+        case = replace(case, groups=1 if bias == "one_head" else groups)
         storing, copying = Placing(), Placing(does=False)
         wanted, found = bits_of(case, 2, eager), bits_of(case, 2, storing)
         assert wanted.keys() == found.keys() and "dbias" in wanted
