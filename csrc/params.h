@@ -179,6 +179,7 @@ struct FillGapsParams {
 // What writes zeros to a stored dbias where the main kernel has no tile; columns are a multiple of 8, of 16 bits.
 struct ClearDbiasParams {
   void* x;                   // (number, num_heads, rows, columns), or (num_heads, rows, columns) of packed queries
+  int64_t stride_b, stride_h, stride_q;  // of x, in 16 bytes; of entries 0 if queries are packed
   int number, num_heads;     // number: entries, or sequences
   int rows, columns;
   int low, high;             // the band of dense calls

@@ -124,6 +124,8 @@ def define_pair(
     A pair that lists "sink" in its FEATURES is called with one more argument, sink (Hq,), where a call has one; its
     backward returns dsink as a fifth gradient then. One that lists "sequences" is called with sequences=, a
     `SequenceView`, where a call has them, and one that lists "dropout_p" with dropout=, the key of a call with dropout.
+    The backward of one with `STORES_DBIAS` is called with dbias_out= where dbias has a place; where it does not write
+    there, what it returns is copied.
     """
     return define_forward(name, forward), define_backward(name, backward)
 
@@ -231,14 +233,21 @@ def define_backward(name: str, backward: Backward) -> Callable[..., Gradients]:
         sink: Tensor | None = None,
         sequences: SequenceView | None = None,
         dropout: Tensor | None = None,
+        dbias_out: Tensor | None = None,
     ) -> Gradients:
         flags, needs_grad = problem.flags, problem.needs_grad
         where = () if sequences is None else sequences.tensors
         watched = is_watched(dout, dlse, q, k, v, bias, sink, dropout, out, lse, *mask.tensors, *where)
-        if watched or problem.device == "meta" or profiler._is_profiler_enabled:
+        # The operator returns a dbias of its own: a profiler is shown kernels alone, and not a copy besides.
+        profiled = profiler._is_profiler_enabled and dbias_out is None
+        if watched or problem.device == "meta" or profiled:
             inputs = (q, k, v, list(mask.tensors), mask.form, bias, sink, list(where), dropout)
-            return spread(backward_op(dout, dlse, *inputs, out, lse, *flags, list(needs_grad)), needs_grad)
+            gradients = spread(backward_op(dout, dlse, *inputs, out, lse, *flags, list(needs_grad)), needs_grad)
+            return gradients if dbias_out is None else with_dbias(gradients, dbias_out)
         rest = extra_arguments(sink, sequences, dropout)
+        if dbias_out is not None:
+            found = backward(dout, dlse, q, k, v, mask, bias, out, lse, flags, needs_grad, dbias_out=dbias_out, **rest)
+            return with_dbias(found, dbias_out)
         return backward(dout, dlse, q, k, v, mask, bias, out, lse, flags, needs_grad, **rest)
 
     return run_backward
@@ -254,6 +263,14 @@ def extra_arguments(
     if dropout is not None:
         arguments["dropout"] = dropout
     return arguments
+
+
+def with_dbias(gradients: Gradients, dbias_out: Tensor) -> Gradients:
+    """The same gradients with dbias in the tensor that was given for it, where it may be already."""
+    dq, dk, dv, dbias, *rest = gradients
+    if dbias is not None and dbias is not dbias_out:
+        dbias = dbias_out.copy_(dbias)
+    return (dq, dk, dv, dbias, *rest)
 
 
 def view_of(sequences: Sequence[Tensor]) -> SequenceView | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ TOLERANCE = 1e-10
 WINDOWS = (None, (3, -1), (0, 0), (2, 1), (-1, 2), (5, 9))
 
 
-def simulated(case: ParallelCase, size: int) -> dict[str, torch.Tensor]:
+def simulated(case: ParallelCase, size: int, backend: Any = eager) -> dict[str, torch.Tensor]:
     """What the ranks of a group compute between gathering keys and sending gradients back, put together."""
     x = draw(case)
     of_q, of_k = layouts = case.layouts(size)
@@ -50,9 +52,9 @@ def simulated(case: ParallelCase, size: int) -> dict[str, torch.Tensor]:
         sums = Sums.of(rows)
         for heads in head_groups(case.heads_k, case.groups or 1):
             k, v = (y[:, kept, heads.of(case.heads_k)] for y in (x.k, x.v))
-            rows.forward(eager, heads, k, v, out, lse)
+            rows.forward(backend, heads, k, v, out, lse)
             given = dlse.masked_fill(lse == -torch.inf, 0)
-            dk_part, dv_part = rows.backward(eager, heads, k, v, out, lse, dout, given, sums, q.dtype)
+            dk_part, dv_part = rows.backward(backend, heads, k, v, out, lse, dout, given, sums, q.dtype)
             dk[:, kept, heads.of(case.heads_k)] += dk_part
             dv[:, kept, heads.of(case.heads_k)] += dv_part
         for name, y in (("out", out), ("lse", lse), ("dq", sums.q), ("dbias", sums.bias)):
@@ -146,3 +148,76 @@ def test_gradients_of_pairs_that_no_slice_has_are_zero(monkeypatch: pytest.Monke
     monkeypatch.undo()
     wanted = whole(case, draw(case), "eager")
     assert float((results["dbias"] - wanted["dbias"]).abs().max()) < TOLERANCE
+
+
+class Placing:
+    """A backend that computes as another one does, and puts dbias where it is told to if `does`; `places` has all."""
+
+    STORES_DBIAS = True
+
+    def __init__(self, does: bool = True) -> None:
+        self.forward = eager.forward
+        self.does = does
+        self.places: list[torch.Tensor] = []
+
+    def backward(self, *arguments: Any, dbias_out: torch.Tensor | None = None, **rest: Any) -> Any:
+        """As eager's."""
+        dq, dk, dv, dbias, *dsink = eager.backward(*arguments, **rest)
+        if dbias_out is None:
+            return dq, dk, dv, dbias, *dsink
+        assert dbias is not None and (dbias.shape, dbias.dtype) == (dbias_out.shape, dbias_out.dtype)
+        self.places.append(dbias_out)
+        return dq, dk, dv, dbias_out.copy_(dbias) if self.does else dbias, *dsink
+
+
+def bits_of(case: ParallelCase, size: int, backend: Any) -> dict[str, torch.Tensor]:
+    """`simulated`, in memory that is NaN until something is written."""
+    empty = torch.empty
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(torch.nan))
+        return simulated(case, size, backend)
+
+
+@pytest.mark.usefixtures("starts")
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("bias", ["full", "shared", "group", "one_head"])
+def test_the_place_of_a_slice_is_handed_to_a_backend_that_stores_there(bias: str, groups: int) -> None:
+    drawn: Iterator[Any] = itertools.product(("zigzag", "balanced"), (16, 32), (False, True), (None, (3, -1), (5, 9)))
+    for layout, seqlen_k, causal, window in drawn:  # of 16 keys some slices have none
+        case = ParallelCase(layout, bias, causal=causal, window=window, seqlen_k=seqlen_k)
+        case = replace(case, groups=1 if bias == "one_head" else groups)
+        storing, copying = Placing(), Placing(does=False)
+        wanted, found = bits_of(case, 2, eager), bits_of(case, 2, storing)
+        assert wanted.keys() == found.keys() and "dbias" in wanted
+        assert all(torch.equal(x, found[name]) for name, x in wanted.items())
+        of_q, band = case.layouts(2)[0], causal_window(causal, window or (-1, -1))
+        slices = [part for rank in range(2) for part in plan(of_q, rank, case.seqlen_k, band)]
+        keys = [part.seqlen_k for part in slices] * (case.groups or 1)
+        assert sorted(x.shape[3] for x in storing.places) == sorted(keys)
+        assert all(x.stride(2) == case.seqlen_k for x in storing.places), "a place in the gradient of whole rows"
+        assert torch.equal(wanted["dbias"], bits_of(case, 2, copying)["dbias"]) and copying.places
+
+
+@pytest.mark.parametrize("bias", ["query", "keys", "head"])
+def test_gradients_without_a_place_are_not_asked_for_in_one(bias: str) -> None:
+    storing = Placing()
+    case = ParallelCase(bias=bias, causal=True)
+    assert torch.equal(simulated(case, 2, storing)["dbias"], simulated(case, 2)["dbias"])
+    assert not storing.places
+
+
+def test_the_largest_slice_is_the_first_of_a_forward_pass() -> None:
+    sizes: list[int] = []
+
+    class Watched:
+        backward = staticmethod(eager.backward)
+
+        @staticmethod
+        def forward(problem: Any, *arguments: Any, **rest: Any) -> Any:
+            sizes.append(problem.seqlen_q * problem.seqlen_k)
+            return eager.forward(problem, *arguments, **rest)
+
+    case = ParallelCase(causal=True, seqlen_q=64, seqlen_k=64)
+    found, wanted = simulated(case, 2, Watched), whole(case, draw(case), "eager")
+    assert sizes == [16 * 64, 16 * 16, 32 * 48]  # of rank 0, then of rank 1, whose chunks are neighbours
+    assert float((found["out"] - wanted["out"]).abs().max()) < TOLERANCE

@@ -281,3 +281,44 @@ def test_functions_receive_the_same_types_from_the_dispatcher_and_without_it() -
             out, lse = run_forward(problem, q, k, v, MaskView("dense", (mask,)), None)
             run_backward(problem, out, None, q, k, v, MaskView("dense", (mask,)), None, out, lse)
     assert received[:2] == received[2:] and {Flags, MaskView} <= set(received[0])
+
+
+class Watching(TorchDispatchMode):
+    """What has to be shown operators."""
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return operator(*args, **(kwargs or {}))
+
+
+def profiled() -> Any:
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+
+
+@pytest.mark.parametrize("watch", [nullcontext, Watching, profiled], ids=["nothing", "dispatch mode", "profiler"])
+@pytest.mark.parametrize("stores", [True, False], ids=["stored there", "of its own"])
+@pytest.mark.parametrize("needed", [True, False])
+def test_dbias_is_where_it_was_told_to_be(watch: Any, stores: bool, needed: bool) -> None:
+    """An operator returns a dbias of its own, which is copied; a profiler sees what runs without it."""
+    told: list[Tensor | None] = []
+    q, k, v, bias = (normal(*shape) for shape in ((B, LQ, HQ, D), (B, LK, HK, D), (B, LK, HK, DV), (B, HQ, LQ, LK)))
+    dbias = normal(*bias.shape)
+
+    def backward(*arguments: Any, dbias_out: Tensor | None = None) -> Any:
+        told.append(dbias_out)
+        if not needed:
+            return None, None, None, None
+        return None, None, None, dbias_out.copy_(dbias) if stores and dbias_out is not None else dbias.clone()
+
+    name = f"placing_{watch.__name__}_{stores}_{needed}".lower()
+    run = operators.define_backward(name, backward)
+    problem = flash_dmattn.explain(q, k, v, bias=bias).problem
+    problem = problem._replace(needs_grad=NeedsGrad(False, False, False, needed))
+    whole = torch.full((B, HQ, LQ + 2, LK + 3), 7.0)
+    place = whole[:, :, 1:-1, 2:-1]
+    out, lse = operators.empty_outputs(q, v)
+    with watch():
+        found = run(problem, out, None, q, k, v, MaskView(), bias, out, lse, dbias_out=place)
+    assert (told == [None]) == (watch is Watching) and len(told) == 1
+    assert found[:3] == (None, None, None) and (found[3] is place) == needed
+    assert not needed or torch.equal(place, dbias)
+    assert int((whole == 7.0).sum()) == whole.numel() - needed * place.numel()

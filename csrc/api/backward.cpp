@@ -143,11 +143,12 @@ struct Postprocess {
   }
 };
 
-// Writes the gradients that are given, all contiguous. dbias, of a bias per query and key, has its dtype and is
-// (B, Hq, Lq, Lk), or has fewer heads or batch entries, and is written whole. dbias_sums (B, Hq, Lk), of a bias per key, is fp32. mask is {}, or (bits, row_lists,
-// col_lists) of a TileMask, or (bounds, row_lists, col_lists) of an IntervalMask, with key_order if k, v and a bias per
-// key are in its order; dk, dv and dbias_sums are in the order of keys, and dbias_sums starts as zeros then. low and high
-// are the band if there is no mask. delta (B, Hq, Lq) is of every row, for gradients that are made outside; alone it takes
+// Writes the gradients that are given, all contiguous but dbias where the main kernel stores it, (B, Hq, Lq, Lk) in a
+// larger tensor. dbias, of a bias per query and key, has its dtype; it may have fewer heads or batch entries, and is
+// written whole. dbias_sums (B, Hq, Lk), of a bias per key, is fp32. mask is {}, or (bits, row_lists, col_lists) of a
+// TileMask, or (bounds, row_lists, col_lists) of an IntervalMask, with key_order if k, v and a bias per key are in its
+// order; dk, dv and dbias_sums are in the order of keys, and dbias_sums starts as zeros then. low and high are the band if
+// there is no mask. delta (B, Hq, Lq) is of every row, for gradients that are made outside; alone it takes
 // the kernel of the rows and no other. num_dbias_chunks: into how many chunks the shared_dbias kernel parts what it sums; 0
 // lets schedule_dbias choose.
 void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask,
@@ -248,7 +249,10 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   params.v = rows_map(kName, v, "v", block_n);
   params.dout = rows_map(kName, dout, "dout", block_m);
   if (has_bias_tiles) params.bias = scores_map(kName, *bias, "bias", block_m);
-  if (form == BackwardBias::kTileStore) params.dbias = scores_map(kName, *dbias, "dbias", block_m);
+  if (form == BackwardBias::kTileStore) {
+    check_stored_dbias(kName, *dbias);
+    params.dbias = scores_map(kName, *dbias, "dbias", block_m);
+  }
   params.dk = data_of(dk);
   params.dv = data_of(dv);
   params.dbias_sums = data_of<float>(dbias_sums);
@@ -349,7 +353,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   }
   if (writer == DbiasWriter::kMain && (is_banded || has_mask)) {
     ClearDbiasParams cleared{};
-    cleared.x = dbias->mutable_data_ptr();
+    set_cleared(*dbias, cleared);
     cleared.number = params.batch;
     cleared.num_heads = params.num_heads;
     cleared.rows = params.seqlen_q;

@@ -154,7 +154,10 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
                                  : scores_by_position_map(kName, x, name, block_m);
   };
   if (form == BackwardBias::kTile || form == BackwardBias::kTileStore) params.bias = scores(*bias, "bias");
-  if (stores_dbias) params.dbias = scores(*dbias, "dbias");
+  if (stores_dbias) {
+    check_stored_dbias(kName, *dbias);
+    params.dbias = scores(*dbias, "dbias");
+  }
   params.dk = data_of(dk);
   params.dv = data_of(dv);
   params.dbias_sums = data_of<float>(dbias_sums);
@@ -206,7 +209,8 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   if (dq.has_value()) params.dq_sums = start + dq_at;
   if (stores_dbias) {
     ClearDbiasParams cleared{};
-    cleared.x = dbias->mutable_data_ptr();
+    set_cleared(*dbias, cleared);
+    if (of.bias_packs_queries) cleared.stride_b = 0;
     cleared.number = static_cast<int>(number);
     cleared.num_heads = static_cast<int>(sizes.num_heads);
     cleared.rows = static_cast<int>(dbias->size(2));

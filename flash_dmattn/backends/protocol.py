@@ -74,6 +74,9 @@ class Backend(Protocol):
             is the `MaskView` of one of its calls, of whose tensors sizes alone count. See `backends.direct`.
         heads_first_forward(problem, mask), heads_first_backward(problem, mask): the same for q, k and v that arrive as
             (B, H, L, D); out and dout are (B, L, H, Dv), gradients as q, k and v. The problem is that of (B, L, H, D).
+        STORES_DBIAS = True: `backward` of such a pair takes dbias_out=, a tensor of the shape, dtype and device of the
+            bias, of any strides that keep its numbers apart. It puts dbias there and returns that tensor in its place;
+            where its kernels cannot write so, by a copy. What lies between rows of dbias_out is not touched.
         HAS_FORWARD_AD = True: forward-mode derivatives (torch.func.jvp) go through it.
         workspace_bytes(problem) -> int: it takes every call on every device; auto falls back to it, and warns of so
             many bytes.
@@ -207,6 +210,11 @@ def reads_dense(backend: AnyBackend, problem: AttentionProblem, direction: Direc
 def repeats_entries(backend: AnyBackend | Backend) -> bool:
     """Whether a backend reads masks and biases that a part of the batch shares."""
     return getattr(backend, "REPEATS_ENTRIES", False)
+
+
+def stores_dbias(backend: AnyBackend) -> bool:
+    """Whether the backward pass of a pair puts the gradient of a bias where it is told to."""
+    return getattr(backend, "STORES_DBIAS", False)
 
 
 def has_forward_ad(backend: AnyBackend) -> bool:

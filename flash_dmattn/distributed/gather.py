@@ -66,9 +66,12 @@ def attend_gathered(
 
 def _views(call: ParallelCall, pair: Selection, mask: Tensor | ShardedMask | None) -> list[MaskView]:
     """The mask of each slice as both passes receive it, all heads together."""
+    parts = plan(call.layout, call.members.rank, call.layout_k.length, call.problem.window)
+    if mask is None:
+        return [MaskView()] * len(parts)
     heads = HeadGroup(0, call.problem.num_heads_k, call.problem.num_heads_k)
     views, held = [], call.keys_held(call.members.rank)
-    for index, part in enumerate(plan(call.layout, call.members.rank, call.layout_k.length, call.problem.window)):
-        own = None if mask is None else mask.masks[index] if isinstance(mask, ShardedMask) else cut(mask, part)
+    for index, part in enumerate(parts):
+        own = mask.masks[index] if isinstance(mask, ShardedMask) else cut(mask, part)
         views.append(mask_view(slice_problem(call.problem, part, heads, held), own, *pair))
     return views

@@ -89,7 +89,10 @@ class Numbers(NamedTuple):
         return q.shape[0] * q.shape[2] * allowed
 
     def arriving(self, k: Tensor, v: Tensor) -> Iterator[tuple[HeadGroup, Tensor, Tensor]]:
-        """Groups of heads with the keys and values of other ranks; each comes while the one before it is computed."""
+        """Groups of heads with the keys and values of other ranks; each comes while the one before it is computed.
+
+        The first is on its way when this returns: what the host has to do before it is needed costs nothing then.
+        """
         heads_k = k.shape[2]
         groups = head_groups(heads_k, self.head_groups)
 
@@ -99,12 +102,14 @@ class Numbers(NamedTuple):
                 return Fetching(tensors, 1, self.moves, self.group)
             return Gathering(tensors, 1, from_flat(tuple(self.layout_k)), self.group)
 
-        coming: Gathering | Fetching | None = start(groups[0])
-        for heads, following in zip(groups, [*groups[1:], None]):
-            assert coming is not None
-            held_k, held_v = coming.wait()
-            coming = None if following is None else start(following)  # its buffers are free while this one computes
-            yield heads, held_k, held_v
+        def each(coming: Gathering | Fetching) -> Iterator[tuple[HeadGroup, Tensor, Tensor]]:
+            for heads, following in zip(groups, [*groups[1:], None]):
+                held_k, held_v = coming.wait()
+                if following is not None:
+                    coming = start(following)  # its buffers are free while this one computes
+                yield heads, held_k, held_v
+
+        return each(start(groups[0]))
 
     def returning(self, gradients: list[Tensor]) -> Returning | GivingBack:
         """Gradients of what `arriving` has brought, on their way back."""
@@ -124,10 +129,11 @@ def _forward(
     *numbers: Any,
 ) -> tuple[Tensor, Tensor]:
     n = Numbers(*numbers)
+    arriving = n.arriving(k, v)
     rows = n.rows(q, k, v, mask, mask_forms, bias, sink)
     backend = cast(KernelBackend, BACKENDS[n.forward])
     out, lse = empty_outputs(q, v)
-    for heads, held_k, held_v in n.arriving(k, v):
+    for heads, held_k, held_v in arriving:
         rows.forward(backend, heads, held_k, held_v, out, lse)
     return out, lse
 
@@ -147,6 +153,7 @@ def _backward(
     *numbers: Any,
 ) -> list[Tensor]:
     n = Numbers(*numbers)
+    arriving = n.arriving(k, v)
     rows = n.rows(q, k, v, mask, mask_forms, bias, sink)
     backend = cast(KernelBackend, BACKENDS[n.backward])
     sums = Sums.of(rows)
@@ -157,7 +164,7 @@ def _backward(
             gradient[:, :, heads.of(k.shape[2])] = total
 
     leaving: tuple[HeadGroup, Returning | GivingBack] | None = None
-    for heads, held_k, held_v in n.arriving(k, v):
+    for heads, held_k, held_v in arriving:
         sent = rows.backward(backend, heads, held_k, held_v, out, lse, dout, dlse, sums, n.exchange_dtype)
         if leaving is not None:
             store(*leaving)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..autograd import run_forward
-from ..backends.protocol import KernelBackend
+from ..backends.protocol import KernelBackend, stores_dbias
 from ..operators import empty_gradient, extra_arguments
 from ..problem import AttentionProblem, MaskView
 from .exchange import sum_dtype
@@ -44,7 +44,9 @@ class RankRows(NamedTuple):
         """
         of_q = heads.of(self.problem.num_heads)
         sink = None if self.sink is None else self.sink[of_q]
-        for part, keys, view in zip(self.parts, self.places, self.views):
+        slices = zip(self.parts, self.places, self.views)
+        # The largest first: while it is computed the host gets the others ready.
+        for part, keys, view in sorted(slices, key=lambda one: -one[0].seqlen_q * one[0].seqlen_k):
             mask = view_of_heads(view, heads)
             problem = slice_problem(self.problem, part, heads, k.shape[1], mask)
             inputs = (self.q[:, part.rows, of_q], k[:, keys], v[:, keys], self._bias(part, heads))
@@ -79,6 +81,11 @@ class RankRows(NamedTuple):
         for part, keys, view in zip(self.parts, self.places, self.views):
             mask = view_of_heads(view, heads)
             problem = slice_problem(self.problem, part, heads, k.shape[1], mask)
+            rest = extra_arguments(sink, None)
+            whole_dbias = None if sums.bias is None else _of_group(sums.bias, heads)
+            place = None if whole_dbias is None else _cleared_around(whole_dbias, part)
+            if place is not None and stores_dbias(backend):
+                rest["dbias_out"] = place
             found = backend.backward(
                 problem,
                 dout[:, part.rows, of_q],
@@ -90,7 +97,7 @@ class RankRows(NamedTuple):
                 self._bias(part, heads),
                 out[:, part.rows, of_q].contiguous(),  # as every backend has written them
                 lse[:, of_q, part.rows].contiguous(),
-                **extra_arguments(sink, None),
+                **rest,
             )
             dq, dk_part, dv_part, dbias, *dsink = found
             if dq is not None and sums.q is not None:
@@ -99,8 +106,12 @@ class RankRows(NamedTuple):
                 dk.add(keys, dk_part)
             if dv is not None and dv_part is not None:
                 dv.add(keys, dv_part)
-            if dbias is not None and sums.bias is not None:
-                _take_dbias(_of_group(sums.bias, heads), part, dbias)
+            if dbias is None or whole_dbias is None:
+                pass
+            elif place is None:
+                _take_dbias(whole_dbias, part, dbias)
+            elif dbias is not place:
+                place.copy_(dbias)
             if dsink and dsink[0] is not None and sums.sink is not None:
                 sums.sink[of_q] += dsink[0]
         return [x.total() for x in (dk, dv) if x is not None]
@@ -179,18 +190,25 @@ class Sums(NamedTuple):
         )
 
 
+def _cleared_around(whole: Tensor, part: Slice) -> Tensor | None:
+    """The place of the gradient of one slice in that of the bias, with zeros at the keys that the slice does not have.
+
+    None where the bias has not both rows and keys of its own.
+    """
+    if whole.shape[2] == 1 or whole.shape[3] == 1:
+        return None
+    rows = whole[:, :, part.rows]
+    rows[..., : part.start] = 0
+    rows[..., part.stop :] = 0
+    return rows[..., part.keys]
+
+
 def _take_dbias(whole: Tensor, part: Slice, dbias: Tensor) -> None:
-    """Put the gradient of one slice into that of the bias."""
+    """Put the gradient of one slice into that of a bias without rows, or without keys, of its own."""
     if whole.shape[2] == 1:  # one row for all queries, which each slice has a term of
         whole[..., part.keys if whole.shape[3] > 1 else slice(None)] += dbias
-        return
-    rows = whole[:, :, part.rows]
-    if whole.shape[3] == 1:
-        rows.copy_(dbias)
-        return
-    rows[..., : part.start] = 0
-    rows[..., part.keys] = dbias
-    rows[..., part.stop :] = 0
+    else:
+        whole[:, :, part.rows] = dbias
 
 
 def _of_group(x: Tensor, heads: HeadGroup) -> Tensor:

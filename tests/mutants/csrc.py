@@ -5,6 +5,7 @@ from __future__ import annotations
 from .fault import Fault
 
 _RARE = "tests/test_cuda_rare.py::"
+_DBIAS_OUT = "tests/test_cuda_dbias_out.py::"
 
 
 def _every_gradient(bias: str) -> tuple[str, ...]:
@@ -176,6 +177,62 @@ FAULTS: tuple[Fault, ...] = (
         "for (int at = list[0] + list[1]; at < tiles_k; ++at) {",
         "for (int at = list[0] + list[1] + 1; at < tiles_k; ++at) {",
         ("tests/test_cuda_backward.py::test_dbias[(2, 2, 64)-B-Hq-Lq-Lk-empty tiles-cuda]",),
+    ),
+    Fault(
+        "zeros behind the band are written to rows that follow each other",
+        "csrc/sm90/backward/clear_dbias.cu",
+        "uint4* const to = x + row * p.stride_q;",
+        "uint4* const to = x + static_cast<int64_t>(row) * chunks;",
+        (f"{_DBIAS_OUT}test_every_mask[64-causal-cuda]",),
+    ),
+    Fault(
+        "zeros of empty tiles are written to rows that follow each other",
+        "csrc/sm90/backward/clear_dbias.cu",
+        "x[row * p.stride_q + chunk]",
+        "x[static_cast<int64_t>(row) * chunks + chunk]",
+        (f"{_DBIAS_OUT}test_every_mask[64-empty tiles-cuda]",),
+    ),
+    Fault(
+        "zeros are written to heads that follow each other",
+        "csrc/api/bias.h",
+        "params.stride_h = dbias.stride(1) / 8;",
+        "params.stride_h = dbias.size(2) * dbias.stride(2) / 8;",
+        (f"{_DBIAS_OUT}test_every_mask[64-empty tiles-cuda]",),
+    ),
+    Fault(
+        "zeros are written to entries that follow each other",
+        "csrc/api/bias.h",
+        "params.stride_b = dbias.stride(0) / 8;",
+        "params.stride_b = dbias.size(1) * dbias.stride(1) / 8;",
+        (f"{_DBIAS_OUT}test_every_mask[64-causal-cuda]",),
+    ),
+    Fault(
+        "zeros beside packed queries are those of the first head",
+        "csrc/api/backward_sequences.cpp",
+        "if (of.bias_packs_queries) cleared.stride_b = 0;",
+        "if (of.bias_packs_queries) cleared.stride_b = cleared.stride_h = 0;",
+        _sequences("test_every_number_of_dbias_is_written[{}-packed rows-cuda]"),
+    ),
+    Fault(
+        "a dbias of one place for several heads is stored",
+        "csrc/api/bias.h",
+        "dbias.size(dim) == 1 || dbias.stride(dim) > 0",
+        "dbias.size(dim) == 1 || dbias.stride(dim) >= 0",
+        (f"{_DBIAS_OUT}test_what_the_operator_refuses[cuda]",),
+    ),
+    Fault(
+        "a gradient that heads share is stored where it may not be",
+        "flash_dmattn/backends/cuda/bias_rows.py",
+        " or dbias.shape[:2] != (q.shape[0], q.shape[2]):",
+        ":",
+        (f"{_DBIAS_OUT}test_a_gradient_of_other_kernels_is_copied",),
+    ),
+    Fault(
+        "what kernels did not store in its place is not copied there",
+        "flash_dmattn/operators.py",
+        "dbias = dbias_out.copy_(dbias)",
+        "dbias = dbias_out",
+        (f"{_DBIAS_OUT}test_a_gradient_of_other_kernels_is_copied",),
     ),
     Fault(
         "delta of few keys is without dlse",

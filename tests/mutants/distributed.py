@@ -12,6 +12,7 @@ BYTES = "tests/test_distributed_explain.py::test_bytes_are_those_that_collective
 COVERED = "tests/test_distributed_reading.py::test_every_key_that_is_read_is_held_and_nothing_else_is_sent"
 PARTS = "tests/test_distributed_reading.py::test_results_are_those_of_one_process_and_the_bits_of_all_keys_sent"
 MISTAKE = "tests/test_distributed_workers.py::test_a_mistake_of_one_rank_raises_on_all"
+PLACES = "tests/test_distributed_slices.py::test_the_place_of_a_slice_is_handed_to_a_backend_that_stores_there"
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
@@ -83,6 +84,34 @@ FAULTS: tuple[Fault, ...] = (
         "    rows[..., : part.start] = 0\n",
         "",
         ("tests/test_distributed_slices.py::test_gradients_of_pairs_that_no_slice_has_are_zero",),
+    ),
+    Fault(
+        "the gradient of a bias is unwritten right of its slice",
+        PACKAGE + "rows.py",
+        "    rows[..., part.stop :] = 0\n",
+        "",
+        ("tests/test_distributed_slices.py::test_gradients_of_pairs_that_no_slice_has_are_zero",),
+    ),
+    Fault(
+        "the smallest slice is computed first",
+        PACKAGE + "rows.py",
+        "key=lambda one: -one[0].seqlen_q",
+        "key=lambda one: one[0].seqlen_q",
+        ("tests/test_distributed_slices.py::test_the_largest_slice_is_the_first_of_a_forward_pass",),
+    ),
+    Fault(
+        "no backend is told where the gradient of a slice goes",
+        PACKAGE + "rows.py",
+        "if place is not None and stores_dbias(backend):",
+        "if place is None and stores_dbias(backend):",
+        (PLACES,),
+    ),
+    Fault(
+        "a gradient that is not where it should be is left there",
+        PACKAGE + "rows.py",
+        "            elif dbias is not place:\n                place.copy_(dbias)\n",
+        "",
+        (PLACES,),
     ),
     Fault(
         "the gradient of keys is that of the largest slice",

@@ -20,6 +20,10 @@ __device__ __forceinline__ void clear(uint4* row, int from, int to) {
   for (int chunk = from + threadIdx.x % 32; chunk < to; chunk += 32) row[chunk] = make_uint4(0, 0, 0, 0);
 }
 
+__device__ __forceinline__ uint4* first_row(const ClearDbiasParams& p, int entry, int head) {
+  return static_cast<uint4*>(p.x) + entry * p.stride_b + head * p.stride_h;
+}
+
 // Of a mask: a block of threads has a row of tiles, whose list ends with the empty ones.
 __global__ void __launch_bounds__(kThreads) clear_masked_dbias_kernel(const __grid_constant__ ClearDbiasParams p) {
   griddep_wait();
@@ -30,12 +34,12 @@ __global__ void __launch_bounds__(kThreads) clear_masked_dbias_kernel(const __gr
   const int64_t mask = (p.mask_has_batch ? entry : 0) * p.mask_heads + head / p.heads_per_mask;
   const int32_t* const list = p.mask_lists + (mask * tiles_q + tile) * (2 + tiles_k);
   const int chunks = p.columns / kChunk, rows = min(kTile, p.rows - tile * kTile);
-  uint4* const x = static_cast<uint4*>(p.x) + (static_cast<int64_t>(pair) * p.rows + tile * kTile) * chunks;
+  uint4* const x = first_row(p, entry, head) + tile * kTile * p.stride_q;
   for (int at = list[0] + list[1]; at < tiles_k; ++at) {
     const int chunk = list[2 + at] * kTileChunks + threadIdx.x % kTileChunks;
     if (chunk >= chunks) continue;
     for (int row = threadIdx.x / kTileChunks; row < rows; row += kRowsAtOnce) {
-      x[static_cast<int64_t>(row) * chunks + chunk] = make_uint4(0, 0, 0, 0);
+      x[row * p.stride_q + chunk] = make_uint4(0, 0, 0, 0);
     }
   }
 }
@@ -53,10 +57,8 @@ __global__ void __launch_bounds__(kThreads) clear_dbias_kernel(const __grid_cons
     if (entry > 0) begin = of.first_q;
     if (entry + 1 < p.number) end = min(end, p.sequences.bounds[entry + 1].x);
   }
-  const int64_t rows_before = p.packs_rows ? static_cast<int64_t>(head) * p.rows
-                                           : (static_cast<int64_t>(entry) * p.num_heads + head) * p.rows;
   const int chunks = p.columns / kChunk;
-  uint4* const x = static_cast<uint4*>(p.x);
+  uint4* const x = first_row(p, entry, head);
   for (int row = begin + share * kWarps + threadIdx.x / 32; row < end; row += p.shares * kWarps) {
     const int i = row - first;
     int kept_from = chunks, kept_to = chunks;
@@ -67,7 +69,7 @@ __global__ void __launch_bounds__(kThreads) clear_dbias_kernel(const __grid_cons
         kept_to = min((high / kKept + 1) * (kKept / kChunk), chunks);
       }
     }
-    uint4* const to = x + (rows_before + row) * chunks;
+    uint4* const to = x + row * p.stride_q;
     clear(to, 0, kept_from);
     clear(to, kept_to, chunks);
   }

@@ -27,7 +27,7 @@ from ..interval_walk import interval_notes, interval_walk, walked_view
 from ..protocol import Availability
 from . import direct, extension
 from . import sequences as of_sequences
-from .bias_rows import copies_bias, copy_note, readable, readable_if_small
+from .bias_rows import copies_bias, copy_note, readable, readable_if_small, stores_into
 from .rules import AUTO_RULES, INSTANCES, RULES
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "MASK_FORM",
     "NAME",
     "RULES",
+    "STORES_DBIAS",
     "backward",
     "direct_backward",
     "direct_forward",
@@ -52,6 +53,7 @@ FEATURES = frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "de
     "dropout_p",
 }
 MASK_FORM = "prepared"
+STORES_DBIAS = True
 # Number of KV splits of the forward kernel: 0 lets the operator choose (csrc/api/num_splits.h), 1 is none. Tests set
 # others, to reach on small shapes what happens on large ones.
 NUM_KV_SPLITS = 0
@@ -287,6 +289,7 @@ def _backward(
     sink: Tensor | None = None,
     sequences: SequenceView | None = None,
     dropout: Tensor | None = None,
+    dbias_out: Tensor | None = None,
 ) -> Gradients:
     if sequences is not None:
         call = (dout, dlse, q, k, v, bias, out, lse, flags, needs_grad, sink, sequences)
@@ -312,7 +315,10 @@ def _backward(
             allocate = torch.zeros if mask.form == "intervals" else torch.empty
             sums = allocate((*lse.shape[:2], seqlen_k), dtype=torch.float32, device=q.device)
         else:
-            dbias = stored = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
+            if dbias_out is not None and stores_into(dbias_out, q, flags):
+                dbias = stored = dbias_out
+            else:
+                dbias = stored = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
     of_call = (low, high, flags.softmax_scale, flags.softcap, flags.deterministic, NUM_DBIAS_CHUNKS)
     numbers = (*of_call, dropout, flags.dropout_p)
     if any(x is not None for x in (dq, dk, dv, stored, sums)):

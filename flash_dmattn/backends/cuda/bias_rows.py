@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ...problem import AttentionProblem, bias_class, fits_tma
+from ...problem import AttentionProblem, Flags, bias_class, fits_tma
 
 _COLUMNS = 8  # a row of 16-bit values starts on 16 bytes where rows are multiples of it
 _SMALL = 4  # a copy is small where it is at most this part of q, k, v and out
@@ -99,3 +99,16 @@ def readable_if_small(bias: Tensor, q: Tensor, v: Tensor) -> Tensor:
     """The same of a bias that is small beside the call; any other as it is, of which the forward pass reads values."""
     copies = bias.dtype == q.dtype and is_small_and_shared(bias.shape, bias.stride(), q.shape, v.shape)
     return readable(bias) if copies else bias
+
+
+def stores_into(dbias: Tensor, q: Tensor, flags: Flags) -> bool:
+    """Whether kernels write dbias of one value per query and key to rows that lie in a larger tensor.
+
+    The main kernel does, by TMA: that of a bias that nothing shares. With a softcap or dropout it has no kernels that
+    store dbias at some head dims, and those that do it in its place want it contiguous.
+    """
+    if flags.softcap > 0 or flags.dropout_p > 0 or dbias.shape[:2] != (q.shape[0], q.shape[2]):
+        return False
+    shape, strides = dbias.shape, dbias.stride()
+    starts = dbias.data_ptr() % 16 == 0 and shape[3] % _COLUMNS == 0
+    return starts and strides[3] == 1 and fits_tma(shape, strides, dbias.element_size())
