@@ -49,7 +49,7 @@ _PLAIN = {"mask": BAND.value, "bias": NO_BIAS.value, "bias_tma": False}
 # it up to head dim 128 on sm_90; and what the shared memory of other GPUs, or wider heads, have room for.
 MOST_GROUP_ROWS = 64
 _FEW_ROWS, _FEW_ROWS_SMALL = (64, 4, 3), (32, 4, 2)
-# Where the kernel of dk and dv makes dq of sequences whose keys are one tile, in 16 bits up to head dim 64. H100: 8192
+# Where the kernel of dk and dv makes dq of sequences whose keys are one tile, in 16 bits up to head dim 128. H100: 8192
 # sequences of 16 take 1.70 ms, 2.71 with 64x64; 4096 of 48 1.84 with both.
 _ONE_PASS = Tile(16, 64, 4, 1)
 _BIAS_AT = 5  # of BIAS among `Call.constants`
@@ -136,7 +136,7 @@ class SequenceCall(Call):
     @property
     def may_take_one_pass(self) -> bool:
         """Whether one kernel may make all gradients of sequences whose keys are one tile: where that has been timed."""
-        narrow = self.q.dtype != torch.float32 and max(self.block_d, self.block_dv) <= 64
+        narrow = self.q.dtype != torch.float32 and max(self.block_d, self.block_dv) <= 128
         return narrow and self.is_short and not self.has_tiles
 
     def take_one_pass(self) -> None:
