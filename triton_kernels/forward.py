@@ -17,9 +17,7 @@ import triton.language as tl
 
 from .dropout import is_kept
 from .tile_ops import (
-    BAND,
     DENSE,
-    DENSE_ROW,
     KEY_BIAS,
     KEYS,
     LN2,
@@ -35,7 +33,6 @@ from .tile_ops import (
     TREE,
     bits_by_row,
     block_at,
-    fetch_to_l2,
     in_band,
     join_sink,
     keys_of_queries,
@@ -46,7 +43,6 @@ from .tile_ops import (
     load_tile,
     load_vector,
     mask_head,
-    page_within,
     scores_from,
     sequence_at,
     shape_of,
@@ -113,7 +109,6 @@ def forward_kernel(
     DROPOUT: tl.constexpr,
     HEADS_FIRST: tl.constexpr,
     ONE_LOOP: tl.constexpr,
-    AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """`scale` is |softmax_scale| * log2(e), or |softmax_scale| / softcap.
@@ -130,8 +125,7 @@ def forward_kernel(
     With DROPOUT p is dropped before it meets v, with the key at `dropout_key` and the numbers of `dropout`.
 
     With HEADS_FIRST out is (B, Hq, Lq, Dv). With ONE_LOOP every block is looked at as one at an edge, so that no second
-    loop waits for its first loads. The first AHEAD blocks are asked for before q is waited for. With OVERLAP the kernel
-    behind this one may start, and has to wait for what it reads.
+    loop waits for its first loads. With OVERLAP the kernel behind this one may start, and has to wait for what it reads.
     """
     scale = tl.cast(scale, tl.float32)  # Inductor passes floats as fp64
     softcap = tl.cast(softcap, tl.float32)
@@ -205,21 +199,6 @@ def forward_kernel(
         last = tl.minimum(first + BLOCK_M, shape.seqlen_q) - 1
     dims = tl.arange(0, BLOCK_D)
     dims_v = tl.arange(0, BLOCK_DV)
-    if AHEAD > 0:
-        _, full, inside, before, after = keys_of_queries(
-            first, last, 0, mask_strides, shape, BAND, LEFT, RIGHT, BLOCK_N
-        )
-        block = full - before
-        if SPLIT_KEYS:
-            block += (inside + before + after) * part // splits
-        soon = block * BLOCK_N + tl.arange(0, AHEAD * BLOCK_N)
-        soon = tl.maximum(tl.minimum(soon, shape.seqlen_k - 1), 0)
-        owner = b_k
-        if SEQUENCES == PAGED or SEQUENCES == PAGED_PACKED:
-            owner = page_within(tl.load(table + soon // PAGE, mask=soon < shape.seqlen_k, other=0), layout)
-            soon = soon % PAGE
-        fetch_to_l2(k, k_strides, owner, h_k, soon, shape.head_dim, BLOCK_D)
-        fetch_to_l2(v, v_strides, owner, h_k, soon, shape.head_dim_v, BLOCK_DV)
     if GROUPED:
         q_rows = q + b_q * q_strides.batch + rows.to(tl.int64) * q_strides.row + h.to(tl.int64) * q_strides.head
         is_value = (rows < shape.seqlen_q)[:, None] & (dims < shape.head_dim)[None, :]
@@ -265,9 +244,6 @@ def forward_kernel(
             keys = place + tl.arange(0, BLOCK_N)
             if MASK == KEYS:
                 keys = tl.load(data + keys, mask=keys < shape.seqlen_k, other=shape.seqlen_k)
-            elif MASK == DENSE_ROW:  # a key that no row sees is as one behind the last: nothing is read of it
-                seen = tl.load(data + keys.to(tl.int64) * mask_strides.key, mask=keys < shape.seqlen_k, other=0)
-                keys = tl.where(seen != 0, keys, shape.seqlen_k)
             if SEQUENCES == PAGED or SEQUENCES == PAGED_PACKED:
                 k_tile = load_pages(
                     k, table, layout, k_strides, h_k, place, keys, shape.seqlen_k, dims, shape.head_dim,

@@ -18,7 +18,6 @@ from .plan_backward import MOST_FEW_KEYS, plan_backward
 from .plan_forward import plan_forward
 from .plan_short import plan_short_backward, plan_short_forward
 from .short_calls import ShortCall
-from .tile_table import MOST_FEW_ROWS
 
 
 def forward(
@@ -41,7 +40,7 @@ def forward(
     sink = None if sink is None else sink.contiguous()
     with on_device(q):
         if mask.dense is not None and not is_short_forward(q, k, v, mask):
-            mask = _read_or_packed(mask.dense, q, k, v, flags, takes_group_rows(q, k, mask, flags))
+            mask = _packed_for_forward(mask.dense, q, k, flags, takes_group_rows(q, k, mask, flags))
         key = ("forward", mask.form, flags, *signature(q, k, v, bias, sink, dropout, *mask.tensors))
         plan = remembered(plans, key, lambda: forward_plan(planned_call(q, k, v, mask, bias, flags, sink)))
         plan(q, k, v, mask, bias, sink, out, lse, dropout)
@@ -75,9 +74,6 @@ def is_short_backward(q: Tensor, k: Tensor, v: Tensor, mask: MaskView) -> bool:
     return ShortCall.of(q, k, v, mask).serves_backward()
 
 
-# Keys of all heads up to which few queries read a bool mask as it is: a walk over all keys, of which those that are not
-# kept are not fetched, is shorter than packing the mask and the launches of that.
-MOST_READ_KEYS = 2**19
 # From this many keys on, reading k and v once for a whole group pays.
 GROUP_ROWS_FROM = 512
 
@@ -118,23 +114,12 @@ def _heads_as_rows(x: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return x.unflatten(1, (k.shape[2], -1)).squeeze(3) if x.shape[1] == q.shape[2] else x
 
 
-def _read_or_packed(bools: Tensor, q: Tensor, k: Tensor, v: Tensor, flags: Flags, groups: bool) -> MaskView:
-    """A bool mask in the form that a forward pass reads."""
-    rows, heads = q.shape[1:3]
-    if groups:
-        bools, heads, flags = _heads_as_rows(bools, q, k), k.shape[2], flags._replace(left=-1, right=-1)
-        rows = q.shape[2] // heads
-    if reads_one_row(bools, rows, heads, q, k, v, flags):
-        return MaskView("dense", (bools,))
-    return _packed(bools, rows, k.shape[1], flags)
-
-
-def reads_one_row(bools: Tensor, rows: int, heads: int, q: Tensor, k: Tensor, v: Tensor, flags: Flags) -> bool:
-    """Whether few queries, the rows of each head, read a bool mask with one row for all of them as it is."""
-    is_one = bools.shape[2] == 1 or bools.stride()[2] == 0
-    if not is_one or rows > MOST_FEW_ROWS or max(q.shape[3], v.shape[3]) > 128 or flags.dropout_p > 0:
-        return False
-    return q.shape[0] * heads * k.shape[1] <= MOST_READ_KEYS
+def _packed_for_forward(bools: Tensor, q: Tensor, k: Tensor, flags: Flags, groups: bool) -> MaskView:
+    """A bool mask in the form that a forward pass reads, in which heads of groups may be rows."""
+    if not groups:
+        return _packed(bools, q.shape[1], k.shape[1], flags)
+    rows = q.shape[2] // k.shape[2]
+    return _packed(_heads_as_rows(bools, q, k), rows, k.shape[1], flags._replace(left=-1, right=-1))
 
 
 def backward(

@@ -17,7 +17,6 @@ from .tile_ops import (
     BAND,
     BOUNDS,
     DENSE,
-    DENSE_ROW,
     KEY_BIAS,
     KEYS,
     LOG2E,
@@ -122,12 +121,25 @@ class Call:
 
     @property
     def has_few_rows(self) -> bool:
-        """Whether all queries of a head are one tile of the least size, bound by reading k and v."""
-        return self.shape.seqlen_q <= MOST_FEW_ROWS and max(self.block_d, self.block_dv) <= 128
+        """Whether all queries of a head are one tile of the least size, bound by reading k and v.
 
-    def read_one_row(self) -> None:
-        """Have a bool mask of one row for all queries read as it is."""
-        self.mask_kind = DENSE_ROW.value
+        Not of kept keys where more than two heads would share an SM: larger tiles gather them faster.
+        """
+        if self.shape.seqlen_q > MOST_FEW_ROWS or max(self.block_d, self.block_dv) > 128:
+            return False
+        return self.mask_kind != KEYS.value or self._heads <= 2 * self.num_sms
+
+    @property
+    def _has_wide_blocks(self) -> bool:
+        """Whether programs of few rows, one for each head, go by wide blocks of keys: one of them fills an SM.
+
+        Not where two shares of the keys of each find an SM of their own, or two heads share one.
+        """
+        return self._heads > 2 * self.num_sms or self.num_sms < 2 * self._heads <= 2 * self.num_sms
+
+    @property
+    def _heads(self) -> int:
+        return self.shape.batch * self.shape.num_heads
 
     @property
     def overlaps(self) -> bool:
@@ -144,7 +156,8 @@ class Call:
         block_d = max(self.block_d, self.block_dv)
         bias_tma = self.bias_tma() and self.tma(self.k, self.v)
         read = BAND.value if self.mask_kind == TREE.value else self.mask_kind  # a tree is a band but for the last keys
-        kinds = {"mask": read, "bias": self.bias_kind, "bias_tma": bias_tma, "few_rows": self.has_few_rows}
+        few = None if not self.has_few_rows else "wide" if self._has_wide_blocks else "narrow"
+        kinds = {"mask": read, "bias": self.bias_kind, "bias_tma": bias_tma, "few_rows": few}
         return tile_of(kernel, self.q.dtype, block_d, self.arch, **kinds)
 
     def precision_of(self, kernel: str) -> str:

@@ -14,31 +14,28 @@ from .forward import forward_kernel
 from .forward_combine import combine_kernel
 from .kernel_launch import Launch
 from .plan import Call, num_kv_splits, read_of, row_strides
-from .tile_ops import DENSE_ROW, KEYS, NO_SEQUENCES, TILES, Shape
+from .tile_ops import KEYS, NO_SEQUENCES, TILES, Shape
 
 # A share of the keys of few rows has at least so many blocks, and a call at most so many shares.
 LEAST_BLOCKS, MOST_SHARES = 2, 64
+_LISTS = (KEYS.value, TILES.value)
 # Values of parts for each thread of the kernel that combines them, as far as its most warps reach, and those at once.
 VALUES_OF_THREAD, COMBINE_WARPS, COMBINE_VALUES = 32, 4, 8192
-# Blocks of k and v that a program of few rows asks for before it waits for q.
-AHEAD = 2
 
 
 def plan_forward(call: Call) -> Callable[..., None]:
     """How a class of calls makes out and lse: run(q, k, v, mask, bias, sink, out, lse, dropout)."""
-    if call.mask.form == "dense":
-        call.read_one_row()
     shape, flags, tile = call.shape, call.flags, call.tile("forward")
     few = call.has_few_rows
     tma, bias_tma, descriptors = (False, False, []) if few else call.key_descriptors(tile)
     programs = triton.cdiv(shape.seqlen_q, tile.block_m) * shape.batch * shape.num_heads
-    splits = (num_key_shares if few else num_kv_splits)(
-        programs, triton.cdiv(shape.seqlen_k, tile.block_n), call.num_sms
-    )
+    blocks = triton.cdiv(shape.seqlen_k, tile.block_n)
+    splits = num_kv_splits(programs, blocks, call.num_sms)
+    if few:  # two to an SM where places of keys are read before they are
+        splits = num_key_shares(programs, blocks, call.num_sms * (2 if call.mask_kind in _LISTS else 1))
     edges = call.edges(shape.seqlen_k % tile.block_n)
     strides = row_strides(call.q, call.k, call.v)
-    mask_strides = call.dense_mask_strides() if call.mask.form == "dense" else call.mask_strides()
-    numbers = (call.bias_strides(bias_tma), mask_strides, shape, abs(call.scale_log2), flags.softcap, splits)
+    numbers = (call.bias_strides(bias_tma), call.mask_strides(), shape, abs(call.scale_log2), flags.softcap, splits)
     numbers = (*numbers, *call.sink_strides, None, call.dropout)
     constants = (
         *call.constants(tile),
@@ -57,7 +54,6 @@ def plan_forward(call: Call) -> Callable[..., None]:
         call.has_dropout,
         call.heads_first,
         few and edges and call.mask_kind != TILES.value,
-        blocks_ahead(call) if few else 0,
         call.overlaps and splits > 1,
     )
     launch = Launch(forward_kernel, programs * splits, (*strides, *numbers), constants, tile.options, descriptors)
@@ -86,16 +82,10 @@ def plan_forward(call: Call) -> Callable[..., None]:
     return run
 
 
-def num_key_shares(programs: int, blocks: int, num_sms: int) -> int:
-    """Among how many programs to share the keys of few rows: two to each SM, none with more blocks than it must."""
-    shares = max(1, min(2 * num_sms // programs, blocks // LEAST_BLOCKS, MOST_SHARES))
+def num_key_shares(heads: int, blocks: int, most_programs: int) -> int:
+    """Among how many programs to share the keys of few rows of each head, none with more blocks than it must."""
+    shares = max(1, min(most_programs // heads, blocks // LEAST_BLOCKS, MOST_SHARES))
     return triton.cdiv(blocks, triton.cdiv(blocks, shares))
-
-
-def blocks_ahead(call: Call) -> int:
-    """How many blocks of k and v a program of few rows asks for before it waits for q, where it knows their place."""
-    knows = call.mask_kind not in (DENSE_ROW.value, KEYS.value, TILES.value)
-    return AHEAD if call.arch == "sm_90" and knows else 0
 
 
 def plan_combine(call: Call, shape: Shape, splits: int) -> Launch:

@@ -20,7 +20,7 @@ from .forward import forward_kernel
 from .kernel_launch import Launch
 from .plan import Call, classes_of, read_of, row_strides
 from .plan_backward import MOST_FEW_KEYS
-from .plan_forward import blocks_ahead, empty_parts, plan_combine
+from .plan_forward import empty_parts, plan_combine
 from .plan_slots import chunks_of, most_slots, plan_sum
 from .tile_ops import (
     BAND,
@@ -49,7 +49,7 @@ _PLAIN = {"mask": BAND.value, "bias": NO_BIAS.value, "bias_tma": False}
 # it up to head dim 128 on sm_90; and what the shared memory of other GPUs, or wider heads, have room for.
 MOST_GROUP_ROWS = 64
 # With pages Triton keeps (stages - 1) / 2 tiles: their table is read ahead of them.
-_FEW_ROWS, _FEW_ROWS_PAGED, _FEW_ROWS_SMALL = (64, 4, 3), (64, 4, 3), (32, 4, 2)
+_FEW_ROWS, _FEW_ROWS_PAGED, _FEW_ROWS_SMALL = (64, 4, 3), (64, 4, 5), (32, 4, 2)
 # Where the kernel of dk and dv makes dq of sequences whose keys are one tile, in 16 bits up to head dim 128. H100: 8192
 # sequences of 16 take 1.70 ms, 2.71 with 64x64; 4096 of 48 1.84 with both.
 _ONE_PASS = Tile(16, 64, 4, 1)
@@ -182,7 +182,7 @@ def plan_forward(call: SequenceCall, out: Tensor) -> Callable[..., None]:
     """How a class of calls makes out and lse: run(q, k, v, mask, bias, sink, out, lse, sequences, dropout)."""
     shape, flags, tile = call.shape, call.flags, call.tile("forward")
     tiles, search = call.tiles_of_queries(tile.block_m)
-    heads, grouped, splits, ahead = shape.num_heads, False, 1, 0
+    heads, grouped, splits = shape.num_heads, False, 1
     most_rows = shape.seqlen_q * shape.group
     # Not of packed sequences, where the bound on lengths would change the order of sums; nor with dropout, which goes
     # by tiles of queries of one head.
@@ -197,7 +197,7 @@ def plan_forward(call: SequenceCall, out: Tensor) -> Callable[..., None]:
             step = _FEW_ROWS_PAGED if flags.layout.startswith("paged") else _FEW_ROWS
         tile = Tile(max(16, triton.next_power_of_2(most_rows)), *step)
         tiles, search, heads, grouped = call.number, False, call.num_heads_k, shape.group > 1
-        splits, ahead = _key_parts(call, tiles * heads), blocks_ahead(call)
+        splits = _key_parts(call, tiles * heads)
     numbers = (*call.scores_strides(), shape, abs(call.scale_log2), flags.softcap, splits, *call.sink_strides)
     constants = list(call.constants(tile))
     if grouped and call.bias is not None:
@@ -222,7 +222,7 @@ def plan_forward(call: SequenceCall, out: Tensor) -> Callable[..., None]:
         max(1, call.k.shape[1]) if flags.layout.startswith("paged") else 0,
         grouped,
         call.has_dropout,
-        *(False, False, ahead, call.overlaps and splits > 1),
+        *(False, False, call.overlaps and splits > 1),
     ]
     launch = Launch(
         forward_kernel,

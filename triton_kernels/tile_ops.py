@@ -167,21 +167,6 @@ def load_tile(
 
 
 @triton.jit
-def fetch_to_l2(x, strides, b, h, rows, num_dims, BLOCK_D: tl.constexpr):
-    """Ask an NVIDIA GPU to bring rows of one head of a (B, L, H, D) tensor into its L2 cache; nothing waits for them.
-
-    `b` is one entry, or the page of each row.
-    """
-    LINE: tl.constexpr = 1024 // x.dtype.element_ty.primitive_bitwidth  # values in 128 bytes
-    lines = tl.arange(0, BLOCK_D // LINE if BLOCK_D > LINE else 1) * LINE
-    at = x + b * strides.batch + rows.to(tl.int64) * strides.row + h.to(tl.int64) * strides.head
-    at = at[:, None] + tl.minimum(lines, num_dims - 1)[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def tiles_of_rows(rows, most, number, SEARCH: tl.constexpr, BLOCK: tl.constexpr):
     """How many tiles the rows of sequences have at most: `sequence_at` finds those that there are."""
     if SEARCH:
@@ -246,12 +231,6 @@ def tiles_from(data, index, strides, first_row, first_place, own):
 
 
 @triton.jit
-def page_within(page, layout):
-    """An entry of the table of pages: a wrong one reads wrong keys, not beyond them."""
-    return tl.minimum(tl.maximum(page, 0), layout.pages - 1).to(tl.int64)
-
-
-@triton.jit
 def load_pages(
     x,
     table,
@@ -273,7 +252,7 @@ def load_pages(
         page = tl.load(table + first // PAGE)
     else:
         page = tl.load(table + keys // PAGE, mask=is_key, other=0)
-    page = page_within(page, layout)
+    page = tl.minimum(tl.maximum(page, 0), layout.pages - 1).to(tl.int64)  # a wrong table reads wrong keys, not beyond
     rows = page * strides.batch + (keys % PAGE).to(tl.int64) * strides.row + h.to(tl.int64) * strides.head
     inside = is_key[:, None]
     if CHECK_DIMS:
@@ -427,7 +406,7 @@ def mask_head(data, index, strides, b, h, MASK: tl.constexpr):
     """Data and index of the head of a mask that query head h reads; zeros where there is no mask."""
     if MASK == BAND:
         return 0, 0
-    elif MASK == DENSE or MASK == DENSE_ROW:
+    elif MASK == DENSE:
         return shared_head(data, strides, b, h), 0
     elif MASK == TREE:
         return data + entry_of(b, strides) * strides.batch, 0
@@ -455,7 +434,7 @@ def keys_of_queries(
             lo, lo_full = tl.load(index + lo), tl.load(index + lo_full)
             hi_full, hi = tl.load(index + hi_full), tl.load(index + hi)
         start, full, end, stop = blocks_of(lo, lo_full, hi_full, hi, BLOCK)
-        if MASK == DENSE or MASK == DENSE_ROW:  # every block needs a look
+        if MASK == DENSE:  # every block needs a look
             return index, start, 0, 0, stop - start
         else:
             return index, full, end - full, full - start, stop - end
