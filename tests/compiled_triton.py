@@ -28,7 +28,7 @@ from flash_dmattn.problem import Flags, Layout, MaskForm, MaskView, NeedsGrad, P
 from flash_dmattn.sequences.cache_writes import CacheWrite
 from flash_dmattn.triton_kernels import append, interval_pack, key_pack, mask_pack, plan_sequences, sequence_pack
 from flash_dmattn.triton_kernels.kernel_launch import Launch
-from flash_dmattn.triton_kernels.launch import backward_plan, forward_plan, is_short_backward
+from flash_dmattn.triton_kernels.launch import backward_plan, forward_plan
 from flash_dmattn.triton_kernels.plan import Call
 from flash_dmattn.triton_kernels.plan_sequences import SequenceCall
 
@@ -64,7 +64,6 @@ class Variant:
     tf32: bool = False  # as where torch allows it for products of fp32
     sink: bool = False
     dropout_p: float = 0.0
-    one_row: bool = False  # a bool mask of one row for all queries
     heads_first: bool = False  # as out is in memory
     row_stride: int = 0  # elements from a row of q, k, v and dout to the next; 0: contiguous
 
@@ -85,7 +84,7 @@ class Variant:
         elif self.mask == "keys":
             shapes = [(self.batch, 1, self.seqlen_k), (self.batch, 1), (self.batch, 1, self.seqlen_k + 1)]
         elif self.mask == "dense":
-            shapes = [(self.batch, 1, 1 if self.one_row else self.seqlen_q, self.seqlen_k)]
+            shapes = [(self.batch, 1, self.seqlen_q, self.seqlen_k)]
         elif self.mask == "intervals":
             shapes = [(self.batch, 1, self.seqlen_k)] * 2
         tensors = [torch.empty(shape, dtype=torch.int32, device="meta") for shape in shapes]
@@ -127,10 +126,7 @@ class Variant:
 
 
 def run_plans(call: Call, launch: Callable[..., None]) -> None:
-    """Run both passes of a call with every gradient asked for, with another function in the place of each launch.
-
-    Of a call with a mask that few queries read as it is, the forward pass alone.
-    """
+    """Run both passes of a call with every gradient asked for, with another function in the place of each launch."""
     q, k, v, mask, bias = call.q, call.k, call.v, call.mask, call.bias
     sink = torch.empty(q.shape[2], dtype=q.dtype, device=q.device) if call.has_sink else None
     key = key_of(call)
@@ -139,8 +135,6 @@ def run_plans(call: Call, launch: Callable[..., None]) -> None:
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], device=q.device)
     with mock.patch.object(Launch, "__call__", launch):
         forward_plan(call)(q, k, v, mask, bias, sink, out, lse, key)
-        if mask.form == "dense" and not is_short_backward(q, k, v, mask):
-            return  # a backward pass packs it first
         run = backward_plan(call, dout, None, needs_grad)
         run(dout, None, q, k, v, mask, bias, sink, out, lse, key)
 

@@ -40,7 +40,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "128 few queries, heads first": {**FEW_QUERIES, "heads_first": True},
     "128 few queries, full": {**FEW_QUERIES, "bias": FULL},
     "128 few queries, keys": {**FEW_QUERIES, "mask": "keys"},
-    "128 few queries, one row": {**FEW_QUERIES, "mask": "dense", "one_row": True},
+    "64 few queries, wide": {**FEW_QUERIES, "head_dim": 64, "batch": 64, "softcap": 2.0},
+    "128 few queries, wide": {**FEW_QUERIES, "batch": 64, "is_causal": True},
     "64 few keys": {"head_dim": 64, "seqlen_q": 65536, "seqlen_k": 64, "num_heads": 2, "num_heads_k": 1},
     # Not through the tensor memory accelerator, which small calls do not pay for either, and with offsets of 64 bits.
     "64 short": {"head_dim": 64, "batch": 1, "seqlen_q": 500, "seqlen_k": 500, "num_heads": 2, "num_heads_k": 2},

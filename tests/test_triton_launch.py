@@ -251,35 +251,6 @@ def test_the_heads_of_a_group_are_written_to_out_itself(plans: dict[Any, Any], m
         assert written is out
 
 
-MASKS_OF_ONE_ROW: tuple[tuple[tuple[int, ...], dict[str, Any], bool], ...] = (
-    ((2, 1, 1, 300), {}, True),
-    ((1, 4, 1, 300), {"seqlen_q": 16}, True),
-    ((1, 4, 1, 300), {"seqlen_q": 17}, False),
-    ((2, 1, 5, 300), {"seqlen_q": 5}, False),
-    ((2, 1, 1, 300), {"head_dim": 136}, False),
-    ((2, 1, 1, 300), {"dropout_p": 0.1}, False),
-    ((2, 1, 1, 2**17), {}, False),  # a walk over as many keys is longer than packing
-)
-
-
-@pytest.mark.parametrize(("shape", "changes", "as_it_is"), MASKS_OF_ONE_ROW)
-def test_few_queries_read_a_mask_of_one_row_as_it_is(
-    shape: tuple[int, ...], changes: dict[str, Any], as_it_is: bool
-) -> None:
-    from flash_dmattn.problem import Flags
-    from flash_dmattn.triton_kernels.launch import reads_one_row
-
-    dims = {"seqlen_q": 5, "head_dim": 16, "dropout_p": 0.0, **changes}
-    q = torch.empty(2, dims["seqlen_q"], 4, dims["head_dim"], device="meta")
-    k = torch.empty(2, shape[3], 4, dims["head_dim"], device="meta")
-    flags = Flags(-1, -1, 0.25, 0.0, False)._replace(dropout_p=dims["dropout_p"])
-    mask, rows = torch.empty(shape, dtype=torch.bool, device="meta"), dims["seqlen_q"]
-    for bools in (mask, mask.expand(2, 4, *shape[2:])):
-        assert reads_one_row(bools, rows, 4, q, k, k, flags) is as_it_is
-    if shape[2] == 1:
-        assert reads_one_row(mask.expand(-1, -1, rows, -1), rows, 4, q, k, k, flags) is as_it_is
-
-
 def test_what_an_operator_or_the_way_without_it_makes_is_alike(plans: dict[Any, Any]) -> None:
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -19,25 +19,69 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize(
-    ("programs", "blocks", "shares"),
+    ("heads", "blocks", "shares"),
     [
-        (8, 128, 32),
-        (64, 128, 4),
-        (100, 128, 2),
-        (133, 128, 1),
+        (8, 128, 16),
+        (8, 16, 8),
+        (64, 128, 2),
+        (66, 128, 2),
+        (67, 128, 1),
         (4096, 1, 1),
         (1, 5, 2),
         (1, 1, 1),
         (1, 4096, 64),
-        (32, 65, 8),
+        (16, 65, 8),
     ],
 )
-def test_shares_of_the_keys_of_few_rows_fill_two_programs_of_each_sm(programs: int, blocks: int, shares: int) -> None:
+def test_shares_of_the_keys_of_few_rows_fill_the_sms(heads: int, blocks: int, shares: int) -> None:
     from flash_dmattn.triton_kernels.plan_forward import num_key_shares
 
-    assert num_key_shares(programs, blocks, 132) == shares
+    assert num_key_shares(heads, blocks, 132) == shares
     most = -(-blocks // shares)
     assert shares == 1 or -(-blocks // (shares - 1)) > most  # fewer would each have more
+
+
+# Heads of a call on 132 SMs: blocks of few rows at head dims 64 and 128, shares of 4096 keys, those of kept keys, and
+# the rows and blocks of those at head dim 128.
+OF_HEADS: dict[int, tuple[tuple[int, int], int, int, tuple[int, int]]] = {
+    8: ((128, 64), 16, 32, (16, 64)),
+    66: ((128, 64), 2, 4, (16, 64)),
+    67: ((256, 128), 1, 3, (16, 64)),
+    132: ((256, 128), 1, 2, (16, 64)),
+    133: ((128, 64), 1, 1, (16, 64)),
+    264: ((128, 64), 1, 1, (16, 64)),
+    265: ((256, 128), 1, 1, (64, 64)),
+}
+
+
+@pytest.mark.parametrize("heads", OF_HEADS)
+def test_tiles_and_shares_of_few_rows_go_by_how_many_heads_an_sm_has(
+    heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flash_dmattn.problem import Flags, MaskView
+    from flash_dmattn.triton_kernels import plan_forward
+    from flash_dmattn.triton_kernels.plan import Call
+
+    launched: list[tuple[int, tuple[object, ...]]] = []
+    monkeypatch.setattr(
+        plan_forward, "Launch", lambda kernel, programs, numbers, constants, *_: launched.append((programs, constants))
+    )
+
+    def plan(head_dim: int, mask: MaskView) -> tuple[int, int, int]:
+        q = torch.empty(1, 4, heads, head_dim, dtype=torch.bfloat16, device="meta")
+        k = torch.empty(1, 4096, heads, head_dim, dtype=torch.bfloat16, device="meta")
+        call = Call(q, k, k, mask, None, Flags(-1, -1, 0.1, 0.0, False))
+        call.arch, call.num_sms = "sm_90", 132
+        launched.clear()
+        plan_forward.plan_forward(call)
+        (programs, (block_m, block_n, *_)), *_ = launched
+        assert isinstance(block_m, int) and isinstance(block_n, int) and programs % heads == 0
+        return block_m, block_n, programs // heads
+
+    blocks, shares, shares_of_lists, tile_of_lists = OF_HEADS[heads]
+    kept = tuple(torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((1, 1, 4096), (1, 1), (1, 1, 4097)))
+    assert [plan(d, MaskView()) for d in (64, 128)] == [(16, n, min(shares, 4096 // n // 2)) for n in blocks]
+    assert plan(128, MaskView("keys", kept)) == (*tile_of_lists, shares_of_lists)
 
 
 @pytest.fixture

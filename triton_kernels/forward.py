@@ -125,7 +125,7 @@ def forward_kernel(
     With DROPOUT p is dropped before it meets v, with the key at `dropout_key` and the numbers of `dropout`.
 
     With HEADS_FIRST out is (B, Hq, Lq, Dv). With ONE_LOOP every block is looked at as one at an edge, so that no second
-    loop waits for its first loads. With OVERLAP the kernel behind this one may start, and has to wait for what it reads.
+    loop waits for its first loads. With OVERLAP the kernel behind this one may start, and waits for what it reads.
     """
     scale = tl.cast(scale, tl.float32)  # Inductor passes floats as fp64
     softcap = tl.cast(softcap, tl.float32)

@@ -381,8 +381,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a class of calls with rows of another stride is planned as if it had none",
         "flash_dmattn/backends/triton/direct.py",
-        "    if not _has_unit_rows(p):\n        return _forward_of_others",
-        "    if False:\n        return _forward_of_others",
+        "    if not _has_unit_rows(p) or (heads_first",
+        "    if (heads_first",
         (f"{DIRECT}test_kernels_are_launched_alike",),
     ),
     # Calls with heads first

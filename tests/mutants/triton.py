@@ -6,8 +6,8 @@ from .fault import Fault
 
 _LINES = "tests/test_triton_interpreter.py::test_lines_that_random_calls_may_miss"
 SCORES, SOFTCAP, BANDS = (f"{_LINES}[scores-4]",), (f"{_LINES}[softcap-3]",), (f"{_LINES}[bands-7]",)
-MASKS, PARTS, SINKS = (f"{_LINES}[masks-2]",), (f"{_LINES}[parts-7]",), (f"{_LINES}[sinks-4]",)
-ONE_ROW, MASKS_OF_FEW = (f"{_LINES}[one row-7]",), PARTS
+MASKS, PARTS, SINKS = (f"{_LINES}[masks-2]",), (f"{_LINES}[parts-9]",), (f"{_LINES}[sinks-4]",)
+OF_FEW_ROWS = ("tests/test_triton_plan.py::test_tiles_and_shares_of_few_rows_go_by_how_many_heads_an_sm_has",)
 EMPTY_ROWS = ("tests/test_triton_interpreter.py::test_the_lse_of_an_empty_row_takes_no_gradient",)
 _PACKING = "tests/test_mask_pack_interpreter.py::test_interpreted"
 INTERVALS = ("tests/test_triton_interpreter.py::test_interval_masks",)
@@ -390,20 +390,34 @@ FAULTS: tuple[Fault, ...] = (
         "start, 0, 0, inside + before + after",
         PARTS,
     ),
-    # Bool masks of one row, read as they are
     Fault(
-        "a key that no row sees is seen",
-        "triton_kernels/forward.py",
-        "keys = tl.where(seen != 0, keys, shape.seqlen_k)",
-        "keys = tl.where(seen != 0, keys, keys)",
-        ONE_ROW,
+        "a mask of each head of a group is packed as one of each group",
+        "triton_kernels/launch.py",
+        "return _packed(_heads_as_rows(bools, q, k), rows,",
+        "return _packed(bools[:, :: bools.shape[1] // k.shape[2] or 1], rows,",
+        PARTS,
+    ),
+    # Few rows
+    Fault(
+        "few rows of kept keys have a tile of their own however many heads there are",
+        "triton_kernels/plan.py",
+        "or self._heads <= 2 * self.num_sms",
+        "or True",
+        OF_FEW_ROWS,
     ),
     Fault(
-        "a mask of a value per query is read as one row",
-        "triton_kernels/launch.py",
-        "is_one = bools.shape[2] == 1 or bools.stride()[2] == 0",
-        "is_one = True",
-        MASKS_OF_FEW,
+        "a few rows' head that has an SM to itself goes by narrow blocks",
+        "triton_kernels/plan.py",
+        "or self.num_sms < 2 * self._heads <= 2 * self.num_sms",
+        "or False",
+        OF_FEW_ROWS,
+    ),
+    Fault(
+        "shares of few rows' lists are as many as an SM each",
+        "triton_kernels/plan_forward.py",
+        "call.num_sms * (2 if call.mask_kind in _LISTS else 1)",
+        "call.num_sms",
+        OF_FEW_ROWS,
     ),
     # Interval masks
     Fault(
