@@ -133,9 +133,10 @@ class Call:
     def _has_wide_blocks(self) -> bool:
         """Whether programs of few rows, one for each head, go by wide blocks of keys: one of them fills an SM.
 
-        Not where two shares of the keys of each find an SM of their own, or two heads share one.
+        So where more than two would share an SM, and where many SMs have none but two for each head are too few.
         """
-        return self._heads > 2 * self.num_sms or self.num_sms < 2 * self._heads <= 2 * self.num_sms
+        leaves_some = self.num_sms < 2 * self._heads <= 3 * self.num_sms // 2
+        return leaves_some or self._heads > 2 * self.num_sms
 
     @property
     def _heads(self) -> int:

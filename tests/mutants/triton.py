@@ -406,10 +406,10 @@ FAULTS: tuple[Fault, ...] = (
         OF_FEW_ROWS,
     ),
     Fault(
-        "a few rows' head that has an SM to itself goes by narrow blocks",
+        "few rows go by narrow blocks where many SMs have no head",
         "triton_kernels/plan.py",
-        "or self.num_sms < 2 * self._heads <= 2 * self.num_sms",
-        "or False",
+        "return leaves_some or self._heads > 2 * self.num_sms",
+        "return self._heads > 2 * self.num_sms",
         OF_FEW_ROWS,
     ),
     Fault(
