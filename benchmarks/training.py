@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -134,7 +135,8 @@ def batches(sizes: Sizes) -> Iterator[Batch]:
     yield Batch("8 of 2048", "t5", lambda device: full(8, n(2048), device), three)
     yield Batch("8 of 512 to 2048, padded", "t5", lambda device: padded(spread(n(512), n(2048), 8), device), three)
     yield Batch("32 of 512, dropout 0.1", "t5", lambda device: full(32, n(512), device), three, 0.1)
-    yield Batch(f"{sizes.images} images", "swin", lambda device: images(sizes.images, size, device))
+    for count in (sizes.images, 4 * sizes.images):
+        yield Batch(f"{count} images", "swin", partial(images, count, size))
 
 
 def make_model(batch: Batch, sizes: Sizes, implementation: str, device: torch.device) -> Any:
