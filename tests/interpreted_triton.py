@@ -346,7 +346,8 @@ LINES = {
         # The heads of a group are rows of one tile, and lie in out before the queries that they are taken for.
         GROUPS,
         GROUPS.with_(sink="normal", bias=("B", "Hq", "1", "Lk"), dtype=torch.float16),
-        # A mask of each group is a set of keys, one of each head a row of tiles.
+        # Sets of kept keys behind a window; a mask of each group is a set, one of each head a row of tiles.
+        FEW_ROWS.with_(mask=("B", "1", "1", "Lk"), window_size=(150, 40), sink="normal"),
         GROUPS.with_(mask=("B", "Hk", "1", "Lk")),
         GROUPS.with_(mask=("B", "Hq", "1", "Lk"), softcap=2.0),
     ),

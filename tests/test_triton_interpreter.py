@@ -73,7 +73,7 @@ def test_few_keys_do_not_feel_the_rounding_of_out_and_lse() -> None:
 
 @pytest.mark.parametrize(
     "name, count",
-    (("scores", 4), ("softcap", 3), ("bands", 7), ("masks", 2), ("parts", 9), ("sinks", 4), ("dropout", 9)),
+    (("scores", 4), ("softcap", 3), ("bands", 7), ("masks", 2), ("parts", 11), ("sinks", 4), ("dropout", 9)),
 )
 def test_lines_that_random_calls_may_miss(name: str, count: int) -> None:
     assert f"{count} passed, 0 failed" in interpret("interpreted_triton.py", "lines", name)

@@ -6,7 +6,7 @@ from .fault import Fault
 
 _LINES = "tests/test_triton_interpreter.py::test_lines_that_random_calls_may_miss"
 SCORES, SOFTCAP, BANDS = (f"{_LINES}[scores-4]",), (f"{_LINES}[softcap-3]",), (f"{_LINES}[bands-7]",)
-MASKS, PARTS, SINKS = (f"{_LINES}[masks-2]",), (f"{_LINES}[parts-9]",), (f"{_LINES}[sinks-4]",)
+MASKS, PARTS, SINKS = (f"{_LINES}[masks-2]",), (f"{_LINES}[parts-11]",), (f"{_LINES}[sinks-4]",)
 OF_FEW_ROWS = ("tests/test_triton_plan.py::test_tiles_and_shares_of_few_rows_go_by_how_many_heads_an_sm_has",)
 EMPTY_ROWS = ("tests/test_triton_interpreter.py::test_the_lse_of_an_empty_row_takes_no_gradient",)
 _PACKING = "tests/test_mask_pack_interpreter.py::test_interpreted"
