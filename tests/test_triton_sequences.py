@@ -73,6 +73,7 @@ def test_calls_are_drawn_from_all_that_kernels_tell_apart() -> None:
 def test_lse_of_few_keys_is_turned_to_base_2_whatever_the_sequences() -> None:
     """Programs follow from rows: a tile of rows for each of 4096 sequences would be 40 times as many."""
     from compiled_triton import SequenceVariant, run_sequence_plans
+
     from flash_dmattn.triton_kernels.backward_delta import delta_kernel
 
     variant = SequenceVariant(64, batch=4096, seqlen_q=48, seqlen_k=48, total=4096 * 48)
