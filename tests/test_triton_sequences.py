@@ -68,3 +68,15 @@ def test_calls_are_drawn_from_all_that_kernels_tell_apart() -> None:
     packings = {(name, kind) for name in ("mask", "bias") for kind in ("none", "queries", "keys")}
     heads = {("head of bias", a, b) for a in (True, False) for b in (True, False)}
     assert layouts | packings | heads | {"late", ("expanded", True), ("wrong page", True)} <= seen
+
+
+def test_lse_of_few_keys_is_turned_to_base_2_whatever_the_sequences() -> None:
+    """Programs follow from rows: a tile of rows for each of 4096 sequences would be 40 times as many."""
+    from compiled_triton import SequenceVariant, run_sequence_plans
+
+    from flash_dmattn.triton_kernels.backward_delta import delta_kernel
+
+    variant = SequenceVariant(64, batch=4096, seqlen_q=48, seqlen_k=48, total=4096 * 48)
+    programs = {}
+    run_sequence_plans(variant, "sm_90", lambda launch, *tensors: programs.update({launch.kernel: launch.grid[0]}))
+    assert programs[delta_kernel] == variant.num_heads * (variant.total // 1024)

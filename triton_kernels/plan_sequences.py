@@ -25,6 +25,7 @@ from .plan_slots import chunks_of, most_slots, plan_sum
 from .tile_ops import (
     BAND,
     NO_BIAS,
+    NO_SEQUENCES,
     PACKED,
     PADDED,
     PAGED,
@@ -56,6 +57,8 @@ _ONE_PASS = Tile(16, 64, 4, 1)
 _BIAS_AT = 5  # of BIAS among `Call.constants`
 # A part of the keys of a few queries has at least so many, and about so many of the longest sequence.
 LEAST_PART, PART = 256, 4096
+# Rows of a program that turns lse to base 2, and does nothing else.
+_FEW_KEYS_BLOCK = 1024
 # Programs that share the rows of one gap, and what each writes at a time.
 _GAP_SHARE, _GAP_BLOCK = 4, 1024
 
@@ -345,12 +348,18 @@ def plan_backward(
 
 
 def _plan_delta(call: SequenceCall, dout: Tensor, dlse: Tensor | None) -> Callable[..., tuple[Tensor, Tensor]]:
-    block = 32
     strides = (*row_strides(dout), (0, 0, 0) if dlse is None else tuple(dlse.stride()))
-    tiles, search = call.tiles_of_queries(block)
     few = call.shape.seqlen_k <= call.layout.few_keys  # then out need not be read
-    constants = (block, call.block_dv, dlse is not None, few, call.code, search)
-    launch = Launch(delta_kernel, tiles * call.shape.num_heads, (*strides, call.shape, call.layout), constants)
+    if few:  # nothing depends on the sequences: rows of none have lse -inf
+        block, batch = _FEW_KEYS_BLOCK, dout.shape[0]
+        shape = call.shape._replace(batch=batch, seqlen_q=call.rows_q)
+        programs, search, code = triton.cdiv(call.rows_q, block) * batch * shape.num_heads, False, NO_SEQUENCES.value
+    else:
+        block, shape, code = 32, call.shape, call.code
+        tiles, search = call.tiles_of_queries(block)
+        programs = tiles * shape.num_heads
+    constants = (block, call.block_dv, dlse is not None, few, code, search)
+    launch = Launch(delta_kernel, programs, (*strides, shape, call.layout), constants)
 
     def run(dout: Tensor, out: Tensor, dlse: Tensor | None, lse: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
         lse_log2, delta = torch.empty_like(lse), torch.empty_like(lse)
