@@ -20,7 +20,7 @@ def rows(printed: str) -> list[list[str]]:
     [
         ("llama", "packed", ["sdpa", "dmattn"]),
         ("t5", "8 of 512 to 2048", ["sdpa", "dmattn", "eager"]),
-        ("swin", "", ["sdpa", "dmattn"]),
+        ("swin", "2 images", ["sdpa", "dmattn"]),
     ],
 )
 def test_a_row_for_each_implementation(capsys, model, match, implementations):

@@ -14,7 +14,8 @@ import torch
 from accuracy import Results, run
 from cases import DEVICE, Case, Inputs
 from conftest import Runner
-from out_of_tree import Counting, registered
+from out_of_tree import registered
+from ready_backend import Ready, ready_pair
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
@@ -28,7 +29,6 @@ from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.protocol import Availability
 from flash_dmattn.dispatch import settings
 from flash_dmattn.masks import prepare_mask
-from flash_dmattn.problem import AttentionProblem, MaskView
 
 
 @pytest.fixture(autouse=True)
@@ -189,49 +189,9 @@ def test_kernels_are_launched_alike(choice: Any, name: str, layout: str, launche
         launched.clear()
 
 
-class Ready(Counting):
-    """A pair that has passes ready beside its operators; `ways` says which ran."""
-
-    def __init__(self) -> None:
-        super().__init__("ready")
-        self.ways: list[str] = []
-
-    def _forward(self, *arguments: Any, **others: Any) -> Any:
-        self.ways.append("operator forward")
-        return super()._forward(*arguments, **others)
-
-    def _backward(self, *arguments: Any, **others: Any) -> Any:
-        self.ways.append("operator backward")
-        return super()._backward(*arguments, **others)
-
-    def direct_forward(self, problem: AttentionProblem, mask: MaskView) -> Any:
-        def run(q: Any, k: Any, v: Any, bias: Any, sink: Any, mask: Any, dropout: Any) -> Any:
-            self.ways.append("forward")
-            view = MaskView("dense", mask) if mask else MaskView()
-            return super(Ready, self)._forward(q, k, v, view, bias, problem.flags)
-
-        return run
-
-    def direct_backward(self, problem: AttentionProblem, mask: MaskView) -> Any:
-        def run(
-            dout: Any, dlse: Any, q: Any, k: Any, v: Any, bias: Any, sink: Any, out: Any, lse: Any, mask: Any, _: Any
-        ) -> Any:
-            self.ways.append("backward")
-            view = MaskView("dense", mask) if mask else MaskView()
-            of_call = (dout, dlse, q, k, v, view, bias, out, lse, problem.flags, problem.needs_grad)
-            return super(Ready, self)._backward(*of_call)
-
-        return run
-
-
-@pytest.fixture(scope="module")
-def pair() -> Ready:
-    """Made once: operators cannot be defined twice."""
-    return Ready()
-
-
 @pytest.fixture
-def ready(pair: Ready) -> Iterator[Ready]:
+def ready() -> Iterator[Ready]:
+    pair = ready_pair()
     pair.ways.clear()
     with registered(pair):
         yield pair

@@ -11,7 +11,8 @@ import pytest
 import torch
 from cases import DEVICE
 from out_of_tree import registered
-from test_direct import Launched, Ready, Watch, launched, profiled
+from ready_backend import Ready, ready_pair
+from test_direct import Launched, Watch, launched, profiled
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -184,14 +185,9 @@ def test_layers_of_swin_launch_their_kernels_and_nothing_else(
     assert kernels == [short_forward_kernel] * FAMILIES["swin"].calls + [short_backward_kernel] * FAMILIES["swin"].calls
 
 
-@pytest.fixture(scope="module")
-def pair() -> Ready:
-    """Made once: operators cannot be defined twice."""
-    return Ready()
-
-
 @pytest.fixture
-def ready(pair: Ready) -> Iterator[Ready]:
+def ready() -> Iterator[Ready]:
+    pair = ready_pair()
     pair.ways.clear()
     with registered(pair), flash_dmattn.use_backend("ready"):
         yield pair

@@ -23,6 +23,7 @@ LAYERS = (
     ("validation",),
     ("autograd",),
     ("direct",),
+    ("heads_first",),
     ("api", "explanation"),
     ("nn", "distributed"),
     ("integrations",),

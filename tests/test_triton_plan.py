@@ -101,3 +101,18 @@ def test_tf32_is_taken_where_torch_allows_it(setting: str, precision: None) -> N
     exec(statement, {"torch": torch})
     q = torch.zeros(1, 4, 1, 16)
     assert Call(q, q, q, MaskView(), None, Flags(-1, -1, 0.25, 0.0, False)).precision == wanted
+
+
+@pytest.mark.parametrize("reorder", [False, True])
+def test_bounds_of_keys_know_of_one_query(reorder: bool) -> None:
+    """Were the heads of a group rows of one tile, all but the first would be queries that no interval has."""
+    from flash_dmattn.backends.triton.key_order import Ordered
+    from flash_dmattn.masks import prepare_topk
+    from flash_dmattn.problem import Flags, MaskView
+    from flash_dmattn.triton_kernels.launch import takes_group_rows
+
+    q, k, flags = torch.zeros(1, 1, 6, 32), torch.zeros(1, 600, 2, 32), Flags(-1, -1, 0.1, 0.0, False)
+    mask = prepare_topk(torch.randn(1, 2, 1, 600), 40, seqlen_q=1, reorder=reorder)
+    ordered = Ordered(q, k, k, MaskView("intervals", mask.tensors), None, flags)
+    assert ordered.mask.form == "tiles" and not takes_group_rows(q, ordered.k, ordered.mask, flags)
+    assert takes_group_rows(q, k, MaskView(), flags)

@@ -89,7 +89,10 @@ def takes_group_rows(q: Tensor, k: Tensor, mask: MaskView, flags: Flags) -> bool
         return False
     if mask.form == "keys":
         return mask.tensors[0].shape[1] != q.shape[2]  # a key set for each query head is not one for each row
-    return mask.form != "tiles" or mask.tensors[0].shape[2] != 1  # of rows that were packed as such
+    if mask.form != "tiles":
+        return True
+    data = mask.tensors[0]  # bits of rows that were packed as such, or bounds of keys, which know of one query
+    return data.dim() == 4 and data.shape[2] != 1
 
 
 def planned_call(
