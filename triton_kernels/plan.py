@@ -135,7 +135,7 @@ class Call:
 
         So where more than two would share an SM, and where many SMs have none but two for each head are too few.
         """
-        leaves_some = self.num_sms < 2 * self._heads <= 3 * self.num_sms // 2
+        leaves_some = self.num_sms < 2 * self._heads <= 4 * self.num_sms // 3
         return leaves_some or self._heads > 2 * self.num_sms
 
     @property
