@@ -86,12 +86,12 @@ def attend_directly(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of a call, recorded where it has gradients."""
     if ready.passes.backward is None:
-        return _forward(ready, q, k, v, bias, sink, mask, dropout)
+        return run_ready(ready, q, k, v, bias, sink, mask, dropout)
     results: tuple[Tensor, Tensor] = DirectAttention.apply(q, k, v, bias, sink, ready, mask, dropout)
     return results
 
 
-def _forward(
+def run_ready(
     ready: Ready,
     q: Tensor,
     k: Tensor,
@@ -101,6 +101,7 @@ def _forward(
     mask: tuple[Tensor, ...],
     dropout: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
+    """(out, lse), by the pass that was made ready, or by that of the pair."""
     if ready.forward is not None:
         return ready.forward(q, k, v, bias, sink, mask, dropout)
     passes = ready.passes
@@ -128,7 +129,7 @@ class DirectAttention(torch.autograd.Function):
         dropout: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Run the forward pass, and keep what the backward pass reads, in the order of `Attention`."""
-        out, lse = _forward(ready, q, k, v, bias, sink, mask, dropout)
+        out, lse = run_ready(ready, q, k, v, bias, sink, mask, dropout)
         if dropout is not None:
             mask = (*mask, dropout)
         ctx.save_for_backward(q, k, v, bias, sink, out, lse, *mask)
@@ -147,13 +148,7 @@ class DirectAttention(torch.autograd.Function):
                 return None, None, None, None, None, None, None, None
             dout = torch.zeros_like(out)
         run, passes = ready.backward, ready.passes
-        if (
-            run is None
-            or torch.is_grad_enabled()
-            or is_watched(dout, dlse, *saved)
-            or profiler._is_profiler_enabled
-            or not lie_as_before(ready.strides, q, k, v, bias, out, lse, mask)
-        ):
+        if run is None or not is_as_made(ready.strides, dout, dlse, saved):
             found = differentiate(dout, dlse, q, k, v, bias, sink, out, lse, passes, *mask)
             return *found, None, None, None
         dropout = mask.pop() if passes.has_dropout else None
@@ -163,10 +158,14 @@ class DirectAttention(torch.autograd.Function):
         return *gradients, None, None, None
 
 
-def lie_as_before(
-    strides: Strides, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, mask: list[Tensor]
-) -> bool:
-    """Whether saved tensors lie as the class has them: hooks on them may bring copies back."""
+def is_as_made(strides: Strides, dout: Tensor, dlse: Tensor | None, saved: tuple[Any, ...]) -> bool:
+    """Whether a backward pass can run as it was made ready.
+
+    Nothing has come to watch it, and saved tensors lie as the class has them: hooks on them may bring copies back.
+    """
+    if torch.is_grad_enabled() or is_watched(dout, dlse, *saved) or profiler._is_profiler_enabled:
+        return False
+    q, k, v, bias, _, out, lse, *mask = saved
     if (
         q.stride() != strides[0]
         or k.stride() != strides[1]

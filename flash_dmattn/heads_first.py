@@ -17,11 +17,10 @@ from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 from torch.autograd import forward_ad, profiler
 from torch.nn import Parameter
 
-from .autograd import Attention, differentiate, run_forward
+from .autograd import Attention, differentiate
 from .backends.direct import DirectBackward, DirectForward
 from .backends.protocol import is_composite
-from .definition import is_watched
-from .direct import Ready, Strides, lie_as_before, ready_for
+from .direct import Ready, Strides, is_as_made, ready_for, run_ready
 from .dispatch.call_cache import CallClass, look_up, remember
 from .dispatch.mask_view import mask_view
 from .dispatch.registry import on_change
@@ -191,11 +190,7 @@ def _forward(
     if passes.forward is not None and not is_shown:
         return passes.forward(q, k, v, bias, sink, mask, dropout)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    if ready.forward is not None and not is_shown:
-        return ready.forward(q, k, v, bias, sink, mask, dropout)
-    of_call = ready.passes
-    behind = of_call.split(mask if dropout is None else (*mask, dropout))
-    return run_forward(of_call.forward, of_call.problem, q, k, v, bias, sink, *behind)
+    return run_ready(ready._replace(forward=None) if is_shown else ready, q, k, v, bias, sink, mask, dropout)
 
 
 class HeadsFirstAttention(torch.autograd.Function):
@@ -230,18 +225,13 @@ class HeadsFirstAttention(torch.autograd.Function):
         ready = passes.ready
         of_call = ready.passes
         run = passes.backward
-        is_as_made = not (
-            torch.is_grad_enabled()
-            or is_watched(dout, *saved)
-            or profiler._is_profiler_enabled
-            or not lie_as_before(passes.strides, q, k, v, bias, out, lse, mask)
-        )
-        if is_as_made and run is not None:
+        as_made = is_as_made(passes.strides, dout, None, saved)
+        if as_made and run is not None:
             dropout = mask.pop() if of_call.has_dropout else None
             found = run(dout, None, q, k, v, bias, sink, out, lse, tuple(mask), dropout)
             return (*found, None, None, None, None) if sink is None else (*found, None, None, None)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        if is_as_made and ready.backward is not None:
+        if as_made and ready.backward is not None:
             dropout = mask.pop() if of_call.has_dropout else None
             found = ready.backward(dout, None, q, k, v, bias, sink, out, lse, tuple(mask), dropout)
         else:

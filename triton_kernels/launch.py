@@ -39,10 +39,11 @@ def forward(
     q, k, v = unit_rows(q), unit_rows(k), unit_rows(v)
     sink = None if sink is None else sink.contiguous()
     with on_device(q):
+        groups = takes_group_rows(q, k, mask, flags)
         if mask.dense is not None and not is_short_forward(q, k, v, mask):
-            mask = _packed_for_forward(mask.dense, q, k, flags, takes_group_rows(q, k, mask, flags))
-        key = ("forward", mask.form, flags, *signature(q, k, v, bias, sink, dropout, *mask.tensors))
-        plan = remembered(plans, key, lambda: forward_plan(planned_call(q, k, v, mask, bias, flags, sink)))
+            mask = _packed_for_forward(mask.dense, q, k, flags, groups)
+        key = ("forward", groups, mask.form, flags, *signature(q, k, v, bias, sink, dropout, *mask.tensors))
+        plan = remembered(plans, key, lambda: forward_plan(planned_call(q, k, v, mask, bias, flags, sink, groups)))
         plan(q, k, v, mask, bias, sink, out, lse, dropout)
 
 
@@ -81,7 +82,8 @@ GROUP_ROWS_FROM = 512
 def takes_group_rows(q: Tensor, k: Tensor, mask: MaskView, flags: Flags) -> bool:
     """Whether the one query of each head of a group can be a row of one tile: then k and v are read once for all.
 
-    Not with dropout, which goes by tiles of queries of one head.
+    Not with dropout, which goes by tiles of queries of one head, nor with tiles that were made before: their bits, or
+    bounds of keys, know of one query. So it is asked before a bool mask is packed.
     """
     if q.shape[1] != 1 or q.shape[2] == k.shape[2] or k.shape[1] < GROUP_ROWS_FROM:
         return False
@@ -89,20 +91,24 @@ def takes_group_rows(q: Tensor, k: Tensor, mask: MaskView, flags: Flags) -> bool
         return False
     if mask.form == "keys":
         return mask.tensors[0].shape[1] != q.shape[2]  # a key set for each query head is not one for each row
-    if mask.form != "tiles":
-        return True
-    data = mask.tensors[0]  # bits of rows that were packed as such, or bounds of keys, which know of one query
-    return data.dim() == 4 and data.shape[2] != 1
+    return mask.form != "tiles"
 
 
 def planned_call(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None, flags: Flags, sink: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: MaskView,
+    bias: Tensor | None,
+    flags: Flags,
+    sink: Tensor | None,
+    groups: bool,
 ) -> Call:
-    """The call as its forward kernels have it: of one query, the G heads of a group may be G queries of one head.
+    """The call as its forward kernels have it: with `groups` the G heads of a group are G queries of one head.
 
     Causality says nothing to the last query, nor does a window's right side. A plan is given the tensors as they are.
     """
-    if not takes_group_rows(q, k, mask, flags):
+    if not groups:
         return Call(q, k, v, mask, bias, flags, sink)
     rows = q.unflatten(2, (k.shape[2], -1)).squeeze(1).transpose(1, 2)
     bias = None if bias is None else _heads_as_rows(bias, q, k)

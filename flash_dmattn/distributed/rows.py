@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..autograd import run_forward
 from ..backends.protocol import KernelBackend, stores_dbias
-from ..operators import empty_gradient, extra_arguments
+from ..operators import empty_gradient, extra_arguments, with_dbias
 from ..problem import AttentionProblem, MaskView
 from .exchange import sum_dtype
 from .mask import cut
@@ -99,6 +99,8 @@ class RankRows(NamedTuple):
                 lse[:, of_q, part.rows].contiguous(),
                 **rest,
             )
+            if place is not None:
+                found = with_dbias(found, place)
             dq, dk_part, dv_part, dbias, *dsink = found
             if dq is not None and sums.q is not None:
                 sums.q[:, part.rows, of_q] = dq
@@ -106,12 +108,8 @@ class RankRows(NamedTuple):
                 dk.add(keys, dk_part)
             if dv is not None and dv_part is not None:
                 dv.add(keys, dv_part)
-            if dbias is None or whole_dbias is None:
-                pass
-            elif place is None:
+            if dbias is not None and whole_dbias is not None and place is None:
                 _take_dbias(whole_dbias, part, dbias)
-            elif dbias is not place:
-                place.copy_(dbias)
             if dsink and dsink[0] is not None and sums.sink is not None:
                 sums.sink[of_q] += dsink[0]
         return [x.total() for x in (dk, dv) if x is not None]

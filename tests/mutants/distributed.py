@@ -109,7 +109,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a gradient that is not where it should be is left there",
         PACKAGE + "rows.py",
-        "            elif dbias is not place:\n                place.copy_(dbias)\n",
+        "            if place is not None:\n                found = with_dbias(found, place)\n",
         "",
         (PLACES,),
     ),

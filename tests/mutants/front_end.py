@@ -304,22 +304,22 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a gradient with a graph is made by kernels that have no derivative",
         "flash_dmattn/direct.py",
-        "            or torch.is_grad_enabled()\n",
-        "",
+        "if torch.is_grad_enabled() or is_watched(dout,",
+        "if is_watched(dout,",
         (f"{DIRECT}test_gradients_of_which_there_is_a_graph_go_by_the_function_that_has_rules",),
     ),
     Fault(
         "what watches the backward pass alone is shown nothing",
         "flash_dmattn/direct.py",
-        "            or is_watched(dout, dlse, *saved)\n",
-        "",
+        " or is_watched(dout, dlse, *saved) or",
+        " or",
         (f"{DIRECT}test_what_watches_the_backward_pass_alone_is_shown_its_operator",),
     ),
     Fault(
         "a profiler of the backward pass alone is shown nothing",
         "flash_dmattn/direct.py",
-        "            or profiler._is_profiler_enabled\n",
-        "",
+        "*saved) or profiler._is_profiler_enabled:",
+        "*saved):",
         (f"{DIRECT}test_what_watches_the_backward_pass_alone_is_shown_its_operator",),
     ),
     Fault(
@@ -389,15 +389,15 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a gradient with a graph is made by kernels that have no derivative, where heads come first",
         "flash_dmattn/heads_first.py",
-        "            torch.is_grad_enabled()\n            or is_watched(dout",
-        "            is_watched(dout",
+        "as_made = is_as_made(",
+        "as_made = torch.is_grad_enabled() or is_as_made(",
         (f"{HEADS}test_a_gradient_with_a_graph_goes_by_the_function_that_has_rules",),
     ),
     Fault(
         "what watches the backward pass alone of a layer is shown nothing",
         "flash_dmattn/heads_first.py",
-        "is_watched(dout, *saved)\n            or profiler._is_profiler_enabled",
-        "is_watched(dout, *saved)",
+        "as_made = is_as_made(",
+        "as_made = not torch.is_grad_enabled() or is_as_made(",
         (f"{HEADS}test_what_watches_is_shown_operators",),
     ),
     Fault(

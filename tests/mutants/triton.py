@@ -343,8 +343,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the heads of a group are rows beside bounds of keys, which know of one query",
         "triton_kernels/launch.py",
-        "return data.dim() == 4 and data.shape[2] != 1",
-        "return data.shape[2] != 1",
+        'return mask.form != "tiles"\n',
+        'return mask.form != "tiles" or mask.tensors[0].shape[2] != 1\n',
         ("tests/test_triton_plan.py::test_bounds_of_keys_know_of_one_query",),
     ),
     # Keys that programs share

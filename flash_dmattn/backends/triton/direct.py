@@ -59,8 +59,9 @@ def forward_pass(
         if plan is None:
             if heads_first:
                 q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            groups = launch.takes_group_rows(q, k, view, flags)
             with launch.on_device(q):
-                made = launch.forward_plan(launch.planned_call(q, k, v, view, bias, flags, sink))
+                made = launch.forward_plan(launch.planned_call(q, k, v, view, bias, flags, sink, groups))
             plan = launch.remembered(launch.plans, key, lambda: made)
         if is_current_device(q):
             plan(q, k, v, view, bias, sink, out, lse, dropout)
