@@ -23,6 +23,8 @@ README_SECTION = "## Speed"
 README_CASES = ("dense-d128", "causal-d128", "bias-bhll-d64", "bias-1hll-d64", "topk-8k", "blocks")
 README_PEERS = ("fa4", "sdpa-cudnn", "flexattention")
 DOCS_SECTION = "## Where we stand"
+# The first line of both, for whoever opens the page to edit it.
+WRITTEN_BY = "<!-- Written by `python -m benchmarks report --pages`, up to the next heading of this rank. -->"
 # What the predecessor's authors report of its backward pass on the case "predecessor", before and after a change.
 REPORTED_MB = (448, 320)
 # By as much the same kernel moves from process to process.
@@ -69,6 +71,8 @@ def readme_section(folder: Path, root: Path) -> str:
     where = folder.relative_to(root).as_posix()
     machine = content["machine"]
     lines = [
+        WRITTEN_BY,
+        "",
         *wrapped(
             f"Milliseconds, forward / backward, bf16, on an {machine['device']} with torch {machine['torch']}. Ours is "
             '`backend="auto"` with a dense bool mask, whose packing is timed. A peer gets its own form of the mask '
@@ -96,6 +100,8 @@ def docs_section(folder: Path, root: Path) -> str:
     figures = ["performance", "equivalence", "memory"] + ["model"] * (folder / "model.json").exists()
     behind = sorted((s for s in found if place(s) == "behind"), key=lambda s: s.ratio or 0.0)
     lines = [
+        WRITTEN_BY,
+        "",
         f"{machines.line(content['machine'])}.",
         "",
         *wrapped(verdict(found)),

@@ -224,7 +224,8 @@ def test_generated_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     one_line = " ".join(docs.split())
     assert "from 448 to 320 MB" in one_line and "cuda 3.2." in one_line
     assert "our backends meet the accuracy rule in 1 of 1 runs, the peers in 0 of 1" in one_line
-    assert all(len(line) <= 120 for line in (readme + docs).splitlines() if not line.startswith(("|", "!")))
+    lines = f"{readme}\n{docs}".splitlines()
+    assert all(len(line) <= 120 for line in lines if not line.startswith(("|", "!")))
     (tmp_path / "docs").mkdir()
     (tmp_path / "README.md").write_text("# t\n\n## Speed\n\nold\n\n## Next\n")
     (tmp_path / "docs" / "benchmarks.md").write_text("# t\n\n## Where we stand\n\nold\n")
