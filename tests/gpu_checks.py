@@ -37,7 +37,22 @@ SHORT_ROWS = {
     "cuda": tuple((first, 100) for first in range(0, 8000, 1000)),
     "triton": tuple((first, 25) for first in range(20000, 32000, 1000)),
 }
+# The same of random calls with sequences, and with trees of tokens.
+SEQUENCES = {
+    ("sequences", "cuda"): tuple((first, 250) for first in range(0, 8000, 1000)),
+    ("sequences", "triton"): tuple((first, 100) for first in range(10000, 30000, 1000)),
+    ("trees", "triton"): tuple((first, 60) for first in range(0, 8000, 1000)),
+    ("trees", "eager"): ((0, 200), (1000, 200)),
+}
 SHARED_SUITE = tuple(f"tests/test_{name}.py" for name in ("forward", "edges", "properties", "backward"))
+# Files that run whole, with their workers and seconds.
+GROUPS = {
+    "serving": (4, 180, ("append", "trees", "nn_sequences", "sequence_pack")),
+    "layouts": (4, 180, ("sequences", "cuda_sequences", "cuda_pages", "sequence_tiles", "triton_sequences")),
+    "dropout": (3, 120, ("dropout", "cuda_dropout", "sinks")),
+    "ways": (2, 60, ("direct", "heads_first", "cuda_dbias_out")),
+    "found": (2, 60, ("find_intervals", "interval_mask")),
+}
 # initcheck does not see what TMA stores, and reports each copy of it to the host. So it checks what kernels read, and
 # leaves copies alone: what they bring back is compared with fp64 in the same calls.
 FLAGS_OF_TOOL = {"initcheck": ("--check-api-memory-access", "no")}
@@ -68,6 +83,8 @@ def sanitizer_parts() -> list[Part]:
         for backend, first in (("cuda", 0), ("cuda", 100), ("cuda", 200), ("triton", 300)):
             script = ("tests/interval_calls.py", backend, str(first), str(SANITIZED_INTERVALS), "cpu")
             parts.append(_sanitized(f"{tool}-intervals-{backend}-{first}", tool, backend, script))
+        found = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_find_intervals.py")
+        parts.append(_sanitized(f"{tool}-found", tool, "triton", found))
         for backend, calls in SANITIZED.items():
             for first in range(0, calls, SANITIZED_AT_ONCE):
                 script = ("tests/sanitized_cases.py", str(first), str(SANITIZED_AT_ONCE), "--backend", backend)
@@ -97,11 +114,9 @@ def all_parts() -> list[Part]:
         pytest_part("parts", ["tests/test_cuda_kv_splits.py", "tests/test_cuda_rare.py"], 2, 40),
         pytest_part("gpu", ["tests/test_gpu.py", "tests/test_gpu_backward.py"], 4, 120, kernels),
         pytest_part("bugs", ["tests/test_predecessor_bugs.py"], 2, 60, kernels),
-        pytest_part(
-            "serving",
-            [f"tests/test_{name}.py" for name in ("append", "trees", "nn_sequences", "sequence_pack")],
-            4,
-            180,
+        *(
+            pytest_part(name, [f"tests/test_{each}.py" for each in files], slots, seconds)
+            for name, (slots, seconds, files) in GROUPS.items()
         ),
         pytest_part("sizes", ["tests/test_gpu_sizes.py", "tests/test_cuda_pack.py"], 2, 100),
         *(
@@ -115,6 +130,12 @@ def all_parts() -> list[Part]:
             for backend, calls in SHORT_ROWS.items()
             for first, count in calls
             for script in [("tests/short_row_calls.py", backend, str(first), str(count))]
+        ),
+        *(
+            Part(f"{kind}-{backend}-{first}", (sys.executable, *script), 1, 150)
+            for (kind, backend), calls in SEQUENCES.items()
+            for first, count in calls
+            for script in [("tests/gpu_sequence_calls.py", kind, backend, str(first), str(count))]
         ),
         Part("verify", (*command, "info", "--verify"), 1, 200),
         Part("demo", (*command, "demo", "--quick"), 1, 100),

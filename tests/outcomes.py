@@ -8,6 +8,8 @@ import torch
 
 import flash_dmattn
 
+PROGRESS = 20  # calls
+
 
 def served(outcome_of: Callable[[int], str | None], numbers: Iterable[int], count: int) -> Iterator[str | None]:
     """Outcomes of the first `count` of the numbered calls that no rule refuses."""
@@ -30,5 +32,7 @@ def report(outcomes: Iterator[str | None]) -> int:
         passed, failed = passed + (outcome is None), failed + (outcome is not None)
         if outcome is not None:
             print(outcome, flush=True)
+        if (passed + failed) % PROGRESS == 0:  # a process that is ended says how far it came
+            print(f"{passed} passed, {failed} failed so far", flush=True)
     print(f"{passed} passed, {failed} failed")
     return min(failed, 100)

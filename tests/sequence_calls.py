@@ -23,6 +23,12 @@ from flash_dmattn.reference.dropout import Dropout, draw_key
 from flash_dmattn.reference.yardstick import FLOOR, RATIO
 
 LEAVES = ("q", "k", "v", "bias", "sink")
+# What to draw for kernels, which have tiles of 128 rows.
+ON_GPU: dict[str, Any] = {
+    "dtypes": (torch.bfloat16, torch.float16, torch.float32),
+    "lengths": (0, 1, 31, 32, 33, 127, 128, 129, 300),
+    "head_dims": (16, 64, 128),
+}
 
 
 @dataclass(frozen=True)

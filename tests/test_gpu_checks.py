@@ -81,6 +81,7 @@ def test_every_file_it_names_is_there() -> None:
     named = {word for each in parts for word in each.command if word.startswith("tests/")}
     assert {
         "tests/interval_calls.py",
+        "tests/gpu_sequence_calls.py",
         "tests/sanitized_cases.py",
         "tests/test_gpu_sizes.py",
         "tests/test_cuda_backward.py",
@@ -96,10 +97,14 @@ def test_every_call_of_the_sanitizers_is_in_a_part() -> None:
 def test_the_command_lists_and_chooses() -> None:
     command = [sys.executable, gpu_checks.__file__, "--list", "--only", "racecheck"]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    expected = ["racecheck-intervals-triton-300", *(f"racecheck-triton-{first}" for first in (0, 8, 16, 24, 32, 40))]
+    expected = [
+        "racecheck-intervals-triton-300",
+        "racecheck-found",
+        *(f"racecheck-triton-{first}" for first in (0, 8, 16, 24, 32, 40)),
+    ]
     assert [line.split()[0] for line in listed] == expected
     listed = subprocess.run([*command, "--racecheck-extension", "x.so"], capture_output=True, text=True, check=True)
-    assert len(listed.stdout.splitlines()) == 6 + 4 + 9 + 22
+    assert len(listed.stdout.splitlines()) == 6 + 4 + 1 + 9 + 22
 
 
 def test_without_a_gpu_nothing_passes(

@@ -15,7 +15,7 @@ import pytest
 import torch
 from cases import DEVICE
 from conftest import Runner
-from sequence_calls import LEAVES, SequenceCall, assert_accurate, draw, run
+from sequence_calls import LEAVES, ON_GPU, SequenceCall, assert_accurate, draw, run
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -25,8 +25,6 @@ from flash_dmattn.problem import FEATURES, SequenceSpec
 from flash_dmattn.sequences.values import make_bounds
 
 EXAMPLES = int(os.environ.get("FLASH_DMATTN_EXAMPLES", 120))
-LOW = (torch.bfloat16, torch.float16, torch.float32)
-ON_GPU: dict[str, Any] = {"dtypes": LOW, "lengths": (0, 1, 31, 32, 33, 127, 128, 129, 300), "head_dims": (16, 64, 128)}
 
 
 def skip_where_refused(backend: Runner, call: SequenceCall) -> None:

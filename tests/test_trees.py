@@ -17,7 +17,7 @@ from cases import DEVICE
 from conftest import Runner
 from sequence_calls import assert_accurate, run
 from torch import Tensor
-from tree_calls import as_chain, draw
+from tree_calls import ON_GPU, as_chain, draw
 
 import flash_dmattn
 from flash_dmattn import Sequences, attention
@@ -25,12 +25,6 @@ from flash_dmattn.masks import TreeMask, prepare_mask, prepare_tree
 from flash_dmattn.problem import Flags
 
 EXAMPLES = int(os.environ.get("FLASH_DMATTN_EXAMPLES", 120))
-ON_GPU: dict[str, Any] = {
-    "dtypes": (torch.bfloat16, torch.float16, torch.float32),
-    "lengths": (0, 1, 3, 16, 33, 70),
-    "lengths_k": (0, 1, 31, 128, 129, 300, 1000),
-    "head_dims": (16, 64, 128),
-}
 
 
 def of_backend(backend: Runner) -> dict[str, Any]:

@@ -15,6 +15,13 @@ from torch import Tensor
 from flash_dmattn.masks import prepare_tree
 
 LENGTHS = (0, 1, 2, 5, 17, 33)
+# What to draw for kernels.
+ON_GPU: dict[str, Any] = {
+    "dtypes": (torch.bfloat16, torch.float16, torch.float32),
+    "lengths": (0, 1, 3, 16, 33, 70),
+    "lengths_k": (0, 1, 31, 128, 129, 300, 1000),
+    "head_dims": (16, 64, 128),
+}
 
 
 def ancestors(rng: random.Random, tokens: int) -> Tensor:
