@@ -26,6 +26,8 @@ CHUNK, CHUNK_NUM_WARPS, MOST_CHUNKS = 4096, 8, 1024
 SHORT_CHUNK, SHORT_NUM_WARPS = 1024, 4
 # Scores that a program turns into integers, and its warps.
 SCORES_BLOCK, SCORES_NUM_WARPS = 1024, 4
+# Places that a program fills, and its warps.
+PLACES_BLOCK, PLACES_NUM_WARPS = 512, 4
 # Tiles of queries that a program of the tile kernel compares with its 128 places at once, and its warps.
 TILES_BLOCK, TILES_NUM_WARPS = 16, 4
 
@@ -141,6 +143,20 @@ def _interval_tiles_kernel(
         is_full = tl.min(sees_all.to(tl.int32), axis=1)
         kind = (is_active + is_active * is_full).to(tl.uint8)
         tl.store(classes_ptr + tiles_of.to(tl.int64) * tiles_k, kind, mask=tiles_of < tiles_q)
+
+
+@triton.jit(do_not_specialize=["total", "places", "seqlen_k"])
+def _first_places_kernel(
+    start_ptr, stop_ptr, order_ptr, placed_start_ptr, placed_stop_ptr, placed_order_ptr, total, places, seqlen_k,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < total
+    first = at // places * seqlen_k  # of the head
+    key = tl.load(order_ptr + first + at % places, mask=inside, other=0)
+    tl.store(placed_order_ptr + at, key, mask=inside)
+    tl.store(placed_start_ptr + at, tl.load(start_ptr + first + key, mask=inside, other=0), mask=inside)
+    tl.store(placed_stop_ptr + at, tl.load(stop_ptr + first + key, mask=inside, other=0), mask=inside)
 
 
 @triton.jit(
@@ -284,6 +300,25 @@ def key_intervals(mask: torch.Tensor, seqlen_q: int, band: Band | None, reorder:
         constants = (*chunks.constants(), reorder)
         launch(_key_intervals_kernel, batch * num_heads * chunks.number, tensors, numbers, constants, chunks.num_warps)
     return start, stop, order
+
+
+def first_places(
+    start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, places: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Launch the kernel of places; the result of `flash_dmattn.masks.prepared.interval_order.first_places`.
+
+    Args:
+        start, stop, order: int32 (Bm, Hm, Lk), contiguous.
+        places: how many, up to Lk.
+    """
+    batch, num_heads, seqlen_k = start.shape
+    placed = [torch.empty(batch, num_heads, places, dtype=torch.int32, device=start.device) for _ in range(3)]
+    total = placed[0].numel()
+    if total:
+        tensors, programs = (start, stop, order, *placed), triton.cdiv(total, PLACES_BLOCK)
+        launch(_first_places_kernel, programs, tensors, (total, places, seqlen_k), (PLACES_BLOCK,), PLACES_NUM_WARPS)
+    placed_start, placed_stop, placed_order = placed
+    return placed_order, placed_start, placed_stop
 
 
 def interval_tiles(start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, seqlen_q: int) -> IntervalTiles:
