@@ -179,7 +179,7 @@ def check_runs() -> None:
     from flash_dmattn.triton_kernels import interval_pack
 
     intervals = 0
-    for shape in (*SHAPES, (1, 1, 520, 48), (2, 1, 300, 516), (1, 1, 32, 4200), (1, 2, 33, 31)):
+    for shape in (*SHAPES, (1, 1, 520, 48), (2, 1, 300, 516), (1, 1, 32, 4200), (1, 2, 33, 31), (1, 1, 4300, 5)):
         for is_causal, window_size in WINDOWS:
             band = make_band(*shape[2:], causal_window(is_causal, window_size))
             mask = runs(*shape)
@@ -302,15 +302,17 @@ def check_nothing_outside_is_touched() -> None:
     def cleared(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return guarded(*shape, dtype=dtype, device=device).zero_()
 
+    shapes = ((1, 2, 5, 7), (1, 1, 130, 640), (1, 1, 3, 1029))
+    bits_of_runs = [of_bits(runs(1, 2, 300, shape[3])) for shape in shapes]
     with mock.patch.multiple(mask_pack.torch, empty=guarded, zeros=cleared):
-        for shape in ((1, 2, 5, 7), (1, 1, 130, 640), (1, 1, 3, 1029)):
+        for shape, bits_and_lists in zip(shapes, bits_of_runs, strict=True):
             bits, classes = mask_pack.pack_mask(tiled_mask(*shape), make_band(*shape[2:], (-1, 0)))
             mask_pack.list_tiles(classes)
             keys = tiled_mask(1, 2, 1, shape[3])
             key_pack.key_set(keys)
             key_pack.interval_tiles(*key_pack.key_intervals(keys, 130, None, True), 130)
             assert bits.numel()
-            start, stop, numbers = interval_pack.mask_intervals(*of_bits(runs(1, 2, 300, shape[3])))
+            start, stop, numbers = interval_pack.mask_intervals(*bits_and_lists)
             assert numbers[0] == 0
             key_pack.first_places(start, stop, key_order(start, stop, 300), shape[3] // 2)
     assert len(allocated) == 66
