@@ -18,7 +18,7 @@ import triton.language as tl
 
 from flash_dmattn.masks.prepared.mask_intervals import MaskIntervals
 
-from .kernel_launch import launch
+from .kernel_launch import ceil_div, launch
 
 # Rows and words of a program, and its warps: a thread has 8 words in loads of 16 bytes.
 ROWS, WORDS, NUM_WARPS = 16, 128, 8
@@ -113,10 +113,10 @@ def mask_intervals(bits: torch.Tensor, row_lists: torch.Tensor, seqlen_k: int) -
     allocate = torch.empty if bits.numel() else torch.zeros
     start, stop = (allocate(batch, num_heads, seqlen_k, dtype=torch.int32, device=bits.device) for _ in range(2))
     if bits.numel():
-        blocks, strips = triton.cdiv(seqlen_q + 1, ROWS), triton.cdiv(words, WORDS)
+        blocks, strips = ceil_div(seqlen_q + 1, ROWS), ceil_div(words, WORDS)
         of_runs = (heads, seqlen_q, seqlen_k, words // 4, blocks, strips)
         launch(_runs_kernel, heads * blocks * strips, (bits, start, numbers), of_runs, (ROWS, WORDS), NUM_WARPS)
-        chunks = triton.cdiv(max(seqlen_k, tiles_q), COUNTED)
+        chunks = ceil_div(max(seqlen_k, tiles_q), COUNTED)
         of_counts = (heads, seqlen_k, tiles_q, list_length, chunks)
         tensors = (start, stop, row_lists, numbers)
         launch(_count_kernel, heads * chunks, tensors, of_counts, (COUNTED,), COUNT_NUM_WARPS)

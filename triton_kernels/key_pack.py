@@ -17,7 +17,7 @@ from flash_dmattn.masks.prepared.key_intervals import KeyIntervals
 from flash_dmattn.masks.prepared.packing import TILE, KeySet, tiles
 from flash_dmattn.problem import Band
 
-from .kernel_launch import launch
+from .kernel_launch import ceil_div, launch
 from .mask_pack import list_tiles
 
 # Keys of a chunk, and its warps; and the most chunks, so that each program reads all of their counts at once.
@@ -213,9 +213,9 @@ def _chunks(seqlen_k: int) -> _Chunks:
     if seqlen_k <= SHORT_CHUNK:
         return _Chunks(SHORT_CHUNK, SHORT_NUM_WARPS, 1)
     size = CHUNK
-    while triton.cdiv(seqlen_k, size) > MOST_CHUNKS:
+    while ceil_div(seqlen_k, size) > MOST_CHUNKS:
         size *= 2
-    return _Chunks(size, CHUNK_NUM_WARPS, triton.cdiv(seqlen_k, size))
+    return _Chunks(size, CHUNK_NUM_WARPS, ceil_div(seqlen_k, size))
 
 
 def _count(mask: torch.Tensor, counts: torch.Tensor, chunks: _Chunks, seqlen_q: int, band: Band) -> None:
@@ -248,7 +248,7 @@ def score_keys(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tens
         flags = None if allowed is None else allowed.view(torch.uint8)
         of_flags = (0, 0, 0) if allowed is None else _strides(allowed)
         numbers = (keys.numel(), shape[1], shape[2], *_strides(scores), *of_flags)
-        programs = triton.cdiv(keys.numel(), SCORES_BLOCK)
+        programs = ceil_div(keys.numel(), SCORES_BLOCK)
         tensors, constants = (scores, keys if flags is None else flags, keys), (flags is not None, SCORES_BLOCK)
         launch(_score_keys_kernel, programs, tensors, numbers, constants, SCORES_NUM_WARPS)
     return keys
@@ -315,7 +315,7 @@ def first_places(
     placed = [torch.empty(batch, num_heads, places, dtype=torch.int32, device=start.device) for _ in range(3)]
     total = placed[0].numel()
     if total:
-        tensors, programs = (start, stop, order, *placed), triton.cdiv(total, PLACES_BLOCK)
+        tensors, programs = (start, stop, order, *placed), ceil_div(total, PLACES_BLOCK)
         launch(_first_places_kernel, programs, tensors, (total, places, seqlen_k), (PLACES_BLOCK,), PLACES_NUM_WARPS)
     placed_start, placed_stop, placed_order = placed
     return placed_order, placed_start, placed_stop

@@ -329,8 +329,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a run to the last query has no end",
         "triton_kernels/interval_pack.py",
-        "triton.cdiv(seqlen_q + 1, ROWS)",
-        "triton.cdiv(seqlen_q, ROWS)",
+        "ceil_div(seqlen_q + 1, ROWS)",
+        "ceil_div(seqlen_q, ROWS)",
         RUNS,
     ),
     Fault(
@@ -371,8 +371,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "rows of tiles behind the last key are not counted",
         "triton_kernels/interval_pack.py",
-        "triton.cdiv(max(seqlen_k, tiles_q), COUNTED)",
-        "triton.cdiv(seqlen_k, COUNTED)",
+        "ceil_div(max(seqlen_k, tiles_q), COUNTED)",
+        "ceil_div(seqlen_k, COUNTED)",
         RUNS,
     ),
     Fault(
