@@ -85,9 +85,10 @@ def test_numbers() -> None:
     mask = torch.zeros(2, 2, 260, 300, dtype=torch.bool)
     mask[0, 1, 100:200, [5, 7, 250]] = True  # two rows of tiles by two columns
     mask[1, 0, 259, 299] = True
+    mask[1, 1, :128, :128] = True
     start, stop, numbers = of_mask(mask, None)
     assert start.dtype == stop.dtype == torch.int32 and start.is_contiguous() and stop.is_contiguous()
-    assert numbers.dtype == torch.int64 and numbers.tolist() == [0, 3, 301, 5]
+    assert numbers.dtype == torch.int64 and numbers.tolist() == [0, 128, 128**2 + 301, 6]
     mask[0, 1, 150, 5] = False
     assert of_mask(mask, None)[2].tolist()[0] == 1
     for shape in ((2, 1, 0, 5), (1, 2, 5, 0), (0, 1, 3, 4), (1, 0, 3, 4)):

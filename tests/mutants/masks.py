@@ -347,6 +347,27 @@ FAULTS: tuple[Fault, ...] = (
         "    if True:",
         RUNS,
     ),
+    Fault(
+        "tiles that are full are not counted where intervals are found",
+        "flash_dmattn/masks/prepared/mask_intervals.py",
+        "(stop - start, row_lists[..., :2])",
+        "(stop - start, row_lists[..., 1:2])",
+        ("tests/test_find_intervals.py::test_numbers",),
+    ),
+    Fault(
+        "live keys of all heads are counted together",
+        "flash_dmattn/masks/prepared/interval_order.py",
+        "return live.amax() if",
+        "return live.sum() if",
+        ("tests/test_find_intervals.py::test_numbers",),
+    ),
+    Fault(
+        "steps of an interval mask are no operators where something watches",
+        "flash_dmattn/masks/prepared/interval_operators.py",
+        "(operator if watched else function)(tensor, *others)",
+        "function(tensor, *others)",
+        ("tests/test_find_intervals.py::test_steps_are_operators_where_something_watches",),
+    ),
     # Places for live keys alone
     Fault(
         "the last live keys have no place",
