@@ -295,11 +295,16 @@ def test_steps_are_operators_where_something_watches() -> None:
 
 
 def test_a_compiled_caller_goes_on_behind_the_answer() -> None:
-    def masked(mask: Tensor) -> Tensor:
-        return prepare_mask(mask, find_intervals=True).dense().sum() + 1
+    def masked(mask: Tensor, reorder: bool | None = None) -> Tensor:
+        made = prepare_mask(mask, find_intervals=True, reorder=reorder)
+        return torch.stack((made.dense().sum(), made.tensors[3].long().sum())) + 1
 
+    compiled = torch.compile(masked, backend="aot_eager")
     mask = runs(20, 30)
-    assert int(torch.compile(masked, backend="aot_eager")(mask)) == int(mask.sum()) + 1
+    assert compiled(mask).tolist()[0] == int(mask.sum()) + 1
+    few = topk_mask(torch.randn(1, 1, 1, 1500, generator=torch.Generator().manual_seed(0)), 20, is_causal=True)
+    assert prepare_mask(few, find_intervals=True, reorder=True).tensors[2].size(2) < 750
+    assert torch.equal(compiled(few, True), masked(few, True))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="masks on the CPU are read by PyTorch")

@@ -21,7 +21,8 @@ from unittest import mock
 import pytest
 import torch
 
-from flash_dmattn.masks.prepared import packing
+from flash_dmattn.masks import IntervalMask, prepare_mask, topk_mask
+from flash_dmattn.masks.prepared import packers, packing
 from flash_dmattn.masks.prepared.interval_order import first_places, key_order
 from flash_dmattn.masks.prepared.key_intervals import key_intervals
 from flash_dmattn.masks.prepared.mask_intervals import mask_intervals
@@ -235,6 +236,24 @@ def check_counts() -> None:
         assert heads == 1 or min(numbers[2:4].tolist()) > 2**34
 
 
+def check_recognised() -> None:
+    """Masks from bools to the tiles of places, by the packer of GPUs, as PyTorch makes them."""
+    from flash_dmattn.dispatch.packers import _triton_packer
+
+    by_kernels = _triton_packer()
+    assert by_kernels is not None
+    scores = torch.randn(2, 2, 1, 1300)
+    few, most = (topk_mask(scores, kept, is_causal=True) for kept in (20, 700))
+    for mask, wanted in ((few, 128), (most, 1300), (few & (torch.rand(few.shape) < 0.9), 0)):
+        made = []
+        for found in (by_kernels, packers.PYTORCH):
+            with mock.patch.object(packers, "_find_faster", lambda tensor, found=found: found):
+                made.append(prepare_mask(mask, is_causal=True, find_intervals=True, reorder=True))
+        assert all(x.num_places == wanted for x in made if isinstance(x, IntervalMask)), wanted
+        assert all(isinstance(x, IntervalMask) is bool(wanted) for x in made)
+        equal(made[0].tensors, made[1].tensors, wanted)
+
+
 def check_places() -> None:
     """The first places of orders, of one program and of several."""
     from flash_dmattn.triton_kernels import key_pack
@@ -431,6 +450,7 @@ INTERPRETED: dict[str, Callable[[], None]] = {
     "runs": check_runs,
     "counts": check_counts,
     "places": check_places,
+    "recognised": check_recognised,
     "scores": check_scores,
     "bytes": check_bytes,
     "nothing_outside": check_nothing_outside_is_touched,

@@ -33,8 +33,8 @@ def remembered(table: dict[tuple[Any, ...], T], key: tuple[Any, ...], make: Call
 def ceil_div(total: int, size: int) -> int:
     """How many of a size cover a total.
 
-    As `triton.cdiv`, which is made to be called in kernels: by the host a call takes as long as an allocation. A plan is
-    made once, but a mask is packed by new numbers each time.
+    As `triton.cdiv`, which is made for kernels: called by the host it takes as long as an allocation. A plan is made
+    once, but a mask is packed by new numbers each time.
     """
     return -(-total // size)
 
