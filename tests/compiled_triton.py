@@ -301,7 +301,11 @@ def packing_jobs(arch: str) -> Iterator[Job]:
             key_pack.key_set(mask[:, :, :1])
             for reorder in (False, True):
                 key_pack.interval_tiles(*key_pack.key_intervals(mask[:, :, :1], 2048, (-2048, 0), reorder), 2048)
-        interval_pack.mask_intervals(torch.empty(2, 4, 2048, 64, dtype=torch.int32, device="meta"), 2048)
+        bits, lists, keys = (
+            torch.empty(2, 4, *shape, dtype=torch.int32, device="meta") for shape in ((2048, 64), (16, 18), (2048,))
+        )
+        interval_pack.mask_intervals(bits, lists, 2048)
+        key_pack.first_places(keys, keys, keys, 256)
         mask_pack.list_tiles(torch.empty(2, 4, 16, 16, dtype=torch.uint8, device="meta"))
         key_pack.key_set(torch.empty(2, 4, 1, 16384, dtype=torch.bool, device="meta"))  # chunks are counted first
         for dtype in (torch.bfloat16, torch.float64):

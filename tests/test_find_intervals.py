@@ -39,6 +39,12 @@ def runs(seqlen_q: int, seqlen_k: int, seed: int = 0, batch: int = 2, heads: int
     return (rows >= start) & (rows < stop)
 
 
+def of_mask(mask: Tensor, band: Band | None) -> tuple[Tensor, Tensor, Tensor]:
+    """What `mask_intervals` says of a mask."""
+    bits, classes = packing.pack_mask(mask, band)
+    return mask_intervals(bits, packing.list_tiles(classes)[0], mask.size(3))
+
+
 def by_loops(mask: Tensor, band: Band | None) -> tuple[list[int], list[int], bool]:
     """Starts and stops of all keys, of all heads, and whether every key has one run."""
     starts, stops, is_intervals = [], [], True
@@ -62,9 +68,9 @@ def test_runs_against_loops(seqlen_q: int, seqlen_k: int, band: dict[str, Any]) 
         mask = runs(seqlen_q, seqlen_k)
         mask ^= torch.rand(mask.shape, generator=generator) < flipped
         with mock.patch.object(packing, "CHUNK_ELEMENTS", 6 * seqlen_k * 7):  # seven rows at a time
-            start, stop, is_intervals = mask_intervals(packing.pack_mask(mask, limits)[0], seqlen_k)
+            start, stop, numbers = of_mask(mask, limits)
         wanted = by_loops(mask, limits)
-        assert (start.flatten().tolist(), stop.flatten().tolist(), bool(is_intervals)) == wanted
+        assert (start.flatten().tolist(), stop.flatten().tolist(), not numbers[0]) == wanted
         prepared = prepare_mask(mask, seqlen_k=seqlen_k, find_intervals=True, reorder=bool(flipped), **band)
         assert type(prepared) is (IntervalMask if wanted[2] else TileMask)
         assert torch.equal(prepared.dense(), prepare_mask(mask, seqlen_k=seqlen_k, **band).dense())
@@ -72,6 +78,22 @@ def test_runs_against_loops(seqlen_q: int, seqlen_k: int, band: dict[str, Any]) 
             assert (prepared.start.flatten().tolist(), prepared.stop.flatten().tolist()) == wanted[:2]
             assert prepared.is_reordered == bool(flipped)
             check_fields(prepared)
+
+
+def test_numbers() -> None:
+    """Live keys of the fullest head, pairs, and tiles: by hand, and of masks without keys, queries or heads."""
+    mask = torch.zeros(2, 2, 260, 300, dtype=torch.bool)
+    mask[0, 1, 100:200, [5, 7, 250]] = True  # two rows of tiles by two columns
+    mask[1, 0, 259, 299] = True
+    mask[1, 1, :128, :128] = True
+    start, stop, numbers = of_mask(mask, None)
+    assert start.dtype == stop.dtype == torch.int32 and start.is_contiguous() and stop.is_contiguous()
+    assert numbers.dtype == torch.int64 and numbers.tolist() == [0, 128, 128**2 + 301, 6]
+    mask[0, 1, 150, 5] = False
+    assert of_mask(mask, None)[2].tolist()[0] == 1
+    for shape in ((2, 1, 0, 5), (1, 2, 5, 0), (0, 1, 3, 4), (1, 0, 3, 4)):
+        start, stop, numbers = of_mask(torch.ones(shape, dtype=torch.bool), None)
+        assert numbers.tolist() == [0] * 4 and not start.any() and not stop.any()
 
 
 @pytest.mark.parametrize(
@@ -236,18 +258,53 @@ def test_errors() -> None:
         prepare_mask(mask, find_intervals=1)  # type: ignore[call-overload]
 
 
-def test_the_operator_and_its_fake() -> None:
-    operator = torch.ops.flash_dmattn.mask_intervals.default
+def test_the_operators_and_their_fakes() -> None:
+    operators = torch.ops.flash_dmattn
     for mask in (runs(20, 30), runs(150, 300)):
-        torch.library.opcheck(operator, (packing.pack_words(mask), mask.size(3)))
+        bits, classes = packing.pack_mask(mask, None)
+        torch.library.opcheck(operators.mask_intervals.default, (bits, packing.list_tiles(classes)[0], mask.size(3)))
+        made = prepare_mask(mask, find_intervals=True, reorder=True)
+        assert isinstance(made, IntervalMask)
+        for places in (1, 20):
+            torch.library.opcheck(operators.first_places.default, (made.start, made.stop, made.order, places))
+
+
+class Names(TorchDispatchMode):
+    """The names of the library's operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "flash_dmattn":
+            self.found.append(func.name().partition("::")[2])
+        return func(*args, **(kwargs or {}))
+
+
+def test_steps_are_operators_where_something_watches() -> None:
+    """As in a graph; and what nothing watches comes out the same."""
+    scores = torch.randn(1, 2, 1, 2048, generator=torch.Generator().manual_seed(0))
+    mask = topk_mask(scores, 40, is_causal=True)
+    with Names() as names:
+        watched = prepare_mask(mask, is_causal=True, find_intervals=True, reorder=True)
+    assert names.found == ["prepare_mask", "mask_intervals", "key_order", "first_places", "interval_tiles"]
+    with mock.patch.object(torch._ops.OpOverload, "__call__", side_effect=AssertionError("an operator ran")):
+        other = prepare_mask(mask, is_causal=True, find_intervals=True, reorder=True)
+    assert all(torch.equal(x, y) for x, y in zip(watched.tensors, other.tensors, strict=True))
 
 
 def test_a_compiled_caller_goes_on_behind_the_answer() -> None:
-    def masked(mask: Tensor) -> Tensor:
-        return prepare_mask(mask, find_intervals=True).dense().sum() + 1
+    def masked(mask: Tensor, reorder: bool | None = None) -> Tensor:
+        made = prepare_mask(mask, find_intervals=True, reorder=reorder)
+        return torch.stack((made.dense().sum(), made.tensors[3].long().sum())) + 1
 
+    compiled = torch.compile(masked, backend="aot_eager")
     mask = runs(20, 30)
-    assert int(torch.compile(masked, backend="aot_eager")(mask)) == int(mask.sum()) + 1
+    assert compiled(mask).tolist()[0] == int(mask.sum()) + 1
+    few = topk_mask(torch.randn(1, 1, 1, 1500, generator=torch.Generator().manual_seed(0)), 20, is_causal=True)
+    assert prepare_mask(few, find_intervals=True, reorder=True).tensors[2].size(2) < 750
+    assert torch.equal(compiled(few, True), masked(few, True))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="masks on the CPU are read by PyTorch")

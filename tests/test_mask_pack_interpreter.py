@@ -21,12 +21,14 @@ from unittest import mock
 import pytest
 import torch
 
-from flash_dmattn.masks.prepared import packing
+from flash_dmattn.masks import IntervalMask, prepare_mask, topk_mask
+from flash_dmattn.masks.prepared import packers, packing
+from flash_dmattn.masks.prepared.interval_order import first_places, key_order
 from flash_dmattn.masks.prepared.key_intervals import key_intervals
 from flash_dmattn.masks.prepared.mask_intervals import mask_intervals
 from flash_dmattn.masks.prepared.packers import list_intervals
 from flash_dmattn.masks.topk import score_keys
-from flash_dmattn.problem import causal_window, make_band
+from flash_dmattn.problem import Band, causal_window, make_band
 
 ROOT = Path(__file__).resolve().parent.parent
 MISSING = [name for name in ("triton", "numpy") if find_spec(name) is None]
@@ -154,11 +156,22 @@ def runs(*shape: int) -> torch.Tensor:
     return (rows >= start) & (rows < stop)
 
 
+def of_bits(mask: torch.Tensor, band: Band | None = None) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """What `mask_intervals` is given of a mask."""
+    bits, classes = packing.pack_mask(mask, band)
+    return bits, packing.list_tiles(classes)[0], mask.shape[3]
+
+
+def used(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory that somebody has used before."""
+    return torch.full(shape, 77, dtype=dtype, device=device)
+
+
 def same_runs(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...], what: object) -> None:
-    """Starts and stops where every key has one run; of others, that some key has more."""
-    assert found[2].dtype == torch.bool and torch.equal(found[2], wanted[2]), what
+    """Starts, stops and counts where every key has one run; of others, that some key has more."""
+    assert found[2].dtype == torch.int64 and found[2][0] == wanted[2][0], what
     assert all(x.shape == y.shape and x.dtype == y.dtype for x, y in zip(found, wanted, strict=True)), what
-    if wanted[2]:
+    if not wanted[2][0]:
         equal(found, wanted, what)
 
 
@@ -166,23 +179,96 @@ def check_runs() -> None:
     """Runs that begin and end in any word, and faults of one row: one inside is missing, one far away is there."""
     from flash_dmattn.triton_kernels import interval_pack
 
+    intervals = 0
     for shape in (*SHAPES, (1, 1, 520, 48), (2, 1, 300, 516), (1, 1, 32, 4200), (1, 2, 33, 31)):
         for is_causal, window_size in WINDOWS:
             band = make_band(*shape[2:], causal_window(is_causal, window_size))
             mask = runs(*shape)
             for given in (mask, mask ^ (torch.rand(shape) < 1e-3)):
-                of_bits = (packing.pack_mask(given, band)[0], shape[3])
-                same_runs(interval_pack.mask_intervals(*of_bits), mask_intervals(*of_bits), (shape, band))
+                bits, wanted = of_bits(given, band), mask_intervals(*of_bits(given, band))
+                # As the product has it, then with several programs for a head.
+                for counted in (interval_pack.COUNTED, 32):
+                    with (
+                        mock.patch.object(interval_pack, "COUNTED", counted),
+                        mock.patch.object(interval_pack.torch, "empty", used),
+                    ):
+                        same_runs(interval_pack.mask_intervals(*bits), wanted, (shape, band, counted))
+                intervals += not wanted[2][0]
+    assert 50 < intervals < 190, intervals
+    with mock.patch.object(interval_pack, "COUNTED", 32):  # more rows of tiles than keys
+        numbers = interval_pack.mask_intervals(*of_bits(torch.ones(1, 1, 4300, 5, dtype=torch.bool)))[2]
+    assert numbers.tolist() == [0, 5, 5 * 4300, 34]
     for begin, end in ((0, 600), (31, 33), (32, 64), (255, 257), (5, 6), (599, 600), (0, 1), (100, 490)):
         mask = torch.zeros(1, 1, 600, 40, dtype=torch.bool)
         mask[:, :, begin:end, 7] = mask[:, :, begin:end, 31] = True
-        start, stop, is_intervals = interval_pack.mask_intervals(packing.pack_words(mask), 40)
-        assert is_intervals and [(int(start[..., key]), int(stop[..., key])) for key in (7, 31)] == [(begin, end)] * 2
+        start, stop, numbers = interval_pack.mask_intervals(*of_bits(mask))
+        assert numbers[:3].tolist() == [0, 2, 2 * (end - begin)]
+        assert [(int(start[..., key]), int(stop[..., key])) for key in (7, 31)] == [(begin, end)] * 2
         for row in (begin - 2, end + 1, begin - 40, end + 300, begin + 1):
             if 0 <= row < 600 and not begin + 1 == row >= end - 1:
                 other = mask.clone()
                 other[:, :, row, 7] ^= True
-                assert not interval_pack.mask_intervals(packing.pack_words(other), 40)[2], (begin, end, row)
+                assert interval_pack.mask_intervals(*of_bits(other))[2][0] == 1, (begin, end, row)
+
+
+def check_counts() -> None:
+    """Sums beyond 32 bits of a chunk and of all; of heads the fullest, whichever of its programs is last."""
+    from flash_dmattn.triton_kernels import interval_pack
+    from flash_dmattn.triton_kernels.kernel_launch import launch
+
+    generator = torch.Generator().manual_seed(0)
+    for heads, seqlen_k, tiles_q, tiles_k, counted in ((3, 1500, 700, 12, 1024), (2, 40, 90, 3, 16), (1, 1, 1, 1, 64)):
+        longest = 2**31 - 1
+        start, stop = torch.randint(longest, (2, heads, seqlen_k), generator=generator).sort(dim=0).values
+        stop = torch.where(torch.rand(heads, seqlen_k, generator=generator) < 0.4, stop + 1, 0)
+        lists = torch.randint(longest, (1, heads, tiles_q, 2 + tiles_k), generator=generator).to(torch.int32)
+        begins, ends = start.to(torch.int32), stop.to(torch.int32)
+        numbers = torch.zeros(4 + (heads + heads * seqlen_k + 1) // 2, dtype=torch.int64)
+        numbers.view(torch.int32)[8 + heads :][: ends.numel()] = ends.flatten()
+        found = torch.full_like(ends, 77)
+        chunks = -(-max(seqlen_k, tiles_q) // counted)
+        sizes = (heads, seqlen_k, tiles_q, 2 + tiles_k, chunks)
+        launch(interval_pack._count_kernel, heads * chunks, (begins, found, lists, numbers), sizes, (counted,), 4)
+        live = stop > 0
+        assert torch.equal(found, ends) and torch.equal(begins, torch.where(live, start, 0).to(torch.int32))
+        wanted = [0, live.sum(1).max(), torch.where(live, stop - start, 0).sum(), lists[..., :2].sum(dtype=torch.int64)]
+        assert numbers[:4].tolist() == [int(x) for x in wanted]
+        assert heads == 1 or min(numbers[2:4].tolist()) > 2**34
+
+
+def check_recognised() -> None:
+    """Masks from bools to the tiles of places, by the packer of GPUs, as PyTorch makes them."""
+    from flash_dmattn.dispatch.packers import _triton_packer
+
+    by_kernels = _triton_packer()
+    assert by_kernels is not None
+    scores = torch.randn(2, 2, 1, 1300)
+    few, most = (topk_mask(scores, kept, is_causal=True) for kept in (20, 700))
+    for mask, wanted in ((few, 128), (most, 1300), (few & (torch.rand(few.shape) < 0.9), 0)):
+        made = []
+        for found in (by_kernels, packers.PYTORCH):
+            with mock.patch.object(packers, "_find_faster", lambda tensor, found=found: found):
+                made.append(prepare_mask(mask, is_causal=True, find_intervals=True, reorder=True))
+        assert all(x.num_places == wanted for x in made if isinstance(x, IntervalMask)), wanted
+        assert all(isinstance(x, IntervalMask) is bool(wanted) for x in made)
+        equal(made[0].tensors, made[1].tensors, wanted)
+
+
+def check_places() -> None:
+    """The first places of orders, of one program and of several."""
+    from flash_dmattn.triton_kernels import key_pack
+
+    for shape in ((2, 3, 300), (1, 1, 129), (0, 2, 50), (1, 2, 7)):
+        start, stop = torch.randint(90, (2, *shape), dtype=torch.int32).sort(dim=0).values
+        order = key_order(start, stop, 90)
+        for places in {1, shape[2] // 2, shape[2]}:
+            for block in (key_pack.PLACES_BLOCK, 32):
+                with (
+                    mock.patch.object(key_pack, "PLACES_BLOCK", block),
+                    mock.patch.object(key_pack.torch, "empty", used),
+                ):
+                    found = key_pack.first_places(start, stop, order, places)
+                equal(found, first_places(start, stop, order, places), (shape, places))
 
 
 def check_scores() -> None:
@@ -238,16 +324,20 @@ def check_nothing_outside_is_touched() -> None:
     def cleared(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return guarded(*shape, dtype=dtype, device=device).zero_()
 
+    shapes = ((1, 2, 5, 7), (1, 1, 130, 640), (1, 1, 3, 1029))
+    bits_of_runs = [of_bits(runs(1, 2, 300, shape[3])) for shape in shapes]
     with mock.patch.multiple(mask_pack.torch, empty=guarded, zeros=cleared):
-        for shape in ((1, 2, 5, 7), (1, 1, 130, 640), (1, 1, 3, 1029)):
+        for shape, bits_and_lists in zip(shapes, bits_of_runs, strict=True):
             bits, classes = mask_pack.pack_mask(tiled_mask(*shape), make_band(*shape[2:], (-1, 0)))
             mask_pack.list_tiles(classes)
             keys = tiled_mask(1, 2, 1, shape[3])
             key_pack.key_set(keys)
             key_pack.interval_tiles(*key_pack.key_intervals(keys, 130, None, True), 130)
             assert bits.numel()
-            assert interval_pack.mask_intervals(packing.pack_words(runs(1, 2, 300, shape[3])), shape[3])[2]
-    assert len(allocated) == 54
+            start, stop, numbers = interval_pack.mask_intervals(*bits_and_lists)
+            assert numbers[0] == 0
+            key_pack.first_places(start, stop, key_order(start, stop, 300), shape[3] // 2)
+    assert len(allocated) == 66
     for whole, size in allocated:
         assert bool((whole[:2048] == 77).all()) and bool((whole[2048 + size :] == 77).all())
 
@@ -286,7 +376,7 @@ def compiled(kernel: object, capability: int, constants: dict[str, int], unit: t
     from triton.compiler import ASTSource
 
     constants = constants | dict.fromkeys(unit, 1)
-    bytes_of = {"mask_ptr": "*u8", "classes_ptr": "*u8", "flag_ptr": "*u8"}
+    bytes_of = {"mask_ptr": "*u8", "classes_ptr": "*u8", "numbers_ptr": "*i64"}
     signature = {
         name: "constexpr" if name in constants else bytes_of.get(name, "*i32") if name.endswith("_ptr") else "i32"
         for name in kernel.arg_names
@@ -310,6 +400,12 @@ def check_compiled(capability: int) -> None:
     ptx, *usage = compiled(interval_pack._runs_kernel, capability, constants, (), interval_pack.NUM_WARPS)
     assert set(re.findall(r"ld\.global\.(\S+)", ptx)) == {"v4.b32"}
     fits(usage, "runs")
+    constants = {"COUNTED": interval_pack.COUNTED}
+    _, *usage = compiled(interval_pack._count_kernel, capability, constants, (), interval_pack.COUNT_NUM_WARPS)
+    fits(usage, "counts of runs")
+    constants = {"BLOCK": key_pack.PLACES_BLOCK}
+    _, *usage = compiled(key_pack._first_places_kernel, capability, constants, (), key_pack.PLACES_NUM_WARPS)
+    fits(usage, "first places")
 
     for vector, (block_k, num_warps) in mask_pack.STRIP.items():
         for has_band in (False, True):
@@ -352,6 +448,9 @@ INTERPRETED: dict[str, Callable[[], None]] = {
     "lists": check_lists,
     "keys": check_keys,
     "runs": check_runs,
+    "counts": check_counts,
+    "places": check_places,
+    "recognised": check_recognised,
     "scores": check_scores,
     "bytes": check_bytes,
     "nothing_outside": check_nothing_outside_is_touched,

@@ -1,9 +1,13 @@
-"""The kernel that finds the queries of each key in the bits of a mask, and whether they are one run.
+"""The kernels that find the queries of each key in the bits of a mask, and whether they are one run.
 
 A key's run begins in a row that sees it below one that does not, and ends where the next such row does not: bits that
 differ from those of the row before. There are few, so a program visits each alone: the beginning is written, and the
 end raises what stands there from 0. Whoever finds another end there has found a second run, and says so; later programs
 return at once.
+
+A second kernel writes both for all keys, dead ones included, and counts what the host decides by. All that has to begin
+as 0 is one allocation of 64-bit words: the four numbers of `mask_intervals`, then in halves of words the live keys of
+each head and the ends of all keys.
 """
 
 from __future__ import annotations
@@ -14,10 +18,12 @@ import triton.language as tl
 
 from flash_dmattn.masks.prepared.mask_intervals import MaskIntervals
 
-from .kernel_launch import launch
+from .kernel_launch import ceil_div, launch
 
 # Rows and words of a program, and its warps: a thread has 8 words in loads of 16 bytes.
 ROWS, WORDS, NUM_WARPS = 16, 128, 8
+# Keys, and rows of tiles, that a program counts, and its warps.
+COUNTED, COUNT_NUM_WARPS = 1024, 4
 
 
 @triton.jit
@@ -25,16 +31,24 @@ def _any(words):
     return tl.max(tl.max((words != 0).to(tl.int32), axis=1), axis=0)
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "quads", "blocks", "strips"])
+@triton.jit
+def _halves(numbers_ptr, heads):
+    """Where the live keys of heads are, and the ends of keys."""
+    live_ptr = (numbers_ptr + 4).to(tl.pointer_type(tl.int32), bitcast=True)
+    return live_ptr, live_ptr + heads
+
+
+@triton.jit(do_not_specialize=["heads", "seqlen_q", "seqlen_k", "quads", "blocks", "strips"])
 def _runs_kernel(
-    bits_ptr, start_ptr, stop_ptr, flag_ptr, seqlen_q, seqlen_k, quads, blocks, strips,
+    bits_ptr, start_ptr, numbers_ptr, heads, seqlen_q, seqlen_k, quads, blocks, strips,
     ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """`quads`: words of a row, by 4. `blocks` cover one row more than there are, in which the last runs end."""
     strip = tl.program_id(0) % strips
     block = tl.program_id(0) // strips % blocks
     head = (tl.program_id(0) // strips // blocks).to(tl.int64)
-    wanted = tl.load(flag_ptr, volatile=True) != 0  # not from the cache of an earlier program
+    _, ends_ptr = _halves(numbers_ptr, heads)
+    wanted = tl.load(numbers_ptr, volatile=True) == 0  # not from the cache of an earlier program
     if wanted:
         rows = (block * ROWS + tl.arange(0, ROWS))[:, None]
         columns = (strip * WORDS + tl.arange(0, WORDS))[None, :]
@@ -52,21 +66,58 @@ def _runs_kernel(
             begins = (now.to(tl.uint32, bitcast=True) & lowest) != 0
             tl.store(start_ptr + key, rows + tl.zeros_like(now), mask=is_change & begins)
             ends = is_change & (begins == 0)
-            ended = tl.atomic_max(stop_ptr + key, rows + tl.zeros_like(now), mask=ends, sem="relaxed")
+            ended = tl.atomic_max(ends_ptr + key, rows + tl.zeros_like(now), mask=ends, sem="relaxed")
             if _any(tl.where(ends, ended, 0)) != 0:
-                tl.store(flag_ptr, 0)
+                tl.store(numbers_ptr, 1)
             changes ^= lowest
             some = _any(changes)
 
 
-def mask_intervals(bits: torch.Tensor, seqlen_k: int) -> MaskIntervals:
-    """Launch it; the result of `flash_dmattn.masks.prepared.mask_intervals.mask_intervals`."""
+@triton.jit(do_not_specialize=["heads", "seqlen_k", "tiles_q", "list_length", "chunks"])
+def _count_kernel(
+    start_ptr, stop_ptr, lists_ptr, numbers_ptr, heads, seqlen_k, tiles_q, list_length, chunks,
+    COUNTED: tl.constexpr,
+):  # fmt: skip
+    """Sums are of integers: the order of programs changes none. A head's greatest is the one that the last has made."""
+    head = (tl.program_id(0) // chunks).to(tl.int64)
+    at = tl.program_id(0) % chunks * COUNTED + tl.arange(0, COUNTED)
+    live_ptr, ends_ptr = _halves(numbers_ptr, heads)
+    if tl.load(numbers_ptr) == 0:
+        inside = at < seqlen_k
+        keys = head * seqlen_k + at
+        stop = tl.load(ends_ptr + keys, mask=inside, other=0)
+        is_live = stop > 0
+        start = tl.load(start_ptr + keys, mask=is_live, other=0)  # of a dead key nobody has written it
+        tl.store(start_ptr + keys, start, mask=inside)
+        tl.store(stop_ptr + keys, stop, mask=inside)
+        live = tl.sum(is_live.to(tl.int32), axis=0)
+        if live != 0:
+            before = tl.atomic_add(live_ptr + head, live, sem="relaxed")
+            tl.atomic_max(numbers_ptr + 1, (before + live).to(tl.int64), sem="relaxed")
+            tl.atomic_add(numbers_ptr + 2, tl.sum((stop - start).to(tl.int64), axis=0), sem="relaxed")
+        of_row = lists_ptr + (head * tiles_q + at) * list_length
+        is_row = at < tiles_q
+        # 64 bits before they are added: of a whole chunk of rows 32 might not do.
+        active = tl.load(of_row, mask=is_row, other=0).to(tl.int64) + tl.load(of_row + 1, mask=is_row, other=0)
+        active = tl.sum(active, axis=0)
+        if active != 0:
+            tl.atomic_add(numbers_ptr + 3, active, sem="relaxed")
+
+
+def mask_intervals(bits: torch.Tensor, row_lists: torch.Tensor, seqlen_k: int) -> MaskIntervals:
+    """Launch both; the result of `flash_dmattn.masks.prepared.mask_intervals.mask_intervals`."""
     batch, num_heads, seqlen_q, words = bits.shape
-    start, stop = (torch.zeros(batch, num_heads, seqlen_k, dtype=torch.int32, device=bits.device) for _ in range(2))
-    is_intervals = torch.ones((), dtype=torch.bool, device=bits.device)
+    heads, tiles_q, list_length = batch * num_heads, row_lists.size(2), row_lists.size(3)
+    keys = heads * seqlen_k
+    numbers = torch.zeros(4 + (heads + keys + 1) // 2, dtype=torch.int64, device=bits.device)
+    allocate = torch.empty if bits.numel() else torch.zeros
+    start, stop = (allocate(batch, num_heads, seqlen_k, dtype=torch.int32, device=bits.device) for _ in range(2))
     if bits.numel():
-        blocks, strips = triton.cdiv(seqlen_q + 1, ROWS), triton.cdiv(words, WORDS)
-        tensors = (bits, start, stop, is_intervals.view(torch.uint8))
-        numbers = (seqlen_q, seqlen_k, words // 4, blocks, strips)
-        launch(_runs_kernel, batch * num_heads * blocks * strips, tensors, numbers, (ROWS, WORDS), NUM_WARPS)
-    return start, stop, is_intervals
+        blocks, strips = ceil_div(seqlen_q + 1, ROWS), ceil_div(words, WORDS)
+        of_runs = (heads, seqlen_q, seqlen_k, words // 4, blocks, strips)
+        launch(_runs_kernel, heads * blocks * strips, (bits, start, numbers), of_runs, (ROWS, WORDS), NUM_WARPS)
+        chunks = ceil_div(max(seqlen_k, tiles_q), COUNTED)
+        of_counts = (heads, seqlen_k, tiles_q, list_length, chunks)
+        tensors = (start, stop, row_lists, numbers)
+        launch(_count_kernel, heads * chunks, tensors, of_counts, (COUNTED,), COUNT_NUM_WARPS)
+    return start, stop, numbers[:4]

@@ -30,6 +30,15 @@ def remembered(table: dict[tuple[Any, ...], T], key: tuple[Any, ...], make: Call
     return found
 
 
+def ceil_div(total: int, size: int) -> int:
+    """How many of a size cover a total.
+
+    As `triton.cdiv`, which is made for kernels: called by the host it takes as long as an allocation. A plan is made
+    once, but a mask is packed by new numbers each time.
+    """
+    return -(-total // size)
+
+
 def is_current_device(x: Tensor) -> bool:
     """Whether Triton, which launches on the current device, would launch on the tensor's."""
     # Not torch.cuda.current_device: it looks first whether CUDA is initialised, as it is where there is such a tensor.

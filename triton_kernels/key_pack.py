@@ -17,7 +17,7 @@ from flash_dmattn.masks.prepared.key_intervals import KeyIntervals
 from flash_dmattn.masks.prepared.packing import TILE, KeySet, tiles
 from flash_dmattn.problem import Band
 
-from .kernel_launch import launch
+from .kernel_launch import ceil_div, launch
 from .mask_pack import list_tiles
 
 # Keys of a chunk, and its warps; and the most chunks, so that each program reads all of their counts at once.
@@ -26,6 +26,8 @@ CHUNK, CHUNK_NUM_WARPS, MOST_CHUNKS = 4096, 8, 1024
 SHORT_CHUNK, SHORT_NUM_WARPS = 1024, 4
 # Scores that a program turns into integers, and its warps.
 SCORES_BLOCK, SCORES_NUM_WARPS = 1024, 4
+# Places that a program fills, and its warps.
+PLACES_BLOCK, PLACES_NUM_WARPS = 512, 4
 # Tiles of queries that a program of the tile kernel compares with its 128 places at once, and its warps.
 TILES_BLOCK, TILES_NUM_WARPS = 16, 4
 
@@ -143,6 +145,20 @@ def _interval_tiles_kernel(
         tl.store(classes_ptr + tiles_of.to(tl.int64) * tiles_k, kind, mask=tiles_of < tiles_q)
 
 
+@triton.jit(do_not_specialize=["total", "places", "seqlen_k"])
+def _first_places_kernel(
+    start_ptr, stop_ptr, order_ptr, placed_start_ptr, placed_stop_ptr, placed_order_ptr, total, places, seqlen_k,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < total
+    first = at // places * seqlen_k  # of the head
+    key = tl.load(order_ptr + first + at % places, mask=inside, other=0)
+    tl.store(placed_order_ptr + at, key, mask=inside)
+    tl.store(placed_start_ptr + at, tl.load(start_ptr + first + key, mask=inside, other=0), mask=inside)
+    tl.store(placed_stop_ptr + at, tl.load(stop_ptr + first + key, mask=inside, other=0), mask=inside)
+
+
 @triton.jit(
     do_not_specialize=[
         "total", "num_heads", "seqlen_k", "score_b", "score_h", "score_k", "allowed_b", "allowed_h", "allowed_k",
@@ -197,9 +213,9 @@ def _chunks(seqlen_k: int) -> _Chunks:
     if seqlen_k <= SHORT_CHUNK:
         return _Chunks(SHORT_CHUNK, SHORT_NUM_WARPS, 1)
     size = CHUNK
-    while triton.cdiv(seqlen_k, size) > MOST_CHUNKS:
+    while ceil_div(seqlen_k, size) > MOST_CHUNKS:
         size *= 2
-    return _Chunks(size, CHUNK_NUM_WARPS, triton.cdiv(seqlen_k, size))
+    return _Chunks(size, CHUNK_NUM_WARPS, ceil_div(seqlen_k, size))
 
 
 def _count(mask: torch.Tensor, counts: torch.Tensor, chunks: _Chunks, seqlen_q: int, band: Band) -> None:
@@ -232,7 +248,7 @@ def score_keys(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tens
         flags = None if allowed is None else allowed.view(torch.uint8)
         of_flags = (0, 0, 0) if allowed is None else _strides(allowed)
         numbers = (keys.numel(), shape[1], shape[2], *_strides(scores), *of_flags)
-        programs = triton.cdiv(keys.numel(), SCORES_BLOCK)
+        programs = ceil_div(keys.numel(), SCORES_BLOCK)
         tensors, constants = (scores, keys if flags is None else flags, keys), (flags is not None, SCORES_BLOCK)
         launch(_score_keys_kernel, programs, tensors, numbers, constants, SCORES_NUM_WARPS)
     return keys
@@ -284,6 +300,25 @@ def key_intervals(mask: torch.Tensor, seqlen_q: int, band: Band | None, reorder:
         constants = (*chunks.constants(), reorder)
         launch(_key_intervals_kernel, batch * num_heads * chunks.number, tensors, numbers, constants, chunks.num_warps)
     return start, stop, order
+
+
+def first_places(
+    start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, places: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Launch the kernel of places; the result of `flash_dmattn.masks.prepared.interval_order.first_places`.
+
+    Args:
+        start, stop, order: int32 (Bm, Hm, Lk), contiguous.
+        places: how many, up to Lk.
+    """
+    batch, num_heads, seqlen_k = start.shape
+    placed = [torch.empty(batch, num_heads, places, dtype=torch.int32, device=start.device) for _ in range(3)]
+    total = placed[0].numel()
+    if total:
+        tensors, programs = (start, stop, order, *placed), ceil_div(total, PLACES_BLOCK)
+        launch(_first_places_kernel, programs, tensors, (total, places, seqlen_k), (PLACES_BLOCK,), PLACES_NUM_WARPS)
+    placed_start, placed_stop, placed_order = placed
+    return placed_order, placed_start, placed_stop
 
 
 def interval_tiles(start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, seqlen_q: int) -> IntervalTiles:

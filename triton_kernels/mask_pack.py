@@ -21,7 +21,7 @@ import triton.language as tl
 from flash_dmattn.masks.prepared.packing import TILE, TILE_WORDS, TileLists, tiles
 from flash_dmattn.problem import Band
 
-from .kernel_launch import launch
+from .kernel_launch import ceil_div, launch
 
 # Keys of a strip, and warps, by the bytes of a load. Wide: 64 KB a program, 256 bytes a thread, and a warp reads 512
 # contiguous bytes at once; compiled for sm_90 it takes 56 registers (97 with a band) and 3.0 (4.0) instructions a byte.
@@ -242,7 +242,7 @@ def pack_mask(
     classes = torch.empty(batch, num_heads, tiles_q, tiles_k, dtype=torch.uint8, device=mask.device)
     vec = vector_bytes(mask)
     block_k, num_warps = strip or STRIP[vec]
-    strips = triton.cdiv(seqlen_k, block_k)
+    strips = ceil_div(seqlen_k, block_k)
     programs = batch * num_heads * tiles_q * strips
     if programs:
         stride_b, stride_h, stride_q, stride_k = mask.stride()

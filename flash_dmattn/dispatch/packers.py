@@ -56,6 +56,7 @@ def _triton_packer(family: str = "sm_") -> Packer | None:
         key_intervals=of_keys.key_intervals,
         mask_intervals=of_intervals.mask_intervals,
         interval_tiles=of_keys.interval_tiles,
+        first_places=of_keys.first_places,
         # AMD's have not been tried with it.
         pack_sequences=of_sequences.pack_sequences if family == "sm_" else packers.PYTORCH.pack_sequences,
     )

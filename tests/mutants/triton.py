@@ -12,7 +12,7 @@ EMPTY_ROWS = ("tests/test_triton_interpreter.py::test_the_lse_of_an_empty_row_ta
 _PACKING = "tests/test_mask_pack_interpreter.py::test_interpreted"
 INTERVALS = ("tests/test_triton_interpreter.py::test_interval_masks",)
 PACKED, BEYOND_INT32 = (f"{_PACKING}[shapes]",), (f"{_PACKING}[beyond_int32]",)
-RUNS = (f"{_PACKING}[runs]",)
+RUNS, COUNTS, PLACES = (f"{_PACKING}[runs]",), (f"{_PACKING}[counts]",), (f"{_PACKING}[places]",)
 
 _SHORT = "tests/test_triton_interpreter.py::test_short_rows"
 SHORT = (f"{_SHORT}[0]", f"{_SHORT}[1]")
@@ -329,8 +329,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a run to the last query has no end",
         "triton_kernels/interval_pack.py",
-        "triton.cdiv(seqlen_q + 1, ROWS)",
-        "triton.cdiv(seqlen_q, ROWS)",
+        "ceil_div(seqlen_q + 1, ROWS)",
+        "ceil_div(seqlen_q, ROWS)",
         RUNS,
     ),
     Fault(
@@ -339,6 +339,62 @@ FAULTS: tuple[Fault, ...] = (
         "            some = _any(changes)\n\n",
         "            some = 0\n\n",
         RUNS,
+    ),
+    Fault(
+        "the last of two programs takes the live keys of a head for those of its own chunk",
+        "triton_kernels/interval_pack.py",
+        "(before + live).to(tl.int64)",
+        "(before * 0 + live).to(tl.int64)",
+        COUNTS,
+    ),
+    Fault(
+        "live keys are counted over all heads",
+        "triton_kernels/interval_pack.py",
+        "tl.atomic_add(live_ptr + head, live,",
+        "tl.atomic_add(live_ptr, live,",
+        COUNTS,
+    ),
+    Fault(
+        "pairs of a chunk are added in 32 bits",
+        "triton_kernels/interval_pack.py",
+        "tl.sum((stop - start).to(tl.int64), axis=0)",
+        "tl.sum(stop - start, axis=0)",
+        COUNTS,
+    ),
+    Fault(
+        "tiles of a chunk are added in 32 bits",
+        "triton_kernels/interval_pack.py",
+        "mask=is_row, other=0).to(tl.int64) + tl.load(",
+        "mask=is_row, other=0) + tl.load(",
+        COUNTS,
+    ),
+    Fault(
+        "rows of tiles behind the last key are not counted",
+        "triton_kernels/interval_pack.py",
+        "ceil_div(max(seqlen_k, tiles_q), COUNTED)",
+        "ceil_div(seqlen_k, COUNTED)",
+        RUNS,
+    ),
+    Fault(
+        "dead keys begin where nobody has written",
+        "triton_kernels/interval_pack.py",
+        "        tl.store(start_ptr + keys, start, mask=inside)\n",
+        "",
+        RUNS,
+    ),
+    Fault(
+        "intervals of places are read at the places of other keys",
+        "triton_kernels/key_pack.py",
+        "tl.load(start_ptr + first + key,",
+        "tl.load(start_ptr + at,",
+        PLACES,
+    ),
+    Fault(
+        "places of a head continue those of the head before in the order",
+        "triton_kernels/key_pack.py",
+        "first = at // places * seqlen_k",
+        "first = at // places * places",
+        PLACES,
     ),
     Fault(
         "the heads of a group are rows beside bounds of keys, which know of one query",

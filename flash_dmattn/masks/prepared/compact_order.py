@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .interval_operators import run_interval_tiles
+from .interval_operators import run_first_places, run_interval_tiles
 from .packing import TILE, tiles
 
 # Places are whole numbers of this share of the keys, so that calls with such masks are of few classes.
@@ -25,12 +25,6 @@ def places_for(live: int, seqlen_k: int) -> int:
     return places if 2 * places <= seqlen_k else seqlen_k
 
 
-def live_keys(start: torch.Tensor, stop: torch.Tensor) -> torch.Tensor:
-    """How many keys of a head are live, at most: a number that is on the device still."""
-    live = (start < stop).sum(2, dtype=torch.int64)
-    return live.amax() if live.numel() else live.new_zeros(())
-
-
 def compact_order(
     start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, seqlen_q: int, places: int
 ) -> list[torch.Tensor]:
@@ -44,6 +38,5 @@ def compact_order(
     Returns:
         order, bounds, row_lists, col_lists, as fields of an `IntervalMask` of `places`.
     """
-    order = order[:, :, :places].clone(memory_format=torch.contiguous_format)  # the rest is not kept alive
-    start, stop = (x.gather(2, order.long()) for x in (start, stop))
-    return [order, *run_interval_tiles(start, stop, order[:, :, :0].contiguous(), seqlen_q)]
+    order, start, stop = run_first_places(start, stop, order, places)  # the rest is not kept alive
+    return [order, *run_interval_tiles(start, stop, order.new_empty((*order.shape[:2], 0)), seqlen_q)]

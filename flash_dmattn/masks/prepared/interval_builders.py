@@ -8,9 +8,9 @@ from ...problem import causal_window, check_flag, check_window, make_band
 from ..arguments import IntsLike, integer, integer_tensor
 from ..broadcast import DIMS, collapse
 from ..topk import select, topk_arguments
-from .compact_order import compact_order, live_keys, places_for
+from .compact_order import compact_order, places_for
 from .interval_operators import run_interval_tiles, run_key_order, run_score_keys, run_topk_intervals
-from .interval_order import reorder_pays
+from .interval_order import live_keys, reorder_pays
 from .intervals import IntervalMask
 
 

@@ -1,18 +1,35 @@
 """The steps of making an interval mask that are more than a few operations, as operators.
 
-A graph that makes such a mask has these in it, not the loops behind them, which take a compiler a minute.
+A graph that makes such a mask has these in it, not the loops behind them, which take a compiler a minute. Where nothing
+watches, steps that read integers alone are called without the operator: see `is_watched`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
+from torch.autograd import profiler
 
-from ...definition import define
+from ...definition import define, is_watched
 from .packers import packer
 from .packing import TILE, tiles
+
+ThreeTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _define_of_integers(
+    name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]
+) -> Callable[..., Any]:
+    """As `define`, for what takes no gradient and reads tensors that are all made from the first of them."""
+    operator = define(name, schema, function, fake)
+
+    def run(tensor: torch.Tensor, *others: object) -> Any:
+        watched = is_watched(tensor) or tensor.is_meta or profiler._is_profiler_enabled
+        return (operator if watched else function)(tensor, *others)
+
+    return run
 
 
 def _topk(keys: torch.Tensor, k: int, seqlen_q: int, local: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,13 +59,22 @@ def _tiles_fake(start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, se
     return [start.new_empty(shape) for shape in shapes]
 
 
-def _of_bits(bits: torch.Tensor, seqlen_k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return packer(bits).mask_intervals(bits, seqlen_k)
+def _first_places(start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, places: int) -> ThreeTensors:
+    return packer(start).first_places(start, stop, order, places)
 
 
-def _of_bits_fake(bits: torch.Tensor, seqlen_k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _first_places_fake(start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, places: int) -> ThreeTensors:
+    order, start, stop = (x.new_empty((*x.shape[:2], places)) for x in (order, start, stop))
+    return order, start, stop
+
+
+def _of_bits(bits: torch.Tensor, row_lists: torch.Tensor, seqlen_k: int) -> ThreeTensors:
+    return packer(bits).mask_intervals(bits, row_lists, seqlen_k)
+
+
+def _of_bits_fake(bits: torch.Tensor, row_lists: torch.Tensor, seqlen_k: int) -> ThreeTensors:
     start, stop = (bits.new_empty((*bits.shape[:2], seqlen_k)) for _ in range(2))
-    return start, stop, bits.new_empty((), dtype=torch.bool)
+    return start, stop, bits.new_empty((4,), dtype=torch.int64)
 
 
 def _score_keys(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
@@ -76,22 +102,31 @@ run_topk_intervals = cast(
 )
 run_key_order = cast(
     Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor],
-    define("key_order", "(Tensor start, Tensor stop, SymInt seqlen_q) -> Tensor", _order, _order_fake),
+    _define_of_integers("key_order", "(Tensor start, Tensor stop, SymInt seqlen_q) -> Tensor", _order, _order_fake),
 )
 run_interval_tiles = cast(
     Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], list[torch.Tensor]],
-    define(
+    _define_of_integers(
         "interval_tiles",
         "(Tensor start, Tensor stop, Tensor order, SymInt seqlen_q) -> Tensor[]",
         _tiles,
         _tiles_fake,
     ),
 )
+run_first_places = cast(
+    Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], ThreeTensors],
+    _define_of_integers(
+        "first_places",
+        "(Tensor start, Tensor stop, Tensor order, SymInt places) -> (Tensor order, Tensor start, Tensor stop)",
+        _first_places,
+        _first_places_fake,
+    ),
+)
 run_mask_intervals = cast(
-    Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
-    define(
+    Callable[[torch.Tensor, torch.Tensor, int], ThreeTensors],
+    _define_of_integers(
         "mask_intervals",
-        "(Tensor bits, SymInt seqlen_k) -> (Tensor start, Tensor stop, Tensor is_intervals)",
+        "(Tensor bits, Tensor row_lists, SymInt seqlen_k) -> (Tensor start, Tensor stop, Tensor numbers)",
         _of_bits,
         _of_bits_fake,
     ),

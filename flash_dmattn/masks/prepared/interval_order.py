@@ -77,6 +77,34 @@ def key_order(start: torch.Tensor, stop: torch.Tensor, seqlen_q: int) -> torch.T
     return (place - of_head * seqlen_k).to(torch.int32).view(start.shape)
 
 
+def live_keys(start: torch.Tensor, stop: torch.Tensor) -> torch.Tensor:
+    """How many keys of a head are live, at most: a number that is on the device still."""
+    live = (start < stop).sum(2, dtype=torch.int64)
+    return live.amax() if live.numel() else live.new_zeros(())
+
+
+def first_places(
+    start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, places: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The first places of an order, and the intervals of the keys that stand there.
+
+    Args:
+        start, stop, order: int32 (Bm, Hm, Lk), contiguous, of an `IntervalMask`.
+        places: how many, up to Lk.
+
+    Returns:
+        order, start and stop int32 (Bm, Hm, places), contiguous, with memory of their own.
+
+    Example:
+        >>> start, stop, order = torch.tensor([[[[2, 0, 3]]], [[[4, 0, 4]]], [[[0, 2, 1]]]], dtype=torch.int32)
+        >>> [x.tolist() for x in first_places(start, stop, order, 2)]
+        [[[[0, 2]]], [[[2, 3]]], [[[4, 4]]]]
+    """
+    order = order[:, :, :places].clone(memory_format=torch.contiguous_format)
+    keys = order.long()
+    return order, start.gather(2, keys), stop.gather(2, keys)
+
+
 def reorder_pays(
     heads: int, seqlen_q: int, seqlen_k: int, keys_kept: int, *, is_causal: bool, has_backward: bool
 ) -> bool:

@@ -1,33 +1,36 @@
-"""The run of queries that sees each key of a packed mask, if there is one, in plain PyTorch: the kernel's oracle."""
+"""The run of queries that sees each key of a packed mask, if there is one, in plain PyTorch: the kernels' oracle."""
 
 from __future__ import annotations
 
 import torch
 
 from . import packing
+from .interval_order import live_keys
 
-# start, stop (see `IntervalMask`), and a bool of no dims: whether every key is seen by one run of queries.
+# start, stop (see `IntervalMask`), and four numbers, int64.
 MaskIntervals = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def mask_intervals(bits: torch.Tensor, seqlen_k: int) -> MaskIntervals:
-    """The first query that sees each key and the one behind the last, and whether all between them do.
+def mask_intervals(bits: torch.Tensor, row_lists: torch.Tensor, seqlen_k: int) -> MaskIntervals:
+    """The first query that sees each key and the one behind the last, whether all between them do, and what to count.
 
     A key is seen by one run of queries if and only if as many see it as there are from the first to the last.
 
     Args:
         bits: int32 (Bm, Hm, Lq, words) of a `TileMask`.
+        row_lists: int32 (Bm, Hm, Tq, 2 + Tk), of the same.
         seqlen_k: number of keys.
 
     Returns:
-        start and stop int32 (Bm, Hm, Lk), contiguous, (0, 0) for a key that no query sees; a bool of no dims. Where
-        that is False a kernel may leave anything from 0 to Lq in start and stop.
+        start and stop int32 (Bm, Hm, Lk), contiguous, (0, 0) for a key that no query sees; numbers int64 (4,): 0 where
+        every key is seen by one run, else 1; how many keys of a head are live, at most; pairs of a query and a key that
+        it sees; tiles that some pair is in. Where the first is 1 a kernel may leave anything in the rest.
 
     Example:
-        >>> bits = packing.pack_words(torch.tensor([[[[True, False], [True, True]]]]))
-        >>> start, stop, is_intervals = mask_intervals(bits, 2)
-        >>> start.tolist(), stop.tolist(), is_intervals.item()
-        ([[[0, 1]]], [[[2, 2]]], True)
+        >>> bits, classes = packing.pack_mask(torch.tensor([[[[True, False], [True, True]]]]), None)
+        >>> start, stop, numbers = mask_intervals(bits, packing.list_tiles(classes)[0], 2)
+        >>> start.tolist(), stop.tolist(), numbers.tolist()
+        ([[[0, 1]]], [[[2, 2]]], [0, 2, 3, 1])
     """
     batch, num_heads, seqlen_q, _ = bits.shape
     start, stop, count = (torch.zeros(batch, num_heads, seqlen_k, dtype=torch.int64, device=bits.device) for _ in "abc")
@@ -39,5 +42,7 @@ def mask_intervals(bits: torch.Tensor, seqlen_k: int) -> MaskIntervals:
         start = torch.where(seen & (count == 0), begin + first, start)
         stop = torch.where(seen, begin + last + 1, stop)
         count += flags.sum(2, dtype=torch.int64)
-    start, stop, is_intervals = start.to(torch.int32), stop.to(torch.int32), (count == stop - start).all()
-    return start.contiguous(), stop.contiguous(), is_intervals
+    has_several = (count != stop - start).any()
+    pairs, active = (x.sum(dtype=torch.int64) for x in (stop - start, row_lists[..., :2]))
+    numbers = torch.stack([has_several.long(), live_keys(start, stop), pairs, active])
+    return start.to(torch.int32).contiguous(), stop.to(torch.int32).contiguous(), numbers

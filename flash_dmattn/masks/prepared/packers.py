@@ -11,7 +11,7 @@ from ...problem import Band, SequenceSpec
 from ..topk import score_keys
 from ..topk_stops import topk_intervals
 from . import packing
-from .interval_order import key_order
+from .interval_order import first_places, key_order
 from .interval_tiles import IntervalTiles, interval_bounds, interval_classes
 from .key_intervals import KeyIntervals, key_intervals
 from .mask_intervals import MaskIntervals, mask_intervals
@@ -32,6 +32,7 @@ class Packer(NamedTuple):
         interval_tiles: (start, stop, order, seqlen_q) -> bounds, row_lists, col_lists of an `IntervalMask`.
         topk_intervals: as `masks.topk_stops.topk_intervals`.
         key_order: as `interval_order.key_order`.
+        first_places: as `interval_order.first_places`.
         pack_sequences: as `sequence_packing.pack_sequences`.
     """
 
@@ -40,10 +41,13 @@ class Packer(NamedTuple):
     key_set: Callable[[torch.Tensor], KeySet]
     score_keys: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
     key_intervals: Callable[[torch.Tensor, int, Band | None, bool], KeyIntervals]
-    mask_intervals: Callable[[torch.Tensor, int], MaskIntervals]
+    mask_intervals: Callable[[torch.Tensor, torch.Tensor, int], MaskIntervals]
     interval_tiles: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], IntervalTiles]
     topk_intervals: Callable[[torch.Tensor, int, int, int], tuple[torch.Tensor, torch.Tensor]]
     key_order: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+    first_places: Callable[
+        [torch.Tensor, torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    ]
     pack_sequences: Callable[
         [torch.Tensor, torch.Tensor, MaskPacking, SequenceSpec, tuple[int, int]], list[torch.Tensor]
     ]
@@ -70,6 +74,7 @@ PYTORCH = Packer(
     list_intervals,
     topk_intervals,
     key_order,
+    first_places,
     pack_sequences,
 )
 _find_faster: Callable[[torch.Tensor], Packer | None] = lambda tensor: None

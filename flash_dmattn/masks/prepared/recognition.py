@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .compact_order import compact_order, live_keys, places_for
+from .compact_order import compact_order, places_for
 from .interval_operators import run_interval_tiles, run_key_order, run_mask_intervals
 from .interval_order import order_saves
 
@@ -23,15 +23,11 @@ def interval_tensors(
         reorder: whether keys of similar intervals stand side by side; by default where that pays in a forward pass.
     """
     seqlen_q = bits.size(2)
-    start, stop, is_intervals = run_mask_intervals(bits, seqlen_k)
-    numbers = [is_intervals, live_keys(start, stop)]
-    if reorder is None:
-        numbers += [(stop - start).sum(dtype=torch.int64), row_lists[..., :2].sum(dtype=torch.int64)]
-    found, live, *counted = torch.stack(numbers).tolist()
-    if not found:
+    start, stop, numbers = run_mask_intervals(bits, row_lists, seqlen_k)
+    has_several, live, pairs, active = numbers.tolist()
+    if has_several:
         return None
-    if counted:
-        pairs, active = counted
+    if reorder is None:
         kept = pairs / max(1, start.size(0) * start.size(1) * seqlen_q)
         reorder = kept > 0 and order_saves(active, pairs, kept, has_backward=False)
     if not reorder:
