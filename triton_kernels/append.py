@@ -7,7 +7,7 @@ import triton.language as tl
 
 from flash_dmattn.sequences.cache_writes import CacheWrite
 
-from .kernel_launch import launch
+from .kernel_launch import ceil_div, launch
 
 # Bytes of k that a program copies at a time; and so few rows where there would be fewer programs than a GPU has places.
 _TILE_BYTES, _MOST_ROWS = 8192, 32
@@ -110,7 +110,7 @@ def write(given: CacheWrite) -> None:
     if v is None or v_cache is None:
         v, v_cache = given.k, given.k_cache  # which nothing reads as such
     head_dim_v = v.shape[3]
-    block_d, block_dv = triton.next_power_of_2(head_dim), triton.next_power_of_2(head_dim_v)
+    block_d, block_dv = (1 << (dim - 1).bit_length() for dim in (head_dim, head_dim_v))  # powers of 2
     widest = max(block_d, block_dv) * given.k.element_size()
     block = max(1, min(_MOST_ROWS, _TILE_BYTES // widest))
     if rows * heads <= _FEW:
@@ -123,7 +123,7 @@ def write(given: CacheWrite) -> None:
     constants = (given.packs_tokens, given.packs_keys, page, block, block_d, block_dv, has_v)
     launch(
         append_kernel,
-        triton.cdiv(rows, block) * heads,
+        ceil_div(rows, block) * heads,
         tensors,
         (*strides, *sizes, table.stride(0)),
         constants,
