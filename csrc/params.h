@@ -208,7 +208,8 @@ struct ForwardParams {
   // TMA descriptors, innermost dim first: (D, Lq, Hq, B), (D, Lk, Hk, B), (Dv, Lk, Hk, B), and (Lk, Lq, Hbias, Bbias)
   // for a bias that is read as tiles.
   CUtensorMap q, k, v, bias;
-  void* out;   // (B, Lq, Hq, Dv), contiguous
+  void* out;   // (B, Lq, Hq, Dv), entry by entry; in one, rows and heads are so many vectors of Dv apart
+  int out_row_step, out_head_step;
   float* lse;  // (B, Hq, Lq), contiguous, natural logarithm
 
   int batch, num_heads, seqlen_q, seqlen_k, head_dim_v;

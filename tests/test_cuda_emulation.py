@@ -106,6 +106,10 @@ def test_pages(built: Built) -> None:
     run_tests(built, "test_cuda_pages.py", skipped=1)
 
 
+def test_decoding(built: Built) -> None:
+    run_tests(built, "test_cuda_decoding.py")
+
+
 def test_dropout(built: Built) -> None:
     run_tests(built, "test_cuda_dropout.py")
 

@@ -61,6 +61,18 @@ int64_t longest_walk(const Sizes& sizes, bool has_mask, const ForwardTile& tile,
   return std::min(all, ceil_div(std::max(tile.block_m + params.high - params.low, 0), tile.block_n) + 1);
 }
 
+// out may have rows before heads, as q has, or heads before rows.
+void set_out_steps(const Tensor& out, const Sizes& sizes, ForwardParams& params) {
+  const bool has_heads_first = !out.is_contiguous();
+  CHECK_ARGUMENT(!has_heads_first ||
+                     (out.stride(3) == 1 && out.stride(1) == sizes.head_dim_v &&
+                      out.stride(2) == sizes.seqlen_q * sizes.head_dim_v &&
+                      out.stride(0) == sizes.num_heads * sizes.seqlen_q * sizes.head_dim_v),
+                 "out needs to be contiguous as (B, Lq, Hq, Dv) or as (B, Hq, Lq, Dv)");
+  params.out_row_step = static_cast<int>(has_heads_first ? 1 : sizes.num_heads);
+  params.out_head_step = static_cast<int>(has_heads_first ? sizes.seqlen_q : 1);
+}
+
 // Writes out and lse. mask is {}, or (bits, row_lists) of a TileMask, or (bounds, row_lists) of an IntervalMask; low and
 // high are the band if there is no mask.
 // sink: (Hq), contiguous, in fp32 or 16 bits.
@@ -90,6 +102,7 @@ void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::option
   params.v = rows_map(kName, v, "v", tile.block_n);
   if (form == Bias::kTile) params.bias = scores_map(kName, *bias, "bias", tile.block_m);
   params.out = out.mutable_data_ptr();
+  set_out_steps(out, sizes, params);
   params.lse = static_cast<float*>(lse.mutable_data_ptr());
   set_sink(kName, sink, sizes.num_heads, params);
   set_sizes(sizes, params);

@@ -85,6 +85,8 @@ void forward(Tensor q, Tensor k, Tensor v, Tensor bounds, std::optional<Tensor> 
                                         : scores_by_position_map(kName, *bias, "bias", block_m);
   }
   params.out = out.mutable_data_ptr();
+  params.out_row_step = static_cast<int>(sizes.num_heads);
+  params.out_head_step = 1;
   params.lse = static_cast<float*>(lse.mutable_data_ptr());
   set_sink(kName, sink, sizes.num_heads, params);
   set_sizes(sizes, params);

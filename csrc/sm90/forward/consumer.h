@@ -335,7 +335,9 @@ struct Consumer {
       const bool exists = row < seqlen_q;
       if (exists && lane % 4 == 0) p.lse[first_lse_of(p, work) + row] = lse[r];
       Element* to = static_cast<Element*>(p.out) +
-                    ((first_query_of(p, work) + row) * p.num_heads + work.head) * p.head_dim_v;
+                    (first_query_of(p, work) * p.num_heads + static_cast<int64_t>(row) * p.out_row_step +
+                     static_cast<int64_t>(work.head) * p.out_head_step) *
+                        p.head_dim_v;
 #pragma unroll
       for (int c = 0; c < kDv / 32; ++c) {
         uint32_t words[4];

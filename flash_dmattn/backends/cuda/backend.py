@@ -28,6 +28,7 @@ from ..protocol import Availability
 from . import direct, extension
 from . import sequences as of_sequences
 from .bias_rows import copies_bias, copy_note, readable, readable_if_small, stores_into
+from .group_rows import group_rows
 from .rules import AUTO_RULES, INSTANCES, RULES
 
 __all__ = [
@@ -255,7 +256,14 @@ def _forward(
         return operators.fill_empty(out, lse, sink)
     if out.numel() == 0:
         return out, lse
+    results = out, lse
     band = make_band(seqlen_q, seqlen_k, flags.window)
+    if sink is None and dropout is None:
+        joined = group_rows(q, k, v, out, lse, mask, bias, band)
+        if joined is not None:
+            q, k, v, out, lse, mask, bias = joined
+            seqlen_q, seqlen_k, band = q.shape[1], k.shape[1], None
+            flags = flags._replace(left=-1, right=-1)  # all keys that are left
     low, high = (-seqlen_q, seqlen_k) if band is None else band
     k, v = _rows(k), _rows(v)
     walked: Sequence[Tensor] = ()
@@ -271,7 +279,7 @@ def _forward(
         sink = (sink.float() if sink.dtype == torch.float64 else sink).contiguous()
     numbers = (low, high, flags.softmax_scale, flags.softcap, NUM_KV_SPLITS, dropout, flags.dropout_p)
     _kernels().attend(_rows(q), k, v, walked, bias, sink, out, lse, *numbers)
-    return out, lse
+    return results
 
 
 def _backward(

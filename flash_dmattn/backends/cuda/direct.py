@@ -1,7 +1,7 @@
 """The passes of `cuda` for a class of calls that is described: what its problem decides is decided once.
 
-They hand the kernels what `backend.py` hands them. Where a class needs more than that, there is no pass here: sinks, an
-order of keys, gradients that PyTorch makes of others, calls without a pair of a query and a key.
+They hand the kernels what `backend.py` hands them. Where a class needs more than that, there is no pass here: sinks,
+heads as rows, an order of keys, gradients that PyTorch makes of others, calls without a pair of a query and a key.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from ...gradients import key_gradient, new_like
 from ...problem import AttentionProblem, Gradients, MaskView, Shape4, fits_tma, make_band
 from ..direct import DirectBackward, DirectForward, has_pairs, outputs_of
 from .bias_rows import fits, is_small_and_shared, readable
+from .group_rows import has_group_rows
 
 Rows = Callable[[Tensor], Tensor]
 
@@ -33,7 +34,7 @@ def forward_pass(
         num_kv_splits: asked at each call.
     """
     places = _places_of(p, mask, p.bias_class == "score")
-    if places is None:
+    if places is None or (has_group_rows(p) and mask.form == "none"):
         return None
     q_fits, k_fits, v_fits = _rows_fit(p)
     low, high = _band(p)
