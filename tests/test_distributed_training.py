@@ -17,7 +17,7 @@ EXAMPLE = "examples/distributed_training.py"
 @pytest.mark.parametrize(("ranks", "dp"), [(2, 1), (4, 2)], ids=["sequence", "batch and sequence"])
 def test_losses_are_those_of_one_process(ranks: int, dp: int) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += [EXAMPLE, "--steps", "6", "--dp", str(dp)]
+    command += ["tests/run_and_exit.py", EXAMPLE, "--steps", "6", "--dp", str(dp)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
