@@ -1,0 +1,118 @@
+"""Builds of the CUDA extension beside each other: `python -m benchmarks.builds old.so new.so --only dense-d128 blocks`.
+
+Every build times the cases in a process of its own, in a copy of the checkout that has its file as the extension.
+Builds take turns for some rounds, because the same kernel moves by 3 to 4 % from process to process. Results are
+checked in each run, by the accuracy rule. The table has medians over the rounds, and each build's time over that of
+the first.
+
+Exit status: 0; 1 where a run failed or had a wrong result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from .progress import progress
+from .report.summary import time_of
+from .report.tables import table
+from .report.text import ms
+
+ROOT = Path(__file__).resolve().parent.parent
+EXTENSION = "_C.abi3.so"
+LEFT_OUT = (".git", ".venv", "build", "results", "*.so")
+# (build, case, pass) -> milliseconds, of each round.
+Times = dict[tuple[str, str, str], list[float]]
+
+
+def copy_with(extension: Path, folder: Path) -> Path:
+    """A copy of the checkout below a folder, with a file as its extension."""
+    tree = folder / "tree"
+    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*LEFT_OUT))
+    shutil.copy(extension, tree / "flash_dmattn" / EXTENSION)
+    return tree
+
+
+def time_build(tree: Path, out: Path, options: Sequence[str], system: str) -> dict[tuple[str, str], float]:
+    """Milliseconds by case and pass of one process.
+
+    Raises:
+        RuntimeError: the run failed, or a result was wrong; what it printed is the message.
+    """
+    command = [sys.executable, "-m", "benchmarks", "performance", *options, "--systems", system, "--out", str(out)]
+    done = subprocess.run(command, cwd=tree, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if done.returncode != 0:
+        raise RuntimeError(f"exit status {done.returncode} of {' '.join(command)}\n{done.stdout[-2000:]}")
+    found = {}
+    for row in json.loads((out / "performance.json").read_text(encoding="utf-8"))["rows"]:
+        for name in row["floor_ms"]:
+            took = time_of(row, system, name)
+            if took is not None:
+                found[row["name"], name] = took
+    return found
+
+
+def printed(times: Times, builds: Sequence[str]) -> list[str]:
+    """The table: a row for each case and pass, medians, and the time of each build over that of the first."""
+    body = []
+    for case, name in dict.fromkeys((case, name) for _, case, name in times):
+        medians = [statistics.median(times[build, case, name]) for build in builds]
+        ratios = [f"{median / medians[0]:.3f}" for median in medians[1:]]
+        body.append([case, name, *map(ms, medians), *ratios])
+    return table(["case", "pass", *builds, *(f"{build} / {builds[0]}" for build in builds[1:])], body)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Time the builds that the arguments name, and print the table."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.builds", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("builds", nargs="+", type=Path, metavar="FILE", help="extensions; a table names them by their file names")
+    add("--only", nargs="+", metavar="NAME", help="cases whose name or group contains one of these (default: all)")
+    add("--passes", nargs="+", default=[], metavar="PASS", help="of forward, backward, step (default: all)")
+    add("--rounds", type=int, default=3, metavar="N", help="how often each build is timed (default: 3)")
+    add("--system", default="cuda", help="what is timed (default: cuda)")
+    add("--device", choices=("cuda", "cpu"), help="default: the GPU where there is one")
+    given = parser.parse_args(arguments)
+    builds = [path.stem for path in given.builds]
+    if len(set(builds)) < len(builds):
+        parser.error(f"two builds have one name, and the table would mix them: {', '.join(builds)}")
+    for path in given.builds:
+        if not path.is_file():
+            parser.error(f"{path} is no file")
+    options = [*given.passes, "--fresh", "--commit", "builds"]
+    options += [] if given.only is None else ["--only", *given.only]
+    options += [] if given.device is None else ["--device", given.device]
+    times: Times = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        trees = {}
+        for build, path in zip(builds, given.builds, strict=True):
+            (folder / build).mkdir()
+            trees[build] = copy_with(path, folder / build)
+        with progress("builds", given.rounds * len(builds)) as shown:
+            for _ in range(given.rounds):
+                for build in builds:
+                    shown.case(build)
+                    try:
+                        found = time_build(trees[build], folder / build / "out", options, given.system)
+                    except RuntimeError as failure:
+                        print(f"{build}: {failure}", file=sys.stderr)
+                        return 1
+                    for (case, pass_name), took in found.items():
+                        times.setdefault((build, case, pass_name), []).append(took)
+                    shown.done()
+    print("\n".join(printed(times, builds)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
