@@ -45,5 +45,6 @@ def compact_order(
         order, bounds, row_lists, col_lists, as fields of an `IntervalMask` of `places`.
     """
     order = order[:, :, :places].clone(memory_format=torch.contiguous_format)  # the rest is not kept alive
-    start, stop = (x.gather(2, order.long()) for x in (start, stop))
+    keys = order.long()
+    start, stop = (x.gather(2, keys) for x in (start, stop))
     return [order, *run_interval_tiles(start, stop, order[:, :, :0].contiguous(), seqlen_q)]
