@@ -208,7 +208,7 @@ class Truth:
 
 
 def run_case(case: Case, device: torch.device, backends: Sequence[str], rates: Rates, rep_ms: float) -> bool:
-    """Time and check a case; print a row for each system, and return whether all of them are right and none of ours failed."""
+    """Time and check a case; print a row for each system, and return whether all are right and none of ours failed."""
     batch = Batch(case, device)
     truth = Truth(batch)
     found = list(systems(batch, backends))
