@@ -325,10 +325,10 @@ def _dense(call: SequenceCall, tokens: Tokens, leaves: dict[str, Tensor | None])
     if isinstance(call.mask, Tensor):
         of_mask = tokens.scores(call.mask.cpu())
     mask = mask if of_mask is None else mask & of_mask
-    dlse = call.dlse
+    dlse, is_unused = call.dlse, tokens.q[:, 0] < 0
     if dlse is not None:
         dlse = dlse if call.packs_queries else dlse.transpose(0, 1).reshape(dlse.shape[1], -1)
-        dlse = dlse.cpu().masked_fill(tokens.q[:, 0] < 0, 0.0)[None]
+        dlse = dlse.cpu().masked_fill(is_unused, 0.0)[None]
 
     def flat(x: Tensor) -> Tensor:
         return x if x.dim() == 3 else x.reshape(-1, *x.shape[2:])
@@ -339,7 +339,7 @@ def _dense(call: SequenceCall, tokens: Tokens, leaves: dict[str, Tensor | None])
         flat(v)[tokens.k_at][None],
         mask,
         tokens.scores(leaves["bias"]),
-        flat(call.dout.cpu())[None],
+        flat(call.dout.cpu()).masked_fill(is_unused[:, None, None], 0.0)[None],
         dlse,
         leaves["sink"],
     )
@@ -418,7 +418,7 @@ def _spread(call: SequenceCall, exact: Results, in_dtype: Results, dense: Inputs
         assert scores is not None
         of_rows = scores[..., 0]  # (1, H, queries), each the value that a row reads
         by_head = rows.unflatten(1, (of_rows.shape[1], -1)).sum(2)
-        (summed,) = torch.autograd.grad(of_rows, own, by_head.expand(of_rows.shape))
+        (summed,) = torch.autograd.grad(of_rows, own, by_head.sum_to_size(of_rows.shape))
         found["dbias"] = with_rounding(summed, exact["dbias"], call.bias.dtype)
     return found
 
