@@ -117,8 +117,27 @@ def gross(case: Case, inputs: Inputs) -> Results:
 
 
 def share_of_sink(sink: Tensor, lse: Tensor) -> Tensor:
-    """(B, Hq, Lq), what the sink takes of each row; 0 in a row without keys and without a sink."""
-    return torch.exp((sink[:, None] - lse).nan_to_num(nan=-torch.inf))
+    """(B, Hq, Lq), what the sink takes of each row; 0 in a row without keys and without a sink, or of no sequence."""
+    return torch.exp(sink[:, None] - lse).masked_fill(lse == -torch.inf, 0.0)
+
+
+def row_variances(x: Inputs, exact: Results, in_dtype: Results) -> Tensor:
+    """(B, Hq, Lq), what rounding of out and of lse leaves in each row's part of dsink; all in fp64, beside a sink."""
+    out, lse = exact["out"], exact["lse"]
+    of_out = (x.dout * (in_dtype["out"].double() - out)).square().sum(-1).mT
+    delta = (x.dout * out).sum(-1).mT
+    if x.dlse is not None:
+        delta = delta - x.dlse.masked_fill(lse == -torch.inf, 0.0)
+    of_lse = (delta * LSE_ROUNDING * lse.nan_to_num(neginf=0.0)).square()
+    return share_of_sink(x.sink, lse).square() * (of_out + of_lse)
+
+
+def with_rounding(variance: Tensor, exact: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Standard deviations of sums of such a variance, rounded to a dtype."""
+    of_result = torch.zeros(()) if exact is None else exact.double() * torch.finfo(dtype).eps / 4
+    found = (variance + of_result.square()).sqrt()
+    assert found.isfinite().all(), "nothing is allowed by a limit that is no number"
+    return found
 
 
 def deviations(case: Case, inputs: Inputs, exact: Results, in_dtype: Results) -> Results:
@@ -129,26 +148,13 @@ def deviations(case: Case, inputs: Inputs, exact: Results, in_dtype: Results) ->
     found: Results = {}
     if inputs.sink is None or not case.needs_grad:
         return found
-    x = inputs.to(torch.float64)
-    out, lse = exact["out"], exact["lse"]
-    share = share_of_sink(x.sink, lse)
-    of_out = (x.dout * (in_dtype["out"].double() - out)).square().sum(-1).mT
-    delta = (x.dout * out).sum(-1).mT
-    if x.dlse is not None:
-        delta = delta - x.dlse.masked_fill(lse == -torch.inf, 0.0)
-    of_lse = (delta * LSE_ROUNDING * lse.nan_to_num(neginf=0.0)).square()
-    rows = share.square() * (of_out + of_lse)
-
-    def with_rounding(variance: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-        of_result = torch.zeros(()) if exact[name] is None else exact[name].double() * torch.finfo(dtype).eps / 4
-        return (variance + of_result.square()).sqrt()
-
-    found["dsink"] = with_rounding(rows.sum((0, 2)), "dsink", inputs.sink.dtype)
+    rows = row_variances(inputs.to(torch.float64), exact, in_dtype)
+    found["dsink"] = with_rounding(rows.sum((0, 2)), exact["dsink"], inputs.sink.dtype)
     if inputs.bias is not None and inputs.bias.shape[3] == 1:
         groups = rows.unflatten(1, (inputs.k.shape[2], -1)).unsqueeze(-1)
         own = formula.grouped(inputs.bias, inputs.k.shape[2], inputs.q.shape[2]).shape
         summed = groups.sum_to_size(own).view(inputs.bias.shape)
-        found["dbias"] = with_rounding(summed, "dbias", inputs.bias.dtype)
+        found["dbias"] = with_rounding(summed, exact["dbias"], inputs.bias.dtype)
     return found
 
 

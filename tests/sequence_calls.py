@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from accuracy import DEVIATIONS, FLOOR_FP64, LSE_ROUNDING, Results, deviations, error, norm_of
-from cases import DEVICE, Case, Inputs
+from accuracy import DEVIATIONS, FLOOR_FP64, LSE_ROUNDING, Results, error, norm_of, row_variances, with_rounding
+from cases import DEVICE, Inputs
 from torch import Tensor
 
 from flash_dmattn import Sequences, attention
@@ -331,10 +331,10 @@ def _dense(call: SequenceCall, tokens: Tokens, leaves: dict[str, Tensor | None])
     if isinstance(call.mask, Tensor):
         of_mask = tokens.scores(call.mask.cpu())
     mask = mask if of_mask is None else mask & of_mask
-    dlse = call.dlse
+    dlse, is_unused = call.dlse, tokens.q[:, 0] < 0
     if dlse is not None:
         dlse = dlse if call.packs_queries else dlse.transpose(0, 1).reshape(dlse.shape[1], -1)
-        dlse = dlse.cpu().masked_fill(tokens.q[:, 0] < 0, 0.0)[None]
+        dlse = dlse.cpu().masked_fill(is_unused, 0.0)[None]
 
     def flat(x: Tensor) -> Tensor:
         return x if x.dim() == 3 else x.reshape(-1, *x.shape[2:])
@@ -345,7 +345,7 @@ def _dense(call: SequenceCall, tokens: Tokens, leaves: dict[str, Tensor | None])
         flat(v)[tokens.k_at][None],
         mask,
         tokens.scores(leaves["bias"]),
-        flat(call.dout.cpu())[None],
+        flat(call.dout.cpu()).masked_fill(is_unused[:, None, None], 0.0)[None],
         dlse,
         leaves["sink"],
     )
@@ -390,20 +390,7 @@ def assert_accurate(results: Results, call: SequenceCall) -> None:
     largest = exact["lse"].abs().nan_to_num(posinf=0.0).max().item() if exact["lse"].numel() else 0.0
     floor_of_gradients = min(max(FLOOR, LSE_ROUNDING * largest), 1e-2)
     failures = []
-    spread: Results = {}
-    if call.sink is not None and "sink" in call.needs_grad:
-        case = Case(needs_grad=("sink",))
-        of_dense = {
-            "out": exact["out"].reshape(dense.dout.shape),
-            "lse": formula_lse(exact, dense),
-            "dsink": exact["dsink"],
-        }
-        spread = deviations(
-            case,
-            replace(dense, bias=None, sink=call.sink.cpu()),
-            of_dense,
-            {"out": in_dtype["out"].reshape(dense.dout.shape)},
-        )
+    spread = _spread(call, exact, in_dtype, dense) if call.sink is not None and call.needs_grad else {}
     for name, x in results.items():
         if name.startswith("d") and name[1:] not in call.needs_grad:
             assert x is None, f"{call.told}: {name} was computed though nothing asks for it"
@@ -423,6 +410,23 @@ def assert_accurate(results: Results, call: SequenceCall) -> None:
         if not found <= limit and not _is_nothing(x, reference):
             failures.append(f"{name}: error {found:.3e}, limit {limit:.3e}")
     assert not failures, f"{call.told}\n  " + "\n  ".join(failures)
+
+
+def _spread(call: SequenceCall, exact: Results, in_dtype: Results, dense: Inputs) -> Results:
+    """What `accuracy.deviations` finds beside a sink: of dsink, and of dbias of one value per query."""
+    assert call.sink is not None
+    of_dense: Results = {"out": exact["out"].reshape(dense.dout.shape), "lse": formula_lse(exact, dense)}
+    rows = row_variances(dense.to(torch.float64), of_dense, {"out": in_dtype["out"].reshape(dense.dout.shape)})
+    found = {"dsink": with_rounding(rows.sum((0, 2)), exact["dsink"], call.sink.dtype)}
+    if call.bias is not None and call.bias.shape[-1] == 1 and dense.k.shape[1] > 0:
+        own = torch.zeros(call.bias.shape, dtype=torch.float64, requires_grad=True)
+        scores = Tokens(call).scores(own)
+        assert scores is not None
+        of_rows = scores[..., 0]  # (1, H, queries), each the value that a row reads
+        by_head = rows.unflatten(1, (of_rows.shape[1], -1)).sum(2)
+        (summed,) = torch.autograd.grad(of_rows, own, by_head.sum_to_size(of_rows.shape))
+        found["dbias"] = with_rounding(summed, exact["dbias"], call.bias.dtype)
+    return found
 
 
 def formula_lse(exact: Results, dense: Inputs) -> Tensor:

@@ -16,6 +16,7 @@ from torch.nn.attention import varlen
 from benchmarks import packed
 from benchmarks.floors import Rates
 from benchmarks.systems import fa4
+from flash_dmattn import BackendUnavailableError, BackendUnsupportedError
 
 CPU = torch.device("cpu")
 RATES = Rates(1e9, 1e9, "made up")
@@ -135,6 +136,40 @@ def test_a_wrong_result_is_noticed(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert not packed.run_case(case, CPU, ("eager",), RATES, 1.0)
     printed = capsys.readouterr()
     assert "| NO |" in printed.out and "wrong: out is" in printed.err
+
+
+def test_a_call_of_ours_that_raises_is_a_failure_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A peer that fails is none, nor a refusal by the rules of a backend: `cuda` takes no mask beside sequences."""
+    case, failure = small(packed.CASES[0]), RuntimeError("a kernel has failed")
+
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Tensor, error: Exception, late: bool) -> Tensor:
+            if not late:
+                raise error
+            ctx.error = error
+            return q.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *_: Tensor) -> Any:
+            raise ctx.error
+
+    for error, is_peer, good in (
+        (failure, False, False),
+        (BackendUnavailableError("not built", backend="cuda"), False, False),
+        (BackendUnsupportedError("no mask", backend="cuda"), False, True),
+        (failure, True, True),
+    ):
+        for late in (False, True):
+
+            def one(batch: packed.Batch, _: Any, given: Any = (error, late), is_peer: bool = is_peer) -> Any:
+                return [packed.System("one", lambda: Failing.apply(batch.q, *given), is_peer)]
+
+            monkeypatch.setattr(packed, "systems", one)
+            assert packed.run_case(case, CPU, (), RATES, 1.0) is good
+            assert f"| one | {type(error).__name__}: {error} |" in capsys.readouterr().out
 
 
 def test_floors_count_what_is_allowed() -> None:

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from flash_dmattn import masks
+from flash_dmattn import Sequences, masks
 from flash_dmattn.masks import drawing
 
 pytest.importorskip("matplotlib")
@@ -79,6 +79,31 @@ def test_batch_head_and_lengths_choose_the_plane():
     assert_color(pixels(masks.show(mask, batch=1, head=1, block_size=1))[0, 1], drawing.EMPTY_TILE)
     # A mask shared by all heads is that of any head.
     assert_color(pixels(masks.show(mask[1:, 2:], batch=7, head=7, block_size=1))[0, 1], drawing.FULL_TILE)
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_of_a_mask_beside_sequences_one_is_drawn(layout):
+    lengths = torch.tensor([3, 0, 5])
+    mask = torch.rand(3, 2, 5, 5, generator=torch.Generator().manual_seed(0)) < 0.5
+    if layout == "packed":
+        sequences, rows = Sequences.packed(torch.tensor([0, 3, 3, 8]), max_seqlen_q=5), 8
+    else:
+        sequences, rows = Sequences.padded(lengths, lengths), 5
+    prepared = masks.prepare_mask(mask, sequences=sequences, seqlen_q=rows, seqlen_k=rows, is_causal=True)
+    for number, n in ((0, 3), (2, 5)):
+        for head in (0, 1):
+            figure = masks.show(prepared, batch=number, head=head, block_size=2)
+            own = masks.show(mask[number, head, :n, :n].tril(), block_size=2)
+            assert torch.equal(pixels(figure), pixels(own))
+            assert figure.axes[0].get_title() == own.axes[0].get_title()
+    for arguments, message in (
+        ({"batch": 3}, r"batch is 3 and mask has 3 \(shape .*\); it must be < 3"),
+        ({"batch": 1}, r"mask has a sequence 1 of shape \(0, 0\): there is nothing to draw"),
+        ({"head": 2}, "head is 2 and mask has 2"),
+        ({"seqlen_k": 4}, r"mask has seqlen_k = 3 .* not 4 or 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            masks.show(prepared, **arguments)
 
 
 def test_saves_a_png_and_draws_in_given_axes(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import os
 import pickle
 import re
@@ -20,7 +21,7 @@ from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn import Sequences, attention
-from flash_dmattn.masks import SequenceTileMask, prepare_mask, prepare_ragged
+from flash_dmattn.masks import SequenceTileMask, mask_stats, prepare_mask, prepare_ragged
 from flash_dmattn.masks.prepared import packing
 
 EXAMPLES = int(os.environ.get("FLASH_DMATTN_EXAMPLES", 120))
@@ -122,6 +123,27 @@ def test_tensors_against_a_loop(chunk: int, monkeypatch: pytest.MonkeyPatch) -> 
         check_tensors(call, mask)
 
 
+def test_stats_are_the_sums_of_those_of_each_sequence() -> None:
+    """Keys are whole tiles: of a last one that is cut, `mask_stats` may call full what kernels have to mask."""
+    for number in range(30):
+        call = with_mask(number, lengths=(0, 1, 31, 129, 300), lengths_k=(0, 128, 256))
+        mask = prepared(call).mask
+        assert isinstance(mask, SequenceTileMask)
+        own = [mask_stats(allowed_in(call, s)[: mask.shape[1]]) for s in range(len(call.lengths))]
+        for s, of_one in enumerate(own):
+            for head in range(mask.shape[1]):
+                assert torch.equal(mask.of_sequence(s, head).cpu(), allowed_in(call, s)[head])
+            assert of_one.shape[2:] == (call.lengths[s][1], call.lengths[s][3])
+        found = mask.stats()
+        pairs = [math.prod(x.shape) for x in own]
+        tiles = [mask.shape[1] * -(-n // 128) * -(-m // 128) for _, n, _, m in call.lengths]
+        assert found.shape == (1, mask.shape[1], sum(n for _, n, _, _ in call.lengths), mask.spec.max_seqlen_k)
+        assert found.empty_rows == sum(x.empty_rows for x in own)
+        for name, counts in (("density", pairs), ("active_tile_fraction", tiles), ("full_tile_fraction", tiles)):
+            whole = sum(getattr(x, name) * count for x, count in zip(own, counts, strict=True))
+            assert getattr(found, name) == pytest.approx(whole / max(1, sum(counts)))
+
+
 def test_a_batch_of_no_sequences_has_empty_tiles() -> None:
     none = Sequences.packed(torch.tensor([0], device=DEVICE), max_seqlen_q=200)
     q = torch.randn(300, 2, 8, device=DEVICE, requires_grad=True)
@@ -129,6 +151,8 @@ def test_a_batch_of_no_sequences_has_empty_tiles() -> None:
         mask = torch.ones(shape, dtype=torch.bool, device=DEVICE)
         tiles = prepare_mask(mask, sequences=none, seqlen_q=300, seqlen_k=300)
         assert tiles.classes.shape[2:] == (2, 2) and not any(x.any() for x in (tiles.bits, tiles.classes))
+        stats = tiles.stats()
+        assert stats.shape == (1, tiles.shape[1], 0, 200) and stats.empty_rows == 0 == stats.active_tile_fraction
         out = attention(q, q, q, tiles, sequences=none, backend="eager")
         assert isinstance(out, Tensor) and not out.any()
         assert not torch.autograd.grad(out.sum(), q)[0].any()

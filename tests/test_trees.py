@@ -15,7 +15,7 @@ import pytest
 import torch
 from cases import DEVICE
 from conftest import Runner
-from sequence_calls import assert_accurate, run
+from sequence_calls import SequenceCall, assert_accurate, run
 from torch import Tensor
 from tree_calls import ON_GPU, as_chain, draw
 
@@ -80,6 +80,45 @@ def test_a_chain_has_the_tiles_of_causality() -> None:
             SequenceVariant(**given, **more).call("sm_90") for more in ({"mask": "tree"}, {"is_causal": True})
         )
         assert tree.tile("forward") == causal.tile("forward")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_a_chain_is_launched_as_causality_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that need not be here: every call whose bits are compared there has the same kernels and programs."""
+    from flash_dmattn.backends.triton import backend as triton
+    from flash_dmattn.triton_kernels import kernel_launch, launch, sequences
+    from flash_dmattn.triton_kernels.plan_sequences import SequenceCall as Planned
+
+    def on_sm_90(*given: Any) -> Planned:
+        call = Planned(*given)
+        call.arch, call.num_sms = "sm_90", 132
+        return call
+
+    launched: list[Any] = []
+    monkeypatch.setattr(triton, "RULES", tuple(rule for rule in triton.RULES if rule.code != "device"))
+    monkeypatch.setattr(sequences, "SequenceCall", on_sm_90)
+    monkeypatch.setattr(launch, "plans", {})
+    monkeypatch.setattr(kernel_launch.Launch, "__call__", lambda self, *tensors: launched.append(self))
+
+    def launches(call: SequenceCall) -> list[Any]:
+        launched.clear()
+        run(call, "triton")
+        found = []
+        for each in launched:
+            decided = dict(zip(each.kernel.arg_names[-len(each.rest) :], each.rest, strict=True))
+            for name in ("MASK", "mask_strides", "RIGHT"):
+                decided.pop(name, None)
+            if "shape" in decided:
+                decided["shape"] = decided["shape"]._replace(right=-1)
+            found.append((each.kernel.__name__, each.grid, each.options, decided))
+        return found
+
+    shared = 0
+    for number in range(40):
+        chain, causal = (launches(each) for each in as_chain(replace(draw(number, **ON_GPU), needs_grad=())))
+        assert chain == causal, number
+        shared += any(name == "combine_kernel" for name, *_ in chain)
+    assert shared > 0
 
 
 def test_a_tree_is_a_mask_of_all_keys() -> None:

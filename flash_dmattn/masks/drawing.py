@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from .prepared.sequence_tiles import SequenceTileMask
     from .prepared.types import PreparedMask
 
 # Blue and orange stay apart for every common form of colour blindness, and in grey.
@@ -24,7 +26,7 @@ MAX_GRID_LINES = 48
 
 
 def show(
-    mask: torch.Tensor | PreparedMask,
+    mask: torch.Tensor | PreparedMask | SequenceTileMask,
     *,
     block_size: int | tuple[int, int] = 128,
     batch: int = 0,
@@ -42,7 +44,8 @@ def show(
 
     Args:
         mask: bool tensor of 2 to 4 dims, broadcastable to (B, H, Lq, Lk), or a prepared mask, of which the one head
-            that is drawn is unpacked, band included, its keys in their own order.
+            that is drawn is unpacked, band included, its keys in their own order. Of one that was prepared beside
+            sequences `batch` is the number of the sequence, which is drawn with the queries and keys that it has.
         block_size: tokens per tile, one int or (queries, keys).
         batch, head: which one to draw; any index reaches a dim of size 1.
         seqlen_q, seqlen_k: real lengths, where the mask has size 1 for all queries or all keys.
@@ -112,19 +115,26 @@ def show(
 
 
 def _plane(
-    mask: torch.Tensor | PreparedMask, batch: int, head: int, seqlen_q: int | None, seqlen_k: int | None
+    mask: torch.Tensor | PreparedMask | SequenceTileMask,
+    batch: int,
+    head: int,
+    seqlen_q: int | None,
+    seqlen_k: int | None,
 ) -> torch.Tensor:
     """The (Lq, Lk) mask of one batch element and head."""
-    from .prepared.types import PreparedMask  # not at the top: importing flash_dmattn.masks does not need it
+    # Not at the top: importing flash_dmattn.masks does not need them.
+    from .prepared.sequence_tiles import SequenceTileMask
+    from .prepared.types import PreparedMask
 
+    if isinstance(mask, SequenceTileMask):
+        number, head = _chosen(mask.shape, (mask.spec.number, mask.shape[1]), batch, head)
+        plane = mask.of_sequence(number, head)
+        if 0 in plane.shape:
+            raise ValueError(f"mask has a sequence {number} of shape {tuple(plane.shape)}: there is nothing to draw.")
+        return expand_lengths(plane[None, None], seqlen_q, seqlen_k)[0, 0]
     if not isinstance(mask, PreparedMask):
         mask = expand_lengths(bool_mask("mask", mask), seqlen_q, seqlen_k)
-    index = []
-    for dim, name, value in ((0, "batch", batch), (1, "head", head)):
-        size = mask.shape[dim]
-        if integer(name, value) >= size and size != 1:
-            raise ValueError(f"{name} is {value} and mask has {size} (shape {tuple(mask.shape)}); it must be < {size}.")
-        index.append(0 if size == 1 else value)
+    index = _chosen(mask.shape, mask.shape[:2], batch, head)
     if 0 in mask.shape or (isinstance(mask, PreparedMask) and mask.seqlen_q == 0):
         raise ValueError(f"mask has shape {tuple(mask.shape)}: there is nothing to draw; every dim must be >= 1.")
     if isinstance(mask, PreparedMask):
@@ -133,6 +143,14 @@ def _plane(
         cut = type(mask)(mask.seqlen_q, mask.seqlen_k, mask.is_causal, mask.window_size, *of_head)
         return expand_lengths(cut.dense(), seqlen_q, seqlen_k)[0, 0]
     return mask[index[0], index[1]]
+
+
+def _chosen(shape: Sequence[int], sizes: Sequence[int], batch: int, head: int) -> tuple[int, int]:
+    """The indices of what is drawn, where there are so many batch entries and heads; any reaches the only one."""
+    for name, value, size in (("batch", batch, sizes[0]), ("head", head, sizes[1])):
+        if integer(name, value) >= size and size != 1:
+            raise ValueError(f"{name} is {value} and mask has {size} (shape {tuple(shape)}); it must be < {size}.")
+    return batch if sizes[0] != 1 else 0, head if sizes[1] != 1 else 0
 
 
 def _picture(plane: torch.Tensor, blocks: tuple[int, int]) -> torch.Tensor:

@@ -399,6 +399,20 @@ FAULTS: tuple[Fault, ...] = (
         PACKED_BY_KERNEL,
     ),
     Fault(
+        "stats: rows of no sequence are empty ones",
+        "flash_dmattn/masks/prepared/sequence_tiles.py",
+        ".all(-1).sum()) - heads * (rows - queries),",
+        ".all(-1).sum()),",
+        (f"{_TILES}stats_are_the_sums_of_those_of_each_sequence",),
+    ),
+    Fault(
+        "a padded sequence is drawn from the first slot",
+        "flash_dmattn/masks/prepared/sequence_tiles.py",
+        "first += 0 if self.spec.packs_queries else number * self.spec.rows_q",
+        "first += 0",
+        ("tests/test_mask_drawing.py::test_of_a_mask_beside_sequences_one_is_drawn[padded]",),
+    ),
+    Fault(
         "packing: earlier keys are not seen by a tree",
         PACK_KERNEL,
         "(token >= 0)[None, :, :], other=1)",

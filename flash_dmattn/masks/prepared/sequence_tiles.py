@@ -10,7 +10,9 @@ import torch
 from ...problem import MaskView, SequenceSpec, causal_window, check_flag, check_scores, check_window, packing_of
 from ...sequences.layout import Sequences
 from ..arguments import bool_mask, integer, values_can_be_read
+from ..blocks import MaskStats
 from ..saved import restore_sequence_tiles
+from .packing import EMPTY, FULL, TILE, count_bits, unpack_words
 from .sequence_operator import pack_beside
 from .sequence_packing import MaskPacking, unpack_sequences
 
@@ -92,6 +94,32 @@ class SequenceTileMask:
             (1, Hm, Tq, max_seqlen_k) where queries are packed, else (S, Hm, max_seqlen_q, max_seqlen_k).
         """
         return unpack_sequences(self.bits, self.spec)
+
+    def of_sequence(self, number: int, head: int = 0) -> torch.Tensor:
+        """What one head of one sequence allows, bool (Lq_s, Lk_s), band included; it waits for the device."""
+        first, seqlen_q, _, seqlen_k = self.sequences.bounds_of(self.spec)[number].tolist()
+        first += 0 if self.spec.packs_queries else number * self.spec.rows_q
+        return unpack_words(self.bits[0, head, first : first + seqlen_q], self.spec.max_seqlen_k)[:, :seqlen_k]
+
+    def stats(self) -> MaskStats:
+        """Density, active and full tiles of 128 x 128, and empty rows of all sequences; it waits for the device.
+
+        Pairs, tiles and rows are those that sequences have; `shape` is (1, Hm, queries of all of them, max_seqlen_k). A
+        last tile with fewer than 128 keys is never full, as of a `TileMask`.
+        """
+        lengths_q, lengths_k = self.sequences.bounds_of(self.spec).long()[:, 1::2].unbind(1)
+        heads, rows = self.bits.shape[1:3]
+        queries, pairs = int(lengths_q.sum()), int((lengths_q * lengths_k).sum())
+        number = max(1, heads * int((-(-lengths_q // TILE) * -(-lengths_k // TILE)).sum()))
+        return MaskStats(
+            shape=(1, heads, queries, self.spec.max_seqlen_k),
+            block_size=(TILE, TILE),
+            density=int(count_bits(self.bits)) / max(1, heads * pairs),
+            active_tile_fraction=int((self.classes != EMPTY).sum()) / number,
+            full_tile_fraction=int((self.classes == FULL).sum()) / number,
+            # Rows of no sequence have no bit either.
+            empty_rows=int((self.bits == 0).all(-1).sum()) - heads * (rows - queries),
+        )
 
     def __reduce__(self) -> tuple[object, ...]:
         """For pickle, copy and `torch.save`; with its sequences, which calls with the copy have to pass."""
