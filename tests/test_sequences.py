@@ -67,7 +67,7 @@ def test_random_calls_beside_one_dense_call(backend: Runner, part: int) -> None:
 @pytest.mark.parametrize(("number", "name"), ((170, "dsink"), (1170, "dsink"), (612, "dbias")))
 def test_sums_of_rows_beside_a_sink_in_16_bits(number: int, name: str) -> None:
     """One sum of many roundings may be further off than plain PyTorch is by luck, beside rows of no sequence too."""
-    call = draw(number, dtypes=LOW[:2])
+    call = draw(number, dtypes=ON_GPU["dtypes"][:2])
     assert call.sink is not None and name[1:] in call.needs_grad
     results = run(call, "eager")
     assert_accurate(results, call)
