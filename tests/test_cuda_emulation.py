@@ -110,6 +110,10 @@ def test_decoding(built: Built) -> None:
     run_tests(built, "test_cuda_decoding.py")
 
 
+def test_parts_of_a_batch(built: Built) -> None:
+    run_tests(built, "test_cuda_parts.py")
+
+
 def test_dropout(built: Built) -> None:
     run_tests(built, "test_cuda_dropout.py")
 

@@ -64,6 +64,8 @@ class Backend(Protocol):
         MASK_FORM = "prepared": a forward/backward pair that reads tile, key and interval masks.
         REPEATS_ENTRIES = True: it reads a mask or a bias that some entries of the batch share and others do not, as
             `mask_repeat` and `bias_repeat` of `Flags` have it; calls with such a one are refused otherwise.
+        refuses_entries(problem, direction) -> str: of a backend that reads some of these, what it takes where it does
+            not read those of a call; empty where it does.
         GATHERS_KEYS = True: of such a pair, that it fetches single keys, and few queries are best served by key masks.
         reads_dense(problem, direction) -> bool: of such a pair, whether that pass of a call is best served by a dense
             mask as it is. One that both passes read so is not prepared.
@@ -232,18 +234,31 @@ def broken_rules(backend: Backend, problem: AttentionProblem, passes: tuple[Dire
     missing = [name for name in FEATURES if name in problem.features - backend.FEATURES]
     return (
         *(Reason(backend.NAME, name, f"{name} is set; this backend does not have it") for name in missing),
-        *(() if repeats_entries(backend) else _partly_shared(backend, problem)),
+        *_partly_shared(backend, problem, passes),
         *unmet(backend, backend.RULES, problem, passes),
     )
 
 
-def _partly_shared(backend: Backend, problem: AttentionProblem) -> tuple[Reason, ...]:
+def refuses_entries(backend: Backend, problem: AttentionProblem, direction: Direction) -> str:
+    """What a backend takes in the place of a mask or a bias that a part of the batch shares; empty if it reads it."""
+    if repeats_entries(backend):
+        return ""
+    says: Callable[[AttentionProblem, Direction], str] | None = getattr(backend, "refuses_entries", None)
+    return "this backend takes 1 or all" if says is None else says(problem, direction)
+
+
+def _partly_shared(backend: Backend, problem: AttentionProblem, passes: tuple[Direction, ...]) -> tuple[Reason, ...]:
+    if not problem.partly_shared:
+        return ()
+    said = next((said for each in passes if (said := refuses_entries(backend, problem, each))), "")
+    if not said:
+        return ()
     specs = {"mask": problem.mask, "bias": problem.bias}
     return tuple(
         Reason(
             backend.NAME,
             f"shared_{name}",
-            f"{name} has {spec.shape[0]} entries beside a batch of {problem.batch}; this backend takes 1 or all",
+            f"{name} has {spec.shape[0]} entries beside a batch of {problem.batch}; {said}",
             f"expand the leading dims of {name} to those of q, or to 1",
         )
         for name in problem.partly_shared
@@ -264,7 +279,7 @@ def unmet(
 
 def accepts(backend: Backend, problem: AttentionProblem, direction: Direction) -> bool:
     """Whether a backend serves one pass of a call: the fast form of `broken_rules`."""
-    if problem.partly_shared and not repeats_entries(backend):
+    if problem.partly_shared and refuses_entries(backend, problem, direction):
         return False
     return problem.features <= backend.FEATURES and all_hold(backend.RULES, problem, direction)
 

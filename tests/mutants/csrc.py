@@ -5,6 +5,7 @@ from __future__ import annotations
 from .fault import Fault
 
 _RARE = "tests/test_cuda_rare.py::"
+_PARTS = "tests/test_cuda_parts.py::"
 _DBIAS_OUT = "tests/test_cuda_dbias_out.py::"
 
 
@@ -631,5 +632,47 @@ FAULTS: tuple[Fault, ...] = (
         "if (row >= of_key.x && row < of_key.y) words",
         "if (row < of_key.y) words",
         ("tests/test_cuda_pack.py::test_tiles_of_intervals[300-257]",),
+    ),
+    Fault(
+        "a part of the batch reads the entry of the bias before its own",
+        "flash_dmattn/backends/cuda/parts.py",
+        "at = first // repeat % entries",
+        "at = first // size % entries",
+        (f"{_PARTS}test_every_sharing[(1, 3)-(2, 1)-cuda]", f"{_PARTS}test_more_leading_dims_and_no_other_tensor"),
+    ),
+    Fault(
+        "a gradient of a bias that several parts share is that of the last",
+        "flash_dmattn/backends/cuda/parts.py",
+        "return entries == p.batch or (",
+        "return True or (",
+        (f"{_PARTS}test_every_sharing[(2, 1)-(1, 1)-cuda]",),
+    ),
+    Fault(
+        "a gradient that was not stored in its place stays there",
+        "flash_dmattn/backends/cuda/parts.py",
+        "            place.copy_(found)\n",
+        "            pass\n",
+        (f"{_PARTS}test_every_sharing[(2, 1)-(2, 1)-cuda]",),
+    ),
+    Fault(
+        "heads of a group read the bias of the first",
+        "flash_dmattn/backends/cuda/group_rows.py",
+        "[:, :, :, 0] if x.shape[1] == heads else x",
+        "[:, :, :1, 0] if x.shape[1] == heads else x",
+        ("tests/test_cuda_decoding.py::test_every_mask_and_bias[none-of query heads-whole-cuda]",),
+    ),
+    Fault(
+        "a window of one query leaves the keys before it",
+        "flash_dmattn/backends/cuda/group_rows.py",
+        "first, stop = max(0, band[0]), min(stop, band[1] + 1)",
+        "stop = min(stop, band[1] + 1)",
+        ("tests/test_cuda_decoding.py::test_every_mask_and_bias[none-none-window-cuda]",),
+    ),
+    Fault(
+        "rows come before heads in an out that has heads first",
+        "csrc/api/forward.cpp",
+        "params.out_row_step = static_cast<int>(has_heads_first ? 1 : sizes.num_heads);",
+        "params.out_row_step = static_cast<int>(sizes.num_heads);",
+        ("tests/test_cuda_decoding.py::test_every_mask_and_bias[none-none-whole-cuda]",),
     ),
 )

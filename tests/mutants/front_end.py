@@ -72,7 +72,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a backend that reads no part of a batch is given one",
         "flash_dmattn/backends/protocol.py",
-        "    if problem.partly_shared and not repeats_entries(backend):\n        return False\n",
+        "    if problem.partly_shared and refuses_entries(backend, problem, direction):\n        return False\n",
         "",
         (f"{LEADING}test_a_backend_that_does_not_say_so_is_not_given_a_partly_shared_tensor",),
     ),
@@ -367,8 +367,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "beside a bias per score a class of calls reads bounds",
         "flash_dmattn/backends/cuda/direct.py",
-        'p.bias_class == "score")\n    if places is None:',
-        "False)\n    if places is None:",
+        'p.bias_class == "score")\n    if places is None or (',
+        "False)\n    if places is None or (",
         (f"{DIRECT}test_kernels_are_launched_alike",),
     ),
     Fault(

@@ -29,6 +29,15 @@ from . import direct, extension
 from . import sequences as of_sequences
 from .bias_rows import copies_bias, copy_note, readable, readable_if_small, stores_into
 from .group_rows import group_rows
+from .parts import (
+    Triple,
+    attend_in_parts,
+    differentiate_in_parts,
+    new_gradients,
+    part_notes,
+    parts_of,
+    refuses_entries,
+)
 from .rules import AUTO_RULES, INSTANCES, RULES
 
 __all__ = [
@@ -45,6 +54,7 @@ __all__ = [
     "forward",
     "notes",
     "probe",
+    "refuses_entries",
 ]
 
 NAME = "cuda"
@@ -105,7 +115,7 @@ def _dotted(version: int) -> str:
 
 
 def notes(problem: AttentionProblem) -> tuple[str, ...]:
-    """Copies that a call makes."""
+    """Copies that a call makes, and the parts that it is computed in."""
     if problem.sequences is not None:
         return of_sequences.notes(problem)
     p = problem
@@ -118,7 +128,8 @@ def notes(problem: AttentionProblem) -> tuple[str, ...]:
         )
         if not (strides[3] == 1 and fits_tma(shape, strides, p.dtype.itemsize))
     )
-    return interval_notes(problem, gathers=False) + of_rows + ((copy_note(p),) if copies_bias(p) else ())
+    of_bias = (copy_note(p),) if copies_bias(p) else ()
+    return interval_notes(problem, gathers=False) + of_rows + of_bias + part_notes(p)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -251,12 +262,32 @@ def _forward(
     if sequences is not None:
         return of_sequences.forward(q, k, v, bias, flags, sink, sequences)
     out, lse = operators.empty_outputs(q, v)
-    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
-    if seqlen_k == 0:
+    if k.shape[1] == 0:
         return operators.fill_empty(out, lse, sink)
     if out.numel() == 0:
         return out, lse
-    results = out, lse
+    parts = parts_of(q.shape[0], mask, bias, flags)
+    if parts:
+        attend_in_parts(parts, _attend, q, k, v, out, lse, mask, bias, flags, sink)
+    else:
+        _attend(q, k, v, out, lse, mask, bias, flags, sink, dropout)
+    return out, lse
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: MaskView,
+    bias: Tensor | None,
+    flags: Flags,
+    sink: Tensor | None = None,
+    dropout: Tensor | None = None,
+) -> None:
+    """Write out and lse of a call that has both queries and keys, of which no part of the batch shares a thing."""
+    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
     band = make_band(seqlen_q, seqlen_k, flags.window)
     if sink is None and dropout is None:
         joined = group_rows(q, k, v, out, lse, mask, bias, band)
@@ -279,7 +310,6 @@ def _forward(
         sink = (sink.float() if sink.dtype == torch.float64 else sink).contiguous()
     numbers = (low, high, flags.softmax_scale, flags.softcap, NUM_KV_SPLITS, dropout, flags.dropout_p)
     _kernels().attend(_rows(q), k, v, walked, bias, sink, out, lse, *numbers)
-    return results
 
 
 def _backward(
@@ -298,18 +328,23 @@ def _backward(
     sequences: SequenceView | None = None,
     dropout: Tensor | None = None,
     dbias_out: Tensor | None = None,
+    of_part: Triple | None = None,
 ) -> Gradients:
+    """`of_part`: where dq, dk and dv of a part of the batch are to be written, None for what is not needed."""
     if sequences is not None:
         call = (dout, dlse, q, k, v, bias, out, lse, flags, needs_grad, sink, sequences)
         return of_sequences.backward(*call, NUM_DBIAS_CHUNKS)
     seqlen_q, seqlen_k, num_heads_k = q.shape[1], k.shape[1], k.shape[2]
     if out.numel() == 0 or seqlen_k == 0:
         return empty_gradients((q, k, v, bias), dout, dlse, out, lse, sink, needs_grad)
+    parts = parts_of(q.shape[0], mask, bias, flags)
+    if parts:
+        return differentiate_in_parts(
+            parts, _backward, dout, dlse, q, k, v, mask, bias, out, lse, flags, needs_grad, sink, dbias_out
+        )
     band = make_band(seqlen_q, seqlen_k, flags.window)
     low, high = (-seqlen_q, seqlen_k) if band is None else band
-    dq, dk, dv = (
-        operators.empty_gradient(x) if needed else None for x, needed in zip((q, k, v), needs_grad[:3], strict=True)
-    )
+    dq, dk, dv = new_gradients(q, k, v, needs_grad) if of_part is None else of_part
     mask = walked_view(mask, q, k, bias, flags, needs_dbias=needs_grad.bias, gathers=False)
     of_queries = bias is not None and needs_grad.bias and bias_class(bias.shape) == "query"
     # What follows from delta alone: dsink, and beside a sink dbias of one value per query.

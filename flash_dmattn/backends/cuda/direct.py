@@ -137,7 +137,7 @@ def backward_pass(
 
 def _places_of(p: AttentionProblem, mask: MaskView, is_per_score: bool) -> tuple[int, ...] | None:
     """Where bits or bounds, row lists and column lists are among the tensors of a mask; None for no pass here."""
-    if p.sequences is not None or p.sink is not None or not has_pairs(p):
+    if p.sequences is not None or p.sink is not None or p.partly_shared or not has_pairs(p):
         return None
     if mask.form == "none":
         return ()

@@ -11,6 +11,7 @@ from ..interval_walk import call_key_form
 from ..protocol import Direction, Rule
 from . import extension, sequence_rules
 from .bias_rows import copies_bias, fits, makes_dbias_of_any_rows
+from .parts import part_size
 
 # (head_dim, head_dim_v) that kernels are compiled for; a call takes the first that holds its own.
 INSTANCES = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
@@ -231,7 +232,7 @@ _NARROW = 128  # head dims, above which the backward kernels are others, and blo
 
 
 def _tiles_of_rows(p: AttentionProblem) -> int:
-    return p.batch * p.num_heads * -(-p.seqlen_q // _ROWS)
+    return part_size(p) * p.num_heads * -(-p.seqlen_q // _ROWS)
 
 
 def _has_two_key_tiles(p: AttentionProblem) -> bool:
@@ -240,7 +241,7 @@ def _has_two_key_tiles(p: AttentionProblem) -> bool:
     The extension decides it by the number of SMs (csrc/api/backward_schedule.h), which a described call does not have.
     """
     tiles = -(-p.seqlen_k // _KEYS)
-    enough = p.batch * p.num_heads_k * tiles >= 2 * _PAIRS_ENOUGH
+    enough = part_size(p) * p.num_heads_k * tiles >= 2 * _PAIRS_ENOUGH
     return max(p.head_dim, p.head_dim_v) <= 64 and tiles % 2 == 0 and enough
 
 

@@ -1,0 +1,139 @@
+"""Masks and biases that a part of the batch shares, on cuda: part by part. On a GPU or the emulated one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from accuracy import error
+from cases import DEVICE, Case
+from conftest import Runner
+from leading_calls import LeadingCall, assert_accurate, results, whole
+
+import flash_dmattn
+from flash_dmattn import masks
+from flash_dmattn.backends.cuda import backend as cuda
+from flash_dmattn.reference import formula
+from flash_dmattn.reference.yardstick import FLOOR, RATIO
+
+pytestmark = pytest.mark.parametrize("backend", ("cuda",), indirect=True)
+
+BATCH = (2, 3)
+SHARING = ((2, 1), (1, 3), (1, 1), (2, 3))
+MASKS = ((1, 40, 72), (4, 40, 72), (2, 1, 72))  # behind the leading dims
+BIASES = ((1, 40, 72), (4, 40, 72), (4, 1, 72), (2, 40, 1))
+CALL = LeadingCall(BATCH, seqlen_q=40, seqlen_k=72, dtype=torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def where_it_runs(backend: Runner) -> None:
+    """Skip where the backend does not work, or refuses plain calls."""
+    case = Case(seqlen_q=40, seqlen_k=72, dtype=torch.bfloat16)
+    refusal = backend.refusal(case, case.build())
+    if refusal is not None:
+        pytest.skip(refusal)
+
+
+def attention(q: Any, k: Any, v: Any, mask: Any, bias: Any, **flags: Any) -> Any:
+    return flash_dmattn.attention(q, k, v, mask, bias, return_lse=True, backend="cuda", **flags)
+
+
+def built(call: LeadingCall) -> dict[str, Any]:
+    return {name: None if x is None else x.to(DEVICE) for name, x in call.build().items()}
+
+
+def assert_accurate_but_for_dbias(call: LeadingCall, given: dict[str, Any]) -> None:
+    """out, lse, dq, dk and dv beside a bias without a gradient."""
+    fixed = {**given, "bias": None}
+
+    def beside_bias(function: Callable[..., Any], dtype: torch.dtype) -> list[Any]:
+        there = {n: x.to(dtype) if x is not None and x.is_floating_point() else x for n, x in fixed.items()}
+        bias = given["bias"].to(dtype)
+        return results(lambda q, k, v, mask, _, **flags: function(q, k, v, mask, bias, **flags), call, there)
+
+    exact, near = (beside_bias(whole(formula.attention), dtype) for dtype in (torch.float64, call.dtype))
+    for x, right, plain in zip(beside_bias(attention, call.dtype), exact, near, strict=True):
+        assert x is None or error(x, right) <= RATIO * error(plain, right) + FLOOR
+
+
+@pytest.mark.parametrize("of_bias", SHARING, ids=str)
+@pytest.mark.parametrize("of_mask", SHARING, ids=str)
+def test_every_sharing(backend: Runner, of_mask: tuple[int, ...], of_bias: tuple[int, ...]) -> None:
+    """Where several parts share an entry of the bias its gradient is refused, and all else is right."""
+    is_cut = of_mask in ((2, 1), (1, 3))
+    is_refused = of_bias == (1, 3) or (of_bias == (1, 1) and is_cut)
+    for number, (mask, bias) in enumerate(itertools.product(MASKS, BIASES)):
+        call = replace(CALL, mask=(*of_mask, *mask), bias=(*of_bias, *bias), seed=number)
+        given = built(call)
+        if not is_refused:
+            assert_accurate(results(attention, call, given), call, given)
+            continue
+        assert_accurate_but_for_dbias(call, given)
+        with pytest.raises(flash_dmattn.BackendUnsupportedError, match="and several parts of the batch share it"):
+            results(attention, call, given)
+
+
+@pytest.mark.parametrize("batch", ((2, 2, 3), (5, 1, 2)), ids=str)
+def test_more_leading_dims_and_no_other_tensor(backend: Runner, batch: tuple[int, ...]) -> None:
+    for mask, bias in (((*batch[:2], 1), None), (None, (batch[0], 1, 1)), ((*batch[:2], 1), (batch[0], 1, 1))):
+        call = replace(
+            CALL,
+            batch=batch,
+            mask=None if mask is None else (*mask, 1, 1, 72),
+            bias=None if bias is None else (*bias, 4, 40, 72),
+            is_causal=True,
+        )
+        given = built(call)
+        assert_accurate_but_for_dbias(call, given) if bias else assert_accurate(
+            results(attention, call, given), call, given
+        )
+
+
+def test_prepared_masks(backend: Runner) -> None:
+    """Tiles, keys and intervals have entries as a bool mask has."""
+    for shape, prepare in (((2, 1, 1, 40, 72), masks.prepare_mask), ((2, 1, 1, 1, 72), masks.prepare_mask)):
+        call = replace(CALL, mask=shape, bias=(2, 3, 4, 40, 72))
+        given = built(call)
+        mask = prepare(given["mask"], seqlen_q=40, seqlen_k=72)
+        assert_accurate(results(attention, call, given, mask), call, given)
+
+
+def test_each_part_is_a_call_of_its_entries(backend: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a pair representation each example is a part, as many as there are, not as many as there are rows."""
+    call = replace(CALL, batch=(2, 5), mask=(2, 5, 1, 1, 72), bias=(2, 1, 4, 40, 72))
+    given, seen = built(call), []
+    attend = cuda._attend
+    monkeypatch.setattr(cuda, "_attend", lambda q, *rest: (seen.append(q.shape[0]), attend(q, *rest))[1])
+    assert_accurate(results(attention, call, given), call, given)
+    assert seen == [5, 5]
+    tensors = (given["q"], given["k"], given["v"], given["mask"], given["bias"])
+    verdict = next(v for v in flash_dmattn.explain(*tensors, backend="cuda").verdicts if v.backend == "cuda")
+    assert "computes the batch in 2 parts, one after the other: a part of it shares bias" in verdict.notes
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"sink": True}, "this backend takes 1 or all where the gradient of a sink is needed, a sum over the batch"),
+        ({"dropout_p": 0.1}, "this backend takes 1 or all beside dropout, which goes by the number of an entry"),
+    ],
+    ids=["sink", "dropout"],
+)
+def test_refused(backend: Runner, more: dict[str, Any], message: str) -> None:
+    given = built(replace(CALL, bias=(2, 1, 4, 40, 72)))
+    if "sink" in more:
+        more = {"sink": torch.zeros(4, device=DEVICE, requires_grad=True)}
+    with pytest.raises(flash_dmattn.BackendUnsupportedError, match=message):
+        attention(given["q"], given["k"], given["v"], None, given["bias"], **more)
+
+
+def test_repeats_and_a_fixed_order(backend: Runner) -> None:
+    call = replace(CALL, bias=(2, 1, 4, 40, 72), mask=(2, 3, 1, 1, 72))
+    given = built(call)
+    runs = [results(lambda *t, **f: attention(*t, deterministic=True, **f), call, given) for _ in range(2)]
+    assert_accurate(runs[0], call, given)
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
