@@ -304,6 +304,19 @@ def test_auto_takes_both_passes(call: dict[str, Any]) -> None:
     assert (explanation.forward, explanation.backward) == ("cuda", "cuda")
 
 
+def test_auto_takes_triangle_attention_of_several_examples() -> None:
+    """Each example is a part, with a bias of its own; one that all examples share has its gradient by triton."""
+    triangle: dict[str, Any] = {"q": (2, 256, 256, 4, 32), "mask": (2, 256, 1, 1, 256), "grad": True}
+    e = flash_dmattn.explain_problem(**triangle, bias=(2, 1, 4, 256, 256), bias_grad=True)
+    assert (e.forward, e.backward) == ("cuda", "cuda")
+    verdict = next(v for v in e.verdicts if v.backend == "cuda")
+    assert "computes the batch in 2 parts, one after the other: a part of it shares bias" in verdict.notes
+    e = flash_dmattn.explain_problem(**triangle, bias=(1, 256, 4, 256, 256), bias_grad=True)
+    assert e.backward == "triton"
+    verdict = next(v for v in e.verdicts if v.backend == "cuda")
+    assert [reason.code for reason in verdict.reasons] == ["shared_bias"]
+
+
 @pytest.mark.parametrize("call", (GRADIENTS, DBIAS, {"mask": (1, 1, 4096, 4096), **GRADIENTS}), ids=str)
 def test_its_backward_pass_completes_the_forward_pass_of_another(call: dict[str, Any]) -> None:
     for other in ("triton", "eager"):
