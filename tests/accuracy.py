@@ -129,7 +129,9 @@ def row_variances(x: Inputs, exact: Results, in_dtype: Results) -> Tensor:
     if x.dlse is not None:
         delta = delta - x.dlse.masked_fill(lse == -torch.inf, 0.0)
     of_lse = (delta * LSE_ROUNDING * lse.nan_to_num(neginf=0.0)).square()
-    return share_of_sink(x.sink, lse).square() * (of_out + of_lse)
+    share = share_of_sink(x.sink, lse)
+    # Beside a bias of finfo.min the square of a lse is inf, and a sink of -inf has no share of it.
+    return (share.square() * (of_out + of_lse)).masked_fill(share == 0, 0.0)
 
 
 def with_rounding(variance: Tensor, exact: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -171,6 +173,13 @@ def norm_of(exact: Tensor, size: Tensor | None) -> float:
     return norm
 
 
+def rounding_of_oracle(exact: Tensor, size: Tensor | None) -> float:
+    """The error that the fp64 formula may have itself, where terms of that size cancel but for a small rest."""
+    if size is None:
+        return 0.0
+    return 4 * torch.finfo(torch.float64).eps * size.norm().item() / max(norm_of(exact, size), 1e-300)
+
+
 def error(x: Tensor, exact: Tensor, size: Tensor | None = None) -> float:
     """||x - exact|| / ||exact||; infinities must stand in the same places, NaN nowhere."""
     x, exact = x.double().cpu(), exact.double().cpu()
@@ -209,7 +218,7 @@ def assert_accurate(got: Results, case: Case, inputs: Inputs, exact: Results | N
             assert x.shape == like[name].shape, f"{case}: {name} has shape {tuple(x.shape)}"
         found = error(x, reference, sizes.get(name))
         if x.dtype == case.dtype == torch.float64:
-            limit = FLOOR_FP64
+            limit = FLOOR_FP64 + rounding_of_oracle(reference, sizes.get(name))
         else:
             floor = gradient_floor if name in gradients else FLOOR
             allowed = RATIO * error(in_dtype[name], reference, sizes.get(name))
