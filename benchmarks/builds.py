@@ -63,8 +63,9 @@ def printed(times: Times, builds: Sequence[str]) -> list[str]:
     """The table: a row for each case and pass, medians, and the time of each build over that of the first."""
     body = []
     for case, name in dict.fromkeys((case, name) for _, case, name in times):
-        medians = [statistics.median(times[build, case, name]) for build in builds]
-        ratios = [f"{median / medians[0]:.3f}" for median in medians[1:]]
+        found = [times.get((build, case, name)) for build in builds]  # None of a build that does not serve the case
+        first, *others = medians = [None if taken is None else statistics.median(taken) for taken in found]
+        ratios = ["-" if first is None or other is None else f"{other / first:.3f}" for other in others]
         body.append([case, name, *map(ms, medians), *ratios])
     return table(["case", "pass", *builds, *(f"{build} / {builds[0]}" for build in builds[1:])], body)
 

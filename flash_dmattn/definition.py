@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 LIBRARY = torch.library.Library("flash_dmattn", "FRAGMENT")
 
@@ -26,6 +27,20 @@ def define(name: str, schema: str, function: Callable[..., Any], fake: Callable[
     # The overload packets resolve overloads on every call; `.default` skips that.
     operator: Callable[..., Any] = getattr(torch.ops.flash_dmattn, name).default
     return operator
+
+
+def unless_watched(operator: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """What calls the function behind an operator where nothing watches, and the operator elsewhere.
+
+    For operators that take no gradient, whose tensors are all made from the first of them. A profiler shows what goes
+    through the dispatcher, and on meta tensors an operator runs its fake.
+    """
+
+    def run(tensor: Tensor, *others: object) -> Any:
+        is_shown = is_watched(tensor) or tensor.is_meta or profiler._is_profiler_enabled
+        return (operator if is_shown else function)(tensor, *others)
+
+    return run
 
 
 def is_transformed() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -177,7 +178,9 @@ def rounding_of_oracle(exact: Tensor, size: Tensor | None) -> float:
     """The error that the fp64 formula may have itself, where terms of that size cancel but for a small rest."""
     if size is None:
         return 0.0
-    return 4 * torch.finfo(torch.float64).eps * size.norm().item() / max(norm_of(exact, size), 1e-300)
+    found = 4 * torch.finfo(torch.float64).eps * size.norm().item() / max(norm_of(exact, size), 1e-300)
+    assert math.isfinite(found), "everything is allowed by a limit that is no number"
+    return found
 
 
 def error(x: Tensor, exact: Tensor, size: Tensor | None = None) -> float:

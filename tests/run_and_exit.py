@@ -15,7 +15,11 @@ if __name__ == "__main__":
     status = 0
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
-    except BaseException:  # SystemExit too
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if status:
+            print(end.code, file=sys.stderr)
+    except BaseException:
         traceback.print_exc()
         status = 1
     sys.stdout.flush()

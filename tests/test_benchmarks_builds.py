@@ -24,6 +24,8 @@ def test_the_table_has_medians_and_their_ratios() -> None:
         "| dense | forward | 2.00 | 1.00 | 0.500 |",
         "| dense | backward | 4.00 | 6.00 | 1.500 |",
     ]
+    times["new", "wide", "forward"] = [3.0]  # for a head dim that the old build does not have
+    assert builds.printed(times, ["old", "new"])[-1] == "| wide | forward | - | 3.00 | - |"
 
 
 def test_a_copy_has_the_file_as_its_extension(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_dmattn.masks.prepared.operator import KeyForm, prepared_view
-from flash_dmattn.problem import Flags, Gradients, MaskView, NeedsGrad, keys_of_query
+from flash_dmattn.problem import Flags, Gradients, MaskView, NeedsGrad, heads_as_rows, keys_of_query
 
 from .kernel_launch import is_current_device as is_current_device
 from .kernel_launch import on_device, remembered
@@ -111,24 +111,20 @@ def planned_call(
     if not groups:
         return Call(q, k, v, mask, bias, flags, sink)
     rows = q.unflatten(2, (k.shape[2], -1)).squeeze(1).transpose(1, 2)
-    bias = None if bias is None else _heads_as_rows(bias, q, k)
+    bias = None if bias is None else heads_as_rows(bias, q.shape[2], k.shape[2])
     sink = None if sink is None else sink.view(k.shape[2], -1)
     call = Call(rows, k, v, mask, bias, flags._replace(left=-1, right=-1), sink)
     call.heads_first = True
     return call
 
 
-def _heads_as_rows(x: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """(B, Hq, 1, Lk) as (B, Hk, G, Lk); with fewer heads it holds for every row as it is."""
-    return x.unflatten(1, (k.shape[2], -1)).squeeze(3) if x.shape[1] == q.shape[2] else x
-
-
 def _packed_for_forward(bools: Tensor, q: Tensor, k: Tensor, flags: Flags, groups: bool) -> MaskView:
     """A bool mask in the form that a forward pass reads, in which heads of groups may be rows."""
     if not groups:
         return _packed(bools, q.shape[1], k.shape[1], flags)
-    rows = q.shape[2] // k.shape[2]
-    return _packed(_heads_as_rows(bools, q, k), rows, k.shape[1], flags._replace(left=-1, right=-1))
+    heads, heads_k = q.shape[2], k.shape[2]
+    rows = heads_as_rows(bools, heads, heads_k)
+    return _packed(rows, heads // heads_k, k.shape[1], flags._replace(left=-1, right=-1))
 
 
 def backward(

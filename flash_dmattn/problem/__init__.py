@@ -33,6 +33,7 @@ from .description import (
     spec_of,
     unpacked_spec,
 )
+from .group_rows import heads_as_rows
 from .leading import Repeats, fold_call, merge, unfold
 from .mapped import MappedCall
 from .sequences import RANKS, check_scores, check_sequence_tiles, check_tree, packing_of
@@ -77,6 +78,7 @@ __all__ = [
     "dtype_name",
     "fits_tma",
     "fold_call",
+    "heads_as_rows",
     "keys_of_query",
     "make_band",
     "merge",

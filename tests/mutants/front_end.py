@@ -345,9 +345,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a mask is prepared without its operator where something watches",
-        "flash_dmattn/masks/prepared/operator.py",
-        "run = _OPERATOR if is_watched(mask) or",
-        "run = _OPERATOR if",
+        "flash_dmattn/definition.py",
+        "is_shown = is_watched(tensor) or",
+        "is_shown =",
         (f"{DIRECT}test_a_mask_is_prepared_by_its_operator_where_something_watches",),
     ),
     Fault(

@@ -363,8 +363,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "steps of an interval mask are no operators where something watches",
-        "flash_dmattn/masks/prepared/interval_operators.py",
-        "(operator if watched else function)(tensor, *others)",
+        "flash_dmattn/definition.py",
+        "(operator if is_shown else function)(tensor, *others)",
         "function(tensor, *others)",
         ("tests/test_find_intervals.py::test_steps_are_operators_where_something_watches",),
     ),

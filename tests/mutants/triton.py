@@ -456,8 +456,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a mask of each head of a group is packed as one of each group",
         "triton_kernels/launch.py",
-        "return _packed(_heads_as_rows(bools, q, k), rows,",
-        "return _packed(bools[:, :: bools.shape[1] // k.shape[2] or 1], rows,",
+        "rows = heads_as_rows(bools, heads, heads_k)",
+        "rows = bools[:, :: bools.shape[1] // heads_k or 1]",
         PARTS,
     ),
     # Few rows

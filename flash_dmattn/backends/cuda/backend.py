@@ -287,14 +287,12 @@ def _attend(
     dropout: Tensor | None = None,
 ) -> None:
     """Write out and lse of a call that has both queries and keys, of which no part of the batch shares a thing."""
+    if sink is None and dropout is None:
+        joined = group_rows(q, k, v, out, lse, mask, bias, flags)
+        if joined is not None:
+            q, k, v, out, lse, mask, bias, flags = joined
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
     band = make_band(seqlen_q, seqlen_k, flags.window)
-    if sink is None and dropout is None:
-        joined = group_rows(q, k, v, out, lse, mask, bias, band)
-        if joined is not None:
-            q, k, v, out, lse, mask, bias = joined
-            seqlen_q, seqlen_k, band = q.shape[1], k.shape[1], None
-            flags = flags._replace(left=-1, right=-1)  # all keys that are left
     low, high = (-seqlen_q, seqlen_k) if band is None else band
     k, v = _rows(k), _rows(v)
     walked: Sequence[Tensor] = ()

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...problem import AttentionProblem, Band, MaskView
+from ...problem import AttentionProblem, Flags, MaskView, heads_as_rows, make_band
 
 
 class GroupRows(NamedTuple):
@@ -18,6 +18,7 @@ class GroupRows(NamedTuple):
         lse: (B, Hk, G).
         mask: of the form "none" or "dense".
         bias: 4-D, or None.
+        flags: without a band, for all keys that are left are seen.
     """
 
     q: Tensor
@@ -27,6 +28,7 @@ class GroupRows(NamedTuple):
     lse: Tensor
     mask: MaskView
     bias: Tensor | None
+    flags: Flags
 
 
 def has_group_rows(p: AttentionProblem) -> bool:
@@ -35,20 +37,20 @@ def has_group_rows(p: AttentionProblem) -> bool:
 
 
 def group_rows(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: MaskView, bias: Tensor | None, band: Band | None
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: MaskView, bias: Tensor | None, flags: Flags
 ) -> GroupRows | None:
     """The call in this form; None where it is not served so.
 
     Args:
         q, k, v: of a call without sink and dropout.
         out, lse: contiguous, to be written.
-        mask, bias: of the call.
-        band: of the call, as `make_band` has it.
+        mask, bias, flags: of the call.
     """
     heads, heads_k = q.shape[2], k.shape[2]
     if q.shape[1] != 1 or heads == heads_k or mask.form not in ("none", "dense"):
         return None
     group = heads // heads_k
+    band = make_band(1, k.shape[1], flags.window)
     first, stop = 0, k.shape[1]
     if band is not None:
         first, stop = max(0, band[0]), min(stop, band[1] + 1)
@@ -56,10 +58,8 @@ def group_rows(
             return None
 
     def rows(x: Tensor) -> Tensor:
-        """Of a mask or a bias (B, heads, 1, keys): a row for each head of a group, or one row for all."""
-        if x.shape[3] > 1:
-            x = x[..., first:stop]
-        return x.unflatten(1, (heads_k, group))[:, :, :, 0] if x.shape[1] == heads else x
+        """Of a mask or a bias, for the keys that are left."""
+        return heads_as_rows(x[..., first:stop] if x.shape[3] > 1 else x, heads, heads_k)
 
     return GroupRows(
         q[:, 0].unflatten(1, (heads_k, group)).transpose(1, 2),
@@ -69,4 +69,5 @@ def group_rows(
         lse.view(lse.shape[0], heads_k, group),
         mask if mask.dense is None else MaskView("dense", (rows(mask.dense),)),
         None if bias is None else rows(bias),
+        flags._replace(left=-1, right=-1),
     )

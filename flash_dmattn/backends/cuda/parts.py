@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...operators import empty_gradient
+from ...operators import empty_gradient, with_dbias
 from ...problem import AttentionProblem, Flags, Gradients, MaskView, NeedsGrad
 from ..protocol import Direction
 
@@ -28,24 +28,25 @@ class Part(NamedTuple):
     mask: slice
     bias: slice
 
-    def of_mask(self, mask: MaskView) -> MaskView:
-        """The mask of the part, of any form."""
-        return MaskView(mask.form, tuple(x[self.mask] for x in mask.tensors))
+    def shared(self, mask: MaskView, bias: Tensor | None) -> tuple[MaskView, Tensor | None]:
+        """The mask, of any form, and the bias of the part."""
+        of_mask = MaskView(mask.form, tuple(x[self.mask] for x in mask.tensors))
+        return of_mask, None if bias is None else bias[self.bias]
 
 
 def part_size(p: AttentionProblem) -> int:
     """How many entries of the batch are computed at once: all of them, but where some share a mask or a bias."""
     if not p.partly_shared:
         return p.batch
-    shared = ((p.mask, p.flags.mask_repeat), (p.bias, p.flags.bias_repeat))
-    return math.gcd(*(_run(spec.shape[0], repeat, p.batch) for spec, repeat in shared if spec is not None))
+    of_mask, of_bias = (1 if spec is None else spec.shape[0] for spec in (p.mask, p.bias))
+    return _size(p.batch, (of_mask, p.flags.mask_repeat), (of_bias, p.flags.bias_repeat))
 
 
 def parts_of(batch: int, mask: MaskView, bias: Tensor | None, flags: Flags) -> list[Part]:
     """The parts of a call; none where it is computed at once."""
     of_mask = (mask.tensors[0].shape[0] if mask.tensors else 1, flags.mask_repeat)
     of_bias = (1 if bias is None else bias.shape[0], flags.bias_repeat)
-    size = math.gcd(*(_run(entries, repeat, batch) for entries, repeat in (of_mask, of_bias)))
+    size = _size(batch, of_mask, of_bias)
     if size == batch:
         return []
     return [
@@ -84,11 +85,10 @@ def _is_of_one_part(p: AttentionProblem) -> bool:
     return entries == p.batch or (entries * repeat == p.batch and repeat == part_size(p))
 
 
-def _run(entries: int, repeat: int, batch: int) -> int:
-    """How many consecutive entries of the batch share an entry, or have one each."""
-    if entries in (1, batch):
-        return batch
-    return repeat if repeat > 1 else entries
+def _size(batch: int, *shared: tuple[int, int]) -> int:
+    """Consecutive entries of the batch that share an entry of each tensor, or have one each: (its entries, repeat)."""
+    runs = (batch if entries in (1, batch) else repeat if repeat > 1 else entries for entries, repeat in shared)
+    return math.gcd(*runs)
 
 
 def _read(entries: int, repeat: int, first: int, size: int, batch: int) -> slice:
@@ -118,8 +118,7 @@ def attend_in_parts(
     own = flags._replace(mask_repeat=1, bias_repeat=1)
     for part in parts:
         rows = part.batch
-        shared = (part.of_mask(mask), None if bias is None else bias[part.bias])
-        attend(q[rows], k[rows], v[rows], out[rows], lse[rows], *shared, own, sink)
+        attend(q[rows], k[rows], v[rows], out[rows], lse[rows], *part.shared(mask, bias), own, sink)
 
 
 def new_gradients(q: Tensor, k: Tensor, v: Tensor, needs_grad: NeedsGrad) -> Triple:
@@ -159,10 +158,9 @@ def differentiate_in_parts(
         rows, place = part.batch, None if dbias is None else dbias[part.bias]
         of_part = tuple(None if x is None else x[rows] for x in (dq, dk, dv))
         arriving = (dout[rows], None if dlse is None else dlse[rows])
-        shared = (part.of_mask(mask), None if bias is None else bias[part.bias])
         results = (out[rows], lse[rows], own, needs_grad, sink)
-        of_call = (*arriving, q[rows], k[rows], v[rows], *shared, *results)
-        found = differentiate(*of_call, dbias_out=place, of_part=of_part)[3]
-        if place is not None and found is not None and found.data_ptr() != place.data_ptr():
-            place.copy_(found)
+        of_call = (*arriving, q[rows], k[rows], v[rows], *part.shared(mask, bias), *results)
+        found = differentiate(*of_call, dbias_out=place, of_part=of_part)
+        if place is not None:
+            with_dbias(found, place)
     return (dq, dk, dv, dbias) if sink is None else (dq, dk, dv, dbias, None)

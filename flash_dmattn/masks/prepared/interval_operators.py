@@ -1,7 +1,7 @@
 """The steps of making an interval mask that are more than a few operations, as operators.
 
 A graph that makes such a mask has these in it, not the loops behind them, which take a compiler a minute. Where nothing
-watches, steps that read integers alone are called without the operator: see `is_watched`.
+watches, steps that read integers alone are called without the operator.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch.autograd import profiler
 
-from ...definition import define, is_watched
+from ...definition import define, unless_watched
 from .packers import packer
 from .packing import TILE, tiles
 
@@ -22,14 +21,7 @@ ThreeTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def _define_of_integers(
     name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """As `define`, for what takes no gradient and reads tensors that are all made from the first of them."""
-    operator = define(name, schema, function, fake)
-
-    def run(tensor: torch.Tensor, *others: object) -> Any:
-        watched = is_watched(tensor) or tensor.is_meta or profiler._is_profiler_enabled
-        return (operator if watched else function)(tensor, *others)
-
-    return run
+    return unless_watched(define(name, schema, function, fake), function)
 
 
 def _topk(keys: torch.Tensor, k: int, seqlen_q: int, local: int) -> tuple[torch.Tensor, torch.Tensor]:

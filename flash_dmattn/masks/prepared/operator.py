@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.autograd import profiler
 
-from ...definition import LIBRARY, define, is_watched
+from ...definition import LIBRARY, define, unless_watched
 from ...problem import Band, MaskView, make_band
 from ..broadcast import collapse
 from .packers import packer
@@ -89,8 +88,7 @@ def prepared_view(
     # Collapsed before the operator, so that sizes alone decide what it returns: compilers change strides.
     mask = collapse(mask)
     form = of_keys.form if mask.size(2) == 1 else "tiles"
-    run = _OPERATOR if is_watched(mask) or mask.is_meta or profiler._is_profiler_enabled else prepare
-    return MaskView(form, tuple(run(mask, seqlen_q, seqlen_k, *window, form, of_keys.reorder)))
+    return MaskView(form, tuple(_run_prepare(mask, seqlen_q, seqlen_k, *window, form, of_keys.reorder)))
 
 
 def prepare(
@@ -148,4 +146,5 @@ _OPERATOR = define(
     prepare,
     _prepare_fake,
 )
+_run_prepare = unless_watched(_OPERATOR, prepare)
 torch.library.register_vmap("flash_dmattn::prepare_mask", _prepare_many, lib=LIBRARY)
