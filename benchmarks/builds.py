@@ -5,7 +5,7 @@ Builds take turns for some rounds, because the same kernel moves by 3 to 4 % fro
 checked in each run, by the accuracy rule. The table has medians over the rounds, and each build's time over that of
 the first.
 
-Exit status: 0; 1 where a run failed or had a wrong result.
+Exit status: 0; 1 where a run failed, had a wrong result, or served no case.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def time_build(tree: Path, out: Path, options: Sequence[str], system: str) -> di
     """Milliseconds by case and pass of one process.
 
     Raises:
-        RuntimeError: the run failed, or a result was wrong; what it printed is the message.
+        RuntimeError: the run failed, a result was wrong, or no case was served; what it printed is the message.
     """
     command = [sys.executable, "-m", "benchmarks", "performance", *options, "--systems", system, "--out", str(out)]
     done = subprocess.run(command, cwd=tree, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -56,6 +56,8 @@ def time_build(tree: Path, out: Path, options: Sequence[str], system: str) -> di
             took = time_of(row, system, name)
             if took is not None:
                 found[row["name"], name] = took
+    if not found:
+        raise RuntimeError(f"{system} served none of the cases\n{done.stdout[-2000:]}")
     return found
 
 

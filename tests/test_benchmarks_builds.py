@@ -55,6 +55,16 @@ def test_a_run_that_fails_says_what_it_printed(
     assert "No module named benchmarks" in capsys.readouterr().err
 
 
+def test_a_build_that_serves_nothing_is_a_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an extension that cannot be loaded: its table would be empty."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (tmp_path / "old.so").touch()
+    assert builds.main([str(tmp_path / "old.so"), *ON_CPU, "--system", "cuda"]) == 1
+    assert "old: cuda served none of the cases" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [(["a/x.so", "b/x.so"], "two builds have one name, and the table would mix them: x, x"), (["x.so"], "is no file")],
