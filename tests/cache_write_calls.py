@@ -114,7 +114,9 @@ def assert_written(call: WriteCall, writer: Writer) -> None:
         same = old.as_strided(cache.shape, cache.stride(), cache.storage_offset())
         for (entry, row), tokens in wanted.items():
             found = cache[entry, row]
-            assert any(torch.equal(found, new[token]) for token in tokens), f"{call.told}: {entry, row} has another"
+            # Value by value: where wrong tables send two tokens to one place, a GPU writes them there side by side.
+            of_a_token = torch.stack([found == new[token] for token in tokens]).any(0)
+            assert of_a_token.all(), f"{call.told}: {entry, row} has another"
             same[entry, row] = found
         # Bits, since what nobody writes is NaN in part.
         assert torch.equal(_bits(_storage(cache)), _bits(old)), f"{call.told}: written where nothing goes"
