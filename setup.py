@@ -60,6 +60,13 @@ class BuildCuda(build_ext):
                 f"{build_cuda.FORCE} refuses kernels that spill more than {allowed} bytes of registers: "
                 f"{', '.join(refused)}."
             )
+        serialized = [kernel.name for kernel in kernels if kernel.is_serialized]
+        if serialized:
+            told = f"kernels whose matrix products are serialized, for want of registers: {', '.join(serialized)}."
+            if not ext.optional:
+                output.unlink()
+                sys.exit(f"{build_cuda.FORCE} refuses {told}")
+            say(f"warning: there are {told} They may take a third longer.")
         spilled = [kernel.spilled_bytes for kernel in kernels if kernel.spilled_bytes]
         if spilled:
             say(

@@ -158,10 +158,12 @@ class Kernel(NamedTuple):
     name: str
     registers: int
     spilled_bytes: int
+    is_serialized: bool  # each matrix product waits for the one before, for want of registers
 
     def __str__(self) -> str:
         spills = f"{self.spilled_bytes} bytes spilled" if self.spilled_bytes else "no spills"
-        return f"{self.name}: {self.registers} registers, {spills}"
+        serialized = ", matrix products serialized" if self.is_serialized else ""
+        return f"{self.name}: {self.registers} registers, {spills}{serialized}"
 
 
 def find_nvcc() -> str | None:
@@ -486,7 +488,11 @@ def parse_ptxas(log: str) -> list[Kernel]:
         log,
         re.DOTALL,
     )
-    return [Kernel(name, _demangled(name), int(used), int(stores) + int(loads)) for name, stores, loads, used in found]
+    serialized = re.findall(r"wgmma\.mma_async instructions are serialized .*?function '(\w+)'", log)
+    return [
+        Kernel(name, _demangled(name), int(used), int(stores) + int(loads), name in serialized)
+        for name, stores, loads, used in found
+    ]
 
 
 def _demangled(name: str) -> str:

@@ -11,7 +11,17 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from accuracy import DEVIATIONS, FLOOR_FP64, LSE_ROUNDING, Results, error, norm_of, row_variances, with_rounding
+from accuracy import (
+    DEVIATIONS,
+    FLOOR_FP64,
+    LSE_ROUNDING,
+    Results,
+    chance_in_dq,
+    error,
+    norm_of,
+    row_variances,
+    with_rounding,
+)
 from cases import DEVICE, Inputs
 from torch import Tensor
 
@@ -407,6 +417,10 @@ def assert_accurate(results: Results, call: SequenceCall) -> None:
             if name in spread:
                 allowed = max(allowed, DEVIATIONS * spread[name].norm().item() / max(norm_of(reference, None), 1e-300))
             limit = allowed + floor
+            if name == "dq" and not found <= limit:
+                numbers = {k: y for k, y in call.flags.items() if k in ("softcap", "softmax_scale")}
+                outs = (y["out"].reshape(dense.dout.shape).double() for y in (exact, in_dtype))
+                limit = max(limit, chance_in_dq(dense, numbers, *outs) / max(norm_of(reference, None), 1e-300) + floor)
         if not found <= limit and not _is_nothing(x, reference):
             failures.append(f"{name}: error {found:.3e}, limit {limit:.3e}")
     assert not failures, f"{call.told}\n  " + "\n  ".join(failures)

@@ -299,6 +299,37 @@ def test_spills_warn_and_many_stop_force(count: int, wish: str, built: Built, sm
     assert len(list(tmp_path.glob("*-abi3-*.whl"))) == (0 if stops else 1)
 
 
+# The sum of a product is read while the next is under way, which takes a wait behind each.
+SERIALIZED = """
+__device__ void product(float (&d)[4], unsigned long long a) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %4, 1, 1, 1, 0, 0;"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "l"(a));
+}
+__global__ void serialized(float* x, unsigned long long a) {
+  float d[4] = {};
+  asm volatile("wgmma.fence.sync.aligned;");
+  product(d, a);
+  d[0] += x[threadIdx.x];
+  product(d, a);
+  asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;");
+  for (int i = 0; i < 4; ++i) x[threadIdx.x * 4 + i] = d[i];
+}
+"""
+
+
+@builds
+@pytest.mark.parametrize("wish", ["force", "auto"])
+def test_serialized_products_warn_and_stop_force(wish: str, built: Built, small_unit: Path, tmp_path: Path) -> None:
+    with small_unit.open("a") as unit:
+        unit.write(SERIALIZED)
+    done = build(built.tree, tmp_path, wish=wish)
+    said = "refuses" if wish == "force" else "warning: there are"
+    said += " kernels whose matrix products are serialized, for want of registers: serialized."
+    assert said in done.stdout, done.stdout
+    assert (done.returncode != 0) == (wish == "force"), done.stdout
+    assert len(list(tmp_path.glob("*-abi3-*.whl"))) == (0 if wish == "force" else 1)
+
+
 @builds
 @pytest.mark.parametrize(("variable", "known"), [("HEAD_DIMS", "32,64,96,128,192,256"), ("DTYPES", "fp16,bf16")])
 def test_unknown_units_stop_the_build_with_a_sentence(variable: str, known: str, built: Built, tmp_path: Path) -> None:
@@ -797,6 +828,13 @@ ptxas info    : Used 255 registers, used 1 barriers, 64 bytes cumulative stack s
     assert (tidy.registers, tidy.spilled_bytes) == (40, 0) and str(tidy).endswith(": 40 registers, no spills")
     assert (sloppy.registers, sloppy.spilled_bytes) == (255, 108) and str(sloppy).endswith("108 bytes spilled")
     assert (tidy.symbol, sloppy.symbol) == ("_Z4tidyv", "_Z6sloppyv")
+    assert not tidy.is_serialized and not sloppy.is_serialized
+    warning = """\
+ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized due to insufficient \
+register resources for the function '_Z4tidyv'
+"""
+    tidy, sloppy = build_cuda.parse_ptxas(warning + log)
+    assert str(tidy).endswith("no spills, matrix products serialized") and not sloppy.is_serialized
 
 
 def test_kernels_are_named_as_in_the_source() -> None:
