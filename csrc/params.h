@@ -6,6 +6,7 @@
 #include <cuda.h>
 #include <vector_types.h>
 
+#include "sections.h"
 #include "tile.h"
 
 namespace flash_dmattn {
@@ -238,9 +239,8 @@ struct ForwardParams {
   bool bias_has_batch;
   bool bias_is_per_query;  // one value per query: it changes lse only
 
-  // The tile scheduler's order: sections of `section` (batch, head) pairs; within one, the last rows of all pairs
-  // first.
-  int section, blocks_q, num_work_tiles;
+  Sections sections;  // of (batch, head) pairs; rows are blocks of queries, from the last on
+  int blocks_q, num_work_tiles;
   bool batch_is_inner;  // batch entries of a head are neighbours; else heads of a batch entry are
   int* tile_counter;    // dynamic scheduling: tiles taken beyond each block's first; null for static
 
@@ -310,9 +310,10 @@ struct BackwardParams {
 
   // The tile scheduler's order. A work tile is one key block and the query heads that walk it: the whole group for the
   // first full_group_pairs (batch, key head) pairs, one query head for the others. A key block is a mask tile, half of
-  // one (the second half of the last tile may be empty) or two. Both kinds come in sections of so many pairs; within
-  // one, the first keys of all pairs come first, or the last keys if the order of additions is fixed.
-  int full_group_pairs, full_group_section, section, blocks_k, num_work_tiles;
+  // one (the second half of the last tile may be empty) or two. Both kinds come in sections of their own; rows are key
+  // blocks, from the first on, or from the last on if the order of additions is fixed.
+  Sections full_groups, single_heads;
+  int full_group_pairs, blocks_k, num_work_tiles;
   bool batch_is_inner;  // batch entries of a head are neighbours; else heads of a batch entry are
   // A key block has walk_parts work tiles for each head, which share its walk: each gets at most walk_tiles tiles of
   // queries, and one that gets none is skipped. 1 and 0 where walks stay whole and none is skipped.

@@ -17,6 +17,7 @@
 #include "build_instances.h"  // written by the build
 #include "call.h"
 #include "common.h"
+#include "sections.h"
 #include "shared_dbias.h"
 #include "tensor_map.h"
 #include "tile_scheduler.h"
@@ -276,19 +277,19 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   params.walk_parts = static_cast<int>(schedule.walk_parts);
   params.walk_tiles = static_cast<int>(schedule.walk_tiles);
   params.num_work_tiles = static_cast<int>(schedule.num_work_tiles);
-  // The size of a section, at most `count`, for tiles of `heads` query heads: q, dout and the accumulators of dq fit in
-  // L2.
-  const auto section_of = [&](int64_t count, int64_t heads) {
+  // The sections of so many pairs, for tiles of `heads` query heads: q, dout and the accumulators of dq fit in L2.
+  const bool rows_shrink = !is_ordered && params.key_order == nullptr && shortens_rows(sizes, low, high);
+  const auto sections = [&](int64_t count, int64_t heads) {
     const int64_t row_bytes = (sizes.head_dim + sizes.head_dim_v) * 2 + (dq.has_value() ? dq_columns * 4 : 0);
     const int64_t work_bytes = heads * sizes.seqlen_q * row_bytes;
     const int64_t least_when_ordered = has_mask ? kOrderedHeads : std::max<int64_t>(kOrderedBytes / work_bytes, 2);
     const int64_t section = std::max<int64_t>(kSectionBytes / work_bytes, is_ordered ? least_when_ordered : 1);
     // The tiles of a cluster are batch entries of the same head, so a section holds whole clusters.
-    const int64_t together = ceil_div(section, params.cluster) * params.cluster;
-    return static_cast<int>(std::clamp<int64_t>(count, 1, together));
+    return sections_of(count, blocks_k * schedule.walk_parts, ceil_div(section, params.cluster) * params.cluster,
+                       params.cluster, rows_shrink, num_sms);
   };
-  params.full_group_section = section_of(full_group_pairs, params.heads_per_group);
-  params.section = section_of(schedule.single_heads, 1);
+  params.full_groups = sections(full_group_pairs, params.heads_per_group);
+  params.single_heads = sections(schedule.single_heads, 1);
   const int blocks = std::min(params.num_work_tiles, clusters > 0 ? clusters * params.cluster : num_sms);
   const bool runs_main_kernel = call.needs_dq || call.needs_dk_or_dv || dbias_sums.has_value() ||
                                 (dbias.has_value() && writer != DbiasWriter::kSharedDbias);

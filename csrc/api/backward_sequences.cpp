@@ -18,6 +18,7 @@
 #include "build_instances.h"  // written by the build
 #include "call.h"
 #include "common.h"
+#include "sections.h"
 #include "sequences.h"
 #include "shared_dbias.h"
 #include "tensor_map.h"

@@ -55,6 +55,12 @@ inline bool has_band(const Sizes& sizes, int64_t low, int64_t high) {
   return low > -sizes.seqlen_q || high < sizes.seqlen_k;
 }
 
+// Whether the band leaves later rows of work tiles shorter, as causality does: blocks of queries from the last on, or of
+// keys from the first on.
+inline bool shortens_rows(const Sizes& sizes, int64_t low, int64_t high) {
+  return low <= -sizes.seqlen_q && high < sizes.seqlen_k;
+}
+
 // Whether batch entries read the same bias per score or the same mask. The scheduler then makes them neighbours, so
 // that they find it in L2. Call after the bias and the mask have been set.
 template <class Params>

@@ -16,6 +16,7 @@
 #include "call.h"
 #include "common.h"
 #include "num_splits.h"
+#include "sections.h"
 #include "tensor_map.h"
 #include "tile_scheduler.h"
 
@@ -119,15 +120,15 @@ void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::option
   params.blocks_q = static_cast<int>(blocks_q);
   const bool has_bias_tiles = form == Bias::kTile || form == Bias::kStrided;
   params.batch_is_inner = shares_over_batch(params, has_bias_tiles, has_mask);
+  const int num_sms = sm_count(kName, device.index);
+  const bool is_banded = has_band(sizes, low, high);
   // A section's keys and values fit in L2.
   const int64_t group_bytes = sizes.seqlen_k * (sizes.head_dim + sizes.head_dim_v) * 2;
   const int64_t inner_pairs = params.batch_is_inner ? sizes.batch : sizes.num_heads / sizes.num_heads_k;
   const int64_t inner_bytes = params.batch_is_inner ? group_bytes * sizes.batch : group_bytes;
-  const int64_t per_section = std::max<int64_t>(1, kSectionBytes / std::max<int64_t>(1, inner_bytes));
-  params.section = static_cast<int>(std::min(pairs, per_section * inner_pairs));
+  const int64_t most = kSectionBytes / std::max<int64_t>(1, inner_bytes) * inner_pairs;
+  params.sections = sections_of(pairs, blocks_q, most, inner_pairs, shortens_rows(sizes, low, high), num_sms);
 
-  const int num_sms = sm_count(kName, device.index);
-  const bool is_banded = has_band(sizes, low, high);
   CHECK_ARGUMENT(num_splits >= 0 && num_splits <= kMaxSplits, "num_splits is ", num_splits, "; it may be 0 to ",
                  kMaxSplits);
   const int64_t tiles = pairs * blocks_q;

@@ -14,6 +14,7 @@
 #include "build_instances.h"  // written by the build
 #include "call.h"
 #include "common.h"
+#include "sections.h"
 #include "sequences.h"
 #include "tensor_map.h"
 #include "tile_scheduler.h"

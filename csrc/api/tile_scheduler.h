@@ -1,4 +1,4 @@
-// The host's part of tile scheduling: the number of SMs, sections of work tiles, and counters for dynamic scheduling.
+// The host's part of tile scheduling: the number of SMs, and counters for dynamic scheduling.
 #pragma once
 
 #include <array>
@@ -13,9 +13,6 @@
 #include "common.h"
 
 namespace flash_dmattn {
-
-// What the tiles of a section share fits in the 50 MB of L2, with room for what each tile reads alone.
-constexpr int64_t kSectionBytes = 24 << 20;
 
 // The number of SMs. Asked once: the query takes as long as encoding a TMA descriptor. Two threads that ask at the same
 // time write the same value.

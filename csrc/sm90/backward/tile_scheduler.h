@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../operands.h"
+#include "../sections.h"
 #include "launch.h"
 
 namespace flash_dmattn {
@@ -33,21 +34,14 @@ __device__ __forceinline__ KeyWorkTile<kHasSequences> decode_key_work_tile(const
     work.is_full_group = true;
     return work;
   }
-  const int blocks = p.blocks_k * p.walk_parts;
-  const int group = p.heads_per_group, full_group_tiles = p.full_group_pairs * blocks;
+  const int group = p.heads_per_group, full_group_tiles = p.full_group_pairs * p.full_groups.rows;
   work.is_full_group = index < full_group_tiles;
   const int heads = work.is_full_group ? group : 1;
   const int tiles = p.num_heads / heads;  // of a key block in a batch entry
-  // The pairs of this kind, each of a batch entry and `heads` query heads.
-  const int start = work.is_full_group ? 0 : p.full_group_pairs * group;
-  const int end = work.is_full_group ? p.full_group_pairs : p.batch * tiles;
-  const int in_section = work.is_full_group ? p.full_group_section : p.section;
-  const int from = work.is_full_group ? index : index - full_group_tiles;
-  const int section = from / (in_section * blocks), position = from - section * in_section * blocks;
-  const int first = start + section * in_section;
-  const int width = min(in_section, end - first);
-  const int block = position / width;
-  const int pair = first + position - block * width;
+  const Sections& of = work.is_full_group ? p.full_groups : p.single_heads;
+  const auto [of_kind, block] = place_of(of, work.is_full_group ? index : index - full_group_tiles);
+  // Pairs are counted for this kind, each of a batch entry and `heads` query heads.
+  const int pair = of_kind + (work.is_full_group ? 0 : p.full_group_pairs * group);
   work.part = block / p.blocks_k;
   work.block_k = block - work.part * p.blocks_k;  // under causality the longest first
   if (p.dq_semaphore != nullptr) work.block_k = p.blocks_k - 1 - work.block_k;

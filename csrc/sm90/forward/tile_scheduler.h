@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../operands.h"
+#include "../sections.h"
 
 namespace flash_dmattn {
 
@@ -29,11 +30,7 @@ __device__ __forceinline__ WorkTile<kHasSequences> decode_work_tile(const Forwar
     work.first_row = found.block * rows;
     return work;
   }
-  const int per_section = p.section * p.blocks_q;
-  const int section = index / per_section, position = index - section * per_section;
-  const int first = section * p.section;
-  const int width = min(p.section, p.batch * p.num_heads - first);
-  const int row = position / width, pair = first + position - row * width;
+  const auto [pair, row] = place_of(p.sections, index);
   work.block_q = p.blocks_q - 1 - row;  // under causality the longest first
   work.first_row = work.block_q * rows;
   if (p.batch_is_inner) {

@@ -1,0 +1,38 @@
+// Which pair and which row a work tile has.
+#pragma once
+
+#include "../sections.h"
+
+namespace flash_dmattn {
+
+struct Place {
+  int pair, row;
+};
+
+__device__ __forceinline__ Place place_of(const Sections& of, int index) {
+  int first = 0, end = of.pairs, width = of.width, first_row = 0, rows = of.rows;
+  if (of.late_rows > 0) {
+    const int whole = of.whole_pairs * rows;
+    if (index < whole) {
+      end = of.whole_pairs;
+    } else {
+      index -= whole;
+      first = of.whole_pairs;
+      rows -= of.late_rows;
+      const int early = (end - first) * rows;
+      if (index >= early) {
+        index -= early;
+        width = end - first;
+        first_row = rows;
+        rows = of.late_rows;
+      }
+    }
+  }
+  const int section = index / (width * rows), position = index - section * width * rows;
+  first += section * width;
+  width = min(width, end - first);
+  const int row = position / width;
+  return {first + position - row * width, first_row + row};
+}
+
+}  // namespace flash_dmattn
