@@ -271,7 +271,8 @@ struct BackwardParams {
   // heads are work tiles of their own. Null if there are none, or if the gradient is not needed.
   float* dk_sums;
   float* dv_sums;      // the same for Dv
-  float* dq_sums;      // (B, Hq, 2 Tq, panels of D, 64 rows of a panel), zeros; null if not needed, or if dq is given
+  float* dq_sums;      // (B, Hq, 2 Tq, panels of D, 64 rows of a panel), zeros; null if not needed, or if dq is given.
+                       // Turned: (B, Hq, blocks of 80 queries, 2, 64 columns of them)
   void* dq;            // (B, Lq, Hq, D), contiguous, if a work tile has all keys; else null
   int* dq_semaphore;   // (B, Hq, blocks of queries), zeros: how many key blocks have added to a query block; null if
                        // the order of additions is free
@@ -280,8 +281,8 @@ struct BackwardParams {
   float* dbias_sums;   // (B, Hq, Lk), for a bias per key; null if not needed
   void* summed_dbias;  // (1, Hq, Lq, Lk), contiguous, Lk a multiple of 8, of a bias that batch entries share; else null
   int cluster;         // blocks in a cluster: one per batch entry where they sum dbias, else 1
-  const float* lse;    // (B, Hq, 128 Tq), base 2; +inf for empty rows and for padding
-  const float* delta;  // (B, Hq, 128 Tq)
+  const float* lse;    // (B, Hq, padded_rows), base 2; +inf for empty rows and for padding
+  const float* delta;  // (B, Hq, padded_rows), of BackwardRowsParams
 
   int batch, num_heads, seqlen_q, seqlen_k, head_dim, head_dim_v;
   int heads_per_group;  // Hq / Hk
@@ -421,8 +422,9 @@ struct BackwardRowsParams {
   BiasDtype bias_dtype;
   int heads_per_bias;
   bool bias_has_batch;
-  float* lse_log2;   // (B, Hq, 128 Tq)
-  float* delta;      // (B, Hq, 128 Tq)
+  float* lse_log2;   // (B, Hq, padded_rows)
+  float* delta;      // (B, Hq, padded_rows)
+  int padded_rows;   // Lq in whole tiles of 128, or in whole blocks of queries; not of calls with sequences
   float* row_delta;  // (B, Hq, Lq), the same for the caller; null if not needed
   int batch, num_heads, seqlen_q, head_dim_v;
   // Memory to clear: `zeros` times 16 bytes.
@@ -477,6 +479,7 @@ struct BackwardSumsParams {
     float factor;
     bool is_by_place;  // rows are those of `places`, and out is in the order of keys
   };
+  Result turned;  // of dq, where its tiles are turned: 64 columns of 80 queries; rows_per_pair is a multiple of 80
   static constexpr int kResults = 3;
   SequenceParams sequences;  // of calls with sequences, which have one result: rows are padded tiles of queries
   PlacesOfKeys places;

@@ -300,6 +300,29 @@ def test_windows(
     check(backend, case, case.build(), deterministic=deterministic)
 
 
+# Queries of a step of long walks, whose dq is computed turned; such walks begin at 4096 queries.
+TURNED = 80
+
+
+@pytest.mark.parametrize("window_size", (None, (-1, 4200), (-1, 4100)), ids=str)
+@pytest.mark.parametrize("lengths", ((4096, 64), (51 * TURNED + 80, 129), (54 * TURNED - 79, 100)), ids=str)
+@pytest.mark.parametrize("heads", ((2, 2, 128), (4, 2, 104)), ids=str)
+def test_long_walks(
+    backend: Runner,
+    heads: tuple[int, int, int],
+    lengths: tuple[int, int],
+    window_size: tuple[int, int] | None,
+    unwritten_is_nan: None,
+) -> None:
+    num_heads, num_heads_k, head_dim = heads
+    sizes = {"num_heads": num_heads, "num_heads_k": num_heads_k, "head_dim": head_dim}
+    for needs_grad in (ALL, ("q",), ("k", "v")):
+        case = BASE.with_(
+            seqlen_q=lengths[0], seqlen_k=lengths[1], window_size=window_size, needs_grad=needs_grad, **sizes
+        )
+        check(backend, case, case.build())
+
+
 @pytest.mark.parametrize(
     "dims",
     ((8, 8), (40, 64), (64, 24), (72, 72), (104, 128), (128, 40), (136, 64), (192, 128), (40, 192), (200, 256)),

@@ -157,6 +157,11 @@ def test_groups_first_and_then_heads(built: Built) -> None:
     run_tests(built, "test_cuda_backward.py", "-k", "groups_first and (64 or two_tiles)")
 
 
+def test_long_walks(built: Built) -> None:
+    """In steps of 80 queries, whose dq is turned."""
+    run_tests(built, "test_cuda_backward.py", "-k", "long_walks and 129")
+
+
 def test_what_random_calls_reach_rarely(built: Built) -> None:
     run_tests(built, "test_cuda_rare.py")
 

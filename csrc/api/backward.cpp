@@ -119,6 +119,19 @@ struct Postprocess {
   int count = 0;
   int64_t tiles = 0;
 
+  void add_turned(const Tensor& dq, const float* sums, int64_t pairs, int64_t rows_per_pair, double factor) {
+    BackwardSumsParams::Result& it = params.turned;
+    it.sums = sums;
+    it.out = dq.mutable_data_ptr();
+    it.batch = static_cast<int>(dq.size(0));
+    it.seqlen = static_cast<int>(dq.size(1));
+    it.num_heads = static_cast<int>(dq.size(2));
+    it.rows_per_pair = static_cast<int>(rows_per_pair);
+    it.columns = static_cast<int>(dq.size(3));
+    it.factor = static_cast<float>(factor);
+    it.tiles = pairs * (rows_per_pair / kTurnedBlockM) * 2;
+  }
+
   // Adds a result of `pairs` (batch, head) pairs, from first_pair on, with so many accumulator rows each. Adds nothing
   // if it is not wanted or not accumulated (sums is null).
   void add(const std::optional<Tensor>& result, const float* sums, int64_t first_pair, int64_t pairs,
@@ -243,7 +256,11 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   call.has_key_bias = form == BackwardBias::kVector;
   const BackwardSchedule schedule = schedule_backward(call, writer, num_sms);
   const int block_n = schedule.block_n;
-  const int block_m = backward_block_m(instance.head_dim, instance.head_dim_v, block_n);
+  const bool turns_dq = has_turned_dq(instance.head_dim, instance.head_dim_v) && form == BackwardBias::kNone && !has_mask &&
+                        softcap <= 0 && !dropout_key.has_value() && dq.has_value() && !schedule.completes_dq &&
+                        !schedule.is_ordered && (!is_banded || shortens_rows(sizes, low, high)) &&
+                        mean_walk(sizes, high) >= kLeastTurnedWalk;
+  const int block_m = turns_dq ? kTurnedBlockM : backward_block_m(instance.head_dim, instance.head_dim_v, block_n);
   const int64_t blocks_k = schedule.blocks_k;
   params.q = rows_map(kName, q, "q", block_m);
   params.k = rows_map(kName, k, "k", block_n);
@@ -299,7 +316,8 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
       runs_main_kernel && (is_ordered || (schedule.tiles_differ && params.num_work_tiles > blocks));
 
   // Scratch memory: lse in base 2 and delta, slots of dbias, then everything that starts as zeros.
-  const int64_t padded_rows = pairs * tiles_q * kTile, summed_rows = summed_pairs * blocks_k * block_n;
+  const int64_t rows_of_head = turns_dq ? ceil_div(sizes.seqlen_q, block_m) * block_m : tiles_q * kTile;
+  const int64_t padded_rows = pairs * rows_of_head, summed_rows = summed_pairs * blocks_k * block_n;
   const int64_t blocks_q = padded_rows / block_m;
   Scratch scratch;
   scratch.add(2 * padded_rows);
@@ -317,6 +335,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   float* const start = static_cast<float*>(memory.mutable_data_ptr());
   rows.lse_log2 = start;
   rows.delta = start + padded_rows;
+  rows.padded_rows = static_cast<int>(rows_of_head);
   set_row_delta(kName, delta, lse, rows);
   rows.cleared = start + dbias_counter_at;
   rows.zeros = ((params.key_order != nullptr ? places_at : scratch.length) - dbias_counter_at) / 4;
@@ -381,17 +400,21 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
     store_shared_dbias(kName, instance.shared_dbias, device, sizes, shared, of_dbias, *dbias);
   }
   if (!runs_main_kernel) return;
-  check(instance.main(params, form, of_mask, block_n, blocks, device.stream), kName, "launching the kernel");
+  check(instance.main(params, form, of_mask, block_n, turns_dq, blocks, device.stream), kName, "launching the kernel");
 
   Postprocess postprocess;
   postprocess.params.places = rows.places;
-  postprocess.add(dq, params.dq_sums, 0, pairs, tiles_q * kTile, dq_columns, softmax_scale, false);
+  if (turns_dq) {
+    postprocess.add_turned(*dq, params.dq_sums, pairs, rows_of_head, softmax_scale);
+  } else {
+    postprocess.add(dq, params.dq_sums, 0, pairs, tiles_q * kTile, dq_columns, softmax_scale, false);
+  }
   postprocess.add(dk, params.dk_sums, full_group_pairs, summed_pairs, blocks_k * block_n, dq_columns, softmax_scale,
                   params.batch_is_inner, params.key_order != nullptr);
   const double of_dv = params.dropout.key != nullptr ? params.dropout.scale : 1.0;
   postprocess.add(dv, params.dv_sums, full_group_pairs, summed_pairs, blocks_k * block_n, dv_columns, of_dv,
                   params.batch_is_inner, params.key_order != nullptr);
-  if (postprocess.tiles > 0)
+  if (postprocess.tiles > 0 || turns_dq)
     check(instance.sums(postprocess.params, device.stream), kName, "launching the kernel of the sums");
 }
 

@@ -17,6 +17,7 @@ METHODS = {
     16: ("shared_b_transposed",),
     32: ("shared_b_transposed", "registers_b_transposed"),
     64: ("shared_k_major", "shared_b_transposed", "registers_b_transposed"),
+    80: ("shared_k_major", "shared_a_transposed"),
     96: ("shared_k_major", "registers_b_transposed"),
     128: ("shared_k_major", "shared_b_transposed", "shared_transposed", "registers_b_transposed"),
     **dict.fromkeys((192, 256), ("shared_k_major", "shared_transposed", "registers_b_transposed")),
@@ -83,6 +84,10 @@ def instruction(dtype: str, n: int) -> str:
         "shared_b_transposed": (
             "A and B from shared memory, A K-major, B N-major.", "run_b_transposed", in_shared,
             body(*descriptor, "1, 1, 0, 1", 2),
+        ),
+        "shared_a_transposed": (
+            "A and B from shared memory, A M-major, B K-major.", "run_a_transposed", in_shared,
+            body(*descriptor, "1, 1, 1, 0", 2),
         ),
         "shared_transposed": (
             "A and B from shared memory, A M-major, B N-major.", "run_ab_transposed", in_shared,

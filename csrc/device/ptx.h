@@ -138,7 +138,14 @@ __device__ __forceinline__ void tma_store_5d(const CUtensorMap* map, const void*
                : "memory");
 }
 
-// Commits this thread's TMA stores and waits until they have read shared memory.
+// Adds `bytes` of floats, a multiple of 16, from shared to device memory.
+__device__ __forceinline__ void bulk_add_floats(float* to, const void* from, int bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
+               "r"(shared_address(from)), "r"(bytes)
+               : "memory");
+}
+
+// Commits this thread's TMA stores and additions, and waits until they have read shared memory.
 __device__ __forceinline__ void tma_store_commit_and_wait_read() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");

@@ -8,6 +8,13 @@ _EXTENSION = "tests/test_cuda_extension.py::"
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
+        "a kernel whose matrix products are serialized is built all the same",
+        "setup.py",
+        "serialized = [kernel.name for kernel in kernels if kernel.is_serialized]",
+        "serialized: list[str] = []",
+        (f"{_EXTENSION}test_serialized_products_warn_and_stop_force",),
+    ),
+    Fault(
         "MAX_JOBS=0 is passed on to ninja, which takes it as no limit",
         "csrc/build_cuda.py",
         "if not wish.isdecimal() or int(wish) == 0:",

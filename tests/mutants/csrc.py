@@ -7,6 +7,8 @@ from .fault import Fault
 _RARE = "tests/test_cuda_rare.py::"
 _PARTS = "tests/test_cuda_parts.py::"
 _DBIAS_OUT = "tests/test_cuda_dbias_out.py::"
+_SECTIONS = "tests/test_cuda_sections.py::"
+_LONG = ("tests/test_cuda_backward.py::test_long_walks[(2, 2, 128)-(4160, 129)-None-cuda]",)
 
 
 def _every_gradient(bias: str) -> tuple[str, ...]:
@@ -674,5 +676,41 @@ FAULTS: tuple[Fault, ...] = (
         "params.out_row_step = static_cast<int>(has_heads_first ? 1 : sizes.num_heads);",
         "params.out_row_step = static_cast<int>(sizes.num_heads);",
         ("tests/test_cuda_decoding.py::test_every_mask_and_bias[none-none-whole-cuda]",),
+    ),
+    # Long walks, and the order of work tiles
+    Fault(
+        "dq of the second consumer's columns goes where that of the first goes",
+        "csrc/sm90/backward/tile_scheduler.h",
+        "return p.dq_sums + ((head * query_blocks<Traits>(p) + block) * 2 + group) * kTurnedFloats;",
+        "return p.dq_sums + (head * query_blocks<Traits>(p) + block) * 2 * kTurnedFloats;",
+        _LONG,
+    ),
+    Fault(
+        "lse and delta of long walks are looked for as if heads had whole tiles of queries",
+        "csrc/sm90/backward/tile_scheduler.h",
+        "return head * query_blocks<Traits>(p) * Traits::kBlockM;",
+        "return head * ((p.seqlen_q + kTile - 1) / kTile * kTile);",
+        _LONG,
+    ),
+    Fault(
+        "late rows are taken twice, early ones of the last sections never",
+        "csrc/sm90/sections.h",
+        "first_row = rows;",
+        "first_row = 0;",
+        (f"{_SECTIONS}test_every_tile_is_taken_once",),
+    ),
+    Fault(
+        "sections hold what fits in L2, however few tiles that are",
+        "csrc/api/sections.h",
+        "if (rows_shrink) most = std::max(most, num_sms / std::max<int64_t>(rows, 1));",
+        "",
+        (f"{_SECTIONS}test_no_sm_waits_long_for_the_last_tile",),
+    ),
+    Fault(
+        "no rows are late",
+        "csrc/api/sections.h",
+        "rows_shrink ? static_cast<int>(rows / 2) : 0};",
+        "0};",
+        (f"{_SECTIONS}test_no_sm_waits_long_for_the_last_tile",),
     ),
 )

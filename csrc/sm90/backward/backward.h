@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) backward_kernel(const __g
   constexpr int kArrivals = 4 * Traits::kConsumers * kArrivalsOfWarp;  // all consumer warps
   constexpr int kSummingWarps = 4;
   const int senders = Traits::kSumsDbias ? p.cluster : 0;  // blocks that signal that they have received a stage of ds
-  const bool is_ordered = p.dq_semaphore != nullptr;
+  const bool has_adding_warp = Traits::kTurnsDq || p.dq_semaphore != nullptr;
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Traits::kKeyStages; ++stage) {
       barrier_init(&shared.keys_full[stage], 2);  // k and v
@@ -51,10 +51,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) backward_kernel(const __g
         barrier_init(&shared.bias_empty[stage], Traits::kReplacesBias ? kArrivalsOfWarp : kArrivals);
       }
     }
+    for (int group = 0; group < Traits::kConsumers; ++group) {
+      barrier_init(&shared.dq_full[group], 4 * kArrivalsOfWarp);
+      barrier_init(&shared.dq_empty[group], kArrivalsOfWarp);
+    }
     for (int stage = 0; stage < 2; ++stage) {
       barrier_init(&shared.work_full[stage], 1);
       barrier_init(&shared.work_empty[stage],
-                   kArrivals + kArrivalsOfWarp * (Traits::kHasBiasTiles + Traits::kStoresDbias + is_ordered +
+                   kArrivals + kArrivalsOfWarp * (Traits::kHasBiasTiles + Traits::kStoresDbias + has_adding_warp +
                                                   (Traits::kSumsDbias ? 1 + kSummingWarps : 0)));
     }
     if constexpr (Traits::kSumsDbias) {
@@ -87,8 +91,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) backward_kernel(const __g
       store_dbias<Traits>(p, shared);
     } else if (Traits::kSumsDbias && warp == 2) {
       send_ds<Traits>(p, shared);
-    } else if (warp == 3 && is_ordered) {
-      order_sums<Traits>(p, shared);
+    } else if (warp == 3 && has_adding_warp) {
+      if constexpr (Traits::kTurnsDq) {
+        add_turned_dq<Traits>(p, shared);
+      } else {
+        order_sums<Traits>(p, shared);
+      }
     }
   } else if (warpgroup <= Traits::kConsumers) {
     setmaxnreg_inc<Traits::kConsumerRegisters>();

@@ -21,12 +21,14 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
   static constexpr int kKeyTiles = Traits::kKeyTiles;
   using DsPipe = PipelineState<Traits::kDsStages>;
   using BiasPipe = PipelineState<Traits::kBiasStages>;
+  using DqPipe = PipelineState<1>;
 
-  // Pipelines of q and dout; of ds, where it is written and where dq reads it; of the bias.
+  // Pipelines of q and dout; of ds, where it is written and where dq reads it; of the bias; of dq on its way.
   struct Pipes {
     PipelineState<Traits::kStages> rows;
     DsPipe ds, dq;
     BiasPipe bias;
+    DqPipe dq_sums;
   };
 
   float (&dk)[kKeyTiles][kD / 2];
@@ -52,13 +54,14 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
 
   // The consumer's accumulator of dq: 64 of 128 queries, or 64 of 128 columns; with 64 queries and 64 columns, half the
   // columns.
-  static constexpr int kDqColumns = Traits::kDqColumns;
-  using DqAccum = float[kDqColumns / 2];
+  static constexpr int kDqColumns = Traits::kDqColumns, kDqValues = Traits::kDqValues;
+  using DqAccum = float[kDqValues];
 
   // dq over the keys of all key tiles, whose ds are in consecutive stages.
   __device__ __forceinline__ void start_dq(DqAccum& dq, DsPipe pipe) {
     // One consumer's columns are the first panel, the other's the second; or they share a panel.
-    constexpr int kColumnBytes = kDqColumns == kAccumColumns ? kTile * kRowBytes : kDqColumns * 2;
+    constexpr int kColumnBytes =
+        kDqColumns == kAccumColumns || Traits::kTurnsDq ? kTile * kRowBytes : kDqColumns * 2;
     const int row = kBlockM == 128 ? group * 64 : 0, column = kBlockM == 128 ? 0 : group;
     const uint64_t k = matrix_descriptor(shared_address(shared.k[this->key_stage]) + column * kColumnBytes, 16);
     wgmma_fence();
@@ -67,8 +70,12 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
       const uint64_t ds = matrix_descriptor(shared_address(shared.ds[pipe.stage]) + row * kRowBytes, 16);
 #pragma unroll
       for (int i = 0; i < kTile / 16; ++i) {
-        Wgmma<Element, kDqColumns>::run_b_transposed(dq, advance_k_major<kBlockM>(ds, i),
-                                                     advance_mn_major(k, tile * (kTile / 16) + i), tile > 0 || i > 0);
+        const uint64_t keys = advance_mn_major(k, tile * (kTile / 16) + i), scores = advance_k_major<kBlockM>(ds, i);
+        if constexpr (Traits::kTurnsDq) {
+          Wgmma<Element, kDqColumns>::run_a_transposed(dq, keys, scores, i > 0);
+        } else {
+          Wgmma<Element, kDqColumns>::run_b_transposed(dq, scores, keys, tile > 0 || i > 0);
+        }
       }
       pipe.advance();
     }
@@ -94,22 +101,27 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     }
   }
 
-  __device__ __forceinline__ void add_dq(const DqAccum& dq, const KeyWorkItem<Traits>& item, int block) {
-    const int tiles_q = (p.seqlen_q + kTile - 1) / kTile;
-    const int row = block * (kBlockM / 64) + (kBlockM == 128 ? group : 0);
-    const int panel = Traits::kPanels == 2 ? group : 0;
-    const int first = kBlockM == 64 && kDqColumns < kAccumColumns ? group * (kDqColumns / 8) : 0;
-    const int64_t head = static_cast<int64_t>(item.batch) * p.num_heads + item.head;
-    if (p.dq_semaphore != nullptr) named_barrier_sync(kMayAddBarrier + group, 128 + 32);
-    // Not by first_padded_tile_of in dense calls: ptxas would schedule the mainloop worse.
-    const int64_t tile = Traits::kHasSequences ? 2 * first_padded_tile_of(p, item) : head * 2 * tiles_q;
-    float* to = p.dq_sums + ((tile + row) * Traits::kPanels + panel) * kAccumFloats<kD>;
+  __device__ __forceinline__ void add_dq(const DqAccum& dq, const KeyWorkItem<Traits>& item, int block, DqPipe& pipe) {
+    if constexpr (Traits::kTurnsDq) {
+      barrier_wait(&shared.dq_empty[group], pipe.phase ^ 1);
+      float* const to = reinterpret_cast<float*>(shared.dq[group]);
 #pragma unroll
-    for (int c = 0; c < kDqColumns / 8; ++c) {
-      float* four = to + accum_offset(first + c, threadIdx.x % 128);
-      red_add_v4(four, dq[4 * c], dq[4 * c + 1], dq[4 * c + 2], dq[4 * c + 3]);
+      for (int c = 0; c < kDqValues / 4; ++c) {
+        *reinterpret_cast<float4*>(to + accum_offset(c, threadIdx.x % 128)) =
+            make_float4(dq[4 * c], dq[4 * c + 1], dq[4 * c + 2], dq[4 * c + 3]);
+      }
+      fence_proxy_async_shared();
+      barrier_arrive_of_warp(&shared.dq_full[group]);
+      pipe.advance();
+    } else {
+      if (p.dq_semaphore != nullptr) named_barrier_sync(kMayAddBarrier + group, 128 + 32);
+      float* const to = dq_sums_of(p, item, block, group);
+#pragma unroll
+      for (int c = 0; c < kDqColumns / 8; ++c) {
+        red_add_v4(to + accum_offset(c, threadIdx.x % 128), dq[4 * c], dq[4 * c + 1], dq[4 * c + 2], dq[4 * c + 3]);
+      }
+      if (p.dq_semaphore != nullptr) named_barrier_arrive(kHasAddedBarrier + group, 128 + 32);
     }
-    if (p.dq_semaphore != nullptr) named_barrier_arrive(kHasAddedBarrier + group, 128 + 32);
   }
 
   // Stores dq, (B, Lq, Hq, D), of all keys; those of a quad are 16 bytes of a row.
@@ -132,8 +144,9 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
   }
 
   // What becomes of dq of a query block: a share of it is added to the sums, and all of it stored.
-  __device__ __forceinline__ void finish_dq(const DqAccum& dq, const KeyWorkItem<Traits>& item, int block) {
-    if (p.dq_sums != nullptr) add_dq(dq, item, block);
+  __device__ __forceinline__ void finish_dq(const DqAccum& dq, const KeyWorkItem<Traits>& item, int block,
+                                            DqPipe& pipe) {
+    if (p.dq_sums != nullptr) add_dq(dq, item, block, pipe);
     if constexpr (kKeyTiles == 2) {
       if (p.dq != nullptr) store_dq(dq, item, block);
     }
@@ -244,8 +257,15 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     // The first step has no step before it: it multiplies whatever lies there and does not add the result. A branch
     // around wgmma would cost registers.
     if (i > 0) wait_for_ds(pipes.dq);
-    start_dq(dq, pipes.dq);
-    wgmma_wait<2>();
+    if constexpr (Traits::kTurnsDq) {
+      // ptxas finds no place for dq while dv still reads p: it would wait behind every single product.
+      wgmma_wait<1>();
+      wgmma_fence_operand(dv[kKeyTile]);
+      start_dq(dq, pipes.dq);
+    } else {
+      start_dq(dq, pipes.dq);
+      wgmma_wait<2>();
+    }
     if constexpr (kIsLast) barrier_arrive_of_warp(&shared.dout_empty[stage]);
     wgmma_wait<1>();
     if constexpr (kIsLast) {
@@ -260,7 +280,7 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     wgmma_fence_operand(dq);
     if (i > 0) {
       release_ds(pipes.dq);
-      finish_dq(dq, item, last_index);
+      finish_dq(dq, item, last_index, pipes.dq_sums);
     }
   }
 
@@ -362,7 +382,7 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
       start_dq(dq, pipes.dq);
       wgmma_wait<0>();
       wgmma_fence_operand(dq);
-      finish_dq(dq, item, last_index);
+      finish_dq(dq, item, last_index, pipes.dq_sums);
     }
     release_ds(pipes.dq);
   }

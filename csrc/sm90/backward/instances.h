@@ -10,6 +10,11 @@ namespace flash_dmattn {
 constexpr int backward_block_m(int head_dim, int head_dim_v, int keys) {
   return head_dim <= 64 && head_dim_v <= 64 && keys <= kTile ? 128 : 64;
 }
+// Long walks without mask, softcap, dropout and a bias per key or score: steps of 80 queries, for which shared memory is
+// read less often, with dq turned, its columns as rows of the product.
+constexpr int kTurnedBlockM = 80;
+constexpr int kLeastTurnedWalk = 4096;  // queries; in shorter walks steps of 64 are faster
+constexpr bool has_turned_dq(int head_dim, int head_dim_v) { return head_dim == 128 && head_dim_v == 128; }
 constexpr bool has_two_key_tiles(int head_dim, int head_dim_v) { return head_dim <= 64 && head_dim_v <= 64; }
 constexpr int backward_block_n(int head_dim, int head_dim_v) {
   return head_dim <= 128 && head_dim_v <= 128 ? kTile : 64;

@@ -22,7 +22,8 @@ cudaError_t launch_two_key_tiles(const BackwardParams& params, BackwardBias bias
 
 template <>
 cudaError_t launch_backward_main<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V>(
-    const BackwardParams& params, BackwardBias bias, MaskForm mask, int block_n, int blocks, cudaStream_t stream) {
+    const BackwardParams& params, BackwardBias bias, MaskForm mask, int block_n, bool turns_dq, int blocks,
+    cudaStream_t stream) {
   using Element = FLASH_DMATTN_ELEMENT;
   constexpr int kD = FLASH_DMATTN_HEAD_DIM, kDv = FLASH_DMATTN_HEAD_DIM_V;
   if (block_n > kTile) return launch_two_key_tiles<Element, kD, kDv>(params, bias, blocks, stream);
@@ -40,6 +41,13 @@ cudaError_t launch_backward_main<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FL
                                       false, true>;
         return launch_backward_kernel<Traits>(params, blocks, stream);
       });
+    }
+  }
+  if constexpr (has_turned_dq(kD, kDv)) {
+    if (turns_dq) {
+      using Traits = BackwardTraits<Element, kD, kDv, BackwardBias::kNone, MaskForm::kNone, false, kTile, false, false,
+                                    kTurnedBlockM>;
+      return launch_backward_kernel<Traits>(params, blocks, stream);
     }
   }
   return with_bool(params.softcap > 0, [&](auto has_softcap) {

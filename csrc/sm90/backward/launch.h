@@ -37,7 +37,7 @@ constexpr int32_t kFullTile = INT32_MIN;
 // there is a mask, rows, main, and sums if anything was accumulated.
 template <class T, int kHeadDim, int kHeadDimV>
 cudaError_t launch_backward_main(const BackwardParams& params, BackwardBias bias, MaskForm mask, int block_n,
-                                 int blocks, cudaStream_t stream);
+                                 bool turns_dq, int blocks, cudaStream_t stream);
 // The main kernel of calls with sequences: work tiles of kTile keys; the bias is not kTileSum, and there is no mask, no
 // softcap, and no order of additions.
 template <class T, int kHeadDim, int kHeadDimV>

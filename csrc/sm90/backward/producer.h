@@ -79,7 +79,7 @@ __device__ __forceinline__ void load_operands(const BackwardParams& p, Storage& 
         tma_load_panels<Traits::kPanelsV, Traits::kBlockN>(shared.v[stage], &p.v, full, 0, key, head_k);
         pipe_keys.advance();
       }
-      const int64_t rows = first_padded_tile_of(p, item) * kTile;
+      const int64_t rows = first_padded_row_of(p, item);
 #pragma unroll 1
       for (int step = 0; step < item.walk.steps; ++step) {
         bool needs_mask;
@@ -195,10 +195,9 @@ __device__ __forceinline__ Semaphore semaphore_of(const BackwardParams& p, const
   if (step == item.walk.steps) {
     return {p.dkv_semaphore + head / p.heads_per_group * p.blocks_k + item.block_k, item.head % p.heads_per_group};
   }
-  const int blocks = (p.seqlen_q + kTile - 1) / kTile * (kTile / Traits::kBlockM);
   bool needs_mask;
   const int block = item.walk.at(step, needs_mask);
-  return {p.dq_semaphore + head * blocks + block, count_predecessors<Traits>(p, item, step, block)};
+  return {p.dq_semaphore + head * query_blocks<Traits>(p) + block, count_predecessors<Traits>(p, item, step, block)};
 }
 
 // Fixes the order of additions, as one warp: key blocks add to dq from the last keys to the first, then the heads of a
@@ -234,6 +233,33 @@ __device__ __forceinline__ void order_sums(const BackwardParams& p, Storage& sha
       wait_until_added<Traits>();
       if (is_ready) let_add<Traits>();
       semaphore.release();
+    }
+    release_work_tile(shared, pipe_work);
+  }
+}
+
+// Adds dq of each query block, which consumers have left in shared memory, to its sums, as one warp.
+template <class Traits, class Storage>
+__device__ __forceinline__ void add_turned_dq(const BackwardParams& p, Storage& shared) {
+  PipelineState<1> pipe;
+  PipelineState<2> pipe_work;
+  for (;;) {
+    const KeyWorkItem<Traits>& item = get_work_tile(shared, pipe_work);
+    if (!item.is_valid) return;
+#pragma unroll 1
+    for (int step = 0; step < item.walk.steps; ++step) {
+      bool needs_mask;
+      const int block = item.walk.at(step, needs_mask);
+#pragma unroll 1
+      for (int group = 0; group < Traits::kConsumers; ++group) {
+        barrier_wait(&shared.dq_full[group], pipe.phase);
+        if (threadIdx.x % 32 == 0) {
+          bulk_add_floats(dq_sums_of(p, item, block, group), shared.dq[group], Traits::kDqBytes);
+          tma_store_commit_and_wait_read();
+        }
+        barrier_arrive_of_warp(&shared.dq_empty[group]);
+      }
+      pipe.advance();
     }
     release_work_tile(shared, pipe_work);
   }

@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kThreads)
   griddep_launch_dependents();
   constexpr int kLanes = kLanesOf<kColumns>;
   constexpr int kTimes = kColumns / (kLanes * 8);  // loads of a lane, all issued before the first is used
-  const int padded = kHasSequences ? p.sequences.padded_tiles * kTile : (p.seqlen_q + kTile - 1) / kTile * kTile;
+  const int padded = kHasSequences ? p.sequences.padded_tiles * kTile : p.padded_rows;
   const int lane = threadIdx.x % kLanes;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * (kThreads / kLanes);
   // Rows are padded to whole tiles, so all threads of a warp make the same number of iterations.
@@ -207,6 +207,43 @@ __global__ void __launch_bounds__(128) backward_sums_kernel(const __grid_constan
   }
 }
 
+// One warpgroup converts one turned tile of dq, by way of shared memory, where it has rows of queries.
+template <class Element>
+__global__ void __launch_bounds__(128) turned_sums_kernel(const __grid_constant__ BackwardSumsParams params) {
+  constexpr int kRow = kAccumColumns + 8;  // of shared memory: rows 16 bytes apart, in other banks
+  __shared__ __align__(16) uint16_t rows[kTurnedBlockM * kRow];
+  griddep_wait();
+  const BackwardSumsParams::Result& p = params.turned;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, blocks = p.rows_per_pair / kTurnedBlockM;
+  for (int64_t tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+    const int panel = static_cast<int>(tile % 2);
+    const int64_t block_index = tile / 2, pair = block_index / blocks, batch = pair / p.num_heads;
+    const int first_row = static_cast<int>(block_index - pair * blocks) * kTurnedBlockM;
+    const int64_t head = pair - batch * p.num_heads;
+    const float* from = p.sums + tile * kTurnedFloats;
+    __syncthreads();
+#pragma unroll
+    for (int c = 0; c < kTurnedBlockM / 8; ++c) {
+      const float4 four = *reinterpret_cast<const float4*>(from + accum_offset(c, threadIdx.x));
+      const int column = warp * 16 + lane / 4, row = 8 * c + 2 * (lane % 4);
+      const uint32_t low = pack(four.x * p.factor, four.z * p.factor, Element{});
+      const uint32_t high = pack(four.y * p.factor, four.w * p.factor, Element{});
+      rows[row * kRow + column] = static_cast<uint16_t>(low);
+      rows[row * kRow + column + 8] = static_cast<uint16_t>(low >> 16);
+      rows[(row + 1) * kRow + column] = static_cast<uint16_t>(high);
+      rows[(row + 1) * kRow + column + 8] = static_cast<uint16_t>(high >> 16);
+    }
+    __syncthreads();
+    for (int at = threadIdx.x; at < kTurnedBlockM * 8; at += 128) {
+      const int row = first_row + at / 8, column = panel * kAccumColumns + at % 8 * 8;
+      if (row < p.seqlen && column < p.columns) {
+        Element* to = static_cast<Element*>(p.out) + ((batch * p.seqlen + row) * p.num_heads + head) * p.columns;
+        *reinterpret_cast<uint4*>(to + column) = *reinterpret_cast<const uint4*>(rows + at / 8 * kRow + at % 8 * 8);
+      }
+    }
+  }
+}
+
 int64_t blocks_for(int64_t count) { return std::min<int64_t>(count, kMaxBlocks); }
 
 }  // namespace
@@ -214,9 +251,9 @@ int64_t blocks_for(int64_t count) { return std::min<int64_t>(count, kMaxBlocks);
 template <class T>
 cudaError_t launch_backward_rows(const BackwardRowsParams& params, cudaStream_t stream) {
   const bool has_sequences = params.sequences.bounds != nullptr;
-  const int64_t tiles = has_sequences ? params.sequences.padded_tiles : (params.seqlen_q + kTile - 1) / kTile;
+  const int64_t padded = has_sequences ? params.sequences.padded_tiles * kTile : params.padded_rows;
   const int64_t entries = has_sequences ? 1 : params.batch;
-  const int64_t rows = entries * params.num_heads * tiles * kTile;
+  const int64_t rows = entries * params.num_heads * padded;
   const auto launch = [&](auto columns) {
     constexpr int kColumns = decltype(columns)::value;
     const int64_t blocks = std::max(rows / (kThreads / kLanesOf<kColumns>), params.zeros / (kThreads * kZerosOfThread));
@@ -232,7 +269,13 @@ cudaError_t launch_backward_rows(const BackwardRowsParams& params, cudaStream_t 
 
 template <class T>
 cudaError_t launch_backward_sums(const BackwardSumsParams& params, cudaStream_t stream) {
+  if (params.turned.tiles > 0) {
+    const cudaError_t error =
+        KernelLaunch(blocks_for(params.turned.tiles), 128, stream).run(turned_sums_kernel<T>, params);
+    if (error != cudaSuccess) return error;
+  }
   const int64_t tiles = params.results[BackwardSumsParams::kResults - 1].tiles;
+  if (tiles == 0) return cudaSuccess;
   return with_bool(params.sequences.bounds != nullptr, [&](auto is_there) {
     return KernelLaunch(blocks_for(tiles), 128, stream).run(backward_sums_kernel<T, decltype(is_there)::value>, params);
   });

@@ -16,9 +16,11 @@ struct alignas(1024) BackwardStorage {
   alignas(1024) uint8_t q[kStages][Traits::kQueryBytes];
   alignas(1024) uint8_t dout[kStages][Traits::kDoutBytes];
   alignas(1024) uint8_t ds[kDsStages][Traits::kScoreBytes];  // (queries, keys of a key tile), panels of 64 keys
-  alignas(1024) uint8_t bias[kBiasStages][Traits::kBiasBytes];
+  alignas(Traits::kHasBiasTiles ? 1024 : 16) uint8_t bias[kBiasStages][Traits::kBiasBytes];
   // Received rows of ds, from each block of the cluster.
-  alignas(1024) uint8_t exchange[Traits::kExchangeStages][Traits::kExchangeBytes];
+  alignas(Traits::kSumsDbias ? 1024 : 16) uint8_t exchange[Traits::kExchangeStages][Traits::kExchangeBytes];
+  // Turned dq of each consumer, as its threads hold it (accumulators.h).
+  alignas(16) uint8_t dq[Traits::kTurnsDq ? Traits::kConsumers : 1][Traits::kTurnsDq ? Traits::kDqBytes : 16];
   float2 key_sums[Traits::kKeySums];  // one for each consumer thread
   alignas(16) float lse[kStages][Traits::kBlockM];
   alignas(16) float delta[kStages][Traits::kBlockM];
@@ -27,6 +29,7 @@ struct alignas(1024) BackwardStorage {
   uint64_t dout_full[kStages], dout_empty[kStages];                        // dout and delta
   uint64_t ds_full[kDsStages * Traits::kDsSlices], ds_empty[kDsStages];
   uint64_t bias_full[kBiasStages], bias_empty[kBiasStages];
+  uint64_t dq_full[Traits::kConsumers], dq_empty[Traits::kConsumers];
   uint64_t work_full[2], work_empty[2];
   KeyWorkItem<Traits> work[2];
   // Clusters only: the number of the next work tile, which the first block tells the others; barriers of the exchange.

@@ -3,6 +3,7 @@
 
 #include "../operands.h"
 #include "../sections.h"
+#include "accumulators.h"
 #include "launch.h"
 
 namespace flash_dmattn {
@@ -67,7 +68,8 @@ struct QueryWalk {
   // Without: blocks [start, start + steps); those in [start_inside, stop_inside) need no masking.
   int start, start_inside, stop_inside;
 
-  static constexpr int kBlocksPerTile = kTile / Traits::kBlockM, kKeyBlocksPerTile = kTile / Traits::kBlockN;
+  static constexpr int kBlocksPerTile = kTile / Traits::kBlockM,  // with a mask
+                        kKeyBlocksPerTile = kTile / Traits::kBlockN;
 
   template <class Work>
   __device__ __forceinline__ static QueryWalk of(const BackwardParams& p, const Work& work) {
@@ -150,5 +152,41 @@ struct KeyWorkItem : OfSequence<Traits::kHasSequences> {
   int batch, head, block_k;
   QueryWalk<Traits> walk;
 };
+
+// Query blocks of a head that there is room for.
+template <class Traits>
+__device__ __forceinline__ int query_blocks(const BackwardParams& p) {
+  if constexpr (Traits::kTurnsDq) return (p.seqlen_q + Traits::kBlockM - 1) / Traits::kBlockM;
+  return (p.seqlen_q + kTile - 1) / kTile * (kTile / Traits::kBlockM);
+}
+
+// Where lse and delta of an item's queries begin.
+template <class Traits>
+__device__ __forceinline__ int64_t first_padded_row_of(const BackwardParams& p, const KeyWorkItem<Traits>& item) {
+  if constexpr (Traits::kTurnsDq) {
+    const int64_t head = static_cast<int64_t>(item.batch) * p.num_heads + item.head;
+    return head * query_blocks<Traits>(p) * Traits::kBlockM;
+  }
+  return first_padded_tile_of(p, item) * kTile;
+}
+
+// What a consumer's share of dq of a query block is added to: contiguous, as its threads hold it (accumulators.h).
+template <class Traits>
+__device__ __forceinline__ float* dq_sums_of(const BackwardParams& p, const KeyWorkItem<Traits>& item, int block,
+                                             int group) {
+  constexpr int kBlockM = Traits::kBlockM, kDqColumns = Traits::kDqColumns;
+  if constexpr (Traits::kTurnsDq) {
+    const int64_t head = static_cast<int64_t>(item.batch) * p.num_heads + item.head;
+    return p.dq_sums + ((head * query_blocks<Traits>(p) + block) * 2 + group) * kTurnedFloats;
+  }
+  const int tiles_q = (p.seqlen_q + kTile - 1) / kTile;
+  const int row = block * (kBlockM / 64) + (kBlockM == 128 ? group : 0);
+  const int panel = Traits::kPanels == 2 ? group : 0;
+  const int first = kBlockM == 64 && kDqColumns < kAccumColumns ? group * (kDqColumns / 8) : 0;
+  const int64_t head = static_cast<int64_t>(item.batch) * p.num_heads + item.head;
+  // Not by first_padded_tile_of in dense calls: ptxas would schedule the mainloop worse.
+  const int64_t tile = Traits::kHasSequences ? 2 * first_padded_tile_of(p, item) : head * 2 * tiles_q;
+  return p.dq_sums + ((tile + row) * Traits::kPanels + panel) * kAccumFloats<Traits::kD> + accum_offset(first, 0);
+}
 
 }  // namespace flash_dmattn

@@ -9,7 +9,8 @@
 namespace flash_dmattn {
 
 template <class T, int kHeadDim, int kHeadDimV, BackwardBias kBiasForm, MaskForm kMaskForm, bool kSoftcap,
-          int kN = kTile, bool kOfSequences = false, bool kDropout = false>
+          int kN = kTile, bool kOfSequences = false, bool kDropout = false,
+          int kM = backward_block_m(kHeadDim, kHeadDimV, kN)>
 struct BackwardTraits {
   using Element = T;
   static constexpr int kD = kHeadDim, kDv = kHeadDimV;
@@ -29,7 +30,9 @@ struct BackwardTraits {
   // often and half as much is added to dq. That pays where dbias is stored; and where these are all keys, so that dq is
   // complete.
   static constexpr int kConsumers = 2, kBlockN = kN, kKeyTiles = kBlockN / kTile;
-  static constexpr int kBlockM = backward_block_m(kD, kDv, kBlockN);
+  static constexpr int kBlockM = kM;
+  // With 80 queries dq is computed turned: its columns are rows of the product, 64 of them a consumer's.
+  static constexpr bool kTurnsDq = kBlockM == kTurnedBlockM;
   static constexpr int kStages = 2;
   // At D64 there is room to load k and v of the next tile early.
   static constexpr int kKeyStages = kD <= 64 && kDv <= 64 && !kHasSoftcap && kKeyTiles == 1 && !kSumsDbias ? 2 : 1;
@@ -64,10 +67,15 @@ struct BackwardTraits {
   static constexpr int kRegisters =  // of all warpgroups
       kProducerRegisters + kConsumers * kConsumerRegisters + kSumsDbias * kSumRegisters;
 
-  // A consumer's share of dq of a query block: 64 queries and so many columns, of 128 queries all.
-  static constexpr int kDqColumns = kD * kBlockM / 128;
+  // A consumer's share of dq of a query block: 64 queries and so many columns, of 128 queries all; turned, 64 columns
+  // and all queries. Of a thread so many values.
+  static constexpr int kDqColumns = kTurnsDq ? kBlockM : kD * kBlockM / 128, kDqValues = kDqColumns / 2;
+  // Turned, dq leaves through shared memory, and one warp adds it to device memory: a consumer then need not hold its
+  // registers until the additions are on their way.
+  static constexpr int kDqBytes = 128 * kDqValues * static_cast<int>(sizeof(float));  // of a consumer
 
-  static_assert(kDqColumns <= kAccumColumns, "at most an accumulator tile");
+  static_assert(!kTurnsDq || (!kHasMask && kKeyTiles == 1 && !kHasSequences), "where dq may be turned");
+  static_assert(kTurnsDq || kDqColumns <= kAccumColumns, "at most an accumulator tile");
   static_assert(!(kSumsDbias && kHasSoftcap), "ds has the slope of tanh, and dbias has not");
   static_assert(kKeyTiles == 1 || (!kSumsDbias && kBias != BackwardBias::kVector && !kHasMask && !kHasSoftcap),
                 "where there are kernels of two key tiles");

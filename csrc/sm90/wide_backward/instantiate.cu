@@ -7,7 +7,8 @@ namespace flash_dmattn {
 
 template <>
 cudaError_t launch_backward_main<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V>(
-    const BackwardParams& params, BackwardBias bias, MaskForm mask, int /*block_n*/, int blocks, cudaStream_t stream) {
+    const BackwardParams& params, BackwardBias bias, MaskForm mask, int /*block_n*/, bool /*turns_dq*/, int blocks,
+    cudaStream_t stream) {
   return with_bool(params.softcap > 0, [&](auto has_softcap) {
     return with_backward_form(bias, mask, [&](auto form, auto mask_form) {
       constexpr bool kHasSoftcap = decltype(has_softcap)::value;

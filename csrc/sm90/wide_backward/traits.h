@@ -23,6 +23,7 @@ struct WideBackwardTraits {
   // One consumer holds dv of the block's keys, the other dk: at D256 128 registers per thread for 64 keys, beside 64 of
   // scores and dp or of dq. 96 keys would take 192.
   static constexpr int kConsumers = 2;
+  static constexpr bool kTurnsDq = false;
   static constexpr int kBlockN = backward_block_n(kD, kDv), kKeyTiles = 1, kBlockM = backward_block_m(kD, kDv, kBlockN);
 
   static constexpr int kPanels = (kD + kPanelColumns - 1) / kPanelColumns;

@@ -129,10 +129,30 @@ inline void tma_store_5d(const CUtensorMap* map, const void* from, int c0, int c
   tma_store(map, from, 5, {c0, c1, c2, c3, c4});
 }
 
+inline void bulk_add_floats(float* to, const void* from, int bytes) {
+  const uint32_t address = shared_address(from);
+  const auto count = static_cast<size_t>(bytes);
+  if (address % 16 != 0 || reinterpret_cast<uintptr_t>(to) % 16 != 0 || bytes % 16 != 0) {
+    emulation::fail("bulk_add_floats is not on 16 bytes");
+  }
+  emulation::Block* const block = emulation::current->block;
+  const auto operation = [=] {
+    const auto* values = reinterpret_cast<const float*>(block->at(address, count));
+    for (size_t i = 0; i < count / sizeof(float); ++i) to[i] += values[i];
+  };
+  if (emulation::acts_at_once()) {
+    operation();
+  } else {
+    emulation::current->stores.push_back(operation);
+  }
+}
+
 inline void tma_store_commit_and_wait_read() {
   for (const auto& store : emulation::current->stores) store();
   emulation::current->stores.clear();
 }
+
+inline void tma_wait_written() {}
 
 // --- clusters ---------------------------------------------------------------------------------------------------
 

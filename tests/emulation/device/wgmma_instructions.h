@@ -13,6 +13,9 @@ struct Wgmma {
   static void run(float (&d)[kN / 2], uint64_t a, uint64_t b, bool accumulate) {
     emulation::issue_product(kN, kIsHalf, false, false, d, nullptr, a, b, accumulate);
   }
+  static void run_a_transposed(float (&d)[kN / 2], uint64_t a, uint64_t b, bool accumulate) {
+    emulation::issue_product(kN, kIsHalf, true, false, d, nullptr, a, b, accumulate);
+  }
   static void run_b_transposed(float (&d)[kN / 2], uint64_t a, uint64_t b, bool accumulate) {
     emulation::issue_product(kN, kIsHalf, false, true, d, nullptr, a, b, accumulate);
   }
