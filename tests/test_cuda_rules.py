@@ -15,7 +15,6 @@ import flash_dmattn
 from flash_dmattn.backends.cuda import backend as cuda
 from flash_dmattn.backends.cuda import direct
 from flash_dmattn.backends.cuda import rules as cuda_rules
-from flash_dmattn.backends.cuda.group_rows import group_rows
 from flash_dmattn.backends.protocol import Availability, Rule
 from flash_dmattn.backends.triton import backend as triton
 from flash_dmattn.dispatch import refusals, selection, settings
@@ -463,18 +462,19 @@ def test_of_few_queries_auto_takes_who_was_faster(
         assert explanation.forward == "triton"
     codes = [reason.code for reason in explanation.verdicts[0].preferences]
     assert (explanation.forward == "cuda") is (not codes) and set(codes) <= {"few_rows", "few_tiles"}
-    problem = explanation.problem
-    if explanation.forward == "cuda" and queries == 1:  # heads are rows of one tile, of the keys of the window alone
-        assert direct.forward_pass(problem, MaskView(), never, never, lambda: 0) is None
-        q, k, out = (torch.empty(batch, n, h, dim, device="meta") for n, h in ((1, heads), (keys, heads_k), (1, heads)))
-        lse = torch.empty(batch, heads, 1, device="meta")
-        found = group_rows(q, k, k, out, lse, MaskView(), None, problem.flags)
-        assert found is not None and found.q.shape == (batch, heads // heads_k, heads_k, dim)
-        assert found.k.shape[1] == window and found.flags.window == (-1, -1)
+    if explanation.forward == "cuda" and queries == 1:
+        seen: list[Any] = []
+        attend = direct.forward_pass(explanation.problem, MaskView(), lambda *x: seen.extend(x), never, lambda: 0)
+        q, k = (torch.empty(batch, n, h, dim, device="meta") for n, h in ((1, heads), (keys, heads_k)))
+        assert attend is not None
+        attend(q, k, k, None, None, (), None)
+        group = heads // heads_k  # heads are rows of one tile, of the keys of the window alone and without a band
+        assert seen[0].shape == (batch, group, heads_k, dim) and seen[1].shape[1] == window
+        assert seen[8:10] == [-group, window]
 
 
-def never(*_: Any) -> Any:
-    raise AssertionError("a class of calls is only described")
+def never(x: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("TMA reads it as it is")
 
 
 SEVERAL = few_queries((8, 32, 8, 8192, 128), 4, None)
