@@ -70,6 +70,7 @@ CASES = {
     "few keys": BASE.with_(seqlen_q=20, seqlen_k=40, num_heads_k=4),
     "one query": BASE.with_(seqlen_q=1, seqlen_k=600),
     "one query behind a window": BASE.with_(seqlen_q=1, seqlen_k=600, window_size=(200, 0), softcap=2.0),
+    "one query beside a bias": BASE.with_(seqlen_q=1, seqlen_k=600, bias=("B", "Hq", "1", "Lk")),
     "one query of heads that share all keys": BASE.with_(seqlen_q=1, seqlen_k=600, num_heads_k=1, needs_grad=()),
     "no key": BASE.with_(seqlen_k=0),
     "no gradient": BASE.with_(mask=("1", "1", "Lq", "Lk"), needs_grad=()),

@@ -388,8 +388,22 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "beside a bias per score a class of calls reads bounds",
         "flash_dmattn/backends/cuda/direct.py",
-        'p.bias_class == "score")\n    if places is None or (',
-        "False)\n    if places is None or (",
+        'p.bias_class == "score")\n    if places is None:\n        return None\n    if has_group_rows',
+        "False)\n    if places is None:\n        return None\n    if has_group_rows",
+        (f"{DIRECT}test_kernels_are_launched_alike",),
+    ),
+    Fault(
+        "a class of calls of one query reads the keys before its window",
+        "flash_dmattn/backends/cuda/direct.py",
+        "as_rows(q, k, v, out, lse, first, stop)",
+        "as_rows(q, k, v, out, lse, 0, stop)",
+        (f"{DIRECT}test_kernels_are_launched_alike",),
+    ),
+    Fault(
+        "a class of calls of one query takes a bias for none",
+        "flash_dmattn/backends/cuda/direct.py",
+        "return None if p.bias is not None else _forward_of_groups(",
+        "return _forward_of_groups(",
         (f"{DIRECT}test_kernels_are_launched_alike",),
     ),
     Fault(
