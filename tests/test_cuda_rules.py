@@ -6,17 +6,19 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 from cuda_forms import schedule_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 import flash_dmattn
 from flash_dmattn.backends.cuda import backend as cuda
+from flash_dmattn.backends.cuda import direct
 from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.protocol import Availability, Rule
 from flash_dmattn.backends.triton import backend as triton
 from flash_dmattn.dispatch import refusals, selection, settings
-from flash_dmattn.problem import SequenceSpec
+from flash_dmattn.problem import MaskView, SequenceSpec
 
 Q = (2, 4096, 16, 64)
 KEY_MASK = (2, 1, 1, 4096)
@@ -406,6 +408,130 @@ def test_what_auto_leaves_to_triton(code: str) -> None:
     ids=str,
 )
 def test_few_tiles(call: dict[str, Any], chosen: str) -> None:
+    assert explained(**call).forward == chosen
+
+
+# What was timed on an H100, forward alone and causal: batch, heads, key heads, keys and head dim, and who was faster by
+# more than 3 %, or neither. Figures: docs/notes/cuda.md, "Few queries".
+CUDA, TRITON, EITHER = ("cuda",), ("triton",), ("cuda", "triton")
+Sizes = tuple[int, int, int, int, int]
+FASTER_BY_QUERIES: dict[Sizes, dict[int, tuple[str, ...]]] = {
+    (8, 32, 8, 8192, 128): {1: TRITON, 2: CUDA, 4: CUDA, 8: CUDA, 16: CUDA, 32: TRITON},
+    (1, 32, 8, 32768, 128): {2: CUDA, 4: CUDA, 8: CUDA, 16: CUDA, 32: EITHER},
+    (32, 32, 8, 2048, 128): {2: CUDA, 4: CUDA, 8: CUDA, 16: CUDA, 32: TRITON},
+    (16, 32, 8, 8192, 64): {1: EITHER, 2: EITHER, 4: EITHER, 8: EITHER, 16: TRITON, 32: TRITON},
+    (8, 16, 16, 4096, 128): dict.fromkeys((2, 4, 8, 16, 32), EITHER),
+    (4, 64, 8, 4096, 128): {2: CUDA, 4: CUDA, 8: CUDA, 16: EITHER, 32: TRITON},
+    (12, 32, 8, 8192, 128): {1: TRITON},
+    (1, 32, 8, 8192, 128): {1: TRITON},
+    (1, 32, 8, 65536, 128): {1: TRITON},
+    (8, 32, 8, 65536, 128): {1: TRITON},
+}
+FASTER_BY_WINDOW: dict[Sizes, dict[int, tuple[str, ...]]] = {  # one query
+    (1, 32, 8, 8192, 128): {128: TRITON, 1024: TRITON, 4096: CUDA},
+    (1, 64, 8, 8192, 64): {128: TRITON, 1024: TRITON, 4096: CUDA},
+    (1, 16, 16, 8192, 128): dict.fromkeys((128, 1024, 4096), TRITON),
+    (8, 32, 8, 8192, 128): {128: TRITON, 1024: CUDA, 4096: CUDA},
+    (8, 64, 8, 8192, 64): dict.fromkeys((128, 1024, 4096), CUDA),
+    (8, 16, 16, 8192, 128): {128: TRITON, 1024: TRITON, 4096: TRITON},
+    (64, 32, 8, 8192, 128): dict.fromkeys((128, 1024, 4096), CUDA),
+    (64, 64, 8, 8192, 64): dict.fromkeys((128, 1024, 4096), CUDA),
+    (64, 16, 16, 8192, 128): {128: TRITON, 1024: EITHER, 4096: EITHER},
+}
+TIMED = [
+    *((sizes, queries, None, best) for sizes, found in FASTER_BY_QUERIES.items() for queries, best in found.items()),
+    *((sizes, 1, window, best) for sizes, found in FASTER_BY_WINDOW.items() for window, best in found.items()),
+]
+
+
+def few_queries(sizes: Sizes, queries: int, window: int | None) -> dict[str, Any]:
+    """A call; a window holds so many keys."""
+    batch, heads, heads_k, keys, dim = sizes
+    of_band = {"is_causal": True, "window_size": (-1 if window is None else window - 1, -1)}
+    return {"q": (batch, queries, heads, dim), "kv_heads": heads_k, "seqlen_k": keys, **of_band}
+
+
+@pytest.mark.parametrize(("sizes", "queries", "window", "faster"), TIMED, ids=str)
+def test_of_few_queries_auto_takes_who_was_faster(
+    sizes: Sizes, queries: int, window: int | None, faster: tuple[str, ...]
+) -> None:
+    batch, heads, heads_k, keys, dim = sizes
+    explanation = explained(**few_queries(sizes, queries, window))
+    assert explanation.forward in faster
+    if heads == heads_k or (dim == 64 and window is None):
+        assert explanation.forward == "triton"
+    codes = [reason.code for reason in explanation.verdicts[0].preferences]
+    assert (explanation.forward == "cuda") is (not codes) and set(codes) <= {"few_rows", "few_tiles"}
+    if explanation.forward == "cuda" and queries == 1:
+        seen: list[Any] = []
+        attend = direct.forward_pass(explanation.problem, MaskView(), lambda *x: seen.extend(x), never, lambda: 0)
+        q, k = (torch.empty(batch, n, h, dim, device="meta") for n, h in ((1, heads), (keys, heads_k)))
+        assert attend is not None
+        attend(q, k, k, None, None, (), None)
+        group = heads // heads_k  # heads are rows of one tile, of the keys of the window alone and without a band
+        assert seen[0].shape == (batch, group, heads_k, dim) and seen[1].shape[1] == window
+        assert seen[8:10] == [-group, window]
+
+
+def never(x: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("TMA reads it as it is")
+
+
+SEVERAL = few_queries((8, 32, 8, 8192, 128), 4, None)
+WINDOWED = few_queries((8, 32, 8, 8192, 128), 1, 1024)
+
+
+@pytest.mark.parametrize("call", (SEVERAL, WINDOWED), ids=("several", "windowed"))
+@pytest.mark.parametrize(
+    ("change", "chosen"),
+    (
+        ({}, "cuda"),
+        ({"is_causal": False}, "cuda"),
+        ({"dtype": "fp16", "return_lse": True}, "cuda"),
+        ({"q_dim": 96}, "cuda"),
+        ({"q_dim": 136}, "triton"),
+        ({"kv_heads": 16}, "triton"),
+        ({"kv_heads": 32}, "triton"),
+        ({"seqlen_k": 1023}, "triton"),
+        ({"softcap": 30.0}, "triton"),
+        ({"sink": True}, "triton"),
+        ({"mask": (8, 1, 1, 8192)}, "triton"),
+        ({"bias": (8, 8, 1, 8192)}, "triton"),
+        (GRADIENTS, "triton"),
+        ({"k_strides": (8192 * 1028, 1028, 128, 1)}, "triton"),  # copied: rows of 2056 bytes
+        ({"queries": 0}, "triton"),
+        ({"queries": 17}, "triton"),
+    ),
+    ids=str,
+)
+def test_few_queries_go_to_cuda_for_no_more_than_was_timed(
+    call: dict[str, Any], change: dict[str, Any], chosen: str
+) -> None:
+    change = dict(change)
+    batch, queries, heads, dim = call["q"]
+    call = {**call, "q": (batch, change.pop("queries", queries), heads, change.pop("q_dim", dim)), **change}
+    assert explained(**call).forward == chosen
+
+
+@pytest.mark.parametrize(
+    ("call", "chosen"),
+    (
+        # Several queries: of wide heads, without a window on the left, of all keys.
+        ({**SEVERAL, "q": (8, 4, 32, 64)}, "triton"),
+        ({**SEVERAL, "window_size": (4096, 0)}, "triton"),
+        ({**SEVERAL, "window_size": (-1, 3), "is_causal": False}, "cuda"),
+        ({**SEVERAL, "seqlen_k": 4096}, "cuda"),
+        ({**SEVERAL, "seqlen_k": 4095}, "triton"),
+        # One: what is in sight counts, not what a window could hold.
+        ({**WINDOWED, "window_size": (1022, -1)}, "triton"),
+        ({**WINDOWED, "window_size": (1022, 500), "is_causal": False}, "triton"),
+        ({**WINDOWED, "window_size": (4096, 0), "seqlen_k": 1000}, "triton"),
+        ({**WINDOWED, "window_size": (126, 0), "q": (64, 1, 32, 128)}, "triton"),
+        ({**WINDOWED, "window_size": (4095, 0), "q": (1, 1, 24, 128), "kv_heads": 4}, "triton"),
+    ),
+    ids=str,
+)
+def test_keys_of_few_queries(call: dict[str, Any], chosen: str) -> None:
     assert explained(**call).forward == chosen
 
 

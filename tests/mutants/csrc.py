@@ -666,8 +666,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a window of one query leaves the keys before it",
         "flash_dmattn/backends/cuda/group_rows.py",
-        "first, stop = max(0, band[0]), min(stop, band[1] + 1)",
-        "stop = min(stop, band[1] + 1)",
+        "(max(0, band.low), min(seqlen_k, band.high + 1))",
+        "(0, min(seqlen_k, band.high + 1))",
         ("tests/test_cuda_decoding.py::test_every_mask_and_bias[none-none-window-cuda]",),
     ),
     Fault(

@@ -293,6 +293,27 @@ FAULTS: tuple[Fault, ...] = (
         "if p.bias is None:",
         ("tests/test_cuda_rules.py",),
     ),
+    Fault(
+        "auto gives cuda one query without a window",
+        "flash_dmattn/backends/cuda/rules.py",
+        "min(left + 1, p.seqlen_k), _WINDOWED, 0",
+        "p.seqlen_k, _WINDOWED, 0",
+        ("tests/test_cuda_rules.py::test_of_few_queries_auto_takes_who_was_faster",),
+    ),
+    Fault(
+        "auto gives cuda few queries of heads in no groups",
+        "flash_dmattn/backends/cuda/rules.py",
+        "_FEW_QUERIES, _GROUP = 16, 4\n",
+        "_FEW_QUERIES, _GROUP = 16, 1\n",
+        ("tests/test_cuda_rules.py::test_of_few_queries_auto_takes_who_was_faster",),
+    ),
+    Fault(
+        "auto gives cuda few queries whose keys it has to copy",
+        "flash_dmattn/backends/cuda/rules.py",
+        "least_dim < widest <= _NARROW and _reads_keys(p)",
+        "least_dim < widest <= _NARROW",
+        ("tests/test_cuda_rules.py::test_few_queries_go_to_cuda_for_no_more_than_was_timed",),
+    ),
     # Calls that nothing watches
     Fault(
         "the first call of a class goes another way than the rest",
@@ -367,8 +388,22 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "beside a bias per score a class of calls reads bounds",
         "flash_dmattn/backends/cuda/direct.py",
-        'p.bias_class == "score")\n    if places is None or (',
-        "False)\n    if places is None or (",
+        'p.bias_class == "score")\n    if places is None:\n        return None\n    if has_group_rows',
+        "False)\n    if places is None:\n        return None\n    if has_group_rows",
+        (f"{DIRECT}test_kernels_are_launched_alike",),
+    ),
+    Fault(
+        "a class of calls of one query reads the keys before its window",
+        "flash_dmattn/backends/cuda/direct.py",
+        "as_rows(q, k, v, out, lse, first, stop)",
+        "as_rows(q, k, v, out, lse, 0, stop)",
+        (f"{DIRECT}test_kernels_are_launched_alike",),
+    ),
+    Fault(
+        "a class of calls of one query takes a bias for none",
+        "flash_dmattn/backends/cuda/direct.py",
+        "return None if p.bias is not None else _forward_of_groups(",
+        "return _forward_of_groups(",
         (f"{DIRECT}test_kernels_are_launched_alike",),
     ),
     Fault(

@@ -1,7 +1,8 @@
 """The passes of `cuda` for a class of calls that is described: what its problem decides is decided once.
 
 They hand the kernels what `backend.py` hands them. Where a class needs more than that, there is no pass here: sinks,
-heads as rows, an order of keys, gradients that PyTorch makes of others, calls without a pair of a query and a key.
+heads as rows beside a bias, an order of keys, gradients that PyTorch makes of others, calls without a pair of a query
+and a key.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ...gradients import key_gradient, new_like
 from ...problem import AttentionProblem, Gradients, MaskView, Shape4, fits_tma, make_band
 from ..direct import DirectBackward, DirectForward, has_pairs, outputs_of
 from .bias_rows import fits, is_small_and_shared, readable
-from .group_rows import has_group_rows
+from .group_rows import as_rows, has_group_rows, keys_in_sight
 
 Rows = Callable[[Tensor], Tensor]
 
@@ -34,8 +35,10 @@ def forward_pass(
         num_kv_splits: asked at each call.
     """
     places = _places_of(p, mask, p.bias_class == "score")
-    if places is None or (has_group_rows(p) and mask.form == "none"):
+    if places is None:
         return None
+    if has_group_rows(p) and mask.form == "none":
+        return None if p.bias is not None else _forward_of_groups(p, attend, rows, num_kv_splits)
     q_fits, k_fits, v_fits = _rows_fit(p)
     low, high = _band(p)
     scale, softcap, dropout_p = p.softmax_scale, p.softcap, p.dropout_p
@@ -61,6 +64,50 @@ def forward_pass(
             bias = read_bias(bias)
         walked = [mask[place] for place in lists] if mask else ()
         attend(q, k, v, walked, bias, None, out, lse, low, high, scale, softcap, num_kv_splits(), dropout, dropout_p)
+        return out, lse
+
+    return run
+
+
+def _forward_of_groups(
+    p: AttentionProblem, attend: Callable[..., Any], rows: Rows, num_kv_splits: Callable[[], int]
+) -> DirectForward | None:
+    """That of one query, without mask and bias, the heads of a group as rows: see `group_rows`."""
+    first, stop = keys_in_sight(p.seqlen_k, p.window)
+    if first >= stop:
+        return None
+    (_, q_strides), (_, k_strides), (_, v_strides) = _shapes(p)
+    heads_k, group, keys = p.num_heads_k, p.num_heads // p.num_heads_k, stop - first
+    of_batch, _, of_head, of_value = q_strides
+    q_fits, k_fits, v_fits = _all_fit(
+        (
+            ((p.batch, group, heads_k, p.head_dim), (of_batch, of_head, group * of_head, of_value)),
+            ((p.batch, keys, heads_k, p.head_dim), k_strides),
+            ((p.batch, keys, heads_k, p.head_dim_v), v_strides),
+        ),
+        p.dtype.itemsize,
+    )
+    scale, softcap, outputs = p.softmax_scale, p.softcap, outputs_of(p)
+
+    def run(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sink: Tensor | None,
+        mask: tuple[Tensor, ...],
+        dropout: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = outputs(q)
+        q, k, v, out_rows, lse_rows = as_rows(q, k, v, out, lse, first, stop)
+        if not (q_fits and q.data_ptr() % 16 == 0):
+            q = rows(q)
+        if not (k_fits and k.data_ptr() % 16 == 0):
+            k = rows(k)
+        if not (v_fits and v.data_ptr() % 16 == 0):
+            v = rows(v)
+        numbers = (-group, keys, scale, softcap, num_kv_splits(), None, 0.0)
+        attend(q, k, v, (), None, None, out_rows, lse_rows, *numbers)
         return out, lse
 
     return run
@@ -159,8 +206,11 @@ def _shapes(p: AttentionProblem) -> tuple[tuple[Shape4, Shape4], ...]:
 
 def _rows_fit(p: AttentionProblem) -> tuple[bool, ...]:
     """Whether TMA reads q, k and v as they are, where they start on 16 bytes."""
-    itemsize = p.dtype.itemsize
-    return tuple(strides[3] == 1 and fits_tma(shape, strides, itemsize) for shape, strides in _shapes(p))
+    return _all_fit(_shapes(p), p.dtype.itemsize)
+
+
+def _all_fit(shapes: tuple[tuple[Shape4, Shape4], ...], itemsize: int) -> tuple[bool, ...]:
+    return tuple(strides[3] == 1 and fits_tma(shape, strides, itemsize) for shape, strides in shapes)
 
 
 def _band(p: AttentionProblem) -> tuple[int, int]:

@@ -49,25 +49,40 @@ def group_rows(
     heads, heads_k = q.shape[2], k.shape[2]
     if q.shape[1] != 1 or heads == heads_k or mask.form not in ("none", "dense"):
         return None
-    group = heads // heads_k
-    band = make_band(1, k.shape[1], flags.window)
-    first, stop = 0, k.shape[1]
-    if band is not None:
-        first, stop = max(0, band[0]), min(stop, band[1] + 1)
-        if first >= stop:
-            return None
+    first, stop = keys_in_sight(k.shape[1], flags.window)
+    if first >= stop:
+        return None
 
     def rows(x: Tensor) -> Tensor:
         """Of a mask or a bias, for the keys that are left."""
         return heads_as_rows(x[..., first:stop] if x.shape[3] > 1 else x, heads, heads_k)
 
     return GroupRows(
-        q[:, 0].unflatten(1, (heads_k, group)).transpose(1, 2),
-        k[:, first:stop],
-        v[:, first:stop],
-        out.view(out.shape[0], heads_k, group, out.shape[3]).transpose(1, 2),
-        lse.view(lse.shape[0], heads_k, group),
+        *as_rows(q, k, v, out, lse, first, stop),
         mask if mask.dense is None else MaskView("dense", (rows(mask.dense),)),
         None if bias is None else rows(bias),
         flags._replace(left=-1, right=-1),
+    )
+
+
+def keys_in_sight(seqlen_k: int, window: tuple[int, int]) -> tuple[int, int]:
+    """The first key that one query sees, and the one behind the last."""
+    band = make_band(1, seqlen_k, window)
+    return (0, seqlen_k) if band is None else (max(0, band.low), min(seqlen_k, band.high + 1))
+
+
+def as_rows(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, first: int, stop: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v, out and lse of `GroupRows`, of the keys from `first` to `stop`."""
+    batch, _, heads, dim = q.shape
+    heads_k, dim_v = k.shape[2], out.shape[3]
+    group = heads // heads_k
+    of_batch, _, of_head, of_value = q.stride()
+    return (
+        q.as_strided((batch, group, heads_k, dim), (of_batch, of_head, group * of_head, of_value)),
+        k[:, first:stop],
+        v[:, first:stop],
+        out.as_strided((batch, group, heads_k, dim_v), (heads * dim_v, dim_v, group * dim_v, 1)),
+        lse.view(batch, heads_k, group),
     )

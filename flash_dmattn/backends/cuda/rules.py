@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from ...problem import AttentionProblem, dtype_name, keys_of_query
+from ...problem import AttentionProblem, dtype_name, fits_tma, keys_of_query
 from ..interval_walk import call_key_form
 from ..protocol import Direction, Rule
 from . import extension, sequence_rules
@@ -229,6 +229,11 @@ _ROWS = _KEYS = 128
 _LONG = 4096  # keys, which blocks share where rows are few
 _PAIRS_ENOUGH = 512  # work tiles of two key tiles: so many are fewer waves on any GPU
 _NARROW = 128  # head dims, above which the backward kernels are others, and blocks do not share keys
+# Few queries: at most so many, of groups of at least so many heads, and the least sizes with which cuda was the faster,
+# (heads of all entries, keys of a query): of one query behind a window, and of several without one.
+_FEW_QUERIES, _GROUP = 16, 4
+_WINDOWED = ((512, 128), (256, 1024), (32, 4096))
+_SEVERAL = ((1024, 2048), (256, 4096), (32, 32768))
 
 
 def _tiles_of_rows(p: AttentionProblem) -> int:
@@ -252,6 +257,8 @@ def _triton_is_slow(p: AttentionProblem) -> bool:
 
 def _least_tiles(p: AttentionProblem) -> int:
     """Fewest tiles of 128 queries at which cuda is as fast as triton."""
+    if _serves_few_queries(p):
+        return 1
     of_keys = call_key_form(p, gathers=False)
     if p.mask_form == "intervals" or (of_keys is not None and of_keys.reorder):
         return 1  # triton copies keys in order by many small operations, or gathers single keys
@@ -270,6 +277,33 @@ def _least_tiles(p: AttentionProblem) -> int:
     return 256 if p.seqlen_k >= _LONG // 2 else 512
 
 
+def _serves_few_queries(p: AttentionProblem) -> bool:
+    """Whether cuda is faster although there are few queries; docs/notes/cuda.md, "Few queries", has the figures.
+
+    Behind a window triton reads the keys of one query once for each head of a group; here these heads are rows of one
+    tile. Of several queries both read keys for each head, here by TMA, which gains with wide rows. Both need enough
+    keys and heads to make up for the later start, and a copy of k or v would take longer than attention.
+    """
+    plain = p.mask is None and p.bias is None and p.sink is None and p.softcap == 0 == p.dropout_p
+    few = 0 < p.seqlen_q <= _FEW_QUERIES and p.num_heads >= _GROUP * p.num_heads_k
+    if not (plain and few) or any(p.needs_grad):
+        return False
+    left, widest = p.window[0], max(p.head_dim, p.head_dim_v)
+    if p.seqlen_q == 1:
+        keys, wins, least_dim = min(left + 1, p.seqlen_k), _WINDOWED, 0  # without a window none
+    else:
+        keys, wins, least_dim = p.seqlen_k if left < 0 else 0, _SEVERAL, 64
+    heads = p.batch * p.num_heads
+    is_large = any(heads >= least_heads and keys >= least_keys for least_heads, least_keys in wins)
+    return is_large and least_dim < widest <= _NARROW and _reads_keys(p)
+
+
+def _reads_keys(p: AttentionProblem) -> bool:
+    """Whether TMA reads k and v as they are."""
+    sizes = p.batch, p.seqlen_k, p.num_heads_k
+    return all(x[3] == 1 and fits_tma(sizes, x, p.dtype.itemsize) for x in (p.k_strides, p.v_strides))
+
+
 def _fills_half_tiles(p: AttentionProblem) -> bool:
     """Whether cuda is as fast with half of the rows of its tiles, against 512 to 16384 keys.
 
@@ -284,7 +318,7 @@ def _fills_half_tiles(p: AttentionProblem) -> bool:
 _AUTO_RULES: tuple[Rule, ...] = (
     Rule(
         "few_rows",
-        lambda p: p.seqlen_q >= _ROWS or _fills_half_tiles(p),
+        lambda p: p.seqlen_q >= _ROWS or _fills_half_tiles(p) or _serves_few_queries(p),
         lambda p: f"there are {p.seqlen_q} queries, less than the {_ROWS} of a tile",
         'backend="cuda" runs it all the same',
     ),
