@@ -12,9 +12,11 @@ failed; 2 where there is no GPU; 3 where parts are left, the budget being spent.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,6 +31,7 @@ PASSED, FAILED, UNFINISHED = 0, 1, 3
 TOOLS = ("memcheck", "initcheck", "racecheck")
 SANITIZED = {"triton": 41, "cuda": 67, "cuda-backward": 174}  # calls of each
 SANITIZED_AT_ONCE = 8
+SECONDS_TO_REPORT = 10
 # Random calls with interval masks: the first of each process, and how many; Triton compiles most of its calls anew.
 INTERVALS = {"cuda": ((1000, 250), (2000, 250), (3000, 250), (4000, 250)), "triton": ((5000, 50), (6000, 50))}
 SANITIZED_INTERVALS = 5
@@ -45,7 +48,7 @@ SEQUENCES = {
     ("trees", "eager"): ((0, 200), (1000, 200)),
 }
 SHARED_SUITE = tuple(f"tests/test_{name}.py" for name in ("forward", "edges", "properties", "backward"))
-# Files that run whole, with their workers and seconds.
+# Files that run whole, with their workers and seconds; of random calls a part, for Triton compiles most of them anew.
 GROUPS = {
     "serving": (4, 180, ("append", "trees", "nn_sequences", "sequence_pack")),
     "layouts": (4, 180, ("sequences", "cuda_sequences", "cuda_pages", "sequence_tiles", "triton_sequences")),
@@ -115,7 +118,7 @@ def all_parts() -> list[Part]:
         pytest_part("gpu", ["tests/test_gpu.py", "tests/test_gpu_backward.py"], 4, 120, kernels),
         pytest_part("bugs", ["tests/test_predecessor_bugs.py"], 2, 60, kernels),
         *(
-            pytest_part(name, [f"tests/test_{each}.py" for each in files], slots, seconds)
+            pytest_part(name, [f"tests/test_{each}.py" for each in files], slots, seconds, FLASH_DMATTN_EXAMPLES="24")
             for name, (slots, seconds, files) in GROUPS.items()
         ),
         pytest_part("sizes", ["tests/test_gpu_sizes.py", "tests/test_cuda_pack.py"], 2, 100),
@@ -204,12 +207,14 @@ def run(
                 if not running or taken + part.slots <= slots:
                     waiting.remove(part)
                     running.append(start(part, folder, where.get(part.name, ROOT)))
+        late = [each for each in running if each.process.poll() is None] if time.monotonic() >= deadline else []
+        for each in late:
+            each.process.send_signal(signal.SIGINT)  # pytest then says what has failed so far
         for each in list(running):
-            is_late = time.monotonic() >= deadline
-            if each.process.poll() is None and not is_late:
+            if each.process.poll() is None and each not in late:
                 continue
             running.remove(each)
-            finish(each, board, is_late)
+            finish(each, board, deadline + SECONDS_TO_REPORT if each in late else None)
         time.sleep(0.05)
     counts = dict.fromkeys(("passed", "failed", "left"), 0)
     for part in parts:
@@ -230,16 +235,18 @@ def start(part: Part, folder: Path, where: Path) -> Running:
     return Running(part, process, log, time.monotonic())
 
 
-def finish(each: Running, board: Board, is_late: bool) -> None:
-    """Write down and print what came of a part."""
+def finish(each: Running, board: Board, end: float | None) -> None:
+    """Write down and print what came of a part; of one that is late, what it has said until its end."""
     seconds = time.monotonic() - each.started
-    code = each.process.poll()
-    if code is None:
-        os.killpg(each.process.pid, 9)  # its workers too
+    if end is not None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            each.process.wait(max(end - time.monotonic(), 0))
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(each.process.pid, signal.SIGKILL)  # its workers too
         each.process.wait()
     said = each.log.read_text(errors="replace")
     lines = [line for line in said.splitlines() if line.strip()]
-    status = "passed" if code == 0 else "late" if code is None and is_late else "failed"
+    status = "late" if end is not None else "passed" if each.process.returncode == 0 else "failed"
     last_line = lines[-1][:100] if lines else ""
     board.add(each.part, status, seconds, last_line)
     print(f"{status:10} {seconds:5.0f} s  {each.part.name:24} {last_line}", flush=True)

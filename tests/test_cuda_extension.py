@@ -29,7 +29,15 @@ from flash_dmattn.tools.cli import info
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in")
 # clear_dbias_kernel reads the bounds of a sequence so.
-LOAD_WIDE = ("backward", "gather_keys", "add_chunks", "few_keys", "fill_gaps", "clear_dbias_kernel")
+LOAD_WIDE = (
+    "turned_sums_kernel",
+    "backward",
+    "gather_keys",
+    "add_chunks",
+    "few_keys",
+    "fill_gaps",
+    "clear_dbias_kernel",
+)
 WIDE, NARROW = "PackTraitsILb1E", "PackTraitsILb0E"
 # One unit of a pass stands for all: they are one source.
 ONE_INSTANCE = {"FLASH_DMATTN_HEAD_DIMS": "64", "FLASH_DMATTN_DTYPES": "bf16"}
@@ -58,6 +66,7 @@ OTHERS = {
     "topk_segments_kernel": 1,
     "topk_stops_kernel": 1,
     "topk_survivors_kernel": 2,
+    "turned_sums_kernel": 2,
     "topk_thresholds_kernel": 4,
 }
 

@@ -57,6 +57,19 @@ def test_what_is_late_is_ended_with_its_children_and_runs_again(tmp_path: Path) 
     assert go([part("slow", "pass"), parts[1]], tmp_path) == PASSED
 
 
+def test_what_is_late_may_say_what_it_has_found(tmp_path: Path) -> None:
+    told = """
+import time
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("two failed so far")
+"""
+    assert go([part("slow", told), part("slow too", told)], tmp_path, deadline=time.monotonic() + 1.0) == UNFINISHED
+    assert statuses(tmp_path) == {"slow": "late", "slow too": "late"}
+    assert (tmp_path / "slow.log").read_text() == (tmp_path / "slow too.log").read_text() == "two failed so far\n"
+
+
 def test_no_more_run_at_once_than_there_are_slots(tmp_path: Path) -> None:
     mark = (
         f"import pathlib, time, os; me = pathlib.Path({str(tmp_path)!r}) / f'on-{{os.getpid()}}'; me.touch(); "
