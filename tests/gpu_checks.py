@@ -208,8 +208,7 @@ def run(
                     waiting.remove(part)
                     running.append(start(part, folder, where.get(part.name, ROOT)))
         late = [each for each in running if each.process.poll() is None] if time.monotonic() >= deadline else []
-        for each in late:
-            each.process.send_signal(signal.SIGINT)  # pytest then says what has failed so far
+        interrupt(late)
         for each in list(running):
             if each.process.poll() is None and each not in late:
                 continue
@@ -233,6 +232,12 @@ def start(part: Part, folder: Path, where: Path) -> Running:
             part.command, cwd=where, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
     return Running(part, process, log, time.monotonic())
+
+
+def interrupt(late: Sequence[Running]) -> None:
+    """Ask parts to end; pytest then says what has failed so far."""
+    for each in late:
+        each.process.send_signal(signal.SIGINT)
 
 
 def finish(each: Running, board: Board, end: float | None) -> None:

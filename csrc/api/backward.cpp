@@ -404,11 +404,10 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
 
   Postprocess postprocess;
   postprocess.params.places = rows.places;
-  if (turns_dq) {
-    postprocess.add_turned(*dq, params.dq_sums, pairs, rows_of_head, softmax_scale);
-  } else {
-    postprocess.add(dq, params.dq_sums, 0, pairs, tiles_q * kTile, dq_columns, softmax_scale, false);
-  }
+  // Results are added in their order, that of dq without a tile where its tiles are turned.
+  const float* const dq_sums = turns_dq ? nullptr : params.dq_sums;
+  postprocess.add(dq, dq_sums, 0, pairs, tiles_q * kTile, dq_columns, softmax_scale, false);
+  if (turns_dq) postprocess.add_turned(*dq, params.dq_sums, pairs, rows_of_head, softmax_scale);
   postprocess.add(dk, params.dk_sums, full_group_pairs, summed_pairs, blocks_k * block_n, dq_columns, softmax_scale,
                   params.batch_is_inner, params.key_order != nullptr);
   const double of_dv = params.dropout.key != nullptr ? params.dropout.scale : 1.0;

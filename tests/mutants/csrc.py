@@ -453,8 +453,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "dq lacks softmax_scale",
         "csrc/api/backward.cpp",
-        "postprocess.add(dq, params.dq_sums, 0, pairs, tiles_q * kTile, dq_columns, softmax_scale, false);",
-        "postprocess.add(dq, params.dq_sums, 0, pairs, tiles_q * kTile, dq_columns, 1.0, false);",
+        "postprocess.add(dq, dq_sums, 0, pairs, tiles_q * kTile, dq_columns, softmax_scale, false);",
+        "postprocess.add(dq, dq_sums, 0, pairs, tiles_q * kTile, dq_columns, 1.0, false);",
         _every_gradient("no bias"),
     ),
     # The kernel of a shared bias' gradient
@@ -712,5 +712,12 @@ FAULTS: tuple[Fault, ...] = (
         "rows_shrink ? static_cast<int>(rows / 2) : 0};",
         "0};",
         (f"{_SECTIONS}test_no_sm_waits_long_for_the_last_tile",),
+    ),
+    Fault(
+        "results behind a turned dq are counted as if it were not there",
+        "csrc/api/backward.cpp",
+        "postprocess.add(dq, dq_sums, 0, pairs,",
+        "if (!turns_dq) postprocess.add(dq, dq_sums, 0, pairs,",
+        ("tests/test_cuda_backward.py::test_long_walks[(4, 2, 104)-(4160, 129)-None-cuda]",),
     ),
 )
