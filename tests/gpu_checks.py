@@ -227,10 +227,20 @@ def start(part: Part, folder: Path, where: Path) -> Running:
     """Start the process of a part, its output in a log."""
     log = folder / f"{part.name}.log"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **part.environment}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            part.command, cwd=where, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
+    # A shell's background job ignores the signal that `interrupt` sends, and so would all that it starts.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                part.command,
+                cwd=where,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+    finally:
+        signal.signal(signal.SIGINT, before)
     return Running(part, process, log, time.monotonic())
 
 
