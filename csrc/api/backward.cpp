@@ -119,17 +119,23 @@ struct Postprocess {
   int count = 0;
   int64_t tiles = 0;
 
-  void add_turned(const Tensor& dq, const float* sums, int64_t pairs, int64_t rows_per_pair, double factor) {
-    BackwardSumsParams::Result& it = params.turned;
+  static void describe(BackwardSumsParams::Result& it, const Tensor& result, const float* sums, int64_t rows_per_pair,
+                       double factor) {
     it.sums = sums;
-    it.out = dq.mutable_data_ptr();
-    it.batch = static_cast<int>(dq.size(0));
-    it.seqlen = static_cast<int>(dq.size(1));
-    it.num_heads = static_cast<int>(dq.size(2));
+    it.out = result.mutable_data_ptr();
+    it.batch = static_cast<int>(result.size(0));
+    it.seqlen = static_cast<int>(result.size(1));
+    it.num_heads = static_cast<int>(result.size(2));
     it.rows_per_pair = static_cast<int>(rows_per_pair);
-    it.columns = static_cast<int>(dq.size(3));
+    it.columns = static_cast<int>(result.size(3));
     it.factor = static_cast<float>(factor);
-    it.tiles = pairs * (rows_per_pair / kTurnedBlockM) * 2;
+  }
+
+  // Adds dq whose tiles are turned: in its place among the results there is none, a kernel of its own converts it.
+  void add_turned(const Tensor& dq, const float* sums, int64_t pairs, int64_t rows_per_pair, double factor) {
+    describe(params.turned, dq, sums, rows_per_pair, factor);
+    params.turned.tiles = pairs * (rows_per_pair / kTurnedBlockM) * 2;
+    params.results[count++].tiles = tiles;
   }
 
   // Adds a result of `pairs` (batch, head) pairs, from first_pair on, with so many accumulator rows each. Adds nothing
@@ -138,20 +144,13 @@ struct Postprocess {
            int64_t rows_per_pair, int64_t columns, double factor, bool batch_is_inner, bool is_by_place = false) {
     BackwardSumsParams::Result& it = params.results[count++];
     if (sums != nullptr) {
+      describe(it, *result, sums, rows_per_pair, factor);
       it.tile_columns = accum_columns(static_cast<int>(columns));
       it.panels = static_cast<int>(columns) / it.tile_columns;
       tiles += pairs * (rows_per_pair / kAccumRows) * it.panels;
-      it.sums = sums;
-      it.out = result->mutable_data_ptr();
       it.first_pair = static_cast<int>(first_pair);
       it.batch_is_inner = batch_is_inner;
       it.is_by_place = is_by_place;
-      it.batch = static_cast<int>(result->size(0));
-      it.seqlen = static_cast<int>(result->size(1));
-      it.num_heads = static_cast<int>(result->size(2));
-      it.rows_per_pair = static_cast<int>(rows_per_pair);
-      it.columns = static_cast<int>(result->size(3));
-      it.factor = static_cast<float>(factor);
     }
     it.tiles = tiles;
   }
@@ -259,7 +258,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   const bool turns_dq = has_turned_dq(instance.head_dim, instance.head_dim_v) && form == BackwardBias::kNone && !has_mask &&
                         softcap <= 0 && !dropout_key.has_value() && dq.has_value() && !schedule.completes_dq &&
                         !schedule.is_ordered && (!is_banded || shortens_rows(sizes, low, high)) &&
-                        mean_walk(sizes, high) >= kLeastTurnedWalk;
+                        mean_walk(sizes.seqlen_q, sizes.seqlen_k, high) >= kLeastTurnedWalk;
   const int block_m = turns_dq ? kTurnedBlockM : backward_block_m(instance.head_dim, instance.head_dim_v, block_n);
   const int64_t blocks_k = schedule.blocks_k;
   params.q = rows_map(kName, q, "q", block_m);
@@ -404,10 +403,11 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
 
   Postprocess postprocess;
   postprocess.params.places = rows.places;
-  // Results are added in their order, that of dq without a tile where its tiles are turned.
-  const float* const dq_sums = turns_dq ? nullptr : params.dq_sums;
-  postprocess.add(dq, dq_sums, 0, pairs, tiles_q * kTile, dq_columns, softmax_scale, false);
-  if (turns_dq) postprocess.add_turned(*dq, params.dq_sums, pairs, rows_of_head, softmax_scale);
+  if (turns_dq) {
+    postprocess.add_turned(*dq, params.dq_sums, pairs, rows_of_head, softmax_scale);
+  } else {
+    postprocess.add(dq, params.dq_sums, 0, pairs, rows_of_head, dq_columns, softmax_scale, false);
+  }
   postprocess.add(dk, params.dk_sums, full_group_pairs, summed_pairs, blocks_k * block_n, dq_columns, softmax_scale,
                   params.batch_is_inner, params.key_order != nullptr);
   const double of_dv = params.dropout.key != nullptr ? params.dropout.scale : 1.0;

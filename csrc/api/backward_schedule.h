@@ -142,6 +142,15 @@ inline int64_t count_full_group_pairs(const BackwardCall& call, const BackwardSc
   return waves * num_sms / schedule.blocks_k / together * together;
 }
 
+// How many queries see a key on the mean, where query i sees the keys up to i + high.
+inline int64_t mean_walk(int64_t seqlen_q, int64_t seqlen_k, int64_t high) {
+  // The first keys are seen by all queries, each one behind them by one less, the last ones by none.
+  const int64_t by_all = std::clamp<int64_t>(high + 1, 0, seqlen_k);
+  const int64_t seen = std::clamp<int64_t>(seqlen_q + high, by_all, seqlen_k);
+  const int64_t most = seqlen_q + high - by_all, least = seqlen_q + high - (seen - 1);
+  return (by_all * seqlen_q + (seen - by_all) * (most + least) / 2) / seqlen_k;
+}
+
 inline BackwardSchedule schedule_backward(const BackwardCall& call, DbiasWriter writer, int64_t num_sms) {
   const int64_t pairs_k = call.batch * call.num_heads_k, tiles_k = ceil_div(call.seqlen_k, kTile);
   const bool has_mask = call.mask_batch > 0;

@@ -61,15 +61,6 @@ inline bool shortens_rows(const Sizes& sizes, int64_t low, int64_t high) {
   return low <= -sizes.seqlen_q && high < sizes.seqlen_k;
 }
 
-// How many queries see a key on the mean, behind a band that is open to the left.
-inline int64_t mean_walk(const Sizes& sizes, int64_t high) {
-  const int64_t last = std::min(high, sizes.seqlen_k);  // key j is not seen by the first j - last queries
-  const auto seen_by = [&](int64_t key) { return std::clamp<int64_t>(sizes.seqlen_q - key + last, 0, sizes.seqlen_q); };
-  const int64_t by_all = std::clamp<int64_t>(last, 0, sizes.seqlen_k);
-  return (by_all * sizes.seqlen_q + (sizes.seqlen_k - by_all) * (seen_by(by_all) + seen_by(sizes.seqlen_k)) / 2) /
-         std::max<int64_t>(sizes.seqlen_k, 1);
-}
-
 // Whether batch entries read the same bias per score or the same mask. The scheduler then makes them neighbours, so
 // that they find it in L2. Call after the bias and the mask have been set.
 template <class Params>

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 
 def fits_tma(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Whether Hopper's copy engine, the TMA, can walk the first three dims of a tensor that starts on 16 bytes.
+    """Whether Hopper's copy engine, the TMA, can read a 4-D tensor that starts on 16 bytes: rows of unit stride.
 
     Args:
-        shape, strides: of the tensor, strides in elements; that of a dim of size 1 is never taken.
+        shape, strides: of the tensor, strides in elements; that of one of the first three dims is never taken where its
+            size is 1.
         itemsize: bytes of an element.
     """
     units = [stride * itemsize for size, stride in zip(shape[:3], strides[:3], strict=True) if size > 1]
-    return all(0 < unit < 2**40 and unit % 16 == 0 for unit in units)
+    return strides[3] == 1 and all(0 < unit < 2**40 and unit % 16 == 0 for unit in units)

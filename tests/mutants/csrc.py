@@ -453,8 +453,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "dq lacks softmax_scale",
         "csrc/api/backward.cpp",
-        "postprocess.add(dq, dq_sums, 0, pairs, tiles_q * kTile, dq_columns, softmax_scale, false);",
-        "postprocess.add(dq, dq_sums, 0, pairs, tiles_q * kTile, dq_columns, 1.0, false);",
+        "postprocess.add(dq, params.dq_sums, 0, pairs, rows_of_head, dq_columns, softmax_scale, false);",
+        "postprocess.add(dq, params.dq_sums, 0, pairs, rows_of_head, dq_columns, 1.0, false);",
         _every_gradient("no bias"),
     ),
     # The kernel of a shared bias' gradient
@@ -716,8 +716,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "results behind a turned dq are counted as if it were not there",
         "csrc/api/backward.cpp",
-        "postprocess.add(dq, dq_sums, 0, pairs,",
-        "if (!turns_dq) postprocess.add(dq, dq_sums, 0, pairs,",
+        "params.results[count++].tiles = tiles;",
+        "",
         ("tests/test_cuda_backward.py::test_long_walks[(4, 2, 104)-(4160, 129)-None-cuda]",),
     ),
 )

@@ -51,9 +51,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) backward_kernel(const __g
         barrier_init(&shared.bias_empty[stage], Traits::kReplacesBias ? kArrivalsOfWarp : kArrivals);
       }
     }
-    for (int group = 0; group < Traits::kConsumers; ++group) {
-      barrier_init(&shared.dq_full[group], 4 * kArrivalsOfWarp);
-      barrier_init(&shared.dq_empty[group], kArrivalsOfWarp);
+    if constexpr (Traits::kTurnsDq) {
+      for (int group = 0; group < Traits::kConsumers; ++group) {
+        barrier_init(&shared.dq_full[group], 4 * kArrivalsOfWarp);
+        barrier_init(&shared.dq_empty[group], kArrivalsOfWarp);
+      }
     }
     for (int stage = 0; stage < 2; ++stage) {
       barrier_init(&shared.work_full[stage], 1);

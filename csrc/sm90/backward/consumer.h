@@ -54,8 +54,8 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
 
   // The consumer's accumulator of dq: 64 of 128 queries, or 64 of 128 columns; with 64 queries and 64 columns, half the
   // columns.
-  static constexpr int kDqColumns = Traits::kDqColumns, kDqValues = Traits::kDqValues;
-  using DqAccum = float[kDqValues];
+  static constexpr int kDqColumns = Traits::kDqColumns;
+  using DqAccum = float[kDqColumns / 2];
 
   // dq over the keys of all key tiles, whose ds are in consecutive stages.
   __device__ __forceinline__ void start_dq(DqAccum& dq, DsPipe pipe) {
@@ -106,7 +106,7 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
       barrier_wait(&shared.dq_empty[group], pipe.phase ^ 1);
       float* const to = reinterpret_cast<float*>(shared.dq[group]);
 #pragma unroll
-      for (int c = 0; c < kDqValues / 4; ++c) {
+      for (int c = 0; c < kDqColumns / 8; ++c) {
         *reinterpret_cast<float4*>(to + accum_offset(c, threadIdx.x % 128)) =
             make_float4(dq[4 * c], dq[4 * c + 1], dq[4 * c + 2], dq[4 * c + 3]);
       }

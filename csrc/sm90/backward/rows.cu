@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads)
   const int padded = kHasSequences ? p.sequences.padded_tiles * kTile : p.padded_rows;
   const int lane = threadIdx.x % kLanes;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * (kThreads / kLanes);
-  // Rows are padded to whole tiles, so all threads of a warp make the same number of iterations.
+  // Rows are padded to whole tiles or blocks, so all threads of a warp make the same number of iterations.
   for (int64_t at = static_cast<int64_t>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes; at < rows;
        at += stride) {
     const int64_t pair = at / padded;

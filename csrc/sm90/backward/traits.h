@@ -68,11 +68,11 @@ struct BackwardTraits {
       kProducerRegisters + kConsumers * kConsumerRegisters + kSumsDbias * kSumRegisters;
 
   // A consumer's share of dq of a query block: 64 queries and so many columns, of 128 queries all; turned, 64 columns
-  // and all queries. Of a thread so many values.
-  static constexpr int kDqColumns = kTurnsDq ? kBlockM : kD * kBlockM / 128, kDqValues = kDqColumns / 2;
+  // and all queries.
+  static constexpr int kDqColumns = kTurnsDq ? kBlockM : kD * kBlockM / 128;
   // Turned, dq leaves through shared memory, and one warp adds it to device memory: a consumer then need not hold its
   // registers until the additions are on their way.
-  static constexpr int kDqBytes = 128 * kDqValues * static_cast<int>(sizeof(float));  // of a consumer
+  static constexpr int kDqBytes = 64 * kDqColumns * static_cast<int>(sizeof(float));  // of a consumer
 
   static_assert(!kTurnsDq || (!kHasMask && kKeyTiles == 1 && !kHasSequences), "where dq may be turned");
   static_assert(kTurnsDq || kDqColumns <= kAccumColumns, "at most an accumulator tile");

@@ -126,7 +126,7 @@ def notes(problem: AttentionProblem) -> tuple[str, ...]:
             ("k", (p.batch, p.seqlen_k, p.num_heads_k, p.head_dim), p.k_strides),
             ("v", (p.batch, p.seqlen_k, p.num_heads_k, p.head_dim_v), p.v_strides),
         )
-        if not (strides[3] == 1 and fits_tma(shape, strides, p.dtype.itemsize))
+        if not fits_tma(shape, strides, p.dtype.itemsize)
     )
     of_bias = (copy_note(p),) if copies_bias(p) else ()
     return interval_notes(problem, gathers=False) + of_rows + of_bias + part_notes(p)
@@ -134,8 +134,7 @@ def notes(problem: AttentionProblem) -> tuple[str, ...]:
 
 def _rows(x: Tensor) -> Tensor:
     # The smallest copy that TMA can read is that of the one tensor.
-    strides = x.stride()
-    readable = strides[3] == 1 and x.data_ptr() % 16 == 0 and fits_tma(x.shape, strides, x.element_size())
+    readable = x.data_ptr() % 16 == 0 and fits_tma(x.shape, x.stride(), x.element_size())
     return x if readable else x.clone(memory_format=torch.contiguous_format)
 
 

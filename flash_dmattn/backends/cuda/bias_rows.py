@@ -19,7 +19,7 @@ _SMALL = 4  # a copy is small where it is at most this part of q, k, v and out
 def fits(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
     """Whether TMA can read tiles of a bias that starts on 16 bytes; it has one value in a dim of stride 0."""
     held = [1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True)]
-    return strides[3] == 1 and fits_tma(held, strides, itemsize)
+    return fits_tma(held, strides, itemsize)
 
 
 def _copied_values(shape: Sequence[int], strides: Sequence[int]) -> int:
@@ -109,6 +109,5 @@ def stores_into(dbias: Tensor, q: Tensor, flags: Flags) -> bool:
     """
     if flags.softcap > 0 or flags.dropout_p > 0 or dbias.shape[:2] != (q.shape[0], q.shape[2]):
         return False
-    shape, strides = dbias.shape, dbias.stride()
-    starts = dbias.data_ptr() % 16 == 0 and shape[3] % _COLUMNS == 0
-    return starts and strides[3] == 1 and fits_tma(shape, strides, dbias.element_size())
+    starts = dbias.data_ptr() % 16 == 0 and dbias.shape[3] % _COLUMNS == 0
+    return starts and fits_tma(dbias.shape, dbias.stride(), dbias.element_size())

@@ -39,7 +39,7 @@ def forward_pass(
         return None
     if has_group_rows(p) and mask.form == "none":
         return None if p.bias is not None else _forward_of_groups(p, attend, rows, num_kv_splits)
-    q_fits, k_fits, v_fits = _rows_fit(p)
+    read_rows = _reader(_shapes(p), p.dtype.itemsize, rows)
     low, high = _band(p)
     scale, softcap, dropout_p = p.softmax_scale, p.softcap, p.dropout_p
     outputs, read_bias, lists = outputs_of(p), _forward_bias(p), places[:2]
@@ -54,12 +54,7 @@ def forward_pass(
         dropout: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         out, lse = outputs(q)
-        if not (q_fits and q.data_ptr() % 16 == 0):
-            q = rows(q)
-        if not (k_fits and k.data_ptr() % 16 == 0):
-            k = rows(k)
-        if not (v_fits and v.data_ptr() % 16 == 0):
-            v = rows(v)
+        q, k, v = read_rows(q, k, v)
         if read_bias is not None and bias is not None:
             bias = read_bias(bias)
         walked = [mask[place] for place in lists] if mask else ()
@@ -79,14 +74,12 @@ def _forward_of_groups(
     (_, q_strides), (_, k_strides), (_, v_strides) = _shapes(p)
     heads_k, group, keys = p.num_heads_k, p.num_heads // p.num_heads_k, stop - first
     of_batch, _, of_head, of_value = q_strides
-    q_fits, k_fits, v_fits = _all_fit(
-        (
-            ((p.batch, group, heads_k, p.head_dim), (of_batch, of_head, group * of_head, of_value)),
-            ((p.batch, keys, heads_k, p.head_dim), k_strides),
-            ((p.batch, keys, heads_k, p.head_dim_v), v_strides),
-        ),
-        p.dtype.itemsize,
+    shapes = (
+        ((p.batch, group, heads_k, p.head_dim), (of_batch, of_head, group * of_head, of_value)),
+        ((p.batch, keys, heads_k, p.head_dim), k_strides),
+        ((p.batch, keys, heads_k, p.head_dim_v), v_strides),
     )
+    read_rows = _reader(shapes, p.dtype.itemsize, rows)
     scale, softcap, outputs = p.softmax_scale, p.softcap, outputs_of(p)
 
     def run(
@@ -100,12 +93,7 @@ def _forward_of_groups(
     ) -> tuple[Tensor, Tensor]:
         out, lse = outputs(q)
         q, k, v, out_rows, lse_rows = as_rows(q, k, v, out, lse, first, stop)
-        if not (q_fits and q.data_ptr() % 16 == 0):
-            q = rows(q)
-        if not (k_fits and k.data_ptr() % 16 == 0):
-            k = rows(k)
-        if not (v_fits and v.data_ptr() % 16 == 0):
-            v = rows(v)
+        q, k, v = read_rows(q, k, v)
         numbers = (-group, keys, scale, softcap, num_kv_splits(), None, 0.0)
         attend(q, k, v, (), None, None, out_rows, lse_rows, *numbers)
         return out, lse
@@ -125,7 +113,7 @@ def backward_pass(
     places = _places_of(p, mask, "score" in (p.bias_class, dbias_class))
     if places is None or needs.sink or dbias_class == "query" or not any(needs):
         return None
-    q_fits, k_fits, v_fits = _rows_fit(p)
+    read_rows = _reader(_shapes(p), p.dtype.itemsize, rows)
     low, high = _band(p)
     scale, softcap, is_deterministic, dropout_p = p.softmax_scale, p.softcap, p.deterministic, p.dropout_p
     new_q, new_k, new_v = (
@@ -161,12 +149,7 @@ def backward_pass(
             dbias = stored = new_bias(bias)
         elif sum_sizes is not None:
             sums = allocate(sum_sizes, dtype=torch.float32, device=q.device)
-        if not (q_fits and q.data_ptr() % 16 == 0):
-            q = rows(q)
-        if not (k_fits and k.data_ptr() % 16 == 0):
-            k = rows(k)
-        if not (v_fits and v.data_ptr() % 16 == 0):
-            v = rows(v)
+        q, k, v = read_rows(q, k, v)
         if not (dout.is_contiguous() and dout.data_ptr() % 16 == 0):
             dout = rows(dout) if dout.stride()[3] == 1 else dout.contiguous()
         read = bias
@@ -204,13 +187,22 @@ def _shapes(p: AttentionProblem) -> tuple[tuple[Shape4, Shape4], ...]:
     )
 
 
-def _rows_fit(p: AttentionProblem) -> tuple[bool, ...]:
-    """Whether TMA reads q, k and v as they are, where they start on 16 bytes."""
-    return _all_fit(_shapes(p), p.dtype.itemsize)
+def _reader(
+    shapes: tuple[tuple[Shape4, Shape4], ...], itemsize: int, rows: Rows
+) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """What makes q, k and v of these shapes and strides such that TMA reads them, a copy where it has to be."""
+    q_fits, k_fits, v_fits = (fits_tma(shape, strides, itemsize) for shape, strides in shapes)
 
+    def read(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if not (q_fits and q.data_ptr() % 16 == 0):
+            q = rows(q)
+        if not (k_fits and k.data_ptr() % 16 == 0):
+            k = rows(k)
+        if not (v_fits and v.data_ptr() % 16 == 0):
+            v = rows(v)
+        return q, k, v
 
-def _all_fit(shapes: tuple[tuple[Shape4, Shape4], ...], itemsize: int) -> tuple[bool, ...]:
-    return tuple(strides[3] == 1 and fits_tma(shape, strides, itemsize) for shape, strides in shapes)
+    return read
 
 
 def _band(p: AttentionProblem) -> tuple[int, int]:

@@ -301,7 +301,7 @@ def _serves_few_queries(p: AttentionProblem) -> bool:
 def _reads_keys(p: AttentionProblem) -> bool:
     """Whether TMA reads k and v as they are."""
     sizes = p.batch, p.seqlen_k, p.num_heads_k
-    return all(x[3] == 1 and fits_tma(sizes, x, p.dtype.itemsize) for x in (p.k_strides, p.v_strides))
+    return all(fits_tma(sizes, strides, p.dtype.itemsize) for strides in (p.k_strides, p.v_strides))
 
 
 def _fills_half_tiles(p: AttentionProblem) -> bool:

@@ -30,7 +30,7 @@ def _reads_pages_of(p: AttentionProblem) -> bool:
 def _reads_pages(p: AttentionProblem) -> bool:
     """Whether TMA reads k and v in pages: rows of unit stride on 16 bytes, pages a whole number of rows apart."""
     return all(
-        strides[3] == 1 and fits_tma((2, 2, p.num_heads_k), strides, p.dtype.itemsize) and strides[0] % strides[1] == 0
+        fits_tma((2, 2, p.num_heads_k), strides, p.dtype.itemsize) and strides[0] % strides[1] == 0
         for strides in (p.k_strides, p.v_strides)
     )
 
