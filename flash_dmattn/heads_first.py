@@ -24,7 +24,7 @@ from .direct import Ready, Strides, is_as_made, ready_for, run_ready
 from .dispatch.call_cache import CallClass, look_up, remember
 from .dispatch.mask_view import mask_view
 from .dispatch.registry import on_change
-from .dispatch.selection import choice_in_force, choose, select
+from .dispatch.selection import choice_in_force, choose, falls_back, select
 from .dispatch.settings import process, thread
 from .problem import MaskView
 from .reference.dropout import draw_key
@@ -140,7 +140,9 @@ def _class_of(
     place, found = look_up(q, k, v, mask, bias, flags, "auto", sink)
     if found is None:
         problem, _, _ = describe(q, k, v, mask, bias, *flags, sink)
-        if is_composite(choose(problem, choice_in_force("auto")).forward):
+        requested = choice_in_force("auto")
+        selection = choose(problem, requested)
+        if is_composite(selection.forward) or falls_back(problem, requested, selection):
             if place is not None:
                 _keep(key, None)
             return None  # `attention` chooses it again, and says so to whoever records or is warned

@@ -161,20 +161,24 @@ def deviations(case: Case, inputs: Inputs, exact: Results, in_dtype: Results) ->
     return found
 
 
-def chance_in_dq(x: Inputs, flags: dict[str, Any], out: Tensor, in_dtype: Tensor) -> float:
-    """The size of what rounding of out leaves in dq by way of delta, the sum of dout times out, where luck is bad.
+def chance_by_delta(name: str, x: Inputs, flags: dict[str, Any], out: Tensor, in_dtype: Tensor) -> float:
+    """The size of what rounding of out leaves in dq or dk by way of delta, the sum of dout times out, at bad luck.
 
-    A row's delta moves its dq along the sum of p k: one rounding of many for each row and head. Over many of these a
-    backend has much the error of the yardstick, over few of them either may be lucky.
+    A row's delta moves its dq along the sum of p k, and the dk of each key along p q: one rounding of many for each row
+    and head. Over many of these a backend has much the error of the yardstick, over few of them either may be lucky.
     """
     x = x.to(torch.float64)
     scale = formula.default_scale(x.q, flags.get("softmax_scale"))
     of_mask = flags.get("is_causal", False), scale, flags.get("softcap", 0.0), flags.get("window_size")
     s, slope = formula.scores(x.q, x.k, x.mask, x.bias, *of_mask)
     p, _ = formula.softmax(s, x.sink)
-    along = scale * torch.einsum("bhgij,bjhd->bihgd", p if slope is None else p * slope, x.k).flatten(2, 3)
+    p = scale * (p if slope is None else p * slope)
+    if name == "dq":
+        along = torch.einsum("bhgij,bjhd->bihgd", p, x.k).square().sum(-1).flatten(2)
+    else:
+        along = torch.einsum("bhgij->bihg", p.square()).flatten(2) * x.q.square().sum(-1)
     of_delta = (x.dout * (in_dtype.double() - out)).square().sum(-1)
-    variances = of_delta * along.square().sum(-1)
+    variances = of_delta * along
     total = variances.sum()
     independent = total.square() / variances.square().sum().clamp_min(1e-300)
     found = (total.sqrt() * (1 + DEVIATIONS / (2 * independent.clamp_min(1.0)).sqrt())).item()
@@ -250,8 +254,8 @@ def assert_accurate(got: Results, case: Case, inputs: Inputs, exact: Results | N
                 by_chance = DEVIATIONS * spread[name].norm().item()
                 allowed = max(allowed, by_chance / max(norm_of(reference, sizes.get(name)), 1e-300))
             limit = allowed + floor
-            if name == "dq" and not found <= limit:
-                by_chance = chance_in_dq(inputs, case.flags(), exact["out"], in_dtype["out"])
+            if name in ("dq", "dk") and not found <= limit:
+                by_chance = chance_by_delta(name, inputs, case.flags(), exact["out"], in_dtype["out"])
                 limit = max(limit, by_chance / max(norm_of(reference, sizes.get(name)), 1e-300) + floor)
         if not found <= limit:
             failures.append(f"{name}: error {found:.3e}, limit {limit:.3e}")

@@ -120,6 +120,9 @@ SEQUENCE_VARIANTS: dict[str, dict[str, Any]] = {
         **{"head_dim": 64, "batch": 8, "mask": "sequence_tiles", "bias": ("1", "Hk", "Lq", "Lk")},
     },
     "128 packed, tiles, rows": {"head_dim": 128, "batch": 16, "mask": "sequence_tiles", **ROWS},
+    "64 packed, tiles, shared rows": {
+        **{"head_dim": 64, "batch": 16, "mask": "sequence_tiles", **ROWS, "bias": ("1", "1", "T", "Lk")},
+    },
     "128 paged, few queries, tiles": {
         **{"head_dim": 128, "batch": 16, "layout": "paged", "seqlen_q": 4, "mask": "sequence_tiles"},
     },

@@ -154,7 +154,7 @@ class Counting(OutOfTree):
         dense = unpacked(mask, q.shape[1], k.shape[1])
         gradients = formula.gradients(dout, dlse, q, k, v, dense, bias, **numbers_of(flags))
         dq, dk, dv, dbias = (
-            torch.empty(g.shape, dtype=g.dtype).copy_(g) if needed and g is not None else None
+            torch.empty(g.shape, dtype=g.dtype, device=g.device).copy_(g) if needed and g is not None else None
             for g, needed in zip(gradients, needs_grad)
         )
         return dq, dk, dv, dbias

@@ -16,7 +16,7 @@ from accuracy import (
     FLOOR_FP64,
     LSE_ROUNDING,
     Results,
-    chance_in_dq,
+    chance_by_delta,
     error,
     norm_of,
     row_variances,
@@ -417,10 +417,11 @@ def assert_accurate(results: Results, call: SequenceCall) -> None:
             if name in spread:
                 allowed = max(allowed, DEVIATIONS * spread[name].norm().item() / max(norm_of(reference, None), 1e-300))
             limit = allowed + floor
-            if name == "dq" and not found <= limit:
+            if name in ("dq", "dk") and not found <= limit:
                 numbers = {k: y for k, y in call.flags.items() if k in ("softcap", "softmax_scale")}
                 outs = (y["out"].reshape(dense.dout.shape).double() for y in (exact, in_dtype))
-                limit = max(limit, chance_in_dq(dense, numbers, *outs) / max(norm_of(reference, None), 1e-300) + floor)
+                by_chance = chance_by_delta(name, dense, numbers, *outs)
+                limit = max(limit, by_chance / max(norm_of(reference, None), 1e-300) + floor)
         if not found <= limit and not _is_nothing(x, reference):
             failures.append(f"{name}: error {found:.3e}, limit {limit:.3e}")
     assert not failures, f"{call.told}\n  " + "\n  ".join(failures)

@@ -48,7 +48,7 @@ def simulated(case: ParallelCase, size: int, backend: Any = eager) -> dict[str, 
         held = runs_read(of_q, rank, of_k.length, window) if case.seed % 2 else ((0, of_k.length),)
         kept = torch.cat([torch.arange(0), *(torch.arange(*run) for run in held)])
         rows = RankRows(problem, parts, places_in(held, parts), views, q, bias, None)
-        out, lse = torch.empty_like(dout), torch.empty(dlse.shape, dtype=dlse.dtype)
+        out, lse = torch.empty_like(dout), torch.empty(dlse.shape, dtype=dlse.dtype, device=dlse.device)
         sums = Sums.of(rows)
         for heads in head_groups(case.heads_k, case.groups or 1):
             k, v = (y[:, kept, heads.of(case.heads_k)] for y in (x.k, x.v))

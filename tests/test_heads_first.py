@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -261,11 +262,27 @@ def test_saved_tensors_that_come_back_in_another_layout(which: int, ready: Ready
     assert ready.ways == ["forward", "backward" if which == 3 else "operator backward"]
 
 
+def test_what_falls_back_is_said_by_attention_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that goes on with `attention` is neither warned nor recorded twice."""
+    heads_first._classes.clear()
+    for of_module in ("heads_first", "dispatch.selection", "dispatch.call_cache"):
+        monkeypatch.setattr(f"flash_dmattn.{of_module}.falls_back", lambda *_: True)
+    given = leaves({})
+    with warnings.catch_warnings(), flash_dmattn.record_decisions() as decisions:
+        warnings.simplefilter("error")
+        for _ in range(2):
+            assert attend_heads_first(*given.values()) is None
+    assert not decisions
+    with pytest.warns(flash_dmattn.FallbackWarning):
+        by_attention(**given)
+
+
 def test_second_derivatives() -> None:
     given = {name: x.detach().double().requires_grad_() if name in "qkv" else x for name, x in leaves({}).items()}
-    assert torch.autograd.gradgradcheck(
-        lambda q, k, v: ours(q, k, v, **DEFAULTS), [given[name] for name in "qkv"], fast_mode=True
-    )
+    with flash_dmattn.use_backend("eager"):
+        assert torch.autograd.gradgradcheck(
+            lambda q, k, v: ours(q, k, v, **DEFAULTS), [given[name] for name in "qkv"], fast_mode=True
+        )
 
 
 def test_a_gradient_with_a_graph_goes_by_the_function_that_has_rules(ready: Ready) -> None:

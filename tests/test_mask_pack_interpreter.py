@@ -399,6 +399,8 @@ def check_compiled(capability: int) -> None:
     constants = {"ROWS": interval_pack.ROWS, "WORDS": interval_pack.WORDS}
     ptx, *usage = compiled(interval_pack._runs_kernel, capability, constants, (), interval_pack.NUM_WARPS)
     assert set(re.findall(r"ld\.global\.(\S+)", ptx)) == {"v4.b32"}
+    # Each thread would load for itself whether to leave, and some would, while the others wait for them.
+    assert "volatile" not in ptx
     fits(usage, "runs")
     constants = {"COUNTED": interval_pack.COUNTED}
     _, *usage = compiled(interval_pack._count_kernel, capability, constants, (), interval_pack.COUNT_NUM_WARPS)

@@ -115,8 +115,8 @@ def backward_bias_kernel(
     own = 0
     if PACKED_ROWS:
         entries = 1
-        own, place = sequence_at(first // BLOCK_M, bounds, shape.seqlen_q, layout.number, SEARCH, 0, BLOCK_M)
-        first = place * BLOCK_M
+        own, of_own = sequence_at(first // BLOCK_M, bounds, shape.seqlen_q, layout.number, SEARCH, 0, BLOCK_M)
+        first = of_own * BLOCK_M
         first_stored = tl.load(bounds + own * 4)
         shape = shape_of(shape, tl.load(bounds + own * 4 + 1), shape.seqlen_k)
         bias = scores_from(bias, bias_strides, 1, 0, first_stored, first_stored)

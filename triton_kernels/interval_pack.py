@@ -5,6 +5,9 @@ differ from those of the row before. There are few, so a program visits each alo
 end raises what stands there from 0. Whoever finds another end there has found a second run, and says so; later programs
 return at once.
 
+Whether one has said so is asked by an atomic, whose answer one thread hands to all. After a load, which each thread does
+for itself, some might leave that the others wait for.
+
 A second kernel writes both for all keys, dead ones included, and counts what the host decides by. All that has to begin
 as 0 is one allocation of 64-bit words: the four numbers of `mask_intervals`, then in halves of words the live keys of
 each head and the ends of all keys.
@@ -48,8 +51,7 @@ def _runs_kernel(
     block = tl.program_id(0) // strips % blocks
     head = (tl.program_id(0) // strips // blocks).to(tl.int64)
     _, ends_ptr = _halves(numbers_ptr, heads)
-    wanted = tl.load(numbers_ptr, volatile=True) == 0  # not from the cache of an earlier program
-    if wanted:
+    if tl.atomic_max(numbers_ptr, 0, sem="relaxed") == 0:
         rows = (block * ROWS + tl.arange(0, ROWS))[:, None]
         columns = (strip * WORDS + tl.arange(0, WORDS))[None, :]
         inside = columns < quads * 4
