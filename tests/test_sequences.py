@@ -16,7 +16,7 @@ import torch
 from accuracy import FLOOR, RATIO, error
 from cases import DEVICE
 from conftest import Runner
-from sequence_calls import LEAVES, ON_GPU, SequenceCall, Tokens, assert_accurate, draw, expected, run
+from sequence_calls import LEAVES, ON_GPU, SequenceCall, assert_accurate, draw, expected, run
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 

@@ -5,8 +5,8 @@ differ from those of the row before. There are few, so a program visits each alo
 end raises what stands there from 0. Whoever finds another end there has found a second run, and says so; later programs
 return at once.
 
-Whether one has said so is asked by an atomic, whose answer one thread hands to all. After a load, which each thread does
-for itself, some might leave that the others wait for.
+Whether one has said so is asked by an atomic, whose answer one thread hands to all. After a load, which each thread
+does for itself, some might leave that the others wait for.
 
 A second kernel writes both for all keys, dead ones included, and counts what the host decides by. All that has to begin
 as 0 is one allocation of 64-bit words: the four numbers of `mask_intervals`, then in halves of words the live keys of
