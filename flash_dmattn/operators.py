@@ -23,7 +23,7 @@ _LIBRARY = torch.library.Library("flash_dmattn", "DEF")
 _FLAGS = (
     "int left, int right, float softmax_scale, float softcap, bool deterministic, "
     "SymInt mask_repeat, SymInt bias_repeat, str layout, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-    "str mask_packing, str bias_packing, float dropout_p"
+    "str mask_packing, str bias_packing, float dropout_p, bool one_mask_row"
 )
 # `sequences` are the tensors of a `SequenceView`; none of a dense call. `dropout` is the key of dropout, int64 (2,).
 _INPUTS = (

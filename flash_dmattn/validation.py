@@ -150,6 +150,7 @@ def describe(
     mask_spec = bias_spec = None
     mask_packing = bias_packing = _UNPACKED
     mask_form: MaskForm = "none"
+    one_mask_row = False
     if isinstance(mask, Tensor):
         if mask.requires_grad:
             raise TypeError("mask requires grad; a mask never takes a gradient, pass additive values as bias instead")
@@ -162,6 +163,7 @@ def describe(
         mask, mask_spec, mask_packing = _describe_broadcast(
             "mask", mask, sizes, num_heads_k, device, repeats, sequences
         )
+        one_mask_row = sequences is None and mask_spec.broadcast()[2]
     elif mask is not None and sequences is not None:
         mask_spec, mask_form, mask_packing, is_causal, window_size = _describe_beside(
             mask, is_causal, window_size, (num_heads, num_heads_k), sequences, device
@@ -170,6 +172,7 @@ def describe(
         mask_spec, mask_form, is_causal, window_size = _describe_prepared(
             mask, is_causal, window_size, sizes, num_heads_k, device, repeats
         )
+        one_mask_row = mask.one_row  # type: ignore[union-attr]
     if bias is not None:
         if not isinstance(bias, Tensor):
             raise TypeError(f"bias is a {type(bias).__name__}; it needs to be a floating-point torch.Tensor")
@@ -198,6 +201,7 @@ def describe(
         else check_flag("deterministic", deterministic),
         *(_NO_REPEATS if repeats is None else repeats),
         dropout_p=check_dropout(dropout_p),
+        one_mask_row=one_mask_row,
     )
     needs_grad = _NOTHING_NEEDS_GRAD
     if torch.is_grad_enabled():

@@ -114,6 +114,10 @@ def test_parts_of_a_batch(built: Built) -> None:
     run_tests(built, "test_cuda_parts.py")
 
 
+def test_masks_of_one_row(built: Built) -> None:
+    run_tests(built, "test_cuda_one_mask_row.py")
+
+
 def test_dropout(built: Built) -> None:
     run_tests(built, "test_cuda_dropout.py")
 

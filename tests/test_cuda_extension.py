@@ -590,7 +590,7 @@ q = torch.ones(1, 4, 1, 64, dtype=torch.bfloat16)
 lse = torch.empty(1, 1, 4)
 calls = {{
     "cuda_pack_mask": (torch.ones(1, 1, 4, 4, dtype=torch.bool), 0, 0, False),
-    "cuda_forward_kernel": (q, q, q, [], None, None, torch.empty_like(q), lse, -4, 4, 0.125, 0.0, 1, None, 0.0),
+    "cuda_forward_kernel": (q, q, q, [], None, None, torch.empty_like(q), lse, -4, 4, 0.125, 0.0, 1, None, 0.0, False),
     "cuda_backward_kernel": (
         *(q, None, q, q, q, [], None, None, q, lse, None, q.clone(), None, None, lse, None),
         *(-4, 4, 0.125, 0.0, False, 0, None, 0.0),
@@ -608,7 +608,7 @@ PACK_SCHEMA = "flash_dmattn::cuda_pack_mask(Tensor mask, int low, int high, bool
 FORWARD_SCHEMA = (
     "flash_dmattn::cuda_forward_kernel(Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? bias, Tensor? sink, "
     "Tensor(a!) out, Tensor(b!) lse, int low, int high, float softmax_scale, float softcap, int num_splits, "
-    "Tensor? dropout_key, float dropout_p) -> ()"
+    "Tensor? dropout_key, float dropout_p, bool one_mask_row) -> ()"
 )
 BACKWARD_SCHEMA = (
     "flash_dmattn::cuda_backward_kernel(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor[] mask, "

@@ -79,9 +79,10 @@ void set_out_steps(const Tensor& out, const Sizes& sizes, ForwardParams& params)
 // sink: (Hq), contiguous, in fp32 or 16 bits.
 // dropout_key: int64 (2), beside which a bias per query and key needs rows that TMA can read, and there is no softcap.
 // num_splits: KV splits of the work tiles of the last wave. 1 for none, 0 to let estimate_num_splits choose.
+// one_mask_row: whether the mask lets all queries see the same keys.
 void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::optional<Tensor> bias,
              std::optional<Tensor> sink, Tensor out, Tensor lse, int64_t low, int64_t high, double softmax_scale,
-             double softcap, int64_t num_splits, std::optional<Tensor> dropout_key, double dropout_p) {
+             double softcap, int64_t num_splits, std::optional<Tensor> dropout_key, double dropout_p, bool one_mask_row) {
   const Sizes sizes = sizes_of(kName, q, k, v);
   const KernelInstance instance = instance_for(q.scalar_type(), sizes.head_dim, sizes.head_dim_v);
 
@@ -94,7 +95,7 @@ void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::option
   set_dropout(kName, dropout_key, dropout_p, instance.head_dim, instance.head_dim_v, params);
   const bool has_dropout = params.dropout.key != nullptr;
   CHECK_ARGUMENT(!has_dropout || form != Bias::kStrided, "bias has rows that TMA cannot read; dropout has no kernel for it");
-  const ForwardTile tile = instance.tile(form, of_mask, static_cast<int>(sizes.seqlen_q), has_dropout);
+  const ForwardTile tile = instance.tile(form, of_mask, one_mask_row, static_cast<int>(sizes.seqlen_q), has_dropout);
 
   const CurrentDevice device(kName, q);  // before the TMA descriptors, whose encoder needs its context
 
@@ -158,7 +159,7 @@ void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::option
     results = torch::stable::new_empty(q, {&length, 1}, ScalarType::Float);
     params.split_results = static_cast<float*>(results.mutable_data_ptr());
   }
-  check(instance.launch(params, form, of_mask, blocks, device.stream), kName, "launching the kernel");
+  check(instance.launch(params, form, of_mask, one_mask_row, blocks, device.stream), kName, "launching the kernel");
 }
 
 }  // namespace
@@ -167,7 +168,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flash_dmattn, m) {
   m.def(
       "cuda_forward_kernel(Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? bias, Tensor? sink, Tensor(a!) out, "
       "Tensor(b!) lse, int low, int high, float softmax_scale, float softcap, int num_splits, Tensor? dropout_key, "
-      "float dropout_p) -> ()");
+      "float dropout_p, bool one_mask_row) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, m) { m.impl("cuda_forward_kernel", TORCH_BOX(&forward)); }

@@ -26,7 +26,7 @@ def restore(
     window_size: tuple[int, int],
     *tensors: torch.Tensor,
 ) -> PreparedMask:
-    """A prepared mask of its fields, as `PreparedMask.__reduce__` writes them.
+    """A prepared mask of the fields without which there is none.
 
     Raises:
         ValueError: there is no prepared mask of that form.
@@ -39,9 +39,9 @@ def restore(
     return types[form](seqlen_q, seqlen_k, is_causal, window_size, *tensors)
 
 
-def restore_leading(leading: tuple[int, ...], *fields: Any) -> PreparedMask:
-    """The same for a mask with leading dims, which stand before the arguments of `restore`."""
-    return dataclasses.replace(restore(*fields), leading=tuple(leading))
+def restore_with(others: dict[str, Any], *fields: Any) -> PreparedMask:
+    """The same with the other fields, as `PreparedMask.__reduce__` writes them."""
+    return dataclasses.replace(restore(*fields), **others)
 
 
 def restore_tree(bits: torch.Tensor) -> TreeMask:
@@ -60,4 +60,4 @@ def restore_sequence_tiles(
     return SequenceTileMask(sequences, SequenceSpec(*spec), is_causal, window_size, *tensors)
 
 
-torch.serialization.add_safe_globals([restore, restore_leading, restore_tree, restore_sequence_tiles])
+torch.serialization.add_safe_globals([restore, restore_with, restore_tree, restore_sequence_tiles])

@@ -87,6 +87,8 @@ class Flags(NamedTuple):
     nothing is packed has entries for S sequences, or one.
 
     A call whose `dropout_p` is not 0 has a key of its dropout beside it: see `flash_dmattn.reference.dropout`.
+
+    `one_mask_row` says that the mask was made of one row for all queries, as padding is; the window is not part of it.
     """
 
     left: int
@@ -102,6 +104,7 @@ class Flags(NamedTuple):
     mask_packing: Packing = "none"
     bias_packing: Packing = "none"
     dropout_p: float = 0.0
+    one_mask_row: bool = False
 
     @property
     def packs_queries(self) -> bool:

@@ -31,10 +31,13 @@ struct Consumer {
   const uint32_t bias_offset;
 
   // A key block that needs masking: bits of the thread's two rows, or of an interval mask the rows of the lane's keys.
+  static constexpr int kMaskRows = Traits::kHasOneMaskRow ? 1 : 2;
   struct MaskBits {
-    uint32_t words[2][kWords];
+    uint32_t words[kMaskRows][kWords];
   };
   using MaskWords = std::conditional_t<Traits::kHasIntervals, KeyRows<kBlockN>, MaskBits>;
+  // Whether registers are left to load it while its scores are computed. One row of bits, which all warps read, is near.
+  static constexpr bool kLoadsMaskEarly = Traits::kHasIntervals || !Traits::kHasOneMaskRow;
 
   __device__ __forceinline__ void start_scores(float (&scores)[kScores], int stage) {
     const uint64_t q = matrix_descriptor(shared_address(shared.q[query_stage]) + group * 64 * kRowBytes, 16);
@@ -79,7 +82,7 @@ struct Consumer {
                       work.first_row + row_of_warp - lane / 4);
     } else if constexpr (Traits::kHasMask) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
+      for (int r = 0; r < kMaskRows; ++r) {
         // By __ldg: masks come from the packing kernels, which never let the next kernel start early.
         const int32_t* bits = rows[r] + block * kWords;
         if constexpr (kWords == 4) {
@@ -107,7 +110,7 @@ struct Consumer {
           for (int w = 0; w < kWords; ++w) {
             // The thread's keys are two neighbours in each 8 of the word. The product moves their bits to bits 24 to 31,
             // which ptxas moves to predicates together; no two partial products meet.
-            const uint32_t bits = (mask_words.words[r][w] >> column & 0x03030303u) * 0x01041040u;
+            const uint32_t bits = (mask_words.words[r % kMaskRows][w] >> column & 0x03030303u) * 0x01041040u;
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
               float& score = scores[4 * (4 * w + i / 2) + 2 * r + i % 2];
@@ -377,7 +380,7 @@ struct Consumer {
       bool needs_mask;
       const int block = walk.at(0, needs_mask);
       MaskWords mask_words;
-      if (needs_mask) load_mask_words(mask_words, bits, work, block);
+      if (kLoadsMaskEarly && needs_mask) load_mask_words(mask_words, bits, work, block);
       barrier_wait(&shared.k_full[pipe_k.stage], pipe_k.phase);
       start_scores(scores, pipe_k.stage);
       BiasWords bias;
@@ -386,7 +389,10 @@ struct Consumer {
       wgmma_fence_operand(scores);
       barrier_arrive_of_warp(&shared.k_empty[pipe_k.stage]);  // per warp: its rows of the product are done
       finish_scores(scores, work, block, bias, pipe_bias);
-      if (needs_mask) apply_mask(scores, mask_words, work, block);
+      if (needs_mask) {
+        if constexpr (!kLoadsMaskEarly) load_mask_words(mask_words, bits, work, block);
+        apply_mask(scores, mask_words, work, block);
+      }
       softmax(scores, rescale);  // nothing to rescale yet
       drop(scores, work, block);
       to_operand(scores, probs);
@@ -398,7 +404,7 @@ struct Consumer {
       bool needs_mask;
       const int block = walk.at(step, needs_mask);
       MaskWords mask_words;
-      if (needs_mask) load_mask_words(mask_words, bits, work, block);
+      if (kLoadsMaskEarly && needs_mask) load_mask_words(mask_words, bits, work, block);
       barrier_wait(&shared.k_full[pipe_k.stage], pipe_k.phase);
       pingpong_wait();
       start_scores(scores, pipe_k.stage);
@@ -415,7 +421,10 @@ struct Consumer {
         wgmma_fence_operand(scores);
         pingpong_pass();
       }
-      if (needs_mask) apply_mask(scores, mask_words, work, block);
+      if (needs_mask) {
+        if constexpr (!kLoadsMaskEarly) load_mask_words(mask_words, bits, work, block);
+        apply_mask(scores, mask_words, work, block);
+      }
       const bool needs_rescale = softmax(scores, rescale);
       drop(scores, work, block);
       wgmma_wait<0>();

@@ -14,7 +14,7 @@ using TraitsOf = ForwardTraits<FLASH_DMATTN_ELEMENT, kD, kDv, kBias, kMask, kCon
 // Calls f with the traits of the kernel that serves a call of so many queries. Kernels with dropout have two consumers,
 // for the registers that Philox takes; the caller has found them to be there.
 template <class F>
-auto with_traits(Bias bias, MaskForm mask, int seqlen_q, bool has_dropout, F f) {
+auto with_traits(Bias bias, MaskForm mask, bool one_mask_row, int seqlen_q, bool has_dropout, F f) {
   const auto call = [&](auto of_bias, auto of_mask) {
     constexpr Bias kBias = decltype(of_bias)::value;
     constexpr MaskForm kMask = decltype(of_mask)::value;
@@ -22,6 +22,9 @@ auto with_traits(Bias bias, MaskForm mask, int seqlen_q, bool has_dropout, F f) 
       if (has_dropout) return f(TraitsOf<kBias, kMask, 2, true>{});
     }
     constexpr int kMost = most_consumers(kD, kDv, kBias, kMask);
+    if constexpr (kMask != MaskForm::kNone && kMost > 2) {
+      if (!one_mask_row || !pays_beside_one_row(seqlen_q)) return f(TraitsOf<kBias, kMask, 2>{});
+    }
     if constexpr (kMost == 4) {
       if (pays_to_take_three(seqlen_q)) return f(TraitsOf<kBias, kMask, 3>{});
     }
@@ -41,16 +44,17 @@ auto with_traits(Bias bias, MaskForm mask, int seqlen_q, bool has_dropout, F f) 
 
 template <>
 cudaError_t launch_forward<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V>(
-    const ForwardParams& params, Bias bias, MaskForm mask, int blocks, cudaStream_t stream) {
-  return with_traits(bias, mask, params.seqlen_q, params.dropout.key != nullptr,
+    const ForwardParams& params, Bias bias, MaskForm mask, bool one_mask_row, int blocks, cudaStream_t stream) {
+  return with_traits(bias, mask, one_mask_row, params.seqlen_q, params.dropout.key != nullptr,
                      [&](auto traits) { return launch_forward_kernel<decltype(traits)>(params, blocks, stream); });
 }
 
 template <>
 ForwardTile forward_tile<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V>(Bias bias, MaskForm mask,
+                                                                                               bool one_mask_row,
                                                                                                int seqlen_q,
                                                                                                bool has_dropout) {
-  return with_traits(bias, mask, seqlen_q, has_dropout, [](auto traits) {
+  return with_traits(bias, mask, one_mask_row, seqlen_q, has_dropout, [](auto traits) {
     using Of = decltype(traits);
     return ForwardTile{Of::kBlockM, Of::kBlockN, Of::kSplitKv ? kSplitFloats<Of> : 0,
                        Of::kSplitKv ? kSplitWarps<Of> : 0};

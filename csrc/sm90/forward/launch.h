@@ -17,10 +17,16 @@ enum class Bias {
   kStrided  // one value per query and key, any dtype and strides: slower, but needs no copy
 };
 
-// Consumers of a block, each of which has 64 rows: the most for which registers are left. With a mask there are two,
-// because a work tile is of the size of a mask tile.
+// Whether there are kernels of more than two consumers beside a mask with one row for all queries, in the form that such
+// a mask takes beside the bias. With any other mask a work tile is of the size of a mask tile.
+constexpr bool has_one_row_kernels(Bias bias, MaskForm mask) {
+  return mask == (bias == Bias::kTile ? MaskForm::kTiles : MaskForm::kIntervals);
+}
+
+// Consumers of a block, each of which has 64 rows: the most for which registers are left.
 constexpr int most_consumers(int head_dim, int head_dim_v, Bias bias, MaskForm mask) {
-  if (mask != MaskForm::kNone || bias == Bias::kStrided || head_dim > 64 || head_dim_v > 64) return 2;
+  if (bias == Bias::kStrided || head_dim > 64 || head_dim_v > 64) return 2;
+  if (mask != MaskForm::kNone && !has_one_row_kernels(bias, mask)) return 2;
   return head_dim <= 32 && head_dim_v <= 32 ? 4 : 3;
 }
 
@@ -30,10 +36,14 @@ inline bool pays_to_take_three(int seqlen_q) {
   return 4 * ((seqlen_q + 191) / 192) < 5 * ((seqlen_q + 255) / 256);
 }
 
+// Whether more than two serve a call beside a mask with one row: where that makes work tiles fewer.
+inline bool pays_beside_one_row(int seqlen_q) { return (seqlen_q + 191) / 192 < (seqlen_q + 127) / 128; }
+
 // Defined for the dtypes and head dims of the build. Beside an interval mask the bias is kNone or kVector. Launches on
-// the current device and returns the launch's error.
+// the current device and returns the launch's error. one_mask_row: whether all queries see the same keys.
 template <class T, int kHeadDim, int kHeadDimV>
-cudaError_t launch_forward(const ForwardParams& params, Bias bias, MaskForm mask, int blocks, cudaStream_t stream);
+cudaError_t launch_forward(const ForwardParams& params, Bias bias, MaskForm mask, bool one_mask_row, int blocks,
+                           cudaStream_t stream);
 
 // The same of calls with sequences: the bias is kNone, kTile or kVector, and there is no mask. block_m: queries of a work
 // tile, of sequences_block_m.
@@ -56,6 +66,6 @@ struct ForwardTile {
   int split_floats, split_warps;
 };
 template <class T, int kHeadDim, int kHeadDimV>
-ForwardTile forward_tile(Bias bias, MaskForm mask, int seqlen_q, bool has_dropout);
+ForwardTile forward_tile(Bias bias, MaskForm mask, bool one_mask_row, int seqlen_q, bool has_dropout);
 
 }  // namespace flash_dmattn

@@ -306,7 +306,7 @@ def _attend(
     if sink is not None:
         sink = (sink.float() if sink.dtype == torch.float64 else sink).contiguous()
     numbers = (low, high, flags.softmax_scale, flags.softcap, NUM_KV_SPLITS, dropout, flags.dropout_p)
-    _kernels().attend(_rows(q), k, v, walked, bias, sink, out, lse, *numbers)
+    _kernels().attend(_rows(q), k, v, walked, bias, sink, out, lse, *numbers, flags.one_mask_row and band is None)
 
 
 def _backward(

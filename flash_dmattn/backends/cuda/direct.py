@@ -42,6 +42,7 @@ def forward_pass(
     read_rows = _reader(_shapes(p), p.dtype.itemsize, rows)
     low, high = _band(p)
     scale, softcap, dropout_p = p.softmax_scale, p.softcap, p.dropout_p
+    one_mask_row = p.flags.one_mask_row and make_band(p.seqlen_q, p.seqlen_k, p.window) is None
     outputs, read_bias, lists = outputs_of(p), _forward_bias(p), places[:2]
 
     def run(
@@ -58,7 +59,8 @@ def forward_pass(
         if read_bias is not None and bias is not None:
             bias = read_bias(bias)
         walked = [mask[place] for place in lists] if mask else ()
-        attend(q, k, v, walked, bias, None, out, lse, low, high, scale, softcap, num_kv_splits(), dropout, dropout_p)
+        numbers = (low, high, scale, softcap, num_kv_splits(), dropout, dropout_p, one_mask_row)
+        attend(q, k, v, walked, bias, None, out, lse, *numbers)
         return out, lse
 
     return run
@@ -94,7 +96,7 @@ def _forward_of_groups(
         out, lse = outputs(q)
         q, k, v, out_rows, lse_rows = as_rows(q, k, v, out, lse, first, stop)
         q, k, v = read_rows(q, k, v)
-        numbers = (-group, keys, scale, softcap, num_kv_splits(), None, 0.0)
+        numbers = (-group, keys, scale, softcap, num_kv_splits(), None, 0.0, False)
         attend(q, k, v, (), None, None, out_rows, lse_rows, *numbers)
         return out, lse
 

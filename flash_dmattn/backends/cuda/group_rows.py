@@ -61,7 +61,7 @@ def group_rows(
         *as_rows(q, k, v, out, lse, first, stop),
         mask if mask.dense is None else MaskView("dense", (rows(mask.dense),)),
         None if bias is None else rows(bias),
-        flags._replace(left=-1, right=-1),
+        flags._replace(left=-1, right=-1, one_mask_row=False),
     )
 
 

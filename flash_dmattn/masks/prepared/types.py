@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -16,7 +16,7 @@ import torch
 
 from ...problem import Band, MaskView, causal_window, make_band
 from ..blocks import MaskStats
-from ..saved import restore, restore_leading
+from ..saved import restore_with
 from . import packing
 from .packing import EMPTY, FULL, TILE
 
@@ -34,6 +34,8 @@ class PreparedMask(ABC):
         form: "tiles" of a `TileMask`, "keys" of a `KeyMask`, "intervals" of an `IntervalMask`.
         batch_dims: the leading dims that its batch of Bm entries stands for, each 1 or that of the calls: (Bm,), or as
             the mask had them that it was made of.
+        one_row: whether it was made of a mask with one row for all queries, which lets some kernels take more of them at
+            once; the band is not part of that.
     """
 
     form: ClassVar[Literal["tiles", "keys", "intervals"]]
@@ -43,6 +45,7 @@ class PreparedMask(ABC):
     is_causal: bool
     window_size: tuple[int, int]
     leading: tuple[int, ...] | None = field(default=None, kw_only=True)
+    one_row: bool = field(default=False, kw_only=True)
 
     @property
     def batch_dims(self) -> tuple[int, ...]:
@@ -62,7 +65,11 @@ class PreparedMask(ABC):
         return self._with(tensors, dims)
 
     def _with(self, tensors: Sequence[torch.Tensor], leading: tuple[int, ...] | None) -> Self:
-        return type(self)(self.seqlen_q, self.seqlen_k, self.is_causal, self.window_size, *tensors, leading=leading)
+        return replace(
+            type(self)(self.seqlen_q, self.seqlen_k, self.is_causal, self.window_size, *tensors),
+            leading=leading,
+            one_row=self.one_row,
+        )
 
     @property
     def band(self) -> Band | None:
@@ -93,7 +100,8 @@ class PreparedMask(ABC):
     def call_key(self) -> tuple[object, ...]:
         """What calls with such a mask have in common, whatever the mask allows; hashable."""
         tensors = tuple((x.shape, x.dtype) for x in self.tensors)
-        return self.form, self.seqlen_q, self.seqlen_k, self.is_causal, self.window_size, self.device, tensors
+        numbers = self.seqlen_q, self.seqlen_k, self.is_causal, self.window_size, self.one_row
+        return self.form, *numbers, self.device, tensors
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
         """The same mask on a device, as `torch.Tensor.to` has it: itself where it is there already.
@@ -111,7 +119,8 @@ class PreparedMask(ABC):
     def __reduce__(self) -> tuple[object, ...]:
         """For pickle, copy and `torch.save`: the fields alone, since what is cached may name a device left behind."""
         fields = (self.form, self.seqlen_q, self.seqlen_k, self.is_causal, self.window_size, *self.tensors)
-        return (restore, fields) if self.leading is None else (restore_leading, (self.leading, *fields))
+        given = {"leading": self.leading, "one_row": self.one_row}
+        return restore_with, (given, *fields)
 
     def __repr__(self) -> str:
         # Not the values: printing them waits for the device, and there may be millions.
