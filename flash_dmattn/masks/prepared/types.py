@@ -34,8 +34,8 @@ class PreparedMask(ABC):
         form: "tiles" of a `TileMask`, "keys" of a `KeyMask`, "intervals" of an `IntervalMask`.
         batch_dims: the leading dims that its batch of Bm entries stands for, each 1 or that of the calls: (Bm,), or as
             the mask had them that it was made of.
-        one_row: whether it was made of a mask with one row for all queries, which lets some kernels take more of them at
-            once; the band is not part of that.
+        one_row: whether it was made of a mask with one row for all queries, the band apart. Some kernels then take more
+            queries at once.
     """
 
     form: ClassVar[Literal["tiles", "keys", "intervals"]]
