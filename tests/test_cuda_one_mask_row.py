@@ -72,7 +72,7 @@ def test_padding(backend: Runner, head_dim: int, bias: str, seqlen_q: int) -> No
 @pytest.mark.parametrize("backend", ("cuda",), indirect=True)
 def test_any_keys(backend: Runner, head_dim: int, heads: str, bias: str, form: str) -> None:
     """Keys that lie scattered, of each head, of groups; few are seen, and tiles without one."""
-    case = BASE.with_(head_dim=head_dim, seqlen_q=200 if head_dim == 32 else 300, seqlen_k=424, num_heads_k=2)
+    case = BASE.with_(head_dim=head_dim, seqlen_q=200 if head_dim == 32 else 300, seqlen_k=488, num_heads_k=2)
     case = case.with_(mask=("B", heads, "1", "Lk"), bias=BIASES[bias], needs_grad=(), dlse=False)
     inputs = case.build()
     assert inputs.mask is not None
@@ -89,6 +89,20 @@ def test_beside_a_band(backend: Runner, band: dict[str, Any], form: str) -> None
     """Then each row of tiles has a list of its own."""
     case = BASE.with_(head_dim=32, seqlen_q=300, needs_grad=(), dlse=False, **band)
     check(backend, case, padded(case), form)
+
+
+@pytest.mark.parametrize("bias", ("no bias", "per score"))
+@pytest.mark.parametrize("backend", ("cuda",), indirect=True)
+def test_rows_of_their_own(backend: Runner, bias: str) -> None:
+    """Tiles that some rows of tiles list and others do not: work tiles are those of the mask."""
+    case = BASE.with_(
+        head_dim=32, seqlen_q=300, mask=("B", "1", "Lq", "Lk"), bias=BIASES[bias], needs_grad=(), dlse=False
+    )
+    inputs = case.build()
+    assert inputs.mask is not None
+    inputs.mask[:, :, :128, :128] = False
+    inputs.mask[:, :, 128:, 128:] = False
+    check(backend, case, inputs)
 
 
 @pytest.mark.parametrize("backend", ("cuda",), indirect=True)

@@ -8,6 +8,7 @@ _RARE = "tests/test_cuda_rare.py::"
 _PARTS = "tests/test_cuda_parts.py::"
 _DBIAS_OUT = "tests/test_cuda_dbias_out.py::"
 _SECTIONS = "tests/test_cuda_sections.py::"
+_ONE_ROW = "tests/test_cuda_one_mask_row.py::"
 _LONG = ("tests/test_cuda_backward.py::test_long_walks[(2, 2, 128)-(4160, 129)-None-cuda]",)
 
 
@@ -347,8 +348,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "forward: bits of another row",
         "csrc/sm90/forward/consumer.h",
-        "const int row = min(work.first_row + row_of_warp + 8 * r, p.seqlen_q - 1);",
-        "const int row = min(work.first_row + row_of_warp + 4 * r, p.seqlen_q - 1);",
+        "const int row = Traits::kHasOneMaskRow ? 0 : min(work.first_row + row_of_warp + 8 * r, p.seqlen_q - 1);",
+        "const int row = Traits::kHasOneMaskRow ? 0 : min(work.first_row + row_of_warp + 4 * r, p.seqlen_q - 1);",
         (f"{_RARE}test_a_mask_of_each_head[no bias-cuda]",),
     ),
     Fault(
@@ -676,6 +677,42 @@ FAULTS: tuple[Fault, ...] = (
         "params.out_row_step = static_cast<int>(has_heads_first ? 1 : sizes.num_heads);",
         "params.out_row_step = static_cast<int>(sizes.num_heads);",
         ("tests/test_cuda_decoding.py::test_every_mask_and_bias[none-none-whole-cuda]",),
+    ),
+    # Masks with one row for all queries
+    Fault(
+        "the half of a tile in which keys are seen is left out",
+        "csrc/sm90/forward/tile_scheduler.h",
+        "skipped = (half.x | half.y) == 0;",
+        "skipped = 1;",
+        (f"{_ONE_ROW}test_any_keys[cuda-32-1-per score-tiles]",),
+    ),
+    Fault(
+        "a walk without the half in which it would begin ends where it would",
+        "csrc/sm90/forward/tile_scheduler.h",
+        "if constexpr (kSkips) all += skipped, step += skipped;",
+        "if constexpr (kSkips) all += skipped;",
+        (f"{_ONE_ROW}test_padding[cuda-32-per score-300]",),
+    ),
+    Fault(
+        "rows of a mask of which each has its own are taken for one",
+        "csrc/sm90/forward/instantiate.cu",
+        "kMask == MaskForm::kNone || one_mask_row ?",
+        "true ?",
+        (f"{_ONE_ROW}test_rows_of_their_own[cuda-per score]",),
+    ),
+    Fault(
+        "a band beside a mask with one row is forgotten",
+        "flash_dmattn/backends/cuda/direct.py",
+        "p.flags.one_mask_row and make_band(p.seqlen_q, p.seqlen_k, p.window) is None",
+        "p.flags.one_mask_row",
+        (f"{_ONE_ROW}test_what_the_kernel_is_told",),
+    ),
+    Fault(
+        "a band beside a mask with one row is forgotten where a call is watched",
+        "flash_dmattn/backends/cuda/backend.py",
+        "flags.one_mask_row and band is None",
+        "flags.one_mask_row",
+        (f"{_ONE_ROW}test_what_the_kernel_is_told",),
     ),
     # Long walks, and the order of work tiles
     Fault(

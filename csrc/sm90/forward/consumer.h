@@ -37,7 +37,7 @@ struct Consumer {
   };
   using MaskWords = std::conditional_t<Traits::kHasIntervals, KeyRows<kBlockN>, MaskBits>;
   // Whether registers are left to load it while its scores are computed. One row of bits, which all warps read, is near.
-  static constexpr bool kLoadsMaskEarly = Traits::kHasIntervals || !Traits::kHasOneMaskRow;
+  static constexpr bool kLoadsMaskEarly = Traits::kHasIntervals || !Traits::kHasOneMaskRow || Traits::kIsNarrow;
 
   __device__ __forceinline__ void start_scores(float (&scores)[kScores], int stage) {
     const uint64_t q = matrix_descriptor(shared_address(shared.q[query_stage]) + group * 64 * kRowBytes, 16);
@@ -61,14 +61,15 @@ struct Consumer {
     wgmma_commit();
   }
 
-  // Where the mask bits of the thread's two rows start. A row beyond the last takes those of the last.
+  // Where the mask bits of the thread's two rows start. A row beyond the last takes those of the last; one row for all
+  // queries is the first.
   __device__ __forceinline__ void find_mask_rows(const Work& work, const int32_t* (&rows)[2]) {
     if constexpr (Traits::kHasMask && !Traits::kHasIntervals) {
       const int64_t words = (p.seqlen_k + kTile - 1) / kTile * kTileWords;
       const int64_t mask = mask_of(p, work);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int row = min(work.first_row + row_of_warp + 8 * r, p.seqlen_q - 1);
+        const int row = Traits::kHasOneMaskRow ? 0 : min(work.first_row + row_of_warp + 8 * r, p.seqlen_q - 1);
         rows[r] = p.mask_bits + (mask * p.seqlen_q + row) * words;
       }
     }

@@ -22,13 +22,12 @@ auto with_traits(Bias bias, MaskForm mask, bool one_mask_row, int seqlen_q, bool
       if (has_dropout) return f(TraitsOf<kBias, kMask, 2, true>{});
     }
     constexpr int kMost = most_consumers(kD, kDv, kBias, kMask);
-    if constexpr (kMask != MaskForm::kNone && kMost > 2) {
-      if (!one_mask_row || !pays_beside_one_row(seqlen_q)) return f(TraitsOf<kBias, kMask, 2>{});
+    if constexpr (kMost > 2) {
+      const int consumers = kMask == MaskForm::kNone || one_mask_row ? consumers_for(seqlen_q, kMost, kMask) : 2;
+      if (consumers == kMost) return f(TraitsOf<kBias, kMask, kMost>{});
+      if (consumers == 3) return f(TraitsOf<kBias, kMask, 3>{});
     }
-    if constexpr (kMost == 4) {
-      if (pays_to_take_three(seqlen_q)) return f(TraitsOf<kBias, kMask, 3>{});
-    }
-    return f(TraitsOf<kBias, kMask, kMost>{});
+    return f(TraitsOf<kBias, kMask, 2>{});
   };
   return with_mask_form(mask, [&](auto form) {
     if constexpr (decltype(form)::value != MaskForm::kIntervals) {

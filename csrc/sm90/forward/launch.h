@@ -30,14 +30,14 @@ constexpr int most_consumers(int head_dim, int head_dim_v, Bias bias, MaskForm m
   return head_dim <= 32 && head_dim_v <= 32 ? 4 : 3;
 }
 
-// Whether three take less time than four, because they leave fewer of their rows empty. A work tile of three takes 0.8
-// of the time of one of four.
-inline bool pays_to_take_three(int seqlen_q) {
-  return 4 * ((seqlen_q + 191) / 192) < 5 * ((seqlen_q + 255) / 256);
+// How many of at most so many serve a call. Two do where more make no fewer work tiles, but not where more walk 64 keys at a
+// time and leave out an empty half of a tile. Three take less time than four where they leave fewer of their rows empty: a
+// work tile of three takes 0.8 of the time of one of four. (docs/notes/cuda_tried.md, "Short rows and head dims up to 32")
+inline int consumers_for(int seqlen_q, int most, MaskForm mask) {
+  const auto tiles = [=](int consumers) { return (seqlen_q + 64 * consumers - 1) / (64 * consumers); };
+  if ((most == 3 || mask == MaskForm::kIntervals) && tiles(most) >= tiles(2)) return 2;
+  return most == 4 && 4 * tiles(3) >= 5 * tiles(4) ? 4 : 3;
 }
-
-// Whether more than two serve a call beside a mask with one row: where that makes work tiles fewer.
-inline bool pays_beside_one_row(int seqlen_q) { return (seqlen_q + 191) / 192 < (seqlen_q + 127) / 128; }
 
 // Defined for the dtypes and head dims of the build. Beside an interval mask the bias is kNone or kVector. Launches on
 // the current device and returns the launch's error. one_mask_row: whether all queries see the same keys.

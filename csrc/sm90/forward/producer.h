@@ -36,6 +36,7 @@ __device__ __forceinline__ void load_tiles(const ForwardParams& p, ForwardStorag
         item.work = decode_work_tile<Traits::kHasSequences>(p, index, Traits::kBlockM, num_works);
         item.walk = Walk<Traits>::of(p, item.work);
       }
+      item.walk.skip_empty_half(p, item.work);
     }
     barrier_wait(&shared.work_empty[pipe_work.stage], pipe_work.phase ^ 1);
     shared.work[pipe_work.stage] = item;

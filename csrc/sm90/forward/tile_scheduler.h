@@ -50,17 +50,19 @@ struct Walk {
   // With a mask: the tile's row list, which has partial tiles last; it is walked backwards, partial tiles first.
   const int32_t* list;
   int num_full;
+  int skipped;  // 1 if the walk leaves out the half in which it would begin, else 0
   // Without: blocks [stop - steps, stop), walked backwards. Those in [start_inside, stop_inside) need no masking.
   int stop, start_inside, stop_inside;
 
   static constexpr int kBlocksPerTile = kTile / Traits::kBlockN;
+  static constexpr bool kSkips = Traits::kHasOneMaskRow && !Traits::kHasIntervals && kBlocksPerTile == 2;
 
   __device__ __forceinline__ static Walk of(const ForwardParams& p, const WorkTile<Traits::kHasSequences>& work) {
     Walk walk;
     if constexpr (Traits::kHasMask) {
       const int tiles_k = (p.seqlen_k + kTile - 1) / kTile, tiles_q = (p.seqlen_q + kTile - 1) / kTile;
-      const int tile_q = Traits::kHasOneMaskRow ? 0 : work.block_q;
-      const int32_t* list = p.mask_lists + (mask_of(p, work) * tiles_q + tile_q) * (2 + tiles_k);
+      // A mask with one row for all queries has the same list for each row of tiles.
+      const int32_t* list = p.mask_lists + (mask_of(p, work) * tiles_q + work.block_q) * (2 + tiles_k);
       // By __ldg: masks come from the packing kernels, which never let the next kernel start early.
       walk.num_full = __ldg(list);
       walk.steps = (walk.num_full + __ldg(list + 1)) * kBlocksPerTile;
@@ -92,10 +94,28 @@ struct Walk {
     steps = count * each;
   }
 
+  // Leaves out the first half tile of the walk if no key of it is seen, as where padding begins. Where keys lie otherwise,
+  // this one half does not matter.
+  __device__ __forceinline__ void skip_empty_half(const ForwardParams& p, const WorkTile<Traits::kHasSequences>& work) {
+    if constexpr (kSkips) {
+      skipped = 0;
+      if (steps == 0) return;
+      bool needs_mask;
+      const int block = at(0, needs_mask);
+      const int64_t words = (p.seqlen_k + kTile - 1) / kTile * kTileWords;
+      const int32_t* bits = p.mask_bits + mask_of(p, work) * p.seqlen_q * words + block * (Traits::kBlockN / kWord);
+      const int2 half = __ldg(reinterpret_cast<const int2*>(bits));
+      skipped = (half.x | half.y) == 0;
+      steps -= skipped;
+    }
+  }
+
   // The key block of a step, and whether some key of it may be masked.
   __device__ __forceinline__ int at(int step, bool& needs_mask) const {
     if constexpr (Traits::kHasMask) {
-      const int position = steps / kBlocksPerTile - 1 - step / kBlocksPerTile;
+      int all = steps;
+      if constexpr (kSkips) all += skipped, step += skipped;
+      const int position = all / kBlocksPerTile - 1 - step / kBlocksPerTile;
       needs_mask = position >= num_full;
       return __ldg(list + position) * kBlocksPerTile + (kBlocksPerTile - 1 - step % kBlocksPerTile);
     } else {

@@ -24,7 +24,7 @@ struct ForwardTraits {
   // more rows share a tile of k and v.
   static constexpr int kConsumers = kNumConsumers;
   static constexpr int kBlockM = 64 * kConsumers;
-  // A mask whose tiles are no work tiles: it has one row for all queries, and the lists of its first row of tiles serve.
+  // A mask whose tiles are no work tiles: it has one row for all queries.
   static constexpr bool kHasOneMaskRow = kHasMask && kBlockM != kTile;
   // At D32 a thread of four consumers has registers for the scores of 64 keys; with three, short rows leave fewer of 64
   // keys empty.
