@@ -1,5 +1,6 @@
 """Prepared masks against loops over positions and tiles: every field, every broadcast form, every builder."""
 
+import copy
 import dataclasses
 import itertools
 
@@ -78,9 +79,8 @@ def check_tile_mask(prepared, allowed):
             for part, expected in want.items():
                 assert getattr(prepared, f"{name}_{part}")[b, h].tolist() == expected
     dtypes = {"bits": torch.int32, "classes": torch.uint8}
-    for field in dataclasses.fields(prepared)[5:]:
-        tensor = getattr(prepared, field.name)
-        assert tensor.is_contiguous() and tensor.dtype == dtypes.get(field.name, torch.int32)
+    for name, tensor in tensors_of(prepared):
+        assert tensor.is_contiguous() and tensor.dtype == dtypes.get(name, torch.int32)
 
 
 def tile_class(allowed, row, col):
@@ -100,9 +100,15 @@ def check_key_mask(prepared, keys):
     assert all(x.is_contiguous() and x.dtype == torch.int32 for x in (prepared.kept, prepared.count, prepared.prefix))
 
 
+def tensors_of(prepared):
+    """The fields of a prepared mask that are tensors, with their names."""
+    values = ((field.name, getattr(prepared, field.name)) for field in dataclasses.fields(prepared))
+    return [(name, value) for name, value in values if isinstance(value, torch.Tensor)]
+
+
 def same(one, other):
     """Whether two prepared masks are of one class and equal in every tensor."""
-    names = [field.name for field in dataclasses.fields(one)[5:]]
+    names = [name for name, _ in tensors_of(one)]
     return type(one) is type(other) and all(torch.equal(getattr(one, n), getattr(other, n)) for n in names)
 
 
@@ -350,3 +356,16 @@ def test_errors_of_builders():
         masks.prepare_lengths([1], 6, 6, side="top")
     with pytest.raises(ValueError, match="ids_k has batch size 3"):
         masks.prepare_documents([[1], [2]], [[1], [2], [3]])
+
+
+def test_a_mask_of_one_row_remembers_it():
+    """Also moved, expanded over a batch, copied and saved; a band is no part of it."""
+    keys = torch.rand(2, 1, 1, 40) < 0.5
+    for mask in (keys, keys.expand(-1, -1, 30, -1)):
+        for options in ({}, {"as_tiles": True}, {"is_causal": True}):
+            prepared = prepare_mask(mask, seqlen_q=30, **options)
+            assert prepared.one_row
+            assert prepared.to("meta").one_row and prepared.expand_batch((3, 2)).one_row
+            assert copy.deepcopy(prepared).one_row and copy.deepcopy(prepared.expand_batch((3, 2))).batch_dims == (3, 2)
+    rows = keys.expand(-1, -1, 30, -1).contiguous()
+    assert not prepare_mask(rows).one_row and not prepare_mask(rows, find_intervals=True).one_row

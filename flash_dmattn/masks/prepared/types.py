@@ -100,8 +100,8 @@ class PreparedMask(ABC):
     def call_key(self) -> tuple[object, ...]:
         """What calls with such a mask have in common, whatever the mask allows; hashable."""
         tensors = tuple((x.shape, x.dtype) for x in self.tensors)
-        numbers = self.seqlen_q, self.seqlen_k, self.is_causal, self.window_size, self.one_row
-        return self.form, *numbers, self.device, tensors
+        numbers = self.seqlen_q, self.seqlen_k, self.is_causal, self.window_size
+        return self.form, *numbers, self.device, tensors, self.one_row
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
         """The same mask on a device, as `torch.Tensor.to` has it: itself where it is there already.
