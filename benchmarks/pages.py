@@ -15,7 +15,7 @@ from . import machine as machines
 from .report.summary import Standing, ours, standings, time_of
 from .report.tables import MODEL_HEAD, model_rows, table
 from .report.text import label, mb, ms
-from .results import load, missing
+from .results import SUITES, load, missing
 
 Record = dict[str, Any]
 README_SECTION = "## Speed"
@@ -92,12 +92,20 @@ def readme_section(folder: Path, root: Path) -> str:
     return "\n".join(lines)
 
 
+def folder_of(suite: str, folder: Path) -> Path | None:
+    """Where a suite has results: in the folder of the full run, else in one beside it; None where it has none."""
+    for each in (folder, *sorted(folder.parent.glob("*"))):
+        if (each / f"{suite}.json").exists():
+            return each
+    return None
+
+
 def docs_section(folder: Path, root: Path) -> str:
     """What docs/benchmarks.md has: ahead, behind and by how much; memory; accuracy."""
     content = load(folder / "performance.json")
     where = f"../{folder.relative_to(root).as_posix()}"
     found = standings(content["rows"])
-    figures = ["performance", "equivalence", "memory"] + ["model"] * (folder / "model.json").exists()
+    places = {suite: folder_of(suite, folder) for suite in SUITES}
     behind = sorted((s for s in found if place(s) == "behind"), key=lambda s: s.ratio or 0.0)
     lines = [
         WRITTEN_BY,
@@ -107,7 +115,7 @@ def docs_section(folder: Path, root: Path) -> str:
         *wrapped(verdict(found)),
         "",
         "All figures:",
-        *(f"* [{suite}]({where}/{suite}.md)" for suite in figures),
+        *(f"* [{suite}](../{at.relative_to(root).as_posix()}/{suite}.md)" for suite, at in places.items() if at),
         "",
         *_groups_table(found),
         "",
@@ -119,8 +127,12 @@ def docs_section(folder: Path, root: Path) -> str:
     ]
     parts = (("model", _model_lines), ("memory", _memory_lines), ("equivalence", _equivalence_lines))
     for suite, part in parts:
-        if (folder / f"{suite}.json").exists():
-            lines += ["", *part(load(folder / f"{suite}.json"))]
+        at = places[suite]
+        if at is None:
+            continue
+        heading, *body = part(of_suite := load(at / f"{suite}.json"))
+        elsewhere = [] if at == folder else ["", f"{machines.line(of_suite['machine'])}."]
+        lines += ["", heading, *elsewhere, *body]
     return "\n".join(lines)
 
 

@@ -58,11 +58,14 @@ def held(make: Callable[[], T], device: torch.device) -> tuple[T, float]:
 def _watch_gpu(run: Callable[[], None]) -> tuple[float, float]:
     """Bytes above those before: the most during a run, and those still held after it."""
     torch.cuda.synchronize()
+    gc.collect()  # modules refer to each other, and what they held of an earlier run is freed at some time
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     run()
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
+    peak = torch.cuda.max_memory_allocated() - before
+    gc.collect()
+    return peak, torch.cuda.memory_allocated() - before
 
 
 def _watch_cpu(run: Callable[[], None]) -> tuple[float, float]:

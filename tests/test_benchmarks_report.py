@@ -224,6 +224,14 @@ def test_generated_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     one_line = " ".join(docs.split())
     assert "from 448 to 320 MB" in one_line and "cuda 3.2." in one_line
     assert "our backends meet the accuracy rule in 1 of 1 runs, the peers in 0 of 1" in one_line
+    other = tmp_path / "benchmarks" / "results" / "other"
+    other.mkdir()
+    another = {**MEMORY, "machine": {**MEMORY["machine"], "commit": "1234567"}}
+    (folder / "memory.json").unlink()
+    (other / "memory.json").write_text(json.dumps(another))
+    elsewhere = pages.docs_section(folder, tmp_path)
+    assert "(../benchmarks/results/other/memory.md)" in elsewhere and "cuda 3.2." in " ".join(elsewhere.split())
+    assert "commit 1234567.\n" in elsewhere and "1234567" not in docs
     lines = f"{readme}\n{docs}".splitlines()
     assert all(len(line) <= 120 for line in lines if not line.startswith(("|", "!")))
     (tmp_path / "docs").mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ from benchmark_systems import (
 from benchmarks import results, systems, timing
 from benchmarks.cases import PASSES
 from benchmarks.inputs import make_inputs
-from benchmarks.peak_memory import MIB, peaks
+from benchmarks.peak_memory import MIB, held, peaks
 from benchmarks.suites import equivalence, memory, performance, trial
 from benchmarks.systems import Mode, Needs, System
 
@@ -175,6 +176,35 @@ def test_peaks_count_what_is_held_at_once() -> None:
     assert found.backward == pytest.approx(4.0, abs=0.1)
     assert found.both == pytest.approx(8.0, abs=0.1)
     assert peaks(lambda: x * 2, [x], torch.ones_like(x), backward=False) == (pytest.approx(4.0, abs=0.1), None, None)
+
+
+def test_what_is_held_leaves_out_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a reference cycle held before counts for nothing, wherever it is freed; nor does one made on the way."""
+
+    class Held:
+        alive = 0
+
+        def __init__(self) -> None:
+            self.myself = self
+            Held.alive += 1
+
+        def __del__(self) -> None:
+            Held.alive -= 1
+
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: Held.alive * MIB)
+
+    def make() -> Held:
+        gc.collect()
+        Held()
+        return Held()
+
+    Held()
+    made, found = held(make, torch.device("cuda"))
+    assert found == 1.0 and Held.alive == 1
+    made.myself = None  # type: ignore[assignment]
 
 
 def test_performance_row() -> None:
