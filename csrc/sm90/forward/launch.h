@@ -30,9 +30,10 @@ constexpr int most_consumers(int head_dim, int head_dim_v, Bias bias, MaskForm m
   return head_dim <= 32 && head_dim_v <= 32 ? 4 : 3;
 }
 
-// How many of at most so many serve a call. Two do where more make no fewer work tiles, but not where more walk 64 keys at a
-// time and leave out an empty half of a tile. Three take less time than four where they leave fewer of their rows empty: a
-// work tile of three takes 0.8 of the time of one of four. (docs/notes/cuda_tried.md, "Short rows and head dims up to 32")
+// How many of at most so many serve a call. Two do where more make no fewer work tiles; not at D32, where more walk 64 keys
+// at a time and leave fewer of short rows empty, but for intervals, of whose tiles no half is left out. Three take less time
+// than four where they leave fewer of their rows empty: a work tile of three takes 0.8 of the time of one of four.
+// (docs/notes/cuda_tried.md, "Short rows and head dims up to 32")
 inline int consumers_for(int seqlen_q, int most, MaskForm mask) {
   const auto tiles = [=](int consumers) { return (seqlen_q + 64 * consumers - 1) / (64 * consumers); };
   if ((most == 3 || mask == MaskForm::kIntervals) && tiles(most) >= tiles(2)) return 2;
