@@ -21,6 +21,7 @@ from flash_dmattn import masks
 from flash_dmattn.backends.protocol import is_composite
 from flash_dmattn.dispatch import settings
 from flash_dmattn.dispatch.registry import BACKENDS
+from flash_dmattn.masks.saved import restore, restore_leading
 from flash_dmattn.problem import allowed_pairs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -171,6 +172,21 @@ def test_a_prepared_mask_is_saved_and_loaded(form: str, tmp_path: Path) -> None:
     assert_same_mask(loaded, mask)
     torch.testing.assert_close(flash_dmattn.attention(q, k, v, loaded), want, rtol=0, atol=0)
     assert_same_mask(copy.deepcopy(mask), mask)
+
+
+@pytest.mark.parametrize("leading", (None, (3, 2)))
+def test_a_mask_that_an_earlier_version_saved_is_loaded(leading: tuple[int, ...] | None, tmp_path: Path) -> None:
+    mask = PREPARED["tiles"]() if leading is None else PREPARED["tiles"]().expand_batch(leading)
+    fields = (mask.form, mask.seqlen_q, mask.seqlen_k, mask.is_causal, mask.window_size, *mask.tensors)
+
+    class Saved:
+        def __reduce__(self) -> tuple[object, ...]:
+            return (restore, fields) if leading is None else (restore_leading, (leading, *fields))
+
+    torch.save(Saved(), tmp_path / "mask.pt")
+    loaded = torch.load(tmp_path / "mask.pt", weights_only=True)
+    assert_same_mask(loaded, mask)
+    assert loaded.batch_dims == mask.batch_dims and not loaded.one_row
 
 
 def test_a_loaded_mask_follows_map_location(tmp_path: Path) -> None:

@@ -44,6 +44,11 @@ def restore_with(others: dict[str, Any], *fields: Any) -> PreparedMask:
     return dataclasses.replace(restore(*fields), **others)
 
 
+def restore_leading(leading: tuple[int, ...], *fields: Any) -> PreparedMask:
+    """As masks with leading dims were saved before `one_row`."""
+    return restore_with({"leading": tuple(leading)}, *fields)
+
+
 def restore_tree(bits: torch.Tensor) -> TreeMask:
     """A tree mask of its field."""
     from . import TreeMask
@@ -60,4 +65,4 @@ def restore_sequence_tiles(
     return SequenceTileMask(sequences, SequenceSpec(*spec), is_causal, window_size, *tensors)
 
 
-torch.serialization.add_safe_globals([restore, restore_with, restore_tree, restore_sequence_tiles])
+torch.serialization.add_safe_globals([restore, restore_with, restore_leading, restore_tree, restore_sequence_tiles])

@@ -155,7 +155,7 @@ def prepare_mask(
         if found is not None:
             return IntervalMask(seqlen_q, seqlen_k, is_causal, window_size, *found, leading=leading)
     kind = _KINDS[view.form]
-    one_row = given.size(2) == 1 or given.stride(2) == 0
+    one_row = collapse(given).size(2) == 1
     return kind(seqlen_q, seqlen_k, is_causal, window_size, *view.tensors, leading=leading, one_row=one_row)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -65,11 +65,8 @@ class PreparedMask(ABC):
         return self._with(tensors, dims)
 
     def _with(self, tensors: Sequence[torch.Tensor], leading: tuple[int, ...] | None) -> Self:
-        return replace(
-            type(self)(self.seqlen_q, self.seqlen_k, self.is_causal, self.window_size, *tensors),
-            leading=leading,
-            one_row=self.one_row,
-        )
+        numbers = self.seqlen_q, self.seqlen_k, self.is_causal, self.window_size
+        return type(self)(*numbers, *tensors, leading=leading, one_row=self.one_row)
 
     @property
     def band(self) -> Band | None:
