@@ -53,7 +53,8 @@ GROUPS = {
     "serving": (4, 180, ("append", "trees", "nn_sequences", "sequence_pack")),
     "layouts": (4, 180, ("sequences", "cuda_sequences", "cuda_pages", "sequence_tiles", "triton_sequences")),
     "dropout": (3, 120, ("dropout", "cuda_dropout", "sinks")),
-    "ways": (2, 60, ("direct", "heads_first", "cuda_dbias_out", "cuda_decoding", "cuda_parts", "cuda_one_mask_row")),
+    "ways": (2, 60, ("direct", "heads_first", "cuda_dbias_out", "cuda_decoding", "cuda_parts")),
+    "forward_ways": (2, 60, ("cuda_one_mask_row", "cuda_held_bias")),
     "found": (2, 60, ("find_intervals", "interval_mask")),
 }
 # initcheck does not see what TMA stores, and reports each copy of it to the host. So it checks what kernels read, and

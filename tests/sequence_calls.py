@@ -17,6 +17,7 @@ from accuracy import (
     LSE_ROUNDING,
     Results,
     chance_by_delta,
+    chance_by_weights,
     error,
     norm_of,
     row_variances,
@@ -417,10 +418,13 @@ def assert_accurate(results: Results, call: SequenceCall) -> None:
             if name in spread:
                 allowed = max(allowed, DEVIATIONS * spread[name].norm().item() / max(norm_of(reference, None), 1e-300))
             limit = allowed + floor
-            if name in ("dq", "dk") and not found <= limit:
+            if name in ("dq", "dk", "dv") and not found <= limit:
                 numbers = {k: y for k, y in call.flags.items() if k in ("softcap", "softmax_scale")}
                 outs = (y["out"].reshape(dense.dout.shape).double() for y in (exact, in_dtype))
-                by_chance = chance_by_delta(name, dense, numbers, *outs)
+                if name == "dv":
+                    by_chance = chance_by_weights(dense, numbers, Tokens(call).dropout(), call.q.dtype)
+                else:
+                    by_chance = chance_by_delta(name, dense, numbers, *outs)
                 limit = max(limit, by_chance / max(norm_of(reference, None), 1e-300) + floor)
         if not found <= limit and not _is_nothing(x, reference):
             failures.append(f"{name}: error {found:.3e}, limit {limit:.3e}")

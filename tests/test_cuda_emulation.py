@@ -118,6 +118,10 @@ def test_masks_of_one_row(built: Built) -> None:
     run_tests(built, "test_cuda_one_mask_row.py")
 
 
+def test_a_bias_that_stays_in_shared_memory(built: Built) -> None:
+    run_tests(built, "test_cuda_held_bias.py")
+
+
 def test_dropout(built: Built) -> None:
     run_tests(built, "test_cuda_dropout.py")
 

@@ -55,6 +55,16 @@ Bias describe_bias(const Tensor& bias, const Tensor& q, ForwardParams& params) {
   return can_copy_tiles(bias, q) ? Bias::kTile : Bias::kStrided;
 }
 
+// Whether blocks keep the bias that batch entries share, for work tiles that follow each other. They have to be many.
+bool pays_to_hold_bias(const KernelInstance& instance, Bias form, const Sizes& sizes, const ForwardParams& params,
+                       bool has_more, int num_sms) {
+  constexpr int64_t kTilesOfBlock = 4;
+  if (has_more || params.bias_has_batch || sizes.batch == 1) return false;
+  const int64_t least = sizes.batch * sizes.num_heads * ceil_div(sizes.seqlen_q, int64_t{256});
+  return least >= kTilesOfBlock * num_sms && can_hold_bias(instance.head_dim, instance.head_dim_v, form,
+                                                           static_cast<int>(sizes.seqlen_q), sizes.seqlen_k);
+}
+
 // Key blocks that the longest work tile walks. The host does not know how many a mask leaves: it assumes a quarter.
 int64_t longest_walk(const Sizes& sizes, bool has_mask, const ForwardTile& tile, const ForwardParams& params) {
   const int64_t all = ceil_div(sizes.seqlen_k, tile.block_n);
@@ -95,13 +105,21 @@ void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::option
   set_dropout(kName, dropout_key, dropout_p, instance.head_dim, instance.head_dim_v, params);
   const bool has_dropout = params.dropout.key != nullptr;
   CHECK_ARGUMENT(!has_dropout || form != Bias::kStrided, "bias has rows that TMA cannot read; dropout has no kernel for it");
-  const ForwardTile tile = instance.tile(form, of_mask, one_mask_row, static_cast<int>(sizes.seqlen_q), has_dropout);
-
   const CurrentDevice device(kName, q);  // before the TMA descriptors, whose encoder needs its context
+  const int num_sms = sm_count(kName, device.index);
+  const bool is_banded = has_band(sizes, low, high);
+  const bool holds_bias =
+      pays_to_hold_bias(instance, form, sizes, params, has_mask || has_dropout || is_banded, num_sms);
+  const ForwardTile tile =
+      instance.tile(form, of_mask, one_mask_row, holds_bias, static_cast<int>(sizes.seqlen_q), has_dropout);
 
-  params.q = rows_map(kName, q, "q", tile.block_m);
-  params.k = rows_map(kName, k, "k", tile.block_n);
-  params.v = rows_map(kName, v, "v", tile.block_n);
+  // Blocks that keep their bias read the rows of many heads at a time, each at its own place.
+  const auto map_rows = [&](const Tensor& x, const char* name, int rows) {
+    return rows_map(kName, x, name, rows, holds_bias && x.size(2) * x.size(3) > 128);
+  };
+  params.q = map_rows(q, "q", tile.block_m);
+  params.k = map_rows(k, "k", tile.block_n);
+  params.v = map_rows(v, "v", tile.block_n);
   if (form == Bias::kTile) params.bias = scores_map(kName, *bias, "bias", tile.block_m);
   params.out = out.mutable_data_ptr();
   set_out_steps(out, sizes, params);
@@ -121,8 +139,6 @@ void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::option
   params.blocks_q = static_cast<int>(blocks_q);
   const bool has_bias_tiles = form == Bias::kTile || form == Bias::kStrided;
   params.batch_is_inner = shares_over_batch(params, has_bias_tiles, has_mask);
-  const int num_sms = sm_count(kName, device.index);
-  const bool is_banded = has_band(sizes, low, high);
   // A section's keys and values fit in L2.
   const int64_t group_bytes = sizes.seqlen_k * (sizes.head_dim + sizes.head_dim_v) * 2;
   const int64_t inner_pairs = params.batch_is_inner ? sizes.batch : sizes.num_heads / sizes.num_heads_k;
@@ -159,7 +175,8 @@ void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::option
     results = torch::stable::new_empty(q, {&length, 1}, ScalarType::Float);
     params.split_results = static_cast<float*>(results.mutable_data_ptr());
   }
-  check(instance.launch(params, form, of_mask, one_mask_row, blocks, device.stream), kName, "launching the kernel");
+  check(instance.launch(params, form, of_mask, one_mask_row, holds_bias, blocks, device.stream), kName,
+        "launching the kernel");
 }
 
 }  // namespace

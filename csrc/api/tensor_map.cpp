@@ -72,9 +72,10 @@ CUtensorMap ragged_map(const char* op, const Tensor& x, const char* name, int64_
 
 }  // namespace
 
-CUtensorMap rows_map(const char* op, const Tensor& x, const char* name, int rows) {
+CUtensorMap rows_map(const char* op, const Tensor& x, const char* name, int rows, bool is_alone) {
   return tensor_map<4>(op, x, name, {x.size(3), x.size(1), x.size(2), x.size(0)},
-                       {x.stride(3), x.stride(1), x.stride(2), x.stride(0)}, rows, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+                       {x.stride(3), x.stride(1), x.stride(2), x.stride(0)}, rows,
+                       is_alone ? CU_TENSOR_MAP_L2_PROMOTION_L2_64B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
 // A row of a box is 128 bytes, so L2 is told to fetch 128 bytes at a time: faster than 256

@@ -10,8 +10,9 @@ namespace flash_dmattn {
 // A box is `rows` rows of 64 columns, with the 128-byte swizzle. Elements outside the tensor read as 0 and are not
 // written. `op` and `name` are the operator and its argument, for error messages.
 
-// For q, k, v or dout, (B, L, H, D): dims (D, L, H, B), innermost first.
-CUtensorMap rows_map(const char* op, const torch::stable::Tensor& x, const char* name, int rows);
+// For q, k, v or dout, (B, L, H, D): dims (D, L, H, B), innermost first. is_alone: rows of 64 bytes, beside those of other
+// heads that are read at another time; else L2 fetches what lies beside a row with it.
+CUtensorMap rows_map(const char* op, const torch::stable::Tensor& x, const char* name, int rows, bool is_alone = false);
 
 // For one value per query and key, (B, H, Lq, Lk): dims (Lk, Lq, H, B). A dim that is shared has size 1.
 CUtensorMap scores_map(const char* op, const torch::stable::Tensor& x, const char* name, int rows);

@@ -14,8 +14,9 @@ struct PipelineState {
   int stage = 0;
   uint32_t phase = 0;
 
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
+  // stages: how many there are, if some are not used.
+  __device__ __forceinline__ void advance(int stages = kStages) {
+    if (++stage == stages) {
       stage = 0;
       phase ^= 1;
     }
@@ -23,14 +24,14 @@ struct PipelineState {
 };
 
 // Waits for the next work tile, as a whole warp. It may be read until release_work_tile.
-template <class Storage>
-__device__ __forceinline__ const auto& get_work_tile(Storage& shared, const PipelineState<2>& pipe) {
+template <class Storage, int kStages>
+__device__ __forceinline__ const auto& get_work_tile(Storage& shared, const PipelineState<kStages>& pipe) {
   barrier_wait(&shared.work_full[pipe.stage], pipe.phase);
   return shared.work[pipe.stage];
 }
 
-template <class Storage>
-__device__ __forceinline__ void release_work_tile(Storage& shared, PipelineState<2>& pipe) {
+template <class Storage, int kStages>
+__device__ __forceinline__ void release_work_tile(Storage& shared, PipelineState<kStages>& pipe) {
   barrier_arrive_of_warp(&shared.work_empty[pipe.stage]);
   pipe.advance();
 }

@@ -9,6 +9,7 @@ _PARTS = "tests/test_cuda_parts.py::"
 _DBIAS_OUT = "tests/test_cuda_dbias_out.py::"
 _SECTIONS = "tests/test_cuda_sections.py::"
 _ONE_ROW = "tests/test_cuda_one_mask_row.py::"
+_HELD = "tests/test_cuda_held_bias.py::"
 _LONG = ("tests/test_cuda_backward.py::test_long_walks[(2, 2, 128)-(4160, 129)-None-cuda]",)
 
 
@@ -355,8 +356,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "forward: h % Hk in the place of h // G",
         "csrc/sm90/forward/producer.h",
-        "const int head_k = work.head / p.heads_per_group;",
-        "const int head_k = work.head % (p.num_heads / p.heads_per_group);",
+        "const int head_k = work.head / p.heads_per_group, steps",
+        "const int head_k = work.head % (p.num_heads / p.heads_per_group), steps",
         _every_gradient("no bias"),
     ),
     Fault(
@@ -369,8 +370,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "forward: a stage of v is waited for in the wrong phase",
         "csrc/sm90/forward/producer.h",
-        "barrier_wait(&shared.v_empty[pipe_v.stage], pipe_v.phase ^ 1);\n      const auto at",
-        "barrier_wait(&shared.v_empty[pipe_v.stage], pipe_v.phase);\n      const auto at",
+        "barrier_wait(&shared.v_empty[pipe_v.stage], pipe_v.phase ^ 1);\n        tma_load_panels",
+        "barrier_wait(&shared.v_empty[pipe_v.stage], pipe_v.phase);\n        tma_load_panels",
         _every_gradient("no bias"),
     ),
     # The backward kernel
@@ -713,6 +714,49 @@ FAULTS: tuple[Fault, ...] = (
         "flags.one_mask_row and band is None",
         "flags.one_mask_row",
         (f"{_ONE_ROW}test_what_the_kernel_is_told",),
+    ),
+    # A bias that stays in shared memory, and the threads that hand out and load work tiles
+    Fault(
+        "the bias of other rows is taken for the one that is held",
+        "csrc/sm90/forward/producer.h",
+        "head == held_head && work.block_q == held_rows",
+        "head == held_head",
+        (f"{_HELD}test_lengths[384-384-cuda]",),
+    ),
+    Fault(
+        "the bias of another head is taken for the one that is held",
+        "csrc/sm90/forward/producer.h",
+        "head == held_head && work.block_q == held_rows",
+        "work.block_q == held_rows",
+        (f"{_HELD}test_lengths[64-64-cuda]",),
+    ),
+    Fault(
+        "stages of a held bias are counted as if all were used",
+        "csrc/sm90/forward/tile_scheduler.h",
+        "Traits::kHoldsBias ? walk.steps : Traits::kBiasStages",
+        "Traits::kBiasStages",
+        (f"{_HELD}test_lengths[129-72-cuda]",),
+    ),
+    Fault(
+        "a bias is held beside a band",
+        "csrc/api/forward.cpp",
+        "has_mask || has_dropout || is_banded, num_sms",
+        "has_mask || has_dropout, num_sms",
+        (f"{_HELD}test_rows_that_see_other_keys[{{'is_causal': True}}-cuda]",),
+    ),
+    Fault(
+        "a bias of every entry is held",
+        "csrc/api/forward.cpp",
+        "if (has_more || params.bias_has_batch || sizes.batch == 1) return false;",
+        "if (has_more || sizes.batch == 1) return false;",
+        (f"{_HELD}test_every_bias[normal-('B', 'Hq', 'Lq', 'Lk')-cuda]",),
+    ),
+    Fault(
+        "lse of a work tile goes where that of the head's first goes",
+        "csrc/sm90/forward/tile_scheduler.h",
+        "first_lse = first_lse_of(p, work) + work.first_row;",
+        "first_lse = first_lse_of(p, work);",
+        (f"{_HELD}test_lengths[500-256-cuda]",),
     ),
     # Long walks, and the order of work tiles
     Fault(

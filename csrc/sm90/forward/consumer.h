@@ -98,8 +98,9 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void apply_mask(float (&scores)[kScores], const MaskWords& mask_words,
-                                             const Work& work, int block) {
+  __device__ __forceinline__ void apply_mask(float (&scores)[kScores], MaskWords& mask_words,
+                                             const int32_t* const (&rows)[2], const Work& work, int block) {
+    if constexpr (!kLoadsMaskEarly) load_mask_words(mask_words, rows, work, block);
     if constexpr (Traits::kHasIntervals) {
       mask_words.apply(scores);
     } else {
@@ -138,7 +139,8 @@ struct Consumer {
   static constexpr int kBiasWords = kBlockN / 4;
   using BiasWords = uint32_t[kBiasWords];
 
-  __device__ __forceinline__ void load_bias(BiasWords& bias, PipelineState<Traits::kBiasStages>& pipe) {
+  __device__ __forceinline__ void load_bias(BiasWords& bias, PipelineState<Traits::kBiasStages>& pipe,
+                                            const Walk<Traits>& walk) {
     barrier_wait(&shared.bias_full[pipe.stage], pipe.phase);
     if constexpr (Traits::kBias == Bias::kTile) {
       const uint32_t first = shared_address(shared.bias[pipe.stage]) + bias_offset;
@@ -154,7 +156,7 @@ struct Consumer {
       for (int c = 0; c < kBlockN / 8; ++c) ld_shared_v2(bias[2 * c], bias[2 * c + 1], start + c * 32);
     }
     barrier_arrive_of_warp(&shared.bias_empty[pipe.stage]);
-    pipe.advance();
+    pipe.advance(bias_stages(walk));
   }
 
   __device__ __forceinline__ void add_bias(float (&scores)[kScores], const BiasWords& bias) {
@@ -173,7 +175,8 @@ struct Consumer {
 
   // Turns products into scores in units of p.scale: applies f and adds the bias.
   __device__ __forceinline__ void finish_scores(float (&scores)[kScores], const Work& work, int block,
-                                                BiasWords& bias, PipelineState<Traits::kBiasStages>& pipe) {
+                                                BiasWords& bias, PipelineState<Traits::kBiasStages>& pipe,
+                                                const Walk<Traits>& walk) {
     if (p.transforms) {
       if (p.softcap > 0) {
 #pragma unroll
@@ -184,7 +187,7 @@ struct Consumer {
       }
     }
     if constexpr (Traits::kProducesBias) {
-      if constexpr (!Traits::kLoadsBiasEarly) load_bias(bias, pipe);
+      if constexpr (!Traits::kLoadsBiasEarly) load_bias(bias, pipe, walk);
       add_bias(scores, bias);
     }
     if constexpr (Traits::kBias == Bias::kStrided) {
@@ -314,16 +317,17 @@ struct Consumer {
   }
 
   // Writes out and lse of the work tile.
-  __device__ __forceinline__ void epilogue(const Work& work) {
+  __device__ __forceinline__ void epilogue(const WorkItem<Traits>& item) {
+    const Work& work = item.work;
     const bool per_query = Traits::kBias == Bias::kNone && p.bias_is_per_query;
-    const int seqlen_q = seqlen_q_of(p, work);
+    const int first_row = work.first_row + row_of_warp, seqlen_q = seqlen_q_of(p, work);
     float lse[2], factor[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float sum = quad_sum(row_sum[r]);
-      lse[r] = sum > 0 ? fmaf(row_max[r], p.scale, logf(sum)) : -INFINITY;
-      factor[r] = sum > 0 ? 1.0f / sum : 0.0f;
-      const int row = work.first_row + row_of_warp + 8 * r;
+      lse[r] = sum > 0 ? fmaf(row_max[r], p.scale, log_approx(sum)) : -INFINITY;
+      factor[r] = sum > 0 ? reciprocal_approx(sum) : 0.0f;
+      const int row = first_row + 8 * r;
       if (per_query && row < seqlen_q) {
         float bias;
         with_bias(p, work, [&](auto bias_at) { bias = bias_at(row, 0); });
@@ -333,15 +337,13 @@ struct Consumer {
     }
     if (p.sink != nullptr) join_sink(work.head, lse, factor);
     if constexpr (Traits::kHasDropout) factor[0] *= p.dropout.scale, factor[1] *= p.dropout.scale;
+    const int64_t row_step = static_cast<int64_t>(p.out_row_step) * p.head_dim_v;
+    float* const lse_to = p.lse + item.first_lse + row_of_warp;
+    Element* const out_to = static_cast<Element*>(p.out) + item.first_out + row_of_warp * row_step + 8 * (lane % 4);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = work.first_row + row_of_warp + 8 * r;
-      const bool exists = row < seqlen_q;
-      if (exists && lane % 4 == 0) p.lse[first_lse_of(p, work) + row] = lse[r];
-      Element* to = static_cast<Element*>(p.out) +
-                    (first_query_of(p, work) * p.num_heads + static_cast<int64_t>(row) * p.out_row_step +
-                     static_cast<int64_t>(work.head) * p.out_head_step) *
-                        p.head_dim_v;
+      const bool exists = first_row + 8 * r < seqlen_q;
+      if (exists && lane % 4 == 0) lse_to[8 * r] = lse[r];
 #pragma unroll
       for (int c = 0; c < kDv / 32; ++c) {
         uint32_t words[4];
@@ -352,9 +354,8 @@ struct Consumer {
           words[w] = factor[r] == 0.0f ? 0u : pack(out[i] * factor[r], out[i + 1] * factor[r], Element{});
         }
         quad_transpose(words[0], words[1], words[2], words[3], lane);
-        const int column = 8 * (4 * c + lane % 4);
-        if (exists && column < p.head_dim_v) {
-          *reinterpret_cast<uint4*>(to + column) = make_uint4(words[0], words[1], words[2], words[3]);
+        if (exists && 8 * (4 * c + lane % 4) < p.head_dim_v) {
+          st_global_v4(out_to + 8 * r * row_step + 32 * c, words);
         }
       }
     }
@@ -385,15 +386,12 @@ struct Consumer {
       barrier_wait(&shared.k_full[pipe_k.stage], pipe_k.phase);
       start_scores(scores, pipe_k.stage);
       BiasWords bias;
-      if constexpr (Traits::kLoadsBiasEarly) load_bias(bias, pipe_bias);
+      if constexpr (Traits::kLoadsBiasEarly) load_bias(bias, pipe_bias, walk);
       wgmma_wait<0>();
       wgmma_fence_operand(scores);
       barrier_arrive_of_warp(&shared.k_empty[pipe_k.stage]);  // per warp: its rows of the product are done
-      finish_scores(scores, work, block, bias, pipe_bias);
-      if (needs_mask) {
-        if constexpr (!kLoadsMaskEarly) load_mask_words(mask_words, bits, work, block);
-        apply_mask(scores, mask_words, work, block);
-      }
+      finish_scores(scores, work, block, bias, pipe_bias, walk);
+      if (needs_mask) apply_mask(scores, mask_words, bits, work, block);
       softmax(scores, rescale);  // nothing to rescale yet
       drop(scores, work, block);
       to_operand(scores, probs);
@@ -413,19 +411,16 @@ struct Consumer {
       start_out(probs, pipe_v.stage, step > 1);
       if constexpr (!Traits::kPingPongAfterBias) pingpong_pass();
       BiasWords bias;
-      if constexpr (Traits::kLoadsBiasEarly) load_bias(bias, pipe_bias);
+      if constexpr (Traits::kLoadsBiasEarly) load_bias(bias, pipe_bias, walk);
       wgmma_wait<1>();
       wgmma_fence_operand(scores);
       barrier_arrive_of_warp(&shared.k_empty[pipe_k.stage]);
-      finish_scores(scores, work, block, bias, pipe_bias);
+      finish_scores(scores, work, block, bias, pipe_bias, walk);
       if constexpr (Traits::kPingPongAfterBias) {
         wgmma_fence_operand(scores);
         pingpong_pass();
       }
-      if (needs_mask) {
-        if constexpr (!kLoadsMaskEarly) load_mask_words(mask_words, bits, work, block);
-        apply_mask(scores, mask_words, work, block);
-      }
+      if (needs_mask) apply_mask(scores, mask_words, bits, work, block);
       const bool needs_rescale = softmax(scores, rescale);
       drop(scores, work, block);
       wgmma_wait<0>();
@@ -462,7 +457,7 @@ struct Consumer {
       if constexpr (Traits::kProducesBias) {
         barrier_wait(&shared.bias_full[pipe_bias.stage], pipe_bias.phase);
         barrier_arrive_of_warp(&shared.bias_empty[pipe_bias.stage]);
-        pipe_bias.advance();
+        pipe_bias.advance(bias_stages(walk));
       }
       barrier_wait(&shared.v_full[pipe_v.stage], pipe_v.phase);
       barrier_arrive_of_warp(&shared.v_empty[pipe_v.stage]);
@@ -488,7 +483,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, ForwardStorage<T
   PipelineState<Traits::kStages> pipe_k, pipe_v;
   PipelineState<Traits::kQueryStages> pipe_q;
   PipelineState<Traits::kBiasStages> pipe_bias;
-  PipelineState<2> pipe_work;
+  PipelineState<kWorkStages> pipe_work;
   // The first consumer goes first: the last one fills its barrier.
   if (group == Traits::kConsumers - 1) named_barrier_arrive(kPingPongBarrier, 2 * 128);
   const uint32_t bias_offset = make_bias_offset<Traits>(group);
@@ -496,7 +491,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, ForwardStorage<T
     const WorkItem<Traits>& item = get_work_tile(shared, pipe_work);
     if (!item.is_valid) break;
     const auto& work = item.work;
-    const Walk<Traits>& walk = item.walk;
+    const Walk<Traits> walk = item.walk;
     float out[Traits::kDv / 2];
     Consumer<Traits> consumer{
         p,          shared,     group, lane, row_of_warp, pipe_q.stage, out, {-INFINITY, -INFINITY}, {0.0f, 0.0f},
@@ -518,7 +513,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, ForwardStorage<T
                                             consumer.row_sum);
       }
     }
-    if (has_result) consumer.epilogue(work);
+    if (has_result) consumer.epilogue(item);
     release_work_tile(shared, pipe_work);
   }
   // No consumer may exit while an arrival is outstanding: the first takes the last one.

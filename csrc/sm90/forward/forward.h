@@ -34,11 +34,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) forward_kernel(const __gr
       barrier_init(&shared.bias_full[stage], Traits::kBias == Bias::kVector ? kArrivalsOfWarp : 1);
       barrier_init(&shared.bias_empty[stage], kArrivals);
     }
-    for (int stage = 0; stage < 2; ++stage) {
+    for (int stage = 0; stage < kWorkStages; ++stage) {
       barrier_init(&shared.work_full[stage], 1);
       constexpr int kWarps = Traits::kProducesBias + Traits::kHasPages;  // of the producer, that read work tiles
-      barrier_init(&shared.work_empty[stage], kArrivals + kArrivalsOfWarp * kWarps);
+      barrier_init(&shared.work_empty[stage], kArrivals + kArrivalsOfWarp * kWarps + 1);  // and load_tiles
     }
+    barrier_init(&shared.work_wanted, 1);
     fence_barrier_init();
   }
   griddep_wait();
@@ -54,6 +55,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) forward_kernel(const __gr
       produce_bias<Traits>(p, shared);
     } else if (Traits::kHasPages && warp == 2) {
       if constexpr (Traits::kHasPages) load_pages<Traits>(p, shared);
+    } else if (warp == 3) {
+      if (threadIdx.x % 32 == 0) schedule<Traits>(p, shared);
     }
   } else {
     setmaxnreg_inc<Traits::kConsumerRegisters>();

@@ -8,13 +8,14 @@ namespace {
 
 constexpr int kD = FLASH_DMATTN_HEAD_DIM, kDv = FLASH_DMATTN_HEAD_DIM_V;
 
-template <Bias kBias, MaskForm kMask, int kConsumers, bool kHasDropout = false>
-using TraitsOf = ForwardTraits<FLASH_DMATTN_ELEMENT, kD, kDv, kBias, kMask, kConsumers, false, false, kHasDropout>;
+template <Bias kBias, MaskForm kMask, int kConsumers, bool kHasDropout = false, bool kHoldsBias = false>
+using TraitsOf =
+    ForwardTraits<FLASH_DMATTN_ELEMENT, kD, kDv, kBias, kMask, kConsumers, false, false, kHasDropout, kHoldsBias>;
 
 // Calls f with the traits of the kernel that serves a call of so many queries. Kernels with dropout have two consumers,
 // for the registers that Philox takes; the caller has found them to be there.
 template <class F>
-auto with_traits(Bias bias, MaskForm mask, bool one_mask_row, int seqlen_q, bool has_dropout, F f) {
+auto with_traits(Bias bias, MaskForm mask, bool one_mask_row, bool holds_bias, int seqlen_q, bool has_dropout, F f) {
   const auto call = [&](auto of_bias, auto of_mask) {
     constexpr Bias kBias = decltype(of_bias)::value;
     constexpr MaskForm kMask = decltype(of_mask)::value;
@@ -22,6 +23,12 @@ auto with_traits(Bias bias, MaskForm mask, bool one_mask_row, int seqlen_q, bool
       if (has_dropout) return f(TraitsOf<kBias, kMask, 2, true>{});
     }
     constexpr int kMost = most_consumers(kD, kDv, kBias, kMask);
+    if constexpr (kMost == 4 && kBias == Bias::kTile && kMask == MaskForm::kNone) {
+      if (holds_bias) {
+        if (consumers_for(seqlen_q, 4, kMask) == 4) return f(TraitsOf<kBias, kMask, 4, false, true>{});
+        return f(TraitsOf<kBias, kMask, 3, false, true>{});
+      }
+    }
     if constexpr (kMost > 2) {
       const int consumers = kMask == MaskForm::kNone || one_mask_row ? consumers_for(seqlen_q, kMost, kMask) : 2;
       if (consumers == kMost) return f(TraitsOf<kBias, kMask, kMost>{});
@@ -43,17 +50,19 @@ auto with_traits(Bias bias, MaskForm mask, bool one_mask_row, int seqlen_q, bool
 
 template <>
 cudaError_t launch_forward<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V>(
-    const ForwardParams& params, Bias bias, MaskForm mask, bool one_mask_row, int blocks, cudaStream_t stream) {
-  return with_traits(bias, mask, one_mask_row, params.seqlen_q, params.dropout.key != nullptr,
+    const ForwardParams& params, Bias bias, MaskForm mask, bool one_mask_row, bool holds_bias, int blocks,
+    cudaStream_t stream) {
+  return with_traits(bias, mask, one_mask_row, holds_bias, params.seqlen_q, params.dropout.key != nullptr,
                      [&](auto traits) { return launch_forward_kernel<decltype(traits)>(params, blocks, stream); });
 }
 
 template <>
 ForwardTile forward_tile<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V>(Bias bias, MaskForm mask,
                                                                                                bool one_mask_row,
+                                                                                               bool holds_bias,
                                                                                                int seqlen_q,
                                                                                                bool has_dropout) {
-  return with_traits(bias, mask, one_mask_row, seqlen_q, has_dropout, [](auto traits) {
+  return with_traits(bias, mask, one_mask_row, holds_bias, seqlen_q, has_dropout, [](auto traits) {
     using Of = decltype(traits);
     return ForwardTile{Of::kBlockM, Of::kBlockN, Of::kSplitKv ? kSplitFloats<Of> : 0,
                        Of::kSplitKv ? kSplitWarps<Of> : 0};

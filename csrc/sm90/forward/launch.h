@@ -40,11 +40,21 @@ inline int consumers_for(int seqlen_q, int most, MaskForm mask) {
   return most == 4 && 4 * tiles(3) >= 5 * tiles(4) ? 4 : 3;
 }
 
+// Keys whose bias a block of three or four consumers can hold at once.
+constexpr int held_keys(int consumers) { return consumers == 3 ? 384 : 256; }
+
+// Whether there is a kernel that holds it, for a call without a mask and without dropout.
+inline bool can_hold_bias(int head_dim, int head_dim_v, Bias bias, int seqlen_q, int64_t seqlen_k) {
+  return bias == Bias::kTile && most_consumers(head_dim, head_dim_v, bias, MaskForm::kNone) == 4 &&
+         seqlen_k <= held_keys(consumers_for(seqlen_q, 4, MaskForm::kNone));
+}
+
 // Defined for the dtypes and head dims of the build. Beside an interval mask the bias is kNone or kVector. Launches on
-// the current device and returns the launch's error. one_mask_row: whether all queries see the same keys.
+// the current device and returns the launch's error. one_mask_row: whether all queries see the same keys. holds_bias:
+// whether blocks keep their bias for batch entries that share it, which can_hold_bias has to allow.
 template <class T, int kHeadDim, int kHeadDimV>
-cudaError_t launch_forward(const ForwardParams& params, Bias bias, MaskForm mask, bool one_mask_row, int blocks,
-                           cudaStream_t stream);
+cudaError_t launch_forward(const ForwardParams& params, Bias bias, MaskForm mask, bool one_mask_row, bool holds_bias,
+                           int blocks, cudaStream_t stream);
 
 // The same of calls with sequences: the bias is kNone, kTile or kVector, and there is no mask. block_m: queries of a work
 // tile, of sequences_block_m.
@@ -67,6 +77,6 @@ struct ForwardTile {
   int split_floats, split_warps;
 };
 template <class T, int kHeadDim, int kHeadDimV>
-ForwardTile forward_tile(Bias bias, MaskForm mask, bool one_mask_row, int seqlen_q, bool has_dropout);
+ForwardTile forward_tile(Bias bias, MaskForm mask, bool one_mask_row, bool holds_bias, int seqlen_q, bool has_dropout);
 
 }  // namespace flash_dmattn

@@ -1,5 +1,5 @@
-// The producer warpgroup: one thread schedules tiles and loads q, k and v by TMA; one warp supplies the bias, and one loads k
-// and v where they lie in pages.
+// The producer warpgroup: one thread hands out work tiles, one loads q, k and v by TMA; one warp supplies the bias, and one
+// loads k and v where they lie in pages.
 #pragma once
 
 #include <type_traits>
@@ -9,6 +9,40 @@
 
 namespace flash_dmattn {
 
+// Hands work tiles to the other warps, as one thread, which finds the next ones while the others work.
+template <class Traits>
+__device__ __forceinline__ void schedule(const ForwardParams& p, ForwardStorage<Traits>& shared) {
+  PipelineState<kWorkStages> pipe_work;
+  PipelineState<1> pipe_wanted;
+  [[maybe_unused]] int num_works = 0;
+  if constexpr (Traits::kHasSequences) num_works = *p.sequences.num_works;
+  int index = blockIdx.x, num_work_tiles = count_work_tiles<Traits::kHasSequences>(p, num_works);
+  if constexpr (Traits::kHoldsBias) {  // work tiles that follow each other: most read the bias of the one before
+    const int64_t all = num_work_tiles;
+    index = static_cast<int>(all * blockIdx.x / gridDim.x);
+    num_work_tiles = static_cast<int>(all * (blockIdx.x + 1) / gridDim.x);
+  }
+  for (;;) {
+    WorkItem<Traits> item;
+    item.is_valid = index < num_work_tiles;
+    if (item.is_valid) item.find(p, index, num_works);
+    barrier_wait(&shared.work_empty[pipe_work.stage], pipe_work.phase ^ 1);
+    shared.work[pipe_work.stage] = item;
+    barrier_arrive(&shared.work_full[pipe_work.stage]);
+    pipe_work.advance();
+    if (!item.is_valid) return;
+    if (p.tile_counter != nullptr) {
+      // Not before the loads of this one begin: a tile that is taken too early waits, while another block may be idle.
+      barrier_wait(&shared.work_wanted, pipe_wanted.phase);
+      pipe_wanted.advance();
+      index = atomicAdd(p.tile_counter, 1) + gridDim.x;
+    } else {
+      index += Traits::kHoldsBias ? 1 : gridDim.x;
+    }
+  }
+}
+
+// Loads q, k and v, as one thread.
 template <class Traits>
 __device__ __forceinline__ void load_tiles(const ForwardParams& p, ForwardStorage<Traits>& shared) {
   constexpr int kBlockN = Traits::kBlockN;
@@ -18,74 +52,63 @@ __device__ __forceinline__ void load_tiles(const ForwardParams& p, ForwardStorag
 
   PipelineState<Traits::kStages> pipe_k, pipe_v;
   PipelineState<Traits::kQueryStages> pipe_q;
-  PipelineState<2> pipe_work;
-  [[maybe_unused]] int num_works = 0;
-  if constexpr (Traits::kHasSequences) num_works = *p.sequences.num_works;
-  const int num_work_tiles = count_work_tiles<Traits::kHasSequences>(p, num_works);
-  for (int index = blockIdx.x;;) {
-    WorkItem<Traits> item;
-    item.is_valid = index < num_work_tiles;
-    if (item.is_valid) {
-      if constexpr (Traits::kSplitKv) {
-        item.split = index - p.unsplit_tiles;
-        const int tile_index = item.split < 0 ? index : p.unsplit_tiles + item.split / p.num_splits;
-        item.work = decode_work_tile<Traits::kHasSequences>(p, tile_index, Traits::kBlockM, num_works);
-        item.walk = Walk<Traits>::of(p, item.work);
-        if (item.split >= 0) item.walk.keep_split(item.split % p.num_splits, p.num_splits);
-      } else {
-        item.work = decode_work_tile<Traits::kHasSequences>(p, index, Traits::kBlockM, num_works);
-        item.walk = Walk<Traits>::of(p, item.work);
+  PipelineState<kWorkStages> pipe_work;
+  const auto load_queries = [&](const WorkItem<Traits>& item) {
+    if (!item.is_valid || item.walk.steps == 0) return;
+    barrier_wait(&shared.q_empty[pipe_q.stage], pipe_q.phase ^ 1);
+    const auto at = query_at(p, item.work, item.work.first_row);
+    tma_load_panels<Traits::kPanels, Traits::kBlockM>(shared.q[pipe_q.stage], &p.q, &shared.q_full[pipe_q.stage], 0, at,
+                                                      item.work.head);
+    pipe_q.advance();
+  };
+
+  // With another stage for q, that of the next work tile is loaded early: when consumers have begun this one.
+  constexpr bool kIsEarly = Traits::kQueryStages > 1;
+  const WorkItem<Traits>* item = &get_work_tile(shared, pipe_work);
+  load_queries(*item);
+  while (item->is_valid) {
+    if (p.tile_counter != nullptr) barrier_arrive(&shared.work_wanted);
+    // Copies: a load is issued as soon as its stage is free.
+    const auto work = item->work;
+    const Walk<Traits> walk = item->walk;
+    const int head_k = work.head / p.heads_per_group, steps = walk.steps;
+
+    // In the order in which consumers need them: the keys of a step before the values of the step before.
+    int block = 0;
+    const auto load_step = [&](int step) {
+      if constexpr (Traits::kHasPages) return;
+      const auto values_at = key_at(p, work, block * kBlockN);
+      if (step < steps) {
+        bool needs_mask;
+        block = walk.at(step, needs_mask);
+        const auto at = key_at(p, work, block * kBlockN);
+        barrier_wait(&shared.k_empty[pipe_k.stage], pipe_k.phase ^ 1);
+        tma_load_panels<Traits::kPanels, kBlockN>(shared.k[pipe_k.stage], &p.k, &shared.k_full[pipe_k.stage], 0, at,
+                                                  head_k);
+        pipe_k.advance();
       }
-      item.walk.skip_empty_half(p, item.work);
-    }
-    barrier_wait(&shared.work_empty[pipe_work.stage], pipe_work.phase ^ 1);
-    shared.work[pipe_work.stage] = item;
-    barrier_arrive(&shared.work_full[pipe_work.stage]);
-    pipe_work.advance();
-    if (!item.is_valid) return;
-    // Asked for now, so that the answer is there when this tile's loads have been issued.
-    const int next = p.tile_counter != nullptr ? atomicAdd(p.tile_counter, 1) + gridDim.x : index + gridDim.x;
-    const auto& work = item.work;
-    const Walk<Traits>& walk = item.walk;
-    const int head_k = work.head / p.heads_per_group;
-
-    auto copy_keys = [&](int block) {
-      if constexpr (Traits::kHasPages) return;
-      barrier_wait(&shared.k_empty[pipe_k.stage], pipe_k.phase ^ 1);
-      const auto at = key_at(p, work, block * kBlockN);
-      tma_load_panels<Traits::kPanels, kBlockN>(shared.k[pipe_k.stage], &p.k, &shared.k_full[pipe_k.stage], 0, at,
-                                                head_k);
-      pipe_k.advance();
-    };
-    auto copy_values = [&](int block) {
-      if constexpr (Traits::kHasPages) return;
-      barrier_wait(&shared.v_empty[pipe_v.stage], pipe_v.phase ^ 1);
-      const auto at = key_at(p, work, block * kBlockN);
-      tma_load_panels<Traits::kPanelsV, kBlockN>(shared.v[pipe_v.stage], &p.v, &shared.v_full[pipe_v.stage], 0, at,
-                                                 head_k);
-      pipe_v.advance();
+      if (step > 0) {
+        barrier_wait(&shared.v_empty[pipe_v.stage], pipe_v.phase ^ 1);
+        tma_load_panels<Traits::kPanelsV, kBlockN>(shared.v[pipe_v.stage], &p.v, &shared.v_full[pipe_v.stage], 0,
+                                                   values_at, head_k);
+        pipe_v.advance();
+      }
     };
 
-    if (walk.steps > 0) {
-      bool needs_mask;
-      int block = walk.at(0, needs_mask);
-      barrier_wait(&shared.q_empty[pipe_q.stage], pipe_q.phase ^ 1);
-      const auto at = query_at(p, work, work.first_row);
-      tma_load_panels<Traits::kPanels, Traits::kBlockM>(shared.q[pipe_q.stage], &p.q, &shared.q_full[pipe_q.stage], 0,
-                                                        at, work.head);
-      pipe_q.advance();
-      copy_keys(block);
-      // In the order in which consumers need them: the keys of a step before the values of the step before.
+    int step = 0;
+    const int steps_before_next = kIsEarly ? min(Traits::kStages, steps) : steps;
 #pragma unroll 1
-      for (int step = 1; step < walk.steps; ++step) {
-        const int next_block = walk.at(step, needs_mask);
-        copy_keys(next_block);
-        copy_values(block);
-        block = next_block;
-      }
-      copy_values(block);
+    for (; step <= steps_before_next; ++step) load_step(step);
+    const int stage = pipe_work.stage;
+    pipe_work.advance();
+    const WorkItem<Traits>& next = get_work_tile(shared, pipe_work);
+    load_queries(next);
+    if constexpr (kIsEarly) {
+#pragma unroll 1
+      for (; step <= steps; ++step) load_step(step);
     }
-    index = next;
+    barrier_arrive(&shared.work_empty[stage]);
+    item = &next;
   }
 }
 
@@ -94,7 +117,7 @@ template <class Traits>
 __device__ __forceinline__ void load_pages(const ForwardParams& p, ForwardStorage<Traits>& shared) {
   const int lane = threadIdx.x % 32, boxes = kTile / p.sequences.page_box;
   PipelineState<Traits::kStages> pipe_k, pipe_v;
-  PipelineState<2> pipe_work;
+  PipelineState<kWorkStages> pipe_work;
   for (;;) {
     const WorkItem<Traits>& item = get_work_tile(shared, pipe_work);
     if (!item.is_valid) return;
@@ -139,13 +162,17 @@ __device__ __forceinline__ void produce_bias(const ForwardParams& p, ForwardStor
   constexpr int kBlockN = Traits::kBlockN, kPerLane = kBlockN / 32;
   const int lane = threadIdx.x % 32;
   const bool is_read_once = p.heads_per_bias == 1 && (p.bias_has_batch || p.batch == 1);
+  int held_head = -1, held_rows = -1;
   PipelineState<Traits::kBiasStages> pipe;
-  PipelineState<2> pipe_work;
+  PipelineState<kWorkStages> pipe_work;
   for (;;) {
     const WorkItem<Traits>& item = get_work_tile(shared, pipe_work);
     if (!item.is_valid) return;
     const auto& work = item.work;
     const Walk<Traits>& walk = item.walk;
+    const int head = work.head / p.heads_per_bias;
+    const bool is_held = Traits::kHoldsBias && head == held_head && work.block_q == held_rows;
+    held_head = head, held_rows = work.block_q;
 #pragma unroll 1
     for (int step = 0; step < walk.steps; ++step) {
       bool needs_mask;
@@ -156,11 +183,12 @@ __device__ __forceinline__ void produce_bias(const ForwardParams& p, ForwardStor
           const auto at = score_at(p, work, work.first_row, p.bias_has_batch);
           const auto copy = [&](auto once) {
             tma_load_panels<kBlockN / kPanelColumns, Traits::kBlockM, decltype(once)::value>(
-                shared.bias[pipe.stage], &p.bias, &shared.bias_full[pipe.stage], first_key, at,
-                work.head / p.heads_per_bias);
+                shared.bias[pipe.stage], &p.bias, &shared.bias_full[pipe.stage], first_key, at, head);
           };
           // A bias that is read once would drive k and v out of L2 (docs/notes/cuda_tried.md, "Forward kernel").
-          if (is_read_once) {
+          if (is_held) {
+            barrier_arrive(&shared.bias_full[pipe.stage]);
+          } else if (is_read_once) {
             copy(std::true_type{});
           } else {
             copy(std::false_type{});
@@ -179,7 +207,7 @@ __device__ __forceinline__ void produce_bias(const ForwardParams& p, ForwardStor
         for (int i = 0; i < kPerLane; ++i) to[i * 32 + lane] = values[i] * p.inverse_scale;
         barrier_arrive_of_warp(&shared.bias_full[pipe.stage]);
       }
-      pipe.advance();
+      pipe.advance(bias_stages(walk));
     }
     release_work_tile(shared, pipe_work);
   }

@@ -18,8 +18,9 @@ struct alignas(1024) ForwardStorage {
   uint64_t k_full[Traits::kStages], k_empty[Traits::kStages];
   uint64_t v_full[Traits::kStages], v_empty[Traits::kStages];
   uint64_t bias_full[Traits::kBiasStages], bias_empty[Traits::kBiasStages];
-  uint64_t work_full[2], work_empty[2];
-  WorkItem<Traits> work[2];
+  uint64_t work_full[kWorkStages], work_empty[kWorkStages];
+  uint64_t work_wanted;  // loads of the last work tile begin, so the next one may be taken
+  WorkItem<Traits> work[kWorkStages];
 };
 
 }  // namespace flash_dmattn

@@ -126,6 +126,12 @@ struct Walk {
   }
 };
 
+// The stages of the bias: where a block holds it, one for each of its key blocks, which all work tiles walk alike.
+template <class Traits>
+__device__ __forceinline__ int bias_stages(const Walk<Traits>& walk) {
+  return Traits::kHoldsBias ? walk.steps : Traits::kBiasStages;
+}
+
 // Split-KV: which split, counted over all split tiles; negative for an unsplit tile.
 template <bool kSplitKv>
 struct ItemSplit {};
@@ -134,12 +140,35 @@ struct ItemSplit<true> {
   int split;
 };
 
+// Work tiles that the producer may have handed out while others still read the first of them.
+constexpr int kWorkStages = 3;
+
 // A work tile, or a split of one, as the producer hands it to the other warps.
 template <class Traits>
 struct WorkItem : ItemSplit<Traits::kSplitKv> {
   bool is_valid;  // false after the last
   WorkTile<Traits::kHasSequences> work;
   Walk<Traits> walk;
+  int64_t first_out, first_lse;  // where the work tile's first row starts in out, in elements, and in lse
+
+  // Those of an index, which is below the number of work tiles.
+  __device__ __forceinline__ void find(const ForwardParams& p, int index, int num_works) {
+    int tile = index;
+    if constexpr (Traits::kSplitKv) {
+      this->split = index - p.unsplit_tiles;
+      if (this->split >= 0) tile = p.unsplit_tiles + this->split / p.num_splits;
+    }
+    work = decode_work_tile<Traits::kHasSequences>(p, tile, Traits::kBlockM, num_works);
+    walk = Walk<Traits>::of(p, work);
+    if constexpr (Traits::kSplitKv) {
+      if (this->split >= 0) walk.keep_split(this->split % p.num_splits, p.num_splits);
+    }
+    walk.skip_empty_half(p, work);
+    first_lse = first_lse_of(p, work) + work.first_row;
+    first_out = (first_query_of(p, work) * p.num_heads + static_cast<int64_t>(work.first_row) * p.out_row_step +
+                 static_cast<int64_t>(work.head) * p.out_head_step) *
+                p.head_dim_v;
+  }
 };
 
 }  // namespace flash_dmattn

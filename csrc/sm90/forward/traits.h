@@ -9,7 +9,7 @@
 namespace flash_dmattn {
 
 template <class T, int kHeadDim, int kHeadDimV, Bias kBiasForm, MaskForm kMaskForm, int kNumConsumers,
-          bool kOfSequences = false, bool kInPages = false, bool kDropout = false>
+          bool kOfSequences = false, bool kInPages = false, bool kDropout = false, bool kHeldBias = false>
 struct ForwardTraits {
   using Element = T;
   static constexpr int kD = kHeadDim, kDv = kHeadDimV;
@@ -31,10 +31,15 @@ struct ForwardTraits {
   static constexpr bool kIsNarrow = kConsumers > 2 && kD <= 32 && kDv <= 32;
   // Else 128 keys where two stages of k and v and two of bias fit beside q in 227 KB.
   static constexpr int kBlockN = !kIsNarrow && kD <= 128 && kDv <= 128 ? 128 : 64;
-  static constexpr int kStages = kIsNarrow ? 3 : 2;
+  // A block holds all tiles of bias that its rows need, for the batch entries that read them one after the other. Beside
+  // them there is room for two stages of k and v.
+  static constexpr bool kHoldsBias = kHeldBias;
+  static constexpr int kStages = kIsNarrow && !kHoldsBias ? 3 : 2;
   // Tiles of bias come from device memory, k and v mostly from L2: bias gets more stages where they fit.
   static constexpr bool kProducesBias = kBias == Bias::kTile || kBias == Bias::kVector;
-  static constexpr int kBiasStages = kBias == Bias::kTile ? (kConsumers == 2 && kD <= 64 && kDv <= 64 ? 4 : 2) : 4;
+  static constexpr int kBiasStages = kHoldsBias             ? held_keys(kConsumers) / kBlockN
+                                     : kBias != Bias::kTile ? 4
+                                                            : (kConsumers == 2 && kD <= 64 && kDv <= 64 ? 4 : 2);
 
   static constexpr int kPanels = (kD + kPanelColumns - 1) / kPanelColumns;
   static constexpr int kPanelsV = (kDv + kPanelColumns - 1) / kPanelColumns;
@@ -43,9 +48,11 @@ struct ForwardTraits {
   static constexpr int kValueBytes = kBlockN * kPanelsV * kRowBytes;
   static constexpr int kBiasTileBytes = kBlockM * kBlockN * 2;
   static constexpr int kBiasBytes = kBias == Bias::kTile ? kBiasTileBytes : kBias == Bias::kVector ? kBlockN * 4 : 16;
-  // Beside tiles of bias, whose TMA loads q would queue behind, q of the next tile is loaded early. Elsewhere that
-  // gains nothing.
-  static constexpr int kQueryStages = kBias == Bias::kTile && kD <= 64 && kDv <= 64 ? 2 : 1;
+  // q of the next work tile is loaded while consumers are at this one, where there is room for it.
+  static constexpr int kQueryStages = (kD <= 64 && kDv <= 64) || (kD <= 128 && kDv <= 128 && kConsumers == 2 &&
+                                                                  kBias != Bias::kTile)
+                                          ? 2
+                                          : 1;
 
   static constexpr int kThreads = 128 * (1 + kConsumers);
   // Three warpgroups share 504 registers per thread, four share 512, five 480, in steps of 8. With 24 the producer
@@ -60,10 +67,12 @@ struct ForwardTraits {
   static constexpr bool kLoadsBiasEarly = kProducesBias && (kConsumers == 2 || kIsNarrow) && kDv <= 128;
 
   // Whether there is split-KV: not for wide rows, nor for a bias that is read value by value, nor of sequences.
-  static constexpr bool kSplitKv = kD <= 128 && kDv <= 128 && kBias != Bias::kStrided && !kHasSequences;
+  static constexpr bool kSplitKv = kD <= 128 && kDv <= 128 && kBias != Bias::kStrided && !kHasSequences && !kHoldsBias;
   static_assert(!(kHasSequences && (kHasMask || kBias == Bias::kStrided)), "where there are kernels of sequences");
   static_assert(!kHasDropout || (kBlockN % 16 == 0 && !kHasSequences && kBias != Bias::kStrided),
                 "where there are kernels with dropout");
+  static_assert(!kHoldsBias || (kBias == Bias::kTile && kIsNarrow && !kHasMask && !kHasDropout && !kHasSequences),
+                "where there are kernels that hold their bias");
   static_assert(!kHasPages || (kHasSequences && kBlockN == kTile), "boxes of pages make up a block of keys");
 };
 

@@ -308,9 +308,15 @@ inline void ld_shared_v4(uint32_t (&out)[4], uint32_t address) {
   std::memcpy(out, emulation::current->block->at(address, 16), 16);
 }
 
+inline void st_global_v4(void* to, const uint32_t (&words)[4]) {
+  if (reinterpret_cast<uintptr_t>(to) % 16 != 0) emulation::fail("st_global_v4 is not on 16 bytes");
+  std::memcpy(to, words, 16);
+}
+
 // What is too small for a normal number becomes 0.
 inline float flushed(float x) { return std::fabs(x) < 1.17549435e-38f ? std::copysign(0.0f, x) : x; }
 inline float exp2_approx(float x) { return flushed(std::exp2(flushed(x))); }
 inline float reciprocal_approx(float x) { return flushed(1.0f / flushed(x)); }
+inline float log_approx(float x) { return 0.693147180559945f * std::log2(flushed(x)); }
 
 }  // namespace flash_dmattn

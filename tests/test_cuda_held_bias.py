@@ -1,0 +1,74 @@
+"""A bias per score that batch entries share, of which a block keeps what its rows need, at head dims up to 32."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from accuracy import assert_accurate, run
+from cases import DEVICE, Case
+from conftest import Runner
+
+import flash_dmattn
+
+pytestmark = pytest.mark.parametrize("backend", ("cuda",), indirect=True)
+
+NUM_SMS = torch.cuda.get_device_properties(0).multi_processor_count if DEVICE == "cuda" else 3
+SHARED = ("1", "Hq", "Lq", "Lk")
+BASE = Case(num_heads=3, num_heads_k=3, head_dim=32, dtype=torch.bfloat16, bias=SHARED, needs_grad=(), dlse=False)
+
+
+def least_batch(num_heads: int, seqlen_q: int) -> int:
+    """Entries from which on blocks keep their bias: those with 4 work tiles of 256 rows for each block."""
+    return -(-4 * NUM_SMS // (num_heads * -(-seqlen_q // 256)))
+
+
+def check(backend: Runner, case: Case, more: int = 1) -> None:
+    """Run a case of `more` entries than the least that keep their bias."""
+    case = case.with_(batch=least_batch(case.num_heads, case.seqlen_q) + more)
+    inputs = case.build()
+    refusal = backend.refusal(case, inputs)
+    if refusal is not None:
+        pytest.skip(refusal)
+    assert_accurate(run(partial(flash_dmattn.attention, return_lse=True, backend="cuda"), case, inputs), case, inputs)
+
+
+# Three consumers, of which the last may have no rows, and four; keys that fill a block of 64, or not; all that fit.
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k"),
+    ((1, 8), (64, 64), (129, 72), (192, 384), (200, 256), (256, 200), (300, 304), (384, 384), (385, 64), (500, 256)),
+)
+def test_lengths(backend: Runner, seqlen_q: int, seqlen_k: int) -> None:
+    check(backend, BASE.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k))
+
+
+@pytest.mark.parametrize("seqlen", (264, 392))
+def test_more_keys_than_fit(backend: Runner, seqlen: int) -> None:
+    check(backend, BASE.with_(seqlen_q=256 if seqlen == 264 else 384, seqlen_k=seqlen))
+
+
+@pytest.mark.parametrize(
+    "bias", (SHARED, ("1", "1", "Lq", "Lk"), ("1", "Hk", "Lq", "Lk"), ("B", "Hq", "Lq", "Lk")), ids=str
+)
+@pytest.mark.parametrize("kind", ("normal", "inf", "huge"))
+def test_every_bias(backend: Runner, kind: str, bias: tuple[str, ...]) -> None:
+    check(backend, BASE.with_(num_heads=4, num_heads_k=2, seqlen_q=200, seqlen_k=136, bias=bias, bias_kind=kind))
+
+
+@pytest.mark.parametrize("changes", ({"is_causal": True}, {"window_size": (40, 70)}), ids=str)
+def test_rows_that_see_other_keys(backend: Runner, changes: dict[str, object]) -> None:
+    """Their walks differ: nothing is kept."""
+    check(backend, BASE.with_(seqlen_q=300, seqlen_k=304, **changes))
+
+
+def test_sinks_a_softcap_a_scale_and_wide_heads(backend: Runner) -> None:
+    for changes in ({"sink": "normal"}, {"softcap": 3.0}, {"softmax_scale": 0.7}, {"head_dim": 16}, {"head_dim_v": 8}):
+        check(backend, BASE.with_(seqlen_q=130, seqlen_k=136, **changes))
+
+
+@pytest.mark.parametrize("times", (0.5, 1, 1.1, 1.4, 3, 4))
+def test_batches(backend: Runner, times: float) -> None:
+    """Blocks begin in the midst of a bias, and have one or several of them; the first has too few work tiles for it."""
+    case = BASE.with_(seqlen_q=200, seqlen_k=72)
+    check(backend, case, more=int((times - 1) * least_batch(case.num_heads, case.seqlen_q)))
