@@ -141,6 +141,12 @@ D128 = (
     WIDE.with_(seqlen_k=257, bias=FULL, mask=TILES, dtype=FP16, num_heads=4, num_heads_k=1),
     WIDE.with_(bias=("1", "Hk", "Lq", "1"), mask=TILES, mask_kind="empty_rows", head_dim_v=72),
 )
+# A bias that a block of three or four consumers keeps for many entries; enough of them for 132 SMs.
+SHARED_BIAS = {"batch": 180, "num_heads": 3, "num_heads_k": 3, "head_dim": 32, "bias": ("1", "Hq", "Lq", "Lk")}
+HELD_BIAS = (
+    FORWARD.with_(**SHARED_BIAS, seqlen_q=130, seqlen_k=136),
+    FORWARD.with_(**SHARED_BIAS, seqlen_q=200, seqlen_k=72, sink="normal"),
+)
 # (192, 128), 192 and 256 walk 64 keys at a time.
 OTHERS = (
     FORWARD.with_(head_dim=96, seqlen_k=136, bias=FULL, mask=TILES),
@@ -352,7 +358,7 @@ BACKWARD_WIDE_CAPPED = _wide_capped()
 CASES = {
     "triton": _numbered(plain=PLAIN + SHORT_ROWS, descriptors=DESCRIPTORS, unaligned=UNALIGNED),
     "cuda": _numbered(
-        plain=_narrow(*D64) + D64 + D128 + OTHERS,
+        plain=_narrow(*D64) + D64 + D128 + HELD_BIAS + OTHERS,
         unaligned=_narrow(*FORWARD_UNALIGNED) + FORWARD_UNALIGNED,
         parts=_narrow(*FORWARD_PARTS) + FORWARD_PARTS,
     ),
