@@ -721,14 +721,14 @@ FAULTS: tuple[Fault, ...] = (
         "csrc/sm90/forward/producer.h",
         "head == held_head && work.block_q == held_rows",
         "head == held_head",
-        (f"{_HELD}test_lengths[384-384-cuda]",),
+        (f"{_HELD}test_every_bias[(1, 1)-normal-('1', 'Hq', 'Lq', 'Lk')-cuda]",),
     ),
     Fault(
         "the bias of another head is taken for the one that is held",
         "csrc/sm90/forward/producer.h",
         "head == held_head && work.block_q == held_rows",
         "work.block_q == held_rows",
-        (f"{_HELD}test_lengths[64-64-cuda]",),
+        (f"{_HELD}test_batches[1.4-cuda]",),
     ),
     Fault(
         "stages of a held bias are counted as if all were used",
@@ -749,7 +749,7 @@ FAULTS: tuple[Fault, ...] = (
         "csrc/api/forward.cpp",
         "if (has_more || params.bias_has_batch || sizes.batch == 1) return false;",
         "if (has_more || sizes.batch == 1) return false;",
-        (f"{_HELD}test_every_bias[normal-('B', 'Hq', 'Lq', 'Lk')-cuda]",),
+        (f"{_HELD}test_every_bias[(1, 1)-normal-('B', 'Hq', 'Lq', 'Lk')-cuda]",),
     ),
     Fault(
         "lse of a work tile goes where that of the head's first goes",
