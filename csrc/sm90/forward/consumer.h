@@ -491,7 +491,8 @@ __device__ __forceinline__ void consume(const ForwardParams& p, ForwardStorage<T
     const WorkItem<Traits>& item = get_work_tile(shared, pipe_work);
     if (!item.is_valid) break;
     const auto& work = item.work;
-    const Walk<Traits> walk = item.walk;
+    // A copy, where there are registers for it.
+    std::conditional_t<(Traits::kDv > 128), const Walk<Traits>&, const Walk<Traits>> walk = item.walk;
     float out[Traits::kDv / 2];
     Consumer<Traits> consumer{
         p,          shared,     group, lane, row_of_warp, pipe_q.stage, out, {-INFINITY, -INFINITY}, {0.0f, 0.0f},
