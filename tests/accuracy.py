@@ -161,6 +161,25 @@ def deviations(case: Case, inputs: Inputs, exact: Results, in_dtype: Results) ->
     return found
 
 
+def chance(
+    name: str, x: Inputs, flags: dict[str, Any], outs: tuple[Tensor, Tensor], dropout: Any, dtype: torch.dtype
+) -> float:
+    """The size of what rounding leaves in dq, dk or dv at bad luck; `outs` are out in fp64 and in the dtype."""
+    return chance_by_weights(x, flags, dropout, dtype) if name == "dv" else chance_by_delta(name, x, flags, *outs)
+
+
+def probabilities(x: Inputs, flags: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """(B, Hk, G, Lq, Lk) of inputs in fp64, and the slope of the softcap."""
+    of_mask = flags.get("is_causal", False), formula.default_scale(x.q, flags.get("softmax_scale"))
+    s, slope = formula.scores(x.q, x.k, x.mask, x.bias, *of_mask, flags.get("softcap", 0.0), flags.get("window_size"))
+    return formula.softmax(s, x.sink)[0], slope
+
+
+def independent(variances: Tensor) -> Tensor:
+    """How many equal variances vary as much as these do together; at least 1."""
+    return (variances.sum().square() / variances.square().sum().clamp_min(1e-300)).clamp_min(1.0)
+
+
 def chance_by_delta(name: str, x: Inputs, flags: dict[str, Any], out: Tensor, in_dtype: Tensor) -> float:
     """The size of what rounding of out leaves in dq or dk by way of delta, the sum of dout times out, at bad luck.
 
@@ -168,20 +187,14 @@ def chance_by_delta(name: str, x: Inputs, flags: dict[str, Any], out: Tensor, in
     and head. Over many of these a backend has much the error of the yardstick, over few of them either may be lucky.
     """
     x = x.to(torch.float64)
-    scale = formula.default_scale(x.q, flags.get("softmax_scale"))
-    of_mask = flags.get("is_causal", False), scale, flags.get("softcap", 0.0), flags.get("window_size")
-    s, slope = formula.scores(x.q, x.k, x.mask, x.bias, *of_mask)
-    p, _ = formula.softmax(s, x.sink)
-    p = scale * (p if slope is None else p * slope)
+    p, slope = probabilities(x, flags)
+    p = formula.default_scale(x.q, flags.get("softmax_scale")) * (p if slope is None else p * slope)
     if name == "dq":
         along = torch.einsum("bhgij,bjhd->bihgd", p, x.k).square().sum(-1).flatten(2)
     else:
         along = torch.einsum("bhgij->bihg", p.square()).flatten(2) * x.q.square().sum(-1)
-    of_delta = (x.dout * (in_dtype.double() - out)).square().sum(-1)
-    variances = of_delta * along
-    total = variances.sum()
-    independent = total.square() / variances.square().sum().clamp_min(1e-300)
-    found = (total.sqrt() * (1 + DEVIATIONS / (2 * independent.clamp_min(1.0)).sqrt())).item()
+    variances = (x.dout * (in_dtype.double() - out)).square().sum(-1) * along
+    found = (variances.sum().sqrt() * (1 + DEVIATIONS / (2 * independent(variances)).sqrt())).item()
     assert math.isfinite(found), "nothing is allowed by a limit that is no number"
     return found
 
@@ -193,20 +206,15 @@ def chance_by_weights(x: Inputs, flags: dict[str, Any], dropout: Any, dtype: tor
     backend has much the error of the yardstick, over few of them either may be lucky.
     """
     x = x.to(torch.float64)
-    scale = formula.default_scale(x.q, flags.get("softmax_scale"))
-    of_mask = flags.get("is_causal", False), scale, flags.get("softcap", 0.0), flags.get("window_size")
-    s, _ = formula.scores(x.q, x.k, x.mask, x.bias, *of_mask)
-    weights, _ = formula.softmax(s, x.sink)
+    weights, _ = probabilities(x, flags)
     if dropout is not None:
         weights = dropout.apply(weights)
     along = x.dout.square().sum(-1).unflatten(2, (x.k.shape[2], -1))
     # A rounding is at most half of eps, and as likely to be anything below.
     variances = weights.square() * (torch.finfo(dtype).eps ** 2 / 12) * torch.einsum("bihg->bhgi", along).unsqueeze(-1)
-    total = variances.sum()
-    independent = total.square() / variances.square().sum().clamp_min(1e-300)
-    independent = independent.clamp_min(1.0)
-    worst = torch.minimum((3 * independent).sqrt(), 1 + DEVIATIONS / (2 * independent).sqrt())
-    found = (total.sqrt() * worst).item()
+    number = independent(variances)
+    worst = torch.minimum((3 * number).sqrt(), 1 + DEVIATIONS / (2 * number).sqrt())
+    found = (variances.sum().sqrt() * worst).item()
     assert math.isfinite(found), "nothing is allowed by a limit that is no number"
     return found
 
@@ -279,11 +287,9 @@ def assert_accurate(got: Results, case: Case, inputs: Inputs, exact: Results | N
                 by_chance = DEVIATIONS * spread[name].norm().item()
                 allowed = max(allowed, by_chance / max(norm_of(reference, sizes.get(name)), 1e-300))
             limit = allowed + floor
-            if name in ("dq", "dk") and not found <= limit:
-                by_chance = chance_by_delta(name, inputs, case.flags(), exact["out"], in_dtype["out"])
-                limit = max(limit, by_chance / max(norm_of(reference, sizes.get(name)), 1e-300) + floor)
-            if name == "dv" and not found <= limit:
-                by_chance = chance_by_weights(inputs, case.flags(), case.dropout(inputs.q.device), case.dtype)
+            if name in ("dq", "dk", "dv") and not found <= limit:
+                outs = exact["out"], in_dtype["out"]
+                by_chance = chance(name, inputs, case.flags(), outs, case.dropout(inputs.q.device), case.dtype)
                 limit = max(limit, by_chance / max(norm_of(reference, sizes.get(name)), 1e-300) + floor)
         if not found <= limit:
             failures.append(f"{name}: error {found:.3e}, limit {limit:.3e}")

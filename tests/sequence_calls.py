@@ -16,8 +16,7 @@ from accuracy import (
     FLOOR_FP64,
     LSE_ROUNDING,
     Results,
-    chance_by_delta,
-    chance_by_weights,
+    chance,
     error,
     norm_of,
     row_variances,
@@ -420,11 +419,9 @@ def assert_accurate(results: Results, call: SequenceCall) -> None:
             limit = allowed + floor
             if name in ("dq", "dk", "dv") and not found <= limit:
                 numbers = {k: y for k, y in call.flags.items() if k in ("softcap", "softmax_scale")}
-                outs = (y["out"].reshape(dense.dout.shape).double() for y in (exact, in_dtype))
-                if name == "dv":
-                    by_chance = chance_by_weights(dense, numbers, Tokens(call).dropout(), call.q.dtype)
-                else:
-                    by_chance = chance_by_delta(name, dense, numbers, *outs)
+                before, after = (y["out"].reshape(dense.dout.shape).double() for y in (exact, in_dtype))
+                dropout = Tokens(call).dropout()
+                by_chance = chance(name, dense, numbers, (before, after), dropout, call.q.dtype)
                 limit = max(limit, by_chance / max(norm_of(reference, None), 1e-300) + floor)
         if not found <= limit and not _is_nothing(x, reference):
             failures.append(f"{name}: error {found:.3e}, limit {limit:.3e}")
