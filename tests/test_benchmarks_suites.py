@@ -204,6 +204,7 @@ def test_what_is_held_leaves_out_garbage(monkeypatch: pytest.MonkeyPatch) -> Non
     Held()
     made, found = held(make, torch.device("cuda"))
     assert found == 1.0 and Held.alive == 1
+    assert gc.get_freeze_count() == 0  # later garbage is found
     made.myself = None  # type: ignore[assignment]
 
 
