@@ -9,7 +9,9 @@ import sys
 # imported.
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
+from flash_dmattn.tools.cli import run_piped
+
 from .cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_piped(main))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ._version import __version__
-from .tools.cli import PROGRAM, calibrate_command, explain_command, info, require_torch
+from .tools.cli import PROGRAM, calibrate_command, explain_command, info, require_torch, run_piped
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -49,4 +49,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_piped(main))

@@ -160,6 +160,15 @@ def test_info_json_is_json_alone() -> None:
             assert found["reason"] and found["exception"], f"{name} does not say why: {found}"
 
 
+@pytest.mark.parametrize("words", (["flash_dmattn", "info"], ["benchmarks", "list"]), ids=" ".join)
+def test_a_reader_that_has_left_ends_the_command_without_a_word(words: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    found = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (found.returncode, found.stderr) == (1, "")
+
+
 def test_info_names_misspelt_settings() -> None:
     done = command("info", FLASH_DMATTN_BACKEND="eagre", FLASH_DMATTN_DISABLE="flex, tirton")
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,8 @@
 """The subcommands of `python -m flash_dmattn`, one module each; none needs torch to be imported."""
 
+import os
 import sys
+from collections.abc import Callable
 
 PROGRAM = "python -m flash_dmattn"
 
@@ -11,3 +13,15 @@ def require_torch(command: str) -> None:
         import torch  # noqa: F401
     except (ImportError, OSError) as error:
         sys.exit(f"{PROGRAM} {command}: error: torch cannot be imported: {error}")
+
+
+def run_piped(main: Callable[[], int]) -> int:
+    """The exit status of `main`; 1 where what reads its output, such as `head`, has ended before."""
+    try:
+        status = main()
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # Python flushes stdout once more at its end, and would complain there.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
