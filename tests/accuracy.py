@@ -164,7 +164,7 @@ def deviations(case: Case, inputs: Inputs, exact: Results, in_dtype: Results) ->
 def chance(
     name: str, x: Inputs, flags: dict[str, Any], outs: tuple[Tensor, Tensor], dropout: Any, dtype: torch.dtype
 ) -> float:
-    """The size of what rounding leaves in dq, dk or dv at bad luck; `outs` are out in fp64 and in the dtype."""
+    """The size of what rounding leaves in dq, dk, dv or dbias at bad luck; `outs` are out in fp64 and in the dtype."""
     return chance_by_weights(x, flags, dropout, dtype) if name == "dv" else chance_by_delta(name, x, flags, *outs)
 
 
@@ -181,19 +181,27 @@ def independent(variances: Tensor) -> Tensor:
 
 
 def chance_by_delta(name: str, x: Inputs, flags: dict[str, Any], out: Tensor, in_dtype: Tensor) -> float:
-    """The size of what rounding of out leaves in dq or dk by way of delta, the sum of dout times out, at bad luck.
+    """The size of what rounding of out leaves in dq, dk or dbias by way of delta, sum of dout times out, at bad luck.
 
     A row's delta moves its dq along the sum of p k, and the dk of each key along p q: one rounding of many for each row
-    and head. Over many of these a backend has much the error of the yardstick, over few of them either may be lucky.
+    and head. Over many of these a backend has much the error of the yardstick, over few of them either may be lucky. It
+    moves dbias along p, which is positive: all rows whose dbias is one sum may move it together, and count as one.
     """
     x = x.to(torch.float64)
-    p, slope = probabilities(x, flags)
-    p = formula.default_scale(x.q, flags.get("softmax_scale")) * (p if slope is None else p * slope)
-    if name == "dq":
+    weights, slope = probabilities(x, flags)
+    p = formula.default_scale(x.q, flags.get("softmax_scale")) * (weights if slope is None else weights * slope)
+    if name == "dbias":
+        assert x.bias is not None
+        of_row = weights.sum(-1, keepdim=True) if x.bias.shape[3] == 1 else weights
+        along = torch.einsum("bhgij->bihg", of_row.square()).flatten(2)
+    elif name == "dq":
         along = torch.einsum("bhgij,bjhd->bihgd", p, x.k).square().sum(-1).flatten(2)
     else:
         along = torch.einsum("bhgij->bihg", p.square()).flatten(2) * x.q.square().sum(-1)
     variances = (x.dout * (in_dtype.double() - out)).square().sum(-1) * along
+    if name == "dbias":
+        own = formula.grouped(x.bias, x.k.shape[2], x.q.shape[2]).shape
+        variances = variances.mT.unflatten(1, (x.k.shape[2], -1)).unsqueeze(-1).sum_to_size((*own[:-1], 1))
     found = (variances.sum().sqrt() * (1 + DEVIATIONS / (2 * independent(variances)).sqrt())).item()
     assert math.isfinite(found), "nothing is allowed by a limit that is no number"
     return found
@@ -287,7 +295,7 @@ def assert_accurate(got: Results, case: Case, inputs: Inputs, exact: Results | N
                 by_chance = DEVIATIONS * spread[name].norm().item()
                 allowed = max(allowed, by_chance / max(norm_of(reference, sizes.get(name)), 1e-300))
             limit = allowed + floor
-            if name in ("dq", "dk", "dv") and not found <= limit:
+            if name in GRADIENTS and name not in spread and not found <= limit:
                 outs = exact["out"], in_dtype["out"]
                 by_chance = chance(name, inputs, case.flags(), outs, case.dropout(inputs.q.device), case.dtype)
                 limit = max(limit, by_chance / max(norm_of(reference, sizes.get(name)), 1e-300) + floor)

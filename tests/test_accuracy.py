@@ -1,0 +1,65 @@
+"""What the accuracy rule allows beyond the error of plain PyTorch: what rounding leaves in few rows at bad luck."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from accuracy import Results, assert_accurate, chance_by_delta, error, oracle, yardstick
+from cases import Case, Inputs
+
+from flash_dmattn.reference import formula
+from flash_dmattn.reference.yardstick import FLOOR, RATIO
+
+FEW = Case(seqlen_q=7, seqlen_k=128, num_heads=2, num_heads_k=1, head_dim=128, dtype=torch.bfloat16, dlse=True)
+
+
+def with_deltas_off(
+    times: float, inputs: Inputs, exact: Results, in_dtype: Results, random: torch.Generator
+) -> torch.Tensor:
+    """dbias in fp64 where the delta of each row is off: by `times` what rounding of its out leaves, at random."""
+    x, out, rounded = inputs.to(torch.float64), exact["out"], in_dtype["out"]
+    assert out is not None and rounded is not None and x.dlse is not None
+    size = (x.dout * (rounded.double() - out)).square().sum(-1).sqrt().mT
+    off = times * size * torch.randn(size.shape, generator=random, dtype=torch.float64)
+    dbias = formula.gradients(x.dout, x.dlse - off, x.q, x.k, x.v, x.mask, x.bias)[3]
+    assert dbias is not None
+    return dbias
+
+
+@pytest.mark.parametrize("bias", (("1", "Hk", "1", "Lk"), ("B", "Hq", "Lq", "1"), ("1", "Hq", "Lq", "Lk")), ids=str)
+def test_dbias_of_few_rows_may_be_unlucky_and_not_wrong(bias: tuple[str, ...]) -> None:
+    """Deltas off by what rounding of out leaves in them pass, however they fall; by 20 times as much, hardly ever."""
+    case = FEW.with_(bias=bias)
+    inputs = case.build("cpu")
+    exact, in_dtype = oracle(case, inputs), yardstick(case, inputs)
+    assert exact["out"] is not None and in_dtype["out"] is not None and exact["dbias"] is not None
+    allowed = chance_by_delta("dbias", inputs, case.flags(), exact["out"], in_dtype["out"])
+    random = torch.Generator().manual_seed(1)
+    passed = {1: 0, 20: 0}
+    for times in (1, 20) * 40:
+        dbias = with_deltas_off(times, inputs, exact, in_dtype, random)
+        passed[times] += (dbias - exact["dbias"]).norm().item() <= allowed
+    assert passed[1] == 40 and passed[20] < 10
+
+
+def test_dbias_passes_beside_a_lucky_yardstick() -> None:
+    """Rows that attend five keys: the error of plain PyTorch itself may be any small number."""
+    unlucky = refused = 0
+    for seed in range(30):
+        case = FEW.with_(bias=("1", "Hk", "1", "Lk"), needs_grad=("bias",), seed=seed)
+        inputs = replace(case.build("cpu"), mask=(torch.arange(128) < 5).view(1, 1, 1, 128))
+        exact, in_dtype = oracle(case, inputs), yardstick(case, inputs)
+        near, far = (
+            with_deltas_off(times, inputs, exact, in_dtype, torch.Generator().manual_seed(seed)) for times in (1, 20)
+        )
+        assert exact["dbias"] is not None and in_dtype["dbias"] is not None
+        unlucky += error(near, exact["dbias"]) > RATIO * error(in_dtype["dbias"], exact["dbias"]) + FLOOR
+        assert_accurate({"dbias": near.bfloat16()}, case, inputs)
+        try:
+            assert_accurate({"dbias": far.bfloat16()}, case, inputs)
+        except AssertionError as error_of_far:
+            assert "dbias: error" in str(error_of_far)
+            refused += 1
+    assert unlucky > 0 and refused > 20
