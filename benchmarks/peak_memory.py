@@ -61,8 +61,7 @@ def held(make: Callable[[], T], device: torch.device) -> tuple[T, float]:
 def _without_garbage() -> Iterator[None]:
     """Free all garbage, then let collections look only at what is made from here on.
 
-    With the modules of torch and Triton loaded a collection of everything takes a quarter of a second and more, and a
-    peak needs several: they were two thirds of the time of a suite.
+    A peak takes several collections, and with the modules of torch and Triton loaded one of everything is slow.
     """
     gc.collect()
     gc.freeze()
