@@ -316,8 +316,8 @@ struct BackwardParams {
   Sections full_groups, single_heads;
   int full_group_pairs, blocks_k, num_work_tiles;
   bool batch_is_inner;  // batch entries of a head are neighbours; else heads of a batch entry are
-  // A key block has walk_parts work tiles for each head, which share its walk: each gets at most walk_tiles tiles of
-  // queries, and one that gets none is skipped. 1 and 0 where walks stay whole and none is skipped.
+  // A key block has walk_parts work tiles for each head, which share its walk and follow each other: each gets at most
+  // walk_tiles tiles of queries, and one that gets none is skipped. 1 and 0 where walks stay whole and none is skipped.
   int walk_parts, walk_tiles;
   // Dynamic scheduling: tiles taken, not counting each block's first unless the order is fixed. Null for static
   // scheduling.

@@ -298,6 +298,22 @@ def test_walks_of_an_interval_mask_that_several_blocks_share(backend: Runner) ->
     assert_accurate(run(attention, case, replace(inputs, mask=mask.to(DEVICE))), case, inputs)
 
 
+@pytest.mark.parametrize("live", ((100, 300), (0, 700), (400, 1)), ids=str)
+def test_heads_end_where_their_live_keys_do(backend: Runner, live: tuple[int, int]) -> None:
+    """Key blocks without a live key are not visited; those of the next head are."""
+    case = BASE.with_(seqlen_q=300, seqlen_k=700, num_heads=4, num_heads_k=2, bias=PER_KEY)
+    numbers = torch.Generator().manual_seed(5)
+    rank = torch.stack([torch.randperm(700, generator=numbers) for _ in live])
+    stop = torch.randint(1, 301, (2, 700), generator=numbers).where(rank < torch.tensor(live)[:, None], 0)
+    mask = prepare_intervals(torch.zeros_like(stop)[None], stop[None], 300, reorder=True)
+    inputs = replace(case.build(), mask=mask.unpacked().to(DEVICE))
+    attention = partial(flash_dmattn.attention, return_lse=True, backend="cuda")
+    for seed in range(3):
+        if DEVICE == "cpu":
+            emulated_cuda.configure(seed + 1, seed)
+        assert_accurate(run(attention, case, replace(inputs, mask=mask.to(DEVICE))), case, inputs)
+
+
 def test_entries_and_heads_with_intervals_of_their_own(backend: Runner) -> None:
     case = BASE.with_(batch=2, num_heads=4, bias=("B", "Hq", "1", "Lk"))
     start = torch.randint(0, 140, (2, 2, 200), generator=torch.Generator().manual_seed(4))

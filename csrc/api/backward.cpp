@@ -299,7 +299,8 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
     const int64_t row_bytes = (sizes.head_dim + sizes.head_dim_v) * 2 + (dq.has_value() ? dq_columns * 4 : 0);
     const int64_t work_bytes = heads * sizes.seqlen_q * row_bytes;
     const int64_t least_when_ordered = has_mask ? kOrderedHeads : std::max<int64_t>(kOrderedBytes / work_bytes, 2);
-    const int64_t section = std::max<int64_t>(kSectionBytes / work_bytes, is_ordered ? least_when_ordered : 1);
+    const int64_t section =
+        schedule.is_head_by_head ? 1 : std::max<int64_t>(kSectionBytes / work_bytes, is_ordered ? least_when_ordered : 1);
     // The tiles of a cluster are batch entries of the same head, so a section holds whole clusters.
     return sections_of(count, blocks_k * schedule.walk_parts, ceil_div(section, params.cluster) * params.cluster,
                        params.cluster, rows_shrink, num_sms);

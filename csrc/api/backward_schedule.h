@@ -107,6 +107,7 @@ struct BackwardSchedule {
   int64_t single_heads;          // (batch, query head) pairs of those
   int64_t walk_parts;            // work tiles that share the walk of a key block and a head
   int64_t walk_tiles;            // tiles of queries that one of them gets at most; 0 where walks stay whole
+  bool is_head_by_head;          // in sections of one head, which blocks leave where its live keys end
   int64_t num_work_tiles;
   bool completes_dq;             // a work tile has all keys, and stores dq of its queries; else dq is summed
   bool is_ordered;               // sums are added in a fixed order
@@ -124,8 +125,11 @@ inline bool pays_to_take_two(int64_t pairs, int64_t tiles_k, int64_t num_sms) {
 }
 
 // In an order of keys, walks of neighbours are alike, and three quarters of the key blocks may have none. Walks of 32
-// tiles, of 8 where heads are few, or of an eighth of long rows leave no SM waiting long: docs/notes/intervals.md.
-constexpr int64_t kWalkTiles = 32, kShortWalkTiles = 8, kFewHeads = 8, kMostWalkParts = 8;
+// tiles or an eighth of long rows, where heads are few of 8 tiles or a 16th, leave no SM waiting long:
+// docs/notes/intervals.md.
+constexpr int64_t kFewHeads = 8;
+constexpr int64_t kWalkTiles = 32, kMostWalkParts = 8;
+constexpr int64_t kShortWalkTiles = 8, kMostShortWalkParts = 16;
 
 // How many (batch, key head) pairs have work tiles of whole groups. One tile per query head gives more and shorter
 // tiles, but their dk and dv must be added in device memory. So if tiles are few, only those of the last one or two
@@ -170,8 +174,10 @@ inline BackwardSchedule schedule_backward(const BackwardCall& call, DbiasWriter 
   schedule.walk_parts = 1;
   if (call.has_key_order && !schedule.is_ordered) {
     const int64_t tiles_q = ceil_div(call.seqlen_q, kTile);
-    const int64_t walk = schedule.single_heads < kFewHeads ? kShortWalkTiles : kWalkTiles;
-    schedule.walk_parts = std::min(ceil_div(tiles_q, walk), kMostWalkParts);
+    schedule.is_head_by_head = schedule.single_heads < kFewHeads;
+    schedule.walk_parts = schedule.is_head_by_head
+                              ? std::min(ceil_div(tiles_q, kShortWalkTiles), kMostShortWalkParts)
+                              : std::min(ceil_div(tiles_q, kWalkTiles), kMostWalkParts);
     schedule.walk_tiles = ceil_div(tiles_q, schedule.walk_parts);
   }
   const int64_t pairs = schedule.full_group_pairs + schedule.single_heads;

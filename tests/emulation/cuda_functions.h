@@ -66,6 +66,13 @@ T atomicMin(T* to, T value) {
   return before;
 }
 
+template <class T>
+T atomicMax(T* to, T value) {
+  const T before = *to;
+  if (before < value) *to = value;
+  return before;
+}
+
 template <class... Parameters>
 cudaError_t cudaFuncSetAttribute(void (*)(Parameters...), cudaFuncAttribute, int) {
   return cudaSuccess;

@@ -575,6 +575,13 @@ FAULTS: tuple[Fault, ...] = (
         _intervals("no bias-True-False"),
     ),
     Fault(
+        "a head is left for the one behind the next",
+        "csrc/sm90/backward/producer.h",
+        "next_head = (index / rows + 1) * rows;",
+        "next_head = (index / rows + 2) * rows;",
+        (f"{_RARE}test_heads_end_where_their_live_keys_do[(100, 300)-cuda]",),
+    ),
+    Fault(
         "the second part of a walk is the first once more",
         "csrc/sm90/backward/tile_scheduler.h",
         "begin = part < parts ? tiles * part / parts : 0",

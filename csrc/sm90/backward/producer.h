@@ -9,6 +9,14 @@
 
 namespace flash_dmattn {
 
+// Has all blocks go on with the next head, where a section is one head and key block `index` has no walk: in an order of
+// keys live ones come first, so no key block behind it has one.
+__device__ __forceinline__ void leave_head(const BackwardParams& p, int index) {
+  if (p.single_heads.width > 1 || p.tile_counter == nullptr) return;
+  const int rows = p.single_heads.rows, next_head = (index / rows + 1) * rows;
+  atomicMax(p.tile_counter, next_head - static_cast<int>(gridDim.x));
+}
+
 template <class Traits, class Storage>
 __device__ __forceinline__ void load_operands(const BackwardParams& p, Storage& shared) {
   constexpr int kBlockM = Traits::kBlockM;
@@ -61,6 +69,7 @@ __device__ __forceinline__ void load_operands(const BackwardParams& p, Storage& 
       if (item.is_valid) item.walk = QueryWalk<Traits>::of(p, item);
       if constexpr (Traits::kHasIntervals) {
         if (p.walk_tiles > 0 && item.is_valid) {
+          if (item.walk.steps == 0) leave_head(p, tile_index);
           item.walk.keep_part(work.part, p.walk_tiles);
           if (item.walk.steps == 0) break;
         }

@@ -43,8 +43,8 @@ __device__ __forceinline__ KeyWorkTile<kHasSequences> decode_key_work_tile(const
   const auto [of_kind, block] = place_of(of, work.is_full_group ? index : index - full_group_tiles);
   // Pairs are counted for this kind, each of a batch entry and `heads` query heads.
   const int pair = of_kind + (work.is_full_group ? 0 : p.full_group_pairs * group);
-  work.part = block / p.blocks_k;
-  work.block_k = block - work.part * p.blocks_k;  // under causality the longest first
+  work.block_k = block / p.walk_parts;  // under causality the longest first
+  work.part = block - work.block_k * p.walk_parts;
   if (p.dq_semaphore != nullptr) work.block_k = p.blocks_k - 1 - work.block_k;
   int in_batch;  // the tile's number in its batch entry
   if (p.batch_is_inner) {
