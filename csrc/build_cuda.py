@@ -66,8 +66,7 @@ GIB_PER_JOB = 1  # every unit takes 0.2 GiB, by nvcc 13.0
 # A unit is compiled for each of these (head_dim, head_dim_v) in each dtype. A call takes the first that holds its own
 # head dims, so a pair comes before every pair that is larger.
 HEAD_DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
-WIDE_BACKWARD_HEAD_DIMS = ((192, 128), (192, 192), (256, 256))
-BACKWARD_HEAD_DIMS = ((32, 32), (64, 64), (128, 128), *WIDE_BACKWARD_HEAD_DIMS)
+WIDE_BACKWARD_HEAD_DIMS = ((192, 128), (192, 192), (256, 256))  # whose backward pass has kernels of its own
 SEQUENCES_HEAD_DIMS = ((64, 64), (128, 128))  # of both passes of calls with sequences
 DTYPES = {"fp16": ("__half", "Half"), "bf16": ("__nv_bfloat16", "BFloat16")}  # the name in CUDA, and in torch
 
@@ -312,14 +311,14 @@ def forward_instances() -> list[Unit]:
 
 
 def backward_instances() -> list[Unit]:
-    """Return the units of the backward pass, chosen by the same variables: none where they name other head dims."""
+    """Return the units of the backward pass, chosen by the same variables."""
     source = lambda pair: WIDE_BACKWARD if pair in WIDE_BACKWARD_HEAD_DIMS else BACKWARD
-    return _instances("backward", BACKWARD_HEAD_DIMS, source)
+    return _instances("backward", HEAD_DIMS, source)
 
 
 def shared_dbias_instances() -> list[Unit]:
     """Return the units of a shared bias' gradient: one for each of the backward pass, which calls it."""
-    return _instances("shared_dbias", BACKWARD_HEAD_DIMS, lambda pair: SHARED_DBIAS)
+    return _instances("shared_dbias", HEAD_DIMS, lambda pair: SHARED_DBIAS)
 
 
 def sequences_instances() -> list[list[Unit]]:
@@ -377,7 +376,6 @@ def instances_header() -> str:
     """Return the lists of units for the code that chooses: X(element, torch's name of it, head_dim, head_dim_v)."""
     lists = {
         "FLASH_DMATTN_INSTANCES": forward_instances(),
-        "FLASH_DMATTN_BACKWARD_INSTANCES": backward_instances(),
         "FLASH_DMATTN_SEQUENCES_INSTANCES": sequences_instances()[0],
     }
     return "".join(

@@ -13,16 +13,12 @@ from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn.backends.cuda import backend as cuda
-from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.problem import AttentionProblem, NeedsGrad
 
 ALL_INSTANCES = tuple((*dims, dtype) for dims in cuda.INSTANCES for dtype in (torch.float16, torch.bfloat16))
 # An instance has a kernel for each of these, with a mask and without. A bias per query is "none": it moves lse alone.
 BIAS_FORMS = ("none", "vector", "tile", "strided")
 # The same of the backward kernels.
-ALL_BACKWARD_INSTANCES = tuple(
-    (*dims, dtype) for dims in cuda_rules.BACKWARD_INSTANCES for dtype in (torch.float16, torch.bfloat16)
-)
 BACKWARD_FORMS = ("none", "vector", "tile", "stored tile")
 SUMMED = "summed tile"  # of head dims up to 128
 NUM_SMS = 132  # of an H200
@@ -80,11 +76,6 @@ def bias_form(bias: Tensor | None, dtype: torch.dtype) -> str:
     return "tile" if bias.dtype == dtype and aligned and rows else "strided"
 
 
-def backward_instance_of(case: Case) -> tuple[int, int, torch.dtype]:
-    """The same of the backward pass."""
-    return (*_smallest(cuda_rules.BACKWARD_INSTANCES, _head_dims(case)), case.dtype)
-
-
 class Schedule(NamedTuple):
     """`BackwardSchedule` of csrc/api/backward_schedule.h, and who writes dbias: its `DbiasWriter` in snake case."""
 
@@ -139,7 +130,7 @@ def schedule_of(problem: AttentionProblem, num_sms: int = NUM_SMS, *, has_key_or
         has_key_order: whether k and v come in the order of an interval mask.
     """
     p = problem
-    head_dims = _smallest(cuda_rules.BACKWARD_INSTANCES, (p.head_dim, p.head_dim_v))
+    head_dims = _smallest(cuda.INSTANCES, (p.head_dim, p.head_dim_v))
     per_score = p.bias is not None and not any(p.bias.broadcast()[2:])
     bias = p.bias.shape if p.bias is not None and per_score else (0, 0)
     dbias = bias[:2] if p.needs_grad.bias else (0, 0)

@@ -105,6 +105,15 @@ def _narrow(*cases: Case) -> tuple[Case, ...]:
     )
 
 
+def _at_96(*cases: Case) -> tuple[Case, ...]:
+    """Those of head dims above 64, at head dims up to 96."""
+    return tuple(
+        case.with_(head_dim=min(case.head_dim, 96), head_dim_v=min(case.head_dim_v, 96))
+        for case in cases
+        if max(case.head_dim, case.head_dim_v) > 64
+    )
+
+
 def _numbered(**groups: tuple[Case, ...]) -> tuple[tuple[Case, str], ...]:
     return tuple((case, how) for how, cases in groups.items() for case in cases)
 
@@ -202,7 +211,7 @@ BACKWARD = (
     BASE.with_(**GROUPS, seqlen_k=129, is_causal=True),
     FP16_BASE.with_(**MANY, seqlen_k=72, mask=TILES, mask_kind="empty_tiles", needs_grad=("q", "v")),
     WIDE_FP16.with_(**MANY, seqlen_k=72),
-    WIDE_BASE.with_(seqlen_q=193, seqlen_k=257, mask=TILES, mask_kind="empty_tiles", head_dim=72, is_causal=True),
+    WIDE_BASE.with_(seqlen_q=193, seqlen_k=257, mask=TILES, mask_kind="empty_tiles", head_dim=104, is_causal=True),
     # One value per key.
     FP16_BASE.with_(seqlen_q=127, seqlen_k=193, bias=PER_KEY, window_size=(20, 15), head_dim=40, head_dim_v=64),
     WIDE_BASE.with_(**SHARED, seqlen_q=1, seqlen_k=191, bias=PER_KEY, needs_grad=("bias",)),
@@ -322,6 +331,8 @@ BACKWARD_TO_128 = (
     + BACKWARD_GROUPS_THEN_HEADS
 )
 BACKWARD_IN_ORDER_TO_128 = BACKWARD_IN_ORDER + BACKWARD_PAIRS_IN_ORDER + BACKWARD_CLUSTERS_IN_ORDER
+# The kernels of 96 are those of 128 with other constants.
+BACKWARD_96, BACKWARD_IN_ORDER_96 = _at_96(*BACKWARD_TO_128), _at_96(*BACKWARD_IN_ORDER_TO_128)
 WIDE_DIMS = ((192, 128), (192, 192), (256, 256))
 
 
@@ -363,8 +374,16 @@ CASES = {
         parts=_narrow(*FORWARD_PARTS) + FORWARD_PARTS,
     ),
     "cuda-backward": _numbered(
-        plain=_narrow(*BACKWARD_TO_128) + BACKWARD_TO_128 + BACKWARD_WIDE + BACKWARD_WIDE_SHARED + BACKWARD_WIDE_CAPPED,
-        in_order=_narrow(*BACKWARD_IN_ORDER_TO_128) + BACKWARD_IN_ORDER_TO_128 + BACKWARD_WIDE_IN_ORDER,
+        plain=_narrow(*BACKWARD_TO_128)
+        + BACKWARD_TO_128
+        + BACKWARD_WIDE
+        + BACKWARD_WIDE_SHARED
+        + BACKWARD_WIDE_CAPPED
+        + BACKWARD_96,
+        in_order=_narrow(*BACKWARD_IN_ORDER_TO_128)
+        + BACKWARD_IN_ORDER_TO_128
+        + BACKWARD_WIDE_IN_ORDER
+        + BACKWARD_IN_ORDER_96,
         unaligned=_narrow(*BACKWARD_UNALIGNED) + BACKWARD_UNALIGNED,
     ),
 }

@@ -306,7 +306,7 @@ TURNED = 80
 
 @pytest.mark.parametrize("window_size", (None, (-1, 4200), (-1, 4100)), ids=str)
 @pytest.mark.parametrize("lengths", ((4096, 64), (51 * TURNED + 80, 129), (54 * TURNED - 79, 100)), ids=str)
-@pytest.mark.parametrize("heads", ((2, 2, 128), (4, 2, 104)), ids=str)
+@pytest.mark.parametrize("heads", ((2, 2, 128), (4, 2, 104), (2, 1, 88)), ids=str)
 def test_long_walks(
     backend: Runner,
     heads: tuple[int, int, int],

@@ -373,12 +373,12 @@ def choose_instances(monkeypatch: pytest.MonkeyPatch, head_dims: str | None, dty
             [f"forward_d192{tail}" for tail in ("_128_fp16", "_128_bf16", "_fp16", "_bf16")],
             [f"backward_d192{tail}" for tail in ("_128_fp16", "_128_bf16", "_fp16", "_bf16")],
         ),
-        ("96", "fp16", ["forward_d96_fp16"], []),
+        ("96", "fp16", ["forward_d96_fp16"], ["backward_d96_fp16"]),
         (
             None,
             "bf16,bf16",
             [f"forward_d{dims}_bf16" for dims in ("32", "64", "96", "128", "192_128", "192", "256")],
-            [f"backward_d{dims}_bf16" for dims in ("32", "64", "128", "192_128", "192", "256")],
+            [f"backward_d{dims}_bf16" for dims in ("32", "64", "96", "128", "192_128", "192", "256")],
         ),
     ],
 )
@@ -399,8 +399,7 @@ def test_units_are_chosen_by_head_dim_and_dtype(
 def test_every_unit_is_built_when_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     choose_instances(monkeypatch, None, None)
     units = build_cuda.attention_units()
-    of_sequences = 3 * len(build_cuda.SEQUENCES_HEAD_DIMS)
-    pairs = len(build_cuda.HEAD_DIMS) + 2 * len(build_cuda.BACKWARD_HEAD_DIMS) + of_sequences
+    pairs = 3 * (len(build_cuda.HEAD_DIMS) + len(build_cuda.SEQUENCES_HEAD_DIMS))
     assert len(units) == len({unit.name for unit in units}) == pairs * len(build_cuda.DTYPES)
 
 
@@ -418,43 +417,22 @@ def test_header_lists_the_instances(monkeypatch: pytest.MonkeyPatch) -> None:
         "#define FLASH_DMATTN_INSTANCES(X) \\\n"
         "  X(__nv_bfloat16, BFloat16, 192, 128) \\\n"
         "  X(__nv_bfloat16, BFloat16, 192, 192)\n"
-        "#define FLASH_DMATTN_BACKWARD_INSTANCES(X) \\\n"
-        "  X(__nv_bfloat16, BFloat16, 192, 128) \\\n"
-        "  X(__nv_bfloat16, BFloat16, 192, 192)\n"
         "#define FLASH_DMATTN_SEQUENCES_INSTANCES(X)\n"
     )
     choose_instances(monkeypatch, "96", "bf16")
     assert build_cuda.instances_header() == (
         "#define FLASH_DMATTN_INSTANCES(X) \\\n  X(__nv_bfloat16, BFloat16, 96, 96)\n"
-        "#define FLASH_DMATTN_BACKWARD_INSTANCES(X)\n"
         "#define FLASH_DMATTN_SEQUENCES_INSTANCES(X)\n"
     )
     choose_instances(monkeypatch, "128", "fp16")
     assert build_cuda.instances_header() == (
         "#define FLASH_DMATTN_INSTANCES(X) \\\n  X(__half, Half, 128, 128)\n"
-        "#define FLASH_DMATTN_BACKWARD_INSTANCES(X) \\\n  X(__half, Half, 128, 128)\n"
         "#define FLASH_DMATTN_SEQUENCES_INSTANCES(X) \\\n  X(__half, Half, 128, 128)\n"
     )
 
 
-@builds
-def test_the_operators_compile_without_backward_instances(
-    built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where none of the head dims that are built has any."""
-    monkeypatch.setattr(build_cuda, "backward_instances", list)
-    (tmp_path / "build_instances.h").write_text(build_cuda.instances_header())
-    said = output(*build_cuda.find_ninja(), "-C", built.folder, "-t", "commands", "-s", "api_backward.cpp.o")
-    command = said.strip().replace("-isystem .", f"-isystem {tmp_path}", 1)
-    command = command.replace("api_backward.cpp.o", str(tmp_path / "backward.o"))
-    subprocess.run(command, shell=True, cwd=built.folder, check=True, timeout=300)
-    text = (tmp_path / "backward.o").read_bytes()
-    assert b"launch_backward_main" not in text and b"was not built for gradients" in text
-
-
-@pytest.mark.parametrize("pairs", [build_cuda.HEAD_DIMS, build_cuda.BACKWARD_HEAD_DIMS], ids=str)
-def test_first_unit_that_holds_a_call_is_the_smallest(pairs: tuple[tuple[int, int], ...]) -> None:
-    places = {pair: place for place, pair in enumerate(pairs)}
+def test_first_unit_that_holds_a_call_is_the_smallest() -> None:
+    places = {pair: place for place, pair in enumerate(build_cuda.HEAD_DIMS)}
     for d, dv in places:
         assert all(places[d, dv] <= place for (e, ev), place in places.items() if e >= d and ev >= dv)
 
@@ -815,10 +793,7 @@ def test_build_for_racecheck_is_asked_for_by_one(monkeypatch: pytest.MonkeyPatch
 
 
 def test_backend_knows_the_instances_of_the_build() -> None:
-    assert (cuda_rules.INSTANCES, cuda_rules.BACKWARD_INSTANCES) == (
-        build_cuda.HEAD_DIMS,
-        build_cuda.BACKWARD_HEAD_DIMS,
-    )
+    assert cuda_rules.INSTANCES == build_cuda.HEAD_DIMS
     assert list(cuda_rules._DTYPES.values()) == list(build_cuda.DTYPES)
 
 

@@ -56,6 +56,14 @@ def test_every_gradient(backend: Runner, bias: str) -> None:
     check(backend, BASE.with_(bias=BIASES[bias]))
 
 
+@pytest.mark.parametrize("head_dim", (72, 96))
+@every_bias
+def test_head_dims_of_a_panel_and_a_half(backend: Runner, bias: str, head_dim: int) -> None:
+    """Consumers have shares of dq of 64 columns and of what is left; dk and dv are summed and stored."""
+    check(backend, BASE.with_(bias=BIASES[bias], head_dim=head_dim))
+    check(backend, BASE.with_(bias=BIASES[bias], head_dim=head_dim, seqlen_q=200, num_heads_k=1, is_causal=True))
+
+
 @every_bias
 def test_a_softcap(backend: Runner, bias: str) -> None:
     """From where tanh is a line to where it is flat; a shared dbias comes from a kernel that has its own tanh."""

@@ -68,10 +68,6 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": ({"dtype": "fp32"}, "dtype is float32; .*float16 or bfloat16"),
     "bias_dtype": ({"bias": (1, 16, 4096, 4096), "bias_dtype": "fp64"}, "bias has dtype float64; "),
     "head_dim": ({"q": (2, 4096, 16, 100)}, r"head dims are 100 and 100 \(v\); .* multiples of 8 up to 32 and 32 or "),
-    "backward_head_dim": (
-        {"q": (2, 4096, 16, 192), "head_dim_v": 128, **GRADIENTS},
-        r"head dims are 192 and 128 \(v\); the backward kernels .* multiples of 8 up to 64 and 64 or 128 and 128 ",
-    ),
     "rounded_delta": ({"seqlen_k": 32, **GRADIENTS}, "of 32 keys a query attends 32 at most; "),
     "tile_bias_dtype": (
         {"bias": PER_SCORE, "bias_dtype": "fp32", **GRADIENTS},
@@ -134,9 +130,6 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         r"the gradient of bias, of shape \(1, 1, 8192, 2048\), is needed; of packed queries it is stored",
     ),
 }
-# The instances that are built where a rule is broken in no full build: those of the backward pass are as wide there.
-FEW_INSTANCES = ("forward_d64", "forward_d128", "forward_d192_128", "backward_d64", "backward_d128")
-PARTIAL_BUILDS = {"backward_head_dim": frozenset(f"{name}_bf16" for name in FEW_INSTANCES)}
 # The code of each preference, and a call that auto passes over for it alone.
 PASSED_OVER: dict[str, tuple[dict[str, Any], str]] = {
     "few_rows": ({"q": (64, 1, 16, 64), "seqlen_k": 4096}, "there are 1 queries"),
@@ -160,7 +153,6 @@ NEVER_TAKEN = (
 )
 # Its forward pass serves these, its backward pass does not, for this reason.
 NEVER_DIFFERENTIATED = (
-    ("backward_head_dim", {"q": (2, 4096, 16, 192), "head_dim_v": 128, **GRADIENTS}),
     ("tile_bias_rows", {"bias": PER_SCORE, "bias_strides": (2**28, 2**24, 1, 2**12), **GRADIENTS}),
     # Its gradient has the shape of what was expanded.
     ("expanded_dbias", {**DBIAS, "bias_strides": (2**16, 2**12, 0, 1)}),
@@ -246,7 +238,7 @@ def test_every_rule_is_here() -> None:
 @pytest.mark.parametrize("code", BROKEN)
 def test_a_broken_rule_says_what_it_found_and_what_to_do(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call, text = BROKEN[code]
-    monkeypatch.setattr(cuda_rules, "installed_instances", lambda: PARTIAL_BUILDS.get(code))
+    monkeypatch.setattr(cuda_rules, "installed_instances", lambda: None)
     explanation = explained(**call, backend="cuda")
     (reason,) = explanation.verdicts[0].reasons
     assert reason.backend == "cuda" and reason.code == code and reason.hint
@@ -273,7 +265,7 @@ def test_what_it_takes(call: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("code", "call"), NEVER_DIFFERENTIATED, ids=str)
 def test_what_it_does_not_differentiate(code: str, call: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton does then: by itself under auto, and in the pair that the error of a call by name speaks of."""
-    monkeypatch.setattr(cuda_rules, "installed_instances", lambda: PARTIAL_BUILDS.get(code))
+    monkeypatch.setattr(cuda_rules, "installed_instances", lambda: None)
     for backend in ("auto", ("cuda", "triton")):
         explanation = explained(**call, backend=backend)
         assert (explanation.forward, explanation.backward, explanation.error) == ("cuda", "triton", None)
@@ -588,7 +580,7 @@ def test_fixed_order_of_a_whole_dbias() -> None:
 
 def test_a_build_of_some_instances(monkeypatch: pytest.MonkeyPatch) -> None:
     """A larger instance serves lesser head dims; what none serves goes to triton, and the built ones are named."""
-    instances = frozenset({"forward_d128_bf16", "forward_d192_128_bf16", "backward_d128_bf16"})
+    instances = frozenset({"forward_d128_bf16", "forward_d192_128_bf16"})
     monkeypatch.setattr(cuda_rules, "installed_instances", lambda: instances)
     for dim, chosen in ((64, "cuda"), (128, "cuda"), (256, "triton")):
         assert explained(q=(2, 4096, 16, dim)).forward == chosen
@@ -599,14 +591,10 @@ def test_a_build_of_some_instances(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason.code == "head_dim" and "float16" in reason.text
     assert [reason.code for reason in explained(dtype="fp32").verdicts[0].reasons] == ["dtype"]
     assert explained(**GRADIENTS, backend="cuda").backward == "cuda"
-    monkeypatch.setattr(
-        cuda_rules, "installed_instances", lambda: instances - {"backward_d128_bf16"} | {"backward_d256_bf16"}
-    )
-    assert explained(**GRADIENTS, backend="cuda").backward == "cuda"
     assert explained(**GRADIENTS, softcap=1.0).backward == "cuda"
-    monkeypatch.setattr(cuda_rules, "installed_instances", lambda: instances - {"backward_d128_bf16"})
+    monkeypatch.setattr(cuda_rules, "installed_instances", lambda: frozenset({"forward_d128_fp16"}))
     (reason,) = explained(**GRADIENTS).verdicts[0].reasons
-    assert reason.text.endswith("this build has no backward kernels of bfloat16")
+    assert reason.text.endswith("this build has no kernels of bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -646,10 +634,7 @@ DIMS = st.sampled_from((1, 8, 64, 100, 128, 192, 256, 257, 512))
 SHAPES = st.none() | st.tuples(*[st.booleans()] * 4)
 DTYPES = st.sampled_from(("fp16", "bf16", "fp32", "fp64"))
 BUILDS = st.none() | st.frozensets(
-    st.sampled_from(
-        [f"forward_d{d}_bf16" for d in (32, 64, 96, 128, 192, 256)]
-        + ["forward_d192_128_bf16", "backward_d64_bf16", "backward_d128_bf16", "backward_d192_bf16"]
-    )
+    st.sampled_from([*(f"forward_d{d}_bf16" for d in (32, 64, 96, 128, 192, 256)), "forward_d192_128_bf16"])
 )
 FLAGS = ("mask_prepared", "grad", "bias_grad", "return_probs", "deterministic", "softcap")
 

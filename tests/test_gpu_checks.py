@@ -129,7 +129,7 @@ def test_the_command_lists_and_chooses() -> None:
     ]
     assert [line.split()[0] for line in listed] == expected
     listed = subprocess.run([*command, "--racecheck-extension", "x.so"], capture_output=True, text=True, check=True)
-    assert len(listed.stdout.splitlines()) == 6 + 4 + 1 + 9 + 22
+    assert len(listed.stdout.splitlines()) == 6 + 4 + 1 + 9 + 26
 
 
 def test_without_a_gpu_nothing_passes(

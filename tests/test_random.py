@@ -17,10 +17,8 @@ from accuracy import assert_accurate
 from cases import ALL, DEVICE, NAMES, Case
 from conftest import Runner
 from cuda_forms import (
-    ALL_BACKWARD_INSTANCES,
     ALL_INSTANCES,
     BIAS_FORMS,
-    backward_instance_of,
     bias_form,
     described,
     instance_of,
@@ -200,11 +198,11 @@ def test_cuda_runs_every_kernel() -> None:
             if broken_rules(cuda, problem, ("backward",)):
                 refused += 1
                 continue
-            instance = backward_instance_of(case)
+            instance = instance_of(case)
             form = bias_form(bias, case.dtype) if bias is None or 1 in bias.shape[2:] else "tile"
             stored = form == "tile" and problem.needs_grad.bias
             differentiated.add((instance, "stored tile" if stored else form, case.mask is not None))
     assert kernels == set(itertools.product(ALL_INSTANCES, BIAS_FORMS, (False, True)))
     forms = ("none", "vector", "tile", "stored tile")
-    assert differentiated == set(itertools.product(ALL_BACKWARD_INSTANCES, forms, (False, True)))
+    assert differentiated == set(itertools.product(ALL_INSTANCES, forms, (False, True)))
     assert with_gradients > 500 and refused < with_gradients / 2

@@ -11,13 +11,12 @@ import pytest
 import sanitized_cases
 import torch
 from cuda_forms import (
-    ALL_BACKWARD_INSTANCES,
+    ALL_INSTANCES,
     BACKWARD_FORMS,
     BIAS_FORMS,
     NUM_SMS,
     SUMMED,
     backward_form,
-    backward_instance_of,
     backward_works,
     bias_form,
     described,
@@ -121,7 +120,7 @@ def test_the_backward_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatc
         problem = differentiated(case, in_order)
         schedule = schedule_of(problem)
         assert not broken_rules(cuda, problem, ("forward", "backward")) and case.needs_grad, case.repro()
-        instance, form, has_mask = backward_instance_of(case), backward_form(problem), case.mask is not None
+        instance, form, has_mask = instance_of(case), backward_form(problem), case.mask is not None
         if case.softcap > 0:
             capped.add((instance[:2], form))
             if schedule.writer == "shared_dbias":
@@ -138,25 +137,25 @@ def test_the_backward_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatc
         works.add((in_order, *backward_works(problem)))
         if schedule.has_two_key_tiles:
             pairs.add((in_order, case.num_heads > case.num_heads_k, case.seqlen_k % 256 > 128))
-    narrow = itertools.product(((32, 32), (64, 64), (128, 128)), BACKWARD_FORMS)
+    narrow = itertools.product(((32, 32), (64, 64), (96, 96), (128, 128)), BACKWARD_FORMS)
     wide = itertools.product(sanitized_cases.WIDE_DIMS, ("none", "vector", "tile"))
-    assert capped == {*narrow, *wide} and capped_shared == set(cuda_rules.BACKWARD_INSTANCES)
+    assert capped == {*narrow, *wide} and capped_shared == set(cuda.INSTANCES)
     flags = (False, True)
-    summed = [instance for instance in ALL_BACKWARD_INSTANCES if max(instance[:2]) <= 128]
+    summed = [instance for instance in ALL_INSTANCES if max(instance[:2]) <= 128]
     every = {
-        *itertools.product(ALL_BACKWARD_INSTANCES, BACKWARD_FORMS, flags),
+        *itertools.product(ALL_INSTANCES, BACKWARD_FORMS, flags),
         *itertools.product(summed, [SUMMED], flags),
     }
     assert kernels == every
     assert {batch for _, batch, _ in clusters} == {2, 4, 8}
     # Works of one cluster after another: told by its first block, in order and not.
     assert {(False, True), (True, True)} <= {(in_order, many) for in_order, _, many in clusters}
-    assert shared == set(itertools.product(ALL_BACKWARD_INSTANCES, flags))
+    assert shared == set(itertools.product(ALL_INSTANCES, flags))
     dtypes = (torch.float16, torch.bfloat16)
     assert {part[:3] for part in slots} == set(itertools.product(flags, dtypes, flags))
     assert {wide for wide, *_, is_unaligned in slots if is_unaligned} == set(flags)
     of_instances = {
-        *itertools.product(cuda_rules.BACKWARD_INSTANCES, BACKWARD_FORMS),
+        *itertools.product(cuda.INSTANCES, BACKWARD_FORMS),
         *((instance[:2], SUMMED) for instance in summed),
     }
     assert orders == {(*form, has_mask, order) for form in of_instances for has_mask in flags for order in flags}
@@ -166,4 +165,4 @@ def test_the_backward_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatc
     assert heads == {*either, (False, "a group, then one")}
     shares = {(in_order, share) for in_order, _, share in works}
     assert {(True, "in order"), *itertools.product((False,), ("one each", "evenly", "as they finish"))} <= shares
-    assert len(sanitized_cases.CASES["cuda-backward"]) == 174
+    assert len(sanitized_cases.CASES["cuda-backward"]) == 205

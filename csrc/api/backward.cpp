@@ -55,7 +55,7 @@ KernelInstance instance_for(ScalarType dtype, int64_t head_dim, int64_t head_dim
             d,                                                            \
             dv};                                                          \
   }
-  FLASH_DMATTN_BACKWARD_INSTANCES(FLASH_DMATTN_INSTANCE)
+  FLASH_DMATTN_INSTANCES(FLASH_DMATTN_INSTANCE)
 #undef FLASH_DMATTN_INSTANCE
   CHECK_ARGUMENT(false, "the extension was not built for gradients of head dims ", head_dim, " and ", head_dim_v,
                  " (v) of this dtype");

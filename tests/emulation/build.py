@@ -3,7 +3,7 @@
 csrc is copied, the two files with assembly are replaced by those of `device/`, CUB's sort by that of `cub/`, and shared
 memory of a size given at launch, which only nvcc knows, is rewritten.
 
-    python tests/emulation/build.py flash_dmattn_emulated.so --head-dims 32,64,128 --dtypes bf16
+    python tests/emulation/build.py flash_dmattn_emulated.so --head-dims 32,64,96,128 --dtypes bf16
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output", type=Path)
     parser.add_argument("--folder", type=Path, default=Path("build/emulation"))
-    parser.add_argument("--head-dims", default="32,64,128")
+    parser.add_argument("--head-dims", default="32,64,96,128")
     parser.add_argument("--dtypes", default="bf16")
     given = parser.parse_args()
     build(given.output, given.folder, given.head_dims, given.dtypes)

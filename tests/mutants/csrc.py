@@ -531,6 +531,28 @@ FAULTS: tuple[Fault, ...] = (
         "any == 0 ? 2 : all == kLanes ? 2 : 1",
         ("tests/test_cuda_pack.py::test_every_size[(2, 2, 300, 1040)]",),
     ),
+    # Head dims of a panel and a half
+    Fault(
+        "the second consumer adds half of its columns of dq",
+        "csrc/sm90/backward/consumer.h",
+        "if (c * 8 >= kLastColumns && group == 1) break;",
+        "if (c * 16 >= kLastColumns && group == 1) break;",
+        (f"{_RARE}test_head_dims_of_a_panel_and_a_half[no bias-96-cuda]",),
+    ),
+    Fault(
+        "sums of dk and dv have whole panels alone",
+        "csrc/sm90/backward/key_consumer.h",
+        "constexpr int kPanels = (kColumns + kAccumColumns - 1) / kAccumColumns;",
+        "constexpr int kPanels = kColumns < kAccumColumns ? 1 : kColumns / kAccumColumns;",
+        (f"{_RARE}test_head_dims_of_a_panel_and_a_half[no bias-96-cuda]",),
+    ),
+    Fault(
+        "sums of the last columns are not read",
+        "csrc/sm90/backward/rows.cu",
+        "min(p.tile_columns, p.columns - panel * kAccumColumns) : 0;",
+        "min(p.tile_columns, p.columns / 2 - panel * kAccumColumns) : 0;",
+        (f"{_RARE}test_head_dims_of_a_panel_and_a_half[no bias-96-cuda]",),
+    ),
     # Interval masks
     Fault(
         "forward: a key is seen by one row more",

@@ -37,9 +37,9 @@ AREAS = (
 )
 SECONDS = 900  # a fault that makes its tests hang is killed after as many
 PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider")
-# csrc runs on the emulated GPU, built anew for each fault; head dims 32, 64 and 128 reach what the faults change.
+# csrc runs on the emulated GPU, built anew for each fault; head dims 32, 64, 96 and 128 reach what the faults change.
 EMULATED = Path("build") / "emulated.so"
-EMULATE = (sys.executable, "tests/emulation/build.py", str(EMULATED), "--head-dims", "32,64,128", "--dtypes", "bf16")
+EMULATE = (sys.executable, "tests/emulation/build.py", str(EMULATED), "--head-dims", "32,64,96,128", "--dtypes", "bf16")
 
 
 Result = TypeVar("Result")

@@ -56,6 +56,8 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
   // columns.
   static constexpr int kDqColumns = Traits::kDqColumns;
   using DqAccum = float[kDqColumns / 2];
+  // Of the second consumer, columns that there are: at D96 half of its panel is zeros.
+  static constexpr int kLastColumns = kBlockM == 64 && kD > kAccumColumns ? kD - kAccumColumns : kDqColumns;
 
   // dq over the keys of all key tiles, whose ds are in consecutive stages.
   __device__ __forceinline__ void start_dq(DqAccum& dq, DsPipe pipe) {
@@ -118,6 +120,7 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
       float* const to = dq_sums_of(p, item, block, group);
 #pragma unroll
       for (int c = 0; c < kDqColumns / 8; ++c) {
+        if (c * 8 >= kLastColumns && group == 1) break;
         red_add_v4(to + accum_offset(c, threadIdx.x % 128), dq[4 * c], dq[4 * c + 1], dq[4 * c + 2], dq[4 * c + 3]);
       }
       if (p.dq_semaphore != nullptr) named_barrier_arrive(kHasAddedBarrier + group, 128 + 32);

@@ -14,7 +14,9 @@ constexpr int backward_block_m(int head_dim, int head_dim_v, int keys) {
 // read less often, with dq turned, its columns as rows of the product.
 constexpr int kTurnedBlockM = 80;
 constexpr int kLeastTurnedWalk = 4096;  // queries; in shorter walks steps of 64 are faster
-constexpr bool has_turned_dq(int head_dim, int head_dim_v) { return head_dim == 128 && head_dim_v == 128; }
+constexpr bool has_turned_dq(int head_dim, int head_dim_v) {
+  return head_dim == head_dim_v && (head_dim == 96 || head_dim == 128);
+}
 constexpr bool has_two_key_tiles(int head_dim, int head_dim_v) { return head_dim <= 64 && head_dim_v <= 64; }
 constexpr int backward_block_n(int head_dim, int head_dim_v) {
   return head_dim <= 128 && head_dim_v <= 128 ? kTile : 64;

@@ -330,7 +330,7 @@ struct KeyConsumer {
     const int heads_k = p.num_heads / p.heads_per_group, head_k = item.head / p.heads_per_group;
     if (sums != nullptr) {
       constexpr int kColumns = kCount * 2, kFloats = kAccumFloats<kColumns>;
-      constexpr int kPanels = kColumns * kAccumRows / kFloats;
+      constexpr int kPanels = (kColumns + kAccumColumns - 1) / kAccumColumns;
       constexpr int kAccumRowBlocks = Traits::kBlockN / kAccumRows;
       // The pair's number, as decode_key_work_tile counts.
       const int pair = p.batch_is_inner ? head_k * p.batch + item.batch : item.batch * heads_k + head_k;

@@ -173,9 +173,10 @@ __global__ void __launch_bounds__(128) backward_sums_kernel(const __grid_constan
     const float* from = p.sums + tile * kAccumRows * p.tile_columns;
     float4 sums[kAccumColumns / 8];
     const bool is_used = !p.is_by_place || is_live(params.places, batch, head, first_row);
+    const int columns = is_used ? min(p.tile_columns, p.columns - panel * kAccumColumns) : 0;
 #pragma unroll
     for (int c = 0; c < kAccumColumns / 8; ++c) {
-      const bool is_there = is_used && 8 * c < p.tile_columns;
+      const bool is_there = 8 * c < columns;
       sums[c] = is_there ? *reinterpret_cast<const float4*>(from + accum_offset(c, threadIdx.x))
                          : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }

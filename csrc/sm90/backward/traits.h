@@ -67,9 +67,9 @@ struct BackwardTraits {
   static constexpr int kRegisters =  // of all warpgroups
       kProducerRegisters + kConsumers * kConsumerRegisters + kSumsDbias * kSumRegisters;
 
-  // A consumer's share of dq of a query block: 64 queries and so many columns, of 128 queries all; turned, 64 columns
-  // and all queries.
-  static constexpr int kDqColumns = kTurnsDq ? kBlockM : kD * kBlockM / 128;
+  // A consumer's share of dq of a query block: 64 queries and so many columns, of 128 queries all, else half of them or,
+  // above D64, a panel; turned, 64 columns and all queries.
+  static constexpr int kDqColumns = kTurnsDq ? kBlockM : kBlockM == 64 && kD > 64 ? kAccumColumns : kD * kBlockM / 128;
   // Turned, dq leaves through shared memory, and one warp adds it to device memory: a consumer then need not hold its
   // registers until the additions are on their way.
   static constexpr int kDqBytes = 64 * kDqColumns * static_cast<int>(sizeof(float));  // of a consumer

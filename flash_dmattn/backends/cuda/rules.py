@@ -8,7 +8,7 @@ import torch
 
 from ...problem import AttentionProblem, dtype_name, fits_tma, keys_of_query
 from ..interval_walk import call_key_form
-from ..protocol import Direction, Rule
+from ..protocol import Rule
 from . import extension, sequence_rules
 from .bias_rows import copies_bias, fits, makes_dbias_of_any_rows
 from .parts import part_size
@@ -16,7 +16,6 @@ from .parts import part_size
 # (head_dim, head_dim_v) that kernels are compiled for; a call takes the first that holds its own.
 INSTANCES = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 SEQUENCES_INSTANCES = ((64, 64), (128, 128))  # of both passes of calls with sequences
-BACKWARD_INSTANCES = ((32, 32), (64, 64), (128, 128), (192, 128), (192, 192), (256, 256))
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _BIAS_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -31,18 +30,17 @@ def installed_instances() -> frozenset[str] | None:
         return None
 
 
-def _built_dims(dtype: torch.dtype, direction: Direction) -> tuple[tuple[int, int], ...]:
-    """The head dims that a pass of this dtype can have. Unsupported dtypes are rejected by the `dtype` rule."""
-    return _dims_of(installed_instances(), dtype, direction)
+def _built_dims(dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
+    """The head dims that calls of this dtype can have. Unsupported dtypes are rejected by the `dtype` rule."""
+    return _dims_of(installed_instances(), dtype)
 
 
 @cache
-def _dims_of(instances: frozenset[str] | None, dtype: torch.dtype, direction: Direction) -> tuple[tuple[int, int], ...]:
-    pairs = INSTANCES if direction == "forward" else BACKWARD_INSTANCES
+def _dims_of(instances: frozenset[str] | None, dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
     if instances is None or dtype not in _DTYPES:
-        return pairs
-    name = _DTYPES[dtype]
-    return tuple((d, d_v) for d, d_v in pairs if f"{direction}_d{d}{f'_{d_v}' if d_v != d else ''}_{name}" in instances)
+        return INSTANCES
+    name = _DTYPES[dtype]  # the units of both passes are built together
+    return tuple((d, d_v) for d, d_v in INSTANCES if f"forward_d{d}{f'_{d_v}' if d_v != d else ''}_{name}" in instances)
 
 
 def _sequence_dims(dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
@@ -58,22 +56,21 @@ setattr(_sequence_dims, "_dynamo_marked_constant", True)  # noqa: B010
 setattr(_built_dims, "_dynamo_marked_constant", True)  # noqa: B010
 
 
-def _instance(p: AttentionProblem, direction: Direction) -> tuple[int, int] | None:
+def _instance(p: AttentionProblem) -> tuple[int, int] | None:
     """The head dims of the kernels that serve the call; None where no kernels do."""
-    fitting = ((d, d_v) for d, d_v in _built_dims(p.dtype, direction) if p.head_dim <= d and p.head_dim_v <= d_v)
+    fitting = ((d, d_v) for d, d_v in _built_dims(p.dtype) if p.head_dim <= d and p.head_dim_v <= d_v)
     return next(fitting, None)
 
 
-def _has_instance(p: AttentionProblem, direction: Direction) -> bool:
-    return _instance(p, direction) is not None
+def _has_instance(p: AttentionProblem) -> bool:
+    return _instance(p) is not None
 
 
-def _instances_text(p: AttentionProblem, direction: Direction) -> str:
-    kernels = "kernels" if direction == "forward" else "backward kernels"
-    dims = " or ".join(f"{d} and {d_v}" for d, d_v in _built_dims(p.dtype, direction))
+def _instances_text(p: AttentionProblem) -> str:
+    dims = " or ".join(f"{d} and {d_v}" for d, d_v in _built_dims(p.dtype))
     if not dims:
-        return f"this build has no {kernels} of {dtype_name(p.dtype)}"
-    return f"the {kernels} that are built take multiples of 8 up to {dims}"
+        return f"this build has no kernels of {dtype_name(p.dtype)}"
+    return f"the kernels that are built take multiples of 8 up to {dims}"
 
 
 def _reads_tiles(p: AttentionProblem) -> bool:
@@ -122,16 +119,9 @@ _RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "head_dim",
-        lambda p: p.head_dim % 8 == 0 == p.head_dim_v % 8 and _has_instance(p, "forward"),
-        lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v); {_instances_text(p, 'forward')}",
+        lambda p: p.head_dim % 8 == 0 == p.head_dim_v % 8 and _has_instance(p),
+        lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v); {_instances_text(p)}",
         'use backend="triton"',
-    ),
-    Rule(
-        "backward_head_dim",
-        lambda p: _has_instance(p, "backward"),
-        lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v); {_instances_text(p, 'backward')}",
-        _PAIR,
-        passes=("backward",),
     ),
     Rule(
         # Simulated in PyTorch, 30 of 2100 random calls with 2 to 32 keys miss the accuracy rule of the tests for it; of
@@ -190,7 +180,7 @@ _RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "dropout_head_dim",
-        lambda p: p.dropout_p == 0 or _instance(p, "forward") == _DROPOUT_DIMS,
+        lambda p: p.dropout_p == 0 or _instance(p) == _DROPOUT_DIMS,
         lambda p: (
             f"dropout_p is {p.dropout_p} and head dims are {p.head_dim} and {p.head_dim_v} (v); "
             f"the kernels with dropout are those of {_DROPOUT_DIMS[0]}"
@@ -398,7 +388,7 @@ _SEQUENCE_HEAD_DIM = Rule(
     'use backend="triton"',
 )
 # What the kernels of dense calls alone need; those of sequences have rules about the same of their own.
-_OF_DENSE = {"head_dim", "backward_head_dim", "rounded_delta", "tile_bias_dtype", "tile_bias_rows", "dbias_rows"}
+_OF_DENSE = {"head_dim", "rounded_delta", "tile_bias_dtype", "tile_bias_rows", "dbias_rows"}
 RULES: tuple[Rule, ...] = (
     *(_unless(rule, has_sequences=True) if rule.code in _OF_DENSE else rule for rule in _RULES),
     *(_unless(rule, has_sequences=False) for rule in (_SEQUENCE_HEAD_DIM, *sequence_rules.RULES)),
