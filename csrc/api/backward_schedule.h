@@ -125,11 +125,11 @@ inline bool pays_to_take_two(int64_t pairs, int64_t tiles_k, int64_t num_sms) {
 }
 
 // In an order of keys, walks of neighbours are alike, and three quarters of the key blocks may have none. Walks of 32
-// tiles or an eighth of long rows, where heads are few of 8 tiles or a 16th, leave no SM waiting long:
+// tiles or an eighth of long rows, where heads are few of 8 tiles or a 32nd, leave no SM waiting long:
 // docs/notes/intervals.md.
 constexpr int64_t kFewHeads = 8;
 constexpr int64_t kWalkTiles = 32, kMostWalkParts = 8;
-constexpr int64_t kShortWalkTiles = 8, kMostShortWalkParts = 16;
+constexpr int64_t kShortWalkTiles = 8, kMostShortWalkParts = 32;
 
 // How many (batch, key head) pairs have work tiles of whole groups. One tile per query head gives more and shorter
 // tiles, but their dk and dv must be added in device memory. So if tiles are few, only those of the last one or two
