@@ -13,7 +13,7 @@ from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn.backends.cuda import backend as cuda
-from flash_dmattn.problem import AttentionProblem, NeedsGrad
+from flash_dmattn.problem import AttentionProblem, NeedsGrad, make_band
 
 ALL_INSTANCES = tuple((*dims, dtype) for dims in cuda.INSTANCES for dtype in (torch.float16, torch.bfloat16))
 # An instance has a kernel for each of these, with a mask and without. A bias per query is "none": it moves lse alone.
@@ -104,8 +104,8 @@ SOURCE = """
 using namespace flash_dmattn;
 extern "C" void schedule(const int64_t* sizes, const int* flags, int64_t num_sms, int64_t* result) {
   BackwardCall call{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9],
-                    flags[0] != 0, flags[1] != 0, flags[2] != 0, flags[3] != 0, flags[4] != 0, flags[5] != 0,
-                    flags[6] != 0, flags[7] != 0};
+                    sizes[10], sizes[11], flags[0] != 0, flags[1] != 0, flags[2] != 0, flags[3] != 0, flags[4] != 0,
+                    flags[5] != 0, flags[6] != 0, flags[7] != 0};
   const DbiasWriter writer = dbias_writer(call);
   const BackwardSchedule found = schedule_backward(call, writer, num_sms);
   const DbiasSchedule of_dbias =
@@ -143,6 +143,7 @@ def schedule_of(problem: AttentionProblem, num_sms: int = NUM_SMS, *, has_key_or
         *head_dims,
         *dbias,
         0 if p.mask is None else p.mask.shape[0],
+        *(make_band(p.seqlen_q, p.seqlen_k, p.window) or (-p.seqlen_q, p.seqlen_k)),
     )
     shares = p.batch > 1 and (bias[0] == 1 or (p.mask is not None and p.mask.shape[0] == 1))
     flags = (

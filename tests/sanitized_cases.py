@@ -229,7 +229,7 @@ BACKWARD_PAIRS = (
     FP16_BASE.with_(batch=8, num_heads=8, num_heads_k=8, seqlen_q=70, seqlen_k=264, bias=FULL),
     BASE.with_(batch=8, num_heads=16, num_heads_k=8, seqlen_q=130, seqlen_k=504, bias=FULL, head_dim=40),
 )
-BACKWARD_PAIRS_IN_ORDER = (BASE.with_(batch=8, num_heads=16, num_heads_k=8, seqlen_q=65, seqlen_k=384, bias=FULL),)
+BACKWARD_PAIRS_IN_ORDER = (BASE.with_(batch=8, num_heads=8, num_heads_k=4, seqlen_q=65, seqlen_k=384, bias=FULL),)
 # With a softcap: each form of bias, with a mask and without.
 BACKWARD_CAPPED = tuple(
     case.with_(softcap=5.0)
@@ -316,10 +316,10 @@ BACKWARD_CLUSTERS_IN_ORDER = (
     WIDE_BASE.with_(**OF_BATCH, batch=4, **SHARED, seqlen_q=127, seqlen_k=264, is_causal=True),
     FP16_BASE.with_(**OF_BATCH, batch=4, seqlen_q=65, seqlen_k=136, mask=EVERY_BATCH, head_dim_v=24),
 )
-# Under a mask, works of a group and then of single heads.
+# Under a mask, works of a group and then of single heads: as walks are long.
 BACKWARD_GROUPS_THEN_HEADS = (
-    BASE.with_(batch=2, num_heads=90, num_heads_k=45, seqlen_q=9, seqlen_k=257, mask=TILES, mask_kind="empty_tiles"),
-    WIDE_FP16.with_(batch=2, num_heads=68, num_heads_k=34, seqlen_q=9, seqlen_k=392, bias=PER_KEY, mask=EVERY_BATCH),
+    BASE.with_(batch=2, num_heads=90, num_heads_k=45, seqlen_q=420, seqlen_k=257, mask=TILES, mask_kind="empty_tiles"),
+    WIDE_FP16.with_(batch=2, num_heads=68, num_heads_k=34, seqlen_q=420, seqlen_k=392, bias=PER_KEY, mask=EVERY_BATCH),
 )
 BACKWARD_TO_128 = (
     BACKWARD

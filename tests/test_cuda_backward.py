@@ -379,12 +379,13 @@ def test_more_work_than_sms(backend: Runner, deterministic: bool, is_causal: boo
 def test_groups_first_and_then_heads(
     backend: Runner, head_dim: int, mask: tuple[str, ...] | None, needs_grad: tuple[str, ...], unwritten_is_nan: None
 ) -> None:
-    """Works of a group store dk and dv, those of a head behind them add to sums: of pairs by batch, or by head."""
-    tiles = -(-3 * NUM_SMS // 10)
-    case = BASE.with_(
-        batch=2, num_heads=15, num_heads_k=5, seqlen_k=tiles * TILE - 31, head_dim=head_dim, needs_grad=needs_grad
-    )
-    case = case.with_(mask=mask, mask_kind="empty_tiles", bias=PER_KEY)
+    """Works of a group store dk and dv, those of a head behind them add to sums: of pairs by batch, or by head.
+
+    Walks are long, and a few works more than fill three waves: SMs would wait long for whole groups alone.
+    """
+    tiles, seqlen_q = -(-31 * NUM_SMS // 100), 520 if head_dim <= 128 else 1200
+    case = BASE.with_(batch=2, num_heads=15, num_heads_k=5, seqlen_q=seqlen_q, seqlen_k=tiles * TILE - 31)
+    case = case.with_(head_dim=head_dim, needs_grad=needs_grad, mask=mask, mask_kind="empty_tiles", bias=PER_KEY)
     assert 0 < schedule_of(differentiated(case, False), NUM_SMS).full_group_pairs < 10
     check(backend, case, case.build())
 
@@ -394,13 +395,12 @@ def test_groups_first_of_two_tiles_of_keys(
     backend: Runner, needs_grad: tuple[str, ...], unwritten_is_nan: None
 ) -> None:
     """The same where a work has two tiles of keys; the last has one and a part."""
-    tiles = -(-3 * NUM_SMS // 10) * 2
-    case = BASE.with_(
-        batch=2, num_heads=15, num_heads_k=5, seqlen_k=tiles * TILE - 24, bias=FULL, needs_grad=needs_grad
-    )
-    problem = differentiated(case, False)
-    schedule = schedule_of(problem, NUM_SMS)
-    assert schedule.has_two_key_tiles and 0 < schedule.full_group_pairs < 10
+    tiles = -(-203 * NUM_SMS // 700) * 2
+    seqlen_q = 1300 if NUM_SMS > 3 else 2100  # of three SMs fewer wait
+    case = BASE.with_(batch=1, num_heads=14, num_heads_k=7, seqlen_q=seqlen_q, seqlen_k=tiles * TILE - 24)
+    case = case.with_(bias=FULL, needs_grad=needs_grad)
+    schedule = schedule_of(differentiated(case, False), NUM_SMS)
+    assert schedule.has_two_key_tiles and 0 < schedule.full_group_pairs < 7
     check(backend, case, case.build())
 
 

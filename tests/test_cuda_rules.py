@@ -720,6 +720,36 @@ def test_walks_behind_an_order_of_keys_are_cut() -> None:
                 assert schedule_of(given).num_work_tiles <= works
 
 
+# Batch, heads, length, and the rest of a call; the share of pairs whose work tiles have all heads of a group on 132 SMs.
+GROUPS = (
+    ((64, 16, 256), {"kv_heads": 4, "is_causal": True}, "all"),  # 512 short walks
+    ((64, 16, 256), {"kv_heads": 4}, "all"),
+    ((2, 16, 4096), {"kv_heads": 4}, "all"),  # 256 tiles nearly fill two waves
+    ((5, 16, 4096), {"kv_heads": 4}, "some"),  # 640 leave a seventh of the fifth wave, of 16384 queries, without work
+    ((1, 16, 4096), {"kv_heads": 4, "is_causal": True}, "none"),  # SMs would wait for the longest
+    ((1, 16, 4096), {"kv_heads": 4, "window_size": (255, 0)}, "all"),  # of as many tiles, but of short walks
+    ((16, 16, 512), {"kv_heads": 1, "is_causal": True}, "none"),  # half of the SMs, with walks of 16 heads
+    ((64, 16, 256), {"kv_heads": 1, "dim": 64}, "all"),  # of two tiles of keys, whose dq is complete
+    ((5, 16, 512), {"kv_heads": 4, "bias": (5, 16, 512, 512)}, "all"),  # dbias is stored: memory is waited for
+    ((5, 16, 512), {"kv_heads": 4, "bias": (1, 16, 512, 512)}, "none"),
+    ((17, 16, 512), {"kv_heads": 4, "mask": (17, 1, 512, 512)}, "some"),
+    ((32, 16, 256), {"kv_heads": 4, "mask": (32, 1, 256, 256)}, "all"),
+    ((128, 16, 512), {"kv_heads": 16, "is_causal": True}, "all"),  # no groups, nothing to add
+)
+
+
+@pytest.mark.parametrize(("size", "call", "whole"), GROUPS)
+def test_which_work_tiles_have_whole_groups(size: tuple[int, int, int], call: dict[str, Any], whole: str) -> None:
+    """As measured: docs/notes/cuda_tried.md, "Head groups". A number of SMs that divides the work changes little."""
+    batch, heads, length = size
+    given = {**call, "bias_grad": True} if "bias" in call else dict(call)
+    problem = explained(q=(batch, length, heads, given.pop("dim", 128)), seqlen_k=length, **given, grad=True).problem
+    found = schedule_of(problem)
+    shares = {(True, False): "all", (True, True): "some", (False, True): "none"}
+    assert shares[found.full_group_pairs > 0, found.summed_pairs > 0] == whole, found
+    assert found.full_group_pairs + found.summed_pairs == batch * call["kv_heads"]
+
+
 # Batch, heads, length; chunks of a bias that batch entries share, one for each head, and of one that heads share too.
 CHUNKS = (
     ((256, 4, 256), 8, 33),  # 128 and 132 work tiles

@@ -238,6 +238,8 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   CHECK_ARGUMENT(!(softcap > 0 && dropout_key.has_value()), "there is no kernel with dropout and a softcap");
   set_dropout(kName, dropout_key, dropout_p, instance.head_dim, instance.head_dim_v, params);
   set_band(sizes, low, high, params);
+  call.low = params.low;
+  call.high = params.high;
   if (has_mask) {
     CHECK_ARGUMENT(mask.size() == 3, "mask has ", mask.size(),
                    " tensors; it needs bits or bounds, and lists of rows and columns");
@@ -258,7 +260,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   const bool turns_dq = has_turned_dq(instance.head_dim, instance.head_dim_v) && form == BackwardBias::kNone && !has_mask &&
                         softcap <= 0 && !dropout_key.has_value() && dq.has_value() && !schedule.completes_dq &&
                         !schedule.is_ordered && (!is_banded || shortens_rows(sizes, low, high)) &&
-                        mean_walk(sizes.seqlen_q, sizes.seqlen_k, high) >= kLeastTurnedWalk;
+                        mean_walk(call) >= kLeastTurnedWalk;
   const int block_m = turns_dq ? kTurnedBlockM : backward_block_m(instance.head_dim, instance.head_dim_v, block_n);
   const int64_t blocks_k = schedule.blocks_k;
   params.q = rows_map(kName, q, "q", block_m);

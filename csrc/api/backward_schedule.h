@@ -16,6 +16,7 @@ struct BackwardCall {
   int64_t head_dim, head_dim_v;            // of the kernel instance
   int64_t dbias_batch, dbias_heads;        // of a dbias of one value per query and key
   int64_t mask_batch;
+  int64_t low, high;                       // query i sees keys from i + low to i + high, or fewer under a mask
   bool has_key_order;                      // keys are in the order of an interval mask
   bool is_banded;                          // the band forbids something; of a mask, the band is part of it
   bool has_softcap, is_deterministic, needs_dq, needs_dk_or_dv;
@@ -131,21 +132,6 @@ constexpr int64_t kFewHeads = 8;
 constexpr int64_t kWalkTiles = 32, kMostWalkParts = 8;
 constexpr int64_t kShortWalkTiles = 8, kMostShortWalkParts = 32;
 
-// How many (batch, key head) pairs have work tiles of whole groups. One tile per query head gives more and shorter
-// tiles, but their dk and dv must be added in device memory. So if tiles are few, only those of the last one or two
-// waves are per head; behind a band, where tiles get shorter towards the end, all of them. Measured:
-// docs/notes/cuda_tried.md, "Backward kernel".
-inline int64_t count_full_group_pairs(const BackwardCall& call, const BackwardSchedule& schedule, int64_t num_sms) {
-  const int64_t pairs_k = call.batch * call.num_heads_k, tiles = pairs_k * schedule.blocks_k;
-  if (call.has_key_order) return 0;  // the kernel of the sums puts dk and dv in the order of keys
-  if (call.num_heads == call.num_heads_k || tiles >= kEnoughTilesPerSm * num_sms) return pairs_k;
-  if (call.is_deterministic) return schedule.is_ordered ? 0 : pairs_k;
-  if (call.is_banded && call.mask_batch == 0) return 0;
-  const int64_t waves = std::max<int64_t>(tiles / num_sms - 1, 0);
-  const int64_t together = schedule.batch_is_inner ? call.batch : 1;
-  return waves * num_sms / schedule.blocks_k / together * together;
-}
-
 // How many queries see a key on the mean, where query i sees the keys up to i + high.
 inline int64_t mean_walk(int64_t seqlen_q, int64_t seqlen_k, int64_t high) {
   // The first keys are seen by all queries, each one behind them by one less, the last ones by none.
@@ -155,12 +141,46 @@ inline int64_t mean_walk(int64_t seqlen_q, int64_t seqlen_k, int64_t high) {
   return (by_all * seqlen_q + (seen - by_all) * (most + least) / 2) / seqlen_k;
 }
 
+// The same in a band.
+inline int64_t mean_walk(const BackwardCall& call) {
+  return mean_walk(call.seqlen_q, call.seqlen_k, call.high) - mean_walk(call.seqlen_q, call.seqlen_k, call.low - 1);
+}
+
+// What a work tile of one query head costs beside its walk, as its dk and dv are added in device memory: as much as so
+// many queries more. With dq complete nothing else is added there; where dbias is stored walks wait for memory, and SMs
+// without work are missed less.
+constexpr int64_t kSumsWalk = 224, kSumsWalkBesideDq = 384, kSumsWalkBesideDbias = 1024;
+
+// How many (batch, key head) pairs have work tiles of whole groups, so that nothing is added. Tiles of single heads are
+// more and shorter, and leave no SM waiting long for the last one. So all pairs are whole where that saves more than SMs
+// then wait. Else those of the last one or two waves are not, and behind a band, where tiles get shorter towards the
+// end, none is. Measured: docs/notes/cuda_tried.md, "Head groups".
+inline int64_t count_full_group_pairs(const BackwardCall& call, const BackwardSchedule& schedule, DbiasWriter writer,
+                                      int64_t num_sms) {
+  const int64_t pairs_k = call.batch * call.num_heads_k, tiles = pairs_k * schedule.blocks_k;
+  const int64_t group = call.num_heads / call.num_heads_k;
+  if (call.has_key_order) return 0;  // the kernel of the sums puts dk and dv in the order of keys
+  if (group == 1 || tiles >= kEnoughTilesPerSm * num_sms) return pairs_k;
+  if (call.is_deterministic) return schedule.is_ordered ? 0 : pairs_k;
+  const int64_t sums_walk = writer == DbiasWriter::kMain ? kSumsWalkBesideDbias
+                            : schedule.completes_dq      ? kSumsWalkBesideDq
+                                                         : kSumsWalk;
+  const int64_t waves = call.is_banded && call.mask_batch == 0 ? 0 : std::max<int64_t>(tiles / num_sms - 1, 0);
+  const int64_t saved = (tiles - waves * num_sms) * group * sums_walk;
+  // SMs wait for as many tiles as the last wave lacks; behind a band for all heads but one of a last tile.
+  const int64_t waiting = call.is_banded ? (group - 1) * num_sms : group * (ceil_div(tiles, num_sms) * num_sms - tiles);
+  const bool fills_sms = 4 * tiles >= 3 * num_sms || sums_walk > kSumsWalk;
+  if (fills_sms && waiting * mean_walk(call) <= saved) return pairs_k;
+  const int64_t together = schedule.batch_is_inner ? call.batch : 1;
+  return waves * num_sms / schedule.blocks_k / together * together;
+}
+
 inline BackwardSchedule schedule_backward(const BackwardCall& call, DbiasWriter writer, int64_t num_sms) {
   const int64_t pairs_k = call.batch * call.num_heads_k, tiles_k = ceil_div(call.seqlen_k, kTile);
   const bool has_mask = call.mask_batch > 0;
   const bool takes_two = !has_mask && !call.is_banded && !call.has_softcap && !call.has_key_bias &&
                          has_two_key_tiles(call.head_dim, call.head_dim_v) &&
-                         pays_to_take_two(pairs_k, tiles_k, num_sms);
+                         pays_to_take_two(call.batch * call.num_heads, tiles_k, num_sms);
   BackwardSchedule schedule{};
   schedule.completes_dq = takes_two && tiles_k == 2 && call.needs_dq && writer != DbiasWriter::kClusters;
   const bool has_two_tiles = schedule.completes_dq || (takes_two && writer == DbiasWriter::kMain);
@@ -168,7 +188,7 @@ inline BackwardSchedule schedule_backward(const BackwardCall& call, DbiasWriter 
   schedule.blocks_k = has_two_tiles ? ceil_div(tiles_k, 2) : tiles_k * (kTile / schedule.block_n);
   schedule.is_ordered = call.needs_dq && call.is_deterministic && !schedule.completes_dq;
   schedule.batch_is_inner = writer == DbiasWriter::kClusters || call.shares_over_batch;
-  schedule.full_group_pairs = count_full_group_pairs(call, schedule, num_sms);
+  schedule.full_group_pairs = count_full_group_pairs(call, schedule, writer, num_sms);
   schedule.summed_pairs = pairs_k - schedule.full_group_pairs;
   schedule.single_heads = schedule.summed_pairs * (call.num_heads / call.num_heads_k);
   schedule.walk_parts = 1;
