@@ -138,6 +138,7 @@ PASSED_OVER: dict[str, tuple[dict[str, Any], str]] = {
     "bias_copies": ({"bias": PER_SCORE, "bias_dtype": "fp32"}, "bias is not of the dtype of q"),
     "short_mask": ({"q": (64, 128, 16, 64), "mask": (64, 1, 1, 128)}, "there are 128 keys, and preparing"),
     "few_keys": ({"seqlen_k": 128}, "there are 128 keys"),
+    "sums_for_few_keys": ({"q": (64, 256, 16, 128), "seqlen_k": 256}, "head dims are 128 and 128 (v), of 256 keys"),
     "fixed_order": (
         {"q": (1, 4096, 16, 64), "bias": (1, 16, 4096, 4096), "bias_grad": True, "deterministic": True},
         "deterministic is True and",
@@ -567,6 +568,31 @@ def test_triton_says_where_it_computes_out_once_more() -> None:
     assert notes(window_size=(31, 0), dtype="fp32", **GRADIENTS) == [()]
 
 
+@pytest.mark.parametrize(
+    ("size", "call", "chosen"),
+    (
+        ((64, 256, 16, 128), {}, "triton"),
+        ((64, 256, 16, 96), {}, "cuda"),
+        ((32, 256, 16, 128), {}, "cuda"),  # 1024 tiles
+        ((64, 256, 16, 128), {"softcap": 30.0}, "cuda"),
+        ((64, 256, 16, 128), {"window_size": (200, -1)}, "cuda"),
+        ((64, 256, 16, 128), {"mask": (64, 1, 256, 256)}, "cuda"),
+        ((64, 256, 16, 128), {"bias": (1, 16, 256, 256)}, "cuda"),
+        ((40, 384, 16, 128), {}, "cuda"),
+        ((40, 384, 16, 128), {"is_causal": True, "kv_heads": 4}, "triton"),
+        ((40, 640, 16, 128), {"is_causal": True, "kv_heads": 4}, "cuda"),
+        ((16, 512, 16, 128), {"bias": (16, 16, 512, 512), "bias_grad": True}, "triton"),
+        ((16, 512, 16, 128), {"bias": (1, 16, 512, 512), "bias_grad": True}, "cuda"),
+        ((16, 512, 16, 128), {"bias": (16, 16, 512, 512), "bias_grad": True, "is_causal": True}, "cuda"),
+        ((4, 4096, 16, 128), {"bias": (4, 16, 4096, 4096), "bias_grad": True}, "cuda"),
+    ),
+)
+def test_sums_for_few_keys_are_left_to_triton(size: tuple[int, ...], call: dict[str, Any], chosen: str) -> None:
+    """Where it was the faster: the forward pass is cuda's, and both read the same lse."""
+    found = explained(q=size, seqlen_k=size[1], **call, grad=True)
+    assert (found.forward, found.backward) == ("cuda", chosen)
+
+
 def test_fixed_order_of_a_whole_dbias() -> None:
     """At head dim 64 by pairs of tiles of keys, where there are enough of them, it is faster than triton."""
     call = {**DBIAS, **GRADIENTS, "deterministic": True}
@@ -720,7 +746,7 @@ def test_walks_behind_an_order_of_keys_are_cut() -> None:
                 assert schedule_of(given).num_work_tiles <= works
 
 
-# Batch, heads, length, and the rest of a call; the share of pairs whose work tiles have all heads of a group on 132 SMs.
+# Batch, heads, length, and the rest of a call; how many pairs have work tiles of all heads of a group, on 132 SMs.
 GROUPS = (
     ((64, 16, 256), {"kv_heads": 4, "is_causal": True}, "all"),  # 512 short walks
     ((64, 16, 256), {"kv_heads": 4}, "all"),

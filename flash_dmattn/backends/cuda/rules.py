@@ -305,6 +305,23 @@ def _fills_half_tiles(p: AttentionProblem) -> bool:
     return 2 * p.seqlen_q >= _ROWS and p.seqlen_k > _KEYS and narrow and gains
 
 
+def _adds_for_few_keys(p: AttentionProblem) -> bool:
+    """Whether each row of dq is cleared, added and converted in fp32 for so few keys that triton is faster.
+
+    H100, 1536 tiles of queries and more, D128: full 192 to 320 keys 0.83 to 0.91, 384 0.86 to 1.08; causal 256 and 384
+    keys 0.83 to 0.91, of groups 0.58 to 0.83, 512 keys 0.81 to 0.94, 640 0.99. Half as many tiles 1.03 to 1.6; D96 0.95
+    to 1.1. A bias whose gradient is stored, from 768 tiles on: 512 keys 0.78, 2048 0.90, 4096 1.12, causal 1.02.
+    """
+    plain = p.mask is None and p.sink is None and not p.has_window and p.softcap == 0 == p.dropout_p
+    gradients = p.needs_grad.q and (p.needs_grad.k or p.needs_grad.v)
+    if not (plain and gradients and 96 < max(p.head_dim, p.head_dim_v) <= _NARROW):
+        return False
+    if p.bias is None:
+        return 2 * _KEYS <= p.seqlen_k <= (512 if p.is_causal else 320) and _tiles_of_rows(p) >= 1536
+    is_timed = not p.is_causal and p.seqlen_k % 64 == 0 and 512 <= p.seqlen_k <= 2048
+    return is_timed and _dbias_is_whole(p) and _tiles_of_rows(p) >= 768
+
+
 _AUTO_RULES: tuple[Rule, ...] = (
     Rule(
         "few_rows",
@@ -347,6 +364,15 @@ _AUTO_RULES: tuple[Rule, ...] = (
         "few_keys",  # 4096 queries of 64 heads: 128 keys of D64 0.86, 77 of D128 1.08
         lambda p: p.seqlen_k > _KEYS,
         lambda p: f"there are {p.seqlen_k} keys, no more than the {_KEYS} of a tile",
+        'backend="cuda" runs it all the same',
+        passes=("backward",),
+    ),
+    Rule(
+        "sums_for_few_keys",
+        lambda p: not _adds_for_few_keys(p),
+        lambda p: (
+            f"head dims are {p.head_dim} and {p.head_dim_v} (v), of {p.seqlen_k} keys; triton adds nothing in memory"
+        ),
         'backend="cuda" runs it all the same',
         passes=("backward",),
     ),
