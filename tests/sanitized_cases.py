@@ -229,7 +229,7 @@ BACKWARD_PAIRS = (
     FP16_BASE.with_(batch=8, num_heads=8, num_heads_k=8, seqlen_q=70, seqlen_k=264, bias=FULL),
     BASE.with_(batch=8, num_heads=16, num_heads_k=8, seqlen_q=130, seqlen_k=504, bias=FULL, head_dim=40),
 )
-BACKWARD_PAIRS_IN_ORDER = (BASE.with_(batch=8, num_heads=8, num_heads_k=4, seqlen_q=65, seqlen_k=384, bias=FULL),)
+BACKWARD_PAIRS_IN_ORDER = (BASE.with_(batch=8, num_heads=16, num_heads_k=8, seqlen_q=65, seqlen_k=384, bias=FULL),)
 # With a softcap: each form of bias, with a mask and without.
 BACKWARD_CAPPED = tuple(
     case.with_(softcap=5.0)

@@ -117,9 +117,10 @@ struct BackwardSchedule {
 
 constexpr int64_t kEnoughTilesPerSm = 8;  // so many for each SM leave no SM waiting long for the last
 
-// Whether blocks of two key tiles finish earlier than twice as many blocks of one. Where dbias is stored such a block
-// takes 5/3 of the time, because those kernels are bound by L2 and it moves less; where it has all keys, because nothing
-// is added to dq. Not used behind a band, where it is slower: docs/notes/cuda_tried.md, "Backward kernel".
+// Whether blocks of two key tiles finish earlier than twice as many blocks of one, for so many pairs of a batch entry and
+// a head. Where dbias is stored such a block takes 5/3 of the time, because those kernels are bound by L2 and it moves
+// less; where it has all keys, because nothing is added to dq. Not used behind a band, where it is slower:
+// docs/notes/cuda_tried.md, "Backward kernel".
 inline bool pays_to_take_two(int64_t pairs, int64_t tiles_k, int64_t num_sms) {
   const auto waves = [&](int64_t blocks) { return ceil_div(pairs * blocks, num_sms); };
   return 5 * waves(ceil_div(tiles_k, 2)) <= 3 * waves(tiles_k);
@@ -180,7 +181,8 @@ inline BackwardSchedule schedule_backward(const BackwardCall& call, DbiasWriter 
   const bool has_mask = call.mask_batch > 0;
   const bool takes_two = !has_mask && !call.is_banded && !call.has_softcap && !call.has_key_bias &&
                          has_two_key_tiles(call.head_dim, call.head_dim_v) &&
-                         pays_to_take_two(call.batch * call.num_heads, tiles_k, num_sms);
+                         (pays_to_take_two(pairs_k, tiles_k, num_sms) ||  // of whole groups, or of single heads
+                          pays_to_take_two(call.batch * call.num_heads, tiles_k, num_sms));
   BackwardSchedule schedule{};
   schedule.completes_dq = takes_two && tiles_k == 2 && call.needs_dq && writer != DbiasWriter::kClusters;
   const bool has_two_tiles = schedule.completes_dq || (takes_two && writer == DbiasWriter::kMain);
