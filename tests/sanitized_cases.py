@@ -318,8 +318,8 @@ BACKWARD_CLUSTERS_IN_ORDER = (
 )
 # Under a mask, works of a group and then of single heads: as walks are long.
 BACKWARD_GROUPS_THEN_HEADS = (
-    BASE.with_(batch=2, num_heads=90, num_heads_k=45, seqlen_q=420, seqlen_k=257, mask=TILES, mask_kind="empty_tiles"),
-    WIDE_FP16.with_(batch=2, num_heads=68, num_heads_k=34, seqlen_q=420, seqlen_k=392, bias=PER_KEY, mask=EVERY_BATCH),
+    BASE.with_(batch=2, num_heads=90, num_heads_k=45, seqlen_q=500, seqlen_k=257, mask=TILES, mask_kind="empty_tiles"),
+    WIDE_FP16.with_(batch=2, num_heads=68, num_heads_k=34, seqlen_q=500, seqlen_k=392, bias=PER_KEY, mask=EVERY_BATCH),
 )
 BACKWARD_TO_128 = (
     BACKWARD

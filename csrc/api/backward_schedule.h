@@ -166,10 +166,12 @@ inline int64_t count_full_group_pairs(const BackwardCall& call, const BackwardSc
   const int64_t sums_walk = writer == DbiasWriter::kMain ? kSumsWalkBesideDbias
                             : schedule.completes_dq      ? kSumsWalkBesideDq
                                                          : kSumsWalk;
-  const int64_t waves = call.is_banded && call.mask_batch == 0 ? 0 : std::max<int64_t>(tiles / num_sms - 1, 0);
+  const bool has_mask = call.mask_batch > 0, is_banded = call.is_banded && !has_mask;
+  const int64_t waves = is_banded ? 0 : std::max<int64_t>(tiles / num_sms - 1, 0);
   const int64_t saved = (tiles - waves * num_sms) * group * sums_walk;
-  // SMs wait for as many tiles as the last wave lacks; behind a band for all heads but one of a last tile.
-  const int64_t waiting = call.is_banded ? (group - 1) * num_sms : group * (ceil_div(tiles, num_sms) * num_sms - tiles);
+  // Of tiles alike, SMs wait for as many as the last wave lacks; of others for all heads but one of a last one.
+  const int64_t waiting = has_mask || is_banded ? (group - 1) * num_sms
+                                                : group * (ceil_div(tiles, num_sms) * num_sms - tiles);
   const bool fills_sms = 4 * tiles >= 3 * num_sms || sums_walk > kSumsWalk;
   if (fills_sms && waiting * mean_walk(call) <= saved) return pairs_k;
   const int64_t together = schedule.batch_is_inner ? call.batch : 1;
