@@ -310,11 +310,12 @@ def _adds_for_few_keys(p: AttentionProblem) -> bool:
 
     H100, 1536 tiles of queries and more, D128: full 192 to 320 keys 0.83 to 0.91, 384 0.86 to 1.08; causal 256 and 384
     keys 0.83 to 0.91, of groups 0.58 to 0.83, 512 keys 0.81 to 0.94, 640 0.99. Half as many tiles 1.03 to 1.6; D96 0.95
-    to 1.1. A bias whose gradient is stored, from 768 tiles on: 512 keys 0.78, 2048 0.90, 4096 1.12, causal 1.02.
+    to 1.1. A bias whose gradient is stored, from 768 tiles on: 512 keys 0.78, 2048 0.90, 4096 1.12, causal 1.02. Timed
+    were as many queries as keys.
     """
     plain = p.mask is None and p.sink is None and not p.has_window and p.softcap == 0 == p.dropout_p
     gradients = p.needs_grad.q and (p.needs_grad.k or p.needs_grad.v)
-    if not (plain and gradients and 96 < max(p.head_dim, p.head_dim_v) <= _NARROW):
+    if not (plain and gradients and p.seqlen_q == p.seqlen_k and 96 < max(p.head_dim, p.head_dim_v) <= _NARROW):
         return False
     if p.bias is None:
         return 2 * _KEYS <= p.seqlen_k <= (512 if p.is_causal else 320) and _tiles_of_rows(p) >= 1536
