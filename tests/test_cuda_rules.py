@@ -769,7 +769,7 @@ GROUPS = (
 
 @pytest.mark.parametrize(("size", "call", "whole"), GROUPS)
 def test_which_work_tiles_have_whole_groups(size: tuple[int, int, int], call: dict[str, Any], whole: str) -> None:
-    """As measured: docs/notes/cuda_tried.md, "Head groups". A number of SMs that divides the work changes little."""
+    """As measured: docs/notes/cuda_tried.md, "Head groups"."""
     batch, heads, length = size
     given = {**call, "bias_grad": True} if "bias" in call else dict(call)
     problem = explained(q=(batch, length, heads, given.pop("dim", 128)), seqlen_k=length, **given, grad=True).problem

@@ -172,6 +172,7 @@ inline int64_t count_full_group_pairs(const BackwardCall& call, const BackwardSc
   // Of tiles alike, SMs wait for as many as the last wave lacks; of others for all heads but one of a last one.
   const int64_t waiting = has_mask || is_banded ? (group - 1) * num_sms
                                                 : group * (ceil_div(tiles, num_sms) * num_sms - tiles);
+  // Fewer tiles leave SMs without any, which pays beside those two alone.
   const bool fills_sms = 4 * tiles >= 3 * num_sms || sums_walk > kSumsWalk;
   if (fills_sms && waiting * mean_walk(call) <= saved) return pairs_k;
   const int64_t together = schedule.batch_is_inner ? call.batch : 1;

@@ -62,10 +62,6 @@ def _instance(p: AttentionProblem) -> tuple[int, int] | None:
     return next(fitting, None)
 
 
-def _has_instance(p: AttentionProblem) -> bool:
-    return _instance(p) is not None
-
-
 def _instances_text(p: AttentionProblem) -> str:
     dims = " or ".join(f"{d} and {d_v}" for d, d_v in _built_dims(p.dtype))
     if not dims:
@@ -119,7 +115,7 @@ _RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "head_dim",
-        lambda p: p.head_dim % 8 == 0 == p.head_dim_v % 8 and _has_instance(p),
+        lambda p: p.head_dim % 8 == 0 == p.head_dim_v % 8 and _instance(p) is not None,
         lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v); {_instances_text(p)}",
         'use backend="triton"',
     ),
@@ -308,10 +304,10 @@ def _fills_half_tiles(p: AttentionProblem) -> bool:
 def _adds_for_few_keys(p: AttentionProblem) -> bool:
     """Whether each row of dq is cleared, added and converted in fp32 for so few keys that triton is faster.
 
-    H100, 1536 tiles of queries and more, D128: full 192 to 320 keys 0.83 to 0.91, 384 0.86 to 1.08; causal 256 and 384
-    keys 0.83 to 0.91, of groups 0.58 to 0.83, 512 keys 0.81 to 0.94, 640 0.99. Half as many tiles 1.03 to 1.6; D96 0.95
-    to 1.1. A bias whose gradient is stored, from 768 tiles on: 512 keys 0.78, 2048 0.90, 4096 1.12, causal 1.02. Timed
-    were as many queries as keys.
+    H100, 1536 tiles of queries and more, D128: full 256 to 320 keys 0.82 to 0.93, 384 0.86 to 1.08; causal 256 to 448
+    keys 0.83 to 0.91, of groups 0.73 to 0.94, 512 keys 0.82 to 0.94, 640 0.99. Fewer tiles up to 1.6; D96 0.95 to 1.1.
+    A bias whose gradient is stored, from 768 tiles on: 512 keys 0.78, 2048 0.90, 4096 1.12, causal 1.02. Timed were as
+    many queries as keys.
     """
     plain = p.mask is None and p.sink is None and not p.has_window and p.softcap == 0 == p.dropout_p
     gradients = p.needs_grad.q and (p.needs_grad.k or p.needs_grad.v)
@@ -371,9 +367,7 @@ _AUTO_RULES: tuple[Rule, ...] = (
     Rule(
         "sums_for_few_keys",
         lambda p: not _adds_for_few_keys(p),
-        lambda p: (
-            f"head dims are {p.head_dim} and {p.head_dim_v} (v), of {p.seqlen_k} keys; triton adds nothing in memory"
-        ),
+        lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v), of {p.seqlen_k} keys; triton is faster",
         'backend="cuda" runs it all the same',
         passes=("backward",),
     ),
