@@ -132,7 +132,9 @@ class Explanation:
             return ("CHOSEN" if chosen == verdict.backend else "yes") if serves else "no"
 
         why = [str(reason) for reason in verdict.reasons]
-        why += [f"auto passes it over: {reason}" for reason in verdict.preferences]
+        runs_all = self.requested == "auto" and {self.forward, self.backward} <= {verdict.backend, None}
+        passes = "auto finds no other here, and else passes it over" if runs_all else "auto passes it over"
+        why += [f"{passes}: {reason}" for reason in verdict.preferences]
         why += verdict.notes
         first, *more = why or [""]
         cells = (verdict.backend, cell(verdict.forward, self.forward), cell(verdict.backward, self.backward), first)

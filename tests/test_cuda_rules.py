@@ -15,7 +15,8 @@ import flash_dmattn
 from flash_dmattn.backends.cuda import backend as cuda
 from flash_dmattn.backends.cuda import direct
 from flash_dmattn.backends.cuda import rules as cuda_rules
-from flash_dmattn.backends.protocol import Availability, Rule
+from flash_dmattn.backends.flex import backend as flex
+from flash_dmattn.backends.protocol import Availability, Rule, broken_rules
 from flash_dmattn.backends.triton import backend as triton
 from flash_dmattn.dispatch import refusals, selection, settings
 from flash_dmattn.problem import MaskView, SequenceSpec
@@ -592,6 +593,22 @@ def test_sums_for_few_keys_are_left_to_triton(size: tuple[int, ...], call: dict[
     """Where it was the faster: the forward pass is cuda's, and both read the same lse."""
     found = explained(**{"q": size, "seqlen_k": size[1], **call}, grad=True)
     assert (found.forward, found.backward) == ("cuda", chosen)
+
+
+@pytest.mark.parametrize("is_disabled", (False, True), ids=("triton does not work", "triton is disabled"))
+def test_what_is_left_to_triton_is_cudas_without_it(is_disabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before eager, in either pass: a preference says who is faster, not who is right."""
+    if is_disabled:
+        monkeypatch.setattr(settings.process, "disabled", (triton.NAME, flex.NAME))
+    else:
+        for backend in (triton, flex):
+            monkeypatch.setattr(backend, "probe", lambda: Availability(False, "no Triton"))
+    for call, _ in PASSED_OVER.values():
+        found = explained(**call, **GRADIENTS)
+        refused = broken_rules(cuda, found.problem, ("backward",))
+        assert (found.forward, found.backward) == ("cuda", "eager" if refused else "cuda"), call
+        assert ("auto finds no other here, and else passes it over: " in str(found)) is not bool(refused)
+    assert explained(device="sm_80").forward == "eager"
 
 
 def test_fixed_order_of_a_whole_dbias() -> None:

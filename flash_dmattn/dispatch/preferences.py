@@ -113,14 +113,18 @@ def order(judged: Judgement | None) -> list[str]:
 def candidates(problem: AttentionProblem) -> list[tuple[str, tuple[Rule, ...]]]:
     """The backends in the order in which auto asks them, each with the preferences that bind it there.
 
-    Triton stands there a second time, before the last resort, on GPUs where nobody has measured it: kernels that were
-    compiled and checked for such a GPU serve better than eager PyTorch. So calls run that flex refuses, with dropout or
-    pages. Those with sequences it has before flex, which copies them into rows of its own.
+    Two stand there a second time, before the last resort. Cuda on Hopper, without preferences: most leave a call to
+    triton because that is faster, which may be disabled or not work. Triton on GPUs where nobody has measured it:
+    kernels that were compiled and checked for such a GPU serve better than eager PyTorch. So calls run that flex
+    refuses, with dropout or pages. Those with sequences it has before flex, which copies them into rows of its own.
     """
     judged = judgement(problem)
-    is_waiting = judged is None and triton.NAME in BACKENDS and goes_by_profile(problem)
-    found = []
+    by_profile = goes_by_profile(problem)
+    is_waiting = judged is None and triton.NAME in BACKENDS and by_profile
+    found: list[tuple[str, tuple[Rule, ...]]] = []
     for name in order(judged):
+        if is_fallback(BACKENDS[name]) and problem.arch == "sm_90" and not by_profile and cuda.NAME in BACKENDS:
+            found.append((cuda.NAME, ()))
         if is_waiting and (is_fallback(BACKENDS[name]) or (name == flex.NAME and problem.sequences is not None)):
             found.append((triton.NAME, _preferences_but_measured(triton.NAME)))
             is_waiting = False

@@ -280,6 +280,13 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/test_cuda_rules.py",),
     ),
     Fault(
+        "calls that triton would have are eager's where it does not work",
+        "flash_dmattn/dispatch/preferences.py",
+        "            found.append((cuda.NAME, ()))",
+        "            pass",
+        ("tests/test_cuda_rules.py::test_what_is_left_to_triton_is_cudas_without_it",),
+    ),
+    Fault(
         "head groups: walks behind a window taken as long as all queries from the diagonal on",
         "csrc/api/backward_schedule.h",
         " - mean_walk(call.seqlen_q, call.seqlen_k, call.low - 1)",
