@@ -319,6 +319,9 @@ struct BackwardParams {
   // A key block has walk_parts work tiles for each head, which share its walk and follow each other: each gets at most
   // walk_tiles tiles of queries, and one that gets none is skipped. 1 and 0 where walks stay whole and none is skipped.
   int walk_parts, walk_tiles;
+  // Under a mask: of a key block whose walk has fewer tiles of queries than this, the work tile of the first head has the
+  // whole group, and those of the others are skipped. 0 where there are none.
+  int short_walk;
   // Dynamic scheduling: tiles taken, not counting each block's first unless the order is fixed. Null for static
   // scheduling.
   int* tile_counter;
@@ -408,6 +411,15 @@ struct PlacesOfKeys {
   bool mask_has_batch;
 };
 
+// The walks of key blocks under a mask that the heads of a group share, of which those are short that have fewer than
+// `short_walk` tiles of queries. Their dk and dv are stored by the backward kernel.
+struct WalksOfKeys {
+  const int32_t* lists;  // (Bm, Hm, tiles, 2 + tiles_q); null where none is short
+  int short_walk, tiles, tiles_q;
+  int heads_per_mask, mask_heads;  // key heads
+  bool mask_has_batch;
+};
+
 // The kernel before the backward kernel: lse in base 2, delta = rowsum(dout * out) - dlse, and zeros for accumulators.
 struct BackwardRowsParams {
   const void* out;    // (B, Lq, Hq, Dv), contiguous
@@ -478,11 +490,13 @@ struct BackwardSumsParams {
     int batch, num_heads, seqlen, rows_per_pair, columns, panels, tile_columns;
     float factor;
     bool is_by_place;  // rows are those of `places`, and out is in the order of keys
+    bool lacks_short;  // rows are those of `walks`, and not of short ones
   };
   Result turned;  // of dq, where its tiles are turned: 64 columns of 80 queries; rows_per_pair is a multiple of 80
   static constexpr int kResults = 3;
   SequenceParams sequences;  // of calls with sequences, which have one result: rows are padded tiles of queries
   PlacesOfKeys places;
+  WalksOfKeys walks;
   Result results[kResults];  // a result that is not wanted has no tiles of its own
 };
 

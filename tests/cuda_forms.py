@@ -84,6 +84,7 @@ class Schedule(NamedTuple):
     full_group_pairs: int
     summed_pairs: int
     num_work_tiles: int
+    short_walk: int  # tiles of queries
     completes_dq: bool  # a work tile has all keys
     is_ordered: bool
     tiles_differ: bool
@@ -105,14 +106,14 @@ using namespace flash_dmattn;
 extern "C" void schedule(const int64_t* sizes, const int* flags, int64_t num_sms, int64_t* result) {
   BackwardCall call{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9],
                     sizes[10], sizes[11], flags[0] != 0, flags[1] != 0, flags[2] != 0, flags[3] != 0, flags[4] != 0,
-                    flags[5] != 0, flags[6] != 0, flags[7] != 0};
+                    flags[5] != 0, flags[6] != 0, flags[7] != 0, flags[8] != 0};
   const DbiasWriter writer = dbias_writer(call);
   const BackwardSchedule found = schedule_backward(call, writer, num_sms);
   const DbiasSchedule of_dbias =
       writer == DbiasWriter::kSharedDbias ? schedule_dbias(call, 0, num_sms) : DbiasSchedule{};
   const int64_t values[] = {static_cast<int64_t>(writer), found.block_n, found.full_group_pairs, found.summed_pairs,
-                            found.num_work_tiles, found.completes_dq, found.is_ordered, found.tiles_differ,
-                            of_dbias.chunks, of_dbias.has_slots ? of_dbias.slot_floats : 0};
+                            found.num_work_tiles, found.short_walk, found.completes_dq, found.is_ordered,
+                            found.tiles_differ, of_dbias.chunks, of_dbias.has_slots ? of_dbias.slot_floats : 0};
   std::copy(std::begin(values), std::end(values), result);
 }
 """
@@ -153,14 +154,15 @@ def schedule_of(problem: AttentionProblem, num_sms: int = NUM_SMS, *, has_key_or
         p.deterministic,
         p.needs_grad.q,
         p.needs_grad.k or p.needs_grad.v,
+        p.mask is not None and p.num_heads_k % p.mask.shape[1] == 0,
         shares,
         p.bias_class == "key",
     )
     result = (ctypes.c_int64 * len(Schedule._fields))()
     _library().schedule((ctypes.c_int64 * len(sizes))(*sizes), (ctypes.c_int * len(flags))(*flags), num_sms, result)
-    writer, block_n, full, summed, tiles, completes, is_ordered, differ, *of_dbias = result
+    writer, block_n, full, summed, tiles, short_walk, completes, is_ordered, differ, *of_dbias = result
     flags_found = (bool(completes), bool(is_ordered), bool(differ))
-    return Schedule(WRITERS[writer], block_n, full, summed, tiles, *flags_found, *of_dbias)
+    return Schedule(WRITERS[writer], block_n, full, summed, tiles, short_walk, *flags_found, *of_dbias)
 
 
 def backward_form(problem: AttentionProblem) -> str:

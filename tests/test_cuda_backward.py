@@ -392,6 +392,28 @@ def test_groups_first_and_then_heads(
     check(backend, case, case.build())
 
 
+@pytest.mark.parametrize("needs_grad", (("q",), ("k",), ("v", "bias"), ALL), ids="-".join)
+@pytest.mark.parametrize("bias", (None, PER_KEY, ("1", "Hq", "Lq", "Lk")), ids=("none", "per key", "shared"))
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_short_walks_of_a_mask_have_whole_groups(
+    backend: Runner, head_dim: int, bias: tuple[str, ...] | None, needs_grad: tuple[str, ...], unwritten_is_nan: None
+) -> None:
+    """Key blocks that from no query to all see: the first head's work stores dk and dv of the group, or each adds."""
+    many = NUM_SMS > 3
+    case = BASE.with_(batch=2, num_heads=16 if many else 2, num_heads_k=8 if many else 1, head_dim=head_dim)
+    case = case.with_(seqlen_q=9 * TILE - 70, seqlen_k=8 * TILE - 31 if many else 3 * TILE - 32, mask=TILES, bias=bias)
+    case = case.with_(
+        mask_kind="random", needs_grad=needs_grad if bias else tuple(x for x in needs_grad if x != "bias")
+    )
+    assert schedule_of(differentiated(case, False), NUM_SMS).short_walk > 1
+    inputs = case.build()
+    assert inputs.mask is not None
+    for i, (entry, head) in enumerate(itertools.product(*map(range, inputs.mask.shape[:2]))):
+        for tile in range(-(-case.seqlen_k // TILE)):
+            inputs.mask[entry, head, (i + 3 * tile) % 10 * TILE :, tile * TILE : (tile + 1) * TILE] = False
+    check(backend, case, inputs)
+
+
 @pytest.mark.parametrize("needs_grad", (("v", "bias"), ALL), ids="-".join)
 def test_groups_first_of_two_tiles_of_keys(
     backend: Runner, needs_grad: tuple[str, ...], unwritten_is_nan: None

@@ -135,6 +135,10 @@ def test_making_masks(built: Built) -> None:
     run_tests(built, "test_cuda_pack.py", skipped=2)
 
 
+def test_short_walks(built: Built) -> None:
+    run_tests(built, "test_cuda_backward.py", "-k", "short_walks_of and (64 or 192)")
+
+
 def test_a_gradient_that_clusters_sum(built: Built) -> None:
     """Of four blocks, whose works are handed out one after the other, in any order and in a fixed one."""
     run_tests(built, "test_cuda_backward.py", "-k", "what_clusters_are_asked_for")

@@ -141,7 +141,7 @@ struct Postprocess {
   // Adds a result of `pairs` (batch, head) pairs, from first_pair on, with so many accumulator rows each. Adds nothing
   // if it is not wanted or not accumulated (sums is null).
   void add(const std::optional<Tensor>& result, const float* sums, int64_t first_pair, int64_t pairs,
-           int64_t rows_per_pair, int64_t columns, double factor, bool batch_is_inner, bool is_by_place = false) {
+           int64_t rows_per_pair, int64_t columns, double factor, bool batch_is_inner, bool is_of_keys = false) {
     BackwardSumsParams::Result& it = params.results[count++];
     if (sums != nullptr) {
       describe(it, *result, sums, rows_per_pair, factor);
@@ -150,7 +150,8 @@ struct Postprocess {
       tiles += pairs * (rows_per_pair / kAccumRows) * it.panels;
       it.first_pair = static_cast<int>(first_pair);
       it.batch_is_inner = batch_is_inner;
-      it.is_by_place = is_by_place;
+      it.is_by_place = is_of_keys && params.places.order != nullptr;
+      it.lacks_short = is_of_keys && params.walks.lists != nullptr;
     }
     it.tiles = tiles;
   }
@@ -244,6 +245,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
     CHECK_ARGUMENT(mask.size() == 3, "mask has ", mask.size(),
                    " tensors; it needs bits or bounds, and lists of rows and columns");
     set_mask(of_mask, mask[0], mask[2], sizes, params);
+    call.groups_share_mask = params.heads_per_mask % params.heads_per_group == 0;
     if (key_order.has_value()) {
       CHECK_ARGUMENT(of_mask == MaskForm::kIntervals && params.heads_per_mask % params.heads_per_group == 0,
                      "key_order is of an interval mask that all heads of a group share");
@@ -294,6 +296,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   params.full_group_pairs = static_cast<int>(full_group_pairs);
   params.walk_parts = static_cast<int>(schedule.walk_parts);
   params.walk_tiles = static_cast<int>(schedule.walk_tiles);
+  params.short_walk = static_cast<int>(schedule.short_walk);
   params.num_work_tiles = static_cast<int>(schedule.num_work_tiles);
   // The sections of so many pairs, for tiles of `heads` query heads: q, dout and the accumulators of dq fit in L2.
   const bool rows_shrink = !is_ordered && params.key_order == nullptr && shortens_rows(sizes, low, high);
@@ -406,16 +409,25 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
 
   Postprocess postprocess;
   postprocess.params.places = rows.places;
+  if (schedule.short_walk > 0) {
+    postprocess.params.walks = {params.mask_lists,
+                                params.short_walk,
+                                static_cast<int>(tiles_k),
+                                static_cast<int>(tiles_q),
+                                params.heads_per_mask / params.heads_per_group,
+                                params.mask_heads,
+                                params.mask_has_batch};
+  }
   if (turns_dq) {
     postprocess.add_turned(*dq, params.dq_sums, pairs, rows_of_head, softmax_scale);
   } else {
     postprocess.add(dq, params.dq_sums, 0, pairs, rows_of_head, dq_columns, softmax_scale, false);
   }
   postprocess.add(dk, params.dk_sums, full_group_pairs, summed_pairs, blocks_k * block_n, dq_columns, softmax_scale,
-                  params.batch_is_inner, params.key_order != nullptr);
+                  params.batch_is_inner, /*is_of_keys=*/true);
   const double of_dv = params.dropout.key != nullptr ? params.dropout.scale : 1.0;
   postprocess.add(dv, params.dv_sums, full_group_pairs, summed_pairs, blocks_k * block_n, dv_columns, of_dv,
-                  params.batch_is_inner, params.key_order != nullptr);
+                  params.batch_is_inner, /*is_of_keys=*/true);
   if (postprocess.tiles > 0 || turns_dq)
     check(instance.sums(postprocess.params, device.stream), kName, "launching the kernel of the sums");
 }

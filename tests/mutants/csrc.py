@@ -10,6 +10,7 @@ _DBIAS_OUT = "tests/test_cuda_dbias_out.py::"
 _SECTIONS = "tests/test_cuda_sections.py::"
 _ONE_ROW = "tests/test_cuda_one_mask_row.py::"
 _HELD = "tests/test_cuda_held_bias.py::"
+_SHORT_WALKS = ("tests/test_cuda_backward.py::test_short_walks_of_a_mask_have_whole_groups[64-none-q-k-v-bias-cuda]",)
 _LONG = ("tests/test_cuda_backward.py::test_long_walks[(2, 2, 128)-(4160, 129)-None-cuda]",)
 
 
@@ -515,6 +516,20 @@ FAULTS: tuple[Fault, ...] = (
         "if (key + i < p.seqlen_k) values[i]",
         "if (key + 3 < p.seqlen_k) values[i]",
         _chunks(1),
+    ),
+    Fault(
+        "head groups: sums, which are zeros, written over dk and dv of a short walk",
+        "csrc/sm90/backward/rows.cu",
+        "p.lacks_short && has_short_walk(",
+        "!p.lacks_short && has_short_walk(",
+        _SHORT_WALKS,
+    ),
+    Fault(
+        "head groups: each head of a short walk takes the group",
+        "csrc/sm90/backward/producer.h",
+        "if (work.head % p.heads_per_group != 0) continue;",
+        "",
+        _SHORT_WALKS,
     ),
     Fault(
         "shared dbias: slots have rows as long as those of dbias",

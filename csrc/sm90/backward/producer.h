@@ -54,7 +54,16 @@ __device__ __forceinline__ void load_operands(const BackwardParams& p, Storage& 
     KeyWorkItem<Traits> item;
     const int tile_index = index * cluster + rank;
     item.is_valid = tile_index < num_work_tiles;
-    const auto work = decode_key_work_tile<Traits::kHasSequences>(p, item.is_valid ? tile_index : 0, num_works);
+    auto work = decode_key_work_tile<Traits::kHasSequences>(p, item.is_valid ? tile_index : 0, num_works);
+    if constexpr (Traits::kHasMask && !Traits::kSumsDbias) {
+      if (item.is_valid && !work.is_full_group && p.short_walk > 0) {
+        using Walk = QueryWalk<Traits>;
+        if (Walk::of(p, work).steps < p.short_walk * Walk::kBlocksPerTile) {
+          if (work.head % p.heads_per_group != 0) continue;
+          work.is_full_group = true;
+        }
+      }
+    }
     const int members = item.is_valid && work.is_full_group ? p.heads_per_group : 1;
     const int head_k = work.head / p.heads_per_group;
 #pragma unroll 1

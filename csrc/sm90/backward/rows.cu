@@ -27,13 +27,20 @@ struct Row : OfSequence<kHasSequences> {
 };
 
 // The mask of a key head.
-__device__ __forceinline__ int64_t mask_of_head(const PlacesOfKeys& places, int64_t batch, int64_t head) {
-  return (places.mask_has_batch ? batch : 0) * places.mask_heads + head / places.heads_per_mask;
+template <class Masks>
+__device__ __forceinline__ int64_t mask_of_head(const Masks& p, int64_t batch, int64_t head) {
+  return (p.mask_has_batch ? batch : 0) * p.mask_heads + head / p.heads_per_mask;
 }
 
 __device__ __forceinline__ bool is_live(const PlacesOfKeys& places, int64_t batch, int64_t head, int place) {
   const int2 bounds = places.bounds[mask_of_head(places, batch, head) * places.tiles * kTile + place];
   return place < places.length && bounds.x < bounds.y;
+}
+
+__device__ __forceinline__ bool has_short_walk(const WalksOfKeys& walks, int64_t batch, int64_t head, int key) {
+  const int64_t list = mask_of_head(walks, batch, head) * walks.tiles + key / kTile;
+  const int32_t* counts = walks.lists + list * (2 + walks.tiles_q);
+  return counts[0] + counts[1] < walks.short_walk;
 }
 
 // Clears accumulators by place, a block of threads 64 rows at a time. Those of a tile that has a live key are all added
@@ -170,6 +177,7 @@ __global__ void __launch_bounds__(128) backward_sums_kernel(const __grid_constan
     const int64_t pair = p.first_pair + position, outer = pair / (p.batch_is_inner ? p.batch : p.num_heads);
     const int64_t inner = pair - outer * (p.batch_is_inner ? p.batch : p.num_heads);
     const int64_t batch = p.batch_is_inner ? inner : outer, head = p.batch_is_inner ? outer : inner;
+    if (p.lacks_short && has_short_walk(params.walks, batch, head, first_row)) continue;
     const float* from = p.sums + tile * kAccumRows * p.tile_columns;
     float4 sums[kAccumColumns / 8];
     const bool is_used = !p.is_by_place || is_live(params.places, batch, head, first_row);
