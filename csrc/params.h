@@ -442,13 +442,15 @@ struct BackwardRowsParams {
   // Memory to clear: `zeros` times 16 bytes.
   void* cleared;
   int64_t zeros;
-  // Accumulators of dk and dv by place, of which those of live keys are cleared: `floats` for each 64 rows, `row_blocks`
-  // times for each (batch, key head) pair. No places: there are none. Null: this one is not needed.
+  // Accumulators of dk and dv of which not all are cleared: of places those of live keys, of walks those that are not short.
+  // `floats` for each 64 rows, `row_blocks` times for each (batch, key head) pair from first_pair on. Neither places nor
+  // walks: there are none. Null: this one is not needed.
   PlacesOfKeys places;
+  WalksOfKeys walks;
   float* sums[2];
   int floats[2];
   int64_t row_blocks;
-  int num_heads_k;
+  int num_heads_k, first_pair;
   bool batch_is_inner;
 
   SequenceParams sequences;  // as in ForwardParams; padded rows are its padded tiles

@@ -333,7 +333,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   const int64_t dkv_semaphore_at = scratch.add(is_ordered ? summed_pairs * blocks_k : 0);
   const bool sums_dq = dq.has_value() && !schedule.completes_dq;
   const int64_t dq_at = scratch.add(sums_dq ? padded_rows * dq_columns : 0);
-  const int64_t places_at = scratch.length;
+  const int64_t keys_at = scratch.length;
   const int64_t dk_at = scratch.add(dk.has_value() ? summed_rows * dq_columns : 0);
   const int64_t dv_at = scratch.add(dv.has_value() ? summed_rows * dv_columns : 0);
   const Tensor memory = torch::stable::new_empty(q, {&scratch.length, 1}, ScalarType::Float);
@@ -343,7 +343,8 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   rows.padded_rows = static_cast<int>(rows_of_head);
   set_row_delta(kName, delta, lse, rows);
   rows.cleared = start + dbias_counter_at;
-  rows.zeros = ((params.key_order != nullptr ? places_at : scratch.length) - dbias_counter_at) / 4;
+  const bool clears_some = params.key_order != nullptr || schedule.short_walk > 0;  // of dk's and dv's sums
+  rows.zeros = ((clears_some ? keys_at : scratch.length) - dbias_counter_at) / 4;
   params.lse = rows.lse_log2;
   params.delta = rows.delta;
   if (needs_counter) params.tile_counter = reinterpret_cast<int*>(start + counter_at);
@@ -353,20 +354,23 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   const bool sums_dk = dk.has_value() && summed_pairs > 0, sums_dv = dv.has_value() && summed_pairs > 0;
   if (sums_dk) params.dk_sums = start + dk_at;
   if (sums_dv) params.dv_sums = start + dv_at;
+  const int masks_heads_k = has_mask ? params.heads_per_mask / params.heads_per_group : 0;  // key heads that share one
   if (params.key_order != nullptr) {
-    rows.places = {params.key_order,
-                   params.mask_bounds,
-                   params.seqlen_k,
-                   static_cast<int>(tiles_k),
-                   params.heads_per_mask / params.heads_per_group,
-                   params.mask_heads,
-                   params.mask_has_batch};
+    rows.places = {params.key_order,         params.mask_bounds, params.seqlen_k,       static_cast<int>(tiles_k),
+                   masks_heads_k,            params.mask_heads,  params.mask_has_batch};
+  }
+  if (schedule.short_walk > 0) {
+    rows.walks = {params.mask_lists, params.short_walk, static_cast<int>(tiles_k), static_cast<int>(tiles_q),
+                  masks_heads_k,     params.mask_heads, params.mask_has_batch};
+  }
+  if (clears_some) {
     rows.sums[0] = params.dk_sums;
     rows.sums[1] = params.dv_sums;
     rows.floats[0] = static_cast<int>(kAccumRows * dq_columns);
     rows.floats[1] = static_cast<int>(kAccumRows * dv_columns);
     rows.row_blocks = blocks_k * block_n / kAccumRows;
     rows.num_heads_k = static_cast<int>(sizes.num_heads_k);
+    rows.first_pair = params.full_group_pairs;
     rows.batch_is_inner = params.batch_is_inner;
   }
   if (is_ordered && (sums_dk || sums_dv)) params.dkv_semaphore = reinterpret_cast<int*>(start + dkv_semaphore_at);
@@ -409,15 +413,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
 
   Postprocess postprocess;
   postprocess.params.places = rows.places;
-  if (schedule.short_walk > 0) {
-    postprocess.params.walks = {params.mask_lists,
-                                params.short_walk,
-                                static_cast<int>(tiles_k),
-                                static_cast<int>(tiles_q),
-                                params.heads_per_mask / params.heads_per_group,
-                                params.mask_heads,
-                                params.mask_has_batch};
-  }
+  postprocess.params.walks = rows.walks;
   if (turns_dq) {
     postprocess.add_turned(*dq, params.dq_sums, pairs, rows_of_head, softmax_scale);
   } else {

@@ -43,15 +43,18 @@ __device__ __forceinline__ bool has_short_walk(const WalksOfKeys& walks, int64_t
   return counts[0] + counts[1] < walks.short_walk;
 }
 
-// Clears accumulators by place, a block of threads 64 rows at a time. Those of a tile that has a live key are all added
-// to, though of its dead keys they are not read.
-__device__ __forceinline__ void clear_live_rows(const BackwardRowsParams& p) {
-  const int64_t row_blocks = p.batch * static_cast<int64_t>(p.num_heads_k) * p.row_blocks;
+// Clears accumulators of dk and dv, a block of threads 64 rows at a time. Those of a tile that has a live key are all
+// added to, though of its dead keys they are not read.
+__device__ __forceinline__ void clear_rows_added_to(const BackwardRowsParams& p) {
+  const int64_t row_blocks = (p.batch * static_cast<int64_t>(p.num_heads_k) - p.first_pair) * p.row_blocks;
   for (int64_t at = blockIdx.x; at < row_blocks; at += gridDim.x) {
-    const int64_t pair = at / p.row_blocks, outer = pair / (p.batch_is_inner ? p.batch : p.num_heads_k);
+    const int64_t position = at / p.row_blocks, pair = p.first_pair + position, outer = pair / (p.batch_is_inner ? p.batch : p.num_heads_k);
     const int64_t inner = pair - outer * (p.batch_is_inner ? p.batch : p.num_heads_k);
-    const int first = static_cast<int>(at - pair * p.row_blocks) * kAccumRows / kTile * kTile;
-    if (!is_live(p.places, p.batch_is_inner ? inner : outer, p.batch_is_inner ? outer : inner, first)) continue;
+    const int64_t batch = p.batch_is_inner ? inner : outer, head = p.batch_is_inner ? outer : inner;
+    const int first = static_cast<int>(at - position * p.row_blocks) * kAccumRows / kTile * kTile;
+    const bool is_used = p.places.order != nullptr ? is_live(p.places, batch, head, first)
+                                                   : !has_short_walk(p.walks, batch, head, first);
+    if (!is_used) continue;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (p.sums[i] == nullptr) continue;
@@ -146,7 +149,7 @@ __global__ void __launch_bounds__(kThreads)
        at += static_cast<int64_t>(gridDim.x) * kThreads) {
     cleared[at] = make_uint4(0, 0, 0, 0);
   }
-  if (p.places.order != nullptr) clear_live_rows(p);
+  if (p.places.order != nullptr || p.walks.lists != nullptr) clear_rows_added_to(p);
 }
 
 // One warpgroup converts one accumulator tile.
