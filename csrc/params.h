@@ -319,7 +319,7 @@ struct BackwardParams {
   // A key block has walk_parts work tiles for each head, which share its walk and follow each other: each gets at most
   // walk_tiles tiles of queries, and one that gets none is skipped. 1 and 0 where walks stay whole and none is skipped.
   int walk_parts, walk_tiles;
-  // Under a mask: of a key block whose walk has fewer tiles of queries than this, the work tile of the first head has the
+  // Under a mask: of a key block whose walk has at most so many tiles of queries, the work tile of the first head has the
   // whole group, and those of the others are skipped. 0 where there are none.
   int short_walk;
   // Dynamic scheduling: tiles taken, not counting each block's first unless the order is fixed. Null for static
@@ -411,7 +411,7 @@ struct PlacesOfKeys {
   bool mask_has_batch;
 };
 
-// The walks of key blocks under a mask that the heads of a group share, of which those are short that have fewer than
+// The walks of key blocks under a mask that the heads of a group share, of which those are short that have at most
 // `short_walk` tiles of queries. Their dk and dv are stored by the backward kernel.
 struct WalksOfKeys {
   const int32_t* lists;  // (Bm, Hm, tiles, 2 + tiles_q); null where none is short

@@ -776,9 +776,12 @@ GROUPS = (
     ((64, 16, 256), {"kv_heads": 1, "dim": 64}, "all"),  # of two tiles of keys, whose dq is complete
     ((5, 16, 512), {"kv_heads": 4, "bias": (5, 16, 512, 512)}, "all"),  # dbias is stored: memory is waited for
     ((5, 16, 512), {"kv_heads": 4, "bias": (1, 16, 512, 512)}, "none"),
-    ((34, 16, 1024), {"kv_heads": 4, "mask": (34, 1, 1024, 1024)}, "all"),  # 8 tiles for each SM
-    ((17, 16, 1024), {"kv_heads": 4, "mask": (17, 1, 1024, 1024)}, "some"),
-    ((2, 16, 4096), {"kv_heads": 4, "mask": (2, 1, 4096, 4096)}, "none"),  # walks may differ
+    ((17, 16, 1024), {"kv_heads": 4, "mask": (17, 1, 1024, 1024)}, "all"),  # no walk is longer than blocks take
+    ((10, 16, 1024), {"kv_heads": 4, "mask": (10, 1, 1024, 1024)}, "none"),  # blocks decide
+    ((4, 16, 16384), {"kv_heads": 4, "mask": (4, 1, 16384, 16384)}, "none"),  # of many tiles too: one may have the longest
+    ((34, 16, 1024), {"kv_heads": 4, "mask": (34, 16, 1024, 1024)}, "all"),  # 8 tiles for each SM, each head's mask
+    ((17, 16, 1024), {"kv_heads": 4, "mask": (17, 16, 1024, 1024)}, "some"),
+    ((2, 16, 4096), {"kv_heads": 4, "mask": (2, 16, 4096, 4096)}, "none"),  # walks may differ
     ((32, 16, 256), {"kv_heads": 4, "mask": (32, 1, 256, 256)}, "all"),
     ((128, 16, 512), {"kv_heads": 16, "is_causal": True}, "all"),  # no groups, nothing to add
 )

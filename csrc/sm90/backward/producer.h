@@ -58,7 +58,7 @@ __device__ __forceinline__ void load_operands(const BackwardParams& p, Storage& 
     if constexpr (Traits::kHasMask && !Traits::kSumsDbias) {
       if (item.is_valid && !work.is_full_group && p.short_walk > 0) {
         using Walk = QueryWalk<Traits>;
-        if (Walk::of(p, work).steps < p.short_walk * Walk::kBlocksPerTile) {
+        if (Walk::of(p, work).steps <= p.short_walk * Walk::kBlocksPerTile) {
           if (work.head % p.heads_per_group != 0) continue;
           work.is_full_group = true;
         }

@@ -40,7 +40,7 @@ __device__ __forceinline__ bool is_live(const PlacesOfKeys& places, int64_t batc
 __device__ __forceinline__ bool has_short_walk(const WalksOfKeys& walks, int64_t batch, int64_t head, int key) {
   const int64_t list = mask_of_head(walks, batch, head) * walks.tiles + key / kTile;
   const int32_t* counts = walks.lists + list * (2 + walks.tiles_q);
-  return counts[0] + counts[1] < walks.short_walk;
+  return counts[0] + counts[1] <= walks.short_walk;
 }
 
 // Clears accumulators of dk and dv, a block of threads 64 rows at a time. Those of a tile that has a live key are all
