@@ -259,6 +259,18 @@ struct ForwardParams {
   DropoutParams dropout;
 };
 
+// Under a mask that all heads of a group share, the walks of key blocks that a work tile does for the whole group, so that
+// dk and dv are stored, not summed. Walks differ and the host does not know them, so blocks decide.
+struct GroupWalks {
+  const int32_t* lists;  // (Bm, Hm, tiles, 2 + tiles_q), of the mask's columns; null where the host decides
+  int tiles, tiles_q;
+  int heads_per_mask, mask_heads;  // key heads
+  bool mask_has_batch;
+  // Walks of up to short_walk tiles of queries; of the first whole_pairs (batch, key head) pairs all walks, but for those
+  // more than `share` times as long as the mask's are on the mean.
+  int short_walk, whole_pairs, share;
+};
+
 // The backward pass. Gradients that several blocks add to are summed in fp32, in accumulator tiles of 64 x 64
 // (sm90/backward/accumulators.h). lse and delta are padded to whole tiles of queries.
 struct BackwardParams {
@@ -319,9 +331,7 @@ struct BackwardParams {
   // A key block has walk_parts work tiles for each head, which share its walk and follow each other: each gets at most
   // walk_tiles tiles of queries, and one that gets none is skipped. 1 and 0 where walks stay whole and none is skipped.
   int walk_parts, walk_tiles;
-  // Under a mask: of a key block whose walk has at most so many tiles of queries, the work tile of the first head has the
-  // whole group, and those of the others are skipped. 0 where there are none.
-  int short_walk;
+  GroupWalks group_walks;
   // Dynamic scheduling: tiles taken, not counting each block's first unless the order is fixed. Null for static
   // scheduling.
   int* tile_counter;
@@ -411,15 +421,6 @@ struct PlacesOfKeys {
   bool mask_has_batch;
 };
 
-// The walks of key blocks under a mask that the heads of a group share, of which those are short that have at most
-// `short_walk` tiles of queries. Their dk and dv are stored by the backward kernel.
-struct WalksOfKeys {
-  const int32_t* lists;  // (Bm, Hm, tiles, 2 + tiles_q); null where none is short
-  int short_walk, tiles, tiles_q;
-  int heads_per_mask, mask_heads;  // key heads
-  bool mask_has_batch;
-};
-
 // The kernel before the backward kernel: lse in base 2, delta = rowsum(dout * out) - dlse, and zeros for accumulators.
 struct BackwardRowsParams {
   const void* out;    // (B, Lq, Hq, Dv), contiguous
@@ -442,15 +443,15 @@ struct BackwardRowsParams {
   // Memory to clear: `zeros` times 16 bytes.
   void* cleared;
   int64_t zeros;
-  // Accumulators of dk and dv of which not all are cleared: of places those of live keys, of walks those that are not short.
-  // `floats` for each 64 rows, `row_blocks` times for each (batch, key head) pair from first_pair on. Neither places nor
+  // Accumulators of dk and dv of which not all are cleared: of places those of live keys, of group walks those of the
+  // others. `floats` for each 64 rows, `row_blocks` times for each (batch, key head) pair. Neither places nor group
   // walks: there are none. Null: this one is not needed.
   PlacesOfKeys places;
-  WalksOfKeys walks;
+  GroupWalks group_walks;
   float* sums[2];
   int floats[2];
   int64_t row_blocks;
-  int num_heads_k, first_pair;
+  int num_heads_k;
   bool batch_is_inner;
 
   SequenceParams sequences;  // as in ForwardParams; padded rows are its padded tiles
@@ -492,13 +493,13 @@ struct BackwardSumsParams {
     int batch, num_heads, seqlen, rows_per_pair, columns, panels, tile_columns;
     float factor;
     bool is_by_place;  // rows are those of `places`, and out is in the order of keys
-    bool lacks_short;  // rows are those of `walks`, and not of short ones
+    bool lacks_group_walks;  // the rows of those are in out already
   };
   Result turned;  // of dq, where its tiles are turned: 64 columns of 80 queries; rows_per_pair is a multiple of 80
   static constexpr int kResults = 3;
   SequenceParams sequences;  // of calls with sequences, which have one result: rows are padded tiles of queries
   PlacesOfKeys places;
-  WalksOfKeys walks;
+  GroupWalks group_walks;
   Result results[kResults];  // a result that is not wanted has no tiles of its own
 };
 

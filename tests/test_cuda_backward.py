@@ -395,24 +395,33 @@ def test_groups_first_and_then_heads(
 
 @pytest.mark.parametrize("needs_grad", (("q",), ("k",), ("v", "bias"), ALL), ids="-".join)
 @pytest.mark.parametrize("bias", (None, PER_KEY, ("1", "Hq", "Lq", "Lk")), ids=("none", "per key", "shared"))
+@pytest.mark.parametrize("has_sink", (False, True), ids=("steps", "sink"))
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_short_walks_of_a_mask_have_whole_groups(
-    backend: Runner, head_dim: int, bias: tuple[str, ...] | None, needs_grad: tuple[str, ...], unwritten_is_nan: None
+def test_key_blocks_of_whole_groups_under_a_mask(
+    backend: Runner,
+    head_dim: int,
+    has_sink: bool,
+    bias: tuple[str, ...] | None,
+    needs_grad: tuple[str, ...],
+    unwritten_is_nan: None,
 ) -> None:
-    """Key blocks that from no query to all see: the first head's work stores dk and dv of the group, or each adds."""
-    tiles = 8 if NUM_SMS > 3 else 3 if head_dim <= 128 else 2  # fewer than would make all walks short
-    heads, heads_k = (16, 8) if NUM_SMS > 3 else (2, 1)
+    """Blocks decide: the work of a group's first head stores dk and dv of the group, or that of each head adds to sums.
+
+    Key blocks are seen by no query, by all, and by any number between. Or by few but for one, the sink, in a call of
+    which the host lets walks be whole.
+    """
+    tiles_k, heads, heads_k = (18 if has_sink else 8, 16, 8) if NUM_SMS > 3 else (3 if head_dim <= 128 else 2, 2, 1)
     case = BASE.with_(batch=2, num_heads=heads, num_heads_k=heads_k, head_dim=head_dim, mask=TILES, bias=bias)
-    case = case.with_(seqlen_q=10 * TILE - 70, seqlen_k=tiles * TILE - 32)
-    case = case.with_(
-        mask_kind="random", needs_grad=needs_grad if bias else tuple(x for x in needs_grad if x != "bias")
-    )
-    assert schedule_of(differentiated(case, False), NUM_SMS).short_walk > 0
+    case = case.with_(seqlen_q=10 * TILE - 70, seqlen_k=tiles_k * TILE - 32, mask_kind="random")
+    case = case.with_(needs_grad=needs_grad if bias else tuple(x for x in needs_grad if x != "bias"))
+    schedule = schedule_of(differentiated(case, False), NUM_SMS)
+    assert schedule.blocks_decide and (NUM_SMS <= 3 or not has_sink or schedule.whole_pairs > 0), schedule
     inputs = case.build()
     assert inputs.mask is not None
     for i, (entry, head) in enumerate(itertools.product(*map(range, inputs.mask.shape[:2]))):
         for tile in range(-(-case.seqlen_k // TILE)):
-            inputs.mask[entry, head, (i + 3 * tile) % 10 * TILE :, tile * TILE : (tile + 1) * TILE] = False
+            stop = (1 if tile else 10) if has_sink else (i + 3 * tile) % 10
+            inputs.mask[entry, head, stop * TILE :, tile * TILE : (tile + 1) * TILE] = False
     check(backend, case, inputs)
 
 

@@ -135,8 +135,8 @@ def test_making_masks(built: Built) -> None:
     run_tests(built, "test_cuda_pack.py", skipped=2)
 
 
-def test_short_walks(built: Built) -> None:
-    run_tests(built, "test_cuda_backward.py", "-k", "short_walks_of and (64 or 192)")
+def test_key_blocks_of_whole_groups(built: Built) -> None:
+    run_tests(built, "test_cuda_backward.py", "-k", "key_blocks_of_whole_groups and (64 or 192)")
 
 
 def test_a_gradient_that_clusters_sum(built: Built) -> None:

@@ -776,12 +776,9 @@ GROUPS = (
     ((64, 16, 256), {"kv_heads": 1, "dim": 64}, "all"),  # of two tiles of keys, whose dq is complete
     ((5, 16, 512), {"kv_heads": 4, "bias": (5, 16, 512, 512)}, "all"),  # dbias is stored: memory is waited for
     ((5, 16, 512), {"kv_heads": 4, "bias": (1, 16, 512, 512)}, "none"),
-    ((17, 16, 1024), {"kv_heads": 4, "mask": (17, 1, 1024, 1024)}, "all"),  # no walk is longer than blocks take
-    ((10, 16, 1024), {"kv_heads": 4, "mask": (10, 1, 1024, 1024)}, "none"),  # blocks decide
-    ((4, 16, 16384), {"kv_heads": 4, "mask": (4, 1, 16384, 16384)}, "none"),  # of many tiles too: one may have the longest
-    ((34, 16, 1024), {"kv_heads": 4, "mask": (34, 16, 1024, 1024)}, "all"),  # 8 tiles for each SM, each head's mask
-    ((17, 16, 1024), {"kv_heads": 4, "mask": (17, 16, 1024, 1024)}, "some"),
-    ((2, 16, 4096), {"kv_heads": 4, "mask": (2, 16, 4096, 4096)}, "none"),  # walks may differ
+    ((34, 16, 1024), {"kv_heads": 4, "mask": (34, 1, 1024, 1024)}, "all"),  # 8 tiles for each SM
+    ((17, 16, 1024), {"kv_heads": 4, "mask": (17, 1, 1024, 1024)}, "some"),
+    ((2, 16, 4096), {"kv_heads": 4, "mask": (2, 1, 4096, 4096)}, "none"),  # walks may differ
     ((32, 16, 256), {"kv_heads": 4, "mask": (32, 1, 256, 256)}, "all"),
     ((128, 16, 512), {"kv_heads": 16, "is_causal": True}, "all"),  # no groups, nothing to add
 )
@@ -793,10 +790,32 @@ def test_which_work_tiles_have_whole_groups(size: tuple[int, int, int], call: di
     batch, heads, length = size
     given = {**call, "bias_grad": True} if "bias" in call else dict(call)
     problem = explained(q=(batch, length, heads, given.pop("dim", 128)), seqlen_k=length, **given, grad=True).problem
-    found = schedule_of(problem)
-    shares = {(True, False): "all", (True, True): "some", (False, True): "none"}
-    assert shares[found.full_group_pairs > 0, found.summed_pairs > 0] == whole, found
-    assert found.full_group_pairs + found.summed_pairs == batch * call["kv_heads"]
+    found, pairs = schedule_of(problem), batch * call["kv_heads"]
+    full = found.whole_pairs if found.blocks_decide else found.full_group_pairs
+    assert {pairs: "all", 0: "none"}.get(full, "some") == whole, found
+    assert found.full_group_pairs + found.summed_pairs == pairs
+
+
+# Batch, heads, length, and the rest of a call; whether blocks decide which key blocks have whole groups, on 132 SMs.
+DECISIONS = (
+    ((1, 16, 8192), {"kv_heads": 4, "mask": (1, 1, 8192, 8192)}, True),
+    ((1, 16, 8192), {"kv_heads": 4, "mask": (1, 4, 8192, 8192)}, True),
+    ((1, 16, 8192), {"kv_heads": 4, "mask": (1, 16, 8192, 8192)}, False),  # heads of a group have their own
+    ((1, 16, 8192), {"kv_heads": 16, "mask": (1, 1, 8192, 8192)}, False),  # no groups
+    ((1, 16, 8192), {"kv_heads": 4, "is_causal": True}, False),  # no mask: the host knows the walks
+    ((4, 32, 16384), {"kv_heads": 8, "mask": (1, 1, 16384, 16384)}, True),  # one walk may take as long as all others
+    ((64, 16, 512), {"kv_heads": 4, "mask": (64, 1, 512, 512)}, False),  # none can: the longest is of 4 tiles
+    ((1, 16, 512), {"kv_heads": 4, "mask": (1, 1, 512, 512)}, False),  # 16 tiles: any walk is too long for a group
+)
+
+
+@pytest.mark.parametrize(("size", "call", "decide"), DECISIONS)
+def test_under_which_masks_blocks_decide(size: tuple[int, int, int], call: dict[str, Any], decide: bool) -> None:
+    batch, heads, length = size
+    problem = explained(q=(batch, length, heads, 128), seqlen_k=length, **call, grad=True).problem
+    assert schedule_of(problem).blocks_decide == decide
+    ordered = schedule_of(problem._replace(flags=problem.flags._replace(deterministic=True)))
+    assert not ordered.blocks_decide  # additions in a fixed order
 
 
 # Batch, heads, length; chunks of a bias that batch entries share, one for each head, and of one that heads share too.

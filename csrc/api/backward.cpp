@@ -151,7 +151,7 @@ struct Postprocess {
       it.first_pair = static_cast<int>(first_pair);
       it.batch_is_inner = batch_is_inner;
       it.is_by_place = is_of_keys && params.places.order != nullptr;
-      it.lacks_short = is_of_keys && params.walks.lists != nullptr;
+      it.lacks_group_walks = is_of_keys && params.group_walks.lists != nullptr;
     }
     it.tiles = tiles;
   }
@@ -296,7 +296,18 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   params.full_group_pairs = static_cast<int>(full_group_pairs);
   params.walk_parts = static_cast<int>(schedule.walk_parts);
   params.walk_tiles = static_cast<int>(schedule.walk_tiles);
-  params.short_walk = static_cast<int>(schedule.short_walk);
+  const int masks_heads_k = has_mask ? params.heads_per_mask / params.heads_per_group : 0;  // key heads that share one
+  if (schedule.blocks_decide) {
+    params.group_walks = {params.mask_lists,
+                          static_cast<int>(tiles_k),
+                          static_cast<int>(tiles_q),
+                          masks_heads_k,
+                          params.mask_heads,
+                          params.mask_has_batch,
+                          static_cast<int>(schedule.short_walk),
+                          static_cast<int>(schedule.whole_pairs),
+                          static_cast<int>(schedule.share)};
+  }
   params.num_work_tiles = static_cast<int>(schedule.num_work_tiles);
   // The sections of so many pairs, for tiles of `heads` query heads: q, dout and the accumulators of dq fit in L2.
   const bool rows_shrink = !is_ordered && params.key_order == nullptr && shortens_rows(sizes, low, high);
@@ -343,7 +354,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   rows.padded_rows = static_cast<int>(rows_of_head);
   set_row_delta(kName, delta, lse, rows);
   rows.cleared = start + dbias_counter_at;
-  const bool clears_some = params.key_order != nullptr || schedule.short_walk > 0;  // of dk's and dv's sums
+  const bool clears_some = params.key_order != nullptr || schedule.blocks_decide;  // of dk's and dv's sums
   rows.zeros = ((clears_some ? keys_at : scratch.length) - dbias_counter_at) / 4;
   params.lse = rows.lse_log2;
   params.delta = rows.delta;
@@ -354,14 +365,10 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   const bool sums_dk = dk.has_value() && summed_pairs > 0, sums_dv = dv.has_value() && summed_pairs > 0;
   if (sums_dk) params.dk_sums = start + dk_at;
   if (sums_dv) params.dv_sums = start + dv_at;
-  const int masks_heads_k = has_mask ? params.heads_per_mask / params.heads_per_group : 0;  // key heads that share one
+  rows.group_walks = params.group_walks;
   if (params.key_order != nullptr) {
     rows.places = {params.key_order,         params.mask_bounds, params.seqlen_k,       static_cast<int>(tiles_k),
                    masks_heads_k,            params.mask_heads,  params.mask_has_batch};
-  }
-  if (schedule.short_walk > 0) {
-    rows.walks = {params.mask_lists, params.short_walk, static_cast<int>(tiles_k), static_cast<int>(tiles_q),
-                  masks_heads_k,     params.mask_heads, params.mask_has_batch};
   }
   if (clears_some) {
     rows.sums[0] = params.dk_sums;
@@ -370,7 +377,6 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
     rows.floats[1] = static_cast<int>(kAccumRows * dv_columns);
     rows.row_blocks = blocks_k * block_n / kAccumRows;
     rows.num_heads_k = static_cast<int>(sizes.num_heads_k);
-    rows.first_pair = params.full_group_pairs;
     rows.batch_is_inner = params.batch_is_inner;
   }
   if (is_ordered && (sums_dk || sums_dv)) params.dkv_semaphore = reinterpret_cast<int*>(start + dkv_semaphore_at);
@@ -413,7 +419,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
 
   Postprocess postprocess;
   postprocess.params.places = rows.places;
-  postprocess.params.walks = rows.walks;
+  postprocess.params.group_walks = rows.group_walks;
   if (turns_dq) {
     postprocess.add_turned(*dq, params.dq_sums, pairs, rows_of_head, softmax_scale);
   } else {

@@ -107,9 +107,10 @@ struct BackwardSchedule {
   int64_t full_group_pairs;      // the first (batch, key head) pairs, whose work tiles have all query heads of the group
   int64_t summed_pairs;          // the others: one query head a work tile, dk and dv are summed in device memory
   int64_t single_heads;          // (batch, query head) pairs of those
+  bool blocks_decide;            // which key blocks have whole groups: `full_group_pairs` is 0, sums have room for all
+  int64_t short_walk, whole_pairs, share;  // by which they decide, as in GroupWalks
   int64_t walk_parts;            // work tiles that share the walk of a key block and a head
   int64_t walk_tiles;            // tiles of queries that one of them gets at most; 0 where walks stay whole
-  int64_t short_walk;            // of at most so many tiles of queries: blocks take the whole group for it; 0: none is
   bool is_head_by_head;          // in sections of one head, which blocks leave where its live keys end
   int64_t num_work_tiles;
   bool completes_dq;             // a work tile has all keys, and stores dq of its queries; else dq is summed
@@ -156,20 +157,6 @@ inline int64_t sums_walk(const BackwardSchedule& schedule, DbiasWriter writer) {
   return writer == DbiasWriter::kMain ? 1024 : schedule.completes_dq ? 384 : 224;
 }
 
-// Under a mask walks differ, and the host does not know them. So blocks decide, each key block for itself: walks of at
-// most so many tiles of queries are short, and have whole groups. An SM waits for all heads but one of such a walk then,
-// which is less than what the sums take. -1 where the host has to decide.
-inline int64_t short_walk(const BackwardCall& call, const BackwardSchedule& schedule, DbiasWriter writer,
-                          int64_t num_sms) {
-  const int64_t group = call.num_heads / call.num_heads_k;
-  const bool decides = call.mask_batch > 0 && call.groups_share_mask && !call.has_key_order && !call.is_deterministic &&
-                       group > 1 && writer != DbiasWriter::kClusters;  // whose blocks have one work tile each
-  if (!decides) return -1;
-  const int64_t saved = call.batch * call.num_heads * schedule.blocks_k * sums_walk(schedule, writer);
-  const int64_t waiting = (group - 1) * num_sms * kTile;
-  return saved / (call.head_dim <= 64 ? 2 * waiting : waiting);  // measured: there half as much is lost by sums
-}
-
 // How many (batch, key head) pairs have work tiles of whole groups, so that nothing is added. Tiles of single heads are
 // more and shorter, and leave no SM waiting long for the last one. So all pairs are whole where that saves more than SMs
 // then wait. Else those of the last one or two waves are not, and behind a band, where tiles get shorter towards the
@@ -179,21 +166,40 @@ inline int64_t count_full_group_pairs(const BackwardCall& call, const BackwardSc
   const int64_t pairs_k = call.batch * call.num_heads_k, tiles = pairs_k * schedule.blocks_k;
   const int64_t group = call.num_heads / call.num_heads_k;
   if (call.has_key_order) return 0;  // the kernel of the sums puts dk and dv in the order of keys
-  const int64_t longest_short = short_walk(call, schedule, writer, num_sms);
-  if (group == 1 || (longest_short < 0 && tiles >= kEnoughTilesPerSm * num_sms)) return pairs_k;
+  if (group == 1 || tiles >= kEnoughTilesPerSm * num_sms) return pairs_k;
   if (call.is_deterministic) return schedule.is_ordered ? 0 : pairs_k;
-  // Fewer tiles leave SMs without any, which pays beside dq complete or dbias stored alone.
-  const bool fills_sms = 4 * tiles >= 3 * num_sms || writer == DbiasWriter::kMain || schedule.completes_dq;
-  if (longest_short >= 0) return fills_sms && ceil_div(call.seqlen_q, kTile) <= longest_short ? pairs_k : 0;
   const bool has_mask = call.mask_batch > 0, is_banded = call.is_banded && !has_mask;
   const int64_t waves = is_banded ? 0 : std::max<int64_t>(tiles / num_sms - 1, 0);
   const int64_t saved = (tiles - waves * num_sms) * group * sums_walk(schedule, writer);
   // Of tiles alike, SMs wait for as many as the last wave lacks; of others for all heads but one of a last one.
   const int64_t waiting = has_mask || is_banded ? (group - 1) * num_sms
                                                 : group * (ceil_div(tiles, num_sms) * num_sms - tiles);
+  // Fewer tiles leave SMs without any, which pays beside those two alone.
+  const bool fills_sms = 4 * tiles >= 3 * num_sms || writer == DbiasWriter::kMain || schedule.completes_dq;
   if (fills_sms && waiting * mean_walk(call) <= saved) return pairs_k;
   const int64_t together = schedule.batch_is_inner ? call.batch : 1;
   return waves * num_sms / schedule.blocks_k / together * together;
+}
+
+// Under a mask the host takes walks for alike. Where some may not be, as those of a few keys that all queries see, blocks
+// decide for each key block: walks are whole in those pairs, unless an SM would be done with all its others before one
+// such walk. In the other pairs they are whole if short: an SM then waits for all heads but one of such a walk, which is
+// less than the sums take. (Half as much was right for head dims up to 64.)
+inline void let_blocks_decide(const BackwardCall& call, DbiasWriter writer, int64_t num_sms, BackwardSchedule& schedule) {
+  const int64_t pairs_k = call.batch * call.num_heads_k, tiles = pairs_k * schedule.blocks_k;
+  const int64_t group = call.num_heads / call.num_heads_k, whole_pairs = schedule.full_group_pairs;
+  const bool can_decide = call.mask_batch > 0 && call.groups_share_mask && !call.has_key_order &&
+                          !call.is_deterministic && group > 1 &&
+                          writer != DbiasWriter::kClusters;  // whose blocks have one work tile each
+  if (!can_decide || (whole_pairs == pairs_k && tiles >= ceil_div(call.seqlen_q, kTile) * num_sms)) return;
+  const int64_t saved = (pairs_k - whole_pairs) * schedule.blocks_k * group * sums_walk(schedule, writer);
+  const int64_t short_walk = saved / ((group - 1) * num_sms * kTile) / (call.head_dim <= 64 ? 2 : 1);
+  if (short_walk == 0 && whole_pairs == 0) return;
+  schedule.blocks_decide = true;
+  schedule.short_walk = short_walk;
+  schedule.whole_pairs = whole_pairs;
+  schedule.share = std::max<int64_t>(tiles / num_sms, 1);
+  schedule.full_group_pairs = 0;
 }
 
 inline BackwardSchedule schedule_backward(const BackwardCall& call, DbiasWriter writer, int64_t num_sms) {
@@ -211,9 +217,9 @@ inline BackwardSchedule schedule_backward(const BackwardCall& call, DbiasWriter 
   schedule.is_ordered = call.needs_dq && call.is_deterministic && !schedule.completes_dq;
   schedule.batch_is_inner = writer == DbiasWriter::kClusters || call.shares_over_batch;
   schedule.full_group_pairs = count_full_group_pairs(call, schedule, writer, num_sms);
+  let_blocks_decide(call, writer, num_sms, schedule);
   schedule.summed_pairs = pairs_k - schedule.full_group_pairs;
   schedule.single_heads = schedule.summed_pairs * (call.num_heads / call.num_heads_k);
-  if (schedule.summed_pairs > 0) schedule.short_walk = std::max<int64_t>(short_walk(call, schedule, writer, num_sms), 0);
   schedule.walk_parts = 1;
   if (call.has_key_order && !schedule.is_ordered) {
     const int64_t tiles_q = ceil_div(call.seqlen_q, kTile);

@@ -10,7 +10,9 @@ _DBIAS_OUT = "tests/test_cuda_dbias_out.py::"
 _SECTIONS = "tests/test_cuda_sections.py::"
 _ONE_ROW = "tests/test_cuda_one_mask_row.py::"
 _HELD = "tests/test_cuda_held_bias.py::"
-_SHORT_WALKS = ("tests/test_cuda_backward.py::test_short_walks_of_a_mask_have_whole_groups[64-none-q-k-v-bias-cuda]",)
+_GROUP_WALKS = (
+    "tests/test_cuda_backward.py::test_key_blocks_of_whole_groups_under_a_mask[64-steps-none-q-k-v-bias-cuda]",
+)
 _LONG = ("tests/test_cuda_backward.py::test_long_walks[(2, 2, 128)-(4160, 129)-None-cuda]",)
 
 
@@ -518,18 +520,25 @@ FAULTS: tuple[Fault, ...] = (
         _chunks(1),
     ),
     Fault(
-        "head groups: sums, which are zeros, written over dk and dv of a short walk",
+        "head groups: sums written over dk and dv of whole groups",
         "csrc/sm90/backward/rows.cu",
-        "p.lacks_short && has_short_walk(",
-        "!p.lacks_short && has_short_walk(",
-        _SHORT_WALKS,
+        "p.lacks_group_walks && is_group_walk(",
+        "!p.lacks_group_walks && is_group_walk(",
+        _GROUP_WALKS,
     ),
     Fault(
-        "head groups: the first head of a short walk is alone",
+        "head groups: other heads of a group do once more what the first head's work tile has done",
         "csrc/sm90/backward/producer.h",
-        "          work.is_full_group = true;",
+        "if (work.is_full_group && work.head % p.heads_per_group != 0) continue;",
         "",
-        _SHORT_WALKS,
+        _GROUP_WALKS,
+    ),
+    Fault(
+        "head groups: the sums that heads add to are not cleared, but the others",
+        "csrc/sm90/backward/rows.cu",
+        ": !is_group_walk(",
+        ": is_group_walk(",
+        _GROUP_WALKS,
     ),
     Fault(
         "shared dbias: slots have rows as long as those of dbias",

@@ -9,6 +9,7 @@
 #include "../operands.h"
 #include "launch.h"
 #include "accumulators.h"
+#include "group_walks.h"
 
 namespace flash_dmattn {
 namespace {
@@ -26,35 +27,24 @@ struct Row : OfSequence<kHasSequences> {
   int batch, head;
 };
 
-// The mask of a key head.
-template <class Masks>
-__device__ __forceinline__ int64_t mask_of_head(const Masks& p, int64_t batch, int64_t head) {
-  return (p.mask_has_batch ? batch : 0) * p.mask_heads + head / p.heads_per_mask;
-}
-
 __device__ __forceinline__ bool is_live(const PlacesOfKeys& places, int64_t batch, int64_t head, int place) {
   const int2 bounds = places.bounds[mask_of_head(places, batch, head) * places.tiles * kTile + place];
   return place < places.length && bounds.x < bounds.y;
 }
 
-__device__ __forceinline__ bool has_short_walk(const WalksOfKeys& walks, int64_t batch, int64_t head, int key) {
-  const int64_t list = mask_of_head(walks, batch, head) * walks.tiles + key / kTile;
-  const int32_t* counts = walks.lists + list * (2 + walks.tiles_q);
-  return counts[0] + counts[1] <= walks.short_walk;
-}
-
 // Clears accumulators of dk and dv, a block of threads 64 rows at a time. Those of a tile that has a live key are all
 // added to, though of its dead keys they are not read.
 __device__ __forceinline__ void clear_rows_added_to(const BackwardRowsParams& p) {
-  const int64_t row_blocks = (p.batch * static_cast<int64_t>(p.num_heads_k) - p.first_pair) * p.row_blocks;
+  const int64_t row_blocks = p.batch * static_cast<int64_t>(p.num_heads_k) * p.row_blocks;
   for (int64_t at = blockIdx.x; at < row_blocks; at += gridDim.x) {
-    const int64_t position = at / p.row_blocks, pair = p.first_pair + position, outer = pair / (p.batch_is_inner ? p.batch : p.num_heads_k);
+    const int64_t pair = at / p.row_blocks, outer = pair / (p.batch_is_inner ? p.batch : p.num_heads_k);
     const int64_t inner = pair - outer * (p.batch_is_inner ? p.batch : p.num_heads_k);
+    const int first = static_cast<int>(at - pair * p.row_blocks) * kAccumRows / kTile * kTile;
     const int64_t batch = p.batch_is_inner ? inner : outer, head = p.batch_is_inner ? outer : inner;
-    const int first = static_cast<int>(at - position * p.row_blocks) * kAccumRows / kTile * kTile;
-    const bool is_used = p.places.order != nullptr ? is_live(p.places, batch, head, first)
-                                                   : !has_short_walk(p.walks, batch, head, first);
-    if (!is_used) continue;
+    const bool is_added_to = p.places.order != nullptr
+                                 ? is_live(p.places, batch, head, first)
+                                 : !is_group_walk(p.group_walks, batch, head, pair, first / kTile);
+    if (!is_added_to) continue;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (p.sums[i] == nullptr) continue;
@@ -149,7 +139,7 @@ __global__ void __launch_bounds__(kThreads)
        at += static_cast<int64_t>(gridDim.x) * kThreads) {
     cleared[at] = make_uint4(0, 0, 0, 0);
   }
-  if (p.places.order != nullptr || p.walks.lists != nullptr) clear_rows_added_to(p);
+  if (p.places.order != nullptr || p.group_walks.lists != nullptr) clear_rows_added_to(p);
 }
 
 // One warpgroup converts one accumulator tile.
@@ -180,7 +170,7 @@ __global__ void __launch_bounds__(128) backward_sums_kernel(const __grid_constan
     const int64_t pair = p.first_pair + position, outer = pair / (p.batch_is_inner ? p.batch : p.num_heads);
     const int64_t inner = pair - outer * (p.batch_is_inner ? p.batch : p.num_heads);
     const int64_t batch = p.batch_is_inner ? inner : outer, head = p.batch_is_inner ? outer : inner;
-    if (p.lacks_short && has_short_walk(params.walks, batch, head, first_row)) continue;
+    if (p.lacks_group_walks && is_group_walk(params.group_walks, batch, head, pair, first_row / kTile)) continue;
     const float* from = p.sums + tile * kAccumRows * p.tile_columns;
     float4 sums[kAccumColumns / 8];
     const bool is_used = !p.is_by_place || is_live(params.places, batch, head, first_row);
