@@ -259,18 +259,6 @@ struct ForwardParams {
   DropoutParams dropout;
 };
 
-// Under a mask that all heads of a group share, the walks of key blocks that a work tile does for the whole group, so that
-// dk and dv are stored, not summed. Walks differ and the host does not know them, so blocks decide.
-struct GroupWalks {
-  const int32_t* lists;  // (Bm, Hm, tiles, 2 + tiles_q), of the mask's columns; null where the host decides
-  int tiles, tiles_q;
-  int heads_per_mask, mask_heads;  // key heads
-  bool mask_has_batch;
-  // Walks of up to short_walk tiles of queries; of the first whole_pairs (batch, key head) pairs all walks, but for those
-  // more than `share` times as long as the mask's are on the mean.
-  int short_walk, whole_pairs, share;
-};
-
 // The backward pass. Gradients that several blocks add to are summed in fp32, in accumulator tiles of 64 x 64
 // (sm90/backward/accumulators.h). lse and delta are padded to whole tiles of queries.
 struct BackwardParams {
@@ -331,7 +319,9 @@ struct BackwardParams {
   // A key block has walk_parts work tiles for each head, which share its walk and follow each other: each gets at most
   // walk_tiles tiles of queries, and one that gets none is skipped. 1 and 0 where walks stay whole and none is skipped.
   int walk_parts, walk_tiles;
-  GroupWalks group_walks;
+  // (pairs, mask tiles of keys), where blocks decide under a mask that heads of a group share: 1 where the work tile of the
+  // group's first head has the whole group, and those of the others are skipped. Null: the host has decided.
+  const uint8_t* has_group;
   // Dynamic scheduling: tiles taken, not counting each block's first unless the order is fixed. Null for static
   // scheduling.
   int* tile_counter;
@@ -421,6 +411,19 @@ struct PlacesOfKeys {
   bool mask_has_batch;
 };
 
+// Which key blocks have work tiles of whole groups under a mask that the heads of a group share: walks differ, and the host
+// does not know them.
+struct GroupWalks {
+  uint8_t* has_group;    // result: (pairs, tiles), pairs in the order of work tiles; null where the host decides
+  const int32_t* lists;  // (Bm, Hm, tiles, 2 + tiles_q), of the mask's columns
+  int tiles, tiles_q;
+  int heads_per_mask, mask_heads;  // key heads
+  bool mask_has_batch;
+  // Those with a walk of up to short_walk tiles of queries. Of the first whole_pairs (batch, key head) pairs all, but for
+  // walks more than `share` times as long as the mask's are on the mean.
+  int short_walk, whole_pairs, share;
+};
+
 // The kernel before the backward kernel: lse in base 2, delta = rowsum(dout * out) - dlse, and zeros for accumulators.
 struct BackwardRowsParams {
   const void* out;    // (B, Lq, Hq, Dv), contiguous
@@ -443,9 +446,9 @@ struct BackwardRowsParams {
   // Memory to clear: `zeros` times 16 bytes.
   void* cleared;
   int64_t zeros;
-  // Accumulators of dk and dv of which not all are cleared: of places those of live keys, of group walks those of the
-  // others. `floats` for each 64 rows, `row_blocks` times for each (batch, key head) pair. Neither places nor group
-  // walks: there are none. Null: this one is not needed.
+  // Accumulators of dk and dv of which not all are cleared: of places those of live keys, else those that single heads
+  // add to. `floats` for each 64 rows, `row_blocks` times for each (batch, key head) pair. Neither places nor group walks:
+  // there are none. Null: this one is not needed.
   PlacesOfKeys places;
   GroupWalks group_walks;
   float* sums[2];
@@ -493,13 +496,13 @@ struct BackwardSumsParams {
     int batch, num_heads, seqlen, rows_per_pair, columns, panels, tile_columns;
     float factor;
     bool is_by_place;  // rows are those of `places`, and out is in the order of keys
-    bool lacks_group_walks;  // the rows of those are in out already
+    bool lacks_groups;  // rows of has_group are in out already
   };
   Result turned;  // of dq, where its tiles are turned: 64 columns of 80 queries; rows_per_pair is a multiple of 80
   static constexpr int kResults = 3;
   SequenceParams sequences;  // of calls with sequences, which have one result: rows are padded tiles of queries
   PlacesOfKeys places;
-  GroupWalks group_walks;
+  const uint8_t* has_group;  // as in BackwardParams
   Result results[kResults];  // a result that is not wanted has no tiles of its own
 };
 

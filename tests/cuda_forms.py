@@ -114,7 +114,8 @@ extern "C" void schedule(const int64_t* sizes, const int* flags, int64_t num_sms
       writer == DbiasWriter::kSharedDbias ? schedule_dbias(call, 0, num_sms) : DbiasSchedule{};
   const int64_t values[] = {static_cast<int64_t>(writer), found.block_n, found.full_group_pairs, found.summed_pairs,
                             found.num_work_tiles, found.whole_pairs, found.blocks_decide, found.completes_dq,
-                            found.is_ordered, found.tiles_differ, of_dbias.chunks, of_dbias.has_slots ? of_dbias.slot_floats : 0};
+                            found.is_ordered, found.tiles_differ, of_dbias.chunks,
+                            of_dbias.has_slots ? of_dbias.slot_floats : 0};
   std::copy(std::begin(values), std::end(values), result);
 }
 """

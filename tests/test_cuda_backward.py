@@ -381,8 +381,8 @@ def test_groups_first_and_then_heads(
 ) -> None:
     """Works of a group store dk and dv, those of a head behind them add to sums: of pairs by batch, or by head.
 
-    Walks are long, and a few works more than fill whole waves: SMs would wait long for whole groups alone. Each head has
-    its own mask: of one that a group shares blocks decide themselves.
+    Walks are long, and a few works more than fill whole waves: SMs would wait long for whole groups alone. Each head
+    has its own mask: of one that a group shares blocks decide.
     """
     tiles, seqlen_q = -(-31 * NUM_SMS // 100), 450 if head_dim <= 128 else 600
     if NUM_SMS < 10:  # a work more is much of a wave, and work tiles of 64 keys are twice as many

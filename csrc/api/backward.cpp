@@ -151,7 +151,7 @@ struct Postprocess {
       it.first_pair = static_cast<int>(first_pair);
       it.batch_is_inner = batch_is_inner;
       it.is_by_place = is_of_keys && params.places.order != nullptr;
-      it.lacks_group_walks = is_of_keys && params.group_walks.lists != nullptr;
+      it.lacks_groups = is_of_keys && params.has_group != nullptr;
     }
     it.tiles = tiles;
   }
@@ -296,18 +296,6 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   params.full_group_pairs = static_cast<int>(full_group_pairs);
   params.walk_parts = static_cast<int>(schedule.walk_parts);
   params.walk_tiles = static_cast<int>(schedule.walk_tiles);
-  const int masks_heads_k = has_mask ? params.heads_per_mask / params.heads_per_group : 0;  // key heads that share one
-  if (schedule.blocks_decide) {
-    params.group_walks = {params.mask_lists,
-                          static_cast<int>(tiles_k),
-                          static_cast<int>(tiles_q),
-                          masks_heads_k,
-                          params.mask_heads,
-                          params.mask_has_batch,
-                          static_cast<int>(schedule.short_walk),
-                          static_cast<int>(schedule.whole_pairs),
-                          static_cast<int>(schedule.share)};
-  }
   params.num_work_tiles = static_cast<int>(schedule.num_work_tiles);
   // The sections of so many pairs, for tiles of `heads` query heads: q, dout and the accumulators of dq fit in L2.
   const bool rows_shrink = !is_ordered && params.key_order == nullptr && shortens_rows(sizes, low, high);
@@ -337,6 +325,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   const int64_t blocks_q = padded_rows / block_m;
   Scratch scratch;
   scratch.add(2 * padded_rows);
+  const int64_t has_group_at = scratch.add(schedule.blocks_decide ? ceil_div(pairs_k * tiles_k, 4) : 0);
   const int64_t slots_at = scratch.add(of_dbias.has_slots ? of_dbias.chunks * of_dbias.slot_floats : 0);
   const int64_t dbias_counter_at = scratch.add(writer == DbiasWriter::kSharedDbias ? 1 : 0);
   const int64_t counter_at = scratch.add(needs_counter ? 1 : 0),
@@ -365,10 +354,23 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   const bool sums_dk = dk.has_value() && summed_pairs > 0, sums_dv = dv.has_value() && summed_pairs > 0;
   if (sums_dk) params.dk_sums = start + dk_at;
   if (sums_dv) params.dv_sums = start + dv_at;
-  rows.group_walks = params.group_walks;
+  const int masks_heads_k = has_mask ? params.heads_per_mask / params.heads_per_group : 0;  // key heads that share one
   if (params.key_order != nullptr) {
     rows.places = {params.key_order,         params.mask_bounds, params.seqlen_k,       static_cast<int>(tiles_k),
                    masks_heads_k,            params.mask_heads,  params.mask_has_batch};
+  }
+  if (schedule.blocks_decide) {
+    rows.group_walks = {reinterpret_cast<uint8_t*>(start + has_group_at),
+                        params.mask_lists,
+                        static_cast<int>(tiles_k),
+                        static_cast<int>(tiles_q),
+                        masks_heads_k,
+                        params.mask_heads,
+                        params.mask_has_batch,
+                        static_cast<int>(schedule.short_walk),
+                        static_cast<int>(schedule.whole_pairs),
+                        static_cast<int>(schedule.share)};
+    params.has_group = rows.group_walks.has_group;
   }
   if (clears_some) {
     rows.sums[0] = params.dk_sums;
@@ -419,7 +421,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
 
   Postprocess postprocess;
   postprocess.params.places = rows.places;
-  postprocess.params.group_walks = rows.group_walks;
+  postprocess.params.has_group = params.has_group;
   if (turns_dq) {
     postprocess.add_turned(*dq, params.dq_sums, pairs, rows_of_head, softmax_scale);
   } else {

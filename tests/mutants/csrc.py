@@ -522,8 +522,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "head groups: sums written over dk and dv of whole groups",
         "csrc/sm90/backward/rows.cu",
-        "p.lacks_group_walks && is_group_walk(",
-        "!p.lacks_group_walks && is_group_walk(",
+        "if (p.lacks_groups && params",
+        "if (false && params",
         _GROUP_WALKS,
     ),
     Fault(
@@ -536,8 +536,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "head groups: the sums that heads add to are not cleared, but the others",
         "csrc/sm90/backward/rows.cu",
-        ": !is_group_walk(",
-        ": is_group_walk(",
+        "if (!is_added_to) continue;",
+        "if (is_added_to) continue;",
         _GROUP_WALKS,
     ),
     Fault(

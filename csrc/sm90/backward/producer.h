@@ -5,7 +5,6 @@
 #include "../../device/pipeline.h"
 #include "named_barriers.h"
 #include "cluster.h"
-#include "group_walks.h"
 #include "tile_scheduler.h"
 
 namespace flash_dmattn {
@@ -57,11 +56,11 @@ __device__ __forceinline__ void load_operands(const BackwardParams& p, Storage& 
     item.is_valid = tile_index < num_work_tiles;
     auto work = decode_key_work_tile<Traits::kHasSequences>(p, item.is_valid ? tile_index : 0, num_works);
     if constexpr (Traits::kHasMask && !Traits::kSumsDbias) {
-      if (item.is_valid && p.group_walks.lists != nullptr) {
-        const int head_k = work.head / p.heads_per_group, tile = work.block_k / QueryWalk<Traits>::kKeyBlocksPerTile;
-        const int heads_k = p.num_heads / p.heads_per_group;
-        const int pair = p.batch_is_inner ? head_k * p.batch + work.batch : work.batch * heads_k + head_k;
-        work.is_full_group = is_group_walk(p.group_walks, work.batch, head_k, pair, tile);
+      if (item.is_valid && p.has_group != nullptr) {
+        constexpr int kBlocks = QueryWalk<Traits>::kKeyBlocksPerTile;
+        const int heads_k = p.num_heads / p.heads_per_group, head_k = work.head / p.heads_per_group;
+        const int64_t pair = p.batch_is_inner ? head_k * p.batch + work.batch : work.batch * heads_k + head_k;
+        work.is_full_group = p.has_group[pair * (p.blocks_k / kBlocks) + work.block_k / kBlocks];
         if (work.is_full_group && work.head % p.heads_per_group != 0) continue;  // the first head's tile has it
       }
     }

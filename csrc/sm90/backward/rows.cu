@@ -9,7 +9,6 @@
 #include "../operands.h"
 #include "launch.h"
 #include "accumulators.h"
-#include "group_walks.h"
 
 namespace flash_dmattn {
 namespace {
@@ -27,9 +26,29 @@ struct Row : OfSequence<kHasSequences> {
   int batch, head;
 };
 
+// The mask of a key head.
+template <class Masks>
+__device__ __forceinline__ int64_t mask_of_head(const Masks& p, int64_t batch, int64_t head) {
+  return (p.mask_has_batch ? batch : 0) * p.mask_heads + head / p.heads_per_mask;
+}
+
 __device__ __forceinline__ bool is_live(const PlacesOfKeys& places, int64_t batch, int64_t head, int place) {
   const int2 bounds = places.bounds[mask_of_head(places, batch, head) * places.tiles * kTile + place];
   return place < places.length && bounds.x < bounds.y;
+}
+
+// Decides as a warp. The mean walk is that of 32 tiles.
+__device__ __forceinline__ bool is_group_walk(const GroupWalks& p, int64_t batch, int64_t head, int64_t pair, int tile) {
+  const int length = 2 + p.tiles_q;
+  const int32_t* lists = p.lists + mask_of_head(p, batch, head) * p.tiles * length;
+  const auto walk_of = [&](int tile) {
+    const int32_t* counts = lists + static_cast<int64_t>(tile) * length;
+    return counts[0] + counts[1];
+  };
+  const int walk = walk_of(tile);
+  if (walk <= p.short_walk || pair >= p.whole_pairs) return walk <= p.short_walk;
+  const int lane = threadIdx.x % 32, sum = __reduce_add_sync(0xffffffffu, walk_of((2 * lane + 1) * p.tiles / 64));
+  return static_cast<int64_t>(walk) * 32 <= static_cast<int64_t>(sum) * p.share;
 }
 
 // Clears accumulators of dk and dv, a block of threads 64 rows at a time. Those of a tile that has a live key are all
@@ -41,9 +60,13 @@ __device__ __forceinline__ void clear_rows_added_to(const BackwardRowsParams& p)
     const int64_t inner = pair - outer * (p.batch_is_inner ? p.batch : p.num_heads_k);
     const int first = static_cast<int>(at - pair * p.row_blocks) * kAccumRows / kTile * kTile;
     const int64_t batch = p.batch_is_inner ? inner : outer, head = p.batch_is_inner ? outer : inner;
-    const bool is_added_to = p.places.order != nullptr
-                                 ? is_live(p.places, batch, head, first)
-                                 : !is_group_walk(p.group_walks, batch, head, pair, first / kTile);
+    bool is_added_to;
+    if (p.places.order != nullptr) {
+      is_added_to = is_live(p.places, batch, head, first);
+    } else {
+      is_added_to = !is_group_walk(p.group_walks, batch, head, pair, first / kTile);
+      if (threadIdx.x == 0) p.group_walks.has_group[pair * p.group_walks.tiles + first / kTile] = !is_added_to;
+    }
     if (!is_added_to) continue;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -139,7 +162,7 @@ __global__ void __launch_bounds__(kThreads)
        at += static_cast<int64_t>(gridDim.x) * kThreads) {
     cleared[at] = make_uint4(0, 0, 0, 0);
   }
-  if (p.places.order != nullptr || p.group_walks.lists != nullptr) clear_rows_added_to(p);
+  if (p.places.order != nullptr || p.group_walks.has_group != nullptr) clear_rows_added_to(p);
 }
 
 // One warpgroup converts one accumulator tile.
@@ -170,7 +193,7 @@ __global__ void __launch_bounds__(128) backward_sums_kernel(const __grid_constan
     const int64_t pair = p.first_pair + position, outer = pair / (p.batch_is_inner ? p.batch : p.num_heads);
     const int64_t inner = pair - outer * (p.batch_is_inner ? p.batch : p.num_heads);
     const int64_t batch = p.batch_is_inner ? inner : outer, head = p.batch_is_inner ? outer : inner;
-    if (p.lacks_group_walks && is_group_walk(params.group_walks, batch, head, pair, first_row / kTile)) continue;
+    if (p.lacks_groups && params.has_group[pair * (row_blocks / (kTile / kAccumRows)) + first_row / kTile]) continue;
     const float* from = p.sums + tile * kAccumRows * p.tile_columns;
     float4 sums[kAccumColumns / 8];
     const bool is_used = !p.is_by_place || is_live(params.places, batch, head, first_row);
