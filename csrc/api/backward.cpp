@@ -305,9 +305,11 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
     const int64_t least_when_ordered = has_mask ? kOrderedHeads : std::max<int64_t>(kOrderedBytes / work_bytes, 2);
     const int64_t section =
         schedule.is_head_by_head ? 1 : std::max<int64_t>(kSectionBytes / work_bytes, is_ordered ? least_when_ordered : 1);
-    // The tiles of a cluster are batch entries of the same head, so a section holds whole clusters.
-    return sections_of(count, blocks_k * schedule.walk_parts, ceil_div(section, params.cluster) * params.cluster,
-                       params.cluster, rows_shrink, num_sms);
+    // The tiles of a cluster are batch entries of the same head, so a section holds whole clusters. Where blocks decide, it
+    // holds whole groups.
+    const int64_t together = schedule.blocks_decide ? params.heads_per_group : params.cluster;
+    return sections_of(count, blocks_k * schedule.walk_parts, ceil_div(section, together) * together, together,
+                       rows_shrink, num_sms);
   };
   params.full_groups = sections(full_group_pairs, params.heads_per_group);
   params.single_heads = sections(schedule.single_heads, 1);

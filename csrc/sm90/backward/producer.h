@@ -17,6 +17,12 @@ __device__ __forceinline__ void leave_head(const BackwardParams& p, int index) {
   atomicMax(p.tile_counter, next_head - static_cast<int>(gridDim.x));
 }
 
+// Has blocks go on behind the tiles of a group's other heads, which follow that of the first, `index`.
+__device__ __forceinline__ void skip_others(const BackwardParams& p, int index) {
+  if (p.tile_counter == nullptr) return;
+  atomicMax(p.tile_counter, index + p.heads_per_group - static_cast<int>(gridDim.x));
+}
+
 template <class Traits, class Storage>
 __device__ __forceinline__ void load_operands(const BackwardParams& p, Storage& shared) {
   constexpr int kBlockM = Traits::kBlockM;
@@ -61,7 +67,10 @@ __device__ __forceinline__ void load_operands(const BackwardParams& p, Storage& 
         const int heads_k = p.num_heads / p.heads_per_group, head_k = work.head / p.heads_per_group;
         const int64_t pair = p.batch_is_inner ? head_k * p.batch + work.batch : work.batch * heads_k + head_k;
         work.is_full_group = p.has_group[pair * (p.blocks_k / kBlocks) + work.block_k / kBlocks];
-        if (work.is_full_group && work.head % p.heads_per_group != 0) continue;  // the first head's tile has it
+        if (work.is_full_group) {
+          if (work.head % p.heads_per_group != 0) continue;  // the first head's tile has it
+          skip_others(p, tile_index);
+        }
       }
     }
     const int members = item.is_valid && work.is_full_group ? p.heads_per_group : 1;

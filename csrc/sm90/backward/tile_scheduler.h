@@ -48,8 +48,10 @@ __device__ __forceinline__ KeyWorkTile<kHasSequences> decode_key_work_tile(const
   if (p.dq_semaphore != nullptr) work.block_k = p.blocks_k - 1 - work.block_k;
   int in_batch;  // the tile's number in its batch entry
   if (p.batch_is_inner) {
-    in_batch = pair / p.batch;
-    work.batch = pair - in_batch * p.batch;
+    const int together = p.has_group != nullptr ? group : 1;  // heads of a group are neighbours where blocks decide
+    const int entry = pair / together, outer = entry / p.batch;
+    work.batch = entry - outer * p.batch;
+    in_batch = outer * together + pair - entry * together;
   } else {
     work.batch = pair / tiles;
     in_batch = pair - work.batch * tiles;
