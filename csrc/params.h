@@ -319,8 +319,8 @@ struct BackwardParams {
   // A key block has walk_parts work tiles for each head, which share its walk and follow each other: each gets at most
   // walk_tiles tiles of queries, and one that gets none is skipped. 1 and 0 where walks stay whole and none is skipped.
   int walk_parts, walk_tiles;
-  // (pairs, mask tiles of keys), where blocks decide under a mask that heads of a group share: 1 where the work tile of the
-  // group's first head has the whole group, and those of the others are skipped. Null: the host has decided.
+  // Where blocks decide, under a mask that heads of a group share, for each 64 keys of a (batch, key head) pair: 1 if the
+  // work tile of the first head has the whole group, and those of the others are skipped. Null: the host has decided.
   const uint8_t* has_group;
   // Dynamic scheduling: tiles taken, not counting each block's first unless the order is fixed. Null for static
   // scheduling.
@@ -414,7 +414,7 @@ struct PlacesOfKeys {
 // Which key blocks have work tiles of whole groups under a mask that the heads of a group share: walks differ, and the host
 // does not know them.
 struct GroupWalks {
-  uint8_t* has_group;    // result: (pairs, tiles), pairs in the order of work tiles; null where the host decides
+  uint8_t* has_group;    // result: for each 64 keys of each pair; null where the host decides
   const int32_t* lists;  // (Bm, Hm, tiles, 2 + tiles_q), of the mask's columns
   int tiles, tiles_q;
   int heads_per_mask, mask_heads;  // key heads

@@ -327,7 +327,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   const int64_t blocks_q = padded_rows / block_m;
   Scratch scratch;
   scratch.add(2 * padded_rows);
-  const int64_t has_group_at = scratch.add(schedule.blocks_decide ? ceil_div(pairs_k * tiles_k, 4) : 0);
+  const int64_t has_group_at = scratch.add(schedule.blocks_decide ? ceil_div(pairs_k * tiles_k * (kTile / kAccumRows), 4) : 0);
   const int64_t slots_at = scratch.add(of_dbias.has_slots ? of_dbias.chunks * of_dbias.slot_floats : 0);
   const int64_t dbias_counter_at = scratch.add(writer == DbiasWriter::kSharedDbias ? 1 : 0);
   const int64_t counter_at = scratch.add(needs_counter ? 1 : 0),

@@ -63,10 +63,9 @@ __device__ __forceinline__ void load_operands(const BackwardParams& p, Storage& 
     auto work = decode_key_work_tile<Traits::kHasSequences>(p, item.is_valid ? tile_index : 0, num_works);
     if constexpr (Traits::kHasMask && !Traits::kSumsDbias) {
       if (item.is_valid && p.has_group != nullptr) {
-        constexpr int kBlocks = QueryWalk<Traits>::kKeyBlocksPerTile;
         const int heads_k = p.num_heads / p.heads_per_group, head_k = work.head / p.heads_per_group;
-        const int64_t pair = p.batch_is_inner ? head_k * p.batch + work.batch : work.batch * heads_k + head_k;
-        work.is_full_group = p.has_group[pair * (p.blocks_k / kBlocks) + work.block_k / kBlocks];
+        const int pair = p.batch_is_inner ? head_k * p.batch + work.batch : work.batch * heads_k + head_k;
+        work.is_full_group = p.has_group[(pair * p.blocks_k + work.block_k) * (Traits::kBlockN / kAccumRows)];
         if (work.is_full_group) {
           if (work.head % p.heads_per_group != 0) continue;  // the first head's tile has it
           skip_others(p, tile_index);

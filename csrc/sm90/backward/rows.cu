@@ -65,7 +65,7 @@ __device__ __forceinline__ void clear_rows_added_to(const BackwardRowsParams& p)
       is_added_to = is_live(p.places, batch, head, first);
     } else {
       is_added_to = !is_group_walk(p.group_walks, batch, head, pair, first / kTile);
-      if (threadIdx.x == 0) p.group_walks.has_group[pair * p.group_walks.tiles + first / kTile] = !is_added_to;
+      if (threadIdx.x == 0) p.group_walks.has_group[at] = !is_added_to;
     }
     if (!is_added_to) continue;
 #pragma unroll
@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(128) backward_sums_kernel(const __grid_constan
     const int64_t pair = p.first_pair + position, outer = pair / (p.batch_is_inner ? p.batch : p.num_heads);
     const int64_t inner = pair - outer * (p.batch_is_inner ? p.batch : p.num_heads);
     const int64_t batch = p.batch_is_inner ? inner : outer, head = p.batch_is_inner ? outer : inner;
-    if (p.lacks_groups && params.has_group[pair * (row_blocks / (kTile / kAccumRows)) + first_row / kTile]) continue;
+    if (p.lacks_groups && params.has_group[row_index]) continue;
     const float* from = p.sums + tile * kAccumRows * p.tile_columns;
     float4 sums[kAccumColumns / 8];
     const bool is_used = !p.is_by_place || is_live(params.places, batch, head, first_row);
