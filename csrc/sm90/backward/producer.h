@@ -60,16 +60,11 @@ __device__ __forceinline__ void load_operands(const BackwardParams& p, Storage& 
     KeyWorkItem<Traits> item;
     const int tile_index = index * cluster + rank;
     item.is_valid = tile_index < num_work_tiles;
-    auto work = decode_key_work_tile<Traits::kHasSequences>(p, item.is_valid ? tile_index : 0, num_works);
+    const auto work = decode_key_work_tile<Traits>(p, item.is_valid ? tile_index : 0, num_works);
     if constexpr (Traits::kHasMask && !Traits::kSumsDbias) {
-      if (item.is_valid && p.has_group != nullptr) {
-        const int heads_k = p.num_heads / p.heads_per_group, head_k = work.head / p.heads_per_group;
-        const int pair = p.batch_is_inner ? head_k * p.batch + work.batch : work.batch * heads_k + head_k;
-        work.is_full_group = p.has_group[(pair * p.blocks_k + work.block_k) * (Traits::kBlockN / kAccumRows)];
-        if (work.is_full_group) {
-          if (work.head % p.heads_per_group != 0) continue;  // the first head's tile has it
-          skip_others(p, tile_index);
-        }
+      if (p.has_group != nullptr && work.is_full_group) {
+        if (work.head % p.heads_per_group != 0) continue;  // the first head's tile has it
+        skip_others(p, tile_index);
       }
     }
     const int members = item.is_valid && work.is_full_group ? p.heads_per_group : 1;

@@ -17,11 +17,11 @@ struct KeyWorkTile : OfSequence<kHasSequences> {
 };
 
 // `num_works`: of a call with sequences, the work tiles of a key head.
-template <bool kHasSequences>
-__device__ __forceinline__ KeyWorkTile<kHasSequences> decode_key_work_tile(const BackwardParams& p, int index,
-                                                                           int num_works) {
-  KeyWorkTile<kHasSequences> work;
-  if constexpr (kHasSequences) {
+template <class Traits>
+__device__ __forceinline__ KeyWorkTile<Traits::kHasSequences> decode_key_work_tile(const BackwardParams& p, int index,
+                                                                                   int num_works) {
+  KeyWorkTile<Traits::kHasSequences> work;
+  if constexpr (Traits::kHasSequences) {
     if (num_works == 0) {  // no tile to decode
       work.head = 0;
       return work;
@@ -46,12 +46,21 @@ __device__ __forceinline__ KeyWorkTile<kHasSequences> decode_key_work_tile(const
   work.block_k = block / p.walk_parts;  // under causality the longest first
   work.part = block - work.block_k * p.walk_parts;
   if (p.dq_semaphore != nullptr) work.block_k = p.blocks_k - 1 - work.block_k;
+  if constexpr (Traits::kHasMask && !Traits::kSumsDbias) {
+    if (p.has_group != nullptr) {  // all tiles have one head, and those of a group are neighbours
+      const int pair_k = pair / group, heads_k = p.num_heads / group;
+      const int outer = pair_k / (p.batch_is_inner ? p.batch : heads_k);
+      const int inner = pair_k - outer * (p.batch_is_inner ? p.batch : heads_k);
+      work.batch = p.batch_is_inner ? inner : outer;
+      work.head = (p.batch_is_inner ? outer : inner) * group + pair - pair_k * group;
+      work.is_full_group = p.has_group[(pair_k * p.blocks_k + work.block_k) * (Traits::kBlockN / kAccumRows)];
+      return work;
+    }
+  }
   int in_batch;  // the tile's number in its batch entry
   if (p.batch_is_inner) {
-    const int together = p.has_group != nullptr ? group : 1;  // heads of a group are neighbours where blocks decide
-    const int entry = pair / together, outer = entry / p.batch;
-    work.batch = entry - outer * p.batch;
-    in_batch = outer * together + pair - entry * together;
+    in_batch = pair / p.batch;
+    work.batch = pair - in_batch * p.batch;
   } else {
     work.batch = pair / tiles;
     in_batch = pair - work.batch * tiles;
