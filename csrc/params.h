@@ -315,13 +315,16 @@ struct BackwardParams {
   // blocks, from the first on, or from the last on if the order of additions is fixed.
   Sections full_groups, single_heads;
   int full_group_pairs, blocks_k, num_work_tiles;
+  int first_summed_pair;  // dk and dv of the pairs from this one on have sums
   bool batch_is_inner;  // batch entries of a head are neighbours; else heads of a batch entry are
   // A key block has walk_parts work tiles for each head, which share its walk and follow each other: each gets at most
   // walk_tiles tiles of queries, and one that gets none is skipped. 1 and 0 where walks stay whole and none is skipped.
   int walk_parts, walk_tiles;
-  // Where blocks decide, under a mask that heads of a group share, for each 64 keys of a (batch, key head) pair: 1 if the
-  // work tile of the first head has the whole group, and those of the others are skipped. Null: the host has decided.
-  const uint8_t* has_group;
+  // Where blocks decide, under a mask that heads of a group share. Null: the host has decided.
+  const uint8_t* has_group;  // for each 64 keys of each pair: in the work of single heads the first has the whole group
+  const uint8_t* has_long;   // for each of `masks` masks: has walks too long for a group. Then no pair has full groups,
+  int masks;                 // and all have places in `all_heads`
+  Sections all_heads;
   // Dynamic scheduling: tiles taken, not counting each block's first unless the order is fixed. Null for static
   // scheduling.
   int* tile_counter;
@@ -414,14 +417,14 @@ struct PlacesOfKeys {
 // Which key blocks have work tiles of whole groups under a mask that the heads of a group share: walks differ, and the host
 // does not know them.
 struct GroupWalks {
-  uint8_t* has_group;    // result: for each 64 keys of each pair; null where the host decides
+  uint8_t *has_group, *has_long;  // results, as in BackwardParams; null where the host decides
   const int32_t* lists;  // (Bm, Hm, tiles, 2 + tiles_q), of the mask's columns
   int tiles, tiles_q;
   int heads_per_mask, mask_heads;  // key heads
   bool mask_has_batch;
-  // Those with a walk of up to short_walk tiles of queries. Of the first whole_pairs (batch, key head) pairs all, but for
-  // walks more than `share` times as long as the mask's are on the mean.
-  int short_walk, whole_pairs, share;
+  // Those with walks of up to short_walk tiles of queries, if most of the mask's are. Of the first full_group_pairs pairs
+  // all, but for walks more than `share` times as long as the mask's on the mean.
+  int short_walk, full_group_pairs, share;
 };
 
 // The kernel before the backward kernel: lse in base 2, delta = rowsum(dout * out) - dlse, and zeros for accumulators.

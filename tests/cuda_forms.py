@@ -84,7 +84,6 @@ class Schedule(NamedTuple):
     full_group_pairs: int
     summed_pairs: int
     num_work_tiles: int
-    whole_pairs: int
     blocks_decide: bool  # which key blocks have whole groups, of a mask
     completes_dq: bool  # a work tile has all keys
     is_ordered: bool
@@ -113,7 +112,7 @@ extern "C" void schedule(const int64_t* sizes, const int* flags, int64_t num_sms
   const DbiasSchedule of_dbias =
       writer == DbiasWriter::kSharedDbias ? schedule_dbias(call, 0, num_sms) : DbiasSchedule{};
   const int64_t values[] = {static_cast<int64_t>(writer), found.block_n, found.full_group_pairs, found.summed_pairs,
-                            found.num_work_tiles, found.whole_pairs, found.blocks_decide, found.completes_dq,
+                            found.num_work_tiles, found.blocks_decide, found.completes_dq,
                             found.is_ordered, found.tiles_differ, of_dbias.chunks,
                             of_dbias.has_slots ? of_dbias.slot_floats : 0};
   std::copy(std::begin(values), std::end(values), result);
@@ -162,9 +161,9 @@ def schedule_of(problem: AttentionProblem, num_sms: int = NUM_SMS, *, has_key_or
     )
     result = (ctypes.c_int64 * len(Schedule._fields))()
     _library().schedule((ctypes.c_int64 * len(sizes))(*sizes), (ctypes.c_int * len(flags))(*flags), num_sms, result)
-    writer, block_n, full, summed, tiles, whole, decide, completes, is_ordered, differ, *of_dbias = result
+    writer, block_n, full, summed, tiles, decide, completes, is_ordered, differ, *of_dbias = result
     flags_found = (bool(completes), bool(is_ordered), bool(differ))
-    return Schedule(WRITERS[writer], block_n, full, summed, tiles, whole, bool(decide), *flags_found, *of_dbias)
+    return Schedule(WRITERS[writer], block_n, full, summed, tiles, bool(decide), *flags_found, *of_dbias)
 
 
 def backward_form(problem: AttentionProblem) -> str:

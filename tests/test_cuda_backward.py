@@ -415,7 +415,7 @@ def test_key_blocks_of_whole_groups_under_a_mask(
     case = case.with_(seqlen_q=10 * TILE - 70, seqlen_k=tiles_k * TILE - 32, mask_kind="random")
     case = case.with_(needs_grad=needs_grad if bias else tuple(x for x in needs_grad if x != "bias"))
     schedule = schedule_of(differentiated(case, False), NUM_SMS)
-    assert schedule.blocks_decide and (NUM_SMS <= 3 or not has_sink or schedule.whole_pairs > 0), schedule
+    assert schedule.blocks_decide and (NUM_SMS <= 3 or not has_sink or schedule.full_group_pairs > 0), schedule
     inputs = case.build()
     assert inputs.mask is not None
     for i, (entry, head) in enumerate(itertools.product(*map(range, inputs.mask.shape[:2]))):

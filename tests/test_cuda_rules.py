@@ -791,9 +791,8 @@ def test_which_work_tiles_have_whole_groups(size: tuple[int, int, int], call: di
     given = {**call, "bias_grad": True} if "bias" in call else dict(call)
     problem = explained(q=(batch, length, heads, given.pop("dim", 128)), seqlen_k=length, **given, grad=True).problem
     found, pairs = schedule_of(problem), batch * call["kv_heads"]
-    full = found.whole_pairs if found.blocks_decide else found.full_group_pairs
-    assert {pairs: "all", 0: "none"}.get(full, "some") == whole, found
-    assert found.full_group_pairs + found.summed_pairs == pairs
+    assert {pairs: "all", 0: "none"}.get(found.full_group_pairs, "some") == whole, found
+    assert found.summed_pairs == pairs - (0 if found.blocks_decide else found.full_group_pairs)
 
 
 # Batch, heads, length, and the rest of a call; whether blocks decide which key blocks have whole groups, on 132 SMs.

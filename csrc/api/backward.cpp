@@ -292,8 +292,9 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   CHECK_ARGUMENT(schedule.num_work_tiles <= kMaxInt / 2, "there are more than 2^30 tiles of work");
   params.blocks_k = static_cast<int>(blocks_k);
   params.batch_is_inner = schedule.batch_is_inner;
-  const int64_t full_group_pairs = schedule.full_group_pairs, summed_pairs = schedule.summed_pairs;
-  params.full_group_pairs = static_cast<int>(full_group_pairs);
+  const int64_t summed_pairs = schedule.summed_pairs, first_summed_pair = pairs_k - summed_pairs;
+  params.full_group_pairs = static_cast<int>(schedule.full_group_pairs);
+  params.first_summed_pair = static_cast<int>(first_summed_pair);
   params.walk_parts = static_cast<int>(schedule.walk_parts);
   params.walk_tiles = static_cast<int>(schedule.walk_tiles);
   params.num_work_tiles = static_cast<int>(schedule.num_work_tiles);
@@ -306,20 +307,22 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
     const int64_t section =
         schedule.is_head_by_head ? 1 : std::max<int64_t>(kSectionBytes / work_bytes, is_ordered ? least_when_ordered : 1);
     // The tiles of a cluster are batch entries of the same head, so a section holds whole clusters. Where blocks decide, it
-    // holds whole groups.
-    const int64_t together = schedule.blocks_decide ? params.heads_per_group : params.cluster;
+    // holds whole groups if it has room for one.
+    const bool holds_groups = schedule.blocks_decide && heads == 1 && section >= params.heads_per_group;
+    const int64_t together = holds_groups ? params.heads_per_group : params.cluster;
     return sections_of(count, blocks_k * schedule.walk_parts, ceil_div(section, together) * together, together,
                        rows_shrink, num_sms);
   };
-  params.full_groups = sections(full_group_pairs, params.heads_per_group);
+  params.full_groups = sections(schedule.full_group_pairs, params.heads_per_group);
   params.single_heads = sections(schedule.single_heads, 1);
+  if (schedule.blocks_decide) params.all_heads = sections(pairs, 1);
   const int blocks = std::min(params.num_work_tiles, clusters > 0 ? clusters * params.cluster : num_sms);
   const bool runs_main_kernel = call.needs_dq || call.needs_dk_or_dv || dbias_sums.has_value() ||
                                 (dbias.has_value() && writer != DbiasWriter::kSharedDbias);
   DbiasSchedule of_dbias{};
   if (writer == DbiasWriter::kSharedDbias) of_dbias = schedule_dbias(call, num_dbias_chunks, num_sms);
   const bool needs_counter =
-      runs_main_kernel && (is_ordered || (schedule.tiles_differ && params.num_work_tiles > blocks));
+      runs_main_kernel && (is_ordered || schedule.blocks_decide || (schedule.tiles_differ && params.num_work_tiles > blocks));
 
   // Scratch memory: lse in base 2 and delta, slots of dbias, then everything that starts as zeros.
   const int64_t rows_of_head = turns_dq ? ceil_div(sizes.seqlen_q, block_m) * block_m : tiles_q * kTile;
@@ -327,7 +330,10 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   const int64_t blocks_q = padded_rows / block_m;
   Scratch scratch;
   scratch.add(2 * padded_rows);
-  const int64_t has_group_at = scratch.add(schedule.blocks_decide ? ceil_div(pairs_k * tiles_k * (kTile / kAccumRows), 4) : 0);
+  const int64_t masks = schedule.blocks_decide ? (params.mask_has_batch ? sizes.batch : 1) * params.mask_heads : 0;
+  const int64_t has_long_at = scratch.add(ceil_div(masks, 4));
+  const int64_t has_group_at =
+      scratch.add(schedule.blocks_decide ? ceil_div(pairs_k * tiles_k * (kTile / kAccumRows), 4) : 0);
   const int64_t slots_at = scratch.add(of_dbias.has_slots ? of_dbias.chunks * of_dbias.slot_floats : 0);
   const int64_t dbias_counter_at = scratch.add(writer == DbiasWriter::kSharedDbias ? 1 : 0);
   const int64_t counter_at = scratch.add(needs_counter ? 1 : 0),
@@ -363,6 +369,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   }
   if (schedule.blocks_decide) {
     rows.group_walks = {reinterpret_cast<uint8_t*>(start + has_group_at),
+                        reinterpret_cast<uint8_t*>(start + has_long_at),
                         params.mask_lists,
                         static_cast<int>(tiles_k),
                         static_cast<int>(tiles_q),
@@ -370,9 +377,11 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
                         params.mask_heads,
                         params.mask_has_batch,
                         static_cast<int>(schedule.short_walk),
-                        static_cast<int>(schedule.whole_pairs),
+                        params.full_group_pairs,
                         static_cast<int>(schedule.share)};
     params.has_group = rows.group_walks.has_group;
+    params.has_long = rows.group_walks.has_long;
+    params.masks = static_cast<int>(masks);
   }
   if (clears_some) {
     rows.sums[0] = params.dk_sums;
@@ -429,10 +438,10 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   } else {
     postprocess.add(dq, params.dq_sums, 0, pairs, rows_of_head, dq_columns, softmax_scale, false);
   }
-  postprocess.add(dk, params.dk_sums, full_group_pairs, summed_pairs, blocks_k * block_n, dq_columns, softmax_scale,
+  postprocess.add(dk, params.dk_sums, first_summed_pair, summed_pairs, blocks_k * block_n, dq_columns, softmax_scale,
                   params.batch_is_inner, /*is_of_keys=*/true);
   const double of_dv = params.dropout.key != nullptr ? params.dropout.scale : 1.0;
-  postprocess.add(dv, params.dv_sums, full_group_pairs, summed_pairs, blocks_k * block_n, dv_columns, of_dv,
+  postprocess.add(dv, params.dv_sums, first_summed_pair, summed_pairs, blocks_k * block_n, dv_columns, of_dv,
                   params.batch_is_inner, /*is_of_keys=*/true);
   if (postprocess.tiles > 0 || turns_dq)
     check(instance.sums(postprocess.params, device.stream), kName, "launching the kernel of the sums");

@@ -107,8 +107,8 @@ struct BackwardSchedule {
   int64_t full_group_pairs;      // the first (batch, key head) pairs, whose work tiles have all query heads of the group
   int64_t summed_pairs;          // the others: one query head a work tile, dk and dv are summed in device memory
   int64_t single_heads;          // (batch, query head) pairs of those
-  bool blocks_decide;            // which key blocks have whole groups: `full_group_pairs` is 0, sums have room for all
-  int64_t short_walk, whole_pairs, share;  // by which they decide, as in GroupWalks
+  bool blocks_decide;            // which key blocks have whole groups: sums have room for all pairs
+  int64_t short_walk, share;     // by which they decide, as in GroupWalks
   int64_t walk_parts;            // work tiles that share the walk of a key block and a head
   int64_t walk_tiles;            // tiles of queries that one of them gets at most; 0 where walks stay whole
   bool is_head_by_head;          // in sections of one head, which blocks leave where its live keys end
@@ -187,19 +187,15 @@ inline int64_t count_full_group_pairs(const BackwardCall& call, const BackwardSc
 // less than the sums take. (Half as much was right for head dims up to 64.)
 inline void let_blocks_decide(const BackwardCall& call, DbiasWriter writer, int64_t num_sms, BackwardSchedule& schedule) {
   const int64_t pairs_k = call.batch * call.num_heads_k, tiles = pairs_k * schedule.blocks_k;
-  const int64_t group = call.num_heads / call.num_heads_k, whole_pairs = schedule.full_group_pairs;
+  const int64_t group = call.num_heads / call.num_heads_k, summed_pairs = pairs_k - schedule.full_group_pairs;
   const bool can_decide = call.mask_batch > 0 && call.groups_share_mask && !call.has_key_order &&
                           !call.is_deterministic && group > 1 &&
                           writer != DbiasWriter::kClusters;  // whose blocks have one work tile each
-  if (!can_decide || (whole_pairs == pairs_k && tiles >= ceil_div(call.seqlen_q, kTile) * num_sms)) return;
-  const int64_t saved = (pairs_k - whole_pairs) * schedule.blocks_k * group * sums_walk(schedule, writer);
-  const int64_t short_walk = saved / ((group - 1) * num_sms * kTile) / (call.head_dim <= 64 ? 2 : 1);
-  if (short_walk == 0 && whole_pairs == 0) return;
-  schedule.blocks_decide = true;
-  schedule.short_walk = short_walk;
-  schedule.whole_pairs = whole_pairs;
+  if (!can_decide || (summed_pairs == 0 && tiles >= ceil_div(call.seqlen_q, kTile) * num_sms)) return;
+  const int64_t saved = summed_pairs * schedule.blocks_k * group * sums_walk(schedule, writer);
+  schedule.short_walk = saved / ((group - 1) * num_sms * kTile) / (call.head_dim <= 64 ? 2 : 1);
   schedule.share = std::max<int64_t>(tiles / num_sms, 1);
-  schedule.full_group_pairs = 0;
+  schedule.blocks_decide = schedule.short_walk > 0 || schedule.full_group_pairs > 0;
 }
 
 inline BackwardSchedule schedule_backward(const BackwardCall& call, DbiasWriter writer, int64_t num_sms) {
@@ -218,8 +214,8 @@ inline BackwardSchedule schedule_backward(const BackwardCall& call, DbiasWriter 
   schedule.batch_is_inner = writer == DbiasWriter::kClusters || call.shares_over_batch;
   schedule.full_group_pairs = count_full_group_pairs(call, schedule, writer, num_sms);
   let_blocks_decide(call, writer, num_sms, schedule);
-  schedule.summed_pairs = pairs_k - schedule.full_group_pairs;
-  schedule.single_heads = schedule.summed_pairs * (call.num_heads / call.num_heads_k);
+  schedule.summed_pairs = pairs_k - (schedule.blocks_decide ? 0 : schedule.full_group_pairs);
+  schedule.single_heads = (pairs_k - schedule.full_group_pairs) * (call.num_heads / call.num_heads_k);
   schedule.walk_parts = 1;
   if (call.has_key_order && !schedule.is_ordered) {
     const int64_t tiles_q = ceil_div(call.seqlen_q, kTile);

@@ -334,7 +334,7 @@ struct KeyConsumer {
       constexpr int kAccumRowBlocks = Traits::kBlockN / kAccumRows;
       // The pair's number, as decode_key_work_tile counts.
       const int pair = p.batch_is_inner ? head_k * p.batch + item.batch : item.batch * heads_k + head_k;
-      const int64_t block = static_cast<int64_t>(pair - p.full_group_pairs) * p.blocks_k + item.block_k;
+      const int64_t block = static_cast<int64_t>(pair - p.first_summed_pair) * p.blocks_k + item.block_k;
       float* accum = sums + (block * kAccumRowBlocks + tile * (kTile / kAccumRows) + group) * kPanels * kFloats;
 #pragma unroll
       for (int c = 0; c < kCount / 4; ++c) {

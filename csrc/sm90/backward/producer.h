@@ -17,9 +17,9 @@ __device__ __forceinline__ void leave_head(const BackwardParams& p, int index) {
   atomicMax(p.tile_counter, next_head - static_cast<int>(gridDim.x));
 }
 
-// Has blocks go on behind the tiles of a group's other heads, which follow that of the first, `index`.
-__device__ __forceinline__ void skip_others(const BackwardParams& p, int index) {
-  if (p.tile_counter == nullptr) return;
+// Has blocks go on behind the tiles of a group's other heads, where they follow that of the first, `index`.
+__device__ __forceinline__ void skip_others(const BackwardParams& p, int index, const Sections& of) {
+  if (p.tile_counter == nullptr || of.width % p.heads_per_group != 0) return;
   atomicMax(p.tile_counter, index + p.heads_per_group - static_cast<int>(gridDim.x));
 }
 
@@ -35,6 +35,11 @@ __device__ __forceinline__ void load_operands(const BackwardParams& p, Storage& 
   if constexpr (Traits::kHasSequences) {
     num_works = *p.sequences.num_works;
     num_work_tiles = num_works * (p.num_heads / p.heads_per_group);
+  }
+  bool has_long = false;
+  if constexpr (Traits::kHasMask && !Traits::kSumsDbias) {
+    has_long = p.has_group != nullptr && has_long_walks(p);
+    if (has_long) num_work_tiles = p.batch * p.num_heads * p.blocks_k;
   }
 
   PipelineState<Traits::kStages> pipe;
@@ -60,11 +65,12 @@ __device__ __forceinline__ void load_operands(const BackwardParams& p, Storage& 
     KeyWorkItem<Traits> item;
     const int tile_index = index * cluster + rank;
     item.is_valid = tile_index < num_work_tiles;
-    const auto work = decode_key_work_tile<Traits>(p, item.is_valid ? tile_index : 0, num_works);
+    const auto work = decode_key_work_tile<Traits>(p, item.is_valid ? tile_index : 0, num_works, has_long);
     if constexpr (Traits::kHasMask && !Traits::kSumsDbias) {
       if (p.has_group != nullptr && work.is_full_group) {
         if (work.head % p.heads_per_group != 0) continue;  // the first head's tile has it
-        skip_others(p, tile_index);
+        if (has_long) skip_others(p, tile_index, p.all_heads);
+        if (!has_long && tile_index >= p.full_group_pairs * p.full_groups.rows) skip_others(p, tile_index, p.single_heads);
       }
     }
     const int members = item.is_valid && work.is_full_group ? p.heads_per_group : 1;

@@ -37,19 +37,36 @@ __device__ __forceinline__ bool is_live(const PlacesOfKeys& places, int64_t batc
   return place < places.length && bounds.x < bounds.y;
 }
 
-// Decides as a warp. The mean walk is that of 32 tiles.
-__device__ __forceinline__ bool is_group_walk(const GroupWalks& p, int64_t batch, int64_t head, int64_t pair, int tile) {
-  const int length = 2 + p.tiles_q;
-  const int32_t* lists = p.lists + mask_of_head(p, batch, head) * p.tiles * length;
-  const auto walk_of = [&](int tile) {
+// The walks of key blocks under a mask, of which a warp knows 32 to judge the others by.
+struct MaskWalks {
+  const int32_t* lists;
+  int length;
+  int sum, num_short;  // of those 32
+
+  __device__ __forceinline__ MaskWalks(const GroupWalks& p, int64_t mask)
+      : lists(p.lists + mask * p.tiles * (2 + p.tiles_q)), length(2 + p.tiles_q) {
+    const int lane = threadIdx.x % 32, walk = of((2 * lane + 1) * p.tiles / 64);
+    sum = __reduce_add_sync(0xffffffffu, walk);
+    num_short = __reduce_add_sync(0xffffffffu, walk <= p.short_walk);
+  }
+  __device__ __forceinline__ int of(int tile) const {
     const int32_t* counts = lists + static_cast<int64_t>(tile) * length;
     return counts[0] + counts[1];
-  };
-  const int walk = walk_of(tile);
-  if (walk <= p.short_walk || pair >= p.whole_pairs) return walk <= p.short_walk;
-  const int lane = threadIdx.x % 32, sum = __reduce_add_sync(0xffffffffu, walk_of((2 * lane + 1) * p.tiles / 64));
-  return static_cast<int64_t>(walk) * 32 <= static_cast<int64_t>(sum) * p.share;
-}
+  }
+  __device__ __forceinline__ bool is_long(const GroupWalks& p, int tile) const {
+    return static_cast<int64_t>(of(tile)) * 32 > static_cast<int64_t>(sum) * p.share;
+  }
+  __device__ __forceinline__ bool has_group(const GroupWalks& p, int64_t pair, int tile) const {
+    const bool is_short = of(tile) == 0 || (of(tile) <= p.short_walk && num_short >= 16);
+    return is_short || (pair < p.full_group_pairs && !is_long(p, tile));
+  }
+  // Asks as a warp.
+  __device__ __forceinline__ bool has_long(const GroupWalks& p) const {
+    bool is_one = false;
+    for (int tile = threadIdx.x % 32; tile < p.tiles; tile += 32) is_one = is_one || is_long(p, tile);
+    return __any_sync(0xffffffffu, is_one);
+  }
+};
 
 // Clears accumulators of dk and dv, a block of threads 64 rows at a time. Those of a tile that has a live key are all
 // added to, though of its dead keys they are not read.
@@ -64,8 +81,14 @@ __device__ __forceinline__ void clear_rows_added_to(const BackwardRowsParams& p)
     if (p.places.order != nullptr) {
       is_added_to = is_live(p.places, batch, head, first);
     } else {
-      is_added_to = !is_group_walk(p.group_walks, batch, head, pair, first / kTile);
+      const int64_t mask = mask_of_head(p.group_walks, batch, head);
+      const MaskWalks walks(p.group_walks, mask);
+      is_added_to = !walks.has_group(p.group_walks, pair, first / kTile);
       if (threadIdx.x == 0) p.group_walks.has_group[at] = !is_added_to;
+      if (first == 0 && threadIdx.x < 32) {
+        const bool has_long = walks.has_long(p.group_walks);
+        if (threadIdx.x == 0) p.group_walks.has_long[mask] = has_long;  // as the mask's other pairs write
+      }
     }
     if (!is_added_to) continue;
 #pragma unroll

@@ -16,10 +16,21 @@ struct KeyWorkTile : OfSequence<kHasSequences> {
   bool is_full_group;  // all heads of a group, or one
 };
 
-// `num_works`: of a call with sequences, the work tiles of a key head.
+// Whether the walks of some mask are too long for groups.
+__device__ __forceinline__ bool has_long_walks(const BackwardParams& p) {
+  uint32_t found = 0;
+#pragma unroll 8
+  for (int mask = 0; mask < p.masks; mask += 4) {
+    const uint32_t four = reinterpret_cast<const uint32_t*>(p.has_long)[mask / 4];
+    found |= four & (0xffffffffu >> 8 * max(mask + 4 - p.masks, 0));
+  }
+  return found != 0;
+}
+
+// `num_works`: of a call with sequences, the work tiles of a key head. `has_long`: the mask has walks too long for groups.
 template <class Traits>
 __device__ __forceinline__ KeyWorkTile<Traits::kHasSequences> decode_key_work_tile(const BackwardParams& p, int index,
-                                                                                   int num_works) {
+                                                                                   int num_works, bool has_long) {
   KeyWorkTile<Traits::kHasSequences> work;
   if constexpr (Traits::kHasSequences) {
     if (num_works == 0) {  // no tile to decode
@@ -35,19 +46,20 @@ __device__ __forceinline__ KeyWorkTile<Traits::kHasSequences> decode_key_work_ti
     work.is_full_group = true;
     return work;
   }
-  const int group = p.heads_per_group, full_group_tiles = p.full_group_pairs * p.full_groups.rows;
+  const int group = p.heads_per_group, full_group_pairs = has_long ? 0 : p.full_group_pairs;
+  const int full_group_tiles = full_group_pairs * p.full_groups.rows;
   work.is_full_group = index < full_group_tiles;
   const int heads = work.is_full_group ? group : 1;
   const int tiles = p.num_heads / heads;  // of a key block in a batch entry
-  const Sections& of = work.is_full_group ? p.full_groups : p.single_heads;
+  const Sections& of = work.is_full_group ? p.full_groups : has_long ? p.all_heads : p.single_heads;
   const auto [of_kind, block] = place_of(of, work.is_full_group ? index : index - full_group_tiles);
   // Pairs are counted for this kind, each of a batch entry and `heads` query heads.
-  const int pair = of_kind + (work.is_full_group ? 0 : p.full_group_pairs * group);
+  const int pair = of_kind + (work.is_full_group ? 0 : full_group_pairs * group);
   work.block_k = block / p.walk_parts;  // under causality the longest first
   work.part = block - work.block_k * p.walk_parts;
   if (p.dq_semaphore != nullptr) work.block_k = p.blocks_k - 1 - work.block_k;
   if constexpr (Traits::kHasMask && !Traits::kSumsDbias) {
-    if (p.has_group != nullptr) {  // all tiles have one head, and those of a group are neighbours
+    if (p.has_group != nullptr && !work.is_full_group) {  // heads of a group are neighbours, of batch entries too
       const int pair_k = pair / group, heads_k = p.num_heads / group;
       const int outer = pair_k / (p.batch_is_inner ? p.batch : heads_k);
       const int inner = pair_k - outer * (p.batch_is_inner ? p.batch : heads_k);
