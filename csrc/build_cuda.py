@@ -71,11 +71,11 @@ SEQUENCES_HEAD_DIMS = ((64, 64), (128, 128))  # of both passes of calls with seq
 DTYPES = {"fp16": ("__half", "Half"), "bf16": ("__nv_bfloat16", "BFloat16")}  # the name in CUDA, and in torch
 
 # Spilled bytes are those of the stores and the loads in a kernel's code, each counted once. At head dim 256 a thread
-# holds 128 sums of out beside its scores in 232 registers, and nvcc 13.0 spills up to 268 bytes. The bound is 60
+# holds 128 sums of out beside its scores in 232 registers, and nvcc 13.0 spills up to 268 bytes. The bound is 68
 # registers stored and loaded once: a kernel that lost those sums would spill 1024 bytes. In the backward kernels it is
-# the warps that copy and hand out work, up to 444 bytes: with 24 registers they leave 224 to 240 to each consumer,
+# the warps that copy and hand out work, up to 528 bytes: with 24 registers they leave 224 to 240 to each consumer,
 # which spills nothing.
-SPILLED_BYTES_ALLOWED = 496
+SPILLED_BYTES_ALLOWED = 544
 
 FORCE = "FLASH_DMATTN_BUILD_CUDA=force"
 INFO_PREFIX = "FLASH_DMATTN_BUILD_INFO "
