@@ -423,7 +423,7 @@ struct GroupWalks {
   int heads_per_mask, mask_heads;  // key heads
   bool mask_has_batch;
   // Those with walks of up to short_walk tiles of queries, if most of the mask's are. Of the first full_group_pairs pairs
-  // all, but for walks more than `share` times as long as the mask's on the mean.
+  // all, but for walks more than `share` times as long as the mask's on the mean, those of no tiles left out.
   int short_walk, full_group_pairs, share;
 };
 

@@ -38,7 +38,7 @@ __device__ __forceinline__ void load_operands(const BackwardParams& p, Storage& 
   }
   bool has_long = false;
   if constexpr (Traits::kHasMask && !Traits::kSumsDbias) {
-    has_long = p.has_group != nullptr && has_long_walks(p);
+    has_long = p.has_group != nullptr && p.full_group_pairs > 0 && has_long_walks(p);
     if (has_long) num_work_tiles = p.batch * p.num_heads * p.blocks_k;
   }
 

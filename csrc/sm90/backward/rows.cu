@@ -37,36 +37,29 @@ __device__ __forceinline__ bool is_live(const PlacesOfKeys& places, int64_t batc
   return place < places.length && bounds.x < bounds.y;
 }
 
-// The walks of key blocks under a mask, of which a warp knows 32 to judge the others by.
-struct MaskWalks {
-  const int32_t* lists;
-  int length;
-  int sum, num_short;  // of those 32
-
-  __device__ __forceinline__ MaskWalks(const GroupWalks& p, int64_t mask)
-      : lists(p.lists + mask * p.tiles * (2 + p.tiles_q)), length(2 + p.tiles_q) {
-    const int lane = threadIdx.x % 32, walk = of((2 * lane + 1) * p.tiles / 64);
-    sum = __reduce_add_sync(0xffffffffu, walk);
-    num_short = __reduce_add_sync(0xffffffffu, walk <= p.short_walk);
-  }
-  __device__ __forceinline__ int of(int tile) const {
+// Decides about a key block as a warp, which judges its walk by those of 32 others of the mask.
+__device__ __forceinline__ bool has_group(const GroupWalks& p, int64_t mask, int64_t pair, int tile, bool is_first) {
+  const int lane = threadIdx.x % 32, length = 2 + p.tiles_q;
+  const int32_t* lists = p.lists + mask * p.tiles * length;
+  const auto walk_of = [&](int tile) {
     const int32_t* counts = lists + static_cast<int64_t>(tile) * length;
     return counts[0] + counts[1];
+  };
+  const int walk = walk_of(tile), other = walk_of((2 * lane + 1) * p.tiles / 64);
+  constexpr unsigned kAll = 0xffffffffu;
+  const int num_short = __popc(__ballot_sync(kAll, other <= p.short_walk));
+  const bool is_short = walk == 0 || (walk <= p.short_walk && num_short >= 16);
+  if (p.full_group_pairs == 0) return is_short;
+  const int sum = __reduce_add_sync(kAll, other), live = max(__popc(__ballot_sync(kAll, other > 0)), 1);
+  const auto is_long = [&](int walk) { return static_cast<int64_t>(walk) * live > static_cast<int64_t>(sum) * p.share; };
+  if (is_first) {
+    bool has_long = false;
+    for (int tile = lane; tile < p.tiles; tile += 32) has_long = has_long || is_long(walk_of(tile));
+    has_long = __any_sync(kAll, has_long);
+    if (threadIdx.x == 0) p.has_long[mask] = has_long;  // as the mask's other pairs write
   }
-  __device__ __forceinline__ bool is_long(const GroupWalks& p, int tile) const {
-    return static_cast<int64_t>(of(tile)) * 32 > static_cast<int64_t>(sum) * p.share;
-  }
-  __device__ __forceinline__ bool has_group(const GroupWalks& p, int64_t pair, int tile) const {
-    const bool is_short = of(tile) == 0 || (of(tile) <= p.short_walk && num_short >= 16);
-    return is_short || (pair < p.full_group_pairs && !is_long(p, tile));
-  }
-  // Asks as a warp.
-  __device__ __forceinline__ bool has_long(const GroupWalks& p) const {
-    bool is_one = false;
-    for (int tile = threadIdx.x % 32; tile < p.tiles; tile += 32) is_one = is_one || is_long(p, tile);
-    return __any_sync(0xffffffffu, is_one);
-  }
-};
+  return is_short || (pair < p.full_group_pairs && !is_long(walk));
+}
 
 // Clears accumulators of dk and dv, a block of threads 64 rows at a time. Those of a tile that has a live key are all
 // added to, though of its dead keys they are not read.
@@ -82,13 +75,8 @@ __device__ __forceinline__ void clear_rows_added_to(const BackwardRowsParams& p)
       is_added_to = is_live(p.places, batch, head, first);
     } else {
       const int64_t mask = mask_of_head(p.group_walks, batch, head);
-      const MaskWalks walks(p.group_walks, mask);
-      is_added_to = !walks.has_group(p.group_walks, pair, first / kTile);
+      is_added_to = !has_group(p.group_walks, mask, pair, first / kTile, at == pair * p.row_blocks);
       if (threadIdx.x == 0) p.group_walks.has_group[at] = !is_added_to;
-      if (first == 0 && threadIdx.x < 32) {
-        const bool has_long = walks.has_long(p.group_walks);
-        if (threadIdx.x == 0) p.group_walks.has_long[mask] = has_long;  // as the mask's other pairs write
-      }
     }
     if (!is_added_to) continue;
 #pragma unroll
