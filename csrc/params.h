@@ -456,8 +456,7 @@ struct BackwardRowsParams {
   GroupWalks group_walks;
   float* sums[2];
   int floats[2];
-  int64_t row_blocks;
-  int num_heads_k;
+  int row_blocks, num_heads_k;
   bool batch_is_inner;
 
   SequenceParams sequences;  // as in ForwardParams; padded rows are its padded tiles

@@ -388,7 +388,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
     rows.sums[1] = params.dv_sums;
     rows.floats[0] = static_cast<int>(kAccumRows * dq_columns);
     rows.floats[1] = static_cast<int>(kAccumRows * dv_columns);
-    rows.row_blocks = blocks_k * block_n / kAccumRows;
+    rows.row_blocks = static_cast<int>(blocks_k * block_n / kAccumRows);
     rows.num_heads_k = static_cast<int>(sizes.num_heads_k);
     rows.batch_is_inner = params.batch_is_inner;
   }

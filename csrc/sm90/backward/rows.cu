@@ -28,19 +28,20 @@ struct Row : OfSequence<kHasSequences> {
 
 // The mask of a key head.
 template <class Masks>
-__device__ __forceinline__ int64_t mask_of_head(const Masks& p, int64_t batch, int64_t head) {
+__device__ __forceinline__ int mask_of_head(const Masks& p, int batch, int head) {
   return (p.mask_has_batch ? batch : 0) * p.mask_heads + head / p.heads_per_mask;
 }
 
-__device__ __forceinline__ bool is_live(const PlacesOfKeys& places, int64_t batch, int64_t head, int place) {
-  const int2 bounds = places.bounds[mask_of_head(places, batch, head) * places.tiles * kTile + place];
+__device__ __forceinline__ bool is_live(const PlacesOfKeys& places, int batch, int head, int place) {
+  const int64_t first = static_cast<int64_t>(mask_of_head(places, batch, head)) * places.tiles * kTile;
+  const int2 bounds = places.bounds[first + place];
   return place < places.length && bounds.x < bounds.y;
 }
 
 // Decides about a key block as a warp, which judges its walk by those of 32 others of the mask.
-__device__ __forceinline__ bool has_group(const GroupWalks& p, int64_t mask, int64_t pair, int tile, bool is_first) {
+__device__ __forceinline__ bool has_group(const GroupWalks& p, int mask, int pair, int tile, bool is_first) {
   const int lane = threadIdx.x % 32, length = 2 + p.tiles_q;
-  const int32_t* lists = p.lists + mask * p.tiles * length;
+  const int32_t* lists = p.lists + static_cast<int64_t>(mask) * p.tiles * length;
   const auto walk_of = [&](int tile) {
     const int32_t* counts = lists + static_cast<int64_t>(tile) * length;
     return counts[0] + counts[1];
@@ -64,17 +65,16 @@ __device__ __forceinline__ bool has_group(const GroupWalks& p, int64_t mask, int
 // Clears accumulators of dk and dv, a block of threads 64 rows at a time. Those of a tile that has a live key are all
 // added to, though of its dead keys they are not read.
 __device__ __forceinline__ void clear_rows_added_to(const BackwardRowsParams& p) {
-  const int64_t row_blocks = p.batch * static_cast<int64_t>(p.num_heads_k) * p.row_blocks;
-  for (int64_t at = blockIdx.x; at < row_blocks; at += gridDim.x) {
-    const int64_t pair = at / p.row_blocks, outer = pair / (p.batch_is_inner ? p.batch : p.num_heads_k);
-    const int64_t inner = pair - outer * (p.batch_is_inner ? p.batch : p.num_heads_k);
-    const int first = static_cast<int>(at - pair * p.row_blocks) * kAccumRows / kTile * kTile;
-    const int64_t batch = p.batch_is_inner ? inner : outer, head = p.batch_is_inner ? outer : inner;
+  const int row_blocks = p.batch * p.num_heads_k * p.row_blocks, inners = p.batch_is_inner ? p.batch : p.num_heads_k;
+  for (int at = blockIdx.x; at < row_blocks; at += gridDim.x) {
+    const int pair = at / p.row_blocks, outer = pair / inners, inner = pair - outer * inners;
+    const int first = (at - pair * p.row_blocks) * kAccumRows / kTile * kTile;
+    const int batch = p.batch_is_inner ? inner : outer, head = p.batch_is_inner ? outer : inner;
     bool is_added_to;
     if (p.places.order != nullptr) {
       is_added_to = is_live(p.places, batch, head, first);
     } else {
-      const int64_t mask = mask_of_head(p.group_walks, batch, head);
+      const int mask = mask_of_head(p.group_walks, batch, head);
       is_added_to = !has_group(p.group_walks, mask, pair, first / kTile, at == pair * p.row_blocks);
       if (threadIdx.x == 0) p.group_walks.has_group[at] = !is_added_to;
     }
@@ -82,7 +82,7 @@ __device__ __forceinline__ void clear_rows_added_to(const BackwardRowsParams& p)
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (p.sums[i] == nullptr) continue;
-      uint4* to = reinterpret_cast<uint4*>(p.sums[i] + at * p.floats[i]);
+      uint4* to = reinterpret_cast<uint4*>(p.sums[i] + static_cast<int64_t>(at) * p.floats[i]);
       for (int four = threadIdx.x; four < p.floats[i] / 4; four += kThreads) to[four] = make_uint4(0, 0, 0, 0);
     }
   }
@@ -186,10 +186,12 @@ __global__ void __launch_bounds__(128) backward_sums_kernel(const __grid_constan
     int result = 0;
     while (at >= params.results[result].tiles) ++result;
     const BackwardSumsParams::Result& p = params.results[result];
-    const int64_t tile = at - (result > 0 ? params.results[result - 1].tiles : 0);
-    const int panel = static_cast<int>(tile % p.panels), row_blocks = p.rows_per_pair / kAccumRows;
-    const int64_t row_index = tile / p.panels, position = row_index / row_blocks;
-    int first_row = static_cast<int>(row_index - position * row_blocks) * kAccumRows;
+    // Tiles of 16 KB are fewer than 2^31, and division of 64 bits is slow.
+    const int tile = static_cast<int>(at - (result > 0 ? params.results[result - 1].tiles : 0));
+    const int row_index = tile / p.panels, panel = tile - row_index * p.panels;
+    if (p.lacks_groups && params.has_group[row_index]) continue;
+    const int row_blocks = p.rows_per_pair / kAccumRows, position = row_index / row_blocks;
+    int first_row = (row_index - position * row_blocks) * kAccumRows;
     int seqlen = p.seqlen;
     [[maybe_unused]] int64_t first_out_row = 0;
     if constexpr (kHasSequences) {
@@ -201,11 +203,10 @@ __global__ void __launch_bounds__(128) backward_sums_kernel(const __grid_constan
       first_out_row = of.first_q;
     }
     if (first_row >= seqlen) continue;
-    const int64_t pair = p.first_pair + position, outer = pair / (p.batch_is_inner ? p.batch : p.num_heads);
-    const int64_t inner = pair - outer * (p.batch_is_inner ? p.batch : p.num_heads);
-    const int64_t batch = p.batch_is_inner ? inner : outer, head = p.batch_is_inner ? outer : inner;
-    if (p.lacks_groups && params.has_group[row_index]) continue;
-    const float* from = p.sums + tile * kAccumRows * p.tile_columns;
+    const int inners = p.batch_is_inner ? p.batch : p.num_heads, pair = p.first_pair + position, outer = pair / inners;
+    const int inner = pair - outer * inners;
+    const int batch = p.batch_is_inner ? inner : outer, head = p.batch_is_inner ? outer : inner;
+    const float* from = p.sums + static_cast<int64_t>(tile) * kAccumRows * p.tile_columns;
     float4 sums[kAccumColumns / 8];
     const bool is_used = !p.is_by_place || is_live(params.places, batch, head, first_row);
     const int columns = is_used ? min(p.tile_columns, p.columns - panel * kAccumColumns) : 0;
@@ -220,9 +221,10 @@ __global__ void __launch_bounds__(128) backward_sums_kernel(const __grid_constan
       const int row = first_row + warp * 16 + lane / 4 + 8 * r;
       int64_t out_row = row;
       if (p.is_by_place && row < seqlen) {
-        out_row = params.places.order[mask_of_head(params.places, batch, head) * p.seqlen + row];
+        const int64_t mask = mask_of_head(params.places, batch, head);
+        out_row = params.places.order[mask * p.seqlen + row];
       }
-      const int64_t in_batch = kHasSequences ? first_out_row : batch * seqlen;
+      const int64_t in_batch = kHasSequences ? first_out_row : static_cast<int64_t>(batch) * seqlen;
       Element* to = static_cast<Element*>(p.out) + ((in_batch + out_row) * p.num_heads + head) * p.columns;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
