@@ -322,8 +322,10 @@ struct BackwardParams {
   int walk_parts, walk_tiles;
   // Where blocks decide, under a mask that heads of a group share. Null: the host has decided.
   const uint8_t* has_group;  // for each 64 keys of each pair: in the work of single heads the first has the whole group
-  const uint8_t* has_long;   // for each of `masks` masks: has walks too long for a group. Then no pair has full groups,
-  int masks;                 // and all have places in `all_heads`
+  // For each of `masks` masks, and zeros up to a multiple of 4: some walk is too long for a group. Then no pair has full
+  // groups, and all are in `all_heads`.
+  const uint8_t* has_long;
+  int masks;
   Sections all_heads;
   // Dynamic scheduling: tiles taken, not counting each block's first unless the order is fixed. Null for static
   // scheduling.
@@ -414,10 +416,11 @@ struct PlacesOfKeys {
   bool mask_has_batch;
 };
 
-// Which key blocks have work tiles of whole groups under a mask that the heads of a group share: walks differ, and the host
-// does not know them.
+// Which key blocks have work tiles of whole groups, under a mask that the heads of a group share: walks differ, and the
+// host does not know them.
 struct GroupWalks {
   uint8_t *has_group, *has_long;  // results, as in BackwardParams; null where the host decides
+  int masks;
   const int32_t* lists;  // (Bm, Hm, tiles, 2 + tiles_q), of the mask's columns
   int tiles, tiles_q;
   int heads_per_mask, mask_heads;  // key heads
@@ -450,8 +453,8 @@ struct BackwardRowsParams {
   void* cleared;
   int64_t zeros;
   // Accumulators of dk and dv of which not all are cleared: of places those of live keys, else those that single heads
-  // add to. `floats` for each 64 rows, `row_blocks` times for each (batch, key head) pair. Neither places nor group walks:
-  // there are none. Null: this one is not needed.
+  // add to. `floats` for each 64 rows, `row_blocks` times for each (batch, key head) pair. Neither places nor group
+  // walks: there are none. Null: this one is not needed.
   PlacesOfKeys places;
   GroupWalks group_walks;
   float* sums[2];

@@ -321,8 +321,8 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
                                 (dbias.has_value() && writer != DbiasWriter::kSharedDbias);
   DbiasSchedule of_dbias{};
   if (writer == DbiasWriter::kSharedDbias) of_dbias = schedule_dbias(call, num_dbias_chunks, num_sms);
-  const bool needs_counter =
-      runs_main_kernel && (is_ordered || schedule.blocks_decide || (schedule.tiles_differ && params.num_work_tiles > blocks));
+  const bool hands_out = schedule.blocks_decide || (schedule.tiles_differ && params.num_work_tiles > blocks);
+  const bool needs_counter = runs_main_kernel && (is_ordered || hands_out);
 
   // Scratch memory: lse in base 2 and delta, slots of dbias, then everything that starts as zeros.
   const int64_t rows_of_head = turns_dq ? ceil_div(sizes.seqlen_q, block_m) * block_m : tiles_q * kTile;
@@ -370,6 +370,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   if (schedule.blocks_decide) {
     rows.group_walks = {reinterpret_cast<uint8_t*>(start + has_group_at),
                         reinterpret_cast<uint8_t*>(start + has_long_at),
+                        static_cast<int>(masks),
                         params.mask_lists,
                         static_cast<int>(tiles_k),
                         static_cast<int>(tiles_q),
@@ -381,7 +382,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
                         static_cast<int>(schedule.share)};
     params.has_group = rows.group_walks.has_group;
     params.has_long = rows.group_walks.has_long;
-    params.masks = static_cast<int>(masks);
+    params.masks = rows.group_walks.masks;
   }
   if (clears_some) {
     rows.sums[0] = params.dk_sums;

@@ -181,11 +181,12 @@ inline int64_t count_full_group_pairs(const BackwardCall& call, const BackwardSc
   return waves * num_sms / schedule.blocks_k / together * together;
 }
 
-// Under a mask the host takes walks for alike. Where some may not be, as those of a few keys that all queries see, blocks
-// decide for each key block: walks are whole in those pairs, unless an SM would be done with all its others before one
-// such walk. In the other pairs they are whole if short: an SM then waits for all heads but one of such a walk, which is
-// less than the sums take. (Half as much was right for head dims up to 64.)
-inline void let_blocks_decide(const BackwardCall& call, DbiasWriter writer, int64_t num_sms, BackwardSchedule& schedule) {
+// Under a mask the host takes walks for alike, and does not know them. Where they may differ, as those of a few keys that
+// all queries see do, blocks decide for each key block. In the pairs above walks are whole, unless an SM would have done
+// all its others before a whole one. In the other pairs those are whole that are short: an SM then waits for all heads but
+// one of such a walk, which is less than the sums take. (For head dims up to 64 half as much was right.)
+inline void let_blocks_decide(const BackwardCall& call, DbiasWriter writer, int64_t num_sms,
+                              BackwardSchedule& schedule) {
   const int64_t pairs_k = call.batch * call.num_heads_k, tiles = pairs_k * schedule.blocks_k;
   const int64_t group = call.num_heads / call.num_heads_k, summed_pairs = pairs_k - schedule.full_group_pairs;
   const bool can_decide = call.mask_batch > 0 && call.groups_share_mask && !call.has_key_order &&

@@ -69,8 +69,11 @@ __device__ __forceinline__ void load_operands(const BackwardParams& p, Storage& 
     if constexpr (Traits::kHasMask && !Traits::kSumsDbias) {
       if (p.has_group != nullptr && work.is_full_group) {
         if (work.head % p.heads_per_group != 0) continue;  // the first head's tile has it
-        if (has_long) skip_others(p, tile_index, p.all_heads);
-        if (!has_long && tile_index >= p.full_group_pairs * p.full_groups.rows) skip_others(p, tile_index, p.single_heads);
+        if (has_long) {
+          skip_others(p, tile_index, p.all_heads);
+        } else if (tile_index >= p.full_group_pairs * p.full_groups.rows) {
+          skip_others(p, tile_index, p.single_heads);
+        }
       }
     }
     const int members = item.is_valid && work.is_full_group ? p.heads_per_group : 1;

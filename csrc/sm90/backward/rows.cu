@@ -38,7 +38,7 @@ __device__ __forceinline__ bool is_live(const PlacesOfKeys& places, int batch, i
   return place < places.length && bounds.x < bounds.y;
 }
 
-// Decides about a key block as a warp, which judges its walk by those of 32 others of the mask.
+// Decides about a key block, as a warp, which compares its walk with those of 32 others of the mask.
 __device__ __forceinline__ bool has_group(const GroupWalks& p, int mask, int pair, int tile, bool is_first) {
   const int lane = threadIdx.x % 32, length = 2 + p.tiles_q;
   const int32_t* lists = p.lists + static_cast<int64_t>(mask) * p.tiles * length;
@@ -52,12 +52,19 @@ __device__ __forceinline__ bool has_group(const GroupWalks& p, int mask, int pai
   const bool is_short = walk == 0 || (walk <= p.short_walk && num_short >= 16);
   if (p.full_group_pairs == 0) return is_short;
   const int sum = __reduce_add_sync(kAll, other), live = max(__popc(__ballot_sync(kAll, other > 0)), 1);
-  const auto is_long = [&](int walk) { return static_cast<int64_t>(walk) * live > static_cast<int64_t>(sum) * p.share; };
+  const auto is_long = [&](int walk) {
+    return static_cast<int64_t>(walk) * live > static_cast<int64_t>(sum) * p.share;
+  };
   if (is_first) {
     bool has_long = false;
     for (int tile = lane; tile < p.tiles; tile += 32) has_long = has_long || is_long(walk_of(tile));
     has_long = __any_sync(kAll, has_long);
-    if (threadIdx.x == 0) p.has_long[mask] = has_long;  // as the mask's other pairs write
+    if (threadIdx.x == 0) {
+      p.has_long[mask] = has_long;  // as the mask's other pairs write
+      if (mask == p.masks - 1) {
+        for (int rest = p.masks; rest % 4 != 0; ++rest) p.has_long[rest] = 0;
+      }
+    }
   }
   return is_short || (pair < p.full_group_pairs && !is_long(walk));
 }
@@ -90,7 +97,7 @@ __device__ __forceinline__ void clear_rows_added_to(const BackwardRowsParams& p)
 
 // For rows of out and dout of up to kColumns.
 template <class Element, int kColumns, bool kHasSequences>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 5)
     backward_rows_kernel(const __grid_constant__ BackwardRowsParams p, int64_t rows) {
   griddep_wait();
   griddep_launch_dependents();

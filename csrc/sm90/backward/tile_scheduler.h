@@ -20,14 +20,11 @@ struct KeyWorkTile : OfSequence<kHasSequences> {
 __device__ __forceinline__ bool has_long_walks(const BackwardParams& p) {
   uint32_t found = 0;
 #pragma unroll 8
-  for (int mask = 0; mask < p.masks; mask += 4) {
-    const uint32_t four = reinterpret_cast<const uint32_t*>(p.has_long)[mask / 4];
-    found |= four & (0xffffffffu >> 8 * max(mask + 4 - p.masks, 0));
-  }
+  for (int mask = 0; mask < p.masks; mask += 4) found |= reinterpret_cast<const uint32_t*>(p.has_long)[mask / 4];
   return found != 0;
 }
 
-// `num_works`: of a call with sequences, the work tiles of a key head. `has_long`: the mask has walks too long for groups.
+// `num_works`: of a call with sequences, the work tiles of a key head. `has_long`: some walk is too long for groups.
 template <class Traits>
 __device__ __forceinline__ KeyWorkTile<Traits::kHasSequences> decode_key_work_tile(const BackwardParams& p, int index,
                                                                                    int num_works, bool has_long) {
