@@ -527,10 +527,10 @@ FAULTS: tuple[Fault, ...] = (
         _GROUP_WALKS,
     ),
     Fault(
-        "head groups: other heads of a group do once more what the first head's work tile has done",
+        "head groups: blocks pass over the tile behind a group's too",
         "csrc/sm90/backward/producer.h",
-        "if (work.head % p.heads_per_group != 0) continue;",
-        "",
+        "index + p.heads_per_group - static_cast",
+        "index + p.heads_per_group + 1 - static_cast",
         _GROUP_WALKS,
     ),
     Fault(
