@@ -637,7 +637,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "accumulators of live keys are not cleared",
         "csrc/sm90/backward/rows.cu",
-        "if (p.places.order != nullptr) clear_live_rows(p);",
+        "if (p.places.order != nullptr || p.group_walks.has_group != nullptr) clear_rows_added_to(p);",
         "",
         _intervals("no bias-True-False"),
     ),
