@@ -394,7 +394,9 @@ def test_groups_first_and_then_heads(
 
 
 @pytest.mark.parametrize("needs_grad", (("q",), ("k",), ("v", "bias"), ALL), ids="-".join)
-@pytest.mark.parametrize("bias", (None, PER_KEY, ("1", "Hq", "Lq", "Lk")), ids=("none", "per key", "shared"))
+@pytest.mark.parametrize(
+    "bias", (None, PER_KEY, FULL, ("1", "Hq", "Lq", "Lk")), ids=("none", "per key", "stored", "shared")
+)
 @pytest.mark.parametrize("has_sink", (False, True), ids=("steps", "sink"))
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_key_blocks_of_whole_groups_under_a_mask(
