@@ -247,7 +247,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
     set_mask(of_mask, mask[0], mask[2], sizes, params);
     call.groups_share_mask = params.heads_per_mask % params.heads_per_group == 0;
     if (key_order.has_value()) {
-      CHECK_ARGUMENT(of_mask == MaskForm::kIntervals && params.heads_per_mask % params.heads_per_group == 0,
+      CHECK_ARGUMENT(of_mask == MaskForm::kIntervals && call.groups_share_mask,
                      "key_order is of an interval mask that all heads of a group share");
       params.key_order = static_cast<const int32_t*>(key_order->const_data_ptr());
     }
@@ -364,8 +364,8 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   if (sums_dv) params.dv_sums = start + dv_at;
   const int masks_heads_k = has_mask ? params.heads_per_mask / params.heads_per_group : 0;  // key heads that share one
   if (params.key_order != nullptr) {
-    rows.places = {params.key_order,         params.mask_bounds, params.seqlen_k,       static_cast<int>(tiles_k),
-                   masks_heads_k,            params.mask_heads,  params.mask_has_batch};
+    rows.places = {params.key_order, params.mask_bounds, params.seqlen_k, static_cast<int>(tiles_k),
+                   masks_heads_k,    params.mask_heads,  params.mask_has_batch};
   }
   if (schedule.blocks_decide) {
     rows.group_walks = {reinterpret_cast<uint8_t*>(start + has_group_at),

@@ -182,8 +182,8 @@ inline int64_t count_full_group_pairs(const BackwardCall& call, const BackwardSc
 }
 
 // Under a mask the host takes walks for alike, and does not know them. Where they may differ, as those of a few keys that
-// all queries see do, blocks decide for each key block. In the pairs above walks are whole, unless an SM would have done
-// all its others before a whole one. In the other pairs those are whole that are short: an SM then waits for all heads but
+// all queries see do, blocks decide for each key block. In the first full_group_pairs pairs walks are whole, unless an SM
+// would have done all its others before a whole one. In the other pairs those are whole that are short: an SM then waits for all heads but
 // one of such a walk, which is less than the sums take. (For head dims up to 64 half as much was right.)
 inline void let_blocks_decide(const BackwardCall& call, DbiasWriter writer, int64_t num_sms,
                               BackwardSchedule& schedule) {
