@@ -158,7 +158,7 @@ def _load() -> Availability:
         return Availability(False, reason, "install torch >= 2.9 whole, with triton on a GPU machine", error)
     capability = torch.backends.cpu.get_cpu_capability()
     if not torch.cuda.is_available() and not capability.startswith("AVX"):
-        reason = f"no GPU is visible, and torch serves this CPU as {capability}; FlexAttention compiles for AVX2, AVX512"
+        reason = f"no GPU, and torch serves this CPU as {capability}; FlexAttention compiles for AVX2, AVX512"
         return Availability(False, reason, "unset ATEN_CPU_CAPABILITY if it is set, or use another backend")
     return Availability(True)
 
