@@ -159,6 +159,19 @@ def test_counting_clusters_of_a_size_that_no_gpu_has(built: Built) -> None:
     assert said.splitlines() == ["-1 1 -1", "0 1 -1", "1 0 3", "2 0 1", "8 0 1", "9 1 -1", "16 1 -1"]
 
 
+LAUNCH_OF_DRIVER = """
+import ctypes, sys, torch
+launch_of_driver = ctypes.CDLL(sys.argv[1]).emulation_launch_of_driver
+print(*(launch_of_driver(driver, cluster) for driver in (12020, 12029, 12030, 13000) for cluster in (1, 4)))
+"""
+
+
+def test_an_old_driver_is_not_asked_to_start_kernels_early(built: Built) -> None:
+    """Blocks in a cluster of the launch, negative where it may start early: as of the driver of CUDA 12.3."""
+    said = run(sys.executable, "-c", LAUNCH_OF_DRIVER, built.extension)
+    assert said.split() == ["1", "4", "1", "4", "-1", "-4", "-1", "-4"]
+
+
 def test_a_gradient_inside_of_a_larger_tensor(built: Built) -> None:
     """All but the head dims that are not built here."""
     run_tests(built, "test_cuda_dbias_out.py", skipped=16)

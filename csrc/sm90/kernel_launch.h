@@ -11,8 +11,8 @@
 
 namespace flash_dmattn {
 
-// Whether the driver captures such launches in graphs, as of that of CUDA 12.3; an older one may refuse a capture. Without
-// the attribute a kernel starts after the one before, and griddepcontrol does nothing.
+// Whether the driver is of CUDA 12.3 or later: older ones cannot capture such launches in graphs. Without the attribute a
+// kernel starts when the one before has ended, and griddepcontrol does nothing.
 inline bool can_start_early() {
   static const bool known = [] {
     int driver = 0;
