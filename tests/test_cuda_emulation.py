@@ -144,6 +144,10 @@ def test_a_gradient_that_clusters_sum(built: Built) -> None:
     run_tests(built, "test_cuda_backward.py", "-k", "what_clusters_are_asked_for")
 
 
+def test_calls_by_hand(built: Built) -> None:
+    run_tests(built, "test_cuda_arguments.py")
+
+
 COUNT_CLUSTERS = """
 import ctypes, sys, torch
 count_clusters = ctypes.CDLL(sys.argv[1]).emulation_count_clusters
