@@ -22,8 +22,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "delta of a split row in 16 bits is of what dropout has left in",
         EAGER,
-        "                            if dropout is not None:\n                                dp.mul_(_kept(dropout, chunks, block, keys))\n",
-        "",
+        "dp.mul_(_kept(dropout, chunks, block, keys))",
+        "pass",
         (f"{SPLIT}[dtype0-dropout]",),
     ),
     Fault(
