@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from cases import DEVICE, Case, Inputs
 from flex_fixture import ROUNDED, ROUNDS_GRADIENTS
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
+from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn.backends.flex import backend as flex
@@ -98,6 +100,31 @@ class Runner:
             pytest.skip(refusal)
         attention = partial(flash_dmattn.attention, return_lse=True, backend=self.choice(case, inputs))
         return run(attention, case, inputs)
+
+
+def refusal_of(
+    bad: Callable[[], object],
+    good: Callable[[], Tensor],
+    kinds: type[Exception] | tuple[type[Exception], ...] = (TypeError, ValueError),
+    *,
+    inference: bool = True,
+) -> Exception:
+    """The error of a call: the same whatever ran before it, and nothing to the calls that come later.
+
+    What is remembered of a good call may not let a bad one through, nor what is remembered of a bad one change a good
+    one. `inference` is for errors that are those of inference mode, too.
+    """
+    wanted = good()
+    call_cache.forget()
+    errors = []
+    for mode in (nullcontext, torch.inference_mode, nullcontext) if inference else (nullcontext, nullcontext):
+        with mode():
+            with pytest.raises(kinds) as caught:
+                bad()
+            assert torch.equal(good(), wanted)
+        errors.append(caught.value)
+    assert len({(type(error), str(error)) for error in errors}) == 1, errors
+    return errors[0]
 
 
 @pytest.fixture(params=BACKENDS)

@@ -144,6 +144,10 @@ def test_a_gradient_that_clusters_sum(built: Built) -> None:
     run_tests(built, "test_cuda_backward.py", "-k", "what_clusters_are_asked_for")
 
 
+def test_calls_by_hand(built: Built) -> None:
+    run_tests(built, "test_cuda_arguments.py")
+
+
 COUNT_CLUSTERS = """
 import ctypes, sys, torch
 count_clusters = ctypes.CDLL(sys.argv[1]).emulation_count_clusters
@@ -157,6 +161,19 @@ def test_counting_clusters_of_a_size_that_no_gpu_has(built: Built) -> None:
     """cudaErrorInvalidValue, 1, is the answer, not what lies behind the counts that are remembered."""
     said = run(sys.executable, "-c", COUNT_CLUSTERS, built.extension)
     assert said.splitlines() == ["-1 1 -1", "0 1 -1", "1 0 3", "2 0 1", "8 0 1", "9 1 -1", "16 1 -1"]
+
+
+LAUNCH_OF_DRIVER = """
+import ctypes, sys, torch
+launch_of_driver = ctypes.CDLL(sys.argv[1]).emulation_launch_of_driver
+print(*(launch_of_driver(driver, cluster) for driver in (12020, 12029, 12030, 13000) for cluster in (1, 4)))
+"""
+
+
+def test_an_old_driver_is_not_asked_to_start_kernels_early(built: Built) -> None:
+    """Blocks in a cluster of the launch, negative where it may start early: as of the driver of CUDA 12.3."""
+    said = run(sys.executable, "-c", LAUNCH_OF_DRIVER, built.extension)
+    assert said.split() == ["1", "4", "1", "4", "-1", "-4", "-1", "-4"]
 
 
 def test_a_gradient_inside_of_a_larger_tensor(built: Built) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_dmattn.reference import chunks, eager, formula, tiles
+from flash_dmattn.reference.dropout import Dropout
 
 INF = math.inf
 B, HK, HQ, LQ, LK, D, DV = 2, 2, 4, 11, 13, 4, 3
@@ -244,6 +245,63 @@ def test_low_precision_keeps_the_accuracy_rule(dtype, bias_shape):
         for x, y, z in zip(got, oracle, plain, strict=True):
             assert x.dtype == z.dtype
             assert error(x, y) <= RATIO * error(z, y) + FLOOR
+
+
+@pytest.mark.parametrize("of", ["dropout", "sink", "dropout and sink", "dropout, sink and softcap"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_split_rows_beside_dropout_and_a_sink(dtype, of):
+    """In 16 bits delta of a split row is summed anew: of what is kept, with the share of the sink."""
+    torch.manual_seed(16)
+    *inputs, dlse = tensors(dtype)
+    mask, bias = torch.rand(B, 1, LQ, LK) < 0.8, torch.randn(1, HQ, LQ, LK).to(dtype)
+    flags = {**SCALE, "softcap": 1.5 if "softcap" in of else 0.0}
+    if "dropout" in of:
+        flags["dropout"] = Dropout(0.4, torch.tensor([1, 2]))
+    if "sink" in of:
+        flags["sink"] = torch.randn(HQ) + 1
+    q, k, v, dout = (x.double() for x in inputs)
+    exact_flags = {**flags, "sink": flags["sink"].double()} if "sink" in of else flags
+    oracle = (
+        *formula.attention(q, k, v, mask, bias.double(), **exact_flags),
+        *formula.gradients(dout, dlse.double(), q, k, v, mask, bias.double(), **exact_flags),
+    )
+    # As many bits as the result has, and of dsink and dlse those of fp32 sums of what is rounded.
+    limit = 1e-3 if dtype == torch.float16 else 2e-6
+    for chunk_bytes in (1, SMALL, 10**8):
+        found = pair(*inputs, dlse, mask, bias, needs_grad=(True,) * 5, chunk_bytes=chunk_bytes, **flags)
+        for x, y in zip(found, oracle, strict=True):
+            assert (x.double() - y).abs().max() <= limit * y.abs().max(), (chunk_bytes, x.shape)
+
+
+# A batch of 5, 3 heads of k, 11 queries and 700 keys, in chunks that leave a smaller one at the end of each.
+LAST = {"batch": 5, "heads_k": 3, "heads": 6, "seqlen_k": 700}
+EXTENT = chunks.Extent(2, 2, 4, 300)
+ONLY = {
+    "entry": ((5, 1, 1, 1), 0, ([0], [3], [4], [3, 4])),
+    "head of k": ((1, 3, 1, 1), 1, ([0], [1], [2])),
+    "head": ((1, 6, 1, 1), 1, ([0], [3], [4], [5])),
+    "row": ((1, 1, LQ, 1), 2, ([0], [7], [8], [10])),
+    "key": ((1, 1, 1, 700), 3, ([0], [255], [256], [299], [300], [599], [600], [699])),
+}
+
+
+@pytest.mark.parametrize("dim", ONLY)
+def test_the_last_smaller_chunk_of_each_dim(dim, monkeypatch):
+    """A mask that allows one entry, head, row or key alone, beside one that leaves entries of a head and rows empty."""
+    monkeypatch.setattr(chunks.Chunks, "_extent", lambda self, budget: EXTENT)
+    torch.manual_seed(17)
+    inputs = tensors(**LAST)
+    bias = torch.randn(5, 6, 1, 700, dtype=torch.float64)
+    shape, axis, places = ONLY[dim]
+    other = torch.ones(5, 3, LQ, 1, dtype=torch.bool)
+    other[1, 2] = other[4, :2] = other[:, :, 9] = False
+    for place in places:
+        mask = torch.zeros(shape, dtype=torch.bool)
+        mask.index_fill_(axis, torch.tensor(place), True)
+        of_heads = other.repeat_interleave(2, 1) if shape[1] == 6 else other
+        for both in (mask, mask & of_heads):
+            assert_same(pair(*inputs, both, bias, **SCALE), exact(*inputs, both, bias, **SCALE))
+    assert_same(pair(*inputs, other, bias, **SCALE), exact(*inputs, other, bias, **SCALE))
 
 
 @pytest.mark.parametrize("value", [-1e4, 1e4, 3e6, torch.finfo(torch.float32).min])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
-from accuracy import assert_accurate
-from cases import DEVICE, Case
+from accuracy import GRADIENTS, assert_accurate
+from cases import DEVICE, Case, Inputs
 from conftest import Runner
+
+from flash_dmattn.masks import prepare_mask
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16) + ((torch.float64,) if DEVICE == "cpu" else ())
 SHAPES = tuple(itertools.product(("1", "B"), ("1", "Hk", "Hq"), ("1", "Lq"), ("1", "Lk")))
@@ -127,3 +130,49 @@ def test_huge_logits(backend: Runner, logits: float, seqlen_k: int) -> None:
     if case.dtype == torch.float16:
         case = case.with_(logits=min(logits, 2e3))  # plain PyTorch's products are float16, where those of 1e4 overflow
     check(backend, case)
+
+
+FULL, ROWS, KEYS = ("B", "Hq", "Lq", "Lk"), ("1", "Hk", "Lq", "1"), ("B", "1", "1", "Lk")
+# Everything that a call may have, two by two.
+IN_INFERENCE = {
+    "causal": Case(is_causal=True, softcap=2.0),
+    "window": Case(window_size=(3, 1), bias=ROWS),
+    "mask": Case(mask=FULL, mask_kind="empty_rows", bias=KEYS),
+    "mask of one row": Case(mask=KEYS, bias=FULL),
+    "bias in other bits": Case(bias=("1", "Hq", "Lq", "Lk"), bias_dtype=torch.bfloat16, softmax_scale=-0.3),
+    "one query": Case(seqlen_q=1, num_heads=6, mask=("B", "Hk", "1", "Lk"), bias=KEYS),
+    "sink": Case(sink="normal", mask=FULL, is_causal=True),
+    "dropout": Case(dropout_p=0.4, bias=FULL),
+    "16 bits": Case(dtype=torch.bfloat16, mask=("B", "1", "Lq", "Lk"), bias=ROWS),
+}
+
+
+@pytest.mark.parametrize("prepares", (False, True), ids=("", "prepared"))
+@pytest.mark.parametrize("name", IN_INFERENCE)
+def test_inference_mode(backend: Runner, name: str, prepares: bool) -> None:
+    """Tensors and prepared masks that are made inside of it and outside give the same bits; training goes on behind."""
+    case = IN_INFERENCE[name]
+    if prepares and case.mask is None:
+        pytest.skip("there is no mask to prepare")
+
+    def made() -> Inputs:
+        inputs, lengths = case.build(), {"seqlen_q": case.seqlen_q, "seqlen_k": case.seqlen_k}
+        if not prepares or inputs.mask is None:
+            return inputs
+        return replace(inputs, mask=prepare_mask(inputs.mask, is_causal=case.is_causal, **lengths))
+
+    outside, forward = made(), case.with_(needs_grad=())
+    wanted = backend(forward, outside)
+    with torch.inference_mode():
+        inside = made()
+        for inputs in (inside, outside, inside):
+            found = backend(forward, inputs)
+            assert torch.equal(found["out"], wanted["out"]) and torch.equal(found["lse"], wanted["lse"])
+    found = backend(forward, inside)
+    assert torch.equal(found["out"], wanted["out"]) and torch.equal(found["lse"], wanted["lse"])
+    assert_accurate(wanted, forward, case.build())
+    refused = backend.refusal(case, outside)
+    if refused is None:
+        trained = backend(case, outside)
+        assert all(trained[n] is not None for n in GRADIENTS if n != "dbias" or case.bias is not None)
+        assert_accurate(trained, case, case.build())

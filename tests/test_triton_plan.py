@@ -7,6 +7,8 @@ import importlib.util
 import pytest
 import torch
 
+from flash_dmattn.problem import NeedsGrad
+
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 SETTINGS = {
@@ -116,3 +118,16 @@ def test_bounds_of_keys_know_of_one_query(reorder: bool) -> None:
     ordered = Ordered(q, k, k, MaskView("intervals", mask.tensors), None, flags)
     assert ordered.mask.form == "tiles" and not takes_group_rows(q, ordered.k, ordered.mask, flags)
     assert takes_group_rows(q, k, MaskView(), flags)
+
+
+@pytest.mark.parametrize("needed", (*NeedsGrad._fields, None), ids=str)
+def test_gradients_of_few_keys_that_feel_the_rounding_of_out(needed: str | None) -> None:
+    """All that take delta, each alone; dsink sums it over all rows, which average its rounding."""
+    from flash_dmattn.triton_kernels.launch import needs_fp32_delta
+
+    needs = NeedsGrad() if needed is None else NeedsGrad(**{needed: True})
+    asked = needed in ("q", "k", "bias")
+    for dtype in (torch.bfloat16, torch.float16):
+        assert needs_fp32_delta(dtype, 4096, (15, 0), needs) is asked
+    others = ((torch.float32, 4096, (15, 0)), (torch.bfloat16, 16, (15, 0)), (torch.bfloat16, 4096, (15, -1)))
+    assert not any(needs_fp32_delta(*other, needs) for other in others)

@@ -242,6 +242,32 @@ def sinks_beside_gaps() -> Iterator[str | None]:
         yield from each(is_accurate, number, 1, most=3)
 
 
+def pages_between_blocks() -> Iterator[str | None]:
+    """Outcomes of pages longer than a block of keys whose ends are not those of blocks, with 16 and with 3 queries."""
+    normal = torch.Generator().manual_seed(0)
+
+    def x(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=normal).to(DEVICE)
+
+    lengths = (193, 97, 48)
+    for page_size, seqlen_q in itertools.product((48, 96, 160), (16, 3)):
+        pages_each = -(-max(lengths) // page_size)
+        order = torch.randperm(3 * pages_each, generator=normal).view(3, pages_each)
+        flags = Flags(-1, 0, 0.25, 0.0, True, 1, 1, "paged", seqlen_q, pages_each * page_size)
+        k, v = x(3 * pages_each, page_size, 1, 16), x(3 * pages_each, page_size, 1, 16)
+        call = ViewCall(
+            x(3, seqlen_q, 2, 16), k, v, None, None, None, tuple((0, seqlen_q, 0, n) for n in lengths),
+            order.to(DEVICE, torch.int32), flags, x(3, seqlen_q, 2, 16), None, NeedsGrad(),
+            f"{seqlen_q} queries, pages of {page_size}",
+        )  # fmt: skip
+        set_up(random.Random(page_size))
+        try:
+            assert_accurate(run(call), call)
+            yield None
+        except AssertionError as failure:
+            yield f"{call.told}\n{failure}"
+
+
 def _sums_scores(call: ViewCall) -> bool:
     """Whether sequences or heads share the gradient of a bias of one value per score."""
     bias = call.bias
@@ -284,7 +310,13 @@ def masks_of_tiles(count: int = 16, first: int = 0) -> Iterator[str | None]:
                 yield f"{call.told} {call.flags.layout}\n{traceback.format_exc(limit=-4)}"[:3000]
 
 
-MADE = {"few keys": few_keys, "late": late_calls, "sinks": sinks_beside_gaps, "tiles": masks_of_tiles}
+MADE = {
+    "few keys": few_keys,
+    "late": late_calls,
+    "sinks": sinks_beside_gaps,
+    "pages": pages_between_blocks,
+    "tiles": masks_of_tiles,
+}
 # In the interpreter, where a draw takes a second.
 DRAWS = {"accurate": 12, "others": 3, "bounds": 3, "dense": 1, "repeats": 2}
 

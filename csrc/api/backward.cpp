@@ -185,9 +185,17 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   CHECK_ARGUMENT(pairs_k * tiles_k <= kMaxInt / 4, "there are more than 2^29 tiles of keys");
 
   BackwardParams params{};
-  BackwardRowsParams rows = describe_rows(kName, out, dout, lse, dlse);
+  BackwardRowsParams rows = describe_rows(kName, sizes, q, out, dout, lse, dlse, delta, dq, dk, dv);
   BackwardBias form = BackwardBias::kNone;
-  const MaskForm of_mask = mask_form(mask);
+  const MaskForm of_mask = checked_mask_form(kName, mask, true, sizes, q);
+  if (bias.has_value()) check_bias(kName, *bias, sizes, q);
+  if (dbias.has_value()) {
+    check_dims(kName, *dbias, "dbias", {bias->size(0), bias->size(1), sizes.seqlen_q, sizes.seqlen_k}, q);
+    check_dtype(kName, *dbias, "dbias", q.scalar_type());
+  }
+  if (dbias_sums.has_value()) {
+    check_array(kName, *dbias_sums, "dbias_sums", {sizes.batch, sizes.num_heads, sizes.seqlen_k}, ScalarType::Float, q);
+  }
   const bool has_mask = of_mask != MaskForm::kNone, is_banded = has_band(sizes, low, high);
   BackwardCall call{};
   call.batch = sizes.batch;
@@ -237,18 +245,17 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   params.softmax_scale = static_cast<float>(softmax_scale);
   set_softcap(softmax_scale, softcap, params);
   CHECK_ARGUMENT(!(softcap > 0 && dropout_key.has_value()), "there is no kernel with dropout and a softcap");
-  set_dropout(kName, dropout_key, dropout_p, instance.head_dim, instance.head_dim_v, params);
+  set_dropout(kName, dropout_key, dropout_p, instance.head_dim, instance.head_dim_v, q, params);
   set_band(sizes, low, high, params);
   call.low = params.low;
   call.high = params.high;
   if (has_mask) {
-    CHECK_ARGUMENT(mask.size() == 3, "mask has ", mask.size(),
-                   " tensors; it needs bits or bounds, and lists of rows and columns");
     set_mask(of_mask, mask[0], mask[2], sizes, params);
     call.groups_share_mask = params.heads_per_mask % params.heads_per_group == 0;
     if (key_order.has_value()) {
       CHECK_ARGUMENT(of_mask == MaskForm::kIntervals && call.groups_share_mask,
                      "key_order is of an interval mask that all heads of a group share");
+      check_array(kName, *key_order, "key_order", {mask[0].size(0), mask[0].size(1), sizes.seqlen_k}, ScalarType::Int, q);
       params.key_order = static_cast<const int32_t*>(key_order->const_data_ptr());
     }
   }
@@ -349,7 +356,6 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   rows.lse_log2 = start;
   rows.delta = start + padded_rows;
   rows.padded_rows = static_cast<int>(rows_of_head);
-  set_row_delta(kName, delta, lse, rows);
   rows.cleared = start + dbias_counter_at;
   const bool clears_some = params.key_order != nullptr || schedule.blocks_decide;  // of dk's and dv's sums
   rows.zeros = ((clears_some ? keys_at : scratch.length) - dbias_counter_at) / 4;

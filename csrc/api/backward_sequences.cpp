@@ -106,7 +106,18 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
               int64_t left, int64_t right, double softmax_scale, int64_t num_dbias_chunks) {
   const Sizes sizes = sizes_of(kName, q, k, v);
   const KernelInstance instance = instance_for(q.scalar_type(), sizes.head_dim, sizes.head_dim_v);
+  BackwardParams params{};
+  params.sequences = sequence_params(kName, {bounds, is_packed, bias_packing, most_q, most_k, left, right}, sizes, bias, q);
+  SequenceParams& of = params.sequences;
   const int64_t number = bounds.size(0);
+  if (dbias.has_value() && bias.has_value()) {
+    check_array(kName, *dbias, "dbias", {bias->size(0), bias->size(1), bias->size(2), bias->size(3)}, q.scalar_type(), q);
+  }
+  if (dbias_sums.has_value()) {
+    const bool packs_keys = bias_packing == kPackedKeys;
+    check_array(kName, *dbias_sums, "dbias_sums",
+                {packs_keys ? 1 : number, sizes.num_heads, packs_keys ? sizes.seqlen_k : of.most_k}, ScalarType::Float, q);
+  }
   // Whether dbias has a place of its own for each score.
   const bool stores_dbias = dbias.has_value() && dbias->size(1) == sizes.num_heads &&
                             (bias_packing == kPackedQueries || dbias->size(0) == number) &&
@@ -114,10 +125,7 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   const bool shares_dbias = dbias.has_value() && !stores_dbias;
   const bool runs_main_kernel = dq.has_value() || dk.has_value() || dv.has_value() || stores_dbias ||
                                 dbias_sums.has_value();
-  BackwardParams params{};
-  params.sequences = sequence_params(kName, {bounds, is_packed, bias_packing, most_q, most_k, left, right}, sizes);
-  SequenceParams& of = params.sequences;
-  BackwardRowsParams rows = describe_rows(kName, out, dout, lse, dlse);
+  BackwardRowsParams rows = describe_rows(kName, sizes, q, out, dout, lse, dlse, delta, dq, dk, dv);
   set_sizes(sizes, params);
   params.head_dim = static_cast<int>(sizes.head_dim);
   params.softmax_scale = static_cast<float>(softmax_scale);
@@ -198,7 +206,6 @@ void backward(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tenso
   float* const start = static_cast<float*>(const_cast<void*>(memory.const_data_ptr()));
   rows.lse_log2 = start;
   rows.delta = start + padded_rows;
-  set_row_delta(kName, delta, lse, rows);
   rows.cleared = start + counter_at;
   rows.zeros = (slots_at - counter_at) / 4;
   rows.sequences = of;

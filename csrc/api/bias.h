@@ -73,10 +73,10 @@ inline void set_cleared(const torch::stable::Tensor& dbias, ClearDbiasParams& pa
 
 // Sets a sink, (Hq), contiguous, in fp32 or 16 bits.
 inline void set_sink(const char* op, const std::optional<torch::stable::Tensor>& sink, int64_t num_heads,
-                     ForwardParams& params) {
+                     const torch::stable::Tensor& q, ForwardParams& params) {
   if (!sink.has_value()) return;
-  CHECK_FOR(op, sink->numel() == num_heads && sink->is_contiguous(), "sink needs to be contiguous, one for each of ",
-            num_heads, " heads");
+  check_dims(op, *sink, "sink", {num_heads}, q);
+  CHECK_FOR(op, sink->is_contiguous(), "sink needs to be contiguous");
   params.sink = sink->const_data_ptr();
   params.sink_dtype = float_dtype(op, *sink, "sink");
 }

@@ -18,10 +18,16 @@ struct Sizes {
   int64_t batch, seqlen_q, seqlen_k, num_heads, num_heads_k, head_dim, head_dim_v;
 };
 
-// The sizes of q (B, Lq, Hq, D), k and v, checked to be within what the kernels can count.
+// The sizes of q (B, Lq, Hq, D), k and v, checked to be within what the kernels can count. Pages are no entries of q.
 inline Sizes sizes_of(const char* op, const torch::stable::Tensor& q, const torch::stable::Tensor& k,
-                      const torch::stable::Tensor& v) {
+                      const torch::stable::Tensor& v, bool has_pages = false) {
   CHECK_FOR(op, q.is_cuda(), "q is not on a CUDA device; the kernel is written for sm_90a");
+  CHECK_FOR(op, q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "q, k and v have ", q.dim(), ", ", k.dim(), " and ",
+            v.dim(), " dims; they need 4");
+  check_dims(op, k, "k", {has_pages ? k.size(0) : q.size(0), k.size(1), divisor_of(q.size(2)), q.size(3)}, q);
+  check_dims(op, v, "v", {k.size(0), k.size(1), k.size(2), v.size(3)}, q);
+  check_dtype(op, k, "k", q.scalar_type());
+  check_dtype(op, v, "v", q.scalar_type());
   const Sizes sizes{q.size(0), q.size(1), k.size(1), q.size(2), k.size(2), q.size(3), v.size(3)};
   CHECK_FOR(op, sizes.seqlen_q > 0 && sizes.seqlen_k > 0 && sizes.batch * sizes.num_heads > 0,
             "there is nothing to attend");
@@ -31,6 +37,13 @@ inline Sizes sizes_of(const char* op, const torch::stable::Tensor& q, const torc
   CHECK_FOR(op, sizes.head_dim % 8 == 0 && sizes.head_dim_v % 8 == 0, "head dims are ", sizes.head_dim, " and ",
             sizes.head_dim_v, " (v); they need to be multiples of 8");
   return sizes;
+}
+
+// Checks the dims of a bias (B, H, Lq, Lk): each may be 1, and H divides Hq.
+inline void check_bias(const char* op, const torch::stable::Tensor& bias, const Sizes& sizes,
+                       const torch::stable::Tensor& q) {
+  check_dims(op, bias, "bias",
+             {one_or(sizes.batch), divisor_of(sizes.num_heads), one_or(sizes.seqlen_q), one_or(sizes.seqlen_k)}, q);
 }
 
 template <class Params>
@@ -97,10 +110,9 @@ inline void set_scale(double softmax_scale, double softcap, ForwardParams& param
 // Dropout of probabilities, of a kernel instance that has it: the key of a call, int64 (2,), and how many are dropped.
 template <class Params>
 void set_dropout(const char* op, const std::optional<torch::stable::Tensor>& key, double p, int64_t head_dim,
-                 int64_t head_dim_v, Params& params) {
+                 int64_t head_dim_v, const torch::stable::Tensor& q, Params& params) {
   if (!key.has_value()) return;
-  CHECK_FOR(op, key->scalar_type() == torch::headeronly::ScalarType::Long && key->numel() == 2 && key->is_contiguous(),
-            "the key of dropout needs to be int64, (2,)");
+  check_array(op, *key, "dropout_key", {2}, torch::headeronly::ScalarType::Long, q);
   CHECK_FOR(op, has_dropout_kernels(static_cast<int>(head_dim), static_cast<int>(head_dim_v)),
             "there are no kernels with dropout of head dims ", head_dim, " and ", head_dim_v, " (v)");
   CHECK_FOR(op, p >= 0 && p <= 1, "p is ", p, "; it needs to be from 0 to 1");
@@ -110,11 +122,36 @@ void set_dropout(const char* op, const std::optional<torch::stable::Tensor>& key
   params.dropout.scale = p == 1 ? 0.0f : static_cast<float>(1 / (1 - p));
 }
 
-// The form of a mask of which the first tensor is given: bits of a TileMask, (Bm, Hm, Lq, 4 Tk), or bounds of an
-// IntervalMask, (Bm, Hm, 128 Tk, 2), which the last dim tells apart.
+// The form of a mask, which the last dim of its first tensor tells: bits of a TileMask are (Bm, Hm, Lq, 4 Tk), bounds of
+// an IntervalMask (Bm, Hm, 128 Tk, 2).
 inline MaskForm mask_form(const std::vector<torch::stable::Tensor>& mask) {
   if (mask.empty()) return MaskForm::kNone;
   return mask[0].size(3) == 2 ? MaskForm::kIntervals : MaskForm::kTiles;
+}
+
+// Checks that a mask fits q and k, and returns its form. It is {}, or bits or bounds and row lists, and column lists if
+// `has_columns`.
+inline MaskForm checked_mask_form(const char* op, const std::vector<torch::stable::Tensor>& mask, bool has_columns,
+                                  const Sizes& sizes, const torch::stable::Tensor& q) {
+  if (mask.empty()) return MaskForm::kNone;
+  CHECK_FOR(op, mask.size() == (has_columns ? 3 : 2), "mask has ", mask.size(),
+            " tensors; it needs bits or bounds, and lists of rows", has_columns ? " and columns" : "");
+  constexpr auto kInt = torch::headeronly::ScalarType::Int;
+  const torch::stable::Tensor& allowed = mask[0];
+  CHECK_FOR(op, allowed.dim() == 4, "mask[0] has ", allowed.dim(), " dims; it needs 4");
+  const MaskForm form = mask_form(mask);
+  const int64_t tiles_q = ceil_div(sizes.seqlen_q, kTile), tiles_k = ceil_div(sizes.seqlen_k, kTile);
+  const DimSize entries = one_or(sizes.batch), heads = divisor_of(sizes.num_heads);
+  if (form == MaskForm::kIntervals) {
+    check_array(op, allowed, "mask[0]", {entries, heads, tiles_k * kTile, 2}, kInt, q);
+  } else {
+    check_array(op, allowed, "mask[0]", {entries, heads, sizes.seqlen_q, tiles_k * kTileWords}, kInt, q);
+  }
+  check_array(op, mask[1], "mask[1]", {allowed.size(0), allowed.size(1), tiles_q, 2 + tiles_k}, kInt, q);
+  if (has_columns) {
+    check_array(op, mask[2], "mask[2]", {allowed.size(0), allowed.size(1), tiles_k, 2 + tiles_q}, kInt, q);
+  }
+  return form;
 }
 
 // Sets heads and lists of a mask of either form; `lists` are its row lists or its column lists.

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
+#include <string>
 
 #include <cuda_runtime_api.h>
 
@@ -32,6 +34,56 @@ inline cudaStream_t current_stream(int32_t device) {
   const AOTITorchError error = aoti_torch_get_current_cuda_stream(device, &current);
   STD_TORCH_CHECK(error == AOTI_TORCH_SUCCESS, "torch does not give its current stream of CUDA device ", device);
   return static_cast<cudaStream_t>(current);
+}
+
+// The size that a dim of an argument may have.
+struct DimSize {
+  enum Rule { kThis, kOneOrThis, kDivisor } rule;
+  int64_t size;
+
+  DimSize(int64_t size, Rule rule = kThis) : rule(rule), size(size) {}
+  bool holds(int64_t found) const {
+    return found == size || (rule == kOneOrThis && found == 1) || (rule == kDivisor && found > 0 && size % found == 0);
+  }
+  std::string text() const {
+    return (rule == kOneOrThis && size != 1 ? "1 or " : rule == kDivisor ? "a divisor of " : "") + std::to_string(size);
+  }
+};
+inline DimSize one_or(int64_t size) { return {size, DimSize::kOneOrThis}; }
+inline DimSize divisor_of(int64_t size) { return {size, DimSize::kDivisor}; }
+
+// Checks the dims of an argument, and that it is where the first argument is.
+inline void check_dims(const char* op, const torch::stable::Tensor& x, const char* name,
+                       std::initializer_list<DimSize> dims, const torch::stable::Tensor& first) {
+  bool holds = x.dim() == static_cast<int64_t>(dims.size());
+  int64_t dim = 0;
+  for (auto it = dims.begin(); holds && it != dims.end(); ++it) holds = it->holds(x.size(dim++));
+  if (!holds) {
+    std::string found, wanted;
+    for (dim = 0; dim < x.dim(); ++dim) found += (dim > 0 ? ", " : "") + std::to_string(x.size(dim));
+    for (const DimSize& size : dims) wanted += (wanted.empty() ? "" : ", ") + size.text();
+    CHECK_FOR(op, false, name, " is (", found, "); it needs to be (", wanted, ")");
+  }
+  CHECK_FOR(op, x.get_device_index() == first.get_device_index(), name, " is on another device than the first argument");
+}
+
+inline void check_dtype(const char* op, const torch::stable::Tensor& x, const char* name,
+                        torch::headeronly::ScalarType dtype) {
+  using torch::headeronly::ScalarType;
+  const char* const wanted = dtype == ScalarType::Int     ? "to be int32"
+                             : dtype == ScalarType::Long  ? "to be int64"
+                             : dtype == ScalarType::Float ? "to be float32"
+                                                          : "the dtype of q";
+  CHECK_FOR(op, x.scalar_type() == dtype, name, " needs ", wanted);
+}
+
+// Checks what kernels read or write as one array: dims, dtype, and that it is contiguous.
+inline void check_array(const char* op, const torch::stable::Tensor& x, const char* name,
+                        std::initializer_list<DimSize> dims, torch::headeronly::ScalarType dtype,
+                        const torch::stable::Tensor& first) {
+  check_dims(op, x, name, dims, first);
+  check_dtype(op, x, name, dtype);
+  CHECK_FOR(op, x.is_contiguous(), name, " needs to be contiguous");
 }
 
 // The device of a tensor as the current one, while this lives, and torch's stream there. A thread of autograd that has

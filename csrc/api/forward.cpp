@@ -96,13 +96,17 @@ void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::option
   const Sizes sizes = sizes_of(kName, q, k, v);
   const KernelInstance instance = instance_for(q.scalar_type(), sizes.head_dim, sizes.head_dim_v);
 
+  check_dims(kName, out, "out", {sizes.batch, sizes.seqlen_q, sizes.num_heads, sizes.head_dim_v}, q);
+  check_dtype(kName, out, "out", q.scalar_type());
+  check_array(kName, lse, "lse", {sizes.batch, sizes.num_heads, sizes.seqlen_q}, ScalarType::Float, q);
+  if (bias.has_value()) check_bias(kName, *bias, sizes, q);
   ForwardParams params{};
   const Bias form = bias.has_value() ? describe_bias(*bias, q, params) : Bias::kNone;
   const bool has_mask = !mask.empty();
-  const MaskForm of_mask = mask_form(mask);
+  const MaskForm of_mask = checked_mask_form(kName, mask, false, sizes, q);
   CHECK_ARGUMENT(of_mask != MaskForm::kIntervals || form == Bias::kNone || form == Bias::kVector,
                  "a bias per query and key needs bits of a mask");
-  set_dropout(kName, dropout_key, dropout_p, instance.head_dim, instance.head_dim_v, params);
+  set_dropout(kName, dropout_key, dropout_p, instance.head_dim, instance.head_dim_v, q, params);
   const bool has_dropout = params.dropout.key != nullptr;
   CHECK_ARGUMENT(!has_dropout || form != Bias::kStrided, "bias has rows that TMA cannot read; dropout has no kernel for it");
   const CurrentDevice device(kName, q);  // before the TMA descriptors, whose encoder needs its context
@@ -124,15 +128,12 @@ void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::option
   params.out = out.mutable_data_ptr();
   set_out_steps(out, sizes, params);
   params.lse = static_cast<float*>(lse.mutable_data_ptr());
-  set_sink(kName, sink, sizes.num_heads, params);
+  set_sink(kName, sink, sizes.num_heads, q, params);
   set_sizes(sizes, params);
   set_band(sizes, low, high, params);
 
   set_scale(softmax_scale, softcap, params);
-  if (has_mask) {
-    CHECK_ARGUMENT(mask.size() == 2, "mask has ", mask.size(), " tensors; it needs bits or bounds, and lists of rows");
-    set_mask(of_mask, mask[0], mask[1], sizes, params);
-  }
+  if (has_mask) set_mask(of_mask, mask[0], mask[1], sizes, params);
 
   const int64_t pairs = sizes.batch * sizes.num_heads, blocks_q = ceil_div(sizes.seqlen_q, tile.block_m);
   CHECK_ARGUMENT(pairs * blocks_q <= kMaxInt / 2, "there are more than 2^30 tiles of rows");

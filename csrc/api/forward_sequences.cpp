@@ -61,15 +61,20 @@ Bias describe_bias(const Tensor& bias, const Tensor& q, ForwardParams& params) {
 void forward(Tensor q, Tensor k, Tensor v, Tensor bounds, std::optional<Tensor> block_table, std::optional<Tensor> bias,
              std::optional<Tensor> sink, Tensor out, Tensor lse, bool is_packed, int64_t bias_packing, int64_t most_q, int64_t most_k, int64_t left,
              int64_t right, double softmax_scale, double softcap) {
-  Sizes sizes = sizes_of(kName, q, k, v);
+  Sizes sizes = sizes_of(kName, q, k, v, block_table.has_value());
   // Beside pages the keys of an entry are those that a row of the table has room for.
-  if (block_table.has_value()) sizes.seqlen_k *= block_table->size(1);
+  if (block_table.has_value()) {
+    CHECK_ARGUMENT(block_table->dim() == 2, "block_table has ", block_table->dim(), " dims; it needs 2");
+    sizes.seqlen_k *= block_table->size(1);
+  }
   const KernelInstance instance = instance_for(q.scalar_type(), sizes.head_dim, sizes.head_dim_v);
-  const int64_t number = bounds.size(0);
+  check_array(kName, out, "out", {sizes.batch, sizes.seqlen_q, sizes.num_heads, sizes.head_dim_v}, q.scalar_type(), q);
+  check_array(kName, lse, "lse", {sizes.batch, sizes.num_heads, sizes.seqlen_q}, ScalarType::Float, q);
   ForwardParams params{};
-  params.sequences = sequence_params(kName, {bounds, is_packed, bias_packing, most_q, most_k, left, right}, sizes);
+  params.sequences = sequence_params(kName, {bounds, is_packed, bias_packing, most_q, most_k, left, right}, sizes, bias, q);
   SequenceParams& of = params.sequences;
-  if (block_table.has_value()) set_pages(kName, *block_table, k, v, of);
+  const int64_t number = bounds.size(0);
+  if (block_table.has_value()) set_pages(kName, *block_table, number, k, v, of);
   const Bias form = bias.has_value() ? describe_bias(*bias, q, params) : Bias::kNone;
   const int64_t all_q = sizes.batch * sizes.seqlen_q;
   const int block_m = sequences_block_m(instance.head_dim, instance.head_dim_v, all_q / number, block_table.has_value());
@@ -89,7 +94,7 @@ void forward(Tensor q, Tensor k, Tensor v, Tensor bounds, std::optional<Tensor> 
   params.out_row_step = static_cast<int>(sizes.num_heads);
   params.out_head_step = 1;
   params.lse = static_cast<float*>(lse.mutable_data_ptr());
-  set_sink(kName, sink, sizes.num_heads, params);
+  set_sink(kName, sink, sizes.num_heads, q, params);
   set_sizes(sizes, params);
   set_scale(softmax_scale, softcap, params);
 

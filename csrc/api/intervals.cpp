@@ -76,9 +76,10 @@ std::vector<Tensor> topk_intervals(Tensor keys, int64_t k, int64_t seqlen_q, int
 Tensor key_order(Tensor start, Tensor stop, int64_t seqlen_q) {
   constexpr const char* kName = "cuda_key_order";
   CHECK_ARGUMENT(start.is_cuda(), "start is not on a CUDA device; the kernel is written for sm_90a");
-  CHECK_ARGUMENT(start.scalar_type() == ScalarType::Int && stop.scalar_type() == ScalarType::Int &&
-                     start.is_contiguous() && stop.is_contiguous() && start.numel() == stop.numel() && start.dim() == 3,
-                 "start and stop need to be int32 (B, H, Lk), contiguous");
+  CHECK_ARGUMENT(start.dim() == 3, "start has ", start.dim(), " dims; it needs 3: (B, H, Lk)");
+  for (const auto& [x, name] : {std::pair{&start, "start"}, std::pair{&stop, "stop"}}) {
+    check_array(kName, *x, name, {start.size(0), start.size(1), start.size(2)}, ScalarType::Int, start);
+  }
   const int64_t heads = start.size(0) * start.size(1), total = start.numel();
   CHECK_ARGUMENT(heads <= kMostHeads, "start has ", heads, " heads, more than ", kMostHeads);
   CHECK_ARGUMENT(total <= kMaxInt, "start has ", total, " keys, more than 2^31 - 1");
@@ -119,13 +120,12 @@ Tensor key_order(Tensor start, Tensor stop, int64_t seqlen_q) {
 std::vector<Tensor> interval_tiles(Tensor start, Tensor stop, Tensor order, int64_t seqlen_q) {
   constexpr const char* kName = "cuda_interval_tiles";
   CHECK_ARGUMENT(start.is_cuda(), "start is not on a CUDA device; the kernel is written for sm_90a");
-  for (const Tensor* x : {&start, &stop, &order}) {
-    CHECK_ARGUMENT(x->scalar_type() == ScalarType::Int && x->dim() == 3 && x->is_contiguous(),
-                   "start, stop and order need to be int32 (B, H, Lk), contiguous");
-  }
+  CHECK_ARGUMENT(start.dim() == 3 && order.dim() == 3, "start and order have ", start.dim(), " and ", order.dim(),
+                 " dims; they need 3: (B, H, Lk)");
   const int64_t batch = start.size(0), num_heads = start.size(1), seqlen_k = start.size(2);
-  CHECK_ARGUMENT(stop.numel() == start.numel() && (order.numel() == start.numel() || order.numel() == 0),
-                 "start, stop and order differ in shape");
+  check_array(kName, start, "start", {batch, num_heads, seqlen_k}, ScalarType::Int, start);
+  check_array(kName, stop, "stop", {batch, num_heads, seqlen_k}, ScalarType::Int, start);
+  check_array(kName, order, "order", {batch, num_heads, order.size(2) == 0 ? 0 : seqlen_k}, ScalarType::Int, start);
   CHECK_ARGUMENT(seqlen_q + seqlen_k <= kMaxInt / 2, "there are ", seqlen_q, " queries and ", seqlen_k,
                  " keys; together they may be 2^30 - 1");
   const int64_t tiles_q = ceil_div(seqlen_q, kTile), tiles_k = ceil_div(seqlen_k, kTile), heads = batch * num_heads;
@@ -158,8 +158,8 @@ std::vector<Tensor> interval_tiles(Tensor start, Tensor stop, Tensor order, int6
 Tensor interval_bits(Tensor bounds, int64_t seqlen_q) {
   constexpr const char* kName = "cuda_interval_bits";
   CHECK_ARGUMENT(bounds.is_cuda(), "bounds is not on a CUDA device; the kernel is written for sm_90a");
-  CHECK_ARGUMENT(bounds.scalar_type() == ScalarType::Int && bounds.dim() == 4 && bounds.is_contiguous(),
-                 "bounds needs to be int32 (B, H, 128 Tk, 2), contiguous");
+  CHECK_ARGUMENT(bounds.dim() == 4 && bounds.size(2) % kTile == 0, "bounds needs to be (B, H, 128 Tk, 2)");
+  check_array(kName, bounds, "bounds", {bounds.size(0), bounds.size(1), bounds.size(2), 2}, ScalarType::Int, bounds);
   const int64_t heads = bounds.size(0) * bounds.size(1), tiles_q = ceil_div(seqlen_q, kTile);
   const int64_t tiles_k = bounds.size(2) / kTile;
   CHECK_ARGUMENT(heads * tiles_q * tiles_k <= kMaxInt, "bits of ", heads, " heads by ", seqlen_q, " by ",
@@ -184,11 +184,14 @@ Tensor interval_bits(Tensor bounds, int64_t seqlen_q) {
 Tensor gather_bias(Tensor bias, Tensor order) {
   constexpr const char* kName = "cuda_gather_bias";
   CHECK_ARGUMENT(bias.is_cuda(), "bias is not on a CUDA device; the kernel is written for sm_90a");
+  CHECK_ARGUMENT(bias.dim() == 4 && order.dim() == 3, "bias and order have ", bias.dim(), " and ", order.dim(),
+                 " dims; they need 4 and 3");
   const int64_t batch = std::max(is_broadcast(bias, 0) ? 1 : bias.size(0), order.size(0));
   const int64_t bias_heads = is_broadcast(bias, 1) ? 1 : bias.size(1), heads = std::max(bias_heads, order.size(1));
-  CHECK_ARGUMENT(bias.dim() == 4 && order.dim() == 3 && bias.size(3) >= order.size(2) && heads % bias_heads == 0 &&
-                     heads % order.size(1) == 0,
-                 "bias has fewer keys than order, or their heads do not divide each other");
+  check_array(kName, order, "order", {one_or(batch), divisor_of(heads), order.size(2)}, ScalarType::Int, bias);
+  CHECK_ARGUMENT(bias.size(3) >= order.size(2) && heads % bias_heads == 0 &&
+                     (is_broadcast(bias, 0) || bias.size(0) == batch),
+                 "bias has fewer keys than order, or their heads or entries do not divide each other");
   const CurrentDevice device(kName, bias);
   const std::array<int64_t, 4> shape{batch, heads, 1, order.size(2)};
   Tensor result = torch::stable::new_empty(bias, {shape.data(), shape.size()}, ScalarType::Float);
@@ -217,15 +220,18 @@ Tensor gather_bias(Tensor bias, Tensor order) {
 std::vector<Tensor> gather_keys(Tensor k, Tensor v, Tensor order, Tensor bounds) {
   constexpr const char* kName = "cuda_gather_keys";
   CHECK_ARGUMENT(k.is_cuda(), "k is not on a CUDA device; the kernel is written for sm_90a");
-  CHECK_ARGUMENT(order.dim() == 3 && bounds.dim() == 4 && order.size(2) <= k.size(1) && k.size(2) % order.size(1) == 0,
-                 "k has ", k.size(1), " keys and ", k.size(2), " heads, and order is not of a divisor of them");
+  CHECK_ARGUMENT(k.dim() == 4 && order.dim() == 3, "k and order have ", k.dim(), " and ", order.dim(),
+                 " dims; they need 4 and 3");
+  check_array(kName, order, "order", {one_or(k.size(0)), divisor_of(k.size(2)), std::min(order.size(2), k.size(1))},
+              ScalarType::Int, k);
+  check_array(kName, bounds, "bounds", {order.size(0), order.size(1), ceil_div(order.size(2), kTile) * kTile, 2},
+              ScalarType::Int, k);
   const CurrentDevice device(kName, k);
   GatherKeysParams params{};
   std::vector<Tensor> results;
   const auto rows_of = [&](const Tensor& x, GatherKeysParams::Rows& rows) {
-    CHECK_ARGUMENT(x.dim() == 4 && x.stride(3) == 1 && x.size(3) * 2 % 16 == 0 && x.size(1) == k.size(1) &&
-                       x.size(2) == k.size(2),
-                   "k and v need to be (B, Lk, Hk, D) with rows of 16 bytes");
+    CHECK_ARGUMENT(x.element_size() == 2 && x.stride(3) == 1 && x.size(3) % 8 == 0,
+                   "k and v need rows of 16-bit values, whole pieces of 16 bytes");
     const std::array<int64_t, 4> shape{x.size(0), order.size(2), x.size(2), x.size(3)};
     results.push_back(torch::stable::new_empty(x, {shape.data(), shape.size()}));
     rows.from = x.const_data_ptr();
@@ -235,6 +241,8 @@ std::vector<Tensor> gather_keys(Tensor k, Tensor v, Tensor order, Tensor bounds)
     rows.stride_h = x.stride(2) * 2;
     rows.chunks = static_cast<int>(x.size(3) / 8);
   };
+  CHECK_ARGUMENT(v.dim() == 4, "v has ", v.dim(), " dims; it needs 4");
+  check_dims(kName, v, "v", {k.size(0), k.size(1), k.size(2), v.size(3)}, k);
   rows_of(k, params.k);
   rows_of(v, params.v);
   params.order = static_cast<const int32_t*>(order.const_data_ptr());

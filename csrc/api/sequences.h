@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -25,17 +26,28 @@ struct SequenceCall {
 };
 
 // q (1, Tq, Hq, D) or (S, Lq, Hq, D), and so k and v.
-inline SequenceParams sequence_params(const char* op, const SequenceCall& call, const Sizes& sizes) {
+inline SequenceParams sequence_params(const char* op, const SequenceCall& call, const Sizes& sizes,
+                                      const std::optional<torch::stable::Tensor>& bias,
+                                      const torch::stable::Tensor& q) {
   using torch::headeronly::ScalarType;
   const auto& bounds = call.bounds;
   CHECK_FOR(op, bounds.scalar_type() == ScalarType::Int && bounds.dim() == 2 && bounds.size(1) == 4 &&
                     bounds.is_contiguous() && bounds.size(0) > 0,
             "bounds need to be contiguous, int32, and (sequences, 4)");
+  check_dims(op, bounds, "bounds", {bounds.size(0), 4}, q);
   CHECK_FOR(op, sizes.batch == (call.is_packed ? 1 : bounds.size(0)), "q has ", sizes.batch, " entries beside ",
             bounds.size(0), " sequences");
   CHECK_FOR(op, call.most_q > 0 && call.most_k > 0 && call.left >= 0 && call.right >= 0,
             "bounds on lengths need to be positive, and a window not negative");
   CHECK_FOR(op, sizes.batch * (sizes.seqlen_q + sizes.seqlen_k) <= kMaxInt / 2, "there are more than 2^30 rows");
+  if (bias.has_value() && bias->numel() > 0) {  // of sequences without a key there may be nothing
+    const bool is_by_position = call.bias_packing == kByPosition, packs_keys = call.bias_packing == kPackedKeys;
+    check_dims(op, *bias, "bias",
+               {one_or(is_by_position ? bounds.size(0) : 1), divisor_of(sizes.num_heads),
+                one_or(is_by_position ? call.most_q : packs_keys ? 1 : sizes.seqlen_q),
+                one_or(packs_keys ? sizes.seqlen_k : call.most_k)},
+               q);
+  }
   SequenceParams params{};
   params.bounds = static_cast<const int4*>(bounds.const_data_ptr());
   params.packs_queries = params.packs_keys = call.is_packed;
@@ -52,13 +64,14 @@ inline SequenceParams sequence_params(const char* op, const SequenceCall& call, 
 
 // Says where keys lie in pages: k and v are (pages, page_size, Hk, D). The page of key j of a sequence is entry
 // j / page_size of its row in the table, int32 (S, P).
-inline void set_pages(const char* op, const torch::stable::Tensor& table, const torch::stable::Tensor& k,
-                      const torch::stable::Tensor& v, SequenceParams& params) {
+inline void set_pages(const char* op, const torch::stable::Tensor& table, int64_t number,
+                      const torch::stable::Tensor& k, const torch::stable::Tensor& v, SequenceParams& params) {
   const int64_t pages = k.size(0), page_size = k.size(1);
   CHECK_FOR(op, table.scalar_type() == torch::headeronly::ScalarType::Int && table.dim() == 2 && table.size(1) > 0 &&
                     table.stride(1) == 1,
             "block_table needs to be int32, (sequences, pages), its rows of unit stride");
-  CHECK_FOR(op, pages > 0 && v.size(0) == pages && v.size(1) == page_size, "k and v differ in pages, or have none");
+  check_dims(op, table, "block_table", {number, table.size(1)}, k);
+  CHECK_FOR(op, pages > 0, "k has no pages");
   const int64_t box = std::min<int64_t>(page_size, kTile);
   CHECK_FOR(op, box >= kLeastPage && kTile % box == 0 && page_size % box == 0, "pages have ", page_size,
             " keys; kernels take 16, 32, 64, or a multiple of 128");

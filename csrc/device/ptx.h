@@ -172,7 +172,9 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// Arrives at a barrier given by its cluster address.
+// Arrives at a barrier given by its cluster address, to say that this thread has read what others may now overwrite. It
+// publishes no write: it is not `.release.cluster`, which by nvcc 13.0 waits for all earlier writes to device memory
+// (MEMBAR.ALL.GPU) before each arrival, dbias among them. CUTLASS' ClusterBarrier arrives in this form too.
 __device__ __forceinline__ void barrier_arrive_in_cluster(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }

@@ -11,6 +11,16 @@
 
 namespace flash_dmattn {
 
+// Whether the driver is of CUDA 12.3 or later: older ones cannot capture such launches in graphs. Without the attribute a
+// kernel starts when the one before has ended, and griddepcontrol does nothing.
+inline bool can_start_early() {
+  static const bool known = [] {
+    int driver = 0;
+    return cudaDriverGetVersion(&driver) == cudaSuccess && driver >= 12030;
+  }();
+  return known;
+}
+
 struct KernelLaunch {
   cudaLaunchAttribute attributes[2]{};
   cudaLaunchConfig_t config{};
@@ -22,12 +32,17 @@ struct KernelLaunch {
     config.dynamicSmemBytes = bytes;
     config.stream = stream;
     config.attrs = attributes;
-    config.numAttrs = cluster > 1 ? 2 : 1;
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim.x = cluster;
-    attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+    if (can_start_early()) {
+      cudaLaunchAttribute& early = attributes[config.numAttrs++];
+      early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      early.val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (cluster > 1) {
+      cudaLaunchAttribute& size = attributes[config.numAttrs++];
+      size.id = cudaLaunchAttributeClusterDimension;
+      size.val.clusterDim.x = cluster;
+      size.val.clusterDim.y = size.val.clusterDim.z = 1;
+    }
   }
   KernelLaunch(const KernelLaunch&) = delete;  // config points to the attributes
 

@@ -32,8 +32,8 @@ REWRITES = (
     (re.compile(r"extern __shared__ .*?(\w+) (\w+)\[\];"), r"\1* const \2 = ::emulation::shared_memory();"),
     # Operators ask for the device of their tensors.
     (re.compile(r"\b\w+\.is_cuda\(\)"), "true"),
-    # How many multiprocessors there are may change, and is asked for again.
-    (re.compile(r"static (std::array<.*> known)"), r"\1"),
+    # How many multiprocessors there are, and which driver, may change and is asked for again.
+    (re.compile(r"static ((?:std::array<.*>|const bool) known)"), r"\1"),
 )
 # -O1: twice as fast to compile as -O2, and kernels spend their time in the machine. Its loops are vectorised.
 FLAGS = "-std=c++20 -O1 -fPIC -fvisibility=hidden -w -Wno-psabi"

@@ -461,15 +461,18 @@ void run_grid(const Launch& launch, const std::function<void()>& kernel) {
   error = nullptr;
   grid_dim.x = blocks;
   running_kernel = &kernel;
-  // Blocks of a persistent kernel, which has shared memory of a size of its own, may wait for each other; others run
-  // one after another, since their static shared memory is one for all.
+  // Blocks of a persistent kernel may wait for each other; it has shared memory of a size of its own. Others run one
+  // after another, since their static shared memory is one for all, and in any order.
   const unsigned together = shared_bytes > 0 ? blocks : cluster;
+  std::vector<unsigned> firsts;
+  for (unsigned first = 0; first < blocks; first += together) firsts.push_back(first);
+  std::shuffle(firsts.begin(), firsts.end(), random_numbers);
   std::vector<uint8_t*> taken;
   struct Return {
     std::vector<uint8_t*>& taken;
     ~Return() { stacks.free.insert(stacks.free.end(), taken.begin(), taken.end()); }
   } give_back{taken};
-  for (unsigned first = 0; first < blocks; first += together) {
+  for (const unsigned first : firsts) {
     std::vector<std::unique_ptr<Block>> made;
     std::vector<Block*> running;
     std::vector<std::unique_ptr<Cluster>> clusters;

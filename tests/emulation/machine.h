@@ -185,6 +185,7 @@ uint32_t shared_address(const void* pointer);
 struct Settings {
   int num_sms = 3;
   uint64_t seed = 0;
+  int driver = 13000;  // as CUDA counts: of 13.0
 };
 extern Settings settings;
 

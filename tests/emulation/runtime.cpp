@@ -6,6 +6,7 @@
 #include <cuda_runtime_api.h>
 
 #include "machine.h"
+#include "sm90/kernel_launch.h"
 
 namespace flash_dmattn {
 cudaError_t count_clusters(int device, int cluster, int& clusters);  // csrc/sm90/backward/clusters.cu
@@ -55,6 +56,10 @@ int aoti_torch_delete_device_guard(void*) { return 0; }
 
 cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 cudaError_t cudaGetLastError() { return cudaSuccess; }
+cudaError_t cudaDriverGetVersion(int* version) {
+  *version = emulation::settings.driver;
+  return cudaSuccess;
+}
 const char* cudaGetErrorString(cudaError_t) { return "an error of the emulated GPU"; }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   if (attribute != cudaDevAttrMultiProcessorCount) return cudaErrorInvalidValue;
@@ -76,6 +81,16 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** entry, uns
 // For Python, by ctypes.
 __attribute__((visibility("default"))) void emulation_configure(int num_sms, uint64_t seed) {
   emulation::settings = {num_sms, seed};
+}
+
+// The number of blocks in a cluster of a launch by this driver; negative where the launch may start early.
+__attribute__((visibility("default"))) int emulation_launch_of_driver(int driver, int cluster) {
+  const auto before = emulation::settings;
+  emulation::settings.driver = driver;
+  const flash_dmattn::KernelLaunch made(cluster, 32, nullptr, 0, cluster);
+  emulation::settings = before;
+  const emulation::Launch launch = emulation_launch(made.config);
+  return launch.starts_early ? -static_cast<int>(launch.cluster) : static_cast<int>(launch.cluster);
 }
 
 // What count_clusters returns for clusters of so many blocks, and how many of those run at the same time.

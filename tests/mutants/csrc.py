@@ -5,6 +5,7 @@ from __future__ import annotations
 from .fault import Fault
 
 _RARE = "tests/test_cuda_rare.py::"
+_ARGUMENTS = "tests/test_cuda_arguments.py::"
 _PARTS = "tests/test_cuda_parts.py::"
 _DBIAS_OUT = "tests/test_cuda_dbias_out.py::"
 _SECTIONS = "tests/test_cuda_sections.py::"
@@ -49,6 +50,50 @@ def _pages(case: str) -> tuple[str, ...]:
 
 
 FAULTS: tuple[Fault, ...] = (
+    # Calls by hand
+    Fault(
+        "a mask of other queries is taken",
+        "csrc/api/call.h",
+        "{entries, heads, sizes.seqlen_q, tiles_k * kTileWords}",
+        "{entries, heads, allowed.size(2), tiles_k * kTileWords}",
+        (f"{_ARGUMENTS}test_each_tensor_changed_alone_is_refused[forward tiles-cuda]",),
+    ),
+    Fault(
+        "lists of columns are not looked at",
+        "csrc/api/call.h",
+        "  if (has_columns) {",
+        "  if (false) {",
+        (f"{_ARGUMENTS}test_each_tensor_changed_alone_is_refused[backward by place-cuda]",),
+    ),
+    Fault(
+        "a bias by position of more keys than the longest sequence is taken",
+        "csrc/api/sequences.h",
+        "one_or(packs_keys ? sizes.seqlen_k : call.most_k)",
+        "one_or(packs_keys ? sizes.seqlen_k : bias->size(3))",
+        (f"{_ARGUMENTS}test_each_tensor_changed_alone_is_refused[forward padded-cuda]",),
+    ),
+    Fault(
+        "dbias_sums may be of other keys",
+        "csrc/api/backward_sequences.cpp",
+        "packs_keys ? sizes.seqlen_k : of.most_k}",
+        "packs_keys ? sizes.seqlen_k : dbias_sums->size(2)}",
+        (f"{_ARGUMENTS}test_each_tensor_changed_alone_is_refused[backward padded-cuda]",),
+    ),
+    # Packing
+    Fault(
+        "classes of tiles that do not exist are written, those of the next row",
+        "csrc/sm90/mask/pack.cu",
+        "tile < p.tiles_k) p.classes[row_of_tiles * p.tiles_k + tile] = 0;",
+        "true) p.classes[row_of_tiles * p.tiles_k + tile] = 0;",
+        ("tests/test_cuda_pack.py::test_every_size[(2, 2, 300, 1040)]",),
+    ),
+    Fault(
+        "bits of tiles that do not exist are written, those of the next row",
+        "csrc/sm90/mask/pack.cu",
+        "if (row < p.seqlen_q && tile < p.tiles_k) bits[place]",
+        "if (row < p.seqlen_q) bits[place]",
+        ("tests/test_cuda_pack.py::test_every_size[(2, 2, 300, 1040)]",),
+    ),
     # Pages
     Fault(
         "slots behind the last key of a page are read",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .fault import Fault
 
 EAGER, CHUNKS, TILES, FORMULA = (f"reference/{name}.py" for name in ("eager", "chunks", "tiles", "formula"))
+SPLIT = "tests/test_eager_chunks.py::test_split_rows_beside_dropout_and_a_sink"
 SINGLE_KEYS = ("tests/test_eager_chunks.py::test_any_chunk_size[True-1]",)
 BATCHES = ("tests/test_eager_chunks.py::test_any_chunk_size[True-40000]",)
 SOFTCAP = ("tests/test_eager_chunks.py::test_any_subset_of_gradients_with_a_softcap",)
@@ -17,6 +18,28 @@ _SINKS = "tests/test_sinks.py::test_a_sink_beside_everything_else"
 SINKS = tuple(f"{_SINKS}[eager-{name}]" for name in ("bias per query", "many keys", "no key is allowed"))
 
 FAULTS: tuple[Fault, ...] = (
+    # Split rows
+    Fault(
+        "delta of a split row in 16 bits is of what dropout has left in",
+        EAGER,
+        "dp.mul_(_kept(dropout, chunks, block, keys))",
+        "pass",
+        (f"{SPLIT}[dtype0-dropout]",),
+    ),
+    Fault(
+        "delta of a split row in 16 bits leaves its sink out",
+        EAGER,
+        "row_sum += share",
+        "row_sum += 0.0",
+        (f"{SPLIT}[dtype0-sink]",),
+    ),
+    Fault(
+        "the last, smaller chunk of entries has no mask",
+        CHUNKS,
+        "-(-batch.stop // self.extent.batch)]",
+        "batch.stop // self.extent.batch]",
+        ("tests/test_eager_chunks.py::test_the_last_smaller_chunk_of_each_dim[entry]",),
+    ),
     # Sinks
     Fault(
         "dbias of one value per query has no term of the sink",

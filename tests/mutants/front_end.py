@@ -21,6 +21,13 @@ HEADS = "tests/test_heads_first.py::"
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
+        "calls whose tensors are on other devices are taken for alike",
+        "flash_dmattn/dispatch/call_cache.py",
+        "return x.shape, x.stride(), x.dtype, x.device, x.requires_grad",
+        "return x.shape, x.stride(), x.dtype, x.requires_grad",
+        (f"{INVALID}[k device-attention]",),
+    ),
+    Fault(
         "calls that differ in their sink alone are taken for alike",
         "flash_dmattn/dispatch/call_cache.py",
         "None if sink is None else _of(sink),",

@@ -1,0 +1,277 @@
+"""What the operators of the CUDA extension refuse in calls by hand: each tensor of a call changed alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from cases import DEVICE
+from conftest import Runner
+from torch import Tensor
+
+pytestmark = pytest.mark.parametrize("backend", ("cuda",), indirect=True)
+
+BATCH, QUERIES, KEYS, HEADS, HEADS_K, DIM = 2, 130, 136, 4, 2, 64
+DTYPE = torch.bfloat16
+NO_BAND = (-QUERIES, KEYS)
+
+
+class Call(NamedTuple):
+    """A call that the operator takes: its arguments by name, and dims that no other argument decides."""
+
+    operator: str
+    arguments: dict[str, Any]
+    free: tuple[tuple[str, int], ...] = ()
+
+    def run(self, **changes: Any) -> Any:
+        return getattr(torch.ops.flash_dmattn, self.operator).default(**{**self.arguments, **changes})
+
+
+def draw(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def integers(*shape: int, high: int = 2) -> Tensor:
+    return torch.randint(high, shape, dtype=torch.int32, device=DEVICE)
+
+
+def tensors_of_call() -> dict[str, Any]:
+    return {
+        "q": draw(BATCH, QUERIES, HEADS, DIM),
+        "k": draw(BATCH, KEYS, HEADS_K, DIM),
+        "v": draw(BATCH, KEYS, HEADS_K, DIM),
+        "out": draw(BATCH, QUERIES, HEADS, DIM),
+        "lse": draw(BATCH, HEADS, QUERIES, dtype=torch.float32),
+    }
+
+
+def tiles() -> list[Tensor]:
+    mask = torch.rand(BATCH, HEADS, QUERIES, KEYS, device=DEVICE) < 0.5
+    bits, _, rows, columns = torch.ops.flash_dmattn.cuda_pack_mask(mask, *NO_BAND, False)
+    return [bits, rows, columns]
+
+
+def intervals() -> list[Tensor]:
+    start = integers(BATCH, HEADS_K, KEYS, high=QUERIES)
+    order = places()[:, :, :0].contiguous()
+    return torch.ops.flash_dmattn.cuda_interval_tiles(start, (start + 40).clamp_max(QUERIES), order, QUERIES)
+
+
+def places() -> Tensor:
+    return torch.arange(KEYS, dtype=torch.int32, device=DEVICE).expand(BATCH, HEADS_K, KEYS).contiguous()
+
+
+FORWARD = {"low": -QUERIES, "high": KEYS, "softmax_scale": 0.125, "softcap": 0.0, "dropout_p": 0.0}
+NO_MASK: dict[str, Any] = {"mask": [], "bias": None}
+
+
+def forward(**others: Any) -> Call:
+    numbers = {**FORWARD, "num_splits": 1, "one_mask_row": False, "dropout_key": None, "sink": None}
+    return Call("cuda_forward_kernel", {**tensors_of_call(), **numbers, **NO_MASK, **others})
+
+
+def backward(**others: Any) -> Call:
+    tensors = tensors_of_call()
+    tensors["dout"] = torch.randn_like(tensors["q"])
+    tensors["dlse"] = torch.randn_like(tensors["lse"])
+    tensors |= {f"d{name}": torch.empty_like(tensors[name]) for name in "qkv"}
+    numbers = {**FORWARD, "deterministic": False, "num_dbias_chunks": 0, "dropout_key": None, "key_order": None}
+    nothing = dict.fromkeys(("dbias", "dbias_sums", "delta"))
+    return Call("cuda_backward_kernel", {**tensors, **numbers, **NO_MASK, **nothing, **others})
+
+
+def backward_by_place() -> Call:
+    of_keys = {"bias": draw(*KEY_BIAS), "dbias_sums": sums(BATCH, HEADS, KEYS)}
+    return backward(mask=intervals(), key_order=places(), **of_keys)
+
+
+LENGTHS = (70, 60)
+OF_SEQUENCES = {"most_q": 70, "most_k": 70, "left": 2**30, "right": 2**30, "softmax_scale": 0.125}
+
+
+def sequences(*, packs: bool, **others: Any) -> dict[str, Any]:
+    """Two sequences in a row of tokens, or in two entries."""
+    entries, rows = (1, 130) if packs else (2, 70)
+    first = [0, LENGTHS[0] if packs else 0]
+    bounds = torch.tensor([[at, n, at, n] for at, n in zip(first, LENGTHS)], dtype=torch.int32, device=DEVICE)
+    return {
+        "q": draw(entries, rows, HEADS, DIM),
+        "k": draw(entries, rows, HEADS_K, DIM),
+        "v": draw(entries, rows, HEADS_K, DIM),
+        "out": draw(entries, rows, HEADS, DIM),
+        "lse": draw(entries, HEADS, rows, dtype=torch.float32),
+        "bounds": bounds,
+        "is_packed": packs,
+        **OF_SEQUENCES,
+        **others,
+    }
+
+
+def number_is_free(arguments: dict[str, Any]) -> tuple[tuple[str, int], ...]:
+    """The number of sequences, where nothing else has it."""
+    return (("bounds", 0),) if arguments["is_packed"] and arguments["bias_packing"] > 0 else ()
+
+
+def forward_sequences(*, packs: bool, **others: Any) -> Call:
+    given = {"block_table": None, "bias": None, "sink": draw(HEADS, dtype=torch.float32), "softcap": 0.0, **others}
+    arguments = sequences(packs=packs, bias_packing=0) | given
+    return Call("cuda_forward_sequences", arguments, (("block_table", 1), *number_is_free(arguments)))
+
+
+def backward_sequences(*, packs: bool, **others: Any) -> Call:
+    tensors = sequences(packs=packs, bias_packing=0)
+    tensors["dout"] = torch.randn_like(tensors["q"])
+    tensors["dlse"] = torch.randn_like(tensors["lse"])
+    tensors["delta"] = torch.empty_like(tensors["lse"])
+    tensors |= {f"d{name}": torch.empty_like(tensors[name]) for name in "qkv"}
+    given = {"bias": None, "dbias": None, "dbias_sums": None, "num_dbias_chunks": 0, **others}
+    arguments = tensors | given
+    return Call("cuda_backward_sequences", arguments, number_is_free(arguments))
+
+
+def sums(*shape: int) -> Tensor:
+    return torch.zeros(shape, device=DEVICE)
+
+
+BIAS, ONE_BIAS, KEY_BIAS = (BATCH, HEADS, QUERIES, KEYS), (1, HEADS_K, QUERIES, KEYS), (BATCH, HEADS, 1, KEYS)
+OF_POSITIONS, OF_QUERIES, OF_KEYS = (2, HEADS, 70, 72), (1, HEADS, 130, 72), (1, HEADS, 1, 130)
+CALLS: dict[str, Callable[[], Call]] = {
+    "forward tiles": lambda: forward(mask=tiles()[:2], bias=draw(*BIAS), sink=draw(HEADS, dtype=torch.float32)),
+    "forward intervals": lambda: forward(mask=intervals()[:2], bias=draw(*KEY_BIAS)),
+    "forward dropout": lambda: forward(dropout_key=torch.zeros(2, dtype=torch.int64, device=DEVICE), dropout_p=0.1),
+    "backward tiles": lambda: backward(
+        mask=tiles(), bias=draw(*BIAS), dbias=draw(*BIAS), delta=sums(BATCH, HEADS, QUERIES)
+    ),
+    "backward shared": lambda: backward(bias=draw(*ONE_BIAS), dbias=draw(*ONE_BIAS)),
+    "backward by place": backward_by_place,
+    "backward dropout": lambda: backward(dropout_key=torch.zeros(2, dtype=torch.int64, device=DEVICE)),
+    "forward packed": lambda: forward_sequences(packs=True, most_k=72, bias=draw(*OF_POSITIONS)),
+    "forward queries": lambda: forward_sequences(packs=True, most_k=72, bias=draw(*OF_QUERIES), bias_packing=1),
+    "forward keys": lambda: forward_sequences(packs=True, bias=draw(*OF_KEYS), bias_packing=2),
+    "forward padded": lambda: forward_sequences(packs=False, most_k=72, bias=draw(*OF_POSITIONS)),
+    "forward pages": lambda: forward_sequences(
+        packs=False,
+        k=draw(4, 64, HEADS_K, DIM),
+        v=draw(4, 64, HEADS_K, DIM),
+        block_table=torch.arange(4, dtype=torch.int32, device=DEVICE).view(2, 2),
+    ),
+    "backward packed": lambda: backward_sequences(
+        packs=True, most_k=72, bias=draw(*OF_POSITIONS), dbias=draw(*OF_POSITIONS)
+    ),
+    "backward queries": lambda: backward_sequences(
+        packs=True, most_k=72, bias=draw(*OF_QUERIES), dbias=draw(*OF_QUERIES), bias_packing=1
+    ),
+    "backward keys": lambda: backward_sequences(
+        packs=True, bias=draw(*OF_KEYS), dbias_sums=sums(1, HEADS, 130), bias_packing=2
+    ),
+    "backward padded": lambda: backward_sequences(
+        packs=False, bias=draw(2, HEADS, 1, 70), dbias_sums=sums(2, HEADS, 70)
+    ),
+    "pack": lambda: Call(
+        "cuda_pack_mask",
+        {"mask": integers(*BIAS).bool(), "low": -QUERIES, "high": KEYS, "has_band": False},
+        tuple(("mask", dim) for dim in range(4)),
+    ),
+    "topk": lambda: Call(
+        "cuda_topk_intervals",
+        {"keys": integers(BATCH, HEADS_K, KEYS), "k": 8, "seqlen_q": QUERIES, "local": 0},
+        tuple(("keys", dim) for dim in range(3)),
+    ),
+    "order": lambda: Call(
+        "cuda_key_order",
+        {"start": integers(BATCH, HEADS_K, KEYS), "stop": integers(BATCH, HEADS_K, KEYS), "seqlen_q": QUERIES},
+    ),
+    "tiles": lambda: Call(
+        "cuda_interval_tiles",
+        {**{name: integers(BATCH, HEADS_K, KEYS) for name in ("start", "stop", "order")}, "seqlen_q": QUERIES},
+    ),
+    "bits": lambda: Call(
+        "cuda_interval_bits",
+        {"bounds": integers(BATCH, HEADS_K, 256, 2), "seqlen_q": QUERIES},
+        (("bounds", 0), ("bounds", 1)),
+    ),
+    "gather keys": lambda: Call(
+        "cuda_gather_keys",
+        {
+            "k": draw(BATCH, KEYS, HEADS_K, DIM),
+            "v": draw(BATCH, KEYS, HEADS_K, DIM),
+            "order": integers(BATCH, HEADS_K, KEYS),
+            "bounds": integers(BATCH, HEADS_K, 256, 2),
+        },
+    ),
+    "gather bias": lambda: Call(
+        "cuda_gather_bias",
+        {"bias": draw(BATCH, HEADS, 1, KEYS), "order": integers(BATCH, HEADS_K, KEYS)},
+        (("bias", 2), ("bias", 3)),
+    ),
+}
+# Read by their strides; of sequences q, k, v and dout are made contiguous where TMA needs it.
+OF_ANY_STRIDES = {"q", "k", "v", "dout", "bias", "dlse", "block_table"}
+
+
+def larger(x: Tensor, dim: int) -> Tensor:
+    """One more in a dim."""
+    return torch.cat((x, x.narrow(dim, 0, 1)), dim)
+
+
+def changes_of(call: Call) -> dict[str, dict[str, Any]]:
+    """Each tensor changed alone: a dim larger, one missing, another dtype, not contiguous."""
+    found: dict[str, dict[str, Any]] = {}
+
+    def add(name: str, x: Tensor, put: Callable[[Tensor], dict[str, Any]]) -> None:
+        for dim in range(x.dim()):
+            if (name, dim) not in call.free:
+                found[f"{name}: dim {dim}"] = put(larger(x, dim))
+        found[f"{name}: missing dim"] = put(x[0])
+        found[f"{name}: dtype"] = put(x.to(torch.float64))
+        if name not in OF_ANY_STRIDES and call.operator != "cuda_pack_mask":
+            found[f"{name}: strides"] = put(x.repeat_interleave(2, -1)[..., ::2])
+
+    for name, value in call.arguments.items():
+        if isinstance(value, Tensor):
+            add(name, value, lambda x, name=name: {name: x})
+        elif isinstance(value, list):
+            for n, part in enumerate(value):
+                add(
+                    f"{name}[{n}]",
+                    part,
+                    lambda x, n=n, name=name, value=value: {name: [*value[:n], x, *value[n + 1 :]]},
+                )
+    return found
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_each_tensor_changed_alone_is_refused(backend: Runner, name: str) -> None:
+    torch.manual_seed(0)
+    call = CALLS[name]()
+    call.run()
+    accepted = []
+    for change, arguments in changes_of(call).items():
+        try:
+            call.run(**arguments)
+        except RuntimeError as error:
+            assert f"{call.operator}: " in str(error), (change, str(error))
+        else:
+            accepted.append(change)
+    assert not accepted
+    call.run()
+
+
+def test_every_operator_is_called_here(backend: Runner) -> None:
+    names = {schema.name.partition("::")[2] for schema in torch._C._jit_get_all_schemas()}
+    operators = {name for name in names if name.startswith("cuda_")} - {"cuda_forward", "cuda_backward"}  # of Python
+    assert {make().operator for make in CALLS.values()} == operators
+
+
+def test_what_is_said_of_a_mask_of_another_call(backend: Runner) -> None:
+    call = forward(mask=tiles()[:2])
+    x = call.arguments
+    for rows in (QUERIES - 1, 2 * QUERIES):
+        others = {name: x[name][:, :1].expand(-1, rows, -1, -1).contiguous() for name in ("q", "out")}
+        others["lse"] = x["lse"][..., :1].expand(-1, -1, rows).contiguous()
+        wanted = f"mask[0] is (2, 4, 130, 8); it needs to be (1 or 2, a divisor of 4, {rows}, 8)"
+        with pytest.raises(RuntimeError, match=re.escape(wanted)):
+            call.run(**others)
