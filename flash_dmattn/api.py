@@ -75,6 +75,8 @@ def attention(
             prepared mask of `flash_dmattn.masks`, for any number of calls of its lengths: it brings is_causal and
             window_size, which here stay unset or limit no side in another way. Beside sequences, of these a `TreeMask`
             alone: which of its new tokens each query sees.
+            A hidden key may hold anything, NaN included; a hidden value may not, since 0 * NaN is NaN, as in torch.
+            `sequences` do not read what lies beyond their lengths: see docs/masks.md.
         bias: added to the scaled scores, itself unscaled; -inf masks. Shaped as mask, of its own shape; any float
             dtype. Its gradient has its shape and dtype, is accumulated in fp32 and rounded once.
         is_causal: query i attends keys j <= i + Lk - Lq (aligned bottom-right).
