@@ -44,11 +44,8 @@ class Share:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         """Causal attention of these rows over all keys."""
         if self.mesh is None:
-            out = attention(q, k, v, None, bias, is_causal=True)
-        else:
-            out = context_parallel_attention(q, k, v, None, bias, group=self.mesh, layout=self.layout, is_causal=True)
-        assert isinstance(out, Tensor)  # no lse beside it
-        return out
+            return attention(q, k, v, None, bias, is_causal=True)
+        return context_parallel_attention(q, k, v, None, bias, group=self.mesh, layout=self.layout, is_causal=True)
 
 
 class Block(nn.Module):

@@ -119,8 +119,7 @@ class Scores:
             addend = self._chunks.buffer(1, shape)
             if self._add_to_be(addend, block, keys):
                 s.add_(addend)
-        if self._mask is not None:
-            self._hide(s, block, keys)
+        self._hide(s, block, keys)
         for columns, outside in self._chunks.band_edges(block, keys):
             block.by_group(s, self._chunks.group)[..., columns].masked_fill_(outside, -math.inf)
         return s
@@ -143,7 +142,7 @@ class Scores:
         """Write -inf into s where the mask does not allow the score, whatever the key holds."""
         # On a CPU -inf has been added already, and only a product of inf or NaN outlives it. Any such score makes the
         # sum NaN, and a sum takes a tenth of the time of masked_fill_.
-        if _adds_mask(s.device) and not s.sum().isnan():
+        if self._mask is None or (_adds_mask(s.device) and not s.sum().isnan()):
             return
         mask = block.pick(self._mask, keys, self._mask_repeat)
         block.by_group(s, self._chunks.group).masked_fill_(~mask, -math.inf)
