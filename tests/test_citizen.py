@@ -282,19 +282,30 @@ def test_every_pair_of_operators_has_its_formulas() -> None:
         assert getattr(torch.ops.flash_dmattn, f"{name}_{which}") in flop_registry
 
 
-@pytest.mark.parametrize("first", ["flash_dmattn", "torch.utils.flop_counter"])
-def test_flop_are_counted_whichever_is_imported_first(first: str) -> None:
+@pytest.mark.parametrize("before", ["", "find_spec", "made first", "torch.utils.flop_counter"])
+def test_flop_are_counted_whatever_comes_before(before: str) -> None:
     code = f"""
-import sys, torch
-import {first}
+import importlib.util, sys, torch
+finders = list(sys.meta_path)
+if {before!r} == "torch.utils.flop_counter":
+    import torch.utils.flop_counter
+import flash_dmattn
 loaded = "torch.utils.flop_counter" in sys.modules
-import flash_dmattn, torch.utils.flop_counter
-x = torch.randn(1, 4, 2, 8)
-with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+if {before!r} == "find_spec":
+    importlib.util.find_spec("torch.utils.flop_counter")
+from torch.utils.flop_counter import FlopCounterMode
+x = torch.randn(1, 4, 2, 8, requires_grad=True)
+outer, inner = FlopCounterMode(display=False), FlopCounterMode(display=False)
+if {before!r} == "made first":
     flash_dmattn.attention(x, x, x)
-print(loaded, counter.get_total_flops(), any("AfterImport" in type(f).__name__ for f in sys.meta_path))
+with outer:
+    with inner:
+        out = flash_dmattn.attention(x, x, x)
+    out.sum().backward()
+print(loaded, inner.get_total_flops(), outer.get_total_flops(), sys.meta_path == finders)
 """
-    assert python(code) == f"{first != 'flash_dmattn'} {4 * 8 * 2 * 4 * 4} False"
+    forward = 4 * 8 * 2 * 4 * 4
+    assert python(code) == f"{before == 'torch.utils.flop_counter'} {forward} {forward * 7 // 2} True"
 
 
 # Profiles
