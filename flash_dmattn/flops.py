@@ -101,8 +101,8 @@ def register(packet: Any, formula: Callable[..., int]) -> Callable[..., Any]:
         packet: the operator, as `torch.ops.<namespace>.<name>`.
         formula: called with the arguments of the operator and `out_val`, its result.
 
-    Torch's counter is not imported for this, because it imports Triton. Where the program has imported it already, it is
-    told here, otherwise by the first call that a dispatch mode watches.
+    Torch's counter is not imported for this, because it imports Triton. Where the program has imported it already, it
+    is told here, otherwise by the first call that a dispatch mode watches.
     """
     _formulas[packet] = formula
     _tell_counters()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import os
+import pickle
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,8 @@ from flash_dmattn import masks
 from flash_dmattn.backends.protocol import is_composite
 from flash_dmattn.dispatch import settings
 from flash_dmattn.dispatch.registry import BACKENDS
+from flash_dmattn.distributed import SequenceLayout
+from flash_dmattn.distributed import prepare_mask as prepare_sharded
 from flash_dmattn.masks.saved import restore, restore_leading
 from flash_dmattn.problem import allowed_pairs
 
@@ -201,6 +206,48 @@ def test_a_mask_is_loaded_where_only_the_package_is_imported(tmp_path: Path) -> 
     torch.save(PREPARED["keys"](), tmp_path / "mask.pt")
     code = f"import torch, flash_dmattn; print(torch.load({str(tmp_path / 'mask.pt')!r}, weights_only=True).form)"
     assert python(code) == "keys"
+
+
+LAYOUT = SequenceLayout.zigzag(16, 2)
+SAVED: dict[str, Callable[[], Any]] = {
+    "Padding": lambda: flash_dmattn.sequences.Padding(torch.tensor([[1, 1, 0], [0, 1, 1]])),
+    "Sequences.packed": lambda: flash_dmattn.Sequences.packed(torch.tensor([0, 3, 8])),
+    "Sequences.padded": lambda: flash_dmattn.Sequences.padded(torch.tensor([3, 8])),
+    "Sequences.paged": lambda: flash_dmattn.Sequences.paged(torch.tensor([[0, 1]]), torch.tensor([5])),
+    "TreeMask": lambda: masks.prepare_tree(torch.ones(1, 3, 3, dtype=torch.bool).tril()),
+    "SequenceLayout": lambda: LAYOUT,
+    "ShardedMask": lambda: prepare_sharded(torch.rand(1, 1, 8, 16) < 0.5, LAYOUT, 1, is_causal=True),
+}
+
+
+def fields_of(x: Any) -> list[Any]:
+    """What an object holds, but for what it remembers of calls and properties."""
+    if isinstance(x, (list, tuple)):
+        return [field for part in x for field in fields_of(part)]
+    if isinstance(x, (torch.Tensor, int, str, type(None), torch.device)):
+        return [x]
+    names = [f.name for f in dataclasses.fields(x) if f.init] if dataclasses.is_dataclass(x) else vars(x)
+    return [field for name in names for field in fields_of(getattr(x, name))]
+
+
+@pytest.mark.parametrize("way", ["torch.load", "pickle", "deepcopy"])
+@pytest.mark.parametrize("name", SAVED)
+def test_what_a_program_keeps_beside_its_tensors_is_saved_and_loaded(name: str, way: str, tmp_path: Path) -> None:
+    want = SAVED[name]()
+    if way == "torch.load":
+        torch.save([want], tmp_path / "kept.pt")
+        (got,) = torch.load(tmp_path / "kept.pt", weights_only=True)
+    else:
+        got = copy.deepcopy(want) if way == "deepcopy" else pickle.loads(pickle.dumps(want))
+    assert type(got) is type(want)
+    for x, y in zip(fields_of(got), fields_of(want), strict=True):
+        assert torch.equal(x, y) if isinstance(y, torch.Tensor) else x == y
+
+
+def test_padding_is_loaded_where_only_the_package_is_imported(tmp_path: Path) -> None:
+    torch.save(SAVED["Padding"](), tmp_path / "padding.pt")
+    code = f"import torch, flash_dmattn; print(torch.load({str(tmp_path / 'padding.pt')!r}).unpad(torch.ones(2, 3)))"
+    assert python(code) == "tensor([1., 1., 1., 1.])"
 
 
 def test_a_saved_mask_of_another_form_is_refused() -> None:

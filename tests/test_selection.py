@@ -229,7 +229,7 @@ def test_probabilities_are_refused_by_every_backend_but_the_reference() -> None:
         flash_dmattn.attention(x, x, x, return_probs=True, backend="eager")
     assert caught.value.accepted_by == ("reference",)
     assert str(caught.value).splitlines()[1] == "  backends that accept it: 'reference'"
-    with pytest.raises(flash_dmattn.BackendUnsupportedError, match="^no backend accepts this call unasked") as caught:
+    with pytest.raises(flash_dmattn.BackendUnsupportedError, match=r"^no backend accepts this call unasked") as caught:
         flash_dmattn.attention(x, x, x, return_probs=True)
     assert caught.value.backend == "auto"
     assert {reason.backend for reason in caught.value.reasons} == {"cuda", "triton", "flex", "eager", "reference"}

@@ -171,9 +171,9 @@ def test_tensors_with_a_mask_of_their_own_are_named(name: str, call: Any, masked
 def test_tensors_without_strides_beside_sequences_and_for_a_prepared_mask() -> None:
     q = torch.randn(6, HQ, D)
     sequences = flash_dmattn.Sequences.packed(torch.tensor([0, 2, 6]))
-    with pytest.raises(TypeError, match="^k has layout torch.sparse_coo"):
+    with pytest.raises(TypeError, match=r"^k has layout torch\.sparse_coo"):
         flash_dmattn.attention(q, q.to_sparse(), q, sequences=sequences)
-    with pytest.raises(TypeError, match="^mask has layout torch.sparse_coo"):
+    with pytest.raises(TypeError, match=r"^mask has layout torch\.sparse_coo"):
         flash_dmattn.masks.prepare_mask(true(LQ, LK).to_sparse())
 
 

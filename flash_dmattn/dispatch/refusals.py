@@ -74,9 +74,8 @@ def refuse_all(problem: AttentionProblem) -> NoReturn:
     accepted_by = backends_accepting(problem)
     lines = [f"no backend accepts this call: {problem}"]
     if accepted_by:  # first, since it is what to do
-        lines = [
-            f"no backend accepts this call unasked; pass {' or '.join(f'backend={x!r}' for x in accepted_by)}: {problem}"
-        ]
+        names = " or ".join(f"backend={name!r}" for name in accepted_by)
+        lines = [f"no backend accepts this call unasked; pass {names}: {problem}"]
     lines += [f"  - {reason.backend}: {reason}" for reason in reasons]
     raise BackendUnsupportedError("\n".join(lines), backend="auto", reasons=reasons, accepted_by=accepted_by)
 
