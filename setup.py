@@ -86,8 +86,8 @@ class BuildCuda(build_ext):
 class KeepReason(Command):
     """The last step of a build: why there is no extension goes where the extension would be.
 
-    In the checkout where the installation is editable. A wheel has it where a compiler failed; one that was meant to have
-    no extension says nothing of the machine that built it. A build that made one leaves no such file.
+    In the checkout where the installation is editable. A wheel has it where a compiler failed; one that was meant to
+    have no extension says nothing of the machine that built it. A build that made one leaves no such file.
     """
 
     user_options: ClassVar[list[tuple[str, str, str]]] = []

@@ -73,8 +73,8 @@ class Explanation:
         verdicts: one per backend, in order of preference.
         profile: what a profile of `python -m flash_dmattn calibrate` had to say, or why none did; None where the
             built-in rules decide.
-        copies: the tensors that are copied for any backend, because their leading dims do not fold into one; and how a
-            mask of two dims is read where it could be padding, too.
+        copies: the tensors that are copied for any backend, because their leading dims do not fold into one. Another
+            line says how a mask of two dims is read where it could be padding, too.
     """
 
     problem: AttentionProblem

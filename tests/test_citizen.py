@@ -221,7 +221,7 @@ SAVED: dict[str, Callable[[], Any]] = {
 
 
 def fields_of(x: Any) -> list[Any]:
-    """What an object holds, but for what it remembers of calls and properties."""
+    """The fields of an object, without what it remembers of calls and properties."""
     if isinstance(x, (list, tuple)):
         return [field for part in x for field in fields_of(part)]
     if isinstance(x, (torch.Tensor, int, str, type(None), torch.device)):

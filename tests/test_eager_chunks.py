@@ -304,13 +304,13 @@ def test_an_empty_row_among_split_rows(dtype):
 def test_both_ways_of_hiding_scores_agree(bias, softcap, monkeypatch):
     torch.manual_seed(10)
     inputs, mask = tensors(torch.float32), torch.rand(1, 1, LQ, LK) < 0.5
-    found = []
+    results = []
     for adds_mask in (True, False):
         monkeypatch.setattr(tiles, "_adds_mask", lambda device, adds_mask=adds_mask: adds_mask)
-        found.append(pair(*inputs, mask, bias, softcap=softcap, **SCALE))
-    assert all(torch.equal(x, y) for x, y in zip(*found) if x is not None)
+        results.append(pair(*inputs, mask, bias, softcap=softcap, **SCALE))
+    assert all(torch.equal(x, y) for x, y in zip(*results) if x is not None)
     expected = exact(*inputs, mask, bias, softcap=softcap, **SCALE)
-    assert all(error(x, y) <= FLOOR for x, y in zip(found[0], expected) if x is not None)
+    assert all(error(x, y) <= FLOOR for x, y in zip(results[0], expected) if x is not None)
 
 
 def test_autocast_and_uninitialised_memory_change_nothing():

@@ -174,19 +174,19 @@ def test_pair_bias_attention(is_gated: bool, shared: bool, masked: bool) -> None
 @pytest.mark.parametrize("shared", (((2, 1), (2, 1)), ((1, 3), (2, 3)), ((1, 1), (1, 3)), ((2, 3), (1, 1))))
 @pytest.mark.parametrize("masked", (True, False))
 def test_pair_bias_attention_of_rows_that_share_their_pairs(shared: tuple[tuple[int, int], ...], masked: bool) -> None:
-    of_pair, of_mask = shared
+    pair_dims, mask_dims = shared
     layer = PairBiasAttention(12, 5, num_heads=3, head_dim=8, dtype=torch.float64)
     filled(layer)
     torch.manual_seed(1)
     x = torch.randn(2, 3, 7, 12, dtype=torch.float64, requires_grad=True)
-    pair = torch.randn(*of_pair, 7, 7, 5, dtype=torch.float64, requires_grad=True)
-    mask = torch.rand(*of_mask, 7) < 0.6 if masked else None
+    pair = torch.randn(*pair_dims, 7, 7, 5, dtype=torch.float64, requires_grad=True)
+    mask = torch.rand(*mask_dims, 7) < 0.6 if masked else None
     leaves = [x, pair, *layer.parameters()]
     every = None if mask is None else mask.expand(2, 3, 7).flatten(0, 1)
-    found = layer(x, pair, mask)
-    wanted = by_hand(layer, x.flatten(0, 1), pair.expand(2, 3, 7, 7, 5).flatten(0, 1), every).view_as(x)
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
-    gradients = [torch.autograd.grad(out.sin().sum(), leaves) for out in (found, wanted)]
+    result = layer(x, pair, mask)
+    expected = by_hand(layer, x.flatten(0, 1), pair.expand(2, 3, 7, 7, 5).flatten(0, 1), every).view_as(x)
+    torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
+    gradients = [torch.autograd.grad(out.sin().sum(), leaves) for out in (result, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-9)
 
 

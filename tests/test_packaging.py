@@ -177,14 +177,14 @@ def test_editable_install_works_from_elsewhere(mode: str, checkout: Path, tmp_pa
 
 @builds
 def test_sdist_holds_what_is_tested_and_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
-    whole = copy_of_checkout(tmp_path / "whole", *SOURCES, *TESTED)
-    build("build_sdist", whole, tmp_path)
+    checkout = copy_of_checkout(tmp_path / "checkout", *SOURCES, *TESTED)
+    build("build_sdist", checkout, tmp_path)
     (sdist,) = tmp_path.glob("*.tar.gz")
     shutil.unpack_archive(sdist, tmp_path)
     (tree,) = tmp_path.glob("flash_dmattn-*/")
-    gone = {str(file.relative_to(whole)) for file in whole.rglob("*") if file.is_file()}
-    gone -= {str(file.relative_to(tree)) for file in tree.rglob("*") if file.is_file()}
-    assert not gone, f"the sdist cannot be tested: it lacks {sorted(gone)}"
+    missing = {str(file.relative_to(checkout)) for file in checkout.rglob("*") if file.is_file()}
+    missing -= {str(file.relative_to(tree)) for file in tree.rglob("*") if file.is_file()}
+    assert not missing, f"the sdist cannot be tested: it lacks {sorted(missing)}"
     build("build_wheel", tree, tmp_path)
     (rebuilt,) = tmp_path.glob("*.whl")
     assert names(rebuilt) == names(wheel)

@@ -1,4 +1,4 @@
-"""What a user's type checker sees: mypy reads this file as part of `make lint`, and pytest runs it.
+"""The types that a user's program sees: mypy reads this file as part of `make lint`, and pytest runs it.
 
 A wrong `assert_type` is an error of mypy, and so is a `type: ignore` of a line without one.
 """

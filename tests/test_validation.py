@@ -208,16 +208,16 @@ def test_what_to_write_is_something_that_attention_takes() -> None:
 
 @pytest.mark.parametrize("leading", [(), (1,)])
 def test_a_padding_mask_of_two_dims_is_told_what_it_is(leading: tuple[int, ...]) -> None:
-    given = {name: x[(None,) * len(leading)] for name, x in tensors().items()}
+    inputs = {name: x[(None,) * len(leading)] for name, x in tensors().items()}
     with pytest.raises(ValueError, match=r"; padding of \(batch, seqlen_k\) is masks.padding_mask\(mask\)$"):
-        flash_dmattn.attention(**given, mask=true(B, LK))
+        flash_dmattn.attention(**inputs, mask=true(B, LK))
     with pytest.raises(ValueError, match=r"and seqlen_k in \{1, 5\}$"):
-        flash_dmattn.attention(**given, mask=true(B + 2, LK))
+        flash_dmattn.attention(**inputs, mask=true(B + 2, LK))
     with pytest.raises(ValueError, match=r"and seqlen_k in \{1, 5\}$"):
-        flash_dmattn.attention(**given, bias=torch.randn(B, LK))
+        flash_dmattn.attention(**inputs, bias=torch.randn(B, LK))
     with pytest.raises(TypeError, match=r"mask has dtype int64.*masks.padding_mask\(mask\) for padding"):
         flash_dmattn.attention(**tensors(mask=true(B, LK).long()))
-    flash_dmattn.attention(**given, mask=flash_dmattn.masks.padding_mask(true(B, LK)))
+    flash_dmattn.attention(**inputs, mask=flash_dmattn.masks.padding_mask(true(B, LK)))
 
 
 def test_explain_says_how_a_mask_is_read_that_could_be_padding() -> None:

@@ -21,8 +21,8 @@ class PairBiasAttention(nn.Module):
         out = scores.masked_fill(~mask[..., None, None, :], -inf).softmax(-1) @ v
         return (sigmoid(x @ Wg) * out) @ Wo
 
-    The rows of an alignment or of a pair representation are batch dims, x (B, N, L, dim), that share their pairs,
-    pair (B, 1, L, L, pair_dim): its projection and its gradient have that size, and nothing is expanded over N.
+    Rows of an alignment, or of a pair representation, are batch dims: x is (B, N, L, dim). They share their pairs,
+    which are (B, 1, L, L, pair_dim). The projection and the gradient of pairs keep that size, and nothing is expanded over N.
 
     x comes in normalised, or not, as the model has it.
 
@@ -111,18 +111,18 @@ class PairBiasAttention(nn.Module):
         return result
 
     @staticmethod
-    def _check_shared(name: str, given: torch.Tensor, x: torch.Tensor, sizes: tuple[int, ...]) -> None:
+    def _check_shared(name: str, shared: torch.Tensor, x: torch.Tensor, sizes: tuple[int, ...]) -> None:
         batch = x.shape[:-2]
-        dims = given.shape[: -len(sizes)]
+        dims = shared.shape[: -len(sizes)]
         if (
-            given.dim() == len(batch) + len(sizes)
-            and given.shape[-len(sizes) :] == sizes
+            shared.dim() == len(batch) + len(sizes)
+            and shared.shape[-len(sizes) :] == sizes
             and all(has in (1, size) for has, size in zip(dims, batch, strict=True))
         ):
             return
         needs = ", ".join([*(f"{size} or 1" for size in batch), *map(str, sizes)])
         raise ValueError(
-            f"{name} has shape {tuple(given.shape)}; beside x of shape {tuple(x.shape)} it needs to be ({needs})"
+            f"{name} has shape {tuple(shared.shape)}; beside x of shape {tuple(x.shape)} it needs to be ({needs})"
         )
 
     def extra_repr(self) -> str:

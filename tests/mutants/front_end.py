@@ -21,6 +21,62 @@ HEADS = "tests/test_heads_first.py::"
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
+        "a tensor of another layout is taken for an earlier one",
+        "flash_dmattn/dispatch/call_cache.py",
+        "x.requires_grad, x.layout",
+        "x.requires_grad",
+        ("tests/test_validation.py::test_tensors_without_strides_are_named",),
+    ),
+    Fault(
+        "the layout of a sink is not looked at",
+        "flash_dmattn/validation.py",
+        '("bias", bias), ("sink", sink)):\n        check_strided',
+        '("bias", bias)):\n        check_strided',
+        ("tests/test_validation.py::test_tensors_without_strides_are_named",),
+    ),
+    Fault(
+        "MaskedTensor passes for a plain tensor",
+        "flash_dmattn/problem/checks.py",
+        "isinstance(x, masked.MaskedTensor)",
+        "False",
+        ("tests/test_validation.py::test_tensors_with_a_mask_of_their_own_are_named",),
+    ),
+    Fault(
+        "a bias of two dims is called padding",
+        "flash_dmattn/problem/checks.py",
+        'is_padding = name == "mask" and',
+        "is_padding =",
+        ("tests/test_validation.py::test_a_padding_mask_of_two_dims_is_told_what_it_is",),
+    ),
+    Fault(
+        "a wrong keyword of explain is dropped",
+        "flash_dmattn/explanation.py",
+        "    if unknown:\n        refuse_keywords(explain, unknown)\n",
+        "",
+        ("tests/test_validation.py::test_a_keyword_of_another_library_is_answered_with_ours",),
+    ),
+    Fault(
+        "every folder of a checkout is part of the package",
+        "flash_dmattn/__init__.py",
+        '    for _name in ("reference", "triton_kernels"):\n',
+        '    __path__.append(str(_root))\n    for _name in ("reference", "triton_kernels"):\n',
+        ("tests/test_import.py::test_the_package_has_two_folders_of_a_checkout_and_no_finder",),
+    ),
+    Fault(
+        "a counter of FLOP that was made before the first call counts nothing",
+        "flash_dmattn/flops.py",
+        "            own[packet] = counter.flop_registry[packet]\n",
+        "            pass\n",
+        ("tests/test_citizen.py::test_flop_are_counted_whatever_comes_before",),
+    ),
+    Fault(
+        "padding comes back from a file without its shape",
+        "flash_dmattn/sequences/padding.py",
+        "return restore_padding, (self._shape, ",
+        "return restore_padding, ((1, 1), ",
+        ("tests/test_citizen.py::test_what_a_program_keeps_beside_its_tensors_is_saved_and_loaded",),
+    ),
+    Fault(
         "calls that differ in their sink alone are taken for alike",
         "flash_dmattn/dispatch/call_cache.py",
         "None if sink is None else _of(sink),",
