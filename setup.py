@@ -86,7 +86,8 @@ class BuildCuda(build_ext):
 class KeepReason(Command):
     """The last step of a build: why there is no extension goes where the extension would be.
 
-    In the checkout where the installation is editable, else in the wheel. A build that made one leaves no such file.
+    In the checkout where the installation is editable. A wheel has it where a compiler failed; one that was meant to
+    have no extension says nothing of the machine that built it. A build that made one leaves no such file.
     """
 
     user_options: ClassVar[list[tuple[str, str, str]]] = []
@@ -102,17 +103,22 @@ class KeepReason(Command):
         """Take the folder of the other steps."""
         self.set_undefined_options("build", ("build_lib", "build_lib"))
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether there is something to write."""
+        return bool(self.reason if self.editable_mode else self.output)
+
     def run(self) -> None:
         """Write the file, or remove that of an earlier build."""
         path = Path(ROOT if self.editable_mode else self.build_lib, "flash_dmattn", NOT_BUILT)
-        if self.reason:
+        if self.is_kept:
             path.write_text(f"{self.reason}\n{self.output}\n", encoding="utf-8")
         else:
             path.unlink(missing_ok=True)
 
     def get_outputs(self) -> list[str]:
         """Name the file, as if in a wheel."""
-        return [str(Path(self.build_lib, "flash_dmattn", NOT_BUILT))] if self.reason else []
+        return [str(Path(self.build_lib, "flash_dmattn", NOT_BUILT))] if self.is_kept else []
 
     def get_output_mapping(self) -> dict[str, str]:
         """Say where an editable installation finds it."""

@@ -102,10 +102,16 @@ class Batch:
     def call(self, mask: Any = None, backend: str = "auto") -> Tensor:
         """Ours; a prepared mask brings its causality."""
         is_causal = self.case.is_causal and (mask is None or isinstance(mask, Tensor))
-        given = {"is_causal": is_causal, "sequences": self.sequences, "backend": backend}
-        out = attention(self.q, self.k, self.v, mask, self.bias, **given)  # type: ignore[arg-type]
-        assert isinstance(out, Tensor)
-        return out
+        return attention(
+            self.q,
+            self.k,
+            self.v,
+            mask,
+            self.bias,
+            is_causal=is_causal,
+            sequences=self.sequences,
+            backend=backend,
+        )
 
     def varlen(self) -> Tensor:
         """torch's own; releases whose function has no `enable_gqa` hand grouped heads to the same kernels unasked."""

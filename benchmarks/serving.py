@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,12 +100,9 @@ def decoding_rows(page_size: int, device: str, backend: str) -> Iterator[Row]:
     q1, q16 = pool.normal(len(LENGTHS), 1, HEADS, DIM), pool.normal(len(LENGTHS), DRAFT, HEADS, DIM)
     tree = prepare_tree(sees[None])
 
-    def call(q: Tensor, mask: object = None, is_causal: bool = False) -> Callable[[], Tensor]:
+    def call(q: Tensor, mask: Any = None, is_causal: bool = False) -> Callable[[], Tensor]:
         def run() -> Tensor:
-            given = {"is_causal": is_causal, "sequences": pool.sequences, "backend": backend}
-            out = attention(q, pool.k, pool.v, mask, **given)  # type: ignore[arg-type]
-            assert isinstance(out, Tensor)
-            return out
+            return attention(q, pool.k, pool.v, mask, is_causal=is_causal, sequences=pool.sequences, backend=backend)
 
         return run
 

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from einops import rearrange
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -44,11 +45,8 @@ class Share:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         """Causal attention of these rows over all keys."""
         if self.mesh is None:
-            out = attention(q, k, v, None, bias, is_causal=True)
-        else:
-            out = context_parallel_attention(q, k, v, None, bias, group=self.mesh, layout=self.layout, is_causal=True)
-        assert isinstance(out, Tensor)  # no lse beside it
-        return out
+            return attention(q, k, v, None, bias, is_causal=True)
+        return context_parallel_attention(q, k, v, None, bias, group=self.mesh, layout=self.layout, is_causal=True)
 
 
 class Block(nn.Module):
@@ -66,12 +64,13 @@ class Block(nn.Module):
     def forward(self, x: Tensor, share: Share) -> Tensor:
         normed = self.norms[0](x)
         angles = rotary_angles(share.positions, HEAD_DIM)  # by position, not by row
-        q = apply_rotary(self.queries(normed).unflatten(2, (HEADS, HEAD_DIM)), angles)
-        k, v = self.keys_values(normed).unflatten(2, (2, KV_HEADS, HEAD_DIM)).unbind(2)
+        q = apply_rotary(rearrange(self.queries(normed), "b l (h d) -> b l h d", h=HEADS), angles)
+        k, v = rearrange(self.keys_values(normed), "b l (kv h d) -> kv b l h d", kv=2, h=KV_HEADS)
         # (H, rows, keys): of this rank's rows, over all keys. Its gradient never leaves the rank but as that of slopes.
         distance = share.positions[:, None] - share.all_positions
         bias = -self.slopes[:, None, None] * distance
-        x = x + self.output(share.attend(q, apply_rotary(k, angles), v, bias).flatten(2))
+        out = share.attend(q, apply_rotary(k, angles), v, bias)
+        x = x + self.output(rearrange(out, "b l h d -> b l (h d)"))
         return x + self.perceptron(self.norms[1](x))
 
 

@@ -1,6 +1,9 @@
 """Attention with arbitrary masks and additive biases: one call, several backends, one contract."""
 
+import importlib.util as _util
+import sys as _sys
 from importlib import import_module as _import_module
+from importlib.machinery import ModuleSpec as _ModuleSpec
 from pathlib import Path as _Path
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
@@ -8,8 +11,12 @@ from ._version import __version__
 
 _root = _Path(__file__).resolve().parent.parent
 if (_root / "setup.py").is_file() and (_root / "csrc").is_dir():
-    # A source checkout: reference/ and triton_kernels/ lie beside the package and are imported only below it.
-    __path__.append(str(_root))
+    # A source checkout: these two folders lie beside the package and are imported only below it. No other folder of the
+    # checkout may be, so `__path__` stays as it is.
+    for _name in ("reference", "triton_kernels"):
+        _spec = _ModuleSpec(f"{__name__}.{_name}", None, is_package=True)
+        _spec.submodule_search_locations = [str(_root / _name)]
+        globals()[_name] = _sys.modules[_spec.name] = _util.module_from_spec(_spec)
 
 try:
     import torch as _torch  # noqa: F401

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NoReturn, TypedDict, overload
 
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -17,7 +17,7 @@ from .dispatch.selection import select
 from .dispatch.settings import BackendChoice
 from .dtensors import above, is_dtensor
 from .operators import extra_arguments
-from .problem import SequenceSpec, SequenceView, as_scores, fold_call, unfold
+from .problem import SequenceSpec, SequenceView, as_scores, fold_call, refuse_keywords, unfold
 from .reference.dropout import draw_key
 from .sequences import Sequences
 from .sequences.layout import lay_out
@@ -25,7 +25,93 @@ from .sequences.nested import Jagged, is_nested
 from .validation import describe, follow_autocast, refuse_dtensors
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from .masks import PreparedMask, SequenceTileMask, TreeMask
+
+
+class Options(TypedDict, total=False):
+    """Keywords of `attention` that do not decide what it returns, for the overloads below."""
+
+    is_causal: bool
+    softmax_scale: float | None
+    softcap: float
+    window_size: tuple[int, int] | None
+    deterministic: bool | None
+    backend: BackendChoice
+    sink: Tensor | None
+    sequences: Sequences | None
+    dropout_p: float
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | PreparedMask | SequenceTileMask | TreeMask | None = None,
+    bias: Tensor | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    return_probs: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | PreparedMask | SequenceTileMask | TreeMask | None = None,
+    bias: Tensor | None = None,
+    *,
+    return_lse: Literal[True],
+    return_probs: Literal[False] = False,
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | PreparedMask | SequenceTileMask | TreeMask | None = None,
+    bias: Tensor | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    return_probs: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | PreparedMask | SequenceTileMask | TreeMask | None = None,
+    bias: Tensor | None = None,
+    *,
+    return_lse: Literal[True],
+    return_probs: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | PreparedMask | SequenceTileMask | TreeMask | None = None,
+    bias: Tensor | None = None,
+    *,
+    return_lse: bool = False,
+    return_probs: bool = False,
+    **options: Unpack[Options],
+) -> Tensor | tuple[Tensor, ...]: ...
 
 
 def attention(
@@ -46,6 +132,7 @@ def attention(
     sink: Tensor | None = None,
     sequences: Sequences | None = None,
     dropout_p: float = 0.0,
+    **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, ...]:
     """Softmax attention with an arbitrary boolean mask and an additive bias, both broadcast, both exact.
 
@@ -71,10 +158,13 @@ def attention(
         k: (B, Lk, Hk, D), dtype and device of q.
         v: (B, Lk, Hk, Dv), dtype and device of q.
         mask: bool, True where q attends; each dimension 1 or full, (B, Hq or Hk, Lq, Lk); fewer dimensions, 2 at least,
-            are read from the right as in torch. A dimension of stride 0 is never materialised. Takes no gradient. Or a
+            are read from the right as in torch: two are (Lq, Lk), and padding of (B, Lk), which may look the same, is
+            `masks.padding_mask(padding)`. A dimension of stride 0 is never materialised. Takes no gradient. Or a
             prepared mask of `flash_dmattn.masks`, for any number of calls of its lengths: it brings is_causal and
             window_size, which here stay unset or limit no side in another way. Beside sequences, of these a `TreeMask`
             alone: which of its new tokens each query sees.
+            A hidden key may hold anything, NaN included; a hidden value may not, since 0 * NaN is NaN, as in torch.
+            `sequences` do not read what lies beyond their lengths: see docs/masks.md.
         bias: added to the scaled scores, itself unscaled; -inf masks. Shaped as mask, of its own shape; any float
             dtype. Its gradient has its shape and dtype, is accumulated in fp32 and rounded once.
         is_causal: query i attends keys j <= i + Lk - Lq (aligned bottom-right).
@@ -139,6 +229,8 @@ def attention(
     >>> out.shape, bias.grad.shape
     (torch.Size([1, 5, 4, 16]), torch.Size([1, 2, 1, 7]))
     """
+    if unknown:
+        refuse_keywords(attention, unknown)
     leading = repeats = None
     spec: SequenceSpec | None = None
     where: SequenceView | None = None

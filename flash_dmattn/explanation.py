@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,7 +17,16 @@ from .dispatch.registry import BACKENDS
 from .dispatch.selection import choice_in_force, choose, falls_back, selected_names
 from .dispatch.settings import BackendChoice, process
 from .dtensors import above, is_dtensor
-from .problem import AttentionProblem, MaskForm, NeedsGrad, SequenceSpec, fold_call, parse_arch, unpacked_spec
+from .problem import (
+    AttentionProblem,
+    MaskForm,
+    NeedsGrad,
+    SequenceSpec,
+    fold_call,
+    parse_arch,
+    refuse_keywords,
+    unpacked_spec,
+)
 from .sequences import Sequences
 from .sequences.layout import lay_out
 from .sequences.nested import Jagged, is_nested
@@ -64,7 +73,8 @@ class Explanation:
         verdicts: one per backend, in order of preference.
         profile: what a profile of `python -m flash_dmattn calibrate` had to say, or why none did; None where the
             built-in rules decide.
-        copies: the tensors that are copied for any backend, because their leading dims do not fold into one.
+        copies: the tensors that are copied for any backend, because their leading dims do not fold into one. Another
+            line says how a mask of two dims is read where it could be padding, too.
     """
 
     problem: AttentionProblem
@@ -161,6 +171,7 @@ def explain(
     sink: Tensor | None = None,
     sequences: Sequences | None = None,
     dropout_p: float = 0.0,
+    **unknown: NoReturn,
 ) -> Explanation:
     """Say which backend `flash_dmattn.attention` would run these arguments on, and why not another; computes nothing.
 
@@ -181,6 +192,8 @@ def explain(
     >>> flash_dmattn.explain(x, x, x, is_causal=True).forward
     'eager'
     """
+    if unknown:
+        refuse_keywords(explain, unknown)
     copies: tuple[str, ...] = ()
     repeats = spec = None
     if type(q) is not Tensor and is_dtensor(q):
@@ -212,6 +225,7 @@ def explain(
         q, k, v, mask, bias, _, repeats, copies = fold_call(q, k, v, mask, bias)
     q, k, v = follow_autocast(q, k, v)
     refuse_dtensors(q, k, v, mask, bias, sink)
+    shape = tuple(mask.shape) if isinstance(mask, Tensor) and sequences is None else ()
     problem, _, _ = describe(
         q,
         k,
@@ -230,6 +244,9 @@ def explain(
         dropout_p,
         sink,
     )
+    if len(shape) == 2 and shape[0] == problem.batch > 1:
+        reading = f"reads mask of shape {shape} as (seqlen_q, seqlen_k)"
+        copies += (f"{reading}; padding of (batch, seqlen_k) is masks.padding_mask(mask)",)
     return explain_description(problem, backend, copies)
 
 

@@ -8,19 +8,16 @@ and softcap count nothing, as in torch's own formulas.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .problem import Flags, MaskForm, allowed_pairs
 
-_COUNTER = "torch.utils.flop_counter"
 _formulas: dict[Any, Callable[..., int]] = {}
 
 
@@ -97,45 +94,39 @@ def _pairs(q: Tensor, k: Tensor, flags: Flags) -> int:
     return batch * num_heads * allowed_pairs(seqlen_q, k.shape[1], flags.window)
 
 
-def register(packet: Any, formula: Callable[..., int]) -> None:
-    """Count the FLOP of an operator by a formula, from the first counter on that is made.
+def register(packet: Any, formula: Callable[..., int]) -> Callable[..., Any]:
+    """Count the FLOP of an operator by a formula; return what calls the operator.
 
     Args:
         packet: the operator, as `torch.ops.<namespace>.<name>`.
         formula: called with the arguments of the operator and `out_val`, its result.
+
+    Torch's counter is not imported for this, because it imports Triton. Where the program has imported it already, it
+    is told here, otherwise by the first call that a dispatch mode watches.
     """
     _formulas[packet] = formula
-    counter = sys.modules.get(_COUNTER)
-    if counter is not None:
-        _hand_over(counter)
-    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterImport())
+    _tell_counters()
+    # The overload packets resolve overloads on every call; `.default` skips that.
+    operator: Callable[..., Any] = packet.default
+
+    def call(*arguments: Any) -> Any:
+        if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0:
+            _tell_counters()
+        return operator(*arguments)
+
+    return call
 
 
-def _hand_over(counter: ModuleType) -> None:
+def _tell_counters() -> None:
+    """Give the formulas to torch's counter, where it is imported, and to counters that count now."""
+    counter = sys.modules.get("torch.utils.flop_counter")
+    if counter is None:
+        return
     for packet in [packet for packet in _formulas if packet not in counter.flop_registry]:
-        # Raw: the formula takes tensors, and the sizes of those itself.
+        # Raw: the formula takes tensors, and their sizes itself.
         counter.register_flop_formula(packet, get_raw=True)(_formulas[packet])
-
-
-class _AfterImport(MetaPathFinder):
-    """Hands the formulas over as soon as somebody imports torch's counter, which would import Triton for us."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """The module as the other finders find it, with the formulas registered at the end of its execution."""
-        if name != _COUNTER or self not in sys.meta_path:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def execute_and_register(module: ModuleType) -> None:
-            execute(module)
-            _hand_over(module)
-
-        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
-        return spec
+    for mode in _get_current_dispatch_mode_stack():
+        # A counter copies the registry when it is made, which may have been before this call.
+        own = getattr(getattr(mode, "counter", None), "flop_registry", {})
+        for packet in [packet for packet in _formulas if packet not in own]:
+            own[packet] = counter.flop_registry[packet]

@@ -151,10 +151,7 @@ def define_forward(name: str, forward: Forward) -> Callable[..., tuple[Tensor, T
     _LIBRARY.define(f"{name}_forward{FORWARD_SCHEMA}")
     _LIBRARY.impl(f"{name}_forward", operator, "CompositeExplicitAutograd")
     torch.library.register_fake(f"flash_dmattn::{name}_forward", _forward_fake, lib=_LIBRARY)
-    # The overload packets resolve overloads on every call; `.default` skips that.
-    packet = getattr(torch.ops.flash_dmattn, f"{name}_forward")
-    forward_op = packet.default
-    flops.register(packet, flops.forward_flop)
+    forward_op = flops.register(getattr(torch.ops.flash_dmattn, f"{name}_forward"), flops.forward_flop)
     torch.library.register_vmap(f"flash_dmattn::{name}_forward", _one_by_one(forward_op), lib=_LIBRARY)
 
     def run_forward(
@@ -215,9 +212,7 @@ def define_backward(name: str, backward: Backward) -> Callable[..., Gradients]:
     _LIBRARY.define(f"{name}_backward{BACKWARD_SCHEMA}")
     _LIBRARY.impl(f"{name}_backward", operator, "CompositeExplicitAutograd")
     torch.library.register_fake(f"flash_dmattn::{name}_backward", _backward_fake, lib=_LIBRARY)
-    packet = getattr(torch.ops.flash_dmattn, f"{name}_backward")
-    backward_op = packet.default
-    flops.register(packet, flops.backward_flop)
+    backward_op = flops.register(getattr(torch.ops.flash_dmattn, f"{name}_backward"), flops.backward_flop)
 
     def run_backward(
         problem: AttentionProblem,

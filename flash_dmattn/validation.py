@@ -29,6 +29,7 @@ from .problem import (
     check_scores,
     check_sequence_tiles,
     check_softcap,
+    check_strided,
     check_tree,
     check_window,
     device_arch,
@@ -116,6 +117,8 @@ def describe(
         TypeError: an argument is not a tensor, or its dtype is not what the call needs.
         ValueError: shapes, devices or values do not fit together.
     """
+    for name, x in (("q", q), ("k", k), ("v", v), ("mask", mask), ("bias", bias), ("sink", sink)):
+        check_strided(name, x)
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)) or not (
         q.dim() == k.dim() == v.dim() == 4
     ):
@@ -157,7 +160,8 @@ def describe(
         if mask.dtype != torch.bool:
             raise TypeError(
                 f"mask has dtype {dtype_name(mask.dtype)}; it needs bool, True where q attends "
-                "(use mask.bool() for 0/1 values, or pass additive values as bias)"
+                "(use mask.bool() for 0/1 values, masks.padding_mask(mask) for padding of (batch, seqlen_k), or pass "
+                "additive values as bias)"
             )
         mask_form = "dense"
         mask, mask_spec, mask_packing = _describe_broadcast(

@@ -7,6 +7,7 @@ The yardstick of out and lse is :func:`formula.attention` in that dtype.
 from __future__ import annotations
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from . import formula
@@ -40,12 +41,12 @@ def gradients(
     scale = formula.default_scale(q, softmax_scale)
     s, slope = formula.scores(q, k, mask, bias, is_causal, scale, softcap, window_size)
     p, lse = formula.softmax(s, sink)
-    qg, dout = q.unflatten(2, (heads_k, -1)), dout.unflatten(2, (heads_k, -1))
+    qg, dout = (rearrange(x, "b i (h g) d -> b i h g d", h=heads_k) for x in (q, dout))
     weights = p if dropout is None else dropout.apply(p)
     out = torch.einsum("bhgij,bjhd->bihgd", weights.to(dtype), v)
-    delta = (dout.to(p.dtype) * out.to(p.dtype)).sum(-1).permute(0, 2, 3, 1)
+    delta = rearrange((dout.to(p.dtype) * out.to(p.dtype)).sum(-1), "b i h g -> b h g i")
     if dlse is not None:
-        delta = delta - dlse.unflatten(1, (heads_k, -1)).masked_fill(lse == -torch.inf, 0.0)
+        delta = delta - rearrange(dlse, "b (h g) i -> b h g i", h=heads_k).masked_fill(lse == -torch.inf, 0.0)
     dp = torch.einsum("bihgd,bjhd->bhgij", dout, v).to(p.dtype)
     ds = p * ((dp if dropout is None else dropout.apply(dp)) - delta.unsqueeze(-1))
     ds_product = (ds if slope is None else ds * slope).to(dtype)

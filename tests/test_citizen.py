@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import os
+import pickle
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,8 @@ from flash_dmattn import masks
 from flash_dmattn.backends.protocol import is_composite
 from flash_dmattn.dispatch import settings
 from flash_dmattn.dispatch.registry import BACKENDS
+from flash_dmattn.distributed import SequenceLayout
+from flash_dmattn.distributed import prepare_mask as prepare_sharded
 from flash_dmattn.masks.saved import restore, restore_leading
 from flash_dmattn.problem import allowed_pairs
 
@@ -203,6 +208,48 @@ def test_a_mask_is_loaded_where_only_the_package_is_imported(tmp_path: Path) -> 
     assert python(code) == "keys"
 
 
+LAYOUT = SequenceLayout.zigzag(16, 2)
+SAVED: dict[str, Callable[[], Any]] = {
+    "Padding": lambda: flash_dmattn.sequences.Padding(torch.tensor([[1, 1, 0], [0, 1, 1]])),
+    "Sequences.packed": lambda: flash_dmattn.Sequences.packed(torch.tensor([0, 3, 8])),
+    "Sequences.padded": lambda: flash_dmattn.Sequences.padded(torch.tensor([3, 8])),
+    "Sequences.paged": lambda: flash_dmattn.Sequences.paged(torch.tensor([[0, 1]]), torch.tensor([5])),
+    "TreeMask": lambda: masks.prepare_tree(torch.ones(1, 3, 3, dtype=torch.bool).tril()),
+    "SequenceLayout": lambda: LAYOUT,
+    "ShardedMask": lambda: prepare_sharded(torch.rand(1, 1, 8, 16) < 0.5, LAYOUT, 1, is_causal=True),
+}
+
+
+def fields_of(x: Any) -> list[Any]:
+    """The fields of an object, without what it remembers of calls and properties."""
+    if isinstance(x, (list, tuple)):
+        return [field for part in x for field in fields_of(part)]
+    if isinstance(x, (torch.Tensor, int, str, type(None), torch.device)):
+        return [x]
+    names = [f.name for f in dataclasses.fields(x) if f.init] if dataclasses.is_dataclass(x) else vars(x)
+    return [field for name in names for field in fields_of(getattr(x, name))]
+
+
+@pytest.mark.parametrize("way", ["torch.load", "pickle", "deepcopy"])
+@pytest.mark.parametrize("name", SAVED)
+def test_what_a_program_keeps_beside_its_tensors_is_saved_and_loaded(name: str, way: str, tmp_path: Path) -> None:
+    want = SAVED[name]()
+    if way == "torch.load":
+        torch.save([want], tmp_path / "kept.pt")
+        (got,) = torch.load(tmp_path / "kept.pt", weights_only=True)
+    else:
+        got = copy.deepcopy(want) if way == "deepcopy" else pickle.loads(pickle.dumps(want))
+    assert type(got) is type(want)
+    for x, y in zip(fields_of(got), fields_of(want), strict=True):
+        assert torch.equal(x, y) if isinstance(y, torch.Tensor) else x == y
+
+
+def test_padding_is_loaded_where_only_the_package_is_imported(tmp_path: Path) -> None:
+    torch.save(SAVED["Padding"](), tmp_path / "padding.pt")
+    code = f"import torch, flash_dmattn; print(torch.load({str(tmp_path / 'padding.pt')!r}).unpad(torch.ones(2, 3)))"
+    assert python(code) == "tensor([1., 1., 1., 1.])"
+
+
 def test_a_saved_mask_of_another_form_is_refused() -> None:
     with pytest.raises(ValueError, match=r"form is 'dense'; .* 'tiles', 'keys' or 'intervals'"):
         masks.saved.restore("dense", 3, 3, False, (-1, -1))
@@ -282,19 +329,30 @@ def test_every_pair_of_operators_has_its_formulas() -> None:
         assert getattr(torch.ops.flash_dmattn, f"{name}_{which}") in flop_registry
 
 
-@pytest.mark.parametrize("first", ["flash_dmattn", "torch.utils.flop_counter"])
-def test_flop_are_counted_whichever_is_imported_first(first: str) -> None:
+@pytest.mark.parametrize("before", ["", "find_spec", "made first", "torch.utils.flop_counter"])
+def test_flop_are_counted_whatever_comes_before(before: str) -> None:
     code = f"""
-import sys, torch
-import {first}
+import importlib.util, sys, torch
+finders = list(sys.meta_path)
+if {before!r} == "torch.utils.flop_counter":
+    import torch.utils.flop_counter
+import flash_dmattn
 loaded = "torch.utils.flop_counter" in sys.modules
-import flash_dmattn, torch.utils.flop_counter
-x = torch.randn(1, 4, 2, 8)
-with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+if {before!r} == "find_spec":
+    importlib.util.find_spec("torch.utils.flop_counter")
+from torch.utils.flop_counter import FlopCounterMode
+x = torch.randn(1, 4, 2, 8, requires_grad=True)
+outer, inner = FlopCounterMode(display=False), FlopCounterMode(display=False)
+if {before!r} == "made first":
     flash_dmattn.attention(x, x, x)
-print(loaded, counter.get_total_flops(), any("AfterImport" in type(f).__name__ for f in sys.meta_path))
+with outer:
+    with inner:
+        out = flash_dmattn.attention(x, x, x)
+    out.sum().backward()
+print(loaded, inner.get_total_flops(), outer.get_total_flops(), sys.meta_path == finders)
 """
-    assert python(code) == f"{first != 'flash_dmattn'} {4 * 8 * 2 * 4 * 4} False"
+    forward = 4 * 8 * 2 * 4 * 4
+    assert python(code) == f"{before == 'torch.utils.flop_counter'} {forward} {forward * 7 // 2} True"
 
 
 # Profiles

@@ -357,18 +357,18 @@ def test_an_empty_row_among_split_rows(dtype):
         assert error(x, y) <= RATIO * error(z, y) + FLOOR
 
 
+@pytest.mark.parametrize("softcap", [0.0, 1.0])
 @pytest.mark.parametrize("bias", [None, torch.randn(1, 2, 1, LK)], ids=["mask", "mask and bias"])
-def test_both_ways_of_merging_a_mask_agree(bias):
+def test_both_ways_of_hiding_scores_agree(bias, softcap, monkeypatch):
     torch.manual_seed(10)
-    mask = torch.rand(1, 1, 1, LQ, LK) < 0.5
-    bias = None if bias is None else bias.unsqueeze(1)
-    found = []
-    for merge in (tiles._merge_by_fill, tiles._merge_by_minimum):
-        s = torch.full((2, 1, 2, LQ, LK), math.nan)
-        merge(s, mask, bias)
-        found.append(s)
-    expected = (torch.zeros(()) if bias is None else bias).expand_as(found[0]).masked_fill(~mask, -INF)
-    assert all(torch.equal(s, expected) for s in found)
+    inputs, mask = tensors(torch.float32), torch.rand(1, 1, LQ, LK) < 0.5
+    results = []
+    for adds_mask in (True, False):
+        monkeypatch.setattr(tiles, "_adds_mask", lambda device, adds_mask=adds_mask: adds_mask)
+        results.append(pair(*inputs, mask, bias, softcap=softcap, **SCALE))
+    assert all(torch.equal(x, y) for x, y in zip(*results) if x is not None)
+    expected = exact(*inputs, mask, bias, softcap=softcap, **SCALE)
+    assert all(error(x, y) <= FLOOR for x, y in zip(results[0], expected) if x is not None)
 
 
 def test_autocast_and_uninitialised_memory_change_nothing():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from conftest import Runner
 from layouts import LAYOUTS, rearranged
 
 import flash_dmattn
+from flash_dmattn.masks import prepare_mask
 
 FULL = ("B", "Hq", "Lq", "Lk")
 
@@ -83,6 +85,45 @@ def test_expanded_mask_and_bias_equal_their_copies(backend: Runner, small: tuple
     results = backend(exact, expanded)
     assert results["dbias"].shape == shape
     assert_accurate(results, exact, copied)
+
+
+HIDING: dict[str, tuple[dict[str, Any], str]] = {
+    "mask per key": ({"mask": ("B", "1", "1", "Lk")}, "bool"),
+    "mask of all": ({"mask": FULL}, "bool"),
+    "mask beside a bias": ({"mask": FULL, "bias": ("1", "Hk", "1", "Lk")}, "bool"),
+    "mask beside a softcap": ({"mask": FULL, "softcap": 2.0}, "bool"),
+    "mask in 16 bits": ({"mask": FULL, "dtype": torch.float16}, "bool"),
+    "prepared mask": ({"mask": FULL}, "prepared"),
+    "prepared keys": ({"mask": ("B", "1", "1", "Lk")}, "prepared"),
+    "prepared intervals": ({"mask": ("B", "1", "1", "Lk")}, "intervals"),
+    "causal": ({"is_causal": True}, "bool"),
+    "window": ({"window_size": (5, 0)}, "bool"),
+}
+
+
+@pytest.mark.parametrize("value", (torch.nan, torch.inf))
+@pytest.mark.parametrize("name", HIDING)
+def test_a_key_that_is_not_allowed_may_hold_anything(backend: Runner, name: str, value: float) -> None:
+    changes, form = HIDING[name]
+    case = Case(needs_grad=(), seqlen_q=70, seqlen_k=80, **changes)
+    inputs = case.build()
+    if inputs.mask is not None:
+        inputs.mask[..., 50:] = False
+    if form != "bool":
+        inputs = replace(inputs, mask=prepare_mask(inputs.mask, seqlen_q=70, find_intervals=form == "intervals"))
+    hidden = slice(50, None) if inputs.mask is not None else slice(70, None)
+    spoiled = inputs.k.clone()
+    spoiled[:, hidden] = value
+    refusal = backend.refusal(case, inputs)
+    if refusal is not None:
+        pytest.skip(refusal)
+    attention = partial(flash_dmattn.attention, return_lse=True, backend=backend.choice(case, inputs), **case.flags())
+    # Rows up to 59 end before key 70 under the causal limit and the window; a mask hides its keys from all rows.
+    seen = slice(None) if inputs.mask is not None else slice(0, 59)
+    expected, expected_lse = attention(inputs.q, inputs.k, inputs.v, inputs.mask, inputs.bias)
+    out, lse = attention(inputs.q, spoiled, inputs.v, inputs.mask, inputs.bias)
+    assert torch.equal(out[:, seen], expected[:, seen])
+    assert torch.equal(lse[:, :, seen], expected_lse[:, :, seen])
 
 
 def test_expanded_keys_and_values(backend: Runner) -> None:

@@ -104,6 +104,21 @@ def test_import_loads_nothing_heavy() -> None:
     assert not others, f"import flash_dmattn also loads the packages {others}"
 
 
+OTHERS = """
+import importlib.util, sys
+finders = list(sys.meta_path)
+import flash_dmattn, flash_dmattn.reference.formula, flash_dmattn.triton_kernels.gpus
+assert sys.meta_path == finders, sys.meta_path
+for name in ("benchmarks", "csrc", "docs", "examples", "flash_dmattn", "setup", "tests"):
+    assert importlib.util.find_spec(f"flash_dmattn.{name}") is None, name
+assert importlib.util.find_spec("flash_dmattn.reference.eager") and importlib.util.find_spec("flash_dmattn.nn")
+"""
+
+
+def test_the_package_has_two_folders_of_a_checkout_and_no_finder() -> None:
+    run(OTHERS)
+
+
 PACKAGES = ("triton", "torch.nn.attention.flex_attention", "matplotlib", "rich", "numpy")
 
 

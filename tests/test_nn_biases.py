@@ -171,6 +171,46 @@ def test_pair_bias_attention(is_gated: bool, shared: bool, masked: bool) -> None
     torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.parametrize("shared", (((2, 1), (2, 1)), ((1, 3), (2, 3)), ((1, 1), (1, 3)), ((2, 3), (1, 1))))
+@pytest.mark.parametrize("masked", (True, False))
+def test_pair_bias_attention_of_rows_that_share_their_pairs(shared: tuple[tuple[int, int], ...], masked: bool) -> None:
+    pair_dims, mask_dims = shared
+    layer = PairBiasAttention(12, 5, num_heads=3, head_dim=8, dtype=torch.float64)
+    filled(layer)
+    torch.manual_seed(1)
+    x = torch.randn(2, 3, 7, 12, dtype=torch.float64, requires_grad=True)
+    pair = torch.randn(*pair_dims, 7, 7, 5, dtype=torch.float64, requires_grad=True)
+    mask = torch.rand(*mask_dims, 7) < 0.6 if masked else None
+    leaves = [x, pair, *layer.parameters()]
+    every = None if mask is None else mask.expand(2, 3, 7).flatten(0, 1)
+    result = layer(x, pair, mask)
+    expected = by_hand(layer, x.flatten(0, 1), pair.expand(2, 3, 7, 7, 5).flatten(0, 1), every).view_as(x)
+    torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
+    gradients = [torch.autograd.grad(out.sin().sum(), leaves) for out in (result, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-9)
+
+
+def test_pairs_that_rows_share_are_not_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    biases: list[Tensor] = []
+    attend = flash_dmattn.attention
+    monkeypatch.setattr(
+        flash_dmattn,
+        "attention",
+        lambda q, k, v, mask, bias, **more: biases.append(bias) or attend(q, k, v, mask, bias),
+    )
+    layer = PairBiasAttention(8, 4, 2)
+    layer(torch.randn(2, 50, 3, 8), torch.randn(2, 1, 3, 3, 4))
+    assert biases[0].shape == (2, 1, 2, 3, 3) and biases[0].is_contiguous()
+
+
+def test_pair_bias_attention_is_one_graph() -> None:
+    layer = PairBiasAttention(8, 4, 2)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for rows, length in ((2, 3), (4, 5), (4, 6)):
+        inputs = torch.randn(2, rows, length, 8), torch.randn(2, 1, length, length, 4), torch.rand(2, 1, length) < 0.8
+        torch.testing.assert_close(compiled(*inputs), layer(*inputs))
+
+
 ERRORS: dict[str, tuple[Callable[[], object], str]] = {
     "heads": (lambda: PairBiasAttention(10, 4, 3), "dim is 10 and num_heads 3, which does not divide it"),
     "x": (lambda: PairBiasAttention(8, 4, 2)(torch.ones(2, 8), torch.ones(2, 3, 3, 4)), r"x has shape \(2, 8\)"),
@@ -178,11 +218,15 @@ ERRORS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: PairBiasAttention(8, 4, 2)(torch.ones(2, 3, 8), torch.ones(3, 3, 3, 4)),
         r"pair has shape \(3, 3, 3, 4\); .* needs to be \(2 or 1, 3, 3, 4\)",
     ),
+    "pair without the dim of rows": (
+        lambda: PairBiasAttention(8, 4, 2)(torch.ones(2, 5, 3, 8), torch.ones(2, 3, 3, 4)),
+        r"pair has shape \(2, 3, 3, 4\); .* needs to be \(2 or 1, 5 or 1, 3, 3, 4\)",
+    ),
     "mask": (
         lambda: PairBiasAttention(8, 4, 2)(
             torch.ones(2, 3, 8), torch.ones(2, 3, 3, 4), torch.ones(3, dtype=torch.bool)
         ),
-        r"mask has shape \(3,\); .* needs to be \(2, 3\)",
+        r"mask has shape \(3,\); .* needs to be \(2 or 1, 3\)",
     ),
     "odd buckets": (lambda: RelativePositionBias(2, num_buckets=7), "num_buckets is 7; with is_bidirectional"),
     "distance": (lambda: RelativePositionBias(2, max_distance=8), "max_distance is 8 and must be >= 9"),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
+import warnings
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from flash_dmattn.backends import eager
 from flash_dmattn.backends.cuda import backend as cuda
 from flash_dmattn.backends.flex import backend as flex
 from flash_dmattn.backends.triton import backend as triton
+from flash_dmattn.problem.checks import OTHER_NAMES
 
 B, LQ, LK, HQ, HK, D, DV = 2, 3, 5, 4, 2, 8, 6
 
@@ -129,6 +133,103 @@ INVALID: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
         ("backend is ('eager', 'reference')", "'reference' is one differentiable function", "two of", "'eager'"),
     ),
 }
+
+
+@pytest.fixture
+def masked() -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch's: a prototype
+        x = torch.randn(B, LQ, HQ, D)
+        return torch.masked.masked_tensor(x, torch.ones_like(x, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("call", [flash_dmattn.attention, flash_dmattn.explain], ids=["attention", "explain"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "mask", "bias", "sink"])
+@pytest.mark.parametrize("leading", [(), (1,)])
+def test_tensors_without_strides_are_named(name: str, leading: tuple[int, ...], call: Any) -> None:
+    dense = tensors(mask=true(LQ, LK), bias=torch.randn(LQ, LK), sink=torch.randn(HQ))
+    if leading:
+        dense |= {x: dense[x][None] for x in "qkv"}
+    call(**dense)
+    for layout, sparse in (("torch.sparse_coo", dense[name].to_sparse()), ("torch._mkldnn", None)):
+        if sparse is None:
+            if not torch.backends.mkldnn.is_available() or not dense[name].is_floating_point():
+                continue
+            sparse = dense[name].to_mkldnn()
+        words = f"{name} has layout {layout}; it needs a strided tensor: {name}.to_dense()"
+        with pytest.raises(TypeError, match=f"^{re.escape(words)}$"):
+            call(**dense | {name: sparse})
+
+
+@pytest.mark.parametrize("call", [flash_dmattn.attention, flash_dmattn.explain], ids=["attention", "explain"])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_tensors_with_a_mask_of_their_own_are_named(name: str, call: Any, masked: Tensor) -> None:
+    x = masked.get_data()
+    with pytest.raises(TypeError, match=rf"^{name} is a MaskedTensor, .*{name}\.get_data\(\), with mask="):
+        call(**dict.fromkeys("qkv", x) | {name: masked})
+
+
+def test_tensors_without_strides_beside_sequences_and_for_a_prepared_mask() -> None:
+    q = torch.randn(6, HQ, D)
+    sequences = flash_dmattn.Sequences.packed(torch.tensor([0, 2, 6]))
+    with pytest.raises(TypeError, match=r"^k has layout torch\.sparse_coo"):
+        flash_dmattn.attention(q, q.to_sparse(), q, sequences=sequences)
+    with pytest.raises(TypeError, match=r"^mask has layout torch\.sparse_coo"):
+        flash_dmattn.masks.prepare_mask(true(LQ, LK).to_sparse())
+
+
+WRONG_NAMES = {
+    "causal": "write is_causal=",
+    "scale": "write softmax_scale=",
+    "attn_bias": "write bias=",
+    "attn_mask": "write mask= where it is bool, bias= where it is added to scores",
+    "key_padding_mask": r"write mask=masks.padding_mask\(...\)",
+    "need_weights": 'write return_probs= beside backend="reference"',
+    "cu_seqlens_q": r"write sequences=Sequences.packed\(...\)",
+    "is_casual": r"did you mean is_causal\?",
+    "softmax_scales": r"did you mean softmax_scale\?",
+    "xyz": "it takes q, k, v, mask, bias, is_causal, .*, dropout_p",
+}
+
+
+@pytest.mark.parametrize("call", [flash_dmattn.attention, flash_dmattn.explain], ids=["attention", "explain"])
+@pytest.mark.parametrize("name", WRONG_NAMES)
+def test_a_keyword_of_another_library_is_answered_with_ours(name: str, call: Any) -> None:
+    words = rf"^{call.__name__}\(\) got an unexpected keyword argument '{name}'; {WRONG_NAMES[name]}$"
+    with pytest.raises(TypeError, match=words):
+        call(**tensors(), **{name: None})
+
+
+def test_what_to_write_is_something_that_attention_takes() -> None:
+    known = inspect.signature(flash_dmattn.attention).parameters
+    for name, hint in OTHER_NAMES.items():
+        assert name not in known
+        assert name == "enable_gqa" or all(word in known for word in re.findall(r"\b(\w+)=", hint)), hint
+
+
+@pytest.mark.parametrize("leading", [(), (1,)])
+def test_a_padding_mask_of_two_dims_is_told_what_it_is(leading: tuple[int, ...]) -> None:
+    inputs = {name: x[(None,) * len(leading)] for name, x in tensors().items()}
+    with pytest.raises(ValueError, match=r"; padding of \(batch, seqlen_k\) is masks.padding_mask\(mask\)$"):
+        flash_dmattn.attention(**inputs, mask=true(B, LK))
+    with pytest.raises(ValueError, match=r"and seqlen_k in \{1, 5\}$"):
+        flash_dmattn.attention(**inputs, mask=true(B + 2, LK))
+    with pytest.raises(ValueError, match=r"and seqlen_k in \{1, 5\}$"):
+        flash_dmattn.attention(**inputs, bias=torch.randn(B, LK))
+    with pytest.raises(TypeError, match=r"mask has dtype int64.*masks.padding_mask\(mask\) for padding"):
+        flash_dmattn.attention(**tensors(mask=true(B, LK).long()))
+    flash_dmattn.attention(**inputs, mask=flash_dmattn.masks.padding_mask(true(B, LK)))
+
+
+def test_explain_says_how_a_mask_is_read_that_could_be_padding() -> None:
+    x = torch.randn(3, 3, HQ, D)
+    note = (
+        "reads mask of shape (3, 3) as (seqlen_q, seqlen_k); padding of (batch, seqlen_k) is masks.padding_mask(mask)"
+    )
+    assert note in str(flash_dmattn.explain(x, x, x, true(3, 3))).splitlines()
+    for mask in (true(1, 3), true(3, 1, 1, 3), true(1, 3, 3), None):
+        assert "padding_mask" not in str(flash_dmattn.explain(x, x, x, mask))
+    assert "padding_mask" not in str(flash_dmattn.explain(x[:2], x[:2], x[:2], true(3, 3)))
 
 
 @pytest.mark.parametrize("call", [flash_dmattn.attention, flash_dmattn.explain], ids=["attention", "explain"])

@@ -64,12 +64,9 @@ def bind(name: str, inputs: Inputs, mode: Mode) -> Bound:
         if not accepts(BACKENDS[name], problem, "backward"):
             choice = (name, PAIRED[name])
     returns = mode.with_lse
-    call = partial(
-        flash_dmattn.attention, q, k, v, given, bias, is_causal=is_causal, return_lse=returns, backend=choice
-    )
 
     def results() -> tuple[torch.Tensor, ...]:
-        found = call()
+        found = flash_dmattn.attention(q, k, v, given, bias, is_causal=is_causal, return_lse=returns, backend=choice)
         return found if isinstance(found, tuple) else (found,)
 
     return results

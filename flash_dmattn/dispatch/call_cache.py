@@ -109,4 +109,4 @@ def remember(key: Key, problem: AttentionProblem, selection: Selection, backend:
 
 
 def _of(x: Tensor) -> Key:
-    return x.shape, x.stride(), x.dtype, x.device, x.requires_grad
+    return x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.layout  # tensors of mkldnn have strides, too

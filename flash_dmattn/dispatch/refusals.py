@@ -51,10 +51,11 @@ def refuse(problem: AttentionProblem, name: str, passes: tuple[Direction, ...]) 
     availability = probe(name)
     out_of_service = not availability.usable or name in process.disabled
     verdict = "is not available" if out_of_service else "does not support this call"
-    lines = [f"backend {name!r} {verdict}: {problem}", *(f"  - {reason}" for reason in reasons)]
-    lines += [f"    | {line}" for line in availability.details.splitlines()]
+    lines = [f"backend {name!r} {verdict}: {problem}"]
     if accepted_by:
         lines.append(f"  backends that accept it: {', '.join(map(repr, accepted_by))}")
+    lines += [f"  - {reason}" for reason in reasons]
+    lines += [f"    | {line}" for line in availability.details.splitlines()]
     kind = BackendUnavailableError if out_of_service else BackendUnsupportedError
     raise kind("\n".join(lines), backend=name, reasons=reasons, accepted_by=accepted_by) from availability.exception
 
@@ -70,10 +71,12 @@ def _better_than_fallback(problem: AttentionProblem) -> tuple[Reason, ...]:
 
 def refuse_all(problem: AttentionProblem) -> NoReturn:
     reasons = _all_reasons(problem, BACKENDS)
-    lines = [f"no backend accepts this call: {problem}", *(f"  - {reason.backend}: {reason}" for reason in reasons)]
     accepted_by = backends_accepting(problem)
-    if accepted_by:
-        lines.append(f"  by name it can run on: {', '.join(map(repr, accepted_by))}")
+    lines = [f"no backend accepts this call: {problem}"]
+    if accepted_by:  # first, since it is what to do
+        names = " or ".join(f"backend={name!r}" for name in accepted_by)
+        lines = [f"no backend accepts this call unasked; pass {names}: {problem}"]
+    lines += [f"  - {reason.backend}: {reason}" for reason in reasons]
     raise BackendUnsupportedError("\n".join(lines), backend="auto", reasons=reasons, accepted_by=accepted_by)
 
 

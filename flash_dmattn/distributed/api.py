@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Literal, NoReturn, TypedDict, cast, overload
 
 import torch
 from torch import Tensor
 
 from ..dispatch.selection import Selection
 from ..dispatch.settings import BackendChoice
+from ..problem import refuse_keywords
 from .agreement import agree
 from .call import ParallelCall, shared_of
 from .choice import choose_pair
@@ -21,6 +22,74 @@ from .request import Ours, Request, check_check
 from .strategy import Strategy
 from .sums import Numbers, gather_keys, sum_gradient
 from .ulysses import attend_traded, choose_traded
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class Options(TypedDict, total=False):
+    """Keywords of `context_parallel_attention` that do not decide what it returns, for the overloads below."""
+
+    layout_k: SequenceLayout | None
+    strategy: Strategy
+    reduce_bias_grad: bool
+    exchange_dtype: torch.dtype | None
+    head_groups: int | None
+    check: Literal["new", "always"]
+    is_causal: bool
+    softmax_scale: float | None
+    softcap: float
+    window_size: tuple[int, int] | None
+    deterministic: bool | None
+    backend: BackendChoice
+    sink: Tensor | None
+    sequences: None
+    dropout_p: float
+
+
+@overload
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | ShardedMask | None = None,
+    bias: Tensor | None = None,
+    *,
+    group: Group,
+    layout: SequenceLayout,
+    return_lse: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Tensor: ...
+
+
+@overload
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | ShardedMask | None = None,
+    bias: Tensor | None = None,
+    *,
+    group: Group,
+    layout: SequenceLayout,
+    return_lse: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | ShardedMask | None = None,
+    bias: Tensor | None = None,
+    *,
+    group: Group,
+    layout: SequenceLayout,
+    return_lse: bool = False,
+    **options: Unpack[Options],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def context_parallel_attention(
@@ -48,6 +117,7 @@ def context_parallel_attention(
     sink: Tensor | None = None,
     sequences: None = None,
     dropout_p: float = 0.0,
+    **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` of one sequence whose positions are shared among the ranks of a group.
 
@@ -110,6 +180,8 @@ def context_parallel_attention(
     torch.Size([1, 16, 4, 8])
     >>> dist.destroy_process_group()
     """
+    if unknown:
+        refuse_keywords(context_parallel_attention, unknown)
     ours = Ours(reduce_bias_grad, exchange_dtype, sequences is not None, dropout_p)
     numbers = (is_causal, softmax_scale, softcap, window_size, deterministic, return_lse)
     request = Request.of((q, k, v, mask, bias, sink), group, layout, layout_k, strategy, head_groups, numbers, ours)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from ..dispatch.registry import BACKENDS
 from ..dispatch.selection import choice_in_force, choose, falls_back, selected_names
 from ..dispatch.settings import BackendChoice, process
 from ..explanation import Explanation, Verdict, verdict_of
-from ..problem import AttentionProblem, dtype_name
+from ..problem import AttentionProblem, dtype_name, refuse_keywords
 from .call import ParallelCall
 from .choice import find_pair, slices_of
 from .exchange import sum_dtype
@@ -121,6 +121,7 @@ def explain_context_parallel(
     sink: Tensor | None = None,
     sequences: None = None,
     dropout_p: float = 0.0,
+    **unknown: NoReturn,
 ) -> ParallelExplanation:
     """Say what `context_parallel_attention` would do with these arguments on this rank; sends and computes nothing.
 
@@ -150,6 +151,8 @@ def explain_context_parallel(
     ...
     >>> dist.destroy_process_group()
     """
+    if unknown:
+        refuse_keywords(explain_context_parallel, unknown)
     ours = Ours(reduce_bias_grad, exchange_dtype, sequences is not None, dropout_p)
     numbers = (is_causal, softmax_scale, softcap, window_size, deterministic, return_lse)
     request = Request.of((q, k, v, mask, bias, sink), group, layout, layout_k, strategy, head_groups, numbers, ours)

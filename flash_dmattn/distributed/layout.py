@@ -36,6 +36,10 @@ class SequenceLayout:
     length: int
     intervals: tuple[tuple[Interval, ...], ...]
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # For pickle, copy and `torch.save`: the class itself, which `torch.load` may call.
+        return type(self), (self.length, self.intervals)
+
     def __post_init__(self) -> None:
         bounds = [x for of_rank in self.intervals for interval in of_rank for x in interval]
         for x in (self.length, *bounds):

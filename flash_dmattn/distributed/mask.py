@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import torch
@@ -64,6 +64,10 @@ class ShardedMask:
             dense[:, :, part.rows, part.keys] = mask.dense()
         return dense
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # For pickle, copy and `torch.save`: the fields alone, without the slices that are made of them.
+        return type(self), tuple(getattr(self, field.name) for field in fields(self))
+
     def __repr__(self) -> str:
         # Not the values: printing them waits for the device.
         return (
@@ -71,6 +75,9 @@ class ShardedMask:
             f"{self.layout.local_length} of {self.layout.length} rows x {self.layout_k.length} keys, "
             f"is_causal={self.is_causal}, window_size={self.window_size}, device={str(self.device)!r})"
         )
+
+
+torch.serialization.add_safe_globals([SequenceLayout, ShardedMask])
 
 
 def prepare_mask(

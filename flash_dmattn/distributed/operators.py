@@ -205,15 +205,15 @@ def _backward_flop(
     return backward_flop_of(numbers.pairs(q), q.shape[3], v.shape[3], numbers.needs_grad)
 
 
-gather_forward = define(
+define(
     "gather_forward", f"({_INPUTS}, {_NUMBERS}) -> (Tensor out, Tensor lse)", _forward, _forward_fake
 )
 # A list holds the gradients asked for and no others: an operator cannot return None under torch.compile.
-gather_backward = define(
+define(
     "gather_backward",
     f"(Tensor dout, Tensor? dlse, {_INPUTS}, Tensor out, Tensor lse, {_NUMBERS}) -> Tensor[]",
     _backward,
     _backward_fake,
 )
-register(torch.ops.flash_dmattn.gather_forward, _forward_flop)
-register(torch.ops.flash_dmattn.gather_backward, _backward_flop)
+gather_forward = register(torch.ops.flash_dmattn.gather_forward, _forward_flop)
+gather_backward = register(torch.ops.flash_dmattn.gather_backward, _backward_flop)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ..problem import check_strided
+
 # Lengths, or 0/1 masks, as users hold them: a tensor, or nested Python lists.
 IntsLike = torch.Tensor | Sequence[int] | Sequence[Sequence[int]]
 
@@ -45,6 +47,7 @@ def integer_tensor(name: str, value: IntsLike, ndims: tuple[int, ...]) -> torch.
 
 def bool_mask(name: str, mask: torch.Tensor) -> torch.Tensor:
     """`mask`, 4-D (dims are added on the left), if it is a bool tensor of 0 to 4 dims."""
+    check_strided(name, mask)
     if not isinstance(mask, torch.Tensor):
         raise TypeError(f"{name} is a {type(mask).__name__} and must be a torch.bool tensor.")
     if mask.dtype != torch.bool:

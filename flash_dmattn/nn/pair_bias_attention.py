@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from einops import rearrange
 from torch import nn
 
 import flash_dmattn
@@ -12,13 +13,16 @@ from flash_dmattn.dispatch.settings import BackendChoice
 class PairBiasAttention(nn.Module):
     """Gated self-attention whose bias is a projection of a pair representation.
 
-    Equivalent to, with x (B, L, dim) and pair (B, L, L, pair_dim)::
+    Equivalent to, with x (*batch, L, dim) and pair (*batch, L, L, pair_dim)::
 
-        q, k, v = x @ Wq + bq, x @ Wk, x @ Wv                         # (B, H, L, D)
-        bias = (layer_norm(pair) @ Wb).permute(0, 3, 1, 2)            # (B, H, L, L)
-        scores = q @ k.mT * D**-0.5 + bias
-        out = scores.masked_fill(~mask[:, None, None], -inf).softmax(-1) @ v
+        q, k, v = x @ Wq + bq, x @ Wk, x @ Wv                         # (*batch, H, L, D)
+        bias = rearrange(layer_norm(pair) @ Wb, "... i j h -> ... h i j")
+        scores = q @ k.mT * D**-0.5 + bias                            # (*batch, H, L, L)
+        out = scores.masked_fill(~mask[..., None, None, :], -inf).softmax(-1) @ v
         return (sigmoid(x @ Wg) * out) @ Wo
+
+    Rows of an alignment, or of a pair representation, are batch dims: x is (B, N, L, dim). They share their pairs,
+    which are (B, 1, L, L, pair_dim). The projection and the gradient of pairs keep that size, and nothing is expanded over N.
 
     x comes in normalised, or not, as the model has it.
 
@@ -40,6 +44,9 @@ class PairBiasAttention(nn.Module):
         >>> mask = torch.ones(2, 10, dtype=torch.bool)
         >>> layer(x, pair, mask).shape
         torch.Size([2, 10, 32])
+        >>> rows = torch.randn(2, 6, 10, 32)  # 6 rows that share the pairs of their entry
+        >>> layer(rows, pair[:, None], mask[:, None]).shape
+        torch.Size([2, 6, 10, 32])
     """
 
     def __init__(
@@ -75,40 +82,48 @@ class PairBiasAttention(nn.Module):
         """Attend from every token of x to every token that the mask allows.
 
         Args:
-            x: (B, L, dim).
-            pair: (B or 1, L, L, pair_dim); entry (i, j) is of query i and key j.
-            mask: bool (B, L), True for a token, False for padding; None without padding.
+            x: (*batch, L, dim), with one batch dim or more.
+            pair: (*batch, L, L, pair_dim), each batch dim that of x or 1; entry (i, j) is of query i and key j.
+            mask: bool (*batch, L), each batch dim that of x or 1; True for a token, False for padding. None without
+                padding.
 
         Returns:
-            (B, L, dim) in x's dtype. Where an entry has padding alone it is what o_proj makes of zeros.
+            (*batch, L, dim) in x's dtype. Where an entry has padding alone it is what o_proj makes of zeros.
 
         Raises:
             ValueError: x, pair or mask has another shape.
         """
-        if x.dim() != 3 or x.shape[2] != self.dim:
-            raise ValueError(f"x has shape {tuple(x.shape)}; it needs to be (batch, length, {self.dim})")
-        batch, length, _ = x.shape
-        if pair.dim() != 4 or pair.shape[0] not in (1, batch) or pair.shape[1:] != (length, length, self.pair_dim):
-            raise ValueError(
-                f"pair has shape {tuple(pair.shape)}; beside x of shape {tuple(x.shape)} it needs to be "
-                f"({batch} or 1, {length}, {length}, {self.pair_dim})"
-            )
-        if mask is not None and mask.shape != (batch, length):
-            raise ValueError(
-                f"mask has shape {tuple(mask.shape)}; beside x of shape {tuple(x.shape)} it needs to be "
-                f"({batch}, {length})"
-            )
-        q, k, v = (proj(x).unflatten(-1, (self.num_heads, -1)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if x.dim() < 3 or x.shape[-1] != self.dim:
+            raise ValueError(f"x has shape {tuple(x.shape)}; it needs to be (*batch, length, {self.dim})")
+        self._check_shared("pair", pair, x, (x.shape[-2], x.shape[-2], self.pair_dim))
+        if mask is not None:
+            self._check_shared("mask", mask, x, (x.shape[-2],))
+        projections = (proj(x) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (rearrange(y, "... l (h d) -> ... l h d", h=self.num_heads) for y in projections)
         # Contiguous, because kernels copy tiles of rows of unit stride.
-        bias = self.pair_proj(self.pair_norm(pair)).permute(0, 3, 1, 2).contiguous()
-        keys = None if mask is None else mask[:, None, None, :]
+        bias = rearrange(self.pair_proj(self.pair_norm(pair)), "... i j h -> ... h i j").contiguous()
+        keys = None if mask is None else rearrange(mask, "... j -> ... 1 1 j")
         out = flash_dmattn.attention(q, k, v, keys, bias, backend=self.backend)
-        assert isinstance(out, torch.Tensor)
-        out = out.flatten(2)
+        out = rearrange(out, "... l h d -> ... l (h d)")
         if self.gate_proj is not None:
             out = torch.sigmoid(self.gate_proj(x)) * out
         result: torch.Tensor = self.o_proj(out)
         return result
+
+    @staticmethod
+    def _check_shared(name: str, shared: torch.Tensor, x: torch.Tensor, sizes: tuple[int, ...]) -> None:
+        batch = x.shape[:-2]
+        dims = shared.shape[: -len(sizes)]
+        if (
+            shared.dim() == len(batch) + len(sizes)
+            and shared.shape[-len(sizes) :] == sizes
+            and all(has in (1, size) for has, size in zip(dims, batch, strict=True))
+        ):
+            return
+        needs = ", ".join([*(f"{size} or 1" for size in batch), *map(str, sizes)])
+        raise ValueError(
+            f"{name} has shape {tuple(shared.shape)}; beside x of shape {tuple(x.shape)} it needs to be ({needs})"
+        )
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, head_dim={self.head_dim}, backend={self.backend!r}"

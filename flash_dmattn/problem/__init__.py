@@ -11,7 +11,9 @@ from .checks import (
     check_flag,
     check_scale,
     check_softcap,
+    check_strided,
     check_window,
+    refuse_keywords,
 )
 from .description import (
     FEATURES,
@@ -72,6 +74,7 @@ __all__ = [
     "check_scores",
     "check_sequence_tiles",
     "check_softcap",
+    "check_strided",
     "check_tree",
     "check_window",
     "device_arch",
@@ -84,6 +87,7 @@ __all__ = [
     "merge",
     "packing_of",
     "parse_arch",
+    "refuse_keywords",
     "sm_number",
     "spec_of",
     "unfold",

@@ -2,10 +2,67 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
 
+import torch
 from torch import Tensor
+
+# Other libraries call an argument so; what to write here.
+OTHER_NAMES = {
+    **dict.fromkeys(("causal", "use_causal_mask"), "is_causal="),
+    **dict.fromkeys(("scale", "sm_scale", "scaling"), "softmax_scale="),
+    **dict.fromkeys(("attn_bias", "score_bias", "position_bias"), "bias="),
+    **dict.fromkeys(("logits_soft_cap", "softcapping", "logit_cap"), "softcap="),
+    **dict.fromkeys(("window", "sliding_window", "local_window_size"), "window_size=(left, right)"),
+    **dict.fromkeys(("dropout", "attention_dropout"), "dropout_p="),
+    **dict.fromkeys(("sinks", "s_aux", "learnable_sink"), "sink="),
+    **dict.fromkeys(("return_softmax_lse", "return_softmax"), "return_lse="),
+    **dict.fromkeys(
+        ("need_weights", "return_attn_probs", "output_attentions"), 'return_probs= beside backend="reference"'
+    ),
+    **dict.fromkeys(("key_padding_mask", "attention_mask"), "mask=masks.padding_mask(...)"),
+    **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"), "sequences=Sequences.packed(...)"),
+    **dict.fromkeys(("cache_seqlens", "seqused_k"), "sequences=Sequences.padded(...)"),
+    **dict.fromkeys(("block_table", "page_table"), "sequences=Sequences.paged(...)"),
+    "attn_mask": "mask= where it is bool, bias= where it is added to scores",
+    "enable_gqa": "nothing: the heads of k may always be fewer",
+}
+
+
+def refuse_keywords(call: Callable[..., object], unknown: Mapping[str, object]) -> NoReturn:
+    """Refuse keywords that a call does not have, as Python does, and name the right ones.
+
+    Raises:
+        TypeError: in any case.
+    """
+    name = next(iter(unknown))
+    names = [known for known, x in inspect.signature(call).parameters.items() if x.kind is not x.VAR_KEYWORD]
+    close = difflib.get_close_matches(name, names, 1)
+    if name in OTHER_NAMES:
+        hint = f"write {OTHER_NAMES[name]}"
+    else:
+        hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(names)}"
+    raise TypeError(f"{call.__name__}() got an unexpected keyword argument {name!r}; {hint}")
+
+
+def check_strided(name: str, x: object) -> None:
+    """Refuse a tensor whose elements have no strides, and a tensor with a mask of its own."""
+    if not isinstance(x, Tensor):
+        return
+    if x.layout is not torch.strided:
+        dense = "to_padded_tensor(0.0)" if x.is_nested else "to_dense()"
+        raise TypeError(f"{name} has layout {x.layout}; it needs a strided tensor: {name}.{dense}")
+    masked = sys.modules.get("torch.masked.maskedtensor.core")
+    if type(x) is not Tensor and masked is not None and isinstance(x, masked.MaskedTensor):
+        raise TypeError(
+            f"{name} is a MaskedTensor, whose own mask no call reads; it needs a plain tensor: {name}.get_data(), with "
+            "mask= for the keys to hide"
+        )
 
 
 def as_scores(x: Tensor) -> Tensor:
@@ -26,10 +83,12 @@ def check_broadcast(name: str, shape: Sequence[int], sizes: Sequence[int], num_h
     names = batch_names(len(batch))
     heads = f"{{1, {num_heads_k}, {num_heads}}}" if num_heads_k != num_heads else f"{{1, {num_heads}}}"
     leading = ", ".join(f"{dim} in {{1, {size}}}" for dim, size in zip(names, wanted, strict=True))
+    is_padding = name == "mask" and (i, j) == (wanted[-1], seqlen_k) and not (h > 1 or any(b > 1 for b in batch))
     raise ValueError(
         f"{name} has shape {tuple(shape)}, read as ({', '.join(names)}, heads, seqlen_q, seqlen_k); "
         f"it needs {leading}, heads in {heads}, "
         f"seqlen_q in {{1, {seqlen_q}}} and seqlen_k in {{1, {seqlen_k}}}"
+        + ("; padding of (batch, seqlen_k) is masks.padding_mask(mask)" if is_padding else "")
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import batch_names, check_broadcast
+from .checks import batch_names, check_broadcast, check_strided
 
 Dims = tuple[int, ...]
 
@@ -76,6 +76,8 @@ def fold_call(q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any) -> FoldedCa
         TypeError: k or v is no tensor.
         ValueError: leading dims that differ, or a mask or bias that does not broadcast; the message names the dim.
     """
+    for name, x in (("q", q), ("k", k), ("v", v), ("mask", mask), ("bias", bias)):
+        check_strided(name, x)
     for name, x in (("k", k), ("v", v)):
         _check_leading(name, x, q)
     batch = tuple(q.shape[:-3])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem import RANKS, Layout, SequenceSpec, SequenceView
+from ..problem import RANKS, Layout, SequenceSpec, SequenceView, check_strided
 from .values import Tables, check_values, make_bounds
 
 
@@ -287,6 +287,8 @@ def lay_out(
             "mask was prepared for other Sequences than those of the call; it needs the same object: pass "
             "sequences=mask.sequences, or prepare it anew"
         )
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_strided(name, x)
     spec = sequences.spec(q, k, v)
     view = sequences.view(spec, k.shape[0])
     if spec.packs_queries:

@@ -70,3 +70,17 @@ class Padding:
             raise ValueError(f"tokens has {tokens.shape[0]} tokens; the mask has {self.indices.shape[0]}")
         flat = tokens.new_zeros((self._shape[0] * self._shape[1], *tokens.shape[1:]))
         return flat.index_copy(0, self.indices, tokens).unflatten(0, self._shape)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # For pickle, copy and `torch.save`.
+        return restore_padding, (self._shape, self.indices, self.sequences)
+
+
+def restore_padding(shape: tuple[int, int], indices: Tensor, sequences: Sequences) -> Padding:
+    """Padding of its fields: what `torch.load` calls, also with `weights_only=True`, its default."""
+    padding = Padding.__new__(Padding)
+    padding._shape, padding.indices, padding.sequences = shape, indices, sequences
+    return padding
+
+
+torch.serialization.add_safe_globals([restore_padding])

@@ -8,6 +8,13 @@ _EXTENSION = "tests/test_cuda_extension.py::"
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
+        "a pure wheel tells of the machine that built it",
+        "setup.py",
+        "bool(self.reason if self.editable_mode else self.output)",
+        "bool(self.reason)",
+        ("tests/test_packaging.py::test_a_wheel_that_nobody_tried_to_build_it_for_says_nothing_of_the_machine",),
+    ),
+    Fault(
         "a kernel whose matrix products are serialized is built all the same",
         "setup.py",
         "serialized = [kernel.name for kernel in kernels if kernel.is_serialized]",

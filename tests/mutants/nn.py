@@ -15,6 +15,14 @@ CACHED = ("tests/test_nn.py::test_the_cache_returns_what_was_appended_and_keeps_
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
+        "pairs are expanded over the rows that share them",
+        "flash_dmattn/nn/pair_bias_attention.py",
+        'bias = rearrange(self.pair_proj(self.pair_norm(pair)), "... i j h -> ... h i j").contiguous()',
+        'bias = rearrange(self.pair_proj(self.pair_norm(pair)), "... i j h -> ... h i j")\n'
+        "        bias = bias.expand(*x.shape[:-2], *bias.shape[-3:]).contiguous()",
+        ("tests/test_nn_biases.py::test_pairs_that_rows_share_are_not_expanded",),
+    ),
+    Fault(
         "scores are cut to a step and not rounded to it",
         LAYER,
         "(scores / SCORE_STEP).round()",
@@ -122,7 +130,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a pair bias of the key and the query",
         "flash_dmattn/nn/pair_bias_attention.py",
-        ".permute(0, 3, 1, 2).contiguous()",
+        '"... i j h -> ... h i j").contiguous()',
         ".permute(0, 3, 2, 1).contiguous()",
         ("tests/test_nn_biases.py::test_pair_bias_attention",),
     ),

@@ -47,9 +47,9 @@ class Call(NamedTuple):
 
     def run(self, backend: str) -> torch.Tensor:
         """The output, (B, L, Hq, D)."""
-        out = flash_dmattn.attention(*self.arguments, is_causal=True, softmax_scale=self.softmax_scale, backend=backend)
-        assert isinstance(out, torch.Tensor)
-        return out
+        return flash_dmattn.attention(
+            *self.arguments, is_causal=True, softmax_scale=self.softmax_scale, backend=backend
+        )
 
     def run_formula(self) -> torch.Tensor:
         """The output by the formula, in the dtype of q."""
