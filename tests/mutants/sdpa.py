@@ -123,7 +123,7 @@ FAULTS: tuple[Fault, ...] = (
         "entry = self.entry()",
         (f"{TESTS}::test_a_graph_counts_nothing",),
     ),
-    Fault("strict is not", MODE, "if self.strict and reason != NO_MASK:", "if False:", (f"{TESTS}::test_strict",)),
+    Fault("strict is not", MODE, "if entry.strict and reason != NO_MASK:", "if False:", (f"{TESTS}::test_strict",)),
     Fault("what is served is not counted", TALLY, "self.served += 1", "pass", VALUES),
     Fault(
         "a context of one thread is that of all",
