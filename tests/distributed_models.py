@@ -66,6 +66,6 @@ def refused(what: str) -> str:
             if what == "limits":
                 given["position_ids"] = given["position_ids"][:1]
             model(tokens()[: len(given["position_ids"]), :rows], use_cache=False, **given)
-        except NotImplementedError as error:
+        except (NotImplementedError, ValueError) as error:
             return str(error)
     return "nothing"

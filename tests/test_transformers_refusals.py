@@ -81,10 +81,9 @@ def test_what_is_of_no_effect_is_not_refused() -> None:
     want = call()
     for given in ({"position_ids": LIMITS}, {"indices": None}, {"output_attentions": False}, {"sliding_window": 6}):
         torch.testing.assert_close(call(**given), want, rtol=0, atol=0)
-    windowed = LayerMask((1, 1, 6, 6), is_causal=True, window=(3, -1))
-    torch.testing.assert_close(
-        call(attention_mask=windowed, sliding_window=4), call(attention_mask=windowed), rtol=0, atol=0
-    )
+    for parts in ({}, {"documents": torch.zeros(1, 6).int(), "padding": torch.ones(1, 1, 1, 6).bool()}):
+        mask = LayerMask((1, 1, 6, 6), is_causal=True, window=(3, -1), **parts)
+        torch.testing.assert_close(call(attention_mask=mask, sliding_window=4), call(attention_mask=mask), rtol=0, atol=0)
     documents = {"cu_seq_lens_q": LIMITS, "max_length_q": 4, "max_length_k": 4}
     torch.testing.assert_close(call(sliding_window=4, **documents), call(**documents), rtol=0, atol=0)
 

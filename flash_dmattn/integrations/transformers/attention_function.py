@@ -90,7 +90,7 @@ def attend(
         found = MaskArguments(is_causal=_is_causal(module, is_causal) and (query.shape[2] > 1 or context is not None))
         if found.is_causal and query.shape[2] != key.shape[2]:
             key, value, bias = _align_top_left(query, key, value, bias)
-    if sliding_window is not None and found.window_size is None and not isinstance(attention_mask, Tensor):
+    if sliding_window is not None and not isinstance(attention_mask, Tensor):
         _refuse_forgotten_window(sliding_window, attention_mask, found, key.shape[2])
     if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
         query, key, value = follow_autocast(query, key, value)
@@ -257,6 +257,8 @@ def _refuse_forgotten_window(
     sliding_window: int | tuple[int, int], mask: LayerMask | None, found: MaskArguments, seqlen_k: int
 ) -> None:
     """Refuse a window that the layer is told of, that forbids keys, and that its mask does not have."""
+    if mask is not None and mask.window is not None:
+        return
     sequences = found.sequences
     longest = seqlen_k if sequences is None or sequences.max_seqlen_k is None else sequences.max_seqlen_k
     width = sliding_window if isinstance(sliding_window, int) else max(sliding_window)
