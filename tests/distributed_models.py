@@ -15,11 +15,11 @@ from flash_dmattn.integrations.transformers import register
 LENGTH = 32
 
 
-def made(family: str) -> Any:
-    """A model with random weights, the same on every rank."""
+def made(family: str, **changes: Any) -> Any:
+    """A model with random weights, the same on every rank; `changes` to its configuration."""
     torch.manual_seed(0)
     of = FAMILIES[family]
-    config = getattr(transformers, of.config)(**of.arguments)
+    config = getattr(transformers, of.config)(**{**of.arguments, **changes})
     config._attn_implementation = register()
     return getattr(transformers, of.model)(config).double().train()
 
@@ -29,16 +29,16 @@ def tokens() -> Tensor:
     return torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
-def compared(family: str, layout_name: str) -> float:
+def compared(family: str, layout_name: str, changes: dict[str, Any], length: int = LENGTH) -> float:
     """The largest difference of logits, and of any gradient of a weight once ranks have summed it."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    layout: SequenceLayout = getattr(SequenceLayout, layout_name)(LENGTH, size)
-    whole, model = made(family), made(family)
-    wanted = whole(tokens(), use_cache=False).logits
+    layout: SequenceLayout = getattr(SequenceLayout, layout_name)(length, size)
+    whole, model, given = made(family, **changes), made(family, **changes), tokens()[:, :length]
+    wanted = whole(given, use_cache=False).logits
     wanted.square().sum().backward()
     with use_context_parallel(dist.group.WORLD, layout):
         positions = layout.positions(rank)[None].expand(2, -1)
-        found = model(layout.shard(tokens(), 1, rank), position_ids=positions, use_cache=False).logits
+        found = model(layout.shard(given, 1, rank), position_ids=positions, use_cache=False).logits
         found.square().sum().backward()
     differences = [float((found - layout.shard(wanted, 1, rank)).abs().max())]
     for x, y in zip(model.parameters(), whole.parameters()):
@@ -56,9 +56,16 @@ def refused(what: str) -> str:
         given["attention_mask"] = torch.ones(2, rows, dtype=torch.long).index_fill_(1, torch.tensor([0]), 0)
     elif what == "documents":
         given["position_ids"] = torch.arange(rows)[None].remainder(5).expand(2, -1)
+    elif what == "limits":
+        limits = torch.tensor([0, 7, rows], dtype=torch.int32)
+        given |= {"cu_seq_lens_q": limits, "cu_seq_lens_k": limits, "max_length_q": rows, "max_length_k": rows}
     with use_context_parallel(dist.group.WORLD, layout):
         try:
-            made("llama")(tokens()[:, :rows], use_cache=False, **given)
-        except NotImplementedError as error:
+            # A window gives layers a mask, beside which limits could be forgotten.
+            model = made("mistral", sliding_window=rows - 3) if what == "limits" else made("llama")
+            if what == "limits":
+                given["position_ids"] = given["position_ids"][:1]
+            model(tokens()[: len(given["position_ids"]), :rows], use_cache=False, **given)
+        except (NotImplementedError, ValueError) as error:
             return str(error)
     return "nothing"

@@ -12,10 +12,25 @@ TOLERANCE = 1e-6  # norms of models are in fp32, and gradients of their weights 
 
 @pytest.mark.parametrize("family, layout", [("llama", "zigzag"), ("mistral", "zigzag"), ("gemma2", "contiguous")])
 def test_a_model_over_ranks_equals_the_model(family: str, layout: str) -> None:
-    assert max(workers(2).run("distributed_models.compared", family, layout)) < TOLERANCE
+    assert max(workers(2).run("distributed_models.compared", family, layout, {})) < TOLERANCE
+
+
+def test_a_window_longer_than_a_part_of_the_sequence() -> None:
+    """It reaches every key of a rank, and not every key."""
+    window = {"sliding_window": 19}
+    assert max(workers(2).run("distributed_models.compared", "mistral", "contiguous", window)) < TOLERANCE
+
+
+def test_a_rank_of_one_token_is_causal() -> None:
+    assert max(workers(2).run("distributed_models.compared", "llama", "contiguous", {}, 2)) < TOLERANCE
 
 
 @pytest.mark.parametrize("what", ["padding", "documents"])
 def test_what_a_rank_knows_of_its_own_tokens_alone_is_refused(what: str) -> None:
     for said in workers(2).run("distributed_models.refused", what):
         assert f"attention_mask has {what} of this rank's tokens" in said
+
+
+def test_sequences_that_a_caller_describes_are_refused() -> None:
+    for said in workers(2).run("distributed_models.refused", "limits"):
+        assert "sequences" in said

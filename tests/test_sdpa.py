@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -313,7 +315,150 @@ def test_contexts_nest_and_end() -> None:
         assert not torch.backends.mha.get_fastpath_enabled()
     call_once()
     assert (outer.served, inner.served) == (2, 2) and not outer.passed_on and not inner.passed_on
+    assert_nothing_is_left()
+
+
+def assert_nothing_is_left() -> None:
+    """Torch is as it was: the name, the fast path, and no mode."""
     assert F.scaled_dot_product_attention is imported_earlier and torch.backends.mha.get_fastpath_enabled()
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
+def test_one_object_nests() -> None:
+    """Each `with` has a tally of its own, and a decorator is one too."""
+    context = intercept_sdpa()
+    with context as outer:
+        with context as inner:
+            call_once()
+        call_once()
+        call_once()
+        context(call_once)()
+    with context as again:
+        call_once()
+    assert (outer.served, inner.served, again.served) == (2, 1, 1)
+    assert_nothing_is_left()
+
+
+def test_contexts_may_end_in_any_order() -> None:
+    first, second = intercept_sdpa(), intercept_sdpa(strict=True)
+    one = first.__enter__()
+    other = second.__enter__()
+    first.__exit__(None, None, None)
+    call_once()
+    assert not torch.backends.mha.get_fastpath_enabled()
+    with first as third:
+        call_once()
+        second.__exit__(None, None, None)
+        call_once()
+    assert (one.served, other.served, third.served) == (0, 1, 2)
+    assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_tasks_have_contexts_of_their_own(shared: bool) -> None:
+    """Tasks of one thread that take turns: each counts its own calls, and one without a context counts for nobody."""
+    one = intercept_sdpa()
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    x, padding = torch.randn(2, 4, 8), torch.zeros(2, 4, dtype=torch.bool)
+
+    async def inside(calls: int) -> int:
+        with one if shared else intercept_sdpa() as tally:
+            for _ in range(calls):
+                call_once()
+                attention(x, x, x, key_padding_mask=padding, need_weights=False)
+                await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        call_once()
+        return tally.served
+
+    async def outside() -> None:
+        for _ in range(9):
+            call_once()
+            await asyncio.sleep(0)
+
+    async def started_inside(go: asyncio.Event) -> None:
+        call_once()
+        await go.wait()
+        call_once()  # after the context that it began in
+
+    async def all_of_them() -> None:
+        assert await asyncio.gather(outside(), inside(2), inside(5), inside(3)) == [None, 4, 10, 6]
+        go = asyncio.Event()
+        with intercept_sdpa() as tally:
+            task = asyncio.create_task(started_inside(go))
+            await asyncio.sleep(0)
+        with intercept_sdpa() as later:
+            go.set()
+            await task
+        assert (tally.served, later.served) == (1, 0)
+
+    asyncio.run(all_of_them())
+    assert_nothing_is_left()
+
+
+def test_a_context_may_end_in_another_task_or_thread() -> None:
+    """As setup and teardown of a fixture may, or a generator that is closed elsewhere; nothing is served after it."""
+
+    async def enter() -> None:
+        context.__enter__()
+
+    async def leave() -> None:
+        context.__exit__(None, None, None)
+
+    context = intercept_sdpa()
+    asyncio.run(enter())
+    asyncio.run(leave())
+    assert_nothing_is_left()
+    tally = context.__enter__()
+    thread = threading.Thread(target=context.__exit__, args=(None, None, None))
+    thread.start()
+    thread.join(60)
+    call_once()
+    assert tally.served == 0 and torch.backends.mha.get_fastpath_enabled()
+    with intercept_sdpa() as tally:
+        call_once()
+    assert tally.served == 1
+    assert_nothing_is_left()
+
+
+def test_threads_of_autograd_follow_the_caller() -> None:
+    """They receive its modes, and nothing that belongs to its task."""
+    with intercept_sdpa() as tally:
+        (mode,) = torch.overrides._get_current_function_mode_stack()
+
+        def backward() -> None:
+            with mode:
+                call_once()
+
+        thread = threading.Thread(target=backward)
+        thread.start()
+        thread.join(60)
+    assert tally.served == 1
+
+
+def test_modes_of_others_see_what_they_saw() -> None:
+    """A mode inside and one outside, and functions that torch hands over as a whole."""
+    seen: list[tuple[str, Any]] = []
+
+    class Watching(TorchFunctionMode):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in (imported_earlier, F.multi_head_attention_forward):
+                seen.append((self.name, func))
+            return func(*args, **(kwargs or {}))
+
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    x, padding = torch.randn(2, 4, 8), torch.zeros(2, 4, dtype=torch.bool)
+    with Watching("outside"), intercept_sdpa() as tally, Watching("inside"):
+        attention(x, x, x, key_padding_mask=padding, need_weights=False)
+        F.scaled_dot_product_attention(x, x, x)
+    assert tally.passed_on == {"no mask": 1}
+    assert ("inside", F.multi_head_attention_forward) in seen and ("inside", imported_earlier) in seen
+    assert ("outside", imported_earlier) in seen
+    assert_nothing_is_left()
 
 
 def test_a_call_passed_on_is_counted_once_in_nested_contexts() -> None:
@@ -330,6 +475,7 @@ def test_other_threads_are_left_alone(way: str) -> None:
     x, padding = torch.randn(2, 4, 8), torch.zeros(2, 4, dtype=torch.bool)
     meet = threading.Barrier(3, timeout=60)
     served_in: dict[str, int] = {}
+    same: list[bool] = []
 
     def call() -> None:
         call_once() if way == "direct" else attention(x, x, x, key_padding_mask=padding, need_weights=False)
@@ -337,6 +483,7 @@ def test_other_threads_are_left_alone(way: str) -> None:
     def worker(name: str, calls: int) -> None:
         with intercept_sdpa() if name != "none" else contextlib.nullcontext() as tally:
             meet.wait()
+            same.append(F.scaled_dot_product_attention is imported_earlier)
             for _ in range(calls):
                 call()
             meet.wait()
@@ -348,8 +495,8 @@ def test_other_threads_are_left_alone(way: str) -> None:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert served_in == {"a": 3, "b": 5}
-    assert F.scaled_dot_product_attention is imported_earlier
+    assert served_in == {"a": 3, "b": 5} and same == [True, True, True]
+    assert_nothing_is_left()
 
 
 def test_somebody_elses_patch_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -437,16 +584,28 @@ def test_a_name_imported_earlier() -> None:
     assert tally.served == 1
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_recompute_with_it(reentrant: bool) -> None:
+BACKWARDS = ["Tensor.backward", "autograd.backward", "autograd.grad"]
+
+
+# Torch refuses autograd.grad of reentrant checkpoints.
+@pytest.mark.parametrize(
+    ("way", "reentrant"), [*((way, False) for way in BACKWARDS), *((way, True) for way in BACKWARDS[:2])]
+)
+def test_checkpoints_recompute_with_it(way: str, reentrant: bool) -> None:
+    """By whatever function the backward pass is called, and by whatever name attention is."""
     tensors = draw(SERVED["each score"], "float")
     wanted = run(tensors)[1:]
     with intercept_sdpa() as tally:
-        out = checkpoint(F.scaled_dot_product_attention, *tensors, use_reentrant=reentrant)
-        weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
-        (out * weight).sum().backward()
+        out = checkpoint(lambda *given: imported_earlier(*given), *tensors, use_reentrant=reentrant)
+        loss = (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)).sum()
+        found: Any = None
+        if way == "autograd.grad":
+            found = torch.autograd.grad(loss, tensors)
+        else:
+            loss.backward() if way == "Tensor.backward" else torch.autograd.backward(loss)
+            found = [x.grad for x in tensors]
     assert tally.served == 2
-    agree([x.grad for x in tensors], wanted)  # type: ignore[misc]
+    agree(list(found), wanted)
 
 
 # torch.compile
@@ -510,3 +669,14 @@ def test_compiled_without_a_mask() -> None:
     assert backend.operators == 0
     for x in found:
         assert torch.equal(x, F.scaled_dot_product_attention(q, k, v) + 1)
+
+
+def test_a_graph_counts_nothing() -> None:
+    """Nor where it is run as it is, node by node: one of F.multi_head_attention_forward, without a mask."""
+    attention, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 4, 8)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda: attention(x, x, x, need_weights=False)[0], backend="eager", fullgraph=True)
+    wanted = compiled()
+    with intercept_sdpa() as tally:
+        found = compiled()
+    assert torch.equal(found, wanted) and tally.served == 0 and not tally.passed_on

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 pytest.importorskip("transformers", exc_type=ImportError)
 
 import transformers
-from transformers_models import FAMILIES, VERSION, inputs, make, padding, step
+from transformers_models import FAMILIES, VERSION, errors, inputs, limits, make, padding, step
 
 from flash_dmattn.integrations.transformers import register
 
@@ -40,12 +40,8 @@ def test_training_in_one_graph(name: str) -> None:
     graphs = Graphs()
     found = step(model, given, "dmattn", torch.compile(model, backend=graphs, fullgraph=True))
     assert len(graphs.calls) == 1 and graphs.calls[0] >= 1
-    torch.testing.assert_close(found.loss, wanted.loss, rtol=1e-5, atol=0)
-    scale = max(float(x.abs().max()) for x in wanted.gradients.values() if x is not None)
-    for x, y in zip(found.gradients.values(), wanted.gradients.values()):
-        assert (x is None) == (y is None)
-        if x is not None:
-            torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-5 * scale)
+    assert all((x is None) == (y is None) for x, y in zip(found.gradients.values(), wanted.gradients.values()))
+    assert all(x <= y for x, y in zip(errors(found, wanted), limits(name))), errors(found, wanted)
 
 
 def test_a_static_cache_decodes_in_one_graph() -> None:
@@ -76,7 +72,7 @@ def test_a_static_cache_decodes_in_one_graph() -> None:
         logits[implementation] = torch.cat(found, 1)
         assert [calls >= 1 for calls in graphs.calls] == [implementation == "dmattn"]
     error = (logits["dmattn"] - logits["eager"]).abs().max() / logits["eager"].abs().max()
-    assert float(error) < 5e-5
+    assert float(error) < limits("llama")[0]
 
 
 def _positions(now: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -146,7 +146,7 @@ def test_positions_follow_the_cache() -> None:
 
 def test_static_cache_compiled() -> None:
     """One graph decodes; a prompt does not go into a static cache under a compiler."""
-    model, tokens = make(torch.float32).eval(), text()
+    model, tokens = make().eval(), text()
     flags: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     expected = model.generate(input_ids=tokens, use_cache=False, **flags)
     config = transformers.CompileConfig(fullgraph=True, backend="aot_eager", mode=None)

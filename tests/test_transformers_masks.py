@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import flash_dmattn
 from flash_dmattn.integrations.transformers import layer_mask
 from flash_dmattn.integrations.transformers.layer_mask import LayerMask
 from flash_dmattn.integrations.transformers.mask_function import make_mask
+from flash_dmattn.integrations.transformers.mask_rules import read_rule
 from flash_dmattn.masks import IntervalMask, PreparedMask, TileMask
 
 BATCH = 3
@@ -214,6 +216,53 @@ def sliding_window_overlay(sliding_window: int) -> Callable[..., Any]:
 def test_a_function_of_a_known_name_elsewhere_is_not_taken_for_it() -> None:
     given = arguments(PLACES["training"], sliding_window_overlay(2), padding(8, "left").bool())
     found = make_mask(**given, local_size=4, allow_is_bidirectional_skip=True)
+    assert isinstance(found, Tensor) and torch.equal(found, dense(given))
+
+
+def with_other_names(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of transformers with its closure's variables renamed, as a version to come may have them."""
+    code = function.__code__
+    names = tuple(f"{name}_" for name in code.co_freevars)
+    renamed = FunctionType(code.replace(co_freevars=names), function.__globals__, code.co_name, None, function.__closure__)
+    renamed.__module__, renamed.__qualname__ = function.__module__, function.__qualname__
+    return renamed
+
+
+def makers() -> dict[str, Callable[..., Any]]:
+    causal, both = masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function
+    found = {
+        "and_masks": masking_utils.and_masks(causal, both),
+        "sliding_window_overlay": masking_utils.sliding_window_overlay(3),
+        "packed_sequence_mask_function": masking_utils.packed_sequence_mask_function(DOCUMENTS),
+    }
+    if hasattr(masking_utils, "sliding_window_bidirectional_overlay"):
+        found["sliding_window_bidirectional_overlay"] = masking_utils.sliding_window_bidirectional_overlay(2)
+    if hasattr(masking_utils, "remap_positions_for_packed_sequence"):
+        found["remap"] = masking_utils.remap_positions_for_packed_sequence(causal, POSITIONS)
+    return found
+
+
+@pytest.mark.parametrize("name", makers())
+def test_a_closure_of_other_names_is_evaluated(name: str) -> None:
+    function = makers()[name]
+    assert read_rule(function) is not None and read_rule(with_other_names(function)) is None
+    given = arguments(PLACES["training"], with_other_names(function), None)
+    found = make_mask(**given, local_size=1)
+    assert isinstance(found, Tensor) and torch.equal(found, dense(given))
+
+
+class Window:
+    """A mask function without a closure or a name to read."""
+
+    __module__ = masking_utils.__name__
+
+    def __call__(self, batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return key > query - 3
+
+
+def test_a_callable_of_another_kind_is_evaluated() -> None:
+    given = arguments(PLACES["training"], Window(), None)
+    found = make_mask(**given, local_size=1)
     assert isinstance(found, Tensor) and torch.equal(found, dense(given))
 
 

@@ -13,8 +13,9 @@ import transformers
 from transformers_fixture import Counted
 from transformers_models import SMALL, VOCABULARY, inputs, lacks_interface, make
 
-from flash_dmattn.integrations.transformers import arguments, check, register
-from flash_dmattn.integrations.transformers.attention_function import attend
+import flash_dmattn
+from flash_dmattn.integrations.transformers import attention_function, check, packed, register
+from flash_dmattn.integrations.transformers.attention_function import attend, observed
 from flash_dmattn.integrations.transformers.layer_mask import LayerMask
 
 Q, K, V = torch.randn(3, 1, 4, 6, 8).unbind()
@@ -45,6 +46,17 @@ def call(**given: Any) -> torch.Tensor:
             ValueError,
             "attention_mask is for 6 queries and 7 keys; this layer has 6 and 6",
         ),
+        ({"sliding_window": 5}, NotImplementedError, "sliding_window is 5 and attention_mask, None, has no window"),
+        (
+            {"sliding_window": 4, "is_causal": False},
+            NotImplementedError,
+            "sliding_window is 4 .* of 6 keys it would forbid some",
+        ),
+        (
+            {"sliding_window": 5, "attention_mask": LayerMask((1, 1, 6, 6), is_causal=True)},
+            NotImplementedError,
+            r"attention_mask, LayerMask\(.*\), has no window",
+        ),
         ({"cu_seq_lens_k": LIMITS}, ValueError, "cu_seq_lens_q is None"),
         ({"query": Q.expand(2, -1, -1, -1), "cu_seq_lens_q": LIMITS}, ValueError, "a batch of 2; .* a batch of 1"),
         (
@@ -65,13 +77,107 @@ def test_refused(given: dict[str, Any], error: type[Exception], message: str) ->
         call(**given)
 
 
-def test_what_is_of_no_effect_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_of_no_effect_is_not_refused() -> None:
     want = call()
-    for given in ({"position_ids": LIMITS}, {"indices": None}, {"output_attentions": False}, {"sliding_window": 4}):
+    for given in ({"position_ids": LIMITS}, {"indices": None}, {"output_attentions": False}, {"sliding_window": 6}):
         torch.testing.assert_close(call(**given), want, rtol=0, atol=0)
-    monkeypatch.setattr(arguments, "_HARMLESS", set(arguments._HARMLESS))
-    register(ignored_arguments=["mine"])
-    torch.testing.assert_close(call(mine=3), want, rtol=0, atol=0)
+    for parts in ({}, {"documents": torch.zeros(1, 6).int(), "padding": torch.ones(1, 1, 1, 6).bool()}):
+        mask = LayerMask((1, 1, 6, 6), is_causal=True, window=(3, -1), **parts)
+        torch.testing.assert_close(call(attention_mask=mask, sliding_window=4), call(attention_mask=mask), rtol=0, atol=0)
+    documents = {"cu_seq_lens_q": LIMITS, "max_length_q": 4, "max_length_k": 4}
+    torch.testing.assert_close(call(sliding_window=4, **documents), call(**documents), rtol=0, atol=0)
+
+
+def test_ignored_arguments_are_those_of_the_last_registration() -> None:
+    """A registration says all of them: one that another library made is not widened by it, nor it by others."""
+
+    def registered(**given: Any) -> torch.Tensor:
+        return transformers.AttentionInterface()["dmattn"](Layer(), Q, K, V, None, **given)[0]
+
+    try:
+        register(ignored_arguments=["mine", "yours"])
+        torch.testing.assert_close(registered(mine=3, yours=4, scaling=0.3), call(scaling=0.3), rtol=0, atol=0)
+        with pytest.raises(NotImplementedError, match="does not know mine"):
+            call(mine=3)
+        register(ignored_arguments=["mine"])
+        with pytest.raises(NotImplementedError, match="does not know yours"):
+            registered(mine=3, yours=4)
+    finally:
+        register()
+    with pytest.raises(NotImplementedError, match="does not know mine"):
+        registered(mine=3)
+    for used in ("position_bias", "cu_seq_lens_k"):
+        with pytest.raises(ValueError, match=f"ignored_arguments has {used}, which attention uses"):
+            register(ignored_arguments=["mine", used])
+    with pytest.raises(TypeError, match='the name "mine"; it needs to be a list'):
+        register(ignored_arguments="mine")
+
+
+def test_deterministic_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """True arrives; False, which a model passes by default, leaves it to torch."""
+    arrived: list[Any] = []
+
+    def watched(**given: Any) -> Any:
+        arrived.append(given["deterministic"])
+        return flash_dmattn.attention(**given)
+
+    monkeypatch.setattr(attention_function, "attention", watched)
+    seen: list[Any] = []
+    with observed(lambda module, given: seen.append(given["deterministic"])):
+        for value in (True, False, None):
+            call(deterministic=value)
+    assert seen == [True, None, None] and arrived == [True]  # the others go by `attend_heads_first`, which asks torch
+    model = make("bert")
+    model.set_attn_implementation(register())
+    model(**inputs(model, "masked"), deterministic=True)
+    assert arrived == 3 * [True]
+
+
+class CrossAttention(torch.nn.Module):
+    """As T5's says what it is, which makes zeros for a bias where it receives none."""
+
+    is_causal, is_decoder, has_relative_attention_bias = False, True, False
+
+
+def test_only_zeros_are_left_out() -> None:
+    """By their values: where a bias of cross attention is none of T5's own, it counts, and so does its gradient."""
+
+    def attended(bias: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
+        seen: list[dict[str, Any]] = []
+        with observed(lambda module, given: seen.append(given)):
+            out = attend(CrossAttention(), Q, K, V, None, position_bias=bias)[0]
+        return out, seen[0]["bias"]
+
+    zeros, bias = torch.zeros(1, 4, 6, 6), torch.randn(1, 4, 6, 6)
+    without, nothing = attended(zeros)
+    assert nothing is None and attended(zeros)[1] is None
+    found, used = attended(bias)
+    assert used is not None and torch.equal(found, attend(Layer(), Q, K, V, None, position_bias=bias, is_causal=False)[0])
+    zeros.copy_(bias)
+    assert torch.equal(attended(zeros)[0], found)
+    learned = torch.zeros(1, 4, 6, 6, requires_grad=True)
+    attended(learned)[0].square().sum().backward()
+    assert learned.grad is not None and learned.grad.abs().max() > 1e-3
+    with torch.inference_mode():
+        assert attended(torch.zeros(1, 4, 6, 6))[1] is not None  # nothing says when these change
+    compiled = torch.compile(lambda x: attend(CrossAttention(), Q, K, V, None, position_bias=x)[0], backend="eager")
+    torch.testing.assert_close(compiled(bias), found, rtol=0, atol=0)
+
+
+def test_what_is_known_of_limits_goes_with_them() -> None:
+    """And is made anew where a tensor among them has changed in place."""
+    limits, longest = LIMITS.clone(), torch.tensor(4)
+    given = {"cu_seq_lens_q": limits, "max_length_q": longest, "max_length_k": longest}
+    want = call(**given)
+    first = packed._last
+    assert first is not None and torch.equal(call(**given), want) and packed._last is first
+    limits.copy_(torch.tensor([0, 3, 6]))
+    longest.fill_(3)
+    changed = call(**given)
+    assert packed._last is not first
+    torch.testing.assert_close(changed[:, :3], call(query=Q[:, :, :3], key=K[:, :, :3], value=V[:, :, :3]))
+    del limits, given
+    assert packed._last is None
 
 
 def test_packed_sequences_with_padding() -> None:

@@ -14,16 +14,13 @@ pytest.importorskip("transformers", exc_type=ImportError)
 from transformers_fixture import Counted
 from transformers_models import (
     DRAWN,
-    EXACT,
     FAMILIES,
-    GRADIENTS,
     LENGTH,
-    LOGITS,
-    LOSS,
     drawn,
     errors,
     inputs,
     lacks_interface,
+    limits,
     make,
     step,
 )
@@ -41,35 +38,25 @@ CASES = [
 POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 0, 1, 2, 3]])
 
 
-def limits(dtype: torch.dtype) -> tuple[float, float, float]:
-    return EXACT if dtype == torch.float64 else (LOGITS, LOSS, GRADIENTS)
-
-
-def dtype_of(name: str) -> torch.dtype:
-    # In float32 the T5 family is ill-conditioned: eager against eager with another order of sums is as far off. Others
-    # take the softmax in float32 whatever the dtype.
-    return torch.float64 if name in ("t5", "umt5") else torch.float32
-
-
-def compare(name: str, side: str | None, counted: Counted, dtype: torch.dtype, **changes: Any) -> None:
+def compare(name: str, side: str | None, counted: Counted, **changes: Any) -> None:
     reason = lacks_interface(name)
     if reason is not None:
         pytest.skip(reason)
-    model = make(name, dtype, **changes).train()
+    model = make(name, **changes).train()
     family = FAMILIES[name]
-    given = {key: x.to(dtype) if x.is_floating_point() else x for key, x in inputs(model, family.kind, side).items()}
+    given = inputs(model, family.kind, side)
     wanted = step(model, given, "eager")
     assert not counted.calls, "eager has called us: the comparison would be with itself"
     found = step(model, given, "dmattn")
     assert len(counted.calls) == family.calls
     of_tokens = side is not None and family.kind in ("causal", "masked")
     keep = given["attention_mask"].bool() if of_tokens else None
-    assert all(x <= y for x, y in zip(errors(found, wanted, keep), limits(dtype))), errors(found, wanted, keep)
+    assert all(x <= y for x, y in zip(errors(found, wanted, keep), limits(name))), errors(found, wanted, keep)
 
 
 @pytest.mark.parametrize(("name", "side"), CASES)
 def test_as_eager(name: str, side: str | None, counted: Counted) -> None:
-    compare(name, side, counted, dtype_of(name))
+    compare(name, side, counted)
 
 
 @pytest.mark.parametrize("number", range(3))
@@ -77,7 +64,7 @@ def test_as_eager(name: str, side: str | None, counted: Counted) -> None:
 def test_as_eager_of_drawn_sizes(name: str, number: int, counted: Counted) -> None:
     """Other heads, groups, head dims and windows than those above; padded on either side, or not."""
     side = (None, "right", "left")[number]
-    compare(name, side, counted, dtype_of(name), **drawn(name, number))
+    compare(name, side, counted, **drawn(name, number))
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -93,7 +80,7 @@ def test_packed_documents(name: str, rows: int, counted: Counted) -> None:
     if name not in ("llama4", "gpt_oss"):  # chunks follow no rule; GPT-OSS does not tell its masks of positions
         forms = {"packed" if call["sequences"] is not None else call["mask"].form for call in counted.calls}
         assert forms == ({"packed"} if rows == 1 else {"intervals"})
-    assert all(x <= y for x, y in zip(errors(found, wanted), limits(torch.float32))), errors(found, wanted)
+    assert all(x <= y for x, y in zip(errors(found, wanted), limits(name))), errors(found, wanted)
 
 
 @pytest.mark.parametrize("limits_are", [torch.int32, torch.int64])
@@ -116,7 +103,7 @@ def test_packed_documents_that_a_collator_describes(name: str, limits_are: torch
     found = step(model, {"input_ids": tokens, "position_ids": POSITIONS, **more}, "dmattn")
     assert len(counted.calls) == 2
     assert counted.calls[0]["sequences"] is counted.calls[1]["sequences"]  # made once
-    assert all(x <= y for x, y in zip(errors(found, wanted), limits(torch.float32))), errors(found, wanted)
+    assert all(x <= y for x, y in zip(errors(found, wanted), limits(name))), errors(found, wanted)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -125,16 +112,14 @@ def test_checkpointing(name: str, reentrant: bool, counted: Counted) -> None:
     reason = lacks_interface(name)
     if reason is not None:
         pytest.skip(reason)
-    dtype = torch.float64 if name == "t5" else torch.float32
-    model = make(name, dtype).train()
+    model = make(name).train()
     given = inputs(model, FAMILIES[name].kind, None if name == "swin" else "right")
-    given = {key: x.to(dtype) if x.is_floating_point() else x for key, x in given.items()}
     wanted = step(model, given, "eager")
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     found = step(model, given, "dmattn")
     assert len(counted.calls) >= 2 * FAMILIES[name].calls  # Swin recomputes a stage, and each block in it again
     found = found._replace(logits=wanted.logits)  # padded tokens are compared by the test above
-    assert all(x <= y for x, y in zip(errors(found, wanted), limits(dtype))), errors(found, wanted)
+    assert all(x <= y for x, y in zip(errors(found, wanted), limits(name))), errors(found, wanted)
 
 
 @pytest.mark.parametrize("form", ["bool", "float"])
@@ -144,11 +129,11 @@ def test_masks_of_the_user(form: str, counted: Counted) -> None:
     given = inputs(model, "causal")
     allowed = torch.rand(3, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(2)) < 0.5
     allowed |= torch.eye(LENGTH, dtype=torch.bool)
-    added = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    added = torch.zeros(allowed.shape).double().masked_fill(~allowed, torch.finfo(torch.float64).min)
     wanted = step(model, {**given, "attention_mask": added}, "eager")
     found = step(model, {**given, "attention_mask": allowed if form == "bool" else added}, "dmattn")
     assert len(counted.calls) == 2
-    assert all(x <= y for x, y in zip(errors(found, wanted), limits(torch.float32))), errors(found, wanted)
+    assert all(x <= y for x, y in zip(errors(found, wanted), limits("llama"))), errors(found, wanted)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "t5"])
@@ -156,7 +141,7 @@ def test_autocast(name: str, counted: Counted) -> None:
     reason = lacks_interface(name)
     if reason is not None:
         pytest.skip(reason)
-    model = make(name).train()
+    model = make(name, torch.float32).train()
     given = inputs(model, FAMILIES[name].kind, "right")
     exact = step(model, given, "eager").loss
     losses = {}
@@ -229,7 +214,7 @@ def test_a_dropped_argument_is_noticed(argument: str, counted: Counted) -> None:
     wanted = step(model, given, "eager")
     counted.drop(argument)
     found = step(model, given, "dmattn")
-    assert any(x > 100 * y for x, y in zip(errors(found, wanted), limits(torch.float32)))
+    assert any(x > 100 * y for x, y in zip(errors(found, wanted), limits(name)))
 
 
 def test_masks_are_never_as_large_as_scores(counted: Counted) -> None:

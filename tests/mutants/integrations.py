@@ -10,6 +10,8 @@ LAYER, CALLS = f"{FOLDER}/layer_mask.py", f"{FOLDER}/attention_function.py"
 ALLOWED = ("tests/test_transformers_masks.py::test_the_same_keys_are_allowed",)
 UNKNOWN = ("tests/test_transformers_masks.py::test_what_no_rule_describes_is_evaluated",)
 REFUSED = ("tests/test_transformers_refusals.py::test_refused",)
+REFUSALS, OVER_RANKS = "tests/test_transformers_refusals.py", "tests/test_distributed_transformers.py"
+ZEROS = (f"{REFUSALS}::test_only_zeros_are_left_out",)
 ALIGNED = ("tests/test_transformers_refusals.py::test_without_a_mask_queries_and_keys_are_aligned_at_their_beginning",)
 COLLATED = ("tests/test_transformers_training.py::test_packed_documents_that_a_collator_describes",)
 CONVERTED = ("tests/test_transformers_training.py::test_a_bias_is_converted_once",)
@@ -41,8 +43,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a union counts for an intersection",
         RULES,
-        'maker == "and_masks"',
-        'maker in ("and_masks", "or_masks")',
+        '"and_masks": {"mask_functions"},',
+        '"and_masks": {"mask_functions"}, "or_masks": {"mask_functions"},',
         UNKNOWN,
     ),
     Fault("of two windows the first counts", RULES, "len(windows) > 1 or", "", UNKNOWN),
@@ -56,7 +58,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a function counts by its name, wherever it is from",
         RULES,
-        'if getattr(function, "__module__", None) != masking_utils.__name__:',
+        "if not isinstance(function, FunctionType) or function.__module__ != masking_utils.__name__:",
         "if False:",
         ("tests/test_transformers_masks.py::test_a_function_of_a_known_name_elsewhere_is_not_taken_for_it",),
     ),
@@ -122,14 +124,93 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a query alone is causal",
         CALLS,
-        "_is_causal(module, is_causal) and query.shape[2] > 1",
+        "_is_causal(module, is_causal) and (query.shape[2] > 1 or context is not None)",
         "_is_causal(module, is_causal)",
         ALIGNED,
     ),
     Fault(
+        "a rank of one token is not causal",
+        CALLS,
+        "_is_causal(module, is_causal) and (query.shape[2] > 1 or context is not None)",
+        "_is_causal(module, is_causal) and query.shape[2] > 1",
+        (f"{OVER_RANKS}::test_a_rank_of_one_token_is_causal",),
+    ),
+    Fault(
+        "a window that reaches the keys of one rank is dropped",
+        MASKS,
+        "max(window) >= kv_length - 1 and context_in_force() is None",
+        "max(window) >= kv_length - 1",
+        (f"{OVER_RANKS}::test_a_window_longer_than_a_part_of_the_sequence",),
+    ),
+    Fault(
+        "sequences of a caller are dropped over ranks",
+        f"{FOLDER}/over_ranks.py",
+        "if isinstance(attention_mask, LayerMask) and not is_packed:",
+        "if isinstance(attention_mask, LayerMask):",
+        (f"{OVER_RANKS}::test_sequences_that_a_caller_describes_are_refused",),
+    ),
+    Fault(
+        "deterministic is dropped",
+        CALLS,
+        '{"deterministic": deterministic or None}',
+        '{"deterministic": None}',
+        (f"{REFUSALS}::test_deterministic_is_passed_on",),
+    ),
+    Fault(
+        "deterministic calls go the way that asks torch",
+        CALLS,
+        "found.sequences is None and not deterministic and",
+        "found.sequences is None and",
+        (f"{REFUSALS}::test_deterministic_is_passed_on",),
+    ),
+    Fault(
+        "a window that no mask has is dropped",
+        CALLS,
+        "if 0 < width < longest - (not found.is_causal):",
+        "if False:",
+        REFUSED,
+    ),
+    Fault("a bias is left out by what its module is called", CALLS, "return known[1]", "return True", ZEROS),
+    Fault("a bias that changes stays zeros", CALLS, "known[0] != bias._version", "False", ZEROS),
+    Fault(
+        "zeros that learn are left out",
+        CALLS,
+        "torch.compiler.is_compiling() or bias.requires_grad or",
+        "torch.compiler.is_compiling() or",
+        ZEROS,
+    ),
+    Fault(
+        "what is known of limits keeps them alive",
+        f"{FOLDER}/packed.py",
+        "alias = limits_q.detach()",
+        "alias = limits_q",
+        (f"{REFUSALS}::test_what_is_known_of_limits_goes_with_them",),
+    ),
+    Fault(
+        "limits that change stay as they were",
+        f"{FOLDER}/packed.py",
+        "last[1] == key and _are",
+        "_are",
+        (f"{REFUSALS}::test_what_is_known_of_limits_goes_with_them",),
+    ),
+    Fault(
+        "arguments to ignore add up",
+        f"{FOLDER}/registration.py",
+        "attend_without(ignored) if ignored else attend)",
+        "attend_without(ignored | {'yours'}))",
+        (f"{REFUSALS}::test_ignored_arguments_are_those_of_the_last_registration",),
+    ),
+    Fault(
+        "closures are read whatever they hold",
+        RULES,
+        "if held.keys() != _HELD.get(maker):",
+        "if maker not in _HELD:",
+        ("tests/test_transformers_masks.py::test_a_closure_of_other_names_is_evaluated",),
+    ),
+    Fault(
         "zeros of cross attention stay a bias",
         CALLS,
-        "None if position_bias is None or _is_empty_bias(module) else position_bias",
+        "None if position_bias is None or _is_empty_bias(module, position_bias) else position_bias",
         "position_bias",
         CONVERTED,
     ),
@@ -145,7 +226,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "limits of sequences are looked at by each layer anew",
         f"{FOLDER}/packed.py",
-        "    _last = (key, found)\n",
+        "    _last = ([weakref.ref(x, _forget) for x in tensors], key, found)\n",
         "",
         COLLATED,
     ),

@@ -12,6 +12,8 @@ PASSED_ON = (f"{TESTS}::test_what_is_passed_on",)
 MODULES = (f"{TESTS}::test_modules_of_torch",)
 COMPILED = (f"{TESTS}::test_compiled",)
 NESTED = (f"{TESTS}::test_contexts_nest_and_end",)
+TASKS = f"{TESTS}::test_tasks_have_contexts_of_their_own"
+RECOMPUTED = f"{TESTS}::test_checkpoints_recompute_with_it"
 
 FAULTS: tuple[Fault, ...] = (
     Fault("the scale is lost", CALLS, "softmax_scale=scale", "softmax_scale=None", VALUES),
@@ -57,24 +59,24 @@ FAULTS: tuple[Fault, ...] = (
         PASSED_ON,
     ),
     Fault(
-        "the mode does not see the builtin",
-        MODE,
-        "if func is SDPA or func is _patch:",
-        "if func is _patch:",
-        (f"{TESTS}::test_a_name_imported_earlier",),
-    ),
-    Fault(
         "functions of torch are not entered",
         MODE,
-        "with _inside_of(self):\n            return func",
-        "with _inside_of(None):\n            return func",
-        MODULES,
+        "return self.enter(func, *args, **kwargs)",
+        "return func(*args, **kwargs)",
+        (*MODULES, RECOMPUTED),
+    ),
+    Fault(
+        "backward passes are not entered",
+        MODE,
+        "{F.multi_head_attention_forward, Tensor.backward, torch.autograd.backward, torch.autograd.grad}",
+        "{F.multi_head_attention_forward}",
+        (RECOMPUTED,),
     ),
     Fault(
         "compiled modules keep their node",
         MODE,
-        "and torch.compiler.is_compiling():\n            return",
-        "and False:\n            return",
+        "if func is F.multi_head_attention_forward and self.entries:",
+        "if False:",
         COMPILED,
     ),
     Fault(
@@ -84,29 +86,50 @@ FAULTS: tuple[Fault, ...] = (
         "torch.backends.mha.set_fastpath_enabled(True)",
         COMPILED,
     ),
+    Fault("the inner of two contexts ends the fast path's pause", MODE, "if self._contexts == 0:", "if True:", NESTED),
+    Fault("the inner of two contexts ends both", MODE, "if not mode.entries and _thread", "if _thread", NESTED),
     Fault(
-        "the first compilation inside is not seen",
+        "of the contexts of a thread the last one decides in every task",
         MODE,
-        "get_overridable_functions()  # torch",
-        "pass  # torch",
-        (f"{TESTS}::test_an_import_changes_nothing",),
+        "if torch.compiler.is_compiling() or threading.get_ident() != self.thread:",
+        "if True:",
+        (TASKS,),
     ),
-    Fault("the name stays patched", MODE, "F.scaled_dot_product_attention = _before[0]", "pass", NESTED),
-    Fault("the inner of two contexts ends both", MODE, "if _open == 0:", "if _open >= 0:", NESTED),
     Fault(
-        "outer contexts count what an inner one passed on",
+        "threads of autograd are left alone",
         MODE,
-        'if getattr(_inside, "passes_on", False):',
-        "if False:",
-        (f"{TESTS}::test_a_call_passed_on_is_counted_once_in_nested_contexts",),
+        "if torch.compiler.is_compiling() or threading.get_ident() != self.thread:",
+        "if torch.compiler.is_compiling():",
+        (f"{TESTS}::test_threads_of_autograd_follow_the_caller",),
     ),
-    Fault("strict is not", MODE, "if self.strict and reason != NO_MASK:", "if False:", (f"{TESTS}::test_strict",)),
+    Fault(
+        "a context that was left decides in tasks that began in it",
+        MODE,
+        "in reversed(_of_task.get()) if entry in self.entries)",
+        "in reversed(_of_task.get()))",
+        (TASKS,),
+    ),
+    Fault(
+        "an object leaves what it entered last, in whatever task",
+        MODE,
+        "entry = own[-1] if own else self._entries[-1]",
+        "entry = self._entries[-1]",
+        (TASKS,),
+    ),
+    Fault(
+        "modes above count what is on its way to torch",
+        MODE,
+        "entry = None if _thread.passes_on else self.entry()",
+        "entry = self.entry()",
+        (f"{TESTS}::test_a_graph_counts_nothing",),
+    ),
+    Fault("strict is not", MODE, "if entry.strict and reason != NO_MASK:", "if False:", (f"{TESTS}::test_strict",)),
     Fault("what is served is not counted", TALLY, "self.served += 1", "pass", VALUES),
     Fault(
-        "a module's calls are served in every thread",
+        "a context of one thread is that of all",
         MODE,
-        "_inside = threading.local()",
-        "_inside = type('Shared', (), {})()",
+        "class _Thread(threading.local):",
+        "class _Thread:",
         (f"{TESTS}::test_other_threads_are_left_alone",),
     ),
 )

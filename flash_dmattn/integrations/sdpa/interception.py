@@ -1,34 +1,32 @@
-"""`intercept_sdpa`: a mode and a patched name, which together see every call of F.scaled_dot_product_attention."""
+"""`intercept_sdpa`: a mode of torch that sees every call of F.scaled_dot_product_attention, and whose call it is."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FunctionType
+from collections.abc import Callable
+from contextlib import ContextDecorator
+from contextvars import ContextVar
+from types import FunctionType, TracebackType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias
-from torch.overrides import TorchFunctionMode, get_overridable_functions, handle_torch_function
+from torch.overrides import TorchFunctionMode
 
 from .served import NO_MASK, reason_to_pass_on, serve
 from .tally import Tally
 
 SDPA = F.scaled_dot_product_attention  # the builtin, which torch hands to modes
-get_overridable_functions()  # torch lists once what modes may see: now, while the builtin has its name
 
 
-@contextmanager
-def intercept_sdpa(*, strict: bool = False) -> Iterator[Tally]:
-    """Let `flash_dmattn.attention` compute every F.scaled_dot_product_attention with a mask, in this thread.
+class intercept_sdpa(ContextDecorator):
+    """Let `flash_dmattn.attention` compute every F.scaled_dot_product_attention with a mask, in this thread and task.
 
     Of code that nobody can edit, too: direct calls, names that were imported earlier, `nn.MultiheadAttention`,
     `nn.TransformerEncoderLayer`, and code that `torch.compile` has compiled or will compile. A call without a mask is
-    torch's, which has kernels for it, and so is one that `flash_dmattn.attention` does not serve. Contexts nest, and
-    the innermost one decides.
+    torch's, which has kernels for it, and so is one that `flash_dmattn.attention` does not serve. Contexts nest, one
+    object may be entered again, and the innermost one decides.
 
     Args:
         strict: raise where a call with a mask would be torch's.
@@ -51,31 +49,108 @@ def intercept_sdpa(*, strict: bool = False) -> Iterator[Tally]:
     >>> print(tally.served, tuple(bias.grad.shape))
     1 (4, 8, 8)
     """
-    tally = Tally()
-    with _patched(), _Interception(tally, strict):
-        yield tally
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self._strict = strict
+        self._entries: list[_Entry] = []  # that are open, in whatever thread or task
+
+    def __enter__(self) -> Tally:
+        mode = _thread.mode
+        if mode is None:
+            mode = _thread.mode = _Interception(threading.get_ident())
+            mode.__enter__()
+        entry = _Entry(self._strict, mode)
+        mode.entries.append(entry)
+        self._entries.append(entry)
+        _of_task.set((*_of_task.get(), entry))
+        _fast_path.close()
+        return entry.tally
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # The last one of this task: another task may have entered the same object later, and not have left it yet.
+        own = [entry for entry in _of_task.get() if entry in self._entries]
+        entry = own[-1] if own else self._entries[-1]
+        self._entries.remove(entry)
+        _of_task.set(tuple(other for other in _of_task.get() if other is not entry))
+        mode = entry.mode
+        mode.entries.remove(entry)
+        if not mode.entries and _thread.mode is mode:
+            _thread.mode = None
+            mode.__exit__(kind, error, trace)
+        _fast_path.open()
+
+
+class _Entry:
+    """One `with`, from where it is entered to where it is left."""
+
+    def __init__(self, strict: bool, mode: _Interception) -> None:
+        self.strict, self.mode, self.tally = strict, mode, Tally()
+
+
+# What this thread, or this task of asyncio, has entered, the innermost last. A task that was started inside has a copy,
+# which may hold what has been left meanwhile.
+_of_task: ContextVar[tuple[_Entry, ...]] = ContextVar("intercept_sdpa", default=())
+
+
+class _Thread(threading.local):
+    mode: _Interception | None = None  # on the stack of torch while a context is open in the thread
+    passes_on = False  # whether a call is on its way to torch
+
+
+_thread = _Thread()
 
 
 class _Interception(TorchFunctionMode):
-    """Takes calls of the builtin, by whatever name they are made."""
+    """Takes calls of the builtin, by whatever name they are made; one of them for all contexts of a thread.
 
-    def __init__(self, tally: Tally, strict: bool) -> None:
+    Torch's stack of modes belongs to the thread, and tasks that take turns may leave their contexts in any order.
+    """
+
+    def __init__(self, thread: int) -> None:
         super().__init__()
-        self.tally, self.strict = tally, strict
+        self.thread = thread
+        self.entries: list[_Entry] = []
+        self.entered: list[Callable[..., Any]] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is SDPA or func is _patch:
+        if func is SDPA:
             return self.attend(*args, **kwargs)
         if not isinstance(func, FunctionType):
             return func(*args, **kwargs)
-        if func is F.multi_head_attention_forward and torch.compiler.is_compiling():
-            return (_traced_strictly if self.strict else _traced)(*args, **kwargs)
-        # A function that torch hands over as a whole, as F.multi_head_attention_forward: this mode is off inside of it.
-        with _inside_of(self):
+        if torch.compiler.is_compiling():
+            if func is F.multi_head_attention_forward and self.entries:
+                return (_traced_strictly if self.entries[-1].strict else _traced)(*args, **kwargs)
             return func(*args, **kwargs)
+        if func in _RUNS_OTHERS and func not in self.entered and all(kind is Tensor for kind in types):
+            return self.enter(func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+    def enter(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """The result of a function that torch has handed over as a whole, with this mode on inside of it.
+
+        Torch switches a mode off while it is asked, and a call of the function itself would ask it again.
+        """
+        names = func.__globals__ | dict.fromkeys(_QUESTIONS, _nothing_overrides)
+        unasked = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+        unasked.__kwdefaults__ = func.__kwdefaults__
+        self.entered.append(func)
+        try:
+            with self:
+                return unasked(*args, **kwargs)
+        finally:
+            self.entered.remove(func)
+
+    def entry(self) -> _Entry | None:
+        """The context that decides about a call here, or None where this task has none open."""
+        # A compiler does not read what belongs to a task, and threads of autograd have the modes of the caller alone.
+        if torch.compiler.is_compiling() or threading.get_ident() != self.thread:
+            return self.entries[-1] if self.entries else None
+        return next((entry for entry in reversed(_of_task.get()) if entry in self.entries), None)
 
     def attend(
         self,
@@ -88,89 +163,81 @@ class _Interception(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        if getattr(_inside, "passes_on", False):  # a context in this one has decided
-            return _torch(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        entry = None if _thread.passes_on else self.entry()  # where a mode above this one has decided, it is torch's
+        if entry is None:
+            return SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         reason = reason_to_pass_on(query, key, value, attn_mask, is_causal, enable_gqa)
         if reason is None:
-            self.tally.count(None)
+            entry.tally.count(None)
             assert attn_mask is not None
             return serve(query, key, value, attn_mask, dropout_p, is_causal, scale)
-        if self.strict and reason != NO_MASK:
+        if entry.strict and reason != NO_MASK:
             raise NotImplementedError(_refusal(reason, query, key, value, attn_mask))
-        self.tally.count(reason)
-        _inside.passes_on = True
+        entry.tally.count(reason)
+        _thread.passes_on = True
         try:
-            return _torch(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            return SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         finally:
-            _inside.passes_on = False
+            _thread.passes_on = False
 
 
-# `mode`: the one whose function runs in this thread; `passes_on`: whether a call is on its way to torch.
-_inside = threading.local()
+# Functions that torch hands over as a whole, and inside of which attention runs: their own, or what a backward pass
+# computes again.
+_RUNS_OTHERS = {F.multi_head_attention_forward, Tensor.backward, torch.autograd.backward, torch.autograd.grad}
+# By these names they ask whether to hand themselves over.
+_QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
-@contextmanager
-def _inside_of(mode: _Interception) -> Iterator[None]:
-    outer = getattr(_inside, "mode", None)
-    _inside.mode = mode
-    try:
-        yield
-    finally:
-        _inside.mode = outer
+def _nothing_overrides(*_: Any) -> bool:
+    return False
 
 
 # torch.compile does not look into F.multi_head_attention_forward: it would be the same node of a graph in a context and
 # outside, and what is compiled of graphs is kept on disk. So it gets a node of another name.
 @torch.compiler.allow_in_graph
 def _traced(*args: Any, **kwargs: Any) -> Any:
-    with _inside_of(_Interception(Tally(), strict=False)):
-        return F.multi_head_attention_forward(*args, **kwargs)
+    return _alone(strict=False).enter(F.multi_head_attention_forward, *args, **kwargs)
 
 
 @torch.compiler.allow_in_graph
 def _traced_strictly(*args: Any, **kwargs: Any) -> Any:
-    with _inside_of(_Interception(Tally(), strict=True)):
-        return F.multi_head_attention_forward(*args, **kwargs)
+    return _alone(strict=True).enter(F.multi_head_attention_forward, *args, **kwargs)
 
 
-def _patch(*args: Any, **kwargs: Any) -> Tensor:
-    """What F.scaled_dot_product_attention is meanwhile, for all threads: the builtin where no mode is switched off."""
-    mode = getattr(_inside, "mode", None)
-    return _torch(*args, **kwargs) if mode is None else mode.attend(*args, **kwargs)
+def _alone(strict: bool) -> _Interception:
+    """A mode of no thread's own, which counts for nobody."""
+    mode = _Interception(thread=0)
+    mode.entries.append(_Entry(strict, mode))
+    return mode
 
 
-def _torch(*args: Any, **kwargs: Any) -> Tensor:
-    """The builtin; for a CausalBias too, which compares what is called with the patched name."""
-    mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
-    if isinstance(mask, CausalBias):
-        return handle_torch_function(_patch, (mask,), *args, **kwargs)
-    return SDPA(*args, **kwargs)
+class _FastPath:
+    """The switch of torch for its fast path of nn.TransformerEncoderLayer, off while a context of any thread is open.
+
+    A compiler does not see that a mode switches the fast path off, and the switch is one for all threads.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._contexts, self._before = 0, True
+
+    def close(self) -> None:
+        """Switch it off, for one context more."""
+        with self._lock:
+            self._contexts += 1
+            if self._contexts == 1:
+                self._before = torch.backends.mha.get_fastpath_enabled()
+                torch.backends.mha.set_fastpath_enabled(False)
+
+    def open(self) -> None:
+        """Switch it back to what it was, for the last context."""
+        with self._lock:
+            self._contexts -= 1
+            if self._contexts == 0:
+                torch.backends.mha.set_fastpath_enabled(self._before)
 
 
-_lock = threading.Lock()
-_open = 0  # contexts of all threads
-_before: tuple[Callable[..., Tensor], bool] = SDPA, True  # the name, and whether torch has its fast path
-
-
-@contextmanager
-def _patched() -> Iterator[None]:
-    """The name in torch.nn.functional leads to `_patch` while a context of any thread is open."""
-    global _open, _before
-    with _lock:
-        _open += 1
-        if _open == 1:
-            _before = F.scaled_dot_product_attention, torch.backends.mha.get_fastpath_enabled()
-            F.scaled_dot_product_attention = _patch
-            torch.backends.mha.set_fastpath_enabled(False)  # a compiler does not see that the mode switches it off
-    try:
-        yield
-    finally:
-        with _lock:
-            _open -= 1
-            if _open == 0:
-                if F.scaled_dot_product_attention is _patch:
-                    F.scaled_dot_product_attention = _before[0]
-                torch.backends.mha.set_fastpath_enabled(_before[1])
+_fast_path = _FastPath()
 
 
 def _refusal(reason: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 # keys and the outputs of a model have been decided elsewhere.
 _HARMLESS = {
     "cache_position",
-    "deterministic",
     "logits_to_keep",
     "num_items_in_batch",
     "output_hidden_states",
@@ -17,7 +16,6 @@ _HARMLESS = {
     "position_ids",
     "return_dict",
     "seq_idx",
-    "sliding_window",
     "target_dtype",
     "use_cache",
 }
@@ -33,11 +31,6 @@ _REFUSED = {
 }
 
 
-def allow(*names: str) -> None:
-    """Take arguments of these names as of no effect, from now on."""
-    _HARMLESS.update(names)
-
-
 def refuse_unknown(module: object, arguments: dict[str, Any]) -> None:
     """Refuse what would change the result and is not passed on.
 
@@ -51,6 +44,6 @@ def refuse_unknown(module: object, arguments: dict[str, Any]) -> None:
         if hint is None:
             hint = (
                 "nobody knows whether it changes the result; if it does not, say so with "
-                f'flash_dmattn.integrations.transformers.register(ignored_arguments=["{name}"])'
+                f'flash_dmattn.integrations.transformers.register(ignored_arguments=["{name}"]), which names all of them'
             )
         raise NotImplementedError(f"dmattn does not know {name}, which {type(module).__name__} passes: {hint}")

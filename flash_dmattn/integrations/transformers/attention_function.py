@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ... import attention
@@ -18,7 +20,7 @@ from ...validation import follow_autocast
 from .arguments import refuse_unknown
 from .layer_mask import LayerMask, MaskArguments
 from .over_ranks import attend_over_ranks
-from .packed import take_packed
+from .packed import PACKED, take_packed
 
 Observer = Callable[[nn.Module, dict[str, Any]], None]
 _observers: list[Observer] = []
@@ -36,6 +38,8 @@ def attend(
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
     s_aux: Tensor | None = None,
+    sliding_window: int | tuple[int, int] | None = None,
+    deterministic: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """What every layer of a model calls.
@@ -48,6 +52,8 @@ def attend(
         dropout, scaling, softcap, is_causal: as in `attention`; layers pass a dropout above 0 in training alone.
         position_bias: (B or 1, Hq, Lq, Lk), added to the scores, with its gradient.
         s_aux: (Hq,), an attention sink, with its gradient.
+        sliding_window: what the mask says in other words; refused where it would forbid keys and the mask does not.
+        deterministic: True as in `attention`; False, which models pass by default, follows torch as None does.
         others: `cu_seq_lens_q` and what belongs to it; the rest is of no effect, or refused.
 
     Returns:
@@ -57,11 +63,11 @@ def attend(
         NotImplementedError: an argument that would change the result and is not passed on.
         TypeError, ValueError: as `attention`, and of masks that do not go with packed sequences.
     """
-    sequences = None
+    sequences, context = None, context_in_force()
     if others:
         sequences = take_packed(others, query.shape[0])
         refuse_unknown(module, others)
-    bias = None if position_bias is None or _is_empty_bias(module) else position_bias
+    bias = None if position_bias is None or _is_empty_bias(module, position_bias) else position_bias
     dense = None
     if isinstance(attention_mask, Tensor):
         if attention_mask.dim() != 4:
@@ -81,20 +87,21 @@ def attend(
     elif isinstance(attention_mask, Tensor):
         found = MaskArguments(dense)
     else:
-        found = MaskArguments(is_causal=_is_causal(module, is_causal) and query.shape[2] > 1)
+        found = MaskArguments(is_causal=_is_causal(module, is_causal) and (query.shape[2] > 1 or context is not None))
         if found.is_causal and query.shape[2] != key.shape[2]:
             key, value, bias = _align_top_left(query, key, value, bias)
+    if sliding_window is not None and not isinstance(attention_mask, Tensor):
+        _refuse_forgotten_window(sliding_window, attention_mask, found, key.shape[2])
     if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
         query, key, value = follow_autocast(query, key, value)
     if bias is not None:
         bias = in_dtype(bias, query.dtype)
     call: dict[str, Any] | None = None
     if _observers:
-        call = _call(query, key, value, found, bias, scaling, softcap, s_aux, dropout)
+        call = _call(query, key, value, found, bias, scaling, softcap, s_aux, dropout, deterministic)
         show_observers(module, call)
-    context = context_in_force()
     # A scale is a float or None; what else there is, `attention` judges.
-    if context is None and found.sequences is None and (scaling is None or type(scaling) is float):
+    if context is None and found.sequences is None and not deterministic and (scaling is None or type(scaling) is float):
         mask, is_causal, window, _ = found
         sink = None if s_aux is None else s_aux.reshape(-1)
         numbers = (is_causal, scaling, softcap or 0.0, window)
@@ -102,10 +109,26 @@ def attend(
         if attended is not None:
             return attended, None
     if call is None:
-        call = _call(query, key, value, found, bias, scaling, softcap, s_aux, dropout)
-    out = attention(**call) if context is None else attend_over_ranks(context, call, attention_mask)
+        call = _call(query, key, value, found, bias, scaling, softcap, s_aux, dropout, deterministic)
+    if context is None:
+        out = attention(**call)
+    else:
+        out = attend_over_ranks(context, call, attention_mask, is_packed=sequences is not None)
     assert isinstance(out, Tensor)
     return (out.unsqueeze(0) if call["q"].dim() == 3 else out).contiguous(), None
+
+
+# The arguments that a call is made of.
+USED = {*inspect.signature(attend).parameters, *PACKED} - {"others"}
+
+
+def attend_without(names: frozenset[str]) -> Callable[..., tuple[Tensor, None]]:
+    """`attend` for layers that pass arguments of these names, which are of no effect."""
+
+    def attend_ignoring(*args: Any, **given: Any) -> tuple[Tensor, None]:
+        return attend(*args, **{name: value for name, value in given.items() if name not in names})
+
+    return attend_ignoring
 
 
 def _call(
@@ -118,6 +141,7 @@ def _call(
     softcap: float | None,
     s_aux: Tensor | None,
     dropout: float,
+    deterministic: bool | None,
 ) -> dict[str, Any]:
     """The arguments of `attention`."""
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -125,7 +149,7 @@ def _call(
         q, k, v = q.squeeze(0), k.squeeze(0), v.squeeze(0)
     call: dict[str, Any] = {"q": q, "k": k, "v": v, **found._asdict(), "softmax_scale": scaling, "bias": bias}
     call |= {"softcap": softcap or 0.0, "sink": None if s_aux is None else s_aux.reshape(-1), "dropout_p": dropout}
-    return call
+    return call | {"deterministic": deterministic or None}
 
 
 def show_observers(module: nn.Module, call: dict[str, Any]) -> None:
@@ -206,10 +230,43 @@ def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
     return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
-def _is_empty_bias(module: nn.Module) -> bool:
-    """Whether the bias is the zeros (1, H, Lq, Lk) that T5 and its kin make for cross attention."""
+def _is_empty_bias(module: nn.Module, bias: Tensor) -> bool:
+    """Whether the bias is the zeros (1, H, Lq, Lk) that T5 and its kin make for cross attention.
+
+    Attributes say where they may be, and the values whether they are: once for all layers that share the tensor, since
+    reading waits for the device. A bias stays one where it has a gradient, and where it cannot be read or watched.
+    """
     no_table = getattr(module, "has_relative_attention_bias", None) is False
-    return no_table and getattr(module, "is_decoder", False) and not getattr(module, "is_causal", True)
+    if not no_table or not getattr(module, "is_decoder", False) or getattr(module, "is_causal", True):
+        return False
+    if torch.compiler.is_compiling() or bias.requires_grad or bias.is_inference() or type(bias) is not Tensor:
+        return False
+    if bias.is_meta or is_wrapped(bias) or (bias.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    known = _zeros.get(bias)
+    if known is None or known[0] != bias._version:
+        known = _zeros[bias] = bias._version, not bool(bias.any())
+    return known[1]
+
+
+# By bias: its version, and whether it is zeros.
+_zeros: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _refuse_forgotten_window(
+    sliding_window: int | tuple[int, int], mask: LayerMask | None, found: MaskArguments, seqlen_k: int
+) -> None:
+    """Refuse a window that the layer is told of, that forbids keys, and that its mask does not have."""
+    if mask is not None and mask.window is not None:
+        return
+    sequences = found.sequences
+    longest = seqlen_k if sequences is None or sequences.max_seqlen_k is None else sequences.max_seqlen_k
+    width = sliding_window if isinstance(sliding_window, int) else max(sliding_window)
+    if 0 < width < longest - (not found.is_causal):  # to both sides models count the query's own key, or do not
+        raise NotImplementedError(
+            f"sliding_window is {sliding_window} and attention_mask, {mask}, has no window: of {longest} keys it would "
+            "forbid some; use a mask of transformers' create_sliding_window_causal_mask, or sliding_window=None"
+        )
 
 
 def _of_packed(sequences: Any, mask: Tensor | LayerMask | None, bias: Tensor | None, is_causal: bool) -> MaskArguments:

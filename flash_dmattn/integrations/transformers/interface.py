@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -27,8 +28,8 @@ def computes_attention(kind: type) -> bool:
     return named and not asks_for_attention(kind) and _COMPUTES.search(_source(kind)) is not None
 
 
-_sources: dict[type, str] = {}
-_refusals: dict[type, str | None] = {}
+_sources: WeakKeyDictionary[type, str] = WeakKeyDictionary()
+_refusals: WeakKeyDictionary[type, str | None] = WeakKeyDictionary()
 
 
 def _source(kind: type) -> str:
@@ -66,13 +67,14 @@ def refuse_config_without_interface(config: Any) -> None:
 
 def _refusal(kind: type) -> str | None:
     try:
-        model = transformers.models.auto.modeling_auto.MODEL_MAPPING[kind]
-    except (KeyError, ImportError):
-        return None  # a part of a larger model, or somebody's own: nothing to judge by
-    models = model if isinstance(model, (list, tuple)) else (model,)
-    if any(one._can_set_attn_implementation() for one in models):
+        model = transformers.MODEL_MAPPING[kind]
+        models = model if isinstance(model, (list, tuple)) else (model,)
+        refused = not any(one._can_set_attn_implementation() for one in models)
+    except (KeyError, ImportError, AttributeError):
+        # A part of a larger model, somebody's own, or a version with other names: nothing to judge by. A model that
+        # takes our mask for a tensor meets the errors of `LayerMask`.
         return None
-    return no_interface(models[0].__name__)
+    return no_interface(models[0].__name__) if refused else None
 
 
 def no_interface(name: str) -> str:

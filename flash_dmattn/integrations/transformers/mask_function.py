@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from ...distributed.context import context_in_force
 from .interface import refuse_config_without_interface
 from .layer_mask import LayerMask
 from .mask_rules import Rule, read_rule, rule_of_flags
@@ -72,8 +74,8 @@ def make_mask(
         given["allow_is_causal_skip"] = allow_is_causal_skip and q_length == kv_length
         return masking_utils.sdpa_mask(**given, allow_is_bidirectional_skip=allow_is_bidirectional_skip)
     window = rule.window
-    if window is not None and max(window) >= kv_length - 1:
-        window = None  # it reaches every key
+    if window is not None and max(window) >= kv_length - 1 and context_in_force() is None:
+        window = None  # it reaches every key; of a context there are more than these, on other ranks
     padding = _padding(attention_mask, kv_length, kv_offset, used)
     if padding is None and rule.documents is None and window is None and used is None:
         if (allow_is_causal_skip and q_length == kv_length) if rule.is_causal else allow_is_bidirectional_skip:
@@ -125,9 +127,10 @@ def _padding(
     attention_mask: Tensor | None, kv_length: int, kv_offset: int | Tensor, used: int | Tensor | None
 ) -> Tensor | None:
     """(B, 1, 1, Lk), or None where it forbids nothing; finding that out waits for the device, as SDPA's mask does."""
-    padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
-    if padding is None:
+    if attention_mask is None:
         return None
+    missing = kv_length + kv_offset - attention_mask.shape[-1]
+    padding = functional.pad(attention_mask, (0, missing)) if missing > 0 else attention_mask
     index = torch.arange(kv_length, device=padding.device)
     if isinstance(kv_offset, Tensor):
         padding = padding[:, index + kv_offset]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -18,15 +19,30 @@ class Rule(NamedTuple):
     documents: Tensor | None = None
 
 
+# What a function holds that one of these has made.
+_HELD = {
+    "sliding_window_overlay": {"sliding_window"},
+    "sliding_window_bidirectional_overlay": {"sliding_window"},
+    "packed_sequence_mask_function": {"packed_sequence_mask"},
+    "remap_positions_for_packed_sequence": {"mask_function", "position_ids"},
+    "and_masks": {"mask_functions"},
+}
+
+
 def read_rule(function: Callable[..., Any]) -> Rule | None:
-    """The rule that a mask function stands for; None of one that is not known, which has to be evaluated."""
+    """The rule that a mask function stands for; None of one that is not known, which has to be evaluated.
+
+    What closures hold has names that a version of transformers may change: a function that holds others is not known.
+    """
     if function is masking_utils.causal_mask_function:
         return Rule(is_causal=True)
     if function is masking_utils.bidirectional_mask_function:
         return Rule()
-    if getattr(function, "__module__", None) != masking_utils.__name__:
+    if not isinstance(function, FunctionType) or function.__module__ != masking_utils.__name__:
         return None  # a function of the same name elsewhere may mean something else
     maker, held = function.__qualname__.partition(".")[0], _closure(function)
+    if held.keys() != _HELD.get(maker):
+        return None
     if maker == "sliding_window_overlay":
         return Rule(window=(held["sliding_window"] - 1, -1))
     if maker == "sliding_window_bidirectional_overlay":
@@ -36,9 +52,7 @@ def read_rule(function: Callable[..., Any]) -> Rule | None:
     if maker == "remap_positions_for_packed_sequence":
         # Inside of a document positions differ as indices do, and other documents are forbidden by another function.
         return read_rule(held["mask_function"])
-    if maker == "and_masks":
-        return _all_of([read_rule(part) for part in held["mask_functions"]])
-    return None
+    return _all_of([read_rule(part) for part in held["mask_functions"]])
 
 
 def rule_of_flags(
@@ -60,7 +74,7 @@ def rule_of_flags(
     return Rule(window=(local_size, local_size)) if allow_is_bidirectional_skip else None
 
 
-def _closure(function: Callable[..., Any]) -> dict[str, Any]:
+def _closure(function: FunctionType) -> dict[str, Any]:
     cells = function.__closure__ or ()
     return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
 

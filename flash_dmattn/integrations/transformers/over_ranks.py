@@ -12,7 +12,9 @@ from ...distributed.context import InContext
 from .layer_mask import LayerMask
 
 
-def attend_over_ranks(context: InContext, call: dict[str, Any], attention_mask: Tensor | LayerMask | None) -> Tensor:
+def attend_over_ranks(
+    context: InContext, call: dict[str, Any], attention_mask: Tensor | LayerMask | None, is_packed: bool
+) -> Tensor:
     """What `attention` would give of the whole sequence, for the positions of this rank.
 
     Args:
@@ -20,13 +22,14 @@ def attend_over_ranks(context: InContext, call: dict[str, Any], attention_mask: 
         call: the arguments that `attention` would have received.
         attention_mask: what the layer received. Of a `LayerMask` causality and window count; a tensor has the rows of
             this rank, over all keys.
+        is_packed: whether the caller has described sequences, which is refused.
 
     Raises:
         NotImplementedError: padding, documents or a cache, which the mask knows for the positions of this rank alone.
         ValueError: as `context_parallel_attention`.
     """
     call = dict(call)
-    if isinstance(attention_mask, LayerMask):
+    if isinstance(attention_mask, LayerMask) and not is_packed:
         _refuse_local(attention_mask, context.layout, context.rank)
         call |= {"mask": None, "is_causal": attention_mask.is_causal, "window_size": attention_mask.window}
         call["sequences"] = None

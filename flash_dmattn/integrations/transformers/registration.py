@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .arguments import allow
-from .attention_function import attend
+from .attention_function import USED, attend, attend_without
 from .mask_function import make_mask
 from .versions import masking_utils, transformers
 
@@ -14,20 +13,22 @@ NAME = "dmattn"
 
 
 def register(*, ignored_arguments: Iterable[str] = ()) -> str:
-    """Make flash_dmattn an attention implementation of transformers; once in a program, more often does no harm.
+    """Make flash_dmattn an attention implementation of transformers; a later call takes the place of an earlier one.
 
     A model takes it with `attn_implementation="dmattn"` in `from_pretrained` or `from_config`, or with
     `model.set_attn_implementation("dmattn")`. Masks are then described instead of written out for each pair of tokens.
 
     Args:
-        ignored_arguments: names of arguments that a model passes to its attention, and that change nothing in it.
-            Others that are not known are refused.
+        ignored_arguments: names of all arguments that models pass to their attention, and that change nothing in it.
+            Others that are not known are refused, those of an earlier call too.
 
     Returns:
         The name, "dmattn".
 
     Raises:
         ImportError: on import of this package, without transformers 5.0 or later.
+        ValueError: an argument to ignore is one that attention needs.
+        TypeError: `ignored_arguments` is a single name.
 
     Equivalent, in transformers' own words, to `AttentionInterface.register` and `AttentionMaskInterface.register`.
 
@@ -40,7 +41,12 @@ def register(*, ignored_arguments: Iterable[str] = ()) -> str:
     >>> model(torch.tensor([[1, 2, 3]])).logits.shape
     torch.Size([1, 3, 50])
     """
-    allow(*ignored_arguments)
-    transformers.AttentionInterface.register(NAME, attend)
+    if isinstance(ignored_arguments, str):
+        raise TypeError(f'ignored_arguments is the name "{ignored_arguments}"; it needs to be a list of names')
+    ignored = frozenset(ignored_arguments)
+    used = sorted(ignored & USED)
+    if used:
+        raise ValueError(f"ignored_arguments has {', '.join(used)}, which attention uses; it needs names of no effect")
+    transformers.AttentionInterface.register(NAME, attend_without(ignored) if ignored else attend)
     masking_utils.AttentionMaskInterface.register(NAME, make_mask)
     return NAME
