@@ -295,7 +295,7 @@ def test_probe_is_left_alone_where_a_rule_refuses_already() -> None:
 
 @pytest.fixture
 def eager_alone() -> None:
-    flash_dmattn.disable_backends("cuda", "triton", "flex")  # until untouched_settings takes it back
+    flash_dmattn.set_disabled_backends("cuda", "triton", "flex")  # until untouched_settings takes it back
 
 
 @pytest.mark.usefixtures("eager_alone")
@@ -311,8 +311,8 @@ def test_fallback_warns_once_per_cause_with_bytes_and_reasons() -> None:
     # The least of the chunk budget and three copies of 2 * 16 * 4096 * 4096 fp32 scores.
     assert text.startswith("attention runs on eager PyTorch, with up to 256.0 MB of temporaries: batch 2, 4096 queries")
     lines = text.splitlines()
-    names = ("cuda", "triton", "flex")
-    reasons = [r for name in names for r in refusals.reasons_against(name, problem, ("forward",), auto=True)]
+    better = [registry.BACKENDS[name] for name in ("cuda", "triton", "flex")]
+    reasons = [r for each in better for r in refusals.reasons_against(each, problem, ("forward",), auto=True)]
     assert {"disabled", "arch"} <= {reason.code for reason in reasons}
     assert lines[1:-1] == [f"  - {reason.backend}: {reason}" for reason in reasons]
     assert lines[-1].startswith('  set_fallback("error") turns this warning into an error')

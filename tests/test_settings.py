@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import forked
 import pytest
 import torch
 
 import flash_dmattn
-from flash_dmattn.dispatch import settings
+from flash_dmattn.dispatch import registry, settings, state
+from flash_dmattn.dispatch.state import Blocks
 
 
 @pytest.fixture(autouse=True)
@@ -123,12 +129,152 @@ def test_disabling_beats_an_explicit_name_until_the_block_ends() -> None:
     assert ran() == EAGER
 
 
-def test_disabling_without_a_block_lasts() -> None:
-    flash_dmattn.disable_backends("reference", "flex")
-    flash_dmattn.disable_backends("reference")
-    assert settings.process.disabled == ("reference", "flex")
+def test_the_process_has_a_list_of_its_own_that_is_replaced() -> None:
+    flash_dmattn.set_disabled_backends("reference", "flex", "reference")
     with pytest.raises(flash_dmattn.BackendUnavailableError, match="switched off"):
         ran(backend="reference")
+    seen: list[tuple[str, ...]] = []
+    with flash_dmattn.disable_backends("eager"):
+        assert settings.disabled() == ("reference", "flex", "eager")
+        run_thread(lambda: seen.append(settings.disabled()))
+    assert seen == [("reference", "flex")]
+    flash_dmattn.set_disabled_backends("flex")
+    assert ran(backend="reference") == REFERENCE
+    with pytest.raises(ValueError, match=r"backend 'refrence' is unknown; .*; did you mean 'reference'"):
+        flash_dmattn.set_disabled_backends("refrence")
+    assert settings.disabled() == ("flex",)
+    flash_dmattn.set_disabled_backends()
+    assert settings.disabled() == ()
+
+
+def test_a_block_that_is_never_entered_says_so() -> None:
+    with pytest.warns(RuntimeWarning, match=r"disable_backends\('eager'\) was never entered .* set_disabled_backends"):
+        flash_dmattn.disable_backends("eager")
+    assert ran() == EAGER
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        block = flash_dmattn.disable_backends("eager")
+        with block:
+            pass
+        del block
+
+
+Block = tuple[Any, Callable[[], bool]]  # a context manager, and what tells whether it is in force here
+
+BLOCKS: dict[str, Callable[[], Block]] = {
+    "use_backend": lambda: (flash_dmattn.use_backend("reference"), lambda: ran() == REFERENCE),
+    "disable_backends": lambda: (flash_dmattn.disable_backends("flex"), lambda: "flex" in settings.disabled()),
+    "record_decisions": lambda: (flash_dmattn.record_decisions(), lambda: settings.blocks.now.records is not None),
+}
+
+
+@pytest.fixture(params=BLOCKS)
+def block(request: pytest.FixtureRequest) -> Block:
+    return BLOCKS[request.param]()
+
+
+def test_one_object_is_nested_in_itself_and_used_again(block: Block) -> None:
+    context, is_in_force = block
+    assert not is_in_force()
+    for _ in range(2):
+        with context:
+            assert is_in_force()
+            with context:
+                assert is_in_force()
+            assert is_in_force()
+        assert not is_in_force()
+    assert settings.blocks.now == Blocks()
+
+
+def test_blocks_end_in_any_order(block: Block) -> None:
+    """A generator that is suspended in a block ends it when it likes."""
+    context, is_in_force = block
+    inner = flash_dmattn.use_backend("eager"), flash_dmattn.disable_backends("triton")
+
+    def steps() -> Iterator[None]:
+        with context:
+            yield
+
+    suspended = steps()
+    next(suspended)
+    with inner[0], inner[1]:
+        assert list(suspended) == []
+        assert not is_in_force()
+        assert (settings.blocks.now.backend, settings.disabled()) == ("eager", ("triton",))
+    assert settings.blocks.now == Blocks()
+
+
+def test_one_object_in_two_threads_that_overlap(block: Block) -> None:
+    context, is_in_force = block
+    first_in, second_in, first_out = (threading.Event() for _ in range(3))
+    found: list[bool] = []
+
+    def first() -> None:
+        with context:
+            first_in.set()
+            assert second_in.wait(30)
+        found.append(is_in_force())
+        first_out.set()
+
+    def second() -> None:
+        assert first_in.wait(30)
+        found.append(is_in_force())
+        with context:
+            second_in.set()
+            assert first_out.wait(30)
+            found.append(is_in_force())
+        found.append(is_in_force())
+
+    threads = [threading.Thread(target=target) for target in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == [False, False, True, False]
+    assert not is_in_force()
+
+
+def test_tasks_have_blocks_of_their_own_and_inherit_those_around_their_start(block: Block) -> None:
+    context, is_in_force = block
+
+    async def holder(entered: asyncio.Event, done: asyncio.Event) -> bool:
+        with context:
+            entered.set()
+            await done.wait()
+            return is_in_force()
+
+    async def other(entered: asyncio.Event, done: asyncio.Event) -> bool:
+        await entered.wait()
+        before = is_in_force()
+        with context:  # the same object, which ends here before it ends there
+            await asyncio.sleep(0)
+        done.set()
+        return before or is_in_force()
+
+    async def heir() -> bool:
+        return is_in_force()
+
+    async def everything() -> tuple[list[bool], bool, bool]:
+        events = asyncio.Event(), asyncio.Event()
+        together = await asyncio.gather(holder(*events), other(*events))
+        with context:
+            started = asyncio.create_task(heir())
+            in_thread = asyncio.create_task(asyncio.to_thread(is_in_force))
+        return together, await started, await in_thread
+
+    assert asyncio.run(everything()) == ([True, False], True, True)
+    assert not is_in_force()
+
+
+def test_a_thread_inherits_in_a_copy_of_the_context_alone(block: Block) -> None:
+    context, is_in_force = block
+    found: list[bool] = []
+    with context:
+        copied = contextvars.copy_context()
+        run_thread(lambda: found.append(is_in_force()))
+        run_thread(lambda: found.append(copied.run(is_in_force)))
+    run_thread(lambda: found.append(copied.run(is_in_force)))
+    assert found == [False, True, True]
 
 
 def test_unknown_name_or_policy_is_refused() -> None:
@@ -180,6 +326,17 @@ def ran(**flags):
 """
 
 
+BAD = (
+    ("FLASH_DMATTN_BACKEND", "nope"),
+    ("FLASH_DMATTN_BACKEND", "eager,nope"),
+    ("FLASH_DMATTN_BACKEND", "auto,eager"),
+    ("FLASH_DMATTN_BACKEND", "eager,eager,eager"),
+    ("FLASH_DMATTN_DISABLE", "flex,nope"),
+    ("FLASH_DMATTN_FALLBACK", "loud"),
+    ("FLASH_DMATTN_RULES", "nope"),
+)
+
+
 def in_environments(*given: tuple[str, str, str]) -> list[str]:
     """What each code prints where a variable has a value, or the last line of its error."""
     found = forked.run([({variable: value}, CALL + code) for code, variable, value in given])
@@ -218,18 +375,25 @@ print(flash_dmattn.explain_problem((1, 8, 2, 64), device="sm_80").error)
     assert lines[2].startswith("attention runs on eager PyTorch, with up to ")
 
 
-def test_bad_value_in_the_environment_is_an_error_that_names_the_variable() -> None:
-    bad = (
-        ("FLASH_DMATTN_BACKEND", "nope"),
-        ("FLASH_DMATTN_BACKEND", "eager,nope"),
-        ("FLASH_DMATTN_BACKEND", "eager,eager,eager"),
-        ("FLASH_DMATTN_DISABLE", "flex,nope"),
-        ("FLASH_DMATTN_FALLBACK", "loud"),
+def test_bad_value_in_the_environment_ends_the_import_with_an_error_that_names_the_variable() -> None:
+    found = forked.run([({variable: value}, "import flash_dmattn") for variable, value in BAD])
+    for (variable, value), done in zip(BAD, found, strict=True):
+        line = done.said.strip().splitlines()[-1]
+        assert done.status != 0 and line.startswith("ValueError: ") and variable in line, line
+        assert any(repr(part) in line for part in (value, "nope", "auto")), line
+
+
+def test_misspelt_name_in_the_environment_is_told_what_was_meant() -> None:
+    (done,) = forked.run([({"FLASH_DMATTN_BACKEND": "trition"}, "import flash_dmattn")])
+    assert done.said.strip().splitlines()[-1] == (
+        "ValueError: FLASH_DMATTN_BACKEND names 'trition'; it needs to be one of 'cuda', 'triton', 'flex', 'eager', "
+        "'reference'; did you mean 'triton'? (a backend that a program registers itself is chosen by "
+        "set_default_backend and switched off by set_disabled_backends)"
     )
-    found = in_environments(*(("print(ran())", variable, value) for variable, value in bad))
-    for (variable, value), line in zip(bad, found, strict=True):
-        assert line.startswith("ValueError: ") and variable in line, line
-        assert repr(value) in line or "'nope'" in line, line
+
+
+def test_names_that_the_environment_may_have_are_those_of_the_registry() -> None:
+    assert tuple(registry.BACKENDS) == state.BUILT_IN
 
 
 def test_empty_value_in_the_environment_is_unset() -> None:

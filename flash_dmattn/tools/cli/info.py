@@ -267,7 +267,7 @@ def _backend_rows(backends: dict[str, Report]) -> list[tuple[str, str]]:
         if found["usable"]:
             rows.append((f"backend {name}", "usable"))
             continue
-        reasons = ["it is switched off in this process"] if found["disabled"] else []
+        reasons = ["it is switched off"] if found["disabled"] else []
         if found["reason"]:
             reasons.append(found["reason"] + (f" ({found['hint']})" if found["hint"] else ""))
         rows.append((f"backend {name}", "not usable: " + "; ".join(reasons)))
