@@ -72,11 +72,16 @@ def _check_built_in(variable: str, names: tuple[str, ...]) -> None:
             )
 
 
+def similar(name: str, names: Iterable[str]) -> str | None:
+    """The name that a wrong one is most like; None where it is like none."""
+    return next(iter(difflib.get_close_matches(name, tuple(names), n=1)), None)
+
+
 def needed(name: str, names: Iterable[str]) -> str:
     """Say which names there are, and which of them a wrong one resembles."""
     names = tuple(names)
-    similar = difflib.get_close_matches(name, names, n=1)
-    question = f"; did you mean {similar[0]!r}?" if similar else ""
+    meant = similar(name, names)
+    question = "" if meant is None else f"; did you mean {meant!r}?"
     return f"it needs to be one of {', '.join(map(repr, names))}{question}"
 
 
