@@ -8,6 +8,12 @@ from pathlib import Path as _Path
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from ._version import __version__
+from .dispatch.state import process as _process
+
+# `python -m flash_dmattn info` shows what is wrong; sys.argv[0] is "-m" while Python looks for the module to run.
+_is_command = _sys.argv[:1] == ["-m"] and any(_word.endswith("flash_dmattn") for _word in _sys.orig_argv)
+if _process.environment_error is not None and not _is_command:
+    raise ValueError(_process.environment_error)
 
 _root = _Path(__file__).resolve().parent.parent
 if (_root / "setup.py").is_file() and (_root / "csrc").is_dir():
@@ -38,7 +44,14 @@ else:
     from .dispatch.errors import BackendError, BackendUnavailableError, BackendUnsupportedError, FallbackWarning
     from .dispatch.registry import register_backend, unregister_backend
     from .dispatch.selection import available_backends
-    from .dispatch.settings import disable_backends, record_decisions, set_default_backend, set_fallback, use_backend
+    from .dispatch.settings import (
+        disable_backends,
+        record_decisions,
+        set_default_backend,
+        set_disabled_backends,
+        set_fallback,
+        use_backend,
+    )
     from .dtensors import load_with
     from .explanation import Explanation, explain, explain_problem
     from .problem import AttentionProblem
@@ -88,6 +101,7 @@ __all__ = [
     "register_backend",
     "sequences",
     "set_default_backend",
+    "set_disabled_backends",
     "set_fallback",
     "unregister_backend",
     "use_backend",

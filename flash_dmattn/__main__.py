@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ._version import __version__
+from .dispatch.state import process
 from .tools.cli import PROGRAM, calibrate_command, explain_command, info, require_torch, run_piped
 
 
@@ -35,6 +36,9 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status: 0 done, 1 failed; invalid arguments exit with 2."""
     words = list(sys.argv[1:] if argv is None else argv)
+    computes = words[:1] in (["explain"], ["calibrate"], ["demo"]) or "--verify" in words
+    if computes and process.environment_error is not None:
+        sys.exit(f"{PROGRAM} {words[0]}: error: {process.environment_error}")
     if words[:1] == ["demo"]:
         require_torch("demo")
         from .tools.demo import main as demo

@@ -13,7 +13,7 @@ from .definition import is_transformed
 from .direct import attend_directly, is_ready, ready_for
 from .dispatch.call_cache import look_up, remember
 from .dispatch.mask_view import dense_mask, mask_view
-from .dispatch.selection import select
+from .dispatch.selection import choice_in_force, select
 from .dispatch.settings import BackendChoice
 from .dtensors import above, is_dtensor
 from .operators import extra_arguments
@@ -291,7 +291,8 @@ def attention(
         elif backward is None and (key is not None or not is_transformed()):
             results = run_forward(forward, problem, q, k, v, bias, sink, view, where, dropout)
         else:
-            passes = Passes(problem, forward, backward, view.form, backend, len(of_sequences), dropout is not None)
+            requested = choice_in_force(backend)
+            passes = Passes(problem, forward, backward, view.form, requested, len(of_sequences), dropout is not None)
             of_dropout = () if dropout is None else (dropout,)
             results = Attention.apply(q, k, v, bias, sink, passes, *view.tensors, *of_sequences, *of_dropout)
     if leading is not None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .backends.protocol import KernelBackend, accepts, repeats_entries
+from .backends.protocol import KernelBackend, accepts, provided, repeats_entries
 from .definition import is_transformed
 from .dispatch.mask_view import readable_view
 from .dispatch.selection import choice_in_force, select_pair
@@ -307,7 +307,7 @@ class AttentionBackward(torch.autograd.Function):
         passes: Passes = ctx.passes
         problem, backend = passes.problem, passes.backward
         assert backend is not None
-        differentiable_backward = getattr(backend, "differentiable_backward", None)
+        differentiable_backward = provided(backend, "differentiable_backward")
         if differentiable_backward is None:
             raise NotImplementedError(
                 f"backend {backend.NAME!r} has no second derivative of attention; "

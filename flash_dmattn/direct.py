@@ -15,8 +15,9 @@ from torch.autograd import profiler
 
 from .autograd import Attention, Passes, differentiate, run_forward
 from .backends.direct import DirectBackward, DirectForward
-from .backends.protocol import is_composite
+from .backends.protocol import is_composite, provided
 from .dispatch.call_cache import CallClass
+from .dispatch.selection import choice_in_force
 from .dispatch.settings import BackendChoice
 from .operators import is_watched
 from .problem import MaskView
@@ -64,8 +65,8 @@ def _ready(found: CallClass, mask: MaskView, requested: BackendChoice, number_of
     problem, forward, backward = found.problem, found.forward, found.backward
     assert not is_composite(forward)
     behind = (number_of_sequence_tensors, problem.dropout_p > 0)
-    passes = Passes(problem, forward, backward, mask.form, requested, *behind)
-    make_forward, make_backward = getattr(forward, "direct_forward", None), getattr(backward, "direct_backward", None)
+    passes = Passes(problem, forward, backward, mask.form, choice_in_force(requested), *behind)
+    make_forward, make_backward = provided(forward, "direct_forward"), provided(backward, "direct_backward")
     first = None if make_forward is None else make_forward(problem, mask)
     second = None if make_backward is None else make_backward(problem, mask)
     of_bias = None if problem.bias is None else problem.bias.strides

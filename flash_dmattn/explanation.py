@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from .backends.protocol import Direction, Reason
+from .backends.protocol import AnyBackend, Direction, Reason, provided
 from .dispatch.errors import BackendError
 from .dispatch.mask_view import unpacking_note
 from .dispatch.preferences import cite
+from .dispatch.profile_store import gpu_names
 from .dispatch.refusals import passes_of, reasons_against, refuse_fallback
 from .dispatch.registry import BACKENDS
 from .dispatch.selection import choice_in_force, choose, falls_back, selected_names
@@ -91,6 +92,7 @@ class Explanation:
         return {
             "problem": str(self.problem),
             "requested": self.requested,
+            "elsewhere": self.problem.elsewhere,
             "forward": self.forward,
             "backward": self.backward,
             "error": self.error,
@@ -110,8 +112,10 @@ class Explanation:
         }
 
     def __str__(self) -> str:
-        profile = [] if self.profile is None else [f"profile: {self.profile}"]
-        return "\n".join([f"attention: {self.problem}", self.chosen, *profile, *self.copies, "", *self.table])
+        elsewhere = f"no GPU of this machine is {self.problem.arch}: all backends count as installed there"
+        lines = [elsewhere] if self.problem.elsewhere else []
+        lines += [] if self.profile is None else [f"profile: {self.profile}"]
+        return "\n".join([f"attention: {self.problem}", self.chosen, *lines, *self.copies, "", *self.table])
 
     @property
     def chosen(self) -> str:
@@ -282,7 +286,8 @@ def explain_problem(
         q: shape of q, (*batch, seqlen_q, num_heads, head_dim).
         kv_heads, seqlen_k, head_dim_v: of k and v; as q where not given.
         dtype: of q, k and v: "fp16", "bf16", "fp32", "fp64" or a torch.dtype.
-        device: "cpu", or the architecture of a GPU such as "sm_80", "sm_90", "gfx942".
+        device: "cpu", or the architecture of a GPU such as "sm_80", "sm_90", "gfx942". Where no GPU of this machine has
+            it, all backends count as installed: what works here says nothing of a machine that has such a GPU.
         mask, bias: their shapes, or None; bias_dtype as dtype where not given.
         mask_prepared: whether the mask is the prepared form of one of that shape; beside sequences one of 3 dims,
             (S or 1, n, n), is a tree of n new tokens.
@@ -359,6 +364,7 @@ def explain_problem(
     problem = problem._replace(
         device="cpu" if arch == "cpu" else "cuda",
         arch=arch,
+        elsewhere=arch != "cpu" and not gpu_names(arch),
         needs_grad=NeedsGrad(grad, grad, grad, bias_grad and bias is not None, grad and sink),
     )
     if mask_prepared and problem.mask is not None and sequences is not None and problem.mask_form == "dense":
@@ -403,27 +409,26 @@ def explain_description(problem: AttentionProblem, backend: BackendChoice, copie
         forward,
         backward,
         error,
-        tuple(verdict_of(name, problem) for name in BACKENDS),
+        tuple(verdict_of(backend, problem) for backend in BACKENDS.table.values()),
         cite(problem) if requested == "auto" else None,
         copies,
     )
 
 
-def verdict_of(name: str, problem: AttentionProblem) -> Verdict:
+def verdict_of(backend: AnyBackend, problem: AttentionProblem) -> Verdict:
     """What one backend says of a problem."""
 
     def serves(direction: Direction) -> bool:
-        return not reasons_against(name, problem, (direction,))
+        return not reasons_against(backend, problem, (direction,))
 
     passes = passes_of(problem)
-    reasons = reasons_against(name, problem, passes)
-    preferences = tuple(r for r in reasons_against(name, problem, passes, auto=True) if r not in reasons)
+    reasons = reasons_against(backend, problem, passes)
+    preferences = tuple(r for r in reasons_against(backend, problem, passes, auto=True) if r not in reasons)
     notes: tuple[str, ...] = ()
     if not reasons:
-        own = getattr(BACKENDS[name], "notes", None)
+        own = provided(backend, "notes")
         notes = () if own is None else tuple(own(problem))
-        unpacking = unpacking_note(problem, BACKENDS[name])
+        unpacking = unpacking_note(problem, backend)
         notes = notes if unpacking is None else (unpacking, *notes)
-    return Verdict(
-        name, serves("forward"), serves("backward") if len(passes) == 2 else None, reasons, preferences, notes
-    )
+    backward = serves("backward") if len(passes) == 2 else None
+    return Verdict(backend.NAME, serves("forward"), backward, reasons, preferences, notes)

@@ -19,13 +19,13 @@ from torch.nn import Parameter
 
 from .autograd import Attention, differentiate
 from .backends.direct import DirectBackward, DirectForward
-from .backends.protocol import is_composite
+from .backends.protocol import is_composite, provided
 from .direct import Ready, Strides, is_as_made, ready_for, run_ready
 from .dispatch.call_cache import CallClass, look_up, remember
 from .dispatch.mask_view import mask_view
-from .dispatch.registry import on_change
+from .dispatch.registry import BACKENDS, on_change
 from .dispatch.selection import choice_in_force, choose, falls_back, select
-from .dispatch.settings import process, thread
+from .dispatch.settings import blocks, disabled
 from .problem import MaskView
 from .reference.dropout import draw_key
 from .validation import describe
@@ -96,11 +96,11 @@ def attend_heads_first(
         *(is_causal, softmax_scale, softcap, window_size, dropout_p),
         torch.is_grad_enabled(),
         torch.are_deterministic_algorithms_enabled(),
-        thread.backend,
-        process.default_backend,
-        process.disabled,
+        choice_in_force("auto"),
+        disabled(),
+        BACKENDS.version,
     )
-    if thread.records is None and key in _classes:
+    if blocks.now.records is None and key in _classes:
         found = _classes[key]
     else:
         numbers = (is_causal, softmax_scale, softcap, window_size)
@@ -166,8 +166,8 @@ def _keep(key: tuple[Any, ...], found: CallClass | None) -> None:
 def _heads_first(found: CallClass, view: MaskView) -> HeadsFirst:
     ready = ready_for(found._replace(ready={}), view, "auto", 0)
     forward, backward, problem = found.forward, found.backward, found.problem
-    make_forward = getattr(forward, "heads_first_forward", None)
-    make_backward = getattr(backward, "heads_first_backward", None)
+    make_forward = provided(forward, "heads_first_forward")
+    make_backward = provided(backward, "heads_first_backward")
     first = None if make_forward is None else make_forward(problem, view)
     second = None if make_backward is None else make_backward(problem, view)
     of_rows = ready.strides[:3]

@@ -13,6 +13,8 @@ from flash_dmattn.problem import AttentionProblem, MaskView
 class Ready(Counting):
     """A pair that has passes ready beside its operators; `ways` says which ran."""
 
+    PROVIDES = frozenset({"direct_forward", "direct_backward"})
+
     def __init__(self) -> None:
         super().__init__("ready")
         self.ways: list[str] = []

@@ -25,12 +25,7 @@ Q, K = (2, 6, 4, 8), (2, 9, 2, 8)
 
 @pytest.fixture(autouse=True)
 def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, value in (
-        ("default_backend", "auto"),
-        ("disabled", ()),
-        ("fallback", "warn"),
-        ("environment_unchecked", False),
-    ):
+    for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn")):
         monkeypatch.setattr(settings.process, name, value)
     yield
     torch.use_deterministic_algorithms(False)

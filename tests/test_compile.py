@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import importlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -226,6 +227,39 @@ def test_backend_registered_between_calls_takes_effect() -> None:
         assert OURS.count == {"forward": 1, "backward": 1}
     assert_same(all_results(run, given, None), expected)
     assert OURS.count == {"forward": 1, "backward": 1}
+
+
+def test_settings_of_threads_and_tasks_take_effect(ours: Counting) -> None:
+    """Guards read the context of the call, in which others may have blocks of their own."""
+    run, counter = compiled(call)
+    given = [x.detach() for x in inputs()]
+
+    def forward_of_ours() -> int:
+        before = ours.count["forward"]
+        run(*given[:3], None, given[3])
+        return ours.count["forward"] - before
+
+    with flash_dmattn.use_backend("eager"):
+        assert forward_of_ours() == 0
+        assert contextvars.Context().run(forward_of_ours) == 1
+        assert contextvars.copy_context().run(forward_of_ours) == 0
+    assert forward_of_ours() == 1
+    assert counter.frame_count == 2
+
+
+def test_setting_inside_the_compiled_function_compiles_once_whatever_is_around(ours: Counting) -> None:
+    def switched(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        with flash_dmattn.use_backend("eager"):
+            return call(*tensors)
+
+    q, k, v, bias = (x.detach() for x in inputs())
+    run, counter = compiled(switched)
+    for _ in range(3):
+        with flash_dmattn.use_backend("reference"):
+            run(q, k, v, None, bias)
+            assert settings.blocks.now.backend == "reference"
+    assert settings.blocks.now.backend is None
+    assert counter.frame_count == 1
 
 
 def test_setting_inside_the_compiled_function(ours: Counting) -> None:

@@ -27,14 +27,12 @@ from flash_dmattn import direct
 from flash_dmattn.backends.cuda import backend as cuda
 from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.protocol import Availability
-from flash_dmattn.dispatch import settings
 from flash_dmattn.masks import prepare_mask
 
 
 @pytest.fixture(autouse=True)
 def checked_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first call of a program checks it, and is not remembered."""
-    monkeypatch.setattr(settings.process, "environment_unchecked", False)
 
 
 class Watch(TorchDispatchMode):

@@ -12,7 +12,7 @@ from out_of_tree import KernelPair, registered
 from torch import Tensor
 
 import flash_dmattn
-from flash_dmattn.backends.protocol import Rule
+from flash_dmattn.backends.protocol import Availability, Rule
 from flash_dmattn.dispatch import refusals, registry, selection, settings
 
 
@@ -163,11 +163,25 @@ def test_any_device_can_be_described(device: str, arch: str, codes: set[str]) ->
     assert problem.needs_grad == (False, False, False, True, False)
     (verdict,) = (verdict for verdict in explanation.verdicts if verdict.backend == "cuda")
     assert {reason.code for reason in verdict.reasons} - {"unavailable"} == codes
-    assert ("unavailable" in {reason.code for reason in verdict.reasons}) != registry.probe("cuda").usable
     assert str(problem) == (
         f"batch 2, 4096 queries x 4096 keys, 16 heads on 4 key-value heads, head_dim 64, bfloat16 on "
         f"{problem.arch}, bias (1, 16, 4096, 4096) bfloat16, gradients dbias"
     )
+
+
+def test_another_gpu_is_explained_without_what_is_installed_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry.BACKENDS["cuda"], "probe", lambda: Availability(False, "it is not built"))
+    call = {"q": (2, 4096, 16, 64), "device": "sm_90", "backend": "cuda"}
+    for gpus, elsewhere in ({}, True), ({"sm_80": ["a GPU"]}, True), ({"sm_90": ["a GPU"]}, False):
+        monkeypatch.setattr("flash_dmattn.explanation.gpu_names", lambda arch, gpus=gpus: gpus.get(arch, []))
+        found = flash_dmattn.explain_problem(**call)
+        codes = {reason.code for verdict in found.verdicts for reason in verdict.reasons}
+        assert ("unavailable" in codes) is not elsewhere
+        assert found.forward == ("cuda" if elsewhere else None)
+        assert (found.error is None) is found.to_dict()["elsewhere"] is elsewhere
+        told = "no GPU of this machine is sm_90: all backends count as installed there"
+        assert (told in str(found).splitlines()) is elsewhere
+    assert not flash_dmattn.explain_problem((1, 8, 2, 16), device="cpu").problem.elsewhere
 
 
 def test_description_equals_that_of_such_tensors() -> None:

@@ -22,7 +22,7 @@ from flash_dmattn.masks import IntervalMask, prepare_intervals, prepare_topk, to
 
 @pytest.fixture(autouse=True)
 def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, value in (("default_backend", "auto"), ("disabled", ()), ("environment_unchecked", False)):
+    for name, value in (("default_backend", "auto"), ("disabled", ())):
         monkeypatch.setattr(settings.process, name, value)
     monkeypatch.setattr(refusals, "_warned", set())
     with both_registered():

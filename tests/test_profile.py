@@ -48,7 +48,6 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     monkeypatch.setattr(profile_store, "versions", lambda: here.versions)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     changes = {"default_backend": "auto", "disabled": (), "fallback": "warn", "profile": "", "rules": "built-in"}
-    changes["environment_unchecked"] = False  # a call before that is not remembered
     for name, value in changes.items():
         monkeypatch.setattr(settings.process, name, value)
     monkeypatch.setattr(refusals, "_warned", set())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
 import warnings
 from importlib.abc import MetaPathFinder
-from types import ModuleType, SimpleNamespace
+from types import MappingProxyType, ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn import FallbackWarning
-from flash_dmattn.backends import reference
+from flash_dmattn.backends import protocol, reference
 from flash_dmattn.backends.cuda import backend as cuda
 from flash_dmattn.backends.protocol import Availability, Rule
 from flash_dmattn.backends.triton import backend as triton
@@ -159,6 +161,121 @@ def test_auto_passes_over_what_a_backend_keeps_to_its_name() -> None:
     assert shy.ran == ["forward", "backward"]
 
 
+def test_a_backend_that_is_taken_out_while_a_call_chooses_is_passed_over_whole() -> None:
+    def take_out(problem: AttentionProblem) -> bool:
+        if "second" in registry.BACKENDS:
+            flash_dmattn.unregister_backend("second")
+        return False
+
+    first = KernelPair("first", auto_rules=(Rule("busy", take_out, lambda p: "it is busy"),))
+    second = KernelPair("second")
+    flash_dmattn.register_backend(second, before="cuda")
+    with registered(first, before="second"), flash_dmattn.record_decisions() as decisions:
+        torch.testing.assert_close(results(), results("reference"))
+    assert decisions[0].forward == "eager" and second.ran == []
+
+
+def test_a_choice_made_while_backends_change_is_not_found_after_the_change() -> None:
+    late = KernelPair("late")
+
+    def register_late(problem: AttentionProblem) -> bool:
+        if "late" not in registry.BACKENDS:
+            flash_dmattn.register_backend(late, before="first")
+        return False
+
+    x = torch.randn(1, 3, 2, 8)
+    with registered(KernelPair("first", auto_rules=(Rule("busy", register_late, lambda p: "busy"),)), before="eager"):
+        flash_dmattn.attention(x, x, x)
+        assert late.ran == []  # the choice had begun
+        flash_dmattn.attention(x, x, x)
+        assert late.ran == ["forward"]
+        flash_dmattn.unregister_backend("late")
+
+
+def test_two_threads_register_at_once_and_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = threading.Barrier(2, timeout=0.2)
+
+    def meet(table: dict[str, object]) -> MappingProxyType[str, object]:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            together.wait()
+        return MappingProxyType(table)
+
+    monkeypatch.setattr(registry, "MappingProxyType", meet)
+    for change, arguments in (
+        (flash_dmattn.register_backend, (KernelPair("one"), KernelPair("two"))),
+        (flash_dmattn.unregister_backend, ("one", "two")),
+    ):
+        threads = [threading.Thread(target=change, args=(argument,)) for argument in arguments]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        together.reset()
+        expected = {"one", "two"} if change is flash_dmattn.register_backend else set()
+        assert {"one", "two"} & set(registry.BACKENDS) == expected
+
+
+def test_the_registry_is_never_edited() -> None:
+    before = registry.BACKENDS.table
+    names = list(before)
+    with registered(KernelPair("ours")):
+        assert list(before) == names and list(registry.BACKENDS) == [*names, "ours"]
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        before["ours"] = KernelPair("ours")
+
+
+HELPERS = [*protocol.OPTIONAL, "workspace_bytes"]
+
+
+def test_helpers_that_are_called_like_optional_functions_are_never_called() -> None:
+    ours, want = KernelPair("ours"), results("reference")
+    for name in HELPERS:
+        setattr(ours, name, lambda *_, name=name, **__: pytest.fail(f"the helper {name} was called"))
+    with registered(ours, before="eager"):
+        assert registry.fallback().NAME == "eager"
+        torch.testing.assert_close(results(), want)
+        ours.MASK_FORM = "prepared"  # so reads_dense would be asked
+        flash_dmattn.attention(*inputs()[:4])
+        shared = torch.randn(2, 1, 5, 1, 7, dtype=torch.float64).expand(2, 3, 5, 1, 7)
+        x = torch.randn(2, 3, 5, 1, 8, dtype=torch.float64), *torch.randn(2, 2, 3, 7, 1, 8, dtype=torch.float64)
+        flash_dmattn.attention(*x, bias=shared.transpose(2, 3))
+        flash_dmattn.explain(*x, backend="ours")
+        y = torch.randn(1, 3, 2, 8, requires_grad=True)
+        (gradient,) = torch.autograd.grad(flash_dmattn.attention(y, y, y).sum(), y, create_graph=True)
+        with pytest.raises(NotImplementedError, match="no second derivative"):
+            gradient.sum().backward()
+    assert "ours" not in registry.BACKENDS
+
+
+def test_the_last_resort_says_that_it_is_one() -> None:
+    ours = KernelPair("ours")
+    ours.IS_FALLBACK = True
+    with pytest.raises(TypeError, match="has no workspace_bytes"), registered(ours):
+        pass
+    ours.workspace_bytes = lambda problem: 0
+    with registered(ours, before="eager"):
+        assert registry.fallback() is ours
+    assert registry.fallback().NAME == "eager"
+    with pytest.raises(ValueError, match="'eager' is what \"auto\" falls back to; it cannot be unregistered"):
+        flash_dmattn.unregister_backend("eager")
+
+
+def test_wrong_names_of_backends_are_told_what_was_meant() -> None:
+    x = torch.randn(1, 3, 2, 8)
+    for call in (
+        lambda: flash_dmattn.attention(x, x, x, backend="trition"),
+        lambda: flash_dmattn.attention(x, x, x, backend=("eager", "trition")),
+        lambda: flash_dmattn.explain(x, x, x, backend="trition"),
+        lambda: flash_dmattn.use_backend("trition"),
+        lambda: flash_dmattn.set_default_backend("trition"),
+        lambda: flash_dmattn.disable_backends("trition"),
+        lambda: flash_dmattn.unregister_backend("trition"),
+        lambda: flash_dmattn.register_backend(KernelPair("ours"), before="trition"),
+    ):
+        with pytest.raises(ValueError, match=r"'trition'.*; did you mean 'triton'\?$"):
+            call()
+
+
 def test_registration_is_checked() -> None:
     def checked(error: type[Exception], text: str, backend: object, **flags: object) -> None:
         order = list(registry.BACKENDS)
@@ -170,6 +287,14 @@ def test_registration_is_checked() -> None:
     checked(ValueError, "backend name 'auto' is taken", KernelPair("auto"))
     checked(ValueError, "before is 'nope'; it needs to be one of 'cuda', ", KernelPair("ours"), before="nope")
     parts = {"NAME": "ours", "RULES": (), "AUTO_RULES": (), "probe": lambda: Availability(True)}
+    both = KernelPair("ours")
+    both.attention = reference.attention
+    checked(TypeError, "has forward, backward and attention; it needs to be a pair, or one differentiable", both)
+    promises = KernelPair("ours")
+    promises.PROVIDES = frozenset({"notes"})
+    checked(TypeError, "has no notes; see", promises)
+    promises.PROVIDES = frozenset({"note"})
+    checked(ValueError, "PROVIDES of .* names note; it needs names out of notes, ", promises)
     checked(TypeError, "has no FEATURES, forward, backward; see", SimpleNamespace(**parts))
     parts["FEATURES"] = frozenset()
     unknown = KernelPair("ours")
@@ -296,7 +421,7 @@ def test_probe_is_left_alone_where_a_rule_refuses_already() -> None:
 
 @pytest.fixture
 def eager_alone() -> None:
-    flash_dmattn.disable_backends("cuda", "triton", "flex")  # until untouched_settings takes it back
+    flash_dmattn.set_disabled_backends("cuda", "triton", "flex")  # until untouched_settings takes it back
 
 
 @pytest.mark.usefixtures("eager_alone")
@@ -312,8 +437,8 @@ def test_fallback_warns_once_per_cause_with_bytes_and_reasons() -> None:
     # The least of the chunk budget and three copies of 2 * 16 * 4096 * 4096 fp32 scores.
     assert text.startswith("attention runs on eager PyTorch, with up to 256.0 MB of temporaries: batch 2, 4096 queries")
     lines = text.splitlines()
-    names = ("cuda", "triton", "flex")
-    reasons = [r for name in names for r in refusals.reasons_against(name, problem, ("forward",), auto=True)]
+    better = [registry.BACKENDS[name] for name in ("cuda", "triton", "flex")]
+    reasons = [r for each in better for r in refusals.reasons_against(each, problem, ("forward",), auto=True)]
     assert {"disabled", "arch"} <= {reason.code for reason in reasons}
     assert lines[1:-1] == [f"  - {reason.backend}: {reason}" for reason in reasons]
     assert lines[-1].startswith('  set_fallback("error") turns this warning into an error')

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
+import functools
 import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import forked
 import pytest
 import torch
+from out_of_tree import KernelPair, registered
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import flash_dmattn
-from flash_dmattn.dispatch import settings
+from flash_dmattn.backends.protocol import Rule
+from flash_dmattn.dispatch import call_cache, checkpoints, registry, selection, settings, state
+from flash_dmattn.dispatch.state import Blocks
 
 
 @pytest.fixture(autouse=True)
@@ -123,12 +134,152 @@ def test_disabling_beats_an_explicit_name_until_the_block_ends() -> None:
     assert ran() == EAGER
 
 
-def test_disabling_without_a_block_lasts() -> None:
-    flash_dmattn.disable_backends("reference", "flex")
-    flash_dmattn.disable_backends("reference")
-    assert settings.process.disabled == ("reference", "flex")
+def test_the_process_has_a_list_of_its_own_that_is_replaced() -> None:
+    flash_dmattn.set_disabled_backends("reference", "flex", "reference")
     with pytest.raises(flash_dmattn.BackendUnavailableError, match="switched off"):
         ran(backend="reference")
+    seen: list[tuple[str, ...]] = []
+    with flash_dmattn.disable_backends("eager"):
+        assert settings.disabled() == ("reference", "flex", "eager")
+        run_thread(lambda: seen.append(settings.disabled()))
+    assert seen == [("reference", "flex")]
+    flash_dmattn.set_disabled_backends("flex")
+    assert ran(backend="reference") == REFERENCE
+    with pytest.raises(ValueError, match=r"backend 'refrence' is unknown; .*; did you mean 'reference'"):
+        flash_dmattn.set_disabled_backends("refrence")
+    assert settings.disabled() == ("flex",)
+    flash_dmattn.set_disabled_backends()
+    assert settings.disabled() == ()
+
+
+def test_a_block_that_is_never_entered_says_so() -> None:
+    with pytest.warns(RuntimeWarning, match=r"disable_backends\('eager'\) was never entered .* set_disabled_backends"):
+        flash_dmattn.disable_backends("eager")
+    assert ran() == EAGER
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        block = flash_dmattn.disable_backends("eager")
+        with block:
+            pass
+        del block
+
+
+Block = tuple[Any, Callable[[], bool]]  # a context manager, and what tells whether it is in force here
+
+BLOCKS: dict[str, Callable[[], Block]] = {
+    "use_backend": lambda: (flash_dmattn.use_backend("reference"), lambda: ran() == REFERENCE),
+    "disable_backends": lambda: (flash_dmattn.disable_backends("flex"), lambda: "flex" in settings.disabled()),
+    "record_decisions": lambda: (flash_dmattn.record_decisions(), lambda: settings.blocks.now.records is not None),
+}
+
+
+@pytest.fixture(params=BLOCKS)
+def block(request: pytest.FixtureRequest) -> Block:
+    return BLOCKS[request.param]()
+
+
+def test_one_object_is_nested_in_itself_and_used_again(block: Block) -> None:
+    context, is_in_force = block
+    assert not is_in_force()
+    for _ in range(2):
+        with context:
+            assert is_in_force()
+            with context:
+                assert is_in_force()
+            assert is_in_force()
+        assert not is_in_force()
+    assert settings.blocks.now == Blocks()
+
+
+def test_blocks_end_in_any_order(block: Block) -> None:
+    """A generator that is suspended in a block ends it when it likes."""
+    context, is_in_force = block
+    inner = flash_dmattn.use_backend("eager"), flash_dmattn.disable_backends("triton")
+
+    def steps() -> Iterator[None]:
+        with context:
+            yield
+
+    suspended = steps()
+    next(suspended)
+    with inner[0], inner[1]:
+        assert list(suspended) == []
+        assert not is_in_force()
+        assert (settings.blocks.now.backend, settings.disabled()) == ("eager", ("triton",))
+    assert settings.blocks.now == Blocks()
+
+
+def test_one_object_in_two_threads_that_overlap(block: Block) -> None:
+    context, is_in_force = block
+    first_in, second_in, first_out = (threading.Event() for _ in range(3))
+    found: list[bool] = []
+
+    def first() -> None:
+        with context:
+            first_in.set()
+            assert second_in.wait(30)
+        found.append(is_in_force())
+        first_out.set()
+
+    def second() -> None:
+        assert first_in.wait(30)
+        found.append(is_in_force())
+        with context:
+            second_in.set()
+            assert first_out.wait(30)
+            found.append(is_in_force())
+        found.append(is_in_force())
+
+    threads = [threading.Thread(target=target) for target in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == [False, False, True, False]
+    assert not is_in_force()
+
+
+def test_tasks_have_blocks_of_their_own_and_inherit_those_around_their_start(block: Block) -> None:
+    context, is_in_force = block
+
+    async def holder(entered: asyncio.Event, done: asyncio.Event) -> bool:
+        with context:
+            entered.set()
+            await done.wait()
+            return is_in_force()
+
+    async def other(entered: asyncio.Event, done: asyncio.Event) -> bool:
+        await entered.wait()
+        before = is_in_force()
+        with context:  # the same object, which ends here before it ends there
+            await asyncio.sleep(0)
+        done.set()
+        return before or is_in_force()
+
+    async def heir() -> bool:
+        return is_in_force()
+
+    async def everything() -> tuple[list[bool], bool, bool]:
+        events = asyncio.Event(), asyncio.Event()
+        together = await asyncio.gather(holder(*events), other(*events))
+        with context:
+            started = asyncio.create_task(heir())
+            in_thread = asyncio.create_task(asyncio.to_thread(is_in_force))
+        return together, await started, await in_thread
+
+    assert asyncio.run(everything()) == ([True, False], True, True)
+    assert not is_in_force()
+
+
+def test_a_thread_inherits_in_a_copy_of_the_context_alone(block: Block) -> None:
+    context, is_in_force = block
+    found: list[bool] = []
+    with context:
+        copied = contextvars.copy_context()
+        run_thread(lambda: found.append(is_in_force()))
+        run_thread(lambda: found.append(copied.run(is_in_force)))
+    run_thread(lambda: found.append(copied.run(is_in_force)))
+    assert found == [False, True, True]
 
 
 def test_unknown_name_or_policy_is_refused() -> None:
@@ -170,6 +321,248 @@ def test_another_thread_records_nothing_here() -> None:
     assert decisions == []
 
 
+# A checkpointed region is recomputed as it ran, wherever its backward pass is.
+
+
+def attend(x: Tensor) -> Tensor:
+    return flash_dmattn.attention(x, x, x).sin()
+
+
+def recomputed(checkpointed: Callable[[Tensor], Tensor], backward: Callable[[Tensor], None]) -> list[tuple[Any, ...]]:
+    """What the calls in the forward pass and in the recomputation ran on."""
+    seen: list[tuple[Any, ...]] = []
+    chosen = selection.choose
+
+    def spy(problem: Any, requested: Any) -> Any:
+        found = chosen(problem, requested)
+        seen.append((found.forward.NAME, requested, settings.disabled()))
+        return found
+
+    x = torch.randn(1, 5, 2, 8, dtype=torch.float64, requires_grad=True)
+    expected = torch.autograd.grad(attend(attend(x)).sum(), x)[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selection, "choose", spy)
+        patch.setattr(call_cache, "look_up", lambda *arguments: (None, None))
+        patch.setattr("flash_dmattn.api.look_up", lambda *arguments: (None, None))
+        with flash_dmattn.use_backend("reference"), flash_dmattn.disable_backends("triton"):
+            out = checkpointed(x).sum()
+        backward(out)
+    torch.testing.assert_close(x.grad, expected)
+    return seen
+
+
+def in_a_thread(out: Tensor) -> None:
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            out.backward()
+        except BaseException as error:
+            errors.append(error)
+
+    run_thread(run)
+    assert not errors, errors
+
+
+def in_another_block(out: Tensor) -> None:
+    with flash_dmattn.use_backend("eager"), flash_dmattn.disable_backends("reference"):
+        out.backward()
+        assert settings.disabled() == ("reference",)
+
+
+def after_another_default(out: Tensor) -> None:
+    flash_dmattn.set_default_backend("eager")
+    out.backward()
+
+
+BACKWARD: dict[str, Callable[[Tensor], None]] = {
+    "outside": lambda out: out.backward(),
+    "thread": in_a_thread,
+    "another block": in_another_block,
+    "another default": after_another_default,
+}
+
+
+def plain_region(x: Tensor) -> Tensor:
+    return checkpoint(lambda x: attend(attend(x)), x, use_reentrant=False)
+
+
+def nested_region(x: Tensor) -> Tensor:
+    """The outer region calls nothing itself, so that the inner one alone is seen around a call."""
+
+    def outer(x: Tensor) -> Tensor:
+        return checkpoint(attend, checkpoint(attend, x, use_reentrant=False), use_reentrant=False)
+
+    return checkpoint(outer, x, use_reentrant=False)
+
+
+def selective_region(x: Tensor) -> Tensor:
+    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.sin.default])
+    return checkpoint(lambda x: attend(attend(x)), x, use_reentrant=False, context_fn=contexts)
+
+
+def region_with_hooks_inside(x: Tensor) -> Tensor:
+    def inside(x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            x = attend(x)
+        return attend(x)
+
+    return checkpoint(inside, x, use_reentrant=False)
+
+
+REGIONS = {
+    "plain": plain_region,
+    "nested": nested_region,
+    "selective": selective_region,
+    "hooks inside": region_with_hooks_inside,
+}
+
+
+@pytest.mark.parametrize("region", REGIONS)
+@pytest.mark.parametrize("backward", BACKWARD)
+def test_checkpointed_region_is_recomputed_as_it_ran(region: str, backward: str) -> None:
+    seen = recomputed(REGIONS[region], BACKWARD[backward])
+    assert len(seen) >= 3, "two calls, and one of them at least once more"
+    assert set(seen) == {("reference", "reference", ("triton",))}
+    assert settings.blocks.now == Blocks()
+
+
+def test_region_that_ran_outside_of_blocks_is_recomputed_outside_of_them() -> None:
+    x = torch.randn(1, 5, 2, 8, requires_grad=True)
+    out = plain_region(x).sum()
+    with flash_dmattn.use_backend("reference"), flash_dmattn.record_decisions() as decisions:
+        out.backward()
+    assert {decision.forward for decision in decisions} == {"eager"}
+
+
+def test_region_keeps_the_default_of_its_forward_pass() -> None:
+    x = torch.randn(1, 5, 2, 8, requires_grad=True)
+    flash_dmattn.set_default_backend("reference")
+    out = plain_region(x).sum()
+    flash_dmattn.set_default_backend("auto")
+    with flash_dmattn.record_decisions() as decisions:
+        out.backward()
+    assert {decision.forward for decision in decisions} == {"reference"}
+
+
+def test_blocks_inside_of_a_region_end_in_its_recomputation_too() -> None:
+    def region(x: Tensor) -> Tensor:
+        with flash_dmattn.use_backend("reference"):
+            x = attend(x)
+        return attend(x)
+
+    x = torch.randn(1, 5, 2, 8, requires_grad=True)
+    out = checkpoint(region, x, use_reentrant=False).sum()
+    with flash_dmattn.use_backend("reference"), flash_dmattn.record_decisions() as decisions:
+        out.backward()
+    assert [decision.forward for decision in decisions] == ["reference", "eager"]
+
+
+def test_recomputation_is_recorded_where_it_runs() -> None:
+    x = torch.randn(1, 5, 2, 8, requires_grad=True)
+    with flash_dmattn.record_decisions() as first:
+        out = plain_region(x).sum()
+    out.backward(retain_graph=True)
+    assert len(first) == 2
+    with flash_dmattn.record_decisions() as second:
+        out.backward()
+    assert len(first) == 2 and len(second) > 0
+
+
+def test_hooks_are_as_they_were_after_a_region_is_seen() -> None:
+    packed: list[str] = []
+
+    def hooks(name: str) -> Any:
+        def pack(x: Tensor) -> Tensor:
+            packed.append(name)
+            return x
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+
+    x = torch.randn(1, 5, 2, 8, requires_grad=True)
+    with hooks("outer"):
+        with hooks("inner"):
+            attend(x)
+        assert set(packed) == {"inner"}
+        packed.clear()
+        attend(x)
+        assert set(packed) == {"outer"}
+    packed.clear()
+    attend(x)
+    assert packed == []
+
+
+def test_private_names_of_torch_that_checkpoints_need() -> None:
+    """Without one of them regions are recomputed under the settings of the place, and the tests above fail."""
+    assert checkpoints._Frame is torch.utils.checkpoint._CheckpointFrame
+    x = torch.randn(2, requires_grad=True)
+    seen: list[Any] = []
+
+    def region(x: Tensor) -> Tensor:
+        hooks = checkpoints._top(True)
+        assert hooks is not None
+        seen.append(checkpoints._frame_of(hooks))
+        return x.sin()
+
+    out = checkpoint(region, x, use_reentrant=False)
+    assert type(seen[0]) is checkpoints._Frame and callable(seen[0].recompute_fn)
+    out.sum().backward()
+    assert seen[1] is None  # the hooks of a recomputation
+    assert checkpoints._top(True) is None and checkpoints._is_enabled()
+
+
+@pytest.mark.parametrize("name", ["_Frame", "_top", "_is_enabled"])
+def test_other_internals_of_torch_leave_recomputation_to_the_place(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = {"_Frame": None, "_top": lambda _: None, "_is_enabled": lambda: False}
+    monkeypatch.setattr(checkpoints, name, absent[name])
+    x = torch.randn(1, 5, 2, 8, requires_grad=True)
+    with flash_dmattn.use_backend("reference"):
+        plain_region(x).sum().backward()
+        out = plain_region(x).sum()
+    with pytest.raises(torch.utils.checkpoint.CheckpointError):
+        out.backward()
+
+
+def test_name_in_the_call_holds_for_reentrant_checkpoints() -> None:
+    x = torch.randn(1, 5, 2, 8, requires_grad=True)
+    seen: list[str] = []
+
+    def region(x: Tensor) -> Tensor:
+        with flash_dmattn.record_decisions() as decisions:
+            out = flash_dmattn.attention(x, x, x, backend="reference")
+        seen.extend(decision.forward for decision in decisions)
+        return out
+
+    with flash_dmattn.use_backend("eager"):
+        out = checkpoint(region, x, use_reentrant=True).sum()
+    in_a_thread(out)
+    assert seen == ["reference", "reference"]
+
+
+def test_backward_pass_runs_on_what_its_call_chose_in_any_thread() -> None:
+    small = Rule("small", lambda p: p.batch < 3, lambda p: f"batch is {p.batch}", "", ("backward",))
+    ours = KernelPair("ours", rules=(small,))
+    x = torch.randn(1, 5, 2, 8, requires_grad=True)
+    outcomes: list[Any] = []
+
+    def backward(size: int) -> None:
+        try:
+            douts = torch.randn(size, *x.shape)
+            outcomes.append(torch.vmap(lambda d: torch.autograd.grad(out, x, d, retain_graph=True)[0])(douts).shape)
+        except flash_dmattn.BackendError as error:
+            outcomes.append([reason.code for reason in error.reasons])
+
+    with registered(ours):
+        with flash_dmattn.use_backend(("eager", "ours")):
+            out = flash_dmattn.attention(x, x, x)
+        ours.ran.clear()
+        run_thread(lambda: out.backward(torch.ones_like(out), retain_graph=True))
+        run_thread(lambda: backward(2))
+        assert ours.ran == ["backward", "backward"]
+        run_thread(lambda: backward(3))  # folded into a batch that the named backend refuses
+    assert outcomes == [(2, *x.shape), ["small"]]
+
+
 CALL = """
 import torch, flash_dmattn
 x = torch.randn(1, 3, 2, 8, requires_grad=True)
@@ -178,6 +571,18 @@ def ran(**flags):
         flash_dmattn.attention(x, x, x, **flags)
     return decisions[0].forward
 """
+
+
+BAD = (
+    ("FLASH_DMATTN_BACKEND", "trition"),
+    ("FLASH_DMATTN_BACKEND", "nope"),
+    ("FLASH_DMATTN_BACKEND", "eager,nope"),
+    ("FLASH_DMATTN_BACKEND", "auto,eager"),
+    ("FLASH_DMATTN_BACKEND", "eager,eager,eager"),
+    ("FLASH_DMATTN_DISABLE", "flex,nope"),
+    ("FLASH_DMATTN_FALLBACK", "loud"),
+    ("FLASH_DMATTN_RULES", "nope"),
+)
 
 
 def in_environments(*given: tuple[str, str, str]) -> list[str]:
@@ -218,18 +623,21 @@ print(flash_dmattn.explain_problem((1, 8, 2, 64), device="sm_80").error)
     assert lines[2].startswith("attention runs on eager PyTorch, with up to ")
 
 
-def test_bad_value_in_the_environment_is_an_error_that_names_the_variable() -> None:
-    bad = (
-        ("FLASH_DMATTN_BACKEND", "nope"),
-        ("FLASH_DMATTN_BACKEND", "eager,nope"),
-        ("FLASH_DMATTN_BACKEND", "eager,eager,eager"),
-        ("FLASH_DMATTN_DISABLE", "flex,nope"),
-        ("FLASH_DMATTN_FALLBACK", "loud"),
+def test_bad_value_in_the_environment_ends_the_import_with_an_error_that_names_the_variable() -> None:
+    found = forked.run([({variable: value}, "import flash_dmattn") for variable, value in BAD])
+    assert found[0].said.strip().splitlines()[-1] == (
+        "ValueError: FLASH_DMATTN_BACKEND names 'trition'; it needs to be one of 'cuda', 'triton', 'flex', 'eager', "
+        "'reference'; did you mean 'triton'? (a backend that a program registers itself is chosen by "
+        "set_default_backend and switched off by set_disabled_backends)"
     )
-    found = in_environments(*(("print(ran())", variable, value) for variable, value in bad))
-    for (variable, value), line in zip(bad, found, strict=True):
-        assert line.startswith("ValueError: ") and variable in line, line
-        assert repr(value) in line or "'nope'" in line, line
+    for (variable, value), done in zip(BAD, found, strict=True):
+        line = done.said.strip().splitlines()[-1]
+        assert done.status != 0 and line.startswith("ValueError: ") and variable in line, line
+        assert any(repr(part) in line for part in (value, "nope", "auto")), line
+
+
+def test_names_that_the_environment_may_have_are_those_of_the_registry() -> None:
+    assert tuple(registry.BACKENDS) == state.BUILT_IN
 
 
 def test_empty_value_in_the_environment_is_unset() -> None:

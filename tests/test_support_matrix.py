@@ -180,7 +180,7 @@ def test_the_choice_follows_the_rules(problems: list[tuple[int, AttentionProblem
     for seed, problem in problems:
         where = f"described({seed}): {problem}"
         for name in BACKENDS:
-            reasons = reasons_against(name, problem, passes_of(problem))
+            reasons = reasons_against(BACKENDS[name], problem, passes_of(problem))
             try:
                 selection = choose(problem, name)
             except BackendError as refusal:
@@ -195,9 +195,9 @@ def test_the_choice_follows_the_rules(problems: list[tuple[int, AttentionProblem
             assert problem.return_probs, where
         else:
             for name, direction in zip(chosen, PASSES):
-                reasons = () if name is None else reasons_against(name, problem, (direction,), auto=True)
+                reasons = () if name is None else reasons_against(BACKENDS[name], problem, (direction,), auto=True)
                 before_flex = problem.sequences is not None
-                if name == "triton" and (before_flex or reasons_against("flex", problem, passes_of(problem))):
+                if name == "triton" and (before_flex or reasons_against(BACKENDS["flex"], problem, passes_of(problem))):
                     # Where only eager is left nobody need have measured it, nor beside sequences.
                     reasons = tuple(reason for reason in reasons if reason.code != "measured_gpu")
                 assert not reasons, where

@@ -16,7 +16,6 @@ from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn.backends.triton import backend
-from flash_dmattn.dispatch import settings
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -154,7 +153,6 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
     monkeypatch.setattr(backend, "RULES", tuple(rule for rule in backend.RULES if rule.code != "device"))
     monkeypatch.setattr(kernel_launch.Launch, "__call__", lambda *_: None)
     monkeypatch.setattr(launch, "plans", {})
-    monkeypatch.setattr(settings.process, "environment_unchecked", False)  # a program's first call is not remembered
     return launch.plans
 
 

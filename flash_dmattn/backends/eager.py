@@ -17,6 +17,8 @@ from .protocol import Availability, Rule
 
 NAME = "eager"
 REPEATS_ENTRIES = True
+IS_FALLBACK = True
+PROVIDES = frozenset({"notes", "differentiable_backward"})
 
 FEATURES = frozenset(
     {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -59,14 +59,11 @@ class Availability(NamedTuple):
 class Backend(Protocol):
     """A module with these names is a backend. `AUTO_RULES` bind only `backend="auto"`, never a forced call.
 
-    Optional names:
+    Optional functions count where PROVIDES, a frozenset, lists their names; a helper that happens to be called so does
+    not:
         notes(problem) -> tuple[str, ...]: what `explain` should say of a call that it accepts, such as copies it makes.
-        MASK_FORM = "prepared": a forward/backward pair that reads tile, key and interval masks.
-        REPEATS_ENTRIES = True: it reads a mask or a bias that some entries of the batch share and others do not, as
-            `mask_repeat` and `bias_repeat` of `Flags` have it; calls with such a one are refused otherwise.
         refuses_entries(problem, direction) -> str: of a backend that reads some of these, what it takes where it does
             not read those of a call; empty where it does.
-        GATHERS_KEYS = True: of such a pair, that it fetches single keys, and few queries are best served by key masks.
         reads_dense(problem, direction) -> bool: of such a pair, whether that pass of a call is best served by a dense
             mask as it is. One that both passes read so is not prepared.
         differentiable_backward(problem, dout, dlse, q, k, v, mask, bias): the gradients of a pair as differentiable
@@ -76,12 +73,18 @@ class Backend(Protocol):
             is the `MaskView` of one of its calls, of whose tensors sizes alone count. See `backends.direct`.
         heads_first_forward(problem, mask), heads_first_backward(problem, mask): the same for q, k and v that arrive as
             (B, H, L, D); out and dout are (B, L, H, Dv), gradients as q, k and v. The problem is that of (B, L, H, D).
+
+    Optional constants:
+        MASK_FORM = "prepared": a forward/backward pair that reads tile, key and interval masks.
+        REPEATS_ENTRIES = True: it reads a mask or a bias that some entries of the batch share and others do not, as
+            `mask_repeat` and `bias_repeat` of `Flags` have it; calls with such a one are refused otherwise.
+        GATHERS_KEYS = True: of such a pair, that it fetches single keys, and few queries are best served by key masks.
         STORES_DBIAS = True: `backward` of such a pair takes dbias_out=, a tensor of the shape, dtype and device of the
             bias, of any strides that keep its numbers apart. It puts dbias there and returns that tensor in its place;
             where its kernels cannot write so, by a copy. What lies between rows of dbias_out is not touched.
         HAS_FORWARD_AD = True: forward-mode derivatives (torch.func.jvp) go through it.
-        workspace_bytes(problem) -> int: it takes every call on every device; auto falls back to it, and warns of so
-            many bytes.
+        IS_FALLBACK = True: it takes every call on every device, and has workspace_bytes(problem) -> int; auto falls
+            back to it, and warns of so many bytes.
     """
 
     @property
@@ -183,6 +186,23 @@ class CompositeBackend(Backend, Protocol):
 
 AnyBackend = KernelBackend | CompositeBackend
 
+# What PROVIDES of a backend may list; `Backend` says what each does.
+OPTIONAL = (
+    "notes",
+    "refuses_entries",
+    "reads_dense",
+    "differentiable_backward",
+    "direct_forward",
+    "direct_backward",
+    "heads_first_forward",
+    "heads_first_backward",
+)
+
+
+def provided(backend: AnyBackend | Backend | None, name: str) -> Callable[..., Any] | None:
+    """An optional function of a backend; None where it does not say that it has one."""
+    return getattr(backend, name) if name in getattr(backend, "PROVIDES", ()) else None
+
 
 def is_composite(backend: AnyBackend) -> TypeIs[CompositeBackend]:
     """Whether a backend is one differentiable function rather than a forward/backward pair."""
@@ -205,8 +225,8 @@ def reads_dense(backend: AnyBackend, problem: AttentionProblem, direction: Direc
     """Whether one pass of a call is best served by a dense mask as it is; a backend that does not say prepares it."""
     if not reads_prepared_masks(backend):
         return True
-    reads: Callable[[AttentionProblem, Direction], bool] | None = getattr(backend, "reads_dense", None)
-    return reads is not None and reads(problem, direction)
+    reads = provided(backend, "reads_dense")
+    return reads is not None and bool(reads(problem, direction))
 
 
 def repeats_entries(backend: AnyBackend | Backend) -> bool:
@@ -226,7 +246,7 @@ def has_forward_ad(backend: AnyBackend) -> bool:
 
 def is_fallback(backend: AnyBackend) -> bool:
     """Whether auto takes a backend only when nothing better is left, and warns on an accelerator."""
-    return hasattr(backend, "workspace_bytes")
+    return getattr(backend, "IS_FALLBACK", False)
 
 
 def broken_rules(backend: Backend, problem: AttentionProblem, passes: tuple[Direction, ...]) -> tuple[Reason, ...]:
@@ -243,8 +263,8 @@ def refuses_entries(backend: Backend, problem: AttentionProblem, direction: Dire
     """What a backend takes in the place of a mask or a bias that a part of the batch shares; empty if it reads it."""
     if repeats_entries(backend):
         return ""
-    says: Callable[[AttentionProblem, Direction], str] | None = getattr(backend, "refuses_entries", None)
-    return "this backend takes 1 or all" if says is None else says(problem, direction)
+    says = provided(backend, "refuses_entries")
+    return "this backend takes 1 or all" if says is None else str(says(problem, direction))
 
 
 def _partly_shared(backend: Backend, problem: AttentionProblem, passes: tuple[Direction, ...]) -> tuple[Reason, ...]:

@@ -7,13 +7,13 @@ from functools import cache
 from ..problem import device_arch
 from ..sequences import cache_writes
 from ..sequences.cache_writes import CacheWrite, Writer
-from .settings import process
+from .settings import disabled
 from .triton_modules import triton_module
 
 
 def find_writer(write: CacheWrite) -> Writer | None:
     """The fastest writer for a write; None for PyTorch."""
-    if not write.k_cache.is_cuda or "triton" in process.disabled:
+    if not write.k_cache.is_cuda or "triton" in disabled():
         return None
     return _triton_writer() if device_arch(write.k_cache.device).startswith("sm_") else None
 

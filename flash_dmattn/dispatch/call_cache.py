@@ -14,9 +14,9 @@ from torch import Tensor
 from ..backends.protocol import AnyBackend, KernelBackend
 from ..definition import is_watched
 from ..problem import AttentionProblem
-from .registry import on_change
+from .registry import BACKENDS, on_change
 from .selection import Selection, choice_in_force, falls_back
-from .settings import BackendChoice, process, thread
+from .settings import BackendChoice, blocks, disabled
 
 if TYPE_CHECKING:
     from ..masks import PreparedMask, SequenceTileMask, TreeMask
@@ -62,15 +62,14 @@ def look_up(
     Args:
         flags: the other arguments of `describe`, in its order.
 
-    A call has no key where its sizes may be symbols, where it is recorded, before the environment has been checked, and
-    where something is so wrong that only validation can name it.
+    A call has no key where its sizes may be symbols, where it is recorded, and where something is so wrong that only
+    validation can name it.
     """
     window_size = flags[3]
     is_prepared = not (mask is None or isinstance(mask, Tensor))
     if (
         is_watched(q, k, v, bias, sink, *(getattr(mask, "tensors", (mask,)) if is_prepared else (mask,)))
-        or process.environment_unchecked
-        or thread.records is not None
+        or blocks.now.records is not None
         or not (window_size is None or type(window_size) is tuple)
     ):
         return None, None
@@ -88,7 +87,8 @@ def look_up(
             torch.is_grad_enabled(),
             torch.are_deterministic_algorithms_enabled(),
             choice_in_force(backend),
-            process.disabled,
+            disabled(),
+            BACKENDS.version,
         )
         return key, _classes.get(key)
     except (AttributeError, TypeError, RuntimeError):  # None for a tensor, a list for a name, a tensor without strides

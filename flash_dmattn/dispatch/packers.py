@@ -13,17 +13,14 @@ from ..masks.prepared.interval_order import MOST_HEADS_OF_CODES
 from ..masks.prepared.interval_tiles import IntervalTiles
 from ..masks.prepared.packers import Packer
 from ..problem import Band, device_arch
-from .settings import process
+from .settings import disabled
 from .triton_modules import triton_module
 
 
 def packs_by_extension(tensor: torch.Tensor) -> bool:
     """Whether the CUDA extension packs a mask: on a Hopper GPU where it works and nobody has disabled its backend."""
     return (
-        tensor.is_cuda
-        and device_arch(tensor.device) == "sm_90"
-        and cuda.NAME not in process.disabled
-        and cuda.probe().usable
+        tensor.is_cuda and device_arch(tensor.device) == "sm_90" and cuda.NAME not in disabled() and cuda.probe().usable
     )
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ..backends.cuda import backend as cuda
 from ..backends.flex import backend as flex
-from ..backends.protocol import Rule, is_fallback
+from ..backends.protocol import AnyBackend, Rule, is_fallback
 from ..backends.triton import backend as triton
 from ..problem import AttentionProblem, sm_number
 from . import profile_store
@@ -100,9 +100,8 @@ setattr(_has_profile, "_dynamo_marked_constant", True)  # noqa: B010
 setattr(_judged, "_dynamo_marked_constant", True)  # noqa: B010
 
 
-def order(judged: Judgement | None) -> list[str]:
+def order(judged: Judgement | None, names: list[str]) -> list[str]:
     """The backends in the order in which auto asks them: triton behind flex where that was faster."""
-    names = list(BACKENDS)
     if judged is None or judged.before_flex or triton.NAME not in names or flex.NAME not in names:
         return names
     names.remove(triton.NAME)
@@ -110,7 +109,7 @@ def order(judged: Judgement | None) -> list[str]:
     return names
 
 
-def candidates(problem: AttentionProblem) -> list[tuple[str, tuple[Rule, ...]]]:
+def candidates(problem: AttentionProblem) -> list[tuple[AnyBackend, tuple[Rule, ...]]]:
     """The backends in the order in which auto asks them, each with the preferences that bind it there.
 
     Two stand there a second time, before the last resort. Cuda on Hopper, without preferences: most leave a call to
@@ -118,31 +117,33 @@ def candidates(problem: AttentionProblem) -> list[tuple[str, tuple[Rule, ...]]]:
     kernels that were compiled and checked for such a GPU serve better than eager PyTorch. So calls run that flex
     refuses, with dropout or pages. Those with sequences it has before flex, which copies them into rows of its own.
     """
+    table = BACKENDS.table  # once: it may be replaced meanwhile
     judged = judgement(problem)
     by_profile = goes_by_profile(problem)
-    is_waiting = judged is None and triton.NAME in BACKENDS and by_profile
-    found: list[tuple[str, tuple[Rule, ...]]] = []
-    for name in order(judged):
-        if is_fallback(BACKENDS[name]) and problem.arch == "sm_90" and not by_profile and cuda.NAME in BACKENDS:
-            found.append((cuda.NAME, ()))
-        if is_waiting and (is_fallback(BACKENDS[name]) or (name == flex.NAME and problem.sequences is not None)):
-            found.append((triton.NAME, _preferences_but_measured(triton.NAME)))
+    is_waiting = judged is None and triton.NAME in table and by_profile
+    found: list[tuple[AnyBackend, tuple[Rule, ...]]] = []
+    for name in order(judged, list(table)):
+        backend = table[name]
+        if is_fallback(backend) and problem.arch == "sm_90" and not by_profile and cuda.NAME in table:
+            found.append((table[cuda.NAME], ()))
+        if is_waiting and (is_fallback(backend) or (name == flex.NAME and problem.sequences is not None)):
+            found.append((table[triton.NAME], _preferences_but_measured(table[triton.NAME])))
             is_waiting = False
-        found.append((name, auto_rules(name, problem, judged)))
+        found.append((backend, auto_rules(backend, problem, judged)))
     return found
 
 
-def _preferences_but_measured(name: str) -> tuple[Rule, ...]:
-    return tuple(rule for rule in BACKENDS[name].AUTO_RULES if rule.code != _BUILT_IN)
+def _preferences_but_measured(backend: AnyBackend) -> tuple[Rule, ...]:
+    return tuple(rule for rule in backend.AUTO_RULES if rule.code != _BUILT_IN)
 
 
-def auto_rules(name: str, problem: AttentionProblem, judged: Judgement | None) -> tuple[Rule, ...]:
+def auto_rules(backend: AnyBackend, problem: AttentionProblem, judged: Judgement | None) -> tuple[Rule, ...]:
     """The preferences that bind auto for one backend and call."""
-    stated = BACKENDS[name].AUTO_RULES
+    name, stated = backend.NAME, backend.AUTO_RULES
     if not goes_by_profile(problem):
         return stated
     if name == triton.NAME:
-        others = _preferences_but_measured(name)
+        others = _preferences_but_measured(backend)
         if judged is None:
             return (*others, _unmeasured(problem))
         return others if judged.takes_triton else (*others, _refusal(name, judged.why))

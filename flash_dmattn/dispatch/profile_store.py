@@ -13,7 +13,7 @@ import torch
 from .._version import __version__
 from ..problem import device_arch, sm_number
 from .profile import Profile, ProfileError, read
-from .registry import on_change
+from .registry import choices_changed
 from .state import process
 
 COMMAND = "python -m flash_dmattn calibrate"
@@ -41,8 +41,7 @@ def find(arch: str) -> Found:
 def forget() -> None:
     """Read profiles again when they are next asked for, and choose the backends of every call anew."""
     _found.clear()
-    for notify in on_change:
-        notify()
+    choices_changed()
 
 
 def folder() -> Path:

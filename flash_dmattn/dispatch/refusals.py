@@ -9,12 +9,12 @@ from typing import NoReturn
 
 import torch
 
-from ..backends.protocol import Direction, Reason, broken_rules, unmet
+from ..backends.protocol import AnyBackend, Direction, Reason, broken_rules, is_fallback, unmet
 from ..problem import AttentionProblem
 from .errors import BackendUnavailableError, BackendUnsupportedError, FallbackWarning
 from .preferences import auto_rules, judgement
-from .registry import BACKENDS, fallback, probe
-from .settings import process
+from .registry import BACKENDS, fallback
+from .settings import disabled, process
 
 
 def passes_of(problem: AttentionProblem) -> tuple[Direction, ...]:
@@ -23,54 +23,56 @@ def passes_of(problem: AttentionProblem) -> tuple[Direction, ...]:
 
 
 def reasons_against(
-    name: str, problem: AttentionProblem, passes: tuple[Direction, ...], *, auto: bool = False
+    backend: AnyBackend, problem: AttentionProblem, passes: tuple[Direction, ...], *, auto: bool = False
 ) -> tuple[Reason, ...]:
     """Every reason why a backend does not serve these passes of a call; with `auto`, its preferences too."""
-    backend = BACKENDS[name]
+    name = backend.NAME
     reasons: list[Reason] = []
-    if name in process.disabled:
-        hint = "leave disable_backends, or take it out of FLASH_DMATTN_DISABLE"
-        reasons.append(Reason(name, "disabled", "it is switched off in this process", hint))
+    if name in disabled():
+        hint = "leave disable_backends, or take it out of set_disabled_backends or FLASH_DMATTN_DISABLE"
+        reasons.append(Reason(name, "disabled", "it is switched off", hint))
     reasons += broken_rules(backend, problem, passes)
-    availability = probe(name)
-    if not availability.usable:
+    if not problem.elsewhere and not (availability := backend.probe()).usable:
         reasons.append(Reason(name, "unavailable", availability.reason, availability.hint))
     if auto:
-        reasons += unmet(backend, auto_rules(name, problem, judgement(problem)), problem, passes)
+        reasons += unmet(backend, auto_rules(backend, problem, judgement(problem)), problem, passes)
     return tuple(reasons)
 
 
 def backends_accepting(problem: AttentionProblem) -> tuple[str, ...]:
-    """The backends that would serve every pass of a call on this machine."""
-    return tuple(name for name in BACKENDS if not reasons_against(name, problem, passes_of(problem)))
+    """The backends that would serve every pass of a call on its machine."""
+    passes = passes_of(problem)
+    return tuple(name for name, backend in BACKENDS.items() if not reasons_against(backend, problem, passes))
 
 
-def refuse(problem: AttentionProblem, name: str, passes: tuple[Direction, ...]) -> NoReturn:
-    reasons = reasons_against(name, problem, passes)
+def refuse(problem: AttentionProblem, backend: AnyBackend, passes: tuple[Direction, ...]) -> NoReturn:
+    reasons = reasons_against(backend, problem, passes)
     accepted_by = backends_accepting(problem)
-    availability = probe(name)
-    out_of_service = not availability.usable or name in process.disabled
+    is_missing = any(reason.code == "unavailable" for reason in reasons)
+    cause, details = backend.probe()[3:] if is_missing else (None, "")
+    out_of_service = is_missing or any(reason.code == "disabled" for reason in reasons)
     verdict = "is not available" if out_of_service else "does not support this call"
-    lines = [f"backend {name!r} {verdict}: {problem}"]
+    lines = [f"backend {backend.NAME!r} {verdict}: {problem}"]
     if accepted_by:
         lines.append(f"  backends that accept it: {', '.join(map(repr, accepted_by))}")
     lines += [f"  - {reason}" for reason in reasons]
-    lines += [f"    | {line}" for line in availability.details.splitlines()]
+    lines += [f"    | {line}" for line in details.splitlines()]
     kind = BackendUnavailableError if out_of_service else BackendUnsupportedError
-    raise kind("\n".join(lines), backend=name, reasons=reasons, accepted_by=accepted_by) from availability.exception
+    raise kind("\n".join(lines), backend=backend.NAME, reasons=reasons, accepted_by=accepted_by) from cause
 
 
-def _all_reasons(problem: AttentionProblem, names: Iterable[str]) -> tuple[Reason, ...]:
+def _all_reasons(problem: AttentionProblem, backends: Iterable[AnyBackend]) -> tuple[Reason, ...]:
     passes = passes_of(problem)
-    return tuple(reason for name in names for reason in reasons_against(name, problem, passes, auto=True))
+    return tuple(reason for each in backends for reason in reasons_against(each, problem, passes, auto=True))
 
 
 def _better_than_fallback(problem: AttentionProblem) -> tuple[Reason, ...]:
-    return _all_reasons(problem, itertools.takewhile(lambda name: name != fallback().NAME, BACKENDS))
+    better = itertools.takewhile(lambda backend: not is_fallback(backend), BACKENDS.table.values())
+    return _all_reasons(problem, better)
 
 
 def refuse_all(problem: AttentionProblem) -> NoReturn:
-    reasons = _all_reasons(problem, BACKENDS)
+    reasons = _all_reasons(problem, BACKENDS.table.values())
     accepted_by = backends_accepting(problem)
     lines = [f"no backend accepts this call: {problem}"]
     if accepted_by:  # first, since it is what to do

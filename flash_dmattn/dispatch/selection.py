@@ -16,10 +16,12 @@ from ..backends.protocol import (
     is_fallback,
 )
 from ..problem import AttentionProblem
+from .checkpoints import follow_checkpoints
 from .preferences import candidates
 from .refusals import passes_of, refuse, refuse_all, report_fallback
-from .registry import BACKENDS, works
-from .settings import BackendChoice, Decision, check_choice, check_environment, process, thread
+from .registry import BACKENDS, check_name, works
+from .settings import BackendChoice, Decision, blocks, check_choice, disabled
+from .state import choice
 
 
 class Selection(NamedTuple):
@@ -36,18 +38,14 @@ def available_backends() -> tuple[str, ...]:
     >>> "eager" in flash_dmattn.available_backends()
     True
     """
-    if process.environment_unchecked:
-        check_environment()
-    return tuple(name for name in BACKENDS if name not in process.disabled and works(name))
+    off = disabled()
+    return tuple(name for name in BACKENDS if name not in off and works(name))
 
 
 def choice_in_force(backend: BackendChoice) -> BackendChoice:
     """The argument, else `use_backend`, else `set_default_backend`, else FLASH_DMATTN_BACKEND, else "auto"."""
-    if process.environment_unchecked:
-        check_environment()
-    if backend != "auto":
-        return backend
-    return thread.backend if thread.backend is not None else process.default_backend
+    follow_checkpoints()
+    return choice() if backend == "auto" else backend
 
 
 def select(problem: AttentionProblem, backend: BackendChoice) -> Selection:
@@ -62,8 +60,9 @@ def select(problem: AttentionProblem, backend: BackendChoice) -> Selection:
     selection = choose(problem, requested)
     if falls_back(problem, requested, selection):
         report_fallback(problem)
-    if thread.records is not None and not torch.compiler.is_compiling():
-        thread.records.append(Decision(problem, requested, *selected_names(problem, selection)))
+    records = blocks.now.records
+    if records is not None and not torch.compiler.is_compiling():
+        records.append(Decision(problem, requested, *selected_names(problem, selection)))
     return selection
 
 
@@ -99,12 +98,11 @@ def selected_names(problem: AttentionProblem, selection: Selection) -> tuple[str
 def _choose_auto(problem: AttentionProblem, pairs_only: bool = False) -> Selection:
     needs_backward = any(problem.needs_grad)
     asked = candidates(problem)
-    for name, rules in asked:
-        backend = BACKENDS[name]
+    for backend, rules in asked:
         if pairs_only and is_composite(backend):
             continue
         # The few rules of auto first: they turn most calls on a CPU away from the others at once.
-        if not all_hold(rules, problem, "forward") or not _serves(name, problem, "forward"):
+        if not all_hold(rules, problem, "forward") or not _serves(backend, problem, "forward"):
             continue
         if is_composite(backend):
             if needs_backward and not accepts(backend, problem, "backward"):
@@ -113,21 +111,21 @@ def _choose_auto(problem: AttentionProblem, pairs_only: bool = False) -> Selecti
         if not needs_backward:
             return Selection(backend, None)
         # The same backend where it can; else any other pair, since all share the layout of lse.
-        for other, rules_of_other in ((name, rules), *asked):
+        for other, rules_of_other in ((backend, rules), *asked):
             if (
-                not is_composite(BACKENDS[other])
+                not is_composite(other)
                 and _serves(other, problem, "backward")
                 and all_hold(rules_of_other, problem, "backward")
             ):
-                return Selection(backend, cast(KernelBackend, BACKENDS[other]))
+                return Selection(backend, other)
     refuse_all(problem)
 
 
-def _serves(name: str, problem: AttentionProblem, direction: Direction) -> bool:
+def _serves(backend: AnyBackend, problem: AttentionProblem, direction: Direction) -> bool:
     # Rules before the probe: a rule costs nanoseconds, a first probe imports a library.
-    if name in process.disabled or not accepts(BACKENDS[name], problem, direction):
+    if backend.NAME in disabled() or not accepts(backend, problem, direction):
         return False
-    return works(name)
+    return problem.elsewhere or works(backend.NAME)
 
 
 def _choose_named(problem: AttentionProblem, requested: BackendChoice) -> Selection:
@@ -136,27 +134,24 @@ def _choose_named(problem: AttentionProblem, requested: BackendChoice) -> Select
     else:
         forward_name, backward_name = requested
     needs_backward = any(problem.needs_grad)
-    forward = BACKENDS[forward_name]
+    forward, backward = check_name(forward_name), check_name(backward_name)
     if forward_name == backward_name:
-        if not (
-            _serves(forward_name, problem, "forward")
-            and (not needs_backward or _serves(forward_name, problem, "backward"))
-        ):
-            refuse(problem, forward_name, passes_of(problem))
+        if not (_serves(forward, problem, "forward") and (not needs_backward or _serves(forward, problem, "backward"))):
+            refuse(problem, forward, passes_of(problem))
         if is_composite(forward) or not needs_backward:
             return Selection(forward, None)
         return Selection(forward, forward)
-    for name in (forward_name, backward_name):
-        if is_composite(BACKENDS[name]):
+    for backend in (forward, backward):
+        if is_composite(backend):
             pairs = ", ".join(repr(n) for n, b in BACKENDS.items() if not is_composite(b))
             raise ValueError(
-                f"backend is {requested!r}, but {name!r} is one differentiable function that cannot serve a single "
-                f"pass; a pair needs two of {pairs}"
+                f"backend is {requested!r}, but {backend.NAME!r} is one differentiable function that cannot serve a "
+                f"single pass; a pair needs two of {pairs}"
             )
-    if not _serves(forward_name, problem, "forward"):
-        refuse(problem, forward_name, ("forward",))
+    if not _serves(forward, problem, "forward"):
+        refuse(problem, forward, ("forward",))
     if not needs_backward:
         return Selection(forward, None)
-    if not _serves(backward_name, problem, "backward"):
-        refuse(problem, backward_name, ("backward",))
-    return Selection(forward, cast(KernelBackend, BACKENDS[backward_name]))
+    if not _serves(backward, problem, "backward"):
+        refuse(problem, backward, ("backward",))
+    return Selection(forward, cast(KernelBackend, backward))

@@ -2,45 +2,58 @@
 
 from __future__ import annotations
 
-import os
+import warnings
 from types import TracebackType
 
-from .registry import BACKENDS, check_name
-from .state import BackendChoice, Decision, Fallback, check_fallback, parse_choice, process, thread
+from .checkpoints import follow_checkpoints
+from .registry import check_name
+from .state import (
+    BackendChoice,
+    Blocks,
+    Decision,
+    Fallback,
+    blocks,
+    check_fallback,
+    disabled,
+    enter,
+    leave,
+    parse_choice,
+    process,
+)
 
 __all__ = [
     "BackendChoice",
     "Decision",
     "Fallback",
+    "blocks",
     "check_choice",
-    "check_environment",
     "disable_backends",
+    "disabled",
     "parse_choice",
     "process",
     "record_decisions",
     "set_default_backend",
+    "set_disabled_backends",
     "set_fallback",
-    "thread",
     "use_backend",
 ]
 
 
-def check_environment() -> None:
-    """Refuse environment variables that cannot be read or name unknown backends; done once, at the first call."""
-    if process.environment_error is not None:
-        raise ValueError(process.environment_error)
-    for variable, text in (
-        ("FLASH_DMATTN_BACKEND", os.environ.get("FLASH_DMATTN_BACKEND") or "auto"),
-        ("FLASH_DMATTN_DISABLE", os.environ.get("FLASH_DMATTN_DISABLE", "")),
-    ):
-        for name in filter(None, (part.strip() for part in text.split(","))):
-            if name not in BACKENDS and name != "auto":
-                raise ValueError(f"{variable} names {name!r}; it needs names out of {', '.join(map(repr, BACKENDS))}")
-    process.environment_unchecked = False
+class _Block:
+    """A setting for the length of a `with` block; one object may be entered any number of times, also in itself."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        leave(self)
 
 
-class use_backend:
-    """Choose the backend of every call in a `with` block of this thread that does not name one itself.
+class use_backend(_Block):
+    """Choose the backend of every call in a `with` block that does not name one itself.
+
+    Threads and tasks of asyncio have their own blocks. One that starts in a copy of a context (`contextvars`), as every
+    task does, inherits those around its start. A region of `torch.utils.checkpoint` with use_reentrant=False is
+    recomputed on the backends of its forward pass, wherever `backward` is called.
 
     Args:
         backend: a name, a pair (forward, backward), or "auto".
@@ -60,13 +73,8 @@ class use_backend:
         self.backend = check_choice(backend)
 
     def __enter__(self) -> None:
-        self.previous = thread.backend
-        thread.backend = self.backend
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        thread.backend = self.previous
+        follow_checkpoints()
+        enter(self, Blocks(backend=self.backend))
 
 
 def set_default_backend(backend: BackendChoice) -> None:
@@ -85,8 +93,8 @@ def set_default_backend(backend: BackendChoice) -> None:
     process.default_backend = check_choice(backend)
 
 
-class disable_backends:
-    """Switch backends off in this process, even for calls that name them; as a `with` block, only inside it.
+class disable_backends(_Block):
+    """Switch backends off in a `with` block, even for calls that name them; it reaches what `use_backend` reaches.
 
     Args:
         *names: backends to switch off, in addition to those already off.
@@ -100,19 +108,48 @@ class disable_backends:
     False
     """
 
+    _is_waiting = False  # of one whose names are refused
+
     def __init__(self, *names: str) -> None:
         for name in names:
             check_name(name)
-        self.previous = process.disabled
-        process.disabled = tuple(dict.fromkeys(process.disabled + names))
+        self.names = names
+        self._is_waiting = True
 
     def __enter__(self) -> None:
-        pass
+        self._is_waiting = False
+        follow_checkpoints()
+        enter(self, Blocks(disabled=self.names))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        process.disabled = self.previous
+    def __del__(self) -> None:
+        if self._is_waiting:
+            names = ", ".join(map(repr, self.names))
+            warnings.warn(
+                f"disable_backends({names}) was never entered and switches nothing off; it needs a `with` statement, "
+                "and set_disabled_backends is for the whole process",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def set_disabled_backends(*names: str) -> None:
+    """Switch backends off in this process, even for calls that name them, and all others on.
+
+    Args:
+        *names: all the backends that are to be off; none for none. They replace those of FLASH_DMATTN_DISABLE.
+
+    Raises:
+        ValueError: a name is unknown.
+
+    >>> import flash_dmattn
+    >>> flash_dmattn.set_disabled_backends("flex")
+    >>> "flex" in flash_dmattn.available_backends()
+    False
+    >>> flash_dmattn.set_disabled_backends()
+    """
+    for name in names:
+        check_name(name)
+    process.disabled = tuple(dict.fromkeys(names))
 
 
 def set_fallback(policy: Fallback) -> None:
@@ -131,8 +168,8 @@ def set_fallback(policy: Fallback) -> None:
     process.fallback = check_fallback(policy)
 
 
-class record_decisions:
-    """Collect a `Decision` for every call of `attention` this thread makes in a `with` block.
+class record_decisions(_Block):
+    """Collect a `Decision` for every call of `attention` in a `with` block; it reaches what `use_backend` reaches.
 
     Calls inside a compiled region are traced once and run without Python, so they are not recorded.
 
@@ -145,15 +182,9 @@ class record_decisions:
     """
 
     def __enter__(self) -> list[Decision]:
-        self.previous = thread.records
         records: list[Decision] = []
-        thread.records = records
+        enter(self, Blocks(records=records))
         return records
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        thread.records = self.previous
 
 
 def check_choice(backend: BackendChoice) -> BackendChoice:

@@ -1,9 +1,17 @@
-"""The state of what the user has set outside a call; read from the environment, and without torch."""
+"""The state of what the user has set outside a call; read from the environment, and without torch.
+
+Two parts: `process`, which setters and environment variables write, and `blocks`, what the `with` blocks around a call
+have set. Each change of `blocks` replaces one immutable `Blocks` in one context variable, so that threads and tasks of
+asyncio have their own, and one that starts in a copy of a context inherits what is in force there.
+"""
 
 from __future__ import annotations
 
+import difflib
 import os
-import threading
+from collections.abc import Iterable
+from contextvars import ContextVar
+from types import ModuleType
 from typing import Literal, NamedTuple
 
 BackendChoice = str | tuple[str, str]
@@ -11,6 +19,8 @@ Fallback = Literal["warn", "silent", "error"]
 
 Rules = Literal["built-in", "profile"]
 
+# In the order in which "auto" prefers them.
+BUILT_IN = ("cuda", "triton", "flex", "eager", "reference")
 _FALLBACKS = ("warn", "silent", "error")
 _RULES = ("built-in", "profile")
 
@@ -35,9 +45,8 @@ class _ProcessSettings:
         self.profile: str = os.environ.get("FLASH_DMATTN_PROFILE", "").strip()
         # Whether auto goes by what was measured on Hopper GPUs beforehand, or there too by the profile alone.
         self.rules: Rules = "built-in"
-        # Raised at the first call and not here, so that `python -m flash_dmattn info` can show what is wrong.
+        # The import of flash_dmattn raises it; `python -m flash_dmattn info` shows it.
         self.environment_error: str | None = None
-        self.environment_unchecked = True  # its names: backends may be registered after the import
         try:
             self.default_backend = parse_choice(
                 os.environ.get("FLASH_DMATTN_BACKEND") or "auto", "FLASH_DMATTN_BACKEND"
@@ -46,16 +55,107 @@ class _ProcessSettings:
             self.disabled = tuple(name.strip() for name in disabled.split(",") if name.strip())
             self.fallback = check_fallback(os.environ.get("FLASH_DMATTN_FALLBACK") or "warn", "FLASH_DMATTN_FALLBACK")
             self.rules = check_rules(os.environ.get("FLASH_DMATTN_RULES") or "built-in", "FLASH_DMATTN_RULES")
+            if self.default_backend != "auto":
+                default = self.default_backend
+                _check_built_in("FLASH_DMATTN_BACKEND", (default,) if isinstance(default, str) else default)
+            _check_built_in("FLASH_DMATTN_DISABLE", self.disabled)
         except ValueError as error:
             self.environment_error = str(error)
 
 
-class _ThreadSettings(threading.local):
-    """Settings of `with` blocks. The defaults are set here and not on the class, where torch.compile misses changes."""
+def _check_built_in(variable: str, names: tuple[str, ...]) -> None:
+    for name in names:
+        if name not in BUILT_IN:
+            raise ValueError(
+                f"{variable} names {name!r}; {needed(name, BUILT_IN)} (a backend that a program registers itself is "
+                "chosen by set_default_backend and switched off by set_disabled_backends)"
+            )
 
-    def __init__(self) -> None:
-        self.backend: BackendChoice | None = None
-        self.records: list[Decision] | None = None
+
+def similar(name: str, names: Iterable[str]) -> str | None:
+    """The name that a wrong one is most like; None where it is like none."""
+    return next(iter(difflib.get_close_matches(name, tuple(names), n=1)), None)
+
+
+def needed(name: str, names: Iterable[str]) -> str:
+    """Say which names there are, and which of them a wrong one resembles."""
+    names = tuple(names)
+    meant = similar(name, names)
+    question = "" if meant is None else f"; did you mean {meant!r}?"
+    return f"it needs to be one of {', '.join(map(repr, names))}{question}"
+
+
+class Blocks(NamedTuple):
+    """What the `with` blocks around a call have set, or what one of them sets.
+
+    Attributes:
+        backend: the choice of the innermost block that makes one; None without one.
+        disabled: the backends that any block has switched off.
+        records: the list of the innermost block that records decisions; None without one.
+        entered: the blocks with what each sets, the innermost one last.
+    """
+
+    backend: BackendChoice | None = None
+    disabled: tuple[str, ...] = ()
+    records: list[Decision] | None = None
+    entered: tuple[tuple[object, Blocks], ...] = ()
+
+
+_NO_BLOCKS = Blocks()
+_blocks: ContextVar[Blocks] = ContextVar("flash_dmattn.blocks", default=_NO_BLOCKS)
+
+
+class _InContext(ModuleType):
+    """The context variable as an attribute, which torch.compile reads, writes and guards on.
+
+    Dynamo cannot trace `ContextVar.get`. It reads attributes of modules with `getattr` while it traces, does so again
+    in its guards before each run, and replays what a traced function sets. `torch.backends.cudnn` is such a module too.
+    """
+
+    @property
+    def now(self) -> Blocks:
+        """The blocks in force in this context."""
+        return _blocks.get()
+
+    @now.setter
+    def now(self, value: Blocks) -> None:
+        _blocks.set(value)
+
+
+def enter(block: object, change: Blocks) -> None:
+    """Put one more block into force in this context."""
+    blocks.now = _in_force((*blocks.now.entered, (block, change)))
+
+
+def leave(block: object) -> None:
+    """End the innermost entry of a block; all others stay in force, also those that began later."""
+    entered = blocks.now.entered
+    for index in range(len(entered) - 1, -1, -1):
+        if entered[index][0] is block:
+            blocks.now = _in_force((*entered[:index], *entered[index + 1 :]))
+            return
+
+
+def _in_force(entered: tuple[tuple[object, Blocks], ...]) -> Blocks:
+    backend: BackendChoice | None = None
+    disabled: tuple[str, ...] = ()
+    records: list[Decision] | None = None
+    for _, change in entered:
+        backend = backend if change.backend is None else change.backend
+        disabled = tuple(dict.fromkeys(disabled + change.disabled))
+        records = records if change.records is None else change.records
+    return Blocks(backend, disabled, records, entered)
+
+
+def choice() -> BackendChoice:
+    """The backend of a call made here that names none."""
+    backend = blocks.now.backend
+    return process.default_backend if backend is None else backend
+
+
+def disabled() -> tuple[str, ...]:
+    """The backends that are switched off for a call made here: in the process, or by a block around it."""
+    return process.disabled + blocks.now.disabled
 
 
 def parse_choice(text: str, source: str = "backend") -> BackendChoice:
@@ -83,4 +183,4 @@ def check_rules(value: str, source: str = "rules") -> Rules:
 
 
 process = _ProcessSettings()
-thread = _ThreadSettings()
+blocks = _InContext("flash_dmattn.dispatch.state.blocks")

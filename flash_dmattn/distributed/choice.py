@@ -10,7 +10,7 @@ from ..backends.protocol import Direction, KernelBackend, accepts, is_composite
 from ..dispatch.refusals import report_fallback
 from ..dispatch.registry import BACKENDS, on_change, works
 from ..dispatch.selection import Selection, choice_in_force, falls_back, select_pair
-from ..dispatch.settings import BackendChoice, Decision, process, thread
+from ..dispatch.settings import BackendChoice, Decision, blocks, disabled
 from ..problem import AttentionProblem
 from .call import ParallelCall
 from .layout import SequenceLayout
@@ -25,6 +25,7 @@ class _Key(NamedTuple):
     sends_parts: bool
     requested: BackendChoice
     disabled: tuple[str, ...]
+    version: int  # of the registry
 
 
 _remembered: dict[_Key, Selection] = {}
@@ -45,9 +46,10 @@ def choose_pair(call: ParallelCall, backend: BackendChoice) -> Selection:
         return found
     if falls_back(call.problem, requested, found):
         report_fallback(call.problem)
-    if thread.records is not None:
+    records = blocks.now.records
+    if records is not None:
         backward = None if found.backward is None else found.backward.NAME
-        thread.records.append(Decision(call.problem, requested, found.forward.NAME, backward))
+        records.append(Decision(call.problem, requested, found.forward.NAME, backward))
     return found
 
 
@@ -55,7 +57,8 @@ def find_pair(call: ParallelCall, requested: BackendChoice) -> Selection:
     """The choice itself: no warning, no record."""
     if torch.compiler.is_compiling():  # sizes may be symbols there, which no key can hold
         return _choose(slices_of(call), requested)
-    key = _Key(call.problem, call.layout, call.head_groups, call.sends_parts, requested, process.disabled)
+    of_process = (requested, disabled(), BACKENDS.version)
+    key = _Key(call.problem, call.layout, call.head_groups, call.sends_parts, *of_process)
     found = _remembered.get(key)
     if found is None:
         found = _choose(slices_of(call), requested)
@@ -116,7 +119,7 @@ def _first_for_all(preferred: list[str], problems: list[AttentionProblem], direc
     """The first backend, of those that a slice prefers before others, that serves one pass of all slices."""
     for name in (*(n for n in BACKENDS if n in preferred), *BACKENDS):
         backend = BACKENDS[name]
-        if is_composite(backend) or name in process.disabled or not works(name):
+        if is_composite(backend) or name in disabled() or not works(name):
             continue
         if all(accepts(backend, problem, direction) for problem in problems):
             return backend

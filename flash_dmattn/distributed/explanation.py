@@ -9,7 +9,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor
 
-from ..backends.protocol import Reason, is_composite
+from ..backends.protocol import AnyBackend, Reason, is_composite
 from ..dispatch.errors import BackendError
 from ..dispatch.preferences import cite
 from ..dispatch.refusals import refuse_fallback
@@ -181,7 +181,7 @@ def explain_context_parallel(
         forward,
         backward,
         error,
-        tuple(_verdict(name, problems, call.strategy) for name in BACKENDS),
+        tuple(_verdict(backend, problems, call.strategy) for backend in BACKENDS.table.values()),
         cite(problem) if requested == "auto" else None,
         strategy=call.strategy if both is None else "both",  # type: ignore[arg-type]
         why=call.why
@@ -197,16 +197,16 @@ def explain_context_parallel(
     )
 
 
-def _verdict(name: str, problems: list[AttentionProblem], strategy: str) -> Verdict:
+def _verdict(backend: AnyBackend, problems: list[AttentionProblem], strategy: str) -> Verdict:
     """What a backend says of all slices together."""
-    verdicts = [verdict_of(name, problem) for problem in problems]
+    verdicts = [verdict_of(backend, problem) for problem in problems]
     reasons = [reason for verdict in verdicts for reason in verdict.reasons]
-    is_pair = strategy != "gather" or not is_composite(BACKENDS[name])
+    is_pair = strategy != "gather" or not is_composite(backend)
     if not is_pair:
         text = "it is one differentiable function; gathered keys need a forward/backward pair"
-        reasons.insert(0, Reason(name, "composite", text))
+        reasons.insert(0, Reason(backend.NAME, "composite", text))
     return Verdict(
-        name,
+        backend.NAME,
         is_pair and all(verdict.forward for verdict in verdicts),
         None if verdicts[0].backward is None else is_pair and all(verdict.backward for verdict in verdicts),
         tuple(dict.fromkeys(reasons)),

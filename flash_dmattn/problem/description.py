@@ -204,7 +204,8 @@ class AttentionProblem(NamedTuple):
     It is hashable, prints as one line, and can be built for a GPU that this machine does not have
     (`flash_dmattn.explain_problem` does). Strides count elements; `mask` and `bias` are described as 4-D, a prepared
     mask by the bool tensor that it unpacks to. Its band is that of the call. `sink` is the dtype of one, None without.
-    Of a call with sequences, batch is their number, and seqlen_q and seqlen_k are bounds on their lengths.
+    Of a call with sequences, batch is their number, and seqlen_q and seqlen_k are bounds on their lengths. `elsewhere`
+    says that no GPU of this machine has the architecture: what is installed here then decides nothing.
     """
 
     device: str
@@ -231,6 +232,7 @@ class AttentionProblem(NamedTuple):
     needs_grad: NeedsGrad
     sink: torch.dtype | None = None
     sequences: SequenceSpec | None = None
+    elsewhere: bool = False
 
     @property
     def has_window(self) -> bool:

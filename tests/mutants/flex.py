@@ -41,8 +41,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "rows without a token are those of the first",
         TILES,
-        ".masked_fill_(is_none, fill)",
-        "",
+        "return write(x.index_select(dim, which.clamp(min=0)), is_none, fill)",
+        "return x.index_select(dim, which.clamp(min=0))",
         UNREAD,
     ),
     Fault(

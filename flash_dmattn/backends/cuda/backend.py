@@ -46,6 +46,7 @@ __all__ = [
     "INSTANCES",
     "MASK_FORM",
     "NAME",
+    "PROVIDES",
     "RULES",
     "STORES_DBIAS",
     "backward",
@@ -65,6 +66,7 @@ FEATURES = frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "de
 }
 MASK_FORM = "prepared"
 STORES_DBIAS = True
+PROVIDES = frozenset({"notes", "refuses_entries", "direct_forward", "direct_backward"})
 # Number of KV splits of the forward kernel: 0 lets the operator choose (csrc/api/num_splits.h), 1 is none. Tests set
 # others, to reach on small shapes what happens on large ones.
 NUM_KV_SPLITS = 0

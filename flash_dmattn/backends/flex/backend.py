@@ -14,6 +14,7 @@ from .tiles import extents
 
 NAME = "flex"
 REPEATS_ENTRIES = True
+PROVIDES = frozenset({"notes"})
 FEATURES = frozenset(
     {"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse", "sink", "sequences"}
 )

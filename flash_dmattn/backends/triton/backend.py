@@ -38,6 +38,9 @@ FEATURES = frozenset(
 MASK_FORM = "prepared"
 GATHERS_KEYS = True
 REPEATS_ENTRIES = True
+PROVIDES = frozenset(
+    {"notes", "reads_dense", "direct_forward", "direct_backward", "heads_first_forward", "heads_first_backward"}
+)
 
 MAX_HEAD_DIM = 256
 

@@ -16,7 +16,7 @@ from ...dispatch import profile_store
 from ...dispatch.preferences import MEASURED
 from ...dispatch.profile import Figures, Profile, write
 from ...dispatch.profile_rows import ROWS, Row
-from ...dispatch.state import process
+from ...dispatch.state import disabled, process
 from ...problem import device_arch, sm_number
 from ..cli import PROGRAM
 from ..cli.info import find_driver
@@ -65,9 +65,9 @@ def run(index: int, seconds: float) -> int:
     arch = device_arch(device)
     if (sm_number(arch) or 0) < profile_store.LEAST_ARCH:
         return _fail(f"the GPU is {arch}; profiles are of NVIDIA GPUs from sm_{profile_store.LEAST_ARCH} on")
-    off = [name for name in MEASURED if name in process.disabled]
+    off = [name for name in MEASURED if name in disabled()]
     if off:
-        return _fail(f"{', '.join(off)} is switched off in this process; calibrate compares {', '.join(MEASURED)}")
+        return _fail(f"{', '.join(off)} is switched off; calibrate compares {', '.join(MEASURED)}")
     torch.cuda.set_device(device)  # the checks compute on the current one
     driver, _ = find_driver()
     instruments = Instruments(

@@ -15,20 +15,26 @@ from typing import Any
 
 from ..._version import __version__
 from ...backends.cuda.extension import BUILD_COMMAND, build_info, find, not_built
+from ...dispatch.state import similar
 from . import require_torch
 
 Report = dict[str, Any]
 
-# Read by this package or by the libraries that its backends run on.
-ENVIRONMENT = (
+PREFIX = "FLASH_DMATTN_"
+# Read by this package, and by the build of its extension.
+OURS = (
     "FLASH_DMATTN_BACKEND",
     "FLASH_DMATTN_DISABLE",
     "FLASH_DMATTN_FALLBACK",
     "FLASH_DMATTN_PROFILE",
     "FLASH_DMATTN_RULES",
-    "CUDA_VISIBLE_DEVICES",
-    "TRITON_INTERPRET",
+    "FLASH_DMATTN_BUILD_CUDA",
+    "FLASH_DMATTN_DTYPES",
+    "FLASH_DMATTN_HEAD_DIMS",
+    "FLASH_DMATTN_RACECHECK",
 )
+# And those of libraries that its backends run on.
+ENVIRONMENT = (*OURS, "CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET")
 
 
 def add_parser(commands: Any) -> None:
@@ -81,7 +87,7 @@ def collect() -> Report:
         "extension": _extension(),
         "driver": driver,
         "gpus": devices if "error" in torch else _gpus(devices),
-        "settings": _settings(backends),
+        "settings": _settings(),
         "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
         "profiles": _profiles() if "error" not in torch else {},
         "backends": backends,
@@ -166,31 +172,32 @@ def _gpus(seen_by_driver: list[Report]) -> list[Report]:
     ]
 
 
-def _settings(backends: dict[str, Report]) -> Report:
-    from ...dispatch.state import process  # which needs no torch
+def _settings() -> Report:
+    from ...dispatch.state import choice, disabled, process  # which needs no torch
 
-    default = process.default_backend
-    named = {*([default] if isinstance(default, str) else default), *process.disabled}
+    unknown = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in OURS)
+    ends = [name.removeprefix(PREFIX) for name in OURS]
     return {
-        "default_backend": default,
-        "disabled": list(process.disabled),
+        "default_backend": choice(),
+        "disabled": list(disabled()),
         "fallback": process.fallback,
-        # Names come from the environment unchecked, and one that is misspelt switches nothing.
-        "unknown": sorted(named - {"auto", *backends}) if backends else [],
+        "error": process.environment_error,
+        "unknown": {name: similar(name.removeprefix(PREFIX), ends) for name in unknown},
     }
 
 
 def _backends() -> dict[str, Report]:
     from ...dispatch.registry import BACKENDS, probe
-    from ...dispatch.settings import process
+    from ...dispatch.settings import disabled
 
+    off = disabled()
     found: dict[str, Report] = {}
     for name in BACKENDS:
         availability = probe(name)
         exception = availability.exception
         found[name] = {
-            "usable": availability.usable and name not in process.disabled,
-            "disabled": name in process.disabled,
+            "usable": availability.usable and name not in off,
+            "disabled": name in off,
             "reason": availability.reason,
             "hint": availability.hint,
             "exception": None if exception is None else f"{type(exception).__name__}: {exception}",
@@ -227,7 +234,8 @@ def render(report: Report) -> str:
         ("default backend", default if isinstance(default, str) else f"{default[0]} forward, {default[1]} backward"),
         ("disabled", ", ".join(settings["disabled"]) or "none"),
         ("fallback", settings["fallback"]),
-        *([("unknown names", ", ".join(settings["unknown"]))] if settings["unknown"] else []),
+        *([("error", settings["error"])] if settings["error"] else []),
+        *_spread("unknown", [_unknown_line(*each) for each in settings["unknown"].items()]),
         *_spread("environment", [f"{name}={value}" for name, value in report["environment"].items()] or ["none set"]),
         *_spread("profile", _profile_lines(report["profiles"])),
         ("", ""),
@@ -235,6 +243,10 @@ def render(report: Report) -> str:
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name.ljust(width)}  {value}".rstrip() for name, value in rows)
+
+
+def _unknown_line(name: str, meant: str | None) -> str:
+    return f"{name} is read by nothing" + (f"; did you mean {PREFIX}{meant}?" if meant else "")
 
 
 def _extension_lines(found: Report) -> list[str]:
@@ -267,7 +279,7 @@ def _backend_rows(backends: dict[str, Report]) -> list[tuple[str, str]]:
         if found["usable"]:
             rows.append((f"backend {name}", "usable"))
             continue
-        reasons = ["it is switched off in this process"] if found["disabled"] else []
+        reasons = ["it is switched off"] if found["disabled"] else []
         if found["reason"]:
             reasons.append(found["reason"] + (f" ({found['hint']})" if found["hint"] else ""))
         rows.append((f"backend {name}", "not usable: " + "; ".join(reasons)))

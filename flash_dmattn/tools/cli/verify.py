@@ -149,15 +149,15 @@ def _outcomes(
     from ...backends.protocol import Reason
     from ...dispatch.registry import probe
     from ...dispatch.selection import available_backends
-    from ...dispatch.settings import process
+    from ...dispatch.settings import disabled
     from ...reference.yardstick import FLOOR, RATIO
 
     dtype_name = str(dtype).removeprefix("torch.")
     for backend in backends:
         if backend not in available_backends():
-            disabled = backend in process.disabled
-            text = "it is switched off in this process" if disabled else probe(backend).reason
-            reason = Reason(backend, "disabled" if disabled else "unavailable", text)
+            is_disabled = backend in disabled()
+            text = "it is switched off" if is_disabled else probe(backend).reason
+            reason = Reason(backend, "disabled" if is_disabled else "unavailable", text)
             _start(stream, backend, "all")
             yield Outcome(backend, device, dtype_name, "all", reasons=(reason,))
             continue

@@ -1,0 +1,88 @@
+"""Checkpointed regions are recomputed under the settings of their forward pass.
+
+`torch.utils.checkpoint` with use_reentrant=False runs a region again in the backward pass, which on CUDA has a thread
+of its own, and may begin where the `with` blocks of the forward pass have ended. The region is recognised by the hooks
+on saved tensors that torch puts around it: they hold its frame, and the frame holds the function that is run again.
+
+All the private names of torch that this takes stand here. Where one is missing, regions are recomputed under the
+settings of the place and thread that recompute them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import checkpoint
+
+from .state import BackendChoice, Blocks, blocks, choice
+
+Hooks = tuple[Callable[..., Any], Callable[..., Any]]
+
+_autograd = torch._C._autograd
+_Frame: type | None = getattr(checkpoint, "_CheckpointFrame", None)
+_top: Callable[[bool], Hooks | None] = getattr(_autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+_is_enabled: Callable[[], bool] = getattr(_autograd, "_saved_tensors_hooks_is_enabled", lambda: False)
+
+
+def follow_checkpoints() -> None:
+    """Let the checkpointed regions around this place be recomputed under what is in force now.
+
+    It has to run before anything in a region changes settings or reads them: so every call and every `with` block does.
+    """
+    hooks = _top(True)
+    if hooks is not None and _Frame is not None:
+        _follow(hooks)
+
+
+# It looks at the hooks around the trace. See `registry.works`.
+setattr(follow_checkpoints, "_dynamo_marked_constant", True)  # noqa: B010
+
+
+class _Recomputation:
+    """The function of a region, under the settings of its forward pass; decisions are recorded where it runs."""
+
+    def __init__(self, function: Callable[..., Any], backend: BackendChoice, disabled: tuple[str, ...]) -> None:
+        self.function, self.backend, self.disabled = function, backend, disabled
+
+    def __call__(self, *args: Any) -> Any:
+        before = blocks.now
+        change = Blocks(self.backend, self.disabled, before.records)
+        blocks.now = change._replace(entered=((self, change),))
+        try:
+            return self.function(*args)
+        finally:
+            blocks.now = before
+
+
+def _follow(hooks: Hooks) -> None:
+    frame = _frame_of(hooks)
+    if (frame is not None and type(frame.recompute_fn) is _Recomputation) or not _is_enabled():
+        return  # so have those around it, since the first look at a region takes in all of them
+    lifted = []
+    try:
+        while True:
+            if frame is not None and type(frame.recompute_fn) is not _Recomputation:
+                frame.recompute_fn = _Recomputation(frame.recompute_fn, choice(), blocks.now.disabled)
+            _autograd._pop_saved_tensors_default_hooks()
+            lifted.append(hooks)
+            below = _top(True)
+            if below is None:
+                return
+            hooks, frame = below, _frame_of(below)
+    finally:
+        for pack, unpack in reversed(lifted):
+            _autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def _frame_of(hooks: Hooks) -> Any:
+    """The frame of the region whose forward pass the hooks are around; None for hooks of anything else."""
+    for cell in getattr(hooks[0], "__closure__", None) or ():
+        try:
+            held = cell.cell_contents
+        except ValueError:  # an empty cell
+            continue
+        if type(held) is _Frame and hasattr(held, "recompute_fn"):
+            return held
+    return None
