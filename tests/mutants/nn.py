@@ -131,7 +131,7 @@ FAULTS: tuple[Fault, ...] = (
         "a pair bias of the key and the query",
         "flash_dmattn/nn/pair_bias_attention.py",
         '"... i j h -> ... h i j").contiguous()',
-        ".permute(0, 3, 2, 1).contiguous()",
+        '"... i j h -> ... h j i").contiguous()',
         ("tests/test_nn_biases.py::test_pair_bias_attention",),
     ),
 )
