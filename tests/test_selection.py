@@ -162,15 +162,23 @@ def test_auto_passes_over_what_a_backend_keeps_to_its_name() -> None:
 
 
 def test_a_backend_that_is_taken_out_while_a_call_chooses_is_passed_over_whole() -> None:
-    def take_out(problem: AttentionProblem) -> bool:
-        if "second" in registry.BACKENDS:
-            flash_dmattn.unregister_backend("second")
-        return False
+    class First(KernelPair):
+        is_armed = False
 
-    first = KernelPair("first", auto_rules=(Rule("busy", take_out, lambda p: "it is busy"),))
-    second = KernelPair("second")
+        @property
+        def AUTO_RULES(self) -> tuple[Rule, ...]:
+            if self.is_armed and "second" in registry.BACKENDS:
+                flash_dmattn.unregister_backend("second")
+            return (Rule("busy", lambda p: False, lambda p: "it is busy"),)
+
+        @AUTO_RULES.setter
+        def AUTO_RULES(self, value: tuple[Rule, ...]) -> None:
+            """`KernelPair` sets them."""
+
+    first, second = First("first"), KernelPair("second")
     flash_dmattn.register_backend(second, before="cuda")
     with registered(first, before="second"), flash_dmattn.record_decisions() as decisions:
+        first.is_armed = True
         torch.testing.assert_close(results(), results("reference"))
     assert decisions[0].forward == "eager" and second.ran == []
 

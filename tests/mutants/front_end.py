@@ -15,6 +15,7 @@ SHARINGS = (f"{LEADING}test_every_sharing_of_mask_and_bias[(2, 3)-(2, 1)-eager]"
 PER_SAMPLE = f"{LEADING}test_vmap_and_per_sample_gradients"
 
 SINKS = "tests/test_sinks.py::"
+SETTINGS = "tests/test_settings.py::test_"
 
 DIRECT = "tests/test_direct.py::"
 HEADS = "tests/test_heads_first.py::"
@@ -170,7 +171,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a remembered call runs on a backend that was disabled since",
         "flash_dmattn/dispatch/call_cache.py",
-        "            process.disabled,\n",
+        "            disabled(),\n",
         "",
         ("tests/test_call_cache.py::test_settings_outside_of_the_call_are_noticed",),
     ),
@@ -205,22 +206,22 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a remembered call outlives the registration of a backend",
         "flash_dmattn/dispatch/registry.py",
-        "        notify()\n",
-        "        pass\n",
-        ("tests/test_call_cache.py::test_what_is_remembered_runs_on_the_backend_of_its_time",),
+        "    BACKENDS.version += 1\n",
+        "",
+        ("tests/test_selection.py::test_a_choice_made_while_backends_change_is_not_found_after_the_change",),
     ),
     Fault(
         "the second backend of a pair is asked its forward rules",
         "flash_dmattn/dispatch/selection.py",
-        'if not _serves(backward_name, problem, "backward"):',
-        'if not _serves(backward_name, problem, "forward"):',
+        'if not _serves(backward, problem, "backward"):',
+        'if not _serves(backward, problem, "forward"):',
         PAIRS,
     ),
     Fault(
         "the first backend of a pair is asked its backward rules",
         "flash_dmattn/dispatch/selection.py",
-        'if not _serves(forward_name, problem, "forward"):',
-        'if not _serves(forward_name, problem, "backward"):',
+        'if not _serves(forward, problem, "forward"):',
+        'if not _serves(forward, problem, "backward"):',
         PAIRS,
     ),
     Fault(
@@ -233,7 +234,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a backend that is disabled serves who names it",
         "flash_dmattn/dispatch/selection.py",
-        "if name in process.disabled or not accepts(",
+        "if backend.NAME in disabled() or not accepts(",
         "if not accepts(",
         ("tests/test_settings.py::test_disabling_beats_an_explicit_name_until_the_block_ends",),
     ),
@@ -309,17 +310,103 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "an inner use_backend block ends the outer one too",
-        "flash_dmattn/dispatch/settings.py",
-        "thread.backend = self.previous",
-        "thread.backend = None",
+        "flash_dmattn/dispatch/state.py",
+        "_in_force((*entered[:index], *entered[index + 1 :]))",
+        "_in_force(())",
         ("tests/test_settings.py::test_blocks_nest_and_end_with_an_exception",),
     ),
     Fault(
         "an inner disable_backends block enables what the outer one disables",
+        "flash_dmattn/dispatch/state.py",
+        "dict.fromkeys(disabled + change.disabled)",
+        "dict.fromkeys(change.disabled)",
+        ("tests/test_settings.py::test_disabling_beats_an_explicit_name_until_the_block_ends",),
+    ),
+    Fault(
+        "a block that ends takes the one that began last with it",
+        "flash_dmattn/dispatch/state.py",
+        "        if entered[index][0] is block:\n",
+        "        if True:\n",
+        (f"{SETTINGS}blocks_end_in_any_order",),
+    ),
+    Fault(
+        "tasks of one thread share their blocks",
+        "flash_dmattn/dispatch/state.py",
+        "        return _blocks.get()\n\n    @now.setter\n"
+        "    def now(self, value: Blocks) -> None:\n        _blocks.set(value)\n",
+        '        return self.__dict__.get("last", _NO_BLOCKS)\n\n    @now.setter\n'
+        '    def now(self, value: Blocks) -> None:\n        self.__dict__["last"] = value\n',
+        (f"{SETTINGS}tasks_have_blocks_of_their_own_and_inherit_those_around_their_start",),
+    ),
+    Fault(
+        "disable_backends outside of a `with` statement says nothing",
         "flash_dmattn/dispatch/settings.py",
-        "dict.fromkeys(process.disabled + names)",
-        "dict.fromkeys(names)",
-        ("tests/test_settings.py::test_disabling_without_a_block_lasts",),
+        "        self._is_waiting = True\n",
+        "",
+        (f"{SETTINGS}a_block_that_is_never_entered_says_so",),
+    ),
+    Fault(
+        "a recomputation runs on the backends of its place",
+        "flash_dmattn/dispatch/checkpoints.py",
+        "        blocks.now = change._replace(entered=((self, change),))\n",
+        "",
+        (f"{SETTINGS}checkpointed_region_is_recomputed_as_it_ran",),
+    ),
+    Fault(
+        "of nested checkpoints the innermost alone is recomputed as it ran",
+        "flash_dmattn/dispatch/checkpoints.py",
+        "            if below is None:\n",
+        "            if True:\n",
+        (f"{SETTINGS}checkpointed_region_is_recomputed_as_it_ran",),
+    ),
+    Fault(
+        "a recomputation has what a block inside of its region says everywhere",
+        "flash_dmattn/dispatch/settings.py",
+        "        follow_checkpoints()\n        enter(self, Blocks(backend=self.backend))\n",
+        "        enter(self, Blocks(backend=self.backend))\n",
+        (f"{SETTINGS}blocks_inside_of_a_region_end_in_its_recomputation_too",),
+    ),
+    Fault(
+        "a recomputation follows a default that was set since",
+        "flash_dmattn/dispatch/checkpoints.py",
+        "choice(), blocks.now.disabled)",
+        'blocks.now.backend or "auto", blocks.now.disabled)',
+        (f"{SETTINGS}region_keeps_the_default_of_its_forward_pass",),
+    ),
+    Fault(
+        "gradients that are mapped choose by the settings of the backward pass",
+        "flash_dmattn/direct.py",
+        "mask.form, choice_in_force(requested), *behind)",
+        "mask.form, requested, *behind)",
+        (f"{SETTINGS}backward_pass_runs_on_what_its_call_chose_in_any_thread",),
+    ),
+    Fault(
+        "a call that chooses sees two registries",
+        "flash_dmattn/dispatch/preferences.py",
+        "        backend = table[name]\n",
+        "        backend = BACKENDS[name]\n",
+        ("tests/test_selection.py::test_a_backend_that_is_taken_out_while_a_call_chooses_is_passed_over_whole",),
+    ),
+    Fault(
+        "a helper counts as an optional function",
+        "flash_dmattn/backends/protocol.py",
+        'getattr(backend, name) if name in getattr(backend, "PROVIDES", ()) else None',
+        "getattr(backend, name, None)",
+        ("tests/test_selection.py::test_helpers_that_are_called_like_optional_functions_are_never_called",),
+    ),
+    Fault(
+        "the import takes any name of a backend",
+        "flash_dmattn/__init__.py",
+        "if _process.environment_error is not None and not _is_command:",
+        "if False:",
+        (f"{SETTINGS}bad_value_in_the_environment_ends_the_import_with_an_error_that_names_the_variable",),
+    ),
+    Fault(
+        "another GPU is explained by what works here",
+        "flash_dmattn/explanation.py",
+        'elsewhere=arch != "cpu" and not gpu_names(arch),',
+        "elsewhere=False,",
+        ("tests/test_explain.py::test_another_gpu_is_explained_without_what_is_installed_here",),
     ),
     Fault(
         "explain says nothing of use_backend",
@@ -345,7 +432,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "calls that triton would have are eager's where it does not work",
         "flash_dmattn/dispatch/preferences.py",
-        "            found.append((cuda.NAME, ()))",
+        "            found.append((table[cuda.NAME], ()))",
         "            pass",
         ("tests/test_cuda_rules.py::test_what_is_left_to_triton_is_cudas_without_it",),
     ),

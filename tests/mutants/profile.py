@@ -58,8 +58,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "calls do not notice a new profile",
         STORE,
-        "        notify()\n",
-        "        pass\n",
+        "    choices_changed()\n",
+        "    pass\n",
         (f"{PROFILE}a_new_profile_makes_calls_choose_anew",),
     ),
     Fault(
