@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .backends.protocol import KernelBackend, accepts, repeats_entries
-from .definition import is_transformed
+from .definition import distinct, is_transformed
 from .dispatch.mask_view import readable_view
 from .dispatch.selection import choice_in_force, select_pair
 from .dispatch.settings import BackendChoice
@@ -162,7 +162,7 @@ def attend(
     """(out, lse), recorded where anything is to be derived from them."""
     if passes.backward is None and not is_transformed():
         return run_forward(passes.forward, passes.problem, q, k, v, bias, sink, *passes.split(mask))
-    results: tuple[Tensor, Tensor] = Attention.apply(q, k, v, bias, sink, passes, *mask)
+    results: tuple[Tensor, Tensor] = Attention.apply(*distinct(q, k, v, bias, sink, passes, *mask))
     return results
 
 

@@ -48,6 +48,21 @@ def is_transformed() -> bool:
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def distinct(*arguments: Any) -> tuple[Any, ...]:
+    """The same arguments; in a graph each tensor is another object, as Dynamo traces no function that takes one twice.
+
+    >>> x = torch.ones(2)
+    >>> distinct(x, None, x)[2] is x
+    True
+    """
+    if not torch.compiler.is_compiling():
+        return arguments
+    return tuple(
+        x.view_as(x) if isinstance(x, Tensor) and any(x is earlier for earlier in arguments[:place]) else x
+        for place, x in enumerate(arguments)
+    )
+
+
 def is_watched(*tensors: object) -> bool:
     """Whether anything needs to see an operator: a compiler, a dispatch mode, a functorch transform, a tensor subclass.
 

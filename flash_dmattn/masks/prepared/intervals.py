@@ -71,8 +71,7 @@ class IntervalMask(PreparedMask):
         return self.dense()
 
     def dense(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        first, last, _ = slice(start, stop).indices(self.seqlen_q)
-        rows = torch.arange(first, max(first, last), dtype=torch.int32, device=self.device)[:, None]
+        rows = torch.arange(self.seqlen_q, dtype=torch.int32, device=self.device)[start:stop, None]
         allowed = rows >= self.start[:, :, None]
         allowed &= rows < self.stop[:, :, None]
         return allowed

@@ -256,11 +256,10 @@ class KeyMask(PreparedMask):
         return (self.prefix.diff(dim=-1) > 0)[:, :, None]
 
     def dense(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        start, stop, _ = slice(start, stop).indices(self.seqlen_q)
-        keys = self.unpacked().expand(-1, -1, max(0, stop - start), -1)
+        rows = torch.arange(self.seqlen_q, device=self.device)[start:stop, None]
+        keys = self.unpacked().expand(-1, -1, rows.shape[0], -1)
         if self.band is None:
             return keys
-        rows = torch.arange(start, max(start, stop), device=self.device)[:, None]
         diagonals = torch.arange(self.seqlen_k, device=self.device) - rows
         return keys & (diagonals >= self.band.low) & (diagonals <= self.band.high)
 
