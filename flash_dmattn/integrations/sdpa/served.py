@@ -101,8 +101,7 @@ def _shapes_fit(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> bool:
     if q.shape[-1] != k.shape[-1] or k.shape[-3:-1] != v.shape[-3:-1] or 0 in (q.shape[-1], v.shape[-1]):
         return False
     for sizes in zip(q.shape[:-3], k.shape[:-3], v.shape[:-3]):
-        whole = [size for size in sizes if size != 1]
-        if any(size != whole[0] for size in whole):
+        if len(set(sizes) - {1}) > 1:
             return False
     heads, heads_k = q.shape[-3], k.shape[-3]
     return heads == heads_k > 0 or heads_k == 1 or (enable_gqa and heads_k > 0 and heads % heads_k == 0)
