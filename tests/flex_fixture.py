@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
+import pytest
 import torch
 from packaging.version import Version
 
 from flash_dmattn.backends.flex import backend as flex
+
+Test = TypeVar("Test", bound=Any)
 
 # What only the CPU kernel lacks: the formula writes lse and has a backward pass.
 LIFTED = ("cpu_backward", "cpu_lse")
 # That formula multiplies dout by v, and adds up out * dout, in the dtype of q up to PyTorch 2.9, in fp32 since.
 ROUNDS_GRADIENTS = Version(torch.__version__) < Version("2.10.0.dev0")
 ROUNDED = "flex on a CPU: FlexAttention's dense formula computes gradients of 16 bits in 16 bits before PyTorch 2.10"
+
+
+def compiled_on_cpu(test: Test) -> Test:
+    """Mark a test that compiles the CPU kernel: one at a time, and none where the backend does not work."""
+    works = flex._load()
+    skipped = pytest.mark.skipif(not works.usable, reason=f"flex: {works.reason}")(test)
+    return pytest.mark.xdist_group("flex_compile")(skipped)
 
 
 @contextmanager

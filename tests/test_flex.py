@@ -285,3 +285,15 @@ def test_forward_mode_is_refused() -> None:
         dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
         with pytest.raises(NotImplementedError, match="'flex' has no forward-mode derivative"):
             flash_dmattn.attention(dual, k, v, backend="flex")
+
+
+@pytest.mark.parametrize("capability, usable", [("AVX2", True), ("AVX512", True), ("NO AVX", False), ("SVE256", False)])
+def test_flex_works_where_its_cpu_kernel_compiles(
+    capability: str, usable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU without AVX2 has no compiled FlexAttention: the probe says so before Inductor does."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    availability = flex._load()
+    assert availability.usable is usable
+    assert usable or f"torch serves this CPU as {capability}" in availability.reason

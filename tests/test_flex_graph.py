@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from flex_fixture import eager_flex
+from flex_fixture import compiled_on_cpu, eager_flex
 from torch import Tensor
 
 import flash_dmattn
@@ -204,9 +204,6 @@ def test_a_small_bias_reaches_the_kernel_small_and_the_summary_of_a_mask_copies_
     bias = torch.randn(1, 2, 1, 600, dtype=torch.bfloat16).requires_grad_()
     sizes = tensor_sizes(lambda: call_of_flex._ToFloat32.apply(bias.expand(2, 2, 400, 600).detach()))
     assert max(sizes) <= 4 * 2 * 600
-
-
-compiled_on_cpu = pytest.mark.xdist_group("flex_compile")
 
 
 @compiled_on_cpu

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cases import DEVICE
-from flex_fixture import ROUNDED, ROUNDS_GRADIENTS, eager_flex
+from flex_fixture import ROUNDED, ROUNDS_GRADIENTS, compiled_on_cpu, eager_flex
 from sequence_calls import SequenceCall, Tokens, assert_accurate, draw, run, spoiled
 from test_flex_graph import Counter
 from torch import Tensor
@@ -217,9 +217,6 @@ def test_new_lengths_and_numbers_of_sequences_settle_after_two_compilations(bias
         for seed in range(12):
             one_class(seed, bias, mask)
     assert compilations() <= 2
-
-
-compiled_on_cpu = pytest.mark.xdist_group("flex_compile")
 
 
 @compiled_on_cpu

@@ -92,8 +92,8 @@ FAMILIES = {
         "5.4",
         3,
     ),
-    "t5": Family("T5ForConditionalGeneration", "T5Config", T5, "seq2seq", "5.15", 6),
-    "umt5": Family("UMT5ForConditionalGeneration", "UMT5Config", T5, "seq2seq", "5.15", 6),
+    "t5": Family("T5ForConditionalGeneration", "T5Config", T5, "seq2seq", "5.20", 6),
+    "umt5": Family("UMT5ForConditionalGeneration", "UMT5Config", T5, "seq2seq", "5.20", 6),
     "bart": Family(
         "BartForConditionalGeneration", "BartConfig", {**SEQ2SEQ, "max_position_embeddings": 64}, "seq2seq", calls=6
     ),
@@ -154,7 +154,7 @@ def lacks_interface(name: str) -> str | None:
     """Why a family is left out with this version of transformers; None where it is not."""
     since = FAMILIES[name].since
     if Version(since) > VERSION:
-        return f"{FAMILIES[name].model} has an attention interface from transformers {since} on, this is {VERSION}"
+        return f"{FAMILIES[name].model} obeys set_attn_implementation from transformers {since} on, this is {VERSION}"
     return None
 
 

@@ -156,6 +156,10 @@ def _load() -> Availability:
     except Exception as error:
         reason = f"FlexAttention cannot be imported: {type(error).__name__}: {error}"
         return Availability(False, reason, "install torch >= 2.9 whole, with triton on a GPU machine", error)
+    capability = torch.backends.cpu.get_cpu_capability()
+    if not torch.cuda.is_available() and not capability.startswith("AVX"):
+        reason = f"no GPU, and torch serves this CPU as {capability}; FlexAttention compiles for AVX2, AVX512"
+        return Availability(False, reason, "unset ATEN_CPU_CAPABILITY if it is set, or use another backend")
     return Availability(True)
 
 

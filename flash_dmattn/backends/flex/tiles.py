@@ -158,7 +158,9 @@ class _Moved(torch.autograd.Function):
 
 def _rows(x: Tensor, dim: int, which: Tensor, fill: float) -> Tensor:
     is_none = (which < 0).view([-1] + [1] * (x.dim() - dim - 1))
-    return x.index_select(dim, which.clamp(min=0)).masked_fill_(is_none, fill)
+    # Dynamo of torch 2.11 loses the gradient of a Function that writes in place in forward; a graph fuses the copy.
+    write = Tensor.masked_fill if torch.compiler.is_compiling() else Tensor.masked_fill_
+    return write(x.index_select(dim, which.clamp(min=0)), is_none, fill)
 
 
 def laid_out(x: Tensor, packing: Packing, queries: Side, keys: Side) -> tuple[Tensor, Packing | None]:

@@ -256,10 +256,10 @@ class KeyMask(PreparedMask):
         return (self.prefix.diff(dim=-1) > 0)[:, :, None]
 
     def dense(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        rows = torch.arange(self.seqlen_q, device=self.device)[start:stop, None]
-        keys = self.unpacked().expand(-1, -1, rows.shape[0], -1)
+        keys = self.unpacked().expand(-1, -1, self.seqlen_q, -1)[:, :, start:stop]
         if self.band is None:
             return keys
+        rows = torch.arange(self.seqlen_q, device=self.device)[start:stop, None]
         diagonals = torch.arange(self.seqlen_k, device=self.device) - rows
         return keys & (diagonals >= self.band.low) & (diagonals <= self.band.high)
 
