@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Literal, NoReturn, TypedDict, overload
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .autograd import Attention, Passes, run_forward
+from .autograd import Passes, attend
 from .backends.protocol import has_forward_ad, is_composite
-from .definition import is_transformed
 from .direct import attend_directly, is_ready, ready_for
 from .dispatch.call_cache import look_up, remember
 from .dispatch.mask_view import dense_mask, mask_view
@@ -288,13 +287,11 @@ def attention(
         if found is not None and is_ready(found):
             ready = ready_for(found, view, backend, len(of_sequences))
             results = attend_directly(ready, q, k, v, bias, sink, (*view.tensors, *of_sequences), dropout)
-        elif backward is None and (key is not None or not is_transformed()):
-            results = run_forward(forward, problem, q, k, v, bias, sink, view, where, dropout)
         else:
             requested = choice_in_force(backend)
             passes = Passes(problem, forward, backward, view.form, requested, len(of_sequences), dropout is not None)
             of_dropout = () if dropout is None else (dropout,)
-            results = Attention.apply(q, k, v, bias, sink, passes, *view.tensors, *of_sequences, *of_dropout)
+            results = attend(passes, q, k, v, bias, sink, *view.tensors, *of_sequences, *of_dropout)
     if leading is not None:
         results = tuple(unfold(x, leading) for x in results)
     if spec is not None and spec.packs_queries:

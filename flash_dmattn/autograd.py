@@ -7,6 +7,7 @@ dropout, whose entries are numbered anew in each.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .backends.protocol import KernelBackend, accepts, provided, repeats_entries
-from .definition import is_transformed
+from .definition import distinct, is_batched, is_transformed, one_by_one
 from .dispatch.mask_view import readable_view
 from .dispatch.selection import choice_in_force, select_pair
 from .dispatch.settings import BackendChoice
@@ -162,7 +163,7 @@ def attend(
     """(out, lse), recorded where anything is to be derived from them."""
     if passes.backward is None and not is_transformed():
         return run_forward(passes.forward, passes.problem, q, k, v, bias, sink, *passes.split(mask))
-    results: tuple[Tensor, Tensor] = Attention.apply(q, k, v, bias, sink, passes, *mask)
+    results: tuple[Tensor, Tensor] = Attention.apply(*distinct(q, k, v, bias, sink, passes, *mask))
     return results
 
 
@@ -220,6 +221,9 @@ def differentiate(
     *mask: Tensor,
 ) -> Gradients:
     """The five gradients, recorded where anything is to be derived from them."""
+    if is_batched(dout, dlse):
+        rest = (q, k, v, bias, sink, out, lse, passes, *mask)
+        return one_by_one(lambda dout, dlse: differentiate(dout, dlse, *rest), dout, dlse)
     if torch.is_grad_enabled() or is_transformed():
         gradients: Gradients = AttentionBackward.apply(dout, dlse, q, k, v, bias, sink, out, lse, passes, *mask)
         return gradients
@@ -304,6 +308,12 @@ class AttentionBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         """Differentiate the gradient formula where the backend has one; it recomputes p, dense in (Lq, Lk)."""
+        run = functools.partial(AttentionBackward._differentiate, ctx)
+        found = one_by_one(run, *cotangents) if is_batched(*cotangents) else run(*cotangents)
+        return *found, *(None for _ in ctx.needs_input_grad[len(found) :])
+
+    @staticmethod
+    def _differentiate(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         passes: Passes = ctx.passes
         problem, backend = passes.problem, passes.backward
         assert backend is not None
@@ -328,10 +338,9 @@ class AttentionBackward(torch.autograd.Function):
 
         # torch.func.vjp, unlike autograd.grad, also works under torch.func transforms.
         pull = torch.func.vjp(gradients_needed, *(named[name] for name in present))[1]
-        rest = (None,) * (3 + len(mask))
         second = pull(tuple(g for g, needed in zip(cotangents, needs_grad, strict=True) if needed))
         found = dict(zip(present, second, strict=True))
-        return found["dout"], found.get("dlse"), *(found.get(name) for name in NeedsGrad._fields), *rest
+        return found["dout"], found.get("dlse"), *(found.get(name) for name in NeedsGrad._fields)
 
 
 class _Positional(NamedTuple):

@@ -48,6 +48,74 @@ def is_transformed() -> bool:
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def distinct(*arguments: Any) -> tuple[Any, ...]:
+    """The same arguments; in a graph each tensor is another object, as Dynamo traces no function that takes one twice.
+
+    >>> x = torch.ones(2)
+    >>> distinct(x, None, x)[2] is x
+    True
+    """
+    if not torch.compiler.is_compiling():
+        return arguments
+    return tuple(
+        x.view_as(x) if isinstance(x, Tensor) and any(x is earlier for earlier in arguments[:place]) else x
+        for place, x in enumerate(arguments)
+    )
+
+
+_calls: dict[int, Callable[..., tuple[Tensor | None, ...]]] = {}  # that run at the moment
+
+
+def _call_one(*arguments: Any) -> tuple[Tensor, ...]:
+    *gradients, call = arguments
+    results = _calls[call](*gradients)
+    filled = [torch.empty(0) if x is None else x for x in results]
+    return *filled, *(torch.empty(0) for _ in range(7 - len(filled)))
+
+
+LIBRARY.define(
+    "one_by_one(Tensor? a, Tensor? b, Tensor? c, Tensor? d, Tensor? e, int call) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+LIBRARY.impl("one_by_one", _call_one, "CompositeImplicitAutograd")  # what runs in it is recorded as ever
+
+
+def is_batched(*gradients: Tensor | None) -> bool:
+    """Whether gradients are several in one, as `autograd.grad(is_grads_batched=True)` makes them.
+
+    Such tensors are older than `torch.func`, and no subclass: many operators have no rule for them, kernels no pointer.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    for x in gradients:  # a plain loop, on the path of every backward pass
+        if x is not None and torch._C._functorch.is_legacy_batchedtensor(x):
+            return True
+    return False
+
+
+def one_by_one(
+    function: Callable[..., tuple[Tensor | None, ...]], *gradients: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Call a function with each of the gradients that are batched, at most 5; its results, at most 7, are batched so.
+
+    torch does so with every operator that takes and returns single tensors, whatever the device and thread. So the
+    function goes through one, by its number.
+    """
+    found: list[tuple[Tensor | None, ...]] = []
+
+    def call(*given: Tensor | None) -> tuple[Tensor | None, ...]:
+        found[:] = [function(*given[: len(gradients)])]
+        return found[0]
+
+    _calls[id(call)] = call
+    try:
+        padded = (*gradients, *(None,) * (5 - len(gradients)))
+        results = torch.ops.flash_dmattn.one_by_one.default(*padded, id(call))
+    finally:
+        del _calls[id(call)]
+    return tuple(None if one is None else x for one, x in zip(found[0], results, strict=False))
+
+
 def is_watched(*tensors: object) -> bool:
     """Whether anything needs to see an operator: a compiler, a dispatch mode, a functorch transform, a tensor subclass.
 

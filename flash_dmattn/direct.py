@@ -16,6 +16,7 @@ from torch.autograd import profiler
 from .autograd import Attention, Passes, differentiate, run_forward
 from .backends.direct import DirectBackward, DirectForward
 from .backends.protocol import is_composite, provided
+from .definition import is_batched
 from .dispatch.call_cache import CallClass
 from .dispatch.selection import choice_in_force
 from .dispatch.settings import BackendChoice
@@ -164,7 +165,8 @@ def is_as_made(strides: Strides, dout: Tensor, dlse: Tensor | None, saved: tuple
 
     Nothing has come to watch it, and saved tensors lie as the class has them: hooks on them may bring copies back.
     """
-    if torch.is_grad_enabled() or is_watched(dout, dlse, *saved) or profiler._is_profiler_enabled:
+    is_shown = is_watched(dout, dlse, *saved) or profiler._is_profiler_enabled
+    if torch.is_grad_enabled() or is_shown or is_batched(dout, dlse):
         return False
     q, k, v, bias, _, out, lse, *mask = saved
     if (

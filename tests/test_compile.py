@@ -16,6 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import flash_dmattn
+from flash_dmattn import nn
 from flash_dmattn.backends.protocol import Availability
 from flash_dmattn.dispatch import refusals, settings
 from flash_dmattn.problem import Flags
@@ -111,6 +112,124 @@ def test_inductor_forward_and_backward(bias_shape: tuple[int, ...]) -> None:
         out, lse = function(*leaves)
         results += [out, lse, *torch.autograd.grad(out.sin().sum() + lse.sum(), leaves)]
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def of_table(bias: nn.RelativePositionBias | nn.WindowPositionBias) -> Callable[[Tensor], Tensor]:
+    """Attention of x (B, L, 16) to itself with the bias of a module."""
+
+    def run(x: Tensor) -> Tensor:
+        q, k, v = x.unflatten(-1, (2, 8)), x.sin().unflatten(-1, (2, 8)), x.cos().unflatten(-1, (2, 8))
+        lengths = (x.shape[1],) if isinstance(bias, nn.RelativePositionBias) else ()
+        return flash_dmattn.attention(q, k, v, bias=bias(*lengths)).flatten(2)
+
+    return run
+
+
+def of_pairs(layer: nn.PairBiasAttention) -> Callable[[Tensor], Tensor]:
+    return lambda x: layer(x, (x[:, :, None] * x[:, None])[..., :4], x[..., 0] < 1.5)
+
+
+def packed(layer: nn.DynamicMaskAttention) -> Callable[[Tensor], Tensor]:
+    def run(x: Tensor) -> Tensor:
+        edges = torch.tensor([0, 5, 9, x.shape[1]], dtype=torch.int32)
+        return layer(x[0], sequences=flash_dmattn.Sequences.packed(edges, max_seqlen_q=x.shape[1]))
+
+    return run
+
+
+# The module, what calls it with x (B, L, 16), and the dim that varies: that of the tokens, or of windows of 4 x 4.
+MODULES: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[Any], Callable[[Tensor], Tensor]], int]] = {
+    "RelativePositionBias": (lambda: nn.RelativePositionBias(2), of_table, 1),
+    "WindowPositionBias": (lambda: nn.WindowPositionBias(4, 4, 2), of_table, 0),
+    "PairBiasAttention": (lambda: nn.PairBiasAttention(16, 4, 2), of_pairs, 1),
+    "DynamicMaskAttention": (
+        lambda: nn.DynamicMaskAttention(16, 2, keep_window_size=8, local_window_size=2, qk_norm=True),
+        lambda layer: lambda x: layer(x, x[..., 0] < 1.5),
+        1,
+    ),
+    "DynamicMaskAttention of sequences": (lambda: nn.DynamicMaskAttention(16, 2, keep_window_size=4), packed, 1),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_inductor_trains_modules_on_any_length(name: str) -> None:
+    """One compilation serves all lengths: it takes no length and no stride for a constant."""
+    make, caller, dim = MODULES[name]
+    torch.manual_seed(0)
+    module = make()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    function = caller(module)
+    run, counter = compiled(function, "inductor")
+    for size in (20, 24, 33):
+        x = torch.randn((2, size, 16) if dim == 1 else (size, 16, 16), requires_grad=True)
+        torch._dynamo.mark_dynamic(x, dim)
+        leaves = [x, *module.parameters()]
+        # The first call of a process checks its environment, so it is not the compiled one.
+        expected, found = (torch.autograd.grad(f(x).square().sum(), leaves) for f in (function, run))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert counter.frame_count == 1
+
+
+def test_inductor_trains_every_module() -> None:
+    modules = {name for name in nn.__all__ if isinstance(vars(nn)[name], type)}
+    assert {name for name in modules if issubclass(vars(nn)[name], torch.nn.Module)} == {x.split()[0] for x in MODULES}
+
+
+# One tensor in the place of several arguments: Dynamo takes none twice for an `autograd.Function`.
+
+X, Y, ROWS = ((2, 6, 2, 8), 0), ((2, 6, 2, 8), 1), ((8, 2, 8), 2)
+EDGES = torch.tensor([0, 3, 8], dtype=torch.int32)
+ONE_TENSOR: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "q, k and v": ((X, X, X), {}),
+    "k and v": ((X, Y, Y), {"is_causal": True}),
+    "q and v": ((X, Y, X), {"backend": "eager"}),
+    "beside a prepared mask": ((X, X, X), {"mask": flash_dmattn.masks.prepare_mask(some_mask(6, 6))}),
+    "in packed sequences": ((ROWS, ROWS, ROWS), {"sequences": flash_dmattn.Sequences.packed(EDGES, max_seqlen_q=5)}),
+    "in padded ones": (
+        (X, X, X),
+        {"sequences": flash_dmattn.Sequences.padded(seqlens_q=EDGES[1:] - 2, seqlens_k=EDGES[1:] - 2)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ONE_TENSOR)
+def test_one_tensor_may_be_several_arguments(name: str) -> None:
+    which, flags = ONE_TENSOR[name]
+    given = {
+        shape: torch.randn(shape[0], generator=torch.Generator().manual_seed(shape[1]), requires_grad=True)
+        for shape in which
+    }
+
+    def call_of_few(*tensors: Tensor) -> Tensor:
+        named = dict(zip(given, tensors, strict=True))
+        return flash_dmattn.attention(*(named[shape] for shape in which), **flags)
+
+    leaves = list(given.values())
+    run, counter = compiled(call_of_few)
+    expected = torch.autograd.grad(call_of_few(*leaves).sin().sum(), leaves)
+    for _ in range(2):
+        found = torch.autograd.grad(run(*leaves).sin().sum(), leaves)
+        torch.testing.assert_close(found, expected)
+    assert counter.frame_count == 1
+
+
+def test_triangle_attention_of_one_tensor() -> None:
+    """As README has it: q, k and v are one tensor, rows share a mask of keys, and a bias has a gradient."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 5, 2, 8)
+    pair_bias = torch.randn(2, 1, 2, 5, 5, requires_grad=True)
+    row_mask = (torch.rand(2, 3, 5) < 0.9)[:, :, None, None, :]
+
+    def triangle(x: Tensor, bias: Tensor) -> Tensor:
+        return flash_dmattn.attention(x, x, x, row_mask, bias)
+
+    run, counter = compiled(triangle)
+    for needs_grad in (False, True):
+        leaves = [pair_bias, x.requires_grad_()] if needs_grad else [pair_bias]
+        expected, found = (torch.autograd.grad(f(x, pair_bias).square().sum(), leaves) for f in (triangle, run))
+        torch.testing.assert_close(found, expected)
+    assert counter.frame_count == 2
 
 
 def test_any_subset_of_gradients() -> None:

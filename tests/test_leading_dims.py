@@ -401,6 +401,25 @@ def test_jacobian_and_hessian(entries: int) -> None:
     assert_same(lambda backend: second(backend)(q, k, v, bias))
 
 
+def test_gradients_of_one_output_alone_and_of_other_mapped_dims() -> None:
+    """The gradients of out and lse are mapped each by its own dim, or one of them is not mapped."""
+    (q, k, v, bias, _), _ = inputs("")
+    given = (q, k, v, bias)
+
+    def results(backend: str) -> Any:
+        return lambda *x: flash_dmattn.attention(*x[:3], None, x[3], return_lse=True, backend=backend)
+
+    few = tuple(x[:, :2] for x in (q, k, v)) + (bias[..., :2, :2],)
+    assert_same(lambda backend: torch.func.jacrev(lambda *x: results(backend)(*x)[1], (0, 1, 2, 3))(*few))
+    douts, dlses = f64(V, B, LQ, H, 6, seed=5), f64(V, B, H, LQ, seed=6)
+    for dims, pair in {
+        (0, None): (douts, dlses[0]),
+        (None, 0): (douts[0], dlses),
+        (2, 1): (douts.movedim(0, 2), dlses.movedim(0, 1)),
+    }.items():
+        assert_same(lambda backend: torch.vmap(torch.func.vjp(results(backend), *given)[1], (dims,))(pair))
+
+
 def test_vmap_is_one_call_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     batches: list[int] = []
     forward, backward = eager.forward, eager.backward

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..definition import is_transformed
+from ..definition import distinct, is_transformed
 from ..dispatch.mask_view import mask_view
 from ..dispatch.selection import Selection
 from ..problem import MaskView
@@ -60,7 +60,7 @@ def attend_gathered(
     if pair.backward is None and not is_transformed():
         out, lse = gather_forward(q, k, v, tensors, list(shared.mask_forms), bias, sink, *numbers)
         return out, lse
-    results: tuple[Tensor, Tensor] = GatherAttention.apply(q, k, v, bias, sink, shared, *tensors)
+    results: tuple[Tensor, Tensor] = GatherAttention.apply(*distinct(q, k, v, bias, sink, shared, *tensors))
     return results
 
 

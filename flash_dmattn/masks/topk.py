@@ -118,10 +118,11 @@ def _seqlen_q(scores: torch.Tensor, allowed: torch.Tensor | None, seqlen_q: int 
     for name, tensor in (("scores", scores), ("mask", allowed)):
         if tensor is not None and tensor.size(2) != 1:
             found[name] = tensor.size(2)
-    if len(set(found.values())) > 1:
+    numbers = list(found.values())
+    if any(number != numbers[0] for number in numbers):  # not a set: it would make a symbolic length a constant
         has = ", ".join(f"{name} has {n}" for name, n in found.items())
         raise ValueError(f"The numbers of queries differ: {has}; each must be 1 for all queries, or the same.")
-    return next(iter(found.values()), scores.size(3))
+    return numbers[0] if numbers else scores.size(3)
 
 
 def sort_keys(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:

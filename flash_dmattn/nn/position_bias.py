@@ -78,7 +78,7 @@ class RelativePositionBias(nn.Module):
             seqlen_k: number of keys; as many as queries by default.
 
         Returns:
-            (1, num_heads, seqlen_q, seqlen_k), in the table's dtype.
+            (1, num_heads, seqlen_q, seqlen_k), in the table's dtype, contiguous.
         """
         seqlen_q = integer("seqlen_q", seqlen_q)
         seqlen_k = seqlen_q if seqlen_k is None else integer("seqlen_k", seqlen_k)
@@ -87,7 +87,9 @@ class RelativePositionBias(nn.Module):
         # All distances there are: the last query to the first key up to the first query to the last.
         distances = torch.arange(1 - seqlen_k, seqlen_q, device=self.weight.device)
         values = F.embedding(self.buckets(distances), self.weight).T  # (H, Lq + Lk - 1)
-        return _along_diagonals(values, seqlen_q, seqlen_k)[None]
+        # Contiguous, because kernels copy rows that start anywhere, and because Inductor takes the strides of such a view
+        # for constants where lengths are dynamic: it saves a tensor of others for the backward pass.
+        return _along_diagonals(values, seqlen_q, seqlen_k)[None].contiguous()
 
     def buckets(self, distance: torch.Tensor) -> torch.Tensor:
         """The row of the table for each distance, the key's position less the query's.
