@@ -121,7 +121,6 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         "has one gradient for all heads, which one call has to sum; it needs to be 1",
     ),
-    "check": (lambda: attend(check="never"), ValueError, "check is 'never'; it needs to be 'new' or 'always'"),
     "exchange": (lambda: attend(exchange_dtype=torch.int8), ValueError, "exchange_dtype is torch.int8; it needs to be"),
     "reduce": (lambda: attend(reduce_bias_grad=1), TypeError, "reduce_bias_grad is 1; it needs to be True or False"),
     "composite": (lambda: attend(backend="flex"), ValueError, "'flex' is one differentiable function; context"),
