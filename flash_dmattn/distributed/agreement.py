@@ -92,7 +92,10 @@ def refuse_together(groups: tuple[Members, ...], failure: Exception) -> NoReturn
     raise failure
 
 
+@torch._disable_dynamo  # where a frame that calls it is not compiled, it must not be compiled for itself
 def _compare(groups: tuple[Members, ...], shared: Shared, failure: Exception | None) -> None:
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        groups = ()  # nothing is sent under it
     header = _REFUSED if failure is not None else _hash(shared)
     for members in groups:
         header = _header_of_all(header, members)

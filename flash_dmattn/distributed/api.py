@@ -140,6 +140,7 @@ def _prepare(
     return request, call, pair, sink
 
 
+@torch._disable_dynamo  # where a graph breaks around a call, this must not be compiled for itself
 def _prepare_together(groups: tuple[Members, ...], backend: BackendChoice, *given: Any) -> _Prepared:
     """The same, with what went wrong on any rank raised on all of them."""
     try:

@@ -56,12 +56,12 @@ def find_pair(call: ParallelCall, requested: BackendChoice) -> Selection:
     if torch.compiler.is_compiling():  # sizes may be symbols there, which no key can hold
         return _choose(slices_of(call), requested)
     key = _Key(call.problem, call.layout, call.head_groups, call.sends_parts, requested, process.disabled)
-    found = _remembered.get(key)
+    found = _remembered.pop(key, None)
     if found is None:
         found = _choose(slices_of(call), requested)
         if len(_remembered) >= _MOST_REMEMBERED:
-            _remembered.clear()
-        _remembered[key] = found
+            _remembered.pop(next(iter(_remembered)), None)
+    _remembered[key] = found  # the last, so that the one unused for longest is the first
     return found
 
 
