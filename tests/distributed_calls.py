@@ -340,15 +340,15 @@ def decisions(case: ParallelCase) -> list[tuple[str, str | None]]:
 def mistaken(
     case: ParallelCase, rank: int, change: dict[str, Any], keywords: dict[str, Any]
 ) -> tuple[set[tuple[str, str]], float]:
-    """What is raised where one rank's call is another than those of the others, and the largest error of good calls.
+    """Return what a mistake of one rank raises, and the largest error of good calls.
 
-    The mistake is made twice: in the first call of its class, and after a good one.
+    The mistake is made twice: in the first call of a class, and after a good one.
 
     Args:
-        case: that of the others.
-        rank: who makes the mistake.
-        change: what its case has instead.
-        keywords: what it passes instead.
+        case: of the other ranks.
+        rank: the one that makes the mistake.
+        change: fields that differ in the case of this rank.
+        keywords: arguments that differ in the call of this rank.
     """
     registered()  # so that there are two pairs to choose from
     is_wrong = dist.get_rank() == rank
@@ -377,7 +377,7 @@ def raised(call: Callable[[], Any]) -> tuple[str, str]:
 
 
 def mistaken_after_many(case: ParallelCase, number: int) -> tuple[str, str]:
-    """What is raised where the last rank forgets causality after many good calls."""
+    """Return what is raised where the last rank forgets causality after many good calls."""
     x = draw(case)
     for _ in range(number):
         parallel(case, x)
@@ -386,10 +386,10 @@ def mistaken_after_many(case: ParallelCase, number: int) -> tuple[str, str]:
 
 
 def mistaken_in_backward(case: ParallelCase, mistake: str) -> tuple[tuple[str, str], float]:
-    """What is raised where the last rank runs another backward pass than the others, and the error of a good call.
+    """Return what another backward pass on the last rank raises, and the error of a good call.
 
-    Two layers of one class are called. The others go back through the second one; the last rank through the first, or
-    it makes a third call, or it asks for fewer gradients and then goes back through the first layer.
+    Two layers of one class are called, and most ranks go back through the second one. The last rank goes back through
+    the first, or makes a third call, or asks the second one for fewer gradients and then goes back through the first.
     """
     wrong = dist.get_rank() == dist.get_world_size() - 1
     x, layers = draw(case), []
@@ -420,7 +420,7 @@ def mistaken_in_backward(case: ParallelCase, mistake: str) -> tuple[tuple[str, s
 
 
 def mistaken_when_compiled(case: ParallelCase, change: dict[str, Any]) -> list[tuple[str, str]]:
-    """What a compiled call raises where the last rank's is another; and where that one is not compiled."""
+    """Return what a compiled call raises where the last rank differs, when it is traced and when it runs again."""
     mine = replace(case, **change) if dist.get_rank() == dist.get_world_size() - 1 else case
     torch._dynamo.reset()
     compiled_call = torch.compile(context_parallel_attention, fullgraph=True, backend="aot_eager")
@@ -428,7 +428,7 @@ def mistaken_when_compiled(case: ParallelCase, change: dict[str, Any]) -> list[t
 
 
 def compared_beside_a_device() -> tuple[list[str], int, int]:
-    """What is raised over a group of a device alone, how many groups carry headers then, and how many after its end."""
+    """Return what is raised over a group of a device alone, and the number of groups for headers, then and after it."""
     group = dist.new_group(backend="cuda:gloo")
     groups = groups_of(group)
     kinds = []

@@ -15,7 +15,8 @@ def test_a_model_over_ranks_equals_the_model(family: str, layout: str) -> None:
     assert max(workers(2).run("distributed_models.compared", family, layout)) < TOLERANCE
 
 
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
 @pytest.mark.parametrize("what", ["padding", "documents"])
-def test_what_a_rank_knows_of_its_own_tokens_alone_is_refused(what: str) -> None:
-    for said in workers(2).run("distributed_models.refused", what):
-        assert f"attention_mask has {what} of this rank's tokens" in said
+def test_what_a_rank_knows_of_its_own_tokens_alone_is_refused_on_all(what: str, ranks: tuple[int, ...]) -> None:
+    for said in workers(2).run("distributed_models.refused", what, ranks):
+        assert said.startswith(f"rank {ranks[0]}: attention_mask has {what} of this rank's tokens")

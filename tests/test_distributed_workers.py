@@ -146,8 +146,8 @@ def test_every_rank_has_the_same_bits_of_a_summed_gradient() -> None:
 
 
 D = "float64"
-# What one rank does in another way, in its case or its keywords, and the error: what that rank refuses, or the argument
-# with what the others have and what it has.
+# Each changes the case or the keywords of one rank. The error is a kind and what that rank says, or an argument, what
+# the other ranks have, and what that rank has.
 MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "batch": ({"batch": 3}, ("q", D + " (2, {rows}, 4, 4)", D + " (3, {rows}, 4, 4)")),
     "query heads": ({"heads": 8}, ("q", D + " (2, {rows}, 4, 4)", D + " (2, {rows}, 8, 4)")),
@@ -186,7 +186,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 def differing(name: str, theirs: str, own: str, rank: int, size: int) -> str:
-    """The error of an argument of which one rank has another value."""
+    """Say which ranks have which value of an argument."""
     others = [str(r) for r in range(size) if r != rank]
     parts = [f"{theirs} on rank{'s' * (size > 2)} {', '.join(others)}", f"{own} on rank {rank}"]
     said = " and ".join(parts if rank else parts[::-1])
@@ -198,18 +198,18 @@ def assert_all_raise(
 ) -> None:
     """All ranks raise one error, twice, and compute good calls after each."""
     answers = workers(size).run("distributed_calls.mistaken", case, rank, change, keywords)
-    ((found, said),) = answers[0][0]
-    assert found == kind and message in said and all(raised == answers[0][0] for raised, _ in answers), answers
+    ((name, said),) = answers[0][0]
+    assert name == kind and message in said and all(raised == answers[0][0] for raised, _ in answers), answers
     assert max(error for _, error in answers) < TOLERANCE, answers
 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_of_one_rank_raises_on_all(name: str, size: int) -> None:
-    given, (what, *values) = MISTAKES[name]
+    mistake, (what, *values) = MISTAKES[name]
     case, rank = P(mask="full", bias="head", causal=True, softcap=1.0, backend="eager"), size // 2
-    fields = {key: value for key, value in given.items() if key in vars(case) and not key == "layout" == name}
-    keywords = {key: value for key, value in given.items() if key not in fields}
+    fields = {key: value for key, value in mistake.items() if key in vars(case) and not key == "layout" == name}
+    keywords = {key: value for key, value in mistake.items() if key not in fields}
     if len(values) == 1:
         assert_all_raise(case, rank, size, fields, keywords, what, f"rank {rank}: {values[0]}")
         return

@@ -23,15 +23,15 @@ from ..dispatch.errors import BackendError, BackendUnavailableError, BackendUnsu
 from ..problem import dtype_name
 from .group import Members, process_group
 
-# What has to be the same on every rank, by name: ((name, value in words), ...).
+# Values that have to be the same on every rank: ((name, value in words), ...).
 Shared = tuple[tuple[str, str], ...]
 
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (TypeError, ValueError, NotImplementedError, BackendUnsupportedError, BackendUnavailableError)
 }
-_REFUSED = (0, 0)  # in the place of a hash: this rank, or one that it speaks for, is not like the others
-# Neither outlives the group that is its key.
+_REFUSED = (0, 0)  # in the place of a hash: a rank refuses its arguments, or ranks differ
+# Entries end with the group that is their key.
 _carriers: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 _calls: WeakKeyDictionary[ProcessGroup, Counter[tuple[str, ...]]] = WeakKeyDictionary()
 
@@ -44,37 +44,40 @@ class _Said(NamedTuple):
 
 
 def next_number(groups: tuple[Members, ...]) -> int:
-    """Which of the calls over these groups the next one is, from 1 on; the same on every rank.
+    """Count the calls over groups, the next one included: every rank has the same number.
 
     Args:
-        groups: one, or several that are the dims of a mesh.
+        groups: one, or the dims of a mesh.
     """
     return _numbers(groups)[_names(groups)] + 1
 
 
 def agree(groups: tuple[Members, ...], shared: Shared) -> None:
-    """Compare a call with those of the other ranks, on all of them at once, and count it.
+    """Compare the call of this rank with the calls of all others, and count the call.
 
     Args:
-        groups: one, or several that are the dims of a mesh: what is said in one of them is passed on in the next.
-        shared: what has to be the same on every rank.
+        groups: one, or the dims of a mesh: the result of a comparison over one dim is compared over the next.
+        shared: values that have to be the same on every rank.
 
     Raises:
-        ValueError: ranks differ in a value; the message has it of each.
-        The kind of a refusal: a rank called `refuse_together` meanwhile.
+        ValueError: ranks differ in a value; the message names the argument and the value of each rank.
+        TypeError, NotImplementedError, BackendError, RuntimeError: a rank refuses its own arguments.
     """
     _compare(groups, (("step", "forward"), *shared), None)
     _numbers(groups)[_names(groups)] += 1
 
 
 def agree_within(group: str, direction: str, number: int, values: Mapping[str, object]) -> None:
-    """The same of one operator, which runs in a backward pass or in a compiled graph.
+    """Compare one operator, in a backward pass or in a compiled graph, with the operators of all other ranks.
 
     Args:
-        group: its name.
+        group: name of the process group.
         direction: "forward" or "backward".
         number: of the call, 0 in a compiled graph.
-        values: what has to be the same on every rank; of tensors that is their dtype and shape.
+        values: numbers that have to be the same on every rank, and tensors whose dtype and shape have to be.
+
+    Raises:
+        ValueError: ranks differ in a value.
     """
     ranks = process_group(group)
     step = f"{direction} of call {number}" if number else f"{direction} of a compiled call"
@@ -83,9 +86,9 @@ def agree_within(group: str, direction: str, number: int, values: Mapping[str, o
 
 
 def refuse_together(groups: tuple[Members, ...], failure: Exception) -> NoReturn:
-    """Raise what this rank refuses on all ranks, which compare their calls meanwhile.
+    """Raise the error of this rank on all ranks, which compare their calls meanwhile.
 
-    While a graph is traced it is raised on this rank alone: nothing can be sent then.
+    While a graph is traced nothing can be sent, so the error is raised on this rank alone.
     """
     if not torch.compiler.is_compiling():
         _compare(groups, (), failure)
@@ -117,7 +120,7 @@ def _hash(shared: Shared) -> tuple[int, ...]:
 
 
 def _header_of_all(own: tuple[int, ...], members: Members) -> tuple[int, ...]:
-    """The header of all ranks of a group where they have the same one."""
+    """Return the header where all ranks of a group have the same one, else `_REFUSED`."""
     if members.size == 1:
         return own
     received = torch.empty((members.size, len(own)), dtype=torch.int64, device="cpu")
@@ -129,13 +132,13 @@ def _header_of_all(own: tuple[int, ...], members: Members) -> tuple[int, ...]:
 def _all_that_is_said(said: list[_Said], members: Members) -> list[_Said]:
     if members.size == 1:
         return said
-    of_ranks: list[Any] = [None] * members.size
-    dist.all_gather_object(of_ranks, said, group=_carrier(process_group(members.name)))
-    return [one for of_rank in of_ranks for one in of_rank]
+    lists: list[Any] = [None] * members.size
+    dist.all_gather_object(lists, said, group=_carrier(process_group(members.name)))
+    return [one for each in lists for one in each]
 
 
 def _carrier(group: ProcessGroup) -> ProcessGroup:
-    """A group of the same ranks for tensors on the host: a header on the device would wait for all that runs there."""
+    """Return a group of the same ranks for tensors on the host: a header on the device would wait for its kernels."""
     if torch.device("cpu") in group._device_types:
         return group
     if group not in _carriers:
@@ -158,12 +161,12 @@ def _in_words(value: object) -> str:
 
 
 def _difference(said: list[_Said]) -> str:
-    """The first value that ranks differ in, and which ranks have which."""
+    """Name the first value that differs, and the ranks that have each."""
     values = [dict(one.shared) for one in said]
-    name = next(name for of_rank in values for name in of_rank if len({other.get(name) for other in values}) > 1)
+    name = next(name for names in values for name in names if len({other.get(name) for other in values}) > 1)
     ranks: dict[str | None, list[str]] = {}
-    for one, of_rank in zip(said, values, strict=True):
-        ranks.setdefault(of_rank.get(name), []).append(str(one.rank))
+    for one, words in zip(said, values, strict=True):
+        ranks.setdefault(words.get(name), []).append(str(one.rank))
     have = [f"{value} on rank{'s' * (len(who) > 1)} {', '.join(who)}" for value, who in ranks.items()]
     return f"{name} is {' and '.join(have)}; context_parallel_attention needs the same on every rank"
 

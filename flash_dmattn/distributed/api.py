@@ -109,13 +109,13 @@ def context_parallel_attention(
     """
     ours = Ours(reduce_bias_grad, exchange_dtype, sequences is not None, dropout_p)
     numbers = (is_causal, softmax_scale, softcap, window_size, deterministic, return_lse)
-    given = ((q, k, v, mask, bias, sink), layout, layout_k, strategy, head_groups, numbers, ours)
+    arguments = ((q, k, v, mask, bias, sink), layout, layout_k, strategy, head_groups, numbers, ours)
     groups = groups_of(group)
     if torch.compiler.is_compiling():
-        # What raises here raises on this rank alone: nothing can be sent while a graph is traced.
-        request, call, pair, sink = _prepare(groups, 0, backend, *given)
+        # A refusal is raised on this rank alone: nothing can be sent while a graph is traced.
+        request, call, pair, sink = _prepare(groups, 0, backend, *arguments)
     else:
-        request, call, pair, sink = _prepare_together(groups, backend, *given)
+        request, call, pair, sink = _prepare_together(groups, backend, *arguments)
     mask, bias, sink = _with_whole_keys(call, sink, reduce_bias_grad)
     both = request.both
     q, k, v = request.given[:3] if both is None else both.traded(request.given, call.number)
@@ -133,7 +133,7 @@ _Prepared = tuple[Request, ParallelCall, Selection, Tensor | None]
 def _prepare(
     groups: tuple[Members, ...], number: int, backend: BackendChoice, tensors: tuple[Any, ...], *others: Any
 ) -> _Prepared:
-    """Everything that can be wrong is found here, before anything is sent."""
+    """Check all arguments, and choose the backends, before anything is sent."""
     request = Request.of(tensors, groups, number, *others)
     call, sink = request.described()
     pair = choose_traded(call, backend) if call.strategy == "ulysses" else choose_pair(call, backend)
@@ -141,10 +141,10 @@ def _prepare(
 
 
 @torch._disable_dynamo  # where a graph breaks around a call, this must not be compiled for itself
-def _prepare_together(groups: tuple[Members, ...], backend: BackendChoice, *given: Any) -> _Prepared:
-    """The same, with what went wrong on any rank raised on all of them."""
+def _prepare_together(groups: tuple[Members, ...], backend: BackendChoice, *arguments: Any) -> _Prepared:
+    """Prepare the call on every rank, or raise the error of one rank on all of them."""
     try:
-        prepared = _prepare(groups, next_number(groups), backend, *given)
+        prepared = _prepare(groups, next_number(groups), backend, *arguments)
         request, call, pair, _ = prepared
         shared = shared_of(
             call,

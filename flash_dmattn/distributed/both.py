@@ -68,7 +68,7 @@ class Both(NamedTuple):
         return cls(outer, inner, layout, layout_k, together, together_k, own, within_k[outer.rank])
 
     def described(self, x: Inputs, reduce_bias_grad: bool, number: int) -> Inputs:
-        """What the call over the outer dim receives: tensors without memory for q, k and v, and the heads of the rest.
+        """Make the inputs of the call over the outer dim: q, k and v without memory, and the heads of the rest.
 
         Args:
             x: of this rank.

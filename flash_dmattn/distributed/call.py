@@ -82,7 +82,6 @@ def describe_call(
     window_size: tuple[int, int] | None,
     deterministic: bool | None,
     return_lse: bool,
-    number: int = 0,
 ) -> ParallelCall:
     """Validate what one rank was given.
 
@@ -122,7 +121,7 @@ def describe_call(
         "",
         1,
         False,
-        number,
+        0,
     )
     call = call._replace(problem=_as_read(call))
     p = call.problem

@@ -56,13 +56,13 @@ def find_pair(call: ParallelCall, requested: BackendChoice) -> Selection:
     if torch.compiler.is_compiling():  # sizes may be symbols there, which no key can hold
         return _choose(slices_of(call), requested)
     key = _Key(call.problem, call.layout, call.head_groups, call.sends_parts, requested, process.disabled)
-    found = _remembered.pop(key, None)
-    if found is None:
-        found = _choose(slices_of(call), requested)
+    pair = _remembered.pop(key, None)
+    if pair is None:
+        pair = _choose(slices_of(call), requested)
         if len(_remembered) >= _MOST_REMEMBERED:
             _remembered.pop(next(iter(_remembered)), None)
-    _remembered[key] = found  # the last, so that the one unused for longest is the first
-    return found
+    _remembered[key] = pair  # as the last one; the first one was unused for longest
+    return pair
 
 
 def slices_of(call: ParallelCall) -> list[AttentionProblem]:

@@ -28,7 +28,7 @@ class Members(NamedTuple):
 
 
 def members_of(group: Group) -> Members:
-    """The members of a group.
+    """Return the members of a group.
 
     Raises:
         TypeError: `group` is no process group or mesh.
@@ -49,10 +49,10 @@ def members_of(group: Group) -> Members:
 
 
 def groups_of(group: Group) -> tuple[Members, ...]:
-    """The same, or those of the inner and of the outer dim of a mesh of two.
+    """Return the members of a group, or of the inner and of the outer dim of a mesh of two dims.
 
     Raises:
-        TypeError, ValueError: as above, on this rank alone: no other can be told.
+        TypeError, ValueError: as `members_of`, on this rank alone: without a group no other rank can be told.
     """
     if isinstance(group, DeviceMesh) and group.ndim == 2:
         return tuple([members_of(group.get_group(dim)) for dim in (1, 0)])

@@ -63,7 +63,7 @@ class Numbers(NamedTuple):
     needs_grad: tuple[bool, ...]
 
     def compare(self, direction: str, **tensors: Tensor | None) -> None:
-        """Compare this operator with those of the other ranks."""
+        """Compare the operator with the operators of the other ranks."""
         values = self._asdict()
         del values["rank"]
         agree_within(self.group, direction, self.number, {**tensors, **values})

@@ -68,7 +68,8 @@ class Request(NamedTuple):
         if len(groups) == 1:
             check_layout(layout, groups[0].size)
         else:
-            both = Both.of(*groups, layout, layout_k)
+            inner, outer = groups
+            both = Both.of(inner, outer, layout, layout_k)
         given = Inputs(*follow_autocast(*tensors[:3]), *tensors[3:])
         return cls(groups, number, both, given, layout, layout_k, *rest)
 
@@ -95,7 +96,7 @@ class Request(NamedTuple):
                 )
             given = both.described(given, ours.reduce_bias_grad, self.number)
             over = (both.outer, both.outer_layout, both.outer_layout_k, "gather", self.head_groups)
-        call = describe_call(*given, *over, *self.numbers, self.number)
+        call = describe_call(*given, *over, *self.numbers)._replace(number=self.number)
         dtype = call.problem.dtype
         if ours.exchange_dtype not in (None, dtype, sum_dtype(dtype)):
             raise ValueError(

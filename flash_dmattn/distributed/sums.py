@@ -21,8 +21,8 @@ _NUMBERS = "str group, int rank, int[] layout, int[] layout_k, int left, int rig
 class Numbers(NamedTuple):
     """What the operators of keys receive beside a tensor, in the order of their schema; as those of attention have it.
 
-    With `sends_parts` a rank gets what its slices read, and zeros elsewhere; `number` is that of the call, 0 in a
-    compiled graph.
+    With `sends_parts` a rank gets what its slices read, and zeros elsewhere. `number` is 0 in a compiled
+    graph.
     """
 
     group: str
@@ -40,7 +40,7 @@ class Numbers(NamedTuple):
         return moves_of(tuple(self.layout), tuple(self.layout_k), self.rank, (self.left, self.right), whole=True)
 
     def compare(self, direction: str, x: Tensor) -> None:
-        """Compare this operator with those of the other ranks."""
+        """Compare the operator with the operators of the other ranks."""
         values = self._asdict()
         del values["rank"]
         agree_within(self.group, direction, self.number, {"mask or bias of keys": x, **values})
@@ -136,6 +136,6 @@ def gather_keys(x: Tensor, numbers: Numbers) -> Tensor:
 
 
 def sum_gradient(x: Tensor, members: Members, number: int) -> Tensor:
-    """The same values; its gradient is the sum over the ranks, the same bits on each, made in the call of a number."""
+    """Return the same values; the gradient is summed over the ranks, the same bits on each, in the call `number`."""
     same: Tensor = _SumGradient.apply(x, members, number)
     return same

@@ -25,7 +25,7 @@ def _to_heads(x: Tensor, group: str, layout: list[int], direction: str, of: str,
     return where.unshard(list(received.unbind()), 1)
 
 
-def _to_heads_fake(x: Tensor, group: str, layout: list[int], *_: Any) -> Tensor:
+def _to_heads_fake(x: Tensor, group: str, layout: list[int], *others: Any) -> Tensor:
     batch, _, heads, dim = x.shape
     return x.new_empty(batch, layout[0], heads // from_flat(tuple(layout)).world_size, dim)
 
@@ -37,7 +37,7 @@ def _to_rows(x: Tensor, group: str, layout: list[int], direction: str, of: str, 
     return torch.cat(list(trade(sent, group).unbind()), 2)
 
 
-def _to_rows_fake(x: Tensor, group: str, layout: list[int], *_: Any) -> Tensor:
+def _to_rows_fake(x: Tensor, group: str, layout: list[int], *others: Any) -> Tensor:
     batch, _, heads, dim = x.shape
     where = from_flat(tuple(layout))
     return x.new_empty(batch, where.local_length, heads * where.world_size, dim)
@@ -60,8 +60,8 @@ class _Trade(torch.autograd.Function):
     def forward(
         x: Tensor, group: str, layout: tuple[int, ...], to_heads: bool, direction: str, of: str, number: int
     ) -> Tensor:
-        found: Tensor = (_to_heads_op if to_heads else _to_rows_op)(x, group, list(layout), direction, of, number)
-        return found
+        traded: Tensor = (_to_heads_op if to_heads else _to_rows_op)(x, group, list(layout), direction, of, number)
+        return traded
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -74,15 +74,15 @@ class _Trade(torch.autograd.Function):
 
 
 def trade_heads(x: Tensor, of: str, number: int, group: str, layout: SequenceLayout, *, to_heads: bool) -> Tensor:
-    """(B, L / W, H, D) of this rank's rows to (B, L, H / W, D) of its heads, or back; differentiable.
+    """Trade (B, L / W, H, D) of this rank's rows for (B, L, H / W, D) of its heads, or back; differentiable.
 
     Args:
-        x: what is traded.
-        of: its name in the call.
+        x: the tensor.
+        of: name of the tensor in the call.
         number: of the call, 0 in a compiled graph.
         group: name of the process group.
-        layout: of its rows.
-        to_heads: there, or back.
+        layout: of the rows.
+        to_heads: from rows to heads.
     """
     traded: Tensor = _Trade.apply(x, group, layout.flat, to_heads, "forward", of, number)
     return traded
@@ -181,10 +181,8 @@ def attend_traded(
     """
     p, own, name, number = call.problem, _heads_of(call), call.members.name, call.number
     whole_q = trade_heads(q, "q", number, name, call.layout, to_heads=True)
-    repeated = [own.repeated(x) for x in (k, v)]
-    whole_k, whole_v = (
-        trade_heads(x, of, number, name, call.layout_k, to_heads=True) for of, x in zip("kv", repeated)
-    )
+    repeated = zip("kv", [own.repeated(x) for x in (k, v)])
+    whole_k, whole_v = (trade_heads(x, of, number, name, call.layout_k, to_heads=True) for of, x in repeated)
     found = attention(
         whole_q,
         whole_k,
