@@ -428,18 +428,35 @@ def mistaken_when_compiled(case: ParallelCase, change: dict[str, Any]) -> list[t
 
 
 def compared_beside_a_device() -> tuple[list[str], int, int]:
-    """Return what is raised over a group of a device alone, and the number of groups for headers, then and after it."""
+    """Return what is raised over a group of a device alone, and how much is kept for it, meanwhile and afterwards."""
+
+    def kept() -> int:
+        gc.collect()
+        return len(agreement._carriers) + len(agreement._calls)
+
+    before = kept()
     group = dist.new_group(backend="cuda:gloo")
     groups = groups_of(group)
     kinds = []
     for _ in range(2):
         agree(groups, (("value", "one"),))
         kinds.append(raised(lambda: agree(groups, (("value", str(dist.get_rank())),)))[0])
-    number = len(agreement._carriers)
+    meanwhile = kept() - before
     dist.destroy_process_group(group)
     del group
-    gc.collect()
-    return kinds, number, len(agreement._carriers)
+    return kinds, meanwhile, kept() - before
+
+
+def under_fake_tensors() -> tuple[tuple[int, ...], tuple[str, bool]]:
+    """Return the shape of a result under fake tensors, and what this rank says of its own mistake there."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    over = {"group": dist.group.WORLD, "layout": SequenceLayout.zigzag(16, 2)}
+    with FakeTensorMode():
+        q = torch.empty(1, 8, 2, 4)
+        out = context_parallel_attention(q, q, q, **over)
+        kind, said = raised(lambda: context_parallel_attention(q, q, q, dropout_p=0.5, **over))
+    return tuple(out.shape), (kind, said.startswith(f"rank {dist.get_rank()}: dropout_p is 0.5"))
 
 
 def gradient_of_bias(case: ParallelCase) -> Tensor:

@@ -219,6 +219,18 @@ def test_a_mistake_of_one_rank_raises_on_all(name: str, size: int) -> None:
     assert_all_raise(case, rank, size, fields, keywords, "ValueError", message)
 
 
+def test_another_strategy_and_another_order_of_keys_raise_on_all() -> None:
+    message = differing("strategy", "gather", "ulysses", 1, 2)
+    assert_all_raise(P(heads_k=4), 1, 2, {"strategy": "ulysses"}, {}, "ValueError", message)
+    zigzag, contiguous = SequenceLayout.zigzag(32, 2), SequenceLayout.contiguous(32, 2)
+    message = differing("layout_k", str(zigzag), str(contiguous), 1, 2)
+    assert_all_raise(P(causal=True), 1, 2, {}, {"layout_k": contiguous}, "ValueError", message)
+
+
+def test_nothing_is_compared_under_fake_tensors() -> None:
+    assert workers(2).run("distributed_calls.under_fake_tensors") == [((1, 8, 2, 4), ("ValueError", True))] * 2
+
+
 def test_a_mistake_after_many_good_calls_raises_on_all() -> None:
     case = P(causal=True, needs=(), seqlen_q=8, seqlen_k=8, batch=1, heads=2)
     message = differing("is_causal", "True", "False", 1, 2)
@@ -229,6 +241,8 @@ IN_BACKWARD = {
     "gather": (P(causal=True, bias="full"), ("order", "forward")),
     "sharded": (P(bias="sharded", sink=True, reduce=True), ("order", "forward", "gradients")),
     "window": (P(bias="sharded", window=(20, 3), seqlen_q=1024, seqlen_k=1024), ("order", "forward", "gradients")),
+    "returned": (P(bias="sharded", needs=("bias",)), ("order", "forward")),
+    "summed": (P(strategy="ulysses", heads_k=4, bias="head", reduce=True, needs=("bias",)), ("order", "forward")),
     "ulysses": (P(strategy="ulysses", heads_k=4, bias="head", reduce=True), ("order", "forward", "gradients")),
 }
 
@@ -249,17 +263,25 @@ def test_another_backward_pass_on_one_rank_raises_on_all(name: str, mistake: str
     assert max(error for _, error in answers) < TOLERANCE, answers
 
 
-@pytest.mark.parametrize("strategy", ["gather", "ulysses"])
-def test_a_mistake_in_a_compiled_call_raises_on_all(strategy: str) -> None:
-    case = P(strategy=strategy, heads_k=4, causal=True)
+@pytest.mark.parametrize(
+    "name, bias, shapes",
+    [
+        ("gather", "none", ("q", "(2, 16, 4, 4)", "(3, 16, 4, 4)")),
+        ("ulysses", "none", ("q", "(2, 16, 4, 4)", "(3, 16, 4, 4)")),
+        ("sharded", "sharded", ("mask or bias of keys", "(2, 4, 1, 16)", "(3, 4, 1, 16)")),
+    ],
+    ids=["gather", "ulysses", "sharded"],
+)
+def test_a_mistake_in_a_compiled_call_raises_on_all(name: str, bias: str, shapes: tuple[str, str, str]) -> None:
+    case = P(strategy="ulysses" if name == "ulysses" else "gather", heads_k=4, causal=True, bias=bias)
     answers = workers(2).run("distributed_calls.mistaken_when_compiled", case, {"batch": 3})
-    assert answers[0] == answers[1] and {kind for kind, _ in answers[0]} == {"ValueError"}, answers
-    texts = [said for _, said in answers[0]]
-    assert all("q is float64 (2, 16, 4, 4) on rank 0 and float64 (3, 16, 4, 4) on rank 1" in x for x in texts), texts
+    what, *values = shapes
+    message = differing(what, *(f"float64 {shape}" for shape in values), 1, 2)
+    assert answers == [[("ValueError", message)] * 2] * 2
 
 
 def test_a_group_without_a_cpu_backend_compares_on_the_host_and_keeps_nothing() -> None:
-    assert workers(2).run("distributed_calls.compared_beside_a_device") == [(["ValueError"] * 2, 1, 0)] * 2
+    assert workers(2).run("distributed_calls.compared_beside_a_device") == [(["ValueError"] * 2, 2, 0)] * 2
 
 
 COMPILED = {
