@@ -222,8 +222,9 @@ def differentiate(
 ) -> Gradients:
     """The five gradients, recorded where anything is to be derived from them."""
     if is_batched(dout, dlse):
-        rest = (q, k, v, bias, sink, out, lse, passes, *mask)
-        return one_by_one(lambda dout, dlse: differentiate(dout, dlse, *rest), dout, dlse)
+        return one_by_one(
+            lambda dout, dlse: differentiate(dout, dlse, q, k, v, bias, sink, out, lse, passes, *mask), dout, dlse
+        )
     if torch.is_grad_enabled() or is_transformed():
         gradients: Gradients = AttentionBackward.apply(dout, dlse, q, k, v, bias, sink, out, lse, passes, *mask)
         return gradients

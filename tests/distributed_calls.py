@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -18,11 +19,14 @@ import flash_dmattn
 from flash_dmattn import distributed
 from flash_dmattn.distributed import (
     SequenceLayout,
+    agreement,
     context_parallel_attention,
     exchange,
     explain_context_parallel,
     prepare_mask,
 )
+from flash_dmattn.distributed.agreement import agree
+from flash_dmattn.distributed.group import groups_of
 from flash_dmattn.masks import topk_mask
 
 # Which dims of (B, H, Lq, Lk) a bias has, heads "q" or "k"; and whether a rank has its rows, or its keys, alone.
@@ -224,11 +228,11 @@ def parallel(
         given.get("bias"),
         sink=given.get("sink"),
         group=dist.group.WORLD if case.mesh is None else mesh_of(case.mesh, case.device),
-        layout=of_q,
-        layout_k=of_k,
-        return_lse=True,
         **{
             **flags,
+            "layout": of_q,
+            "layout_k": of_k,
+            "return_lse": True,
             "strategy": case.strategy,
             "reduce_bias_grad": case.reduce,
             "head_groups": case.groups,
@@ -333,31 +337,131 @@ def decisions(case: ParallelCase) -> list[tuple[str, str | None]]:
     return [(d.forward, d.backward) for d in made]
 
 
-def mistaken(case: ParallelCase, rank: int, change: dict[str, Any], then: ParallelCase) -> tuple[str, str, float]:
-    """What is raised where one rank's call is another than those of the others; and that a next call is right."""
-    mine = replace(case, **change) if dist.get_rank() == rank else case
+def mistaken(
+    case: ParallelCase, rank: int, change: dict[str, Any], keywords: dict[str, Any]
+) -> tuple[set[tuple[str, str]], float]:
+    """Return what a mistake of one rank raises, and the largest error of good calls.
+
+    The mistake is made twice: in the first call of a class, and after a good one.
+
+    Args:
+        case: of the other ranks.
+        rank: the one that makes the mistake.
+        change: fields that differ in the case of this rank.
+        keywords: arguments that differ in the call of this rank.
+    """
+    registered()  # so that there are two pairs to choose from
+    is_wrong = dist.get_rank() == rank
+    mine, more = (replace(case, **change), keywords) if is_wrong else (case, {})
+    said, errors = set(), []
+    for _ in range(2):
+        said.add(raised(lambda: parallel(mine, draw(mine), **more)))
+        errors += compared(case).values()
+    return said, max(errors)
+
+
+class Unlucky:
+    """An argument at which validation breaks down."""
+
+    def __eq__(self, other: object) -> bool:
+        raise MemoryError("no memory")
+
+
+def raised(call: Callable[[], Any]) -> tuple[str, str]:
+    """The kind and the message of what a call raises."""
     try:
-        parallel(mine, draw(mine))
+        call()
     except Exception as error:
-        return type(error).__name__, str(error), max(compared(then).values())
-    raise AssertionError("nothing was raised")
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def mistaken_after_many(case: ParallelCase, number: int) -> tuple[str, str]:
+    """Return what is raised where the last rank forgets causality after many good calls."""
+    x = draw(case)
+    for _ in range(number):
+        parallel(case, x)
+    mine = replace(case, causal=False) if dist.get_rank() == dist.get_world_size() - 1 else case
+    return raised(lambda: parallel(mine, draw(mine)))
+
+
+def mistaken_in_backward(case: ParallelCase, mistake: str) -> tuple[tuple[str, str], float]:
+    """Return what another backward pass on the last rank raises, and the error of a good call.
+
+    Two layers of one class are called, and most ranks go back through the second one. The last rank goes back through
+    the first, or makes a third call, or asks the second one for fewer gradients and then goes back through the first.
+    """
+    wrong = dist.get_rank() == dist.get_world_size() - 1
+    x, layers = draw(case), []
+
+    def layer(*arguments: Any, **keywords: Any) -> Any:
+        results = context_parallel_attention(*arguments, **keywords)
+        layers.append((results[0], [t for t in (*arguments, keywords["sink"]) if t is not None and t.requires_grad]))
+        return results[0].detach().requires_grad_(), results[1].detach()
+
+    for _ in range(2):
+        parallel(case, x, run=layer)
+
+    def back(number: int, inputs: slice = slice(None)) -> None:
+        out, needed = layers[number]
+        torch.autograd.grad(out.sum(), needed[inputs], allow_unused=True)
+
+    def wrong_one() -> None:
+        if mistake == "order":
+            back(0)
+        elif mistake == "forward":
+            parallel(case, x)
+        else:
+            back(1, slice(1))
+            back(0)
+
+    said = raised(wrong_one if wrong else lambda: back(1))
+    return said, max(compared(case).values())
+
+
+def mistaken_when_compiled(case: ParallelCase, change: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return what a compiled call raises where the last rank differs, when it is traced and when it runs again."""
+    mine = replace(case, **change) if dist.get_rank() == dist.get_world_size() - 1 else case
+    torch._dynamo.reset()
+    compiled_call = torch.compile(context_parallel_attention, fullgraph=True, backend="aot_eager")
+    return [raised(lambda: parallel(mine, draw(mine), run=compiled_call)) for _ in range(2)]
+
+
+def compared_beside_a_device() -> tuple[list[str], int, int]:
+    """Return what is raised over a group of a device alone, and how much is kept for it, meanwhile and afterwards."""
+
+    def kept() -> int:
+        gc.collect()
+        return len(agreement._carriers) + len(agreement._calls)
+
+    before = kept()
+    group = dist.new_group(backend="cuda:gloo")
+    groups = groups_of(group)
+    kinds = []
+    for _ in range(2):
+        agree(groups, (("value", "one"),))
+        kinds.append(raised(lambda: agree(groups, (("value", str(dist.get_rank())),)))[0])
+    meanwhile = kept() - before
+    dist.destroy_process_group(group)
+    del group
+    return kinds, meanwhile, kept() - before
+
+
+def under_fake_tensors() -> tuple[tuple[int, ...], tuple[str, bool]]:
+    """Return the shape of a result under fake tensors, and what this rank says of its own mistake there."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    over = {"group": dist.group.WORLD, "layout": SequenceLayout.zigzag(16, 2)}
+    with FakeTensorMode():
+        q = torch.empty(1, 8, 2, 4)
+        out = context_parallel_attention(q, q, q, **over)
+        kind, said = raised(lambda: context_parallel_attention(q, q, q, dropout_p=0.5, **over))
+    return tuple(out.shape), (kind, said.startswith(f"rank {dist.get_rank()}: dropout_p is 0.5"))
 
 
 def gradient_of_bias(case: ParallelCase) -> Tensor:
     """The gradient of the bias that a rank has."""
     return parallel(case, draw(case))["dbias"]
-
-
-def mistaken_later(case: ParallelCase) -> str:
-    """What is raised where one rank's third call is another, and each call is compared."""
-    for _ in range(2):
-        parallel(case, draw(case), check="always")
-    mine = replace(case, softcap=1.5) if dist.get_rank() == 1 else case
-    try:
-        parallel(mine, draw(mine), check="always")
-    except ValueError as error:
-        return type(error).__name__
-    return "nothing"
 
 
 def compiled(case: ParallelCase) -> float:

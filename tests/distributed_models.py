@@ -47,14 +47,15 @@ def compared(family: str, layout_name: str, changes: dict[str, Any], length: int
     return max(differences)
 
 
-def refused(what: str) -> str:
-    """What a model says of a mask that is of one rank's tokens alone."""
+def refused(what: str, ranks: tuple[int, ...]) -> str:
+    """Return the error of a model where some ranks have a mask of their own tokens alone."""
     layout = SequenceLayout.zigzag(LENGTH, dist.get_world_size())
     rows = layout.local_length
     given: dict[str, Any] = {"position_ids": layout.positions(dist.get_rank())[None].expand(2, -1)}
-    if what == "padding":
+    is_wrong = dist.get_rank() in ranks
+    if what == "padding" and is_wrong:
         given["attention_mask"] = torch.ones(2, rows, dtype=torch.long).index_fill_(1, torch.tensor([0]), 0)
-    elif what == "documents":
+    elif what == "documents" and is_wrong:
         given["position_ids"] = torch.arange(rows)[None].remainder(5).expand(2, -1)
     elif what == "limits":
         limits = torch.tensor([0, 7, rows], dtype=torch.int32)

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -135,11 +136,11 @@ def distance(x: Any, y: Tensor) -> float:
     return (same[0] - same[1]).abs().max().item() if y.numel() else 0.0
 
 
-def refusal(call: Call, changes: dict[str, Any]) -> str:
-    """The type and the words of what the call raises; a change is "plain", "other mesh" or another tensor."""
+def refusal(call: Call, changes: dict[str, Any], ranks: tuple[int, ...] = (0, 1, 2, 3)) -> str:
+    """The type and the words of what the call raises; a change, on `ranks`, is "plain", "other mesh" or a tensor."""
     tensors = distributed(call.tensors(), call.placements())
     mesh = mesh_of(1)
-    for name, change in changes.items():
+    for name, change in changes.items() if dist.get_rank() in ranks else ():
         if change == "plain":
             tensors[name] = tensors[name].to_local().detach()
         elif change == "other mesh":

@@ -30,7 +30,7 @@ import torch.distributed as dist  # noqa: E402
 from accuracy import assert_accurate  # noqa: E402
 from cases import Case  # noqa: E402
 from cases import Inputs as WholeInputs  # noqa: E402
-from distributed_calls import BIASES, ParallelCase, draw, is_partial, parallel  # noqa: E402
+from distributed_calls import BIASES, ParallelCase, draw, is_partial, mistaken, parallel  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from flash_dmattn import BackendUnsupportedError  # noqa: E402
@@ -38,6 +38,8 @@ from flash_dmattn.distributed import call as parallel_call  # noqa: E402
 
 # Multicast of NVLink, in whichever way it would be used: it stays off on shared machines.
 REQUIRED = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+
+MISTAKES = "mistakes of one rank"
 
 
 def missing_of(environment: Mapping[str, str]) -> list[str]:
@@ -185,6 +187,17 @@ def outcome(case: ParallelCase, backend: Any) -> tuple[str, str]:
     return "refused", refusal
 
 
+def failed_together(case: ParallelCase) -> tuple[str, str]:
+    """Judge whether each mistake of the last rank raises the same error on all ranks, before and after good calls."""
+    rank = dist.get_world_size() - 1
+    for change in ({"causal": not case.causal}, {"batch": case.batch + 1}, {"backend": "unknown"}):
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, mistaken(case, rank, change, {})[0])
+        if len(everywhere[0]) != 1 or any(said != everywhere[0] for said in everywhere):
+            return "failed", f"{change}: {everywhere}"
+    return "passed", "the same error on all ranks"
+
+
 def main() -> int:
     """Run the cases of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -233,10 +246,18 @@ def main() -> int:
                 print(f"{verdict:8} {backend:7} {name}: {text}", flush=True)
                 if verdict == "failed":
                     print(f"         {here}", flush=True)
+    if given.match in MISTAKES and left < 0 and dist.get_world_size() > 1:
+        device = f"cuda:{torch.cuda.current_device()}" if on_gpus else "cpu"
+        verdict, text = failed_together(
+            ParallelCase(causal=True, dtype=torch.bfloat16, dim=64, dim_v=64, device=device)
+        )
+        counts[MISTAKES, verdict] += 1
+        if dist.get_rank() == 0:
+            print(f"{verdict:8} {MISTAKES}: {text}", flush=True)
     if dist.get_rank() == 0:
         print(f"\n{dist.get_world_size()} ranks, {torch.cuda.get_device_name() if on_gpus else 'CPU'}")
         print("| backend | passed | refused | failed |\n| --- | --- | --- | --- |")
-        for backend in backends:
+        for backend in (*backends, MISTAKES):
             print(f"| {backend} | {' | '.join(str(counts[backend, v]) for v in ('passed', 'refused', 'failed'))} |")
         if left >= 0:
             print(f"stopped after {given.seconds:.0f} s: go on with --skip {left}")

@@ -17,6 +17,7 @@ from flash_dmattn.backends import eager
 from flash_dmattn.backends.protocol import Rule
 from flash_dmattn.distributed import (
     SequenceLayout,
+    choice,
     context_parallel_attention,
     explain_context_parallel,
     prepare_mask,
@@ -121,7 +122,6 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         "has one gradient for all heads, which one call has to sum; it needs to be 1",
     ),
-    "check": (lambda: attend(check="never"), ValueError, "check is 'never'; it needs to be 'new' or 'always'"),
     "exchange": (lambda: attend(exchange_dtype=torch.int8), ValueError, "exchange_dtype is torch.int8; it needs to be"),
     "reduce": (lambda: attend(reduce_bias_grad=1), TypeError, "reduce_bias_grad is 1; it needs to be True or False"),
     "composite": (lambda: attend(backend="flex"), ValueError, "'flex' is one differentiable function; context"),
@@ -305,6 +305,20 @@ def test_a_choice_is_made_anew_where_backends_change() -> None:
     finally:
         flash_dmattn.unregister_backend("first")
     assert names(describe(2, strategy="gather")) == ("eager", "eager")
+
+
+def test_the_choice_that_was_unused_for_longest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    choose = choice._choose
+    monkeypatch.setattr(choice, "_remembered", {})
+    monkeypatch.setattr(choice, "_MOST_REMEMBERED", 2)
+    monkeypatch.setattr(choice, "_choose", lambda problems, backend: chosen.append(1) or choose(problems, backend))
+    one, two, three = (describe(2, rows, strategy="gather") for rows in (16, 32, 48))
+    for call in (one, two, one, three, one):
+        choose_pair(call, "auto")
+    assert len(chosen) == 3 and len(choice._remembered) == 2
+    choose_pair(two, "auto")
+    assert len(chosen) == 4
 
 
 def test_a_named_backend_has_to_serve_every_slice(picky: None) -> None:

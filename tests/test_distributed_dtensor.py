@@ -186,10 +186,10 @@ REFUSED = {
     "a sequence that does not divide": (
         Call("S1"),
         {},
-        "ValueError: q has 5 positions, shared among 2 ranks; it needs a multiple of 2, 4 at least",
+        r"ValueError: rank \d: q has 5 positions, shared among 2 ranks; it needs a multiple of 2, 4 at least",
     ),
-    "keys that do not divide": (Call("S1", seqlen_q=4), {}, "ValueError: k has 7 positions, shared among 2 ranks"),
-    "rows like one for all": (Call("S1", seqlen_q=2, seqlen_k=8), {}, "ValueError: q has 2 positions.* 4 at least"),
+    "keys that do not divide": (Call("S1", seqlen_q=4), {}, r"ValueError: rank \d: k has 7 positions, shared"),
+    "rows like one for all": (Call("S1", seqlen_q=2, seqlen_k=8), {}, r"ValueError: rank \d: q has 2 positions.* 4 at"),
     "sequence twice": (
         Call("S1 S1", seqlen_q=8, seqlen_k=8),
         {},
@@ -203,7 +203,7 @@ REFUSED = {
     "probabilities of a shared sequence": (
         Call("S1", seqlen_q=8, seqlen_k=8, flags=(("backend", "reference"), ("return_probs", True))),
         {},
-        "ValueError: return_probs is True, and q shares its sequence",
+        r"ValueError: rank \d: return_probs is True, and q shares its sequence",
     ),
     "head dim": (
         Call("S3"),
@@ -253,6 +253,14 @@ def test_refused_on_every_rank(name: str, four: Workers) -> None:
     call, changes, message = REFUSED[name]
     for said in four.run("dtensor_calls.refusal", call, changes):
         assert re.match(message if "Error" in message else ".*" + message, said), said
+
+
+def test_a_mistake_of_one_rank_beside_a_shared_sequence_is_refused_on_all(four: Workers) -> None:
+    call = Call("S1", seqlen_q=8, seqlen_k=8, bias=(1, 1, 8, 8), of_bias="S2")
+    for said in four.run("dtensor_calls.refusal", call, {"bias": "plain"}, (1, 2)):
+        assert re.match("TypeError: rank [12]: bias is a Tensor, and q is a DTensor", said), said
+    for found in four.run("dtensor_calls.compare", call):
+        check(call, found, "S1", "S2")
 
 
 @pytest.mark.parametrize("kind", ["vmap", "grad"])

@@ -209,6 +209,5 @@ def test_a_backend_that_reads_prepared_masks_gets_those_of_its_slices() -> None:
 
 
 def test_ranks_that_differ_in_it_raise() -> None:
-    case = P(**{**vars(WINDOWED), "softcap": 7.0})
-    said = workers(2).run("distributed_calls.mistaken", case, 1, {"window": (900, 0)}, WINDOWED)
-    assert {kind for kind, _, _ in said} == {"ValueError"}
+    answers = workers(2).run("distributed_calls.mistaken", WINDOWED, 1, {"window": (900, 0)}, {})
+    assert {kind for raised, _ in answers for kind, _ in raised} == {"ValueError"}

@@ -25,12 +25,13 @@ def test_a_rank_of_one_token_is_causal() -> None:
     assert max(workers(2).run("distributed_models.compared", "llama", "contiguous", {}, 2)) < TOLERANCE
 
 
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
 @pytest.mark.parametrize("what", ["padding", "documents"])
-def test_what_a_rank_knows_of_its_own_tokens_alone_is_refused(what: str) -> None:
-    for said in workers(2).run("distributed_models.refused", what):
-        assert f"attention_mask has {what} of this rank's tokens" in said
+def test_what_a_rank_knows_of_its_own_tokens_alone_is_refused_on_all(what: str, ranks: tuple[int, ...]) -> None:
+    for said in workers(2).run("distributed_models.refused", what, ranks):
+        assert said.startswith(f"rank {ranks[0]}: attention_mask has {what} of this rank's tokens")
 
 
 def test_sequences_that_a_caller_describes_are_refused() -> None:
-    for said in workers(2).run("distributed_models.refused", "limits"):
+    for said in workers(2).run("distributed_models.refused", "limits", (0, 1)):
         assert "sequences" in said

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from distributed_calls import BIASES, MASKS, ParallelCase
+from distributed_calls import BIASES, MASKS, ParallelCase, Unlucky
 from distributed_workers import workers
+
+from flash_dmattn.distributed import SequenceLayout
 
 ROOT = Path(__file__).resolve().parent.parent
 TOLERANCE = 1e-10
@@ -96,11 +100,10 @@ def test_a_call_over_a_mesh_of_two_dims_equals_one_call(name: str) -> None:
 
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_mistake_of_one_rank_of_a_mesh_raises_on_all(rank: int) -> None:
-    case = P(mesh=M, strategy="auto", mask="full", softcap=40.0 + rank)
-    for kind, said, error in workers(4).run("distributed_calls.mistaken", case, rank, {"mask": "wrong"}, P()):
-        assert kind == "ValueError" and f"rank {rank}: mask has shape" in said and error < TOLERANCE
-    answers = workers(4).run("distributed_calls.mistaken", case, rank, {"scale": 0.1}, P())
-    assert len({said for _, said, _ in answers}) == 1 and "softmax_scale is" in answers[0][1], answers
+    case = P(mesh=M, strategy="auto", mask="full")
+    assert_all_raise(case, rank, 4, {"mask": "wrong"}, {}, "ValueError", f"rank {rank}: mask has shape")
+    message = differing("softmax_scale", "0.5", "0.1", rank, 4)
+    assert_all_raise(case, rank, 4, {"scale": 0.1}, {}, "ValueError", message)
 
 
 FORMS = {
@@ -142,39 +145,143 @@ def test_every_rank_has_the_same_bits_of_a_summed_gradient() -> None:
     assert all(torch.equal(first, x) for x in others)
 
 
-MISTAKES = {
-    "mask shape": ({"mask": "wrong"}, "ValueError", "rank 1: mask has shape"),
-    "mask dtype": ({"mask": "numbers"}, "TypeError", "rank 1: mask has dtype float64; it needs bool"),
-    "no mask": ({"mask": "none"}, "ValueError", "mask is (2, 4, 16, 32) on rank 0 and None on rank 1"),
-    "rows": ({"seqlen_q": 64}, "ValueError", "q is float64 (2, 16, 4, 4) on rank 0 and float64 (2, 32, 4, 4) on"),
-    "window": ({"window": (3, 3)}, "ValueError", "window"),
-    "scale": ({"scale": 0.1}, "ValueError", "softmax_scale is 0.5 on rank 0 and 0.1 on rank 1"),
-    "gradients": ({"needs": ("q",)}, "ValueError", "requires_grad is q, k, v on rank 0 and q on rank 1"),
-    "strategy": ({"strategy": "ulysses"}, "ValueError", "rank 1: strategy is 'ulysses', and a mask or bias has rows"),
-    "groups": ({"groups": 3}, "ValueError", "rank 1: head_groups is 3; it needs to divide the 2 key-value heads"),
-    "backend": (
-        {"backend": "triton"},
-        "BackendUnsupportedError",
-        "rank 1: backend 'triton' does not support this call",
-    ),
-    "unknown backend": ({"backend": "fast"}, "ValueError", "rank 1: backend 'fast' is unknown"),
+D = "float64"
+# Each changes the case or the keywords of one rank. The error is a kind and what that rank says, or an argument, what
+# the other ranks have, and what that rank has.
+MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "batch": ({"batch": 3}, ("q", D + " (2, {rows}, 4, 4)", D + " (3, {rows}, 4, 4)")),
+    "query heads": ({"heads": 8}, ("q", D + " (2, {rows}, 4, 4)", D + " (2, {rows}, 8, 4)")),
+    "key-value heads": ({"heads_k": 1}, ("k", "(2, {rows}, 2, 4)", "(2, {rows}, 1, 4)")),
+    "dim of values": ({"dim_v": 5}, ("v", "(2, {rows}, 2, 4)", "(2, {rows}, 2, 5)")),
+    "dtype": ({"dtype": torch.float32}, ("q", D + " (2, {rows}, 4, 4)", "float32 (2, {rows}, 4, 4)")),
+    "length": ({"seqlen_q": 64}, ("q", D + " (2, {rows}, 4, 4)", D + " (2, {twice}, 4, 4)")),
+    "order of positions": ({"layout": "contiguous"}, ("layout", "{zigzag}", "{contiguous}")),
+    "causality": ({"causal": False}, ("is_causal", "True", "False")),
+    "window": ({"window": (3, -1)}, ("window_size", "(-1, -1)", "(3, -1)")),
+    "no mask": ({"mask": "none"}, ("mask", "(2, 4, {rows}, 32)", "None")),
+    "prepared mask": ({"mask": "prepared"}, ("mask", "(2, 4, {rows}, 32)", "prepared")),
+    "no bias": ({"bias": "none"}, ("bias", D + " (1, 4, 1, 1)", "None")),
+    "dtype of bias": ({"bias_dtype": torch.float32}, ("bias", D + " (1, 4, 1, 1)", "float32 (1, 4, 1, 1)")),
+    "sink": ({"sink": True}, ("sink", "None", D)),
+    "gradients": ({"needs": ("q",)}, ("requires_grad", "q, k, v, bias", "q")),
+    "no gradient": ({"needs": ()}, ("requires_grad", "q, k, v, bias", "nothing")),
+    "lse": ({"return_lse": False}, ("return_lse", "True", "False")),
+    "softcap": ({"softcap": 9.0}, ("softcap", "1.0", "9.0")),
+    "scale": ({"scale": 0.1}, ("softmax_scale", "0.5", "0.1")),
+    "deterministic": ({"deterministic": True}, ("deterministic", "False", "True")),
+    "head groups": ({"groups": 2}, ("head_groups", "1", "2")),
+    "sums": ({"reduce": True}, ("reduce_bias_grad", "False", "True")),
+    "exchange": ({"exchange": torch.float64}, ("exchange_dtype", "None", "torch.float64")),
+    "other backend": ({"backend": "unpacking"}, ("backends", "('eager', 'eager')", "('unpacking', 'unpacking')")),
+    "layout": ({"layout": SequenceLayout.zigzag(16, 1)}, ("ValueError", "layout is for 1 ranks; it needs")),
+    "shape of mask": ({"mask": "wrong"}, ("ValueError", "mask has shape")),
+    "dtype of mask": ({"mask": "numbers"}, ("TypeError", "mask has dtype float64; it needs bool")),
+    "dropout": ({"dropout_p": 0.1}, ("ValueError", "dropout_p is 0.1; context_parallel_attention has no dropout")),
+    "strategy": ({"strategy": "ulysses"}, ("ValueError", "strategy is 'ulysses', and a mask or bias has rows")),
+    "groups of no heads": ({"groups": 3}, ("ValueError", "head_groups is 3; it needs to divide the 2 key-value heads")),
+    "unfit backend": ({"backend": "triton"}, ("BackendUnsupportedError", "backend 'triton' does not support this")),
+    "unknown backend": ({"backend": "fast"}, ("ValueError", "backend 'fast' is unknown")),
+    "no memory": ({"exchange_dtype": Unlucky()}, ("RuntimeError", "no memory")),
 }
 
 
+def differing(name: str, theirs: str, own: str, rank: int, size: int) -> str:
+    """Say which ranks have which value of an argument."""
+    others = [str(r) for r in range(size) if r != rank]
+    parts = [f"{theirs} on rank{'s' * (size > 2)} {', '.join(others)}", f"{own} on rank {rank}"]
+    said = " and ".join(parts if rank else parts[::-1])
+    return f"{name} is {said}; context_parallel_attention needs the same on every rank"
+
+
+def assert_all_raise(
+    case: ParallelCase, rank: int, size: int, change: dict[str, Any], keywords: dict[str, Any], kind: str, message: str
+) -> None:
+    """All ranks raise one error, twice, and compute good calls after each."""
+    answers = workers(size).run("distributed_calls.mistaken", case, rank, change, keywords)
+    ((name, said),) = answers[0][0]
+    assert name == kind and message in said and all(raised == answers[0][0] for raised, _ in answers), answers
+    assert max(error for _, error in answers) < TOLERANCE, answers
+
+
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_of_one_rank_raises_on_all(name: str) -> None:
-    change, kind, message = MISTAKES[name]
-    # A class of its own each, so that the class is new to every rank.
-    case = P(mask="full", causal=True, batch=2, dim=4, softcap=1.0 + list(MISTAKES).index(name))
-    answers = workers(2).run("distributed_calls.mistaken", case, 1, change, P(causal=True))
-    assert {found for found, _, _ in answers} == {kind}, answers
-    assert len({said for _, said, _ in answers}) == 1 and message in answers[0][1], answers
-    assert max(error for _, _, error in answers) < TOLERANCE
+def test_a_mistake_of_one_rank_raises_on_all(name: str, size: int) -> None:
+    mistake, (what, *values) = MISTAKES[name]
+    case, rank = P(mask="full", bias="head", causal=True, softcap=1.0, backend="eager"), size // 2
+    fields = {key: value for key, value in mistake.items() if key in vars(case) and not key == "layout" == name}
+    keywords = {key: value for key, value in mistake.items() if key not in fields}
+    if len(values) == 1:
+        assert_all_raise(case, rank, size, fields, keywords, what, f"rank {rank}: {values[0]}")
+        return
+    sizes = {"rows": 32 // size, "twice": 64 // size}
+    layouts = {kind: getattr(SequenceLayout, kind)(32, size) for kind in ("zigzag", "contiguous")}
+    message = differing(what, *(value.format(**sizes, **layouts) for value in values), rank, size)
+    assert_all_raise(case, rank, size, fields, keywords, "ValueError", message)
 
 
-def test_calls_of_a_known_class_are_compared_where_asked_for() -> None:
-    answers = workers(2).run("distributed_calls.mistaken_later", P(mask="full", causal=True))
-    assert answers == ["ValueError"] * 2
+def test_another_strategy_and_another_order_of_keys_raise_on_all() -> None:
+    message = differing("strategy", "gather", "ulysses", 1, 2)
+    assert_all_raise(P(heads_k=4), 1, 2, {"strategy": "ulysses"}, {}, "ValueError", message)
+    zigzag, contiguous = SequenceLayout.zigzag(32, 2), SequenceLayout.contiguous(32, 2)
+    message = differing("layout_k", str(zigzag), str(contiguous), 1, 2)
+    assert_all_raise(P(causal=True), 1, 2, {}, {"layout_k": contiguous}, "ValueError", message)
+
+
+def test_nothing_is_compared_under_fake_tensors() -> None:
+    assert workers(2).run("distributed_calls.under_fake_tensors") == [((1, 8, 2, 4), ("ValueError", True))] * 2
+
+
+def test_a_mistake_after_many_good_calls_raises_on_all() -> None:
+    case = P(causal=True, needs=(), seqlen_q=8, seqlen_k=8, batch=1, heads=2)
+    message = differing("is_causal", "True", "False", 1, 2)
+    assert workers(2).run("distributed_calls.mistaken_after_many", case, 1000) == [("ValueError", message)] * 2
+
+
+IN_BACKWARD = {
+    "gather": (P(causal=True, bias="full"), ("order", "forward")),
+    "sharded": (P(bias="sharded", sink=True, reduce=True), ("order", "forward", "gradients")),
+    "window": (P(bias="sharded", window=(20, 3), seqlen_q=1024, seqlen_k=1024), ("order", "forward", "gradients")),
+    "returned": (P(bias="sharded", needs=("bias",)), ("order", "forward")),
+    "summed": (P(strategy="ulysses", heads_k=4, bias="head", reduce=True, needs=("bias",)), ("order", "forward")),
+    "ulysses": (P(strategy="ulysses", heads_k=4, bias="head", reduce=True), ("order", "forward", "gradients")),
+}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name, mistake", [(name, mistake) for name in IN_BACKWARD for mistake in IN_BACKWARD[name][1]])
+def test_another_backward_pass_on_one_rank_raises_on_all(name: str, mistake: str, size: int) -> None:
+    answers = workers(size).run("distributed_calls.mistaken_in_backward", IN_BACKWARD[name][0], mistake)
+    (kind, said), _ = answers[0]
+    others = f"rank{'s' * (size > 2)} {', '.join(str(rank) for rank in range(size - 1))}"
+    what, theirs, own = "step", r"backward of call \d+", r"backward of call \d+"
+    if mistake == "forward":
+        own = "forward"
+    elif (name, mistake) == ("ulysses", "gradients"):  # v of the second layer was not asked for, and the first is next
+        what, theirs, own = "traded", "v", "q"
+    assert kind == "ValueError" and {raised for raised, _ in answers} == {(kind, said)}, answers
+    assert re.match(rf"{what} is {theirs} on {others} and {own} on rank {size - 1}; context", said), said
+    assert max(error for _, error in answers) < TOLERANCE, answers
+
+
+@pytest.mark.parametrize(
+    "name, bias, shapes",
+    [
+        ("gather", "none", ("q", "(2, 16, 4, 4)", "(3, 16, 4, 4)")),
+        ("ulysses", "none", ("q", "(2, 16, 4, 4)", "(3, 16, 4, 4)")),
+        ("sharded", "sharded", ("mask or bias of keys", "(2, 4, 1, 16)", "(3, 4, 1, 16)")),
+    ],
+    ids=["gather", "ulysses", "sharded"],
+)
+def test_a_mistake_in_a_compiled_call_raises_on_all(name: str, bias: str, shapes: tuple[str, str, str]) -> None:
+    case = P(strategy="ulysses" if name == "ulysses" else "gather", heads_k=4, causal=True, bias=bias)
+    answers = workers(2).run("distributed_calls.mistaken_when_compiled", case, {"batch": 3})
+    what, *values = shapes
+    message = differing(what, *(f"float64 {shape}" for shape in values), 1, 2)
+    assert answers == [[("ValueError", message)] * 2] * 2
+
+
+def test_a_group_without_a_cpu_backend_compares_on_the_host_and_keeps_nothing() -> None:
+    assert workers(2).run("distributed_calls.compared_beside_a_device") == [(["ValueError"] * 2, 2, 0)] * 2
 
 
 COMPILED = {
@@ -217,4 +324,5 @@ def test_the_program_of_gpu_tests_runs_on_a_cpu() -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "passed   eager   top-k mask, bias of keys: eager" in done.stdout and "random 1" in done.stdout
-    assert done.stdout.splitlines()[-1].endswith("| 0 | 0 |")
+    assert done.stdout.splitlines()[-1] == "| mistakes of one rank | 1 | 0 | 0 |"
+    assert done.stdout.splitlines()[-2].endswith("| 0 | 0 |")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NoReturn, TypedDict, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, cast, overload
 
 import torch
 from torch import Tensor
@@ -10,15 +10,15 @@ from torch import Tensor
 from ..dispatch.selection import Selection
 from ..dispatch.settings import BackendChoice
 from ..problem import refuse_keywords
-from .agreement import agree
+from .agreement import agree, next_number, refuse_together
 from .call import ParallelCall, shared_of
 from .choice import choose_pair
 from .exchange import sum_dtype
 from .gather import attend_gathered
-from .group import Group
+from .group import Group, Members, groups_of
 from .layout import SequenceLayout
 from .mask import ShardedMask
-from .request import Ours, Request, check_check
+from .request import Ours, Request
 from .strategy import Strategy
 from .sums import Numbers, gather_keys, sum_gradient
 from .ulysses import attend_traded, choose_traded
@@ -35,7 +35,6 @@ class Options(TypedDict, total=False):
     reduce_bias_grad: bool
     exchange_dtype: torch.dtype | None
     head_groups: int | None
-    check: Literal["new", "always"]
     is_causal: bool
     softmax_scale: float | None
     softcap: float
@@ -106,7 +105,6 @@ def context_parallel_attention(
     reduce_bias_grad: bool = False,
     exchange_dtype: torch.dtype | None = None,
     head_groups: int | None = None,
-    check: Literal["new", "always"] = "new",
     is_causal: bool = False,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
@@ -152,8 +150,6 @@ def context_parallel_attention(
         exchange_dtype: in which gradients of k and v are sent, their own by default; torch.float32 rounds them later.
         head_groups: in how many groups of key-value heads "gather" goes, None for 1. Each is on its way while the one
             before it is computed. More of them take less memory, and more time where it was measured.
-        check: "new" compares the calls of ranks once for each class of calls, so that a mistake on one rank raises on
-            all; "always" compares each call, which waits for all ranks.
         is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, backend: as in `attention`, of the
             whole call.
         sink: (Hq,), as in `attention`, the same on every rank; its gradient is that of this rank's rows.
@@ -164,7 +160,8 @@ def context_parallel_attention(
         Results are equal bit by bit from run to run where those of the backend are, for the same number of ranks.
 
     Raises:
-        TypeError, ValueError: an argument is wrong on some rank: the same error on all of them, with the rank's number.
+        TypeError, ValueError: an argument is wrong on some rank, or ranks differ. All ranks raise the same error, in
+            every call and backward pass; it names the ranks and what each has. A wrong `group` raises on one rank alone.
         BackendUnsupportedError, BackendUnavailableError: as in `attention`; one pair of backends serves all ranks.
         NotImplementedError: on a second derivative.
 
@@ -184,44 +181,53 @@ def context_parallel_attention(
         refuse_keywords(context_parallel_attention, unknown)
     ours = Ours(reduce_bias_grad, exchange_dtype, sequences is not None, dropout_p)
     numbers = (is_causal, softmax_scale, softcap, window_size, deterministic, return_lse)
-    request = Request.of((q, k, v, mask, bias, sink), group, layout, layout_k, strategy, head_groups, numbers, ours)
-    always = check_check(check)
+    arguments = ((q, k, v, mask, bias, sink), layout, layout_k, strategy, head_groups, numbers, ours)
+    groups = groups_of(group)
     if torch.compiler.is_compiling():
-        # What raises here raises on this rank alone: nothing can be sent while a graph is traced.
-        call, pair, sink = _prepare(request, backend)
+        # A refusal is raised on this rank alone: nothing can be sent while a graph is traced.
+        request, call, pair, sink = _prepare(groups, 0, backend, *arguments)
     else:
-        call, pair, sink = _prepare_together(request, backend, always)
+        request, call, pair, sink = _prepare_together(groups, backend, *arguments)
     mask, bias, sink = _with_whole_keys(call, sink, reduce_bias_grad)
     both = request.both
-    q, k, v = request.given[:3] if both is None else both.traded(request.given)
+    q, k, v = request.given[:3] if both is None else both.traded(request.given, call.number)
     if call.strategy == "ulysses":
         return attend_traded(call, q, k, v, cast("Tensor | None", mask), bias, sink, backend)
     out, lse = attend_gathered(call, pair, exchange_dtype or q.dtype, q, k, v, mask, bias, sink)
     if both is not None:
-        out, lse = both.returned(out, lse if return_lse else None)  # type: ignore[assignment]
+        out, lse = both.returned(out, lse if return_lse else None, call.number)  # type: ignore[assignment]
     return (out, lse) if return_lse else out
 
 
-def _prepare(request: Request, backend: BackendChoice) -> tuple[ParallelCall, Selection, Tensor | None]:
-    """Everything that can be wrong is found here, before anything is sent."""
+_Prepared = tuple[Request, ParallelCall, Selection, Tensor | None]
+
+
+def _prepare(
+    groups: tuple[Members, ...], number: int, backend: BackendChoice, tensors: tuple[Any, ...], *others: Any
+) -> _Prepared:
+    """Check all arguments, and choose the backends, before anything is sent."""
+    request = Request.of(tensors, groups, number, *others)
     call, sink = request.described()
-    return call, choose_traded(call, backend) if call.strategy == "ulysses" else choose_pair(call, backend), sink
+    pair = choose_traded(call, backend) if call.strategy == "ulysses" else choose_pair(call, backend)
+    return request, call, pair, sink
 
 
-def _prepare_together(
-    request: Request, backend: BackendChoice, always: bool
-) -> tuple[ParallelCall, Selection, Tensor | None]:
-    """The same, with what went wrong on any rank raised on all of them."""
+@torch._disable_dynamo  # where a graph breaks around a call, this must not be compiled for itself
+def _prepare_together(groups: tuple[Members, ...], backend: BackendChoice, *arguments: Any) -> _Prepared:
+    """Prepare the call on every rank, or raise the error of one rank on all of them."""
     try:
-        call, pair, sink = _prepare(request, backend)
-        ours = request.ours
-        more = {"reduce_bias_grad": ours.reduce_bias_grad, "exchange_dtype": ours.exchange_dtype}
-        shared = shared_of(call, **more)
+        prepared = _prepare(groups, next_number(groups), backend, *arguments)
+        request, call, pair, _ = prepared
+        shared = shared_of(
+            call,
+            reduce_bias_grad=request.ours.reduce_bias_grad,
+            exchange_dtype=request.ours.exchange_dtype,
+            backends=tuple([None if one is None else one.NAME for one in pair]),
+        )
     except Exception as error:  # of every kind: the other ranks wait for this one, whatever it was
-        agree(request.groups, (), error, always=always)
-        raise
-    agree(request.groups, shared, None, always=always)
-    return call, pair, sink
+        refuse_together(groups, error)
+    agree(groups, shared)
+    return prepared
 
 
 def _with_whole_keys(
@@ -232,7 +238,7 @@ def _with_whole_keys(
 
     def whole(x: Tensor) -> Tensor:
         over = (call.members.name, call.members.rank, call.layout.flat, call.layout_k.flat)
-        return gather_keys(x, Numbers(*over, *call.problem.window, call.sends_parts))
+        return gather_keys(x, Numbers(*over, *call.problem.window, call.sends_parts, call.number))
 
     if call.mask_needs_keys:
         mask = whole(cast(Tensor, mask))
@@ -242,8 +248,8 @@ def _with_whole_keys(
         if call.bias_needs_keys:
             bias = whole(bias)
         elif needs.bias and reduce_bias_grad:
-            bias = sum_gradient(bias, call.members)
+            bias = sum_gradient(bias, call.members, call.number)
     if sink is not None and needs.sink:
         sink = sink.to(sum_dtype(sink.dtype))
-        sink = sum_gradient(sink, call.members) if reduce_bias_grad else sink
+        sink = sum_gradient(sink, call.members, call.number) if reduce_bias_grad else sink
     return mask, bias, sink

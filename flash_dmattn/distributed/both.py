@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from ..problem import as_scores
 from .call import check_layouts
 from .exchange import sum_dtype
-from .group import Members
+from .group import Members, check_layout
 from .layout import SequenceLayout
 from .mask import ShardedMask
 from .strategy import check_heads
@@ -51,29 +50,30 @@ class Both(NamedTuple):
     within_k: SequenceLayout
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, layout: SequenceLayout, layout_k: SequenceLayout | None) -> Both:
-        """The same of a mesh.
+    def of(cls, inner: Members, outer: Members, layout: SequenceLayout, layout_k: SequenceLayout | None) -> Both:
+        """The same of the groups of a mesh.
 
         Raises:
             TypeError: `layout` is no layout.
             ValueError: it is for another number of ranks.
         """
-        if not isinstance(layout, SequenceLayout):
-            raise TypeError(f"layout is a {type(layout).__name__}; it needs to be a SequenceLayout")
-        if mesh.size() != layout.world_size:
-            raise ValueError(f"layout is for {layout.world_size} ranks; it needs the {mesh.size()} of the mesh")
-        groups = [mesh.get_group(dim) for dim in (0, 1)]
-        outer, inner = (Members(group.group_name, group.size(), group.rank()) for group in groups)
+        size = inner.size * outer.size
+        check_layout(layout, size, "mesh")
         together, within = layout.joined(inner.size)
         own = within[outer.rank]
         # What is no layout of as many ranks, the validation names.
-        if not isinstance(layout_k, SequenceLayout) or layout_k.world_size != mesh.size():
+        if not isinstance(layout_k, SequenceLayout) or layout_k.world_size != size:
             return cls(outer, inner, layout, layout_k, together, None, own, own)
         together_k, within_k = layout_k.joined(inner.size)
         return cls(outer, inner, layout, layout_k, together, together_k, own, within_k[outer.rank])
 
-    def described(self, x: Inputs, reduce_bias_grad: bool) -> Inputs:
-        """What the call over the outer dim receives: tensors without memory for q, k and v, and the heads of the rest.
+    def described(self, x: Inputs, reduce_bias_grad: bool, number: int) -> Inputs:
+        """Make the inputs of the call over the outer dim: q, k and v without memory, and the heads of the rest.
+
+        Args:
+            x: of this rank.
+            reduce_bias_grad: as in the call.
+            number: of the call.
 
         Raises:
             TypeError, ValueError: sizes do not fit the mesh.
@@ -95,30 +95,32 @@ class Both(NamedTuple):
         if isinstance(mask, Tensor) and mask.dim() in (2, 3, 4):
             mask = heads.cut(as_scores(mask))
         if isinstance(bias, Tensor) and bias.dim() in (2, 3, 4):
-            bias = heads.cut(self._summed(as_scores(bias), reduce_bias_grad and as_scores(bias).shape[2] == 1))
+            bias = heads.cut(self._summed(as_scores(bias), reduce_bias_grad and as_scores(bias).shape[2] == 1, number))
         if isinstance(sink, Tensor) and sink.shape == (x.q.shape[2],):
-            sink = self._summed(sink, reduce_bias_grad)[heads.of(x.q.shape[2])]
+            sink = self._summed(sink, reduce_bias_grad, number)[heads.of(x.q.shape[2])]
         return Inputs(standing(x.q), standing(x.k), standing(x.v), mask, bias, sink)
 
-    def traded(self, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    def traded(self, x: Inputs, number: int) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of this rank's heads, with the rows of its inner group."""
         heads, name = self._heads(x), self.inner.name
-        q = trade_heads(x.q, name, self.within, to_heads=True)
-        k, v = (trade_heads(heads.repeated(t), name, self.within_k, to_heads=True) for t in (x.k, x.v))
+        q = trade_heads(x.q, "q", number, name, self.within, to_heads=True)
+        own = [heads.repeated(t) for t in (x.k, x.v)]
+        k, v = (trade_heads(t, of, number, name, self.within_k, to_heads=True) for of, t in zip("kv", own))
         return q, k, v
 
-    def returned(self, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def returned(self, out: Tensor, lse: Tensor | None, number: int) -> tuple[Tensor, Tensor | None]:
         """out and lse of this rank's rows, with all heads."""
-        own = trade_heads(out, self.inner.name, self.within, to_heads=False)
+        own = trade_heads(out, "out", number, self.inner.name, self.within, to_heads=False)
         if lse is None:
             return own, None
-        traded = trade_heads(lse.transpose(1, 2)[..., None], self.inner.name, self.within, to_heads=False)
+        columns = lse.transpose(1, 2)[..., None]
+        traded = trade_heads(columns, "lse", number, self.inner.name, self.within, to_heads=False)
         return own, traded.squeeze(-1).transpose(1, 2)
 
     def _heads(self, x: Inputs) -> OwnHeads:
         return OwnHeads(self.inner.rank, self.inner.size, x.q.shape[2], x.k.shape[2])
 
-    def _summed(self, x: Tensor, reduce: bool) -> Tensor:
+    def _summed(self, x: Tensor, reduce: bool, number: int) -> Tensor:
         if not (reduce and x.requires_grad):
             return x
-        return sum_gradient(x.to(sum_dtype(x.dtype)), self.inner)
+        return sum_gradient(x.to(sum_dtype(x.dtype)), self.inner, number)

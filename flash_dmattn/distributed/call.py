@@ -32,6 +32,8 @@ class ParallelCall(NamedTuple):
         strategy: "gather" or "ulysses"; and why, in words.
         head_groups: of the former, how many groups of key-value heads are gathered one after the other.
         sends_parts: of the former, whether ranks send each other the keys that are read; else all get all of them.
+        number: which of the calls over its groups it is, by which ranks know each other's backward passes; 0 in a
+            compiled graph.
     """
 
     problem: AttentionProblem
@@ -46,6 +48,7 @@ class ParallelCall(NamedTuple):
     why: str
     head_groups: int
     sends_parts: bool
+    number: int
 
     def keys_held(self, rank: int) -> int:
         """How many keys a rank has while it computes."""
@@ -118,6 +121,7 @@ def describe_call(
         "",
         1,
         False,
+        0,
     )
     call = call._replace(problem=_as_read(call))
     p = call.problem
@@ -247,10 +251,12 @@ def shared_of(call: ParallelCall, **more: object) -> Shared:
         "strategy": call.strategy,
         "head_groups": call.head_groups,
         "keys sent": "those that are read" if call.sends_parts else "all",
-        "window (causality folded in)": p.window,
+        "is_causal": p.is_causal,
+        "window_size": p.window_size,
         "softmax_scale": p.softmax_scale,
         "softcap": p.softcap,
         "deterministic": p.deterministic,
+        "return_lse": p.return_lse,
         "requires_grad": ", ".join(needed) or "nothing",
         **more,
     }

@@ -59,13 +59,13 @@ def find_pair(call: ParallelCall, requested: BackendChoice) -> Selection:
         return _choose(slices_of(call), requested)
     of_process = (requested, disabled(), BACKENDS.version)
     key = _Key(call.problem, call.layout, call.head_groups, call.sends_parts, *of_process)
-    found = _remembered.get(key)
-    if found is None:
-        found = _choose(slices_of(call), requested)
+    pair = _remembered.pop(key, None)
+    if pair is None:
+        pair = _choose(slices_of(call), requested)
         if len(_remembered) >= _MOST_REMEMBERED:
-            _remembered.clear()
-        _remembered[key] = found
-    return found
+            _remembered.pop(next(iter(_remembered)), None)
+    _remembered[key] = pair  # as the last one; the first one was unused for longest
+    return pair
 
 
 def slices_of(call: ParallelCall) -> list[AttentionProblem]:

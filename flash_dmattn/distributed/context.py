@@ -6,7 +6,7 @@ import threading
 from types import TracebackType
 from typing import NamedTuple
 
-from .group import Group, members_of
+from .group import Group, check_layout, members_of
 from .layout import SequenceLayout
 
 
@@ -40,7 +40,9 @@ class use_context_parallel:
     """
 
     def __init__(self, group: Group, layout: SequenceLayout) -> None:
-        self._entered = InContext(group, layout, members_of(group, layout).rank)  # which refuses what does not fit
+        members = members_of(group)
+        check_layout(layout, members.size)
+        self._entered = InContext(group, layout, members.rank)
 
     def __enter__(self) -> SequenceLayout:
         self._previous = _thread.current

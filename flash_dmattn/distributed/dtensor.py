@@ -20,8 +20,10 @@ from .. import api, explanation
 from ..dtensors import is_dtensor
 from ..problem import Repeats, fold_call
 from ..validation import describe
+from .agreement import refuse_together
 from .api import context_parallel_attention
 from .explanation import explain_context_parallel
+from .group import Members, groups_of
 from .layout import SequenceLayout
 
 # The dim of a tensor that the ranks of each mesh dim share among them; None where each of them needs all of it.
@@ -52,12 +54,19 @@ def attention(
         TypeError: a plain tensor is beside q, or what `attention` itself refuses.
         ValueError: a placement that needs communication, another mesh, or what `attention` itself refuses.
     """
-    call = ShardedCall(q, k, v, mask, bias, sink, sequences, dropout_p)
+    try:
+        call = ShardedCall(q, k, v, mask, bias, sink, sequences, dropout_p)
+        over = None if call.rows_on is None else call.over_ranks(return_probs)
+    except Exception as error:
+        groups = _groups_of_rows(q)
+        if groups:  # whose other ranks compare their calls meanwhile
+            refuse_together(groups, error)
+        raise
     *local, sink = call.local
-    if call.rows_on is None:
+    if over is None:
         results = api.attention(*local, return_lse=return_lse, return_probs=return_probs, sink=sink, **flags)
     else:
-        flags |= call.over_ranks(return_probs)
+        flags |= over
         results = context_parallel_attention(*local, return_lse=return_lse, sink=sink, **flags)
     results = call.wrap(results if isinstance(results, tuple) else (results,))
     return results if return_lse or return_probs else results[0]
@@ -269,6 +278,12 @@ class _Local(torch.autograd.Function):
             grad, ctx.mesh, ctx.of_gradient, run_check=False, shape=ctx.shape, stride=_contiguous(ctx.shape)
         )
         return whole.redistribute(placements=ctx.placements).to(ctx.dtype), None, None
+
+
+def _groups_of_rows(q: Any) -> tuple[Members, ...]:
+    """The group that shares the sequence of q, if one does."""
+    on = [mesh_dim for mesh_dim, placement in enumerate(q.placements) if placement == Shard(q.dim() - 3)]
+    return groups_of(q.device_mesh.get_group(on[0])) if len(on) == 1 else ()
 
 
 def _take(x: DTensor, dims: Dims) -> Tensor:

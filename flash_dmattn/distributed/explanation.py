@@ -21,11 +21,11 @@ from ..problem import AttentionProblem, dtype_name, refuse_keywords
 from .call import ParallelCall
 from .choice import find_pair, slices_of
 from .exchange import sum_dtype
-from .group import Group
+from .group import Group, groups_of
 from .layout import SequenceLayout
 from .mask import ShardedMask
 from .reading import share_moved
-from .request import Ours, Request, check_check
+from .request import Ours, Request
 from .slices import Slice, plan
 from .strategy import Strategy
 from .traffic import Traffic, traffic_of
@@ -110,7 +110,6 @@ def explain_context_parallel(
     reduce_bias_grad: bool = False,
     exchange_dtype: torch.dtype | None = None,
     head_groups: int | None = None,
-    check: Literal["new", "always"] = "new",
     is_causal: bool = False,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
@@ -155,8 +154,8 @@ def explain_context_parallel(
         refuse_keywords(explain_context_parallel, unknown)
     ours = Ours(reduce_bias_grad, exchange_dtype, sequences is not None, dropout_p)
     numbers = (is_causal, softmax_scale, softcap, window_size, deterministic, return_lse)
-    request = Request.of((q, k, v, mask, bias, sink), group, layout, layout_k, strategy, head_groups, numbers, ours)
-    check_check(check)
+    tensors = (q, k, v, mask, bias, sink)
+    request = Request.of(tensors, groups_of(group), 0, layout, layout_k, strategy, head_groups, numbers, ours)
     call, own_sink = request.described()
     requested = choice_in_force(backend)
     if call.strategy == "ulysses":

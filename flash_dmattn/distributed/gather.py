@@ -53,6 +53,7 @@ def attend_gathered(
         call.head_groups,
         call.sends_parts,
         exchange_dtype,
+        call.number,
         tuple(problem.needs_grad),
     )
     shared = GatherCall(numbers, tuple(view.form for view in views))

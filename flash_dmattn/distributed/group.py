@@ -27,12 +27,12 @@ class Members(NamedTuple):
     rank: int
 
 
-def members_of(group: Group, layout: SequenceLayout) -> Members:
-    """The members of a group, which need to be as many as a layout has ranks.
+def members_of(group: Group) -> Members:
+    """Return the members of a group.
 
     Raises:
-        TypeError: `group` is no process group or mesh, or `layout` no layout.
-        ValueError: a mesh of several dims, or another number of ranks.
+        TypeError: `group` is no process group or mesh.
+        ValueError: a mesh of several dims.
     """
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
@@ -45,12 +45,31 @@ def members_of(group: Group, layout: SequenceLayout) -> Members:
             f"group is a {type(group).__name__}; it needs to be a torch.distributed ProcessGroup "
             "(torch.distributed.group.WORLD is that of all ranks) or a DeviceMesh of one dim"
         )
+    return Members(group.group_name, group.size(), group.rank())
+
+
+def groups_of(group: Group) -> tuple[Members, ...]:
+    """Return the members of a group, or of the inner and of the outer dim of a mesh of two dims.
+
+    Raises:
+        TypeError, ValueError: as `members_of`, on this rank alone: without a group no other rank can be told.
+    """
+    if isinstance(group, DeviceMesh) and group.ndim == 2:
+        return tuple([members_of(group.get_group(dim)) for dim in (1, 0)])
+    return (members_of(group),)
+
+
+def check_layout(layout: SequenceLayout, size: int, of: str = "group") -> None:
+    """Refuse what is no layout of as many ranks.
+
+    Raises:
+        TypeError: it is no layout.
+        ValueError: it is for another number of ranks.
+    """
     if not isinstance(layout, SequenceLayout):
         raise TypeError(f"layout is a {type(layout).__name__}; it needs to be a SequenceLayout")
-    members = Members(group.group_name, group.size(), group.rank())
-    if members.size != layout.world_size:
-        raise ValueError(f"layout is for {layout.world_size} ranks; it needs the {members.size} of the group")
-    return members
+    if layout.world_size != size:
+        raise ValueError(f"layout is for {layout.world_size} ranks; it needs the {size} of the {of}")
 
 
 def process_group(name: str) -> ProcessGroup:

@@ -14,6 +14,7 @@ from ..dispatch.registry import BACKENDS
 from ..flops import backward_flop_of, forward_flop_of, register
 from ..operators import empty_gradient, empty_gradients, empty_outputs
 from ..problem import NeedsGrad, allowed_pairs
+from .agreement import agree_within
 from .exchange import Gathering, Returning
 from .fetching import Fetching, GivingBack
 from .layout import from_flat
@@ -26,7 +27,7 @@ _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor[] mask, str[] mask_forms, Tensor
 _NUMBERS = (
     "str group, int rank, int[] layout, int[] layout_k, int left, int right, float softmax_scale, float softcap, "
     "bool deterministic, str forward, str backward, int head_groups, bool sends_parts, ScalarType exchange_dtype, "
-    "bool[5] needs_grad"
+    "int number, bool[5] needs_grad"
 )
 
 
@@ -41,6 +42,7 @@ class Numbers(NamedTuple):
         head_groups: how many groups of key-value heads are gathered one after the other.
         sends_parts: whether ranks send each other the keys that are read; else every rank gets all of them.
         exchange_dtype: in which gradients of k and v are sent.
+        number: of the call, 0 in a compiled graph.
     """
 
     group: str
@@ -57,7 +59,14 @@ class Numbers(NamedTuple):
     head_groups: int
     sends_parts: bool
     exchange_dtype: torch.dtype
+    number: int
     needs_grad: tuple[bool, ...]
+
+    def compare(self, direction: str, **tensors: Tensor | None) -> None:
+        """Compare the operator with the operators of the other ranks."""
+        values = self._asdict()
+        del values["rank"]
+        agree_within(self.group, direction, self.number, {**tensors, **values})
 
     def rows(
         self,
@@ -129,6 +138,8 @@ def _forward(
     *numbers: Any,
 ) -> tuple[Tensor, Tensor]:
     n = Numbers(*numbers)
+    if n.number == 0:  # else the call was compared
+        n.compare("forward", q=q, k=k, v=v, bias=bias, sink=sink)
     arriving = n.arriving(k, v)
     rows = n.rows(q, k, v, mask, mask_forms, bias, sink)
     backend = cast(KernelBackend, BACKENDS[n.forward])
@@ -153,6 +164,7 @@ def _backward(
     *numbers: Any,
 ) -> list[Tensor]:
     n = Numbers(*numbers)
+    n.compare("backward", q=q, k=k, v=v, bias=bias, sink=sink)
     arriving = n.arriving(k, v)
     rows = n.rows(q, k, v, mask, mask_forms, bias, sink)
     backend = cast(KernelBackend, BACKENDS[n.backward])

@@ -6,14 +6,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from ..problem import check_flag
 from ..validation import follow_autocast
 from .both import Both, Inputs
 from .call import ParallelCall, describe_call
 from .exchange import sum_dtype
-from .group import Group, Members, members_of
+from .group import Members, check_layout
 from .layout import SequenceLayout
 
 
@@ -31,6 +30,7 @@ class Request(NamedTuple):
 
     Attributes:
         groups: the one group, or the inner one and the outer one.
+        number: which of the calls over these it is, 0 in a compiled graph.
         both: those of a mesh of two dims, None over one.
         given: the tensors, in the dtype of autocast.
         layout, layout_k, strategy, head_groups: as they were given.
@@ -39,6 +39,7 @@ class Request(NamedTuple):
     """
 
     groups: tuple[Members, ...]
+    number: int
     both: Both | None
     given: Inputs
     layout: SequenceLayout
@@ -50,17 +51,27 @@ class Request(NamedTuple):
 
     @classmethod
     def of(
-        cls, tensors: tuple[Any, ...], group: Group, layout: SequenceLayout, layout_k: SequenceLayout | None, *rest: Any
+        cls,
+        tensors: tuple[Any, ...],
+        groups: tuple[Members, ...],
+        number: int,
+        layout: SequenceLayout,
+        layout_k: SequenceLayout | None,
+        *rest: Any,
     ) -> Request:
         """The same of q, k, v, mask, bias, sink and the arguments that follow in the order of the attributes.
 
         Raises:
-            TypeError, ValueError: the group or the layout.
+            TypeError, ValueError: the layout.
         """
-        both = Both.of(group, layout, layout_k) if isinstance(group, DeviceMesh) and group.ndim == 2 else None
-        groups = (members_of(group, layout),) if both is None else (both.inner, both.outer)
+        both = None
+        if len(groups) == 1:
+            check_layout(layout, groups[0].size)
+        else:
+            inner, outer = groups
+            both = Both.of(inner, outer, layout, layout_k)
         given = Inputs(*follow_autocast(*tensors[:3]), *tensors[3:])
-        return cls(groups, both, given, layout, layout_k, *rest)
+        return cls(groups, number, both, given, layout, layout_k, *rest)
 
     def described(self) -> tuple[ParallelCall, Tensor | None]:
         """The call of one group, the outer one of two, and its sink.
@@ -83,23 +94,12 @@ class Request(NamedTuple):
                 raise ValueError(
                     f"strategy is {self.strategy!r}; over a mesh of two dims it needs to be 'auto', which is both"
                 )
-            given = both.described(given, ours.reduce_bias_grad)
+            given = both.described(given, ours.reduce_bias_grad, self.number)
             over = (both.outer, both.outer_layout, both.outer_layout_k, "gather", self.head_groups)
-        call = describe_call(*given, *over, *self.numbers)
+        call = describe_call(*given, *over, *self.numbers)._replace(number=self.number)
         dtype = call.problem.dtype
         if ours.exchange_dtype not in (None, dtype, sum_dtype(dtype)):
             raise ValueError(
                 f"exchange_dtype is {ours.exchange_dtype}; it needs to be None, {dtype} or {sum_dtype(dtype)}"
             )
         return call, given.sink
-
-
-def check_check(check: str) -> bool:
-    """Whether every call is compared.
-
-    Raises:
-        ValueError: it says neither "new" nor "always".
-    """
-    if check not in ("new", "always"):
-        raise ValueError(f"check is {check!r}; it needs to be 'new' or 'always'")
-    return check == "always"

@@ -12,35 +12,43 @@ from ..definition import define
 from ..dispatch.selection import Selection, choice_in_force, choose
 from ..dispatch.settings import BackendChoice
 from ..problem import AttentionProblem, TensorSpec, unpacked_spec
+from .agreement import agree_within
 from .call import ParallelCall
 from .exchange import trade
 from .layout import SequenceLayout, from_flat
 
 
-def _to_heads(x: Tensor, group: str, layout: list[int]) -> Tensor:
+def _to_heads(x: Tensor, group: str, layout: list[int], direction: str, of: str, number: int) -> Tensor:
     where = from_flat(tuple(layout))
+    _compare(x, group, layout, direction, of, number)
     received = trade(torch.stack(x.chunk(where.world_size, 2)), group)
     return where.unshard(list(received.unbind()), 1)
 
 
-def _to_heads_fake(x: Tensor, group: str, layout: list[int]) -> Tensor:
+def _to_heads_fake(x: Tensor, group: str, layout: list[int], *others: Any) -> Tensor:
     batch, _, heads, dim = x.shape
     return x.new_empty(batch, layout[0], heads // from_flat(tuple(layout)).world_size, dim)
 
 
-def _to_rows(x: Tensor, group: str, layout: list[int]) -> Tensor:
+def _to_rows(x: Tensor, group: str, layout: list[int], direction: str, of: str, number: int) -> Tensor:
     where = from_flat(tuple(layout))
+    _compare(x, group, layout, direction, of, number)
     sent = torch.stack([where.shard(x, 1, rank) for rank in range(where.world_size)])
     return torch.cat(list(trade(sent, group).unbind()), 2)
 
 
-def _to_rows_fake(x: Tensor, group: str, layout: list[int]) -> Tensor:
+def _to_rows_fake(x: Tensor, group: str, layout: list[int], *others: Any) -> Tensor:
     batch, _, heads, dim = x.shape
     where = from_flat(tuple(layout))
     return x.new_empty(batch, where.local_length, heads * where.world_size, dim)
 
 
-_SCHEMA = "(Tensor x, str group, int[] layout) -> Tensor"
+def _compare(x: Tensor, group: str, layout: list[int], direction: str, of: str, number: int) -> None:
+    if direction == "backward" or number == 0:  # else the call was compared
+        agree_within(group, direction, number, {"traded": of, of: x, "layout": layout})
+
+
+_SCHEMA = "(Tensor x, str group, int[] layout, str direction, str of, int number) -> Tensor"
 _to_heads_op = define("trade_to_heads", _SCHEMA, _to_heads, _to_heads_fake)
 _to_rows_op = define("trade_to_rows", _SCHEMA, _to_rows, _to_rows_fake)
 
@@ -49,22 +57,34 @@ class _Trade(torch.autograd.Function):
     """(B, L / W, H, D) of this rank's rows to (B, L, H / W, D) of its heads, or back; each is the other's gradient."""
 
     @staticmethod
-    def forward(x: Tensor, group: str, layout: tuple[int, ...], to_heads: bool) -> Tensor:
-        found: Tensor = (_to_heads_op if to_heads else _to_rows_op)(x, group, list(layout))
-        return found
+    def forward(
+        x: Tensor, group: str, layout: tuple[int, ...], to_heads: bool, direction: str, of: str, number: int
+    ) -> Tensor:
+        traded: Tensor = (_to_heads_op if to_heads else _to_rows_op)(x, group, list(layout), direction, of, number)
+        return traded
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.group, ctx.layout, ctx.to_heads = inputs
+        _, ctx.group, ctx.layout, ctx.to_heads, _, ctx.of, ctx.number = inputs
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Trade.apply(gradient, ctx.group, ctx.layout, not ctx.to_heads), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
+        own = _Trade.apply(gradient, ctx.group, ctx.layout, not ctx.to_heads, "backward", ctx.of, ctx.number)
+        return own, None, None, None, None, None, None
 
 
-def trade_heads(x: Tensor, group: str, layout: SequenceLayout, *, to_heads: bool) -> Tensor:
-    """(B, L / W, H, D) of this rank's rows to (B, L, H / W, D) of its heads, or back; differentiable."""
-    traded: Tensor = _Trade.apply(x, group, layout.flat, to_heads)
+def trade_heads(x: Tensor, of: str, number: int, group: str, layout: SequenceLayout, *, to_heads: bool) -> Tensor:
+    """Trade (B, L / W, H, D) of this rank's rows for (B, L, H / W, D) of its heads, or back; differentiable.
+
+    Args:
+        x: the tensor.
+        of: name of the tensor in the call.
+        number: of the call, 0 in a compiled graph.
+        group: name of the process group.
+        layout: of the rows.
+        to_heads: from rows to heads.
+    """
+    traded: Tensor = _Trade.apply(x, group, layout.flat, to_heads, "forward", of, number)
     return traded
 
 
@@ -159,9 +179,10 @@ def attend_traded(
         q, k, v: of this rank.
         mask, bias: with one row for all queries, and all keys or one.
     """
-    p, own, name = call.problem, _heads_of(call), call.members.name
-    whole_q = trade_heads(q, name, call.layout, to_heads=True)
-    whole_k, whole_v = (trade_heads(own.repeated(x), name, call.layout_k, to_heads=True) for x in (k, v))
+    p, own, name, number = call.problem, _heads_of(call), call.members.name, call.number
+    whole_q = trade_heads(q, "q", number, name, call.layout, to_heads=True)
+    repeated = zip("kv", [own.repeated(x) for x in (k, v)])
+    whole_k, whole_v = (trade_heads(x, of, number, name, call.layout_k, to_heads=True) for of, x in repeated)
     found = attention(
         whole_q,
         whole_k,
@@ -177,8 +198,9 @@ def attend_traded(
         backend=backend,
         sink=None if sink is None else sink[own.of(p.num_heads)],
     )
-    out = trade_heads(found[0], name, call.layout, to_heads=False)
+    out = trade_heads(found[0], "out", number, name, call.layout, to_heads=False)
     if not p.return_lse:
         return out
-    lse = trade_heads(found[1].transpose(1, 2)[..., None], name, call.layout, to_heads=False)
+    columns = found[1].transpose(1, 2)[..., None]
+    lse = trade_heads(columns, "lse", number, name, call.layout, to_heads=False)
     return out, lse.squeeze(-1).transpose(1, 2)

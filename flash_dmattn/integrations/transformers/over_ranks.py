@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from ...distributed import SequenceLayout, context_parallel_attention
+from ...distributed.agreement import refuse_together
 from ...distributed.context import InContext
+from ...distributed.group import groups_of
 from .layer_mask import LayerMask
 
 
@@ -30,7 +32,10 @@ def attend_over_ranks(
     """
     call = dict(call)
     if isinstance(attention_mask, LayerMask) and not is_packed:
-        _refuse_local(attention_mask, context.layout, context.rank)
+        try:
+            _refuse_local(attention_mask, context.layout, context.rank)
+        except NotImplementedError as error:
+            refuse_together(groups_of(context.group), error)
         call |= {"mask": None, "is_causal": attention_mask.is_causal, "window_size": attention_mask.window}
         call["sequences"] = None
     out = context_parallel_attention(group=context.group, layout=context.layout, **call)
