@@ -174,7 +174,8 @@ def test_a_remembered_call_follows_what_is_set_around_it(described: list[int]) -
     torch.use_deterministic_algorithms(True)
     attend()
     assert len(described) == 5
-    assert [found.problem.deterministic for found in call_cache._classes.values()] == [False, False, True]
+    remembered = [call_cache._classes.get(key) for key in call_cache._classes]
+    assert [x is not None and x.problem.deterministic for x in remembered] == [False, False, True]
 
 
 def test_what_is_remembered_runs_on_the_backend_of_its_time() -> None:
@@ -233,7 +234,7 @@ def test_what_may_not_be_looked_up_is_described(described: list[int]) -> None:
         with FakeTensorMode():
             attend()
     assert len(described) == 6
-    assert not call_cache._classes
+    assert not len(call_cache._classes)
 
 
 PREPARED = {
@@ -286,11 +287,11 @@ def test_a_fallback_is_chosen_anew_by_every_call() -> None:
     call_cache.remember(("key",), problem, chosen, "auto")
     assert not call_cache._classes
     call_cache.remember(("key",), problem, chosen, "eager")
-    assert call_cache._classes == {("key",): (problem, eager, None, {})}
+    assert call_cache._classes.get(("key",)) == (problem, eager, None, {})
 
 
 def test_as_many_classes_as_may_be_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_cache, "MAX_REMEMBERED", 3)
+    monkeypatch.setattr(call_cache._classes, "most", 3)
     for length in range(1, 9):
         x = torch.randn(1, length, 1, 4)
         flash_dmattn.attention(x, x, x)

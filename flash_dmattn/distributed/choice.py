@@ -12,6 +12,7 @@ from ..dispatch.registry import BACKENDS, on_change, works
 from ..dispatch.selection import Selection, choice_in_force, falls_back, select_pair
 from ..dispatch.settings import BackendChoice, Decision, process, thread
 from ..problem import AttentionProblem
+from ..remembered import Remembered
 from .call import ParallelCall
 from .layout import SequenceLayout
 from .problems import head_groups, slice_problem
@@ -27,8 +28,7 @@ class _Key(NamedTuple):
     disabled: tuple[str, ...]
 
 
-_remembered: dict[_Key, Selection] = {}
-_MOST_REMEMBERED = 256
+_remembered: Remembered[Selection] = Remembered(256)
 on_change.append(_remembered.clear)
 
 
@@ -56,13 +56,7 @@ def find_pair(call: ParallelCall, requested: BackendChoice) -> Selection:
     if torch.compiler.is_compiling():  # sizes may be symbols there, which no key can hold
         return _choose(slices_of(call), requested)
     key = _Key(call.problem, call.layout, call.head_groups, call.sends_parts, requested, process.disabled)
-    found = _remembered.get(key)
-    if found is None:
-        found = _choose(slices_of(call), requested)
-        if len(_remembered) >= _MOST_REMEMBERED:
-            _remembered.clear()
-        _remembered[key] = found
-    return found
+    return _remembered.find(key, lambda: _choose(slices_of(call), requested))
 
 
 def slices_of(call: ParallelCall) -> list[AttentionProblem]:
