@@ -25,6 +25,11 @@ def ceil_div(total: int, size: int) -> int:
     return -(-total // size)
 
 
+def next_power_of_2(number: int) -> int:
+    """The least power of 2 that is not less than a number, 1 at least; as `triton.next_power_of_2`, likewise."""
+    return 1 << (number - 1).bit_length()
+
+
 def is_current_device(x: Tensor) -> bool:
     """Whether Triton, which launches on the current device, would launch on the tensor's."""
     # Not torch.cuda.current_device: it looks first whether CUDA is initialised, as it is where there is such a tensor.

@@ -147,7 +147,9 @@ class Sequences:
     @property
     def device(self) -> torch.device:
         """Where its tensors are."""
-        return self._tensors[0].device
+        one = self.seqlens_k if self.cu_seqlens_q is None else self.cu_seqlens_q
+        assert one is not None
+        return one.device
 
     @property
     def _tables(self) -> Tables:
@@ -155,7 +157,9 @@ class Sequences:
 
     @property
     def _tensors(self) -> tuple[Tensor, ...]:
-        return tuple(x for x in self._tables if isinstance(x, Tensor))
+        # By name: every call asks for them.
+        tables = (self.cu_seqlens_q, self.cu_seqlens_k, self.seqlens_q, self.seqlens_k, self.block_table)
+        return tuple([x for x in tables if x is not None])
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Sequences:
         """The same sequences on a device, as `torch.Tensor.to` has it.
@@ -185,22 +189,22 @@ class Sequences:
         Raises:
             ValueError: q, k or v are not of the shapes that the layout needs, or on another device.
         """
-        kind = self.layout.partition("_")[0]
-        ranks = dict(zip("qkv", (*RANKS[self.layout], RANKS[self.layout][1]), strict=True))
-        for name, x in zip("qkv", (q, k, v), strict=True):
+        rank_q, rank_k = RANKS[self.layout]
+        for name, x, rank in (("q", q, rank_q), ("k", k, rank_k), ("v", v, rank_k)):
             if not isinstance(x, Tensor):
                 raise TypeError(f"{name} is a {type(x).__name__}; it needs to be a torch.Tensor")
-            if x.dim() != ranks[name]:
+            if x.dim() != rank:
                 raise ValueError(
-                    f"{name} has {x.dim()} dimensions, shape {tuple(x.shape)}; beside {kind} sequences "
+                    f"{name} has {x.dim()} dimensions, shape {tuple(x.shape)}; beside "
+                    f"{self.layout.partition('_')[0]} sequences "
                     f"it needs {_SHAPES[self.layout][name != 'q']}"
                 )
         if self.device != q.device:
             raise ValueError(f"sequences are on {self.device}; they need to be on the device of q, {q.device}")
-        number, paged = self.number, self.block_table is not None
-        for name, x in (("q", q), ("k", k)):
-            if x.dim() == 4 and not (name == "k" and paged) and x.shape[0] != number:
-                raise ValueError(f"{name} has {x.shape[0]} entries; it needs one for each sequence, {number}")
+        paged = self.block_table is not None
+        for name, x, has_slots in (("q", q, rank_q == 4), ("k", k, rank_k == 4 and not paged)):
+            if has_slots and x.shape[0] != self.number:
+                raise ValueError(f"{name} has {x.shape[0]} entries; it needs one for each sequence, {self.number}")
         rows_q, page_size = q.shape[-3], k.shape[1] if paged else 0
         rows_k = k.shape[-3]
         if self.block_table is not None:
@@ -233,14 +237,15 @@ class Sequences:
             pages: of k, where keys are in pages.
             names: of the tensors that have queries and keys, for messages.
         """
-        if torch.compiler.is_compiling() or _is_capturing(self.device):
+        tensors = self._tensors
+        if torch.compiler.is_compiling() or _is_capturing(tensors[0]):
             return self._laid_out(spec)
         # What inference mode makes cannot be saved for a backward pass.
         slot = (spec, pages, torch.is_inference_mode_enabled())
         kept = self._views.get(slot)
-        if kept is not None and all(map(_is_as_before, self._tensors, kept[0])):
+        if kept is not None and _are_as_before(tensors, kept[0]):
             return kept[1]
-        states = list(map(_state, self._tensors))  # as they are before their values are read
+        states = list(map(_state, tensors))  # as they are before their values are read
         if self.device.type == "cpu":
             check_values(self._tables, spec, pages, names)
         view = self._laid_out(spec)
@@ -330,11 +335,15 @@ def _state(x: Tensor) -> int | Tensor | None:
     return x.clone() if x.device.type == "cpu" else None
 
 
-def _is_as_before(x: Tensor, state: int | Tensor | None) -> bool:
-    """Whether a tensor has not changed since its state was taken; False where nobody can tell."""
-    if not x.is_inference():
-        return x._version == state
-    return isinstance(state, Tensor) and torch.equal(x, state)
+def _are_as_before(tensors: tuple[Tensor, ...], states: list[int | Tensor | None]) -> bool:
+    """Whether no tensor has changed since its state was taken; False where nobody can tell."""
+    for x, state in zip(tensors, states, strict=True):
+        if not x.is_inference():
+            if x._version != state:
+                return False
+        elif not (isinstance(state, Tensor) and torch.equal(x, state)):
+            return False
+    return True
 
 
 def _of_integers(given: dict[str, Tensor | None], *required: str) -> dict[str, Any]:
@@ -383,6 +392,6 @@ def _checked(sequences: Sequences) -> Sequences:
     return sequences
 
 
-def _is_capturing(device: torch.device) -> bool:
+def _is_capturing(x: Tensor) -> bool:
     # What is recorded has to be computed from the tensors at every replay.
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
