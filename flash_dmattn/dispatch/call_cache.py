@@ -89,18 +89,18 @@ def look_up(
     except RuntimeError:  # a sparse or a nested tensor has no strides
         return None, None
     kinds = tuple(map(type, flags if window_size is None else (*flags, *window_size)))  # True == 1 == 1.0
-    key = (
-        *tensors,
-        flags,
-        kinds,
-        torch.is_grad_enabled(),
-        torch.are_deterministic_algorithms_enabled(),
-        choice_in_force(backend),
-        process.disabled,
-    )
     try:
+        key = (
+            *tensors,
+            flags,
+            kinds,
+            torch.is_grad_enabled(),
+            torch.are_deterministic_algorithms_enabled(),
+            choice_in_force(backend),
+            process.disabled,
+        )
         return key, _classes.get(key)
-    except TypeError:  # a list in the place of a number or of a name
+    except TypeError:  # a list in the place of a number or of a name has no hash
         return None, None
 
 
