@@ -2,13 +2,16 @@
 
 The bare backend is its `forward` and `backward`, called with a problem described beforehand. Rounds of both alternate
 and the best of each counts: rounds are short, so that some of them find a busy machine idle.
+
+`--kinds` times calls with masks, biases and sequences in the place of that, (2, 256, 4, 64) each, beside SDPA: forward
+without gradients, and a step, which is forward and backward.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -21,9 +24,10 @@ from flash_dmattn.problem import MaskView
 GOAL_US = 15.0
 SHAPE = (1, 8, 2, 16)
 CANDIDATES = ("cuda", "triton", "eager")
+BATCH, LENGTH, HEADS, HEAD_DIM = OF_KINDS = (2, 256, 4, 64)
 
 
-def best_us(functions: list[Callable[[], object]], rounds: int, calls: int) -> list[float]:
+def best_us(functions: Sequence[Callable[[], object]], rounds: int, calls: int) -> list[float]:
     """The least time of one call of each function, in microseconds, over alternating rounds."""
     best = [float("inf")] * len(functions)
     for _ in range(rounds):
@@ -67,10 +71,71 @@ def pairs(name: str, device: torch.device) -> dict[str, list[Callable[[], object
     return found
 
 
+def kinds(device: torch.device) -> dict[str, tuple[tuple[torch.Tensor, ...], Callable[..., torch.Tensor]]]:
+    """By name, the inputs of a kind of call, and the call of them."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    q, k, v = torch.randn(3, *OF_KINDS, device=device, dtype=dtype)
+    tokens = tuple(x.flatten(0, 1) for x in (q, k, v))
+    bias = torch.randn(1, HEADS, LENGTH, LENGTH, device=device, dtype=dtype)
+    lengths = torch.tensor([LENGTH, LENGTH // 2], device=device, dtype=torch.int32)
+    keys = (torch.arange(LENGTH, device=device) < lengths[:, None])[:, None, None]
+    causal = torch.ones(LENGTH, LENGTH, device=device, dtype=torch.bool).tril()
+    of_pairs = causal ^ (torch.rand(LENGTH, LENGTH, device=device) < 0.1)
+    edges = torch.tensor([0, LENGTH // 2, BATCH * LENGTH], device=device, dtype=torch.int32)
+    packed = flash_dmattn.Sequences.packed(edges, max_seqlen_q=2 * LENGTH)
+    padded = flash_dmattn.Sequences.padded(lengths, lengths)
+    prepared = flash_dmattn.masks.prepare_mask(of_pairs)
+    heads_first = tuple(x.transpose(1, 2).contiguous() for x in (q, k, v))
+
+    def ours(*inputs: torch.Tensor, **others: Any) -> torch.Tensor:
+        return cast(torch.Tensor, flash_dmattn.attention(*inputs, **others))
+
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    return {
+        "plain": ((q, k, v), ours),
+        "bias": ((q, k, v, bias), lambda q, k, v, bias: ours(q, k, v, bias=bias)),
+        "mask of pairs": ((q, k, v), lambda *x: ours(*x, of_pairs)),
+        "mask of keys (B, 1, 1, L)": ((q, k, v), lambda *x: ours(*x, keys)),
+        "prepared mask": ((q, k, v), lambda *x: ours(*x, prepared)),
+        "padded sequences": ((q, k, v), lambda *x: ours(*x, sequences=padded)),
+        "packed sequences": (tokens, lambda *x: ours(*x, sequences=packed)),
+        "packed sequences, made anew": (
+            tokens,
+            lambda *x: ours(*x, sequences=flash_dmattn.Sequences.packed(edges, max_seqlen_q=2 * LENGTH)),
+        ),
+        "SDPA": (heads_first, sdpa),
+        "SDPA, mask of keys": (heads_first, lambda *x: sdpa(*x, attn_mask=keys)),
+    }
+
+
+def run_kinds(given: argparse.Namespace, device: torch.device) -> int:
+    """Print the table of kinds of calls."""
+    print(f"microseconds of the host for q, k, v of {OF_KINDS} on {device.type}, backend {given.backend!r}")
+    print(f"{'':30}{'forward':>10}{'step':>10}")
+    calls = kinds(device)
+
+    def forward(inputs: tuple[torch.Tensor, ...], call: Callable[..., torch.Tensor]) -> Callable[[], object]:
+        return lambda: call(*inputs)
+
+    def step(inputs: tuple[torch.Tensor, ...], call: Callable[..., torch.Tensor]) -> Callable[[], object]:
+        leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        dout = torch.randn_like(call(*leaves))
+        return lambda: torch.autograd.grad(call(*leaves), leaves, dout)
+
+    with flash_dmattn.use_backend(given.backend):
+        once = best_us([forward(*one) for one in calls.values()], given.rounds, given.calls)
+        both = best_us([step(*one) for one in calls.values()], given.rounds, given.calls)
+    for name, *taken in zip(calls, once, both, strict=True):
+        print(f"{name:30}{taken[0]:10.1f}{taken[1]:10.1f}")
+    return 0
+
+
 def run(given: argparse.Namespace) -> int:
     """Print the table."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)
+    if given.kinds:
+        return run_kinds(given, device)
     print(f"microseconds of the host for q, k, v of {SHAPE}; goal for forward: at most {GOAL_US:.0f} added")
     print(f"{'':30}{'attention()':>12}{'backend':>10}{'added':>8}")
     for name in CANDIDATES:
@@ -87,4 +152,6 @@ def add_parser(commands: Any) -> None:
     command = commands.add_parser("dispatch", help="what attention() adds to its backend, on the host")
     command.add_argument("--rounds", type=int, default=1000)
     command.add_argument("--calls", type=int, default=10, help="calls in one round")
+    command.add_argument("--kinds", action="store_true", help="kinds of calls, with masks and sequences, beside SDPA")
+    command.add_argument("--backend", default="auto", help="of --kinds")
     command.set_defaults(run=run)

@@ -9,7 +9,7 @@ first of a class too, and where a profiler or a dispatch mode is to be shown ope
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,13 +21,14 @@ from .autograd import Attention, differentiate
 from .backends.direct import DirectBackward, DirectForward
 from .backends.protocol import is_composite, provided
 from .direct import Ready, Strides, is_as_made, ready_for, run_ready
-from .dispatch.call_cache import CallClass, look_up, remember
+from .dispatch.call_cache import CallClass, look_up, remember, tensor_key
 from .dispatch.mask_view import mask_view
 from .dispatch.registry import BACKENDS, on_change
 from .dispatch.selection import choice_in_force, choose, falls_back, select
 from .dispatch.settings import blocks, disabled
 from .problem import MaskView
 from .reference.dropout import draw_key
+from .remembered import Remembered
 from .validation import describe
 
 if TYPE_CHECKING:
@@ -49,9 +50,7 @@ class HeadsFirst(NamedTuple):
     strides: Strides
 
 
-# A program that meets more classes of calls than this forgets them and starts again.
-MAX_REMEMBERED = 1024
-_classes: dict[tuple[Any, ...], CallClass | None] = {}  # None: its backend has no passes
+_classes: Remembered[CallClass | Literal[False]] = Remembered(1024)  # False: its backend has no passes
 on_change.append(_classes.clear)
 
 _NO_MASK = MaskView()
@@ -90,9 +89,9 @@ def attend_heads_first(
         *(q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride()),
         *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
         *(q.requires_grad, k.requires_grad, v.requires_grad),
-        None if mask is None else _of(mask) if isinstance(mask, Tensor) else mask.call_key,
+        None if mask is None else tensor_key(mask) if isinstance(mask, Tensor) else mask.call_key,
         None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device, bias.requires_grad),
-        None if sink is None else _of(sink),
+        None if sink is None else tensor_key(sink),
         *(is_causal, softmax_scale, softcap, window_size, dropout_p),
         torch.is_grad_enabled(),
         torch.are_deterministic_algorithms_enabled(),
@@ -100,12 +99,11 @@ def attend_heads_first(
         disabled(),
         BACKENDS.version,
     )
-    if blocks.now.records is None and key in _classes:
-        found = _classes[key]
-    else:
+    found = _classes.get(key) if blocks.now.records is None else None
+    if found is None:
         numbers = (is_causal, softmax_scale, softcap, window_size)
         found = _class_of(key, q, k, v, mask, bias, sink, numbers, dropout_p)
-    if found is None:
+    if found is False:
         return None
     problem, forward, backward, _ = found
     view = _NO_MASK if mask is None else mask_view(problem, mask, forward, backward)
@@ -119,10 +117,6 @@ def attend_heads_first(
     return out
 
 
-def _of(x: Tensor) -> tuple[Any, ...]:
-    return x.shape, x.stride(), x.dtype, x.device, x.requires_grad
-
-
 def _class_of(
     key: tuple[Any, ...],
     q: Tensor,
@@ -133,8 +127,8 @@ def _class_of(
     sink: Tensor | None,
     numbers: tuple[bool, float | None, float, tuple[int, int] | None],
     dropout_p: float,
-) -> CallClass | None:
-    """The class of a call, described where it is the first; None where its backend has no passes."""
+) -> CallClass | Literal[False]:
+    """The class of a call, described where it is the first; False where its backend has no passes."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     flags = (*numbers, None, False, False, None, None, dropout_p)
     place, found = look_up(q, k, v, mask, bias, flags, "auto", sink)
@@ -144,23 +138,16 @@ def _class_of(
         selection = choose(problem, requested)
         if is_composite(selection.forward) or falls_back(problem, requested, selection):
             if place is not None:
-                _keep(key, None)
-            return None  # `attention` chooses it again, and says so to whoever records or is warned
+                _classes.keep(key, False)
+            return False  # `attention` chooses it again, and says so to whoever records or is warned
         selection = select(problem, "auto")
         if place is None:
             return CallClass(problem, *selection, {})
         found = remember(place, problem, selection, "auto")
-    if found is not None:
-        # Passes of its own: the rest of the class has those of (B, L, H, D).
-        found = None if is_composite(found.forward) else found._replace(ready={})
-        _keep(key, found)
-    return found
-
-
-def _keep(key: tuple[Any, ...], found: CallClass | None) -> None:
-    if len(_classes) >= MAX_REMEMBERED:
-        _classes.clear()
-    _classes[key] = found
+        if found is None:
+            return False
+    # Passes of its own: the rest of the class has those of (B, L, H, D).
+    return _classes.keep(key, False if is_composite(found.forward) else found._replace(ready={}))
 
 
 def _heads_first(found: CallClass, view: MaskView) -> HeadsFirst:

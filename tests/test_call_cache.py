@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from key_parts import check_covered, check_told_apart, tensor_changes
 from out_of_tree import KernelPair, registered
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
@@ -18,7 +20,9 @@ from flash_dmattn import api
 from flash_dmattn.backends import eager
 from flash_dmattn.dispatch import call_cache, selection, settings
 from flash_dmattn.dispatch.selection import Selection
-from flash_dmattn.masks import prepare_mask
+from flash_dmattn.masks import prepare_mask, prepare_tree
+from flash_dmattn.problem import Repeats, SequenceSpec
+from flash_dmattn.validation import describe
 
 Q, K = (2, 6, 4, 8), (2, 9, 2, 8)
 
@@ -100,6 +104,14 @@ CHANGES: dict[str, Callable[[], dict[str, Any]]] = {
     "return_lse": lambda: {"return_lse": True},
     "backend": lambda: {"backend": "eager"},
     "pair": lambda: {"backend": ("eager", "eager")},
+    "sink": lambda: {"sink": torch.zeros(4)},
+    "sequences": lambda: {
+        "sequences": flash_dmattn.Sequences.padded(torch.tensor([9, 5]), torch.tensor([6, 5])),
+        "mask": None,
+        "bias": None,
+    },
+    "dropout_p": lambda: {"dropout_p": 1.0},
+    "return_probs": lambda: {"return_probs": True, "backend": "reference"},
 }
 
 
@@ -115,6 +127,108 @@ def test_a_changed_argument_makes_another_class(change: str, described: list[int
     for x, y in pairs:
         torch.testing.assert_close(x, y)
         assert x.requires_grad == y.requires_grad
+
+
+def test_every_argument_of_attention_is_changed_by_some_change() -> None:
+    changed = {name for change in CHANGES.values() for name in change()}
+    assert changed == set(inspect.signature(flash_dmattn.attention).parameters)
+
+
+def of_look_up() -> dict[str, Any]:
+    """The arguments of `look_up`, with a tensor for each that may be one, and its flags by name."""
+    names = list(inspect.signature(describe).parameters)
+    names = names[names.index("is_causal") : names.index("sink")]
+    flags = dict(zip(names, (False, 0.5, 1.0, (3, 4), False, False, False, Repeats(), SPEC, 0.25), strict=True))
+    tensors = {"q": torch.randn(Q), "k": torch.randn(K), "v": torch.randn(K), "sink": torch.zeros(4)}
+    return {**tensors, "mask": torch.ones(1, 4, 6, 9) > 0, "bias": torch.randn(1, 4, 6, 9), "backend": "auto", **flags}
+
+
+def key_of(**given: Any) -> Any:
+    names = ("q", "k", "v", "mask", "bias", "backend", "sink")
+    flags = tuple(x for name, x in given.items() if name not in names)
+    key, _ = call_cache.look_up(*(given[name] for name in names[:5]), flags, given["backend"], given["sink"])
+    assert key is not None
+    return key
+
+
+SPEC = SequenceSpec("padded", 2, 6, 9, 6, 9)
+OTHER_VALUES = {
+    "is_causal": (True, 0),
+    "softmax_scale": (0.25, None),
+    "softcap": (2.0, 1),
+    "window_size": ((3, 5), (2, 4), None, (3.0, 4), (3, 4.0)),
+    "deterministic": (True, None),
+    "return_lse": (True, 0),
+    "return_probs": (True, 0),
+    "repeats": (*(Repeats()._replace(**{name: 7}) for name in Repeats._fields), None),
+    "sequences": (
+        SPEC._replace(layout="paged"),
+        *(SPEC._replace(**{name: 77}) for name in ("number", "rows_q", "rows_k", "max_seqlen_q", "max_seqlen_k")),
+        SPEC._replace(names_max=(False, False)),
+        SPEC._replace(page_size=3),
+        None,
+    ),
+    "dropout_p": (0.5, 1),
+    "backend": ("eager", ("eager", "eager")),
+}
+
+
+def changed_look_ups() -> dict[str, dict[str, Any]]:
+    """Arguments of `look_up` that differ from `of_look_up` in one thing, by name."""
+    given, found = of_look_up(), {}
+    for name, value in given.items():
+        if isinstance(value, Tensor):
+            for what, other in tensor_changes(value).items():
+                found[f"{name}, {what}"] = {**given, name: other}
+        else:
+            for other in OTHER_VALUES[name]:
+                found[f"{name} {other}"] = {**given, name: other}
+    for name in ("mask", "bias", "sink"):
+        found[f"no {name}"] = {**given, name: None}
+    found["another form of mask"] = {**given, "mask": prepare_mask(given["mask"])}
+    return found
+
+
+@pytest.mark.parametrize("change", changed_look_ups())
+def test_each_input_alone_changes_the_key(change: str) -> None:
+    check_told_apart(key_of(**of_look_up()), key_of(**changed_look_ups()[change]))
+
+
+def keys_under_other_settings() -> Iterator[Any]:
+    given = of_look_up()
+    with torch.no_grad():
+        yield key_of(**given)
+    torch.use_deterministic_algorithms(True)
+    yield key_of(**given)
+    torch.use_deterministic_algorithms(False)
+    with flash_dmattn.use_backend("reference"):
+        yield key_of(**given)
+    flash_dmattn.set_default_backend("reference")
+    yield key_of(**given)
+    flash_dmattn.set_default_backend("auto")
+    with flash_dmattn.disable_backends("flex"):
+        yield key_of(**given)
+
+
+def test_each_setting_alone_changes_the_key() -> None:
+    key = key_of(**of_look_up())
+    for other in keys_under_other_settings():
+        check_told_apart(key, other)
+
+
+def test_no_part_of_the_key_is_without_a_change() -> None:
+    key, changed = key_of(**of_look_up()), [key_of(**given) for given in changed_look_ups().values()]
+    check_covered(key, [*changed, *keys_under_other_settings()])
+
+
+def test_a_mask_of_a_kind_that_has_no_key_is_no_call_without_one() -> None:
+    """An error in making a key is one: a call that is never remembered would only be slow."""
+
+    class Prepared:
+        tensors = ()
+
+    with pytest.raises(AttributeError, match="call_key"):
+        key_of(**{**of_look_up(), "mask": Prepared()})
 
 
 def test_grad_mode_makes_another_class(described: list[int]) -> None:
@@ -169,7 +283,8 @@ def test_a_remembered_call_follows_what_is_set_around_it(described: list[int]) -
     torch.use_deterministic_algorithms(True)
     attend()
     assert len(described) == 5
-    assert [found.problem.deterministic for found in call_cache._classes.values()] == [False, False, True]
+    remembered = [call_cache._classes.get(key) for key in call_cache._classes]
+    assert [x is not None and x.problem.deterministic for x in remembered] == [False, False, True]
 
 
 def test_what_is_remembered_runs_on_the_backend_of_its_time() -> None:
@@ -228,7 +343,7 @@ def test_what_may_not_be_looked_up_is_described(described: list[int]) -> None:
         with FakeTensorMode():
             attend()
     assert len(described) == 6
-    assert not call_cache._classes
+    assert not len(call_cache._classes)
 
 
 PREPARED = {
@@ -281,12 +396,55 @@ def test_a_fallback_is_chosen_anew_by_every_call() -> None:
     call_cache.remember(("key",), problem, chosen, "auto")
     assert not call_cache._classes
     call_cache.remember(("key",), problem, chosen, "eager")
-    assert call_cache._classes == {("key",): (problem, eager, None, {})}
+    assert call_cache._classes.get(("key",)) == (problem, eager, None, {})
 
 
 def test_as_many_classes_as_may_be_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_cache, "MAX_REMEMBERED", 3)
+    monkeypatch.setattr(call_cache._classes, "most", 3)
     for length in range(1, 9):
         x = torch.randn(1, length, 1, 4)
         flash_dmattn.attention(x, x, x)
         assert 1 <= len(call_cache._classes) <= 3
+
+
+def test_a_class_in_use_outlasts_lengths_that_come_once(monkeypatch: pytest.MonkeyPatch, described: list[int]) -> None:
+    monkeypatch.setattr(call_cache._classes, "most", 4)
+    attend()
+    q = torch.randn(1, 1, 1, 4)
+    for length in range(1, 13):
+        k = torch.randn(1, length, 1, 4)
+        flash_dmattn.attention(q, k, k)
+        if length % 3 == 0:
+            attend()
+    assert len(described) == 1 + 12
+
+
+@pytest.mark.parametrize("form", ["dense", "sequence_tiles", "tree"])
+def test_calls_with_masks_beside_sequences_are_remembered(form: str, described: list[int]) -> None:
+    x, cu = torch.randn(12, 2, 8), torch.tensor([0, 5, 12])
+    sequences = flash_dmattn.Sequences.packed(cu, max_seqlen_q=7)
+    mask: Any = torch.rand(1, 12, 7) > 0.3
+    if form == "sequence_tiles":
+        mask = prepare_mask(mask, sequences=sequences, seqlen_q=12, seqlen_k=12)
+    elif form == "tree":
+        mask = prepare_tree(torch.ones(1, 7, 7, dtype=torch.bool).tril())
+    found = [flash_dmattn.attention(x, x, x, mask, sequences=sequences) for _ in range(3)]
+    assert len(described) == 1
+    wanted = flash_dmattn.attention(x, x, x, mask, sequences=sequences, backend="reference")
+    torch.testing.assert_close(found, [wanted] * 3)
+    assert not isinstance(mask, Tensor) or form == "dense"
+    # The key holds no tensor: neither of the mask nor of its sequences.
+    alive = [weakref.ref(t) for t in (mask.tensors if form != "dense" else (mask,))] + [weakref.ref(sequences)]
+    del mask, sequences
+    gc.collect()
+    assert not any(t() is not None for t in alive)
+
+
+def test_a_mask_with_other_leading_dims_is_refused_whatever_ran_before(described: list[int]) -> None:
+    q = torch.randn(6, 32, 2, 16)
+    allowed = torch.rand(6, 1, 32, 32) < 0.5
+    good, bad = prepare_mask(allowed), prepare_mask(allowed.view(2, 3, 1, 32, 32))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="prepared with leading dims"):
+            flash_dmattn.attention(q, q, q, bad)
+        flash_dmattn.attention(q, q, q, good)

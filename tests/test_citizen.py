@@ -196,10 +196,10 @@ def test_a_mask_that_an_earlier_version_saved_is_loaded(leading: tuple[int, ...]
 
 def test_a_loaded_mask_follows_map_location(tmp_path: Path) -> None:
     mask = PREPARED["tiles"]()
-    assert mask.call_key[5] == torch.device("cpu")  # what is cached belongs to this device
+    assert torch.device("cpu") in mask.call_key[-1]  # what is cached belongs to this device
     torch.save(mask, tmp_path / "mask.pt")
     loaded = torch.load(tmp_path / "mask.pt", weights_only=True, map_location="meta")
-    assert loaded.device.type == loaded.call_key[5].type == "meta"
+    assert loaded.device.type == "meta" and loaded.device in loaded.call_key[-1]
 
 
 def test_a_mask_is_loaded_where_only_the_package_is_imported(tmp_path: Path) -> None:

@@ -326,6 +326,86 @@ def test_second_derivatives_of_remembered_calls() -> None:
         assert torch.autograd.gradgradcheck(partial(attend, backend="eager"), inputs)
 
 
+def relaid(x: Tensor) -> Tensor:
+    """The same values in another layout, also of a tensor with dims of size 1."""
+    room = torch.empty_strided(x.shape, [2 * stride + 1 for stride in x.stride()], dtype=x.dtype)
+    return room.copy_(x)
+
+
+SAVED = ("q", "k", "v", "bias", "sink", "out", "lse", "mask")
+
+
+@pytest.mark.parametrize("name", [name for name in SAVED if name != "sink"])  # of which passes make what they read
+def test_each_saved_tensor_alone_may_come_back_in_another_layout(name: str, ready: Ready) -> None:
+    """Hooks that keep tensors elsewhere bring copies back, and a pass goes by the strides that it was made for."""
+    q, k, v = leaves()
+    bias = torch.randn(1, 4, 5, 7, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    names = iter(name for name in SAVED if name != "sink")
+
+    def unpack(x: Tensor) -> Tensor:
+        return relaid(x) if next(names) == name else x
+
+    def call(backend: str) -> list[Tensor]:
+        out = flash_dmattn.attention(q, k, v, MASK, bias, backend=backend)
+        assert isinstance(out, Tensor)
+        return list(torch.autograd.grad(out, (q, k, v, bias), torch.ones_like(out)))
+
+    wanted = call("eager")
+    with saved_tensors_hooks(lambda x: x, unpack):
+        found = call("ready")
+    torch.testing.assert_close(found, wanted)
+    assert next(names, None) is None
+    assert ready.ways == ["forward", "operator backward"]
+
+
+def as_made(**changes: Any) -> bool:
+    """What `is_as_made` says of the tensors of a class, some of them changed."""
+    given = dict(zip(SAVED, (*leaves(), torch.randn(4, 5, 7), torch.zeros(4)), strict=False))
+    given |= {"out": torch.randn(2, 5, 4, 8), "lse": torch.randn(2, 4, 5), "mask": MASK, "dout": torch.ones(2, 5, 4, 8)}
+    strides = tuple(given[name].stride() for name in ("q", "k", "v", "bias", "mask"))
+    given |= {"dlse": torch.ones(2, 4, 5), "strides": strides, **changes}
+    saved = tuple(given[name].detach() if given[name].requires_grad else given[name] for name in SAVED)
+    with torch.no_grad():
+        return direct.is_as_made(given["strides"], given["dout"], given["dlse"], saved)
+
+
+def test_a_class_is_as_made() -> None:
+    assert as_made() and as_made(dlse=None)
+    assert as_made(strides=(*(x.stride() for x in (*leaves(), torch.randn(4, 5, 7))), None))  # of a prepared mask
+
+
+@pytest.mark.parametrize("place", range(5))
+def test_each_stride_alone_is_looked_at(place: int) -> None:
+    strides = [x.stride() for x in (*leaves(), torch.randn(4, 5, 7), MASK)]
+    strides[place] = tuple(stride + 1 for stride in strides[place])
+    assert not as_made(strides=tuple(strides))
+
+
+@pytest.mark.parametrize("name", ["dout", "dlse", *SAVED])
+def test_each_tensor_alone_may_be_what_watches(name: str) -> None:
+    watched = {"mask": MASK, "lse": torch.randn(2, 4, 5), "dlse": torch.ones(2, 4, 5), "sink": torch.zeros(4)}
+    watched |= {"dout": torch.ones(2, 5, 4, 8), "out": torch.ones(2, 5, 4, 8), "bias": torch.randn(4, 5, 7)}
+    watched |= dict(zip("qkv", (x.detach() for x in leaves()), strict=True))
+    assert as_made(**{name: watched[name]})
+    assert not as_made(**{name: watched[name].as_subclass(Wrapped)})
+
+
+def test_tensors_of_a_prepared_mask_are_looked_at() -> None:
+    strides = (*(x.stride() for x in (*leaves(), torch.randn(4, 5, 7))), None)
+    assert not as_made(strides=strides, mask=relaid(MASK))
+
+
+@pytest.mark.parametrize("watch", [Watch, profiled, torch.enable_grad], ids=["dispatch mode", "profiler", "graph"])
+def test_what_watches_is_noticed(watch: Callable[[], Any]) -> None:
+    q, k, v = (x.detach() for x in leaves())
+    saved = (q, k, v, None, None, q, q, MASK)
+    strides = (q.stride(), k.stride(), v.stride(), None, MASK.stride())
+    with torch.no_grad():
+        assert direct.is_as_made(strides, q, None, saved)
+        with watch():
+            assert not direct.is_as_made(strides, q, None, saved)
+
+
 @pytest.mark.parametrize("which", range(4))
 def test_saved_tensors_that_come_back_in_another_layout(which: int, ready: Ready) -> None:
     """As hooks return them that keep them elsewhere: strides are those of a copy."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cases import DEVICE
+from key_parts import check_covered, check_told_apart, tensor_changes
 from out_of_tree import registered
 from ready_backend import Ready, ready_pair
 from test_direct import Launched, Watch, launched, profiled
@@ -247,6 +249,100 @@ def test_records_have_a_decision_for_each_call() -> None:
         for _ in range(2):
             results(ours, leaves({}))
     assert len(decisions) == 2
+
+
+class Keys:
+    """A table that remembers nothing but the key it was asked for last."""
+
+    def get(self, key: Any) -> Any:
+        self.key = key
+        return False  # so that the call goes no further
+
+
+def key_of(**given: Any) -> Any:
+    keys = Keys()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heads_first, "_classes", keys)
+        assert attend_heads_first(**given) is None
+    return keys.key
+
+
+def whole_call() -> dict[str, Any]:
+    """The arguments of a call with all of them."""
+    q, k = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 9, 8)
+    of_scores = {"mask": torch.ones(1, 4, 6, 9) > 0, "bias": torch.randn(1, 4, 6, 9), "sink": torch.zeros(4)}
+    numbers = {"is_causal": False, "softmax_scale": 0.5, "softcap": 1.0, "window_size": (3, 4), "dropout_p": 0.25}
+    return {"q": q, "k": k, "v": k.clone(), **of_scores, **numbers}
+
+
+OTHER_VALUES = {
+    "is_causal": (True,),
+    "softmax_scale": (0.25, None),
+    "softcap": (2.0,),
+    "window_size": ((3, 5), (2, 4), None),
+    "dropout_p": (0.5,),
+}
+
+
+def changed_calls() -> dict[str, dict[str, Any]]:
+    """Calls that differ from `whole_call` in one thing, by name."""
+    given, changed = whole_call(), {}
+    assert given.keys() == inspect.signature(attend_heads_first).parameters.keys()
+    for name, value in given.items():
+        if isinstance(value, Tensor):
+            others = tensor_changes(value)
+        else:
+            others = dict(zip(map(str, OTHER_VALUES[name]), OTHER_VALUES[name], strict=True))
+        changed |= {f"{name}, {what}": {**given, name: other} for what, other in others.items()}
+    changed |= {f"no {name}": {**given, name: None} for name in ("mask", "bias", "sink")}
+    changed["another form of mask"] = {**given, "mask": prepare_mask(given["mask"])}
+    return changed
+
+
+@pytest.mark.parametrize("change", changed_calls())
+def test_each_input_alone_changes_the_key(change: str) -> None:
+    check_told_apart(key_of(**whole_call()), key_of(**changed_calls()[change]))
+
+
+def keys_under_other_settings() -> Iterator[Any]:
+    given = whole_call()
+    with torch.no_grad():
+        yield key_of(**given)
+    torch.use_deterministic_algorithms(True)
+    yield key_of(**given)
+    torch.use_deterministic_algorithms(False)
+    with flash_dmattn.use_backend("reference"):
+        yield key_of(**given)
+    flash_dmattn.set_default_backend("reference")
+    yield key_of(**given)
+    flash_dmattn.set_default_backend("auto")
+    with flash_dmattn.disable_backends("flex"):
+        yield key_of(**given)
+
+
+def test_each_setting_alone_changes_the_key() -> None:
+    key = key_of(**whole_call())
+    others = list(keys_under_other_settings())
+    for other in others:
+        check_told_apart(key, other)
+    check_covered(key, [*others, *(key_of(**given) for given in changed_calls().values())])
+
+
+def test_a_class_in_use_outlasts_those_that_come_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    heads_first._classes.clear()
+    monkeypatch.setattr(heads_first._classes, "most", 3)
+    made: list[int] = []
+    class_of = heads_first._class_of
+    monkeypatch.setattr(heads_first, "_class_of", lambda *given: [made.append(1), class_of(*given)][1])
+    with flash_dmattn.use_backend("eager"):
+        used = leaves({})
+        ours(**used)
+        for length in range(1, 9):
+            x = torch.randn(1, 1, length, 8)
+            ours(**{**used, "q": x, "k": x, "v": x, "mask": None, "bias": None})
+            ours(**used)
+            assert len(heads_first._classes) <= 3
+    assert len(made) == 1 + 8
 
 
 @pytest.mark.parametrize("which", range(4))

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # From the bottom up. A part may import itself and what stands before it; docs/ARCHITECTURE.md draws the same order.
 LAYERS = (
-    ("_version", "definition", "dtensors"),
+    ("_version", "definition", "dtensors", "remembered"),
     ("problem", "reference"),
     ("flops", "sequences"),
     ("masks",),

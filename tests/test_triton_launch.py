@@ -16,6 +16,7 @@ from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn.backends.triton import backend
+from flash_dmattn.remembered import Remembered
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -146,13 +147,13 @@ def test_descriptors_are_made_by_triton(streams: list[int]) -> None:
 
 
 @pytest.fixture
-def plans(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
+def plans(monkeypatch: pytest.MonkeyPatch) -> Remembered[Any]:
     """The plans of calls on CPU tensors, whose kernels do nothing."""
     from flash_dmattn.triton_kernels import kernel_launch, launch
 
     monkeypatch.setattr(backend, "RULES", tuple(rule for rule in backend.RULES if rule.code != "device"))
     monkeypatch.setattr(kernel_launch.Launch, "__call__", lambda *_: None)
-    monkeypatch.setattr(launch, "plans", {})
+    monkeypatch.setattr(launch, "plans", Remembered(4096))
     return launch.plans
 
 
@@ -181,7 +182,7 @@ CHANGES: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_call_makes_another_plan(change: str, plans: dict[Any, Any]) -> None:
+def test_a_changed_call_makes_another_plan(change: str, plans: Remembered[Any]) -> None:
     for _ in range(2):
         attend(torch.randn(SHAPE))
     assert len(plans) == 1
@@ -191,13 +192,13 @@ def test_a_changed_call_makes_another_plan(change: str, plans: dict[Any, Any]) -
     assert len(plans) == 2
 
 
-def test_the_place_of_a_bias_makes_another_plan(plans: dict[Any, Any]) -> None:
+def test_the_place_of_a_bias_makes_another_plan(plans: Remembered[Any]) -> None:
     for bias in (torch.randn(16, 16), torch.randn(16, 16), shifted((16, 16)), torch.randn(1, 16)):
         attend(torch.randn(SHAPE), bias=bias)
     assert len(plans) == 3
 
 
-def test_only_fp32_asks_whether_tf32_is_allowed(plans: dict[Any, Any]) -> None:
+def test_only_fp32_asks_whether_tf32_is_allowed(plans: Remembered[Any]) -> None:
     before = torch.backends.cuda.matmul.fp32_precision
     try:
         for dtype, made in ((torch.bfloat16, 1), (torch.float32, 3)):
@@ -209,7 +210,7 @@ def test_only_fp32_asks_whether_tf32_is_allowed(plans: dict[Any, Any]) -> None:
         torch.backends.cuda.matmul.fp32_precision = before
 
 
-def test_a_plan_without_a_mask_is_also_found_for_a_problem_that_only_equals(plans: dict[Any, Any]) -> None:
+def test_a_plan_without_a_mask_is_also_found_for_a_problem_that_only_equals(plans: Remembered[Any]) -> None:
     for _ in range(2):
         flash_dmattn.dispatch.call_cache.forget()
         attend(torch.randn(SHAPE))
@@ -220,14 +221,14 @@ def test_a_plan_without_a_mask_is_also_found_for_a_problem_that_only_equals(plan
     ("q_shape", "k_shape"),
     [((0, 4, 2, 16), (0, 4, 2, 16)), ((1, 0, 2, 16), (1, 4, 2, 16)), ((1, 4, 2, 16), (1, 0, 2, 16))],
 )
-def test_an_empty_call_plans_nothing(q_shape: tuple[int, ...], k_shape: tuple[int, ...], plans: dict[Any, Any]) -> None:
+def test_an_empty_call_plans_nothing(q_shape: tuple[int, ...], k_shape: tuple[int, ...], plans: Remembered[Any]) -> None:
     out, lse = attend(torch.randn(q_shape), torch.randn(k_shape), return_lse=True)
     assert out.shape == q_shape and bool((out == 0).all())
     assert lse.shape == (q_shape[0], 2, q_shape[1]) and bool((lse == -torch.inf).all())
     assert not plans
 
 
-def test_rows_of_another_stride_are_copied_and_groups_are_rows(plans: dict[Any, Any]) -> None:
+def test_rows_of_another_stride_are_copied_and_groups_are_rows(plans: Remembered[Any]) -> None:
     from flash_dmattn.triton_kernels.launch import GROUP_ROWS_FROM
 
     attend(torch.randn(1, 16, 16, 2).transpose(2, 3))  # the plan of the copies
@@ -236,7 +237,7 @@ def test_rows_of_another_stride_are_copied_and_groups_are_rows(plans: dict[Any, 
     assert len(plans) == 2
 
 
-def test_the_heads_of_a_group_are_written_to_out_itself(plans: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_heads_of_a_group_are_written_to_out_itself(plans: Remembered[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from flash_dmattn.triton_kernels import kernel_launch
 
     given: list[tuple[Any, ...]] = []
@@ -249,7 +250,7 @@ def test_the_heads_of_a_group_are_written_to_out_itself(plans: dict[Any, Any], m
         assert written is out
 
 
-def test_what_an_operator_or_the_way_without_it_makes_is_alike(plans: dict[Any, Any]) -> None:
+def test_what_an_operator_or_the_way_without_it_makes_is_alike(plans: Remembered[Any]) -> None:
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return func(*args, **(kwargs or {}))

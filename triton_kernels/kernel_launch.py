@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,21 +14,7 @@ from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-# A program that meets more classes of calls than this forgets them and starts again.
-MAX_REMEMBERED = 4096
-
-T = TypeVar("T")
-
-
-def remembered(table: dict[tuple[Any, ...], T], key: tuple[Any, ...], make: Callable[[], T]) -> T:
-    """What a table has for a class of calls, made at the first of them."""
-    found = table.get(key)
-    if found is None:
-        if len(table) >= MAX_REMEMBERED:
-            table.clear()
-        found = table[key] = make()
-    return found
-
+from flash_dmattn.remembered import Remembered
 
 def ceil_div(total: int, size: int) -> int:
     """How many of a size cover a total.
@@ -37,6 +23,11 @@ def ceil_div(total: int, size: int) -> int:
     once, but a mask is packed by new numbers each time.
     """
     return -(-total // size)
+
+
+def next_power_of_2(number: int) -> int:
+    """The least power of 2 that is not less than a number, 1 at least; as `triton.next_power_of_2`, likewise."""
+    return 1 << (number - 1).bit_length()
 
 
 def is_current_device(x: Tensor) -> bool:
@@ -135,7 +126,7 @@ def _hooks_are_set() -> bool:
     return leave is not None and bool(getattr(leave, "calls", True))
 
 
-_launches: dict[tuple[Any, ...], Launch] = {}
+_launches: Remembered[Launch] = Remembered(4096)
 
 
 def launch(
@@ -151,4 +142,4 @@ def launch(
     key = (id(kernel), tensors[0].device.index, programs, numbers, constants, num_warps, found)
     options = {"num_warps": num_warps}
     with on_device(tensors[0]):
-        remembered(_launches, key, lambda: Launch(kernel, programs, numbers, constants, options))(*tensors)
+        _launches.find(key, lambda: Launch(kernel, programs, numbers, constants, options))(*tensors)

@@ -17,7 +17,7 @@ from flash_dmattn.masks.prepared.key_intervals import KeyIntervals
 from flash_dmattn.masks.prepared.packing import TILE, KeySet, tiles
 from flash_dmattn.problem import Band
 
-from .kernel_launch import ceil_div, launch
+from .kernel_launch import ceil_div, launch, next_power_of_2
 from .mask_pack import list_tiles
 
 # Keys of a chunk, and its warps; and the most chunks, so that each program reads all of their counts at once.
@@ -206,7 +206,7 @@ class _Chunks(NamedTuple):
 
     def constants(self) -> tuple[int, int]:
         """CHUNK and COUNTS of the kernels."""
-        return self.size, triton.next_power_of_2(self.number)
+        return self.size, next_power_of_2(self.number)
 
 
 def _chunks(seqlen_k: int) -> _Chunks:

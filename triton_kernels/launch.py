@@ -10,9 +10,10 @@ from torch import Tensor
 
 from flash_dmattn.masks.prepared.operator import KeyForm, prepared_view
 from flash_dmattn.problem import Flags, Gradients, MaskView, NeedsGrad, heads_as_rows, keys_of_query
+from flash_dmattn.remembered import Remembered
 
 from .kernel_launch import is_current_device as is_current_device
-from .kernel_launch import on_device, remembered
+from .kernel_launch import on_device as on_device
 from .plan import Call, takes_tf32
 from .plan_backward import MOST_FEW_KEYS, plan_backward
 from .plan_forward import plan_forward
@@ -43,7 +44,7 @@ def forward(
         if mask.dense is not None and not is_short_forward(q, k, v, mask):
             mask = _packed_for_forward(mask.dense, q, k, flags, groups)
         key = ("forward", groups, mask.form, flags, *signature(q, k, v, bias, sink, dropout, *mask.tensors))
-        plan = remembered(plans, key, lambda: forward_plan(planned_call(q, k, v, mask, bias, flags, sink, groups)))
+        plan = plans.find(key, lambda: forward_plan(planned_call(q, k, v, mask, bias, flags, sink, groups)))
         plan(q, k, v, mask, bias, sink, out, lse, dropout)
 
 
@@ -155,8 +156,8 @@ def backward(
             flags,
             *signature(q, k, v, bias, sink, dropout, dout, dlse, out, lse, *mask.tensors),
         )
-        plan = remembered(
-            plans, key, lambda: backward_plan(Call(q, k, v, mask, bias, flags, sink), dout, dlse, needs_grad)
+        plan = plans.find(
+            key, lambda: backward_plan(Call(q, k, v, mask, bias, flags, sink), dout, dlse, needs_grad)
         )
         return plan(dout, dlse, q, k, v, mask, bias, sink, out, lse, dropout)
 
@@ -191,7 +192,7 @@ def _out_in_fp32(
 
 # By what decides a launch, of calls with sequences too. A plan must not hold on to the tensors of the call it was made
 # for.
-plans: dict[tuple[Any, ...], Callable[..., Any]] = {}
+plans: Remembered[Callable[..., Any]] = Remembered(4096)
 
 
 def signature(q: Tensor, *others: Tensor | None) -> tuple[Any, ...]:

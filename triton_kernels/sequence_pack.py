@@ -17,7 +17,7 @@ from flash_dmattn.masks.prepared.sequence_packing import MaskPacking, packs_noth
 from flash_dmattn.masks.prepared.sequence_packing import pack_sequences as pack_by_pytorch
 from flash_dmattn.problem import SequenceSpec
 
-from .kernel_launch import launch
+from .kernel_launch import ceil_div, launch, next_power_of_2
 from .mask_pack import (
     LIST_BLOCK,
     LIST_NUM_WARPS,
@@ -220,8 +220,8 @@ def pack_sequences(
     kind = {"ragged": RAGGED.value, "tree": TREE.value}.get(mask_packing, PLACES.value)
     # Narrower where no row is as long; and of a dim of size 1, which may have any stride, one value for all.
     widest, num_warps = STRIP[vec]
-    block_k = min(widest, triton.next_power_of_2(tiles_k) * TILE)
-    strips = triton.cdiv(tiles_k * TILE, block_k)
+    block_k = min(widest, next_power_of_2(tiles_k) * TILE)
+    strips = ceil_div(tiles_k * TILE, block_k)
     pairs = zip(mask.shape, mask.stride(), (vec, vec, vec, 1), strict=True)
     of_entry, of_head, of_row, of_key = (stride // unit if size > 1 else 0 for size, stride, unit in pairs)
     of_first_q = of_row if mask_packing == "queries" else 0

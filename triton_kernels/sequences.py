@@ -7,7 +7,7 @@ from torch import Tensor
 from flash_dmattn.problem import Flags, Gradients, MaskView, NeedsGrad, SequenceView
 
 from . import launch
-from .kernel_launch import on_device, remembered
+from .kernel_launch import on_device
 from .plan_sequences import SequenceCall, plan_backward, plan_forward
 
 
@@ -30,8 +30,8 @@ def forward(
     with on_device(q):
         inputs = (q, k, v, bias, sink, dropout, *sequences, *mask.tensors)
         key = ("forward sequences", mask.form, flags, *launch.signature(*inputs))
-        plan = remembered(
-            launch.plans, key, lambda: plan_forward(SequenceCall(q, k, v, mask, bias, flags, sink, sequences), out)
+        plan = launch.plans.find(
+            key, lambda: plan_forward(SequenceCall(q, k, v, mask, bias, flags, sink, sequences), out)
         )
         plan(q, k, v, mask, bias, sink, out, lse, sequences, dropout)
 
@@ -61,8 +61,7 @@ def backward(
     with on_device(q):
         inputs = (q, k, v, bias, sink, dropout, dout, dlse, out, lse, *sequences, *mask.tensors)
         key = ("backward sequences", mask.form, needs_grad, flags, *launch.signature(*inputs))
-        plan = remembered(
-            launch.plans,
+        plan = launch.plans.find(
             key,
             lambda: plan_backward(SequenceCall(q, k, v, mask, bias, flags, sink, sequences), dout, dlse, needs_grad),
         )

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..backends.protocol import AnyBackend, KernelBackend
 from ..definition import is_watched
 from ..problem import AttentionProblem
+from ..remembered import Remembered
 from .registry import BACKENDS, on_change
 from .selection import Selection, choice_in_force, falls_back
 from .settings import BackendChoice, blocks, disabled
@@ -33,10 +34,8 @@ class CallClass(NamedTuple):
     ready: dict[Any, Any]  # what `flash_dmattn.direct` decides once, by the form of the mask and the choice of the call
 
 
-# A program that meets more classes of calls than this, one that decodes say, forgets them and starts again.
-MAX_REMEMBERED = 1024
-
-_classes: dict[Key, CallClass] = {}
+# A program that decodes meets a new class of calls with each length, and asks for none of them again.
+_classes: Remembered[CallClass] = Remembered(1024)
 
 
 def forget() -> None:
@@ -62,8 +61,8 @@ def look_up(
     Args:
         flags: the other arguments of `describe`, in its order.
 
-    A call has no key where its sizes may be symbols, where it is recorded, and where something is so wrong that only
-    validation can name it.
+    A call has no key where its sizes may be symbols, where it is recorded, and where an argument is such that only
+    validation can name what is wrong: q, k or v is None, a tensor has no strides, something cannot be hashed.
     """
     window_size = flags[3]
     is_prepared = not (mask is None or isinstance(mask, Tensor))
@@ -71,17 +70,26 @@ def look_up(
         is_watched(q, k, v, bias, sink, *(getattr(mask, "tensors", (mask,)) if is_prepared else (mask,)))
         or blocks.now.records is not None
         or not (window_size is None or type(window_size) is tuple)
+        or q is None
+        or k is None
+        or v is None
     ):
+        return None, None
+    try:
+        tensors = (
+            tensor_key(q),
+            tensor_key(k),
+            tensor_key(v),
+            None if mask is None else mask.call_key if is_prepared else tensor_key(mask),  # type: ignore[union-attr, arg-type]
+            None if bias is None else tensor_key(bias),
+            None if sink is None else tensor_key(sink),
+        )
+    except RuntimeError:  # a sparse or a nested tensor has no strides
         return None, None
     kinds = tuple(map(type, flags if window_size is None else (*flags, *window_size)))  # True == 1 == 1.0
     try:
         key = (
-            _of(q),
-            _of(k),
-            _of(v),
-            None if mask is None else mask.call_key if is_prepared else _of(mask),  # type: ignore[union-attr, arg-type]
-            None if bias is None else _of(bias),
-            None if sink is None else _of(sink),
+            *tensors,
             flags,
             kinds,
             torch.is_grad_enabled(),
@@ -91,7 +99,7 @@ def look_up(
             BACKENDS.version,
         )
         return key, _classes.get(key)
-    except (AttributeError, TypeError, RuntimeError):  # None for a tensor, a list for a name, a tensor without strides
+    except TypeError:  # a list in the place of a number or of a name has no hash
         return None, None
 
 
@@ -102,11 +110,9 @@ def remember(key: Key, problem: AttentionProblem, selection: Selection, backend:
     """
     if type(problem.seqlen_q) is not int or falls_back(problem, choice_in_force(backend), selection):
         return None  # under torch.jit.trace sizes are tensors
-    if len(_classes) >= MAX_REMEMBERED:
-        _classes.clear()
-    found = _classes[key] = CallClass(problem, *selection, {})
-    return found
+    return _classes.keep(key, CallClass(problem, *selection, {}))
 
 
-def _of(x: Tensor) -> Key:
+def tensor_key(x: Tensor) -> Key:
+    """What of a tensor tells classes of calls apart."""
     return x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.layout  # tensors of mkldnn have strides, too

@@ -12,6 +12,7 @@ from ..dispatch.registry import BACKENDS, on_change, works
 from ..dispatch.selection import Selection, choice_in_force, falls_back, select_pair
 from ..dispatch.settings import BackendChoice, Decision, blocks, disabled
 from ..problem import AttentionProblem
+from ..remembered import Remembered
 from .call import ParallelCall
 from .layout import SequenceLayout
 from .problems import head_groups, slice_problem
@@ -28,8 +29,7 @@ class _Key(NamedTuple):
     version: int  # of the registry
 
 
-_remembered: dict[_Key, Selection] = {}
-_MOST_REMEMBERED = 256
+_remembered: Remembered[Selection] = Remembered(256)
 on_change.append(_remembered.clear)
 
 
@@ -59,13 +59,7 @@ def find_pair(call: ParallelCall, requested: BackendChoice) -> Selection:
         return _choose(slices_of(call), requested)
     of_process = (requested, disabled(), BACKENDS.version)
     key = _Key(call.problem, call.layout, call.head_groups, call.sends_parts, *of_process)
-    pair = _remembered.pop(key, None)
-    if pair is None:
-        pair = _choose(slices_of(call), requested)
-        if len(_remembered) >= _MOST_REMEMBERED:
-            _remembered.pop(next(iter(_remembered)), None)
-    _remembered[key] = pair  # as the last one; the first one was unused for longest
-    return pair
+    return _remembered.find(key, lambda: _choose(slices_of(call), requested))
 
 
 def slices_of(call: ParallelCall) -> list[AttentionProblem]:

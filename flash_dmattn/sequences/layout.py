@@ -16,8 +16,11 @@ from .values import Tables, check_values, make_bounds
 class Sequences:
     """Where the S sequences of a batch lie: made once for a batch, and passed to `attention` by all of its layers.
 
-    `Sequences.packed`, `Sequences.padded` and `Sequences.paged` make one. Its tensors are on the device of q. Those
-    that the caller has as int32 are kept, not copied: changed in place, they count from the next call on.
+    `Sequences.packed`, `Sequences.padded` and `Sequences.paged` make one. Its tensors are on the device of q, and are
+    those of the caller, int32 or int64, not copies: changed in place, they count from the next call on. Their layout is
+    made once for all layers and made anew after a change, which torch counts; tensors that inference mode has made have
+    no such count, so on a GPU each call lays these out anew. A change that torch does not see, by a kernel of another
+    library say, needs new `Sequences`.
 
     Attributes:
         layout: "packed", "padded", "paged", or "paged_packed" where the queries of a paged batch are packed.
@@ -35,7 +38,7 @@ class Sequences:
     block_table: Tensor | None = None
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
-    _views: dict[Any, SequenceView] = field(default_factory=dict, init=False)
+    _views: dict[Any, tuple[list[Any], SequenceView]] = field(default_factory=dict, init=False)
 
     @staticmethod
     def packed(
@@ -73,7 +76,7 @@ class Sequences:
             max_seqlen_k, seqlens_k = max_seqlen_q, seqlens_q
         given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
         given |= {"seqlens_q": seqlens_q, "seqlens_k": seqlens_k}
-        found = _as_int32(given, "cu_seqlens_q")
+        found = _of_integers(given, "cu_seqlens_q")
         if found["cu_seqlens_k"] is None:
             found["cu_seqlens_k"] = found["cu_seqlens_q"]
         return _checked(Sequences("packed", **found, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k))
@@ -95,7 +98,8 @@ class Sequences:
         >>> torch.allclose(out[1:], flash_dmattn.attention(q[1:], k[1:, :4], v[1:, :4]), atol=1e-6)
         True
         """
-        return _checked(Sequences("padded", **_as_int32({"seqlens_k": seqlens_k, "seqlens_q": seqlens_q}, "seqlens_k")))
+        given = {"seqlens_k": seqlens_k, "seqlens_q": seqlens_q}
+        return _checked(Sequences("padded", **_of_integers(given, "seqlens_k")))
 
     @staticmethod
     def paged(
@@ -129,7 +133,7 @@ class Sequences:
         """
         given = {"block_table": block_table, "seqlens_k": seqlens_k, "cu_seqlens_q": cu_seqlens_q}
         layout: Layout = "paged" if cu_seqlens_q is None else "paged_packed"
-        found = _as_int32(given, "block_table", "seqlens_k")
+        found = _of_integers(given, "block_table", "seqlens_k")
         return _checked(Sequences(layout, **found, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k))
 
     @property
@@ -143,7 +147,9 @@ class Sequences:
     @property
     def device(self) -> torch.device:
         """Where its tensors are."""
-        return self._tensors[0].device
+        one = self.seqlens_k if self.cu_seqlens_q is None else self.cu_seqlens_q
+        assert one is not None
+        return one.device
 
     @property
     def _tables(self) -> Tables:
@@ -151,7 +157,9 @@ class Sequences:
 
     @property
     def _tensors(self) -> tuple[Tensor, ...]:
-        return tuple(x for x in self._tables if isinstance(x, Tensor))
+        # By name: every call asks for them.
+        tables = (self.cu_seqlens_q, self.cu_seqlens_k, self.seqlens_q, self.seqlens_k, self.block_table)
+        return tuple([x for x in tables if x is not None])
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Sequences:
         """The same sequences on a device, as `torch.Tensor.to` has it.
@@ -181,22 +189,22 @@ class Sequences:
         Raises:
             ValueError: q, k or v are not of the shapes that the layout needs, or on another device.
         """
-        kind = self.layout.partition("_")[0]
-        ranks = dict(zip("qkv", (*RANKS[self.layout], RANKS[self.layout][1]), strict=True))
-        for name, x in zip("qkv", (q, k, v), strict=True):
+        rank_q, rank_k = RANKS[self.layout]
+        for name, x, rank in (("q", q, rank_q), ("k", k, rank_k), ("v", v, rank_k)):
             if not isinstance(x, Tensor):
                 raise TypeError(f"{name} is a {type(x).__name__}; it needs to be a torch.Tensor")
-            if x.dim() != ranks[name]:
+            if x.dim() != rank:
                 raise ValueError(
-                    f"{name} has {x.dim()} dimensions, shape {tuple(x.shape)}; beside {kind} sequences "
+                    f"{name} has {x.dim()} dimensions, shape {tuple(x.shape)}; beside "
+                    f"{self.layout.partition('_')[0]} sequences "
                     f"it needs {_SHAPES[self.layout][name != 'q']}"
                 )
         if self.device != q.device:
             raise ValueError(f"sequences are on {self.device}; they need to be on the device of q, {q.device}")
-        number, paged = self.number, self.block_table is not None
-        for name, x in (("q", q), ("k", k)):
-            if x.dim() == 4 and not (name == "k" and paged) and x.shape[0] != number:
-                raise ValueError(f"{name} has {x.shape[0]} entries; it needs one for each sequence, {number}")
+        paged = self.block_table is not None
+        for name, x, has_slots in (("q", q, rank_q == 4), ("k", k, rank_k == 4 and not paged)):
+            if has_slots and x.shape[0] != self.number:
+                raise ValueError(f"{name} has {x.shape[0]} entries; it needs one for each sequence, {self.number}")
         rows_q, page_size = q.shape[-3], k.shape[1] if paged else 0
         rows_k = k.shape[-3]
         if self.block_table is not None:
@@ -229,21 +237,31 @@ class Sequences:
             pages: of k, where keys are in pages.
             names: of the tensors that have queries and keys, for messages.
         """
-        if torch.compiler.is_compiling() or _is_capturing(self.device):
-            return SequenceView(self.bounds_of(spec), self.block_table)
-        key = None
-        if not any(x.is_inference() for x in self._tensors):  # those do not say when they change
-            # What inference mode makes cannot be saved for a backward pass.
-            key = (spec, pages, torch.is_inference_mode_enabled(), *(x._version for x in self._tensors))
-        found = self._views.get(key)
-        if found is None:
-            if self.device.type == "cpu":
-                check_values(self._tables, spec, pages, names)
-            found = SequenceView(self.bounds_of(spec), self.block_table)
-            self._views.clear()
-            if key is not None:
-                self._views[key] = found
-        return found
+        tensors = self._tensors
+        if torch.compiler.is_compiling() or _is_capturing(tensors[0]):
+            return self._laid_out(spec)
+        # What inference mode makes cannot be saved for a backward pass.
+        slot = (spec, pages, torch.is_inference_mode_enabled())
+        kept = self._views.get(slot)
+        if kept is not None and _are_as_before(tensors, kept[0]):
+            return kept[1]
+        states = list(map(_state, tensors))  # as they are before their values are read
+        if self.device.type == "cpu":
+            check_values(self._tables, spec, pages, names)
+        view = self._laid_out(spec)
+        if kept is None:
+            for oldest in list(self._views)[: len(self._views) - _MOST_VIEWS + 1]:
+                self._views.pop(oldest, None)
+        self._views[slot] = states, view
+        return view
+
+    def _laid_out(self, spec: SequenceSpec) -> SequenceView:
+        table = self.block_table
+        if table is not None:
+            table = table.to(torch.int32)
+            # Kernels step through a row of pages one by one.
+            table = table if table.stride(1) == 1 else table.contiguous()
+        return SequenceView(self.bounds_of(spec), table)
 
     def check(self, q: Tensor | None = None, k: Tensor | None = None) -> None:
         """Read the values, and refuse those that a call would refuse on a CPU; waits for the device.
@@ -308,8 +326,30 @@ _SHAPES = {
 }
 
 
-def _as_int32(given: dict[str, Tensor | None], *required: str) -> dict[str, Any]:
-    """The given tensors as int32, None where one that is not required was not given."""
+# Layouts that one object keeps, of caches of several lengths say. Each is a few numbers for a sequence.
+_MOST_VIEWS = 8
+
+
+def _state(x: Tensor) -> int | Tensor | None:
+    """What tells whether a tensor has changed: its version, or its values, as far as a look at them costs no wait."""
+    if not x.is_inference():
+        return x._version
+    return x.clone() if x.device.type == "cpu" else None
+
+
+def _are_as_before(tensors: tuple[Tensor, ...], states: list[int | Tensor | None]) -> bool:
+    """Whether no tensor has changed since its state was taken; False where nobody can tell."""
+    for x, state in zip(tensors, states, strict=True):
+        if not x.is_inference():
+            if x._version != state:
+                return False
+        elif not (isinstance(state, Tensor) and torch.equal(x, state)):
+            return False
+    return True
+
+
+def _of_integers(given: dict[str, Tensor | None], *required: str) -> dict[str, Any]:
+    """The given tensors after a look at their kind, None where one that is not required was not given."""
     found: dict[str, Tensor | None] = {}
     device = None
     for name, x in given.items():
@@ -326,9 +366,7 @@ def _as_int32(given: dict[str, Tensor | None], *required: str) -> dict[str, Any]
         if device is not None and x.device != device:
             raise ValueError(f"{name} is on {x.device}; it needs to be where the others are, on {device}")
         device = x.device
-        x = x.to(torch.int32)
-        # Kernels step through a row of pages one by one.
-        found[name] = x.contiguous() if rank == 2 and x.stride(1) != 1 else x
+        found[name] = x
     return found
 
 
@@ -356,6 +394,6 @@ def _checked(sequences: Sequences) -> Sequences:
     return sequences
 
 
-def _is_capturing(device: torch.device) -> bool:
+def _is_capturing(x: Tensor) -> bool:
     # What is recorded has to be computed from the tensors at every replay.
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()

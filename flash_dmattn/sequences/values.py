@@ -27,24 +27,28 @@ def make_bounds(tables: Tables, device: torch.device, spec: SequenceSpec) -> Ten
     """The bounds of a `SequenceView`: int32 (S, 4), no row of which leaves q, k or v, whatever the tensors say."""
     queries = (tables.cu_seqlens_q, tables.seqlens_q, spec.rows_q, spec.max_seqlen_q)
     keys = (tables.cu_seqlens_k, tables.seqlens_k, spec.rows_k, spec.max_seqlen_k)
-    columns = [x for side in (queries, keys) for x in _safe_side(*side, spec.number, device)]
-    return torch.stack(columns, 1)
+    first, lengths = _safe_side(*queries, spec.number, device)
+    # Self-attention. Not while compiling, where it would bind lengths that differ in calls to come.
+    is_one_side = queries[0] is keys[0] and queries[1] is keys[1] and not torch.compiler.is_compiling()
+    if is_one_side and queries[2:] == keys[2:]:
+        return torch.stack((first, lengths, first, lengths), 1)
+    return torch.stack((first, lengths, *_safe_side(*keys, spec.number, device)), 1)
 
 
 def _safe_side(
     cu_seqlens: Tensor | None, used: Tensor | None, rows: int, most: int, number: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """The firsts and the lengths of queries, or of keys."""
+    """The firsts and the lengths of queries, or of keys, int32."""
+    limit = min(rows, most)
+    if used is not None:
+        used = used.clamp(0, limit).to(torch.int32)  # in this order: int64 may have what int32 has not
     if cu_seqlens is None:
         first = torch.zeros(number, dtype=torch.int32, device=device)
-        lengths = torch.full_like(first, rows) if used is None else used
-    else:
-        # Ascending, whatever they say: kernels look for a sequence among them.
-        edges = cu_seqlens.clamp(0, rows).cummax(0).values
-        first, lengths = edges[:-1], edges.diff()
-        if used is not None:
-            lengths = torch.minimum(lengths, used)
-    return first, lengths.clamp(0, min(rows, most))
+        return first, torch.full_like(first, limit) if used is None else used
+    # Ascending, whatever they say: kernels look for a sequence among them.
+    edges = cu_seqlens.clamp(0, rows).to(torch.int32).cummax(0).values
+    first, lengths = edges[:-1], edges[1:] - edges[:-1]
+    return first, lengths.clamp(max=limit) if used is None else torch.minimum(lengths, used)
 
 
 def check_values(

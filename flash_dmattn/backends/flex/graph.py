@@ -5,6 +5,7 @@ Importing this module imports FlexAttention, and with it a part of dynamo; `back
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from ...problem import Packing
+from ...remembered import Remembered
 from .blocks import BLOCK, BlockLists, Places
 
 # The graph compiler given to torch.compile. Tests set "eager": FlexAttention's own dense formula, which has a backward
@@ -162,7 +164,9 @@ def _index(shared: Shared, places: Places | None, b: Tensor, h: Tensor, i: Tenso
     return b if has_b else zero, h if has_h else zero, i if has_i else zero, j if has_j else zero
 
 
-_compiled: dict[tuple[object, ...], Callable[..., tuple[Tensor, ...]]] = {}
+# A graph holds what was compiled for it, of a few MB. A model with a scale of its own in each layer has as many graphs.
+_compiled: Remembered[Callable[..., tuple[Tensor, ...]]] = Remembered(256)
+_numbers = itertools.count()
 
 
 def compiled(form: Form, specialised: tuple[object, ...], dynamic: bool | None) -> Callable[..., tuple[Tensor, ...]]:
@@ -178,16 +182,17 @@ def compiled(form: Form, specialised: tuple[object, ...], dynamic: bool | None) 
             only.
         dynamic: as torch.compile has it; None makes a length symbolic when a second value of it is met.
     """
-    key = (compiler, form, specialised)
+    key = (compiler, form, specialised, dynamic)
     function = _compiled.get(key)
     if function is None:
 
         def call(*tensors: Any) -> tuple[Tensor, ...]:
             return run(form, *tensors)
 
-        code = call.__code__.replace(co_name=f"flex_attention_{len(_compiled)}")
+        code = call.__code__.replace(co_name=f"flex_attention_{next(_numbers)}")
         own = types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
-        function = _compiled[key] = _keep_buffers(torch.compile(own, backend=compiler, fullgraph=True, dynamic=dynamic))
+        graph = torch.compile(own, backend=compiler, fullgraph=True, dynamic=dynamic)
+        function = _compiled.keep(key, _keep_buffers(graph))
     return function
 
 

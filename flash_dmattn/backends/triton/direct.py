@@ -14,11 +14,12 @@ from torch import Tensor
 
 from ...gradients import contiguous_strides
 from ...problem import AttentionProblem, Flags, Gradients, MaskForm, MaskView
+from ...remembered import Remembered
 from ..direct import DirectBackward, DirectForward, Outputs, has_pairs, outputs_of
 from ..protocol import Direction
 
 # What stands for a class in the keys of its plans: the problem has some 80 numbers to hash.
-_names: dict[tuple[Any, ...], object] = {}
+_names: Remembered[object] = Remembered(4096)
 
 
 def forward_pass(
@@ -39,7 +40,7 @@ def forward_pass(
     if not _has_unit_rows(p) or (heads_first and p.seqlen_q == 1 and p.num_heads != p.num_heads_k):
         return None if heads_first else _forward_of_others(form, flags, outputs, launch)
     takes_tf32, is_current_device = launch.takes_tf32, launch.is_current_device
-    this = launch.remembered(_names, ("forward", p, form), object)
+    this = _names.find(("forward", p, form), object)
 
     def run(
         q: Tensor,
@@ -62,7 +63,7 @@ def forward_pass(
             groups = launch.takes_group_rows(q, k, view, flags)
             with launch.on_device(q):
                 made = launch.forward_plan(launch.planned_call(q, k, v, view, bias, flags, sink, groups))
-            plan = launch.remembered(launch.plans, key, lambda: made)
+            plan = launch.plans.keep(key, made)
         if is_current_device(q):
             plan(q, k, v, view, bias, sink, out, lse, dropout)
         else:
@@ -102,7 +103,7 @@ def backward_pass(
         return None
     form, flags, needs_grad, dtype, is_column = mask.form, p.flags, p.needs_grad, p.dtype, p.head_dim_v == 1
     takes_tf32, is_current_device = launch.takes_tf32, launch.is_current_device
-    this = launch.remembered(_names, ("backward", p, form), object)
+    this = _names.find(("backward", p, form), object)
 
     def run(
         dout: Tensor,
@@ -132,7 +133,7 @@ def backward_pass(
             rows = (q, k, v) if not heads_first else (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
             with launch.on_device(q):
                 made = launch.backward_plan(launch.Call(*rows, view, bias, flags, sink), dout, dlse, needs_grad)
-            plan = launch.remembered(launch.plans, key, lambda: made)
+            plan = launch.plans.keep(key, made)
         if is_current_device(q):
             found: Gradients = plan(dout, dlse, q, k, v, view, bias, sink, out, lse, dropout)
             return found

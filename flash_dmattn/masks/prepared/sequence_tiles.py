@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
@@ -15,6 +16,7 @@ from ..saved import restore_sequence_tiles
 from .packing import EMPTY, FULL, TILE, count_bits, unpack_words
 from .sequence_operator import pack_beside
 from .sequence_packing import MaskPacking, unpack_sequences
+from .types import call_key
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -69,6 +71,14 @@ class SequenceTileMask:
     def view(self) -> MaskView:
         """What a kernel backend receives."""
         return MaskView(self.form, self.tensors)
+
+    @cached_property
+    def call_key(self) -> tuple[object, ...]:
+        """What calls with such a mask have in common, whatever it allows; hashable.
+
+        Without its sequences, which each call compares with its own, and which would keep tensors alive.
+        """
+        return call_key(self, left_out=("sequences",))
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
         """The same mask on a device, with its sequences there, too: calls pass `mask.sequences` of the result.

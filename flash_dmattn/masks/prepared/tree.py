@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
@@ -11,6 +12,7 @@ from ...problem import MaskView
 from ..pad import pad
 from ..saved import restore_tree
 from .packing import WORD, unpack_words
+from .types import call_key
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -50,10 +52,10 @@ class TreeMask:
         """What a kernel backend receives."""
         return MaskView(self.form, self.tensors)
 
-    @property
+    @cached_property
     def call_key(self) -> tuple[object, ...]:
         """What calls with such a mask have in common, whatever it allows; hashable."""
-        return self.form, self.bits.shape, self.bits.device
+        return call_key(self)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
         """The same mask on a device, as `torch.Tensor.to` has it.

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
@@ -96,9 +96,7 @@ class PreparedMask(ABC):
     @cached_property
     def call_key(self) -> tuple[object, ...]:
         """What calls with such a mask have in common, whatever the mask allows; hashable."""
-        tensors = tuple((x.shape, x.dtype) for x in self.tensors)
-        numbers = self.seqlen_q, self.seqlen_k, self.is_causal, self.window_size
-        return self.form, *numbers, self.device, tensors, self.one_row
+        return call_key(self)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
         """The same mask on a device, as `torch.Tensor.to` has it: itself where it is there already.
@@ -286,6 +284,17 @@ class KeyMask(PreparedMask):
         """How many keys are kept from `start` to `stop`, not included: (Bm, Hm, ...)."""
         start, stop = (x.clamp(0, self.seqlen_k) for x in (start, stop))
         return (self.prefix[..., stop] - self.prefix[..., start]).clamp(min=0)
+
+
+def call_key(mask: Any, left_out: tuple[str, ...] = ()) -> tuple[object, ...]:
+    """The `call_key` of a mask: its form, and every field; of a tensor what a call is validated by.
+
+    Args:
+        mask: one of the dataclasses that attention takes in the place of a bool mask.
+        left_out: fields that every call compares itself.
+    """
+    values = (getattr(mask, field.name) for field in fields(mask) if field.name not in left_out)
+    return mask.form, *((x.shape, x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else x for x in values)
 
 
 def class_stats(shape: tuple[int, int, int, int], attending: int, classes: torch.Tensor, empty_rows: int) -> MaskStats:
