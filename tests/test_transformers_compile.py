@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 pytest.importorskip("transformers", exc_type=ImportError)
 
 import transformers
-from transformers_models import FAMILIES, VERSION, errors, inputs, limits, make, padding, step
+from transformers_models import FAMILIES, VERSION, errors, inputs, limits, make, padding, softmax_in_float64, step
 
 from flash_dmattn.integrations.transformers import register
 
@@ -44,9 +44,10 @@ def test_training_in_one_graph(name: str) -> None:
     assert all(x <= y for x, y in zip(errors(found, wanted), limits(name))), errors(found, wanted)
 
 
-def test_a_static_cache_decodes_in_one_graph() -> None:
-    """Beside left padding; the length is a tensor, and one graph serves every step."""
+def test_a_static_cache_decodes_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding is on the left; the length is a tensor, and one graph serves every step."""
     register()
+    softmax_in_float64(monkeypatch)
     model = make("llama", num_hidden_layers=1).eval()
     tokens = inputs(model, "causal", "left")["input_ids"]
     logits = {}

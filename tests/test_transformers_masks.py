@@ -223,7 +223,8 @@ def with_other_names(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function of transformers with its closure's variables renamed, as a version to come may have them."""
     code = function.__code__
     names = tuple(f"{name}_" for name in code.co_freevars)
-    renamed = FunctionType(code.replace(co_freevars=names), function.__globals__, code.co_name, None, function.__closure__)
+    code = code.replace(co_freevars=names)
+    renamed = FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)
     renamed.__module__, renamed.__qualname__ = function.__module__, function.__qualname__
     return renamed
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import transformers
 from torch import nn
+from transformers_models import softmax_in_float64
 
 import flash_dmattn
 from flash_dmattn.integrations.transformers import attention_function, register
@@ -36,6 +37,7 @@ class Counted:
 def counting() -> Iterator[Counted]:
     with pytest.MonkeyPatch.context() as patch:
         counted = Counted(patch)
+        softmax_in_float64(patch)
 
         def attend(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **others: Any) -> Any:
             counted.masks.append(attention_mask)

@@ -43,7 +43,7 @@ def refuse_unknown(module: object, arguments: dict[str, Any]) -> None:
         hint = _REFUSED.get(name)
         if hint is None:
             hint = (
-                "nobody knows whether it changes the result; if it does not, say so with "
-                f'flash_dmattn.integrations.transformers.register(ignored_arguments=["{name}"]), which names all of them'
+                "nobody knows whether it changes the result; if it does not, say so with flash_dmattn.integrations."
+                f'transformers.register(ignored_arguments=["{name}"]), which has to name all such arguments'
             )
         raise NotImplementedError(f"dmattn does not know {name}, which {type(module).__name__} passes: {hint}")

@@ -101,7 +101,8 @@ def attend(
         call = _call(query, key, value, found, bias, scaling, softcap, s_aux, dropout, deterministic)
         show_observers(module, call)
     # A scale is a float or None; what else there is, `attention` judges.
-    if context is None and found.sequences is None and not deterministic and (scaling is None or type(scaling) is float):
+    is_plain = context is None and found.sequences is None and not deterministic
+    if is_plain and (scaling is None or type(scaling) is float):
         mask, is_causal, window, _ = found
         sink = None if s_aux is None else s_aux.reshape(-1)
         numbers = (is_causal, scaling, softcap or 0.0, window)

@@ -36,7 +36,7 @@ def take_packed(arguments: dict[str, Any], batch: int) -> Sequences | None:
     return _remembered(limits_q, limits_k, longest_q, longest_k)
 
 
-# Every layer passes the same tensors, and what is known of them is made once: of the last pair, for as long as it lives.
+# Every layer passes the same tensors, and what is known of them is made once; of the last pair, while it lives.
 _last: tuple[list[weakref.ref[Tensor]], tuple[Any, ...], Sequences] | None = None
 
 
