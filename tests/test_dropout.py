@@ -210,6 +210,31 @@ def test_no_dropout_draws_nothing() -> None:
     assert not call(1).any()
 
 
+@pytest.mark.parametrize("form", ("dense", "packed", "padded"))
+def test_second_derivatives_drop_the_same(form: str) -> None:
+    """Each entry, and each sequence by its number, as in the first derivative of the formula."""
+    lengths = torch.tensor([5, 4], device=DEVICE)
+    sequences = {
+        "dense": None,
+        "packed": flash_dmattn.Sequences.packed(torch.tensor([0, 5, 9], device=DEVICE), max_seqlen_q=5),
+        "padded": flash_dmattn.Sequences.padded(lengths, seqlens_q=lengths),
+    }[form]
+    shape = (9, 2, 8) if form == "packed" else (2, 5, 2, 8)
+    given = [rows(*shape, dtype=torch.float64).requires_grad_() for _ in range(3)]
+    given += [rows(2, 2, 5, 5, dtype=torch.float64).requires_grad_(), rows(2, dtype=torch.float64).requires_grad_()]
+
+    def found(backend: str) -> tuple[Tensor, ...]:
+        torch.manual_seed(0)
+        q, k, v, bias, sink = given
+        numbers = {"dropout_p": 0.4, "sequences": sequences, "backend": backend}
+        out = flash_dmattn.attention(q, k, v, bias=bias, sink=sink, is_causal=True, **numbers)
+        first = torch.autograd.grad(out.sin().sum(), given, create_graph=True)
+        return torch.autograd.grad(sum(x.sin().sum() for x in first), given)
+
+    for x, y in zip(found("eager"), found("reference"), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-11)
+
+
 @pytest.mark.parametrize("use_reentrant", (False, True))
 def test_a_checkpoint_drops_the_same_again(use_reentrant: bool) -> None:
     q, k, v = (rows(1, 20, 2, 8).requires_grad_() for _ in range(3))

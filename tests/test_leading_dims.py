@@ -57,6 +57,7 @@ def test_a_prepared_mask_knows_its_leading_dims(batch: tuple[int, ...], dims: tu
         given = call.build()
         mask = prepare_mask(given["mask"], seqlen_q=LQ)
         assert mask.batch_dims == dims and mask.shape[0] == torch.Size(dims).numel()
+        assert mask.to("meta").batch_dims == dims  # a copy, where "cpu" gives the mask itself
         for same in (mask, mask.to("cpu"), pickle.loads(pickle.dumps(mask))):
             assert same.batch_dims == dims
             assert_accurate(results(run("eager"), call, given, same), call, given)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import pytest
 import torch
 
-from flash_dmattn.problem import NeedsGrad
+from flash_dmattn.problem import Flags, MaskView, NeedsGrad
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -131,3 +132,30 @@ def test_gradients_of_few_keys_that_feel_the_rounding_of_out(needed: str | None)
         assert needs_fp32_delta(dtype, 4096, (15, 0), needs) is asked
     others = ((torch.float32, 4096, (15, 0)), (torch.bfloat16, 16, (15, 0)), (torch.bfloat16, 4096, (15, -1)))
     assert not any(needs_fp32_delta(*other, needs) for other in others)
+
+
+def test_a_signature_has_all_that_decides_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flash_dmattn.triton_kernels import launch
+
+    wide = torch.empty(2, 9, 2, 24)
+    x = wide[..., :16]
+    changed = (wide[..., 1:17], x.half(), x[:1], x[..., :8], x.contiguous(), None)
+    seen = {launch.signature(x, x)} | {launch.signature(x, other) for other in changed}
+    seen |= {launch.signature(other, x) for other in changed if other is not None}
+    monkeypatch.setattr(launch, "takes_tf32", lambda dtype: True)
+    assert len(seen | {launch.signature(x, x)}) == 1 + 6 + 5 + 1
+
+
+def test_what_makes_the_heads_of_a_group_rows_of_a_tile() -> None:
+    """One query, groups, many keys; not behind a left side, with dropout, nor with tiles or keys of each query head."""
+    from flash_dmattn.triton_kernels.launch import GROUP_ROWS_FROM, takes_group_rows
+
+    def takes(seqlen_q: int = 1, heads: int = 4, keys: int = GROUP_ROWS_FROM, mask: str = "none", **flags: Any) -> bool:
+        form, _, mask_heads = mask.partition(" ")
+        tensors = (torch.empty(1, int(mask_heads or 1), keys),) if form != "none" else ()
+        q, k = torch.empty(1, seqlen_q, heads, 16), torch.empty(1, keys, 2, 16)
+        return takes_group_rows(q, k, MaskView(form, tensors), Flags(-1, -1, 1.0, 0.0, False)._replace(**flags))
+
+    assert takes() and takes(right=0) and takes(mask="dense") and takes(mask="keys 1") and takes(mask="keys 2")
+    assert not any((takes(2), takes(heads=2), takes(keys=GROUP_ROWS_FROM - 1), takes(left=3), takes(dropout_p=0.1)))
+    assert not any((takes(mask="tiles 1"), takes(mask="keys 4")))
