@@ -111,8 +111,8 @@ def refusal_of(
 ) -> Exception:
     """The error of a call: the same whatever ran before it, and nothing to the calls that come later.
 
-    What is remembered of a good call may not let a bad one through, nor what is remembered of a bad one change a good
-    one. `inference` is for errors that are those of inference mode, too.
+    A remembered good call may not let a bad one through, nor may a bad call change a good one. `inference` is for
+    errors that inference mode raises, too.
     """
     wanted = good()
     call_cache.forget()

@@ -1,4 +1,4 @@
-"""What the operators of the CUDA extension refuse in calls by hand: each tensor of a call changed alone."""
+"""Calls of the CUDA extension's operators by hand are refused where one tensor does not fit the others."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def backward(**others: Any) -> Call:
 
 
 def backward_by_place() -> Call:
-    of_keys = {"bias": draw(*KEY_BIAS), "dbias_sums": sums(BATCH, HEADS, KEYS)}
-    return backward(mask=intervals(), key_order=places(), **of_keys)
+    bias_and_sums = {"bias": draw(*KEY_BIAS), "dbias_sums": sums(BATCH, HEADS, KEYS)}
+    return backward(mask=intervals(), key_order=places(), **bias_and_sums)
 
 
 LENGTHS = (70, 60)
@@ -116,8 +116,8 @@ def number_is_free(arguments: dict[str, Any]) -> tuple[tuple[str, int], ...]:
 
 
 def forward_sequences(*, packs: bool, **others: Any) -> Call:
-    given = {"block_table": None, "bias": None, "sink": draw(HEADS, dtype=torch.float32), "softcap": 0.0, **others}
-    arguments = sequences(packs=packs, bias_packing=0) | given
+    defaults = {"block_table": None, "bias": None, "sink": draw(HEADS, dtype=torch.float32), "softcap": 0.0, **others}
+    arguments = sequences(packs=packs, bias_packing=0) | defaults
     return Call("cuda_forward_sequences", arguments, (("block_table", 1), *number_is_free(arguments)))
 
 
@@ -127,8 +127,8 @@ def backward_sequences(*, packs: bool, **others: Any) -> Call:
     tensors["dlse"] = torch.randn_like(tensors["lse"])
     tensors["delta"] = torch.empty_like(tensors["lse"])
     tensors |= {f"d{name}": torch.empty_like(tensors[name]) for name in "qkv"}
-    given = {"bias": None, "dbias": None, "dbias_sums": None, "num_dbias_chunks": 0, **others}
-    arguments = tensors | given
+    defaults = {"bias": None, "dbias": None, "dbias_sums": None, "num_dbias_chunks": 0, **others}
+    arguments = tensors | defaults
     return Call("cuda_backward_sequences", arguments, number_is_free(arguments))
 
 
@@ -219,16 +219,16 @@ def larger(x: Tensor, dim: int) -> Tensor:
 
 def changes_of(call: Call) -> dict[str, dict[str, Any]]:
     """Each tensor changed alone: a dim larger, one missing, another dtype, not contiguous."""
-    found: dict[str, dict[str, Any]] = {}
+    changes: dict[str, dict[str, Any]] = {}
 
     def add(name: str, x: Tensor, put: Callable[[Tensor], dict[str, Any]]) -> None:
         for dim in range(x.dim()):
             if (name, dim) not in call.free:
-                found[f"{name}: dim {dim}"] = put(larger(x, dim))
-        found[f"{name}: missing dim"] = put(x[0])
-        found[f"{name}: dtype"] = put(x.to(torch.float64))
+                changes[f"{name}: dim {dim}"] = put(larger(x, dim))
+        changes[f"{name}: missing dim"] = put(x[0])
+        changes[f"{name}: dtype"] = put(x.to(torch.float64))
         if name not in OF_ANY_STRIDES and call.operator != "cuda_pack_mask":
-            found[f"{name}: strides"] = put(x.repeat_interleave(2, -1)[..., ::2])
+            changes[f"{name}: strides"] = put(x.repeat_interleave(2, -1)[..., ::2])
 
     for name, value in call.arguments.items():
         if isinstance(value, Tensor):
@@ -240,7 +240,7 @@ def changes_of(call: Call) -> dict[str, dict[str, Any]]:
                     part,
                     lambda x, n=n, name=name, value=value: {name: [*value[:n], x, *value[n + 1 :]]},
                 )
-    return found
+    return changes
 
 
 @pytest.mark.parametrize("name", CALLS)

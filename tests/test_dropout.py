@@ -220,18 +220,18 @@ def test_second_derivatives_drop_the_same(form: str) -> None:
         "padded": flash_dmattn.Sequences.padded(lengths, seqlens_q=lengths),
     }[form]
     shape = (9, 2, 8) if form == "packed" else (2, 5, 2, 8)
-    given = [rows(*shape, dtype=torch.float64).requires_grad_() for _ in range(3)]
-    given += [rows(2, 2, 5, 5, dtype=torch.float64).requires_grad_(), rows(2, dtype=torch.float64).requires_grad_()]
+    inputs = [rows(*shape, dtype=torch.float64).requires_grad_() for _ in range(3)]
+    inputs += [rows(2, 2, 5, 5, dtype=torch.float64).requires_grad_(), rows(2, dtype=torch.float64).requires_grad_()]
 
-    def found(backend: str) -> tuple[Tensor, ...]:
+    def second(backend: str) -> tuple[Tensor, ...]:
         torch.manual_seed(0)
-        q, k, v, bias, sink = given
+        q, k, v, bias, sink = inputs
         numbers = {"dropout_p": 0.4, "sequences": sequences, "backend": backend}
         out = flash_dmattn.attention(q, k, v, bias=bias, sink=sink, is_causal=True, **numbers)
-        first = torch.autograd.grad(out.sin().sum(), given, create_graph=True)
-        return torch.autograd.grad(sum(x.sin().sum() for x in first), given)
+        first = torch.autograd.grad(out.sin().sum(), inputs, create_graph=True)
+        return torch.autograd.grad(sum(x.sin().sum() for x in first), inputs)
 
-    for x, y in zip(found("eager"), found("reference"), strict=True):
+    for x, y in zip(second("eager"), second("reference"), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-11)
 
 

@@ -166,10 +166,10 @@ def test_inference_mode(backend: Runner, name: str, prepares: bool) -> None:
     with torch.inference_mode():
         inside = made()
         for inputs in (inside, outside, inside):
-            found = backend(forward, inputs)
-            assert torch.equal(found["out"], wanted["out"]) and torch.equal(found["lse"], wanted["lse"])
-    found = backend(forward, inside)
-    assert torch.equal(found["out"], wanted["out"]) and torch.equal(found["lse"], wanted["lse"])
+            results = backend(forward, inputs)
+            assert torch.equal(results["out"], wanted["out"]) and torch.equal(results["lse"], wanted["lse"])
+    results = backend(forward, inside)
+    assert torch.equal(results["out"], wanted["out"]) and torch.equal(results["lse"], wanted["lse"])
     assert_accurate(wanted, forward, case.build())
     refused = backend.refusal(case, outside)
     if refused is None:

@@ -236,8 +236,8 @@ def test_explain_says_how_a_mask_is_read_that_could_be_padding() -> None:
 @pytest.mark.parametrize("name", INVALID)
 def test_invalid_call_names_argument_found_and_needed(name: str, call: Any) -> None:
     changes, kind, words = INVALID[name]
-    given = tensors()
-    error = refusal_of(lambda: call(**{**given, **changes}), lambda: flash_dmattn.attention(**given))
+    valid = tensors()
+    error = refusal_of(lambda: call(**{**valid, **changes}), lambda: flash_dmattn.attention(**valid))
     assert type(error) is kind, repr(error)
     missing = [word for word in words if word not in str(error)]
     assert not missing, f"{missing} not in: {error}"

@@ -243,7 +243,7 @@ def sinks_beside_gaps() -> Iterator[str | None]:
 
 
 def pages_between_blocks() -> Iterator[str | None]:
-    """Outcomes of pages longer than a block of keys whose ends are not those of blocks, with 16 and with 3 queries."""
+    """Outcomes of pages that are longer than a block of keys and end inside of one, with 16 and with 3 queries."""
     normal = torch.Generator().manual_seed(0)
 
     def x(*shape: int) -> torch.Tensor:

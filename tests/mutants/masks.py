@@ -19,6 +19,13 @@ TIES = ("tests/test_mask_topk.py::test_the_two_zeros_tie_and_the_earliest_of_a_t
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
+        "a prepared mask forgets its leading dims on its way to a device",
+        "flash_dmattn/masks/prepared/types.py",
+        "        return self._with(tensors, self.leading)\n",
+        "        return self._with(tensors, None)\n",
+        ("tests/test_leading_dims.py::test_a_prepared_mask_knows_its_leading_dims",),
+    ),
+    Fault(
         "a window's left side leaves int32",
         "flash_dmattn/problem/band.py",
         "max(aligned - left, -seqlen_q)",

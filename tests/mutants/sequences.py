@@ -38,6 +38,27 @@ LAYER, _LAYER = "flash_dmattn/nn/layer_sequences.py", "tests/test_nn_sequences.p
 PACKED_LAYER = (f"{_LAYER}packed_sequences_are_each_alone[plain]",)
 
 FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "the second derivative drops what the first sequence does",
+        "reference/sequences.py",
+        "        of_s = _dropout_of(s, dropout)\n",
+        "        of_s = dropout\n",
+        ("tests/test_dropout.py::test_second_derivatives_drop_the_same[packed]",),
+    ),
+    Fault(
+        "what sequences share is summed in its own dtype",
+        "reference/sequences.py",
+        "(None if x is None else x.to(formula.softmax_dtype(q)) for x in shared)",
+        "(None if x is None else x for x in shared)",
+        ("tests/test_sequences.py::test_what_sequences_share_is_summed_in_fp32",),
+    ),
+    Fault(
+        "a negative page is counted from the end",
+        "reference/sequences.py",
+        ".clamp(0, max(x.shape[0] - 1, 0))",
+        ".clamp(max=max(x.shape[0] - 1, 0))",
+        ("tests/test_sequences.py::test_the_loop_clamps_pages_that_are_not_there",),
+    ),
     Fault("new tokens go behind the keys", WRITES, "place = keys - tokens + token", "place = keys + token", WRITTEN),
     Fault(
         "tokens of no sequence are written",
