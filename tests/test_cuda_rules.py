@@ -603,6 +603,8 @@ def test_what_is_left_to_triton_is_cudas_without_it(is_disabled: bool, monkeypat
     else:
         for backend in (triton, flex):
             monkeypatch.setattr(backend, "probe", lambda: Availability(False, "no Triton"))
+        monkeypatch.setattr("flash_dmattn.explanation.gpu_names", lambda arch: ["a GPU of this machine"])
+        monkeypatch.setattr(cuda, "probe", lambda: Availability(True))
     for call, _ in PASSED_OVER.values():
         found = explained(**call, **GRADIENTS)
         refused = broken_rules(cuda, found.problem, ("backward",))
