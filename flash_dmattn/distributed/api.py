@@ -91,8 +91,8 @@ def context_parallel_attention(
         Results are equal bit by bit from run to run where those of the backend are, for the same number of ranks.
 
     Raises:
-        TypeError, ValueError: an argument is wrong on some rank, or ranks differ: the same error on all of them, in every
-            call and backward pass, with the ranks, the argument and what each has. A wrong `group` raises on one alone.
+        TypeError, ValueError: an argument is wrong on some rank, or ranks differ: the same error on all of them, in
+            every call and backward pass, with the ranks, the argument and what each has. A wrong `group` raises on one alone.
         BackendUnsupportedError, BackendUnavailableError: as in `attention`; one pair of backends serves all ranks.
         NotImplementedError: on a second derivative.
 
