@@ -92,7 +92,7 @@ def context_parallel_attention(
 
     Raises:
         TypeError, ValueError: an argument is wrong on some rank, or ranks differ: the same error on all of them, in
-            every call and backward pass, with the ranks, the argument and what each has. A wrong `group` raises on one alone.
+            every call and backward pass, with the ranks, the argument and what each has.
         BackendUnsupportedError, BackendUnavailableError: as in `attention`; one pair of backends serves all ranks.
         NotImplementedError: on a second derivative.
 
