@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -307,12 +308,37 @@ def test_a_choice_is_made_anew_where_backends_change() -> None:
     assert names(describe(2, strategy="gather")) == ("eager", "eager")
 
 
-def test_the_choice_that_was_unused_for_longest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen: list[int] = []
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """An entry for each choice that is made anew."""
+    made: list[int] = []
     choose = choice._choose
     monkeypatch.setattr(choice, "_remembered", {})
+    monkeypatch.setattr(choice, "_choose", lambda problems, backend: made.append(1) or choose(problems, backend))
+    return made
+
+
+@pytest.mark.parametrize("what", ["problem", "layout", "head_groups", "sends_parts", "requested", "disabled"])
+def test_a_choice_is_remembered_for_all_that_decides_it(what: str, chosen: list[int]) -> None:
+    call = describe(2, strategy="gather")
+    changes = {
+        "problem": {"problem": call.problem._replace(head_dim=16)},
+        "layout": {"layout": SequenceLayout.contiguous(32, 2)},
+        "head_groups": {"head_groups": 2},
+        "sends_parts": {"sends_parts": True},
+    }
+    for _ in range(2):
+        choose_pair(call, "auto")
+    assert len(chosen) == 1
+    with flash_dmattn.disable_backends("flex") if what == "disabled" else nullcontext():
+        choose_pair(call._replace(**changes.get(what, {})), "eager" if what == "requested" else "auto")
+    assert len(chosen) == 2
+
+
+def test_the_choice_that_was_unused_for_longest_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch, chosen: list[int]
+) -> None:
     monkeypatch.setattr(choice, "_MOST_REMEMBERED", 2)
-    monkeypatch.setattr(choice, "_choose", lambda problems, backend: chosen.append(1) or choose(problems, backend))
     one, two, three = (describe(2, rows, strategy="gather") for rows in (16, 32, 48))
     for call in (one, two, one, three, one):
         choose_pair(call, "auto")

@@ -161,7 +161,7 @@ def context_parallel_attention(
 
     Raises:
         TypeError, ValueError: an argument is wrong on some rank, or ranks differ. All ranks raise the same error, in
-            every call and backward pass; it names the ranks and what each has. A wrong `group` raises on one rank alone.
+            every call and backward pass; it names the ranks and what each has.
         BackendUnsupportedError, BackendUnavailableError: as in `attention`; one pair of backends serves all ranks.
         NotImplementedError: on a second derivative.
 

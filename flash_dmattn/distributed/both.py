@@ -61,7 +61,7 @@ class Both(NamedTuple):
         check_layout(layout, size, "mesh")
         together, within = layout.joined(inner.size)
         own = within[outer.rank]
-        # What is no layout of as many ranks, the validation names.
+        # The validation names what is no layout of as many ranks.
         if not isinstance(layout_k, SequenceLayout) or layout_k.world_size != size:
             return cls(outer, inner, layout, layout_k, together, None, own, own)
         together_k, within_k = layout_k.joined(inner.size)

@@ -308,6 +308,20 @@ FAULTS: tuple[Fault, ...] = (
         (f"{MISTAKE}[other backend-2]",),
     ),
     Fault(
+        "a choice is remembered for any number of head groups",
+        PACKAGE + "choice.py",
+        "call.layout, call.head_groups, call.sends_parts,",
+        "call.layout, 1, call.sends_parts,",
+        ("tests/test_distributed_call.py::test_a_choice_is_remembered_for_all_that_decides_it[head_groups]",),
+    ),
+    Fault(
+        "a choice is remembered for the keys that were held once",
+        PACKAGE + "choice.py",
+        "call.head_groups, call.sends_parts, requested",
+        "call.head_groups, True, requested",
+        ("tests/test_distributed_call.py::test_a_choice_is_remembered_for_all_that_decides_it[sends_parts]",),
+    ),
+    Fault(
         "the choice that was used last is forgotten",
         PACKAGE + "choice.py",
         "_remembered.pop(next(iter(_remembered)), None)",
