@@ -80,11 +80,11 @@ def kinds(device: torch.device) -> dict[str, tuple[tuple[torch.Tensor, ...], Cal
     lengths = torch.tensor([LENGTH, LENGTH // 2], device=device, dtype=torch.int32)
     keys = (torch.arange(LENGTH, device=device) < lengths[:, None])[:, None, None]
     causal = torch.ones(LENGTH, LENGTH, device=device, dtype=torch.bool).tril()
-    of_pairs = causal ^ (torch.rand(LENGTH, LENGTH, device=device) < 0.1)
+    pairs = causal ^ (torch.rand(LENGTH, LENGTH, device=device) < 0.1)
     edges = torch.tensor([0, LENGTH // 2, BATCH * LENGTH], device=device, dtype=torch.int32)
     packed = flash_dmattn.Sequences.packed(edges, max_seqlen_q=2 * LENGTH)
     padded = flash_dmattn.Sequences.padded(lengths, lengths)
-    prepared = flash_dmattn.masks.prepare_mask(of_pairs)
+    prepared = flash_dmattn.masks.prepare_mask(pairs)
     heads_first = tuple(x.transpose(1, 2).contiguous() for x in (q, k, v))
 
     def ours(*inputs: torch.Tensor, **others: Any) -> torch.Tensor:
@@ -94,7 +94,7 @@ def kinds(device: torch.device) -> dict[str, tuple[tuple[torch.Tensor, ...], Cal
     return {
         "plain": ((q, k, v), ours),
         "bias": ((q, k, v, bias), lambda q, k, v, bias: ours(q, k, v, bias=bias)),
-        "mask of pairs": ((q, k, v), lambda *x: ours(*x, of_pairs)),
+        "mask of pairs": ((q, k, v), lambda *x: ours(*x, pairs)),
         "mask of keys (B, 1, 1, L)": ((q, k, v), lambda *x: ours(*x, keys)),
         "prepared mask": ((q, k, v), lambda *x: ours(*x, prepared)),
         "padded sequences": ((q, k, v), lambda *x: ours(*x, sequences=padded)),
@@ -108,9 +108,9 @@ def kinds(device: torch.device) -> dict[str, tuple[tuple[torch.Tensor, ...], Cal
     }
 
 
-def run_kinds(given: argparse.Namespace, device: torch.device) -> int:
+def run_kinds(options: argparse.Namespace, device: torch.device) -> int:
     """Print the table of kinds of calls."""
-    print(f"microseconds of the host for q, k, v of {OF_KINDS} on {device.type}, backend {given.backend!r}")
+    print(f"microseconds of the host for q, k, v of {OF_KINDS} on {device.type}, backend {options.backend!r}")
     print(f"{'':30}{'forward':>10}{'step':>10}")
     calls = kinds(device)
 
@@ -122,9 +122,9 @@ def run_kinds(given: argparse.Namespace, device: torch.device) -> int:
         dout = torch.randn_like(call(*leaves))
         return lambda: torch.autograd.grad(call(*leaves), leaves, dout)
 
-    with flash_dmattn.use_backend(given.backend):
-        once = best_us([forward(*one) for one in calls.values()], given.rounds, given.calls)
-        both = best_us([step(*one) for one in calls.values()], given.rounds, given.calls)
+    with flash_dmattn.use_backend(options.backend):
+        once = best_us([forward(*one) for one in calls.values()], options.rounds, options.calls)
+        both = best_us([step(*one) for one in calls.values()], options.rounds, options.calls)
     for name, *taken in zip(calls, once, both, strict=True):
         print(f"{name:30}{taken[0]:10.1f}{taken[1]:10.1f}")
     return 0

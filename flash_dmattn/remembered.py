@@ -1,4 +1,4 @@
-"""A table of what was made once for a key: bounded, and cheap to ask."""
+"""A bounded table of values that were made once for a key, and that are cheap to ask for."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ T = TypeVar("T")
 
 
 class Remembered(Generic[T]):
-    """Values by key, `most` of them; where one more comes, it takes the place of one that was not asked for lately.
+    """Keep `most` values by key; where one more comes, it takes the place of one that was not asked for lately.
 
-    A value that was asked for since it was last passed over is passed over once more, so a few keys that come again and
-    again outlast any number of keys that come once. This costs a hit the mark that it leaves: to move it behind the
-    others, as an exact order of use needs, hashes the key a second time, and keys here have some sixty numbers.
+    The oldest value goes, unless it was asked for since it came, or since it was last spared: then it is spared, and is
+    the newest from now on. So keys in use outlast any number of keys that come once. A hit leaves a mark and no more.
+    An exact order of use would hash the key a second time, and keys here have some sixty numbers.
 
     Any threads may use a table at once. A thread that asks while another one makes room may miss a value that is there,
     and makes it anew.

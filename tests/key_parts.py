@@ -2,7 +2,7 @@
 
 A test of a cache gives the key of one call, and changes of that call, each of one input alone. `check_told_apart` wants
 another key for each change: no input is missing from the key. `check_covered` wants each part of the key to differ for
-some change: a part that is new in the key has no change yet, and its test fails until it has one.
+some change. A part that is new in the key has no change yet, so its test fails until it has one.
 """
 
 from __future__ import annotations
@@ -31,10 +31,8 @@ def check_told_apart(key: Any, changed: Any) -> None:
 
 def check_covered(key: Any, changed: Iterable[Any]) -> None:
     """Each part of a key differs in one of the keys of changed calls."""
-    found = [parts(one) for one in changed]
-    missing = [
-        (place, part) for place, part in parts(key).items() if all(one.get(place, one) == part for one in found)
-    ]
+    got = [parts(one) for one in changed]
+    missing = [(place, part) for place, part in parts(key).items() if all(one.get(place, one) == part for one in got)]
     assert not missing, f"no change touches {missing}"
 
 
@@ -43,7 +41,7 @@ def _strided(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, [2 * stride + 1 for stride in x.stride()], dtype=x.dtype)
 
 
-# What a key may tell of a tensor.
+# A key may tell this of a tensor.
 TENSOR_CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "shape": lambda x: torch.empty_strided([size + 1 for size in x.shape], x.stride(), dtype=x.dtype),
     "strides": _strided,
@@ -59,7 +57,7 @@ def tensor_changes(x: Tensor, *, has_gradient: bool = True) -> dict[str, Tensor]
         x: the tensor.
         has_gradient: whether one of them requires a gradient.
     """
-    found = {name: change(x) for name, change in TENSOR_CHANGES.items()}
+    got = {name: change(x) for name, change in TENSOR_CHANGES.items()}
     if has_gradient and x.is_floating_point():
-        found["requires_grad"] = x.detach().clone().requires_grad_()
-    return found
+        got["requires_grad"] = x.detach().clone().requires_grad_()
+    return got

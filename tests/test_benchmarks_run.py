@@ -207,5 +207,13 @@ def test_dispatch(capsys: pytest.CaptureFixture[str]) -> None:
     for line in lines:
         whole, bare, added = map(float, line[-3:])
         assert whole > 0 and bare > 0 and added == pytest.approx(whole - bare, abs=0.11)
+    threads = torch.get_num_threads()
+    try:
+        assert cli.main(["dispatch", "--kinds", "--rounds", "1", "--calls", "1"]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert [line[:30].strip() for line in lines] == list(dispatch.kinds(CPU))
+    assert all(float(number) > 0 for line in lines for number in line[30:].split())
     forward, bare = dispatch.pairs("eager", CPU)["forward, no grad"]
     assert forward().shape == bare()[0].shape == dispatch.SHAPE  # type: ignore[attr-defined, index]

@@ -134,7 +134,7 @@ def test_every_argument_of_attention_is_changed_by_some_change() -> None:
     assert changed == set(inspect.signature(flash_dmattn.attention).parameters)
 
 
-def of_look_up() -> dict[str, Any]:
+def look_up_arguments() -> dict[str, Any]:
     """The arguments of `look_up`, with a tensor for each that may be one, and its flags by name."""
     names = list(inspect.signature(describe).parameters)
     names = names[names.index("is_causal") : names.index("sink")]
@@ -143,10 +143,12 @@ def of_look_up() -> dict[str, Any]:
     return {**tensors, "mask": torch.ones(1, 4, 6, 9) > 0, "bias": torch.randn(1, 4, 6, 9), "backend": "auto", **flags}
 
 
-def key_of(**given: Any) -> Any:
+def key_of(**arguments: Any) -> Any:
     names = ("q", "k", "v", "mask", "bias", "backend", "sink")
-    flags = tuple(x for name, x in given.items() if name not in names)
-    key, _ = call_cache.look_up(*(given[name] for name in names[:5]), flags, given["backend"], given["sink"])
+    flags = tuple(x for name, x in arguments.items() if name not in names)
+    key, _ = call_cache.look_up(
+        *(arguments[name] for name in names[:5]), flags, arguments["backend"], arguments["sink"]
+    )
     assert key is not None
     return key
 
@@ -174,50 +176,50 @@ OTHER_VALUES = {
 
 
 def changed_look_ups() -> dict[str, dict[str, Any]]:
-    """Arguments of `look_up` that differ from `of_look_up` in one thing, by name."""
-    given, found = of_look_up(), {}
-    for name, value in given.items():
+    """Arguments of `look_up` that differ from `look_up_arguments` in one thing, by name."""
+    arguments, got = look_up_arguments(), {}
+    for name, value in arguments.items():
         if isinstance(value, Tensor):
             for what, other in tensor_changes(value).items():
-                found[f"{name}, {what}"] = {**given, name: other}
+                got[f"{name}, {what}"] = {**arguments, name: other}
         else:
             for other in OTHER_VALUES[name]:
-                found[f"{name} {other}"] = {**given, name: other}
+                got[f"{name} {other}"] = {**arguments, name: other}
     for name in ("mask", "bias", "sink"):
-        found[f"no {name}"] = {**given, name: None}
-    found["another form of mask"] = {**given, "mask": prepare_mask(given["mask"])}
-    return found
+        got[f"no {name}"] = {**arguments, name: None}
+    got["another form of mask"] = {**arguments, "mask": prepare_mask(arguments["mask"])}
+    return got
 
 
 @pytest.mark.parametrize("change", changed_look_ups())
 def test_each_input_alone_changes_the_key(change: str) -> None:
-    check_told_apart(key_of(**of_look_up()), key_of(**changed_look_ups()[change]))
+    check_told_apart(key_of(**look_up_arguments()), key_of(**changed_look_ups()[change]))
 
 
 def keys_under_other_settings() -> Iterator[Any]:
-    given = of_look_up()
+    arguments = look_up_arguments()
     with torch.no_grad():
-        yield key_of(**given)
+        yield key_of(**arguments)
     torch.use_deterministic_algorithms(True)
-    yield key_of(**given)
+    yield key_of(**arguments)
     torch.use_deterministic_algorithms(False)
     with flash_dmattn.use_backend("reference"):
-        yield key_of(**given)
+        yield key_of(**arguments)
     flash_dmattn.set_default_backend("reference")
-    yield key_of(**given)
+    yield key_of(**arguments)
     flash_dmattn.set_default_backend("auto")
     with flash_dmattn.disable_backends("flex"):
-        yield key_of(**given)
+        yield key_of(**arguments)
 
 
 def test_each_setting_alone_changes_the_key() -> None:
-    key = key_of(**of_look_up())
+    key = key_of(**look_up_arguments())
     for other in keys_under_other_settings():
         check_told_apart(key, other)
 
 
 def test_no_part_of_the_key_is_without_a_change() -> None:
-    key, changed = key_of(**of_look_up()), [key_of(**given) for given in changed_look_ups().values()]
+    key, changed = key_of(**look_up_arguments()), [key_of(**arguments) for arguments in changed_look_ups().values()]
     check_covered(key, [*changed, *keys_under_other_settings()])
 
 
@@ -228,7 +230,7 @@ def test_a_mask_of_a_kind_that_has_no_key_is_no_call_without_one() -> None:
         tensors = ()
 
     with pytest.raises(AttributeError, match="call_key"):
-        key_of(**{**of_look_up(), "mask": Prepared()})
+        key_of(**{**look_up_arguments(), "mask": Prepared()})
 
 
 def test_grad_mode_makes_another_class(described: list[int]) -> None:
@@ -428,10 +430,10 @@ def test_calls_with_masks_beside_sequences_are_remembered(form: str, described: 
         mask = prepare_mask(mask, sequences=sequences, seqlen_q=12, seqlen_k=12)
     elif form == "tree":
         mask = prepare_tree(torch.ones(1, 7, 7, dtype=torch.bool).tril())
-    found = [flash_dmattn.attention(x, x, x, mask, sequences=sequences) for _ in range(3)]
+    got = [flash_dmattn.attention(x, x, x, mask, sequences=sequences) for _ in range(3)]
     assert len(described) == 1
     wanted = flash_dmattn.attention(x, x, x, mask, sequences=sequences, backend="reference")
-    torch.testing.assert_close(found, [wanted] * 3)
+    torch.testing.assert_close(got, [wanted] * 3)
     assert not isinstance(mask, Tensor) or form == "dense"
     # The key holds no tensor: neither of the mask nor of its sequences.
     alive = [weakref.ref(t) for t in (mask.tensors if form != "dense" else (mask,))] + [weakref.ref(sequences)]

@@ -327,15 +327,15 @@ def test_second_derivatives_of_remembered_calls() -> None:
 
 
 def relaid(x: Tensor) -> Tensor:
-    """The same values in another layout, also of a tensor with dims of size 1."""
-    room = torch.empty_strided(x.shape, [2 * stride + 1 for stride in x.stride()], dtype=x.dtype)
+    """The same values, in twice the room."""
+    room = torch.empty_strided(x.shape, [2 * stride for stride in x.stride()], dtype=x.dtype)
     return room.copy_(x)
 
 
 SAVED = ("q", "k", "v", "bias", "sink", "out", "lse", "mask")
 
 
-@pytest.mark.parametrize("name", [name for name in SAVED if name != "sink"])  # of which passes make what they read
+@pytest.mark.parametrize("name", [name for name in SAVED if name != "sink"])  # passes copy it
 def test_each_saved_tensor_alone_may_come_back_in_another_layout(name: str, ready: Ready) -> None:
     """Hooks that keep tensors elsewhere bring copies back, and a pass goes by the strides that it was made for."""
     q, k, v = leaves()
@@ -352,21 +352,26 @@ def test_each_saved_tensor_alone_may_come_back_in_another_layout(name: str, read
 
     wanted = call("eager")
     with saved_tensors_hooks(lambda x: x, unpack):
-        found = call("ready")
-    torch.testing.assert_close(found, wanted)
+        got = call("ready")
+    torch.testing.assert_close(got, wanted)
     assert next(names, None) is None
     assert ready.ways == ["forward", "operator backward"]
 
 
 def as_made(**changes: Any) -> bool:
-    """What `is_as_made` says of the tensors of a class, some of them changed."""
-    given = dict(zip(SAVED, (*leaves(), torch.randn(4, 5, 7), torch.zeros(4)), strict=False))
-    given |= {"out": torch.randn(2, 5, 4, 8), "lse": torch.randn(2, 4, 5), "mask": MASK, "dout": torch.ones(2, 5, 4, 8)}
-    strides = tuple(given[name].stride() for name in ("q", "k", "v", "bias", "mask"))
-    given |= {"dlse": torch.ones(2, 4, 5), "strides": strides, **changes}
-    saved = tuple(given[name].detach() if given[name].requires_grad else given[name] for name in SAVED)
+    """Ask `is_as_made` about the tensors of a class, some of them changed."""
+    arguments = dict(zip(SAVED, (*leaves(), torch.randn(4, 5, 7), torch.zeros(4)), strict=False))
+    arguments |= {
+        "out": torch.randn(2, 5, 4, 8),
+        "lse": torch.randn(2, 4, 5),
+        "mask": MASK,
+        "dout": torch.ones(2, 5, 4, 8),
+    }
+    strides = tuple(arguments[name].stride() for name in ("q", "k", "v", "bias", "mask"))
+    arguments |= {"dlse": torch.ones(2, 4, 5), "strides": strides, **changes}
+    saved = tuple(arguments[name].detach() if arguments[name].requires_grad else arguments[name] for name in SAVED)
     with torch.no_grad():
-        return direct.is_as_made(given["strides"], given["dout"], given["dlse"], saved)
+        return direct.is_as_made(arguments["strides"], arguments["dout"], arguments["dlse"], saved)
 
 
 def test_a_class_is_as_made() -> None:

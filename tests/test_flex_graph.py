@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from flex_fixture import compiled_on_cpu, eager_flex
+from key_parts import check_covered, check_told_apart
 from torch import Tensor
 
 import flash_dmattn
@@ -16,6 +17,7 @@ from flash_dmattn.backends.flex import call as call_of_flex
 from flash_dmattn.backends.flex import graph
 from flash_dmattn.backends.flex.blocks import BLOCK, Limits, block_lists
 from flash_dmattn.reference import formula
+from flash_dmattn.remembered import Remembered
 
 CPU = torch.device("cpu")
 
@@ -260,3 +262,87 @@ def test_a_second_backward_is_allowed_whatever_the_first_one_was(first: bool) ->
             (found,) = torch.autograd.grad(out.sum(), x, retain_graph=retain)
             if retain:
                 assert torch.equal(torch.autograd.grad(out.sum(), x)[0], found)
+
+
+class Keys:
+    """A table that remembers the key that it was asked for last."""
+
+    def get(self, key: Any) -> Any:
+        self.key = key
+        return self  # so that nothing is compiled
+
+
+def key_of(
+    form: graph.Form, specialised: tuple[object, ...] = ("class",), dynamic: bool | None = None, compiler: str = "eager"
+) -> Any:
+    keys = Keys()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graph, "_compiled", keys)
+        patch.setattr(graph, "compiler", compiler)
+        graph.compiled(form, specialised, dynamic)
+    return keys.key
+
+
+SHARED = graph.Shared((True, True, False, False), 2, (3, 4), "queries")
+OTHER_SHARED = {"dims": (False, False, True, True), "group": 1, "entries": (5, 6), "packing": "none"}
+FORM = graph.Form(0.5, 2.0, True, False, SHARED, SHARED, 2, True)
+FORMS = {
+    "softmax_scale": 0.25,
+    "softcap": 0.0,
+    "grouped": False,
+    "return_lse": True,
+    "num_stages": None,
+    "no_decoding": False,
+}
+
+
+def test_each_constant_of_a_graph_alone_makes_another() -> None:
+    assert OTHER_SHARED.keys() == set(graph.Shared._fields)
+    shared = [SHARED._replace(**{name: other}) for name, other in OTHER_SHARED.items()]
+    forms = [FORM._replace(**{name: other}) for name, other in FORMS.items()]
+    forms += [FORM._replace(**{name: other}) for name in ("mask", "bias") for other in (*shared, None)]
+    changed = [key_of(form) for form in forms]
+    changed += [key_of(FORM, ("other",)), key_of(FORM, dynamic=False), key_of(FORM, compiler="inductor")]
+    for key in changed:
+        check_told_apart(key_of(FORM), key)
+    check_covered(key_of(FORM), changed)
+
+
+def test_each_thing_that_torch_compiles_anew_for_makes_another_graph() -> None:
+    q, k = torch.randn(2, 200, 4, 16), torch.randn(2, 300, 2, 16)
+    problem = flash_dmattn.validation.describe(q, k, k, None, None, False, None, 0.0, None, False, False, False)[0]
+    none, one = torch.tensor(0), torch.zeros(3)
+
+    def key(problem: Any = problem, lower: Tensor | None = none, upper: Tensor | None = none, bias: Any = q) -> Any:
+        return call_of_flex._specialised(problem, flex_blocks.Blocks(None, lower, upper), bias)
+
+    others = {
+        "device": "cuda",
+        "dtype": torch.float16,
+        **{name: 1 for name in ("batch", "seqlen_q", "seqlen_k", "num_heads", "num_heads_k")},
+        **{name: 32 for name in ("head_dim", "head_dim_v")},
+        **{f"{name}_strides": strides for name in "qkv" for strides in [(1, 2, 4, 8)]},
+    }
+    changed = [key(problem._replace(**{name: other})) for name, other in others.items()]
+    changed += [key(problem._replace(**{f"seqlen_{name}": BLOCK})) for name in "qk"]
+    needs = problem.needs_grad
+    changed += [key(problem._replace(needs_grad=needs._replace(**{name: True}))) for name in needs._fields]
+    changed += [key(bias=None), key(bias=q.half()), key(lower=None), key(lower=one), key(upper=None), key(upper=one)]
+    with torch.no_grad():
+        changed.append(key())
+    for other in changed:
+        check_told_apart(key(), other)
+    check_covered(key(), changed)
+
+
+def test_graphs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each softmax_scale has its own graph, and a graph that was not used for long is forgotten."""
+    monkeypatch.setattr(graph, "_compiled", Remembered(3))
+    q = torch.randn(1, 8, 1, 8)
+    with eager_flex(), torch.no_grad():
+        for step in range(6):
+            attend = [flash_dmattn.attention(q, q, q, softmax_scale=s, backend="flex") for s in (0.5, 1.0 + step)]
+            wanted = [flash_dmattn.attention(q, q, q, softmax_scale=s, backend="eager") for s in (0.5, 1.0 + step)]
+            torch.testing.assert_close(attend, wanted)
+            assert len(graph._compiled) <= 3
+    assert any(key[1].softmax_scale == 0.5 for key in graph._compiled)  # type: ignore[index] # which is in use

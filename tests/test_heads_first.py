@@ -259,20 +259,20 @@ class Keys:
         return False  # so that the call goes no further
 
 
-def key_of(**given: Any) -> Any:
+def key_of(**arguments: Any) -> Any:
     keys = Keys()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(heads_first, "_classes", keys)
-        assert attend_heads_first(**given) is None
+        assert attend_heads_first(**arguments) is None
     return keys.key
 
 
 def whole_call() -> dict[str, Any]:
     """The arguments of a call with all of them."""
     q, k = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 9, 8)
-    of_scores = {"mask": torch.ones(1, 4, 6, 9) > 0, "bias": torch.randn(1, 4, 6, 9), "sink": torch.zeros(4)}
+    on_scores = {"mask": torch.ones(1, 4, 6, 9) > 0, "bias": torch.randn(1, 4, 6, 9), "sink": torch.zeros(4)}
     numbers = {"is_causal": False, "softmax_scale": 0.5, "softcap": 1.0, "window_size": (3, 4), "dropout_p": 0.25}
-    return {"q": q, "k": k, "v": k.clone(), **of_scores, **numbers}
+    return {"q": q, "k": k, "v": k.clone(), **on_scores, **numbers}
 
 
 OTHER_VALUES = {
@@ -286,16 +286,16 @@ OTHER_VALUES = {
 
 def changed_calls() -> dict[str, dict[str, Any]]:
     """Calls that differ from `whole_call` in one thing, by name."""
-    given, changed = whole_call(), {}
-    assert given.keys() == inspect.signature(attend_heads_first).parameters.keys()
-    for name, value in given.items():
+    arguments, changed = whole_call(), {}
+    assert arguments.keys() == inspect.signature(attend_heads_first).parameters.keys()
+    for name, value in arguments.items():
         if isinstance(value, Tensor):
             others = tensor_changes(value)
         else:
             others = dict(zip(map(str, OTHER_VALUES[name]), OTHER_VALUES[name], strict=True))
-        changed |= {f"{name}, {what}": {**given, name: other} for what, other in others.items()}
-    changed |= {f"no {name}": {**given, name: None} for name in ("mask", "bias", "sink")}
-    changed["another form of mask"] = {**given, "mask": prepare_mask(given["mask"])}
+        changed |= {f"{name}, {what}": {**arguments, name: other} for what, other in others.items()}
+    changed |= {f"no {name}": {**arguments, name: None} for name in ("mask", "bias", "sink")}
+    changed["another form of mask"] = {**arguments, "mask": prepare_mask(arguments["mask"])}
     return changed
 
 
@@ -305,19 +305,19 @@ def test_each_input_alone_changes_the_key(change: str) -> None:
 
 
 def keys_under_other_settings() -> Iterator[Any]:
-    given = whole_call()
+    arguments = whole_call()
     with torch.no_grad():
-        yield key_of(**given)
+        yield key_of(**arguments)
     torch.use_deterministic_algorithms(True)
-    yield key_of(**given)
+    yield key_of(**arguments)
     torch.use_deterministic_algorithms(False)
     with flash_dmattn.use_backend("reference"):
-        yield key_of(**given)
+        yield key_of(**arguments)
     flash_dmattn.set_default_backend("reference")
-    yield key_of(**given)
+    yield key_of(**arguments)
     flash_dmattn.set_default_backend("auto")
     with flash_dmattn.disable_backends("flex"):
-        yield key_of(**given)
+        yield key_of(**arguments)
 
 
 def test_each_setting_alone_changes_the_key() -> None:
@@ -325,7 +325,7 @@ def test_each_setting_alone_changes_the_key() -> None:
     others = list(keys_under_other_settings())
     for other in others:
         check_told_apart(key, other)
-    check_covered(key, [*others, *(key_of(**given) for given in changed_calls().values())])
+    check_covered(key, [*others, *(key_of(**arguments) for arguments in changed_calls().values())])
 
 
 def test_a_class_in_use_outlasts_those_that_come_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,7 +333,12 @@ def test_a_class_in_use_outlasts_those_that_come_once(monkeypatch: pytest.Monkey
     monkeypatch.setattr(heads_first._classes, "most", 3)
     made: list[int] = []
     class_of = heads_first._class_of
-    monkeypatch.setattr(heads_first, "_class_of", lambda *given: [made.append(1), class_of(*given)][1])
+
+    def counted(*arguments: Any) -> Any:
+        made.append(1)
+        return class_of(*arguments)
+
+    monkeypatch.setattr(heads_first, "_class_of", counted)
     with flash_dmattn.use_backend("eager"):
         used = leaves({})
         ours(**used)

@@ -7,12 +7,13 @@ import itertools
 import pytest
 import torch
 from interval_fields import check_fields
+from key_parts import check_told_apart, parts, tensor_changes
 
-from flash_dmattn import masks
-from flash_dmattn.masks import KeyMask, TileMask
+from flash_dmattn import Sequences, masks
+from flash_dmattn.masks import KeyMask, PreparedMask, TileMask
 from flash_dmattn.masks.prepared import packing
 from flash_dmattn.masks.prepared.prepare import prepare_mask
-from flash_dmattn.problem import make_band
+from flash_dmattn.problem import SequenceSpec, make_band
 
 SIZES = [(0, 0), (0, 5), (5, 0), (1, 1), (7, 1), (1, 130), (2, 33), (129, 31), (130, 300), (260, 128), (128, 257)]
 BANDS = [
@@ -369,3 +370,45 @@ def test_a_mask_of_one_row_remembers_it():
             assert copy.deepcopy(prepared).one_row and copy.deepcopy(prepared.expand_batch((3, 2))).batch_dims == (3, 2)
     rows = keys.expand(-1, -1, 30, -1).contiguous()
     assert not prepare_mask(rows).one_row and not prepare_mask(rows, find_intervals=True).one_row
+
+
+ALLOWED = torch.rand(1, 2, 6, 9) > 0.3
+TOGETHER = Sequences.packed(torch.tensor([0, 2, 6]), max_seqlen_q=4)
+KINDS = {
+    "TileMask": prepare_mask(ALLOWED, is_causal=True),
+    "KeyMask": prepare_mask(ALLOWED[:, :, :1], seqlen_q=6),
+    "IntervalMask": masks.prepare_topk(torch.randn(1, 2, 1, 9), 3, seqlen_q=6, is_causal=True),
+    "SequenceTileMask": prepare_mask(ALLOWED[0, :, :, :4], sequences=TOGETHER, seqlen_q=6, seqlen_k=6),
+    "TreeMask": masks.prepare_tree(torch.ones(1, 3, 3, dtype=torch.bool)),
+}
+FIELDS = [(name, field.name) for name, one in KINDS.items() for field in dataclasses.fields(one)]
+
+
+def another(value):
+    """A value of its kind that differs."""
+    if value is None:
+        return (2, 3)
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + 1
+    return (*value[:-1], 77) if not isinstance(value, SequenceSpec) else value._replace(rows_q=77)
+
+
+@pytest.mark.parametrize(("kind", "field"), FIELDS)
+def test_each_field_alone_changes_what_calls_are_told_apart_by(kind, field):
+    """The fields of the class itself: one that is new tells calls apart without being named anywhere."""
+    mask = KINDS[kind]
+    value = getattr(mask, field)
+    if isinstance(value, Sequences):  # which every call compares with its own
+        assert dataclasses.replace(mask, sequences=copy.copy(value)).call_key == mask.call_key
+        return
+    others = tensor_changes(value, has_gradient=False).values() if isinstance(value, torch.Tensor) else [another(value)]
+    for other in others:
+        check_told_apart(mask.call_key, dataclasses.replace(mask, **{field: other}).call_key)
+
+
+def test_every_kind_of_prepared_mask_is_told_apart():
+    assert {kind.__name__ for kind in PreparedMask.__subclasses__()} | {"SequenceTileMask", "TreeMask"} == set(KINDS)
+    assert len({mask.call_key for mask in KINDS.values()}) == len(KINDS)
+    assert all(not isinstance(part, torch.Tensor) for mask in KINDS.values() for part in parts(mask.call_key).values())

@@ -60,6 +60,17 @@ def test_what_raises_is_not_remembered() -> None:
     assert "key" not in table and table.find("key", lambda: 1.0) == 1.0
 
 
+def test_every_table_is_bounded() -> None:
+    """Whatever a program meets, a table holds some thousands of values."""
+    from flash_dmattn import heads_first
+    from flash_dmattn.backends.flex import graph
+    from flash_dmattn.dispatch import call_cache
+    from flash_dmattn.distributed import choice
+
+    tables = [heads_first._classes, call_cache._classes, choice._remembered, graph._compiled]
+    assert all(1 <= table.most <= 4096 for table in tables)
+
+
 def test_threads_share_a_table() -> None:
     table: Remembered[int] = Remembered(16)
     errors: list[Exception] = []

@@ -6,7 +6,7 @@ import copy
 import os
 import pickle
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +24,7 @@ from flash_dmattn import Sequences, attention
 from flash_dmattn.problem import FEATURES, SequenceSpec
 from flash_dmattn.reference import formula
 from flash_dmattn.reference.sequences import Batch
+from flash_dmattn.sequences import layout
 from flash_dmattn.sequences.values import make_bounds
 
 EXAMPLES = int(os.environ.get("FLASH_DMATTN_EXAMPLES", 120))
@@ -113,7 +114,7 @@ def test_a_few_weights_may_be_rounded_unluckily_and_not_wrong(number: int) -> No
 
 
 @pytest.mark.parametrize(("number", "name"), ((170, "dsink"), (1170, "dsink"), (612, "dbias")))
-def test_sums_of_rows_beside_a_sink_in_16_bits(number: int, name: str) -> None:
+def test_sums_at_queries_beside_a_sink_in_16_bits(number: int, name: str) -> None:
     """One sum of many roundings may be further off than plain PyTorch is by luck, beside rows of no sequence too."""
     call = draw(number, dtypes=ON_GPU["dtypes"][:2])
     assert call.sink is not None and name[1:] in call.needs_grad
@@ -324,8 +325,9 @@ def test_calls_are_mapped_one_by_one() -> None:
     torch.testing.assert_close(found, tuple(torch.stack(x) for x in zip(*each, strict=True)))
 
 
-def test_what_changes_in_place_counts_from_the_next_call_on() -> None:
-    cu = torch.tensor([0, 3, 7], dtype=torch.int32)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_what_changes_in_place_counts_from_the_next_call_on(dtype: torch.dtype) -> None:
+    cu = torch.tensor([0, 3, 7], dtype=dtype)
     x, sequences = torch.randn(7, 2, 8, requires_grad=True), Sequences.packed(cu)
     first = attention(x, x, x, sequences=sequences)
     cu[1] = 5
@@ -333,6 +335,109 @@ def test_what_changes_in_place_counts_from_the_next_call_on() -> None:
     torch.testing.assert_close(second, attention(x, x, x, sequences=Sequences.packed(torch.tensor([0, 5, 7]))))
     wanted = attention(x, x, x, sequences=Sequences.packed(torch.tensor([0, 3, 7])))
     torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (first, wanted)))
+
+
+def every_layout(dtype: torch.dtype) -> dict[str, Sequences]:
+    """Sequences of every layout, which have every table between them."""
+    lengths, edges = torch.tensor([2, 3], dtype=dtype), torch.tensor([0, 3, 7], dtype=dtype)
+    table = torch.tensor([[0, 1], [2, 3]], dtype=dtype)
+    return {
+        "packed": Sequences.packed(edges, edges.clone(), seqlens_q=lengths, seqlens_k=lengths.clone()),
+        "padded": Sequences.padded(lengths, lengths.clone()),
+        "paged": Sequences.paged(table, lengths),
+        "paged_packed": Sequences.paged(table, lengths, cu_seqlens_q=edges),
+    }
+
+
+# The caller's tensors, all of them.
+TABLES = [
+    (kind, name)
+    for kind, one in every_layout(torch.int32).items()
+    for name in [field.name for field in fields(one) if isinstance(getattr(one, field.name), Tensor)]
+]
+
+
+def arguments_of(kind: str) -> tuple[Tensor, Tensor]:
+    """q and k of a call with `every_layout`."""
+    q = torch.randn(7, 2, 8) if "packed" in kind else torch.randn(2, 4, 2, 8)
+    return q, {"packed": torch.randn(7, 2, 8), "padded": torch.randn(2, 5, 2, 8)}.get(kind, torch.randn(4, 3, 2, 8))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(("kind", "name"), TABLES)
+def test_each_table_alone_is_followed(kind: str, name: str, dtype: torch.dtype, mode: Any) -> None:
+    """A layout is kept as long as no table changes, also where torch does not count changes."""
+    with mode():
+        sequences, (q, k) = every_layout(dtype)[kind], arguments_of(kind)
+        spec = sequences.spec(q, k, k)
+        kept = sequences.view(spec, len(k))
+        assert sequences.view(spec, len(k)) is kept
+        before = [x.clone() for x in kept.tensors]
+        changed = getattr(sequences, name)
+        changed[(1, 0) if changed.dim() == 2 else 1] -= 1
+        view = sequences.view(spec, len(k))
+        assert view is not kept and sequences.view(spec, len(k)) is view
+        anew = replace(sequences).view(spec, len(k))
+        assert all(torch.equal(x, y) for x, y in zip(view.tensors, anew.tensors, strict=True))
+        assert not all(torch.equal(x, y) for x, y in zip(view.tensors, before, strict=True))
+
+
+@pytest.mark.parametrize("name", SequenceSpec._fields)
+def test_each_size_alone_has_a_layout_of_its_own(name: str) -> None:
+    sequences = Sequences.paged(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([3, 4]))
+    spec = sequences.spec_of(4, 9, 3)
+    other = spec._replace(**{name: {"layout": "paged_packed", "names_max": (False, False)}.get(name, 7)})
+    kept = sequences.view(spec, 5)
+    if name not in ("layout", "number", "page_size"):  # with which these sequences do not go
+        assert sequences.view(other, 5) is not kept
+    assert sequences._views.keys() >= {(spec, 5, False)}
+    assert other != spec and hash(other) != hash(spec)
+    assert sequences.view(spec, 5) is kept
+
+
+def test_pages_and_inference_mode_have_layouts_of_their_own() -> None:
+    sequences = Sequences.paged(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([3, 4]))
+    spec = sequences.spec_of(4, 9, 3)
+    kept = sequences.view(spec, 5)
+    assert sequences.view(spec, 6) is not kept
+    with pytest.raises(ValueError, match="k has 0 pages"):
+        sequences.view(spec, 0)
+    with torch.inference_mode():
+        inside = sequences.view(spec, 5)
+        assert inside is not kept and inside.bounds.is_inference()
+    assert sequences.view(spec, 5) is kept
+
+
+def test_caches_of_several_lengths_keep_their_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[SequenceSpec] = []
+
+    def counted(tables: Any, device: torch.device, spec: SequenceSpec) -> Tensor:
+        made.append(spec)
+        return make_bounds(tables, device, spec)
+
+    monkeypatch.setattr(layout, "make_bounds", counted)
+    sequences = Sequences.padded(torch.tensor([9, 4]))
+    specs = [sequences.spec_of(1, rows) for rows in range(9, 9 + layout._MOST_VIEWS)]
+    for _ in range(3):
+        for spec in specs:
+            sequences.view(spec)
+    assert made == specs
+    for rows in range(40, 60):  # of many, the last ones are kept
+        sequences.view(sequences.spec_of(1, rows))
+    assert len(sequences._views) == layout._MOST_VIEWS
+    made.clear()
+    sequences.view(sequences.spec_of(1, 59))
+    assert not made
+
+
+def test_packed_keys_may_have_used_lengths_alone() -> None:
+    q, k, v = torch.randn(7, 4, 8), torch.randn(7, 2, 8), torch.randn(7, 2, 8)
+    edges, used = torch.tensor([0, 3, 7]), torch.tensor([2, 4])
+    got = attention(q, k, v, sequences=Sequences.packed(edges, seqlens_k=used))
+    wanted = attention(q, k, v, sequences=Sequences.packed(edges, cu_seqlens_k=edges.clone(), seqlens_k=used))
+    assert torch.equal(got, wanted)
+    assert not torch.equal(got, attention(q, k, v, sequences=Sequences.packed(edges)))
 
 
 def test_sequences_are_remembered_for_all_layers() -> None:
@@ -570,6 +675,23 @@ def test_nested_tensors_of_queries_and_keys() -> None:
     found = attention(q, *nested)
     wanted = attention(q.values(), k, v, sequences=Sequences.packed(q.offsets(), offsets))
     torch.testing.assert_close(found.values(), wanted)
+
+
+def test_nested_tensors_with_gaps() -> None:
+    """Their lengths say how many tokens behind each offset are used, of queries and of keys apart."""
+    q, k, v = torch.randn(9, 4, 8), torch.randn(11, 2, 8), torch.randn(11, 2, 8)
+    at_queries = torch.tensor([0, 4, 9]), torch.tensor([3, 5])
+    at_keys = torch.tensor([0, 5, 11]), torch.tensor([4, 2])
+    nested_q = torch.nested.nested_tensor_from_jagged(q, *at_queries)
+    nested_k = torch.nested.nested_tensor_from_jagged(k, *at_keys)
+    nested_v = torch.nested.nested_tensor_from_jagged(v, *at_keys)
+    got = attention(nested_q, nested_k, nested_v)
+    sequences = Sequences.packed(at_queries[0], at_keys[0], seqlens_q=at_queries[1], seqlens_k=at_keys[1])
+    assert torch.equal(got.values(), attention(q, k, v, sequences=sequences))
+    for s in range(2):
+        rows, keys = (slice(start[s], start[s] + used[s]) for start, used in (at_queries, at_keys))
+        alone = attention(q[None, rows], k[None, keys], v[None, keys], backend="reference")[0]
+        torch.testing.assert_close(got.values()[rows], alone)
 
 
 def test_nested_tensors_are_all_jagged() -> None:

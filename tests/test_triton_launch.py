@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from key_parts import check_covered, check_told_apart
 from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn.backends.triton import backend
+from flash_dmattn.problem import Flags, MaskView, NeedsGrad, SequenceView
 from flash_dmattn.remembered import Remembered
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -221,7 +223,9 @@ def test_a_plan_without_a_mask_is_also_found_for_a_problem_that_only_equals(plan
     ("q_shape", "k_shape"),
     [((0, 4, 2, 16), (0, 4, 2, 16)), ((1, 0, 2, 16), (1, 4, 2, 16)), ((1, 4, 2, 16), (1, 0, 2, 16))],
 )
-def test_an_empty_call_plans_nothing(q_shape: tuple[int, ...], k_shape: tuple[int, ...], plans: Remembered[Any]) -> None:
+def test_an_empty_call_plans_nothing(
+    q_shape: tuple[int, ...], k_shape: tuple[int, ...], plans: Remembered[Any]
+) -> None:
     out, lse = attend(torch.randn(q_shape), torch.randn(k_shape), return_lse=True)
     assert out.shape == q_shape and bool((out == 0).all())
     assert lse.shape == (q_shape[0], 2, q_shape[1]) and bool((lse == -torch.inf).all())
@@ -237,7 +241,9 @@ def test_rows_of_another_stride_are_copied_and_groups_are_rows(plans: Remembered
     assert len(plans) == 2
 
 
-def test_the_heads_of_a_group_are_written_to_out_itself(plans: Remembered[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_heads_of_a_group_are_written_to_out_itself(
+    plans: Remembered[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from flash_dmattn.triton_kernels import kernel_launch
 
     given: list[tuple[Any, ...]] = []
@@ -261,3 +267,154 @@ def test_what_an_operator_or_the_way_without_it_makes_is_alike(plans: Remembered
         watched = attend(q, k, return_lse=True)
     for x, y in zip(plain, watched, strict=True):
         assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
+
+
+class Keys(Remembered[Any]):
+    """A table that remembers nothing but the keys that it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.asked: list[Any] = []
+
+    def find(self, key: Any, make: Callable[[], Any]) -> Any:
+        self.asked.append(key)
+        return lambda *_: ()
+
+
+# Rows stay of unit stride, since others are copied first.
+PLACES: dict[str, Callable[[Tensor], Tensor]] = {
+    "shape": lambda x: x.new_empty([x.shape[0] + 1, *x.shape[1:]]),
+    "strides": lambda x: torch.empty_strided(x.shape, [2 * x.stride(0), *x.stride()[1:]], dtype=x.dtype),
+    "dtype": lambda x: x.to(torch.float16 if x.is_floating_point() else torch.int16),
+    "alignment": lambda x: torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape),
+}
+FLAGS = Flags(3, 4, 0.5, 2.0, False)
+OTHER_FLAGS = {
+    **{name: 7 for name in ("left", "right", "mask_repeat", "bias_repeat", "max_seqlen_q", "max_seqlen_k")},
+    **{name: 0.25 for name in ("softmax_scale", "softcap", "dropout_p")},
+    **{name: True for name in ("deterministic", "one_mask_row")},
+    **{name: "queries" for name in ("mask_packing", "bias_packing")},
+    "layout": "packed",
+}
+
+
+def arguments_of(function: str) -> dict[str, Any]:
+    """The arguments of an entry point, a tensor for each that may be one."""
+    q, k = torch.randn(2, 6, 4, 16), torch.randn(2, 9, 2, 16)
+    tiles = MaskView("tiles", tuple(torch.zeros(2, 4, n, 5, dtype=torch.int32) for n in (1, 2, 3, 4)))
+    lse = torch.randn(2, 4, 6)
+    arguments: dict[str, Any] = {"q": q, "k": k, "v": k.clone(), "mask": tiles, "bias": torch.randn(2, 4, 6, 9)}
+    arguments |= {"out": q.clone(), "lse": lse, "flags": FLAGS, "sink": torch.randn(4), "dropout": torch.zeros(2)}
+    if function.endswith("sequences"):
+        arguments["sequences"] = SequenceView(
+            torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32)
+        )
+    if function.startswith("backward"):
+        arguments = {"dout": q.clone(), "dlse": lse.clone(), **arguments, "needs_grad": NeedsGrad()}
+    return arguments
+
+
+# Not in the key of a forward pass, which makes them itself.
+OUTPUTS = ("out", "lse")
+# Contiguous copies are made of them first.
+COPIED = ("sink", "out", "lse")
+
+
+def changed_arguments(function: str) -> dict[str, dict[str, Any]]:
+    """Arguments that differ from `arguments_of` in one thing, by name."""
+    arguments, got = arguments_of(function), {}
+    for name, value in arguments.items():
+        if name in OUTPUTS and function.startswith("forward"):
+            continue
+        if isinstance(value, Tensor):
+            others = {what: change(value) for what, change in PLACES.items() if what != "strides" or name not in COPIED}
+            if name in ("bias", "sink", "dropout", "dlse"):
+                others["none"] = None  # type: ignore[assignment]
+        elif isinstance(value, MaskView):
+            others = {f"{i} {what}": value._replace(tensors=(*value.tensors[:i], change(x), *value.tensors[i + 1 :]))
+                      for i, x in enumerate(value.tensors) for what, change in PLACES.items()}  # fmt: skip
+            others |= {"form": value._replace(form="sequence_tiles"), "none": MaskView()}
+        elif isinstance(value, SequenceView):
+            others = {f"{field} {what}": value._replace(**{field: change(getattr(value, field))})
+                      for field in value._fields for what, change in PLACES.items()}  # fmt: skip
+            others["no pages"] = value._replace(block_table=None)
+        else:
+            changes = OTHER_FLAGS if name == "flags" else dict.fromkeys(NeedsGrad._fields, True)
+            assert changes.keys() == set(value._fields)
+            others = {field: value._replace(**{field: other}) for field, other in changes.items()}
+        got |= {f"{name}, {what}": {**arguments, name: other} for what, other in others.items()}
+    return got
+
+
+ENTRIES = ("forward", "backward", "forward sequences", "backward sequences")
+
+
+def key_of_plan(function: str, arguments: dict[str, Any]) -> Any:
+    from flash_dmattn.triton_kernels import launch, sequences
+
+    name, _, other = function.partition(" ")
+    with pytest.MonkeyPatch.context() as patch:
+        keys = Keys()
+        patch.setattr(launch, "plans", keys)
+        getattr(sequences if other else launch, name)(**arguments)
+    return keys.asked[-1]
+
+
+@pytest.mark.parametrize("function", ENTRIES)
+def test_each_input_of_a_plan_alone_makes_another(function: str) -> None:
+    key = key_of_plan(function, arguments_of(function))
+    changed = {name: key_of_plan(function, arguments) for name, arguments in changed_arguments(function).items()}
+    same = [name for name, other in changed.items() if other == key]
+    assert not same
+    elsewhere = [key_of_plan("backward", arguments_of("backward")), key_of_plan("forward", arguments_of("forward"))]
+    with pytest.MonkeyPatch.context() as patch:
+        from flash_dmattn.triton_kernels import launch
+
+        patch.setattr(Tensor, "get_device", lambda x: 3)
+        elsewhere.append(key_of_plan(function, arguments_of(function)))
+        patch.setattr(launch, "takes_tf32", lambda dtype: True)
+        elsewhere.append(key_of_plan(function, arguments_of(function)))
+        patch.setattr(launch, "takes_group_rows", lambda *_: True)
+        elsewhere.append(key_of_plan(function, arguments_of(function)))
+    check_covered(key, [*changed.values(), *elsewhere])
+
+
+def key_of_launch(**changes: Any) -> Any:
+    from flash_dmattn.triton_kernels import kernel_launch
+
+    arguments = {"kernel": len, "programs": 4, "tensors": (torch.zeros(8), torch.zeros(8, dtype=torch.int32))}
+    arguments |= {"numbers": (1, 2.0), "constants": (True, 16), "num_warps": 4, **changes}
+    with pytest.MonkeyPatch.context() as patch:
+        keys = Keys()
+        patch.setattr(kernel_launch, "_launches", keys)
+        kernel_launch.launch(**arguments)
+    return keys.asked[-1]
+
+
+def test_each_input_of_a_launch_alone_makes_another() -> None:
+    tensors = torch.zeros(8), torch.zeros(8, dtype=torch.int32)
+    like_one_there = {
+        "device": SimpleNamespace(index=1),
+        "is_cuda": False,
+        "dtype": torch.float32,
+        "data_ptr": lambda: 0,
+    }
+    on_another_gpu = SimpleNamespace(**like_one_there)
+    changes: list[dict[str, Any]] = [
+        {"kernel": max},
+        {"programs": 5},
+        *({"numbers": numbers} for numbers in ((2, 2.0), (1, 3.0))),
+        *({"constants": constants} for constants in ((False, 16), (True, 32))),
+        {"num_warps": 8},
+        *({"tensors": (change(tensors[0]), tensors[1])} for what, change in PLACES.items() if what in NARROW),
+        *({"tensors": (tensors[0], change(tensors[1]))} for what, change in PLACES.items() if what in NARROW),
+        {"tensors": (on_another_gpu, tensors[1])},
+    ]
+    changed = [key_of_launch(**change) for change in changes]
+    for other in changed:
+        check_told_apart(key_of_launch(), other)
+    check_covered(key_of_launch(), changed)
+
+
+# Sizes and strides of tensors are numbers of such a launch, or nothing to it.
+NARROW = ("dtype", "alignment")

@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flash_dmattn.remembered import Remembered
 
+
 def ceil_div(total: int, size: int) -> int:
     """How many of a size cover a total.
 

@@ -156,9 +156,7 @@ def backward(
             flags,
             *signature(q, k, v, bias, sink, dropout, dout, dlse, out, lse, *mask.tensors),
         )
-        plan = plans.find(
-            key, lambda: backward_plan(Call(q, k, v, mask, bias, flags, sink), dout, dlse, needs_grad)
-        )
+        plan = plans.find(key, lambda: backward_plan(Call(q, k, v, mask, bias, flags, sink), dout, dlse, needs_grad))
         return plan(dout, dlse, q, k, v, mask, bias, sink, out, lse, dropout)
 
 

@@ -61,8 +61,8 @@ def look_up(
     Args:
         flags: the other arguments of `describe`, in its order.
 
-    A call has no key where its sizes may be symbols, where it is recorded, and where an argument is such that only
-    validation can name what is wrong: q, k or v is None, a tensor has no strides, something cannot be hashed.
+    A call has no key where its sizes may be symbols, and where it is recorded. Nor has it one where only validation can
+    name what is wrong: q, k or v is None, a tensor has no strides, something cannot be hashed.
     """
     window_size = flags[3]
     is_prepared = not (mask is None or isinstance(mask, Tensor))
@@ -114,5 +114,6 @@ def remember(key: Key, problem: AttentionProblem, selection: Selection, backend:
 
 
 def tensor_key(x: Tensor) -> Key:
-    """What of a tensor tells classes of calls apart."""
+def tensor_key(x: Tensor) -> Key:
+    """Tell classes of calls apart by this of a tensor."""
     return x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.layout  # tensors of mkldnn have strides, too

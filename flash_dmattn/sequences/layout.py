@@ -16,11 +16,11 @@ from .values import Tables, check_values, make_bounds
 class Sequences:
     """Where the S sequences of a batch lie: made once for a batch, and passed to `attention` by all of its layers.
 
-    `Sequences.packed`, `Sequences.padded` and `Sequences.paged` make one. Its tensors are on the device of q, and are
-    those of the caller, int32 or int64, not copies: changed in place, they count from the next call on. Their layout is
-    made once for all layers and made anew after a change, which torch counts; tensors that inference mode has made have
-    no such count, so on a GPU each call lays these out anew. A change that torch does not see, by a kernel of another
-    library say, needs new `Sequences`.
+    `Sequences.packed`, `Sequences.padded` and `Sequences.paged` make one. Its tensors are on the device of q. It keeps
+    the caller's tensors, int32 or int64, and no copies: changed in place, they count from the next call on. Their
+    layout is made once for all layers, and anew after a change. torch counts changes, but not of tensors that inference
+    mode has made: on a GPU each call lays these out anew. Nor does it count what a kernel of another library writes;
+    make new `Sequences` then.
 
     Attributes:
         layout: "packed", "padded", "paged", or "paged_packed" where the queries of a paged batch are packed.
@@ -240,7 +240,7 @@ class Sequences:
         tensors = self._tensors
         if torch.compiler.is_compiling() or _is_capturing(tensors[0]):
             return self._laid_out(spec)
-        # What inference mode makes cannot be saved for a backward pass.
+        # Tensors that inference mode makes cannot be saved for a backward pass.
         slot = (spec, pages, torch.is_inference_mode_enabled())
         kept = self._views.get(slot)
         if kept is not None and _are_as_before(tensors, kept[0]):
@@ -249,8 +249,8 @@ class Sequences:
         if self.device.type == "cpu":
             check_values(self._tables, spec, pages, names)
         view = self._laid_out(spec)
-        if kept is None:
-            for oldest in list(self._views)[: len(self._views) - _MOST_VIEWS + 1]:
+        if kept is None and len(self._views) >= _MOST_VIEWS:
+            for oldest in tuple(self._views)[:1]:  # a copy: another thread may add one
                 self._views.pop(oldest, None)
         self._views[slot] = states, view
         return view
@@ -331,7 +331,7 @@ _MOST_VIEWS = 8
 
 
 def _state(x: Tensor) -> int | Tensor | None:
-    """What tells whether a tensor has changed: its version, or its values, as far as a look at them costs no wait."""
+    """Tell later whether a tensor has changed: its version, or where none is counted a copy, if that costs no wait."""
     if not x.is_inference():
         return x._version
     return x.clone() if x.device.type == "cpu" else None

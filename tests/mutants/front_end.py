@@ -20,14 +20,9 @@ SETTINGS = "tests/test_settings.py::test_"
 DIRECT = "tests/test_direct.py::"
 HEADS = "tests/test_heads_first.py::"
 
+KEYS = "tests/test_call_cache.py::"
+
 FAULTS: tuple[Fault, ...] = (
-    Fault(
-        "calls whose tensors are on other devices are taken for alike",
-        "flash_dmattn/dispatch/call_cache.py",
-        "x.dtype, x.device, x.requires_grad, x.layout",
-        "x.dtype, x.requires_grad, x.layout",
-        (f"{INVALID}[k device-attention]",),
-    ),
     Fault(
         "a tensor of another layout is taken for an earlier one",
         "flash_dmattn/dispatch/call_cache.py",
@@ -83,6 +78,69 @@ FAULTS: tuple[Fault, ...] = (
         "return restore_padding, (self._shape, ",
         "return restore_padding, ((1, 1), ",
         ("tests/test_citizen.py::test_what_a_program_keeps_beside_its_tensors_is_saved_and_loaded",),
+    ),
+    Fault(
+        "what is in use is forgotten as soon as what comes once",
+        "flash_dmattn/remembered.py",
+        "                if entry[1][0]:\n",
+        "                if False:\n",
+        ("tests/test_remembered.py::test_what_is_in_use_outlasts_what_comes_once",),
+    ),
+    Fault(
+        "a table keeps one value too many",
+        "flash_dmattn/remembered.py",
+        "while len(entries) >= self.most:",
+        "while len(entries) > self.most:",
+        ("tests/test_remembered.py::test_a_table_of_one",),
+    ),
+    Fault(
+        "a remembered call does not know the device of its tensors",
+        "flash_dmattn/dispatch/call_cache.py",
+        "x.dtype, x.device, x.requires_grad",
+        "x.dtype, x.requires_grad",
+        (f"{KEYS}test_each_input_alone_changes_the_key",),
+    ),
+    Fault(
+        "prepared masks of other leading dims are taken for alike",
+        "flash_dmattn/masks/prepared/types.py",
+        "for field in fields(mask) if field.name not in left_out)",
+        'for field in fields(mask) if field.name not in (*left_out, "leading"))',
+        (f"{KEYS}test_a_mask_with_other_leading_dims_is_refused_whatever_ran_before",),
+    ),
+    Fault(
+        "calls with a mask prepared beside sequences are described anew in every layer",
+        "flash_dmattn/masks/prepared/sequence_tiles.py",
+        'return call_key(self, left_out=("sequences",))',
+        'return call_key(self, left_out=("sequences",)), object()',
+        (f"{KEYS}test_calls_with_masks_beside_sequences_are_remembered",),
+    ),
+    Fault(
+        "the layout of a saved bias is not looked at",
+        "flash_dmattn/direct.py",
+        "        or not (bias is None or bias.stride() == strides[3])\n",
+        "",
+        ("tests/test_direct.py::test_each_saved_tensor_alone_may_come_back_in_another_layout[bias]",),
+    ),
+    Fault(
+        "layers do not know the dtype of their bias",
+        "flash_dmattn/heads_first.py",
+        "(bias.shape, bias.stride(), bias.dtype, bias.device",
+        "(bias.shape, bias.stride(), bias.device",
+        ("tests/test_heads_first.py::test_each_input_alone_changes_the_key",),
+    ),
+    Fault(
+        "layers keep every class that they meet",
+        "flash_dmattn/heads_first.py",
+        "] = Remembered(1024)",
+        "] = Remembered(2**40)",
+        ("tests/test_remembered.py::test_every_table_is_bounded",),
+    ),
+    Fault(
+        "graphs of flex do not know what torch specialises",
+        "flash_dmattn/backends/flex/graph.py",
+        "key = (compiler, form, specialised, dynamic)",
+        "key = (compiler, form, dynamic)",
+        ("tests/test_flex_graph.py::test_each_constant_of_a_graph_alone_makes_another",),
     ),
     Fault(
         "calls that differ in their sink alone are taken for alike",

@@ -7,7 +7,6 @@ put in an order first have no pass here, nor have gradients of rows of no unit s
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor

@@ -74,7 +74,7 @@ class SequenceTileMask:
 
     @cached_property
     def call_key(self) -> tuple[object, ...]:
-        """What calls with such a mask have in common, whatever it allows; hashable.
+        """Tell calls with such masks apart, whatever these allow; hashable.
 
         Without its sequences, which each call compares with its own, and which would keep tensors alive.
         """

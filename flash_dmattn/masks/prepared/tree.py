@@ -54,7 +54,7 @@ class TreeMask:
 
     @cached_property
     def call_key(self) -> tuple[object, ...]:
-        """What calls with such a mask have in common, whatever it allows; hashable."""
+        """Tell calls with such masks apart, whatever these allow; hashable."""
         return call_key(self)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:

@@ -95,7 +95,7 @@ class PreparedMask(ABC):
 
     @cached_property
     def call_key(self) -> tuple[object, ...]:
-        """What calls with such a mask have in common, whatever the mask allows; hashable."""
+        """Tell calls with such masks apart, whatever these allow; hashable."""
         return call_key(self)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
