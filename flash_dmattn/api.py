@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .autograd import Attention, Passes, run_forward
+from . import exported as exported  # gives operators that stand alone their derivatives
+from .autograd import Passes, attend, run_forward
 from .backends.protocol import has_forward_ad, is_composite
 from .definition import is_transformed
 from .direct import attend_directly, is_ready, ready_for
@@ -201,7 +202,7 @@ def attention(
         else:
             passes = Passes(problem, forward, backward, view.form, backend, len(of_sequences), dropout is not None)
             of_dropout = () if dropout is None else (dropout,)
-            results = Attention.apply(q, k, v, bias, sink, passes, *view.tensors, *of_sequences, *of_dropout)
+            results = attend(passes, q, k, v, bias, sink, *view.tensors, *of_sequences, *of_dropout)
     if leading is not None:
         results = tuple(unfold(x, leading) for x in results)
     if spec is not None and spec.packs_queries:

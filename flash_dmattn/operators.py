@@ -1,13 +1,14 @@
 """`torch.library` operators of the kernel backends: one forward/backward pair each, one schema, one fake.
 
 Operators are declared with `Library.define` and `impl`, and differentiated by the one `autograd.Function` in
-`flash_dmattn.autograd` around them: measured at less than half the cost of `custom_op` + `register_autograd`.
+`flash_dmattn.autograd` around them: measured at less than half the cost of `custom_op` + `register_autograd`. Programs of
+`torch.export` have the operators alone; these have the same derivatives by `register_autograd`, see `exported.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,7 +31,8 @@ _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor[] mask, str mask_form, Tensor? bias, Tensor? sink, Tensor[] sequences, "
     "Tensor? dropout"
 )
-FORWARD_SCHEMA = f"({_INPUTS}, {_FLAGS}) -> (Tensor out, Tensor lse)"
+# `backward` is the backend of the backward pass where that is another, else "": see `AttentionProblem`.
+FORWARD_SCHEMA = f"({_INPUTS}, {_FLAGS}, str backward) -> (Tensor out, Tensor lse)"
 # A list holds the gradients asked for and no others: an operator cannot return None under torch.compile.
 BACKWARD_SCHEMA = (
     f"(Tensor dout, Tensor? dlse, {_INPUTS}, Tensor out, Tensor lse, {_FLAGS}, bool[5] needs_grad) -> Tensor[]"
@@ -111,6 +113,22 @@ Forward = Callable[..., tuple[Tensor, Tensor]]
 Backward = Callable[..., Gradients]
 
 
+# How an operator is differentiated that stands alone: what keeps the tensors of a pass, called with the name of its
+# backend before the arguments of a `setup_context`, and the rule. `flash_dmattn.exported` has both, of either pass.
+derivatives: dict[str, tuple[Callable[..., None], Callable[..., tuple[Any, ...]]]] = {}
+
+
+def _differentiate(name: str, direction: Literal["forward", "backward"]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        derivatives[direction][0](name, ctx, inputs, output)
+
+    def rule(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        return derivatives[direction][1](ctx, *gradients)
+
+    operator = f"flash_dmattn::{name}_{direction}"
+    torch.library.register_autograd(operator, rule, setup_context=setup_context, lib=_LIBRARY)
+
+
 def define_pair(
     name: str, forward: Forward, backward: Backward
 ) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Gradients]]:
@@ -143,8 +161,9 @@ def define_forward(name: str, forward: Forward) -> Callable[..., tuple[Tensor, T
         sink: Tensor | None,
         sequences: list[Tensor],
         dropout: Tensor | None,
-        *flags: Any,
+        *flags_and_backward: Any,
     ) -> tuple[Tensor, Tensor]:
+        *flags, _ = flags_and_backward  # the backend of the backward pass concerns the derivative alone
         rest = extra_arguments(sink, view_of(sequences), dropout)
         return forward(q, k, v, MaskView(mask_form, tuple(mask)), bias, Flags(*flags), **rest)
 
@@ -155,6 +174,7 @@ def define_forward(name: str, forward: Forward) -> Callable[..., tuple[Tensor, T
     packet = getattr(torch.ops.flash_dmattn, f"{name}_forward")
     forward_op = packet.default
     flops.register(packet, flops.forward_flop)
+    _differentiate(name, "forward")
     torch.library.register_vmap(f"flash_dmattn::{name}_forward", _one_by_one(forward_op), lib=_LIBRARY)
 
     def run_forward(
@@ -174,7 +194,7 @@ def define_forward(name: str, forward: Forward) -> Callable[..., tuple[Tensor, T
         watched = is_watched(q, k, v, bias, sink, dropout, *mask.tensors, *where)
         if watched or problem.device == "meta" or profiler._is_profiler_enabled:
             inputs = (q, k, v, list(mask.tensors), mask.form, bias, sink, list(where), dropout)
-            out, lse = forward_op(*inputs, *problem.flags)
+            out, lse = forward_op(*inputs, *problem.flags, problem.backward)
             return out, lse
         if sequences is not None or dropout is not None:
             rest = extra_arguments(sink, sequences, dropout)
@@ -218,6 +238,7 @@ def define_backward(name: str, backward: Backward) -> Callable[..., Gradients]:
     packet = getattr(torch.ops.flash_dmattn, f"{name}_backward")
     backward_op = packet.default
     flops.register(packet, flops.backward_flop)
+    _differentiate(name, "backward")
 
     def run_backward(
         problem: AttentionProblem,

@@ -77,6 +77,24 @@ def select_pair(problem: AttentionProblem, backend: BackendChoice) -> Selection:
     return _choose_auto(problem, pairs_only=True) if requested == "auto" else choose(problem, requested)
 
 
+def select_backward(problem: AttentionProblem, name: str) -> KernelBackend:
+    """The backend of a backward pass alone: the named one where it serves, else as "auto" prefers.
+
+    Raises:
+        BackendUnsupportedError: no pair of backends accepts the call.
+    """
+    asked = ((name, ()), *candidates(problem)) if name in BACKENDS else candidates(problem)
+    for other, rules in asked:
+        backend = BACKENDS[other]
+        if (
+            not is_composite(backend)
+            and _serves(other, problem, "backward")
+            and all_hold(rules, problem, "backward")
+        ):
+            return backend
+    refuse_all(problem)
+
+
 def choose(problem: AttentionProblem, requested: BackendChoice) -> Selection:
     """The choice itself: no warning, no record."""
     return _choose_auto(problem) if requested == "auto" else _choose_named(problem, check_choice(requested))

@@ -204,7 +204,9 @@ class AttentionProblem(NamedTuple):
     It is hashable, prints as one line, and can be built for a GPU that this machine does not have
     (`flash_dmattn.explain_problem` does). Strides count elements; `mask` and `bias` are described as 4-D, a prepared
     mask by the bool tensor that it unpacks to. Its band is that of the call. `sink` is the dtype of one, None without.
-    Of a call with sequences, batch is their number, and seqlen_q and seqlen_k are bounds on their lengths.
+    Of a call with sequences, batch is their number, and seqlen_q and seqlen_k are bounds on their lengths. `backward`
+    names the backend of the backward pass where it is another and the call becomes part of an exported program, whose
+    operators are all that is kept of it; else it is empty.
     """
 
     device: str
@@ -231,6 +233,7 @@ class AttentionProblem(NamedTuple):
     needs_grad: NeedsGrad
     sink: torch.dtype | None = None
     sequences: SequenceSpec | None = None
+    backward: str = ""
 
     @property
     def has_window(self) -> bool:
