@@ -1,4 +1,4 @@
-"""Derivatives of operators that stand alone, as in a program of `torch.export`, without an `autograd.Function` around.
+"""Gradients of operators that stand alone, as in a program of `torch.export`, without an `autograd.Function` around.
 
 A call of `attention` never comes here: its operators run below autograd.
 """
@@ -6,19 +6,20 @@ A call of `attention` never comes here: its operators run below autograd.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
 from . import operators
-from .autograd import Attention, AttentionBackward, Passes
-from .dispatch.registry import BACKENDS
+from .autograd import Attention, Passes
+from .dispatch.mask_view import readable_view
 from .dispatch.selection import select_backward
-from .operators import spread, view_of
+from .operators import view_of
 from .problem import (
     AttentionProblem,
     Flags,
     MaskForm,
+    MaskView,
     NeedsGrad,
     SequenceSpec,
     SequenceView,
@@ -29,17 +30,15 @@ from .problem import (
 )
 
 _INPUTS = 9  # of the schemas, from q to the key of dropout
-_FLAGS = len(Flags._fields)
 
 
-def described(inputs: Sequence[Any], flags: Flags, needs_grad: NeedsGrad, backward: str = "") -> AttentionProblem:
+def described(inputs: Sequence[Any], flags: Flags, needs_grad: NeedsGrad) -> AttentionProblem:
     """The problem of a call, from what its operator received.
 
     Args:
         inputs: q, k, v, mask, mask_form, bias, sink, sequences and dropout of the schema.
         flags: the others.
         needs_grad: the gradients that are wanted.
-        backward: the backend that the call has for its backward pass.
     """
     q, k, v, mask, form, bias, sink, sequences, _ = inputs
     batch, seqlen_q, num_heads, head_dim = q.shape
@@ -75,7 +74,6 @@ def described(inputs: Sequence[Any], flags: Flags, needs_grad: NeedsGrad, backwa
         needs_grad,
         None if sink is None else sink.dtype,
         spec,
-        backward,
     )
 
 
@@ -106,69 +104,31 @@ def _mask_spec(
     return unpacked_spec(spec.shape_of_tiles(tensors[0].shape[1]))
 
 
-def _passes(name: str, problem: AttentionProblem, inputs: Sequence[Any], backward: str) -> Passes:
-    """What the `autograd.Function` of a call would have had."""
-    form, sequences, dropout = inputs[4], inputs[7], inputs[8]
-    chosen = select_backward(problem, backward)
-    # The operator is the forward pass; nothing here asks for another, and one may have been unregistered since.
-    forward = cast(Any, BACKENDS.get(name, chosen))
-    return Passes(problem, forward, chosen, form, "auto", len(sequences), dropout is not None)
-
-
-def _tensors(inputs: Sequence[Any]) -> tuple[Tensor, ...]:
-    """Those of a call that take no gradient, as `Passes.split` has them."""
-    mask, sequences, dropout = inputs[3], inputs[7], inputs[8]
-    return (*mask, *sequences, *(() if dropout is None else (dropout,)))
-
-
-def _placed(numbers: tuple[int, int], gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """The gradients of q, k, v, bias and sink where the schema has these, and none of the other inputs.
+def save(name: str, ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> None:
+    """Choose the backend of the backward pass, and keep what it reads.
 
     Args:
-        numbers: of the tensors in the lists of the mask and of the sequences.
-        gradients: the five.
+        name: of the backend whose forward operator ran.
+        ctx, inputs, output: as of a `setup_context`.
     """
-    dq, dk, dv, dbias, dsink = gradients
-    mask, sequences = ([None] * number for number in numbers)
-    return dq, dk, dv, mask, None, dbias, dsink, sequences, None
-
-
-def save_forward(name: str, ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> None:
-    """Keep what the backward pass of a forward operator reads, and choose its backend."""
-    call, flags = inputs[:_INPUTS], Flags(*inputs[_INPUTS : _INPUTS + _FLAGS])
-    q, k, v, mask, _, bias, sink, sequences, _ = call
+    call, flags, backward = inputs[:_INPUTS], Flags(*inputs[_INPUTS:-1]), inputs[-1]
+    q, k, v, mask, form, bias, sink, sequences, dropout = call
     needs_grad = NeedsGrad(*(x is not None and x.requires_grad for x in (q, k, v, bias, sink)))
     problem = described(call, flags, needs_grad)
-    passes = _passes(name, problem, call, inputs[-1] or name)
-    Attention.setup_context(ctx, (q, k, v, bias, sink, passes, *_tensors(call)), output)
-    ctx.numbers = len(mask), len(sequences)
+    chosen = select_backward(problem, backward or name)
+    view = readable_view(problem, MaskView(form, tuple(mask)), chosen)
+    # Nobody asks for the backend of the forward pass, which has run.
+    passes = Passes(problem, chosen, chosen, view.form, "auto", len(sequences), dropout is not None)
+    of_dropout = () if dropout is None else (dropout,)
+    Attention.setup_context(ctx, (q, k, v, bias, sink, passes, *view.tensors, *sequences, *of_dropout), output)
+    ctx.in_lists = len(mask), len(sequences)
 
 
-def differentiate_forward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    """The gradients of what a forward operator received."""
-    gradients = Attention.backward(ctx, dout, dlse)[: len(NeedsGrad._fields)]
-    return (*_placed(ctx.numbers, gradients), *(None,) * (_FLAGS + 1))
+def differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    """The gradients of all that a forward operator received, in the order and the lists of its schema."""
+    dq, dk, dv, dbias, dsink, *_ = Attention.backward(ctx, dout, dlse)
+    of_mask, of_sequences = ([None] * number for number in ctx.in_lists)
+    return dq, dk, dv, of_mask, None, dbias, dsink, of_sequences, None, *(None,) * (len(Flags._fields) + 1)
 
 
-def save_backward(name: str, ctx: Any, inputs: Sequence[Any], output: list[Tensor]) -> None:
-    """Keep what the derivative of a backward operator reads."""
-    dout, dlse, *rest = inputs
-    call, (out, lse), (*flags, needs_grad) = rest[:_INPUTS], rest[_INPUTS : _INPUTS + 2], rest[_INPUTS + 2 :]
-    q, k, v, mask, _, bias, sink, sequences, _ = call
-    passes = _passes(name, described(call, Flags(*flags), NeedsGrad(*needs_grad)), call, name)
-    arguments = (dout, dlse, q, k, v, bias, sink, out, lse, passes, *_tensors(call))
-    AttentionBackward.setup_context(ctx, arguments, ())
-    ctx.numbers = len(mask), len(sequences)
-
-
-def differentiate_backward(ctx: Any, cotangents: list[Tensor]) -> tuple[Any, ...]:
-    """The gradients of what a backward operator received; refused where its backend has no second derivative."""
-    needs_grad = ctx.passes.problem.needs_grad
-    ddout, ddlse, *gradients = AttentionBackward.backward(ctx, *spread(cotangents, needs_grad))
-    placed = _placed(ctx.numbers, gradients[: len(needs_grad)])
-    return (ddout, ddlse, *placed, None, None, *(None,) * (_FLAGS + 1))
-
-
-operators.derivatives.update(
-    forward=(save_forward, differentiate_forward), backward=(save_backward, differentiate_backward)
-)
+operators.derivative.update(save=save, differentiate=differentiate)

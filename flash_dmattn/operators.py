@@ -1,14 +1,14 @@
 """`torch.library` operators of the kernel backends: one forward/backward pair each, one schema, one fake.
 
 Operators are declared with `Library.define` and `impl`, and differentiated by the one `autograd.Function` in
-`flash_dmattn.autograd` around them: measured at less than half the cost of `custom_op` + `register_autograd`. Programs of
-`torch.export` have the operators alone; these have the same derivatives by `register_autograd`, see `exported.py`.
+`flash_dmattn.autograd` around them: measured at less than half the cost of `custom_op` + `register_autograd`. Programs
+of `torch.export` have the operators alone, which are differentiated by `register_autograd`: see `exported.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,20 +113,19 @@ Forward = Callable[..., tuple[Tensor, Tensor]]
 Backward = Callable[..., Gradients]
 
 
-# How an operator is differentiated that stands alone: what keeps the tensors of a pass, called with the name of its
-# backend before the arguments of a `setup_context`, and the rule. `flash_dmattn.exported` has both, of either pass.
-derivatives: dict[str, tuple[Callable[..., None], Callable[..., tuple[Any, ...]]]] = {}
+# How a forward operator is differentiated that stands alone: `save`, called with the name of its backend before the
+# arguments of a `setup_context`, and `differentiate`. `flash_dmattn.exported`, which knows all backends, sets both.
+derivative: dict[str, Callable[..., Any]] = {}
 
 
-def _differentiate(name: str, direction: Literal["forward", "backward"]) -> None:
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        derivatives[direction][0](name, ctx, inputs, output)
+def _differentiate(name: str) -> None:
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        derivative["save"](name, ctx, inputs, output)
 
-    def rule(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        return derivatives[direction][1](ctx, *gradients)
+    def differentiate(ctx: Any, *gradients: Tensor | None) -> Any:
+        return derivative["differentiate"](ctx, *gradients)
 
-    operator = f"flash_dmattn::{name}_{direction}"
-    torch.library.register_autograd(operator, rule, setup_context=setup_context, lib=_LIBRARY)
+    torch.library.register_autograd(f"flash_dmattn::{name}_forward", differentiate, setup_context=save, lib=_LIBRARY)
 
 
 def define_pair(
@@ -174,7 +173,7 @@ def define_forward(name: str, forward: Forward) -> Callable[..., tuple[Tensor, T
     packet = getattr(torch.ops.flash_dmattn, f"{name}_forward")
     forward_op = packet.default
     flops.register(packet, flops.forward_flop)
-    _differentiate(name, "forward")
+    _differentiate(name)
     torch.library.register_vmap(f"flash_dmattn::{name}_forward", _one_by_one(forward_op), lib=_LIBRARY)
 
     def run_forward(
@@ -238,7 +237,6 @@ def define_backward(name: str, backward: Backward) -> Callable[..., Gradients]:
     packet = getattr(torch.ops.flash_dmattn, f"{name}_backward")
     backward_op = packet.default
     flops.register(packet, flops.backward_flop)
-    _differentiate(name, "backward")
 
     def run_backward(
         problem: AttentionProblem,

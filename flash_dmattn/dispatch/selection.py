@@ -86,11 +86,7 @@ def select_backward(problem: AttentionProblem, name: str) -> KernelBackend:
     asked = ((name, ()), *candidates(problem)) if name in BACKENDS else candidates(problem)
     for other, rules in asked:
         backend = BACKENDS[other]
-        if (
-            not is_composite(backend)
-            and _serves(other, problem, "backward")
-            and all_hold(rules, problem, "backward")
-        ):
+        if not is_composite(backend) and _serves(other, problem, "backward") and all_hold(rules, problem, "backward"):
             return backend
     refuse_all(problem)
 
