@@ -15,7 +15,7 @@ from ..backends.protocol import (
     is_composite,
     is_fallback,
 )
-from ..problem import AttentionProblem
+from ..problem import AttentionProblem, hinted
 from .preferences import candidates
 from .refusals import passes_of, refuse, refuse_all, report_fallback
 from .registry import BACKENDS, works
@@ -83,10 +83,11 @@ def select_backward(problem: AttentionProblem, name: str) -> KernelBackend:
     Raises:
         BackendUnsupportedError: no pair of backends accepts the call.
     """
-    asked = ((name, ()), *candidates(problem)) if name in BACKENDS else candidates(problem)
+    sized = hinted(problem)
+    asked = ((name, ()), *candidates(sized)) if name in BACKENDS else candidates(sized)
     for other, rules in asked:
         backend = BACKENDS[other]
-        if not is_composite(backend) and _serves(other, problem, "backward") and all_hold(rules, problem, "backward"):
+        if not is_composite(backend) and all_hold(rules, sized, "backward") and _serves(other, problem, "backward"):
             return backend
     refuse_all(problem)
 
@@ -112,13 +113,14 @@ def selected_names(problem: AttentionProblem, selection: Selection) -> tuple[str
 
 def _choose_auto(problem: AttentionProblem, pairs_only: bool = False) -> Selection:
     needs_backward = any(problem.needs_grad)
-    asked = candidates(problem)
+    sized = hinted(problem)  # what auto prefers decides speed alone
+    asked = candidates(sized)
     for name, rules in asked:
         backend = BACKENDS[name]
         if pairs_only and is_composite(backend):
             continue
         # The few rules of auto first: they turn most calls on a CPU away from the others at once.
-        if not all_hold(rules, problem, "forward") or not _serves(name, problem, "forward"):
+        if not all_hold(rules, sized, "forward") or not _serves(name, problem, "forward"):
             continue
         if is_composite(backend):
             if needs_backward and not accepts(backend, problem, "backward"):
@@ -130,16 +132,21 @@ def _choose_auto(problem: AttentionProblem, pairs_only: bool = False) -> Selecti
         for other, rules_of_other in ((name, rules), *asked):
             if (
                 not is_composite(BACKENDS[other])
+                and all_hold(rules_of_other, sized, "backward")
                 and _serves(other, problem, "backward")
-                and all_hold(rules_of_other, problem, "backward")
             ):
                 return Selection(backend, cast(KernelBackend, BACKENDS[other]))
     refuse_all(problem)
 
 
 def _serves(name: str, problem: AttentionProblem, direction: Direction) -> bool:
+    if name in process.disabled:
+        return False
+    # A rule that a compiler sees binds the sizes of its graph, which a backend that does not work must not.
+    if torch.compiler.is_compiling() and not works(name):
+        return False
     # Rules before the probe: a rule costs nanoseconds, a first probe imports a library.
-    if name in process.disabled or not accepts(BACKENDS[name], problem, direction):
+    if not accepts(BACKENDS[name], problem, direction):
         return False
     return works(name)
 
