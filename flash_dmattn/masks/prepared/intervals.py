@@ -71,7 +71,9 @@ class IntervalMask(PreparedMask):
         return self.dense()
 
     def dense(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        first, last, _ = slice(start, stop).indices(self.seqlen_q)
+        first, last = start, self.seqlen_q
+        if start != 0 or stop is not None:  # a slice makes a number of a size that is a symbol
+            first, last, _ = slice(start, stop).indices(self.seqlen_q)
         rows = torch.arange(first, max(first, last), dtype=torch.int32, device=self.device)[:, None]
         allowed = rows >= self.start[:, :, None]
         allowed &= rows < self.stop[:, :, None]
