@@ -27,8 +27,9 @@ _FLAGS = (
     "str mask_packing, str bias_packing, float dropout_p, bool one_mask_row"
 )
 # `sequences` are the tensors of a `SequenceView`; none of a dense call. `dropout` is the key of dropout, int64 (2,).
+# A list without tensors is None: AOTInductor has none to pass that is empty.
 _INPUTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor[] mask, str mask_form, Tensor? bias, Tensor? sink, Tensor[] sequences, "
+    "Tensor q, Tensor k, Tensor v, Tensor[]? mask, str mask_form, Tensor? bias, Tensor? sink, Tensor[]? sequences, "
     "Tensor? dropout"
 )
 # `backward` is the backend of the backward pass where that is another, else "": see `AttentionProblem`.
@@ -74,11 +75,11 @@ def _backward_fake(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: list[Tensor],
+    mask: list[Tensor] | None,
     mask_form: MaskForm,
     bias: Tensor | None,
     sink: Tensor | None,
-    sequences: list[Tensor],
+    sequences: list[Tensor] | None,
     dropout: Tensor | None,
     out: Tensor,
     lse: Tensor,
@@ -154,17 +155,17 @@ def define_forward(name: str, forward: Forward) -> Callable[..., tuple[Tensor, T
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: list[Tensor],
+        mask: list[Tensor] | None,
         mask_form: MaskForm,
         bias: Tensor | None,
         sink: Tensor | None,
-        sequences: list[Tensor],
+        sequences: list[Tensor] | None,
         dropout: Tensor | None,
         *flags_and_backward: Any,
     ) -> tuple[Tensor, Tensor]:
         *flags, _ = flags_and_backward  # the backend of the backward pass concerns the derivative alone
         rest = extra_arguments(sink, view_of(sequences), dropout)
-        return forward(q, k, v, MaskView(mask_form, tuple(mask)), bias, Flags(*flags), **rest)
+        return forward(q, k, v, MaskView(mask_form, tuple(mask or ())), bias, Flags(*flags), **rest)
 
     _LIBRARY.define(f"{name}_forward{FORWARD_SCHEMA}")
     _LIBRARY.impl(f"{name}_forward", operator, "CompositeExplicitAutograd")
@@ -192,7 +193,7 @@ def define_forward(name: str, forward: Forward) -> Callable[..., tuple[Tensor, T
         where = () if sequences is None else sequences.tensors
         watched = is_watched(q, k, v, bias, sink, dropout, *mask.tensors, *where)
         if watched or problem.device == "meta" or profiler._is_profiler_enabled:
-            inputs = (q, k, v, list(mask.tensors), mask.form, bias, sink, list(where), dropout)
+            inputs = (q, k, v, list(mask.tensors) or None, mask.form, bias, sink, list(where) or None, dropout)
             out, lse = forward_op(*inputs, *problem.flags, problem.backward)
             return out, lse
         if sequences is not None or dropout is not None:
@@ -214,18 +215,18 @@ def define_backward(name: str, backward: Backward) -> Callable[..., Gradients]:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: list[Tensor],
+        mask: list[Tensor] | None,
         mask_form: MaskForm,
         bias: Tensor | None,
         sink: Tensor | None,
-        sequences: list[Tensor],
+        sequences: list[Tensor] | None,
         dropout: Tensor | None,
         out: Tensor,
         lse: Tensor,
         *flags_and_need: Any,
     ) -> list[Tensor]:
         *flags, needs_grad = flags_and_need
-        view = MaskView(mask_form, tuple(mask))
+        view = MaskView(mask_form, tuple(mask or ()))
         numbers = (Flags(*flags), NeedsGrad(*needs_grad))
         rest = extra_arguments(sink, view_of(sequences), dropout)
         gradients = backward(dout, dlse, q, k, v, view, bias, out, lse, *numbers, **rest)
@@ -260,7 +261,7 @@ def define_backward(name: str, backward: Backward) -> Callable[..., Gradients]:
         # The operator returns a dbias of its own: a profiler is shown kernels alone, and not a copy besides.
         profiled = profiler._is_profiler_enabled and dbias_out is None
         if watched or problem.device == "meta" or profiled:
-            inputs = (q, k, v, list(mask.tensors), mask.form, bias, sink, list(where), dropout)
+            inputs = (q, k, v, list(mask.tensors) or None, mask.form, bias, sink, list(where) or None, dropout)
             gradients = spread(backward_op(dout, dlse, *inputs, out, lse, *flags, list(needs_grad)), needs_grad)
             return gradients if dbias_out is None else with_dbias(gradients, dbias_out)
         rest = extra_arguments(sink, sequences, dropout)
@@ -292,7 +293,7 @@ def with_dbias(gradients: Gradients, dbias_out: Tensor) -> Gradients:
     return (dq, dk, dv, dbias, *rest)
 
 
-def view_of(sequences: Sequence[Tensor]) -> SequenceView | None:
+def view_of(sequences: Sequence[Tensor] | None) -> SequenceView | None:
     """A `SequenceView` of its tensors, or None of none."""
     return SequenceView(*sequences) if sequences else None
 
