@@ -113,23 +113,23 @@ def save(name: str, ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tenso
     """
     call, flags, backward = inputs[:_INPUTS], Flags(*inputs[_INPUTS:-1]), inputs[-1]
     q, k, v, mask, form, bias, sink, sequences, dropout = call
-    of_sequences = sequences or ()
+    tables = sequences or ()
     needs_grad = NeedsGrad(*(x is not None and x.requires_grad for x in (q, k, v, bias, sink)))
     problem = described(call, flags, needs_grad)
     chosen = select_backward(problem, backward or name)
     view = readable_view(problem, MaskView(form, tuple(mask or ())), chosen)
     # Nobody asks for the backend of the forward pass, which has run.
-    passes = Passes(problem, chosen, chosen, view.form, "auto", len(of_sequences), dropout is not None)
-    of_dropout = () if dropout is None else (dropout,)
-    Attention.setup_context(ctx, (q, k, v, bias, sink, passes, *view.tensors, *of_sequences, *of_dropout), output)
+    passes = Passes(problem, chosen, chosen, view.form, "auto", len(tables), dropout is not None)
+    keys = () if dropout is None else (dropout,)
+    Attention.setup_context(ctx, (q, k, v, bias, sink, passes, *view.tensors, *tables, *keys), output)
     ctx.lists = [None if x is None else [None] * len(x) for x in (mask, sequences)]
 
 
 def differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     """The gradients of all that a forward operator received, in the order and the lists of its schema."""
     dq, dk, dv, dbias, dsink, *_ = Attention.backward(ctx, dout, dlse)
-    of_mask, of_sequences = ctx.lists
-    return dq, dk, dv, of_mask, None, dbias, dsink, of_sequences, None, *(None,) * (len(Flags._fields) + 1)
+    mask, sequences = ctx.lists
+    return dq, dk, dv, mask, None, dbias, dsink, sequences, None, *(None,) * (len(Flags._fields) + 1)
 
 
 operators.derivative.update(save=save, differentiate=differentiate)

@@ -200,7 +200,7 @@ def test_lengths_that_decide_nothing_compile_nothing(backend: str, with_gradient
 def test_lengths_decide_where_a_rule_of_the_backend_that_is_taken_asks(
     ours: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rule holds for all lengths of a graph; a preference of auto for that of the call that is compiled."""
+    """A rule holds for all lengths of a graph, a preference of auto for the length that is compiled."""
     few = Rule("length", lambda p: p.seqlen_q <= 64, lambda p: f"there are {p.seqlen_q} queries")
     for name, compilations in (("RULES", 3), ("AUTO_RULES", 2)):
         torch._dynamo.reset()

@@ -13,7 +13,6 @@ from out_of_tree import Counting, registered
 from torch import Tensor
 from torch.export import Dim
 
-import flash_dmattn
 from flash_dmattn import Sequences, attention
 from flash_dmattn.backends.protocol import Availability, Rule
 from flash_dmattn.masks import (
@@ -72,14 +71,14 @@ def inputs(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [torch.randn(2, 20, heads, 16, dtype=dtype) for heads in (4, 2, 2)]
 
 
-def of_lse(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def lse_too(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     out, lse = attention(q, k, v, bias=m.bias, sink=m.sink, softcap=3.0, window_size=(9, 2), return_lse=True)
     return out.sum() + lse.cos().sum()
 
 
 MASK = torch.rand(2, 1, 20, 20, generator=torch.Generator().manual_seed(0)) > 0.3
 CALLS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
-    "lse, bias, sink, band": (of_lse, ()),
+    "lse, bias, sink, band": (lse_too, ()),
     "lse alone": (lambda m, q, k, v: attention(q, k, v, bias=m.bias, return_lse=True)[1], ()),
     "mask": (lambda m, q, k, v, mask: attention(q, k, v, mask, m.bias, is_causal=True), (MASK,)),
     "dropout": (lambda m, q, k, v: attention(q, k, v, bias=m.bias, dropout_p=0.3), ()),
@@ -98,8 +97,8 @@ CALLS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
 }
 
 
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -107,37 +106,39 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 )
 def test_gradients_of_a_program(name: str, strict: bool) -> None:
     function, rest = CALLS[name]
-    module, given = Call(function), (*inputs(), *rest)
-    expected = gradients(module, *given)
+    module, sample = Call(function), (*inputs(), *rest)
+    expected = gradients(module, *sample)
     assert "scale" in expected and len(expected) > 1
-    program = torch.export.export(module, given, strict=strict)
-    assert_same(gradients(program.module(), *given), expected)
-    assert_same(gradients(program.run_decompositions().module(), *given), expected)
+    program = torch.export.export(module, sample, strict=strict)
+    assert_same(gradients(program.module(), *sample), expected)
+    assert_same(gradients(program.run_decompositions().module(), *sample), expected)
 
 
 def test_gradients_of_a_program_that_was_saved() -> None:
     function, _ = CALLS["lse, bias, sink, band"]
-    module, given, file = Call(function), inputs(), io.BytesIO()
-    expected = gradients(module, *given)
-    torch.export.save(torch.export.export(module, tuple(given)), file)
+    module, sample, file = Call(function), inputs(), io.BytesIO()
+    expected = gradients(module, *sample)
+    torch.export.save(torch.export.export(module, tuple(sample)), file)
     file.seek(0)
-    assert_same(gradients(torch.export.load(file).module(), *given), expected)
+    assert_same(gradients(torch.export.load(file).module(), *sample), expected)
 
 
 def test_gradients_of_a_program_that_is_compiled() -> None:
     function, rest = CALLS["mask"]
-    module, given = Call(function), (*inputs(), *rest)
-    program = torch.export.export(module, given).module()
+    module, sample = Call(function), (*inputs(), *rest)
+    program = torch.export.export(module, sample).module()
     run = torch.compile(program, backend="aot_eager", fullgraph=True)
-    assert_same(gradients(run, *given), {f"_orig_mod.{name}": x for name, x in gradients(module, *given).items()})
+    assert_same(gradients(run, *sample), {f"_orig_mod.{name}": x for name, x in gradients(module, *sample).items()})
 
 
 def test_gradients_that_were_not_asked_for_when_it_was_exported() -> None:
     program = torch.export.export(Plain("eager"), tuple(inputs())).module()
     for needed in range(3):
-        given = [x.requires_grad_(i == needed) for i, x in enumerate(inputs())]
-        found, expected = (torch.autograd.grad(run(*given).sin().sum(), given[needed]) for run in (program, Plain("eager")))
-        torch.testing.assert_close(found, expected)
+        sample = [x.requires_grad_(i == needed) for i, x in enumerate(inputs())]
+        actual, expected = (
+            torch.autograd.grad(run(*sample).sin().sum(), sample[needed]) for run in (program, Plain("eager"))
+        )
+        torch.testing.assert_close(actual, expected)
 
 
 class Plain(torch.nn.Module):
@@ -167,11 +168,11 @@ def test_both_passes_of_a_pair_are_kept(backend: Any, passes: dict[str, int], st
     def call(m: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return attention(q, k, v, mask, m.bias, is_causal=True, backend=backend)
 
-    module, given = Call(call), (*inputs(), MASK)
-    expected = gradients(module, *given)
-    program = torch.export.export(module, given, strict=strict).module()
+    module, sample = Call(call), (*inputs(), MASK)
+    expected = gradients(module, *sample)
+    program = torch.export.export(module, sample, strict=strict).module()
     ours.count.clear()
-    assert_same(gradients(program, *given), expected)
+    assert_same(gradients(program, *sample), expected)
     assert ours.count == passes
 
 
@@ -183,24 +184,24 @@ def test_another_backend_where_that_of_the_operator_has_no_backward_pass(
     def call(m: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return attention(q, k, v, mask, m.bias, is_causal=True, backend=OURS.NAME)
 
-    module, given = Call(call), (*inputs(), MASK)
-    expected = gradients(module, *given)
-    program = torch.export.export(module, given).module()
+    module, sample = Call(call), (*inputs(), MASK)
+    expected = gradients(module, *sample)
+    program = torch.export.export(module, sample).module()
     assert ours.received[-1] == "tiles"
     monkeypatch.setattr(ours, "RULES", (Rule("none", lambda p: False, lambda p: "it is broken", passes=("backward",)),))
     ours.count.clear()
-    assert_same(gradients(program, *given), expected)
+    assert_same(gradients(program, *sample), expected)
     assert ours.count == {"forward": 1}
 
 
 def test_second_derivatives_of_a_program(ours: Counting) -> None:
-    given = [x.requires_grad_() for x in inputs(torch.float64)]
+    sample = [x.requires_grad_() for x in inputs(torch.float64)]
 
     def second(run: Any) -> tuple[Tensor, ...]:
-        first = torch.autograd.grad(run(*given).sin().sum(), given, create_graph=True)
-        return torch.autograd.grad(sum(x.cos().sum() for x in first), given)
+        first = torch.autograd.grad(run(*sample).sin().sum(), sample, create_graph=True)
+        return torch.autograd.grad(sum(x.cos().sum() for x in first), sample)
 
-    programs = {name: torch.export.export(Plain(name), tuple(given)).module() for name in ("eager", OURS.NAME)}
+    programs = {name: torch.export.export(Plain(name), tuple(sample)).module() for name in ("eager", OURS.NAME)}
     torch.testing.assert_close(second(programs["eager"]), second(Plain("eager")), rtol=1e-10, atol=1e-12)
     with pytest.raises(NotImplementedError, match=f"backend '{OURS.NAME}' has no second derivative of attention"):
         second(programs[OURS.NAME])
@@ -216,10 +217,10 @@ def ranges(program: torch.export.ExportedProgram) -> list[tuple[int, Any]]:
 @pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
 @pytest.mark.parametrize("with_gradients", [False, True])
 def test_lengths_of_calls_that_eager_serves_are_bound_by_nothing(with_gradients: bool, strict: bool) -> None:
-    given = tuple(x.requires_grad_(with_gradients) for x in inputs())
+    sample = tuple(x.requires_grad_(with_gradients) for x in inputs())
     named = Dim("length", min=2, max=4096)
-    torch.export.export(Plain("auto"), given, dynamic_shapes=({1: named},) * 3, strict=strict)
-    program = torch.export.export(Plain("auto"), given, dynamic_shapes=({1: Dim.AUTO},) * 3, strict=strict)
+    torch.export.export(Plain("auto"), sample, dynamic_shapes=({1: named},) * 3, strict=strict)
+    program = torch.export.export(Plain("auto"), sample, dynamic_shapes=({1: Dim.AUTO},) * 3, strict=strict)
     assert len(ranges(program)) == 2  # of queries and of keys
     assert all(lower == 2 and upper > 2**60 for lower, upper in ranges(program))
     for length in LENGTHS:
@@ -319,6 +320,6 @@ def test_a_position_bias_keeps_a_length_dynamic_and_has_its_gradient(strict: boo
     length = Dim("length", min=3, max=4096)
     program = torch.export.export(module, tuple(inputs()), dynamic_shapes=({1: length},) * 3, strict=strict).module()
     for n in (3, 20, 300):
-        given = [torch.randn(2, n, heads, 16) for heads in (4, 2, 2)]
-        torch.testing.assert_close(program(*given), module(*given))
-        assert_same(gradients(program, *given), gradients(module, *given))
+        sample = [torch.randn(2, n, heads, 16) for heads in (4, 2, 2)]
+        torch.testing.assert_close(program(*sample), module(*sample))
+        assert_same(gradients(program, *sample), gradients(module, *sample))

@@ -257,8 +257,8 @@ def kth_smallest_of_prefixes(rank: torch.Tensor, prefix: torch.Tensor, k: int) -
 def _selected_fake(
     scores: torch.Tensor, allowed: torch.Tensor | None, seqlen_q: int, k: int, is_causal: bool
 ) -> torch.Tensor:
-    given = [scores] if allowed is None else [scores, allowed]
-    batch, num_heads, rows, seqlen_k = common_shape(given, ["scores", "mask"][: len(given)])
+    tensors = [scores] if allowed is None else [scores, allowed]
+    batch, num_heads, rows, seqlen_k = common_shape(tensors, ["scores", "mask"][: len(tensors)])
     rows = seqlen_q if is_causal or rows != 1 else 1
     return torch.empty(batch, num_heads, rows, seqlen_k, dtype=torch.bool, device=scores.device)
 

@@ -59,11 +59,11 @@ def _hints(sizes: Any) -> Any:
 
 
 def hint(size: int) -> int:
-    """A size, or that of the call that is compiled where a compiler has a symbol for it."""
+    """A size as it is, and as the call has it that is compiled where a compiler has a symbol."""
     if not torch.compiler.is_compiling():
         return size
     from torch.fx.experimental import symbolic_shapes  # only a compiler needs it, and has imported it
 
     # Releases of torch without it have guards.
-    of_symbol = getattr(symbolic_shapes, "optimization_hint", None)
-    return size if of_symbol is None else of_symbol(size)
+    ask = getattr(symbolic_shapes, "optimization_hint", None)
+    return size if ask is None else ask(size)

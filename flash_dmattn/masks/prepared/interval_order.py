@@ -143,8 +143,8 @@ def reorder_pays(
         pairs = allowed_pairs(seqlen_q, seqlen_k, (kept - 1, 0))  # as many keys of each prefix as a window has
     else:
         natural, pairs = float(tiles_q * tiles_k), seqlen_q * kept
-    # Of sizes that are symbols, where torch gives no hints, the comparison is one too, and bool() of it still is: a
-    # branch makes it a condition of the graph that is compiled.
+    # A comparison of symbols, which remain where torch gives no hints, is a symbol too, and so is its bool(): a branch
+    # makes it a condition of the graph.
     if order_saves(heads * natural, heads * pairs, kept, has_backward=has_backward):  # noqa: SIM103
         return True
     return False
