@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn, TypedDict, overload
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from . import exported as exported  # gives operators that stand alone their derivatives
 from .autograd import Passes, attend
 from .backends.protocol import has_forward_ad, is_composite
 from .direct import attend_directly, is_ready, ready_for

@@ -43,6 +43,13 @@ class Passes(NamedTuple):
         return MaskView(self.mask_form, tensors[:end]), view_of(tensors[end:behind]), dropout
 
     @property
+    def exported(self) -> AttentionProblem:
+        """The problem, with the name of the backend of the backward pass where it is another."""
+        if self.backward is None or self.backward.NAME == self.forward.NAME:
+            return self.problem
+        return self.problem._replace(backward=self.backward.NAME)
+
+    @property
     def runs_one_by_one(self) -> bool:
         """Whether calls that are mapped are not folded into one: sequences and dropout number the entries of each."""
         return self.has_dropout or self.number_of_sequence_tensors > 0
@@ -161,6 +168,9 @@ def attend(
     passes: Passes, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None, *mask: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(out, lse), recorded where anything is to be derived from them."""
+    if torch.compiler.is_exporting():
+        # All that is kept is the operator, which has derivatives of its own; around it strict export keeps no_grad.
+        return run_forward(passes.forward, passes.exported, q, k, v, bias, sink, *passes.split(mask))
     if passes.backward is None and not is_transformed():
         return run_forward(passes.forward, passes.problem, q, k, v, bias, sink, *passes.split(mask))
     results: tuple[Tensor, Tensor] = Attention.apply(*distinct(q, k, v, bias, sink, passes, *mask))

@@ -25,21 +25,22 @@ def forward_flop(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: list[Tensor],
+    mask: list[Tensor] | None,
     mask_form: MaskForm,
     bias: Tensor | None,
     sink: Tensor | None,
-    sequences: list[Tensor],
+    sequences: list[Tensor] | None,
     dropout: Tensor | None,
-    *flags: Any,
+    *flags_and_backward: Any,
     out_val: object = None,
 ) -> int:
     """FLOP of a forward operator: q k^T and p v, so 2 D + 2 Dv for each allowed pair and query head.
 
     Args:
-        q, k, v and the rest: those of the operator, the fields of `Flags` last.
+        q, k, v and the rest: those of the operator, the fields of `Flags` and then the backend of the backward pass.
         out_val: its result, which plays no part.
     """
+    *flags, _ = flags_and_backward
     return forward_flop_of(_pairs(q, k, Flags(*flags)), q.shape[3], v.shape[3])
 
 
@@ -54,11 +55,11 @@ def backward_flop(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: list[Tensor],
+    mask: list[Tensor] | None,
     mask_form: MaskForm,
     bias: Tensor | None,
     sink: Tensor | None,
-    sequences: list[Tensor],
+    sequences: list[Tensor] | None,
     dropout: Tensor | None,
     out: Tensor,
     lse: Tensor,

@@ -1,7 +1,8 @@
 """`torch.library` operators of the kernel backends: one forward/backward pair each, one schema, one fake.
 
 Operators are declared with `Library.define` and `impl`, and differentiated by the one `autograd.Function` in
-`flash_dmattn.autograd` around them: measured at less than half the cost of `custom_op` + `register_autograd`.
+`flash_dmattn.autograd` around them: measured at less than half the cost of `custom_op` + `register_autograd`. Programs
+of `torch.export` have the operators alone, which are differentiated by `register_autograd`: see `exported.py`.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ _FLAGS = (
     "str mask_packing, str bias_packing, float dropout_p, bool one_mask_row"
 )
 # `sequences` are the tensors of a `SequenceView`; none of a dense call. `dropout` is the key of dropout, int64 (2,).
+# A list without tensors is None: AOTInductor has none to pass that is empty.
 _INPUTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor[] mask, str mask_form, Tensor? bias, Tensor? sink, Tensor[] sequences, "
+    "Tensor q, Tensor k, Tensor v, Tensor[]? mask, str mask_form, Tensor? bias, Tensor? sink, Tensor[]? sequences, "
     "Tensor? dropout"
 )
-FORWARD_SCHEMA = f"({_INPUTS}, {_FLAGS}) -> (Tensor out, Tensor lse)"
+# `backward` is the backend of the backward pass where that is another, else "": see `AttentionProblem`.
+FORWARD_SCHEMA = f"({_INPUTS}, {_FLAGS}, str backward) -> (Tensor out, Tensor lse)"
 # A list holds the gradients asked for and no others: an operator cannot return None under torch.compile.
 BACKWARD_SCHEMA = (
     f"(Tensor dout, Tensor? dlse, {_INPUTS}, Tensor out, Tensor lse, {_FLAGS}, bool[5] needs_grad) -> Tensor[]"
@@ -72,11 +75,11 @@ def _backward_fake(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: list[Tensor],
+    mask: list[Tensor] | None,
     mask_form: MaskForm,
     bias: Tensor | None,
     sink: Tensor | None,
-    sequences: list[Tensor],
+    sequences: list[Tensor] | None,
     dropout: Tensor | None,
     out: Tensor,
     lse: Tensor,
@@ -111,6 +114,21 @@ Forward = Callable[..., tuple[Tensor, Tensor]]
 Backward = Callable[..., Gradients]
 
 
+# How a forward operator is differentiated that stands alone: `save`, called with the name of its backend before the
+# arguments of a `setup_context`, and `differentiate`. `flash_dmattn.exported`, which knows all backends, sets both.
+derivative: dict[str, Callable[..., Any]] = {}
+
+
+def _differentiate(name: str) -> None:
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        derivative["save"](name, ctx, inputs, output)
+
+    def differentiate(ctx: Any, *gradients: Tensor | None) -> Any:
+        return derivative["differentiate"](ctx, *gradients)
+
+    torch.library.register_autograd(f"flash_dmattn::{name}_forward", differentiate, setup_context=save, lib=_LIBRARY)
+
+
 def define_pair(
     name: str, forward: Forward, backward: Backward
 ) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Gradients]]:
@@ -137,21 +155,23 @@ def define_forward(name: str, forward: Forward) -> Callable[..., tuple[Tensor, T
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: list[Tensor],
+        mask: list[Tensor] | None,
         mask_form: MaskForm,
         bias: Tensor | None,
         sink: Tensor | None,
-        sequences: list[Tensor],
+        sequences: list[Tensor] | None,
         dropout: Tensor | None,
-        *flags: Any,
+        *flags_and_backward: Any,
     ) -> tuple[Tensor, Tensor]:
+        *flags, _ = flags_and_backward  # the backend of the backward pass concerns the derivative alone
         rest = extra_arguments(sink, view_of(sequences), dropout)
-        return forward(q, k, v, MaskView(mask_form, tuple(mask)), bias, Flags(*flags), **rest)
+        return forward(q, k, v, MaskView(mask_form, tuple(mask or ())), bias, Flags(*flags), **rest)
 
     _LIBRARY.define(f"{name}_forward{FORWARD_SCHEMA}")
     _LIBRARY.impl(f"{name}_forward", operator, "CompositeExplicitAutograd")
     torch.library.register_fake(f"flash_dmattn::{name}_forward", _forward_fake, lib=_LIBRARY)
     forward_op = flops.register(getattr(torch.ops.flash_dmattn, f"{name}_forward"), flops.forward_flop)
+    _differentiate(name)
     torch.library.register_vmap(f"flash_dmattn::{name}_forward", _one_by_one(forward_op), lib=_LIBRARY)
 
     def run_forward(
@@ -170,8 +190,8 @@ def define_forward(name: str, forward: Forward) -> Callable[..., tuple[Tensor, T
         where = () if sequences is None else sequences.tensors
         watched = is_watched(q, k, v, bias, sink, dropout, *mask.tensors, *where)
         if watched or problem.device == "meta" or profiler._is_profiler_enabled:
-            inputs = (q, k, v, list(mask.tensors), mask.form, bias, sink, list(where), dropout)
-            out, lse = forward_op(*inputs, *problem.flags)
+            inputs = (q, k, v, list(mask.tensors) or None, mask.form, bias, sink, list(where) or None, dropout)
+            out, lse = forward_op(*inputs, *problem.flags, problem.backward)
             return out, lse
         if sequences is not None or dropout is not None:
             rest = extra_arguments(sink, sequences, dropout)
@@ -192,18 +212,18 @@ def define_backward(name: str, backward: Backward) -> Callable[..., Gradients]:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: list[Tensor],
+        mask: list[Tensor] | None,
         mask_form: MaskForm,
         bias: Tensor | None,
         sink: Tensor | None,
-        sequences: list[Tensor],
+        sequences: list[Tensor] | None,
         dropout: Tensor | None,
         out: Tensor,
         lse: Tensor,
         *flags_and_need: Any,
     ) -> list[Tensor]:
         *flags, needs_grad = flags_and_need
-        view = MaskView(mask_form, tuple(mask))
+        view = MaskView(mask_form, tuple(mask or ()))
         numbers = (Flags(*flags), NeedsGrad(*needs_grad))
         rest = extra_arguments(sink, view_of(sequences), dropout)
         gradients = backward(dout, dlse, q, k, v, view, bias, out, lse, *numbers, **rest)
@@ -236,7 +256,7 @@ def define_backward(name: str, backward: Backward) -> Callable[..., Gradients]:
         # The operator returns a dbias of its own: a profiler is shown kernels alone, and not a copy besides.
         profiled = profiler._is_profiler_enabled and dbias_out is None
         if watched or problem.device == "meta" or profiled:
-            inputs = (q, k, v, list(mask.tensors), mask.form, bias, sink, list(where), dropout)
+            inputs = (q, k, v, list(mask.tensors) or None, mask.form, bias, sink, list(where) or None, dropout)
             gradients = spread(backward_op(dout, dlse, *inputs, out, lse, *flags, list(needs_grad)), needs_grad)
             return gradients if dbias_out is None else with_dbias(gradients, dbias_out)
         rest = extra_arguments(sink, sequences, dropout)
@@ -268,7 +288,7 @@ def with_dbias(gradients: Gradients, dbias_out: Tensor) -> Gradients:
     return (dq, dk, dv, dbias, *rest)
 
 
-def view_of(sequences: Sequence[Tensor]) -> SequenceView | None:
+def view_of(sequences: Sequence[Tensor] | None) -> SequenceView | None:
     """A `SequenceView` of its tensors, or None of none."""
     return SequenceView(*sequences) if sequences else None
 

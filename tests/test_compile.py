@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flash_dmattn
 from flash_dmattn import nn
-from flash_dmattn.backends.protocol import Availability
+from flash_dmattn.backends.protocol import Availability, Rule
 from flash_dmattn.dispatch import refusals, settings
 from flash_dmattn.problem import Flags
 
@@ -304,6 +304,34 @@ def test_module_with_checkpoint() -> None:
     run, counter = compiled(layer)
     assert_same(torch.autograd.grad(run(x).sin().sum(), list(layer.parameters())), expected)
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_lengths_that_decide_nothing_compile_nothing(backend: str, with_gradients: bool) -> None:
+    """The first length of all compiles, and the first other one."""
+    run, counter = compiled(lambda q, k, v: flash_dmattn.attention(q, k, v, is_causal=True, backend=backend), "eager")
+    for length in (3, 17, 20, 63, 64, 100, 127, 128, 200, 512, 1023, 2048):
+        q, k, v = torch.randn(3, 1, length, 2, 8).unbind()
+        run(q.requires_grad_(with_gradients), k, v)
+    assert counter.frame_count == 2
+
+
+def test_lengths_decide_where_a_rule_of_the_backend_that_is_taken_asks(
+    ours: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rule holds for all lengths of a graph, a preference of auto for the length that is compiled."""
+    few = Rule("length", lambda p: p.seqlen_q <= 64, lambda p: f"there are {p.seqlen_q} queries")
+    for name, compilations in (("RULES", 3), ("AUTO_RULES", 2)):
+        torch._dynamo.reset()
+        with monkeypatch.context() as patch:
+            patch.setattr(ours, name, (few,))
+            run, counter = compiled(lambda q, k, v: flash_dmattn.attention(q, k, v), "eager")
+            ours.count.clear()
+            for length in (3, 17, 64, 65, 512):
+                run(*torch.randn(3, 1, length, 2, 8).unbind())
+        assert counter.frame_count == compilations
+        assert ours.count == {"forward": 3 if name == "RULES" else 5}
 
 
 # Settings changed between calls take effect: counted inside the operators, where no trace can hide it.

@@ -408,8 +408,9 @@ def test_operators_pass_the_checks_of_torch() -> None:
     given = (q, k, v, [], "none", None, None, [], torch.tensor([3, 4]))
     operators = torch.ops.flash_dmattn
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(operators.eager_forward.default, (*given, *problem.flags), test_utils=checks)
-    out, lse = operators.eager_forward.default(*given, *problem.flags)
+    arguments = (*given, *problem.flags, problem.backward)
+    torch.library.opcheck(operators.eager_forward.default, arguments, test_utils=checks)
+    out, lse = operators.eager_forward.default(*arguments)
     arguments = (out, None, *given, out, lse, *problem.flags, [True, True, True, False, False])
     torch.library.opcheck(operators.eager_backward.default, arguments, test_utils=checks)
 

@@ -22,6 +22,7 @@ LAYERS = (
     ("dispatch",),
     ("validation",),
     ("autograd",),
+    ("exported",),
     ("direct",),
     ("heads_first",),
     ("api", "explanation"),

@@ -58,7 +58,7 @@ def forward_arguments(
 ) -> tuple[Any, ...]:
     q, k, v = make(B, LQ, HQ, D, dtype=dtype), make(B, LK, HK, D, dtype=dtype), make(B, LK, HK, DV, dtype=dtype)
     masked: tuple[Any, ...] = NO_MASK if mask is None else ([mask], "dense")
-    return (q, k, v, *masked, bias, sink, NO_SEQUENCES, None, *FLAGS)
+    return (q, k, v, *masked, bias, sink, NO_SEQUENCES, None, *FLAGS, "")
 
 
 def backward_arguments(
@@ -126,7 +126,11 @@ def test_backward_returns_the_gradients_asked_for_in_order(needs_grad: NeedsGrad
 )
 def test_opcheck(mask: str, bias: str, make: Any) -> None:
     given = MASKS[mask], BIASES[bias]
-    torch.library.opcheck(FORWARD, forward_arguments(make, *given, torch.float32))
+    arguments = forward_arguments(make, *given, torch.float32)
+    torch.library.opcheck(FORWARD, arguments)
+    # The mask, which takes no gradient, is in a list.
+    differentiable = [x.clone().requires_grad_() if isinstance(x, Tensor) else x for x in arguments]
+    torch.library.opcheck(FORWARD, tuple(differentiable))
     for needs_grad, dlse in ((NeedsGrad(True, True, True, given[1] is not None), True), (NeedsGrad(q=True), False)):
         torch.library.opcheck(BACKWARD, backward_arguments(make, *given, torch.float32, needs_grad, dlse))
     torch.library.opcheck(FORWARD, forward_arguments(make, *given, torch.float32, SINK))
@@ -140,8 +144,8 @@ def test_fakes_agree_on_empty_inputs(sizes: tuple[int, int, int]) -> None:
     q, k, v = normal(batch, seqlen_q, HQ, D), normal(batch, seqlen_k, HK, D), normal(batch, seqlen_k, HK, DV)
     bias = normal(1, HQ, seqlen_q, seqlen_k)
     arguments = (q, k, v, *NO_MASK, bias, SINK, NO_SEQUENCES, None)
-    assert_fake_agrees(FORWARD, (*arguments, *FLAGS))
-    out, lse = FORWARD(*arguments, *FLAGS)
+    assert_fake_agrees(FORWARD, (*arguments, *FLAGS, ""))
+    out, lse = FORWARD(*arguments, *FLAGS, "")
     assert_fake_agrees(BACKWARD, (torch.ones_like(out), None, *arguments, out, lse, *FLAGS, [True] * 5))
 
 
@@ -151,7 +155,8 @@ def test_schema_is_the_shared_one_and_mutates_nothing() -> None:
         assert str(torch._C.parse_schema(f"{found.name}{schema}")) == str(found)
         assert not found.is_mutable
         assert all(argument.alias_info is None for argument in (*found.arguments, *found.returns))
-    names = [argument.name for argument in FORWARD._schema.arguments]
+    *names, backward = [argument.name for argument in FORWARD._schema.arguments]
+    assert backward == "backward"
     assert names == [argument.name for argument in BACKWARD._schema.arguments if argument.name in names]
 
 
@@ -161,7 +166,7 @@ def test_outputs_never_alias_inputs_or_each_other() -> None:
         if bias is not None:
             q, k, v = normal(B, LQ, HQ, D), normal(B, LK, HK, D), normal(B, LK, HK, DV)
         flags = Flags(-1, -1, 1.0, 0.0, False)
-        out, lse = FORWARD(q, k, v, *NO_MASK, bias, None, NO_SEQUENCES, None, *flags)
+        out, lse = FORWARD(q, k, v, *NO_MASK, bias, None, NO_SEQUENCES, None, *flags, "")
         needs_grad = [True, True, True, bias is not None, False]
         gradients = BACKWARD(out, None, q, k, v, *NO_MASK, bias, None, NO_SEQUENCES, None, out, lse, *flags, needs_grad)
         storages = [x.untyped_storage().data_ptr() for x in (q, k, v, out, lse, *gradients)]

@@ -114,6 +114,5 @@ def remember(key: Key, problem: AttentionProblem, selection: Selection, backend:
 
 
 def tensor_key(x: Tensor) -> Key:
-def tensor_key(x: Tensor) -> Key:
     """Tell classes of calls apart by this of a tensor."""
     return x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.layout  # tensors of mkldnn have strides, too

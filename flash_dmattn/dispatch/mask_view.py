@@ -9,7 +9,7 @@ from torch import Tensor
 from ..backends.interval_walk import call_key_form
 from ..backends.protocol import AnyBackend, KernelBackend, gathers_keys, reads_dense, reads_prepared_masks
 from ..backends.sequence_walk import walks_tiles
-from ..problem import AttentionProblem, MaskView, SequenceView
+from ..problem import AttentionProblem, MaskView, SequenceView, hinted
 from . import packers as packers  # registers the fast packers with flash_dmattn.masks
 
 if TYPE_CHECKING:
@@ -50,20 +50,21 @@ def mask_view(
         if reads_it or mask.form == "tree":
             return mask.view
         mask = mask.unpacked()
+    sized = hinted(problem) if reads_it else problem  # the form of a mask decides speed alone
     if problem.sequences is not None:
-        if sequences is None or not reads_it or not walks_tiles(problem):
+        if sequences is None or not reads_it or not walks_tiles(sized):
             return MaskView("dense", (mask,))
         from ..masks.prepared.sequence_operator import prepared_beside  # importing flash_dmattn does not need it
 
         return prepared_beside(problem, mask, sequences)
     if backward is None or not reads_it:
         return MaskView("dense", (mask,))
-    if reads_dense(forward, problem, "forward") and reads_dense(backward, problem, "backward"):
+    if reads_dense(forward, sized, "forward") and reads_dense(backward, sized, "backward"):
         return MaskView("dense", (mask,))
     from ..masks.prepared.operator import KeyForm, prepared_view  # importing flash_dmattn does not need it
 
     gathers = gathers_keys(forward) and gathers_keys(backward)
-    of_keys = call_key_form(problem, gathers) or KeyForm("tiles")
+    of_keys = call_key_form(sized, gathers) or KeyForm("tiles")
     return prepared_view(mask, problem.seqlen_q, problem.seqlen_k, problem.window, of_keys)
 
 

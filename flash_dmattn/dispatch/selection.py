@@ -15,7 +15,7 @@ from ..backends.protocol import (
     is_composite,
     is_fallback,
 )
-from ..problem import AttentionProblem
+from ..problem import AttentionProblem, hinted
 from .checkpoints import follow_checkpoints
 from .preferences import candidates
 from .refusals import passes_of, refuse, refuse_all, report_fallback
@@ -76,6 +76,20 @@ def select_pair(problem: AttentionProblem, backend: BackendChoice) -> Selection:
     return _choose_auto(problem, pairs_only=True) if requested == "auto" else choose(problem, requested)
 
 
+def select_backward(problem: AttentionProblem, name: str) -> KernelBackend:
+    """The backend of a backward pass alone: the named one where it serves, else as "auto" prefers.
+
+    Raises:
+        BackendUnsupportedError: no pair of backends accepts the call.
+    """
+    sized = hinted(problem)
+    asked = ((BACKENDS[name], ()), *candidates(sized)) if name in BACKENDS else candidates(sized)
+    for backend, rules in asked:
+        if not is_composite(backend) and all_hold(rules, sized, "backward") and _serves(backend, problem, "backward"):
+            return backend
+    refuse_all(problem)
+
+
 def choose(problem: AttentionProblem, requested: BackendChoice) -> Selection:
     """The choice itself: no warning, no record."""
     return _choose_auto(problem) if requested == "auto" else _choose_named(problem, check_choice(requested))
@@ -97,12 +111,13 @@ def selected_names(problem: AttentionProblem, selection: Selection) -> tuple[str
 
 def _choose_auto(problem: AttentionProblem, pairs_only: bool = False) -> Selection:
     needs_backward = any(problem.needs_grad)
-    asked = candidates(problem)
+    sized = hinted(problem)  # what auto prefers decides speed alone
+    asked = candidates(sized)
     for backend, rules in asked:
         if pairs_only and is_composite(backend):
             continue
         # The few rules of auto first: they turn most calls on a CPU away from the others at once.
-        if not all_hold(rules, problem, "forward") or not _serves(backend, problem, "forward"):
+        if not all_hold(rules, sized, "forward") or not _serves(backend, problem, "forward"):
             continue
         if is_composite(backend):
             if needs_backward and not accepts(backend, problem, "backward"):
@@ -114,16 +129,21 @@ def _choose_auto(problem: AttentionProblem, pairs_only: bool = False) -> Selecti
         for other, rules_of_other in ((backend, rules), *asked):
             if (
                 not is_composite(other)
+                and all_hold(rules_of_other, sized, "backward")
                 and _serves(other, problem, "backward")
-                and all_hold(rules_of_other, problem, "backward")
             ):
                 return Selection(backend, other)
     refuse_all(problem)
 
 
 def _serves(backend: AnyBackend, problem: AttentionProblem, direction: Direction) -> bool:
+    if backend.NAME in disabled():
+        return False
+    # A rule that a compiler sees binds the sizes of its graph, which a backend that does not work must not.
+    if torch.compiler.is_compiling() and not works(backend.NAME):
+        return False
     # Rules before the probe: a rule costs nanoseconds, a first probe imports a library.
-    if backend.NAME in disabled() or not accepts(backend, problem, direction):
+    if not accepts(backend, problem, direction):
         return False
     return problem.elsewhere or works(backend.NAME)
 

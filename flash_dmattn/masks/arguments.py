@@ -15,17 +15,17 @@ INTEGER_DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8
 
 
 def integer(name: str, value: int, minimum: int = 0) -> int:
-    """`value`, if it is an int of at least `minimum`."""
+    """`value`, if it is an int of at least `minimum`; a size that a compiler has a symbol for stays that symbol."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name} is {value!r} ({type(value).__name__}) and must be an int >= {minimum}.")
     if value < minimum:
         raise ValueError(f"{name} is {value} and must be >= {minimum}.")
-    return int(value)
+    return value
 
 
 def pair(name: str, value: int | tuple[int, int], minimum: int) -> tuple[int, int]:
     """`value` as a pair of ints of at least `minimum`; one int stands for both."""
-    if isinstance(value, int):
+    if isinstance(value, (int, torch.SymInt)):
         value = (value, value)
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise TypeError(f"{name} is {value!r} and must be an int or a pair of ints.")

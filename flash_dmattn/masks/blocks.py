@@ -20,19 +20,27 @@ def tile_counts(mask: torch.Tensor, block_size: tuple[int, int]) -> torch.Tensor
     block_q, block_k = block_size
     *lead, seqlen_q, seqlen_k = mask.shape
     tiles_q, tiles_k = -(-seqlen_q // block_q), -(-seqlen_k // block_k)
+    if torch.compiler.is_compiling():  # which fuses what is copied here, and would bind the sizes by the chunks
+        return _tile_counts(mask, block_size)
     counts = torch.empty(*lead, tiles_q, tiles_k, dtype=torch.int32, device=mask.device)
     rows_at_once = max(1, CHUNK_ELEMENTS * seqlen_q // max(1, mask.numel()))
     step = max(1, rows_at_once // block_q)
-    # Bytes summed in bytes run 25 times faster on CPU than bool summed in int32; up to 255 rows cannot overflow.
-    column_sum = torch.uint8 if block_q <= 255 else torch.int32
     for tile in range(0, tiles_q, step):
         rows = mask[..., tile * block_q : (tile + step) * block_q, :]
-        padded = pad(rows, (0, -seqlen_k % block_k, 0, -rows.size(-2) % block_q))
-        tiles = padded.unflatten(-1, (tiles_k, block_k)).unflatten(-3, (-1, block_q))
-        counts[..., tile : tile + step, :] = (
-            tiles.view(torch.uint8).sum(-3, dtype=column_sum).sum(-1, dtype=torch.int32)
-        )
+        counts[..., tile : tile + step, :] = _tile_counts(rows, block_size)
     return counts
+
+
+def _tile_counts(rows: torch.Tensor, block_size: tuple[int, int]) -> torch.Tensor:
+    """The counts of some whole rows of tiles, all at once."""
+    block_q, block_k = block_size
+    seqlen_q, seqlen_k = rows.shape[-2:]
+    tiles_q, tiles_k = -(-seqlen_q // block_q), -(-seqlen_k // block_k)
+    padded = pad(rows, (0, tiles_k * block_k - seqlen_k, 0, tiles_q * block_q - seqlen_q))
+    tiles = padded.unflatten(-1, (tiles_k, block_k)).unflatten(-3, (tiles_q, block_q))
+    # Bytes summed in bytes run 25 times faster on CPU than bool summed in int32; up to 255 rows cannot overflow.
+    column_sum = torch.uint8 if block_q <= 255 else torch.int32
+    return tiles.view(torch.uint8).sum(-3, dtype=column_sum).sum(-1, dtype=torch.int32)
 
 
 def tile_sizes(seqlen_q: int, seqlen_k: int, block_size: tuple[int, int], device: torch.device) -> torch.Tensor:

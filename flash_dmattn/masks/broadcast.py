@@ -96,6 +96,8 @@ def combine(*masks: torch.Tensor | None, op: Literal["and", "or"] = "and") -> to
             )
     tensors = align_heads(tensors, names)
     common_shape(tensors, names)
-    # Small masks first: the full-size product then happens once, at the end.
-    tensors.sort(key=torch.numel)
+    # Small masks first: the full-size product then happens once, at the end. A compiler, which fuses it, need not bind
+    # sizes by comparing them.
+    if not torch.compiler.is_compiling():
+        tensors.sort(key=torch.numel)
     return reduce(torch.logical_and if op == "and" else torch.logical_or, tensors)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
+from ..definition import define
 from .arguments import bool_mask, four_dims, integer
 from .broadcast import align_heads, collapse, common_shape
 from .pad import pad
@@ -66,7 +69,16 @@ def topk_mask(
         torch.Size([1, 1, 1, 4])
     """
     integer("k", k, 1)
-    scores, allowed, seqlen_q = topk_arguments(scores, mask, seqlen_q)
+    # Loops follow the sizes, which a compiler would bind: it sees one operator.
+    run = _OPERATOR if torch.compiler.is_compiling() else _selected
+    selected: torch.Tensor = run(*topk_arguments(scores, mask, seqlen_q), k, is_causal)
+    return selected
+
+
+def _selected(
+    scores: torch.Tensor, allowed: torch.Tensor | None, seqlen_q: int, k: int, is_causal: bool
+) -> torch.Tensor:
+    """The mask of arguments that `topk_arguments` has checked."""
     per_key = scores.size(2) == 1 and (allowed is None or allowed.size(2) == 1)
     if not per_key:
         return _topk_per_row(scores, k, allowed, seqlen_q, is_causal)
@@ -118,11 +130,10 @@ def _seqlen_q(scores: torch.Tensor, allowed: torch.Tensor | None, seqlen_q: int 
     for name, tensor in (("scores", scores), ("mask", allowed)):
         if tensor is not None and tensor.size(2) != 1:
             found[name] = tensor.size(2)
-    numbers = list(found.values())
-    if any(number != numbers[0] for number in numbers):  # not a set: it would make a symbolic length a constant
+    if any(one != other for one, other in pairwise(found.values())):
         has = ", ".join(f"{name} has {n}" for name, n in found.items())
         raise ValueError(f"The numbers of queries differ: {has}; each must be 1 for all queries, or the same.")
-    return numbers[0] if numbers else scores.size(3)
+    return next(iter(found.values()), scores.size(3))
 
 
 def sort_keys(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
@@ -241,3 +252,26 @@ def kth_smallest_of_prefixes(rank: torch.Tensor, prefix: torch.Tensor, k: int) -
         before = zeros_before[:, :-1]
         rank = torch.empty_like(rank).scatter_(1, torch.where(is_zero, before, zeros + positions - before), rank)
     return answer
+
+
+def _selected_fake(
+    scores: torch.Tensor, allowed: torch.Tensor | None, seqlen_q: int, k: int, is_causal: bool
+) -> torch.Tensor:
+    tensors = [scores] if allowed is None else [scores, allowed]
+    batch, num_heads, rows, seqlen_k = common_shape(tensors, ["scores", "mask"][: len(tensors)])
+    rows = seqlen_q if is_causal or rows != 1 else 1
+    return torch.empty(batch, num_heads, rows, seqlen_k, dtype=torch.bool, device=scores.device)
+
+
+def _selected_contiguous(
+    scores: torch.Tensor, allowed: torch.Tensor | None, seqlen_q: int, k: int, is_causal: bool
+) -> torch.Tensor:
+    return _selected(scores, allowed, seqlen_q, k, is_causal).contiguous()
+
+
+_OPERATOR = define(
+    "topk_mask",
+    "(Tensor scores, Tensor? allowed, SymInt seqlen_q, SymInt k, bool is_causal) -> Tensor",
+    _selected_contiguous,
+    _selected_fake,
+)

@@ -36,6 +36,7 @@ from .description import (
     unpacked_spec,
 )
 from .group_rows import heads_as_rows
+from .hints import hint, hinted
 from .leading import Repeats, fold_call, merge, unfold
 from .mapped import MappedCall
 from .sequences import RANKS, check_scores, check_sequence_tiles, check_tree, packing_of
@@ -82,6 +83,8 @@ __all__ = [
     "fits_tma",
     "fold_call",
     "heads_as_rows",
+    "hint",
+    "hinted",
     "keys_of_query",
     "make_band",
     "merge",

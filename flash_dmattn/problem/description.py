@@ -204,8 +204,10 @@ class AttentionProblem(NamedTuple):
     It is hashable, prints as one line, and can be built for a GPU that this machine does not have
     (`flash_dmattn.explain_problem` does). Strides count elements; `mask` and `bias` are described as 4-D, a prepared
     mask by the bool tensor that it unpacks to. Its band is that of the call. `sink` is the dtype of one, None without.
-    Of a call with sequences, batch is their number, and seqlen_q and seqlen_k are bounds on their lengths. `elsewhere`
-    says that no GPU of this machine has the architecture: what is installed here then decides nothing.
+    With sequences, batch is their number, and seqlen_q and seqlen_k are bounds on their lengths. `elsewhere` says that
+    no GPU of this machine has the architecture: what is installed here then decides nothing. `backward` names the
+    backend of the backward pass where it is another and the call becomes part of an exported program, which keeps
+    operators alone; else it is empty.
     """
 
     device: str
@@ -233,6 +235,7 @@ class AttentionProblem(NamedTuple):
     sink: torch.dtype | None = None
     sequences: SequenceSpec | None = None
     elsewhere: bool = False
+    backward: str = ""
 
     @property
     def has_window(self) -> bool:

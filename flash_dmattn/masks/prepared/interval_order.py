@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from ...problem import allowed_pairs
+from ...problem import allowed_pairs, hint
 from .packing import TILE, tiles
 
 # Bits of the Hilbert curve along each axis; a code is this pair of numbers, one bit that says dead, then the head.
@@ -132,7 +132,8 @@ def reorder_pays(
         >>> reorder_pays(16, 4096, 4096, 1024, is_causal=True, has_backward=True)
         True
     """
-    kept = min(keys_kept, seqlen_k)
+    heads, seqlen_q, seqlen_k = hint(heads), hint(seqlen_q), hint(seqlen_k)
+    kept = min(hint(keys_kept), seqlen_k)
     if kept == 0 or seqlen_q == 0:
         return False
     tiles_q, tiles_k = tiles(seqlen_q), tiles(seqlen_k)
@@ -142,8 +143,8 @@ def reorder_pays(
         pairs = allowed_pairs(seqlen_q, seqlen_k, (kept - 1, 0))  # as many keys of each prefix as a window has
     else:
         natural, pairs = float(tiles_q * tiles_k), seqlen_q * kept
-    # Of sizes that are symbols the comparison is one too, and bool() of it still is: a branch makes it a condition of
-    # the graph that is compiled.
+    # A comparison of symbols, which remain where torch gives no hints, is a symbol too, and so is its bool(): a branch
+    # makes it a condition of the graph.
     if order_saves(heads * natural, heads * pairs, kept, has_backward=has_backward):  # noqa: SIM103
         return True
     return False

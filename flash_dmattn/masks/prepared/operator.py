@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ...definition import LIBRARY, define, unless_watched
-from ...problem import Band, MaskView, make_band
+from ...problem import Band, MaskView, hint, make_band
 from ..broadcast import collapse
 from .packers import packer
 from .packing import TILE, TILE_WORDS, tiles
@@ -66,6 +66,7 @@ def key_form(
 
 def prepared_key_form(seqlen_q: int, reorder: bool | None = None) -> KeyForm:
     """The form of a one-row mask that is prepared for calls of which only the number of queries is known."""
+    seqlen_q = hint(seqlen_q)  # every form serves any number
     if seqlen_q < FEW_QUERIES:
         return KeyForm("keys")
     return KeyForm("intervals", bool(seqlen_q >= ORDER_FROM) if reorder is None else reorder)

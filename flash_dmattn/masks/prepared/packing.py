@@ -85,8 +85,10 @@ def pack_rows(
     batch, num_heads, seqlen_q, seqlen_k = shape
     bits = torch.empty(batch, num_heads, seqlen_q, tiles(seqlen_k) * TILE_WORDS, dtype=torch.int32, device=device)
     step = max(1, CHUNK_ELEMENTS // max(1, batch * num_heads * seqlen_k))
-    for start in range(0, seqlen_q if bits.numel() else 0, step):
-        stop = min(start + step, seqlen_q)
+    # A compiler would bind the sizes by the number of chunks.
+    starts = (0,) if torch.compiler.is_compiling() else range(0, seqlen_q if bits.numel() else 0, step)
+    for start in starts:
+        stop = seqlen_q if torch.compiler.is_compiling() else min(start + step, seqlen_q)
         words = words_of(start, stop)
         bits[:, :, start:stop] = words if band is None else words & band_words(start, stop, seqlen_k, band, device)
     return bits, classify(bits)

@@ -1,0 +1,325 @@
+"""torch.export: gradients of programs, lengths that stay dynamic, builders of masks inside, AOTInductor."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from out_of_tree import Counting, registered
+from torch import Tensor
+from torch.export import Dim
+
+from flash_dmattn import Sequences, attention
+from flash_dmattn.backends.protocol import Availability, Rule
+from flash_dmattn.masks import (
+    causal_mask,
+    combine,
+    document_ids,
+    document_mask,
+    expand_blocks,
+    padding_mask,
+    prefix_lm_mask,
+    prepare_mask,
+    prepare_topk,
+    prepare_window,
+    sliding_window_mask,
+    smooth_blocks,
+    threshold_mask,
+    topk_mask,
+)
+from flash_dmattn.nn import RelativePositionBias
+
+OURS = Counting("out_of_tree_exported", mask_form="prepared")  # an operator is defined once per process
+LENGTHS = (3, 17, 63, 64, 130, 2048)
+
+
+@pytest.fixture
+def ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counting]:
+    monkeypatch.setattr(OURS, "count", Counter())
+    with registered(OURS, before="eager"):
+        yield OURS
+
+
+class Call(torch.nn.Module):
+    """A function of tensors as a module, with a parameter for each input that can have a gradient."""
+
+    def __init__(self, function: Callable[..., Tensor], dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.function = function
+        self.scale = torch.nn.Parameter(torch.tensor([1.0, 0.9, 1.1], dtype=dtype))
+        self.bias = torch.nn.Parameter(torch.linspace(-1, 1, 4 * 20, dtype=dtype).view(1, 4, 1, 20))
+        self.sink = torch.nn.Parameter(torch.linspace(-1, 1, 4, dtype=dtype))
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        q, k, v, *rest = inputs
+        return self.function(self, q * self.scale[0], k * self.scale[1], v * self.scale[2], *rest)
+
+
+def gradients(module: torch.nn.Module, *inputs: Tensor) -> dict[str, Tensor]:
+    module.zero_grad()
+    torch.manual_seed(1)
+    module(*inputs).sin().sum().backward()
+    return {name: x.grad.clone() for name, x in module.named_parameters() if x.grad is not None}
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(2, 20, heads, 16, dtype=dtype) for heads in (4, 2, 2)]
+
+
+def lse_too(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out, lse = attention(q, k, v, bias=m.bias, sink=m.sink, softcap=3.0, window_size=(9, 2), return_lse=True)
+    return out.sum() + lse.cos().sum()
+
+
+MASK = torch.rand(2, 1, 20, 20, generator=torch.Generator().manual_seed(0)) > 0.3
+CALLS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
+    "lse, bias, sink, band": (lse_too, ()),
+    "lse alone": (lambda m, q, k, v: attention(q, k, v, bias=m.bias, return_lse=True)[1], ()),
+    "mask": (lambda m, q, k, v, mask: attention(q, k, v, mask, m.bias, is_causal=True), (MASK,)),
+    "dropout": (lambda m, q, k, v: attention(q, k, v, bias=m.bias, dropout_p=0.3), ()),
+    "leading dims": (lambda m, q, k, v: attention(*(x.unflatten(0, (2, 1)) for x in (q, k, v)), bias=m.bias), ()),
+    "packed": (
+        lambda m, q, k, v, ends: attention(
+            *(x.flatten(0, 1) for x in (q, k, v)), sequences=Sequences.packed(ends), is_causal=True, sink=m.sink
+        ),
+        (torch.tensor([0, 7, 19, 40]),),
+    ),
+    "padded": (
+        lambda m, q, k, v, used: attention(q, k, v, bias=m.bias, sequences=Sequences.padded(used)),
+        (torch.tensor([3, 20]),),
+    ),
+    "reference": (lambda m, q, k, v: attention(q, k, v, bias=m.bias, backend="reference"), ()),
+}
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "strict"), [*((name, False) for name in CALLS), ("mask", True), ("packed", True)], ids=str
+)
+def test_gradients_of_a_program(name: str, strict: bool) -> None:
+    function, rest = CALLS[name]
+    module, sample = Call(function), (*inputs(), *rest)
+    expected = gradients(module, *sample)
+    assert "scale" in expected and len(expected) > 1
+    program = torch.export.export(module, sample, strict=strict)
+    assert_same(gradients(program.module(), *sample), expected)
+    assert_same(gradients(program.run_decompositions().module(), *sample), expected)
+
+
+def test_gradients_of_a_program_that_was_saved() -> None:
+    function, _ = CALLS["lse, bias, sink, band"]
+    module, sample, file = Call(function), inputs(), io.BytesIO()
+    expected = gradients(module, *sample)
+    torch.export.save(torch.export.export(module, tuple(sample)), file)
+    file.seek(0)
+    assert_same(gradients(torch.export.load(file).module(), *sample), expected)
+
+
+def test_gradients_of_a_program_that_is_compiled() -> None:
+    function, rest = CALLS["mask"]
+    module, sample = Call(function), (*inputs(), *rest)
+    program = torch.export.export(module, sample).module()
+    run = torch.compile(program, backend="aot_eager", fullgraph=True)
+    assert_same(gradients(run, *sample), {f"_orig_mod.{name}": x for name, x in gradients(module, *sample).items()})
+
+
+def test_gradients_that_were_not_asked_for_when_it_was_exported() -> None:
+    program = torch.export.export(Plain("eager"), tuple(inputs())).module()
+    for needed in range(3):
+        sample = [x.requires_grad_(i == needed) for i, x in enumerate(inputs())]
+        actual, expected = (
+            torch.autograd.grad(run(*sample).sin().sum(), sample[needed]) for run in (program, Plain("eager"))
+        )
+        torch.testing.assert_close(actual, expected)
+
+
+class Plain(torch.nn.Module):
+    """A call of nothing but q, k and v."""
+
+    def __init__(self, backend: Any) -> None:
+        super().__init__()
+        self.backend = backend
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, is_causal=True, backend=self.backend)
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+@pytest.mark.parametrize(
+    ("backend", "passes"),
+    [
+        ("auto", {"forward": 1, "backward": 1}),
+        (OURS.NAME, {"forward": 1, "backward": 1}),
+        ("eager", {}),
+        (("eager", OURS.NAME), {"backward": 1}),
+        ((OURS.NAME, "eager"), {"forward": 1}),
+    ],
+    ids=str,
+)
+def test_both_passes_of_a_pair_are_kept(backend: Any, passes: dict[str, int], strict: bool, ours: Counting) -> None:
+    def call(m: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return attention(q, k, v, mask, m.bias, is_causal=True, backend=backend)
+
+    module, sample = Call(call), (*inputs(), MASK)
+    expected = gradients(module, *sample)
+    program = torch.export.export(module, sample, strict=strict).module()
+    ours.count.clear()
+    assert_same(gradients(program, *sample), expected)
+    assert ours.count == passes
+
+
+def test_another_backend_where_that_of_the_operator_has_no_backward_pass(
+    ours: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It receives a mask that it reads, though the operator had one prepared for both passes."""
+
+    def call(m: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return attention(q, k, v, mask, m.bias, is_causal=True, backend=OURS.NAME)
+
+    module, sample = Call(call), (*inputs(), MASK)
+    expected = gradients(module, *sample)
+    program = torch.export.export(module, sample).module()
+    assert ours.received[-1] == "tiles"
+    monkeypatch.setattr(ours, "RULES", (Rule("none", lambda p: False, lambda p: "it is broken", passes=("backward",)),))
+    ours.count.clear()
+    assert_same(gradients(program, *sample), expected)
+    assert ours.count == {"forward": 1}
+
+
+def test_second_derivatives_of_a_program(ours: Counting) -> None:
+    sample = [x.requires_grad_() for x in inputs(torch.float64)]
+
+    def second(run: Any) -> tuple[Tensor, ...]:
+        first = torch.autograd.grad(run(*sample).sin().sum(), sample, create_graph=True)
+        return torch.autograd.grad(sum(x.cos().sum() for x in first), sample)
+
+    programs = {name: torch.export.export(Plain(name), tuple(sample)).module() for name in ("eager", OURS.NAME)}
+    torch.testing.assert_close(second(programs["eager"]), second(Plain("eager")), rtol=1e-10, atol=1e-12)
+    with pytest.raises(NotImplementedError, match=f"backend '{OURS.NAME}' has no second derivative of attention"):
+        second(programs[OURS.NAME])
+
+
+# Lengths
+
+
+def ranges(program: torch.export.ExportedProgram) -> list[tuple[int, Any]]:
+    return [(x.lower, x.upper) for x in program.range_constraints.values()]
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_lengths_of_calls_that_eager_serves_are_bound_by_nothing(with_gradients: bool, strict: bool) -> None:
+    sample = tuple(x.requires_grad_(with_gradients) for x in inputs())
+    named = Dim("length", min=2, max=4096)
+    torch.export.export(Plain("auto"), sample, dynamic_shapes=({1: named},) * 3, strict=strict)
+    program = torch.export.export(Plain("auto"), sample, dynamic_shapes=({1: Dim.AUTO},) * 3, strict=strict)
+    assert len(ranges(program)) == 2  # of queries and of keys
+    assert all(lower == 2 and upper > 2**60 for lower, upper in ranges(program))
+    for length in LENGTHS:
+        q, k, v = (torch.randn(2, length, heads, 16) for heads in (4, 2, 2))
+        torch.testing.assert_close(program.module()(q, k, v), attention(q, k, v, is_causal=True))
+
+
+def at_most(limit: int) -> Rule:
+    return Rule("length", lambda p: p.seqlen_q <= limit, lambda p: f"there are {p.seqlen_q} queries")
+
+
+@pytest.mark.parametrize("limit", [10, 100], ids=["refused", "taken"])
+def test_preferences_of_auto_bind_nothing(limit: int, ours: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They choose by the length of the sample, and decide speed alone."""
+    monkeypatch.setattr(ours, "AUTO_RULES", (at_most(limit),))
+    program = torch.export.export(Plain("auto"), tuple(inputs()), dynamic_shapes=({1: Dim.AUTO},) * 3)
+    assert (OURS.NAME in str(program.graph)) == (limit == 100)
+    assert all(lower == 2 and upper > 2**60 for lower, upper in ranges(program))
+
+
+@pytest.mark.parametrize("works", [False, True])
+def test_rules_of_a_backend_that_works_bind_and_no_others(
+    works: bool, ours: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ours, "RULES", (at_most(100),))
+    monkeypatch.setattr(ours, "availability", Availability(works, "" if works else "it is not installed"))
+    program = torch.export.export(Plain("auto"), tuple(inputs()), dynamic_shapes=({1: Dim.AUTO},) * 3)
+    assert (OURS.NAME in str(program.graph)) == works
+    assert (max(upper for _, upper in ranges(program)) > 2**60, min(upper for _, upper in ranges(program)) <= 100) == (
+        True,
+        works,
+    )
+
+
+# Masks and biases that are built inside
+
+USED = torch.tensor([3, 4])
+BUILDERS: dict[str, Callable[[Tensor, int], Any]] = {
+    "causal": lambda x, n: causal_mask(n, n),
+    "window": lambda x, n: sliding_window_mask(n, n, (3, 0)),
+    "padding": lambda x, n: padding_mask(USED, n),
+    "padding, left": lambda x, n: padding_mask(USED, n, side="left"),
+    "prefix": lambda x, n: prefix_lm_mask(2, n, n),
+    "half a prefix": lambda x, n: prefix_lm_mask(n // 2, n, n),
+    "documents": lambda x, n: document_mask(document_ids(USED, n)),
+    "one block": lambda x, n: expand_blocks(torch.ones(1, 1, dtype=torch.bool), 8, n, n),
+    "blocks": lambda x, n: expand_blocks(torch.ones((n + 7) // 8, (n + 7) // 8, dtype=torch.bool), 8, n, n),
+    "smooth": lambda x, n: smooth_blocks(causal_mask(n, n), 8, is_causal=True),
+    "top keys": lambda x, n: topk_mask(x[:1, :, 0, 0], 5),
+    "causal top keys": lambda x, n: topk_mask(x[:1, :, 0, 0], 5, is_causal=True),
+    "top keys of rows": lambda x, n: topk_mask((x[:, :, 0] @ x[:, :, 0].mT)[:, None], 5, is_causal=True),
+    "combined": lambda x, n: combine(causal_mask(n, n), padding_mask(USED, n)),
+    "threshold": lambda x, n: threshold_mask(x[:1, :, 0, 0]),
+    # Their tiles of 128 x 128 are dims of tensors, which torch binds where there is one.
+    "prepared": lambda x, n: prepare_mask(causal_mask(n, n)),
+    "prepared keys": lambda x, n: prepare_mask(padding_mask(USED, n), seqlen_q=n),
+    "prepared window": lambda x, n: prepare_window(n, n, window_size=(3, 0)),
+    "prepared top keys": lambda x, n: prepare_topk(x[:1, :, 0, 0], 5),
+}
+
+
+class Masked(torch.nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.build = BUILDERS[name]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return attention(x, x, x, self.build(x, x.shape[1]))
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_builders_of_masks_keep_a_length_dynamic(name: str) -> None:
+    module = Masked(name)
+    few, many = (LENGTHS[1:4], ()) if name.startswith("prepared") else (LENGTHS[1:4], (130, 600))
+    x = torch.randn(2, 20, 4, 16)
+    program = torch.export.export(module, (x,), dynamic_shapes=({1: Dim.AUTO},)).module()
+    for length in (*few, *many):
+        x = torch.randn(2, length, 4, 16)
+        torch.testing.assert_close(program(x), module(x), rtol=1e-5, atol=1e-5)
+
+
+class Biased(torch.nn.Module):
+    """A layer with a learned bias of T5's kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position_bias = RelativePositionBias(4)
+        torch.nn.init.normal_(self.position_bias.weight)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, bias=self.position_bias(q.shape[1]))
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+def test_a_position_bias_keeps_a_length_dynamic_and_has_its_gradient(strict: bool) -> None:
+    module = Biased()
+    length = Dim("length", min=3, max=4096)
+    program = torch.export.export(module, tuple(inputs()), dynamic_shapes=({1: length},) * 3, strict=strict).module()
+    for n in (3, 20, 300):
+        sample = [torch.randn(2, n, heads, 16) for heads in (4, 2, 2)]
+        torch.testing.assert_close(program(*sample), module(*sample))
+        assert_same(gradients(program, *sample), gradients(module, *sample))
