@@ -57,6 +57,11 @@ class Batch:
                 'backend="eager" reads the lengths of sequences on the host, which cannot be captured in a CUDA graph; '
                 "another backend can"
             )
+        if type(bounds) is not Tensor:  # it says so in the place of torch, whose error names an operator
+            raise RuntimeError(
+                'backend="reference" reads the lengths of sequences, and fake tensors have no values; '
+                'backend="eager" gives shapes without them'
+            )
         self._table = block_table
         self.packing = {"mask": mask_packing, "bias": bias_packing}
         self.sequences = [

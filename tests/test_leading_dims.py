@@ -413,12 +413,13 @@ def test_gradients_of_one_output_alone_and_of_other_mapped_dims() -> None:
     few = tuple(x[:, :2] for x in (q, k, v)) + (bias[..., :2, :2],)
     assert_same(lambda backend: torch.func.jacrev(lambda *x: results(backend)(*x)[1], (0, 1, 2, 3))(*few))
     douts, dlses = f64(V, B, LQ, H, 6, seed=5), f64(V, B, H, LQ, seed=6)
-    for dims, pair in {
-        (0, None): (douts, dlses[0]),
-        (None, 0): (douts[0], dlses),
-        (2, 1): (douts.movedim(0, 2), dlses.movedim(0, 1)),
-    }.items():
-        assert_same(lambda backend: torch.vmap(torch.func.vjp(results(backend), *given)[1], (dims,))(pair))
+
+    def mapped(backend: str, dims: tuple[int | None, int | None], pair: tuple[Tensor, Tensor]) -> Any:
+        return torch.vmap(torch.func.vjp(results(backend), *given)[1], (dims,))(pair)
+
+    assert_same(lambda backend: mapped(backend, (0, None), (douts, dlses[0])))
+    assert_same(lambda backend: mapped(backend, (None, 0), (douts[0], dlses)))
+    assert_same(lambda backend: mapped(backend, (2, 1), (douts.movedim(0, 2), dlses.movedim(0, 1))))
 
 
 def test_vmap_is_one_call_for_all(monkeypatch: pytest.MonkeyPatch) -> None:

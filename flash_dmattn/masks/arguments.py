@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..problem import check_strided
+from ..problem import check_strided, values_can_be_read
 
 # Lengths, or 0/1 masks, as users hold them: a tensor, or nested Python lists.
 IntsLike = torch.Tensor | Sequence[int] | Sequence[Sequence[int]]
@@ -65,14 +65,9 @@ def four_dims(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor[(None,) * (4 - tensor.dim())]
 
 
-def values_can_be_read(tensor: torch.Tensor) -> bool:
-    """Whether values may decide an error: never where reading them stops a GPU or breaks a compiled graph."""
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling() and tensor.numel() > 0
-
-
 def lengths_within(name: str, lengths: torch.Tensor, maximum: int | None = None) -> None:
     """Raises if a length is negative or above `maximum`, where the values can be read without waiting."""
-    if not values_can_be_read(lengths):
+    if lengths.numel() == 0 or not values_can_be_read(lengths):
         return
     low, high = (int(x) for x in lengths.aminmax())
     if low < 0:

@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 
+from ..problem import values_can_be_read
 from .arguments import (
     INTEGER_DTYPES,
     IntsLike,
@@ -14,7 +15,6 @@ from .arguments import (
     integer_tensor,
     lengths_within,
     pair,
-    values_can_be_read,
 )
 
 Device = torch.device | str | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from flash_dmattn.masks.prepared.interval_operators import run_score_keys, run_topk_intervals
+from flash_dmattn.problem import values_can_be_read
 from flash_dmattn.sequences import Sequences
 from flash_dmattn.sequences.tokens import token_places
 
@@ -46,7 +47,7 @@ class LayerSequences:
         self._spec = sequences.spec(like, k, v)
         self._view = sequences.view(self._spec, k.shape[0], names=("x", "x" if self.pool is None else "cache"))
         self._bounds = self._view.bounds
-        if self.pool is None and x.device.type == "cpu" and not torch.compiler.is_compiling():
+        if self.pool is None and values_can_be_read(self._bounds):
             if not torch.equal(self._bounds[:, :2], self._bounds[:, 2:]):
                 raise ValueError("cu_seqlens_k differ from cu_seqlens_q; in self-attention they must be the same")
         self._is_empty = len(self._bounds) == 0 or x.numel() == 0 or k.numel() == 0

@@ -87,8 +87,8 @@ class RelativePositionBias(nn.Module):
         # All distances there are: the last query to the first key up to the first query to the last.
         distances = torch.arange(1 - seqlen_k, seqlen_q, device=self.weight.device)
         values = F.embedding(self.buckets(distances), self.weight).T  # (H, Lq + Lk - 1)
-        # Contiguous, because kernels copy rows that start anywhere, and because Inductor takes the strides of such a view
-        # for constants where lengths are dynamic: it saves a tensor of others for the backward pass.
+        # Contiguous, because kernels copy rows that start anywhere. Inductor saves such a view for the backward pass as
+        # a tensor of other strides, and takes these for constants where lengths are dynamic.
         return _along_diagonals(values, seqlen_q, seqlen_k)[None].contiguous()
 
     def buckets(self, distance: torch.Tensor) -> torch.Tensor:

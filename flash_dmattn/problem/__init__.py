@@ -14,6 +14,7 @@ from .checks import (
     check_strided,
     check_window,
     refuse_keywords,
+    values_can_be_read,
 )
 from .description import (
     FEATURES,
@@ -95,4 +96,5 @@ __all__ = [
     "spec_of",
     "unfold",
     "unpacked_spec",
+    "values_can_be_read",
 ]

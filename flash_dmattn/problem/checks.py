@@ -150,3 +150,12 @@ def check_window(window_size: tuple[int, int] | None) -> tuple[int, int]:
         if side < -1:
             raise ValueError(f"window_size is {window_size!r}; both sides need to be at least -1 (-1 is unlimited)")
     return (left, right)
+
+
+def values_can_be_read(x: Tensor) -> bool:
+    """Whether values may decide an error: not where reading them stops a GPU or breaks a graph, nor where none exist.
+
+    Fake tensors say that they are on a CPU; they are a subclass, as others are whose values are elsewhere.
+    """
+    is_plain = type(x) is Tensor or type(x) is torch.nn.Parameter
+    return is_plain and x.device.type == "cpu" and not torch.compiler.is_compiling()

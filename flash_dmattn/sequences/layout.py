@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem import RANKS, Layout, SequenceSpec, SequenceView, check_strided
+from ..problem import RANKS, Layout, SequenceSpec, SequenceView, check_strided, values_can_be_read
 from .values import Tables, check_values, make_bounds
 
 
@@ -238,8 +238,8 @@ class Sequences:
             names: of the tensors that have queries and keys, for messages.
         """
         tensors = self._tensors
-        if torch.compiler.is_compiling() or _is_capturing(tensors[0]):
-            return self._laid_out(spec)
+        if torch.compiler.is_compiling() or _is_capturing(tensors[0]) or type(tensors[0]) is not Tensor:
+            return self._laid_out(spec)  # also of fake tensors, which have no values to compare
         # Tensors that inference mode makes cannot be saved for a backward pass.
         slot = (spec, pages, torch.is_inference_mode_enabled())
         kept = self._views.get(slot)
@@ -389,7 +389,7 @@ def _checked(sequences: Sequences) -> Sequences:
         wanted = number + int(name.startswith("cu_"))  # torch.compile cannot add a bool to a size
         if x.shape[0] != wanted:
             raise ValueError(f"{name} has {x.shape[0]} entries; of {number} sequences it needs {wanted}")
-    if sequences.device.type == "cpu" and not torch.compiler.is_compiling():
+    if all(map(values_can_be_read, sequences._tensors)):
         check_values(sequences._tables)
     return sequences
 

@@ -8,9 +8,18 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
-from ...problem import MaskView, SequenceSpec, causal_window, check_flag, check_scores, check_window, packing_of
+from ...problem import (
+    MaskView,
+    SequenceSpec,
+    causal_window,
+    check_flag,
+    check_scores,
+    check_window,
+    packing_of,
+    values_can_be_read,
+)
 from ...sequences.layout import Sequences
-from ..arguments import bool_mask, integer, values_can_be_read
+from ..arguments import bool_mask, integer
 from ..blocks import MaskStats
 from ..saved import restore_sequence_tiles
 from .packing import EMPTY, FULL, TILE, count_bits, unpack_words
