@@ -242,14 +242,14 @@ FAULTS: tuple[Fault, ...] = (
         PACKAGE + "sums.py",
         '    n.compare("backward", x)\n',
         "",
-        (f"{BACKWARD}[returned-order-2]",),
+        (f"{BACKWARD}[sharded-gradients-2]",),
     ),
     Fault(
         "gradients are summed without a comparison",
         PACKAGE + "sums.py",
         '    agree_within(group, "backward", number, {"bias or sink with a summed gradient": x})\n',
         "",
-        (f"{BACKWARD}[summed-order-2]",),
+        (f"{BACKWARD}[summed-gradients-2]",),
     ),
     Fault(
         "gradients are traded without a comparison",
