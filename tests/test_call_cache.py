@@ -19,6 +19,7 @@ import flash_dmattn
 from flash_dmattn import api
 from flash_dmattn.backends import eager
 from flash_dmattn.dispatch import call_cache, selection, settings
+from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.dispatch.selection import Selection
 from flash_dmattn.masks import prepare_mask, prepare_tree
 from flash_dmattn.problem import Repeats, SequenceSpec
@@ -131,7 +132,7 @@ def test_a_changed_argument_makes_another_class(change: str, described: list[int
 
 def test_every_argument_of_attention_is_changed_by_some_change() -> None:
     changed = {name for change in CHANGES.values() for name in change()}
-    assert changed == set(inspect.signature(flash_dmattn.attention).parameters)
+    assert changed == set(inspect.signature(flash_dmattn.attention).parameters) - {"unknown"}  # which always raises
 
 
 def look_up_arguments() -> dict[str, Any]:
@@ -187,6 +188,8 @@ def changed_look_ups() -> dict[str, dict[str, Any]]:
                 got[f"{name} {other}"] = {**arguments, name: other}
     for name in ("mask", "bias", "sink"):
         got[f"no {name}"] = {**arguments, name: None}
+    for name in ("q", "k", "v"):
+        got[f"{name}, layout"] = {**arguments, name: arguments[name].to_mkldnn()}  # with the strides of a plain one
     got["another form of mask"] = {**arguments, "mask": prepare_mask(arguments["mask"])}
     return got
 
@@ -209,6 +212,9 @@ def keys_under_other_settings() -> Iterator[Any]:
     yield key_of(**arguments)
     flash_dmattn.set_default_backend("auto")
     with flash_dmattn.disable_backends("flex"):
+        yield key_of(**arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BACKENDS, "version", BACKENDS.version + 1)
         yield key_of(**arguments)
 
 

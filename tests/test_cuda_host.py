@@ -433,7 +433,7 @@ def test_the_extension_packs_where_it_works(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(packers, "device_arch", lambda device: arch)
-    monkeypatch.setattr(packers.process, "disabled", disabled)
+    monkeypatch.setattr(packers, "disabled", lambda: disabled)
     monkeypatch.setattr(cuda, "probe", lambda: SimpleNamespace(usable=usable))
     assert packers.packs_by_extension(SimpleNamespace(is_cuda=is_cuda, device="cuda:0")) == packs
 

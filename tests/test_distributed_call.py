@@ -335,18 +335,6 @@ def test_a_choice_is_remembered_for_all_that_decides_it(what: str, chosen: list[
     assert len(chosen) == 2
 
 
-def test_the_choice_that_was_unused_for_longest_is_forgotten(
-    monkeypatch: pytest.MonkeyPatch, chosen: list[int]
-) -> None:
-    monkeypatch.setattr(choice, "_MOST_REMEMBERED", 2)
-    one, two, three = (describe(2, rows, strategy="gather") for rows in (16, 32, 48))
-    for call in (one, two, one, three, one):
-        choose_pair(call, "auto")
-    assert len(chosen) == 3 and len(choice._remembered) == 2
-    choose_pair(two, "auto")
-    assert len(chosen) == 4
-
-
 def test_a_named_backend_has_to_serve_every_slice(picky: None) -> None:
     with pytest.raises(flash_dmattn.BackendUnsupportedError, match="there are 48 keys"):
         names(describe(4, strategy="gather"), "first")

@@ -241,9 +241,8 @@ IN_BACKWARD = {
     "gather": (P(causal=True, bias="full"), ("order", "forward")),
     "sharded": (P(bias="sharded", sink=True, reduce=True), ("order", "forward", "gradients")),
     "window": (P(bias="sharded", window=(20, 3), seqlen_q=1024, seqlen_k=1024), ("order", "forward", "gradients")),
-    "returned": (P(bias="sharded", needs=("bias",)), ("order", "forward")),
-    "summed": (P(strategy="ulysses", heads_k=4, bias="head", reduce=True, needs=("bias",)), ("order", "forward")),
-    "ulysses": (P(strategy="ulysses", heads_k=4, bias="head", reduce=True), ("order", "forward", "gradients")),
+    "summed": (P(bias="head", reduce=True), ("order", "gradients")),
+    "ulysses": (P(strategy="ulysses", heads_k=4), ("order", "forward", "gradients")),
 }
 
 

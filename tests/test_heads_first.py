@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flash_dmattn
 from flash_dmattn import heads_first
+from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.heads_first import attend_heads_first
 from flash_dmattn.masks import prepare_mask
 
@@ -317,6 +318,9 @@ def keys_under_other_settings() -> Iterator[Any]:
     yield key_of(**arguments)
     flash_dmattn.set_default_backend("auto")
     with flash_dmattn.disable_backends("flex"):
+        yield key_of(**arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BACKENDS, "version", BACKENDS.version + 1)
         yield key_of(**arguments)
 
 

@@ -35,7 +35,7 @@ SEQ2SEQ = {
     **{"decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "decoder_start_token_id": 1},
     **{"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0},
 }
-EXPERTS = {"num_experts_per_tok": 2}
+EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}  # grouped_mm has no float64
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
 IMAGE = {**SMALL, **NO_DROPOUT, "image_size": 16, "patch_size": 4, "num_labels": 3}
 

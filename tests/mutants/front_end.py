@@ -292,8 +292,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a backend that is disabled serves who names it",
         "flash_dmattn/dispatch/selection.py",
-        "if backend.NAME in disabled() or not accepts(",
-        "if not accepts(",
+        "    if backend.NAME in disabled():\n        return False\n",
+        "",
         ("tests/test_settings.py::test_disabling_beats_an_explicit_name_until_the_block_ends",),
     ),
     Fault(
@@ -547,22 +547,22 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a gradient with a graph is made by kernels that have no derivative",
         "flash_dmattn/direct.py",
-        "if torch.is_grad_enabled() or is_watched(dout,",
-        "if is_watched(dout,",
+        "if torch.is_grad_enabled() or is_shown",
+        "if is_shown",
         (f"{DIRECT}test_gradients_of_which_there_is_a_graph_go_by_the_function_that_has_rules",),
     ),
     Fault(
         "what watches the backward pass alone is shown nothing",
         "flash_dmattn/direct.py",
-        " or is_watched(dout, dlse, *saved) or",
-        " or",
+        "is_shown = is_watched(dout, dlse, *saved) or",
+        "is_shown =",
         (f"{DIRECT}test_what_watches_the_backward_pass_alone_is_shown_its_operator",),
     ),
     Fault(
         "a profiler of the backward pass alone is shown nothing",
         "flash_dmattn/direct.py",
-        "*saved) or profiler._is_profiler_enabled:",
-        "*saved):",
+        "*saved) or profiler._is_profiler_enabled\n",
+        "*saved)\n",
         (f"{DIRECT}test_what_watches_the_backward_pass_alone_is_shown_its_operator",),
     ),
     Fault(

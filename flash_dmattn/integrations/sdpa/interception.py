@@ -183,7 +183,7 @@ class _Interception(TorchFunctionMode):
 
 # Functions that torch hands over as a whole, and inside of which attention runs: their own, or what a backward pass
 # computes again.
-_RUNS_OTHERS = {F.multi_head_attention_forward, Tensor.backward, torch.autograd.backward, torch.autograd.grad}
+_RUNS_OTHERS: set[Any] = {F.multi_head_attention_forward, Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 # By these names they ask whether to hand themselves over.
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 

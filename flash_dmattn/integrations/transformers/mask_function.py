@@ -130,7 +130,9 @@ def _padding(
     if attention_mask is None:
         return None
     missing = kv_length + kv_offset - attention_mask.shape[-1]
-    padding = functional.pad(attention_mask, (0, missing)) if missing > 0 else attention_mask
+    padding = attention_mask
+    if missing > 0:
+        padding = functional.pad(padding, (0, missing))  # type: ignore[arg-type]
     index = torch.arange(kv_length, device=padding.device)
     if isinstance(kv_offset, Tensor):
         padding = padding[:, index + kv_offset]
