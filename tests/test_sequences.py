@@ -18,13 +18,16 @@ from conftest import Runner, refusal_of
 from sequence_calls import LEAVES, ON_GPU, SequenceCall, assert_accurate, draw, expected, run
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nested import nested_tensor_from_jagged
 
 import flash_dmattn
-from flash_dmattn import Sequences, attention
+from flash_dmattn import Sequences, attention, masks, nn
 from flash_dmattn.problem import FEATURES, SequenceSpec
 from flash_dmattn.reference import formula
 from flash_dmattn.reference.sequences import Batch
-from flash_dmattn.sequences import layout
+from flash_dmattn.sequences import append_to_cache, layout
 from flash_dmattn.sequences.values import make_bounds
 
 EXAMPLES = int(os.environ.get("FLASH_DMATTN_EXAMPLES", 120))
@@ -311,6 +314,77 @@ def test_sequences_are_an_argument_of_a_compiled_function() -> None:
     for edges in ([0, 3, 10], [0, 9, 10]):
         sequences = Sequences.packed(torch.tensor(edges))
         torch.testing.assert_close(step(x, sequences), attention(x, x, x, sequences=sequences))
+
+
+# Fake tensors: each makes the arguments of a call and its sequences, and is called with and without a mode of fakes.
+
+LEAF: dict[str, Any] = {"requires_grad": True}
+
+
+def packed_call(edges: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    bias = torch.zeros(2, 4, 5, 5, **LEAF)
+    rows = torch.zeros(8, 4, 16, **LEAF), *(torch.zeros(8, 2, 16, **LEAF) for _ in range(2))
+    return (*rows, None, bias), {"sequences": Sequences.packed(edges, max_seqlen_q=5), "is_causal": True}
+
+
+def padded_call(edges: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    rows = torch.zeros(2, 5, 4, 16, **LEAF), *(torch.zeros(2, 9, 2, 16, **LEAF) for _ in range(2))
+    return (*rows, torch.ones(2, 1, 5, 9, dtype=torch.bool)), {"sequences": Sequences.padded(edges[1:])}
+
+
+def paged_call(edges: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    sequences = Sequences.paged(torch.zeros(2, 2, dtype=torch.int32), edges[1:])
+    cache = torch.zeros(4, 16, 2, 16), torch.zeros(4, 16, 2, 16)
+    new = torch.zeros(2, 1, 2, 16)
+    append_to_cache(*cache, new, new, sequences)
+    return (torch.zeros(2, 1, 4, 16), *cache), {"sequences": sequences}
+
+
+def prepared_call(edges: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    (q, k, v, *_), flags = packed_call(edges)
+    sequences = {"sequences": flags["sequences"]}
+    mask = masks.prepare_mask(torch.ones(1, 8, 5, dtype=torch.bool), seqlen_q=8, seqlen_k=8, **sequences)
+    return (q, k, v, mask), sequences
+
+
+def nested_call(edges: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    sizes = (4, 2, 2)
+    return tuple(nested_tensor_from_jagged(torch.zeros(8, heads, 16, **LEAF), edges) for heads in sizes), {}
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["", "inference"])
+@pytest.mark.parametrize("call", [packed_call, padded_call, paged_call, prepared_call, nested_call])
+def test_fake_tensors_have_no_values_to_read(call: Callable[[Tensor], Any], inference: bool) -> None:
+    def shapes() -> list[Any]:
+        given, flags = call(torch.tensor([0, 3, 8], dtype=torch.int64))
+        found: list[Any] = []
+        for _ in range(2):  # a layer, and the next one
+            results = [x.values() if x.is_nested else x for x in attention(*given, return_lse=True, **flags)]
+            leaves = [x for x in given if isinstance(x, Tensor) and x.requires_grad]
+            gradients = torch.autograd.grad(results[0].sum(), leaves) if results[0].requires_grad else ()
+            tensors = (*results, *(x.values() if x.is_nested else x for x in gradients))
+            found += [(x.shape, x.dtype, x.stride()) for x in tensors]
+        return found
+
+    with torch.inference_mode(inference):
+        expected = shapes()
+        with FakeTensorMode(shape_env=ShapeEnv()):
+            assert shapes() == expected
+
+
+def test_builders_of_masks_read_no_value_of_fake_tensors() -> None:
+    with FakeTensorMode():
+        edges = torch.tensor([0, 3, 8], dtype=torch.int32)
+        assert masks.document_ids(torch.tensor([2, 0, 3]), total_length=6).shape == (6,)
+        assert masks.padding_mask(torch.tensor([2, 9]), 6).shape == (2, 1, 1, 6)
+        assert masks.prepare_lengths(torch.tensor([2, 9]), 6, 6).shape == (2, 1, 1, 6)
+        flat = torch.ones(35, dtype=torch.bool)  # which 3 * 3 + 5 * 5 would not be
+        packed = Sequences.packed(edges, max_seqlen_q=5)
+        assert masks.prepare_ragged(flat, packed, seqlen_q=8, seqlen_k=8).shape == (1, 1, 8, 5)
+        layer = nn.DynamicMaskAttention(16, 2, keep_window_size=4)
+        assert layer(torch.zeros(8, 16), sequences=packed).shape == (8, 16)
+        with pytest.raises(RuntimeError, match="fake tensors have no values"):
+            attention(*torch.zeros(3, 8, 2, 16), sequences=packed, backend="reference")
 
 
 def test_calls_are_mapped_one_by_one() -> None:
