@@ -108,10 +108,10 @@ FAULTS: tuple[Fault, ...] = (
         (f"{KEYS}test_a_mask_with_other_leading_dims_is_refused_whatever_ran_before",),
     ),
     Fault(
-        "calls with a mask prepared beside sequences are described anew in every layer",
+        "what is remembered of a mask prepared beside sequences keeps their tensors alive",
         "flash_dmattn/masks/prepared/sequence_tiles.py",
         'return call_key(self, left_out=("sequences",))',
-        'return call_key(self, left_out=("sequences",)), object()',
+        "return call_key(self)",
         (f"{KEYS}test_calls_with_masks_beside_sequences_are_remembered",),
     ),
     Fault(
