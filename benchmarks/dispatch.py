@@ -96,7 +96,7 @@ def kinds(device: torch.device) -> dict[str, tuple[tuple[torch.Tensor, ...], Cal
         "bias": ((q, k, v, bias), lambda q, k, v, bias: ours(q, k, v, bias=bias)),
         "mask of pairs": ((q, k, v), lambda *x: ours(*x, pairs)),
         "mask of keys (B, 1, 1, L)": ((q, k, v), lambda *x: ours(*x, keys)),
-        "prepared mask": ((q, k, v), lambda *x: ours(*x, prepared)),
+        "prepared mask": ((q, k, v), lambda *x: ours(*x, mask=prepared)),
         "padded sequences": ((q, k, v), lambda *x: ours(*x, sequences=padded)),
         "packed sequences": (tokens, lambda *x: ours(*x, sequences=packed)),
         "packed sequences, made anew": (
@@ -104,7 +104,7 @@ def kinds(device: torch.device) -> dict[str, tuple[tuple[torch.Tensor, ...], Cal
             lambda *x: ours(*x, sequences=flash_dmattn.Sequences.packed(edges, max_seqlen_q=2 * LENGTH)),
         ),
         "SDPA": (heads_first, sdpa),
-        "SDPA, mask of keys": (heads_first, lambda *x: sdpa(*x, attn_mask=keys)),
+        "SDPA, mask of keys": (heads_first, lambda q, k, v: sdpa(q, k, v, attn_mask=keys)),
     }
 
 

@@ -17,8 +17,8 @@ Place = tuple[int, ...]
 
 
 def parts(key: Any, place: Place = ()) -> dict[Place, Any]:
-    """The parts of nested tuples that are no tuples themselves, by their places."""
-    if not isinstance(key, tuple):
+    """The parts of nested tuples that are no tuples themselves, by their places; sizes and strides are one part."""
+    if not isinstance(key, tuple) or (key and all(type(x) is int for x in key)):
         return {place: key}
     return {at: part for i, inner in enumerate(key) for at, part in parts(inner, (*place, i)).items()}
 

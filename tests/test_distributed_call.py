@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from distributed_backend import Unpacking
 from gpu_distributed import REQUIRED, missing_of
 
@@ -29,6 +31,7 @@ from flash_dmattn.distributed.choice import choose_pair, slices_of
 from flash_dmattn.distributed.context import context_in_force
 from flash_dmattn.distributed.group import Members
 from flash_dmattn.masks import prepare_window
+from flash_dmattn.remembered import Remembered
 
 LAYOUT = SequenceLayout.zigzag(16, 1)
 
@@ -313,7 +316,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """An entry for each choice that is made anew."""
     made: list[int] = []
     choose = choice._choose
-    monkeypatch.setattr(choice, "_remembered", {})
+    monkeypatch.setattr(choice, "_remembered", Remembered(16))
     monkeypatch.setattr(choice, "_choose", lambda problems, backend: made.append(1) or choose(problems, backend))
     return made
 
@@ -364,6 +367,22 @@ def test_a_context_is_that_of_its_thread_and_ends() -> None:
     assert context_in_force() is None and seen == [None]
     with pytest.raises(ValueError, match="layout is for 2 ranks"):
         use_context_parallel(dist.group.WORLD, SequenceLayout.zigzag(8, 2))
+
+
+def test_a_context_is_nested_in_itself_and_reaches_what_is_recomputed() -> None:
+    seen: list[object] = []
+
+    def region(x: Tensor) -> Tensor:
+        context = context_in_force()
+        seen.append(context and context.layout)
+        return x.exp()
+
+    block = use_context_parallel(dist.group.WORLD, LAYOUT)
+    with block, block:
+        y = checkpoint(region, torch.randn(3, requires_grad=True), use_reentrant=False)
+    assert context_in_force() is None
+    y.sum().backward()
+    assert seen == [LAYOUT, LAYOUT]
 
 
 def test_what_gpu_tests_need_is_asked_for() -> None:

@@ -121,7 +121,7 @@ def test_unknown_choice_is_refused_when_it_is_made(choose: object) -> None:
 def test_disabling_beats_an_explicit_name_until_the_block_ends() -> None:
     with flash_dmattn.disable_backends("eager"):
         assert "eager" not in flash_dmattn.available_backends()
-        with pytest.raises(flash_dmattn.BackendUnavailableError, match=r"'eager' is not available(.*\n)+.*switched off"):
+        with pytest.raises(flash_dmattn.BackendUnavailableError, match=r"'eager' is not available(.*\n)+.*switched"):
             ran(backend="eager")
         with pytest.raises(flash_dmattn.BackendUnavailableError, match="switched off"):
             ran(backend=("eager", "eager"))

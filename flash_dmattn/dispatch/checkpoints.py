@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils import checkpoint
 
-from .state import BackendChoice, Blocks, blocks, choice
+from .state import blocks, choice
 
 Hooks = tuple[Callable[..., Any], Callable[..., Any]]
 
@@ -43,12 +43,13 @@ setattr(follow_checkpoints, "_dynamo_marked_constant", True)  # noqa: B010
 class _Recomputation:
     """The function of a region, under the settings of its forward pass; decisions are recorded where it runs."""
 
-    def __init__(self, function: Callable[..., Any], backend: BackendChoice, disabled: tuple[str, ...]) -> None:
-        self.function, self.backend, self.disabled = function, backend, disabled
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.settings = blocks.now._replace(backend=choice())
 
     def __call__(self, *args: Any) -> Any:
         before = blocks.now
-        change = Blocks(self.backend, self.disabled, before.records)
+        change = self.settings._replace(records=before.records, entered=())
         blocks.now = change._replace(entered=((self, change),))
         try:
             return self.function(*args)
@@ -64,7 +65,7 @@ def _follow(hooks: Hooks) -> None:
     try:
         while True:
             if frame is not None and type(frame.recompute_fn) is not _Recomputation:
-                frame.recompute_fn = _Recomputation(frame.recompute_fn, choice(), blocks.now.disabled)
+                frame.recompute_fn = _Recomputation(frame.recompute_fn)
             _autograd._pop_saved_tensors_default_hooks()
             lifted.append(hooks)
             below = _top(True)

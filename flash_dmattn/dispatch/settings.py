@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 
-class _Block:
+class Block:
     """A setting for the length of a `with` block; one object may be entered any number of times, also in itself."""
 
     def __exit__(
@@ -48,7 +48,7 @@ class _Block:
         leave(self)
 
 
-class use_backend(_Block):
+class use_backend(Block):
     """Choose the backend of every call in a `with` block that does not name one itself.
 
     Threads and tasks of asyncio have their own blocks. One that starts in a copy of a context (`contextvars`), as every
@@ -93,7 +93,7 @@ def set_default_backend(backend: BackendChoice) -> None:
     process.default_backend = check_choice(backend)
 
 
-class disable_backends(_Block):
+class disable_backends(Block):
     """Switch backends off in a `with` block, even for calls that name them; it reaches what `use_backend` reaches.
 
     Args:
@@ -168,7 +168,7 @@ def set_fallback(policy: Fallback) -> None:
     process.fallback = check_fallback(policy)
 
 
-class record_decisions(_Block):
+class record_decisions(Block):
     """Collect a `Decision` for every call of `attention` in a `with` block; it reaches what `use_backend` reaches.
 
     Calls inside a compiled region are traced once and run without Python, so they are not recorded.

@@ -92,12 +92,14 @@ class Blocks(NamedTuple):
         backend: the choice of the innermost block that makes one; None without one.
         disabled: the backends that any block has switched off.
         records: the list of the innermost block that records decisions; None without one.
+        parallel: the group and layout of the innermost `use_context_parallel`, for integrations; None without one.
         entered: the blocks with what each sets, the innermost one last.
     """
 
     backend: BackendChoice | None = None
     disabled: tuple[str, ...] = ()
     records: list[Decision] | None = None
+    parallel: object | None = None
     entered: tuple[tuple[object, Blocks], ...] = ()
 
 
@@ -140,11 +142,13 @@ def _in_force(entered: tuple[tuple[object, Blocks], ...]) -> Blocks:
     backend: BackendChoice | None = None
     disabled: tuple[str, ...] = ()
     records: list[Decision] | None = None
+    parallel: object | None = None
     for _, change in entered:
         backend = backend if change.backend is None else change.backend
         disabled = tuple(dict.fromkeys(disabled + change.disabled))
         records = records if change.records is None else change.records
-    return Blocks(backend, disabled, records, entered)
+        parallel = parallel if change.parallel is None else change.parallel
+    return Blocks(backend, disabled, records, parallel, entered)
 
 
 def choice() -> BackendChoice:

@@ -1,35 +1,30 @@
-"""`use_context_parallel`: the group and layout that integrations read, thread by thread; `attention` never does."""
+"""`use_context_parallel`: the group and layout that integrations read in a `with` block; `attention` never does."""
 
 from __future__ import annotations
 
-import threading
-from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
+from ..dispatch.checkpoints import follow_checkpoints
+from ..dispatch.settings import Block
+from ..dispatch.state import Blocks, blocks, enter
 from .group import Group, check_layout, members_of
 from .layout import SequenceLayout
 
 
 class InContext(NamedTuple):
-    """What a `use_context_parallel` block says: the group, who has which positions, and which rank this process is."""
+    """A group, who has which positions, and which rank of it this process is."""
 
     group: Group
     layout: SequenceLayout
     rank: int
 
 
-class _Thread(threading.local):
-    current: InContext | None = None
-
-
-_thread = _Thread()
-
-
-class use_context_parallel:
-    """Let models in a `with` block of this thread attend over a group whose ranks hold parts of the sequence.
+class use_context_parallel(Block):
+    """Let models in a `with` block attend over a group whose ranks hold parts of the sequence.
 
     What reads it is an integration, such as that of transformers, which then calls `context_parallel_attention` in the
-    place of `attention`. `flash_dmattn.attention` itself never does.
+    place of `attention`. `flash_dmattn.attention` itself never does. It reaches what
+    `use_backend` reaches.
 
     Args:
         group: as in `context_parallel_attention`.
@@ -45,16 +40,12 @@ class use_context_parallel:
         self._entered = InContext(group, layout, members.rank)
 
     def __enter__(self) -> SequenceLayout:
-        self._previous = _thread.current
-        _thread.current = self._entered
+        follow_checkpoints()
+        enter(self, Blocks(parallel=self._entered))
         return self._entered.layout
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _thread.current = self._previous
 
 
 def context_in_force() -> InContext | None:
-    """What the innermost `use_context_parallel` block of this thread says; None outside of any."""
-    return _thread.current
+    """The group and layout of the innermost `use_context_parallel` block around this place; None outside of any."""
+    follow_checkpoints()
+    return cast("InContext | None", blocks.now.parallel)

@@ -22,7 +22,7 @@ class PairBiasAttention(nn.Module):
         return (sigmoid(x @ Wg) * out) @ Wo
 
     Rows of an alignment, or of a pair representation, are batch dims: x is (B, N, L, dim). They share their pairs,
-    which are (B, 1, L, L, pair_dim). The projection and the gradient of pairs keep that size, and nothing is expanded over N.
+    which are (B, 1, L, L, pair_dim): the projection and the gradient of pairs keep that size.
 
     x comes in normalised, or not, as the model has it.
 

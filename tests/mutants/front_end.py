@@ -425,10 +425,17 @@ FAULTS: tuple[Fault, ...] = (
         (f"{SETTINGS}blocks_inside_of_a_region_end_in_its_recomputation_too",),
     ),
     Fault(
+        "a recomputation forgets the ranks of its forward pass",
+        "flash_dmattn/dispatch/checkpoints.py",
+        "records=before.records, entered=())",
+        "records=before.records, parallel=None, entered=())",
+        ("tests/test_distributed_call.py::test_a_context_is_nested_in_itself_and_reaches_what_is_recomputed",),
+    ),
+    Fault(
         "a recomputation follows a default that was set since",
         "flash_dmattn/dispatch/checkpoints.py",
-        "choice(), blocks.now.disabled)",
-        'blocks.now.backend or "auto", blocks.now.disabled)',
+        "blocks.now._replace(backend=choice())",
+        'blocks.now._replace(backend=blocks.now.backend or "auto")',
         (f"{SETTINGS}region_keeps_the_default_of_its_forward_pass",),
     ),
     Fault(
