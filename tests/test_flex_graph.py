@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from typing import Any
 
 import pytest
@@ -254,7 +255,7 @@ def test_a_second_backward_is_allowed_whatever_the_first_one_was(first: bool) ->
         return ((x.sin().exp() * x.cos()).tanh().transpose(0, 1),)
 
     torch._dynamo.reset()
-    function = graph._keep_buffers(torch.compile(smooth, backend="aot_eager", fullgraph=True))
+    function = graph.compile_to_keep_buffers(smooth, "aot_eager")
     for length in (8, 16, 24):
         for retain in (first, not first, True):
             x = torch.randn(length, 5, requires_grad=True)
@@ -262,6 +263,36 @@ def test_a_second_backward_is_allowed_whatever_the_first_one_was(first: bool) ->
             (found,) = torch.autograd.grad(out.sum(), x, retain_graph=retain)
             if retain:
                 assert torch.equal(torch.autograd.grad(out.sum(), x)[0], found)
+
+
+def test_graphs_that_run_at_once_leave_the_switch_of_torch_as_it_is() -> None:
+    """One graph begins, another begins, the first ends, the other ends: no thread meets the switch turned."""
+    torch._dynamo.reset()
+    switch = torch._functorch.config.donated_buffer
+    seen: list[bool] = []
+    begun, ended = threading.Barrier(2), threading.Event()
+
+    def slowly(is_first: bool) -> Any:
+        def compile_graph(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+            def run(*given: Any) -> Any:
+                begun.wait(timeout=60)
+                seen.append(torch._functorch.config.donated_buffer)
+                if not is_first:
+                    assert ended.wait(timeout=60)
+                return graph(*given)
+
+            return run
+
+        return compile_graph
+
+    functions = [graph.compile_to_keep_buffers(lambda x: (x + 1,), slowly(is_first)) for is_first in (True, False)]
+    first, second = (threading.Thread(target=function, args=(torch.ones(2),)) for function in functions)
+    for thread in (first, second):
+        thread.start()
+    first.join(timeout=60)
+    ended.set()
+    second.join(timeout=60)
+    assert seen == [switch, switch] and torch._functorch.config.donated_buffer == switch
 
 
 class Keys:

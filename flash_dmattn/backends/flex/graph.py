@@ -6,6 +6,7 @@ Importing this module imports FlexAttention, and with it a part of dynamo; `back
 from __future__ import annotations
 
 import itertools
+import threading
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -191,17 +192,32 @@ def compiled(form: Form, specialised: tuple[object, ...], dynamic: bool | None) 
 
         code = call.__code__.replace(co_name=f"flex_attention_{next(_numbers)}")
         own = types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
-        graph = torch.compile(own, backend=compiler, fullgraph=True, dynamic=dynamic)
-        function = _compiled.keep(key, _keep_buffers(graph))
+        function = _compiled.keep(key, compile_to_keep_buffers(own, compiler, dynamic))
     return function
 
 
-def _keep_buffers(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-    """Compile, whenever that is, without reusing saved tensors in the backward: it would refuse retain_graph=True."""
+_patching = threading.Lock()
+
+
+def compile_to_keep_buffers(
+    function: Callable[..., tuple[Tensor, ...]], backend: Any, dynamic: bool | None = None
+) -> Callable[..., tuple[Tensor, ...]]:
+    """Compile, whenever that is, without reusing saved tensors in the backward: it would refuse retain_graph=True.
+
+    torch has one switch for all threads. It is turned while a graph is compiled, by one thread at a time, and is as it
+    was while graphs run: two calls that overlapped would leave it turned.
+    """
+    compile_graph = torch._dynamo.lookup_backend(backend)
+
+    def without_reuse(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        with _patching, torch._functorch.config.patch(donated_buffer=False):
+            compiled: Callable[..., Any] = compile_graph(graph, inputs)
+        return compiled
+
+    run = torch.compile(function, backend=without_reuse, fullgraph=True, dynamic=dynamic)
 
     def call(*arguments: Any) -> tuple[Tensor, ...]:
-        with torch._functorch.config.patch(donated_buffer=False):
-            results = function(*arguments)
+        results = run(*arguments)
         _state_that_none_is_reused(results)
         return results
 
@@ -209,8 +225,8 @@ def _keep_buffers(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., 
 
 
 def _state_that_none_is_reused(results: tuple[Tensor, ...]) -> None:
-    # What is compiled without reuse has None for its list of reused tensors. When the backward runs, outside of the
-    # patch, torch takes anything but an empty list for reuse, and refuses retain_graph=True.
+    # What is compiled without reuse has None for its list of reused tensors. When the backward runs, torch takes
+    # anything but an empty list for reuse, and refuses retain_graph=True.
     for x in results:
         node = x.grad_fn
         for _ in range(3):  # a view of an output has a node before that of the graph

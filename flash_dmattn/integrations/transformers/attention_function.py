@@ -92,7 +92,7 @@ def attend(
             key, value, bias = _align_top_left(query, key, value, bias)
     if sliding_window is not None and not isinstance(attention_mask, Tensor):
         _refuse_forgotten_window(sliding_window, attention_mask, found, key.shape[2])
-    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled(query.device.type):
         query, key, value = follow_autocast(query, key, value)
     if bias is not None:
         bias = in_dtype(bias, query.dtype)

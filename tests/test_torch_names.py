@@ -1,0 +1,336 @@
+"""Private names of torch: each that the library uses is listed here, with the reason, and does what it is used for."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.autograd import forward_ad, profiler
+
+# Each with what it is for, and the public one that is missing.
+NAMES = {
+    # Whether something watches a call. torch has no public question for any of them.
+    "torch._C._len_torch_dispatch_stack": "whether a dispatch mode is on",
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack": "which modes are on: the counter of FLOP is one",
+    "torch._C._get_dispatch_mode": "whether tensors are fakes in this thread, whose collectives send nothing",
+    "torch._C._TorchDispatchModeKey.FAKE": "the argument of the one before",
+    "torch._C._functorch.peek_interpreter_stack": "whether a transform of torch.func runs",
+    "torch._C._functorch.is_functorch_wrapped_tensor": "whether a tensor is the wrapper of a transform",
+    "torch._C._functorch": "get_unwrapped, for a message that names the tensor inside of wrappers",
+    "torch._C._functorch.is_legacy_batchedtensor": "whether is_grads_batched=True hands over gradients as one",
+    "torch.autograd.forward_ad._current_level": "whether tangents are about; a dual tensor tells, once it is unpacked",
+    "torch.autograd.profiler._is_profiler_enabled": "whether a profiler is to be shown operators",
+    "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "whether a subclass may be unwrapped by a compiler",
+    "torch._C._disabled_torch_function_impl": "whether a subclass overrides functions",
+    # Autograd functions, which torch takes long to call.
+    "._backward_cls": "the node of a Function: the engine calls its apply, which looks for what is known here",
+    ".__signature__": "torch binds the signature of forward at every call; of one that is here, in no time",
+    "._version": "whether a tensor was changed in place; public of no tensor",
+    # torch.compile. The public decorators import dynamo, which takes seconds of every process that does not compile.
+    "._dynamo_marked_constant": "what torch.compiler.assume_constant_result sets",
+    "torch._disable_dynamo": "torch.compiler.disable, once dynamo is there",
+    "torch._functorch.config.patch": "donated_buffer, which refuses retain_graph=True: no option of torch.compile",
+    "torch._dynamo.lookup_backend": "the graph compiler of a name, to be run under that switch",
+    "._forward_cls": "the graph of a node, to say of it that no buffer is reused",
+    # Nested tensors of the jagged layout.
+    "._maybe_max_seqlen": "the longest sequence, if it is known without a wait",
+    "._ragged_idx": "which dim is ragged",
+    # Checkpoints: `flash_dmattn.dispatch.checkpoints` does without where one is missing.
+    "torch._C._autograd": "the hooks on saved tensors that are in force",
+    "._CheckpointFrame": "what those of torch.utils.checkpoint hold",
+    "._top_saved_tensors_default_hooks": "of torch._C._autograd",
+    "._saved_tensors_hooks_is_enabled": "of torch._C._autograd",
+    "._push_saved_tensors_default_hooks": "of torch._C._autograd",
+    "._pop_saved_tensors_default_hooks": "of torch._C._autograd",
+    # Process groups.
+    "torch.distributed.distributed_c10d._resolve_process_group": "the group of a name: operators take no group",
+    "._device_types": "the devices that a group has a backend for",
+    "._get_backend": "the backend of a device, for its timeout",
+    "._timeout": "of that backend",
+    # Kernels.
+    "torch.ops.aten._softmax_backward_data.out": "the derivative of softmax in place; F.softmax has none of out=",
+    "torch._C._cuda_getDevice": "torch.cuda.current_device without a look whether CUDA is initialised",
+}
+# Of other libraries, or no name at all.
+OTHERS = {"._can_set_attn_implementation", "._attn_implementation", "._sysconfigdata"}
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted(
+    path for folder in ("flash_dmattn", "reference", "triton_kernels") for path in (ROOT / folder).rglob("*.py")
+)
+TUPLES = {"_replace", "_asdict", "_fields", "_make"}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def own_names(tree: ast.AST) -> Iterator[str]:
+    """What a module of the library defines: its private attributes are not torch's."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name):
+            yield node.attr
+
+
+def dotted(node: ast.AST) -> list[str] | None:
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.insert(0, node.attr)
+        node = node.value
+    return [node.id, *names] if isinstance(node, ast.Name) else None
+
+
+def private_names(tree: ast.AST, own: set[str]) -> Iterator[str]:
+    """Dotted names that begin with torch, and `.name` of attributes that nothing of the library defines."""
+    imported = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                if name.name.split(".")[0] == "torch":
+                    imported[name.asname or "torch"] = name.name if name.asname else "torch"
+                    if any(map(is_private, name.name.split("."))):
+                        yield name.name
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch" and not node.level:
+            for name in node.names:
+                imported[name.asname or name.name] = f"{node.module}.{name.name}"
+                if any(map(is_private, f"{node.module}.{name.name}".split("."))):
+                    yield f"{node.module}.{name.name}"
+    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            path = dotted(node)
+            if path is not None and path[0] in imported:
+                if any(map(is_private, path[1:])) and id(node) not in inner:
+                    yield ".".join([imported[path[0]], *path[1:]])
+            elif node.attr == "__signature__" or (is_private(node.attr) and node.attr not in own | TUPLES):
+                yield f".{node.attr}"
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            if node.value == "__signature__" or (is_private(node.value) and node.value not in own | TUPLES):
+                yield f".{node.value}"
+
+
+def test_no_other_private_name_of_torch_is_used() -> None:
+    trees = [ast.parse(path.read_text()) for path in SOURCES]
+    assert len(trees) > 100
+    own = {name for tree in trees for name in own_names(tree)}
+    used = {name for tree in trees for name in private_names(tree, own)} - OTHERS
+    assert used - NAMES.keys() == set(), "use a public name, or add it here with the reason"
+    assert NAMES.keys() - used == set(), "nothing uses it any more: take it out"
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("import torch\ntorch._C._f()", "torch._C._f"),
+        ("import torch._dynamo as d", "torch._dynamo"),
+        ("from torch._C._functorch import g as h", "torch._C._functorch.g"),
+        ("from torch.autograd import profiler as p\np._on", "torch.autograd.profiler._on"),
+        ("import torch\nx: torch.Tensor\nx.y._state", "._state"),
+        ("f().__signature__ = 1", ".__signature__"),
+        ("getattr(x, '_state', 1)", "._state"),
+    ],
+)
+def test_such_a_name_is_seen(line: str, name: str) -> None:
+    assert name in set(private_names(ast.parse(line), {"own"}))
+
+
+def resolved(name: str) -> Any:
+    """What a dotted name of torch is."""
+    module, names = torch, name.split(".")[1:]
+    found: Any = module
+    for index, part in enumerate(names, 1):
+        if not hasattr(found, part):
+            importlib.import_module(".".join(["torch", *names[:index]]))
+        found = getattr(found, part)
+    return found
+
+
+def is_there(name: str) -> bool:
+    if not name.startswith("."):
+        return (name == "torch._C._cuda_getDevice" and not torch.cuda.is_available()) or resolved(name) is not None
+    places: tuple[Any, ...] = (torch._C._autograd, torch.utils.checkpoint, dist.ProcessGroup, torch.Tensor)
+    return any(hasattr(place, name[1:]) for place in places)
+
+
+# What is tested below, or set by the library.
+TRIED = {".__signature__", "._backward_cls", "._forward_cls", "._dynamo_marked_constant"}
+TRIED |= {"._maybe_max_seqlen", "._ragged_idx", "._timeout"}
+
+
+@pytest.mark.parametrize("name", sorted(NAMES.keys() - TRIED))
+def test_it_exists(name: str) -> None:
+    assert is_there(name)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None: ...
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 2 * gradient
+
+
+def of_modes() -> None:
+    from torch._subclasses import FakeTensorMode
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def on() -> tuple[int, bool]:
+        fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        return torch._C._len_torch_dispatch_stack(), fake is not None
+
+    assert on() == (0, False)
+    with FlopCounterMode(display=False) as counter:
+        assert on() == (1, False) and _get_current_dispatch_mode_stack()[0].counter is counter
+    with FakeTensorMode():
+        assert on()[1]
+    assert on() == (0, False)
+
+
+def of_transforms() -> None:
+    functorch, seen = torch._C._functorch, []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        inner = functorch.get_unwrapped(x)
+        on = functorch.peek_interpreter_stack() is not None
+        seen.append((on, functorch.is_functorch_wrapped_tensor(x), functorch.is_functorch_wrapped_tensor(inner)))
+        return x.sum()
+
+    look_outside = torch.ones(2)
+    assert functorch.peek_interpreter_stack() is None and not functorch.is_functorch_wrapped_tensor(look_outside)
+    torch.func.vmap(look)(torch.ones(2, 3))
+    assert seen == [(True, True, False)]
+
+
+def of_batched_gradients() -> None:
+    seen: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    y = 2 * x
+    y.register_hook(lambda gradient: seen.append(torch._C._functorch.is_legacy_batchedtensor(gradient)))
+    torch.autograd.grad(y, x, torch.ones(3, 2), is_grads_batched=True, retain_graph=True)
+    torch.autograd.grad(y, x, torch.ones(2))
+    assert seen == [True, False]
+
+
+def of_forward_mode() -> None:
+    assert forward_ad._current_level < 0
+    with forward_ad.dual_level():
+        assert forward_ad._current_level >= 0
+
+
+def of_profilers() -> None:
+    assert not profiler._is_profiler_enabled
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert profiler._is_profiler_enabled
+
+
+def of_functions() -> None:
+    """The engine calls `apply` of the node, and torch asks `inspect` for the signature of forward."""
+    calls: list[str] = []
+
+    class Own(Doubled):
+        pass
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    class Signature(inspect.Signature):
+        def bind(self, /, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
+            calls.append("bind")
+            return super().bind(*args, **kwargs)
+
+    vars(forward)["__signature__"] = Signature(list(inspect.signature(forward).parameters.values()))
+    Own.forward = staticmethod(forward)  # type: ignore[method-assign]
+    Own._backward_cls.apply = lambda ctx, gradient: (calls.append("apply"), 3 * gradient)[1]  # type: ignore[attr-defined]
+    x = torch.ones(2, requires_grad=True)
+    Own.apply(x).sum().backward()
+    assert calls == ["bind", "apply"] and x.grad is not None and x.grad.tolist() == [3, 3]
+
+
+def of_compiled_constants() -> None:
+    values = [1]
+
+    def value() -> int:
+        return values[-1]
+
+    setattr(value, "_dynamo_marked_constant", True)  # noqa: B010
+    torch._dynamo.reset()
+    run = torch.compile(lambda x: x * value(), backend="eager", fullgraph=True)
+    assert run(torch.ones(1)).item() == 1
+    values.append(2)  # no guard looks at it
+    assert run(torch.ones(1)).item() == 1
+
+
+def of_compiled_graphs() -> None:
+    """What is compiled without reuse says None of it, in the metadata of the graph's Function."""
+    torch._dynamo.reset()
+    make = torch._dynamo.lookup_backend("aot_eager")
+
+    def without_reuse(graph: Any, inputs: Any) -> Any:
+        with torch._functorch.config.patch(donated_buffer=False):
+            return make(graph, inputs)
+
+    before = torch._functorch.config.donated_buffer
+    x = torch.ones(3, requires_grad=True)
+    out = torch.compile(lambda x: x.sin().exp(), backend=without_reuse, fullgraph=True)(x)
+    assert torch._functorch.config.donated_buffer == before
+    assert type(out.grad_fn)._forward_cls.metadata.bw_donated_idxs is None
+
+
+def of_versions() -> None:
+    x = torch.ones(2)
+    before = x._version
+    x.add_(1)
+    assert x._version > before
+    with torch.inference_mode(), pytest.raises(RuntimeError):
+        _ = torch.ones(2)._version
+
+
+def of_nested_tensors() -> None:
+    x = torch.nested.nested_tensor_from_jagged(torch.ones(5, 2, 3), torch.tensor([0, 2, 5]), max_seqlen=3)
+    unknown = torch.nested.nested_tensor_from_jagged(torch.ones(5, 2, 3), torch.tensor([0, 2, 5]))
+    assert x._ragged_idx == 1 and x._maybe_max_seqlen == 3 and unknown._maybe_max_seqlen is None
+    assert x.transpose(1, 2)._ragged_idx == 2
+
+
+def of_softmax() -> None:
+    p, dp = torch.rand(2, 3).softmax(-1), torch.rand(2, 3)
+    expected = p * (dp - (p * dp).sum(-1, keepdim=True))
+    torch.ops.aten._softmax_backward_data.out(dp, p, -1, p.dtype, grad_input=dp)
+    torch.testing.assert_close(dp, expected)
+
+
+CHECKS = (
+    of_modes,
+    of_transforms,
+    of_batched_gradients,
+    of_forward_mode,
+    of_profilers,
+    of_functions,
+    of_compiled_constants,
+    of_compiled_graphs,
+    of_versions,
+    of_nested_tensors,
+    of_softmax,
+)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_it_does_what_it_is_used_for(check: Callable[[], None]) -> None:
+    check()
