@@ -457,8 +457,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "tiles are made for a pass that reads none",
         "flash_dmattn/dispatch/mask_view.py",
-        "if sequences is None or not reads_it or not walks_tiles(problem):",
-        "if sequences is None or not walks_tiles(problem):",
+        "if sequences is None or not reads_it or not walks_tiles(sized):",
+        "if sequences is None or not walks_tiles(sized):",
         PACKED_BY_CALL,
     ),
     Fault(
