@@ -321,7 +321,7 @@ def test_sequences_are_an_argument_of_a_compiled_function() -> None:
 LEAF: dict[str, Any] = {"requires_grad": True}
 
 
-def packed_call(edges: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+def packed_of(edges: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     bias = torch.zeros(2, 4, 5, 5, **LEAF)
     rows = torch.zeros(8, 4, 16, **LEAF), *(torch.zeros(8, 2, 16, **LEAF) for _ in range(2))
     return (*rows, None, bias), {"sequences": Sequences.packed(edges, max_seqlen_q=5), "is_causal": True}
@@ -353,7 +353,7 @@ def nested_call(edges: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("inference", [False, True], ids=["", "inference"])
-@pytest.mark.parametrize("call", [packed_call, padded_call, paged_call, prepared_call, nested_call])
+@pytest.mark.parametrize("call", [packed_of, padded_call, paged_call, prepared_call, nested_call])
 def test_fake_tensors_have_no_values_to_read(call: Callable[[Tensor], Any], inference: bool) -> None:
     def shapes() -> list[Any]:
         given, flags = call(torch.tensor([0, 3, 8], dtype=torch.int64))
