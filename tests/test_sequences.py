@@ -341,7 +341,7 @@ def paged_call(edges: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
 
 
 def prepared_call(edges: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    (q, k, v, *_), flags = packed_call(edges)
+    (q, k, v, *_), flags = packed_of(edges)
     sequences = {"sequences": flags["sequences"]}
     mask = masks.prepare_mask(torch.ones(1, 8, 5, dtype=torch.bool), seqlen_q=8, seqlen_k=8, **sequences)
     return (q, k, v, mask), sequences
