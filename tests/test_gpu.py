@@ -259,9 +259,9 @@ def test_one_tensor_is_three_arguments_of_a_graph(backend: Runner) -> None:
 def test_a_position_bias_trains_in_a_graph_of_any_length(backend: Runner) -> None:
     """Lengths that are no multiple of anything: the strides of the bias and of its gradient follow them."""
     torch._dynamo.reset()
+    case = BASE.with_(bias=("1", "Hq", "Lq", "Lk"))
+    choice = backend.choice(case, served(backend, case))
     layer = flash_dmattn.nn.RelativePositionBias(4, device="cuda", dtype=torch.bfloat16)
-    probe = BASE.with_(bias=("1", "Hq", "Lq", "Lk"))
-    choice = backend.choice(probe, served(backend, probe))
 
     def call(x: Tensor) -> Tensor:
         q = x.view(2, -1, 4, 64)
