@@ -174,8 +174,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "causality is lost on the way from an operator to its problem",
         "flash_dmattn/exported.py",
-        "is_causal = right == 0",
-        "is_causal = right == 1",
+        "        is_causal,\n        (left,",
+        "        False,\n        (left,",
         (f"{EXPORT}test_second_derivatives_of_a_program",),
     ),
     Fault(
