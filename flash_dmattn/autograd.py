@@ -320,8 +320,8 @@ class AttentionBackward(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         """Differentiate the gradient formula where the backend has one; it recomputes p, dense in (Lq, Lk)."""
         run = functools.partial(AttentionBackward._differentiate, ctx)
-        found = one_by_one(run, *cotangents) if is_batched(*cotangents) else run(*cotangents)
-        return *found, *(None for _ in ctx.needs_input_grad[len(found) :])
+        seconds = one_by_one(run, *cotangents) if is_batched(*cotangents) else run(*cotangents)
+        return *seconds, *(None for _ in ctx.needs_input_grad[len(seconds) :])
 
     @staticmethod
     def _differentiate(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -83,7 +83,7 @@ LIBRARY.impl("one_by_one", _call_one, "CompositeImplicitAutograd")  # what runs 
 def is_batched(*gradients: Tensor | None) -> bool:
     """Whether gradients are several in one, as `autograd.grad(is_grads_batched=True)` makes them.
 
-    Such tensors are older than `torch.func`, and no subclass: many operators have no rule for them, kernels no pointer.
+    They come from before `torch.func`, and are no subclass: many operators have no rule for them, kernels no pointer.
     """
     if torch.compiler.is_compiling():
         return False
@@ -101,11 +101,11 @@ def one_by_one(
     torch does so with every operator that takes and returns single tensors, whatever the device and thread. So the
     function goes through one, by its number.
     """
-    found: list[tuple[Tensor | None, ...]] = []
+    latest: list[tuple[Tensor | None, ...]] = []
 
-    def call(*given: Tensor | None) -> tuple[Tensor | None, ...]:
-        found[:] = [function(*given[: len(gradients)])]
-        return found[0]
+    def call(*ones: Tensor | None) -> tuple[Tensor | None, ...]:
+        latest[:] = [function(*ones[: len(gradients)])]
+        return latest[0]
 
     _calls[id(call)] = call
     try:
@@ -113,7 +113,7 @@ def one_by_one(
         results = torch.ops.flash_dmattn.one_by_one.default(*padded, id(call))
     finally:
         del _calls[id(call)]
-    return tuple(None if one is None else x for one, x in zip(found[0], results, strict=False))
+    return tuple(None if one is None else x for one, x in zip(latest[0], results, strict=False))
 
 
 def is_watched(*tensors: object) -> bool:
