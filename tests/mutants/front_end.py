@@ -728,13 +728,6 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/test_autograd.py::test_batched_gradients_are_those_of_each[sink-eager]",),
     ),
     Fault(
-        "batched gradients of gradients are taken for one",
-        "flash_dmattn/autograd.py",
-        "one_by_one(run, *cotangents) if is_batched(*cotangents) else run(*cotangents)",
-        "run(*cotangents)",
-        ("tests/test_autograd.py::test_vectorized_derivatives[hessian]",),
-    ),
-    Fault(
         "a pass that was made ready is handed batched gradients",
         "flash_dmattn/direct.py",
         "is_shown or is_batched(dout, dlse):",
