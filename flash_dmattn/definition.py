@@ -90,7 +90,7 @@ def is_batched(*gradients: Tensor | None) -> bool:
 def one_by_one(
     function: Callable[[Tensor, Tensor | None], tuple[Tensor | None, ...]], dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Call a function of (dout, dlse) with each of those that are batched; its five results are batched, too.
+    """Call a function with each dout and dlse of batched ones, and batch its five results, too.
 
     torch does so with every operator that takes and returns single tensors, whatever the device and thread. So the
     function goes through one, by its number.

@@ -447,7 +447,7 @@ def test_hooks_see_and_change_gradients(ready: Ready) -> None:
 
 
 def test_batched_gradients_do_not_reach_ready_passes(ready: Ready) -> None:
-    """Such a tensor has no pointer, so the pair runs once for each of the gradients in it."""
+    """The pair runs once for each of the gradients in such a tensor, which has no pointer."""
     inputs = leaves()
     out = attend(*inputs)
     many = torch.randn(3, *out.shape, generator=torch.Generator().manual_seed(3))

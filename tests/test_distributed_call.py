@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from distributed_backend import Unpacking
 from gpu_distributed import REQUIRED, missing_of
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import flash_dmattn
 from flash_dmattn.backends import eager

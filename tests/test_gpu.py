@@ -203,3 +203,75 @@ def test_checkpoint(backend: Runner, form: str, use_reentrant: bool) -> None:
     torch.autograd.backward(outputs, (inputs.dout, inputs.dlse))
     found = [*(x.detach() for x in outputs), *(x.grad for x in leaves if x is not None)]
     assert_equal(found, results(backend, case, inputs, deterministic=True), "through a checkpoint")
+
+
+def test_a_checkpointed_region_is_recomputed_on_its_backends(backend: Runner) -> None:
+    """The engine runs it in a thread of its own, here behind the end of the block around its forward pass."""
+    case = FORMS["bias"]
+    inputs = of_form("bias", case, served(backend, case))
+    q, k, v, bias, _ = leaves = leaves_of(inputs)
+    flags = {**case.flags(), "return_lse": True, "deterministic": True}
+    with flash_dmattn.use_backend(backend.choice(case, inputs, deterministic=True)):
+        outputs = checkpoint(lambda: flash_dmattn.attention(q, k, v, None, bias, **flags), use_reentrant=False)
+    with flash_dmattn.use_backend("eager"):
+        gradients = with_gradients(outputs, leaves, inputs)
+    assert_equal(gradients, results(backend, case, inputs, deterministic=True), "of a region outside of its block")
+
+
+@every_form
+def test_an_exported_program(backend: Runner, form: str) -> None:
+    """It keeps operators alone, and has the gradients of the call."""
+    case = FORMS[form]
+    inputs = of_form(form, case, served(backend, case))
+    leaves = leaves_of(inputs)
+    choice = backend.choice(case, inputs, deterministic=True)
+    flags = {**case.flags(), "return_lse": True, "deterministic": True, "backend": choice}
+
+    class Call(torch.nn.Module):
+        def forward(
+            self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None
+        ) -> tuple[Tensor, Tensor]:
+            return flash_dmattn.attention(q, k, v, inputs.mask, bias, sink=sink, **flags)
+
+    program = torch.export.export(Call(), tuple(leaves)).module()
+    found = with_gradients(program(*leaves), leaves, inputs)
+    assert_equal(found, results(backend, case, inputs, deterministic=True), "of an exported program")
+
+
+def test_one_tensor_is_three_arguments_of_a_graph(backend: Runner) -> None:
+    case = BASE.with_(seqlen_k=200, num_heads_k=BASE.num_heads, bias=("1", "Hq", "Lq", "Lk"), dlse=False)
+    inputs = served(backend, case)
+    flags = {"deterministic": True, "backend": backend.choice(case, inputs, deterministic=True)}
+    x, bias = inputs.q.detach().requires_grad_(), inputs.bias.detach().requires_grad_()
+
+    def call(x: Tensor, bias: Tensor) -> Tensor:
+        return flash_dmattn.attention(x, x, x, None, bias, **flags)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True)
+    found, expected = (
+        [out.detach(), *torch.autograd.grad(out, (x, bias), inputs.dout)]
+        for out in (run(x, bias) for run in (compiled, call))
+    )
+    assert_equal(found, expected, "of one tensor")
+
+
+def test_a_position_bias_trains_in_a_graph_of_any_length(backend: Runner) -> None:
+    """Lengths that are no multiple of anything: the strides of the bias and of its gradient follow them."""
+    torch._dynamo.reset()
+    case = BASE.with_(bias=("1", "Hq", "Lq", "Lk"))
+    choice = backend.choice(case, served(backend, case))
+    layer = flash_dmattn.nn.RelativePositionBias(4, device="cuda", dtype=torch.bfloat16)
+
+    def call(x: Tensor) -> Tensor:
+        q = x.view(2, -1, 4, 64)
+        return flash_dmattn.attention(q, 2 * q, q + 1, None, layer(x.shape[1]), backend=choice)
+
+    compiled = torch.compile(call, fullgraph=True)
+    for length in (100, 161, 197, 330):
+        x = torch.randn(2, length, 256, device="cuda", dtype=torch.bfloat16)
+        (out, gradient), (plain, expected) = (
+            (out, *torch.autograd.grad(out.square().sum(), layer.weight)) for out in (compiled(x), call(x))
+        )
+        assert (out - plain).norm() <= 2**-8 * plain.norm()
+        assert (gradient - expected).norm() <= 2**-6 * expected.norm()  # the table adds it up in any order

@@ -65,12 +65,14 @@ def find_pair(call: ParallelCall, requested: BackendChoice) -> Selection:
 def slices_of(call: ParallelCall) -> list[AttentionProblem]:
     """The different problems among the slices of all ranks, all of which the pair has to serve."""
     heads = head_groups(call.problem.num_heads_k, call.head_groups)[0]  # the others are like it
-    parts = {
+    # Dynamo of torch 2.11 sorts by numbers alone, not by tuples.
+    parts = dict.fromkeys(
         (part._replace(row=0, row_stop=part.seqlen_q), call.keys_held(rank))
         for rank in range(call.members.size)
         for part in plan(call.layout, rank, call.layout_k.length, call.problem.window)
-    }
-    return [slice_problem(call.problem, part, heads, held) for part, held in sorted(parts)]
+    )
+    ordered = sorted(sorted(parts, key=lambda each: each[0].stop), key=lambda each: each[0].row_stop)
+    return [slice_problem(call.problem, part, heads, held) for part, held in ordered]
 
 
 def _choose(problems: list[AttentionProblem], requested: BackendChoice) -> Selection:
