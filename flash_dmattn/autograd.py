@@ -7,7 +7,6 @@ dropout, whose entries are numbered anew in each.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -319,12 +318,6 @@ class AttentionBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         """Differentiate the gradient formula where the backend has one; it recomputes p, dense in (Lq, Lk)."""
-        run = functools.partial(AttentionBackward._differentiate, ctx)
-        found = one_by_one(run, *cotangents) if is_batched(*cotangents) else run(*cotangents)
-        return *found, *(None for _ in ctx.needs_input_grad[len(found) :])
-
-    @staticmethod
-    def _differentiate(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         passes: Passes = ctx.passes
         problem, backend = passes.problem, passes.backward
         assert backend is not None
@@ -349,9 +342,10 @@ class AttentionBackward(torch.autograd.Function):
 
         # torch.func.vjp, unlike autograd.grad, also works under torch.func transforms.
         pull = torch.func.vjp(gradients_needed, *(named[name] for name in present))[1]
+        rest = (None,) * (3 + len(mask))
         second = pull(tuple(g for g, needed in zip(cotangents, needs_grad, strict=True) if needed))
         found = dict(zip(present, second, strict=True))
-        return found["dout"], found.get("dlse"), *(found.get(name) for name in NeedsGrad._fields)
+        return found["dout"], found.get("dlse"), *(found.get(name) for name in NeedsGrad._fields), *rest
 
 
 class _Positional(NamedTuple):

@@ -66,24 +66,18 @@ def distinct(*arguments: Any) -> tuple[Any, ...]:
 _calls: dict[int, Callable[..., tuple[Tensor | None, ...]]] = {}  # that run at the moment
 
 
-def _call_one(*arguments: Any) -> tuple[Tensor, ...]:
-    *gradients, call = arguments
-    results = _calls[call](*gradients)
-    filled = [torch.empty(0) if x is None else x for x in results]
-    return *filled, *(torch.empty(0) for _ in range(7 - len(filled)))
+def _call_one(dout: Tensor, dlse: Tensor | None, call: int) -> tuple[Tensor, ...]:
+    return tuple(torch.empty(0) if x is None else x for x in _calls[call](dout, dlse))
 
 
-LIBRARY.define(
-    "one_by_one(Tensor? a, Tensor? b, Tensor? c, Tensor? d, Tensor? e, int call) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
+LIBRARY.define("one_by_one(Tensor dout, Tensor? dlse, int call) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 LIBRARY.impl("one_by_one", _call_one, "CompositeImplicitAutograd")  # what runs in it is recorded as ever
 
 
 def is_batched(*gradients: Tensor | None) -> bool:
     """Whether gradients are several in one, as `autograd.grad(is_grads_batched=True)` makes them.
 
-    Such tensors are older than `torch.func`, and no subclass: many operators have no rule for them, kernels no pointer.
+    They come from before `torch.func`, and are no subclass: many operators have no rule for them, kernels no pointer.
     """
     if torch.compiler.is_compiling():
         return False
@@ -94,26 +88,25 @@ def is_batched(*gradients: Tensor | None) -> bool:
 
 
 def one_by_one(
-    function: Callable[..., tuple[Tensor | None, ...]], *gradients: Tensor | None
+    function: Callable[[Tensor, Tensor | None], tuple[Tensor | None, ...]], dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Call a function with each of the gradients that are batched, at most 5; its results, at most 7, are batched so.
+    """Call a function with each dout and dlse of batched ones, and batch its five results, too.
 
     torch does so with every operator that takes and returns single tensors, whatever the device and thread. So the
     function goes through one, by its number.
     """
-    found: list[tuple[Tensor | None, ...]] = []
+    latest: list[tuple[Tensor | None, ...]] = []
 
-    def call(*given: Tensor | None) -> tuple[Tensor | None, ...]:
-        found[:] = [function(*given[: len(gradients)])]
-        return found[0]
+    def call(dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        latest[:] = [function(dout, dlse)]
+        return latest[0]
 
     _calls[id(call)] = call
     try:
-        padded = (*gradients, *(None,) * (5 - len(gradients)))
-        results = torch.ops.flash_dmattn.one_by_one.default(*padded, id(call))
+        results = torch.ops.flash_dmattn.one_by_one.default(dout, dlse, id(call))
     finally:
         del _calls[id(call)]
-    return tuple(None if one is None else x for one, x in zip(found[0], results, strict=False))
+    return tuple(None if one is None else x for one, x in zip(latest[0], results, strict=True))
 
 
 def is_watched(*tensors: object) -> bool:

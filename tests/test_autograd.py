@@ -263,52 +263,52 @@ BATCHED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", BATCHED)
 def test_batched_gradients_are_those_of_each(name: str, backend: str) -> None:
     flags = BATCHED[name]
-    given = [*leaves(), *([flags["sink"]] if "sink" in flags else [])]
+    inputs = [*leaves(), *([flags["sink"]] if "sink" in flags else [])]
     generator = torch.Generator().manual_seed(5)
     for create_graph, used in itertools.product((False, True), ((0,), (1,), (0, 1))):
         torch.manual_seed(0)
-        results = flash_dmattn.attention(*given[:3], bias=given[3], return_lse=True, backend=backend, **flags)
+        results = flash_dmattn.attention(*inputs[:3], bias=inputs[3], return_lse=True, backend=backend, **flags)
         results = [results[index] for index in used]
         many = [torch.randn(3, *x.shape, dtype=x.dtype, generator=generator) for x in results]
         options: dict[str, Any] = {"create_graph": create_graph, "allow_unused": True}
-        found = torch.autograd.grad(results, given, many, retain_graph=True, is_grads_batched=True, **options)
+        mapped = torch.autograd.grad(results, inputs, many, retain_graph=True, is_grads_batched=True, **options)
         each = [
-            torch.autograd.grad(results, given, [x[index] for x in many], retain_graph=True, **options)
+            torch.autograd.grad(results, inputs, [x[index] for x in many], retain_graph=True, **options)
             for index in range(3)
         ]
         expected = [None if x[0] is None else torch.stack(x) for x in zip(*each, strict=True)]
-        torch.testing.assert_close(list(found), expected, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(list(mapped), expected, rtol=1e-10, atol=1e-12)
         if create_graph and backend != "auto":
             seconds = [
-                torch.autograd.grad(sum(x.sin().sum() for x in first if x is not None), given, **options)
-                for first in (expected, found)
+                torch.autograd.grad(sum(x.sin().sum() for x in first if x is not None), inputs, **options)
+                for first in (expected, mapped)
             ]
             torch.testing.assert_close(seconds[1], seconds[0], rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("derivative", [torch.autograd.functional.jacobian, torch.autograd.functional.hessian])
 def test_vectorized_derivatives(derivative: Callable[..., Any]) -> None:
-    given = tuple(x.detach() for x in leaves())
+    inputs = tuple(x.detach() for x in leaves())
 
     def of(backend: str, vectorize: bool) -> Any:
         run = function(some_empty_rows(), backend=backend)
         if derivative is torch.autograd.functional.hessian:
-            return derivative(lambda *x: loss(*x, backend=backend), given, vectorize=vectorize)
-        return derivative(run, given, vectorize=vectorize)
+            return derivative(lambda *x: loss(*x, backend=backend), inputs, vectorize=vectorize)
+        return derivative(run, inputs, vectorize=vectorize)
 
     torch.testing.assert_close(of("eager", True), of("reference", False), rtol=1e-9, atol=1e-11)
 
 
 def test_batched_gradients_of_rows_with_heads_first() -> None:
     q, k, v, _ = (x.transpose(1, 2) for x in leaves())
-    inputs = (q, k, v, None, None, False, None, 0.0, None, None, 0.0)
+    call = (q, k, v, None, None, False, None, 0.0, None, None, 0.0)
     for _ in range(2):  # the first call of a class, and another
-        out = attend_heads_first(*inputs)
+        out = attend_heads_first(*call)
         assert out is not None
         many = torch.randn(3, *out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(6))
-        found = torch.autograd.grad(out, (q, k, v), many, retain_graph=True, is_grads_batched=True)
+        mapped = torch.autograd.grad(out, (q, k, v), many, retain_graph=True, is_grads_batched=True)
         each = [torch.autograd.grad(out, (q, k, v), x, retain_graph=True) for x in many]
-        torch.testing.assert_close(found, tuple(torch.stack(x) for x in zip(*each, strict=True)))
+        torch.testing.assert_close(mapped, tuple(torch.stack(x) for x in zip(*each, strict=True)))
 
 
 # Checkpoint, threads

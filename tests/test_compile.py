@@ -114,7 +114,7 @@ def test_inductor_forward_and_backward(bias_shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def of_table(bias: nn.RelativePositionBias | nn.WindowPositionBias) -> Callable[[Tensor], Tensor]:
+def with_table(bias: nn.RelativePositionBias | nn.WindowPositionBias) -> Callable[[Tensor], Tensor]:
     """Attention of x (B, L, 16) to itself with the bias of a module."""
 
     def run(x: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def of_table(bias: nn.RelativePositionBias | nn.WindowPositionBias) -> Callable[
     return run
 
 
-def of_pairs(layer: nn.PairBiasAttention) -> Callable[[Tensor], Tensor]:
+def with_pairs(layer: nn.PairBiasAttention) -> Callable[[Tensor], Tensor]:
     return lambda x: layer(x, (x[:, :, None] * x[:, None])[..., :4], x[..., 0] < 1.5)
 
 
@@ -137,11 +137,11 @@ def packed(layer: nn.DynamicMaskAttention) -> Callable[[Tensor], Tensor]:
     return run
 
 
-# The module, what calls it with x (B, L, 16), and the dim that varies: that of the tokens, or of windows of 4 x 4.
+# The module, what calls it with x (B, L, 16), and the dim that varies: tokens, or windows of 4 x 4.
 MODULES: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[Any], Callable[[Tensor], Tensor]], int]] = {
-    "RelativePositionBias": (lambda: nn.RelativePositionBias(2), of_table, 1),
-    "WindowPositionBias": (lambda: nn.WindowPositionBias(4, 4, 2), of_table, 0),
-    "PairBiasAttention": (lambda: nn.PairBiasAttention(16, 4, 2), of_pairs, 1),
+    "RelativePositionBias": (lambda: nn.RelativePositionBias(2), with_table, 1),
+    "WindowPositionBias": (lambda: nn.WindowPositionBias(4, 4, 2), with_table, 0),
+    "PairBiasAttention": (lambda: nn.PairBiasAttention(16, 4, 2), with_pairs, 1),
     "DynamicMaskAttention": (
         lambda: nn.DynamicMaskAttention(16, 2, keep_window_size=8, local_window_size=2, qk_norm=True),
         lambda layer: lambda x: layer(x, x[..., 0] < 1.5),
@@ -166,8 +166,8 @@ def test_inductor_trains_modules_on_any_length(name: str) -> None:
         torch._dynamo.mark_dynamic(x, dim)
         leaves = [x, *module.parameters()]
         # The first call of a process checks its environment, so it is not the compiled one.
-        expected, found = (torch.autograd.grad(f(x).square().sum(), leaves) for f in (function, run))
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        expected, compiled_ones = (torch.autograd.grad(f(x).square().sum(), leaves) for f in (function, run))
+        torch.testing.assert_close(compiled_ones, expected, rtol=1e-4, atol=1e-4)
     assert counter.frame_count == 1
 
 
@@ -196,21 +196,21 @@ ONE_TENSOR: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", ONE_TENSOR)
 def test_one_tensor_may_be_several_arguments(name: str) -> None:
     which, flags = ONE_TENSOR[name]
-    given = {
+    tensors_of = {
         shape: torch.randn(shape[0], generator=torch.Generator().manual_seed(shape[1]), requires_grad=True)
         for shape in which
     }
 
     def call_of_few(*tensors: Tensor) -> Tensor:
-        named = dict(zip(given, tensors, strict=True))
+        named = dict(zip(tensors_of, tensors, strict=True))
         return flash_dmattn.attention(*(named[shape] for shape in which), **flags)
 
-    leaves = list(given.values())
+    leaves = list(tensors_of.values())
     run, counter = compiled(call_of_few)
     expected = torch.autograd.grad(call_of_few(*leaves).sin().sum(), leaves)
     for _ in range(2):
-        found = torch.autograd.grad(run(*leaves).sin().sum(), leaves)
-        torch.testing.assert_close(found, expected)
+        compiled_ones = torch.autograd.grad(run(*leaves).sin().sum(), leaves)
+        torch.testing.assert_close(compiled_ones, expected)
     assert counter.frame_count == 1
 
 
@@ -227,8 +227,8 @@ def test_triangle_attention_of_one_tensor() -> None:
     run, counter = compiled(triangle)
     for needs_grad in (False, True):
         leaves = [pair_bias, x.requires_grad_()] if needs_grad else [pair_bias]
-        expected, found = (torch.autograd.grad(f(x, pair_bias).square().sum(), leaves) for f in (triangle, run))
-        torch.testing.assert_close(found, expected)
+        expected, compiled_ones = (torch.autograd.grad(f(x, pair_bias).square().sum(), leaves) for f in (triangle, run))
+        torch.testing.assert_close(compiled_ones, expected)
     assert counter.frame_count == 2
 
 

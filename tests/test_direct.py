@@ -446,6 +446,19 @@ def test_hooks_see_and_change_gradients(ready: Ready) -> None:
     check_gradients([found[0], found[1] / 3, *found[2:]])
 
 
+def test_batched_gradients_do_not_reach_ready_passes(ready: Ready) -> None:
+    """The pair runs once for each of the gradients in such a tensor, which has no pointer."""
+    inputs = leaves()
+    out = attend(*inputs)
+    many = torch.randn(3, *out.shape, generator=torch.Generator().manual_seed(3))
+    ready.ways.clear()
+    mapped = torch.autograd.grad(out, inputs, many, retain_graph=True, is_grads_batched=True)
+    ways = list(ready.ways)
+    each = [torch.autograd.grad(out, inputs, one, retain_graph=True) for one in many]
+    torch.testing.assert_close(mapped, tuple(torch.stack(x) for x in zip(*each, strict=True)))
+    assert len(ways) == 3 and "backward" not in ways
+
+
 @pytest.mark.parametrize("function", ["ready", "watched"])
 def test_a_tensor_that_was_written_to_is_named_as_ever(function: str, ready: Ready) -> None:
     q, k, v = leaves()

@@ -405,7 +405,7 @@ def test_jacobian_and_hessian(entries: int) -> None:
 def test_gradients_of_one_output_alone_and_of_other_mapped_dims() -> None:
     """The gradients of out and lse are mapped each by its own dim, or one of them is not mapped."""
     (q, k, v, bias, _), _ = inputs("")
-    given = (q, k, v, bias)
+    leaves = (q, k, v, bias)
 
     def results(backend: str) -> Any:
         return lambda *x: flash_dmattn.attention(*x[:3], None, x[3], return_lse=True, backend=backend)
@@ -415,7 +415,7 @@ def test_gradients_of_one_output_alone_and_of_other_mapped_dims() -> None:
     douts, dlses = f64(V, B, LQ, H, 6, seed=5), f64(V, B, H, LQ, seed=6)
 
     def mapped(backend: str, dims: tuple[int | None, int | None], pair: tuple[Tensor, Tensor]) -> Any:
-        return torch.vmap(torch.func.vjp(results(backend), *given)[1], (dims,))(pair)
+        return torch.vmap(torch.func.vjp(results(backend), *leaves)[1], (dims,))(pair)
 
     assert_same(lambda backend: mapped(backend, (0, None), (douts, dlses[0])))
     assert_same(lambda backend: mapped(backend, (None, 0), (douts[0], dlses)))

@@ -321,18 +321,18 @@ def test_sequences_are_an_argument_of_a_compiled_function() -> None:
 LEAF: dict[str, Any] = {"requires_grad": True}
 
 
-def packed_of(edges: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+def fake_packed(edges: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     bias = torch.zeros(2, 4, 5, 5, **LEAF)
     rows = torch.zeros(8, 4, 16, **LEAF), *(torch.zeros(8, 2, 16, **LEAF) for _ in range(2))
     return (*rows, None, bias), {"sequences": Sequences.packed(edges, max_seqlen_q=5), "is_causal": True}
 
 
-def padded_call(edges: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+def fake_padded(edges: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     rows = torch.zeros(2, 5, 4, 16, **LEAF), *(torch.zeros(2, 9, 2, 16, **LEAF) for _ in range(2))
     return (*rows, torch.ones(2, 1, 5, 9, dtype=torch.bool)), {"sequences": Sequences.padded(edges[1:])}
 
 
-def paged_call(edges: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+def fake_paged(edges: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     sequences = Sequences.paged(torch.zeros(2, 2, dtype=torch.int32), edges[1:])
     cache = torch.zeros(4, 16, 2, 16), torch.zeros(4, 16, 2, 16)
     new = torch.zeros(2, 1, 2, 16)
@@ -340,31 +340,31 @@ def paged_call(edges: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     return (torch.zeros(2, 1, 4, 16), *cache), {"sequences": sequences}
 
 
-def prepared_call(edges: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    (q, k, v, *_), flags = packed_of(edges)
+def fake_prepared(edges: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    (q, k, v, *_), flags = fake_packed(edges)
     sequences = {"sequences": flags["sequences"]}
     mask = masks.prepare_mask(torch.ones(1, 8, 5, dtype=torch.bool), seqlen_q=8, seqlen_k=8, **sequences)
     return (q, k, v, mask), sequences
 
 
-def nested_call(edges: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+def fake_nested(edges: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     sizes = (4, 2, 2)
     return tuple(nested_tensor_from_jagged(torch.zeros(8, heads, 16, **LEAF), edges) for heads in sizes), {}
 
 
 @pytest.mark.parametrize("inference", [False, True], ids=["", "inference"])
-@pytest.mark.parametrize("call", [packed_of, padded_call, paged_call, prepared_call, nested_call])
+@pytest.mark.parametrize("call", [fake_packed, fake_padded, fake_paged, fake_prepared, fake_nested])
 def test_fake_tensors_have_no_values_to_read(call: Callable[[Tensor], Any], inference: bool) -> None:
     def shapes() -> list[Any]:
-        given, flags = call(torch.tensor([0, 3, 8], dtype=torch.int64))
-        found: list[Any] = []
+        tensors, flags = call(torch.tensor([0, 3, 8], dtype=torch.int64))
+        kinds: list[Any] = []
         for _ in range(2):  # a layer, and the next one
-            results = [x.values() if x.is_nested else x for x in attention(*given, return_lse=True, **flags)]
-            leaves = [x for x in given if isinstance(x, Tensor) and x.requires_grad]
+            results = [x.values() if x.is_nested else x for x in attention(*tensors, return_lse=True, **flags)]
+            leaves = [x for x in tensors if isinstance(x, Tensor) and x.requires_grad]
             gradients = torch.autograd.grad(results[0].sum(), leaves) if results[0].requires_grad else ()
-            tensors = (*results, *(x.values() if x.is_nested else x for x in gradients))
-            found += [(x.shape, x.dtype, x.stride()) for x in tensors]
-        return found
+            both = (*results, *(x.values() if x.is_nested else x for x in gradients))
+            kinds += [(x.shape, x.dtype, x.stride()) for x in both]
+        return kinds
 
     with torch.inference_mode(inference):
         expected = shapes()

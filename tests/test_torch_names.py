@@ -58,7 +58,7 @@ NAMES = {
     "torch.ops.aten._softmax_backward_data.out": "the derivative of softmax in place; F.softmax has none of out=",
     "torch._C._cuda_getDevice": "torch.cuda.current_device without a look whether CUDA is initialised",
 }
-# Of other libraries, or no name at all.
+# Names of other libraries, or of no object at all.
 OTHERS = {"._can_set_attn_implementation", "._attn_implementation", "._sysconfigdata"}
 
 ROOT = Path(__file__).parents[1]
@@ -73,7 +73,7 @@ def is_private(name: str) -> bool:
 
 
 def own_names(tree: ast.AST) -> Iterator[str]:
-    """What a module of the library defines: its private attributes are not torch's."""
+    """Name all that a module of the library defines, whose private attributes are not torch's."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield node.name
@@ -146,14 +146,14 @@ def test_such_a_name_is_seen(line: str, name: str) -> None:
 
 
 def resolved(name: str) -> Any:
-    """What a dotted name of torch is."""
+    """Look a dotted name of torch up."""
     module, names = torch, name.split(".")[1:]
-    found: Any = module
+    thing: Any = module
     for index, part in enumerate(names, 1):
-        if not hasattr(found, part):
+        if not hasattr(thing, part):
             importlib.import_module(".".join(["torch", *names[:index]]))
-        found = getattr(found, part)
-    return found
+        thing = getattr(thing, part)
+    return thing
 
 
 def is_there(name: str) -> bool:
@@ -163,7 +163,7 @@ def is_there(name: str) -> bool:
     return any(hasattr(place, name[1:]) for place in places)
 
 
-# What is tested below, or set by the library.
+# Names that are tried below, or that the library sets.
 TRIED = {".__signature__", "._backward_cls", "._forward_cls", "._dynamo_marked_constant"}
 TRIED |= {"._maybe_max_seqlen", "._ragged_idx", "._timeout"}
 
@@ -186,7 +186,7 @@ class Doubled(torch.autograd.Function):
         return 2 * gradient
 
 
-def of_modes() -> None:
+def modes_are_counted() -> None:
     from torch._subclasses import FakeTensorMode
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
     from torch.utils.flop_counter import FlopCounterMode
@@ -203,7 +203,7 @@ def of_modes() -> None:
     assert on() == (0, False)
 
 
-def of_transforms() -> None:
+def transforms_wrap() -> None:
     functorch, seen = torch._C._functorch, []
 
     def look(x: torch.Tensor) -> torch.Tensor:
@@ -218,7 +218,7 @@ def of_transforms() -> None:
     assert seen == [(True, True, False)]
 
 
-def of_batched_gradients() -> None:
+def batched_gradients_are_known() -> None:
     seen: list[bool] = []
     x = torch.ones(2, requires_grad=True)
     y = 2 * x
@@ -228,19 +228,19 @@ def of_batched_gradients() -> None:
     assert seen == [True, False]
 
 
-def of_forward_mode() -> None:
+def forward_mode_has_a_level() -> None:
     assert forward_ad._current_level < 0
     with forward_ad.dual_level():
         assert forward_ad._current_level >= 0
 
 
-def of_profilers() -> None:
+def profilers_are_known() -> None:
     assert not profiler._is_profiler_enabled
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert profiler._is_profiler_enabled
 
 
-def of_functions() -> None:
+def functions_take_replacements() -> None:
     """The engine calls `apply` of the node, and torch asks `inspect` for the signature of forward."""
     calls: list[str] = []
 
@@ -263,7 +263,7 @@ def of_functions() -> None:
     assert calls == ["bind", "apply"] and x.grad is not None and x.grad.tolist() == [3, 3]
 
 
-def of_compiled_constants() -> None:
+def constants_have_no_guard() -> None:
     values = [1]
 
     def value() -> int:
@@ -277,8 +277,8 @@ def of_compiled_constants() -> None:
     assert run(torch.ones(1)).item() == 1
 
 
-def of_compiled_graphs() -> None:
-    """What is compiled without reuse says None of it, in the metadata of the graph's Function."""
+def graphs_reuse_no_buffer() -> None:
+    """A graph that is compiled without reuse says None of it, in the metadata of its Function."""
     torch._dynamo.reset()
     make = torch._dynamo.lookup_backend("aot_eager")
 
@@ -293,7 +293,7 @@ def of_compiled_graphs() -> None:
     assert type(out.grad_fn)._forward_cls.metadata.bw_donated_idxs is None
 
 
-def of_versions() -> None:
+def changes_are_counted() -> None:
     x = torch.ones(2)
     before = x._version
     x.add_(1)
@@ -302,14 +302,14 @@ def of_versions() -> None:
         _ = torch.ones(2)._version
 
 
-def of_nested_tensors() -> None:
+def nested_tensors_are_described() -> None:
     x = torch.nested.nested_tensor_from_jagged(torch.ones(5, 2, 3), torch.tensor([0, 2, 5]), max_seqlen=3)
     unknown = torch.nested.nested_tensor_from_jagged(torch.ones(5, 2, 3), torch.tensor([0, 2, 5]))
     assert x._ragged_idx == 1 and x._maybe_max_seqlen == 3 and unknown._maybe_max_seqlen is None
     assert x.transpose(1, 2)._ragged_idx == 2
 
 
-def of_softmax() -> None:
+def softmax_is_differentiated_in_place() -> None:
     p, dp = torch.rand(2, 3).softmax(-1), torch.rand(2, 3)
     expected = p * (dp - (p * dp).sum(-1, keepdim=True))
     torch.ops.aten._softmax_backward_data.out(dp, p, -1, p.dtype, grad_input=dp)
@@ -317,17 +317,17 @@ def of_softmax() -> None:
 
 
 CHECKS = (
-    of_modes,
-    of_transforms,
-    of_batched_gradients,
-    of_forward_mode,
-    of_profilers,
-    of_functions,
-    of_compiled_constants,
-    of_compiled_graphs,
-    of_versions,
-    of_nested_tensors,
-    of_softmax,
+    modes_are_counted,
+    transforms_wrap,
+    batched_gradients_are_known,
+    forward_mode_has_a_level,
+    profilers_are_known,
+    functions_take_replacements,
+    constants_have_no_guard,
+    graphs_reuse_no_buffer,
+    changes_are_counted,
+    nested_tensors_are_described,
+    softmax_is_differentiated_in_place,
 )
 
 

@@ -225,7 +225,7 @@ def compile_to_keep_buffers(
 
 
 def _state_that_none_is_reused(results: tuple[Tensor, ...]) -> None:
-    # What is compiled without reuse has None for its list of reused tensors. When the backward runs, torch takes
+    # A graph compiled without reuse has None for its list of reused tensors. When the backward runs, torch takes
     # anything but an empty list for reuse, and refuses retain_graph=True.
     for x in results:
         node = x.grad_fn
