@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental import symbolic_shapes
 
 from flash_dmattn import operators, register_backend, unregister_backend
 from flash_dmattn.backends.protocol import Availability, Rule
@@ -163,3 +165,10 @@ class Counting(OutOfTree):
 def numbers_of(flags: Flags) -> dict[str, Any]:
     """Flags as the keyword arguments of the formula."""
     return {"softmax_scale": flags.softmax_scale, "softcap": flags.softcap, "window_size": flags.window}
+
+
+# docs/compile_and_export.md says what holds there.
+needs_hints = pytest.mark.skipif(
+    not hasattr(symbolic_shapes, "optimization_hint"),
+    reason="this torch has no optimization_hint: conditions of speed bind lengths",
+)

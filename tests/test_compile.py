@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from out_of_tree import Counting, registered
+from out_of_tree import Counting, needs_hints, registered
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -19,6 +19,7 @@ import flash_dmattn
 from flash_dmattn import nn
 from flash_dmattn.backends.protocol import Availability, Rule
 from flash_dmattn.dispatch import refusals, settings
+from flash_dmattn.dispatch.registry import probe
 from flash_dmattn.problem import Flags
 
 OURS = Counting("out_of_tree_under_compile")  # an operator is defined once per process
@@ -306,6 +307,7 @@ def test_module_with_checkpoint() -> None:
     assert counter.frame_count == 1
 
 
+@needs_hints
 @pytest.mark.parametrize("backend", ["auto", "eager"])
 @pytest.mark.parametrize("with_gradients", [False, True])
 def test_lengths_that_decide_nothing_compile_nothing(backend: str, with_gradients: bool) -> None:
@@ -317,6 +319,7 @@ def test_lengths_that_decide_nothing_compile_nothing(backend: str, with_gradient
     assert counter.frame_count == 2
 
 
+@needs_hints
 def test_lengths_decide_where_a_rule_of_the_backend_that_is_taken_asks(
     ours: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -465,7 +468,12 @@ def test_first_call_of_all_may_be_a_compiled_one(monkeypatch: pytest.MonkeyPatch
     ("flags", "error", "text"),
     [
         ({"backend": "eager", "return_probs": True}, flash_dmattn.BackendUnsupportedError, "return_probs is set"),
-        ({"backend": "cuda"}, flash_dmattn.BackendUnavailableError, "backend 'cuda' is not available"),
+        pytest.param(
+            {"backend": "cuda"},
+            flash_dmattn.BackendUnavailableError,
+            "backend 'cuda' is not available",
+            marks=pytest.mark.skipif(probe("cuda").usable, reason="the extension works on this machine"),
+        ),
         ({"window_size": (1, -2)}, ValueError, "both sides need to be at least -1"),
         ({"is_causal": 1}, TypeError, "is_causal is 1; it needs to be True or False"),
         ({"backend": "nope"}, ValueError, "backend 'nope' is unknown"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from out_of_tree import Counting, registered
+from out_of_tree import Counting, needs_hints, registered
 from torch import Tensor
 from torch.export import Dim
 
@@ -214,6 +214,7 @@ def ranges(program: torch.export.ExportedProgram) -> list[tuple[int, Any]]:
     return [(x.lower, x.upper) for x in program.range_constraints.values()]
 
 
+@needs_hints
 @pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
 @pytest.mark.parametrize("with_gradients", [False, True])
 def test_lengths_of_calls_that_eager_serves_are_bound_by_nothing(with_gradients: bool, strict: bool) -> None:
@@ -232,6 +233,7 @@ def at_most(limit: int) -> Rule:
     return Rule("length", lambda p: p.seqlen_q <= limit, lambda p: f"there are {p.seqlen_q} queries")
 
 
+@needs_hints
 @pytest.mark.parametrize("limit", [10, 100], ids=["refused", "taken"])
 def test_preferences_of_auto_bind_nothing(limit: int, ours: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
     """They choose by the length of the sample, and decide speed alone."""
@@ -241,6 +243,7 @@ def test_preferences_of_auto_bind_nothing(limit: int, ours: Counting, monkeypatc
     assert all(lower == 2 and upper > 2**60 for lower, upper in ranges(program))
 
 
+@needs_hints
 @pytest.mark.parametrize("works", [False, True])
 def test_rules_of_a_backend_that_works_bind_and_no_others(
     works: bool, ours: Counting, monkeypatch: pytest.MonkeyPatch
@@ -291,6 +294,7 @@ class Masked(torch.nn.Module):
         return attention(x, x, x, self.build(x, x.shape[1]))
 
 
+@needs_hints
 @pytest.mark.parametrize("name", BUILDERS)
 def test_builders_of_masks_keep_a_length_dynamic(name: str) -> None:
     module = Masked(name)
@@ -314,6 +318,7 @@ class Biased(torch.nn.Module):
         return attention(q, k, v, bias=self.position_bias(q.shape[1]))
 
 
+@needs_hints
 @pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
 def test_a_position_bias_keeps_a_length_dynamic_and_has_its_gradient(strict: bool) -> None:
     module = Biased()
