@@ -22,10 +22,11 @@ from .backends.direct import DirectBackward, DirectForward
 from .backends.protocol import is_composite, provided
 from .direct import Ready, Strides, is_as_made, ready_for, run_ready
 from .dispatch.call_cache import CallClass, look_up, remember, tensor_key
+from .dispatch.checkpoints import follow_checkpoints
 from .dispatch.mask_view import mask_view
 from .dispatch.registry import BACKENDS, on_change
 from .dispatch.selection import choice_in_force, choose, falls_back, select
-from .dispatch.settings import blocks, disabled
+from .dispatch.settings import blocks, process
 from .problem import MaskView
 from .reference.dropout import draw_key
 from .remembered import Remembered
@@ -85,6 +86,8 @@ def attend_heads_first(
         # Nor wrappers that a transform has left behind, which `torch.autograd.Function.apply` would look for.
         if x is not None and ((type(x) is not Tensor and type(x) is not Parameter) or is_wrapped(x)):
             return None
+    follow_checkpoints()
+    around = blocks.now
     key = (
         *(q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride()),
         *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
@@ -95,11 +98,13 @@ def attend_heads_first(
         *(is_causal, softmax_scale, softcap, window_size, dropout_p),
         torch.is_grad_enabled(),
         torch.are_deterministic_algorithms_enabled(),
-        choice_in_force("auto"),
-        disabled(),
+        around.backend,
+        around.disabled,
+        process.default_backend,
+        process.disabled,
         BACKENDS.version,
     )
-    found = _classes.get(key) if blocks.now.records is None else None
+    found = _classes.get(key) if around.records is None else None
     if found is None:
         numbers = (is_causal, softmax_scale, softcap, window_size)
         found = _class_of(key, q, k, v, mask, bias, sink, numbers, dropout_p)

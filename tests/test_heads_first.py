@@ -319,6 +319,9 @@ def keys_under_other_settings() -> Iterator[Any]:
     flash_dmattn.set_default_backend("auto")
     with flash_dmattn.disable_backends("flex"):
         yield key_of(**arguments)
+    flash_dmattn.set_disabled_backends("flex")
+    yield key_of(**arguments)
+    flash_dmattn.set_disabled_backends()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BACKENDS, "version", BACKENDS.version + 1)
         yield key_of(**arguments)

@@ -15,9 +15,10 @@ from ..backends.protocol import AnyBackend, KernelBackend
 from ..definition import is_watched
 from ..problem import AttentionProblem
 from ..remembered import Remembered
+from .checkpoints import follow_checkpoints
 from .registry import BACKENDS, on_change
 from .selection import Selection, choice_in_force, falls_back
-from .settings import BackendChoice, blocks, disabled
+from .settings import BackendChoice, blocks, process
 
 if TYPE_CHECKING:
     from ..masks import PreparedMask, SequenceTileMask, TreeMask
@@ -68,7 +69,7 @@ def look_up(
     is_prepared = not (mask is None or isinstance(mask, Tensor))
     if (
         is_watched(q, k, v, bias, sink, *(getattr(mask, "tensors", (mask,)) if is_prepared else (mask,)))
-        or blocks.now.records is not None
+        or (around := blocks.now).records is not None
         or not (window_size is None or type(window_size) is tuple)
         or q is None
         or k is None
@@ -87,6 +88,7 @@ def look_up(
     except RuntimeError:  # a sparse or a nested tensor has no strides
         return None, None
     kinds = tuple(map(type, flags if window_size is None else (*flags, *window_size)))  # True == 1 == 1.0
+    follow_checkpoints()
     try:
         key = (
             *tensors,
@@ -94,8 +96,12 @@ def look_up(
             kinds,
             torch.is_grad_enabled(),
             torch.are_deterministic_algorithms_enabled(),
-            choice_in_force(backend),
-            disabled(),
+            # Settings one by one, as they lie: what is chosen from them is the same where they are.
+            backend,
+            around.backend,
+            around.disabled,
+            process.default_backend,
+            process.disabled,
             BACKENDS.version,
         )
         return key, _classes.get(key)

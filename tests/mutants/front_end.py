@@ -279,7 +279,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a remembered call is known by its backend argument, not by the choice in force",
         "flash_dmattn/dispatch/call_cache.py",
-        "            choice_in_force(backend),\n",
+        "            around.backend,\n",
         "            backend,\n",
         SETTINGS_AROUND,
     ),
@@ -293,7 +293,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a remembered call runs on a backend that was disabled since",
         "flash_dmattn/dispatch/call_cache.py",
-        "            disabled(),\n",
+        "            around.disabled,\n",
         "",
         ("tests/test_call_cache.py::test_settings_outside_of_the_call_are_noticed",),
     ),
