@@ -81,7 +81,10 @@ class Runner:
         ):
             return ROUNDED
         error = self._error(self.choice(case, inputs), case, inputs)
-        return None if error is None else f"{self.name}: {error.partition(chr(10))[2].strip()}"
+        if error is None:
+            return None
+        lines = [line for line in error.splitlines()[1:] if not line.startswith("  backends that accept it")]
+        return f"{self.name}: {' '.join(lines).strip().removeprefix('- ')}"
 
     @staticmethod
     def _error(choice: Any, case: Case, inputs: Inputs, **flags: Any) -> str | None:

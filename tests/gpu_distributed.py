@@ -175,7 +175,7 @@ def outcome(case: ParallelCase, backend: Any) -> tuple[str, str]:
         try:
             said, note = judge(replace(case, backend=choice))
         except BackendUnsupportedError as error:
-            refusal = str(error).partition("\n")[2].strip().split("\n")[0]
+            refusal = next(line.strip() for line in str(error).splitlines() if line.startswith("  - "))
             continue
         except Exception as error:  # of one rank or all: the others of the run are still worth having
             said = f"{type(error).__name__}: {error}"

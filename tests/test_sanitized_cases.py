@@ -29,6 +29,7 @@ from flash_dmattn.backends.cuda import backend as cuda
 from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.protocol import broken_rules
 from flash_dmattn.backends.triton import backend
+from flash_dmattn.remembered import Remembered
 
 KERNELS = {
     "forward_kernel",
@@ -64,7 +65,7 @@ def test_every_kernel_of_triton_is_launched(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(plan.Call, "__init__", on_an_h200)
     monkeypatch.setattr(kernel_launch.Launch, "__call__", record)
-    monkeypatch.setattr(launch, "plans", {})
+    monkeypatch.setattr(launch, "plans", Remembered(4096))
     monkeypatch.setattr(backend, "RULES", tuple(rule for rule in backend.RULES if rule.code != "device"))
     monkeypatch.setattr(sanitized_cases, "DEVICE", "cpu")
     for case, how in sanitized_cases.CASES["triton"]:

@@ -23,6 +23,7 @@ import flash_dmattn
 from flash_dmattn import Sequences, attention
 from flash_dmattn.masks import TreeMask, prepare_mask, prepare_tree
 from flash_dmattn.problem import Flags
+from flash_dmattn.remembered import Remembered
 
 EXAMPLES = int(os.environ.get("FLASH_DMATTN_EXAMPLES", 120))
 
@@ -97,7 +98,7 @@ def test_a_chain_is_launched_as_causality_is(monkeypatch: pytest.MonkeyPatch) ->
     launched: list[Any] = []
     monkeypatch.setattr(triton, "RULES", tuple(rule for rule in triton.RULES if rule.code != "device"))
     monkeypatch.setattr(sequences, "SequenceCall", on_sm_90)
-    monkeypatch.setattr(launch, "plans", {})
+    monkeypatch.setattr(launch, "plans", Remembered(4096))
     monkeypatch.setattr(kernel_launch.Launch, "__call__", lambda self, *tensors: launched.append(self))
 
     def launches(call: SequenceCall) -> list[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, ItemsView, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any, cast
 
 from ..backends import eager, reference
@@ -26,7 +25,7 @@ class _Registry(Mapping[str, AnyBackend]):
     """
 
     def __init__(self, backends: Mapping[str, AnyBackend]) -> None:
-        self.table: Mapping[str, AnyBackend] = MappingProxyType(dict(backends))
+        self.table: Mapping[str, AnyBackend] = dict(backends)
         self.version = 0
 
     def __getitem__(self, name: str) -> AnyBackend:
@@ -99,7 +98,7 @@ def register_backend(backend: AnyBackend, *, before: str | None = None) -> None:
             raise ValueError(f"before is {before!r}; {needed(before, BACKENDS)}")
         order = list(BACKENDS.items())
         order.insert(len(order) if before is None else list(BACKENDS).index(before), (name, backend))
-        BACKENDS.table = MappingProxyType(dict(order))
+        BACKENDS.table = dict(order)
         choices_changed()
 
 
@@ -118,7 +117,7 @@ def unregister_backend(name: str) -> None:
         del order[name]
         if not any(map(is_fallback, order.values())):
             raise ValueError(f'backend {name!r} is what "auto" falls back to; it cannot be unregistered')
-        BACKENDS.table = MappingProxyType(order)
+        BACKENDS.table = order
         choices_changed()
 
 
