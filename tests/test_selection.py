@@ -7,7 +7,7 @@ import sys
 import threading
 import warnings
 from importlib.abc import MetaPathFinder
-from types import MappingProxyType, ModuleType, SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -203,12 +203,13 @@ def test_a_choice_made_while_backends_change_is_not_found_after_the_change() -> 
 def test_two_threads_register_at_once_and_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     together = threading.Barrier(2, timeout=0.2)
 
-    def meet(table: dict[str, object]) -> MappingProxyType[str, object]:
-        with contextlib.suppress(threading.BrokenBarrierError):
-            together.wait()
-        return MappingProxyType(table)
+    def meet(backends: object, name: str, value: object) -> None:
+        if name == "table":
+            with contextlib.suppress(threading.BrokenBarrierError):
+                together.wait()
+        object.__setattr__(backends, name, value)
 
-    monkeypatch.setattr(registry, "MappingProxyType", meet)
+    monkeypatch.setattr(type(registry.BACKENDS), "__setattr__", meet)
     for change, arguments in (
         (flash_dmattn.register_backend, (KernelPair("one"), KernelPair("two"))),
         (flash_dmattn.unregister_backend, ("one", "two")),
