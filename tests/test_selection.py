@@ -18,6 +18,7 @@ import flash_dmattn
 from flash_dmattn import FallbackWarning
 from flash_dmattn.backends import protocol, reference
 from flash_dmattn.backends.cuda import backend as cuda
+from flash_dmattn.backends.cuda import rules
 from flash_dmattn.backends.protocol import Availability, Rule
 from flash_dmattn.backends.triton import backend as triton
 from flash_dmattn.dispatch import refusals, registry, selection, settings
@@ -400,6 +401,7 @@ def test_probe_of_a_broken_install_keeps_the_exception_and_never_raises(
                 attempts.append(name)
                 raise error("undefined symbol: cudaGetDevice")
 
+    rules.installed_instances()  # read once from a file that a broken import leaves readable
     monkeypatch.setattr(backend, "_found", None)
     monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
