@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import needs_inductor
 from out_of_tree import Counting, needs_hints, registered
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -96,6 +97,7 @@ def test_values_and_gradients_are_those_of_eager_mode(backend: Any, dynamic: boo
     assert second == (first if dynamic else first + 1)
 
 
+@needs_inductor
 @pytest.mark.parametrize("bias_shape", [(1, 1, 1, 5), (4, 2, 5, 5)], ids=["bias expanded", "bias full"])
 def test_inductor_forward_and_backward(bias_shape: tuple[int, ...]) -> None:
     """Inductor relies on the strides of the fakes: outputs and gradients go through fused kernels of its own."""
@@ -152,6 +154,7 @@ MODULES: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[Any], Callable
 }
 
 
+@needs_inductor
 @pytest.mark.parametrize("name", MODULES)
 def test_inductor_trains_modules_on_any_length(name: str) -> None:
     """One compilation serves all lengths: it takes no length and no stride for a constant."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import refusal_of
+from conftest import needs_inductor, refusal_of
 from flex_fixture import eager_flex
 from mask_forms import DENSE, HK, HQ, LK, LQ, PREPARED, B, D, assert_same, both_registered, leaves, results
 from torch import Tensor
@@ -261,6 +261,7 @@ def test_another_mask_compiles_nothing_and_takes_effect() -> None:
     assert counter.frame_count == 1
 
 
+@needs_inductor
 def test_the_graph_that_makes_a_mask_on_inductor() -> None:
     torch._dynamo.reset()
 

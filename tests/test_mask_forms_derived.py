@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import needs_inductor
 from mask_forms import FORMS, LQ, PREPARED, B, assert_same, both_registered, leaves, results
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -124,6 +125,7 @@ def test_another_prepared_mask_compiles_nothing_and_takes_effect() -> None:
     assert counter.frame_count == 1
 
 
+@needs_inductor
 @pytest.mark.parametrize("mask", [FORMS["full"], FORMS["expanded queries"]], ids=["tiles", "keys"])
 def test_inductor_relies_on_the_fakes(mask: Tensor) -> None:
     """Prepared inside the graph from an expression, for both passes, beside fused kernels."""
