@@ -7,11 +7,15 @@ some change. A part that is new in the key has no change yet, so its test fails 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+
+import flash_dmattn
+from flash_dmattn.dispatch.registry import BACKENDS
 
 Place = tuple[int, ...]
 
@@ -61,3 +65,25 @@ def tensor_changes(x: Tensor, *, has_gradient: bool = True) -> dict[str, Tensor]
     if has_gradient and x.is_floating_point():
         got["requires_grad"] = x.detach().clone().requires_grad_()
     return got
+
+
+def under_other_settings(key: Callable[[], Any]) -> Iterator[Any]:
+    """The key of one call where one setting outside of it is another."""
+    with torch.no_grad():
+        yield key()
+    torch.use_deterministic_algorithms(True)
+    yield key()
+    torch.use_deterministic_algorithms(False)
+    with flash_dmattn.use_backend("reference"):
+        yield key()
+    flash_dmattn.set_default_backend("reference")
+    yield key()
+    flash_dmattn.set_default_backend("auto")
+    with flash_dmattn.disable_backends("flex"):
+        yield key()
+    flash_dmattn.set_disabled_backends("flex")
+    yield key()
+    flash_dmattn.set_disabled_backends()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BACKENDS, "version", BACKENDS.version + 1)
+        yield key()

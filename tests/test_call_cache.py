@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from key_parts import check_covered, check_told_apart, tensor_changes
+from key_parts import check_covered, check_told_apart, tensor_changes, under_other_settings
 from out_of_tree import KernelPair, registered
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
@@ -19,7 +19,6 @@ import flash_dmattn
 from flash_dmattn import api
 from flash_dmattn.backends import eager
 from flash_dmattn.dispatch import call_cache, selection, settings
-from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.dispatch.selection import Selection
 from flash_dmattn.masks import prepare_mask, prepare_tree
 from flash_dmattn.problem import Repeats, SequenceSpec
@@ -199,37 +198,15 @@ def test_each_input_alone_changes_the_key(change: str) -> None:
     check_told_apart(key_of(**look_up_arguments()), key_of(**changed_look_ups()[change]))
 
 
-def keys_under_other_settings() -> Iterator[Any]:
-    arguments = look_up_arguments()
-    with torch.no_grad():
-        yield key_of(**arguments)
-    torch.use_deterministic_algorithms(True)
-    yield key_of(**arguments)
-    torch.use_deterministic_algorithms(False)
-    with flash_dmattn.use_backend("reference"):
-        yield key_of(**arguments)
-    flash_dmattn.set_default_backend("reference")
-    yield key_of(**arguments)
-    flash_dmattn.set_default_backend("auto")
-    with flash_dmattn.disable_backends("flex"):
-        yield key_of(**arguments)
-    flash_dmattn.set_disabled_backends("flex")
-    yield key_of(**arguments)
-    flash_dmattn.set_disabled_backends()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BACKENDS, "version", BACKENDS.version + 1)
-        yield key_of(**arguments)
-
-
 def test_each_setting_alone_changes_the_key() -> None:
     key = key_of(**look_up_arguments())
-    for other in keys_under_other_settings():
+    for other in under_other_settings(lambda: key_of(**look_up_arguments())):
         check_told_apart(key, other)
 
 
 def test_no_part_of_the_key_is_without_a_change() -> None:
     key, changed = key_of(**look_up_arguments()), [key_of(**arguments) for arguments in changed_look_ups().values()]
-    check_covered(key, [*changed, *keys_under_other_settings()])
+    check_covered(key, [*changed, *under_other_settings(lambda: key_of(**look_up_arguments()))])
 
 
 def test_a_mask_of_a_kind_that_has_no_key_is_no_call_without_one() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cases import DEVICE
-from key_parts import check_covered, check_told_apart, tensor_changes
+from key_parts import check_covered, check_told_apart, tensor_changes, under_other_settings
 from out_of_tree import registered
 from ready_backend import Ready, ready_pair
 from test_direct import Launched, Watch, launched, profiled
@@ -22,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 
 import flash_dmattn
 from flash_dmattn import heads_first
-from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.heads_first import attend_heads_first
 from flash_dmattn.masks import prepare_mask
 
@@ -305,31 +304,9 @@ def test_each_input_alone_changes_the_key(change: str) -> None:
     check_told_apart(key_of(**whole_call()), key_of(**changed_calls()[change]))
 
 
-def keys_under_other_settings() -> Iterator[Any]:
-    arguments = whole_call()
-    with torch.no_grad():
-        yield key_of(**arguments)
-    torch.use_deterministic_algorithms(True)
-    yield key_of(**arguments)
-    torch.use_deterministic_algorithms(False)
-    with flash_dmattn.use_backend("reference"):
-        yield key_of(**arguments)
-    flash_dmattn.set_default_backend("reference")
-    yield key_of(**arguments)
-    flash_dmattn.set_default_backend("auto")
-    with flash_dmattn.disable_backends("flex"):
-        yield key_of(**arguments)
-    flash_dmattn.set_disabled_backends("flex")
-    yield key_of(**arguments)
-    flash_dmattn.set_disabled_backends()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BACKENDS, "version", BACKENDS.version + 1)
-        yield key_of(**arguments)
-
-
 def test_each_setting_alone_changes_the_key() -> None:
     key = key_of(**whole_call())
-    others = list(keys_under_other_settings())
+    others = list(under_other_settings(lambda: key_of(**whole_call())))
     for other in others:
         check_told_apart(key, other)
     check_covered(key, [*others, *(key_of(**arguments) for arguments in changed_calls().values())])
