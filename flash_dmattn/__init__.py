@@ -40,6 +40,7 @@ except Exception as _error:
 else:
     from . import masks, sequences
     from .api import attention
+    from .backends.protocol import Backend
     from .dispatch import cache_writers as _cache_writers  # noqa: F401  registers itself with flash_dmattn.sequences
     from .dispatch.errors import BackendError, BackendUnavailableError, BackendUnsupportedError, FallbackWarning
     from .dispatch.registry import register_backend, unregister_backend
@@ -81,6 +82,7 @@ else:
 
 __all__ = [
     "AttentionProblem",
+    "Backend",
     "BackendError",
     "BackendUnavailableError",
     "BackendUnsupportedError",

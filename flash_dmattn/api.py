@@ -5,24 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, NoReturn, TypedDict, overload
 
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from . import exported as exported  # gives operators that stand alone their derivatives
-from .autograd import Passes, attend
-from .backends.protocol import has_forward_ad, is_composite
-from .direct import attend_directly, is_ready, ready_for
-from .dispatch.call_cache import look_up, remember
-from .dispatch.mask_view import dense_mask, mask_view
-from .dispatch.selection import choice_in_force, select
+from .call import Numbers, prepare_call, run_call
 from .dispatch.settings import BackendChoice
 from .dtensors import above, is_dtensor
-from .operators import extra_arguments
-from .problem import SequenceSpec, SequenceView, as_scores, fold_call, refuse_keywords, unfold
-from .reference.dropout import draw_key
+from .problem import refuse_keywords
 from .sequences import Sequences
-from .sequences.layout import lay_out
-from .sequences.nested import Jagged, is_nested
-from .validation import describe, follow_autocast, refuse_dtensors
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -231,83 +219,13 @@ def attention(
     """
     if unknown:
         refuse_keywords(attention, unknown)
-    leading = repeats = None
-    spec: SequenceSpec | None = None
-    where: SequenceView | None = None
-    jagged: Jagged | None = None
+    numbers = Numbers(
+        is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, return_probs, dropout_p
+    )
     if type(q) is not Tensor and is_dtensor(q):
-        return above().attention(
-            q,
-            k,
-            v,
-            mask,
-            bias,
-            is_causal=is_causal,
-            softmax_scale=softmax_scale,
-            softcap=softcap,
-            window_size=window_size,
-            deterministic=deterministic,
-            return_lse=return_lse,
-            return_probs=return_probs,
-            backend=backend,
-            sink=sink,
-            sequences=sequences,
-            dropout_p=dropout_p,
-        )
-    if is_nested(q) and sequences is None:
-        jagged = Jagged(q, k, v)
-        q, k, v, sequences = jagged.q, jagged.k, jagged.v, jagged.sequences
-    if sequences is not None:
-        q, k, v, spec, where = lay_out(sequences, q, k, v, mask)
-    elif isinstance(q, Tensor) and q.dim() > 4:
-        q, k, v, mask, bias, leading, repeats, _ = fold_call(q, k, v, mask, bias)
-    q, k, v = follow_autocast(q, k, v)
-    numbers = (is_causal, softmax_scale, softcap, window_size, deterministic)
-    flags = (*numbers, return_lse, return_probs, repeats, spec, dropout_p)
-    key, found = look_up(q, k, v, mask, bias, flags, backend, sink)
-    if found is None:
-        if key is None:
-            refuse_dtensors(q, k, v, mask, bias, sink)
-        problem, mask, bias = describe(q, k, v, mask, bias, *flags, sink)
-        forward, backward = selection = select(problem, backend)
-        if key is not None:
-            found = remember(key, problem, selection, backend)
-    else:
-        problem, forward, backward, _ = found
-        mask = as_scores(mask) if isinstance(mask, Tensor) else mask
-        bias = None if bias is None else as_scores(bias)
-    dropout = draw_key(q.device) if problem.flags.dropout_p > 0 else None
-    results: tuple[Tensor, ...]
-    if forward_ad._current_level >= 0 and not has_forward_ad(forward):
-        _refuse_tangents(forward.NAME, q, k, v, bias, sink)
-    if is_composite(forward):
-        results = forward.attention(problem, q, k, v, dense_mask(mask), bias, **extra_arguments(sink, where, dropout))
-    else:
-        view = mask_view(problem, mask, forward, backward, where)
-        of_sequences = () if where is None else where.tensors
-        if found is not None and is_ready(found):
-            ready = ready_for(found, view, backend, len(of_sequences))
-            results = attend_directly(ready, q, k, v, bias, sink, (*view.tensors, *of_sequences), dropout)
-        else:
-            requested = choice_in_force(backend)
-            passes = Passes(problem, forward, backward, view.form, requested, len(of_sequences), dropout is not None)
-            of_dropout = () if dropout is None else (dropout,)
-            results = attend(passes, q, k, v, bias, sink, *view.tensors, *of_sequences, *of_dropout)
-    if leading is not None:
-        results = tuple(unfold(x, leading) for x in results)
-    if spec is not None and spec.packs_queries:
-        results = tuple(x.squeeze(0) for x in results)
-        if jagged is not None:
-            results = jagged.wrap(results)
+        options = {**numbers._asdict(), "backend": backend, "sink": sink, "sequences": sequences}
+        return above().attention(q, k, v, mask, bias, **options)
+    results = run_call(prepare_call(q, k, v, mask, bias, sink, sequences, numbers), backend)
     if return_lse:
         return results
     return results[0] if not return_probs else (results[0], results[2])
-
-
-def _refuse_tangents(backend: str, *inputs: Tensor | None) -> None:
-    # An operator without a forward-mode derivative, FlexAttention's too, drops the tangents: a derivative of zero.
-    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in inputs):
-        raise NotImplementedError(
-            f"backend {backend!r} has no forward-mode derivative of attention (torch.func.jvp, jacfwd); "
-            'call attention(..., backend="reference"), which has one'
-        )

@@ -1,4 +1,7 @@
-"""The `autograd.Function` that everything can watch: the contract of gradients, shared by every kernel backend.
+"""The contract of gradients, shared by every backend with a backward pass of its own.
+
+`Attention` records a call. `TransformedAttention` is its twin for compilers and for transforms of `torch.func`, which
+need a `setup_context`; `AttentionBackward` records a backward pass, so that it has a derivative or refuses to have one.
 
 Under `torch.vmap` both passes run once, with the mapped dim folded into the batch: see `MappedCall`. The batch shares
 one sink per head, so calls that have each their own, or their own gradient of it, run one by one. So do calls with
@@ -7,241 +10,167 @@ dropout, whose entries are numbered anew in each.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
-from .backends.protocol import KernelBackend, accepts, provided, repeats_entries
-from .definition import distinct, is_batched, is_transformed, one_by_one
-from .dispatch.mask_view import readable_view
-from .dispatch.selection import choice_in_force, select_pair
-from .dispatch.settings import BackendChoice
-from .operators import extra_arguments, view_of
-from .problem import AttentionProblem, Gradients, MappedCall, MaskForm, MaskView, NeedsGrad, SequenceView
+from . import operators
+from .definition import distinct, is_batched, is_transformed, is_watched, one_by_one
+from .dispatch.plan import Plan, backward_pass, laid_anew, make_plan
+from .dispatch.selection import choice_in_force, select_backward, select_pair
+from .problem import AttentionProblem, Flags, Gradients, MappedCall, NeedsGrad
+from .problem.inputs import Inputs, Saved
 
 
-class Passes(NamedTuple):
-    """What both passes of a call share and is no tensor: one argument, since autograd takes long for each."""
+def attend(plan: Plan, x: Inputs) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call, recorded where anything is to be derived from them."""
+    if torch.compiler.is_exporting() or (plan.backward is None and not is_transformed()):
+        # All that a program keeps is the operator, which has a derivative of its own below.
+        return run_forward(plan, x)
+    results: tuple[Tensor, Tensor]
+    if torch.compiler.is_compiling() or is_transformed():
+        results = TransformedAttention.apply(*distinct(x.q, x.k, x.v, x.bias, x.sink, plan, *x.others))
+    else:
+        results = Attention.apply(x.q, x.k, x.v, x.bias, x.sink, plan, x)
+    return results
 
-    problem: AttentionProblem
-    forward: KernelBackend
-    backward: KernelBackend | None  # None of a call without gradients
-    mask_form: MaskForm
-    requested: BackendChoice
-    number_of_sequence_tensors: int = 0  # which stand behind those of the mask
-    has_dropout: bool = False  # whether its key stands behind those
 
-    def split(self, tensors: tuple[Tensor, ...]) -> tuple[MaskView, SequenceView | None, Tensor | None]:
-        """The mask, the sequences and the key of dropout of the tensors that follow `Passes` among the arguments."""
-        behind = len(tensors) - self.has_dropout
-        end = behind - self.number_of_sequence_tensors
-        dropout = tensors[behind] if self.has_dropout else None
-        return MaskView(self.mask_form, tensors[:end]), view_of(tensors[end:behind]), dropout
+def run_forward(plan: Plan, x: Inputs) -> tuple[Tensor, Tensor]:
+    """Run the forward pass, as an operator where something watches: a profiler shows what the dispatcher sees."""
+    if plan.run_forward is None or profiler._is_profiler_enabled:
+        backward = "" if plan.backward is None else plan.backward.name
+        return operators.forward(plan.problem, plan.forward.name, backward, x)
+    out, lse = plan.run_forward(x)
+    return out, lse
 
-    @property
-    def exported(self) -> AttentionProblem:
-        """The problem, with the name of the backend of the backward pass where it is another."""
-        if self.backward is None or self.backward.NAME == self.forward.NAME:
-            return self.problem
-        return self.problem._replace(backward=self.backward.NAME)
 
-    @property
-    def runs_one_by_one(self) -> bool:
-        """Whether calls that are mapped are not folded into one: sequences and dropout number the entries of each."""
-        return self.has_dropout or self.number_of_sequence_tensors > 0
+def run_backward(plan: Plan, saved: Saved, dout: Tensor, dlse: Tensor | None) -> Gradients:
+    """Run the backward pass: five gradients, None for each that is not needed."""
+    backend, x = plan.backward, saved.inputs
+    assert backend is not None
+    run = plan.run_backward
+    if run is None or profiler._is_profiler_enabled or is_watched(dout, dlse, *x[:3], *x[4:6], *saved[1:], *x.others):
+        return operators.backward(plan.problem, backend.name, saved, dout, dlse)
+    if not plan.lies_as_planned(saved):
+        problem, saved = laid_anew(plan.problem, saved)
+        run = backward_pass(backend, problem)
+    gradients = run(saved, dout, dlse)
+    return gradients if len(gradients) == 5 else (*gradients, None)
+
+
+def differentiate(plan: Plan, saved: Saved, dout: Tensor, dlse: Tensor | None) -> Gradients:
+    """The five gradients, recorded where anything is to be derived from them."""
+    if is_batched(dout, dlse):
+        return one_by_one(lambda dout, dlse: differentiate(plan, saved, dout, dlse), dout, dlse)
+    if torch.is_grad_enabled() or is_transformed():
+        x = saved.inputs
+        tensors = (x.q, x.k, x.v, x.bias, x.sink, saved.out, saved.lse)
+        gradients: Gradients = AttentionBackward.apply(dout, dlse, *tensors, plan, *x.others)
+        return gradients
+    return run_backward(plan, saved, dout, dlse)
+
+
+def _keep(ctx: Any, plan: Plan, x: Inputs, out: Tensor, lse: Tensor) -> None:
+    """Keep what the backward pass reads; lse is kept so that no (Lq, Lk) matrix has to be."""
+    ctx.save_for_backward(x.q, x.k, x.v, x.bias, x.sink, out, lse, *x.others)
+    ctx.set_materialize_grads(False)  # an unused lse must not cost a dlse of zeros
+    ctx.plan = plan
+
+
+def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
+    """The five gradients of a call that was kept."""
+    if dout is None and dlse is None:
+        return None, None, None, None, None
+    q, k, v, bias, sink, out, lse, *others = ctx.saved_tensors
+    plan: Plan = ctx.plan
+    saved = Saved(plan.parts.inputs(q, k, v, bias, sink, tuple(others)), out, lse)
+    return differentiate(plan, saved, torch.zeros_like(out) if dout is None else dout, dlse)
 
 
 class Attention(torch.autograd.Function):
-    """(out, lse) of a kernel backend, with the gradients of the contract and nothing that is not needed."""
+    """(out, lse), with the gradients of the contract and nothing that is not needed.
+
+    torch takes 11 us less to run a `forward` that receives `ctx` than one beside a `setup_context`. Tensors that take
+    no gradient are saved without being inputs.
+    """
 
     @staticmethod
     def forward(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        sink: Tensor | None,
-        passes: Passes,
-        *mask: Tensor,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None, plan: Plan, x: Inputs
     ) -> tuple[Tensor, Tensor]:
         """Run the forward pass."""
-        return run_forward(passes.forward, passes.problem, q, k, v, bias, sink, *passes.split(mask))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        """Keep what the backward pass reads; lse is kept so that no (Lq, Lk) matrix has to be."""
-        q, k, v, bias, sink, passes, *mask = inputs
-        ctx.save_for_backward(q, k, v, bias, sink, *output, *mask)
-        ctx.set_materialize_grads(False)  # an unused lse must not cost a dlse of zeros
-        ctx.passes = passes
-
-    @staticmethod
-    def vmap(
-        info: Any,
-        in_dims: tuple[int | None, ...],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        sink: Tensor | None,
-        passes: Passes,
-        *mask: Tensor,
-    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        """Run one forward pass for all the mapped calls, or of each its own."""
-        if in_dims[4] is not None or passes.runs_one_by_one:
-            calls = each_call(info.batch_size, in_dims, (q, k, v, bias, sink, passes, *mask))
-            results = [attend_anew(passes, given, mask) for *given, passes, mask in calls]
-            return tuple(torch.stack(x) for x in zip(*results, strict=True)), (0, 0)
-        inputs, form = (q, k, v, bias), passes.mask_form
-        call = MappedCall(
-            info.batch_size,
-            in_dims[:4],
-            in_dims[6:],
-            passes.problem,
-            inputs,
-            mask,
-            form,
-            repeats=reads_repeats(passes),
-            needs_dsink=sink is not None and sink.requires_grad,
-        )
-        passes, mask = chosen_anew(passes, call.problem, call.mask)
-        out, lse = attend(passes, *call.inputs, sink, *mask)
-        return (call.split(out), call.split(lse)), (0, 0)
+        # autograd hands over q, k, v, bias and sink without their history; those of x have it.
+        x = Inputs(q, k, v, x.mask, bias, sink, x.sequences, x.dropout)
+        out, lse = run_forward(plan, x)
+        _keep(ctx, plan, x, out, lse)
+        return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run the backward pass, differentiable again where a graph of it is asked for."""
-        q, k, v, bias, sink, out, lse, *mask = ctx.saved_tensors
-        passes: Passes = ctx.passes
-        rest = (None,) * (1 + len(mask))
-        if dout is None:
-            if dlse is None:
-                return None, None, None, None, None, *rest
-            dout = torch.zeros_like(out)
-        return *differentiate(dout, dlse, q, k, v, bias, sink, out, lse, passes, *mask), *rest
+        return *_gradients(ctx, dout, dlse), None, None
 
 
-def run_forward(
-    backend: KernelBackend,
-    problem: AttentionProblem,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    sink: Tensor | None,
-    mask: MaskView,
-    sequences: SequenceView | None,
-    dropout: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """The forward pass of a backend, which only of calls that have them is told of sinks, sequences and dropout."""
-    if sink is None and sequences is None and dropout is None:
-        return backend.forward(problem, q, k, v, mask, bias)
-    return backend.forward(problem, q, k, v, mask, bias, **extra_arguments(sink, sequences, dropout))
+class TransformedAttention(torch.autograd.Function):
+    """The same for transforms of `torch.func` and for compilers: every tensor is an input."""
 
+    @staticmethod
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None, plan: Plan, *others: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Run the forward pass."""
+        return run_forward(plan, plan.parts.inputs(q, k, v, bias, sink, others))
 
-def run_backward(
-    passes: Passes,
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    sink: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    mask: tuple[Tensor, ...],
-) -> Gradients:
-    """The five gradients of the backend of the backward pass; that of a sink is None where there is none."""
-    backend, (view, sequences, dropout) = passes.backward, passes.split(mask)
-    assert backend is not None
-    rest = extra_arguments(sink, sequences, dropout)
-    gradients = backend.backward(passes.problem, dout, dlse, q, k, v, view, bias, out, lse, **rest)
-    return gradients if sink is not None else (*gradients, None)
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        """Keep what the backward pass reads."""
+        q, k, v, bias, sink, plan, *others = inputs
+        ctx.num_others = len(others)
+        _keep(ctx, plan, plan.parts.inputs(q, k, v, bias, sink, tuple(others)), *output)
 
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Run the backward pass."""
+        return *_gradients(ctx, dout, dlse), *(None,) * (1 + ctx.num_others)
 
-def attend(
-    passes: Passes, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None, *mask: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(out, lse), recorded where anything is to be derived from them."""
-    if torch.compiler.is_exporting():
-        # All that is kept is the operator, which has derivatives of its own; around it strict export keeps no_grad.
-        return run_forward(passes.forward, passes.exported, q, k, v, bias, sink, *passes.split(mask))
-    if passes.backward is None and not is_transformed():
-        return run_forward(passes.forward, passes.problem, q, k, v, bias, sink, *passes.split(mask))
-    results: tuple[Tensor, Tensor] = Attention.apply(*distinct(q, k, v, bias, sink, passes, *mask))
-    return results
-
-
-def each_call(size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """The arguments of each of the calls that `torch.vmap` maps, those from `Passes` on as (passes, mask)."""
-    for index in range(size):
-        given = [
-            x.select(dim, index) if isinstance(x, Tensor) and dim is not None else x
-            for x, dim in zip(arguments, in_dims, strict=True)
-        ]
-        place = next(place for place, x in enumerate(given) if isinstance(x, Passes))
-        yield *given[:place], given[place], tuple(given[place + 1 :])
-
-
-def attend_anew(passes: Passes, inputs: Sequence[Any], mask: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """(out, lse) of one of the calls that are mapped: which gradients it needs, its inputs tell."""
-    needs_grad = NeedsGrad(*(x is not None and x.requires_grad for x in inputs))
-    problem = passes.problem._replace(needs_grad=needs_grad if torch.is_grad_enabled() else NeedsGrad())
-    passes, mask = chosen_anew(passes, problem, mask)
-    q, k, v, bias, sink = inputs
-    return attend(passes, q, k, v, bias, sink, *mask)
-
-
-def reads_repeats(passes: Passes) -> bool:
-    """Whether a mapped call may have masks and biases that a part of its batch shares, or has them expanded."""
-    backends = (passes.forward, passes.backward)
-    return choice_in_force(passes.requested) == "auto" or all(
-        backend is None or repeats_entries(backend) for backend in backends
-    )
-
-
-def chosen_anew(
-    passes: Passes, problem: AttentionProblem, mask: tuple[Tensor, ...]
-) -> tuple[Passes, tuple[Tensor, ...]]:
-    """The backends of a call that `torch.vmap` has changed, and the tensors of its mask as they read it."""
-    forward, backward = select_pair(problem, passes.requested)
-    view, *_ = passes.split(mask)
-    behind = mask[len(view.tensors) :]
-    view = readable_view(problem, view, forward, backward)
-    chosen: dict[str, Any] = {"forward": forward, "backward": backward}
-    return passes._replace(problem=problem, mask_form=view.form, **chosen), (*view.tensors, *behind)
-
-
-def differentiate(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    sink: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    passes: Passes,
-    *mask: Tensor,
-) -> Gradients:
-    """The five gradients, recorded where anything is to be derived from them."""
-    if is_batched(dout, dlse):
-        return one_by_one(
-            lambda dout, dlse: differentiate(dout, dlse, q, k, v, bias, sink, out, lse, passes, *mask), dout, dlse
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: tuple[int | None, ...],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sink: Tensor | None,
+        plan: Plan,
+        *others: Tensor,
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        """Run one forward pass for all the mapped calls, or one for each."""
+        if in_dims[4] is not None or _runs_one_by_one(plan):
+            calls = _each_call(info.batch_size, in_dims, (q, k, v, bias, sink, plan, *others))
+            results = [_attend_alone(plan, tensors, rest) for *tensors, plan, rest in calls]
+            return tuple(torch.stack(x) for x in zip(*results, strict=True)), (0, 0)
+        call = MappedCall(
+            info.batch_size,
+            in_dims[:4],
+            in_dims[6:],
+            plan.problem,
+            (q, k, v, bias),
+            others,
+            plan.parts.mask_form,
+            repeats=_reads_repeats(plan),
+            needs_dsink=sink is not None and sink.requires_grad,
         )
-    if torch.is_grad_enabled() or is_transformed():
-        gradients: Gradients = AttentionBackward.apply(dout, dlse, q, k, v, bias, sink, out, lse, passes, *mask)
-        return gradients
-    return run_backward(passes, dout, dlse, q, k, v, bias, sink, out, lse, mask)
+        anew = _chosen_anew(plan, call.problem)
+        out, lse = attend(anew, anew.parts.inputs(*call.inputs, sink, call.mask))
+        return (call.split(out), call.split(lse)), (0, 0)
 
 
 class AttentionBackward(torch.autograd.Function):
-    """The backward pass as a function of its own, so that it has a derivative or refuses to have one."""
+    """The backward pass as a function of its own."""
 
     @staticmethod
     def forward(
@@ -254,11 +183,11 @@ class AttentionBackward(torch.autograd.Function):
         sink: Tensor | None,
         out: Tensor,
         lse: Tensor,
-        passes: Passes,
-        *mask: Tensor,
+        plan: Plan,
+        *others: Tensor,
     ) -> tuple[Tensor | None, ...]:
         """Run the backward pass; nothing of (Lq, Lk) is kept for the second derivative."""
-        return run_backward(passes, dout, dlse, q, k, v, bias, sink, out, lse, mask)
+        return run_backward(plan, Saved(plan.parts.inputs(q, k, v, bias, sink, others), out, lse), dout, dlse)
 
     @staticmethod
     def vmap(
@@ -273,98 +202,143 @@ class AttentionBackward(torch.autograd.Function):
         sink: Tensor | None,
         out: Tensor,
         lse: Tensor,
-        passes: Passes,
-        *mask: Tensor,
+        plan: Plan,
+        *others: Tensor,
     ) -> tuple[tuple[Tensor | None, ...], tuple[int | None, ...]]:
         """Run one backward pass for all the mapped calls, each of which has gradients of its own."""
-        needs_grad = passes.problem.needs_grad
-        if in_dims[6] is not None or needs_grad.sink or passes.runs_one_by_one:
-            arguments = (dout, dlse, q, k, v, bias, sink, out, lse, passes, *mask)
-            calls = each_call(info.batch_size, in_dims, arguments)
-            each = [differentiate(*given, passes, *mask) for *given, passes, mask in calls]
+        needs_grad = plan.problem.needs_grad
+        if in_dims[6] is not None or needs_grad.sink or _runs_one_by_one(plan):
+            arguments = (dout, dlse, q, k, v, bias, sink, out, lse, plan, *others)
+            each = [
+                differentiate(plan, Saved(plan.parts.inputs(*inputs, rest), out, lse), dout, dlse)
+                for dout, dlse, *inputs, out, lse, plan, rest in _each_call(info.batch_size, in_dims, arguments)
+            ]
             results = tuple(None if x[0] is None else torch.stack(x) for x in zip(*each, strict=True))
             return results, tuple(None if x is None else 0 for x in results)
-        inputs = (q, k, v, bias)
         call = MappedCall(
             info.batch_size,
             in_dims[2:6],
             in_dims[10:],
-            passes.problem,
-            inputs,
-            mask,
-            passes.mask_form,
-            repeats=reads_repeats(passes),
+            plan.problem,
+            (q, k, v, bias),
+            others,
+            plan.parts.mask_form,
+            repeats=_reads_repeats(plan),
             needs_grad=needs_grad,
         )
-        if passes.backward is not None and accepts(passes.backward, call.problem, "backward"):
-            passes, mask = passes._replace(problem=call.problem), call.mask
+        if plan.backward is not None and plan.backward.accepts(call.problem, "backward"):
+            anew = plan._replace(problem=call.problem, run_forward=None, run_backward=None)
         else:
-            passes, mask = chosen_anew(passes, call.problem, call.mask)
+            anew = _chosen_anew(plan, call.problem)
         dout, out, lse = (
             call.fold(x, dim) for x, dim in zip((dout, out, lse), (in_dims[0], *in_dims[7:9]), strict=True)
         )
         dlse = None if dlse is None else call.fold(dlse, in_dims[1])
-        *gradients, _ = differentiate(dout, dlse, *call.inputs, sink, out, lse, passes, *mask)
+        saved = Saved(anew.parts.inputs(*call.inputs, sink, call.mask), out, lse)
+        *gradients, _ = differentiate(anew, saved, dout, dlse)
         split = (call.split, call.split, call.split, call.split_bias)
-        found = tuple(None if x is None else back(x) for x, back in zip(gradients, split, strict=True))
-        return (*found, None), (*(None if x is None else 0 for x in found), None)
+        results = (*(None if x is None else back(x) for x, back in zip(gradients, split, strict=True)), None)
+        return results, tuple(None if x is None else 0 for x in results)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
         """Keep the inputs of the gradients; out and lse are functions of them."""
-        dout, dlse, q, k, v, bias, sink, _, _, ctx.passes, *mask = inputs
-        ctx.save_for_backward(dout, dlse, q, k, v, bias, sink, *mask)
+        dout, dlse, q, k, v, bias, sink, _, _, ctx.plan, *others = inputs
+        ctx.save_for_backward(dout, dlse, q, k, v, bias, sink, *others)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         """Differentiate the gradient formula where the backend has one; it recomputes p, dense in (Lq, Lk)."""
-        passes: Passes = ctx.passes
-        problem, backend = passes.problem, passes.backward
+        plan: Plan = ctx.plan
+        problem, backend = plan.problem, plan.backward
         assert backend is not None
-        differentiable_backward = provided(backend, "differentiable_backward")
-        if differentiable_backward is None:
+        formula = backend.differentiable_backward
+        if formula is None:
             raise NotImplementedError(
-                f"backend {backend.NAME!r} has no second derivative of attention; "
+                f"backend {backend.name!r} has no second derivative of attention; "
                 'call attention(..., backend="eager"), which has one'
             )
-        dout, dlse, q, k, v, bias, sink, *mask = ctx.saved_tensors
+        dout, dlse, q, k, v, bias, sink, *others = ctx.saved_tensors
         named = {"dout": dout, "dlse": dlse, "q": q, "k": k, "v": v, "bias": bias, "sink": sink}
         present = [name for name, x in named.items() if x is not None]
         needs_grad = problem.needs_grad
-        view, sequences, dropout = passes.split(tuple(mask))
-        rest_of_call = extra_arguments(None, sequences, dropout)
 
         def gradients_needed(*tensors: Tensor) -> tuple[Tensor, ...]:
-            given: dict[str, Any] = dict(zip(present, tensors, strict=True))
-            dlse, bias = given.pop("dlse", None), given.pop("bias", None)
-            gradients = differentiable_backward(problem, dlse=dlse, mask=view, bias=bias, **rest_of_call, **given)
-            return tuple(g for g, needed in zip(gradients, needs_grad, strict=False) if needed)
+            at: dict[str, Any] = dict(zip(present, tensors, strict=True))
+            x = plan.parts.inputs(at["q"], at["k"], at["v"], at.get("bias"), at.get("sink"), tuple(others))
+            x = x.turned() if problem.heads_first else x
+            gradients = formula(problem, x, at["dout"], at.get("dlse"))
+            if problem.heads_first:
+                gradients = *(None if g is None else g.transpose(1, 2) for g in gradients[:3]), *gradients[3:]
+            return tuple(g for g, needed in zip(gradients, needs_grad, strict=False) if needed and g is not None)
 
         # torch.func.vjp, unlike autograd.grad, also works under torch.func transforms.
         pull = torch.func.vjp(gradients_needed, *(named[name] for name in present))[1]
-        rest = (None,) * (3 + len(mask))
         second = pull(tuple(g for g, needed in zip(cotangents, needs_grad, strict=True) if needed))
-        found = dict(zip(present, second, strict=True))
-        return found["dout"], found.get("dlse"), *(found.get(name) for name in NeedsGrad._fields), *rest
+        by_name = dict(zip(present, second, strict=True))
+        rest = (None,) * (3 + len(others))
+        return by_name["dout"], by_name.get("dlse"), *(by_name.get(name) for name in NeedsGrad._fields), *rest
 
 
-class _Positional(NamedTuple):
-    """Arguments that were all given, by position."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def apply_defaults(self) -> None:
-        """There is none."""
+def _runs_one_by_one(plan: Plan) -> bool:
+    """Whether calls that are mapped are not folded into one: sequences and dropout number the entries of each."""
+    return plan.parts.has_dropout or plan.parts.num_sequence_tensors > 0
 
 
-class _Signature(inspect.Signature):
-    """A signature that binds in no time: torch finds and binds that of `forward` at every call."""
+def _each_call(size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """The arguments of each of the calls that `torch.vmap` maps, those from the plan on as (plan, others)."""
+    for index in range(size):
+        own = [
+            x.select(dim, index) if isinstance(x, Tensor) and dim is not None else x
+            for x, dim in zip(arguments, in_dims, strict=True)
+        ]
+        place = next(place for place, x in enumerate(own) if isinstance(x, Plan))
+        yield *own[:place], own[place], tuple(own[place + 1 :])
 
-    def bind(self, /, *args: Any, **kwargs: Any) -> Any:
-        """What torch asks for: the arguments as they are, where each has a place."""
-        return super().bind(*args, **kwargs) if kwargs else _Positional(args, {})
+
+def _attend_alone(plan: Plan, tensors: Sequence[Any], others: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """(out, lse) of one of the calls that are mapped: which gradients it needs, its inputs tell."""
+    needs_grad = NeedsGrad(*(x is not None and x.requires_grad for x in tensors))
+    anew = _chosen_anew(plan, plan.problem._replace(needs_grad=needs_grad if torch.is_grad_enabled() else NeedsGrad()))
+    q, k, v, bias, sink = tensors
+    return attend(anew, anew.parts.inputs(q, k, v, bias, sink, others))
 
 
-for _forward in (Attention.forward, AttentionBackward.forward):
-    vars(_forward)["__signature__"] = _Signature(list(inspect.signature(_forward).parameters.values()))
+def _reads_repeats(plan: Plan) -> bool:
+    """Whether a mapped call may have masks and biases that a part of its batch shares, or has them expanded."""
+    backends = (plan.forward, plan.backward)
+    return choice_in_force(plan.requested) == "auto" or all(x is None or x.repeats_entries for x in backends)
+
+
+def _chosen_anew(plan: Plan, problem: AttentionProblem) -> Plan:
+    """The plan of a call that `torch.vmap` has changed; its passes read its mask in the form that it has."""
+    forward, backward = select_pair(problem, plan.requested)
+    return plan._replace(problem=problem, forward=forward, backward=backward, run_forward=None, run_backward=None)
+
+
+def _keep_operator(ctx: Any, arguments: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Keep what the backward pass of an operator that stands alone reads, and choose its backend."""
+    x, flags = operators.read_inputs(arguments[: operators.NUM_INPUTS]), Flags(*arguments[operators.NUM_INPUTS : -2])
+    tensors = (x.q, x.k, x.v, x.bias, x.sink)
+    needs_grad = NeedsGrad(*(t is not None and t.requires_grad for t in tensors))
+    problem = operators.describe_operands(x, flags, needs_grad)
+    chosen = select_backward(problem, arguments[-1] or arguments[-2])
+    # Nobody asks for the backend of the forward pass, which has run.
+    plan = make_plan(
+        problem, chosen, chosen, "auto", sequences=x.sequences, has_dropout=x.dropout is not None, with_passes=False
+    )
+    plan = plan._replace(problem=problem, parts=plan.parts._replace(mask_form=x.mask.form))  # its mask is as it came
+    _keep(ctx, plan, x, *output)
+    ctx.lists = [None if t is None else [None] * len(t) for t in (arguments[3], arguments[7])]
+
+
+def _differentiate_operator(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    """The gradients of all that a forward operator received, in the order and the lists of its schema."""
+    dq, dk, dv, dbias, dsink = _gradients(ctx, dout, dlse)
+    mask, sequences = ctx.lists
+    return dq, dk, dv, mask, None, dbias, dsink, sequences, None, *(None,) * (operators.NUM_FLAGS + 2)
+
+
+torch.library.register_autograd(
+    "flash_dmattn::attention_forward", _differentiate_operator, setup_context=_keep_operator, lib=operators.LIBRARY
+)

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from .backends.protocol import AnyBackend, Direction, Reason, provided
+from .backends.mask_choice import unpacking_note
+from .backends.protocol import Backend, Direction, Reason
+from .call import Numbers, prepare_call
 from .dispatch.errors import BackendError
-from .dispatch.mask_view import unpacking_note
 from .dispatch.preferences import cite
 from .dispatch.profile_store import gpu_names
 from .dispatch.refusals import passes_of, reasons_against, refuse_fallback
@@ -29,9 +30,7 @@ from .problem import (
     unpacked_spec,
 )
 from .sequences import Sequences
-from .sequences.layout import lay_out
-from .sequences.nested import Jagged, is_nested
-from .validation import describe, follow_autocast, refuse_dtensors
+from .validation import describe, refuse_dtensors
 
 if TYPE_CHECKING:
     from .masks import PreparedMask, SequenceTileMask, TreeMask
@@ -198,56 +197,18 @@ def explain(
     """
     if unknown:
         refuse_keywords(explain, unknown)
-    copies: tuple[str, ...] = ()
-    repeats = spec = None
-    if type(q) is not Tensor and is_dtensor(q):
-        found: Explanation = above().explain(
-            q,
-            k,
-            v,
-            mask,
-            bias,
-            is_causal=is_causal,
-            softmax_scale=softmax_scale,
-            softcap=softcap,
-            window_size=window_size,
-            deterministic=deterministic,
-            return_lse=return_lse,
-            return_probs=return_probs,
-            backend=backend,
-            sink=sink,
-            sequences=sequences,
-            dropout_p=dropout_p,
-        )
-        return found
-    if is_nested(q) and sequences is None:
-        jagged = Jagged(q, k, v)
-        q, k, v, sequences = jagged.q, jagged.k, jagged.v, jagged.sequences
-    if sequences is not None:
-        q, k, v, spec, _ = lay_out(sequences, q, k, v, mask)
-    elif isinstance(q, Tensor) and q.dim() > 4:
-        q, k, v, mask, bias, _, repeats, copies = fold_call(q, k, v, mask, bias)
-    q, k, v = follow_autocast(q, k, v)
-    refuse_dtensors(q, k, v, mask, bias, sink)
-    shape = tuple(mask.shape) if isinstance(mask, Tensor) and sequences is None else ()
-    problem, _, _ = describe(
-        q,
-        k,
-        v,
-        mask,
-        bias,
-        is_causal,
-        softmax_scale,
-        softcap,
-        window_size,
-        deterministic,
-        return_lse,
-        return_probs,
-        repeats,
-        spec,
-        dropout_p,
-        sink,
+    numbers = Numbers(
+        is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, return_probs, dropout_p
     )
+    if type(q) is not Tensor and is_dtensor(q):
+        options = {**numbers._asdict(), "backend": backend, "sink": sink, "sequences": sequences}
+        explained: Explanation = above().explain(q, k, v, mask, bias, **options)
+        return explained
+    call = prepare_call(q, k, v, mask, bias, sink, sequences, numbers)
+    refuse_dtensors(call.q, call.k, call.v, call.mask, call.bias, sink)
+    shape = tuple(call.mask.shape) if isinstance(call.mask, Tensor) and sequences is None else ()
+    problem, _, _ = call.describe()
+    copies = call.copies
     if len(shape) == 2 and shape[0] == problem.batch > 1:
         reading = f"reads mask of shape {shape} as (seqlen_q, seqlen_k)"
         copies += (f"{reading}; padding of (batch, seqlen_k) is masks.padding_mask(mask)",)
@@ -415,7 +376,7 @@ def explain_description(problem: AttentionProblem, backend: BackendChoice, copie
     )
 
 
-def verdict_of(backend: AnyBackend, problem: AttentionProblem) -> Verdict:
+def verdict_of(backend: Backend, problem: AttentionProblem) -> Verdict:
     """What one backend says of a problem."""
 
     def serves(direction: Direction) -> bool:
@@ -426,9 +387,8 @@ def verdict_of(backend: AnyBackend, problem: AttentionProblem) -> Verdict:
     preferences = tuple(r for r in reasons_against(backend, problem, passes, auto=True) if r not in reasons)
     notes: tuple[str, ...] = ()
     if not reasons:
-        own = provided(backend, "notes")
-        notes = () if own is None else tuple(own(problem))
+        notes = tuple(backend.notes(problem))
         unpacking = unpacking_note(problem, backend)
         notes = notes if unpacking is None else (unpacking, *notes)
     backward = serves("backward") if len(passes) == 2 else None
-    return Verdict(backend.NAME, serves("forward"), backward, reasons, preferences, notes)
+    return Verdict(backend.name, serves("forward"), backward, reasons, preferences, notes)

@@ -16,32 +16,20 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from .problem import Flags, MaskForm, allowed_pairs
+from .problem import Flags, allowed_pairs
 
 _formulas: dict[Any, Callable[..., int]] = {}
 
 
-def forward_flop(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: list[Tensor] | None,
-    mask_form: MaskForm,
-    bias: Tensor | None,
-    sink: Tensor | None,
-    sequences: list[Tensor] | None,
-    dropout: Tensor | None,
-    *flags_and_backward: Any,
-    out_val: object = None,
-) -> int:
-    """FLOP of a forward operator: q k^T and p v, so 2 D + 2 Dv for each allowed pair and query head.
+def forward_flop(q: Tensor, k: Tensor, v: Tensor, *others: Any, out_val: object = None) -> int:
+    """FLOP of the forward operator: q k^T and p v, so 2 D + 2 Dv for each allowed pair and query head.
 
     Args:
-        q, k, v and the rest: those of the operator, the fields of `Flags` and then the backend of the backward pass.
+        q, k, v, others: the arguments of the operator; the fields of `Flags` stand before the last two.
         out_val: its result, which plays no part.
     """
-    *flags, _ = flags_and_backward
-    return forward_flop_of(_pairs(q, k, Flags(*flags)), q.shape[3], v.shape[3])
+    flags = Flags(*others[-2 - len(Flags._fields) : -2])
+    return forward_flop_of(_pairs(q, k, flags), q.shape[3], v.shape[3])
 
 
 def forward_flop_of(pairs: int, head_dim: int, head_dim_v: int) -> int:
@@ -50,33 +38,19 @@ def forward_flop_of(pairs: int, head_dim: int, head_dim_v: int) -> int:
 
 
 def backward_flop(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: list[Tensor] | None,
-    mask_form: MaskForm,
-    bias: Tensor | None,
-    sink: Tensor | None,
-    sequences: list[Tensor] | None,
-    dropout: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    *flags_and_need: Any,
-    out_val: object = None,
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *others: Any, out_val: object = None
 ) -> int:
-    """FLOP of a backward operator, for each allowed pair and query head, only for the gradients that are needed.
+    """FLOP of the backward operator, for each allowed pair and query head, only for the gradients that are needed.
 
     The scores are computed again: 2 D. dq, dk and dbias need dp = dout v^T: 2 Dv. Then dq and dk take 2 D each, dv
     2 Dv, and dbias and dsink no product. With all of them that is 2.5 times the forward pass where D is Dv.
 
     Args:
-        dout, dlse and the rest: those of the operator, the fields of `Flags` and then `needs_grad` last.
+        dout, dlse, q, k, v, others: the arguments of the operator, as of `forward_flop`; `needs_grad` is the last.
         out_val: its result, which plays no part.
     """
-    *flags, needs_grad = flags_and_need
-    return backward_flop_of(_pairs(q, k, Flags(*flags)), q.shape[3], v.shape[3], needs_grad)
+    flags, needs_grad = Flags(*others[-2 - len(Flags._fields) : -2]), others[-1]
+    return backward_flop_of(_pairs(q, k, flags), q.shape[3], v.shape[3], needs_grad)
 
 
 def backward_flop_of(pairs: int, dim: int, dim_v: int, needs_grad: Sequence[bool]) -> int:

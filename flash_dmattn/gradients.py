@@ -1,4 +1,4 @@
-"""Room for gradients, and those left to PyTorch: of empty calls, of a sink, of a bias of one value per query or key."""
+"""Allocate results, and compute in PyTorch the gradients that no kernel returns: of empty calls, sinks, some biases."""
 
 from __future__ import annotations
 
@@ -7,23 +7,88 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .problem import Flags, Gradients
+from .problem import AttentionProblem, Flags, Gradients
 from .reference.formula import sum_entries
 from .reference.sinks import row_delta, sink_gradient, through_lse
 
 __all__ = [
     "Allocate",
+    "allocate_outputs",
     "contiguous_strides",
+    "empty_gradient",
     "empty_gradients",
+    "empty_outputs",
+    "fill_empty",
+    "has_pairs",
     "key_gradient",
     "new_like",
     "query_gradient",
     "row_delta",
     "sequence_query_gradient",
     "sink_gradient",
+    "spread",
+    "with_dbias",
+    "zero_gradients",
 ]
 
 Allocate = Callable[[Tensor], Tensor]
+
+
+def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Uninitialised (out, lse) as every backend returns them: contiguous, lse fp32 (fp64 for fp64)."""
+    batch, seqlen_q, num_heads, _ = q.shape
+    dtype, device = q.dtype, q.device
+    # Sizes one by one: torch takes a third longer to read them from a tuple.
+    out = torch.empty(batch, seqlen_q, num_heads, v.shape[3], dtype=dtype, device=device)
+    lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    return out, torch.empty(batch, num_heads, seqlen_q, dtype=lse_dtype, device=device)
+
+
+def allocate_outputs(p: AttentionProblem) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """Return `q -> (out, lse)`, uninitialised as `empty_outputs` makes them, for a class of calls of 32 bits at most.
+
+    out is (B, L, H, Dv), also where q arrives as (B, H, L, D).
+    """
+    sizes, rows = (p.batch, p.seqlen_q, p.num_heads, p.head_dim_v), (p.batch, p.num_heads, p.seqlen_q)
+    empty, float32, dtype = torch.empty, torch.float32, p.dtype
+    if not p.heads_first and p.head_dim == p.head_dim_v and tuple(p.q_strides) == contiguous_strides(sizes):
+        empty_like = torch.empty_like  # takes torch half as long as reading sizes
+        return lambda q: (empty_like(q), empty(*rows, dtype=float32, device=q.device))
+    return lambda q: (empty(*sizes, dtype=dtype, device=q.device), empty(*rows, dtype=float32, device=q.device))
+
+
+def has_pairs(p: AttentionProblem) -> bool:
+    """Whether a class of calls without sequences has a pair of a query and a key, so that kernels run."""
+    return bool(p.batch and p.seqlen_q and p.num_heads and p.seqlen_k)
+
+
+def fill_empty(out: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Fill out and lse of rows without keys: zeros, and the sink of each head, -inf without one."""
+    return out.zero_(), lse.fill_(-torch.inf) if sink is None else lse.copy_(sink[:, None])
+
+
+def empty_gradient(x: Tensor) -> Tensor:
+    """An uninitialised gradient as every backend returns it: x's shape and dtype, contiguous."""
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def empty_gradients(tensors: Sequence[Tensor | None], needs_grad: Sequence[bool]) -> list[Tensor]:
+    """Those of q, k, v, bias and sink that are asked for, as an operator returns them."""
+    return [empty_gradient(x) for x, needed in zip(tensors, needs_grad, strict=True) if needed and x is not None]
+
+
+def spread(gradients: Sequence[Tensor], needs_grad: Sequence[bool]) -> Gradients:
+    """Put the gradients that an operator returned in their places among (dq, dk, dv, dbias, dsink)."""
+    rest = iter(gradients)
+    return tuple(next(rest) if needed else None for needed in needs_grad)
+
+
+def with_dbias(gradients: Gradients, dbias_out: Tensor) -> Gradients:
+    """Put dbias into the tensor that was passed for it, where it may be already."""
+    dq, dk, dv, dbias, *rest = gradients
+    if dbias is not None and dbias is not dbias_out:
+        dbias = dbias_out.copy_(dbias)
+    return (dq, dk, dv, dbias, *rest)
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -36,7 +101,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def new_like(shape: Sequence[int], strides: Sequence[int]) -> Allocate:
-    """What makes an uninitialised tensor, contiguous, of the shape and dtype of one of these strides.
+    """Return what makes an uninitialised tensor, contiguous, of the shape and dtype of one of these strides.
 
     torch takes half as long to copy what a tensor is as to read it from arguments.
     """
@@ -46,7 +111,7 @@ def new_like(shape: Sequence[int], strides: Sequence[int]) -> Allocate:
     return lambda x: empty(sizes, dtype=x.dtype, device=x.device)
 
 
-def empty_gradients(
+def zero_gradients(
     inputs: Sequence[Tensor | None],
     dout: Tensor,
     dlse: Tensor | None,

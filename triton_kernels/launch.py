@@ -42,7 +42,7 @@ def forward(
     with on_device(q):
         groups = takes_group_rows(q, k, mask, flags)
         if mask.dense is not None and not is_short_forward(q, k, v, mask):
-            mask = _packed_for_forward(mask.dense, q, k, flags, groups)
+            mask = packed_for_forward(mask.dense, q, k, flags, groups)
         key = ("forward", groups, mask.form, flags, *signature(q, k, v, bias, sink, dropout, *mask.tensors))
         plan = plans.find(key, lambda: forward_plan(planned_call(q, k, v, mask, bias, flags, sink, groups)))
         plan(q, k, v, mask, bias, sink, out, lse, dropout)
@@ -119,7 +119,7 @@ def planned_call(
     return call
 
 
-def _packed_for_forward(bools: Tensor, q: Tensor, k: Tensor, flags: Flags, groups: bool) -> MaskView:
+def packed_for_forward(bools: Tensor, q: Tensor, k: Tensor, flags: Flags, groups: bool) -> MaskView:
     """A bool mask in the form that a forward pass reads, in which heads of groups may be rows."""
     if not groups:
         return _packed(bools, q.shape[1], k.shape[1], flags)

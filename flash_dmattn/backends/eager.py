@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from .. import operators
-from ..problem import AttentionProblem, Flags, Gradients, MaskView, NeedsGrad, SequenceView
+from ..problem import AttentionProblem, Gradients
+from ..problem.inputs import Inputs, Saved
 from ..reference import eager as chunked
 from ..reference import formula
 from ..reference import sequences as loop
-from .entries import batch_of, bools_of, dropout_of, formula_numbers, whole_batch
-from .protocol import Availability, Rule
-
-NAME = "eager"
-REPEATS_ENTRIES = True
-IS_FALLBACK = True
-PROVIDES = frozenset({"notes", "differentiable_backward"})
-
-FEATURES = frozenset(
-    {
-        *("mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"),
-        *("sink", "sequences", "paged", "tree", "dropout_p"),
-    }
-)
-RULES: tuple[Rule, ...] = ()
-AUTO_RULES: tuple[Rule, ...] = ()
-
-
-def probe() -> Availability:
-    """Always usable: it needs nothing but torch."""
-    return Availability(True)
-
+from .entries import batch_of, bool_mask, dropout_of, formula_numbers, whole_batch
+from .protocol import Backend, Backward, Forward
 
 _chunk_bytes = chunked.DEFAULT_CHUNK_BYTES
 
@@ -51,7 +29,7 @@ def set_chunk_bytes(nbytes: int) -> None:
     _chunk_bytes = nbytes
 
 
-def workspace_bytes(problem: AttentionProblem) -> int:
+def _workspace_bytes(problem: AttentionProblem) -> int:
     """Bytes of temporaries a call can hold at once: what the fallback warning names."""
     width = 8 if problem.dtype == torch.float64 else 4
     batch = problem.batch if problem.sequences is None else 1  # one sequence after another
@@ -60,120 +38,62 @@ def workspace_bytes(problem: AttentionProblem) -> int:
     return unpacked + min(_chunk_bytes, 3 * scores)
 
 
-def notes(problem: AttentionProblem) -> tuple[str, ...]:
-    """What a call on meta tensors does not do."""
+def _notes(problem: AttentionProblem) -> tuple[str, ...]:
+    """Say what a call on meta tensors does not do."""
     return ("gives shapes, strides and dtypes alone: meta tensors hold no values",) if problem.device == "meta" else ()
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: MaskView,
-    bias: Tensor | None,
-    flags: Flags,
-    sink: Tensor | None = None,
-    sequences: SequenceView | None = None,
-    dropout: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    if sequences is not None:
-        inputs = (batch_of(sequences, flags, mask.form), q, k, v, bools_of(mask), bias, sink)
-        return loop.forward(*inputs, dropout_of(dropout, flags), **_numbers(flags))
-    return chunked.forward(
-        q,
-        k,
-        v,
-        mask.dense,
-        bias,
-        repeats=(flags.mask_repeat, flags.bias_repeat),
-        sink=sink,
-        dropout=dropout_of(dropout, flags),
-        **_numbers(flags),
-    )
+def _plan_forward(problem: AttentionProblem) -> Forward:
+    numbers, repeats = formula_numbers(problem), (problem.flags.mask_repeat, problem.flags.bias_repeat)
+
+    def forward(x: Inputs) -> tuple[Tensor, Tensor]:
+        mask, shared = bool_mask(x.mask), {"sink": x.sink, "dropout": dropout_of(problem, x)}
+        sizes = {**numbers, "chunk_bytes": _chunk_bytes}
+        if x.sequences is not None:
+            return loop.forward(batch_of(problem, x), x.q, x.k, x.v, mask, x.bias, **shared, **sizes)
+        return chunked.forward(x.q, x.k, x.v, mask, x.bias, repeats=repeats, **shared, **sizes)
+
+    return forward
 
 
-def _backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: MaskView,
-    bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    flags: Flags,
-    needs_grad: NeedsGrad,
-    sink: Tensor | None = None,
-    sequences: SequenceView | None = None,
-    dropout: Tensor | None = None,
-) -> Gradients:
-    if sequences is not None:
-        batch, inputs = batch_of(sequences, flags, mask.form), (q, k, v, bools_of(mask), bias)
-        shared = (sink, dropout_of(dropout, flags))
-        return loop.backward(batch, dout, dlse, *inputs, out, lse, *shared, needs_grad=needs_grad, **_numbers(flags))
-    return chunked.backward(
-        dout,
-        dlse,
-        q,
-        k,
-        v,
-        mask.dense,
-        bias,
-        out,
-        lse,
-        repeats=(flags.mask_repeat, flags.bias_repeat),
-        needs_grad=needs_grad,
-        sink=sink,
-        dropout=dropout_of(dropout, flags),
-        **_numbers(flags),
-    )
+def _plan_backward(problem: AttentionProblem) -> Backward:
+    numbers, repeats = formula_numbers(problem), (problem.flags.mask_repeat, problem.flags.bias_repeat)
+
+    def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
+        x, out, lse = saved
+        mask, shared = bool_mask(x.mask), {"sink": x.sink, "dropout": dropout_of(problem, x)}
+        sizes = {**numbers, "chunk_bytes": _chunk_bytes, "needs_grad": problem.needs_grad}
+        given = (dout, dlse, x.q, x.k, x.v, mask, x.bias, out, lse)
+        if x.sequences is not None:
+            return loop.backward(batch_of(problem, x), *given, **shared, **sizes)
+        return chunked.backward(*given, repeats=repeats, **shared, **sizes)
+
+    return backward
 
 
-def _numbers(flags: Flags) -> dict[str, Any]:
-    return {
-        "softmax_scale": flags.softmax_scale,
-        "softcap": flags.softcap,
-        "window_size": flags.window,
-        "chunk_bytes": _chunk_bytes,
-    }
+def _differentiable_backward(problem: AttentionProblem, x: Inputs, dout: Tensor, dlse: Tensor | None) -> Gradients:
+    """Compute the gradients as differentiable PyTorch, whose own derivative is the second derivative of attention."""
+    numbers, dropout, mask = formula_numbers(problem), dropout_of(problem, x), bool_mask(x.mask)
+    if x.sequences is not None:
+        given = (dout, dlse, x.q, x.k, x.v, mask, x.bias, x.sink, dropout)
+        return loop.gradients(batch_of(problem, x), *given, **numbers)
+    mask, bias = whole_batch(problem, mask, x.bias)
+    given = (dout, dlse, x.q, x.k, x.v, mask, bias)
+    dq, dk, dv, dbias, *dsink = formula.gradients(*given, sink=x.sink, dropout=dropout, **numbers)
+    if dbias is not None and x.bias is not None:
+        dbias = formula.sum_entries(dbias, x.bias.shape[0], problem.flags.bias_repeat).to(x.bias.dtype)
+    return dq, dk, dv, dbias, *dsink
 
 
-forward, backward = operators.define_pair(NAME, _forward, _backward)
-
-
-def differentiable_backward(
-    problem: AttentionProblem,
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: MaskView,
-    bias: Tensor | None,
-    sink: Tensor | None = None,
-    sequences: SequenceView | None = None,
-    dropout: Tensor | None = None,
-) -> Gradients:
-    """The gradients as differentiable PyTorch, whose own derivative is the second derivative of attention."""
-    dropped = dropout_of(dropout, problem.flags)
-    if sequences is not None:
-        batch = batch_of(sequences, problem.flags, mask.form)
-        given = (dout, dlse, q, k, v, bools_of(mask), bias, sink, dropped)
-        return loop.gradients(batch, *given, **formula_numbers(problem))
-    dense, whole_bias = whole_batch(problem, mask.dense, bias)
-    dq, dk, dv, dbias, *of_sink = formula.gradients(
-        dout,
-        dlse,
-        q,
-        k,
-        v,
-        dense,
-        whole_bias,
-        sink=sink,
-        dropout=dropped,
-        **formula_numbers(problem),
-    )
-    if dbias is not None and bias is not None:
-        dbias = formula.sum_entries(dbias, bias.shape[0], problem.flags.bias_repeat).to(bias.dtype)
-    return dq, dk, dv, dbias, *of_sink
+BACKEND = Backend(
+    name="eager",
+    plan_forward=_plan_forward,
+    plan_backward=_plan_backward,
+    features=frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"})
+    | {"sink", "sequences", "paged", "tree", "dropout_p"},
+    notes=_notes,
+    mask_forms=frozenset({"dense", "tree"}),
+    repeats_entries=True,
+    differentiable_backward=_differentiable_backward,
+    workspace_bytes=_workspace_bytes,
+)

@@ -1,4 +1,4 @@
-"""What backends hand to the plain formula: whole masks and biases, and the numbers of a call."""
+"""What backends in plain PyTorch hand to the formula: whole masks and biases, and the numbers of a call."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..problem import AttentionProblem, Flags, MaskForm, MaskView, SequenceView
+from ..problem import AttentionProblem, MaskView
+from ..problem.inputs import Inputs
 from ..reference import formula
 from ..reference.dropout import Dropout
 from ..reference.sequences import Batch
@@ -30,21 +31,16 @@ def whole_batch(
 
 def formula_numbers(problem: AttentionProblem) -> dict[str, Any]:
     """The arguments of a call that are no tensors, as `flash_dmattn.reference.formula` names them."""
-    return {
-        "is_causal": problem.is_causal,
-        "softmax_scale": problem.softmax_scale,
-        "softcap": problem.softcap,
-        "window_size": problem.window_size,
-    }
+    return {"softmax_scale": problem.softmax_scale, "softcap": problem.softcap, "window_size": problem.window}
 
 
-def dropout_of(key: Tensor | None, flags: Flags) -> Dropout | None:
-    """Dropout of a call, of which a backend receives the key."""
-    return None if key is None else Dropout(flags.dropout_p, key)
+def dropout_of(problem: AttentionProblem, inputs: Inputs) -> Dropout | None:
+    """Dropout of a call."""
+    return None if inputs.dropout is None else Dropout(problem.dropout_p, inputs.dropout)
 
 
-def bools_of(mask: MaskView) -> Tensor | None:
-    """The bool mask of a call with sequences, 4-D: a tree of new tokens is (S or 1, 1, n, n)."""
+def bool_mask(mask: MaskView) -> Tensor | None:
+    """The bool mask of a call, 4-D: a tree of new tokens is (S or 1, 1, n, n)."""
     if mask.form != "tree":
         return mask.dense
     from ..masks.prepared.tree import unpack_tree  # importing flash_dmattn does not need it
@@ -52,8 +48,10 @@ def bools_of(mask: MaskView) -> Tensor | None:
     return unpack_tree(mask.tensors[0])[:, None]
 
 
-def batch_of(sequences: SequenceView, flags: Flags, mask_form: MaskForm) -> Batch:
+def batch_of(problem: AttentionProblem, inputs: Inputs) -> Batch:
     """The sequences of a call, as the loop over them has them."""
-    of_mask = "tree" if mask_form == "tree" else flags.mask_packing
-    packed = (flags.packs_queries, flags.packs_keys, of_mask, flags.bias_packing)
-    return Batch(sequences.bounds, sequences.block_table, *packed)
+    flags, sequences = problem.flags, inputs.sequences
+    assert sequences is not None
+    mask_packing = "tree" if inputs.mask.form == "tree" else flags.mask_packing
+    packing = (flags.packs_queries, flags.packs_keys, mask_packing, flags.bias_packing)
+    return Batch(sequences.bounds, sequences.block_table, *packing)

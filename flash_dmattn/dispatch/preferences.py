@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..backends.cuda import backend as cuda
-from ..backends.flex import backend as flex
-from ..backends.protocol import AnyBackend, Rule, is_fallback
-from ..backends.triton import backend as triton
+from ..backends.cuda.backend import BACKEND as cuda
+from ..backends.flex.backend import BACKEND as flex
+from ..backends.protocol import Backend, Rule
+from ..backends.triton.backend import BACKEND as triton
 from ..problem import AttentionProblem, sm_number
 from . import profile_store
 from .profile import Profile
@@ -19,7 +19,7 @@ from .profile_rows import rows_of
 from .registry import BACKENDS
 from .state import process
 
-MEASURED = (triton.NAME, flex.NAME, "eager")  # what `calibrate` times
+MEASURED = (triton.name, flex.name, "eager")  # what `calibrate` times
 _BUILT_IN = "measured_gpu"  # the rule of triton that a profile stands in for
 
 
@@ -46,7 +46,7 @@ def judge(profile: Profile, rows: tuple[str, ...], with_gradients: bool) -> Judg
     """
     if not rows or not all(set(MEASURED) <= profile.rows.get(row, {}).keys() for row in rows):
         return None
-    faster = {flex.NAME: True, "eager": True}
+    faster = {flex.name: True, "eager": True}
     failed = {name: profile.wrong.get(name, "") for name in MEASURED}
     parts = []
     for row in rows:
@@ -57,7 +57,7 @@ def judge(profile: Profile, rows: tuple[str, ...], with_gradients: bool) -> Judg
                 failed[name] = failed[name] or f"{figures.error} ({row})"
             elif times[name] is None:
                 return None
-        ours = times[triton.NAME]
+        ours = times[triton.name]
         for other in faster:
             theirs = times[other]
             if theirs is not None and not profile.wrong.get(other):
@@ -65,9 +65,9 @@ def judge(profile: Profile, rows: tuple[str, ...], with_gradients: bool) -> Judg
         words = [f"{name} {time:.3g} ms" if time is not None else f"{name} failed" for name, time in times.items()]
         parts.append(f"{row}: {', '.join(words)}")
     why = "; ".join(parts) + ("; forward and backward" if with_gradients else "; forward")
-    if failed[triton.NAME]:
-        return Judgement(False, False, failed[flex.NAME], f"triton is not right there: {failed[triton.NAME]}; {why}")
-    return Judgement(faster["eager"], faster[flex.NAME], failed[flex.NAME], why)
+    if failed[triton.name]:
+        return Judgement(False, False, failed[flex.name], f"triton is not right there: {failed[triton.name]}; {why}")
+    return Judgement(faster["eager"], faster[flex.name], failed[flex.name], why)
 
 
 def judgement(problem: AttentionProblem) -> Judgement | None:
@@ -102,14 +102,14 @@ setattr(_judged, "_dynamo_marked_constant", True)  # noqa: B010
 
 def order(judged: Judgement | None, names: list[str]) -> list[str]:
     """The backends in the order in which auto asks them: triton behind flex where that was faster."""
-    if judged is None or judged.before_flex or triton.NAME not in names or flex.NAME not in names:
+    if judged is None or judged.before_flex or triton.name not in names or flex.name not in names:
         return names
-    names.remove(triton.NAME)
-    names.insert(names.index(flex.NAME) + 1, triton.NAME)
+    names.remove(triton.name)
+    names.insert(names.index(flex.name) + 1, triton.name)
     return names
 
 
-def candidates(problem: AttentionProblem) -> list[tuple[AnyBackend, tuple[Rule, ...]]]:
+def candidates(problem: AttentionProblem) -> list[tuple[Backend, tuple[Rule, ...]]]:
     """The backends in the order in which auto asks them, each with the preferences that bind it there.
 
     Two stand there a second time, before the last resort. Cuda on Hopper, without preferences: most leave a call to
@@ -120,36 +120,36 @@ def candidates(problem: AttentionProblem) -> list[tuple[AnyBackend, tuple[Rule, 
     table = BACKENDS.table  # once: it may be replaced meanwhile
     judged = judgement(problem)
     by_profile = goes_by_profile(problem)
-    is_waiting = judged is None and triton.NAME in table and by_profile
-    found: list[tuple[AnyBackend, tuple[Rule, ...]]] = []
+    is_waiting = judged is None and triton.name in table and by_profile
+    found: list[tuple[Backend, tuple[Rule, ...]]] = []
     for name in order(judged, list(table)):
         backend = table[name]
-        if is_fallback(backend) and problem.arch == "sm_90" and not by_profile and cuda.NAME in table:
-            found.append((table[cuda.NAME], ()))
-        if is_waiting and (is_fallback(backend) or (name == flex.NAME and problem.sequences is not None)):
-            found.append((table[triton.NAME], _preferences_but_measured(table[triton.NAME])))
+        if backend.is_fallback and problem.arch == "sm_90" and not by_profile and cuda.name in table:
+            found.append((table[cuda.name], ()))
+        if is_waiting and (backend.is_fallback or (name == flex.name and problem.sequences is not None)):
+            found.append((table[triton.name], _preferences_but_measured(table[triton.name])))
             is_waiting = False
         found.append((backend, auto_rules(backend, problem, judged)))
     return found
 
 
-def _preferences_but_measured(backend: AnyBackend) -> tuple[Rule, ...]:
-    return tuple(rule for rule in backend.AUTO_RULES if rule.code != _BUILT_IN)
+def _preferences_but_measured(backend: Backend) -> tuple[Rule, ...]:
+    return tuple(rule for rule in backend.auto_rules if rule.code != _BUILT_IN)
 
 
-def auto_rules(backend: AnyBackend, problem: AttentionProblem, judged: Judgement | None) -> tuple[Rule, ...]:
+def auto_rules(backend: Backend, problem: AttentionProblem, judged: Judgement | None) -> tuple[Rule, ...]:
     """The preferences that bind auto for one backend and call."""
-    name, stated = backend.NAME, backend.AUTO_RULES
+    name, stated = backend.name, backend.auto_rules
     if not goes_by_profile(problem):
         return stated
-    if name == triton.NAME:
+    if name == triton.name:
         others = _preferences_but_measured(backend)
         if judged is None:
             return (*others, _unmeasured(problem))
         return others if judged.takes_triton else (*others, _refusal(name, judged.why))
-    if name == flex.NAME and judged is not None and judged.flex_failed:
+    if name == flex.name and judged is not None and judged.flex_failed:
         return (*stated, _refusal(name, judged.flex_failed))
-    if name == cuda.NAME and process.rules == "profile":
+    if name == cuda.name and process.rules == "profile":
         return (*stated, _NO_FIGURES)
     return stated
 
@@ -158,7 +158,7 @@ def _refusal(name: str, why: str) -> Rule:
     return Rule(
         "profile",
         lambda p: False,
-        lambda p: f"{'measured on this GPU' if name == triton.NAME else 'on this GPU it failed'}: {why}",
+        lambda p: f"{'measured on this GPU' if name == triton.name else 'on this GPU it failed'}: {why}",
         f'backend="{name}" runs it all the same',
     )
 

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import torch
 
-from ..backends.protocol import AnyBackend, Direction, Reason, broken_rules, is_fallback, unmet
+from ..backends.protocol import Backend, Direction, Reason
 from ..problem import AttentionProblem
 from .errors import BackendUnavailableError, BackendUnsupportedError, FallbackWarning
 from .preferences import auto_rules, judgement
@@ -23,19 +23,19 @@ def passes_of(problem: AttentionProblem) -> tuple[Direction, ...]:
 
 
 def reasons_against(
-    backend: AnyBackend, problem: AttentionProblem, passes: tuple[Direction, ...], *, auto: bool = False
+    backend: Backend, problem: AttentionProblem, passes: tuple[Direction, ...], *, auto: bool = False
 ) -> tuple[Reason, ...]:
     """Every reason why a backend does not serve these passes of a call; with `auto`, its preferences too."""
-    name = backend.NAME
+    name = backend.name
     reasons: list[Reason] = []
     if name in disabled():
         hint = "leave disable_backends, or take it out of set_disabled_backends or FLASH_DMATTN_DISABLE"
         reasons.append(Reason(name, "disabled", "it is switched off", hint))
-    reasons += broken_rules(backend, problem, passes)
+    reasons += backend.broken_rules(problem, passes)
     if not problem.elsewhere and not (availability := backend.probe()).usable:
         reasons.append(Reason(name, "unavailable", availability.reason, availability.hint))
     if auto:
-        reasons += unmet(backend, auto_rules(backend, problem, judgement(problem)), problem, passes)
+        reasons += backend.unmet(auto_rules(backend, problem, judgement(problem)), problem, passes)
     return tuple(reasons)
 
 
@@ -45,29 +45,29 @@ def backends_accepting(problem: AttentionProblem) -> tuple[str, ...]:
     return tuple(name for name, backend in BACKENDS.items() if not reasons_against(backend, problem, passes))
 
 
-def refuse(problem: AttentionProblem, backend: AnyBackend, passes: tuple[Direction, ...]) -> NoReturn:
+def refuse(problem: AttentionProblem, backend: Backend, passes: tuple[Direction, ...]) -> NoReturn:
     reasons = reasons_against(backend, problem, passes)
     accepted_by = backends_accepting(problem)
     is_missing = any(reason.code == "unavailable" for reason in reasons)
     cause, details = backend.probe()[3:] if is_missing else (None, "")
     out_of_service = is_missing or any(reason.code == "disabled" for reason in reasons)
     verdict = "is not available" if out_of_service else "does not support this call"
-    lines = [f"backend {backend.NAME!r} {verdict}: {problem}"]
+    lines = [f"backend {backend.name!r} {verdict}: {problem}"]
     if accepted_by:
         lines.append(f"  backends that accept it: {', '.join(map(repr, accepted_by))}")
     lines += [f"  - {reason}" for reason in reasons]
     lines += [f"    | {line}" for line in details.splitlines()]
     kind = BackendUnavailableError if out_of_service else BackendUnsupportedError
-    raise kind("\n".join(lines), backend=backend.NAME, reasons=reasons, accepted_by=accepted_by) from cause
+    raise kind("\n".join(lines), backend=backend.name, reasons=reasons, accepted_by=accepted_by) from cause
 
 
-def _all_reasons(problem: AttentionProblem, backends: Iterable[AnyBackend]) -> tuple[Reason, ...]:
+def _all_reasons(problem: AttentionProblem, backends: Iterable[Backend]) -> tuple[Reason, ...]:
     passes = passes_of(problem)
     return tuple(reason for each in backends for reason in reasons_against(each, problem, passes, auto=True))
 
 
 def _better_than_fallback(problem: AttentionProblem) -> tuple[Reason, ...]:
-    better = itertools.takewhile(lambda backend: not is_fallback(backend), BACKENDS.table.values())
+    better = itertools.takewhile(lambda backend: not backend.is_fallback, BACKENDS.table.values())
     return _all_reasons(problem, better)
 
 
@@ -87,8 +87,10 @@ _warned: set[tuple[tuple[str, str], ...]] = set()
 
 def fallback_message(problem: AttentionProblem, reasons: tuple[Reason, ...]) -> str:
     """Why a call falls back to eager PyTorch, and the memory that costs."""
-    megabytes = fallback().workspace_bytes(problem) / 2**20
-    lines = [f"attention runs on {fallback().NAME} PyTorch, with up to {megabytes:.1f} MB of temporaries: {problem}"]
+    workspace_bytes = fallback().workspace_bytes
+    assert workspace_bytes is not None
+    megabytes = workspace_bytes(problem) / 2**20
+    lines = [f"attention runs on {fallback().name} PyTorch, with up to {megabytes:.1f} MB of temporaries: {problem}"]
     return "\n".join([*lines, *(f"  - {reason.backend}: {reason}" for reason in reasons)])
 
 
@@ -97,7 +99,7 @@ def refuse_fallback(problem: AttentionProblem) -> NoReturn:
     reasons = _better_than_fallback(problem)
     hint = '\n  set_fallback("error") is in force; set_fallback("warn") would let the call run'
     message = fallback_message(problem, reasons) + hint
-    raise BackendUnsupportedError(message, backend="auto", reasons=reasons, accepted_by=(fallback().NAME,))
+    raise BackendUnsupportedError(message, backend="auto", reasons=reasons, accepted_by=(fallback().name,))
 
 
 def report_fallback(problem: AttentionProblem) -> None:

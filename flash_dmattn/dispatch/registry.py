@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, ItemsView, Iterator, Mapping
-from typing import Any, cast
 
 from ..backends import eager, reference
 from ..backends.cuda import backend as cuda
 from ..backends.flex import backend as flex
-from ..backends.protocol import OPTIONAL, AnyBackend, Availability, is_composite, is_fallback
+from ..backends.protocol import Availability, Backend
 from ..backends.triton import backend as triton
 from ..problem import FEATURES
 from .state import needed
 
 
-class _Registry(Mapping[str, AnyBackend]):
+class _Registry(Mapping[str, Backend]):
     """The backends by name, in the order in which "auto" prefers them.
 
     Attributes:
@@ -24,11 +23,11 @@ class _Registry(Mapping[str, AnyBackend]):
             before a change is not found after it, whenever it is stored.
     """
 
-    def __init__(self, backends: Mapping[str, AnyBackend]) -> None:
-        self.table: Mapping[str, AnyBackend] = dict(backends)
+    def __init__(self, backends: Mapping[str, Backend]) -> None:
+        self.table: Mapping[str, Backend] = dict(backends)
         self.version = 0
 
-    def __getitem__(self, name: str) -> AnyBackend:
+    def __getitem__(self, name: str) -> Backend:
         return self.table[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -40,13 +39,13 @@ class _Registry(Mapping[str, AnyBackend]):
     def __contains__(self, name: object) -> bool:
         return name in self.table
 
-    def items(self) -> ItemsView[str, AnyBackend]:
+    def items(self) -> ItemsView[str, Backend]:
         """The names and backends of one moment."""
         return self.table.items()
 
 
 # "auto" takes the first that accepts the call.
-BACKENDS = _Registry({module.NAME: cast(AnyBackend, module) for module in (cuda, triton, flex, eager, reference)})
+BACKENDS = _Registry({each.BACKEND.name: each.BACKEND for each in (cuda, triton, flex, eager, reference)})
 
 # Called after every change of the registry or of a profile, by what remembers a choice and wants the memory back.
 on_change: list[Callable[[], None]] = []
@@ -54,43 +53,26 @@ on_change: list[Callable[[], None]] = []
 _changing = threading.Lock()
 
 
-def register_backend(backend: AnyBackend, *, before: str | None = None) -> None:
-    """Add an out-of-tree backend: any module or object that satisfies `flash_dmattn.backends.protocol.Backend`.
+def register_backend(backend: Backend, *, before: str | None = None) -> None:
+    """Add an out-of-tree backend.
 
     Args:
-        backend: NAME, FEATURES, RULES, AUTO_RULES, probe(), and either forward() and backward(), or attention().
+        backend: a `flash_dmattn.Backend`.
         before: the backend that "auto" shall prefer it to; by default it comes last.
 
     Raises:
-        ValueError: the name is taken, `before` is unknown, FEATURES names no argument of `attention`, or PROVIDES no
-            optional function.
-        TypeError: something the protocol asks for is missing, or the backend is both a pair and one function.
+        TypeError: it is no `Backend`.
+        ValueError: the name is taken, `before` is unknown, or `features` names no argument of `attention`.
     """
-    if is_composite(backend) and hasattr(backend, "forward") and hasattr(backend, "backward"):
-        raise TypeError(
-            f"backend {backend!r} has forward, backward and attention; it needs to be a pair, or one differentiable "
-            "function: give the others names of their own"
-        )
-    provides: frozenset[str] = getattr(backend, "PROVIDES", frozenset())
-    unknown = sorted(set(provides) - set(OPTIONAL))
+    if not isinstance(backend, Backend):
+        raise TypeError(f"backend is a {type(backend).__name__}; it needs to be a flash_dmattn.Backend")
+    unknown = sorted(backend.features - FEATURES.keys())
     if unknown:
+        names = ", ".join(FEATURES)
         raise ValueError(
-            f"PROVIDES of {backend!r} names {', '.join(unknown)}; it needs names out of {', '.join(OPTIONAL)}"
+            f"features of backend {backend.name!r} names {', '.join(unknown)}; it needs names out of {names}"
         )
-    missing = [name for name in ("NAME", "FEATURES", "RULES", "AUTO_RULES", "probe") if not hasattr(backend, name)]
-    if not is_composite(backend):
-        missing += [name for name in ("forward", "backward") if not hasattr(backend, name)]
-    missing += [name for name in sorted(provides) if not hasattr(backend, name)]
-    if is_fallback(backend) and not hasattr(backend, "workspace_bytes"):
-        missing.append("workspace_bytes")
-    if missing:
-        raise TypeError(f"backend {backend!r} has no {', '.join(missing)}; see flash_dmattn.backends.protocol.Backend")
-    unknown = sorted(backend.FEATURES - FEATURES.keys())
-    if unknown:
-        raise ValueError(
-            f"FEATURES of {backend!r} names {', '.join(unknown)}; it needs names out of {', '.join(FEATURES)}"
-        )
-    name = backend.NAME
+    name = backend.name
     with _changing:
         if name in BACKENDS or name == "auto":
             raise ValueError(f"backend name {name!r} is taken; it needs to be a new one")
@@ -106,7 +88,7 @@ def unregister_backend(name: str) -> None:
     """Take a backend out of the registry: calls that ran on it choose anew.
 
     Args:
-        name: the `NAME` of a registered backend.
+        name: of a registered backend.
 
     Raises:
         ValueError: nobody registered the name, or it is the one last resort of "auto".
@@ -115,7 +97,7 @@ def unregister_backend(name: str) -> None:
         check_name(name)
         order = dict(BACKENDS.items())
         del order[name]
-        if not any(map(is_fallback, order.values())):
+        if not any(each.is_fallback for each in order.values()):
             raise ValueError(f'backend {name!r} is what "auto" falls back to; it cannot be unregistered')
         BACKENDS.table = order
         choices_changed()
@@ -128,9 +110,9 @@ def choices_changed() -> None:
         notify()
 
 
-def fallback() -> Any:
+def fallback() -> Backend:
     """The backend that takes every call: what "auto" falls back to."""
-    return next(backend for backend in BACKENDS.table.values() if is_fallback(backend))
+    return next(backend for backend in BACKENDS.table.values() if backend.is_fallback)
 
 
 def probe(name: str) -> Availability:
@@ -149,7 +131,7 @@ def works(name: str) -> bool:
 setattr(works, "_dynamo_marked_constant", True)  # noqa: B010 (a function has no such attribute for mypy)
 
 
-def check_name(name: str) -> AnyBackend:
+def check_name(name: str) -> Backend:
     """The backend of a name; refuse one that nobody registered."""
     backend = BACKENDS.table.get(name)
     if backend is None:

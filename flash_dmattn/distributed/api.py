@@ -222,7 +222,7 @@ def _prepare_together(groups: tuple[Members, ...], backend: BackendChoice, *argu
             call,
             reduce_bias_grad=request.ours.reduce_bias_grad,
             exchange_dtype=request.ours.exchange_dtype,
-            backends=tuple([None if one is None else one.NAME for one in pair]),
+            backends=tuple([None if one is None else one.name for one in pair]),
         )
     except Exception as error:  # of every kind: the other ranks wait for this one, whatever it was
         refuse_together(groups, error)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..operators import spread
+from ..gradients import spread
 from ..problem import Gradients, NeedsGrad
 from .operators import Numbers, gather_backward, gather_forward
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 
-from ..backends.protocol import Direction, KernelBackend, accepts, is_composite
+from ..backends.protocol import Backend, Direction
 from ..dispatch.refusals import report_fallback
 from ..dispatch.registry import BACKENDS, on_change, works
 from ..dispatch.selection import Selection, choice_in_force, falls_back, select_pair
@@ -48,8 +48,8 @@ def choose_pair(call: ParallelCall, backend: BackendChoice) -> Selection:
         report_fallback(call.problem)
     records = blocks.now.records
     if records is not None:
-        backward = None if found.backward is None else found.backward.NAME
-        records.append(Decision(call.problem, requested, found.forward.NAME, backward))
+        backward = None if found.backward is None else found.backward.name
+        records.append(Decision(call.problem, requested, found.forward.name, backward))
     return found
 
 
@@ -78,8 +78,8 @@ def slices_of(call: ParallelCall) -> list[AttentionProblem]:
 def _choose(problems: list[AttentionProblem], requested: BackendChoice) -> Selection:
     names = () if requested == "auto" else (requested,) if isinstance(requested, str) else requested
     for name in names:
-        if name in BACKENDS and is_composite(BACKENDS[name]):
-            pairs = ", ".join(repr(n) for n, b in BACKENDS.items() if not is_composite(b))
+        if name in BACKENDS and BACKENDS[name].is_differentiable:
+            pairs = ", ".join(repr(n) for n, b in BACKENDS.items() if not b.is_differentiable)
             raise ValueError(
                 f"backend is {requested!r}, and {name!r} is one differentiable function; context parallelism needs a "
                 f"forward/backward pair: one of {pairs}"
@@ -103,20 +103,20 @@ class _Named(NamedTuple):
 
     @classmethod
     def of(cls, selection: Selection) -> _Named:
-        return cls(selection.forward.NAME, None if selection.backward is None else selection.backward.NAME)
+        return cls(selection.forward.name, None if selection.backward is None else selection.backward.name)
 
     @property
     def selection(self) -> Selection:
-        backward = None if self.backward is None else cast(KernelBackend, BACKENDS[self.backward])
+        backward = None if self.backward is None else BACKENDS[self.backward]
         return Selection(BACKENDS[self.forward], backward)
 
 
-def _first_for_all(preferred: list[str], problems: list[AttentionProblem], direction: Direction) -> KernelBackend:
+def _first_for_all(preferred: list[str], problems: list[AttentionProblem], direction: Direction) -> Backend:
     """The first backend, of those that a slice prefers before others, that serves one pass of all slices."""
     for name in (*(n for n in BACKENDS if n in preferred), *BACKENDS):
         backend = BACKENDS[name]
-        if is_composite(backend) or name in disabled() or not works(name):
+        if backend.is_differentiable or name in disabled() or not works(name):
             continue
-        if all(accepts(backend, problem, direction) for problem in problems):
+        if all(backend.accepts(problem, direction) for problem in problems):
             return backend
     raise AssertionError("eager serves every call")

@@ -9,7 +9,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor
 
-from ..backends.protocol import AnyBackend, Reason, is_composite
+from ..backends.protocol import Backend, Reason
 from ..dispatch.errors import BackendError
 from ..dispatch.preferences import cite
 from ..dispatch.refusals import refuse_fallback
@@ -196,16 +196,16 @@ def explain_context_parallel(
     )
 
 
-def _verdict(backend: AnyBackend, problems: list[AttentionProblem], strategy: str) -> Verdict:
+def _verdict(backend: Backend, problems: list[AttentionProblem], strategy: str) -> Verdict:
     """What a backend says of all slices together."""
     verdicts = [verdict_of(backend, problem) for problem in problems]
     reasons = [reason for verdict in verdicts for reason in verdict.reasons]
-    is_pair = strategy != "gather" or not is_composite(backend)
+    is_pair = strategy != "gather" or not backend.is_differentiable
     if not is_pair:
         text = "it is one differentiable function; gathered keys need a forward/backward pair"
-        reasons.insert(0, Reason(backend.NAME, "composite", text))
+        reasons.insert(0, Reason(backend.name, "composite", text))
     return Verdict(
-        backend.NAME,
+        backend.name,
         is_pair and all(verdict.forward for verdict in verdicts),
         None if verdicts[0].backward is None else is_pair and all(verdict.backward for verdict in verdicts),
         tuple(dict.fromkeys(reasons)),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..definition import distinct, is_transformed
-from ..dispatch.mask_view import mask_view
+from ..backends.mask_choice import choose_form, view_of
 from ..dispatch.selection import Selection
 from ..problem import MaskView
 from .autograd import GatherAttention, GatherCall
@@ -48,8 +48,8 @@ def attend_gathered(
         flags.softmax_scale,
         flags.softcap,
         flags.deterministic,
-        pair.forward.NAME,
-        "" if pair.backward is None else pair.backward.NAME,
+        pair.forward.name,
+        "" if pair.backward is None else pair.backward.name,
         call.head_groups,
         call.sends_parts,
         exchange_dtype,
@@ -74,5 +74,6 @@ def _views(call: ParallelCall, pair: Selection, mask: Tensor | ShardedMask | Non
     views, held = [], call.keys_held(call.members.rank)
     for index, part in enumerate(parts):
         own = mask.masks[index] if isinstance(mask, ShardedMask) else cut(mask, part)
-        views.append(mask_view(slice_problem(call.problem, part, heads, held), own, *pair))
+        problem = slice_problem(call.problem, part, heads, held)
+        views.append(view_of(problem, choose_form(problem, *pair), own))
     return views

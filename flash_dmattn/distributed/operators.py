@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..backends.protocol import KernelBackend
 from ..definition import define
 from ..dispatch.registry import BACKENDS
 from ..flops import backward_flop_of, forward_flop_of, register
-from ..operators import empty_gradient, empty_gradients, empty_outputs
+from ..gradients import empty_gradient, empty_gradients, empty_outputs
 from ..problem import NeedsGrad, allowed_pairs
 from .agreement import agree_within
 from .exchange import Gathering, Returning
@@ -142,7 +141,7 @@ def _forward(
         n.compare("forward", q=q, k=k, v=v, bias=bias, sink=sink)
     arriving = n.arriving(k, v)
     rows = n.rows(q, k, v, mask, mask_forms, bias, sink)
-    backend = cast(KernelBackend, BACKENDS[n.forward])
+    backend = BACKENDS[n.forward]
     out, lse = empty_outputs(q, v)
     for heads, held_k, held_v in arriving:
         rows.forward(backend, heads, held_k, held_v, out, lse)
@@ -167,7 +166,7 @@ def _backward(
     n.compare("backward", q=q, k=k, v=v, bias=bias, sink=sink)
     arriving = n.arriving(k, v)
     rows = n.rows(q, k, v, mask, mask_forms, bias, sink)
-    backend = cast(KernelBackend, BACKENDS[n.backward])
+    backend = BACKENDS[n.backward]
     sums = Sums.of(rows)
     dk, dv = (empty_gradient(x) if needed else None for x, needed in zip((k, v), n.needs_grad[1:3]))
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..autograd import run_forward
-from ..backends.protocol import KernelBackend, stores_dbias
-from ..operators import empty_gradient, extra_arguments, with_dbias
+from ..backends.protocol import Backend
+from ..dispatch.plan import backward_pass, forward_pass
+from ..gradients import empty_gradient, with_dbias
 from ..problem import AttentionProblem, MaskView
+from ..problem.inputs import Inputs, Saved
 from .exchange import sum_dtype
 from .mask import cut
 from .problems import HeadGroup, slice_problem, view_of_heads
@@ -36,26 +37,22 @@ class RankRows(NamedTuple):
     bias: Tensor | None
     sink: Tensor | None
 
-    def forward(self, backend: KernelBackend, heads: HeadGroup, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+    def forward(self, backend: Backend, heads: HeadGroup, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
         """Fill out (B, Lq / W, Hq, Dv) and lse (B, Hq, Lq / W) of a group of heads.
 
         Args:
             k, v: (B, keys that the rank holds, heads of the group, ·), in global order.
         """
         of_q = heads.of(self.problem.num_heads)
-        sink = None if self.sink is None else self.sink[of_q]
         slices = zip(self.parts, self.places, self.views)
         # The largest first: while it is computed the host gets the others ready.
         for part, keys, view in sorted(slices, key=lambda one: -one[0].seqlen_q * one[0].seqlen_k):
-            mask = view_of_heads(view, heads)
-            problem = slice_problem(self.problem, part, heads, k.shape[1], mask)
-            inputs = (self.q[:, part.rows, of_q], k[:, keys], v[:, keys], self._bias(part, heads))
-            found = run_forward(backend, problem, *inputs, sink, mask, None, None)
-            out[:, part.rows, of_q], lse[:, of_q, part.rows] = found
+            problem, inputs = self._slice(part, heads, view, k, v, keys)
+            out[:, part.rows, of_q], lse[:, of_q, part.rows] = forward_pass(backend, problem)(inputs)
 
     def backward(
         self,
-        backend: KernelBackend,
+        backend: Backend,
         heads: HeadGroup,
         k: Tensor,
         v: Tensor,
@@ -73,35 +70,24 @@ class RankRows(NamedTuple):
             (fp64 for fp64) and rounded once to the dtype of the exchange.
         """
         of_q = heads.of(self.problem.num_heads)
-        sink = None if self.sink is None else self.sink[of_q]
         needs = self.problem.needs_grad
         dk, dv = (
             KeySum(x, len(self.parts), exchange_dtype) if needed else None for x, needed in zip((k, v), needs[1:])
         )
         for part, keys, view in zip(self.parts, self.places, self.views):
-            mask = view_of_heads(view, heads)
-            problem = slice_problem(self.problem, part, heads, k.shape[1], mask)
-            rest = extra_arguments(sink, None)
+            problem, inputs = self._slice(part, heads, view, k, v, keys)
+            rest: dict[str, Tensor] = {}
             whole_dbias = None if sums.bias is None else _of_group(sums.bias, heads)
             place = None if whole_dbias is None else _cleared_around(whole_dbias, part)
-            if place is not None and stores_dbias(backend):
+            if place is not None and backend.stores_dbias:
                 rest["dbias_out"] = place
-            found = backend.backward(
-                problem,
-                dout[:, part.rows, of_q],
-                None if dlse is None else dlse[:, of_q, part.rows],
-                self.q[:, part.rows, of_q],
-                k[:, keys],
-                v[:, keys],
-                mask,
-                self._bias(part, heads),
-                out[:, part.rows, of_q].contiguous(),  # as every backend has written them
-                lse[:, of_q, part.rows].contiguous(),
-                **rest,
-            )
+            # out and lse lie as every backend has written them.
+            saved = Saved(inputs, out[:, part.rows, of_q].contiguous(), lse[:, of_q, part.rows].contiguous())
+            dlse_rows = None if dlse is None else dlse[:, of_q, part.rows]
+            gradients = backward_pass(backend, problem)(saved, dout[:, part.rows, of_q], dlse_rows, **rest)
             if place is not None:
-                found = with_dbias(found, place)
-            dq, dk_part, dv_part, dbias, *dsink = found
+                gradients = with_dbias(gradients, place)
+            dq, dk_part, dv_part, dbias, *dsink = gradients
             if dq is not None and sums.q is not None:
                 sums.q[:, part.rows, of_q] = dq
             if dk is not None and dk_part is not None:
@@ -113,6 +99,17 @@ class RankRows(NamedTuple):
             if dsink and dsink[0] is not None and sums.sink is not None:
                 sums.sink[of_q] += dsink[0]
         return [x.total() for x in (dk, dv) if x is not None]
+
+    def _slice(
+        self, part: Slice, heads: HeadGroup, view: MaskView, k: Tensor, v: Tensor, keys: slice
+    ) -> tuple[AttentionProblem, Inputs]:
+        """The call of one slice and one group of heads."""
+        of_q = heads.of(self.problem.num_heads)
+        mask, sink = view_of_heads(view, heads), None if self.sink is None else self.sink[of_q]
+        problem = slice_problem(self.problem, part, heads, k.shape[1], mask)
+        q, k, v = self.q[:, part.rows, of_q], k[:, keys], v[:, keys]
+        strides: dict[str, Any] = {"q_strides": q.stride(), "k_strides": k.stride(), "v_strides": v.stride()}
+        return problem._replace(**strides), Inputs(q, k, v, mask, self._bias(part, heads), sink)
 
     def _bias(self, part: Slice, heads: HeadGroup) -> Tensor | None:
         return None if self.bias is None else _of_group(cut(self.bias, part), heads)

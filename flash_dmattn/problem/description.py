@@ -205,9 +205,8 @@ class AttentionProblem(NamedTuple):
     (`flash_dmattn.explain_problem` does). Strides count elements; `mask` and `bias` are described as 4-D, a prepared
     mask by the bool tensor that it unpacks to. Its band is that of the call. `sink` is the dtype of one, None without.
     With sequences, batch is their number, and seqlen_q and seqlen_k are bounds on their lengths. `elsewhere` says that
-    no GPU of this machine has the architecture: what is installed here then decides nothing. `backward` names the
-    backend of the backward pass where it is another and the call becomes part of an exported program, which keeps
-    operators alone; else it is empty.
+    no GPU of this machine has the architecture: what is installed here then decides nothing. `heads_first` says that q, k
+    and v arrive as (B, H, L, D), and their gradients leave so; strides are those of (B, L, H, D) all the same.
     """
 
     device: str
@@ -235,7 +234,7 @@ class AttentionProblem(NamedTuple):
     sink: torch.dtype | None = None
     sequences: SequenceSpec | None = None
     elsewhere: bool = False
-    backward: str = ""
+    heads_first: bool = False
 
     @property
     def has_window(self) -> bool:

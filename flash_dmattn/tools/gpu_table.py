@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ..backends.protocol import accepts
 from ..dispatch.registry import BACKENDS
 from ..explanation import explain_problem
 from ..triton_kernels.gpus import GPUS, KIB

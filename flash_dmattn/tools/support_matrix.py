@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from ..backends.cuda import rules
-from ..backends.protocol import Backend, Direction, Reason, accepts, all_hold, broken_rules, unmet
+from ..backends.protocol import Backend, Direction, Reason, all_hold
 from ..dispatch.registry import BACKENDS
 from ..explanation import explain_problem
 from ..problem import AttentionProblem, SequenceSpec
@@ -118,13 +118,13 @@ class Cell(NamedTuple):
 def cell(backend: Backend, problem: AttentionProblem) -> Cell:
     """Ask the rules of one backend; whether it works on this machine plays no part."""
     passes: tuple[Direction, ...] = ("forward", "backward") if any(problem.needs_grad) else ("forward",)
-    refused = tuple(direction for direction in passes if not accepts(backend, problem, direction))
+    refused = tuple(direction for direction in passes if not backend.accepts(problem, direction))
     if "forward" in refused:
-        return Cell("no", broken_rules(backend, problem, passes))
+        return Cell("no", backend.broken_rules(problem, passes))
     if refused:
-        return Cell("forward", broken_rules(backend, problem, refused))
-    if any(not all_hold(backend.AUTO_RULES, problem, direction) for direction in passes):
-        return Cell("by name", unmet(backend, backend.AUTO_RULES, problem, passes))
+        return Cell("forward", backend.broken_rules(problem, refused))
+    if any(not all_hold(backend.auto_rules, problem, direction) for direction in passes):
+        return Cell("by name", backend.unmet(backend.auto_rules, problem, passes))
     return Cell("yes")
 
 

@@ -6,7 +6,7 @@ bias as large as the scores is never copied for its strides: that would take its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -95,10 +95,15 @@ def readable(bias: Tensor) -> Tensor:
     return padded[..., : values.shape[3]].copy_(values).expand(shape)
 
 
-def readable_if_small(bias: Tensor, q: Tensor, v: Tensor) -> Tensor:
-    """The same of a bias that is small beside the call; any other as it is, of which the forward pass reads values."""
-    copies = bias.dtype == q.dtype and is_small_and_shared(bias.shape, bias.stride(), q.shape, v.shape)
-    return readable(bias) if copies else bias
+def forward_bias(p: AttentionProblem) -> Callable[[Tensor], Tensor] | None:
+    """Return what makes a bias readable for the forward pass, which reads a large one value by value; None for nothing.
+
+    Kernels with dropout read no bias value by value.
+    """
+    if p.bias is None or p.bias_class != "score":
+        return None
+    is_small = p.bias.dtype == p.dtype and is_small_and_shared(p.bias.shape, p.bias.strides, *_shapes(p))
+    return readable if is_small or p.dropout_p > 0 else None
 
 
 def stores_into(dbias: Tensor, q: Tensor, flags: Flags) -> bool:

@@ -14,11 +14,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...operators import empty_gradient, with_dbias
-from ...problem import AttentionProblem, Flags, Gradients, MaskView, NeedsGrad
+from ...gradients import empty_gradient, with_dbias
+from ...problem import AttentionProblem, Gradients, MaskView, TensorSpec
+from ...problem.inputs import Inputs, Saved
 from ..protocol import Direction
 
 Triple = tuple[Tensor | None, Tensor | None, Tensor | None]  # of q, k and v
+Attend = Callable[[Inputs, Tensor, Tensor], None]
+# (saved, dout, dlse, dbias_out, where dq, dk and dv are to be written) -> gradients
+Differentiate = Callable[[Saved, Tensor, Tensor | None, Tensor | None, Triple | None], Gradients]
 
 
 class Part(NamedTuple):
@@ -28,31 +32,40 @@ class Part(NamedTuple):
     mask: slice
     bias: slice
 
-    def shared(self, mask: MaskView, bias: Tensor | None) -> tuple[MaskView, Tensor | None]:
-        """The mask, of any form, and the bias of the part."""
-        of_mask = MaskView(mask.form, tuple(x[self.mask] for x in mask.tensors))
-        return of_mask, None if bias is None else bias[self.bias]
+    def inputs(self, x: Inputs) -> Inputs:
+        """The tensors of the part."""
+        mask = MaskView(x.mask.form, tuple(tensor[self.mask] for tensor in x.mask.tensors))
+        q, k, v = x.q[self.batch], x.k[self.batch], x.v[self.batch]
+        return Inputs(q, k, v, mask, None if x.bias is None else x.bias[self.bias], x.sink)
 
 
 def part_size(p: AttentionProblem) -> int:
     """How many entries of the batch are computed at once: all of them, but where some share a mask or a bias."""
     if not p.partly_shared:
         return p.batch
-    of_mask, of_bias = (1 if spec is None else spec.shape[0] for spec in (p.mask, p.bias))
-    return _size(p.batch, (of_mask, p.flags.mask_repeat), (of_bias, p.flags.bias_repeat))
+    return _size(p.batch, *_shared(p))
 
 
-def parts_of(batch: int, mask: MaskView, bias: Tensor | None, flags: Flags) -> list[Part]:
-    """The parts of a call; none where it is computed at once."""
-    of_mask = (mask.tensors[0].shape[0] if mask.tensors else 1, flags.mask_repeat)
-    of_bias = (1 if bias is None else bias.shape[0], flags.bias_repeat)
-    size = _size(batch, of_mask, of_bias)
-    if size == batch:
-        return []
-    return [
-        Part(slice(first, first + size), *(_read(*of, first, size, batch) for of in (of_mask, of_bias)))
-        for first in range(0, batch, size)
+def _shared(p: AttentionProblem) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Entries and repeat of the mask and of the bias."""
+    entries = [1 if spec is None else spec.shape[0] for spec in (p.mask, p.bias)]
+    return (entries[0], p.flags.mask_repeat), (entries[1], p.flags.bias_repeat)
+
+
+def _parts_of(p: AttentionProblem) -> tuple[AttentionProblem, list[Part]]:
+    """The class of calls that each part is, and the parts."""
+    size, shared = part_size(p), _shared(p)
+    parts = [
+        Part(slice(first, first + size), *(_read(*one, first, size, p.batch) for one in shared))
+        for first in range(0, p.batch, size)
     ]
+
+    def spec(whole: TensorSpec | None, entries: slice) -> TensorSpec | None:
+        return None if whole is None else whole._replace(shape=(entries.stop - entries.start, *whole.shape[1:]))
+
+    own = p.flags._replace(mask_repeat=1, bias_repeat=1)
+    of_part = p._replace(batch=size, mask=spec(p.mask, parts[0].mask), bias=spec(p.bias, parts[0].bias), flags=own)
+    return of_part, parts
 
 
 def refuses_entries(p: AttentionProblem, direction: Direction) -> str:
@@ -101,66 +114,41 @@ def _read(entries: int, repeat: int, first: int, size: int, batch: int) -> slice
     return slice(at, at + (1 if repeat > 1 else size))
 
 
-def attend_in_parts(
-    parts: list[Part],
-    attend: Callable[..., None],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: MaskView,
-    bias: Tensor | None,
-    flags: Flags,
-    sink: Tensor | None,
-) -> None:
-    """Write out and lse of each part by `attend`, which is given the same, of the part."""
-    own = flags._replace(mask_repeat=1, bias_repeat=1)
-    for part in parts:
-        rows = part.batch
-        attend(q[rows], k[rows], v[rows], out[rows], lse[rows], *part.shared(mask, bias), own, sink)
+def attend_in_parts(p: AttentionProblem, plan: Callable[[AttentionProblem], Attend]) -> Attend:
+    """Plan what writes out and lse of each part."""
+    problem, parts = _parts_of(p)
+    attend = plan(problem)
+
+    def run(x: Inputs, out: Tensor, lse: Tensor) -> None:
+        for part in parts:
+            attend(part.inputs(x), out[part.batch], lse[part.batch])
+
+    return run
 
 
-def new_gradients(q: Tensor, k: Tensor, v: Tensor, needs_grad: NeedsGrad) -> Triple:
-    """Memory for dq, dk and dv, None for what is not needed."""
-    dq, dk, dv = (empty_gradient(x) if needed else None for x, needed in zip((q, k, v), needs_grad[:3], strict=True))
-    return dq, dk, dv
+def differentiate_in_parts(p: AttentionProblem, plan: Callable[[AttentionProblem], Differentiate]) -> Differentiate:
+    """Plan the gradients of a call that `refuses_entries` has nothing against."""
+    problem, parts = _parts_of(p)
+    differentiate = plan(problem)
 
+    def run(
+        saved: Saved, dout: Tensor, dlse: Tensor | None, dbias_out: Tensor | None, into: Triple | None
+    ) -> Gradients:
+        x, out, lse = saved
+        dq, dk, dv = (
+            empty_gradient(t) if needed else None for t, needed in zip(x[:3], p.needs_grad[:3], strict=True)
+        )
+        dbias = None
+        if x.bias is not None and p.needs_grad.bias:
+            dbias = torch.empty_like(x.bias, memory_format=torch.contiguous_format) if dbias_out is None else dbias_out
+        for part in parts:
+            rows, place = part.batch, None if dbias is None else dbias[part.bias]
+            first, second, third = (None if t is None else t[rows] for t in (dq, dk, dv))
+            of_part = Saved(part.inputs(x), out[rows], lse[rows])
+            dlse_rows = None if dlse is None else dlse[rows]
+            gradients = differentiate(of_part, dout[rows], dlse_rows, place, (first, second, third))
+            if place is not None:
+                with_dbias(gradients, place)
+        return (dq, dk, dv, dbias) if x.sink is None else (dq, dk, dv, dbias, None)
 
-def differentiate_in_parts(
-    parts: list[Part],
-    differentiate: Callable[..., Gradients],
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: MaskView,
-    bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    flags: Flags,
-    needs_grad: NeedsGrad,
-    sink: Tensor | None,
-    dbias_out: Tensor | None,
-) -> Gradients:
-    """The gradients of a call of which `refuses_entries` holds nothing against.
-
-    `differentiate` is given the same, of a part; `dbias_out`, where the gradient of its bias may be written; and
-    `of_part`, where those of q, k and v have to be.
-    """
-    dq, dk, dv = new_gradients(q, k, v, needs_grad)
-    dbias = None
-    if bias is not None and needs_grad.bias:
-        dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if dbias_out is None else dbias_out
-    own = flags._replace(mask_repeat=1, bias_repeat=1)
-    for part in parts:
-        rows, place = part.batch, None if dbias is None else dbias[part.bias]
-        of_part = tuple(None if x is None else x[rows] for x in (dq, dk, dv))
-        arriving = (dout[rows], None if dlse is None else dlse[rows])
-        results = (out[rows], lse[rows], own, needs_grad, sink)
-        of_call = (*arriving, q[rows], k[rows], v[rows], *part.shared(mask, bias), *results)
-        found = differentiate(*of_call, dbias_out=place, of_part=of_part)
-        if place is not None:
-            with_dbias(found, place)
-    return (dq, dk, dv, dbias) if sink is None else (dq, dk, dv, dbias, None)
+    return run

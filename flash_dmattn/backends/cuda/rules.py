@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 from ...problem import AttentionProblem, dtype_name, fits_tma, keys_of_query
-from ..interval_walk import call_key_form
+from ..mask_choice import prepared_form
 from ..protocol import Rule
 from . import extension, sequence_rules
 from .bias_rows import copies_bias, fits, makes_dbias_of_any_rows
@@ -245,8 +245,7 @@ def _least_tiles(p: AttentionProblem) -> int:
     """Fewest tiles of 128 queries at which cuda is as fast as triton."""
     if _serves_few_queries(p):
         return 1
-    of_keys = call_key_form(p, gathers=False)
-    if p.mask_form == "intervals" or (of_keys is not None and of_keys.reorder):
+    if p.mask_form == "intervals" or prepared_form(p, gathers=False).reorder:
         return 1  # triton copies keys in order by many small operations, or gathers single keys
     widest = max(p.head_dim, p.head_dim_v)
     shares_keys = widest <= _NARROW and p.mask is None and not p.has_window and _reads_tiles(p)

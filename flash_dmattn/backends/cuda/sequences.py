@@ -2,105 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from ... import operators
-from ...gradients import empty_gradients, key_gradient, sequence_query_gradient, sink_gradient
-from ...problem import (
-    AttentionProblem,
-    Flags,
-    Gradients,
-    NeedsGrad,
-    Packing,
-    SequenceView,
-    bias_class,
-    fits_tma,
+from ...gradients import (
+    empty_gradient,
+    empty_outputs,
+    fill_empty,
+    key_gradient,
+    sequence_query_gradient,
+    sink_gradient,
+    zero_gradients,
 )
+from ...problem import AttentionProblem, Flags, Gradients, Packing, fits_tma
+from ...problem.inputs import Inputs, Saved
+from ..protocol import Backward, Forward
 
 # As csrc/api/sequences.h has them.
 _PACKING: dict[Packing, int] = {"none": 0, "queries": 1, "keys": 2}
 _NO_LIMIT = 2**30
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    flags: Flags,
-    sink: Tensor | None,
-    sequences: SequenceView,
-) -> tuple[Tensor, Tensor]:
-    """out and lse, of all rows; arguments as of `KernelBackend`."""
-    out, lse = operators.empty_outputs(q, v)
-    if len(sequences.bounds) == 0 or out.numel() == 0:
-        return operators.fill_empty(out, lse, None)
-    if sink is not None:
-        sink = (sink.float() if sink.dtype == torch.float64 else sink).contiguous()
-    table = sequences.block_table
-    if table is None:
-        q, k, v = _readable(q, k, v)
-    else:
-        q, k, v, table = *_readable(q), *_pool(k, v), table if table.shape[1] else table.new_zeros((len(table), 1))
+def plan_forward(p: AttentionProblem) -> Forward:
+    """Plan the forward pass of a class of calls."""
+    spec, flags, numbers = p.sequences, p.flags, _numbers(p.flags)
+    assert spec is not None
     attend = torch.ops.flash_dmattn.cuda_forward_sequences.default
-    attend(q, k, v, sequences.bounds, table, bias, sink, out, lse, *_numbers(flags), flags.softcap)
-    return out, lse
+
+    def forward(x: Inputs) -> tuple[Tensor, Tensor]:
+        q, k, v, _, bias, sink, sequences, _ = x
+        assert sequences is not None
+        out, lse = empty_outputs(q, v)
+        if spec.number == 0 or out.numel() == 0:
+            return fill_empty(out, lse, None)
+        if sink is not None:
+            sink = (sink.float() if sink.dtype == torch.float64 else sink).contiguous()
+        table = sequences.block_table
+        if table is None:
+            q, k, v = _readable(q, k, v)
+        else:
+            q, k, v, table = *_readable(q), *_pool(k, v), table if table.shape[1] else table.new_zeros((len(table), 1))
+        attend(q, k, v, sequences.bounds, table, bias, sink, out, lse, *numbers, flags.softcap)
+        return out, lse
+
+    return forward
 
 
-def backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    flags: Flags,
-    needs_grad: NeedsGrad,
-    sink: Tensor | None,
-    sequences: SequenceView,
-    num_dbias_chunks: int,
-) -> Gradients:
-    """The gradients asked for; arguments as of `KernelBackend`, and the chunks of a shared dbias, 0 for a choice."""
-    number = len(sequences.bounds)
-    # Rows of no sequence have no sink: their lse is not that of a row which has nothing else.
-    in_sequences = lse if sink is None else lse.masked_fill(lse == -torch.inf, torch.inf)
-    if number == 0 or out.numel() == 0 or k.shape[1] == 0:
-        return empty_gradients((q, k, v, bias), dout, dlse, out, in_sequences, sink, needs_grad)
-    dq, dk, dv = (
-        operators.empty_gradient(x) if needed else None for x, needed in zip((q, k, v), needs_grad[:3], strict=True)
-    )
-    of_queries = bias is not None and needs_grad.bias and bias_class(bias.shape) == "query"
-    delta = torch.empty_like(lse) if needs_grad.sink or (of_queries and sink is not None) else None
-    dbias = stored = sums = None
-    if bias is not None and needs_grad.bias and not of_queries:
-        if bias_class(bias.shape) == "key":
+def plan_backward(p: AttentionProblem, num_dbias_chunks: Callable[[], int]) -> Backward:
+    """Plan the backward pass of a class of calls.
+
+    Args:
+        p: of the class.
+        num_dbias_chunks: the chunks of a shared dbias, 0 for a choice; asked at each call.
+    """
+    spec, flags, needs, dbias_class, numbers = p.sequences, p.flags, p.needs_grad, p.dbias_class, _numbers(p.flags)
+    assert spec is not None
+    number = spec.number
+    needs_delta = needs.sink or (dbias_class == "query" and p.sink is not None)
+    runs_kernel = any(needs[:3]) or dbias_class in ("key", "score") or needs_delta
+    differentiate = torch.ops.flash_dmattn.cuda_backward_sequences.default
+
+    def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
+        (q, k, v, _, bias, sink, sequences, _), out, lse = saved
+        assert sequences is not None
+        # Rows of no sequence have no sink: their lse is not that of a row which has nothing else.
+        in_sequences = lse if sink is None else lse.masked_fill(lse == -torch.inf, torch.inf)
+        if number == 0 or out.numel() == 0 or k.shape[1] == 0:
+            return zero_gradients((q, k, v, bias), dout, dlse, out, in_sequences, sink, needs)
+        dq, dk, dv = (empty_gradient(x) if needed else None for x, needed in zip((q, k, v), needs[:3], strict=True))
+        delta = torch.empty_like(lse) if needs_delta else None
+        stored = sums = None
+        if dbias_class == "key":
             columns = (1, k.shape[1]) if flags.bias_packing == "keys" else (number, min(flags.max_seqlen_k, k.shape[1]))
             sums = torch.zeros((columns[0], q.shape[2], columns[1]), dtype=torch.float32, device=q.device)
-        else:
-            dbias = stored = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
-    if any(x is not None for x in (dq, dk, dv, stored, sums, delta)):
-        rows = _readable(dout, q, k, v)
-        results = (out.contiguous(), lse.contiguous(), dq, dk, dv, stored, sums, delta)
-        differentiate = torch.ops.flash_dmattn.cuda_backward_sequences.default
-        numbers = (*_numbers(flags), num_dbias_chunks)
-        differentiate(rows[0], dlse, *rows[1:], sequences.bounds, bias, *results, *numbers)
-    if delta is not None:
-        delta = delta.masked_fill(lse == -torch.inf, 0.0)  # in rows of no sequence there is none
-    if bias is not None and sums is not None:
-        if sums.shape[2] != bias.shape[3]:  # more keys of a sequence are named than there are
-            sums = torch.nn.functional.pad(sums, (0, bias.shape[3] - sums.shape[2]))
-        dbias = key_gradient(bias, sums, k.shape[2], 1)
-    elif bias is not None and of_queries:
-        dbias = sequence_query_gradient(bias, dlse, lse, k.shape[2], flags, sink, delta, sequences.bounds)
-    if sink is None:
-        return dq, dk, dv, dbias
-    dsink = sink_gradient(sink, in_sequences, delta) if needs_grad.sink and delta is not None else None
-    return dq, dk, dv, dbias, dsink
+        elif dbias_class == "score" and bias is not None:
+            stored = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
+        if runs_kernel:
+            rows = _readable(dout, q, k, v)
+            results = (out.contiguous(), lse.contiguous(), dq, dk, dv, stored, sums, delta)
+            differentiate(rows[0], dlse, *rows[1:], sequences.bounds, bias, *results, *numbers, num_dbias_chunks())
+        if delta is not None:
+            delta = delta.masked_fill(lse == -torch.inf, 0.0)  # in rows of no sequence there is none
+        dbias = stored
+        if bias is not None and sums is not None:
+            if sums.shape[2] != bias.shape[3]:  # more keys of a sequence are named than there are
+                sums = torch.nn.functional.pad(sums, (0, bias.shape[3] - sums.shape[2]))
+            dbias = key_gradient(bias, sums, k.shape[2], 1)
+        elif bias is not None and dbias_class == "query":
+            dbias = sequence_query_gradient(bias, dlse, lse, k.shape[2], flags, sink, delta, sequences.bounds)
+        if sink is None:
+            return dq, dk, dv, dbias
+        dsink = sink_gradient(sink, in_sequences, delta) if needs.sink and delta is not None else None
+        return dq, dk, dv, dbias, dsink
+
+    return backward
 
 
 def _numbers(flags: Flags) -> tuple[bool, int, int, int, int, int, float]:

@@ -5,19 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...problem import AttentionProblem, SequenceSpec, SequenceView, TensorSpec, bias_class, dtype_name
-from ..protocol import Availability, Rule
+from ...problem import AttentionProblem, SequenceSpec, TensorSpec, bias_class, dtype_name
+from ...problem.inputs import Inputs
+from ..protocol import Availability, Backend, Forward, Rule
 from .blocks import BLOCK, limits_of, prepare_blocks, prepare_in_graph
 from .call import attend, graph_module, nothing, ready_inputs, widens, with_sink
 from .sequences import attend_sequences
 from .tiles import extents
-
-NAME = "flex"
-REPEATS_ENTRIES = True
-PROVIDES = frozenset({"notes"})
-FEATURES = frozenset(
-    {"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse", "sink", "sequences"}
-)
 
 _INT32_MAX = 2**31 - 1
 
@@ -204,26 +198,10 @@ def _note_of_rows(p: AttentionProblem, spec: SequenceSpec) -> str:
     )
 
 
-def attention(
-    problem: AttentionProblem,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    sink: Tensor | None = None,
-    sequences: SequenceView | None = None,
-) -> tuple[Tensor, ...]:
-    """(out, lse), or (out,) where the problem does not return lse; differentiable as the problem's `needs_grad` asks.
+def plan_forward(problem: AttentionProblem) -> Forward:
+    """Plan (out, lse), or (out,) where the problem does not return lse; differentiable as its `needs_grad` asks.
 
     Equivalent PyTorch: `flash_dmattn.reference.formula.attention`, for each sequence where there are.
-
-    Args:
-        problem: the call, one that `RULES` accept.
-        q, k, v: (B, L, H, D), any strides.
-        mask, bias: 4-D as in the contract, or None.
-        sink: (Hq,) or None.
-        sequences: where the sequences of the batch lie, or None.
 
     Raises:
         torch._dynamo.exc.FailOnRecompileLimitHit: one class of calls was compiled more often than torch allows; torch's
@@ -231,14 +209,31 @@ def attention(
 
     Source: FlexAttention, arXiv:2412.05496.
     """
-    if sequences is not None:
-        return attend_sequences(problem, q, k, v, mask, bias, sink, sequences)
-    if sink is not None:
-        of_keys = problem._replace(return_lse=True, sink=None, needs_grad=problem.needs_grad._replace(sink=False))
-        out, lse = attention(of_keys, q, k, v, mask, bias)
-        return with_sink(out, lse, sink)[: 1 + problem.return_lse]
+    return lambda inputs: _attention(problem, inputs)
+
+
+def _attention(problem: AttentionProblem, x: Inputs) -> tuple[Tensor, ...]:
+    if x.sequences is not None:
+        return attend_sequences(problem, x)
+    if x.sink is not None:
+        keys = problem._replace(return_lse=True, sink=None, needs_grad=problem.needs_grad._replace(sink=False))
+        out, lse = _attention(keys, x._replace(sink=None))
+        return with_sink(out, lse, x.sink)[: 1 + problem.return_lse]
     if problem.batch == 0 or problem.seqlen_q == 0 or problem.seqlen_k == 0:
-        return nothing(problem, q, (q, k, v, bias))
-    q, k, v, mask, bias = ready_inputs(problem, q, k, v, mask, bias)
+        return nothing(problem, x.q, (x.q, x.k, x.v, x.bias))
+    q, k, v, mask, bias = ready_inputs(problem, x)
     prepare = prepare_in_graph if torch.compiler.is_compiling() else prepare_blocks
     return attend(problem, q, k, v, mask, bias, prepare(mask, limits_of(problem), problem, q.device))
+
+
+BACKEND = Backend(
+    name="flex",
+    plan_forward=plan_forward,
+    features=frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"})
+    | {"sink", "sequences"},
+    rules=RULES,
+    auto_rules=AUTO_RULES,
+    probe=probe,
+    notes=notes,
+    repeats_entries=True,
+)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...problem import AttentionProblem, BiasClass, Packing, bias_class
+from ...problem.inputs import Inputs
 from ...reference import formula
 from .blocks import BLOCK, Blocks, Places
 
@@ -22,9 +23,10 @@ def graph_module() -> ModuleType:
 
 
 def ready_inputs(
-    problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None
+    problem: AttentionProblem, x: Inputs
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The inputs without gradients that nobody needs and without expanded dims, a bias in the dtype that is read."""
+    """Drop gradients that nobody needs and expanded dims, and bring a bias into the dtype that is read."""
+    q, k, v, mask, bias = x.q, x.k, x.v, x.mask.dense, x.bias
     if not any(problem.needs_grad):
         # On CPU FlexAttention refuses what requires a gradient, also where none is recorded.
         q, k, v = _detached(q), _detached(k), _detached(v)

@@ -5,30 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...problem import AttentionProblem, Packing, SequenceView, spec_of
+from ...problem import AttentionProblem, Packing, spec_of
+from ...problem.inputs import Inputs
 from .call import attend, nothing, ready_inputs, with_sink
 from .sequence_blocks import prepare_sequences
 from .tiles import Side, extents, laid_out, moved
 
 
-def attend_sequences(
-    problem: AttentionProblem,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    sink: Tensor | None,
-    sequences: SequenceView,
-) -> tuple[Tensor, ...]:
-    """(out, lse), or (out,) where the problem does not return lse; arguments as of `CompositeBackend`."""
+def attend_sequences(problem: AttentionProblem, x: Inputs) -> tuple[Tensor, ...]:
+    """(out, lse), or (out,) where the problem does not return lse."""
+    sink, sequences = x.sink, x.sequences
+    assert sequences is not None
     spec = problem.sequences
     assert spec is not None
     if spec.number == 0 or spec.rows_q == 0:
-        return nothing(problem, q, (q, k, v, bias, sink))
+        return nothing(problem, x.q, (x.q, x.k, x.v, x.bias, sink))
     if spec.rows_k == 0:  # a row that no sequence has
-        k, v = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 1)) for x in (k, v))
-    q, k, v, mask, bias = ready_inputs(problem, q, k, v, mask, bias)
+        k, v = (torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, 1)) for rows in (x.k, x.v))
+        x = x._replace(k=k, v=v)
+    q, k, v, mask, bias = ready_inputs(problem, x)
     unread = bias if bias is not None and bias.numel() == 0 else None
     # One of no elements is of calls without a pair.
     mask, bias = (None if x is None or x.numel() == 0 else x for x in (mask, bias))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...problem import Flags, MaskView, bias_class
+from ...problem import AttentionProblem, MaskView
+from ...problem.inputs import Inputs
 from ...reference import formula
-from ..interval_walk import interval_walk
+from ..mask_choice import interval_walk
 
 
 class Ordered:
@@ -23,29 +24,20 @@ class Ordered:
         flags: as these have it.
     """
 
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: MaskView,
-        bias: Tensor | None,
-        flags: Flags,
-        *,
-        needs_dbias: bool = False,
-    ) -> None:
-        has_dropout = flags.dropout_p > 0
-        walk = interval_walk(mask, q.shape[1], k.shape[2], bias, needs_dbias=needs_dbias, has_dropout=has_dropout)
+    def __init__(self, p: AttentionProblem, x: Inputs) -> None:
+        q, k, v, mask, bias, *_ = x
+        flags = p.flags
+        walk = interval_walk(p, mask)
         words = walk.bounds.view(torch.int64).squeeze(-1)
         # What a bias shared among entries or heads visits is told by classes, which the mask has not kept.
         classes = walk.row_lists
-        if needs_dbias and bias is not None and bias_class(bias.shape) == "score":
+        if p.dbias_class == "score":
             from ...masks.prepared.interval_tiles import interval_classes  # importing flash_dmattn does not need it
 
-            classes = interval_classes(walk.bounds, q.shape[1])
+            classes = interval_classes(walk.bounds, p.seqlen_q)
         self.mask = MaskView("tiles", (words, classes, walk.row_lists, walk.col_lists))
         self.k, self.v, self.bias, self.flags = k, v, bias, flags
-        self._given_bias, self._bias_repeat, self._seqlen_k = bias, flags.bias_repeat, k.shape[1]
+        self._own_bias, self._bias_repeat, self._seqlen_k = bias, flags.bias_repeat, p.seqlen_k
         self._rows: Tensor | None = None
         self._bias_order: Tensor | None = None
         if walk.order is None:
@@ -66,14 +58,11 @@ class Ordered:
         )
         self.k, self.v = (x.reshape(-1, x.shape[3])[self._rows].masked_fill_(dead, 0) for x in (k, v))
         # One value that was expanded over keys may have a gradient for each.
-        if bias is not None and "key" in (
-            bias_class(bias.shape, bias.stride()),
-            needs_dbias and bias_class(bias.shape),
-        ):
+        if bias is not None and "key" in (p.bias_class, p.dbias_class):
             if orders.shape[0] > 1 and bias.shape[0] not in (1, batch):
                 bias = formula.spread_entries(bias, batch, flags.bias_repeat)
                 self.flags = flags._replace(bias_repeat=1)
-            self._bias_order = self._order_of_bias(bias, orders, q.shape[2])
+            self._bias_order = self._order_of_bias(bias, orders, p.num_heads)
             values = bias[:, :, :1].float().expand(*self._bias_order.shape[:2], 1, seqlen_k)
             self.bias = values.gather(3, self._bias_order[:, :, None])
         elif bias is not None and bias.shape[3] > places:
@@ -98,13 +87,13 @@ class Ordered:
         return result.view(batch, self._seqlen_k, heads, head_dim)
 
     def bias_by_key(self, gradient: Tensor | None) -> Tensor | None:
-        """The gradient of the bias in the order of keys, in the shape and dtype of the one that was given."""
-        given = self._given_bias
-        if gradient is None or given is None or self._bias_order is None:
+        """The gradient of the bias in the order of keys, in the shape and dtype of the bias of the call."""
+        own = self._own_bias
+        if gradient is None or own is None or self._bias_order is None:
             return gradient
         allocate = gradient.new_empty if gradient.shape[3] == self._seqlen_k else gradient.new_zeros
         ordered = allocate((*gradient.shape[:3], self._seqlen_k))
         ordered.scatter_(3, self._bias_order[:, :, None], gradient)
-        if ordered.shape[0] != given.shape[0] != 1:
-            ordered = formula.sum_entries(ordered, given.shape[0], self._bias_repeat)
-        return ordered.sum_to_size(given.shape).to(given.dtype)
+        if ordered.shape[0] != own.shape[0] != 1:
+            ordered = formula.sum_entries(ordered, own.shape[0], self._bias_repeat)
+        return ordered.sum_to_size(own.shape).to(own.dtype)

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ... import attention
 from ...distributed.context import context_in_force
-from ...heads_first import attend_heads_first
+from ...call import Numbers, prepare_call, run_call
 from ...validation import follow_autocast
 from .arguments import refuse_unknown
 from .layer_mask import LayerMask, MaskArguments
@@ -100,15 +100,12 @@ def attend(
     if _observers:
         call = _call(query, key, value, found, bias, scaling, softcap, s_aux, dropout, deterministic)
         show_observers(module, call)
-    # A scale is a float or None; what else there is, `attention` judges.
-    is_plain = context is None and found.sequences is None and not deterministic
-    if is_plain and (scaling is None or type(scaling) is float):
+    if context is None and found.sequences is None:
         mask, is_causal, window, _ = found
         sink = None if s_aux is None else s_aux.reshape(-1)
-        numbers = (is_causal, scaling, softcap or 0.0, window)
-        attended = attend_heads_first(query, key, value, mask, bias, *numbers, sink, dropout)
-        if attended is not None:
-            return attended, None
+        numbers = Numbers(is_causal, scaling, softcap or 0.0, window, deterministic or None, dropout_p=dropout)
+        layer = prepare_call(query, key, value, mask, bias, sink, None, numbers, heads_first=True)
+        return run_call(layer, "auto")[0].contiguous(), None
     if call is None:
         call = _call(query, key, value, found, bias, scaling, softcap, s_aux, dropout, deterministic)
     if context is None:

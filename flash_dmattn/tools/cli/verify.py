@@ -235,16 +235,15 @@ class Inputs:
 
     def backward_partner(self, backend: str) -> str | None:
         """The backend whose backward pass completes the forward pass of this one; None where there is none."""
-        from ...backends.protocol import is_composite
         from ...dispatch.registry import BACKENDS
         from ...dispatch.selection import available_backends
         from ...explanation import explain
 
-        if is_composite(BACKENDS[backend]):
+        if BACKENDS[backend].is_differentiable:
             return None
         leaves = self.leaves(self.dtype, self.everything)
         for other in available_backends():
-            if other != backend and not is_composite(BACKENDS[other]):
+            if other != backend and not BACKENDS[other].is_differentiable:
                 explanation = explain(**leaves, **self.flags, return_lse=True, backend=(backend, other))
                 if explanation.error is None:
                     return other

@@ -1,0 +1,68 @@
+"""The operators of the extension, and the tensors that its kernels read: rows that TMA can copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...problem import AttentionProblem, Shape4, fits_tma
+
+
+class Kernels(NamedTuple):
+    """The operators of the extension that a dense call launches."""
+
+    attend: Callable[..., Any]
+    differentiate: Callable[..., Any]
+    gather_keys: Callable[..., list[Tensor]]
+    gather_bias: Callable[..., Tensor]
+    interval_bits: Callable[..., Tensor]
+
+
+@cache
+def kernels() -> Kernels:
+    """Look the operators up once: torch.ops takes a microsecond to find one. The probe has loaded the extension."""
+    operators = torch.ops.flash_dmattn
+    return Kernels(
+        operators.cuda_forward_kernel.default,
+        operators.cuda_backward_kernel.default,
+        operators.cuda_gather_keys.default,
+        operators.cuda_gather_bias.default,
+        operators.cuda_interval_bits.default,
+    )
+
+
+def shapes_of(p: AttentionProblem) -> tuple[tuple[Shape4, Shape4], ...]:
+    """Shapes and strides of q, k and v."""
+    return (
+        ((p.batch, p.seqlen_q, p.num_heads, p.head_dim), p.q_strides),
+        ((p.batch, p.seqlen_k, p.num_heads_k, p.head_dim), p.k_strides),
+        ((p.batch, p.seqlen_k, p.num_heads_k, p.head_dim_v), p.v_strides),
+    )
+
+
+def readable_rows(x: Tensor) -> Tensor:
+    """A tensor (B, L, H, D) that TMA reads: itself, or the smallest copy, which is that of the one tensor."""
+    is_readable = x.data_ptr() % 16 == 0 and fits_tma(x.shape, x.stride(), x.element_size())
+    return x if is_readable else x.clone(memory_format=torch.contiguous_format)
+
+
+def reader(
+    shapes: Sequence[tuple[Sequence[int], Sequence[int]]], itemsize: int
+) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """Return what makes q, k and v of these shapes and strides readable for TMA, a copy where it has to be."""
+    q_fits, k_fits, v_fits = (fits_tma(shape, strides, itemsize) for shape, strides in shapes)
+
+    def read(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if not (q_fits and q.data_ptr() % 16 == 0):
+            q = readable_rows(q)
+        if not (k_fits and k.data_ptr() % 16 == 0):
+            k = readable_rows(k)
+        if not (v_fits and v.data_ptr() % 16 == 0):
+            v = readable_rows(v)
+        return q, k, v
+
+    return read

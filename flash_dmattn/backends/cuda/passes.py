@@ -1,0 +1,244 @@
+"""Both passes of calls without sequences: what a problem decides is decided in their plans, once for a class of calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ...gradients import (
+    allocate_outputs,
+    empty_gradient,
+    fill_empty,
+    has_pairs,
+    key_gradient,
+    new_like,
+    query_gradient,
+    sink_gradient,
+    zero_gradients,
+)
+from ...problem import AttentionProblem, Gradients, MaskView, make_band
+from ...problem.inputs import Inputs, Saved
+from ..mask_choice import interval_walk, reads_scores
+from ..protocol import Backward, Forward
+from . import sequences
+from .bias_rows import forward_bias, readable, stores_into
+from .group_rows import has_group_rows, plan_group_rows
+from .kernels import kernels, readable_rows, reader, shapes_of
+from .parts import Differentiate, Triple, attend_in_parts, differentiate_in_parts, part_size
+
+# Number of KV splits of the forward kernel: 0 lets the operator choose (csrc/api/num_splits.h), 1 is none. Tests set
+# others, to reach on small shapes what happens on large ones.
+NUM_KV_SPLITS = 0
+# The same for the work tiles that share a tile of a dbias (csrc/api/backward_schedule.h); 1 is none.
+NUM_DBIAS_CHUNKS = 0
+
+Attend = Callable[[Inputs, Tensor, Tensor], None]  # writes out and lse
+
+
+def plan_forward(p: AttentionProblem) -> Forward:
+    """Plan the forward pass of a class of calls."""
+    if p.sequences is not None:
+        return sequences.plan_forward(p)
+    outputs = allocate_outputs(p)
+    if not has_pairs(p):
+
+        def empty(x: Inputs) -> tuple[Tensor, Tensor]:
+            out, lse = outputs(x.q)
+            return fill_empty(out, lse, x.sink) if p.seqlen_k == 0 else (out, lse)
+
+        return empty
+    attend = _plan_attend(p)
+
+    def forward(x: Inputs) -> tuple[Tensor, Tensor]:
+        out, lse = outputs(x.q)
+        attend(x, out, lse)
+        return out, lse
+
+    return forward
+
+
+def _plan_attend(p: AttentionProblem) -> Attend:
+    if part_size(p) != p.batch:
+        return attend_in_parts(p, _plan_attend)
+    if has_group_rows(p):
+        return plan_group_rows(p, _plan_attend)
+    read_rows, read_bias, has_mask = reader(shapes_of(p), p.dtype.itemsize), forward_bias(p), p.mask_form != "none"
+    band = make_band(p.seqlen_q, p.seqlen_k, p.window)
+    low, high = (-p.seqlen_q, p.seqlen_k) if band is None else band
+    scale, softcap, dropout_p = p.softmax_scale, p.softcap, p.dropout_p
+    one_mask_row = p.flags.one_mask_row and band is None
+    attend = kernels().attend
+
+    def run(x: Inputs, out: Tensor, lse: Tensor) -> None:
+        q, k, v = read_rows(x.q, x.k, x.v)
+        bias, sink, walked = x.bias, x.sink, ()
+        if has_mask:
+            allowed, row_lists, _, order = _tiles_of(p, x.mask)
+            walked = (allowed, row_lists)
+            if order is not None:
+                k, v, bias = _in_order(p, k, v, bias, allowed, order)
+        if read_bias is not None and bias is not None:
+            bias = read_bias(bias)
+        if sink is not None:
+            sink = (sink.float() if sink.dtype == torch.float64 else sink).contiguous()
+        numbers = (low, high, scale, softcap, NUM_KV_SPLITS, x.dropout, dropout_p, one_mask_row)
+        attend(q, k, v, walked, bias, sink, out, lse, *numbers)
+
+    return run
+
+
+def _tiles_of(p: AttentionProblem, mask: MaskView) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Bits or bounds, both lists of tiles, and the order in which keys are to come."""
+    if mask.form == "tiles":
+        bits, _, row_lists, col_lists = mask.tensors
+        return bits, row_lists, col_lists, None
+    walk = interval_walk(p, mask)
+    # Beside a bias of one value per score the kernels read bits.
+    allowed = kernels().interval_bits(walk.bounds, p.seqlen_q) if reads_scores(p) else walk.bounds
+    return allowed, walk.row_lists, walk.col_lists, walk.order
+
+
+def _in_order(
+    p: AttentionProblem, k: Tensor, v: Tensor, bias: Tensor | None, allowed: Tensor, order: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Bring k, v and a bias of one value per key into an order of keys."""
+    k, v = kernels().gather_keys(k, v, order, allowed)
+    if bias is not None:
+        # The other kind has one value for all keys.
+        bias = kernels().gather_bias(bias, order) if p.bias_class == "key" else bias[..., : k.shape[1]]
+    return k, v, bias
+
+
+class _ByPlace:
+    """Gradients of a call whose order has places for some keys alone, the live ones and a few more.
+
+    Kernels see a call of as many keys as there are places, in their own order. What they return is moved to the keys
+    that have these places; others get zeros.
+
+    Attributes:
+        results: an order, dk, dv and the sums of dbias, as the kernels take them.
+    """
+
+    def __init__(self, order: Tensor, dk: Tensor | None, dv: Tensor | None, sums: Tensor | None) -> None:
+        places = order.shape[2]
+        own = torch.arange(places, dtype=torch.int32, device=order.device).expand(order.shape).contiguous()
+        by_place = [None if x is None else x.new_empty((x.shape[0], places, *x.shape[2:])) for x in (dk, dv)]
+        self.results = (own, *by_place, None if sums is None else sums.new_zeros((*sums.shape[:2], places)))
+        self._order, self._whole = order.long(), (dk, dv, sums)
+
+    def move(self) -> None:
+        """Write the gradients of all keys."""
+        for whole, part in zip(self._whole, self.results[1:], strict=True):
+            if whole is None or part is None:
+                continue
+            index = self._order
+            if whole.dim() == 4:
+                index = index.expand(whole.shape[0], whole.shape[2], -1).transpose(1, 2)[..., None]
+                whole.zero_().scatter_(1, index.expand_as(part), part)
+            else:
+                index = index.repeat_interleave(whole.shape[1] // index.shape[1], 1)
+                whole.scatter_(2, index.expand_as(part), part)  # it has been zeros
+
+
+def plan_backward(p: AttentionProblem) -> Backward:
+    """Plan the backward pass of a class of calls."""
+    if p.sequences is not None:
+        return sequences.plan_backward(p, lambda: NUM_DBIAS_CHUNKS)
+    if not has_pairs(p):
+
+        def zeros(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
+            x, out, lse = saved
+            return zero_gradients((x.q, x.k, x.v, x.bias), dout, dlse, out, lse, x.sink, p.needs_grad)
+
+        return zeros
+    differentiate = differentiate_in_parts(p, _plan_differentiate) if part_size(p) != p.batch else _plan_differentiate(p)
+
+    def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
+        return differentiate(saved, dout, dlse, dbias_out, None)
+
+    return backward
+
+
+def _plan_differentiate(p: AttentionProblem) -> Differentiate:
+    needs, dbias_class = p.needs_grad, p.dbias_class
+    shapes = shapes_of(p)
+    read_rows = reader(shapes, p.dtype.itemsize)
+    allocate_qkv = [
+        new_like(*shape) if needed else None for shape, needed in zip(shapes, needs[:3], strict=True)
+    ]
+    allocate_bias = None
+    if dbias_class == "score" and p.bias is not None:
+        allocate_bias = new_like(p.bias.shape, p.bias.strides)
+    sum_sizes = (p.batch, p.num_heads, p.seqlen_k) if dbias_class == "key" else None
+    # In an order of keys the kernel adds to them; else it writes all of them.
+    allocate_sums = torch.zeros if p.mask_form == "intervals" else torch.empty
+    # What follows from delta alone: dsink, and beside a sink dbias of one value per query.
+    needs_delta = needs.sink or (dbias_class == "query" and p.sink is not None)
+    runs_kernel = any(needs[:3]) or dbias_class in ("key", "score")
+    has_mask, reads_tiles_of_bias = p.mask_form != "none", p.bias_class == "score"
+    low, high = make_band(p.seqlen_q, p.seqlen_k, p.window) or (-p.seqlen_q, p.seqlen_k)
+    numbers = (low, high, p.softmax_scale, p.softcap, p.deterministic)
+    num_heads_k, repeat, dropout_p = p.num_heads_k, p.flags.bias_repeat, p.dropout_p
+    differentiate = kernels().differentiate
+
+    def run(
+        saved: Saved, dout: Tensor, dlse: Tensor | None, dbias_out: Tensor | None, into: Triple | None
+    ) -> Gradients:
+        x, out, lse = saved
+        q, k, v, mask, bias, sink, _, dropout = x
+        if into is None:
+            dq, dk, dv = (None if new is None else new(t) for new, t in zip(allocate_qkv, (q, k, v)))  # noqa: B905
+        else:
+            dq, dk, dv = into
+        delta = torch.empty_like(lse) if needs_delta else None
+        stored = sums = None
+        if allocate_bias is not None and bias is not None:
+            stored = dbias_out
+            if stored is None or not stores_into(stored, q, p.flags):
+                stored = allocate_bias(bias)
+        elif sum_sizes is not None:
+            sums = allocate_sums(sum_sizes, dtype=torch.float32, device=q.device)
+        if not (dout.is_contiguous() and dout.data_ptr() % 16 == 0):
+            dout = readable_rows(dout)
+        q, k, v = read_rows(q, k, v)
+        out, lse_read = out.contiguous(), lse.contiguous()
+        chunks = (NUM_DBIAS_CHUNKS, dropout, dropout_p)
+        walked: Sequence[Tensor] = ()
+        if runs_kernel:
+            order = by_place = None
+            read = bias
+            if has_mask:
+                allowed, row_lists, col_lists, order = _tiles_of(p, mask)
+                walked = (allowed, row_lists, col_lists)
+                if order is not None:
+                    k, v, read = _in_order(p, k, v, bias, allowed, order)
+            if reads_tiles_of_bias and read is not None:
+                read = readable(read)
+            summed_q = dq
+            results = (order, dk, dv, sums)
+            if order is not None:
+                if p.deterministic and dq is None:
+                    summed_q = empty_gradient(q)  # its sums fix the order of the others
+                if order.shape[2] < p.seqlen_k:
+                    by_place = _ByPlace(order, dk, dv, sums)
+                    results = by_place.results
+            tensors = (dout, dlse, q, k, v, walked, results[0], read, out, lse_read)
+            differentiate(*tensors, summed_q, *results[1:3], stored, results[3], delta, *numbers, *chunks)
+            if by_place is not None:
+                by_place.move()
+        elif delta is not None:
+            nothing = (None, None, None, None, None)
+            tensors = (dout, dlse, q, k, v, walked, None, None, out, lse_read)
+            differentiate(*tensors, *nothing, delta, *numbers, *chunks)
+        dbias = stored
+        if sums is not None and bias is not None:
+            dbias = key_gradient(bias, sums, num_heads_k, repeat)
+        elif dbias_class == "query" and bias is not None:
+            dbias = query_gradient(bias, dlse, lse, num_heads_k, repeat, sink, delta)
+        if sink is None:
+            return dq, dk, dv, dbias
+        return dq, dk, dv, dbias, sink_gradient(sink, lse, delta) if needs.sink and delta is not None else None
+
+    return run

@@ -1,0 +1,263 @@
+"""In which form the passes of a call read its mask, and the one place where it is brought into that form."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+from ..problem import AttentionProblem, MaskForm, MaskView, SequenceView, hinted
+from ..problem.inputs import Inputs, Saved
+from .protocol import Backend, Backward, Direction, Forward
+
+if TYPE_CHECKING:
+    from ..masks import PreparedMask, SequenceTileMask, TreeMask
+
+_NONE = MaskView()
+_PREPARED: tuple[MaskForm, ...] = ("tiles", "keys", "intervals")
+
+# The one switch: with False a bool mask beside sequences is always read as it is.
+PACKS_BESIDE_SEQUENCES = True
+# Fewer queries or keys have one tile, or a few: there is nothing to skip that costs as much as to look.
+FEW_QUERIES, FEW_KEYS = 16, 128
+
+
+class MaskChoice(NamedTuple):
+    """The form of a mask that the passes of a call read.
+
+    Attributes:
+        form: see `MaskForm`.
+        reorder: of "intervals", whether kept keys come first.
+    """
+
+    form: MaskForm = "none"
+    reorder: bool = False
+
+
+def choose_form(problem: AttentionProblem, forward: Backend, backward: Backend | None) -> MaskChoice:
+    """The form that both passes of a call read; they share one, so that a mask is packed once.
+
+    A prepared mask that a pass does not read is converted: `unpacking_note` says so where it becomes a bool tensor.
+    """
+    passes: tuple[tuple[Backend, Direction], ...] = ((forward, "forward"),)
+    if backward is not None:
+        passes = (*passes, (backward, "backward"))
+    return _choose(problem, passes)
+
+
+def _choose(problem: AttentionProblem, passes: tuple[tuple[Backend, Direction], ...]) -> MaskChoice:
+    form = problem.mask_form
+    if form == "none" or form == "tree" or (form != "dense" and all(form in each.mask_forms for each, _ in passes)):
+        return MaskChoice(form)
+    sized = hinted(problem)  # the form of a mask decides speed alone
+    if problem.sequences is not None:
+        packs = all("sequence_tiles" in each.mask_forms for each, _ in passes) and packs_beside_sequences(sized)
+        return MaskChoice("sequence_tiles" if packs else "dense")
+    if not all("tiles" in each.mask_forms for each, _ in passes):
+        return MaskChoice("dense")
+    if all(each.reads_dense(sized, direction) for each, direction in passes):
+        return MaskChoice("dense")
+    return prepared_form(sized, all("keys" in each.mask_forms for each, _ in passes))
+
+
+def prepared_form(problem: AttentionProblem, gathers: bool) -> MaskChoice:
+    """Tiles, or the form of a mask with one row for all queries.
+
+    Args:
+        gathers: whether kernels fetch single keys.
+    """
+    p = problem
+    if p.mask is None or not p.mask.broadcast()[2]:
+        return MaskChoice("tiles")
+    from ..masks.prepared.operator import key_form  # importing flash_dmattn does not need it
+
+    mask_heads = 1 if p.mask.broadcast()[1] else p.mask.shape[1]
+    per_score = "score" in (p.bias_class, p.dbias_class) or p.dropout_p > 0
+    sizes = (mask_heads, p.batch, p.seqlen_q, p.num_heads, p.num_heads_k)
+    chosen = key_form(*sizes, bias_is_per_score=per_score, gathers=gathers)
+    return MaskChoice(chosen.form, chosen.reorder)
+
+
+def packs_beside_sequences(problem: AttentionProblem) -> bool:
+    """Whether a call beside sequences turns its bool mask into tiles, for backends that read them.
+
+    Where each row of packed queries has a value for each key, kernels read a byte for every pair in every pass; a mask
+    with one value for several rows or keys is small. On AMD's GPUs PyTorch packs the mask, which takes longer than both
+    passes.
+    """
+    p = problem
+    if not PACKS_BESIDE_SEQUENCES or p.mask is None or p.mask_form != "dense" or p.flags.mask_packing != "queries":
+        return False
+    _, _, shares_queries, shares_keys = p.mask.broadcast()
+    if shares_queries or shares_keys or p.arch.startswith("gfx"):
+        return False
+    return p.seqlen_q > FEW_QUERIES and p.seqlen_k > FEW_KEYS
+
+
+def view_of(
+    problem: AttentionProblem,
+    choice: MaskChoice,
+    mask: Tensor | PreparedMask | SequenceTileMask | TreeMask | None,
+    sequences: SequenceView | None = None,
+) -> MaskView:
+    """The mask of a call in the form that was chosen: the only place that packs or unpacks the mask of a call.
+
+    Args:
+        problem: of the call.
+        choice: as `choose_form` makes it.
+        mask: as `validation.describe` returns it.
+        sequences: of the call.
+    """
+    if mask is None:
+        return _NONE
+    if not isinstance(mask, Tensor):
+        if mask.form == choice.form:
+            return mask.view
+        return convert(problem, choice, mask.view, sequences)
+    if choice.form == "dense":
+        return MaskView("dense", (mask,))
+    if choice.form == "sequence_tiles":
+        from ..masks.prepared.sequence_operator import prepared_beside  # importing flash_dmattn does not need it
+
+        assert sequences is not None
+        return prepared_beside(problem, mask, sequences)
+    from ..masks.prepared.operator import KeyForm, prepared_view  # likewise
+
+    assert choice.form in _PREPARED
+    form = KeyForm(choice.form, choice.reorder)
+    return prepared_view(mask, problem.seqlen_q, problem.seqlen_k, problem.window, form)
+
+
+def convert(
+    problem: AttentionProblem, choice: MaskChoice, view: MaskView, sequences: SequenceView | None = None
+) -> MaskView:
+    """A mask in another form than it has."""
+    if view.form == choice.form:
+        return view
+    if view.form == "dense":
+        return view_of(problem, choice, view.tensors[0], sequences)
+    if view.form == "sequence_tiles":
+        from ..masks.prepared.sequence_packing import unpack_sequences  # importing flash_dmattn does not need it
+
+        assert problem.sequences is not None
+        return MaskView("dense", (unpack_sequences(view.tensors[0], problem.sequences),))
+    from ..masks.saved import restore  # likewise
+
+    # The band of the problem applies to every form, so that this one need not know it.
+    mask = restore(view.form, problem.seqlen_q, problem.seqlen_k, False, (-1, -1), *view.tensors)
+    return view_of(problem, choice, mask.unpacked())
+
+
+def dense_mask(mask: Tensor | PreparedMask | SequenceTileMask | TreeMask | None) -> Tensor | None:
+    """The mask of a call as one bool tensor: 4-D, of a tree (S or 1, 1, n, n), or None."""
+    if mask is None or isinstance(mask, Tensor):
+        return mask
+    return mask.unpacked() if mask.form != "tree" else mask.unpacked()[:, None]
+
+
+def forward_of(backend: Backend, problem: AttentionProblem) -> Forward:
+    """The forward pass of a backend for a class of calls, whatever the form of its mask and the order of its dims."""
+    if problem.heads_first and not backend.reads_heads_first(problem, "forward"):
+        run = forward_of(backend, problem._replace(heads_first=False))
+        return lambda inputs: run(inputs.turned())
+    choice = _choose(problem, ((backend, "forward"),))
+    if choice.form == problem.mask_form:
+        return backend.plan_forward(problem)
+    run = backend.plan_forward(problem._replace(mask_form=choice.form))
+    return lambda inputs: run(inputs._replace(mask=convert(problem, choice, inputs.mask, inputs.sequences)))
+
+
+def backward_of(backend: Backend, problem: AttentionProblem) -> Backward:
+    """The same of its backward pass; gradients lie as q, k and v do."""
+    assert backend.plan_backward is not None
+    if problem.heads_first and not backend.reads_heads_first(problem, "backward"):
+        return _turned_back(backward_of(backend, problem._replace(heads_first=False)))
+    choice = _choose(problem, ((backend, "backward"),))
+    if choice.form == problem.mask_form:
+        return backend.plan_backward(problem)
+    run = backend.plan_backward(problem._replace(mask_form=choice.form))
+
+    def converted(saved: Saved, dout: Tensor, dlse: Tensor | None, **more: Tensor | None) -> tuple[Tensor | None, ...]:
+        inputs: Inputs = saved.inputs
+        mask = convert(problem, choice, inputs.mask, inputs.sequences)
+        return run(saved._replace(inputs=inputs._replace(mask=mask)), dout, dlse, **more)
+
+    return converted
+
+
+def _turned_back(run: Backward) -> Backward:
+    def turned(saved: Saved, dout: Tensor, dlse: Tensor | None, **more: Tensor | None) -> tuple[Tensor | None, ...]:
+        dq, dk, dv, *rest = run(saved._replace(inputs=saved.inputs.turned()), dout, dlse, **more)
+        return *(None if x is None else x.transpose(1, 2) for x in (dq, dk, dv)), *rest
+
+    return turned
+
+
+def unpacking_note(problem: AttentionProblem, backend: Backend) -> str | None:
+    """What `explain` says of a prepared mask beside a backend that reads dense ones; None where there is none."""
+    mask = problem.mask
+    if mask is None or problem.mask_form in ("none", "dense", "tree") or "tiles" in backend.mask_forms:
+        return None
+    return f"unpacks the prepared mask to a dense bool tensor of {mask.span() / 2**20:.1f} MB"
+
+
+def interval_notes(problem: AttentionProblem, gathers: bool) -> tuple[str, ...]:
+    """What `explain` says of a call with an interval mask, or one that becomes one, on a backend that reads them."""
+    p = problem
+    if p.mask_form == "intervals":
+        if p.dropout_p > 0:
+            return ("takes keys in their own order: dropout cannot follow that of a mask",)
+        if p.bias_class == "score":
+            return (
+                "takes keys in their own order: a bias of one value per query and key cannot follow that of a mask",
+            )
+        return ("in a mask's order of keys, if it has one, copies k and v",)
+    if p.mask_form != "dense" or not prepared_form(p, gathers).reorder:
+        return ()
+    return ("copies k and v in the order of kept keys, so that others cost nothing",)
+
+
+def sequence_notes(problem: AttentionProblem) -> tuple[str, ...]:
+    """What `explain` says of a bool mask beside sequences, on a backend that reads prepared ones."""
+    if problem.mask_form != "dense":
+        return ()
+    advice = "prepare_mask(mask, sequences=...)"
+    if packs_beside_sequences(problem):
+        return (f"packs the bool mask as bits and lists of tiles, once a call: {advice} does it once for all layers",)
+    return (f"reads the bool mask as it is, and skips nothing for it: {advice} makes tiles of it",)
+
+
+class IntervalWalk(NamedTuple):
+    """Bounds and lists of tiles as an `IntervalMask` has them, and the order of keys that they are in.
+
+    Attributes:
+        order: int32 (Bm, Hm, Lk), the key at each place; None where places are keys.
+    """
+
+    bounds: Tensor
+    row_lists: Tensor
+    col_lists: Tensor
+    order: Tensor | None
+
+
+def interval_walk(problem: AttentionProblem, mask: MaskView) -> IntervalWalk:
+    """The tiles of a view of the form "intervals", in its order if k, v and bias can follow it.
+
+    A bias of one value per score cannot, nor can the gradient of one of that shape: what it gains it would lose to the
+    copy. Nor can k and v where several heads of a group have masks of their own, nor dropout, which goes by the number
+    of a key. Tiles of keys in their own order are then listed anew.
+    """
+    start, stop, order, bounds, row_lists, col_lists = mask.tensors
+    if order.shape[2] == 0:
+        return IntervalWalk(bounds, row_lists, col_lists, None)
+    if not reads_scores(problem) and problem.dropout_p == 0 and order.shape[1] in (1, problem.num_heads_k):
+        return IntervalWalk(bounds, row_lists, col_lists, order)
+    from ..masks.prepared.interval_operators import run_interval_tiles  # importing flash_dmattn does not need it
+
+    own_order = order[:, :, :0].contiguous()
+    return IntervalWalk(*run_interval_tiles(start, stop, own_order, problem.seqlen_q), None)
+
+
+def reads_scores(problem: AttentionProblem) -> bool:
+    """Whether a call has a bias of one value per score, or needs the gradient of one of that shape."""
+    return "score" in (problem.bias_class, problem.dbias_class)

@@ -1,0 +1,226 @@
+"""Both passes on the Triton kernels: a launch is planned once for a class of calls and for where tensors start."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ...gradients import (
+    allocate_outputs,
+    contiguous_strides,
+    empty_outputs,
+    fill_empty,
+    has_pairs,
+    zero_gradients,
+)
+from ...problem import AttentionProblem, Gradients, MaskView
+from ...problem.inputs import Inputs, Saved
+from ..protocol import Backward, Direction, Forward
+from .key_order import Ordered
+from .tree_tiles import tiles_of_tree
+
+
+_launch: ModuleType | None = None
+
+
+def kernels() -> ModuleType:
+    """The launch of the kernels, imported late: Triton takes a second, and flash_dmattn has to import without it."""
+    global _launch
+    if _launch is None:  # the import system takes two microseconds to find it again
+        _launch = importlib.import_module("flash_dmattn.triton_kernels.launch")
+    return _launch
+
+
+def _sequence_kernels() -> ModuleType:
+    return importlib.import_module("flash_dmattn.triton_kernels.sequences")
+
+
+def is_short(p: AttentionProblem, direction: Direction) -> bool:
+    """Whether a pass of a call runs the kernel of short rows, which reads a mask of any form as it is."""
+    call = kernels().ShortCall.described(p)
+    serves: bool = call.serves_forward() if direction == "forward" else call.serves_backward()
+    return serves
+
+
+def has_group_rows(p: AttentionProblem) -> bool:
+    """Whether the query heads of a group become rows of one tile before a bool mask of one query is packed."""
+    if p.seqlen_q != 1 or p.num_heads == p.num_heads_k or p.seqlen_k < kernels().GROUP_ROWS_FROM:
+        return False
+    return p.flags.left < 0 and p.dropout_p == 0
+
+
+def reads_dense(p: AttentionProblem, direction: Direction) -> bool:
+    """Whether a pass of a call takes a bool mask as it is."""
+    return is_short(p, direction) or (direction == "forward" and has_group_rows(p))
+
+
+def reads_heads_first(p: AttentionProblem, direction: Direction) -> bool:
+    """Whether a pass takes q, k and v as (B, H, L, D): plans of short rows read addresses alone.
+
+    A tensor like one of q, k and v is its gradient in either order of dims where they are contiguous as (B, L, H, D).
+    """
+    if p.sequences is not None or not has_pairs(p) or not _has_unit_rows(p) or not is_short(p, direction):
+        return False
+    if direction == "forward":
+        return p.seqlen_q != 1 or p.num_heads == p.num_heads_k
+    shapes = (
+        ((p.batch, p.seqlen_q, p.num_heads, p.head_dim), p.q_strides),
+        ((p.batch, p.seqlen_k, p.num_heads_k, p.head_dim), p.k_strides),
+        ((p.batch, p.seqlen_k, p.num_heads_k, p.head_dim_v), p.v_strides),
+    )
+    return all(tuple(strides) == contiguous_strides(shape) for shape, strides in shapes)
+
+
+def _has_unit_rows(p: AttentionProblem) -> bool:
+    rows = ((p.q_strides, p.head_dim), (p.k_strides, p.head_dim), (p.v_strides, p.head_dim_v))
+    return all(strides[3] == 1 or dim == 1 for strides, dim in rows)
+
+
+def plan_forward(p: AttentionProblem) -> Forward:
+    """Plan the forward pass of a class of calls."""
+    if p.sequences is not None:
+        return _plan_sequences_forward(p)
+    if not has_pairs(p):
+
+        def empty(x: Inputs) -> tuple[Tensor, Tensor]:
+            out, lse = empty_outputs(x.q, x.v)
+            return fill_empty(out, lse, x.sink) if p.seqlen_k == 0 else (out, lse)
+
+        return empty
+    launch, flags, outputs, dtype = kernels(), p.flags, allocate_outputs(p), p.dtype
+    short = is_short(p, "forward")
+    if p.mask_form == "intervals" and not short:
+
+        def ordered(x: Inputs) -> tuple[Tensor, Tensor]:
+            out, lse = outputs(x.q)
+            o = Ordered(p, x)
+            launch.forward(x.q, o.k, o.v, o.mask, o.bias, out, lse, o.flags, x.sink, x.dropout)
+            return out, lse
+
+        return ordered
+    copies, packs = not _has_unit_rows(p), p.mask_form == "dense" and not short
+    heads_first, unit_rows, plans = p.heads_first, launch.unit_rows, launch.plans
+    takes_tf32, is_current_device, this = launch.takes_tf32, launch.is_current_device, object()
+
+    def forward(x: Inputs) -> tuple[Tensor, Tensor]:
+        q, k, v, mask, bias, sink, _, dropout = x
+        out, lse = outputs(q)
+        if copies:
+            q, k, v = unit_rows(q), unit_rows(k), unit_rows(v)
+        if sink is not None:
+            sink = sink.contiguous()
+        if packs and mask.dense is not None:
+            mask = launch.packed_for_forward(mask.dense, q, k, flags, True)
+        key = (this, q.get_device(), takes_tf32(dtype), _places(q, k, v, bias, sink, dropout, *mask.tensors))
+        plan = plans.get(key)
+        if plan is None:
+            rows = (q, k, v) if not heads_first else (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+            groups = packs or launch.takes_group_rows(*rows[:2], mask, flags)
+            with launch.on_device(q):
+                plan = launch.forward_plan(launch.planned_call(*rows, mask, bias, flags, sink, groups))
+            plans.keep(key, plan)
+        if is_current_device(q):
+            plan(q, k, v, mask, bias, sink, out, lse, dropout)
+        else:
+            with torch.cuda.device(q.device):
+                plan(q, k, v, mask, bias, sink, out, lse, dropout)
+        return out, lse
+
+    return forward
+
+
+def _plan_sequences_forward(p: AttentionProblem) -> Forward:
+    def forward(x: Inputs) -> tuple[Tensor, Tensor]:
+        out, lse = empty_outputs(x.q, x.v)
+        assert x.sequences is not None
+        if len(x.sequences.bounds) == 0 or out.numel() == 0:
+            return fill_empty(out, lse, None)
+        given = (x.q, x.k, x.v, x.mask, x.bias, out, lse, p.flags, x.sink)
+        _sequence_kernels().forward(*given, x.sequences, x.dropout)
+        return out, lse
+
+    return forward
+
+
+def plan_backward(p: AttentionProblem) -> Backward:
+    """Plan the backward pass of a class of calls; every sum is taken in fp32, in a fixed order, and rounded once."""
+    if p.sequences is not None:
+        return _plan_sequences_backward(p)
+    if not has_pairs(p):
+
+        def zeros(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
+            x, out, lse = saved
+            return zero_gradients((x.q, x.k, x.v, x.bias), dout, dlse, out, lse, x.sink, p.needs_grad)
+
+        return zeros
+    launch, flags, needs_grad, dtype = kernels(), p.flags, p.needs_grad, p.dtype
+    if p.mask_form == "intervals" and not is_short(p, "backward"):
+
+        def ordered(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
+            x, out, lse = saved
+            o = Ordered(p, x)
+            tensors = (dout, dlse, x.q, o.k, o.v, o.mask, o.bias, out, lse)
+            dq, dk, dv, dbias, *dsink = launch.backward(*tensors, o.flags, needs_grad, x.sink, x.dropout)
+            return dq, o.by_key(dk), o.by_key(dv), o.bias_by_key(dbias), *dsink
+
+        return ordered
+    copies, is_column, heads_first = not _has_unit_rows(p), p.head_dim_v == 1, p.heads_first
+    unit_rows, plans = launch.unit_rows, launch.plans
+    takes_tf32, is_current_device, this = launch.takes_tf32, launch.is_current_device, object()
+
+    def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
+        (q, k, v, mask, bias, sink, _, dropout), out, lse = saved
+        if copies:
+            q, k, v = unit_rows(q), unit_rows(k), unit_rows(v)
+        if sink is not None:
+            sink = sink.contiguous()
+        strides = dout.stride()
+        if not (strides[3] == 1 or is_column):
+            dout = dout.contiguous()
+            strides = dout.stride()
+        out, lse = out.contiguous(), lse.contiguous()
+        places = _places(q, k, v, bias, sink, dropout, *mask.tensors, dout, dlse, out, lse)
+        dlse_strides = None if dlse is None else dlse.stride()
+        key = (this, q.get_device(), takes_tf32(dtype), strides, dlse_strides, places)
+        plan = plans.get(key)
+        if plan is None:
+            rows = (q, k, v) if not heads_first else (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+            with launch.on_device(q):
+                plan = launch.backward_plan(launch.Call(*rows, mask, bias, flags, sink), dout, dlse, needs_grad)
+            plans.keep(key, plan)
+        if is_current_device(q):
+            gradients: Gradients = plan(dout, dlse, q, k, v, mask, bias, sink, out, lse, dropout)
+            return gradients
+        with torch.cuda.device(q.device):
+            gradients = plan(dout, dlse, q, k, v, mask, bias, sink, out, lse, dropout)
+        return gradients
+
+    return backward
+
+
+def _plan_sequences_backward(p: AttentionProblem) -> Backward:
+    def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
+        (q, k, v, mask, bias, sink, sequences, dropout), out, lse = saved
+        assert sequences is not None
+        if len(sequences.bounds) == 0 or out.numel() == 0:
+            lse = torch.full_like(lse, torch.inf)  # none of its rows has a sink
+            return zero_gradients((q, k, v, bias), dout, None, out, lse, sink, p.needs_grad)
+        if mask.form == "tree":
+            mask = tiles_of_tree(mask.tensors[0], sequences.bounds, q.shape[1], k.shape[1], p.flags)
+        given = (dout, dlse, q, k, v, mask, bias, out, lse, p.flags, p.needs_grad, sink, sequences, dropout)
+        gradients: Gradients = _sequence_kernels().backward(*given)
+        return gradients
+
+    return backward
+
+
+def _places(*tensors: Tensor | None) -> tuple[int | None, ...] | None:
+    """Where each tensor starts, in bytes after a multiple of 16; None of tensors that all start on one, as most do."""
+    bits = 0
+    for x in tensors:
+        if x is not None:
+            bits |= x.data_ptr()
+    return None if bits % 16 == 0 else tuple([None if x is None else x.data_ptr() % 16 for x in tensors])

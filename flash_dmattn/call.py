@@ -1,0 +1,246 @@
+"""One call: its arguments are brought into one form, its plan is looked up or made, and the plan runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from .autograd import attend
+from .backends.mask_choice import view_of
+from .definition import is_transformed, is_watched
+from .dispatch.checkpoints import follow_checkpoints
+from .dispatch.plan import Plan, make_plan, planned
+from .dispatch.refusals import report_fallback
+from .dispatch.registry import BACKENDS, on_change
+from .dispatch.selection import choice_in_force, choose, falls_back, selected_names
+from .dispatch.settings import BackendChoice, Decision, blocks, process
+from .problem import Repeats, SequenceSpec, SequenceView, as_scores, fold_call, unfold
+from .problem.inputs import Inputs
+from .reference.dropout import draw_key
+from .remembered import Remembered
+from .sequences import Sequences
+from .sequences.layout import lay_out
+from .sequences.nested import Jagged, is_nested
+from .validation import describe, follow_autocast, refuse_dtensors
+
+if TYPE_CHECKING:
+    from .masks import PreparedMask, SequenceTileMask, TreeMask
+
+    Mask = Tensor | PreparedMask | SequenceTileMask | TreeMask | None
+
+# A program that decodes meets a new class of calls with each length, and asks for none of them again.
+plans: Remembered[Plan] = Remembered(1024)
+on_change.append(plans.clear)
+
+
+class Numbers(NamedTuple):
+    """The arguments of `attention` that are no tensors, but for the backend."""
+
+    is_causal: bool = False
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    window_size: tuple[int, int] | None = None
+    deterministic: bool | None = None
+    return_lse: bool = False
+    return_probs: bool = False
+    dropout_p: float = 0.0
+
+
+class Call(NamedTuple):
+    """The arguments of a call in one form.
+
+    Attributes:
+        q, k, v: 4-D, in the dtype of autocast; (B, H, L, D) with `heads_first`.
+        mask, bias, sink: as they came, but for leading dims.
+        numbers: see `Numbers`.
+        repeats: of mask and bias, where leading dims were folded; and `leading`, these dims.
+        spec, sequences: how the sequences of the batch lie, and where.
+        jagged: what wraps results of nested tensors.
+        copies: tensors that were copied because their leading dims do not fold, as sentences.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Mask
+    bias: Tensor | None
+    sink: Tensor | None
+    numbers: Numbers
+    heads_first: bool = False
+    repeats: Repeats | None = None
+    leading: tuple[int, ...] | None = None
+    spec: SequenceSpec | None = None
+    sequences: SequenceView | None = None
+    jagged: Jagged | None = None
+    copies: tuple[str, ...] = ()
+
+    def describe(self) -> tuple[Any, Mask, Tensor | None]:
+        """Validate the call; return its problem, and mask and bias as 4-D views."""
+        q, k, v = self.q, self.k, self.v
+        if self.heads_first:
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        *numbers, dropout_p = self.numbers
+        problem, mask, bias = describe(
+            q, k, v, self.mask, self.bias, *numbers, self.repeats, self.spec, dropout_p, self.sink
+        )
+        return problem._replace(heads_first=True) if self.heads_first else problem, mask, bias
+
+
+def prepare_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    bias: Tensor | None,
+    sink: Tensor | None,
+    sequences: Sequences | None,
+    numbers: Numbers,
+    heads_first: bool = False,
+) -> Call:
+    """Bring the arguments of `attention` into one form; with `heads_first` q, k and v are (B, H, L, D).
+
+    Raises:
+        TypeError, ValueError: sequences, nested tensors or leading dims do not fit.
+    """
+    jagged = None
+    if is_nested(q) and sequences is None:
+        jagged = Jagged(q, k, v)
+        q, k, v, sequences = jagged.q, jagged.k, jagged.v, jagged.sequences
+    if sequences is not None:
+        q, k, v, spec, where = lay_out(sequences, q, k, v, mask)
+        q, k, v = follow_autocast(q, k, v)
+        return Call(q, k, v, mask, bias, sink, numbers, False, None, None, spec, where, jagged)
+    if isinstance(q, Tensor) and q.dim() > 4:
+        q, k, v, mask, bias, leading, repeats, copies = fold_call(q, k, v, mask, bias)
+        q, k, v = follow_autocast(q, k, v)
+        return Call(q, k, v, mask, bias, sink, numbers, False, repeats, leading, copies=copies)
+    q, k, v = follow_autocast(q, k, v)
+    if heads_first and (torch.compiler.is_compiling() or is_transformed()):
+        q, k, v, heads_first = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), False
+    return Call(q, k, v, mask, bias, sink, numbers, heads_first)
+
+
+def run_call(call: Call, backend: BackendChoice) -> tuple[Tensor, ...]:
+    """(out, lse), and probabilities where the call asks for them, in the shapes of the arguments of `attention`."""
+    plan, mask, bias = _plan_for(call, backend)
+    problem = plan.described
+    if plan.falls_back:
+        report_fallback(problem)
+    records = blocks.now.records
+    if records is not None and not torch.compiler.is_compiling():
+        records.append(Decision(problem, plan.requested, *selected_names(problem, plan)))
+    if forward_ad._current_level >= 0 and not plan.forward.has_forward_ad:
+        _refuse_tangents(plan.forward.name, call.q, call.k, call.v, bias, call.sink)
+    dropout = draw_key(call.q.device) if problem.flags.dropout_p > 0 else None
+    view = view_of(problem, plan.choice, mask, call.sequences)
+    inputs = Inputs(call.q, call.k, call.v, view, bias, call.sink, call.sequences, dropout)
+    results: tuple[Tensor, ...]
+    if plan.forward.is_differentiable:
+        run = plan.run_forward or planned(plan).run_forward
+        assert run is not None
+        results = run(inputs)
+    else:
+        results = attend(plan, inputs)
+    if call.leading is not None:
+        return tuple(unfold(x, call.leading) for x in results)
+    if call.spec is not None and call.spec.packs_queries:
+        results = tuple(x.squeeze(0) for x in results)
+        if call.jagged is not None:
+            results = call.jagged.wrap(results)
+    return results
+
+
+def _plan_for(call: Call, backend: BackendChoice) -> tuple[Plan, Mask, Tensor | None]:
+    """The plan of a call, with mask and bias as 4-D views."""
+    follow_checkpoints()
+    key = _key(call, backend)
+    plan = None if key is None else plans.get(key)
+    if plan is not None:
+        mask, bias = call.mask, call.bias
+        mask = as_scores(mask) if isinstance(mask, Tensor) else mask
+        return plan, mask, None if bias is None else as_scores(bias)
+    if key is None:
+        refuse_dtensors(call.q, call.k, call.v, call.mask, call.bias, call.sink)
+    problem, mask, bias = call.describe()
+    requested = choice_in_force(backend)
+    selection = choose(problem, requested)
+    # Under torch.jit.trace sizes are tensors, under compilers symbols; meta tensors have no values to run on.
+    is_plain = key is not None and type(problem.seqlen_q) is int
+    plan = make_plan(
+        problem,
+        *selection,
+        requested,
+        sequences=call.sequences,
+        has_dropout=problem.flags.dropout_p > 0,
+        falls_back=falls_back(problem, requested, selection),
+        with_passes=is_plain and problem.device != "meta",
+    )
+    if is_plain and key is not None:
+        plans.keep(key, plan)
+    return plan, mask, bias
+
+
+def _key(call: Call, backend: BackendChoice) -> tuple[Any, ...] | None:
+    """All that decides a plan; None for a call that is to be described each time.
+
+    Sizes may be symbols where something watches. Only validation can name what is wrong where q, k or v is None, a
+    tensor has no strides, or something cannot be hashed.
+    """
+    q, k, v, mask, bias, sink, numbers, *layout = call
+    is_prepared = not (mask is None or isinstance(mask, Tensor))
+    if (
+        q is None
+        or k is None
+        or v is None
+        or is_watched(q, k, v, bias, sink, *(getattr(mask, "tensors", (mask,)) if is_prepared else (mask,)))
+    ):
+        return None
+    window = numbers.window_size
+    if window is not None and type(window) is not tuple:
+        if type(window) is not list:
+            return None
+        numbers = numbers._replace(window_size=tuple(window))  # type: ignore[arg-type]
+        window = numbers.window_size
+    around = blocks.now
+    try:
+        key = (
+            tensor_key(q),
+            tensor_key(k),
+            tensor_key(v),
+            None if mask is None else mask.call_key if is_prepared else tensor_key(mask),  # type: ignore[union-attr, arg-type]
+            None if bias is None else tensor_key(bias),
+            None if sink is None else tensor_key(sink),
+            numbers,
+            tuple(map(type, numbers if window is None else (*numbers, *window))),  # True == 1 == 1.0
+            *layout[:4],
+            torch.is_grad_enabled(),
+            torch.are_deterministic_algorithms_enabled(),
+            # Settings one by one, as they lie: what is chosen from them is the same where they are.
+            backend,
+            around.backend,
+            around.disabled,
+            process.default_backend,
+            process.disabled,
+            BACKENDS.version,
+        )
+        hash(key)
+        return key
+    except (RuntimeError, TypeError):  # a sparse or a nested tensor has no strides, a list no hash
+        return None
+
+
+def tensor_key(x: Tensor) -> tuple[Any, ...]:
+    """Tell classes of calls apart by this of a tensor."""
+    return x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.layout  # tensors of mkldnn have strides, too
+
+
+def _refuse_tangents(backend: str, *inputs: Tensor | None) -> None:
+    # An operator without a forward-mode derivative, FlexAttention's too, drops the tangents: a derivative of zero.
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in inputs):
+        raise NotImplementedError(
+            f"backend {backend!r} has no forward-mode derivative of attention (torch.func.jvp, jacfwd); "
+            'call attention(..., backend="reference"), which has one'
+        )

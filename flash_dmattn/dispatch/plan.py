@@ -1,0 +1,143 @@
+"""A plan: what is decided once for all calls that are alike."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..backends.mask_choice import MaskChoice, backward_of, choose_form, forward_of
+from ..backends.protocol import Backend, Backward, Forward
+from ..problem import AttentionProblem, SequenceView
+from ..problem.inputs import Parts, Saved
+from ..remembered import Remembered
+from . import packers as packers  # registers the fast packers with flash_dmattn.masks
+from .registry import on_change
+from .state import BackendChoice
+
+Strides = tuple[tuple[int, ...] | None, ...]
+
+# By backend, direction and problem: calls of different keys, and operators that a compiler calls, share passes.
+_passes: Remembered[Any] = Remembered(4096)
+on_change.append(_passes.clear)
+
+
+class Plan(NamedTuple):
+    """How the calls of a class run.
+
+    Attributes:
+        described: the problem as validation describes it.
+        problem: the same as passes receive it: the form of the mask is the one they read.
+        forward, backward: the backend of each pass; backward is None where no gradient is needed, and where PyTorch
+            differentiates the forward pass.
+        requested: the choice in force: "auto", a name or a pair.
+        choice: the form of the mask that both passes read.
+        parts: how the tensors of a call make `Inputs`.
+        falls_back: whether "auto" has found nothing better than its last resort on an accelerator.
+        run_forward, run_backward: the passes; None where sizes may be symbols or tensors have no values, so that calls
+            go through the operators.
+        strides: as the backward pass was planned for, of q, k, v and bias as they arrive, and of a dense mask.
+    """
+
+    described: AttentionProblem
+    problem: AttentionProblem
+    forward: Backend
+    backward: Backend | None
+    requested: BackendChoice
+    choice: MaskChoice
+    parts: Parts
+    falls_back: bool = False
+    run_forward: Forward | None = None
+    run_backward: Backward | None = None
+    strides: Strides = ()
+
+    def lies_as_planned(self, saved: Saved) -> bool:
+        """Whether saved tensors lie as those that were saved: hooks on them may bring back copies."""
+        q, k, v, mask, bias, *_ = saved.inputs
+        strides = self.strides
+        if (
+            q.stride() != strides[0]
+            or k.stride() != strides[1]
+            or v.stride() != strides[2]
+            or not (bias is None or bias.stride() == strides[3])
+        ):
+            return False
+        if strides[4] is not None:
+            return mask.tensors[0].stride() == strides[4]
+        for x in mask.tensors:
+            if not x.is_contiguous():
+                return False
+        return True
+
+
+def make_plan(
+    problem: AttentionProblem,
+    forward: Backend,
+    backward: Backend | None,
+    requested: BackendChoice,
+    *,
+    sequences: SequenceView | None = None,
+    has_dropout: bool = False,
+    falls_back: bool = False,
+    with_passes: bool = True,
+) -> Plan:
+    """Plan the calls of a class.
+
+    Args:
+        problem: as validation describes it.
+        forward, backward, requested, falls_back: see `Plan`.
+        sequences: of one of the calls.
+        has_dropout: whether they have a key of dropout.
+        with_passes: whether to plan the passes now, too.
+    """
+    choice = choose_form(problem, forward, backward)
+    parts = Parts(choice.form, 0 if sequences is None else len(sequences.tensors), has_dropout)
+    read = problem if problem.mask_form == choice.form else problem._replace(mask_form=choice.form)
+    plan = Plan(problem, read, forward, backward, requested, choice, parts, falls_back)
+    return planned(plan) if with_passes else plan
+
+
+def planned(plan: Plan) -> Plan:
+    """The same plan with its passes."""
+    p = plan.problem
+    strides: list[tuple[int, ...]] = [p.q_strides, p.k_strides, p.v_strides]
+    if p.heads_first:
+        strides = [(x[0], x[2], x[1], x[3]) for x in strides]
+    dense = p.mask.strides if p.mask_form == "dense" and p.mask is not None else None
+    return plan._replace(
+        run_forward=forward_pass(plan.forward, p),
+        run_backward=None if plan.backward is None else backward_pass(plan.backward, p),
+        strides=(*strides, None if p.bias is None else p.bias.strides, dense),
+    )
+
+
+def forward_pass(backend: Backend, problem: AttentionProblem) -> Forward:
+    """The forward pass of a backend for a class of calls, planned once."""
+    run: Forward = _passes.find((backend, "forward", problem), lambda: forward_of(backend, problem))
+    return run
+
+
+def backward_pass(backend: Backend, problem: AttentionProblem) -> Backward:
+    """The same of its backward pass."""
+    run: Backward = _passes.find((backend, "backward", problem), lambda: backward_of(backend, problem))
+    return run
+
+
+def laid_anew(problem: AttentionProblem, saved: Saved) -> tuple[AttentionProblem, Saved]:
+    """The problem of saved tensors that lie in another way than planned, and these with a mask that kernels read."""
+    x = saved.inputs
+    q, k, v = (_rows(t, problem.heads_first) for t in x[:3])
+    mask, bias = problem.mask, problem.bias
+    if mask is not None and problem.mask_form == "dense":
+        mask = mask._replace(strides=x.mask.tensors[0].stride())
+    elif x.mask.tensors:
+        x = x._replace(mask=x.mask._replace(tensors=tuple(t.contiguous() for t in x.mask.tensors)))
+    if bias is not None and x.bias is not None:
+        bias = bias._replace(strides=x.bias.stride())
+    anew = problem._replace(q_strides=q, k_strides=k, v_strides=v, mask=mask, bias=bias)
+    return anew, saved._replace(inputs=x)
+
+
+def _rows(x: Tensor, heads_first: bool) -> Any:
+    """Strides as those of (B, L, H, D)."""
+    return x.transpose(1, 2).stride() if heads_first else x.stride()

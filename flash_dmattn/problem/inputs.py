@@ -1,0 +1,86 @@
+"""The tensors of one call, passed whole from the entry of a call to a kernel launch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .description import MaskForm, MaskView, SequenceView
+
+_NO_MASK = MaskView()
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call, as a pass of a backend receives them.
+
+    Attributes:
+        q, k, v: (B, L, H, D), or (B, H, L, D) where `AttentionProblem.heads_first` is set, which a pass sees only if its
+            backend says that it reads such tensors.
+        mask: in the form that the problem names.
+        bias: 4-D, each dimension 1 or full, the heads also those of k; a dimension of stride 0 is a broadcast one.
+        sink: (Hq,).
+        sequences: where the sequences of the batch lie.
+        dropout: int64 (2,), the key of dropout.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: MaskView = _NO_MASK
+    bias: Tensor | None = None
+    sink: Tensor | None = None
+    sequences: SequenceView | None = None
+    dropout: Tensor | None = None
+
+    @property
+    def others(self) -> tuple[Tensor, ...]:
+        """The tensors that take no gradient: of the mask and of the sequences, and the key of dropout."""
+        rest = self.mask.tensors
+        if self.sequences is not None:
+            rest = (*rest, *self.sequences.tensors)
+        return rest if self.dropout is None else (*rest, self.dropout)
+
+    def turned(self) -> Inputs:
+        """Swap heads and rows of q, k and v."""
+        return self._replace(q=self.q.transpose(1, 2), k=self.k.transpose(1, 2), v=self.v.transpose(1, 2))
+
+
+class Saved(NamedTuple):
+    """What a backward pass reads: the inputs of its call, and out and lse as the forward pass returned them."""
+
+    inputs: Inputs
+    out: Tensor
+    lse: Tensor
+
+
+class Parts(NamedTuple):
+    """How the tensors that follow q, k, v, bias and sink make `Inputs`: the same for all calls of a plan.
+
+    Attributes:
+        mask_form: what the first of them are.
+        num_sequence_tensors: how many are those of sequences.
+        has_dropout: whether the last one is the key of dropout.
+    """
+
+    mask_form: MaskForm
+    num_sequence_tensors: int = 0
+    has_dropout: bool = False
+
+    def inputs(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sink: Tensor | None,
+        others: tuple[Tensor, ...],
+    ) -> Inputs:
+        """Put the tensors of a call together again."""
+        if not others:
+            return Inputs(q, k, v, _NO_MASK, bias, sink)
+        last = len(others) - self.has_dropout
+        first = last - self.num_sequence_tensors
+        mask = MaskView(self.mask_form, others[:first]) if first else _NO_MASK
+        sequences = SequenceView(*others[first:last]) if first < last else None
+        return Inputs(q, k, v, mask, bias, sink, sequences, others[last] if self.has_dropout else None)
