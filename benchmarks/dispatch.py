@@ -1,6 +1,6 @@
 """What `attention()` adds to its backend on the smallest of calls, (1, 8, 2, 16): time of the host alone.
 
-The bare backend is its `forward` and `backward`, called with a problem described beforehand. Rounds of both alternate
+The bare backend is its two passes, planned beforehand. Rounds of both alternate
 and the best of each counts: rounds are short, so that some of them find a busy machine idle.
 
 `--kinds` times calls with masks, biases and sequences in the place of that, (2, 256, 4, 64) each, beside SDPA: forward
@@ -17,9 +17,9 @@ from typing import Any, cast
 import torch
 
 import flash_dmattn
-from flash_dmattn.backends.protocol import KernelBackend, accepts
+from flash_dmattn.dispatch.plan import backward_pass, forward_pass
 from flash_dmattn.dispatch.registry import BACKENDS, probe
-from flash_dmattn.problem import MaskView
+from flash_dmattn.problem.inputs import Inputs, Saved
 
 GOAL_US = 15.0
 SHAPE = (1, 8, 2, 16)
@@ -43,7 +43,7 @@ def best_us(functions: Sequence[Callable[[], object]], rounds: int, calls: int) 
 
 def pairs(name: str, device: torch.device) -> dict[str, list[Callable[[], object]]]:
     """By pass, the call and the bare backend; a pass that the backend refuses is missing."""
-    backend = cast(KernelBackend, BACKENDS[name])
+    backend = BACKENDS[name]
     dtype = torch.float32 if device.type == "cpu" else torch.float16
     q, k, v, dout = torch.randn(4, *SHAPE, device=device, dtype=dtype)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -54,19 +54,20 @@ def pairs(name: str, device: torch.device) -> dict[str, list[Callable[[], object
         return flash_dmattn.attention(q, k, v, backend=name)
 
     def bare_forward() -> object:
-        return backend.forward(alone, q, k, v, MaskView(), None)
+        return forward_pass(backend, alone)(Inputs(q, k, v))
 
     def both() -> object:
         return torch.autograd.grad(flash_dmattn.attention(*leaves, backend=name), leaves, dout)
 
     def bare_both() -> object:
-        out, lse = backend.forward(problem, q, k, v, MaskView(), None)
-        return backend.backward(problem, dout, None, q, k, v, MaskView(), None, out, lse)
+        inputs = Inputs(q, k, v)
+        out, lse = forward_pass(backend, problem)(inputs)
+        return backward_pass(backend, problem)(Saved(inputs, out, lse), dout, None)
 
     found: dict[str, list[Callable[[], object]]] = {}
-    if accepts(backend, alone, "forward"):
+    if backend.accepts(alone, "forward"):
         found["forward, no grad"] = [forward, bare_forward]
-        if accepts(backend, problem, "backward"):
+        if backend.accepts(problem, "backward"):
             found["forward + backward"] = [both, bare_both]
     return found
 

@@ -82,9 +82,8 @@ class Call(NamedTuple):
         q, k, v = self.q, self.k, self.v
         if self.heads_first:
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        *numbers, dropout_p = self.numbers
         problem, mask, bias = describe(
-            q, k, v, self.mask, self.bias, *numbers, self.repeats, self.spec, dropout_p, self.sink
+            q, k, v, self.mask, self.bias, **self.numbers._asdict(), repeats=self.repeats, sequences=self.spec, sink=self.sink
         )
         return problem._replace(heads_first=True) if self.heads_first else problem, mask, bias
 
@@ -198,12 +197,12 @@ def _key(call: Call, backend: BackendChoice) -> tuple[Any, ...] | None:
         or is_watched(q, k, v, bias, sink, *(getattr(mask, "tensors", (mask,)) if is_prepared else (mask,)))
     ):
         return None
-    window = numbers.window_size
+    window: Any = numbers.window_size
     if window is not None and type(window) is not tuple:
         if type(window) is not list:
             return None
-        numbers = numbers._replace(window_size=tuple(window))  # type: ignore[arg-type]
-        window = numbers.window_size
+        window = tuple(window)
+        numbers = numbers._replace(window_size=window)
     around = blocks.now
     try:
         key = (

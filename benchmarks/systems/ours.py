@@ -9,7 +9,7 @@ import torch
 
 import flash_dmattn
 from flash_dmattn import masks
-from flash_dmattn.backends.protocol import Direction, accepts, broken_rules
+from flash_dmattn.backends.protocol import Direction
 from flash_dmattn.dispatch.registry import BACKENDS, probe
 from flash_dmattn.dispatch.settings import BackendChoice
 from flash_dmattn.problem import AttentionProblem, device_arch
@@ -41,7 +41,7 @@ def needs(name: str, case: Case, device: torch.device) -> Needs:
 
 def refusal(name: str, problem: AttentionProblem, passes: tuple[Direction, ...]) -> str:
     """Every rule of a backend that some passes of a call break, in words."""
-    return "; ".join(str(reason) for reason in broken_rules(BACKENDS[name], problem, passes))
+    return "; ".join(str(reason) for reason in BACKENDS[name].broken_rules(problem, passes))
 
 
 def missing(name: str, device: torch.device) -> str:
@@ -61,7 +61,7 @@ def bind(name: str, inputs: Inputs, mode: Mode) -> Bound:
     choice: BackendChoice = name
     if name in PAIRED and q.requires_grad:
         problem = flash_dmattn.explain(q, k, v, given, bias, is_causal=is_causal).problem
-        if not accepts(BACKENDS[name], problem, "backward"):
+        if not BACKENDS[name].accepts(problem, "backward"):
             choice = (name, PAIRED[name])
     returns = mode.with_lse
 

@@ -74,12 +74,11 @@ def _plan_backward(problem: AttentionProblem) -> Backward:
 def _differentiable_backward(problem: AttentionProblem, x: Inputs, dout: Tensor, dlse: Tensor | None) -> Gradients:
     """Compute the gradients as differentiable PyTorch, whose own derivative is the second derivative of attention."""
     numbers, dropout, mask = formula_numbers(problem), dropout_of(problem, x), bool_mask(x.mask)
+    tensors = (dout, dlse, x.q, x.k, x.v)
     if x.sequences is not None:
-        given = (dout, dlse, x.q, x.k, x.v, mask, x.bias, x.sink, dropout)
-        return loop.gradients(batch_of(problem, x), *given, **numbers)
+        return loop.gradients(batch_of(problem, x), *tensors, mask, x.bias, x.sink, dropout, **numbers)
     mask, bias = whole_batch(problem, mask, x.bias)
-    given = (dout, dlse, x.q, x.k, x.v, mask, bias)
-    dq, dk, dv, dbias, *dsink = formula.gradients(*given, sink=x.sink, dropout=dropout, **numbers)
+    dq, dk, dv, dbias, *dsink = formula.gradients(*tensors, mask, bias, sink=x.sink, dropout=dropout, **numbers)
     if dbias is not None and x.bias is not None:
         dbias = formula.sum_entries(dbias, x.bias.shape[0], problem.flags.bias_repeat).to(x.bias.dtype)
     return dq, dk, dv, dbias, *dsink

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from ..masks import PreparedMask, SequenceTileMask, TreeMask
 
 _NONE = MaskView()
-_PREPARED: tuple[MaskForm, ...] = ("tiles", "keys", "intervals")
 
 # The one switch: with False a bool mask beside sequences is always read as it is.
 PACKS_BESIDE_SEQUENCES = True
@@ -123,8 +122,7 @@ def view_of(
         return prepared_beside(problem, mask, sequences)
     from ..masks.prepared.operator import KeyForm, prepared_view  # likewise
 
-    assert choice.form in _PREPARED
-    form = KeyForm(choice.form, choice.reorder)
+    form = KeyForm(choice.form, choice.reorder)  # type: ignore[arg-type]  # "none" and "tree" are no forms of a tensor
     return prepared_view(mask, problem.seqlen_q, problem.seqlen_k, problem.window, form)
 
 
@@ -144,7 +142,8 @@ def convert(
     from ..masks.saved import restore  # likewise
 
     # The band of the problem applies to every form, so that this one need not know it.
-    mask = restore(view.form, problem.seqlen_q, problem.seqlen_k, False, (-1, -1), *view.tensors)
+    sizes = (problem.seqlen_q, problem.seqlen_k)
+    mask = restore(view.form, *sizes, False, (-1, -1), *view.tensors)  # type: ignore[arg-type]  # trees are never converted
     return view_of(problem, choice, mask.unpacked())
 
 
@@ -255,7 +254,8 @@ def interval_walk(problem: AttentionProblem, mask: MaskView) -> IntervalWalk:
     from ..masks.prepared.interval_operators import run_interval_tiles  # importing flash_dmattn does not need it
 
     own_order = order[:, :, :0].contiguous()
-    return IntervalWalk(*run_interval_tiles(start, stop, own_order, problem.seqlen_q), None)
+    bounds, row_lists, col_lists = run_interval_tiles(start, stop, own_order, problem.seqlen_q)
+    return IntervalWalk(bounds, row_lists, col_lists, None)
 
 
 def reads_scores(problem: AttentionProblem) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..backends.mask_choice import MaskChoice, backward_of, choose_form, forward_of
 from ..backends.protocol import Backend, Backward, Forward
-from ..problem import AttentionProblem, SequenceView
+from ..problem import AttentionProblem, SequenceView, spec_of
 from ..problem.inputs import Parts, Saved
 from ..remembered import Remembered
 from . import packers as packers  # registers the fast packers with flash_dmattn.masks
@@ -128,12 +128,12 @@ def laid_anew(problem: AttentionProblem, saved: Saved) -> tuple[AttentionProblem
     x = saved.inputs
     q, k, v = (_rows(t, problem.heads_first) for t in x[:3])
     mask, bias = problem.mask, problem.bias
-    if mask is not None and problem.mask_form == "dense":
-        mask = mask._replace(strides=x.mask.tensors[0].stride())
+    if problem.mask_form == "dense":
+        mask = spec_of(x.mask.tensors[0])
     elif x.mask.tensors:
         x = x._replace(mask=x.mask._replace(tensors=tuple(t.contiguous() for t in x.mask.tensors)))
     if bias is not None and x.bias is not None:
-        bias = bias._replace(strides=x.bias.stride())
+        bias = spec_of(x.bias)
     anew = problem._replace(q_strides=q, k_strides=k, v_strides=v, mask=mask, bias=bias)
     return anew, saved._replace(inputs=x)
 

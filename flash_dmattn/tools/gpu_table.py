@@ -30,7 +30,7 @@ def gpu_table() -> str:
         problem = explain_problem(q=(2, 4096, 16, 64), dtype="bf16", device=arch, grad=True).problem
         # The CUDA kernels are for one architecture, on which they are measured.
         said = {"cuda": "measured", "triton": standing}
-        words = [word if accepts(BACKENDS[name], problem, "forward") else "refused" for name, word in said.items()]
+        words = [word if BACKENDS[name].accepts(problem, "forward") else "refused" for name, word in said.items()]
         lines.append(f"| {arch} | {products} | {shared} KB | {' | '.join(words)} |")
     return "\n".join(lines)
 

@@ -73,7 +73,8 @@ def _plan_attend(p: AttentionProblem) -> Attend:
 
     def run(x: Inputs, out: Tensor, lse: Tensor) -> None:
         q, k, v = read_rows(x.q, x.k, x.v)
-        bias, sink, walked = x.bias, x.sink, ()
+        bias, sink = x.bias, x.sink
+        walked: Sequence[Tensor] = ()
         if has_mask:
             allowed, row_lists, _, order = _tiles_of(p, x.mask)
             walked = (allowed, row_lists)
@@ -125,7 +126,7 @@ class _ByPlace:
         places = order.shape[2]
         own = torch.arange(places, dtype=torch.int32, device=order.device).expand(order.shape).contiguous()
         by_place = [None if x is None else x.new_empty((x.shape[0], places, *x.shape[2:])) for x in (dk, dv)]
-        self.results = (own, *by_place, None if sums is None else sums.new_zeros((*sums.shape[:2], places)))
+        self.results: tuple[Tensor | None, ...] = (own, *by_place, None if sums is None else sums.new_zeros((*sums.shape[:2], places)))
         self._order, self._whole = order.long(), (dk, dv, sums)
 
     def move(self) -> None:
@@ -217,7 +218,7 @@ def _plan_differentiate(p: AttentionProblem) -> Differentiate:
             if reads_tiles_of_bias and read is not None:
                 read = readable(read)
             summed_q = dq
-            results = (order, dk, dv, sums)
+            results: tuple[Tensor | None, ...] = (order, dk, dv, sums)
             if order is not None:
                 if p.deterministic and dq is None:
                     summed_q = empty_gradient(q)  # its sums fix the order of the others
