@@ -12,9 +12,9 @@ from .autograd import Passes, attend
 from .backends.protocol import has_forward_ad, is_composite
 from .direct import attend_directly, is_ready, ready_for
 from .dispatch.call_cache import look_up, remember
+from .dispatch.config import BackendChoice
 from .dispatch.mask_view import dense_mask, mask_view
 from .dispatch.selection import choice_in_force, select
-from .dispatch.settings import BackendChoice
 from .dtensors import above, is_dtensor
 from .operators import extra_arguments
 from .problem import SequenceSpec, SequenceView, as_scores, fold_call, refuse_keywords, unfold

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from .backends.protocol import KernelBackend, accepts, provided, repeats_entries
 from .definition import distinct, is_batched, is_transformed, one_by_one
+from .dispatch.config import BackendChoice
 from .dispatch.mask_view import readable_view
 from .dispatch.selection import choice_in_force, select_pair
-from .dispatch.settings import BackendChoice
 from .operators import extra_arguments, view_of
 from .problem import AttentionProblem, Gradients, MappedCall, MaskForm, MaskView, NeedsGrad, SequenceView
 

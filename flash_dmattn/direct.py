@@ -18,8 +18,8 @@ from .backends.direct import DirectBackward, DirectForward
 from .backends.protocol import is_composite, provided
 from .definition import is_batched
 from .dispatch.call_cache import CallClass
+from .dispatch.config import BackendChoice
 from .dispatch.selection import choice_in_force
-from .dispatch.settings import BackendChoice
 from .operators import is_watched
 from .problem import MaskView
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .backends.protocol import AnyBackend, Direction, Reason, provided
+from .dispatch.config import BackendChoice, fallback
 from .dispatch.errors import BackendError
 from .dispatch.mask_view import unpacking_note
 from .dispatch.preferences import cite
@@ -16,7 +17,6 @@ from .dispatch.profile_store import gpu_names
 from .dispatch.refusals import passes_of, reasons_against, refuse_fallback
 from .dispatch.registry import BACKENDS
 from .dispatch.selection import choice_in_force, choose, falls_back, selected_names
-from .dispatch.settings import BackendChoice, process
 from .dtensors import above, is_dtensor
 from .problem import (
     AttentionProblem,
@@ -398,7 +398,7 @@ def explain_description(problem: AttentionProblem, backend: BackendChoice, copie
     forward = backward = error = None
     try:
         selection = choose(problem, requested)
-        if process.fallback == "error" and falls_back(problem, requested, selection):
+        if fallback() == "error" and falls_back(problem, requested, selection):
             refuse_fallback(problem)
         forward, backward = selected_names(problem, selection)
     except BackendError as refusal:

@@ -23,10 +23,10 @@ from .backends.protocol import is_composite, provided
 from .direct import Ready, Strides, is_as_made, ready_for, run_ready
 from .dispatch.call_cache import CallClass, look_up, remember, tensor_key
 from .dispatch.checkpoints import follow_checkpoints
+from .dispatch.config import blocks, process
 from .dispatch.mask_view import mask_view
 from .dispatch.registry import BACKENDS, on_change
 from .dispatch.selection import choice_in_force, choose, falls_back, select
-from .dispatch.settings import blocks, process
 from .problem import MaskView
 from .reference.dropout import draw_key
 from .remembered import Remembered

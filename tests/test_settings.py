@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import flash_dmattn
 from flash_dmattn.backends.protocol import Rule
 from flash_dmattn.dispatch import call_cache, checkpoints, registry, selection, settings, state
-from flash_dmattn.dispatch.state import Blocks
+from flash_dmattn.dispatch.config import Blocks
 
 
 @pytest.fixture(autouse=True)

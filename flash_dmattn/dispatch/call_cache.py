@@ -16,9 +16,9 @@ from ..definition import is_watched
 from ..problem import AttentionProblem
 from ..remembered import Remembered
 from .checkpoints import follow_checkpoints
+from .config import BackendChoice, blocks, process
 from .registry import BACKENDS, on_change
 from .selection import Selection, choice_in_force, falls_back
-from .settings import BackendChoice, blocks, process
 
 if TYPE_CHECKING:
     from ..masks import PreparedMask, SequenceTileMask, TreeMask

@@ -12,7 +12,8 @@ from ..backends.flex import backend as flex
 from ..backends.protocol import OPTIONAL, AnyBackend, Availability, is_composite, is_fallback
 from ..backends.triton import backend as triton
 from ..problem import FEATURES
-from .state import needed
+from . import config
+from .config import needed
 
 
 class _Registry(Mapping[str, AnyBackend]):
@@ -128,7 +129,7 @@ def choices_changed() -> None:
         notify()
 
 
-def fallback() -> Any:
+def last_resort() -> Any:
     """The backend that takes every call: what "auto" falls back to."""
     return next(backend for backend in BACKENDS.table.values() if is_fallback(backend))
 
@@ -155,3 +156,6 @@ def check_name(name: str) -> AnyBackend:
     if backend is None:
         raise ValueError(f"backend {name!r} is unknown; {needed(name, BACKENDS)}")
     return backend
+
+
+config.check_name = check_name

@@ -17,11 +17,10 @@ from ..backends.protocol import (
 )
 from ..problem import AttentionProblem, hinted
 from .checkpoints import follow_checkpoints
+from .config import BackendChoice, Decision, blocks, check_choice, choice, disabled
 from .preferences import candidates
 from .refusals import passes_of, refuse, refuse_all, report_fallback
 from .registry import BACKENDS, check_name, works
-from .settings import BackendChoice, Decision, blocks, check_choice, disabled
-from .state import choice
 
 
 class Selection(NamedTuple):
@@ -43,7 +42,7 @@ def available_backends() -> tuple[str, ...]:
 
 
 def choice_in_force(backend: BackendChoice) -> BackendChoice:
-    """The argument, else `use_backend`, else `set_default_backend`, else FLASH_DMATTN_BACKEND, else "auto"."""
+    """The argument, else `config`, else `config.set`, else FLASH_DMATTN_BACKEND, else "auto"."""
     follow_checkpoints()
     return choice() if backend == "auto" else backend
 
