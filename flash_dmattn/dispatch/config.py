@@ -143,7 +143,8 @@ class Blocks(NamedTuple):
     entered: tuple[Block, ...] = ()
 
 
-_blocks: ContextVar[Blocks] = ContextVar("flash_dmattn.blocks", default=Blocks())
+_NO_BLOCKS = Blocks()
+_blocks: ContextVar[Blocks] = ContextVar("flash_dmattn.blocks", default=_NO_BLOCKS)
 
 
 class _InContext(ModuleType):
