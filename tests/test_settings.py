@@ -391,7 +391,7 @@ def attend(x: Tensor) -> Tensor:
 
 
 def recomputed(checkpointed: Callable[[Tensor], Tensor], backward: Callable[[Tensor], None]) -> list[tuple[Any, ...]]:
-    """What the calls in the forward pass and in the recomputation ran on."""
+    """List the settings of the calls in the forward pass and in the recomputation."""
     seen: list[tuple[Any, ...]] = []
     chosen = selection.choose
 

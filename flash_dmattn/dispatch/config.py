@@ -1,8 +1,8 @@
-"""What the user sets outside a call: `config`, and the environment variables; without torch.
+"""Hold what users set outside a call, by `config` and by environment variables. It is imported without torch.
 
-Two parts: `process`, which `config.set` and environment variables write, and `blocks`, what the `with` blocks around a
-call have set. Each change of `blocks` replaces one immutable `Blocks` in one context variable, so that threads and
-tasks of asyncio have their own, and one that starts in a copy of a context inherits what is in force there.
+`process` holds what `config.set` and environment variables write, and `blocks` what the `with` blocks around a call
+have set. Each change of `blocks` replaces one immutable `Blocks` in one context variable. So threads and tasks of
+asyncio have their own, and one that starts in a copy of a context inherits the blocks in force there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ follow_checkpoints: Callable[[], None] = lambda: None
 
 
 class Decision(NamedTuple):
-    """What one call of `attention` ran on; `backward` is None where no gradient is needed."""
+    """The backends that one call of `attention` ran on; `backward` is None where no gradient is needed."""
 
     problem: object
     requested: BackendChoice
@@ -47,7 +47,7 @@ def similar(name: object, names: Iterable[str]) -> str | None:
 
 
 def needed(name: object, names: Iterable[str]) -> str:
-    """Say which names there are, and which of them a wrong one resembles."""
+    """List the names that there are, and ask for the one that a wrong name resembles."""
     names = tuple(names)
     meant = similar(name, names)
     question = "" if meant is None else f"; did you mean {meant!r}?"
@@ -124,7 +124,7 @@ class _Process:
 
 
 class Blocks(NamedTuple):
-    """What the `with` blocks around a call have set, or what one of them sets.
+    """The settings of the `with` blocks around a call, or of one of them.
 
     Attributes:
         backend: the choice of the innermost block that makes one; None without one.
@@ -197,7 +197,7 @@ class Block:
         blocks.now = _in_force((*blocks.now.entered, self))
 
     def __exit__(self, *error: object) -> None:
-        """End the innermost entry of this block; all others stay in force, also those that began later."""
+        """End the innermost entry of this block; all others stay in force, also the ones that began later."""
         entered = blocks.now.entered
         for index in range(len(entered) - 1, -1, -1):
             if entered[index] is self:
@@ -230,10 +230,10 @@ class config(Block):
 
     Args:
         backend: the backend of calls that name none: a name, a pair (forward, backward), or "auto".
-        disabled: a name or a tuple of names to switch off, even for calls that name them, in addition to those that
-            are off already.
-        fallback: what happens when "auto" finds only eager PyTorch for a call on an accelerator: "warn" (once per
-            cause, as by default), "silent", or "error" (raise `BackendUnsupportedError`).
+        disabled: a name or a tuple of names to switch off, even for calls that name them. All backends that are off
+            already stay off.
+        fallback: what happens when "auto" finds only eager PyTorch for a call on an accelerator. "warn" is the
+            default and warns once per cause, "silent" says nothing, "error" raises `BackendUnsupportedError`.
         record: a list, to which a `Decision` is appended for every call of `attention`.
 
     Raises:
@@ -285,8 +285,7 @@ class config(Block):
 
         Args:
             backend: as above.
-            disabled: all the backends that are off, in the place of those before and of FLASH_DMATTN_DISABLE; () for
-                none.
+            disabled: all the backends that are off; () for none. They replace FLASH_DMATTN_DISABLE.
             fallback: as above.
             record: refused; decisions are recorded in blocks alone.
 
@@ -311,8 +310,8 @@ class config(Block):
 
     def __del__(self) -> None:
         if self._is_waiting:
-            given = zip(("backend", "disabled", "fallback", "record"), self.change)
-            shown = ", ".join(f"{name}={value!r}" for name, value in given if value not in (None, ()))
+            arguments = zip(("backend", "disabled", "fallback", "record"), self.change)
+            shown = ", ".join(f"{name}={value!r}" for name, value in arguments if value not in (None, ()))
             warnings.warn(
                 f"config({shown}) was never entered and changes nothing; it needs a `with` statement, and config.set "
                 "is for the whole process",

@@ -21,8 +21,8 @@ class InContext(NamedTuple):
 class use_context_parallel(Block):
     """Let models in a `with` block attend over a group whose ranks hold parts of the sequence.
 
-    What reads it is an integration, such as that of transformers, which then calls `context_parallel_attention` in the
-    place of `attention`. `flash_dmattn.attention` itself never does. It reaches what `flash_dmattn.config` reaches.
+    Integrations, such as the one of transformers, read it and call `context_parallel_attention` in the place of
+    `attention`. `flash_dmattn.attention` itself never reads it. It reaches what `flash_dmattn.config` reaches.
 
     Args:
         group: as in `context_parallel_attention`.
