@@ -123,7 +123,7 @@ def run_kinds(options: argparse.Namespace, device: torch.device) -> int:
         dout = torch.randn_like(call(*leaves))
         return lambda: torch.autograd.grad(call(*leaves), leaves, dout)
 
-    with flash_dmattn.use_backend(options.backend):
+    with flash_dmattn.config(backend=options.backend):
         once = best_us([forward(*one) for one in calls.values()], options.rounds, options.calls)
         both = best_us([step(*one) for one in calls.values()], options.rounds, options.calls)
     for name, *taken in zip(calls, once, both, strict=True):

@@ -182,7 +182,8 @@ def measure(model: Any, inputs: Inputs, steps: int) -> Result:
         if on_gpu:
             torch.cuda.synchronize()
 
-    with flash_dmattn.record_decisions() as decisions:
+    decisions: list[Any] = []
+    with flash_dmattn.config(record=decisions):
         loss = step().item()
     backends = sorted({f"{d.forward}/{d.backward}" for d in decisions})
     for _ in range(WARM):

@@ -83,7 +83,8 @@ class Run:
         self.losses: list[float] = []
         self.bias_gradients: list[Tensor] = []
         started = time.perf_counter()
-        with flash_dmattn.record_decisions() as decisions:
+        decisions: list[Any] = []
+        with flash_dmattn.config(record=decisions):
             for step in range(1, steps + 1):
                 with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                     loss = model(**batch(texts, size, step, device)).loss

@@ -73,7 +73,8 @@ class Trainer:
             return x
 
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x)
-        with flash_dmattn.record_decisions() as decisions, hooks:
+        decisions: list[Any] = []
+        with flash_dmattn.config(record=decisions), hooks:
             self.step(window)
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()

@@ -70,7 +70,8 @@ def generate(model: Any, attention: str, rows: Tensor, mask: Tensor, count: int)
     model.set_attn_implementation(attention)
     options: dict[str, Any] = {"max_new_tokens": count, "do_sample": False, "cache_implementation": "static"}
     options |= {"disable_compile": True, "eos_token_id": None, "pad_token_id": PADDING}
-    with masks_of(model.model.layers[0].self_attn) as sizes, flash_dmattn.record_decisions() as decisions:
+    decisions: list[Any] = []
+    with masks_of(model.model.layers[0].self_attn) as sizes, flash_dmattn.config(record=decisions):
         model.generate(input_ids=rows, attention_mask=mask, **options | {"max_new_tokens": 2})  # warms up
     started = time.perf_counter()
     found = model.generate(input_ids=rows, attention_mask=mask, **options)[:, rows.shape[1] :].cpu()

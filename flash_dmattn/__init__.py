@@ -8,7 +8,7 @@ from pathlib import Path as _Path
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from ._version import __version__
-from .dispatch.state import process as _process
+from .dispatch.config import process as _process
 
 # `python -m flash_dmattn info` shows what is wrong; sys.argv[0] is "-m" while Python looks for the module to run.
 _is_command = _sys.argv[:1] == ["-m"] and any(_word.endswith("flash_dmattn") for _word in _sys.orig_argv)
@@ -42,17 +42,10 @@ else:
     from .api import attention
     from .backends.protocol import Backend
     from .dispatch import cache_writers as _cache_writers  # noqa: F401  registers itself with flash_dmattn.sequences
+    from .dispatch.config import config
     from .dispatch.errors import BackendError, BackendUnavailableError, BackendUnsupportedError, FallbackWarning
     from .dispatch.registry import register_backend, unregister_backend
     from .dispatch.selection import available_backends
-    from .dispatch.settings import (
-        disable_backends,
-        record_decisions,
-        set_default_backend,
-        set_disabled_backends,
-        set_fallback,
-        use_backend,
-    )
     from .dtensors import load_with
     from .explanation import Explanation, explain, explain_problem
     from .problem import AttentionProblem
@@ -93,18 +86,13 @@ __all__ = [
     "append_to_cache",
     "attention",
     "available_backends",
-    "disable_backends",
+    "config",
     "distributed",
     "explain",
     "explain_problem",
     "masks",
     "nn",
-    "record_decisions",
     "register_backend",
     "sequences",
-    "set_default_backend",
-    "set_disabled_backends",
-    "set_fallback",
     "unregister_backend",
-    "use_backend",
 ]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ._version import __version__
-from .dispatch.state import process
+from .dispatch.config import process
 from .tools.cli import PROGRAM, calibrate_command, explain_command, info, require_torch, run_piped
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn, TypedDict, overload
 from torch import Tensor
 
 from .call import Numbers, prepare_call, run_call
-from .dispatch.settings import BackendChoice
+from .dispatch.config import BackendChoice
 from .dtensors import above, is_dtensor
 from .problem import refuse_keywords
 from .sequences import Sequences

@@ -12,11 +12,11 @@ from .autograd import attend
 from .backends.mask_choice import view_of
 from .definition import is_transformed, is_watched
 from .dispatch.checkpoints import follow_checkpoints
+from .dispatch.config import BackendChoice, Decision, blocks, process
 from .dispatch.plan import Plan, make_plan, planned
 from .dispatch.refusals import report_fallback
 from .dispatch.registry import BACKENDS, on_change
 from .dispatch.selection import choice_in_force, choose, falls_back, selected_names
-from .dispatch.settings import BackendChoice, Decision, blocks, process
 from .problem import Repeats, SequenceSpec, SequenceView, as_scores, fold_call, unfold
 from .problem.inputs import Inputs
 from .reference.dropout import draw_key
@@ -83,7 +83,15 @@ class Call(NamedTuple):
         if self.heads_first:
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         problem, mask, bias = describe(
-            q, k, v, self.mask, self.bias, **self.numbers._asdict(), repeats=self.repeats, sequences=self.spec, sink=self.sink
+            q,
+            k,
+            v,
+            self.mask,
+            self.bias,
+            **self.numbers._asdict(),
+            repeats=self.repeats,
+            sequences=self.spec,
+            sink=self.sink,
         )
         return problem._replace(heads_first=True) if self.heads_first else problem, mask, bias
 

@@ -11,13 +11,13 @@ from torch import Tensor
 from .backends.mask_choice import unpacking_note
 from .backends.protocol import Backend, Direction, Reason
 from .call import Numbers, prepare_call
+from .dispatch.config import BackendChoice, fallback
 from .dispatch.errors import BackendError
 from .dispatch.preferences import cite
 from .dispatch.profile_store import gpu_names
 from .dispatch.refusals import passes_of, reasons_against, refuse_fallback
 from .dispatch.registry import BACKENDS
 from .dispatch.selection import choice_in_force, choose, falls_back, selected_names
-from .dispatch.settings import BackendChoice, process
 from .dtensors import above, is_dtensor
 from .problem import (
     AttentionProblem,
@@ -359,7 +359,7 @@ def explain_description(problem: AttentionProblem, backend: BackendChoice, copie
     forward = backward = error = None
     try:
         selection = choose(problem, requested)
-        if process.fallback == "error" and falls_back(problem, requested, selection):
+        if fallback() == "error" and falls_back(problem, requested, selection):
             refuse_fallback(problem)
         forward, backward = selected_names(problem, selection)
     except BackendError as refusal:

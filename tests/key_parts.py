@@ -74,16 +74,16 @@ def under_other_settings(key: Callable[[], Any]) -> Iterator[Any]:
     torch.use_deterministic_algorithms(True)
     yield key()
     torch.use_deterministic_algorithms(False)
-    with flash_dmattn.use_backend("reference"):
+    with flash_dmattn.config(backend="reference"):
         yield key()
-    flash_dmattn.set_default_backend("reference")
+    flash_dmattn.config.set(backend="reference")
     yield key()
-    flash_dmattn.set_default_backend("auto")
-    with flash_dmattn.disable_backends("flex"):
+    flash_dmattn.config.set(backend="auto")
+    with flash_dmattn.config(disabled="flex"):
         yield key()
-    flash_dmattn.set_disabled_backends("flex")
+    flash_dmattn.config.set(disabled="flex")
     yield key()
-    flash_dmattn.set_disabled_backends()
+    flash_dmattn.config.set(disabled=())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BACKENDS, "version", BACKENDS.version + 1)
         yield key()

@@ -14,7 +14,7 @@ import torch
 import flash_dmattn
 from flash_dmattn.__main__ import main
 from flash_dmattn.backends import eager
-from flash_dmattn.dispatch import profile_store, settings
+from flash_dmattn.dispatch import config, profile_store
 from flash_dmattn.dispatch.profile import Figures, read
 from flash_dmattn.dispatch.profile_rows import ROWS, Row, rows_of
 from flash_dmattn.problem import sm_number
@@ -77,7 +77,7 @@ def instruments(
 def caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name, value in {"default_backend": "auto", "disabled": (), "profile": "", "rules": "built-in"}.items():
-        monkeypatch.setattr(settings.process, name, value)
+        monkeypatch.setattr(config.process, name, value)
     monkeypatch.setattr(profile_store, "gpu_names", lambda arch: [GPU])
     profile_store.forget()
     yield tmp_path / "flash_dmattn"
@@ -174,7 +174,7 @@ def test_a_profile_that_cannot_be_written_is_an_error(
     caches: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (caches.parent / "file").write_text("")
-    monkeypatch.setattr(settings.process, "profile", str(caches.parent / "file" / "p.json"))
+    monkeypatch.setattr(config.process, "profile", str(caches.parent / "file" / "p.json"))
     assert calibrate(instruments())[0] == 1
     assert f"{caches.parent / 'file' / 'p.json'} cannot be written: " in capsys.readouterr().err
 
@@ -182,9 +182,9 @@ def test_a_profile_that_cannot_be_written_is_an_error(
 def test_the_effect_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     _, printed, _ = calibrate(instruments(arch="sm_90"))
     assert "on sm_90 the built-in rules stay in force; FLASH_DMATTN_RULES=profile lets the profile decide" in printed
-    monkeypatch.setattr(settings.process, "rules", "profile")
+    monkeypatch.setattr(config.process, "rules", "profile")
     assert "auto goes by it from now on" in calibrate(instruments(arch="sm_90"))[1]
-    monkeypatch.setattr(settings.process, "profile", "off")
+    monkeypatch.setattr(config.process, "profile", "off")
     assert "FLASH_DMATTN_PROFILE=off: auto does not read it" in calibrate(instruments())[1]
 
 
@@ -399,7 +399,7 @@ def test_a_backend_that_is_switched_off_cannot_be_compared(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(command, "device_arch", lambda device: "sm_80")
-    with flash_dmattn.disable_backends("flex"):
+    with flash_dmattn.config(disabled="flex"):
         assert main(["calibrate"]) == 1
     message = "flex is switched off; calibrate compares triton, flex, eager"
     assert message in capsys.readouterr().err

@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensorMode
 import flash_dmattn
 from flash_dmattn import api
 from flash_dmattn.backends import eager
-from flash_dmattn.dispatch import call_cache, selection, settings
+from flash_dmattn.dispatch import call_cache, config, selection
 from flash_dmattn.dispatch.selection import Selection
 from flash_dmattn.masks import prepare_mask, prepare_tree
 from flash_dmattn.problem import Repeats, SequenceSpec
@@ -30,7 +30,7 @@ Q, K = (2, 6, 4, 8), (2, 9, 2, 8)
 @pytest.fixture(autouse=True)
 def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn")):
-        monkeypatch.setattr(settings.process, name, value)
+        monkeypatch.setattr(config.process, name, value)
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -119,7 +119,7 @@ CHANGES: dict[str, Callable[[], dict[str, Any]]] = {
 def test_a_changed_argument_makes_another_class(change: str, described: list[int]) -> None:
     attend()
     changed = CHANGES[change]()
-    with flash_dmattn.use_backend("auto"):
+    with flash_dmattn.config(backend="auto"):
         got = attend(**changed)
     assert len(described) == 2
     want = attend(**changed, **({} if "backend" in changed else {"backend": "reference"}))
@@ -232,23 +232,23 @@ def test_grad_mode_makes_another_class(described: list[int]) -> None:
 
 def test_settings_outside_of_the_call_are_noticed(described: list[int]) -> None:
     def ran() -> tuple[str, bool]:
-        with flash_dmattn.record_decisions() as decisions:
+        with flash_dmattn.config(record=(decisions := [])):
             attend()
         attend()
         return decisions[0].forward, decisions[0].problem.deterministic
 
     assert ran() == ("eager", False)
-    with flash_dmattn.use_backend("reference"):
+    with flash_dmattn.config(backend="reference"):
         assert ran() == ("reference", False)
-    flash_dmattn.set_default_backend("reference")
+    flash_dmattn.config.set(backend="reference")
     assert ran() == ("reference", False)
-    with pytest.raises(flash_dmattn.BackendUnavailableError), flash_dmattn.disable_backends("reference"):
+    with pytest.raises(flash_dmattn.BackendUnavailableError), flash_dmattn.config(disabled="reference"):
         attend()
-    flash_dmattn.set_default_backend("auto")
+    flash_dmattn.config.set(backend="auto")
     torch.use_deterministic_algorithms(True)
     assert ran() == ("eager", True)
     attend(backend="eager")
-    with flash_dmattn.disable_backends("eager"), pytest.raises(flash_dmattn.BackendUnavailableError):
+    with flash_dmattn.config(disabled="eager"), pytest.raises(flash_dmattn.BackendUnavailableError):
         attend(backend="eager")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert attend().dtype == torch.bfloat16
@@ -256,16 +256,16 @@ def test_settings_outside_of_the_call_are_noticed(described: list[int]) -> None:
 
 
 def test_a_remembered_call_follows_what_is_set_around_it(described: list[int]) -> None:
-    """Without `record_decisions`, under which nothing is looked up."""
+    """Without a record, under which nothing is looked up."""
     attend()
     for backend in ("cuda", "triton"):  # neither serves tensors on a CPU
-        with pytest.raises(flash_dmattn.BackendError, match=backend), flash_dmattn.use_backend(backend):
+        with pytest.raises(flash_dmattn.BackendError, match=backend), flash_dmattn.config(backend=backend):
             attend()
     assert len(described) == 3
-    flash_dmattn.set_default_backend("reference")
+    flash_dmattn.config.set(backend="reference")
     attend()
     assert len(described) == 4
-    flash_dmattn.set_default_backend("auto")
+    flash_dmattn.config.set(backend="auto")
     attend()
     assert len(described) == 4
     torch.use_deterministic_algorithms(True)
@@ -287,7 +287,7 @@ def test_what_is_remembered_runs_on_the_backend_of_its_time() -> None:
 
 def test_every_call_is_recorded(described: list[int]) -> None:
     attend()
-    with flash_dmattn.record_decisions() as decisions:
+    with flash_dmattn.config(record=(decisions := [])):
         attend()
         attend()
     assert [d.forward for d in decisions] == ["eager", "eager"]

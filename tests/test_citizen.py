@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import flash_dmattn
 from flash_dmattn import masks
 from flash_dmattn.backends.protocol import is_composite
-from flash_dmattn.dispatch import settings
+from flash_dmattn.dispatch import config
 from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.distributed import SequenceLayout
 from flash_dmattn.distributed import prepare_mask as prepare_sharded
@@ -85,7 +85,7 @@ def test_meta_tensors_give_the_layout_of_real_ones(mask: str, bias: str, dtype: 
             added = BIASES[bias]
             if added is not None:
                 leaves.append(torch.zeros(added, device=device, requires_grad=True))
-            with flash_dmattn.record_decisions() as decisions:
+            with flash_dmattn.config(record=(decisions := [])):
                 results = flash_dmattn.attention(
                     *leaves[:3], MASKS[mask](device), *leaves[3:], is_causal=True, return_lse=True
                 )
@@ -101,7 +101,7 @@ def test_meta_tensors_give_the_layout_of_real_ones(mask: str, bias: str, dtype: 
 
 @pytest.mark.parametrize("policy", ["warn", "error"])
 def test_a_call_on_meta_is_no_fallback(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings.process, "fallback", policy)
+    monkeypatch.setattr(config.process, "fallback", policy)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")
         out = flash_dmattn.attention(*qkv("meta"))

@@ -134,7 +134,7 @@ def test_explain_defaults_to_this_machine(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_info_names_versions_backends_and_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    with flash_dmattn.disable_backends("flex"):
+    with flash_dmattn.config(disabled="flex"):
         assert main(["info"]) == 0
     printed = capsys.readouterr().out
     for line in (rf"flash_dmattn +{flash_dmattn.__version__}, ", rf"torch +{re.escape(torch.__version__)} \("):

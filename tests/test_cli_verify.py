@@ -44,7 +44,7 @@ def registered(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def test_verify_passes_and_lists_what_does_not_run(capsys: pytest.CaptureFixture[str]) -> None:
-    with flash_dmattn.disable_backends("flex"):  # compiled: the tests of flex compare it case by case
+    with flash_dmattn.config(disabled="flex"):  # compiled: the tests of flex compare it case by case
         assert main(["info", "--verify"]) == 0
     printed = capsys.readouterr().out
     for case in verify.CASES:
@@ -62,7 +62,7 @@ def test_verify_notices_a_wrong_result(
     registered: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with flash_dmattn.disable_backends("flex", "reference"):
+    with flash_dmattn.config(disabled=("flex", "reference")):
         assert main(["info", "--verify", "--json"]) == 1
     printed = capsys.readouterr()
     outcomes = json.loads(printed.out, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))["verify"]
@@ -78,7 +78,7 @@ def test_verify_reports_a_backend_that_raises(
         raise RuntimeError("illegal memory access")
 
     monkeypatch.setattr(eager, "forward", broken)
-    with flash_dmattn.disable_backends("flex"):
+    with flash_dmattn.config(disabled="flex"):
         assert main(["info", "--verify"]) == 1
     printed = capsys.readouterr().out
     assert re.search(r"^eager +causal .*FAIL\n +RuntimeError: illegal memory access", printed, re.MULTILINE), printed
@@ -94,7 +94,7 @@ def test_verify_completes_a_forward_pass_by_the_backward_pass_of_another(capsys:
 
     flash_dmattn.register_backend(ForwardAlone("none", 1.0))
     try:
-        with flash_dmattn.disable_backends("flex", "reference"):
+        with flash_dmattn.config(disabled=("flex", "reference")):
             assert main(["info", "--verify"]) == 0
     finally:
         flash_dmattn.unregister_backend("alone")

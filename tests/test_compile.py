@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import flash_dmattn
 from flash_dmattn import nn
 from flash_dmattn.backends.protocol import Availability, Rule
-from flash_dmattn.dispatch import refusals, settings
+from flash_dmattn.dispatch import config, refusals
 from flash_dmattn.dispatch.registry import probe
 from flash_dmattn.problem import Flags
 
@@ -29,7 +29,7 @@ OURS = Counting("out_of_tree_under_compile")  # an operator is defined once per 
 @pytest.fixture(autouse=True)
 def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn")):
-        monkeypatch.setattr(settings.process, name, value)
+        monkeypatch.setattr(config.process, name, value)
     monkeypatch.setattr(refusals, "_warned", set())
     torch._dynamo.reset()
 
@@ -346,7 +346,7 @@ def test_lengths_decide_where_a_rule_of_the_backend_that_is_taken_asks(
 def test_settings_changed_between_calls_take_effect(ours: Counting) -> None:
     run, counter = compiled(call)
     given = inputs()
-    with flash_dmattn.use_backend("reference"):
+    with flash_dmattn.config(backend="reference"):
         expected = all_results(call, given, some_mask())
 
     def passes_of_ours() -> tuple[int, int]:
@@ -355,16 +355,16 @@ def test_settings_changed_between_calls_take_effect(ours: Counting) -> None:
         return ours.count["forward"] - before["forward"], ours.count["backward"] - before["backward"]
 
     assert passes_of_ours() == (1, 1)  # auto prefers it
-    with flash_dmattn.use_backend("eager"):
+    with flash_dmattn.config(backend="eager"):
         assert passes_of_ours() == (0, 0)
-        with flash_dmattn.use_backend((ours.NAME, "eager")):
+        with flash_dmattn.config(backend=(ours.NAME, "eager")):
             assert passes_of_ours() == (1, 0)
         assert passes_of_ours() == (0, 0)
     assert passes_of_ours() == (1, 1)
-    flash_dmattn.set_default_backend(("eager", ours.NAME))
+    flash_dmattn.config.set(backend=("eager", ours.NAME))
     assert passes_of_ours() == (0, 1)
-    flash_dmattn.set_default_backend("auto")
-    with flash_dmattn.disable_backends(ours.NAME):
+    flash_dmattn.config.set(backend="auto")
+    with flash_dmattn.config(disabled=ours.NAME):
         assert passes_of_ours() == (0, 0)
     assert passes_of_ours() == (1, 1)
     assert counter.frame_count <= 5  # the settings seen: each compiles once and is found again
@@ -392,7 +392,7 @@ def test_settings_of_threads_and_tasks_take_effect(ours: Counting) -> None:
         run(*given[:3], None, given[3])
         return ours.count["forward"] - before
 
-    with flash_dmattn.use_backend("eager"):
+    with flash_dmattn.config(backend="eager"):
         assert forward_of_ours() == 0
         assert contextvars.Context().run(forward_of_ours) == 1
         assert contextvars.copy_context().run(forward_of_ours) == 0
@@ -402,22 +402,22 @@ def test_settings_of_threads_and_tasks_take_effect(ours: Counting) -> None:
 
 def test_setting_inside_the_compiled_function_compiles_once_whatever_is_around(ours: Counting) -> None:
     def switched(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        with flash_dmattn.use_backend("eager"):
+        with flash_dmattn.config(backend="eager"):
             return call(*tensors)
 
     q, k, v, bias = (x.detach() for x in inputs())
     run, counter = compiled(switched)
     for _ in range(3):
-        with flash_dmattn.use_backend("reference"):
+        with flash_dmattn.config(backend="reference"):
             run(q, k, v, None, bias)
-            assert settings.blocks.now.backend == "reference"
-    assert settings.blocks.now.backend is None
+            assert config.blocks.now.backend == "reference"
+    assert config.blocks.now.backend is None
     assert counter.frame_count == 1
 
 
 def test_setting_inside_the_compiled_function(ours: Counting) -> None:
     def switched(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        with flash_dmattn.use_backend("eager"):
+        with flash_dmattn.config(backend="eager", disabled=("flex", "triton"), fallback="error", record=[]):
             first = call(*tensors)
         return first[0] + call(*tensors)[0], first[1]
 

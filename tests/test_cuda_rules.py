@@ -18,7 +18,7 @@ from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.flex import backend as flex
 from flash_dmattn.backends.protocol import Availability, Rule, broken_rules
 from flash_dmattn.backends.triton import backend as triton
-from flash_dmattn.dispatch import refusals, selection, settings
+from flash_dmattn.dispatch import config, refusals, selection
 from flash_dmattn.problem import MaskView, SequenceSpec
 
 Q = (2, 4096, 16, 64)
@@ -36,7 +36,7 @@ def on_a_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for backend in (cuda, triton):
         monkeypatch.setattr(backend, "probe", lambda: Availability(True))
     for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn")):
-        monkeypatch.setattr(settings.process, name, value)
+        monkeypatch.setattr(config.process, name, value)
 
 
 def explained(**changes: Any) -> flash_dmattn.explanation.Explanation:
@@ -357,7 +357,7 @@ def test_who_takes_short_rows(call: dict[str, Any], backend: str) -> None:
 
 
 def test_without_triton_gradients_are_those_of_eager() -> None:
-    with flash_dmattn.disable_backends("triton"):
+    with flash_dmattn.config(disabled="triton"):
         explanation = explained(**GRADIENTS, seqlen_k=32)
     assert (explanation.forward, explanation.backward) == ("cuda", "eager")
 
@@ -599,7 +599,7 @@ def test_sums_for_few_keys_are_left_to_triton(size: tuple[int, ...], call: dict[
 def test_what_is_left_to_triton_is_cudas_without_it(is_disabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before eager, in either pass: a preference says who is faster, not who is right."""
     if is_disabled:
-        monkeypatch.setattr(settings.process, "disabled", (triton.NAME, flex.NAME))
+        monkeypatch.setattr(config.process, "disabled", (triton.NAME, flex.NAME))
     else:
         for backend in (triton, flex):
             monkeypatch.setattr(backend, "probe", lambda: Availability(False, "no Triton"))

@@ -492,7 +492,7 @@ def test_lse_alone_and_nothing_at_all(ready: Ready) -> None:
 
 def test_calls_of_several_choices_share_a_class(ready: Ready) -> None:
     """The choice of the call is what `torch.vmap` of its gradients chooses by."""
-    with flash_dmattn.use_backend("ready"):
+    with flash_dmattn.config(backend="ready"):
         for choice in ("auto", "ready"):
             check_gradients(gradients(partial(attend, backend=choice), *leaves()))
     assert ready.ways == ["forward", "backward"] * 2

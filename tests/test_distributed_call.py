@@ -333,7 +333,7 @@ def test_a_choice_is_remembered_for_all_that_decides_it(what: str, chosen: list[
     for _ in range(2):
         choose_pair(call, "auto")
     assert len(chosen) == 1
-    with flash_dmattn.disable_backends("flex") if what == "disabled" else nullcontext():
+    with flash_dmattn.config(disabled="flex") if what == "disabled" else nullcontext():
         choose_pair(call._replace(**changes.get(what, {})), "eager" if what == "requested" else "auto")
     assert len(chosen) == 2
 
@@ -345,7 +345,7 @@ def test_a_named_backend_has_to_serve_every_slice(picky: None) -> None:
 
 
 def test_a_decision_is_recorded_once() -> None:
-    with flash_dmattn.record_decisions() as decisions:
+    with flash_dmattn.config(record=(decisions := [])):
         attend(is_causal=True, strategy="gather")
     assert [(d.forward, d.backward) for d in decisions] == [(eager.NAME, None)]
 

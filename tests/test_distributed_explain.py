@@ -58,7 +58,7 @@ def test_nothing_is_sent_or_computed(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(dist, name, refuse)
     monkeypatch.setattr("flash_dmattn.distributed.exchange._all_gather", refuse)
     monkeypatch.setattr("flash_dmattn.backends.eager.forward", refuse)
-    with flash_dmattn.record_decisions() as made:
+    with flash_dmattn.config(record=(made := [])):
         assert explained(reduce_bias_grad=True, bias=torch.zeros(1, 256, requires_grad=True)).forward == "eager"
         assert explained(strategy="ulysses", heads=4, heads_k=4).forward == "eager"
     assert made == []

@@ -435,7 +435,7 @@ def test_what_is_no_probability_is_refused(name: str) -> None:
 
 def test_who_serves_dropout() -> None:
     big = {"q": (8, 1024, 12, 64), "is_causal": True, "grad": True}
-    with flash_dmattn.disable_backends("cuda"):
+    with flash_dmattn.config(disabled="cuda"):
         chosen = flash_dmattn.explain_problem(**big, dropout_p=0.1)  # type: ignore[arg-type]
     assert (chosen.forward, chosen.backward) == ("triton", "triton")
     refused = {verdict.backend: [reason.code for reason in verdict.reasons] for verdict in chosen.verdicts}

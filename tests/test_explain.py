@@ -13,13 +13,13 @@ from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn.backends.protocol import Availability, Rule
-from flash_dmattn.dispatch import refusals, registry, selection, settings
+from flash_dmattn.dispatch import config, refusals, registry, selection
 
 
 @pytest.fixture(autouse=True)
 def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn")):
-        monkeypatch.setattr(settings.process, name, value)
+        monkeypatch.setattr(config.process, name, value)
     monkeypatch.setattr(refusals, "_warned", set())
 
 
@@ -47,7 +47,7 @@ CALLS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_explanation_is_what_the_call_then_does(name: str) -> None:
     explanation = flash_dmattn.explain(**CALLS[name])
-    with flash_dmattn.record_decisions() as decisions:
+    with flash_dmattn.config(record=(decisions := [])):
         flash_dmattn.attention(**CALLS[name])
     (decision,) = decisions
     assert explanation.error is None
@@ -55,12 +55,12 @@ def test_explanation_is_what_the_call_then_does(name: str) -> None:
 
 
 def test_explanation_follows_settings_no_grad_and_autocast() -> None:
-    with flash_dmattn.use_backend("reference"):
+    with flash_dmattn.config(backend="reference"):
         explanation = flash_dmattn.explain(**with_bias())
     assert (explanation.requested, explanation.forward, explanation.backward) == ("reference",) * 3
     with torch.no_grad():
         assert flash_dmattn.explain(**with_bias()).backward is None
-    with torch.autocast("cpu", torch.bfloat16), flash_dmattn.record_decisions() as decisions:
+    with torch.autocast("cpu", torch.bfloat16), flash_dmattn.config(record=(decisions := [])):
         flash_dmattn.attention(**with_bias(backend="eager"))
         explanation = flash_dmattn.explain(**with_bias(backend="eager"))
     assert decisions[0].problem.dtype == torch.bfloat16
@@ -69,12 +69,12 @@ def test_explanation_follows_settings_no_grad_and_autocast() -> None:
 
 def test_explaining_records_and_warns_nothing_and_computes_nothing() -> None:
     ours = KernelPair("ours")
-    with warnings.catch_warnings(), flash_dmattn.record_decisions() as decisions, registered(ours, before="eager"):
+    with warnings.catch_warnings(), flash_dmattn.config(record=(decisions := [])), registered(ours, before="eager"):
         warnings.simplefilter("error")
         assert flash_dmattn.explain(**with_bias()).forward == "ours"
         flash_dmattn.explain_problem((2, 4096, 16, 64), device="sm_80")
     assert decisions == [] and ours.ran == []
-    with flash_dmattn.disable_backends("cuda", "triton", "flex"), pytest.warns(flash_dmattn.FallbackWarning):
+    with flash_dmattn.config(disabled=("cuda", "triton", "flex")), pytest.warns(flash_dmattn.FallbackWarning):
         # explaining did not use up the one warning
         selection.select(flash_dmattn.explain_problem((2, 4096, 16, 64), device="sm_80").problem, "auto")
 
@@ -90,12 +90,11 @@ def test_call_that_would_be_refused_is_explained() -> None:
 
 
 def test_fallback_that_would_raise_is_explained() -> None:
-    flash_dmattn.set_fallback("error")
-    with flash_dmattn.disable_backends("cuda", "triton", "flex"):
+    with flash_dmattn.config(disabled=("cuda", "triton", "flex"), fallback="error"):
         explanation = flash_dmattn.explain_problem((2, 4096, 16, 64), device="sm_80")
         by_name = flash_dmattn.explain_problem((2, 4096, 16, 64), device="sm_80", backend="eager")
     assert explanation.forward is None
-    assert 'set_fallback("error") is in force' in explanation.error
+    assert 'fallback="error" is in force' in explanation.error
     assert (by_name.forward, by_name.error) == ("eager", None)
 
 

@@ -52,7 +52,7 @@ def test_every_argument_is_a_feature() -> None:
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_a_call_uses_the_features_that_it_names(name: str) -> None:
-    with flash_dmattn.use_backend("reference"), flash_dmattn.record_decisions() as decisions:
+    with flash_dmattn.config(backend="reference", record=(decisions := [])):
         call()
         call(**USES[name])
     assert [decision.problem.features for decision in decisions] == [frozenset(), {name} | PARTS.get(name, set())]  # type: ignore[attr-defined]
@@ -69,7 +69,7 @@ def test_what_a_backend_does_not_list_is_refused(name: str) -> None:
         assert f"- {name} is set; this backend" in str(error)
         assert [reason.code for reason in error.reasons] == [name]  # type: ignore[attr-defined]
         ran = len(pair.ran)
-        with flash_dmattn.use_backend("reference" if name == "return_probs" else "auto"):
+        with flash_dmattn.config(backend="reference" if name == "return_probs" else "auto"):
             call(**USES[name])
         assert len(pair.ran) == ran, "auto runs it although it does not have the feature"
 

@@ -264,7 +264,7 @@ def test_refusal_names_who_accepts() -> None:
 
 
 def test_auto_on_cpu_prefers_eager() -> None:
-    with flash_dmattn.record_decisions() as decisions:
+    with flash_dmattn.config(record=(decisions := [])):
         flash_dmattn.attention(*inputs(5, 6))
     assert [decision.forward for decision in decisions] == ["eager"]
 

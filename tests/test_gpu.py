@@ -211,9 +211,9 @@ def test_a_checkpointed_region_is_recomputed_on_its_backends(backend: Runner) ->
     inputs = of_form("bias", case, served(backend, case))
     q, k, v, bias, _ = leaves = leaves_of(inputs)
     flags = {**case.flags(), "return_lse": True, "deterministic": True}
-    with flash_dmattn.use_backend(backend.choice(case, inputs, deterministic=True)):
+    with flash_dmattn.config(backend=backend.choice(case, inputs, deterministic=True)):
         outputs = checkpoint(lambda: flash_dmattn.attention(q, k, v, None, bias, **flags), use_reentrant=False)
-    with flash_dmattn.use_backend("eager"):
+    with flash_dmattn.config(backend="eager"):
         gradients = with_gradients(outputs, leaves, inputs)
     assert_equal(gradients, results(backend, case, inputs, deterministic=True), "of a region outside of its block")
 

@@ -135,7 +135,7 @@ def test_windows_launch_what_attention_launches(layout: str, choice: str, width:
         bias = drawn(entries, 3, width, width, dtype=bf16).requires_grad_()
         call = DEFAULTS | {"q": q, "k": k, "v": v, "bias": bias, "softmax_scale": 0.2}
         found = []
-        with flash_dmattn.use_backend(choice):
+        with flash_dmattn.config(backend=choice):
             for function in (by_attention, ours, ours):
                 launched.clear()
                 results(function, call)
@@ -175,7 +175,7 @@ def test_layers_of_swin_launch_their_kernels_and_nothing_else(
     def refuse(*arguments: Any, **others: Any) -> Any:
         raise AssertionError("the long way")
 
-    with flash_dmattn.use_backend("triton"):
+    with flash_dmattn.config(backend="triton"):
         step(model, given, name)
         launched.clear()
         for module, function in (
@@ -192,7 +192,7 @@ def test_layers_of_swin_launch_their_kernels_and_nothing_else(
 def ready() -> Iterator[Ready]:
     pair = ready_pair()
     pair.ways.clear()
-    with registered(pair), flash_dmattn.use_backend("ready"):
+    with registered(pair), flash_dmattn.config(backend="ready"):
         yield pair
 
 
@@ -230,7 +230,7 @@ def test_what_watches_is_shown_operators(watch: Callable[[], Any], ready: Ready)
 
 
 def recorded() -> AbstractContextManager[Any]:
-    return flash_dmattn.record_decisions()
+    return flash_dmattn.config(record=[])
 
 
 @pytest.mark.parametrize("watch", [Watch, profiled, recorded, nullcontext], ids=lambda watch: watch.__name__)
@@ -245,7 +245,7 @@ def test_a_layer_that_is_checkpointed_saves_the_same_twice(watch: Callable[[], A
 
 
 def test_records_have_a_decision_for_each_call() -> None:
-    with flash_dmattn.record_decisions() as decisions:
+    with flash_dmattn.config(record=(decisions := [])):
         for _ in range(2):
             results(ours, leaves({}))
     assert len(decisions) == 2
@@ -323,7 +323,7 @@ def test_a_class_in_use_outlasts_those_that_come_once(monkeypatch: pytest.Monkey
         return class_of(*arguments)
 
     monkeypatch.setattr(heads_first, "_class_of", counted)
-    with flash_dmattn.use_backend("eager"):
+    with flash_dmattn.config(backend="eager"):
         used = leaves({})
         ours(**used)
         for length in range(1, 9):
@@ -353,7 +353,7 @@ def test_what_falls_back_is_said_by_attention_alone(monkeypatch: pytest.MonkeyPa
     for of_module in ("heads_first", "dispatch.selection", "dispatch.call_cache"):
         monkeypatch.setattr(f"flash_dmattn.{of_module}.falls_back", lambda *_: True)
     given = leaves({})
-    with warnings.catch_warnings(), flash_dmattn.record_decisions() as decisions:
+    with warnings.catch_warnings(), flash_dmattn.config(record=(decisions := [])):
         warnings.simplefilter("error")
         for _ in range(2):
             assert attend_heads_first(*given.values()) is None
@@ -364,7 +364,7 @@ def test_what_falls_back_is_said_by_attention_alone(monkeypatch: pytest.MonkeyPa
 
 def test_second_derivatives() -> None:
     given = {name: x.detach().double().requires_grad_() if name in "qkv" else x for name, x in leaves({}).items()}
-    with flash_dmattn.use_backend("eager"):
+    with flash_dmattn.config(backend="eager"):
         assert torch.autograd.gradgradcheck(
             lambda q, k, v: ours(q, k, v, **DEFAULTS), [given[name] for name in "qkv"], fast_mode=True
         )
@@ -409,8 +409,8 @@ def test_a_tensor_that_a_transform_has_left_behind_goes_through_attention() -> N
 
 def test_a_backend_that_is_registered_or_disabled_is_chosen_anew(ready: Ready) -> None:
     check(results(ours, leaves({})))
-    with flash_dmattn.use_backend("eager"):
+    with flash_dmattn.config(backend="eager"):
         check(results(ours, leaves({})))
     assert ready.ways == ["forward", "backward"]
-    with flash_dmattn.disable_backends("ready"), pytest.raises(flash_dmattn.BackendUnavailableError):
+    with flash_dmattn.config(disabled="ready"), pytest.raises(flash_dmattn.BackendUnavailableError):
         ours(**leaves({}))

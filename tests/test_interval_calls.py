@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import flash_dmattn
 from flash_dmattn import api, masks
-from flash_dmattn.dispatch import refusals, settings
+from flash_dmattn.dispatch import config, refusals
 from flash_dmattn.explanation import explain_description
 from flash_dmattn.masks import IntervalMask, prepare_intervals, prepare_topk, topk_mask
 
@@ -23,7 +23,7 @@ from flash_dmattn.masks import IntervalMask, prepare_intervals, prepare_topk, to
 @pytest.fixture(autouse=True)
 def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, value in (("default_backend", "auto"), ("disabled", ())):
-        monkeypatch.setattr(settings.process, name, value)
+        monkeypatch.setattr(config.process, name, value)
     monkeypatch.setattr(refusals, "_warned", set())
     with both_registered():
         yield

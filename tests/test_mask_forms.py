@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_dmattn
 from flash_dmattn import masks
-from flash_dmattn.dispatch import refusals, selection, settings
+from flash_dmattn.dispatch import config, refusals, selection
 from flash_dmattn.masks import PreparedMask, prepare_mask
 from flash_dmattn.masks.prepared.operator import KeyForm, key_form, prepared_view
 
@@ -40,7 +40,7 @@ from flash_dmattn.masks.prepared.operator import KeyForm, key_form, prepared_vie
 @pytest.fixture(autouse=True)
 def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn")):
-        monkeypatch.setattr(settings.process, name, value)
+        monkeypatch.setattr(config.process, name, value)
     monkeypatch.setattr(refusals, "_warned", set())
     with both_registered():
         yield
@@ -304,7 +304,7 @@ def test_explain_says_prepared_and_what_is_unpacked() -> None:
     dense = flash_dmattn.explain(q, k, v, FORMS["full"], bias)
     assert dense.problem.mask_form == "dense" and "prepared mask" not in str(dense)
     assert flash_dmattn.explain(q, k, v).problem.mask_form == "none"
-    with flash_dmattn.record_decisions() as decisions:
+    with flash_dmattn.config(record=(decisions := [])):
         flash_dmattn.attention(q, k, v, prepared, bias)
     assert decisions[0].problem == explanation.problem
 
@@ -339,7 +339,7 @@ def test_prepared_mask_described_by_its_shape(form: str) -> None:
 def test_fallback_counts_what_it_unpacks() -> None:
     def workspace(**flags: Any) -> float:
         with (
-            flash_dmattn.disable_backends("cuda", "triton", "flex"),
+            flash_dmattn.config(disabled=("cuda", "triton", "flex")),
             pytest.warns(flash_dmattn.FallbackWarning) as told,
         ):
             shape = {"mask": (1, 1, 4096, 4096), "dtype": "fp64"}

@@ -18,7 +18,7 @@ from flash_dmattn import explain_problem
 from flash_dmattn.backends.flex import backend as flex
 from flash_dmattn.backends.protocol import Availability
 from flash_dmattn.backends.triton import backend as triton
-from flash_dmattn.dispatch import call_cache, preferences, profile_store, refusals, selection, settings
+from flash_dmattn.dispatch import call_cache, config, preferences, profile_store, refusals, selection
 from flash_dmattn.dispatch.preferences import judge
 from flash_dmattn.dispatch.profile import FORMAT, Figures, Profile, ProfileError, dump, parse, read, write
 from flash_dmattn.dispatch.profile_rows import ROWS, rows_of
@@ -49,7 +49,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     changes = {"default_backend": "auto", "disabled": (), "fallback": "warn", "profile": "", "rules": "built-in"}
     for name, value in changes.items():
-        monkeypatch.setattr(settings.process, name, value)
+        monkeypatch.setattr(config.process, name, value)
     monkeypatch.setattr(refusals, "_warned", set())
     for backend in (triton, flex):
         monkeypatch.setattr(backend, "probe", lambda: Availability(True))
@@ -178,7 +178,7 @@ def test_a_profile_of_another_user_is_ignored(monkeypatch: pytest.MonkeyPatch) -
 def test_what_is_no_regular_file_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path, message in ((tmp_path / "pipe", "is no regular file"), (tmp_path, "is no regular file")):
-        monkeypatch.setattr(settings.process, "profile", str(path))
+        monkeypatch.setattr(config.process, "profile", str(path))
         profile_store.forget()
         assert chosen() == ("flex", None)
         assert profile_store.find("sm_80").reason == f"{path} {message}"
@@ -240,11 +240,11 @@ def test_profiles_can_be_named_and_switched_off(monkeypatch: pytest.MonkeyPatch,
     install(profile_of(triton=SLOW))
     write(profile_of(), tmp_path / "mine.json")
     for setting, backend in (("", "flex"), (str(tmp_path / "mine.json"), "triton"), ("off", "flex")):
-        monkeypatch.setattr(settings.process, "profile", setting)
+        monkeypatch.setattr(config.process, "profile", setting)
         profile_store.forget()
         assert chosen() == (backend, None)
     assert profile_store.find("sm_80").reason == "FLASH_DMATTN_PROFILE=off"
-    monkeypatch.setattr(settings.process, "profile", str(tmp_path / "none.json"))
+    monkeypatch.setattr(config.process, "profile", str(tmp_path / "none.json"))
     profile_store.forget()
     assert chosen() == ("flex", None)
     assert profile_store.find("sm_80").reason == f"{tmp_path / 'none.json'} does not exist"
@@ -405,7 +405,7 @@ def test_unmeasured_kernels_go_before_eager(name: str, arch: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert selection.select(problem, "auto").forward is triton
-    with flash_dmattn.disable_backends("triton"):
+    with flash_dmattn.config(disabled="triton"):
         assert chosen(**call)[0] == "eager"
     older = chosen(**call | {"device": "sm_75"})
     assert older[0] == "eager", "nobody compiles the kernels for these"
@@ -415,7 +415,7 @@ def test_unmeasured_kernels_go_before_eager(name: str, arch: str) -> None:
 def test_unmeasured_kernels_take_sequences_before_flex(arch: str) -> None:
     """They read them as they lie."""
     assert chosen(**SEQUENCES, device=arch, grad=True) == ("triton", "triton")
-    with flash_dmattn.disable_backends("triton"):
+    with flash_dmattn.config(disabled="triton"):
         assert chosen(**SEQUENCES, device=arch, grad=True) == ("flex", "flex")
     assert chosen(**SEQUENCES, device="sm_75", dtype="fp16", grad=True) == ("flex", "flex")
 
@@ -491,7 +491,7 @@ def test_a_named_backend_is_taken_whatever_the_profile_says() -> None:
 def test_on_hopper_the_built_in_rules_stay_unless_they_are_switched_off(
     rules: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(settings.process, "rules", rules)
+    monkeypatch.setattr(config.process, "rules", rules)
     monkeypatch.setattr(flash_dmattn.dispatch.registry.BACKENDS["cuda"], "probe", lambda: Availability(True))
     monkeypatch.setattr(flash_dmattn.backends.cuda.rules, "installed_instances", lambda: None)
     built_in = rules == "built-in"
@@ -511,12 +511,12 @@ def test_on_hopper_the_built_in_rules_stay_unless_they_are_switched_off(
 
 def test_the_switch_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASH_DMATTN_RULES", "none")
-    fresh = type(settings.process)()
+    fresh = type(config.process)()
     message = "FLASH_DMATTN_RULES is 'none'; it needs to be one of 'built-in', 'profile'"
     assert fresh.environment_error == message
     monkeypatch.setenv("FLASH_DMATTN_RULES", "profile")
     monkeypatch.setenv("FLASH_DMATTN_PROFILE", " some/where.json ")
-    fresh = type(settings.process)()
+    fresh = type(config.process)()
     assert (fresh.rules, fresh.profile, fresh.environment_error) == ("profile", "some/where.json", None)
 
 
@@ -554,7 +554,7 @@ def test_without_a_profile_explain_and_the_warning_name_the_command() -> None:
     refused = explain_problem(**CALL, bias=(1, 16, 1, 4096), bias_grad=True, deterministic=True).problem
     assert selection.select(refused, "auto").forward is triton
     with (
-        flash_dmattn.disable_backends("triton"),
+        flash_dmattn.config(disabled="triton"),
         pytest.warns(flash_dmattn.FallbackWarning, match=f"{command} does, for auto to take them"),
     ):
         selection.select(refused, "auto")

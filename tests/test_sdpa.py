@@ -177,7 +177,11 @@ def test_autocast(dtype: torch.dtype, form: str) -> None:
 def test_autocast_casts_a_float_mask() -> None:
     """As torch does, beside q in bfloat16 too: of a mask in float32 kernels get what they read fastest."""
     q, k, v, mask = (x.detach().float() for x in draw(SERVED["each score"], "float"))
-    with torch.autocast("cpu", torch.bfloat16), flash_dmattn.record_decisions() as decisions, intercept_sdpa() as tally:
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        flash_dmattn.config(record=(decisions := [])),
+        intercept_sdpa() as tally,
+    ):
         F.scaled_dot_product_attention(q, k, v, mask)
         F.scaled_dot_product_attention(q.bfloat16(), k, v, mask)
     assert tally.served == 2

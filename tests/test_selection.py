@@ -21,7 +21,7 @@ from flash_dmattn.backends.cuda import backend as cuda
 from flash_dmattn.backends.cuda import rules
 from flash_dmattn.backends.protocol import Availability, Rule
 from flash_dmattn.backends.triton import backend as triton
-from flash_dmattn.dispatch import refusals, registry, selection, settings
+from flash_dmattn.dispatch import config, refusals, registry, selection
 from flash_dmattn.problem import AttentionProblem, NeedsGrad
 
 FORWARD_ONLY = Rule("forward_only", lambda p: False, lambda p: "there is no backward kernel yet", "", ("backward",))
@@ -30,7 +30,7 @@ FORWARD_ONLY = Rule("forward_only", lambda p: False, lambda p: "there is no back
 @pytest.fixture(autouse=True)
 def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn")):
-        monkeypatch.setattr(settings.process, name, value)
+        monkeypatch.setattr(config.process, name, value)
     monkeypatch.setattr(refusals, "_warned", set())
 
 
@@ -61,7 +61,7 @@ def on_gpu(needs_grad: bool = False, **changes: object) -> AttentionProblem:
 @pytest.mark.parametrize("requested", ["auto", "ours", ("ours", "ours"), ("ours", "eager"), ("eager", "ours")])
 def test_kernel_backend_out_of_tree_runs_both_passes(requested: object) -> None:
     ours, want = KernelPair("ours"), results("reference")
-    with registered(ours, before="eager"), flash_dmattn.record_decisions() as decisions:
+    with registered(ours, before="eager"), flash_dmattn.config(record=(decisions := [])):
         assert flash_dmattn.available_backends().index("ours") < flash_dmattn.available_backends().index("eager")
         torch.testing.assert_close(results(requested), want)
     passes = {"auto": ("ours", "ours"), "ours": ("ours", "ours")}.get(requested, requested)
@@ -72,7 +72,7 @@ def test_kernel_backend_out_of_tree_runs_both_passes(requested: object) -> None:
 
 def test_differentiable_backend_out_of_tree() -> None:
     ours, want = Differentiable("ours"), results("reference")
-    with registered(ours, before="eager"), flash_dmattn.record_decisions() as decisions:
+    with registered(ours, before="eager"), flash_dmattn.config(record=(decisions := [])):
         torch.testing.assert_close(results(), want)
         for pair in (("ours", "eager"), ("eager", "ours")):
             with pytest.raises(ValueError, match=r"'ours' is one differentiable function .* two of .*'eager'"):
@@ -94,7 +94,7 @@ def test_without_before_a_backend_comes_last() -> None:
 @pytest.mark.parametrize("pair", ["auto", ("ours", "eager")])
 def test_backend_of_a_forward_alone_is_paired(pair: object) -> None:
     ours, want = KernelPair("ours", rules=(FORWARD_ONLY,)), results("reference")
-    with registered(ours, before="eager"), flash_dmattn.record_decisions() as decisions:
+    with registered(ours, before="eager"), flash_dmattn.config(record=(decisions := [])):
         torch.testing.assert_close(results(pair), want)
         with torch.no_grad():
             q, k, v, mask, bias = inputs()
@@ -178,7 +178,7 @@ def test_a_backend_that_is_taken_out_while_a_call_chooses_is_passed_over_whole()
 
     first, second = First("first"), KernelPair("second")
     flash_dmattn.register_backend(second, before="cuda")
-    with registered(first, before="second"), flash_dmattn.record_decisions() as decisions:
+    with registered(first, before="second"), flash_dmattn.config(record=(decisions := [])):
         first.is_armed = True
         torch.testing.assert_close(results(), results("reference"))
     assert decisions[0].forward == "eager" and second.ran == []
@@ -241,7 +241,7 @@ def test_helpers_that_are_called_like_optional_functions_are_never_called() -> N
     for name in HELPERS:
         setattr(ours, name, lambda *_, name=name, **__: pytest.fail(f"the helper {name} was called"))
     with registered(ours, before="eager"):
-        assert registry.fallback().NAME == "eager"
+        assert registry.last_resort().NAME == "eager"
         torch.testing.assert_close(results(), want)
         ours.MASK_FORM = "prepared"  # so reads_dense would be asked
         flash_dmattn.attention(*inputs()[:4])
@@ -263,8 +263,8 @@ def test_the_last_resort_says_that_it_is_one() -> None:
         pass
     ours.workspace_bytes = lambda problem: 0
     with registered(ours, before="eager"):
-        assert registry.fallback() is ours
-    assert registry.fallback().NAME == "eager"
+        assert registry.last_resort() is ours
+    assert registry.last_resort().NAME == "eager"
     with pytest.raises(ValueError, match="'eager' is what \"auto\" falls back to; it cannot be unregistered"):
         flash_dmattn.unregister_backend("eager")
 
@@ -275,9 +275,9 @@ def test_wrong_names_of_backends_are_told_what_was_meant() -> None:
         lambda: flash_dmattn.attention(x, x, x, backend="trition"),
         lambda: flash_dmattn.attention(x, x, x, backend=("eager", "trition")),
         lambda: flash_dmattn.explain(x, x, x, backend="trition"),
-        lambda: flash_dmattn.use_backend("trition"),
-        lambda: flash_dmattn.set_default_backend("trition"),
-        lambda: flash_dmattn.disable_backends("trition"),
+        lambda: flash_dmattn.config(backend="trition"),
+        lambda: flash_dmattn.config.set(backend="trition"),
+        lambda: flash_dmattn.config(disabled="trition"),
         lambda: flash_dmattn.unregister_backend("trition"),
         lambda: flash_dmattn.register_backend(KernelPair("ours"), before="trition"),
     ):
@@ -374,7 +374,7 @@ def test_probabilities_are_refused_by_every_backend_but_the_reference() -> None:
 
 
 def test_auto_with_everything_disabled_says_so_for_each() -> None:
-    with flash_dmattn.disable_backends(*registry.BACKENDS):
+    with flash_dmattn.config(disabled=tuple(registry.BACKENDS)):
         with pytest.raises(flash_dmattn.BackendUnsupportedError, match="no backend accepts this call") as caught:
             results()
         assert flash_dmattn.available_backends() == ()
@@ -431,7 +431,7 @@ def test_probe_is_left_alone_where_a_rule_refuses_already() -> None:
 
 @pytest.fixture
 def eager_alone() -> None:
-    flash_dmattn.set_disabled_backends("cuda", "triton", "flex")  # until untouched_settings takes it back
+    flash_dmattn.config.set(disabled=("cuda", "triton", "flex"))  # until untouched_settings takes it back
 
 
 @pytest.mark.usefixtures("eager_alone")
@@ -451,7 +451,7 @@ def test_fallback_warns_once_per_cause_with_bytes_and_reasons() -> None:
     reasons = [r for each in better for r in refusals.reasons_against(each, problem, ("forward",), auto=True)]
     assert {"disabled", "arch"} <= {reason.code for reason in reasons}
     assert lines[1:-1] == [f"  - {reason.backend}: {reason}" for reason in reasons]
-    assert lines[-1].startswith('  set_fallback("error") turns this warning into an error')
+    assert lines[-1].startswith('  config.set(fallback="error") turns this warning into an error')
 
 
 def test_fallback_warning_points_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -470,19 +470,24 @@ def test_small_call_names_few_bytes() -> None:
 
 @pytest.mark.usefixtures("eager_alone")
 def test_fallback_can_be_an_error_or_silent() -> None:
-    flash_dmattn.set_fallback("error")
+    flash_dmattn.config.set(fallback="error")
     with pytest.raises(flash_dmattn.BackendUnsupportedError, match="attention runs on eager PyTorch") as caught:
         selection.select(on_gpu(needs_grad=True), "auto")
     assert caught.value.accepted_by == ("eager",)
     assert {reason.backend for reason in caught.value.reasons} == {"cuda", "triton", "flex"}
-    assert 'set_fallback("error") is in force' in str(caught.value)
+    assert 'fallback="error" is in force' in str(caught.value)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert selection.select(on_gpu(), "eager").forward.NAME == "eager"  # by name: no fallback
-        flash_dmattn.set_fallback("silent")
+        flash_dmattn.config.set(fallback="silent")
         assert selection.select(on_gpu(), "auto").forward.NAME == "eager"
-        flash_dmattn.set_fallback("error")
+        flash_dmattn.config.set(fallback="error")
+        with flash_dmattn.config(fallback="silent"):
+            assert selection.select(on_gpu(), "auto").forward.NAME == "eager"
         results()  # on the CPU eager is no fallback
+    flash_dmattn.config.set(fallback="warn")
+    with flash_dmattn.config(fallback="error"), pytest.raises(flash_dmattn.BackendUnsupportedError):
+        selection.select(on_gpu(), "auto")
 
 
 @pytest.mark.usefixtures("eager_alone")

@@ -19,20 +19,20 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import flash_dmattn
 from flash_dmattn.backends.protocol import Rule
-from flash_dmattn.dispatch import call_cache, checkpoints, registry, selection, settings, state
-from flash_dmattn.dispatch.state import Blocks
+from flash_dmattn.dispatch import call_cache, checkpoints, config, registry, selection
+from flash_dmattn.dispatch.config import Blocks
 
 
 @pytest.fixture(autouse=True)
 def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn")):
-        monkeypatch.setattr(settings.process, name, value)
+        monkeypatch.setattr(config.process, name, value)
 
 
 def ran(**flags: object) -> tuple[str, str | None]:
     """The backend of each pass of one call with gradients."""
     x = torch.randn(1, 3, 2, 8, requires_grad=True)
-    with flash_dmattn.record_decisions() as decisions:
+    with flash_dmattn.config(record=(decisions := [])):
         flash_dmattn.attention(x, x, x, **flags)
     (decision,) = decisions
     return decision.forward, decision.backward
@@ -43,28 +43,28 @@ EAGER, REFERENCE = ("eager", "eager"), ("reference", "reference")
 
 def test_argument_beats_block_beats_default_beats_auto() -> None:
     assert ran() == EAGER
-    flash_dmattn.set_default_backend("reference")
+    flash_dmattn.config.set(backend="reference")
     assert ran() == REFERENCE
-    with flash_dmattn.use_backend("eager"):
+    with flash_dmattn.config(backend="eager"):
         assert ran() == EAGER
         assert ran(backend="reference") == REFERENCE
     assert ran() == REFERENCE
-    flash_dmattn.set_default_backend("auto")
+    flash_dmattn.config.set(backend="auto")
     assert ran() == EAGER
 
 
 def test_block_of_auto_beats_the_default() -> None:
-    flash_dmattn.set_default_backend("reference")
-    with flash_dmattn.use_backend("auto"):
+    flash_dmattn.config.set(backend="reference")
+    with flash_dmattn.config(backend="auto"):
         assert ran() == EAGER
 
 
 def test_blocks_nest_and_end_with_an_exception() -> None:
-    with flash_dmattn.use_backend("reference"):
-        with flash_dmattn.use_backend(("eager", "eager")):
+    with flash_dmattn.config(backend="reference"):
+        with flash_dmattn.config(backend=("eager", "eager")):
             assert ran() == EAGER
         assert ran() == REFERENCE
-        with pytest.raises(ValueError, match="q has 3 dimensions"), flash_dmattn.use_backend("eager"):
+        with pytest.raises(ValueError, match="q has 3 dimensions"), flash_dmattn.config(backend="eager"):
             flash_dmattn.attention(*torch.randn(3, 1, 3, 8))
         assert ran() == REFERENCE
     assert ran() == EAGER
@@ -76,9 +76,9 @@ def test_block_is_of_its_own_thread_and_default_of_the_process() -> None:
     def call() -> None:
         found.append(ran())
 
-    with flash_dmattn.use_backend("reference"):
+    with flash_dmattn.config(backend="reference"):
         run_thread(call)
-    flash_dmattn.set_default_backend("reference")
+    flash_dmattn.config.set(backend="reference")
     run_thread(call)
     assert found == [EAGER, REFERENCE]
 
@@ -88,7 +88,7 @@ def test_two_threads_hold_different_blocks_at_once() -> None:
     found: dict[str, list[tuple[str, str | None]]] = {"eager": [], "reference": []}
 
     def work(name: str) -> None:
-        with flash_dmattn.use_backend(name):
+        with flash_dmattn.config(backend=name):
             for _ in range(20):
                 barrier.wait()
                 found[name].append(ran())
@@ -107,69 +107,105 @@ def run_thread(target: object) -> None:
     thread.join()
 
 
-@pytest.mark.parametrize("choose", [flash_dmattn.use_backend, flash_dmattn.set_default_backend])
-def test_unknown_choice_is_refused_when_it_is_made(choose: object) -> None:
+@pytest.mark.parametrize("choose", [flash_dmattn.config, flash_dmattn.config.set], ids=["block", "process"])
+def test_unknown_choice_is_refused_when_it_is_made(choose: Callable[..., object]) -> None:
     for wrong in ("nope", ("eager", "nope"), ("auto", "eager")):
         with pytest.raises(ValueError, match=r"backend '(nope|auto)' is unknown; it needs to be one of 'cuda', "):
-            choose(wrong)
-    for wrong in (None, 3, ("eager",), ["eager", "eager"]):
+            choose(backend=wrong)
+    for wrong in (None, 3, ("eager",), ("eager", 3), ["eager", "eager"]):
         with pytest.raises(TypeError, match=r"backend is .*; it needs to be a name, a pair \(forward, backward\), or"):
-            choose(wrong)
+            choose(backend=wrong)
     assert ran() == EAGER
 
 
 def test_disabling_beats_an_explicit_name_until_the_block_ends() -> None:
-    with flash_dmattn.disable_backends("eager"):
+    with flash_dmattn.config(disabled="eager"):
         assert "eager" not in flash_dmattn.available_backends()
         with pytest.raises(flash_dmattn.BackendUnavailableError, match=r"'eager' is not available(.*\n)+.*switched"):
             ran(backend="eager")
         with pytest.raises(flash_dmattn.BackendUnavailableError, match="switched off"):
             ran(backend=("eager", "eager"))
-        with flash_dmattn.disable_backends("reference"):
+        with flash_dmattn.config(disabled="reference"):
             assert {"eager", "reference"}.isdisjoint(flash_dmattn.available_backends())
         assert ran(backend="reference") == REFERENCE
     assert ran(backend="eager") == EAGER
-    with pytest.raises(KeyError), flash_dmattn.disable_backends("eager"):
+    with pytest.raises(KeyError), flash_dmattn.config(disabled="eager"):
         raise KeyError
     assert ran() == EAGER
 
 
 def test_the_process_has_a_list_of_its_own_that_is_replaced() -> None:
-    flash_dmattn.set_disabled_backends("reference", "flex", "reference")
+    flash_dmattn.config.set(disabled=("reference", "flex", "reference"))
     with pytest.raises(flash_dmattn.BackendUnavailableError, match="switched off"):
         ran(backend="reference")
     seen: list[tuple[str, ...]] = []
-    with flash_dmattn.disable_backends("eager"):
-        assert settings.disabled() == ("reference", "flex", "eager")
-        run_thread(lambda: seen.append(settings.disabled()))
+    with flash_dmattn.config(disabled="eager"):
+        assert config.disabled() == ("reference", "flex", "eager")
+        run_thread(lambda: seen.append(config.disabled()))
     assert seen == [("reference", "flex")]
-    flash_dmattn.set_disabled_backends("flex")
+    flash_dmattn.config.set(disabled="flex")
     assert ran(backend="reference") == REFERENCE
     with pytest.raises(ValueError, match=r"backend 'refrence' is unknown; .*; did you mean 'reference'"):
-        flash_dmattn.set_disabled_backends("refrence")
-    assert settings.disabled() == ("flex",)
-    flash_dmattn.set_disabled_backends()
-    assert settings.disabled() == ()
+        flash_dmattn.config.set(disabled="refrence")
+    assert config.disabled() == ("flex",)
+    flash_dmattn.config.set(disabled=())
+    assert config.disabled() == ()
 
 
-def test_a_block_that_is_never_entered_says_so() -> None:
-    with pytest.warns(RuntimeWarning, match=r"disable_backends\('eager'\) was never entered .* set_disabled_backends"):
-        flash_dmattn.disable_backends("eager")
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ({"backend": "reference"}, r"backend='reference'"),
+        ({"disabled": "eager"}, r"disabled=\('eager',\)"),
+        ({"fallback": "error"}, r"fallback='error'"),
+        ({"record": []}, r"record=\[\]"),
+        ({"backend": "reference", "disabled": ("flex", "eager")}, r"backend='reference', disabled=\('flex', 'eager'\)"),
+    ],
+)
+def test_a_block_that_is_never_entered_says_so(arguments: dict[str, Any], shown: str) -> None:
+    with pytest.warns(RuntimeWarning, match=rf"config\({shown}\) was never entered .* config\.set is for the whole"):
+        flash_dmattn.config(**arguments)
     assert ran() == EAGER
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        block = flash_dmattn.disable_backends("eager")
+        block = flash_dmattn.config(**arguments)
         with block:
             pass
         del block
+        flash_dmattn.config.set(backend="auto")
+
+
+def test_one_block_has_several_settings_and_the_process_keeps_what_is_left_out() -> None:
+    flash_dmattn.config.set(backend="reference", disabled="flex", fallback="silent")
+    decisions: list[Any] = []
+    with flash_dmattn.config(backend="eager", disabled=("triton", "flex"), fallback="error", record=decisions):
+        now = config.blocks.now
+        assert (now.backend, now.disabled, now.fallback) == ("eager", ("triton", "flex"), "error")
+        assert now.records is decisions
+        assert (config.choice(), config.disabled(), config.fallback()) == ("eager", ("flex", "triton", "flex"), "error")
+        with flash_dmattn.config(fallback="warn"):
+            assert (config.choice(), config.fallback()) == ("eager", "warn")
+            flash_dmattn.attention(*torch.randn(3, 1, 3, 2, 8))
+        assert config.fallback() == "error"
+    assert [decision.forward for decision in decisions] == ["eager"]
+    assert (config.choice(), config.disabled(), config.fallback()) == ("reference", ("flex",), "silent")
+    for change, expected in (
+        ({"backend": "auto"}, ("auto", ("flex",), "silent")),
+        ({"disabled": ()}, ("auto", (), "silent")),
+        ({"fallback": "warn"}, ("auto", (), "warn")),
+        ({}, ("auto", (), "warn")),
+    ):
+        flash_dmattn.config.set(**change)
+        assert (config.process.default_backend, config.process.disabled, config.process.fallback) == expected
 
 
 Block = tuple[Any, Callable[[], bool]]  # a context manager, and what tells whether it is in force here
 
 BLOCKS: dict[str, Callable[[], Block]] = {
-    "use_backend": lambda: (flash_dmattn.use_backend("reference"), lambda: ran() == REFERENCE),
-    "disable_backends": lambda: (flash_dmattn.disable_backends("flex"), lambda: "flex" in settings.disabled()),
-    "record_decisions": lambda: (flash_dmattn.record_decisions(), lambda: settings.blocks.now.records is not None),
+    "backend": lambda: (flash_dmattn.config(backend="reference"), lambda: ran() == REFERENCE),
+    "disabled": lambda: (flash_dmattn.config(disabled="flex"), lambda: "flex" in config.disabled()),
+    "fallback": lambda: (flash_dmattn.config(fallback="silent"), lambda: config.fallback() == "silent"),
+    "record": lambda: (flash_dmattn.config(record=[]), lambda: config.blocks.now.records is not None),
 }
 
 
@@ -188,13 +224,13 @@ def test_one_object_is_nested_in_itself_and_used_again(block: Block) -> None:
                 assert is_in_force()
             assert is_in_force()
         assert not is_in_force()
-    assert settings.blocks.now == Blocks()
+    assert config.blocks.now == Blocks()
 
 
 def test_blocks_end_in_any_order(block: Block) -> None:
     """A generator that is suspended in a block ends it when it likes."""
     context, is_in_force = block
-    inner = flash_dmattn.use_backend("eager"), flash_dmattn.disable_backends("triton")
+    inner = flash_dmattn.config(backend="eager"), flash_dmattn.config(disabled="triton", fallback="error")
 
     def steps() -> Iterator[None]:
         with context:
@@ -205,8 +241,8 @@ def test_blocks_end_in_any_order(block: Block) -> None:
     with inner[0], inner[1]:
         assert list(suspended) == []
         assert not is_in_force()
-        assert (settings.blocks.now.backend, settings.disabled()) == ("eager", ("triton",))
-    assert settings.blocks.now == Blocks()
+        assert (config.blocks.now.backend, config.disabled()) == ("eager", ("triton",))
+    assert config.blocks.now == Blocks()
 
 
 def test_one_object_in_two_threads_that_overlap(block: Block) -> None:
@@ -282,21 +318,47 @@ def test_a_thread_inherits_in_a_copy_of_the_context_alone(block: Block) -> None:
     assert found == [False, True, True]
 
 
-def test_unknown_name_or_policy_is_refused() -> None:
+@pytest.mark.parametrize("choose", [flash_dmattn.config, flash_dmattn.config.set], ids=["block", "process"])
+def test_unknown_name_or_policy_is_refused(choose: Callable[..., object]) -> None:
     with pytest.raises(ValueError, match="backend 'nope' is unknown"):
-        flash_dmattn.disable_backends("eager", "nope")
-    with pytest.raises(ValueError, match="fallback is 'loud'; it needs to be one of 'warn', 'silent', 'error'"):
-        flash_dmattn.set_fallback("loud")
-    assert settings.process.disabled == ()
-    assert settings.process.fallback == "warn"
+        choose(backend="reference", disabled=("eager", "nope"))
+    for wrong in (None, 3, ["eager"], ("eager", 3)):
+        with pytest.raises(TypeError, match=r"disabled is .*; it needs to be a name or a tuple of names"):
+            choose(disabled=wrong)
+    with pytest.raises(ValueError, match=r"fallback is 'eror'; it needs .*, 'error'; did you mean 'error'\?$"):
+        choose(fallback="eror")
+    for wrong in (None, 3, ["warn"]):
+        with pytest.raises(ValueError, match=r"fallback is .*; it needs to be one of 'warn', 'silent', 'error'"):
+            choose(backend="reference", fallback=wrong)
+    with pytest.raises(TypeError, match="positional argument"):
+        choose("eager")
+    assert ran() == EAGER
+    assert config.process.disabled == ()
+    assert config.process.fallback == "warn"
+
+
+def test_decisions_are_appended_to_a_list_in_blocks_alone() -> None:
+    for wrong in (None, (), {}):
+        with pytest.raises(TypeError, match=r"record is .*; it needs to be a list, to which decisions are appended"):
+            flash_dmattn.config(record=wrong)
+    with pytest.raises(TypeError, match=r"config\.set takes no record; it needs a block: with .*config\(record="):
+        flash_dmattn.config.set(backend="reference", record=[])
+    assert ran() == EAGER
+    decisions: list[Any] = ["first"]
+    recording = flash_dmattn.config(record=decisions)
+    for _ in range(2):
+        with recording:
+            ran(backend="eager")  # in a block of its own
+            flash_dmattn.attention(*torch.randn(3, 1, 3, 2, 8))
+    assert decisions[0] == "first" and [decision.forward for decision in decisions[1:]] == ["eager"] * 2
 
 
 def test_decisions_say_what_ran_and_for_what() -> None:
     q, k, v = torch.randn(3, 2, 5, 4, 8).unbind()
     bias = torch.zeros(1, 4, 1, 5, requires_grad=True)
-    with flash_dmattn.record_decisions() as outer:
+    with flash_dmattn.config(record=(outer := [])):
         flash_dmattn.attention(q, k, v)
-        with flash_dmattn.record_decisions() as inner:
+        with flash_dmattn.config(record=(inner := [])):
             flash_dmattn.attention(q, k, v, bias=bias, backend="reference", is_causal=True)
         with torch.no_grad():
             flash_dmattn.attention(q, k, v, bias=bias, backend=("eager", "eager"))
@@ -316,7 +378,7 @@ def test_decisions_say_what_ran_and_for_what() -> None:
 
 
 def test_another_thread_records_nothing_here() -> None:
-    with flash_dmattn.record_decisions() as decisions:
+    with flash_dmattn.config(record=(decisions := [])):
         run_thread(ran)
     assert decisions == []
 
@@ -329,13 +391,13 @@ def attend(x: Tensor) -> Tensor:
 
 
 def recomputed(checkpointed: Callable[[Tensor], Tensor], backward: Callable[[Tensor], None]) -> list[tuple[Any, ...]]:
-    """What the calls in the forward pass and in the recomputation ran on."""
+    """List the settings of the calls in the forward pass and in the recomputation."""
     seen: list[tuple[Any, ...]] = []
     chosen = selection.choose
 
     def spy(problem: Any, requested: Any) -> Any:
         found = chosen(problem, requested)
-        seen.append((found.forward.NAME, requested, settings.disabled()))
+        seen.append((found.forward.NAME, requested, config.disabled(), config.fallback()))
         return found
 
     x = torch.randn(1, 5, 2, 8, dtype=torch.float64, requires_grad=True)
@@ -344,7 +406,7 @@ def recomputed(checkpointed: Callable[[Tensor], Tensor], backward: Callable[[Ten
         patch.setattr(selection, "choose", spy)
         patch.setattr(call_cache, "look_up", lambda *arguments: (None, None))
         patch.setattr("flash_dmattn.api.look_up", lambda *arguments: (None, None))
-        with flash_dmattn.use_backend("reference"), flash_dmattn.disable_backends("triton"):
+        with flash_dmattn.config(backend="reference", disabled="triton", fallback="silent"):
             out = checkpointed(x).sum()
         backward(out)
     torch.testing.assert_close(x.grad, expected)
@@ -365,13 +427,13 @@ def in_a_thread(out: Tensor) -> None:
 
 
 def in_another_block(out: Tensor) -> None:
-    with flash_dmattn.use_backend("eager"), flash_dmattn.disable_backends("reference"):
+    with flash_dmattn.config(backend="eager", disabled="reference", fallback="error"):
         out.backward()
-        assert settings.disabled() == ("reference",)
+        assert config.disabled() == ("reference",)
 
 
 def after_another_default(out: Tensor) -> None:
-    flash_dmattn.set_default_backend("eager")
+    flash_dmattn.config.set(backend="eager")
     out.backward()
 
 
@@ -423,48 +485,48 @@ REGIONS = {
 def test_checkpointed_region_is_recomputed_as_it_ran(region: str, backward: str) -> None:
     seen = recomputed(REGIONS[region], BACKWARD[backward])
     assert len(seen) >= 3, "two calls, and one of them at least once more"
-    assert set(seen) == {("reference", "reference", ("triton",))}
-    assert settings.blocks.now == Blocks()
+    assert set(seen) == {("reference", "reference", ("triton",), "silent")}
+    assert config.blocks.now == Blocks()
 
 
 def test_region_that_ran_outside_of_blocks_is_recomputed_outside_of_them() -> None:
     x = torch.randn(1, 5, 2, 8, requires_grad=True)
     out = plain_region(x).sum()
-    with flash_dmattn.use_backend("reference"), flash_dmattn.record_decisions() as decisions:
+    with flash_dmattn.config(backend="reference", record=(decisions := [])):
         out.backward()
     assert {decision.forward for decision in decisions} == {"eager"}
 
 
 def test_region_keeps_the_default_of_its_forward_pass() -> None:
     x = torch.randn(1, 5, 2, 8, requires_grad=True)
-    flash_dmattn.set_default_backend("reference")
+    flash_dmattn.config.set(backend="reference")
     out = plain_region(x).sum()
-    flash_dmattn.set_default_backend("auto")
-    with flash_dmattn.record_decisions() as decisions:
+    flash_dmattn.config.set(backend="auto")
+    with flash_dmattn.config(record=(decisions := [])):
         out.backward()
     assert {decision.forward for decision in decisions} == {"reference"}
 
 
 def test_blocks_inside_of_a_region_end_in_its_recomputation_too() -> None:
     def region(x: Tensor) -> Tensor:
-        with flash_dmattn.use_backend("reference"):
+        with flash_dmattn.config(backend="reference"):
             x = attend(x)
         return attend(x)
 
     x = torch.randn(1, 5, 2, 8, requires_grad=True)
     out = checkpoint(region, x, use_reentrant=False).sum()
-    with flash_dmattn.use_backend("reference"), flash_dmattn.record_decisions() as decisions:
+    with flash_dmattn.config(backend="reference", record=(decisions := [])):
         out.backward()
     assert [decision.forward for decision in decisions] == ["reference", "eager"]
 
 
 def test_recomputation_is_recorded_where_it_runs() -> None:
     x = torch.randn(1, 5, 2, 8, requires_grad=True)
-    with flash_dmattn.record_decisions() as first:
+    with flash_dmattn.config(record=(first := [])):
         out = plain_region(x).sum()
     out.backward(retain_graph=True)
     assert len(first) == 2
-    with flash_dmattn.record_decisions() as second:
+    with flash_dmattn.config(record=(second := [])):
         out.backward()
     assert len(first) == 2 and len(second) > 0
 
@@ -516,7 +578,7 @@ def test_other_internals_of_torch_leave_recomputation_to_the_place(name: str, mo
     absent = {"_Frame": None, "_top": lambda _: None, "_is_enabled": lambda: False}
     monkeypatch.setattr(checkpoints, name, absent[name])
     x = torch.randn(1, 5, 2, 8, requires_grad=True)
-    with flash_dmattn.use_backend("reference"):
+    with flash_dmattn.config(backend="reference"):
         plain_region(x).sum().backward()
         out = plain_region(x).sum()
     with pytest.raises(torch.utils.checkpoint.CheckpointError):
@@ -528,12 +590,12 @@ def test_name_in_the_call_holds_for_reentrant_checkpoints() -> None:
     seen: list[str] = []
 
     def region(x: Tensor) -> Tensor:
-        with flash_dmattn.record_decisions() as decisions:
+        with flash_dmattn.config(record=(decisions := [])):
             out = flash_dmattn.attention(x, x, x, backend="reference")
         seen.extend(decision.forward for decision in decisions)
         return out
 
-    with flash_dmattn.use_backend("eager"):
+    with flash_dmattn.config(backend="eager"):
         out = checkpoint(region, x, use_reentrant=True).sum()
     in_a_thread(out)
     assert seen == ["reference", "reference"]
@@ -553,7 +615,7 @@ def test_backward_pass_runs_on_what_its_call_chose_in_any_thread() -> None:
             outcomes.append([reason.code for reason in error.reasons])
 
     with registered(ours):
-        with flash_dmattn.use_backend(("eager", "ours")):
+        with flash_dmattn.config(backend=("eager", "ours")):
             out = flash_dmattn.attention(x, x, x)
         ours.ran.clear()
         run_thread(lambda: out.backward(torch.ones_like(out), retain_graph=True))
@@ -567,7 +629,7 @@ CALL = """
 import torch, flash_dmattn
 x = torch.randn(1, 3, 2, 8, requires_grad=True)
 def ran(**flags):
-    with flash_dmattn.record_decisions() as decisions:
+    with flash_dmattn.config(record=(decisions := [])):
         flash_dmattn.attention(x, x, x, **flags)
     return decisions[0].forward
 """
@@ -594,9 +656,9 @@ def in_environments(*given: tuple[str, str, str]) -> list[str]:
 def test_environment_sets_the_default_that_everything_else_beats() -> None:
     code = """
 print(ran(), ran(backend="eager"))
-with flash_dmattn.use_backend("eager"):
+with flash_dmattn.config(backend="eager"):
     print(ran())
-flash_dmattn.set_default_backend("auto")
+flash_dmattn.config.set(backend="auto")
 print(ran())
 """
     pair = "print(flash_dmattn.explain(x, x, x).requested)"
@@ -627,8 +689,8 @@ def test_bad_value_in_the_environment_ends_the_import_with_an_error_that_names_t
     found = forked.run([({variable: value}, "import flash_dmattn") for variable, value in BAD])
     assert found[0].said.strip().splitlines()[-1] == (
         "ValueError: FLASH_DMATTN_BACKEND names 'trition'; it needs to be one of 'cuda', 'triton', 'flex', 'eager', "
-        "'reference'; did you mean 'triton'? (a backend that a program registers itself is chosen by "
-        "set_default_backend and switched off by set_disabled_backends)"
+        "'reference'; did you mean 'triton'? (a backend that a program registers itself is chosen and "
+        "switched off by config.set)"
     )
     for (variable, value), done in zip(BAD, found, strict=True):
         line = done.said.strip().splitlines()[-1]
@@ -637,7 +699,7 @@ def test_bad_value_in_the_environment_ends_the_import_with_an_error_that_names_t
 
 
 def test_names_that_the_environment_may_have_are_those_of_the_registry() -> None:
-    assert tuple(registry.BACKENDS) == state.BUILT_IN
+    assert tuple(registry.BACKENDS) == config.BUILT_IN
 
 
 def test_empty_value_in_the_environment_is_unset() -> None:

@@ -172,7 +172,7 @@ def test_a_call_is_remembered_with_its_sink() -> None:
     q = torch.randn(1, 3, 2, 8)
     sinks = (None, torch.zeros(2), torch.zeros(2, dtype=torch.float64), torch.zeros(2, requires_grad=True))
     for _ in range(2):
-        with flash_dmattn.record_decisions() as decisions:
+        with flash_dmattn.config(record=(decisions := [])):
             for sink in sinks:
                 flash_dmattn.attention(q, q, q, sink=sink)
         problems = [decision.problem for decision in decisions]

@@ -10,8 +10,8 @@ import torch
 import flash_dmattn
 from flash_dmattn import masks
 from flash_dmattn.backends.protocol import Direction
+from flash_dmattn.dispatch.config import BackendChoice
 from flash_dmattn.dispatch.registry import BACKENDS, probe
-from flash_dmattn.dispatch.settings import BackendChoice
 from flash_dmattn.problem import AttentionProblem, device_arch
 
 from ..cases import Case

@@ -7,7 +7,7 @@ from functools import cache
 from ..problem import device_arch
 from ..sequences import cache_writes
 from ..sequences.cache_writes import CacheWrite, Writer
-from .settings import disabled
+from .config import disabled
 from .triton_modules import triton_module
 
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch.utils import checkpoint
 
-from .state import blocks, choice
+from . import config
+from .config import Block, blocks, choice
 
 Hooks = tuple[Callable[..., Any], Callable[..., Any]]
 
@@ -38,6 +39,7 @@ def follow_checkpoints() -> None:
 
 # It looks at the hooks around the trace. See `registry.works`.
 setattr(follow_checkpoints, "_dynamo_marked_constant", True)  # noqa: B010
+config.follow_checkpoints = follow_checkpoints
 
 
 class _Recomputation:
@@ -45,12 +47,12 @@ class _Recomputation:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        self.settings = blocks.now._replace(backend=choice())
+        self.settings = blocks.now._replace(backend=choice(), entered=())
 
     def __call__(self, *args: Any) -> Any:
         before = blocks.now
-        change = self.settings._replace(records=before.records, entered=())
-        blocks.now = change._replace(entered=((self, change),))
+        change = self.settings._replace(records=before.records)
+        blocks.now = change._replace(entered=(Block(change),))
         try:
             return self.function(*args)
         finally:

@@ -13,7 +13,7 @@ from ..masks.prepared.interval_order import MOST_HEADS_OF_CODES
 from ..masks.prepared.interval_tiles import IntervalTiles
 from ..masks.prepared.packers import Packer
 from ..problem import Band, device_arch
-from .settings import disabled
+from .config import disabled
 from .triton_modules import triton_module
 
 

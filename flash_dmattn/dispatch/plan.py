@@ -12,8 +12,8 @@ from ..problem import AttentionProblem, SequenceView, spec_of
 from ..problem.inputs import Parts, Saved
 from ..remembered import Remembered
 from . import packers as packers  # registers the fast packers with flash_dmattn.masks
+from .config import BackendChoice
 from .registry import on_change
-from .state import BackendChoice
 
 Strides = tuple[tuple[int, ...] | None, ...]
 

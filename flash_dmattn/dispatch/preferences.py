@@ -14,10 +14,10 @@ from ..backends.protocol import Backend, Rule
 from ..backends.triton.backend import BACKEND as triton
 from ..problem import AttentionProblem, sm_number
 from . import profile_store
+from .config import process
 from .profile import Profile
 from .profile_rows import rows_of
 from .registry import BACKENDS
-from .state import process
 
 MEASURED = (triton.name, flex.name, "eager")  # what `calibrate` times
 _BUILT_IN = "measured_gpu"  # the rule of triton that a profile stands in for

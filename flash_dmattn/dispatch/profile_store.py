@@ -12,9 +12,9 @@ import torch
 
 from .._version import __version__
 from ..problem import device_arch, sm_number
+from .config import process
 from .profile import Profile, ProfileError, read
 from .registry import choices_changed
-from .state import process
 
 COMMAND = "python -m flash_dmattn calibrate"
 LEAST_ARCH = 80  # of the Triton kernels

@@ -11,10 +11,10 @@ import torch
 
 from ..backends.protocol import Backend, Direction, Reason
 from ..problem import AttentionProblem
+from .config import disabled, fallback
 from .errors import BackendUnavailableError, BackendUnsupportedError, FallbackWarning
 from .preferences import auto_rules, judgement
-from .registry import BACKENDS, fallback
-from .settings import disabled, process
+from .registry import BACKENDS, last_resort
 
 
 def passes_of(problem: AttentionProblem) -> tuple[Direction, ...]:
@@ -29,7 +29,7 @@ def reasons_against(
     name = backend.name
     reasons: list[Reason] = []
     if name in disabled():
-        hint = "leave disable_backends, or take it out of set_disabled_backends or FLASH_DMATTN_DISABLE"
+        hint = "leave config(disabled=...), or take it out of config.set(disabled=...) or FLASH_DMATTN_DISABLE"
         reasons.append(Reason(name, "disabled", "it is switched off", hint))
     reasons += backend.broken_rules(problem, passes)
     if not problem.elsewhere and not (availability := backend.probe()).usable:
@@ -87,30 +87,30 @@ _warned: set[tuple[tuple[str, str], ...]] = set()
 
 def fallback_message(problem: AttentionProblem, reasons: tuple[Reason, ...]) -> str:
     """Why a call falls back to eager PyTorch, and the memory that costs."""
-    workspace_bytes = fallback().workspace_bytes
-    assert workspace_bytes is not None
-    megabytes = workspace_bytes(problem) / 2**20
-    lines = [f"attention runs on {fallback().name} PyTorch, with up to {megabytes:.1f} MB of temporaries: {problem}"]
+    backend = last_resort()
+    assert backend.workspace_bytes is not None
+    megabytes = backend.workspace_bytes(problem) / 2**20
+    lines = [f"attention runs on {backend.name} PyTorch, with up to {megabytes:.1f} MB of temporaries: {problem}"]
     return "\n".join([*lines, *(f"  - {reason.backend}: {reason}" for reason in reasons)])
 
 
 def refuse_fallback(problem: AttentionProblem) -> NoReturn:
-    """Raise what `set_fallback("error")` asks for."""
+    """Raise what `fallback="error"` asks for."""
     reasons = _better_than_fallback(problem)
-    hint = '\n  set_fallback("error") is in force; set_fallback("warn") would let the call run'
+    hint = '\n  fallback="error" is in force; with config(fallback="warn") the call would run'
     message = fallback_message(problem, reasons) + hint
-    raise BackendUnsupportedError(message, backend="auto", reasons=reasons, accepted_by=(fallback().name,))
+    raise BackendUnsupportedError(message, backend="auto", reasons=reasons, accepted_by=(last_resort().name,))
 
 
 def report_fallback(problem: AttentionProblem) -> None:
-    if process.fallback == "error":
+    if fallback() == "error":
         refuse_fallback(problem)
-    if process.fallback == "silent" or torch.compiler.is_compiling():
+    if fallback() == "silent" or torch.compiler.is_compiling():
         return
     reasons = _better_than_fallback(problem)
     cause = tuple((reason.backend, reason.code) for reason in reasons)
     if cause in _warned:
         return
     _warned.add(cause)
-    hint = '\n  set_fallback("error") turns this warning into an error, set_fallback("silent") hides it'
+    hint = '\n  config.set(fallback="error") turns this warning into an error, config.set(fallback="silent") hides it'
     warnings.warn(fallback_message(problem, reasons) + hint, FallbackWarning, stacklevel=4)

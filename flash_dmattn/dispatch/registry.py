@@ -11,7 +11,8 @@ from ..backends.flex import backend as flex
 from ..backends.protocol import Availability, Backend
 from ..backends.triton import backend as triton
 from ..problem import FEATURES
-from .state import needed
+from . import config
+from .config import needed
 
 
 class _Registry(Mapping[str, Backend]):
@@ -110,7 +111,7 @@ def choices_changed() -> None:
         notify()
 
 
-def fallback() -> Backend:
+def last_resort() -> Backend:
     """The backend that takes every call: what "auto" falls back to."""
     return next(backend for backend in BACKENDS.table.values() if backend.is_fallback)
 
@@ -137,3 +138,6 @@ def check_name(name: str) -> Backend:
     if backend is None:
         raise ValueError(f"backend {name!r} is unknown; {needed(name, BACKENDS)}")
     return backend
+
+
+config.check_name = check_name

@@ -9,11 +9,10 @@ import torch
 from ..backends.protocol import Backend, Direction, all_hold
 from ..problem import AttentionProblem, hinted
 from .checkpoints import follow_checkpoints
+from .config import BackendChoice, check_choice, choice, disabled
 from .preferences import candidates
 from .refusals import passes_of, refuse, refuse_all
 from .registry import BACKENDS, check_name, works
-from .settings import BackendChoice, check_choice, disabled
-from .state import choice
 
 
 class Selection(NamedTuple):
@@ -35,7 +34,7 @@ def available_backends() -> tuple[str, ...]:
 
 
 def choice_in_force(backend: BackendChoice) -> BackendChoice:
-    """The argument, else `use_backend`, else `set_default_backend`, else FLASH_DMATTN_BACKEND, else "auto"."""
+    """The argument, else `config`, else `config.set`, else FLASH_DMATTN_BACKEND, else "auto"."""
     follow_checkpoints()
     return choice() if backend == "auto" else backend
 
@@ -59,7 +58,11 @@ def select_backward(problem: AttentionProblem, name: str) -> Backend:
     sized = hinted(problem)
     asked = ((BACKENDS[name], ()), *candidates(sized)) if name in BACKENDS else candidates(sized)
     for backend, rules in asked:
-        if not backend.is_differentiable and all_hold(rules, sized, "backward") and _serves(backend, problem, "backward"):
+        if (
+            not backend.is_differentiable
+            and all_hold(rules, sized, "backward")
+            and _serves(backend, problem, "backward")
+        ):
             return backend
     refuse_all(problem)
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, cast, overl
 import torch
 from torch import Tensor
 
+from ..dispatch.config import BackendChoice
 from ..dispatch.selection import Selection
-from ..dispatch.settings import BackendChoice
 from ..problem import refuse_keywords
 from .agreement import agree, next_number, refuse_together
 from .call import ParallelCall, shared_of

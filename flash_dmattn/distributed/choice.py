@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 
 from ..backends.protocol import Backend, Direction
+from ..dispatch.config import BackendChoice, Decision, blocks, disabled
 from ..dispatch.refusals import report_fallback
 from ..dispatch.registry import BACKENDS, on_change, works
 from ..dispatch.selection import Selection, choice_in_force, falls_back, select_pair
-from ..dispatch.settings import BackendChoice, Decision, blocks, disabled
 from ..problem import AttentionProblem
 from ..remembered import Remembered
 from .call import ParallelCall

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, cast
 
 from ..dispatch.checkpoints import follow_checkpoints
-from ..dispatch.settings import Block
-from ..dispatch.state import Blocks, blocks, enter
+from ..dispatch.config import Block, Blocks, blocks
 from .group import Group, check_layout, members_of
 from .layout import SequenceLayout
 
@@ -22,9 +21,8 @@ class InContext(NamedTuple):
 class use_context_parallel(Block):
     """Let models in a `with` block attend over a group whose ranks hold parts of the sequence.
 
-    What reads it is an integration, such as that of transformers, which then calls `context_parallel_attention` in the
-    place of `attention`. `flash_dmattn.attention` itself never does. It reaches what
-    `use_backend` reaches.
+    Integrations, such as the one of transformers, read it and call `context_parallel_attention` in the place of
+    `attention`. `flash_dmattn.attention` itself never reads it. It reaches what `flash_dmattn.config` reaches.
 
     Args:
         group: as in `context_parallel_attention`.
@@ -37,12 +35,12 @@ class use_context_parallel(Block):
     def __init__(self, group: Group, layout: SequenceLayout) -> None:
         members = members_of(group)
         check_layout(layout, members.size)
-        self._entered = InContext(group, layout, members.rank)
+        super().__init__(Blocks(parallel=InContext(group, layout, members.rank)))
+        self._layout = layout
 
     def __enter__(self) -> SequenceLayout:
-        follow_checkpoints()
-        enter(self, Blocks(parallel=self._entered))
-        return self._entered.layout
+        self.enter()
+        return self._layout
 
 
 def context_in_force() -> InContext | None:

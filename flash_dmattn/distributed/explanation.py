@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from ..backends.protocol import Backend, Reason
+from ..dispatch.config import BackendChoice, fallback
 from ..dispatch.errors import BackendError
 from ..dispatch.preferences import cite
 from ..dispatch.refusals import refuse_fallback
 from ..dispatch.registry import BACKENDS
 from ..dispatch.selection import choice_in_force, choose, falls_back, selected_names
-from ..dispatch.settings import BackendChoice, process
 from ..explanation import Explanation, Verdict, verdict_of
 from ..problem import AttentionProblem, dtype_name, refuse_keywords
 from .call import ParallelCall
@@ -168,7 +168,7 @@ def explain_context_parallel(
     forward = backward = error = None
     try:
         found = choose(problem, requested) if call.strategy == "ulysses" else find_pair(call, requested)
-        if process.fallback == "error" and falls_back(problem, requested, found):
+        if fallback() == "error" and falls_back(problem, requested, found):
             refuse_fallback(problem)
         forward, backward = selected_names(problem, found)
     except BackendError as refusal:

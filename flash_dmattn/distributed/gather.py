@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..definition import distinct, is_transformed
 from ..backends.mask_choice import choose_form, view_of
+from ..definition import distinct, is_transformed
 from ..dispatch.selection import Selection
 from ..problem import MaskView
 from .autograd import GatherAttention, GatherCall

@@ -216,9 +216,7 @@ def _backward_flop(
     return backward_flop_of(numbers.pairs(q), q.shape[3], v.shape[3], numbers.needs_grad)
 
 
-define(
-    "gather_forward", f"({_INPUTS}, {_NUMBERS}) -> (Tensor out, Tensor lse)", _forward, _forward_fake
-)
+define("gather_forward", f"({_INPUTS}, {_NUMBERS}) -> (Tensor out, Tensor lse)", _forward, _forward_fake)
 # A list holds the gradients asked for and no others: an operator cannot return None under torch.compile.
 define(
     "gather_backward",

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..api import attention
 from ..definition import define
+from ..dispatch.config import BackendChoice
 from ..dispatch.selection import Selection, choice_in_force, choose
-from ..dispatch.settings import BackendChoice
 from ..problem import AttentionProblem, TensorSpec, unpacked_spec
 from .agreement import agree_within
 from .call import ParallelCall

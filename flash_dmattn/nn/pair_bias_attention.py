@@ -7,7 +7,7 @@ from einops import rearrange
 from torch import nn
 
 import flash_dmattn
-from flash_dmattn.dispatch.settings import BackendChoice
+from flash_dmattn.dispatch.config import BackendChoice
 
 
 class PairBiasAttention(nn.Module):

@@ -135,9 +135,7 @@ def differentiate_in_parts(p: AttentionProblem, plan: Callable[[AttentionProblem
         saved: Saved, dout: Tensor, dlse: Tensor | None, dbias_out: Tensor | None, into: Triple | None
     ) -> Gradients:
         x, out, lse = saved
-        dq, dk, dv = (
-            empty_gradient(t) if needed else None for t, needed in zip(x[:3], p.needs_grad[:3], strict=True)
-        )
+        dq, dk, dv = (empty_gradient(t) if needed else None for t, needed in zip(x[:3], p.needs_grad[:3], strict=True))
         dbias = None
         if x.bias is not None and p.needs_grad.bias:
             dbias = torch.empty_like(x.bias, memory_format=torch.contiguous_format) if dbias_out is None else dbias_out

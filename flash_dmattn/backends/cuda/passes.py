@@ -126,7 +126,11 @@ class _ByPlace:
         places = order.shape[2]
         own = torch.arange(places, dtype=torch.int32, device=order.device).expand(order.shape).contiguous()
         by_place = [None if x is None else x.new_empty((x.shape[0], places, *x.shape[2:])) for x in (dk, dv)]
-        self.results: tuple[Tensor | None, ...] = (own, *by_place, None if sums is None else sums.new_zeros((*sums.shape[:2], places)))
+        self.results: tuple[Tensor | None, ...] = (
+            own,
+            *by_place,
+            None if sums is None else sums.new_zeros((*sums.shape[:2], places)),
+        )
         self._order, self._whole = order.long(), (dk, dv, sums)
 
     def move(self) -> None:
@@ -154,7 +158,9 @@ def plan_backward(p: AttentionProblem) -> Backward:
             return zero_gradients((x.q, x.k, x.v, x.bias), dout, dlse, out, lse, x.sink, p.needs_grad)
 
         return zeros
-    differentiate = differentiate_in_parts(p, _plan_differentiate) if part_size(p) != p.batch else _plan_differentiate(p)
+    differentiate = (
+        differentiate_in_parts(p, _plan_differentiate) if part_size(p) != p.batch else _plan_differentiate(p)
+    )
 
     def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
         return differentiate(saved, dout, dlse, dbias_out, None)
@@ -166,9 +172,7 @@ def _plan_differentiate(p: AttentionProblem) -> Differentiate:
     needs, dbias_class = p.needs_grad, p.dbias_class
     shapes = shapes_of(p)
     read_rows = reader(shapes, p.dtype.itemsize)
-    allocate_qkv = [
-        new_like(*shape) if needed else None for shape, needed in zip(shapes, needs[:3], strict=True)
-    ]
+    allocate_qkv = [new_like(*shape) if needed else None for shape, needed in zip(shapes, needs[:3], strict=True)]
     allocate_bias = None
     if dbias_class == "score" and p.bias is not None:
         allocate_bias = new_like(p.bias.shape, p.bias.strides)
@@ -190,7 +194,7 @@ def _plan_differentiate(p: AttentionProblem) -> Differentiate:
         x, out, lse = saved
         q, k, v, mask, bias, sink, _, dropout = x
         if into is None:
-            dq, dk, dv = (None if new is None else new(t) for new, t in zip(allocate_qkv, (q, k, v)))  # noqa: B905
+            dq, dk, dv = (None if new is None else new(t) for new, t in zip(allocate_qkv, (q, k, v)))
         else:
             dq, dk, dv = into
         delta = torch.empty_like(lse) if needs_delta else None

@@ -22,9 +22,7 @@ def graph_module() -> ModuleType:
     return graph
 
 
-def ready_inputs(
-    problem: AttentionProblem, x: Inputs
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+def ready_inputs(problem: AttentionProblem, x: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Drop gradients that nobody needs and expanded dims, and bring a bias into the dtype that is read."""
     q, k, v, mask, bias = x.q, x.k, x.v, x.mask.dense, x.bias
     if not any(problem.needs_grad):

@@ -16,12 +16,11 @@ from ...gradients import (
     has_pairs,
     zero_gradients,
 )
-from ...problem import AttentionProblem, Gradients, MaskView
+from ...problem import AttentionProblem, Gradients
 from ...problem.inputs import Inputs, Saved
 from ..protocol import Backward, Direction, Forward
 from .key_order import Ordered
 from .tree_tiles import tiles_of_tree
-
 
 _launch: ModuleType | None = None
 

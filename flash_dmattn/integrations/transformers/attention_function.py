@@ -14,8 +14,8 @@ from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ... import attention
-from ...distributed.context import context_in_force
 from ...call import Numbers, prepare_call, run_call
+from ...distributed.context import context_in_force
 from ...validation import follow_autocast
 from .arguments import refuse_unknown
 from .layer_mask import LayerMask, MaskArguments

@@ -12,10 +12,10 @@ from typing import NamedTuple, TextIO
 import torch
 
 from ...dispatch import profile_store
+from ...dispatch.config import disabled, process
 from ...dispatch.preferences import MEASURED
 from ...dispatch.profile import Figures, Profile, write
 from ...dispatch.profile_rows import ROWS, Row
-from ...dispatch.state import disabled, process
 from ...problem import device_arch, sm_number
 from ..cli import PROGRAM
 from ..cli.info import find_driver

@@ -95,7 +95,7 @@ def join_window(words: list[str]) -> list[str]:
 def run(arguments: argparse.Namespace) -> int:
     """Print the explanation; 0 whatever it says, 2 where no such call can exist."""
     require_torch("explain")
-    from ...dispatch.settings import parse_choice
+    from ...dispatch.config import parse_choice
     from ...explanation import explain_problem
 
     try:

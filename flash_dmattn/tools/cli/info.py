@@ -15,7 +15,7 @@ from typing import Any
 
 from ..._version import __version__
 from ...backends.cuda.extension import BUILD_COMMAND, build_info, find, not_built
-from ...dispatch.state import similar
+from ...dispatch.config import similar
 from . import require_torch
 
 Report = dict[str, Any]
@@ -97,7 +97,7 @@ def collect() -> Report:
 def _profiles() -> Report:
     """By architecture of this machine's GPUs, the profile that `calibrate` made, or why none is in force."""
     from ...dispatch import profile_store
-    from ...dispatch.state import process
+    from ...dispatch.config import process
 
     found: Report = {}
     for arch in profile_store.arches_here():
@@ -173,22 +173,22 @@ def _gpus(seen_by_driver: list[Report]) -> list[Report]:
 
 
 def _settings() -> Report:
-    from ...dispatch.state import choice, disabled, process  # which needs no torch
+    from ...dispatch.config import choice, disabled, fallback, process  # which needs no torch
 
     unknown = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in OURS)
     ends = [name.removeprefix(PREFIX) for name in OURS]
     return {
         "default_backend": choice(),
         "disabled": list(disabled()),
-        "fallback": process.fallback,
+        "fallback": fallback(),
         "error": process.environment_error,
         "unknown": {name: similar(name.removeprefix(PREFIX), ends) for name in unknown},
     }
 
 
 def _backends() -> dict[str, Report]:
+    from ...dispatch.config import disabled
     from ...dispatch.registry import BACKENDS, probe
-    from ...dispatch.settings import disabled
 
     off = disabled()
     found: dict[str, Report] = {}

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ...backends.protocol import Reason
-    from ...dispatch.settings import BackendChoice
+    from ...dispatch.config import BackendChoice
 
 # Odd lengths that differ, so that a tail and the bottom-right alignment are met.
 BATCH, SEQLEN_Q, SEQLEN_K, NUM_HEADS, HEAD_DIM = 2, 37, 53, 4, 32
@@ -147,9 +147,9 @@ def _outcomes(
     device: str, dtype: torch.dtype, backends: Sequence[str], stream: TextIO, has_time: Callable[[], bool]
 ) -> Iterator[Outcome]:
     from ...backends.protocol import Reason
+    from ...dispatch.config import disabled
     from ...dispatch.registry import probe
     from ...dispatch.selection import available_backends
-    from ...dispatch.settings import disabled
     from ...reference.yardstick import FLOOR, RATIO
 
     dtype_name = str(dtype).removeprefix("torch.")

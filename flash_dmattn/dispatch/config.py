@@ -1,0 +1,320 @@
+"""Hold what users set outside a call, by `config` and by environment variables. It is imported without torch.
+
+`process` holds what `config.set` and environment variables write, and `blocks` what the `with` blocks around a call
+have set. Each change of `blocks` replaces one immutable `Blocks` in one context variable. So threads and tasks of
+asyncio have their own, and one that starts in a copy of a context inherits the blocks in force there.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import warnings
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any, Literal, NamedTuple
+
+BackendChoice = str | tuple[str, str]
+Fallback = Literal["warn", "silent", "error"]
+Rules = Literal["built-in", "profile"]
+
+# In the order in which "auto" prefers them.
+BUILT_IN = ("cuda", "triton", "flex", "eager", "reference")
+_FALLBACKS = ("warn", "silent", "error")
+_RULES = ("built-in", "profile")
+
+# The default of an argument that may be left out: None is refused, like any other wrong value.
+_LEFT_OUT: Any = ...
+
+# `registry` and `checkpoints`, which need torch, put their functions of these names here when they are imported.
+check_name: Callable[[str], object] = lambda name: None
+follow_checkpoints: Callable[[], None] = lambda: None
+
+
+class Decision(NamedTuple):
+    """The backends that one call of `attention` ran on; `backward` is None where no gradient is needed."""
+
+    problem: object
+    requested: BackendChoice
+    forward: str
+    backward: str | None
+
+
+def similar(name: object, names: Iterable[str]) -> str | None:
+    """The name that a wrong one is most like; None where it is like none."""
+    return next(iter(difflib.get_close_matches(str(name), tuple(names), n=1)), None)
+
+
+def needed(name: object, names: Iterable[str]) -> str:
+    """List the names that there are, and ask for the one that a wrong name resembles."""
+    names = tuple(names)
+    meant = similar(name, names)
+    question = "" if meant is None else f"; did you mean {meant!r}?"
+    return f"it needs to be one of {', '.join(map(repr, names))}{question}"
+
+
+def check_choice(backend: BackendChoice) -> BackendChoice:
+    """Refuse anything but "auto", a known name, or a pair of known names."""
+    pair = backend if isinstance(backend, tuple) else (backend, backend)
+    if len(pair) != 2 or not all(isinstance(name, str) for name in pair):
+        raise TypeError(f"backend is {backend!r}; it needs to be a name, a pair (forward, backward), or 'auto'")
+    if backend != "auto":
+        for name in pair:
+            check_name(name)
+    return backend
+
+
+def parse_choice(text: str, source: str = "backend") -> BackendChoice:
+    """Read "name" or "forward,backward", as environment variables and the command line give it."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if len(names) == 1:
+        return names[0]
+    if len(names) == 2:
+        return names[0], names[1]
+    raise ValueError(f"{source} is {text!r}; it needs to be one name, or forward and backward as 'name,name'")
+
+
+def _check_names(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    names = (names,) if isinstance(names, str) else names
+    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"disabled is {names!r}; it needs to be a name or a tuple of names")
+    for name in names:
+        check_name(name)
+    return tuple(dict.fromkeys(names))
+
+
+def _check_one_of(values: tuple[str, ...], value: Any, source: str) -> Any:
+    if value not in values:
+        raise ValueError(f"{source} is {value!r}; {needed(value, values)}")
+    return value
+
+
+class _Process:
+    """Settings of the whole process. torch.compile guards on these attributes, so a change recompiles."""
+
+    def __init__(self) -> None:
+        self.default_backend: BackendChoice = "auto"
+        self.disabled: tuple[str, ...] = ()
+        self.fallback: Fallback = "warn"
+        # The file of the profile, "" for that in the user's folder of caches, "off" for none.
+        self.profile: str = os.environ.get("FLASH_DMATTN_PROFILE", "").strip()
+        # Whether auto goes by what was measured on Hopper GPUs beforehand, or there too by the profile alone.
+        self.rules: Rules = "built-in"
+        # The import of flash_dmattn raises it; `python -m flash_dmattn info` shows it.
+        self.environment_error: str | None = None
+        try:
+            backend = parse_choice(os.environ.get("FLASH_DMATTN_BACKEND") or "auto", "FLASH_DMATTN_BACKEND")
+            self.default_backend = backend
+            disabled = os.environ.get("FLASH_DMATTN_DISABLE", "")
+            self.disabled = tuple(name.strip() for name in disabled.split(",") if name.strip())
+            for name, values in (("FALLBACK", _FALLBACKS), ("RULES", _RULES)):
+                value = os.environ.get(f"FLASH_DMATTN_{name}") or values[0]
+                setattr(self, name.lower(), _check_one_of(values, value, f"FLASH_DMATTN_{name}"))
+            chosen = () if backend == "auto" else (backend,) if isinstance(backend, str) else backend
+            for variable, names in (("FLASH_DMATTN_BACKEND", chosen), ("FLASH_DMATTN_DISABLE", self.disabled)):
+                for name in names:
+                    if name not in BUILT_IN:
+                        raise ValueError(
+                            f"{variable} names {name!r}; {needed(name, BUILT_IN)} (a backend that a program registers "
+                            "itself is chosen and switched off by config.set)"
+                        )
+        except ValueError as error:
+            self.environment_error = str(error)
+
+
+class Blocks(NamedTuple):
+    """The settings of the `with` blocks around a call, or of one of them.
+
+    Attributes:
+        backend: the choice of the innermost block that makes one; None without one.
+        disabled: the backends that any block has switched off.
+        fallback: the policy of the innermost block that has one; None without one.
+        records: the list of the innermost block that records decisions; None without one.
+        parallel: the group and layout of the innermost `use_context_parallel`, for integrations; None without one.
+        entered: the blocks, the innermost one last.
+    """
+
+    backend: BackendChoice | None = None
+    disabled: tuple[str, ...] = ()
+    fallback: Fallback | None = None
+    records: list[Decision] | None = None
+    parallel: object | None = None
+    entered: tuple[Block, ...] = ()
+
+
+_NO_BLOCKS = Blocks()
+_blocks: ContextVar[Blocks] = ContextVar("flash_dmattn.blocks", default=_NO_BLOCKS)
+
+
+class _InContext(ModuleType):
+    """The context variable as an attribute, which torch.compile reads, writes and guards on.
+
+    Dynamo cannot trace `ContextVar.get`. It reads attributes of modules with `getattr` while it traces, does so again
+    in its guards before each run, and replays what a traced function sets. `torch.backends.cudnn` is such a module too.
+    """
+
+    @property
+    def now(self) -> Blocks:
+        """The blocks in force in this context."""
+        return _blocks.get()
+
+    @now.setter
+    def now(self, value: Blocks) -> None:
+        _blocks.set(value)
+
+
+process = _Process()
+blocks = _InContext("flash_dmattn.dispatch.config.blocks")
+
+
+def choice() -> BackendChoice:
+    """The backend of a call made here that names none."""
+    backend = blocks.now.backend
+    return process.default_backend if backend is None else backend
+
+
+def disabled() -> tuple[str, ...]:
+    """The backends that are switched off for a call made here: in the process, or by a block around it."""
+    return process.disabled + blocks.now.disabled
+
+
+def fallback() -> Fallback:
+    """The policy for a call made here that "auto" leaves to eager PyTorch on an accelerator."""
+    policy = blocks.now.fallback
+    return process.fallback if policy is None else policy
+
+
+class Block:
+    """Settings for the length of a `with` block; one object may be entered any number of times, also in itself."""
+
+    def __init__(self, change: Blocks) -> None:
+        self.change = change
+
+    def enter(self) -> None:
+        """Put one more block into force in this context."""
+        follow_checkpoints()
+        blocks.now = _in_force((*blocks.now.entered, self))
+
+    def __exit__(self, *error: object) -> None:
+        """End the innermost entry of this block; all others stay in force, also the ones that began later."""
+        entered = blocks.now.entered
+        for index in range(len(entered) - 1, -1, -1):
+            if entered[index] is self:
+                blocks.now = _in_force((*entered[:index], *entered[index + 1 :]))
+                return
+
+
+def _in_force(entered: tuple[Block, ...]) -> Blocks:
+    now = Blocks()
+    for block in entered:
+        change = block.change
+        now = Blocks(  # not `_replace`: Dynamo of torch 2.11 cannot make anew outside of a graph what that returns
+            now.backend if change.backend is None else change.backend,
+            tuple(dict.fromkeys(now.disabled + change.disabled)),
+            now.fallback if change.fallback is None else change.fallback,
+            now.records if change.records is None else change.records,
+            now.parallel if change.parallel is None else change.parallel,
+            entered,
+        )
+    return now
+
+
+class config(Block):
+    """Choose or switch off backends, say what a fallback does and record decisions, for the calls in a `with` block.
+
+    `config.set` does so for the process. Threads and tasks of asyncio have their own blocks. One that starts in a copy
+    of a context (`contextvars`), as every task does, inherits those around its start. A region of
+    `torch.utils.checkpoint` with use_reentrant=False is recomputed on the backends of its forward pass, wherever
+    `backward` is called. Calls inside a compiled region are traced once and run without Python: no block records them.
+
+    Args:
+        backend: the backend of calls that name none: a name, a pair (forward, backward), or "auto".
+        disabled: a name or a tuple of names to switch off, even for calls that name them. All backends that are off
+            already stay off.
+        fallback: what happens when "auto" finds only eager PyTorch for a call on an accelerator. "warn" is the
+            default and warns once per cause, "silent" says nothing, "error" raises `BackendUnsupportedError`.
+        record: a list, to which a `Decision` is appended for every call of `attention`.
+
+    Raises:
+        ValueError: a name is unknown.
+        TypeError: an argument is of another type.
+
+    >>> import torch, flash_dmattn
+    >>> x = torch.randn(1, 8, 2, 16)
+    >>> decisions = []
+    >>> with flash_dmattn.config(backend="reference", disabled="flex", record=decisions):
+    ...     _ = flash_dmattn.attention(x, x, x)
+    ...     "flex" in flash_dmattn.available_backends()
+    False
+    >>> [(decision.forward, decision.backward) for decision in decisions]
+    [('reference', None)]
+    """
+
+    _is_waiting = False  # of one whose arguments are refused
+
+    def __init__(
+        self,
+        *,
+        backend: BackendChoice = _LEFT_OUT,
+        disabled: str | tuple[str, ...] = (),
+        fallback: Fallback = _LEFT_OUT,
+        record: list[Decision] = _LEFT_OUT,
+    ) -> None:
+        if record is not _LEFT_OUT and not isinstance(record, list):
+            raise TypeError(f"record is {record!r}; it needs to be a list, to which decisions are appended")
+        super().__init__(
+            Blocks(
+                None if backend is _LEFT_OUT else check_choice(backend),
+                _check_names(disabled),
+                None if fallback is _LEFT_OUT else _check_one_of(_FALLBACKS, fallback, "fallback"),
+                None if record is _LEFT_OUT else record,
+            )
+        )
+        self._is_waiting = True
+
+    @staticmethod
+    def set(
+        *,
+        backend: BackendChoice = _LEFT_OUT,
+        disabled: str | tuple[str, ...] = _LEFT_OUT,
+        fallback: Fallback = _LEFT_OUT,
+        record: list[Decision] = _LEFT_OUT,
+    ) -> None:
+        """Set what holds in this process where no block says otherwise; an argument left out stays as it is.
+
+        Args:
+            backend: as above.
+            disabled: all the backends that are off; () for none. They replace FLASH_DMATTN_DISABLE.
+            fallback: as above.
+            record: refused; decisions are recorded in blocks alone.
+
+        >>> import flash_dmattn
+        >>> flash_dmattn.config.set(backend="eager", disabled="flex")
+        >>> flash_dmattn.config.set(backend="auto", disabled=())
+        """
+        if record is not _LEFT_OUT:
+            raise TypeError("config.set takes no record; it needs a block: with flash_dmattn.config(record=decisions)")
+        checked = config(backend=backend, disabled=() if disabled is _LEFT_OUT else disabled, fallback=fallback)
+        checked._is_waiting = False
+        if backend is not _LEFT_OUT:
+            process.default_backend = backend
+        if disabled is not _LEFT_OUT:
+            process.disabled = checked.change.disabled
+        if fallback is not _LEFT_OUT:
+            process.fallback = fallback
+
+    def __enter__(self) -> None:
+        self._is_waiting = False
+        self.enter()
+
+    def __del__(self) -> None:
+        if self._is_waiting:
+            arguments = zip(("backend", "disabled", "fallback", "record"), self.change)
+            shown = ", ".join(f"{name}={value!r}" for name, value in arguments if value not in (None, ()))
+            warnings.warn(
+                f"config({shown}) was never entered and changes nothing; it needs a `with` statement, and config.set "
+                "is for the whole process",
+                RuntimeWarning,
+                stacklevel=2,
+            )
