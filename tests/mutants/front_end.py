@@ -264,14 +264,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "mapped calls share the gradient of a bias that they share",
-        "flash_dmattn/problem/mapped.py",
+        "flash_dmattn/problem/leading.py",
         "        if expand:\n",
         "        if False:\n",
         (PER_SAMPLE,),
     ),
     Fault(
         "a mapped dim is folded behind the batch",
-        "flash_dmattn/problem/mapped.py",
+        "flash_dmattn/problem/leading.py",
         "x.movedim(dim, 0)\n        return merge(x, 2)\n",
         "x.movedim(dim, 0)\n        return merge(x.transpose(0, 1), 2)\n",
         (PER_SAMPLE,),

@@ -161,7 +161,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a tree may have more tokens than the call",
-        "flash_dmattn/problem/sequences.py",
+        "flash_dmattn/problem/checks.py",
         "if tokens != spec.max_seqlen_q:",
         "if tokens < spec.max_seqlen_q:",
         ("tests/test_trees.py::test_bad_input_is_refused_by_name[tokens]",),
