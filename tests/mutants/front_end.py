@@ -370,15 +370,15 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the default scale is of the head dim of v",
         "flash_dmattn/validation.py",
-        "head_dim**-0.5 if softmax_scale is None",
-        "head_dim_v**-0.5 if softmax_scale is None",
+        "check_scale(softmax_scale, head_dim),",
+        "check_scale(softmax_scale, head_dim_v),",
         (f"{VALID}[nothing optional-eager]",),
     ),
     Fault(
         "a scale of 0 is taken for none",
-        "flash_dmattn/validation.py",
-        "head_dim**-0.5 if softmax_scale is None",
-        "head_dim**-0.5 if not softmax_scale",
+        "flash_dmattn/problem/checks.py",
+        "    if softmax_scale is None:\n",
+        "    if not softmax_scale:\n",
         ("tests/test_validation.py::test_scale_zero_is_a_value",),
     ),
     Fault(
