@@ -1,100 +1,54 @@
 """One attention call described without tensors: sizes, layouts, band, flags, architecture, and checks of arguments."""
 
-from .arch import device_arch, parse_arch, sm_number
-from .band import Band, allowed_pairs, causal_window, keys_of_query, make_band
-from .bias import BiasClass, bias_class
-from .checks import (
-    as_scores,
-    batch_names,
-    check_broadcast,
-    check_dropout,
-    check_flag,
-    check_scale,
-    check_softcap,
-    check_strided,
-    check_window,
-    refuse_keywords,
-    values_can_be_read,
-)
-from .description import (
-    FEATURES,
-    FLOAT_DTYPES,
-    PACKED_QUERIES,
-    AttentionProblem,
-    Flags,
-    Gradients,
-    Layout,
-    MaskForm,
-    MaskView,
-    NeedsGrad,
-    Packing,
-    SequenceSpec,
-    SequenceView,
-    Shape4,
-    TensorSpec,
-    dtype_name,
-    spec_of,
-    unpacked_spec,
-)
-from .group_rows import heads_as_rows
-from .hints import hint, hinted
-from .leading import Repeats, fold_call, merge, unfold
-from .mapped import MappedCall
-from .sequences import RANKS, check_scores, check_sequence_tiles, check_tree, packing_of
-from .tma import fits_tma
-
-__all__ = [
-    "FEATURES",
-    "FLOAT_DTYPES",
-    "PACKED_QUERIES",
-    "AttentionProblem",
-    "Band",
-    "BiasClass",
-    "Flags",
-    "MappedCall",
-    "Gradients",
-    "Layout",
-    "MaskForm",
-    "MaskView",
-    "NeedsGrad",
-    "Packing",
-    "RANKS",
-    "Repeats",
-    "SequenceSpec",
-    "SequenceView",
-    "Shape4",
-    "TensorSpec",
-    "allowed_pairs",
-    "as_scores",
-    "batch_names",
-    "bias_class",
-    "causal_window",
-    "check_broadcast",
-    "check_dropout",
-    "check_flag",
-    "check_scale",
-    "check_scores",
-    "check_sequence_tiles",
-    "check_softcap",
-    "check_strided",
-    "check_tree",
-    "check_window",
-    "device_arch",
-    "dtype_name",
-    "fits_tma",
-    "fold_call",
-    "heads_as_rows",
-    "hint",
-    "hinted",
-    "keys_of_query",
-    "make_band",
-    "merge",
-    "packing_of",
-    "parse_arch",
-    "refuse_keywords",
-    "sm_number",
-    "spec_of",
-    "unfold",
-    "unpacked_spec",
-    "values_can_be_read",
-]
+from .arch import device_arch as device_arch
+from .arch import fits_tma as fits_tma
+from .arch import parse_arch as parse_arch
+from .arch import sm_number as sm_number
+from .band import Band as Band
+from .band import allowed_pairs as allowed_pairs
+from .band import causal_window as causal_window
+from .band import keys_of_query as keys_of_query
+from .band import make_band as make_band
+from .checks import RANKS as RANKS
+from .checks import as_scores as as_scores
+from .checks import check_broadcast as check_broadcast
+from .checks import check_dropout as check_dropout
+from .checks import check_flag as check_flag
+from .checks import check_scale as check_scale
+from .checks import check_scores as check_scores
+from .checks import check_sequence_tiles as check_sequence_tiles
+from .checks import check_softcap as check_softcap
+from .checks import check_strided as check_strided
+from .checks import check_tree as check_tree
+from .checks import check_window as check_window
+from .checks import packing_of as packing_of
+from .checks import refuse_keywords as refuse_keywords
+from .checks import values_can_be_read as values_can_be_read
+from .description import FEATURES as FEATURES
+from .description import FLOAT_DTYPES as FLOAT_DTYPES
+from .description import PACKED_QUERIES as PACKED_QUERIES
+from .description import AttentionProblem as AttentionProblem
+from .description import BiasClass as BiasClass
+from .description import Flags as Flags
+from .description import Gradients as Gradients
+from .description import Layout as Layout
+from .description import MaskForm as MaskForm
+from .description import MaskView as MaskView
+from .description import NeedsGrad as NeedsGrad
+from .description import Packing as Packing
+from .description import SequenceSpec as SequenceSpec
+from .description import SequenceView as SequenceView
+from .description import Shape4 as Shape4
+from .description import TensorSpec as TensorSpec
+from .description import bias_class as bias_class
+from .description import dtype_name as dtype_name
+from .description import hint as hint
+from .description import hinted as hinted
+from .description import spec_of as spec_of
+from .description import unpacked_spec as unpacked_spec
+from .leading import MappedCall as MappedCall
+from .leading import Repeats as Repeats
+from .leading import fold_call as fold_call
+from .leading import heads_as_rows as heads_as_rows
+from .leading import merge as merge
+from .leading import unfold as unfold

@@ -1,8 +1,9 @@
-"""The architecture of a device, by the name that its vendor's compiler has for it."""
+"""The architecture of a device, by the name that its vendor's compiler has for it, and what its copy engine reads."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import torch
 
@@ -17,17 +18,13 @@ def device_arch(device: torch.device) -> str:
     if device.type != "cuda":
         return device.type
     index = device.index or 0
-    found = _FOUND.get(index)
-    if found is None:
-        found = _FOUND[index] = _arch_of_gpu(torch.cuda.get_device_properties(index))
-    return found
-
-
-def _arch_of_gpu(properties: object) -> str:
-    name = getattr(properties, "gcnArchName", "")  # such as "gfx942:sramecc+:xnack-"
-    if torch.version.hip is not None and name:
-        return str(name).partition(":")[0]
-    return f"sm_{properties.major}{properties.minor}"  # type: ignore[attr-defined]
+    arch = _FOUND.get(index)
+    if arch is None:
+        gpu = torch.cuda.get_device_properties(index)
+        name = str(getattr(gpu, "gcnArchName", ""))  # such as "gfx942:sramecc+:xnack-"
+        is_amd = torch.version.hip is not None and name
+        arch = _FOUND[index] = name.partition(":")[0] if is_amd else f"sm_{gpu.major}{gpu.minor}"
+    return arch
 
 
 def parse_arch(name: str) -> str:
@@ -52,3 +49,15 @@ def parse_arch(name: str) -> str:
 def sm_number(arch: str) -> int | None:
     """90 of "sm_90"; None for what is no NVIDIA GPU."""
     return int(arch[3:]) if arch.startswith("sm_") else None
+
+
+def fits_tma(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
+    """Tell whether Hopper's copy engine, the TMA, reads a 4-D tensor that starts on 16 bytes: rows of unit stride.
+
+    Args:
+        shape: of the tensor.
+        strides: in elements; a dim of size 1 among the first three never takes its stride.
+        itemsize: bytes of an element.
+    """
+    units = [stride * itemsize for size, stride in zip(shape[:3], strides[:3], strict=True) if size > 1]
+    return strides[3] == 1 and all(0 < unit < 2**40 and unit % 16 == 0 for unit in units)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .bias import BiasClass, bias_class
-
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 Shape4 = tuple[int, int, int, int]
+# One value per query, per key, or per score (query and key); a bias of one value per head counts as one per query.
+BiasClass = Literal["query", "key", "score"]
 # No mask, a bool tensor, or a prepared mask: a TileMask, a KeyMask or an IntervalMask, beside sequences a
 # SequenceTileMask or a TreeMask.
 MaskForm = Literal["none", "dense", "tiles", "keys", "intervals", "sequence_tiles", "tree"]
@@ -120,6 +120,24 @@ class Flags(NamedTuple):
     def window(self) -> tuple[int, int]:
         """(left, right)."""
         return self.left, self.right
+
+
+def bias_class(shape: Sequence[int], strides: Sequence[int] | None = None) -> BiasClass:
+    """Return the dims that a bias has values for: they decide how kernels read it and make its gradient.
+
+    Args:
+        shape: (batch, heads, seqlen_q, seqlen_k).
+        strides: of the bias, where it is read: a dim of stride 0 holds one value. Its gradient has the full shape,
+            so its class takes no strides.
+
+    >>> bias_class((1, 4, 1, 128)), bias_class((1, 4, 64, 128), (0, 8192, 128, 1)), bias_class((1, 4, 64, 1))
+    ('key', 'score', 'query')
+    """
+    if shape[3] == 1 or (strides is not None and strides[3] == 0):
+        return "query"
+    if shape[2] == 1 or (strides is not None and strides[2] == 0):
+        return "key"
+    return "score"
 
 
 class TensorSpec(NamedTuple):
@@ -268,27 +286,21 @@ class AttentionProblem(NamedTuple):
 
     @property
     def bias_class(self) -> BiasClass | None:
-        """What the bias has one value for, as kernels read it; None without a bias."""
+        """The class of the bias, as kernels read it; None without a bias."""
         return None if self.bias is None else self.bias.bias_class
 
     @property
     def dbias_class(self) -> BiasClass | None:
-        """What the gradient of the bias has one value for; None where it is not needed."""
+        """The class of the gradient of the bias; None where it is not needed."""
         return None if self.bias is None or not self.needs_grad.bias else bias_class(self.bias.shape)
 
     @property
     def partly_shared(self) -> tuple[str, ...]:
-        """Which of "mask" and "bias" some entries of the batch share and others do not: see `Flags`."""
-        mask, bias, batch = self.mask, self.bias, self.batch
+        """Name the mask and the bias where some entries of the batch share one and others do not: see `Flags`."""
         if self.sequences is not None:
             return ()
-        if (mask is None or mask.shape[0] in (1, batch)) and (bias is None or bias.shape[0] in (1, batch)):
-            return ()
-        return tuple(
-            name
-            for name, spec in (("mask", mask), ("bias", bias))
-            if spec is not None and spec.shape[0] not in (1, batch)
-        )
+        specs = (("mask", self.mask), ("bias", self.bias))
+        return tuple([name for name, spec in specs if spec is not None and spec.shape[0] not in (1, self.batch)])
 
     @property
     def features(self) -> frozenset[str]:
@@ -300,19 +312,15 @@ class AttentionProblem(NamedTuple):
         if self.num_heads_k != self.num_heads:
             heads += f" on {self.num_heads_k} key-value heads"
         dim = str(self.head_dim) if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
-        batch = f"batch {self.batch}, {self.seqlen_q} queries x {self.seqlen_k} keys"
-        if self.sequences is not None:
-            batch = str(self.sequences)
-        parts = [
-            f"{batch}, {heads}, head_dim {dim}",
-            f"{dtype_name(self.dtype)} on {self.arch}",
-        ]
+        batch = self.sequences or f"batch {self.batch}, {self.seqlen_q} queries x {self.seqlen_k} keys"
+        parts = [f"{batch}, {heads}, head_dim {dim}", f"{dtype_name(self.dtype)} on {self.arch}"]
         mask = {"none": "mask", "dense": "mask", "tree": "tree"}.get(self.mask_form, "prepared mask")
-        for name, spec in ((mask, self.mask), ("bias", self.bias)):
+        flags = self.flags
+        for name, spec, repeat, packing in (
+            (mask, self.mask, flags.mask_repeat, flags.mask_packing),
+            ("bias", self.bias, flags.bias_repeat, flags.bias_packing),
+        ):
             if spec is not None:
-                flags = self.flags
-                repeat = flags.bias_repeat if name == "bias" else flags.mask_repeat
-                packing = flags.bias_packing if name == "bias" else flags.mask_packing
                 parts.append(
                     f"{name} {tuple(spec.shape)}"
                     + ("" if spec.dtype == torch.bool else f" {dtype_name(spec.dtype)}")
@@ -369,3 +377,40 @@ def unpacked_spec(shape: Shape4) -> TensorSpec:
     """The description of the contiguous bool tensor that `PreparedMask.unpacked` makes."""
     _, h, i, j = shape
     return TensorSpec(shape, (h * i * j, i * j, j, 1), torch.bool)
+
+
+def hinted(problem: AttentionProblem) -> AttentionProblem:
+    """Return the problem with the sizes of the call that is compiled in the place of symbols.
+
+    A condition on a symbol becomes a guard: a graph is compiled anew where the condition holds no more, and
+    `torch.export` refuses a range that it divides. A condition on a hint does neither, so rules of speed ask for hints.
+    """
+    if not torch.compiler.is_compiling():
+        return problem
+    strides = ("q_strides", "k_strides", "v_strides")
+    lengths = ("max_seqlen_q", "max_seqlen_k")
+    return _hints(problem, "batch", "seqlen_q", "seqlen_k", "num_heads", "num_heads_k", *strides)._replace(
+        mask=_hints(problem.mask, "shape", "strides"),
+        bias=_hints(problem.bias, "shape", "strides"),
+        flags=_hints(problem.flags, "mask_repeat", "bias_repeat", *lengths),
+        sequences=_hints(problem.sequences, "number", "rows_q", "rows_k", *lengths, "page_size"),
+    )
+
+
+def _hints(spec: Any, *fields: str) -> Any:
+    if spec is None:
+        return None
+    sizes = {field: getattr(spec, field) for field in fields}
+    hints = {field: tuple([hint(x) for x in s]) if isinstance(s, tuple) else hint(s) for field, s in sizes.items()}
+    return spec._replace(**hints)
+
+
+def hint(size: int) -> int:
+    """Return a size, or the size of the call that is compiled where a compiler has a symbol for it."""
+    if not torch.compiler.is_compiling():
+        return size
+    from torch.fx.experimental import symbolic_shapes  # only a compiler needs it, and has imported it
+
+    # Releases of torch without it have guards.
+    ask = getattr(symbolic_shapes, "optimization_hint", None)
+    return size if ask is None else ask(size)

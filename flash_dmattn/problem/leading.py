@@ -1,14 +1,14 @@
-"""Leading batch dims: any number of them folded into the one batch dim of kernels, and out of it again.
+"""Fold dims into the four that kernels have: leading dims and the dim of `torch.vmap` into the batch, heads into rows.
 
 q, k and v (*batch, L, H, D) become (B, L, H, D), B the product of batch. A mask or a bias keeps a batch of its own, of
-Bm entries: entry b of the call reads entry `b // repeat % Bm` of it. Beside a batch of (B1, B2), one of (B1, 1) is read
-with repeat B2, one of (1, B2) with repeat 1.
+Bm entries: entry b of the call reads entry `b // repeat % Bm` of it. In a call with a batch of (B1, B2), a mask of
+(B1, 1) is read with repeat B2, a mask of (1, B2) with repeat 1.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from .checks import batch_names, check_broadcast, check_strided
+from .description import AttentionProblem, MaskForm, NeedsGrad, spec_of, unpacked_spec
 
 Dims = tuple[int, ...]
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 class Repeats(NamedTuple):
@@ -85,15 +87,10 @@ def fold_call(q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any) -> FoldedCa
     notes = [
         _copying(name, x, len(batch)) for name, x in (("q", q), ("k", k), ("v", v)) if not has_one_stride(x, len(batch))
     ]
-    of_mask, of_bias = (
-        _fold_checked(name, x, sizes, k.shape[-2])
-        if isinstance(x, Tensor) or hasattr(x, "batch_dims")
-        else FoldedTensor(x, 1, (), None)
-        for name, x in (("mask", mask), ("bias", bias))
-    )
-    notes += [note for note in (of_mask.note, of_bias.note) if note is not None]
+    mask, bias = (_fold_checked(name, x, sizes, k.shape[-2]) for name, x in (("mask", mask), ("bias", bias)))
+    notes += [folded.note for folded in (mask, bias) if folded.note is not None]
     q, k, v = (merge(x, len(batch)) for x in (q, k, v))
-    return FoldedCall(q, k, v, of_mask.x, of_bias.x, batch, Repeats(of_mask.repeat, of_bias.repeat), tuple(notes))
+    return FoldedCall(q, k, v, mask.x, bias.x, batch, Repeats(mask.repeat, bias.repeat), tuple(notes))
 
 
 def unfold(x: Tensor, batch: Dims) -> Tensor:
@@ -152,14 +149,6 @@ def fold_shared(name: str, x: Tensor, batch: Dims, *, keeps_shape: bool, repeats
     return FoldedTensor(x.expand(x.shape[0], *shape), repeat, expanded, note)
 
 
-def _fold_prepared(name: str, mask: Any, batch: Dims) -> FoldedTensor:
-    dims: Dims = (*(1,) * (len(batch) - len(mask.batch_dims)), *mask.batch_dims)
-    expanded, repeat = _sharing(dims, batch)
-    if expanded == dims:
-        return FoldedTensor(mask, repeat, dims, None)
-    return FoldedTensor(mask.expand_batch(expanded), repeat, expanded, _expanding(name, dims, expanded))
-
-
 def _collapse(x: Tensor, dims: Iterable[int]) -> Tensor:
     for dim in dims:
         if x.shape[dim] > 1 and x.stride(dim) == 0:
@@ -179,11 +168,16 @@ def _fold_checked(name: str, x: Any, sizes: Dims, num_heads_k: int) -> FoldedTen
         x = x[(None,) * (len(sizes) - x.dim())]
         check_broadcast(name, x.shape, sizes, num_heads_k)
         return fold_shared(name, x, batch, keeps_shape=x.requires_grad and torch.is_grad_enabled())
-    dims = x.batch_dims
-    if len(dims) > len(batch):
-        raise ValueError(f"{name} was prepared with leading dims {dims}; those of q are {batch}")
-    check_broadcast(name, (*(1,) * (len(batch) - len(dims)), *dims, *x.shape[1:]), sizes, num_heads_k)
-    return _fold_prepared(name, x, batch)
+    if not hasattr(x, "batch_dims"):
+        return FoldedTensor(x, 1, (), None)
+    if len(x.batch_dims) > len(batch):
+        raise ValueError(f"{name} was prepared with leading dims {x.batch_dims}; those of q are {batch}")
+    dims: Dims = (*(1,) * (len(batch) - len(x.batch_dims)), *x.batch_dims)
+    check_broadcast(name, (*dims, *x.shape[1:]), sizes, num_heads_k)
+    expanded, repeat = _sharing(dims, batch)
+    if expanded == dims:
+        return FoldedTensor(x, repeat, dims, None)
+    return FoldedTensor(x.expand_batch(expanded), repeat, expanded, _expanding(name, dims, expanded))
 
 
 def _sharing(dims: Dims, batch: Dims) -> tuple[Dims, int]:
@@ -221,3 +215,133 @@ def _check_leading(name: str, x: Tensor, q: Tensor) -> None:
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)}, whose batch dim {dim} is {size}; it needs that of q, {wanted}"
             )
+
+
+def heads_as_rows(x: Tensor, num_heads: int, num_heads_k: int) -> Tensor:
+    """Lay out a mask or a bias of one query as if the query heads of a group were rows of their key-value head.
+
+    Kernels then read the keys once for all heads of a group. With fewer heads than q it holds for every row as it is.
+
+    Args:
+        x: (B, heads, 1, keys).
+        num_heads, num_heads_k: of the call.
+
+    Returns:
+        (B, num_heads_k, heads of a group, keys), a view, where x has `num_heads`; else x.
+
+    >>> import torch
+    >>> heads_as_rows(torch.arange(4).view(1, 4, 1, 1), 4, 2).squeeze(3)
+    tensor([[[0, 1],
+             [2, 3]]])
+    """
+    return x.unflatten(1, (num_heads_k, num_heads // num_heads_k)).squeeze(3) if x.shape[1] == num_heads else x
+
+
+class MappedCall:
+    """Calls that `torch.vmap` maps as one call, with the mapped dim folded in front of their batch.
+
+    Tensors that are not mapped are shared: k and v are expanded over the mapped dim, a mask or a bias keeps its
+    entries. A bias that needs a gradient has one in each of the calls, so there it is expanded, too.
+
+    Attributes:
+        problem: the description of the one call.
+        inputs: its q, k, v and bias.
+        mask: the tensors of its mask.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        in_dims: Sequence[int | None],
+        mask_dims: Sequence[int | None],
+        problem: AttentionProblem,
+        inputs: Inputs,
+        mask: Sequence[Tensor],
+        mask_form: MaskForm,
+        *,
+        repeats: bool = True,
+        needs_grad: NeedsGrad | None = None,
+        needs_dsink: bool = False,
+    ) -> None:
+        """Fold the inputs.
+
+        Args:
+            size: of the mapped dim.
+            in_dims, mask_dims: the mapped dim of each input and of each tensor of the mask; None for a shared one.
+            problem: the description of one mapped call.
+            inputs: q, k, v and bias with their mapped dims.
+            mask: its tensors with their mapped dims.
+            mask_form: `MaskForm` of these tensors: a dense mask of the problem may have been prepared.
+            repeats: `True` lets a part of the batch share an entry of a mask or a bias; else these are expanded.
+            needs_grad: the gradients to compute; None for a forward pass, after which the inputs tell.
+            needs_dsink: whether the sink, which all the calls share, requires a gradient; of a forward pass.
+        """
+        self._size, self._repeats = size, repeats
+        self._batch = problem.batch
+        q, k, v, bias = inputs
+        q, k, v = (self.fold(x, dim) for x, dim in zip((q, k, v), in_dims[:3], strict=True))
+        flags = problem.flags
+        bias_spec = mask_spec = None
+        if bias is not None:
+            own = torch.is_grad_enabled() and bias.requires_grad if needs_grad is None else needs_grad.bias
+            dim = in_dims[3]
+            self._bias_dtype, self._bias_batch = bias.dtype, bias.shape[0 if dim is None or dim > 0 else 1]
+            self._folded_bias = self._shared("bias", bias, dim, flags.bias_repeat, own, own and needs_grad is not None)
+            bias = self._folded_bias.x
+            bias_spec = spec_of(bias)
+            flags = flags._replace(bias_repeat=self._folded_bias.repeat)
+        if problem.mask is not None:
+            is_mapped = any(dim is not None for dim in mask_dims)
+            is_dense = mask_form == "dense"
+            folded = [
+                self._shared("mask", x, dim, flags.mask_repeat, not is_dense, is_mapped)
+                for x, dim in zip(mask, mask_dims, strict=True)
+            ]
+            mask, flags = [x for x, *_ in folded], flags._replace(mask_repeat=folded[0].repeat)
+            shape = (mask[0].shape[0], *problem.mask.shape[1:])
+            mask_spec = spec_of(mask[0]) if is_dense else unpacked_spec(shape)
+        self.inputs: Inputs = (q, k, v, bias)
+        self.mask = tuple(mask)
+        if needs_grad is None:
+            needs_grad = NeedsGrad(*(x is not None and x.requires_grad for x in self.inputs))
+            needs_grad = needs_grad._replace(sink=needs_dsink)
+            needs_grad = needs_grad if torch.is_grad_enabled() else NeedsGrad()
+        self.problem = problem._replace(
+            batch=size * problem.batch,
+            q_strides=spec_of(q).strides,
+            k_strides=spec_of(k).strides,
+            v_strides=spec_of(v).strides,
+            mask=mask_spec,
+            bias=bias_spec,
+            flags=flags,
+            needs_grad=needs_grad,
+        )
+
+    def fold(self, x: Tensor, dim: int | None) -> Tensor:
+        """Fold a tensor with one entry for each of the batch, (B, ...) without its mapped dim, to (size * B, ...)."""
+        x = x.expand(self._size, *x.shape) if dim is None else x.movedim(dim, 0)
+        return merge(x, 2)
+
+    def split(self, x: Tensor) -> Tensor:
+        """Split a result of the one call, (size * B, ...), to (size, B, ...)."""
+        return x.view(self._size, self._batch, *x.shape[1:])
+
+    def split_bias(self, dbias: Tensor) -> Tensor:
+        """Split the gradient of the folded bias to (size, Bb, ...), summed over what was expanded."""
+        dims, shape = self._folded_bias.dims, dbias.shape[1:]
+        own = (self._size, 1, self._bias_batch, 1)
+        summed = dbias.view(*dims, *shape).sum_to_size((*own, *shape))
+        return summed.view(self._size, self._bias_batch, *shape).to(self._bias_dtype)
+
+    def _shared(
+        self, name: str, x: Tensor, dim: int | None, repeat: int, keeps_shape: bool, expand: bool
+    ) -> FoldedTensor:
+        """Fold a mask or a bias; with `expand` also a shared one gets an entry for each of the calls."""
+        x = x[None] if dim is None else x.movedim(dim, 0)
+        if expand:
+            x = x.expand(self._size, *x.shape[1:])
+        entries = x.shape[1]
+        batch = (self._size, self._batch // max(entries * repeat, 1), entries, repeat)
+        if math.prod(batch) != self._size * self._batch:
+            batch = (self._size, 1, self._batch, 1)  # no entries beside an empty batch
+        return fold_shared(name, x[:, None, :, None], batch, keeps_shape=keeps_shape, repeats=self._repeats)

@@ -758,7 +758,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "heads of a group read the bias of the first",
-        "flash_dmattn/problem/group_rows.py",
+        "flash_dmattn/problem/leading.py",
         ".squeeze(3) if x.shape[1] == num_heads",
         "[:, :, :1, 0] if x.shape[1] == num_heads",
         ("tests/test_cuda_decoding.py::test_every_mask_and_bias[none-of query heads-whole-cuda]",),

@@ -264,14 +264,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "mapped calls share the gradient of a bias that they share",
-        "flash_dmattn/problem/mapped.py",
+        "flash_dmattn/problem/leading.py",
         "        if expand:\n",
         "        if False:\n",
         (PER_SAMPLE,),
     ),
     Fault(
         "a mapped dim is folded behind the batch",
-        "flash_dmattn/problem/mapped.py",
+        "flash_dmattn/problem/leading.py",
         "x.movedim(dim, 0)\n        return merge(x, 2)\n",
         "x.movedim(dim, 0)\n        return merge(x.transpose(0, 1), 2)\n",
         (PER_SAMPLE,),
@@ -370,15 +370,15 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the default scale is of the head dim of v",
         "flash_dmattn/validation.py",
-        "head_dim**-0.5 if softmax_scale is None",
-        "head_dim_v**-0.5 if softmax_scale is None",
+        "check_scale(softmax_scale, head_dim),",
+        "check_scale(softmax_scale, head_dim_v),",
         (f"{VALID}[nothing optional-eager]",),
     ),
     Fault(
         "a scale of 0 is taken for none",
-        "flash_dmattn/validation.py",
-        "head_dim**-0.5 if softmax_scale is None",
-        "head_dim**-0.5 if not softmax_scale",
+        "flash_dmattn/problem/checks.py",
+        "    if softmax_scale is None:\n",
+        "    if not softmax_scale:\n",
         ("tests/test_validation.py::test_scale_zero_is_a_value",),
     ),
     Fault(

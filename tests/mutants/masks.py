@@ -182,8 +182,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a prepared mask passes in a call with another window on the left",
         "flash_dmattn/validation.py",
-        "if window_size[0] not in (-1, mask.window_size[0]):",
-        "if window_size[0] < -1:",
+        "if not fits or window[0] not in (-1, mask.window_size[0]):",
+        "if not fits:",
         ("tests/test_mask_forms.py::test_other_limits_than_the_mask_has_are_refused",),
     ),
     Fault(

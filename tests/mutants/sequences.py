@@ -155,13 +155,13 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "beside a tree causality is dropped",
         "flash_dmattn/validation.py",
-        "    if is_causal or window[1] != -1:",
-        "    if window[1] != -1:",
+        "if is_causal or window[1] != -1:",
+        "if window[1] != -1:",
         ("tests/test_trees.py::test_bad_input_is_refused_by_name[causal]",),
     ),
     Fault(
         "a tree may have more tokens than the call",
-        "flash_dmattn/problem/sequences.py",
+        "flash_dmattn/problem/checks.py",
         "if tokens != spec.max_seqlen_q:",
         "if tokens < spec.max_seqlen_q:",
         ("tests/test_trees.py::test_bad_input_is_refused_by_name[tokens]",),
@@ -541,8 +541,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the band of a prepared mask is the call's",
         "flash_dmattn/validation.py",
-        "return unpacked_spec(mask.shape), mask.form, mask_packing, mask.is_causal, mask.window_size",
-        "return unpacked_spec(mask.shape), mask.form, mask_packing, is_causal, (-1, -1)",
+        "return unpacked_spec(mask.shape), packing, mask.is_causal, mask.window_size",
+        "return unpacked_spec(mask.shape), packing, is_causal, (-1, -1)",
         (f"{_TILES}explain_says_what_a_mask_costs",),
     ),
     Fault(
