@@ -21,7 +21,7 @@ from torch import Tensor
 import flash_dmattn
 from flash_dmattn.backends.flex import backend as flex
 from flash_dmattn.backends.protocol import Availability
-from flash_dmattn.dispatch import call_cache, config, profile_store
+from flash_dmattn.dispatch import config, profile_store, registry
 
 # The workers of pytest-xdist share the cores; a small product gains nothing from a second thread.
 torch.set_num_threads(1)
@@ -51,7 +51,7 @@ def nothing_remembered_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test may have other rules, probes and backends than the one before it, and none reads the user's profile."""
     monkeypatch.setattr(config.process, "profile", "off")
     profile_store.forget()
-    call_cache.forget()
+    registry.choices_changed()
 
 
 # Inductor of torch 2.13 writes vector code there, and its own headers refuse it.
@@ -125,7 +125,7 @@ def refusal_of(
     errors that inference mode raises, too.
     """
     wanted = good()
-    call_cache.forget()
+    registry.choices_changed()
     errors = []
     for mode in (nullcontext, torch.inference_mode, nullcontext) if inference else (nullcontext, nullcontext):
         with mode():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,21 +13,46 @@ import torch
 from torch import Tensor
 from torch.fx.experimental import symbolic_shapes
 
-from flash_dmattn import operators, register_backend, unregister_backend
-from flash_dmattn.backends.protocol import Availability, Rule
+from flash_dmattn import Backend, register_backend, unregister_backend
+from flash_dmattn.backends.protocol import Availability, Backward, Forward, Rule
+from flash_dmattn.dispatch import registry
 from flash_dmattn.masks import IntervalMask, KeyMask, TileMask
-from flash_dmattn.problem import FEATURES, AttentionProblem, Flags, Gradients, MaskView, NeedsGrad
+from flash_dmattn.problem import FEATURES, AttentionProblem, Gradients, MaskView
+from flash_dmattn.problem.inputs import Inputs, Saved
 from flash_dmattn.reference import formula
+
+# What the passes below have no arguments for.
+_LACKING = {"sink", "sequences", "paged", "tree"}
+
+
+def replace_backend(name: str, **changes: Any) -> None:
+    """Put a changed copy of a backend into its place in the registry."""
+    table = registry.BACKENDS.table
+    registry.BACKENDS.table = {**table, name: dataclasses.replace(table[name], **changes)}
+    registry.choices_changed()
 
 
 @contextmanager
-def registered(*backends: object, before: str | None = None) -> Iterator[None]:
+def replaced(name: str, **changes: Any) -> Iterator[None]:
+    """The same for the length of a `with` block."""
+    before = registry.BACKENDS.table[name]
+    replace_backend(name, **changes)
+    try:
+        yield
+    finally:
+        registry.BACKENDS.table = {**registry.BACKENDS.table, name: before}
+        registry.choices_changed()
+
+
+@contextmanager
+def registered(*backends: OutOfTree | Backend, before: str | None = None) -> Iterator[None]:
     """Register backends for the length of a `with` block."""
     names: list[str] = []
     try:
-        for backend in backends:
-            register_backend(backend, before=before)  # type: ignore[arg-type]
-            names.append(backend.NAME)  # type: ignore[attr-defined]
+        for each in backends:
+            backend = each if isinstance(each, Backend) else each.backend
+            register_backend(backend, before=before)
+            names.append(backend.name)
         yield
     finally:
         for name in names:
@@ -34,7 +60,7 @@ def registered(*backends: object, before: str | None = None) -> Iterator[None]:
 
 
 class OutOfTree:
-    """What every backend has beside its passes: a name, rules and a probe."""
+    """A backend, and the passes that it ran."""
 
     def __init__(
         self,
@@ -42,73 +68,68 @@ class OutOfTree:
         *,
         rules: tuple[Rule, ...] = (),
         auto_rules: tuple[Rule, ...] = (),
-        availability: Availability | None = None,
+        availability: Availability = Availability(True),
+        **more: Any,
     ) -> None:
-        self.NAME, self.RULES, self.AUTO_RULES = name, rules, auto_rules
-        self.FEATURES = frozenset(FEATURES) - {
-            "sink",
-            "sequences",
-            "paged",
-            "tree",
-        }  # their passes have no such arguments
-        self.availability = Availability(True) if availability is None else availability
         self.ran: list[str] = []
+        self.backend = Backend(
+            name=name,
+            plan_forward=self.plan_forward,
+            plan_backward=self.plan_backward,
+            features=frozenset(FEATURES) - _LACKING,
+            rules=rules,
+            auto_rules=auto_rules,
+            probe=lambda: availability,
+            **more,
+        )
 
-    def probe(self) -> Availability:
-        return self.availability
+    def plan_forward(self, problem: AttentionProblem) -> Forward:
+        raise NotImplementedError
+
+    # None of a backend whose forward pass PyTorch differentiates.
+    plan_backward: Any = None
 
 
 class KernelPair(OutOfTree):
-    """A kernel backend without a differentiable backward."""
+    """A backend with a backward pass of its own, without a second derivative."""
 
-    def forward(
-        self, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        self.ran.append("forward")
-        out, lse = formula.attention(q, k, v, mask.dense, bias, **flags_of(problem))
-        return out.contiguous(), lse.contiguous()
+    def plan_forward(self, problem: AttentionProblem) -> Forward:
+        def forward(x: Inputs) -> tuple[Tensor, Tensor]:
+            self.ran.append("forward")
+            out, lse = formula.attention(x.q, x.k, x.v, x.mask.dense, x.bias, **flags_of(problem))
+            return out.contiguous(), lse.contiguous()
 
-    def backward(
-        self,
-        problem: AttentionProblem,
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: MaskView,
-        bias: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-    ) -> Gradients:
-        self.ran.append("backward")
-        gradients = formula.gradients(dout, dlse, q, k, v, mask.dense, bias, **flags_of(problem))
-        dq, dk, dv, dbias = (g if needed else None for g, needed in zip(gradients, problem.needs_grad))
-        return dq, dk, dv, dbias
+        return forward
+
+    def plan_backward(self, problem: AttentionProblem) -> Backward:
+        def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
+            self.ran.append("backward")
+            x = saved.inputs
+            gradients = formula.gradients(dout, dlse, x.q, x.k, x.v, x.mask.dense, x.bias, **flags_of(problem))
+            dq, dk, dv, dbias = (g if needed else None for g, needed in zip(gradients, problem.needs_grad))
+            return dq, dk, dv, dbias
+
+        return backward
 
 
 class Differentiable(OutOfTree):
     """A backend of one differentiable function."""
 
-    def attention(
-        self, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        self.ran.append("attention")
-        return formula.attention(q, k, v, mask, bias, **flags_of(problem))
+    def plan_forward(self, problem: AttentionProblem) -> Forward:
+        def forward(x: Inputs) -> tuple[Tensor, ...]:
+            self.ran.append("forward")
+            return formula.attention(x.q, x.k, x.v, x.mask.dense, x.bias, **flags_of(problem))
+
+        return forward
 
 
-def flags_of(problem: AttentionProblem) -> dict[str, object]:
+def flags_of(problem: AttentionProblem) -> dict[str, Any]:
     """The keyword arguments of the formula."""
-    return {
-        "is_causal": problem.is_causal,
-        "softmax_scale": problem.softmax_scale,
-        "softcap": problem.softcap,
-        "window_size": problem.window_size,
-    }
+    return {"softmax_scale": problem.softmax_scale, "softcap": problem.softcap, "window_size": problem.window}
 
 
 def unpacked(mask: MaskView, seqlen_q: int, seqlen_k: int) -> Tensor | None:
-    """The bool mask of what a pair receives, of any form."""
+    """The bool mask that a pass receives in any form."""
     if mask.form in ("none", "dense"):
         return mask.dense
     kinds = {"tiles": TileMask, "keys": KeyMask, "intervals": IntervalMask}
@@ -116,55 +137,40 @@ def unpacked(mask: MaskView, seqlen_q: int, seqlen_k: int) -> Tensor | None:
 
 
 class Counting(OutOfTree):
-    """A kernel backend behind operators, which count also where torch.compile has left no Python of it.
+    """A backend with a backward pass of its own, which counts its passes, in compiled graphs, too.
 
     `received` holds the form of the mask that each pass received.
     """
 
-    def __init__(self, name: str, *, mask_form: str = "dense") -> None:
-        super().__init__(name)
-        self.MASK_FORM = mask_form
+    def __init__(self, name: str, *, mask_forms: tuple[str, ...] = ("dense",), **more: Any) -> None:
+        super().__init__(name, mask_forms=frozenset(mask_forms), **more)
         self.count: Counter[str] = Counter()
         self.received: list[str] = []
-        self.forward, self.backward = operators.define_pair(name, self._forward, self._backward)
 
-    def _forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None, flags: Flags
-    ) -> tuple[Tensor, Tensor]:
-        self.count["forward"] += 1
-        self.received.append(mask.form)
-        dense = unpacked(mask, q.shape[1], k.shape[1])
-        out, lse = formula.attention(q, k, v, dense, bias, **numbers_of(flags))
-        return out.contiguous(), lse.contiguous()
+    def plan_forward(self, problem: AttentionProblem) -> Forward:
+        def forward(x: Inputs) -> tuple[Tensor, Tensor]:
+            self.count["forward"] += 1
+            self.received.append(x.mask.form)
+            dense = unpacked(x.mask, x.q.shape[1], x.k.shape[1])
+            out, lse = formula.attention(x.q, x.k, x.v, dense, x.bias, **flags_of(problem))
+            return out.contiguous(), lse.contiguous()
 
-    def _backward(
-        self,
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: MaskView,
-        bias: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-        flags: Flags,
-        needs_grad: NeedsGrad,
-    ) -> Gradients:
-        self.count["backward"] += 1
-        self.received.append(mask.form)
-        dense = unpacked(mask, q.shape[1], k.shape[1])
-        gradients = formula.gradients(dout, dlse, q, k, v, dense, bias, **numbers_of(flags))
-        dq, dk, dv, dbias = (
-            torch.empty(g.shape, dtype=g.dtype, device=g.device).copy_(g) if needed and g is not None else None
-            for g, needed in zip(gradients, needs_grad)
-        )
-        return dq, dk, dv, dbias
+        return forward
 
+    def plan_backward(self, problem: AttentionProblem) -> Backward:
+        def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
+            self.count["backward"] += 1
+            x = saved.inputs
+            self.received.append(x.mask.form)
+            dense = unpacked(x.mask, x.q.shape[1], x.k.shape[1])
+            gradients = formula.gradients(dout, dlse, x.q, x.k, x.v, dense, x.bias, **flags_of(problem))
+            dq, dk, dv, dbias = (
+                torch.empty(g.shape, dtype=g.dtype, device=g.device).copy_(g) if needed and g is not None else None
+                for g, needed in zip(gradients, problem.needs_grad)
+            )
+            return dq, dk, dv, dbias
 
-def numbers_of(flags: Flags) -> dict[str, Any]:
-    """Flags as the keyword arguments of the formula."""
-    return {"softmax_scale": flags.softmax_scale, "softcap": flags.softcap, "window_size": flags.window}
+        return backward
 
 
 # docs/compile_and_export.md says what holds there.

@@ -7,21 +7,19 @@ from typing import Any
 
 import torch
 
-from ..backends.cuda.backend import BACKEND as cuda
 from ..masks.prepared import packers
 from ..masks.prepared.interval_order import MOST_HEADS_OF_CODES
 from ..masks.prepared.interval_tiles import IntervalTiles
 from ..masks.prepared.packers import Packer
 from ..problem import Band, device_arch
 from .config import disabled
+from .registry import works
 from .triton_modules import triton_module
 
 
 def packs_by_extension(tensor: torch.Tensor) -> bool:
     """Whether the CUDA extension packs a mask: on a Hopper GPU where it works and nobody has disabled its backend."""
-    return (
-        tensor.is_cuda and device_arch(tensor.device) == "sm_90" and cuda.name not in disabled() and cuda.probe().usable
-    )
+    return tensor.is_cuda and device_arch(tensor.device) == "sm_90" and "cuda" not in disabled() and works("cuda")
 
 
 def find_packer(tensor: torch.Tensor) -> Packer | None:
