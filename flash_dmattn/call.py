@@ -164,7 +164,10 @@ def _plan_for(call: Call, backend: BackendChoice) -> tuple[Plan, Mask, Tensor | 
     """The plan of a call, with mask and bias as 4-D views."""
     follow_checkpoints()
     key = _key(call, backend)
-    plan = None if key is None else plans.get(key)
+    try:
+        plan = None if key is None else plans.get(key)
+    except TypeError:  # a list in the place of a number or of a name has no hash
+        key = plan = None
     if plan is not None:
         mask, bias = call.mask, call.bias
         mask = as_scores(mask) if isinstance(mask, Tensor) else mask
@@ -193,8 +196,8 @@ def _plan_for(call: Call, backend: BackendChoice) -> tuple[Plan, Mask, Tensor | 
 def _key(call: Call, backend: BackendChoice) -> tuple[Any, ...] | None:
     """All that decides a plan; None for a call that is to be described each time.
 
-    Sizes may be symbols where something watches. Only validation can name what is wrong where q, k or v is None, a
-    tensor has no strides, or something cannot be hashed.
+    Sizes may be symbols where something watches. Only validation can name what is wrong where q, k or v is None, or a
+    tensor has no strides.
     """
     q, k, v, mask, bias, sink, numbers, *layout = call
     is_prepared = not (mask is None or isinstance(mask, Tensor))
@@ -213,7 +216,7 @@ def _key(call: Call, backend: BackendChoice) -> tuple[Any, ...] | None:
         numbers = numbers._replace(window_size=window)
     around = blocks.now
     try:
-        key = (
+        return (
             tensor_key(q),
             tensor_key(k),
             tensor_key(v),
@@ -233,9 +236,7 @@ def _key(call: Call, backend: BackendChoice) -> tuple[Any, ...] | None:
             process.disabled,
             BACKENDS.version,
         )
-        hash(key)
-        return key
-    except (RuntimeError, TypeError):  # a sparse or a nested tensor has no strides, a list no hash
+    except RuntimeError:  # a sparse or a nested tensor has no strides
         return None
 
 

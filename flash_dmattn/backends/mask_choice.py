@@ -240,22 +240,28 @@ class IntervalWalk(NamedTuple):
 
 
 def interval_walk(problem: AttentionProblem, mask: MaskView) -> IntervalWalk:
-    """The tiles of a view of the form "intervals", in its order if k, v and bias can follow it.
-
-    A bias of one value per score cannot, nor can the gradient of one of that shape: what it gains it would lose to the
-    copy. Nor can k and v where several heads of a group have masks of their own, nor dropout, which goes by the number
-    of a key. Tiles of keys in their own order are then listed anew.
-    """
+    """The tiles of a view of the form "intervals", in its order if a call follows it; else they are listed anew."""
     start, stop, order, bounds, row_lists, col_lists = mask.tensors
     if order.shape[2] == 0:
         return IntervalWalk(bounds, row_lists, col_lists, None)
-    if not reads_scores(problem) and problem.dropout_p == 0 and order.shape[1] in (1, problem.num_heads_k):
+    if follows_order(problem, mask):
         return IntervalWalk(bounds, row_lists, col_lists, order)
     from ..masks.prepared.interval_operators import run_interval_tiles  # importing flash_dmattn does not need it
 
     own_order = order[:, :, :0].contiguous()
     bounds, row_lists, col_lists = run_interval_tiles(start, stop, own_order, problem.seqlen_q)
     return IntervalWalk(bounds, row_lists, col_lists, None)
+
+
+def follows_order(problem: AttentionProblem, mask: MaskView) -> bool:
+    """Whether k, v and bias of a call can come in the order of keys of a view of the form "intervals".
+
+    A bias of one value per score cannot, nor can the gradient of one of that shape: what it gains it would lose to the
+    copy. Nor can k and v where several heads of a group have masks of their own, nor dropout, which goes by the number
+    of a key.
+    """
+    has_one_order = mask.tensors[2].shape[1] in (1, problem.num_heads_k)
+    return has_one_order and problem.dropout_p == 0 and not reads_scores(problem)
 
 
 def reads_scores(problem: AttentionProblem) -> bool:
