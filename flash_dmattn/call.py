@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 
 from .autograd import attend
 from .backends.mask_choice import view_of
@@ -142,7 +142,10 @@ def run_call(call: Call, backend: BackendChoice) -> tuple[Tensor, ...]:
     if forward_ad._current_level >= 0 and not plan.forward.has_forward_ad:
         _refuse_tangents(plan.forward.name, call.q, call.k, call.v, bias, call.sink)
     dropout = draw_key(call.q.device) if problem.flags.dropout_p > 0 else None
-    view = view_of(problem, plan.choice, mask, call.sequences)
+    if plan.pack is not None and isinstance(mask, Tensor) and not profiler._is_profiler_enabled:
+        view = plan.pack(mask)
+    else:
+        view = view_of(problem, plan.choice, mask, call.sequences)
     inputs = Inputs(call.q, call.k, call.v, view, bias, call.sink, call.sequences, dropout)
     results: tuple[Tensor, ...]
     if plan.forward.is_differentiable:

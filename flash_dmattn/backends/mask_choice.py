@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
@@ -124,6 +125,16 @@ def view_of(
 
     form = KeyForm(choice.form, choice.reorder)  # type: ignore[arg-type]  # "none" and "tree" are no forms of a tensor
     return prepared_view(mask, problem.seqlen_q, problem.seqlen_k, problem.window, form)
+
+
+def plan_packing(problem: AttentionProblem, choice: MaskChoice) -> Callable[[Tensor], MaskView] | None:
+    """Return what packs the bool masks of a class of calls that nothing watches; None where none is packed so."""
+    if problem.mask_form != "dense" or choice.form not in ("tiles", "keys", "intervals"):
+        return None
+    from ..masks.prepared.operator import KeyForm, plan_prepare  # importing flash_dmattn does not need it
+
+    form = KeyForm(choice.form, choice.reorder)
+    return plan_prepare(problem.seqlen_q, problem.seqlen_k, problem.window, form)
 
 
 def convert(
