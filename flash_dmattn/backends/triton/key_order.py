@@ -17,12 +17,12 @@ def has_order(p: AttentionProblem, mask: MaskView) -> bool:
 
 
 def tiles_of_bounds(p: AttentionProblem, mask: MaskView) -> MaskView:
-    """An interval mask as the kernels run it: bounds in the place of bits, an int64 for a key, its start in the lower half.
+    """An interval mask as the kernels run it: bounds in the place of bits, an int64 for a key, its start the lower half.
 
     Places are keys, or stand in the order of the mask.
     """
     walk = interval_walk(p, mask)
-    # What a bias shared among entries or heads visits is told by classes, which the mask has not kept.
+    # Classes tell which tiles a bias visits that entries or heads share; the mask has not kept them.
     classes = walk.row_lists
     if p.dbias_class == "score":
         from ...masks.prepared.interval_tiles import interval_classes  # importing flash_dmattn does not need it
