@@ -561,7 +561,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "calls that triton would have are eager's where it does not work",
         "flash_dmattn/dispatch/preferences.py",
-        "            found.append((table[cuda.NAME], ()))",
+        "            asked.append((table[cuda.NAME], ()))",
         "            pass",
         ("tests/test_cuda_rules.py::test_what_is_left_to_triton_is_cudas_without_it",),
     ),
