@@ -40,8 +40,7 @@ except Exception as _error:
 else:
     from . import masks, sequences
     from .api import attention
-    from .dispatch import cache_writers as _cache_writers  # noqa: F401  registers itself with flash_dmattn.sequences
-    from .dispatch.errors import BackendError, BackendUnavailableError, BackendUnsupportedError, FallbackWarning
+    from .dispatch.refusals import BackendError, BackendUnavailableError, BackendUnsupportedError, FallbackWarning
     from .dispatch.registry import register_backend, unregister_backend
     from .dispatch.selection import available_backends
     from .dispatch.settings import (

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from .backends.protocol import AnyBackend, Direction, Reason, provided
-from .dispatch.errors import BackendError
 from .dispatch.mask_view import unpacking_note
 from .dispatch.preferences import cite
 from .dispatch.profiles import gpu_names
-from .dispatch.refusals import passes_of, reasons_against, refuse_fallback
+from .dispatch.refusals import BackendError, passes_of, reasons_against, refuse_fallback
 from .dispatch.registry import BACKENDS
 from .dispatch.selection import choice_in_force, choose, falls_back, selected_names
 from .dispatch.settings import BackendChoice, process

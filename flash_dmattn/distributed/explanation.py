@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from ..backends.protocol import AnyBackend, Reason, is_composite
-from ..dispatch.errors import BackendError
 from ..dispatch.preferences import cite
-from ..dispatch.refusals import refuse_fallback
+from ..dispatch.refusals import BackendError, refuse_fallback
 from ..dispatch.registry import BACKENDS
 from ..dispatch.selection import choice_in_force, choose, falls_back, selected_names
 from ..dispatch.settings import BackendChoice, process
