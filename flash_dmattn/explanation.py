@@ -35,6 +35,8 @@ from .validation import describe, follow_autocast, refuse_dtensors
 if TYPE_CHECKING:
     from .masks import PreparedMask, SequenceTileMask, TreeMask
 
+# is_causal, softmax_scale, softcap, window_size, deterministic, return_lse and return_probs.
+Numbers = tuple[bool, float | None, float, tuple[int, int] | None, bool | None, bool, bool]
 DTYPES = {
     **dict.fromkeys(("fp16", "float16", "half"), torch.float16),
     **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
@@ -197,10 +199,8 @@ def explain(
     """
     if unknown:
         refuse_keywords(explain, unknown)
-    copies: tuple[str, ...] = ()
-    repeats = spec = None
     if type(q) is not Tensor and is_dtensor(q):
-        found: Explanation = above().explain(
+        explanation: Explanation = above().explain(
             q,
             k,
             v,
@@ -218,39 +218,34 @@ def explain(
             sequences=sequences,
             dropout_p=dropout_p,
         )
-        return found
+        return explanation
+    spec = None
     if is_nested(q) and sequences is None:
         jagged = Jagged(q, k, v)
         q, k, v, sequences = jagged.q, jagged.k, jagged.v, jagged.sequences
     if sequences is not None:
         q, k, v, spec, _ = lay_out(sequences, q, k, v, mask)
-    elif isinstance(q, Tensor) and q.dim() > 4:
-        q, k, v, mask, bias, _, repeats, copies = fold_call(q, k, v, mask, bias)
-    q, k, v = follow_autocast(q, k, v)
-    refuse_dtensors(q, k, v, mask, bias, sink)
-    shape = tuple(mask.shape) if isinstance(mask, Tensor) and sequences is None else ()
-    problem, _, _ = describe(
-        q,
-        k,
-        v,
-        mask,
-        bias,
-        is_causal,
-        softmax_scale,
-        softcap,
-        window_size,
-        deterministic,
-        return_lse,
-        return_probs,
-        repeats,
-        spec,
-        dropout_p,
-        sink,
-    )
+    numbers = (is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, return_probs)
+    problem, copies = _describe(q, k, v, mask, bias, sink, numbers, spec, dropout_p)
+    shape = tuple(mask.shape) if isinstance(mask, Tensor) and sequences is None and q.dim() == 4 else ()
     if len(shape) == 2 and shape[0] == problem.batch > 1:
         reading = f"reads mask of shape {shape} as (seqlen_q, seqlen_k)"
         copies += (f"{reading}; padding of (batch, seqlen_k) is masks.padding_mask(mask)",)
     return explain_description(problem, backend, copies)
+
+
+def _describe(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, sink: Any, numbers: Numbers, spec: Any, dropout_p: float
+) -> tuple[AttentionProblem, tuple[str, ...]]:
+    """Describe a call as `attention` does, and name the tensors that its leading dims have copied."""
+    copies: tuple[str, ...] = ()
+    repeats = None
+    if isinstance(q, Tensor) and q.dim() > 4:
+        q, k, v, mask, bias, _, repeats, copies = fold_call(q, k, v, mask, bias)
+    q, k, v = follow_autocast(q, k, v)
+    refuse_dtensors(q, k, v, mask, bias, sink)
+    problem, _, _ = describe(q, k, v, mask, bias, *numbers, repeats, spec, dropout_p, sink)
+    return problem, copies
 
 
 def explain_problem(
@@ -323,42 +318,27 @@ def explain_problem(
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
     arch = parse_arch(device)
     q_dtype = parse_dtype("dtype", dtype)
-    bias_torch_dtype = q_dtype if bias_dtype is None else parse_dtype("bias_dtype", bias_dtype)
+    own_dtype = q_dtype if bias_dtype is None else parse_dtype("bias_dtype", bias_dtype)
 
-    def meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def meta(shape: tuple[int, ...], dtype: torch.dtype = q_dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    q_meta = meta(q, q_dtype)
-    k_meta = meta((*batch, seqlen_k, kv_heads, head_dim), q_dtype)
-    v_meta = meta((*batch, seqlen_k, kv_heads, head_dim_v), q_dtype)
     mask_meta: Tensor | TreeMask | None = None if mask is None else meta(mask, torch.bool)
     if sequences is not None and mask_prepared and isinstance(mask_meta, Tensor) and mask_meta.dim() == 3:
         from .masks.prepared.tree import prepare_tree  # importing flash_dmattn does not need it
 
         mask_meta = prepare_tree(mask_meta)
-    bias_meta = None if bias is None else meta(bias, bias_torch_dtype)
-    copies: tuple[str, ...] = ()
-    repeats = None
-    if len(batch) > 1:
-        folded = fold_call(q_meta, k_meta, v_meta, mask_meta, bias_meta)
-        q_meta, k_meta, v_meta, mask_meta, bias_meta, _, repeats, copies = folded
-    problem, _, _ = describe(
-        q_meta,
-        k_meta,
-        v_meta,
+    numbers = (is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, return_probs)
+    problem, copies = _describe(
+        meta(q),
+        meta((*batch, seqlen_k, kv_heads, head_dim)),
+        meta((*batch, seqlen_k, kv_heads, head_dim_v)),
         mask_meta,
-        bias_meta,
-        is_causal,
-        softmax_scale,
-        softcap,
-        window_size,
-        deterministic,
-        return_lse,
-        return_probs,
-        repeats,
+        None if bias is None else meta(bias, own_dtype),
+        meta((num_heads,)) if sink else None,
+        numbers,
         sequences,
         dropout_p,
-        meta((num_heads,), q_dtype) if sink else None,
     )
     problem = problem._replace(
         device="cpu" if arch == "cpu" else "cuda",
@@ -366,19 +346,19 @@ def explain_problem(
         elsewhere=arch != "cpu" and not gpu_names(arch),
         needs_grad=NeedsGrad(grad, grad, grad, bias_grad and bias is not None, grad and sink),
     )
-    if mask_prepared and problem.mask is not None and sequences is not None and problem.mask_form == "dense":
-        shape = sequences.shape_of_tiles(problem.mask.shape[1])
-        flags = problem.flags._replace(mask_packing="queries" if sequences.packs_queries else "none")
-        problem = problem._replace(mask=unpacked_spec(shape), mask_form="sequence_tiles", flags=flags)
-    if mask_prepared and problem.mask is not None and sequences is None:
-        of_batch, of_heads, of_query, _ = problem.mask.shape
-        from .masks.prepared.operator import prepared_key_form  # importing flash_dmattn does not need it
+    if mask_prepared and problem.mask is not None and problem.mask_form == "dense":
+        mask_batch, mask_heads, rows, _ = problem.mask.shape
+        flags = problem.flags
+        form: MaskForm = "sequence_tiles"
+        if sequences is not None:
+            shape = sequences.shape_of_tiles(mask_heads)
+            flags = flags._replace(mask_packing="queries" if sequences.packs_queries else "none")
+        else:
+            from .masks.prepared.operator import prepared_key_form  # importing flash_dmattn does not need it
 
-        form: MaskForm = "tiles" if of_query > 1 else prepared_key_form(seqlen_q).form
-        problem = problem._replace(
-            mask=unpacked_spec((of_batch, of_heads, of_query if form == "keys" else seqlen_q, seqlen_k)),
-            mask_form=form,
-        )
+            form = "tiles" if rows > 1 else prepared_key_form(seqlen_q).form
+            shape = (mask_batch, mask_heads, rows if form == "keys" else seqlen_q, seqlen_k)
+        problem = problem._replace(mask=unpacked_spec(shape), mask_form=form, flags=flags)
     return explain_description(problem, backend, copies)
 
 

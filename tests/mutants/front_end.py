@@ -547,8 +547,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a prepared mask of one row is described as one of tiles",
         "flash_dmattn/explanation.py",
-        '"tiles" if of_query > 1 else prepared_key_form',
-        '"tiles" if of_query > 0 else prepared_key_form',
+        '"tiles" if rows > 1 else prepared_key_form',
+        '"tiles" if rows > 0 else prepared_key_form',
         ("tests/test_mask_forms.py::test_prepared_mask_described_by_its_shape",),
     ),
     Fault(
