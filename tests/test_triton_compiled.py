@@ -169,6 +169,14 @@ def test_what_philox_makes_stays_in_its_thread() -> None:
             assert kernel.text.count(word) == without.text.count(word), f"{kernel.name}: {word}"
 
 
+def test_a_shared_dbias_is_compiled_beside_a_set_of_keys_and_dropout() -> None:
+    """Both say which scores count: the keys that are kept, and the probabilities that are."""
+    from compiled_triton import Variant, jobs_of
+
+    last = jobs_of(Variant(**VARIANTS["64 dropout, keys, shared"]), "sm_90")[-1]
+    assert last.name == "backward_bias" and "mma" in last.compile().text
+
+
 def test_every_row_of_the_tile_table_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     from compiled_triton import Variant, run_plans
 

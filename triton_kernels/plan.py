@@ -150,7 +150,7 @@ class Call:
 
     @property
     def has_few_keys(self) -> bool:
-        """Whether kernels take delta from p and dp; all that they have of a sink otherwise is lse."""
+        """Whether all keys lie in one tile, where kernels take delta from p and dp."""
         return self.shape.seqlen_k <= MOST_FEW_KEYS
 
     def tiles_of_queries(self, block: int) -> tuple[int, bool]:
@@ -189,7 +189,7 @@ class Call:
         return Launch(kernel, programs, by_name(kernel, self.values(), **sizes, **own), tile.options, descriptors)
 
     def values(self) -> dict[str, Any]:
-        """Name the numbers and constants that several kernels take."""
+        """Name the numbers and constants that several kernels take, some of which overrule them."""
         return {
             **row_strides(q=self.q, k=self.k, v=self.v),
             "bias_strides": self.bias_strides(),
@@ -211,9 +211,15 @@ class Call:
             "RIGHT": self.band[1],
             "PAD_D": self.pads[0],
             "PAD_DV": self.pads[1],
+            "TMA": False,
+            "BIAS_TMA": False,
             "PRECISION": self.precision,
+            "FEW_KEYS": self.has_few_keys,
+            "HAS_SINK": self.has_few_keys and self.has_sink,  # as backward kernels have it: the rest is in lse
             "SEQUENCES": NO_SEQUENCES.value,
+            "SEARCH": False,
             "DROPOUT": self.has_dropout,
+            "HEADS_FIRST": self.heads_first,
         }
 
     def mask_strides(self, columns: bool = False) -> BiasStrides | MaskStrides:

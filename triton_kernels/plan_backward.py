@@ -178,9 +178,6 @@ def plan_keys(
         PARTS=parts,
         DBIAS_TMA=dbias_tma,
         EDGES=call.edges(shape.seqlen_q % tile.block_m or shape.seqlen_k % tile.block_n),
-        FEW_KEYS=call.has_few_keys,
-        HAS_SINK=call.has_few_keys and call.has_sink,
-        SEARCH=False,
         ONE_PASS=False,
     )
     rest = by_name(
@@ -252,8 +249,6 @@ def plan_queries(call: Call, dout: Tensor) -> Callable[..., None]:
         BIAS_TMA=bias_tma,
         WIDE=call.wide(call.k, call.v),
         EDGES=call.edges(call.shape.seqlen_k % tile.block_n),
-        FEW_KEYS=call.has_few_keys,
-        HAS_SINK=call.has_few_keys and call.has_sink,
         SEARCH=search,
     )
     return lambda read, mask, sink, bounds, dropout, dq: launch(*read, *read_of(mask), dq, sink, bounds, dropout)
@@ -319,8 +314,6 @@ def plan_bias(call: Call, dout: Tensor, bias: Tensor) -> Callable[..., Tensor]:
         chunk=chunk,
         TMA=tma,
         WIDE=call.wide(call.q, call.k, call.v, dout),
-        FEW_KEYS=call.has_few_keys,
-        HAS_SINK=call.has_few_keys and call.has_sink,
         PACKED_ROWS=packs_rows,
         SEARCH=search,
     )

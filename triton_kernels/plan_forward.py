@@ -46,10 +46,8 @@ def plan_forward(call: Call) -> Callable[..., None]:
         TMA=tma,
         BIAS_TMA=bias_tma,
         EDGES=edges,
-        SEARCH=False,
         PAGE=0,
         GROUPED=False,
-        HEADS_FIRST=call.heads_first,
         ONE_LOOP=few and edges and call.mask_kind != TILES.value,
     )
     if splits == 1:
@@ -113,7 +111,6 @@ def plan_combine(call: Call, shape: Shape, splits: int) -> Launch:
         SPLITS=shares,
         AT_ONCE=at_once,
         HAS_SINK=call.has_sink,
-        HEADS_FIRST=call.heads_first,
         OVERLAP=call.overlaps,
     )
     options = {"num_warps": num_warps, **({"launch_pdl": True} if call.overlaps else {})}

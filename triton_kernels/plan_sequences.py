@@ -226,13 +226,11 @@ def plan_forward(call: SequenceCall, out: Tensor) -> Callable[..., None]:
         **forward_values(call, tile, splits),
         bias_strides=call.bias_strides(bias_tma),
         BIAS=TILE_BIAS.value if has_rows_of_heads else call.bias_kind,
-        TMA=False,
         BIAS_TMA=bias_tma,
         EDGES=True,
         SEARCH=search,
         PAGE=max(1, call.k.shape[1]) if flags.layout.startswith("paged") else 0,
         GROUPED=grouped,
-        HEADS_FIRST=False,
         ONE_LOOP=False,
     )
     fill = call.plan_fill(out, 0, has_lse=True)
@@ -364,8 +362,6 @@ def _plan_keys(
         mask_strides=call.mask_strides(columns=True),
         owners=owners,
         grid_tiles=tiles,
-        TMA=False,
-        BIAS_TMA=False,
         WIDE=call.wide(call.q, dout),
         PRECISION=call.precision_of("keys"),
         NEED_K=need_k,
@@ -374,8 +370,6 @@ def _plan_keys(
         PARTS=False,
         DBIAS_TMA=False,
         EDGES=True,
-        FEW_KEYS=False,
-        HAS_SINK=False,
         SEARCH=search,
         ONE_PASS=one_pass,
     )
