@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 
 from .autograd import attend
 from .backends.mask_choice import view_of
@@ -142,7 +142,10 @@ def run_call(call: Call, backend: BackendChoice) -> tuple[Tensor, ...]:
     if forward_ad._current_level >= 0 and not plan.forward.has_forward_ad:
         _refuse_tangents(plan.forward.name, call.q, call.k, call.v, bias, call.sink)
     dropout = draw_key(call.q.device) if problem.flags.dropout_p > 0 else None
-    view = view_of(problem, plan.choice, mask, call.sequences)
+    if plan.pack is not None and isinstance(mask, Tensor) and not profiler._is_profiler_enabled:
+        view = plan.pack(mask)
+    else:
+        view = view_of(problem, plan.choice, mask, call.sequences)
     inputs = Inputs(call.q, call.k, call.v, view, bias, call.sink, call.sequences, dropout)
     results: tuple[Tensor, ...]
     if plan.forward.is_differentiable:
@@ -164,7 +167,10 @@ def _plan_for(call: Call, backend: BackendChoice) -> tuple[Plan, Mask, Tensor | 
     """The plan of a call, with mask and bias as 4-D views."""
     follow_checkpoints()
     key = _key(call, backend)
-    plan = None if key is None else plans.get(key)
+    try:
+        plan = None if key is None else plans.get(key)
+    except TypeError:  # a list in the place of a number or of a name has no hash
+        key = plan = None
     if plan is not None:
         mask, bias = call.mask, call.bias
         mask = as_scores(mask) if isinstance(mask, Tensor) else mask
@@ -193,8 +199,8 @@ def _plan_for(call: Call, backend: BackendChoice) -> tuple[Plan, Mask, Tensor | 
 def _key(call: Call, backend: BackendChoice) -> tuple[Any, ...] | None:
     """All that decides a plan; None for a call that is to be described each time.
 
-    Sizes may be symbols where something watches. Only validation can name what is wrong where q, k or v is None, a
-    tensor has no strides, or something cannot be hashed.
+    Sizes may be symbols where something watches. Only validation can name what is wrong where q, k or v is None, or a
+    tensor has no strides.
     """
     q, k, v, mask, bias, sink, numbers, *layout = call
     is_prepared = not (mask is None or isinstance(mask, Tensor))
@@ -213,7 +219,7 @@ def _key(call: Call, backend: BackendChoice) -> tuple[Any, ...] | None:
         numbers = numbers._replace(window_size=window)
     around = blocks.now
     try:
-        key = (
+        return (
             tensor_key(q),
             tensor_key(k),
             tensor_key(v),
@@ -233,9 +239,7 @@ def _key(call: Call, backend: BackendChoice) -> tuple[Any, ...] | None:
             process.disabled,
             BACKENDS.version,
         )
-        hash(key)
-        return key
-    except (RuntimeError, TypeError):  # a sparse or a nested tensor has no strides, a list no hash
+    except RuntimeError:  # a sparse or a nested tensor has no strides
         return None
 
 

@@ -73,7 +73,7 @@ def empty_gradient(x: Tensor) -> Tensor:
 
 
 def empty_gradients(tensors: Sequence[Tensor | None], needs_grad: Sequence[bool]) -> list[Tensor]:
-    """Those of q, k, v, bias and sink that are asked for, as an operator returns them."""
+    """Allocate the gradients of q, k, v, bias and sink that are asked for, as an operator returns them."""
     return [empty_gradient(x) for x, needed in zip(tensors, needs_grad, strict=True) if needed and x is not None]
 
 

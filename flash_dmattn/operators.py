@@ -1,8 +1,8 @@
 """The two operators of torch that everything can watch: a forward and a backward pass, whatever the backend.
 
-They are declared with `Library.define` and `impl`, and differentiated by the `autograd.Function` around them: measured at
-less than half the cost of `custom_op` + `register_autograd`. Programs of `torch.export` have the operators alone, which
-`autograd.py` differentiates. An operator rebuilds the problem of its call and runs the pass that every other way runs.
+They are declared with `Library.define` and `impl`, and differentiated by the `autograd.Function` around them: measured
+at less than half the cost of `custom_op` + `register_autograd`. Programs of `torch.export` have the operators alone,
+which `autograd.py` differentiates. An operator rebuilds the problem of its call and runs the same planned pass.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .problem.inputs import Inputs, Saved
 
 LIBRARY = torch.library.Library("flash_dmattn", "DEF")
 
-# The fields of `Inputs`; `mask` and `mask_form` are those of a `MaskView`, `sequences` the tensors of a `SequenceView`.
+# The fields of `Inputs`: `mask` and `mask_form` make a `MaskView`, the tensors `sequences` a `SequenceView`.
 # A list without tensors is None: AOTInductor has none to pass that is empty.
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor[]? mask, str mask_form, Tensor? bias, Tensor? sink, Tensor[]? sequences, "
@@ -47,7 +47,7 @@ _FLAGS = (
     "SymInt mask_repeat, SymInt bias_repeat, str layout, SymInt max_seqlen_q, SymInt max_seqlen_k, "
     "str mask_packing, str bias_packing, float dropout_p, bool one_mask_row"
 )
-# `backend` runs the pass; `backward` names that of the backward pass, "" for the same, which a program keeps.
+# `backend` runs the pass. `backward` names the backend of the backward pass for programs, "" for the same one.
 FORWARD_SCHEMA = f"({_INPUTS}, {_FLAGS}, str backend, str backward) -> (Tensor out, Tensor lse)"
 # A list holds the gradients asked for and no others: an operator cannot return None under torch.compile.
 BACKWARD_SCHEMA = (
@@ -63,7 +63,7 @@ def _flat(x: Inputs) -> tuple[Any, ...]:
 
 
 def read_inputs(arguments: Sequence[Any]) -> Inputs:
-    """The inputs of a call out of the arguments of its operator, those of `_INPUTS`."""
+    """Read `_INPUTS`, the first arguments of an operator."""
     q, k, v, mask, form, bias, sink, sequences, dropout = arguments
     view = SequenceView(*sequences) if sequences else None
     return Inputs(q, k, v, MaskView(form, tuple(mask or ())), bias, sink, view, dropout)
@@ -79,7 +79,7 @@ def forward(problem: AttentionProblem, backend: str, backward: str, inputs: Inpu
 def backward(
     problem: AttentionProblem, backend: str, saved: Saved, dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Call the operator of the backward pass; return the five gradients, None for those that are not needed."""
+    """Call the operator of the backward pass; return the five gradients, None where none is needed."""
     x, out, lse = saved
     x = x.turned() if problem.heads_first else x
     numbers = (*problem.flags, backend, list(problem.needs_grad))

@@ -44,7 +44,7 @@ from torch import Tensor  # noqa: E402
 import flash_dmattn  # noqa: E402
 from flash_dmattn.masks import prepare_mask  # noqa: E402
 from flash_dmattn.triton_kernels import launch, plan_backward, plan_forward, plan_slots, short_calls, tile_table  # noqa: E402
-from flash_dmattn.triton_kernels.plan import Call  # noqa: E402
+from flash_dmattn.triton_kernels.plan import MOST_FEW_KEYS, Call  # noqa: E402
 from flash_dmattn.triton_kernels.tile_table import Tile  # noqa: E402
 
 EVERY_DTYPE = (torch.float32, torch.float16)
@@ -280,7 +280,7 @@ def few_keys_calls() -> Iterator[str | None]:
     with a huge bias, and kept to 2e-3: by so much p would be off, and ds by more where the terms of delta cancel.
     """
     attention = partial(flash_dmattn.attention, return_lse=True, backend="triton")
-    for seqlen_k in (2, 20, plan_backward.MOST_FEW_KEYS):
+    for seqlen_k in (2, 20, MOST_FEW_KEYS):
         for bias in (("1", "Hk", "1", "Lk"), ("1", "Hq", "Lq", "Lk"), ("B", "Hq", "Lq", "Lk")):
             for mask in (None, ("B", "1", "1", "Lk"), ("1", "1", "Lq", "Lk")):
                 case = FEW_KEYS.with_(seqlen_k=seqlen_k, is_causal=True, bias=bias, mask=mask)

@@ -21,8 +21,9 @@ from flash_dmattn.problem import FEATURES, AttentionProblem, Gradients, MaskView
 from flash_dmattn.problem.inputs import Inputs, Saved
 from flash_dmattn.reference import formula
 
-# What the passes below have no arguments for.
+# The passes below have no arguments for these.
 _LACKING = {"sink", "sequences", "paged", "tree"}
+USABLE = Availability(True)
 
 
 def replace_backend(name: str, **changes: Any) -> None:
@@ -73,7 +74,7 @@ class OutOfTree:
         *,
         rules: tuple[Rule, ...] = (),
         auto_rules: tuple[Rule, ...] = (),
-        availability: Availability = Availability(True),
+        availability: Availability = USABLE,
         **more: Any,
     ) -> None:
         self.ran: list[str] = []

@@ -24,6 +24,11 @@ class ShortTile(NamedTuple):
     num_warps: int
     num_stages: int
 
+    @property
+    def options(self) -> dict[str, int]:
+        """What Triton compiles a kernel with: the stages are of one loop."""
+        return {"num_warps": self.num_warps}
+
 
 class ShortCall(NamedTuple):
     """What decides whether a call has short rows, and its tiles."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
@@ -126,6 +127,16 @@ def view_of(
     return prepared_view(mask, problem.seqlen_q, problem.seqlen_k, problem.window, form)
 
 
+def plan_packing(problem: AttentionProblem, choice: MaskChoice) -> Callable[[Tensor], MaskView] | None:
+    """Return what packs the bool masks of a class of calls that nothing watches; None where none is packed so."""
+    if problem.mask_form != "dense" or choice.form not in ("tiles", "keys", "intervals"):
+        return None
+    from ..masks.prepared.operator import KeyForm, plan_prepare  # importing flash_dmattn does not need it
+
+    form = KeyForm(choice.form, choice.reorder)
+    return plan_prepare(problem.seqlen_q, problem.seqlen_k, problem.window, form)
+
+
 def convert(
     problem: AttentionProblem, choice: MaskChoice, view: MaskView, sequences: SequenceView | None = None
 ) -> MaskView:
@@ -240,22 +251,28 @@ class IntervalWalk(NamedTuple):
 
 
 def interval_walk(problem: AttentionProblem, mask: MaskView) -> IntervalWalk:
-    """The tiles of a view of the form "intervals", in its order if k, v and bias can follow it.
-
-    A bias of one value per score cannot, nor can the gradient of one of that shape: what it gains it would lose to the
-    copy. Nor can k and v where several heads of a group have masks of their own, nor dropout, which goes by the number
-    of a key. Tiles of keys in their own order are then listed anew.
-    """
+    """The tiles of a view of the form "intervals", in its order if a call follows it; else they are listed anew."""
     start, stop, order, bounds, row_lists, col_lists = mask.tensors
     if order.shape[2] == 0:
         return IntervalWalk(bounds, row_lists, col_lists, None)
-    if not reads_scores(problem) and problem.dropout_p == 0 and order.shape[1] in (1, problem.num_heads_k):
+    if follows_order(problem, mask):
         return IntervalWalk(bounds, row_lists, col_lists, order)
     from ..masks.prepared.interval_operators import run_interval_tiles  # importing flash_dmattn does not need it
 
     own_order = order[:, :, :0].contiguous()
     bounds, row_lists, col_lists = run_interval_tiles(start, stop, own_order, problem.seqlen_q)
     return IntervalWalk(bounds, row_lists, col_lists, None)
+
+
+def follows_order(problem: AttentionProblem, mask: MaskView) -> bool:
+    """Whether k, v and bias of a call can come in the order of keys of a view of the form "intervals".
+
+    A bias of one value per score cannot, nor can the gradient of one of that shape: what it gains it would lose to the
+    copy. Nor can k and v where several heads of a group have masks of their own, nor dropout, which goes by the number
+    of a key.
+    """
+    has_one_order = mask.tensors[2].shape[1] in (1, problem.num_heads_k)
+    return has_one_order and problem.dropout_p == 0 and not reads_scores(problem)
 
 
 def reads_scores(problem: AttentionProblem) -> bool:

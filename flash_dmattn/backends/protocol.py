@@ -26,8 +26,8 @@ class Backward(Protocol):
     ) -> Gradients:
         """(dq, dk, dv, dbias, dsink), None for each that `problem.needs_grad` does not ask for.
 
-        `dbias_out` is passed to backends with `stores_dbias` alone: a tensor of the shape, dtype and device of the bias,
-        of any strides that keep its numbers apart, for dbias to be written to and returned.
+        `dbias_out` is passed to backends with `stores_dbias` alone. dbias is written to it and returned as it: a tensor
+        of the shape, dtype and device of the bias, and of any strides that keep its numbers apart.
         """
         ...
 
@@ -81,10 +81,10 @@ class Backend:
 
     Attributes:
         name: what `backend=` calls it.
-        plan_forward: problem -> forward(inputs) -> (out, lse), of the contract: out (B, Lq, Hq, Dv) and lse (B, Hq, Lq),
-            both contiguous, with sequences out shaped as q.
-        plan_backward: problem -> backward(saved, dout, dlse) -> gradients, each of the shape and dtype of its input. None
-            where `forward` is differentiable PyTorch, which autograd goes through.
+        plan_forward: problem -> forward(inputs) -> (out, lse): out (B, Lq, Hq, Dv), with sequences shaped as q, and lse
+            (B, Hq, Lq), both contiguous.
+        plan_backward: problem -> backward(saved, dout, dlse) -> gradients, each of the shape and dtype of its input.
+            None where `forward` is differentiable PyTorch, which autograd goes through.
         features: the arguments of `attention` that it has, out of `flash_dmattn.problem.FEATURES`; others are refused.
         rules: what calls need for it to serve them.
         auto_rules: preferences: they bind only `backend="auto"`, never a forced call.
@@ -92,19 +92,18 @@ class Backend:
         notes: what `explain` should say of a call that it accepts, such as copies it makes.
         mask_forms: the forms of masks that its passes read: see `MaskForm`. A mask of another form is converted to one
             of these before a pass; a backend that lists "keys" fetches single keys.
-        reads_dense: of a backend that lists prepared forms, whether a pass of a call is best served by a bool mask as it
-            is. A mask that both passes of a call read so is not prepared.
+        reads_dense: whether a pass of a call is best served by a bool mask as it is, asked of a backend that lists
+            prepared forms. A mask that both passes of a call read so is not prepared.
         reads_heads_first: whether a pass of a call takes q, k and v as (B, H, L, D), and returns their gradients so.
         repeats_entries: whether it reads a mask or a bias that some entries of the batch share and others do not, as
             `mask_repeat` and `bias_repeat` of `Flags` say.
-        refuses_entries: of a backend that reads some of these, what it takes where it does not read those of a call;
-            empty where it does.
+        refuses_entries: names what it takes where it does not read such a mask or bias of a call; empty where it does.
         stores_dbias: whether `backward` takes dbias_out=: see `Backward`.
         differentiable_backward: (problem, inputs, dout, dlse) -> gradients as differentiable PyTorch, without which a
             second derivative is refused.
         has_forward_ad: whether forward-mode derivatives (torch.func.jvp) go through it.
-        workspace_bytes: of the fallback, which takes every call on every device: the bytes that auto warns of. None for
-            all other backends.
+        workspace_bytes: the bytes that auto warns of when it falls back to this backend, which takes every call on
+            every device. None for all other backends.
     """
 
     name: str

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..backends.mask_choice import MaskChoice, backward_of, choose_form, forward_of
+from ..backends.mask_choice import MaskChoice, backward_of, choose_form, forward_of, plan_packing
 from ..backends.protocol import Backend, Backward, Forward
-from ..problem import AttentionProblem, SequenceView, spec_of
+from ..problem import AttentionProblem, MaskView, SequenceView, spec_of
 from ..problem.inputs import Parts, Saved
 from ..remembered import Remembered
 from . import packers as packers  # registers the fast packers with flash_dmattn.masks
@@ -36,6 +37,7 @@ class Plan(NamedTuple):
         falls_back: whether "auto" has found nothing better than its last resort on an accelerator.
         run_forward, run_backward: the passes; None where sizes may be symbols or tensors have no values, so that calls
             go through the operators.
+        pack: packs bool masks where nothing watches; None where they are not packed, or by an operator.
         strides: as the backward pass was planned for, of q, k, v and bias as they arrive, and of a dense mask.
     """
 
@@ -49,6 +51,7 @@ class Plan(NamedTuple):
     falls_back: bool = False
     run_forward: Forward | None = None
     run_backward: Backward | None = None
+    pack: Callable[[Tensor], MaskView] | None = None
     strides: Strides = ()
 
     def lies_as_planned(self, saved: Saved) -> bool:
@@ -107,6 +110,7 @@ def planned(plan: Plan) -> Plan:
     return plan._replace(
         run_forward=forward_pass(plan.forward, p),
         run_backward=None if plan.backward is None else backward_pass(plan.backward, p),
+        pack=plan_packing(plan.described, plan.choice),
         strides=(*strides, None if p.bias is None else p.bias.strides, dense),
     )
 

@@ -223,8 +223,8 @@ class AttentionProblem(NamedTuple):
     (`flash_dmattn.explain_problem` does). Strides count elements; `mask` and `bias` are described as 4-D, a prepared
     mask by the bool tensor that it unpacks to. Its band is that of the call. `sink` is the dtype of one, None without.
     With sequences, batch is their number, and seqlen_q and seqlen_k are bounds on their lengths. `elsewhere` says that
-    no GPU of this machine has the architecture: what is installed here then decides nothing. `heads_first` says that q, k
-    and v arrive as (B, H, L, D), and their gradients leave so; strides are those of (B, L, H, D) all the same.
+    no GPU of this machine has the architecture: what is installed here then decides nothing. `heads_first` says that q,
+    k and v arrive as (B, H, L, D), and their gradients leave so; strides are listed in the order (B, L, H, D) anyway.
     """
 
     device: str

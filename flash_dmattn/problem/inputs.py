@@ -15,8 +15,8 @@ class Inputs(NamedTuple):
     """The tensors of a call, as a pass of a backend receives them.
 
     Attributes:
-        q, k, v: (B, L, H, D), or (B, H, L, D) where `AttentionProblem.heads_first` is set, which a pass sees only if its
-            backend says that it reads such tensors.
+        q, k, v: (B, L, H, D), or (B, H, L, D) where `AttentionProblem.heads_first` is set. A pass receives the latter
+            only if its backend reads such tensors.
         mask: in the form that the problem names.
         bias: 4-D, each dimension 1 or full, the heads also those of k; a dimension of stride 0 is a broadcast one.
         sink: (Hq,).
@@ -47,7 +47,7 @@ class Inputs(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a backward pass reads: the inputs of its call, and out and lse as the forward pass returned them."""
+    """The tensors that a backward pass reads: the inputs of its call, and out and lse as the forward pass made them."""
 
     inputs: Inputs
     out: Tensor
@@ -58,9 +58,9 @@ class Parts(NamedTuple):
     """How the tensors that follow q, k, v, bias and sink make `Inputs`: the same for all calls of a plan.
 
     Attributes:
-        mask_form: what the first of them are.
-        num_sequence_tensors: how many are those of sequences.
-        has_dropout: whether the last one is the key of dropout.
+        mask_form: the form of the mask, whose tensors come first.
+        num_sequence_tensors: the number of tensors of sequences, which come next.
+        has_dropout: whether the key of dropout comes last.
     """
 
     mask_form: MaskForm

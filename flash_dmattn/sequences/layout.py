@@ -306,7 +306,8 @@ def lay_out(
             "sequences=mask.sequences, or prepare it anew"
         )
     for name, x in (("q", q), ("k", k), ("v", v)):
-        check_strided(name, x)
+        if type(x) is not Tensor or x.layout is not torch.strided:
+            check_strided(name, x)
     spec = sequences.spec(q, k, v)
     view = sequences.view(spec, k.shape[0])
     if spec.packs_queries:

@@ -323,9 +323,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "causality is aligned to the first key",
-        "triton_kernels/forward.py",
-        "shape = shape_of(shape, tl.load(bounds + own * 4 + 1), tl.load(bounds + own * 4 + 3))",
-        "shape = shape_of(shape, tl.load(bounds + own * 4 + 1), tl.load(bounds + own * 4 + 1))",
+        "triton_kernels/tile_ops.py",
+        "shape_of(shape, tl.load(at + 1), tl.load(at + 3))",
+        "shape_of(shape, tl.load(at + 1), tl.load(at + 1))",
         INTERPRETED,
     ),
     Fault(
@@ -562,8 +562,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "columns are found by the places of queries",
         KEYS,
-        "mask_strides, queries_before, first_row, own)",
-        "mask_strides, queries_before, queries_before, own)",
+        "queries_before, first_row, own, MASK",
+        "queries_before, queries_before, own, MASK",
         INTERPRETED_TILES,
     ),
     Fault(

@@ -47,7 +47,7 @@ def plan_group_rows(p: AttentionProblem, plan: Callable[[AttentionProblem], Atte
             return None
         return spec_of(scores(torch.empty_strided(whole.shape, whole.strides, dtype=whole.dtype, device="meta")))
 
-    batch, row, head, value = p.q_strides
+    batch, _, head, value = p.q_strides
     rows = p._replace(
         seqlen_q=heads // heads_k,
         seqlen_k=stop - first,

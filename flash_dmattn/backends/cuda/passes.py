@@ -1,4 +1,4 @@
-"""Both passes of calls without sequences: what a problem decides is decided in their plans, once for a class of calls."""
+"""Plan both passes of calls without sequences: all that a problem decides is decided once for a class of calls."""
 
 from __future__ import annotations
 

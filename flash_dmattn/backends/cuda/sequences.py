@@ -27,7 +27,7 @@ _NO_LIMIT = 2**30
 
 def plan_forward(p: AttentionProblem) -> Forward:
     """Plan the forward pass of a class of calls."""
-    spec, flags, numbers = p.sequences, p.flags, _numbers(p.flags)
+    spec, flags, numbers, read = p.sequences, p.flags, _numbers(p.flags), _readers(p)
     assert spec is not None
     attend = torch.ops.flash_dmattn.cuda_forward_sequences.default
 
@@ -40,10 +40,9 @@ def plan_forward(p: AttentionProblem) -> Forward:
         if sink is not None:
             sink = (sink.float() if sink.dtype == torch.float64 else sink).contiguous()
         table = sequences.block_table
-        if table is None:
-            q, k, v = _readable(q, k, v)
-        else:
-            q, k, v, table = *_readable(q), *_pool(k, v), table if table.shape[1] else table.new_zeros((len(table), 1))
+        q, k, v = (ready(x) for ready, x in zip(read, (q, k, v), strict=True))
+        if table is not None and table.shape[1] == 0:
+            table = table.new_zeros((len(table), 1))
         attend(q, k, v, sequences.bounds, table, bias, sink, out, lse, *numbers, flags.softcap)
         return out, lse
 
@@ -59,7 +58,7 @@ def plan_backward(p: AttentionProblem, num_dbias_chunks: Callable[[], int]) -> B
     """
     spec, flags, needs, dbias_class, numbers = p.sequences, p.flags, p.needs_grad, p.dbias_class, _numbers(p.flags)
     assert spec is not None
-    number = spec.number
+    number, read = spec.number, _readers(p)
     needs_delta = needs.sink or (dbias_class == "query" and p.sink is not None)
     runs_kernel = any(needs[:3]) or dbias_class in ("key", "score") or needs_delta
     differentiate = torch.ops.flash_dmattn.cuda_backward_sequences.default
@@ -80,9 +79,10 @@ def plan_backward(p: AttentionProblem, num_dbias_chunks: Callable[[], int]) -> B
         elif dbias_class == "score" and bias is not None:
             stored = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
         if runs_kernel:
-            rows = _readable(dout, q, k, v)
+            rows = [ready(x) for ready, x in zip(read, (q, k, v), strict=True)]
             results = (out.contiguous(), lse.contiguous(), dq, dk, dv, stored, sums, delta)
-            differentiate(rows[0], dlse, *rows[1:], sequences.bounds, bias, *results, *numbers, num_dbias_chunks())
+            dout = _aligned(dout) if dout.is_contiguous() else _rows(dout)
+            differentiate(dout, dlse, *rows, sequences.bounds, bias, *results, *numbers, num_dbias_chunks())
         if delta is not None:
             delta = delta.masked_fill(lse == -torch.inf, 0.0)  # in rows of no sequence there is none
         dbias = stored
@@ -106,20 +106,47 @@ def _numbers(flags: Flags) -> tuple[bool, int, int, int, int, int, float]:
     return flags.packs_queries, _PACKING[flags.bias_packing], *of_lengths, left, right, flags.softmax_scale
 
 
-def _readable(*tensors: Tensor) -> list[Tensor]:
-    """Tensors (B, L, H, D) as TMA reads them: one row of tokens, whose entries follow each other, and never empty."""
-    return [_rows(x) if x.shape[1] else x.new_zeros((x.shape[0], 1, *x.shape[2:])) for x in tensors]
+def _readers(p: AttentionProblem) -> tuple[Callable[[Tensor], Tensor], ...]:
+    """What makes each of q, k and v readable for TMA, a copy where it has to be."""
+    spec = p.sequences
+    assert spec is not None
+    ready = []
+    for _, shape, strides in _sides(p):
+        is_read = shape[1] > 0 and _fits(shape, strides, p.dtype.itemsize)
+        ready.append(_aligned if is_read else _rows)
+    return (ready[0], _pages, _pages) if spec.has_pages else tuple(ready)
 
 
-def _pool(*tensors: Tensor) -> list[Tensor]:
-    """Pages (pages, page_size, H, D) as TMA reads them; of a pool of none, one of zeros."""
-    present = [x if x.shape[0] else x.new_zeros((1, *x.shape[1:])) for x in tensors]
-    return [x if x.data_ptr() % 16 == 0 else x.clone() for x in present]
+def _sides(p: AttentionProblem) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """Name, shape and strides of q, k and v; pages count as one row of tokens."""
+    spec = p.sequences
+    assert spec is not None
+    sides = (
+        ("q", spec.packs_queries, spec.rows_q, p.num_heads, p.head_dim, p.q_strides),
+        ("k", spec.packs_keys, spec.rows_k, p.num_heads_k, p.head_dim, p.k_strides),
+        ("v", spec.packs_keys, spec.rows_k, p.num_heads_k, p.head_dim_v, p.v_strides),
+    )
+    return [
+        (name, (1 if packed else spec.number, rows, heads, dim), strides)
+        for name, packed, rows, heads, dim, strides in sides
+    ]
+
+
+def _aligned(x: Tensor) -> Tensor:
+    return x if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
+def _pages(x: Tensor) -> Tensor:
+    """Pages (pages, page_size, H, D), whose strides a rule has checked; one page of zeros where there is none."""
+    return _aligned(x if x.shape[0] else x.new_zeros((1, *x.shape[1:])))
 
 
 def _rows(x: Tensor) -> Tensor:
-    readable = x.data_ptr() % 16 == 0 and _fits(x.shape, x.stride(), x.element_size())
-    return x if readable else x.clone(memory_format=torch.contiguous_format)
+    """Rows (B, L, H, D) whose entries follow each other, never empty."""
+    if x.shape[1] == 0:
+        return x.new_zeros((x.shape[0], 1, *x.shape[2:]))
+    is_read = x.data_ptr() % 16 == 0 and _fits(x.shape, x.stride(), x.element_size())
+    return x if is_read else x.clone(memory_format=torch.contiguous_format)
 
 
 def _fits(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
@@ -129,18 +156,12 @@ def _fits(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
 
 
 def notes(problem: AttentionProblem) -> tuple[str, ...]:
-    """Copies that a call makes."""
-    p, of = problem, problem.sequences
-    assert of is not None
-    tensors = [("q", of.packs_queries, of.rows_q, p.num_heads, p.head_dim, p.q_strides)]
-    if not of.has_pages:  # whose strides a rule has checked
-        tensors += [
-            ("k", of.packs_keys, of.rows_k, p.num_heads_k, p.head_dim, p.k_strides),
-            ("v", of.packs_keys, of.rows_k, p.num_heads_k, p.head_dim_v, p.v_strides),
-        ]
+    """Name the copies that a call makes."""
+    spec = problem.sequences
+    assert spec is not None
     return tuple(
         f"copies {name}, of strides {tuple(strides)}: TMA reads entries one after the other, rows of unit stride that "
         "start on 16 bytes"
-        for name, is_packed, rows, heads, dim, strides in tensors
-        if not _fits((1 if is_packed else of.number, rows, heads, dim), strides, p.dtype.itemsize)
+        for name, shape, strides in _sides(problem)[: 1 if spec.has_pages else 3]
+        if not _fits(shape, strides, problem.dtype.itemsize)
     )

@@ -8,14 +8,33 @@ from torch import Tensor
 from ...problem import AttentionProblem, MaskView
 from ...problem.inputs import Inputs
 from ...reference import formula
-from ..mask_choice import interval_walk
+from ..mask_choice import follows_order, interval_walk
+
+
+def has_order(p: AttentionProblem, mask: MaskView) -> bool:
+    """Whether a call takes its keys in the order of its interval mask: the mask has one, and the call can follow it."""
+    return mask.tensors[2].shape[2] > 0 and follows_order(p, mask)
+
+
+def tiles_of_bounds(p: AttentionProblem, mask: MaskView) -> MaskView:
+    """An interval mask as the kernels run it: bounds in the place of bits, an int64 for a key, start in the low half.
+
+    Places are keys, or stand in the order of the mask.
+    """
+    walk = interval_walk(p, mask)
+    # Classes tell which tiles a bias visits that entries or heads share; the mask has not kept them.
+    classes = walk.row_lists
+    if p.dbias_class == "score":
+        from ...masks.prepared.interval_tiles import interval_classes  # importing flash_dmattn does not need it
+
+        classes = interval_classes(walk.bounds, p.seqlen_q)
+    return MaskView("tiles", (walk.bounds.view(torch.int64).squeeze(-1), classes, walk.row_lists, walk.col_lists))
 
 
 class Ordered:
-    """A call whose mask is a view of the form "intervals", as the kernels run it.
+    """A call in the order of keys of its mask, a view of the form "intervals": see `has_order`.
 
-    They read bounds in the place of bits: an int64 for a key, its start in the lower half. In an order of keys, k, v
-    and a bias of one value per key come by place, and so do their gradients.
+    k, v and a bias of one value per key come by place, and so do their gradients.
 
     Attributes:
         mask: of the form "tiles".
@@ -25,31 +44,20 @@ class Ordered:
     """
 
     def __init__(self, p: AttentionProblem, x: Inputs) -> None:
-        q, k, v, mask, bias, *_ = x
-        flags = p.flags
-        walk = interval_walk(p, mask)
-        words = walk.bounds.view(torch.int64).squeeze(-1)
-        # What a bias shared among entries or heads visits is told by classes, which the mask has not kept.
-        classes = walk.row_lists
-        if p.dbias_class == "score":
-            from ...masks.prepared.interval_tiles import interval_classes  # importing flash_dmattn does not need it
-
-            classes = interval_classes(walk.bounds, p.seqlen_q)
-        self.mask = MaskView("tiles", (words, classes, walk.row_lists, walk.col_lists))
+        _, k, v, mask, bias, *_ = x
+        flags, (_, _, mask_order, bounds, _, _) = p.flags, mask.tensors
+        self.mask = tiles_of_bounds(p, mask)
         self.k, self.v, self.bias, self.flags = k, v, bias, flags
         self._own_bias, self._bias_repeat, self._seqlen_k = bias, flags.bias_repeat, p.seqlen_k
-        self._rows: Tensor | None = None
         self._bias_order: Tensor | None = None
-        if walk.order is None:
-            return
         batch, seqlen_k, heads, _ = k.shape
         # k and v are copied for each entry of the batch, so that is what orders are for.
-        orders = formula.spread_entries(walk.order.long(), batch, flags.mask_repeat)
+        orders = formula.spread_entries(mask_order.long(), batch, flags.mask_repeat)
         places = orders.shape[2]  # all keys, or live ones
         order = orders.expand(batch, heads, places).transpose(1, 2)
         pairs = torch.arange(batch * heads, device=k.device).view(batch, 1, heads)
         self._rows = (pairs // heads * seqlen_k + order) * heads + pairs % heads
-        start, stop = walk.bounds[:, :, :places].unbind(-1)
+        start, stop = bounds[:, :, :places].unbind(-1)
         # Zeros for dead keys beside live ones: a product takes them all, and 0 * NaN is NaN.
         dead = (
             formula.spread_entries(start >= stop, batch, flags.mask_repeat)
@@ -78,7 +86,7 @@ class Ordered:
 
     def by_key(self, gradient: Tensor | None) -> Tensor | None:
         """The gradient of k or of v in the order of keys."""
-        if gradient is None or self._rows is None:
+        if gradient is None:
             return gradient
         batch, places, heads, head_dim = gradient.shape
         rows = gradient.reshape(-1, head_dim)

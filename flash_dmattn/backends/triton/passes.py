@@ -19,7 +19,7 @@ from ...gradients import (
 from ...problem import AttentionProblem, Gradients
 from ...problem.inputs import Inputs, Saved
 from ..protocol import Backward, Direction, Forward
-from .key_order import Ordered
+from .key_order import Ordered, has_order, tiles_of_bounds
 from .tree_tiles import tiles_of_tree
 
 _launch: ModuleType | None = None
@@ -91,15 +91,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
         return empty
     launch, flags, outputs, dtype = kernels(), p.flags, allocate_outputs(p), p.dtype
     short = is_short(p, "forward")
-    if p.mask_form == "intervals" and not short:
-
-        def ordered(x: Inputs) -> tuple[Tensor, Tensor]:
-            out, lse = outputs(x.q)
-            o = Ordered(p, x)
-            launch.forward(x.q, o.k, o.v, o.mask, o.bias, out, lse, o.flags, x.sink, x.dropout)
-            return out, lse
-
-        return ordered
+    has_bounds = p.mask_form == "intervals" and not short
     copies, packs = not _has_unit_rows(p), p.mask_form == "dense" and not short
     heads_first, unit_rows, plans = p.heads_first, launch.unit_rows, launch.plans
     takes_tf32, is_current_device, this = launch.takes_tf32, launch.is_current_device, object()
@@ -107,6 +99,12 @@ def plan_forward(p: AttentionProblem) -> Forward:
     def forward(x: Inputs) -> tuple[Tensor, Tensor]:
         q, k, v, mask, bias, sink, _, dropout = x
         out, lse = outputs(q)
+        if has_bounds:
+            if has_order(p, mask):
+                o = Ordered(p, x)
+                launch.forward(q, o.k, o.v, o.mask, o.bias, out, lse, o.flags, sink, dropout)
+                return out, lse
+            mask = tiles_of_bounds(p, mask)
         if copies:
             q, k, v = unit_rows(q), unit_rows(k), unit_rows(v)
         if sink is not None:
@@ -156,22 +154,20 @@ def plan_backward(p: AttentionProblem) -> Backward:
 
         return zeros
     launch, flags, needs_grad, dtype = kernels(), p.flags, p.needs_grad, p.dtype
-    if p.mask_form == "intervals" and not is_short(p, "backward"):
-
-        def ordered(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
-            x, out, lse = saved
-            o = Ordered(p, x)
-            tensors = (dout, dlse, x.q, o.k, o.v, o.mask, o.bias, out, lse)
-            dq, dk, dv, dbias, *dsink = launch.backward(*tensors, o.flags, needs_grad, x.sink, x.dropout)
-            return dq, o.by_key(dk), o.by_key(dv), o.bias_by_key(dbias), *dsink
-
-        return ordered
+    has_bounds = p.mask_form == "intervals" and not is_short(p, "backward")
     copies, is_column, heads_first = not _has_unit_rows(p), p.head_dim_v == 1, p.heads_first
     unit_rows, plans = launch.unit_rows, launch.plans
     takes_tf32, is_current_device, this = launch.takes_tf32, launch.is_current_device, object()
 
     def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
         (q, k, v, mask, bias, sink, _, dropout), out, lse = saved
+        if has_bounds:
+            if has_order(p, mask):
+                o = Ordered(p, saved.inputs)
+                tensors = (dout, dlse, q, o.k, o.v, o.mask, o.bias, out, lse)
+                dq, dk, dv, dbias, *dsink = launch.backward(*tensors, o.flags, needs_grad, sink, dropout)
+                return dq, o.by_key(dk), o.by_key(dv), o.bias_by_key(dbias), *dsink
+            mask = tiles_of_bounds(p, mask)
         if copies:
             q, k, v = unit_rows(q), unit_rows(k), unit_rows(v)
         if sink is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from ...definition import LIBRARY, define, unless_watched
 from ...problem import Band, MaskView, hint, make_band
 from ..broadcast import collapse
-from .packers import packer
+from .packers import Packer, packer
 from .packing import TILE, TILE_WORDS, tiles
 
 # Fewer queries are bound by reading k and v, so that fetching the kept keys one by one costs nothing; with more of them
@@ -20,6 +21,9 @@ FEW_HEADS = 8
 # Queries of the heads that share a key, from which on a copy of k and v is at most a tenth of a forward pass. H200,
 # bf16: the copy moves 8 * D bytes of a key at 3 TB/s, and 4 * D FLOP for each of these queries take 6e-15 s * D.
 ORDER_FROM = 4096
+
+
+Preparation = Callable[[torch.Tensor], MaskView]
 
 
 class KeyForm(NamedTuple):
@@ -92,23 +96,49 @@ def prepared_view(
     return MaskView(form, tuple(_run_prepare(mask, seqlen_q, seqlen_k, *window, form, of_keys.reorder)))
 
 
+def plan_prepare(seqlen_q: int, seqlen_k: int, window: tuple[int, int], of_keys: KeyForm) -> Preparation:
+    """Return `mask -> MaskView` of bool masks that are alike: the band and the packer are found once.
+
+    It equals `prepared_view` without the operator, for masks of plain tensors that nothing watches.
+
+    Args:
+        seqlen_q, seqlen_k, window: of the calls.
+        of_keys: the form, "tiles" of masks that have more than one row.
+    """
+    form, reorder = of_keys
+    band, found = make_band(seqlen_q, seqlen_k, window), None
+    rows = seqlen_q if form == "tiles" else 1
+
+    def run(mask: torch.Tensor) -> MaskView:
+        nonlocal found
+        if found is None:
+            found = packer(mask)
+        mask = collapse(mask)
+        if mask.shape[2] != rows or mask.shape[3] != seqlen_k:
+            mask = mask.expand(-1, -1, rows, seqlen_k)
+        return MaskView(form, tuple(_prepare(found, mask, seqlen_q, band, form, reorder)))
+
+    return run
+
+
+def _prepare(
+    packer: Packer, mask: torch.Tensor, seqlen_q: int, band: Band | None, form: str, reorder: bool
+) -> Sequence[torch.Tensor]:
+    if form == "keys":
+        return packer.key_set(mask)
+    if form == "intervals":
+        start, stop, order = packer.key_intervals(mask, seqlen_q, band, reorder)
+        return start, stop, order, *packer.interval_tiles(start, stop, order, seqlen_q)
+    return packer.pack_tiles(mask, band)
+
+
 def prepare(
     mask: torch.Tensor, seqlen_q: int, seqlen_k: int, left: int, right: int, key_form: str, reorder: bool
 ) -> list[torch.Tensor]:
     """What the operator does, for a collapsed mask."""
-    if key_form == "keys":
-        return list(packer(mask).key_set(mask.expand(-1, -1, 1, seqlen_k)))
-    band = make_band(seqlen_q, seqlen_k, (left, right))
-    if key_form == "intervals":
-        found = packer(mask)
-        start, stop, order = found.key_intervals(mask.expand(-1, -1, 1, seqlen_k), seqlen_q, band, reorder)
-        return [start, stop, order, *found.interval_tiles(start, stop, order, seqlen_q)]
-    return pack_tiles(mask, seqlen_q, seqlen_k, band)
-
-
-def pack_tiles(mask: torch.Tensor, seqlen_q: int, seqlen_k: int, band: Band | None) -> list[torch.Tensor]:
-    """The tensors of a `TileMask` of a collapsed mask, even of one with a single row: bits, classes, both lists."""
-    return packer(mask).pack_tiles(mask.expand(-1, -1, seqlen_q, seqlen_k), band)
+    rows = seqlen_q if key_form == "tiles" else 1
+    whole, band = mask.expand(-1, -1, rows, seqlen_k), make_band(seqlen_q, seqlen_k, (left, right))
+    return list(_prepare(packer(mask), whole, seqlen_q, band, key_form, reorder))
 
 
 def _prepare_fake(
