@@ -13,7 +13,7 @@ auto with_bool(bool value, F f) {
   return value ? f(std::true_type{}) : f(std::false_type{});
 }
 
-// Calls f with that of these constants which `value` is, and with the last one for any other value.
+// Calls f with the constant that equals `value`; the last constant stands for any other value.
 template <auto kFirst, auto... kOthers, class F>
 auto with_one_of(decltype(kFirst) value, F f) {
   if constexpr (sizeof...(kOthers) > 0) {

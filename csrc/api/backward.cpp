@@ -8,7 +8,6 @@
 #include <cuda_runtime_api.h>
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include "../sm90/backward/launch.h"
@@ -81,7 +80,7 @@ struct BackwardArguments {
   const std::optional<Tensor>&dq, &dk, &dv, &dbias, &dbias_sums, &delta;
   double softmax_scale;
   int64_t num_dbias_chunks;
-  const SequenceCall* sequences = nullptr;  // of a dense call null; the others are of dense calls alone
+  const SequenceCall* sequences = nullptr;  // null in a dense call; the members below are for dense calls alone
   std::vector<Tensor> mask{};
   std::optional<Tensor> key_order{};
   int64_t low = 0, high = 0;
@@ -106,50 +105,6 @@ struct Scratch {
     const int64_t start = length;
     length += ceil_div(count, 32) * 32;
     return start;
-  }
-};
-
-// What the kernel of the sums converts to results.
-struct Postprocess {
-  BackwardSumsParams params{};
-  int count = 0;
-  int64_t tiles = 0;
-
-  static void describe(BackwardSumsParams::Result& it, const Tensor& result, const float* sums, int64_t rows_per_pair,
-                       double factor) {
-    it.sums = sums;
-    it.out = result.mutable_data_ptr();
-    it.batch = static_cast<int>(result.size(0));
-    it.seqlen = static_cast<int>(result.size(1));
-    it.num_heads = static_cast<int>(result.size(2));
-    it.rows_per_pair = static_cast<int>(rows_per_pair);
-    it.columns = static_cast<int>(result.size(3));
-    it.factor = static_cast<float>(factor);
-  }
-
-  // Adds dq whose tiles are turned: in its place among the results there is none, a kernel of its own converts it.
-  void add_turned(const Tensor& dq, const float* sums, int64_t pairs, int64_t rows_per_pair, double factor) {
-    describe(params.turned, dq, sums, rows_per_pair, factor);
-    params.turned.tiles = pairs * (rows_per_pair / kTurnedBlockM) * 2;
-    params.results[count++].tiles = tiles;
-  }
-
-  // Adds a result of `pairs` (batch, head) pairs, from first_pair on, with so many accumulator rows each. Adds nothing
-  // if it is not wanted or not accumulated (sums is null).
-  void add(const std::optional<Tensor>& result, const float* sums, int64_t first_pair, int64_t pairs,
-           int64_t rows_per_pair, int64_t columns, double factor, bool batch_is_inner, bool is_of_keys = false) {
-    BackwardSumsParams::Result& it = params.results[count++];
-    if (sums != nullptr) {
-      describe(it, *result, sums, rows_per_pair, factor);
-      it.tile_columns = accum_columns(static_cast<int>(columns));
-      it.panels = static_cast<int>(columns) / it.tile_columns;
-      tiles += pairs * (rows_per_pair / kAccumRows) * it.panels;
-      it.first_pair = static_cast<int>(first_pair);
-      it.batch_is_inner = batch_is_inner;
-      it.is_by_place = is_of_keys && params.places.order != nullptr;
-      it.lacks_groups = is_of_keys && params.has_group != nullptr;
-    }
-    it.tiles = tiles;
   }
 };
 
@@ -491,7 +446,7 @@ struct BackwardPass {
     const int64_t keys_at = scratch.length;
     const int64_t dk_at = scratch.add(a.dk.has_value() ? summed_rows * dq_columns : 0);
     const int64_t dv_at = scratch.add(a.dv.has_value() ? summed_rows * dv_columns : 0);
-    memory = torch::stable::new_empty(a.q, {&scratch.length, 1}, ScalarType::Float);
+    memory = empty(a.q, {scratch.length}, ScalarType::Float);
     float* const start = static_cast<float*>(memory.mutable_data_ptr());
     rows.lse_log2 = start;
     rows.delta = start + padded_rows;
@@ -576,8 +531,7 @@ struct BackwardPass {
     order.num_lists = a.mask[2].size(0) * a.mask[2].size(1) * tiles_k;
     order.tiles_q = static_cast<int>(tiles_q);
     order.tiles_k = static_cast<int>(tiles_k);
-    const int64_t length = order.num_lists * (2 + tiles_q + tiles_q);
-    ordered_lists = torch::stable::new_empty(a.q, {&length, 1}, ScalarType::Int);
+    ordered_lists = empty(a.q, {order.num_lists * (2 + tiles_q + tiles_q)}, ScalarType::Int);
     order.ordered = static_cast<int32_t*>(ordered_lists.mutable_data_ptr());
     order.predecessors = order.ordered + order.num_lists * (2 + tiles_q);
     check(launch_order_lists(order, stream), op, "launching the kernel of the lists");
@@ -614,25 +568,47 @@ struct BackwardPass {
 
   // Converts what was summed to results.
   void store_sums() const {
-    Postprocess postprocess;
-    postprocess.params.sequences = of;
-    postprocess.params.places = rows.places;
-    postprocess.params.has_group = params.has_group;
-    if (turns_dq) {
-      postprocess.add_turned(*a.dq, params.dq_sums, pairs, rows_of_pair, a.softmax_scale);
-    } else {
-      postprocess.add(a.dq, params.dq_sums, 0, pairs, rows_of_pair, dq_columns, a.softmax_scale, false);
-    }
-    const int64_t rows_of_keys = schedule.blocks_k * schedule.block_n;
-    const auto add = [&](const std::optional<Tensor>& result, const float* sums, int64_t columns, double factor) {
-      postprocess.add(result, sums, params.first_summed_pair, schedule.summed_pairs, rows_of_keys, columns, factor,
-                      params.batch_is_inner, /*is_of_keys=*/true);
+    BackwardSumsParams sums{};
+    sums.sequences = of;
+    sums.places = rows.places;
+    sums.has_group = params.has_group;
+    const auto describe = [](BackwardSumsParams::Result& it, const Tensor& result, const float* from,
+                             int64_t rows_per_pair, double factor) {
+      it.sums = from;
+      it.out = result.mutable_data_ptr();
+      it.batch = static_cast<int>(result.size(0));
+      it.seqlen = static_cast<int>(result.size(1));
+      it.num_heads = static_cast<int>(result.size(2));
+      it.rows_per_pair = static_cast<int>(rows_per_pair);
+      it.columns = static_cast<int>(result.size(3));
+      it.factor = static_cast<float>(factor);
     };
-    add(a.dk, params.dk_sums, dq_columns, a.softmax_scale);
-    add(a.dv, params.dv_sums, dv_columns, params.dropout.key != nullptr ? params.dropout.scale : 1.0);
-    if (postprocess.tiles > 0 || turns_dq) {
-      check(instance.sums(postprocess.params, stream), op, "launching the kernel of the sums");
+    int64_t tiles = 0;
+    // Adds nothing if the result is not wanted or not accumulated (`from` is null).
+    const auto add = [&](BackwardSumsParams::Result& it, const std::optional<Tensor>& result, const float* from,
+                         bool is_of_keys, int64_t columns, double factor) {
+      if (from != nullptr) {
+        const int64_t rows_per_pair = is_of_keys ? schedule.blocks_k * schedule.block_n : rows_of_pair;
+        describe(it, *result, from, rows_per_pair, factor);
+        it.tile_columns = accum_columns(static_cast<int>(columns));
+        it.panels = static_cast<int>(columns) / it.tile_columns;
+        tiles += (is_of_keys ? schedule.summed_pairs : pairs) * (rows_per_pair / kAccumRows) * it.panels;
+        it.first_pair = is_of_keys ? params.first_summed_pair : 0;
+        it.batch_is_inner = is_of_keys && params.batch_is_inner;
+        it.is_by_place = is_of_keys && rows.places.order != nullptr;
+        it.lacks_groups = is_of_keys && params.has_group != nullptr;
+      }
+      it.tiles = tiles;
+    };
+    if (turns_dq) {  // a kernel of its own converts it
+      describe(sums.turned, *a.dq, params.dq_sums, rows_of_pair, a.softmax_scale);
+      sums.turned.tiles = pairs * (rows_of_pair / kTurnedBlockM) * 2;
     }
+    add(sums.results[0], a.dq, turns_dq ? nullptr : params.dq_sums, false, dq_columns, a.softmax_scale);
+    add(sums.results[1], a.dk, params.dk_sums, true, dq_columns, a.softmax_scale);
+    const double of_dv = params.dropout.key != nullptr ? params.dropout.scale : 1.0;
+    add(sums.results[2], a.dv, params.dv_sums, true, dv_columns, of_dv);
+    if (tiles > 0 || turns_dq) check(instance.sums(sums, stream), op, "launching the kernel of the sums");
   }
 
   void run() {

@@ -40,7 +40,7 @@ inline Sizes sizes_of(const char* op, const torch::stable::Tensor& q, const torc
   return sizes;
 }
 
-// The first kernel instance whose head dims hold those of the call, which is the smallest. `of` says what it is to serve.
+// The first kernel instance that holds the head dims of the call, which is the smallest. `of` says what it is to serve.
 template <class Instance>
 const Instance& instance_for(const char* op, std::initializer_list<Instance> instances, const char* of,
                              torch::headeronly::ScalarType dtype, const Sizes& sizes) {

@@ -51,7 +51,7 @@ struct ForwardArguments {
   const std::optional<Tensor>&bias, &sink;
   const Tensor &out, &lse;
   double softmax_scale, softcap;
-  const SequenceCall* sequences = nullptr;  // of a dense call null; the others are of dense calls alone
+  const SequenceCall* sequences = nullptr;  // null in a dense call; the members below are for dense calls alone
   std::vector<Tensor> mask{};
   int64_t low = 0, high = 0, num_splits = 1;
   std::optional<Tensor> dropout_key{};
@@ -149,8 +149,7 @@ Work schedule(const ForwardArguments& call, const Sizes& sizes, const ForwardTil
     params.split_arrivals = first + 1;
   }
   if (tiles_split > 0) {
-    const int64_t length = tiles_split * params.num_splits * tile.split_floats;
-    work.results = torch::stable::new_empty(call.q, {&length, 1}, ScalarType::Float);
+    work.results = empty(call.q, {tiles_split * params.num_splits * tile.split_floats}, ScalarType::Float);
     params.split_results = static_cast<float*>(work.results.mutable_data_ptr());
   }
   return work;
@@ -180,8 +179,7 @@ void forward(const ForwardArguments& call) {
   const SequenceCall* const sequences = call.sequences;
   const bool has_pages = sequences != nullptr && sequences->block_table.has_value();
   Sizes sizes = sizes_of(op, q, k, v, has_pages);
-  // Beside pages the keys of an entry are those that a row of the table has room for.
-  if (has_pages) {
+  if (has_pages) {  // an entry has as many keys as a row of the table has room for
     const Tensor& table = *sequences->block_table;
     CHECK_FOR(op, table.dim() == 2, "block_table has ", table.dim(), " dims; it needs 2");
     sizes.seqlen_k *= table.size(1);
@@ -263,9 +261,9 @@ void forward_kernel(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std:
            high, num_splits, std::move(dropout_key), dropout_p, one_mask_row});
 }
 
-// Writes all rows. q, k, v and out are (1, T, H, D) where `is_packed`, else (S, L, H, D), entries of q, k and v next to each
-// other; beside a block_table k and v are (pages, page_size, Hk, D). lse is (1, Hq, Tq) or (S, Hq, Lq). bias is 4-D, its
-// packing as BiasPacking says.
+// Writes all rows. q, k, v and out are (1, T, H, D) where `is_packed`, else (S, L, H, D). Entries of q, k and v lie next to
+// each other. With a block_table k and v are (pages, page_size, Hk, D). lse is (1, Hq, Tq) or (S, Hq, Lq). bias is 4-D, and
+// BiasPacking says how it is packed.
 void forward_sequences(Tensor q, Tensor k, Tensor v, Tensor bounds, std::optional<Tensor> block_table,
                        std::optional<Tensor> bias, std::optional<Tensor> sink, Tensor out, Tensor lse, bool is_packed,
                        int64_t bias_packing, int64_t most_q, int64_t most_k, int64_t left, int64_t right,

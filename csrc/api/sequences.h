@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <optional>
 
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include "../sm90/sequences/launch.h"
@@ -19,7 +18,7 @@ namespace flash_dmattn {
 // What rows or columns of a bias are: places in a sequence, or packed queries or keys (flash_dmattn/backends/cuda).
 enum BiasPacking : int64_t { kByPosition = 0, kPackedQueries = 1, kPackedKeys = 2 };
 
-// What a call with sequences has beside a dense one, as Python has it.
+// The arguments of a call with sequences that a dense call has not.
 struct SequenceCall {
   const torch::stable::Tensor& bounds;  // int32 (S, 4): first and number of queries, first and number of keys
   const std::optional<torch::stable::Tensor>& block_table;  // of the forward operator
@@ -119,8 +118,8 @@ inline torch::stable::Tensor list_works(const char* op, const torch::stable::Ten
                                         int64_t rows, int64_t blocks, int64_t padded_tiles, SequenceParams& params,
                                         int** counter, cudaStream_t stream) {
   // Pairs of integers start on 8 bytes: the list of works comes first.
-  const int64_t length = 2 * blocks + 2 + number + padded_tiles;
-  torch::stable::Tensor memory = torch::stable::new_empty(like, {&length, 1}, torch::headeronly::ScalarType::Int);
+  torch::stable::Tensor memory =
+      empty(like, {2 * blocks + 2 + number + padded_tiles}, torch::headeronly::ScalarType::Int);
   int* const start = static_cast<int*>(memory.mutable_data_ptr());
   params.padded_tiles = static_cast<int>(padded_tiles);
   ListWorksParams list{};

@@ -49,14 +49,14 @@ inline bool can_hold_bias(int head_dim, int head_dim_v, Bias bias, int seqlen_q,
          seqlen_k <= held_keys(consumers_for(seqlen_q, 4, MaskForm::kNone));
 }
 
-// Chooses one of an instance's kernels. Beside an interval mask the bias is kNone or kVector; in a call with sequences it is
-// kNone, kTile or kVector, and there is no mask.
+// Chooses one of an instance's kernels. The bias is kNone or kVector if the mask is of intervals. A call with sequences has no
+// mask, and its bias is not kStrided.
 struct ForwardVariant {
   Bias bias;
   MaskForm mask;
-  int64_t queries;          // of a batch entry; in a call with sequences of one on the mean
-  bool has_one_mask_row;    // all queries see the same keys
-  bool holds_bias;          // blocks keep their bias for batch entries that share it, which can_hold_bias has to allow
+  int64_t queries;        // of a batch entry, or of a sequence on the mean
+  bool has_one_mask_row;  // All queries see the same keys.
+  bool holds_bias;        // Blocks keep their bias for batch entries that share it; can_hold_bias has to allow that.
   bool has_dropout, has_pages;
 };
 
