@@ -35,13 +35,13 @@ from draws import with_dropout, with_sink  # noqa: E402
 from layouts import LAYOUTS, rearranged  # noqa: E402
 from leading_calls import LeadingCall, results  # noqa: E402
 from leading_calls import assert_accurate as leading_accurate  # noqa: E402
+from out_of_tree import replace_backend, rules_without  # noqa: E402
 from outcomes import report  # noqa: E402
 from predecessor_cases import CALLS, build  # noqa: E402
 from quick_interpreter import make_quick  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import flash_dmattn  # noqa: E402
-from flash_dmattn.backends.triton import backend  # noqa: E402
 from flash_dmattn.masks import prepare_mask  # noqa: E402
 from flash_dmattn.triton_kernels import launch, plan_backward, plan_forward, plan_slots, short_calls, tile_table  # noqa: E402
 from flash_dmattn.triton_kernels.plan import MOST_FEW_KEYS, Call  # noqa: E402
@@ -64,7 +64,7 @@ _allocated: list[tuple[Tensor, int]] = []
 def admit_cpu() -> None:
     """Lift the rule on the device, which the interpreter does not need."""
     make_quick()
-    backend.RULES = tuple(rule for rule in backend.RULES if rule.code != "device")
+    replace_backend("triton", rules=rules_without("triton", "device"))
 
 
 def set_up(tile: Tile, num_sms: int, parts_bytes: int) -> None:

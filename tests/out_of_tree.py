@@ -45,6 +45,11 @@ def replaced(name: str, **changes: Any) -> Iterator[None]:
         registry.choices_changed()
 
 
+def rules_without(name: str, *codes: str) -> tuple[Rule, ...]:
+    """The rules of a backend but for some: "device" is that which admits no CPU."""
+    return tuple(rule for rule in registry.BACKENDS[name].rules if rule.code not in codes)
+
+
 @contextmanager
 def registered(*backends: OutOfTree | Backend, before: str | None = None) -> Iterator[None]:
     """Register backends for the length of a `with` block."""
