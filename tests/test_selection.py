@@ -22,6 +22,7 @@ from flash_dmattn.backends.cuda import backend as cuda
 from flash_dmattn.backends.cuda import rules
 from flash_dmattn.backends.protocol import Availability, Rule
 from flash_dmattn.backends.triton import backend as triton
+from flash_dmattn.backends.triton import passes
 from flash_dmattn.dispatch import config, refusals, registry, selection
 from flash_dmattn.problem import AttentionProblem, NeedsGrad
 
@@ -251,7 +252,7 @@ def test_the_last_resort_says_that_it_is_one() -> None:
 
 def test_wrong_names_of_backends_are_told_what_was_meant() -> None:
     x = torch.randn(1, 3, 2, 8)
-    for call in (
+    for wrong in (
         lambda: flash_dmattn.attention(x, x, x, backend="trition"),
         lambda: flash_dmattn.attention(x, x, x, backend=("eager", "trition")),
         lambda: flash_dmattn.explain(x, x, x, backend="trition"),
@@ -262,7 +263,7 @@ def test_wrong_names_of_backends_are_told_what_was_meant() -> None:
         lambda: flash_dmattn.register_backend(KernelPair("ours").backend, before="trition"),
     ):
         with pytest.raises(ValueError, match=r"'trition'.*; did you mean 'triton'\?$"):
-            call()
+            wrong()
 
 
 def test_registration_is_checked() -> None:
@@ -367,6 +368,7 @@ def test_probe_of_a_broken_install_keeps_the_exception_and_never_raises(
 
     rules.installed_instances()  # read once from a file that a broken import leaves readable
     monkeypatch.setattr(module, "_found", None)
+    monkeypatch.setattr(passes, "_launch", None)
     monkeypatch.delitem(sys.modules, imported, raising=False)
     monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
     found = module.probe()
