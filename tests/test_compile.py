@@ -429,8 +429,8 @@ def test_deterministic_follows_the_global_switch() -> None:
     seen: list[bool] = []
 
     def spy(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
-        at = Flags._fields.index("deterministic") - len(Flags._fields) - 1  # `backward` is last
-        seen.extend(node.args[at] for node in graph.graph.nodes if "eager_forward" in str(node.target))
+        at = Flags._fields.index("deterministic") - len(Flags._fields) - 2  # both backends are last
+        seen.extend(node.args[at] for node in graph.graph.nodes if "attention_forward" in str(node.target))
         return graph.forward
 
     run = torch.compile(lambda x: flash_dmattn.attention(x, x, x, backend="eager"), backend=spy, fullgraph=True)
