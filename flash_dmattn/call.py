@@ -149,7 +149,7 @@ def run_call(call: Call, backend: BackendChoice) -> tuple[Tensor, ...]:
     inputs = Inputs(call.q, call.k, call.v, view, bias, call.sink, call.sequences, dropout)
     results: tuple[Tensor, ...]
     if plan.forward.is_differentiable:
-        # A compiler traces what is made here, and cannot trace the lock of a table.
+        # Where sizes may be symbols the pass is planned for this call alone.
         results = (plan.run_forward or forward_of(plan.forward, plan.problem))(inputs)
     else:
         results = attend(plan, inputs)

@@ -17,7 +17,7 @@ from flash_dmattn import Backend, register_backend, unregister_backend
 from flash_dmattn.backends.protocol import Availability, Backward, Forward, Rule
 from flash_dmattn.dispatch import registry
 from flash_dmattn.masks import IntervalMask, KeyMask, TileMask
-from flash_dmattn.problem import FEATURES, AttentionProblem, Gradients, MaskView, spec_of
+from flash_dmattn.problem import FEATURES, AttentionProblem, Gradients, MaskView
 from flash_dmattn.problem.inputs import Inputs, Saved
 from flash_dmattn.reference import formula
 
@@ -177,53 +177,6 @@ class Counting(OutOfTree):
             return dq, dk, dv, dbias
 
         return backward
-
-
-class Numbered(Counting):
-    """A pair whose passes check that tensors lie as their problem says.
-
-    `planned` has the direction and the problem of each pass that was planned, `runs` those of each that ran.
-    """
-
-    def __init__(self, name: str, **more: Any) -> None:
-        super().__init__(name, **more)
-        self.planned: list[tuple[str, AttentionProblem]] = []
-        self.runs: list[tuple[str, AttentionProblem]] = []
-
-    @property
-    def directions(self) -> list[str]:
-        """The passes that ran."""
-        return [direction for direction, _ in self.runs]
-
-    def plan_forward(self, problem: AttentionProblem) -> Forward:
-        run = super().plan_forward(problem)
-        self.planned.append(("forward", problem))
-
-        def forward(x: Inputs) -> tuple[Tensor, ...]:
-            self.runs.append(("forward", problem))
-            check_layout(problem, x)
-            return run(x)
-
-        return forward
-
-    def plan_backward(self, problem: AttentionProblem) -> Backward:
-        run = super().plan_backward(problem)
-        self.planned.append(("backward", problem))
-
-        def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
-            self.runs.append(("backward", problem))
-            check_layout(problem, saved.inputs)
-            return run(saved, dout, dlse)
-
-        return backward
-
-
-def check_layout(problem: AttentionProblem, x: Inputs) -> None:
-    """Compare the layout of tensors with the one that a pass was planned for."""
-    assert (x.q.stride(), x.k.stride(), x.v.stride()) == (problem.q_strides, problem.k_strides, problem.v_strides)
-    assert (None if x.bias is None else spec_of(x.bias)) == problem.bias
-    assert x.mask.form == problem.mask_form
-    assert x.mask.dense is None or spec_of(x.mask.dense) == problem.mask
 
 
 # docs/compile_and_export.md says what holds there.

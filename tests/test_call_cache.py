@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from key_parts import check_covered, check_told_apart, tensor_changes, under_other_settings
-from out_of_tree import KernelPair, Numbered, registered
+from out_of_tree import KernelPair, registered
+from ready_backend import ready_pair
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -359,14 +360,14 @@ def flops_counted() -> FlopCounterMode:
 
 def test_a_plan_is_made_once_for_calls_that_are_alike() -> None:
     """By the backend, too: calls that something watches share the passes of those that nothing watches."""
-    ours = Numbered("ours")
-    with registered(ours, before="eager"):
+    with ready_pair() as ours:
         for watch in (nullcontext, nullcontext, flops_counted, flops_counted):
             given = inputs()
             given["q"].requires_grad_()
             with watch():
-                flash_dmattn.attention(**given).sum().backward()
-        assert ours.directions == ["forward", "backward"] * 4
+                flash_dmattn.attention(**given, backend="ready").sum().backward()
+        assert ours.ways == ["forward", "backward"] * 4
+        assert ours.shown == ["forward", "backward"] * 2
         (_, plain), (_, _), (_, watched) = ours.planned
         # The operator of a forward pass is not told which gradients are needed.
         assert watched == plain._replace(needs_grad=NeedsGrad())

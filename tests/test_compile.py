@@ -23,7 +23,7 @@ from flash_dmattn.dispatch import config, refusals
 from flash_dmattn.dispatch.registry import probe
 from flash_dmattn.problem import Flags
 
-OURS = Counting("out_of_tree_under_compile")
+OURS = Counting("out_of_tree_under_compile")  # an operator is defined once per process
 
 
 @pytest.fixture(autouse=True)
@@ -429,7 +429,7 @@ def test_deterministic_follows_the_global_switch() -> None:
     seen: list[bool] = []
 
     def spy(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
-        at = Flags._fields.index("deterministic") - len(Flags._fields) - 2  # both backends are last
+        at = Flags._fields.index("deterministic") - len(Flags._fields) - 2  # two names of backends are last
         seen.extend(node.args[at] for node in graph.graph.nodes if "attention_forward" in str(node.target))
         return graph.forward
 

@@ -33,7 +33,7 @@ from flash_dmattn.masks import (
 )
 from flash_dmattn.nn import RelativePositionBias
 
-OURS = Counting("out_of_tree_exported", mask_forms=("tiles", "keys", "intervals"))
+OURS = Counting("out_of_tree_exported", mask_forms=("tiles", "intervals"))
 LENGTHS = (3, 17, 63, 64, 130, 2048)
 
 
@@ -186,8 +186,8 @@ def test_another_backend_where_that_of_the_operator_has_no_backward_pass(ours: C
     expected = gradients(module, *sample)
     program = torch.export.export(module, sample).module()
     assert ours.received[-1] == "tiles"
-    ours.count.clear()
     broken = Rule("none", lambda p: False, lambda p: "it is broken", passes=("backward",))
+    ours.count.clear()
     with replaced(OURS.backend.name, rules=(broken,)):
         assert_same(gradients(program, *sample), expected)
     assert ours.count == {"forward": 1}
@@ -202,10 +202,9 @@ def test_second_derivatives_of_a_program(ours: Counting) -> None:
 
     programs = {name: torch.export.export(Plain(name), tuple(sample)).module() for name in ("eager", OURS.backend.name)}
     torch.testing.assert_close(second(programs["eager"]), second(Plain("eager")), rtol=1e-10, atol=1e-12)
-    with pytest.raises(
-        NotImplementedError, match=f"backend '{OURS.backend.name}' has no second derivative of attention"
-    ):
-        second(programs[OURS.backend.name])
+    name = OURS.backend.name
+    with pytest.raises(NotImplementedError, match=f"backend '{name}' has no second derivative of attention"):
+        second(programs[name])
 
 
 # Lengths
@@ -236,8 +235,7 @@ def at_most(limit: int) -> Rule:
 
 @needs_hints
 @pytest.mark.parametrize("limit", [10, 100], ids=["refused", "taken"])
-@pytest.mark.usefixtures("ours")
-def test_preferences_of_auto_bind_nothing(limit: int) -> None:
+def test_preferences_of_auto_bind_nothing(limit: int, ours: Counting) -> None:
     """They choose by the length of the sample, and decide speed alone."""
     with replaced(OURS.backend.name, auto_rules=(at_most(limit),)):
         program = torch.export.export(Plain("auto"), tuple(inputs()), dynamic_shapes=({1: Dim.AUTO},) * 3)
@@ -247,10 +245,9 @@ def test_preferences_of_auto_bind_nothing(limit: int) -> None:
 
 @needs_hints
 @pytest.mark.parametrize("works", [False, True])
-@pytest.mark.usefixtures("ours")
-def test_rules_of_a_backend_that_works_bind_and_no_others(works: bool) -> None:
-    found = Availability(works, "" if works else "it is not installed")
-    with replaced(OURS.backend.name, rules=(at_most(100),), probe=lambda: found):
+def test_rules_of_a_backend_that_works_bind_and_no_others(works: bool, ours: Counting) -> None:
+    availability = Availability(works, "" if works else "it is not installed")
+    with replaced(OURS.backend.name, rules=(at_most(100),), probe=lambda: availability):
         program = torch.export.export(Plain("auto"), tuple(inputs()), dynamic_shapes=({1: Dim.AUTO},) * 3)
     assert (OURS.backend.name in str(program.graph)) == works
     assert (max(upper for _, upper in ranges(program)) > 2**60, min(upper for _, upper in ranges(program)) <= 100) == (
