@@ -62,12 +62,12 @@ def test_what_raises_is_not_remembered() -> None:
 
 def test_every_table_is_bounded() -> None:
     """Whatever a program meets, a table holds some thousands of values."""
-    from flash_dmattn import heads_first
+    from flash_dmattn import call
     from flash_dmattn.backends.flex import graph
-    from flash_dmattn.dispatch import call_cache
+    from flash_dmattn.dispatch import plan
     from flash_dmattn.distributed import choice
 
-    tables = [heads_first._classes, call_cache._classes, choice._remembered, graph._compiled]
+    tables = [call.plans, plan._passes, choice._remembered, graph._compiled]
     assert all(1 <= table.most <= 4096 for table in tables)
 
 

@@ -13,7 +13,7 @@ import transformers
 from transformers_fixture import Counted
 from transformers_models import SMALL, VOCABULARY, inputs, lacks_interface, make
 
-import flash_dmattn
+from flash_dmattn.call import prepare_call
 from flash_dmattn.integrations.transformers import attention_function, check, packed, register
 from flash_dmattn.integrations.transformers.attention_function import attend, observed
 from flash_dmattn.integrations.transformers.layer_mask import LayerMask
@@ -117,16 +117,17 @@ def test_deterministic_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """True arrives; False, which a model passes by default, leaves it to torch."""
     arrived: list[Any] = []
 
-    def watched(**given: Any) -> Any:
-        arrived.append(given["deterministic"])
-        return flash_dmattn.attention(**given)
+    def watched(*tensors: Any, heads_first: bool) -> Any:
+        layer = prepare_call(*tensors, heads_first=heads_first)
+        arrived.append(layer.numbers.deterministic)
+        return layer
 
-    monkeypatch.setattr(attention_function, "attention", watched)
+    monkeypatch.setattr(attention_function, "prepare_call", watched)
     seen: list[Any] = []
     with observed(lambda module, given: seen.append(given["deterministic"])):
         for value in (True, False, None):
             call(deterministic=value)
-    assert seen == [True, None, None] and arrived == [True]  # the others go by `attend_heads_first`, which asks torch
+    assert seen == arrived == [True, None, None]
     model = make("bert")
     model.set_attn_implementation(register())
     model(**inputs(model, "masked"), deterministic=True)

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 from transformers_models import softmax_in_float64
 
-import flash_dmattn
+from flash_dmattn.call import Numbers, prepare_call
 from flash_dmattn.integrations.transformers import attention_function, register
 
 
@@ -26,11 +26,13 @@ class Counted:
     def drop(self, name: str) -> None:
         """Leave out an argument of every call from now on, as a faulty adapter would."""
 
-        def without(**call: Any) -> Any:
-            return flash_dmattn.attention(**{key: x for key, x in call.items() if key != name})
+        def without(*tensors: Any, heads_first: bool) -> Any:
+            call = prepare_call(*tensors, heads_first=heads_first)
+            if name in Numbers._fields:
+                return call._replace(numbers=call.numbers._replace(**{name: Numbers._field_defaults[name]}))
+            return call._replace(**{name: None})
 
-        self._patch.setattr(attention_function, "attention", without)
-        self._patch.setattr(attention_function, "attend_heads_first", lambda *_: None)  # so that it is what runs
+        self._patch.setattr(attention_function, "prepare_call", without)
 
 
 @contextmanager

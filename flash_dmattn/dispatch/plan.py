@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..backends.mask_choice import MaskChoice, backward_of, choose_form, forward_of, plan_packing
 from ..backends.protocol import Backend, Backward, Forward
-from ..problem import AttentionProblem, MaskView, SequenceView, spec_of
+from ..problem import AttentionProblem, MaskView, NeedsGrad, SequenceView, spec_of
 from ..problem.inputs import Parts, Saved
 from ..remembered import Remembered
 from . import packers as packers  # registers the fast packers with flash_dmattn.masks
@@ -117,14 +117,29 @@ def planned(plan: Plan) -> Plan:
 
 def forward_pass(backend: Backend, problem: AttentionProblem) -> Forward:
     """The forward pass of a backend for a class of calls, planned once."""
+    if not backend.is_differentiable:
+        problem = _as_operands_tell(problem)._replace(needs_grad=NeedsGrad())
     run: Forward = _passes.find((backend, "forward", problem), lambda: forward_of(backend, problem))
     return run
 
 
 def backward_pass(backend: Backend, problem: AttentionProblem) -> Backward:
     """The same of its backward pass."""
+    problem = _as_operands_tell(problem)
     run: Backward = _passes.find((backend, "backward", problem), lambda: backward_of(backend, problem))
     return run
+
+
+def _as_operands_tell(problem: AttentionProblem) -> AttentionProblem:
+    """The problem without what an operator does not receive, so that a watched call has the passes of any other."""
+    left, right = problem.window
+    spec = problem.sequences
+    return problem._replace(
+        is_causal=right == 0,
+        window_size=(left, -1 if right == 0 else right),
+        return_lse=False,
+        sequences=None if spec is None else spec._replace(names_max=(True, True)),
+    )
 
 
 def laid_anew(problem: AttentionProblem, saved: Saved) -> tuple[AttentionProblem, Saved]:
