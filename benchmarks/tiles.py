@@ -127,8 +127,8 @@ def runner(case: Case, kernel: str, given: Any) -> Callable[[], list[Tensor]]:
         return lambda: [x for x in keys(read, packed, None, None) if x is not None]
     if kernel == "product":
         _, _, dbias = plan_backward.plan_keys(call, dout, True, True, STORE.value)(read, packed, None, None)
-        of_ds = plan_backward.plan_product(call, bias)
-        return lambda: [of_ds(q, k, dbias, packed)]
+        queries_of = plan_backward.plan_product(call, bias)
+        return lambda: [queries_of(q, k, dbias, packed)]
     if kernel == "bias":
         shared = plan_backward.plan_bias(call, dout, bias)
         return lambda: [shared(read, packed, None, None, None)]

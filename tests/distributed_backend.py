@@ -2,73 +2,71 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from flash_dmattn.backends import eager
-from flash_dmattn.backends.protocol import Availability
-from flash_dmattn.dispatch.registry import BACKENDS, register_backend
+from flash_dmattn import Backend, register_backend
+from flash_dmattn.backends.protocol import Backward, Forward, Rule
+from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.masks.saved import restore
 from flash_dmattn.problem import AttentionProblem, Gradients, MaskView
+from flash_dmattn.problem.inputs import Inputs, Saved
 
 
 class Unpacking:
     """Every mask has to arrive in a prepared form and of the sizes of its call; `forms` has those that did."""
 
-    NAME = "unpacking"
-    FEATURES = eager.FEATURES - {"sequences", "paged", "dropout_p"}
-    RULES = ()
-    AUTO_RULES = ()
-    MASK_FORM = "prepared"
-    GATHERS_KEYS = True
-
-    def __init__(self) -> None:
+    def __init__(self, name: str = "unpacking", rules: tuple[Rule, ...] = ()) -> None:
         self.forms: set[str] = set()
+        self.backend = Backend(
+            name=name,
+            plan_forward=self._plan_forward,
+            plan_backward=self._plan_backward,
+            features=BACKENDS["eager"].features - {"sequences", "paged", "dropout_p"},
+            rules=rules,
+            mask_forms=frozenset({"tiles", "keys", "intervals"}),
+        )
 
-    def probe(self) -> Availability:
-        """Always usable."""
-        return Availability(True)
+    def _plan_forward(self, problem: AttentionProblem) -> Forward:
+        run = BACKENDS["eager"].plan_forward(problem)
+        return lambda inputs: run(self._dense(problem, inputs))
 
-    def _dense(self, problem: AttentionProblem, mask: MaskView) -> MaskView:
+    def _plan_backward(self, problem: AttentionProblem) -> Backward:
+        plan = BACKENDS["eager"].plan_backward
+        assert plan is not None
+        run = plan(problem)
+
+        def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
+            assert saved.out.is_contiguous() and saved.lse.is_contiguous()
+            return run(saved._replace(inputs=self._dense(problem, saved.inputs)), dout, dlse)
+
+        return backward
+
+    def _dense(self, problem: AttentionProblem, x: Inputs) -> Inputs:
+        """The same inputs with a bool mask."""
+        mask = x.mask
+        assert (problem.k_strides, problem.v_strides) == (x.k.stride(), x.v.stride())
         assert mask.form == problem.mask_form
         self.forms.add(mask.form)
-        if mask.form in ("none", "dense"):
-            return mask
-        assert all(x.is_contiguous() for x in mask.tensors)
+        if mask.form == "none":
+            return x
+        assert all(t.is_contiguous() for t in mask.tensors)
         prepared = restore(mask.form, problem.seqlen_q, problem.seqlen_k, False, (-1, -1), *mask.tensors)
         assert problem.mask is not None and prepared.shape == problem.mask.shape
-        return MaskView("dense", (prepared.unpacked(),))
+        return x._replace(mask=MaskView("dense", (prepared.unpacked(),)))
 
-    def forward(
-        self, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Any, **rest: Any
-    ) -> tuple[Tensor, Tensor]:
-        """As eager's."""
-        assert (problem.k_strides, problem.v_strides) == (k.stride(), v.stride())
-        return eager.forward(problem, q, k, v, self._dense(problem, mask), bias, **rest)
 
-    def backward(
-        self,
-        problem: AttentionProblem,
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: MaskView,
-        bias: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-        **rest: Any,
-    ) -> Gradients:
-        """As eager's."""
-        assert out.is_contiguous() and lse.is_contiguous()
-        assert (problem.k_strides, problem.v_strides) == (k.stride(), v.stride())
-        return eager.backward(problem, dout, dlse, q, k, v, self._dense(problem, mask), bias, out, lse, **rest)
+def for_few_keys(name: str, most: int) -> Backend:
+    """The same for calls of at most so many keys."""
+    return Unpacking(
+        name, (Rule("keys", lambda p: p.seqlen_k <= most, lambda p: f"there are {p.seqlen_k} keys"),)
+    ).backend
+
+
+_unpacking = Unpacking()
 
 
 def registered() -> Unpacking:
     """The backend, registered in this process."""
-    if Unpacking.NAME not in BACKENDS:
-        register_backend(Unpacking())
-    return BACKENDS[Unpacking.NAME]  # type: ignore[return-value]
+    if _unpacking.backend.name not in BACKENDS:
+        register_backend(_unpacking.backend)
+    return _unpacking

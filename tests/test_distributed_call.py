@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_backend import Unpacking
+from distributed_backend import for_few_keys
 from gpu_distributed import REQUIRED, missing_of
+from out_of_tree import registered
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import flash_dmattn
-from flash_dmattn.backends import eager
-from flash_dmattn.backends.protocol import Rule
 from flash_dmattn.distributed import (
     SequenceLayout,
     choice,
@@ -265,30 +264,16 @@ def test_heads_go_in_one_group_unless_asked_for_more() -> None:
     assert describe(2, 128, groups=8, **sizes).head_groups == 8
 
 
-class Picky(Unpacking):
-    """A backend that takes calls with some numbers of keys."""
-
-    def __init__(self, name: str, most: int, least: int = 0) -> None:
-        super().__init__()
-        self.NAME = name  # type: ignore[misc]
-        self.RULES = (  # type: ignore[assignment]
-            Rule("keys", lambda p: least <= p.seqlen_k <= most, lambda p: f"there are {p.seqlen_k} keys"),
-        )
-
-
 @pytest.fixture
 def picky() -> Iterator[None]:
     """Two backends that auto prefers to eager, and of which only the second serves every slice of some calls."""
-    flash_dmattn.register_backend(Picky("first", most=40), before="eager")
-    flash_dmattn.register_backend(Picky("second", most=128), before="eager")
-    yield
-    for name in ("first", "second"):
-        flash_dmattn.unregister_backend(name)
+    with registered(for_few_keys("first", most=40), for_few_keys("second", most=128), before="eager"):
+        yield
 
 
 def names(call: ParallelCall, backend: Any = "auto") -> tuple[str, str | None]:
     forward, backward = choose_pair(call, backend)
-    return forward.NAME, None if backward is None else backward.NAME
+    return forward.name, None if backward is None else backward.name
 
 
 def test_one_pair_serves_every_slice_of_every_rank(picky: None) -> None:
@@ -303,11 +288,8 @@ def test_one_pair_serves_every_slice_of_every_rank(picky: None) -> None:
 
 def test_a_choice_is_made_anew_where_backends_change() -> None:
     assert names(describe(2, strategy="gather")) == ("eager", "eager")
-    flash_dmattn.register_backend(Picky("first", most=40), before="eager")
-    try:
+    with registered(for_few_keys("first", most=40), before="eager"):
         assert names(describe(2, strategy="gather")) == ("first", "first")
-    finally:
-        flash_dmattn.unregister_backend("first")
     assert names(describe(2, strategy="gather")) == ("eager", "eager")
 
 
@@ -347,7 +329,7 @@ def test_a_named_backend_has_to_serve_every_slice(picky: None) -> None:
 def test_a_decision_is_recorded_once() -> None:
     with flash_dmattn.config(record=(decisions := [])):
         attend(is_causal=True, strategy="gather")
-    assert [(d.forward, d.backward) for d in decisions] == [(eager.NAME, None)]
+    assert [(d.forward, d.backward) for d in decisions] == [("eager", None)]
 
 
 def test_a_context_is_that_of_its_thread_and_ends() -> None:

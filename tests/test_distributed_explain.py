@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_backend import Unpacking
+from distributed_backend import for_few_keys
 from distributed_calls import ParallelCase
 from distributed_workers import workers
+from out_of_tree import registered, replaced
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import flash_dmattn
-from flash_dmattn.backends.protocol import Rule
 from flash_dmattn.distributed import (
     ParallelExplanation,
     SequenceLayout,
@@ -57,8 +57,7 @@ def test_nothing_is_sent_or_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("all_gather_object", "all_to_all_single", "all_gather_into_tensor"):
         monkeypatch.setattr(dist, name, refuse)
     monkeypatch.setattr("flash_dmattn.distributed.exchange._all_gather", refuse)
-    monkeypatch.setattr("flash_dmattn.backends.eager.forward", refuse)
-    with flash_dmattn.config(record=(made := [])):
+    with replaced("eager", plan_forward=refuse), flash_dmattn.config(record=(made := [])):
         assert explained(reduce_bias_grad=True, bias=torch.zeros(1, 256, requires_grad=True)).forward == "eager"
         assert explained(strategy="ulysses", heads=4, heads_k=4).forward == "eager"
     assert made == []
@@ -184,22 +183,12 @@ def test_what_a_window_sends_is_said() -> None:
     assert {x.how for x in explained(window_size=(900, 0)).traffic.forward} == {"all_gather"}
 
 
-class FewKeys(Unpacking):
-    """A backend that takes no call of many keys."""
-
-    NAME = "few_keys"
-    RULES = (Rule("keys", lambda p: p.seqlen_k <= 512, lambda p: f"there are {p.seqlen_k} keys"),)  # type: ignore[assignment]
-
-
 def test_a_backend_that_serves_some_slices_serves_none() -> None:
-    flash_dmattn.register_backend(FewKeys(), before="eager")
-    try:
+    with registered(for_few_keys("few_keys", most=512), before="eager"):
         found = explained(is_causal=True)
-        verdict = next(v for v in found.verdicts if v.backend == "few_keys")
-        assert (verdict.forward, verdict.backward, found.forward) == (False, False, "eager")
-        assert [str(reason) for reason in verdict.reasons] == [f"there are {n} keys" for n in (768, 896, 1024, 640)]
-    finally:
-        flash_dmattn.unregister_backend("few_keys")
+    verdict = next(v for v in found.verdicts if v.backend == "few_keys")
+    assert (verdict.forward, verdict.backward, found.forward) == (False, False, "eager")
+    assert [str(reason) for reason in verdict.reasons] == [f"there are {n} keys" for n in (768, 896, 1024, 640)]
 
 
 def test_both_strategies_over_a_mesh() -> None:

@@ -19,17 +19,19 @@ from .scores import add_bias, bias_vector, masked_scores, probabilities, scaled,
 from .tile_ops import (
     DENSE,
     KEYS,
+    NO_BIAS,
     NO_SEQUENCES,
     PACKED,
     TILE,
     TILES,
-    bias_and_mask_from,
     block_at,
     bounds_of,
     load_tile,
     mask_head,
     queries_of_keys,
+    scores_from,
     sequence_at,
+    tiles_from,
 )
 
 # What of the gradient of a bias this kernel makes.
@@ -168,10 +170,12 @@ def backward_keys_kernel(
         k += first_k.to(tl.int64) * k_strides.row
         v += first_k.to(tl.int64) * v_strides.row
         queries_before = b_row * layout.rows_q + first_q
-        bias, mask_data, mask_index = bias_and_mask_from(
-            bias, mask_data, mask_index, bias_strides, mask_strides, layout, first_q, first_k,
-            queries_before, first_row, own, MASK, BIAS, BIAS_TMA,
-        )  # fmt: skip
+        if BIAS != NO_BIAS and not BIAS_TMA:
+            bias = scores_from(bias, bias_strides, layout.bias_rows, layout.bias_keys, first_q, first_k)
+        if MASK == DENSE:
+            mask_data = scores_from(mask_data, mask_strides, layout.mask_rows, layout.mask_keys, first_q, first_k)
+        if MASK == TILES:
+            mask_data, mask_index = tiles_from(mask_data, mask_index, mask_strides, queries_before, first_row, own)
         few = shape.seqlen_k <= layout.few_keys
         whole = shape.seqlen_k <= BLOCK_N
         bias_row = layout.bias_rows * first_q

@@ -11,16 +11,20 @@ import triton.language as tl
 from .dropout import is_kept
 from .scores import add_bias, bias_vector, masked_scores, probabilities, scaled, score_gradients
 from .tile_ops import (
+    DENSE,
     KEYS,
+    NO_BIAS,
     NO_SEQUENCES,
     PACKED,
-    bias_and_mask_from,
+    TILES,
     block_at,
     bounds_of,
     keys_of_queries,
     load_tile,
     mask_head,
+    scores_from,
     sequence_at,
+    tiles_from,
     tiles_of_rows,
 )
 
@@ -106,10 +110,12 @@ def backward_queries_kernel(
         dout += first_q.to(tl.int64) * dout_strides.row
         k += first_k.to(tl.int64) * k_strides.row
         v += first_k.to(tl.int64) * v_strides.row
-        bias, mask_data, mask_index = bias_and_mask_from(
-            bias, mask_data, mask_index, bias_strides, mask_strides, layout, first_q, first_k, first_row, first_row,
-            own, MASK, BIAS, BIAS_TMA,
-        )  # fmt: skip
+        if BIAS != NO_BIAS and not BIAS_TMA:
+            bias = scores_from(bias, bias_strides, layout.bias_rows, layout.bias_keys, first_q, first_k)
+        if MASK == DENSE:
+            mask_data = scores_from(mask_data, mask_strides, layout.mask_rows, layout.mask_keys, first_q, first_k)
+        if MASK == TILES:
+            mask_data, mask_index = tiles_from(mask_data, mask_index, mask_strides, first_row, first_row, own)
         few = shape.seqlen_k <= layout.few_keys
         bias_row = layout.bias_rows * first_q
     h_k = h // shape.group

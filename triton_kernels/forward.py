@@ -26,8 +26,8 @@ from .tile_ops import (
     PACKED,
     PAGED,
     PAGED_PACKED,
+    TILES,
     TREE,
-    bias_and_mask_from,
     block_at,
     bounds_of,
     join_sink,
@@ -35,7 +35,9 @@ from .tile_ops import (
     load_pages,
     load_tile,
     mask_head,
+    scores_from,
     sequence_at,
+    tiles_from,
     tiles_of_rows,
 )
 from .tree_mask import keys_of_trees
@@ -165,10 +167,12 @@ def forward_kernel(
         q += first_q.to(tl.int64) * q_strides.row
         k += first_k.to(tl.int64) * k_strides.row
         v += first_k.to(tl.int64) * v_strides.row
-        bias, mask_data, mask_index = bias_and_mask_from(
-            bias, mask_data, mask_index, bias_strides, mask_strides, layout, first_q, first_k, first_row, first_row,
-            own, MASK, BIAS, BIAS_TMA,
-        )  # fmt: skip
+        if BIAS != NO_BIAS and not BIAS_TMA:
+            bias = scores_from(bias, bias_strides, layout.bias_rows, layout.bias_keys, first_q, first_k)
+        if MASK == DENSE:
+            mask_data = scores_from(mask_data, mask_strides, layout.mask_rows, layout.mask_keys, first_q, first_k)
+        if MASK == TILES:
+            mask_data, mask_index = tiles_from(mask_data, mask_index, mask_strides, first_row, first_row, own)
         if SEQUENCES == PAGED or SEQUENCES == PAGED_PACKED:
             table += b * layout.table_row
 

@@ -67,12 +67,12 @@ class Descriptor(NamedTuple):
 
 
 def by_name(kernel: Any, shared: Mapping[str, Any], **own: Any) -> tuple[Any, ...]:
-    """Put what a kernel takes behind its tensors in the order of its arguments.
+    """Put numbers and constants in the order of a kernel's arguments, where they follow its tensors.
 
     Args:
-        kernel: the kernel, whose tensors come first among its arguments.
-        shared: numbers and constants of several kernels; this one takes the names that it has.
-        own: those of this kernel, which override shared ones.
+        kernel: the kernel.
+        shared: values for several kernels. This one takes the names that it has.
+        own: values for this kernel alone. They overrule shared ones.
     """
     values, names = {**shared, **own}, kernel.arg_names
     names = names[next(i for i, name in enumerate(names) if name in values) :]

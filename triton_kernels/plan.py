@@ -1,4 +1,4 @@
-"""What plans of both passes are made of: all that a class of calls decides for its launches."""
+"""The class of calls that plans of both passes are made for, and all that it decides for its launches."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ class Call:
         return Launch(kernel, programs, by_name(kernel, self.values(), **sizes, **own), tile.options, descriptors)
 
     def values(self) -> dict[str, Any]:
-        """Name the numbers and constants that several kernels take, some of which overrule them."""
+        """Name the numbers and constants that several kernels take; a kernel may overrule some."""
         return {
             **row_strides(q=self.q, k=self.k, v=self.v),
             "bias_strides": self.bias_strides(),

@@ -160,7 +160,7 @@ class SequenceCall(Call):
         return self.mask.form == "sequence_tiles"
 
     def mask_strides(self, columns: bool = False) -> BiasStrides | MaskStrides:
-        """Of what a kernel reads of the mask; a bool mask is read as it is."""
+        """Give the strides of the mask that a kernel reads; a bool mask is read as it is."""
         if self.mask.form == "tree":
             bits = self.mask.tensors[0]
             entries, _, words = bits.shape

@@ -1,6 +1,6 @@
 """Scores of a tile, their bias and mask, and p and ds: device functions that the attention kernels share.
 
-AXIS is that of the keys of a tile: 1 in a tile of (queries, keys), 0 in one of (keys, queries).
+AXIS is the axis of the keys: 1 in a tile of (queries, keys), 0 in one of (keys, queries).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def scaled(products, scale_log2, softcap, SOFTCAP: tl.constexpr):
 @triton.jit
 def bias_vector(bias, strides, b, h, places, shape, BIAS: tl.constexpr, AXIS: tl.constexpr):
     """Find what `add_bias` takes of a bias of one value per query or key: where its head begins, and the values that
-    all tiles of a walk share. `places` are those of the tile's rows where AXIS is 1, else of its keys."""
+    all tiles of a walk share. `places` are the rows of the tile where AXIS is 1, else its keys."""
     if BIAS == KEY_BIAS or BIAS == ROW_BIAS:
         head = shared_head(bias, strides, b, h)
         if BIAS == ROW_BIAS and AXIS == 1:

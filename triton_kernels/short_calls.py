@@ -26,7 +26,7 @@ class ShortTile(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
-        """What Triton compiles a kernel with: the stages are of one loop."""
+        """Tell Triton the warps; the stages are an argument of the kernel."""
         return {"num_warps": self.num_warps}
 
 

@@ -238,21 +238,6 @@ def tiles_from(data, index, strides, first_row, first_place, own):
 
 
 @triton.jit
-def bias_and_mask_from(
-    bias, data, index, bias_strides, mask_strides, layout, first_q, first_k, first_row, first_place, own,
-    MASK: tl.constexpr, BIAS: tl.constexpr, BIAS_TMA: tl.constexpr,
-):  # fmt: skip
-    """Find where bias and mask of a sequence begin: see `scores_from` and `tiles_from`."""
-    if BIAS != NO_BIAS and not BIAS_TMA:
-        bias = scores_from(bias, bias_strides, layout.bias_rows, layout.bias_keys, first_q, first_k)
-    if MASK == DENSE:
-        data = scores_from(data, mask_strides, layout.mask_rows, layout.mask_keys, first_q, first_k)
-    if MASK == TILES:
-        data, index = tiles_from(data, index, mask_strides, first_row, first_place, own)
-    return bias, data, index
-
-
-@triton.jit
 def load_pages(
     x,
     table,
@@ -538,7 +523,7 @@ def bits_of(
 ):  # fmt: skip
     """A tile of a packed mask, bit j % 32 of word j // 32, with keys on AXIS; `first_key` is a multiple of 32.
 
-    Of an interval mask `data` has bounds in the place of words.
+    An interval mask has bounds in the place of words.
     """
     if data.dtype.element_ty == tl.int64:
         keys = first_key + tl.arange(0, BLOCK_N)

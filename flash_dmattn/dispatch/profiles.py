@@ -19,8 +19,8 @@ import torch
 
 from .._version import __version__
 from ..problem import AttentionProblem, BiasClass, device_arch, sm_number
-from .registry import choices_changed
 from .config import process
+from .registry import choices_changed
 
 COMMAND = "python -m flash_dmattn calibrate"
 FORMAT = 1  # raised when the fields or the classes of calls change their meaning

@@ -103,14 +103,14 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "no backend is told where the gradient of a slice goes",
         PACKAGE + "rows.py",
-        "if place is not None and stores_dbias(backend):",
-        "if place is None and stores_dbias(backend):",
+        "if place is not None and backend.stores_dbias:",
+        "if place is None and backend.stores_dbias:",
         (PLACES,),
     ),
     Fault(
         "a gradient that is not where it should be is left there",
         PACKAGE + "rows.py",
-        "            if place is not None:\n                found = with_dbias(found, place)\n",
+        "            if place is not None:\n                gradients = with_dbias(gradients, place)\n",
         "",
         (PLACES,),
     ),
@@ -303,7 +303,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "ranks do not compare their backends",
         PACKAGE + "api.py",
-        "backends=tuple([None if one is None else one.NAME for one in pair]),",
+        "backends=tuple([None if one is None else one.name for one in pair]),",
         "backends=(),",
         (f"{MISTAKE}[other backend-2]",),
     ),

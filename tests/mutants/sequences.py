@@ -562,8 +562,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "columns are found by the places of queries",
         KEYS,
-        "queries_before, first_row, own, MASK",
-        "queries_before, queries_before, own, MASK",
+        "mask_strides, queries_before, first_row, own)",
+        "mask_strides, queries_before, queries_before, own)",
         INTERPRETED_TILES,
     ),
     Fault(
