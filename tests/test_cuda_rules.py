@@ -451,7 +451,7 @@ def few_queries(sizes: Sizes, queries: int, window: int | None) -> dict[str, Any
 
 @pytest.mark.parametrize(("sizes", "queries", "window", "faster"), TIMED, ids=str)
 def test_of_few_queries_auto_takes_who_was_faster(
-    sizes: Sizes, queries: int, window: int | None, faster: tuple[str, ...]
+    sizes: Sizes, queries: int, window: int | None, faster: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch, heads, heads_k, keys, dim = sizes
     explanation = explained(**few_queries(sizes, queries, window))
