@@ -7,7 +7,6 @@ have a gap between them, and strides are those of a `SequenceView`'s own tensors
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 

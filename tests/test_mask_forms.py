@@ -47,7 +47,14 @@ def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 BANDS: list[dict[str, Any]] = [{}, {"is_causal": True}, {"window_size": (20, 3)}, {"window_size": (2**40, 0)}]
-BACKENDS = ("eager", "reference", "flex", PREPARED.backend.name, (PREPARED.backend.name, "eager"), ("eager", PREPARED.backend.name))
+BACKENDS = (
+    "eager",
+    "reference",
+    "flex",
+    PREPARED.backend.name,
+    (PREPARED.backend.name, "eager"),
+    ("eager", PREPARED.backend.name),
+)
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)

@@ -19,7 +19,7 @@ from flash_dmattn.backends.mask_choice import choose_form, view_of
 from flash_dmattn.backends.triton.backend import BACKEND as TRITON
 from flash_dmattn.dispatch import packers
 from flash_dmattn.masks import prepare_mask
-from flash_dmattn.problem import SequenceSpec, SequenceView
+from flash_dmattn.problem import SequenceSpec
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 without_gpu = pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves")

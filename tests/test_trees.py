@@ -179,7 +179,9 @@ def test_opcheck() -> None:
     inputs = (call.q, call.k, call.v, [call.mask.bits], "tree", None, None, list(view.tensors), None)
     # Lengths are read on the host: what follows shapes alone cannot run.
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.flash_dmattn.attention_forward.default, (*inputs, *flags, "eager", ""), test_utils=checks)
+    torch.library.opcheck(
+        torch.ops.flash_dmattn.attention_forward.default, (*inputs, *flags, "eager", ""), test_utils=checks
+    )
 
 
 def test_compiled_with_a_tree_made_inside_or_outside() -> None:
