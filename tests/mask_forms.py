@@ -15,7 +15,7 @@ import flash_dmattn
 from flash_dmattn.masks import PreparedMask
 
 # Operators are defined once per process.
-PREPARED = Counting("reads_prepared_masks", mask_form="prepared")
+PREPARED = Counting("reads_prepared_masks", mask_forms=("tiles", "intervals"))
 DENSE = Counting("reads_dense_masks")
 B, LQ, LK, HQ, HK, D = 2, 140, 150, 4, 2, 8
 Leaves = list[Tensor]

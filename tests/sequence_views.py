@@ -7,7 +7,6 @@ have a gap between them, and strides are those of a `SequenceView`'s own tensors
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +16,11 @@ from cases import DEVICE, Case, Inputs
 from layouts import LAYOUTS as STRIDES
 from torch import Tensor
 
+from flash_dmattn.backends.protocol import Backend
 from flash_dmattn.masks.prepared.sequence_packing import pack_sequences
+from flash_dmattn.operators import describe_operands
 from flash_dmattn.problem import Flags, Layout, MaskView, NeedsGrad, Packing, SequenceSpec, SequenceView
+from flash_dmattn.problem import inputs as attention
 from flash_dmattn.reference import formula
 from flash_dmattn.reference import yardstick as plain
 from flash_dmattn.reference.yardstick import FLOOR, RATIO
@@ -235,17 +237,15 @@ def moved(call: ViewCall, name: str) -> ViewCall:
     return replace(call, **{n: x if x is None or 0 in x.stride() else change(x) for n, x in call.tensors().items()})
 
 
-def run(call: ViewCall, forward: Callable[..., Any], backward: Callable[..., Any]) -> Results:
+def run(call: ViewCall, backend: Backend) -> Results:
     """out, lse and gradients, None of those that the call does not need, as a backend makes them."""
-    mask = call.mask_view
-    extra: dict[str, Any] = {"sequences": call.view}
-    if call.sink is not None:
-        extra["sink"] = call.sink
-    out, lse = forward(call.q, call.k, call.v, mask, call.bias, call.flags, **extra)
+    x = attention.Inputs(call.q, call.k, call.v, call.mask_view, call.bias, call.sink, call.view)
+    problem = describe_operands(x, call.flags, call.needs)
+    out, lse = backend.plan_forward(problem)(x)
     results: Results = {"out": out, "lse": lse, **dict.fromkeys(f"d{name}" for name in LEAVES)}
     if any(call.needs):
-        inputs = (call.dout, call.dlse, call.q, call.k, call.v, mask, call.bias, out, lse)
-        found = backward(*inputs, call.flags, call.needs, **extra)
+        assert backend.plan_backward is not None
+        found = backend.plan_backward(problem)(attention.Saved(x, out, lse), call.dout, call.dlse)
         results |= dict(zip((f"d{name}" for name in LEAVES), found, strict=False))
     return results
 

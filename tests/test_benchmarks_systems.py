@@ -18,7 +18,6 @@ from benchmarks.inputs import Inputs, make_inputs
 from benchmarks.suites.trial import outputs
 from benchmarks.systems import Mode, flexattention, ours, predecessor, sdpa
 from benchmarks.truth import errors, truth
-from flash_dmattn.backends.protocol import accepts
 from flash_dmattn.dispatch.registry import BACKENDS
 
 CPU = torch.device("cpu")
@@ -145,9 +144,9 @@ def test_needs_are_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     for case in CASES:
         problem = case.explain("sm_90").problem
         needs = ours.needs("cuda", case, CPU)
-        assert bool(needs.refusal) != accepts(BACKENDS["cuda"], problem, "forward")
+        assert bool(needs.refusal) != BACKENDS["cuda"].accepts(problem, "forward")
         if not needs.refusal and case.takes_gradients:
-            own = accepts(BACKENDS["cuda"], problem, "backward")
+            own = BACKENDS["cuda"].accepts(problem, "backward")
             assert needs.backends == ("cuda", "cuda" if own else "triton") and not needs.backward_refusal
         seen.add(needs.backends)
     assert {("cuda",), ("cuda", "triton")} <= seen

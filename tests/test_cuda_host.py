@@ -12,17 +12,22 @@ import torch
 from accuracy import assert_accurate
 from cases import ALL, NAMES, Case, Inputs
 from layouts import LAYOUTS, offset, rearranged
+from out_of_tree import replaced
 from torch import Tensor
 
-from flash_dmattn.backends.cuda import backend as cuda
-from flash_dmattn.backends.cuda import bias_rows
-from flash_dmattn.backends.interval_walk import interval_walk
+from flash_dmattn.backends.cuda import bias_rows, passes
+from flash_dmattn.backends.cuda.kernels import Kernels
+from flash_dmattn.backends.mask_choice import interval_walk, reads_scores
+from flash_dmattn.backends.protocol import Availability
 from flash_dmattn.dispatch import packers
+from flash_dmattn.dispatch.plan import backward_pass
+from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.masks import IntervalMask, prepare_mask, prepare_topk
-from flash_dmattn.masks.broadcast import collapse
 from flash_dmattn.masks.prepared import operator as preparation
 from flash_dmattn.masks.prepared import packing
-from flash_dmattn.problem import Band, Flags, MaskView, NeedsGrad, causal_window
+from flash_dmattn.operators import describe_operands
+from flash_dmattn.problem import Band, Flags, Gradients, MaskView, NeedsGrad, causal_window
+from flash_dmattn.problem import inputs as attention
 from flash_dmattn.reference import formula
 from flash_dmattn.reference.sinks import row_delta
 
@@ -164,14 +169,25 @@ def interval_bits(bounds: Tensor, seqlen_q: int) -> Tensor:
 def operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[Operators]:
     """The stand-ins, with memory that is not written full of NaN."""
     found = Operators()
-    gathers = (gather_keys, gather_bias, interval_bits)
-    kernels = cuda._Kernels(None, found.differentiate, *gathers, collapse, preparation.pack_tiles)
-    monkeypatch.setattr(cuda, "_found_kernels", kernels)
+    kernels = Kernels(None, found.differentiate, gather_keys, gather_bias, interval_bits)
+    monkeypatch.setattr(passes, "kernels", lambda: kernels)
     torch.use_deterministic_algorithms(True)
     try:
         yield found
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def differentiate(
+    x: attention.Inputs, dout: Tensor, dlse: Tensor | None, flags: Flags, needs_grad: NeedsGrad, allowed: Tensor | None
+) -> tuple[Tensor, Tensor, Gradients]:
+    """(out, lse, gradients) of a call, the gradients from the backend."""
+    numbers = {"softmax_scale": flags.softmax_scale, "softcap": flags.softcap}
+    window = {"window_size": flags.window}
+    out, lse = formula.attention(x.q, x.k, x.v, allowed, x.bias, **numbers, **window, sink=x.sink)
+    dlse = None if dlse is None else dlse.masked_fill(lse == -torch.inf, 0.0)
+    run = backward_pass(BACKENDS["cuda"], describe_operands(x, flags, needs_grad))
+    return out, lse, run(attention.Saved(x, out, lse), dout, dlse)
 
 
 def check(
@@ -183,29 +199,20 @@ def check(
     inputs = replace(inputs, mask=x.mask)
     if mask is None:
         mask = MaskView() if x.mask is None else MaskView("dense", (x.mask,))
-    flags = case.flags()
-    out, lse = formula.attention(x.q, x.k, x.v, x.mask, x.bias, **flags, sink=x.sink)
-    window = causal_window(case.is_causal, case.window_size or (-1, -1))
-    scale = formula.default_scale(x.q, case.softmax_scale)
+    flags = flags_of(case, deterministic)
     needs_grad = NeedsGrad(*(name in case.needs_grad and (name != "bias" or x.bias is not None) for name in NAMES))
     needs_grad = needs_grad._replace(sink=x.sink is not None and "sink" in case.needs_grad)
-    dlse = None if x.dlse is None else x.dlse.masked_fill(lse == -torch.inf, 0.0)
-    gradients = cuda._backward(
-        x.dout,
-        dlse,
-        x.q,
-        x.k,
-        x.v,
-        mask,
-        x.bias,
-        out,
-        lse,
-        Flags(*window, scale, case.softcap, deterministic),
-        needs_grad,
-        x.sink,
-    )
+    tensors = attention.Inputs(x.q, x.k, x.v, mask, x.bias, x.sink)
+    out, lse, gradients = differentiate(tensors, x.dout, x.dlse, flags, needs_grad, x.mask)
     names = ("dq", "dk", "dv", "dbias") + ("dsink",) * (x.sink is not None)
     assert_accurate({"out": out, "lse": lse, **dict(zip(names, gradients, strict=True))}, case, inputs)
+
+
+def flags_of(case: Case, deterministic: bool = False) -> Flags:
+    """The numbers of a case."""
+    window = causal_window(case.is_causal, case.window_size or (-1, -1))
+    scale = case.head_dim**-0.5 if case.softmax_scale is None else case.softmax_scale
+    return Flags(*window, scale, case.softcap, deterministic)
 
 
 BIASES = (
@@ -304,24 +311,28 @@ def test_a_bias_of_rows_that_start_anywhere_is_copied_where_it_is_small(
     inputs = case.build("cpu")
     frame = torch.full((*inputs.bias.shape[:3], seqlen_k | 1), torch.nan)
     shared = frame[..., :seqlen_k].copy_(inputs.bias)
+
+    def read_bias(bias: Tensor, q: Tensor, v: Tensor) -> Tensor:
+        ready = bias_rows.forward_bias(describe_operands(attention.Inputs(q, v, v, bias=bias), flags_of(case)))
+        return bias if ready is None else ready(bias)
+
     for bias in (shared, shared.expand(8, -1, -1, -1), inputs.bias.mT.contiguous().mT):
-        read = bias_rows.readable_if_small(bias, inputs.q, inputs.v)
+        read = read_bias(bias, inputs.q, inputs.v)
         assert can_copy(read) and torch.equal(read, bias) and (read.shape[0] == 1 or read.stride(0) == 0)
     # Beside few entries of few columns; not shared; of another dtype.
-    assert bias_rows.readable_if_small(shared, inputs.q[:2, ..., :8], inputs.v[:2, ..., :8]) is shared
-    assert bias_rows.readable_if_small(shared, inputs.q[:1], inputs.v[:1]) is shared
-    assert bias_rows.readable_if_small(shared, inputs.q.half(), inputs.v.half()) is shared
+    assert read_bias(shared, inputs.q[:2, ..., :8], inputs.v[:2, ..., :8]) is shared
+    assert read_bias(shared, inputs.q[:1], inputs.v[:1]) is shared
+    assert read_bias(shared, inputs.q.half(), inputs.v.half()) is shared
     check(case, replace(inputs, bias=shared))
 
 
 def test_dout_that_is_expanded_is_copied(operators: Operators) -> None:
     case = BASE.with_(batch=1)
     inputs = case.build("cpu")
-    ones = replace(inputs, dout=torch.ones(1, 1, 1, 1).expand(inputs.dout.shape))
-    out, lse = formula.attention(inputs.q, inputs.k, inputs.v)
-    flags = Flags(-1, -1, formula.default_scale(inputs.q, None), 0.0, False), NeedsGrad(True, True, True, False)
-    found = cuda._backward(ones.dout, None, inputs.q, inputs.k, inputs.v, MaskView(), None, out, lse, *flags)
-    wanted = formula.gradients(ones.dout, None, inputs.q, inputs.k, inputs.v)
+    ones = torch.ones(1, 1, 1, 1).expand(inputs.dout.shape)
+    tensors = attention.Inputs(inputs.q, inputs.k, inputs.v)
+    _, _, found = differentiate(tensors, ones, None, flags_of(case), NeedsGrad(True, True, True), None)
+    wanted = formula.gradients(ones, None, inputs.q, inputs.k, inputs.v)
     for x, y in zip(found[:3], wanted[:3], strict=True):
         torch.testing.assert_close(x, y)
 
@@ -388,8 +399,9 @@ def test_a_bias_per_key_that_is_expanded_follows_an_order_if_it_takes_no_gradien
     check(case, replace(inputs, mask=mask, bias=expanded), view)
     assert operators.calls[0]["order"] is not None
     for bias, needs_dbias in ((expanded, True), (expanded.contiguous(), False)):
-        walk = interval_walk(view, case.seqlen_q, case.num_heads_k, bias, needs_dbias=needs_dbias)
-        assert walk.order is None and walk.is_per_score
+        tensors = attention.Inputs(inputs.q, inputs.k, inputs.v, view, bias)
+        problem = describe_operands(tensors, flags_of(case), NeedsGrad(bias=needs_dbias))
+        assert interval_walk(problem, view).order is None and reads_scores(problem)
 
 
 @pytest.mark.parametrize("needs_grad", (("k",), ("bias",), ("q", "v")), ids=str)
@@ -434,8 +446,8 @@ def test_the_extension_packs_where_it_works(
 ) -> None:
     monkeypatch.setattr(packers, "device_arch", lambda device: arch)
     monkeypatch.setattr(packers, "disabled", lambda: disabled)
-    monkeypatch.setattr(cuda, "probe", lambda: SimpleNamespace(usable=usable))
-    assert packers.packs_by_extension(SimpleNamespace(is_cuda=is_cuda, device="cuda:0")) == packs
+    with replaced("cuda", probe=lambda: Availability(usable)):
+        assert packers.packs_by_extension(SimpleNamespace(is_cuda=is_cuda, device="cuda:0")) == packs
 
 
 @pytest.mark.parametrize("shape", ((2, 1, 150, 300), (1, 2, 150, 1)), ids=str)

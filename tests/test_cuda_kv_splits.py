@@ -1,6 +1,7 @@
 """Pieces of work whose keys are shared by several blocks, in the forward pass of cuda: against fp64, and repeated.
 
-The tests set `passes.NUM_KV_SPLITS`, which is 0 elsewhere, the estimate: it shares none in most calls as small as these.
+The tests set `passes.NUM_KV_SPLITS`, which is 0 elsewhere, the estimate: it shares none in most calls as small as
+these.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -11,14 +12,16 @@ import torch
 from accuracy import assert_accurate, run
 from cases import DEVICE, Case, Inputs
 from conftest import Runner
-from test_direct import Launched, Watch, launched
+from out_of_tree import replaced, rules_without
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import flash_dmattn
 from flash_dmattn.backends.cuda import passes
+from flash_dmattn.backends.cuda import rules as cuda_rules
+from flash_dmattn.backends.cuda.kernels import Kernels
+from flash_dmattn.backends.protocol import Availability
 from flash_dmattn.masks import padding_mask, prepare_mask
-
-__all__ = ["launched"]  # a fixture
 
 FULL = ("1", "Hq", "Lq", "Lk")
 BIASES = {"no bias": None, "per key": ("1", "Hk", "1", "Lk"), "per score": FULL, "of entries": ("B", "Hq", "Lq", "Lk")}
@@ -130,8 +133,21 @@ def test_the_same_bits_as_work_tiles_of_a_tile_of_the_mask(
         assert torch.equal(x, y)
 
 
-def test_what_the_kernel_is_told(launched: Launched) -> None:
-    """Only where no band makes the rows differ; by both ways of a call."""
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """Whether the forward kernel hears that its mask has one row, call by call; on CPU tensors, it computes nothing."""
+    if DEVICE == "cuda":
+        pytest.skip("a GPU runs the kernels themselves")
+    found: list[bool] = []
+    kernels = Kernels(lambda *arguments: found.append(arguments[-1]), *[None] * 4)
+    monkeypatch.setattr(passes, "kernels", lambda: kernels)
+    monkeypatch.setattr(cuda_rules, "installed_instances", lambda: None)
+    with replaced("cuda", probe=lambda: Availability(True), rules=rules_without("cuda", "device")):
+        yield found
+
+
+def test_what_the_kernel_is_told(told: list[bool]) -> None:
+    """Only where no band makes the rows differ; also through the operator, which a mode sees."""
     q, k = (torch.randn(2, n, 4, 64, dtype=torch.bfloat16) for n in (300, 260))
     rows = torch.rand(2, 1, 300, 260) < 0.5
     keys = rows[:, :, :1]
@@ -149,11 +165,11 @@ def test_what_the_kernel_is_told(launched: Launched) -> None:
     bands: tuple[dict[str, Any], ...] = ({}, {"window_size": (300, 300)}, {"is_causal": True}, {"window_size": (50, 3)})
     for name, (mask, expected) in masks.items():
         for band in bands if isinstance(mask, Tensor) else bands[:1]:
-            for watch in (nullcontext, Watch):
-                launched.clear()
-                with torch.no_grad(), watch():
+            for watch in (nullcontext(), FlopCounterMode(display=False)):
+                told.clear()
+                with torch.no_grad(), watch:
                     attention(q, k, k, mask, **band)
-                assert launched[-1][0] == "forward"
-                assert launched[-1][-1] is (expected and band in bands[:2]), (name, band, watch)
+                assert told == [expected and band in bands[:2]], (name, band, watch)
+    told.clear()
     attention(q, k, k, prepare_mask(keys, seqlen_q=300, is_causal=True))
-    assert launched[-1][-1] is False
+    assert told == [False]

@@ -16,7 +16,7 @@ from leading_calls import LeadingCall, assert_accurate, results, whole
 
 import flash_dmattn
 from flash_dmattn import masks
-from flash_dmattn.backends.cuda import backend as cuda
+from flash_dmattn.backends.cuda import passes
 from flash_dmattn.reference import formula
 from flash_dmattn.reference.yardstick import FLOOR, RATIO
 
@@ -107,8 +107,9 @@ def test_each_part_is_a_call_of_its_entries(backend: Runner, monkeypatch: pytest
     """Of a pair representation each example is a part, as many as there are, not as many as there are rows."""
     call = replace(CALL, batch=(2, 5), mask=(2, 5, 1, 1, 72), bias=(2, 1, 4, 40, 72))
     given, seen = built(call), []
-    attend = cuda._attend
-    monkeypatch.setattr(cuda, "_attend", lambda q, *rest: (seen.append(q.shape[0]), attend(q, *rest))[1])
+    kernels = passes.kernels()
+    attend = lambda q, *rest: (seen.append(q.shape[0]), kernels.attend(q, *rest))[1]
+    monkeypatch.setattr(passes, "kernels", lambda: kernels._replace(attend=attend))
     assert_accurate(results(attention, call, given), call, given)
     assert seen == [5, 5]
     tensors = (given["q"], given["k"], given["v"], given["mask"], given["bias"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -10,33 +12,35 @@ import torch
 from cuda_forms import schedule_of
 from hypothesis import given
 from hypothesis import strategies as st
+from out_of_tree import replaced
 
 import flash_dmattn
-from flash_dmattn.backends.cuda import backend as cuda
-from flash_dmattn.backends.cuda import direct
+from flash_dmattn.backends.cuda import kernels as cuda_kernels
+from flash_dmattn.backends.cuda import passes
 from flash_dmattn.backends.cuda import rules as cuda_rules
-from flash_dmattn.backends.flex import backend as flex
-from flash_dmattn.backends.protocol import Availability, Rule, broken_rules
-from flash_dmattn.backends.triton import backend as triton
+from flash_dmattn.backends.cuda.backend import BACKEND as cuda
+from flash_dmattn.backends.protocol import Availability, Rule
 from flash_dmattn.dispatch import config, refusals, selection
-from flash_dmattn.problem import MaskView, SequenceSpec
+from flash_dmattn.problem import SequenceSpec
+from flash_dmattn.problem.inputs import Inputs
 
 Q = (2, 4096, 16, 64)
 KEY_MASK = (2, 1, 1, 4096)
 PER_SCORE = (2, 16, 4096, 4096)
 GRADIENTS = {"grad": True}
 DBIAS = {"bias": PER_SCORE, "bias_grad": True}
-ALL_RULES = (*cuda.RULES, *cuda.AUTO_RULES)
+ALL_RULES = (*cuda.rules, *cuda.auto_rules)
 
 
 @pytest.fixture(autouse=True)
-def on_a_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_a_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every instance is built, cuda and triton work, and nobody has chosen a backend."""
     monkeypatch.setattr(cuda_rules, "installed_instances", lambda: None)
-    for backend in (cuda, triton):
-        monkeypatch.setattr(backend, "probe", lambda: Availability(True))
     for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn")):
         monkeypatch.setattr(config.process, name, value)
+    works = lambda: Availability(True)
+    with replaced("cuda", probe=works), replaced("triton", probe=works):
+        yield
 
 
 def explained(**changes: Any) -> flash_dmattn.explanation.Explanation:
@@ -233,8 +237,8 @@ TAKEN = (
 
 
 def test_every_rule_is_here() -> None:
-    assert list(BROKEN) == [rule.code for rule in cuda.RULES]
-    assert list(PASSED_OVER) == [rule.code for rule in cuda.AUTO_RULES]
+    assert list(BROKEN) == [rule.code for rule in cuda.rules]
+    assert list(PASSED_OVER) == [rule.code for rule in cuda.auto_rules]
 
 
 @pytest.mark.parametrize("code", BROKEN)
@@ -372,7 +376,7 @@ def test_triton_serves_what_it_refuses(call: dict[str, Any]) -> None:
 def test_what_auto_leaves_to_triton(code: str) -> None:
     call, text = PASSED_OVER[code]
     explanation = explained(**call, **GRADIENTS)
-    (rule,) = (rule for rule in cuda.AUTO_RULES if rule.code == code)
+    (rule,) = (rule for rule in cuda.auto_rules if rule.code == code)
     forward = "triton" if "forward" in rule.passes else "cuda"
     assert (explanation.forward, explanation.backward) == (forward, "triton")
     # So few keys leave the backward pass to triton in any call.
@@ -447,7 +451,7 @@ def few_queries(sizes: Sizes, queries: int, window: int | None) -> dict[str, Any
 
 @pytest.mark.parametrize(("sizes", "queries", "window", "faster"), TIMED, ids=str)
 def test_of_few_queries_auto_takes_who_was_faster(
-    sizes: Sizes, queries: int, window: int | None, faster: tuple[str, ...]
+    sizes: Sizes, queries: int, window: int | None, faster: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch, heads, heads_k, keys, dim = sizes
     explanation = explained(**few_queries(sizes, queries, window))
@@ -458,16 +462,17 @@ def test_of_few_queries_auto_takes_who_was_faster(
     assert (explanation.forward == "cuda") is (not codes) and set(codes) <= {"few_rows", "few_tiles"}
     if explanation.forward == "cuda" and queries == 1:
         seen: list[Any] = []
-        attend = direct.forward_pass(explanation.problem, MaskView(), lambda *x: seen.extend(x), never, lambda: 0)
+        kernels = cuda_kernels.Kernels(lambda *x: seen.extend(x), never, never, never, never)
+        monkeypatch.setattr(passes, "kernels", lambda: kernels)
+        monkeypatch.setattr(cuda_kernels, "readable_rows", never)
         q, k = (torch.empty(batch, n, h, dim, device="meta") for n, h in ((1, heads), (keys, heads_k)))
-        assert attend is not None
-        attend(q, k, k, None, None, (), None)
+        cuda.plan_forward(explanation.problem)(Inputs(q, k, k))
         group = heads // heads_k  # heads are rows of one tile, of the keys of the window alone and without a band
         assert seen[0].shape == (batch, group, heads_k, dim) and seen[1].shape[1] == window
         assert seen[8:10] == [-group, window]
 
 
-def never(x: torch.Tensor) -> torch.Tensor:
+def never(*tensors: torch.Tensor) -> Any:
     raise AssertionError("TMA reads it as it is")
 
 
@@ -598,19 +603,19 @@ def test_sums_for_few_keys_are_left_to_triton(size: tuple[int, ...], call: dict[
 @pytest.mark.parametrize("is_disabled", (False, True), ids=("triton does not work", "triton is disabled"))
 def test_what_is_left_to_triton_is_cudas_without_it(is_disabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before eager, in either pass: a preference says who is faster, not who is right."""
-    if is_disabled:
-        monkeypatch.setattr(config.process, "disabled", (triton.NAME, flex.NAME))
-    else:
-        for backend in (triton, flex):
-            monkeypatch.setattr(backend, "probe", lambda: Availability(False, "no Triton"))
-        monkeypatch.setattr("flash_dmattn.explanation.gpu_names", lambda arch: ["a GPU of this machine"])
-        monkeypatch.setattr(cuda, "probe", lambda: Availability(True))
-    for call, _ in PASSED_OVER.values():
-        found = explained(**call, **GRADIENTS)
-        refused = broken_rules(cuda, found.problem, ("backward",))
-        assert (found.forward, found.backward) == ("cuda", "eager" if refused else "cuda"), call
-        assert ("auto finds no other here, and else passes it over: " in str(found)) is not bool(refused)
-    assert explained(device="sm_80").forward == "eager"
+    with ExitStack() as changes:
+        if is_disabled:
+            monkeypatch.setattr(config.process, "disabled", ("triton", "flex"))
+        else:
+            for name in ("triton", "flex"):
+                changes.enter_context(replaced(name, probe=lambda: Availability(False, "no Triton")))
+            monkeypatch.setattr("flash_dmattn.explanation.gpu_names", lambda arch: ["a GPU of this machine"])
+        for call, _ in PASSED_OVER.values():
+            found = explained(**call, **GRADIENTS)
+            refused = cuda.broken_rules(found.problem, ("backward",))
+            assert (found.forward, found.backward) == ("cuda", "eager" if refused else "cuda"), call
+            assert ("auto finds no other here, and else passes it over: " in str(found)) is not bool(refused)
+        assert explained(device="sm_80").forward == "eager"
 
 
 def test_fixed_order_of_a_whole_dbias() -> None:

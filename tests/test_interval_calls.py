@@ -14,8 +14,9 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import flash_dmattn
-from flash_dmattn import api, masks
+from flash_dmattn import call, masks
 from flash_dmattn.dispatch import config, refusals
+from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.explanation import explain_description
 from flash_dmattn.masks import IntervalMask, prepare_intervals, prepare_topk, topk_mask
 
@@ -57,10 +58,10 @@ MASKS: dict[str, tuple[IntervalMask, Tensor]] = {
     ),
     "none allowed": (prepare_intervals([0] * LK, [0], LQ), torch.zeros(1, 1, LQ, LK, dtype=torch.bool)),
 }
-BACKENDS = ("eager", "reference", "flex", PREPARED.NAME, DENSE.NAME, (PREPARED.NAME, "eager"))
+NAMES = ("eager", "reference", "flex", PREPARED.backend.name, DENSE.backend.name, (PREPARED.backend.name, "eager"))
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+@pytest.mark.parametrize("backend", NAMES, ids=str)
 @pytest.mark.parametrize("kind", MASKS)
 def test_interval_mask_gives_what_the_dense_mask_gives(kind: str, backend: Any) -> None:
     prepared, dense = MASKS[kind]
@@ -89,7 +90,7 @@ def test_decoding(seqlen_q: int) -> None:
     prepared = prepare_topk(TOPK, 20, is_causal=True, seqlen_q=seqlen_q, reorder=True)
     dense = topk_mask(TOPK, 20, is_causal=True, seqlen_q=seqlen_q)
     expected = results(given, dense, backend="reference")
-    for backend in ("eager", PREPARED.NAME):
+    for backend in ("eager", PREPARED.backend.name):
         assert_same(results(given, prepared, backend=backend), expected)
 
 
@@ -99,9 +100,9 @@ def test_decoding(seqlen_q: int) -> None:
 @pytest.mark.parametrize(
     ("backend", "received"),
     [
-        (PREPARED.NAME, ["intervals", "intervals"]),
-        (DENSE.NAME, ["dense", "dense"]),
-        ((PREPARED.NAME, DENSE.NAME), ["dense", "dense"]),
+        (PREPARED.backend.name, ["intervals", "intervals"]),
+        (DENSE.backend.name, ["dense", "dense"]),
+        ((PREPARED.backend.name, DENSE.backend.name), ["tiles", "dense"]),
     ],
 )
 def test_what_a_forward_and_its_backward_receive(backend: Any, received: list[str]) -> None:
@@ -111,7 +112,7 @@ def test_what_a_forward_and_its_backward_receive(backend: Any, received: list[st
 
 def test_a_forward_pass_alone_receives_the_intervals() -> None:
     q, k, v, bias = (x.detach() for x in leaves())
-    flash_dmattn.attention(q, k, v, MASKS["a window"][0], bias, backend=PREPARED.NAME)
+    flash_dmattn.attention(q, k, v, MASKS["a window"][0], bias, backend=PREPARED.backend.name)
     assert PREPARED.received == ["intervals"]
 
 
@@ -126,8 +127,8 @@ def test_explain_says_what_is_unpacked() -> None:
     assert ", causal, " in str(explanation.problem)
     notes = {verdict.backend: verdict.notes for verdict in explanation.verdicts}
     unpacks = "unpacks the prepared mask to a dense bool tensor of 0.0 MB"
-    assert notes["eager"] == notes["reference"] == notes[DENSE.NAME] == (unpacks,)
-    assert notes[PREPARED.NAME] == ()
+    assert notes["eager"] == notes["reference"] == notes[DENSE.backend.name] == (unpacks,)
+    assert notes[PREPARED.backend.name] == ()
 
 
 @pytest.mark.parametrize("bias", [None, (1, 4, 1, 16384), (1, 16, 16384, 16384)], ids=str)
@@ -149,17 +150,17 @@ def test_explain_of_a_long_call_on_a_gpu(seqlen_q: int, unpacked: str, bias: tup
 
 
 def test_the_fallback_counts_the_dense_mask() -> None:
-    from flash_dmattn.backends import eager
-
+    workspace_bytes = BACKENDS["eager"].workspace_bytes
+    assert workspace_bytes is not None
     shape = {"mask": (1, 1, 4096, 4096), "dtype": "fp64", "device": "sm_80"}
     dense = flash_dmattn.explain_problem((1, 4096, 2, 64), **shape).problem
-    assert eager.workspace_bytes(dense._replace(mask_form="intervals")) == eager.workspace_bytes(dense) + 2**24
+    assert workspace_bytes(dense._replace(mask_form="intervals")) == workspace_bytes(dense) + 2**24
 
 
 def test_alike_calls_are_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    describe = api.describe
-    monkeypatch.setattr(api, "describe", lambda *arguments: (calls.append(1), describe(*arguments))[1])
+    describe = call.describe
+    monkeypatch.setattr(call, "describe", lambda *given, **named: (calls.append(1), describe(*given, **named))[1])
     q, k, v, bias = (x.detach() for x in leaves())
     for scores in (TOPK, -TOPK, TOPK + 1):
         prepared = prepare_topk(scores, 20, is_causal=True, seqlen_q=LQ)
@@ -214,7 +215,7 @@ def test_functional_gradient_vmap_and_second_derivative() -> None:
     assert_same([of_bias(torch.stack([plain[3]] * 2))[1]], [loss(*plain, mask=dense, backend="reference")])
 
 
-@pytest.mark.parametrize("backend", ["eager", PREPARED.NAME])
+@pytest.mark.parametrize("backend", ["eager", PREPARED.backend.name])
 @pytest.mark.parametrize("inside", [True, False])
 def test_one_graph(inside: bool, backend: str) -> None:
     """The mask made in the graph from the bias, or outside of it."""

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from flash_dmattn.backends.triton.key_order import Ordered
 from flash_dmattn.masks import prepare_topk
-from flash_dmattn.problem import Flags
+from flash_dmattn.operators import describe_operands
+from flash_dmattn.problem import Flags, NeedsGrad
+from flash_dmattn.problem.inputs import Inputs
 from flash_dmattn.reference import formula
 
 B, HQ, HK, LQ, LK, D = 2, 4, 2, 70, 300, 8
@@ -49,7 +51,8 @@ def test_gradients_by_key(bias_shape: Any, heads: tuple[int, int], compact: bool
         bias = draw(1, HQ, 1, 1).expand(1, HQ, 1, LK) if expanded else draw(*bias_shape)
     flags = Flags(-1, -1, 0.3, 0.0, False)
     with_nan = (x.masked_fill(dead, torch.nan) for x in (k, v))
-    ordered = Ordered(q, *with_nan, prepared.view, bias, flags, needs_dbias=bias is not None)
+    x = Inputs(q, *with_nan, prepared.view, bias)
+    ordered = Ordered(describe_operands(x, flags, NeedsGrad(True, True, True, bias is not None)), x)
     words = ordered.mask.tensors[0]
     start, stop = words & 0xFFFFFFFF, words >> 32
     rows = torch.arange(LQ)[:, None]

@@ -26,13 +26,13 @@ from mask_forms import (
     random_mask,
     results,
 )
-from out_of_tree import KernelPair, registered
+from out_of_tree import KernelPair, registered, replaced
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_dmattn
 from flash_dmattn import masks
-from flash_dmattn.dispatch import config, refusals, selection
+from flash_dmattn.dispatch import config, refusals
 from flash_dmattn.masks import PreparedMask, prepare_mask
 from flash_dmattn.masks.prepared.operator import KeyForm, key_form, prepared_view
 
@@ -47,7 +47,14 @@ def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 BANDS: list[dict[str, Any]] = [{}, {"is_causal": True}, {"window_size": (20, 3)}, {"window_size": (2**40, 0)}]
-BACKENDS = ("eager", "reference", "flex", PREPARED.NAME, (PREPARED.NAME, "eager"), ("eager", PREPARED.NAME))
+BACKENDS = (
+    "eager",
+    "reference",
+    "flex",
+    PREPARED.backend.name,
+    (PREPARED.backend.name, "eager"),
+    ("eager", PREPARED.backend.name),
+)
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
@@ -66,7 +73,7 @@ def test_prepared_mask_gives_what_the_dense_mask_gives(form: str, band: dict[str
         assert_same(results(leaves(), prepared, backend=backend, **band), expected)
 
 
-@pytest.mark.parametrize("backend", ["eager", PREPARED.NAME])
+@pytest.mark.parametrize("backend", ["eager", PREPARED.backend.name])
 def test_masks_made_from_what_defines_them(backend: str) -> None:
     blocks = random_mask(1, HK, 2, 2)
     ids_q, ids_k = masks.document_ids([40, 100]), masks.document_ids([70, 80])
@@ -123,7 +130,7 @@ def test_one_query_and_none() -> None:
             (prepare_mask(random_mask(B, 1, 1, LK), seqlen_q=seqlen_q, is_causal=True), random_mask(B, 1, 1, LK)),
         ):
             expected = results(given, dense, is_causal=True, backend="reference")
-            for backend in ("eager", PREPARED.NAME):
+            for backend in ("eager", PREPARED.backend.name):
                 assert_same(results(given, prepared, backend=backend), expected)
 
 
@@ -138,7 +145,7 @@ def test_two_layers_share_one_mask() -> None:
         return [x, *torch.autograd.grad(x.sin().sum(), given)]
 
     expected = layers(FORMS["full"], "reference", is_causal=True)
-    for backend in ("eager", PREPARED.NAME):
+    for backend in ("eager", PREPARED.backend.name):
         assert_same(layers(prepared, backend), expected)
     assert PREPARED.received == ["tiles"] * 4
     assert all(torch.equal(x, y) for x, y in zip(prepared.tensors, before))
@@ -148,7 +155,7 @@ def test_two_layers_share_one_mask() -> None:
 
 
 class Seen(TorchDispatchMode):
-    """The operators of the package that ran."""
+    """The operators of the package that ran, those of passes with the names of their backends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,22 +163,23 @@ class Seen(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "flash_dmattn":
-            self.names.append(func._schema.name.removeprefix("flash_dmattn::"))
+            name = func._schema.name.removeprefix("flash_dmattn::")
+            self.names.append(f"{args[-2]}: {name}" if name.startswith("attention_") else name)
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(
     ("backend", "form", "prepared", "received"),
     [
-        (PREPARED.NAME, "full", False, ["tiles", "tiles"]),
-        (PREPARED.NAME, "per key", False, ["intervals", "intervals"]),
-        (PREPARED.NAME, "expanded queries", False, ["intervals", "intervals"]),
-        (PREPARED.NAME, "full", True, ["tiles", "tiles"]),
-        (PREPARED.NAME, "per key", True, ["intervals", "intervals"]),
-        (DENSE.NAME, "full", False, ["dense", "dense"]),
-        (DENSE.NAME, "full", True, ["dense", "dense"]),
-        ((PREPARED.NAME, DENSE.NAME), "full", False, ["dense", "dense"]),
-        ((DENSE.NAME, PREPARED.NAME), "full", True, ["dense", "dense"]),
+        (PREPARED.backend.name, "full", False, ["tiles", "tiles"]),
+        (PREPARED.backend.name, "per key", False, ["intervals", "intervals"]),
+        (PREPARED.backend.name, "expanded queries", False, ["intervals", "intervals"]),
+        (PREPARED.backend.name, "full", True, ["tiles", "tiles"]),
+        (PREPARED.backend.name, "per key", True, ["intervals", "intervals"]),
+        (DENSE.backend.name, "full", False, ["dense", "dense"]),
+        (DENSE.backend.name, "full", True, ["dense", "dense"]),
+        ((PREPARED.backend.name, DENSE.backend.name), "full", False, ["tiles", "dense"]),
+        ((DENSE.backend.name, PREPARED.backend.name), "full", True, ["tiles", "dense"]),
     ],
 )
 def test_what_a_forward_and_its_backward_receive(backend: Any, form: str, prepared: bool, received: list[str]) -> None:
@@ -180,16 +188,19 @@ def test_what_a_forward_and_its_backward_receive(backend: Any, form: str, prepar
         results(leaves(), mask, backend=backend)
     assert PREPARED.received + DENSE.received == received
     names = (backend, backend) if isinstance(backend, str) else backend
-    packed = ["prepare_mask"] if received[0] != "dense" and not prepared else []  # once for both passes
-    assert seen.names == [*packed, f"{names[0]}_forward", f"{names[1]}_backward"]
+    packed = ["prepare_mask"] if "dense" not in received and not prepared else []  # once for both passes
+    assert seen.names == [*packed, f"{names[0]}: attention_forward", f"{names[1]}: attention_backward"]
 
 
-def test_one_pass_packs_as_it_likes() -> None:
-    """Without a backward pass nothing is shared: the backend receives the dense tensor, which may be the better."""
-    q, k, v, bias = (x.detach() for x in leaves())
-    for mask in (FORMS["full"], None, prepare_mask(FORMS["full"])):
-        flash_dmattn.attention(q, k, v, mask, bias, backend=PREPARED.NAME)
-    assert PREPARED.received == ["dense", "none", "tiles"]
+@pytest.mark.parametrize("needs_grad", (False, True))
+def test_a_pass_may_read_a_bool_mask_as_it_is(needs_grad: bool) -> None:
+    """A call whose other pass reads tiles packs its mask once, for both."""
+    backend = PREPARED.backend.name
+    q, k, v, bias = (x.detach().requires_grad_(needs_grad) for x in leaves())
+    with replaced(backend, reads_dense=lambda problem, direction: direction == "forward"):
+        for mask in (FORMS["full"], None, prepare_mask(FORMS["full"])):
+            flash_dmattn.attention(q, k, v, mask, bias, backend=backend)
+    assert PREPARED.received == ["tiles" if needs_grad else "dense", "none", "tiles"]
 
 
 def test_backend_of_plain_functions_receives_dense_masks() -> None:
@@ -282,7 +293,7 @@ def test_other_limits_than_the_mask_has_are_refused(mask: PreparedMask, flags: d
 )
 def test_the_same_limits_in_other_words(mask: PreparedMask, flags: dict[str, Any]) -> None:
     q, k, v, _ = leaves()
-    for backend in ("eager", PREPARED.NAME):
+    for backend in ("eager", PREPARED.backend.name):
         found = flash_dmattn.attention(q, k, v, mask, backend=backend, **flags)
         assert_same([found], [flash_dmattn.attention(q, k, v, mask.dense(), backend="reference")])
 
@@ -298,9 +309,9 @@ def test_explain_says_prepared_and_what_is_unpacked() -> None:
     assert ", causal, " in str(explanation.problem)
     notes = {verdict.backend: verdict.notes for verdict in explanation.verdicts}
     unpacks = f"unpacks the prepared mask to a dense bool tensor of {FORMS['full'].numel() / 2**20:.1f} MB"
-    for backend in ("eager", "reference", DENSE.NAME):
+    for backend in ("eager", "reference", DENSE.backend.name):
         assert notes[backend] == (unpacks,)
-    assert notes[PREPARED.NAME] == ()
+    assert notes[PREPARED.backend.name] == ()
     dense = flash_dmattn.explain(q, k, v, FORMS["full"], bias)
     assert dense.problem.mask_form == "dense" and "prepared mask" not in str(dense)
     assert flash_dmattn.explain(q, k, v).problem.mask_form == "none"
@@ -344,9 +355,8 @@ def test_fallback_counts_what_it_unpacks() -> None:
         ):
             shape = {"mask": (1, 1, 4096, 4096), "dtype": "fp64"}
             refusals._warned.clear()
-            selection.select(
-                flash_dmattn.explain_problem((1, 4096, 2, 64), device="sm_80", **shape, **flags).problem, "auto"
-            )
+            described = flash_dmattn.explain_problem((1, 4096, 2, 64), device="sm_80", **shape, **flags)
+            refusals.report_fallback(described.problem)
         return float(re.search(r"up to ([\d.]+) MB", str(told[0].message))[1])
 
     assert workspace(mask_prepared=True) == workspace() + 16.0

@@ -46,13 +46,13 @@ def test_second_derivative(form: str) -> None:
 @pytest.mark.parametrize("mask", [FORMS["full"], FORMS["per key"], None], ids=["tiles", "keys", "none"])
 def test_second_derivative_of_a_backend_without_one_is_refused(mask: Tensor | None) -> None:
     given = leaves()
-    first = torch.autograd.grad(loss(*given, mask=mask, backend=PREPARED.NAME), given, create_graph=True)
+    first = torch.autograd.grad(loss(*given, mask=mask, backend=PREPARED.backend.name), given, create_graph=True)
     assert_same(list(first), list(torch.autograd.grad(loss(*given, mask=mask, backend="reference"), given)))
-    with pytest.raises(NotImplementedError, match=f"{PREPARED.NAME}. has no second derivative"):
+    with pytest.raises(NotImplementedError, match=f"{PREPARED.backend.name}. has no second derivative"):
         first[0].sum().backward()
 
 
-@pytest.mark.parametrize("backend", ["eager", PREPARED.NAME])
+@pytest.mark.parametrize("backend", ["eager", PREPARED.backend.name])
 @pytest.mark.parametrize("form", ["full", "per key"])
 def test_functional_gradient_and_checkpoint(form: str, backend: str) -> None:
     mask, given = FORMS[form], leaves()
@@ -78,7 +78,7 @@ def test_vmap_over_a_call_without_gradients() -> None:
     q, k, v, bias = (x.detach() for x in leaves())
     prepared = prepare_mask(FORMS["full"])
     many = torch.stack([FORMS["full"], ~FORMS["full"]])
-    of_bias = torch.func.vmap(lambda b: flash_dmattn.attention(q, k, v, prepared, b, backend=PREPARED.NAME))
+    of_bias = torch.func.vmap(lambda b: flash_dmattn.attention(q, k, v, prepared, b, backend=PREPARED.backend.name))
     expected = flash_dmattn.attention(q, k, v, FORMS["full"], bias, backend="reference")
     assert_same([of_bias(torch.stack([bias, bias]))[1]], [expected])
     of_mask = torch.func.vmap(lambda m: flash_dmattn.attention(q, k, v, m, bias, backend="eager"))
@@ -88,7 +88,7 @@ def test_vmap_over_a_call_without_gradients() -> None:
 # torch.compile
 
 
-@pytest.mark.parametrize("backend", ["eager", PREPARED.NAME])
+@pytest.mark.parametrize("backend", ["eager", PREPARED.backend.name])
 @pytest.mark.parametrize("form", ["queries and keys", "per key", "expanded queries"])
 @pytest.mark.parametrize("how", ["dense", "prepared inside", "prepared outside"])
 def test_one_graph(how: str, form: str, backend: str) -> None:
@@ -132,7 +132,7 @@ def test_inductor_relies_on_the_fakes(mask: Tensor) -> None:
 
     def among_others(scores: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
         q, k, v, bias = given
-        out = flash_dmattn.attention(q, k, v, scores > 0.5, bias, is_causal=True, backend=PREPARED.NAME)
+        out = flash_dmattn.attention(q, k, v, scores > 0.5, bias, is_causal=True, backend=PREPARED.backend.name)
         prepared = prepare_mask(scores > 0.5, window_size=(9, -1))
         return torch.relu(out) + flash_dmattn.attention(q, k, v, prepared, bias, backend="eager")
 

@@ -24,11 +24,10 @@ from cuda_forms import (
     instance_of,
     schedule_of,
 )
+from out_of_tree import replaced, rules_without
 
-from flash_dmattn.backends.cuda import backend as cuda
 from flash_dmattn.backends.cuda import rules as cuda_rules
-from flash_dmattn.backends.protocol import broken_rules
-from flash_dmattn.backends.triton import backend
+from flash_dmattn.backends.cuda.backend import BACKEND as CUDA
 from flash_dmattn.remembered import Remembered
 
 KERNELS = {
@@ -66,10 +65,10 @@ def test_every_kernel_of_triton_is_launched(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(plan.Call, "__init__", on_an_h200)
     monkeypatch.setattr(kernel_launch.Launch, "__call__", record)
     monkeypatch.setattr(launch, "plans", Remembered(4096))
-    monkeypatch.setattr(backend, "RULES", tuple(rule for rule in backend.RULES if rule.code != "device"))
     monkeypatch.setattr(sanitized_cases, "DEVICE", "cpu")
-    for case, how in sanitized_cases.CASES["triton"]:
-        sanitized_cases.call(case, how, "triton")
+    with replaced("triton", rules=rules_without("triton", "device")):
+        for case, how in sanitized_cases.CASES["triton"]:
+            sanitized_cases.call(case, how, "triton")
 
     assert {name for name, _, _ in launched} == KERNELS | SHORT_KERNELS
     kinds = {main: {kind for name, kind, _ in launched if name == main} for main in SHORT_KERNELS}
@@ -90,7 +89,7 @@ def test_the_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatch) -> Non
     in_parts: dict[tuple[int, int], set[tuple[str, bool]]] = {}
     dtypes = set()
     for case, how in sanitized_cases.CASES["cuda"]:
-        assert not broken_rules(cuda, described(case), ("forward",)) and not case.needs_grad, case.repro()
+        assert not CUDA.broken_rules(described(case), ("forward",)) and not case.needs_grad, case.repro()
         bias = sanitized_cases.place(case.build("cpu"), how).bias
         d, d_v, dtype = instance_of(case)
         kernels = in_parts if how == "parts" else reached
@@ -101,8 +100,8 @@ def test_the_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatch) -> Non
     shared = set(itertools.product(("none", "vector", "tile"), (False, True)))
     assert in_parts[32, 32] == in_parts[64, 64] == in_parts[128, 128] == shared
     assert set(in_parts) == {(d, d) for d in (32, 64, 96, 128)}
-    assert set(reached) == set(cuda.INSTANCES) and all(len(kernels) >= 2 for kernels in reached.values())
-    assert dtypes == {(*dims, dtype) for dims in cuda.INSTANCES for dtype in (torch.float16, torch.bfloat16)}
+    assert set(reached) == set(cuda_rules.INSTANCES) and all(len(kernels) >= 2 for kernels in reached.values())
+    assert dtypes == {(*dims, dtype) for dims in cuda_rules.INSTANCES for dtype in (torch.float16, torch.bfloat16)}
     for case in sanitized_cases.HELD_BIAS:  # 4 work tiles for each of 132 blocks
         assert case.batch * case.num_heads * -(-case.seqlen_q // 256) >= 4 * 132
     assert len(sanitized_cases.CASES["cuda"]) == 69
@@ -120,7 +119,7 @@ def test_the_backward_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatc
         in_order = how == "in_order"
         problem = differentiated(case, in_order)
         schedule = schedule_of(problem)
-        assert not broken_rules(cuda, problem, ("forward", "backward")) and case.needs_grad, case.repro()
+        assert not CUDA.broken_rules(problem, ("forward", "backward")) and case.needs_grad, case.repro()
         instance, form, has_mask = instance_of(case), backward_form(problem), case.mask is not None
         if case.softcap > 0:
             capped.add((instance[:2], form))
@@ -140,7 +139,7 @@ def test_the_backward_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatc
             pairs.add((in_order, case.num_heads > case.num_heads_k, case.seqlen_k % 256 > 128))
     narrow = itertools.product(((32, 32), (64, 64), (96, 96), (128, 128)), BACKWARD_FORMS)
     wide = itertools.product(sanitized_cases.WIDE_DIMS, ("none", "vector", "tile"))
-    assert capped == {*narrow, *wide} and capped_shared == set(cuda.INSTANCES)
+    assert capped == {*narrow, *wide} and capped_shared == set(cuda_rules.INSTANCES)
     flags = (False, True)
     summed = [instance for instance in ALL_INSTANCES if max(instance[:2]) <= 128]
     every = {
@@ -156,7 +155,7 @@ def test_the_backward_kernels_of_cuda_are_reached(monkeypatch: pytest.MonkeyPatc
     assert {part[:3] for part in slots} == set(itertools.product(flags, dtypes, flags))
     assert {wide for wide, *_, is_unaligned in slots if is_unaligned} == set(flags)
     of_instances = {
-        *itertools.product(cuda.INSTANCES, BACKWARD_FORMS),
+        *itertools.product(cuda_rules.INSTANCES, BACKWARD_FORMS),
         *((instance[:2], SUMMED) for instance in summed),
     }
     assert orders == {(*form, has_mask, order) for form in of_instances for has_mask in flags for order in flags}

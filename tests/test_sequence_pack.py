@@ -14,12 +14,12 @@ from sequence_pack_calls import draw
 
 import flash_dmattn
 from flash_dmattn import Sequences
-from flash_dmattn.backends import eager
-from flash_dmattn.backends.triton import backend as triton
+from flash_dmattn.backends.eager import BACKEND as EAGER
+from flash_dmattn.backends.mask_choice import choose_form, view_of
+from flash_dmattn.backends.triton.backend import BACKEND as TRITON
 from flash_dmattn.dispatch import packers
-from flash_dmattn.dispatch.mask_view import mask_view
 from flash_dmattn.masks import prepare_mask
-from flash_dmattn.problem import SequenceSpec, SequenceView
+from flash_dmattn.problem import SequenceSpec
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 without_gpu = pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves")
@@ -149,11 +149,9 @@ def test_which_masks_are_packed_by_the_call(given: dict[str, object], packs: boo
     explained = problem_of(**given)  # type: ignore[arg-type]
     problem = explained.problem
     assert problem.mask is not None
-    mask, bounds = torch.ones(problem.mask.shape, dtype=torch.bool), torch.zeros(3, 4, dtype=torch.int32)
-    for backward in (None, triton):
-        view = mask_view(problem, mask, triton, backward, SequenceView(bounds))
-        assert view.form == ("sequence_tiles" if packs else "dense")
-    assert mask_view(problem, mask, triton, eager, SequenceView(bounds)).form == "dense"  # which reads no tiles
+    for backward in (None, TRITON):
+        assert choose_form(problem, TRITON, backward).form == ("sequence_tiles" if packs else "dense")
+    assert choose_form(problem, TRITON, EAGER).form == "dense"  # which reads no tiles
     notes = next(verdict.notes for verdict in explained.verdicts if verdict.backend == "triton")
     assert notes[0].startswith(PREPARES if packs else READS)
 
@@ -164,15 +162,14 @@ def test_an_expanded_mask_is_not_packed() -> None:
     q = torch.zeros(500, 2, 16)
     for mask in (torch.ones(1, 1, 300, dtype=torch.bool), torch.ones(1, 500, 1, dtype=torch.bool)):
         problem = flash_dmattn.explain(q, q, q, mask.expand(1, 500, 300), sequences=sequences).problem
-        view = mask_view(problem, mask[None].expand(1, 1, 500, 300), triton, triton, sequences.view(problem.sequences))
-        assert problem.flags.mask_packing == "queries" and view.form == "dense"
+        assert problem.flags.mask_packing == "queries" and choose_form(problem, TRITON, TRITON).form == "dense"
 
 
 def test_tiles_of_a_call_are_those_of_a_prepared_mask() -> None:
     sequences = Sequences.packed(torch.tensor([0, 200, 500]), max_seqlen_q=300)
     q, mask = torch.zeros(500, 2, 16), torch.rand(2, 500, 300) < 0.3
     problem = flash_dmattn.explain(q, q, q, mask, is_causal=True, sequences=sequences).problem
-    view = mask_view(problem, mask[None], triton, triton, sequences.view(problem.sequences))
+    view = view_of(problem, choose_form(problem, TRITON, TRITON), mask[None], sequences.view(problem.sequences))
     tiles = prepare_mask(mask, is_causal=True, sequences=sequences, seqlen_q=500, seqlen_k=500)
     assert view.form == "sequence_tiles" and all(map(torch.equal, view.tensors, tiles.tensors))
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from cases import DEVICE
 from conftest import Runner
+from out_of_tree import replaced, rules_without
 from sequence_calls import SequenceCall, assert_accurate, run
 from torch import Tensor
 from tree_calls import ON_GPU, as_chain, draw
@@ -86,7 +87,6 @@ def test_a_chain_has_the_tiles_of_causality() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_a_chain_is_launched_as_causality_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU that need not be here: every call whose bits are compared there has the same kernels and programs."""
-    from flash_dmattn.backends.triton import backend as triton
     from flash_dmattn.triton_kernels import kernel_launch, launch, sequences
     from flash_dmattn.triton_kernels.plan_sequences import SequenceCall as Planned
 
@@ -96,7 +96,6 @@ def test_a_chain_is_launched_as_causality_is(monkeypatch: pytest.MonkeyPatch) ->
         return call
 
     launched: list[Any] = []
-    monkeypatch.setattr(triton, "RULES", tuple(rule for rule in triton.RULES if rule.code != "device"))
     monkeypatch.setattr(sequences, "SequenceCall", on_sm_90)
     monkeypatch.setattr(launch, "plans", Remembered(4096))
     monkeypatch.setattr(kernel_launch.Launch, "__call__", lambda self, *tensors: launched.append(self))
@@ -115,10 +114,11 @@ def test_a_chain_is_launched_as_causality_is(monkeypatch: pytest.MonkeyPatch) ->
         return found
 
     shared = 0
-    for number in range(40):
-        chain, causal = (launches(each) for each in as_chain(replace(draw(number, **ON_GPU), needs_grad=())))
-        assert chain == causal, number
-        shared += any(name == "combine_kernel" for name, *_ in chain)
+    with replaced("triton", rules=rules_without("triton", "device")):
+        for number in range(40):
+            chain, causal = (launches(each) for each in as_chain(replace(draw(number, **ON_GPU), needs_grad=())))
+            assert chain == causal, number
+            shared += any(name == "combine_kernel" for name, *_ in chain)
     assert shared > 0
 
 
@@ -179,7 +179,9 @@ def test_opcheck() -> None:
     inputs = (call.q, call.k, call.v, [call.mask.bits], "tree", None, None, list(view.tensors), None)
     # Lengths are read on the host: what follows shapes alone cannot run.
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.flash_dmattn.eager_forward.default, (*inputs, *flags, ""), test_utils=checks)
+    torch.library.opcheck(
+        torch.ops.flash_dmattn.attention_forward.default, (*inputs, *flags, "eager", ""), test_utils=checks
+    )
 
 
 def test_compiled_with_a_tree_made_inside_or_outside() -> None:

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 from cases import DEVICE
+from out_of_tree import replaced
 
 import flash_dmattn
-from flash_dmattn.backends.protocol import accepts, all_hold
+from flash_dmattn.backends.protocol import all_hold
 from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.problem import AttentionProblem
 from flash_dmattn.tools.gpu_table import gpu_table
@@ -159,16 +160,16 @@ def on(arch: str, dtype: str = "bf16") -> AttentionProblem:
 def test_what_is_said_of_a_gpu_is_what_the_rules_do(row: Gpu) -> None:
     triton = BACKENDS["triton"]
     for dtype, direction in product(("bf16", "fp16", "fp32"), ("forward", "backward")):
-        assert accepts(triton, on(row.arch, dtype), direction)
-    (measured,) = (rule for rule in triton.AUTO_RULES if rule.code == "measured_gpu")
+        assert triton.accepts(on(row.arch, dtype), direction)
+    (measured,) = (rule for rule in triton.auto_rules if rule.code == "measured_gpu")
     assert all_hold((measured,), on(row.arch), "forward") == (row.standing == "measured")
     (line,) = (line for line in gpu_table().splitlines() if line.startswith(f"| {row.arch} |"))
     assert line.endswith(f"| {row.standing} |") and row.products in line
 
 
-def test_a_gpu_that_the_rules_refuse_is_refused_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_the_rules_refuse_is_refused_in_the_table() -> None:
     assert "| sm_75 | T4, RTX 20 | 64 KB | refused | refused |" in gpu_table()
-    assert not accepts(BACKENDS["triton"], on("sm_75"), "forward")
-    only_hopper = tuple(rule for rule in BACKENDS["cuda"].RULES if rule.code == "arch")
-    monkeypatch.setattr(BACKENDS["triton"], "RULES", only_hopper)
-    assert "| sm_80 | A100 | 163 KB | refused | refused |" in gpu_table()
+    assert not BACKENDS["triton"].accepts(on("sm_75"), "forward")
+    only_hopper = tuple(rule for rule in BACKENDS["cuda"].rules if rule.code == "arch")
+    with replaced("triton", rules=only_hopper):
+        assert "| sm_80 | A100 | 163 KB | refused | refused |" in gpu_table()

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import flash_dmattn
-from flash_dmattn.backends.triton import backend as triton
-from flash_dmattn.dispatch.mask_view import mask_view
+from flash_dmattn.backends.mask_choice import choose_form
+from flash_dmattn.backends.triton.backend import BACKEND as TRITON
 from flash_dmattn.problem import MaskView
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -69,7 +69,6 @@ def test_slots_take_little_memory() -> None:
 
 @pytest.mark.parametrize("seqlen_k, heads_k, form", ((49, 4, "dense"), (49, 2, "tiles"), (200, 4, "tiles")))
 def test_a_mask_of_short_rows_is_not_prepared(seqlen_k: int, heads_k: int, form: str) -> None:
-    mask = torch.ones(2, 1, 49, seqlen_k, dtype=torch.bool)
-    given = {"seqlen_k": seqlen_k, "kv_heads": heads_k, "mask": tuple(mask.shape), "grad": True}
+    given = {"seqlen_k": seqlen_k, "kv_heads": heads_k, "mask": (2, 1, 49, seqlen_k), "grad": True}
     problem = flash_dmattn.explain_problem((2, 49, 4, 32), device="sm_90", **given).problem
-    assert mask_view(problem, mask, triton, triton).form == form
+    assert choose_form(problem, TRITON, TRITON).form == form

@@ -25,8 +25,11 @@ from outcomes import report
 from sequence_views import ViewCall, assert_accurate, draw, expected, moved, spoiled
 from sequence_views import run as run_view
 
-from flash_dmattn.backends.triton import backend
-from flash_dmattn.problem import Flags, MaskView, NeedsGrad, Packing
+from flash_dmattn.backends.triton import passes
+from flash_dmattn.backends.triton.backend import BACKEND
+from flash_dmattn.operators import describe_operands
+from flash_dmattn.problem import Flags, NeedsGrad, Packing
+from flash_dmattn.problem.inputs import Inputs, Saved
 
 # Around the edges of tiles: those of the interpreter have 16 to 64 rows.
 LENGTHS = (0, 1, 16, 31, 32, 33, 65) if DEVICE == "cpu" else (0, 1, 31, 32, 33, 127, 128, 129, 300)
@@ -48,7 +51,7 @@ def run(call: ViewCall) -> dict[str, Any]:
     """The results of the kernels; in the interpreter nothing may be written beside them."""
     if DEVICE == "cpu":
         base._allocated.clear()
-    results = run_view(call, backend._forward, backend._backward)
+    results = run_view(call, BACKEND)
     if DEVICE == "cpu":
         base.assert_margins()
     return results
@@ -132,8 +135,10 @@ def is_a_dense_call(call: ViewCall, rng: random.Random) -> None:
     bias, dout = x(count, heads, seqlen_q, seqlen_k), x(count, seqlen_q, heads, dim)
     needs = NeedsGrad(True, True, True, True)
     dense = Flags(left, right, scale, cap, True)
-    out, lse = backend._forward(q, k, v, MaskView(), bias, dense)
-    wanted = (out, lse, *backend._backward(dout, None, q, k, v, MaskView(), bias, out, lse, dense, needs))
+    entries = Inputs(q, k, v, bias=bias)
+    problem = describe_operands(entries, dense, needs)
+    out, lse = passes.plan_forward(problem)(entries)
+    wanted = (out, lse, *passes.plan_backward(problem)(Saved(entries, out, lse), dout, None))
     bounds = tuple((s * seqlen_q, seqlen_q, s * seqlen_k, seqlen_k) for s in range(count))
     flags = dense._replace(layout="packed", max_seqlen_q=seqlen_q, max_seqlen_k=seqlen_k)
     flat = [y.flatten(0, 1)[None] for y in (q, k, v)]
@@ -217,7 +222,7 @@ def late_calls() -> Iterator[str | None]:
             base.set_up(base.TILES[0], 1, 0)
         torch.zeros = guarded
         try:
-            results = run_view(call, backend._forward, backend._backward)
+            results = run_view(call, BACKEND)
         finally:
             torch.zeros = zeros
         try:

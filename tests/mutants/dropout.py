@@ -80,8 +80,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "mapped calls are folded into one batch",
         "flash_dmattn/autograd.py",
-        "return self.has_dropout or self.number_of_sequence_tensors > 0",
-        "return self.number_of_sequence_tensors > 0",
+        "return plan.parts.has_dropout or plan.parts.num_sequence_tensors > 0",
+        "return plan.parts.num_sequence_tensors > 0",
         (
             f"{_TESTS}a_map_drops_as_its_randomness_says",
             f"{_TESTS}a_mapped_backward_pass_drops_what_the_forward_pass_did",
@@ -89,9 +89,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a call without dropout draws a key",
-        "flash_dmattn/api.py",
-        "draw_key(q.device) if problem.flags.dropout_p > 0 else None",
-        "draw_key(q.device) if problem.flags.dropout_p >= 0 else None",
+        "flash_dmattn/call.py",
+        "draw_key(call.q.device) if problem.flags.dropout_p > 0 else None",
+        "draw_key(call.q.device) if problem.flags.dropout_p >= 0 else None",
         (f"{_TESTS}no_dropout_draws_nothing",),
     ),
     Fault(
@@ -151,10 +151,10 @@ FAULTS: tuple[Fault, ...] = (
         LINES,
     ),
     Fault(
-        "triton: keys follow the order of a mask",
-        "flash_dmattn/backends/interval_walk.py",
-        "if not scores and not has_dropout and order.shape[1]",
-        "if not scores and order.shape[1]",
+        "keys follow the order of a mask",
+        "flash_dmattn/backends/mask_choice.py",
+        "problem.dropout_p == 0 and not reads_scores(problem)",
+        "not reads_scores(problem)",
         BITS,
     ),
     Fault(

@@ -77,8 +77,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "an expanded mask is prepared as if it were of its full size",
         "flash_dmattn/masks/prepared/operator.py",
-        "    mask = collapse(mask)\n",
-        "",
+        "compilers change strides.\n    mask = collapse(mask)\n",
+        "compilers change strides.\n",
         ("tests/test_ops.py::test_expanded_dims_are_no_dims_of_the_prepared_mask",),
     ),
     Fault(
@@ -279,9 +279,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a bias per score beside keys in a mask's order",
-        "flash_dmattn/backends/interval_walk.py",
-        "if not scores and not has_dropout and order.shape[1]",
-        "if not has_dropout and order.shape[1]",
+        "flash_dmattn/backends/mask_choice.py",
+        "problem.dropout_p == 0 and not reads_scores(problem)",
+        "problem.dropout_p == 0",
         ("tests/test_cuda_host.py::test_an_interval_mask_is_read_in_its_order",),
     ),
     Fault(
@@ -307,16 +307,16 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a mask of several heads of a group in one order of keys",
-        "flash_dmattn/backends/interval_walk.py",
-        "order.shape[1] in (1, num_heads_k)",
-        "order.shape[1] > 0",
+        "flash_dmattn/backends/mask_choice.py",
+        "mask.tensors[2].shape[1] in (1, problem.num_heads_k)",
+        "True",
         ("tests/test_cuda_host.py::test_a_mask_for_each_head_of_a_group_keeps_keys_in_their_own_order",),
     ),
     Fault(
         "a gradient per score beside keys in a mask's order",
-        "flash_dmattn/backends/interval_walk.py",
-        '(needs_dbias and bias_class(bias.shape) == "score")',
-        "False",
+        "flash_dmattn/backends/mask_choice.py",
+        'return "score" in (problem.bias_class, problem.dbias_class)',
+        'return problem.bias_class == "score"',
         ("tests/test_cuda_host.py::test_a_bias_per_key_that_is_expanded_follows_an_order_if_it_takes_no_gradient",),
     ),
     Fault(
@@ -385,14 +385,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "gradients of keys without a place are what was in memory",
-        "flash_dmattn/backends/cuda/backend.py",
-        "result.zero_().scatter_(1,",
-        "result.scatter_(1,",
+        "flash_dmattn/backends/cuda/passes.py",
+        "whole.zero_().scatter_(1,",
+        "whole.scatter_(1,",
         FEW_PLACES,
     ),
     Fault(
         "kernels with few places take the keys of an order for places",
-        "flash_dmattn/backends/cuda/backend.py",
+        "flash_dmattn/backends/cuda/passes.py",
         "own = torch.arange(places, dtype=torch.int32, device=order.device).expand(order.shape).contiguous()",
         "own = order",
         FEW_PLACES,
@@ -407,8 +407,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "triton: the gradient of a bias that was expanded over keys stays in order of places",
         "flash_dmattn/backends/triton/key_order.py",
-        "            needs_dbias and bias_class(bias.shape),",
-        "            False,",
+        'if bias is not None and "key" in (p.bias_class, p.dbias_class):',
+        'if bias is not None and p.bias_class == "key":',
         KEY_PLACES,
     ),
 )

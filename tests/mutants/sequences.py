@@ -30,7 +30,7 @@ PACK = "flash_dmattn/masks/prepared/sequence_packing.py"
 _TILES = "tests/test_sequence_tiles.py::test_"
 PACKED_TILES = tuple(f"{_TILES}tensors_against_a_loop[{chunk}]" for chunk in (1 << 24, 5000))
 INTERPRETED_TILES = ("tests/test_triton_sequences.py::test_in_the_interpreter[made]",)
-PACK_KERNEL, WALK = "triton_kernels/sequence_pack.py", "flash_dmattn/backends/sequence_walk.py"
+PACK_KERNEL, WALK = "triton_kernels/sequence_pack.py", "flash_dmattn/backends/mask_choice.py"
 _PACKS = "tests/test_sequence_pack.py::test_"
 PACKED_BY_KERNEL = (f"{_PACKS}random_masks[0]",)
 PACKED_BY_CALL = (f"{_PACKS}which_masks_are_packed_by_the_call",)
@@ -512,15 +512,15 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "tiles are made for a pass that reads none",
-        "flash_dmattn/dispatch/mask_view.py",
-        "if sequences is None or not reads_it or not walks_tiles(sized):",
-        "if sequences is None or not walks_tiles(sized):",
+        WALK,
+        'packs = all("sequence_tiles" in each.mask_forms for each, _ in passes) and packs',
+        "packs = packs",
         PACKED_BY_CALL,
     ),
     Fault(
         "the switch of packing by calls has no effect",
         WALK,
-        "if not PREPARES or p.mask is None",
+        "if not PACKS_BESIDE_SEQUENCES or p.mask is None",
         "if p.mask is None",
         (f"{_PACKS}calls_in_graphs_under_transforms_of_a_layer_and_switched_off[off-1]",),
     ),
