@@ -119,20 +119,21 @@ def runner(case: Case, kernel: str, given: Any) -> Callable[[], list[Tensor]]:
     if kernel == "forward":
         return lambda: [run(q, k, v, packed, bias, None, out, lse, None), out][1:]
     run(q, k, v, packed, bias, None, out, lse, None)
-    read = (q, k, v, bias, dout, *plan_backward.plan_delta(call, dout, None)(dout, out, None, lse))
+    delta_of = plan_backward.plan_delta(call, dout, None, call.has_few_keys)
+    read = (q, k, v, bias, dout, *delta_of(dout, out, None, lse, None))
     if kernel == "keys":
         kind = STORE if case.bias == "full" else NO_DBIAS
         keys = plan_backward.plan_keys(call, dout, True, True, kind.value)
         return lambda: [x for x in keys(read, packed, None, None) if x is not None]
     if kernel == "product":
         _, _, dbias = plan_backward.plan_keys(call, dout, True, True, STORE.value)(read, packed, None, None)
-        of_ds = plan_backward.plan_product(call, bias)
-        return lambda: [of_ds(q, k, dbias, packed)]
+        queries_of = plan_backward.plan_product(call, bias)
+        return lambda: [queries_of(q, k, dbias, packed)]
     if kernel == "bias":
         shared = plan_backward.plan_bias(call, dout, bias)
-        return lambda: [shared(read, packed, None, None)]
-    queries = plan_backward.plan_queries(call, dout)
-    return lambda: [queries(read, packed, None, None)]
+        return lambda: [shared(read, packed, None, None, None)]
+    queries, dq = plan_backward.plan_queries(call, dout), torch.empty_like(q)
+    return lambda: [queries(read, packed, None, None, None, dq), dq][1:]
 
 
 def with_tile(case: Case, kernel: str, tile: tuple[int, ...], given: Any) -> Callable[[], list[Tensor]]:

@@ -26,9 +26,7 @@ from typing import NamedTuple
 CSRC = Path(__file__).resolve().parent
 SOURCES = (
     "api/backward.cpp",
-    "api/backward_sequences.cpp",
     "api/forward.cpp",
-    "api/forward_sequences.cpp",
     "api/intervals.cpp",
     "api/mask.cpp",
     "api/module.cpp",

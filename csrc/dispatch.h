@@ -13,12 +13,18 @@ auto with_bool(bool value, F f) {
   return value ? f(std::true_type{}) : f(std::false_type{});
 }
 
-// Calls f with an integral constant.
+// Calls f with the constant that equals `value`; the last constant stands for any other value.
+template <auto kFirst, auto... kOthers, class F>
+auto with_one_of(decltype(kFirst) value, F f) {
+  if constexpr (sizeof...(kOthers) > 0) {
+    if (value != kFirst) return with_one_of<kOthers...>(value, f);
+  }
+  return f(std::integral_constant<decltype(kFirst), kFirst>{});
+}
+
 template <class F>
 auto with_mask_form(MaskForm form, F f) {
-  if (form == MaskForm::kTiles) return f(std::integral_constant<MaskForm, MaskForm::kTiles>{});
-  if (form == MaskForm::kIntervals) return f(std::integral_constant<MaskForm, MaskForm::kIntervals>{});
-  return f(std::integral_constant<MaskForm, MaskForm::kNone>{});
+  return with_one_of<MaskForm::kTiles, MaskForm::kIntervals, MaskForm::kNone>(form, f);
 }
 
 }  // namespace flash_dmattn

@@ -41,9 +41,8 @@ else:
     from . import masks, sequences
     from .api import attention
     from .backends.protocol import Backend
-    from .dispatch import cache_writers as _cache_writers  # noqa: F401  registers itself with flash_dmattn.sequences
     from .dispatch.config import config
-    from .dispatch.errors import BackendError, BackendUnavailableError, BackendUnsupportedError, FallbackWarning
+    from .dispatch.refusals import BackendError, BackendUnavailableError, BackendUnsupportedError, FallbackWarning
     from .dispatch.registry import register_backend, unregister_backend
     from .dispatch.selection import available_backends
     from .dtensors import load_with

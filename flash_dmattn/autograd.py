@@ -316,20 +316,20 @@ def _chosen_anew(plan: Plan, problem: AttentionProblem) -> Plan:
     return plan._replace(problem=problem, forward=forward, backward=backward, run_forward=None, run_backward=None)
 
 
-def _keep_operator(ctx: Any, arguments: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Keep what the backward pass of an operator that stands alone reads, and choose its backend."""
-    x, flags = operators.read_inputs(arguments[: operators.NUM_INPUTS]), Flags(*arguments[operators.NUM_INPUTS : -2])
+    x, flags = operators.read_inputs(inputs[: operators.NUM_INPUTS]), Flags(*inputs[operators.NUM_INPUTS : -2])
     tensors = (x.q, x.k, x.v, x.bias, x.sink)
     needs_grad = NeedsGrad(*(t is not None and t.requires_grad for t in tensors))
     problem = operators.describe_operands(x, flags, needs_grad)
-    chosen = select_backward(problem, arguments[-1] or arguments[-2])
+    chosen = select_backward(problem, inputs[-1] or inputs[-2])
     # Nobody asks for the backend of the forward pass, which has run.
     plan = make_plan(
         problem, chosen, chosen, "auto", sequences=x.sequences, has_dropout=x.dropout is not None, with_passes=False
     )
     plan = plan._replace(problem=problem, parts=plan.parts._replace(mask_form=x.mask.form))  # its mask is as it came
     _keep(ctx, plan, x, *output)
-    ctx.lists = [None if t is None else [None] * len(t) for t in (arguments[3], arguments[7])]
+    ctx.lists = [None if t is None else [None] * len(t) for t in (inputs[3], inputs[7])]
 
 
 def _differentiate_operator(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:

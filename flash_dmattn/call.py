@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
 from .autograd import attend
-from .backends.mask_choice import view_of
+from .backends.mask_choice import forward_of, view_of
 from .definition import is_transformed, is_watched
 from .dispatch.checkpoints import follow_checkpoints
 from .dispatch.config import BackendChoice, Decision, blocks, process
-from .dispatch.plan import Plan, make_plan, planned
+from .dispatch.plan import Plan, make_plan
 from .dispatch.refusals import report_fallback
 from .dispatch.registry import BACKENDS, on_change
 from .dispatch.selection import choice_in_force, choose, falls_back, selected_names
@@ -149,9 +149,8 @@ def run_call(call: Call, backend: BackendChoice) -> tuple[Tensor, ...]:
     inputs = Inputs(call.q, call.k, call.v, view, bias, call.sink, call.sequences, dropout)
     results: tuple[Tensor, ...]
     if plan.forward.is_differentiable:
-        run = plan.run_forward or planned(plan).run_forward
-        assert run is not None
-        results = run(inputs)
+        # Where sizes may be symbols the pass is planned for this call alone.
+        results = (plan.run_forward or forward_of(plan.forward, plan.problem))(inputs)
     else:
         results = attend(plan, inputs)
     if call.leading is not None:

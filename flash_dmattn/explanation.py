@@ -12,10 +12,9 @@ from .backends.mask_choice import unpacking_note
 from .backends.protocol import Backend, Direction, Reason
 from .call import Numbers, prepare_call
 from .dispatch.config import BackendChoice, fallback
-from .dispatch.errors import BackendError
 from .dispatch.preferences import cite
-from .dispatch.profile_store import gpu_names
-from .dispatch.refusals import passes_of, reasons_against, refuse_fallback
+from .dispatch.profiles import gpu_names
+from .dispatch.refusals import BackendError, passes_of, reasons_against, refuse_fallback
 from .dispatch.registry import BACKENDS
 from .dispatch.selection import choice_in_force, choose, falls_back, selected_names
 from .dtensors import above, is_dtensor
@@ -24,13 +23,12 @@ from .problem import (
     MaskForm,
     NeedsGrad,
     SequenceSpec,
-    fold_call,
     parse_arch,
     refuse_keywords,
     unpacked_spec,
 )
 from .sequences import Sequences
-from .validation import describe, refuse_dtensors
+from .validation import refuse_dtensors
 
 if TYPE_CHECKING:
     from .masks import PreparedMask, SequenceTileMask, TreeMask
@@ -206,9 +204,9 @@ def explain(
         return explained
     call = prepare_call(q, k, v, mask, bias, sink, sequences, numbers)
     refuse_dtensors(call.q, call.k, call.v, call.mask, call.bias, sink)
-    shape = tuple(call.mask.shape) if isinstance(call.mask, Tensor) and sequences is None else ()
     problem, _, _ = call.describe()
     copies = call.copies
+    shape = tuple(mask.shape) if isinstance(mask, Tensor) and sequences is None and call.leading is None else ()
     if len(shape) == 2 and shape[0] == problem.batch > 1:
         reading = f"reads mask of shape {shape} as (seqlen_q, seqlen_k)"
         copies += (f"{reading}; padding of (batch, seqlen_k) is masks.padding_mask(mask)",)
@@ -285,63 +283,50 @@ def explain_problem(
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
     arch = parse_arch(device)
     q_dtype = parse_dtype("dtype", dtype)
-    bias_torch_dtype = q_dtype if bias_dtype is None else parse_dtype("bias_dtype", bias_dtype)
+    own_dtype = q_dtype if bias_dtype is None else parse_dtype("bias_dtype", bias_dtype)
 
-    def meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def meta(shape: tuple[int, ...], dtype: torch.dtype = q_dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    q_meta = meta(q, q_dtype)
-    k_meta = meta((*batch, seqlen_k, kv_heads, head_dim), q_dtype)
-    v_meta = meta((*batch, seqlen_k, kv_heads, head_dim_v), q_dtype)
     mask_meta: Tensor | TreeMask | None = None if mask is None else meta(mask, torch.bool)
     if sequences is not None and mask_prepared and isinstance(mask_meta, Tensor) and mask_meta.dim() == 3:
         from .masks.prepared.tree import prepare_tree  # importing flash_dmattn does not need it
 
         mask_meta = prepare_tree(mask_meta)
-    bias_meta = None if bias is None else meta(bias, bias_torch_dtype)
-    copies: tuple[str, ...] = ()
-    repeats = None
-    if len(batch) > 1:
-        folded = fold_call(q_meta, k_meta, v_meta, mask_meta, bias_meta)
-        q_meta, k_meta, v_meta, mask_meta, bias_meta, _, repeats, copies = folded
-    problem, _, _ = describe(
-        q_meta,
-        k_meta,
-        v_meta,
-        mask_meta,
-        bias_meta,
-        is_causal,
-        softmax_scale,
-        softcap,
-        window_size,
-        deterministic,
-        return_lse,
-        return_probs,
-        repeats,
-        sequences,
-        dropout_p,
-        meta((num_heads,), q_dtype) if sink else None,
+    numbers = Numbers(
+        is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, return_probs, dropout_p
     )
+    call = prepare_call(
+        meta(q),
+        meta((*batch, seqlen_k, kv_heads, head_dim)),
+        meta((*batch, seqlen_k, kv_heads, head_dim_v)),
+        mask_meta,
+        None if bias is None else meta(bias, own_dtype),
+        meta((num_heads,)) if sink else None,
+        None,
+        numbers,
+    )
+    problem, _, _ = call._replace(spec=sequences).describe()
     problem = problem._replace(
         device="cpu" if arch == "cpu" else "cuda",
         arch=arch,
         elsewhere=arch != "cpu" and not gpu_names(arch),
         needs_grad=NeedsGrad(grad, grad, grad, bias_grad and bias is not None, grad and sink),
     )
-    if mask_prepared and problem.mask is not None and sequences is not None and problem.mask_form == "dense":
-        shape = sequences.shape_of_tiles(problem.mask.shape[1])
-        flags = problem.flags._replace(mask_packing="queries" if sequences.packs_queries else "none")
-        problem = problem._replace(mask=unpacked_spec(shape), mask_form="sequence_tiles", flags=flags)
-    if mask_prepared and problem.mask is not None and sequences is None:
-        of_batch, of_heads, of_query, _ = problem.mask.shape
-        from .masks.prepared.operator import prepared_key_form  # importing flash_dmattn does not need it
+    if mask_prepared and problem.mask is not None and problem.mask_form == "dense":
+        mask_batch, mask_heads, rows, _ = problem.mask.shape
+        flags = problem.flags
+        form: MaskForm = "sequence_tiles"
+        if sequences is not None:
+            shape = sequences.shape_of_tiles(mask_heads)
+            flags = flags._replace(mask_packing="queries" if sequences.packs_queries else "none")
+        else:
+            from .masks.prepared.operator import prepared_key_form  # importing flash_dmattn does not need it
 
-        form: MaskForm = "tiles" if of_query > 1 else prepared_key_form(seqlen_q).form
-        problem = problem._replace(
-            mask=unpacked_spec((of_batch, of_heads, of_query if form == "keys" else seqlen_q, seqlen_k)),
-            mask_form=form,
-        )
-    return explain_description(problem, backend, copies)
+            form = "tiles" if rows > 1 else prepared_key_form(seqlen_q).form
+            shape = (mask_batch, mask_heads, rows if form == "keys" else seqlen_q, seqlen_k)
+        problem = problem._replace(mask=unpacked_spec(shape), mask_form=form, flags=flags)
+    return explain_description(problem, backend, call.copies)
 
 
 def parse_dtype(name: str, dtype: str | torch.dtype) -> torch.dtype:

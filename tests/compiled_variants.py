@@ -84,6 +84,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "bias": ("1", "1", "Lq", "Lk"),
         "sink": True,
     },
+    "64 dropout, keys, shared": {"head_dim": 64, **FORMS["keys, shared"], "dropout_p": 0.1},
     "64 dropout, shared": {"head_dim": 64, "bias": SHARED_BIAS, "dropout_p": 0.1},
     "64 one tile, dropout": {"head_dim": 64, "batch": 64, "seqlen_q": 64, "seqlen_k": 50, "dropout_p": 0.1},
     "128 one tile": {"head_dim": 128, "batch": 64, "seqlen_q": 64, "seqlen_k": 50, "is_causal": True},

@@ -21,7 +21,7 @@ from torch import Tensor
 import flash_dmattn
 from flash_dmattn.backends.flex import backend as flex
 from flash_dmattn.backends.protocol import Availability
-from flash_dmattn.dispatch import config, profile_store, registry
+from flash_dmattn.dispatch import config, profiles, registry
 
 # The workers of pytest-xdist share the cores; a small product gains nothing from a second thread.
 torch.set_num_threads(1)
@@ -50,7 +50,7 @@ BACKENDS = ("eager", "flex", "triton", "cuda")
 def nothing_remembered_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test may have other rules, probes and backends than the one before it, and none reads the user's profile."""
     monkeypatch.setattr(config.process, "profile", "off")
-    profile_store.forget()
+    profiles.forget()
     registry.choices_changed()
 
 

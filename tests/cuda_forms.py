@@ -12,10 +12,10 @@ from compiled_header import compiled
 from torch import Tensor
 
 import flash_dmattn
-from flash_dmattn.backends.cuda import backend as cuda
+from flash_dmattn.backends.cuda.rules import INSTANCES
 from flash_dmattn.problem import AttentionProblem, NeedsGrad, make_band
 
-ALL_INSTANCES = tuple((*dims, dtype) for dims in cuda.INSTANCES for dtype in (torch.float16, torch.bfloat16))
+ALL_INSTANCES = tuple((*dims, dtype) for dims in INSTANCES for dtype in (torch.float16, torch.bfloat16))
 # An instance has a kernel for each of these, with a mask and without. A bias per query is "none": it moves lse alone.
 BIAS_FORMS = ("none", "vector", "tile", "strided")
 # The same of the backward kernels.
@@ -53,7 +53,7 @@ def differentiated(case: Case, deterministic: bool = False) -> AttentionProblem:
 
 def instance_of(case: Case) -> tuple[int, int, torch.dtype]:
     """The head dims and the dtype of the instance that serves a case where all are built."""
-    return (*_smallest(cuda.INSTANCES, _head_dims(case)), case.dtype)
+    return (*_smallest(INSTANCES, _head_dims(case)), case.dtype)
 
 
 def _smallest(instances: tuple[tuple[int, int], ...], dims: tuple[int, int]) -> tuple[int, int]:
@@ -132,7 +132,7 @@ def schedule_of(problem: AttentionProblem, num_sms: int = NUM_SMS, *, has_key_or
         has_key_order: whether k and v come in the order of an interval mask.
     """
     p = problem
-    head_dims = _smallest(cuda.INSTANCES, (p.head_dim, p.head_dim_v))
+    head_dims = _smallest(INSTANCES, (p.head_dim, p.head_dim_v))
     per_score = p.bias is not None and not any(p.bias.broadcast()[2:])
     bias = p.bias.shape if p.bias is not None and per_score else (0, 0)
     dbias = bias[:2] if p.needs_grad.bias else (0, 0)

@@ -25,10 +25,11 @@ from accuracy import assert_accurate, run  # noqa: E402
 from cases import Case  # noqa: E402
 from cuda_forms import described  # noqa: E402
 from draws import Drawn, draw_cuda, placed  # noqa: E402
+from out_of_tree import replace_backend, rules_without  # noqa: E402
 from outcomes import report, served  # noqa: E402
 
 import flash_dmattn  # noqa: E402
-from flash_dmattn.backends.cuda import backend as cuda  # noqa: E402
+from flash_dmattn.backends.cuda import passes  # noqa: E402
 from flash_dmattn.backends.cuda import rules as cuda_rules  # noqa: E402
 from flash_dmattn.backends.protocol import Availability  # noqa: E402
 
@@ -49,8 +50,7 @@ def admit_cpu(path: Path) -> None:
     _loaded.emulation_configure.argtypes = (ctypes.c_int, ctypes.c_uint64)
     units = frozenset(json.loads(path.with_suffix(".json").read_text()))
     cuda_rules.installed_instances = lambda: units
-    cuda._found = Availability(True)
-    cuda.RULES = tuple(rule for rule in cuda.RULES if rule.code != "device")
+    replace_backend("cuda", probe=lambda: Availability(True), rules=rules_without("cuda", "device"))
 
 
 def configure(num_sms: int = 3, seed: int = 0) -> None:
@@ -80,8 +80,8 @@ def failure_of(number: int, drawn: Drawn) -> str | None:
     """
     case, rng = smaller(drawn.case), random.Random(number)
     deterministic, num_sms = rng.random() < 0.5, rng.choice(NUM_SMS)
-    cuda.NUM_KV_SPLITS = rng.choice(NUM_KV_SPLITS)
-    cuda.NUM_DBIAS_CHUNKS = random.Random(f"chunks {number}").choice(NUM_DBIAS_CHUNKS)
+    passes.NUM_KV_SPLITS = rng.choice(NUM_KV_SPLITS)
+    passes.NUM_DBIAS_CHUNKS = random.Random(f"chunks {number}").choice(NUM_DBIAS_CHUNKS)
     inputs = case.build("cpu")
     given = placed(drawn, case, inputs)
     attention = partial(flash_dmattn.attention, return_lse=True, backend="cuda", deterministic=deterministic)
@@ -101,7 +101,7 @@ def failure_of(number: int, drawn: Drawn) -> str | None:
         raise
     except Exception as failure:  # the other calls still count
         where = f"number {number}, {drawn[1:]}, SMs {num_sms}, deterministic {deterministic}, "
-        where += f"{cuda.NUM_KV_SPLITS} parts, {cuda.NUM_DBIAS_CHUNKS} chunks"
+        where += f"{passes.NUM_KV_SPLITS} parts, {passes.NUM_DBIAS_CHUNKS} chunks"
         return f"{case.repro()}\n  {where}\n{type(failure).__name__}: {failure}"[:2000]
     return None
 

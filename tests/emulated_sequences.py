@@ -18,7 +18,7 @@ from outcomes import report, served
 from sequence_calls import assert_accurate, run, spoiled
 
 import flash_dmattn
-from flash_dmattn.backends.cuda import backend as cuda
+from flash_dmattn.backends.cuda import passes
 
 
 def failure_of(number: int) -> str | None:
@@ -28,7 +28,7 @@ def failure_of(number: int) -> str | None:
         flash_dmattn.BackendUnsupportedError: a rule refuses it.
     """
     call, rng = drawn(number), random.Random(f"machine {number}")
-    cuda.NUM_DBIAS_CHUNKS = rng.choice(emulated.NUM_DBIAS_CHUNKS)
+    passes.NUM_DBIAS_CHUNKS = rng.choice(emulated.NUM_DBIAS_CHUNKS)
     num_sms = rng.choice(emulated.NUM_SMS)
     try:
         emulated.configure(num_sms, number)
@@ -36,7 +36,7 @@ def failure_of(number: int) -> str | None:
     except flash_dmattn.BackendUnsupportedError:
         raise
     except Exception as failure:  # the other calls still count
-        where = f"SMs {num_sms}, {cuda.NUM_DBIAS_CHUNKS} chunks, {call.flags}, gradients of {call.needs_grad}"
+        where = f"SMs {num_sms}, {passes.NUM_DBIAS_CHUNKS} chunks, {call.flags}, gradients of {call.needs_grad}"
         return f"{call.told}, {where}\n{type(failure).__name__}: {failure}"[:2000]
     return None
 

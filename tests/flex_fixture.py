@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from out_of_tree import replaced, rules_without
 from packaging.version import Version
 
 from flash_dmattn.backends.flex import backend as flex
@@ -39,11 +40,11 @@ def eager_flex() -> Iterator[None]:
 
     from flash_dmattn.backends.flex import graph as flex_graph
 
-    validate, rules, compiler = torch_flex._validate_device, flex.RULES, flex_graph.compiler
+    validate, compiler = torch_flex._validate_device, flex_graph.compiler
     torch_flex._validate_device = lambda query, key, value: None
-    flex.RULES = tuple(rule for rule in rules if rule.code not in LIFTED)
     flex_graph.compiler = "eager"
     try:
-        yield
+        with replaced("flex", rules=rules_without("flex", *LIFTED)):
+            yield
     finally:
-        torch_flex._validate_device, flex.RULES, flex_graph.compiler = validate, rules, compiler
+        torch_flex._validate_device, flex_graph.compiler = validate, compiler

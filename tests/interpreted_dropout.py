@@ -22,7 +22,7 @@ from flash_dmattn.masks import prepare_mask
 from flash_dmattn.reference.dropout import Dropout as Whole
 from flash_dmattn.reference.dropout import threshold_of
 from flash_dmattn.triton_kernels import short_calls
-from flash_dmattn.triton_kernels.dropout import Dropout, is_kept, is_kept_by_key, philox_words
+from flash_dmattn.triton_kernels.dropout import Dropout, is_kept, philox_words
 
 
 @triton.jit
@@ -40,12 +40,12 @@ def kept_kernel(key, dropout, by_row, gathered, by_key, b, h, first, first_key, 
     rows, keys = first + tl.arange(0, M), first_key + tl.arange(0, N)
     b, h = tl.cast(b, tl.int64), tl.cast(h, tl.int32)
     at = tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
-    tl.store(by_row + at, is_kept(key, dropout, b, h, first, first_key, rows, keys, M, N, False))
+    tl.store(by_row + at, is_kept(key, dropout, b, h, first, first_key, rows, keys, M, N, False, 1))
     # Keys of no order, which a set of keys has.
     turned = first_key + (N - 1) - tl.arange(0, N)
-    tl.store(gathered + at, is_kept(key, dropout, b, h, first, first_key, rows, turned, M, N, True))
+    tl.store(gathered + at, is_kept(key, dropout, b, h, first, first_key, rows, turned, M, N, True, 1))
     at = tl.arange(0, N)[:, None] * M + tl.arange(0, M)[None, :]
-    tl.store(by_key + at, is_kept_by_key(key, dropout, b, h, first, first_key, rows, keys, M, N, False))
+    tl.store(by_key + at, is_kept(key, dropout, b, h, first, first_key, rows, keys, M, N, False, 0))
 
 
 def words() -> Iterator[str | None]:

@@ -16,13 +16,13 @@ from unittest import mock
 import interpreted_triton as base
 import torch
 from outcomes import report
-from quick_interpreter import make_quick
 from sequence_calls import SequenceCall, assert_accurate, draw, run
 from sequence_pack_calls import NAMES, PackCall, outcomes
 from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn import Sequences
+from flash_dmattn.backends import mask_choice
 from flash_dmattn.masks.prepared import packers, sequence_operator
 from flash_dmattn.nn import DynamicMaskAttention
 from flash_dmattn.problem import SequenceSpec
@@ -151,12 +151,10 @@ def transformed_calls() -> Iterator[str | None]:
 
 def switched_off() -> Iterator[str | None]:
     """The outcome of a call where the one switch says that no call prepares."""
-    from flash_dmattn.backends import sequence_walk
-
     q, k, v, mask, sequences = example(130, 20)
     never = mock.Mock(side_effect=AssertionError("a mask was packed"))
     with (
-        mock.patch.object(sequence_walk, "PREPARES", False),
+        mock.patch.object(mask_choice, "PACKS_BESIDE_SEQUENCES", False),
         mock.patch.object(sequence_operator, "pack_beside", never),
     ):
         found = flash_dmattn.attention(q, k, v, mask, sequences=sequences, backend="triton")
@@ -184,8 +182,7 @@ def layer_calls() -> Iterator[str | None]:
 
 
 if __name__ == "__main__":
-    make_quick()
-    base.backend.RULES = tuple(rule for rule in base.backend.RULES if rule.code != "device")
+    base.admit_cpu()
     what, first, count = (*sys.argv[1:], "0", "0")[:3]
     found = {
         "packs": lambda: outcomes(range(int(first), int(first) + int(count))),

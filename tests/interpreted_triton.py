@@ -35,16 +35,16 @@ from draws import with_dropout, with_sink  # noqa: E402
 from layouts import LAYOUTS, rearranged  # noqa: E402
 from leading_calls import LeadingCall, results  # noqa: E402
 from leading_calls import assert_accurate as leading_accurate  # noqa: E402
+from out_of_tree import replace_backend, rules_without  # noqa: E402
 from outcomes import report  # noqa: E402
 from predecessor_cases import CALLS, build  # noqa: E402
 from quick_interpreter import make_quick  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import flash_dmattn  # noqa: E402
-from flash_dmattn.backends.triton import backend  # noqa: E402
 from flash_dmattn.masks import prepare_mask  # noqa: E402
 from flash_dmattn.triton_kernels import launch, plan_backward, plan_forward, plan_slots, short_calls, tile_table  # noqa: E402
-from flash_dmattn.triton_kernels.plan import Call  # noqa: E402
+from flash_dmattn.triton_kernels.plan import MOST_FEW_KEYS, Call  # noqa: E402
 from flash_dmattn.triton_kernels.tile_table import Tile  # noqa: E402
 
 EVERY_DTYPE = (torch.float32, torch.float16)
@@ -64,7 +64,7 @@ _allocated: list[tuple[Tensor, int]] = []
 def admit_cpu() -> None:
     """Lift the rule on the device, which the interpreter does not need."""
     make_quick()
-    backend.RULES = tuple(rule for rule in backend.RULES if rule.code != "device")
+    replace_backend("triton", rules=rules_without("triton", "device"))
 
 
 def set_up(tile: Tile, num_sms: int, parts_bytes: int) -> None:
@@ -280,7 +280,7 @@ def few_keys_calls() -> Iterator[str | None]:
     with a huge bias, and kept to 2e-3: by so much p would be off, and ds by more where the terms of delta cancel.
     """
     attention = partial(flash_dmattn.attention, return_lse=True, backend="triton")
-    for seqlen_k in (2, 20, plan_backward.MOST_FEW_KEYS):
+    for seqlen_k in (2, 20, MOST_FEW_KEYS):
         for bias in (("1", "Hk", "1", "Lk"), ("1", "Hq", "Lq", "Lk"), ("B", "Hq", "Lq", "Lk")):
             for mask in (None, ("B", "1", "1", "Lk"), ("1", "1", "Lq", "Lk")):
                 case = FEW_KEYS.with_(seqlen_k=seqlen_k, is_causal=True, bias=bias, mask=mask)

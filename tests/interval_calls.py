@@ -86,7 +86,7 @@ def place_of(where: str) -> Place:
     emulated_cuda.admit_cpu(Path(where))
 
     def configure(rng: random.Random, number: int) -> None:
-        emulated_cuda.cuda.NUM_KV_SPLITS = rng.choice(emulated_cuda.NUM_KV_SPLITS)
+        emulated_cuda.passes.NUM_KV_SPLITS = rng.choice(emulated_cuda.NUM_KV_SPLITS)
         emulated_cuda.configure(rng.choice(emulated_cuda.NUM_SMS[:4]), number)
 
     return Place("cuda", "cpu", (torch.bfloat16,), (64, 128), FEW_LENGTHS, prepare=configure)

@@ -21,8 +21,9 @@ from flash_dmattn.problem import FEATURES, AttentionProblem, Gradients, MaskView
 from flash_dmattn.problem.inputs import Inputs, Saved
 from flash_dmattn.reference import formula
 
-# What the passes below have no arguments for.
+# The passes below have no arguments for these.
 _LACKING = {"sink", "sequences", "paged", "tree"}
+USABLE = Availability(True)
 
 
 def replace_backend(name: str, **changes: Any) -> None:
@@ -42,6 +43,11 @@ def replaced(name: str, **changes: Any) -> Iterator[None]:
     finally:
         registry.BACKENDS.table = {**registry.BACKENDS.table, name: before}
         registry.choices_changed()
+
+
+def rules_without(name: str, *codes: str) -> tuple[Rule, ...]:
+    """The rules of a backend but for some: "device" is that which admits no CPU."""
+    return tuple(rule for rule in registry.BACKENDS[name].rules if rule.code not in codes)
 
 
 @contextmanager
@@ -68,7 +74,7 @@ class OutOfTree:
         *,
         rules: tuple[Rule, ...] = (),
         auto_rules: tuple[Rule, ...] = (),
-        availability: Availability = Availability(True),
+        availability: Availability = USABLE,
         **more: Any,
     ) -> None:
         self.ran: list[str] = []

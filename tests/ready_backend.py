@@ -1,53 +1,88 @@
-"""A backend that has passes ready beside its operators."""
+"""A backend that tells which of its passes ran, and which of them something was shown as an operator."""
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from out_of_tree import Counting
+import pytest
+from out_of_tree import Counting, registered
+from torch import Tensor
 
-from flash_dmattn.problem import AttentionProblem, MaskView
+from flash_dmattn import operators
+from flash_dmattn.backends.protocol import Backward, Forward
+from flash_dmattn.problem import AttentionProblem, Gradients
+from flash_dmattn.problem.inputs import Inputs, Saved
 
 
 class Ready(Counting):
-    """A pair that has passes ready beside its operators; `ways` says which ran."""
+    """`ways` says which passes ran, `shown` which operators were called for them.
 
-    PROVIDES = frozenset({"direct_forward", "direct_backward"})
+    `planned` has the direction and the problem of each pass that was planned, `runs` those of each that ran.
+    """
 
     def __init__(self) -> None:
         super().__init__("ready")
         self.ways: list[str] = []
+        self.shown: list[str] = []
+        self.planned: list[tuple[str, AttentionProblem]] = []
+        self.runs: list[tuple[str, AttentionProblem]] = []
 
-    def _forward(self, *arguments: Any, **others: Any) -> Any:
-        self.ways.append("operator forward")
-        return super()._forward(*arguments, **others)
+    def plan_forward(self, problem: AttentionProblem) -> Forward:
+        run = super().plan_forward(problem)
+        self.planned.append(("forward", problem))
 
-    def _backward(self, *arguments: Any, **others: Any) -> Any:
-        self.ways.append("operator backward")
-        return super()._backward(*arguments, **others)
-
-    def direct_forward(self, problem: AttentionProblem, mask: MaskView) -> Any:
-        def run(q: Any, k: Any, v: Any, bias: Any, sink: Any, mask: Any, dropout: Any) -> Any:
+        def forward(x: Inputs) -> tuple[Tensor, ...]:
+            assert lies(problem, x)
             self.ways.append("forward")
-            view = MaskView("dense", mask) if mask else MaskView()
-            return super(Ready, self)._forward(q, k, v, view, bias, problem.flags)
+            self.runs.append(("forward", problem))
+            return run(x)
 
-        return run
+        return forward
 
-    def direct_backward(self, problem: AttentionProblem, mask: MaskView) -> Any:
-        def run(
-            dout: Any, dlse: Any, q: Any, k: Any, v: Any, bias: Any, sink: Any, out: Any, lse: Any, mask: Any, _: Any
-        ) -> Any:
+    def plan_backward(self, problem: AttentionProblem) -> Backward:
+        run = super().plan_backward(problem)
+        self.planned.append(("backward", problem))
+
+        def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
+            assert lies(problem, saved.inputs)
             self.ways.append("backward")
-            view = MaskView("dense", mask) if mask else MaskView()
-            of_call = (dout, dlse, q, k, v, view, bias, out, lse, problem.flags, problem.needs_grad)
-            return super(Ready, self)._backward(*of_call)
+            self.runs.append(("backward", problem))
+            return run(saved, dout, dlse)
 
-        return run
+        return backward
+
+    def clear(self) -> None:
+        """Forget all that ran."""
+        self.ways.clear()
+        self.shown.clear()
+        self.runs.clear()
 
 
-@functools.cache
-def ready_pair() -> Ready:
-    """Made once in a process: operators cannot be defined twice."""
-    return Ready()
+def lies(problem: AttentionProblem, x: Inputs) -> bool:
+    """Whether tensors lie as the problem says that a pass was planned for."""
+    specs = ((x.mask.dense, problem.mask), (x.bias, problem.bias))
+    return (x.q.stride(), x.k.stride(), x.v.stride()) == (
+        problem.q_strides,
+        problem.k_strides,
+        problem.v_strides,
+    ) and all(tensor is None or (spec is not None and tensor.stride() == spec.strides) for tensor, spec in specs)
+
+
+@contextmanager
+def ready_pair(listens: bool = True) -> Iterator[Ready]:
+    """Register it, and listen to the operators; Dynamo cannot trace what listens."""
+    pair = Ready()
+    with registered(pair), pytest.MonkeyPatch.context() as patch:
+        for name in ("forward", "backward") if listens else ():
+            patch.setattr(operators, name, _heard(pair.shown, name, getattr(operators, name)))
+        yield pair
+
+
+def _heard(shown: list[str], name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    def listen(*arguments: Any) -> Any:
+        shown.append(name)
+        return run(*arguments)
+
+    return listen

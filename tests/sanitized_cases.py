@@ -26,7 +26,7 @@ from descriptors import descriptors_wherever_they_serve  # noqa: E402
 from layouts import LAYOUTS, rearranged  # noqa: E402
 
 import flash_dmattn  # noqa: E402
-from flash_dmattn.backends.cuda import backend as cuda  # noqa: E402
+from flash_dmattn.backends.cuda import passes  # noqa: E402
 
 BASE = Case(batch=1, seqlen_q=65, seqlen_k=130, num_heads=2, head_dim=64, dtype=torch.bfloat16, dlse=True)
 FP32 = torch.float32
@@ -404,7 +404,7 @@ def call(case: Case, how: str, calls: str) -> tuple[Results, Inputs]:
     sink = None if there.sink is None else there.sink.requires_grad_("sink" in case.needs_grad)
     flags = {**case.flags(), "return_lse": True, "deterministic": how == "in_order", "sink": sink}
     backend = calls.removesuffix("-backward")
-    cuda.NUM_KV_SPLITS = 3 if how == "parts" else 1
+    passes.NUM_KV_SPLITS = 3 if how == "parts" else 1
     wanted = [x for x in (*leaves, sink) if x is not None and x.requires_grad]
     with descriptors_wherever_they_serve() if how == "descriptors" else nullcontext():
         out, lse = flash_dmattn.attention(q, k, v, there.mask, bias, backend=backend, **flags)

@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import flash_dmattn
-from flash_dmattn.heads_first import attend_heads_first
+from flash_dmattn.call import Numbers, prepare_call, run_call
+from flash_dmattn.problem import AttentionProblem, Gradients
+from flash_dmattn.problem.inputs import Saved
 
 B, LQ, LK, HQ, HK, D, DV = 2, 2, 3, 4, 2, 2, 3
 BIAS_SHAPES = list(itertools.product((1, B), (1, HK, HQ), (1, LQ), (1, LK)))
@@ -115,15 +117,33 @@ def test_only_the_outputs_used_give_gradients(used: str) -> None:
     torch.testing.assert_close(total("eager"), total("reference"), rtol=1e-10, atol=1e-12)
 
 
+Differentiated = tuple[Tensor, Tensor | None, Gradients]
+
+
+class Seen(KernelPair):
+    """A pair that keeps what its backward passes receive and return."""
+
+    def __init__(self, name: str, seen: list[Differentiated]) -> None:
+        super().__init__(name)
+        self.seen = seen
+
+    def plan_backward(self, problem: AttentionProblem) -> Any:
+        run = super().plan_backward(problem)
+
+        def backward(saved: Saved, dout: Tensor, dlse: Tensor | None) -> Gradients:
+            gradients = run(saved, dout, dlse)
+            self.seen.append((dout, dlse, gradients))
+            return gradients
+
+        return backward
+
+
 def test_bias_alone_gets_a_gradient_and_nothing_else_is_computed() -> None:
-    ours = KernelPair("ours")
     q, k, v, bias = leaves()
-    seen: list[Any] = []
-    backward = ours.backward
-    ours.backward = lambda problem, *rest: seen.append(backward(problem, *rest)) or seen[-1]
-    with registered(ours):
+    seen: list[Differentiated] = []
+    with registered(Seen("ours", seen)):
         loss(q.detach(), k.detach(), v.detach(), bias, backend="ours").backward()
-    (gradients,) = seen
+    ((_, _, gradients),) = seen
     assert [g is not None for g in gradients] == [False, False, False, True]
     again = leaves()
     torch.testing.assert_close(bias.grad, torch.autograd.grad(loss(*again, backend="reference"), again[3])[0])
@@ -134,15 +154,13 @@ def test_bias_alone_gets_a_gradient_and_nothing_else_is_computed() -> None:
 @pytest.mark.parametrize("used", ["out", "lse", "both"])
 def test_an_output_that_is_not_used_costs_its_gradient_nothing(used: str, create_graph: bool) -> None:
     """The backend is handed None for dlse, by which it leaves lse out; dout is what every kernel reads."""
-    ours, given = KernelPair("ours"), leaves()
-    seen: list[tuple[Tensor, Tensor | None]] = []
-    backward = ours.backward
-    ours.backward = lambda problem, dout, dlse, *rest: seen.append((dout, dlse)) or backward(problem, dout, dlse, *rest)
-    with registered(ours):
+    seen: list[Differentiated] = []
+    given = leaves()
+    with registered(Seen("ours", seen)):
         out, lse = function(some_empty_rows(), backend="ours")(*given)
         parts = {"out": (out,), "lse": (lse,), "both": (out, lse)}[used]
         torch.autograd.grad(sum(x.sum() for x in parts), given, create_graph=create_graph)
-    ((dout, dlse),) = seen
+    ((dout, dlse, _),) = seen
     assert (dlse is None) == (used == "out")
     assert torch.equal(dout, torch.zeros_like(out) if used == "lse" else torch.ones_like(out))
 
@@ -301,10 +319,8 @@ def test_vectorized_derivatives(derivative: Callable[..., Any]) -> None:
 
 def test_batched_gradients_of_rows_with_heads_first() -> None:
     q, k, v, _ = (x.transpose(1, 2) for x in leaves())
-    call = (q, k, v, None, None, False, None, 0.0, None, None, 0.0)
     for _ in range(2):  # the first call of a class, and another
-        out = attend_heads_first(*call)
-        assert out is not None
+        out, _ = run_call(prepare_call(q, k, v, None, None, None, None, Numbers(), heads_first=True), "eager")
         many = torch.randn(3, *out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(6))
         mapped = torch.autograd.grad(out, (q, k, v), many, retain_graph=True, is_grads_batched=True)
         each = [torch.autograd.grad(out, (q, k, v), x, retain_graph=True) for x in many]

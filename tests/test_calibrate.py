@@ -14,9 +14,8 @@ import torch
 import flash_dmattn
 from flash_dmattn.__main__ import main
 from flash_dmattn.backends import eager
-from flash_dmattn.dispatch import config, profile_store
-from flash_dmattn.dispatch.profile import Figures, read
-from flash_dmattn.dispatch.profile_rows import ROWS, Row, rows_of
+from flash_dmattn.dispatch import config, profiles
+from flash_dmattn.dispatch.profiles import ROWS, Figures, Row, read, rows_of
 from flash_dmattn.problem import sm_number
 from flash_dmattn.tools.calibrate import command, report, timing
 from flash_dmattn.tools.calibrate.progress import Progress
@@ -78,10 +77,10 @@ def caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name, value in {"default_backend": "auto", "disabled": (), "profile": "", "rules": "built-in"}.items():
         monkeypatch.setattr(config.process, name, value)
-    monkeypatch.setattr(profile_store, "gpu_names", lambda arch: [GPU])
-    profile_store.forget()
+    monkeypatch.setattr(profiles, "gpu_names", lambda arch: [GPU])
+    profiles.forget()
     yield tmp_path / "flash_dmattn"
-    profile_store.forget()
+    profiles.forget()
 
 
 def calibrate(made: command.Instruments, seconds: float = 120) -> tuple[int, str, str]:
@@ -101,7 +100,7 @@ def test_every_backend_is_measured_in_every_row_and_the_profile_is_in_force(cach
     path = caches / "NVIDIA-A100-SXM4-80GB.json"
     profile = read(path)
     assert (profile.gpu, profile.arch, profile.driver, profile.wrong) == (GPU, "sm_80", "570.1", {})
-    assert {name: getattr(profile, name) for name in ("library", "torch", "triton")} == profile_store.versions()
+    assert {name: getattr(profile, name) for name in ("library", "torch", "triton")} == profiles.versions()
     assert profile.rows == {row.name: LONG_MS for row in ROWS}
     found = flash_dmattn.explain_problem((2, 4096, 16, 64), device="sm_80")
     assert found.forward == "triton", "written, and read at once"
@@ -131,7 +130,7 @@ def test_what_the_table_says_is_what_auto_does() -> None:
     for ours, flexs, eagers in ((1, 2, 3), (2, 1, 3), (3, 1, 2), (3, 2, 1), (1, 3, 2), (2, 3, 1)):
         times = {"triton": Figures(float(ours)), "flex": Figures(float(flexs)), "eager": Figures(float(eagers))}
         calibrate(instruments(figures=lambda row, backend, times=times: times[backend]))
-        profile = profile_store.find("sm_80").profile
+        profile = profiles.find("sm_80").profile
         assert profile is not None
         found = flash_dmattn.explain_problem((2, 4096, 16, 64), device="sm_80").forward
         assert report.choice(profile, "long", False) == found
@@ -140,7 +139,7 @@ def test_what_the_table_says_is_what_auto_does() -> None:
 def test_what_is_not_reached_in_time_is_left_out() -> None:
     clock = Clock()
     status, printed, _ = calibrate(instruments(clock, seconds=10.0), seconds=100)
-    profile = profile_store.find("sm_80").profile
+    profile = profiles.find("sm_80").profile
     assert status == 0 and profile is not None
     # Rows of 30 s each: after three of them a fourth would end at 120 s.
     assert list(profile.rows) == [row.name for row in ROWS[:3]]
@@ -218,7 +217,7 @@ CHECKS: dict[str, tuple[list[Outcome], dict[str, str]]] = {
 def test_what_failed_a_check_is_not_taken(name: str) -> None:
     checks, wrong = CHECKS[name]
     _, printed, _ = calibrate(instruments(checks=checks))
-    profile = profile_store.find("sm_80").profile
+    profile = profiles.find("sm_80").profile
     assert profile is not None and profile.wrong == wrong
     taken = flash_dmattn.explain_problem((2, 4096, 16, 64), device="sm_80").forward
     assert taken == ("flex" if "triton" in wrong else "triton")
@@ -399,7 +398,7 @@ def test_a_backend_that_is_switched_off_cannot_be_compared(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(command, "device_arch", lambda device: "sm_80")
-    with flash_dmattn.config(disabled="flex"):
+    with flash_dmattn.disable_backends("flex"):
         assert main(["calibrate"]) == 1
     message = "flex is switched off; calibrate compares triton, flex, eager"
     assert message in capsys.readouterr().err
@@ -423,27 +422,27 @@ def test_info_tells_of_the_profile(
         assert main(["info"]) == 0
         return [line.partition("  ")[2].strip() for line in capsys.readouterr().out.splitlines() if "profile" in line]
 
-    monkeypatch.setattr(profile_store, "arches_here", lambda: [])
+    monkeypatch.setattr(profiles, "arches_here", lambda: [])
     assert lines() == ["none: there is no NVIDIA GPU from sm_80 on"]
-    monkeypatch.setattr(profile_store, "arches_here", lambda: ["sm_80"])
+    monkeypatch.setattr(profiles, "arches_here", lambda: ["sm_80"])
     made_by = "python -m flash_dmattn calibrate makes one"
     assert lines() == [f"sm_80: none: there is none in {caches}; {made_by}"]
     calibrate(instruments())
-    profile = profile_store.find("sm_80").profile
+    profile = profiles.find("sm_80").profile
     assert profile is not None
     path = caches / "NVIDIA-A100-SXM4-80GB.json"
     assert lines() == [f"sm_80: {path}, made {profile.made}"]
     path.chmod(0o622)
-    profile_store.forget()
+    profiles.forget()
     (line,) = lines()
     assert (
         line == f"sm_80: none: {path} has mode 622, so others may write it; chmod go-w makes it yours alone; {made_by}"
     )
-    monkeypatch.setattr(profile_store, "arches_here", lambda: ["sm_90"])
+    monkeypatch.setattr(profiles, "arches_here", lambda: ["sm_90"])
     assert lines()[0].endswith("; built-in rules decide")
     assert info.collect()["profiles"]["sm_90"]["decides"] is False
 
 
 def test_every_row_is_of_a_gpu_that_profiles_are_of() -> None:
-    assert sm_number("sm_80") == profile_store.LEAST_ARCH
+    assert sm_number("sm_80") == profiles.LEAST_ARCH
     assert len({row.name for row in ROWS}) == len(ROWS)

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import gc
 import inspect
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from key_parts import check_covered, check_told_apart, tensor_changes, under_other_settings
 from out_of_tree import KernelPair, registered
+from ready_backend import ready_pair
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import flash_dmattn
-from flash_dmattn import api
-from flash_dmattn.backends import eager
-from flash_dmattn.dispatch import call_cache, config, selection
-from flash_dmattn.dispatch.selection import Selection
+from flash_dmattn import call
+from flash_dmattn.call import Call, Numbers
+from flash_dmattn.dispatch import config, refusals
 from flash_dmattn.masks import prepare_mask, prepare_tree
-from flash_dmattn.problem import Repeats, SequenceSpec
-from flash_dmattn.validation import describe
+from flash_dmattn.problem import NeedsGrad, Repeats, SequenceSpec
 
 Q, K = (2, 6, 4, 8), (2, 9, 2, 8)
 
@@ -39,13 +41,13 @@ def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def described(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each call that was described, which is validated and has a backend chosen with it."""
     calls: list[int] = []
-    describe = api.describe
+    describe = call.describe
 
-    def counted(*arguments: Any) -> Any:
+    def counted(*arguments: Any, **more: Any) -> Any:
         calls.append(1)
-        return describe(*arguments)
+        return describe(*arguments, **more)
 
-    monkeypatch.setattr(api, "describe", counted)
+    monkeypatch.setattr(call, "describe", counted)
     return calls
 
 
@@ -134,27 +136,9 @@ def test_every_argument_of_attention_is_changed_by_some_change() -> None:
     assert changed == set(inspect.signature(flash_dmattn.attention).parameters) - {"unknown"}  # which always raises
 
 
-def look_up_arguments() -> dict[str, Any]:
-    """The arguments of `look_up`, with a tensor for each that may be one, and its flags by name."""
-    names = list(inspect.signature(describe).parameters)
-    names = names[names.index("is_causal") : names.index("sink")]
-    flags = dict(zip(names, (False, 0.5, 1.0, (3, 4), False, False, False, Repeats(), SPEC, 0.25), strict=True))
-    tensors = {"q": torch.randn(Q), "k": torch.randn(K), "v": torch.randn(K), "sink": torch.zeros(4)}
-    return {**tensors, "mask": torch.ones(1, 4, 6, 9) > 0, "bias": torch.randn(1, 4, 6, 9), "backend": "auto", **flags}
-
-
-def key_of(**arguments: Any) -> Any:
-    names = ("q", "k", "v", "mask", "bias", "backend", "sink")
-    flags = tuple(x for name, x in arguments.items() if name not in names)
-    key, _ = call_cache.look_up(
-        *(arguments[name] for name in names[:5]), flags, arguments["backend"], arguments["sink"]
-    )
-    assert key is not None
-    return key
-
-
 SPEC = SequenceSpec("padded", 2, 6, 9, 6, 9)
-OTHER_VALUES = {
+NUMBERS = Numbers(False, 0.5, 1.0, (3, 4), False, False, False, 0.25)
+OTHER_NUMBERS: dict[str, tuple[Any, ...]] = {
     "is_causal": (True, 0),
     "softmax_scale": (0.25, None),
     "softcap": (2.0, 1),
@@ -162,51 +146,77 @@ OTHER_VALUES = {
     "deterministic": (True, None),
     "return_lse": (True, 0),
     "return_probs": (True, 0),
+    "dropout_p": (0.5, 1),
+}
+OTHER_LAYOUTS: dict[str, tuple[Any, ...]] = {
+    "heads_first": (True,),
     "repeats": (*(Repeats()._replace(**{name: 7}) for name in Repeats._fields), None),
-    "sequences": (
+    "leading": ((2, 2), (4, 1), None),
+    "spec": (
         SPEC._replace(layout="paged"),
         *(SPEC._replace(**{name: 77}) for name in ("number", "rows_q", "rows_k", "max_seqlen_q", "max_seqlen_k")),
         SPEC._replace(names_max=(False, False)),
         SPEC._replace(page_size=3),
         None,
     ),
-    "dropout_p": (0.5, 1),
-    "backend": ("eager", ("eager", "eager")),
 }
+TENSORS = ("q", "k", "v", "mask", "bias", "sink")
+# The tensors of sequences are those that `spec` describes; the others say how results are handed over, not what runs.
+NOT_IN_KEY = ("sequences", "jagged", "copies")
 
 
-def changed_look_ups() -> dict[str, dict[str, Any]]:
-    """Arguments of `look_up` that differ from `look_up_arguments` in one thing, by name."""
-    arguments, got = look_up_arguments(), {}
-    for name, value in arguments.items():
-        if isinstance(value, Tensor):
-            for what, other in tensor_changes(value).items():
-                got[f"{name}, {what}"] = {**arguments, name: other}
-        else:
-            for other in OTHER_VALUES[name]:
-                got[f"{name} {other}"] = {**arguments, name: other}
-    for name in ("mask", "bias", "sink"):
-        got[f"no {name}"] = {**arguments, name: None}
-    for name in ("q", "k", "v"):
-        got[f"{name}, layout"] = {**arguments, name: arguments[name].to_mkldnn()}  # with the strides of a plain one
-    got["another form of mask"] = {**arguments, "mask": prepare_mask(arguments["mask"])}
-    return got
+def whole_call() -> Call:
+    """A call in one form with all that a call may have."""
+    q, k, v = torch.randn(Q), torch.randn(K), torch.randn(K)
+    mask, bias = torch.ones(1, 4, 6, 9) > 0, torch.randn(1, 4, 6, 9)
+    return Call(q, k, v, mask, bias, torch.zeros(4), NUMBERS, False, Repeats(), (2, 1), SPEC)
 
 
-@pytest.mark.parametrize("change", changed_look_ups())
+def key_of(one: Call, backend: Any = "auto") -> Any:
+    key = call._key(one, backend)
+    assert key is not None
+    return key
+
+
+def changed_calls() -> dict[str, tuple[Call, Any]]:
+    """Calls that differ from `whole_call` in one thing, and the backend that is asked for, by name."""
+    one = whole_call()
+    changed: dict[str, Call] = {}
+    for name in TENSORS:
+        for what, other in tensor_changes(getattr(one, name)).items():
+            changed[f"{name}, {what}"] = one._replace(**{name: other})
+    for name, others in OTHER_NUMBERS.items():
+        changed |= {f"{name} {x}": one._replace(numbers=one.numbers._replace(**{name: x})) for x in others}
+    for name, others in OTHER_LAYOUTS.items():
+        changed |= {f"{name} {x}": one._replace(**{name: x}) for x in others}
+    changed |= {f"no {name}": one._replace(**{name: None}) for name in ("mask", "bias", "sink")}
+    # With the strides of a plain one.
+    changed |= {f"{name}, layout": one._replace(**{name: getattr(one, name).to_mkldnn()}) for name in "qkv"}
+    assert isinstance(one.mask, Tensor)
+    changed["another form of mask"] = one._replace(mask=prepare_mask(one.mask))
+    backends = {f"backend {other}": (one, other) for other in ("eager", ("eager", "eager"))}
+    return {**{name: (other, "auto") for name, other in changed.items()}, **backends}
+
+
+def test_every_field_of_a_call_is_changed_by_some_change() -> None:
+    assert set(OTHER_NUMBERS) == set(Numbers._fields)
+    assert {*TENSORS, "numbers", *OTHER_LAYOUTS, *NOT_IN_KEY} == set(Call._fields)
+
+
+@pytest.mark.parametrize("change", changed_calls())
 def test_each_input_alone_changes_the_key(change: str) -> None:
-    check_told_apart(key_of(**look_up_arguments()), key_of(**changed_look_ups()[change]))
+    check_told_apart(key_of(whole_call()), key_of(*changed_calls()[change]))
 
 
 def test_each_setting_alone_changes_the_key() -> None:
-    key = key_of(**look_up_arguments())
-    for other in under_other_settings(lambda: key_of(**look_up_arguments())):
+    key = key_of(whole_call())
+    for other in under_other_settings(lambda: key_of(whole_call())):
         check_told_apart(key, other)
 
 
 def test_no_part_of_the_key_is_without_a_change() -> None:
-    key, changed = key_of(**look_up_arguments()), [key_of(**arguments) for arguments in changed_look_ups().values()]
-    check_covered(key, [*changed, *under_other_settings(lambda: key_of(**look_up_arguments()))])
+    key, changed = key_of(whole_call()), [key_of(*one) for one in changed_calls().values()]
+    check_covered(key, [*changed, *under_other_settings(lambda: key_of(whole_call()))])
 
 
 def test_a_mask_of_a_kind_that_has_no_key_is_no_call_without_one() -> None:
@@ -216,7 +226,7 @@ def test_a_mask_of_a_kind_that_has_no_key_is_no_call_without_one() -> None:
         tensors = ()
 
     with pytest.raises(AttributeError, match="call_key"):
-        key_of(**{**look_up_arguments(), "mask": Prepared()})
+        key_of(whole_call()._replace(mask=Prepared()))  # type: ignore[arg-type]
 
 
 def test_grad_mode_makes_another_class(described: list[int]) -> None:
@@ -256,7 +266,6 @@ def test_settings_outside_of_the_call_are_noticed(described: list[int]) -> None:
 
 
 def test_a_remembered_call_follows_what_is_set_around_it(described: list[int]) -> None:
-    """Without a record, under which nothing is looked up."""
     attend()
     for backend in ("cuda", "triton"):  # neither serves tensors on a CPU
         with pytest.raises(flash_dmattn.BackendError, match=backend), flash_dmattn.config(backend=backend):
@@ -271,8 +280,8 @@ def test_a_remembered_call_follows_what_is_set_around_it(described: list[int]) -
     torch.use_deterministic_algorithms(True)
     attend()
     assert len(described) == 5
-    remembered = [call_cache._classes.get(key) for key in call_cache._classes]
-    assert [x is not None and x.problem.deterministic for x in remembered] == [False, False, True]
+    remembered = [call.plans.get(key) for key in call.plans]
+    assert [x is not None and x.described.deterministic for x in remembered] == [False, False, True]
 
 
 def test_what_is_remembered_runs_on_the_backend_of_its_time() -> None:
@@ -291,6 +300,7 @@ def test_every_call_is_recorded(described: list[int]) -> None:
         attend()
         attend()
     assert [d.forward for d in decisions] == ["eager", "eager"]
+    assert len(described) == 1
 
 
 @pytest.mark.parametrize(
@@ -323,15 +333,44 @@ def test_what_only_equals_a_valid_argument_is_refused(
 
 
 def test_what_may_not_be_looked_up_is_described(described: list[int]) -> None:
-    """Lists, and tensors whose sizes may be symbols."""
+    """Tensors whose sizes may be symbols, and a sequence that may be changed by being read."""
+
+    class Window(list):  # type: ignore[type-arg]
+        pass
+
     given = inputs()
     for _ in range(2):
-        attend(window_size=[1, 2])
+        attend(window_size=Window([1, 2]))
         torch.vmap(lambda q: flash_dmattn.attention(q, given["k"], given["v"]))(given["q"][None])
         with FakeTensorMode():
             attend()
     assert len(described) == 6
-    assert not len(call_cache._classes)
+    assert not len(call.plans)
+
+
+def test_a_list_is_a_tuple(described: list[int]) -> None:
+    given = [attend(window_size=window) for window in ((1, 2), [1, 2], [1, 2])]
+    assert len(described) == 1
+    assert torch.equal(given[0], given[1]) and torch.equal(given[0], given[2])
+
+
+def flops_counted() -> FlopCounterMode:
+    return FlopCounterMode(display=False)
+
+
+def test_a_plan_is_made_once_for_calls_that_are_alike() -> None:
+    """By the backend, too: calls that something watches share the passes of those that nothing watches."""
+    with ready_pair() as ours:
+        for watch in (nullcontext, nullcontext, flops_counted, flops_counted):
+            given = inputs()
+            given["q"].requires_grad_()
+            with watch():
+                flash_dmattn.attention(**given, backend="ready").sum().backward()
+        assert ours.ways == ["forward", "backward"] * 4
+        assert ours.shown == ["forward", "backward"] * 2
+        (_, plain), (_, _), (_, watched) = ours.planned
+        # The operator of a forward pass is not told which gradients are needed.
+        assert watched == plain._replace(needs_grad=NeedsGrad())
 
 
 PREPARED = {
@@ -356,7 +395,7 @@ def test_calls_with_prepared_masks_are_remembered_by_the_form_of_the_mask(change
 
 def test_a_backend_that_is_taken_out_no_longer_runs_remembered_calls() -> None:
     pair = KernelPair("ours")
-    flash_dmattn.register_backend(pair, before="eager")
+    flash_dmattn.register_backend(pair.backend, before="eager")
     attend()
     attend()
     assert pair.ran == ["forward"] * 2
@@ -370,33 +409,37 @@ def test_no_tensor_is_held() -> None:
     given["bias"].requires_grad_()
     flash_dmattn.attention(**given).sum().backward()
     alive = [weakref.ref(x) for x in given.values()]
-    assert call_cache._classes
+    assert len(call.plans)
     del given
     gc.collect()
     assert not any(x() is not None for x in alive)
 
 
-def test_a_fallback_is_chosen_anew_by_every_call() -> None:
-    """So that it warns or is refused as the policy says at its time."""
-    problem = flash_dmattn.explain_problem((2, 4096, 16, 64), device="sm_80").problem
-    chosen = Selection(eager, None)
-    assert selection.falls_back(problem, "auto", chosen)
-    call_cache.remember(("key",), problem, chosen, "auto")
-    assert not call_cache._classes
-    call_cache.remember(("key",), problem, chosen, "eager")
-    assert call_cache._classes.get(("key",)) == (problem, eager, None, {})
+def test_a_fallback_is_reported_as_the_policy_says_at_the_time_of_a_call(
+    described: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call, "falls_back", lambda *_: True)
+    monkeypatch.setattr(refusals, "_warned", set())
+    with warnings.catch_warnings(), flash_dmattn.config(fallback="silent"):
+        warnings.simplefilter("error")
+        attend()
+    with pytest.warns(flash_dmattn.FallbackWarning):
+        attend()
+    with pytest.raises(flash_dmattn.BackendUnsupportedError), flash_dmattn.config(fallback="error"):
+        attend()
+    assert len(described) == 1
 
 
 def test_as_many_classes_as_may_be_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_cache._classes, "most", 3)
+    monkeypatch.setattr(call.plans, "most", 3)
     for length in range(1, 9):
         x = torch.randn(1, length, 1, 4)
         flash_dmattn.attention(x, x, x)
-        assert 1 <= len(call_cache._classes) <= 3
+        assert 1 <= len(call.plans) <= 3
 
 
 def test_a_class_in_use_outlasts_lengths_that_come_once(monkeypatch: pytest.MonkeyPatch, described: list[int]) -> None:
-    monkeypatch.setattr(call_cache._classes, "most", 4)
+    monkeypatch.setattr(call.plans, "most", 4)
     attend()
     q = torch.randn(1, 1, 1, 4)
     for length in range(1, 13):

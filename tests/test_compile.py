@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import needs_inductor
-from out_of_tree import Counting, needs_hints, registered
+from out_of_tree import Counting, needs_hints, registered, replaced
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -323,21 +323,18 @@ def test_lengths_that_decide_nothing_compile_nothing(backend: str, with_gradient
 
 
 @needs_hints
-def test_lengths_decide_where_a_rule_of_the_backend_that_is_taken_asks(
-    ours: Counting, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lengths_decide_where_a_rule_of_the_backend_that_is_taken_asks(ours: Counting) -> None:
     """A rule holds for all lengths of a graph, a preference of auto for the length that is compiled."""
     few = Rule("length", lambda p: p.seqlen_q <= 64, lambda p: f"there are {p.seqlen_q} queries")
-    for name, compilations in (("RULES", 3), ("AUTO_RULES", 2)):
+    for name, compilations in (("rules", 3), ("auto_rules", 2)):
         torch._dynamo.reset()
-        with monkeypatch.context() as patch:
-            patch.setattr(ours, name, (few,))
+        with replaced(ours.backend.name, **{name: (few,)}):
             run, counter = compiled(lambda q, k, v: flash_dmattn.attention(q, k, v), "eager")
             ours.count.clear()
             for length in (3, 17, 64, 65, 512):
                 run(*torch.randn(3, 1, length, 2, 8).unbind())
         assert counter.frame_count == compilations
-        assert ours.count == {"forward": 3 if name == "RULES" else 5}
+        assert ours.count == {"forward": 3 if name == "rules" else 5}
 
 
 # Settings changed between calls take effect: counted inside the operators, where no trace can hide it.
@@ -357,14 +354,14 @@ def test_settings_changed_between_calls_take_effect(ours: Counting) -> None:
     assert passes_of_ours() == (1, 1)  # auto prefers it
     with flash_dmattn.config(backend="eager"):
         assert passes_of_ours() == (0, 0)
-        with flash_dmattn.config(backend=(ours.NAME, "eager")):
+        with flash_dmattn.config(backend=(ours.backend.name, "eager")):
             assert passes_of_ours() == (1, 0)
         assert passes_of_ours() == (0, 0)
     assert passes_of_ours() == (1, 1)
-    flash_dmattn.config.set(backend=("eager", ours.NAME))
+    flash_dmattn.config.set(backend=("eager", ours.backend.name))
     assert passes_of_ours() == (0, 1)
     flash_dmattn.config.set(backend="auto")
-    with flash_dmattn.config(disabled=ours.NAME):
+    with flash_dmattn.config(disabled=ours.backend.name):
         assert passes_of_ours() == (0, 0)
     assert passes_of_ours() == (1, 1)
     assert counter.frame_count <= 5  # the settings seen: each compiles once and is found again
@@ -432,8 +429,8 @@ def test_deterministic_follows_the_global_switch() -> None:
     seen: list[bool] = []
 
     def spy(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
-        at = Flags._fields.index("deterministic") - len(Flags._fields) - 1  # `backward` is last
-        seen.extend(node.args[at] for node in graph.graph.nodes if "eager_forward" in str(node.target))
+        at = Flags._fields.index("deterministic") - len(Flags._fields) - 2  # two names of backends are last
+        seen.extend(node.args[at] for node in graph.graph.nodes if "attention_forward" in str(node.target))
         return graph.forward
 
     run = torch.compile(lambda x: flash_dmattn.attention(x, x, x, backend="eager"), backend=spy, fullgraph=True)
@@ -448,7 +445,7 @@ def test_deterministic_follows_the_global_switch() -> None:
     assert seen == [False, True]
 
 
-def test_first_call_of_all_may_be_a_compiled_one(monkeypatch: pytest.MonkeyPatch, ours: Counting) -> None:
+def test_first_call_of_all_may_be_a_compiled_one(ours: Counting) -> None:
     """A first probe imports a library, which no trace may run through."""
     found: list[Availability] = []
 
@@ -458,9 +455,9 @@ def test_first_call_of_all_may_be_a_compiled_one(monkeypatch: pytest.MonkeyPatch
             found.append(Availability(True))
         return found[0]
 
-    monkeypatch.setattr(ours, "probe", probe)
     q, k, v, bias = (x.detach() for x in inputs())
-    assert_same(compiled(call)[0](q, k, v, None, bias), call(q, k, v, None, bias))
+    with replaced(ours.backend.name, probe=probe):
+        assert_same(compiled(call)[0](q, k, v, None, bias), call(q, k, v, None, bias))
     assert ours.count == {"forward": 2}
 
 

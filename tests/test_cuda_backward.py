@@ -21,7 +21,7 @@ from layouts import LAYOUTS, rearranged
 from torch import Tensor
 
 import flash_dmattn
-from flash_dmattn.backends.cuda import backend as cuda
+from flash_dmattn.backends.cuda import passes
 from flash_dmattn.masks import prepare_mask
 
 pytestmark = pytest.mark.parametrize("backend", ("cuda",), indirect=True)
@@ -750,7 +750,7 @@ def test_chunks_of_a_shared_gradient(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Slots of two columns of tiles, of rows that end anywhere."""
-    monkeypatch.setattr(cuda, "NUM_DBIAS_CHUNKS", chunks)
+    monkeypatch.setattr(passes, "NUM_DBIAS_CHUNKS", chunks)
     case = BASE.with_(batch=7, seqlen_q=130, seqlen_k=197, head_dim=head_dim, dtype=dtype, softcap=softcap)
     case = case.with_(bias=("1", "1", "Lq", "Lk"), needs_grad=("q", "bias"))
     assert schedule_of(differentiated(case)).writer == "shared_dbias"

@@ -13,8 +13,7 @@ from conftest import Runner
 from torch import Tensor
 
 import flash_dmattn
-from flash_dmattn.backends.cuda import backend as cuda
-from flash_dmattn.backends.cuda import direct, group_rows
+from flash_dmattn.backends.cuda import group_rows, passes
 from flash_dmattn.masks import prepare_mask
 
 pytestmark = pytest.mark.parametrize("backend", ("cuda",), indirect=True)
@@ -54,8 +53,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, ...]]:
         return found[-1]
 
     of_call = group_rows.as_rows
-    for module in (group_rows, direct):
-        monkeypatch.setattr(module, "as_rows", watched)
+    monkeypatch.setattr(group_rows, "as_rows", watched)
     return found
 
 
@@ -89,7 +87,7 @@ def test_groups_and_lengths(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A group of 512 heads has several tiles of rows; several blocks share the keys of a tile."""
-    monkeypatch.setattr(cuda, "NUM_KV_SPLITS", 3)
+    monkeypatch.setattr(passes, "NUM_KV_SPLITS", 3)
     check(
         backend, BASE.with_(seqlen_k=keys, num_heads=heads[0], num_heads_k=heads[1], softcap=5.0 if keys == 33 else 0.0)
     )

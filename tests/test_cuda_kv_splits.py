@@ -1,6 +1,6 @@
 """Pieces of work whose keys are shared by several blocks, in the forward pass of cuda: against fp64, and repeated.
 
-The tests set `cuda.NUM_KV_SPLITS`, which is 0 elsewhere, the estimate: it shares none in most calls as small as these.
+The tests set `passes.NUM_KV_SPLITS`, which is 0 elsewhere, the estimate: it shares none in most calls as small as these.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from layouts import LAYOUTS, rearranged
 from torch import Tensor
 
 import flash_dmattn
-from flash_dmattn.backends.cuda import backend as cuda
+from flash_dmattn.backends.cuda import passes
 
 ROOT = Path(__file__).resolve().parent.parent
 on_cuda = pytest.mark.parametrize("backend", ("cuda",), indirect=True)
@@ -63,7 +63,7 @@ def share_keys(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Sets into how many parts pieces of work come."""
     if DEVICE == "cpu":
         emulated_cuda.configure(NUM_SMS)
-    return lambda num_kv_splits: monkeypatch.setattr(cuda, "NUM_KV_SPLITS", num_kv_splits)
+    return lambda num_kv_splits: monkeypatch.setattr(passes, "NUM_KV_SPLITS", num_kv_splits)
 
 
 def attend(case: Case, inputs: Inputs) -> Results:

@@ -15,7 +15,7 @@ from test_direct import Launched, Watch, launched
 from torch import Tensor
 
 import flash_dmattn
-from flash_dmattn.backends.cuda import backend as cuda
+from flash_dmattn.backends.cuda import passes
 from flash_dmattn.masks import padding_mask, prepare_mask
 
 __all__ = ["launched"]  # a fixture
@@ -121,7 +121,7 @@ def test_the_same_bits_as_work_tiles_of_a_tile_of_the_mask(
     case = BASE.with_(head_dim=64, seqlen_q=300, bias=BIASES[bias], needs_grad=(), dlse=False)
     inputs = padded(case)
     check(backend, case, inputs)
-    monkeypatch.setattr(cuda, "NUM_KV_SPLITS", 1)
+    monkeypatch.setattr(passes, "NUM_KV_SPLITS", 1)
     assert inputs.mask is not None
     mask = given(inputs.mask, case, "prepared" if bias == "no bias" else "tiles")
     masks = mask, replace(mask, one_row=False)

@@ -18,7 +18,7 @@ from cases import ALL, DEVICE, Case, Inputs
 from conftest import Runner
 
 import flash_dmattn
-from flash_dmattn.backends.cuda import backend as cuda
+from flash_dmattn.backends.cuda import passes
 from flash_dmattn.masks import IntervalMask, prepare_intervals, prepare_mask, prepare_topk
 
 pytestmark = pytest.mark.parametrize("backend", ("cuda",), indirect=True)
@@ -113,7 +113,7 @@ SINKS = {
 @pytest.mark.parametrize("name", SINKS)
 def test_a_sink(backend: Runner, name: str, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once in every row, however many work tiles share its keys; a row without keys has the lse of its sink."""
-    monkeypatch.setattr(cuda, "NUM_KV_SPLITS", splits)
+    monkeypatch.setattr(passes, "NUM_KV_SPLITS", splits)
     check(backend, SINKS[name])
 
 
@@ -125,7 +125,7 @@ MANY = BASE.with_(batch=7, seqlen_q=49, seqlen_k=49, num_heads=2, num_heads_k=2,
 @pytest.mark.parametrize("chunks", (0, 1, 2, 7, 100))
 def test_chunks_of_a_shared_gradient(backend: Runner, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 3 and 4 entries, of one each, no more than there are; of rows that end between 16 bytes or between 8."""
-    monkeypatch.setattr(cuda, "NUM_DBIAS_CHUNKS", chunks)
+    monkeypatch.setattr(passes, "NUM_DBIAS_CHUNKS", chunks)
     check(backend, MANY)
     check(backend, MANY.with_(seqlen_q=7, seqlen_k=130, bias=("1", "1", "Lq", "Lk"), is_causal=True))
     check(backend, MANY.with_(seqlen_q=130, seqlen_k=52, num_heads_k=1, bias=("1", "1", "Lq", "Lk"), softcap=2.0))
@@ -146,7 +146,7 @@ def test_chunks_of_which_nothing_is_visible(
     backend: Runner, needs_grad: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, new_memory_is_nan: None
 ) -> None:
     """Slots of entries that a mask leaves out are zeros."""
-    monkeypatch.setattr(cuda, "NUM_DBIAS_CHUNKS", 7)
+    monkeypatch.setattr(passes, "NUM_DBIAS_CHUNKS", 7)
     case = MANY.with_(seqlen_k=136, mask=("B", "1", "1", "Lk"), mask_kind="all_allowed", needs_grad=needs_grad)
     inputs = case.build()
     assert inputs.mask is not None
@@ -158,7 +158,7 @@ def test_chunks_of_which_nothing_is_visible(
 
 def test_chunks_are_added_in_their_order(backend: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Great parts of dbias cancel; in another order the small one that comes last would be lost in them."""
-    monkeypatch.setattr(cuda, "NUM_DBIAS_CHUNKS", 7)
+    monkeypatch.setattr(passes, "NUM_DBIAS_CHUNKS", 7)
     case = MANY.with_(seqlen_q=16, seqlen_k=64, needs_grad=("bias",), dlse=False)
     inputs = case.build()
     for x in (inputs.q, inputs.k, inputs.v):
@@ -234,7 +234,7 @@ def test_what_is_copied_is_waited_for(backend: Runner) -> None:
 def test_parts_of_the_keys_weigh_what_they_hold(backend: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
         emulated_cuda.configure(8)
-    monkeypatch.setattr(cuda, "NUM_KV_SPLITS", 3)
+    monkeypatch.setattr(passes, "NUM_KV_SPLITS", 3)
     check(backend, BASE.with_(seqlen_q=65, seqlen_k=700, logits=2.0, needs_grad=()))
 
 

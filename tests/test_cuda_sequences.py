@@ -18,7 +18,7 @@ from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn import Sequences
-from flash_dmattn.backends.cuda import backend as cuda
+from flash_dmattn.backends.cuda import passes
 
 pytestmark = pytest.mark.parametrize("backend", ("cuda",), indirect=True)
 
@@ -103,7 +103,7 @@ def test_every_number_of_dbias_is_written(
 
 @pytest.mark.parametrize("chunks", (1, 2, 5))
 def test_chunks_of_a_shared_gradient(backend: Runner, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "NUM_DBIAS_CHUNKS", chunks)
+    monkeypatch.setattr(passes, "NUM_DBIAS_CHUNKS", chunks)
     check(made(BIASES["shared by all"]))
 
 

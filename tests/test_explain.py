@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from out_of_tree import KernelPair, registered
+from out_of_tree import KernelPair, registered, replaced
 from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn.backends.protocol import Availability, Rule
-from flash_dmattn.dispatch import config, refusals, registry, selection
+from flash_dmattn.dispatch import config, refusals, registry
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +76,7 @@ def test_explaining_records_and_warns_nothing_and_computes_nothing() -> None:
     assert decisions == [] and ours.ran == []
     with flash_dmattn.config(disabled=("cuda", "triton", "flex")), pytest.warns(flash_dmattn.FallbackWarning):
         # explaining did not use up the one warning
-        selection.select(flash_dmattn.explain_problem((2, 4096, 16, 64), device="sm_80").problem, "auto")
+        refusals.report_fallback(flash_dmattn.explain_problem((2, 4096, 16, 64), device="sm_80").problem)
 
 
 def test_call_that_would_be_refused_is_explained() -> None:
@@ -169,17 +169,17 @@ def test_any_device_can_be_described(device: str, arch: str, codes: set[str]) ->
 
 
 def test_another_gpu_is_explained_without_what_is_installed_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry.BACKENDS["cuda"], "probe", lambda: Availability(False, "it is not built"))
     call = {"q": (2, 4096, 16, 64), "device": "sm_90", "backend": "cuda"}
-    for gpus, elsewhere in ({}, True), ({"sm_80": ["a GPU"]}, True), ({"sm_90": ["a GPU"]}, False):
-        monkeypatch.setattr("flash_dmattn.explanation.gpu_names", lambda arch, gpus=gpus: gpus.get(arch, []))
-        found = flash_dmattn.explain_problem(**call)
-        codes = {reason.code for verdict in found.verdicts for reason in verdict.reasons}
-        assert ("unavailable" in codes) is not elsewhere
-        assert found.forward == ("cuda" if elsewhere else None)
-        assert (found.error is None) is found.to_dict()["elsewhere"] is elsewhere
-        told = "no GPU of this machine is sm_90: all backends count as installed there"
-        assert (told in str(found).splitlines()) is elsewhere
+    with replaced("cuda", probe=lambda: Availability(False, "it is not built")):
+        for gpus, elsewhere in ({}, True), ({"sm_80": ["a GPU"]}, True), ({"sm_90": ["a GPU"]}, False):
+            monkeypatch.setattr("flash_dmattn.explanation.gpu_names", lambda arch, gpus=gpus: gpus.get(arch, []))
+            found = flash_dmattn.explain_problem(**call)
+            codes = {reason.code for verdict in found.verdicts for reason in verdict.reasons}
+            assert ("unavailable" in codes) is not elsewhere
+            assert found.forward == ("cuda" if elsewhere else None)
+            assert (found.error is None) is found.to_dict()["elsewhere"] is elsewhere
+            told = "no GPU of this machine is sm_90: all backends count as installed there"
+            assert (told in str(found).splitlines()) is elsewhere
     assert not flash_dmattn.explain_problem((1, 8, 2, 16), device="cpu").problem.elsewhere
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from out_of_tree import Counting, needs_hints, registered
+from out_of_tree import Counting, needs_hints, registered, replaced
 from torch import Tensor
 from torch.export import Dim
 
@@ -33,7 +33,7 @@ from flash_dmattn.masks import (
 )
 from flash_dmattn.nn import RelativePositionBias
 
-OURS = Counting("out_of_tree_exported", mask_form="prepared")  # an operator is defined once per process
+OURS = Counting("out_of_tree_exported", mask_forms=("tiles", "intervals"))
 LENGTHS = (3, 17, 63, 64, 130, 2048)
 
 
@@ -157,10 +157,10 @@ class Plain(torch.nn.Module):
     ("backend", "passes"),
     [
         ("auto", {"forward": 1, "backward": 1}),
-        (OURS.NAME, {"forward": 1, "backward": 1}),
+        (OURS.backend.name, {"forward": 1, "backward": 1}),
         ("eager", {}),
-        (("eager", OURS.NAME), {"backward": 1}),
-        ((OURS.NAME, "eager"), {"forward": 1}),
+        (("eager", OURS.backend.name), {"backward": 1}),
+        ((OURS.backend.name, "eager"), {"forward": 1}),
     ],
     ids=str,
 )
@@ -176,21 +176,20 @@ def test_both_passes_of_a_pair_are_kept(backend: Any, passes: dict[str, int], st
     assert ours.count == passes
 
 
-def test_another_backend_where_that_of_the_operator_has_no_backward_pass(
-    ours: Counting, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_backend_where_that_of_the_operator_has_no_backward_pass(ours: Counting) -> None:
     """It receives a mask that it reads, though the operator had one prepared for both passes."""
 
     def call(m: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        return attention(q, k, v, mask, m.bias, is_causal=True, backend=OURS.NAME)
+        return attention(q, k, v, mask, m.bias, is_causal=True, backend=OURS.backend.name)
 
     module, sample = Call(call), (*inputs(), MASK)
     expected = gradients(module, *sample)
     program = torch.export.export(module, sample).module()
     assert ours.received[-1] == "tiles"
-    monkeypatch.setattr(ours, "RULES", (Rule("none", lambda p: False, lambda p: "it is broken", passes=("backward",)),))
+    broken = Rule("none", lambda p: False, lambda p: "it is broken", passes=("backward",))
     ours.count.clear()
-    assert_same(gradients(program, *sample), expected)
+    with replaced(OURS.backend.name, rules=(broken,)):
+        assert_same(gradients(program, *sample), expected)
     assert ours.count == {"forward": 1}
 
 
@@ -201,10 +200,11 @@ def test_second_derivatives_of_a_program(ours: Counting) -> None:
         first = torch.autograd.grad(run(*sample).sin().sum(), sample, create_graph=True)
         return torch.autograd.grad(sum(x.cos().sum() for x in first), sample)
 
-    programs = {name: torch.export.export(Plain(name), tuple(sample)).module() for name in ("eager", OURS.NAME)}
+    programs = {name: torch.export.export(Plain(name), tuple(sample)).module() for name in ("eager", OURS.backend.name)}
     torch.testing.assert_close(second(programs["eager"]), second(Plain("eager")), rtol=1e-10, atol=1e-12)
-    with pytest.raises(NotImplementedError, match=f"backend '{OURS.NAME}' has no second derivative of attention"):
-        second(programs[OURS.NAME])
+    name = OURS.backend.name
+    with pytest.raises(NotImplementedError, match=f"backend '{name}' has no second derivative of attention"):
+        second(programs[name])
 
 
 # Lengths
@@ -235,23 +235,21 @@ def at_most(limit: int) -> Rule:
 
 @needs_hints
 @pytest.mark.parametrize("limit", [10, 100], ids=["refused", "taken"])
-def test_preferences_of_auto_bind_nothing(limit: int, ours: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preferences_of_auto_bind_nothing(limit: int, ours: Counting) -> None:
     """They choose by the length of the sample, and decide speed alone."""
-    monkeypatch.setattr(ours, "AUTO_RULES", (at_most(limit),))
-    program = torch.export.export(Plain("auto"), tuple(inputs()), dynamic_shapes=({1: Dim.AUTO},) * 3)
-    assert (OURS.NAME in str(program.graph)) == (limit == 100)
+    with replaced(OURS.backend.name, auto_rules=(at_most(limit),)):
+        program = torch.export.export(Plain("auto"), tuple(inputs()), dynamic_shapes=({1: Dim.AUTO},) * 3)
+    assert (OURS.backend.name in str(program.graph)) == (limit == 100)
     assert all(lower == 2 and upper > 2**60 for lower, upper in ranges(program))
 
 
 @needs_hints
 @pytest.mark.parametrize("works", [False, True])
-def test_rules_of_a_backend_that_works_bind_and_no_others(
-    works: bool, ours: Counting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ours, "RULES", (at_most(100),))
-    monkeypatch.setattr(ours, "availability", Availability(works, "" if works else "it is not installed"))
-    program = torch.export.export(Plain("auto"), tuple(inputs()), dynamic_shapes=({1: Dim.AUTO},) * 3)
-    assert (OURS.NAME in str(program.graph)) == works
+def test_rules_of_a_backend_that_works_bind_and_no_others(works: bool, ours: Counting) -> None:
+    availability = Availability(works, "" if works else "it is not installed")
+    with replaced(OURS.backend.name, rules=(at_most(100),), probe=lambda: availability):
+        program = torch.export.export(Plain("auto"), tuple(inputs()), dynamic_shapes=({1: Dim.AUTO},) * 3)
+    assert (OURS.backend.name in str(program.graph)) == works
     assert (max(upper for _, upper in ranges(program)) > 2**60, min(upper for _, upper in ranges(program)) <= 100) == (
         True,
         works,

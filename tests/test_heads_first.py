@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -12,17 +10,16 @@ from typing import Any
 import pytest
 import torch
 from cases import DEVICE
-from key_parts import check_covered, check_told_apart, tensor_changes, under_other_settings
-from out_of_tree import registered
 from ready_backend import Ready, ready_pair
-from test_direct import Launched, Watch, launched, profiled
+from test_plans import Launched, Watch, launched, profiled
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import flash_dmattn
-from flash_dmattn import heads_first
-from flash_dmattn.heads_first import attend_heads_first
+from flash_dmattn import autograd
+from flash_dmattn import call as calls
+from flash_dmattn.call import Numbers, prepare_call, run_call
 from flash_dmattn.masks import prepare_mask
 
 __all__ = ["launched"]  # a fixture
@@ -70,12 +67,9 @@ def leaves(call: dict[str, Any], arrange: Callable[[Tensor], Tensor] = LAYOUTS["
     }
 
 
-def ours(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Tensor:
+def ours(q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, sink: Any, **numbers: Any) -> Tensor:
     """As a layer calls it."""
-    order = ("mask", "bias", "is_causal", "softmax_scale", "softcap", "window_size", "sink", "dropout_p")
-    out = attend_heads_first(q, k, v, *(call[name] for name in order))
-    assert out is not None
-    return out
+    return run_call(prepare_call(q, k, v, mask, bias, sink, None, Numbers(**numbers), heads_first=True), "auto")[0]
 
 
 def by_attention(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Tensor:
@@ -179,7 +173,7 @@ def test_layers_of_swin_launch_their_kernels_and_nothing_else(
         step(model, given, name)
         launched.clear()
         for module, function in (
-            *((attention_function, "attention"), (heads_first, "describe"), (heads_first, "differentiate")),
+            *((attention_function, "attention"), (calls, "describe"), (autograd, "laid_anew")),
             *((launch, "forward_plan"), (launch, "backward_plan")),
         ):
             monkeypatch.setattr(module, function, refuse)
@@ -190,9 +184,7 @@ def test_layers_of_swin_launch_their_kernels_and_nothing_else(
 
 @pytest.fixture
 def ready() -> Iterator[Ready]:
-    pair = ready_pair()
-    pair.ways.clear()
-    with registered(pair), flash_dmattn.config(backend="ready"):
+    with ready_pair() as pair, flash_dmattn.config(backend="ready"):
         yield pair
 
 
@@ -219,14 +211,8 @@ def test_what_watches_is_shown_operators(watch: Callable[[], Any], ready: Ready)
     with watch():
         found = torch.autograd.grad(out, [given[name] for name in "qkv"], drawn(*out.shape))
     check([out.detach(), *found])
-    assert ready.ways == [
-        "operator forward",
-        "operator backward",
-        "forward",
-        "backward",
-        "forward",
-        "operator backward",
-    ]
+    assert ready.ways == ["forward", "backward"] * 3
+    assert ready.shown == ["forward", "backward", "backward"]
 
 
 def recorded() -> AbstractContextManager[Any]:
@@ -236,7 +222,7 @@ def recorded() -> AbstractContextManager[Any]:
 @pytest.mark.parametrize("watch", [Watch, profiled, recorded, nullcontext], ids=lambda watch: watch.__name__)
 def test_a_layer_that_is_checkpointed_saves_the_same_twice(watch: Callable[[], Any], ready: Ready) -> None:
     """torch compares what both runs save; here the first is watched and the second is not."""
-    heads_first._classes.clear()
+    calls.plans.clear()
     given = leaves({})
     tensors = [given[name] for name in "qkv"]
     with watch():
@@ -251,89 +237,6 @@ def test_records_have_a_decision_for_each_call() -> None:
     assert len(decisions) == 2
 
 
-class Keys:
-    """A table that remembers nothing but the key it was asked for last."""
-
-    def get(self, key: Any) -> Any:
-        self.key = key
-        return False  # so that the call goes no further
-
-
-def key_of(**arguments: Any) -> Any:
-    keys = Keys()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(heads_first, "_classes", keys)
-        assert attend_heads_first(**arguments) is None
-    return keys.key
-
-
-def whole_call() -> dict[str, Any]:
-    """The arguments of a call with all of them."""
-    q, k = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 9, 8)
-    on_scores = {"mask": torch.ones(1, 4, 6, 9) > 0, "bias": torch.randn(1, 4, 6, 9), "sink": torch.zeros(4)}
-    numbers = {"is_causal": False, "softmax_scale": 0.5, "softcap": 1.0, "window_size": (3, 4), "dropout_p": 0.25}
-    return {"q": q, "k": k, "v": k.clone(), **on_scores, **numbers}
-
-
-OTHER_VALUES = {
-    "is_causal": (True,),
-    "softmax_scale": (0.25, None),
-    "softcap": (2.0,),
-    "window_size": ((3, 5), (2, 4), None),
-    "dropout_p": (0.5,),
-}
-
-
-def changed_calls() -> dict[str, dict[str, Any]]:
-    """Calls that differ from `whole_call` in one thing, by name."""
-    arguments, changed = whole_call(), {}
-    assert arguments.keys() == inspect.signature(attend_heads_first).parameters.keys()
-    for name, value in arguments.items():
-        if isinstance(value, Tensor):
-            others = tensor_changes(value)
-        else:
-            others = dict(zip(map(str, OTHER_VALUES[name]), OTHER_VALUES[name], strict=True))
-        changed |= {f"{name}, {what}": {**arguments, name: other} for what, other in others.items()}
-    changed |= {f"no {name}": {**arguments, name: None} for name in ("mask", "bias", "sink")}
-    changed["another form of mask"] = {**arguments, "mask": prepare_mask(arguments["mask"])}
-    return changed
-
-
-@pytest.mark.parametrize("change", changed_calls())
-def test_each_input_alone_changes_the_key(change: str) -> None:
-    check_told_apart(key_of(**whole_call()), key_of(**changed_calls()[change]))
-
-
-def test_each_setting_alone_changes_the_key() -> None:
-    key = key_of(**whole_call())
-    others = list(under_other_settings(lambda: key_of(**whole_call())))
-    for other in others:
-        check_told_apart(key, other)
-    check_covered(key, [*others, *(key_of(**arguments) for arguments in changed_calls().values())])
-
-
-def test_a_class_in_use_outlasts_those_that_come_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    heads_first._classes.clear()
-    monkeypatch.setattr(heads_first._classes, "most", 3)
-    made: list[int] = []
-    class_of = heads_first._class_of
-
-    def counted(*arguments: Any) -> Any:
-        made.append(1)
-        return class_of(*arguments)
-
-    monkeypatch.setattr(heads_first, "_class_of", counted)
-    with flash_dmattn.config(backend="eager"):
-        used = leaves({})
-        ours(**used)
-        for length in range(1, 9):
-            x = torch.randn(1, 1, length, 8)
-            ours(**{**used, "q": x, "k": x, "v": x, "mask": None, "bias": None})
-            ours(**used)
-            assert len(heads_first._classes) <= 3
-    assert len(made) == 1 + 8
-
-
 @pytest.mark.parametrize("which", range(4))
 def test_saved_tensors_that_come_back_in_another_layout(which: int, ready: Ready) -> None:
     given, counter = leaves({}), itertools.count()
@@ -344,22 +247,7 @@ def test_saved_tensors_that_come_back_in_another_layout(which: int, ready: Ready
 
     with saved_tensors_hooks(lambda x: x, unpack):
         check(results(ours, given))
-    assert ready.ways == ["forward", "backward" if which == 3 else "operator backward"]
-
-
-def test_what_falls_back_is_said_by_attention_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer that goes on with `attention` is neither warned nor recorded twice."""
-    heads_first._classes.clear()
-    for of_module in ("heads_first", "dispatch.selection", "dispatch.call_cache"):
-        monkeypatch.setattr(f"flash_dmattn.{of_module}.falls_back", lambda *_: True)
-    given = leaves({})
-    with warnings.catch_warnings(), flash_dmattn.config(record=(decisions := [])):
-        warnings.simplefilter("error")
-        for _ in range(2):
-            assert attend_heads_first(*given.values()) is None
-    assert not decisions
-    with pytest.warns(flash_dmattn.FallbackWarning):
-        by_attention(**given)
+    assert ready.ways == ["forward", "backward"]
 
 
 def test_second_derivatives() -> None:
@@ -370,11 +258,11 @@ def test_second_derivatives() -> None:
         )
 
 
-def test_a_gradient_with_a_graph_goes_by_the_function_that_has_rules(ready: Ready) -> None:
+def test_a_gradient_with_a_graph_runs_the_same_pass(ready: Ready) -> None:
     given = leaves({})
     tensors = [given[name] for name in "qkv"]
     found = torch.autograd.grad(ours(**given).sum(), tensors, create_graph=True)
-    assert ready.ways == ["forward", "operator backward"]
+    assert ready.ways == ["forward", "backward"]
     with pytest.raises(NotImplementedError, match="no second derivative"):
         found[0].sum().backward()
 
@@ -383,28 +271,30 @@ class Wrapped(Tensor):
     """A subclass without a rule of its own."""
 
 
-def test_what_has_rules_of_its_own_goes_through_attention() -> None:
+def test_transforms_subclasses_and_tangents() -> None:
     q, k, v = (leaves({})[name].detach() for name in "qkv")
-    numbers = list(DEFAULTS.values())
-    found: list[Any] = []
 
     def attend(x: Tensor) -> Tensor:
-        found.append(attend_heads_first(x, k, v, *numbers))
-        return x.sum()
+        return ours(x, k, v, **DEFAULTS)
 
-    torch.func.vmap(attend)(torch.stack([q, q]))
-    torch.func.grad(attend)(q)
-    attend(q.as_subclass(Wrapped))
+    wanted = WANTED[0]
+    torch.testing.assert_close(torch.func.vmap(attend)(torch.stack([q, q]))[1], wanted)
+    torch.testing.assert_close(torch.func.grad(lambda x: (attend(x) * drawn(*wanted.shape)).sum())(q), WANTED[1])
+    torch.testing.assert_close(attend(q.as_subclass(Wrapped)).as_subclass(Tensor), wanted)
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q), wanted)
     with torch.autograd.forward_ad.dual_level():
-        attend(q)
-    assert found == [None] * 4
+        torch.testing.assert_close(attend(q), wanted)
+        dual = torch.autograd.forward_ad.make_dual(q, q)
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            attend(dual)
 
 
-def test_a_tensor_that_a_transform_has_left_behind_goes_through_attention() -> None:
+def test_a_tensor_that_a_transform_has_left_behind() -> None:
     left: list[Tensor] = []
     q, k, v = (leaves({})[name].detach() for name in "qkv")
     torch.func.grad(lambda x: (left.append(x), x.sum())[1])(q)
-    assert attend_heads_first(left[0], k, v, *DEFAULTS.values()) is None
+    torch.testing.assert_close(ours(left[0], k, v, **DEFAULTS), WANTED[0])
 
 
 def test_a_backend_that_is_registered_or_disabled_is_chosen_anew(ready: Ready) -> None:

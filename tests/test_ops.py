@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,12 +14,13 @@ from torch.utils._pytree import tree_map
 
 import flash_dmattn
 from flash_dmattn import operators
+from flash_dmattn.gradients import spread
 from flash_dmattn.masks.prepared.operator import KeyForm, prepared_view
-from flash_dmattn.problem import Flags, MaskView, NeedsGrad, causal_window
+from flash_dmattn.problem import Flags, NeedsGrad, causal_window
 
 B, LQ, LK, HQ, HK, D, DV = 2, 3, 5, 4, 2, 8, 6
-FORWARD = torch.ops.flash_dmattn.eager_forward.default
-BACKWARD = torch.ops.flash_dmattn.eager_backward.default
+FORWARD = torch.ops.flash_dmattn.attention_forward.default
+BACKWARD = torch.ops.flash_dmattn.attention_backward.default
 PREPARE = torch.ops.flash_dmattn.prepare_mask.default
 NO_MASK = ([], "none")
 FLAGS = Flags(2, 0, 0.3, 1.5, False)
@@ -58,7 +58,7 @@ def forward_arguments(
 ) -> tuple[Any, ...]:
     q, k, v = make(B, LQ, HQ, D, dtype=dtype), make(B, LK, HK, D, dtype=dtype), make(B, LK, HK, DV, dtype=dtype)
     masked: tuple[Any, ...] = NO_MASK if mask is None else ([mask], "dense")
-    return (q, k, v, *masked, bias, sink, NO_SEQUENCES, None, *FLAGS, "")
+    return (q, k, v, *masked, bias, sink, NO_SEQUENCES, None, *FLAGS, "eager", "")
 
 
 def backward_arguments(
@@ -73,7 +73,7 @@ def backward_arguments(
     arguments = forward_arguments(make, mask, bias, dtype, sink)
     out, lse = FORWARD(*arguments)
     dout = make(*out.shape, dtype=dtype)
-    return (dout, torch.randn_like(lse) if dlse else None, *arguments[:9], out, lse, *FLAGS, list(needs_grad))
+    return (dout, torch.randn_like(lse) if dlse else None, *arguments[:9], out, lse, *FLAGS, "eager", list(needs_grad))
 
 
 def assert_fake_agrees(operator: Any, arguments: tuple[Any, ...]) -> None:
@@ -110,8 +110,7 @@ def test_backward_returns_the_gradients_asked_for_in_order(needs_grad: NeedsGrad
     everything = BACKWARD(*arguments[:-1], [True] * 5)
     assert len(found) == sum(needs_grad)
     torch.testing.assert_close(found, [g for g, needed in zip(everything, needs_grad) if needed])
-    spread = operators.spread(found, needs_grad)
-    assert tuple(g is not None for g in spread) == needs_grad
+    assert tuple(g is not None for g in spread(found, needs_grad)) == needs_grad
     assert_fake_agrees(BACKWARD, arguments)
 
 
@@ -144,9 +143,9 @@ def test_fakes_agree_on_empty_inputs(sizes: tuple[int, int, int]) -> None:
     q, k, v = normal(batch, seqlen_q, HQ, D), normal(batch, seqlen_k, HK, D), normal(batch, seqlen_k, HK, DV)
     bias = normal(1, HQ, seqlen_q, seqlen_k)
     arguments = (q, k, v, *NO_MASK, bias, SINK, NO_SEQUENCES, None)
-    assert_fake_agrees(FORWARD, (*arguments, *FLAGS, ""))
-    out, lse = FORWARD(*arguments, *FLAGS, "")
-    assert_fake_agrees(BACKWARD, (torch.ones_like(out), None, *arguments, out, lse, *FLAGS, [True] * 5))
+    assert_fake_agrees(FORWARD, (*arguments, *FLAGS, "eager", ""))
+    out, lse = FORWARD(*arguments, *FLAGS, "eager", "")
+    assert_fake_agrees(BACKWARD, (torch.ones_like(out), None, *arguments, out, lse, *FLAGS, "eager", [True] * 5))
 
 
 def test_schema_is_the_shared_one_and_mutates_nothing() -> None:
@@ -166,9 +165,10 @@ def test_outputs_never_alias_inputs_or_each_other() -> None:
         if bias is not None:
             q, k, v = normal(B, LQ, HQ, D), normal(B, LK, HK, D), normal(B, LK, HK, DV)
         flags = Flags(-1, -1, 1.0, 0.0, False)
-        out, lse = FORWARD(q, k, v, *NO_MASK, bias, None, NO_SEQUENCES, None, *flags, "")
+        out, lse = FORWARD(q, k, v, *NO_MASK, bias, None, NO_SEQUENCES, None, *flags, "eager", "")
         needs_grad = [True, True, True, bias is not None, False]
-        gradients = BACKWARD(out, None, q, k, v, *NO_MASK, bias, None, NO_SEQUENCES, None, out, lse, *flags, needs_grad)
+        arguments = (q, k, v, *NO_MASK, bias, None, NO_SEQUENCES, None)
+        gradients = BACKWARD(out, None, *arguments, out, lse, *flags, "eager", needs_grad)
         storages = [x.untyped_storage().data_ptr() for x in (q, k, v, out, lse, *gradients)]
         assert len(set(storages)) == len(storages)
 
@@ -189,7 +189,7 @@ def test_the_call_goes_through_the_operators() -> None:
     x = normal(1, 3, 2, 8).requires_grad_()
     with Seen() as seen:
         flash_dmattn.attention(x, x, x, backend="eager").sum().backward()
-    assert seen.names == ["flash_dmattn.eager_forward.default", "flash_dmattn.eager_backward.default"]
+    assert seen.names == ["flash_dmattn.attention_forward.default", "flash_dmattn.attention_backward.default"]
 
 
 def random_mask(*shape: int) -> Tensor:
@@ -262,68 +262,5 @@ def test_a_dispatch_mode_sees_the_operators() -> None:
 
     with Watch() as watch:
         watched = results()
-    assert {"flash_dmattn.eager_forward.default", "flash_dmattn.eager_backward.default"} <= set(watch.seen)
+    assert {"flash_dmattn.attention_forward.default", "flash_dmattn.attention_backward.default"} <= set(watch.seen)
     assert all(torch.equal(x, y) for x, y in zip(watched, results(), strict=True))
-
-
-def test_functions_receive_the_same_types_from_the_dispatcher_and_without_it() -> None:
-    received: list[list[type]] = []
-
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-        received.append([type(x) for x in arguments])
-        return operators.empty_outputs(arguments[0], arguments[2])
-
-    def backward(*arguments: Any) -> tuple[Tensor | None, ...]:
-        received.append([type(x) for x in arguments])
-        return tuple(operators.empty_gradient(x) for x in arguments[2:5]) + (None,)
-
-    run_forward, run_backward = operators.define_pair("typed", forward, backward)
-    q, k, v, mask = (torch.zeros(B, n, HK, D) for n in (LQ, LK, LK, 1))
-    problem = flash_dmattn.explain(*(x.requires_grad_() for x in (q, k, v))).problem
-    q, k, v = (x.detach() for x in (q, k, v))
-    for watch in (Watch(), nullcontext()):
-        with watch:
-            out, lse = run_forward(problem, q, k, v, MaskView("dense", (mask,)), None)
-            run_backward(problem, out, None, q, k, v, MaskView("dense", (mask,)), None, out, lse)
-    assert received[:2] == received[2:] and {Flags, MaskView} <= set(received[0])
-
-
-class Watching(TorchDispatchMode):
-    """What has to be shown operators."""
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return operator(*args, **(kwargs or {}))
-
-
-def profiled() -> Any:
-    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-
-
-@pytest.mark.parametrize("watch", [nullcontext, Watching, profiled], ids=["nothing", "dispatch mode", "profiler"])
-@pytest.mark.parametrize("stores", [True, False], ids=["stored there", "of its own"])
-@pytest.mark.parametrize("needed", [True, False])
-def test_dbias_is_where_it_was_told_to_be(watch: Any, stores: bool, needed: bool) -> None:
-    """An operator returns a dbias of its own, which is copied; a profiler sees what runs without it."""
-    told: list[Tensor | None] = []
-    q, k, v, bias = (normal(*shape) for shape in ((B, LQ, HQ, D), (B, LK, HK, D), (B, LK, HK, DV), (B, HQ, LQ, LK)))
-    dbias = normal(*bias.shape)
-
-    def backward(*arguments: Any, dbias_out: Tensor | None = None) -> Any:
-        told.append(dbias_out)
-        if not needed:
-            return None, None, None, None
-        return None, None, None, dbias_out.copy_(dbias) if stores and dbias_out is not None else dbias.clone()
-
-    name = f"placing_{watch.__name__}_{stores}_{needed}".lower()
-    run = operators.define_backward(name, backward)
-    problem = flash_dmattn.explain(q, k, v, bias=bias).problem
-    problem = problem._replace(needs_grad=NeedsGrad(False, False, False, needed))
-    whole = torch.full((B, HQ, LQ + 2, LK + 3), 7.0)
-    place = whole[:, :, 1:-1, 2:-1]
-    out, lse = operators.empty_outputs(q, v)
-    with watch():
-        found = run(problem, out, None, q, k, v, MaskView(), bias, out, lse, dbias_out=place)
-    assert (told == [None]) == (watch is Watching) and len(told) == 1
-    assert found[:3] == (None, None, None) and (found[3] is place) == needed
-    assert not needed or torch.equal(place, dbias)
-    assert int((whole == 7.0).sum()) == whole.numel() - needed * place.numel()

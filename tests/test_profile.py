@@ -18,10 +18,20 @@ from flash_dmattn import explain_problem
 from flash_dmattn.backends.flex import backend as flex
 from flash_dmattn.backends.protocol import Availability
 from flash_dmattn.backends.triton import backend as triton
-from flash_dmattn.dispatch import call_cache, config, preferences, profile_store, refusals, selection
+from flash_dmattn.dispatch import call_cache, config, preferences, profiles, refusals, selection
 from flash_dmattn.dispatch.preferences import judge
-from flash_dmattn.dispatch.profile import FORMAT, Figures, Profile, ProfileError, dump, parse, read, write
-from flash_dmattn.dispatch.profile_rows import ROWS, rows_of
+from flash_dmattn.dispatch.profiles import (
+    FORMAT,
+    ROWS,
+    Figures,
+    Profile,
+    ProfileError,
+    dump,
+    parse,
+    read,
+    rows_of,
+    write,
+)
 from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.problem import SequenceSpec
 
@@ -44,8 +54,8 @@ def profile_of(
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     """A machine with one GPU, both compiled backends, and a user's folder of caches that is empty."""
     here = SimpleNamespace(gpus={"sm_80": [GPU], "sm_90": ["NVIDIA H200"]}, versions=dict(VERSIONS))
-    monkeypatch.setattr(profile_store, "gpu_names", lambda arch: here.gpus.get(arch, []))
-    monkeypatch.setattr(profile_store, "versions", lambda: here.versions)
+    monkeypatch.setattr(profiles, "gpu_names", lambda arch: here.gpus.get(arch, []))
+    monkeypatch.setattr(profiles, "versions", lambda: here.versions)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     changes = {"default_backend": "auto", "disabled": (), "fallback": "warn", "profile": "", "rules": "built-in"}
     for name, value in changes.items():
@@ -53,15 +63,15 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     monkeypatch.setattr(refusals, "_warned", set())
     for backend in (triton, flex):
         monkeypatch.setattr(backend, "probe", lambda: Availability(True))
-    profile_store.forget()
+    profiles.forget()
     return here
 
 
 def install(profile: Profile) -> Path:
     """Write a profile where it belongs, and have it read."""
-    path = profile_store.path_of(profile.gpu)
+    path = profiles.path_of(profile.gpu)
     write(profile, path)
-    profile_store.forget()
+    profiles.forget()
     return path
 
 
@@ -124,9 +134,9 @@ def test_a_damaged_profile_is_ignored_with_its_fault(name: str) -> None:
     assert message in str(caught.value)
     path = install(profile_of())
     path.write_text(text)
-    profile_store.forget()
+    profiles.forget()
     assert chosen() == ("flex", None)
-    assert message in profile_store.find("sm_80").reason
+    assert message in profiles.find("sm_80").reason
 
 
 def test_a_file_that_is_no_text_or_too_long_is_damaged() -> None:
@@ -142,8 +152,8 @@ def test_a_file_that_is_no_text_or_too_long_is_damaged() -> None:
 
 def test_a_profile_of_this_gpu_and_versions_is_in_force() -> None:
     path = install(profile_of())
-    assert path == profile_store.folder() / "NVIDIA-A100-SXM4-80GB.json"
-    assert profile_store.find("sm_80") == (str(path), profile_of(), "")
+    assert path == profiles.folder() / "NVIDIA-A100-SXM4-80GB.json"
+    assert profiles.find("sm_80") == (str(path), profile_of(), "")
     assert chosen() == ("triton", None) and chosen(grad=True) == ("triton", "triton")
 
 
@@ -151,16 +161,16 @@ def test_a_profile_of_this_gpu_and_versions_is_in_force() -> None:
 def test_a_profile_that_others_may_write_is_ignored(mode: int) -> None:
     path = install(profile_of())
     path.chmod(mode)
-    profile_store.forget()
+    profiles.forget()
     assert chosen() == ("flex", None)
-    assert f"has mode {mode:o}, so others may write it; chmod go-w" in profile_store.find("sm_80").reason
+    assert f"has mode {mode:o}, so others may write it; chmod go-w" in profiles.find("sm_80").reason
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o644, 0o400])
 def test_a_profile_that_others_may_read_is_taken(mode: int) -> None:
     path = install(profile_of())
     path.chmod(mode)
-    profile_store.forget()
+    profiles.forget()
     assert chosen() == ("triton", None)
 
 
@@ -170,18 +180,18 @@ def test_a_profile_of_another_user_is_ignored(monkeypatch: pytest.MonkeyPatch) -
     if path.stat().st_uid == 0:  # root may do everything anyway, so one of root's is as good as one's own
         assert chosen() == ("triton", None)
         os.chown(path, 12345, -1)
-    profile_store.forget()
+    profiles.forget()
     assert chosen() == ("flex", None)
-    assert "belongs to another user, " in profile_store.find("sm_80").reason
+    assert "belongs to another user, " in profiles.find("sm_80").reason
 
 
 def test_what_is_no_regular_file_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path, message in ((tmp_path / "pipe", "is no regular file"), (tmp_path, "is no regular file")):
         monkeypatch.setattr(config.process, "profile", str(path))
-        profile_store.forget()
+        profiles.forget()
         assert chosen() == ("flex", None)
-        assert profile_store.find("sm_80").reason == f"{path} {message}"
+        assert profiles.find("sm_80").reason == f"{path} {message}"
 
 
 OTHERS = {
@@ -196,10 +206,10 @@ OTHERS = {
 @pytest.mark.parametrize("field", OTHERS)
 def test_a_profile_of_something_else_is_ignored(field: str) -> None:
     value, message = OTHERS[field]
-    path = profile_store.path_of(GPU)
+    path = profiles.path_of(GPU)
     write(profile_of()._replace(**{field: value}), path)
     assert chosen() == ("flex", None)
-    assert profile_store.find("sm_80").reason == f"{path} was made with {message}"
+    assert profiles.find("sm_80").reason == f"{path} was made with {message}"
 
 
 def test_another_driver_changes_nothing() -> None:
@@ -214,15 +224,15 @@ def test_a_machine_without_such_a_gpu_or_with_two_models_has_no_profile(machine:
         (["A", "B"], "this machine has several models of sm_80: A, B"),
     ):
         machine.gpus["sm_80"] = names
-        profile_store.forget()
+        profiles.forget()
         assert chosen() == ("flex", None)
-        assert profile_store.find("sm_80").reason == message
+        assert profiles.find("sm_80").reason == message
 
 
 def test_gpus_are_not_asked_for_where_there_is_no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile_store, "gpu_names", lambda arch: pytest.fail("asking for GPUs takes memory on them"))
+    monkeypatch.setattr(profiles, "gpu_names", lambda arch: pytest.fail("asking for GPUs takes memory on them"))
     assert chosen() == ("flex", None)
-    assert profile_store.find("sm_80").reason == f"there is none in {profile_store.folder()}"
+    assert profiles.find("sm_80").reason == f"there is none in {profiles.folder()}"
 
 
 def test_a_driver_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,9 +241,9 @@ def test_a_driver_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> Non
     def fails(arch: str) -> list[str]:
         raise RuntimeError("CUDA driver initialization failed")
 
-    monkeypatch.setattr(profile_store, "gpu_names", fails)
+    monkeypatch.setattr(profiles, "gpu_names", fails)
     assert chosen() == ("flex", None)
-    assert profile_store.find("sm_80").reason == "it cannot be looked for: CUDA driver initialization failed"
+    assert profiles.find("sm_80").reason == "it cannot be looked for: CUDA driver initialization failed"
 
 
 def test_profiles_can_be_named_and_switched_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -241,24 +251,24 @@ def test_profiles_can_be_named_and_switched_off(monkeypatch: pytest.MonkeyPatch,
     write(profile_of(), tmp_path / "mine.json")
     for setting, backend in (("", "flex"), (str(tmp_path / "mine.json"), "triton"), ("off", "flex")):
         monkeypatch.setattr(config.process, "profile", setting)
-        profile_store.forget()
+        profiles.forget()
         assert chosen() == (backend, None)
-    assert profile_store.find("sm_80").reason == "FLASH_DMATTN_PROFILE=off"
+    assert profiles.find("sm_80").reason == "FLASH_DMATTN_PROFILE=off"
     monkeypatch.setattr(config.process, "profile", str(tmp_path / "none.json"))
-    profile_store.forget()
+    profiles.forget()
     assert chosen() == ("flex", None)
-    assert profile_store.find("sm_80").reason == f"{tmp_path / 'none.json'} does not exist"
+    assert profiles.find("sm_80").reason == f"{tmp_path / 'none.json'} does not exist"
 
 
 def test_a_relative_folder_of_caches_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "caches")
     monkeypatch.setenv("HOME", "/home/somebody")
-    assert profile_store.folder() == Path("/home/somebody/.cache/flash_dmattn")
+    assert profiles.folder() == Path("/home/somebody/.cache/flash_dmattn")
 
 
 def test_a_profile_is_read_once_and_again_after_forget(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[Path] = []
-    monkeypatch.setattr(profile_store, "read", lambda path: reads.append(path) or read(path))
+    monkeypatch.setattr(profiles, "read", lambda path: reads.append(path) or read(path))
     path = install(profile_of())
     assert not reads, "reading is lazy"
     explain_problem(**{**CALL, "device": "cpu"})
@@ -270,7 +280,7 @@ def test_a_profile_is_read_once_and_again_after_forget(monkeypatch: pytest.Monke
     assert reads == [path]
     path.write_text(dump(profile_of(triton=SLOW)))
     assert chosen() == ("triton", None)
-    profile_store.forget()
+    profiles.forget()
     assert chosen() == ("flex", None)
     assert reads == [path, path]
 
@@ -279,7 +289,7 @@ def test_a_new_profile_makes_calls_choose_anew() -> None:
     x = torch.randn(1, 4, 2, 8)
     flash_dmattn.attention(x, x, x)
     assert call_cache._classes
-    profile_store.forget()
+    profiles.forget()
     assert not call_cache._classes
 
 
@@ -405,7 +415,7 @@ def test_unmeasured_kernels_go_before_eager(name: str, arch: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert selection.select(problem, "auto").forward is triton
-    with flash_dmattn.config(disabled="triton"):
+    with flash_dmattn.disable_backends("triton"):
         assert chosen(**call)[0] == "eager"
     older = chosen(**call | {"device": "sm_75"})
     assert older[0] == "eager", "nobody compiles the kernels for these"
@@ -415,7 +425,7 @@ def test_unmeasured_kernels_go_before_eager(name: str, arch: str) -> None:
 def test_unmeasured_kernels_take_sequences_before_flex(arch: str) -> None:
     """They read them as they lie."""
     assert chosen(**SEQUENCES, device=arch, grad=True) == ("triton", "triton")
-    with flash_dmattn.config(disabled="triton"):
+    with flash_dmattn.disable_backends("triton"):
         assert chosen(**SEQUENCES, device=arch, grad=True) == ("flex", "flex")
     assert chosen(**SEQUENCES, device="sm_75", dtype="fp16", grad=True) == ("flex", "flex")
 
@@ -478,7 +488,7 @@ def test_other_devices_have_no_profile() -> None:
     assert chosen(device="sm_75") == ("flex", None)
     for device in ("gfx942", "cpu", "sm_90", "sm_75"):
         assert explain_problem(**{**CALL, "device": device}).profile is None
-    assert profile_store.find("gfx942").reason == "profiles are of NVIDIA GPUs from sm_80 on, and this is gfx942"
+    assert profiles.find("gfx942").reason == "profiles are of NVIDIA GPUs from sm_80 on, and this is gfx942"
 
 
 def test_a_named_backend_is_taken_whatever_the_profile_says() -> None:
@@ -501,7 +511,7 @@ def test_on_hopper_the_built_in_rules_stay_unless_they_are_switched_off(
         assert found.forward == ("cuda" if built_in else measured)
         assert (found.profile is None) == built_in
     path.unlink()
-    profile_store.forget()
+    profiles.forget()
     found = explain_problem(**{**CALL, "device": "sm_90"})
     assert found.forward == ("cuda" if built_in else "flex"), "as on a GPU that nobody has measured"
     (cuda,) = (verdict for verdict in found.verdicts if verdict.backend == "cuda")
@@ -554,7 +564,7 @@ def test_without_a_profile_explain_and_the_warning_name_the_command() -> None:
     refused = explain_problem(**CALL, bias=(1, 16, 1, 4096), bias_grad=True, deterministic=True).problem
     assert selection.select(refused, "auto").forward is triton
     with (
-        flash_dmattn.config(disabled="triton"),
+        flash_dmattn.disable_backends("triton"),
         pytest.warns(flash_dmattn.FallbackWarning, match=f"{command} does, for auto to take them"),
     ):
         selection.select(refused, "auto")
@@ -563,7 +573,7 @@ def test_without_a_profile_explain_and_the_warning_name_the_command() -> None:
 def test_an_ignored_profile_is_no_error_in_a_call() -> None:
     path = install(profile_of())
     path.chmod(0o666)
-    profile_store.forget()
+    profiles.forget()
     problem = explain_problem(**CALL).problem
     assert selection.select(problem, "auto").forward is flash_dmattn.dispatch.registry.BACKENDS["flex"]
     assert f"no profile is in force: {path} has mode 666" in str(explain_problem(**CALL))
@@ -576,7 +586,7 @@ def test_the_choice_by_a_profile_is_traced_whole(figures: Figures, name: str) ->
 
     @torch.compile(fullgraph=True, backend="eager")
     def chosen_in_graph(x: torch.Tensor) -> torch.Tensor:
-        return x + (1.0 if name == selection.choose(problem, "auto").forward.NAME else 0.0)
+        return x + (1.0 if name == selection.choose(problem, "auto").forward.name else 0.0)
 
     assert chosen_in_graph(torch.zeros(())).item() == 1.0
 

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import threading
 import warnings
 from importlib.abc import MetaPathFinder
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
-from out_of_tree import Differentiable, KernelPair, registered
+from out_of_tree import Differentiable, KernelPair, registered, replaced
 from torch import Tensor
 
 import flash_dmattn
-from flash_dmattn import FallbackWarning
-from flash_dmattn.backends import protocol, reference
+from flash_dmattn import FallbackWarning, call
 from flash_dmattn.backends.cuda import backend as cuda
 from flash_dmattn.backends.cuda import rules
 from flash_dmattn.backends.protocol import Availability, Rule
 from flash_dmattn.backends.triton import backend as triton
+from flash_dmattn.backends.triton import passes
 from flash_dmattn.dispatch import config, refusals, registry, selection
 from flash_dmattn.problem import AttentionProblem, NeedsGrad
 
@@ -47,6 +49,14 @@ def results(backend: object = "auto") -> list[Tensor]:
     q, k, v, mask, bias = inputs()
     out, lse = flash_dmattn.attention(q, k, v, mask, bias, return_lse=True, backend=backend)
     return [out, lse, *torch.autograd.grad(out.sin().sum() + lse.cos().sum(), (q, k, v, bias))]
+
+
+def select(problem: AttentionProblem, requested: Any) -> selection.Selection:
+    """The choice of a call, and what a fallback says of it."""
+    chosen = selection.choose(problem, requested)
+    if selection.falls_back(problem, requested, chosen):
+        refusals.report_fallback(problem)
+    return chosen
 
 
 def on_gpu(needs_grad: bool = False, **changes: object) -> AttentionProblem:
@@ -78,7 +88,7 @@ def test_differentiable_backend_out_of_tree() -> None:
             with pytest.raises(ValueError, match=r"'ours' is one differentiable function .* two of .*'eager'"):
                 results(pair)
         torch.testing.assert_close(results(("ours", "ours")), want)
-    assert ours.ran == ["attention", "attention"]
+    assert ours.ran == ["forward", "forward"]
     assert [(d.forward, d.backward) for d in decisions] == [("ours", "ours")] * 2
 
 
@@ -123,28 +133,32 @@ def test_each_backend_of_a_pair_is_asked_for_its_own_pass() -> None:
 
 @pytest.mark.parametrize("fails", ["forward", "backward"])
 @pytest.mark.parametrize("requested", ["auto", "ours", ("ours", "ours")], ids=str)
-def test_a_pass_that_raises_is_not_retried_elsewhere(
-    fails: str, requested: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pass_that_raises_is_not_retried_elsewhere(fails: str, requested: object) -> None:
     class Broken(KernelPair):
-        def _run(self, name: str, *arguments: object) -> object:
-            result = getattr(KernelPair, name)(self, *arguments)
-            if name == fails:
-                raise RuntimeError("CUDA error: an illegal memory access was encountered")
-            return result
+        def broken(self, direction: str, run: Any) -> Any:
+            def passed(*arguments: Any) -> Any:
+                result = run(*arguments)
+                if direction == fails:
+                    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+                return result
 
-        def forward(self, *arguments: object) -> object:
-            return self._run("forward", *arguments)
+            return passed
 
-        def backward(self, *arguments: object) -> object:
-            return self._run("backward", *arguments)
+        def plan_forward(self, problem: AttentionProblem) -> Any:
+            return self.broken("forward", super().plan_forward(problem))
+
+        def plan_backward(self, problem: AttentionProblem) -> Any:
+            return self.broken("backward", super().plan_backward(problem))
 
     ours, other = Broken("ours"), KernelPair("other")
-    for backend in (selection.BACKENDS["eager"], selection.BACKENDS["reference"]):
-        for name in ("forward", "backward", "attention"):
-            if hasattr(backend, name):
-                monkeypatch.setattr(backend, name, lambda *_, name=name: pytest.fail(f"{name} ran elsewhere"))
-    with registered(other, before="eager"), registered(ours, before="other"), warnings.catch_warnings():
+    elsewhere = {"plan_forward": lambda problem: pytest.fail("planned elsewhere")}
+    with (
+        registered(other, before="eager"),
+        registered(ours, before="other"),
+        replaced("eager", **elsewhere),
+        replaced("reference", **elsewhere),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("error")
         with pytest.raises(RuntimeError, match="an illegal memory access") as caught:
             results(requested)
@@ -163,24 +177,17 @@ def test_auto_passes_over_what_a_backend_keeps_to_its_name() -> None:
 
 
 def test_a_backend_that_is_taken_out_while_a_call_chooses_is_passed_over_whole() -> None:
-    class First(KernelPair):
-        is_armed = False
+    def take_second_out(problem: AttentionProblem) -> bool:
+        if "second" in registry.BACKENDS:
+            flash_dmattn.unregister_backend("second")
+        return False
 
-        @property
-        def AUTO_RULES(self) -> tuple[Rule, ...]:
-            if self.is_armed and "second" in registry.BACKENDS:
-                flash_dmattn.unregister_backend("second")
-            return (Rule("busy", lambda p: False, lambda p: "it is busy"),)
-
-        @AUTO_RULES.setter
-        def AUTO_RULES(self, value: tuple[Rule, ...]) -> None:
-            """`KernelPair` sets them."""
-
-    first, second = First("first"), KernelPair("second")
-    flash_dmattn.register_backend(second, before="cuda")
+    want = results("reference")
+    first = KernelPair("first", auto_rules=(Rule("busy", take_second_out, lambda p: "it is busy"),))
+    second = KernelPair("second", availability=Availability(True))
+    flash_dmattn.register_backend(second.backend, before="cuda")
     with registered(first, before="second"), flash_dmattn.config(record=(decisions := [])):
-        first.is_armed = True
-        torch.testing.assert_close(results(), results("reference"))
+        torch.testing.assert_close(results(), want)
     assert decisions[0].forward == "eager" and second.ran == []
 
 
@@ -189,7 +196,7 @@ def test_a_choice_made_while_backends_change_is_not_found_after_the_change() -> 
 
     def register_late(problem: AttentionProblem) -> bool:
         if "late" not in registry.BACKENDS:
-            flash_dmattn.register_backend(late, before="first")
+            flash_dmattn.register_backend(late.backend, before="first")
         return False
 
     x = torch.randn(1, 3, 2, 8)
@@ -212,7 +219,7 @@ def test_two_threads_register_at_once_and_lose_nothing(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(type(registry.BACKENDS), "__setattr__", meet)
     for change, arguments in (
-        (flash_dmattn.register_backend, (KernelPair("one"), KernelPair("two"))),
+        (flash_dmattn.register_backend, (KernelPair("one").backend, KernelPair("two").backend)),
         (flash_dmattn.unregister_backend, ("one", "two")),
     ):
         threads = [threading.Thread(target=change, args=(argument,)) for argument in arguments]
@@ -233,45 +240,19 @@ def test_the_registry_is_never_edited() -> None:
     assert list(before) == names
 
 
-HELPERS = [*protocol.OPTIONAL, "workspace_bytes"]
-
-
-def test_helpers_that_are_called_like_optional_functions_are_never_called() -> None:
-    ours, want = KernelPair("ours"), results("reference")
-    for name in HELPERS:
-        setattr(ours, name, lambda *_, name=name, **__: pytest.fail(f"the helper {name} was called"))
-    with registered(ours, before="eager"):
-        assert registry.last_resort().NAME == "eager"
-        torch.testing.assert_close(results(), want)
-        ours.MASK_FORM = "prepared"  # so reads_dense would be asked
-        flash_dmattn.attention(*inputs()[:4])
-        shared = torch.randn(2, 1, 5, 1, 7, dtype=torch.float64).expand(2, 3, 5, 1, 7)
-        x = torch.randn(2, 3, 5, 1, 8, dtype=torch.float64), *torch.randn(2, 2, 3, 7, 1, 8, dtype=torch.float64)
-        flash_dmattn.attention(*x, bias=shared.transpose(2, 3))
-        flash_dmattn.explain(*x, backend="ours")
-        y = torch.randn(1, 3, 2, 8, requires_grad=True)
-        (gradient,) = torch.autograd.grad(flash_dmattn.attention(y, y, y).sum(), y, create_graph=True)
-        with pytest.raises(NotImplementedError, match="no second derivative"):
-            gradient.sum().backward()
-    assert "ours" not in registry.BACKENDS
-
-
 def test_the_last_resort_says_that_it_is_one() -> None:
-    ours = KernelPair("ours")
-    ours.IS_FALLBACK = True
-    with pytest.raises(TypeError, match="has no workspace_bytes"), registered(ours):
-        pass
-    ours.workspace_bytes = lambda problem: 0
+    ours = KernelPair("ours", workspace_bytes=lambda problem: 0)
+    assert not KernelPair("other").backend.is_fallback
     with registered(ours, before="eager"):
-        assert registry.last_resort() is ours
-    assert registry.last_resort().NAME == "eager"
+        assert registry.last_resort() is ours.backend
+    assert registry.last_resort().name == "eager"
     with pytest.raises(ValueError, match="'eager' is what \"auto\" falls back to; it cannot be unregistered"):
         flash_dmattn.unregister_backend("eager")
 
 
 def test_wrong_names_of_backends_are_told_what_was_meant() -> None:
     x = torch.randn(1, 3, 2, 8)
-    for call in (
+    for wrong in (
         lambda: flash_dmattn.attention(x, x, x, backend="trition"),
         lambda: flash_dmattn.attention(x, x, x, backend=("eager", "trition")),
         lambda: flash_dmattn.explain(x, x, x, backend="trition"),
@@ -279,10 +260,10 @@ def test_wrong_names_of_backends_are_told_what_was_meant() -> None:
         lambda: flash_dmattn.config.set(backend="trition"),
         lambda: flash_dmattn.config(disabled="trition"),
         lambda: flash_dmattn.unregister_backend("trition"),
-        lambda: flash_dmattn.register_backend(KernelPair("ours"), before="trition"),
+        lambda: flash_dmattn.register_backend(KernelPair("ours").backend, before="trition"),
     ):
         with pytest.raises(ValueError, match=r"'trition'.*; did you mean 'triton'\?$"):
-            call()
+            wrong()
 
 
 def test_registration_is_checked() -> None:
@@ -292,28 +273,12 @@ def test_registration_is_checked() -> None:
             flash_dmattn.register_backend(backend, **flags)
         assert list(registry.BACKENDS) == order
 
-    checked(ValueError, "backend name 'eager' is taken", KernelPair("eager"))
-    checked(ValueError, "backend name 'auto' is taken", KernelPair("auto"))
-    checked(ValueError, "before is 'nope'; it needs to be one of 'cuda', ", KernelPair("ours"), before="nope")
-    parts = {"NAME": "ours", "RULES": (), "AUTO_RULES": (), "probe": lambda: Availability(True)}
-    both = KernelPair("ours")
-    both.attention = reference.attention
-    checked(TypeError, "has forward, backward and attention; it needs to be a pair, or one differentiable", both)
-    promises = KernelPair("ours")
-    promises.PROVIDES = frozenset({"notes"})
-    checked(TypeError, "has no notes; see", promises)
-    promises.PROVIDES = frozenset({"note"})
-    checked(ValueError, "PROVIDES of .* names note; it needs names out of notes, ", promises)
-    checked(TypeError, "has no FEATURES, forward, backward; see", SimpleNamespace(**parts))
-    parts["FEATURES"] = frozenset()
-    unknown = KernelPair("ours")
-    unknown.FEATURES = frozenset({"mask", "dropout"})
-    checked(ValueError, "FEATURES of .* names dropout; it needs names out of mask, bias, ", unknown)
-    checked(TypeError, "has no forward, backward; see flash_dmattn.backends.protocol", SimpleNamespace(**parts))
-    for name in parts:
-        whole = {**parts, "attention": reference.attention}
-        del whole[name]
-        checked(TypeError, f"has no {name}; see", SimpleNamespace(**whole))
+    checked(ValueError, "backend name 'eager' is taken", KernelPair("eager").backend)
+    checked(ValueError, "backend name 'auto' is taken", KernelPair("auto").backend)
+    checked(ValueError, "before is 'nope'; it needs to be one of 'cuda', ", KernelPair("ours").backend, before="nope")
+    checked(TypeError, "backend is a KernelPair; it needs to be a flash_dmattn.Backend", KernelPair("ours"))
+    unknown = dataclasses.replace(KernelPair("ours").backend, features=frozenset({"mask", "dropout"}))
+    checked(ValueError, "features of backend 'ours' names dropout; it needs names out of mask, bias, ", unknown)
 
 
 # Refusals
@@ -388,31 +353,32 @@ def test_auto_with_everything_disabled_says_so_for_each() -> None:
 
 @pytest.mark.parametrize("error", [ImportError, OSError, RuntimeError, AttributeError])
 @pytest.mark.parametrize(
-    ("backend", "module"), [(cuda, "flash_dmattn._C"), (triton, "flash_dmattn.triton_kernels.launch")]
+    ("module", "imported"), [(cuda, "flash_dmattn._C"), (triton, "flash_dmattn.triton_kernels.launch")]
 )
 def test_probe_of_a_broken_install_keeps_the_exception_and_never_raises(
-    backend: ModuleType, module: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+    module: ModuleType, imported: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempts: list[str] = []
 
     class Broken(MetaPathFinder):
         def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-            if name == module:
+            if name == imported:
                 attempts.append(name)
                 raise error("undefined symbol: cudaGetDevice")
 
     rules.installed_instances()  # read once from a file that a broken import leaves readable
-    monkeypatch.setattr(backend, "_found", None)
-    monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setattr(module, "_found", None)
+    monkeypatch.setattr(passes, "_launch", None)
+    monkeypatch.delitem(sys.modules, imported, raising=False)
     monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
-    found = backend.probe()
-    assert backend.probe() is found
-    assert attempts == [module]
+    found = module.probe()
+    assert module.probe() is found
+    assert attempts == [imported]
     assert not found.usable
     assert type(found.exception) is error
     assert "undefined symbol: cudaGetDevice" in found.reason
     with pytest.raises(flash_dmattn.BackendUnavailableError, match="undefined symbol") as caught:
-        results(backend.NAME)
+        results(module.BACKEND.name)
     assert caught.value.__cause__ is found.exception
     torch.testing.assert_close(results("auto"), results("reference"))
 
@@ -420,8 +386,8 @@ def test_probe_of_a_broken_install_keeps_the_exception_and_never_raises(
 def test_probe_is_left_alone_where_a_rule_refuses_already() -> None:
     probes: list[int] = []
     ours = KernelPair("ours", rules=(Rule("device", lambda p: p.device == "cuda", lambda p: f"device is {p.device}"),))
-    ours.probe = lambda: probes.append(1) or Availability(True)
-    with registered(ours, before="eager"):
+    probed = dataclasses.replace(ours.backend, probe=lambda: probes.append(1) or Availability(True))
+    with registered(probed, before="eager"):
         results()
     assert probes == []
 
@@ -438,12 +404,12 @@ def eager_alone() -> None:
 def test_fallback_warns_once_per_cause_with_bytes_and_reasons() -> None:
     problem = on_gpu()
     with pytest.warns(FallbackWarning) as caught:
-        assert selection.select(problem, "auto").forward.NAME == "eager"
-        selection.select(problem, "auto")
-        selection.select(problem._replace(batch=1), "auto")
+        assert select(problem, "auto").forward.name == "eager"
+        select(problem, "auto")
+        select(problem._replace(batch=1), "auto")
     (text,) = [str(warning.message) for warning in caught]
     with pytest.warns(FallbackWarning, match="cuda: dtype is .*float32"):
-        selection.select(problem._replace(dtype=torch.float32), "auto")
+        select(problem._replace(dtype=torch.float32), "auto")
     # The least of the chunk budget and three copies of 2 * 16 * 4096 * 4096 fp32 scores.
     assert text.startswith("attention runs on eager PyTorch, with up to 256.0 MB of temporaries: batch 2, 4096 queries")
     lines = text.splitlines()
@@ -455,7 +421,7 @@ def test_fallback_warns_once_per_cause_with_bytes_and_reasons() -> None:
 
 
 def test_fallback_warning_points_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "falls_back", lambda *_: True)
+    monkeypatch.setattr(call, "falls_back", lambda *_: True)
     with pytest.warns(FallbackWarning) as caught:
         results()
     assert caught[0].filename == __file__
@@ -465,29 +431,29 @@ def test_fallback_warning_points_at_the_call(monkeypatch: pytest.MonkeyPatch) ->
 def test_small_call_names_few_bytes() -> None:
     problem = on_gpu(batch=1, num_heads=2, num_heads_k=2, seqlen_q=128, seqlen_k=512, bias=None)
     with pytest.warns(FallbackWarning, match=r"up to 1\.5 MB of temporaries"):
-        selection.select(problem, "auto")
+        select(problem, "auto")
 
 
 @pytest.mark.usefixtures("eager_alone")
 def test_fallback_can_be_an_error_or_silent() -> None:
     flash_dmattn.config.set(fallback="error")
     with pytest.raises(flash_dmattn.BackendUnsupportedError, match="attention runs on eager PyTorch") as caught:
-        selection.select(on_gpu(needs_grad=True), "auto")
+        select(on_gpu(needs_grad=True), "auto")
     assert caught.value.accepted_by == ("eager",)
     assert {reason.backend for reason in caught.value.reasons} == {"cuda", "triton", "flex"}
     assert 'fallback="error" is in force' in str(caught.value)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert selection.select(on_gpu(), "eager").forward.NAME == "eager"  # by name: no fallback
+        assert select(on_gpu(), "eager").forward.name == "eager"  # by name: no fallback
         flash_dmattn.config.set(fallback="silent")
-        assert selection.select(on_gpu(), "auto").forward.NAME == "eager"
+        assert select(on_gpu(), "auto").forward.name == "eager"
         flash_dmattn.config.set(fallback="error")
         with flash_dmattn.config(fallback="silent"):
-            assert selection.select(on_gpu(), "auto").forward.NAME == "eager"
+            assert select(on_gpu(), "auto").forward.name == "eager"
         results()  # on the CPU eager is no fallback
     flash_dmattn.config.set(fallback="warn")
     with flash_dmattn.config(fallback="error"), pytest.raises(flash_dmattn.BackendUnsupportedError):
-        selection.select(on_gpu(), "auto")
+        select(on_gpu(), "auto")
 
 
 @pytest.mark.usefixtures("eager_alone")
@@ -495,7 +461,7 @@ def test_backward_alone_on_eager_is_a_fallback_too() -> None:
     with registered(KernelPair("ours", rules=(FORWARD_ONLY,)), before="eager"):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert selection.select(on_gpu(), "auto").forward.NAME == "ours"
+            assert select(on_gpu(), "auto").forward.name == "ours"
         with pytest.warns(FallbackWarning, match="ours: there is no backward kernel yet"):
-            chosen = selection.select(on_gpu(needs_grad=True), "auto")
-    assert (chosen.forward.NAME, chosen.backward.NAME) == ("ours", "eager")
+            chosen = select(on_gpu(needs_grad=True), "auto")
+    assert (chosen.forward.name, chosen.backward.name) == ("ours", "eager")

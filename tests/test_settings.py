@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import flash_dmattn
+from flash_dmattn import call
 from flash_dmattn.backends.protocol import Rule
-from flash_dmattn.dispatch import call_cache, checkpoints, config, registry, selection
+from flash_dmattn.dispatch import checkpoints, config, registry
 from flash_dmattn.dispatch.config import Blocks
 
 
@@ -393,19 +394,18 @@ def attend(x: Tensor) -> Tensor:
 def recomputed(checkpointed: Callable[[Tensor], Tensor], backward: Callable[[Tensor], None]) -> list[tuple[Any, ...]]:
     """List the settings of the calls in the forward pass and in the recomputation."""
     seen: list[tuple[Any, ...]] = []
-    chosen = selection.choose
+    chosen = call.choose
 
     def spy(problem: Any, requested: Any) -> Any:
         found = chosen(problem, requested)
-        seen.append((found.forward.NAME, requested, config.disabled(), config.fallback()))
+        seen.append((found.forward.name, requested, config.disabled(), config.fallback()))
         return found
 
     x = torch.randn(1, 5, 2, 8, dtype=torch.float64, requires_grad=True)
     expected = torch.autograd.grad(attend(attend(x)).sum(), x)[0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selection, "choose", spy)
-        patch.setattr(call_cache, "look_up", lambda *arguments: (None, None))
-        patch.setattr("flash_dmattn.api.look_up", lambda *arguments: (None, None))
+        patch.setattr(call, "choose", spy)
+        patch.setattr(call, "_key", lambda *arguments: None)
         with flash_dmattn.config(backend="reference", disabled="triton", fallback="silent"):
             out = checkpointed(x).sum()
         backward(out)

@@ -13,8 +13,7 @@ import torch
 import flash_dmattn
 from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.protocol import Backend, Rule, accepts, broken_rules, is_composite
-from flash_dmattn.dispatch.errors import BackendError
-from flash_dmattn.dispatch.refusals import passes_of, reasons_against
+from flash_dmattn.dispatch.refusals import BackendError, passes_of, reasons_against
 from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.dispatch.selection import choose, selected_names
 from flash_dmattn.problem import AttentionProblem, SequenceSpec, dtype_name

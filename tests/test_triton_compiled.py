@@ -169,10 +169,18 @@ def test_what_philox_makes_stays_in_its_thread() -> None:
             assert kernel.text.count(word) == without.text.count(word), f"{kernel.name}: {word}"
 
 
+def test_a_shared_dbias_is_compiled_beside_a_set_of_keys_and_dropout() -> None:
+    """Both say which scores count: the keys that are kept, and the probabilities that are."""
+    from compiled_triton import Variant, jobs_of
+
+    last = jobs_of(Variant(**VARIANTS["64 dropout, keys, shared"]), "sm_90")[-1]
+    assert last.name == "backward_bias" and "mma" in last.compile().text
+
+
 def test_every_row_of_the_tile_table_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     from compiled_triton import Variant, run_plans
 
-    from flash_dmattn.triton_kernels import plan, plan_backward, tile_table
+    from flash_dmattn.triton_kernels import plan, tile_table
 
     rows: dict[int, str] = {}
     for name, table in vars(tile_table).items():
@@ -180,7 +188,7 @@ def test_every_row_of_the_tile_table_is_compiled(monkeypatch: pytest.MonkeyPatch
             by_kernel = table if isinstance(next(iter(table)), str) else {"": table}
             rows |= {id(tile): f"{name} {key} {d}" for key, part in by_kernel.items() for d, tile in part.items()}
             for part in by_kernel.values():  # what `MOST_FEW_KEYS` says of tiles
-                assert all(tile.block_n >= plan_backward.MOST_FEW_KEYS for tile in part.values())
+                assert all(tile.block_n >= plan.MOST_FEW_KEYS for tile in part.values())
     assert len(rows) > 30
 
     tile_of = plan.tile_of

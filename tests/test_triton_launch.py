@@ -70,7 +70,7 @@ def test_from_the_second_launch_on_the_kernel_gets_addresses(streams: list[int])
     from flash_dmattn.triton_kernels.kernel_launch import Launch
 
     kernel = Kernel()
-    launch = Launch(kernel, 5, ((1, 2), 0.5), (64, True), {"num_warps": 4})
+    launch = Launch(kernel, 5, ((1, 2), 0.5, 64, True), {"num_warps": 4})
     x, y = torch.zeros(4), torch.zeros(4)
     for _ in range(3):
         launch(x, None, y)
@@ -86,6 +86,21 @@ def test_from_the_second_launch_on_the_kernel_gets_addresses(streams: list[int])
     assert alive() is None
 
 
+def test_names_of_a_kernel_are_put_in_its_order() -> None:
+    from flash_dmattn.triton_kernels.kernel_launch import by_name
+
+    def kernel(x: Any, out: Any, size: Any, scale: Any, BLOCK: Any) -> None: ...
+
+    kernel.arg_names = ["x", "out", "size", "scale", "BLOCK"]  # type: ignore[attr-defined]
+    shared = {"scale": 2.0, "BLOCK": 16, "WIDE": True}  # names of other kernels, too
+    assert by_name(kernel, shared, BLOCK=32, size=5) == (5, 2.0, 32)
+    with pytest.raises(KeyError, match="BLOCK"):
+        by_name(kernel, {}, size=5, scale=2.0)
+    for unknown in ("WIDE", "out_of_place"):
+        with pytest.raises(TypeError, match=unknown):
+            by_name(kernel, shared, size=5, **{unknown: True})
+
+
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
 @pytest.mark.parametrize("plain", [False, True])
 def test_hooks_are_called_by_triton(
@@ -98,7 +113,7 @@ def test_hooks_are_called_by_triton(
     def hook(metadata: object) -> None: ...
 
     kernel, x = Kernel(), torch.zeros(4)
-    launch = Launch(kernel, 5, (1,), (64,))
+    launch = Launch(kernel, 5, (1, 64))
     launch(x)
     chain = getattr(knobs.runtime, name)
     if plain:
@@ -140,7 +155,7 @@ def test_descriptors_are_made_by_triton(streams: list[int]) -> None:
     from flash_dmattn.triton_kernels.kernel_launch import Descriptor, Launch
 
     kernel, x = Kernel(), torch.zeros(16, 16)
-    launch = Launch(kernel, 5, (), (), None, [Descriptor(0, [16, 16], [16, 1], [16, 16])])
+    launch = Launch(kernel, 5, (), None, [Descriptor(0, [16, 16], [16, 1], [16, 16])])
     launch(x)
     launch(x)
     ((_, descriptor),) = kernel.compiled.by_triton

@@ -62,29 +62,31 @@ def test_tiles_and_shares_of_few_rows_go_by_how_many_heads_an_sm_has(
     heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from flash_dmattn.problem import Flags, MaskView
-    from flash_dmattn.triton_kernels import plan_forward
-    from flash_dmattn.triton_kernels.plan import Call
+    from flash_dmattn.triton_kernels import plan, plan_forward
 
-    launched: list[tuple[int, tuple[object, ...]]] = []
-    monkeypatch.setattr(
-        plan_forward, "Launch", lambda kernel, programs, numbers, constants, *_: launched.append((programs, constants))
-    )
+    launched: list[tuple[int, int, int]] = []
 
-    def plan(head_dim: int, mask: MaskView) -> tuple[int, int, int]:
+    def launch(kernel: Any, programs: int, rest: tuple[Any, ...], *_: Any) -> None:
+        decided = dict(zip(kernel.arg_names[-len(rest) :], rest, strict=True))
+        launched.append((decided["BLOCK_M"], decided["BLOCK_N"], programs))
+
+    monkeypatch.setattr(plan, "Launch", launch)
+
+    def planned(head_dim: int, mask: MaskView) -> tuple[int, int, int]:
         q = torch.empty(1, 4, heads, head_dim, dtype=torch.bfloat16, device="meta")
         k = torch.empty(1, 4096, heads, head_dim, dtype=torch.bfloat16, device="meta")
-        call = Call(q, k, k, mask, None, Flags(-1, -1, 0.1, 0.0, False))
+        call = plan.Call(q, k, k, mask, None, Flags(-1, -1, 0.1, 0.0, False))
         call.arch, call.num_sms = "sm_90", 132
         launched.clear()
         plan_forward.plan_forward(call)
-        (programs, (block_m, block_n, *_)), *_ = launched
-        assert isinstance(block_m, int) and isinstance(block_n, int) and programs % heads == 0
+        ((block_m, block_n, programs),) = launched
+        assert programs % heads == 0
         return block_m, block_n, programs // heads
 
     blocks, shares, shares_of_lists, tile_of_lists = OF_HEADS[heads]
     kept = tuple(torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((1, 1, 4096), (1, 1), (1, 1, 4097)))
-    assert [plan(d, MaskView()) for d in (64, 128)] == [(16, n, min(shares, 4096 // n // 2)) for n in blocks]
-    assert plan(128, MaskView("keys", kept)) == (*tile_of_lists, shares_of_lists)
+    assert [planned(d, MaskView()) for d in (64, 128)] == [(16, n, min(shares, 4096 // n // 2)) for n in blocks]
+    assert planned(128, MaskView("keys", kept)) == (*tile_of_lists, shares_of_lists)
 
 
 @pytest.fixture

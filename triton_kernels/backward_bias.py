@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from .dropout import is_kept
+from .scores import probabilities, scaled, score_gradients
 from .tile_ops import (
     DENSE,
     KEYS,
@@ -20,7 +21,8 @@ from .tile_ops import (
     TILE,
     TILES,
     band_of_queries,
-    bits_by_row,
+    bits_of,
+    bounds_of,
     entry_of,
     in_band,
     load_bias,
@@ -28,12 +30,9 @@ from .tile_ops import (
     load_tile,
     mask_head,
     reader_of,
-    renormalize,
-    row_totals,
     scores_from,
     sequence_at,
     shape_of,
-    soft_cap,
     tiles_of_rows,
 )
 
@@ -145,22 +144,19 @@ def backward_bias_kernel(
         h = owner * members + entry % members
         h_k = h // shape.group
         visit = True
-        of_entry = shape
+        entry_shape = shape
         b_row = b
         first_q = first_stored
         first_k = first_stored
         if SEQUENCES != NO_SEQUENCES:
             if PACKED_ROWS:
                 b = b * 0 + own
-            at = bounds + b * 4
-            first_q = tl.load(at)
-            first_k = tl.load(at + 2)
-            of_entry = shape_of(shape, tl.load(at + 1), tl.load(at + 3))
+            first_q, first_k, entry_shape = bounds_of(bounds, b, shape)
             b_row = b * (0 if SEQUENCES == PACKED else 1)
             lo, _, _, hi = band_of_queries(
-                first, tl.minimum(first + BLOCK_M, of_entry.seqlen_q) - 1, of_entry, LEFT, RIGHT
+                first, tl.minimum(first + BLOCK_M, entry_shape.seqlen_q) - 1, entry_shape, LEFT, RIGHT
             )
-            visit = (first < of_entry.seqlen_q) & (first_key < hi) & (first_key + BLOCK_N > lo)
+            visit = (first < entry_shape.seqlen_q) & (first_key < hi) & (first_key + BLOCK_N > lo)
         first_row = b_row * layout.rows_q + first_q if SEQUENCES != NO_SEQUENCES else b_row
         if MASK == TILES:
             h_m = (h // mask_strides.group).to(tl.int64)
@@ -190,7 +186,7 @@ def backward_bias_kernel(
                 dout_at = dout
             else:
                 statistics = (b_row * shape.num_heads + h) * layout.rows_q + first_q
-                is_row = rows < of_entry.seqlen_q
+                is_row = rows < entry_shape.seqlen_q
                 q_at = q + first_q.to(tl.int64) * q_strides.row
                 k_at = k + first_k.to(tl.int64) * k_strides.row
                 v_at = v + first_k.to(tl.int64) * v_strides.row
@@ -198,53 +194,44 @@ def backward_bias_kernel(
             lse_rows = tl.load(lse_log2 + statistics + rows, mask=is_row, other=float("inf"))
             d = tl.load(delta + statistics + rows, mask=is_row, other=0.0)
             q_tile = load_tile(
-                q_at, q_strides, b_row, h, first, rows, of_entry.seqlen_q, dims, shape.head_dim,
+                q_at, q_strides, b_row, h, first, rows, entry_shape.seqlen_q, dims, shape.head_dim,
                 BLOCK_M, BLOCK_D, TMA, WIDE, True, PAD_D,
             )  # fmt: skip
             k_tile = load_tile(
-                k_at, k_strides, b_row, h_k, first_key, keys, of_entry.seqlen_k, dims, shape.head_dim,
+                k_at, k_strides, b_row, h_k, first_key, keys, entry_shape.seqlen_k, dims, shape.head_dim,
                 BLOCK_N, BLOCK_D, TMA, WIDE, True, PAD_D,
             )  # fmt: skip
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-            if SOFTCAP:
-                s = soft_cap(s * scale_log2)[0] * (softcap * LOG2E)
-            else:
-                s = s * scale_log2
+            s = scaled(s, scale_log2, softcap, SOFTCAP)[0]
             s += bias_tile.to(tl.float32) * LOG2E
-            allowed = in_band(rows[:, None], keys[None, :], of_entry, LEFT, RIGHT)
+            allowed = in_band(rows[:, None], keys[None, :], entry_shape, LEFT, RIGHT)
             if MASK == TILES:
                 data = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)[0]
                 if SEQUENCES != NO_SEQUENCES:
                     data += first_row * mask_strides.row
-                allowed &= bits_by_row(data, first_key, rows, of_entry.seqlen_q, mask_strides.row, BLOCK_M, BLOCK_N)
+                allowed &= bits_of(data, first_key, rows, entry_shape.seqlen_q, mask_strides.row, BLOCK_M, BLOCK_N, 1)
             elif MASK == DENSE:
                 data, _ = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)
                 data = scores_from(data, mask_strides, layout.mask_rows, layout.mask_keys, first_q, first_k)
-                allowed &= load_bools(data, mask_strides, rows[:, None], keys[None, :], of_entry)
+                allowed &= load_bools(data, mask_strides, rows[:, None], keys[None, :], entry_shape)
             elif MASK == KEYS:
                 allowed &= kept[None, :]
             s = tl.where(allowed, s, float("-inf"))
-            p = tl.math.exp2(s - lse_rows[:, None])
-            if FEW_KEYS:
-                p = renormalize(p, row_totals(p, sink, h, lse_rows, 1, HAS_SINK), 1)
+            p = probabilities(s, lse_rows, sink, h, 1, FEW_KEYS, HAS_SINK)
             v_tile = load_tile(
-                v_at, v_strides, b_row, h_k, first_key, keys, of_entry.seqlen_k, dims_v, shape.head_dim_v,
+                v_at, v_strides, b_row, h_k, first_key, keys, entry_shape.seqlen_k, dims_v, shape.head_dim_v,
                 BLOCK_N, BLOCK_DV, TMA, WIDE, True, PAD_DV,
             )  # fmt: skip
             g_tile = load_tile(
-                dout_at, dout_strides, b_row, h, first, rows, of_entry.seqlen_q, dims_v, shape.head_dim_v,
+                dout_at, dout_strides, b_row, h, first, rows, entry_shape.seqlen_q, dims_v, shape.head_dim_v,
                 BLOCK_M, BLOCK_DV, TMA, WIDE, True, PAD_DV,
             )  # fmt: skip
             dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
             if DROPOUT:
-                kept = is_kept(dropout_key, dropout, b, h, first, first_key, rows, keys, BLOCK_M, BLOCK_N, False)
-                dp = tl.where(kept, dp * tl.cast(dropout.scale, tl.float32), 0.0)
-            if FEW_KEYS:
-                d += tl.sum(p * dp, 1)
-            elif SEQUENCES != NO_SEQUENCES:
-                if of_entry.seqlen_k <= layout.few_keys:
-                    d += tl.sum(p * dp, 1)
-            acc += p * (dp - d[:, None])
+                stays = is_kept(dropout_key, dropout, b, h, first, first_key, rows, keys, BLOCK_M, BLOCK_N, False, 1)
+                dp = tl.where(stays, dp * tl.cast(dropout.scale, tl.float32), 0.0)
+            few = entry_shape.seqlen_k <= layout.few_keys if SEQUENCES != NO_SEQUENCES else False
+            acc += score_gradients(p, dp, d, few, 1, FEW_KEYS, SEQUENCES)[0]
     if PACKED_ROWS:
         line = ((slot * bias_heads + owner).to(tl.int64) * layout.rows_q + first_stored + rows)[
             :, None

@@ -14,35 +14,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .dropout import is_kept_by_key
+from .dropout import is_kept
+from .scores import add_bias, bias_vector, masked_scores, probabilities, scaled, score_gradients
 from .tile_ops import (
     DENSE,
-    KEY_BIAS,
     KEYS,
-    LOG2E,
     NO_BIAS,
     NO_SEQUENCES,
     PACKED,
-    ROW_BIAS,
     TILE,
-    TILE_BIAS,
     TILES,
-    bits_by_key,
     block_at,
-    in_band,
-    load_bias,
-    load_bools,
+    bounds_of,
     load_tile,
-    load_vector,
     mask_head,
     queries_of_keys,
-    renormalize,
-    row_totals,
     scores_from,
     sequence_at,
-    shape_of,
-    shared_head,
-    soft_cap,
     tiles_from,
 )
 
@@ -172,9 +160,7 @@ def backward_keys_kernel(
         bias_row = 0
     else:
         own, slot = sequence_at(slot, bounds, shape.seqlen_k, layout.number, SEARCH, 2, BLOCK_N)
-        first_q = tl.load(bounds + own * 4)
-        first_k = tl.load(bounds + own * 4 + 2)
-        shape = shape_of(shape, tl.load(bounds + own * 4 + 1), tl.load(bounds + own * 4 + 3))
+        first_q, first_k, shape = bounds_of(bounds, own, shape)
         b = own.to(tl.int64)
         b_row = b * (0 if SEQUENCES == PACKED else 1)
         first_row = b_row * layout.rows_k + first_k
@@ -183,11 +169,11 @@ def backward_keys_kernel(
         dout += first_q.to(tl.int64) * dout_strides.row
         k += first_k.to(tl.int64) * k_strides.row
         v += first_k.to(tl.int64) * v_strides.row
+        queries_before = b_row * layout.rows_q + first_q
         if BIAS != NO_BIAS and not BIAS_TMA:
             bias = scores_from(bias, bias_strides, layout.bias_rows, layout.bias_keys, first_q, first_k)
         if MASK == DENSE:
             mask_data = scores_from(mask_data, mask_strides, layout.mask_rows, layout.mask_keys, first_q, first_k)
-        queries_before = b_row * layout.rows_q + first_q
         if MASK == TILES:
             mask_data, mask_index = tiles_from(mask_data, mask_index, mask_strides, queries_before, first_row, own)
         few = shape.seqlen_k <= layout.few_keys
@@ -234,10 +220,7 @@ def backward_keys_kernel(
         for member in range(0, members):
             h = owner * members + member
             statistics = (b_row * shape.num_heads + h) * row_pitch + first_q
-            if BIAS == KEY_BIAS or BIAS == ROW_BIAS:
-                bias_base = shared_head(bias, bias_strides, b, h)
-                if BIAS == KEY_BIAS:
-                    key_bias = load_vector(bias_base, keys, shape.seqlen_k, bias_strides.key) * LOG2E
+            bias_head, key_bias = bias_vector(bias, bias_strides, b, h, keys, shape, BIAS, 0)
             if MASK == TILES or MASK == DENSE:
                 data, index = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)
             walk, start, inside, before, after = queries_of_keys(
@@ -262,40 +245,22 @@ def backward_keys_kernel(
                     if NEED_K or DBIAS != NO_DBIAS or ONE_PASS:  # here, so that it has arrived when it is needed
                         d = tl.load(delta + statistics + rows, mask=row_ok, other=0.0)
                     s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
-                    if SOFTCAP:
-                        t, slope = soft_cap(s * scale_log2)
-                        s = t * (softcap * LOG2E)
-                    else:
-                        s = s * scale_log2
-                    if BIAS == KEY_BIAS:
-                        s += key_bias[:, None]
-                    elif BIAS == ROW_BIAS:
-                        row_bias = load_vector(bias_base, rows, shape.seqlen_q, bias_strides.row) * LOG2E
-                        s += row_bias[None, :]
-                    elif BIAS == TILE_BIAS:
-                        tile = load_bias(
-                            bias, bias_strides, b, h, first + bias_row, first_key, rows, keys, shape,
-                            BLOCK_M, BLOCK_N, BIAS_TMA, WIDE,
-                        )  # fmt: skip
-                        s += tl.trans(tile).to(tl.float32) * LOG2E
+                    s, slope = scaled(s, scale_log2, softcap, SOFTCAP)
+                    s = add_bias(
+                        s, bias, bias_head, key_bias, bias_strides, b, h, first + bias_row, first_key, rows, keys,
+                        shape, BLOCK_M, BLOCK_N, BIAS, 0, BIAS_TMA, WIDE, False,
+                    )  # fmt: skip
                     if phase == 1:
-                        if MASK == TILES:
-                            allowed = bits_by_key(
-                                data, first_place, rows, shape.seqlen_q, mask_strides.row, BLOCK_M, BLOCK_N
-                            )
-                        else:
-                            allowed = in_band(rows[None, :], keys[:, None], shape, LEFT, RIGHT)
-                            if MASK == DENSE:
-                                allowed &= load_bools(data, mask_strides, rows[None, :], keys[:, None], shape)
-                        s = tl.where(allowed, s, float("-inf"))
-                    p = tl.math.exp2(s - lse_rows[None, :])
-                    if FEW_KEYS:
-                        p = renormalize(p, row_totals(p, sink, h, lse_rows, 0, HAS_SINK), 0)
+                        s = masked_scores(
+                            s, data, mask_strides, b, h, first_place, rows, keys, shape,
+                            BLOCK_M, BLOCK_N, MASK, LEFT, RIGHT, 0, False,
+                        )  # fmt: skip
+                    p = probabilities(s, lse_rows, sink, h, 0, FEW_KEYS, HAS_SINK)
                     weights = p
                     if DROPOUT:
-                        kept = is_kept_by_key(
+                        kept = is_kept(
                             dropout_key, dropout, b, h, first, first_place, rows, keys,
-                            BLOCK_M, BLOCK_N, MASK == KEYS,
+                            BLOCK_M, BLOCK_N, MASK == KEYS, 0,
                         )  # fmt: skip
                         weights = tl.where(kept, p, 0.0)
                     g_tile = load_tile(
@@ -308,29 +273,15 @@ def backward_keys_kernel(
                         dp = tl.dot(v_tile, tl.trans(g_tile), input_precision=PRECISION)
                         if DROPOUT:
                             dp = tl.where(kept, dp * tl.cast(dropout.scale, tl.float32), 0.0)
-                        if FEW_KEYS:
-                            d += tl.sum(p * dp, 0)
-                        elif SEQUENCES != NO_SEQUENCES:
-                            if few:
-                                d += tl.sum(p * dp, 0)
-                        ds = p * (dp - d[None, :])
+                        ds, _ = score_gradients(p, dp, d, few, 0, FEW_KEYS, SEQUENCES)
                         if DBIAS == KEY_SUM:
                             acc_bias += tl.sum(ds, 1)
                         elif DBIAS == STORE:
                             if SEQUENCES == NO_SEQUENCES:
                                 store_tile(
-                                    dbias,
-                                    tl.trans(ds),
-                                    b,
-                                    h,
-                                    first,
-                                    first_key,
-                                    keys,
-                                    shape,
-                                    BLOCK_M,
-                                    BLOCK_N,
-                                    DBIAS_TMA,
-                                )
+                                    dbias, tl.trans(ds), b, h, first, first_key, keys, shape,
+                                    BLOCK_M, BLOCK_N, DBIAS_TMA,
+                                )  # fmt: skip
                             else:
                                 store_rows(dbias, tl.trans(ds), b, h, first_q, rows, keys, shape, layout)
                         if NEED_K or ONE_PASS:

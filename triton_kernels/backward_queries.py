@@ -9,33 +9,21 @@ import triton
 import triton.language as tl
 
 from .dropout import is_kept
+from .scores import add_bias, bias_vector, masked_scores, probabilities, scaled, score_gradients
 from .tile_ops import (
     DENSE,
-    KEY_BIAS,
     KEYS,
-    LOG2E,
     NO_BIAS,
     NO_SEQUENCES,
     PACKED,
-    ROW_BIAS,
-    TILE_BIAS,
     TILES,
-    bits_by_row,
     block_at,
-    in_band,
+    bounds_of,
     keys_of_queries,
-    load_bias,
-    load_bools,
     load_tile,
-    load_vector,
     mask_head,
-    renormalize,
-    row_totals,
     scores_from,
     sequence_at,
-    shape_of,
-    shared_head,
-    soft_cap,
     tiles_from,
     tiles_of_rows,
 )
@@ -109,9 +97,7 @@ def backward_queries_kernel(
         tiles = tiles_of_rows(layout.rows_q, shape.seqlen_q, layout.number, SEARCH, BLOCK_M)
         h = program // tiles
         own, place = sequence_at(program % tiles, bounds, shape.seqlen_q, layout.number, SEARCH, 0, BLOCK_M)
-        first_q = tl.load(bounds + own * 4)
-        first_k = tl.load(bounds + own * 4 + 2)
-        shape = shape_of(shape, tl.load(bounds + own * 4 + 1), tl.load(bounds + own * 4 + 3))
+        first_q, first_k, shape = bounds_of(bounds, own, shape)
         tiles_m = tl.cdiv(shape.seqlen_q, BLOCK_M)
         if place >= tiles_m or shape.seqlen_k <= layout.one_pass_keys:
             return
@@ -149,10 +135,7 @@ def backward_queries_kernel(
     )  # fmt: skip
     lse_rows = tl.load(lse_log2 + statistics + rows, mask=row_ok, other=float("inf"))
     d = tl.load(delta + statistics + rows, mask=row_ok, other=0.0)
-    if BIAS == KEY_BIAS or BIAS == ROW_BIAS:
-        bias_base = shared_head(bias, bias_strides, b, h)
-        if BIAS == ROW_BIAS:
-            row_bias = load_vector(bias_base, rows, shape.seqlen_q, bias_strides.row) * LOG2E
+    bias_head, row_bias = bias_vector(bias, bias_strides, b, h, rows, shape, BIAS, 1)
     data, index = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)
     walk, start, inside, before, after = keys_of_queries(
         first, last, index, mask_strides, shape, MASK, LEFT, RIGHT, BLOCK_N
@@ -170,46 +153,26 @@ def backward_queries_kernel(
                 BLOCK_N, BLOCK_D, TMA, WIDE, phase == 1, PAD_D,
             )  # fmt: skip
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-            if SOFTCAP:
-                t, slope = soft_cap(s * scale_log2)
-                s = t * (softcap * LOG2E)
-            else:
-                s = s * scale_log2
-            if BIAS == KEY_BIAS:
-                s += (load_vector(bias_base, keys, shape.seqlen_k, bias_strides.key) * LOG2E)[None, :]
-            elif BIAS == ROW_BIAS:
-                s += row_bias[:, None]
-            elif BIAS == TILE_BIAS:
-                tile = load_bias(
-                    bias, bias_strides, b, h, first + bias_row, place, rows, keys, shape,
-                    BLOCK_M, BLOCK_N, BIAS_TMA, WIDE,
-                )  # fmt: skip
-                s += tile.to(tl.float32) * LOG2E
+            s, slope = scaled(s, scale_log2, softcap, SOFTCAP)
+            s = add_bias(
+                s, bias, bias_head, row_bias, bias_strides, b, h, first + bias_row, place, rows, keys, shape,
+                BLOCK_M, BLOCK_N, BIAS, 1, BIAS_TMA, WIDE, False,
+            )  # fmt: skip
             if phase == 1:
-                if MASK == TILES:
-                    allowed = bits_by_row(data, place, rows, shape.seqlen_q, mask_strides.row, BLOCK_M, BLOCK_N)
-                else:
-                    allowed = in_band(rows[:, None], keys[None, :], shape, LEFT, RIGHT)
-                    if MASK == DENSE:
-                        allowed &= load_bools(data, mask_strides, rows[:, None], keys[None, :], shape)
-                s = tl.where(allowed, s, float("-inf"))
-            p = tl.math.exp2(s - lse_rows[:, None])
-            if FEW_KEYS:
-                p = renormalize(p, row_totals(p, sink, h, lse_rows, 1, HAS_SINK), 1)
+                s = masked_scores(
+                    s, data, mask_strides, b, h, place, rows, keys, shape,
+                    BLOCK_M, BLOCK_N, MASK, LEFT, RIGHT, 1, False,
+                )  # fmt: skip
+            p = probabilities(s, lse_rows, sink, h, 1, FEW_KEYS, HAS_SINK)
             v_tile = load_tile(
                 v, v_strides, b_row, h_k, place, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
                 BLOCK_N, BLOCK_DV, TMA, WIDE, phase == 1, PAD_DV,
             )  # fmt: skip
             dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
             if DROPOUT:
-                kept = is_kept(dropout_key, dropout, b, h, first, place, rows, keys, BLOCK_M, BLOCK_N, MASK == KEYS)
+                kept = is_kept(dropout_key, dropout, b, h, first, place, rows, keys, BLOCK_M, BLOCK_N, MASK == KEYS, 1)
                 dp = tl.where(kept, dp * tl.cast(dropout.scale, tl.float32), 0.0)
-            if FEW_KEYS:
-                d += tl.sum(p * dp, 1)
-            elif SEQUENCES != NO_SEQUENCES:
-                if few:  # a branch: the sum costs each step a tenth of its time
-                    d += tl.sum(p * dp, 1)
-            ds = p * (dp - d[:, None])
+            ds, d = score_gradients(p, dp, d, few, 1, FEW_KEYS, SEQUENCES)
             if SOFTCAP:
                 ds = ds * slope
             acc_dq = tl.dot(ds.to(k_tile.dtype), k_tile, acc_dq, input_precision=PRECISION)

@@ -37,9 +37,9 @@ def joined_words(key, entry, head, rows, keys):
 @triton.jit
 def is_kept(
     key, dropout, b, h, first, first_key, rows, keys,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GATHERED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GATHERED: tl.constexpr, AXIS: tl.constexpr,
 ):  # fmt: skip
-    """Whether each probability of a (queries, keys) tile is kept.
+    """Whether each probability of a tile is kept, which is (queries, keys), or (keys, queries) where AXIS is 0.
 
     Args:
         key: int64 (2,), in memory.
@@ -55,30 +55,19 @@ def is_kept(
         first_word, second, third, fourth = philox_words(key, entry, head, rows, keys)
         upper = tl.where((key_half == 0)[None, :], first_word, second)
         lower = tl.where((key_half == 0)[None, :], third, fourth)
-        return tl.where((row_half == 0)[:, None], upper, lower) >= tl.cast(dropout.threshold, tl.uint32)
+        kept = tl.where((row_half == 0)[:, None], upper, lower) >= tl.cast(dropout.threshold, tl.uint32)
+        return kept if AXIS == 1 else tl.trans(kept)
     else:
         half_rows = (first >> 1) + tl.arange(0, BLOCK_M // 2)
         half_keys = (first_key >> 1) + tl.arange(0, BLOCK_N // 2)
-        half_rows, half_keys = tl.broadcast(half_rows[:, None], half_keys[None, :])
-        words = joined_words(key, entry, head, half_rows, half_keys)
-        blocks = tl.reshape(words, (BLOCK_M // 16, 8, BLOCK_N // 16, 8, 2, 2))
-        words = tl.reshape(tl.permute(blocks, (0, 5, 1, 2, 4, 3)), (BLOCK_M, BLOCK_N))
-        return words >= tl.cast(dropout.threshold, tl.uint32)
-
-
-@triton.jit
-def is_kept_by_key(
-    key, dropout, b, h, first, first_key, rows, keys,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GATHERED: tl.constexpr,
-):  # fmt: skip
-    """The same tile as (keys, queries)."""
-    if GATHERED:
-        return tl.trans(is_kept(key, dropout, b, h, first, first_key, rows, keys, BLOCK_M, BLOCK_N, True))
-    else:
-        half_rows = (first >> 1) + tl.arange(0, BLOCK_M // 2)
-        half_keys = (first_key >> 1) + tl.arange(0, BLOCK_N // 2)
-        half_keys, half_rows = tl.broadcast(half_keys[:, None], half_rows[None, :])
-        words = joined_words(key, b.to(tl.uint32), h.to(tl.uint32), half_rows, half_keys)
-        blocks = tl.reshape(words, (BLOCK_N // 16, 8, BLOCK_M // 16, 8, 2, 2))
-        words = tl.reshape(tl.permute(blocks, (0, 4, 1, 2, 5, 3)), (BLOCK_N, BLOCK_M))
+        if AXIS == 1:
+            half_rows, half_keys = tl.broadcast(half_rows[:, None], half_keys[None, :])
+            words = joined_words(key, entry, head, half_rows, half_keys)
+            blocks = tl.reshape(words, (BLOCK_M // 16, 8, BLOCK_N // 16, 8, 2, 2))
+            words = tl.reshape(tl.permute(blocks, (0, 5, 1, 2, 4, 3)), (BLOCK_M, BLOCK_N))
+        else:
+            half_keys, half_rows = tl.broadcast(half_keys[:, None], half_rows[None, :])
+            words = joined_words(key, entry, head, half_rows, half_keys)
+            blocks = tl.reshape(words, (BLOCK_N // 16, 8, BLOCK_M // 16, 8, 2, 2))
+            words = tl.reshape(tl.permute(blocks, (0, 4, 1, 2, 5, 3)), (BLOCK_N, BLOCK_M))
         return words >= tl.cast(dropout.threshold, tl.uint32)

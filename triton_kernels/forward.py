@@ -16,42 +16,31 @@ import triton
 import triton.language as tl
 
 from .dropout import is_kept
+from .scores import add_bias, bias_vector, masked_scores, scaled
 from .tile_ops import (
     DENSE,
-    KEY_BIAS,
     KEYS,
     LN2,
-    LOG2E,
     NO_BIAS,
     NO_SEQUENCES,
     PACKED,
     PAGED,
     PAGED_PACKED,
-    ROW_BIAS,
-    TILE_BIAS,
     TILES,
     TREE,
-    bits_by_row,
     block_at,
-    in_band,
+    bounds_of,
     join_sink,
     keys_of_queries,
-    load_bias,
-    load_bools,
     load_pages,
-    load_rows_of_heads,
     load_tile,
-    load_vector,
     mask_head,
     scores_from,
     sequence_at,
-    shape_of,
-    shared_head,
-    soft_cap,
     tiles_from,
     tiles_of_rows,
 )
-from .tree_mask import keys_of_trees, tree_allows
+from .tree_mask import keys_of_trees
 
 
 @triton.jit
@@ -158,9 +147,7 @@ def forward_kernel(
             part = head % splits
             head = head // splits
         own, place = sequence_at(program % tiles, bounds, most, layout.number, SEARCH, 0, BLOCK_M)
-        first_q = tl.load(bounds + own * 4)
-        first_k = tl.load(bounds + own * 4 + 2)
-        shape = shape_of(shape, tl.load(bounds + own * 4 + 1), tl.load(bounds + own * 4 + 3))
+        first_q, first_k, shape = bounds_of(bounds, own, shape)
         tiles_m = tl.cdiv(shape.seqlen_q * (shape.group if GROUPED else 1), BLOCK_M)
         if place >= tiles_m:
             return
@@ -210,10 +197,7 @@ def forward_kernel(
         )  # fmt: skip
     if NEGATIVE:  # exact, and it leaves a scale >= 0, under which the maximum of the products is that of the scores
         q_tile = -q_tile
-    if BIAS == KEY_BIAS or BIAS == ROW_BIAS:
-        bias_base = shared_head(bias, bias_strides, b, h)
-        if BIAS == ROW_BIAS:
-            row_bias = load_vector(bias_base, rows, shape.seqlen_q, bias_strides.row) * LOG2E
+    bias_head, row_bias = bias_vector(bias, bias_strides, b, h, rows, shape, BIAS, 1)
     data, index = mask_head(mask_data, mask_index, mask_strides, b, h_k * shape.group if GROUPED else h, MASK)
     if MASK == TREE:
         walk, start, inside, before, after = keys_of_trees(
@@ -255,35 +239,17 @@ def forward_kernel(
                     BLOCK_N, BLOCK_D, TMA, WIDE, phase == 1, PAD_D,
                 )  # fmt: skip
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-            if SOFTCAP:
-                s = soft_cap(s * scale)[0] * (softcap * LOG2E)
-            elif BIAS != NO_BIAS or phase == 1:
-                s = s * scale
-            if BIAS == KEY_BIAS:
-                s += (load_vector(bias_base, keys, shape.seqlen_k, bias_strides.key) * LOG2E)[None, :]
-            elif BIAS == ROW_BIAS:
-                s += row_bias[:, None]
-            elif BIAS == TILE_BIAS:
-                if GROUPED:
-                    tile = load_rows_of_heads(bias, bias_strides, b, h, rows, keys, shape)
-                else:
-                    tile = load_bias(
-                        bias, bias_strides, b, h, first + bias_row, place, rows, keys, shape,
-                        BLOCK_M, BLOCK_N, BIAS_TMA, WIDE,
-                    )  # fmt: skip
-                s += tile.to(tl.float32) * LOG2E
+            if SOFTCAP or BIAS != NO_BIAS or phase == 1:
+                s = scaled(s, scale, softcap, SOFTCAP)[0]
+            s = add_bias(
+                s, bias, bias_head, row_bias, bias_strides, b, h, first + bias_row, place, rows, keys, shape,
+                BLOCK_M, BLOCK_N, BIAS, 1, BIAS_TMA, WIDE, GROUPED,
+            )  # fmt: skip
             if phase == 1:
-                if MASK == TILES:
-                    allowed = bits_by_row(data, place, rows, shape.seqlen_q, mask_strides.row, BLOCK_M, BLOCK_N)
-                else:
-                    allowed = in_band(rows[:, None], keys[None, :], shape, LEFT, RIGHT)
-                    if MASK == DENSE and GROUPED:
-                        allowed &= load_rows_of_heads(mask_data, mask_strides, b, h, rows, keys, shape) != 0
-                    elif MASK == TREE:
-                        allowed &= tree_allows(data, place, rows, keys, mask_strides.row, shape, BLOCK_N)
-                    elif MASK == DENSE:
-                        allowed &= load_bools(data, mask_strides, rows[:, None], keys[None, :], shape)
-                s = tl.where(allowed, s, float("-inf"))
+                s = masked_scores(
+                    s, mask_data if GROUPED and MASK == DENSE else data, mask_strides, b, h, place, rows, keys, shape,
+                    BLOCK_M, BLOCK_N, MASK, LEFT, RIGHT, 1, GROUPED,
+                )  # fmt: skip
             if SOFTCAP or BIAS != NO_BIAS or phase == 1:
                 new_max = tl.maximum(row_max, tl.max(s, 1))
                 shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # -inf - -inf is NaN
@@ -295,7 +261,7 @@ def forward_kernel(
             rescale = tl.math.exp2(row_max - shift)
             row_sum = row_sum * rescale + tl.sum(p, 1)
             if DROPOUT:
-                kept = is_kept(dropout_key, dropout, b, h, first, place, rows, keys, BLOCK_M, BLOCK_N, MASK == KEYS)
+                kept = is_kept(dropout_key, dropout, b, h, first, place, rows, keys, BLOCK_M, BLOCK_N, MASK == KEYS, 1)
                 p = tl.where(kept, p, 0.0)
             acc_o = acc_o * rescale[:, None]
             if SEQUENCES == PAGED or SEQUENCES == PAGED_PACKED:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -66,6 +66,21 @@ class Descriptor(NamedTuple):
     block: list[int]
 
 
+def by_name(kernel: Any, shared: Mapping[str, Any], **own: Any) -> tuple[Any, ...]:
+    """Put numbers and constants in the order of a kernel's arguments, where they follow its tensors.
+
+    Args:
+        kernel: the kernel.
+        shared: values for several kernels. This one takes the names that it has.
+        own: values for this kernel alone. They overrule shared ones.
+    """
+    values, names = {**shared, **own}, kernel.arg_names
+    names = names[next(i for i, name in enumerate(names) if name in values) :]
+    if unknown := own.keys() - set(names):
+        raise TypeError(f"{kernel.__name__} has no arguments {sorted(unknown)}")
+    return tuple([values[name] for name in names])
+
+
 class Launch:
     """One kernel with everything decided but its tensors: `launch(*tensors)`, in the order of the kernel's arguments.
 
@@ -81,12 +96,11 @@ class Launch:
         self,
         kernel: Any,
         programs: int,
-        numbers: tuple[Any, ...],
-        constants: tuple[Any, ...],
+        rest: tuple[Any, ...],
         options: dict[str, int] | None = None,
         descriptors: Sequence[Descriptor] = (),
     ) -> None:
-        self.kernel, self.grid, self.rest = kernel, (programs, 1, 1), (*numbers, *constants)
+        self.kernel, self.grid, self.rest = kernel, (programs, 1, 1), rest
         self.options = options or {}
         self.descriptors = tuple(descriptors)
         self.compiled: Any = None  # stays so in the interpreter, which compiles nothing
@@ -143,4 +157,4 @@ def launch(
     key = (id(kernel), tensors[0].device.index, programs, numbers, constants, num_warps, found)
     options = {"num_warps": num_warps}
     with on_device(tensors[0]):
-        _launches.find(key, lambda: Launch(kernel, programs, numbers, constants, options))(*tensors)
+        _launches.find(key, lambda: Launch(kernel, programs, (*numbers, *constants), options))(*tensors)

@@ -14,8 +14,8 @@ from flash_dmattn.remembered import Remembered
 
 from .kernel_launch import is_current_device as is_current_device
 from .kernel_launch import on_device as on_device
-from .plan import Call, takes_tf32
-from .plan_backward import MOST_FEW_KEYS, plan_backward
+from .plan import MOST_FEW_KEYS, Call, takes_tf32
+from .plan_backward import plan_backward
 from .plan_forward import plan_forward
 from .plan_short import plan_short_backward, plan_short_forward
 from .short_calls import ShortCall

@@ -1,7 +1,8 @@
-"""What plans of both passes are made of: all that a class of calls decides for its launches."""
+"""The class of calls that plans of both passes are made for, and all that it decides for its launches."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from flash_dmattn.problem import Flags, MaskView, bias_class, device_arch, fits_
 from flash_dmattn.reference.dropout import scale_of, threshold_of
 
 from .dropout import Dropout
-from .kernel_launch import Descriptor, driver_overlaps
+from .kernel_launch import Descriptor, Launch, by_name, driver_overlaps
+from .short_calls import ShortTile
 from .tile_ops import (
     BAND,
     BOUNDS,
@@ -21,6 +23,7 @@ from .tile_ops import (
     KEYS,
     LOG2E,
     NO_BIAS,
+    NO_SEQUENCES,
     ROW_BIAS,
     TILE_BIAS,
     TILES,
@@ -31,6 +34,9 @@ from .tile_ops import (
     Strides,
 )
 from .tile_table import MOST_FEW_ROWS, Tile, tf32_fits, tile_of
+
+# From the first to this many keys lie in one tile of every kernel, and delta is taken from what is computed there.
+MOST_FEW_KEYS = 32
 
 
 def takes_tf32(dtype: torch.dtype) -> bool:
@@ -49,7 +55,7 @@ def read_of(mask: MaskView, columns: bool = False) -> tuple[Tensor | None, Tenso
     if mask.form == "keys":
         kept, _, prefix = mask.tensors
         return kept, prefix
-    if mask.form in ("dense", "tree"):
+    if mask.form in ("dense", "tree", "intervals"):
         return mask.tensors[0], None
     bits, _, row_lists, col_lists = mask.tensors
     return bits, col_lists if columns else row_lists
@@ -143,6 +149,15 @@ class Call:
         return self.shape.batch * self.shape.num_heads
 
     @property
+    def has_few_keys(self) -> bool:
+        """Whether all keys lie in one tile, where kernels take delta from p and dp."""
+        return self.shape.seqlen_k <= MOST_FEW_KEYS
+
+    def tiles_of_queries(self, block: int) -> tuple[int, bool]:
+        """How many tiles of queries of one head there are, and whether a program searches for its sequence."""
+        return triton.cdiv(self.shape.seqlen_q, block) * self.shape.batch, False
+
+    @property
     def overlaps(self) -> bool:
         """Whether a kernel may start before the one that it reads from has ended: where that has been measured."""
         return self.arch == "sm_90" and driver_overlaps()
@@ -166,12 +181,48 @@ class Call:
         fits = tf32_fits(kernel, max(self.block_d, self.block_dv), self.arch)
         return self.precision if fits else "ieee"
 
-    def constants(self, tile: Tile) -> tuple[Any, ...]:
-        """Constants that the kernels take first."""
-        sizes = (tile.block_m, tile.block_n, self.block_d, self.block_dv)
-        return (*sizes, self.mask_kind, self.bias_kind, self.flags.softcap > 0, *self.band, *self.pads)
+    def launch(
+        self, kernel: Any, programs: int, tile: Tile | ShortTile, descriptors: Sequence[Descriptor] = (), **own: Any
+    ) -> Launch:
+        """Make the launch of a kernel on a tile: with the names of `values` that it takes, and its `own`."""
+        sizes = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
+        return Launch(kernel, programs, by_name(kernel, self.values(), **sizes, **own), tile.options, descriptors)
 
-    def mask_strides(self, columns: bool = False) -> MaskStrides:
+    def values(self) -> dict[str, Any]:
+        """Name the numbers and constants that several kernels take; a kernel may overrule some."""
+        return {
+            **row_strides(q=self.q, k=self.k, v=self.v),
+            "bias_strides": self.bias_strides(),
+            "mask_strides": self.mask_strides(),
+            "shape": self.shape,
+            "scale_log2": self.scale_log2,
+            "scale": self.flags.softmax_scale,
+            "softcap": self.flags.softcap,
+            "sink_of_head": self.sink_strides[0],
+            "sink_of_row": self.sink_strides[1],
+            "layout": None,
+            "dropout": self.dropout,
+            "BLOCK_D": self.block_d,
+            "BLOCK_DV": self.block_dv,
+            "MASK": self.mask_kind,
+            "BIAS": self.bias_kind,
+            "SOFTCAP": self.flags.softcap > 0,
+            "LEFT": self.band[0],
+            "RIGHT": self.band[1],
+            "PAD_D": self.pads[0],
+            "PAD_DV": self.pads[1],
+            "TMA": False,
+            "BIAS_TMA": False,
+            "PRECISION": self.precision,
+            "FEW_KEYS": self.has_few_keys,
+            "HAS_SINK": self.has_few_keys and self.has_sink,  # as backward kernels have it: the rest is in lse
+            "SEQUENCES": NO_SEQUENCES.value,
+            "SEARCH": False,
+            "DROPOUT": self.has_dropout,
+            "HEADS_FIRST": self.heads_first,
+        }
+
+    def mask_strides(self, columns: bool = False) -> BiasStrides | MaskStrides:
         """Of what a kernel reads of the mask."""
         data, index = read_of(self.mask, columns)
         if data is None or index is None:
@@ -245,9 +296,9 @@ class Call:
         return _descriptor(slot, x, [1, 1, tile.block_m, tile.block_n])
 
 
-def row_strides(*tensors: Tensor) -> tuple[Strides, ...]:
-    """Of (B, L, H, D) tensors."""
-    return tuple(Strides(*x.stride()[:3]) for x in tensors)
+def row_strides(**tensors: Tensor) -> dict[str, Strides]:
+    """Name the strides of (B, L, H, D) tensors as kernels do."""
+    return {f"{name}_strides": Strides(*x.stride()[:3]) for name, x in tensors.items()}
 
 
 def _padded(dim: int) -> int:

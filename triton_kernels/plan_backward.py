@@ -18,16 +18,18 @@ from .backward_gather import backward_gather_kernel
 from .backward_keys import KEY_SUM, NO_DBIAS, STORE, backward_keys_kernel
 from .backward_product import backward_product_kernel
 from .backward_queries import backward_queries_kernel
-from .kernel_launch import Descriptor, Launch
+from .kernel_launch import Descriptor, Launch, by_name
 from .plan import Call, classes_of, num_kv_splits, read_of, row_strides
 from .plan_slots import chunks_of, empty_slots, most_slots, plan_sum
-from .tile_ops import BAND, KEYS, NO_SEQUENCES, TILES
+from .tile_ops import BAND, KEYS, NO_SEQUENCES, TILES, Shape
 from .tile_table import Tile
 
-# From the first to this many keys lie in one tile of every kernel, and delta is taken from what is computed there.
-MOST_FEW_KEYS = 32
 # Parts of dk and dv that take more memory than this are not made where they can be done without.
 MAX_PARTS_BYTES = 64 * 2**20
+# Rows of a program of the kernel of delta; and of one that turns lse to base 2, and does nothing else.
+_DELTA_BLOCK, _FEW_KEYS_BLOCK = 32, 1024
+# Keys of a program that adds up parts.
+_GATHER_BLOCK = 32
 
 
 def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: NeedsGrad) -> Callable[..., Gradients]:
@@ -42,7 +44,7 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
         # dq is read off a stored ds: not with a softcap, whose slope comes after it, nor where ds is stored in another
         # 16-bit type than that of the products.
         product = stored and call.flags.softcap == 0 and bias.dtype in (call.q.dtype, torch.float32)
-    delta_of = plan_delta(call, dout, dlse)
+    delta_of = plan_delta(call, dout, dlse, call.has_few_keys)
     keys_of = None
     if need_k or need_v or per_key or stored:
         dbias_kind = KEY_SUM if per_key else STORE if stored else NO_DBIAS
@@ -50,7 +52,7 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
     queries_of = plan_queries(call, dout) if need_q and not product else None
     product_of = plan_product(call, bias) if need_q and product and bias is not None else None
     bias_of = plan_bias(call, dout, bias) if per_score and not stored and bias is not None else None
-    has_few_keys = _has_few_keys(call)
+    has_few_keys = call.has_few_keys
 
     def run(
         dout: Tensor,
@@ -65,7 +67,7 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
         lse: Tensor,
         dropout: Tensor | None,
     ) -> Gradients:
-        lse_log2, delta = delta_of(dout, out, dlse, lse)
+        lse_log2, delta = delta_of(dout, out, dlse, lse, None)
         read = (q, k, v, bias, dout, lse_log2, delta)
         read_sink = sink if has_few_keys else None
         if has_few_keys and sink is not None and (need_sink or per_row):
@@ -74,11 +76,12 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
         if keys_of is not None:
             dk, dv, dbias = keys_of(read, mask, read_sink, dropout)
         if queries_of is not None:
-            dq = queries_of(read, mask, read_sink, dropout)
+            dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            queries_of(read, mask, read_sink, None, dropout, dq)
         elif product_of is not None:
             dq = product_of(q, k, dbias, mask)
         if bias_of is not None:
-            dbias = bias_of(read, mask, read_sink, dropout)
+            dbias = bias_of(read, mask, read_sink, None, dropout)
         elif per_row and bias is not None:
             dbias = query_gradient(bias, dlse, lse, num_heads_k, repeat, sink, delta)
         if sink is None:
@@ -88,27 +91,37 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
     return run
 
 
-def _has_few_keys(call: Call) -> bool:
-    return call.shape.seqlen_k <= MOST_FEW_KEYS
+def plan_delta(
+    call: Call, dout: Tensor, dlse: Tensor | None, few_keys: bool, rows: Shape | None = None
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """lse in base 2, and delta = rowsum(dout * out) - dlse: run(dout, out, dlse, lse, bounds).
 
+    Args:
+        few_keys: whether the sum is left to the kernels that read delta.
+        rows: the shape of all rows of a call with sequences, where nothing depends on these.
+    """
+    block = _DELTA_BLOCK if rows is None else _FEW_KEYS_BLOCK
+    values, (tiles, search) = call.values(), call.tiles_of_queries(block)
+    if rows is not None:
+        values |= {"shape": rows, "SEQUENCES": NO_SEQUENCES.value}
+        tiles, search = triton.cdiv(rows.seqlen_q, block) * rows.batch, False
+    rest = by_name(
+        delta_kernel,
+        values,
+        **row_strides(dout=dout),
+        dlse_strides=(0, 0, 0) if dlse is None else tuple(dlse.stride()),
+        BLOCK_M=block,
+        HAS_DLSE=dlse is not None,
+        FEW_KEYS=few_keys,
+        SEARCH=search,
+    )
+    launch = Launch(delta_kernel, tiles * call.shape.num_heads, rest)
 
-def _of_few_keys(call: Call) -> tuple[bool, bool]:
-    """FEW_KEYS and HAS_SINK: but for few keys, whose p is normalised again, all that a kernel has of a sink is lse."""
-    few = _has_few_keys(call)
-    return few, few and call.has_sink
-
-
-def plan_delta(call: Call, dout: Tensor, dlse: Tensor | None) -> Callable[..., tuple[Tensor, Tensor]]:
-    """lse in base 2, and delta = rowsum(dout * out) - dlse."""
-    shape, block = call.shape, 32
-    strides = (*row_strides(dout), (0, 0, 0) if dlse is None else tuple(dlse.stride()))
-    programs = triton.cdiv(shape.seqlen_q, block) * shape.batch * shape.num_heads
-    constants = (block, call.block_dv, dlse is not None, _has_few_keys(call), NO_SEQUENCES.value, False)
-    launch = Launch(delta_kernel, programs, (*strides, shape, None), constants)
-
-    def run(dout: Tensor, out: Tensor, dlse: Tensor | None, lse: Tensor) -> tuple[Tensor, Tensor]:
+    def run(
+        dout: Tensor, out: Tensor, dlse: Tensor | None, lse: Tensor, bounds: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         lse_log2, delta = torch.empty_like(lse), torch.empty_like(lse)
-        launch(dout, out, dlse, lse, lse_log2, delta, None)
+        launch(dout, out, dlse, lse, lse_log2, delta, bounds)
         return lse_log2, delta
 
     return run
@@ -145,41 +158,41 @@ def plan_keys(
     dbias_tma = stored and bias is not None and tma and not has_key_mask and _rows_fit_tma(bias)
     if dbias_tma and bias is not None:
         descriptors.append(_dbias_descriptor(11, bias, tile))
-    numbers = (call.bias_strides(bias_tma), call.mask_strides(columns=True), shape, call.scale_log2)
-    strides = row_strides(call.q, call.k, call.v, dout)
-    constants = (
-        *call.constants(tile),
-        tma,
-        bias_tma,
-        call.wide(call.q, dout),
-        call.precision_of("keys"),
-        need_k,
-        need_v,
-        dbias_kind,
-        parts,
-        dbias_tma,
-        call.edges(shape.seqlen_q % tile.block_m or shape.seqlen_k % tile.block_n),
-        *_of_few_keys(call),
-        NO_SEQUENCES.value,
-        False,
-        call.has_dropout,
-        False,
-    )
-    launch = Launch(
+    launch = call.launch(
         backward_keys_kernel,
         grid_tiles * shape.batch * owners,
-        (*strides, *numbers, call.flags.softmax_scale, call.flags.softcap, owners, grid_tiles, None, call.dropout),
-        constants,
-        tile.options,
+        tile,
         descriptors,
+        **row_strides(dout=dout),
+        bias_strides=call.bias_strides(bias_tma),
+        mask_strides=call.mask_strides(columns=True),
+        owners=owners,
+        grid_tiles=grid_tiles,
+        TMA=tma,
+        BIAS_TMA=bias_tma,
+        WIDE=call.wide(call.q, dout),
+        PRECISION=call.precision_of("keys"),
+        NEED_K=need_k,
+        NEED_V=need_v,
+        DBIAS=dbias_kind,
+        PARTS=parts,
+        DBIAS_TMA=dbias_tma,
+        EDGES=call.edges(shape.seqlen_q % tile.block_m or shape.seqlen_k % tile.block_n),
+        ONE_PASS=False,
     )
-    block = 32
-    gather = Launch(
+    rest = by_name(
         backward_gather_kernel,
-        triton.cdiv(shape.seqlen_k, block) * shape.batch * num_heads_k,
-        (call.mask_strides(), shape, owners, grid_tiles),
-        (block, tile.block_n, call.block_d, call.block_dv, call.mask_kind, need_k, need_v, per_key),
+        call.values(),
+        owners=owners,
+        grid_tiles=grid_tiles,
+        BLOCK=_GATHER_BLOCK,
+        BLOCK_N=tile.block_n,
+        NEED_K=need_k,
+        NEED_V=need_v,
+        NEED_BIAS=per_key,
     )
+    programs = triton.cdiv(shape.seqlen_k, _GATHER_BLOCK) * shape.batch * num_heads_k
+    gather = Launch(backward_gather_kernel, programs, rest)
     # Keys that a key mask leaves out are zero where no gather writes them, and always are in a dbias of every score.
     empty = torch.zeros if has_key_mask and not parts else torch.empty
     empty_scores = torch.zeros if has_key_mask else torch.empty
@@ -220,39 +233,25 @@ def _dbias_descriptor(slot: int, bias: Tensor, tile: Tile) -> Descriptor:
     return Descriptor(slot, list(bias.shape), strides, [1, 1, tile.block_m, tile.block_n])
 
 
-def plan_queries(call: Call, dout: Tensor) -> Callable[..., Tensor]:
-    """dq, with ds computed again."""
-    shape, tile = call.shape, call.tile("queries")
+def plan_queries(call: Call, dout: Tensor) -> Callable[..., None]:
+    """dq, with ds computed again, of calls with and without sequences: run(read, mask, sink, bounds, dropout, dq)."""
+    tile = call.tile("queries")
     tma, bias_tma, descriptors = call.key_descriptors(tile)
-    numbers = (call.bias_strides(bias_tma), call.mask_strides(), shape, call.scale_log2)
-    numbers = (*numbers, call.flags.softmax_scale, call.flags.softcap)
-    wide, edges = call.wide(call.k, call.v), call.edges(shape.seqlen_k % tile.block_n)
-    launch = Launch(
+    tiles, search = call.tiles_of_queries(tile.block_m)
+    launch = call.launch(
         backward_queries_kernel,
-        triton.cdiv(shape.seqlen_q, tile.block_m) * shape.batch * shape.num_heads,
-        (*row_strides(call.q, call.k, call.v, dout), *numbers, None, call.dropout),
-        (
-            *call.constants(tile),
-            tma,
-            bias_tma,
-            wide,
-            call.precision,
-            edges,
-            *_of_few_keys(call),
-            NO_SEQUENCES.value,
-            False,
-            call.has_dropout,
-        ),
-        tile.options,
+        tiles * call.shape.num_heads,
+        tile,
         descriptors,
+        **row_strides(dout=dout),
+        bias_strides=call.bias_strides(bias_tma),
+        TMA=tma,
+        BIAS_TMA=bias_tma,
+        WIDE=call.wide(call.k, call.v),
+        EDGES=call.edges(call.shape.seqlen_k % tile.block_n),
+        SEARCH=search,
     )
-
-    def run(read: tuple[Any, ...], mask: MaskView, sink: Tensor | None, dropout: Tensor | None) -> Tensor:
-        dq = torch.empty(read[0].shape, dtype=read[0].dtype, device=read[0].device)
-        launch(*read, *read_of(mask), dq, sink, None, dropout)
-        return dq
-
-    return run
+    return lambda read, mask, sink, bounds, dropout, dq: launch(*read, *read_of(mask), dq, sink, bounds, dropout)
 
 
 def plan_product(call: Call, bias: Tensor) -> Callable[..., Tensor]:
@@ -267,14 +266,15 @@ def plan_product(call: Call, bias: Tensor) -> Callable[..., Tensor]:
         descriptors.append(call.rows_descriptor(0, call.k, tile.block_n, call.block_d))
     if dbias_tma:
         descriptors.append(_dbias_descriptor(1, bias, tile))
-    sizes = (tile.block_m, tile.block_n, call.block_d)
-    launch = Launch(
+    launch = call.launch(
         backward_product_kernel,
         triton.cdiv(shape.seqlen_q, tile.block_m) * shape.batch * shape.num_heads,
-        (*row_strides(call.k), call.mask_strides(), shape, call.flags.softmax_scale),
-        (*sizes, mask_kind, *call.band, call.pads[0], tma, dbias_tma, call.wide(call.k), call.precision),
-        tile.options,
+        tile,
         descriptors,
+        MASK=mask_kind,
+        TMA=tma,
+        BIAS_TMA=dbias_tma,
+        WIDE=call.wide(call.k),
     )
 
     def run(q: Tensor, k: Tensor, dbias: Tensor, mask: MaskView) -> Tensor:
@@ -286,7 +286,8 @@ def plan_product(call: Call, bias: Tensor) -> Callable[..., Tensor]:
 
 
 def plan_bias(call: Call, dout: Tensor, bias: Tensor) -> Callable[..., Tensor]:
-    """The gradient of a bias of one value per score that batch entries or heads share."""
+    """The gradient of a bias of one value per score that entries, sequences or heads share: run(read, mask, sink,
+    bounds, dropout)."""
     shape, tile = call.shape, call.tile("bias")
     tma = call.tma(call.q, call.k, call.v, dout)
     descriptors = []
@@ -295,36 +296,36 @@ def plan_bias(call: Call, dout: Tensor, bias: Tensor) -> Callable[..., Tensor]:
         descriptors.append(call.rows_descriptor(1, call.k, tile.block_n, call.block_d))
         descriptors.append(call.rows_descriptor(2, call.v, tile.block_n, call.block_dv))
         descriptors.append(call.rows_descriptor(4, dout, tile.block_m, call.block_dv))
-    tiles = triton.cdiv(shape.seqlen_q, tile.block_m) * triton.cdiv(shape.seqlen_k, tile.block_n)
-    owners = bias.shape[0] * bias.shape[1]
-    chunk, slots = chunks_of(
-        shape.batch * shape.num_heads // owners, tiles * owners, call.num_sms, most_slots(bias.numel())
-    )
-    numbers = (call.bias_strides(), call.mask_strides(), shape, call.scale_log2, call.flags.softcap, *bias.shape[:2])
-    launch = Launch(
+    packs_rows = call.flags.bias_packing == "queries"
+    tiles_m, search = triton.cdiv(shape.seqlen_q, tile.block_m), False
+    if packs_rows:
+        tiles_m, search = call.tiles_of_queries(tile.block_m)
+    tiles, owners = tiles_m * triton.cdiv(shape.seqlen_k, tile.block_n), bias.shape[0] * bias.shape[1]
+    members = (1 if packs_rows else shape.batch) * shape.num_heads // owners
+    chunk, slots = chunks_of(members, tiles * owners, call.num_sms, most_slots(bias.numel()))
+    launch = call.launch(
         backward_bias_kernel,
         tiles * owners * slots,
-        (*row_strides(call.q, call.k, call.v, dout), *numbers, chunk, None, call.dropout),
-        (
-            *call.constants(tile),
-            tma,
-            call.wide(call.q, call.k, call.v, dout),
-            call.precision,
-            *_of_few_keys(call),
-            NO_SEQUENCES.value,
-            *(False, False),
-            call.has_dropout,
-        ),
-        tile.options,
+        tile,
         descriptors,
+        **row_strides(dout=dout),
+        bias_batch=bias.shape[0],
+        bias_heads=bias.shape[1],
+        chunk=chunk,
+        TMA=tma,
+        WIDE=call.wide(call.q, call.k, call.v, dout),
+        PACKED_ROWS=packs_rows,
+        SEARCH=search,
     )
-    add = plan_sum(slots, bias)
+    add, empty = plan_sum(slots, bias), torch.zeros if packs_rows else torch.empty
 
-    def run(read: tuple[Any, ...], mask: MaskView, sink: Tensor | None, dropout: Tensor | None) -> Tensor:
+    def run(
+        read: tuple[Any, ...], mask: MaskView, sink: Tensor | None, bounds: Tensor | None, dropout: Tensor | None
+    ) -> Tensor:
         bias = read[3]
-        dbias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
-        sums = empty_slots(slots, dbias)
-        launch(*read, *read_of(mask), classes_of(mask), sums, sink, None, dropout)
+        dbias = empty(bias.shape, dtype=bias.dtype, device=bias.device)
+        sums = empty_slots(slots, dbias, empty)
+        launch(*read, *read_of(mask), classes_of(mask), sums, sink, bounds, dropout)
         add(sums, dbias)
         return dbias
 

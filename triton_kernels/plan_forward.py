@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -12,9 +13,10 @@ from flash_dmattn.problem import MaskView
 
 from .forward import forward_kernel
 from .forward_combine import combine_kernel
-from .kernel_launch import Launch
-from .plan import Call, num_kv_splits, read_of, row_strides
-from .tile_ops import KEYS, NO_SEQUENCES, TILES, Shape
+from .kernel_launch import Launch, by_name
+from .plan import Call, num_kv_splits, read_of
+from .tile_ops import KEYS, TILES, Shape
+from .tile_table import Tile
 
 # A share of the keys of few rows has at least so many blocks, and a call at most so many shares.
 LEAST_BLOCKS, MOST_SHARES = 2, 64
@@ -25,7 +27,7 @@ VALUES_OF_THREAD, COMBINE_WARPS, COMBINE_VALUES = 32, 4, 8192
 
 def plan_forward(call: Call) -> Callable[..., None]:
     """How a class of calls makes out and lse: run(q, k, v, mask, bias, sink, out, lse, dropout)."""
-    shape, flags, tile = call.shape, call.flags, call.tile("forward")
+    shape, tile = call.shape, call.tile("forward")
     few = call.has_few_rows
     tma, bias_tma, descriptors = (False, False, []) if few else call.key_descriptors(tile)
     programs = triton.cdiv(shape.seqlen_q, tile.block_m) * shape.batch * shape.num_heads
@@ -34,29 +36,20 @@ def plan_forward(call: Call) -> Callable[..., None]:
     if few:  # two to an SM where places of keys are read before they are
         splits = num_key_shares(programs, blocks, call.num_sms * (2 if call.mask_kind in _LISTS else 1))
     edges = call.edges(shape.seqlen_k % tile.block_n)
-    strides = row_strides(call.q, call.k, call.v)
-    numbers = (call.bias_strides(bias_tma), call.mask_strides(), shape, abs(call.scale_log2), flags.softcap, splits)
-    numbers = (*numbers, *call.sink_strides, None, call.dropout)
-    constants = (
-        *call.constants(tile),
-        tma,
-        bias_tma,
-        call.wide(call.k, call.v),
-        call.precision,
-        splits > 1,
-        flags.softmax_scale < 0,
-        edges,
-        tile.num_stages,
-        tile.edge_stages or tile.num_stages,
-        call.has_sink and splits == 1,
-        NO_SEQUENCES.value,
-        *(False, 0, False),
-        call.has_dropout,
-        call.heads_first,
-        few and edges and call.mask_kind != TILES.value,
-        call.overlaps and splits > 1,
+    launch = call.launch(
+        forward_kernel,
+        programs * splits,
+        tile,
+        descriptors,
+        **forward_values(call, tile, splits),
+        bias_strides=call.bias_strides(bias_tma),
+        TMA=tma,
+        BIAS_TMA=bias_tma,
+        EDGES=edges,
+        PAGE=0,
+        GROUPED=False,
+        ONE_LOOP=few and edges and call.mask_kind != TILES.value,
     )
-    launch = Launch(forward_kernel, programs * splits, (*strides, *numbers), constants, tile.options, descriptors)
     if splits == 1:
         none = (None, None)
         return lambda q, k, v, mask, bias, sink, out, lse, dropout: launch(
@@ -82,6 +75,21 @@ def plan_forward(call: Call) -> Callable[..., None]:
     return run
 
 
+def forward_values(call: Call, tile: Tile, splits: int) -> dict[str, Any]:
+    """Name what the forward kernel takes of a call with and without sequences."""
+    return {
+        "scale": abs(call.scale_log2),
+        "splits": splits,
+        "WIDE": call.wide(call.k, call.v),
+        "SPLIT_KEYS": splits > 1,
+        "NEGATIVE": call.flags.softmax_scale < 0,
+        "STAGES": tile.num_stages,
+        "EDGE_STAGES": tile.edge_stages or tile.num_stages,
+        "HAS_SINK": call.has_sink and splits == 1,
+        "OVERLAP": call.overlaps and splits > 1,
+    }
+
+
 def num_key_shares(heads: int, blocks: int, most_programs: int) -> int:
     """Among how many programs to share the keys of few rows of each head, none with more blocks than it must."""
     shares = max(1, min(most_programs // heads, blocks // LEAST_BLOCKS, MOST_SHARES))
@@ -94,9 +102,19 @@ def plan_combine(call: Call, shape: Shape, splits: int) -> Launch:
     shares = triton.next_power_of_2(splits)
     num_warps = max(1, min(COMBINE_WARPS, shares * call.block_dv // (32 * VALUES_OF_THREAD)))
     at_once = min(shares, COMBINE_VALUES // call.block_dv)
-    constants = (call.block_dv, shares, at_once, call.has_sink, call.heads_first, call.overlaps)
+    rest = by_name(
+        combine_kernel,
+        call.values(),
+        shape=shape,
+        splits=splits,
+        num_rows=rows,
+        SPLITS=shares,
+        AT_ONCE=at_once,
+        HAS_SINK=call.has_sink,
+        OVERLAP=call.overlaps,
+    )
     options = {"num_warps": num_warps, **({"launch_pdl": True} if call.overlaps else {})}
-    return Launch(combine_kernel, rows, (shape, splits, rows, *call.sink_strides), constants, options)
+    return Launch(combine_kernel, rows, rest, options)
 
 
 def empty_parts(splits: int, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

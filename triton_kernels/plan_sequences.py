@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -11,21 +12,16 @@ from torch import Tensor
 from flash_dmattn.gradients import key_gradient, row_delta, sequence_query_gradient, sink_gradient
 from flash_dmattn.problem import Flags, Gradients, MaskView, NeedsGrad, SequenceView, bias_class
 
-from .backward_bias import backward_bias_kernel
-from .backward_delta import delta_kernel
 from .backward_keys import KEY_SUM, NO_DBIAS, STORE, backward_keys_kernel
-from .backward_queries import backward_queries_kernel
 from .fill_gaps import fill_gaps_kernel
 from .forward import forward_kernel
-from .kernel_launch import Launch
-from .plan import Call, classes_of, read_of, row_strides
-from .plan_backward import MOST_FEW_KEYS
-from .plan_forward import empty_parts, plan_combine
-from .plan_slots import chunks_of, most_slots, plan_sum
+from .kernel_launch import Launch, by_name
+from .plan import MOST_FEW_KEYS, Call, read_of, row_strides
+from .plan_backward import plan_bias, plan_delta, plan_queries
+from .plan_forward import empty_parts, forward_values, plan_combine
 from .tile_ops import (
     BAND,
     NO_BIAS,
-    NO_SEQUENCES,
     PACKED,
     PADDED,
     PAGED,
@@ -54,11 +50,8 @@ _FEW_ROWS, _FEW_ROWS_PAGED, _FEW_ROWS_SMALL = (64, 4, 3), (64, 4, 5), (32, 4, 2)
 # Where the kernel of dk and dv makes dq of sequences whose keys are one tile, in 16 bits up to head dim 128. H100: 8192
 # sequences of 16 take 1.70 ms, 2.71 with 64x64; 4096 of 48 1.84 with both.
 _ONE_PASS = Tile(16, 64, 4, 1)
-_BIAS_AT = 5  # of BIAS among `Call.constants`
 # A part of the keys of a few queries has at least so many, and about so many of the longest sequence.
 LEAST_PART, PART = 256, 4096
-# Rows of a program that turns lse to base 2, and does nothing else.
-_FEW_KEYS_BLOCK = 1024
 # Programs that share the rows of one gap, and what each writes at a time.
 _GAP_SHARE, _GAP_BLOCK = 4, 1024
 
@@ -122,6 +115,15 @@ class SequenceCall(Call):
         return (of_tokens if search else of_each), search
 
     @property
+    def has_few_keys(self) -> bool:
+        """No: kernels ask how many keys each sequence has."""
+        return False
+
+    def edges(self, rest: int) -> bool:
+        """Yes: any sequence may end within a block."""
+        return True
+
+    @property
     def has_few_rows(self) -> bool:
         """No: of packed queries a bound on lengths would decide, and `plan_forward` sees to the others."""
         return False
@@ -157,15 +159,17 @@ class SequenceCall(Call):
         """Whether the mask is of bits and lists of tiles."""
         return self.mask.form == "sequence_tiles"
 
-    def scores_strides(self, columns: bool = False) -> tuple[BiasStrides, BiasStrides | MaskStrides]:
-        """Of the bias and of the mask, read by rows of tiles or by columns; a bool mask is read as it is."""
+    def mask_strides(self, columns: bool = False) -> BiasStrides | MaskStrides:
+        """Give the strides of the mask that a kernel reads; a bool mask is read as it is."""
         if self.mask.form == "tree":
             bits = self.mask.tensors[0]
             entries, _, words = bits.shape
-            return self.bias_strides(), MaskStrides(bits.stride(0), 0, words, 0, 0, 0, 1, 1, entries)
-        if self.mask.form == "dense":
-            return self.bias_strides(), self.dense_mask_strides()
-        return self.bias_strides(), self.mask_strides(columns)
+            return MaskStrides(bits.stride(0), 0, words, 0, 0, 0, 1, 1, entries)
+        return self.dense_mask_strides() if self.mask.form == "dense" else super().mask_strides(columns)
+
+    def values(self) -> dict[str, Any]:
+        """Name the numbers and constants that several kernels take."""
+        return {**super().values(), "layout": self.layout, "SEQUENCES": self.code}
 
     def plan_fill(self, like: Tensor, column: int, has_lse: bool = False) -> Launch:
         """What writes the rows of no sequence of (B, L, H, D) tensors: run(x, lse, bounds).
@@ -176,9 +180,20 @@ class SequenceCall(Call):
         """
         packed = self.flags.packs_queries if column == 0 else self.flags.packs_keys
         _, rows, heads, width = like.shape
-        gaps = self.number + packed
-        constants = (column, packed, _GAP_SHARE, _GAP_BLOCK, has_lse)
-        return Launch(fill_gaps_kernel, gaps * _GAP_SHARE, (self.number, rows, heads * width, heads), constants)
+        rest = by_name(
+            fill_gaps_kernel,
+            {},
+            number=self.number,
+            rows=rows,
+            width=heads * width,
+            num_heads=heads,
+            COLUMN=column,
+            IS_PACKED=packed,
+            SHARE=_GAP_SHARE,
+            BLOCK=_GAP_BLOCK,
+            HAS_LSE=has_lse,
+        )
+        return Launch(fill_gaps_kernel, (self.number + packed) * _GAP_SHARE, rest)
 
 
 def plan_forward(call: SequenceCall, out: Tensor) -> Callable[..., None]:
@@ -201,39 +216,22 @@ def plan_forward(call: SequenceCall, out: Tensor) -> Callable[..., None]:
         tile = Tile(max(16, triton.next_power_of_2(most_rows)), *step)
         tiles, search, heads, grouped = call.number, False, call.num_heads_k, shape.group > 1
         splits = _key_parts(call, tiles * heads)
-    numbers = (*call.scores_strides(), shape, abs(call.scale_log2), flags.softcap, splits, *call.sink_strides)
-    constants = list(call.constants(tile))
-    if grouped and call.bias is not None:
-        constants[_BIAS_AT] = TILE_BIAS.value  # rows of several heads
-    bias_tma, descriptors = False, []
-    if not grouped and call.bias_tma() and call.bias is not None:
-        bias_tma, descriptors = True, [call.bias_descriptor(3, call.bias, tile)]
-        numbers = (call.bias_strides(True), *numbers[1:])
-    constants += [
-        False,
-        bias_tma,
-        call.wide(call.k, call.v),
-        call.precision,
-        splits > 1,
-        flags.softmax_scale < 0,
-        True,
-        tile.num_stages,
-        tile.edge_stages or tile.num_stages,
-        call.has_sink and splits == 1,
-        call.code,
-        search,
-        max(1, call.k.shape[1]) if flags.layout.startswith("paged") else 0,
-        grouped,
-        call.has_dropout,
-        *(False, False, call.overlaps and splits > 1),
-    ]
-    launch = Launch(
+    has_rows_of_heads = grouped and call.bias is not None
+    bias_tma = not grouped and call.bias_tma()
+    launch = call.launch(
         forward_kernel,
         tiles * heads * splits,
-        (*row_strides(call.q, call.k, call.v), *numbers, call.layout, call.dropout),
-        tuple(constants),
-        tile.options,
-        descriptors,
+        tile,
+        [call.bias_descriptor(3, call.bias, tile)] if bias_tma and call.bias is not None else [],
+        **forward_values(call, tile, splits),
+        bias_strides=call.bias_strides(bias_tma),
+        BIAS=TILE_BIAS.value if has_rows_of_heads else call.bias_kind,
+        BIAS_TMA=bias_tma,
+        EDGES=True,
+        SEARCH=search,
+        PAGE=max(1, call.k.shape[1]) if flags.layout.startswith("paged") else 0,
+        GROUPED=grouped,
+        ONE_LOOP=False,
     )
     fill = call.plan_fill(out, 0, has_lse=True)
     batch, rows_q = out.shape[:2]
@@ -291,15 +289,17 @@ def plan_backward(
     one_pass = need_q and needs_keys and call.may_take_one_pass and not shared
     if one_pass:
         call.take_one_pass()
-    delta_of = _plan_delta(call, dout, dlse)
+    few = shape.seqlen_k <= call.layout.few_keys  # nothing depends on the sequences: rows of none have lse -inf
+    rows_q = shape._replace(batch=dout.shape[0], seqlen_q=call.rows_q) if few else None
+    delta_of = plan_delta(call, dout, dlse, few, rows_q)
     keys_of = sums_of = queries_of = None
     if needs_keys:
         keys_of = _plan_keys(call, dout, need_k, need_v, of_keys.value, call.num_heads_k, one_pass)
     if apart:
         sums_of = _plan_keys(call, dout, False, False, KEY_SUM.value, shape.num_heads, False)
     if need_q and shape.seqlen_k > call.layout.one_pass_keys:
-        queries_of = _plan_queries(call, dout)
-    bias_of = _plan_bias(call, dout, bias) if shared and bias is not None else None
+        queries_of = plan_queries(call, dout)
+    bias_of = plan_bias(call, dout, bias) if shared and bias is not None else None
     fill_q = call.plan_fill(call.q, 0)
 
     def run(
@@ -327,10 +327,10 @@ def plan_backward(
             dbias = sums_of(read, mask, sequences.bounds, dropout, None)[2]
         if dq is not None:
             if queries_of is not None:
-                queries_of(read, mask, sequences.bounds, dropout, dq)
+                queries_of(read, mask, None, sequences.bounds, dropout, dq)
             fill_q(dq, None, sequences.bounds)
         if bias_of is not None:
-            dbias = bias_of(read, mask, sequences.bounds, dropout)
+            dbias = bias_of(read, mask, None, sequences.bounds, dropout)
         rows = None
         if sink is not None and (need_sink or kind == "query"):
             rows = row_delta(dout, out, dlse, lse)
@@ -347,59 +347,32 @@ def plan_backward(
     return run
 
 
-def _plan_delta(call: SequenceCall, dout: Tensor, dlse: Tensor | None) -> Callable[..., tuple[Tensor, Tensor]]:
-    strides = (*row_strides(dout), (0, 0, 0) if dlse is None else tuple(dlse.stride()))
-    few = call.shape.seqlen_k <= call.layout.few_keys  # then out need not be read
-    if few:  # nothing depends on the sequences: rows of none have lse -inf
-        block, batch = _FEW_KEYS_BLOCK, dout.shape[0]
-        shape = call.shape._replace(batch=batch, seqlen_q=call.rows_q)
-        programs, search, code = triton.cdiv(call.rows_q, block) * batch * shape.num_heads, False, NO_SEQUENCES.value
-    else:
-        block, shape, code = 32, call.shape, call.code
-        tiles, search = call.tiles_of_queries(block)
-        programs = tiles * shape.num_heads
-    constants = (block, call.block_dv, dlse is not None, few, code, search)
-    launch = Launch(delta_kernel, programs, (*strides, shape, call.layout), constants)
-
-    def run(dout: Tensor, out: Tensor, dlse: Tensor | None, lse: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
-        lse_log2, delta = torch.empty_like(lse), torch.empty_like(lse)
-        launch(dout, out, dlse, lse, lse_log2, delta, bounds)
-        return lse_log2, delta
-
-    return run
-
-
 def _plan_keys(
     call: SequenceCall, dout: Tensor, need_k: bool, need_v: bool, dbias_kind: int, owners: int, one_pass: bool
 ) -> Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]:
     """dk, dv, and the gradient of a bias of one value per key, or per score of every head; with `one_pass` dq, too."""
-    shape, tile, flags = call.shape, call.tile("keys"), call.flags
+    tile, flags = call.tile("keys"), call.flags
     per_key, stored = dbias_kind == KEY_SUM.value, dbias_kind == STORE.value
     tiles, search = call.tiles_of_keys(tile.block_n)
-    strides = row_strides(call.q, call.k, call.v, dout)
-    of_scores = call.scores_strides(columns=True)
-    numbers = (*of_scores, shape, call.scale_log2, flags.softmax_scale, flags.softcap, owners, tiles)
-    constants = (
-        *call.constants(tile),
-        False,
-        False,
-        call.wide(call.q, dout),
-        call.precision_of("keys"),
-        need_k,
-        need_v,
-        dbias_kind,
-        False,
-        False,
-        True,
-        False,
-        False,
-        call.code,
-        search,
-        call.has_dropout,
-        one_pass,
+    launch = call.launch(
+        backward_keys_kernel,
+        tiles * owners,
+        tile,
+        **row_strides(dout=dout),
+        mask_strides=call.mask_strides(columns=True),
+        owners=owners,
+        grid_tiles=tiles,
+        WIDE=call.wide(call.q, dout),
+        PRECISION=call.precision_of("keys"),
+        NEED_K=need_k,
+        NEED_V=need_v,
+        DBIAS=dbias_kind,
+        PARTS=False,
+        DBIAS_TMA=False,
+        EDGES=True,
+        SEARCH=search,
+        ONE_PASS=one_pass,
     )
-    numbers = (*numbers, call.layout, call.dropout)
-    launch = Launch(backward_keys_kernel, tiles * owners, (*strides, *numbers), constants, tile.options)
     fill_k, fill_v = call.plan_fill(call.k, 2), call.plan_fill(call.v, 2)
     entries = 1 if flags.bias_packing == "keys" else call.number
 
@@ -423,87 +396,5 @@ def _plan_keys(
         if per_key and made is not None and bias is not None:
             made = key_gradient(bias, made, call.num_heads_k, 1)
         return dk, dv, made
-
-    return run
-
-
-def _plan_queries(call: SequenceCall, dout: Tensor) -> Callable[..., None]:
-    """dq of sequences that have it from no other kernel, with ds computed again."""
-    tile, flags = call.tile("queries"), call.flags
-    tiles, search = call.tiles_of_queries(tile.block_m)
-    numbers = (*call.scores_strides(), call.shape, call.scale_log2, flags.softmax_scale, flags.softcap)
-    numbers = (*numbers, call.layout, call.dropout)
-    constants = (
-        *call.constants(tile),
-        False,
-        False,
-        call.wide(call.k, call.v),
-        call.precision,
-        True,
-        False,
-        False,
-        call.code,
-        search,
-        call.has_dropout,
-    )
-    strides = row_strides(call.q, call.k, call.v, dout)
-    launch = Launch(
-        backward_queries_kernel, tiles * call.shape.num_heads, (*strides, *numbers), constants, tile.options
-    )
-
-    def run(
-        operands: tuple[Tensor | None, ...], mask: MaskView, bounds: Tensor, dropout: Tensor | None, dq: Tensor
-    ) -> None:
-        launch(*operands, *read_of(mask), dq, None, bounds, dropout)
-
-    return run
-
-
-def _plan_bias(call: SequenceCall, dout: Tensor, bias: Tensor) -> Callable[..., Tensor]:
-    """The gradient of a bias of one value per score that sequences or heads share."""
-    shape, tile = call.shape, call.tile("bias")
-    packs_rows = call.flags.bias_packing == "queries"
-    tiles_m, search = triton.cdiv(shape.seqlen_q, tile.block_m), False
-    if packs_rows:
-        tiles_m, search = call.tiles_of_queries(tile.block_m)
-    tiles = tiles_m * triton.cdiv(shape.seqlen_k, tile.block_n)
-    owners = bias.shape[0] * bias.shape[1]
-    entries = 1 if packs_rows else call.number
-    members = entries * shape.num_heads // owners
-    chunk, slots = chunks_of(members, tiles * owners, call.num_sms, most_slots(bias.numel()))
-    numbers = (*call.scores_strides(), shape, call.scale_log2, call.flags.softcap, *bias.shape[:2], chunk)
-    numbers = (*numbers, call.layout, call.dropout)
-    wide = call.wide(call.q, call.k, call.v, dout)
-    launch = Launch(
-        backward_bias_kernel,
-        tiles * owners * slots,
-        (*row_strides(call.q, call.k, call.v, dout), *numbers),
-        (
-            *call.constants(tile),
-            False,
-            wide,
-            call.precision,
-            False,
-            False,
-            call.code,
-            packs_rows,
-            search,
-            call.has_dropout,
-        ),
-        tile.options,
-    )
-    add = plan_sum(slots, bias)
-
-    def run(operands: tuple[Tensor | None, ...], mask: MaskView, bounds: Tensor, dropout: Tensor | None) -> Tensor:
-        bias = operands[3]
-        assert bias is not None
-        empty = torch.zeros if packs_rows else torch.empty
-        dbias = empty(bias.shape, dtype=bias.dtype, device=bias.device)
-        sums = dbias
-        if slots > 1:
-            sums = empty((slots, *bias.shape), dtype=torch.float32, device=bias.device)
-        launch(*operands, *read_of(mask), classes_of(mask), sums, None, bounds, dropout)
-        add(sums, dbias)
-        return dbias
 
     return run

@@ -12,7 +12,6 @@ from torch import Tensor
 from flash_dmattn.gradients import key_gradient, new_like, query_gradient, sink_gradient
 from flash_dmattn.problem import Gradients, MaskView, NeedsGrad, bias_class
 
-from .kernel_launch import Launch
 from .plan import Call, row_strides
 from .plan_slots import chunks_of, empty_slots, most_slots, plan_sum
 from .short_backward import KEY_SUM, NO_DBIAS, SLOTS, STORE, short_backward_kernel
@@ -42,18 +41,19 @@ def mask_tensors(mask: MaskView) -> tuple[Tensor | None, Tensor | None]:
     return mask.tensors[0], None
 
 
-def _numbers(call: Call, walk: Walk) -> tuple[Any, ...]:
-    return (call.bias_strides(), call.dense_mask_strides(), call.shape, walk, call.scale_log2)
-
-
-def _constants(call: Call, tile: ShortTile, *read: Tensor) -> tuple[Any, ...]:
-    bias = NO_BIAS.value if call.bias is None else TILE_BIAS.value  # of any shape: one that is expanded is read so too
+def _values(call: Call, tile: ShortTile, walk: Walk, *read: Tensor) -> dict[str, Any]:
+    """Name what both kernels take."""
     one_row = call.mask.form == "dense" and call.dense_mask_strides().row == 0
-    mask_kind = DENSE_ROW.value if one_row else call.mask_kind
-    return (
-        *(tile.block_m, tile.block_n, call.block_d, call.block_dv, mask_kind, bias, call.flags.softcap > 0),
-        *(*call.band, *call.pads, call.wide(*read), call.precision, tile.num_stages),
-    )
+    return {
+        "access": call.dense_mask_strides(),
+        "walk": walk,
+        "MASK": DENSE_ROW.value if one_row else call.mask_kind,
+        # A bias of any shape: one that is expanded is read so too.
+        "BIAS": NO_BIAS.value if call.bias is None else TILE_BIAS.value,
+        "WIDE": call.wide(*read),
+        "STAGES": tile.num_stages,
+        "HAS_SINK": call.has_sink,
+    }
 
 
 def plan_short_forward(call: Call) -> Callable[..., None]:
@@ -62,13 +62,7 @@ def plan_short_forward(call: Call) -> Callable[..., None]:
     tile = forward_tile(ShortCall.of(q, k, v, call.mask, call.arch))
     assert tile is not None
     walk, _, programs = _walk(call, triton.cdiv(shape.seqlen_q, tile.block_m))
-    launch = Launch(
-        short_forward_kernel,
-        programs,
-        (*row_strides(q, k, v), *_numbers(call, walk), call.flags.softcap, *call.sink_strides, call.dropout),
-        (*_constants(call, tile, q, k, v), call.has_sink, call.has_dropout),
-        {"num_warps": tile.num_warps},
-    )
+    launch = call.launch(short_forward_kernel, programs, tile, **_values(call, tile, walk, q, k, v))
     return lambda q, k, v, mask, bias, sink, out, lse, dropout: launch(
         q, k, v, bias, *mask_tensors(mask), out, lse, sink, dropout
     )
@@ -95,32 +89,27 @@ def plan_short_backward(
     for tile in tiles if need_q or need_k or need_v or kind != NO_DBIAS or reads_delta else ():
         all_keys = tile.block_n >= shape.seqlen_k
         all_rows = tile.block_m >= shape.seqlen_q
-        wants = (need_q and all_keys, need_k and all_rows, need_v and all_rows)
         dbias_here = kind if all_rows else NO_DBIAS
         num_tiles = triton.cdiv(shape.seqlen_q, tile.block_m) if all_keys else triton.cdiv(shape.seqlen_k, tile.block_n)
         walk, chunks, programs = _walk(call, num_tiles, dbias_here == SLOTS)
         if dbias_here == SLOTS:
             slots = chunks
-        numbers = (
-            *row_strides(q, k, v, dout),
-            (0, 0, 0) if dlse is None else tuple(dlse.stride()),
-            *_numbers(call, walk),
-            call.flags.softmax_scale,
-            call.flags.softcap,
-            call.dropout,
+        launch = call.launch(
+            short_backward_kernel,
+            programs,
+            tile,
+            **_values(call, tile, walk, q, k, v, dout),
+            **row_strides(dout=dout),
+            dlse_strides=(0, 0, 0) if dlse is None else tuple(dlse.stride()),
+            ALL_KEYS=all_keys,
+            HAS_DLSE=dlse is not None,
+            STORE_DELTA=(len(tiles) > 1 or reads_delta) and all_keys,
+            NEED_Q=need_q and all_keys,
+            NEED_K=need_k and all_rows,
+            NEED_V=need_v and all_rows,
+            DBIAS=dbias_here.value,
         )
-        constants = (
-            *_constants(call, tile, q, k, v, dout),
-            all_keys,
-            dlse is not None,
-            (len(tiles) > 1 or reads_delta) and all_keys,
-            *wants,
-            dbias_here.value,
-            call.has_sink,
-            call.has_dropout,
-        )
-        options = {"num_warps": tile.num_warps}
-        launches.append(Launch(short_backward_kernel, programs, numbers, constants, options))
+        launches.append(launch)
     # Decided here: a comparison of two constants of Triton takes as long as the allocation of a tensor.
     sums_keys = bool(kind == KEY_SUM) and bias is not None
     new_q, new_k, new_v = (

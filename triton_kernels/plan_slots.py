@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .kernel_launch import Launch
+from .kernel_launch import Launch, by_name
 from .sum_slots import sum_slots_kernel
 
 # Programs for each SM: some waves of those that it holds, so that the last is a small part of the time. Where each has
@@ -39,9 +39,9 @@ def most_slots(size: int) -> int:
     return max(1, MAX_SLOT_BYTES // (4 * size))
 
 
-def empty_slots(slots: int, dbias: Tensor) -> Tensor:
+def empty_slots(slots: int, dbias: Tensor, empty: Callable[..., Tensor] = torch.empty) -> Tensor:
     """Room for the sums, fp32 (slots, *dbias.shape); the gradient itself, where there is one slot."""
-    return dbias if slots == 1 else torch.empty((slots, *dbias.shape), dtype=torch.float32, device=dbias.device)
+    return dbias if slots == 1 else empty((slots, *dbias.shape), dtype=torch.float32, device=dbias.device)
 
 
 def plan_sum(slots: int, bias: Tensor) -> Callable[[Tensor, Tensor], None]:
@@ -49,5 +49,5 @@ def plan_sum(slots: int, bias: Tensor) -> Callable[[Tensor, Tensor], None]:
     if slots == 1:
         return lambda sums, dbias: None
     size = bias.numel()
-    options = {"num_warps": 4}
-    return Launch(sum_slots_kernel, triton.cdiv(size, _VALUES), (size, slots), (_SLOTS, _VALUES), options)
+    rest = by_name(sum_slots_kernel, {}, size=size, count=slots, SLOTS=_SLOTS, BLOCK=_VALUES)
+    return Launch(sum_slots_kernel, triton.cdiv(size, _VALUES), rest, {"num_warps": 4})

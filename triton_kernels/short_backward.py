@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 
 from .dropout import is_kept
+from .scores import scaled
 from .short_rows import base_scores, head_of, load_dense, masked, walk_of
-from .tile_ops import LOG2E, load_tile, renormalize, row_totals, soft_cap
+from .tile_ops import LOG2E, load_tile, renormalize, row_totals
 
 # What of the gradient of a bias this kernel makes: nothing, sums over the queries of each key, ds of every head, or the
 # sum of ds over the heads of a walk, in a slot for each of its chunks.
@@ -142,15 +143,12 @@ def short_backward_kernel(
         )  # fmt: skip
         line = (b * shape.num_heads + h) * shape.seqlen_q + rows
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        if SOFTCAP:
-            t, slope = soft_cap(s * scale_log2)
-            s = t * (softcap * LOG2E) + base
-        else:
-            s = s * scale_log2 + base
+        s, slope = scaled(s, scale_log2, softcap, SOFTCAP)
+        s += base
         s = masked(s, dense, mask, stop, access, b, h, first_key, rows, keys, shape, MASK, BLOCK_M, BLOCK_N)
         dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
         if DROPOUT:
-            kept = is_kept(dropout_key, dropout, b, h, first, first_key, rows, keys, BLOCK_M, BLOCK_N, False)
+            kept = is_kept(dropout_key, dropout, b, h, first, first_key, rows, keys, BLOCK_M, BLOCK_N, False, 1)
             dp = tl.where(kept, dp * tl.cast(dropout.scale, tl.float32), 0.0)
         if ALL_KEYS:
             natural = tl.load(lse + line, mask=row_ok, other=float("-inf"))

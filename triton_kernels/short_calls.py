@@ -24,6 +24,11 @@ class ShortTile(NamedTuple):
     num_warps: int
     num_stages: int
 
+    @property
+    def options(self) -> dict[str, int]:
+        """Tell Triton the warps; the stages are an argument of the kernel."""
+        return {"num_warps": self.num_warps}
+
 
 class ShortCall(NamedTuple):
     """What decides whether a call has short rows, and its tiles."""

@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 
 from .dropout import is_kept
+from .scores import scaled
 from .short_rows import base_scores, head_of, load_dense, masked, walk_of
-from .tile_ops import LN2, LOG2E, join_sink, load_tile, soft_cap
+from .tile_ops import LN2, join_sink, load_tile
 
 
 @triton.jit
@@ -86,16 +87,14 @@ def short_forward_kernel(
             BLOCK_N, BLOCK_D, False, WIDE, True, PAD_D,
         )  # fmt: skip
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        if SOFTCAP:
-            s = soft_cap(s * scale_log2)[0] * (softcap * LOG2E) + base
-        else:
-            s = s * scale_log2 + base
+        s = scaled(s, scale_log2, softcap, SOFTCAP)[0]
+        s += base
         s = masked(s, dense, mask, stop, access, b, h, 0, rows, keys, shape, MASK, BLOCK_M, BLOCK_N)
         row_max = tl.max(s, 1)
         p = tl.math.exp2(s - tl.where(row_max == float("-inf"), 0.0, row_max)[:, None])  # -inf - -inf is NaN
         row_sum = tl.sum(p, 1)
         if DROPOUT:
-            kept = is_kept(dropout_key, dropout, b, h, first, 0, rows, keys, BLOCK_M, BLOCK_N, False)
+            kept = is_kept(dropout_key, dropout, b, h, first, 0, rows, keys, BLOCK_M, BLOCK_N, False, 1)
             p = tl.where(kept, p * tl.cast(dropout.scale, tl.float32), 0.0)
         v_tile = load_tile(
             v, v_strides, b, h_k, 0, keys, shape.seqlen_k, dims_v, shape.head_dim_v,

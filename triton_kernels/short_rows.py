@@ -11,19 +11,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .tile_ops import (
-    BAND,
-    DENSE,
-    DENSE_ROW,
-    LOG2E,
-    NO_BIAS,
-    TILES,
-    bits_by_row,
-    in_band,
-    load_bias,
-    reader_of,
-    shared_head,
-)
+from .tile_ops import BAND, DENSE, DENSE_ROW, LOG2E, NO_BIAS, TILES, bits_of, in_band, load_bias, reader_of, shared_head
 
 
 class Walk(NamedTuple):
@@ -116,7 +104,7 @@ def masked(
     elif MASK != BAND:
         head = shared_head(mask, access, b, h)
         if MASK == TILES:
-            allowed = bits_by_row(head, first_key, rows, shape.seqlen_q, access.row, BLOCK_M, BLOCK_N)
+            allowed = bits_of(head, first_key, rows, shape.seqlen_q, access.row, BLOCK_M, BLOCK_N, 1)
         else:
             inside = keys < shape.seqlen_k
             start = tl.load(head + keys, mask=inside, other=0)

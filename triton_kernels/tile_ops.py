@@ -216,6 +216,13 @@ def shape_of(shape, seqlen_q, seqlen_k):
 
 
 @triton.jit
+def bounds_of(bounds, own, shape):
+    """Read the first query and the first key of a sequence, and its shape."""
+    at = bounds + own * 4
+    return tl.load(at), tl.load(at + 2), shape_of(shape, tl.load(at + 1), tl.load(at + 3))
+
+
+@triton.jit
 def scores_from(x, strides, rows_packed, keys_packed, first_q, first_k):
     """Where what a sequence reads of a mask or a bias begins."""
     return x + first_q.to(tl.int64) * rows_packed * strides.row + first_k.to(tl.int64) * keys_packed * strides.key
@@ -511,29 +518,21 @@ def in_bounds(data, keys, rows):
 
 
 @triton.jit
-def bits_by_row(data, first_key, rows, seqlen_q, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The (queries, keys) tile of a packed mask, bit j % 32 of word j // 32; `first_key` is a multiple of 32.
+def bits_of(
+    data, first_key, rows, seqlen_q, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AXIS: tl.constexpr
+):  # fmt: skip
+    """A tile of a packed mask, bit j % 32 of word j // 32, with keys on AXIS; `first_key` is a multiple of 32.
 
-    Of an interval mask `data` has bounds in the place of words.
+    An interval mask has bounds in the place of words.
     """
     if data.dtype.element_ty == tl.int64:
-        return in_bounds(data, (first_key + tl.arange(0, BLOCK_N))[None, :], rows[:, None])
+        keys = first_key + tl.arange(0, BLOCK_N)
+        return in_bounds(data, tl.expand_dims(keys, 1 - AXIS), tl.expand_dims(rows, AXIS))
     else:
         # Words are spread by a shift and a reshape. A word load per score costs six times as much as the whole
         # attention.
-        at = data + rows.to(tl.int64)[:, None] * stride + (first_key // 32 + tl.arange(0, BLOCK_N // 32))[None, :]
-        words = tl.load(at, mask=(rows < seqlen_q)[:, None], other=0)
-        bits = (words[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
-        return tl.reshape(bits.to(tl.int8), (BLOCK_M, BLOCK_N)) != 0
-
-
-@triton.jit
-def bits_by_key(data, first_key, rows, seqlen_q, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The same tile as (keys, queries)."""
-    if data.dtype.element_ty == tl.int64:
-        return in_bounds(data, (first_key + tl.arange(0, BLOCK_N))[:, None], rows[None, :])
-    else:
-        at = data + rows.to(tl.int64)[None, :] * stride + (first_key // 32 + tl.arange(0, BLOCK_N // 32))[:, None]
-        words = tl.load(at, mask=(rows < seqlen_q)[None, :], other=0)
-        bits = (words[:, None, :] >> tl.arange(0, 32)[None, :, None]) & 1
-        return tl.reshape(bits.to(tl.int8), (BLOCK_N, BLOCK_M)) != 0
+        at = data + tl.expand_dims(rows.to(tl.int64), AXIS) * stride
+        at += tl.expand_dims(first_key // 32 + tl.arange(0, BLOCK_N // 32), 1 - AXIS)
+        words = tl.expand_dims(tl.load(at, mask=tl.expand_dims(rows < seqlen_q, AXIS), other=0), AXIS + 1)
+        bits = (words >> tl.expand_dims(tl.arange(0, 32)[None, :], 2 - AXIS)) & 1
+        return tl.reshape(bits.to(tl.int8), (BLOCK_M, BLOCK_N) if AXIS == 1 else (BLOCK_N, BLOCK_M)) != 0

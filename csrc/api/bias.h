@@ -55,22 +55,6 @@ void set_bias(const char* op, const torch::stable::Tensor& bias, int64_t num_hea
   params.bias_has_batch = !is_broadcast(bias, 0);
 }
 
-// Of a dbias whose tiles the main kernel stores: it may lie in a larger tensor, if its rows are whole pieces of 16 bytes.
-inline void check_stored_dbias(const char* op, const torch::stable::Tensor& dbias) {
-  for (int dim = 0; dim < 3; ++dim) {
-    CHECK_FOR(op, dbias.size(dim) == 1 || dbias.stride(dim) > 0, "dbias has one place for all of dim ", dim);
-  }
-  CHECK_FOR(op, dbias.size(3) % 8 == 0, "rows of dbias have ", dbias.size(3), " keys; they need a multiple of 8");
-}
-
-// Sets where such a dbias lies, whose strides its TMA descriptor has been made of.
-inline void set_cleared(const torch::stable::Tensor& dbias, ClearDbiasParams& params) {
-  params.x = dbias.mutable_data_ptr();
-  params.stride_b = dbias.stride(0) / 8;
-  params.stride_h = dbias.stride(1) / 8;
-  params.stride_q = dbias.stride(2) / 8;
-}
-
 // Sets a sink, (Hq), contiguous, in fp32 or 16 bits.
 inline void set_sink(const char* op, const std::optional<torch::stable::Tensor>& sink, int64_t num_heads,
                      const torch::stable::Tensor& q, ForwardParams& params) {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
 #include <vector>
 
@@ -37,6 +38,17 @@ inline Sizes sizes_of(const char* op, const torch::stable::Tensor& q, const torc
   CHECK_FOR(op, sizes.head_dim % 8 == 0 && sizes.head_dim_v % 8 == 0, "head dims are ", sizes.head_dim, " and ",
             sizes.head_dim_v, " (v); they need to be multiples of 8");
   return sizes;
+}
+
+// The first kernel instance that holds the head dims of the call, which is the smallest. `of` says what it is to serve.
+template <class Instance>
+const Instance& instance_for(const char* op, std::initializer_list<Instance> instances, const char* of,
+                             torch::headeronly::ScalarType dtype, const Sizes& sizes) {
+  for (const Instance& it : instances) {
+    if (it.dtype == dtype && sizes.head_dim <= it.head_dim && sizes.head_dim_v <= it.head_dim_v) return it;
+  }
+  CHECK_FOR(op, false, "the extension was not built for ", of, "head dims ", sizes.head_dim, " and ", sizes.head_dim_v,
+            " (v) of this dtype");
 }
 
 // Checks the dims of a bias (B, H, Lq, Lk): each may be 1, and H divides Hq.

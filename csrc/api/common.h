@@ -10,6 +10,7 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include "integers.h"
@@ -84,6 +85,12 @@ inline void check_array(const char* op, const torch::stable::Tensor& x, const ch
   check_dims(op, x, name, dims, first);
   check_dtype(op, x, name, dtype);
   CHECK_FOR(op, x.is_contiguous(), name, " needs to be contiguous");
+}
+
+// Memory that is not initialised, on the device of `like`.
+inline torch::stable::Tensor empty(const torch::stable::Tensor& like, std::initializer_list<int64_t> shape,
+                                   torch::headeronly::ScalarType dtype) {
+  return torch::stable::new_empty(like, {shape.begin(), shape.size()}, dtype);
 }
 
 // The device of a tensor as the current one, while this lives, and torch's stream there. A thread of autograd that has

@@ -1,5 +1,5 @@
-// The forward operator: turns the tensors from flash_dmattn/backends/cuda/backend.py into ForwardParams and launches the
-// kernel.
+// The forward operators, of dense calls and of calls with sequences: turn the tensors from flash_dmattn/backends/cuda into
+// ForwardParams and launch the kernels.
 #include <algorithm>
 #include <cstdint>
 #include <optional>
@@ -17,6 +17,7 @@
 #include "common.h"
 #include "num_splits.h"
 #include "sections.h"
+#include "sequences.h"
 #include "tensor_map.h"
 #include "tile_scheduler.h"
 
@@ -26,33 +27,49 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr const char* kName = "cuda_forward_kernel";
-
 struct KernelInstance {
+  ScalarType dtype;
+  int64_t head_dim, head_dim_v;
   decltype(&launch_forward<__half, 64, 64>) launch;
   decltype(&forward_tile<__half, 64, 64>) tile;
-  int64_t head_dim, head_dim_v;
 };
 
-// The smallest kernel instance whose head dims hold those of the call.
-KernelInstance instance_for(ScalarType dtype, int64_t head_dim, int64_t head_dim_v) {
-#define FLASH_DMATTN_INSTANCE(element, scalar, d, dv)                        \
-  if (dtype == ScalarType::scalar && head_dim <= d && head_dim_v <= dv) {    \
-    return {&launch_forward<element, d, dv>, &forward_tile<element, d, dv>, d, dv}; \
-  }
-  FLASH_DMATTN_INSTANCES(FLASH_DMATTN_INSTANCE)
+#define FLASH_DMATTN_INSTANCE(element, scalar, d, dv) \
+  {ScalarType::scalar, d, dv, &launch_forward<element, d, dv>, &forward_tile<element, d, dv>},
+constexpr std::initializer_list<KernelInstance> kInstances{FLASH_DMATTN_INSTANCES(FLASH_DMATTN_INSTANCE)};
 #undef FLASH_DMATTN_INSTANCE
-  CHECK_ARGUMENT(false, "the extension was not built for head dims ", head_dim, " and ", head_dim_v,
-                 " (v) of this dtype");
-}
+#define FLASH_DMATTN_INSTANCE(element, scalar, d, dv) \
+  {ScalarType::scalar, d, dv, &launch_forward_sequences<element, d, dv>, &forward_sequences_tile<element, d, dv>},
+constexpr std::initializer_list<KernelInstance> kSequencesInstances{
+    FLASH_DMATTN_SEQUENCES_INSTANCES(FLASH_DMATTN_INSTANCE)};
+#undef FLASH_DMATTN_INSTANCE
+
+// Arguments of the operators.
+struct ForwardArguments {
+  const char* op;
+  const Tensor &q, &k, &v;
+  const std::optional<Tensor>&bias, &sink;
+  const Tensor &out, &lse;
+  double softmax_scale, softcap;
+  const SequenceCall* sequences = nullptr;  // null in a dense call; the members below are for dense calls alone
+  std::vector<Tensor> mask{};
+  int64_t low = 0, high = 0, num_splits = 1;
+  std::optional<Tensor> dropout_key{};
+  double dropout_p = 0;
+  bool one_mask_row = false;
+};
 
 // Chooses how the kernel reads the bias, and sets its fields.
-Bias describe_bias(const Tensor& bias, const Tensor& q, ForwardParams& params) {
-  set_bias(kName, bias, q.size(2), params);
+Bias describe_bias(const ForwardArguments& call, ForwardParams& params) {
+  const Tensor& bias = *call.bias;
+  set_bias(call.op, bias, call.q.size(2), params);
   params.bias_is_per_query = is_broadcast(bias, 3);
   if (params.bias_is_per_query) return Bias::kNone;
   if (is_broadcast(bias, 2)) return Bias::kVector;
-  return can_copy_tiles(bias, q) ? Bias::kTile : Bias::kStrided;
+  if (can_copy_tiles(bias, call.q)) return Bias::kTile;
+  CHECK_FOR(call.op, call.sequences == nullptr,
+            "bias per query and key needs rows that TMA can read, in the dtype of q");
+  return Bias::kStrided;
 }
 
 // Whether blocks keep the bias that batch entries share, for work tiles that follow each other. They have to be many.
@@ -72,112 +89,193 @@ int64_t longest_walk(const Sizes& sizes, bool has_mask, const ForwardTile& tile,
   return std::min(all, ceil_div(std::max(tile.block_m + params.high - params.low, 0), tile.block_n) + 1);
 }
 
-// out may have rows before heads, as q has, or heads before rows.
-void set_out_steps(const Tensor& out, const Sizes& sizes, ForwardParams& params) {
+// out may have rows before heads, as q has, or in a dense call heads before rows.
+void set_out(const ForwardArguments& call, const Sizes& sizes, ForwardParams& params) {
+  const Tensor& out = call.out;
   const bool has_heads_first = !out.is_contiguous();
-  CHECK_ARGUMENT(!has_heads_first ||
-                     (out.stride(3) == 1 && out.stride(1) == sizes.head_dim_v &&
-                      out.stride(2) == sizes.seqlen_q * sizes.head_dim_v &&
-                      out.stride(0) == sizes.num_heads * sizes.seqlen_q * sizes.head_dim_v),
-                 "out needs to be contiguous as (B, Lq, Hq, Dv) or as (B, Hq, Lq, Dv)");
+  CHECK_FOR(call.op,
+            !has_heads_first || (out.stride(3) == 1 && out.stride(1) == sizes.head_dim_v &&
+                                 out.stride(2) == sizes.seqlen_q * sizes.head_dim_v &&
+                                 out.stride(0) == sizes.num_heads * sizes.seqlen_q * sizes.head_dim_v),
+            "out needs to be contiguous as (B, Lq, Hq, Dv) or as (B, Hq, Lq, Dv)");
+  params.out = out.mutable_data_ptr();
   params.out_row_step = static_cast<int>(has_heads_first ? 1 : sizes.num_heads);
   params.out_head_step = static_cast<int>(has_heads_first ? sizes.seqlen_q : 1);
 }
 
-// Writes out and lse. mask is {}, or (bits, row_lists) of a TileMask, or (bounds, row_lists) of an IntervalMask; low and
-// high are the band if there is no mask.
-// sink: (Hq), contiguous, in fp32 or 16 bits.
-// dropout_key: int64 (2), beside which a bias per query and key needs rows that TMA can read, and there is no softcap.
-// num_splits: KV splits of the work tiles of the last wave. 1 for none, 0 to let estimate_num_splits choose.
-// one_mask_row: whether the mask lets all queries see the same keys.
-void forward(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::optional<Tensor> bias,
-             std::optional<Tensor> sink, Tensor out, Tensor lse, int64_t low, int64_t high, double softmax_scale,
-             double softcap, int64_t num_splits, std::optional<Tensor> dropout_key, double dropout_p, bool one_mask_row) {
-  const Sizes sizes = sizes_of(kName, q, k, v);
-  const KernelInstance instance = instance_for(q.scalar_type(), sizes.head_dim, sizes.head_dim_v);
+// The blocks of a launch, and memory that its work tiles need.
+struct Work {
+  int blocks;
+  Tensor memory, results{};
+};
 
-  check_dims(kName, out, "out", {sizes.batch, sizes.seqlen_q, sizes.num_heads, sizes.head_dim_v}, q);
-  check_dtype(kName, out, "out", q.scalar_type());
-  check_array(kName, lse, "lse", {sizes.batch, sizes.num_heads, sizes.seqlen_q}, ScalarType::Float, q);
-  if (bias.has_value()) check_bias(kName, *bias, sizes, q);
-  ForwardParams params{};
-  const Bias form = bias.has_value() ? describe_bias(*bias, q, params) : Bias::kNone;
-  const bool has_mask = !mask.empty();
-  const MaskForm of_mask = checked_mask_form(kName, mask, false, sizes, q);
-  CHECK_ARGUMENT(of_mask != MaskForm::kIntervals || form == Bias::kNone || form == Bias::kVector,
-                 "a bias per query and key needs bits of a mask");
-  set_dropout(kName, dropout_key, dropout_p, instance.head_dim, instance.head_dim_v, q, params);
-  const bool has_dropout = params.dropout.key != nullptr;
-  CHECK_ARGUMENT(!has_dropout || form != Bias::kStrided, "bias has rows that TMA cannot read; dropout has no kernel for it");
-  const CurrentDevice device(kName, q);  // before the TMA descriptors, whose encoder needs its context
-  const int num_sms = sm_count(kName, device.index);
-  const bool is_banded = has_band(sizes, low, high);
-  const bool holds_bias =
-      pays_to_hold_bias(instance, form, sizes, params, has_mask || has_dropout || is_banded, num_sms);
-  const ForwardTile tile =
-      instance.tile(form, of_mask, one_mask_row, holds_bias, static_cast<int>(sizes.seqlen_q), has_dropout);
-
-  // Blocks that keep their bias read the rows of many heads at a time, each at its own place.
-  const auto map_rows = [&](const Tensor& x, const char* name, int rows) {
-    return rows_map(kName, x, name, rows, holds_bias && x.size(2) * x.size(3) > 128);
-  };
-  params.q = map_rows(q, "q", tile.block_m);
-  params.k = map_rows(k, "k", tile.block_n);
-  params.v = map_rows(v, "v", tile.block_n);
-  if (form == Bias::kTile) params.bias = scores_map(kName, *bias, "bias", tile.block_m);
-  params.out = out.mutable_data_ptr();
-  set_out_steps(out, sizes, params);
-  params.lse = static_cast<float*>(lse.mutable_data_ptr());
-  set_sink(kName, sink, sizes.num_heads, q, params);
-  set_sizes(sizes, params);
-  set_band(sizes, low, high, params);
-
-  set_scale(softmax_scale, softcap, params);
-  if (has_mask) set_mask(of_mask, mask[0], mask[1], sizes, params);
-
+// Sets the work tiles of a dense call, and their order.
+Work schedule(const ForwardArguments& call, const Sizes& sizes, const ForwardTile& tile, bool has_bias_tiles,
+              int num_sms, cudaStream_t stream, ForwardParams& params) {
+  const bool has_mask = !call.mask.empty(), is_banded = has_band(sizes, call.low, call.high);
   const int64_t pairs = sizes.batch * sizes.num_heads, blocks_q = ceil_div(sizes.seqlen_q, tile.block_m);
-  CHECK_ARGUMENT(pairs * blocks_q <= kMaxInt / 2, "there are more than 2^30 tiles of rows");
+  CHECK_FOR(call.op, pairs * blocks_q <= kMaxInt / 2, "there are more than 2^30 tiles of rows");
   params.blocks_q = static_cast<int>(blocks_q);
-  const bool has_bias_tiles = form == Bias::kTile || form == Bias::kStrided;
   params.batch_is_inner = shares_over_batch(params, has_bias_tiles, has_mask);
   // A section's keys and values fit in L2.
   const int64_t group_bytes = sizes.seqlen_k * (sizes.head_dim + sizes.head_dim_v) * 2;
   const int64_t inner_pairs = params.batch_is_inner ? sizes.batch : sizes.num_heads / sizes.num_heads_k;
   const int64_t inner_bytes = params.batch_is_inner ? group_bytes * sizes.batch : group_bytes;
   const int64_t most = kSectionBytes / std::max<int64_t>(1, inner_bytes) * inner_pairs;
-  params.sections = sections_of(pairs, blocks_q, most, inner_pairs, shortens_rows(sizes, low, high), num_sms);
+  const bool rows_shrink = shortens_rows(sizes, call.low, call.high);
+  params.sections = sections_of(pairs, blocks_q, most, inner_pairs, rows_shrink, num_sms);
 
-  CHECK_ARGUMENT(num_splits >= 0 && num_splits <= kMaxSplits, "num_splits is ", num_splits, "; it may be 0 to ",
-                 kMaxSplits);
+  CHECK_FOR(call.op, call.num_splits >= 0 && call.num_splits <= kMaxSplits, "num_splits is ", call.num_splits,
+            "; it may be 0 to ", kMaxSplits);
   const int64_t tiles = pairs * blocks_q;
   KvSplits split{tiles, 1};
   if (tile.split_floats > 0) {
     const int64_t steps = longest_walk(sizes, has_mask, tile, params);
-    split = num_splits == 0 ? estimate_num_splits(tiles, steps, num_sms, is_banded)
-                            : KvSplits{tiles - tiles % num_sms, num_splits};
+    split = call.num_splits == 0 ? estimate_num_splits(tiles, steps, num_sms, is_banded)
+                                 : KvSplits{tiles - tiles % num_sms, call.num_splits};
   }
   const int64_t tiles_split = split.num_splits > 1 ? tiles - split.unsplit_tiles : 0;
   params.unsplit_tiles = static_cast<int>(tiles - tiles_split);
   params.num_splits = tiles_split > 0 ? static_cast<int>(split.num_splits) : 1;
   params.num_work_tiles = static_cast<int>(params.unsplit_tiles + tiles_split * params.num_splits);
 
-  const int blocks = std::min(params.num_work_tiles, num_sms);
+  Work work{std::min(params.num_work_tiles, num_sms)};
   // Tiles that are alike are scheduled statically.
-  const bool needs_counter = (has_mask || is_banded) && params.num_work_tiles > blocks;
-  Tensor counters, results;
+  const bool needs_counter = (has_mask || is_banded) && params.num_work_tiles > work.blocks;
   if (needs_counter || tiles_split > 0) {
-    counters = zero_counters(kName, q, 1 + tiles_split * tile.split_warps, device.stream);
-    int* const first = static_cast<int*>(counters.mutable_data_ptr());
+    work.memory = zero_counters(call.op, call.q, 1 + tiles_split * tile.split_warps, stream);
+    int* const first = static_cast<int*>(work.memory.mutable_data_ptr());
     if (needs_counter) params.tile_counter = first;
     params.split_arrivals = first + 1;
   }
   if (tiles_split > 0) {
-    const int64_t length = tiles_split * params.num_splits * tile.split_floats;
-    results = torch::stable::new_empty(q, {&length, 1}, ScalarType::Float);
-    params.split_results = static_cast<float*>(results.mutable_data_ptr());
+    work.results = empty(call.q, {tiles_split * params.num_splits * tile.split_floats}, ScalarType::Float);
+    params.split_results = static_cast<float*>(work.results.mutable_data_ptr());
   }
-  check(instance.launch(params, form, of_mask, one_mask_row, holds_bias, blocks, device.stream), kName,
-        "launching the kernel");
+  return work;
+}
+
+// The same for a call with sequences.
+Work schedule_sequences(const ForwardArguments& call, const Sizes& sizes, const ForwardTile& tile, int num_sms,
+                        cudaStream_t stream, ForwardParams& params) {
+  SequenceParams& of = params.sequences;
+  const int64_t number = call.sequences->bounds.size(0);
+  const int64_t tiles = most_blocks(number, sizes.batch * sizes.seqlen_q, of.most_q, tile.block_m);
+  CHECK_FOR(call.op, tiles * sizes.num_heads <= kMaxInt / 2, "there are more than 2^30 tiles of rows");
+  // A section's keys and values fit in L2.
+  const int64_t all_k = of.block_table != nullptr ? std::min(number * of.most_k, call.k.size(0) * call.k.size(1))
+                                                  : sizes.batch * sizes.seqlen_k;
+  const int64_t group_bytes = all_k * (sizes.head_dim + sizes.head_dim_v) * 2;
+  const int64_t most = params.heads_per_group * std::max<int64_t>(1, kSectionBytes / group_bytes);
+  of.section = static_cast<int>(std::min(sizes.num_heads, most));
+  return {static_cast<int>(std::min<int64_t>(tiles * sizes.num_heads, num_sms)),
+          list_works(call.op, call.q, number, false, tile.block_m, tiles, 0, of, &params.tile_counter, stream)};
+}
+
+// Writes out and lse.
+void forward(const ForwardArguments& call) {
+  const char* const op = call.op;
+  const Tensor &q = call.q, &k = call.k, &v = call.v;
+  const SequenceCall* const sequences = call.sequences;
+  const bool has_pages = sequences != nullptr && sequences->block_table.has_value();
+  Sizes sizes = sizes_of(op, q, k, v, has_pages);
+  if (has_pages) {  // an entry has as many keys as a row of the table has room for
+    const Tensor& table = *sequences->block_table;
+    CHECK_FOR(op, table.dim() == 2, "block_table has ", table.dim(), " dims; it needs 2");
+    sizes.seqlen_k *= table.size(1);
+  }
+  const KernelInstance& instance = sequences == nullptr
+                                       ? instance_for(op, kInstances, "", q.scalar_type(), sizes)
+                                       : instance_for(op, kSequencesInstances, "sequences of ", q.scalar_type(), sizes);
+  check_dims(op, call.out, "out", {sizes.batch, sizes.seqlen_q, sizes.num_heads, sizes.head_dim_v}, q);
+  check_dtype(op, call.out, "out", q.scalar_type());
+  CHECK_FOR(op, sequences == nullptr || call.out.is_contiguous(), "out needs to be contiguous");
+  check_array(op, call.lse, "lse", {sizes.batch, sizes.num_heads, sizes.seqlen_q}, ScalarType::Float, q);
+  ForwardParams params{};
+  SequenceParams& of = params.sequences;
+  if (sequences != nullptr) {
+    of = sequence_params(op, *sequences, sizes, call.bias, q);
+    if (has_pages) set_pages(op, *sequences->block_table, sequences->bounds.size(0), k, v, of);
+  } else if (call.bias.has_value()) {
+    check_bias(op, *call.bias, sizes, q);
+  }
+  ForwardVariant variant{};
+  variant.bias = call.bias.has_value() ? describe_bias(call, params) : Bias::kNone;
+  variant.mask = checked_mask_form(op, call.mask, false, sizes, q);
+  CHECK_FOR(op, variant.mask != MaskForm::kIntervals || variant.bias == Bias::kNone || variant.bias == Bias::kVector,
+            "a bias per query and key needs bits of a mask");
+  set_dropout(op, call.dropout_key, call.dropout_p, instance.head_dim, instance.head_dim_v, q, params);
+  variant.has_dropout = params.dropout.key != nullptr;
+  CHECK_FOR(op, !variant.has_dropout || variant.bias != Bias::kStrided,
+            "bias has rows that TMA cannot read; dropout has no kernel for it");
+  const CurrentDevice device(op, q);  // before the TMA descriptors, whose encoder needs its context
+  const int num_sms = sm_count(op, device.index);
+  const bool has_mask = !call.mask.empty();
+  variant.has_one_mask_row = call.one_mask_row;
+  variant.has_pages = has_pages;
+  variant.queries = sequences == nullptr ? sizes.seqlen_q : sizes.batch * sizes.seqlen_q / sequences->bounds.size(0);
+  const bool has_more = has_mask || variant.has_dropout || sequences != nullptr || has_band(sizes, call.low, call.high);
+  variant.holds_bias = pays_to_hold_bias(instance, variant.bias, sizes, params, has_more, num_sms);
+  const ForwardTile tile = instance.tile(variant);
+
+  // Blocks that keep their bias read the rows of many heads at a time, each at its own place.
+  const auto map = [&](const Tensor& x, const char* name, int rows) {
+    return map_rows(op, x, name, rows, of, variant.holds_bias && x.size(2) * x.size(3) > 128);
+  };
+  const auto map_keys = [&](const Tensor& x, const char* name) {
+    return has_pages ? pages_map(op, x, name, of.page_box) : map(x, name, tile.block_n);
+  };
+  params.q = map(q, "q", tile.block_m);
+  params.k = map_keys(k, "k");
+  params.v = map_keys(v, "v");
+  if (variant.bias == Bias::kTile) params.bias = map_scores(op, *call.bias, "bias", tile.block_m, of);
+  set_out(call, sizes, params);
+  params.lse = static_cast<float*>(call.lse.mutable_data_ptr());
+  set_sink(op, call.sink, sizes.num_heads, q, params);
+  set_sizes(sizes, params);
+  set_band(sizes, call.low, call.high, params);
+  set_scale(call.softmax_scale, call.softcap, params);
+  if (has_mask) set_mask(variant.mask, call.mask[0], call.mask[1], sizes, params);
+
+  const bool has_bias_tiles = variant.bias == Bias::kTile || variant.bias == Bias::kStrided;
+  const Work work = sequences == nullptr
+                        ? schedule(call, sizes, tile, has_bias_tiles, num_sms, device.stream, params)
+                        : schedule_sequences(call, sizes, tile, num_sms, device.stream, params);
+  check(instance.launch(params, variant, work.blocks, device.stream), op, "launching the kernel");
+  if (sequences != nullptr) {
+    fill_gaps(op, call.out, false, params.lse, of, sequences->bounds.size(0), device.stream);
+  }
+}
+
+// mask is {}, or (bits, row_lists) of a TileMask, or (bounds, row_lists) of an IntervalMask; low and high are the band if
+// there is no mask.
+// sink: (Hq), contiguous, in fp32 or 16 bits.
+// dropout_key: int64 (2), beside which a bias per query and key needs rows that TMA can read, and there is no softcap.
+// num_splits: KV splits of the work tiles of the last wave. 1 for none, 0 to let estimate_num_splits choose.
+// one_mask_row: whether the mask lets all queries see the same keys.
+void forward_kernel(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::optional<Tensor> bias,
+                    std::optional<Tensor> sink, Tensor out, Tensor lse, int64_t low, int64_t high, double softmax_scale,
+                    double softcap, int64_t num_splits, std::optional<Tensor> dropout_key, double dropout_p,
+                    bool one_mask_row) {
+  forward({"cuda_forward_kernel", q, k, v, bias, sink, out, lse, softmax_scale, softcap, nullptr, std::move(mask), low,
+           high, num_splits, std::move(dropout_key), dropout_p, one_mask_row});
+}
+
+// Writes all rows. q, k, v and out are (1, T, H, D) where `is_packed`, else (S, L, H, D). Entries of q, k and v lie next to
+// each other. With a block_table k and v are (pages, page_size, Hk, D). lse is (1, Hq, Tq) or (S, Hq, Lq). bias is 4-D, and
+// BiasPacking says how it is packed.
+void forward_sequences(Tensor q, Tensor k, Tensor v, Tensor bounds, std::optional<Tensor> block_table,
+                       std::optional<Tensor> bias, std::optional<Tensor> sink, Tensor out, Tensor lse, bool is_packed,
+                       int64_t bias_packing, int64_t most_q, int64_t most_k, int64_t left, int64_t right,
+                       double softmax_scale, double softcap) {
+  const SequenceCall sequences{bounds, block_table, is_packed, bias_packing, most_q, most_k, left, right};
+  forward({"cuda_forward_sequences", q, k, v, bias, sink, out, lse, softmax_scale, softcap, &sequences});
+}
+
+template <class Library>
+void implement(Library& m) {
+  m.impl("cuda_forward_kernel", TORCH_BOX(&forward_kernel));
+  m.impl("cuda_forward_sequences", TORCH_BOX(&forward_sequences));
 }
 
 }  // namespace
@@ -187,9 +285,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flash_dmattn, m) {
       "cuda_forward_kernel(Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? bias, Tensor? sink, Tensor(a!) out, "
       "Tensor(b!) lse, int low, int high, float softmax_scale, float softcap, int num_splits, Tensor? dropout_key, "
       "float dropout_p, bool one_mask_row) -> ()");
+  m.def(
+      "cuda_forward_sequences(Tensor q, Tensor k, Tensor v, Tensor bounds, Tensor? block_table, Tensor? bias, "
+      "Tensor? sink, Tensor(a!) out, Tensor(b!) lse, bool is_packed, int bias_packing, int most_q, int most_k, int left, "
+      "int right, float softmax_scale, float softcap) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, m) { m.impl("cuda_forward_kernel", TORCH_BOX(&forward)); }
-STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CPU, m) { m.impl("cuda_forward_kernel", TORCH_BOX(&forward)); }
+STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, m) { implement(m); }
+STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CPU, m) { implement(m); }
 
 }  // namespace flash_dmattn

@@ -1,11 +1,9 @@
 // The operators of interval masks: how one is made, what kernels walk of it, and keys and values in its order.
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <vector>
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include "../sm90/mask/mask.h"
@@ -35,11 +33,8 @@ std::vector<Tensor> topk_intervals(Tensor keys, int64_t k, int64_t seqlen_q, int
   CHECK_ARGUMENT(seqlen_q + seqlen_k <= kMaxInt / 2, "there are ", seqlen_q, " queries and ", seqlen_k,
                  " keys; together they may be 2^30 - 1");
   const CurrentDevice device(kName, keys);
-  const auto empty = [&](std::array<int64_t, 3> shape, ScalarType dtype) {
-    return torch::stable::new_empty(keys, {shape.data(), shape.size()}, dtype);
-  };
-  const std::array<int64_t, 3> shape{keys.size(0), keys.size(1), seqlen_k};
-  std::vector<Tensor> results{empty(shape, ScalarType::Int), empty(shape, ScalarType::Int)};
+  const auto like_keys = [&] { return empty(keys, {keys.size(0), keys.size(1), seqlen_k}, ScalarType::Int); };
+  std::vector<Tensor> results{like_keys(), like_keys()};
   if (heads * seqlen_k == 0) return results;
   TopkParams params{};
   // Long rows have greater chunks: each chunk reads the whole prefix some times.
@@ -50,9 +45,9 @@ std::vector<Tensor> topk_intervals(Tensor keys, int64_t k, int64_t seqlen_q, int
   params.segment_keys = static_cast<int>(seqlen_k > 2 * segment_keys ? segment_keys : seqlen_k);
   const int64_t segments = ceil_div(seqlen_k, params.segment_keys);
   CHECK_ARGUMENT(heads * chunks <= kMaxInt, "keys of ", heads, " heads by ", seqlen_k, " need more than 2^31 - 1 blocks");
-  const Tensor stops = empty(shape, ScalarType::Int), thresholds = empty({1, heads, chunks}, ScalarType::Long);
+  const Tensor stops = like_keys(), thresholds = empty(keys, {heads * chunks}, ScalarType::Long);
   const int64_t num_survivors = segments > 1 ? heads * segments * k : 0;
-  const Tensor survivors = empty({2, 1, num_survivors}, ScalarType::Int);
+  const Tensor survivors = empty(keys, {2 * num_survivors}, ScalarType::Int);
   params.keys = static_cast<const int32_t*>(keys.const_data_ptr());
   params.stops = static_cast<int32_t*>(stops.mutable_data_ptr());
   params.thresholds = static_cast<uint64_t*>(thresholds.mutable_data_ptr());
@@ -84,12 +79,9 @@ Tensor key_order(Tensor start, Tensor stop, int64_t seqlen_q) {
   CHECK_ARGUMENT(heads <= kMostHeads, "start has ", heads, " heads, more than ", kMostHeads);
   CHECK_ARGUMENT(total <= kMaxInt, "start has ", total, " keys, more than 2^31 - 1");
   const CurrentDevice device(kName, start);
-  const auto empty = [&](std::array<int64_t, 3> shape, ScalarType dtype) {
-    return torch::stable::new_empty(start, {shape.data(), shape.size()}, dtype);
-  };
-  Tensor order = empty({start.size(0), start.size(1), start.size(2)}, ScalarType::Int);
+  Tensor order = empty(start, {start.size(0), start.size(1), start.size(2)}, ScalarType::Int);
   if (total == 0) return order;
-  const Tensor scratch = empty({3, 1, total}, ScalarType::Int);
+  const Tensor scratch = empty(start, {3 * total}, ScalarType::Int);
   auto* const words = static_cast<uint32_t*>(scratch.mutable_data_ptr());
   KeyCodesParams codes{};
   codes.start = static_cast<const int32_t*>(start.const_data_ptr());
@@ -109,7 +101,7 @@ Tensor key_order(Tensor start, Tensor stop, int64_t seqlen_q) {
   sort.bits = 2 * kCurveBits + 1;
   while ((int64_t{1} << (sort.bits - 2 * kCurveBits - 1)) < heads) ++sort.bits;
   check(sort_codes(sort, device.stream), kName, "asking for the scratch of the sort");
-  const Tensor room = empty({1, 1, static_cast<int64_t>(sort.scratch_bytes)}, ScalarType::Byte);
+  const Tensor room = empty(start, {static_cast<int64_t>(sort.scratch_bytes)}, ScalarType::Byte);
   sort.scratch = room.mutable_data_ptr();
   check(sort_codes(sort, device.stream), kName, "sorting");
   return order;
@@ -133,10 +125,8 @@ std::vector<Tensor> interval_tiles(Tensor start, Tensor stop, Tensor order, int6
                  " needs more than 2^31 - 1 blocks");
 
   const CurrentDevice device(kName, start);
-  const std::array<int64_t, 4> of_places{batch, num_heads, tiles_k * kTile, 2};
-  const std::array<int64_t, 4> of_tiles{batch, num_heads, tiles_k, tiles_q};  // written column by column
-  Tensor bounds = torch::stable::new_empty(start, {of_places.data(), of_places.size()}, ScalarType::Int);
-  Tensor classes = torch::stable::new_empty(start, {of_tiles.data(), of_tiles.size()}, ScalarType::Byte);
+  Tensor bounds = empty(start, {batch, num_heads, tiles_k * kTile, 2}, ScalarType::Int);
+  Tensor classes = empty(start, {batch, num_heads, tiles_k, tiles_q}, ScalarType::Byte);  // written column by column
   if (heads * tiles_k > 0) {
     IntervalTilesParams params{};
     params.start = static_cast<const int32_t*>(start.const_data_ptr());
@@ -165,8 +155,7 @@ Tensor interval_bits(Tensor bounds, int64_t seqlen_q) {
   CHECK_ARGUMENT(heads * tiles_q * tiles_k <= kMaxInt, "bits of ", heads, " heads by ", seqlen_q, " by ",
                  bounds.size(2), " need more than 2^31 - 1 blocks");
   const CurrentDevice device(kName, bounds);
-  const std::array<int64_t, 4> shape{bounds.size(0), bounds.size(1), seqlen_q, tiles_k * kTileWords};
-  Tensor bits = torch::stable::new_empty(bounds, {shape.data(), shape.size()}, ScalarType::Int);
+  Tensor bits = empty(bounds, {bounds.size(0), bounds.size(1), seqlen_q, tiles_k * kTileWords}, ScalarType::Int);
   IntervalBitsParams params{};
   params.bounds = static_cast<const int2*>(bounds.const_data_ptr());
   params.bits = static_cast<int32_t*>(bits.mutable_data_ptr());
@@ -193,8 +182,7 @@ Tensor gather_bias(Tensor bias, Tensor order) {
                      (is_broadcast(bias, 0) || bias.size(0) == batch),
                  "bias has fewer keys than order, or their heads or entries do not divide each other");
   const CurrentDevice device(kName, bias);
-  const std::array<int64_t, 4> shape{batch, heads, 1, order.size(2)};
-  Tensor result = torch::stable::new_empty(bias, {shape.data(), shape.size()}, ScalarType::Float);
+  Tensor result = empty(bias, {batch, heads, 1, order.size(2)}, ScalarType::Float);
   GatherBiasParams params{};
   params.values = bias.const_data_ptr();
   params.stride_b = bias_stride(bias, 0);
@@ -232,8 +220,7 @@ std::vector<Tensor> gather_keys(Tensor k, Tensor v, Tensor order, Tensor bounds)
   const auto rows_of = [&](const Tensor& x, GatherKeysParams::Rows& rows) {
     CHECK_ARGUMENT(x.element_size() == 2 && x.stride(3) == 1 && x.size(3) % 8 == 0,
                    "k and v need rows of 16-bit values, whole pieces of 16 bytes");
-    const std::array<int64_t, 4> shape{x.size(0), order.size(2), x.size(2), x.size(3)};
-    results.push_back(torch::stable::new_empty(x, {shape.data(), shape.size()}));
+    results.push_back(empty(x, {x.size(0), order.size(2), x.size(2), x.size(3)}, x.scalar_type()));
     rows.from = x.const_data_ptr();
     rows.to = results.back().mutable_data_ptr();
     rows.stride_b = x.stride(0) * 2;

@@ -1,13 +1,11 @@
 // The operator that packs masks.
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <vector>
 
 #include <cuda_runtime_api.h>
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include "../sm90/mask/mask.h"
@@ -48,11 +46,8 @@ std::vector<Tensor> pack_mask(Tensor mask, int64_t low, int64_t high, bool has_b
                  " heads by ", seqlen_q, " by ", seqlen_k, " needs more than 2^31 - 1 blocks");
 
   const CurrentDevice device(kName, mask);
-  const auto empty = [&](std::array<int64_t, 4> shape, ScalarType dtype) {
-    return torch::stable::new_empty(mask, {shape.data(), shape.size()}, dtype);
-  };
-  Tensor bits = empty({batch, num_heads, seqlen_q, tiles_k * kTileWords}, ScalarType::Int);
-  Tensor classes = empty({batch, num_heads, tiles_q, tiles_k}, ScalarType::Byte);
+  Tensor bits = empty(mask, {batch, num_heads, seqlen_q, tiles_k * kTileWords}, ScalarType::Int);
+  Tensor classes = empty(mask, {batch, num_heads, tiles_q, tiles_k}, ScalarType::Byte);
   if (pack_blocks > 0) {
     PackMaskParams params{};
     params.mask = static_cast<const uint8_t*>(mask.const_data_ptr());

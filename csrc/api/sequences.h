@@ -5,25 +5,40 @@
 #include <cstdint>
 #include <optional>
 
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include "../sm90/sequences/launch.h"
 #include "bias.h"
 #include "call.h"
 #include "common.h"
+#include "tensor_map.h"
 
 namespace flash_dmattn {
 
 // What rows or columns of a bias are: places in a sequence, or packed queries or keys (flash_dmattn/backends/cuda).
 enum BiasPacking : int64_t { kByPosition = 0, kPackedQueries = 1, kPackedKeys = 2 };
 
-// Arguments of both operators, as Python has them.
+// The arguments of a call with sequences that a dense call has not.
 struct SequenceCall {
-  torch::stable::Tensor bounds;  // int32 (S, 4): first and number of queries, first and number of keys
-  bool is_packed;                // q, k and v have one entry of all tokens; else one for each sequence. Pages aside
+  const torch::stable::Tensor& bounds;  // int32 (S, 4): first and number of queries, first and number of keys
+  const std::optional<torch::stable::Tensor>& block_table;  // of the forward operator
+  bool is_packed;  // q, k and v have one entry of all tokens; else one for each sequence. Pages aside
   int64_t bias_packing, most_q, most_k, left, right;
 };
+
+// A descriptor of rows of q, k, v or dout, which are ragged in a call with sequences.
+inline CUtensorMap map_rows(const char* op, const torch::stable::Tensor& x, const char* name, int rows,
+                            const SequenceParams& sequences, bool is_alone = false) {
+  if (sequences.bounds != nullptr) return ragged_rows_map(op, x, name, rows);
+  return rows_map(op, x, name, rows, is_alone);
+}
+
+// The same of scores: tiles of a bias or of dbias.
+inline CUtensorMap map_scores(const char* op, const torch::stable::Tensor& x, const char* name, int rows,
+                              const SequenceParams& sequences) {
+  if (sequences.bounds == nullptr) return scores_map(op, x, name, rows);
+  return sequences.bias_packs_queries ? ragged_scores_map(op, x, name, rows) : scores_by_position_map(op, x, name, rows);
+}
 
 // q (1, Tq, Hq, D) or (S, Lq, Hq, D), and so k and v.
 inline SequenceParams sequence_params(const char* op, const SequenceCall& call, const Sizes& sizes,
@@ -103,8 +118,8 @@ inline torch::stable::Tensor list_works(const char* op, const torch::stable::Ten
                                         int64_t rows, int64_t blocks, int64_t padded_tiles, SequenceParams& params,
                                         int** counter, cudaStream_t stream) {
   // Pairs of integers start on 8 bytes: the list of works comes first.
-  const int64_t length = 2 * blocks + 2 + number + padded_tiles;
-  torch::stable::Tensor memory = torch::stable::new_empty(like, {&length, 1}, torch::headeronly::ScalarType::Int);
+  torch::stable::Tensor memory =
+      empty(like, {2 * blocks + 2 + number + padded_tiles}, torch::headeronly::ScalarType::Int);
   int* const start = static_cast<int*>(memory.mutable_data_ptr());
   params.padded_tiles = static_cast<int>(padded_tiles);
   ListWorksParams list{};

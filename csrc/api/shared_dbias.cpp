@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "bias.h"
+#include "sequences.h"
 #include "tensor_map.h"
 #include "tile_scheduler.h"
 
@@ -20,14 +21,11 @@ void store_shared_dbias(const char* op, const SharedDbiasKernels& kernels, const
 
   const bool has_mask = !call.mask.empty();
   SharedDbiasParams params{};
-  const auto rows = [&](const torch::stable::Tensor& x, const char* name) {
-    return call.sequences == nullptr ? rows_map(op, x, name, kTile) : ragged_rows_map(op, x, name, kTile);
-  };
-  if (call.sequences != nullptr) params.sequences = *call.sequences;
-  params.q = rows(call.q, "q");
-  params.k = rows(call.k, "k");
-  params.v = rows(call.v, "v");
-  params.dout = rows(call.dout, "dout");
+  params.sequences = call.sequences;
+  params.q = map_rows(op, call.q, "q", kTile, params.sequences);
+  params.k = map_rows(op, call.k, "k", kTile, params.sequences);
+  params.v = map_rows(op, call.v, "v", kTile, params.sequences);
+  params.dout = map_rows(op, call.dout, "dout", kTile, params.sequences);
   params.bias = scores_map(op, call.bias, "bias", kTile);
   params.dbias = dbias.mutable_data_ptr();
   params.slots = call.slots;

@@ -31,7 +31,7 @@ struct SharedDbiasCall {
   int* tile_counter;
   int64_t low, high;
   double softmax_scale, softcap;
-  const SequenceParams* sequences;  // null for none; beside them sizes are those of a bias by position
+  const SequenceParams& sequences;  // without bounds in dense calls; else sizes count positions of a bias
   DropoutParams dropout;
 };
 

@@ -1,11 +1,9 @@
 // The lists of tiles that every form of mask with tiles has.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <utility>
 
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include "../sm90/mask/mask.h"
@@ -23,8 +21,7 @@ inline std::pair<torch::stable::Tensor, torch::stable::Tensor> list_tiles(const 
   const int64_t tiles_q = classes.size(columns_are_contiguous ? 3 : 2);
   const int64_t tiles_k = classes.size(columns_are_contiguous ? 2 : 3);
   const auto lists_of = [&](int64_t tiles, int64_t length) {
-    const std::array<int64_t, 4> shape{batch, heads, tiles, 2 + length};
-    return torch::stable::new_empty(classes, {shape.data(), shape.size()}, torch::headeronly::ScalarType::Int);
+    return empty(classes, {batch, heads, tiles, 2 + length}, torch::headeronly::ScalarType::Int);
   };
   std::pair<torch::stable::Tensor, torch::stable::Tensor> lists{lists_of(tiles_q, tiles_k), lists_of(tiles_k, tiles_q)};
   ListTilesParams params{};

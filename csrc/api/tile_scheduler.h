@@ -7,7 +7,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include "common.h"
@@ -30,7 +29,7 @@ inline int sm_count(const char* op, int device) {
 // Counters set to 0, on the device of `like`. They live as long as the tensor that is returned.
 inline torch::stable::Tensor zero_counters(const char* op, const torch::stable::Tensor& like, int64_t count,
                                            cudaStream_t stream) {
-  torch::stable::Tensor counters = torch::stable::new_empty(like, {&count, 1}, torch::headeronly::ScalarType::Int);
+  torch::stable::Tensor counters = empty(like, {count}, torch::headeronly::ScalarType::Int);
   check(cudaMemsetAsync(counters.mutable_data_ptr(), 0, count * sizeof(int), stream), op, "clearing counters");
   return counters;
 }

@@ -23,6 +23,15 @@ struct PipelineState {
   }
 };
 
+// Hands a work tile to the other warps, as one thread.
+template <class Storage, int kStages, class Item>
+__device__ __forceinline__ void hand_out(Storage& shared, PipelineState<kStages>& pipe, const Item& item) {
+  barrier_wait(&shared.work_empty[pipe.stage], pipe.phase ^ 1);
+  shared.work[pipe.stage] = item;
+  barrier_arrive(&shared.work_full[pipe.stage]);
+  pipe.advance();
+}
+
 // Waits for the next work tile, as a whole warp. It may be read until release_work_tile.
 template <class Storage, int kStages>
 __device__ __forceinline__ const auto& get_work_tile(Storage& shared, const PipelineState<kStages>& pipe) {

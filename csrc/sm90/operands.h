@@ -9,10 +9,22 @@
 
 namespace flash_dmattn {
 
+// A head, for functions that take a work tile.
+struct HeadAt {
+  int batch, head;
+};
+
 // The index of the work tile's mask, counted over batch entries and heads.
 template <class Params, class Work>
 __device__ __forceinline__ int64_t mask_of(const Params& p, const Work& work) {
   return static_cast<int64_t>(p.mask_has_batch ? work.batch : 0) * p.mask_heads + work.head / p.heads_per_mask;
+}
+
+// The list of line `line` of a mask, a row of tiles or a column (mask/list.cu): the numbers of full and of partial tiles,
+// then the tiles. A mask has `lines` lines of `length` tiles.
+template <class Entry>
+__device__ __forceinline__ Entry* list_of(Entry* lists, int64_t mask, int lines, int line, int length) {
+  return lists + (mask * lines + line) * (2 + length);
 }
 
 // For scores whose rows are queries, as a warp holds them: which of its 16 rows see the keys of a block that needs

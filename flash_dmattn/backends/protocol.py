@@ -102,8 +102,8 @@ class Backend:
         differentiable_backward: (problem, inputs, dout, dlse) -> gradients as differentiable PyTorch, without which a
             second derivative is refused.
         has_forward_ad: whether forward-mode derivatives (torch.func.jvp) go through it.
-        workspace_bytes: the bytes that auto warns of when it falls back to this backend, which takes every call on every
-            device. None for all other backends.
+        workspace_bytes: the bytes that auto warns of when it falls back to this backend, which takes every call on
+            every device. None for all other backends.
     """
 
     name: str

@@ -1,8 +1,14 @@
-"""Who packs masks on a GPU: the CUDA extension on Hopper, Triton on others and for masks of one row or of sequences."""
+"""Find the fastest kernels that pack masks and write to caches on a GPU.
+
+Masks are packed by the CUDA extension on Hopper, by Triton on others and where they have one row or sequences. Caches
+are written by Triton on NVIDIA GPUs. PyTorch does both elsewhere.
+"""
 
 from __future__ import annotations
 
+import importlib
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -12,48 +18,57 @@ from ..masks.prepared.interval_order import MOST_HEADS_OF_CODES
 from ..masks.prepared.interval_tiles import IntervalTiles
 from ..masks.prepared.packers import Packer
 from ..problem import Band, device_arch
+from ..sequences import cache_writes
+from ..sequences.cache_writes import CacheWrite, Writer
 from .config import disabled
 from .registry import works
-from .triton_modules import triton_module
 
 
 def packs_by_extension(tensor: torch.Tensor) -> bool:
-    """Whether the CUDA extension packs a mask: on a Hopper GPU where it works and nobody has disabled its backend."""
+    """Tell whether the CUDA extension packs a mask: on a Hopper GPU where it works and nobody has disabled it."""
     return tensor.is_cuda and device_arch(tensor.device) == "sm_90" and "cuda" not in disabled() and works("cuda")
 
 
 def find_packer(tensor: torch.Tensor) -> Packer | None:
-    """The fastest packer for a tensor; None for that of PyTorch."""
+    """Return the fastest packer for a tensor; None for PyTorch."""
     if packs_by_extension(tensor):
         return _extension_packer()
     return _triton_packer(device_arch(tensor.device)[:3]) if tensor.is_cuda else None
 
 
+def _triton_kernels(name: str) -> ModuleType | None:
+    """Return a module of Triton kernels; None where Triton is not installed."""
+    try:
+        return importlib.import_module(f"flash_dmattn.triton_kernels.{name}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "triton":
+            raise
+        return None
+
+
 @cache
 def _triton_packer(family: str = "sm_") -> Packer | None:
-    """That of NVIDIA's GPUs, "sm_", or of AMD's, "gfx"."""
-    of_masks = triton_module("flash_dmattn.triton_kernels.mask_pack")
-    of_keys = triton_module("flash_dmattn.triton_kernels.key_pack")
-    of_intervals = triton_module("flash_dmattn.triton_kernels.interval_pack")
-    of_sequences = triton_module("flash_dmattn.triton_kernels.sequence_pack")
-    if of_masks is None or of_keys is None or of_intervals is None or of_sequences is None:
+    """Return the packer of NVIDIA's GPUs, "sm_", or of AMD's, "gfx"."""
+    names = ("mask_pack", "key_pack", "interval_pack", "sequence_pack")
+    masks, keys, intervals, sequences = map(_triton_kernels, names)
+    if masks is None or keys is None or intervals is None or sequences is None:
         return None
 
     def pack_tiles(mask: torch.Tensor, band: Band | None) -> list[torch.Tensor]:
-        bits, classes = of_masks.pack_mask(mask, band)
-        return [bits, classes, *of_masks.list_tiles(classes)]
+        bits, classes = masks.pack_mask(mask, band)
+        return [bits, classes, *masks.list_tiles(classes)]
 
     return packers.PYTORCH._replace(
         pack_tiles=pack_tiles,
-        list_tiles=of_masks.list_tiles,
-        key_set=of_keys.key_set,
-        score_keys=of_keys.score_keys,
-        key_intervals=of_keys.key_intervals,
-        mask_intervals=of_intervals.mask_intervals,
-        interval_tiles=of_keys.interval_tiles,
-        first_places=of_keys.first_places,
+        list_tiles=masks.list_tiles,
+        key_set=keys.key_set,
+        score_keys=keys.score_keys,
+        key_intervals=keys.key_intervals,
+        mask_intervals=intervals.mask_intervals,
+        interval_tiles=keys.interval_tiles,
+        first_places=keys.first_places,
         # AMD's have not been tried with it.
-        pack_sequences=of_sequences.pack_sequences if family == "sm_" else packers.PYTORCH.pack_sequences,
+        pack_sequences=sequences.pack_sequences if family == "sm_" else packers.PYTORCH.pack_sequences,
     )
 
 
@@ -64,7 +79,7 @@ def _extension_packer() -> Packer:
 
 
 def around_extension(operators: Any) -> Packer:
-    """The packer of the operators of the extension, under their names; the rest is Triton's or PyTorch's."""
+    """Return the packer of the operators of the extension, by their names; the rest is Triton's or PyTorch's."""
     pack_mask, interval_tiles = operators.cuda_pack_mask.default, operators.cuda_interval_tiles.default
     topk_intervals, order_keys = operators.cuda_topk_intervals.default, operators.cuda_key_order.default
     rest = _triton_packer() or packers.PYTORCH
@@ -93,4 +108,18 @@ def around_extension(operators: Any) -> Packer:
     )
 
 
+def find_writer(write: CacheWrite) -> Writer | None:
+    """Return the fastest writer for a write to a cache; None for PyTorch."""
+    if not write.k_cache.is_cuda or "triton" in disabled():
+        return None
+    return _triton_writer() if device_arch(write.k_cache.device).startswith("sm_") else None
+
+
+@cache
+def _triton_writer() -> Writer | None:
+    caches = _triton_kernels("append")
+    return None if caches is None else caches.write
+
+
 packers.register(find_packer)
+cache_writes.register(find_writer)

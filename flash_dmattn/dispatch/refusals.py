@@ -1,4 +1,4 @@
-"""Why a call is refused or falls back: the reasons of every backend, and the errors and warnings made of them."""
+"""Say why a call is refused or falls back: the reasons of every backend, and the errors and warnings made of them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,49 @@ import torch
 from ..backends.protocol import Backend, Direction, Reason
 from ..problem import AttentionProblem
 from .config import disabled, fallback
-from .errors import BackendUnavailableError, BackendUnsupportedError, FallbackWarning
 from .preferences import auto_rules, judgement
 from .registry import BACKENDS, last_resort
 
 
+class BackendError(RuntimeError):
+    """A backend that was asked for cannot serve a valid call.
+
+    Attributes:
+        backend: the one that was asked for.
+        reasons: each with a backend, a code, the values of the call and a hint.
+        accepted_by: backends that would accept the same call here.
+    """
+
+    def __init__(
+        self, message: str, *, backend: str, reasons: tuple[Reason, ...] = (), accepted_by: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(message)
+        self.backend = backend
+        self.reasons = reasons
+        self.accepted_by = accepted_by
+
+
+class BackendUnsupportedError(BackendError):
+    """The backend works on this machine but not for this call; `reasons` lists every rule the call breaks."""
+
+
+class BackendUnavailableError(BackendError):
+    """The backend does not work on this machine at all; `__cause__` is the exception met when it was probed."""
+
+
+class FallbackWarning(UserWarning):
+    """`backend="auto"` computes on eager PyTorch on an accelerator, because no kernel backend accepts the call."""
+
+
 def passes_of(problem: AttentionProblem) -> tuple[Direction, ...]:
-    """The passes a call will run."""
+    """Return the passes that a call runs."""
     return ("forward", "backward") if any(problem.needs_grad) else ("forward",)
 
 
 def reasons_against(
     backend: Backend, problem: AttentionProblem, passes: tuple[Direction, ...], *, auto: bool = False
 ) -> tuple[Reason, ...]:
-    """Every reason why a backend does not serve these passes of a call; with `auto`, its preferences too."""
+    """Return every reason why a backend does not serve these passes of a call; with `auto`, its preferences too."""
     name = backend.name
     reasons: list[Reason] = []
     if name in disabled():
@@ -39,15 +68,15 @@ def reasons_against(
     return tuple(reasons)
 
 
-def backends_accepting(problem: AttentionProblem) -> tuple[str, ...]:
-    """The backends that would serve every pass of a call on its machine."""
+def _backends_accepting(problem: AttentionProblem) -> tuple[str, ...]:
+    """Name the backends that would serve every pass of a call on its machine."""
     passes = passes_of(problem)
     return tuple(name for name, backend in BACKENDS.items() if not reasons_against(backend, problem, passes))
 
 
 def refuse(problem: AttentionProblem, backend: Backend, passes: tuple[Direction, ...]) -> NoReturn:
     reasons = reasons_against(backend, problem, passes)
-    accepted_by = backends_accepting(problem)
+    accepted_by = _backends_accepting(problem)
     is_missing = any(reason.code == "unavailable" for reason in reasons)
     cause, details = backend.probe()[3:] if is_missing else (None, "")
     out_of_service = is_missing or any(reason.code == "disabled" for reason in reasons)
@@ -66,14 +95,9 @@ def _all_reasons(problem: AttentionProblem, backends: Iterable[Backend]) -> tupl
     return tuple(reason for each in backends for reason in reasons_against(each, problem, passes, auto=True))
 
 
-def _better_than_fallback(problem: AttentionProblem) -> tuple[Reason, ...]:
-    better = itertools.takewhile(lambda backend: not backend.is_fallback, BACKENDS.table.values())
-    return _all_reasons(problem, better)
-
-
 def refuse_all(problem: AttentionProblem) -> NoReturn:
     reasons = _all_reasons(problem, BACKENDS.table.values())
-    accepted_by = backends_accepting(problem)
+    accepted_by = _backends_accepting(problem)
     lines = [f"no backend accepts this call: {problem}"]
     if accepted_by:  # first, since it is what to do
         names = " or ".join(f"backend={name!r}" for name in accepted_by)
@@ -85,32 +109,35 @@ def refuse_all(problem: AttentionProblem) -> NoReturn:
 _warned: set[tuple[tuple[str, str], ...]] = set()
 
 
-def fallback_message(problem: AttentionProblem, reasons: tuple[Reason, ...]) -> str:
-    """Why a call falls back to eager PyTorch, and the memory that costs."""
+def _describe_fallback(problem: AttentionProblem) -> tuple[tuple[Reason, ...], str]:
+    """Return the reasons against the backends before eager PyTorch, and the message with the memory that it takes."""
+    better = itertools.takewhile(lambda backend: not backend.is_fallback, BACKENDS.table.values())
+    reasons = _all_reasons(problem, better)
     backend = last_resort()
     assert backend.workspace_bytes is not None
     megabytes = backend.workspace_bytes(problem) / 2**20
     lines = [f"attention runs on {backend.name} PyTorch, with up to {megabytes:.1f} MB of temporaries: {problem}"]
-    return "\n".join([*lines, *(f"  - {reason.backend}: {reason}" for reason in reasons)])
+    return reasons, "\n".join([*lines, *(f"  - {reason.backend}: {reason}" for reason in reasons)])
 
 
 def refuse_fallback(problem: AttentionProblem) -> NoReturn:
-    """Raise what `fallback="error"` asks for."""
-    reasons = _better_than_fallback(problem)
-    hint = '\n  fallback="error" is in force; with config(fallback="warn") the call would run'
-    message = fallback_message(problem, reasons) + hint
+    """Raise the error that `fallback="error"` asks for."""
+    reasons, message = _describe_fallback(problem)
+    message += '\n  fallback="error" is in force; with config(fallback="warn") the call would run'
     raise BackendUnsupportedError(message, backend="auto", reasons=reasons, accepted_by=(last_resort().name,))
 
 
 def report_fallback(problem: AttentionProblem) -> None:
+    """Raise or warn, once for each cause, that a call runs on eager PyTorch, as `config(fallback=...)` says."""
     if fallback() == "error":
         refuse_fallback(problem)
     if fallback() == "silent" or torch.compiler.is_compiling():
         return
-    reasons = _better_than_fallback(problem)
+    reasons, message = _describe_fallback(problem)
     cause = tuple((reason.backend, reason.code) for reason in reasons)
-    if cause in _warned:
-        return
-    _warned.add(cause)
-    hint = '\n  config.set(fallback="error") turns this warning into an error, config.set(fallback="silent") hides it'
-    warnings.warn(fallback_message(problem, reasons) + hint, FallbackWarning, stacklevel=4)
+    if cause not in _warned:
+        _warned.add(cause)
+        hint = (
+            '\n  config.set(fallback="error") turns this warning into an error, config.set(fallback="silent") hides it'
+        )
+        warnings.warn(message + hint, FallbackWarning, stacklevel=4)

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from ..backends.protocol import Backend, Reason
 from ..dispatch.config import BackendChoice, fallback
-from ..dispatch.errors import BackendError
 from ..dispatch.preferences import cite
-from ..dispatch.refusals import refuse_fallback
+from ..dispatch.refusals import BackendError, refuse_fallback
 from ..dispatch.registry import BACKENDS
 from ..dispatch.selection import choice_in_force, choose, falls_back, selected_names
 from ..explanation import Explanation, Verdict, verdict_of

@@ -74,9 +74,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "dbias_sums may be of other keys",
-        "csrc/api/backward_sequences.cpp",
-        "packs_keys ? sizes.seqlen_k : of.most_k}",
-        "packs_keys ? sizes.seqlen_k : dbias_sums->size(2)}",
+        "csrc/api/backward.cpp",
+        "has_all_keys ? sizes.seqlen_k : of.most_k}",
+        "has_all_keys ? sizes.seqlen_k : a.dbias_sums->size(2)}",
         (f"{_ARGUMENTS}test_each_tensor_changed_alone_is_refused[backward padded-cuda]",),
     ),
     # Packing
@@ -247,30 +247,30 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "zeros are written to heads that follow each other",
-        "csrc/api/bias.h",
-        "params.stride_h = dbias.stride(1) / 8;",
-        "params.stride_h = dbias.size(2) * dbias.stride(2) / 8;",
+        "csrc/api/backward.cpp",
+        "cleared.stride_h = a.dbias->stride(1) / 8;",
+        "cleared.stride_h = a.dbias->size(2) * a.dbias->stride(2) / 8;",
         (f"{_DBIAS_OUT}test_every_mask[64-empty tiles-cuda]",),
     ),
     Fault(
         "zeros are written to entries that follow each other",
-        "csrc/api/bias.h",
-        "params.stride_b = dbias.stride(0) / 8;",
-        "params.stride_b = dbias.size(1) * dbias.stride(1) / 8;",
+        "csrc/api/backward.cpp",
+        "of.bias_packs_queries ? 0 : a.dbias->stride(0) / 8;",
+        "of.bias_packs_queries ? 0 : a.dbias->size(1) * a.dbias->stride(1) / 8;",
         (f"{_DBIAS_OUT}test_every_mask[64-causal-cuda]",),
     ),
     Fault(
         "zeros beside packed queries are those of the first head",
-        "csrc/api/backward_sequences.cpp",
-        "if (of.bias_packs_queries) cleared.stride_b = 0;",
-        "if (of.bias_packs_queries) cleared.stride_b = cleared.stride_h = 0;",
+        "csrc/api/backward.cpp",
+        "cleared.stride_h = a.dbias->stride(1) / 8;",
+        "cleared.stride_h = of.bias_packs_queries ? 0 : a.dbias->stride(1) / 8;",
         _sequences("test_every_number_of_dbias_is_written[{}-packed rows-cuda]"),
     ),
     Fault(
         "a dbias of one place for several heads is stored",
-        "csrc/api/bias.h",
-        "dbias.size(dim) == 1 || dbias.stride(dim) > 0",
-        "dbias.size(dim) == 1 || dbias.stride(dim) >= 0",
+        "csrc/api/backward.cpp",
+        "a.dbias->size(dim) == 1 || a.dbias->stride(dim) > 0",
+        "a.dbias->size(dim) == 1 || a.dbias->stride(dim) >= 0",
         (f"{_DBIAS_OUT}test_what_the_operator_refuses[cuda]",),
     ),
     Fault(
@@ -503,8 +503,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "dq lacks softmax_scale",
         "csrc/api/backward.cpp",
-        "postprocess.add(dq, params.dq_sums, 0, pairs, rows_of_head, dq_columns, softmax_scale, false);",
-        "postprocess.add(dq, params.dq_sums, 0, pairs, rows_of_head, dq_columns, 1.0, false);",
+        "false, dq_columns, a.softmax_scale);",
+        "false, dq_columns, 1.0);",
         _every_gradient("no bias"),
     ),
     # The kernel of a shared bias' gradient
@@ -795,7 +795,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "rows of a mask of which each has its own are taken for one",
         "csrc/sm90/forward/instantiate.cu",
-        "kMask == MaskForm::kNone || one_mask_row ?",
+        "kMask == MaskForm::kNone || variant.has_one_mask_row ?",
         "true ?",
         (f"{_ONE_ROW}test_rows_of_their_own[cuda-per score]",),
     ),
@@ -838,8 +838,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a bias is held beside a band",
         "csrc/api/forward.cpp",
-        "has_mask || has_dropout || is_banded, num_sms",
-        "has_mask || has_dropout, num_sms",
+        "sequences != nullptr || has_band(sizes, call.low, call.high);",
+        "sequences != nullptr;",
         (f"{_HELD}test_rows_that_see_other_keys[{{'is_causal': True}}-cuda]",),
     ),
     Fault(
@@ -893,10 +893,10 @@ FAULTS: tuple[Fault, ...] = (
         (f"{_SECTIONS}test_no_sm_waits_long_for_the_last_tile",),
     ),
     Fault(
-        "results behind a turned dq are counted as if it were not there",
+        "a turned dq is converted as if it were not turned, too",
         "csrc/api/backward.cpp",
-        "params.results[count++].tiles = tiles;",
-        "",
+        "turns_dq ? nullptr : params.dq_sums",
+        "params.dq_sums",
         ("tests/test_cuda_backward.py::test_long_walks[(4, 2, 104)-(4160, 129)-None-cuda]",),
     ),
 )

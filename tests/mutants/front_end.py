@@ -547,8 +547,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a prepared mask of one row is described as one of tiles",
         "flash_dmattn/explanation.py",
-        '"tiles" if of_query > 1 else prepared_key_form',
-        '"tiles" if of_query > 0 else prepared_key_form',
+        '"tiles" if rows > 1 else prepared_key_form',
+        '"tiles" if rows > 0 else prepared_key_form',
         ("tests/test_mask_forms.py::test_prepared_mask_described_by_its_shape",),
     ),
     Fault(
@@ -561,7 +561,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "calls that triton would have are eager's where it does not work",
         "flash_dmattn/dispatch/preferences.py",
-        "            found.append((table[cuda.NAME], ()))",
+        "            asked.append((table[cuda.NAME], ()))",
         "            pass",
         ("tests/test_cuda_rules.py::test_what_is_left_to_triton_is_cudas_without_it",),
     ),

@@ -5,9 +5,7 @@ from __future__ import annotations
 from .fault import Fault
 
 PROFILE, CALIBRATE = "tests/test_profile.py::test_", "tests/test_calibrate.py::test_"
-FILE = "flash_dmattn/dispatch/profile.py"
-STORE = "flash_dmattn/dispatch/profile_store.py"
-ROWS = "flash_dmattn/dispatch/profile_rows.py"
+FILE = "flash_dmattn/dispatch/profiles.py"
 PREFERENCES = "flash_dmattn/dispatch/preferences.py"
 COMMAND = "flash_dmattn/tools/calibrate/command.py"
 CITIZEN = "tests/test_citizen.py::test_"
@@ -23,7 +21,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a profile of any user is read",
         FILE,
-        "if found.st_uid not in (os.geteuid(), 0):",
+        "if status.st_uid not in (os.geteuid(), 0):",
         "if False:",
         (f"{PROFILE}a_profile_of_another_user_is_ignored",),
     ),
@@ -43,49 +41,49 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a profile of another version is in force",
-        STORE,
+        FILE,
         '"arch": arch, **versions()}.items()',
         '"arch": arch}.items()',
         (f"{PROFILE}a_profile_of_something_else_is_ignored",),
     ),
     Fault(
         "a profile is read at each question",
-        STORE,
-        "    if arch not in _found:\n",
-        "    if True:\n",
+        FILE,
+        "@cache\ndef find(",
+        "def find(",
         (f"{PROFILE}a_profile_is_read_once_and_again_after_forget",),
     ),
     Fault(
         "calls do not notice a new profile",
-        STORE,
+        FILE,
         "    choices_changed()\n",
         "    pass\n",
         (f"{PROFILE}a_new_profile_makes_calls_choose_anew",),
     ),
     Fault(
         "GPUs are asked for before there is a file",
-        STORE,
+        FILE,
         'if process.profile == "" and not any(folder().glob("*.json")):',
         "if False:",
         (f"{PROFILE}gpus_are_not_asked_for_where_there_is_no_profile",),
     ),
     Fault(
         "the gradient of a bias changes no row",
-        ROWS,
+        FILE,
         "    if p.dbias_class is not None:\n",
         "    if False:\n",
         (f"{PROFILE}rows_of_a_call",),
     ),
     Fault(
         "a call with gradients is decoding",
-        ROWS,
-        "if p.seqlen_q <= DECODED and not any(p.needs_grad):",
-        "if p.seqlen_q <= DECODED:",
+        FILE,
+        "if p.seqlen_q <= _DECODED and not any(p.needs_grad):",
+        "if p.seqlen_q <= _DECODED:",
         (f"{PROFILE}rows_of_a_call",),
     ),
     Fault(
         "figures of bf16 count for fp32",
-        ROWS,
+        FILE,
         "    if p.dtype not in _TIMED_DTYPES:\n        return ()\n",
         "",
         (f"{PROFILE}rows_of_a_call",),
@@ -107,8 +105,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the order of auto is that of the registry",
         PREFERENCES,
-        "if judged is None or judged.before_flex or",
-        "if True or",
+        "if judged is not None and not judged.before_flex and",
+        "if False and",
         (f"{PROFILE}auto_goes_by_the_figures",),
     ),
     Fault(
@@ -149,7 +147,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a new profile waits for the next process",
         COMMAND,
-        "    profile_store.forget()\n",
+        "    profiles.forget()\n",
         "",
         (f"{CALIBRATE}every_backend_is_measured_in_every_row_and_the_profile_is_in_force",),
     ),

@@ -323,9 +323,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "causality is aligned to the first key",
-        "triton_kernels/forward.py",
-        "shape = shape_of(shape, tl.load(bounds + own * 4 + 1), tl.load(bounds + own * 4 + 3))",
-        "shape = shape_of(shape, tl.load(bounds + own * 4 + 1), tl.load(bounds + own * 4 + 1))",
+        "triton_kernels/tile_ops.py",
+        "shape_of(shape, tl.load(at + 1), tl.load(at + 3))",
+        "shape_of(shape, tl.load(at + 1), tl.load(at + 1))",
         INTERPRETED,
     ),
     Fault(

@@ -165,8 +165,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "short rows: a mask's row stride of 0 is not seen",
         "triton_kernels/plan_short.py",
-        "mask_kind = DENSE_ROW.value if one_row else call.mask_kind",
-        'mask_kind = DENSE_ROW.value if call.mask.form == "dense" else call.mask_kind',
+        "DENSE_ROW.value if one_row else call.mask_kind",
+        'DENSE_ROW.value if call.mask.form == "dense" else call.mask_kind',
         SHORT,
     ),
     Fault(
@@ -243,8 +243,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a shared dbias with softmax_scale, which scores had already",
         "triton_kernels/backward_bias.py",
-        "acc += p * (dp - d[:, None])",
-        "acc += p * (dp - d[:, None]) * scale_log2",
+        "FEW_KEYS, SEQUENCES)[0]",
+        "FEW_KEYS, SEQUENCES)[0] * scale_log2",
         SCORES,
     ),
     Fault(
@@ -258,8 +258,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a shared dbias without the softcap",
         "triton_kernels/backward_bias.py",
-        "if SOFTCAP:",
-        "if SOFTCAP and FEW_KEYS:",
+        "softcap, SOFTCAP)[0]",
+        "softcap, SOFTCAP and FEW_KEYS)[0]",
         SOFTCAP,
     ),
     Fault(
@@ -316,8 +316,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "dk and dv: bits of the row before",
         "triton_kernels/tile_ops.py",
-        "at = data + rows.to(tl.int64)[None, :] * stride",
-        "at = data + (rows // 2 * 2).to(tl.int64)[None, :] * stride",
+        "tl.expand_dims(rows.to(tl.int64), AXIS) * stride",
+        "tl.expand_dims((rows // (2 - AXIS) * (2 - AXIS)).to(tl.int64), AXIS) * stride",
         MASKS,
     ),
     Fault(

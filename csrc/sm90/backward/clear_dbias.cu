@@ -4,7 +4,7 @@
 
 #include "../../api/integers.h"
 #include "../kernel_launch.h"
-#include "../sequences/sequence.h"
+#include "../operands.h"
 #include "launch.h"
 
 namespace flash_dmattn {
@@ -31,8 +31,7 @@ __global__ void __launch_bounds__(kThreads) clear_masked_dbias_kernel(const __gr
   const int tiles_q = (p.rows + kTile - 1) / kTile, tiles_k = (p.columns + kTile - 1) / kTile;
   const int pair = blockIdx.x / tiles_q, tile = blockIdx.x - pair * tiles_q;
   const int entry = pair / p.num_heads, head = pair - entry * p.num_heads;
-  const int64_t mask = (p.mask_has_batch ? entry : 0) * p.mask_heads + head / p.heads_per_mask;
-  const int32_t* const list = p.mask_lists + (mask * tiles_q + tile) * (2 + tiles_k);
+  const int32_t* const list = list_of(p.mask_lists, mask_of(p, HeadAt{entry, head}), tiles_q, tile, tiles_k);
   const int chunks = p.columns / kChunk, rows = min(kTile, p.rows - tile * kTile);
   uint4* const x = first_row(p, entry, head) + tile * kTile * p.stride_q;
   for (int at = list[0] + list[1]; at < tiles_k; ++at) {

@@ -8,18 +8,22 @@
 
 namespace flash_dmattn {
 
-// Calls f with integral constants for the kind of bias (any but kTileSum) and for the form of the mask.
+// Calls f with an integral constant for the kind of bias, any but kTileSum.
+template <MaskForm kMask, class F>
+cudaError_t with_backward_bias(BackwardBias bias, F f) {
+  using Of = BackwardBias;
+  if constexpr (kMask == MaskForm::kIntervals) {
+    return with_one_of<Of::kVector, Of::kNone>(bias, f);
+  } else {
+    return with_one_of<Of::kTile, Of::kTileStore, Of::kVector, Of::kNone>(bias, f);
+  }
+}
+
+// The same with another for the form of the mask.
 template <class F>
 cudaError_t with_backward_form(BackwardBias bias, MaskForm mask, F f) {
   return with_mask_form(mask, [&](auto mask_form) {
-    const auto call = [&](auto form) { return f(form, mask_form); };
-    if constexpr (decltype(mask_form)::value != MaskForm::kIntervals) {
-      if (bias == BackwardBias::kTile) return call(std::integral_constant<BackwardBias, BackwardBias::kTile>{});
-      if (bias == BackwardBias::kTileStore)
-        return call(std::integral_constant<BackwardBias, BackwardBias::kTileStore>{});
-    }
-    if (bias == BackwardBias::kVector) return call(std::integral_constant<BackwardBias, BackwardBias::kVector>{});
-    return call(std::integral_constant<BackwardBias, BackwardBias::kNone>{});
+    return with_backward_bias<decltype(mask_form)::value>(bias, [&](auto form) { return f(form, mask_form); });
   });
 }
 

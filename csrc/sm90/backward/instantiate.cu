@@ -9,13 +9,10 @@ namespace flash_dmattn {
 template <class Element, int kD, int kDv>
 cudaError_t launch_two_key_tiles(const BackwardParams& params, BackwardBias bias, int blocks, cudaStream_t stream) {
   if constexpr (has_two_key_tiles(kD, kDv)) {
-    const auto launch = [&](auto form) {
+    return with_one_of<BackwardBias::kTileStore, BackwardBias::kTile, BackwardBias::kNone>(bias, [&](auto form) {
       using Traits = BackwardTraits<Element, kD, kDv, decltype(form)::value, MaskForm::kNone, false, 2 * kTile>;
       return launch_backward_kernel<Traits>(params, blocks, stream);
-    };
-    if (bias == BackwardBias::kTileStore) return launch(std::integral_constant<BackwardBias, BackwardBias::kTileStore>{});
-    if (bias == BackwardBias::kTile) return launch(std::integral_constant<BackwardBias, BackwardBias::kTile>{});
-    return launch(std::integral_constant<BackwardBias, BackwardBias::kNone>{});
+    });
   }
   return cudaErrorInvalidValue;
 }

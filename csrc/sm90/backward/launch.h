@@ -39,9 +39,10 @@ template <class T, int kHeadDim, int kHeadDimV>
 cudaError_t launch_backward_main(const BackwardParams& params, BackwardBias bias, MaskForm mask, int block_n,
                                  bool turns_dq, int blocks, cudaStream_t stream);
 // The main kernel of calls with sequences: work tiles of kTile keys; the bias is not kTileSum, and there is no mask, no
-// softcap, and no order of additions.
+// softcap, no turned dq, and no order of additions.
 template <class T, int kHeadDim, int kHeadDimV>
-cudaError_t launch_backward_sequences(const BackwardParams& params, BackwardBias bias, int blocks, cudaStream_t stream);
+cudaError_t launch_backward_sequences(const BackwardParams& params, BackwardBias bias, MaskForm mask, int block_n,
+                                      bool turns_dq, int blocks, cudaStream_t stream);
 template <class T>
 cudaError_t launch_backward_rows(const BackwardRowsParams& params, cudaStream_t stream);
 template <class T>

@@ -4,6 +4,7 @@
 // Without it a list has full tiles first, so neighbouring key blocks would visit the same queries at different times
 // and wait for each other. A warp writes one list.
 #include "../kernel_launch.h"
+#include "../operands.h"
 #include "launch.h"
 
 namespace flash_dmattn {
@@ -32,10 +33,10 @@ __global__ void __launch_bounds__(kListsPerBlock * 32) order_lists_kernel(const 
   if (list >= p.num_lists) return;
   const int64_t mask = list / p.tiles_k;
   const int tile_k = static_cast<int>(list - mask * p.tiles_k);
-  const int32_t* full = p.col_lists + list * (2 + p.tiles_q) + 2;
+  const int32_t* full = list_of(p.col_lists, mask, p.tiles_k, tile_k, p.tiles_q) + 2;
   const int num_full = full[-2], num_partial = full[-1];
   const int32_t* partial = full + num_full;
-  int32_t* ordered = p.ordered + list * (2 + p.tiles_q);
+  int32_t* ordered = list_of(p.ordered, mask, p.tiles_k, tile_k, p.tiles_q);
   if (lane == 0) {
     ordered[0] = 0;
     ordered[1] = num_full + num_partial;
@@ -47,7 +48,7 @@ __global__ void __launch_bounds__(kListsPerBlock * 32) order_lists_kernel(const 
         is_full ? i + count_below(partial, num_partial, tile_q) : i - num_full + count_below(full, num_full, tile_q);
     ordered[2 + position] = is_full ? tile_q | kFullTile : tile_q;
     // Tiles of later keys in this row add before this tile.
-    const int32_t* row = p.row_lists + (mask * p.tiles_q + tile_q) * (2 + p.tiles_k) + 2;
+    const int32_t* row = list_of(p.row_lists, mask, p.tiles_q, tile_q, p.tiles_k) + 2;
     const int row_full = row[-2], row_partial = row[-1];
     const int up_to_this =
         count_below(row, row_full, tile_k + 1) + count_below(row + row_full, row_partial, tile_k + 1);

@@ -95,10 +95,7 @@ __device__ __forceinline__ void load_operands(const BackwardParams& p, Storage& 
           if (item.walk.steps == 0) break;
         }
       }
-      barrier_wait(&shared.work_empty[pipe_work.stage], pipe_work.phase ^ 1);
-      shared.work[pipe_work.stage] = item;
-      barrier_arrive(&shared.work_full[pipe_work.stage]);
-      pipe_work.advance();
+      hand_out(shared, pipe_work, item);
       if (!item.is_valid) return;
       if (item.is_first) {
         const int stage = pipe_keys.stage;

@@ -26,10 +26,10 @@ struct Row : OfSequence<kHasSequences> {
   int batch, head;
 };
 
-// The mask of a key head.
+// In 32 bits: with more some kernels take more registers.
 template <class Masks>
 __device__ __forceinline__ int mask_of_head(const Masks& p, int batch, int head) {
-  return (p.mask_has_batch ? batch : 0) * p.mask_heads + head / p.heads_per_mask;
+  return static_cast<int>(mask_of(p, HeadAt{batch, head}));
 }
 
 __device__ __forceinline__ bool is_live(const PlacesOfKeys& places, int batch, int head, int place) {
@@ -40,11 +40,11 @@ __device__ __forceinline__ bool is_live(const PlacesOfKeys& places, int batch, i
 
 // Decides about a key block, as a warp, which compares its walk with those of 32 others of the mask.
 __device__ __forceinline__ bool has_group(const GroupWalks& p, int mask, int pair, int tile, bool is_first) {
-  const int lane = threadIdx.x % 32, length = 2 + p.tiles_q;
-  const int32_t* lists = p.lists + static_cast<int64_t>(mask) * p.tiles * length;
+  const int lane = threadIdx.x % 32;
+  const int32_t* const lists = list_of(p.lists, mask, p.tiles, 0, p.tiles_q);
   const auto walk_of = [&](int tile) {
-    const int32_t* counts = lists + static_cast<int64_t>(tile) * length;
-    return counts[0] + counts[1];
+    const int32_t* list = list_of(lists, 0, 0, tile, p.tiles_q);
+    return list[0] + list[1];
   };
   const int walk = walk_of(tile), other = walk_of((2 * lane + 1) * p.tiles / 64);
   constexpr unsigned kAll = 0xffffffffu;

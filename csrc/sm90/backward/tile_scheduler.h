@@ -97,7 +97,7 @@ struct QueryWalk {
     if constexpr (Traits::kHasMask) {
       const int tiles_k = (p.seqlen_k + kTile - 1) / kTile, tiles_q = (p.seqlen_q + kTile - 1) / kTile;
       const int tile_k = work.block_k / kKeyBlocksPerTile;
-      const int32_t* list = p.mask_lists + (mask_of(p, work) * tiles_k + tile_k) * (2 + tiles_q);
+      const int32_t* list = list_of(p.mask_lists, mask_of(p, work), tiles_k, tile_k, tiles_q);
       walk.num_full = list[0];
       walk.steps = (walk.num_full + list[1]) * kBlocksPerTile;
       walk.list = list + 2;

@@ -45,6 +45,8 @@ struct BackwardTraits {
   // What blocks of a cluster exchange at a time: ds of a tile, or at D64 the slice of each consumer as soon as it is
   // written. Two such stages fit.
   static constexpr int kDsSlices = kSumsDbias && kBlockM == 128 ? kConsumers : 1, kExchangeStages = 2;
+  // Consumers that write what a barrier of ds is for, and that read a stage of bias.
+  static constexpr int kDsWriters = kConsumers / kDsSlices, kBiasReaders = kConsumers;
 
   static constexpr int kPanels = (kD + kPanelColumns - 1) / kPanelColumns;
   static constexpr int kPanelsV = (kDv + kPanelColumns - 1) / kPanelColumns;

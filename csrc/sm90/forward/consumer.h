@@ -477,7 +477,7 @@ __device__ __forceinline__ uint32_t make_bias_offset(int group) {
 }
 
 template <class Traits>
-__device__ __forceinline__ void consume(const ForwardParams& p, ForwardStorage<Traits>& shared, int group) {
+__device__ __forceinline__ void consume_forward(const ForwardParams& p, ForwardStorage<Traits>& shared, int group) {
   const int lane = threadIdx.x % 32;
   const int row_of_warp = group * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
   PipelineState<Traits::kStages> pipe_k, pipe_v;

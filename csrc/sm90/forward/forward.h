@@ -14,41 +14,28 @@
 
 namespace flash_dmattn {
 
-template <class Traits>
-__global__ void __launch_bounds__(Traits::kThreads, 1) forward_kernel(const __grid_constant__ ForwardParams p) {
-  extern __shared__ __align__(1024) uint8_t memory[];
-  auto& shared = *reinterpret_cast<ForwardStorage<Traits>*>(memory);
-  constexpr int kArrivals = 4 * Traits::kConsumers * kArrivalsOfWarp;  // all consumer warps
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < Traits::kQueryStages; ++stage) {
-      barrier_init(&shared.q_full[stage], 1);
-      barrier_init(&shared.q_empty[stage], kArrivals);
-    }
-    for (int stage = 0; stage < Traits::kStages; ++stage) {
-      barrier_init(&shared.k_full[stage], 1);
-      barrier_init(&shared.k_empty[stage], kArrivals);
-      barrier_init(&shared.v_full[stage], 1);
-      barrier_init(&shared.v_empty[stage], kArrivals);
-    }
-    for (int stage = 0; stage < Traits::kBiasStages; ++stage) {
-      barrier_init(&shared.bias_full[stage], Traits::kBias == Bias::kVector ? kArrivalsOfWarp : 1);
-      barrier_init(&shared.bias_empty[stage], kArrivals);
-    }
-    for (int stage = 0; stage < kWorkStages; ++stage) {
-      barrier_init(&shared.work_full[stage], 1);
-      constexpr int kWarps = Traits::kProducesBias + Traits::kHasPages;  // of the producer, that read work tiles
-      barrier_init(&shared.work_empty[stage], kArrivals + kArrivalsOfWarp * kWarps + 1);  // and load_tiles
-    }
-    barrier_init(&shared.work_wanted, 1);
-    fence_barrier_init();
-  }
-  griddep_wait();
-  __syncthreads();
+template <class T>
+struct ForwardRoles : KernelRoles {
+  using Traits = T;
+  using Storage = ForwardStorage<Traits>;
 
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, and the compiler can tell
-  if (warpgroup == 0) {
-    setmaxnreg_dec<Traits::kProducerRegisters>();
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  __device__ __forceinline__ static void init(const ForwardParams&, Storage& shared) {
+    constexpr int kConsumerWarps = 4 * Traits::kConsumers * kArrivalsOfWarp;
+    constexpr int kProducerWarps = (Traits::kProducesBias + Traits::kHasPages) * kArrivalsOfWarp;  // beside load_tiles
+    init_barriers(shared.q_full, 1);
+    init_barriers(shared.q_empty, kConsumerWarps);
+    init_barriers(shared.k_full, 1);
+    init_barriers(shared.k_empty, kConsumerWarps);
+    init_barriers(shared.v_full, 1);
+    init_barriers(shared.v_empty, kConsumerWarps);
+    init_barriers(shared.bias_full, Traits::kBias == Bias::kVector ? kArrivalsOfWarp : 1);
+    init_barriers(shared.bias_empty, kConsumerWarps);
+    init_barriers(shared.work_full, 1);
+    init_barriers(shared.work_empty, kConsumerWarps + kProducerWarps + 1);
+    barrier_init(&shared.work_wanted, 1);
+  }
+
+  __device__ __forceinline__ static void produce(const ForwardParams& p, Storage& shared, int warp) {
     if (warp == 0) {
       if (threadIdx.x == 0) load_tiles<Traits>(p, shared);
     } else if (Traits::kProducesBias && warp == 1) {
@@ -58,15 +45,21 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) forward_kernel(const __gr
     } else if (warp == 3) {
       if (threadIdx.x % 32 == 0) schedule<Traits>(p, shared);
     }
-  } else {
-    setmaxnreg_inc<Traits::kConsumerRegisters>();
-    consume<Traits>(p, shared, warpgroup - 1);
   }
+
+  __device__ __forceinline__ static void consume(const ForwardParams& p, Storage& shared, int group) {
+    consume_forward<Traits>(p, shared, group);
+  }
+};
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1) forward_kernel(const __grid_constant__ ForwardParams p) {
+  run_roles<ForwardRoles<Traits>>(p);
 }
 
 template <class Traits>
 cudaError_t launch_forward_kernel(const ForwardParams& params, int blocks, cudaStream_t stream) {
-  return launch_persistent<Traits, ForwardStorage<Traits>>(forward_kernel<Traits>, params, blocks, stream);
+  return launch_persistent<ForwardRoles<Traits>>(forward_kernel<Traits>, params, blocks, stream);
 }
 
 }  // namespace flash_dmattn

@@ -15,34 +15,35 @@ using TraitsOf =
 // Calls f with the traits of the kernel that serves a call of so many queries. Kernels with dropout have two consumers,
 // for the registers that Philox takes; the caller has found them to be there.
 template <class F>
-auto with_traits(Bias bias, MaskForm mask, bool one_mask_row, bool holds_bias, int seqlen_q, bool has_dropout, F f) {
+auto with_traits(const ForwardVariant& variant, F f) {
+  const int seqlen_q = static_cast<int>(variant.queries);
   const auto call = [&](auto of_bias, auto of_mask) {
     constexpr Bias kBias = decltype(of_bias)::value;
     constexpr MaskForm kMask = decltype(of_mask)::value;
     if constexpr (has_dropout_kernels(kD, kDv) && kBias != Bias::kStrided) {
-      if (has_dropout) return f(TraitsOf<kBias, kMask, 2, true>{});
+      if (variant.has_dropout) return f(TraitsOf<kBias, kMask, 2, true>{});
     }
     constexpr int kMost = most_consumers(kD, kDv, kBias, kMask);
     if constexpr (kMost == 4 && kBias == Bias::kTile && kMask == MaskForm::kNone) {
-      if (holds_bias) {
+      if (variant.holds_bias) {
         if (consumers_for(seqlen_q, 4, kMask) == 4) return f(TraitsOf<kBias, kMask, 4, false, true>{});
         return f(TraitsOf<kBias, kMask, 3, false, true>{});
       }
     }
     if constexpr (kMost > 2) {
-      const int consumers = kMask == MaskForm::kNone || one_mask_row ? consumers_for(seqlen_q, kMost, kMask) : 2;
+      const int consumers = kMask == MaskForm::kNone || variant.has_one_mask_row ? consumers_for(seqlen_q, kMost, kMask) : 2;
       if (consumers == kMost) return f(TraitsOf<kBias, kMask, kMost>{});
       if (consumers == 3) return f(TraitsOf<kBias, kMask, 3>{});
     }
     return f(TraitsOf<kBias, kMask, 2>{});
   };
-  return with_mask_form(mask, [&](auto form) {
-    if constexpr (decltype(form)::value != MaskForm::kIntervals) {
-      if (bias == Bias::kTile) return call(std::integral_constant<Bias, Bias::kTile>{}, form);
-      if (bias == Bias::kStrided) return call(std::integral_constant<Bias, Bias::kStrided>{}, form);
+  return with_mask_form(variant.mask, [&](auto form) {
+    const auto with_bias = [&](auto bias) { return call(bias, form); };
+    if constexpr (decltype(form)::value == MaskForm::kIntervals) {
+      return with_one_of<Bias::kVector, Bias::kNone>(variant.bias, with_bias);
+    } else {
+      return with_one_of<Bias::kTile, Bias::kStrided, Bias::kVector, Bias::kNone>(variant.bias, with_bias);
     }
-    if (bias == Bias::kVector) return call(std::integral_constant<Bias, Bias::kVector>{}, form);
-    return call(std::integral_constant<Bias, Bias::kNone>{}, form);
   });
 }
 
@@ -50,19 +51,15 @@ auto with_traits(Bias bias, MaskForm mask, bool one_mask_row, bool holds_bias, i
 
 template <>
 cudaError_t launch_forward<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V>(
-    const ForwardParams& params, Bias bias, MaskForm mask, bool one_mask_row, bool holds_bias, int blocks,
-    cudaStream_t stream) {
-  return with_traits(bias, mask, one_mask_row, holds_bias, params.seqlen_q, params.dropout.key != nullptr,
-                     [&](auto traits) { return launch_forward_kernel<decltype(traits)>(params, blocks, stream); });
+    const ForwardParams& params, const ForwardVariant& variant, int blocks, cudaStream_t stream) {
+  return with_traits(
+      variant, [&](auto traits) { return launch_forward_kernel<decltype(traits)>(params, blocks, stream); });
 }
 
 template <>
-ForwardTile forward_tile<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V>(Bias bias, MaskForm mask,
-                                                                                               bool one_mask_row,
-                                                                                               bool holds_bias,
-                                                                                               int seqlen_q,
-                                                                                               bool has_dropout) {
-  return with_traits(bias, mask, one_mask_row, holds_bias, seqlen_q, has_dropout, [](auto traits) {
+ForwardTile forward_tile<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLASH_DMATTN_HEAD_DIM_V>(
+    const ForwardVariant& variant) {
+  return with_traits(variant, [](auto traits) {
     using Of = decltype(traits);
     return ForwardTile{Of::kBlockM, Of::kBlockN, Of::kSplitKv ? kSplitFloats<Of> : 0,
                        Of::kSplitKv ? kSplitWarps<Of> : 0};

@@ -49,25 +49,31 @@ inline bool can_hold_bias(int head_dim, int head_dim_v, Bias bias, int seqlen_q,
          seqlen_k <= held_keys(consumers_for(seqlen_q, 4, MaskForm::kNone));
 }
 
-// Defined for the dtypes and head dims of the build. Beside an interval mask the bias is kNone or kVector. Launches on
-// the current device and returns the launch's error. one_mask_row: whether all queries see the same keys. holds_bias:
-// whether blocks keep their bias for batch entries that share it, which can_hold_bias has to allow.
-template <class T, int kHeadDim, int kHeadDimV>
-cudaError_t launch_forward(const ForwardParams& params, Bias bias, MaskForm mask, bool one_mask_row, bool holds_bias,
-                           int blocks, cudaStream_t stream);
+// Chooses one of an instance's kernels. The bias is kNone or kVector if the mask is of intervals. A call with sequences has no
+// mask, and its bias is not kStrided.
+struct ForwardVariant {
+  Bias bias;
+  MaskForm mask;
+  int64_t queries;        // of a batch entry, or of a sequence on the mean
+  bool has_one_mask_row;  // All queries see the same keys.
+  bool holds_bias;        // Blocks keep their bias for batch entries that share it; can_hold_bias has to allow that.
+  bool has_dropout, has_pages;
+};
 
-// The same of calls with sequences: the bias is kNone, kTile or kVector, and there is no mask. block_m: queries of a work
-// tile, of sequences_block_m.
+// Defined for the dtypes and head dims of the build. Both launch on the current device and return the launch's error; the
+// second is for calls with sequences.
 template <class T, int kHeadDim, int kHeadDimV>
-cudaError_t launch_forward_sequences(const ForwardParams& params, Bias bias, int block_m, int blocks,
+cudaError_t launch_forward(const ForwardParams& params, const ForwardVariant& variant, int blocks, cudaStream_t stream);
+template <class T, int kHeadDim, int kHeadDimV>
+cudaError_t launch_forward_sequences(const ForwardParams& params, const ForwardVariant& variant, int blocks,
                                      cudaStream_t stream);
 
 // Three consumers where there are kernels of them, and sequences of so many queries on the mean leave few of their rows
 // empty.
 constexpr int kQueriesOfThree = 1024;
-constexpr int sequences_block_m(int head_dim, int head_dim_v, int64_t mean_queries, bool has_pages) {
+constexpr int sequences_consumers(int head_dim, int head_dim_v, int64_t mean_queries, bool has_pages) {
   const int most = has_pages ? 2 : most_consumers(head_dim, head_dim_v, Bias::kNone, MaskForm::kNone);
-  return 64 * (most > 2 && mean_queries >= kQueriesOfThree ? 3 : 2);
+  return most > 2 && mean_queries >= kQueriesOfThree ? 3 : 2;
 }
 
 // The tile of a work tile: block_m queries and block_n keys at a time. With split-KV, the floats that a split leaves in
@@ -77,6 +83,10 @@ struct ForwardTile {
   int split_floats, split_warps;
 };
 template <class T, int kHeadDim, int kHeadDimV>
-ForwardTile forward_tile(Bias bias, MaskForm mask, bool one_mask_row, bool holds_bias, int seqlen_q, bool has_dropout);
+ForwardTile forward_tile(const ForwardVariant& variant);
+template <class T, int kHeadDim, int kHeadDimV>
+ForwardTile forward_sequences_tile(const ForwardVariant& variant) {
+  return {64 * sequences_consumers(kHeadDim, kHeadDimV, variant.queries, variant.has_pages), kTile, 0, 0};
+}
 
 }  // namespace flash_dmattn

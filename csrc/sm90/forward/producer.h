@@ -26,10 +26,7 @@ __device__ __forceinline__ void schedule(const ForwardParams& p, ForwardStorage<
     WorkItem<Traits> item;
     item.is_valid = index < num_work_tiles;
     if (item.is_valid) item.find(p, index, num_works);
-    barrier_wait(&shared.work_empty[pipe_work.stage], pipe_work.phase ^ 1);
-    shared.work[pipe_work.stage] = item;
-    barrier_arrive(&shared.work_full[pipe_work.stage]);
-    pipe_work.advance();
+    hand_out(shared, pipe_work, item);
     if (!item.is_valid) return;
     if (p.tile_counter != nullptr) {
       // Not before the loads of this one begin: a tile that is taken too early waits, while another block may be idle.

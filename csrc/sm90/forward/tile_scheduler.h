@@ -62,7 +62,7 @@ struct Walk {
     if constexpr (Traits::kHasMask) {
       const int tiles_k = (p.seqlen_k + kTile - 1) / kTile, tiles_q = (p.seqlen_q + kTile - 1) / kTile;
       // A mask with one row for all queries has the same list for each row of tiles.
-      const int32_t* list = p.mask_lists + (mask_of(p, work) * tiles_q + work.block_q) * (2 + tiles_k);
+      const int32_t* list = list_of(p.mask_lists, mask_of(p, work), tiles_q, work.block_q, tiles_k);
       // By __ldg: masks come from the packing kernels, which never let the next kernel start early.
       walk.num_full = __ldg(list);
       walk.steps = (walk.num_full + __ldg(list + 1)) * kBlocksPerTile;

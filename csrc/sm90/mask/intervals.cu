@@ -3,6 +3,7 @@
 #include <cuda_fp16.h>
 
 #include "../kernel_launch.h"
+#include "../operands.h"
 #include "mask.h"
 
 namespace flash_dmattn {
@@ -62,7 +63,7 @@ __global__ void __launch_bounds__(kThreads) gather_keys_kernel(const __grid_cons
   const int64_t batch_place = row / p.num_heads, batch = batch_place / p.seqlen;
   const int head = static_cast<int>(row - batch_place * p.num_heads);
   const int place = static_cast<int>(batch_place - batch * p.seqlen);
-  const int64_t mask = (p.mask_has_batch ? batch : 0) * p.mask_heads + head / p.heads_per_mask;
+  const int64_t mask = mask_of(p, HeadAt{static_cast<int>(batch), head});
   const int2* bounds = p.bounds + mask * p.tiles * kTile;
   const auto is_live = [&](int at) { return bounds[at].x < bounds[at].y; };
   if (!is_live(place / kTile * kTile)) return;  // live keys come first
@@ -85,7 +86,7 @@ __global__ void __launch_bounds__(kThreads) gather_bias_kernel(const __grid_cons
   if (at >= p.total) return;
   const int64_t pair = at / p.seqlen, batch = pair / p.heads;
   const int head = static_cast<int>(pair - batch * p.heads);
-  const int64_t mask = (p.mask_has_batch ? batch : 0) * p.mask_heads + head / p.heads_per_mask;
+  const int64_t mask = mask_of(p, HeadAt{static_cast<int>(batch), head});
   const int64_t from = batch * p.stride_b + head / p.heads_per_bias * p.stride_h +
                        p.order[mask * p.seqlen + at % p.seqlen] * p.stride_k;
   if (p.dtype == BiasDtype::kFloat32) {

@@ -6,6 +6,7 @@
 // classes do not lie side by side a block reads those of 32 lists together, which do.
 #include "../../api/integers.h"
 #include "../kernel_launch.h"
+#include "../operands.h"
 #include "mask.h"
 
 namespace flash_dmattn {
@@ -72,9 +73,9 @@ __global__ void __launch_bounds__(kListsPerBlock * 32) list_tiles_kernel(const _
   const int64_t index = is_row ? list : list - p.num_rows;
   const Lists lists = lists_of(p, is_row);
   const int64_t head = index / lists.number;
-  const uint8_t* classes =
-      p.classes + head * p.tiles_q * p.tiles_k + (index - head * lists.number) * lists.list_stride;
-  int32_t* out = lists.out + index * (2 + lists.length);
+  const int line = static_cast<int>(index - head * lists.number);
+  const uint8_t* classes = p.classes + head * p.tiles_q * p.tiles_k + line * lists.list_stride;
+  int32_t* out = list_of(lists.out, head, lists.number, line, lists.length);
   auto class_of = [&](int tile) {
     return tile < lists.length ? static_cast<int>(classes[tile * lists.tile_stride]) : -1;
   };
@@ -122,10 +123,11 @@ __global__ void __launch_bounds__(kWarps * 32) list_long_tiles_kernel(const __gr
     }
   };
   each([&](int i, int kind, int) { count_tiles(kind, all[i]); });
-  int32_t* const out = lists.out + (head * lists.number + first_list + warp * kListsOfWarp) * (2 + lists.length);
+  const int first_of_warp = first_list + warp * kListsOfWarp;
+  int32_t* const out = list_of(lists.out, head, lists.number, first_of_warp, lists.length);
   each([&](int i, int kind, int start) {
-    if (first_list + warp * kListsOfWarp + i >= lists.number) return;  // whole warps
-    int32_t* const list = out + static_cast<int64_t>(i) * (2 + lists.length);
+    if (first_of_warp + i >= lists.number) return;  // whole warps
+    int32_t* const list = list_of(out, 0, 0, i, lists.length);
     if (start == 0 && lane < 2) list[lane] = lane == 0 ? all[i].full : all[i].partial;
     place_tiles(kind, start, lists.length, all[i], placed[i], list + 2);
   });

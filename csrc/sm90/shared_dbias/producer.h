@@ -82,13 +82,8 @@ __device__ __forceinline__ void load_heads(const SharedDbiasParams& p, SharedDbi
       item.takes_bias = !has_bias && item.visited != 0;
       has_bias |= item.takes_bias;
       item.frees_bias = has_bias && item.is_last;
-      if (lane == 0) {
-        barrier_wait(&shared.work_empty[pipe_work.stage], pipe_work.phase ^ 1);
-        shared.work[pipe_work.stage] = item;
-        barrier_arrive(&shared.work_full[pipe_work.stage]);
-      }
+      if (lane == 0) hand_out(shared, pipe_work, item);
       item.is_first = false;
-      pipe_work.advance();
       if (item.takes_bias) {
         if (lane == 0) {
           barrier_wait(&shared.bias_empty[pipe_bias.stage], pipe_bias.phase ^ 1);

@@ -19,43 +19,39 @@
 
 namespace flash_dmattn {
 
+template <class T>
+struct SharedDbiasRoles : KernelRoles {
+  using Traits = T;
+  using Storage = SharedDbiasStorage<Traits>;
+
+  __device__ __forceinline__ static void init(const SharedDbiasParams&, Storage& shared) {
+    constexpr int kConsumerWarps = 4 * Traits::kConsumers * kArrivalsOfWarp;
+    init_barriers(shared.slot_full, 3);  // two operands and row_stats
+    init_barriers(shared.slot_empty, kConsumerWarps);
+    init_barriers(shared.bias_full, 1);
+    init_barriers(shared.bias_empty, kConsumerWarps);
+    init_barriers(shared.work_full, 1);
+    init_barriers(shared.work_empty, kConsumerWarps);
+  }
+
+  __device__ __forceinline__ static void produce(const SharedDbiasParams& p, Storage& shared, int /*warp*/) {
+    if (threadIdx.x < 32) load_heads<Traits>(p, shared);
+  }
+
+  __device__ __forceinline__ static void consume(const SharedDbiasParams& p, Storage& shared, int group) {
+    sum_heads<Traits>(p, shared, group);
+  }
+};
+
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     shared_dbias_kernel(const __grid_constant__ SharedDbiasParams p) {
-  extern __shared__ __align__(1024) uint8_t memory[];
-  auto& shared = *reinterpret_cast<SharedDbiasStorage<Traits>*>(memory);
-  constexpr int kArrivals = 4 * Traits::kConsumers * kArrivalsOfWarp;  // all consumer warps
-  if (threadIdx.x == 0) {
-    for (int slot = 0; slot < Traits::kSlots; ++slot) {
-      barrier_init(&shared.slot_full[slot], 3);  // two operands and row_stats
-      barrier_init(&shared.slot_empty[slot], kArrivals);
-    }
-    for (int stage = 0; stage < Traits::kBiasStages; ++stage) {
-      barrier_init(&shared.bias_full[stage], 1);
-      barrier_init(&shared.bias_empty[stage], kArrivals);
-    }
-    for (int stage = 0; stage < 2; ++stage) {
-      barrier_init(&shared.work_full[stage], 1);
-      barrier_init(&shared.work_empty[stage], kArrivals);
-    }
-    fence_barrier_init();
-  }
-  griddep_wait();
-  __syncthreads();
-
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, and the compiler can tell
-  if (warpgroup == 0) {
-    setmaxnreg_dec<Traits::kProducerRegisters>();
-    if (threadIdx.x < 32) load_heads<Traits>(p, shared);
-  } else {
-    setmaxnreg_inc<Traits::kConsumerRegisters>();
-    sum_heads<Traits>(p, shared, warpgroup - 1);
-  }
+  run_roles<SharedDbiasRoles<Traits>>(p);
 }
 
 template <class Traits>
 cudaError_t launch_shared_dbias_kernel(const SharedDbiasParams& params, int blocks, cudaStream_t stream) {
-  return launch_persistent<Traits, SharedDbiasStorage<Traits>>(shared_dbias_kernel<Traits>, params, blocks, stream);
+  return launch_persistent<SharedDbiasRoles<Traits>>(shared_dbias_kernel<Traits>, params, blocks, stream);
 }
 
 }  // namespace flash_dmattn

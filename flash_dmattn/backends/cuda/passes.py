@@ -16,6 +16,7 @@ from ...gradients import (
     new_like,
     query_gradient,
     sink_gradient,
+    with_dbias,
     zero_gradients,
 )
 from ...problem import AttentionProblem, Gradients, MaskView, make_band
@@ -163,7 +164,8 @@ def plan_backward(p: AttentionProblem) -> Backward:
     )
 
     def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
-        return differentiate(saved, dout, dlse, dbias_out, None)
+        gradients = differentiate(saved, dout, dlse, dbias_out, None)
+        return gradients if dbias_out is None else with_dbias(gradients, dbias_out)
 
     return backward
 

@@ -17,7 +17,7 @@ def has_order(p: AttentionProblem, mask: MaskView) -> bool:
 
 
 def tiles_of_bounds(p: AttentionProblem, mask: MaskView) -> MaskView:
-    """An interval mask as the kernels run it: bounds in the place of bits, an int64 for a key, its start the lower half.
+    """An interval mask as the kernels run it: bounds in the place of bits, an int64 for a key, start in the low half.
 
     Places are keys, or stand in the order of the mask.
     """

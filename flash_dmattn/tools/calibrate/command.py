@@ -11,12 +11,11 @@ from typing import NamedTuple, TextIO
 
 import torch
 
-from ...dispatch import profile_store
+from ...dispatch import profiles
 from ...dispatch.config import disabled, process
 from ...dispatch.preferences import MEASURED
-from ...dispatch.profile import Figures, Profile, write
-from ...dispatch.profile_rows import ROWS, Row
-from ...problem import device_arch, sm_number
+from ...dispatch.profiles import ROWS, Figures, Profile, Row, write
+from ...problem import device_arch
 from ..cli import PROGRAM
 from ..cli.info import find_driver
 from ..cli.verify import CASES, Outcome, verify_on
@@ -62,8 +61,8 @@ def run(index: int, seconds: float) -> int:
         return _fail(f"--device is {index}, and torch sees {count} GPU{'s' * (count > 1)}: give 0 to {count - 1}")
     device = torch.device("cuda", index)
     arch = device_arch(device)
-    if (sm_number(arch) or 0) < profile_store.LEAST_ARCH:
-        return _fail(f"the GPU is {arch}; profiles are of NVIDIA GPUs from sm_{profile_store.LEAST_ARCH} on")
+    if not profiles.is_profiled(arch):
+        return _fail(f"the GPU is {arch}; profiles are of NVIDIA GPUs from sm_{profiles.LEAST_ARCH} on")
     off = [name for name in MEASURED if name in disabled()]
     if off:
         return _fail(f"{', '.join(off)} is switched off; calibrate compares {', '.join(MEASURED)}")
@@ -88,12 +87,12 @@ def calibrate(instruments: Instruments, seconds: float, stream: TextIO, progress
     stream.write(f"\n{table(profile)}\n\n")
     if not profile.rows:
         return _fail(f"no class of calls was measured within {seconds:.0f} s; give more with --seconds")
-    path = profile_store.path_of(gpu)
+    path = profiles.path_of(gpu)
     try:
         write(profile, path)
     except OSError as error:
         return _fail(f"{path} cannot be written: {error.strerror}")
-    profile_store.forget()
+    profiles.forget()
     stream.write(f"wrote {path}\n{_effect(profile, seconds)}\n")
     return 0
 
@@ -113,16 +112,16 @@ def measured(instruments: Instruments, seconds: float, progress_stream: TextIO) 
         if begun - started + longest > seconds:
             progress.skip(len(ORDER))
             continue
-        found = {}
+        figures: dict[str, Figures] = {}
         for backend in ORDER:
             progress.step(f"{row.name}: {backend}")
-            found[backend] = instruments.measure(row, backend, min(ROW_SECONDS, seconds / 100))
-        rows[row.name] = found
+            figures[backend] = instruments.measure(row, backend, min(ROW_SECONDS, seconds / 100))
+        rows[row.name] = figures
         longest = max(longest, clock() - begun)
     progress.step("done")
     progress.close()
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    versions = profile_store.versions()
+    versions = profiles.versions()
     return Profile(
         instruments.gpu, instruments.arch, **versions, driver=instruments.driver, made=now, wrong=wrong, rows=rows
     )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ...dispatch.preferences import MEASURED, judge
-from ...dispatch.profile import Figures, Profile
-from ...dispatch.profile_rows import ROWS
+from ...dispatch.profiles import ROWS, Figures, Profile
 
 
 def table(profile: Profile) -> str:

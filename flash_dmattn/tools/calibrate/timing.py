@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ...api import attention
-from ...dispatch.profile import Figures
-from ...dispatch.profile_rows import NUM_HEADS, Row
+from ...dispatch.profiles import NUM_HEADS, Figures, Row
 from ...explanation import explain
 
 # milliseconds(run, seconds): the median time of run() in about so many seconds.

@@ -96,17 +96,17 @@ def collect() -> Report:
 
 def _profiles() -> Report:
     """By architecture of this machine's GPUs, the profile that `calibrate` made, or why none is in force."""
-    from ...dispatch import profile_store
+    from ...dispatch import profiles
     from ...dispatch.config import process
 
-    found: Report = {}
-    for arch in profile_store.arches_here():
-        there = profile_store.find(arch)
+    report: Report = {}
+    for arch in profiles.arches_here():
+        there = profiles.find(arch)
         made = None if there.profile is None else there.profile.made
         # On Hopper what was measured beforehand decides, and a profile only where it is asked to.
         decides = there.profile is not None and (arch != "sm_90" or process.rules == "profile")
-        found[arch] = {"path": there.path, "made": made, "reason": there.reason, "decides": decides}
-    return found
+        report[arch] = {"path": there.path, "made": made, "reason": there.reason, "decides": decides}
+    return report
 
 
 def _imported(name: str) -> Report:

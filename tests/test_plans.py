@@ -1,4 +1,4 @@
-"""Calls that nothing watches: they run what others run, bit for bit, and whatever watches is shown an operator."""
+"""Plans: calls that are alike share one, and whatever watches a call sees the passes that run without it."""
 
 from __future__ import annotations
 
@@ -14,20 +14,24 @@ import torch
 from accuracy import Results, run
 from cases import DEVICE, Case, Inputs
 from conftest import Runner
-from out_of_tree import registered
+from out_of_tree import replace_backend
 from ready_backend import Ready, ready_pair
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import flash_dmattn
-from flash_dmattn import direct
 from flash_dmattn.backends.cuda import backend as cuda
+from flash_dmattn.backends.cuda import passes
 from flash_dmattn.backends.cuda import rules as cuda_rules
+from flash_dmattn.backends.cuda.kernels import Kernels
 from flash_dmattn.backends.protocol import Availability
+from flash_dmattn.dispatch import registry
 from flash_dmattn.masks import prepare_mask
+from flash_dmattn.problem import AttentionProblem, NeedsGrad
 
 
 @pytest.fixture(autouse=True)
@@ -100,8 +104,8 @@ def both_ways(attention: Callable[..., Any], case: Case, inputs: Inputs) -> tupl
     plain = run(attention, case, inputs)
     with Watch() as watch:
         watched = run(attention, case, inputs)
-    assert any(name.endswith("_forward") for name in watch.seen)
-    assert any(name.endswith("_backward") for name in watch.seen) == bool(case.needs_grad)
+    assert "attention_forward" in watch.seen
+    assert ("attention_backward" in watch.seen) == bool(case.needs_grad)
     return plain, watched
 
 
@@ -137,24 +141,23 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     if DEVICE == "cuda":
         pytest.skip("a GPU runs the kernels themselves")
     pytest.importorskip("triton")
-    from flash_dmattn.backends.triton import backend as triton
     from flash_dmattn.triton_kernels import kernel_launch
 
     calls: Launched = []
-    for module in (cuda, triton):
-        monkeypatch.setattr(module, "RULES", tuple(rule for rule in module.RULES if rule.code != "device"))
+    table = registry.BACKENDS.table
+    monkeypatch.setattr(registry.BACKENDS, "table", table)  # for it to be put back
+    for name in ("cuda", "triton"):
+        replace_backend(name, rules=tuple(rule for rule in table[name].rules if rule.code != "device"))
     monkeypatch.setattr(cuda, "_found", Availability(True))
     monkeypatch.setattr(cuda_rules, "installed_instances", lambda: None)
-    from flash_dmattn.masks.broadcast import collapse
-    from flash_dmattn.masks.prepared.operator import pack_tiles
 
     def stand_in(name: str) -> Callable[..., None]:
         return lambda *arguments: calls.append((name, *map(seen_of, arguments)))
 
     gathers: tuple[Any, ...] = (lambda k, v, *_: (k.contiguous(), v.contiguous()), lambda bias, _: bias.float())
     bits = lambda bounds, n: torch.zeros(*bounds.shape[:2], n, bounds.shape[2] // 32, dtype=torch.int32)
-    kernels = cuda._Kernels(stand_in("forward"), stand_in("backward"), *gathers, bits, collapse, pack_tiles)
-    monkeypatch.setattr(cuda, "_found_kernels", kernels)
+    kernels = Kernels(stand_in("forward"), stand_in("backward"), *gathers, bits)
+    monkeypatch.setattr(passes, "kernels", lambda: kernels)
 
     def launch(self: Any, *tensors: Tensor | None) -> None:
         calls.append((self.kernel, self.grid, self.rest, tuple(self.options.items()), *map(seen_of, tensors)))
@@ -192,9 +195,7 @@ def test_kernels_are_launched_alike(choice: Any, name: str, layout: str, launche
 
 @pytest.fixture
 def ready() -> Iterator[Ready]:
-    pair = ready_pair()
-    pair.ways.clear()
-    with registered(pair):
+    with ready_pair() as pair:
         yield pair
 
 
@@ -227,12 +228,12 @@ def check_gradients(found: list[Tensor]) -> None:
     torch.testing.assert_close(found, WANTED)
 
 
-def test_a_call_that_nothing_watches_is_made_ready_from_the_first_on(ready: Ready) -> None:
+def test_a_call_that_nothing_watches_calls_no_operator(ready: Ready) -> None:
     for _ in range(3):
         check_gradients(gradients(attend, *leaves()))
     with torch.no_grad():
         torch.testing.assert_close(attend(*leaves()), WANTED[0])
-    assert ready.ways == ["forward", "backward"] * 3 + ["forward"]
+    assert ready.ways == ["forward", "backward"] * 3 + ["forward"] and not ready.shown
 
 
 def test_checkpoints_go_the_same_way_twice(ready: Ready) -> None:
@@ -248,10 +249,10 @@ def profiled() -> AbstractContextManager[Any]:
 @pytest.mark.parametrize("watch", [Watch, profiled], ids=["dispatch mode", "profiler"])
 def test_what_watches_is_shown_operators(watch: Callable[[], Any], ready: Ready) -> None:
     gradients(attend, *leaves())
-    ready.ways.clear()
+    ready.clear()
     with watch():
         check_gradients(gradients(attend, *leaves()))
-    assert ready.ways == ["operator forward", "operator backward"]
+    assert ready.ways == ready.shown == ["forward", "backward"]
 
 
 @pytest.mark.parametrize("watch", [Watch, profiled], ids=["dispatch mode", "profiler"])
@@ -261,7 +262,7 @@ def test_what_watches_the_backward_pass_alone_is_shown_its_operator(watch: Calla
     with watch():
         found = torch.autograd.grad(out.square().sum(), inputs)
     check_gradients([out.detach(), *found])
-    assert ready.ways == ["forward", "operator backward"]
+    assert ready.ways == ["forward", "backward"] and ready.shown == ["backward"]
 
 
 def test_fake_and_meta_tensors_run_nothing(ready: Ready) -> None:
@@ -285,10 +286,49 @@ class Wrapped(Tensor):
 def test_subclasses_are_shown_operators(ready: Ready) -> None:
     inputs = [x.detach().as_subclass(Wrapped).requires_grad_() for x in leaves()]
     gradients(attend, *leaves())
-    ready.ways.clear()
+    ready.clear()
     for x, y in zip(gradients(attend, *inputs), WANTED, strict=True):
         torch.testing.assert_close(x.as_subclass(Tensor), y)
-    assert ready.ways == ["operator forward", "operator backward"]
+    assert ready.ways == ready.shown == ["forward", "backward"]
+
+
+WATCHES: dict[str, Callable[[], Any]] = {
+    "profiler": profiled,
+    "record": lambda: flash_dmattn.config(record=[]),
+    "hooks on saved tensors": lambda: saved_tensors_hooks(lambda x: x.clone(), lambda x: x.clone()),
+    "count of FLOPs": lambda: FlopCounterMode(display=False),
+    "dispatch mode": Watch,
+}
+
+
+def without_gradients(runs: list[tuple[str, AttentionProblem]]) -> list[tuple[str, AttentionProblem]]:
+    """Leave out which gradients are needed: the operator of a forward pass is not told."""
+    return [(name, p if name == "backward" else p._replace(needs_grad=NeedsGrad())) for name, p in runs]
+
+
+@pytest.mark.parametrize("watched", ["both passes", "the backward pass"])
+@pytest.mark.parametrize("watch", [*WATCHES, "subclass", "list for a tuple"])
+def test_watching_changes_nothing(watch: str, watched: str, ready: Ready) -> None:
+    """The same passes, planned for the same problems, and equal bits."""
+
+    def results(around: Callable[[], Any], window: Any, inputs: list[Tensor]) -> list[Tensor]:
+        with around() if watched == "both passes" else nullcontext():
+            out = flash_dmattn.attention(*inputs, MASK, backend="ready", window_size=window)
+        assert isinstance(out, Tensor)
+        loss = out.square().sum()
+        with around():
+            found = torch.autograd.grad(loss, inputs)
+        return [x.detach().as_subclass(Tensor) for x in (out, *found)]
+
+    plain = results(nullcontext, (4, 2), list(leaves()))
+    runs = ready.runs.copy()
+    assert ready.ways == ["forward", "backward"]
+    ready.clear()
+    inputs = [x.detach().as_subclass(Wrapped).requires_grad_() for x in leaves()] if watch == "subclass" else leaves()
+    window: Any = [4, 2] if watch == "list for a tuple" else (4, 2)
+    got = results(WATCHES.get(watch, nullcontext), window, list(inputs))
+    assert all(torch.equal(x, y) for x, y in zip(got, plain, strict=True))
+    assert without_gradients(ready.runs) == without_gradients(runs)
 
 
 def test_a_parameter_is_no_subclass(ready: Ready) -> None:
@@ -296,26 +336,27 @@ def test_a_parameter_is_no_subclass(ready: Ready) -> None:
     assert ready.ways == ["forward", "backward"]
 
 
-def test_transforms_and_compilers_are_shown_operators(ready: Ready) -> None:
-    gradients(attend, *leaves())
-    ready.ways.clear()
-    inputs = [x.detach() for x in leaves()]
-    found = torch.func.grad(lambda *x: attend(*x).square().sum(), argnums=(0, 1, 2))(*inputs)
-    check_gradients([WANTED[0], *found])
-    mapped = torch.func.vmap(attend)(*(torch.stack([x, x]) for x in inputs))
-    torch.testing.assert_close(mapped[1], WANTED[0])
-    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
-    check_gradients(gradients(compiled, *leaves()))
-    both = ["operator forward", "operator backward"]
-    assert ready.ways == [*both, "operator forward", *both]
+def test_transforms_and_compilers_run_the_same_passes() -> None:
+    with ready_pair(listens=False) as ready:
+        gradients(attend, *leaves())
+        ready.clear()
+        inputs = [x.detach() for x in leaves()]
+        found = torch.func.grad(lambda *x: attend(*x).square().sum(), argnums=(0, 1, 2))(*inputs)
+        check_gradients([WANTED[0], *found])
+        mapped = torch.func.vmap(attend)(*(torch.stack([x, x]) for x in inputs))
+        torch.testing.assert_close(mapped[1], WANTED[0])
+        compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+        check_gradients(gradients(compiled, *leaves()))
+        both = ["forward", "backward"]
+        assert ready.ways == [*both, "forward", *both]
 
 
-def test_gradients_of_which_there_is_a_graph_go_by_the_function_that_has_rules(ready: Ready) -> None:
+def test_gradients_with_a_graph_run_the_same_pass(ready: Ready) -> None:
     inputs = leaves()
     out = attend(*inputs)
     recorded = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
     check_gradients([out.detach(), *(x.detach() for x in recorded)])
-    assert ready.ways == ["forward", "operator backward"]
+    assert ready.ways == ["forward", "backward"] and not ready.shown
     with pytest.raises(NotImplementedError, match=r"backend 'ready' has no second derivative.*backend=\"eager\""):
         recorded[0].sum().backward()
 
@@ -355,60 +396,7 @@ def test_each_saved_tensor_alone_may_come_back_in_another_layout(name: str, read
         got = call("ready")
     torch.testing.assert_close(got, wanted)
     assert next(names, None) is None
-    assert ready.ways == ["forward", "operator backward"]
-
-
-def as_made(**changes: Any) -> bool:
-    """Ask `is_as_made` about the tensors of a class, some of them changed."""
-    arguments = dict(zip(SAVED, (*leaves(), torch.randn(4, 5, 7), torch.zeros(4)), strict=False))
-    arguments |= {
-        "out": torch.randn(2, 5, 4, 8),
-        "lse": torch.randn(2, 4, 5),
-        "mask": MASK,
-        "dout": torch.ones(2, 5, 4, 8),
-    }
-    strides = tuple(arguments[name].stride() for name in ("q", "k", "v", "bias", "mask"))
-    arguments |= {"dlse": torch.ones(2, 4, 5), "strides": strides, **changes}
-    saved = tuple(arguments[name].detach() if arguments[name].requires_grad else arguments[name] for name in SAVED)
-    with torch.no_grad():
-        return direct.is_as_made(arguments["strides"], arguments["dout"], arguments["dlse"], saved)
-
-
-def test_a_class_is_as_made() -> None:
-    assert as_made() and as_made(dlse=None)
-    assert as_made(strides=(*(x.stride() for x in (*leaves(), torch.randn(4, 5, 7))), None))  # of a prepared mask
-
-
-@pytest.mark.parametrize("place", range(5))
-def test_each_stride_alone_is_looked_at(place: int) -> None:
-    strides = [x.stride() for x in (*leaves(), torch.randn(4, 5, 7), MASK)]
-    strides[place] = tuple(stride + 1 for stride in strides[place])
-    assert not as_made(strides=tuple(strides))
-
-
-@pytest.mark.parametrize("name", ["dout", "dlse", *SAVED])
-def test_each_tensor_alone_may_be_what_watches(name: str) -> None:
-    watched = {"mask": MASK, "lse": torch.randn(2, 4, 5), "dlse": torch.ones(2, 4, 5), "sink": torch.zeros(4)}
-    watched |= {"dout": torch.ones(2, 5, 4, 8), "out": torch.ones(2, 5, 4, 8), "bias": torch.randn(4, 5, 7)}
-    watched |= dict(zip("qkv", (x.detach() for x in leaves()), strict=True))
-    assert as_made(**{name: watched[name]})
-    assert not as_made(**{name: watched[name].as_subclass(Wrapped)})
-
-
-def test_tensors_of_a_prepared_mask_are_looked_at() -> None:
-    strides = (*(x.stride() for x in (*leaves(), torch.randn(4, 5, 7))), None)
-    assert not as_made(strides=strides, mask=relaid(MASK))
-
-
-@pytest.mark.parametrize("watch", [Watch, profiled, torch.enable_grad], ids=["dispatch mode", "profiler", "graph"])
-def test_what_watches_is_noticed(watch: Callable[[], Any]) -> None:
-    q, k, v = (x.detach() for x in leaves())
-    saved = (q, k, v, None, None, q, q, MASK)
-    strides = (q.stride(), k.stride(), v.stride(), None, MASK.stride())
-    with torch.no_grad():
-        assert direct.is_as_made(strides, q, None, saved)
-        with watch():
-            assert not direct.is_as_made(strides, q, None, saved)
+    assert ready.ways == ["forward", "backward"] and not ready.shown  # which looks where tensors lie
 
 
 @pytest.mark.parametrize("which", range(4))
@@ -429,7 +417,7 @@ def test_saved_tensors_that_come_back_in_another_layout(which: int, ready: Ready
         counter = itertools.count()
         found = torch.autograd.grad(out, arranged, 2 * out.detach())
     check_gradients([out.detach(), *found])
-    assert ready.ways == ["forward", "operator backward"]
+    assert ready.ways == ["forward", "backward"] and not ready.shown  # which looks where tensors lie
 
 
 def test_saved_tensors_that_come_back_alike_stay_ready(ready: Ready) -> None:
@@ -446,17 +434,17 @@ def test_hooks_see_and_change_gradients(ready: Ready) -> None:
     check_gradients([found[0], found[1] / 3, *found[2:]])
 
 
-def test_batched_gradients_do_not_reach_ready_passes(ready: Ready) -> None:
+def test_batched_gradients_run_one_by_one(ready: Ready) -> None:
     """The pair runs once for each of the gradients in such a tensor, which has no pointer."""
     inputs = leaves()
     out = attend(*inputs)
     many = torch.randn(3, *out.shape, generator=torch.Generator().manual_seed(3))
-    ready.ways.clear()
+    ready.clear()
     mapped = torch.autograd.grad(out, inputs, many, retain_graph=True, is_grads_batched=True)
     ways = list(ready.ways)
     each = [torch.autograd.grad(out, inputs, one, retain_graph=True) for one in many]
     torch.testing.assert_close(mapped, tuple(torch.stack(x) for x in zip(*each, strict=True)))
-    assert len(ways) == 3 and "backward" not in ways
+    assert ways == ["backward"] * 3
 
 
 @pytest.mark.parametrize("function", ["ready", "watched"])
@@ -498,20 +486,12 @@ def test_calls_of_several_choices_share_a_class(ready: Ready) -> None:
     assert ready.ways == ["forward", "backward"] * 2
 
 
-def test_a_call_that_has_no_pass_ready_runs_the_pair(monkeypatch: pytest.MonkeyPatch, ready: Ready) -> None:
-    monkeypatch.setattr(ready, "direct_forward", lambda problem, mask: None)
-    monkeypatch.setattr(ready, "direct_backward", lambda problem, mask: None)
-    check_gradients(gradients(attend, *leaves()))
-    assert ready.ways == ["operator forward", "operator backward"]
-
-
 def test_a_fake_gradient_is_not_taken_for_a_plain_one(ready: Ready) -> None:
-    assert not direct.is_ready(None)
     inputs = leaves()
     out = attend(*inputs)
     found = torch.autograd.grad(out, inputs, (2 * out.detach()).as_subclass(Wrapped))
     torch.testing.assert_close([x.as_subclass(Tensor) for x in found], WANTED[1:])
-    assert ready.ways == ["forward", "operator backward"]
+    assert ready.ways == ["forward", "backward"] and ready.shown == ["backward"]
 
 
 def test_a_mask_is_prepared_by_its_operator_where_something_watches() -> None:
@@ -542,7 +522,7 @@ def test_gradients_of_any_layout_that_arrive_in_calls_of_one_class(choice: str, 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_sequences_go_both_ways_alike(dropout_p: float) -> None:
-    """They have no passes ready, and stand behind the mask among what is saved."""
+    """Their tensors come after the mask among the saved ones."""
     q, k, v = (torch.randn(12, heads, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
     limits = torch.tensor([0, 5, 5, 12], dtype=torch.int32)
     mask = torch.rand(1, 12, 7, generator=torch.Generator().manual_seed(3)) > 0.3
@@ -559,5 +539,5 @@ def test_sequences_go_both_ways_alike(dropout_p: float) -> None:
     plain = results()
     with Watch() as watch:
         watched = results()
-    assert watch.seen[-2:] == ["eager_forward", "eager_backward"]
+    assert watch.seen[-2:] == ["attention_forward", "attention_backward"]
     assert all(torch.equal(x, y) for x, y in zip(plain, watched, strict=True))

@@ -1,0 +1,336 @@
+"""Profiles: the classes of calls that `python -m flash_dmattn calibrate` times on a GPU, the file, and who reads it.
+
+A file lies in the user's folder of caches. It counts where nobody else can have written it, and where it was made on
+this GPU with these versions; it is read once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import stat
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from .._version import __version__
+from ..problem import AttentionProblem, BiasClass, device_arch, sm_number
+from .config import process
+from .registry import choices_changed
+
+COMMAND = "python -m flash_dmattn calibrate"
+FORMAT = 1  # raised when the fields or the classes of calls change their meaning
+_MAX_BYTES = 1 << 20
+LEAST_ARCH = 80  # of the Triton kernels
+
+NUM_HEADS, _HEAD_DIM = 16, 64
+_DECODED = 16  # queries: a call without gradients of so many or fewer is decoding
+_LONG = 1024  # keys: from here on a call is long
+_TIMED_DTYPES = (torch.bfloat16, torch.float16)
+
+
+class Row(NamedTuple):
+    """One class of calls: the call that stands for it, in bf16, with gradients unless `grad` is False."""
+
+    name: str
+    seqlen_q: int
+    seqlen_k: int
+    batch: int = 2
+    num_heads_k: int = NUM_HEADS
+    head_dim: int = _HEAD_DIM
+    mask: Literal["none", "key", "dense"] = "none"
+    bias: BiasClass | None = None
+    dbias: bool = False
+    grad: bool = True
+
+    @property
+    def mask_shape(self) -> tuple[int, int, int, int] | None:
+        """Shape of the mask, which all heads share."""
+        rows = 1 if self.mask == "key" else self.seqlen_q
+        return None if self.mask == "none" else (self.batch, 1, rows, self.seqlen_k)
+
+    @property
+    def bias_shape(self) -> tuple[int, int, int, int] | None:
+        """Shape of the bias, which the batch shares."""
+        rows, keys = 1 if self.bias == "key" else self.seqlen_q, 1 if self.bias == "query" else self.seqlen_k
+        return None if self.bias is None else (1, NUM_HEADS, rows, keys)
+
+
+# Rows that most programs need come first: where the time ends, the last ones are not reached.
+ROWS: tuple[Row, ...] = (
+    Row("long", 4096, 4096),
+    Row("dense mask", 2048, 2048, mask="dense"),
+    Row("bias per score, dbias", 2048, 2048, bias="score", dbias=True),
+    Row("bias per key, dbias", 2048, 2048, bias="key", dbias=True),
+    Row("short", 512, 512, batch=8),
+    Row("decode", 1, 4096, batch=8, grad=False),
+    Row("key mask", 2048, 2048, mask="key"),
+    Row("grouped heads", 2048, 2048, num_heads_k=4),
+    Row("wide heads", 2048, 2048, head_dim=128),
+    Row("bias per score", 2048, 2048, bias="score"),
+    Row("bias per key", 2048, 2048, bias="key"),
+    Row("bias per query, dbias", 2048, 2048, bias="query", dbias=True),
+    Row("bias per query", 2048, 2048, bias="query"),
+)
+
+
+def rows_of(p: AttentionProblem) -> tuple[str, ...]:
+    """Name the rows that a call belongs to; none where the table says nothing of it.
+
+    Each part of a call has a row: its mask, its bias, grouped heads, and head dims above 64. So does its length, where
+    that is short or decoding, and where no part has one. The nearest length counts: up to 16 queries without gradients
+    are "decode", else fewer than 1024 keys "short", and all others "long". Causality, windows, softcap and determinism
+    change no row. fp16 counts as bf16; fp32 and fp64 were not timed.
+    """
+    if p.dtype not in _TIMED_DTYPES:
+        return ()
+    parts: list[str] = []
+    if p.mask is not None:
+        parts.append("key mask" if p.mask_form in ("keys", "intervals") or p.mask.broadcast()[2] else "dense mask")
+    if p.dbias_class is not None:
+        parts.append(f"bias per {p.dbias_class}, dbias")
+    elif p.bias_class is not None:
+        parts.append(f"bias per {p.bias_class}")
+    if p.num_heads_k != p.num_heads:
+        parts.append("grouped heads")
+    if max(p.head_dim, p.head_dim_v) > _HEAD_DIM:
+        parts.append("wide heads")
+    if p.seqlen_q <= _DECODED and not any(p.needs_grad):
+        parts.append("decode")
+    elif p.seqlen_k < _LONG:
+        parts.append("short")
+    return tuple(parts) or ("long",)
+
+
+class ProfileError(ValueError):
+    """A file is no profile that can be trusted; the message goes on after the name of the file."""
+
+
+class Figures(NamedTuple):
+    """Milliseconds of one backend on one class of calls, None for a pass that was not timed; or why there are none."""
+
+    forward: float | None = None
+    backward: float | None = None
+    error: str = ""
+
+    def of(self, with_gradients: bool) -> float | None:
+        """Milliseconds of a call: its forward pass, with gradients both passes; None where they were not timed."""
+        if self.forward is None or not with_gradients:
+            return self.forward
+        return None if self.backward is None else self.forward + self.backward
+
+
+class Profile(NamedTuple):
+    """The figures of one GPU, with the versions that decide what they are worth."""
+
+    gpu: str  # by its vendor's name
+    arch: str  # as `device_arch` has it
+    library: str
+    torch: str
+    triton: str
+    driver: str  # for people to read, as the time
+    made: str
+    wrong: dict[str, str]  # by backend, the check against the formula that it failed; none for one that passed all
+    rows: dict[str, dict[str, Figures]]  # by class of calls, the figures of each backend
+
+
+def dump(profile: Profile) -> str:
+    """Return the text of the file."""
+    rows = {
+        row: {
+            name: {"error": x.error} if x.error else {"forward": x.forward, "backward": x.backward}
+            for name, x in figures.items()
+        }
+        for row, figures in profile.rows.items()
+    }
+    return json.dumps({"format": FORMAT, **profile._asdict(), "rows": rows}, indent=2) + "\n"
+
+
+def parse(text: str) -> Profile:
+    """Return the profile of a file's text.
+
+    Raises:
+        ProfileError: a field is missing, is of another type, or is no possible figure; or the format is another.
+    """
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ProfileError(f"is damaged: {error}") from None
+    if not isinstance(fields, dict) or "format" not in fields:
+        raise ProfileError("is damaged: it has no field 'format'")
+    if fields["format"] != FORMAT:
+        raise ProfileError(f"has format {fields['format']!r}; this version of flash_dmattn reads format {FORMAT}")
+    words = {name: _typed(fields, name, str) for name in Profile._fields[:7]}
+    wrong = _typed(fields, "wrong", dict)
+    rows = {row: _typed(fields["rows"], row, dict) for row in _typed(fields, "rows", dict)}
+    return Profile(
+        **words,
+        wrong={backend: _typed(wrong, backend, str) for backend in wrong},
+        rows={row: {name: _figures(x, f"{row!r}, {name}") for name, x in rows[row].items()} for row in rows},
+    )
+
+
+def _typed(fields: dict[str, Any], name: str, kind: type) -> Any:
+    if not isinstance(fields.get(name), kind):
+        raise ProfileError(f"is damaged: field {name!r} is {fields.get(name)!r}; it needs to be a {kind.__name__}")
+    return fields[name]
+
+
+def _figures(fields: object, where: str) -> Figures:
+    if isinstance(fields, dict) and isinstance(fields.get("error"), str) and fields["error"]:
+        return Figures(error=fields["error"])
+    if not isinstance(fields, dict) or "forward" not in fields:
+        raise ProfileError(f"is damaged: {where} has {fields!r}; it needs milliseconds of both passes or an error")
+    times = [fields["forward"], fields.get("backward")]
+    for time in times[: 1 if times[1] is None else 2]:
+        if isinstance(time, bool) or not isinstance(time, (int, float)) or not 0 < time < 1e9:
+            raise ProfileError(f"is damaged: {where} took {time!r} ms; it needs to be a positive number")
+    return Figures(*times)
+
+
+def read(path: Path) -> Profile:
+    """Read a file that nobody but its user, or the system's administrator, can have written.
+
+    Raises:
+        ProfileError: there is no such file, others may write it, or it is damaged.
+    """
+    try:
+        # Without waiting, in case somebody has put a pipe there.
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    except FileNotFoundError:
+        raise ProfileError("does not exist") from None
+    except OSError as error:
+        raise ProfileError(f"cannot be read: {error.strerror}") from None
+    try:
+        # Asked of the open file: a path may be another file by now.
+        _check_file(os.fstat(handle))
+        with open(handle, "rb", closefd=False) as file:
+            return parse(file.read(_MAX_BYTES).decode())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProfileError(f"is damaged: {error}") from None
+    finally:
+        os.close(handle)
+
+
+def _check_file(status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise ProfileError("is no regular file")
+    if hasattr(os, "geteuid"):  # where files have users and modes
+        if status.st_uid not in (os.geteuid(), 0):
+            raise ProfileError(f"belongs to another user, {status.st_uid}; it needs to be yours")
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            mode = stat.S_IMODE(status.st_mode)
+            raise ProfileError(f"has mode {mode:o}, so others may write it; chmod go-w makes it yours alone")
+    if status.st_size > _MAX_BYTES:
+        raise ProfileError(f"is damaged: it has {status.st_size} bytes, more than {_MAX_BYTES}")
+
+
+def write(profile: Profile, path: Path) -> None:
+    """Write a profile, readable and writable by its user alone; a reader sees the old file or the full new one.
+
+    Raises:
+        OSError: the folder cannot be made or written.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+    handle = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(dump(profile))
+        os.replace(unfinished, path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+class Search(NamedTuple):
+    """The profile of an architecture, or in `reason` why none is in force; `path` is "" where there is no file."""
+
+    path: str
+    profile: Profile | None
+    reason: str = ""
+
+
+@cache
+def find(arch: str) -> Search:
+    """Return the profile of this machine's GPU of an architecture, read at the first question; never raises."""
+    if process.profile == "off":
+        return Search("", None, "FLASH_DMATTN_PROFILE=off")
+    if not is_profiled(arch):
+        return Search("", None, f"profiles are of NVIDIA GPUs from sm_{LEAST_ARCH} on, and this is {arch}")
+    try:
+        # Before torch is asked for GPUs, which takes memory on them.
+        if process.profile == "" and not any(folder().glob("*.json")):
+            return Search("", None, f"there is none in {folder()}")
+        names = gpu_names(arch)
+        if len(names) != 1:
+            here = f"several models of {arch}: {', '.join(names)}" if names else f"no GPU of {arch}"
+            return Search("", None, f"this machine has {here}")
+        path = path_of(names[0])
+    except (OSError, RuntimeError) as error:  # no home, a folder that cannot be read, a driver that fails
+        return Search("", None, f"it cannot be looked for: {error}")
+    try:
+        profile = read(path)
+    except ProfileError as error:
+        return Search(str(path), None, f"{path} {error}")
+    titles = {"gpu": "the GPU", "arch": "the architecture", "library": "flash_dmattn"}
+    for name, here in {"gpu": names[0], "arch": arch, **versions()}.items():
+        was = getattr(profile, name)
+        if was != here:
+            title = titles.get(name, name)
+            return Search(str(path), None, f"{path} was made with {title} {was}, and here it is {here or 'not there'}")
+    return Search(str(path), profile)
+
+
+def forget() -> None:
+    """Read profiles again when they are next asked for, and choose the backends of every call anew."""
+    find.cache_clear()
+    choices_changed()
+
+
+def is_profiled(arch: str) -> bool:
+    """Tell whether profiles are made for GPUs of an architecture: the Triton kernels run there."""
+    return (sm_number(arch) or 0) >= LEAST_ARCH
+
+
+def folder() -> Path:
+    """Return where profiles lie: flash_dmattn in the user's folder of caches."""
+    caches = os.environ.get("XDG_CACHE_HOME", "")
+    # Not a relative one: the specification of these folders says to ignore it.
+    return (Path(caches) if os.path.isabs(caches) else Path.home() / ".cache") / "flash_dmattn"
+
+
+def path_of(gpu: str) -> Path:
+    """Return the file of a GPU by its name: FLASH_DMATTN_PROFILE where that names a file, else one in `folder`."""
+    if process.profile not in ("", "off"):
+        return Path(process.profile).expanduser()
+    return folder() / f"{re.sub(r'[^A-Za-z0-9]+', '-', gpu).strip('-')}.json"
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a profile depends on, by its fields; "" where Triton cannot be imported."""
+    try:
+        triton = str(importlib.import_module("triton").__version__)
+    except Exception:  # a broken installation raises anything; the probe of the backend reports it
+        triton = ""
+    return {"library": __version__, "torch": str(torch.__version__), "triton": triton}
+
+
+def _gpus() -> list[tuple[str, int]]:
+    """Return the architecture and the index of each GPU of this machine."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [(device_arch(torch.device("cuda", index)), index) for index in range(count)]
+
+
+def gpu_names(arch: str) -> list[str]:
+    """Return the models of this machine's GPUs of an architecture."""
+    return sorted({torch.cuda.get_device_name(index) for own, index in _gpus() if own == arch})
+
+
+def arches_here() -> list[str]:
+    """Return the architectures of this machine's GPUs that a profile can be of."""
+    return sorted({arch for arch, _ in _gpus() if is_profiled(arch)})

@@ -1,0 +1,128 @@
+"""Scores of a tile, their bias and mask, and p and ds: device functions that the attention kernels share.
+
+AXIS is the axis of the keys: 1 in a tile of (queries, keys), 0 in one of (keys, queries).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .tile_ops import (
+    DENSE,
+    KEY_BIAS,
+    LOG2E,
+    NO_SEQUENCES,
+    ROW_BIAS,
+    TILE_BIAS,
+    TILES,
+    TREE,
+    bits_of,
+    in_band,
+    load_bias,
+    load_bools,
+    load_rows_of_heads,
+    load_vector,
+    renormalize,
+    row_totals,
+    shared_head,
+    soft_cap,
+)
+from .tree_mask import tree_allows
+
+
+@triton.jit
+def scaled(products, scale_log2, softcap, SOFTCAP: tl.constexpr):
+    """Make scores in base 2 of products of q and k; the second result is the derivative of their softcap."""
+    if SOFTCAP:
+        t, slope = soft_cap(products * scale_log2)
+        return t * (softcap * LOG2E), slope
+    else:
+        return products * scale_log2, 1.0
+
+
+@triton.jit
+def bias_vector(bias, strides, b, h, places, shape, BIAS: tl.constexpr, AXIS: tl.constexpr):
+    """Find what `add_bias` takes of a bias of one value per query or key: where its head begins, and the values that
+    all tiles of a walk share. `places` are the rows of the tile where AXIS is 1, else its keys."""
+    if BIAS == KEY_BIAS or BIAS == ROW_BIAS:
+        head = shared_head(bias, strides, b, h)
+        if BIAS == ROW_BIAS and AXIS == 1:
+            return head, load_vector(head, places, shape.seqlen_q, strides.row) * LOG2E
+        elif BIAS == KEY_BIAS and AXIS == 0:
+            return head, load_vector(head, places, shape.seqlen_k, strides.key) * LOG2E
+        else:
+            return head, 0.0
+    else:
+        return 0, 0.0
+
+
+@triton.jit
+def add_bias(
+    s, bias, head, vector, strides, b, h, first, first_key, rows, keys, shape,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, AXIS: tl.constexpr,
+    TMA: tl.constexpr, WIDE: tl.constexpr, GROUPED: tl.constexpr,
+):  # fmt: skip
+    """Add the bias to a tile of scores, in base 2. With GROUPED rows are of several heads."""
+    if BIAS == TILE_BIAS:
+        if GROUPED:
+            tile = load_rows_of_heads(bias, strides, b, h, rows, keys, shape)
+        else:
+            tile = load_bias(bias, strides, b, h, first, first_key, rows, keys, shape, BLOCK_M, BLOCK_N, TMA, WIDE)
+        if AXIS == 0:
+            tile = tl.trans(tile)
+        s += tile.to(tl.float32) * LOG2E
+    elif BIAS == KEY_BIAS:
+        if AXIS == 1:
+            vector = load_vector(head, keys, shape.seqlen_k, strides.key) * LOG2E
+        s += tl.expand_dims(vector, 1 - AXIS)
+    elif BIAS == ROW_BIAS:
+        if AXIS == 0:
+            vector = load_vector(head, rows, shape.seqlen_q, strides.row) * LOG2E
+        s += tl.expand_dims(vector, AXIS)
+    return s
+
+
+@triton.jit
+def masked_scores(
+    s, data, strides, b, h, first_key, rows, keys, shape,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    AXIS: tl.constexpr, GROUPED: tl.constexpr,
+):  # fmt: skip
+    """Set scores of a tile to -inf where its mask or its band leaves them out.
+
+    With GROUPED rows are of several heads, and `data` begins where the whole mask does.
+    """
+    if MASK == TILES:
+        allowed = bits_of(data, first_key, rows, shape.seqlen_q, strides.row, BLOCK_M, BLOCK_N, AXIS)
+    else:
+        allowed = in_band(tl.expand_dims(rows, AXIS), tl.expand_dims(keys, 1 - AXIS), shape, LEFT, RIGHT)
+        if MASK == DENSE and GROUPED:
+            allowed &= load_rows_of_heads(data, strides, b, h, rows, keys, shape) != 0
+        elif MASK == DENSE:
+            allowed &= load_bools(data, strides, tl.expand_dims(rows, AXIS), tl.expand_dims(keys, 1 - AXIS), shape)
+        elif MASK == TREE:
+            allowed &= tree_allows(data, first_key, rows, keys, strides.row, shape, BLOCK_N)
+    return tl.where(allowed, s, float("-inf"))
+
+
+@triton.jit
+def probabilities(
+    s, lse_rows, sink, h, AXIS: tl.constexpr, FEW_KEYS: tl.constexpr, HAS_SINK: tl.constexpr
+):  # fmt: skip
+    """Make p of a tile of scores; with FEW_KEYS the tile has all keys of a row, and p is normalised again."""
+    p = tl.math.exp2(s - tl.expand_dims(lse_rows, AXIS))
+    if FEW_KEYS:
+        p = renormalize(p, row_totals(p, sink, h, lse_rows, AXIS, HAS_SINK), AXIS)
+    return p
+
+
+@triton.jit
+def score_gradients(p, dp, d, few, AXIS: tl.constexpr, FEW_KEYS: tl.constexpr, SEQUENCES: tl.constexpr):
+    """Make ds = p * (dp - delta); the sum of p * dp is added to delta, the second result, where a tile has all keys."""
+    if FEW_KEYS:
+        d += tl.sum(p * dp, AXIS)
+    elif SEQUENCES != NO_SEQUENCES:
+        if few:  # a branch: the sum costs each step a tenth of its time
+            d += tl.sum(p * dp, AXIS)
+    return p * (dp - tl.expand_dims(d, AXIS)), d
