@@ -11,20 +11,22 @@ import pytest
 import torch
 from distributed_calls import BIASES, ParallelCase, draw, local_bias, whole
 
-from flash_dmattn.backends import eager
+from flash_dmattn.backends.eager import BACKEND as EAGER
+from flash_dmattn.backends.protocol import Backend, Backward, Forward
 from flash_dmattn.distributed import SequenceLayout, prepare_mask
 from flash_dmattn.distributed.mask import cut
 from flash_dmattn.distributed.problems import head_groups, rank_problem
 from flash_dmattn.distributed.reading import places_in, runs_read
 from flash_dmattn.distributed.rows import KeySum, RankRows, Sums
 from flash_dmattn.distributed.slices import plan
-from flash_dmattn.problem import MaskView, NeedsGrad, causal_window
+from flash_dmattn.gradients import with_dbias
+from flash_dmattn.problem import AttentionProblem, Gradients, MaskView, NeedsGrad, causal_window
 
 TOLERANCE = 1e-10
 WINDOWS = (None, (3, -1), (0, 0), (2, 1), (-1, 2), (5, 9))
 
 
-def simulated(case: ParallelCase, size: int, backend: Any = eager) -> dict[str, torch.Tensor]:
+def simulated(case: ParallelCase, size: int, backend: Backend = EAGER) -> dict[str, torch.Tensor]:
     """What the ranks of a group compute between gathering keys and sending gradients back, put together."""
     x = draw(case)
     of_q, of_k = layouts = case.layouts(size)
@@ -150,27 +152,29 @@ def test_gradients_of_pairs_that_no_slice_has_are_zero(monkeypatch: pytest.Monke
     assert float((results["dbias"] - wanted["dbias"]).abs().max()) < TOLERANCE
 
 
-class Placing:
-    """A backend that computes as another one does, and puts dbias where it is told to if `does`; `places` has all."""
+def placing(does: bool = True) -> tuple[Backend, list[torch.Tensor]]:
+    """A backend that computes as eager does and puts dbias where it is told to, if it `does`; and all these places."""
+    places: list[torch.Tensor] = []
 
-    STORES_DBIAS = True
+    def plan_backward(problem: AttentionProblem) -> Backward:
+        assert EAGER.plan_backward is not None
+        run = EAGER.plan_backward(problem)
 
-    def __init__(self, does: bool = True) -> None:
-        self.forward = eager.forward
-        self.does = does
-        self.places: list[torch.Tensor] = []
+        def backward(*arguments: Any, dbias_out: torch.Tensor | None = None) -> Gradients:
+            gradients = run(*arguments)
+            if dbias_out is None:
+                return gradients
+            dbias = gradients[3]
+            assert dbias is not None and (dbias.shape, dbias.dtype) == (dbias_out.shape, dbias_out.dtype)
+            places.append(dbias_out)
+            return with_dbias(gradients, dbias_out) if does else gradients
 
-    def backward(self, *arguments: Any, dbias_out: torch.Tensor | None = None, **rest: Any) -> Any:
-        """As eager's."""
-        dq, dk, dv, dbias, *dsink = eager.backward(*arguments, **rest)
-        if dbias_out is None:
-            return dq, dk, dv, dbias, *dsink
-        assert dbias is not None and (dbias.shape, dbias.dtype) == (dbias_out.shape, dbias_out.dtype)
-        self.places.append(dbias_out)
-        return dq, dk, dv, dbias_out.copy_(dbias) if self.does else dbias, *dsink
+        return backward
+
+    return replace(EAGER, plan_backward=plan_backward, stores_dbias=True), places
 
 
-def bits_of(case: ParallelCase, size: int, backend: Any) -> dict[str, torch.Tensor]:
+def bits_of(case: ParallelCase, size: int, backend: Backend) -> dict[str, torch.Tensor]:
     """`simulated`, in memory that is NaN until something is written."""
     empty = torch.empty
     with pytest.MonkeyPatch.context() as patch:
@@ -186,38 +190,35 @@ def test_the_place_of_a_slice_is_handed_to_a_backend_that_stores_there(bias: str
     for layout, seqlen_k, causal, window in drawn:  # of 16 keys some slices have none
         case = ParallelCase(layout, bias, causal=causal, window=window, seqlen_k=seqlen_k)
         case = replace(case, groups=1 if bias == "one_head" else groups)
-        storing, copying = Placing(), Placing(does=False)
-        wanted, found = bits_of(case, 2, eager), bits_of(case, 2, storing)
+        (storing, places), (copying, ignored) = placing(), placing(does=False)
+        wanted, found = bits_of(case, 2, EAGER), bits_of(case, 2, storing)
         assert wanted.keys() == found.keys() and "dbias" in wanted
         assert all(torch.equal(x, found[name]) for name, x in wanted.items())
         of_q, band = case.layouts(2)[0], causal_window(causal, window or (-1, -1))
         slices = [part for rank in range(2) for part in plan(of_q, rank, case.seqlen_k, band)]
         keys = [part.seqlen_k for part in slices] * (case.groups or 1)
-        assert sorted(x.shape[3] for x in storing.places) == sorted(keys)
-        assert all(x.stride(2) == case.seqlen_k for x in storing.places), "a place in the gradient of whole rows"
-        assert torch.equal(wanted["dbias"], bits_of(case, 2, copying)["dbias"]) and copying.places
+        assert sorted(x.shape[3] for x in places) == sorted(keys)
+        assert all(x.stride(2) == case.seqlen_k for x in places), "a place in the gradient of whole rows"
+        assert torch.equal(wanted["dbias"], bits_of(case, 2, copying)["dbias"]) and ignored
 
 
 @pytest.mark.parametrize("bias", ["query", "keys", "head"])
 def test_gradients_without_a_place_are_not_asked_for_in_one(bias: str) -> None:
-    storing = Placing()
+    storing, places = placing()
     case = ParallelCase(bias=bias, causal=True)
     assert torch.equal(simulated(case, 2, storing)["dbias"], simulated(case, 2)["dbias"])
-    assert not storing.places
+    assert not places
 
 
 def test_the_largest_slice_is_the_first_of_a_forward_pass() -> None:
     sizes: list[int] = []
 
-    class Watched:
-        backward = staticmethod(eager.backward)
+    def plan_forward(problem: AttentionProblem) -> Forward:
+        run = EAGER.plan_forward(problem)
+        return lambda inputs: sizes.append(problem.seqlen_q * problem.seqlen_k) or run(inputs)  # type: ignore[func-returns-value]
 
-        @staticmethod
-        def forward(problem: Any, *arguments: Any, **rest: Any) -> Any:
-            sizes.append(problem.seqlen_q * problem.seqlen_k)
-            return eager.forward(problem, *arguments, **rest)
-
+    watched = replace(EAGER, plan_forward=plan_forward)
     case = ParallelCase(causal=True, seqlen_q=64, seqlen_k=64)
-    found, wanted = simulated(case, 2, Watched), whole(case, draw(case), "eager")
+    found, wanted = simulated(case, 2, watched), whole(case, draw(case), "eager")
     assert sizes == [16 * 64, 16 * 16, 32 * 48]  # of rank 0, then of rank 1, whose chunks are neighbours
     assert float((found["out"] - wanted["out"]).abs().max()) < TOLERANCE

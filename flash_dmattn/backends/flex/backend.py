@@ -8,7 +8,7 @@ from torch import Tensor
 from ...problem import AttentionProblem, SequenceSpec, TensorSpec, bias_class, dtype_name
 from ...problem.inputs import Inputs
 from ..protocol import Availability, Backend, Forward, Rule
-from .blocks import BLOCK, limits_of, prepare_blocks, prepare_in_graph
+from .blocks import BLOCK, prepare_blocks
 from .call import attend, graph_module, nothing, ready_inputs, widens, with_sink
 from .sequences import attend_sequences
 from .tiles import extents
@@ -222,8 +222,7 @@ def _attention(problem: AttentionProblem, x: Inputs) -> tuple[Tensor, ...]:
     if problem.batch == 0 or problem.seqlen_q == 0 or problem.seqlen_k == 0:
         return nothing(problem, x.q, (x.q, x.k, x.v, x.bias))
     q, k, v, mask, bias = ready_inputs(problem, x)
-    prepare = prepare_in_graph if torch.compiler.is_compiling() else prepare_blocks
-    return attend(problem, q, k, v, mask, bias, prepare(mask, limits_of(problem), problem, q.device))
+    return attend(problem, q, k, v, mask, bias, prepare_blocks(problem, mask, q.device))
 
 
 BACKEND = Backend(

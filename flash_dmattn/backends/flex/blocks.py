@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,74 +71,46 @@ class Blocks(NamedTuple):
 
     Tensors all, filled on the device: a Python int would be compiled into the graph, a copied one would wait for the
     host. None is no limit; no lists mean that everything is allowed. Of sequences the limits have one dimension: the
-    first and the last key that each query may see.
+    first and the last key that each query may see; `places` are then what masks and biases are read through.
     """
 
-    lists: BlockLists | None
-    lower: Tensor | None
-    upper: Tensor | None
+    lists: BlockLists | None = None
+    lower: Tensor | None = None
+    upper: Tensor | None = None
+    places: Places | None = None
 
 
-def prepare_blocks(mask: Tensor | None, limits: Limits, problem: AttentionProblem, device: torch.device) -> Blocks:
+def prepare_blocks(problem: AttentionProblem, mask: Tensor | None, device: torch.device) -> Blocks:
     """The lists and limits of a call, without a host synchronisation.
 
-    Args:
-        mask: (B | 1, Hq | Hk | 1, Lq | 1, Lk | 1) bool, its broadcast dims of size 1, or None.
-        limits: the causal limit and the window.
-        problem: for the number of heads and the lengths, at least 1. A mask with Hk heads is summarised at its own size
-            and only its lists are repeated.
-        device: where the tensors go.
+    A mask (B | 1, Hq | Hk | 1, Lq | 1, Lk | 1), its broadcast dims of size 1, is summarised at its own size, and its
+    lists alone are repeated. In a caller's graph all is one operator, which Inductor would otherwise take apart:
+    captured expressions that are not buffers make its FlexAttention fail on CPU (torch 2.13).
     """
+    p, limits = problem, limits_of(problem)
     if mask is None and limits == Limits(None, None):
-        return Blocks(None, None, None)
-    p = problem
-    lists = block_lists(mask, limits, p.num_heads, p.seqlen_q, p.seqlen_k, device, (p.batch, p.flags.mask_repeat))
-    lower, upper = (None if n is None else torch.full((), n, dtype=torch.int32, device=device) for n in limits)
-    return Blocks(lists, lower, upper)
+        return Blocks()
+    sizes = (p.num_heads, p.seqlen_q, p.seqlen_k, device, p.batch, p.flags.mask_repeat)
+    if torch.compiler.is_compiling():
+        *lists, lower, upper = _OPERATOR(mask, limits.lower, limits.upper, *sizes)
+        return Blocks(
+            BlockLists(*lists), None if limits.lower is None else lower, None if limits.upper is None else upper
+        )
+    lower, upper = (None if n is None else _filled(n, device) for n in limits)
+    return Blocks(block_lists(mask, limits, *sizes), lower, upper)
 
 
-def prepare_in_graph(mask: Tensor | None, limits: Limits, problem: AttentionProblem, device: torch.device) -> Blocks:
-    """`prepare_blocks` as one operator of a caller's graph, where Inductor would otherwise take it apart.
-
-    Captured expressions that are not buffers make Inductor's FlexAttention fail on CPU (torch 2.13).
-    """
-    if mask is None and limits == Limits(None, None):
-        return Blocks(None, None, None)
-    p = problem
-    *lists, lower, upper = _OPERATOR(
-        mask, limits.lower, limits.upper, p.num_heads, p.seqlen_q, p.seqlen_k, device, p.batch, p.flags.mask_repeat
-    )
-    return Blocks(BlockLists(*lists), None if limits.lower is None else lower, None if limits.upper is None else upper)
+def _filled(limit: int, device: torch.device) -> Tensor:
+    return torch.full((), limit, dtype=torch.int32, device=device)
 
 
-def _blocks(
-    mask: Tensor | None,
-    lower: int | None,
-    upper: int | None,
-    num_heads: int,
-    seqlen_q: int,
-    seqlen_k: int,
-    device: torch.device,
-    batch: int,
-    repeat: int,
-) -> list[Tensor]:
-    lists = block_lists(mask, Limits(lower, upper), num_heads, seqlen_q, seqlen_k, device, (batch, repeat))
+def _blocks(mask: Tensor | None, lower: int | None, upper: int | None, *sizes: Any) -> list[Tensor]:
     # An operator returns no None: an unused limit is filled with 0.
-    limits = [torch.full((), limit or 0, dtype=torch.int32, device=device) for limit in (lower, upper)]
-    return [*lists, *limits]
+    return [*block_lists(mask, Limits(lower, upper), *sizes), *(_filled(n or 0, sizes[3]) for n in (lower, upper))]
 
 
-def _blocks_fake(
-    mask: Tensor | None,
-    lower: int | None,
-    upper: int | None,
-    num_heads: int,
-    seqlen_q: int,
-    seqlen_k: int,
-    device: torch.device,
-    batch: int,
-    repeat: int,
-) -> list[Tensor]:
+def _blocks_fake(mask: Tensor | None, lower: int | None, upper: int | None, *sizes: Any) -> list[Tensor]:
+    num_heads, seqlen_q, seqlen_k, device, batch, _ = sizes
     entries, heads = (1, 1) if mask is None else (mask.shape[0], mask.shape[1])
     lists = (entries if entries == 1 else batch, heads if heads == 1 else num_heads)
     rows, columns = ((length + BLOCK - 1) // BLOCK for length in (seqlen_q, seqlen_k))
@@ -162,9 +134,10 @@ def block_lists(
     seqlen_q: int,
     seqlen_k: int,
     device: torch.device,
-    entries: tuple[int, int] | None = None,
+    batch: int | None = None,
+    repeat: int = 1,
 ) -> BlockLists:
-    """The tile lists of a mask and a limits; arguments as for `prepare_blocks`, `entries` the batch and `mask_repeat`.
+    """The tile lists of a mask and of limits; entry b of the batch reads entry b // repeat of the mask, cyclically.
 
     >>> lists = block_lists(None, Limits(None, 0), 1, 256, 256, torch.device("cpu"))
     >>> lists.kv_num_blocks.tolist(), lists.full_kv_num_blocks.tolist()  # the diagonal, and what lies below it
@@ -175,15 +148,10 @@ def block_lists(
     if heads not in (1, num_heads):
         # The kernels look a query head up modulo the number of lists, where grouped heads need it divided.
         partial, full = (x.repeat_interleave(num_heads // heads, dim=1) for x in (partial, full))
-    if entries is not None:
+    if batch is not None:
         # Nor do they divide the batch where parts of it share an entry.
-        partial, full = (formula.spread_entries(x, *entries) for x in (partial, full))
-    return BlockLists(
-        *compact(partial),
-        *compact(full),
-        *compact(partial.transpose(2, 3)),
-        *compact(full.transpose(2, 3)),
-    )
+        partial, full = (formula.spread_entries(x, batch, repeat) for x in (partial, full))
+    return BlockLists(*(x for a in (partial, full, partial.mT, full.mT) for x in compact(a)))
 
 
 def tile_classes(

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...problem import AttentionProblem, BiasClass, Packing, bias_class
 from ...problem.inputs import Inputs
 from ...reference import formula
-from .blocks import BLOCK, Blocks, Places
+from .blocks import BLOCK, Blocks
 
 
 def graph_module() -> ModuleType:
@@ -47,7 +47,6 @@ def attend(
     bias: Tensor | None,
     blocks: Blocks,
     packing: tuple[Packing | None, Packing | None] = (None, None),
-    places: Places | None = None,
 ) -> tuple[Tensor, ...]:
     """(out, lse), or (out,) where the problem does not return lse.
 
@@ -56,8 +55,7 @@ def attend(
         q, k, v: (B, L, H, D).
         mask, bias: 4-D, as `ready_inputs` has them.
         blocks: the tile lists and limits of the call.
-        packing: how mask and bias are read through `places`; None is as dense ones.
-        places: of the rows of sequences.
+        packing: how mask and bias are read through the places of `blocks`; None is as dense ones.
     """
     row_bias = None
     if bias is not None:
@@ -82,16 +80,16 @@ def attend(
         problem.seqlen_q < BLOCK < problem.seqlen_q * (problem.num_heads // problem.num_heads_k),
     )
     if torch.compiler.is_compiling():
-        results = graph.run(form, q, k, v, _realise(mask), _realise(bias), *blocks, places)
+        results = graph.run(form, q, k, v, _realise(mask), _realise(bias), *blocks)
         return results if row_bias is None else _through_lse(problem, results, row_bias)
     specialised = _specialised(problem, blocks, bias)
     # With symbolic lengths Inductor's CPU kernel does not always compile (an undeclared name in its C++, torch 2.13).
     static = problem.device == "cpu" and graph.compiler == "inductor"
     if static:
         specialised += (problem.batch, problem.seqlen_q, problem.seqlen_k, None if mask is None else mask.shape)
-        specialised += (None if bias is None or places is None else bias.shape,)
+        specialised += (None if bias is None or blocks.places is None else bias.shape,)
     function = graph.compiled(form, specialised, dynamic=False if static else None)
-    results = function(q, k, v, mask, bias, *blocks, places)
+    results = function(q, k, v, mask, bias, *blocks)
     return results if row_bias is None else _through_lse(problem, results, row_bias)
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...problem import AttentionProblem, Packing, spec_of
 from ...problem.inputs import Inputs
+from .blocks import Blocks
 from .call import attend, nothing, ready_inputs, with_sink
 from .sequence_blocks import prepare_sequences
 from .tiles import Side, extents, laid_out, moved
@@ -49,7 +50,8 @@ def attend_sequences(problem: AttentionProblem, x: Inputs) -> tuple[Tensor, ...]
         return_lse=problem.return_lse or sink is not None,
     )
     places = tiled.places if of_mask is not None or of_bias is not None else None
-    results = attend(of_rows, q_rows, k_rows, v_rows, mask, bias, tiled.blocks, (of_mask, of_bias), places)
+    blocks = Blocks(*tiled.blocks[:3], places)
+    results = attend(of_rows, q_rows, k_rows, v_rows, mask, bias, blocks, (of_mask, of_bias))
     if sink is not None:
         results = with_sink(results[0], results[1], sink)
     out = moved(results[0], 1, queries.row, queries.token).view(*q.shape[:3], v.shape[3])
