@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from out_of_tree import replaced
+from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn.__main__ import main
-from flash_dmattn.backends import eager
 from flash_dmattn.dispatch import config, profiles
 from flash_dmattn.dispatch.profiles import ROWS, Figures, Row, read, rows_of
+from flash_dmattn.gradients import empty_outputs
 from flash_dmattn.problem import sm_number
+from flash_dmattn.problem.inputs import Inputs
 from flash_dmattn.tools.calibrate import command, report, timing
 from flash_dmattn.tools.calibrate.progress import Progress
 from flash_dmattn.tools.cli import info, verify
@@ -269,7 +272,7 @@ def test_both_passes_of_a_row_are_timed(row: Row) -> None:
     assert sum(seconds for _, seconds in runs) == pytest.approx(0.6)
 
 
-def test_what_does_not_run_has_its_error_as_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_run_has_its_error_as_figures() -> None:
     def timer(run: Callable[[], Any], seconds: float) -> float:
         raise AssertionError("nothing is timed")
 
@@ -277,15 +280,15 @@ def test_what_does_not_run_has_its_error_as_figures(monkeypatch: pytest.MonkeyPa
     found = timing.measure(short, "triton", 0.6, CPU, timer, shrink=64)
     assert found.error == "it refuses: device is cpu; the kernels run on GPUs"
 
-    def fails(*arguments: object) -> None:
+    def fails(inputs: Inputs) -> tuple[Tensor, ...]:
         raise torch.OutOfMemoryError("no\nmemory")
 
-    monkeypatch.setattr(eager, "forward", fails)
-    assert timing.measure(short, "eager", 0.6, CPU, timer, shrink=64).error == "OutOfMemoryError: no memory"
-    monkeypatch.undo()
-    forward = eager.forward
-    monkeypatch.setattr(eager, "forward", lambda *a: tuple(x * float("nan") for x in forward(*a)))
-    assert timing.measure(short, "eager", 0.6, CPU, timer, shrink=64).error == "its results are not finite"
+    def spoil(inputs: Inputs) -> tuple[Tensor, ...]:
+        return empty_outputs(inputs.q, inputs.v)[0].fill_(float("nan")), empty_outputs(inputs.q, inputs.v)[1]
+
+    for run, error in ((fails, "OutOfMemoryError: no memory"), (spoil, "its results are not finite")):
+        with replaced("eager", plan_forward=lambda problem, run=run: run):
+            assert timing.measure(short, "eager", 0.6, CPU, timer, shrink=64).error == error
 
 
 # Progress
@@ -398,7 +401,7 @@ def test_a_backend_that_is_switched_off_cannot_be_compared(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(command, "device_arch", lambda device: "sm_80")
-    with flash_dmattn.disable_backends("flex"):
+    with flash_dmattn.config(disabled="flex"):
         assert main(["calibrate"]) == 1
     message = "flex is switched off; calibrate compares triton, flex, eager"
     assert message in capsys.readouterr().err

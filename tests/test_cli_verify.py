@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,35 +14,35 @@ import torch
 import flash_dmattn
 from flash_dmattn.__main__ import main
 from flash_dmattn.backends import eager
-from flash_dmattn.backends.protocol import Rule
+from flash_dmattn.backends.protocol import Forward, Rule
+from flash_dmattn.problem import AttentionProblem
 from flash_dmattn.tools.cli import verify
 
 
-class Wrong:
+def wrong(name: str, factor: float) -> flash_dmattn.Backend:
     """Eager with one of its results scaled or replaced, to see that the verification notices."""
 
-    NAME, FEATURES, RULES, AUTO_RULES = "wrong", eager.FEATURES, (), ()
-    probe = staticmethod(eager.probe)
+    def spoil(names: tuple[str, ...], results: tuple[torch.Tensor | None, ...]) -> tuple[Any, ...]:
+        return tuple(x * factor if each == name and x is not None else x for each, x in zip(names, results))
 
-    def __init__(self, name: str, factor: float) -> None:
-        self.name, self.factor = name, factor
+    def plan_forward(problem: AttentionProblem) -> Forward:
+        run = eager.BACKEND.plan_forward(problem)
+        return lambda inputs: spoil(("out", "lse"), run(inputs))
 
-    def _spoil(self, names: tuple[str, ...], results: tuple[torch.Tensor | None, ...]) -> tuple[object, ...]:
-        return tuple(x * self.factor if name == self.name and x is not None else x for name, x in zip(names, results))
+    def plan_backward(problem: AttentionProblem) -> Any:
+        assert eager.BACKEND.plan_backward is not None
+        run = eager.BACKEND.plan_backward(problem)
+        return lambda *saved: spoil(("dq", "dk", "dv", "dbias"), run(*saved))
 
-    def forward(self, *arguments: object) -> tuple[object, ...]:
-        return self._spoil(("out", "lse"), eager.forward(*arguments))
-
-    def backward(self, *arguments: object) -> tuple[object, ...]:
-        return self._spoil(("dq", "dk", "dv", "dbias"), eager.backward(*arguments))
+    return flash_dmattn.Backend("wrong", plan_forward, plan_backward, eager.BACKEND.features)
 
 
 @pytest.fixture
 def registered(request: pytest.FixtureRequest) -> Iterator[None]:
-    backend = Wrong(*request.param)
+    backend = wrong(*request.param)
     flash_dmattn.register_backend(backend)
     yield
-    flash_dmattn.unregister_backend(backend.NAME)
+    flash_dmattn.unregister_backend(backend.name)
 
 
 def test_verify_passes_and_lists_what_does_not_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,14 +87,12 @@ def test_verify_reports_a_backend_that_raises(
 
 
 def test_verify_completes_a_forward_pass_by_the_backward_pass_of_another(capsys: pytest.CaptureFixture[str]) -> None:
-    class ForwardAlone(Wrong):
-        NAME = "alone"
-        RULES = (Rule("no_backward", lambda p: False, lambda p: "it has no backward pass", passes=("backward",)),)
+    def plan_backward(problem: AttentionProblem) -> Any:
+        raise AssertionError("its rules refuse this pass")
 
-        def backward(self, *arguments: object) -> tuple[object, ...]:
-            raise AssertionError("its rules refuse this pass")
-
-    flash_dmattn.register_backend(ForwardAlone("none", 1.0))
+    no_backward = Rule("no_backward", lambda p: False, lambda p: "it has no backward pass", passes=("backward",))
+    backend = replace(wrong("none", 1.0), name="alone", rules=(no_backward,), plan_backward=plan_backward)
+    flash_dmattn.register_backend(backend)
     try:
         with flash_dmattn.config(disabled=("flex", "reference")):
             assert main(["info", "--verify"]) == 0

@@ -10,14 +10,13 @@ import pytest
 import torch
 from flex_fixture import eager_flex
 from leading_calls import DV, HK, LK, LQ, D, H, LeadingCall, assert_accurate, results, whole
-from out_of_tree import KernelPair, registered
+from out_of_tree import KernelPair, registered, replaced
 from torch import Tensor
 
 import flash_dmattn
-from flash_dmattn import api
+from flash_dmattn import call as calls
 from flash_dmattn.backends import eager
 from flash_dmattn.backends.protocol import Rule
-from flash_dmattn.dispatch import call_cache
 from flash_dmattn.masks import prepare_mask
 from flash_dmattn.reference import formula
 
@@ -134,14 +133,18 @@ def copies(**changes: Any) -> tuple[str, ...]:
     return flash_dmattn.explain(**given, backend="eager").copies
 
 
-def test_nothing_is_copied_that_folds(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Tensor] = []
-    forward = eager.forward
-    monkeypatch.setattr(eager, "forward", lambda p, *tensors: (seen.extend(tensors), forward(p, *tensors))[1])
+def test_nothing_is_copied_that_folds() -> None:
+    seen: list[Any] = []
+    plan = eager.BACKEND.plan_forward
+
+    def plan_forward(problem: Any) -> Any:
+        return lambda inputs: (seen.extend(inputs), plan(problem)(inputs))[1]
+
     q, k = torch.randn(2, 3, LQ, H, D), torch.randn(2, 3, LK, HK, D)
     expanded = torch.randn(2, 1, 1, LQ, LK).expand(2, 3, H, LQ, LK)
     mask = (torch.rand(1, 3, 1, LQ, LK) < 0.5).expand(2, 3, H, LQ, LK)
-    flash_dmattn.attention(q, k, k, mask, expanded, backend="eager")
+    with replaced("eager", plan_forward=plan_forward):
+        flash_dmattn.attention(q, k, k, mask, expanded, backend="eager")
     for x, given in zip((*seen[:3], seen[3].dense, seen[4]), (q, k, k, mask, expanded), strict=True):
         assert x.data_ptr() == given.data_ptr()
     assert seen[3].dense.shape == (3, H, LQ, LK) and seen[4].shape == (2, H, LQ, LK)
@@ -202,8 +205,8 @@ def test_a_backend_that_does_not_say_so_is_not_given_a_partly_shared_tensor() ->
 
 def test_calls_alike_are_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
     described: list[int] = []
-    describe = api.describe
-    monkeypatch.setattr(api, "describe", lambda *arguments: (described.append(1), describe(*arguments))[1])
+    describe = calls.describe
+    monkeypatch.setattr(calls, "describe", lambda *given, **more: (described.append(1), describe(*given, **more))[1])
     for seed in range(3):
         call = LeadingCall((2, 3), None, (2, 1, 1, LQ, LK), seed=seed)
         given = call.build()
@@ -215,7 +218,7 @@ def test_calls_alike_are_described_once(monkeypatch: pytest.MonkeyPatch) -> None
     for x in (bias, bias.transpose(0, 1)):
         found = flash_dmattn.attention(q, k, k, None, x, backend="eager")
         torch.testing.assert_close(found, whole(formula.attention)(q, k, k, None, x)[0])
-    assert len(described) == 3 and len(call_cache._classes) == 3
+    assert len(described) == 3 and len(calls.plans) == 3
 
 
 @pytest.mark.parametrize(
@@ -422,17 +425,16 @@ def test_gradients_of_one_output_alone_and_of_other_mapped_dims() -> None:
     assert_same(lambda backend: mapped(backend, (2, 1), (douts.movedim(0, 2), dlses.movedim(0, 1))))
 
 
-def test_vmap_is_one_call_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vmap_is_one_call_for_all() -> None:
     batches: list[int] = []
-    forward, backward = eager.forward, eager.backward
+    own = eager.BACKEND
 
-    def counted(function: Any) -> Any:
-        return lambda problem, *tensors: (batches.append(problem.batch), function(problem, *tensors))[1]
+    def counted(plan: Any) -> Any:
+        return lambda problem: (batches.append(problem.batch), plan(problem))[1]
 
-    monkeypatch.setattr(eager, "forward", counted(forward))
-    monkeypatch.setattr(eager, "backward", counted(backward))
     tensors, dims = inputs("q k v")
-    torch.vmap(torch.func.grad(loss("eager"), (0, 3)), dims)(*tensors)
+    with replaced("eager", plan_forward=counted(own.plan_forward), plan_backward=counted(own.plan_backward)):
+        torch.vmap(torch.func.grad(loss("eager"), (0, 3)), dims)(*tensors)
     assert batches == [V * B, V * B]
 
 
@@ -447,15 +449,9 @@ def test_vmap_of_a_backend_that_reads_no_part_of_a_batch_expands() -> None:
             assert pair.ran == ran
 
 
-class ReadsPrepared(KernelPair):
-    """A pair that reads prepared masks, of batches that are not those of mapped calls."""
-
-    MASK_FORM = "prepared"
-
-
 def test_vmap_unpacks_a_mask_that_was_prepared_for_another_backend() -> None:
     small = Rule("small", lambda p: p.batch <= B, lambda p: f"batch is {p.batch}")
-    pair = ReadsPrepared("ours", rules=(small,))
+    pair = KernelPair("ours", rules=(small,), mask_forms=frozenset({"tiles", "intervals"}))
     tensors, dims = inputs("q k v bias mask")
     with registered(pair, before="cuda"):
         found = torch.vmap(torch.func.grad(loss("auto"), (0, 1, 2, 3)), dims)(*tensors)

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from out_of_tree import replace_backend
 
 import flash_dmattn
+from flash_dmattn import call as calls
 from flash_dmattn import explain_problem
-from flash_dmattn.backends.flex import backend as flex
 from flash_dmattn.backends.protocol import Availability
-from flash_dmattn.backends.triton import backend as triton
-from flash_dmattn.dispatch import call_cache, config, preferences, profiles, refusals, selection
+from flash_dmattn.dispatch import config, preferences, profiles, refusals, selection
 from flash_dmattn.dispatch.preferences import judge
 from flash_dmattn.dispatch.profiles import (
     FORMAT,
@@ -61,8 +61,9 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     for name, value in changes.items():
         monkeypatch.setattr(config.process, name, value)
     monkeypatch.setattr(refusals, "_warned", set())
-    for backend in (triton, flex):
-        monkeypatch.setattr(backend, "probe", lambda: Availability(True))
+    monkeypatch.setattr(BACKENDS, "table", BACKENDS.table)  # for it to be put back
+    for backend in ("triton", "flex"):
+        replace_backend(backend, probe=lambda: Availability(True))
     profiles.forget()
     return here
 
@@ -288,9 +289,9 @@ def test_a_profile_is_read_once_and_again_after_forget(monkeypatch: pytest.Monke
 def test_a_new_profile_makes_calls_choose_anew() -> None:
     x = torch.randn(1, 4, 2, 8)
     flash_dmattn.attention(x, x, x)
-    assert call_cache._classes
+    assert calls.plans._entries
     profiles.forget()
-    assert not call_cache._classes
+    assert not calls.plans._entries
 
 
 def test_a_remembered_call_does_not_ask_for_a_profile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,8 +415,8 @@ def test_unmeasured_kernels_go_before_eager(name: str, arch: str) -> None:
     problem = explain_problem(**CALL | call).problem
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert selection.select(problem, "auto").forward is triton
-    with flash_dmattn.disable_backends("triton"):
+        assert selection.choose(problem, "auto").forward.name == "triton"
+    with flash_dmattn.config(disabled="triton"):
         assert chosen(**call)[0] == "eager"
     older = chosen(**call | {"device": "sm_75"})
     assert older[0] == "eager", "nobody compiles the kernels for these"
@@ -425,7 +426,7 @@ def test_unmeasured_kernels_go_before_eager(name: str, arch: str) -> None:
 def test_unmeasured_kernels_take_sequences_before_flex(arch: str) -> None:
     """They read them as they lie."""
     assert chosen(**SEQUENCES, device=arch, grad=True) == ("triton", "triton")
-    with flash_dmattn.disable_backends("triton"):
+    with flash_dmattn.config(disabled="triton"):
         assert chosen(**SEQUENCES, device=arch, grad=True) == ("flex", "flex")
     assert chosen(**SEQUENCES, device="sm_75", dtype="fp16", grad=True) == ("flex", "flex")
 
@@ -502,7 +503,7 @@ def test_on_hopper_the_built_in_rules_stay_unless_they_are_switched_off(
     rules: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(config.process, "rules", rules)
-    monkeypatch.setattr(flash_dmattn.dispatch.registry.BACKENDS["cuda"], "probe", lambda: Availability(True))
+    replace_backend("cuda", probe=lambda: Availability(True))
     monkeypatch.setattr(flash_dmattn.backends.cuda.rules, "installed_instances", lambda: None)
     built_in = rules == "built-in"
     for triton_time, measured in ((FAST, "triton"), (SLOW, "flex")):
@@ -562,12 +563,13 @@ def test_without_a_profile_explain_and_the_warning_name_the_command() -> None:
     (verdict,) = (verdict for verdict in found.verdicts if verdict.backend == "triton")
     assert command in verdict.preferences[0].hint
     refused = explain_problem(**CALL, bias=(1, 16, 1, 4096), bias_grad=True, deterministic=True).problem
-    assert selection.select(refused, "auto").forward is triton
+    assert selection.choose(refused, "auto").forward.name == "triton"
     with (
-        flash_dmattn.disable_backends("triton"),
+        flash_dmattn.config(disabled="triton"),
         pytest.warns(flash_dmattn.FallbackWarning, match=f"{command} does, for auto to take them"),
     ):
-        selection.select(refused, "auto")
+        assert selection.choose(refused, "auto").forward.name == "eager"
+        refusals.report_fallback(refused)
 
 
 def test_an_ignored_profile_is_no_error_in_a_call() -> None:
@@ -575,7 +577,7 @@ def test_an_ignored_profile_is_no_error_in_a_call() -> None:
     path.chmod(0o666)
     profiles.forget()
     problem = explain_problem(**CALL).problem
-    assert selection.select(problem, "auto").forward is flash_dmattn.dispatch.registry.BACKENDS["flex"]
+    assert selection.choose(problem, "auto").forward.name == "flex"
     assert f"no profile is in force: {path} has mode 666" in str(explain_problem(**CALL))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,13 +10,15 @@ import torch
 from accuracy import Results, assert_accurate, run
 from cases import ALL, DEVICE, Case
 from conftest import Runner
-from out_of_tree import KernelPair, flags_of, registered
+from out_of_tree import KernelPair, OutOfTree, flags_of, registered
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import grad, jvp, vmap
 
 import flash_dmattn
-from flash_dmattn.problem import FEATURES, AttentionProblem, Gradients, MaskView
+from flash_dmattn.backends.protocol import Forward
+from flash_dmattn.problem import FEATURES, AttentionProblem, Gradients
+from flash_dmattn.problem.inputs import Inputs, Saved
 from flash_dmattn.reference import formula
 
 WITH_SINK = (*ALL, "sink")
@@ -253,32 +256,28 @@ def test_probabilities_leave_the_sink_its_share() -> None:
     torch.testing.assert_close(probs.sum(-1), 1 - torch.exp(sink[:, None] - lse))
 
 
-class WithSinks(KernelPair):
-    """A pair of another package that has sinks."""
+class WithSinks(OutOfTree):
+    """A backend of another package that has sinks."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.FEATURES = frozenset(FEATURES)
+        self.backend = replace(self.backend, features=frozenset(FEATURES))
 
-    def forward(  # type: ignore[override]
-        self,
-        problem: AttentionProblem,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: MaskView,
-        bias: Tensor | None,
-        *,
-        sink: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = formula.attention(q, k, v, mask.dense, bias, **flags_of(problem), sink=sink)  # type: ignore[arg-type]
-        return out.contiguous(), lse.contiguous()
+    def plan_forward(self, problem: AttentionProblem) -> Forward:
+        def forward(x: Inputs) -> tuple[Tensor, Tensor]:
+            out, lse = formula.attention(x.q, x.k, x.v, x.mask.dense, x.bias, **flags_of(problem), sink=x.sink)
+            return out.contiguous(), lse.contiguous()
 
-    def backward(self, problem: AttentionProblem, *tensors: Any, sink: Tensor) -> Gradients:  # type: ignore[override]
-        dout, dlse, q, k, v, mask, bias, _, _ = tensors
-        given = (dout, dlse, q, k, v, mask.dense, bias)
-        gradients = formula.gradients(*given, **flags_of(problem), sink=sink)  # type: ignore[arg-type]
-        return tuple(g if needed else None for g, needed in zip(gradients, problem.needs_grad, strict=True))
+        return forward
+
+    def plan_backward(self, problem: AttentionProblem) -> Any:
+        def backward(saved: Saved, dout: Tensor, dlse: Tensor | None) -> Gradients:
+            x = saved.inputs
+            tensors = (dout, dlse, x.q, x.k, x.v, x.mask.dense, x.bias)
+            gradients = formula.gradients(*tensors, **flags_of(problem), sink=x.sink)
+            return tuple(g if needed else None for g, needed in zip(gradients, problem.needs_grad, strict=True))
+
+        return backward
 
 
 def test_backends_of_other_packages() -> None:

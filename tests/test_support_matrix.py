@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from out_of_tree import replaced
 
 import flash_dmattn
 from flash_dmattn.backends.cuda import rules as cuda_rules
-from flash_dmattn.backends.protocol import Backend, Rule, accepts, broken_rules, is_composite
+from flash_dmattn.backends.protocol import Backend, Rule
 from flash_dmattn.dispatch.refusals import BackendError, passes_of, reasons_against
 from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.dispatch.selection import choose, selected_names
@@ -109,7 +110,7 @@ def problems() -> list[tuple[int, AttentionProblem]]:
 
 
 def all_rules(backend: Backend) -> tuple[Rule, ...]:
-    return (*backend.RULES, *backend.AUTO_RULES)
+    return (*backend.rules, *backend.auto_rules)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -121,11 +122,11 @@ class TestRules:
         seen: set[str] = set()
         for seed, problem in problems:
             for direction in PASSES:
-                reasons = broken_rules(backend, problem, (direction,))
+                reasons = backend.broken_rules(problem, (direction,))
                 where = f"described({seed}), {direction}: {problem}"
-                assert accepts(backend, problem, direction) == (not reasons), where
+                assert backend.accepts(problem, direction) == (not reasons), where
                 seen.update(reason.code for reason in reasons)
-        never_broken = {rule.code for rule in backend.RULES} - seen - UNREACHED.get(name, set())
+        never_broken = {rule.code for rule in backend.rules} - seen - UNREACHED.get(name, set())
         assert not never_broken, f"no random problem breaks {never_broken}: these rules are not covered here"
 
     def test_says_works_on_any_problem(self, name: str, problems: list[tuple[int, AttentionProblem]]) -> None:
@@ -136,7 +137,7 @@ class TestRules:
                 assert isinstance(text, str) and text and "\n" not in text, f"{rule.code}, described({seed}): {text!r}"
 
     def test_a_reason_contains_the_values_found(self, name: str, problems: list[tuple[int, AttentionProblem]]) -> None:
-        for rule in BACKENDS[name].RULES:
+        for rule in BACKENDS[name].rules:
             for seed, problem in problems:
                 if set(rule.passes) & set(passes_of(problem)) and not rule.holds(problem):
                     text = rule.says(problem)
@@ -186,7 +187,9 @@ def test_the_choice_follows_the_rules(problems: list[tuple[int, AttentionProblem
                 assert refusal.reasons == reasons and reasons, where
             else:
                 assert not reasons and selection.forward is BACKENDS[name], where
-                assert is_composite(selection.forward) or (selection.backward is None) != any(problem.needs_grad), where
+                assert selection.forward.is_differentiable or (selection.backward is None) != any(problem.needs_grad), (
+                    where
+                )
         try:
             chosen = selected_names(problem, choose(problem, "auto"))
         except BackendError:
@@ -224,18 +227,18 @@ class TestMatrix:
             word, reasons = support_matrix.cell(backend, row.problem)
             where = f"{row.group}, {row.name}"
             passes = passes_of(row.problem)
-            broken = broken_rules(backend, row.problem, passes)
+            broken = backend.broken_rules(row.problem, passes)
             if word in ("yes", "by name"):
                 assert not broken, where
                 assert bool(reasons) == (word == "by name"), where
             else:
                 assert word in ("no", "forward") and set(reasons) == set(broken) and reasons, where
-                assert (word == "forward") == accepts(backend, row.problem, "forward"), where
+                assert (word == "forward") == backend.accepts(row.problem, "forward"), where
 
-    def test_a_rule_changes_the_page(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_rule_changes_the_page(self) -> None:
         no_softcap = Rule("softcap", lambda p: p.softcap == 0, lambda p: f"softcap is {p.softcap:g}", "leave it out")
-        monkeypatch.setattr(BACKENDS["eager"], "RULES", (no_softcap,))
-        page = support_matrix.document(SHIPPED)
+        with replaced("eager", rules=(no_softcap,)):
+            page = support_matrix.document(SHIPPED)
         assert re.search(r"^\| +\| softcap \|.*\| no: softcap \| by name: by_name_only \|$", page, re.MULTILINE), page
         assert "| `eager` | softcap | softcap is 30 (leave it out)" in page
 

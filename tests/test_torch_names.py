@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,6 @@ NAMES = {
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "whether a subclass may be unwrapped by a compiler",
     "torch._C._disabled_torch_function_impl": "whether a subclass overrides functions",
     # Autograd functions, which torch takes long to call.
-    "._backward_cls": "the node of a Function: the engine calls its apply, which looks for what is known here",
-    ".__signature__": "torch binds the signature of forward at every call; of one that is here, in no time",
     "._version": "whether a tensor was changed in place; public of no tensor",
     # torch.compile. The public decorators import dynamo, which takes seconds of every process that does not compile.
     "._dynamo_marked_constant": "what torch.compiler.assume_constant_result sets",
@@ -164,7 +161,7 @@ def is_there(name: str) -> bool:
 
 
 # Names that are tried below, or that the library sets.
-TRIED = {".__signature__", "._backward_cls", "._forward_cls", "._dynamo_marked_constant"}
+TRIED = {"._forward_cls", "._dynamo_marked_constant"}
 TRIED |= {"._maybe_max_seqlen", "._ragged_idx", "._timeout"}
 
 
@@ -240,29 +237,6 @@ def profilers_are_known() -> None:
         assert profiler._is_profiler_enabled
 
 
-def functions_take_replacements() -> None:
-    """The engine calls `apply` of the node, and torch asks `inspect` for the signature of forward."""
-    calls: list[str] = []
-
-    class Own(Doubled):
-        pass
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return 2 * x
-
-    class Signature(inspect.Signature):
-        def bind(self, /, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
-            calls.append("bind")
-            return super().bind(*args, **kwargs)
-
-    vars(forward)["__signature__"] = Signature(list(inspect.signature(forward).parameters.values()))
-    Own.forward = staticmethod(forward)  # type: ignore[method-assign]
-    Own._backward_cls.apply = lambda ctx, gradient: (calls.append("apply"), 3 * gradient)[1]  # type: ignore[attr-defined]
-    x = torch.ones(2, requires_grad=True)
-    Own.apply(x).sum().backward()
-    assert calls == ["bind", "apply"] and x.grad is not None and x.grad.tolist() == [3, 3]
-
-
 def constants_have_no_guard() -> None:
     values = [1]
 
@@ -322,7 +296,6 @@ CHECKS = (
     batched_gradients_are_known,
     forward_mode_has_a_level,
     profilers_are_known,
-    functions_take_replacements,
     constants_have_no_guard,
     graphs_reuse_no_buffer,
     changes_are_counted,
