@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from out_of_tree import replaced
 
 import flash_dmattn
 from flash_dmattn.__main__ import main
@@ -73,14 +74,11 @@ def test_verify_notices_a_wrong_result(
     assert ">" in printed.err, "the table marks what is over its limit"
 
 
-def test_verify_reports_a_backend_that_raises(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def broken(*arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
+def test_verify_reports_a_backend_that_raises(capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(problem: AttentionProblem) -> Forward:
         raise RuntimeError("illegal memory access")
 
-    monkeypatch.setattr(eager, "forward", broken)
-    with flash_dmattn.config(disabled="flex"):
+    with replaced("eager", plan_forward=broken), flash_dmattn.config(disabled="flex"):
         assert main(["info", "--verify"]) == 1
     printed = capsys.readouterr().out
     assert re.search(r"^eager +causal .*FAIL\n +RuntimeError: illegal memory access", printed, re.MULTILINE), printed
