@@ -157,10 +157,10 @@ FAULTS: tuple[Fault, ...] = (
         (f"{REFUSALS}::test_deterministic_is_passed_on",),
     ),
     Fault(
-        "deterministic calls go the way that asks torch",
-        CALLS,
-        "found.sequences is None and not deterministic",
-        "found.sequences is None",
+        "a layer does not pass deterministic on",
+        "flash_dmattn/integrations/transformers/attention_function.py",
+        "window, deterministic or None, dropout_p=dropout)",
+        "window, None, dropout_p=dropout)",
         (f"{REFUSALS}::test_deterministic_is_passed_on",),
     ),
     Fault(

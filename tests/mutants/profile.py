@@ -139,8 +139,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "triton is right where it was not checked",
-        COMMAND,
-        "    if missing and TRITON not in wrong:\n",
+        "flash_dmattn/tools/calibrate/command.py",
+        '    if missing and "triton" not in wrong:\n',
         "    if False:\n",
         (f"{CALIBRATE}what_failed_a_check_is_not_taken",),
     ),
@@ -164,15 +164,6 @@ FAULTS: tuple[Fault, ...] = (
         'problem.device in ("cpu", "meta"):',
         'problem.device == "cpu":',
         (f"{CITIZEN}a_call_on_meta_is_no_fallback",),
-    ),
-    Fault(
-        "a profiler does not see the forward pass",
-        "flash_dmattn/operators.py",
-        "is_watched(q, k, v, bias, sink, dropout, *mask.tensors, *where)\n"
-        '        if watched or problem.device == "meta" or profiler._is_profiler_enabled:',
-        "is_watched(q, k, v, bias, sink, dropout, *mask.tensors, *where)\n"
-        '        if watched or problem.device == "meta":',
-        (f"{CITIZEN}operators_have_their_names_in_profiles",),
     ),
     Fault(
         "FLOP of dp are counted for dv alone",
