@@ -105,9 +105,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a DTensor beside a plain q is not noticed",
-        "flash_dmattn/api.py",
-        "            refuse_dtensors(q, k, v, mask, bias, sink)\n",
-        "            pass\n",
+        "flash_dmattn/call.py",
+        "        refuse_dtensors(call.q, call.k, call.v, call.mask, call.bias, call.sink)\n",
+        "        pass\n",
         refused("all but the bias plain"),
     ),
     Fault(
