@@ -53,7 +53,7 @@ GROUPS = {
     "serving": (4, 180, ("append", "trees", "nn_sequences", "sequence_pack")),
     "layouts": (8, 300, ("sequences", "cuda_sequences", "cuda_pages", "sequence_tiles", "triton_sequences")),
     "dropout": (3, 120, ("dropout", "cuda_dropout", "sinks")),
-    "ways": (2, 60, ("direct", "heads_first", "cuda_dbias_out", "cuda_decoding", "cuda_parts")),
+    "ways": (2, 60, ("plans", "heads_first", "cuda_dbias_out", "cuda_decoding", "cuda_parts")),
     "forward_ways": (2, 60, ("cuda_one_mask_row", "cuda_held_bias")),
     "found": (2, 60, ("find_intervals", "interval_mask")),
 }

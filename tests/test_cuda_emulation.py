@@ -197,7 +197,7 @@ def test_what_random_calls_reach_rarely(built: Built) -> None:
 
 def test_calls_that_nothing_watches(built: Built) -> None:
     """The passes that are ready for a class of calls, bit for bit as the operators."""
-    run_tests(built, "test_direct.py", "-k", "bits and cuda", skipped=2)
+    run_tests(built, "test_plans.py", "-k", "bits and cuda", skipped=2)
 
 
 def test_what_the_emulation_notices(built: Built) -> None:
