@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from benchmark_systems import CPU
+from out_of_tree import USABLE, replaced
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,10 +26,7 @@ from benchmarks.suites import model
 from benchmarks.suites.performance import Effort
 from benchmarks.systems import Attend, Needs, System, flexattention, ours, sdpa
 from benchmarks.truth import errors, plain_attention
-from flash_dmattn.backends.cuda import backend as cuda
 from flash_dmattn.backends.cuda import rules as cuda_rules
-from flash_dmattn.backends.protocol import Availability
-from flash_dmattn.backends.triton import backend as triton
 from flash_dmattn.reference import formula
 
 EFFORT = Effort(1.0, 2, 2)
@@ -73,13 +71,12 @@ NAN, BROKEN = system("nan", lambda out: out * float("nan")), system("broken", fa
 
 def test_on_a_hopper_gpu_auto_takes_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_rules, "installed_instances", lambda: None)
-    for backend in (cuda, triton):
-        monkeypatch.setattr(backend, "probe", lambda: Availability(True))
     monkeypatch.setattr(ours, "device_arch", lambda device: "sm_90")
-    found = CASE.explain("sm_90")
-    assert (found.forward, found.backward) == ("cuda", "cuda")
-    for name in ("cuda", "triton"):
-        assert ours.needs(name, CASE, CPU) == Needs(backends=(name, name))
+    with replaced("cuda", probe=lambda: USABLE), replaced("triton", probe=lambda: USABLE):
+        found = CASE.explain("sm_90")
+        assert (found.forward, found.backward) == ("cuda", "cuda")
+        for name in ("cuda", "triton"):
+            assert ours.needs(name, CASE, CPU) == Needs(backends=(name, name))
     assert CASE.what == "decoder of 12 layers, causal, mask (B,Hk,L,L): top 1024 per query, bias (B,Hk,1,L)"
     assert CASE.shape == "1,16,4,8192,128" and CASE.reduced(128).layers == 2
 
