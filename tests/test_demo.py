@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from out_of_tree import replace_backend
 
-from flash_dmattn.backends.cuda import backend as cuda
 from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.protocol import Availability
-from flash_dmattn.backends.triton import backend as triton
+from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.explanation import explain_description
 from flash_dmattn.nn import KVCache
 from flash_dmattn.tools.demo import main, sizes
@@ -146,15 +146,16 @@ def test_the_gradient_check_passes_right_gradients_and_fails_wrong_ones(model, c
 def test_on_a_hopper_gpu_auto_trains_on_cuda(keep, monkeypatch):
     """The call that a layer makes here at the sizes for Hopper, described for such a GPU with the extension built."""
     monkeypatch.setattr(cuda_rules, "installed_instances", lambda: None)
-    for backend in (cuda, triton):
-        monkeypatch.setattr(backend, "probe", lambda: Availability(True))
+    monkeypatch.setattr(BACKENDS, "table", BACKENDS.table)  # for it to be put back
+    for backend in ("cuda", "triton"):
+        replace_backend(backend, probe=lambda: Availability(True))
     chosen = sizes.ON_HOPPER
     model = ByteLanguageModel(ModelConfig(chosen.hidden_size, num_layers=1, mlp_size=8, keep_window_size=keep))
     config = TrainingConfig(batch_size=chosen.batch_size, context=chosen.context, dtype=DTYPES[chosen.dtype])
     here = training_call(model, config)
     assert here.forward == here.backward == "eager" and any(here.problem.needs_grad)
     there = here.problem._replace(device="cuda", arch=sizes.HOPPER)
-    rules = (*cuda.RULES, *cuda.AUTO_RULES)
+    rules = (*BACKENDS["cuda"].rules, *BACKENDS["cuda"].auto_rules)
     assert [rule.code for rule in rules if not rule.holds(there)] == []
     found = explain_description(there, "auto")
     assert found.forward == found.backward == "cuda"

@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import refusal_of
+from out_of_tree import replace_backend
 from torch import Tensor
 
 import flash_dmattn
-from flash_dmattn.backends import eager
-from flash_dmattn.backends.cuda import backend as cuda
-from flash_dmattn.backends.flex import backend as flex
-from flash_dmattn.backends.triton import backend as triton
+from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.problem.checks import OTHER_NAMES
 
 B, LQ, LK, HQ, HK, D, DV = 2, 3, 5, 4, 2, 8, 6
@@ -257,8 +255,9 @@ def test_invalid_call_is_the_same_error_under_autocast(name: str) -> None:
 
 def test_validation_comes_before_any_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     probed: list[str] = []
-    for module in (cuda, triton, flex, eager):
-        monkeypatch.setattr(module, "probe", lambda name=module.NAME: probed.append(name))
+    monkeypatch.setattr(BACKENDS, "table", BACKENDS.table)  # for it to be put back
+    for name in BACKENDS:
+        replace_backend(name, probe=lambda name=name: probed.append(name))
     for name in ("auto", "cuda", "flex", "eager"):
         with pytest.raises(ValueError, match="q has 3 heads and k has 2"):
             flash_dmattn.attention(**tensors(q=torch.randn(B, LQ, 3, D)), backend=name)
