@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from out_of_tree import USABLE, replaced
+from out_of_tree import replace_backend
 
 from flash_dmattn.backends.cuda import rules as cuda_rules
+from flash_dmattn.backends.protocol import Availability
 from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.explanation import explain_description
 from flash_dmattn.nn import KVCache
@@ -145,6 +146,9 @@ def test_the_gradient_check_passes_right_gradients_and_fails_wrong_ones(model, c
 def test_on_a_hopper_gpu_auto_trains_on_cuda(keep, monkeypatch):
     """The call that a layer makes here at the sizes for Hopper, described for such a GPU with the extension built."""
     monkeypatch.setattr(cuda_rules, "installed_instances", lambda: None)
+    monkeypatch.setattr(BACKENDS, "table", BACKENDS.table)  # for it to be put back
+    for backend in ("cuda", "triton"):
+        replace_backend(backend, probe=lambda: Availability(True))
     chosen = sizes.ON_HOPPER
     model = ByteLanguageModel(ModelConfig(chosen.hidden_size, num_layers=1, mlp_size=8, keep_window_size=keep))
     config = TrainingConfig(batch_size=chosen.batch_size, context=chosen.context, dtype=DTYPES[chosen.dtype])
@@ -153,11 +157,10 @@ def test_on_a_hopper_gpu_auto_trains_on_cuda(keep, monkeypatch):
     there = here.problem._replace(device="cuda", arch=sizes.HOPPER)
     rules = (*BACKENDS["cuda"].rules, *BACKENDS["cuda"].auto_rules)
     assert [rule.code for rule in rules if not rule.holds(there)] == []
-    with replaced("cuda", probe=lambda: USABLE), replaced("triton", probe=lambda: USABLE):
-        found = explain_description(there, "auto")
-        assert found.forward == found.backward == "cuda"
-        # The held-out windows go through in such batches too, without gradients.
-        assert explain_description(there._replace(needs_grad=type(there.needs_grad)()), "auto").forward == "cuda"
+    found = explain_description(there, "auto")
+    assert found.forward == found.backward == "cuda"
+    # The held-out windows go through in such batches too, without gradients.
+    assert explain_description(there._replace(needs_grad=type(there.needs_grad)()), "auto").forward == "cuda"
 
 
 def test_sizes_by_device(monkeypatch):
