@@ -16,6 +16,7 @@ from out_of_tree import replaced
 from torch import Tensor
 
 from flash_dmattn.backends.cuda import bias_rows, passes
+from flash_dmattn.backends.cuda.group_rows import Attend, plan_group_rows
 from flash_dmattn.backends.cuda.kernels import Kernels
 from flash_dmattn.backends.mask_choice import interval_walk, reads_scores
 from flash_dmattn.backends.protocol import Availability
@@ -26,7 +27,7 @@ from flash_dmattn.masks import IntervalMask, prepare_mask, prepare_topk
 from flash_dmattn.masks.prepared import operator as preparation
 from flash_dmattn.masks.prepared import packing
 from flash_dmattn.operators import describe_operands
-from flash_dmattn.problem import Band, Flags, Gradients, MaskView, NeedsGrad, causal_window
+from flash_dmattn.problem import AttentionProblem, Band, Flags, Gradients, MaskView, NeedsGrad, causal_window
 from flash_dmattn.problem import inputs as attention
 from flash_dmattn.reference import formula
 from flash_dmattn.reference.sinks import row_delta
@@ -469,3 +470,23 @@ def test_its_operator_receives_the_whole_mask_and_the_band(
     monkeypatch.setattr(packers, "_extension_packer", lambda: packers.around_extension(extension))
     found = preparation.prepare(mask, 150, 300, -1, 0 if is_causal else -1, "tiles", False)
     assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("bias", (None, ("B", "Hq", "1", "Lk"), ("1", "1", "1", "1")), ids=str)
+def test_the_heads_of_a_group_read_the_keys_in_sight_of_one_query(bias: tuple[str, ...] | None) -> None:
+    case = BASE.with_(seqlen_q=1, bias=bias, window_size=(30, 5))
+    inputs = case.build("cpu")
+    x = attention.Inputs(inputs.q, inputs.k, inputs.v, bias=inputs.bias)
+
+    def plan(p: AttentionProblem) -> Attend:
+        def attend(x: attention.Inputs, out: Tensor, lse: Tensor) -> None:
+            assert x.q.shape == (p.batch, 2, 2, 8) and x.k.shape[1] == x.v.shape[1] == p.seqlen_k == 31
+            for to, result in zip((out, lse), formula.attention(x.q, x.k, x.v, None, x.bias)[:2], strict=True):
+                to.copy_(result)
+
+        return attend
+
+    wanted = formula.attention(x.q, x.k, x.v, None, x.bias, window_size=(30, 5))[:2]
+    found = [torch.empty_like(result, memory_format=torch.contiguous_format) for result in wanted]
+    plan_group_rows(describe_operands(x, flags_of(case)), plan)(x, *found)
+    torch.testing.assert_close(found, list(wanted))
