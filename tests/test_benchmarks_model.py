@@ -73,8 +73,8 @@ def test_on_a_hopper_gpu_auto_takes_cuda(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(cuda_rules, "installed_instances", lambda: None)
     monkeypatch.setattr(ours, "device_arch", lambda device: "sm_90")
     with replaced("cuda", probe=lambda: USABLE), replaced("triton", probe=lambda: USABLE):
-        found = CASE.explain("sm_90")
-        assert (found.forward, found.backward) == ("cuda", "cuda")
+        chosen = CASE.explain("sm_90")
+        assert (chosen.forward, chosen.backward) == ("cuda", "cuda")
         for name in ("cuda", "triton"):
             assert ours.needs(name, CASE, CPU) == Needs(backends=(name, name))
     assert CASE.what == "decoder of 12 layers, causal, mask (B,Hk,L,L): top 1024 per query, bias (B,Hk,1,L)"

@@ -481,12 +481,12 @@ def test_the_heads_of_a_group_read_the_keys_in_sight_of_one_query(bias: tuple[st
     def plan(p: AttentionProblem) -> Attend:
         def attend(x: attention.Inputs, out: Tensor, lse: Tensor) -> None:
             assert x.q.shape == (p.batch, 2, 2, 8) and x.k.shape[1] == x.v.shape[1] == p.seqlen_k == 31
-            for to, result in zip((out, lse), formula.attention(x.q, x.k, x.v, None, x.bias)[:2], strict=True):
-                to.copy_(result)
+            for to, value in zip((out, lse), formula.attention(x.q, x.k, x.v, None, x.bias)[:2], strict=True):
+                to.copy_(value)
 
         return attend
 
     wanted = formula.attention(x.q, x.k, x.v, None, x.bias, window_size=(30, 5))[:2]
-    found = [torch.empty_like(result, memory_format=torch.contiguous_format) for result in wanted]
-    plan_group_rows(describe_operands(x, flags_of(case)), plan)(x, *found)
-    torch.testing.assert_close(found, list(wanted))
+    results = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in wanted]
+    plan_group_rows(describe_operands(x, flags_of(case)), plan)(x, *results)
+    torch.testing.assert_close(results, list(wanted))

@@ -502,14 +502,14 @@ def test_gradients_of_any_layout_that_arrive_in_calls_of_one_class(choice: str, 
     inputs = case.build("cpu")
     attention = partial(flash_dmattn.attention, return_lse=True, backend=choice)
     run(attention, case, inputs)
-    for arrange, of_lse in itertools.product(LAYOUTS.values(), (Tensor.clone, lambda x: x.mT.contiguous().mT)):
+    for arrange, arrange_lse in itertools.product(LAYOUTS.values(), (Tensor.clone, lambda x: x.mT.contiguous().mT)):
         leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
         launches = []
         for forget in (lambda: None, registry.choices_changed):  # with the plans of the layouts before it, and without
             forget()
             launched.clear()
             results = attention(*leaves)
-            torch.autograd.grad(results, leaves, (arrange(inputs.dout), of_lse(torch.ones_like(results[1]))))
+            torch.autograd.grad(results, leaves, (arrange(inputs.dout), arrange_lse(torch.ones_like(results[1]))))
             launches.append(launched.copy())
         assert launches[0] == launches[1]
 
