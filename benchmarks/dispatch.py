@@ -1,4 +1,4 @@
-"""What `attention()` adds to its backend on the smallest of calls, (1, 8, 2, 16): time of the host alone.
+"""Time what `attention()` adds to its backend on the smallest calls, (1, 8, 2, 16), on the host alone.
 
 The bare backend is its two passes, planned beforehand. Rounds of both alternate
 and the best of each counts: rounds are short, so that some of them find a busy machine idle.
@@ -64,12 +64,12 @@ def pairs(name: str, device: torch.device) -> dict[str, list[Callable[[], object
         out, lse = forward_pass(backend, problem)(inputs)
         return backward_pass(backend, problem)(Saved(inputs, out, lse), dout, None)
 
-    found: dict[str, list[Callable[[], object]]] = {}
+    functions: dict[str, list[Callable[[], object]]] = {}
     if backend.accepts(alone, "forward"):
-        found["forward, no grad"] = [forward, bare_forward]
+        functions["forward, no grad"] = [forward, bare_forward]
         if backend.accepts(problem, "backward"):
-            found["forward + backward"] = [both, bare_both]
-    return found
+            functions["forward + backward"] = [both, bare_both]
+    return functions
 
 
 def kinds(device: torch.device) -> dict[str, tuple[tuple[torch.Tensor, ...], Callable[..., torch.Tensor]]]:

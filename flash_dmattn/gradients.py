@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .problem import AttentionProblem, Flags, Gradients
+from .problem.inputs import Inputs, Saved
 from .reference.formula import sum_entries
 from .reference.sinks import row_delta, sink_gradient, through_lse
 
@@ -15,6 +16,7 @@ __all__ = [
     "Allocate",
     "allocate_outputs",
     "contiguous_strides",
+    "differentiate_without_keys",
     "empty_gradient",
     "empty_gradients",
     "empty_outputs",
@@ -24,6 +26,7 @@ __all__ = [
     "new_like",
     "query_gradient",
     "row_delta",
+    "run_without_keys",
     "sequence_query_gradient",
     "sink_gradient",
     "spread",
@@ -65,6 +68,27 @@ def has_pairs(p: AttentionProblem) -> bool:
 def fill_empty(out: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     """Fill out and lse of rows without keys: zeros, and the sink of each head, -inf without one."""
     return out.zero_(), lse.fill_(-torch.inf) if sink is None else lse.copy_(sink[:, None])
+
+
+def run_without_keys(p: AttentionProblem) -> Callable[[Inputs], tuple[Tensor, Tensor]]:
+    """Return the forward pass of a class of calls without a pair of a query and a key."""
+
+    def forward(x: Inputs) -> tuple[Tensor, Tensor]:
+        out, lse = empty_outputs(x.q, x.v)
+        return fill_empty(out, lse, x.sink) if p.seqlen_k == 0 else (out, lse)
+
+    return forward
+
+
+def differentiate_without_keys(p: AttentionProblem) -> Callable[..., Gradients]:
+    """Return the backward pass of such a class."""
+
+    def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
+        x, out, lse = saved
+        gradients = zero_gradients((x.q, x.k, x.v, x.bias), dout, dlse, out, lse, x.sink, p.needs_grad)
+        return gradients if dbias_out is None else with_dbias(gradients, dbias_out)
+
+    return backward
 
 
 def empty_gradient(x: Tensor) -> Tensor:

@@ -158,13 +158,6 @@ def convert(
     return view_of(problem, choice, mask.unpacked())
 
 
-def dense_mask(mask: Tensor | PreparedMask | SequenceTileMask | TreeMask | None) -> Tensor | None:
-    """The mask of a call as one bool tensor: 4-D, of a tree (S or 1, 1, n, n), or None."""
-    if mask is None or isinstance(mask, Tensor):
-        return mask
-    return mask.unpacked() if mask.form != "tree" else mask.unpacked()[:, None]
-
-
 def forward_of(backend: Backend, problem: AttentionProblem) -> Forward:
     """The forward pass of a backend for a class of calls, whatever the form of its mask and the order of its dims."""
     if problem.heads_first and not backend.reads_heads_first(problem, "forward"):

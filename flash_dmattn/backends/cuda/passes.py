@@ -9,15 +9,15 @@ from torch import Tensor
 
 from ...gradients import (
     allocate_outputs,
+    differentiate_without_keys,
     empty_gradient,
-    fill_empty,
     has_pairs,
     key_gradient,
     new_like,
     query_gradient,
+    run_without_keys,
     sink_gradient,
     with_dbias,
-    zero_gradients,
 )
 from ...problem import AttentionProblem, Gradients, MaskView, make_band
 from ...problem.inputs import Inputs, Saved
@@ -42,15 +42,9 @@ def plan_forward(p: AttentionProblem) -> Forward:
     """Plan the forward pass of a class of calls."""
     if p.sequences is not None:
         return sequences.plan_forward(p)
-    outputs = allocate_outputs(p)
     if not has_pairs(p):
-
-        def empty(x: Inputs) -> tuple[Tensor, Tensor]:
-            out, lse = outputs(x.q)
-            return fill_empty(out, lse, x.sink) if p.seqlen_k == 0 else (out, lse)
-
-        return empty
-    attend = _plan_attend(p)
+        return run_without_keys(p)
+    outputs, attend = allocate_outputs(p), _plan_attend(p)
 
     def forward(x: Inputs) -> tuple[Tensor, Tensor]:
         out, lse = outputs(x.q)
@@ -153,12 +147,7 @@ def plan_backward(p: AttentionProblem) -> Backward:
     if p.sequences is not None:
         return sequences.plan_backward(p, lambda: NUM_DBIAS_CHUNKS)
     if not has_pairs(p):
-
-        def zeros(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
-            x, out, lse = saved
-            return zero_gradients((x.q, x.k, x.v, x.bias), dout, dlse, out, lse, x.sink, p.needs_grad)
-
-        return zeros
+        return differentiate_without_keys(p)
     differentiate = (
         differentiate_in_parts(p, _plan_differentiate) if part_size(p) != p.batch else _plan_differentiate(p)
     )

@@ -11,9 +11,11 @@ from torch import Tensor
 from ...gradients import (
     allocate_outputs,
     contiguous_strides,
+    differentiate_without_keys,
     empty_outputs,
     fill_empty,
     has_pairs,
+    run_without_keys,
     zero_gradients,
 )
 from ...problem import AttentionProblem, Gradients
@@ -83,12 +85,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
     if p.sequences is not None:
         return _plan_sequences_forward(p)
     if not has_pairs(p):
-
-        def empty(x: Inputs) -> tuple[Tensor, Tensor]:
-            out, lse = empty_outputs(x.q, x.v)
-            return fill_empty(out, lse, x.sink) if p.seqlen_k == 0 else (out, lse)
-
-        return empty
+        return run_without_keys(p)
     launch, flags, outputs, dtype = kernels(), p.flags, allocate_outputs(p), p.dtype
     short = is_short(p, "forward")
     has_bounds = p.mask_form == "intervals" and not short
@@ -147,12 +144,7 @@ def plan_backward(p: AttentionProblem) -> Backward:
     if p.sequences is not None:
         return _plan_sequences_backward(p)
     if not has_pairs(p):
-
-        def zeros(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
-            x, out, lse = saved
-            return zero_gradients((x.q, x.k, x.v, x.bias), dout, dlse, out, lse, x.sink, p.needs_grad)
-
-        return zeros
+        return differentiate_without_keys(p)
     launch, flags, needs_grad, dtype = kernels(), p.flags, p.needs_grad, p.dtype
     has_bounds = p.mask_form == "intervals" and not is_short(p, "backward")
     copies, is_column, heads_first = not _has_unit_rows(p), p.head_dim_v == 1, p.heads_first
