@@ -14,9 +14,10 @@ from ...reference import formula
 # FlexAttention's own default; every tile its kernels pick for the head dims it accepts divides it.
 BLOCK = 128
 
-# The eight tensors of a BlockMask, in its order: contiguous int32 (B | 1, Hq | 1, ...). Counts (..., rows) and indices
-# (..., rows, columns) of the tiles that a row allows partly, then of those that it allows everywhere, where the kernel
-# reads no mask; then the same four for each column. A count says how many of the indices are read.
+# The eight tensors of a BlockMask, in its order: contiguous int32 (B | 1, Hq | 1, ...). The first two are counts
+# (..., rows) and indices (..., rows, columns) of the tiles that a row allows partly. The next two name the tiles that it
+# allows everywhere, for which the kernel reads no mask. Then come the same four for each column. A count says how many
+# of the indices are read.
 Lists = tuple[Tensor, ...]
 
 
@@ -172,7 +173,7 @@ def tile_sums(x: Tensor, dim: int) -> Tensor:
 
 
 def tile_lists(some: Tensor, every: Tensor, num_heads: int) -> list[Tensor]:
-    """Make `Lists` from the tiles that allow a pair and those that allow every pair, bool (B, H, rows, columns)."""
+    """Make `Lists` from bool (B, H, rows, columns): which tiles allow a pair, and which allow every pair."""
     heads = some.shape[1]
     if heads not in (1, num_heads):  # the kernels look a query head up modulo the number of lists
         some, every = (x.repeat_interleave(num_heads // heads, dim=1) for x in (some, every))
@@ -184,8 +185,8 @@ def _compact(active: Tensor) -> tuple[Tensor, Tensor]:
     # A stable descending sort puts the indices of the active tiles first, in order, without a host synchronisation.
     # The kernels compute offsets as if both were contiguous, whatever their strides.
     counts = active.sum(-1, dtype=torch.int32)
-    indices = active.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
-    return counts.contiguous(), indices.contiguous()
+    indices = active.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return counts.contiguous(), indices.to(torch.int32, memory_format=torch.contiguous_format)
 
 
 def list_shapes(entries: int, heads: int, rows: int, columns: int) -> list[tuple[int, ...]]:

@@ -30,8 +30,7 @@ class Shared(NamedTuple):
     Attributes:
         dims: which of (batch, head, query, key) it has.
         group: query heads for each head of it.
-        entries: (repeat, size) where entry b of the batch reads entry b // repeat % size; None where it has one for
-            each.
+        entries: (repeat, size): entry b of the batch reads entry b // repeat % size. None where each has its own.
         packing: how a value per score is read beside sequences, whose rows are laid out anew. "none" reads by sequence
             and place, "queries" by token and place of the key; None reads by row and column.
     """
@@ -106,7 +105,7 @@ def run(
     if lists is not None:
         # from_kv_blocks would derive the lists of the columns by scattering; they are at hand.
         lengths = (q.shape[1], k.shape[1])
-        block_mask = BlockMask(lengths, *lists, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=mask_mod)  # type: ignore[arg-type]
+        block_mask = BlockMask(lengths, *lists, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=mask_mod)  # type: ignore[misc,arg-type]
     kernel_options: Any = {}
     if form.num_stages is not None:
         kernel_options["num_stages"] = form.num_stages
