@@ -15,8 +15,8 @@ from ...reference import formula
 BLOCK = 128
 
 # The eight tensors of a BlockMask, in its order: contiguous int32 (B | 1, Hq | 1, ...). The first two are counts
-# (..., rows) and indices (..., rows, columns) of the tiles that a row allows partly. The next two name the tiles that it
-# allows everywhere, for which the kernel reads no mask. Then come the same four for each column. A count says how many
+# (..., rows) and indices (..., rows, columns) of the tiles that a row allows partly. The next two name the tiles that a
+# row allows everywhere, for which the kernel reads no mask. The same four for each column follow. A count says how many
 # of the indices are read.
 Lists = tuple[Tensor, ...]
 
