@@ -265,7 +265,7 @@ def test_each_thing_that_torch_compiles_anew_for_makes_another_graph() -> None:
         tensors = {"q": q, "k": k, "v": k, "mask": mask, "bias": bias} | changes
         x = Inputs(**tensors | {"mask": MaskView("dense", (tensors["mask"],))})
         places = Places(rows, rows, rows, rows) if is_static else None
-        return flex_call.specialisation(problem, x, Blocks(None, *limits, places), is_static)
+        return flex_call.specialisation(problem, x, x.bias, Blocks(None, *limits, places), is_static)
 
     fields = {
         "device": "cuda",

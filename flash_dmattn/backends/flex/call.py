@@ -25,7 +25,8 @@ def graph_module() -> ModuleType:
 def attend_dense(problem: AttentionProblem, x: Inputs) -> tuple[Tensor, ...]:
     """Return (out, lse), or (out,) where the problem does not return lse."""
     if problem.batch == 0 or problem.seqlen_q == 0 or problem.seqlen_k == 0:
-        return _with_sink(problem, nothing(problem, x), x.sink)
+        results = nothing(problem, x)
+        return results if x.sink is None else _with_sink(problem, results, x.sink)
     x = ready(problem, x)
     return attend(problem, x, dense_blocks(problem, x.mask.dense, x.q.device))
 
@@ -37,24 +38,28 @@ def nothing(problem: AttentionProblem, x: Inputs) -> tuple[Tensor, ...]:
     zero = sum(tensor.flatten()[:0].sum(dtype=torch.float32) for tensor in inputs if tensor is not None)
     batch, seqlen_q, num_heads, _ = x.q.shape
     out = (x.q.new_zeros((batch, seqlen_q, num_heads, problem.head_dim_v)) + zero).to(x.q.dtype)
-    if not returns_lse(problem):
+    if not (problem.return_lse or x.sink is not None):
         return (out,)
     return out, torch.full((batch, num_heads, seqlen_q), -torch.inf, dtype=torch.float32, device=out.device) + zero
 
 
 def ready(problem: AttentionProblem, x: Inputs) -> Inputs:
     """Drop gradients that nobody needs and expanded dims, and bring a bias into the dtype that is read."""
-    q, k, v, mask, bias = x.q, x.k, x.v, x.mask.dense, x.bias
     if not any(problem.needs_grad):
-        # On CPU FlexAttention refuses what requires a gradient, also where none is recorded.
-        q, k, v = _detached(q), _detached(k), _detached(v)
-        bias = None if bias is None else _detached(bias)
+        # On CPU FlexAttention refuses inputs that require a gradient, also where none is recorded.
+        if any(tensor is not None and tensor.requires_grad for tensor in (x.q, x.k, x.v, x.bias)):
+            bias = None if x.bias is None else x.bias.detach()
+            x = x._replace(q=x.q.detach(), k=x.k.detach(), v=x.v.detach(), bias=bias)
+    mask, bias = x.mask.dense, x.bias
+    if mask is not None:
+        x = x._replace(mask=MaskView("dense", (_narrow(mask),)))
     if bias is not None:
         if not problem.needs_grad.bias:
             bias = _narrow(bias)  # with a gradient it keeps its shape, in which each place has its own derivative
         if widens(bias.dtype, problem.needs_grad.bias, bias_class(bias.shape)):
             bias = _ToFloat32.apply(bias)
-    return x._replace(q=q, k=k, v=v, mask=x.mask if mask is None else MaskView("dense", (_narrow(mask),)), bias=bias)
+        x = x._replace(bias=bias)
+    return x
 
 
 def attend(
@@ -86,7 +91,7 @@ def attend(
         problem.softmax_scale,
         problem.softcap,
         problem.num_heads != problem.num_heads_k,
-        returns_lse(problem),
+        problem.return_lse or x.sink is not None,
         None if mask is None else graph.shared(mask, num_heads, batch, flags.mask_repeat, packing[0]),
         None if bias is None else graph.shared(bias, num_heads, batch, flags.bias_repeat, packing[1]),
         _num_stages(problem, mask, bias),
@@ -99,25 +104,22 @@ def attend(
     else:
         # With symbolic lengths Inductor's CPU kernel does not always compile (an undeclared name, torch 2.13).
         is_static = problem.device == "cpu" and graph.compiler == "inductor"
-        specialised = specialisation(problem, x._replace(bias=bias), blocks, is_static)
+        specialised = specialisation(problem, x, bias, blocks, is_static)
         function = graph.compiled(form, specialised, dynamic=False if is_static else None)
         results = function(x.q, x.k, x.v, mask, bias, blocks)
     if row_bias is not None:
         results = _through_lse(problem, results, row_bias)
-    return _with_sink(problem, results, x.sink)
+    return results if x.sink is None else _with_sink(problem, results, x.sink)
 
 
-def returns_lse(problem: AttentionProblem) -> bool:
-    """Whether FlexAttention returns lse, which a sink needs, too."""
-    return problem.return_lse or problem.sink is not None
-
-
-def specialisation(problem: AttentionProblem, x: Inputs, blocks: Blocks, is_static: bool) -> tuple[object, ...]:
+def specialisation(
+    problem: AttentionProblem, x: Inputs, bias: Tensor | None, blocks: Blocks, is_static: bool
+) -> tuple[object, ...]:
     """Name everything that makes torch compile a graph anew beside its form; it takes every length of 1 for constant.
 
-    A static graph is compiled for all of its sizes.
+    A static graph is compiled for all of its sizes. `bias` is as the graph receives it.
     """
-    p, bias = problem, x.bias
+    p = problem
     batch, seqlen_q, seqlen_k = x.q.shape[0], x.q.shape[1], x.k.shape[1]
     specialised = (
         p.device,
@@ -147,10 +149,6 @@ def _num_stages(problem: AttentionProblem, mask: Tensor | None, bias: Tensor | N
     return 2 if problem.arch == "sm_90" and max(problem.head_dim, problem.head_dim_v) <= 128 else 1
 
 
-def _detached(x: Tensor) -> Tensor:
-    return x.detach() if x.requires_grad else x
-
-
 def widens(dtype: torch.dtype, needs_grad: bool, held: BiasClass) -> bool:
     """Whether a bias of this dtype and class is copied to fp32."""
     # A gradient is added up in the dtype of its input, so in fp32; fp64 would slow the kernel down. With 16 bits for a
@@ -177,14 +175,12 @@ def _through_lse(problem: AttentionProblem, results: tuple[Tensor, ...], bias: T
     return out, lse + torch.where(lse == -torch.inf, 0.0, rows - rows.detach())
 
 
-def _with_sink(problem: AttentionProblem, results: tuple[Tensor, ...], sink: Tensor | None) -> tuple[Tensor, ...]:
+def _with_sink(problem: AttentionProblem, results: tuple[Tensor, ...], sink: Tensor) -> tuple[Tensor, ...]:
     """Join the sinks of heads to results of keys alone.
 
     A score_mod of one more key would need a row of k and v for it. Through logsigmoid and logaddexp the gradient of a
     sink stays exact, also where the sink takes little or nearly everything.
     """
-    if sink is None:
-        return results
     out, lse = results
     logits = sink.to(lse.dtype)[:, None]
     has_none = logits == -torch.inf
