@@ -19,14 +19,13 @@ import flash_dmattn
 from flash_dmattn import distributed
 from flash_dmattn.distributed import (
     SequenceLayout,
-    agreement,
+    ShardedMask,
     context_parallel_attention,
     exchange,
     explain_context_parallel,
-    prepare_mask,
 )
-from flash_dmattn.distributed.agreement import agree
-from flash_dmattn.distributed.group import groups_of
+from flash_dmattn.distributed import group as parallel_group
+from flash_dmattn.distributed.group import agree, groups_of
 from flash_dmattn.masks import topk_mask
 
 # Which dims of (B, H, Lq, Lk) a bias has, heads "q" or "k"; and whether a rank has its rows, or its keys, alone.
@@ -218,7 +217,7 @@ def parallel(
     flags = dict(x.flags)
     if case.mask.startswith("prepared"):
         band = {"is_causal": flags.pop("is_causal"), "window_size": flags.pop("window_size")}
-        mask = prepare_mask(mask, layouts[0], place, layout_k=layouts[1], **band)
+        mask = ShardedMask.from_mask(mask, layouts[0], place, layout_k=layouts[1], **band)
     given = leaves(case, own)
     out, lse = run(
         given["q"],
@@ -304,7 +303,7 @@ def in_parts(case: ParallelCase) -> tuple[dict[str, float], dict[str, bool]]:
     """`compared` of a call in which ranks send what is read, and whether each result has the bits of all keys sent."""
 
     def call(*arguments: Any, **keywords: Any) -> Any:
-        transfers = explain_context_parallel(*arguments, **keywords).traffic.forward
+        transfers = explain_context_parallel(*arguments, **keywords).forward_traffic
         assert {x.how for x in transfers if "keys" in x.what} == {how}, transfers
         return context_parallel_attention(*arguments, **keywords)
 
@@ -432,7 +431,7 @@ def compared_beside_a_device() -> tuple[list[str], int, int]:
 
     def kept() -> int:
         gc.collect()
-        return len(agreement._carriers) + len(agreement._calls)
+        return len(parallel_group._carriers) + len(parallel_group._calls)
 
     before = kept()
     group = dist.new_group(backend="cuda:gloo")
@@ -516,7 +515,7 @@ def counted_bytes(case: ParallelCase) -> tuple[dict[str, tuple[int, int]], dict[
     def call(*arguments: Any, **keywords: Any) -> Any:
         nonlocal at
         found = explain_context_parallel(*arguments, **keywords)
-        for name, transfers in (("forward", found.traffic.forward), ("backward", found.traffic.backward)):
+        for name, transfers in (("forward", found.forward_traffic), ("backward", found.backward_traffic)):
             said[name] = (sum(x.sent for x in transfers), sum(x.received for x in transfers))
         results = context_parallel_attention(*arguments, **keywords)
         at = "backward"

@@ -15,7 +15,7 @@ import torch
 from benchmarks.scale import __main__ as scale
 from benchmarks.scale import report
 from benchmarks.scale.measure import Group
-from flash_dmattn.distributed.model import Machine, read_machine
+from benchmarks.scale.predict import Machine, read_machine
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -17,18 +17,17 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import flash_dmattn
+from flash_dmattn.call import Numbers
 from flash_dmattn.distributed import (
     SequenceLayout,
-    choice,
+    ShardedMask,
     context_parallel_attention,
     explain_context_parallel,
-    prepare_mask,
     use_context_parallel,
 )
-from flash_dmattn.distributed.call import ParallelCall, describe_call
-from flash_dmattn.distributed.choice import choose_pair, slices_of
-from flash_dmattn.distributed.context import context_in_force
-from flash_dmattn.distributed.group import Members
+from flash_dmattn.distributed import call as parallel_call
+from flash_dmattn.distributed.call import ParallelCall, Request, Tensors, choose_backends
+from flash_dmattn.distributed.group import Members, context_in_force
 from flash_dmattn.masks import prepare_window
 from flash_dmattn.remembered import Remembered
 
@@ -54,7 +53,7 @@ def attend(*arguments: Any, **keywords: Any) -> Any:
 
 
 def mask_of(layout: SequenceLayout = LAYOUT, rank: int = 0, batch: int = 1, heads: int = 1, **flags: Any) -> Any:
-    return prepare_mask(
+    return ShardedMask.from_mask(
         torch.ones(batch, heads, layout.local_length, layout.length, dtype=torch.bool), layout, rank, **flags
     )
 
@@ -130,11 +129,15 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "composite": (lambda: attend(backend="flex"), ValueError, "'flex' is one differentiable function; context"),
     "refusal": (lambda: attend(backend="cuda"), flash_dmattn.BackendError, "device is cpu"),
     "rows of prepare": (
-        lambda: prepare_mask(torch.ones(8, 16) > 0, LAYOUT, 0),
+        lambda: ShardedMask.from_mask(torch.ones(8, 16) > 0, LAYOUT, 0),
         ValueError,
         r"mask has shape \(8, 16\)",
     ),
-    "dims of prepare": (lambda: prepare_mask(torch.ones(16) > 0, LAYOUT, 0), ValueError, "mask has 1 dimensions"),
+    "dims of prepare": (
+        lambda: ShardedMask.from_mask(torch.ones(16) > 0, LAYOUT, 0),
+        ValueError,
+        "mask has 1 dimensions",
+    ),
 }
 
 
@@ -223,22 +226,12 @@ def describe(size: int, rows: int = 16, strategy: str = "auto", **given: Any) ->
     layout = SequenceLayout.zigzag(rows * size, size)
     sizes = {name: given.pop(name) for name in ("heads", "heads_k", "dim") if name in given}
     q, k, v = (x.requires_grad_() for x in tensors(rows, **sizes))
-    flags = {
-        "mask": None,
-        "bias": None,
-        "sink": None,
-        "layout_k": None,
-        "groups": None,
-        "is_causal": True,
-        "softmax_scale": None,
-        "softcap": 0.0,
-        "window_size": None,
-        "deterministic": None,
-        "return_lse": False,
-        **given,
-    }
-    members = Members("none", size, 0)
-    return describe_call(q, k, v, members=members, layout=layout, strategy=strategy, **flags)
+    tensors_of_rank = Tensors(q, k, v, given.pop("mask", None), None, None)
+    numbers = Numbers(is_causal=True)
+    groups = (Members("none", size, 0),)
+    return Request(
+        tensors_of_rank, groups, layout, None, strategy, given.pop("groups", None), False, None, numbers, False
+    ).describe(0)
 
 
 @pytest.mark.parametrize(
@@ -272,13 +265,13 @@ def picky() -> Iterator[None]:
 
 
 def names(call: ParallelCall, backend: Any = "auto") -> tuple[str, str | None]:
-    forward, backward = choose_pair(call, backend)
+    forward, backward = choose_backends(call, backend)
     return forward.name, None if backward is None else backward.name
 
 
 def test_one_pair_serves_every_slice_of_every_rank(picky: None) -> None:
     # Rank 0 alone would have chosen another: its slices have 8 and 32 keys, those of rank 1 16 and 24.
-    assert {p.seqlen_k for p in slices_of(describe(2, strategy="gather"))} == {8, 24, 32}
+    assert {p.seqlen_k for p in describe(2, strategy="gather").problems()} == {8, 24, 32}
     assert names(describe(2, strategy="gather")) == ("first", "first")
     assert names(describe(4, strategy="gather")) == ("second", "second")
     assert names(describe(16, strategy="gather")) == ("eager", "eager")
@@ -297,9 +290,11 @@ def test_a_choice_is_made_anew_where_backends_change() -> None:
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """An entry for each choice that is made anew."""
     made: list[int] = []
-    choose = choice._choose
-    monkeypatch.setattr(choice, "_remembered", Remembered(16))
-    monkeypatch.setattr(choice, "_choose", lambda problems, backend: made.append(1) or choose(problems, backend))
+    choose = parallel_call._choose_pair
+    monkeypatch.setattr(parallel_call, "_pairs", Remembered(16))
+    monkeypatch.setattr(
+        parallel_call, "_choose_pair", lambda problems, backend: made.append(1) or choose(problems, backend)
+    )
     return made
 
 
@@ -313,10 +308,10 @@ def test_a_choice_is_remembered_for_all_that_decides_it(what: str, chosen: list[
         "sends_parts": {"sends_parts": True},
     }
     for _ in range(2):
-        choose_pair(call, "auto")
+        choose_backends(call, "auto")
     assert len(chosen) == 1
     with flash_dmattn.config(disabled="flex") if what == "disabled" else nullcontext():
-        choose_pair(call._replace(**changes.get(what, {})), "eager" if what == "requested" else "auto")
+        choose_backends(call._replace(**changes.get(what, {})), "eager" if what == "requested" else "auto")
     assert len(chosen) == 2
 
 

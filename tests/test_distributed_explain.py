@@ -18,12 +18,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import flash_dmattn
 from flash_dmattn.distributed import (
-    ParallelExplanation,
     SequenceLayout,
+    ShardedMask,
     context_parallel_attention,
     explain_context_parallel,
-    prepare_mask,
 )
+from flash_dmattn.distributed.explanation import ParallelExplanation
 from flash_dmattn.distributed.slices import plan
 
 P = ParallelCase
@@ -110,7 +110,7 @@ REMARKS: dict[str, tuple[dict[str, Any], list[str]]] = {
         ],
     ),
     "prepared": (
-        {"mask": prepare_mask(torch.ones(256, 1024) > 0, LAYOUT, 1)},
+        {"mask": ShardedMask.from_mask(torch.ones(256, 1024) > 0, LAYOUT, 1)},
         ["mask: rows of this rank, which stay where they are"],
     ),
     "sharded": (
@@ -174,13 +174,13 @@ def test_what_a_window_sends_is_said() -> None:
     found = explained(window_size=(10, 0), bias=torch.ones(1, 256, requires_grad=True))
     # Rank 1 has 128:256 and 768:896; it reads 0:128 and 640:768, and 128:256 and 768:896 are read by one rank each.
     sent = 2 * 128
-    assert [(x.what, x.how, x.sent) for x in found.traffic.forward] == [
+    assert [(x.what, x.how, x.sent) for x in found.forward_traffic] == [
         ("bias, sharded by keys", "all_to_all", sent * 4),
         ("keys and values", "all_to_all", sent * 2 * 2 * 32 * 4),
     ]
     assert "ranks send the keys that others read: no rank more than 33.3% of what an all_gather would" in str(found)
-    assert found.traffic.transient == 6 * 512 * 2 * 2 * 32 * 4
-    assert {x.how for x in explained(window_size=(900, 0)).traffic.forward} == {"all_gather"}
+    assert found.transient_bytes == 6 * 512 * 2 * 2 * 32 * 4
+    assert {x.how for x in explained(window_size=(900, 0)).forward_traffic} == {"all_gather"}
 
 
 def test_a_backend_that_serves_some_slices_serves_none() -> None:

@@ -12,7 +12,7 @@ from distributed_workers import workers
 from test_distributed_explain import check_bytes
 
 from flash_dmattn.distributed import SequenceLayout
-from flash_dmattn.distributed.reading import (
+from flash_dmattn.distributed.exchange import (
     CLEAR_SHARE,
     Moves,
     Runs,
@@ -25,7 +25,7 @@ from flash_dmattn.distributed.reading import (
     share_moved,
 )
 from flash_dmattn.distributed.slices import plan
-from flash_dmattn.distributed.strategy import strategy_of
+from flash_dmattn.distributed.transfers import choose_strategy
 
 P = ParallelCase
 TOLERANCE = 1e-10
@@ -59,7 +59,7 @@ def test_every_key_that_is_read_is_held_and_nothing_else_is_sent() -> None:
         for rank, moves in enumerate(every):
             parts = plan(of_q, rank, seqlen_k, window)
             read = set().union(*(range(part.start, part.stop) for part in parts))
-            assert positions(moves.held) == read and moves.own == of_k.of_rank(rank)
+            assert positions(moves.held) == read and moves.own == of_k.runs(rank)
             from_ranks = [positions(runs) for runs in moves.of]
             assert set().union(*from_ranks) == read and sum(map(len, from_ranks)) == len(read)
             for other, theirs in enumerate(every):
@@ -130,10 +130,10 @@ def test_what_a_window_leaves_of_128k(window: int, share: str, held: str) -> Non
 
 
 def test_auto_compares_ulysses_with_what_is_sent() -> None:
-    assert strategy_of("auto", 8, 8, 4, False, 1.0)[0] == "ulysses"
-    found = strategy_of("auto", 8, 8, 4, False, 0.3)
+    assert choose_strategy("auto", 8, 8, 4, False, 1.0)[0] == "ulysses"
+    found = choose_strategy("auto", 8, 8, 4, False, 0.3)
     assert found == ("gather", "ranks read so few keys of others that it sends less than ulysses")
-    assert strategy_of("auto", 8, 8, 4, False, 0.4)[0] == "ulysses"  # 4 x 0.4 > 2 / 1.5
+    assert choose_strategy("auto", 8, 8, 4, False, 0.4)[0] == "ulysses"  # 4 x 0.4 > 2 / 1.5
 
 
 WINDOWED = P(window=(20, 0), seqlen_q=1024, seqlen_k=1024, heads=2, heads_k=2, lse=True)

@@ -13,11 +13,9 @@ from distributed_calls import BIASES, ParallelCase, draw, local_bias, whole
 
 from flash_dmattn.backends.eager import BACKEND as EAGER
 from flash_dmattn.backends.protocol import Backend, Backward, Forward
-from flash_dmattn.distributed import SequenceLayout, prepare_mask
-from flash_dmattn.distributed.mask import cut
-from flash_dmattn.distributed.problems import head_groups, rank_problem
-from flash_dmattn.distributed.reading import places_in, runs_read
-from flash_dmattn.distributed.rows import KeySum, RankRows, Sums
+from flash_dmattn.distributed import SequenceLayout, ShardedMask
+from flash_dmattn.distributed.exchange import places_in, runs_read
+from flash_dmattn.distributed.rows import KeySum, RankRows, Sums, head_groups, rank_problem
 from flash_dmattn.distributed.slices import plan
 from flash_dmattn.gradients import with_dbias
 from flash_dmattn.problem import AttentionProblem, Gradients, MaskView, NeedsGrad, causal_window
@@ -45,7 +43,7 @@ def simulated(case: ParallelCase, size: int, backend: Backend = EAGER) -> dict[s
         views = [MaskView() for _ in parts]
         if x.mask is not None:
             mask = of_q.shard(x.mask, 2, rank)
-            views = [MaskView("dense", (cut(mask, part),)) for part in parts]
+            views = [MaskView("dense", (part.cut(mask),)) for part in parts]
         # The keys that the rank reads, as where ranks send parts, or all of them.
         held = runs_read(of_q, rank, of_k.length, window) if case.seed % 2 else ((0, of_k.length),)
         kept = torch.cat([torch.arange(0), *(torch.arange(*run) for run in held)])
@@ -118,7 +116,7 @@ def test_a_sharded_mask_is_that_of_the_rank(causal: bool, window: Any, rows: boo
     band &= (keys <= i + right) | torch.tensor(right < 0)
     for rank in range(3):
         own = of_q.shard(mask, 2, rank) if rows else mask
-        prepared = prepare_mask(own, of_q, rank, layout_k=of_k, is_causal=causal, window_size=window)
+        prepared = ShardedMask.from_mask(own, of_q, rank, layout_k=of_k, is_causal=causal, window_size=window)
         wanted = of_q.shard((mask & band).expand(2, 4, 288, 144), 2, rank)
         assert torch.equal(prepared.dense(), wanted)
         assert torch.equal(prepared.to("cpu").dense(), wanted)

@@ -7,7 +7,7 @@
 
 Writes DIR/scale.json after every row, then scale.md and scale.png. Efficiency is the time of one GPU over W times that
 of W. Each system's output and gradients are held against those of one GPU, in the same run. "machine" in the JSON is
-what `python -m flash_dmattn.distributed.model --machine DIR/scale.json` reads.
+what `python -m benchmarks.scale.predict --machine DIR/scale.json` reads.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flash_dmattn
-from flash_dmattn.distributed import SequenceLayout, context_parallel_attention, prepare_mask
+from flash_dmattn.distributed import SequenceLayout, ShardedMask, context_parallel_attention
 from flash_dmattn.distributed import call as parallel_call
 from flash_dmattn.masks import prepare_mask as prepare_whole_mask
 from flash_dmattn.masks import topk_mask
@@ -142,7 +142,7 @@ class Work:
         mask = None
         if self.kind == "topk":
             rows = layout.shard(self.kept_keys(group), 2, group.rank)
-            mask = prepare_mask(rows, layout, group.rank, is_causal=True)
+            mask = ShardedMask.from_mask(rows, layout, group.rank, is_causal=True)
         leaves = [x[name].requires_grad_() for name in ("q", "k", "v", "bias") if name in x]
         q, k, v, *bias = leaves
         world = dist.group.WORLD

@@ -20,10 +20,9 @@ from .. import api, explanation
 from ..dtensors import is_dtensor
 from ..problem import Repeats, fold_call
 from ..validation import describe
-from .agreement import refuse_together
 from .api import context_parallel_attention
 from .explanation import explain_context_parallel
-from .group import Members, groups_of
+from .group import Members, groups_of, refuse_together
 from .layout import SequenceLayout
 
 # The dim of a tensor that the ranks of each mesh dim share among them; None where each of them needs all of it.

@@ -41,16 +41,16 @@ class SequenceLayout:
         return type(self), (self.length, self.intervals)
 
     def __post_init__(self) -> None:
-        bounds = [x for of_rank in self.intervals for interval in of_rank for x in interval]
+        bounds = [x for runs in self.intervals for interval in runs for x in interval]
         for x in (self.length, *bounds):
             if isinstance(x, bool) or not isinstance(x, int):
                 raise TypeError(f"layout has {x!r} among its length and bounds; it needs ints")
         if not (self.intervals and all(self.intervals)):
             raise ValueError(f"intervals is {self.intervals}; each rank needs one interval at least")
-        merged = tuple(_merged(of_rank) for of_rank in self.intervals)
+        merged = tuple(_merged(runs) for runs in self.intervals)
         object.__setattr__(self, "intervals", merged)
         place = 0
-        for start, stop in sorted(interval for of_rank in merged for interval in of_rank):
+        for start, stop in sorted(interval for runs in merged for interval in runs):
             if start != place or stop <= start:
                 raise ValueError(
                     f"intervals has [{start}, {stop}) where position {place} comes next; each of the {self.length} "
@@ -59,7 +59,7 @@ class SequenceLayout:
             place = stop
         if place != self.length:
             raise ValueError(f"intervals ends at position {place}; it needs to cover the length, {self.length}")
-        counts = [sum(stop - start for start, stop in of_rank) for of_rank in merged]
+        counts = [sum(stop - start for start, stop in runs) for runs in merged]
         if len(set(counts)) != 1:
             raise ValueError(f"ranks have {counts} rows; they need the same number each")
 
@@ -126,7 +126,7 @@ class SequenceLayout:
             rank = min((r for r in range(world_size) if len(dealt[r]) < pieces), key=lambda r: (loads[r], r))
             dealt[rank].append(interval)
             loads[rank] += weights[interval]
-        return cls(length, tuple(tuple(sorted(of_rank)) for of_rank in dealt))
+        return cls(length, tuple(tuple(sorted(chunks)) for chunks in dealt))
 
     def joined(self, number: int) -> tuple[SequenceLayout, tuple[SequenceLayout, ...]]:
         """Runs of `number` ranks taken for one rank each: their layout, and of each of them who has which of its rows.
@@ -144,7 +144,7 @@ class SequenceLayout:
         outer, inner = [], []
         for first in range(0, self.world_size, number):
             members = self.intervals[first : first + number]
-            runs = sorted((start, stop, r) for r, of_rank in enumerate(members) for start, stop in of_rank)
+            runs = sorted((start, stop, r) for r, intervals in enumerate(members) for start, stop in intervals)
             own: list[list[Interval]] = [[] for _ in members]
             row = 0
             for start, stop, r in runs:
@@ -166,7 +166,7 @@ class SequenceLayout:
 
     def positions(self, rank: int, device: torch.device | str | None = None) -> Tensor:
         """The global positions of a rank's rows, int64 (local_length,): for rotary embeddings and labels."""
-        runs = [torch.arange(start, stop, device=device) for start, stop in self.of_rank(rank)]
+        runs = [torch.arange(start, stop, device=device) for start, stop in self.runs(rank)]
         return torch.cat(runs)
 
     def shard(self, x: Tensor, dim: int, rank: int) -> Tensor:
@@ -179,7 +179,7 @@ class SequenceLayout:
         """
         if x.shape[dim] != self.length:
             raise ValueError(f"x has size {x.shape[dim]} along dim {dim}; it needs that of the layout, {self.length}")
-        runs = [x.narrow(dim, start, stop - start) for start, stop in self.of_rank(rank)]
+        runs = [x.narrow(dim, start, stop - start) for start, stop in self.runs(rank)]
         return torch.cat(runs, dim)
 
     def unshard(self, pieces: Sequence[Tensor], dim: int) -> Tensor:
@@ -191,16 +191,16 @@ class SequenceLayout:
         if len(pieces) != self.world_size:
             raise ValueError(f"pieces has {len(pieces)} tensors; it needs one for each of {self.world_size} ranks")
         runs: list[tuple[int, Tensor]] = []
-        for piece, of_rank in zip(pieces, self.intervals):
+        for piece, intervals in zip(pieces, self.intervals):
             if piece.shape[dim] != self.local_length:
                 raise ValueError(
                     f"a piece has size {piece.shape[dim]} along dim {dim}; it needs that of a rank, {self.local_length}"
                 )
-            lengths = [stop - start for start, stop in of_rank]
-            runs += zip((start for start, _ in of_rank), piece.split(lengths, dim))
+            lengths = [stop - start for start, stop in intervals]
+            runs += zip((start for start, _ in intervals), piece.split(lengths, dim))
         return torch.cat([x for _, x in sorted(runs, key=lambda run: run[0])], dim)
 
-    def of_rank(self, rank: int) -> tuple[Interval, ...]:
+    def runs(self, rank: int) -> tuple[Interval, ...]:
         """The intervals of a rank.
 
         Raises:
@@ -214,7 +214,7 @@ class SequenceLayout:
     def flat(self) -> tuple[int, ...]:
         """All of it as ints, for operators: the length, then of each rank the number of intervals and their bounds."""
         return self.length, *(
-            x for of_rank in self.intervals for x in (len(of_rank), *(b for pair in of_rank for b in pair))
+            x for runs in self.intervals for x in (len(runs), *(bound for run in runs for bound in run))
         )
 
 
@@ -230,12 +230,12 @@ def from_flat(flat: tuple[int, ...]) -> SequenceLayout:
     return SequenceLayout(length, tuple(intervals))
 
 
-def _merged(of_rank: Sequence[Interval]) -> tuple[Interval, ...]:
+def _merged(runs: Sequence[Interval]) -> tuple[Interval, ...]:
     """Runs with neighbours joined; their order is checked, since rows of a rank's tensors are in it."""
     merged: list[Interval] = []
-    for start, stop in of_rank:
+    for start, stop in runs:
         if merged and start < merged[-1][1]:
-            raise ValueError(f"intervals has {tuple(of_rank)} for a rank; they need to ascend, and not to overlap")
+            raise ValueError(f"intervals has {tuple(runs)} for a rank; they need to ascend, and not to overlap")
         if merged and start == merged[-1][1]:
             merged[-1] = (merged[-1][0], stop)
         else:

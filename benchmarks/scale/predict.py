@@ -1,7 +1,7 @@
 """The predictor: time, efficiency and memory of context-parallel attention from one GPU's speed and link bandwidths.
 
-    python -m flash_dmattn.distributed.model --lengths 32768 131072 --gpus 2 8
-    python -m flash_dmattn.distributed.model --machine scale.json     # as benchmarks.scale has measured
+    python -m benchmarks.scale.predict --lengths 32768 131072 --gpus 2 8
+    python -m benchmarks.scale.predict --machine scale.json     # as benchmarks.scale has measured
 
 A prediction, not a measurement: it knows no congestion, no stragglers and no rounding of clocks.
 
@@ -33,8 +33,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from .layout import SequenceLayout
-from .reading import CLEAR_SHARE, share_moved
+from flash_dmattn.distributed import SequenceLayout
+from flash_dmattn.distributed.exchange import CLEAR_SHARE, share_moved
 
 Strategy = Literal["gather", "ulysses", "2d"]
 STRATEGIES: tuple[Strategy, ...] = ("gather", "ulysses", "2d")
@@ -261,9 +261,7 @@ def read_machine(path: str | Path) -> Machine:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     assert __doc__ is not None
-    parser = argparse.ArgumentParser(
-        prog="python -m flash_dmattn.distributed.model", description=__doc__.split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale.predict", description=__doc__.split("\n")[0])
     integers: dict[str, Any] = {"type": int, "metavar": "N"}
     parser.add_argument("--lengths", nargs="+", default=[32768, 65536, 131072], help="of the sequence", **integers)
     parser.add_argument("--gpus", nargs="+", default=[2, 8], help="numbers of GPUs", **integers)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flash_dmattn.distributed import model
-from flash_dmattn.distributed.model import Layer, Machine, Prediction, Strategy
+from benchmarks.scale import predict as model
+from benchmarks.scale.predict import Layer, Machine, Prediction, Strategy
 
 # (length, GPUs, strategy, key-value heads, partial rows): inner, groups, segments, forward ms, backward ms, %, GB; the
 # first model of this kind, written apart from this one, printed them.
