@@ -86,7 +86,7 @@ def test_a_case_that_one_gpu_cannot_do_is_a_row() -> None:
     class TooLong:
         name, length, heads, kv_heads = "causal", 1, 2, 2
 
-        def whole(self, group: Group) -> None:
+        def on_one_gpu(self, group: Group) -> None:
             raise MemoryError("too long")
 
     rows = list(scale.rows_of(Group(0, 2, torch.device("cpu")), TooLong(), True))

@@ -18,10 +18,10 @@ def bandwidths(group: Group, sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
     """A row for each collective and size: `mb` a rank has, and GB/s that it receives."""
     for size in sizes:
         mine = torch.zeros(size // 2, dtype=torch.bfloat16, device=group.device)
-        whole = torch.empty(size // 2 * group.size, dtype=torch.bfloat16, device=group.device)
+        gathered = torch.empty(size // 2 * group.size, dtype=torch.bfloat16, device=group.device)
         traded = torch.empty_like(mine)
         runs: dict[str, tuple[Callable[[], Any], float]] = {
-            "all_gather": (partial(dist.all_gather_into_tensor, whole, mine), size * (group.size - 1)),
+            "all_gather": (partial(dist.all_gather_into_tensor, gathered, mine), size * (group.size - 1)),
             "all_to_all": (partial(dist.all_to_all_single, traded, mine), size * (group.size - 1) / group.size),
         }
         for name, (run, received) in runs.items():

@@ -1,4 +1,4 @@
-"""Time of passes that several ranks make together, and how far their results are from those of one GPU."""
+"""Time of passes that several ranks make together, and how far their results are from the results of one GPU."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Of one pass: so many runs, or as many as fit about this time, after so many that do not count.
+# Runs of one pass: as many as fit about this time within these limits, after WARM runs that do not count.
 LEAST, MOST, MILLISECONDS, WARM = 3, 20, 500.0, 2
-# Errors of 16 bit results beside those of one GPU, both rounded: what rounding leaves is 4e-3.
+# The largest error of 16 bit results: rounding alone, here and on one GPU, makes 4e-3.
 MOST_ERROR = 1.5e-2
 
 
@@ -74,22 +74,22 @@ def _once(group: Group, run: Callable[[], Any]) -> float:
 def _slowest(group: Group, milliseconds: list[float]) -> list[float]:
     together = torch.tensor(milliseconds, device=group.device)
     dist.all_reduce(together, op=dist.ReduceOp.MAX)
-    found: list[float] = together.tolist()
-    return found
+    slowest: list[float] = together.tolist()
+    return slowest
 
 
 def compare(
-    group: Group, names: Sequence[str], found: Sequence[Tensor], wanted: Sequence[Tensor], places: Tensor | None
+    group: Group, names: Sequence[str], results: Sequence[Tensor], wanted: Sequence[Tensor], places: Tensor | None
 ) -> dict[str, Any]:
     """Relative errors of each result on the worst rank, and whether all are what rounding leaves.
 
     Args:
         names: of the results.
-        found, wanted: the rows of this rank.
-        places: where the rows of `found` stand among those of `wanted`, None where they are the same.
+        results, wanted: the rows of this rank.
+        places: where the rows of `wanted` stand in `results`, None where they are the same.
     """
     errors = {}
-    for name, x, y in zip(names, found, wanted, strict=True):
+    for name, x, y in zip(names, results, wanted, strict=True):
         x = x if places is None else x.index_select(1, places)
         gap = (x.float() - y.float()).norm() / y.float().norm().clamp_min(1e-30)
         errors[name] = _slowest(group, [gap.item()])[0]

@@ -121,8 +121,8 @@ def context_parallel_attention(
         out = flash_dmattn.attention(whole_q, whole_k, whole_v, whole_mask, whole_bias, **keywords)
         out = layout.shard(out, 1, rank)
 
-    Every rank calls it at the same time with its own rows, and gets its own rows of the result; gradients are those of
-    the sum of the losses of all ranks. Sizes: Lq and Lk are those of the whole sequence, the rest as in `attention`.
+    Every rank calls it at the same time with its own rows, and gets its own rows of the result. Gradients belong to the
+    sum of the losses of all ranks. Lq and Lk are lengths of the whole sequence; other sizes are as in `attention`.
 
     Args:
         q: (B, Lq / W, Hq, D), the rows that `layout` gives this rank, `layout.shard(whole_q, 1, rank)`.
@@ -132,12 +132,12 @@ def context_parallel_attention(
             rank; j is 1, Lk in global order, or with i = 1 also Lk / W, sharded as the keys. Or a `ShardedMask`, for
             any number of calls. Rows are never sent.
         bias: of the same shapes, any float dtype. Its gradient has its shape. With rows of this rank, or sharded by
-            keys, that gradient is exact and complete. With i = 1 and otherwise it is that of this rank's rows, like
-            that of any weight: what sums gradients over ranks (DDP, FSDP) sums it too.
+            keys, that gradient is exact and complete. With i = 1 and otherwise it counts this rank's rows alone, like
+            the gradient of any weight: what sums gradients over ranks (DDP, FSDP) sums it too.
         group: a `ProcessGroup`, or a `DeviceMesh` of one dim; or of two, (outer, inner): heads are traded for positions
-            over the inner dim, keys gathered over the outer one. `layout` counts all ranks, the inner dim first, and
-            rows of masks and biases are those that an inner group has together, of `layout.joined(inner size)[0]`:
-            (B, H, Lq / outer size, ·). Gradients of a bias are those of this rank's heads then.
+            over the inner dim, keys gathered over the outer one. `layout` counts all ranks, the inner dim first. Masks
+            and biases have the rows that an inner group has together, of `layout.joined(inner size)[0]`:
+            (B, H, Lq / outer size, ·). Gradients of a bias then count this rank's heads alone.
         layout: of the queries, and of the keys where `layout_k` is None.
         layout_k: of the keys.
         strategy: "gather": keys and values are gathered, of a window those that a rank reads; rows of masks and biases
@@ -149,12 +149,12 @@ def context_parallel_attention(
             before it is computed. More of them take less memory, and more time where it was measured.
         is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, backend: as in `attention`, of the
             whole call.
-        sink: (Hq,), as in `attention`, the same on every rank; its gradient is that of this rank's rows.
+        sink: (Hq,), as in `attention`, the same on every rank; its gradient counts this rank's rows alone.
         sequences, dropout_p: refused.
 
     Returns:
         out (B, Lq / W, Hq, Dv), or with `return_lse` a tuple of it and lse (B, Hq, Lq / W), both as in `attention`.
-        Results are equal bit by bit from run to run where those of the backend are, for the same number of ranks.
+        Results are equal bit by bit from run to run for one number of ranks, where the backend repeats its own.
 
     Raises:
         TypeError, ValueError: an argument is wrong on some rank, or ranks differ. All ranks raise the same error, in

@@ -55,8 +55,8 @@ class ParallelCall(NamedTuple):
         sends_parts: whether ranks of "gather" send each other the keys that are read; else all get all of them.
         trade: how heads are traded for positions: with "ulysses", and over the inner dim of a mesh of two; else None.
         reduce_bias_grad, exchange_dtype: as the caller passed them.
-        number: which of the calls over its groups it is, by which ranks know each other's backward passes; 0 in a
-            compiled graph.
+        number: counts the calls over its groups, so that ranks know each other's backward passes; 0 in a compiled
+            graph.
     """
 
     problem: AttentionProblem
@@ -113,7 +113,7 @@ class ParallelCall(NamedTuple):
         )
 
     def problems(self) -> list[AttentionProblem]:
-        """Return the different problems among the slices of all ranks, all of which one pair has to serve."""
+        """Return the different problems among the slices of all ranks. One pair has to serve them all."""
         heads = head_groups(self.problem.num_heads_k, self.head_groups)[0]  # the others are like it
         # Dynamo of torch 2.11 sorts by numbers alone, not by tuples.
         parts = dict.fromkeys(
@@ -187,7 +187,7 @@ class Request(NamedTuple):
             TypeError, ValueError: as `attention`, of the rank's rows over all keys; and what does not fit the layouts.
         """
         is_mesh = len(self.groups) == 2
-        check_layout(self.layout, math.prod(one.size for one in self.groups), "mesh" if is_mesh else "group")
+        check_layout(self.layout, math.prod([one.size for one in self.groups]), "mesh" if is_mesh else "group")
         q, k, v = follow_autocast(*self.tensors[:3])
         request = self._replace(tensors=self.tensors._replace(q=q, k=k, v=v))
         if self.has_sequences:
@@ -466,7 +466,7 @@ def _choose_pair(problems: list[AttentionProblem], requested: BackendChoice) -> 
 
 
 def _first_for_all(preferred: list[str], problems: list[AttentionProblem], direction: Direction) -> Backend:
-    """Return the first backend that serves one pass of all slices, out of those that a slice prefers, or of all."""
+    """Return the first backend that serves one pass of all slices, out of the favourites of slices, or else of all."""
     if len(set(preferred)) == 1:
         return BACKENDS[preferred[0]]
     for name in (*(n for n in BACKENDS if n in preferred), *BACKENDS):

@@ -30,7 +30,7 @@ _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else 
 
 
 class Moves(NamedTuple):
-    """What one rank sends and receives, in positions of the whole sequence of keys.
+    """Positions that one rank sends and receives, counted in the whole sequence of keys.
 
     Attributes:
         rank: which one.
@@ -117,7 +117,7 @@ def moves_of(
         layout, layout_k: of queries and keys, `SequenceLayout.flat`.
         rank: whose moves.
         window: of the whole call with causality folded in.
-        all_held: whether the rank holds all keys, of which those that are not read are nobody's.
+        all_held: whether the rank holds all keys, also the ones that it does not read.
     """
     rows, keys = from_flat(layout), from_flat(layout_k)
     reads = [runs_read(rows, r, keys.length, window) for r in range(rows.world_size)]
@@ -141,7 +141,7 @@ def _pieces(held: Runs, of: tuple[Runs, ...]) -> tuple[tuple[int, int, int], ...
 
 
 def share_moved(layout: SequenceLayout, layout_k: SequenceLayout, window: tuple[int, int]) -> float:
-    """Return the most positions that a rank sends or receives where each has what it reads, in those of an all_gather.
+    """Return the most positions that a rank sends or receives where each gets what it reads; an all_gather is 1.
 
     Args:
         layout, layout_k: of queries and keys.
@@ -299,7 +299,7 @@ def _exchange(
 ) -> Pending:
     """Send runs of the tensors, whose positions along `dim` are `present`, to each rank, and receive runs of each.
 
-    `finish` gets the pieces of each rank, in the order of runs and then of tensors; those of this one never travel.
+    `finish` gets the pieces of each rank, in the order of runs and then of tensors. Its own pieces never travel.
     """
     outgoing = [
         [x.narrow(dim, place_in(present, start), stop - start) for start, stop in runs for x in tensors] for runs in to
@@ -333,14 +333,14 @@ ROUTE = "str group, int rank, int[] layout, int[] layout_k, int left, int right,
 
 
 class Route(NamedTuple):
-    """Between which ranks keys travel, and which: what operators receive beside tensors, in the order of `ROUTE`.
+    """Which keys travel, and between which ranks: numbers that operators receive, in the order of `ROUTE`.
 
     Attributes:
         group, rank: name of the process group, and this process's place in it.
         layout, layout_k: of queries and keys, `SequenceLayout.flat`.
         left, right: the window of the whole call, causality folded in.
         sends_parts: whether ranks send each other the keys that are read; else every rank gets all of them.
-        number: of the call, by which ranks know each other's backward passes; 0 in a compiled graph.
+        number: of the call, so that ranks know each other's backward passes; 0 in a compiled graph.
     """
 
     group: str
@@ -378,7 +378,7 @@ class Route(NamedTuple):
         agree_within(self.group, direction, self.number, {**values, **own})
 
     def bring(self, tensors: Sequence[Tensor], dim: int, all_held: bool = False) -> Pending:
-        """Send the rows of this rank along `dim`, and bring those that it reads: `held`, or all of them."""
+        """Send the rows of this rank along `dim`, and bring what it reads: `held`, or all keys."""
         if self.sends_parts:
             return fetch(tensors, dim, self.moves(all_held), self.group)
         return gather(tensors, dim, from_flat(self.layout_k), self.group)

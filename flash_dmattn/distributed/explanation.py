@@ -27,10 +27,10 @@ from .transfers import Strategy
 
 
 class Transfer(NamedTuple):
-    """What some collectives of a pass move.
+    """Bytes that some collectives of a pass move.
 
     Attributes:
-        what: moves.
+        what: the tensors.
         how: the collective, "all_gather" or "all_to_all".
         sent, received: bytes that this rank sends to others, and receives from them.
     """
@@ -43,7 +43,7 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class ParallelExplanation(Explanation):
-    """What `explain_context_parallel` says; an `Explanation` of the rank's rows over all keys, and prints as a table.
+    """The answer of `explain_context_parallel`: an `Explanation` of the rank's rows over all keys; prints as a table.
 
     Attributes:
         strategy: "gather", "ulysses", or "both" over a mesh of two dims.
@@ -336,7 +336,7 @@ def _summed(call: ParallelCall) -> Iterator[Transfer]:
         elif call.reduce_bias_grad:
             yield gathered(f"d{name}, summed", own.numel() * itemsize, call.members.size)
         if call.reduce_bias_grad and call.trade is not None and call.strategy == "gather":
-            # All heads of it: a rank's gradient is zero for those that it does not compute.
+            # The gradient has all heads: a rank's is zero for heads that it does not compute.
             every_head = as_scores(passed) if name == "bias" else passed
             size = call.trade.members.size
             yield gathered(f"d{name}, summed over heads", every_head.numel() * itemsize, size)

@@ -198,7 +198,7 @@ def refuse_together(groups: tuple[Members, ...], failure: Exception) -> NoReturn
 
 
 class _Statement(NamedTuple):
-    """What one rank sends the others where they do not agree: its values, or the error that it has met."""
+    """The values of one rank, or the error that it has met: ranks send each other these where they do not agree."""
 
     rank: int
     shared: Shared

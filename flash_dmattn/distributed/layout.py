@@ -18,7 +18,7 @@ class SequenceLayout:
 
     Attributes:
         length: positions of the whole sequence.
-        intervals: of each rank the runs of positions [start, stop) that it has, ascending; neighbours are one run. Rows
+        intervals: for each rank its runs of positions [start, stop), ascending; neighbours are one run. Rows
             of a rank's tensors are in this order. Every rank has as many rows.
 
     Raises:
@@ -65,7 +65,7 @@ class SequenceLayout:
 
     @classmethod
     def zigzag(cls, length: int, world_size: int) -> SequenceLayout:
-        """Rank r has chunks r and 2 * world_size - 1 - r of 2 * world_size: equal work under causality.
+        """Give rank r chunks r and 2 * world_size - 1 - r of 2 * world_size: equal work under causality.
 
         This is the order of `context_parallel` in torch (head-tail) and of TransformerEngine (DualChunkSwap), so their
         loaders fit. Chunks of a multiple of 128 are fastest.
@@ -79,7 +79,7 @@ class SequenceLayout:
 
     @classmethod
     def contiguous(cls, length: int, world_size: int) -> SequenceLayout:
-        """Rank r has rows r * length / world_size and the following: for calls without causality.
+        """Give rank r rows r * length / world_size and the following: for calls without causality.
 
         Raises:
             ValueError: `length` is no multiple of `world_size`.
@@ -89,13 +89,13 @@ class SequenceLayout:
 
     @classmethod
     def balanced(cls, work: Sequence[float], length: int, world_size: int, *, pieces: int = 8) -> SequenceLayout:
-        """Rows dealt out by how much work they are: for masks whose rows differ.
+        """Deal rows out by how much work they are: for masks whose rows differ.
 
         The sequence is cut into `pieces` chunks for each rank. The largest goes first, to the rank with least work
         that still wants chunks, so every rank has `pieces` of them.
 
         Args:
-            work: of each run of ceil(length / len(work)) rows how much it is, on the host, the same on every rank; for
+            work: how much work each run of ceil(length / len(work)) rows is, on the host, the same on every rank. For
                 instance the number of live tiles for each 128 rows of a prepared mask,
                 `(mask.row_full_count + mask.row_partial_count).sum((0, 1)).tolist()`.
             length, world_size: positions in all, and ranks.
@@ -129,7 +129,7 @@ class SequenceLayout:
         return cls(length, tuple(tuple(sorted(chunks)) for chunks in dealt))
 
     def joined(self, number: int) -> tuple[SequenceLayout, tuple[SequenceLayout, ...]]:
-        """Runs of `number` ranks taken for one rank each: their layout, and of each of them who has which of its rows.
+        """Take each `number` ranks in a row for one; return their layout, and the layouts of the rows within each.
 
         Raises:
             ValueError: the ranks are no multiple of `number`.
@@ -165,12 +165,12 @@ class SequenceLayout:
         return self.length // self.world_size
 
     def positions(self, rank: int, device: torch.device | str | None = None) -> Tensor:
-        """The global positions of a rank's rows, int64 (local_length,): for rotary embeddings and labels."""
+        """Return the global positions of a rank's rows, int64 (local_length,): for rotary embeddings and labels."""
         runs = [torch.arange(start, stop, device=device) for start, stop in self.runs(rank)]
         return torch.cat(runs)
 
     def shard(self, x: Tensor, dim: int, rank: int) -> Tensor:
-        """What a rank has of a tensor of the whole sequence; differentiable.
+        """Take a rank's rows out of a tensor of the whole sequence; differentiable.
 
         Equivalent to `x.index_select(dim, layout.positions(rank))`.
 
@@ -183,7 +183,7 @@ class SequenceLayout:
         return torch.cat(runs, dim)
 
     def unshard(self, pieces: Sequence[Tensor], dim: int) -> Tensor:
-        """The tensor of the whole sequence, from those of all ranks in their order; differentiable.
+        """Put the tensors of all ranks, in their order, together to one of the whole sequence; differentiable.
 
         Raises:
             ValueError: there is not one piece for each rank, or one has another length along `dim`.
@@ -201,7 +201,7 @@ class SequenceLayout:
         return torch.cat([x for _, x in sorted(runs, key=lambda run: run[0])], dim)
 
     def runs(self, rank: int) -> tuple[Interval, ...]:
-        """The intervals of a rank.
+        """Return the intervals of a rank.
 
         Raises:
             ValueError: there is no such rank.
@@ -212,7 +212,7 @@ class SequenceLayout:
 
     @property
     def flat(self) -> tuple[int, ...]:
-        """All of it as ints, for operators: the length, then of each rank the number of intervals and their bounds."""
+        """All of it as ints, for operators: the length, then for each rank the number of intervals and their bounds."""
         return self.length, *(
             x for runs in self.intervals for x in (len(runs), *(bound for run in runs for bound in run))
         )
@@ -220,7 +220,7 @@ class SequenceLayout:
 
 @lru_cache(maxsize=256)
 def from_flat(flat: tuple[int, ...]) -> SequenceLayout:
-    """The layout that has given these ints as `flat`."""
+    """Return the layout whose `flat` these ints are."""
     length, *rest = flat
     intervals = []
     while rest:

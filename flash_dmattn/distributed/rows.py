@@ -174,7 +174,7 @@ def views_of(forms: Sequence[str], tensors: Sequence[Tensor]) -> list[MaskView]:
 
 
 def view_of_heads(view: MaskView, heads: HeadGroup) -> MaskView:
-    """Return the part of a mask that a group of heads reads; its heads are 1, those of keys or those of queries."""
+    """Return the part of a mask that a group of heads reads; it may have one head, or a head for each of k or q."""
     if heads.number == heads.total or not view.tensors or view.tensors[0].shape[1] == 1:
         return view
     # Kernels read prepared masks as contiguous tensors.
@@ -289,7 +289,7 @@ class KeySum:
         """Start without a term.
 
         Args:
-            like: those keys or values.
+            like: these keys or values.
             number: of slices.
             dtype: of the sum, in the end.
         """
@@ -341,7 +341,7 @@ class Sums(NamedTuple):
 
     @classmethod
     def of(cls, rows: RankRows) -> Sums:
-        """Allocate those that the call needs, zero where slices add to them."""
+        """Allocate the gradients that the call needs, zero where slices add to them."""
         needs, dbias = rows.problem.needs_grad, None
         if needs.bias and rows.bias is not None:
             dbias = empty_gradient(rows.bias) if rows.bias.shape[2] > 1 else rows.bias.new_zeros(rows.bias.shape)

@@ -154,7 +154,7 @@ class ShardedMask:
 
         Raises:
             TypeError: `mask` is not a bool tensor.
-            ValueError: its rows or keys are not those of the layout.
+            ValueError: it has other rows or keys than the layout.
 
         >>> import torch
         >>> from flash_dmattn.distributed import SequenceLayout, ShardedMask

@@ -169,7 +169,7 @@ class HeadTrade(NamedTuple):
 
     Attributes:
         members: the group.
-        layout, layout_k: which of its queries and keys each rank has.
+        layout, layout_k: which queries and keys of the group each rank has.
         num_heads, num_heads_k: of the whole call. Ranks share key-value heads that are fewer than they.
         number: of the call, 0 in a compiled graph.
     """
@@ -201,14 +201,14 @@ class HeadTrade(NamedTuple):
         return None if x is None else x[:, self.own(x.shape[1])]
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Trade q, k and v of this rank's rows for those of its heads; differentiable."""
+        """Trade q, k and v of this rank's rows for q, k and v of its heads; differentiable."""
         traded = self._trade(q, "q", self.layout, to_heads=True)
         keys = [x if self.repeats == 1 else x.repeat_interleave(self.repeats, 2) for x in (k, v)]
         k, v = (self._trade(x, name, self.layout_k, to_heads=True) for name, x in zip("kv", keys))
         return traded, k, v
 
     def to_rows(self, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Trade out and lse of this rank's heads for those of its rows; differentiable."""
+        """Trade out and lse of this rank's heads for out and lse of its rows; differentiable."""
         own = self._trade(out, "out", self.layout, to_heads=False)
         if lse is None:
             return own, None

@@ -1,4 +1,4 @@
-"""A layer's call in a `use_context_parallel` block: its positions are those of one rank, keys are on all ranks."""
+"""A layer's call in a `use_context_parallel` block: this rank has some of the positions, and keys are on all ranks."""
 
 from __future__ import annotations
 
