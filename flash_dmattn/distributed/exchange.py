@@ -111,13 +111,9 @@ def common(first: Runs, second: Runs) -> Runs:
 def moves_of(
     layout: tuple[int, ...], layout_k: tuple[int, ...], rank: int, window: tuple[int, int], all_held: bool = False
 ) -> Moves:
-    """Return what a rank sends and receives.
+    """Return what a rank sends and receives; layouts are `SequenceLayout.flat`, and the window has causality folded in.
 
-    Args:
-        layout, layout_k: of queries and keys, `SequenceLayout.flat`.
-        rank: whose moves.
-        window: of the whole call with causality folded in.
-        all_held: whether the rank holds all keys, also the ones that it does not read.
+    With `all_held` the rank's tensor has room for all keys, also for the ones that it does not read.
     """
     rows, keys = from_flat(layout), from_flat(layout_k)
     reads = [runs_read(rows, r, keys.length, window) for r in range(rows.world_size)]
@@ -141,12 +137,7 @@ def _pieces(held: Runs, of: tuple[Runs, ...]) -> tuple[tuple[int, int, int], ...
 
 
 def share_moved(layout: SequenceLayout, layout_k: SequenceLayout, window: tuple[int, int]) -> float:
-    """Return the most positions that a rank sends or receives where each gets what it reads; an all_gather is 1.
-
-    Args:
-        layout, layout_k: of queries and keys.
-        window: of the whole call with causality folded in.
-    """
+    """Return the most positions that a rank sends or receives where each gets what it reads; an all_gather is 1."""
     if window[0] < 0 or layout.world_size == 1:  # the last row reads back to the first key, or nothing moves
         return 1.0
     return _share_moved(layout.flat, layout_k.flat, window)
@@ -194,12 +185,9 @@ class Pending(NamedTuple):
 
 
 def gather(tensors: Sequence[Tensor], dim: int, layout: SequenceLayout, group: str) -> Pending:
-    """Send this rank's rows to every rank, and bring the tensors of the whole sequence, rows in global order.
+    """Send this rank's rows, along `dim`, to every rank, and bring the tensors of the whole sequence in global order.
 
-    Args:
-        tensors: of one dtype, with the rows of this rank along `dim`, of equal shapes on every rank.
-        layout: which rows those are.
-        group: name of the process group.
+    The tensors have one dtype, and equal shapes on every rank.
     """
     shapes = [x.shape for x in tensors]
     sent = _joined(tensors)
@@ -215,15 +203,9 @@ def gather(tensors: Sequence[Tensor], dim: int, layout: SequenceLayout, group: s
 
 
 def scatter(tensors: Sequence[Tensor], dim: int, layout: SequenceLayout, rank: int, group: str) -> Pending:
-    """Send gradients of whole tensors to the ranks that have the rows, and bring the sums of all ranks for own rows.
+    """Send gradients of what `gather` brought to the ranks that have the rows, and bring the sums of own rows.
 
-    Args:
-        tensors: of the dtype of the exchange, with all rows along `dim`, of equal shapes on every rank.
-        layout: which rank has which rows.
-        rank: this one.
-        group: name of the process group.
-
-    The sums are in fp32, fp64 for fp64.
+    The gradients have the dtype of the exchange; the sums over all ranks are in fp32, fp64 for fp64.
     """
     runs = [run for intervals in layout.intervals for run in intervals]
     sent = _joined([x.narrow(dim, start, stop - start) for start, stop in runs for x in tensors])
@@ -241,12 +223,9 @@ def scatter(tensors: Sequence[Tensor], dim: int, layout: SequenceLayout, rank: i
 
 
 def fetch(tensors: Sequence[Tensor], dim: int, moves: Moves, group: str) -> Pending:
-    """Send this rank's rows to the ranks that read them; bring what it holds, zero at positions that it does not read.
+    """Send this rank's rows, along `dim`, to the ranks that read them, and bring the positions that it holds.
 
-    Args:
-        tensors: of one dtype, with the rows of this rank along `dim`, of equal shapes on every rank.
-        moves: who reads what.
-        group: name of the process group.
+    Positions that it does not read are zero. The tensors have one dtype, and equal shapes on every rank.
     """
 
     def assemble(ranks: list[list[Tensor]]) -> list[Tensor]:
@@ -263,14 +242,9 @@ def fetch(tensors: Sequence[Tensor], dim: int, moves: Moves, group: str) -> Pend
 
 
 def give_back(tensors: Sequence[Tensor], dim: int, moves: Moves, group: str) -> Pending:
-    """Send gradients of what was fetched to the ranks that have it, and bring the sums of all ranks for own rows.
+    """Send gradients of what `fetch` brought to the ranks that have it, and bring the sums of own rows.
 
-    Args:
-        tensors: of the dtype of the exchange, with what this rank holds along `dim`.
-        moves: who has read what.
-        group: name of the process group.
-
-    The sums are in fp32, fp64 for fp64.
+    The gradients have the dtype of the exchange; the sums over all ranks are in fp32, fp64 for fp64.
     """
 
     def add(ranks: list[list[Tensor]]) -> list[Tensor]:

@@ -146,20 +146,14 @@ def context_in_force() -> InContext | None:
 
 
 def next_number(groups: tuple[Members, ...]) -> int:
-    """Count the calls over groups, the next one included: every rank has the same number.
-
-    Args:
-        groups: one, or the dims of a mesh.
-    """
+    """Count the calls over a group or the dims of a mesh, the next one included: every rank has the same number."""
     return _numbers(groups)[_names(groups)] + 1
 
 
 def agree(groups: tuple[Members, ...], shared: Shared) -> None:
     """Compare the call of this rank with the calls of all others, and count the call.
 
-    Args:
-        groups: one, or the dims of a mesh: the result of a comparison over one dim is compared over the next.
-        shared: values that have to be the same on every rank.
+    The result of a comparison over one dim of a mesh is compared over the next.
 
     Raises:
         ValueError: ranks differ in a value; the message names the argument and the value of each rank.
@@ -176,7 +170,7 @@ def agree_within(group: str, direction: str, number: int, values: Mapping[str, o
         group: name of the process group.
         direction: "forward" or "backward".
         number: of the call, 0 in a compiled graph.
-        values: numbers that have to be the same on every rank, and tensors whose dtype and shape have to be.
+        values: numbers to compare, and tensors whose dtype and shape are compared.
 
     Raises:
         ValueError: ranks differ in a value.

@@ -275,13 +275,9 @@ def attend_gathered(
     bias: Tensor | None,
     sink: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse of this rank's rows.
+    """Return out and lse of this rank's rows, or over a mesh of two dims of its heads of its inner group's rows.
 
-    Args:
-        call: as it was described.
-        pair: the backends of all slices.
-        q, k, v: of this rank; over a mesh of two dims its heads of the rows of its inner group.
-        mask, bias: with all keys, or one.
+    `mask` and `bias` have all keys, or one.
     """
     problem, flags = call.problem, call.problem.flags
     views = _views(call, pair, mask)

@@ -71,11 +71,7 @@ def rank_problem(
 ) -> AttentionProblem:
     """Describe the rows of one rank over all keys, without a mask: `slice_problem` cuts it.
 
-    Args:
-        q, v: of the rank; v gives its head dim alone.
-        bias: 4-D, with all keys or one.
-        seqlen_k: number of all keys.
-        window: of the whole call, with causality folded in; a slice has its own.
+    Only the head dim of v counts, and the window has causality folded in.
     """
     batch, seqlen_q, num_heads, head_dim = q.shape
     head_dim_v = v.shape[3]
@@ -110,14 +106,9 @@ def rank_problem(
 def slice_problem(
     rank: AttentionProblem, part: Slice, heads: HeadGroup, held: int, mask: MaskView | None = None
 ) -> AttentionProblem:
-    """Describe one slice and one group of heads.
+    """Describe one slice and one group of heads of a rank's rows, whose tensors of keys have `held` of them.
 
-    Args:
-        rank: the problem of the rank's rows over all keys.
-        part: which rows and keys, and their window.
-        heads: which heads.
-        held: number of keys in the tensors that hold the keys of the slice.
-        mask: of the slice and the group; where it is None the mask of `rank` is cut.
+    `mask` is the mask of the slice and the group; where it is None the mask of `rank` is cut.
     """
     left, right = part.window
     causal = right == 0

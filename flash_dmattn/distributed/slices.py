@@ -86,14 +86,7 @@ def slice_keys(
 
 
 def plan(layout: SequenceLayout, rank: int, seqlen_k: int, window: tuple[int, int]) -> tuple[Slice, ...]:
-    """Return the calls of one rank.
-
-    Args:
-        layout: of the queries.
-        rank: whose calls.
-        seqlen_k: number of all keys.
-        window: of the whole call with causality folded in.
-    """
+    """Return the calls of one rank; the window is the one of the whole call, with causality folded in."""
     slices, row = [], 0
     for a, b in layout.runs(rank):
         slices.append(Slice(row, row + b - a, *slice_keys(a, b, layout.length, seqlen_k, window, ALIGNMENT)))

@@ -230,7 +230,7 @@ def choose_strategy(
         num_heads, num_heads_k: of the whole call.
         size: number of ranks.
         has_rows: whether a mask or bias has rows of its own for each rank.
-        share: of all keys, which gather would move.
+        share: the share of all keys that gather would move.
 
     Raises:
         ValueError: there is no such strategy, or it cannot serve the call.
