@@ -14,7 +14,7 @@ from ..dispatch.config import BackendChoice, Decision, blocks, disabled
 from ..dispatch.refusals import report_fallback
 from ..dispatch.registry import BACKENDS, on_change, works
 from ..dispatch.selection import Selection, choice_in_force, choose, falls_back, select_pair
-from ..masks.prepared.types import PreparedMask
+from ..masks import PreparedMask
 from ..problem import AttentionProblem, NeedsGrad, TensorSpec, as_scores, check_flag, dtype_name, unpacked_spec
 from ..remembered import Remembered
 from ..sequences.nested import is_nested

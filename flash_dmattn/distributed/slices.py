@@ -9,9 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..masks import PreparedMask
 from ..masks.arguments import bool_mask
-from ..masks.prepared.prepare import prepare_mask
-from ..masks.prepared.types import PreparedMask
 from ..problem import causal_window, check_flag, check_window
 from .layout import SequenceLayout
 
@@ -140,7 +139,7 @@ class ShardedMask:
             layout: of the queries.
             rank: whose rows these are, `torch.distributed.get_rank(group)`.
             layout_k: of the keys; the layout of the queries where it is not given.
-            is_causal, window_size, reorder: as in `PreparedMask.from_mask`, of the whole call.
+            is_causal, window_size, reorder: as in `flash_dmattn.masks.PreparedMask.from_mask`, of the whole call.
 
         Returns:
             ShardedMask, with a prepared mask for each interval of the rank.
@@ -169,7 +168,7 @@ class ShardedMask:
             )
         is_causal, window_size = check_flag("is_causal", is_causal), check_window(window_size)
         masks = [
-            prepare_mask(
+            PreparedMask.from_mask(
                 part.cut(scores),
                 seqlen_q=part.seqlen_q,
                 seqlen_k=part.seqlen_k,
