@@ -147,8 +147,8 @@ def test_one_graph_under_compile(name: str, four: Workers) -> None:
 
 
 def test_a_shared_sequence_is_not_traced(four: Workers) -> None:
-    for message in four.run("dtensor_calls.refused_as_one_graph", Call("S1", seqlen_q=8, seqlen_k=8)):
-        assert "q shares its sequence in a graph of torch.compile" in message
+    for error in four.run("dtensor_calls.refused_as_one_graph", Call("S1", seqlen_q=8, seqlen_k=8)):
+        assert "q shares its sequence in a graph of torch.compile" in error
 
 
 BATCH, HEADS = Call("S0", bias=(1, 2, 1, 7), bias_on="R"), Call("S2", bias=(1, 2, 1, 7), bias_on="S1")
@@ -251,22 +251,22 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_on_every_rank(name: str, four: Workers) -> None:
     call, changes, message = REFUSED[name]
-    for message in four.run("dtensor_calls.refusal", call, changes):
-        assert re.match(message if "Error" in message else ".*" + message, message), message
+    for error in four.run("dtensor_calls.refusal", call, changes):
+        assert re.match(message if "Error" in message else ".*" + message, error), error
 
 
 def test_a_mistake_of_one_rank_beside_a_shared_sequence_is_refused_on_all(four: Workers) -> None:
     call = Call("S1", seqlen_q=8, seqlen_k=8, bias=(1, 1, 8, 8), bias_on="S2")
-    for message in four.run("dtensor_calls.refusal", call, {"bias": "plain"}, (1, 2)):
-        assert re.match("TypeError: rank [12]: bias is a Tensor, and q is a DTensor", message), message
+    for error in four.run("dtensor_calls.refusal", call, {"bias": "plain"}, (1, 2)):
+        assert re.match("TypeError: rank [12]: bias is a Tensor, and q is a DTensor", error), error
     for results in four.run("dtensor_calls.compare", call):
         check(call, results, "S1", "S2")
 
 
 @pytest.mark.parametrize("kind", ["vmap", "grad"])
 def test_transforms_are_refused(kind: str, four: Workers) -> None:
-    for message in four.run("dtensor_calls.transformed", kind):
-        assert re.search(r"is a DTensor.*(inside of a transform of torch\.func|needs to be one, too)", message), message
+    for error in four.run("dtensor_calls.transformed", kind):
+        assert re.search(r"is a DTensor.*(inside of a transform of torch\.func|needs to be one, too)", error), error
 
 
 def test_a_prepared_mask_of_all_goes_to_every_rank(four: Workers) -> None:

@@ -362,7 +362,7 @@ def test_operators_are_what_they_say() -> None:
         for names in workers(2).run("distributed_calls.check_operators", case):
             checked |= set(names)
     wanted = {"gather_forward", "gather_backward", "gather_keys", "return_keys", "sum_over_ranks"}
-    assert wanted | {"trade_to_heads", "trade_to_rows"} <= checked
+    assert wanted | {"trade_heads"} <= checked
 
 
 @pytest.mark.parametrize("causal", [False, True])

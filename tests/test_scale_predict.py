@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 from pathlib import Path
 
@@ -129,6 +130,11 @@ def test_ulysses_by_hand() -> None:
 )
 def test_what_does_not_divide_is_no_prediction(layer: Layer, gpus: int, way: tuple[int, int, int]) -> None:
     assert model.predict(Machine(), layer, gpus, *way) is None
+
+
+def test_examples() -> None:
+    done = doctest.testmod(model)
+    assert done.attempted and not done.failed
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,42 +53,31 @@ def _sum_fake(x: Tensor, group: str, size: int, number: int) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _to_heads(x: Tensor, group: str, layout: list[int], direction: str, name: str, number: int) -> Tensor:
+def _trade(x: Tensor, group: str, layout: list[int], to_heads: bool, direction: str, name: str, number: int) -> Tensor:
     where = from_flat(tuple(layout))
-    _compare_trade(x, group, layout, direction, name, number)
-    received = trade(torch.stack(x.chunk(where.world_size, 2)), group)
-    return where.unshard(list(received.unbind()), 1)
-
-
-def _to_heads_fake(x: Tensor, group: str, layout: list[int], *others: Any) -> Tensor:
-    batch, _, heads, dim = x.shape
-    return x.new_empty(batch, layout[0], heads // from_flat(tuple(layout)).world_size, dim)
-
-
-def _to_rows(x: Tensor, group: str, layout: list[int], direction: str, name: str, number: int) -> Tensor:
-    where = from_flat(tuple(layout))
-    _compare_trade(x, group, layout, direction, name, number)
+    if direction == "backward" or number == 0:  # else the call was compared
+        agree_within(group, direction, number, {"traded": name, name: x, "layout": layout})
+    if to_heads:
+        received = trade(torch.stack(x.chunk(where.world_size, 2)), group)
+        return where.unshard(list(received.unbind()), 1)
     sent = torch.stack([where.shard(x, 1, rank) for rank in range(where.world_size)])
     return torch.cat(list(trade(sent, group).unbind()), 2)
 
 
-def _to_rows_fake(x: Tensor, group: str, layout: list[int], *others: Any) -> Tensor:
+def _trade_fake(x: Tensor, group: str, layout: list[int], to_heads: bool, *others: Any) -> Tensor:
     batch, _, heads, dim = x.shape
     where = from_flat(tuple(layout))
-    return x.new_empty(batch, where.local_length, heads * where.world_size, dim)
+    size = where.world_size
+    if to_heads:
+        return x.new_empty(batch, layout[0], heads // size, dim)
+    return x.new_empty(batch, where.local_length, heads * size, dim)
 
 
-def _compare_trade(x: Tensor, group: str, layout: list[int], direction: str, name: str, number: int) -> None:
-    if direction == "backward" or number == 0:  # else the call was compared
-        agree_within(group, direction, number, {"traded": name, name: x, "layout": layout})
-
-
-_TRADE = "(Tensor x, str group, int[] layout, str direction, str name, int number) -> Tensor"
+_TRADE = "(Tensor x, str group, int[] layout, bool to_heads, str direction, str name, int number) -> Tensor"
 _gather_op = define("gather_keys", f"(Tensor x, {ROUTE}) -> Tensor", _gather_keys, _gather_keys_fake)
 _return_op = define("return_keys", f"(Tensor x, {ROUTE}) -> Tensor", _return_keys, _return_keys_fake)
 _sum_op = define("sum_over_ranks", "(Tensor x, str group, int size, int number) -> Tensor", _sum, _sum_fake)
-_to_heads_op = define("trade_to_heads", _TRADE, _to_heads, _to_heads_fake)
-_to_rows_op = define("trade_to_rows", _TRADE, _to_rows, _to_rows_fake)
+_trade_op = define("trade_heads", _TRADE, _trade, _trade_fake)
 
 
 class _GatherKeys(torch.autograd.Function):
@@ -136,7 +125,7 @@ class _Trade(torch.autograd.Function):
     def forward(
         x: Tensor, group: str, layout: tuple[int, ...], to_heads: bool, direction: str, name: str, number: int
     ) -> Tensor:
-        traded: Tensor = (_to_heads_op if to_heads else _to_rows_op)(x, group, list(layout), direction, name, number)
+        traded: Tensor = _trade_op(x, group, list(layout), to_heads, direction, name, number)
         return traded
 
     @staticmethod
