@@ -29,9 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import peers, report
-from .bandwidth import SIZES, bandwidths
 from .calls import QUICK, Bound, Sizes, Work, cases
-from .measure import Group, compare, time_passes
+from .measure import SIZES, Group, bandwidths, compare, time_passes
 
 # Multicast of NVLink, switched off: the network adds nothing up here, and a fault of it takes the host with it.
 REQUIRED = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}

@@ -1,10 +1,11 @@
-"""Time of passes that several ranks make together, and how far their results are from the results of one GPU."""
+"""Time of passes that ranks make together, bandwidth of collectives, and errors of results beside one GPU."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 LEAST, MOST, MILLISECONDS, WARM = 3, 20, 500.0, 2
 # The largest error of 16 bit results: rounding alone, here and on one GPU, makes 4e-3.
 MOST_ERROR = 1.5e-2
+SIZES = tuple(1 << n for n in range(20, 30))  # bytes of a rank: 1 MB to 512 MB
 
 
 class Group(NamedTuple):
@@ -94,3 +96,18 @@ def compare(
         gap = (x.float() - y.float()).norm() / y.float().norm().clamp_min(1e-30)
         errors[name] = _slowest(group, [gap.item()])[0]
     return {"errors": errors, "right": all(error <= MOST_ERROR for error in errors.values())}
+
+
+def bandwidths(group: Group, sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """A row for each collective and size: `mb` a rank has, and GB/s that it receives."""
+    for size in sizes:
+        mine = torch.zeros(size // 2, dtype=torch.bfloat16, device=group.device)
+        gathered = torch.empty(size // 2 * group.size, dtype=torch.bfloat16, device=group.device)
+        traded = torch.empty_like(mine)
+        runs: dict[str, tuple[Callable[[], Any], float]] = {
+            "all_gather": (partial(dist.all_gather_into_tensor, gathered, mine), size * (group.size - 1)),
+            "all_to_all": (partial(dist.all_to_all_single, traded, mine), size * (group.size - 1) / group.size),
+        }
+        for name, (run, received) in runs.items():
+            milliseconds = timed(group, run)
+            yield {"collective": name, "mb": size / 2**20, "ms": milliseconds, "gbs": received / milliseconds / 1e6}

@@ -23,7 +23,7 @@ from .exchange import CLEAR_SHARE, Route, length_of, runs_read, share_moved, sum
 from .group import Members, Shared, check_layout
 from .layout import SequenceLayout
 from .rows import head_groups, slice_problem
-from .slices import ShardedMask, plan
+from .slices import ShardedMask, Slice, plan
 from .transfers import HeadTrade, check_heads, choose_strategy, sum_gradient
 
 
@@ -84,13 +84,20 @@ class ParallelCall(NamedTuple):
         over = (self.members.name, self.members.rank, self.layout.flat, self.layout_k.flat)
         return Route(*over, *self.problem.window, self.sends_parts, self.number)
 
+    @property
+    def slices(self) -> tuple[Slice, ...]:
+        """The calls that this rank makes: one for each run of its rows, or one for all rows of its heads."""
+        if self.strategy == "ulysses":
+            return (Slice(0, self.layout.length, 0, self.layout_k.length, self.problem.window),)
+        return plan(self.layout, self.members.rank, self.layout_k.length, self.problem.window)
+
     def keys_held(self, rank: int) -> int:
         """Return how many keys a rank has while it computes."""
         if not self.sends_parts:
             return self.layout_k.length
         return length_of(runs_read(self.layout, rank, self.layout_k.length, self.problem.window))
 
-    def head_problem(self) -> AttentionProblem:
+    def _head_problem(self) -> AttentionProblem:
         """Describe the one call that each rank of "ulysses" makes: all positions of its heads."""
         p, size, trade = self.problem, self.members.size, self.trade
         heads, heads_k, seqlen_q = p.num_heads // size, max(1, p.num_heads_k // size), self.layout.length
@@ -113,7 +120,9 @@ class ParallelCall(NamedTuple):
         )
 
     def problems(self) -> list[AttentionProblem]:
-        """Return the different problems among the slices of all ranks. One pair has to serve them all."""
+        """Return the different problems among the calls of all ranks. One choice of backends has to serve them all."""
+        if self.strategy == "ulysses":
+            return [self._head_problem()]
         heads = head_groups(self.problem.num_heads_k, self.head_groups)[0]  # the others are like it
         # Dynamo of torch 2.11 sorts by numbers alone, not by tuples.
         parts = dict.fromkeys(
@@ -441,7 +450,7 @@ def choose_backends(call: ParallelCall, backend: BackendChoice) -> Selection:
 def find_backends(call: ParallelCall, requested: BackendChoice) -> Selection:
     """Make the choice itself: no warning, no record."""
     if call.strategy == "ulysses":
-        return choose(call.head_problem(), requested)
+        return choose(call.problems()[0], requested)
     if torch.compiler.is_compiling():  # sizes may be symbols there, which no key can hold
         return _choose_pair(call.problems(), requested)
     settings = (requested, disabled(), BACKENDS.version)

@@ -22,7 +22,7 @@ from .call import ParallelCall, Request, Tensors, find_backends
 from .exchange import share_moved, sum_dtype
 from .group import Group, groups_of
 from .layout import SequenceLayout
-from .slices import ShardedMask, Slice, plan
+from .slices import ShardedMask, Slice
 from .transfers import Strategy
 
 
@@ -167,13 +167,8 @@ def explain_context_parallel(
     request = Request(tensors, groups, layout, layout_k, strategy, head_groups, *more, sequences is not None)
     call, requested = request.describe(0), choice_in_force(backend)
     is_traded, members = call.strategy == "ulysses", call.members
-    if is_traded:
-        problem = call.head_problem()
-        problems = [problem]
-        parts: tuple[Slice, ...] = (Slice(0, problem.seqlen_q, 0, problem.seqlen_k, problem.window),)
-    else:
-        problem, problems = call.problem, call.problems()
-        parts = plan(call.layout, members.rank, call.layout_k.length, problem.window)
+    problems = call.problems()
+    problem = problems[0] if is_traded else call.problem
     forward = backward = error = None
     try:
         pair = find_backends(call, requested)
@@ -202,7 +197,7 @@ def explain_context_parallel(
         ranks=layout.world_size,
         layout=layout,
         layout_k=layout if layout_k is None else layout_k,
-        slices=parts,
+        slices=call.slices,
         forward_traffic=forward_traffic,
         backward_traffic=backward_traffic,
         transient_bytes=_transient_bytes(call, forward_traffic),

@@ -18,7 +18,7 @@ from ..problem import Gradients, MaskView, NeedsGrad, allowed_pairs
 from .call import ParallelCall
 from .exchange import ROUTE, Pending, Route, places_in
 from .rows import HeadGroup, RankRows, Sums, head_groups, rank_problem, slice_problem, views_of
-from .slices import ShardedMask, plan
+from .slices import ShardedMask
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? bias, Tensor? sink"
 _NUMBERS = (
@@ -303,7 +303,7 @@ def attend_gathered(
 
 def _views(call: ParallelCall, pair: Selection, mask: Tensor | ShardedMask | None) -> list[MaskView]:
     """Return the mask of each slice as both passes receive it, all heads together."""
-    parts = plan(call.layout, call.members.rank, call.layout_k.length, call.problem.window)
+    parts = call.slices
     if mask is None:
         return [MaskView()] * len(parts)
     heads = HeadGroup(0, call.problem.num_heads_k, call.problem.num_heads_k)
