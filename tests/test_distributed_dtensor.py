@@ -27,66 +27,57 @@ def four() -> Workers:
     return workers(4)
 
 
-# Each call, and the placements of out and lse; a gradient has the placements of its leaf.
+# Each call, and the placements of its lse; out has the placements of q, and a gradient the ones of its leaf.
 CALLS = {
-    "batch": (Call("S0", mask=(3, 1, 5, 7), mask_on="S0", bias=(3, 2, 5, 7), bias_on="S0", flags=LSE), "S0", "S0"),
-    "batch, shared bias": (Call("S0", bias=(1, 2, 1, 7), bias_on="R", sink_on="R", flags=LSE), "S0", "S0"),
-    "batch, whole bias that is sliced": (Call("S0", bias=(3, 1, 5, 7), bias_on="R", flags=LSE), "S0", "S0"),
+    "batch": (Call("S0", mask=(3, 1, 5, 7), mask_on="S0", bias=(3, 2, 5, 7), bias_on="S0", flags=LSE), "S0"),
+    "batch, shared bias": (Call("S0", bias=(1, 2, 1, 7), bias_on="R", sink_on="R", flags=LSE), "S0"),
+    "batch, whole bias that is sliced": (Call("S0", bias=(3, 1, 5, 7), bias_on="R", flags=LSE), "S0"),
     "batch, mask and bias of two dims": (
         Call("S0", mask=(5, 7), mask_on="R", bias=(5, 1), bias_on="R", flags=LSE),
         "S0",
-        "S0",
     ),
-    "batch, whole keys": (Call("S0", k="R", mask=(3, 4, 5, 7), mask_on="R"), "S0", "S0"),
-    "a rank without entries": (Call("S0", batch=(1,), bias=(1, 4, 5, 7), bias_on="R", sink_on="R"), "S0", "S0"),
+    "batch, whole keys": (Call("S0", k="R", mask=(3, 4, 5, 7), mask_on="R"), "S0"),
+    "a rank without entries": (Call("S0", batch=(1,), bias=(1, 4, 5, 7), bias_on="R", sink_on="R"), "S0"),
     "heads": (
         Call("S2", mask=(3, 4, 5, 7), mask_on="S1", bias=(1, 4, 5, 7), bias_on="S1", sink_on="S0", flags=LSE),
-        "S2",
         "S1",
     ),
-    "heads, bias of key-value heads": (Call("S2", bias=(3, 2, 1, 7), bias_on="S1", flags=LSE), "S2", "S1"),
-    "heads, bias of three dims": (Call("S2", bias=(2, 1, 7), bias_on="S0", flags=LSE), "S2", "S1"),
-    "heads, bias of one head": (Call("S2", bias=(3, 1, 5, 7), bias_on="R", flags=LSE), "S2", "S1"),
-    "heads, all else whole": (Call("S2", k="R", bias=(2, 5, 7), bias_on="R", sink_on="R", flags=LSE), "S2", "S1"),
-    "replicas": (Call("R", mask=(5, 7), mask_on="R", bias=(1, 1, 5, 7), bias_on="R", sink_on="R", flags=LSE), "R", "R"),
+    "heads, bias of key-value heads": (Call("S2", bias=(3, 2, 1, 7), bias_on="S1", flags=LSE), "S1"),
+    "heads, bias of three dims": (Call("S2", bias=(2, 1, 7), bias_on="S0", flags=LSE), "S1"),
+    "heads, bias of one head": (Call("S2", bias=(3, 1, 5, 7), bias_on="R", flags=LSE), "S1"),
+    "heads, all else whole": (Call("S2", k="R", bias=(2, 5, 7), bias_on="R", sink_on="R", flags=LSE), "S1"),
+    "replicas": (Call("R", mask=(5, 7), mask_on="R", bias=(1, 1, 5, 7), bias_on="R", sink_on="R", flags=LSE), "R"),
     "batch and heads": (
         Call("S0 S2", mask=(3, 1, 5, 7), mask_on="S0 R", bias=(3, 4, 1, 7), bias_on="S0 S1", sink_on="R S0", flags=LSE),
-        "S0 S2",
         "S0 S1",
     ),
-    "heads and batch": (Call("S2 S0", bias=(1, 4, 5, 7), bias_on="S1 R", sink_on="R R", flags=LSE), "S2 S0", "S1 S0"),
-    "batch and heads, shared bias": (Call("S0 S2", bias=(5, 7), bias_on="R R", flags=LSE), "S0 S2", "S0 S1"),
-    "batch and replicas": (Call("S0 R", bias=(1, 2, 1, 7), bias_on="R R", sink_on="R R", flags=LSE), "S0 R", "S0 R"),
-    "batch twice": (Call("S0 S0", bias=(3, 1, 1, 7), bias_on="S0 R", flags=LSE), "S0 S0", "S0 S0"),
-    "heads twice": (Call("S2 S2", num_heads_k=4, bias=(4, 5, 7), bias_on="S0 S0", flags=LSE), "S2 S2", "S1 S1"),
+    "heads and batch": (Call("S2 S0", bias=(1, 4, 5, 7), bias_on="S1 R", sink_on="R R", flags=LSE), "S1 S0"),
+    "batch and heads, shared bias": (Call("S0 S2", bias=(5, 7), bias_on="R R", flags=LSE), "S0 S1"),
+    "batch and replicas": (Call("S0 R", bias=(1, 2, 1, 7), bias_on="R R", sink_on="R R", flags=LSE), "S0 R"),
+    "batch twice": (Call("S0 S0", bias=(3, 1, 1, 7), bias_on="S0 R", flags=LSE), "S0 S0"),
+    "heads twice": (Call("S2 S2", num_heads_k=4, bias=(4, 5, 7), bias_on="S0 S0", flags=LSE), "S1 S1"),
     "two batch dims": (
         Call("S1 S0", batch=(2, 3), mask=(2, 1, 1, 5, 7), mask_on="R S0", bias=(3, 4, 5, 7), bias_on="S0 R", flags=LSE),
-        "S1 S0",
         "S1 S0",
     ),
     "probabilities": (
         Call("S2", needs="", flags=(("backend", "reference"), ("return_lse", True), ("return_probs", True))),
-        "S2",
         "S1",
     ),
     "sequence": (
         Call("S1", seqlen_q=8, seqlen_k=8, mask=(3, 1, 8, 8), mask_on="S2", bias=(1, 4, 8, 8), bias_on="S2", flags=LSE),
-        "S1",
         "S2",
     ),
     "sequence, shared bias": (
         Call("S1", seqlen_q=8, seqlen_k=12, bias=(1, 2, 1, 12), bias_on="R", sink_on="R", flags=LSE),
-        "S1",
         "S2",
     ),
     "sequence, all else whole": (
         Call("S1", k="R", seqlen_q=8, mask=(8, 8), seqlen_k=8, mask_on="R", bias=(1, 4, 8, 8), bias_on="R", flags=LSE),
-        "S1",
         "S2",
     ),
     "sequence, bias and mask of the keys": (
         Call("S1", seqlen_q=8, seqlen_k=8, mask=(3, 1, 1, 8), mask_on="S3", bias=(1, 2, 1, 8), bias_on="S3", flags=LSE),
-        "S1",
         "S2",
     ),
     "batch and sequence": (
@@ -100,22 +91,20 @@ CALLS = {
             bias_on="R R",
             sink_on="R R",
         ),
-        "S0 S1",
         "S0 S2",
     ),
     "sequence and heads": (
         Call("S1 S2", seqlen_q=8, seqlen_k=8, bias=(3, 4, 8, 8), bias_on="S2 S1", sink_on="R S0", flags=LSE),
-        "S1 S2",
         "S2 S1",
     ),
-    "window and softcap": (Call("S2", flags=(("softcap", 2.0), ("window_size", (3, 0)))), "S2", "S1"),
-    "gradient of the bias alone": (Call("S0", bias=(1, 4, 5, 7), bias_on="R", needs="bias"), "S0", "S0"),
-    "gradient of the keys alone": (Call("S0 S2", k="S0 R", needs="k"), "S0 S2", "S0 S1"),
-    "gradient of the sink alone": (Call("S0 S2", sink_on="R R", needs="sink"), "S0 S2", "S0 S1"),
+    "window and softcap": (Call("S2", flags=(("softcap", 2.0), ("window_size", (3, 0)))), "S1"),
+    "gradient of the bias alone": (Call("S0", bias=(1, 4, 5, 7), bias_on="R", needs="bias"), "S0"),
+    "gradient of the keys alone": (Call("S0 S2", k="S0 R", needs="k"), "S0 S1"),
+    "gradient of the sink alone": (Call("S0 S2", sink_on="R R", needs="sink"), "S0 S1"),
 }
 
 
-def check(call: Call, results: dict[str, tuple[str, float]], out_on: str, lse_on: str) -> None:
+def check(call: Call, results: dict[str, tuple[str, float]], lse_on: str) -> None:
     leaves = {
         "dq": call.q,
         "dk": call.k or call.q,
@@ -123,7 +112,7 @@ def check(call: Call, results: dict[str, tuple[str, float]], out_on: str, lse_on
         "dbias": call.bias_on,
         "dsink": call.sink_on,
     }
-    expected = {"out": out_on, "lse": lse_on, "probs": lse_on, **leaves}
+    expected = {"out": call.q, "lse": lse_on, "probs": lse_on, **leaves}
     assert {name: placed for name, (placed, _) in results.items()} == {name: expected[name] for name in results}
     assert {name: far for name, (_, far) in results.items() if not far < 1e-10} == {}
     needed = {f"d{name}" for name in call.needs.split()} - ({"dbias"} if call.bias is None else set())
@@ -132,18 +121,18 @@ def check(call: Call, results: dict[str, tuple[str, float]], out_on: str, lse_on
 
 @pytest.mark.parametrize("name", CALLS)
 def test_values_gradients_and_placements(name: str, four: Workers) -> None:
-    call, out_on, lse_on = CALLS[name]
+    call, lse_on = CALLS[name]
     for results in four.run("dtensor_calls.compare", call):
         if "probabilities" in name:
             assert set(results) == {"out", "lse", "probs"}
-        check(call, results, out_on, lse_on)
+        check(call, results, lse_on)
 
 
 @pytest.mark.parametrize("name", ["batch, shared bias", "heads, all else whole", "batch and heads"])
 def test_one_graph_under_compile(name: str, four: Workers) -> None:
-    call, out_on, lse_on = CALLS[name]
+    call, lse_on = CALLS[name]
     for results in four.run("dtensor_calls.compare", call, True):
-        check(call, results, out_on, lse_on)
+        check(call, results, lse_on)
 
 
 def test_a_shared_sequence_is_not_traced(four: Workers) -> None:
@@ -260,7 +249,7 @@ def test_a_mistake_of_one_rank_beside_a_shared_sequence_is_refused_on_all(four: 
     for error in four.run("dtensor_calls.refusal", call, {"bias": "plain"}, (1, 2)):
         assert re.match("TypeError: rank [12]: bias is a Tensor, and q is a DTensor", error), error
     for results in four.run("dtensor_calls.compare", call):
-        check(call, results, "S1", "S2")
+        check(call, results, "S2")
 
 
 @pytest.mark.parametrize("kind", ["vmap", "grad"])

@@ -27,7 +27,7 @@ _NUMBERS = (
 )
 
 
-class Numbers(NamedTuple):
+class GatherSettings(NamedTuple):
     """All that both operators receive beside tensors; `flat` and `of` have it in the order of their schemas.
 
     Attributes:
@@ -50,10 +50,10 @@ class Numbers(NamedTuple):
     needs_grad: Sequence[bool]
 
     @classmethod
-    def of(cls, numbers: Sequence[Any]) -> Numbers:
+    def of(cls, values: Sequence[Any]) -> GatherSettings:
         """Make it of the arguments of an operator."""
         number = len(Route._fields)
-        return cls(Route.of(*numbers[:number]), *numbers[number:])
+        return cls(Route.of(*values[:number]), *values[number:])
 
     @property
     def flat(self) -> tuple[Any, ...]:
@@ -103,14 +103,14 @@ class Numbers(NamedTuple):
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: list[Tensor], bias: Tensor | None, sink: Tensor | None, *numbers: Any
+    q: Tensor, k: Tensor, v: Tensor, mask: list[Tensor], bias: Tensor | None, sink: Tensor | None, *values: Any
 ) -> tuple[Tensor, Tensor]:
-    n = Numbers.of(numbers)
-    if n.route.number == 0:  # else the call was compared
-        n.compare("forward", q=q, k=k, v=v, bias=bias, sink=sink)
-    arriving = n.arriving(k, v)
-    rows = n.rows(q, k, v, mask, bias, sink)
-    backend = BACKENDS[n.forward]
+    settings = GatherSettings.of(values)
+    if settings.route.number == 0:  # else the call was compared
+        settings.compare("forward", q=q, k=k, v=v, bias=bias, sink=sink)
+    arriving = settings.arriving(k, v)
+    rows = settings.rows(q, k, v, mask, bias, sink)
+    backend = BACKENDS[settings.forward]
     out, lse = empty_outputs(q, v)
     for heads, held_k, held_v in arriving:
         rows.forward(backend, heads, held_k, held_v, out, lse)
@@ -128,15 +128,15 @@ def _backward(
     sink: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    *numbers: Any,
+    *values: Any,
 ) -> list[Tensor]:
-    n = Numbers.of(numbers)
-    n.compare("backward", q=q, k=k, v=v, bias=bias, sink=sink)
-    arriving = n.arriving(k, v)
-    rows = n.rows(q, k, v, mask, bias, sink)
-    backend = BACKENDS[n.backward]
+    settings = GatherSettings.of(values)
+    settings.compare("backward", q=q, k=k, v=v, bias=bias, sink=sink)
+    arriving = settings.arriving(k, v)
+    rows = settings.rows(q, k, v, mask, bias, sink)
+    backend = BACKENDS[settings.backward]
     sums = Sums.of(rows)
-    dk, dv = (empty_gradient(x) if needed else None for x, needed in zip((k, v), n.needs_grad[1:3]))
+    dk, dv = (empty_gradient(x) if needed else None for x, needed in zip((k, v), settings.needs_grad[1:3]))
 
     def store(heads: HeadGroup, pending: Pending) -> None:
         for gradient, total in zip([x for x in (dk, dv) if x is not None], pending.wait()):
@@ -144,11 +144,11 @@ def _backward(
 
     leaving: tuple[HeadGroup, Pending] | None = None
     for heads, held_k, held_v in arriving:
-        sent = rows.backward(backend, heads, held_k, held_v, out, lse, dout, dlse, sums, n.exchange_dtype)
+        sent = rows.backward(backend, heads, held_k, held_v, out, lse, dout, dlse, sums, settings.exchange_dtype)
         if leaving is not None:
             store(*leaving)
         if sent:  # on its way while the next group is computed
-            leaving = (heads, n.route.send_back(sent, 1))
+            leaving = (heads, settings.route.send_back(sent, 1))
     if leaving is not None:
         store(*leaving)
     return [x for x in (sums.q, dk, dv, sums.bias, sums.sink) if x is not None]
@@ -169,18 +169,18 @@ def _backward_fake(
     sink: Tensor | None,
     *others: Any,
 ) -> list[Tensor]:
-    return empty_gradients((q, k, v, bias, sink), others[-1])  # needs_grad, the last of `Numbers`
+    return empty_gradients((q, k, v, bias, sink), others[-1])  # needs_grad, the last of `GatherSettings`
 
 
 def _forward_flop(q: Tensor, k: Tensor, v: Tensor, *others: Any, out_val: object = None) -> int:
-    return forward_flop_of(Numbers.of(others[3:]).pairs(q), q.shape[3], v.shape[3])
+    return forward_flop_of(GatherSettings.of(others[3:]).pairs(q), q.shape[3], v.shape[3])
 
 
 def _backward_flop(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *others: Any, out_val: object = None
 ) -> int:
-    numbers = Numbers.of(others[5:])
-    return backward_flop_of(numbers.pairs(q), q.shape[3], v.shape[3], numbers.needs_grad)
+    settings = GatherSettings.of(others[5:])
+    return backward_flop_of(settings.pairs(q), q.shape[3], v.shape[3], settings.needs_grad)
 
 
 define("gather_forward", f"({_INPUTS}, {_NUMBERS}) -> (Tensor out, Tensor lse)", _forward, _forward_fake)
@@ -200,19 +200,25 @@ class GatherAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None, numbers: Numbers, *mask: Tensor
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sink: Tensor | None,
+        settings: GatherSettings,
+        *mask: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Run the forward pass."""
-        out, lse = gather_forward(q, k, v, list(mask), bias, sink, *numbers.flat)
+        out, lse = gather_forward(q, k, v, list(mask), bias, sink, *settings.flat)
         return out, lse
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         """Keep what the backward pass reads."""
-        q, k, v, bias, sink, numbers, *mask = inputs
+        q, k, v, bias, sink, settings, *mask = inputs
         ctx.save_for_backward(q, k, v, bias, sink, *output, *mask)
         ctx.set_materialize_grads(False)  # an unused lse must not cost a dlse of zeros
-        ctx.numbers = numbers
+        ctx.settings = settings
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -221,7 +227,7 @@ class GatherAttention(torch.autograd.Function):
         rest = (None,) * (1 + len(mask))
         # Ranks that send nothing back would keep the others waiting, so a gradient of nothing is one of zeros.
         dout = torch.zeros_like(out) if dout is None else dout
-        arguments = (dout, dlse, q, k, v, bias, sink, out, lse, ctx.numbers, *mask)
+        arguments = (dout, dlse, q, k, v, bias, sink, out, lse, ctx.settings, *mask)
         if torch.is_grad_enabled():
             return *GatherGradients.apply(*arguments), *rest
         return *_gradients(*arguments), *rest
@@ -258,11 +264,11 @@ def _gradients(
     sink: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    numbers: Numbers,
+    settings: GatherSettings,
     *mask: Tensor,
 ) -> Gradients:
-    gradients = gather_backward(dout, dlse, q, k, v, list(mask), bias, sink, out, lse, *numbers.flat)
-    return spread(gradients, NeedsGrad(*numbers.needs_grad))
+    gradients = gather_backward(dout, dlse, q, k, v, list(mask), bias, sink, out, lse, *settings.flat)
+    return spread(gradients, NeedsGrad(*settings.needs_grad))
 
 
 def attend_gathered(
@@ -281,7 +287,7 @@ def attend_gathered(
     """
     problem, flags = call.problem, call.problem.flags
     views = _views(call, pair, mask)
-    numbers = Numbers(
+    settings = GatherSettings(
         call.route,
         tuple(view.form for view in views),
         flags.softmax_scale,
@@ -295,9 +301,9 @@ def attend_gathered(
     )
     tensors = [x for view in views for x in view.tensors]
     if pair.backward is None and not is_transformed():
-        out, lse = gather_forward(q, k, v, tensors, bias, sink, *numbers.flat)
+        out, lse = gather_forward(q, k, v, tensors, bias, sink, *settings.flat)
         return out, lse
-    results: tuple[Tensor, Tensor] = GatherAttention.apply(*distinct(q, k, v, bias, sink, numbers, *tensors))
+    results: tuple[Tensor, Tensor] = GatherAttention.apply(*distinct(q, k, v, bias, sink, settings, *tensors))
     return results
 
 
