@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy
 
 from flash_dmattn import attention
 from flash_dmattn.distributed import SequenceLayout, context_parallel_attention
-from flash_dmattn.nn import apply_rotary, rotary_angles
+from flash_dmattn.nn.positions import apply_rotary, rotary_angles
 
 VOCABULARY, LENGTH, BATCH = 32, 128, 4
 DIM, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 64, 2, 4, 2, 16

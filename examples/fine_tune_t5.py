@@ -28,7 +28,7 @@ from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn.integrations.transformers import register
-from flash_dmattn.tools.demo.report import Report
+from flash_dmattn.tools.demo.command import print_table
 
 PADDING, END, FIRST_BYTE = 0, 1, 3  # token ids as ByT5 has them
 VOCABULARY = 256 + FIRST_BYTE
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     given = parser.parse_args(arguments)
     device = torch.device(given.device)
     given.out.mkdir(parents=True, exist_ok=True)
-    report, name = Report(), register()
+    name = register()
 
     small = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1 if given.quick else 2, "num_heads": 4}
     large = {"d_model": 512, "d_kv": 64, "d_ff": 1024, "num_layers": 6, "num_heads": 8}
@@ -158,12 +158,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         for attention, run in runs.items():
             cells = (f"{run.losses[0]:.3f}", f"{run.end:.3f}", f"{run.seconds:.1f}")
             rows.append((attention, dropout, *cells, "; ".join(run.backends) or "-"))
-    report.table("T5", ("attention", "dropout", "first loss", "last losses", "seconds", "our backends"), rows)
-    report.line()
-    report.line(f"float64, {exact_steps} steps: losses differ by {loss_difference:.1e} of them at most,")
-    report.line(f"gradients of the relative position bias by {gradient_difference:.1e}")
+    print_table("T5", ("attention", "dropout", "first loss", "last losses", "seconds", "our backends"), rows)
+    print()
+    print(f"float64, {exact_steps} steps: losses differ by {loss_difference:.1e} of them at most,")
+    print(f"gradients of the relative position bias by {gradient_difference:.1e}")
     draw(given.out / "fine_tune_t5.png", exact, dropped)
-    report.line(f"picture: {given.out / 'fine_tune_t5.png'}")
+    print(f"picture: {given.out / 'fine_tune_t5.png'}")
     return {
         "loss_difference": loss_difference,
         "gradient_difference": gradient_difference,

@@ -25,9 +25,8 @@ import torch
 from torch import Tensor
 
 import flash_dmattn
-from flash_dmattn.tools.demo.model import ByteLanguageModel, ModelConfig
-from flash_dmattn.tools.demo.report import Report
-from flash_dmattn.tools.demo.text import load_corpus, random_windows
+from flash_dmattn.tools.demo.command import print_table
+from flash_dmattn.tools.demo.training import ByteLanguageModel, ModelConfig, load_corpus, random_windows
 
 
 class Step(NamedTuple):
@@ -116,7 +115,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     given = parser.parse_args(arguments)
     device = torch.device(given.device)
     given.out.mkdir(parents=True, exist_ok=True)
-    report = Report()
 
     if device.type == "cuda" and not given.quick:
         lengths, keep, training_steps, repeats = [4096, 8192, 16384, 32768], 1024, 30, 5
@@ -144,12 +142,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         for place, length in enumerate(lengths)
         for name, step in ((name, steps[name][place]) for name in names)
     ]
-    report.table("A training step", ("length", "attention", "pairs of a head", "ms", memory, "backends"), rows)
-    report.line()
+    print_table("A training step", ("length", "attention", "pairs of a head", "ms", memory, "backends"), rows)
+    print()
     for name, values in losses.items():
-        report.line(f"{name}, {lengths[-1]} bytes: loss {values[0]:.3f}, after {len(values)} steps {values[-1]:.3f}")
+        print(f"{name}, {lengths[-1]} bytes: loss {values[0]:.3f}, after {len(values)} steps {values[-1]:.3f}")
     draw(given.out / "long_context.png", lengths, steps, memory)
-    report.line(f"picture: {given.out / 'long_context.png'}")
+    print(f"picture: {given.out / 'long_context.png'}")
     return {
         "lengths": lengths,
         "keep": keep,

@@ -26,8 +26,8 @@ import transformers
 from torch import Tensor
 
 from flash_dmattn.integrations.transformers import register
-from flash_dmattn.tools.demo.report import Report
-from flash_dmattn.tools.demo.text import load_corpus
+from flash_dmattn.tools.demo.command import print_table
+from flash_dmattn.tools.demo.training import load_corpus
 
 
 def documents(lengths: Sequence[int]) -> list[Tensor]:
@@ -140,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     given = parser.parse_args(arguments)
     device = torch.device(given.device)
     given.out.mkdir(parents=True, exist_ok=True)
-    report, name = Report(), register()
+    name = register()
 
     if device.type == "cuda" and not given.quick:
         lengths, hidden, layers, heads = [4096, 512, 2048, 700, 900, 1500, 600, 3000, 512, 1024, 800], 2048, 6, 16
@@ -174,11 +174,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     ]
     memory = "peak MB" if device.type == "cuda" else "MB kept for backward"
     columns = ("way", "tokens computed", "of them real", "ms a step", "real tokens / s", memory)
-    report.table(f"{len(texts)} documents, {real} tokens", columns, rows)
-    report.line()
-    report.line(f"losses of a document differ by {difference:.1e} nats at most")
+    print_table(f"{len(texts)} documents, {real} tokens", columns, rows)
+    print()
+    print(f"losses of a document differ by {difference:.1e} nats at most")
     draw(given.out / "packed_documents.png", steps, real)
-    report.line(f"picture: {given.out / 'packed_documents.png'}")
+    print(f"picture: {given.out / 'packed_documents.png'}")
     return {"difference": difference, "real": real, "steps": {way: step._asdict() for way, step in steps.items()}}
 
 

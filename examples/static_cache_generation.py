@@ -25,8 +25,8 @@ from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn.integrations.transformers import register
-from flash_dmattn.tools.demo.report import Report
-from flash_dmattn.tools.demo.text import load_corpus
+from flash_dmattn.tools.demo.command import print_table
+from flash_dmattn.tools.demo.training import load_corpus
 
 PADDING = 256
 
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     given = parser.parse_args(arguments)
     device = torch.device(given.device)
     given.out.mkdir(parents=True, exist_ok=True)
-    report, name = Report(), register()
+    name = register()
 
     if device.type == "cuda" and not given.quick:
         lengths, count, hidden, layers, heads = [3000, 1500, 2200, 800], 200, 2048, 6, 16
@@ -138,9 +138,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         for attention, outcome in outcomes.items()
     ]
     columns = ("attention", "tokens as eager's", "tokens / s", "bytes of the prompt's mask", "backends")
-    report.table(f"{len(lengths)} prompts of up to {max(lengths)} tokens, {count} new ones each", columns, table)
+    print_table(f"{len(lengths)} prompts of up to {max(lengths)} tokens, {count} new ones each", columns, table)
     draw(given.out / "static_cache_generation.png", outcomes)
-    report.line(f"\npicture: {given.out / 'static_cache_generation.png'}")
+    print(f"\npicture: {given.out / 'static_cache_generation.png'}")
     return {
         "equal": equal,
         "generated": wanted.numel(),

@@ -17,13 +17,18 @@ EXAMPLES = ROOT / "examples"
 ELSEWHERE = {"distributed_training"}
 
 
-def run(name: str, out: Path) -> dict[str, Any]:
-    """The result of `main` of an example in its quick form, on a CPU."""
+def load(name: str) -> Any:
+    """An example as a module."""
     spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    result: dict[str, Any] = module.main(["--quick", "--device", "cpu", "--out", str(out)])
+    return module
+
+
+def run(name: str, out: Path) -> dict[str, Any]:
+    """The result of `main` of an example in its quick form, on a CPU, whose picture is drawn."""
+    result: dict[str, Any] = load(name).main(["--quick", "--device", "cpu", "--out", str(out)])
     picture = (out / f"{name}.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 5000
     return result
@@ -97,6 +102,13 @@ def test_static_cache_generation(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert [row[:2] for row in rows] == [[attention, "12 of 12"] for attention in ("eager", "sdpa", "dmattn")]
 
 
+def test_paged_decoding(capsys: pytest.CaptureFixture[str]) -> None:
+    result = load("paged_decoding").main(["--quick", "--device", "cpu"])
+    assert max(result["differences"]) < 1e-5 and result["pages"] == [2, 1, 3]
+    rows = table_of(capsys.readouterr().out, "Texts in one pool")
+    assert [row[:4] for row in rows] == [["0", "20", "24", "2"], ["1", "5", "9", "1"], ["2", "33", "37", "3"]]
+
+
 def test_every_example_is_listed_and_says_how_it_is_run() -> None:
     """On the page and in its own docstring; a user's command line prints the options."""
     page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
@@ -110,5 +122,5 @@ def test_every_example_is_listed_and_says_how_it_is_run() -> None:
     command = [sys.executable, str(EXAMPLES / "long_context.py"), "--help"]
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True)
     assert done.returncode == 0 and "--quick" in done.stdout and "--out" in done.stdout
-    tested = set(re.findall(r'run\("(\w+)"', Path(__file__).read_text(encoding="utf-8")))
+    tested = set(re.findall(r'(?:run|load)\("(\w+)"', Path(__file__).read_text(encoding="utf-8")))
     assert tested | ELSEWHERE >= set(names)

@@ -16,7 +16,6 @@ from flash_dmattn.backends.flex.blocks import BLOCK
 from flash_dmattn.backends.flex.sequence_blocks import LaidOut, prepare_sequences
 from flash_dmattn.backends.flex.tiles import extents
 from flash_dmattn.problem import Packing, SequenceSpec
-from flash_dmattn.sequences.values import make_bounds
 
 
 def dense_pairs(
@@ -158,7 +157,7 @@ def test_wild_tables_leave_no_tensor() -> None:
         wild = [torch.randint(-spread, spread, (n,), generator=generator, dtype=torch.int32) for n in (6, 6, 5, 5)]
         sequences = Sequences("packed", *wild)
         spec = SequenceSpec("packed", 5, 400, 300, 160, 200)
-        bounds = make_bounds(sequences._tables, sequences.device, spec)
+        bounds = sequences.bounds_of(spec)
         laid = prepare_sequences(bounds, torch.ones(5, 1, 160, 200, dtype=torch.bool), "none", extents(spec), (9, 0), 2)
         for side, tokens, most in ((laid.queries, 400, 160), (laid.keys, 300, 200)):
             for x, limit in ((side.token, tokens), (side.row, len(side.token)), (side.sequence, 5), (side.place, most)):

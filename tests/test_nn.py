@@ -12,7 +12,8 @@ import torch.nn.functional as F
 
 import flash_dmattn
 from flash_dmattn.masks import topk_mask
-from flash_dmattn.nn import DynamicMaskAttention, KVCache, apply_rotary, rotary_angles
+from flash_dmattn.nn import DynamicMaskAttention, KVCache
+from flash_dmattn.nn.positions import apply_rotary, rotary_angles
 
 HIDDEN, HEADS, HEADS_K, HEAD_DIM, LENGTH, KEEP = 24, 4, 2, 6, 17, 5
 

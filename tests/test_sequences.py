@@ -28,7 +28,6 @@ from flash_dmattn.problem import FEATURES, SequenceSpec
 from flash_dmattn.reference import formula
 from flash_dmattn.reference.sequences import Batch
 from flash_dmattn.sequences import append_to_cache, layout
-from flash_dmattn.sequences.values import make_bounds
 
 EXAMPLES = int(os.environ.get("FLASH_DMATTN_EXAMPLES", 120))
 
@@ -486,11 +485,13 @@ def test_pages_and_inference_mode_have_layouts_of_their_own() -> None:
 def test_caches_of_several_lengths_keep_their_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[SequenceSpec] = []
 
-    def counted(tables: Any, device: torch.device, spec: SequenceSpec) -> Tensor:
-        made.append(spec)
-        return make_bounds(tables, device, spec)
+    make_bounds = Sequences.bounds_of
 
-    monkeypatch.setattr(layout, "make_bounds", counted)
+    def counted(self: Sequences, spec: SequenceSpec) -> Tensor:
+        made.append(spec)
+        return make_bounds(self, spec)
+
+    monkeypatch.setattr(Sequences, "bounds_of", counted)
     sequences = Sequences.padded(torch.tensor([9, 4]))
     specs = [sequences.spec_of(1, rows) for rows in range(9, 9 + layout._MOST_VIEWS)]
     for _ in range(3):
@@ -536,7 +537,7 @@ def test_bounds_never_leave_the_tensors(seed: int) -> None:
 
     sequences = Sequences("packed", wild(count + 1), wild(count + 1), wild(count), wild(count))
     spec = SequenceSpec("packed", count, rows_q, rows_k, most, most)
-    bounds = make_bounds(sequences._tables, sequences.device, spec)
+    bounds = sequences.bounds_of(spec)
     assert bounds.dtype == torch.int32
     for column, rows in ((0, rows_q), (2, rows_k)):
         first, length = bounds[:, column].long(), bounds[:, column + 1].long()
@@ -874,7 +875,7 @@ def test_no_bound_reaches_into_a_pool_without_pages() -> None:
     pool = torch.zeros(0, 4, 2, 16)
     sequences = Sequences("paged", seqlens_k=cu(5), block_table=torch.zeros(1, 2, dtype=torch.int32))
     spec = sequences.spec(torch.zeros(1, 1, 2, 16), pool, pool)
-    assert make_bounds(sequences._tables, sequences.device, spec).tolist() == [[0, 1, 0, 0]]
+    assert sequences.bounds_of(spec).tolist() == [[0, 1, 0, 0]]
 
 
 def test_what_sequences_share_is_summed_in_fp32() -> None:

@@ -18,7 +18,7 @@ from transformers_models import VERSION
 from flash_dmattn.integrations.transformers import check
 from flash_dmattn.integrations.transformers.dynamic_mask import DynamicMaskConfig, DynamicMaskForCausalLM
 from flash_dmattn.masks import topk_mask
-from flash_dmattn.nn import apply_rotary, rotary_angles
+from flash_dmattn.nn.positions import apply_rotary, rotary_angles
 
 SIZES: dict[str, Any] = {
     **{"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..masks.prepared.types import PreparedMask
 from ..problem import AttentionProblem, NeedsGrad, Shape4, TensorSpec, as_scores, check_flag, dtype_name, unpacked_spec
-from ..sequences.nested import is_nested
+from ..sequences.padding import is_nested
 from ..validation import describe
 from .agreement import Shared
 from .exchange import sum_dtype

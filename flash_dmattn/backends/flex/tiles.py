@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...problem import Packing, SequenceSpec
-from ...sequences.tokens import token_places
+from ...sequences.layout import token_places
 from .blocks import BLOCK
 
 

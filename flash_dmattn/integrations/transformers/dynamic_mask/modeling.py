@@ -10,7 +10,7 @@ from transformers import initialization
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from ....nn.rotary import rotary_angles
+from ....nn.positions import rotary_angles
 from ..versions import transformers
 from .arguments import CACHE, LOSS_ARGUMENTS, one_cache, refuse_unknown
 from .configuration import DynamicMaskConfig
