@@ -22,7 +22,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import flash_dmattn
-from flash_dmattn.integrations.sdpa import intercept_sdpa, served
+from flash_dmattn.integrations import sdpa
+from flash_dmattn.integrations.sdpa import intercept_sdpa
 
 imported_earlier = F.scaled_dot_product_attention
 
@@ -122,7 +123,7 @@ def test_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append(arguments)
         return flash_dmattn.attention(*arguments, **more)
 
-    monkeypatch.setattr(served, "attention", watched)
+    monkeypatch.setattr(sdpa, "attention", watched)
     for form in ("bool", "float"):
         tensors = draw(SERVED["each score"], form)
         with intercept_sdpa():

@@ -16,10 +16,8 @@ from transformers import masking_utils
 from transformers_models import VERSION, padding
 
 import flash_dmattn
-from flash_dmattn.integrations.transformers import layer_mask
-from flash_dmattn.integrations.transformers.layer_mask import LayerMask
-from flash_dmattn.integrations.transformers.mask_function import make_mask
-from flash_dmattn.integrations.transformers.mask_rules import read_rule
+from flash_dmattn.integrations.transformers import mask_function
+from flash_dmattn.integrations.transformers.mask_function import LayerMask, make_mask, read_rule
 from flash_dmattn.masks import IntervalMask, PreparedMask, TileMask
 
 BATCH = 3
@@ -140,7 +138,7 @@ def test_a_position_that_is_a_tensor_is_not_read(place: str) -> None:
 @pytest.mark.parametrize("place", ["training", "decoding", "chunked prefill"])
 def test_padding_is_prepared_once_where_kernels_read_it(name: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU gets, on a CPU."""
-    monkeypatch.setattr(layer_mask, "PREPARING_DEVICES", ("cpu",))
+    monkeypatch.setattr(mask_function, "PREPARING_DEVICES", ("cpu",))
     where = PLACES[place]
     given = arguments(where, FUNCTIONS[name](), padding(8, "left").bool()) | {"local_size": LOCAL_SIZES.get(name)}
     found = make_mask(**given, allow_is_bidirectional_skip=True)
@@ -153,7 +151,7 @@ def test_padding_is_prepared_once_where_kernels_read_it(name: str, place: str, m
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_beside_a_bias_padding_is_prepared_as_bits(is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which kernels read there, and would make of another form in each pass of each layer."""
-    monkeypatch.setattr(layer_mask, "PREPARING_DEVICES", ("cpu",))
+    monkeypatch.setattr(mask_function, "PREPARING_DEVICES", ("cpu",))
     real = torch.ones(2, 1, 1, 20, dtype=torch.bool)
     real[1, ..., 13:] = False
     mask = LayerMask((2, 1, 20, 20), real, is_causal=is_causal)

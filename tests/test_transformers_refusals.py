@@ -14,9 +14,9 @@ from transformers_fixture import Counted
 from transformers_models import SMALL, VOCABULARY, inputs, lacks_interface, make
 
 from flash_dmattn.call import prepare_call
-from flash_dmattn.integrations.transformers import attention_function, check, packed, register
+from flash_dmattn.integrations.transformers import attention_function, check, register
 from flash_dmattn.integrations.transformers.attention_function import attend, observed
-from flash_dmattn.integrations.transformers.layer_mask import LayerMask
+from flash_dmattn.integrations.transformers.mask_function import LayerMask
 
 Q, K, V = torch.randn(3, 1, 4, 6, 8).unbind()
 LIMITS = torch.tensor([0, 2, 6], dtype=torch.int32)
@@ -169,15 +169,15 @@ def test_what_is_known_of_limits_goes_with_them() -> None:
     limits, longest = LIMITS.clone(), torch.tensor(4)
     given = {"cu_seq_lens_q": limits, "max_length_q": longest, "max_length_k": longest}
     want = call(**given)
-    first = packed._last
-    assert first is not None and torch.equal(call(**given), want) and packed._last is first
+    first = attention_function._last_packed
+    assert first is not None and torch.equal(call(**given), want) and attention_function._last_packed is first
     limits.copy_(torch.tensor([0, 3, 6]))
     longest.fill_(3)
     changed = call(**given)
-    assert packed._last is not first
+    assert attention_function._last_packed is not first
     torch.testing.assert_close(changed[:, :3], call(query=Q[:, :, :3], key=K[:, :, :3], value=V[:, :, :3]))
     del limits, given
-    assert packed._last is None
+    assert attention_function._last_packed is None
 
 
 def test_packed_sequences_with_padding() -> None:

@@ -26,7 +26,7 @@ from transformers_models import (
 )
 
 from flash_dmattn.integrations.transformers.attention_function import in_dtype
-from flash_dmattn.integrations.transformers.layer_mask import LayerMask
+from flash_dmattn.integrations.transformers.mask_function import LayerMask
 
 CASES = [
     (name, side)
