@@ -147,8 +147,10 @@ _task_entries: ContextVar[tuple[_Entry, ...]] = ContextVar("intercept_sdpa", def
 
 
 class _Thread(threading.local):
-    mode: _Interception | None = None  # on the stack of torch while a context is open in the thread
-    passes_on = False  # whether a call is on its way to torch
+    def __init__(self) -> None:
+        # As attributes of the object: a compiler guards reads of a class attribute that the graph then hides.
+        self.mode: _Interception | None = None  # on the stack of torch while a context is open in the thread
+        self.passes_on = False  # whether a call is on its way to torch
 
 
 _thread = _Thread()
