@@ -18,7 +18,8 @@ from transformers_models import VERSION, padding
 import flash_dmattn
 from flash_dmattn.integrations.transformers import mask_function
 from flash_dmattn.integrations.transformers.mask_function import LayerMask, make_mask, read_rule
-from flash_dmattn.masks import IntervalMask, PreparedMask, TileMask
+from flash_dmattn.masks import PreparedMask
+from flash_dmattn.masks.prepared.storage import IntervalMask, TileMask
 
 BATCH = 3
 TAKES_POSITIONS = VERSION.release < (5, 4)  # cache_position in the place of q_length and q_offset

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
 
-from ... import Sequences, masks
+from ... import Sequences
 from ...distributed.context import context_in_force
 from ...masks import PreparedMask
 from .models import MODELS_ASK_FOR_TENSORS, masking_utils, refuse_config_without_interface
@@ -137,7 +137,7 @@ class LayerMask(BlockMask):
         if self.padding is not None and self.padding.device.type in PREPARING_DEVICES:
             band: dict[str, Any] = {"is_causal": self.is_causal, "window_size": self.window}
             # With a bias as bits: the passes of every layer would make bits of intervals anew.
-            return MaskArguments(masks.prepare_mask(self.padding, seqlen_q=seqlen_q, as_tiles=with_bias, **band))
+            return MaskArguments(PreparedMask.from_mask(self.padding, seqlen_q=seqlen_q, as_tiles=with_bias, **band))
         return MaskArguments(self.padding, self.is_causal, self.window)
 
     def _intervals(self, documents: Tensor) -> PreparedMask:
@@ -146,7 +146,7 @@ class LayerMask(BlockMask):
         ends = documents.shape[1] - _starts(documents.flip(1)).flip(1)
         if self.padding is not None:
             ends = ends.masked_fill(~self.padding[:, 0, 0], 0)  # an interval that ends before it begins is empty
-        return masks.prepare_intervals(
+        return PreparedMask.from_intervals(
             begins[:, None], ends[:, None], documents.shape[1], is_causal=self.is_causal, window_size=self.window
         )
 
