@@ -112,14 +112,14 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--quick", action="store_true", help="short texts and a tiny model")
     parser.add_argument("--out", type=Path, default=Path("examples_output"), help="folder of the picture")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    given = parser.parse_args(arguments)
-    device = torch.device(given.device)
-    given.out.mkdir(parents=True, exist_ok=True)
+    options = parser.parse_args(arguments)
+    device = torch.device(options.device)
+    options.out.mkdir(parents=True, exist_ok=True)
 
-    if device.type == "cuda" and not given.quick:
+    if device.type == "cuda" and not options.quick:
         lengths, keep, training_steps, repeats = [4096, 8192, 16384, 32768], 1024, 30, 5
         config = ModelConfig(hidden_size=2048, num_layers=4, num_heads=16, num_heads_k=4, mlp_size=4096)
-    elif given.quick:
+    elif options.quick:
         lengths, keep, training_steps, repeats = [32, 64], 16, 4, 1
         config = ModelConfig(hidden_size=32, num_layers=1, num_heads=2, num_heads_k=1, mlp_size=32)
     else:
@@ -146,8 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     print()
     for name, values in losses.items():
         print(f"{name}, {lengths[-1]} bytes: loss {values[0]:.3f}, after {len(values)} steps {values[-1]:.3f}")
-    draw(given.out / "long_context.png", lengths, steps, memory)
-    print(f"picture: {given.out / 'long_context.png'}")
+    draw(options.out / "long_context.png", lengths, steps, memory)
+    print(f"picture: {options.out / 'long_context.png'}")
     return {
         "lengths": lengths,
         "keep": keep,

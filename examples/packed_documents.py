@@ -32,12 +32,12 @@ from flash_dmattn.tools.demo.training import load_corpus
 
 def documents(lengths: Sequence[int]) -> list[Tensor]:
     """So many bytes of so many modules of the standard library, each (length,) int64."""
-    found: list[Tensor] = []
+    results: list[Tensor] = []
     for path in load_corpus().train_files:
         text = path.read_bytes()
-        if len(found) < len(lengths) and len(text) >= lengths[len(found)]:
-            found.append(torch.frombuffer(bytearray(text[: lengths[len(found)]]), dtype=torch.uint8).long())
-    return found
+        if len(results) < len(lengths) and len(text) >= lengths[len(results)]:
+            results.append(torch.frombuffer(bytearray(text[: lengths[len(results)]]), dtype=torch.uint8).long())
+    return results
 
 
 def make_model(sizes: dict[str, int], attention: str, device: torch.device) -> Any:
@@ -137,14 +137,14 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--quick", action="store_true", help="short documents and a tiny model")
     parser.add_argument("--out", type=Path, default=Path("examples_output"), help="folder of the picture")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    given = parser.parse_args(arguments)
-    device = torch.device(given.device)
-    given.out.mkdir(parents=True, exist_ok=True)
+    options = parser.parse_args(arguments)
+    device = torch.device(options.device)
+    options.out.mkdir(parents=True, exist_ok=True)
     name = register()
 
-    if device.type == "cuda" and not given.quick:
+    if device.type == "cuda" and not options.quick:
         lengths, hidden, layers, heads = [4096, 512, 2048, 700, 900, 1500, 600, 3000, 512, 1024, 800], 2048, 6, 16
-    elif given.quick:
+    elif options.quick:
         lengths, hidden, layers, heads = [96, 20, 40, 17], 32, 1, 2
     else:
         lengths, hidden, layers, heads = [768, 100, 400, 150, 200, 300, 120, 600], 128, 4, 4
@@ -157,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     ways = (("padded", "sdpa", padded_losses), ("padded", name, padded_losses), ("packed", name, packed_losses))
     for layout, attention, losses_of in ways:
         model = make_model(sizes, attention, device)
-        steps[f"{layout}, {attention}"] = measure(losses_of, model, texts, 1 if given.quick else 3)
+        steps[f"{layout}, {attention}"] = measure(losses_of, model, texts, 1 if options.quick else 3)
     wanted = steps["padded, sdpa"].losses
     difference = max(abs(x - y) for step in steps.values() for x, y in zip(step.losses, wanted))
 
@@ -177,8 +177,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     print_table(f"{len(texts)} documents, {real} tokens", columns, rows)
     print()
     print(f"losses of a document differ by {difference:.1e} nats at most")
-    draw(given.out / "packed_documents.png", steps, real)
-    print(f"picture: {given.out / 'packed_documents.png'}")
+    draw(options.out / "packed_documents.png", steps, real)
+    print(f"picture: {options.out / 'packed_documents.png'}")
     return {"difference": difference, "real": real, "steps": {way: step._asdict() for way, step in steps.items()}}
 
 

@@ -25,9 +25,9 @@ EXAMPLES = int(os.environ.get("FLASH_DMATTN_EXAMPLES", 200))
 def by_sequences(call: Any) -> Callable[[CacheWrite], None]:
     """A writer that calls the public function, with the tensors of a call in its layout."""
 
-    def write(given: CacheWrite) -> None:
-        caches = [x[0] if given.packs_keys and x is not None else x for x in (given.k_cache, given.v_cache)]
-        new = [x[0] if given.packs_tokens and x is not None else x for x in (given.k, given.v)]
+    def write(options: CacheWrite) -> None:
+        caches = [x[0] if options.packs_keys and x is not None else x for x in (options.k_cache, options.v_cache)]
+        new = [x[0] if options.packs_tokens and x is not None else x for x in (options.k, options.v)]
         assert append_to_cache(*caches, *new, call.sequences) is None
 
     return write
@@ -82,9 +82,9 @@ def decoded(backend: str, device: str, steps: tuple[tuple[int, ...], ...]) -> tu
         edges = torch.tensor([0, *news], device=device).cumsum(0)
         cache = Sequences.paged(table, torch.tensor(lengths, device=device), cu_seqlens_q=edges, max_seqlen_q=max(news))
         append_to_cache(*pools, k, v, cache)
-        found = attention(q, *pools, is_causal=True, sequences=cache, backend=backend)
-        assert isinstance(found, Tensor)
-        out.append(found)
+        result = attention(q, *pools, is_causal=True, sequences=cache, backend=backend)
+        assert isinstance(result, Tensor)
+        out.append(result)
     alone = [attention(*(x[s : s + 1, :n] for x in texts), is_causal=True)[0] for s, n in enumerate(lengths)]
     rows, counts = [], [0, 0, 0]
     for news in steps:
@@ -101,8 +101,8 @@ def test_what_was_appended_is_attended_to(backend: Runner) -> None:
     if backend.name == "triton" and DEVICE == "cpu":
         pytest.skip("triton: it runs on GPUs")
     with torch.no_grad():
-        found, wanted = decoded(backend.name, DEVICE, ((5, 1, 9), (4, 0, 1), (1, 1, 1), (1, 1, 0)))
-    torch.testing.assert_close(found, wanted)
+        result, wanted = decoded(backend.name, DEVICE, ((5, 1, 9), (4, 0, 1), (1, 1, 1), (1, 1, 0)))
+    torch.testing.assert_close(result, wanted)
 
 
 def test_opcheck() -> None:
@@ -127,10 +127,10 @@ def test_compiled_with_changing_lengths() -> None:
     for lengths in ([1, 1], [7, 20], [20, 3, 9]):
         pools = torch.randn(2, 12, 5, 2, 8, device=DEVICE)
         table = torch.randperm(12, device=DEVICE)[: 4 * len(lengths)].view(-1, 4)
-        given = (table, torch.tensor(lengths, device=DEVICE), torch.randn(len(lengths), 1, 2, 8, device=DEVICE))
+        options = (table, torch.tensor(lengths, device=DEVICE), torch.randn(len(lengths), 1, 2, 8, device=DEVICE))
         other = pools.clone()
         with torch.no_grad():
-            torch.testing.assert_close(compiled(pools, *given), decode(other, *given))
+            torch.testing.assert_close(compiled(pools, *options), decode(other, *options))
         assert torch.equal(pools, other)
 
 
@@ -277,9 +277,9 @@ BAD: dict[str, tuple[tuple[Any, ...], type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_refused_by_name(name: str) -> None:
-    given, kind, message = BAD[name]
+    options, kind, message = BAD[name]
     with pytest.raises(kind, match=re.escape(message)):
-        append_to_cache(*given)
+        append_to_cache(*options)
 
 
 def test_pages_may_be_shared_where_nothing_is_written() -> None:

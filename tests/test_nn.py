@@ -182,8 +182,8 @@ def test_the_cache_returns_what_was_appended_and_keeps_it_when_it_grows():
         for length in (1, 3, 1, 8)
     ]
     for number, new in enumerate(given, 1):
-        found = cache.append(*new)
-        for got, parts in zip(found, zip(*given[:number], strict=True), strict=True):
+        result = cache.append(*new)
+        for got, parts in zip(result, zip(*given[:number], strict=True), strict=True):
             assert torch.equal(got, torch.cat(parts, dim=1))
     cache.truncate(4)
     again = cache.append(*given[0])

@@ -97,9 +97,9 @@ def by_formula(tensors: list[Tensor], is_causal: bool = False, **more: Any) -> l
     return [out, *torch.autograd.grad((out * weight).sum(), [x for x in tensors if x.requires_grad])]
 
 
-def agree(found: list[Tensor], wanted: list[Tensor], tolerance: float = 1e-12) -> None:
-    assert len(found) == len(wanted)
-    for x, y in zip(found, wanted):
+def agree(outcomes: list[Tensor], wanted: list[Tensor], tolerance: float = 1e-12) -> None:
+    assert len(outcomes) == len(wanted)
+    for x, y in zip(outcomes, wanted):
         assert x.shape == y.shape and x.dtype == y.dtype
         assert (x - y).norm() <= tolerance * y.norm() + 1e-14
 
@@ -110,9 +110,9 @@ def test_values_and_gradients(name: str, form: str) -> None:
     tensors, more = draw(SERVED[name], form), SERVED[name].more
     wanted = by_formula(tensors, **more)
     with intercept_sdpa() as tally:
-        found = run(tensors, **more)
+        outcomes = run(tensors, **more)
     assert tally.served == 1 and not tally.passed_on
-    agree(found, wanted)
+    agree(outcomes, wanted)
 
 
 def test_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,8 +129,8 @@ def test_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
         with intercept_sdpa():
             run(tensors)
         *qkv, mask, bias = calls.pop()
-        for given, arrived in zip(tensors, qkv):
-            assert arrived.data_ptr() == given.data_ptr() and torch.equal(arrived.transpose(1, 2), given)
+        for options, arrived in zip(tensors, qkv):
+            assert arrived.data_ptr() == options.data_ptr() and torch.equal(arrived.transpose(1, 2), options)
         assert (mask if form == "bool" else bias) is tensors[3]
 
 
@@ -153,9 +153,9 @@ def test_dropout() -> None:
     wanted = flash_dmattn.attention(*(x.transpose(1, 2) for x in (q, k, v)), bias=bias, dropout_p=0.4).transpose(1, 2)
     torch.manual_seed(3)
     with intercept_sdpa() as tally:
-        found = F.scaled_dot_product_attention(q, k, v, bias, dropout_p=0.4)
-    assert tally.served == 1 and torch.equal(found, wanted)
-    assert not torch.allclose(found, F.scaled_dot_product_attention(q, k, v, bias))
+        outcomes = F.scaled_dot_product_attention(q, k, v, bias, dropout_p=0.4)
+    assert tally.served == 1 and torch.equal(outcomes, wanted)
+    assert not torch.allclose(outcomes, F.scaled_dot_product_attention(q, k, v, bias))
 
 
 @pytest.mark.parametrize("form", ["bool", "float"])
@@ -235,8 +235,8 @@ def test_what_is_passed_on(name: str) -> None:
     reason, call = calls_of_torch()[name]
     wanted = result_or_message(call)
     with intercept_sdpa() as tally:
-        found = result_or_message(call)
-    assert torch.equal(found, wanted) if isinstance(found, Tensor) else found == wanted
+        outcomes = result_or_message(call)
+    assert torch.equal(outcomes, wanted) if isinstance(outcomes, Tensor) else outcomes == wanted
     assert tally.served == 0 and tally.passed_on == {reason: 1}
     with intercept_sdpa(strict=True) as strictly:
         if reason == "no mask":
@@ -472,7 +472,7 @@ def test_other_threads_are_left_alone(way: str) -> None:
         if tally is not None:
             served_in[name] = tally.served + tally.passed_on.total()
 
-    threads = [threading.Thread(target=worker, args=given) for given in (("a", 3), ("b", 5), ("none", 7))]
+    threads = [threading.Thread(target=worker, args=options) for options in (("a", 3), ("b", 5), ("none", 7))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -551,11 +551,11 @@ def test_modules_of_torch(name: str, mode: str) -> None:
     with torch.set_grad_enabled(mode != "no_grad"):
         wanted = outcome(module, lambda x: call(module, x), x)
         with intercept_sdpa() as tally:
-            found = outcome(module, lambda x: call(module, x), x)
+            outcomes = outcome(module, lambda x: call(module, x), x)
     assert tally.served == (2 if name == "encoder" else 1) and not tally.passed_on
-    assert len(found) == (1 if mode == "no_grad" else 1 + len(list(module.parameters())))
+    assert len(outcomes) == (1 if mode == "no_grad" else 1 + len(list(module.parameters())))
     largest = max(float(y.norm()) for y in wanted)  # gradients of key biases are zero but for rounding
-    for x, y in zip(found, wanted):
+    for x, y in zip(outcomes, wanted):
         assert (x - y).norm() <= 1e-12 * max(float(y.norm()), largest)
 
 
@@ -571,16 +571,16 @@ def test_checkpoints_recompute_with_it(way: str, reentrant: bool) -> None:
     tensors = draw(SERVED["each score"], "float")
     wanted = run(tensors)[1:]
     with intercept_sdpa() as tally:
-        out = checkpoint(lambda *given: imported_earlier(*given), *tensors, use_reentrant=reentrant)
+        out = checkpoint(lambda *options: imported_earlier(*options), *tensors, use_reentrant=reentrant)
         loss = (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)).sum()
-        found: Any = None
+        outcomes: Any = None
         if way == "autograd.grad":
-            found = torch.autograd.grad(loss, tensors)
+            outcomes = torch.autograd.grad(loss, tensors)
         else:
             loss.backward() if way == "Tensor.backward" else torch.autograd.backward(loss)
-            found = [x.grad for x in tensors]
+            outcomes = [x.grad for x in tensors]
     assert tally.served == 2
-    agree(list(found), wanted)
+    agree(list(outcomes), wanted)
 
 
 # torch.compile
@@ -626,10 +626,10 @@ def test_compiled(name: str, mode: str) -> None:
         for inside in (False, True, False, True):
             backend.operators = 0
             with intercept_sdpa() if inside else contextlib.nullcontext() as tally:
-                found = outcome(module, compiled, x)
+                outcomes = outcome(module, compiled, x)
             assert backend.operators == (1 if inside else 0)
             assert tally is None or tally.served == 0  # a graph counts nothing
-            for x_, y in zip(found, wanted):
+            for x_, y in zip(outcomes, wanted):
                 assert (x_ - y).norm() <= 1e-12 * max(float(y.norm()), largest)
 
 
