@@ -6,8 +6,8 @@
 
 Each rank has its rows of each sequence, in zigzag: the layers work on those, and attention gathers the keys.
 Parameters, with the slopes of a learned bias among them, are sharded over all ranks by FSDP2, on one flattened mesh
-dim: two dims would mean replicas. The loss of a rank is the mean over its tokens; FSDP2 takes the mean of their
-gradients, which is that of all tokens, since every rank has as many.
+dim: two dims would mean replicas. The loss of a rank is the mean over its tokens. FSDP2 takes the mean of the gradients
+of all ranks, which is the gradient of the mean over all tokens, since every rank has as many.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DIM, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 64, 2, 4, 2, 16
 
 
 class Share:
-    """The rows of the sequence that this process has: all of them, or those of its rank of a mesh dim."""
+    """The rows of the sequence that this process has: all rows, or the share of its rank in a mesh dim."""
 
     def __init__(self, mesh: DeviceMesh | None = None, device: str = "cpu") -> None:
         self.mesh = mesh
@@ -66,7 +66,7 @@ class Block(nn.Module):
         angles = rotary_angles(share.positions, HEAD_DIM)  # by position, not by row
         q = apply_rotary(rearrange(self.queries(normed), "b l (h d) -> b l h d", h=HEADS), angles)
         k, v = rearrange(self.keys_values(normed), "b l (kv h d) -> kv b l h d", kv=2, h=KV_HEADS)
-        # (H, rows, keys): of this rank's rows, over all keys. Its gradient never leaves the rank but as that of slopes.
+        # (H, rows, keys): this rank's rows, over all keys. Only the gradient of the slopes leaves the rank.
         distance = share.positions[:, None] - share.all_positions
         bias = -self.slopes[:, None, None] * distance
         out = share.attend(q, apply_rotary(k, angles), v, bias)

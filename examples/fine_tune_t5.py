@@ -2,11 +2,11 @@
 
 The model puts the vowels back into docstrings of the Python standard library: "rd th fl" becomes "read the file".
 
-1. In float64 and without dropout both implementations compute the same: the losses of every step agree, and so does the
-   gradient of the relative position bias, which comes back in the bias's own shape.
+1. In float64 and without dropout both implementations compute the same losses at every step, and the same gradient of
+   the relative position bias, which comes back in the bias's own shape.
 2. With T5's dropout of 0.1, each with its own random numbers, both learn alike.
 
-What one sees: a table of both, which backend ran, and a picture of the loss curves, `fine_tune_t5.png`.
+The output: a table of both, which backend ran, and a picture of the loss curves, `fine_tune_t5.png`.
 
     python examples/fine_tune_t5.py                  # a CPU, or a GPU where there is one
     python examples/fine_tune_t5.py --quick --device cpu
@@ -56,11 +56,11 @@ def batch(texts: list[bytes], size: int, step: int, device: torch.device) -> dic
     """The batch of a step: the same for every model."""
     generator = torch.Generator().manual_seed(step)
     chosen = [texts[index] for index in torch.randint(len(texts), (size,), generator=generator)]
-    options = tokens([text.translate(None, b"aeiou") for text in chosen], PADDING)
+    sources = tokens([text.translate(None, b"aeiou") for text in chosen], PADDING)
     wanted = tokens(chosen, -100)
     return {
-        "input_ids": options.to(device),
-        "attention_mask": (options != PADDING).long().to(device),
+        "input_ids": sources.to(device),
+        "attention_mask": (sources != PADDING).long().to(device),
         "labels": wanted.to(device),
     }
 

@@ -4,8 +4,8 @@ A byte-level language model reads sources of the Python standard library. Its ke
 a fixed number for each query, so that attention costs what is kept. On a GPU the longest text has 32768 bytes. A CPU
 computes every pair and leaves out what is not kept: there one sees how much less there is to compute, no gain of time.
 
-What one sees: for each length the pairs of query and key that are kept, time and memory of a training step of both
-models; the losses of a few steps at the longest; and a picture of time and memory, `long_context.png`.
+The output: for each length the pairs of query and key that are kept, and time and memory of a training step of both
+models; the losses of a few steps at the longest length; and a picture of time and memory, `long_context.png`.
 
     python examples/long_context.py                  # a CPU, or a GPU where there is one
     python examples/long_context.py --quick --device cpu
@@ -63,7 +63,7 @@ class Trainer:
         return loss.item()
 
     def measure(self, window: Tensor, repeats: int) -> Step:
-        """Time and memory of a step; on a CPU the memory is that of the tensors kept for the backward pass."""
+        """Measure time and memory of a step; on a CPU the memory of the tensors kept for the backward pass."""
         on_gpu = self.device.type == "cuda"
         kept: dict[int, int] = {}
 

@@ -3,8 +3,8 @@
 Documents are modules of the Python standard library, cut to many lengths. Both ways compute the same loss of every
 document; padding computes on tokens that nobody reads, and keeps them for the backward pass.
 
-What one sees: tokens computed, time, real tokens per second and memory of a training step, the largest difference of a
-document's loss, and a picture of what is computed and of those losses, `packed_documents.png`.
+The output: tokens computed, time, real tokens per second and memory of a training step; the largest difference of a
+document's loss; and a picture of the tokens computed and of these losses, `packed_documents.png`.
 
     python examples/packed_documents.py                  # a CPU, or a GPU where there is one
     python examples/packed_documents.py --quick --device cpu
@@ -76,7 +76,7 @@ def packed_losses(model: Any, texts: list[Tensor]) -> Tensor:
 
 
 class Step(NamedTuple):
-    """What one training step costs, and the losses of its documents."""
+    """The cost of one training step, and the losses of its documents."""
 
     losses: list[float]
     computed: int

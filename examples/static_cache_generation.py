@@ -1,10 +1,10 @@
 """Generate with a static cache, on flash_dmattn beside transformers' own attention: the same tokens, tokens per second.
 
 A static cache has room for every token that will come. Other implementations get a mask of all that room for each
-query; here the call says how many keys are used, and what lies behind them is not read. Prompts are padded on the left.
+query; here the call says how many keys are used, and later ones are not read. Prompts are padded on the left.
 
-What one sees: whether all implementations choose the same tokens (in float32, greedily), how many tokens a second they
-make, how large the mask of the prompt is, and a picture of both, `static_cache_generation.png`.
+The output: whether all implementations choose the same tokens (in float32, greedily), how many tokens a second they
+make, how large the mask of the prompt is, and a picture of speed and size, `static_cache_generation.png`.
 
     python examples/static_cache_generation.py                  # a CPU, or a GPU where there is one
     python examples/static_cache_generation.py --quick --device cpu
@@ -32,7 +32,7 @@ PADDING = 256
 
 
 class Outcome(NamedTuple):
-    """What one implementation generated, how fast, and the bytes of the masks that its first layer received."""
+    """The tokens of one implementation, its speed, and the bytes of the masks that its first layer received."""
 
     tokens: Tensor
     tokens_per_second: float

@@ -139,18 +139,18 @@ def test_layouts_of_random_sequences(seed: int) -> None:
         assert len(tokens) == sum(lengths) == int((side.row >= 0).sum())
         assert torch.equal(side.row[tokens.long()], (side.token >= 0).nonzero().flatten().to(torch.int32))
         assert len(side.row) == x.shape[:-2].numel()
-        of_tiles = side.sequence.view(-1, BLOCK)
-        assert torch.equal(of_tiles, of_tiles[:, :1].expand_as(of_tiles))
+        by_tile = side.sequence.view(-1, BLOCK)
+        assert torch.equal(by_tile, by_tile[:, :1].expand_as(by_tile))
         for s, n in enumerate(lengths):
             own = (side.sequence == s) & (side.token >= 0)
             assert side.place[own].tolist() == list(range(n))
             # A row without a token beside them is where one of them is: kernels add NaN of theirs to a gradient there.
-            beside = own.view(-1, BLOCK).any(1).repeat_interleave(BLOCK)
-            assert set(side.place[beside].tolist()) <= set(range(n))
+            others = own.view(-1, BLOCK).any(1).repeat_interleave(BLOCK)
+            assert set(side.place[others].tolist()) <= set(range(n))
 
 
 def test_wild_tables_leave_no_tensor() -> None:
-    """What a GPU does not check: indices stay inside, whatever the tables say."""
+    """Indices stay inside, whatever the tables say: a GPU does not check them."""
     for seed in range(30):
         generator = torch.Generator().manual_seed(seed)
         spread = 10 ** int(torch.randint(1, 9, (), generator=generator))

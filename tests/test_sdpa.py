@@ -147,7 +147,7 @@ def test_a_row_without_keys_is_zero(form: str) -> None:
 
 
 def test_dropout() -> None:
-    """That of `attention`: the same seed drops the same."""
+    """The dropout of `attention`: the same seed drops the same."""
     q, k, v, bias = draw(SERVED["each score"], "float")
     torch.manual_seed(3)
     wanted = flash_dmattn.attention(*(x.transpose(1, 2) for x in (q, k, v)), bias=bias, dropout_p=0.4).transpose(1, 2)

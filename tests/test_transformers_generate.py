@@ -78,7 +78,7 @@ def test_tokens_and_logits(name: str, cache: str, side: str | None, counted: Cou
     scale = float(result["eager"][1].abs().max())
     assert float((result["dmattn"][1] - result["eager"][1]).abs().max()) < limits(name)[0] * scale
     if cache == "static" and name == "llama":
-        # What lies behind the used part is not read, and no mask says so key by key; at its last step a cache is full.
+        # Keys after the used part are not read, and no mask says so key by key; at its last step a cache is full.
         used = [call["sequences"] is not None for call in counted.calls]
         assert all(used[:-2]) and {mask.shape[2] for mask in counted.masks} == {14, 1}
 

@@ -71,7 +71,7 @@ def arguments(place: tuple[int, int, int, int], function: Callable[..., Any], ma
 
 
 def dense(options: dict[str, Any]) -> Tensor:
-    """What transformers allows, (B, 1, Lq, Lk)."""
+    """The mask (B, 1, Lq, Lk) of transformers."""
     more = {"allow_torch_fix": False} if TAKES_POSITIONS else {}
     allowed = masking_utils.sdpa_mask(**options, allow_is_causal_skip=False, **more)
     assert allowed is not None
@@ -140,7 +140,7 @@ def test_a_position_that_is_a_tensor_is_not_read(place: str) -> None:
 @pytest.mark.parametrize("name", ["causal", "bidirectional", "window"])
 @pytest.mark.parametrize("place", ["training", "decoding", "chunked prefill"])
 def test_padding_is_prepared_once_where_kernels_read_it(name: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU gets, on a CPU."""
+    """The mask that a GPU gets, on a CPU."""
     monkeypatch.setattr(mask_function, "PREPARING_DEVICES", ("cpu",))
     where = PLACES[place]
     options = arguments(where, FUNCTIONS[name](), padding(8, "left").bool()) | {"local_size": LOCAL_SIZES.get(name)}
@@ -206,7 +206,7 @@ def test_what_no_rule_describes_is_evaluated(name: str, side: str | None) -> Non
 
 
 def sliding_window_overlay(sliding_window: int) -> Callable[..., Any]:
-    """Of the name of one in transformers, and of another meaning."""
+    """It has the name of a function in transformers, and another meaning."""
 
     def inner_mask(batch: Any, head: Any, query: Any, key: Any) -> Any:
         return key > query - 2 * sliding_window

@@ -51,8 +51,8 @@ def compare(name: str, side: str | None, counted: Counted, **changes: Any) -> No
     assert not counted.calls, "eager has called us: the comparison would be with itself"
     result = step(model, options, "dmattn")
     assert len(counted.calls) == family.calls
-    of_tokens = side is not None and family.kind in ("causal", "masked")
-    keep = options["attention_mask"].bool() if of_tokens else None
+    by_token = side is not None and family.kind in ("causal", "masked")
+    keep = options["attention_mask"].bool() if by_token else None
     assert all(x <= y for x, y in zip(errors(result, wanted, keep), limits(name))), errors(result, wanted, keep)
 
 

@@ -229,7 +229,7 @@ def inputs(model: nn.Module, kind: str, side: str | None = None) -> dict[str, An
 
 
 class Outcome(NamedTuple):
-    """Of one step of training."""
+    """The results of one step of training."""
 
     logits: Tensor
     loss: Tensor
@@ -270,7 +270,7 @@ EXACT = (1e-10, 1e-10, 1e-9)
 
 
 def limits(name: str) -> tuple[float, float, float]:
-    """Of the errors of logits, loss and gradients of a family."""
+    """Limits for the errors of logits, loss and gradients of a family."""
     return EXACT if name in ("t5", "umt5") else (LOGITS, LOSS, GRADIENTS)
 
 

@@ -158,7 +158,7 @@ class DynamicMaskAttention(nn.Module):
             attention_mask: (B, Lk) bool or integer, non-zero for a real token, zero for padding, on the left or the
                 right; Lk counts the cached tokens too. None when there is no padding.
             cache: a `KVCache` of this layer, to which x is appended; None without decoding.
-            sequences: `Sequences.packed(cu_seqlens_q, max_seqlen_q=...)`, each of which attends to itself alone.
+            sequences: `Sequences.packed(cu_seqlens_q, max_seqlen_q=...)`; each sequence attends to itself alone.
 
         Returns:
             The shape and dtype of x. A query that sees padding only, or a token of no sequence, gets the o_proj of
@@ -272,7 +272,7 @@ class DynamicMaskAttention(nn.Module):
     def _packed_call(
         self, x: torch.Tensor, attention_mask: torch.Tensor | None, cache: KVCache | None, sequences: Sequences
     ) -> dict[str, Any]:
-        """Make the arguments of a call with packed sequences, each of which counts positions from its own start."""
+        """Make the arguments of a call with packed sequences; positions count from the start of each sequence."""
         _check_packed(x, self.hidden_size, attention_mask, cache, sequences)
         like = x.unsqueeze(-2)  # as one head: the layout of sequences does not depend on heads
         spec = sequences.spec(like, like, like)

@@ -116,7 +116,7 @@ class DynamicMaskConfig(transformers.PreTrainedConfig):
 
 
 class Keys:
-    """The keys of one forward, for all layers: a cache of transformers, and which of its keys are real.
+    """The keys of one forward, for all layers: a cache of transformers, and the padding of its keys.
 
     Args:
         cache: of transformers, dynamic or static; None without one.

@@ -1,4 +1,4 @@
-"""transformers itself, or one clear error; and which of its models and modules ask for their attention function."""
+"""The import of transformers, or one clear error; and which models and modules ask for their attention function."""
 
 from __future__ import annotations
 
