@@ -41,7 +41,7 @@ def test_random_writes() -> None:
 
 
 def test_wrong_tables_write_nowhere_else() -> None:
-    """Of PyTorch; the front end refuses them on a CPU."""
+    """Tables that the front end refuses on a CPU, given to PyTorch's writer."""
     ran = 0
     for number in range(EXAMPLES):
         call = draw(number, is_wrong=True)
@@ -70,7 +70,7 @@ def test_random_writes_of_the_kernel_on_a_gpu() -> None:
 
 
 def decoded(backend: str, device: str, steps: tuple[tuple[int, ...], ...]) -> tuple[Tensor, Tensor]:
-    """Texts that grow chunk by chunk in pages: the last queries' outputs, and those of each text alone."""
+    """Texts that grow chunk by chunk in pages: the last queries' outputs, and the outputs of each text alone."""
     random = torch.Generator().manual_seed(3)
     texts = torch.randn(3, 3, 40, 2, 16, generator=random).to(device)
     pools = torch.full((2, 15, 4, 2, 16), torch.nan, device=device)
@@ -108,7 +108,7 @@ def test_what_was_appended_is_attended_to(backend: Runner) -> None:
 def test_opcheck() -> None:
     for number in (0, 3, 5, 8, 12, 20):
         call = draw(number, number % 2 == 1)
-        # Of gradients it has none, and the front end refuses them.
+        # It has no gradients, and the front end refuses them.
         checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
         torch.library.opcheck(cache_writes.OPERATOR, tuple(call.write), test_utils=checks)
 

@@ -31,7 +31,7 @@ B, H, LQ, LK, D, DV = 2, 4, 5, 7, 8, 6
 
 
 class Shapes(NamedTuple):
-    """Of q, k, v and the mask; what else torch is told."""
+    """The shapes of q, k, v and the mask, and the other arguments."""
 
     q: tuple[int, ...]
     k: tuple[int, ...]
@@ -452,7 +452,7 @@ def test_modes_of_others_see_what_they_saw() -> None:
 
 @pytest.mark.parametrize("way", ["direct", "attention module"])
 def test_other_threads_are_left_alone(way: str) -> None:
-    """Of two threads that overlap each has its own context, and a third has none."""
+    """Two threads that overlap have a context each, and a third has none."""
     attention = nn.MultiheadAttention(8, 2, batch_first=True)
     x, padding = torch.randn(2, 4, 8), torch.zeros(2, 4, dtype=torch.bool)
     meet = threading.Barrier(3, timeout=60)
@@ -495,7 +495,7 @@ def test_somebody_elses_patch_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert F.scaled_dot_product_attention is theirs and tally.served == 1
 
 
-# What it reaches
+# Code that it reaches
 
 
 class RelativeBias(nn.Module):

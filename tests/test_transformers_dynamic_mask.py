@@ -114,7 +114,7 @@ CACHES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("cache", CACHES)
 def test_generate(cache: str, padded: bool) -> None:
-    """Tokens and logits are those of a generation that reads its whole text again at each step."""
+    """Tokens and logits equal a generation that reads its whole text again at each step."""
     if cache in ("chunks", "lookup") and VERSION.release < (5, 4):
         pytest.skip("transformers fails at these by itself")
     if cache == "lookup" and padded:

@@ -79,7 +79,7 @@ def dense(options: dict[str, Any]) -> Tensor:
 
 
 def allowed_by(mask: LayerMask | None, place: tuple[int, int, int, int], is_causal: bool, with_bias: bool) -> Tensor:
-    """What a call allows: of equal scores, and an identity for values, the output is above 0 there."""
+    """The pairs that a call allows: with equal scores, and an identity for values, the output is above 0 there."""
     seqlen_q, seqlen_k = place[:2]
     q, k = torch.zeros(BATCH, seqlen_q, 1, 8), torch.zeros(BATCH, seqlen_k, 1, 8)
     v = torch.eye(seqlen_k)[None, :, None].expand(BATCH, -1, -1, -1)
@@ -158,10 +158,10 @@ def test_beside_a_bias_padding_is_prepared_as_bits(is_causal: bool, monkeypatch:
     real = torch.ones(2, 1, 1, 20, dtype=torch.bool)
     real[1, ..., 13:] = False
     mask = LayerMask((2, 1, 20, 20), real, is_causal=is_causal)
-    without, beside = (mask.arguments(with_bias).mask for with_bias in (False, True))
-    assert isinstance(without, IntervalMask) and isinstance(beside, TileMask)
+    without, others = (mask.arguments(with_bias).mask for with_bias in (False, True))
+    assert isinstance(without, IntervalMask) and isinstance(others, TileMask)
     wanted = real & torch.ones(20, 20, dtype=torch.bool).tril() if is_causal else real.expand(2, 1, 20, 20)
-    assert torch.equal(without.dense(), wanted) and torch.equal(beside.dense(), wanted)
+    assert torch.equal(without.dense(), wanted) and torch.equal(others.dense(), wanted)
 
 
 def test_documents_are_packed_in_one_row_alone() -> None:

@@ -187,10 +187,10 @@ def test_the_copy_of_a_bias_follows_it() -> None:
         assert not in_dtype(computed, torch.float32).requires_grad
     in_dtype(computed, torch.float32).sum().backward()
     assert learned.grad is not None
-    gone = weakref.ref(in_dtype(computed, torch.float32))
+    reference = weakref.ref(in_dtype(computed, torch.float32))
     del computed
     gc.collect()
-    assert gone() is None
+    assert reference() is None
 
 
 FEELS = {
@@ -220,7 +220,7 @@ def test_a_dropped_argument_is_noticed(argument: str, counted: Counted) -> None:
 
 
 def test_masks_are_never_as_large_as_scores(counted: Counted) -> None:
-    """Of every model whose mask functions are known: the objects hold O(L), and are the same for all layers."""
+    """Masks of known mask functions hold O(L), and are the same for all layers."""
     for name, family in FAMILIES.items():
         if family.kind not in ("causal", "masked") or name == "llama4" or lacks_interface(name) is not None:
             continue

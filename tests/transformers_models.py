@@ -142,16 +142,16 @@ def drawn(name: str, number: int) -> dict[str, Any]:
     rng = random.Random(f"{name} {number}")
     dim, heads_k, window = rng.choice((8, 12, 20)), rng.choice((1, 2, 3)), rng.randint(2, 9)
     heads = heads_k * rng.choice((1, 2, 4))
-    whole = heads * dim  # of models whose heads share the hidden size
-    of_heads = {"hidden_size": whole, "num_attention_heads": heads}
+    hidden = heads * dim  # of models whose heads share the hidden size
+    heads_alone = {"hidden_size": hidden, "num_attention_heads": heads}
     if name == "gpt2":
-        return {"n_embd": whole, "n_head": heads}
+        return {"n_embd": hidden, "n_head": heads}
     if name in ("t5", "umt5"):
         return {"d_model": rng.choice((24, 40)), "d_kv": dim, "num_heads": heads}
     if name == "bart":
-        return {"d_model": whole, "encoder_attention_heads": heads, "decoder_attention_heads": heads}
+        return {"d_model": hidden, "encoder_attention_heads": heads, "decoder_attention_heads": heads}
     if name in ("bert", "modernbert"):
-        return of_heads | ({"local_attention": 2 * window} if name == "modernbert" else {})
+        return heads_alone | ({"local_attention": 2 * window} if name == "modernbert" else {})
     if name == "deepseek_v3":
         latent = {"qk_nope_head_dim": dim, "v_head_dim": rng.choice((8, 16))}
         return {"num_attention_heads": heads, "num_key_value_heads": heads, **latent}
@@ -200,7 +200,7 @@ def padding(length: int, side: str | None) -> Tensor:
 
 
 def inputs(model: nn.Module, kind: str, side: str | None = None) -> dict[str, Any]:
-    """What a model of this kind reads, with labels; `side` is where the padding is, None for no mask at all."""
+    """Draw the inputs of a model of this kind, with labels; `side` is where the padding is, None for no mask at all."""
     generator, dtype = torch.Generator().manual_seed(1), next(model.parameters()).dtype
 
     def draw(length: int) -> Tensor:
