@@ -6,7 +6,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from ...distributed import SequenceLayout, context_parallel_attention
 from ...distributed.agreement import refuse_together
 from ...distributed.context import InContext, context_in_force
 from ...distributed.group import groups_of
+from ...problem import dtype_name
 from ...validation import follow_autocast
 from .mask_function import LayerMask, MaskArguments
 
@@ -98,15 +99,22 @@ def attend(
     dense = None
     if isinstance(attention_mask, Tensor):
         if attention_mask.dim() != 4:
-            _refuse_rank(attention_mask)
+            shape = tuple(attention_mask.shape)
+            raise ValueError(
+                f"attention_mask has shape {shape}; a layer needs 4 dims, (batch, heads or 1, queries, keys)"
+            )
         if attention_mask.is_floating_point():  # a mask of numbers is added
             bias = attention_mask if bias is None else bias + attention_mask
         elif attention_mask.dtype == torch.bool:
             dense = attention_mask
         else:
-            _refuse_dtype(attention_mask)
-    elif attention_mask is not None:
-        _check_lengths(attention_mask, query, key)
+            dtype = dtype_name(attention_mask.dtype)
+            raise TypeError(f"attention_mask has dtype {dtype}; with 4 dims it needs to be bool, or float to be added")
+    elif isinstance(attention_mask, LayerMask) and attention_mask.shape[2:] != (query.shape[2], key.shape[2]):
+        raise ValueError(
+            f"attention_mask is for {attention_mask.shape[2]} queries and {attention_mask.shape[3]} keys; this layer has "
+            f"{query.shape[2]} and {key.shape[2]}"
+        )
     if sequences is not None:
         arguments = _packed_arguments(sequences, attention_mask, bias, _is_causal(module, is_causal))
     elif isinstance(attention_mask, LayerMask):
@@ -232,25 +240,6 @@ def _forget_copy(bias: weakref.ref[Tensor]) -> None:
     global _last_copy
     if _last_copy is not None and _last_copy[0] is bias:
         _last_copy = None
-
-
-def _check_lengths(mask: LayerMask, query: Tensor, key: Tensor) -> None:
-    if isinstance(mask, LayerMask) and mask.shape[2:] != (query.shape[2], key.shape[2]):
-        raise ValueError(
-            f"attention_mask is for {mask.shape[2]} queries and {mask.shape[3]} keys; this layer has {query.shape[2]} "
-            f"and {key.shape[2]}"
-        )
-
-
-def _refuse_rank(mask: Tensor) -> NoReturn:
-    raise ValueError(
-        f"attention_mask has shape {tuple(mask.shape)}; a layer needs 4 dims, (batch, heads or 1, queries, keys)"
-    )
-
-
-def _refuse_dtype(mask: Tensor) -> NoReturn:
-    name = str(mask.dtype).removeprefix("torch.")
-    raise TypeError(f"attention_mask has dtype {name}; with 4 dims it needs to be bool, or float to be added")
 
 
 def refuse_unknown(module: object, arguments: dict[str, Any]) -> None:
