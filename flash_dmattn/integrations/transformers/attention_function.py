@@ -112,8 +112,8 @@ def attend(
             raise TypeError(f"attention_mask has dtype {dtype}; with 4 dims it needs to be bool, or float to be added")
     elif isinstance(attention_mask, LayerMask) and attention_mask.shape[2:] != (query.shape[2], key.shape[2]):
         raise ValueError(
-            f"attention_mask is for {attention_mask.shape[2]} queries and {attention_mask.shape[3]} keys; this layer has "
-            f"{query.shape[2]} and {key.shape[2]}"
+            f"attention_mask is for {attention_mask.shape[2]} queries and {attention_mask.shape[3]} keys; this layer "
+            f"has {query.shape[2]} and {key.shape[2]}"
         )
     if sequences is not None:
         arguments = _packed_arguments(sequences, attention_mask, bias, _is_causal(module, is_causal))
