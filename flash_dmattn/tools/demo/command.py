@@ -89,20 +89,12 @@ class TrainedPair(NamedTuple):
     full_history: History
 
 
-class _DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Adds the defaults to the help, except None, where the help says what it stands for."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default is None else super()._get_help_string(action)
-
-
 def build_parser() -> argparse.ArgumentParser:
-    """The arguments of the demo."""
+    """Make the parser of the demo's arguments."""
     parser = argparse.ArgumentParser(
         prog="python -m flash_dmattn demo",
         description="Train a small byte-level language model with dynamic-mask attention on the Python standard "
         "library's sources, beside the same model with full attention, and check the gradients of a real batch.",
-        formatter_class=_DefaultsFormatter,
     )
     add = parser.add_argument
     add(
@@ -111,24 +103,26 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"training steps per model (default: {SMALL.steps}, on a Hopper GPU {ON_HOPPER.steps}; "
         f"with --quick {SMALL.quick_steps} and {ON_HOPPER.quick_steps})",
     )
-    # None stands for what `sizes_for` says of the device.
-    for name, field, said in (
+    # Without these arguments `sizes_for` decides by the device.
+    for name, field, text in (
         ("--batch-size", "batch_size", "texts per step"),
         ("--context", "context", "bytes per text"),
         ("--keep", "keep", "keys that each query keeps under the dynamic mask"),
     ):
         small, on_hopper = getattr(SMALL, field), getattr(ON_HOPPER, field)
-        add(name, type=_positive, help=f"{said} (default: {small}, on a Hopper GPU {on_hopper})")
+        add(name, type=_positive, help=f"{text} (default: {small}, on a Hopper GPU {on_hopper})")
     add("--local-window", type=_positive, help="nearest keys kept besides, whatever their score (default: none)")
-    add("--seed", type=int, default=0, help="of the weights, the batches and the sample")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device to train on")
-    # Measured on 2 cores, both models, 40 steps: 6 s with two threads and 11 s with one where nothing else runs; over
-    # 100 s and 11 s beside other work, where threads spin for one another.
-    add("--threads", type=_positive, default=1, help="threads of PyTorch; more than one is for an idle machine")
-    said = f"bf16 trains under autocast (default: {SMALL.dtype}, on a Hopper GPU {ON_HOPPER.dtype})"
-    add("--dtype", choices=tuple(DTYPES), help=said)
-    add("--backend", default="auto", help="attention backend to train with")
-    add("--out-dir", type=Path, default=Path("demo_output"), help="folder for the picture; made if missing")
+    add("--seed", type=int, default=0, help="of the weights, the batches and the sample (default: 0)")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--device", default=device, help=f"device to train on (default: {device})")
+    # Threads spin for one another beside other work. Both models, 40 steps, 2 cores: with two threads 6 s on an idle
+    # machine and over 100 s on a busy one, with one thread 11 s on either.
+    add("--threads", type=_positive, default=1, help="threads of PyTorch; more for an idle machine (default: 1)")
+    text = f"bf16 trains under autocast (default: {SMALL.dtype}, on a Hopper GPU {ON_HOPPER.dtype})"
+    add("--dtype", choices=tuple(DTYPES), help=text)
+    add("--backend", default="auto", help="attention backend to train with (default: auto)")
+    folder = Path("demo_output")
+    add("--out-dir", type=Path, default=folder, help=f"folder for the picture; made if missing (default: {folder})")
     add("--quick", action="store_true", help="a smaller model and few steps: every part runs, little is learned")
     return parser
 
@@ -179,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     call = capture_call(pair.dynamic, windows, PICTURED_LAYER, dtype)
     heading(f"The decision for the attention of layer {PICTURED_LAYER} of the trained model")
     line(str(call.explain()))
-    # The 16-bit kernels of a GPU serve no fp32 call: there the call is also checked and timed as they would get it.
+    # The 16-bit kernels of a GPU serve no fp32 call: there the call is also checked as they would get it.
     dtypes = [torch.float32] if dtype == torch.float32 and device.type == "cpu" else [torch.float32, torch.bfloat16]
     checked = [row for x in dtypes for row in check_call(call.to(x))]
     _show_checks(checked)
@@ -213,9 +207,8 @@ def train_both(corpus: Corpus, config: ModelConfig, training: TrainingConfig, de
     for title, model in ((f"dynamic mask, {config.keep_window_size} keys", dynamic), ("full attention", full)):
         chosen = training_call(model, training)
         line(f"  {title}: attention by {chosen.forward} forward, {chosen.backward} backward")
-        histories.append(
-            train(model, corpus, training, partial(_show_step, title, training.steps, time.perf_counter()))
-        )
+        show_step = partial(_show_step, title, training.steps, time.perf_counter())
+        histories.append(train(model, corpus, training, show_step))
     return TrainedPair(dynamic, full, *histories)
 
 
