@@ -17,6 +17,7 @@ import flash_dmattn
 from flash_dmattn.__main__ import main
 from flash_dmattn.dispatch import config, profiles
 from flash_dmattn.dispatch.profiles import ROWS, Figures, Row, read, rows_of
+from flash_dmattn.explanation import explain_problem
 from flash_dmattn.gradients import empty_outputs
 from flash_dmattn.problem import sm_number
 from flash_dmattn.problem.inputs import Inputs
@@ -96,7 +97,7 @@ def calibrate(made: command.Instruments, seconds: float = 120) -> tuple[int, str
 
 def test_every_backend_is_measured_in_every_row_and_the_profile_is_in_force(caches: Path) -> None:
     seen: list[tuple[str, str]] = []
-    assert flash_dmattn.explain_problem((2, 4096, 16, 64), device="sm_80").forward == "flex"
+    assert explain_problem((2, 4096, 16, 64), device="sm_80").forward == "flex"
     status, printed, bar = calibrate(instruments(seen=seen))
     assert status == 0
     assert seen == [(row.name, backend) for row in ROWS for backend in ("eager", "triton", "flex")]
@@ -105,7 +106,7 @@ def test_every_backend_is_measured_in_every_row_and_the_profile_is_in_force(cach
     assert (profile.gpu, profile.arch, profile.driver, profile.wrong) == (GPU, "sm_80", "570.1", {})
     assert {name: getattr(profile, name) for name in ("library", "torch", "triton")} == profiles.versions()
     assert profile.rows == {row.name: LONG_MS for row in ROWS}
-    found = flash_dmattn.explain_problem((2, 4096, 16, 64), device="sm_80")
+    found = explain_problem((2, 4096, 16, 64), device="sm_80")
     assert found.forward == "triton", "written, and read at once"
     assert found.profile == f"{path} decided: long: triton 1 ms, flex 1.5 ms, eager 9 ms; forward"
     assert f"wrote {path}\nauto goes by it from now on; python -m flash_dmattn explain cites it\n" in printed
@@ -135,7 +136,7 @@ def test_what_the_table_says_is_what_auto_does() -> None:
         calibrate(instruments(figures=lambda row, backend, times=times: times[backend]))
         profile = profiles.find("sm_80").profile
         assert profile is not None
-        found = flash_dmattn.explain_problem((2, 4096, 16, 64), device="sm_80").forward
+        found = explain_problem((2, 4096, 16, 64), device="sm_80").forward
         assert report.choice(profile, "long", False) == found
 
 
@@ -222,7 +223,7 @@ def test_what_failed_a_check_is_not_taken(name: str) -> None:
     _, printed, _ = calibrate(instruments(checks=checks))
     profile = profiles.find("sm_80").profile
     assert profile is not None and profile.wrong == wrong
-    taken = flash_dmattn.explain_problem((2, 4096, 16, 64), device="sm_80").forward
+    taken = explain_problem((2, 4096, 16, 64), device="sm_80").forward
     assert taken == ("flex" if "triton" in wrong else "triton")
     for backend, why in wrong.items():
         assert f"{backend}: {why}" in printed

@@ -17,6 +17,7 @@ import flash_dmattn
 from flash_dmattn import call as calls
 from flash_dmattn.backends import eager
 from flash_dmattn.backends.protocol import Rule
+from flash_dmattn.explanation import explain_problem
 from flash_dmattn.masks import prepare_mask
 from flash_dmattn.reference import formula
 
@@ -176,7 +177,7 @@ def test_an_expanded_bias_has_a_gradient_in_each_of_its_elements() -> None:
 
 
 def test_explain_from_shapes() -> None:
-    e = flash_dmattn.explain_problem(q=(2, 8, 64, 4, 32), dtype="fp32", device="cpu", bias=(2, 1, 4, 64, 64), grad=True)
+    e = explain_problem(q=(2, 8, 64, 4, 32), dtype="fp32", device="cpu", bias=(2, 1, 4, 64, 64), grad=True)
     assert (e.problem.batch, e.problem.flags.bias_repeat, e.problem.bias.shape) == (16, 8, (2, 4, 64, 64))
     assert "bias (2, 4, 64, 64) float32 of batch // 8 % 2" in str(e.problem) and e.forward == "eager"
     assert e.problem.partly_shared == ("bias",)

@@ -16,7 +16,6 @@ from out_of_tree import replace_backend
 
 import flash_dmattn
 from flash_dmattn import call as calls
-from flash_dmattn import explain_problem
 from flash_dmattn.backends.protocol import Availability
 from flash_dmattn.dispatch import config, preferences, profiles, refusals, selection
 from flash_dmattn.dispatch.preferences import judge
@@ -33,6 +32,7 @@ from flash_dmattn.dispatch.profiles import (
     write,
 )
 from flash_dmattn.dispatch.registry import BACKENDS
+from flash_dmattn.explanation import explain_problem
 from flash_dmattn.problem import SequenceSpec
 
 GPU, VERSIONS = "NVIDIA A100-SXM4-80GB", {"library": flash_dmattn.__version__, "torch": "2.11.0", "triton": "3.6.0"}

@@ -24,6 +24,7 @@ from flash_dmattn.backends.protocol import Availability, Rule
 from flash_dmattn.backends.triton import backend as triton
 from flash_dmattn.backends.triton import passes
 from flash_dmattn.dispatch import config, refusals, registry, selection
+from flash_dmattn.explanation import explain_problem
 from flash_dmattn.problem import AttentionProblem, NeedsGrad
 
 FORWARD_ONLY = Rule("forward_only", lambda p: False, lambda p: "there is no backward kernel yet", "", ("backward",))
@@ -61,7 +62,7 @@ def select(problem: AttentionProblem, requested: Any) -> selection.Selection:
 
 def on_gpu(needs_grad: bool = False, **changes: object) -> AttentionProblem:
     """A call on an accelerator."""
-    problem = flash_dmattn.explain_problem((2, 4096, 16, 64), kv_heads=4, device="sm_80", bias=(1, 16, 1, 4096)).problem
+    problem = explain_problem((2, 4096, 16, 64), kv_heads=4, device="sm_80", bias=(1, 16, 1, 4096)).problem
     return problem._replace(needs_grad=NeedsGrad(needs_grad, needs_grad, needs_grad, needs_grad), **changes)
 
 

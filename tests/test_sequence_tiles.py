@@ -20,6 +20,7 @@ from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn import Sequences, attention
+from flash_dmattn.explanation import explain_problem
 from flash_dmattn.masks import SequenceTileMask, mask_stats, prepare_mask, prepare_ragged
 from flash_dmattn.masks.prepared import packing
 
@@ -232,7 +233,7 @@ def test_explain_says_what_a_mask_costs() -> None:
     notes = {verdict.backend: verdict.notes for verdict in found.verdicts}
     assert "unpacks the prepared mask to a dense bool tensor of 0.1 MB" in notes["eager"]
     assert "prepared mask (1, 1, 500, 300) of packed queries" in str(found.problem)
-    described = flash_dmattn.explain_problem(
+    described = explain_problem(
         (1, 500, 2, 16),
         **{"dtype": "fp32", "device": found.problem.arch, "mask": (1, 1, 300, 300), "mask_prepared": True},
         **{"is_causal": True, "sequences": tiles.spec},

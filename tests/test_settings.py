@@ -676,7 +676,7 @@ try:
     ran(backend="reference")
 except flash_dmattn.BackendUnavailableError as error:
     print("FLASH_DMATTN_DISABLE" in str(error))
-print(flash_dmattn.explain_problem((1, 8, 2, 64), device="sm_80").error)
+print(flash_dmattn.explanation.explain_problem((1, 8, 2, 64), device="sm_80").error)
 """
     variables = {"FLASH_DMATTN_DISABLE": "reference, flex,cuda,triton", "FLASH_DMATTN_FALLBACK": "error"}
     (done,) = forked.run([(variables, CALL + code)])

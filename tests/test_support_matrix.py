@@ -11,12 +11,12 @@ import pytest
 import torch
 from out_of_tree import replaced
 
-import flash_dmattn
 from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.protocol import Backend, Rule
 from flash_dmattn.dispatch.refusals import BackendError, passes_of, reasons_against
 from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.dispatch.selection import choose, selected_names
+from flash_dmattn.explanation import explain_problem
 from flash_dmattn.problem import AttentionProblem, SequenceSpec, dtype_name
 from flash_dmattn.tools import support_matrix
 
@@ -106,7 +106,7 @@ def described_sequences(seed: int) -> dict[str, Any]:
 def problems() -> list[tuple[int, AttentionProblem]]:
     calls = [(seed, described(seed)) for seed in range(1000)]
     calls += [(seed, described_sequences(seed)) for seed in range(1000, 1300)]
-    return [(seed, flash_dmattn.explain_problem(**call).problem) for seed, call in calls]
+    return [(seed, explain_problem(**call).problem) for seed, call in calls]
 
 
 def all_rules(backend: Backend) -> tuple[Rule, ...]:
