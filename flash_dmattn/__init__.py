@@ -46,8 +46,7 @@ else:
     from .dispatch.registry import register_backend, unregister_backend
     from .dispatch.selection import available_backends
     from .dtensors import load_with
-    from .explanation import Explanation, explain, explain_problem
-    from .problem import AttentionProblem
+    from .explanation import explain
     from .sequences import Sequences, append_to_cache
 
     if _TYPE_CHECKING:
@@ -73,12 +72,10 @@ else:
 
 
 __all__ = [
-    "AttentionProblem",
     "Backend",
     "BackendError",
     "BackendUnavailableError",
     "BackendUnsupportedError",
-    "Explanation",
     "FallbackWarning",
     "Sequences",
     "__version__",
@@ -88,7 +85,6 @@ __all__ = [
     "config",
     "distributed",
     "explain",
-    "explain_problem",
     "masks",
     "nn",
     "register_backend",

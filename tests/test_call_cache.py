@@ -21,10 +21,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flash_dmattn
 from flash_dmattn import call
-from flash_dmattn.call import Call, Numbers
+from flash_dmattn.call import Call
 from flash_dmattn.dispatch import config, refusals
 from flash_dmattn.masks import prepare_mask, prepare_tree
-from flash_dmattn.problem import Repeats, SequenceSpec
+from flash_dmattn.problem import Numbers, Repeats, SequenceSpec
 
 Q, K = (2, 6, 4, 8), (2, 9, 2, 8)
 

@@ -1,4 +1,4 @@
-"""`explain` and `explain_problem`: the same answer as the call itself, as a table and as plain data."""
+"""`explain`, of tensors and of shapes: the same answer as the call itself, as a table and as plain data."""
 
 from __future__ import annotations
 

@@ -360,7 +360,7 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: tiles_of(MASK[:, :4]),
         ValueError,
         "mask has shape (1, 4, 5), read as (heads, queries of all sequences, max_seqlen_k); it needs "
-        "queries of all sequences in [1, 8], max_seqlen_k in [1, 5]",
+        "queries of all sequences in {1, 8} and max_seqlen_k in {1, 5}",
     ),
     "dtype": (lambda: tiles_of(MASK.int()), TypeError, "mask has dtype torch.int32 and must be torch.bool"),
     "where": (

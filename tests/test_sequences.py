@@ -682,13 +682,13 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: attention(X, X, X, bias=torch.zeros(2, 2, 8, 5), sequences=TWO),
         ValueError,
         "bias has shape (2, 2, 8, 5), read as (sequences, heads, max_seqlen_q, max_seqlen_k); it needs sequences in "
-        "[1, 2], heads in [1, 2], max_seqlen_q in [1, 5]",
+        "{1, 2}, heads in {1, 2}, max_seqlen_q in {1, 5} and max_seqlen_k in {1, 5}",
     ),
     "packed keys": (
         lambda: attention(X, X, X, bias=torch.zeros(2, 1, 5), sequences=TWO),
         ValueError,
-        "bias has shape (2, 1, 5), read as (heads, 1, keys of all sequences); it needs heads in [1, 2], 1 in [1], "
-        "keys of all sequences in [1, 8]",
+        "bias has shape (2, 1, 5), read as (heads, 1, keys of all sequences); it needs heads in {1, 2} and "
+        "keys of all sequences in {1, 8}",
     ),
     "unnamed bound": (
         lambda: attention(X, X, X, bias=torch.zeros(2, 2, 8, 8), sequences=Sequences.packed(cu(0, 3, 8))),

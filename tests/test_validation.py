@@ -186,7 +186,7 @@ WRONG_NAMES = {
     "cu_seqlens_q": r"write sequences=Sequences.packed\(...\)",
     "is_casual": r"did you mean is_causal\?",
     "softmax_scales": r"did you mean softmax_scale\?",
-    "xyz": "it takes q, k, v, mask, bias, is_causal, .*, dropout_p",
+    "xyz": "it takes q, k, v, mask, bias, is_causal, .*, dropout_p(, device)?",
 }
 
 

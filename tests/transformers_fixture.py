@@ -11,8 +11,9 @@ import transformers
 from torch import nn
 from transformers_models import softmax_in_float64
 
-from flash_dmattn.call import Numbers, prepare_call
+from flash_dmattn.call import prepare_call
 from flash_dmattn.integrations.transformers import attention_function, register
+from flash_dmattn.problem import Numbers
 
 
 class Counted:

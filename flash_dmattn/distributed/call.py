@@ -8,7 +8,17 @@ import torch
 from torch import Tensor
 
 from ..masks.prepared.types import PreparedMask
-from ..problem import AttentionProblem, NeedsGrad, Shape4, TensorSpec, as_scores, check_flag, dtype_name, unpacked_spec
+from ..problem import (
+    AttentionProblem,
+    NeedsGrad,
+    Numbers,
+    Shape4,
+    TensorSpec,
+    as_scores,
+    check_flag,
+    dtype_name,
+    unpacked_spec,
+)
 from ..sequences.nested import is_nested
 from ..validation import describe
 from .agreement import Shared
@@ -102,9 +112,9 @@ def describe_call(
             f"mask is a {type(mask).__name__}, of whole rows; context parallelism needs one of "
             "flash_dmattn.distributed.prepare_mask, or a bool tensor of this rank's rows"
         )
-    numbers = (is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, False)
+    numbers = Numbers(is_causal, softmax_scale, softcap, window_size, deterministic, return_lse)
     whole_k, whole_v = (_standing_for(x, layout_k.length, 1) for x in (k, v))
-    problem, _, _ = describe(q, whole_k, whole_v, whole_mask, whole_bias, *numbers, sink=sink)
+    problem, _, _ = describe(q, whole_k, whole_v, whole_mask, whole_bias, sink, numbers)
     if torch.is_grad_enabled():
         needs = (x is not None and x.requires_grad for x in (q, k, v, bias, sink))
         problem = problem._replace(needs_grad=NeedsGrad(*needs))

@@ -14,8 +14,9 @@ from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ... import attention
-from ...call import Numbers, prepare_call, run_call
+from ...call import prepare_call, run_call
 from ...distributed.context import context_in_force
+from ...problem import Numbers
 from ...validation import follow_autocast
 from .arguments import refuse_unknown
 from .layer_mask import LayerMask, MaskArguments
