@@ -42,9 +42,14 @@ else:
     from .api import attention
     from .backends.protocol import Backend
     from .dispatch.config import config
-    from .dispatch.refusals import BackendError, BackendUnavailableError, BackendUnsupportedError, FallbackWarning
     from .dispatch.registry import register_backend, unregister_backend
-    from .dispatch.selection import available_backends
+    from .dispatch.selection import (
+        BackendError,
+        BackendUnavailableError,
+        BackendUnsupportedError,
+        FallbackWarning,
+        available_backends,
+    )
     from .dtensors import load_with
     from .explanation import explain
     from .sequences import Sequences, append_to_cache

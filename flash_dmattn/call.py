@@ -14,9 +14,8 @@ from .definition import is_transformed, is_watched
 from .dispatch.checkpoints import follow_checkpoints
 from .dispatch.config import BackendChoice, Decision, blocks, process
 from .dispatch.plan import Plan, make_plan
-from .dispatch.refusals import report_fallback
 from .dispatch.registry import BACKENDS, on_change
-from .dispatch.selection import choice_in_force, choose, falls_back, selected_names
+from .dispatch.selection import choice_in_force, choose, falls_back, report_fallback, selected_names
 from .problem import Numbers, Repeats, SequenceSpec, SequenceView, as_scores, fold_call
 from .problem.inputs import Inputs
 from .reference.dropout import draw_key

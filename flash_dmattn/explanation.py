@@ -13,11 +13,18 @@ from .backends.mask_choice import unpacking_note
 from .backends.protocol import Backend, Direction, Reason
 from .call import prepare_call
 from .dispatch.config import BackendChoice, fallback
-from .dispatch.preferences import cite
-from .dispatch.profiles import gpu_names
-from .dispatch.refusals import BackendError, passes_of, reasons_against, refuse_fallback
+from .dispatch.profiles import cite, gpu_names
 from .dispatch.registry import BACKENDS
-from .dispatch.selection import choice_in_force, choose, falls_back, selected_names
+from .dispatch.selection import (
+    BackendError,
+    choice_in_force,
+    choose,
+    falls_back,
+    passes_of,
+    reasons_against,
+    refuse_fallback,
+    selected_names,
+)
 from .dtensors import above, is_dtensor
 from .problem import (
     AttentionProblem,

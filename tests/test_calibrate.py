@@ -21,10 +21,10 @@ from flash_dmattn.explanation import explain_problem
 from flash_dmattn.gradients import empty_outputs
 from flash_dmattn.problem import sm_number
 from flash_dmattn.problem.inputs import Inputs
-from flash_dmattn.tools.calibrate import command, report, timing
-from flash_dmattn.tools.calibrate.progress import Progress
-from flash_dmattn.tools.cli import info, verify
-from flash_dmattn.tools.cli.verify import CASES, Outcome
+from flash_dmattn.tools import calibrate as tool
+from flash_dmattn.tools import info, verify
+from flash_dmattn.tools.calibrate import Progress
+from flash_dmattn.tools.verify import CASES, Outcome
 
 GPU = "NVIDIA A100-SXM4-80GB"
 CPU = torch.device("cpu")
@@ -59,11 +59,11 @@ def instruments(
     figures: Callable[[Row, str], Figures] = lambda row, backend: LONG_MS[backend],
     seen: list[tuple[str, str]] | None = None,
     arch: str = "sm_80",
-) -> command.Instruments:
+) -> tool.Instruments:
     clock = clock or Clock()
 
     def measure(row: Row, backend: str, budget: float) -> Figures:
-        assert 0 < budget <= command.ROW_SECONDS
+        assert 0 < budget <= tool.ROW_SECONDS
         clock.now += seconds
         if seen is not None:
             seen.append((row.name, backend))
@@ -73,7 +73,7 @@ def instruments(
         assert has_time()
         return outcomes() if checks is None else checks
 
-    return command.Instruments(check, measure, clock, GPU, arch, "570.1")
+    return tool.Instruments(check, measure, clock, GPU, arch, "570.1")
 
 
 @pytest.fixture(autouse=True)
@@ -87,9 +87,9 @@ def caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     profiles.forget()
 
 
-def calibrate(made: command.Instruments, seconds: float = 120) -> tuple[int, str, str]:
+def calibrate(made: tool.Instruments, seconds: float = 120) -> tuple[int, str, str]:
     stream, bar = io.StringIO(), io.StringIO()
-    return command.calibrate(made, seconds, stream, bar), stream.getvalue(), bar.getvalue()
+    return tool.calibrate(made, seconds, stream, bar), stream.getvalue(), bar.getvalue()
 
 
 # The run
@@ -137,7 +137,7 @@ def test_what_the_table_says_is_what_auto_does() -> None:
         profile = profiles.find("sm_80").profile
         assert profile is not None
         found = explain_problem((2, 4096, 16, 64), device="sm_80").forward
-        assert report.choice(profile, "long", False) == found
+        assert tool.choice(profile, "long", False) == found
 
 
 def test_what_is_not_reached_in_time_is_left_out() -> None:
@@ -169,7 +169,7 @@ def test_checks_end_in_time() -> None:
             clock.now += 10
         return outcomes()
 
-    command.measured(instruments(clock)._replace(check=check), 100, io.StringIO())
+    tool.measured(instruments(clock)._replace(check=check), 100, io.StringIO())
     assert answers == [True, True, True, True, False, False]  # up to 35 of the 100 s
 
 
@@ -246,7 +246,7 @@ def test_the_checks_are_those_of_info_verify() -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_the_tensors_of_a_row(row: Row) -> None:
-    call = timing.call_of(row, CPU, shrink=64)
+    call = tool.call_of(row, CPU, shrink=64)
     assert call["q"].dtype == torch.bfloat16 and call["q"].shape[1] == max(1, row.seqlen_q // 64)
     assert [name for name, t in call.items() if t.requires_grad] == [
         *(["q", "k", "v"] if row.grad else []),
@@ -265,7 +265,7 @@ def test_both_passes_of_a_row_are_timed(row: Row) -> None:
         runs.append((run(), seconds))
         return float(len(runs))
 
-    found = timing.measure(row, "eager", 0.6, CPU, timer, shrink=64)
+    found = tool.measure(row, "eager", 0.6, CPU, timer, shrink=64)
     assert found == (Figures(1.0, 2.0) if row.grad else Figures(1.0))
     out, gradients = runs[0][0], runs[1][0] if row.grad else ()
     assert out.shape[1] == max(1, row.seqlen_q // 64)
@@ -278,7 +278,7 @@ def test_what_does_not_run_has_its_error_as_figures() -> None:
         raise AssertionError("nothing is timed")
 
     (short,) = (row for row in ROWS if row.name == "short")
-    found = timing.measure(short, "triton", 0.6, CPU, timer, shrink=64)
+    found = tool.measure(short, "triton", 0.6, CPU, timer, shrink=64)
     assert found.error == "it refuses: device is cpu; the kernels run on GPUs"
 
     def fails(inputs: Inputs) -> tuple[Tensor, ...]:
@@ -289,7 +289,7 @@ def test_what_does_not_run_has_its_error_as_figures() -> None:
 
     for run, error in ((fails, "OutOfMemoryError: no memory"), (spoil, "its results are not finite")):
         with replaced("eager", plan_forward=lambda problem, run=run: run):
-            assert timing.measure(short, "eager", 0.6, CPU, timer, shrink=64).error == error
+            assert tool.measure(short, "eager", 0.6, CPU, timer, shrink=64).error == error
 
 
 # Progress
@@ -340,9 +340,9 @@ class _Clocks:
 def test_launching_does_not_count(host: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time of a run is that of its kernels, 0.02 ms here, however long the host takes to enqueue it."""
     clocks = _Clocks()
-    monkeypatch.setattr(timing, "torch", clocks.cuda())
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clocks.host / 1e3))
-    timer = timing.EventTimer(torch.device("cuda"))
+    monkeypatch.setattr(tool, "torch", clocks.cuda())
+    monkeypatch.setattr(tool, "time", SimpleNamespace(perf_counter=lambda: clocks.host / 1e3))
+    timer = tool.EventTimer(torch.device("cuda"))
     assert timer(lambda: clocks.enqueue(host, 0.02), 0.1) == pytest.approx(0.02)
 
 
@@ -391,7 +391,7 @@ def test_without_that_gpu_it_says_so(
 def test_other_gpus_are_refused(arch: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(command, "device_arch", lambda device: arch)
+    monkeypatch.setattr(tool, "device_arch", lambda device: arch)
     assert main(["calibrate"]) == 1
     assert f"the GPU is {arch}; profiles are of NVIDIA GPUs from sm_80 on" in capsys.readouterr().err
 
@@ -401,7 +401,7 @@ def test_a_backend_that_is_switched_off_cannot_be_compared(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(command, "device_arch", lambda device: "sm_80")
+    monkeypatch.setattr(tool, "device_arch", lambda device: "sm_80")
     with flash_dmattn.config(disabled="flex"):
         assert main(["calibrate"]) == 1
     message = "flex is switched off; calibrate compares triton, flex, eager"
@@ -410,7 +410,7 @@ def test_a_backend_that_is_switched_off_cannot_be_compared(
 
 def test_arguments_reach_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, float]] = []
-    monkeypatch.setattr(command, "run", lambda index, seconds: seen.append((index, seconds)) or 0)
+    monkeypatch.setattr(tool, "run", lambda index, seconds: seen.append((index, seconds)) or 0)
     assert main(["calibrate"]) == main(["calibrate", "--device", "1", "--seconds", "30"]) == 0
     assert seen == [(0, 120), (1, 30)]
     for words in (["--seconds", "0"], ["--seconds", "x"], ["--device", "-1"]):

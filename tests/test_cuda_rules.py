@@ -20,7 +20,7 @@ from flash_dmattn.backends.cuda import passes
 from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.cuda.backend import BACKEND as cuda
 from flash_dmattn.backends.protocol import Availability, Rule
-from flash_dmattn.dispatch import config, refusals, selection
+from flash_dmattn.dispatch import config, selection
 from flash_dmattn.explanation import explain_problem
 from flash_dmattn.problem import SequenceSpec
 from flash_dmattn.problem.inputs import Inputs
@@ -730,7 +730,7 @@ def test_a_broken_rule_is_a_sentence(
     ).problem
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_rules, "installed_instances", lambda: built)
-        for rule in (rule for rule in ALL_RULES if set(rule.passes) & set(refusals.passes_of(problem))):
+        for rule in (rule for rule in ALL_RULES if set(rule.passes) & set(selection.passes_of(problem))):
             assert is_a_sentence(rule, problem), f"{rule.code}: {rule.says(problem)!r}"
 
 

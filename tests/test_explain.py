@@ -13,7 +13,7 @@ from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn.backends.protocol import Availability, Rule
-from flash_dmattn.dispatch import config, refusals, registry
+from flash_dmattn.dispatch import config, registry, selection
 from flash_dmattn.explanation import explain_problem
 
 
@@ -21,7 +21,7 @@ from flash_dmattn.explanation import explain_problem
 def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn")):
         monkeypatch.setattr(config.process, name, value)
-    monkeypatch.setattr(refusals, "_warned", set())
+    monkeypatch.setattr(selection, "_warned", set())
 
 
 def tensors() -> dict[str, Tensor]:
@@ -77,7 +77,7 @@ def test_explaining_records_and_warns_nothing_and_computes_nothing() -> None:
     assert decisions == [] and ours.ran == []
     with flash_dmattn.config(disabled=("cuda", "triton", "flex")), pytest.warns(flash_dmattn.FallbackWarning):
         # explaining did not use up the one warning
-        refusals.report_fallback(explain_problem((2, 4096, 16, 64), device="sm_80").problem)
+        selection.report_fallback(explain_problem((2, 4096, 16, 64), device="sm_80").problem)
 
 
 def test_call_that_would_be_refused_is_explained() -> None:

@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import flash_dmattn
 from flash_dmattn import call, masks
-from flash_dmattn.dispatch import config, refusals
+from flash_dmattn.dispatch import config, selection
 from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.explanation import explain_description, explain_problem
 from flash_dmattn.masks import IntervalMask, prepare_intervals, prepare_topk, topk_mask
@@ -25,7 +25,7 @@ from flash_dmattn.masks import IntervalMask, prepare_intervals, prepare_topk, to
 def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, value in (("default_backend", "auto"), ("disabled", ())):
         monkeypatch.setattr(config.process, name, value)
-    monkeypatch.setattr(refusals, "_warned", set())
+    monkeypatch.setattr(selection, "_warned", set())
     with both_registered():
         yield
 

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_dmattn
 from flash_dmattn import masks
-from flash_dmattn.dispatch import config, refusals
+from flash_dmattn.dispatch import config, selection
 from flash_dmattn.explanation import explain_problem
 from flash_dmattn.masks import PreparedMask, prepare_mask
 from flash_dmattn.masks.prepared.operator import KeyForm, key_form, prepared_view
@@ -42,7 +42,7 @@ from flash_dmattn.masks.prepared.operator import KeyForm, key_form, prepared_vie
 def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn")):
         monkeypatch.setattr(config.process, name, value)
-    monkeypatch.setattr(refusals, "_warned", set())
+    monkeypatch.setattr(selection, "_warned", set())
     with both_registered():
         yield
 
@@ -355,9 +355,9 @@ def test_fallback_counts_what_it_unpacks() -> None:
             pytest.warns(flash_dmattn.FallbackWarning) as told,
         ):
             shape = {"mask": (1, 1, 4096, 4096), "dtype": "fp64"}
-            refusals._warned.clear()
+            selection._warned.clear()
             described = explain_problem((1, 4096, 2, 64), device="sm_80", **shape, **flags)
-            refusals.report_fallback(described.problem)
+            selection.report_fallback(described.problem)
         return float(re.search(r"up to ([\d.]+) MB", str(told[0].message))[1])
 
     assert workspace(mask_prepared=True) == workspace() + 16.0

@@ -17,8 +17,7 @@ from out_of_tree import replace_backend
 import flash_dmattn
 from flash_dmattn import call as calls
 from flash_dmattn.backends.protocol import Availability
-from flash_dmattn.dispatch import config, preferences, profiles, refusals, selection
-from flash_dmattn.dispatch.preferences import judge
+from flash_dmattn.dispatch import config, profiles, selection
 from flash_dmattn.dispatch.profiles import (
     FORMAT,
     ROWS,
@@ -26,6 +25,7 @@ from flash_dmattn.dispatch.profiles import (
     Profile,
     ProfileError,
     dump,
+    judge,
     parse,
     read,
     rows_of,
@@ -60,7 +60,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     changes = {"default_backend": "auto", "disabled": (), "fallback": "warn", "profile": "", "rules": "built-in"}
     for name, value in changes.items():
         monkeypatch.setattr(config.process, name, value)
-    monkeypatch.setattr(refusals, "_warned", set())
+    monkeypatch.setattr(selection, "_warned", set())
     monkeypatch.setattr(BACKENDS, "table", BACKENDS.table)  # for it to be put back
     for backend in ("triton", "flex"):
         replace_backend(backend, probe=lambda: Availability(True))
@@ -569,7 +569,7 @@ def test_without_a_profile_explain_and_the_warning_name_the_command() -> None:
         pytest.warns(flash_dmattn.FallbackWarning, match=f"{command} does, for auto to take them"),
     ):
         assert selection.choose(refused, "auto").forward.name == "eager"
-        refusals.report_fallback(refused)
+        selection.report_fallback(refused)
 
 
 def test_an_ignored_profile_is_no_error_in_a_call() -> None:
@@ -594,7 +594,7 @@ def test_the_choice_by_a_profile_is_traced_whole(figures: Figures, name: str) ->
 
 
 def test_only_measured_backends_are_judged() -> None:
-    assert preferences.MEASURED == ("triton", "flex", "eager")
+    assert profiles.MEASURED == ("triton", "flex", "eager")
     profile = profile_of()
     assert judge(profile, (), False) is None
     assert judge(profile, ("long", "no such row"), False) is None

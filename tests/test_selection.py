@@ -23,7 +23,7 @@ from flash_dmattn.backends.cuda import rules
 from flash_dmattn.backends.protocol import Availability, Rule
 from flash_dmattn.backends.triton import backend as triton
 from flash_dmattn.backends.triton import passes
-from flash_dmattn.dispatch import config, refusals, registry, selection
+from flash_dmattn.dispatch import config, registry, selection
 from flash_dmattn.explanation import explain_problem
 from flash_dmattn.problem import AttentionProblem, NeedsGrad
 
@@ -34,7 +34,7 @@ FORWARD_ONLY = Rule("forward_only", lambda p: False, lambda p: "there is no back
 def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn")):
         monkeypatch.setattr(config.process, name, value)
-    monkeypatch.setattr(refusals, "_warned", set())
+    monkeypatch.setattr(selection, "_warned", set())
 
 
 def inputs() -> tuple[Tensor, ...]:
@@ -56,7 +56,7 @@ def select(problem: AttentionProblem, requested: Any) -> selection.Selection:
     """The choice of a call, and what a fallback says of it."""
     chosen = selection.choose(problem, requested)
     if selection.falls_back(problem, requested, chosen):
-        refusals.report_fallback(problem)
+        selection.report_fallback(problem)
     return chosen
 
 
@@ -415,7 +415,7 @@ def test_fallback_warns_once_per_cause_with_bytes_and_reasons() -> None:
     assert text.startswith("attention runs on eager PyTorch, with up to 256.0 MB of temporaries: batch 2, 4096 queries")
     lines = text.splitlines()
     better = [registry.BACKENDS[name] for name in ("cuda", "triton", "flex")]
-    reasons = [r for each in better for r in refusals.reasons_against(each, problem, ("forward",), auto=True)]
+    reasons = [r for each in better for r in selection.reasons_against(each, problem, ("forward",), auto=True)]
     assert {"disabled", "arch"} <= {reason.code for reason in reasons}
     assert lines[1:-1] == [f"  - {reason.backend}: {reason}" for reason in reasons]
     assert lines[-1].startswith('  config.set(fallback="error") turns this warning into an error')

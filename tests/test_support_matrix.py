@@ -13,9 +13,8 @@ from out_of_tree import replaced
 
 from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.protocol import Backend, Rule
-from flash_dmattn.dispatch.refusals import BackendError, passes_of, reasons_against
 from flash_dmattn.dispatch.registry import BACKENDS
-from flash_dmattn.dispatch.selection import choose, selected_names
+from flash_dmattn.dispatch.selection import BackendError, choose, passes_of, reasons_against, selected_names
 from flash_dmattn.explanation import explain_problem
 from flash_dmattn.problem import AttentionProblem, SequenceSpec, dtype_name
 from flash_dmattn.tools import support_matrix

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..dispatch.refusals import BackendError, BackendUnavailableError, BackendUnsupportedError
+from ..dispatch.selection import BackendError, BackendUnavailableError, BackendUnsupportedError
 from ..problem import dtype_name
 from .group import Members, process_group
 

@@ -8,9 +8,8 @@ import torch
 
 from ..backends.protocol import Backend, Direction
 from ..dispatch.config import BackendChoice, Decision, blocks, disabled
-from ..dispatch.refusals import report_fallback
 from ..dispatch.registry import BACKENDS, on_change, works
-from ..dispatch.selection import Selection, choice_in_force, falls_back, select_pair
+from ..dispatch.selection import Selection, choice_in_force, falls_back, report_fallback, select_pair
 from ..problem import AttentionProblem
 from ..remembered import Remembered
 from .call import ParallelCall

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from ..backends.protocol import Backend, Reason
 from ..dispatch.config import BackendChoice, fallback
-from ..dispatch.preferences import cite
-from ..dispatch.refusals import BackendError, refuse_fallback
+from ..dispatch.profiles import cite
 from ..dispatch.registry import BACKENDS
-from ..dispatch.selection import choice_in_force, choose, falls_back, selected_names
+from ..dispatch.selection import BackendError, choice_in_force, choose, falls_back, refuse_fallback, selected_names
 from ..explanation import Explanation, Verdict, verdict_of
 from ..problem import AttentionProblem, dtype_name, refuse_keywords
 from .call import ParallelCall

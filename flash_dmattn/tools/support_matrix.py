@@ -18,7 +18,7 @@ from ..backends.protocol import Backend, Direction, Reason, all_hold
 from ..dispatch.registry import BACKENDS
 from ..explanation import explain_problem
 from ..problem import AttentionProblem, SequenceSpec
-from . import gpu_table
+from ..triton_kernels.gpus import GPUS, KIB
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -157,6 +157,35 @@ def table(chosen: Sequence[Row], names: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+# The nearest GPU that the rules refuse, with its shared memory in KB.
+REFUSED_GPU = ("sm_75", "T4, RTX 20", 64)
+
+GPU_LEGEND = """\
+What is known of the kernels of this library on each GPU; `flex` and `eager` run what PyTorch has for it.
+
+* **measured**: tested and timed on such a GPU.
+* **compiled**: never run there. Every run of the tests compiles each kernel for it, for a sample of calls: the kernels
+  keep to the shared memory that a program may have, and spill no more registers than a bound.
+  `python tests/compile_everything.py` compiles them for all calls. `backend="triton"` runs them.
+* **refused**: an error says why.
+
+Of a GPU that is not listed nothing is known. `triton` runs there by name, with tiles that fit the smallest of them."""
+
+
+def gpu_table() -> str:
+    """Tabulate the standing of each architecture, by the backends with kernels of our own."""
+    known: list[tuple[str, str, int, str]] = [(*REFUSED_GPU, "refused")]
+    known += [(gpu.arch, gpu.products, gpu.shared // KIB, gpu.standing) for gpu in GPUS]
+    lines = ["| GPU | such as | shared memory | `cuda` | `triton` |", "| --- | --- | --- | --- | --- |"]
+    for arch, products, shared, standing in known:
+        problem = explain_problem(q=(2, 4096, 16, 64), dtype="bf16", device=arch, grad=True).problem
+        # The CUDA kernels are for one architecture, on which they are measured.
+        said = {"cuda": "measured", "triton": standing}
+        words = [word if BACKENDS[name].accepts(problem, "forward") else "refused" for name, word in said.items()]
+        lines.append(f"| {arch} | {products} | {shared} KB | {' | '.join(words)} |")
+    return "\n".join(lines)
+
+
 LEGEND = """\
 * **yes**: forward and every gradient asked for.
 * **forward**: no gradients.
@@ -181,7 +210,11 @@ gradients are needed.
 
 {table(rows(), names)}
 
-{gpu_table.section()}
+## GPUs
+
+{GPU_LEGEND}
+
+{gpu_table()}
 """
 
 

@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..._version import __version__
-from ...backends.cuda.extension import BUILD_COMMAND, build_info, find, not_built
-from ...dispatch.config import similar
-from . import require_torch
+from .._version import __version__
+from ..backends.cuda.extension import BUILD_COMMAND, build_info, find, not_built
+from ..dispatch.config import choice, disabled, fallback, process, similar
+from .cli import require_torch
 
 Report = dict[str, Any]
 
@@ -33,7 +33,7 @@ OURS = (
     "FLASH_DMATTN_HEAD_DIMS",
     "FLASH_DMATTN_RACECHECK",
 )
-# And those of libraries that its backends run on.
+# The same with variables of libraries that its backends run on.
 ENVIRONMENT = (*OURS, "CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET")
 
 
@@ -72,14 +72,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def collect() -> Report:
-    """Everything the command knows, as plain data."""
+    """Collect everything the command knows, as plain data."""
     torch = _imported("torch")
     if "error" not in torch:
         torch["cuda"] = importlib.import_module("torch").version.cuda
     driver, devices = find_driver()
     backends = _backends() if "error" not in torch else {}
     return {
-        "flash_dmattn": {"version": __version__, "path": str(Path(__file__).resolve().parents[2])},
+        "flash_dmattn": {"version": __version__, "path": str(Path(__file__).resolve().parents[1])},
         "python": {"version": platform.python_version(), "executable": sys.executable},
         "system": platform.platform(),
         "torch": torch,
@@ -95,9 +95,8 @@ def collect() -> Report:
 
 
 def _profiles() -> Report:
-    """By architecture of this machine's GPUs, the profile that `calibrate` made, or why none is in force."""
-    from ...dispatch import profiles
-    from ...dispatch.config import process
+    """Return by architecture of this machine's GPUs the profile of `calibrate`, or why none is in force."""
+    from ..dispatch import profiles
 
     report: Report = {}
     for arch in profiles.arches_here():
@@ -122,7 +121,7 @@ def _imported(name: str) -> Report:
 
 
 def _extension() -> Report:
-    """The record of the build in the compiled extension, which is not loaded for it, or why there is none."""
+    """Return the record of the build in the compiled extension, which is not loaded, or why there is none."""
     try:
         path = find()
         if path is not None:
@@ -134,7 +133,7 @@ def _extension() -> Report:
 
 
 def find_driver() -> tuple[Report, list[Report]]:
-    """The NVIDIA driver and its GPUs by nvidia-smi, which needs no torch."""
+    """Ask nvidia-smi, which needs no torch, for the NVIDIA driver and its GPUs."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return {"error": "nvidia-smi is not on PATH"}, []
@@ -173,8 +172,6 @@ def _gpus(seen_by_driver: list[Report]) -> list[Report]:
 
 
 def _settings() -> Report:
-    from ...dispatch.config import choice, disabled, fallback, process  # which needs no torch
-
     unknown = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in OURS)
     ends = [name.removeprefix(PREFIX) for name in OURS]
     return {
@@ -187,13 +184,12 @@ def _settings() -> Report:
 
 
 def _backends() -> dict[str, Report]:
-    from ...dispatch.config import disabled
-    from ...dispatch.registry import BACKENDS, probe
+    from ..dispatch.registry import BACKENDS
 
     off = disabled()
     found: dict[str, Report] = {}
     for name in BACKENDS:
-        availability = probe(name)
+        availability = BACKENDS[name].probe()
         exception = availability.exception
         found[name] = {
             "usable": availability.usable and name not in off,
@@ -206,7 +202,7 @@ def _backends() -> dict[str, Report]:
 
 
 def render(report: Report) -> str:
-    """The report as an aligned table."""
+    """Lay the report out as an aligned table."""
 
     def version(part: Report) -> str:
         return part.get("version") or f"cannot be used: {part['error']}"
@@ -260,7 +256,7 @@ def _extension_lines(found: Report) -> list[str]:
 
 
 def _profile_lines(profiles: Report) -> list[str]:
-    """What auto goes by on each architecture, with the command that makes a profile where there is none."""
+    """Say what auto goes by on each architecture, with the command that makes a profile where there is none."""
     lines = []
     for arch, found in profiles.items():
         if found["made"] is None:
