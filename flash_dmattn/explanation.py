@@ -51,7 +51,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one backend says of a call: whether it serves each pass, every reason why not, and what it would do."""
+    """The answer of one backend to a call: whether it serves each pass, every reason why not, and what it would do."""
 
     backend: str
     forward: bool
@@ -186,8 +186,7 @@ def explain(
     """Say which backend `flash_dmattn.attention` would run these arguments on, and why not another; computes nothing.
 
     Tensors may be on the device "meta", which takes no memory. DTensors are explained by the call of this rank, whose
-    sizes decide there; where they share the sequence the result is that of
-    `flash_dmattn.distributed.explain_context_parallel`.
+    sizes decide there; where ranks share the sequence, `flash_dmattn.distributed.explain_context_parallel` answers.
 
     Args:
         q, k, v, mask, bias and the rest: as for `flash_dmattn.attention`.
@@ -286,7 +285,7 @@ def explain_problem(
         kv_heads, seqlen_k, head_dim_v, bias_dtype: as q and `dtype` if left out.
         dtype: a torch.dtype, or a name out of `DTYPES`.
         device: as for `explain`.
-        mask_prepared: whether the mask is the prepared form of one of that shape. Beside sequences a shape of 3 dims,
+        mask_prepared: whether the mask is the prepared form of one of that shape. With sequences a shape of 3 dims,
             (S or 1, n, n), is a tree of n new tokens.
         grad: whether dq, dk and dv, and dsink of a sink, are needed.
         bias_grad: whether dbias is needed.
@@ -356,7 +355,7 @@ def _parse_dtype(name: str, dtype: str | torch.dtype) -> torch.dtype:
 
 
 def explain_description(problem: AttentionProblem, backend: BackendChoice, copies: tuple[str, ...] = ()) -> Explanation:
-    """Explain a described problem; `copies` are those that were made before it was described."""
+    """Explain a described problem; `copies` says which tensors were copied before."""
     requested = choice_in_force(backend)
     forward = backward = error = None
     try:

@@ -125,8 +125,8 @@ def describe(
 
     Args:
         q, k, v, mask, bias, sink, numbers: as for `flash_dmattn.attention`.
-        repeats: of a call whose leading dims were folded, which has checked those of mask and bias.
-        sequences: of a call that has them, whose q, k and v have a batch dim of 1 where they are packed.
+        repeats: given if leading dims were folded, which has checked mask and bias.
+        sequences: how they lie; packed q, k and v have a batch dim of 1.
 
     Raises:
         TypeError: an argument is not a tensor, or its dtype is not what the call needs.

@@ -106,9 +106,9 @@ def test_every_backend_is_measured_in_every_row_and_the_profile_is_in_force(cach
     assert (profile.gpu, profile.arch, profile.driver, profile.wrong) == (GPU, "sm_80", "570.1", {})
     assert {name: getattr(profile, name) for name in ("library", "torch", "triton")} == profiles.versions()
     assert profile.rows == {row.name: LONG_MS for row in ROWS}
-    found = explain_problem((2, 4096, 16, 64), device="sm_80")
-    assert found.forward == "triton", "written, and read at once"
-    assert found.profile == f"{path} decided: long: triton 1 ms, flex 1.5 ms, eager 9 ms; forward"
+    actual = explain_problem((2, 4096, 16, 64), device="sm_80")
+    assert actual.forward == "triton", "written, and read at once"
+    assert actual.profile == f"{path} decided: long: triton 1 ms, flex 1.5 ms, eager 9 ms; forward"
     assert f"wrote {path}\nauto goes by it from now on; python -m flash_dmattn explain cites it\n" in printed
     assert len(bar.splitlines()) == 2 + 3 * len(ROWS)
 
@@ -136,8 +136,8 @@ def test_what_the_table_says_is_what_auto_does() -> None:
         calibrate(instruments(figures=lambda row, backend, times=times: times[backend]))
         profile = profiles.find("sm_80").profile
         assert profile is not None
-        found = explain_problem((2, 4096, 16, 64), device="sm_80").forward
-        assert tool.choice(profile, "long", False) == found
+        actual = explain_problem((2, 4096, 16, 64), device="sm_80").forward
+        assert tool.choice(profile, "long", False) == actual
 
 
 def test_what_is_not_reached_in_time_is_left_out() -> None:
@@ -236,8 +236,8 @@ def test_the_checks_are_those_of_info_verify() -> None:
         asked.append(None)
         return len(asked) <= 3
 
-    found = verify.verify_on("cpu", torch.float32, ("eager", "triton"), stream, has_time)
-    assert [(o.backend, o.case, o.verdict) for o in found] == [("eager", case.name, "pass") for case in CASES[:3]]
+    actual = verify.verify_on("cpu", torch.float32, ("eager", "triton"), stream, has_time)
+    assert [(o.backend, o.case, o.verdict) for o in actual] == [("eager", case.name, "pass") for case in CASES[:3]]
     assert "error < limit" in stream.getvalue()
 
 
@@ -265,8 +265,8 @@ def test_both_passes_of_a_row_are_timed(row: Row) -> None:
         runs.append((run(), seconds))
         return float(len(runs))
 
-    found = tool.measure(row, "eager", 0.6, CPU, timer, shrink=64)
-    assert found == (Figures(1.0, 2.0) if row.grad else Figures(1.0))
+    actual = tool.measure(row, "eager", 0.6, CPU, timer, shrink=64)
+    assert actual == (Figures(1.0, 2.0) if row.grad else Figures(1.0))
     out, gradients = runs[0][0], runs[1][0] if row.grad else ()
     assert out.shape[1] == max(1, row.seqlen_q // 64)
     assert len(gradients) == (3 * row.grad + row.dbias)
@@ -278,8 +278,8 @@ def test_what_does_not_run_has_its_error_as_figures() -> None:
         raise AssertionError("nothing is timed")
 
     (short,) = (row for row in ROWS if row.name == "short")
-    found = tool.measure(short, "triton", 0.6, CPU, timer, shrink=64)
-    assert found.error == "it refuses: device is cpu; the kernels run on GPUs"
+    actual = tool.measure(short, "triton", 0.6, CPU, timer, shrink=64)
+    assert actual.error == "it refuses: device is cpu; the kernels run on GPUs"
 
     def fails(inputs: Inputs) -> tuple[Tensor, ...]:
         raise torch.OutOfMemoryError("no\nmemory")
@@ -338,7 +338,7 @@ class _Clocks:
 
 @pytest.mark.parametrize("host", (0.01, 0.3, 6.0))
 def test_launching_does_not_count(host: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time of a run is that of its kernels, 0.02 ms here, however long the host takes to enqueue it."""
+    """Only kernels count, 0.02 ms here, however long the host takes to enqueue them."""
     clocks = _Clocks()
     monkeypatch.setattr(tool, "torch", clocks.cuda())
     monkeypatch.setattr(tool, "time", SimpleNamespace(perf_counter=lambda: clocks.host / 1e3))

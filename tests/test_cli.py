@@ -162,18 +162,18 @@ def test_info_json_is_json_alone() -> None:
         "unknown": {},
     }
     assert report["environment"]["FLASH_DMATTN_BACKEND"] == "eager"
-    for name, found in report["backends"].items():
-        if not found["usable"] and name != "flex":
-            assert found["reason"] and found["exception"], f"{name} does not say why: {found}"
+    for name, actual in report["backends"].items():
+        if not actual["usable"] and name != "flex":
+            assert actual["reason"] and actual["exception"], f"{name} does not say why: {actual}"
 
 
 @pytest.mark.parametrize("words", (["flash_dmattn", "info"], ["benchmarks", "list"]), ids=" ".join)
 def test_a_reader_that_has_left_ends_the_command_without_a_word(words: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    found = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    actual = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
-    assert (found.returncode, found.stderr) == (1, "")
+    assert (actual.returncode, actual.stderr) == (1, "")
 
 
 def test_info_shows_an_environment_that_no_import_accepts() -> None:

@@ -174,13 +174,13 @@ def test_another_gpu_is_explained_without_what_is_installed_here(monkeypatch: py
     with replaced("cuda", probe=lambda: Availability(False, "it is not built")):
         for gpus, elsewhere in ({}, True), ({"sm_80": ["a GPU"]}, True), ({"sm_90": ["a GPU"]}, False):
             monkeypatch.setattr("flash_dmattn.explanation.gpu_names", lambda arch, gpus=gpus: gpus.get(arch, []))
-            found = explain_problem(**call)
-            codes = {reason.code for verdict in found.verdicts for reason in verdict.reasons}
+            actual = explain_problem(**call)
+            codes = {reason.code for verdict in actual.verdicts for reason in verdict.reasons}
             assert ("unavailable" in codes) is not elsewhere
-            assert found.forward == ("cuda" if elsewhere else None)
-            assert (found.error is None) is found.to_dict()["elsewhere"] is elsewhere
+            assert actual.forward == ("cuda" if elsewhere else None)
+            assert (actual.error is None) is actual.to_dict()["elsewhere"] is elsewhere
             told = "no GPU of this machine is sm_90: all backends count as installed there"
-            assert (told in str(found).splitlines()) is elsewhere
+            assert (told in str(actual).splitlines()) is elsewhere
     assert not explain_problem((1, 8, 2, 16), device="cpu").problem.elsewhere
 
 

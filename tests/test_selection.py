@@ -372,15 +372,15 @@ def test_probe_of_a_broken_install_keeps_the_exception_and_never_raises(
     monkeypatch.setattr(passes, "_launch", None)
     monkeypatch.delitem(sys.modules, imported, raising=False)
     monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
-    found = module.probe()
-    assert module.probe() is found
+    actual = module.probe()
+    assert module.probe() is actual
     assert attempts == [imported]
-    assert not found.usable
-    assert type(found.exception) is error
-    assert "undefined symbol: cudaGetDevice" in found.reason
+    assert not actual.usable
+    assert type(actual.exception) is error
+    assert "undefined symbol: cudaGetDevice" in actual.reason
     with pytest.raises(flash_dmattn.BackendUnavailableError, match="undefined symbol") as caught:
         results(module.BACKEND.name)
-    assert caught.value.__cause__ is found.exception
+    assert caught.value.__cause__ is actual.exception
     torch.testing.assert_close(results("auto"), results("reference"))
 
 
@@ -393,7 +393,7 @@ def test_probe_is_left_alone_where_a_rule_refuses_already() -> None:
     assert probes == []
 
 
-# The fallback on an accelerator, of which this process may use nothing but eager
+# The fallback on an accelerator, where this process may use eager alone
 
 
 @pytest.fixture

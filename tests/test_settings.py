@@ -1,4 +1,4 @@
-"""What is set outside a call: precedence, environment variables, `with` blocks, threads and decision records."""
+"""Settings outside a call: precedence, environment variables, `with` blocks, threads and decision records."""
 
 from __future__ import annotations
 
@@ -72,34 +72,34 @@ def test_blocks_nest_and_end_with_an_exception() -> None:
 
 
 def test_block_is_of_its_own_thread_and_default_of_the_process() -> None:
-    found: list[tuple[str, str | None]] = []
+    actual: list[tuple[str, str | None]] = []
 
     def call() -> None:
-        found.append(ran())
+        actual.append(ran())
 
     with flash_dmattn.config(backend="reference"):
         run_thread(call)
     flash_dmattn.config.set(backend="reference")
     run_thread(call)
-    assert found == [EAGER, REFERENCE]
+    assert actual == [EAGER, REFERENCE]
 
 
 def test_two_threads_hold_different_blocks_at_once() -> None:
     barrier = threading.Barrier(2, timeout=30)
-    found: dict[str, list[tuple[str, str | None]]] = {"eager": [], "reference": []}
+    actual: dict[str, list[tuple[str, str | None]]] = {"eager": [], "reference": []}
 
     def work(name: str) -> None:
         with flash_dmattn.config(backend=name):
             for _ in range(20):
                 barrier.wait()
-                found[name].append(ran())
+                actual[name].append(ran())
 
-    threads = [threading.Thread(target=work, args=(name,)) for name in found]
+    threads = [threading.Thread(target=work, args=(name,)) for name in actual]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == {"eager": [EAGER] * 20, "reference": [REFERENCE] * 20}
+    assert actual == {"eager": [EAGER] * 20, "reference": [REFERENCE] * 20}
 
 
 def run_thread(target: object) -> None:
@@ -249,30 +249,30 @@ def test_blocks_end_in_any_order(block: Block) -> None:
 def test_one_object_in_two_threads_that_overlap(block: Block) -> None:
     context, is_in_force = block
     first_in, second_in, first_out = (threading.Event() for _ in range(3))
-    found: list[bool] = []
+    actual: list[bool] = []
 
     def first() -> None:
         with context:
             first_in.set()
             assert second_in.wait(30)
-        found.append(is_in_force())
+        actual.append(is_in_force())
         first_out.set()
 
     def second() -> None:
         assert first_in.wait(30)
-        found.append(is_in_force())
+        actual.append(is_in_force())
         with context:
             second_in.set()
             assert first_out.wait(30)
-            found.append(is_in_force())
-        found.append(is_in_force())
+            actual.append(is_in_force())
+        actual.append(is_in_force())
 
     threads = [threading.Thread(target=target) for target in (first, second)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert found == [False, False, True, False]
+    assert actual == [False, False, True, False]
     assert not is_in_force()
 
 
@@ -310,13 +310,13 @@ def test_tasks_have_blocks_of_their_own_and_inherit_those_around_their_start(blo
 
 def test_a_thread_inherits_in_a_copy_of_the_context_alone(block: Block) -> None:
     context, is_in_force = block
-    found: list[bool] = []
+    actual: list[bool] = []
     with context:
         copied = contextvars.copy_context()
-        run_thread(lambda: found.append(is_in_force()))
-        run_thread(lambda: found.append(copied.run(is_in_force)))
-    run_thread(lambda: found.append(copied.run(is_in_force)))
-    assert found == [False, True, True]
+        run_thread(lambda: actual.append(is_in_force()))
+        run_thread(lambda: actual.append(copied.run(is_in_force)))
+    run_thread(lambda: actual.append(copied.run(is_in_force)))
+    assert actual == [False, True, True]
 
 
 @pytest.mark.parametrize("choose", [flash_dmattn.config, flash_dmattn.config.set], ids=["block", "process"])
@@ -397,9 +397,9 @@ def recomputed(checkpointed: Callable[[Tensor], Tensor], backward: Callable[[Ten
     chosen = call.choose
 
     def spy(problem: Any, requested: Any) -> Any:
-        found = chosen(problem, requested)
-        seen.append((found.forward.name, requested, config.disabled(), config.fallback()))
-        return found
+        actual = chosen(problem, requested)
+        seen.append((actual.forward.name, requested, config.disabled(), config.fallback()))
+        return actual
 
     x = torch.randn(1, 5, 2, 8, dtype=torch.float64, requires_grad=True)
     expected = torch.autograd.grad(attend(attend(x)).sum(), x)[0]
@@ -647,10 +647,10 @@ BAD = (
 )
 
 
-def in_environments(*given: tuple[str, str, str]) -> list[str]:
-    """What each code prints where a variable has a value, or the last line of its error."""
-    found = forked.run([({variable: value}, CALL + code) for code, variable, value in given])
-    return [done.said.strip() if done.status == 0 else done.said.strip().splitlines()[-1] for done in found]
+def in_environments(*built: tuple[str, str, str]) -> list[str]:
+    """Run each code beside a value of a variable; return its output, or the last line of its error."""
+    actual = forked.run([({variable: value}, CALL + code) for code, variable, value in built])
+    return [done.said.strip() if done.status == 0 else done.said.strip().splitlines()[-1] for done in actual]
 
 
 def test_environment_sets_the_default_that_everything_else_beats() -> None:
@@ -686,13 +686,13 @@ print(flash_dmattn.explanation.explain_problem((1, 8, 2, 64), device="sm_80").er
 
 
 def test_bad_value_in_the_environment_ends_the_import_with_an_error_that_names_the_variable() -> None:
-    found = forked.run([({variable: value}, "import flash_dmattn") for variable, value in BAD])
-    assert found[0].said.strip().splitlines()[-1] == (
+    actual = forked.run([({variable: value}, "import flash_dmattn") for variable, value in BAD])
+    assert actual[0].said.strip().splitlines()[-1] == (
         "ValueError: FLASH_DMATTN_BACKEND names 'trition'; it needs to be one of 'cuda', 'triton', 'flex', 'eager', "
         "'reference'; did you mean 'triton'? (a backend that a program registers itself is chosen and "
         "switched off by config.set)"
     )
-    for (variable, value), done in zip(BAD, found, strict=True):
+    for (variable, value), done in zip(BAD, actual, strict=True):
         line = done.said.strip().splitlines()[-1]
         assert done.status != 0 and line.startswith("ValueError: ") and variable in line, line
         assert any(repr(part) in line for part in (value, "nope", "auto")), line

@@ -159,20 +159,20 @@ def values(problem: AttentionProblem) -> set[str]:
     numbers += (problem.num_heads, problem.num_heads_k)
     numbers += () if problem.sequences is None else (problem.sequences.page_size,)
     flags = ("deterministic", "return_lse", "return_probs", "is_causal")
-    found = {str(number) for number in numbers}
-    found |= {problem.device, problem.arch, str(problem.softcap), str(problem.dropout_p)}
+    actual = {str(number) for number in numbers}
+    actual |= {problem.device, problem.arch, str(problem.softcap), str(problem.dropout_p)}
     dtypes = {problem.dtype} | ({problem.bias.dtype} if problem.bias is not None else set())
-    found |= {name for dtype in dtypes for name in (dtype_name(dtype), str(dtype))}
-    found |= {flag for flag in flags if getattr(problem, flag)}
-    found |= {name for name, needed in zip(problem.needs_grad._fields, problem.needs_grad) if needed}
-    found |= {str(spec.span()) for spec in (problem.mask, problem.bias) if spec is not None}
+    actual |= {name for dtype in dtypes for name in (dtype_name(dtype), str(dtype))}
+    actual |= {flag for flag in flags if getattr(problem, flag)}
+    actual |= {name for name, needed in zip(problem.needs_grad._fields, problem.needs_grad) if needed}
+    actual |= {str(spec.span()) for spec in (problem.mask, problem.bias) if spec is not None}
     heads = (
         (problem.q_strides, problem.seqlen_q, problem.head_dim),
         (problem.k_strides, problem.seqlen_k, problem.head_dim),
         (problem.v_strides, problem.seqlen_k, problem.head_dim_v),
     )
     # Elements of memory from the first to the last of one head.
-    return found | {str(1 + max(rows - 1, 0) * s[1] + (columns - 1) * s[3]) for s, rows, columns in heads}
+    return actual | {str(1 + max(rows - 1, 0) * s[1] + (columns - 1) * s[3]) for s, rows, columns in heads}
 
 
 def test_the_choice_follows_the_rules(problems: list[tuple[int, AttentionProblem]]) -> None:
@@ -214,8 +214,8 @@ def test_random_problems_are_varied(problems: list[tuple[int, AttentionProblem]]
 class TestMatrix:
     def test_page_is_current(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cuda_rules, "installed_instances", lambda: None)  # whichever this checkout has built
-        found = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
-        assert found == support_matrix.document(SHIPPED), (
+        actual = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
+        assert actual == support_matrix.document(SHIPPED), (
             "not current: run python -m flash_dmattn.tools.support_matrix --write"
         )
 

@@ -205,7 +205,7 @@ def candidates(problem: AttentionProblem) -> list[tuple[Backend, tuple[Rule, ...
     * cuda on Hopper, without its preferences: most of these leave a call to triton because that is faster, but triton
       may be disabled or not work;
     * triton on GPUs where nobody has measured it: its kernels were compiled for that GPU, and serve better than eager
-      PyTorch the calls that flex refuses, such as those with dropout or pages. Beside sequences triton is asked before
+      PyTorch the calls that flex refuses, such as those with dropout or pages. With sequences triton is asked before
       flex, which copies them into rows of its own.
     """
     table = BACKENDS.table  # once: it may be replaced meanwhile

@@ -126,7 +126,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def bias_class(self) -> BiasClass:
-        """What a bias has one value for, as kernels read it."""
+        """The dims that a bias has values for, as kernels read it."""
         return bias_class(self.shape, self.strides)
 
     def span(self) -> int:
@@ -325,8 +325,8 @@ class AttentionProblem(NamedTuple):
         return ", ".join(parts)
 
 
-# The arguments of `attention` that a backend may lack, and whether a call uses them. A backend lists those that it has,
-# and a call that uses another is refused: an argument that is added here is dropped by nobody.
+# The arguments of `attention` that a backend may lack, and whether a call uses them. A backend lists the ones it has,
+# and refuses a call that uses another. So no backend drops an argument that is added here.
 FEATURES: dict[str, Callable[[AttentionProblem], bool]] = {
     "mask": lambda p: p.mask is not None,
     "bias": lambda p: p.bias is not None,

@@ -47,7 +47,7 @@ class SequenceView(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Those that there are."""
+        """Both tensors, or the bounds alone."""
         return (self.bounds,) if self.block_table is None else (self.bounds, self.block_table)
 
 

@@ -38,7 +38,7 @@ Timer = Callable[[Callable[[], object], float], float]
 
 
 class Instruments(NamedTuple):
-    """What a run measures with; tests replace it.
+    """The functions that a run measures with; tests replace them.
 
     Attributes:
         check: check(has_time) -> outcomes of the checks against the formula, none started once has_time() is False.

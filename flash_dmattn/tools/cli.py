@@ -33,7 +33,7 @@ def run_piped(main: Callable[[], int]) -> int:
 
 
 def add_explain(commands: Any) -> None:
-    """Add `explain` to the parser of the command line; its arguments are named as those of `explain_problem`."""
+    """Add `explain` to the parser of the command line; `explain_problem` has the same names of arguments."""
     parser = commands.add_parser(
         "explain",
         help="which backend a call would run on, and why not another",

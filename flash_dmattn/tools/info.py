@@ -159,7 +159,7 @@ def _gpus(seen_by_driver: list[Report]) -> list[Report]:
 
     if not torch.cuda.is_available():
         return seen_by_driver
-    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     return [
         {
             "name": gpu.name,
@@ -167,7 +167,7 @@ def _gpus(seen_by_driver: list[Report]) -> list[Report]:
             "memory_gib": round(gpu.total_memory / 2**30, 1),
             "seen_by_torch": True,
         }
-        for gpu in found
+        for gpu in gpus
     ]
 
 
@@ -187,18 +187,18 @@ def _backends() -> dict[str, Report]:
     from ..dispatch.registry import BACKENDS
 
     off = disabled()
-    found: dict[str, Report] = {}
-    for name in BACKENDS:
-        availability = BACKENDS[name].probe()
+    report: dict[str, Report] = {}
+    for name, backend in BACKENDS.items():
+        availability = backend.probe()
         exception = availability.exception
-        found[name] = {
+        report[name] = {
             "usable": availability.usable and name not in off,
             "disabled": name in off,
             "reason": availability.reason,
             "hint": availability.hint,
             "exception": None if exception is None else f"{type(exception).__name__}: {exception}",
         }
-    return found
+    return report
 
 
 def render(report: Report) -> str:
@@ -245,25 +245,25 @@ def _unknown_line(name: str, meant: str | None) -> str:
     return f"{name} is read by nothing" + (f"; did you mean {PREFIX}{meant}?" if meant else "")
 
 
-def _extension_lines(found: Report) -> list[str]:
-    if "error" in found:
-        output = [f"| {line}" for line in found.get("output", "").splitlines()]
-        return [f"none: {found['error']}", *output, f"build it in a checkout: {BUILD_COMMAND}"]
+def _extension_lines(build: Report) -> list[str]:
+    if "error" in build:
+        output = [f"| {line}" for line in build.get("output", "").splitlines()]
+        return [f"none: {build['error']}", *output, f"build it in a checkout: {BUILD_COMMAND}"]
     return [
-        f"{found['version']} for {', '.join(found['arches'])} and torch >= {found['torch_target']}, built by nvcc "
-        f"{found['nvcc']} from commit {found['commit'][:12]}, {found['path']}"
+        f"{build['version']} for {', '.join(build['arches'])} and torch >= {build['torch_target']}, built by nvcc "
+        f"{build['nvcc']} from commit {build['commit'][:12]}, {build['path']}"
     ]
 
 
 def _profile_lines(profiles: Report) -> list[str]:
     """Say what auto goes by on each architecture, with the command that makes a profile where there is none."""
     lines = []
-    for arch, found in profiles.items():
-        if found["made"] is None:
-            what = f"none: {found['reason']}; python -m flash_dmattn calibrate makes one"
+    for arch, profile in profiles.items():
+        if profile["made"] is None:
+            text = f"none: {profile['reason']}; python -m flash_dmattn calibrate makes one"
         else:
-            what = f"{found['path']}, made {found['made']}"
-        lines.append(f"{arch}: {what}" + ("" if arch != "sm_90" or found["decides"] else "; built-in rules decide"))
+            text = f"{profile['path']}, made {profile['made']}"
+        lines.append(f"{arch}: {text}" + ("" if arch != "sm_90" or profile["decides"] else "; built-in rules decide"))
     return lines or ["none: there is no NVIDIA GPU from sm_80 on"]
 
 
@@ -271,16 +271,16 @@ def _backend_rows(backends: dict[str, Report]) -> list[tuple[str, str]]:
     if not backends:
         return [("backends", "none can be used without torch")]
     rows: list[tuple[str, str]] = []
-    for name, found in backends.items():
-        if found["usable"]:
+    for name, backend in backends.items():
+        if backend["usable"]:
             rows.append((f"backend {name}", "usable"))
             continue
-        reasons = ["it is switched off"] if found["disabled"] else []
-        if found["reason"]:
-            reasons.append(found["reason"] + (f" ({found['hint']})" if found["hint"] else ""))
+        reasons = ["it is switched off"] if backend["disabled"] else []
+        if backend["reason"]:
+            reasons.append(backend["reason"] + (f" ({backend['hint']})" if backend["hint"] else ""))
         rows.append((f"backend {name}", "not usable: " + "; ".join(reasons)))
-        if found["exception"] is not None:
-            rows.append(("", found["exception"].splitlines()[0]))
+        if backend["exception"] is not None:
+            rows.append(("", backend["exception"].splitlines()[0]))
     return rows
 
 
