@@ -39,9 +39,10 @@ from .problem import (
 )
 
 if TYPE_CHECKING:
-    from .masks import PreparedMask, SequenceTileMask, TreeMask
+    from .masks import PreparedMask
+    from .masks.prepared.storage import BatchMask, SequenceTileMask
 
-    Mask = Tensor | PreparedMask | SequenceTileMask | TreeMask | None
+    Mask = Tensor | PreparedMask | None
 
 
 # Asked for once: torch.is_autocast_enabled raises for a device type that has no autocast.
@@ -154,7 +155,7 @@ def describe(
     elif mask is not None:
         describe_prepared = _describe_prepared if sequences is None else _describe_beside_sequences
         mask_spec, is_causal, window = describe_prepared(mask, is_causal, window, sizes)
-        mask_form, one_mask_row = mask.form, sequences is None and mask.one_row  # type: ignore[union-attr]
+        mask_form, one_mask_row = mask.form, sequences is None and mask.one_row
         if mask_form == "sequence_tiles" and sequences is not None and sequences.packs_queries:
             mask_packing = "queries"
     if bias is not None:
@@ -318,9 +319,9 @@ _Prepared = tuple[TensorSpec, bool, tuple[int, int]]
 def _describe_prepared(mask: object, is_causal: bool, window_size: tuple[int, int] | None, sizes: _Sizes) -> _Prepared:
     """Validate a prepared mask of a call without sequences."""
     # Not at the top: only a program that has made a prepared mask pays for the import.
-    from .masks.prepared.types import PreparedMask
+    from .masks.prepared.storage import BatchMask
 
-    if not isinstance(mask, PreparedMask):
+    if not isinstance(mask, BatchMask):
         if getattr(mask, "form", None) == "sequence_tiles":
             raise ValueError("mask was prepared beside sequences; it needs sequences=mask.sequences beside it")
         if getattr(mask, "form", None) == "tree":
@@ -347,14 +348,13 @@ def _describe_beside_sequences(
     mask: object, is_causal: bool, window_size: tuple[int, int] | None, sizes: _Sizes
 ) -> _Prepared:
     """Validate a mask that is no tensor, of a call with sequences."""
-    from .masks.prepared.sequence_tiles import SequenceTileMask
-    from .masks.prepared.tree import TreeMask
+    from .masks.prepared.storage import SequenceTileMask, TreeMask
 
     assert sizes.sequences is not None
     if not isinstance(mask, (SequenceTileMask, TreeMask)):
         raise TypeError(
             f"mask is a {type(mask).__name__}; beside sequences it needs to be a bool torch.Tensor, what "
-            "prepare_mask(mask, sequences=...) makes of one, or a TreeMask"
+            "PreparedMask.from_mask(mask, sequences=...) makes of one, or a TreeMask"
         )
     sizes.check_device("mask", mask.device)
     if isinstance(mask, SequenceTileMask):
@@ -372,7 +372,7 @@ def _describe_beside_sequences(
     return unpacked_spec((number, 1, tokens, tokens)), is_causal, window
 
 
-def _own_band(mask: PreparedMask | SequenceTileMask, is_causal: bool, window_size: tuple[int, int] | None) -> _Prepared:
+def _own_band(mask: BatchMask | SequenceTileMask, is_causal: bool, window_size: tuple[int, int] | None) -> _Prepared:
     """Take the band of the mask, which a limit of the call may repeat but not change."""
     is_causal, window = check_flag("is_causal", is_causal), check_window(window_size)
     right = 0 if mask.is_causal else mask.window_size[1]
@@ -381,6 +381,6 @@ def _own_band(mask: PreparedMask | SequenceTileMask, is_causal: bool, window_siz
         limit = "is_causal is True" if is_causal and not fits else f"window_size is {window}"
         raise ValueError(
             f"{limit}, but mask was prepared with is_causal={mask.is_causal}, window_size={mask.window_size}; "
-            "a prepared mask brings its own limits: pass is_causal and window_size to prepare_mask"
+            "a prepared mask brings its own limits: pass is_causal and window_size to PreparedMask.from_mask"
         )
     return unpacked_spec(mask.shape), mask.is_causal, mask.window_size

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..masks.prepared.types import PreparedMask
+from ..masks import PreparedMask
 from ..problem import (
     AttentionProblem,
     NeedsGrad,
