@@ -19,7 +19,6 @@ from flash_dmattn.dispatch import config, profiles
 from flash_dmattn.dispatch.profiles import ROWS, Figures, Row, read, rows_of
 from flash_dmattn.explanation import explain_problem
 from flash_dmattn.gradients import empty_outputs
-from flash_dmattn.problem import sm_number
 from flash_dmattn.problem.inputs import Inputs
 from flash_dmattn.tools import calibrate as tool
 from flash_dmattn.tools import info, verify
@@ -77,10 +76,9 @@ def instruments(
 
 
 @pytest.fixture(autouse=True)
-def caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+def caches(untouched_settings: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for name, value in {"default_backend": "auto", "disabled": (), "profile": "", "rules": "built-in"}.items():
-        monkeypatch.setattr(config.process, name, value)
+    monkeypatch.setattr(config.process, "profile", "")
     monkeypatch.setattr(profiles, "gpu_names", lambda arch: [GPU])
     profiles.forget()
     yield tmp_path / "flash_dmattn"
@@ -245,31 +243,24 @@ def test_the_checks_are_those_of_info_verify() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_the_tensors_of_a_row(row: Row) -> None:
+def test_a_row_is_timed_in_both_passes_on_tensors_of_its_class(row: Row) -> None:
     call = tool.call_of(row, CPU, shrink=64)
     assert call["q"].dtype == torch.bfloat16 and call["q"].shape[1] == max(1, row.seqlen_q // 64)
-    assert [name for name, t in call.items() if t.requires_grad] == [
-        *(["q", "k", "v"] if row.grad else []),
-        *(["bias"] if row.dbias else []),
-    ]
+    leaves = ["q", "k", "v"] * row.grad + ["bias"] * row.dbias
+    assert [name for name, x in call.items() if x.requires_grad] == leaves
     # Short now, and else the row itself.
     problem = flash_dmattn.explain(**call).problem._replace(seqlen_k=row.seqlen_k)
     assert row.name in rows_of(problem) or row.name == "long"
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_both_passes_of_a_row_are_timed(row: Row) -> None:
     runs: list[tuple[Any, float]] = []
 
     def timer(run: Callable[[], Any], seconds: float) -> float:
         runs.append((run(), seconds))
         return float(len(runs))
 
-    actual = tool.measure(row, "eager", 0.6, CPU, timer, shrink=64)
-    assert actual == (Figures(1.0, 2.0) if row.grad else Figures(1.0))
-    out, gradients = runs[0][0], runs[1][0] if row.grad else ()
-    assert out.shape[1] == max(1, row.seqlen_q // 64)
-    assert len(gradients) == (3 * row.grad + row.dbias)
+    figures = tool.measure(row, "eager", 0.6, CPU, timer, shrink=64)
+    assert figures == (Figures(1.0, 2.0) if row.grad else Figures(1.0))
+    assert runs[0][0].shape[1] == call["q"].shape[1]
+    assert len(runs[1][0] if row.grad else ()) == len(leaves)
     assert sum(seconds for _, seconds in runs) == pytest.approx(0.6)
 
 
@@ -370,42 +361,31 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere() -> None:
 # The command line
 
 
-@pytest.mark.parametrize(
-    "count, message",
-    (
-        (0, "it times an NVIDIA GPU, and torch sees none; python -m flash_dmattn info has the driver and torch"),
-        (1, "--device is 2, and torch sees 1 GPU: give 0 to 0"),
-        (2, "--device is 2, and torch sees 2 GPUs: give 0 to 1"),
+MACHINES: dict[str, tuple[int, str, str]] = {
+    "no GPU": (
+        0,
+        "cpu",
+        "it times an NVIDIA GPU, and torch sees none; python -m flash_dmattn info has the driver and torch",
     ),
-)
-def test_without_that_gpu_it_says_so(
-    count: int, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    "one GPU": (1, "sm_80", "--device is 2, and torch sees 1 GPU: give 0 to 0"),
+    "two GPUs": (2, "sm_80", "--device is 2, and torch sees 2 GPUs: give 0 to 1"),
+    "Turing": (3, "sm_75", "the GPU is sm_75; profiles are of NVIDIA GPUs from sm_80 on"),
+    "AMD": (3, "gfx942", "the GPU is gfx942; profiles are of NVIDIA GPUs from sm_80 on"),
+    "flex is off": (3, "sm_80", "flex is switched off; calibrate compares triton, flex, eager"),
+}
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_machine_that_cannot_be_measured_is_told_why(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    count, arch, message = MACHINES[name]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    assert main(["calibrate", "--device", "2"]) == 1
-    assert capsys.readouterr().err == f"python -m flash_dmattn calibrate: error: {message}\n"
-
-
-@pytest.mark.parametrize("arch", ["sm_75", "gfx942"])
-def test_other_gpus_are_refused(arch: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(tool, "device_arch", lambda device: arch)
-    assert main(["calibrate"]) == 1
-    assert f"the GPU is {arch}; profiles are of NVIDIA GPUs from sm_80 on" in capsys.readouterr().err
-
-
-def test_a_backend_that_is_switched_off_cannot_be_compared(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(tool, "device_arch", lambda device: "sm_80")
-    with flash_dmattn.config(disabled="flex"):
-        assert main(["calibrate"]) == 1
-    message = "flex is switched off; calibrate compares triton, flex, eager"
-    assert message in capsys.readouterr().err
+    with flash_dmattn.config(disabled="flex" if name == "flex is off" else ()):
+        assert main(["calibrate", "--device", "2"]) == 1
+    assert capsys.readouterr().err == f"python -m flash_dmattn calibrate: error: {message}\n"
 
 
 def test_arguments_reach_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,6 +427,5 @@ def test_info_tells_of_the_profile(
     assert info.collect()["profiles"]["sm_90"]["decides"] is False
 
 
-def test_every_row_is_of_a_gpu_that_profiles_are_of() -> None:
-    assert sm_number("sm_80") == profiles.LEAST_ARCH
+def test_rows_have_names_of_their_own() -> None:
     assert len({row.name for row in ROWS}) == len(ROWS)

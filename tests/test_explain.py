@@ -13,15 +13,10 @@ from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn.backends.protocol import Availability, Rule
-from flash_dmattn.dispatch import config, registry, selection
+from flash_dmattn.dispatch import registry, selection
 from flash_dmattn.explanation import explain_problem
 
-
-@pytest.fixture(autouse=True)
-def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn")):
-        monkeypatch.setattr(config.process, name, value)
-    monkeypatch.setattr(selection, "_warned", set())
+pytestmark = pytest.mark.usefixtures("untouched_settings")
 
 
 def tensors() -> dict[str, Tensor]:

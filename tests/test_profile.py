@@ -51,16 +51,13 @@ def profile_of(
 
 
 @pytest.fixture(autouse=True)
-def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
+def machine(untouched_settings: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     """A machine with one GPU, both compiled backends, and a user's folder of caches that is empty."""
     here = SimpleNamespace(gpus={"sm_80": [GPU], "sm_90": ["NVIDIA H200"]}, versions=dict(VERSIONS))
     monkeypatch.setattr(profiles, "gpu_names", lambda arch: here.gpus.get(arch, []))
     monkeypatch.setattr(profiles, "versions", lambda: here.versions)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
-    changes = {"default_backend": "auto", "disabled": (), "fallback": "warn", "profile": "", "rules": "built-in"}
-    for name, value in changes.items():
-        monkeypatch.setattr(config.process, name, value)
-    monkeypatch.setattr(selection, "_warned", set())
+    monkeypatch.setattr(config.process, "profile", "")
     monkeypatch.setattr(BACKENDS, "table", BACKENDS.table)  # for it to be put back
     for backend in ("triton", "flex"):
         replace_backend(backend, probe=lambda: Availability(True))

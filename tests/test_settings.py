@@ -23,11 +23,7 @@ from flash_dmattn.backends.protocol import Rule
 from flash_dmattn.dispatch import checkpoints, config, registry
 from flash_dmattn.dispatch.config import Blocks
 
-
-@pytest.fixture(autouse=True)
-def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn")):
-        monkeypatch.setattr(config.process, name, value)
+pytestmark = pytest.mark.usefixtures("untouched_settings")
 
 
 def ran(**flags: object) -> tuple[str, str | None]:
