@@ -118,7 +118,7 @@ class Figures(NamedTuple):
     error: str = ""
 
     def total(self, with_gradients: bool) -> float | None:
-        """Milliseconds of a call: its forward pass, with gradients both passes; None where they were not timed."""
+        """Return the milliseconds of a forward pass, with gradients of both passes; None if they were not timed."""
         if self.forward is None or not with_gradients:
             return self.forward
         return None if self.backward is None else self.forward + self.backward

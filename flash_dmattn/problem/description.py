@@ -120,7 +120,7 @@ class TensorSpec(NamedTuple):
     dtype: torch.dtype
 
     def broadcast(self) -> tuple[bool, bool, bool, bool]:
-        """For each dimension, whether one element is read for every index: size 1, or an expanded stride of 0."""
+        """Tell for each dim whether one element is read for every index: size 1, or an expanded stride of 0."""
         b, h, i, j = (size == 1 or stride == 0 for size, stride in zip(self.shape, self.strides, strict=True))
         return b, h, i, j
 
@@ -130,7 +130,7 @@ class TensorSpec(NamedTuple):
         return bias_class(self.shape, self.strides)
 
     def span(self) -> int:
-        """Elements of memory between the first and the last one, both included; 0 for an empty tensor."""
+        """Count the elements of memory from the first to the last one; 0 for an empty tensor."""
         if 0 in self.shape:
             return 0
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))

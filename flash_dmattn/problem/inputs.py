@@ -15,10 +15,9 @@ Gradients = tuple[Tensor | None, ...]
 class MaskView(NamedTuple):
     """A mask as kernels receive it: its form, and the tensors of that form.
 
-    "none" has no tensors; "dense" one bool tensor (Bm, Hm, Lq or 1, Lk or 1), in which a stride of 0 is a broadcast
-    dim; "tiles" has bits, classes, row_lists and col_lists of a `TileMask`; "keys" has kept, count and prefix of a
-    `KeyMask`; "intervals" has start, stop, order, bounds, row_lists and col_lists of an `IntervalMask`;
-    "sequence_tiles" has those of "tiles", of a `SequenceTileMask`; "tree" has the bits of a `TreeMask`.
+    "none" has no tensors. "dense" has one bool tensor (Bm, Hm, Lq or 1, Lk or 1), whose strides of 0 are broadcast dims.
+    "tiles" and "sequence_tiles" have bits, classes, row_lists and col_lists; "keys" has kept, count and prefix;
+    "intervals" has start, stop, order, bounds, row_lists and col_lists; "tree" has bits.
     Bm is 1, the batch size, or a number that `Flags.mask_repeat` goes with.
     """
 

@@ -54,7 +54,7 @@ def _sequences() -> dict[str, dict[str, Any]]:
 
 
 def rows() -> tuple[Row, ...]:
-    """Every row; unless the name says otherwise it is bf16 on sm_90 with head dim 64, and all gradients are needed."""
+    """List every row; unless its name says otherwise it is bf16 on sm_90 with head dim 64 and all gradients."""
     full = (2, 16, 4096, 4096)
     return (
         _row("device", "sm_90"),
@@ -189,7 +189,7 @@ Behind a colon stand the rules that decide it; what they say is below the table.
 
 
 def document(names: Sequence[str]) -> str:
-    """The whole of docs/support.md."""
+    """Write the text of docs/support.md."""
     return f"""# What each backend serves
 
 This page is generated from the rules of the backends by `python -m flash_dmattn.tools.support_matrix --write`, and a

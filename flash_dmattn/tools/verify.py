@@ -267,7 +267,7 @@ class Sample:
 
 
 def error(x: Tensor, oracle: Tensor) -> float:
-    """|x - oracle| / |oracle|; infinite where an infinity is not the same in both, NaN where a NaN is."""
+    """Return |x - oracle| / |oracle|; infinity if both differ in an infinity, NaN if x has one."""
     x = x.to(oracle.dtype)
     infinite = oracle.isinf()
     if not x[infinite].equal(oracle[infinite]):
