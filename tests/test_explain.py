@@ -86,9 +86,9 @@ def test_call_that_would_be_refused_is_explained() -> None:
 
 
 def test_fallback_that_would_raise_is_explained() -> None:
+    x = torch.empty(2, 4096, 16, 64, dtype=torch.bfloat16, device="meta")
     with flash_dmattn.config(disabled=("cuda", "triton", "flex"), fallback="error"):
-        explanation = explain_problem((2, 4096, 16, 64), device="sm_80")
-        by_name = explain_problem((2, 4096, 16, 64), device="sm_80", backend="eager")
+        explanation, by_name = (flash_dmattn.explain(x, x, x, device="sm_80", backend=b) for b in ("auto", "eager"))
     assert explanation.forward is None
     assert 'fallback="error" is in force' in explanation.error
     assert (by_name.forward, by_name.error) == ("eager", None)
@@ -179,13 +179,15 @@ def test_another_gpu_is_explained_without_what_is_installed_here(monkeypatch: py
     assert not explain_problem((1, 8, 2, 16), device="cpu").problem.elsewhere
 
 
-def test_description_equals_that_of_such_tensors() -> None:
-    q = torch.randn(2, 5, 4, 8, requires_grad=True)
-    k, v = torch.randn(2, 7, 2, 8, requires_grad=True), torch.randn(2, 7, 2, 6, requires_grad=True)
+@pytest.mark.parametrize("dims", [(), (3,)], ids=["", "leading dims"])
+def test_shapes_and_tensors_on_meta_are_explained_as_tensors_are(dims: tuple[int, ...]) -> None:
+    q = torch.randn(*dims, 2, 5, 4, 8, requires_grad=True)
+    k, v = (torch.randn(*dims, 2, 7, 2, n, requires_grad=True) for n in (8, 6))
     mask, bias = torch.ones(2, 1, 5, 7, dtype=torch.bool), torch.randn(2, 1, 7, dtype=torch.float64)
     flags = {"is_causal": True, "softcap": 2.0, "window_size": (3, 1), "softmax_scale": 0.0, "return_lse": True}
-    described = explain_problem(
-        (2, 5, 4, 8),
+    real = flash_dmattn.explain(q, k, v, mask, bias, deterministic=True, **flags)
+    by_shapes = explain_problem(
+        (*dims, 2, 5, 4, 8),
         kv_heads=2,
         seqlen_k=7,
         head_dim_v=6,
@@ -199,10 +201,11 @@ def test_description_equals_that_of_such_tensors() -> None:
         deterministic=True,
         **flags,
     )
-    real = flash_dmattn.explain(q, k, v, mask, bias, deterministic=True, **flags)
-    assert described.problem == real.problem
-    assert hash(described.problem) == hash(real.problem)
-    assert str(described) == str(real)
+    meta = (x.detach().to("meta").requires_grad_(x.requires_grad) for x in (q, k, v, mask, bias))
+    on_meta = flash_dmattn.explain(*meta, device="cpu", deterministic=True, **flags)
+    for described in (by_shapes, on_meta):
+        assert described.problem == real.problem and hash(described.problem) == hash(real.problem)
+        assert str(described) == str(real)
 
 
 @pytest.mark.parametrize(
@@ -225,3 +228,10 @@ def test_description_equals_that_of_such_tensors() -> None:
 def test_bad_description_is_a_value_error(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         explain_problem(**{"q": (1, 8, 2, 16), "device": "sm_90", **changes})
+
+
+def test_dtensors_are_explained_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flash_dmattn.explanation.is_dtensor", lambda x: True)
+    x = torch.nn.Parameter(torch.randn(1, 8, 2, 16))  # any subclass
+    with pytest.raises(ValueError, match="device is 'sm_90'; it needs to be None beside DTensors"):
+        flash_dmattn.explain(x, x, x, device="sm_90")

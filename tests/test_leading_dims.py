@@ -222,42 +222,28 @@ def test_calls_alike_are_described_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(described) == 3 and len(calls.plans) == 3
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"k": torch.randn(2, 4, LK, HK, D)}, r"k has shape .*, whose batch dim 1 is 4; it needs that of q, 3"),
-        ({"v": torch.randn(1, 3, LK, HK, D)}, r"v has shape .*, whose batch dim 0 is 1; it needs that of q, 2"),
-        ({"k": torch.randn(2, LK, HK, D)}, r"k has 4 dimensions, .*; it needs 5, as q of shape"),
-        ({"v": torch.randn(2, 3, LK, 3, D)}, r"v has 7 keys and 3 heads"),
-        (
-            {"bias": torch.randn(2, 2, 1, LQ, LK)},
-            r"batch dim 0 in \{1, 2\}, batch dim 1 in \{1, 3\}, heads in",
-        ),
-        (
-            {"bias": torch.randn(3, LQ, LK)},
-            r"bias has shape \(1, 1, 3, 5, 7\), read as \(batch dim 0,",
-        ),
-        ({"bias": torch.randn(1, 2, 3, H, LQ, LK)}, r"bias has 6 dimensions, .*; it needs 2 to 5, read from the right"),
-        ({"bias": torch.randn(LK)}, r"bias has 1 dimensions, .*; it needs 2 to 5"),
-        ({"mask": torch.ones(3, 1, LQ, 6, dtype=torch.bool)}, r"mask has shape .* seqlen_k in \{1, 7\}"),
-    ],
-    ids=range(9),
-)
-def test_errors_name_the_dim(changes: dict[str, Tensor], message: str) -> None:
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"k": torch.randn(2, 4, LK, HK, D)}, ValueError, r"k has shape .*, whose batch dim 1 is 4; it needs that of q, 3"),
+    ({"v": torch.randn(1, 3, LK, HK, D)}, ValueError, r"v has shape .*, whose batch dim 0 is 1; it needs that of q, 2"),
+    ({"k": torch.randn(2, LK, HK, D)}, ValueError, r"k has 4 dimensions, .*; it needs 5, as q of shape"),
+    ({"k": None}, TypeError, r"k is a NoneType; it needs to be a torch.Tensor of 5 dimensions"),
+    ({"v": torch.randn(2, 3, LK, 3, D)}, ValueError, r"v has 7 keys and 3 heads"),
+    ({"bias": torch.randn(2, 2, 1, LQ, LK)}, ValueError, r"batch dim 0 in \{1, 2\}, batch dim 1 in \{1, 3\}, heads in"),
+    ({"bias": torch.randn(3, LQ, LK)}, ValueError, r"bias has shape \(1, 1, 3, 5, 7\), read as \(batch dim 0,"),
+    ({"bias": torch.randn(1, 2, 3, H, LQ, LK)}, ValueError, r"bias has 6 dimensions, .*; it needs 2 to 5, read from"),
+    ({"bias": torch.randn(LK)}, ValueError, r"bias has 1 dimensions, .*; it needs 2 to 5"),
+    ({"mask": torch.ones(3, 1, LQ, 6, dtype=torch.bool)}, ValueError, r"mask has shape .* seqlen_k in \{1, 7\}"),
+    ({"mask": torch.ones(3, 1, LQ, LK)}, TypeError, r"mask has dtype float32; it needs bool"),
+    ({"mask": [True]}, TypeError, r"mask is a list; it needs to be a bool torch.Tensor"),
+]
+
+
+@pytest.mark.parametrize(("changes", "kind", "message"), WRONG, ids=range(len(WRONG)))
+def test_errors_name_the_argument_and_the_dim(changes: dict[str, Any], kind: type[Exception], message: str) -> None:
     q, k = torch.randn(2, 3, LQ, H, D), torch.randn(2, 3, LK, HK, D)
     for function in (flash_dmattn.attention, flash_dmattn.explain):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(kind, match=message):
             function(**{"q": q, "k": k, "v": k, **changes})  # type: ignore[operator]
-
-
-def test_errors_of_type() -> None:
-    q, k = torch.randn(2, 3, LQ, H, D), torch.randn(2, 3, LK, HK, D)
-    with pytest.raises(TypeError, match=r"k is a NoneType; it needs to be a torch.Tensor of 5 dimensions"):
-        flash_dmattn.attention(q, None, k)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"mask has dtype float32; it needs bool"):
-        flash_dmattn.attention(q, k, k, torch.ones(3, 1, LQ, LK))
-    with pytest.raises(TypeError, match=r"mask is a list; it needs to be a bool torch.Tensor"):
-        flash_dmattn.attention(q, k, k, [True])  # type: ignore[arg-type]
 
 
 # With the rest of torch

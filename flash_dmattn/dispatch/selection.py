@@ -95,11 +95,7 @@ def select_backward(problem: AttentionProblem, name: str) -> Backend:
     sized = hinted(problem)
     asked = ((BACKENDS[name], ()), *candidates(sized)) if name in BACKENDS else candidates(sized)
     for backend, rules in asked:
-        if (
-            not backend.is_differentiable
-            and all_hold(rules, sized, "backward")
-            and _serves(backend, problem, "backward")
-        ):
+        if _serves_backward(backend, rules, problem, sized):
             return backend
     refuse_all(problem)
 
@@ -146,12 +142,8 @@ def _choose_auto(problem: AttentionProblem, pairs_only: bool = False) -> Selecti
         if not needs_backward:
             return Selection(backend, None)
         # The same backend where it can; else any other pair, since all share the layout of lse.
-        for other, rules_of_other in ((backend, rules), *asked):
-            if (
-                not other.is_differentiable
-                and all_hold(rules_of_other, sized, "backward")
-                and _serves(other, problem, "backward")
-            ):
+        for other, other_rules in ((backend, rules), *asked):
+            if _serves_backward(other, other_rules, problem, sized):
                 return Selection(backend, other)
     refuse_all(problem)
 
@@ -166,6 +158,14 @@ def _serves(backend: Backend, problem: AttentionProblem, direction: Direction) -
     if not backend.accepts(problem, direction):
         return False
     return problem.elsewhere or works(backend.name)
+
+
+def _serves_backward(
+    backend: Backend, rules: tuple[Rule, ...], problem: AttentionProblem, sized: AttentionProblem
+) -> bool:
+    """Tell whether a backend has a backward pass of its own for a call, and auto prefers it."""
+    is_preferred = not backend.is_differentiable and all_hold(rules, sized, "backward")
+    return is_preferred and _serves(backend, problem, "backward")
 
 
 def _choose_named(problem: AttentionProblem, requested: BackendChoice) -> Selection:

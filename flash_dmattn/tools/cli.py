@@ -163,7 +163,7 @@ def add_calibrate(commands: Any) -> None:
         help="about how long it may take; what is not reached is left out (default: 120)",
     )
     parser.add_argument("--device", type=_at_least(0), default=0, metavar="N", help="index of the GPU (default: 0)")
-    parser.set_defaults(run=_calibrate, fail=parser.error)
+    parser.set_defaults(run=_calibrate)
 
 
 def _at_least(lowest: int) -> Callable[[str], int]:
