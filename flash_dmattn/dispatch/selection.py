@@ -202,11 +202,12 @@ def candidates(problem: AttentionProblem) -> list[tuple[Backend, tuple[Rule, ...
 
     Triton comes after flex if a profile says that flex is faster. Before the last resort two backends are asked again:
 
-    * cuda on Hopper, without its preferences: most of these leave a call to triton because that is faster, but triton
-      may be disabled or not work;
-    * triton on GPUs where nobody has measured it: its kernels were compiled for that GPU, and serve better than eager
-      PyTorch the calls that flex refuses, such as those with dropout or pages. With sequences triton is asked before
-      flex, which copies them into rows of its own.
+    * Cuda on Hopper, without its preferences. Most of these leave a call to triton because that is faster, but triton
+      may be disabled or not work.
+
+    * Triton on GPUs where nobody has measured it. Its kernels were compiled for that GPU. They serve calls that flex
+      refuses, with dropout or pages, better than eager PyTorch. With sequences triton is asked before flex, which
+      copies them into rows of its own.
     """
     table = BACKENDS.table  # once: it may be replaced meanwhile
     judged = judgement(problem)

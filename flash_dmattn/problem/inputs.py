@@ -15,9 +15,13 @@ Gradients = tuple[Tensor | None, ...]
 class MaskView(NamedTuple):
     """A mask as kernels receive it: its form, and the tensors of that form.
 
-    "none" has no tensors. "dense" has one bool tensor (Bm, Hm, Lq or 1, Lk or 1); strides of 0 are broadcast dims.
-    "tiles" and "sequence_tiles" have bits, classes, row_lists and col_lists; "keys" has kept, count and prefix;
-    "intervals" has start, stop, order, bounds, row_lists and col_lists; "tree" has bits.
+    * "none": no tensors.
+    * "dense": a bool tensor (Bm, Hm, Lq or 1, Lk or 1), in which a stride of 0 is a broadcast dim.
+    * "tiles", "sequence_tiles": bits, classes, row_lists, col_lists.
+    * "keys": kept, count, prefix.
+    * "intervals": start, stop, order, bounds, row_lists, col_lists.
+    * "tree": bits.
+
     Bm is 1, the batch size, or a number that `Flags.mask_repeat` goes with.
     """
 

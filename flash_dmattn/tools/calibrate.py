@@ -248,8 +248,8 @@ def choice(profile: Profile, row: str, with_gradients: bool) -> str:
 class EventTimer:
     """Times runs on the current stream by CUDA events.
 
-    Before each run the device gets so much to write that it is still busy when the host has enqueued the run: the time
-    is the kernels' own, however long the host takes to launch them.
+    Before each run the device gets so much to write that it is still busy when the host has enqueued the run. So the
+    time is the kernels' own, however long the host takes to launch them.
     """
 
     def __init__(self, device: torch.device) -> None:
