@@ -1,8 +1,8 @@
 """Checkpointed regions are recomputed under the settings of their forward pass.
 
-`torch.utils.checkpoint` with use_reentrant=False runs a region again in the backward pass. On CUDA that pass has a thread
-of its own, and it may begin after the `with` blocks of the forward pass have ended. Torch puts hooks on saved tensors
-around a region. They hold its frame, and the frame holds the function that is run again.
+`torch.utils.checkpoint` with use_reentrant=False runs a region again in the backward pass. On CUDA that pass has a
+thread of its own, and it may begin after the `with` blocks of the forward pass have ended. Torch puts hooks on saved
+tensors around a region. They hold its frame, and the frame holds the function that is run again.
 
 All private names of torch for this stand here. Where one is missing, regions are recomputed under the settings of the
 place and thread that recompute them.
