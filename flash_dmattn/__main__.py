@@ -9,8 +9,8 @@ from typing import NoReturn
 
 from ._version import __version__
 from .dispatch.config import process
-from .tools import info
-from .tools.cli import PROGRAM, add_calibrate, add_explain, join_window, require_torch, run_piped
+from .tools import PROGRAM, info, require_torch, run_piped
+from .tools.cli import add_calibrate, add_explain, join_window
 
 
 class OneLineParser(argparse.ArgumentParser):

@@ -393,7 +393,7 @@ def test_probe_is_left_alone_where_a_rule_refuses_already() -> None:
 
 
 @pytest.fixture
-def eager_alone() -> None:
+def eager_alone(untouched_settings: None) -> None:
     flash_dmattn.config.set(disabled=("cuda", "triton", "flex"))  # until untouched_settings takes it back
 
 

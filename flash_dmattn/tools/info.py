@@ -16,7 +16,7 @@ from typing import Any
 from .._version import __version__
 from ..backends.cuda.extension import BUILD_COMMAND, build_info, find, not_built
 from ..dispatch.config import choice, disabled, fallback, process, similar
-from .cli import require_torch
+from . import require_torch
 
 Report = dict[str, Any]
 
