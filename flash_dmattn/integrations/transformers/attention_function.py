@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ... import attention
 from ...call import prepare_call, run_call
-from ...distributed.context import context_in_force
+from ...distributed.group import context_in_force
 from ...problem import Numbers
 from ...validation import follow_autocast
 from .arguments import refuse_unknown
