@@ -1,4 +1,4 @@
-"""What the flex backend makes of masks, limits and sequences, against brute force: tile lists, limits, rows."""
+"""Tile lists, limits and rows that the flex backend makes from masks and sequences, against brute force."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ MASKS: tuple[tuple[str, Packing, tuple[int, ...] | None], ...] = (
 
 
 def five_sequences() -> tuple[Tensor, SequenceSpec]:
-    """Their bounds, in 860 queries and 676 keys, some of which no sequence has; the description."""
+    """Return bounds and description of sequences in 860 queries and 676 keys, with tokens of no sequence."""
     cu_q, cu_k = torch.tensor([0, 300, 300, 557, 600, 857]), torch.tensor([0, 270, 274, 404, 404, 674])
     used = {"seqlens_q": torch.tensor([300, 0, 256, 43, 257]), "seqlens_k": torch.tensor([256, 4, 129, 0, 270])}
     sequences = Sequences.packed(cu_q, cu_k, max_seqlen_q=300, max_seqlen_k=270, **used)
@@ -236,12 +236,12 @@ def test_layouts_of_random_sequences(seed: int) -> None:
             own = (side.sequence == s) & (side.token >= 0)
             assert side.place[own].tolist() == list(range(n))
             # A row without a token beside them is where one of them is: kernels add NaN of theirs to a gradient there.
-            beside = own.view(-1, BLOCK).any(1).repeat_interleave(BLOCK)
-            assert set(side.place[beside].tolist()) <= set(range(n))
+            in_used_tile = own.view(-1, BLOCK).any(1).repeat_interleave(BLOCK)
+            assert set(side.place[in_used_tile].tolist()) <= set(range(n))
 
 
 def test_wild_tables_leave_no_tensor() -> None:
-    """What a GPU does not check: indices stay inside, whatever the tables say."""
+    """Indices stay inside, whatever the tables say, which a GPU does not check."""
     for seed in range(30):
         generator = torch.Generator().manual_seed(seed)
         spread = 10 ** int(torch.randint(1, 9, (), generator=generator))
@@ -271,8 +271,8 @@ def test_wild_tables_leave_no_tensor() -> None:
 def test_the_operator_is_what_it_tells_compilers(packing: Packing, shape: tuple[int, ...] | None) -> None:
     bounds, spec = five_sequences()
     mask = None if shape is None else torch.rand(shape) < 0.5
-    given = (bounds, mask, packing, *map(list, extents(spec)), 10, 0, 4)
-    torch.library.opcheck(flex_sequences._SEQUENCES, given)
+    arguments = (bounds, mask, packing, *map(list, extents(spec)), 10, 0, 4)
+    torch.library.opcheck(flex_sequences._SEQUENCES, arguments)
 
 
 @pytest.mark.parametrize("limits", [(None, 0), (-40, None), (-9, 30)], ids=str)

@@ -100,7 +100,7 @@ def _extent(number: int, tokens: int, bound: int, is_packed: bool) -> Extent:
     most = min(tokens, 1 if bound == 0 else bound)
     tiles = number * ((most + BLOCK - 1) // BLOCK)
     if is_packed:
-        # Each sequence adds at most one tile to those that it fills.
+        # Each sequence has at most one tile that it does not fill.
         tiles = min(tiles, tokens // BLOCK + number)
     return Extent(1 if is_packed else number, tokens, is_packed, most, tiles)
 
@@ -279,7 +279,7 @@ def _mask_classes(mask: Tensor, packing: Packing, queries: Side, keys: Side) -> 
 def move_rows(x: Tensor, dim: int, there: Tensor, back: Tensor, fill: float = 0.0) -> Tensor:
     """Read the rows `there` of a dim, `fill` for -1; the gradient reads the rows `back` of what arrives, 0 for -1.
 
-    Neither direction adds rows up, so that values in rows of no sequence go nowhere, NaN included.
+    Rows are never added up, so that values in rows of no sequence go nowhere, NaN included.
     """
     if x.requires_grad and torch.is_grad_enabled():
         result: Tensor = _MoveRows.apply(x, dim, there, back, fill)
