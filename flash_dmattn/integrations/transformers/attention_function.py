@@ -16,9 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ... import Sequences, attention
 from ...call import Numbers, prepare_call, run_call
 from ...distributed import SequenceLayout, context_parallel_attention
-from ...distributed.agreement import refuse_together
-from ...distributed.context import InContext, context_in_force
-from ...distributed.group import groups_of
+from ...distributed.group import InContext, context_in_force, groups_of, refuse_together
 from ...problem import dtype_name
 from ...validation import follow_autocast
 from .mask_function import LayerMask, MaskArguments
@@ -443,6 +441,6 @@ def _refuse_local(mask: LayerMask, layout: SequenceLayout, rank: int) -> None:
 
 def _are_intervals(documents: Tensor, layout: SequenceLayout, rank: int) -> bool:
     """Whether the documents are the intervals of a rank: transformers takes a gap in positions for a new document."""
-    lengths = torch.tensor([stop - start for start, stop in layout.of_rank(rank)], device=documents.device)
+    lengths = torch.tensor([stop - start for start, stop in layout.intervals[rank]], device=documents.device)
     number = torch.repeat_interleave(torch.arange(len(lengths), device=documents.device), lengths)
     return documents.shape[1] == len(number) and bool((documents - documents[:, :1] == number).all())

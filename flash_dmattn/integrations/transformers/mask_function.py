@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
 
 from ... import Sequences
-from ...distributed.context import context_in_force
+from ...distributed.group import context_in_force
 from ...masks import PreparedMask
 from .models import MODELS_ASK_FOR_TENSORS, masking_utils, refuse_config_without_interface
 
