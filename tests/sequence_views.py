@@ -231,7 +231,7 @@ def draw(
 
 def spoiled(call: ViewCall, others: int | None = None) -> ViewCall:
     """The call with NaN, and True in the mask, wherever no sequence reads; or none but that of this number does."""
-    found: dict[str, Tensor | None] = {}
+    gradients: dict[str, Tensor | None] = {}
     numbers = range(len(call.bounds)) if others is None else (others,)
     used = {name: torch.zeros(x.shape, dtype=torch.bool) for name, x in call.tensors().items() if x is not None}
     for s in numbers:
@@ -247,10 +247,10 @@ def spoiled(call: ViewCall, others: int | None = None) -> ViewCall:
     for name, x in call.tensors().items():
         # Dims of stride 0 hold what a sequence reads, and stay as they are.
         if x is None or 0 in x.stride() or x.numel() == 0:
-            found[name] = x
+            gradients[name] = x
         else:
-            found[name] = x.masked_fill(~used[name].to(DEVICE), True if x.dtype == torch.bool else torch.nan)
-    return replace(call, **found)
+            gradients[name] = x.masked_fill(~used[name].to(DEVICE), True if x.dtype == torch.bool else torch.nan)
+    return replace(call, **gradients)
 
 
 def moved(call: ViewCall, name: str) -> ViewCall:
@@ -267,8 +267,8 @@ def run(call: ViewCall, backend: Backend) -> Results:
     results: Results = {"out": out, "lse": lse, **dict.fromkeys(f"d{name}" for name in LEAVES)}
     if any(call.needs):
         assert backend.plan_backward is not None
-        found = backend.plan_backward(problem)(attention.Saved(x, out, lse), call.dout, call.dlse)
-        results |= dict(zip((f"d{name}" for name in LEAVES), found, strict=False))
+        gradients = backend.plan_backward(problem)(attention.Saved(x, out, lse), call.dout, call.dlse)
+        results |= dict(zip((f"d{name}" for name in LEAVES), gradients, strict=False))
     return results
 
 

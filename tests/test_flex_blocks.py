@@ -240,7 +240,7 @@ def test_layouts_of_random_sequences(seed: int) -> None:
 
 
 def test_wild_tables_leave_no_tensor() -> None:
-    """What a GPU does not check: indices stay inside, whatever the tables say."""
+    """Indices stay inside, whatever the tables say: a GPU does not check them."""
     for seed in range(30):
         generator = torch.Generator().manual_seed(seed)
         spread = 10 ** int(torch.randint(1, 9, (), generator=generator))
