@@ -18,7 +18,6 @@ from flash_dmattn.backends.flex import sequences as flex_sequences
 from flash_dmattn.backends.flex.blocks import BLOCK, dense_tensors, limits_of
 from flash_dmattn.backends.flex.sequences import SequenceBlocks, extents, sequence_blocks
 from flash_dmattn.problem import AttentionProblem, Packing, SequenceSpec
-from flash_dmattn.sequences.values import make_bounds
 
 
 def coarse_mask(*shape: int) -> Tensor:
@@ -241,14 +240,14 @@ def test_layouts_of_random_sequences(seed: int) -> None:
 
 
 def test_wild_tables_leave_no_tensor() -> None:
-    """Indices stay inside, whatever the tables say, which a GPU does not check."""
+    """Indices stay inside, whatever the tables say: a GPU does not check them."""
     for seed in range(30):
         generator = torch.Generator().manual_seed(seed)
         spread = 10 ** int(torch.randint(1, 9, (), generator=generator))
         wild = [torch.randint(-spread, spread, (n,), generator=generator, dtype=torch.int32) for n in (6, 6, 5, 5)]
         sequences = Sequences("packed", *wild)
         spec = SequenceSpec("packed", 5, 400, 300, 160, 200)
-        bounds = make_bounds(sequences._tables, sequences.device, spec)
+        bounds = sequences.bounds_of(spec)
         mask = torch.ones(5, 1, 160, 200, dtype=torch.bool)
         laid = sequence_blocks(problem_of(spec, "none", (9, 0), 2), bounds, mask)
         for side, tokens, most in ((laid.queries, 400, 160), (laid.keys, 300, 200)):
