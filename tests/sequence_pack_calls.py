@@ -14,7 +14,7 @@ import torch
 from cases import DEVICE
 from torch import Tensor
 
-from flash_dmattn.masks.broadcast import collapse
+from flash_dmattn.masks.arguments import collapse
 from flash_dmattn.masks.prepared.sequence_packing import MaskPacking, pack_sequences
 from flash_dmattn.problem import Layout, SequenceSpec
 

@@ -17,8 +17,7 @@ import flash_dmattn
 from flash_dmattn import masks
 from flash_dmattn.masks import PreparedMask, topk_mask
 from flash_dmattn.masks.prepared import packing
-from flash_dmattn.masks.prepared.interval_order import order_saves
-from flash_dmattn.masks.prepared.mask_intervals import mask_intervals
+from flash_dmattn.masks.prepared.intervals import mask_intervals, order_saves
 from flash_dmattn.masks.prepared.storage import IntervalMask, KeyMask, TileMask
 from flash_dmattn.problem import Band, causal_window, make_band
 
@@ -203,7 +202,7 @@ def test_an_order_is_made_where_its_tiles_pay() -> None:
 
     mask = topk_mask(torch.randn(1, 1, 1, 300, generator=generator), 30, is_causal=True)
     for pays in (False, True):
-        with mock.patch("flash_dmattn.masks.prepared.recognition.order_saves", return_value=pays) as asked:
+        with mock.patch("flash_dmattn.masks.prepared.builders.order_saves", return_value=pays) as asked:
             found = PreparedMask.from_mask(mask, find_intervals=True)
         assert isinstance(found, IntervalMask) and found.is_reordered is pays
         ((active, pairs, kept), given) = asked.call_args

@@ -19,10 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_dmattn import masks
 from flash_dmattn.masks import PreparedMask, topk_mask
-from flash_dmattn.masks.prepared.compact_order import places_for
-from flash_dmattn.masks.prepared.interval_order import hilbert_codes, key_order, reorder_pays
+from flash_dmattn.masks.prepared.intervals import hilbert_codes, key_order, places_for, reorder_pays
 from flash_dmattn.masks.prepared.storage import IntervalMask
-from flash_dmattn.masks.topk_stops import topk_stops
+from flash_dmattn.masks.topk import topk_stops
 
 INF, NAN = math.inf, math.nan
 # Few distinct values, so that most rows have ties.

@@ -34,7 +34,7 @@ import flash_dmattn
 from flash_dmattn import masks
 from flash_dmattn.dispatch import config, refusals
 from flash_dmattn.masks import PreparedMask
-from flash_dmattn.masks.prepared.operator import KeyForm, key_form, prepared_view
+from flash_dmattn.masks.prepared.operators import KeyForm, key_form, prepared_view
 from flash_dmattn.masks.prepared.storage import unpack_view
 
 

@@ -22,11 +22,9 @@ import pytest
 import torch
 
 from flash_dmattn.masks import PreparedMask, topk_mask
-from flash_dmattn.masks.prepared import packers, packing
-from flash_dmattn.masks.prepared.interval_order import first_places, key_order
-from flash_dmattn.masks.prepared.key_intervals import key_intervals
-from flash_dmattn.masks.prepared.mask_intervals import mask_intervals
-from flash_dmattn.masks.prepared.packers import list_intervals
+from flash_dmattn.masks.prepared import operators, packing
+from flash_dmattn.masks.prepared.intervals import first_places, key_intervals, key_order, mask_intervals
+from flash_dmattn.masks.prepared.operators import list_intervals
 from flash_dmattn.masks.prepared.storage import IntervalMask
 from flash_dmattn.masks.topk import score_keys
 from flash_dmattn.problem import Band, causal_window, make_band
@@ -247,8 +245,8 @@ def check_recognised() -> None:
     few, most = (topk_mask(scores, kept, is_causal=True) for kept in (20, 700))
     for mask, wanted in ((few, 128), (most, 1300), (few & (torch.rand(few.shape) < 0.9), 0)):
         made = []
-        for found in (by_kernels, packers.PYTORCH):
-            with mock.patch.object(packers, "_find_faster", lambda tensor, found=found: found):
+        for found in (by_kernels, operators.PYTORCH):
+            with mock.patch.object(operators, "_find_faster", lambda tensor, found=found: found):
                 made.append(PreparedMask.from_mask(mask, is_causal=True, find_intervals=True, reorder=True))
         assert all(x.num_places == wanted for x in made if isinstance(x, IntervalMask)), wanted
         assert all(isinstance(x, IntervalMask) is bool(wanted) for x in made)

@@ -72,13 +72,15 @@ def check_tile_mask(prepared, allowed):
         assert prepared.classes[b, h].tolist() == classes
         columns = [[classes[row][col] for row in range(tiles_q)] for col in range(tiles_k)]
         for name, table in (("row", classes), ("col", columns)):
-            want = {
-                "full_count": [line.count(2) for line in table],
-                "partial_count": [line.count(1) for line in table],
-                "indices": [[n for kind in (2, 1, 0) for n, c in enumerate(line) if c == kind] for line in table],
-            }
-            for part, expected in want.items():
-                assert getattr(prepared, f"{name}_{part}")[b, h].tolist() == expected
+            want = [
+                [
+                    line.count(2),
+                    line.count(1),
+                    *(n for kind in (2, 1, 0) for n, c in enumerate(line) if c == kind),
+                ]
+                for line in table
+            ]
+            assert getattr(prepared, f"{name}_lists")[b, h].tolist() == want
     dtypes = {"bits": torch.int32, "classes": torch.uint8}
     for name, tensor in tensors_of(prepared):
         assert tensor.is_contiguous() and tensor.dtype == dtypes.get(name, torch.int32)

@@ -181,7 +181,7 @@ def test_who_packs() -> None:
 
     of_nvidia, of_amd = packers._triton_packer("sm_"), packers._triton_packer("gfx")
     assert of_nvidia is not None and of_nvidia.pack_sequences is sequence_pack.pack_sequences
-    assert of_amd is not None and of_amd.pack_sequences is packers.packers.PYTORCH.pack_sequences
+    assert of_amd is not None and of_amd.pack_sequences is packers.operators.PYTORCH.pack_sequences
     names = ("cuda_pack_mask", "cuda_interval_tiles", "cuda_topk_intervals", "cuda_key_order")
     operators = SimpleNamespace(**{name: SimpleNamespace(default=None) for name in names})
     assert packers.around_extension(operators).pack_sequences is sequence_pack.pack_sequences

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .arguments import bool_mask, integer, pair
-from .broadcast import collapse, combine, common_shape
-from .builders import causal_mask
-from .pad import pad
+from .arguments import bool_mask, collapse, common_shape, integer, pad, pair
+from .builders import causal_mask, combine
 
 # Elements summed at once: padding copies them, and sums in another dtype than the input's widen them first on CPU.
 CHUNK_ELEMENTS = 1 << 24

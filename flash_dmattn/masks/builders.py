@@ -1,7 +1,8 @@
-"""Masks that follow from positions, lengths and document ids: causal, window, documents, padding, prefix-LM."""
+"""Masks from positions, lengths, document ids and scores: causal, window, documents, padding; and `combine`."""
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Literal
 
 import torch
@@ -10,6 +11,10 @@ from ..problem import values_can_be_read
 from .arguments import (
     INTEGER_DTYPES,
     IntsLike,
+    align_heads,
+    bool_mask,
+    collapse,
+    common_shape,
     four_dims,
     integer,
     integer_tensor,
@@ -282,3 +287,51 @@ def threshold_mask(scores: torch.Tensor, threshold: float = 0.0) -> torch.Tensor
         has = f"dtype {scores.dtype}" if isinstance(scores, torch.Tensor) else f"type {type(scores).__name__}"
         raise TypeError(f"scores has {has} and must be a float tensor.")
     return four_dims("scores", scores.detach()) > threshold
+
+
+def combine(*masks: torch.Tensor | None, op: Literal["and", "or"] = "and") -> torch.Tensor | None:
+    """One mask from several: attend where all of them do (`"and"`) or where any does (`"or"`).
+
+    Equivalent to `masks[0] & masks[1] & ...` on 4-D tensors, except that expanded (stride 0) dims count as
+    size 1, so that the result is as small as it can be, and that masks over key-value heads meet masks over
+    query heads: with Hq = G * Hk, query head h takes key-value head h // G.
+
+    Args:
+        masks: bool tensors of 0 to 4 dims, each broadcastable to (B, H, Lq, Lk) from the right, or None, which
+            means "attend everywhere": it changes nothing in `"and"` and decides `"or"`.
+        op: `"and"` or `"or"`.
+
+    Returns:
+        A 4-D bool tensor, or None where nothing is masked (no mask at all, or None under `"or"`).
+
+    Raises:
+        TypeError: a mask is not a bool tensor.
+        ValueError: shapes that do not broadcast, heads that do not divide, two devices, or an unknown `op`.
+
+    Example:
+        >>> import torch
+        >>> from flash_dmattn.masks import causal_mask, combine, padding_mask
+        >>> combine(causal_mask(4, 4), padding_mask([3, 4], 4)).shape
+        torch.Size([2, 1, 4, 4])
+        >>> combine(torch.tensor([True, False]), None).shape
+        torch.Size([1, 1, 1, 2])
+    """
+    if op not in ("and", "or"):
+        raise ValueError(f"op is {op!r} and must be 'and' or 'or'.")
+    given = [(f"masks[{i}]", mask) for i, mask in enumerate(masks) if mask is not None]
+    if not given or (op == "or" and len(given) < len(masks)):
+        return None
+    names = [name for name, _ in given]
+    tensors = [collapse(bool_mask(name, mask)) for name, mask in given]
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor.device != tensors[0].device:
+            raise ValueError(
+                f"{name} is on {tensor.device} and {names[0]} on {tensors[0].device}; all masks must be on one device."
+            )
+    tensors = align_heads(tensors, names)
+    common_shape(tensors, names)
+    # Small masks first: the full-size product then happens once, at the end. A compiler, which fuses it, need not bind
+    # sizes by comparing them.
+    if not torch.compiler.is_compiling():
+        tensors.sort(key=torch.numel)
+    return reduce(torch.logical_and if op == "and" else torch.logical_or, tensors)

@@ -10,7 +10,7 @@ from torch import nn
 
 import flash_dmattn
 from flash_dmattn.masks import PreparedMask, topk_mask
-from flash_dmattn.masks.prepared.interval_order import reorder_pays
+from flash_dmattn.masks.prepared.intervals import reorder_pays
 from flash_dmattn.sequences import Sequences
 
 from .kv_cache import KVCache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flash_dmattn.masks.prepared.interval_operators import run_score_keys, run_topk_intervals
+from flash_dmattn.masks.prepared.operators import run_score_keys, run_topk_intervals
 from flash_dmattn.problem import values_can_be_read
 from flash_dmattn.sequences import Sequences
 from flash_dmattn.sequences.tokens import token_places

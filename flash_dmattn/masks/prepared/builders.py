@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from ...problem import (
     Band,
     MaskForm,
+    MaskView,
     SequenceSpec,
     causal_window,
     check_flag,
@@ -20,19 +22,25 @@ from ...problem import (
     values_can_be_read,
 )
 from ...sequences.layout import Sequences
-from ..arguments import IntsLike, bool_mask, integer, integer_tensor, lengths_within, pair
+from ..arguments import DIMS, IntsLike, bool_mask, collapse, integer, integer_tensor, lengths_within, pair
 from ..blocks import expand_blocks
-from ..broadcast import DIMS, collapse
 from ..builders import Device, document_pair, padding_mask
 from ..topk import select, topk_arguments
-from .compact_order import compact_order, places_for
-from .interval_operators import run_interval_tiles, run_key_order, run_score_keys, run_topk_intervals
-from .interval_order import live_keys, reorder_pays
-from .operator import KeyForm, prepared_key_form, prepared_view
-from .packers import packer
+from .intervals import live_keys, order_saves, places_for, reorder_pays
+from .operators import (
+    KeyForm,
+    pack_beside,
+    packer,
+    prepared_key_form,
+    prepared_view,
+    run_first_places,
+    run_interval_tiles,
+    run_key_order,
+    run_mask_intervals,
+    run_score_keys,
+    run_topk_intervals,
+)
 from .packing import band_words, pack_rows, pack_tree, pack_words
-from .recognition import interval_tensors
-from .sequence_operator import pack_beside
 from .sequence_packing import MaskPacking
 
 Window = tuple[int, int]
@@ -110,8 +118,7 @@ def from_mask(
     numbers = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, **limits, "leading": leading}
     view = prepared_view(whole, seqlen_q, seqlen_k, causal_window(**limits), key_form)
     if find_intervals and view.form == "tiles":
-        bits, _, row_lists, _ = view.tensors
-        tensors = interval_tensors(bits, row_lists, seqlen_k, reorder)
+        tensors = _recognised(view, seqlen_q, seqlen_k, reorder)
         if tensors is not None:
             return _fields("intervals", tensors, **numbers)
     return _fields(view.form, view.tensors, **numbers, one_row=collapse(whole).size(2) == 1)
@@ -287,15 +294,46 @@ def _check_compact(compact: bool, reorder: bool | None) -> None:
 def _intervals_of(
     start: torch.Tensor, stop: torch.Tensor, seqlen_q: int, limits: dict[str, Any], reorder: bool, compact: bool
 ) -> MaskFields:
-    order = run_key_order(start, stop, seqlen_q) if reorder else start.new_empty((*start.shape[:2], 0))
     seqlen_k = places = start.size(2)
     if compact:
         places = places_for(int(live_keys(start, stop)), seqlen_k)
-    if places < seqlen_k:
-        walked = compact_order(start, stop, order, seqlen_q, places)
-    else:
-        walked = [order, *run_interval_tiles(start, stop, order, seqlen_q)]
+    walked = interval_walk(start, stop, seqlen_q, reorder, places)
     return _fields("intervals", (start, stop, *walked), seqlen_q=seqlen_q, seqlen_k=seqlen_k, **limits)
+
+
+def interval_walk(
+    start: torch.Tensor, stop: torch.Tensor, seqlen_q: int, reorder: bool, places: int
+) -> Sequence[torch.Tensor]:
+    """Return order, bounds, row_lists and col_lists of an `IntervalMask`: O(Lq * places).
+
+    Args:
+        start, stop: of the mask.
+        seqlen_q: number of queries.
+        reorder: whether it has an order of keys.
+        places: how many places an order has, at least as many as a head has live keys.
+    """
+    order = run_key_order(start, stop, seqlen_q) if reorder else start.new_empty((*start.shape[:2], 0))
+    if not reorder or places == start.size(2):
+        return order, *run_interval_tiles(start, stop, order, seqlen_q)
+    order, start, stop = run_first_places(start, stop, order, places)  # the rest is not kept alive
+    return order, *run_interval_tiles(start, stop, start.new_empty((*start.shape[:2], 0)), seqlen_q)
+
+
+def _recognised(view: MaskView, seqlen_q: int, seqlen_k: int, reorder: bool | None) -> Sequence[torch.Tensor] | None:
+    """The tensors of an `IntervalMask` that allows the same as tiles; None where some key has several runs of queries.
+
+    Values decide, so it waits for the device, once. Then the numbers of pairs and of tiles are known too, and they say
+    whether an order of keys pays in a forward pass, unless `reorder` decides, and how many places it needs.
+    """
+    bits, _, row_lists, _ = view.tensors
+    start, stop, numbers = run_mask_intervals(bits, row_lists, seqlen_k)
+    has_several, live, pairs, active = numbers.tolist()
+    if has_several:
+        return None
+    if reorder is None:
+        kept = pairs / max(1, start.size(0) * start.size(1) * seqlen_q)
+        reorder = kept > 0 and order_saves(active, pairs, kept, has_backward=False)
+    return start, stop, *interval_walk(start, stop, seqlen_q, reorder, places_for(live, seqlen_k))
 
 
 def from_tree(tree: torch.Tensor) -> MaskFields:

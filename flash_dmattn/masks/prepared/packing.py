@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from ...problem import Band
-from ..pad import pad
+from ..arguments import pad
 
 TILE = 128
 WORD = 32

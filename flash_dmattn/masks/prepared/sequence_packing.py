@@ -15,7 +15,7 @@ import torch
 
 from ...problem import SequenceSpec
 from ...sequences.tokens import TokenPlaces, token_places
-from ..pad import pad
+from ..arguments import pad
 from . import packing
 from .packing import TILE, TILE_WORDS, pack_words, tiles, unpack_words
 

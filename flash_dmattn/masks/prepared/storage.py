@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from ...problem import Band, MaskForm, MaskView, SequenceSpec, causal_window, make_band
 from ...sequences.layout import Sequences
+from ..arguments import pad
 from ..blocks import MaskStats, mask_stats
-from ..pad import pad
 from . import packing
-from .interval_tiles import covering, interval_classes
+from .intervals import covering, interval_classes
 from .mask import PreparedMask as PreparedMask
 from .packing import EMPTY, FULL, TILE, tiles
 from .sequence_packing import unpack_sequences
@@ -93,36 +93,6 @@ class TileMask(BatchMask):
         batch, num_heads, seqlen_q, _ = self.bits.shape
         return batch, num_heads, seqlen_q, self.seqlen_k
 
-    @property
-    def row_full_count(self) -> torch.Tensor:
-        """Full tiles in a row of tiles: a view (Bm, Hm, Tq) of `row_lists`."""
-        return self.row_lists[..., 0]
-
-    @property
-    def row_partial_count(self) -> torch.Tensor:
-        """Partial tiles in a row of tiles: a view (Bm, Hm, Tq) of `row_lists`."""
-        return self.row_lists[..., 1]
-
-    @property
-    def row_indices(self) -> torch.Tensor:
-        """Columns of the full, the partial and the empty tiles: a view (Bm, Hm, Tq, Tk) of `row_lists`."""
-        return self.row_lists[..., 2:]
-
-    @property
-    def col_full_count(self) -> torch.Tensor:
-        """Full tiles in a column of tiles: a view (Bm, Hm, Tk) of `col_lists`."""
-        return self.col_lists[..., 0]
-
-    @property
-    def col_partial_count(self) -> torch.Tensor:
-        """Partial tiles in a column of tiles: a view (Bm, Hm, Tk) of `col_lists`."""
-        return self.col_lists[..., 1]
-
-    @property
-    def col_indices(self) -> torch.Tensor:
-        """Rows of the full, the partial and the empty tiles: a view (Bm, Hm, Tk, Tq) of `col_lists`."""
-        return self.col_lists[..., 2:]
-
     def unpacked(self) -> torch.Tensor:
         return self.dense()
 
@@ -130,8 +100,7 @@ class TileMask(BatchMask):
         return packing.unpack_words(self.bits[:, :, start:stop], self.seqlen_k)
 
     def stats(self) -> MaskStats:
-        attending = int(packing.count_bits(self.bits))
-        return _class_stats(self.shape, attending, self.classes, int((self.bits == 0).all(-1).sum()))
+        return _bit_stats(self.shape, self.bits, self.classes)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -170,28 +139,9 @@ class KeyMask(BatchMask):
         return keys & (diagonals >= self.band.low) & (diagonals <= self.band.high)
 
     def stats(self) -> MaskStats:
-        """As for any prepared mask; `shape` counts Lq rows."""
-        batch, num_heads, _, seqlen_k = self.shape
-        low, high = self.band or Band(-self.seqlen_q, seqlen_k)
-        rows = torch.arange(self.seqlen_q, device=self.device)
-        kept = self._kept_between(rows + low, rows + high + 1)
-        # Together the rows of a tile reach from the lowest key of the first to the highest of the last, without gaps;
-        # what all of them reach is from the lowest of the last to the highest of the first.
-        first_row = torch.arange(0, self.seqlen_q, TILE, device=self.device)[:, None]
-        last_row = (first_row + (TILE - 1)).clamp(max=self.seqlen_q - 1)
-        first_key = torch.arange(0, seqlen_k, TILE, device=self.device)
-        end = first_key + TILE
-        met = self._kept_between(torch.maximum(first_key, first_row + low), torch.minimum(end, last_row + (high + 1)))
-        inside = (first_key >= last_row + low) & (end <= first_row + (high + 1))
-        whole = inside & (self._kept_between(first_key, end)[..., None, :] == TILE)
-        classes = (met > 0).to(torch.uint8) + whole
-        shape = (batch, num_heads, self.seqlen_q, seqlen_k)
-        return _class_stats(shape, int(kept.sum(dtype=torch.int64)), classes, int((kept == 0).sum()))
-
-    def _kept_between(self, start: torch.Tensor, stop: torch.Tensor) -> torch.Tensor:
-        """How many keys are kept from `start` to `stop`, not included: (Bm, Hm, ...)."""
-        start, stop = (x.clamp(0, self.seqlen_k) for x in (start, stop))
-        return (self.prefix[..., stop] - self.prefix[..., start]).clamp(min=0)
+        """Count as any prepared mask does; `shape` has Lq rows."""
+        bits, classes = packing.pack_mask(self.dense(), None)
+        return _bit_stats((*self.shape[:2], self.seqlen_q, self.seqlen_k), bits, classes)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -312,16 +262,12 @@ class SequenceTileMask(PreparedMask):
         lengths_q, lengths_k = self.sequences.bounds_of(self.spec).long()[:, 1::2].unbind(1)
         heads, rows = self.bits.shape[1:3]
         queries, pairs = int(lengths_q.sum()), int((lengths_q * lengths_k).sum())
-        number = max(1, heads * int((-(-lengths_q // TILE) * -(-lengths_k // TILE)).sum()))
-        return MaskStats(
-            shape=(1, heads, queries, self.spec.max_seqlen_k),
-            block_size=(TILE, TILE),
-            density=int(packing.count_bits(self.bits)) / max(1, heads * pairs),
-            active_tile_fraction=int((self.classes != EMPTY).sum()) / number,
-            full_tile_fraction=int((self.classes == FULL).sum()) / number,
-            # Rows of no sequence have no bit either.
-            empty_rows=int((self.bits == 0).all(-1).sum()) - heads * (rows - queries),
+        number = heads * int((-(-lengths_q // TILE) * -(-lengths_k // TILE)).sum())
+        counted = _bit_stats(
+            (1, heads, queries, self.spec.max_seqlen_k), self.bits, self.classes, heads * pairs, number
         )
+        # Rows of no sequence have no bit either.
+        return replace(counted, empty_rows=counted.empty_rows - heads * (rows - queries))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -355,14 +301,38 @@ def unpack_view(view: MaskView, seqlen_q: int, seqlen_k: int) -> torch.Tensor:
     return PreparedMask._classes[view.form](seqlen_q, seqlen_k, *view.tensors).unpacked()
 
 
-def _class_stats(shape: tuple[int, int, int, int], attending: int, classes: torch.Tensor, empty_rows: int) -> MaskStats:
-    """The statistics of a mask of `shape` from its pairs that attend, the classes of its tiles, and its empty rows."""
-    batch, num_heads, seqlen_q, seqlen_k = shape
-    number = max(1, classes.numel())
+def _bit_stats(
+    shape: tuple[int, int, int, int],
+    bits: torch.Tensor,
+    classes: torch.Tensor,
+    pairs: int | None = None,
+    number: int | None = None,
+) -> MaskStats:
+    """The statistics of a mask from its packed bits and their classes."""
+    empty_rows = int((bits == 0).all(-1).sum())
+    return _class_stats(shape, int(packing.count_bits(bits)), classes, empty_rows, pairs, number)
+
+
+def _class_stats(
+    shape: tuple[int, int, int, int],
+    attending: int,
+    classes: torch.Tensor,
+    empty_rows: int,
+    pairs: int | None = None,
+    number: int | None = None,
+) -> MaskStats:
+    """The statistics of a mask from its pairs that attend, the classes of its tiles, and its empty rows.
+
+    Args:
+        pairs, number: how many pairs and tiles there are in all, where these are not the product of `shape` and all of
+            `classes`.
+    """
+    pairs = math.prod(shape) if pairs is None else pairs
+    number = max(1, classes.numel() if number is None else number)
     return MaskStats(
         shape=shape,
         block_size=(TILE, TILE),
-        density=attending / max(1, batch * num_heads * seqlen_q * seqlen_k),
+        density=attending / max(1, pairs),
         active_tile_fraction=int((classes != EMPTY).sum()) / number,
         full_tile_fraction=int((classes == FULL).sum()) / number,
         empty_rows=empty_rows,
