@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import flash_dmattn
 from flash_dmattn.problem import Flags, MaskView, NeedsGrad
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -163,3 +164,19 @@ def test_what_makes_the_heads_of_a_group_rows_of_a_tile() -> None:
     assert takes() and takes(right=0) and takes(mask="dense") and takes(mask="keys 1") and takes(mask="keys 2")
     assert not any((takes(2), takes(heads=2), takes(keys=GROUP_ROWS_FROM - 1), takes(left=3), takes(dropout_p=0.1)))
     assert not any((takes(mask="tiles 1"), takes(mask="keys 4")))
+
+
+@pytest.mark.parametrize("rows", ["Lq", "1"])
+@pytest.mark.parametrize(("sizes", "form"), [((2, 256, 4), "dense"), ((4, 512, 8), None), ((1, 1152, 1), None)])
+def test_a_bool_mask_of_few_pairs_is_read_as_it_is(rows: str, sizes: tuple[int, int, int], form: str | None) -> None:
+    from flash_dmattn.backends.mask_choice import choose_form
+    from flash_dmattn.backends.triton.backend import BACKEND
+
+    batch, length, heads = sizes
+    x = torch.empty(batch, length, heads, 64, dtype=torch.bfloat16, device="meta")
+    mask = torch.empty(1, 1, length if rows == "Lq" else 1, length, dtype=torch.bool, device="meta")
+    problem = flash_dmattn.explain(x, x, x, mask).problem._replace(
+        device="cuda", arch="sm_90", needs_grad=NeedsGrad(True, True, True)
+    )
+    packed = "tiles" if rows == "Lq" else "intervals"
+    assert choose_form(problem, BACKEND, BACKEND).form == (form or packed)
